@@ -1,0 +1,93 @@
+"""The typed errors of jtile. Each message is a sentence with a place: what was got, what was expected, and a way out."""
+
+from __future__ import annotations
+
+import linecache
+
+
+class JtileError(Exception):
+    """Base of every error that jtile raises.
+
+    Args:
+      message: one sentence: what was got, what was expected, and a way out when there is one.
+      where: `(file, line)` of the user's source, shown with the line's text and a caret.
+    """
+
+    def __init__(self, message: str, where: tuple[str, int] | None = None, column: int | None = None):
+        self.message, self.where, self.column = message, where, column
+        super().__init__(message + _place(where, column))
+
+
+class KernelTypeError(JtileError, TypeError):
+    """An argument, dtype or return value has the wrong kind."""
+
+
+class KernelValueError(JtileError, ValueError):
+    """A value does not fit: a shape, a grid, an index, an option."""
+
+
+class KernelSyntaxError(JtileError, SyntaxError):
+    """The kernel's source says something that a tile loop cannot: `break`, a name bound in one branch only."""
+
+    def __str__(self) -> str:
+        return self.args[0] if self.args else self.message
+
+
+class UnsupportedError(JtileError):
+    """The language can say it, but this target (or this release) cannot run it; the message names the nearest way."""
+
+
+class TransformError(UnsupportedError, TypeError):
+    """A JAX transformation that has no rule for this kernel."""
+
+
+class VerificationError(JtileError):
+    """Tile IR that breaks its own rules: a defect of jtile, or of hand-written IR."""
+
+
+class ParseError(JtileError, ValueError):
+    """Tile IR text that cannot be read."""
+
+
+class CompileError(JtileError, RuntimeError):
+    """An internal failure of jtile's compiler; the message names the file that keeps the failing IR."""
+
+
+class CacheError(JtileError):
+    """A cache folder that cannot be used."""
+
+
+class InterpreterError(JtileError, RuntimeError):
+    """Base of what the interpreter finds wrong while it runs a kernel; names program id, kernel line and Ref."""
+
+
+class OutOfBoundsError(InterpreterError, IndexError):
+    """An element access that the bounds rule forbids."""
+
+
+class RaceError(InterpreterError):
+    """Two programs wrote one element, neither atomically."""
+
+
+class UninitializedReadError(InterpreterError):
+    """A read of an element that nobody wrote."""
+
+
+class KernelAssertionError(InterpreterError, AssertionError):
+    """A failed `jt.assert_`."""
+
+
+class ModelError(JtileError):
+    """A model file that is missing, truncated or of an unknown architecture."""
+
+
+def _place(where: tuple[str, int] | None, column: int | None) -> str:
+    if where is None:
+        return ""
+    file, line = where
+    text = linecache.getline(file, line).rstrip()
+    out = f"\n  at {file}:{line}"
+    if not text:
+        return out
+    start = column if column is not None else len(text) - len(text.lstrip())
+    return f"{out}\n    {text}\n    {' ' * start}^"

@@ -1,0 +1,245 @@
+"""A small writer of LLVM IR text: modules, functions, structured loops.
+
+Mutable variables are `alloca`s in the entry block (`Code.var`); LLVM's SROA turns them into registers and phis,
+so that the emitters above this file never build a phi by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Val(NamedTuple):
+    """A typed LLVM operand: `ty` is its type's text, `name` an SSA name (`%v3`) or a constant (`42`, `splat (float 1.0)`)."""
+
+    ty: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.ty} {self.name}"
+
+
+def vec(lanes: int, scalar: str) -> str:
+    """The vector type of `lanes` `scalar`s; one lane is the scalar type itself."""
+    return scalar if lanes == 1 else f"<{lanes} x {scalar}>"
+
+
+def lanes_of(ty: str) -> int:
+    return int(ty[1:].split(" ", 1)[0]) if ty.startswith("<") else 1
+
+
+def scalar_of(ty: str) -> str:
+    return ty[:-1].split(" x ", 1)[1] if ty.startswith("<") else ty
+
+
+def like(ty: str, scalar: str) -> str:
+    """The type with the lanes of `ty` and the element type `scalar`."""
+    return vec(lanes_of(ty), scalar)
+
+
+def i64(n: int) -> Val:
+    return Val("i64", str(n))
+
+
+def const(ty: str, literal: str) -> Val:
+    """A constant of type `ty`, splatted over its lanes; `literal` is LLVM's spelling of the scalar."""
+    return Val(ty, literal if lanes_of(ty) == 1 else f"splat ({scalar_of(ty)} {literal})")
+
+
+@dataclasses.dataclass
+class Module:
+    """An LLVM module under construction: declarations and functions, each emitted once, in a deterministic order."""
+
+    triple: str
+    declarations: dict[str, str] = dataclasses.field(default_factory=dict)
+    globals: dict[str, str] = dataclasses.field(default_factory=dict)
+    functions: dict[str, str] = dataclasses.field(default_factory=dict)
+    attributes: str = ""
+
+    def declare(self, name: str, signature: str) -> None:
+        """`declare("llvm.fma.v16f32", "<16 x float> @{}(<16 x float>, ...)")`: `{}` stands for the name."""
+        self.declarations.setdefault(name, "declare " + signature.format(name))
+
+    def text(self) -> str:
+        parts = [f'target triple = "{self.triple}"', *self.globals.values(), *self.functions.values()]
+        parts += [self.declarations[k] for k in sorted(self.declarations)]
+        parts.append(f"attributes #0 = {{ {self.attributes} }}")
+        return "\n".join(parts) + "\n"
+
+
+def intrinsic_suffix(ty: str) -> str:
+    """`<16 x float>` -> `v16f32`: how intrinsic names spell a type."""
+    short = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "ptr": "p0"}
+    scalar = scalar_of(ty)
+    n = lanes_of(ty)
+    return ("" if n == 1 else f"v{n}") + short.get(scalar, scalar)
+
+
+class Code:
+    """One LLVM function under construction. Every method appends to the current block and returns the typed result."""
+
+    def __init__(self, module: Module, name: str, params: list[Val], ret: str = "void", linkage: str = "internal"):
+        self.module, self.name, self.params, self.ret, self.linkage = module, name, params, ret, linkage
+        self._entry: list[str] = []
+        self._body: list[str] = []
+        self._count = 0
+
+    # -- instructions -------------------------------------------------------------------------------------------
+    def ssa(self, hint: str = "v") -> str:
+        self._count += 1
+        return f"%{hint}{self._count}"
+
+    def let(self, ty: str, expr: str, hint: str = "v") -> Val:
+        """Append `%x = expr` and return `%x` with type `ty`."""
+        name = self.ssa(hint)
+        self._body.append(f"  {name} = {expr}")
+        return Val(ty, name)
+
+    def do(self, line: str) -> None:
+        self._body.append(f"  {line}")
+
+    def binary(self, op: str, a: Val, b: Val) -> Val:
+        """`op` with its flags: `"fadd"`, `"mul nsw"`, `"fmul reassoc"`."""
+        return self.let(a.ty, f"{op} {a.ty} {a.name}, {b.name}")
+
+    def cmp(self, kind: str, predicate: str, a: Val, b: Val) -> Val:
+        """`cmp("icmp", "slt", a, b)`: i1 or a vector of i1."""
+        return self.let(like(a.ty, "i1"), f"{kind} {predicate} {a.ty} {a.name}, {b.name}")
+
+    def select(self, c: Val, a: Val, b: Val) -> Val:
+        return self.let(a.ty, f"select {c}, {a}, {b}")
+
+    def cast(self, op: str, x: Val, ty: str) -> Val:
+        return x if x.ty == ty else self.let(ty, f"{op} {x} to {ty}")
+
+    def intrinsic(self, name: str, ret: str, *args: Val, suffix: str | None = None) -> Val:
+        """Call `@llvm.<name>.<suffix>`; the suffix is that of the first argument's type unless given ("" for none)."""
+        suffix = intrinsic_suffix(args[0].ty) if suffix is None else suffix
+        full = f"llvm.{name}" + (f".{suffix}" if suffix else "")
+        self.module.declare(full, f"{ret} @{{}}({', '.join(a.ty for a in args)})")
+        call = f"call {ret} @{full}({', '.join(map(str, args))})"
+        if ret == "void":
+            self.do(call)
+            return Val("void", "")
+        return self.let(ret, call)
+
+    def splat(self, x: Val, lanes: int) -> Val:
+        """Broadcast a scalar to `lanes` lanes."""
+        if lanes == 1:
+            return x
+        ty = vec(lanes, x.ty)
+        if not x.name.startswith("%"):
+            return Val(ty, f"splat ({x.ty} {x.name})")
+        one = self.let(ty, f"insertelement {ty} poison, {x}, i64 0")
+        return self.let(ty, f"shufflevector {one}, {ty} poison, <{lanes} x i32> zeroinitializer")
+
+    # -- memory -------------------------------------------------------------------------------------------------
+    def var(self, ty: str, init: Val | None = None, count: int = 1, align: int | None = None) -> Val:
+        """A stack variable (entry block); promoted to registers by SROA when it is only loaded and stored."""
+        name = self.ssa("a")
+        tail = (f", i64 {count}" if count != 1 else "") + (f", align {align}" if align else "")
+        self._entry.append(f"  {name} = alloca {ty}{tail}")
+        slot = Val("ptr", name)
+        if init is not None:
+            self.store(init, slot)
+        return slot
+
+    def load(self, ty: str, ptr: Val, align: int | None = None, meta: str = "") -> Val:
+        return self.let(ty, f"load {ty}, {ptr}" + (f", align {align}" if align else "") + meta)
+
+    def store(self, value: Val, ptr: Val, align: int | None = None, meta: str = "") -> None:
+        self.do(f"store {value}, {ptr}" + (f", align {align}" if align else "") + meta)
+
+    def gep(self, elem: str, ptr: Val, index: Val | int) -> Val:
+        index = i64(index) if isinstance(index, int) else index
+        return ptr if index.name == "0" else self.let("ptr", f"getelementptr {elem}, {ptr}, {index}")
+
+    # -- integer arithmetic on i64 with constant folding (addresses, trip counts) ---------------------------------
+    def add(self, a: Val | int, b: Val | int) -> Val:
+        return self._fold("add nsw", a, b, lambda x, y: x + y, unit=0)
+
+    def mul(self, a: Val | int, b: Val | int) -> Val:
+        return self._fold("mul nsw", a, b, lambda x, y: x * y, unit=1)
+
+    def sub(self, a: Val | int, b: Val | int) -> Val:
+        a, b = _i64(a), _i64(b)
+        if _literal(a) is not None and _literal(b) is not None:
+            return i64(_literal(a) - _literal(b))
+        return a if b.name == "0" else self.binary("sub nsw", a, b)
+
+    def _fold(self, op: str, a, b, fn, unit: int) -> Val:
+        a, b = _i64(a), _i64(b)
+        x, y = _literal(a), _literal(b)
+        if x is not None and y is not None:
+            return i64(fn(x, y))
+        if x == unit:
+            return b
+        if y == unit:
+            return a
+        if unit == 1 and 0 in (x, y):
+            return i64(0)
+        return self.binary(op, a, b)
+
+    # -- control flow -------------------------------------------------------------------------------------------
+    def label(self, hint: str = "b") -> str:
+        self._count += 1
+        return f"{hint}{self._count}"
+
+    def place(self, label: str) -> None:
+        self._body.append(f"{label}:")
+
+    def br(self, label: str) -> None:
+        self.do(f"br label %{label}")
+
+    def cond_br(self, cond: Val, then: str, other: str) -> None:
+        self.do(f"br {cond}, label %{then}, label %{other}")
+
+    @contextlib.contextmanager
+    def loop(self, lo: Val | int, hi: Val | int, step: Val | int = 1, hint: str = "i", meta: str = "") -> Iterator[Val]:
+        """`for i in range(lo, hi, step)` over i64, step > 0; yields i. A loop that must run once is emitted without a branch."""
+        lo, hi, step = _i64(lo), _i64(hi), _i64(step)
+        literals = [_literal(v) for v in (lo, hi, step)]
+        if None not in literals and len(range(*literals)) == 1:
+            yield lo
+            return
+        slot = self.var("i64", lo)
+        head, body, done = self.label("head"), self.label("body"), self.label("done")
+        self.br(head)
+        self.place(head)
+        i = self.load("i64", slot)
+        self.cond_br(self.cmp("icmp", "slt", i, hi), body, done)
+        self.place(body)
+        yield i
+        self.store(self.binary("add nsw", i, step), slot)
+        self.do(f"br label %{head}{meta}")
+        self.place(done)
+
+    @contextlib.contextmanager
+    def when(self, cond: Val) -> Iterator[None]:
+        """`if cond:` without an else."""
+        then, done = self.label("then"), self.label("done")
+        self.cond_br(cond, then, done)
+        self.place(then)
+        yield
+        self.br(done)
+        self.place(done)
+
+    def finish(self, value: Val | None = None) -> str:
+        """Return from the function, add it to the module and give its text."""
+        self.do(f"ret {value}" if value is not None else "ret void")
+        params = ", ".join(str(p) for p in self.params)
+        head = f"define {self.linkage} {self.ret} @{self.name}({params}) #0 {{\nentry:\n".replace("  ", " ")
+        text = head + "\n".join([*self._entry, *self._body]) + "\n}\n"
+        self.module.functions[self.name] = text
+        return text
+
+
+def _i64(x: Val | int) -> Val:
+    return i64(x) if isinstance(x, int) else x
+
+
+def _literal(x: Val) -> int | None:
+    return int(x.name) if x.name.lstrip("-").isdigit() else None
