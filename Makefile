@@ -1,0 +1,50 @@
+# make demo, make test: each makes .venv on the first call, and starts at once afterwards.
+VENV   ?= .venv
+OLDEST ?= .venv-oldest
+PYTEST_ARGS ?=
+
+NATIVE := pyproject.toml .ci/setup $(wildcard ffi/CMakeLists.txt ffi/csrc/*)
+TEST   := -m pytest -n auto --maxprocesses 4 --dist worksteal -q $(PYTEST_ARGS)
+
+.PHONY: help demo test test-oldest lint format bench clean
+help:
+	@echo "make demo          kernels against jnp, then text from SmolLM2"
+	@echo "make test          the test-suite"
+	@echo "make test-oldest   the test-suite with the oldest supported JAX"
+	@echo "make lint          ruff and pyright"
+	@echo "make bench         speeds against XLA and llama.cpp on this machine"
+
+demo: $(VENV)/.run
+	@$(VENV)/bin/jtile demo
+
+test: $(VENV)/.dev
+	@$(VENV)/bin/python $(TEST)
+
+test-oldest: $(OLDEST)/.oldest
+	@$(OLDEST)/bin/python $(TEST)
+
+lint: $(VENV)/.dev
+	@$(VENV)/bin/python -m ruff check .
+	@$(VENV)/bin/python -m ruff format --check .
+	@.ci/typecheck $(VENV)
+
+format: $(VENV)/.dev
+	@$(VENV)/bin/python -m ruff check --fix -q . ; $(VENV)/bin/python -m ruff format .
+
+bench: $(VENV)/.dev
+	@$(VENV)/bin/python -m benchmarks cpu
+
+$(VENV)/.run: $(NATIVE)
+	@.ci/setup run $(VENV)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@.ci/setup dev $(VENV)
+	@touch $@
+
+$(OLDEST)/.oldest: $(NATIVE)
+	@.ci/setup oldest $(OLDEST)
+	@touch $@
+
+clean:
+	@rm -rf build dist .pytest_cache .ruff_cache

@@ -1,0 +1,184 @@
+"""The options of jtile: one frozen dataclass, set by keyword, environment (`JTILE_...`) or context manager."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+import functools
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from jtile._errors import KernelValueError
+
+_CODE = types.MappingProxyType({"code": True})  # fields that change what a kernel compiles to, so part of jit's cache key
+
+
+def _default_cache_dir() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "jtile")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Every option of jtile; `JTILE_<FIELD>` in the environment sets the default of each.
+
+    Attributes:
+      cache_dir: folder of the disk cache of compiled kernels; an empty text switches the cache off.
+      cache_size: bytes that the disk cache may hold before its oldest entries go (the environment also takes 512M, 2G).
+      dump: folder that receives the numbered text of every level of every kernel; None: nothing is written.
+      verify: check types and the stage grammar of the IR after every pass.
+      poison: fill outputs that have no `init` with NaN (integers: a pattern) before a kernel runs.
+      interpret: run every kernel in the reference interpreter.
+      seed: order of the programs in the interpreter.
+      isa: CPU instruction set to emit for (`"sse2"`, `"avx2"`, ...); None: this machine's.
+      fallback: what happens to a kernel that its target cannot run: `"raise"`, or `"interpret"` it on the host.
+      autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
+      debug: keep what debugging needs: asserts stay in native code, and the intermediate files of a failed compile.
+    """
+
+    cache_dir: str = dataclasses.field(default_factory=_default_cache_dir)
+    cache_size: int = 1 << 30
+    dump: str | None = None
+    verify: bool = False
+    poison: bool = dataclasses.field(default=False, metadata=_CODE)
+    interpret: bool = dataclasses.field(default=False, metadata=_CODE)
+    seed: int = dataclasses.field(default=0, metadata=_CODE)
+    isa: str | None = dataclasses.field(default=None, metadata=_CODE)
+    fallback: Literal["raise", "interpret"] = dataclasses.field(default="raise", metadata=_CODE)
+    autotune: bool = dataclasses.field(default=False, metadata=_CODE)
+    debug: bool = dataclasses.field(default=False, metadata=_CODE)
+
+    @property
+    def code_key(self) -> tuple[Any, ...]:
+        """The options that change compiled code; equal keys mean that compiled kernels can be shared."""
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("code"))
+
+
+def current() -> Config:
+    """The options in force here: the innermost `config(...)` of this thread, else `configure`'s, else the environment's."""
+    return _override.get() or _process.value or from_environment()
+
+
+def configure(**options: Any) -> Config:
+    """Change options for the whole process; returns the result. Blocks inside `with config(...)` keep theirs."""
+    new = _replace(_process.value or from_environment(), options)
+    _process.value = new
+    if new.code_key != Config().code_key or _process.jit_key:
+        _jit_context().set_global(new.code_key)
+        _process.jit_key = True
+    return new
+
+
+@contextlib.contextmanager
+def config(**options: Any) -> Iterator[Config]:
+    """Change options inside a `with` block, for this thread: `with jt.config(poison=True): ...`."""
+    old = current()
+    new = _replace(old, options)
+    token = _override.set(new)
+    try:
+        with _jit_context()(new.code_key) if new.code_key != old.code_key else contextlib.nullcontext():
+            yield new
+    finally:
+        _override.reset(token)
+
+
+@functools.cache
+def from_environment() -> Config:
+    """The defaults with what the `JTILE_...` variables say; read once a process. Raises KernelValueError on a bad one."""
+    names = {"JTILE_" + f.name.upper(): f.name for f in dataclasses.fields(Config)}
+    values: dict[str, Any] = {}
+    for variable in sorted(v for v in os.environ if v.startswith("JTILE_")):
+        if variable not in names:
+            raise KernelValueError(f"{variable} is set, but jtile has no such option{_nearest(variable, names)}")
+        field = names[variable]
+        values[field] = _parse(variable, field, os.environ[variable])
+    return Config(**{name: _checked(name, value) for name, value in values.items()})
+
+
+class _Process:
+    """What `configure` set. `jit_key`: jit's global cache key already carries our options."""
+
+    value: Config | None = None
+    jit_key: bool = False
+
+
+_process = _Process()
+_override: contextvars.ContextVar[Config | None] = contextvars.ContextVar("jtile_config", default=None)
+
+
+@functools.cache
+def _jit_context() -> Any:
+    # Made on first use: importing jtile must not touch JAX's configuration. Its value is part of every jit cache key.
+    if "jax" not in sys.modules:
+        import jax  # noqa: F401
+    return sys.modules["jax"].make_user_context(Config().code_key)
+
+
+def _replace(old: Config, options: dict[str, Any]) -> Config:
+    known = {f.name for f in dataclasses.fields(Config)}
+    for name in options:
+        if name not in known:
+            raise KernelValueError(f"jtile has no option {name!r}{_nearest(name, known)}")
+    return dataclasses.replace(old, **{name: _checked(name, value) for name, value in options.items()})
+
+
+@functools.cache
+def _field_types() -> dict[str, Any]:
+    return typing.get_type_hints(Config)
+
+
+def _checked(name: str, value: Any) -> Any:
+    """`value` as option `name` keeps it; raises KernelValueError where it does not fit."""
+    wanted = _field_types()[name]
+    if isinstance(value, Path) and name in ("cache_dir", "dump"):
+        value = str(value)
+    choices = typing.get_args(wanted)
+    if typing.get_origin(wanted) is Literal:
+        if value not in choices:
+            raise KernelValueError(f"option {name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+        return value
+    kinds = choices or (wanted,)
+    # bool is an int in Python, but `seed=True` is a mistake
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise KernelValueError(f"option {name}={value!r}: expected {' or '.join(_kind_name(k) for k in kinds)}")
+    if name in ("cache_size", "seed") and value < 0:
+        raise KernelValueError(f"option {name}={value!r}: expected a number that is not negative")
+    return value
+
+
+def _kind_name(kind: type) -> str:
+    return "None" if kind is types.NoneType else kind.__name__
+
+
+_FLAGS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False, "": False}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _parse(variable: str, field: str, text: str) -> Any:
+    wanted = _field_types()[field]
+    if wanted is bool:
+        if text.strip().lower() not in _FLAGS:
+            raise KernelValueError(f"{variable}={text!r}: expected 1 or 0")
+        return _FLAGS[text.strip().lower()]
+    if wanted is int:
+        number = text.strip().upper().removesuffix("B")
+        unit = number[-1:] if number[-1:] in _UNITS else ""
+        if not number.removesuffix(unit).isdecimal() or (unit and field != "cache_size"):
+            example = "bytes, such as 1073741824 or 512M" if field == "cache_size" else "a whole number"
+            raise KernelValueError(f"{variable}={text!r}: expected {example}")
+        return int(number.removesuffix(unit)) * _UNITS[unit]
+    if types.NoneType in typing.get_args(wanted):
+        return text or None
+    return text
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; did you mean {close[0]}?" if close else f"; it knows {', '.join(sorted(known))}"
