@@ -1,0 +1,202 @@
+"""Quantised weights as one pytree: int8 per channel, and the 4-bit and 8-bit blocks of 32 of GGUF.
+
+A weight of shape (out, in) is kept as codes, scales and (Q4_1 only) minima, all dense and row-major:
+
+| kind | codes            | scale             | minimum           | weight of code q      |
+|------|------------------|-------------------|-------------------|-----------------------|
+| int8 | int8 [out, in]   | f32 [out, 1]      | -                 | scale * q             |
+| q8_0 | int8 [out, in]   | f16 [out, in/32]  | -                 | scale * q             |
+| q4_0 | uint8 [out, in/2]| f16 [out, in/32]  | -                 | scale * (q - 8)       |
+| q4_1 | uint8 [out, in/2]| f16 [out, in/32]  | f16 [out, in/32]  | scale * q + minimum   |
+
+Byte j of a 4-bit block of 32 holds weight j in its low nibble and weight j + 16 in its high nibble, as in GGUF;
+codes and scales are separate arrays so that both stay aligned for vector loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtile._errors import KernelTypeError, KernelValueError
+
+BLOCK = 32  # weights that share one scale
+KINDS = ("int8", "q8_0", "q4_0", "q4_1")
+BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # one GGUF block: f16 scale, (f16 minimum,) codes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """A quantised weight [out, in]; the table at the head of this file gives the arrays of each kind.
+
+    Build one with `quantize`, `from_gguf_blocks`, or from the arrays themselves. It is a pytree: it passes through
+    `jax.jit`, donation and checkpoints like an array.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    minimum: jax.Array | None
+    kind: str = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in), in weights."""
+        out, stored = self.codes.shape[-2:]
+        return out, stored * (2 if self.is_4bit else 1)
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    @property
+    def is_4bit(self) -> bool:
+        return self.kind in ("q4_0", "q4_1")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays of this tensor."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    @classmethod
+    def quantize(cls, x, kind: str) -> QuantizedTensor:
+        """Quantises `x` (float [out, in]); blocks round as ggml's reference does. Works under `jax.jit`."""
+        return quantize(x, kind)
+
+    @classmethod
+    def from_gguf_blocks(cls, raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
+        """Splits GGUF blocks (uint8, `out * in / 32 * BLOCK_BYTES[kind]` bytes) into codes, scales and minima."""
+        return from_gguf_blocks(raw, kind, shape)
+
+    def dequantize(self, dtype=jnp.float32) -> jax.Array:
+        """The weights [out, in] as `dtype`, computed in float32."""
+        return dequantize_rows(self.kind, self.codes, self.scale, self.minimum).astype(dtype)
+
+    def rows(self, index) -> QuantizedTensor:
+        """The rows `index` (int array [n]) as a tensor of shape (n, in)."""
+        index = jnp.asarray(index)
+        return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0), self)
+
+    @staticmethod
+    def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """Stacks tensors of one kind and one `in` along `out`.
+
+        Raises:
+          KernelTypeError: the kinds differ.
+        """
+        kinds = sorted({part.kind for part in parts})
+        if len(kinds) != 1:
+            raise KernelTypeError(f"cannot concatenate quantised tensors of the kinds {', '.join(kinds)}; requantise them")
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *parts)
+
+
+def dequantize_rows(kind: str, codes, scale, minimum=None) -> jax.Array:
+    """float32 weights [..., in] of codes [..., in or in/2] with scales (and minima) [..., in/32 or 1]."""
+    scale = scale.astype(jnp.float32)[..., None]
+    if kind == "int8":
+        return codes.astype(jnp.float32) * scale[..., 0]
+    lead = codes.shape[:-1]
+    if kind == "q8_0":
+        return (codes.reshape(*lead, -1, BLOCK).astype(jnp.float32) * scale).reshape(*lead, -1)
+    blocks = codes.reshape(*lead, -1, BLOCK // 2)
+    quants = jnp.concatenate([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).astype(jnp.float32)
+    if kind == "q4_0":
+        weights = (quants - 8.0) * scale
+    else:
+        weights = quants * scale + minimum.astype(jnp.float32)[..., None]
+    return weights.reshape(*lead, -1)
+
+
+def quantize(x, kind: str) -> QuantizedTensor:
+    """Quantises float [out, in] to `kind`.
+
+    Blocks round as ggml's reference quantiser does (Q4_0: the value of largest magnitude maps to code 0).
+
+    Raises:
+      KernelValueError: unknown kind, `x` is no matrix, or `in` is no multiple of 32 (int8: any).
+    """
+    x = jnp.asarray(x)
+    _check(kind, x.shape)
+    x = x.astype(jnp.float32)
+    if kind == "int8":
+        scale = jnp.max(jnp.abs(x), axis=1, keepdims=True) / 127.0
+        return QuantizedTensor(_round_to_int8(x * _inverse(scale)), scale, None, kind)
+    out, inner = x.shape
+    blocks = x.reshape(out, inner // BLOCK, BLOCK)
+    codes, scale, minimum = _QUANTIZERS[kind](blocks)
+    scale = scale[..., 0].astype(jnp.float16)
+    minimum = None if minimum is None else minimum[..., 0].astype(jnp.float16)
+    if kind != "q8_0":
+        codes = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << np.uint8(4))
+    return QuantizedTensor(codes.reshape(out, -1), scale, minimum, kind)
+
+
+def _quantize_q8_0(blocks):
+    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127.0
+    return _round_to_int8(blocks * _inverse(scale)), scale, None
+
+
+def _quantize_q4_0(blocks):
+    at = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
+    scale = jnp.take_along_axis(blocks, at, axis=-1) / -8.0
+    return jnp.clip(jnp.trunc(blocks * _inverse(scale) + 8.5), 0, 15).astype(jnp.uint8), scale, None
+
+
+def _quantize_q4_1(blocks):
+    low, high = jnp.min(blocks, axis=-1, keepdims=True), jnp.max(blocks, axis=-1, keepdims=True)
+    scale = (high - low) / 15.0
+    return jnp.clip(jnp.trunc((blocks - low) * _inverse(scale) + 0.5), 0, 15).astype(jnp.uint8), scale, low
+
+
+_QUANTIZERS = {"q8_0": _quantize_q8_0, "q4_0": _quantize_q4_0, "q4_1": _quantize_q4_1}
+
+
+def _inverse(scale):
+    return jnp.where(scale == 0, 0.0, 1.0 / jnp.where(scale == 0, 1.0, scale))
+
+
+def _round_to_int8(x):
+    """Rounds half away from zero, as ggml does (jnp.round goes to even)."""
+    return (jnp.sign(x) * jnp.floor(jnp.abs(x) + 0.5)).astype(jnp.int8)
+
+
+def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
+    """Splits the blocks of a GGUF tensor into the arrays of a `QuantizedTensor`; every bit is kept.
+
+    Args:
+      raw: uint8 array of any shape with `out * in / 32 * BLOCK_BYTES[kind]` bytes, row-major over (out, block).
+      kind: "q4_0", "q4_1" or "q8_0".
+      shape: (out, in) in weights.
+
+    Raises:
+      KernelValueError: a kind without GGUF blocks, or a number of bytes that does not fit `shape`.
+    """
+    _check(kind, shape)
+    if kind not in BLOCK_BYTES:
+        raise KernelValueError(f"{kind} has no GGUF block layout; expected one of {', '.join(BLOCK_BYTES)}")
+    out, inner = shape
+    raw = np.asarray(raw, dtype=np.uint8)
+    expected = out * (inner // BLOCK) * BLOCK_BYTES[kind]
+    if raw.size != expected:
+        raise KernelValueError(f"{kind} blocks of shape {tuple(shape)} take {expected} bytes, got {raw.size}")
+    blocks = raw.reshape(out, inner // BLOCK, BLOCK_BYTES[kind])
+    head = 4 if kind == "q4_1" else 2
+    codes = np.ascontiguousarray(blocks[..., head:]).reshape(out, -1)
+    if kind == "q8_0":
+        codes = codes.view(np.int8)
+    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+    minimum = jnp.asarray(np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0]) if kind == "q4_1" else None
+    return QuantizedTensor(jnp.asarray(codes), jnp.asarray(scale), minimum, kind)
+
+
+def _check(kind: str, shape: Sequence[int]) -> None:
+    if kind not in KINDS:
+        raise KernelValueError(f"unknown kind of quantisation {kind!r}; expected one of {', '.join(KINDS)}")
+    if len(shape) != 2:
+        raise KernelValueError(f"a quantised tensor has the shape (out, in), got {tuple(shape)}")
+    if kind != "int8" and shape[1] % BLOCK:
+        raise KernelValueError(f"{kind} needs `in` to be a multiple of {BLOCK}, got {tuple(shape)}; int8 takes any size")
