@@ -1,0 +1,60 @@
+"""Tile IR: the SSA form between the language and the back ends. See docs/ir.md."""
+
+from .builder import Builder, build
+from .control import For, If, While
+from .core import (
+    NOWHERE,
+    OPS,
+    At,
+    Block,
+    Dim,
+    Index,
+    Kernel,
+    Loc,
+    Op,
+    Span,
+    Take,
+    Tile,
+    Value,
+    copy_block,
+    dim_value,
+    index_shape,
+    tile,
+    with_dim_value,
+)
+from .elementwise import ELEMENTWISE, Bitcast, Cast, Map, Select
+from .memory import ATOMICS, Alloc, Assert, Atomic, Load, Print, Store
+from .reductions import (
+    REDUCERS,
+    ArgReduce,
+    Cumulative,
+    Dot,
+    DotScaled,
+    Reduce,
+    Sort,
+    UserReduce,
+    UserScan,
+    accumulator_dtype,
+    identity,
+)
+from .shapes import (
+    Broadcast,
+    Concat,
+    Dense,
+    DynamicSlice,
+    DynamicUpdate,
+    Full,
+    Gather,
+    Iota,
+    NumPrograms,
+    Pad,
+    ProgramId,
+    Reshape,
+    Reverse,
+    Scatter,
+    Slice,
+    Transpose,
+)
+from .types import BOOL, DTYPES, INDEX, DType, RefType, TileType, Type, dtype_info
+
+__all__ = [name for name in dir() if not name.startswith("_")]

@@ -1,0 +1,284 @@
+"""The skeleton of Tile IR: values, op cards, blocks, kernels, and the one traversal that every pass uses.
+
+An op is a dataclass (a "card"). What a field means follows from its annotation: `Value` and `Value | None` are
+operands, `tuple[Value, ...]` is a list of operands, `Index` is the index of a Ref, `Block` is a region, anything else is
+a static attribute. Printer, parser, hashing, cloning and traversal are derived from that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .types import RefType, TileType, Type
+
+
+@dataclasses.dataclass(frozen=True)
+class Loc:
+    """A place in the user's source."""
+
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else "<unknown>"
+
+
+NOWHERE = Loc()
+
+
+class Value:
+    """An SSA value. Equality is identity; `name` is only a hint for the printer."""
+
+    __slots__ = ("type", "name", "op")
+
+    def __init__(self, type: Type, name: str = "", op: Op | None = None):
+        self.type, self.name, self.op = type, name, op
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.type.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.type.dtype
+
+    def __repr__(self) -> str:
+        return f"%{self.name or '_'}: {self.type}"
+
+
+# -- indices of Refs: one entry per dimension of the Ref -----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """One element of a dimension; the dimension is dropped."""
+
+    index: Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """`size` elements from `start` (a traced scalar), `stride` apart."""
+
+    start: Value
+    size: int
+    stride: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Tile number `index` of a tile-space view: elements `[index * step, index * step + size)`."""
+
+    index: Value
+    size: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Take:
+    """Gather: an integer tile of element indices. All `Take`s of one index have one shape, which stands in the result at the
+    place of the first of them."""
+
+    indices: Value
+
+
+Dim = At | Span | Tile | Take
+Index = tuple[Dim, ...]
+
+
+def dim_value(d: Dim) -> Value:
+    """The traced value inside an index dimension."""
+    return d.start if isinstance(d, Span) else d.indices if isinstance(d, Take) else d.index
+
+
+def with_dim_value(d: Dim, v: Value) -> Dim:
+    match d:
+        case At():
+            return At(v)
+        case Span():
+            return Span(v, d.size, d.stride)
+        case Tile():
+            return Tile(v, d.size, d.step)
+    return Take(v)
+
+
+def index_shape(index: Index) -> tuple[int, ...]:
+    """Shape of what a load with this index gives (before squeezing anything)."""
+    out: list[int] = []
+    taken = False
+    for d in index:
+        if isinstance(d, Take):
+            out += [] if taken else list(d.indices.shape)
+            taken = True
+        elif isinstance(d, Span | Tile):
+            out.append(d.size)
+    return tuple(out)
+
+
+# -- ops -----------------------------------------------------------------------------------------------------------
+
+OPS: dict[str, type[Op]] = {}
+_KINDS = {"Value": "operand", "Value | None": "optional", "tuple[Value, ...]": "operands", "Index": "index", "Block": "block"}
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """Base of all op cards. Subclasses are dataclasses; `results` and `loc` are set when the op is built.
+
+    Class attributes a card may set:
+      mnemonic: its name in IR text.
+      effect: `"none"`, `"read"`, `"write"` (Refs), or `"io"` (print, assert): what keeps it from being removed or moved.
+      level: `"tile"`, `"block"` or `"any"`: the stage at which it may stand.
+    """
+
+    mnemonic: ClassVar[str] = ""
+    effect: ClassVar[str] = "none"
+    level: ClassVar[str] = "tile"
+    fields: ClassVar[dict[str, str]] = {}  # field name -> "operand" | "optional" | "operands" | "index" | "block" | "attr"
+
+    def __init_subclass__(cls, **kw):
+        super().__init_subclass__(**kw)
+        names = cls.__dict__.get("__annotations__", {}) or {}
+        cls.fields = {n: _KINDS.get(t, "attr") for n, t in names.items() if not t.startswith("ClassVar")}
+        if cls.mnemonic:
+            OPS[cls.mnemonic] = cls
+
+    def __post_init__(self):
+        self.results: tuple[Value, ...] = ()
+        self.loc: Loc = NOWHERE
+
+    # A card overrides these two.
+    def infer(self) -> tuple[Type, ...]:
+        """Result types from operands and attributes; raises `TypeError`/`ValueError` with a sentence when they do not fit."""
+        raise TypeError(f"{self.mnemonic} has no infer")
+
+    def reference(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | np.ndarray:
+        """What the op computes, on NumPy arrays (one per operand, in order of `operands()`)."""
+        raise TypeError(f"{self.mnemonic} is run by the interpreter itself")
+
+    # Derived.
+    @property
+    def result(self) -> Value:
+        (r,) = self.results
+        return r
+
+    def operands(self) -> list[Value]:
+        """Every value used by the op itself (not by its regions), in field order; Refs included."""
+        out: list[Value] = []
+        for name, kind in self.fields.items():
+            v = getattr(self, name)
+            if kind == "operand" or (kind == "optional" and v is not None):
+                out.append(v)
+            elif kind == "operands":
+                out += v
+            elif kind == "index":
+                out += [dim_value(d) for d in v]
+        return out
+
+    def blocks(self) -> list[Block]:
+        return [getattr(self, n) for n, k in self.fields.items() if k == "block"]
+
+    def attributes(self) -> dict[str, Any]:
+        return {n: getattr(self, n) for n, k in self.fields.items() if k == "attr"}
+
+    def clone(self, env: Callable[[Value], Value], block: Callable[[Block], Block] | None = None) -> Op:
+        """A copy with operands mapped by `env` and regions by `block` (default: `copy_block`); results are fresh values."""
+        block = block or (lambda b: copy_block(b, env))
+        kw = {}
+        for name, kind in self.fields.items():
+            v = getattr(self, name)
+            if kind == "operand" or (kind == "optional" and v is not None):
+                v = env(v)
+            elif kind == "operands":
+                v = tuple(map(env, v))
+            elif kind == "index":
+                v = tuple(with_dim_value(d, env(dim_value(d))) for d in v)
+            elif kind == "block":
+                v = block(v)
+            kw[name] = v
+        new = type(self)(**kw)
+        new.loc = self.loc
+        new.results = tuple(Value(r.type, r.name, new) for r in self.results)
+        return new
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """A region: parameters, ops, and the values it yields."""
+
+    params: tuple[Value, ...] = ()
+    ops: list[Op] = dataclasses.field(default_factory=list)
+    yields: tuple[Value, ...] = ()
+
+    def walk(self) -> Iterator[Op]:
+        """All ops, outer before inner, in program order."""
+        for op in self.ops:
+            yield op
+            for b in op.blocks():
+                yield from b.walk()
+
+
+def copy_block(b: Block, env: Callable[[Value], Value]) -> Block:
+    """A deep copy with fresh values; `env` maps the values defined outside."""
+    local: dict[Value, Value] = {}
+
+    def look(v: Value) -> Value:
+        return local[v] if v in local else env(v)
+
+    params = tuple(Value(p.type, p.name) for p in b.params)
+    local.update(zip(b.params, params, strict=True))
+    ops = []
+    for op in b.ops:
+        new = op.clone(look)
+        local.update(zip(op.results, new.results, strict=True))
+        ops.append(new)
+    return Block(params, ops, tuple(map(look, b.yields)))
+
+
+@dataclasses.dataclass(eq=False)
+class Kernel:
+    """A whole kernel. `params` are Refs: inputs, outputs, scratch, in that order.
+
+    Attributes:
+      name: what profilers show.
+      grid: number of programs per axis (empty: one program; a 0: none).
+      aliases: pairs (index of an input, index of an output among the outputs) that share one buffer.
+      inits: per output, the number it starts from, or None (undefined).
+    """
+
+    name: str
+    params: tuple[Value, ...]
+    grid: tuple[int, ...]
+    body: Block
+    aliases: tuple[tuple[int, int], ...] = ()
+    inits: tuple[float | int | None, ...] = ()
+    loc: Loc = NOWHERE
+
+    def refs(self, role: str) -> list[Value]:
+        return [p for p in self.params if isinstance(p.type, RefType) and p.type.role == role]
+
+    @property
+    def inputs(self) -> list[Value]:
+        return self.refs("in")
+
+    @property
+    def outputs(self) -> list[Value]:
+        return self.refs("out")
+
+    @property
+    def scratch(self) -> list[Value]:
+        return self.refs("scratch")
+
+    def with_body(self, body: Block) -> Kernel:
+        return dataclasses.replace(self, body=body)
+
+
+def tile(v: Value) -> TileType:
+    """The type of a value that must be a tile."""
+    if not isinstance(v.type, TileType):
+        raise TypeError(f"expected a tile, got {v.type}")
+    return v.type

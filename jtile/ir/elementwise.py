@@ -1,0 +1,313 @@
+"""Elementwise functions of Tile IR, their NumPy meaning, and the cards `Map`, `Cast`, `Bitcast`.
+
+Floats narrower than 32 bits are computed in f32 and rounded to nearest even after every function; f32 functions other
+than the IEEE basic ones are computed in f64 and rounded, so that the reference is correct to half an ulp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from .core import Op, Value, tile
+from .types import DTYPES, TileType
+
+NUMERIC, FLOAT, INT, BITS, ANY = "fiu", "f", "iu", "iub", "fiub"
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """One elementwise function: arity, the dtype kinds it takes, whether it yields bool, and its NumPy form.
+
+    `exact` marks functions that IEEE rounds correctly in the argument type itself.
+    """
+
+    name: str
+    arity: int
+    kinds: str
+    numpy: Callable[..., np.ndarray]
+    predicate: bool = False
+    exact: bool = False
+
+
+ELEMENTWISE: dict[str, Function] = {}
+
+
+def _add(name: str, arity: int, kinds: str, fn, predicate: bool = False, exact: bool = False) -> None:
+    ELEMENTWISE[name] = Function(name, arity, kinds, fn, predicate, exact)
+
+
+def _is_int(x) -> bool:
+    return DTYPES[x.dtype.name].kind in "iu"
+
+
+def _div(a, b):
+    """C division for ints: truncates; x / 0 = -1 (all ones); the most negative number / -1 is itself."""
+    if not _is_int(a):
+        return np.divide(a, b)
+    wide_a, wide_b = a.astype(object), b.astype(object)
+    out = np.empty(a.shape, object)
+    for i in np.ndindex(a.shape):
+        x, y = int(wide_a[i]), int(wide_b[i])
+        out[i] = -1 if y == 0 else abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+    return _wrap(out, a.dtype)
+
+
+def _rem(a, b):
+    """Remainder with the sign of the dividend; x rem 0 = x for ints, NaN for floats."""
+    if not _is_int(a):
+        return np.fmod(a, b)
+    out = np.empty(a.shape, object)
+    for i in np.ndindex(a.shape):
+        x, y = int(a[i]), int(b[i])
+        out[i] = x if y == 0 else (abs(x) % abs(y)) * (1 if x >= 0 else -1)
+    return _wrap(out, a.dtype)
+
+
+def _wrap(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Python ints to `dtype` modulo its width."""
+    info = DTYPES[dtype.name]
+    flat = [int(v) & ((1 << info.bits) - 1) for v in x.reshape(-1)]
+    if info.kind == "i":
+        flat = [v - (1 << info.bits) if v >> (info.bits - 1) else v for v in flat]
+    carrier = np.uint64 if info.kind == "u" else np.int64
+    return np.array(flat, carrier).reshape(x.shape).astype(dtype)
+
+
+def _shift(kind: str):
+    def run(a, b):
+        info = DTYPES[a.dtype.name]
+        out = np.empty(a.shape, object)
+        mask = (1 << info.bits) - 1
+        for i in np.ndindex(a.shape):
+            x, s = int(a[i]), int(b[i])
+            over = s < 0 or s >= info.bits
+            if kind == "shl":
+                out[i] = 0 if over else (x << s) & mask
+            elif kind == "shr_logical":
+                out[i] = 0 if over else (x & mask) >> s
+            else:
+                out[i] = (-1 if x < 0 else 0) if over else x >> s
+        return _wrap(out, a.dtype)
+
+    return run
+
+
+def _bit_count(fn):
+    def run(a):
+        bits = DTYPES[a.dtype.name].bits
+        return _wrap(np.vectorize(lambda v: fn(int(v) & ((1 << bits) - 1), bits), otypes=[object])(a), a.dtype)
+
+    return run
+
+
+def _special(name: str):
+    def run(*args):
+        import scipy.special
+
+        return getattr(scipy.special, name)(*args)
+
+    return run
+
+
+def _sign(x):
+    return np.where(np.isnan(x), x, np.sign(x)) if DTYPES[x.dtype.name].kind == "f" else np.sign(x)
+
+
+def _logic(bitwise, logical):
+    return lambda *a: logical(*a) if a[0].dtype == np.bool_ else bitwise(*a)
+
+
+def _round_away(x):
+    return np.copysign(np.floor(np.abs(x) + 0.5) - (np.abs(x) == 0.49999999999999994), x)
+
+
+for _name, _fn in dict(add=np.add, sub=np.subtract, mul=np.multiply, div=_div).items():
+    _add(_name, 2, NUMERIC, _fn, exact=True)
+_add("rem", 2, NUMERIC, _rem, exact=True)
+_add("max", 2, ANY, np.maximum, exact=True)
+_add("min", 2, ANY, np.minimum, exact=True)
+_add("pow", 2, FLOAT, np.power)
+_add("atan2", 2, FLOAT, np.arctan2)
+_add("nextafter", 2, FLOAT, np.nextafter, exact=True)
+for _name, _fn in dict(eq=np.equal, ne=np.not_equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal).items():
+    _add(_name, 2, ANY, _fn, predicate=True, exact=True)
+_add("and", 2, BITS, _logic(np.bitwise_and, np.logical_and), exact=True)
+_add("or", 2, BITS, _logic(np.bitwise_or, np.logical_or), exact=True)
+_add("xor", 2, BITS, _logic(np.bitwise_xor, np.logical_xor), exact=True)
+_add("not", 1, BITS, _logic(np.bitwise_not, np.logical_not), exact=True)
+for _name in ("shl", "shr", "shr_logical"):
+    _add(_name, 2, INT, _shift(_name), exact=True)
+_add("popcount", 1, INT, _bit_count(lambda v, n: v.bit_count()), exact=True)
+_add("clz", 1, INT, _bit_count(lambda v, n: n - v.bit_length()), exact=True)
+_add("neg", 1, NUMERIC, np.negative, exact=True)
+_add("abs", 1, NUMERIC, np.abs, exact=True)
+_add("sign", 1, NUMERIC, _sign, exact=True)
+_add("square", 1, NUMERIC, np.square, exact=True)
+_add("sqrt", 1, FLOAT, np.sqrt, exact=True)
+_add("floor", 1, FLOAT, np.floor, exact=True)
+_add("ceil", 1, FLOAT, np.ceil, exact=True)
+_add("round", 1, FLOAT, np.rint, exact=True)
+_add("round_away", 1, FLOAT, _round_away)
+_add("is_finite", 1, FLOAT, np.isfinite, predicate=True, exact=True)
+_add("clamp", 3, NUMERIC, lambda lo, x, hi: np.minimum(np.maximum(x, lo), hi), exact=True)
+for _name, _fn in dict(
+    exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log2=np.log2, log1p=np.log1p, cbrt=np.cbrt, sin=np.sin, cos=np.cos,
+    tan=np.tan, asin=np.arcsin, acos=np.arccos, atan=np.arctan, sinh=np.sinh, cosh=np.cosh, tanh=np.tanh, asinh=np.arcsinh,
+    acosh=np.arccosh, atanh=np.arctanh,
+).items():  # fmt: skip
+    _add(_name, 1, FLOAT, _fn)
+_add("rsqrt", 1, FLOAT, lambda x: 1.0 / np.sqrt(x))
+for _name, _fn in dict(
+    logistic="expit", erf="erf", erfc="erfc", erf_inv="erfinv", lgamma="gammaln", digamma="digamma"
+).items():
+    _add(_name, 1, FLOAT, _special(_fn))
+
+
+def compute(fn: Function, args: list[np.ndarray]) -> np.ndarray:
+    """The reference value of `fn` on arrays of one dtype, rounded to that dtype."""
+    dtype = args[0].dtype
+    info = DTYPES[dtype.name]
+    if info.kind == "f":
+        narrow = info.bits < 32
+        wide = np.float32 if narrow and fn.exact else np.float64 if not fn.exact else dtype
+        if fn.name == "nextafter":
+            return _nextafter(*args)
+        args = [a.astype(wide) for a in args]
+    with np.errstate(all="ignore"):
+        out = np.asarray(fn.numpy(*args))
+    return out.astype(np.bool_) if fn.predicate else out.astype(np.float32).astype(dtype) if _double_round(info, fn) else out.astype(dtype)
+
+
+def _double_round(info, fn: Function) -> bool:
+    """Narrow floats go through f32, as every back end computes them."""
+    return info.kind == "f" and info.bits < 32 and not fn.predicate
+
+
+def _nextafter(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype in (np.float32, np.float64, np.float16):
+        return np.nextafter(a, b)
+    import ml_dtypes  # registers np.nextafter for its types
+
+    del ml_dtypes
+    return np.nextafter(a, b)
+
+
+@dataclasses.dataclass(eq=False)
+class Map(Op):
+    """`fn` applied elementwise to tiles of one shape and dtype. Printed as `add %a, %b`."""
+
+    fn: str
+    args: tuple[Value, ...]
+
+    mnemonic = "map"
+
+    def infer(self):
+        if self.fn not in ELEMENTWISE:
+            raise ValueError(f"unknown elementwise function {self.fn!r}")
+        f = ELEMENTWISE[self.fn]
+        types = [tile(a) for a in self.args]
+        if len(types) != f.arity:
+            raise TypeError(f"{self.fn} takes {f.arity} operands, got {len(types)}")
+        if any(t != types[0] for t in types):
+            raise TypeError(f"{self.fn} takes operands of one type, got {', '.join(map(str, types))}")
+        if types[0].info.kind not in f.kinds:
+            raise TypeError(f"{self.fn} is not defined for {types[0].dtype}")
+        return (types[0].with_dtype("bool") if f.predicate else types[0],)
+
+    def reference(self, *arrays):
+        return compute(ELEMENTWISE[self.fn], list(arrays))
+
+
+@dataclasses.dataclass(eq=False)
+class Select(Op):
+    """`cond ? a : b` elementwise; `cond` is a bool tile of the same shape."""
+
+    cond: Value
+    a: Value
+    b: Value
+
+    mnemonic = "select"
+
+    def infer(self):
+        c, a, b = tile(self.cond), tile(self.a), tile(self.b)
+        if a != b or c != a.with_dtype("bool"):
+            raise TypeError(f"select takes bool, T, T of one shape, got {c}, {a}, {b}")
+        return (a,)
+
+    def reference(self, c, a, b):
+        return np.where(c, a, b)
+
+
+@dataclasses.dataclass(eq=False)
+class Cast(Op):
+    """Value conversion. Float to int truncates and saturates, NaN gives 0; int to int wraps; to bool is `x != 0`."""
+
+    x: Value
+    dtype: str
+
+    mnemonic = "cast"
+
+    def infer(self):
+        return (tile(self.x).with_dtype(self.dtype),)
+
+    def reference(self, x):
+        return convert(x, self.dtype)
+
+
+def convert(x: np.ndarray, dtype: str) -> np.ndarray:
+    """`x` as `dtype`, with the language's conversion rules."""
+    src, dst = DTYPES[x.dtype.name], DTYPES[dtype]
+    with np.errstate(all="ignore"):
+        if dst.kind == "b":
+            return np.asarray(x.astype(np.float32) != 0) if src.kind == "f" and src.bits < 32 else np.asarray(x != 0)
+        if src.kind == "f" and dst.kind in "iu":
+            return _saturate(x.astype(np.float64), dst)
+        if src.kind in "iu" and dst.kind in "iu":
+            return _int_to_int(x, dst)
+        if dst.kind == "f" and dst.bits < 32 and src.name in ("float64", "int64", "uint64", "int32", "uint32"):
+            return x.astype(np.float32).astype(dst.numpy)
+        if src.bits < 8 or dst.bits < 8:
+            return x.astype(np.float32).astype(dst.numpy)
+        return x.astype(dst.numpy)
+
+
+def _saturate(x: np.ndarray, dst) -> np.ndarray:
+    lo = -(1 << (dst.bits - 1)) if dst.kind == "i" else 0
+    hi = (1 << (dst.bits - (dst.kind == "i"))) - 1
+    carrier = np.int64 if dst.kind == "i" else np.uint64
+    inside = np.isfinite(x) & (x > lo - 1) & (x < hi)
+    body = np.where(inside, x, 0).astype(carrier)
+    body = np.where(np.isnan(x), carrier(0), np.where(inside, body, np.where(x >= hi, carrier(hi), carrier(lo))))
+    return body.astype(dst.numpy)
+
+
+def _int_to_int(x: np.ndarray, dst) -> np.ndarray:
+    if dst.bits >= 8 and DTYPES[x.dtype.name].bits >= 8:
+        return x.astype(dst.numpy)
+    return _wrap(x.astype(np.int64).astype(object), dst.numpy)
+
+
+@dataclasses.dataclass(eq=False)
+class Bitcast(Op):
+    """The same bits as another dtype of the same width."""
+
+    x: Value
+    dtype: str
+
+    mnemonic = "bitcast"
+
+    def infer(self):
+        t = tile(self.x)
+        if t.info.bits != DTYPES[self.dtype].bits:
+            raise TypeError(f"bitcast keeps the width: got {t.dtype} to {self.dtype}")
+        return (t.with_dtype(self.dtype),)
+
+    def reference(self, x):
+        return np.ascontiguousarray(x).view(DTYPES[self.dtype].numpy).reshape(x.shape)
+
+
+def result_type(fn: str, t: TileType) -> TileType:
+    return t.with_dtype("bool") if ELEMENTWISE[fn].predicate else t

@@ -1,0 +1,110 @@
+"""Types of Tile IR: dtypes, tiles and Refs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class DType:
+    """One element type: its NumPy name, its short spelling in IR text, its width and kind (`f i u b`)."""
+
+    name: str
+    short: str
+    bits: int
+    kind: str
+    numpy: np.dtype
+
+
+def _dtype(short: str, kind: str, bits: int, np_type) -> DType:
+    d = np.dtype(np_type)
+    return DType(d.name, short, bits, kind, d)
+
+
+_ALL = [
+    _dtype("bool", "b", 8, np.bool_),
+    *[_dtype(f"i{n}", "i", n, f"int{n}") for n in (8, 16, 32, 64)],
+    *[_dtype(f"u{n}", "u", n, f"uint{n}") for n in (8, 16, 32, 64)],
+    _dtype("i4", "i", 4, ml_dtypes.int4),
+    _dtype("u4", "u", 4, ml_dtypes.uint4),
+    _dtype("f16", "f", 16, np.float16),
+    _dtype("bf16", "f", 16, ml_dtypes.bfloat16),
+    _dtype("f32", "f", 32, np.float32),
+    _dtype("f64", "f", 64, np.float64),
+    _dtype("f8e4m3fn", "f", 8, ml_dtypes.float8_e4m3fn),
+    _dtype("f8e5m2", "f", 8, ml_dtypes.float8_e5m2),
+    _dtype("f8e8m0fnu", "f", 8, ml_dtypes.float8_e8m0fnu),
+    _dtype("f4e2m1fn", "f", 4, ml_dtypes.float4_e2m1fn),
+]
+DTYPES: dict[str, DType] = {d.name: d for d in _ALL}
+BY_SHORT: dict[str, DType] = {d.short: d for d in _ALL}
+
+
+def dtype_info(name) -> DType:
+    """The `DType` of a NumPy/JAX dtype or of its name; KeyError for one the language has not."""
+    return DTYPES[name if isinstance(name, str) else np.dtype(name).name]
+
+
+@dataclasses.dataclass(frozen=True)
+class TileType:
+    """A tile: a static shape and a dtype name (`"float32"`). Rank 0 is a scalar."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def info(self) -> DType:
+        return DTYPES[self.dtype]
+
+    def with_shape(self, shape) -> TileType:
+        return TileType(tuple(shape), self.dtype)
+
+    def with_dtype(self, dtype: str) -> TileType:
+        return TileType(self.shape, dtype)
+
+    def __str__(self) -> str:
+        return self.info.short if not self.shape else f"tile<{spell(self.shape, self.dtype)}>"
+
+
+ROLES = ("in", "out", "scratch")
+
+
+@dataclasses.dataclass(frozen=True)
+class RefType:
+    """Memory of an array: `role` is `in` (read only unless aliased), `out`, or `scratch` (private to one program)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    role: str = "in"
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def info(self) -> DType:
+        return DTYPES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"ref<{spell(self.shape, self.dtype)}{'' if self.role == 'in' else ', ' + self.role}>"
+
+
+Type = TileType | RefType
+INDEX = TileType((), "int32")
+BOOL = TileType((), "bool")
+
+
+def spell(shape, dtype: str) -> str:
+    return "x".join([*map(str, shape), DTYPES[dtype].short])
