@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import functools
 import os
-import sys
+import threading
 import types
 import typing
 from collections.abc import Iterator
@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 from jtile._errors import KernelValueError
 
-_CODE = types.MappingProxyType({"code": True})  # fields that change what a kernel compiles to, so part of jit's cache key
+_CODE = types.MappingProxyType(
+    {"code": True}
+)  # fields that change what a kernel compiles to, so part of jit's cache key
 
 
 def _default_cache_dir() -> str:
@@ -68,11 +70,11 @@ def current() -> Config:
 
 def configure(**options: Any) -> Config:
     """Change options for the whole process; returns the result. Blocks inside `with config(...)` keep theirs."""
-    new = _replace(_process.value or from_environment(), options)
+    old = _process.value or from_environment()
+    new = _replace(old, options)
     _process.value = new
-    if new.code_key != Config().code_key or _process.jit_key:
+    if new.code_key != old.code_key:
         _jit_context().set_global(new.code_key)
-        _process.jit_key = True
     return new
 
 
@@ -103,22 +105,30 @@ def from_environment() -> Config:
 
 
 class _Process:
-    """What `configure` set. `jit_key`: jit's global cache key already carries our options."""
+    """What `configure` set for the whole process, if anything."""
 
     value: Config | None = None
-    jit_key: bool = False
 
 
 _process = _Process()
 _override: contextvars.ContextVar[Config | None] = contextvars.ContextVar("jtile_config", default=None)
 
 
-@functools.cache
 def _jit_context() -> Any:
-    # Made on first use: importing jtile must not touch JAX's configuration. Its value is part of every jit cache key.
-    if "jax" not in sys.modules:
-        import jax  # noqa: F401
-    return sys.modules["jax"].make_user_context(Config().code_key)
+    """JAX's context variable whose value is part of every jit cache key; holds `Config.code_key`."""
+    with _jit_context_lock:
+        return _new_jit_context()
+
+
+@functools.cache
+def _new_jit_context() -> Any:
+    # Made on first use, not at import: a new context variable makes every earlier jitted function trace again.
+    import jax
+
+    return jax.make_user_context(from_environment().code_key)
+
+
+_jit_context_lock = threading.Lock()
 
 
 def _replace(old: Config, options: dict[str, Any]) -> Config:
@@ -157,7 +167,17 @@ def _kind_name(kind: type) -> str:
     return "None" if kind is types.NoneType else kind.__name__
 
 
-_FLAGS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False, "": False}
+_FLAGS = {
+    "1": True,
+    "true": True,
+    "on": True,
+    "yes": True,
+    "0": False,
+    "false": False,
+    "off": False,
+    "no": False,
+    "": False,
+}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 

@@ -1,0 +1,73 @@
+"""Strict once, for every test: JAX's promotions, warnings, poisoned outputs, a cache of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+
+# Before jax is imported. The suite must not read what an earlier version left in the user's cache; a folder for all
+# workers of one run keeps the sharing of a cache between processes under test.
+if "JTILE_CACHE_DIR" not in os.environ:
+    os.environ["JTILE_CACHE_DIR"] = tempfile.mkdtemp(prefix="jtile-test-cache-")
+os.environ.setdefault("JTILE_POISON", "1")
+os.environ.setdefault("JTILE_VERIFY", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if shutil.which("nvidia-smi") else "cpu")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# `ci` draws the same examples on every run; `explore` (--explore) draws new ones.
+_SETTINGS = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", derandomize=True, database=None, **_SETTINGS)
+hypothesis.settings.register_profile("explore", max_examples=1000, **_SETTINGS)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--runslow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--explore", action="store_true", help="hypothesis draws new examples instead of the stored order")
+
+
+def pytest_configure(config):
+    hypothesis.settings.load_profile("explore" if config.getoption("--explore") else "ci")
+
+
+def pytest_collection_modifyitems(config, items):
+    if any("gpu" in item.keywords for item in items):
+        reason = gpu_missing()
+        for item in items:
+            if "gpu" in item.keywords and reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+    if not config.getoption("--runslow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: give --runslow to run it"))
+
+
+def gpu_missing() -> str:
+    """Why no test marked `gpu` can run here; empty where they can."""
+    if shutil.which("nvidia-smi") is None:
+        return "gpu: this machine has no NVIDIA driver (nvidia-smi is missing)"
+    if subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode:
+        return "gpu: nvidia-smi finds no GPU"
+    if jax.default_backend() != "gpu":
+        return "gpu: JAX has no CUDA plugin here (pip install 'jtile[cuda13]')"
+    return ""
+
+
+def pytest_unconfigure(config):
+    path = os.environ["JTILE_CACHE_DIR"]
+    if not hasattr(config, "workerinput") and os.path.basename(path).startswith("jtile-test-cache-"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def subprocess_env(tmp_path):
+    """The environment for a child Python: CPU only, a fresh jtile cache, no options of ours."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("JTILE_")}
+    return env | {"JAX_PLATFORMS": "cpu", "JTILE_CACHE_DIR": str(tmp_path / "jtile-cache")}

@@ -1,0 +1,161 @@
+"""Options: keyword, environment and context manager, their checks, and their part in jit's cache key."""
+
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jtile._config import Config, config, configure, current, from_environment
+from jtile._errors import KernelValueError
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets JTILE_ variables and reads them afresh, whatever the suite itself has set."""
+
+    def read(**variables):
+        for name in ("JTILE_POISON", "JTILE_VERIFY", "JTILE_CACHE_DIR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return from_environment.__wrapped__()
+
+    return read
+
+
+@pytest.fixture
+def process_options():
+    before = current()
+    yield
+    configure(**{name: getattr(before, name) for name in ("verify", "poison", "seed")})
+
+
+def test_context_manager_nests_and_restores():
+    base = current()
+    with config(poison=False, seed=3) as c:
+        assert current() is c
+        assert (c.poison, c.seed) == (False, 3)
+        with config(seed=4):
+            assert (current().poison, current().seed) == (False, 4)
+        assert current() is c
+    assert current() == base
+
+
+def test_context_manager_restores_after_an_error():
+    base = current()
+    with pytest.raises(ZeroDivisionError), config(seed=9):
+        _ = 1 / 0
+    assert current() == base
+
+
+def test_configure_reaches_other_threads_and_config_does_not(process_options):
+    seen = []
+    configure(seed=11)
+    with config(seed=12):
+        thread = threading.Thread(target=lambda: seen.append(current().seed))
+        thread.start()
+        thread.join()
+    assert seen == [11]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_options_that_change_code_are_part_of_the_jit_cache_key(value):
+    traces = []
+
+    @jax.jit
+    def f(x):
+        traces.append(current().poison)
+        return x + 1
+
+    x = jnp.float32(1)
+    with config(poison=value):
+        f(x)
+        f(x)
+    with config(poison=not value):
+        f(x)
+        f(x)
+    assert traces == [value, not value]
+    with config(poison=value, verify=not current().verify):
+        f(x)
+    assert traces == [value, not value], "an option that leaves the code alone must not trace again"
+
+
+def test_configure_is_part_of_the_jit_cache_key(process_options):
+    traces = []
+    f = jax.jit(lambda x: traces.append(current().seed) or x)
+    for seed in (101, 102, 101):
+        configure(seed=seed)
+        f(jnp.float32(1))
+    assert traces == [101, 102]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("4096", 4096), ("512M", 512 << 20), ("2g", 2 << 30), ("1KB", 1024), (" 7K ", 7168)]
+)
+def test_environment_sizes(environment, text, size):
+    assert environment(JTILE_CACHE_SIZE=text).cache_size == size
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"), [("1", True), ("true", True), ("ON", True), ("0", False), ("", False), ("no", False)]
+)
+def test_environment_flags(environment, text, flag):
+    assert environment(JTILE_INTERPRET=text).interpret is flag
+
+
+def test_environment_texts(environment):
+    got = environment(JTILE_DUMP="", JTILE_ISA="avx2", JTILE_FALLBACK="interpret", JTILE_CACHE_DIR="/x", JTILE_SEED="5")
+    assert got == Config(cache_dir="/x", dump=None, isa="avx2", fallback="interpret", seed=5)
+
+
+def test_default_cache_folder_follows_xdg(environment):
+    assert environment(XDG_CACHE_HOME="/somewhere").cache_dir == "/somewhere/jtile"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("JTILE_VERIFY", "maybe", "JTILE_VERIFY='maybe': expected 1 or 0"),
+        ("JTILE_SEED", "x", "JTILE_SEED='x': expected a whole number"),
+        ("JTILE_SEED", "1K", "JTILE_SEED='1K': expected a whole number"),
+        ("JTILE_CACHE_SIZE", "-1", "JTILE_CACHE_SIZE='-1': expected bytes"),
+        ("JTILE_FALLBACK", "guess", "option fallback='guess': expected one of 'raise', 'interpret'"),
+        ("JTILE_VERFIY", "1", "JTILE_VERFIY is set, but jtile has no such option; did you mean JTILE_VERIFY?"),
+    ],
+)
+def test_bad_environment(environment, variable, value, message):
+    with pytest.raises(KernelValueError) as error:
+        environment(**{variable: value})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"posion": True}, "no option 'posion'; did you mean poison?"),
+        ({"poison": 1}, "option poison=1: expected bool"),
+        ({"seed": True}, "option seed=True: expected int"),
+        ({"seed": -1}, "expected a number that is not negative"),
+        ({"dump": 3}, "option dump=3: expected str or None"),
+        ({"fallback": "warn"}, "expected one of 'raise', 'interpret'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(KernelValueError) as error, config(**options):
+        pass
+    assert message in str(error.value)
+    with pytest.raises(KernelValueError):
+        configure(**options)
+
+
+def test_paths_are_kept_as_text(tmp_path):
+    with config(dump=tmp_path, cache_dir=tmp_path) as c:
+        assert c.dump == c.cache_dir == str(tmp_path)
+
+
+def test_import_leaves_jax_alone(subprocess_env):
+    code = "import sys, jtile._config as c; c.current(); assert 'jax' not in sys.modules or c._new_jit_context.cache_info().currsize == 0"
+    subprocess.run([sys.executable, "-c", code], check=True, env=subprocess_env)
