@@ -81,6 +81,10 @@ class ModelError(JtileError):
     """A model file that is missing, truncated or of an unknown architecture."""
 
 
+class PromptError(JtileError, ValueError):
+    """Token ids, text or sampling options that a model cannot take."""
+
+
 def _place(where: tuple[str, int] | None, column: int | None) -> str:
     if where is None:
         return ""
