@@ -64,7 +64,7 @@ class Config:
 
 
 def current() -> Config:
-    """The options in force here: the innermost `config(...)` of this thread, else `configure`'s, else the environment's."""
+    """The options in force here: the innermost `config(...)` of this thread, `configure`'s, the environment's."""
     return _override.get() or _process.value or from_environment()
 
 
@@ -93,7 +93,7 @@ def config(**options: Any) -> Iterator[Config]:
 
 @functools.cache
 def from_environment() -> Config:
-    """The defaults with what the `JTILE_...` variables say; read once a process. Raises KernelValueError on a bad one."""
+    """The defaults with what the `JTILE_...` variables say, read once; KernelValueError on a bad one."""
     names = {"JTILE_" + f.name.upper(): f.name for f in dataclasses.fields(Config)}
     values: dict[str, Any] = {}
     for variable in sorted(v for v in os.environ if v.startswith("JTILE_")):

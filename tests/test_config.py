@@ -157,5 +157,5 @@ def test_paths_are_kept_as_text(tmp_path):
 
 
 def test_import_leaves_jax_alone(subprocess_env):
-    code = "import sys, jtile._config as c; c.current(); assert 'jax' not in sys.modules or c._new_jit_context.cache_info().currsize == 0"
+    code = "import jtile._config as c; c.current(); assert c._new_jit_context.cache_info().currsize == 0"
     subprocess.run([sys.executable, "-c", code], check=True, env=subprocess_env)

@@ -55,7 +55,7 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:
-    """(line, absolute module) of every import of a file, those inside functions too; not those for type checkers only."""
+    """(line, absolute module) of every import of a file, inside functions too; not those for type checkers."""
     module = module_of(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     out: list[tuple[int, str]] = []
