@@ -1,2 +1,10 @@
+"""Language models on jtile kernels: `load` gives a `LanguageModel` with `logits`, `generate`, `stream` and a tokenizer."""
+
 if not __name__.startswith("jtile."):
     raise ImportError("import jtile.models, not models: this folder is part of the jtile package")
+
+from jtile.models.generate import Generation, LanguageModel, Stats
+from jtile.models.load import load
+from jtile.models.tokenizer import Tokenizer
+
+__all__ = ["Generation", "LanguageModel", "Stats", "Tokenizer", "load"]

@@ -1,0 +1,39 @@
+"""What a model file gives to a model: its configuration, its tensors by name, its tokenizer and its end tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+
+from jtile._errors import ModelError
+from jtile.models.tokenizer import Tokenizer
+from jtile.ops.quantized_tensor import QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened model file or folder. `tensors` maps the tensor names of transformers to functions that read them."""
+
+    source: str
+    config: object
+    tensors: Mapping[str, Callable[[], jax.Array | QuantizedTensor]]
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...] = ()
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> jax.Array | QuantizedTensor | None:
+        """The tensor `name`; None for an absent `lm_head.weight` (a tied head).
+
+        Raises:
+          ModelError: the tensor is missing, or its shape is not `shape`.
+        """
+        if name not in self.tensors:
+            if name == "lm_head.weight":
+                return None
+            raise ModelError(f"{self.source} lacks the tensor {name}; the file is incomplete, download it again")
+        tensor = self.tensors[name]()
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"the tensor {name} of {self.source} has the shape {tuple(tensor.shape)}; "
+                             f"its configuration asks for {shape}")
+        return tensor

@@ -1,0 +1,80 @@
+"""Folders with `config.json` and safetensors, as transformers saves them and the hub serves them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+from safetensors import SafetensorError, safe_open
+
+from jtile._errors import ModelError
+from jtile.models.checkpoint import Checkpoint
+from jtile.models.llama import LlamaConfig
+from jtile.models.tokenizer import Tokenizer
+
+INDEX = "model.safetensors.index.json"
+CONFIGS = {"llama": LlamaConfig}
+
+
+def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
+    """Opens a folder with a configuration and one or more safetensors files; tensors are read when they are asked for.
+
+    Raises:
+      ModelError: a file is missing or damaged, or the architecture is not a Llama.
+    """
+    config = _json(path / config_file)
+    kind = config.get("model_type")
+    if kind not in CONFIGS:
+        raise ModelError(f"{path} holds a model of the type {kind!r}; jtile runs {', '.join(map(repr, CONFIGS))}")
+    files = _files(path)
+    tensors = {name: functools.partial(_tensor, file, name) for name, file in files.items()}
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    elif "lm_head.weight" not in tensors:
+        raise ModelError(f"{path} lacks the tensor lm_head.weight, and its embeddings are not tied; "
+                         "the folder is incomplete, download it again")
+    extra = _json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+    tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
+    eos = extra.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    return Checkpoint(str(path), CONFIGS[kind].from_hf(config), tensors, tokenizer, eos_ids)
+
+
+def _json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}; a model folder holds config.json and safetensors files") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a JSON {type(content).__name__}, not an object; download it again")
+    return content
+
+
+def _files(path: Path) -> Mapping[str, Path]:
+    """The safetensors file of each tensor name."""
+    if (path / INDEX).exists():
+        return {name: path / file for name, file in _json(path / INDEX).get("weight_map", {}).items()}
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{path} has no .safetensors file; a model folder holds config.json and safetensors files")
+    return {name: file for file in files for name in _open(file).keys()}
+
+
+def _open(file: Path):
+    try:
+        return safe_open(file, framework="flax")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} is missing, truncated or damaged ({error}); download it again") from error
+
+
+def _tensor(file: Path, name: str):
+    try:
+        with _open(file) as handle:
+            return jnp.asarray(handle.get_tensor(name))
+    except SafetensorError as error:
+        raise ModelError(f"{file} lacks the tensor {name} ({error}); download it again") from error

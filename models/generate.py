@@ -1,0 +1,239 @@
+"""`LanguageModel`: logits and text generation around one jitted prefill and one device-side decoding loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jtile._errors import PromptError
+from jtile.models import cache as kv
+from jtile.models.checkpoint import Checkpoint
+from jtile.models.llama import Llama
+from jtile.models.prompt import Prompt, read_prompt
+from jtile.models.sampling import Sampling, choose
+from jtile.models.tokenizer import Tokenizer
+
+CHUNK = 8  # tokens per dispatch: Python's share is one call in eight, and Ctrl-C waits for at most eight tokens
+
+
+@dataclasses.dataclass
+class Stats:
+    """What one generation took: token counts per row, and seconds. Compilation is apart from the two speeds."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second, first new token included."""
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """New tokens a second after the first."""
+        return max(self.new_tokens - 1, 0) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class LanguageModel:
+    """A loaded model. `config`: its sizes; `tokenizer`: text to ids and back (None if the files had none);
+    `eos_ids`: the tokens that end a text; `source`: where the weights came from."""
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer | None = None, eos_ids: Sequence[int] = (), source: str = ""):
+        self.config, self.tokenizer, self.eos_ids, self.source = model.config, tokenizer, tuple(eos_ids), source
+        self._graph, self._state = nnx.split(model)
+        self._executables: dict[tuple, object] = {}
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> LanguageModel:
+        """Reads every weight of the checkpoint."""
+        model = Llama(checkpoint.config, checkpoint.weight)
+        return cls(model, checkpoint.tokenizer, checkpoint.eos_ids, checkpoint.source)
+
+    def logits(self, ids, attention_mask=None) -> jax.Array:
+        """Logits of the next token after every position.
+
+        Args:
+          ids: int [batch, length] (or [length]).
+          attention_mask: [batch, length], 0 where `ids` is padding (left or right); positions count real tokens only.
+
+        Returns:
+          float32 [batch, length, vocab] (or [length, vocab]); zero at padding.
+
+        Raises:
+          PromptError: empty, too long, or ids outside the vocabulary.
+        """
+        prompt = self._prompt(ids, attention_mask)
+        length = prompt.mask.shape[1]
+        size = kv.bucket(max(prompt.ids.shape[1], length), self.config.max_length)
+        mask = _widen(prompt.mask, size)
+        slot = np.clip(np.cumsum(mask, axis=1) - 1, 0, None).astype(np.int32)  # where a position's token was packed
+        out = _logits(self._graph, self._state, _widen(prompt.ids, size), slot, mask)[:, :length]
+        return out[0] if prompt.single else out
+
+    def generate(self, ids, max_new_tokens: int = 128, *, temperature: float = 0.0, top_k: int | None = None,
+                 top_p: float | None = None, seed: int = 0, eos: str | int | Sequence[int] | None = "model",
+                 attention_mask=None) -> np.ndarray:
+        """The tokens that continue `ids`.
+
+        Args:
+          ids: int [batch, length], [length], or rows of different lengths; with padding, pass `attention_mask`.
+          max_new_tokens: at most so many; fewer when every row has ended or the context of the model is full.
+          temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
+          eos: tokens that end a row: "model" for the model's own, ids, or None to never stop.
+
+        Returns:
+          int32 [batch, n] (or [n]), new tokens only, the ending token included; a row that ended is filled with it.
+
+        Raises:
+          PromptError: empty, too long, ids outside the vocabulary, or a sampling option out of range.
+        """
+        steps = list(self.stream(ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+                                 eos=eos, attention_mask=attention_mask))
+        single = _is_single(ids)
+        batch = (len(steps),) if single else (len(ids), len(steps))
+        return np.asarray(steps, np.int32).T.reshape(batch)
+
+    def stream(self, ids, max_new_tokens: int = 128, *, temperature: float = 0.0, top_k: int | None = None,
+               top_p: float | None = None, seed: int = 0, eos: str | int | Sequence[int] | None = "model",
+               attention_mask=None) -> Generation:
+        """As `generate`, but an iterator: an int per token for one prompt [length], int32 [batch] for a batch.
+
+        Its `stats` hold the token counts and speeds so far. Errors in the arguments are raised here, not on iteration.
+        """
+        if max_new_tokens < 0:
+            raise PromptError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+        prompt = self._prompt(ids, attention_mask)
+        ends = self.eos_ids if eos == "model" else () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        room = self.config.max_length - int(prompt.lengths.max())
+        return Generation(self, prompt, min(max_new_tokens, room), Sampling(temperature, top_k, top_p, seed), ends)
+
+    def _prompt(self, ids, attention_mask) -> Prompt:
+        return read_prompt(ids, attention_mask, self.config.vocab_size, self.config.max_length)
+
+    def _compiled(self, function, *args, **static):
+        """The executable of a jitted function for these argument shapes; returns (executable, seconds to compile)."""
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
+        key = (function.__name__, shapes, tuple(static.items()))
+        start = time.perf_counter()
+        if key not in self._executables:
+            self._executables[key] = function.lower(self._graph, self._state, *args, **static).compile()
+        return self._executables[key], time.perf_counter() - start
+
+
+class Generation(Iterator):
+    """The tokens of one call of `LanguageModel.stream`; see there."""
+
+    def __init__(self, lm: LanguageModel, prompt: Prompt, new_tokens: int, sampling: Sampling, ends: tuple[int, ...]):
+        self.stats = Stats(prompt_tokens=int(prompt.lengths.max()))
+        self._lm, self._prompt, self._new_tokens, self._sampling, self._ends = lm, prompt, new_tokens, sampling, ends
+        self._tokens = self._run()
+
+    def __next__(self):
+        row = next(self._tokens)
+        self.stats.new_tokens += 1
+        return int(row[0]) if self._prompt.single else row
+
+    def _run(self):
+        if self._new_tokens == 0:
+            return
+        (tokens, done, cache), decode, rest = self._start()
+        start = time.perf_counter()
+        first, ended, pending, made = np.asarray(tokens), bool(np.asarray(done).all()), None, 1
+        yield first
+        while not ended:
+            following = None
+            if made < self._new_tokens:  # the device works on the next chunk while this one is read and printed
+                count = min(CHUNK, self._new_tokens - made)
+                out, steps, tokens, done, cache = decode(self._lm._state, cache, tokens, done, np.int32(made),
+                                                         np.int32(count), *rest)
+                following, made = (out, steps, done), made + count
+            if pending is not None:
+                rows, steps, done_then = (np.asarray(x) for x in pending)
+                self.stats.decode_seconds = time.perf_counter() - start
+                yield from rows.T[: int(steps)]
+                ended = bool(done_then.all())
+            ended, pending = ended or following is None and pending is None, following
+            if pending is None:
+                return
+
+    def _start(self):
+        lm, numbers = self._lm, self._sampling.traced()
+        length, batch = self._prompt.ids.shape[1], self._prompt.ids.shape[0]
+        size = kv.bucket(length, lm.config.max_length)
+        slots = kv.bucket(max(size, length + self._new_tokens), lm.config.max_length)
+        ends = np.asarray(self._ends or (-1,), np.int32)
+        args = (_widen(self._prompt.ids, size), self._prompt.lengths, numbers, ends)
+        static = {"slots": slots, "sampling": self._sampling.static}
+        prefill, seconds = lm._compiled(_prefill, *args, **static)
+        shapes = jax.eval_shape(functools.partial(_prefill, lm._graph, **static), lm._state, *args)
+        state_args = (shapes[2], shapes[0], shapes[1], np.int32(0), np.int32(0), numbers, ends)
+        decode, more = lm._compiled(_decode, *state_args, chunk=CHUNK, sampling=self._sampling.static)
+        self.stats.compile_seconds = seconds + more
+        start = time.perf_counter()
+        out = jax.block_until_ready(prefill(lm._state, *args))
+        self.stats.prefill_seconds = time.perf_counter() - start
+        return out, decode, (numbers, ends)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graph, state, ids, slot, mask):
+    model = nnx.merge(graph, state)
+    hidden, _ = model.prefill(ids)
+    hidden = jnp.take_along_axis(hidden, slot[:, :, None], axis=1)
+    return model.head(hidden) * mask[:, :, None].astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("slots", "sampling"))
+def _prefill(graph, state, ids, lengths, numbers, ends, *, slots, sampling):
+    """Runs the prompts; returns (first new tokens [batch], whether each ends its row, the cache)."""
+    model = nnx.merge(graph, state)
+    hidden, pairs = model.prefill(ids)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    tokens = choose(model.head(last), jnp.int32(0), sampling, numbers)
+    return tokens, _is_end(tokens, ends), kv.from_prefill(pairs, lengths, slots)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("chunk", "sampling"), donate_argnames=("cache",))
+def _decode(graph, state, cache, tokens, done, made, count, numbers, ends, *, chunk, sampling):
+    """Makes up to `count` <= chunk tokens a row, and stops when every row has ended.
+
+    Returns (tokens [batch, chunk], how many columns are filled, the last tokens, done, cache)."""
+    model = nnx.merge(graph, state)
+
+    def unfinished(carry):
+        i, _, done, _, _ = carry
+        return (i < count) & ~jnp.all(done)
+
+    def step(carry):
+        i, tokens, done, out, cache = carry
+        logits, cache = model.step(tokens, cache)
+        tokens = jnp.where(done, tokens, choose(logits, made + i, sampling, numbers))
+        out = jax.lax.dynamic_update_slice(out, tokens[:, None], (jnp.int32(0), i))
+        return i + 1, tokens, done | _is_end(tokens, ends), out, cache
+
+    out = jnp.zeros((tokens.shape[0], chunk), jnp.int32)
+    steps, tokens, done, out, cache = jax.lax.while_loop(unfinished, step, (jnp.int32(0), tokens, done, out, cache))
+    return out, steps, tokens, done, cache
+
+
+def _is_end(tokens, ends):
+    return jnp.any(tokens[:, None] == ends[None, :], axis=-1)
+
+
+def _widen(x: np.ndarray, length: int) -> np.ndarray:
+    """Pads [batch, n] with zeros on the right to [batch, length]."""
+    return np.pad(x, ((0, 0), (0, length - x.shape[1])))
+
+
+def _is_single(ids) -> bool:
+    return np.ndim(ids[0]) == 0

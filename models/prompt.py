@@ -1,0 +1,72 @@
+"""Token ids from the caller, checked and packed: rows moved to the left, padding (of any side) to the right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jtile._errors import PromptError
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """ids: int32 [batch, longest], row b real up to lengths[b]; lengths: int32 [batch]; mask: bool, 1 where the caller's
+    array had a token; single: the caller gave one row [length]."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    mask: np.ndarray
+    single: bool
+
+
+def read_prompt(ids, attention_mask, vocab_size: int, max_length: int) -> Prompt:
+    """Checks the caller's ids (int [batch, length], [length], or rows of different lengths) and packs them.
+
+    Raises:
+      PromptError: text instead of ids, no ids, no integers, ids outside the vocabulary, a mask that does not fit, or
+        more than `max_length` tokens.
+    """
+    if isinstance(ids, (str, bytes)):
+        raise PromptError("expected token ids, got text; encode it first: lm.tokenizer.encode(text)")
+    rows, single = _rows(ids)
+    if attention_mask is None:
+        masks = [np.ones(len(row), bool) for row in rows]
+    else:
+        masks = [mask.astype(bool) for mask in _rows(attention_mask, "attention_mask")[0]]
+        if [len(m) for m in masks] != [len(row) for row in rows]:
+            raise PromptError("attention_mask must have the shape of the token ids")
+    packed = [row[mask] for row, mask in zip(rows, masks, strict=True)]
+    lengths = np.array([len(row) for row in packed], np.int32)
+    if not len(packed) or not lengths.all():
+        raise PromptError("the prompt is empty; give at least one token id per row")
+    if lengths.max() > max_length:
+        raise PromptError(f"the prompt has {lengths.max()} tokens; this model's context holds {max_length}")
+    for row in packed:
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if len(outside):
+            raise PromptError(f"the token id {outside[0]} is outside the vocabulary of {vocab_size} tokens "
+                              f"(0 to {vocab_size - 1})")
+    return Prompt(_stack(packed).astype(np.int32), lengths, _stack(masks), single)
+
+
+def _rows(ids, name: str = "prompt ids") -> tuple[list[np.ndarray], bool]:
+    """The rows as integer vectors, and whether there was just one without a batch axis."""
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # rows of different lengths
+        array = None
+    if array is not None and array.ndim <= 2 and array.dtype != object:
+        rows, single = ([array], True) if array.ndim <= 1 else (list(array), False)
+    else:
+        rows, single = [np.asarray(row) for row in ids], False
+    for row in rows:
+        if row.ndim != 1 or (row.size and row.dtype.kind not in "iub"):
+            raise PromptError(f"{name} must be integers [batch, length] or [length], "
+                              f"got {row.dtype} of shape {row.shape if array is None else array.shape}")
+    return rows, single
+
+
+def _stack(rows: list[np.ndarray]) -> np.ndarray:
+    longest = max(len(row) for row in rows)
+    return np.stack([np.pad(row, (0, longest - len(row))) for row in rows])

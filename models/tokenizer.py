@@ -1,0 +1,195 @@
+"""Text to token ids and back: `tokenizers` built from a GGUF's own vocabulary or a `tokenizer.json`, plus chat templates."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from jtile._errors import ModelError, PromptError
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+
+LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
+    """How a byte-level vocabulary splits text before merging; `name` is `tokenizer.ggml.pre`."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name == "smollm":  # every digit alone
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    if name in ("gpt-2", "default"):
+        return byte_level
+    if name in ("llama-bpe", "llama3", "llama-v3"):
+        split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    raise ModelError(f"unknown pre-tokenizer {name!r}; jtile knows smollm, gpt-2 and llama-bpe, "
+                     "or give a folder with tokenizer.json")
+
+
+class Tokenizer:
+    """Encodes and decodes text for one model.
+
+    bos, eos: the texts of the begin and end tokens ("" when the model has none); add_bos: whether `encode` puts the
+    begin token first; chat_template: the model's Jinja template, or None.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, bos: str = "", eos: str = "", add_bos: bool = False,
+                 chat_template: str | None = None):
+        self._backend, self.bos, self.eos, self.chat_template = backend, bos, eos, chat_template
+        self._bos_id = backend.token_to_id(bos) if add_bos and bos else None
+
+    @classmethod
+    def from_gguf(cls, meta: Mapping) -> Tokenizer:
+        """From the `tokenizer.*` metadata of a GGUF file.
+
+        Raises:
+          ModelError: a tokenizer model or a pre-tokenizer that jtile does not know.
+        """
+        tokens, kind = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.model")
+        types = meta.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+        if kind == "gpt2":
+            backend, add_bos = _byte_level(tokens, meta), False
+        elif kind == "llama":
+            backend, add_bos = _sentencepiece(tokens, types, meta), True
+        else:
+            raise ModelError(f"unknown tokenizer {kind!r}; jtile reads GGUF vocabularies of the kinds 'gpt2' and 'llama'")
+        added = [AddedToken(text, special=kind == CONTROL, normalized=False)
+                 for text, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
+        backend.add_special_tokens([token for token in added if token.special])
+        backend.add_tokens([token for token in added if not token.special])
+
+        def text(key: str) -> str:
+            index = meta.get(f"tokenizer.ggml.{key}_token_id")
+            return tokens[index] if index is not None and index < len(tokens) else ""
+
+        return cls(backend, bos=text("bos"), eos=text("eos"), chat_template=meta.get("tokenizer.chat_template"),
+                   add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", add_bos)))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """From `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if they are there."""
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            path = folder / "tokenizer_config.json"
+            config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except Exception as error:  # the tokenizers package raises bare Exception
+            raise ModelError(f"cannot read the tokenizer in {folder} ({error}); download it again") from error
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several named templates
+            template = next((t["template"] for t in template if t.get("name") == "default"), None)
+        jinja = folder / "chat_template.jinja"
+        template = jinja.read_text(encoding="utf-8") if jinja.exists() else template
+        bos, eos = (_text(config.get(key)) for key in ("bos_token", "eos_token"))
+        return cls(backend, bos=bos, eos=eos, chat_template=template)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; control tokens written in it are recognised. The begin token is added if the model
+        wants one and `add_special_tokens` is set."""
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
+            ids = [self._bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids; bytes that form no character become U+FFFD."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+        """A decoder for ids that arrive one by one."""
+        return TextStream(self._backend, skip_special_tokens)
+
+    def apply_chat_template(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True,
+                            tokenize: bool = True) -> list[int] | str:
+        """The prompt for a conversation.
+
+        Args:
+          messages: mappings with "role" ("system", "user", "assistant") and "content". The template adds the model's
+            own system prompt when there is none, if it has one.
+          add_generation_prompt: whether to end with the opening of the assistant's turn.
+          tokenize: token ids if true, else the text.
+
+        Raises:
+          PromptError: the model has no chat template, or the template refuses the conversation.
+        """
+        if self.chat_template is None:
+            raise PromptError("this model has no chat template; pass plain text or token ids")
+        text = _render(self.chat_template, messages=[dict(m) for m in messages], bos_token=self.bos,
+                       eos_token=self.eos, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+class TextStream:
+    """Turns a stream of token ids into text: only whole characters come out, and the pieces join to the decoded text."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool):
+        self._backend = backend
+        self._decoder = decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; "" while a character is still open."""
+        return self._decoder.step(self._backend, int(token)) or ""
+
+
+def _text(token) -> str:
+    return "" if token is None else token["content"] if isinstance(token, Mapping) else token
+
+
+def _byte_level(tokens: Sequence[str], meta: Mapping) -> tokenizers.Tokenizer:
+    pre = meta.get("tokenizer.ggml.pre", "default")
+    merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges") or ()]
+    whole_words = pre in ("llama-bpe", "llama3", "llama-v3")  # a piece that is a token is taken before any merge
+    backend = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=whole_words))
+    backend.pre_tokenizer, backend.decoder = _pre_tokenizer(pre), decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(tokens: Sequence[str], types: Sequence[int], meta: Mapping) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE: the pair whose union has the best score merges first; unknown characters become bytes."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    scores = meta.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
+    merges = []
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        if kind in (NORMAL, USER_DEFINED):
+            cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
+            merges += [(-score, vocabulary[a], vocabulary[b], a, b) for a, b in cuts if a in vocabulary and b in vocabulary]
+    unknown = tokens[meta.get("tokenizer.ggml.unknown_token_id", 0)]
+    model = models.BPE(vocabulary, [m[3:] for m in sorted(merges)], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    tail = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *tail])
+    return backend
+
+
+def _render(template: str, **variables) -> str:
+    """Renders a model's Jinja template in a sandbox: the template comes from a downloaded file."""
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ModelError("chat templates need jinja2; run: pip install jinja2") from error
+
+    def refuse(message: str):
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(template).render(**variables)
+    except TemplateError as error:
+        raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
