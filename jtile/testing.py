@@ -1,0 +1,72 @@
+"""Measures for people who write kernels: how far two results are apart, and how fast several functions are, fairly."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median and the smallest of the samples."""
+
+    median_us: float
+    min_us: float
+
+
+def relative_error(got: Any, expected: Any) -> float:
+    """Norm of the difference over the norm of `expected`, in float64, over all leaves of two equal pytrees.
+
+    Equal infinities and NaN at the same places count as no difference; anywhere else they make the error infinite.
+    """
+    leaves, reference = jax.tree.leaves(got), jax.tree.leaves(expected)
+    if len(leaves) != len(reference):
+        raise ValueError(f"{len(leaves)} results against {len(reference)} expected ones")
+    difference = norm = 0.0
+    for a, b in zip(leaves, reference):
+        x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        if x.shape != y.shape:
+            raise ValueError(f"a result of shape {x.shape} where {y.shape} is expected")
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        if not np.isfinite(x[~same]).all() or not np.isfinite(y[~same]).all():
+            return float("inf")
+        difference += float(np.sum((x[~same] - y[~same]) ** 2))
+        norm += float(np.sum(y[np.isfinite(y)] ** 2))
+    if difference == 0:
+        return 0.0
+    return float("inf") if norm == 0 else (difference / norm) ** 0.5
+
+
+def time_alternating(
+    functions: Mapping[str, Callable[[], Any]], *, repeats: int = 20, warmup: int = 3, sample_us: float = 300.0
+) -> dict[str, Timing]:
+    """Time functions of no argument against each other in one process.
+
+    Every round takes one sample of each function, in an order that rotates, so that a change of the machine's speed
+    meets all of them. A sample is as many calls as fill `sample_us` microseconds; each call waits for its result.
+    """
+    calls = {}
+    for name, function in functions.items():
+        for _ in range(warmup):
+            jax.block_until_ready(function())
+        calls[name] = max(1, int(sample_us / max(_sample(function, 1), 0.01)))
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    names = list(functions)
+    for turn in range(repeats):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(_sample(functions[name], calls[name]))
+    return {name: Timing(statistics.median(s), min(s)) for name, s in samples.items()}
+
+
+def _sample(function: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        jax.block_until_ready(function())
+    return (time.perf_counter_ns() - start) / calls / 1e3

@@ -1,0 +1,118 @@
+"""The command `jtile`: info, generate, inspect, cache, demo. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+try:
+    import typer
+except ImportError:  # the language itself does not need it
+    sys.exit("jtile: the command line needs typer and rich: pip install 'jtile[cli]'")
+
+app = typer.Typer(
+    name="jtile",
+    help="Tile kernels for JAX: look at them, measure them, and generate text with a model that is made of them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+
+
+@app.command()
+def info(as_json: Json = False) -> None:
+    """Versions, targets, what each target can run, and the cache."""
+    from jtile.tools import info as page
+
+    page.show(as_json=as_json)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="What to say to the model; '-' reads standard input.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A GGUF file, or a folder with config.json and safetensors; SmolLM2 otherwise.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Stop after so many.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token (greedy).")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among so many likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest of this mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling: equal seeds, equal text.")] = 0,
+    system: Annotated[str | None, typer.Option(help="The system prompt, instead of the template's own.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt itself, without the chat template.")] = False,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Prefill and decode speed, on standard error.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Generate text with a Llama-architecture model whose every operation is a jtile kernel."""
+    from jtile.tools import generate as command
+
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    request = command.Request(prompt=prompt, prompt_ids=prompt_ids, system=system, raw=raw, options=options, seed=seed)
+    command.run(request, model=model, stats=stats, as_json=as_json)
+
+
+@app.command()
+def inspect(
+    kernel: Annotated[str, typer.Argument(help="module:kernel, such as jtile.ops:softmax or mine.py:matmul.")],
+    args: Annotated[str, typer.Option("--args", help="Types of the arguments: f32[128,256],bf16[256].")],
+    meta: Annotated[list[str] | None, typer.Option("--meta", help="A meta-parameter: bm=64 (repeatable).")] = None,
+    target: Annotated[str, typer.Option(help="What to compile for; `jtile info` lists the targets.")] = "cpu",
+    level: Annotated[list[str] | None, typer.Option("--level", help="Print this level only (repeatable).")] = None,
+) -> None:
+    """The text of every level that a kernel passes through on its way to machine code."""
+    from jtile.tools import levels
+
+    levels.show(kernel, args, meta or [], target=target, only=level or [])
+
+
+@app.command()
+def demo(
+    text: Annotated[bool, typer.Option(help="End with text from SmolLM2, if its weights are installed.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each kernel and its counterpart is timed.")] = 20,
+) -> None:
+    """Four kernels against their jnp counterparts under jit, then text from SmolLM2."""
+    from jtile.tools import demo as show
+
+    show.run(text=text, repeats=repeats)
+
+
+@cache_app.command("clear")
+def cache_clear() -> None:
+    """Delete every compiled kernel of the disk cache."""
+    from jtile.tools import cachedir
+
+    cachedir.clear()
+
+
+@cache_app.command("info")
+def cache_info() -> None:
+    """Where the disk cache is, and what it holds."""
+    from jtile.tools import cachedir
+
+    cachedir.show()
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """Entry point of the console script. jtile's own errors are one message and exit status 1, never a traceback."""
+    from jtile._errors import JtileError
+
+    try:
+        app(argv)
+    except JtileError as error:
+        from jtile._config import current
+
+        if current().debug:
+            raise
+        sys.exit(f"jtile: {error}")
+    except BrokenPipeError:  # `jtile inspect ... | head`
+        sys.stderr.close()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""`jtile inspect`: finds a kernel by name, reads the types of its arguments, prints every level's text."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from jtile._errors import KernelTypeError, KernelValueError
+
+_SHORT = {
+    "pred": "bool", "bool": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
+    "i4": "int4", "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64",
+    "u4": "uint4", "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
+    "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "f8e8m0": "float8_e8m0fnu", "f4e2m1": "float4_e2m1fn",
+}  # fmt: skip
+_TYPE = re.compile(r"\s*([a-z]\w*)\s*(?:\[([\d\s,]*)\])?\s*(?:,|$)")
+
+
+def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str]) -> None:
+    """Print the texts of `kernel` ("module:name") for arguments of the types `args`; `only`: these levels."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    texts = find(kernel).lower(*parse_types(args), target=target, **parse_meta(meta)).texts
+    missing = [name for name in only if name not in texts]
+    if missing:
+        raise KernelValueError(f"no level {missing[0]!r} for target {target!r}: it has {', '.join(texts)}")
+    console = Console()
+    for name, text in texts.items():
+        if only and name not in only:
+            continue
+        if len(only) != 1:
+            console.rule(name)
+        if console.is_terminal:
+            console.print(
+                Syntax(text, "llvm" if "llvm" in name else "asm" if name == "asm" else "text", word_wrap=True)
+            )
+        else:
+            sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def find(name: str) -> Any:
+    """The kernel that "package.module:kernel" or "path/file.py:kernel" names. Raises KernelValueError if there is none."""
+    module_name, colon, attribute = name.rpartition(":")
+    if not colon or not module_name or not attribute:
+        raise KernelValueError(f"{name!r} names no kernel: write module:kernel, such as jtile.ops:softmax")
+    module = _module(module_name)
+    value: Any = module
+    for part in attribute.split("."):
+        value = getattr(value, part, None)
+    if value is None or not hasattr(value, "lower"):
+        kernels = sorted(k for k, v in vars(module).items() if hasattr(v, "lower") and hasattr(v, "interpret"))
+        what = "is no kernel" if value is not None else "does not exist"
+        raise KernelValueError(f"{attribute!r} {what}; {module_name} has: {', '.join(kernels) or 'no kernels'}")
+    return value
+
+
+def _module(name: str) -> Any:
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise KernelValueError(f"there is no file {name}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        return module
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a console script does not look in the folder where it is called
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise KernelValueError(f"there is no module {name}") from None
+
+
+def parse_types(text: str) -> list[Any]:
+    """`"f32[128,256],bf16[256],i32"` -> the jax.ShapeDtypeStruct of each; no brackets: rank 0."""
+    import jax
+    import jax.numpy as jnp
+
+    out, at = [], 0
+    while at < len(text):
+        match = _TYPE.match(text, at)
+        if match is None:
+            raise KernelTypeError(
+                f"cannot read the argument types {text!r} at {text[at:]!r}: write f32[128,256],bf16[256]"
+            )
+        name = _SHORT.get(match[1], match[1])
+        try:
+            dtype = jnp.dtype(name)
+        except TypeError:
+            raise KernelTypeError(f"{match[1]!r} is no dtype: write one of {', '.join(_SHORT)}") from None
+        shape = tuple(int(size) for size in (match[2] or "").replace(" ", "").split(",") if size)
+        out.append(jax.ShapeDtypeStruct(shape, dtype))
+        at = match.end()
+    return out
+
+
+def parse_meta(items: list[str]) -> dict[str, Any]:
+    """`["bm=64", "causal=True"]` -> keyword arguments; a value that is no Python literal stays text."""
+    out: dict[str, Any] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or not name.isidentifier():
+            raise KernelValueError(f"cannot read the meta-parameter {item!r}: write name=value, such as bm=64")
+        try:
+            out[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            out[name] = value
+    return out
