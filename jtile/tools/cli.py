@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -104,9 +105,7 @@ def main(argv: list[str] | None = None) -> Any:
     try:
         app(argv)
     except JtileError as error:
-        from jtile._config import current
-
-        if current().debug:
+        if os.environ.get("JTILE_DEBUG", "0") not in ("", "0"):  # as it is: the options themselves may be what is wrong
             raise
         sys.exit(f"jtile: {error}")
     except BrokenPipeError:  # `jtile inspect ... | head`

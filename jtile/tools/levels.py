@@ -37,15 +37,13 @@ def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str
         if len(only) != 1:
             console.rule(name)
         if console.is_terminal:
-            console.print(
-                Syntax(text, "llvm" if "llvm" in name else "asm" if name == "asm" else "text", word_wrap=True)
-            )
+            console.print(Syntax(text, "llvm" if "llvm" in name else "text", word_wrap=True))
         else:
             sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
 def find(name: str) -> Any:
-    """The kernel that "package.module:kernel" or "path/file.py:kernel" names. Raises KernelValueError if there is none."""
+    """The kernel that "module:kernel" or "path/file.py:kernel" names; KernelValueError if there is none."""
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
         raise KernelValueError(f"{name!r} names no kernel: write module:kernel, such as jtile.ops:softmax")
@@ -53,11 +51,15 @@ def find(name: str) -> Any:
     value: Any = module
     for part in attribute.split("."):
         value = getattr(value, part, None)
-    if value is None or not hasattr(value, "lower"):
-        kernels = sorted(k for k, v in vars(module).items() if hasattr(v, "lower") and hasattr(v, "interpret"))
+    if not _is_kernel(value):
+        kernels = sorted(k for k, v in vars(module).items() if _is_kernel(v))
         what = "is no kernel" if value is not None else "does not exist"
         raise KernelValueError(f"{attribute!r} {what}; {module_name} has: {', '.join(kernels) or 'no kernels'}")
     return value
+
+
+def _is_kernel(value: Any) -> bool:
+    return hasattr(value, "lower") and hasattr(value, "interpret") and not isinstance(value, type)
 
 
 def _module(name: str) -> Any:
@@ -91,16 +93,12 @@ def parse_types(text: str) -> list[Any]:
     while at < len(text):
         match = _TYPE.match(text, at)
         if match is None:
-            raise KernelTypeError(
-                f"cannot read the argument types {text!r} at {text[at:]!r}: write f32[128,256],bf16[256]"
-            )
+            raise KernelTypeError(f"cannot read the types {text!r} at {text[at:]!r}: write f32[128,256],bf16[256]")
         name = _SHORT.get(match[1], match[1])
-        try:
-            dtype = jnp.dtype(name)
-        except TypeError:
-            raise KernelTypeError(f"{match[1]!r} is no dtype: write one of {', '.join(_SHORT)}") from None
+        if name not in _SHORT.values():
+            raise KernelTypeError(f"{match[1]!r} is no dtype of a kernel: write one of {', '.join(_SHORT)}")
         shape = tuple(int(size) for size in (match[2] or "").replace(" ", "").split(",") if size)
-        out.append(jax.ShapeDtypeStruct(shape, dtype))
+        out.append(jax.ShapeDtypeStruct(shape, jnp.dtype(name)))
         at = match.end()
     return out
 

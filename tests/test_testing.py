@@ -1,0 +1,50 @@
+"""jtile.testing: the error measure and the fair timing."""
+
+import numpy as np
+import pytest
+
+from jtile.testing import relative_error, time_alternating
+
+
+def test_relative_error():
+    a = np.array([3.0, 4.0])
+    assert relative_error(a, a) == 0
+    assert relative_error(a + np.array([0, 0.5]), a) == pytest.approx(0.1)
+    assert relative_error({"x": a, "y": a * 2}, {"x": a, "y": a * 2 + np.array([0, 1])}) == pytest.approx(
+        1 / (25 + 36 + 81) ** 0.5
+    )
+
+
+def test_relative_error_of_what_is_not_finite():
+    a = np.array([np.inf, -np.inf, np.nan, 1.0])
+    assert relative_error(a, a) == 0
+    assert relative_error(np.array([np.inf]), np.array([-np.inf])) == float("inf")
+    assert relative_error(np.array([np.nan]), np.array([1.0])) == float("inf")
+    assert relative_error(np.array([1.0]), np.array([0.0])) == float("inf")
+
+
+def test_relative_error_refuses_other_shapes():
+    with pytest.raises(ValueError, match="shape"):
+        relative_error(np.zeros((2, 1)), np.zeros(2))
+    with pytest.raises(ValueError, match="2 results against 1"):
+        relative_error([np.zeros(1)] * 2, [np.zeros(1)])
+
+
+def test_timing_alternates_and_orders_the_two():
+    order = []
+
+    def slow():
+        order.append("slow")
+        return np.sort(np.arange(200_000)[::-1])
+
+    def quick():
+        order.append("quick")
+        return np.float32(1)
+
+    times = time_alternating({"slow": slow, "quick": quick}, repeats=4, warmup=1, sample_us=1.0)
+    assert times["quick"].min_us <= times["quick"].median_us < times["slow"].min_us
+    # warm-up and one call to calibrate each, then rounds whose order rotates
+    rounds = [name for i, name in enumerate(order) if i >= 4]
+    firsts = [a for a, b in zip([None, *rounds], rounds, strict=False) if a != b]
+    assert rounds[0] == "slow"
+    assert len(firsts) >= 4
