@@ -147,23 +147,19 @@ class Generation(Iterator):
         if self._new_tokens == 0:
             return
         (tokens, done, cache), decode, rest = self._start()
-        start = time.perf_counter()
-        first, ended, pending, made = np.asarray(tokens), bool(np.asarray(done).all()), None, 1
-        yield first
-        while not ended:
-            following = None
+        start, made = time.perf_counter(), 1
+        pending = [(tokens[:, None], 1, done)]  # dispatched and not yet read: (tokens [batch, n], how many, done)
+        while pending:
             if made < self._new_tokens:  # the device works on the next chunk while this one is read and printed
                 count = min(CHUNK, self._new_tokens - made)
                 out, steps, tokens, done, cache = decode(self._lm._state, cache, tokens, done, np.int32(made),
                                                          np.int32(count), *rest)
-                following, made = (out, steps, done), made + count
-            if pending is not None:
-                rows, steps, done_then = (np.asarray(x) for x in pending)
-                self.stats.decode_seconds = time.perf_counter() - start
-                yield from rows.T[: int(steps)]
-                ended = bool(done_then.all())
-            ended, pending = ended or following is None and pending is None, following
-            if pending is None:
+                pending.append((out, steps, done))
+                made += count
+            rows, steps, ended = (np.asarray(x) for x in pending.pop(0))
+            self.stats.decode_seconds = time.perf_counter() - start
+            yield from rows.T[: int(steps)]
+            if ended.all():
                 return
 
     def _start(self):

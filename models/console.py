@@ -1,0 +1,108 @@
+"""The terminal side of generation: what `jtile generate` runs. Text goes to standard output, all else to standard error."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+from collections.abc import Sequence
+
+from jtile._errors import JtileError, ModelError, PromptError
+from jtile.models.generate import Generation, LanguageModel, Stats
+from jtile.models.load import load
+
+SUCCESS, FAILURE, INTERRUPTED = 0, 1, 130
+
+
+def run_generate(prompt: str | None = None, model: str | None = None, prompt_ids: str | Sequence[int] | None = None,
+                 json: bool = False, stats: bool = False, max_new_tokens: int = 256, temperature: float = 0.0,
+                 top_k: int | None = None, top_p: float | None = None, seed: int = 0, chat: bool = True,
+                 system: str | None = None, ignore_eos: bool = False) -> int:
+    """Generates text in the terminal and returns the exit code: 0, 1 after an error (one sentence), 130 after Ctrl-C.
+
+    Args:
+      prompt: the user's message (or plain text with `chat=False`). prompt_ids: token ids instead ("1,2,3" or ints).
+      model: a GGUF file or a folder; None for the installed SmolLM2.
+      json: print one JSON object (ids, text, tokens a second, ...) instead of streaming the text.
+      stats: print prefill and decode tokens a second to standard error.
+      chat: wrap the prompt in the model's chat template, if it has one; `system` is its system prompt.
+      ignore_eos: go on to `max_new_tokens` past the model's end tokens.
+    """
+    try:
+        lm = load(model)
+        ids = _ids(lm, prompt, prompt_ids, chat, system)
+        generation = lm.stream(ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+                               eos=None if ignore_eos else "model")
+        return _emit(lm, generation, ids, json, stats)
+    except JtileError as error:
+        print(f"jtile: {error}", file=sys.stderr)
+        return FAILURE
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    except KeyboardInterrupt:  # before the first token
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def _ids(lm: LanguageModel, prompt: str | None, prompt_ids, chat: bool, system: str | None) -> list[int]:
+    if (prompt is None) == (prompt_ids is None):
+        raise PromptError("give either a prompt or --prompt-ids")
+    if prompt_ids is not None:
+        return _parse_ids(prompt_ids) if isinstance(prompt_ids, str) else [int(i) for i in prompt_ids]
+    if lm.tokenizer is None:
+        raise ModelError(f"{lm.source} has no tokenizer; pass --prompt-ids")
+    if not chat or lm.tokenizer.chat_template is None:
+        return lm.tokenizer.encode(prompt)
+    messages = [{"role": "system", "content": system}] if system else []
+    return lm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": prompt}])
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError as error:
+        raise PromptError(f"--prompt-ids takes integers with commas between them, as 1,2,3; got {text!r}") from error
+
+
+def _emit(lm: LanguageModel, generation: Generation, prompt_ids: list[int], json: bool, stats: bool) -> int:
+    """Streams the tokens; keeps what there is when Ctrl-C comes."""
+    text = lm.tokenizer.stream() if lm.tokenizer else None
+    ids, pieces, code = [], [], SUCCESS
+    try:
+        for token in generation:
+            ids.append(token)
+            piece = text.push(token) if text else f"{token} "
+            pieces.append(piece)
+            if not json and piece:
+                _write(piece)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if json:
+        finish = "interrupted" if code else "eos" if ids and ids[-1] in lm.eos_ids else "length"
+        _write(json_module.dumps(_record(lm, generation.stats, prompt_ids, ids, "".join(pieces), finish)))
+    _write("\n")
+    if stats:
+        print(_summary(generation.stats), file=sys.stderr)
+    return code
+
+
+def _write(text: str) -> None:
+    """Prints at once, also to a terminal that lacks some of the characters."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _record(lm: LanguageModel, stats: Stats, prompt_ids: list[int], ids: list[int], text: str, finish: str) -> dict:
+    return {
+        "model": lm.source, "prompt_ids": prompt_ids, "ids": ids, "text": text, "finish": finish,
+        "prompt_tokens": stats.prompt_tokens, "new_tokens": stats.new_tokens,
+        "tokens_per_second": round(stats.decode_rate, 2), "prefill_tokens_per_second": round(stats.prefill_rate, 2),
+        "compile_seconds": round(stats.compile_seconds, 3),
+    }
+
+
+def _summary(stats: Stats) -> str:
+    return (f"prefill {stats.prompt_tokens} tokens, {stats.prefill_rate:.1f} tokens/s; "
+            f"decode {stats.new_tokens} tokens, {stats.decode_rate:.1f} tokens/s; compile {stats.compile_seconds:.2f} s")
