@@ -40,21 +40,36 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Stop after so many.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token (greedy).")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among so many likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest of this mass.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this mass.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling: equal seeds, equal text.")] = 0,
     system: Annotated[str | None, typer.Option(help="The system prompt, instead of the template's own.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt itself, without the chat template.")] = False,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Prefill and decode speed, on standard error.")] = False,
     as_json: Json = False,
 ) -> None:
     """Generate text with a Llama-architecture model whose every operation is a jtile kernel."""
-    from jtile.tools import generate as command
+    options = dict(
+        model=model, prompt_ids=prompt_ids, json=as_json, stats=stats, max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, chat=not raw, system=system,
+    )  # fmt: skip
+    raise typer.Exit(run_model(sys.stdin.read() if prompt == "-" else prompt, **options))
 
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    request = command.Request(prompt=prompt, prompt_ids=prompt_ids, system=system, raw=raw, options=options, seed=seed)
-    command.run(request, model=model, stats=stats, as_json=as_json)
+
+def run_model(prompt: str | None, **options: Any) -> int:
+    """jtile.models.run_generate, or one sentence where the packages that models need are missing."""
+    try:
+        from jtile.models import run_generate
+    except ModuleNotFoundError as error:
+        if (error.name or "jtile").startswith("jtile"):
+            raise
+        print(f"jtile: models need {error.name}: pip install 'jtile[models]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return run_generate(prompt, **options)
 
 
 @app.command()
@@ -79,7 +94,7 @@ def demo(
     """Four kernels against their jnp counterparts under jit, then text from SmolLM2."""
     from jtile.tools import demo as show
 
-    show.run(text=text, repeats=repeats)
+    raise typer.Exit(show.run(text=text, repeats=repeats))
 
 
 @cache_app.command("clear")

@@ -35,14 +35,15 @@ def vector_add(x, y, o, *, block=16384):
     O[i] = X[i] + Y[i]
 
 
-def run(*, text: bool, repeats: int) -> None:
-    """Print the table of kernels, then (with `text`) what SmolLM2 says to a prompt."""
+def run(*, text: bool, repeats: int) -> int:
+    """Print the table of kernels, then (with `text`) what SmolLM2 says to a prompt. Returns the exit status."""
     console = Console()
     console.print("Kernels inside jax.jit, against their jnp counterparts under jax.jit\n", highlight=False)
     console.print(table(repeats))
-    if text:
-        console.print(f"\nSmolLM2-135M, every operation a jtile kernel: [bold]{PROMPT}[/bold]\n", highlight=False)
-        _text()
+    if not text:
+        return 0
+    console.print(f"\nSmolLM2-135M, every operation a jtile kernel: [bold]{PROMPT}[/bold]\n", highlight=False)
+    return _text()
 
 
 def table(repeats: int) -> Table:
@@ -79,8 +80,7 @@ def cases() -> list[Case]:
     ]
 
 
-def _text() -> None:
-    from jtile.tools import generate
+def _text() -> int:
+    from jtile.tools.cli import run_model
 
-    options = {"max_new_tokens": 64, "temperature": 0.0}
-    generate.run(generate.Request(prompt=PROMPT, options=options), model=None, stats=True, as_json=False)
+    return run_model(PROMPT, max_new_tokens=64, stats=True)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jtile._config import config
-from jtile.tools import cachedir
+from jtile.tools import cachedir, cli
 
 
 @pytest.fixture
@@ -69,3 +69,19 @@ def test_cache_off_and_absent(tmp_path):
 )
 def test_sizes(size, text):
     assert cachedir.human(size) == text
+
+
+def test_generate_passes_its_options_on(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("jtile.models.run_generate", lambda prompt, **options: seen.update(options, prompt=prompt) or 7)
+    with pytest.raises(SystemExit) as exit_status:
+        cli.main(["generate", "hello", "-n", "5", "--top-k", "3", "--raw", "--json", "--temperature", "0.5"])
+    assert exit_status.value.code == 7
+    wanted = {"prompt": "hello", "max_new_tokens": 5, "top_k": 3, "chat": False, "json": True, "temperature": 0.5}
+    assert {name: seen[name] for name in wanted} == wanted
+
+
+def test_generate_without_a_model(jtile):
+    done = jtile("generate", "hello", "--model", "/no/such/model.gguf")
+    assert done.returncode == 1
+    assert done.stderr.startswith("jtile: there is no model at /no/such/model.gguf")
