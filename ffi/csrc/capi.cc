@@ -1,0 +1,87 @@
+// The library without XLA: what ffi/__init__.py calls through ctypes.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "elf.h"
+#include "error.h"
+#include "image.h"
+#include "isa.h"
+#include "program.h"
+
+namespace jtile {
+namespace {
+
+// Runs `body`; 0, or -1 with the message in `error` (cut to fit, always ended).
+template <typename Body>
+int32_t guarded(char* error, int64_t capacity, Body body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& e) {
+    if (capacity > 0) {
+      size_t n = std::min(std::strlen(e.what()), static_cast<size_t>(capacity - 1));
+      std::memcpy(error, e.what(), n);
+      error[n] = '\0';
+    }
+    return -1;
+  }
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Loads a kernel; *out is its handle for jtile_run and jtile_close.
+int32_t jtile_open(const char* image, int64_t size, const char* name, const char* isa, const char* sites, int64_t programs,
+                   int64_t workspace, int64_t cost, void** out, char* error, int64_t capacity) {
+  return guarded(error, capacity, [&] {
+    Attributes attributes{.image = {image, static_cast<size_t>(size)}, .name = name, .isa = isa, .sites = sites};
+    attributes.programs = programs, attributes.workspace = workspace, attributes.cost = cost;
+    *out = new Program(attributes);
+  });
+}
+
+void jtile_close(void* handle) { delete static_cast<Program*>(handle); }
+
+// Runs the grid over `bufs` on `threads` threads.
+int32_t jtile_run(void* handle, void* const* bufs, int64_t threads, char* error, int64_t capacity) {
+  return guarded(error, capacity, [&] {
+    const auto& program = *static_cast<const Program*>(handle);
+    if (threads <= 1) return program.run_serial(bufs);
+    std::vector<std::jthread> helpers;
+    program.run_parallel(bufs, threads, [&helpers](std::function<void()> task) { helpers.emplace_back(std::move(task)); });
+  });
+}
+
+// Links an object for `machine` (an ELF machine number, perhaps not this one) as if it lay at `address`, without
+// running it. *size is the bytes of the linked object, at most `capacity` of which are copied to `out`; *entry is the
+// offset of its entry. For tests and tools.
+int32_t jtile_link(const char* image, int64_t size, int32_t machine, uint64_t address, char* out, int64_t out_capacity, int64_t* linked,
+                   int64_t* entry, char* error, int64_t capacity) {
+  return guarded(error, capacity, [&] {
+    Object object({image, static_cast<size_t>(size)}, static_cast<Machine>(machine), 4096);
+    std::vector<uint8_t> memory(object.size());
+    object.link(memory.data(), address);
+    *linked = static_cast<int64_t>(memory.size()), *entry = static_cast<int64_t>(object.entry_offset());
+    std::memcpy(out, memory.data(), std::min(memory.size(), static_cast<size_t>(out_capacity)));
+  });
+}
+
+// Whether this machine can run code for `isa`.
+int32_t jtile_check_isa(const char* isa, char* error, int64_t capacity) {
+  return guarded(error, capacity, [&] { check_isa(isa); });
+}
+
+int64_t jtile_images_alive() { return images_alive(); }
+int64_t jtile_images_loaded() { return images_loaded(); }
+
+}  // extern "C"
+#pragma GCC visibility pop
+
+}  // namespace jtile

@@ -1,0 +1,109 @@
+#include "image.h"
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "elf.h"
+#include "error.h"
+#include "sha256.h"
+
+namespace jtile {
+namespace {
+
+std::atomic<int64_t> loaded_count{0};
+
+// Never destroyed: executables that outlive static destructors may still release images.
+struct Table {
+  std::mutex mutex;
+  std::map<Digest, std::weak_ptr<const Image>> images;
+};
+
+Table& table() {
+  static Table* const table = new Table;
+  return *table;
+}
+
+uint64_t page_size() { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
+
+[[noreturn]] void fail_system(const char* what) {
+  Code code = errno == ENOMEM ? Code::kResourceExhausted : Code::kInternal;
+  fail(code, "cannot load a kernel object: ", what, ": ", std::strerror(errno));
+}
+
+uint8_t* map_pages(uint64_t size, bool low) {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+#ifdef MAP_32BIT
+  if (low) flags |= MAP_32BIT;
+#else
+  (void)low;
+#endif
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (memory == MAP_FAILED) fail_system("mmap");
+  return static_cast<uint8_t*>(memory);
+}
+
+void protect(const Object& object, uint8_t* memory, Segment segment, int protection) {
+  if (object.segment_size(segment) == 0) return;
+  if (mprotect(memory + object.segment_offset(segment), object.segment_size(segment), protection) != 0) fail_system("mprotect");
+}
+
+}  // namespace
+
+Image::Image(std::string_view bytes) {
+  Object object(bytes, kHostMachine, page_size());
+  size_ = object.size();
+  memory_ = map_pages(size_, object.needs_low_address());
+  try {
+    object.link(memory_, reinterpret_cast<uint64_t>(memory_));
+    protect(object, memory_, kRead, PROT_READ);
+    protect(object, memory_, kExecute, PROT_READ | PROT_EXEC);
+  } catch (...) {
+    munmap(memory_, size_);  // a constructor that throws has no destructor call
+    throw;
+  }
+  auto* code = reinterpret_cast<char*>(memory_ + object.segment_offset(kExecute));
+  __builtin___clear_cache(code, code + object.segment_size(kExecute));
+  entry_ = reinterpret_cast<jtile_entry*>(memory_ + object.entry_offset());
+  loaded_count.fetch_add(1, std::memory_order_relaxed);
+}
+
+Image::~Image() { munmap(memory_, size_); }
+
+std::shared_ptr<const Image> acquire_image(std::string_view object) {
+  Digest key = sha256(object);
+  std::lock_guard lock(table().mutex);
+  std::weak_ptr<const Image>& slot = table().images[key];
+  if (std::shared_ptr<const Image> image = slot.lock()) return image;
+  try {
+    auto release = [key](const Image* image) {
+      delete image;
+      std::lock_guard lock(table().mutex);
+      auto found = table().images.find(key);
+      // Another caller may have loaded the same bytes again since the last user left.
+      if (found != table().images.end() && found->second.expired()) table().images.erase(found);
+    };
+    std::shared_ptr<const Image> image(new Image(object), release);
+    slot = image;
+    return image;
+  } catch (...) {
+    table().images.erase(key);
+    throw;
+  }
+}
+
+int64_t images_alive() {
+  std::lock_guard lock(table().mutex);
+  int64_t alive = 0;
+  for (const auto& [key, image] : table().images) alive += !image.expired();
+  return alive;
+}
+
+int64_t images_loaded() { return loaded_count.load(std::memory_order_relaxed); }
+
+}  // namespace jtile

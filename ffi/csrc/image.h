@@ -1,0 +1,46 @@
+// Compiled kernels in memory, each loaded once a process however many call sites use it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+namespace jtile {
+
+extern "C" {
+// The callbacks of a running kernel. All fields are stable ABI.
+struct jtile_host {
+  // Prints at call site `site`; args[k] is the dense value of the k-th printed argument.
+  void (*print)(struct jtile_host*, int64_t site, const int64_t* pid, void* const* args);
+  // Records a failed assertion; returns, the kernel goes on.
+  void (*fail)(struct jtile_host*, int64_t site, const int64_t* pid);
+};
+
+// Runs the programs [begin, end) of the grid; 0, or a number that tells of an internal error.
+using jtile_entry = int32_t(void* const* bufs, const int64_t* dims, int64_t begin, int64_t end, void* workspace, struct jtile_host* host);
+}
+
+// A loaded object: its pages are mapped read-only, executable or writable, never both of the latter.
+class Image {
+ public:
+  explicit Image(std::string_view object);  // throws Error
+  ~Image();
+  Image(const Image&) = delete;
+  Image& operator=(const Image&) = delete;
+
+  jtile_entry* entry() const { return entry_; }
+
+ private:
+  uint8_t* memory_ = nullptr;
+  uint64_t size_ = 0;
+  jtile_entry* entry_ = nullptr;
+};
+
+// The image of these bytes: a new one, or that of an earlier call with equal bytes that somebody still holds.
+std::shared_ptr<const Image> acquire_image(std::string_view object);
+
+// Counters for tests and tools.
+int64_t images_alive();
+int64_t images_loaded();
+
+}  // namespace jtile

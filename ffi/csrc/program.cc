@@ -1,0 +1,265 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include <poll.h>
+#include <unistd.h>
+
+#include "error.h"
+#include "isa.h"
+
+namespace jtile {
+namespace {
+
+constexpr int64_t kSerialNs = 10'000;               // less work than this is not worth a wake-up
+constexpr int64_t kWorkerNs = 5'000;                // work that pays for one more worker
+constexpr int64_t kChunkNs = 4'000;                 // the least work of one chunk
+constexpr int64_t kMaxWorkspace = int64_t{1} << 36;
+constexpr size_t kKeptWorkspace = size_t{64} << 20;  // a thread keeps a buffer of at most this between calls
+
+// -- workspaces -------------------------------------------------------------------------------------------------------
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<void, Free>;
+
+Buffer allocate(size_t size) {
+  Buffer buffer(std::aligned_alloc(64, (size + 63) / 64 * 64));
+  if (buffer == nullptr) fail(Code::kResourceExhausted, "a kernel's workspace of ", size, " bytes cannot be had");
+  return buffer;
+}
+
+// A worker's scratch: this thread's own buffer, which lives on between calls, or one for this call when it is large.
+class Workspace {
+ public:
+  explicit Workspace(size_t size) {
+    if (size == 0) return;
+    if (size > kKeptWorkspace) {
+      own_ = allocate(size);
+      data_ = own_.get();
+      return;
+    }
+    thread_local Buffer kept;
+    thread_local size_t kept_size = 0;
+    if (kept_size < size) {
+      size_t grown = std::min(kKeptWorkspace, std::max(size, 2 * kept_size));
+      kept_size = 0;
+      kept.reset();
+      kept = allocate(grown);
+      kept_size = grown;
+    }
+    data_ = kept.get();
+  }
+  void* data() const { return data_; }
+
+ private:
+  Buffer own_;
+  void* data_ = nullptr;
+};
+
+// -- printing ---------------------------------------------------------------------------------------------------------
+
+// Writes whole records to standard output, one after another. A closed or full output loses text; it never fails a run.
+void write_out(const std::string& text) {
+  static std::mutex* const mutex = new std::mutex;
+  std::lock_guard lock(*mutex);
+  size_t done = 0;
+  while (done < text.size()) {
+    ssize_t n = write(STDOUT_FILENO, text.data() + done, text.size() - done);
+    if (n >= 0) {
+      done += static_cast<size_t>(n);
+    } else if (errno == EAGAIN) {
+      pollfd wait{STDOUT_FILENO, POLLOUT, 0};
+      poll(&wait, 1, 1000);
+    } else if (errno != EINTR) {
+      return;
+    }
+  }
+}
+
+}  // namespace
+
+// -- one run ----------------------------------------------------------------------------------------------------------
+
+// What the workers of one call share. Its first member is what the kernel sees.
+class Run {
+ public:
+  Run(const Program& program, void* const* bufs, int64_t workers) : program_(program), bufs_(bufs), workers_(workers) {}
+
+  // Takes chunks until none is left. Safe on any thread while the caller waits in `finish`.
+  void drain();
+  void run_all();
+  // Throws what went wrong, if anything did.
+  void check() const;
+  bool exhausted() const { return next_.load() >= program_.programs_; }
+
+ private:
+  struct Host {
+    jtile_host callbacks;
+    Run* run;
+  };
+
+  static void on_print(jtile_host* host, int64_t site, const int64_t* pid, void* const* args) {
+    reinterpret_cast<Host*>(host)->run->print(site, pid, args);
+  }
+  static void on_fail(jtile_host* host, int64_t site, const int64_t* pid) { reinterpret_cast<Host*>(host)->run->record(site, pid); }
+
+  bool take(int64_t& begin, int64_t& end);
+  void run_range(int64_t begin, int64_t end, const Workspace& workspace);
+  void print(int64_t site, const int64_t* pid, void* const* args);
+  void record(int64_t site, const int64_t* pid);
+  void stop(const std::string& message);
+
+  const Program& program_;
+  void* const* bufs_;
+  int64_t workers_;
+  Host host_{{on_print, on_fail}, this};
+  std::atomic<int64_t> next_{0};
+
+  std::atomic<bool> bad_{false};  // whether anything below was written
+  mutable std::mutex mutex_;
+  bool failed_ = false;
+  int64_t failed_site_ = 0, failed_pid_[3] = {};
+  std::string broken_;
+};
+
+// Large chunks first, for locality, and small ones at the end, so that the workers finish together.
+bool Run::take(int64_t& begin, int64_t& end) {
+  int64_t least = std::max<int64_t>(1, kChunkNs / std::max<int64_t>(1, program_.cost_));
+  begin = next_.load();
+  do {
+    int64_t left = program_.programs_ - begin;
+    if (left <= 0) return false;
+    end = begin + std::min(left, std::max(least, left / (2 * workers_)));
+  } while (!next_.compare_exchange_weak(begin, end));
+  return true;
+}
+
+void Run::run_range(int64_t begin, int64_t end, const Workspace& workspace) {
+  int32_t code = program_.image_->entry()(bufs_, nullptr, begin, end, workspace.data(), &host_.callbacks);
+  if (code != 0) stop(concat("internal error ", code, " of the compiled code in programs ", begin, " to ", end - 1));
+}
+
+void Run::run_all() { run_range(0, program_.programs_, Workspace(static_cast<size_t>(program_.workspace_))); }
+
+void Run::drain() {
+  try {
+    int64_t begin = 0, end = 0;
+    if (!take(begin, end)) return;  // a late helper allocates nothing
+    Workspace workspace(static_cast<size_t>(program_.workspace_));
+    do run_range(begin, end, workspace);
+    while (take(begin, end));
+  } catch (const std::exception& error) {
+    stop(error.what());
+  }
+}
+
+void Run::stop(const std::string& message) {
+  std::lock_guard lock(mutex_);
+  if (broken_.empty()) broken_ = message;
+  bad_.store(true);
+  next_.store(program_.programs_);
+}
+
+void Run::print(int64_t site, const int64_t* pid, void* const* args) {
+  if (site < 0 || site >= static_cast<int64_t>(program_.sites_.size()) || !program_.sites_[static_cast<size_t>(site)].is_print) {
+    return stop(concat("the compiled code prints at site ", site, ", which does not exist"));
+  }
+  try {
+    const std::string text = print_text(program_.sites_[static_cast<size_t>(site)], args);
+    write_out(concat("[", program_.name_, " ", program_text(pid), "] ", text, "\n"));
+  } catch (const std::exception& error) {  // no exception may cross the kernel's frames
+    stop(error.what());
+  }
+}
+
+// Chunks are taken in order, so all programs before a failing one have begun: taking no more still finds the lowest.
+void Run::record(int64_t site, const int64_t* pid) {
+  std::lock_guard lock(mutex_);
+  if (!failed_ || std::lexicographical_compare(pid, pid + 3, failed_pid_, failed_pid_ + 3)) {
+    failed_ = true;
+    failed_site_ = site;
+    std::copy(pid, pid + 3, failed_pid_);
+  }
+  bad_.store(true);
+  next_.store(program_.programs_);
+}
+
+void Run::check() const {
+  if (!bad_.load()) return;
+  std::lock_guard lock(mutex_);
+  if (!broken_.empty()) fail(Code::kInternal, "kernel ", program_.name_, ": ", broken_);
+  if (!failed_) return;
+  bool known = failed_site_ >= 0 && failed_site_ < static_cast<int64_t>(program_.sites_.size());
+  if (!known) fail(Code::kInternal, "kernel ", program_.name_, ": an assertion failed at the unknown site ", failed_site_);
+  const Site& site = program_.sites_[static_cast<size_t>(failed_site_)];
+  fail(Code::kFailedPrecondition, "kernel ", program_.name_, ": assertion failed: ", site.message, " (program ", program_text(failed_pid_),
+       ")\n  at ", site.where);
+}
+
+// -- program ----------------------------------------------------------------------------------------------------------
+
+Program::Program(const Attributes& attributes)
+    : name_(attributes.name), programs_(attributes.programs), workspace_(attributes.workspace), cost_(std::max<int64_t>(0, attributes.cost)) {
+  try {
+    if (programs_ < 0) fail(Code::kInvalidArgument, "its grid has ", programs_, " programs");
+    if (workspace_ < 0 || workspace_ > kMaxWorkspace) fail(Code::kInvalidArgument, "its workspace has ", workspace_, " bytes");
+    check_isa(attributes.isa);
+    sites_ = parse_sites(attributes.sites);
+    image_ = acquire_image(attributes.image);
+  } catch (const Error& error) {
+    fail(error.code(), "kernel ", name_, ": ", error.what());
+  }
+}
+
+int64_t Program::workers(int64_t threads) const {
+  int64_t most = std::min(threads, programs_);
+  if (most <= 1) return 1;
+  // In floating point: programs * cost may overflow an int64.
+  double work = static_cast<double>(programs_) * static_cast<double>(cost_);
+  if (work < kSerialNs) return 1;
+  return static_cast<int64_t>(std::min(static_cast<double>(most), std::max(2.0, work / kWorkerNs)));
+}
+
+void Program::run_serial(void* const* bufs) const {
+  if (programs_ == 0) return;
+  Run run(*this, bufs, 1);
+  run.run_all();
+  run.check();
+}
+
+namespace {
+
+// Outlives the call: a helper that starts late finds `open` false and touches nothing else.
+struct Gate {
+  std::atomic<int64_t> inside{0};
+  std::atomic<bool> open{true};
+};
+
+}  // namespace
+
+void Program::run_parallel(void* const* bufs, int64_t workers, const std::function<void(std::function<void()>)>& schedule) const {
+  if (programs_ == 0) return;
+  Run run(*this, bufs, workers);
+  auto gate = std::make_shared<Gate>();
+  auto help = [gate, &run] {
+    gate->inside.fetch_add(1);
+    if (gate->open.load()) run.drain();
+    if (gate->inside.fetch_sub(1) == 1) gate->inside.notify_all();
+  };
+  try {
+    for (int64_t k = 1; k < workers; ++k) schedule(help);
+  } catch (const std::exception&) {  // no memory or no thread for more helpers: those that began, and this thread, do it all
+  }
+  run.drain();
+  // Either a helper saw the gate open, and is counted inside, or it sees it closed: both are sequentially consistent.
+  gate->open.store(false);
+  while (int64_t inside = gate->inside.load()) gate->inside.wait(inside);
+  run.check();
+}
+
+}  // namespace jtile

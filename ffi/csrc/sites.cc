@@ -1,0 +1,102 @@
+#include "sites.h"
+
+#include <charconv>
+
+#include "error.h"
+#include "json.h"
+
+namespace jtile {
+namespace {
+
+constexpr int64_t kMaxElements = int64_t{1} << 32;
+
+SiteArg parse_arg(const Json& json) {
+  SiteArg arg{&dtype_of(json.at("dtype").text("dtype")), {}};
+  int64_t size = 1;
+  for (const Json& side : json.at("shape").list("shape")) {
+    int64_t n = side.integer("shape");
+    if (n < 0 || n > kMaxElements || size * n > kMaxElements) fail(Code::kInvalidArgument, "a printed value has a side of ", n);
+    size *= n;
+    arg.shape.push_back(n);
+  }
+  return arg;
+}
+
+// "2:.3f" -> argument 2 with a specification; "" -> the next argument.
+Piece parse_field(std::string_view field, std::string literal, const std::vector<SiteArg>& args, int64_t& next) {
+  size_t colon = field.find(':');
+  std::string_view name = field.substr(0, colon);
+  Piece piece{std::move(literal), next, {}};
+  if (name.empty()) {
+    ++next;
+  } else {
+    auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), piece.arg);
+    if (error != std::errc() || end != name.data() + name.size()) fail(Code::kInvalidArgument, "the print field '{", field, "}' is not a number");
+  }
+  if (piece.arg < 0 || piece.arg >= static_cast<int64_t>(args.size())) {
+    fail(Code::kInvalidArgument, "the print field '{", field, "}' names argument ", piece.arg, " of ", args.size());
+  }
+  if (colon != std::string_view::npos) piece.spec = parse_spec(field.substr(colon + 1), *args[static_cast<size_t>(piece.arg)].dtype);
+  return piece;
+}
+
+std::vector<Piece> parse_format(std::string_view format, const std::vector<SiteArg>& args) {
+  std::vector<Piece> pieces;
+  std::string literal;
+  int64_t next = 0;
+  for (size_t at = 0; at < format.size(); ++at) {
+    char c = format[at];
+    if (c != '{' && c != '}') {
+      literal += c;
+    } else if (at + 1 < format.size() && format[at + 1] == c) {  // {{ and }} stand for one brace
+      literal += c, ++at;
+    } else {
+      size_t end = format.find('}', at);
+      if (c == '}' || end == std::string_view::npos) fail(Code::kInvalidArgument, "the print format '", format, "' has a lone '", c, "'");
+      pieces.push_back(parse_field(format.substr(at + 1, end - at - 1), std::move(literal), args, next));
+      literal.clear();
+      at = end;
+    }
+  }
+  pieces.push_back({literal, -1, {}});
+  return pieces;
+}
+
+Site parse_site(const Json& json) {
+  Site site{};
+  const std::string& kind = json.at("kind").text("kind");
+  if (kind != "print" && kind != "assert") fail(Code::kInvalidArgument, "a site has the unknown kind '", kind, "'");
+  site.is_print = kind == "print";
+  site.where = json.at("where").text("where");
+  if (!site.is_print) {
+    site.message = json.at("message").text("message");
+    return site;
+  }
+  for (const Json& arg : json.at("args").list("args")) site.args.push_back(parse_arg(arg));
+  site.pieces = parse_format(json.at("format").text("format"), site.args);
+  return site;
+}
+
+}  // namespace
+
+std::vector<Site> parse_sites(std::string_view json) {
+  std::vector<Site> sites;
+  if (json.empty()) return sites;
+  for (const Json& site : parse_json(json).list("sites")) sites.push_back(parse_site(site));
+  return sites;
+}
+
+std::string print_text(const Site& site, void* const* args) {
+  std::string text;
+  for (const Piece& piece : site.pieces) {
+    text += piece.literal;
+    if (piece.arg < 0) continue;
+    const SiteArg& arg = site.args[static_cast<size_t>(piece.arg)];
+    text += array_text(*arg.dtype, arg.shape, args[piece.arg], piece.spec);
+  }
+  return text;
+}
+
+std::string program_text(const int64_t* pid) { return concat("(", pid[0], ", ", pid[1], ", ", pid[2], ")"); }
+
+}  // namespace jtile

@@ -1,0 +1,43 @@
+// The print and assert sites of a kernel, read from its `sites` attribute.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "format.h"
+
+namespace jtile {
+
+struct SiteArg {
+  const DType* dtype;
+  std::vector<int64_t> shape;
+};
+
+// A piece of a print format: literal text, then the value of one argument (-1: none, the last piece).
+struct Piece {
+  std::string literal;
+  int64_t arg = -1;
+  Spec spec;
+};
+
+struct Site {
+  bool is_print;
+  std::string message;  // of an assertion
+  std::string where;    // "file:line"
+  std::vector<SiteArg> args;
+  std::vector<Piece> pieces;  // of a print
+};
+
+// Reads a JSON list of {"kind": "print"|"assert", "format"|"message": str, "where": str, "args": [{"dtype", "shape"}]}.
+// A format is that of str.format with the fields {}, {k} and {:spec}. Empty text stands for no sites. Throws Error.
+std::vector<Site> parse_sites(std::string_view json);
+
+// The printed line of a print site, without its end.
+std::string print_text(const Site& site, void* const* args);
+
+// "(0, 1, 2)" for a program id.
+std::string program_text(const int64_t* pid);
+
+}  // namespace jtile
