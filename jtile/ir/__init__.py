@@ -24,6 +24,8 @@ from .core import (
 )
 from .elementwise import ELEMENTWISE, Bitcast, Cast, Map, Select
 from .memory import ATOMICS, Alloc, Assert, Atomic, Load, Print, Store
+from .parser import parse_kernel
+from .printer import print_kernel, print_op
 from .reductions import (
     REDUCERS,
     ArgReduce,
