@@ -51,10 +51,9 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text with a Llama-architecture model whose every operation is a jtile kernel."""
-    options = dict(
-        model=model, prompt_ids=prompt_ids, json=as_json, stats=stats, max_new_tokens=max_new_tokens,
-        ignore_eos=ignore_eos, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, chat=not raw, system=system,
-    )  # fmt: skip
+    options = dict(model=model, prompt_ids=prompt_ids, chat=not raw, system=system, json=as_json, stats=stats)
+    options |= dict(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed)
+    options |= dict(temperature=temperature, top_k=top_k, top_p=top_p)
     raise typer.Exit(run_model(sys.stdin.read() if prompt == "-" else prompt, **options))
 
 

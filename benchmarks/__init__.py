@@ -1,0 +1,1 @@
+"""Speeds of jtile's kernels against their peers: `python -m benchmarks cpu`."""
