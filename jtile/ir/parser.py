@@ -1,4 +1,4 @@
-"""Reads the text that `printer.py` writes. Comments start with `//`; line breaks matter only before an op's operands."""
+"""Reads the text that `printer.py` writes. Comments start with `//`; line breaks matter only before operands."""
 
 from __future__ import annotations
 
@@ -210,7 +210,8 @@ class _Parser:
             k.grid = tuple(self.listed(self.integer, ")"))
         if self.take("alias"):
             self.expect("(")
-            k.aliases = tuple(self.listed(lambda: (self._position(k.inputs), self.expect("=") and self._position(k.outputs)), ")"))
+            pair = lambda: (self._position(k.inputs), self.expect("=") and self._position(k.outputs))
+            k.aliases = tuple(self.listed(pair, ")"))
         inits: dict[int, Any] = {}
         if self.take("init"):
             self.expect("(")
@@ -345,7 +346,8 @@ class _Parser:
             elif t.text in form.named:
                 kw[t.text] = self.literal()
             else:
-                raise self.error(f"unknown attribute {t.text!r}; known are {', '.join((*form.optional, *form.named)) or 'none'}", t)
+                known = ", ".join((*form.optional, *form.named)) or "none"
+                raise self.error(f"unknown attribute {t.text!r}; known are {known}", t)
 
     def _for(self, word: Token) -> Op:
         k = self.defined()

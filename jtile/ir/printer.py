@@ -30,7 +30,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 def print_kernel(kernel: Kernel, locations: bool = False) -> str:
     """The kernel as text that `parse_kernel` reads back.
 
-    The text is canonical: it depends on the kernel alone (its ops, types, attributes and name hints), not on the process.
+    The text is canonical: it depends on the kernel alone (ops, types, attributes, name hints), not on the process.
     With `locations`, every op that has one ends in its source location `@"file":line`.
     """
     p = _Printer(locations)
@@ -39,7 +39,8 @@ def print_kernel(kernel: Kernel, locations: bool = False) -> str:
     if kernel.grid:
         tail += f" grid({', '.join(map(str, kernel.grid))})"
     if kernel.aliases:
-        tail += f" alias({', '.join(f'{p.name(kernel.inputs[i])} = {p.name(kernel.outputs[o])}' for i, o in kernel.aliases)})"
+        pairs = (f"{p.name(kernel.inputs[i])} = {p.name(kernel.outputs[o])}" for i, o in kernel.aliases)
+        tail += f" alias({', '.join(pairs)})"
     inits = [f"{p.name(v)} = {literal(x)}" for v, x in zip(kernel.outputs, kernel.inits, strict=False) if x is not None]
     if inits:
         tail += f" init({', '.join(inits)})"

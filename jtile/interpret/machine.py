@@ -1,0 +1,136 @@
+"""The machine that runs one kernel call: its memory, the values of the running program, and the rules of the ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jtile._errors import (
+    InterpreterError,
+    KernelAssertionError,
+    OutOfBoundsError,
+    RaceError,
+    UninitializedReadError,
+)
+from jtile.ir import Kernel, Op, Value
+from jtile.ir.shapes import full_array
+from jtile.ir.types import DTYPES
+
+from .memory import SEVERAL, Buffer, Lanes, index_values, poison, resolve, violation
+
+RULES: dict[type[Op], Callable[[Machine, Any], Sequence[np.ndarray]]] = {}
+
+
+def rule(*cards: type[Op]):
+    """Registers how the interpreter runs a card that has no `reference`."""
+
+    def register(fn):
+        RULES.update(dict.fromkeys(cards, fn))
+        return fn
+
+    return register
+
+
+class Machine:
+    """One call: the memory, and the values of the program that runs."""
+
+    def __init__(self, kernel: Kernel, inputs: list[np.ndarray], check: bool):
+        self.kernel, self.check = kernel, check
+        self.env: dict[Value, Any] = {}
+        self.pid: tuple[int, ...] = ()
+        self.linear = 0
+        aliased = {i: kernel.outputs[o] for i, o in kernel.aliases}
+        for k, (v, x) in enumerate(zip(kernel.inputs, inputs, strict=True)):
+            self.env[v] = Buffer(x, defined=True, shared=k in aliased)
+            if k in aliased:
+                self.env[aliased[k]] = self.env[v]
+        inits = dict(zip(kernel.outputs, kernel.inits or [None] * len(kernel.outputs), strict=True))
+        for v in kernel.outputs:
+            if v not in self.env:
+                start = poison(v.shape, v.dtype) if inits[v] is None else full_array(inits[v], v.shape, v.dtype)
+                self.env[v] = Buffer(start, defined=inits[v] is not None, shared=True)
+        self.read = [np.zeros(math.prod(v.shape), np.bool_) for v in kernel.params]
+        self.written = [np.zeros(math.prod(v.shape), np.bool_) for v in kernel.params]
+        self.position = {v: k for k, v in enumerate(kernel.params)}
+
+    def program(self, linear: int) -> None:
+        grid = self.kernel.grid
+        self.linear, self.pid = linear, tuple(int(i) for i in np.unravel_index(linear, grid)) if grid else ()
+        for v in self.kernel.scratch:
+            self.env[v] = Buffer(poison(v.shape, v.dtype), defined=False)
+        self.block(self.kernel.body.ops)
+
+    # -- ops ----------------------------------------------------------------------------------------------------
+    def block(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            self.op(op)
+
+    def op(self, op: Op) -> None:
+        with np.errstate(all="ignore"):
+            try:
+                run = RULES.get(type(op))
+                out = run(self, op) if run else op.reference(*(self.env[v] for v in op.operands()))
+            except InterpreterError:
+                raise
+            except (ValueError, TypeError, IndexError, KeyError, ArithmeticError, MemoryError) as e:
+                raise self.error(InterpreterError, op, f"{op.mnemonic} failed: {e}") from e
+        out = out if isinstance(out, tuple | list) else (out,)
+        for v, x in zip(op.results, out, strict=True):
+            if not isinstance(x, Buffer):
+                x = np.asarray(x)
+                if x.shape != v.shape or x.dtype != DTYPES[v.dtype].numpy:
+                    got = f"{x.dtype.name}{list(x.shape)}"
+                    raise self.error(InterpreterError, op, f"{op.mnemonic} gave {got} where the IR says {v.type}")
+            self.env[v] = x
+
+    def error(self, kind: type[InterpreterError], op: Op, message: str, ref: Value | None = None) -> InterpreterError:
+        about = f", Ref {ref.name or '_'}" if ref is not None else ""
+        where = (op.loc.file, op.loc.line) if op.loc.file else None
+        return kind(f"kernel {self.kernel.name}, program {self.pid}{about}: {message}", where)
+
+    # -- memory -------------------------------------------------------------------------------------------------
+    def lanes(self, op: Any) -> tuple[Buffer, Lanes]:
+        """The memory that a load, store or atomic touches; raises OutOfBoundsError."""
+        buffer: Buffer = self.env[op.ref]
+        values = index_values(op.index, self.env)
+        mask = None if op.mask is None else self.env[op.mask]
+        lanes = resolve(op.index, values, buffer.shape, mask)
+        if self.check and (mask.any() if mask is not None else math.prod(lanes.shape)):
+            why = violation(op.index, values, buffer.shape)
+            if why:
+                raise self.error(OutOfBoundsError, op, f"{op.mnemonic} out of bounds: {why}", op.ref)
+        return buffer, lanes
+
+    def touch(self, op: Any, buffer: Buffer, lanes: Lanes, kind: str) -> None:
+        """Record an access; raises RaceError and UninitializedReadError."""
+        at = lanes.elements
+        if kind != "write":
+            self._flag(self.read, op.ref, at)
+        if kind != "read":
+            self._flag(self.written, op.ref, at)
+        if not self.check:
+            return
+        conflict = buffer.access(at, self.linear, kind)
+        if conflict:
+            element, other, did = conflict
+            who = "several other programs" if other == SEVERAL else f"program {self._pid_of(other)}"
+            verb = {"read": "reads", "write": "writes", "atomic": "updates atomically"}[kind]
+            why = f"race: it {verb} element {buffer.unravel(element)}, which {who} {did}"
+            raise self.error(RaceError, op, why, op.ref)
+        if kind != "write" and not buffer.defined[at].all():
+            element = buffer.unravel(int(at[np.argmin(buffer.defined[at])]))
+            why = f"{op.mnemonic} reads element {element}, which nobody wrote"
+            raise self.error(UninitializedReadError, op, why, op.ref)
+
+    def _flag(self, flags: list[np.ndarray], ref: Value, at: np.ndarray) -> None:
+        if ref in self.position:
+            flags[self.position[ref]][at] = True
+
+    def _pid_of(self, linear: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in np.unravel_index(linear, self.kernel.grid)) if self.kernel.grid else ()
+
+    def failed(self, op: Any) -> InterpreterError:
+        return self.error(KernelAssertionError, op, f"assertion failed: {op.message}")

@@ -1,0 +1,151 @@
+"""Memory of the interpreter: buffers that know who read and wrote each element, and the bounds rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jtile.ir import At, Index, Span, Take, Tile, dim_value, index_shape
+from jtile.ir.types import DTYPES
+
+NOBODY, SEVERAL = -1, -2
+# What another program must not have done to an element before an access of this kind.
+_CONFLICTS = {"read": ("plain", "atomic"), "write": ("plain", "atomic", "reader"), "atomic": ("plain", "reader")}
+
+
+def poison(shape, dtype: str) -> np.ndarray:
+    """Memory that nobody wrote: NaN for floats that have one, True for bool, bytes 0xAA for the rest."""
+    d = DTYPES[dtype]
+    if d.kind == "b":
+        return np.ones(shape, np.bool_)
+    if d.kind == "f" and d.name != "float4_e2m1fn":
+        return np.full(shape, np.nan, np.float32).astype(d.numpy)
+    if d.bits == 4:  # one element a byte here, four bits of pattern
+        return np.full(shape, -6 if d.kind != "u" else 10, np.float32).astype(d.numpy)
+    return np.full(math.prod(shape) * d.bits // 8, 0xAA, np.uint8).view(d.numpy).reshape(shape)
+
+
+class Buffer:
+    """The elements of one array, row-major and flat, and for each of them who wrote and read it.
+
+    Attributes:
+      data: the elements; `defined`: which of them hold something.
+      plain, atomic, reader: program that wrote plainly, wrote atomically, read; NOBODY, or SEVERAL of them.
+        None for memory that cannot be raced for: inputs that no output aliases, and scratch.
+    """
+
+    def __init__(self, array: np.ndarray, defined: bool, shared: bool = False):
+        self.shape = array.shape
+        self.data = np.array(array, copy=True).reshape(-1)
+        self.defined = np.full(self.data.shape, defined)
+        self.plain = np.full(self.data.shape, NOBODY) if shared else None
+        self.atomic = np.full(self.data.shape, NOBODY) if shared else None
+        self.reader = np.full(self.data.shape, NOBODY) if shared else None
+
+    @property
+    def array(self) -> np.ndarray:
+        return self.data.reshape(self.shape)
+
+    def unravel(self, flat: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in np.unravel_index(flat, self.shape))
+
+    def access(self, at: np.ndarray, program: int, kind: str) -> tuple[int, int, str] | None:
+        """Record that `program` does a `kind` ("read", "write", "atomic") access to the elements `at`.
+
+        Returns None, or a conflict: the flat element, the other program (or SEVERAL), and what that one did.
+        """
+        if self.plain is None or self.atomic is None or self.reader is None or not at.size:
+            return None
+        for name in _CONFLICTS[kind]:
+            other = getattr(self, name)[at]
+            bad = (other != NOBODY) & (other != program)
+            if bad.any():
+                first = int(np.argmax(bad))
+                did = {"plain": "wrote", "atomic": "wrote atomically", "reader": "read"}[name]
+                return int(at[first]), int(other[first]), did
+        mine = {"read": self.reader, "write": self.plain, "atomic": self.atomic}[kind]
+        before = mine[at]
+        mine[at] = np.where((before == NOBODY) | (before == program), program, SEVERAL)
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """An index resolved against a shape: the lanes of the tile, row-major.
+
+    Attributes:
+      shape: shape of the tile.
+      at: flat element of each lane [prod(shape)]; 0 where the lane is not active.
+      active: which lanes touch memory [prod(shape)]: inside the array and not masked.
+    """
+
+    shape: tuple[int, ...]
+    at: np.ndarray
+    active: np.ndarray
+
+    @property
+    def elements(self) -> np.ndarray:
+        return self.at[self.active]
+
+
+def resolve(index: Index, values: list[np.ndarray], shape: tuple[int, ...], mask: np.ndarray | None) -> Lanes:
+    """The lanes that `index` names; `values` are the traced numbers of its dimensions, in order."""
+    out = index_shape(index)
+    flat = np.zeros(out, np.int64)
+    active = np.ones(out, np.bool_) if mask is None else mask.copy()
+    axis, take_axis = 0, None
+    for k, (d, v) in enumerate(zip(index, values, strict=True)):
+        if isinstance(d, At):
+            i = _int64(v)
+        elif isinstance(d, Take):
+            if take_axis is None:
+                take_axis, axis = axis, axis + v.ndim
+            i = _int64(v).reshape(v.shape + (1,) * (len(out) - take_axis - v.ndim))
+        else:
+            step = d.stride if isinstance(d, Span) else 1
+            start = int(v) * d.step if isinstance(d, Tile) else int(v)
+            # Python ints: a start near the end of int64 must not wrap into the array.
+            lanes = [start + j * step for j in range(d.size)]
+            i = np.array([j if 0 <= j < shape[k] else -1 for j in lanes], np.int64)
+            i = i.reshape((-1,) + (1,) * (len(out) - axis - 1))
+            axis += 1
+        inside = (i >= 0) & (i < shape[k])
+        active = active & inside
+        flat = flat * shape[k] + np.where(inside, i, 0)
+    active = np.broadcast_to(active, out).reshape(-1)
+    return Lanes(out, np.where(active, np.broadcast_to(flat, out).reshape(-1), 0), active)
+
+
+def _int64(v: np.ndarray) -> np.ndarray:
+    """Indices as int64; uint64 numbers past its end leave every array."""
+    return np.where(v > np.iinfo(np.int64).max, -1, v).astype(np.int64) if v.dtype == np.uint64 else v.astype(np.int64)
+
+
+def tile_count(n: int, step: int) -> int:
+    """Number of tiles that start inside an axis of n elements; an empty axis has one (empty) tile."""
+    return max(-(-n // step), 1)
+
+
+def violation(index: Index, values: list[np.ndarray], shape: tuple[int, ...]) -> str | None:
+    """Why the bounds rule forbids this access, or None.
+
+    An element index must lie in the array, a span must start in `[0, n]`, a tile index in `[0, tile_count)`. What hangs
+    over the end, and gathers, are legal: those lanes read the pad and are not written.
+    """
+    for k, (d, v) in enumerate(zip(index, values, strict=True)):
+        n, i = shape[k], 0 if isinstance(d, Take) else int(v)
+        if isinstance(d, At) and not 0 <= i < n:
+            return f"index {i} is outside axis {k}, which has {n} elements"
+        if isinstance(d, Span) and not 0 <= i <= n:
+            return f"a span that starts at {i} leaves axis {k}, which has {n} elements"
+        if isinstance(d, Tile) and not 0 <= i < tile_count(n, d.step):
+            count = tile_count(n, d.step)
+            return f"tile index {i} is outside axis {k}, which has {count} tiles ({n} elements in steps of {d.step})"
+    return None
+
+
+def index_values(index: Index, env) -> list[np.ndarray]:
+    """The traced numbers of an index."""
+    return [env[dim_value(d)] for d in index]

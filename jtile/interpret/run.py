@@ -1,0 +1,70 @@
+"""Runs Tile IR in NumPy, one program after the other in a seeded random order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile.ir import Kernel
+from jtile.ir.types import DTYPES
+
+from . import control, effects  # noqa: F401  (their rules)
+from .machine import Machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Accesses:
+    """Which elements of a Ref (one entry per kernel parameter, scratch included) were read and written by any program:
+    bool arrays of the Ref's shape. An atomic does both."""
+
+    read: tuple[np.ndarray, ...]
+    written: tuple[np.ndarray, ...]
+
+
+def interpret(
+    kernel: Kernel, inputs: Sequence[np.ndarray], *, seed: int = 0, check: bool = True, trace_accesses: bool = False
+) -> Any:
+    """Run a kernel on NumPy arrays.
+
+    Args:
+      kernel: Tile IR at tile level.
+      inputs: one array per input Ref, of its shape and dtype; they are not changed.
+      seed: order of the programs. A kernel without races gives the same for every seed.
+      check: raise on what the language forbids. Without, such lanes read the pad (or poison) and are not written.
+      trace_accesses: return `(outputs, Accesses)`.
+
+    Returns:
+      One array per output Ref.
+
+    Raises:
+      KernelTypeError, KernelValueError: the inputs do not fit the kernel.
+      OutOfBoundsError, RaceError, UninitializedReadError, KernelAssertionError: see there.
+      InterpreterError: an op failed in NumPy.
+    """
+    m = Machine(kernel, _checked_inputs(kernel, inputs), check)
+    programs = math.prod(kernel.grid)
+    for linear in np.random.default_rng(seed).permutation(programs).tolist():
+        m.program(linear)
+    outputs = [m.env[v].array.copy() for v in kernel.outputs]
+    if not trace_accesses:
+        return outputs
+    shaped = [[a.reshape(v.shape) for a, v in zip(flags, kernel.params, strict=True)] for flags in (m.read, m.written)]
+    return outputs, Accesses(tuple(shaped[0]), tuple(shaped[1]))
+
+
+def _checked_inputs(kernel: Kernel, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    if len(inputs) != len(kernel.inputs):
+        raise KernelTypeError(f"kernel {kernel.name} takes {len(kernel.inputs)} inputs, got {len(inputs)}")
+    out = []
+    for v, x in zip(kernel.inputs, inputs, strict=True):
+        x = np.asarray(x)
+        if x.shape != v.shape or x.dtype != DTYPES[v.dtype].numpy:
+            got = f"{x.dtype.name}{list(x.shape)}"
+            raise KernelValueError(f"input {v.name} of kernel {kernel.name} is {v.type}, got {got}")
+        out.append(x)
+    return out
