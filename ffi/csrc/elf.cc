@@ -139,8 +139,10 @@ namespace {
 bool is_needed(const Elf64_Shdr& header, std::string_view name) {
   constexpr uint32_t kUnwind = 0x70000001;  // SHT_X86_64_UNWIND
   if ((header.sh_flags & SHF_ALLOC) == 0 || header.sh_type == SHT_NOTE || header.sh_type == kUnwind || name == ".eh_frame") return false;
-  if (header.sh_type != SHT_PROGBITS && header.sh_type != SHT_NOBITS) {
-    refuse("section '", name, "' has type ", header.sh_type, ", which is not supported");
+  // Nobody would run constructors: .init_array has a type of its own, its forerunner .ctors only a name.
+  bool constructors = name.starts_with(".ctors") || name.starts_with(".dtors");
+  if (constructors || (header.sh_type != SHT_PROGBITS && header.sh_type != SHT_NOBITS)) {
+    refuse("section '", name, "' has type ", header.sh_type, " or a use that is not supported");
   }
   if ((header.sh_flags & (SHF_TLS | SHF_COMPRESSED)) != 0) refuse("section '", name, "' is thread-local or compressed");
   if ((header.sh_flags & SHF_WRITE) != 0 && (header.sh_flags & SHF_EXECINSTR) != 0) refuse("section '", name, "' is writable code");

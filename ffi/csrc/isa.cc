@@ -22,7 +22,7 @@ using Features = std::map<std::string, bool, std::less<>>;
 
 enum Register { EAX, EBX, ECX, EDX };
 // What the operating system must save at a context switch for the feature's registers to be usable.
-enum Saved { kNone, kYmm, kZmm, kTile };
+enum Saved { kNone, kYmm, kZmm, kTile, kApx };
 
 struct Bit {
   const char* name;
@@ -47,6 +47,9 @@ constexpr Bit kBits[] = {
     {"movdiri", 7, 0, ECX, 27, kNone}, {"movdir64b", 7, 0, ECX, 28, kNone}, {"avx512vp2intersect", 7, 0, EDX, 8, kZmm},
     {"amx-bf16", 7, 0, EDX, 22, kTile}, {"avx512fp16", 7, 0, EDX, 23, kZmm}, {"amx-tile", 7, 0, EDX, 24, kTile},
     {"amx-int8", 7, 0, EDX, 25, kTile}, {"sha512", 7, 1, EAX, 0, kYmm}, {"avxvnni", 7, 1, EAX, 4, kYmm}, {"avx512bf16", 7, 1, EAX, 5, kZmm},
+    {"sm3", 7, 1, EAX, 1, kNone}, {"sm4", 7, 1, EAX, 2, kNone}, {"avx10.1", 7, 1, EDX, 19, kZmm}, {"amx-complex", 7, 1, EDX, 8, kTile},
+    {"egpr", 7, 1, EDX, 21, kApx}, {"ndd", 7, 1, EDX, 21, kApx}, {"ccmp", 7, 1, EDX, 21, kApx}, {"nf", 7, 1, EDX, 21, kApx},
+    {"ppx", 7, 1, EDX, 21, kApx}, {"push2pop2", 7, 1, EDX, 21, kApx}, {"zu", 7, 1, EDX, 21, kApx}, {"cf", 7, 1, EDX, 21, kApx},
     {"cmpccxadd", 7, 1, EAX, 7, kNone}, {"amx-fp16", 7, 1, EAX, 21, kTile}, {"avxifma", 7, 1, EAX, 23, kYmm},
     {"avxvnniint8", 7, 1, EDX, 4, kYmm}, {"avxneconvert", 7, 1, EDX, 5, kYmm}, {"avxvnniint16", 7, 1, EDX, 10, kYmm},
     {"sahf", 0x80000001, 0, ECX, 0, kNone}, {"lzcnt", 0x80000001, 0, ECX, 5, kNone}, {"sse4a", 0x80000001, 0, ECX, 6, kNone},
@@ -64,7 +67,7 @@ uint64_t saved_state() {
 
 Features machine_features() {
   uint64_t state = saved_state();
-  constexpr uint64_t kNeeds[] = {0, 0x6, 0xe6, 0x60000};  // bits of XCR0: XMM and YMM; with opmask and ZMM; tiles
+  constexpr uint64_t kNeeds[] = {0, 0x6, 0xe6, 0x60000, 0x80000};  // bits of XCR0: XMM, YMM; opmask, ZMM; tiles; R16-R31
   Features features;
   for (const Bit& bit : kBits) {
     uint32_t regs[4] = {};

@@ -82,7 +82,8 @@ Site parse_site(const Json& json) {
 std::vector<Site> parse_sites(std::string_view json) {
   std::vector<Site> sites;
   if (json.empty()) return sites;
-  for (const Json& site : parse_json(json).list("sites")) sites.push_back(parse_site(site));
+  const Json document = parse_json(json);
+  for (const Json& site : document.list("sites")) sites.push_back(parse_site(site));
   return sites;
 }
 
