@@ -13,8 +13,17 @@ JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split
 
 def register_dce(primitive: Any, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]) -> None:
     """Register dead-code elimination: `rule(used_outputs, eqn)` gives (used inputs, the smaller equation or None)."""
+    rules: dict[Any, Any] = pe.dce_rules
     if JAX_VERSION < (0, 12):
-        pe.dce_rules[primitive] = rule
+        rules[primitive] = rule
     else:
         # 0.12 also passes the inputs that something else keeps alive; a rule that ignores them is still right.
-        pe.dce_rules[primitive] = lambda used_outputs, live_inputs, eqn: rule(used_outputs, eqn)
+        rules[primitive] = lambda used_outputs, live_inputs, eqn: rule(used_outputs, eqn)
+
+
+def allow_effect_everywhere(effect_type: type) -> None:
+    """Let an effect class stand inside `jax.checkpoint` and custom derivatives; loops and lowering have public sets of their own."""
+    from jax._src import effects
+
+    effects.remat_allowed_effects.add_type(effect_type)
+    effects.custom_derivatives_allowed_effects.add_type(effect_type)

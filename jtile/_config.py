@@ -158,7 +158,7 @@ def _checked(name: str, value: Any) -> Any:
     # bool is an int in Python, but `seed=True` is a mistake
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise KernelValueError(f"option {name}={value!r}: expected {' or '.join(_kind_name(k) for k in kinds)}")
-    if name in ("cache_size", "seed") and value < 0:
+    if isinstance(value, int) and value < 0:
         raise KernelValueError(f"option {name}={value!r}: expected a number that is not negative")
     return value
 
