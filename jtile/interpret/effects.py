@@ -70,8 +70,25 @@ def _num_programs(m: Machine, op: NumPrograms):
 
 @rule(Print)
 def _print(m: Machine, op: Print):
-    print(f"program {m.pid}: " + op.format.format(*(m.env[v] for v in op.args)))
+    print(f"[{m.kernel.name} {_three(m.pid)}] " + op.format.format(*(_Shown(m.env[v]) for v in op.args)))
     return ()
+
+
+def _three(pid: tuple[int, ...]) -> str:
+    """Program ids look the same everywhere: three axes."""
+    return "(" + ", ".join(map(str, (*pid, 0, 0, 0)[: max(3, len(pid))])) + ")"
+
+
+class _Shown:
+    """A tile in a format string: a specification (`{:.3f}`) applies to every element."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self.array)
+        return np.array2string(self.array, formatter={"all": lambda x: format(x.item(), spec)})
 
 
 @rule(Assert)

@@ -58,5 +58,6 @@ from .shapes import (
     Transpose,
 )
 from .types import BOOL, DTYPES, INDEX, DType, RefType, TileType, Type, dtype_info
+from .verifier import stage_grammar, verify
 
 __all__ = [name for name in dir() if not name.startswith("_")]

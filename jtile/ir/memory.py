@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import string
 
 from .core import Index, Op, Take, Tile, Value, index_shape, tile
 from .types import DTYPES, RefType, TileType
@@ -120,7 +121,7 @@ class Alloc(Op):
 
 @dataclasses.dataclass(eq=False)
 class Print(Op):
-    """Print `format` with `{}` filled by the arguments; the program id goes in front."""
+    """Print `format` with each `{}` (or `{:spec}`) filled by the next argument; the program id goes in front."""
 
     format: str
     args: tuple[Value, ...]
@@ -130,8 +131,9 @@ class Print(Op):
     level = "any"
 
     def infer(self):
-        if self.format.replace("{{", "").count("{}") != len(self.args):
-            raise ValueError(f"{self.format!r} has another number of {{}} than the {len(self.args)} arguments")
+        names = [name for _, name, _, _ in string.Formatter().parse(self.format) if name is not None]
+        if any(names) or len(names) != len(self.args):
+            raise ValueError(f"{self.format!r} needs one {{}} for each of the {len(self.args)} arguments")
         return ()
 
 

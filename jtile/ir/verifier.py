@@ -1,0 +1,164 @@
+"""Checks that a kernel keeps the rules of Tile IR: types, SSA, regions, Refs, the stage grammar."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jtile._errors import KernelValueError, VerificationError
+
+from .core import OPS, Block, Index, Kernel, Loc, Op, Span, Value
+from .memory import Atomic, Load, Store
+from .printer import print_op
+from .shapes import Dense, Full, NumPrograms, ProgramId
+from .types import DTYPES, ROLES, RefType, TileType
+
+LEVELS = ("tile", "block")
+
+
+def stage_grammar() -> dict[str, tuple[str, ...]]:
+    """Which ops may stand at which level: level -> mnemonics, from the cards' `level`."""
+    return {level: tuple(sorted(n for n, card in OPS.items() if card.level in (level, "any"))) for level in LEVELS}
+
+
+def verify(kernel: Kernel, level: str = "tile") -> None:
+    """Raise VerificationError (KernelValueError for grid, aliases and inits) where the kernel breaks a rule.
+
+    Checked: result types against a second `infer`; every value defined once, before its use and in scope; regions yield
+    what their op says; Refs are only read and written, inputs without an alias never written; constants fit their
+    dtype; the ops belong to `level`; grid, aliases and inits fit the parameters.
+    """
+    _verify_head(kernel)
+    _Scope(kernel, level).block(kernel.body, set(kernel.params), ())
+
+
+def _verify_head(k: Kernel) -> None:
+    def fail(message: str) -> None:
+        raise KernelValueError(f"kernel {k.name}: {message}", (k.loc.file, k.loc.line) if k.loc.file else None)
+
+    roles = [p.type.role if isinstance(p.type, RefType) else "tile" for p in k.params]
+    if any(r not in ROLES for r in roles) or [ROLES.index(r) for r in roles] != sorted(ROLES.index(r) for r in roles):
+        fail(f"parameters are Refs: inputs, outputs, scratch, in that order; got {', '.join(roles)}")
+    if len(set(map(id, k.params))) != len(k.params):
+        fail("a parameter stands twice")
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in k.grid):
+        fail(f"a grid has whole numbers of programs, none negative; got {k.grid}")
+    if k.inits and len(k.inits) != len(k.outputs):
+        fail(f"it has {len(k.outputs)} outputs, but inits for {len(k.inits)}")
+    for v, x in zip(k.outputs, k.inits, strict=False):
+        if x is not None and not fits(x, v.dtype):
+            fail(f"output {v.name} is {v.type}, which cannot start from {x!r}")
+    for i, o in k.aliases:
+        if not (0 <= i < len(k.inputs) and 0 <= o < len(k.outputs)):
+            fail(f"alias ({i}, {o}) names an input or output that it has not")
+        a, b = k.inputs[i], k.outputs[o]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            fail(f"input {a.name} ({a.type}) cannot share its buffer with output {b.name} ({b.type})")
+        if k.inits and k.inits[o] is not None:
+            fail(f"output {b.name} starts from input {a.name}, so it takes no init")
+    for side in (0, 1):
+        if len({pair[side] for pair in k.aliases}) != len(k.aliases):
+            fail("an input or output stands in two aliases")
+
+
+def fits(x: Any, dtype: str) -> bool:
+    """Whether a Python number is one of `dtype` (a float dtype takes every number, rounded once)."""
+    d = DTYPES[dtype]
+    if d.kind == "f":
+        return isinstance(x, int | float)
+    if isinstance(x, float):
+        if not math.isfinite(x) or x != int(x):
+            return False
+        x = int(x)
+    if d.kind == "b":
+        return x in (0, 1)
+    low = -(1 << (d.bits - 1)) if d.kind == "i" else 0
+    return isinstance(x, int) and low <= x < low + (1 << d.bits)
+
+
+class _Scope:
+    def __init__(self, kernel: Kernel, level: str):
+        self.kernel, self.level = kernel, level
+        self.defined: set[Value] = set(kernel.params)
+        writable = {kernel.outputs[o] for _, o in kernel.aliases}
+        aliased = {kernel.inputs[i] for i, _ in kernel.aliases}
+        self.read_only = {v for v in kernel.inputs if v not in aliased} - writable
+
+    def fail(self, op: Op | None, message: str) -> None:
+        loc: Loc = op.loc if op is not None else self.kernel.loc
+        shown = f"\n  in {print_op(op).splitlines()[0]}" if op is not None else ""
+        where = (loc.file, loc.line) if loc.file else None
+        raise VerificationError(f"kernel {self.kernel.name}: {message}{shown}", where)
+
+    def define(self, values: Iterable[Value], op: Op | None) -> None:
+        for v in values:
+            if v in self.defined:
+                self.fail(op, f"value {v!r} is defined twice")
+            if any(n < 0 for n in v.shape):
+                self.fail(op, f"value {v!r} has a negative side")
+            self.defined.add(v)
+
+    def block(self, b: Block, visible: set[Value], params: tuple[Value, ...], owner: Op | None = None) -> None:
+        """`visible`: values that dominate the block."""
+        visible = visible | set(params)
+        for op in b.ops:
+            for v in op.operands():
+                if v not in visible:
+                    self.fail(op, f"operand {v!r} is not defined before its use, or not in scope here")
+            self.op(op, visible)
+            visible |= set(op.results)
+        for v in b.yields:
+            if v not in visible:
+                self.fail(owner, f"the yielded value {v!r} is not in scope")
+            if not isinstance(v.type, TileType):
+                self.fail(owner, f"a region yields tiles, got {v!r}")
+        if owner is None and b.yields:
+            self.fail(None, "a kernel returns nothing")
+
+    def op(self, op: Op, visible: set[Value]) -> None:
+        if op.level not in (self.level, "any"):
+            self.fail(op, f"{op.mnemonic} stands at {op.level} level, this kernel is at {self.level} level")
+        if any(v.op is not op for v in op.results):
+            self.fail(op, "a result does not know its op")
+        try:
+            types = tuple(op.infer())
+        except (TypeError, ValueError, KeyError, IndexError) as e:
+            self.fail(op, str(e))
+        if types != tuple(v.type for v in op.results):
+            self.fail(op, f"the result is {', '.join(map(str, types)) or 'nothing'} by its operands")
+        self.refs(op)
+        self.constants(op)
+        for b in op.blocks():
+            self.define(b.params, op)
+            self.block(b, visible, b.params, op)
+        self.define(op.results, op)
+
+    def refs(self, op: Op) -> None:
+        """Refs are used by memory ops only."""
+        kinds = op.fields
+        for name, kind in kinds.items():
+            v = getattr(op, name)
+            values = v if kind == "operands" else (v,) if kind in ("operand", "optional") and v is not None else ()
+            for x in values:
+                if isinstance(x.type, RefType) and name != "ref":
+                    self.fail(op, f"a Ref is memory, not a value: {x!r}")
+        if isinstance(op, Store | Atomic) and op.ref in self.read_only:
+            self.fail(op, f"{op.ref.name} is an input, which cannot be written: alias it to an output")
+
+    def constants(self, op: Op) -> None:
+        if isinstance(op, Full) and not fits(op.value, op.dtype):
+            self.fail(op, f"{op.value!r} is no {op.dtype}")
+        if isinstance(op, Dense) and not all(fits(x, op.dtype) for x in op.data):
+            self.fail(op, f"a number of this literal is no {op.dtype}")
+        if isinstance(op, Load) and not fits(op.pad, op.ref.dtype):
+            self.fail(op, f"the pad {op.pad!r} is no {op.ref.dtype}")
+        if isinstance(op, ProgramId | NumPrograms) and op.axis < 0:
+            self.fail(op, f"a grid axis is not negative, got {op.axis}")
+        if isinstance(op, Load | Store | Atomic):
+            self.spans(op, op.index)
+
+    def spans(self, op: Op, index: Index) -> None:
+        for d in index:
+            if isinstance(d, Span) and (d.size < 0 or d.stride < 1):
+                self.fail(op, f"a span needs size >= 0 and stride >= 1, got {d.size} and {d.stride}")
