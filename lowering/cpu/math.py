@@ -1,0 +1,43 @@
+"""The table of math functions of the CPU back end, and the error each may have.
+
+Every function takes and returns `X` values of type `float` or `double`; f16, bf16 and f8 are computed in float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jtile.lowering.cpu import math_exp, math_special, math_trig
+from jtile.lowering.cpu.math_expr import X
+
+UNARY: dict[str, Callable[[X], X]] = {
+    "exp": math_exp.exp,
+    "exp2": math_exp.exp2,
+    "expm1": math_exp.expm1,
+    "log": math_exp.log,
+    "log2": math_exp.log2,
+    "log1p": math_exp.log1p,
+    "sqrt": lambda x: x.sqrt(),
+    "rsqrt": math_special.rsqrt,
+    "cbrt": math_exp.cbrt,
+    "sin": math_trig.sin,
+    "cos": math_trig.cos,
+    "tan": math_trig.tan,
+    "asin": math_trig.asin,
+    "acos": math_trig.acos,
+    "atan": math_trig.atan,
+    "sinh": math_exp.sinh,
+    "cosh": math_exp.cosh,
+    "tanh": math_exp.tanh,
+    "asinh": math_exp.asinh,
+    "acosh": math_exp.acosh,
+    "atanh": math_exp.atanh,
+    "logistic": math_exp.logistic,
+    "erf": math_special.erf,
+    "erfc": math_special.erfc,
+    "erf_inv": math_special.erf_inv,
+    "lgamma": math_special.lgamma,
+    "digamma": math_special.digamma,
+}
+
+BINARY: dict[str, Callable[[X, X], X]] = {"pow": math_exp.pow_, "atan2": math_trig.atan2}

@@ -1,0 +1,361 @@
+"""Vector expressions over the LLVM text writer: `a * b + 1.0` emits `fmul` and `fadd`, so that a formula reads as one.
+
+Nothing here may turn into a library call on any instruction set: fused multiply-add, rounding and scaling look at
+the `Isa` and take an exact integer or add-a-magic-number form where the instruction is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jtile.lowering.cpu.isa import Isa
+from jtile.lowering.cpu.llvm import Code, Val, const, lanes_of, like, scalar_of, vec
+
+
+class FloatFormat(NamedTuple):
+    """An IEEE binary format: the integer type of its bits, stored mantissa bits and exponent bias."""
+
+    bits: int
+    mantissa: int
+    bias: int
+
+    @property
+    def int_type(self) -> str:
+        return f"i{self.bits}"
+
+
+FORMATS = {"float": FloatFormat(32, 23, 127), "double": FloatFormat(64, 52, 1023)}
+
+
+def literal(scalar: str, value: float) -> str:
+    """LLVM's spelling of `value` rounded to the scalar type."""
+    if scalar == "i1":
+        return "true" if value else "false"
+    if scalar.startswith("i"):
+        bits = int(scalar[1:])
+        value = int(value) & ((1 << bits) - 1)
+        return str(value - (1 << bits) if value >> (bits - 1) else value)
+    if scalar == "float" and math.isfinite(value):
+        value = struct.unpack("<f", struct.pack("<f", value))[0]
+    return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
+
+
+class X:
+    """A value of a float or integer (vector) type with the usual operators; numbers are splatted constants.
+
+    Integers are signed where it matters (`<`, `>>`); `lshr` and `ult` are the unsigned forms. `i1` takes `& | ~`.
+    """
+
+    __slots__ = ("code", "isa", "v")
+
+    def __init__(self, code: Code, isa: Isa, v: Val):
+        self.code, self.isa, self.v = code, isa, v
+
+    # -- types ----------------------------------------------------------------------------------------------------
+    @property
+    def ty(self) -> str:
+        return self.v.ty
+
+    @property
+    def scalar(self) -> str:
+        return scalar_of(self.v.ty)
+
+    @property
+    def lanes(self) -> int:
+        return lanes_of(self.v.ty)
+
+    @property
+    def fmt(self) -> FloatFormat:
+        return FORMATS[self.scalar]
+
+    @property
+    def is_float(self) -> bool:
+        return self.scalar in FORMATS
+
+    def new(self, v: Val) -> X:
+        return X(self.code, self.isa, v)
+
+    def const(self, value: float) -> X:
+        """A constant of this type."""
+        return self.new(const(self.ty, literal(self.scalar, value)))
+
+    def lift(self, other: X | float) -> X:
+        return other if isinstance(other, X) else self.const(other)
+
+    # -- arithmetic -----------------------------------------------------------------------------------------------
+    def binary(self, op: str, other: X | float) -> X:
+        return self.new(self.code.binary(op, self.v, self.lift(other).v))
+
+    def _arith(self, op: str, other: X | float) -> X:
+        return self.binary("f" + op if self.is_float else op, other)
+
+    def __add__(self, other: X | float) -> X:
+        return self._arith("add", other)
+
+    def __sub__(self, other: X | float) -> X:
+        return self._arith("sub", other)
+
+    def __mul__(self, other: X | float) -> X:
+        return self._arith("mul", other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __rsub__(self, other: float) -> X:
+        return self.const(other) - self
+
+    def __truediv__(self, other: X | float) -> X:
+        return self.binary("fdiv", other)
+
+    def __rtruediv__(self, other: float) -> X:
+        return self.const(other) / self
+
+    def __neg__(self) -> X:
+        if self.is_float:
+            return self.new(self.code.let(self.ty, f"fneg {self.v}"))
+        return 0 - self
+
+    def __and__(self, other: X | float) -> X:
+        return self.binary("and", other)
+
+    def __or__(self, other: X | float) -> X:
+        return self.binary("or", other)
+
+    def __xor__(self, other: X | float) -> X:
+        return self.binary("xor", other)
+
+    def __invert__(self) -> X:
+        return self ^ -1
+
+    def __lshift__(self, other: X | int) -> X:
+        return self.binary("shl", other)
+
+    def __rshift__(self, other: X | int) -> X:
+        return self.binary("ashr", other)
+
+    def lshr(self, other: X | int) -> X:
+        return self.binary("lshr", other)
+
+    def fma(self, b: X | float, c: X | float) -> X:
+        """`self * b + c`; one rounding where the machine has a fused multiply-add, two elsewhere."""
+        if has_fma(self.isa):
+            return self.new(self.code.intrinsic("fma", self.ty, self.v, self.lift(b).v, self.lift(c).v))
+        return self * b + c
+
+    def sqrt(self) -> X:
+        return self.new(self.code.intrinsic("sqrt", self.ty, self.v))
+
+    # -- comparisons and choice -----------------------------------------------------------------------------------
+    def cmp(self, predicate: str, other: X | float) -> X:
+        return self.new(self.code.cmp("fcmp" if self.is_float else "icmp", predicate, self.v, self.lift(other).v))
+
+    def __lt__(self, other: X | float) -> X:
+        return self.cmp("olt" if self.is_float else "slt", other)
+
+    def __le__(self, other: X | float) -> X:
+        return self.cmp("ole" if self.is_float else "sle", other)
+
+    def __gt__(self, other: X | float) -> X:
+        return self.cmp("ogt" if self.is_float else "sgt", other)
+
+    def __ge__(self, other: X | float) -> X:
+        return self.cmp("oge" if self.is_float else "sge", other)
+
+    def eq(self, other: X | float) -> X:
+        return self.cmp("oeq" if self.is_float else "eq", other)
+
+    def ne(self, other: X | float) -> X:
+        return self.cmp("une" if self.is_float else "ne", other)
+
+    def ult(self, other: X | float) -> X:
+        return self.cmp("ult", other)
+
+    def is_nan(self) -> X:
+        return self.cmp("uno", self)
+
+    def where(self, a: X | float, b: X | float) -> X:
+        """`a` where this condition (i1) holds, else `b`; one of the two must be an `X`."""
+        a = a if isinstance(a, X) else b.const(a)
+        return self.new(self.code.select(self.v, a.v, a.lift(b).v))
+
+    def at_most(self, bound: X | float) -> X:
+        """`min(self, bound)`; NaN stays NaN."""
+        return (self > bound).where(bound, self)
+
+    def at_least(self, bound: X | float) -> X:
+        """`max(self, bound)`; NaN stays NaN."""
+        return (self < bound).where(bound, self)
+
+    # -- bits and conversions -------------------------------------------------------------------------------------
+    def cast(self, op: str, scalar: str) -> X:
+        """An LLVM cast by name (`"sitofp"`, `"zext"`, `"bitcast"`) to the element type `scalar`, same lanes."""
+        return self.new(self.code.cast(op, self.v, like(self.ty, scalar)))
+
+    def bits(self) -> X:
+        return self.cast("bitcast", self.fmt.int_type)
+
+    def as_float(self) -> X:
+        return self.cast("bitcast", "float" if self.scalar == "i32" else "double")
+
+    def to(self, scalar: str) -> X:
+        """Between float and double."""
+        return self.cast("fpext" if scalar == "double" else "fptrunc", scalar)
+
+    def abs(self) -> X:
+        return self.new(self.code.intrinsic("fabs", self.ty, self.v))
+
+    def copysign(self, sign: X) -> X:
+        return self.new(self.code.intrinsic("copysign", self.ty, self.v, sign.v))
+
+    def xor_sign(self, sign: X) -> X:
+        """Negated where `sign` has its sign bit set."""
+        return (self.bits() ^ (sign.bits() & (1 << (self.fmt.bits - 1)))).as_float()
+
+    def any(self) -> Val:
+        """Whether one lane of this i1 value is true, as a scalar i1."""
+        if self.lanes == 1:
+            return self.v
+        return self.code.intrinsic("vector.reduce.or", "i1", self.v)
+
+
+# -- algorithms that depend on the instruction set ------------------------------------------------------------------
+def has_fma(isa: Isa) -> bool:
+    return isa.arch == "aarch64" or isa.has("fma") or isa.has("avx512f")
+
+
+def horner(x: X, coefficients: Sequence[float]) -> X:
+    """The polynomial with these coefficients, lowest power first."""
+    acc = x.const(coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        acc = acc.fma(x, c)
+    return acc
+
+
+def _rounding_instruction(isa: Isa) -> bool:
+    return isa.arch == "aarch64" or isa.has("sse4.1")
+
+
+def round_even(x: X) -> X:
+    """Round to the nearest integer, ties to even; keeps the sign of zero."""
+    if _rounding_instruction(x.isa):
+        return x.new(x.code.intrinsic("rint", x.ty, x.v))
+    magic = 2.0**x.fmt.mantissa
+    a = x.abs()
+    # At and above 2^mantissa every float is an integer; below it the sum is rounded to an integer by the adder.
+    return (a < magic).where(a + magic - magic, a).copysign(x)
+
+
+def floor(x: X) -> X:
+    if _rounding_instruction(x.isa):
+        return x.new(x.code.intrinsic("floor", x.ty, x.v))
+    r = round_even(x)
+    return (r > x).where(r - 1.0, r).copysign(x)
+
+
+def ceil(x: X) -> X:
+    if _rounding_instruction(x.isa):
+        return x.new(x.code.intrinsic("ceil", x.ty, x.v))
+    return -floor(-x)
+
+
+def magic_round(x: X) -> tuple[X, X]:
+    """`x` rounded to an integer (|x| < 2^(mantissa-2)) as a float, and the float whose low mantissa bits hold it.
+
+    Adding 1.5 * 2^mantissa leaves the integer in the low bits: no conversion, defined for NaN too.
+    """
+    magic = 1.5 * 2.0**x.fmt.mantissa
+    t = x + magic
+    return t - magic, t
+
+
+def magic_int(t: X) -> X:
+    """The integer that the second result of `magic_round` holds."""
+    return t.bits() - t.const(1.5 * 2.0**t.fmt.mantissa).bits()
+
+
+def pow2(n: X) -> X:
+    """2^n for an integer n in the normal exponent range, as a float of the same width."""
+    fmt = FORMATS["float" if n.scalar == "i32" else "double"]
+    return ((n + fmt.bias) << fmt.mantissa).as_float()
+
+
+def scale(x: X, n: X, t: X) -> X:
+    """`x * 2^n` rounded once, also when it leaves the normal range; (n, t) are from `magic_round`."""
+    native = 512 // x.fmt.bits
+    if x.isa.has("avx512f") and x.lanes % native == 0:
+        return _by_chunks(_scalef, native, x, n)
+    i = magic_int(t)
+    half = i >> 1
+    return x * pow2(half) * pow2(i - half)
+
+
+def _scalef(x: X, n: X) -> X:
+    suffix, mask = ("ps.512", "i16") if x.scalar == "float" else ("pd.512", "i8")
+    args = (x.v, n.v, x.v, Val(mask, "-1"), Val("i32", "4"))  # 4: rounding mode of MXCSR
+    return x.new(x.code.intrinsic("x86.avx512.mask.scalef", x.ty, *args, suffix=suffix))
+
+
+def _by_chunks(fn: Callable[[X, X], X], native: int, a: X, b: X) -> X:
+    """Apply `fn` to consecutive groups of `native` lanes."""
+    if a.lanes == native:
+        return fn(a, b)
+    parts = [fn(_lanes(a, k, native), _lanes(b, k, native)) for k in range(0, a.lanes, native)]
+    while len(parts) > 1:
+        parts = [_concat(p, q) if q is not None else p for p, q in _pairs(parts)]
+    return parts[0]
+
+
+def _pairs(parts: list[X]) -> list[tuple[X, X | None]]:
+    return [(parts[i], parts[i + 1] if i + 1 < len(parts) else None) for i in range(0, len(parts), 2)]
+
+
+def _lanes(x: X, start: int, count: int) -> X:
+    mask = ", ".join(f"i32 {start + i}" for i in range(count))
+    ty = vec(count, x.scalar)
+    return x.new(x.code.let(ty, f"shufflevector {x.v}, {x.ty} poison, <{count} x i32> <{mask}>"))
+
+
+def _concat(a: X, b: X) -> X:
+    if a.lanes != b.lanes:
+        wide = ", ".join(f"i32 {i}" if i < b.lanes else "i32 poison" for i in range(a.lanes))
+        widened = b.code.let(a.ty, f"shufflevector {b.v}, {b.ty} poison, <{a.lanes} x i32> <{wide}>")
+        total, second = a.lanes + b.lanes, b.new(widened)
+    else:
+        total, second = 2 * a.lanes, b
+    mask = ", ".join(f"i32 {i}" for i in range(total))
+    ty = vec(total, a.scalar)
+    return a.new(a.code.let(ty, f"shufflevector {a.v}, {second.v}, <{total} x i32> <{mask}>"))
+
+
+# -- double-word arithmetic: a value as an unevaluated sum hi + lo ----------------------------------------------------
+def two_sum(a: X, b: X) -> tuple[X, X]:
+    """a + b exactly (Knuth)."""
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+def fast_two_sum(a: X, b: X) -> tuple[X, X]:
+    """a + b exactly when |a| >= |b| or a is 0 (Dekker)."""
+    s = a + b
+    return s, b - (s - a)
+
+
+def two_product(a: X, b: X) -> tuple[X, X]:
+    """a * b exactly; without fused multiply-add by splitting both into halves (Dekker)."""
+    p = a * b
+    if has_fma(a.isa):
+        return p, a.fma(b, -p)
+    ah, al = _split(a)
+    bh, bl = _split(b)
+    return p, ((ah * bh - p) + ah * bl + al * bh) + al * bl
+
+
+def _split(a: X) -> tuple[X, X]:
+    """The upper half of the mantissa by masking (no overflow), and the exact rest."""
+    keep = (a.fmt.mantissa + 1) // 2
+    hi = (a.bits() & -(1 << (keep + 1 if a.scalar == "double" else keep))).as_float()
+    return hi, a - hi
