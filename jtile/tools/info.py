@@ -7,6 +7,7 @@ import json
 import platform
 from typing import Any
 
+from jtile import _cache
 from jtile.tools import cachedir
 
 _PACKAGES = ("jtile", "jax", "jaxlib", "numpy", "llvmlite", "triton", "flax", "jax-cuda13-plugin")
@@ -27,7 +28,7 @@ def show(*, as_json: bool) -> None:
     console.print(versions)
     console.print(f"devices   {', '.join(page['devices'])}")
     console.print(f"cpu code  {page['cpu']['name']}, {page['cpu']['vector_bits']}-bit vectors", highlight=False)
-    console.print(f"cache     {cachedir.describe(cachedir.usage())}", highlight=False, soft_wrap=True)
+    console.print(f"cache     {cachedir.describe(_cache.info())}", highlight=False, soft_wrap=True)
 
 
 def collect() -> dict[str, Any]:
@@ -36,12 +37,12 @@ def collect() -> dict[str, Any]:
 
     from jtile.lowering.cpu.isa import host_isa
 
-    isa, cache = host_isa(), cachedir.usage()
+    isa, cache = host_isa(), _cache.info()
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "devices": [f"{d.platform}: {d.device_kind}" for d in jax.devices()],
         "cpu": {"name": isa.cpu, "arch": isa.arch, "vector_bits": isa.vector_bits, "features": sorted(isa.features)},
-        "cache": {"folder": cache.folder, "files": cache.files, "bytes": cache.size, "limit": cache.limit},
+        "cache": {"folder": cache.folder, "kernels": cache.entries, "bytes": cache.size, "limit": cache.limit},
     }
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jtile import _cache
 from jtile._config import config
 from jtile.tools import cachedir, cli
 
@@ -19,6 +20,13 @@ def jtile(subprocess_env):
         return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
     return call
+
+
+def run(*args):
+    """The command in this process."""
+    with pytest.raises(SystemExit) as status:
+        cli.main(list(args))
+    return status.value.code
 
 
 def test_help_is_quick_and_lists_the_commands(jtile):
@@ -56,12 +64,22 @@ def test_a_bad_environment_is_named(jtile):
     assert done.stderr.strip() == "jtile: JTILE_SEED='many': expected a whole number"
 
 
-def test_cache_off_and_absent(tmp_path):
-    with config(cache_dir=""):
-        assert cachedir.usage().files == 0
-        assert cachedir.describe(cachedir.usage()).startswith("off")
+def test_cache(tmp_path, capsys):
     with config(cache_dir=str(tmp_path / "absent")):
-        assert cachedir.usage().files == 0
+        run("cache", "info")
+        _cache.put("ab", {}, bytes(3000))
+        (tmp_path / "absent" / "kernels" / "notes.txt").write_text("not ours")
+        run("cache", "clear")
+        assert _cache.info().entries == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path}/absent: 0 kernels, 0 B of at most 1.0 GB"
+    assert lines[1].startswith("removed 1 kernels (3.")
+    assert (tmp_path / "absent" / "kernels" / "notes.txt").exists()
+
+
+def test_cache_switched_off():
+    with config(cache_dir=""):
+        assert cachedir.describe(_cache.info()).startswith("off")
 
 
 @pytest.mark.parametrize(
@@ -74,9 +92,7 @@ def test_sizes(size, text):
 def test_generate_passes_its_options_on(monkeypatch):
     seen = {}
     monkeypatch.setattr("jtile.models.run_generate", lambda prompt, **options: seen.update(options, prompt=prompt) or 7)
-    with pytest.raises(SystemExit) as exit_status:
-        cli.main(["generate", "hello", "-n", "5", "--top-k", "3", "--raw", "--json", "--temperature", "0.5"])
-    assert exit_status.value.code == 7
+    assert run("generate", "hello", "-n", "5", "--top-k", "3", "--raw", "--json", "--temperature", "0.5") == 7
     wanted = {"prompt": "hello", "max_new_tokens": 5, "top_k": 3, "chat": False, "json": True, "temperature": 0.5}
     assert {name: seen[name] for name in wanted} == wanted
 
