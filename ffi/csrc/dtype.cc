@@ -55,15 +55,14 @@ std::string_view to_text(char (&buffer)[512], Args... args) {
   return {buffer, static_cast<size_t>(end - buffer)};
 }
 
-// A format of at most 16 bits: the shortest decimal between the midpoints to the neighbouring values.
-Decimal shortest_small(const DType& dtype, uint64_t bits) {
+// float16, which std::to_chars does not know: the shortest decimal between the midpoints to the neighbouring values.
+Decimal shortest_half(const DType& dtype, uint64_t bits) {
   double value = float_value(dtype, bits), magnitude = std::fabs(value);
-  uint64_t code = dtype.special == Special::kScale ? bits : bits & ((uint64_t{1} << (dtype.bits - 1)) - 1);
-  double below = code == 0 ? 0.0 : std::fabs(float_value(dtype, code - 1));
-  double above = std::fabs(float_value(dtype, code + 1));
-  if (!std::isfinite(above) || above < magnitude) above = magnitude + (magnitude - below);
+  uint64_t code = bits & 0x7fff;  // not 0
+  double below = float_value(dtype, code - 1), above = float_value(dtype, code + 1);
+  if (std::isinf(above)) above = magnitude + (magnitude - below);
   double low = (below + magnitude) / 2, high = (magnitude + above) / 2;
-  bool even = dtype.mantissa_bits > 0 && (code & 1) == 0;  // ties go to the even code
+  bool even = (code & 1) == 0;  // ties go to the even code
   char buffer[512];
   for (int places = 0;; ++places) {
     std::string_view text = to_text(buffer, value, std::chars_format::scientific, places);
@@ -117,7 +116,7 @@ Decimal shortest_decimal(const DType& dtype, uint64_t bits) {
   if (value == 0) return {std::signbit(value), "0", 0};
   if (dtype.bits == 64) return parse_scientific(to_text(buffer, value, std::chars_format::scientific));
   if (dtype.bits == 32) return parse_scientific(to_text(buffer, static_cast<float>(value), std::chars_format::scientific));
-  return shortest_small(dtype, bits);
+  return shortest_half(dtype, bits);
 }
 
 Decimal rounded_decimal(double value, int places, bool scientific) {

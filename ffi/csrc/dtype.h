@@ -20,6 +20,8 @@ struct DType {
   Special special = Special::kIeee;
 
   int bytes() const { return bits <= 8 ? 1 : bits / 8; }
+  // Whether NumPy itself has it; the others come from ml_dtypes, and print plainly.
+  bool is_native() const { return kind == Kind::kFloat ? bits > 8 && name != "bfloat16" : bits >= 8; }
 };
 
 // The dtype of this NumPy (ml_dtypes) name; throws Error for an unknown one.
@@ -40,7 +42,8 @@ struct Decimal {
   int exponent = 0;
 };
 
-// The shortest decimal that rounds to this value and to no other of its dtype. The value must be finite.
+// The shortest decimal that rounds to this value and to no other of its dtype: float16, float32 or float64. The value
+// must be finite.
 Decimal shortest_decimal(const DType& dtype, uint64_t bits);
 
 // The value rounded to `places` digits after the point, positional or after the first digit (scientific).

@@ -50,7 +50,7 @@ Decimal limited(const DType& dtype, uint64_t bits, bool scientific) {
   return places <= kPrecision ? d : rounded_decimal(float_value(dtype, bits), kPrecision, scientific);
 }
 
-// Decimal digits that every value of the dtype keeps; three for the small formats, where NumPy's own count reads badly.
+// Decimal digits that every value of the dtype keeps.
 int reliable_digits(const DType& dtype) { return dtype.bits == 64 ? 15 : dtype.bits == 32 ? 6 : 3; }
 
 // -- arrays of floats -------------------------------------------------------------------------------------------------
@@ -68,7 +68,8 @@ bool wants_exponent(const DType& dtype, const std::vector<uint64_t>& elements) {
     auto low = static_cast<float>(smallest);
     return largest >= 1e6 || low < 1e-4f || static_cast<float>(largest) / low > 1000.0f;
   }
-  return largest >= std::pow(10, std::min(8, reliable_digits(dtype))) || smallest < 1e-4 || largest / smallest > 1000;
+  double limit = dtype.bits == 16 ? 1000.25 : 1000;  // an f16 quotient up to here rounds to 1000
+  return largest >= std::pow(10, std::min(8, reliable_digits(dtype))) || smallest < 1e-4 || largest / smallest > limit;
 }
 
 // The width of every part over the finite elements decides how each is padded.
@@ -121,6 +122,14 @@ std::string float_scalar(const DType& dtype, uint64_t bits) {
   return parts.whole + (parts.fraction.empty() ? "" : "." + parts.fraction) + exponent_text(d.exponent);
 }
 
+// Six significant digits, as ml_dtypes prints.
+std::string plain_text(const DType& dtype, uint64_t bits) {
+  char buffer[32];
+  double value = float_value(dtype, bits);
+  std::snprintf(buffer, sizeof buffer, "%g", value);
+  return std::isfinite(value) ? buffer : special_text(value);
+}
+
 std::string integer_text(const DType& dtype, uint64_t bits) {
   return dtype.kind == Kind::kSigned ? std::to_string(signed_value(dtype, bits)) : std::to_string(bits);
 }
@@ -158,10 +167,11 @@ Format element_format(const DType& dtype, const std::vector<uint64_t>& elements,
   if (dtype.kind == Kind::kBool) {
     return [scalar](uint64_t bits) -> std::string { return !bool_value(bits) ? "False" : scalar ? "True" : " True"; };
   }
+  if (dtype.kind == Kind::kFloat && !dtype.is_native()) return [&dtype](uint64_t bits) { return plain_text(dtype, bits); };
   if (dtype.kind == Kind::kFloat && scalar) return [&dtype](uint64_t bits) { return float_scalar(dtype, bits); };
   if (dtype.kind == Kind::kFloat) return float_format(dtype, elements);
   size_t width = 0;
-  for (uint64_t bits : elements) width = std::max(width, integer_text(dtype, bits).size());
+  for (uint64_t bits : elements) width = !dtype.is_native() ? 0 : std::max(width, integer_text(dtype, bits).size());
   return [&dtype, width](uint64_t bits) { return padded(integer_text(dtype, bits), width); };
 }
 
