@@ -57,6 +57,10 @@ class CacheError(JtileError):
     """A cache folder that cannot be used."""
 
 
+class CacheWarning(UserWarning):
+    """The disk cache cannot do its work, or held a damaged file; kernels are compiled anew."""
+
+
 class InterpreterError(JtileError, RuntimeError):
     """Base of what the interpreter finds wrong while it runs a kernel; names program id, kernel line and Ref."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import llvmlite.binding as llvm
-
 
 @dataclasses.dataclass(frozen=True)
 class Isa:
@@ -64,6 +62,8 @@ ISAS: dict[str, Isa] = {
 @functools.cache
 def host_isa() -> Isa:
     """The instruction set of the machine this process runs on."""
+    import llvmlite.binding as llvm  # not at import: a kernel that comes from the disk cache needs no LLVM
+
     features = frozenset(name for name, on in llvm.get_host_cpu_features().items() if on)
     triple = llvm.get_process_triple()
     arch = "aarch64" if triple.startswith(("aarch64", "arm64")) else "x86_64"

@@ -1,0 +1,278 @@
+"""`@jt.kernel`, `jt.call` and `Kernel`: from a function over Refs to an ordinary JAX function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import PyTreeDef, tree_flatten, tree_map_with_path, tree_unflatten
+
+from jtile import ir
+from jtile._arguments import as_operand, as_type, key_of
+from jtile._errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
+from jtile._primitive import Options, Program, bind, compile_program, make_program, run_interpreter
+from jtile._signature import Layout, Spec, _nearest, lay_out, read_signature
+
+_MAX_CALLS = 2048  # remembered (types, meta-parameters) per kernel
+
+
+def kernel(
+    *,
+    out_type: Any,
+    grid: Any = (),
+    alias: Mapping[Any, Any] | None = None,
+    init: Any = None,
+    scratch: Any = None,
+    name: str | None = None,
+    sharding: Any = None,
+    **options: Any,
+) -> Callable[[Callable[..., None]], Kernel]:
+    """Make a JAX function of a kernel: a function over Refs of arrays that runs once for each program of a grid.
+
+    Positional parameters of the decorated function are Refs: inputs, then outputs, then scratch. Keyword-only
+    parameters are meta-parameters: Python values fixed at compile time, which a call may override.
+
+    Args:
+      out_type: what the kernel gives: a `jax.ShapeDtypeStruct` (or `jt.like(...)`), or a pytree of them. Each element of
+        a tuple or list is one output Ref parameter; any other pytree is one parameter. May be a function of the abstract
+        inputs (pytrees of `jax.ShapeDtypeStruct`) and of the meta-parameters that it names.
+      grid: number of programs, an int or a tuple of at most three; may be such a function too. 0 programs are legal.
+      alias: `{"x": "o"}`: output `o` shares the buffer of input `x` and starts with its values.
+      init: a number that outputs start from; a tuple (one for each output, None: undefined) or a dict by name.
+      scratch: shapes and dtypes of memory private to each program, given like `out_type`.
+      name: what profilers show; default: the function's name.
+      sharding: reserved.
+      **options: see `Options`: `interpret`, `fallback`, `num_warps`, `num_stages`, `num_ctas`.
+
+    Raises:
+      KernelTypeError, KernelValueError: at decoration for a bad signature, at the call for arguments that do not fit.
+    """
+    if sharding is not None:
+        raise UnsupportedError("sharding= is reserved: this release derives no sharding rule; leave it out")
+    spec = Spec(out_type, grid, alias, init, scratch)
+    return lambda fn: Kernel(fn, spec, name, _options(Options(), options))
+
+
+def call(body: Callable[..., None], *, out_type: Any, **spec: Any) -> Kernel:
+    """`jt.call(body, out_type=..., grid=...)(*arrays)`: a kernel without the decorator; see `jt.kernel`."""
+    return kernel(out_type=out_type, **spec)(body)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """A call with everything fixed but the arrays."""
+
+    program: Program
+    out_tree: PyTreeDef
+
+
+class Kernel:
+    """A kernel as a JAX function: `k(*arrays, **meta)`; see `kernel`.
+
+    Arguments may be JAX and NumPy arrays, Python scalars (rank-0 Refs of JAX's default dtype), objects with
+    `__dlpack__` (imported without a copy), and pytrees of those. Results follow the pytree of `out_type`.
+    """
+
+    def __init__(self, fn: Callable[..., None], spec: Spec, name: str | None, options: Options):
+        if not callable(fn):
+            raise KernelTypeError(f"jt.kernel decorates a function, got {fn!r}; write @jt.kernel(out_type=...)")
+        self._fn, self._spec, self._options = fn, spec, options
+        self._signature = read_signature(fn, name)
+        self._bound: dict[Any, _Bound] = {}
+        functools.update_wrapper(self, fn)
+        meta = [
+            inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in self._signature.meta.items()
+        ]
+        self.__signature__ = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL), *meta])
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return self._signature.name
+
+    def __repr__(self) -> str:
+        return f"<jtile.Kernel {self.name}({', '.join(self._signature.refs)})>"
+
+    def __call__(self, *args: Any, **meta: Any) -> Any:
+        leaves, tree = tree_flatten(args)
+        bound = self._seen(tree, leaves, meta)
+        if bound is None:
+            args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
+            leaves, tree = tree_flatten(args)
+            bound = self._resolve(args, tree, leaves, meta)
+        return tree_unflatten(bound.out_tree, bind(bound.program, leaves))
+
+    def with_options(self, **options: Any) -> Kernel:
+        """The same kernel with other options: `interpret=True`, `num_warps=8`, ...; see `Options`."""
+        return Kernel(self._fn, self._spec, self._signature.name, _options(self._options, options))
+
+    def lower(self, *args: Any, target: Any = None, **meta: Any) -> Lowered:
+        """Compile for arguments of these types (arrays or `jax.ShapeDtypeStruct`), without running.
+
+        Args:
+          target: a `Target` or the name of one; default: this machine's CPU.
+        """
+        types = tree_map_with_path(functools.partial(as_type, self._signature), args)
+        leaves, tree = tree_flatten(types)
+        return Lowered(self._resolve(types, tree, leaves, meta).program, target)
+
+    def interpret(self, *args: Any, seed: int = 0, **meta: Any) -> Any:
+        """Run in the reference interpreter, with every check on; results are NumPy arrays.
+
+        Args:
+          seed: order in which the programs of the grid run.
+        Raises:
+          InterpreterError: an access out of bounds, a race, a read of what nobody wrote, a failed assert.
+        """
+        args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
+        leaves, tree = tree_flatten(args)
+        bound = self._resolve(args, tree, leaves, meta)
+        return tree_unflatten(bound.out_tree, run_interpreter(bound.program, leaves, seed))
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Give the kernel a reverse mode of its own. Raises TransformError in this release."""
+        raise TransformError(
+            f"kernel {self.name}: defvjp comes with the transforms release; until then wrap the call in a function "
+            "with jax.custom_vjp",
+            self._signature.where,
+        )
+
+    # -- from a call to a program -----------------------------------------------------------------------------------
+    def _seen(self, tree: PyTreeDef, leaves: list[Any], meta: dict[str, Any]) -> _Bound | None:
+        """What an earlier call with the same types and meta-parameters resolved to, without looking any closer.
+
+        Only for leaves of exactly these types: a subclass or a tracer may be no array, or need a cast first.
+        """
+        for x in leaves:
+            if type(x) is not _ARRAY.type and type(x) is not np.ndarray:
+                return None
+        try:
+            return self._bound.get(_key(tree, leaves, meta))
+        except TypeError:  # a meta-parameter that cannot be hashed: the slow path names it
+            return None
+
+    def _resolve(self, args: tuple[Any, ...], tree: PyTreeDef, leaves: list[Any], meta: dict[str, Any]) -> _Bound:
+        full = self._signature.bind_meta(meta)
+        key = _key(tree, leaves, meta)
+        bound = self._bound.get(key)
+        if bound is None:
+            types = tree_unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+            layout = lay_out(self._signature, self._spec, types, full)
+            bound = _Bound(self._trace(layout, full), layout.out_tree)
+            if len(self._bound) >= _MAX_CALLS:
+                self._bound.pop(next(iter(self._bound)), None)
+            self._bound[key] = bound
+        for x in leaves:
+            _ARRAY.learn(x)
+        return bound
+
+    @functools.cached_property
+    def _body(self) -> Callable[..., None]:
+        """The function with its tile loops rewritten into structured control flow."""
+        from jtile import trace
+
+        return trace.rewrite_loops(self._fn)
+
+    def _trace(self, layout: Layout, meta: dict[str, Any]) -> Program:
+        from jtile import trace
+
+        where = self._signature.where
+        jaxpr = trace.trace(
+            self._body, layout.inputs, layout.outputs, layout.scratch,
+            meta=meta, name=self.name, grid=layout.grid, aliases=layout.aliases, inits=layout.inits,
+        )  # fmt: skip
+        tile_ir = trace.to_tile_ir(
+            jaxpr, name=self.name, n_in=_leaves(layout.inputs), n_out=_leaves(layout.outputs), grid=layout.grid,
+            aliases=layout.aliases, inits=layout.inits, ref_names=layout.names,
+            loc=ir.Loc(*where) if where else ir.NOWHERE,
+        )  # fmt: skip
+        return make_program(jaxpr, tile_ir, meta, self._options)
+
+
+def _key(tree: PyTreeDef, leaves: list[Any], meta: dict[str, Any]) -> Any:
+    """All that a call's `Program` depends on, JAX's options that change how a body is traced among them."""
+    config = jax.config
+    state = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
+    return tree, tuple([(x.shape, x.dtype) for x in leaves]), key_of(meta), state
+
+
+def _leaves(tree: Any) -> int:
+    return len(tree_flatten(tree)[0])
+
+
+class _ArrayType:
+    """The concrete class of JAX's arrays, learned from the first one: it has no public name."""
+
+    type: type | None = None
+
+    def learn(self, x: Any) -> None:
+        if self.type is None and isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            self.type = type(x)
+
+
+_ARRAY = _ArrayType()
+
+
+_CHOICES: dict[str, Callable[[Any], bool]] = {
+    "interpret": lambda v: isinstance(v, bool),
+    "fallback": lambda v: v in ("raise", "interpret"),
+    "num_warps": lambda v: v in (1, 2, 4, 8, 16, 32),
+    "num_stages": lambda v: isinstance(v, int) and 1 <= v <= 16,
+    "num_ctas": lambda v: v in (1, 2, 4, 8, 16),
+}
+
+
+def _options(old: Options, given: Mapping[str, Any]) -> Options:
+    for name, value in given.items():
+        if name not in _CHOICES:
+            raise KernelValueError(f"a kernel has no option {name!r}{_nearest(name, _CHOICES)}")
+        if value is not None and not _CHOICES[name](value):
+            raise KernelValueError(f"{name}={value!r} is no value of that option of a kernel")
+    return dataclasses.replace(old, **given)
+
+
+class Lowered:
+    """A kernel compiled for one target; the work is done when a property is first read.
+
+    Attributes:
+      program: the kernel with everything fixed.
+    """
+
+    def __init__(self, program: Program, target: Any):
+        from jtile.lowering import targets
+
+        self.program = program
+        self._target = targets.resolve(target)
+
+    @functools.cached_property
+    def _artifact(self) -> Any:
+        return compile_program(self.program, self._target, texts=True)
+
+    @property
+    def image(self) -> bytes:
+        """What the custom call embeds: an ELF object on the CPU."""
+        return self._artifact.image
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """What the custom call needs besides the image: workspace, cost, instruction set, print and assert sites."""
+        return self._artifact.launch
+
+    @functools.cached_property
+    def texts(self) -> dict[str, str]:
+        """Level name -> text: `jaxpr`, `tile_ir`, `tile_ir_opt`, then those of the back end (`llvm`, `asm`)."""
+        from jtile import passes
+
+        before = self.program.kernel
+        after = passes.run_pipeline(before, passes.TILE)
+        own = {
+            "jaxpr": str(self.program.jaxpr),
+            "tile_ir": ir.print_kernel(before),
+            "tile_ir_opt": ir.print_kernel(after),
+        }
+        return own | self._artifact.texts

@@ -1,0 +1,166 @@
+"""From a kernel in Tile IR to its compiled artifact: through memory, the disk cache, or the target's back end.
+
+`python -m jtile.lowering.registry FILE` compiles the Tile IR that a CompileError kept in FILE once more.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import importlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from jtile import _cache, ir
+from jtile._config import current
+from jtile._errors import CompileError, JtileError, UnsupportedError
+from jtile.lowering import targets
+from jtile.lowering.artifact import Artifact
+from jtile.lowering.targets import Target
+
+Backend = Callable[[ir.Kernel, Target], Artifact]
+
+# platform -> "module:function"; imported when the first kernel is compiled for it
+_BACKENDS: dict[str, str] = {"cpu": "jtile.lowering.registry:_cpu"}
+
+
+def register(platform: str, backend: str) -> None:
+    """Make `"module:function"` (kernel, target -> Artifact) the back end of a platform."""
+    _BACKENDS[platform] = backend
+
+
+def platforms() -> list[str]:
+    """The platforms that have a back end."""
+    return sorted(_BACKENDS)
+
+
+def compile(kernel: ir.Kernel, target: Target, *, key: str | None = None, texts: bool = False) -> Artifact:
+    """Compile a kernel for a target.
+
+    Args:
+      kernel: Tile IR at tile level, before the passes.
+      key: text that is equal for kernels that may share an artifact; None: the printed kernel.
+      texts: compile even where an artifact is stored, so that it comes with the text of every level.
+
+    Raises:
+      UnsupportedError: the target has no back end, or lacks an op or dtype of the kernel.
+      CompileError: the compiler failed; the kernel's IR is kept in the file that the message names.
+    """
+    key = _cache.key(key or ir.print_kernel(kernel, locations=True), target)
+    if not texts:
+        artifact = _memory.get(key) or _stored(key, target)
+        if artifact is not None:
+            _memory.put(key, artifact)
+            return artifact
+    targets.check_capabilities(kernel, target)
+    artifact = _compile(kernel, target)
+    _memory.put(key, artifact)
+    _cache.put(key, {"target": artifact.target, "launch": artifact.launch}, artifact.image)
+    return artifact
+
+
+def _stored(key: str, target: Target) -> Artifact | None:
+    entry = _cache.get(key)
+    return entry and Artifact(target.name, entry.payload, {}, entry.header["launch"])
+
+
+def _compile(kernel: ir.Kernel, target: Target) -> Artifact:
+    if target.platform not in _BACKENDS:
+        raise UnsupportedError(
+            f"kernel {kernel.name}: platform {target.platform!r} of target {target.name!r} has no back end; "
+            f"there is one for {', '.join(platforms())}",
+            (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+        )
+    module, _, function = _BACKENDS[target.platform].partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)(kernel, target)
+    except JtileError:
+        raise
+    except Exception as e:  # whatever a compiler trips over: the user gets one type, and the IR
+        raise _failure(kernel, target, e) from e
+
+
+def _cpu(kernel: ir.Kernel, target: Target) -> Artifact:
+    from jtile import passes
+    from jtile.lowering.cpu import compile_kernel
+
+    return compile_kernel(passes.run_pipeline(kernel, passes.TILE), targets.parse_isa(target.arch))
+
+
+def _failure(kernel: ir.Kernel, target: Target, error: Exception) -> CompileError:
+    """Keep the IR of a kernel that the compiler failed on, and say where it is and how to see it again."""
+    text = ir.print_kernel(kernel, locations=True)
+    trace = "".join(traceback.format_exception(error))
+    notes = [f"target {target.name} {target.arch}", f"config {current()}", *trace.splitlines()]
+    path = _cache.failures() / f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.tile_ir"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(f"// {line}" for line in notes) + "\n" + text)
+        kept = f"its Tile IR is kept in {path}; `{_again(path, target)}` compiles it again"
+    except OSError as e:
+        kept = f"its Tile IR could not be kept ({e})"
+    return CompileError(
+        f"kernel {kernel.name}: the compiler for target {target.name!r} failed with "
+        f"{type(error).__name__}: {error}; this is a defect of jtile: {kept}",
+        (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+    )
+
+
+def _again(path: Path, target: Target) -> str:
+    return f"python -m jtile.lowering.registry {path} {target.name}"
+
+
+class _Memory:
+    """The artifacts used last, at most `_LIMIT` bytes of them; safe from any thread."""
+
+    _LIMIT = 256 << 20
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._entries: collections.OrderedDict[str, Artifact] = collections.OrderedDict()
+        self._size = 0
+
+    def get(self, key: str) -> Artifact | None:
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+            return self._entries.get(key)
+
+    def put(self, key: str, artifact: Artifact) -> None:
+        with self._lock:
+            old = self._entries.pop(key, None)
+            self._entries[key] = artifact
+            self._size += len(artifact.image) - (len(old.image) if old else 0)
+            while self._size > self._LIMIT and len(self._entries) > 1:
+                self._size -= len(self._entries.popitem(last=False)[1].image)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._size = 0
+
+
+_memory = _Memory()
+
+
+def forget() -> None:
+    """Empty the cache in memory; the disk cache stays."""
+    _memory.clear()
+
+
+def main(argv: list[str]) -> int:
+    """Compile the Tile IR in a file for a target (default: this machine's CPU) and say what came out."""
+    if not argv:
+        print("usage: python -m jtile.lowering.registry FILE [TARGET]", file=sys.stderr)
+        return 2
+    target = targets.resolve(argv[1] if len(argv) > 1 else None)
+    artifact = compile(ir.parse_kernel(Path(argv[0]).read_text()), target, texts=True)
+    print(f"{argv[0]}: compiled for {target.name}, {len(artifact.image)} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,322 @@
+"""Targets as data: what a machine has. The cost model, the tuner, the capability check and `jtile info` read it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jtile import _cache, ir
+from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
+
+if TYPE_CHECKING:
+    from jtile.lowering.cpu.isa import Isa
+
+LEVELS = ("thread", "warp", "warpgroup", "block", "cluster", "device", "node")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """One memory: `size` in bytes (None: unbounded), `bandwidth` in bytes a second (None: not known)."""
+
+    name: str
+    size: int | None = None
+    bandwidth: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """One level of the machine.
+
+    Attributes:
+      name: one of `LEVELS`, from the smallest.
+      units: how many units of the level below make one of this.
+      memory: name of the memory that the units of this level share, or None.
+      link: bytes a second between two units of this level, or None where it is not known.
+    """
+
+    name: str
+    units: int = 1
+    memory: str | None = None
+    link: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """Something that a target cannot run.
+
+    Attributes:
+      op: mnemonic of an op (`"dot_scaled"`), with the function for those that have one (`"map.atan2"`, `"atomic.cas"`).
+      dtype: the dtype for which it is missing; `"*"`: all.
+      instead: the nearest form that the target has, for the message.
+    """
+
+    op: str
+    dtype: str
+    instead: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine that kernels are compiled for. Users may define one, or change one with `dataclasses.replace`.
+
+    Attributes:
+      name: how messages and caches call it.
+      platform: which back end compiles for it, and XLA's name of the platform (`"cpu"`).
+      arch: what that back end needs to know. CPU: `architecture:processor:vector bits:feature,feature,...`.
+      scales: the hierarchy, from the smallest level.
+      memories: the memories that the scales name.
+      matrix_shapes: (m, n, k, dtype) of the matrix instructions.
+      dtypes: dtypes that a kernel may use.
+      limits: pairs (name, number): `"programs"` of a grid, `"rank"` of a Ref, `"scratch"` bytes of one program.
+      gaps: what it cannot run although the language has it.
+    """
+
+    name: str
+    platform: str
+    arch: str
+    scales: tuple[Scale, ...] = ()
+    memories: tuple[Memory, ...] = ()
+    matrix_shapes: tuple[tuple[int, int, int, str], ...] = ()
+    dtypes: tuple[str, ...] = tuple(ir.DTYPES)
+    limits: tuple[tuple[str, int], ...] = ()
+    gaps: tuple[Gap, ...] = ()
+
+    def __post_init__(self):
+        unknown = [s.name for s in self.scales if s.name not in LEVELS]
+        unknown += [s.memory for s in self.scales if s.memory and s.memory not in {m.name for m in self.memories}]
+        unknown += [d for d in self.dtypes if d not in ir.DTYPES]
+        if unknown:
+            raise KernelValueError(
+                f"target {self.name!r} names {unknown[0]!r}, which is neither a level, memory nor dtype"
+            )
+
+    def limit(self, name: str) -> int | None:
+        return dict(self.limits).get(name)
+
+    def memory(self, scale: str) -> Memory | None:
+        """The memory that the units of a level share."""
+        names = {s.name: s.memory for s in self.scales}
+        return next((m for m in self.memories if m.name == names.get(scale)), None)
+
+
+# -- the capability check -------------------------------------------------------------------------------------------
+
+# What to use where a dtype is missing; the first that the target has.
+_NEAREST = {
+    "bfloat16": ("float32", "float16"),
+    "float16": ("float32", "bfloat16"),
+    "float64": ("float32",),
+    "float8_e4m3fn": ("bfloat16", "float16", "float32"),
+    "float8_e5m2": ("bfloat16", "float16", "float32"),
+    "float8_e8m0fnu": ("float32",),
+    "float4_e2m1fn": ("float8_e4m3fn", "bfloat16", "float32"),
+    "int4": ("int8",),
+    "uint4": ("uint8",),
+    "int64": ("int32",),
+    "uint64": ("uint32",),
+    "bool": ("int8",),
+}
+
+
+def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
+    """Refuse, before any lowering, a kernel that `target` cannot run.
+
+    Raises:
+      UnsupportedError: names the op, the dtype, the target, the source line, and the nearest form that is supported.
+    """
+    for ref in kernel.params:
+        _check_dtype(kernel, target, f"Ref {ref.name!r}", ref.dtype, kernel.loc)
+        rank = target.limit("rank")
+        if rank is not None and len(ref.shape) > rank:
+            _refuse(
+                kernel, target, f"Ref {ref.name!r} of rank {len(ref.shape)}", f"reshape it to rank {rank}", kernel.loc
+            )
+    for op in kernel.body.walk():
+        for v in (*op.operands(), *op.results):
+            _check_dtype(kernel, target, f"op {mnemonic(op)!r}", v.dtype, op.loc)
+        gap = next((g for g in target.gaps if _hits(g, op)), None)
+        if gap is not None:
+            what = f"op {mnemonic(op)!r}" + ("" if gap.dtype == "*" else f" on {gap.dtype}")
+            _refuse(kernel, target, what, gap.instead, op.loc)
+    _check_limits(kernel, target)
+
+
+def mnemonic(op: ir.Op) -> str:
+    """The name of an op with its function: `map.exp`, `atomic.add`, `dot`."""
+    fn = getattr(op, "fn", None)
+    return f"{op.mnemonic}.{fn}" if isinstance(fn, str) else op.mnemonic
+
+
+def _hits(gap: Gap, op: ir.Op) -> bool:
+    if gap.op not in (op.mnemonic, mnemonic(op)):
+        return False
+    return gap.dtype == "*" or any(v.dtype == gap.dtype for v in (*op.operands(), *op.results))
+
+
+def _check_dtype(kernel: ir.Kernel, target: Target, what: str, dtype: str, loc: ir.Loc) -> None:
+    if dtype in target.dtypes:
+        return
+    near = next((d for d in _NEAREST.get(dtype, ()) if d in target.dtypes), None)
+    _refuse(kernel, target, f"{what} with dtype {dtype}", f"use {near}" if near else "there is no near dtype", loc)
+
+
+def _check_limits(kernel: ir.Kernel, target: Target) -> None:
+    programs, scratch = target.limit("programs"), target.limit("scratch")
+    count = 1
+    for n in kernel.grid:
+        count *= n
+    if programs is not None and count > programs:
+        _refuse(kernel, target, f"a grid of {count} programs", f"at most {programs} are possible", kernel.loc)
+    used = sum(_bytes(v.type) for v in kernel.scratch)
+    if scratch is not None and used > scratch:
+        _refuse(kernel, target, f"scratch of {used} bytes a program", f"at most {scratch} are possible", kernel.loc)
+
+
+def _bytes(t: Any) -> int:
+    n = t.info.bits
+    for side in t.shape:
+        n *= side
+    return -(-n // 8)
+
+
+def _refuse(kernel: ir.Kernel, target: Target, what: str, instead: str, loc: ir.Loc) -> None:
+    loc = loc if loc.file else kernel.loc
+    raise UnsupportedError(
+        f"kernel {kernel.name}: target {target.name!r} cannot run {what}; {instead}",
+        (loc.file, loc.line) if loc.file else None,
+    )
+
+
+# -- CPU targets ----------------------------------------------------------------------------------------------------
+
+
+def host_target() -> Target:
+    """The CPU of this machine."""
+    return cpu_target(None)
+
+
+@functools.cache
+def cpu_target(isa: str | None) -> Target:
+    """The CPU target of an instruction set that `jtile.lowering.cpu.isa` names; None: this machine's."""
+    if isa in (None, "host"):
+        return _cpu_target("cpu", _host_arch(), _host_memories())
+    from jtile.lowering.cpu.isa import ISAS
+
+    if isa not in ISAS:
+        raise KernelValueError(f"unknown instruction set {isa!r}: expected host, {', '.join(sorted(ISAS))}")
+    return _cpu_target(
+        f"cpu:{isa}", spell_isa(ISAS[isa]), (Memory("l1", 32 << 10), Memory("l2", 512 << 10), Memory("dram"))
+    )
+
+
+def resolve(target: Target | str | None) -> Target:
+    """A target from its name (`"cpu"`, `"cpu:avx2"`); None: this machine's CPU."""
+    if target is None or isinstance(target, Target):
+        return target or host_target()
+    if not isinstance(target, str):
+        raise KernelTypeError(f"target={target!r}: expected a Target or the name of one")
+    platform_name, _, isa = target.partition(":")
+    if platform_name != "cpu":
+        raise UnsupportedError(f"there is no target {target!r}: this release compiles for {', '.join(names())}")
+    return cpu_target(isa or None)
+
+
+def names() -> list[str]:
+    """The targets that have a name."""
+    from jtile.lowering.cpu.isa import ISAS
+
+    return ["cpu", *(f"cpu:{name}" for name in sorted(ISAS))]
+
+
+def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
+    """A core is a block of one thread: programs are shared out to cores, and each runs on the vectors of one."""
+    has = {m.name for m in memories}
+    return Target(
+        name=name,
+        platform="cpu",
+        arch=arch,
+        scales=(
+            Scale("thread", memory="l1" if "l1" in has else None),
+            Scale("block", memory="l2" if "l2" in has else None),
+            Scale("device", units=os.cpu_count() or 1, memory="dram"),
+            Scale("node"),
+        ),
+        memories=memories,
+        matrix_shapes=_matrix_shapes(set(arch.split(":")[-1].split(","))),
+        limits=(("programs", 2**62),),
+    )
+
+
+def _matrix_shapes(features: set[str]) -> tuple[tuple[int, int, int, str], ...]:
+    """What one instruction does to one vector of accumulators: 16 columns, 2 or 4 products each."""
+    shapes = [(1, 16, 2, "bfloat16")] if "avx512bf16" in features else []
+    shapes += [(1, 16, 4, "int8")] if "avx512vnni" in features else []
+    return tuple(shapes)
+
+
+def spell_isa(isa: Isa) -> str:
+    """An instruction set as the `arch` of a target."""
+    return f"{isa.arch}:{isa.cpu}:{isa.vector_bits}:{','.join(sorted(isa.features))}"
+
+
+def parse_isa(arch: str) -> Isa:
+    """The reverse of `spell_isa`; raises KernelValueError."""
+    from jtile.lowering.cpu.isa import Isa
+
+    parts = arch.split(":")
+    if len(parts) != 4 or not parts[2].isdecimal():
+        raise KernelValueError(f"arch {arch!r} of a CPU target: expected architecture:processor:vector bits:features")
+    return Isa(parts[0], parts[1], frozenset(filter(None, parts[3].split(","))), int(parts[2]))
+
+
+def _host_arch() -> str:
+    """This machine's instruction set. LLVM finds it once for each processor; afterwards it is read from the disk cache,
+    so that a process whose kernels are all cached never loads LLVM."""
+    key = _cache.key("host isa", _processor())
+    entry = _cache.get(key)
+    if entry is not None:
+        return str(entry.header["arch"])
+    from jtile.lowering.cpu.isa import host_isa
+
+    arch = spell_isa(host_isa())
+    _cache.put(key, {"arch": arch}, b"")
+    return arch
+
+
+def _processor() -> str:
+    """What tells this machine's processor from another's."""
+    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU implementer",
+              "CPU architecture", "CPU variant", "CPU part", "CPU revision")  # fmt: skip
+    lines = {platform.machine(): platform.processor()}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
+        for line in f:
+            if not line.strip():
+                break  # the first processor stands for all
+            name, _, value = line.partition(":")
+            if name.strip() in wanted:
+                lines[name.strip()] = value.strip()
+    return hashlib.sha256(json.dumps(lines, sort_keys=True).encode()).hexdigest()
+
+
+def _host_memories() -> tuple[Memory, ...]:
+    found = {m.name: m for m in _caches()}
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found["dram"] = Memory("dram", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return tuple(found.setdefault(name, Memory(name)) for name in (*sorted(set(found) - {"dram"}), "dram"))
+
+
+def _caches() -> Iterator[Memory]:
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            kind, level, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
+            if kind in ("Data", "Unified"):
+                yield Memory(f"l{level}", int(size[:-1]) * units[size[-1]])
