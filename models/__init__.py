@@ -1,4 +1,4 @@
-"""Language models on jtile kernels: `load` gives a `LanguageModel` with `logits`, `generate`, `stream` and a tokenizer."""
+"""Language models on jtile kernels: `load` gives a `LanguageModel` (`logits`, `generate`, `stream`, `tokenizer`)."""
 
 if not __name__.startswith("jtile."):
     raise ImportError("import jtile.models, not models: this folder is part of the jtile package")

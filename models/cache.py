@@ -15,7 +15,7 @@ SMALLEST_BUCKET = 16
 class KVCache:
     """Keys and values of every layer; row b holds `lengths[b]` tokens in its first slots, slot = position.
 
-    keys, values: one float32 array [batch, kv_heads, slots, head_dim] per layer (apart, so that no step copies a layer);
+    keys, values: one float32 array [batch, kv_heads, slots, head_dim] per layer (apart: no step copies a layer);
     lengths: int32 [batch].
     """
 
@@ -29,7 +29,7 @@ class KVCache:
 
 
 def from_prefill(pairs, lengths, slots: int) -> KVCache:
-    """A cache with `slots` slots from per-layer (key, value) pairs [batch, kv_heads, length, head_dim], length <= slots."""
+    """A cache with `slots` slots from per-layer (key, value) [batch, kv_heads, length, head_dim], length <= slots."""
 
     def place(x):
         return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))

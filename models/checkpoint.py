@@ -34,6 +34,8 @@ class Checkpoint:
             raise ModelError(f"{self.source} lacks the tensor {name}; the file is incomplete, download it again")
         tensor = self.tensors[name]()
         if tuple(tensor.shape) != shape:
-            raise ModelError(f"the tensor {name} of {self.source} has the shape {tuple(tensor.shape)}; "
-                             f"its configuration asks for {shape}")
+            raise ModelError(
+                f"the tensor {name} of {self.source} has the shape {tuple(tensor.shape)}; "
+                f"its configuration asks for {shape}"
+            )
         return tensor

@@ -1,4 +1,4 @@
-"""The terminal side of generation: what `jtile generate` runs. Text goes to standard output, all else to standard error."""
+"""The terminal side of generation, for `jtile generate`: text to standard output, the rest to standard error."""
 
 from __future__ import annotations
 
@@ -14,10 +14,21 @@ from jtile.models.load import load
 SUCCESS, FAILURE, INTERRUPTED = 0, 1, 130
 
 
-def run_generate(prompt: str | None = None, model: str | None = None, prompt_ids: str | Sequence[int] | None = None,
-                 json: bool = False, stats: bool = False, max_new_tokens: int = 256, temperature: float = 0.0,
-                 top_k: int | None = None, top_p: float | None = None, seed: int = 0, chat: bool = True,
-                 system: str | None = None, ignore_eos: bool = False) -> int:
+def run_generate(
+    prompt: str | None = None,
+    model: str | None = None,
+    prompt_ids: str | Sequence[int] | None = None,
+    json: bool = False,
+    stats: bool = False,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    chat: bool = True,
+    system: str | None = None,
+    ignore_eos: bool = False,
+) -> int:
     """Generates text in the terminal and returns the exit code: 0, 1 after an error (one sentence), 130 after Ctrl-C.
 
     Args:
@@ -31,8 +42,15 @@ def run_generate(prompt: str | None = None, model: str | None = None, prompt_ids
     try:
         lm = load(model)
         ids = _ids(lm, prompt, prompt_ids, chat, system)
-        generation = lm.stream(ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-                               eos=None if ignore_eos else "model")
+        generation = lm.stream(
+            ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eos=None if ignore_eos else "model",
+        )
         return _emit(lm, generation, ids, json, stats)
     except JtileError as error:
         print(f"jtile: {error}", file=sys.stderr)
@@ -96,13 +114,21 @@ def _write(text: str) -> None:
 
 def _record(lm: LanguageModel, stats: Stats, prompt_ids: list[int], ids: list[int], text: str, finish: str) -> dict:
     return {
-        "model": lm.source, "prompt_ids": prompt_ids, "ids": ids, "text": text, "finish": finish,
-        "prompt_tokens": stats.prompt_tokens, "new_tokens": stats.new_tokens,
-        "tokens_per_second": round(stats.decode_rate, 2), "prefill_tokens_per_second": round(stats.prefill_rate, 2),
+        "model": lm.source,
+        "prompt_ids": prompt_ids,
+        "ids": ids,
+        "text": text,
+        "finish": finish,
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "tokens_per_second": round(stats.decode_rate, 2),
+        "prefill_tokens_per_second": round(stats.prefill_rate, 2),
         "compile_seconds": round(stats.compile_seconds, 3),
     }
 
 
 def _summary(stats: Stats) -> str:
-    return (f"prefill {stats.prompt_tokens} tokens, {stats.prefill_rate:.1f} tokens/s; "
-            f"decode {stats.new_tokens} tokens, {stats.decode_rate:.1f} tokens/s; compile {stats.compile_seconds:.2f} s")
+    return (
+        f"prefill {stats.prompt_tokens} tokens, {stats.prefill_rate:.1f} tokens/s; "
+        f"decode {stats.new_tokens} tokens, {stats.decode_rate:.1f} tokens/s; compile {stats.compile_seconds:.2f} s"
+    )

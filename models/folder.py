@@ -34,8 +34,10 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     elif "lm_head.weight" not in tensors:
-        raise ModelError(f"{path} lacks the tensor lm_head.weight, and its embeddings are not tied; "
-                         "the folder is incomplete, download it again")
+        raise ModelError(
+            f"{path} lacks the tensor lm_head.weight, and its embeddings are not tied; "
+            "the folder is incomplete, download it again"
+        )
     extra = _json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
     eos = extra.get("eos_token_id", config.get("eos_token_id"))
@@ -47,7 +49,9 @@ def _json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelError(f"{path.parent} has no {path.name}; a model folder holds config.json and safetensors files") from error
+        raise ModelError(
+            f"{path.parent} has no {path.name}; a model folder holds config.json and safetensors files"
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}; download it again") from error
     if not isinstance(content, dict):
@@ -62,7 +66,12 @@ def _files(path: Path) -> Mapping[str, Path]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{path} has no .safetensors file; a model folder holds config.json and safetensors files")
-    return {name: file for file in files for name in _open(file).keys()}
+    return {name: file for file in files for name in _names(file)}
+
+
+def _names(file: Path) -> list[str]:
+    with _open(file) as handle:
+        return list(handle.keys())
 
 
 def _open(file: Path):

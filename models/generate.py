@@ -80,9 +80,18 @@ class LanguageModel:
         out = _logits(self._graph, self._state, _widen(prompt.ids, size), slot, mask)[:, :length]
         return out[0] if prompt.single else out
 
-    def generate(self, ids, max_new_tokens: int = 128, *, temperature: float = 0.0, top_k: int | None = None,
-                 top_p: float | None = None, seed: int = 0, eos: str | int | Sequence[int] | None = "model",
-                 attention_mask=None) -> np.ndarray:
+    def generate(
+        self,
+        ids,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        eos: str | int | Sequence[int] | None = "model",
+        attention_mask=None,
+    ) -> np.ndarray:
         """The tokens that continue `ids`.
 
         Args:
@@ -97,15 +106,34 @@ class LanguageModel:
         Raises:
           PromptError: empty, too long, ids outside the vocabulary, or a sampling option out of range.
         """
-        steps = list(self.stream(ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-                                 eos=eos, attention_mask=attention_mask))
+        steps = list(
+            self.stream(
+                ids,
+                max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                eos=eos,
+                attention_mask=attention_mask,
+            )
+        )
         single = _is_single(ids)
         batch = (len(steps),) if single else (len(ids), len(steps))
         return np.asarray(steps, np.int32).T.reshape(batch)
 
-    def stream(self, ids, max_new_tokens: int = 128, *, temperature: float = 0.0, top_k: int | None = None,
-               top_p: float | None = None, seed: int = 0, eos: str | int | Sequence[int] | None = "model",
-               attention_mask=None) -> Generation:
+    def stream(
+        self,
+        ids,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        eos: str | int | Sequence[int] | None = "model",
+        attention_mask=None,
+    ) -> Generation:
         """As `generate`, but an iterator: an int per token for one prompt [length], int32 [batch] for a batch.
 
         Its `stats` hold the token counts and speeds so far. Errors in the arguments are raised here, not on iteration.
@@ -152,8 +180,9 @@ class Generation(Iterator):
         while pending:
             if made < self._new_tokens:  # the device works on the next chunk while this one is read and printed
                 count = min(CHUNK, self._new_tokens - made)
-                out, steps, tokens, done, cache = decode(self._lm._state, cache, tokens, done, np.int32(made),
-                                                         np.int32(count), *rest)
+                out, steps, tokens, done, cache = decode(
+                    self._lm._state, cache, tokens, done, np.int32(made), np.int32(count), *rest
+                )
                 pending.append((out, steps, done))
                 made += count
             rows, steps, ended = (np.asarray(x) for x in pending.pop(0))
@@ -164,7 +193,7 @@ class Generation(Iterator):
 
     def _start(self):
         lm, numbers = self._lm, self._sampling.traced()
-        length, batch = self._prompt.ids.shape[1], self._prompt.ids.shape[0]
+        length = self._prompt.ids.shape[1]
         size = kv.bucket(length, lm.config.max_length)
         slots = kv.bucket(max(size, length + self._new_tokens), lm.config.max_length)
         ends = np.asarray(self._ends or (-1,), np.int32)

@@ -23,15 +23,26 @@ from jtile.ops.quantized_tensor import QuantizedTensor, from_gguf_blocks, quanti
 NATIVE = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}  # kept bit for bit; other block types become q8_0
 DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 HEADER_BYTES = 24  # magic, version, tensor count, metadata count
+# what the gguf package raises on bytes that make no sense
+READ_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, RecursionError)
 SMALLEST_ENTRY = 13  # bytes of the shortest metadata or tensor entry: lengths, a type, one byte
 
 BLOCK_NAMES = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
-TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-             "output.weight": "lm_head.weight"}
+TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 
 
 class _Reader(GGUFReader):
@@ -60,9 +71,11 @@ def open_gguf(path: str | os.PathLike) -> Checkpoint:
     try:
         reader = _Reader(path)
         meta = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+    except READ_ERRORS as error:
         _check_tensor_bytes(path, error)
-        raise ModelError(f"{path} is truncated or damaged ({type(error).__name__}: {error}); download it again") from error
+        raise ModelError(
+            f"{path} is truncated or damaged ({type(error).__name__}: {error}); download it again"
+        ) from error
     architecture = meta.get("general.architecture")
     if architecture != "llama":
         raise ModelError(f"{path} holds a model of the architecture {architecture!r}; jtile runs 'llama' GGUF files")
@@ -83,16 +96,20 @@ def _check_header(path: Path) -> None:
     except OSError as error:
         raise ModelError(f"cannot read the model file {path}: {error.strerror}") from error
     if head[:4] != b"GGUF":
-        raise ModelError(f"{path} is no GGUF file (it starts with {head[:4]!r}, not b'GGUF'); "
-                         "give a .gguf file or a folder with config.json and safetensors")
+        raise ModelError(
+            f"{path} is no GGUF file (it starts with {head[:4]!r}, not b'GGUF'); "
+            "give a .gguf file or a folder with config.json and safetensors"
+        )
     if len(head) < HEADER_BYTES:
         raise ModelError(f"{path} is truncated: {size} bytes do not hold a GGUF header; download it again")
     version, tensors, fields = struct.unpack("<IQQ", head[4:])
     if version not in (2, 3):
         raise ModelError(f"{path} has the GGUF version {version}; jtile reads the versions 2 and 3 (little-endian)")
     if (tensors + fields) * SMALLEST_ENTRY > size:
-        raise ModelError(f"{path} is truncated or damaged: its {size} bytes cannot hold the {tensors} tensors and "
-                         f"{fields} metadata entries that its header announces; download it again")
+        raise ModelError(
+            f"{path} is truncated or damaged: its {size} bytes cannot hold the {tensors} tensors and "
+            f"{fields} metadata entries that its header announces; download it again"
+        )
 
 
 def _check_tensor_bytes(path: Path, error: Exception) -> None:
@@ -100,16 +117,17 @@ def _check_tensor_bytes(path: Path, error: Exception) -> None:
     size = path.stat().st_size
     try:
         _TableOnly(path)
-    except _Cut as cut:
+    except _TableEndError as cut:
         name, end = cut.args
         if end > size:
-            raise ModelError(f"{path} is truncated: it has {size} bytes, but its tensor {name} ends at byte {end}; "
-                             "download it again") from error
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError):
+            raise ModelError(
+                f"{path} is truncated: it has {size} bytes, but its tensor {name} ends at byte {end}; download it again"
+            ) from error
+    except READ_ERRORS:
         return  # the table is cut off too; the caller says so
 
 
-class _Cut(Exception):
+class _TableEndError(Exception):
     """Carries (name, end in bytes) of the last tensor of a file."""
 
 
@@ -122,7 +140,7 @@ class _TableOnly(_Reader):
             count = int(np.prod(dims.astype(object)))
             ends.append((int(start_offs + int(offset[0])) + count * block_bytes // block, bytes(name).decode()))
         end, name = max(ends, default=(0, ""))
-        raise _Cut(name, end)
+        raise _TableEndError(name, end)
 
 
 def _name(name: str) -> str:
@@ -153,8 +171,10 @@ def _requantise(info, kind: str, shape: tuple[int, ...]):
     try:
         dense = dequantize(info.data, info.tensor_type).astype(np.float32).reshape(shape)
     except (NotImplementedError, ValueError) as error:
-        raise ModelError(f"the tensor {info.name} has the type {kind}, which the gguf package cannot dequantise; "
-                         "requantise the file to Q8_0, Q4_0 or Q4_1") from error
+        raise ModelError(
+            f"the tensor {info.name} has the type {kind}, which the gguf package cannot dequantise; "
+            "requantise the file to Q8_0, Q4_0 or Q4_1"
+        ) from error
     return quantize(dense, "q8_0") if len(shape) == 2 and shape[1] % 32 == 0 else jnp.asarray(dense)
 
 

@@ -31,8 +31,9 @@ def linear(x, weight: Weight):
 def embedding(table: Weight, ids):
     """Rows `ids` (int, any shape) of the table [vocab, features] as float32."""
     if isinstance(table, QuantizedTensor):
-        return dequantize_rows(table.kind, *(None if leaf is None else leaf[ids] for leaf in (
-            table.codes, table.scale, table.minimum)))
+        return dequantize_rows(
+            table.kind, *(None if leaf is None else leaf[ids] for leaf in (table.codes, table.scale, table.minimum))
+        )
     return table[ids].astype(jnp.float32)
 
 
@@ -44,7 +45,8 @@ def rope_angles(positions, inverse_frequencies):
 
 
 def rope(x, cos, sin):
-    """Rotates the pairs (i, i + head_dim / 2) of x [batch, heads, length, head_dim]; cos, sin [batch, length, head_dim / 2]."""
+    """Rotates the pairs (i, i + head_dim / 2) of x [batch, heads, length, head_dim]; cos, sin [batch, length, half]
+    are those of each position."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None], sin[:, None]
     low, high = x[..., :half], x[..., half:]
@@ -68,7 +70,7 @@ def decode_attention(q, keys, values, lengths, scale: float):
 
 def _attend(q, k, v, scale, mask):
     """mask is boolean and broadcasts to [batch, kv_heads, group, length, slots]."""
-    batch, heads, length, head_dim = q.shape
+    batch, _, length, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, length, head_dim)
     scores = jnp.einsum("bkgld,bksd->bkgls", grouped, k, precision="highest") * scale
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)

@@ -47,10 +47,6 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "rope_scaling" and not value > 0:
-                raise ModelError(f"the model's configuration has {field.name} = {value}; expected a positive number")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} attention heads do not divide into {self.num_kv_heads} key-value heads")
         if self.head_dim % 2:
@@ -65,18 +61,25 @@ class LlamaConfig:
         """
         for key in ("attention_bias", "mlp_bias"):
             if config.get(key):
-                raise ModelError(f"this Llama has {key}, which jtile.models.llama does not implement; use a model without")
+                raise ModelError(
+                    f"this Llama has {key}, which jtile.models.llama does not implement; use a model without"
+                )
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ModelError(f"this Llama's MLP uses {config['hidden_act']!r}; jtile.models.llama implements 'silu'")
-        hidden, heads = _need(config, "hidden_size"), _need(config, "num_attention_heads")
+        hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        theta = _number(config, "rope_theta", 10000.0, float)
         return cls(
-            vocab_size=_need(config, "vocab_size"), hidden_size=hidden,
-            intermediate_size=_need(config, "intermediate_size"), num_layers=_need(config, "num_hidden_layers"),
-            num_heads=heads, num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads, norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_length=config.get("max_position_embeddings", 2048),
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            vocab_size=_number(config, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_number(config, "intermediate_size"),
+            num_layers=_number(config, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=_number(config, "num_key_value_heads", heads),
+            head_dim=_number(config, "head_dim", hidden // heads),
+            norm_eps=_number(config, "rms_norm_eps", 1e-6, float),
+            max_length=_number(config, "max_position_embeddings", 2048),
+            rope_theta=_number(rope, "rope_theta", theta, float),
             rope_scaling=_rope_scaling(rope, config),
         )
 
@@ -86,30 +89,41 @@ class LlamaConfig:
         `rope_factors` its tensor `rope_freqs.weight`, if there is one."""
         if meta.get("llama.expert_count"):
             raise ModelError("this GGUF is a mixture of experts; jtile.models.llama implements the dense Llama only")
-        hidden, heads = _need(meta, "llama.embedding_length"), _need(meta, "llama.attention.head_count")
-        head_dim = meta.get("llama.attention.key_length", hidden // heads)
-        if meta.get("llama.rope.dimension_count", head_dim) != head_dim:
+        hidden, heads = _number(meta, "llama.embedding_length"), _number(meta, "llama.attention.head_count")
+        head_dim = _number(meta, "llama.attention.key_length", hidden // heads)
+        if _number(meta, "llama.rope.dimension_count", head_dim) != head_dim:
             raise ModelError("this GGUF rotates only a part of each head, which jtile.models.llama does not implement")
-        kind, factor = meta.get("llama.rope.scaling.type", "none"), meta.get("llama.rope.scaling.factor", 1.0)
+        kind, factor = meta.get("llama.rope.scaling.type", "none"), meta.get("llama.rope.scaling.factor")
         scaling = None if kind == "none" else _rope_scaling({"type": kind, "factor": factor}, {})
         if len(rope_factors):
             if len(rope_factors) != head_dim // 2:
-                raise ModelError(f"rope_freqs.weight has {len(rope_factors)} numbers; heads of {head_dim} need {head_dim // 2}")
+                raise ModelError(
+                    f"rope_freqs.weight has {len(rope_factors)} numbers; heads of {head_dim} need {head_dim // 2}"
+                )
             scaling = RopeScaling("factors", factors=tuple(float(f) for f in rope_factors))
         return cls(
-            vocab_size=vocab_size, hidden_size=hidden, intermediate_size=_need(meta, "llama.feed_forward_length"),
-            num_layers=_need(meta, "llama.block_count"), num_heads=heads,
-            num_kv_heads=meta.get("llama.attention.head_count_kv", heads), head_dim=head_dim,
-            norm_eps=float(_need(meta, "llama.attention.layer_norm_rms_epsilon")),
-            max_length=meta.get("llama.context_length", 2048), rope_theta=float(meta.get("llama.rope.freq_base", 10000.0)),
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=_number(meta, "llama.feed_forward_length"),
+            num_layers=_number(meta, "llama.block_count"),
+            num_heads=heads,
+            num_kv_heads=_number(meta, "llama.attention.head_count_kv", heads),
+            head_dim=head_dim,
+            norm_eps=_number(meta, "llama.attention.layer_norm_rms_epsilon", kind=float),
+            max_length=_number(meta, "llama.context_length", 2048),
+            rope_theta=_number(meta, "llama.rope.freq_base", 10000.0, float),
             rope_scaling=scaling,
         )
 
 
-def _need(config: Mapping, key: str):
-    if config.get(key) is None:
+def _number(config: Mapping, key: str, default: float | None = None, kind: type = int):
+    """The positive number `key` of a configuration; the default stands in for an absent or null entry."""
+    value = default if config.get(key) is None else config[key]
+    if value is None:
         raise ModelError(f"the model's configuration lacks {key!r}; the file is no Llama checkpoint, or it is damaged")
-    return config[key]
+    if not isinstance(value, (int, float)) or not 0 < value < float("inf") or kind(value) != value:
+        raise ModelError(f"the model's configuration has {key!r} = {value!r}; expected a positive {kind.__name__}")
+    return kind(value)
 
 
 def _rope_scaling(rope: Mapping, config: Mapping) -> RopeScaling | None:
@@ -117,16 +131,16 @@ def _rope_scaling(rope: Mapping, config: Mapping) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling("linear", float(_need(rope, "factor")))
+        return RopeScaling("linear", _number(rope, "factor", kind=float))
     if kind == "llama3":
-        original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings", 8192)
-        return RopeScaling("llama3", float(_need(rope, "factor")), float(_need(rope, "low_freq_factor")),
-                           float(_need(rope, "high_freq_factor")), int(original))
+        factors = (_number(rope, key, kind=float) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+        longest = _number(config, "max_position_embeddings", 8192)
+        return RopeScaling("llama3", *factors, _number(rope, "original_max_position_embeddings", longest))
     raise ModelError(f"unknown rope scaling {kind!r}; jtile.models.llama implements 'default', 'linear' and 'llama3'")
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
-    """float32 [head_dim / 2]: radians that pair i turns per position, theta^(-2i / head_dim), stretched by the scaling."""
+    """float32 [head_dim / 2]: radians that pair i turns per position: theta^(-2i / head_dim), stretched as asked."""
     base = 1.0 / config.rope_theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
     scaling = config.rope_scaling
     if scaling is None:
@@ -149,7 +163,7 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def project(self, x, cos, sin):
-        """x [batch, length, hidden] -> rotated q [batch, heads, length, head_dim], rotated k and v [batch, kv_heads, ...]."""
+        """x [batch, length, hidden] -> q [batch, heads, length, head_dim] and k rotated, v [batch, kv_heads, ...]."""
         batch, length, _ = x.shape
         qkv = layers.linear(x, self.qkv.get_value()).reshape(batch, length, -1, self.head_dim).swapaxes(1, 2)
         rotated = layers.rope(qkv[:, : self.heads + self.kv_heads], cos, sin)
@@ -178,12 +192,17 @@ class Block(nnx.Module):
         prefix = f"model.layers.{index}."
 
         def stack(group: str, names: Sequence[str], rows: Sequence[int]):
-            return _fuse([weight(f"{prefix}{group}.{n}_proj.weight", (r, inner)) for n, r in zip(names, rows, strict=True)])
+            return _fuse(
+                [weight(f"{prefix}{group}.{n}_proj.weight", (r, inner)) for n, r in zip(names, rows, strict=True)]
+            )
 
         self.eps = config.norm_eps
         self.attention_norm = nnx.Param(_f32(weight(f"{prefix}input_layernorm.weight", (inner,))))
-        self.attention = Attention(config, stack("self_attn", "qkv", (q_rows, kv_rows, kv_rows)),
-                                   weight(f"{prefix}self_attn.o_proj.weight", (inner, q_rows)))
+        self.attention = Attention(
+            config,
+            stack("self_attn", "qkv", (q_rows, kv_rows, kv_rows)),
+            weight(f"{prefix}self_attn.o_proj.weight", (inner, q_rows)),
+        )
         self.mlp_norm = nnx.Param(_f32(weight(f"{prefix}post_attention_layernorm.weight", (inner,))))
         self.gate_up = nnx.Param(stack("mlp", ("gate", "up"), (features, features)))
         self.down = nnx.Param(weight(f"{prefix}mlp.down_proj.weight", (inner, features)))

@@ -11,8 +11,8 @@ from jtile._errors import PromptError
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """ids: int32 [batch, longest], row b real up to lengths[b]; lengths: int32 [batch]; mask: bool, 1 where the caller's
-    array had a token; single: the caller gave one row [length]."""
+    """ids: int32 [batch, longest], row b real up to lengths[b]; lengths: int32 [batch]; mask: bool, true where
+    the caller had a token; single: the caller gave one row [length]."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -45,8 +45,9 @@ def read_prompt(ids, attention_mask, vocab_size: int, max_length: int) -> Prompt
     for row in packed:
         outside = row[(row < 0) | (row >= vocab_size)]
         if len(outside):
-            raise PromptError(f"the token id {outside[0]} is outside the vocabulary of {vocab_size} tokens "
-                              f"(0 to {vocab_size - 1})")
+            raise PromptError(
+                f"the token id {outside[0]} is outside the vocabulary of {vocab_size} tokens (0 to {vocab_size - 1})"
+            )
     return Prompt(_stack(packed).astype(np.int32), lengths, _stack(masks), single)
 
 
@@ -62,8 +63,10 @@ def _rows(ids, name: str = "prompt ids") -> tuple[list[np.ndarray], bool]:
         rows, single = [np.asarray(row) for row in ids], False
     for row in rows:
         if row.ndim != 1 or (row.size and row.dtype.kind not in "iub"):
-            raise PromptError(f"{name} must be integers [batch, length] or [length], "
-                              f"got {row.dtype} of shape {row.shape if array is None else array.shape}")
+            raise PromptError(
+                f"{name} must be integers [batch, length] or [length], "
+                f"got {row.dtype} of shape {row.shape if array is None else array.shape}"
+            )
     return rows, single
 
 

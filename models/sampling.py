@@ -45,12 +45,15 @@ class Sampling:
 
     def traced(self) -> dict[str, jax.Array]:
         """The numbers that may change from call to call without a new compilation."""
-        return {"temperature": jnp.float32(self.temperature or 1.0), "top_p": jnp.float32(self.top_p or 1.0),
-                "key": jax.random.key(self.seed & 0xFFFFFFFF)}
+        return {
+            "temperature": jnp.float32(self.temperature or 1.0),
+            "top_p": jnp.float32(self.top_p or 1.0),
+            "key": jax.random.key(self.seed & 0xFFFFFFFF),
+        }
 
 
 def choose(logits, step, static: tuple[bool, int | None, bool], numbers: dict[str, jax.Array]):
-    """The next token, int32 [batch], for logits float32 [batch, vocab]; `step` (int32) counts the tokens made so far."""
+    """The next token, int32 [batch], for logits float32 [batch, vocab]; `step` (int32) is how many were made so far."""
     greedy, top_k, nucleus = static
     if greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

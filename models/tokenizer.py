@@ -1,4 +1,4 @@
-"""Text to token ids and back: `tokenizers` built from a GGUF's own vocabulary or a `tokenizer.json`, plus chat templates."""
+"""Text to token ids and back: `tokenizers` built from a GGUF's vocabulary or a `tokenizer.json`, and chat templates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from jtile._errors import ModelError, PromptError
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 
-LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
@@ -28,8 +30,9 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
     if name in ("llama-bpe", "llama3", "llama-v3"):
         split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise ModelError(f"unknown pre-tokenizer {name!r}; jtile knows smollm, gpt-2 and llama-bpe, "
-                     "or give a folder with tokenizer.json")
+    raise ModelError(
+        f"unknown pre-tokenizer {name!r}; jtile knows smollm, gpt-2 and llama-bpe, or give a folder with tokenizer.json"
+    )
 
 
 class Tokenizer:
@@ -39,8 +42,15 @@ class Tokenizer:
     begin token first; chat_template: the model's Jinja template, or None.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, bos: str = "", eos: str = "", add_bos: bool = False,
-                 chat_template: str | None = None):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos: str = "",
+        eos: str = "",
+        add_bos: bool = False,
+        chat_template: str | None = None,
+    ):
         self._backend, self.bos, self.eos, self.chat_template = backend, bos, eos, chat_template
         self._bos_id = backend.token_to_id(bos) if add_bos and bos else None
 
@@ -58,9 +68,14 @@ class Tokenizer:
         elif kind == "llama":
             backend, add_bos = _sentencepiece(tokens, types, meta), True
         else:
-            raise ModelError(f"unknown tokenizer {kind!r}; jtile reads GGUF vocabularies of the kinds 'gpt2' and 'llama'")
-        added = [AddedToken(text, special=kind == CONTROL, normalized=False)
-                 for text, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
+            raise ModelError(
+                f"unknown tokenizer {kind!r}; jtile reads GGUF vocabularies of the kinds 'gpt2' and 'llama'"
+            )
+        added = [
+            AddedToken(text, special=kind == CONTROL, normalized=False)
+            for text, kind in zip(tokens, types, strict=True)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
         backend.add_special_tokens([token for token in added if token.special])
         backend.add_tokens([token for token in added if not token.special])
 
@@ -68,8 +83,13 @@ class Tokenizer:
             index = meta.get(f"tokenizer.ggml.{key}_token_id")
             return tokens[index] if index is not None and index < len(tokens) else ""
 
-        return cls(backend, bos=text("bos"), eos=text("eos"), chat_template=meta.get("tokenizer.chat_template"),
-                   add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", add_bos)))
+        return cls(
+            backend,
+            bos=text("bos"),
+            eos=text("eos"),
+            chat_template=meta.get("tokenizer.chat_template"),
+            add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", add_bos)),
+        )
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -108,8 +128,9 @@ class Tokenizer:
         """A decoder for ids that arrive one by one."""
         return TextStream(self._backend, skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True,
-                            tokenize: bool = True) -> list[int] | str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, tokenize: bool = True
+    ) -> list[int] | str:
         """The prompt for a conversation.
 
         Args:
@@ -123,13 +144,18 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise PromptError("this model has no chat template; pass plain text or token ids")
-        text = _render(self.chat_template, messages=[dict(m) for m in messages], bos_token=self.bos,
-                       eos_token=self.eos, add_generation_prompt=add_generation_prompt)
+        text = _render(
+            self.chat_template,
+            messages=[dict(m) for m in messages],
+            bos_token=self.bos,
+            eos_token=self.eos,
+            add_generation_prompt=add_generation_prompt,
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 class TextStream:
-    """Turns a stream of token ids into text: only whole characters come out, and the pieces join to the decoded text."""
+    """Turns a stream of token ids into text: only whole characters come out; the pieces join to the decoded text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool):
         self._backend = backend
@@ -161,9 +187,13 @@ def _sentencepiece(tokens: Sequence[str], types: Sequence[int], meta: Mapping) -
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind in (NORMAL, USER_DEFINED):
             cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
-            merges += [(-score, vocabulary[a], vocabulary[b], a, b) for a, b in cuts if a in vocabulary and b in vocabulary]
+            merges += [
+                (-score, vocabulary[a], vocabulary[b], a, b) for a, b in cuts if a in vocabulary and b in vocabulary
+            ]
     unknown = tokens[meta.get("tokenizer.ggml.unknown_token_id", 0)]
-    model = models.BPE(vocabulary, [m[3:] for m in sorted(merges)], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    model = models.BPE(
+        vocabulary, [m[3:] for m in sorted(merges)], unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
     backend = tokenizers.Tokenizer(model)
     prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
     steps = [normalizers.Prepend("▁")] if prefix else []
@@ -184,8 +214,9 @@ def _render(template: str, **variables) -> str:
     def refuse(message: str):
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=["jinja2.ext.loopcontrols"])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

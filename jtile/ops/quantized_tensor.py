@@ -90,7 +90,9 @@ class QuantizedTensor:
         """
         kinds = sorted({part.kind for part in parts})
         if len(kinds) != 1:
-            raise KernelTypeError(f"cannot concatenate quantised tensors of the kinds {', '.join(kinds)}; requantise them")
+            raise KernelTypeError(
+                f"cannot concatenate quantised tensors of the kinds {', '.join(kinds)}; requantise them"
+            )
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *parts)
 
 
@@ -199,4 +201,6 @@ def _check(kind: str, shape: Sequence[int]) -> None:
     if len(shape) != 2:
         raise KernelValueError(f"a quantised tensor has the shape (out, in), got {tuple(shape)}")
     if kind != "int8" and shape[1] % BLOCK:
-        raise KernelValueError(f"{kind} needs `in` to be a multiple of {BLOCK}, got {tuple(shape)}; int8 takes any size")
+        raise KernelValueError(
+            f"{kind} needs `in` to be a multiple of {BLOCK}, got {tuple(shape)}; int8 takes any size"
+        )

@@ -1,0 +1,138 @@
+"""Models for the tests: the tiny Llama of tests/data, the same one as a GGUF, and SmolLM2 if it is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jtile.models
+from jtile._errors import ModelError
+from jtile.models import gguf_file
+from jtile.models.load import default_model
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+TINY = DATA / "llama"
+HEADS, KV_HEADS, LAYERS, VOCAB = 4, 2, 3, 256
+
+
+@pytest.fixture(scope="session")
+def tiny_folder() -> Path:
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, np.ndarray]:
+    """Inputs and outputs of the tiny Llama, by transformers in float32."""
+    return dict(np.load(TINY / "io.npz"))
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return jtile.models.load(TINY)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    try:
+        path = default_model()
+    except ModelError as error:
+        pytest.skip(str(error))
+    return jtile.models.load(path)
+
+
+@pytest.fixture(scope="session")
+def smollm2_cases():
+    return json.loads((DATA / "smollm2.json").read_text(encoding="utf-8"))["prompts"]
+
+
+@pytest.fixture(scope="session")
+def smollm2_strings():
+    return json.loads((DATA / "smollm2_tok.json").read_text(encoding="utf-8"))
+
+
+def _permuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Query and key rows in the order of GGUF: the two halves of each head interleaved."""
+    return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+@pytest.fixture(scope="session")
+def write_gguf():
+    """write_gguf(path, kind="F32", rounded=(), architecture="llama", drop=(), **metadata): the tiny Llama as GGUF.
+
+    `kind` is the GGUF type of the matrices, `rounded` the types through which their values went before; `drop` names
+    tensors to leave out."""
+
+    def write(path: Path, kind: str = "F32", rounded=(), architecture: str = "llama", drop=(), **metadata) -> Path:
+        writer = gguf.GGUFWriter(str(path), architecture)
+        _metadata(writer)
+        for key, value in metadata.items():
+            writer.add_string(key.replace("__", "."), value)
+        quant = gguf.GGMLQuantizationType[kind]
+        for name, tensor in _tensors().items():
+            if name in drop:
+                continue
+            if tensor.ndim == 2:
+                for step in (gguf.GGMLQuantizationType[kind] for kind in rounded):
+                    tensor = gguf.dequantize(gguf.quantize(tensor, step), step)
+                writer.add_tensor(name, gguf.quantize(tensor, quant), raw_dtype=quant)
+            else:
+                writer.add_tensor(name, tensor.astype(np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+def _metadata(writer) -> None:
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(160)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    letters = sorted(_byte_alphabet())
+    writer.add_token_list(["<|endoftext|>", *letters[: VOCAB - 1]])
+    writer.add_token_types([3] + [1] * (VOCAB - 1))
+    writer.add_token_merges([])
+    writer.add_eos_token_id(2)
+
+
+def _byte_alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel.alphabet()
+
+
+def _tensors() -> dict[str, np.ndarray]:
+    names = {hf: name for name, hf in gguf_file.TOP_NAMES.items()}
+    names |= {
+        f"model.layers.{i}.{hf}.weight": f"blk.{i}.{name}.weight"
+        for i in range(LAYERS)
+        for name, hf in gguf_file.BLOCK_NAMES.items()
+    }
+    tensors = {names[hf]: tensor for hf, tensor in load_file(TINY / "model.safetensors").items()}
+    for i in range(LAYERS):
+        for name, heads in ((f"blk.{i}.attn_q.weight", HEADS), (f"blk.{i}.attn_k.weight", KV_HEADS)):
+            tensors[name] = _permuted(tensors[name], heads)
+    return tensors | {"rope_freqs.weight": _llama3_factors()}
+
+
+def _llama3_factors() -> np.ndarray:
+    """What a converter stores for rope type llama3: factor 8, low 1, high 4, original length 64, theta 500000."""
+    wavelengths = 2 * np.pi * 500000.0 ** (np.arange(0, 16, 2) / 16)
+    smooth = (64 / wavelengths - 1) / (4 - 1)
+    middle = 1 / ((1 - smooth) / 8 + smooth)
+    return np.where(wavelengths > 64, 8.0, np.where(wavelengths < 16, 1.0, middle)).astype(np.float32)

@@ -1,0 +1,116 @@
+"""`run_generate`, as `jtile generate` calls it: text, JSON, errors in one sentence, and Ctrl-C."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jtile.models import run_generate
+
+PROGRAM = "import sys, json; from jtile.models import run_generate; sys.exit(run_generate(**json.loads(sys.argv[1])))"
+
+
+@pytest.fixture
+def prompt_ids(golden):
+    return ",".join(str(i) for i in golden["input_ids"][0])
+
+
+@pytest.fixture
+def start(subprocess_env):
+    def run(**options):
+        command = [sys.executable, "-c", PROGRAM, json.dumps(options)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=subprocess_env, bufsize=0)
+
+    return run
+
+
+def test_json(tiny_folder, golden, prompt_ids, capsys):
+    assert run_generate(model=str(tiny_folder), prompt_ids=prompt_ids, json=True, max_new_tokens=16) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["ids"] == golden["greedy"][0].tolist()
+    assert record["finish"] == "length"
+    assert record["prompt_tokens"] == 24
+    assert record["new_tokens"] == 16
+    assert record["tokens_per_second"] > 0
+    assert record["prefill_tokens_per_second"] > 0
+
+
+def test_stats_go_to_standard_error(tiny_folder, golden, prompt_ids, capsys):
+    ids = golden["input_ids"][0]
+    assert run_generate(model=str(tiny_folder), prompt_ids=ids, stats=True, max_new_tokens=4) == 0
+    out = capsys.readouterr()
+    assert out.out.split() == [str(i) for i in golden["greedy"][0][:4]]  # a model without a tokenizer
+    assert out.err.startswith("prefill 24 tokens, ")
+    assert "decode 4 tokens, " in out.err
+
+
+def test_text_from_a_gguf(write_gguf, tmp_path, capsys):
+    path = str(write_gguf(tmp_path / "tiny.gguf", tokenizer__chat_template="{{ messages[-1].content }}"))
+    assert run_generate("ab", model=path, json=True, max_new_tokens=4) == 0
+    with_template = json.loads(capsys.readouterr().out)
+    assert run_generate("ab", model=path, json=True, max_new_tokens=4, chat=False) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == with_template["ids"]
+    assert run_generate("ab", model=path, max_new_tokens=4, ignore_eos=True) == 0
+    assert capsys.readouterr().out.startswith(with_template["text"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give either a prompt or --prompt-ids"),
+        ({"prompt_ids": "1,b"}, "--prompt-ids takes integers"),
+        ({"prompt_ids": ""}, "the prompt is empty"),
+        ({"prompt_ids": "999"}, "outside the vocabulary"),
+        ({"prompt": "hi"}, "has no tokenizer"),
+        ({"prompt_ids": "1", "model": "/nowhere"}, "there is no model at /nowhere"),
+    ],
+)
+def test_errors_are_one_sentence(tiny_folder, capsys, options, message):
+    assert run_generate(**{"model": str(tiny_folder)} | options) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("jtile: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, tiny_folder, prompt_ids):
+    options = dict(model=str(tiny_folder), prompt_ids=prompt_ids, max_new_tokens=400, ignore_eos=True)
+    whole = start(**options).communicate(timeout=60)[0].decode().split()
+    assert len(whole) == 400
+    process = start(**options)
+    first = process.stdout.read(1)  # generation has begun
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    part = (first + out).decode().split()
+    assert process.returncode in (130, 0)  # 0: it was faster than the signal
+    assert part == whole[: len(part)]
+    assert b"Traceback" not in err
+
+
+def test_ctrl_c_before_the_first_token(tiny_folder, prompt_ids, monkeypatch, capsys):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jtile.models.console.load", interrupted)
+    assert run_generate(model=str(tiny_folder), prompt_ids=prompt_ids) == 130
+    assert capsys.readouterr().out == ""
+
+
+def test_a_closed_pipe_is_no_error_message(start, tiny_folder, prompt_ids):
+    process = start(model=str(tiny_folder), prompt_ids=prompt_ids, max_new_tokens=400, ignore_eos=True)
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=60) in (0, 1)
+
+
+def test_smollm2_answers(smollm2, smollm2_cases, capsys):
+    assert smollm2.source.endswith(".gguf")
+    question = smollm2_cases[0]["messages"][0]["content"]
+    assert run_generate(question, model=smollm2.source, max_new_tokens=48) == 0
+    assert capsys.readouterr().out == "The capital of France is Paris.\n"
+    assert np.size(smollm2_cases[0]["greedy_ids"]) == 48

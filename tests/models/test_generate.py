@@ -1,0 +1,112 @@
+"""Generation: streaming, end tokens, limits, sampling through the whole model, and SmolLM2 against transformers."""
+
+import numpy as np
+import pytest
+
+from jtile._errors import PromptError
+from jtile.models import cache as kv
+from jtile.models.generate import CHUNK
+
+
+@pytest.fixture
+def row(golden):
+    return golden["input_ids"][0].tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, CHUNK, CHUNK + 1, CHUNK + 2])
+def test_counts_around_the_size_of_a_chunk(tiny, golden, row, count):
+    stream = tiny.stream(row, count)
+    tokens = list(stream)
+    assert tokens == golden["greedy"][0][:count].tolist()
+    assert stream.stats.new_tokens == count
+    assert stream.stats.prompt_tokens == 24
+
+
+def test_end_tokens(tiny, golden, row):
+    greedy = golden["greedy"][0].tolist()
+    end = greedy[5]
+    expected = greedy[: greedy.index(end) + 1]
+    assert tiny.generate(row, 16, eos=end).tolist() == expected
+    assert tiny.generate(row, 16, eos=[end, 300]).tolist() == expected
+    assert tiny.generate(row, 16, eos=None).tolist() == greedy
+
+
+def test_a_row_that_ended_waits_for_the_others(tiny, golden):
+    greedy = golden["greedy"]
+    end = next(int(token) for token in greedy[0] if token not in greedy[1])
+    at = greedy[0].tolist().index(end)
+    out = tiny.generate(golden["input_ids"], 16, eos=end)
+    assert out.shape == (2, 16)
+    assert np.array_equal(out[1], greedy[1])
+    assert np.array_equal(out[0, : at + 1], greedy[0, : at + 1])
+    assert (out[0, at:] == end).all()
+
+
+def test_sampling_depends_on_the_seed_only(tiny, row):
+    options = dict(temperature=1.5, top_k=50, top_p=0.95)
+    a, b, c = (tiny.generate(row, 20, seed=seed, **options).tolist() for seed in (3, 3, 4))
+    assert a == b
+    assert a != c
+
+
+def test_generation_ends_with_the_context(tiny, row):
+    long = (row * 30)[:505]
+    assert len(tiny.generate(long, 100, eos=None)) == 512 - 505
+    assert len(tiny.generate((row * 30)[:512], 5)) == 0
+
+
+def test_bad_arguments_raise_before_the_first_token(tiny, row):
+    for ids, options, message in (
+        ([], {}, "empty"),
+        ([256], {}, "outside the vocabulary of 256"),
+        (row * 30, {}, "context holds 512"),
+        (row, {"max_new_tokens": -1}, "max_new_tokens"),
+        (row, {"temperature": -0.1}, "temperature"),
+        ("text", {}, "encode it first"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            tiny.stream(ids, **options)
+    with pytest.raises(PromptError, match="outside the vocabulary"):
+        tiny.logits([[0, 256]])
+
+
+def test_a_stream_that_is_dropped_leaves_the_model_usable(tiny, golden, row):
+    stream = tiny.stream(row, 200, eos=None)
+    assert next(stream) == golden["greedy"][0][0]
+    del stream
+    assert tiny.generate(row, 16).tolist() == golden["greedy"][0].tolist()
+
+
+def test_buckets():
+    assert [kv.bucket(n) for n in (1, 16, 17, 128, 129, 513)] == [16, 16, 32, 128, 144, 576]
+    assert kv.bucket(500, 505) == 505
+    for n in range(1, 3000):
+        assert n <= kv.bucket(n) <= max(n + 15, n * 9 // 8)
+
+
+def test_smollm2_makes_the_tokens_of_transformers(smollm2, smollm2_cases):
+    for case in smollm2_cases:
+        made = smollm2.generate(case["prompt_ids"], 48, eos=None).tolist()
+        assert made == case["greedy_ids"]
+        assert smollm2.tokenizer.decode(made) == case["greedy_text"]
+
+
+def test_smollm2_logits(smollm2, smollm2_cases):
+    """The four prompts as one left-padded batch, so that one compilation serves."""
+    longest = max(len(case["prompt_ids"]) for case in smollm2_cases)
+    ids, mask = np.full((4, longest), 2), np.zeros((4, longest), int)
+    for i, case in enumerate(smollm2_cases):
+        n = len(case["prompt_ids"])
+        ids[i, longest - n :], mask[i, longest - n :] = case["prompt_ids"], 1
+    last = np.asarray(smollm2.logits(ids, mask)[:, -1])
+    for row, case in zip(last, smollm2_cases, strict=True):
+        expected = {int(i): value for i, value in case["logits_probe"].items()}
+        expected |= dict(zip(case["top5_ids"], case["top5_logits"], strict=True))
+        assert max(abs(row[i] - value) for i, value in expected.items()) < 1e-3
+        assert np.argsort(-row)[:5].tolist() == case["top5_ids"]
+
+
+def test_smollm2_stops_at_its_end_token(smollm2, smollm2_cases):
+    case = smollm2_cases[0]
+    made = smollm2.generate(case["prompt_ids"], 48).tolist()
+    assert made == case["greedy_ids"][: case["greedy_first_eos"] + 1]

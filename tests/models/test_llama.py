@@ -1,0 +1,117 @@
+"""The tiny Llama against transformers: logits, left-padded batches, cached greedy continuation, both spellings."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import jtile.models
+from jtile._errors import ModelError
+from jtile.models.llama import LlamaConfig, RopeScaling, inverse_frequencies
+
+TOLERANCE = 1e-4  # float32 noise is 4e-5; the smallest wrong feature moves logits by 0.87
+
+
+def test_logits(tiny, golden):
+    out = np.asarray(tiny.logits(golden["input_ids"]))
+    assert out.shape == golden["logits"].shape
+    assert out.dtype == np.float32
+    assert np.abs(out - golden["logits"]).max() < TOLERANCE
+
+
+def test_logits_of_a_left_padded_batch(tiny, golden):
+    out = np.asarray(tiny.logits(golden["lp_input_ids"], golden["lp_attention_mask"]))
+    assert np.abs(out - golden["lp_logits"]).max() < TOLERANCE
+    assert not out[golden["lp_attention_mask"] == 0].any()
+
+
+def test_logits_of_a_right_padded_batch(tiny, golden):
+    ids, mask = golden["input_ids"].copy(), np.ones((2, 24), bool)
+    ids[1, 9:], mask[1, 9:] = 0, False
+    out = np.asarray(tiny.logits(ids, mask))
+    assert np.abs(out[mask] - golden["logits"][mask]).max() < TOLERANCE
+
+
+def test_logits_of_one_row_and_of_one_token(tiny, golden):
+    row = golden["input_ids"][0]
+    assert np.abs(np.asarray(tiny.logits(row)) - golden["logits"][0]).max() < TOLERANCE
+    assert np.abs(np.asarray(tiny.logits(row[:1].tolist())) - golden["logits"][0, :1]).max() < TOLERANCE
+
+
+def test_greedy_continuation(tiny, golden):
+    assert np.array_equal(tiny.generate(golden["input_ids"], 16), golden["greedy"])
+    assert tiny.generate(golden["input_ids"][1], 16).tolist() == golden["greedy"][1].tolist()
+
+
+def test_greedy_continuation_of_left_padded_and_of_ragged_rows(tiny, golden):
+    ids, mask = golden["lp_input_ids"], golden["lp_attention_mask"]
+    assert np.array_equal(tiny.generate(ids, 16, attention_mask=mask), golden["lp_greedy"])
+    ragged = [row[keep == 1].tolist() for row, keep in zip(ids, mask, strict=True)]
+    assert np.array_equal(tiny.generate(ragged, 16), golden["lp_greedy"])
+
+
+def test_the_cache_agrees_with_whole_prompts(tiny, golden):
+    ids = golden["input_ids"][0].tolist()
+    made = tiny.generate(ids, 12, eos=None).tolist()
+    logits = np.asarray(tiny.logits(ids + made))
+    assert logits.argmax(-1)[len(ids) - 1 : -1].tolist() == made
+
+
+@pytest.mark.parametrize("spelling", ["config.json", "config_hub.json"])
+def test_both_spellings_of_the_configuration(tiny_folder, tmp_path, golden, spelling):
+    shutil.copy(tiny_folder / spelling, tmp_path / "config.json")
+    shutil.copy(tiny_folder / "model.safetensors", tmp_path)
+    lm = jtile.models.load(tmp_path)
+    scaling = lm.config.rope_scaling
+    assert dataclasses.asdict(scaling) == dict(
+        kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_length=64, factors=()
+    )
+    assert np.abs(np.asarray(lm.logits(golden["input_ids"])) - golden["logits"]).max() < TOLERANCE
+
+
+@pytest.fixture
+def config(tiny_folder):
+    return json.loads((tiny_folder / "config_hub.json").read_text())
+
+
+def test_old_checkpoints_without_rope_scaling(config):
+    del config["rope_scaling"], config["rope_theta"], config["head_dim"], config["num_key_value_heads"]
+    parsed = LlamaConfig.from_hf(config)
+    assert (parsed.rope_theta, parsed.rope_scaling, parsed.head_dim, parsed.num_kv_heads) == (10000.0, None, 16, 4)
+
+
+def test_rope_scalings():
+    plain = LlamaConfig(256, 64, 160, 3, 4, 2, 16, 1e-6, 512, 10000.0)
+    base = inverse_frequencies(plain)
+    assert np.allclose(base, 10000.0 ** (-np.arange(8) / 8))
+    linear = dataclasses.replace(plain, rope_scaling=RopeScaling("linear", 4.0))
+    assert np.allclose(inverse_frequencies(linear), base / 4)
+    factors = dataclasses.replace(plain, rope_scaling=RopeScaling("factors", factors=tuple(range(1, 9))))
+    assert np.allclose(inverse_frequencies(factors), base / np.arange(1, 9))
+    llama3 = dataclasses.replace(plain, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64))
+    ratio = base / inverse_frequencies(llama3)
+    assert ratio[0] == 1
+    assert np.allclose(ratio[-3:], 8)
+    assert np.all(np.diff(ratio) > -1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "unknown rope scaling 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' = 0; expected a positive int"),
+        ({"num_attention_heads": "4"}, "'num_attention_heads' = '4'"),
+        ({"rms_norm_eps": -1e-5}, "'rms_norm_eps' = -1e-05; expected a positive float"),
+        ({"head_dim": 15}, "even head size"),
+    ],
+)
+def test_configurations_that_it_cannot_run(config, change, message):
+    with pytest.raises(ModelError, match=message):
+        LlamaConfig.from_hf(config | change)

@@ -1,0 +1,140 @@
+"""Tokenizers against the reference strings of SmolLM2 and of sentencepiece; chat templates; streamed text."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jtile._errors import ModelError, PromptError
+from jtile.models.tokenizer import Tokenizer
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    data = json.loads((DATA / "sentencepiece.json").read_text(encoding="utf-8"))
+    meta = {f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("unknown", "bos", "eos"))}
+    meta |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": data["tokens"]}
+    meta |= {"tokenizer.ggml.scores": data["scores"], "tokenizer.ggml.token_type": data["types"]}
+    return Tokenizer.from_gguf(meta), data["cases"]
+
+
+@pytest.fixture
+def letters():
+    """A byte-level vocabulary without merges: every byte is a token."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    def build(pre="gpt-2", merges=(), extra=(), **meta):
+        tokens = ["<|end|>", *sorted(ByteLevel.alphabet()), *extra]
+        types = [3] + [1] * (len(tokens) - 1)
+        common = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens}
+        common |= {"tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": list(merges)}
+        return Tokenizer.from_gguf(common | meta)
+
+    return build
+
+
+def test_smollm2_strings(smollm2, smollm2_strings):
+    tokenizer = smollm2.tokenizer
+    assert len(smollm2_strings) == 20
+    for case in smollm2_strings:
+        assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
+        assert tokenizer.decode(case["ids"]) == case["text"]
+
+
+def test_smollm2_chat_template(smollm2, smollm2_cases):
+    for case in smollm2_cases:
+        assert smollm2.tokenizer.apply_chat_template(case["messages"], tokenize=False) == case["prompt_text"]
+        assert smollm2.tokenizer.apply_chat_template(case["messages"]) == case["prompt_ids"]
+
+
+def test_smollm2_streams_whole_characters(smollm2):
+    text = "naïve café — 日本語 🙂 e\u0301 ٣٤٥ end"
+    stream = smollm2.tokenizer.stream()
+    pieces = [stream.push(i) for i in smollm2.tokenizer.encode(text)]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces  # some tokens end inside a character
+
+
+def test_a_stream_that_ends_inside_a_character_holds_it_back(letters):
+    tokenizer = letters()
+    stream = tokenizer.stream()
+    assert "".join(stream.push(i) for i in tokenizer.encode("ok 🙂")[:-1]) == "ok "
+
+
+def test_streams_leave_control_tokens_out(letters):
+    tokenizer = letters()
+    ids = tokenizer.encode("a<|end|>b")
+    assert len(ids) == 3
+    hidden, shown = tokenizer.stream(), tokenizer.stream(skip_special_tokens=False)
+    assert "".join(hidden.push(i) for i in ids) == "ab"
+    assert "".join(shown.push(i) for i in ids) == "a<|end|>b"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+
+
+def test_sentencepiece_vocabulary(sentencepiece):
+    tokenizer, cases = sentencepiece
+    for case in cases:
+        assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"], case["text"]
+        assert tokenizer.encode(case["text"]) == [1, *case["ids"]]
+        assert tokenizer.decode(case["ids"]) == case["text"]
+
+
+def test_pre_tokenizers_split_digits_differently(letters):
+    merges, extra = ["1 2", "12 3"], ["12", "123"]
+    count = {pre: len(letters(pre, merges, extra).encode("1234")) for pre in ("smollm", "gpt-2", "llama-bpe")}
+    assert count == {"smollm": 4, "gpt-2": 2, "llama-bpe": 2}  # 1 2 3 4 | 123 4 | 123 4
+
+
+def test_llama3_takes_a_whole_word_that_no_merge_builds(letters):
+    assert len(letters("llama-bpe", [], ["hello"]).encode("hello")) == 1
+    assert len(letters("gpt-2", [], ["hello"]).encode("hello")) == 5
+
+
+def test_the_begin_token_is_added_once(letters):
+    meta = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0}
+    tokenizer = letters(**meta)
+    assert tokenizer.encode("a")[0] == 0
+    assert len(tokenizer.encode("a")) == 2
+    assert len(tokenizer.encode("<|end|>a")) == 2
+    assert len(tokenizer.encode("a", add_special_tokens=False)) == 1
+    assert len(letters().encode("a")) == 1
+
+
+def test_chat_templates_run_in_a_sandbox(letters):
+    conversation = [{"role": "user", "content": "hi"}]
+    refuse = letters(**{"tokenizer.chat_template": "{{ raise_exception('no users') }}"})
+    with pytest.raises(PromptError, match="no users"):
+        refuse.apply_chat_template(conversation)
+    escape = letters(**{"tokenizer.chat_template": "{{ messages.__class__.__mro__ }}"})
+    with pytest.raises(PromptError, match="refuses"):
+        escape.apply_chat_template(conversation)
+    with pytest.raises(PromptError, match="no chat template"):
+        letters().apply_chat_template(conversation)
+
+
+def test_tokenizers_of_folders(letters, tmp_path):
+    letters()._backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|end|>"}, "chat_template": "{{ messages[0].content }}{{ eos_token }}"})
+    )
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("héé") == letters().encode("héé")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi<|end|>"
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot read the tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, "unknown tokenizer 'bert'"),
+        ({"tokenizer.ggml.pre": "x"}, "pre-tokenizer 'x'"),
+    ],
+)
+def test_unknown_tokenizers(letters, meta, message):
+    with pytest.raises(ModelError, match=message):
+        letters(**meta)

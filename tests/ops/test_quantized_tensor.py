@@ -1,0 +1,105 @@
+"""Quantised tensors against the gguf package, bit for bit, and as pytrees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile.ops.quantized_tensor import BLOCK_BYTES, QuantizedTensor
+
+gguf = pytest.importorskip("gguf", reason="the reference of the block layouts is the gguf package")
+
+BLOCKS = sorted(BLOCK_BYTES)
+
+
+def weights(shape=(6, 96), seed=0):
+    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    x[0, :32] = 0  # a block whose scale is zero
+    x[1, :32] = 0.25  # a block without spread
+    x[2, 5] = -100.0
+    return x
+
+
+def reference(kind, x):
+    type_ = gguf.GGMLQuantizationType[kind.upper()]
+    raw = gguf.quantize(x, type_)
+    return raw, gguf.dequantize(raw, type_)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("shape", [(6, 96), (5, 32), (3, 1024)])
+def test_blocks_of_gguf(kind, shape):
+    raw, expected = reference(kind, weights(shape))
+    tensor = QuantizedTensor.from_gguf_blocks(raw, kind, shape)
+    assert tensor.shape == shape
+    assert np.array_equal(np.asarray(tensor.dequantize()), expected)
+    assert tensor.nbytes == raw.size  # nothing is stored twice
+    under_jit = np.asarray(jax.jit(QuantizedTensor.dequantize)(tensor))
+    np.testing.assert_allclose(under_jit, expected, rtol=1e-6, atol=1e-6)  # may fuse multiply and add
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_quantize_rounds_as_ggml_does(kind):
+    x = weights((64, 256), seed=1)
+    raw, _ = reference(kind, x)
+    expected, got = QuantizedTensor.from_gguf_blocks(raw, kind, x.shape), QuantizedTensor.quantize(x, kind)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert np.array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 127), ("q8_0", 127), ("q4_0", 8), ("q4_1", 7.5)])
+def test_the_error_is_at_most_half_a_step(kind, steps):
+    x = np.random.default_rng(2).uniform(-1, 1, (8, 64)).astype(np.float32)
+    error = np.abs(np.asarray(QuantizedTensor.quantize(x, kind).dequantize()) - x).max()
+    worst = 1 if kind == "q4_0" else 0.5  # q4_0 clips the end of the range that has 7 steps, by up to a whole one
+    assert 0.1 / steps < error < worst / steps * 1.02 + 5e-4  # the scale is rounded to float16
+
+
+def test_int8_takes_any_size_and_zero_rows():
+    x = np.random.default_rng(3).standard_normal((5, 7)).astype(np.float32)
+    x[3] = 0
+    tensor = QuantizedTensor.quantize(x, "int8")
+    assert (tensor.shape, tensor.codes.dtype, tensor.scale.shape) == ((5, 7), jnp.int8, (5, 1))
+    np.testing.assert_allclose(np.asarray(tensor.dequantize()), x, atol=np.abs(x).max() / 254 * 1.01)
+    assert not np.asarray(tensor.dequantize())[3].any()
+
+
+@pytest.mark.parametrize("kind", ["int8", *BLOCKS])
+def test_rows_and_concatenation(kind):
+    a, b = (QuantizedTensor.quantize(weights(seed=seed), kind) for seed in (0, 1))
+    both = QuantizedTensor.concatenate([a, b])
+    assert both.shape == (12, 96)
+    assert np.array_equal(both.dequantize(), np.concatenate([a.dequantize(), b.dequantize()]))
+    index = np.array([11, 0, 5])
+    assert np.array_equal(both.rows(index).dequantize(), np.asarray(both.dequantize())[index])
+
+
+def test_it_is_a_pytree():
+    tensor = QuantizedTensor.quantize(weights(), "q4_1")
+    assert len(jax.tree.leaves(tensor)) == 3
+    assert jax.jit(lambda t: t)(tensor).kind == "q4_1"
+    assert tensor.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
+    assert len(jax.tree.leaves(QuantizedTensor.quantize(weights(), "q4_0"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda x: QuantizedTensor.quantize(x, "q3_k"), "unknown kind of quantisation 'q3_k'"),
+        (lambda x: QuantizedTensor.quantize(x[:, :40], "q4_0"), "multiple of 32"),
+        (lambda x: QuantizedTensor.quantize(x[0], "q8_0"), r"shape \(out, in\)"),
+        (lambda x: QuantizedTensor.from_gguf_blocks(np.zeros(10, np.uint8), "q4_0", (1, 32)), "take 18 bytes, got 10"),
+        (lambda x: QuantizedTensor.from_gguf_blocks(np.zeros(10, np.uint8), "int8", (1, 32)), "no GGUF block layout"),
+    ],
+)
+def test_refused(build, message):
+    with pytest.raises(KernelValueError, match=message):
+        build(weights())
+
+
+def test_kinds_do_not_mix():
+    parts = [QuantizedTensor.quantize(weights(), kind) for kind in ("q4_0", "q8_0")]
+    with pytest.raises(KernelTypeError, match="q4_0, q8_0"):
+        QuantizedTensor.concatenate(parts)
