@@ -52,7 +52,6 @@ from jtile.language import store as store
 from jtile.language import swizzle as swizzle
 from jtile.language import when as when
 from jtile.language import zeros as zeros
-from jtile.trace import function as function
 
 if TYPE_CHECKING:
     from jtile import ir as ir
@@ -61,10 +60,15 @@ if TYPE_CHECKING:
     from jtile import testing as testing
     from jtile.lowering.targets import Target as Target
     from jtile.lowering.targets import host_target as host_target
+    from jtile.trace import function as function
 
 # Loaded when they are first used: `import jtile` stays cheap, and models need packages that kernels do not.
 _MODULES = ("interpret", "ir", "models", "ops", "testing")
-_NAMES = {"Target": "jtile.lowering.targets", "host_target": "jtile.lowering.targets"}
+_NAMES = {
+    "Target": "jtile.lowering.targets",
+    "host_target": "jtile.lowering.targets",
+    "function": "jtile.trace",
+}
 
 
 def __getattr__(name: str) -> Any:
