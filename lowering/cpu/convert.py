@@ -174,8 +174,9 @@ def _round_small(x: X, dtype: str) -> X:
     magic = 2.0 ** (1 - fmt.bias - fmt.mantissa + 23)
     y = (a < 2.0 ** (1 - fmt.bias)).where(a + magic - magic, nearest.as_float())
     y = (y > fmt.largest).where(fmt.overflow, y)
-    y = y.copysign(x)
-    return x.is_nan().where(y.const(fmt.nan), y)
+    # Where there is no NaN, ml_dtypes gives zero with the sign flipped.
+    nan = y.const(fmt.nan) if fmt.nan != fmt.nan else y.const(fmt.nan).xor_sign(x)
+    return x.is_nan().where(nan, y.copysign(x))
 
 
 def _round_bfloat16(x: X) -> X:
@@ -189,9 +190,9 @@ def _round_power_of_two(x: X) -> X:
     """float8_e8m0fnu: ties go up; zero, negative and too large values are NaN."""
     bits = x.bits()
     normal = (bits + 0x400000) & 0x7F800000
-    low = (bits >= 0x600000).where(normal.const(0x800000), 0x400000)
+    low = (bits >= 0x600000).where(normal.const(0x800000), 0x400000)  # around the smallest two, 2^-127 and 2^-126
     y = (bits < 0x800000).where(low, normal)
-    bad = (bits < 0x200000) | (normal.eq(0x7F800000))
+    bad = (bits <= 0) | (bits >= 0x7F400000)
     return bad.where(y.const(0x7FC00000), y).as_float()
 
 

@@ -81,8 +81,11 @@ def intrinsic_suffix(ty: str) -> str:
 class Code:
     """One LLVM function under construction. Every method appends to the current block and returns the typed result."""
 
-    def __init__(self, module: Module, name: str, params: list[Val], ret: str = "void", linkage: str = "internal"):
+    def __init__(
+        self, module: Module, name: str, params: list[Val], ret: str = "void", linkage: str = "internal", attributes: str = ""
+    ):
         self.module, self.name, self.params, self.ret, self.linkage = module, name, params, ret, linkage
+        self.attributes = attributes  # of this function, beside the module's
         self._entry: list[str] = []
         self._body: list[str] = []
         self._count = 0
@@ -227,11 +230,20 @@ class Code:
         self.br(done)
         self.place(done)
 
+    # -- code that must dominate everything -----------------------------------------------------------------------
+    def detour(self) -> list[str]:
+        """From here to `rejoin`, instructions go to the entry block: constants and addresses that every block may use."""
+        body, self._body = self._body, self._entry
+        return body
+
+    def rejoin(self, body: list[str]) -> None:
+        self._body = body
+
     def finish(self, value: Val | None = None) -> str:
         """Return from the function, add it to the module and give its text."""
         self.do(f"ret {value}" if value is not None else "ret void")
         params = ", ".join(str(p) for p in self.params)
-        head = f"define {self.linkage} {self.ret} @{self.name}({params}) #0 {{\nentry:\n".replace("  ", " ")
+        head = f"define {self.linkage} {self.ret} @{self.name}({params}) #0 {self.attributes} {{\nentry:\n".replace("  ", " ")
         text = head + "\n".join([*self._entry, *self._body]) + "\n}\n"
         self.module.functions[self.name] = text
         return text

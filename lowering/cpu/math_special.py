@@ -17,7 +17,7 @@ ERFC_ZERO = {32: 10.3, 64: 27.5}  # from here on erfc rounds to zero
 STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156, -3617 / 122400)
 # Coefficients of 1/x^2, 1/x^4, ... in digamma's: B(2k) / (2k).
 DIGAMMA = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12, -3617 / 8160)
-SHIFT = 10  # both series are used from here on
+SHIFT = 10  # the argument from which the series of digamma is used
 HALF_LOG_2PI = 0.91893853320467274178
 
 
@@ -59,7 +59,7 @@ def erf_inv(x: X) -> X:
         y = _erf_inv_start(x)
         a, b = x.abs(), y.abs()
         # One Newton step on erf, or on erfc where erf is near 1.
-        error = (a < 0.5).where(_erf_small(b) - a, (1.0 - a) - _erfc_positive(b))
+        error = (a < 0.6).where(_erf_small(b) - a, (1.0 - a) - _erfc_positive(b))
         p, q = two_product(b, b)
         slope = scale(*exp_parts((-p).at_least(-700.0), -q)) * TWO_BY_SQRT_PI
         y = (b - error / slope).copysign(x)
@@ -97,15 +97,24 @@ def lgamma(x: X) -> X:
         return lgamma(x.to("double")).to("float")
     reflect = x < 0.5
     z = reflect.where(1.0 - x, x)
-    small = z < float(SHIFT)
-    product = z
-    for k in range(1, SHIFT):
-        product = product * (z + float(k))
-    product = small.where(product, 1.0)
-    z = small.where(z + float(SHIFT), z)
-    inverse = 1.0 / z
+    # Below 6.5: lgamma(2 + u) = u P(u) with |u| <= 1/2, and z = 2 + u + n by the recurrence; above: Stirling's series
+    # from 10 on. Either way at most four factors, whose logarithm is added or taken off.
+    near = z < 6.5
+    n = round_even(z) - 2.0
+    u = near.where(z - 2.0 - n, 0.0)
+    base = near.where(u + 2.0, z)
+    steps = near.where(n, (z < 10.0).where(z.const(4.0), 0.0))
+    product = z.const(1.0)
+    for k in range(4):
+        product = (steps > float(k)).where(product * (base + float(k)), product)
+    product = (steps < 0.0).where(u + 1.0, product)
+    log_product = log(product)
+    high = near.where(10.0, z + steps)
+    inverse = 1.0 / high
     series = inverse * horner(inverse * inverse, STIRLING)
-    y = (z - 0.5) * (log(z) - 1.0) + (HALF_LOG_2PI - 0.5) + series - log(product)
+    stirling = (high - 0.5) * (log(high) - 1.0) + (HALF_LOG_2PI - 0.5) + series - log_product
+    by_fit = u * horner(u, tables.LGAMMA[64]) + (steps < 0.0).where(-log_product, log_product)
+    y = near.where(by_fit, stirling)
     s, _ = _sin_cos_pi(x)
     y = reflect.where(math.log(math.pi) - log(s.abs()) - y, y)
     return x.abs().eq(INF).where(INF, y)

@@ -1,0 +1,143 @@
+"""Tile IR kernel -> LLVM text -> relocatable object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+from jtile import ir
+from jtile.lowering.cpu import (
+    emit_atomic,
+    emit_control,
+    emit_debug,
+    emit_dot,
+    emit_memory,
+    emit_reduce,
+    emit_scan,
+    emit_shape,
+    emit_sort,
+)
+from jtile.lowering.cpu.cost import program_cost_ns
+from jtile.lowering.cpu.emitter import Emitter
+from jtile.lowering.cpu.isa import Isa, host_isa
+from jtile.lowering.cpu.llvm import Code, Module, Val, i64
+from jtile.lowering.cpu.values import Buffer, dense_strides
+
+ENTRY = "jtile_entry"
+EMITTER_FILES = (emit_atomic, emit_control, emit_debug, emit_dot, emit_memory, emit_reduce, emit_scan, emit_shape, emit_sort)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The result of `compile_kernel`.
+
+    Attributes:
+      image: the ELF object.
+      texts: `"llvm"` (as emitted), `"llvm_opt"` (after LLVM's passes), `"asm"`.
+      launch: attributes of the custom call: programs, workspace, cost, isa, sites, name.
+    """
+
+    image: bytes
+    texts: dict[str, str]
+    launch: dict[str, int | str]
+
+
+def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]:
+    """LLVM text of a kernel, and its launch attributes. Equal kernels give equal text."""
+    module = Module(isa.triple)
+    module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
+    refs = [*kernel.inputs, *kernel.outputs]
+    params = [Val("ptr noalias" if not kernel.aliases else "ptr", f"%r{k}") for k in range(len(refs))]
+    names = [Val("i64", f"%p{k}") for k in range(len(kernel.grid))]
+    ws = Val("ptr noalias", "%ws")
+    code = Code(module, "jtile_program", [*params, *names, ws, Val("ptr", "%host")])
+    em = Emitter(kernel, isa, module, code)
+    em.program = {k: i64(0) if n == 1 else v for k, (n, v) in enumerate(zip(kernel.grid, names, strict=True))}
+    for k, r in enumerate(refs):
+        em.env[r] = Buffer(Val("ptr", f"%r{k}"), r.shape, dense_strides(r.shape), r.dtype, None, owned=False)
+    for r in kernel.scratch:
+        em.env[r] = dataclasses.replace(em.new_buffer(r.shape, r.dtype), owned=False)
+    em.block(kernel.body)
+    em.leave()
+    em.arena.tick()
+    for r in kernel.scratch:
+        em.arena.touch(em.env[r].alloc)
+    code.finish()
+    workspace = em.arena.assign()
+    _entry(module, kernel, len(refs))
+    launch = {
+        "name": kernel.name,
+        "programs": math.prod(kernel.grid),
+        "workspace": workspace,
+        "cost": program_cost_ns(kernel),
+        "isa": f"{isa.arch}:{','.join(sorted(isa.features))}",
+        "sites": json.dumps(em.sites, sort_keys=True),
+    }
+    return em.arena.patch(module.text()), launch
+
+
+def _entry(module: Module, kernel: ir.Kernel, refs: int) -> None:
+    """`jtile_entry`: decode each linear program id (last axis fastest) and run the program."""
+    names = ["bufs", "dims", "begin", "end", "ws", "host"]
+    types = ["ptr", "ptr", "i64", "i64", "ptr", "ptr"]
+    bufs, _, begin, end, ws, host = (Val(t, f"%{n}") for t, n in zip(types, names, strict=True))
+    params = [bufs, Val("ptr", "%dims"), begin, end, ws, host]
+    code = Code(module, ENTRY, params, ret="i32", linkage="dso_local")
+    ptrs = [code.load("ptr", code.gep("ptr", bufs, k), align=8) for k in range(refs)]
+    with code.loop(begin, end) as p:
+        ids: list[Val] = []
+        rest = p
+        for n in reversed(kernel.grid):
+            ids.append(code.let("i64", f"urem {rest}, {max(n, 1)}"))
+            rest = code.let("i64", f"udiv {rest}, {max(n, 1)}")
+        args = [*ptrs, *reversed(ids), ws, host]
+        code.do(f"call void @jtile_program({', '.join(map(str, args))})")
+    code.finish(Val("i32", "0"))
+
+
+def initialize(isa: Isa) -> None:
+    """Prepare LLVM for the host, or for all targets when another one is asked for. Idempotent."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    if isa.arch != host_isa().arch:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+
+
+def machine(isa: Isa):
+    """LLVM's target machine for position-independent small-model code."""
+    import llvmlite.binding as llvm
+
+    target = llvm.Target.from_triple(isa.triple)
+    return target.create_target_machine(
+        cpu=isa.cpu, features=isa.feature_string, opt=2, reloc="pic", codemodel="small"
+    )
+
+
+def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False) -> Compiled:
+    """Compile a kernel for an instruction set (default: this machine). `texts` keeps the optimised text and the assembly."""
+    isa = isa or host_isa()
+    text, launch = emit_kernel(kernel, isa)
+    image, levels = assemble(text, isa, texts)
+    return Compiled(image, {"llvm": text, **levels}, launch)
+
+
+def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str, str]]:
+    """LLVM text to an object; with `texts`, the optimised LLVM text and the assembly too."""
+    import llvmlite.binding as llvm
+
+    initialize(isa)
+    module = llvm.parse_assembly(text)
+    tm = machine(isa)
+    module.triple = isa.triple
+    module.data_layout = str(tm.target_data)
+    builder = llvm.create_pass_builder(tm, llvm.create_pipeline_tuning_options(speed_level=2))
+    builder.getModulePassManager().run(module, builder)
+    levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
+    return tm.emit_object(module), levels
+
+
+__all__ = ["ENTRY", "Compiled", "compile_kernel", "emit_kernel"]

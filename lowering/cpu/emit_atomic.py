@@ -1,0 +1,124 @@
+"""Atomics: one read-modify-write a lane, in row-major order of the tile."""
+
+from __future__ import annotations
+
+from jtile import ir
+from jtile.lowering.cpu import access, plan
+from jtile.lowering.cpu.access import Lanes, const_value
+from jtile.lowering.cpu.convert import from_memory, memory_type, to_memory
+from jtile.lowering.cpu.elementwise import emit_elementwise
+from jtile.lowering.cpu.emitter import Emitter, emits
+from jtile.lowering.cpu.emit_memory import Spot, locate
+from jtile.lowering.cpu.evaluate import Point
+from jtile.lowering.cpu.llvm import Val, i64
+from jtile.lowering.cpu.nest import emit_nest
+
+_NATIVE = {"add": "add", "and": "and", "or": "or", "xor": "xor", "xchg": "xchg"}
+_WORD = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
+
+
+@emits(ir.Atomic)
+def _atomic(em: Emitter, op: ir.Atomic) -> None:
+    used = op.result in em.plan.uses
+    out = em.new_buffer(op.value.shape, op.value.dtype)
+    shape = op.value.shape
+    takes = [d.indices for d in op.index if isinstance(d, ir.Take)]
+    roots = [op.value, *takes, *(v for v in (op.mask, op.compare) if v is not None)]
+    em.prepare(roots, ())
+    em.arena.touch(em.rep(op.ref).alloc)
+    if used:
+        zero = const_value(0, op.value.dtype)
+        emit_nest(
+            em, shape, plan.register_bits(out.dtype), lambda p: access.write(em.code, em.isa, out, p.ix, zero, p.lanes)
+        )
+
+    def body(p: Point) -> None:
+        spot = locate(p, op, p.ix)
+        value = p.at(op.value, p.ix)
+        compare = p.at(op.compare, p.ix) if op.compare is not None else None
+        with em.code.when(spot.ok if spot.ok is not None else Val("i1", "true")):
+            old = _one(em, op, spot, value, compare)
+            if used:
+                access.write(em.code, em.isa, out, p.ix, old, Lanes(1))
+
+    bounds = {0: (i64(0), i64(shape[0]))} if shape else {}
+    emit_nest(em, shape, 32, body, scalar=True, bounds=bounds)
+    em.set_buffer(op.result, out)
+
+
+def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None) -> Val:
+    """One element; gives the old value in register form."""
+    code, ref, dtype = em.code, em.rep(op.ref), op.ref.dtype
+    info = ir.DTYPES[dtype]
+    if info.bits == 4 and op.ref.type.role != "scratch":
+        return _nibble_loop(em, op, spot, value, compare)
+    ty = memory_type(dtype)
+    ptr = code.gep(ty, ref.ptr, spot.linear)
+    word = _WORD[access._BYTES[ty]]
+    if info.kind in "iu" and op.fn in (*_NATIVE, "max", "min"):
+        name = _NATIVE.get(op.fn) or (op.fn if info.kind == "i" else "u" + op.fn)
+        if info.bits >= 8:
+            raw = to_memory(code, em.isa, value, dtype)
+            return from_memory(code, em.isa, code.let(ty, f"atomicrmw {name} {ptr}, {raw} monotonic"), dtype)
+
+    def update(old_bits: Val) -> Val:
+        old = from_memory(code, em.isa, code.cast("bitcast", old_bits, ty), dtype)
+        new = _apply(em, op.fn, old, value, compare, dtype, old_bits)
+        return code.cast("bitcast", to_memory(code, em.isa, new, dtype), word)
+
+    bits = exchange_loop(em, ptr, word, update)
+    return from_memory(code, em.isa, code.cast("bitcast", bits, ty), dtype)
+
+
+def exchange_loop(em: Emitter, ptr: Val, word: str, update) -> Val:
+    """Compare-and-exchange until nobody came between; gives the old bits."""
+    code = em.code
+    size = int(word[1:]) // 8
+    slot = code.var(word, code.let(word, f"load atomic {word}, {ptr} monotonic, align {size}"))
+    head, done = code.label("cas"), code.label("casdone")
+    code.br(head)
+    code.place(head)
+    old = code.load(word, slot)
+    new = update(old)
+    pair = code.let(f"{{ {word}, i1 }}", f"cmpxchg {ptr}, {old}, {new} monotonic monotonic")
+    code.store(code.let(word, f"extractvalue {pair}, 0"), slot)
+    code.cond_br(code.let("i1", f"extractvalue {pair}, 1"), done, head)
+    code.place(done)
+    return code.load(word, slot)
+
+
+def _apply(em: Emitter, fn: str, old: Val, value: Val, compare: Val | None, dtype: str, old_bits: Val) -> Val:
+    """The new element."""
+    code = em.code
+    if fn == "xchg":
+        return value
+    if fn == "cas":
+        want = code.cast("bitcast", to_memory(code, em.isa, compare, dtype), old_bits.ty)
+        return code.select(code.cmp("icmp", "eq", old_bits, want), value, old)
+    if ir.DTYPES[dtype].kind == "b":
+        return code.binary({"add": "or", "max": "or", "min": "and"}.get(fn, fn), old, value)
+    return emit_elementwise(code, em.isa, fn, [old, value], dtype)
+
+
+def _nibble_loop(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None) -> Val:
+    """A packed 4-bit element: exchange the whole byte."""
+    code, ref, dtype = em.code, em.rep(op.ref), op.ref.dtype
+    ptr = code.gep("i8", ref.ptr, code.binary("lshr", spot.linear, i64(1)))
+    odd = code.cast("trunc", code.binary("and", spot.linear, i64(1)), "i8")
+    shift = code.binary("shl", odd, Val("i8", "2"))
+    keep = code.binary("xor", code.binary("shl", Val("i8", "15"), shift), Val("i8", "-1"))
+
+    def element(byte: Val) -> Val:
+        low = code.binary("shl", code.binary("lshr", byte, shift), Val("i8", "4"))
+        return code.binary("ashr" if dtype == "int4" else "lshr", low, Val("i8", "4"))
+
+    def update(byte: Val) -> Val:
+        old = from_memory(code, em.isa, element(byte), dtype)
+        new = _apply(em, op.fn, old, value, compare, dtype, to_memory(code, em.isa, old, dtype))
+        raw = code.binary("and", to_memory(code, em.isa, new, dtype), Val("i8", "15"))
+        return code.binary("or", code.binary("and", byte, keep), code.binary("shl", raw, shift))
+
+    byte = exchange_loop(em, ptr, "i8", update)
+    return from_memory(code, em.isa, element(byte), dtype)
+
+

@@ -1,0 +1,224 @@
+"""Loops and branches. A carried tile lives in one buffer for the whole loop; a body that updates it in place moves nothing."""
+
+from __future__ import annotations
+
+from jtile import ir
+from jtile.lowering.cpu import access
+from jtile.lowering.cpu.access import to_i64
+from jtile.lowering.cpu.convert import register_type
+from jtile.lowering.cpu.emitter import Emitter, emits
+from jtile.lowering.cpu.llvm import Val, i64, scalar_of
+from jtile.lowering.cpu.nest import emit_nest
+from jtile.lowering.cpu.plan import used_by
+from jtile.lowering.cpu.values import Buffer, Lazy
+
+
+class Carry:
+    """The carried values of one loop: tiles in buffers, scalars in stack variables."""
+
+    def __init__(self, em: Emitter, slots: list[Buffer | Val]):
+        self.em, self.slots = em, slots
+
+    @staticmethod
+    def start(em: Emitter, op: ir.For | ir.While) -> Carry:
+        """Copy the initial values, or take over a buffer that nobody else reads any more."""
+        inner = {v for b in op.blocks() for o in b.ops for v in used_by(o)} | {v for b in op.blocks() for v in b.yields}
+        slots: list[Buffer | Val] = []
+        for v in op.inits:
+            if v.type.rank == 0:
+                slots.append(em.code.var(register_type(v.dtype, 1), em.scalar(v)))
+            elif op.operands().count(v) == 1 and v not in inner and em.overwritable(v, None):
+                slots.append(em.env.pop(v))
+            else:
+                slots.append(em.copy(v, em.new_buffer(v.shape, v.dtype)))
+        return Carry(em, slots)
+
+    def enter(self, params: tuple[ir.Value, ...]) -> None:
+        """Bind the parameters of a region to the carry."""
+        for p, slot in zip(params, self.slots, strict=True):
+            self.em.env[p] = slot if isinstance(slot, Buffer) else self.em.code.load(register_type(p.dtype, 1), slot)
+
+    def leave(self, yields: tuple[ir.Value, ...]) -> None:
+        """Bring the yielded values into the carry; nothing is overwritten before all are computed."""
+        em = self.em
+        mine = [s.alloc for s in self.slots if isinstance(s, Buffer)]
+        for v in yields:
+            if v.type.rank and isinstance(em.rep(v), Lazy):
+                em.materialise(v)
+        moves = []
+        for v, slot in zip(yields, self.slots, strict=True):
+            if isinstance(slot, Val):
+                moves.append((em.scalar(v), slot))
+                continue
+            src = em.rep(v)
+            if src.ptr == slot.ptr:
+                continue
+            if src.alloc in mine:
+                src = em.copy(v, em.new_buffer(v.shape, v.dtype))
+            moves.append((src, slot))
+        for src, slot in moves:
+            if isinstance(src, Val):
+                em.code.store(src, slot)
+            else:
+                copy_buffer(em, src, slot)
+
+    def finish(self, results: tuple[ir.Value, ...]) -> None:
+        for r, slot in zip(results, self.slots, strict=True):
+            if isinstance(slot, Buffer):
+                self.em.env[r] = slot
+                self.em.arena.touch(slot.alloc)
+            else:
+                self.em.env[r] = self.em.code.load(register_type(r.dtype, 1), slot)
+
+
+def copy_buffer(em: Emitter, src: Buffer, dst: Buffer) -> None:
+    em.arena.touch(src.alloc)
+    em.arena.touch(dst.alloc)
+
+    def body(p) -> None:
+        access.write(em.code, em.isa, dst, p.ix, access.read(em.code, em.isa, src, p.ix, p.lanes), p.lanes)
+
+    emit_nest(em, dst.shape, max(ir.DTYPES[dst.dtype].bits, 8), body)
+
+
+def settle(em: Emitter, op: ir.Op) -> None:
+    """Before a region: compute what it reads from outside once, and what its code could not see being overwritten."""
+    for b in op.blocks():
+        inner = [v for o in b.ops for v in used_by(o)] + list(b.yields)
+        for v in dict.fromkeys(inner):
+            if isinstance(em.env.get(v), Lazy) and not isinstance(v.op, ir.Full | ir.Iota):
+                if isinstance(v.op, ir.Broadcast) and not v.op.x.type.rank:
+                    continue
+                em.materialise(v)
+
+
+def prefer_carry(em: Emitter, yields, params, slots) -> None:
+    """Results that become the next carry may be computed right there once the old value is dead."""
+    for v, p, slot in zip(yields, params, slots, strict=True):
+        if isinstance(slot, Buffer) and v not in em.prefer and yields.count(v) == 1:
+            em.prefer[v] = (p, slot)
+
+
+@emits(ir.For)
+def _for(em: Emitter, op: ir.For) -> None:
+    code = em.code
+    settle(em, op)
+    lo, hi, step = (to_i64(code, em.scalar(v), v.dtype) for v in (op.lo, op.hi, op.step))
+    carry = Carry.start(em, op)
+    k, *params = op.body.params
+    params = tuple(params)
+    start = em.arena.tick()
+    count = trip_count(em, lo, hi, step)
+    with code.loop(0, count) as t:
+        index = code.add(lo, code.mul(t, step))
+        scalar = scalar_of(register_type(k.dtype, 1))
+        em.env[k] = index if scalar == "i64" else _narrow(em, index, scalar)
+        carry.enter(params)
+        prefer_carry(em, op.body.yields, params, carry.slots)
+        em.block(op.body)
+        carry.leave(op.body.yields)
+        em.leave()
+    em.arena.tick()
+    em.arena.close_loop(start)
+    carry.finish(op.results)
+
+
+def _narrow(em: Emitter, x: Val, scalar: str) -> Val:
+    return Val(scalar, x.name) if x.name.lstrip("-").isdigit() else em.code.cast("trunc", x, scalar)
+
+
+def trip_count(em: Emitter, lo: Val, hi: Val, step: Val) -> Val:
+    """Iterations of `range(lo, hi, step)`; a step of 0 runs none."""
+    code = em.code
+    if step.name == "1":
+        return code.sub(hi, lo)
+    if all(v.name.lstrip("-").isdigit() for v in (lo, hi, step)):
+        return i64(len(range(int(lo.name), int(hi.name), int(step.name))) if int(step.name) else 0)
+    up = code.cmp("icmp", "sgt", step, i64(0))
+    span = code.select(up, code.sub(hi, lo), code.sub(lo, hi))
+    size = code.intrinsic("smax", "i64", code.select(up, step, code.sub(0, step)), i64(1))
+    count = code.binary("sdiv", code.binary("add", span, code.binary("sub", size, i64(1))), size)
+    count = code.intrinsic("smax", "i64", count, i64(0))
+    positive = code.cmp("icmp", "sgt", span, i64(0))
+    moves = code.cmp("icmp", "ne", step, i64(0))
+    return code.select(code.binary("and", positive, moves), count, i64(0))
+
+
+@emits(ir.While)
+def _while(em: Emitter, op: ir.While) -> None:
+    code = em.code
+    settle(em, op)
+    carry = Carry.start(em, op)
+    start = em.arena.tick()
+    head, body, done = code.label("while"), code.label("do"), code.label("done")
+    code.br(head)
+    code.place(head)
+    carry.enter(op.cond.params)
+    em.block(op.cond)
+    go = em.scalar(op.cond.yields[0])
+    em.leave()
+    code.cond_br(go, body, done)
+    code.place(body)
+    carry.enter(op.body.params)
+    prefer_carry(em, op.body.yields, op.body.params, carry.slots)
+    em.block(op.body)
+    carry.leave(op.body.yields)
+    em.leave()
+    code.br(head)
+    code.place(done)
+    em.arena.tick()
+    em.arena.close_loop(start)
+    carry.finish(op.results)
+
+
+@emits(ir.If)
+def _if(em: Emitter, op: ir.If) -> None:
+    code = em.code
+    settle(em, op)
+    cond = em.scalar(op.cond)
+    donors = [_donor(em, op, k) for k in range(len(op.results))]
+    donors = [d if donors.index(d) == k else None for k, d in enumerate(donors)]
+    slots: list[Buffer | Val] = []
+    for r, donor in zip(op.results, donors, strict=True):
+        if r.type.rank == 0:
+            slots.append(code.var(register_type(r.dtype, 1)))
+        else:
+            slots.append(em.rep(donor) if donor is not None else em.new_buffer(r.shape, r.dtype))
+    then, other, done = code.label("then"), code.label("else"), code.label("endif")
+    code.cond_br(cond, then, other)
+    for label, block in ((then, op.then), (other, op.orelse)):
+        code.place(label)
+        saved = dict(em.env)
+        _branch(em, block, slots, donors)
+        em.env = saved
+        code.br(done)
+    code.place(done)
+    em.arena.tick()
+    for r, slot in zip(op.results, slots, strict=True):
+        if isinstance(slot, Buffer):
+            em.env[r] = slot
+            em.arena.touch(slot.alloc)
+        else:
+            em.env[r] = code.load(register_type(r.dtype, 1), slot)
+
+
+def _donor(em: Emitter, op: ir.If, k: int) -> ir.Value | None:
+    """An outer value that one branch passes through and that dies here: the other branch may update its buffer in place."""
+    for block in (op.then, op.orelse):
+        v = block.yields[k]
+        if v.type.rank and isinstance(em.env.get(v), Buffer) and em.overwritable(v, op.results[k]):
+            uses = [b.yields.count(v) for b in (op.then, op.orelse)]
+            if max(uses) == 1:
+                return v
+    return None
+
+
+def _branch(em: Emitter, block: ir.Block, slots, donors) -> None:
+    """One branch; a donor may be overwritten in it unless the branch itself passes it through elsewhere."""
+    donated = {d for k, d in enumerate(donors) if d is not None and block.yields.count(d) == 0}
+    for v, slot, donor in zip(block.yields, slots, donors, strict=True):
+        if isinstance(slot, Buffer) and block.yields.count(v) == 1 and (donor is None or donor in donated):
+            em.prefer[v] = (donor, slot)
+    em.block(block, donated)
+    Carry(em, slots).leave(block.yields)
+    em.leave()

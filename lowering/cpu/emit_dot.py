@@ -1,0 +1,134 @@
+"""Matrix products: operands stand in memory (often the Ref itself), the product is a packed micro-kernel of `gemm.py`."""
+
+from __future__ import annotations
+
+from jtile import ir
+from jtile.lowering.cpu.access import elem_bytes
+from jtile.lowering.cpu.convert import memory_type
+from jtile.lowering.cpu.emitter import Emitter, emits
+from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm
+from jtile.lowering.cpu.llvm import Val, i64
+from jtile.lowering.cpu.values import Buffer
+
+
+@emits(ir.Dot)
+def _dot(em: Emitter, op: ir.Dot) -> None:
+    batch, m, n, k = op.sizes()
+    a, ta = matrix(em, op.a, op.trans_a)
+    b, tb = matrix(em, op.b, op.trans_b)
+    out, accumulate = _output(em, op)
+    spec = GemmSpec(m, n, k, op.a.dtype, op.b.dtype, op.result.dtype, ta, tb, accumulate)
+    gemm = emit_gemm(em.module, em.isa, spec)
+    work = em.arena.new(gemm.workspace)
+    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    _batch(em, batch, (a, b, out), lambda pa, pb, pc: _call(em, gemm.name, (pa, a, ta), (pb, b, tb), (pc, out, False), ws))
+    for buf in (a, b, out):
+        em.arena.touch(buf.alloc)
+    em.set_buffer(op.result, out)
+
+
+def _batch(em: Emitter, batch, buffers: tuple[Buffer, ...], run) -> None:
+    """Run the product for every index of the batch axes."""
+    code = em.code
+
+    def go(depth: int, ptrs: list[Val]) -> None:
+        if depth == len(batch):
+            run(*ptrs)
+            return
+        with code.loop(0, batch[depth]) as i:
+            moved = [
+                code.gep(memory_type(b.dtype), p, code.mul(i, b.strides[depth])) for p, b in zip(ptrs, buffers, strict=True)
+            ]
+            go(depth + 1, moved)
+
+    go(0, [b.ptr for b in buffers])
+
+
+def _call(em: Emitter, name: str, *operands) -> None:
+    (pa, a, ta), (pb, b, tb), (pc, c, _), ws = operands
+    args = [pa, _leading(a, ta), pb, _leading(b, tb), pc, _leading(c, False), ws]
+    em.code.do(f"call void @{name}({', '.join(map(str, args))})")
+
+
+def _leading(buf: Buffer, _trans: bool) -> Val:
+    """Distance of two rows as they are stored."""
+    rows, cols = buf.strides[-2], buf.strides[-1]
+    s = rows if cols == 1 or buf.shape[-1] == 1 else cols
+    if buf.shape[-2] == 1 and buf.shape[-1] > 1 and cols == 1:
+        s = buf.shape[-1]
+    return i64(s) if isinstance(s, int) else s
+
+
+def matrix(em: Emitter, v: ir.Value, trans: bool) -> tuple[Buffer, bool]:
+    """The operand in memory with one of its last two axes contiguous; a lazy transpose becomes a flag."""
+    if isinstance(v.op, ir.Transpose) and not isinstance(em.rep(v), Buffer) and _swaps_last(v.op.perm):
+        return matrix(em, v.op.x, not trans)
+    buf = em.materialise(v)
+    rows, cols = buf.strides[-2], buf.strides[-1]
+    if cols == 1 or buf.shape[-1] == 1:
+        if buf.shape[-1] == 1 and cols != 1 and rows != 1:
+            return Buffer(buf.ptr, buf.shape, (*buf.strides[:-2], rows, 1), buf.dtype, buf.alloc, False), trans
+        return buf, trans
+    if rows == 1:
+        shape = (*buf.shape[:-2], buf.shape[-1], buf.shape[-2])
+        return Buffer(buf.ptr, shape, (*buf.strides[:-2], cols, rows), buf.dtype, buf.alloc, False), not trans
+    return em.copy(v, em.new_buffer(v.shape, v.dtype)), trans
+
+
+def _swaps_last(perm: tuple[int, ...]) -> bool:
+    n = len(perm)
+    return n >= 2 and perm == (*range(n - 2), n - 1, n - 2)
+
+
+def _output(em: Emitter, op: ir.Dot | ir.DotScaled) -> tuple[Buffer, bool]:
+    """Where the product goes, and whether it adds to what is there: the accumulator's own buffer if that dies here."""
+    acc = op.acc
+    if acc is None or (isinstance(acc.op, ir.Full) and acc.op.value == 0):
+        return em.result_buffer(op.result), False
+    if _full_zero_broadcast(acc):
+        return em.result_buffer(op.result), False
+    buf = em.materialise(acc)
+    others = [v for v in op.operands() if v is not acc]
+    if acc not in others and em.overwritable(acc, op.result):
+        return buf, True
+    return em.copy(acc, em.result_buffer(op.result)), True
+
+
+def _full_zero_broadcast(v: ir.Value) -> bool:
+    return isinstance(v.op, ir.Broadcast) and isinstance(v.op.x.op, ir.Full) and v.op.x.op.value == 0
+
+
+@emits(ir.DotScaled)
+def _dot_scaled(em: Emitter, op: ir.DotScaled) -> None:
+    """Block scales are applied while the operands are widened to f32; then an ordinary product."""
+    (m, k), n = op.a.shape, op.b.shape[1]
+    a, b = _scaled(em, op.a, op.sa, 1), _scaled(em, op.b, op.sb, 0)
+    out, accumulate = _output(em, op)
+    gemm = emit_gemm(em.module, em.isa, GemmSpec(m, n, k, "float32", "float32", "float32", False, False, accumulate))
+    work = em.arena.new(gemm.workspace)
+    ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
+    _call(em, gemm.name, (a.ptr, a, False), (b.ptr, b, False), (out.ptr, out, False), ws)
+    for buf in (a, b, out):
+        em.arena.touch(buf.alloc)
+    em.set_buffer(op.result, out)
+
+
+def _scaled(em: Emitter, x: ir.Value, s: ir.Value | None, axis: int) -> Buffer:
+    """`x` times its block scales in f32, as Tile IR that the lazy evaluator runs."""
+    b = ir.Builder()
+    wide = b.cast(x, "float32")
+    if s is not None:
+        rows, cols = x.shape
+        blocks = s.shape[axis]
+        shape = (rows, blocks, cols // blocks) if axis else (blocks, rows // blocks, cols)
+        dims = (0, 1) if axis else (0, 2)
+        spread = b.value(ir.Broadcast(b.cast(s, "float32"), shape, dims))
+        wide = b.map("mul", b.reshape(wide, shape), spread)
+        wide = b.value(ir.Reshape(wide, x.shape)) if wide.shape != x.shape else wide
+    for op in b.block.ops:
+        em.lazy(op)
+    return em.materialise(wide)
+
+
+def bytes_of(buf: Buffer) -> int:
+    return elem_bytes(buf.dtype)

@@ -1,0 +1,299 @@
+"""Reductions: accumulators stay in vector registers; consecutive reductions over the same elements share one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jtile import ir
+from jtile.lowering.cpu import access, plan
+from jtile.lowering.cpu.access import Lanes, const_value, constant_mask
+from jtile.lowering.cpu.convert import register_type
+from jtile.lowering.cpu.convert import emit_cast
+from jtile.lowering.cpu.elementwise import emit_elementwise
+from jtile.lowering.cpu.emitter import Emitter, emits
+from jtile.lowering.cpu.evaluate import Point
+from jtile.lowering.cpu.llvm import Val, i64, lanes_of, scalar_of, vec
+from jtile.lowering.cpu.nest import emit_nest, next_power_of_2, vector_axis, width
+from jtile.lowering.cpu.values import Buffer, Ix
+
+CHAINS = 4  # independent accumulators per row, to hide the latency of an add
+ROWS = 4  # rows that share one pass over the reduced axes
+
+
+@dataclasses.dataclass
+class Job:
+    """One reduction of a group: its op, its accumulation dtype and its result buffer."""
+
+    op: ir.Reduce
+    acc: str
+    out: Buffer
+
+    @property
+    def fn(self) -> str:
+        return {"and": "and", "or": "or", "xor": "xor"}.get(self.op.fn, {"sum": "add", "prod": "mul"}.get(self.op.fn, self.op.fn))
+
+
+@emits(ir.Reduce)
+def _reduce(em: Emitter, op: ir.Reduce) -> None:
+    group = _group(em, op)
+    shape, axes = op.x.shape, op.axes
+    outs = [em.new_buffer(g.result.shape, g.result.dtype) for g in group]
+    jobs = [Job(g, _accumulator(g.x.dtype), out) for g, out in zip(group, outs, strict=True)]
+    if 0 in shape or not axes:
+        _trivial(em, jobs)
+    else:
+        roots = [g.x for g in group]
+        em.prepare(roots, shape)
+        with em.keep_scope():
+            _emit(em, jobs, shape, axes, em.bits(roots))
+    for job in jobs:
+        em.set_buffer(job.op.result, job.out)
+        em.done.add(job.op)
+
+
+def _group(em: Emitter, op: ir.Reduce) -> list[ir.Reduce]:
+    """This reduction and those right behind it (only lazy ops between) over the same axes that do not depend on it."""
+    group, tainted = [op], set(op.results)
+    for k in range(em.pos + 1, len(em.plan.block.ops)):
+        other = em.plan.block.ops[k]
+        depends = any(v in tainted for v in other.operands())
+        if isinstance(other, ir.Reduce) and not depends:
+            if other.x.shape != op.x.shape or other.axes != op.axes:
+                break
+            group.append(other)
+            tainted.update(other.results)
+        elif plan.is_lazy(other) and not isinstance(other, ir.Gather | ir.Reshape | ir.Dense):
+            if depends:
+                tainted.update(other.results)
+            elif other not in em.done and all(v in em.env for v in other.operands()):
+                em.done.add(other)
+                em.lazy(other)
+        else:
+            break
+    return group
+
+
+def _accumulator(dtype: str) -> str:
+    d = ir.DTYPES[dtype]
+    return "float32" if d.kind == "f" and d.bits < 32 else dtype
+
+
+def _trivial(em: Emitter, jobs: list[Job]) -> None:
+    """Nothing to add up: the identity, or the operand itself when no axis is reduced."""
+    for job in jobs:
+        start = const_value(ir.identity(job.op.fn, job.op.x.dtype), job.op.x.dtype)
+
+        def body(p: Point, job=job, start=start) -> None:
+            value = start if 0 in job.op.x.shape else p.at(job.op.x, p.ix)
+            access.write(em.code, em.isa, job.out, p.ix, value, p.lanes)
+
+        if 0 not in job.op.x.shape:
+            em.prepare([job.op.x], ())
+        emit_nest(em, job.out.shape, plan.register_bits(job.op.x.dtype), body)
+
+
+def _emit(em: Emitter, jobs: list[Job], shape, axes, bits: int) -> None:
+    kept = [k for k in range(len(shape)) if k not in axes]
+    lane = vector_axis(tuple(n if k in axes else 1 for k, n in enumerate(shape)))
+    lane_kept = vector_axis(tuple(n if k in kept else 1 for k, n in enumerate(shape)))
+    if lane_kept is not None and (lane is None or lane_kept > lane):
+        _across(em, jobs, shape, axes, lane_kept, bits)
+    else:
+        _along(em, jobs, shape, axes, lane, bits)
+
+
+def _combine(em: Emitter, job: Job, a: Val, b: Val) -> Val:
+    if job.op.fn in ("sum", "prod") and ir.DTYPES[job.acc].kind == "f":
+        return em.code.binary("fadd" if job.op.fn == "sum" else "fmul", a, b)
+    if ir.DTYPES[job.acc].kind == "b":
+        return em.code.binary({"max": "or", "min": "and", "sum": "or", "prod": "and"}.get(job.op.fn, job.op.fn), a, b)
+    return emit_elementwise(em.code, em.isa, job.fn, [a, b], job.acc)
+
+
+def _identity(job: Job, lanes: int) -> Val:
+    return const_value(ir.identity(job.op.fn, job.acc), job.acc, lanes)
+
+
+def _value(em: Emitter, p: Point, job: Job) -> Val:
+    """The operand at the point, with lanes outside the tail mask replaced by the identity."""
+    x = p.full(job.op.x, p.ix)
+    if p.lanes.mask is not None:
+        x = em.code.select(p.lanes.mask, x, _identity(job, p.lanes.count))
+    return x
+
+
+def _across(em: Emitter, jobs: list[Job], shape, axes, lane: int, bits: int) -> None:
+    """Lanes run along a kept axis: every lane is its own reduction, the reduced axes are inner loops."""
+    code = em.code
+    kept_shape = tuple(n if k not in axes else 1 for k, n in enumerate(shape))
+
+    def body(p: Point) -> None:
+        slots = [code.var(register_type(j.acc, p.lanes.count), _identity(j, p.lanes.count)) for j in jobs]
+        ix = list(p.ix)
+
+        def inner(depth: int) -> None:
+            if depth == len(axes):
+                q = Point(em, tuple(shape), tuple(ix), p.lanes)
+                for j, s in zip(jobs, slots, strict=True):
+                    x = q.full(j.op.x, q.ix)
+                    code.store(_combine(em, j, code.load(x.ty, s), x), s)
+                return
+            with code.loop(0, shape[axes[depth]]) as i:
+                ix[axes[depth]] = Ix(i)
+                inner(depth + 1)
+
+        inner(0)
+        for j, s in zip(jobs, slots, strict=True):
+            _finish(em, j, code.load(register_type(j.acc, p.lanes.count), s), p, axes)
+
+    emit_nest(em, kept_shape, bits, body)
+
+
+def _finish(em: Emitter, job: Job, acc: Val, p: Point, axes) -> None:
+    ix = tuple(x for k, x in enumerate(p.ix) if k not in axes)
+    value = emit_cast(em.code, em.isa, acc, job.acc, job.op.x.dtype)
+    access.write(em.code, em.isa, job.out, ix, value, p.lanes)
+
+
+def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int) -> None:
+    """Lanes run along a reduced axis: several accumulators per row, several rows a pass, one horizontal step at the end."""
+    kept = [k for k in range(len(shape)) if k not in axes]
+    code = em.code
+
+    def rows(depth: int, ix: list[Ix]) -> None:
+        if depth == len(kept) - 1 and shape[kept[depth]] > 1:
+            n, k = shape[kept[depth]], kept[depth]
+            many = min(ROWS, n) if len(jobs) == 1 else 1
+            with code.loop(0, n // many * many, many) as i:
+                _rows(em, jobs, shape, axes, lane, bits, [_with(ix, k, code.add(i, r)) for r in range(many)])
+            if n % many:
+                with code.loop(n // many * many, n) as i:
+                    _rows(em, jobs, shape, axes, lane, bits, [_with(ix, k, i)])
+        elif depth < len(kept):
+            with code.loop(0, shape[kept[depth]]) as i:
+                rows(depth + 1, _with(ix, kept[depth], i))
+        else:
+            _rows(em, jobs, shape, axes, lane, bits, [ix])
+
+    rows(0, [Ix(i64(0))] * len(shape))
+
+
+def _with(ix: list[Ix], k: int, base: Val) -> list[Ix]:
+    out = list(ix)
+    out[k] = Ix(base)
+    return out
+
+
+def _rows(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, rows: list[list[Ix]]) -> None:
+    """Reduce the rows given by their kept indices together."""
+    code = em.code
+    n = 1 if lane is None else shape[lane]
+    w = 1 if lane is None else width(em, n, bits)
+    chains = max(1, min(CHAINS, n // w)) if len(rows) == 1 else max(1, min(2, n // w))
+    slots = [[[code.var(register_type(j.acc, w), _identity(j, w)) for _ in range(chains)] for j in jobs] for _ in rows]
+
+    def step(base: list[list[Ix]], at: Val, lanes: Lanes, chain: int) -> None:
+        for r, ix in enumerate(base):
+            full = list(ix)
+            if lane is not None:
+                full[lane] = Ix(at, 1 if lanes.count > 1 else 0)
+            p = Point(em, tuple(shape), tuple(full), lanes)
+            for j, per_job in zip(jobs, slots[r], strict=True):
+                x = _value(em, p, j)
+                code.store(_combine(em, j, code.load(x.ty, per_job[chain]), x), per_job[chain])
+
+    def outer(depth: int, base: list[list[Ix]]) -> None:
+        others = [a for a in axes if a != lane]
+        if depth < len(others):
+            with code.loop(0, shape[others[depth]]) as i:
+                outer(depth + 1, [_with(ix, others[depth], i) for ix in base])
+            return
+        main = n // (w * chains) * (w * chains)
+        if main:
+            with code.loop(0, main, w * chains) as at:
+                for c in range(chains):
+                    step(base, code.add(at, c * w), Lanes(w), c)
+        for k, at in enumerate(range(main, n, w)):
+            count = min(w, n - at)
+            step(base, i64(at), Lanes(w, None if count == w else constant_mask(w, count)), k % chains)
+
+    outer(0, rows)
+    for ix, row in zip(rows, slots, strict=True):
+        for j, per_job in zip(jobs, row, strict=True):
+            total = _horizontal(em, j, [code.load(register_type(j.acc, w), s) for s in per_job])
+            _finish(em, j, total, Point(em, tuple(shape), tuple(ix), Lanes(1)), axes)
+
+
+def _horizontal(em: Emitter, job: Job, parts: list[Val]) -> Val:
+    """Combine the accumulators pairwise, then the halves of the last vector until one lane is left."""
+    while len(parts) > 1:
+        rest = [parts[-1]] if len(parts) % 2 else []
+        parts = [_combine(em, job, a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + rest
+    return halve(em, parts[0], lambda a, b: _combine(em, job, a, b))
+
+
+def halve(em: Emitter, x: Val, combine) -> Val:
+    """Reduce the lanes of a vector (a power of two of them) by halves."""
+    code = em.code
+    while (n := lanes_of(x.ty)) > 1:
+        half = vec(n // 2, scalar_of(x.ty)) if n > 2 else f"<1 x {scalar_of(x.ty)}>"
+        lo = ", ".join(f"i32 {k}" for k in range(n // 2))
+        hi = ", ".join(f"i32 {k + n // 2}" for k in range(n // 2))
+        if n == 2:
+            a = code.let(scalar_of(x.ty), f"extractelement {x}, i64 0")
+            b = code.let(scalar_of(x.ty), f"extractelement {x}, i64 1")
+        else:
+            a = code.let(half, f"shufflevector {x}, {x.ty} poison, <{n // 2} x i32> <{lo}>")
+            b = code.let(half, f"shufflevector {x}, {x.ty} poison, <{n // 2} x i32> <{hi}>")
+        x = combine(a, b)
+    return x
+
+
+@emits(ir.ArgReduce)
+def _arg_reduce(em: Emitter, op: ir.ArgReduce) -> None:
+    """Position of the first extreme element; a NaN wins. Lanes run along a kept axis where there is one."""
+    shape, axis, code = op.x.shape, op.axis, em.code
+    out = em.new_buffer(op.result.shape, op.dtype)
+    dtype = op.x.dtype
+    em.prepare([op.x], ())
+    kept_shape = tuple(1 if k == axis else n for k, n in enumerate(shape))
+    lane = vector_axis(kept_shape)
+    scalar = lane is None or lane < axis
+
+    def body(p: Point) -> None:
+        n = p.lanes.count
+        first = Point(em, shape, p.ix, p.lanes, False)
+        best = code.var(register_type(dtype, n), first.full(op.x, p.ix))
+        where = code.var(vec(n, "i64"), code.splat(i64(0), n))
+        with code.loop(1, shape[axis]) as i:
+            q = Point(em, shape, tuple(_with(list(p.ix), axis, i)), p.lanes, False)
+            x = q.full(op.x, q.ix)
+            old = code.load(x.ty, best)
+            better = _better(em, op.fn, x, old, dtype)
+            code.store(code.select(better, x, old), best)
+            at = code.load(vec(n, "i64"), where)
+            code.store(code.select(better, code.splat(i, n), at), where)
+        at = emit_cast(code, em.isa, code.load(vec(n, "i64"), where), "int64", op.dtype)
+        access.write(code, em.isa, out, tuple(x for k, x in enumerate(p.ix) if k != axis), at, p.lanes)
+
+    emit_nest(em, kept_shape, max(em.bits([op.x]), plan.register_bits(op.dtype)), body, scalar=scalar)
+    em.set_buffer(op.result, out)
+
+
+def _better(em: Emitter, fn: str, x: Val, old: Val, dtype: str) -> Val:
+    """x strictly beats old, or x is the first NaN."""
+    code = em.code
+    wins = emit_elementwise(code, em.isa, "gt" if fn == "max" else "lt", [x, old], dtype)
+    if ir.DTYPES[dtype].kind != "f":
+        return wins
+    new_nan = code.cmp("fcmp", "uno", x, x)
+    old_ok = code.cmp("fcmp", "ord", old, old)
+    return code.binary("and", old_ok, code.binary("or", wins, new_nan))
+
+
+def elements(shape) -> int:
+    return math.prod(shape)
+
+
+__all__ = ["halve", "next_power_of_2"]

@@ -1,0 +1,305 @@
+"""Emits one Tile IR kernel as an LLVM function: walks blocks, keeps the representation of every value, owns the arena.
+
+Ops that only compute elementwise or move elements stay lazy and are emitted inside the loops of their reader; `plan.py` says
+which of them are worth a buffer of their own ("flagged"). Everything else (loads, stores, reductions, dots, control flow) has
+an emitter in a sibling file, registered by `@emits(Card)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from jtile import ir
+from jtile._errors import UnsupportedError
+from jtile.lowering.cpu import access, plan
+from jtile.lowering.cpu.access import Lanes
+from jtile.lowering.cpu.evaluate import RULES, Point, lazy_reshape
+from jtile.lowering.cpu.isa import Isa
+from jtile.lowering.cpu.llvm import Code, Module, Val, i64
+from jtile.lowering.cpu.nest import emit_nest
+from jtile.lowering.cpu.values import LAZY, Arena, Buffer, Lazy, Rep, dense_strides
+
+RECOMPUTE = 2.0  # cheaper than this (vector instructions) is computed again rather than kept in memory
+
+EMITTERS: dict[type[ir.Op], Callable[[Emitter, ir.Op], None]] = {}
+
+
+def emits(*cards: type[ir.Op]):
+    """Register an emitter that defines `em.env` for the op's results."""
+
+    def add(fn):
+        for card in cards:
+            EMITTERS[card] = fn
+        return fn
+
+    return add
+
+
+@dataclasses.dataclass
+class Frame:
+    """A block under emission and the position of the op that is being emitted."""
+
+    plan: plan.BlockPlan
+    pos: int = 0
+
+
+class Emitter:
+    """State of one kernel's emission. `env` maps values to what they are now; `plan`/`pos` say where in which block we are."""
+
+    def __init__(self, kernel: ir.Kernel, isa: Isa, module: Module, code: Code):
+        self.kernel, self.isa, self.module, self.code = kernel, isa, module, code
+        self.arena = Arena()
+        self.workspace = Val("ptr", "%ws")
+        self.env: dict[ir.Value, Rep] = {}
+        self.flagged: set[ir.Value] = set()
+        self.keeping: dict[ir.Value, Buffer] = {}
+        self.frames: list[Frame] = []
+        self.done: set[ir.Op] = set()
+        self.prefer: dict[ir.Value, tuple[ir.Value | None, Buffer]] = {}
+        self.written = plan.written_refs(kernel)
+        self.program: dict[int, Val] = {}
+        self.sites: list[dict] = []
+
+    # -- representations ------------------------------------------------------------------------------------------
+    def rep(self, v: ir.Value) -> Rep:
+        return self.env[v]
+
+    def scalar(self, v: ir.Value) -> Val:
+        """The register value of a rank-0 value."""
+        rep = self.env[v]
+        if isinstance(rep, Val):
+            return rep
+        assert isinstance(rep, Buffer), f"scalar {v!r} has no value yet"
+        self.arena.touch(rep.alloc)
+        return access.read(self.code, self.isa, rep, (), Lanes(1))
+
+    def new_buffer(self, shape, dtype: str) -> Buffer:
+        """An uninitialised buffer in the arena."""
+        shape = tuple(shape)
+        size = access.elem_bytes(dtype)
+        for n in shape:
+            size *= n
+        alloc = self.arena.new(size)
+        body = self.code.detour()
+        ptr = self.code.let("ptr", f"getelementptr i8, {self.workspace}, i64 {alloc.token}", hint="buf")
+        self.code.rejoin(body)
+        return Buffer(ptr, shape, dense_strides(shape), dtype, alloc)
+
+    def result_buffer(self, v: ir.Value) -> Buffer:
+        """A buffer to compute `v` into: the loop carry it will become if that is free, else a new one."""
+        if v in self.prefer:
+            param, buf = self.prefer[v]
+            if param is None or (self.plan.last(param) < self.pos and not self.pending_on(param, v)):
+                self.arena.touch(buf.alloc)
+                return buf
+        return self.new_buffer(v.shape, v.dtype)
+
+    def set_buffer(self, v: ir.Value, buf: Buffer) -> None:
+        """`v` stands in `buf` from here on; a scalar is read back into a register."""
+        if v.type.rank == 0:
+            self.env[v] = access.read(self.code, self.isa, buf, (), Lanes(1))
+        else:
+            self.env[v] = buf
+        self.flagged.discard(v)
+
+    @property
+    def plan(self) -> plan.BlockPlan:
+        return self.frames[-1].plan
+
+    @property
+    def pos(self) -> int:
+        return self.frames[-1].pos
+
+    # -- blocks ---------------------------------------------------------------------------------------------------
+    def block(self, block: ir.Block, donated: set[ir.Value] = frozenset()) -> None:
+        """Emit all ops of a block; `donated` outer values may be overwritten in it."""
+        p = plan.plan_block(block)
+        p.defined |= donated
+        frame = Frame(p)
+        self.frames.append(frame)
+        self.flag(p)
+        for k, op in enumerate(block.ops):
+            frame.pos = k
+            if op not in self.done:
+                self.op(op)
+        frame.pos = len(block.ops)
+
+    def leave(self) -> None:
+        """End the block that `block` began (its plan stays valid until the yields are taken)."""
+        self.frames.pop()
+
+    def op(self, op: ir.Op) -> None:
+        self.done.add(op)
+        self.arena.tick()
+        if plan.is_lazy(op):
+            self.lazy(op)
+        elif type(op) in EMITTERS:
+            EMITTERS[type(op)](self, op)
+        else:
+            raise UnsupportedError(
+                f"the cpu target has no code for {op.mnemonic!r}", (op.loc.file, op.loc.line) if op.loc.file else None
+            )
+
+    def lazy(self, op: ir.Op) -> None:
+        """Register a lazy op; scalars are computed at once, views of memory are made without code."""
+        v = op.result
+        if isinstance(op, ir.Gather) and op.x.type.rank:
+            self.materialise(op.x)
+        if v.type.rank == 0 and not isinstance(op, ir.Dense):
+            if isinstance(op, ir.Reshape) and op.x.type.rank:
+                self.env[v] = Point(self, op.x.shape, (), Lanes(1), False).at(op.x, _zeros(op.x.shape))
+                return
+            self.env[v] = RULES[type(op)](Point(self, (), (), Lanes(1), False), op, ())
+        elif isinstance(op, ir.Dense):
+            self.env[v] = self._dense(op)
+        elif isinstance(op, ir.Reshape) and not lazy_reshape(op.x.shape, op.shape):
+            self._view(op)
+        else:
+            self.env[v] = LAZY
+
+    def _view(self, op: ir.Reshape) -> None:
+        """A reshape that needs its elements side by side: a view of the (materialised) operand."""
+        src = self.materialise(op.x)
+        if not src.contiguous():
+            src = self.copy(op.x, self.new_buffer(op.x.shape, op.x.dtype))
+        self.env[op.result] = Buffer(
+            src.ptr, op.shape, dense_strides(op.shape), src.dtype, src.alloc, owned=False
+        )
+
+    def _dense(self, op: ir.Dense) -> Rep:
+        from jtile.lowering.cpu.constants import dense_global
+
+        buf = dense_global(self.module, op)
+        return access.read(self.code, self.isa, buf, (), Lanes(1)) if not op.shape else buf
+
+    # -- flags ----------------------------------------------------------------------------------------------------
+    def flag(self, p: plan.BlockPlan) -> None:
+        """Decide which lazy values of a block get a buffer: dear ones that several readers, or one repeating reader, use."""
+        cost: dict[ir.Value, float] = {}
+        for k, op in enumerate(p.block.ops):
+            if not plan.is_lazy(op) or op.results[0].type.rank == 0:
+                continue
+            v = op.result
+            c = plan.op_cost(op) + sum(cost.get(a, 0.5 if a.type.rank else 0) for a in op.operands())
+            users = [p.block.ops[u] for u in p.uses.get(v, []) if u < len(p.block.ops)]
+            repeats = any(plan.amplifies(u, v) for u in users) or any(u.blocks() for u in users)
+            if (len(p.uses.get(v, [])) > 1 or repeats) and c > RECOMPUTE:
+                self.flagged.add(v)
+                c = 0.5
+            cost[v] = c
+
+    def tree(self, root: ir.Value) -> list[tuple[ir.Value, bool]]:
+        """The lazy expression at `root`: every value in it, and whether it is read at the reader's own index. Root first."""
+        seen = {(root, True): None}
+        todo = [(root, True)]
+        while todo:
+            v, identity = todo.pop()
+            if not isinstance(self.env.get(v), Lazy):
+                continue
+            same = identity and isinstance(v.op, ir.Map | ir.Select | ir.Cast | ir.Bitcast)
+            for a in v.op.operands():
+                if (a, same) not in seen and not isinstance(self.env.get(a), Val):
+                    seen[a, same] = None
+                    todo.append((a, same))
+        return list(seen)
+
+    def prepare(self, roots: list[ir.Value], shape: tuple[int, ...]) -> None:
+        """Before a nest over `shape` reads `roots`: give buffers to flagged values that it cannot keep on the way."""
+        for root in roots:
+            for v, identity in self.tree(root):
+                if v in self.flagged and isinstance(self.env[v], Lazy) and not (identity and v.shape == shape):
+                    self.materialise(v)
+
+    def bits(self, roots: list[ir.Value]) -> int:
+        """Register width of the widest value in the roots' expressions."""
+        return max((plan.register_bits(v.dtype) for r in roots for v, _ in self.tree(r)), default=32)
+
+    # -- materialisation ------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def keep_scope(self) -> Iterator[None]:
+        outer, self.keeping = self.keeping, {}
+        yield
+        for v, buf in self.keeping.items():
+            self.env[v] = buf
+            self.flagged.discard(v)
+        self.keeping = outer
+
+    def keep(self, p: Point, v: ir.Value, x: Val) -> None:
+        """A flagged value is computed in a nest that covers it: store it for its other readers."""
+        if v not in self.keeping:
+            self.keeping[v] = self.new_buffer(v.shape, v.dtype)
+        access.write(self.code, self.isa, self.keeping[v], p.ix, x, p.lanes)
+
+    def materialise(self, v: ir.Value, into: Buffer | None = None) -> Buffer:
+        """Give `v` a buffer (an existing one, one that dies here, or a new one) and compute it there."""
+        rep = self.env[v]
+        if isinstance(rep, Buffer) and into is None:
+            self.arena.touch(rep.alloc)
+            return rep
+        if isinstance(rep, Lazy) and into is None:
+            self.flagged.discard(v)
+            self.prepare([v], v.shape)
+            into = self.dying_operand(v) or self.result_buffer(v)
+        buf = self.copy(v, into or self.new_buffer(v.shape, v.dtype))
+        if isinstance(rep, Lazy):
+            self.env[v] = buf
+        return buf
+
+    def copy(self, v: ir.Value, into: Buffer) -> Buffer:
+        """Evaluate `v` into a buffer."""
+        self.prepare([v], v.shape)
+        self.arena.touch(into.alloc)
+
+        def body(p: Point) -> None:
+            access.write(self.code, self.isa, into, p.ix, p.at(v, p.ix), p.lanes)
+
+        emit_nest(self, v.shape, self.bits([v]), body)
+        self.arena.touch(into.alloc)
+        return into
+
+    def dying_operand(self, v: ir.Value) -> Buffer | None:
+        """A buffer that `v` may overwrite while it is computed: read at the same index only, and dead afterwards."""
+        seen: dict[ir.Value, bool] = {}
+        for a, identity in self.tree(v):
+            seen[a] = seen.get(a, True) and identity
+        for a, identity in seen.items():
+            if identity and a is not v and a.shape == v.shape and a.dtype == v.dtype and self.overwritable(a, v):
+                return self.env[a]
+        return None
+
+    def overwritable(self, a: ir.Value, by: ir.Value | None) -> bool:
+        """May the buffer of `a` be overwritten by the op at the current position (which computes `by`)?"""
+        rep = self.env.get(a)
+        if not isinstance(rep, Buffer) or not rep.owned or rep.alloc is None or not rep.contiguous():
+            return False
+        if a not in self.plan.defined or self.plan.last(a) > self.pos:
+            return False
+        for w, other in list(self.env.items()):
+            if w is not a and isinstance(other, Buffer) and other.alloc is rep.alloc and self._alive(w):
+                return False
+        return not self.pending_on(a, by)
+
+    def _alive(self, v: ir.Value) -> bool:
+        """Might `v` still be read, here or in an enclosing block?"""
+        return any(f.plan.last(v) >= f.pos for f in self.frames)
+
+    def pending_on(self, a: ir.Value, by: ir.Value | None) -> bool:
+        """Is there a lazy value, to be read later, whose expression reads `a`?"""
+        for f in self.frames:
+            for op in f.plan.block.ops:
+                if not op.results or not isinstance(self.env.get(op.results[0]), Lazy):
+                    continue
+                u = op.results[0]
+                at_end = f.pos == len(f.plan.block.ops)
+                later = f.plan.last(u) > f.pos or (at_end and f.plan.last(u) == f.pos)
+                if u is not by and later and any(x is a for x, _ in self.tree(u)):
+                    return True
+        return False
+
+
+def _zeros(shape):
+    from jtile.lowering.cpu.values import Ix
+
+    return tuple(Ix(i64(0)) for _ in shape)

@@ -1,0 +1,274 @@
+"""Matmul of one tile: C = A . B or C += A . B as an LLVM function, specialised to sizes, dtypes and layouts.
+
+A product runs in one of three ways (`gemm_plan`): *packed* (B copied to panels, a register-blocked micro-kernel), *direct*
+(few rows: B is read once, in place) and *dot* (few rows or columns against k-contiguous data: vectors along k).
+Floats accumulate in f32 (f64 for f64), integers modulo 2**32 or 2**64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jtile.lowering.cpu import gemm_pack as pack
+from jtile.lowering.cpu.gemm_kernels import DotShape, PanelShape, dot_kernel, panel_kernel
+from jtile.lowering.cpu.gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
+from jtile.lowering.cpu.gemm_plan import Columns, Plan, Rows, make_plan
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, call, offset, store_part, zeros
+from jtile.lowering.cpu.isa import Isa
+from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
+
+_MAX_ROWS = 256  # taller products go in parts of this, so that a k block of A stays in L2
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmSpec:
+    """A tile product C[m, n] (+)= A[m, k] . B[k, n] with static sizes, each at least 0.
+
+    Attributes:
+      a, b: jtile dtype names of the operands; acc: dtype of C ("float32", "float64", "int32", "int64").
+      trans_a: A is stored [k, m] with unit stride along m; otherwise [m, k] with unit stride along k.
+      trans_b: B is stored [n, k]; otherwise [k, n].
+      accumulate: add to C instead of overwriting it.
+    """
+
+    m: int
+    n: int
+    k: int
+    a: str
+    b: str
+    acc: str
+    trans_a: bool = False
+    trans_b: bool = False
+    accumulate: bool = False
+
+    @property
+    def name(self) -> str:
+        layout = ("t" if self.trans_a else "n") + ("t" if self.trans_b else "n") + ("_add" if self.accumulate else "")
+        return f"gemm_{self.m}x{self.n}x{self.k}_{self.a}_{self.b}_{self.acc}_{layout}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """An emitted product: the function's name and the bytes of 64-byte aligned scratch it wants."""
+
+    name: str
+    workspace: int
+
+
+def emit_gemm(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
+    """Add `void @name(ptr A, i64 lda, ptr B, i64 ldb, ptr C, i64 ldc, ptr workspace)` to the module, once per spec.
+
+    Strides count elements; the buffers need element alignment only, the workspace 64 bytes. No byte outside the operands
+    is read, none outside C[:m, :n] is written.
+
+    Raises:
+      ValueError: the dtypes do not go together (`choose_mode`).
+    """
+    mode = choose_mode(isa, spec.a, spec.b, spec.acc)
+    if 0 in (spec.m, spec.n, spec.k):
+        return Gemm(_emit_empty(module, isa, spec), 0)
+    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b)
+    if plan.strategy == "packed" and spec.m > _MAX_ROWS:
+        return _emit_split(module, isa, spec, plan)
+    if spec.name not in module.functions:
+        c = Code(module, spec.name, _PARAMS, attributes=ATTRIBUTES)
+        (_emit_dot if plan.strategy == "dot" else _emit_panels)(c, spec, plan)
+        c.finish()
+    return Gemm(spec.name, plan.workspace)
+
+
+def gemm_cost_ns(spec: GemmSpec, isa: Isa) -> int:
+    """Estimated nanoseconds of one call on one core at 4 GHz, operands in the second-level cache."""
+    if 0 in (spec.m, spec.n, spec.k):
+        return 20 + spec.m * spec.n // 16
+    mode = choose_mode(isa, spec.a, spec.b, spec.acc)
+    plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b)
+    pace = 8 if isa.arch == "aarch64" or mode.kind != "fma" or isa.has("fma") else 4  # vector instructions a ns
+    thin, long = (spec.n, spec.m) if plan.swap else (spec.m, spec.n)
+    padded = long if plan.strategy == "dot" else sum(x.count * x.vectors * mode.lanes for x in plan.columns)
+    macs = thin * padded * spec.k / (mode.lanes * mode.group * pace)
+    traffic = spec.m * spec.k * BYTES[STORAGE[spec.a]] + spec.n * spec.k * BYTES[STORAGE[spec.b]]
+    traffic += spec.m * spec.n * BYTES[mode.acc] + 2 * plan.workspace * plan.blocks
+    return round(30 + macs + traffic / 64)
+
+
+_A, _LDA, _B, _LDB, _C, _LDC, _WORK = _PARAMS = [
+    Val("ptr", "%A"), Val("i64", "%lda"), Val("ptr", "%B"), Val("i64", "%ldb"), Val("ptr", "%C"), Val("i64", "%ldc"),
+    Val("ptr", "%workspace"),
+]  # fmt: skip
+
+
+def _emit_empty(module: Module, isa: Isa, spec: GemmSpec) -> str:
+    """A product without terms: zero, or C unchanged."""
+    if spec.name not in module.functions:
+        c = Code(module, spec.name, _PARAMS, attributes=ATTRIBUTES)
+        acc = ACCUMULATORS[spec.acc]
+        lanes = isa.lanes(8 * BYTES[acc])
+        if spec.m and spec.n and not spec.accumulate:
+            with c.loop(0, spec.m) as i:
+                row = offset(c, _C, c.mul(i, _LDC), BYTES[acc])
+                with c.loop(0, spec.n // lanes * lanes, lanes) as j:
+                    store_part(c, isa, zeros(vec(lanes, acc)), offset(c, row, j, BYTES[acc]), lanes)
+                if rest := spec.n % lanes:
+                    store_part(c, isa, zeros(vec(lanes, acc)), offset(c, row, spec.n - rest, BYTES[acc]), rest)
+        c.finish()
+    return spec.name
+
+
+def _emit_split(module: Module, isa: Isa, spec: GemmSpec, plan: Plan) -> Gemm:
+    """A tall product as a column of lower ones, nearly equal so that little code is needed."""
+    done = spec.name in module.functions
+    c = Code(module, spec.name, _PARAMS, attributes=ATTRIBUTES)
+    workspace = 0
+    for start, count, m in _even(spec.m, _MAX_ROWS, plan.rows[0].rows):
+        part = emit_gemm(module, isa, dataclasses.replace(spec, m=m))
+        workspace = max(workspace, part.workspace)
+        with c.loop(0, count) as i:
+            row = c.add(start, c.mul(i, m))
+            a = offset(c, _A, row if spec.trans_a else c.mul(row, _LDA), BYTES[STORAGE[spec.a]])
+            out = offset(c, _C, c.mul(row, _LDC), BYTES[plan.mode.acc])
+            call(c, part.name, a, _LDA, _B, _LDB, out, _LDC, _WORK)
+    if not done:
+        c.finish()
+    return Gemm(spec.name, workspace)
+
+
+def _even(size: int, limit: int, unit: int) -> list[tuple[int, int, int]]:
+    """(start, count, size) of equal parts of at most `limit` and one smaller rest; parts are multiples of `unit`."""
+    parts = -(-size // limit)
+    each = min(-(-(-(-size // parts)) // unit) * unit, size)
+    count, rest = divmod(size, each)
+    return [(0, count, each)] + ([(size - rest, 1, rest)] if rest else [])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """One k block in flight: start, size, whole groups, and whether it adds to C."""
+
+    k0: Val
+    kc: Val
+    steps: Val
+    add: Val
+    may_add: bool
+
+
+def _k_block(c: Code, spec: GemmSpec, plan: Plan, k0: Val) -> _Block:
+    rest = c.sub(spec.k, k0)
+    group = plan.mode.group
+    if plan.blocks == 1:
+        kc, add = i64(spec.k), Val("i1", "true" if spec.accumulate else "false")
+        return _Block(k0, kc, i64(-(-spec.k // group)), add, spec.accumulate)
+    kc = c.intrinsic("smin", "i64", rest, i64(plan.kc))
+    steps = c.binary("sdiv", c.add(kc, group - 1), i64(group)) if group > 1 else kc
+    add = Val("i1", "true") if spec.accumulate else c.cmp("icmp", "ne", k0, i64(0))
+    return _Block(k0, kc, steps, add, True)
+
+
+def _emit_panels(c: Code, spec: GemmSpec, plan: Plan) -> None:
+    """The packed and the direct strategy: k blocks, then column panels (one packed at a time), then row panels."""
+    panel = offset(c, _WORK, plan.a_bytes, 1)
+    sums = offset(c, panel, plan.b_bytes, 1)
+    with c.loop(0, spec.k, plan.kc) as k0:
+        block = _k_block(c, spec, plan, k0)
+        _pack_a(c, spec, plan, block)
+        for columns in plan.columns:
+            with c.loop(0, columns.count) as j:
+                first = c.add(columns.start, c.mul(j, columns.width))
+                if plan.strategy == "packed":
+                    _pack_b(c, spec, plan, block, columns, first, panel, sums)
+                    _row_panels(c, spec, plan, block, columns, first, panel, sums)
+                else:
+                    b = offset(c, _B, first, BYTES[STORAGE[spec.b]])
+                    _row_panels(c, spec, plan, block, columns, first, b, sums)
+
+
+def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:
+    """Bring this k block of A to the layout that the micro-kernel reads, where it is not there already."""
+    size = BYTES[STORAGE[spec.a]]
+    ld = c.mul(_LDA, size)
+    if plan.a_layout == "rows":
+        name = pack.rows_from_rows(c.module, plan.mode, spec.a, spec.k)
+        call(c, name, offset(c, _A, block.k0, size), ld, _WORK, i64(plan.a_row_bytes), i64(spec.m), block.kc)
+    elif plan.a_layout == "panels":
+        source = c.gep("i8", _A, c.mul(block.k0, ld))
+        for rows in plan.rows:
+            name = pack.panel_from_lanes(c.module, plan.mode, spec.a, spec.k, plan.a_width, rows.rows, False)
+            with c.loop(0, rows.count) as p:
+                row = c.add(rows.start, c.mul(p, rows.rows))
+                panel = offset(c, _WORK, c.add(rows.panel, p), plan.a_width * plan.a_row_bytes)
+                call(c, name, offset(c, source, row, size), ld, panel, block.kc)
+
+
+def _pack_b(c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns, first: Val, panel: Val, sums: Val) -> None:
+    """Pack one column panel of this k block of B, and its column sums where the mode wants them."""
+    mode, size = plan.mode, BYTES[STORAGE[spec.b]]
+    width, ld = columns.vectors * mode.lanes, c.mul(_LDB, size)
+    if not spec.trans_b:
+        name = pack.panel_from_lanes(c.module, mode, spec.b, spec.k, width, columns.width, mode.flip)
+        source = offset(c, c.gep("i8", _B, c.mul(block.k0, ld)), first, size)
+        call(c, name, source, ld, panel, block.kc, *[sums] * mode.flip)
+        return
+    source = c.gep("i8", offset(c, _B, block.k0, size), c.mul(first, ld))
+    full = columns.vectors if columns.tail == mode.lanes else columns.vectors - 1
+    for start, count, lanes in ((0, full, mode.lanes), (full, columns.vectors - full, columns.tail)):
+        if count:
+            name = pack.panel_from_rows(c.module, mode, spec.b, spec.k, width, lanes, mode.flip)
+            with c.loop(start, start + count) as v:
+                lane = c.mul(v, mode.lanes)
+                target = offset(c, panel, lane, mode.unit_bytes)
+                call(c, name, c.gep("i8", source, c.mul(lane, ld)), ld, target, block.kc, *[offset(c, sums, lane, 4)] * mode.flip)
+
+
+def _row_panels(c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns, first: Val, b: Val, sums: Val) -> None:
+    """Run the micro-kernel over all row panels of one column panel."""
+    mode, direct = plan.mode, plan.strategy == "direct"
+    a_size = BYTES[STORAGE[spec.a]]
+    b_step = c.mul(_LDB, BYTES[STORAGE[spec.b]]) if direct else i64(columns.vectors * mode.lanes * mode.unit_bytes)
+    k_tail = spec.k % mode.group if direct else 0
+    steps = i64(spec.k // mode.group) if direct else block.steps
+    for rows in plan.rows:
+        shape = PanelShape(rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct)
+        name = panel_kernel(c.module, mode, shape)
+        with c.loop(0, rows.count) as p:
+            row = c.add(rows.start, c.mul(p, rows.rows))
+            a, a_row, a_step = _a_access(c, plan, block, a_size, row, c.add(rows.panel, p))
+            out = offset(c, _C, c.add(c.mul(row, _LDC), first), BYTES[mode.acc])
+            call(c, name, a, a_row, a_step, b, b_step, out, _LDC, steps, block.add, sums)
+
+
+def _a_access(c: Code, plan: Plan, block: _Block, size: int, row: Val, panel: Val) -> tuple[Val, Val, Val]:
+    """Pointer, row stride and step stride (bytes) of one row panel of A in its layout."""
+    unit = plan.mode.unit_bytes
+    if plan.a_layout == "raw":
+        return offset(c, _A, c.add(c.mul(row, _LDA), block.k0), size), c.mul(_LDA, size), i64(unit)
+    if plan.a_layout == "raw_lanes":
+        return offset(c, _A, c.add(c.mul(block.k0, _LDA), row), size), i64(unit), c.mul(_LDA, size)
+    if plan.a_layout == "rows":
+        return offset(c, _WORK, row, plan.a_row_bytes), i64(plan.a_row_bytes), i64(unit)
+    return offset(c, _WORK, panel, plan.a_width * plan.a_row_bytes), i64(unit), i64(plan.a_width * unit)
+
+
+def _emit_dot(c: Code, spec: GemmSpec, plan: Plan) -> None:
+    """The dot strategy: the thin side against groups of streamed rows."""
+    mode = plan.mode
+    thin, thin_ld, long, long_ld = (_B, _LDB, _A, _LDA) if plan.swap else (_A, _LDA, _B, _LDB)
+    thin_size, long_size = BYTES[STORAGE[mode.a]], BYTES[STORAGE[mode.b]]
+    rows: Rows = plan.rows[0]
+    x_ld = c.mul(thin_ld, thin_size)
+    tail = spec.k % (mode.lanes * mode.group)
+    with c.loop(0, spec.k, plan.kc) as k0:
+        block = _k_block(c, spec, plan, k0)
+        x, x_row = offset(c, thin, k0, thin_size), x_ld
+        if plan.a_layout != "raw":
+            packer = pack.rows_from_rows if plan.a_layout == "rows" else pack.rows_from_lanes
+            source = x if plan.a_layout == "rows" else c.gep("i8", thin, c.mul(k0, x_ld))
+            x, x_row = _WORK, i64(plan.a_row_bytes)
+            call(c, packer(c.module, mode, mode.a, spec.k), source, x_ld, x, x_row, i64(rows.rows), block.kc)
+        for columns in plan.columns:
+            shape = DotShape(rows.rows, columns.width, tail, plan.a_layout != "raw", plan.swap, block.may_add)
+            name = dot_kernel(c.module, mode, shape)
+            with c.loop(0, columns.count) as j:
+                first = c.add(columns.start, c.mul(j, columns.width))
+                y = offset(c, long, c.add(c.mul(first, long_ld), k0), long_size)
+                out = offset(c, _C, c.mul(first, _LDC) if plan.swap else first, BYTES[mode.acc])
+                call(c, name, x, x_row, y, c.mul(long_ld, long_size), out, _LDC, block.kc, block.add)

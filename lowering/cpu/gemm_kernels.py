@@ -1,0 +1,213 @@
+"""Micro-kernels of the matmul: a block of C in registers, one k step after the other.
+
+`panel_kernel` broadcasts A against vectors of B (from a packed panel, or straight from memory); `dot_kernel` runs vectors
+along k for products that are thin in m or n, where B's rows lie along k and packing would cost more than it saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
+from jtile.lowering.cpu.gemm_pack import lanes_step, rows_step
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, extract, load_part, offset, store_part, sums, zeros
+from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
+
+
+@dataclasses.dataclass(frozen=True)
+class PanelShape:
+    """A block of C: `rows` by `vectors` vectors of which the last holds `tail` columns.
+
+    `direct`: B is read from memory as [k][n] with `k_tail` elements in its last, partial group (0: none).
+    `add`: the kernel can add to C, where its run-time flag says so. `with_sums`: B's packer left column sums.
+    """
+
+    rows: int
+    vectors: int
+    tail: int
+    direct: bool = False
+    k_tail: int = 0
+    add: bool = False
+    with_sums: bool = False
+
+
+def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
+    """`void(ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add, ptr sums)`.
+
+    Strides of A and B in bytes: `a_row` between rows, `a_step` between units of one row, `b_step` between packed steps or
+    between source rows when direct. `ldc` in elements. `steps` counts whole groups.
+    """
+    s = shape
+    name = f"panel_{mode.tag}_{s.rows}x{s.vectors}_{s.tail}" + "_add" * s.add + "_s" * s.with_sums + f"_d{s.k_tail}" * s.direct
+    if name in module.functions:
+        return name
+    params = [Val("ptr", "%a"), Val("i64", "%a_row"), Val("i64", "%a_step"), Val("ptr", "%b"), Val("i64", "%b_step"),
+              Val("ptr", "%c"), Val("i64", "%ldc"), Val("i64", "%steps"), Val("i1", "%add"), Val("ptr", "%sums")]  # fmt: skip
+    c = Code(module, name, params, attributes=ATTRIBUTES)
+    a, a_row, a_step, b, b_step, out, ldc, steps, add, sum_ptr = params
+    ty = vec(mode.lanes, mode.acc)
+    block = [[c.var(ty, zeros(ty)) for _ in range(s.vectors)] for _ in range(s.rows)]
+    checks = [c.var(ty, zeros(ty)) for _ in range(s.vectors)] if mode.flip and s.direct else []
+
+    def step(a_ptr: Val, b_ptr: Val, group: int) -> None:
+        def left(r: int) -> Val:
+            one = c.load(mode.unit, c.gep("i8", a_ptr, c.mul(a_row, r)), align=BYTES[mode.packed])
+            return mode.enter_a(c, c.splat(one, mode.lanes))
+
+        def right(v: int) -> Val:
+            y = _b_vector(c, mode, s, b_ptr, b_step, v, group)
+            if checks:
+                c.store(mode.column_sum(c, c.load(ty, checks[v]), y), checks[v])
+            return y
+
+        def mac(r: int, v: int, x: Val, y: Val) -> None:
+            c.store(mode.mac(c, c.load(ty, block[r][v]), x, y), block[r][v])
+
+        if s.rows >= s.vectors:  # the shorter side stays in registers while the longer one passes
+            vectors = [right(v) for v in range(s.vectors)]
+            for r in range(s.rows):
+                x = left(r)
+                for v, y in enumerate(vectors):
+                    mac(r, v, x, y)
+        else:
+            rows = [left(r) for r in range(s.rows)]
+            for v in range(s.vectors):
+                y = right(v)
+                for r, x in enumerate(rows):
+                    mac(r, v, x, y)
+
+    a_slot, b_slot = c.var("ptr", a), c.var("ptr", b)
+    b_advance = c.mul(b_step, mode.group if s.direct else 1)
+    with c.loop(0, steps):
+        a_ptr, b_ptr = c.load("ptr", a_slot), c.load("ptr", b_slot)
+        step(a_ptr, b_ptr, mode.group)
+        c.store(c.gep("i8", a_ptr, a_step), a_slot)
+        c.store(c.gep("i8", b_ptr, b_advance), b_slot)
+    if s.direct and s.k_tail:
+        step(c.load("ptr", a_slot), c.load("ptr", b_slot), s.k_tail)
+    if s.with_sums:
+        checks = [c.var(ty, c.load(ty, offset(c, sum_ptr, v * mode.lanes, 4), align=4)) for v in range(s.vectors)]
+    for v, slot in enumerate(checks):
+        total = c.load(ty, slot)
+        for row in block:
+            c.store(mode.corrected(c, c.load(ty, row[v]), total), row[v])
+    _write_block(c, mode, s, block, out, ldc, add)
+    c.finish()
+    return name
+
+
+def _b_vector(c: Code, mode: Mode, s: PanelShape, b: Val, b_step: Val, v: int, group: int) -> Val:
+    """Vector `v` of B at the current step."""
+    count = s.tail if v == s.vectors - 1 else mode.lanes
+    if s.direct:
+        size = BYTES[STORAGE[mode.b]]
+        return lanes_step(c, mode, mode.b, offset(c, b, v * mode.lanes, size), b_step, group, mode.lanes, count)
+    ty = vec(mode.lanes, mode.unit)
+    return c.load(ty, offset(c, b, v * mode.lanes, mode.unit_bytes), align=mode.lanes * mode.unit_bytes)
+
+
+def _write_block(c: Code, mode: Mode, s: PanelShape, block: list[list[Val]], out: Val, ldc: Val, add: Val) -> None:
+    """Store the accumulators to C, or add them to it."""
+    ty, size = vec(mode.lanes, mode.acc), BYTES[mode.acc]
+    plus = "fadd" if mode.acc in ("float", "double") else "add"
+
+    def each(action) -> None:
+        for r, row in enumerate(block):
+            line = offset(c, out, c.mul(ldc, r), size)
+            for v, slot in enumerate(row):
+                action(slot, offset(c, line, v * mode.lanes, size), s.tail if v == s.vectors - 1 else mode.lanes)
+
+    def accumulate(slot: Val, ptr: Val, count: int) -> None:
+        old = load_part(c, mode.isa, mode.acc, ptr, mode.lanes, count)
+        c.store(c.binary(plus, old, c.load(ty, slot)), slot)
+
+    if s.add:
+        with c.when(add):
+            each(accumulate)
+    each(lambda slot, ptr, count: store_part(c, mode.isa, c.load(ty, slot), ptr, count))
+
+
+@dataclasses.dataclass(frozen=True)
+class DotShape:
+    """`rows` thin rows against `cols` streamed rows, both along k; `tail` elements after the last whole vector.
+
+    `x_packed`: the thin side is packed rows (zero padded), else raw storage. `transposed`: C is written as C[col][row].
+    """
+
+    rows: int
+    cols: int
+    tail: int
+    x_packed: bool
+    transposed: bool
+    add: bool = False
+
+
+def dot_kernel(module: Module, mode: Mode, shape: DotShape) -> str:
+    """`void(ptr x, i64 x_row, ptr y, i64 y_row, ptr c, i64 ldc, i64 kc, i1 add)`; row strides in bytes, ldc in elements.
+
+    The thin side is operand A of `mode`, the streamed side operand B. `kc` is a whole number of vectors, or that plus `tail`.
+    """
+    s = shape
+    name = f"dot_{mode.tag}_{s.rows}x{s.cols}_{s.tail}" + "_add" * s.add + "_p" * s.x_packed + "_t" * s.transposed
+    if name in module.functions:
+        return name
+    params = [Val("ptr", "%x"), Val("i64", "%x_row"), Val("ptr", "%y"), Val("i64", "%y_row"), Val("ptr", "%c"),
+              Val("i64", "%ldc"), Val("i64", "%kc"), Val("i1", "%add")]  # fmt: skip
+    c = Code(module, name, params, attributes=ATTRIBUTES)
+    x, x_row, y, y_row, out, ldc, kc, add = params
+    ty, block = vec(mode.lanes, mode.acc), mode.lanes * mode.group
+    grid = [[c.var(ty, zeros(ty)) for _ in range(s.cols)] for _ in range(s.rows)]
+    checks = [c.var(ty, zeros(ty)) for _ in range(s.cols)] if mode.flip else []
+    x_size = BYTES[mode.packed if s.x_packed else STORAGE[mode.a]]
+
+    def step(k0: Val, valid: int) -> None:
+        left = []
+        for r in range(s.rows):
+            ptr = c.gep("i8", offset(c, x, k0, x_size), c.mul(x_row, r))
+            unit = _packed_row(c, mode, ptr) if s.x_packed else rows_step(c, mode, mode.a, ptr, valid)
+            left.append(mode.enter_a(c, unit))
+        for j in range(s.cols):
+            ptr = c.gep("i8", offset(c, y, k0, BYTES[STORAGE[mode.b]]), c.mul(y_row, j))
+            right = rows_step(c, mode, mode.b, ptr, valid)
+            if checks:
+                c.store(mode.column_sum(c, c.load(ty, checks[j]), right), checks[j])
+            for r in range(s.rows):
+                c.store(mode.mac(c, c.load(ty, grid[r][j]), left[r], right), grid[r][j])
+
+    whole = c.binary("and", kc, i64(-block)) if s.tail else kc
+    with c.loop(0, whole, block) as k0:
+        step(k0, block)
+    if s.tail:
+        with c.when(c.cmp("icmp", "ne", whole, kc)):
+            step(whole, s.tail)
+    for j, slot in enumerate(checks):
+        for r in range(s.rows):
+            c.store(mode.corrected(c, c.load(ty, grid[r][j]), c.load(ty, slot)), grid[r][j])
+    _write_dots(c, mode, s, grid, out, ldc, add)
+    c.finish()
+    return name
+
+
+def _packed_row(c: Code, mode: Mode, ptr: Val) -> Val:
+    return c.load(vec(mode.lanes, mode.unit), ptr, align=mode.lanes * mode.unit_bytes)
+
+
+def _write_dots(c: Code, mode: Mode, s: DotShape, grid: list[list[Val]], out: Val, ldc: Val, add: Val) -> None:
+    """Sum every accumulator over its lanes and write (or add) the results to C."""
+    ty, size = vec(mode.lanes, mode.acc), BYTES[mode.acc]
+    plus = "fadd" if mode.acc in ("float", "double") else "add"
+    for r in range(s.rows):
+        vectors = [c.load(ty, slot) for slot in grid[r]]
+        vectors += [zeros(ty)] * ((1 << (len(vectors) - 1).bit_length()) - len(vectors))
+        total = sums(c, vectors)
+        cells = [(total, offset(c, out, c.mul(ldc, r), size), s.cols)]
+        if s.transposed:
+            cells = [(extract(c, total, j), offset(c, out, c.add(c.mul(ldc, j), r), size), 1) for j in range(s.cols)]
+        for value, ptr, count in cells:
+            slot = c.var(value.ty, value)
+            if s.add:
+                with c.when(add):
+                    lanes = len(vectors) if not s.transposed else 1
+                    old = load_part(c, mode.isa, mode.acc, ptr, lanes, count)
+                    c.store(c.binary(plus, old, value), slot)
+            store_part(c, mode.isa, c.load(value.ty, slot), ptr, count)

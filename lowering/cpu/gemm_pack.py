@@ -1,0 +1,176 @@
+"""Packing of matmul operands: the layouts that the micro-kernels read with unit stride.
+
+Two layouts, both of *units* (`gemm_modes`): a **panel** is [steps][width], the lanes of one k step side by side; **rows**
+are [rows][steps] padded with zeros to whole vectors. Lanes and k elements that do not exist are written as zeros on the
+side of B (and of A for floats), so that no stray value meets them in a multiplication.
+
+Every function takes a byte stride `ld` of the source's outer axis and the number `kc` of k elements of this block; `kc` is
+a whole number of vectors, or that plus the static tail `k_tail` (the last block).
+"""
+
+from __future__ import annotations
+
+from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, interleave, load_part, offset, transpose, zeros
+from jtile.lowering.cpu.llvm import Code, Module, Val, vec
+
+_I64 = "i64"
+
+
+def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width: int, count: int, with_sums: bool) -> str:
+    """Source [k][lanes]: `void(ptr src, i64 ld, ptr dst, i64 kc[, ptr sums])` writes one panel of `width` lanes, `count` real.
+
+    With sums, `sums[width]` receives the column sums that `Mode.corrected` needs.
+    """
+    tail = k_tail % mode.group
+    name = f"pack_lanes_{mode.tag}_{dtype}_{width}_{count}_{tail}" + ("_s" if with_sums else "")
+    if name in module.functions:
+        return name
+    params = [Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%kc"), Val("ptr", "%sums")]
+    c = Code(module, name, params if with_sums else params[:4], attributes=ATTRIBUTES)
+    src, ld, dst, kc = params[:4]
+    chunk = min(width, mode.lanes)
+    slots = [c.var(vec(chunk, mode.unit), zeros(vec(chunk, mode.unit))) for _ in range(0, width, chunk)] if with_sums else []
+    size = BYTES[STORAGE[dtype]]
+
+    def step(at: Val, rows: int) -> None:
+        for v, lane in enumerate(range(0, width, chunk)):
+            ptr = offset(c, c.gep("i8", src, c.mul(c.mul(at, mode.group), ld)), lane, size)
+            units = lanes_step(c, mode, dtype, ptr, ld, rows, chunk, count - lane)
+            c.store(units, offset(c, dst, c.add(c.mul(at, width), lane), mode.unit_bytes), align=chunk * mode.unit_bytes)
+            if with_sums:
+                c.store(mode.column_sum(c, c.load(units.ty, slots[v]), units), slots[v])
+
+    steps = c.binary("sdiv", kc, Val(_I64, str(mode.group))) if mode.group > 1 else kc
+    with c.loop(0, steps) as at:
+        step(at, mode.group)
+    if tail:
+        with c.when(c.cmp("icmp", "ne", c.mul(steps, mode.group), kc)):
+            step(steps, tail)
+    for v, slot in enumerate(slots):
+        total = c.load(vec(chunk, mode.unit), slot)
+        c.store(total, offset(c, params[4], v * chunk, mode.unit_bytes), align=4)
+    c.finish()
+    return name
+
+
+def lanes_step(c: Code, mode: Mode, dtype: str, ptr: Val, ld: Val, rows: int, lanes: int, count: int) -> Val:
+    """One step of B straight from memory: `rows` <= group source rows of `lanes` elements, `count` of them real, as units."""
+    elem = STORAGE[dtype]
+    if count <= 0:
+        return zeros(vec(lanes, mode.unit))
+    count, group = min(count, lanes), []
+    for r in range(mode.group):
+        if r < rows:
+            x = load_part(c, mode.isa, elem, c.gep("i8", ptr, c.mul(ld, r)), lanes, count)
+            group.append(mode.widen(c, x, dtype))
+        else:
+            group.append(zeros(vec(lanes, mode.packed)))
+    return interleave(c, group, mode.unit)
+
+
+def rows_step(c: Code, mode: Mode, dtype: str, ptr: Val, count: int) -> Val:
+    """`lanes` units that follow each other along k in memory, of which `count` elements (not units) are real."""
+    elements = mode.lanes * mode.group
+    x = load_part(c, mode.isa, STORAGE[dtype], ptr, elements, min(count, elements))
+    return c.cast("bitcast", mode.widen(c, x, dtype), vec(mode.lanes, mode.unit))
+
+
+def split_k(c: Code, kc: Val, block: int, k_tail: int) -> tuple[Val, Val | None]:
+    """The part of kc that is whole blocks, and the condition that a tail follows (None: never)."""
+    if k_tail % block == 0:
+        return kc, None
+    whole = c.binary("and", kc, Val(_I64, str(-block)))
+    return whole, c.cmp("icmp", "ne", whole, kc)
+
+
+def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: int, count: int, with_sums: bool) -> str:
+    """Source [lanes][k]: like `panel_from_lanes`, for one block of `mode.lanes` lanes of a panel `width` lanes wide."""
+    block = mode.lanes * mode.group
+    tail = k_tail % block
+    name = f"pack_rows_{mode.tag}_{dtype}_{width}_{count}_{tail}" + ("_s" if with_sums else "")
+    if name in module.functions:
+        return name
+    params = [Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%kc"), Val("ptr", "%sums")]
+    c = Code(module, name, params if with_sums else params[:4], attributes=ATTRIBUTES)
+    src, ld, dst, kc = params[:4]
+    ty = vec(mode.lanes, mode.unit)
+    slot = c.var(ty, zeros(ty)) if with_sums else None
+    size = BYTES[STORAGE[dtype]]
+
+    def square(k0: Val, valid: int) -> None:
+        at = offset(c, src, k0, size)
+        rows = [rows_step(c, mode, dtype, c.gep("i8", at, c.mul(ld, r)), valid) if r < count else zeros(ty) for r in range(mode.lanes)]
+        step = c.binary("sdiv", k0, Val(_I64, str(mode.group))) if mode.group > 1 else k0
+        for i, column in enumerate(transpose(c, rows)[: -(-valid // mode.group)]):
+            c.store(column, offset(c, dst, c.mul(c.add(step, i), width), mode.unit_bytes), align=mode.lanes * mode.unit_bytes)
+            if slot:
+                c.store(mode.column_sum(c, c.load(ty, slot), column), slot)
+
+    whole, has_tail = split_k(c, kc, block, tail)
+    with c.loop(0, whole, block) as k0:
+        square(k0, block)
+    if has_tail:
+        with c.when(has_tail):
+            square(whole, tail)
+    if slot:
+        c.store(c.load(ty, slot), params[4], align=4)
+    c.finish()
+    return name
+
+
+def rows_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
+    """Source [rows][k]: `void(ptr src, i64 ld, ptr dst, i64 dst_row, i64 rows, i64 kc)` converts and pads every row."""
+    block = mode.lanes * mode.group
+    tail = k_tail % block
+    name = f"convert_rows_{mode.tag}_{dtype}_{tail}"
+    if name in module.functions:
+        return name
+    src, ld, dst, dst_row, rows, kc = params = [
+        Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%dst_row"), Val(_I64, "%rows"), Val(_I64, "%kc")
+    ]  # fmt: skip
+    c = Code(module, name, params, attributes=ATTRIBUTES)
+
+    def piece(row: Val, k0: Val, valid: int) -> None:
+        ptr = offset(c, c.gep("i8", src, c.mul(row, ld)), k0, BYTES[STORAGE[dtype]])
+        out = offset(c, c.gep("i8", dst, c.mul(row, dst_row)), k0, BYTES[mode.packed])
+        c.store(rows_step(c, mode, dtype, ptr, valid), out, align=mode.lanes * mode.unit_bytes)
+
+    with c.loop(0, rows) as row:
+        whole, has_tail = split_k(c, kc, block, tail)
+        with c.loop(0, whole, block) as k0:
+            piece(row, k0, block)
+        if has_tail:
+            with c.when(has_tail):
+                piece(row, whole, tail)
+    c.finish()
+    return name
+
+
+def rows_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
+    """Source [k][rows]: `void(ptr src, i64 ld, ptr dst, i64 dst_row, i64 rows, i64 kc)`, one element at a time.
+
+    For the thin side of a product (a few rows) only: each source row gives a few elements.
+    """
+    block = mode.lanes * mode.group
+    tail = k_tail % block
+    name = f"gather_rows_{mode.tag}_{dtype}_{tail}"
+    if name in module.functions:
+        return name
+    src, ld, dst, dst_row, rows, kc = params = [
+        Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%dst_row"), Val(_I64, "%rows"), Val(_I64, "%kc")
+    ]  # fmt: skip
+    c = Code(module, name, params, attributes=ATTRIBUTES)
+    elem = STORAGE[dtype]
+    with c.loop(0, rows) as row:
+        out = c.gep("i8", dst, c.mul(row, dst_row))
+        whole, has_tail = split_k(c, kc, block, tail)
+        if has_tail:
+            with c.when(has_tail):
+                c.store(zeros(vec(mode.lanes, mode.unit)), offset(c, out, whole, BYTES[mode.packed]), align=mode.lanes * mode.unit_bytes)
+        column = offset(c, src, row, BYTES[elem])
+        with c.loop(0, kc) as k:
+            x = mode.widen(c, c.load(elem, c.gep("i8", column, c.mul(k, ld)), align=BYTES[elem]), dtype)
+            c.store(x, offset(c, out, k, BYTES[mode.packed]), align=BYTES[mode.packed])
+    c.finish()
+    return name

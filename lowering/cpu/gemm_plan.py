@@ -1,0 +1,182 @@
+"""How one tile product is carried out: strategy, register block, cache blocks and workspace layout. Pure arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
+from jtile.lowering.cpu.isa import Isa
+
+_THIN = 8  # up to this many rows a product reads B once, so packing B cannot pay
+_B_BLOCK_UNIT_BYTES = 2048  # bytes of one packed column of B in a k block: a 32-wide panel of 64 KiB streams from L2
+_X_BLOCK_BYTES = 32768  # the thin side of a dot product stays in L1
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """`count` row panels of `rows` rows each, the first at `start`; `panel` is the index of the first."""
+
+    start: int
+    count: int
+    rows: int
+    panel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """`count` column panels from column `start`, each `width` columns in `vectors` vectors, the last with `tail` lanes."""
+
+    start: int
+    count: int
+    width: int
+    vectors: int
+    tail: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Decisions for one product; sizes of the workspace parts are in bytes.
+
+    Attributes:
+      strategy: `"packed"` (B in panels), `"direct"` (B read in place) or `"dot"` (vectors along k).
+      swap: the dot strategy runs on the transposed product (thin side is B).
+      a_layout: `"raw"` (k contiguous), `"raw_lanes"` (m contiguous), `"rows"` or `"panels"` (packed).
+      kc: k elements of one block, a whole number of vectors; one block holds all of k unless `blocks` > 1.
+    """
+
+    strategy: Literal["packed", "direct", "dot"]
+    mode: Mode
+    swap: bool
+    a_layout: Literal["raw", "raw_lanes", "rows", "panels"]
+    rows: tuple[Rows, ...]
+    columns: tuple[Columns, ...]
+    a_width: int
+    kc: int
+    blocks: int
+    a_bytes: int
+    b_bytes: int
+    sum_bytes: int
+
+    @property
+    def workspace(self) -> int:
+        return self.a_bytes + self.b_bytes + self.sum_bytes
+
+    @property
+    def a_row_bytes(self) -> int:
+        """Bytes between packed rows."""
+        return self.kc // self.mode.group * self.mode.unit_bytes
+
+
+def register_block(isa: Isa, kind: str, narrow: bool) -> tuple[int, int]:
+    """Rows and vectors of the accumulator block; `narrow`: C is at most one vector wide."""
+    if isa.registers == 32:
+        rows = 8
+    elif isa.has("fma") and kind == "fma":
+        rows = 6
+    else:
+        rows = 4
+    return (2 * rows, 1) if narrow else (rows, 2)
+
+
+def split_rows(m: int, cap: int) -> tuple[Rows, ...]:
+    """Row panels of nearly equal height, so that at most two heights need code."""
+    panels = -(-m // cap)
+    low, high = divmod(m, panels)
+    parts = [Rows(0, high, low + 1, 0), Rows(high * (low + 1), panels - high, low, high)]
+    return tuple(p for p in parts if p.count)
+
+
+def split_columns(n: int, lanes: int, vectors: int) -> tuple[Columns, ...]:
+    """Whole panels and one narrower rest."""
+    width = lanes * vectors
+    parts = [Columns(0, n // width, width, vectors, lanes)] if n >= width else []
+    if rest := n % width:
+        need = -(-rest // lanes)
+        parts.append(Columns(n - rest, 1, rest, need, rest - (need - 1) * lanes))
+    return tuple(parts)
+
+
+def make_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> Plan:
+    """Choose the strategy for C[m, n] = A[m, k] . B[k, n]; all sizes at least 1."""
+    vector = mode.lanes * mode.group
+    long_k = k >= 2 * vector
+    if n <= 4 and not trans_a and (long_k or n * m <= 64):
+        return _dot_plan(mode, n, m, k, swap=True, contiguous=trans_b)
+    if m <= _THIN and trans_b and (long_k or n <= 4):
+        return _dot_plan(mode, m, n, k, swap=False, contiguous=not trans_a)
+    if m <= _THIN and not trans_b:
+        return _direct_plan(mode, m, n, k, trans_a)
+    return _packed_plan(mode, m, n, k, trans_a, trans_b)
+
+
+def _round(x: int, to: int) -> int:
+    return -(-x // to) * to
+
+
+def _a_width(mode: Mode, rows: int) -> int:
+    """Units of one step of a packed A panel: a power of two up to a vector, then whole vectors."""
+    return 1 << (rows - 1).bit_length() if rows <= mode.lanes else _round(rows, mode.lanes)
+
+
+def _k_blocks(mode: Mode, k: int, limit: int) -> tuple[int, int]:
+    """Elements per block (whole vectors) and number of blocks, evenly split, about `limit` elements at most."""
+    vector = mode.lanes * mode.group
+    blocks = max(1, -(-k // max(limit, vector)))
+    kc = _round(-(-k // blocks), vector)
+    return kc, -(-k // kc)
+
+
+def _a_layout(mode: Mode, k: int, trans_a: bool, panels: int) -> Literal["raw", "raw_lanes", "rows", "panels"]:
+    if not trans_a:
+        return "raw" if mode.is_native(mode.a) and k % mode.group == 0 else "rows"
+    return "raw_lanes" if mode.group == 1 and mode.is_native(mode.a) and panels == 1 else "panels"
+
+
+def _a_bytes(mode: Mode, layout: str, rows: tuple[Rows, ...], m: int, kc: int, width: int) -> int:
+    units = kc // mode.group * mode.unit_bytes
+    if layout == "rows":
+        return _round(m * units, 64)
+    return _round(sum(r.count for r in rows) * width * units, 64) if layout == "panels" else 0
+
+
+def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool) -> Plan:
+    budget = 16 if mode.isa.registers == 32 else 10 if mode.kind == "fma" else 8
+    vectors = max(1, min(8, (budget - (budget // 4) * mode.flip) // m))
+    rows = split_rows(m, m if mode.isa.registers == 32 else min(m, 6))
+    columns = split_columns(n, mode.lanes, min(vectors, -(-n // mode.lanes)))
+    kc, _ = _k_blocks(mode, k, k)
+    layout = _a_layout(mode, k, trans_a, sum(c.count for c in columns))
+    width = _a_width(mode, rows[0].rows)
+    return Plan("direct", mode, False, layout, rows, columns, width, kc, 1, _a_bytes(mode, layout, rows, m, kc, width), 0, 0)
+
+
+def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> Plan:
+    cap, vectors = register_block(mode.isa, mode.kind, n <= mode.lanes)
+    rows, columns = split_rows(m, cap), split_columns(n, mode.lanes, vectors)
+    kc, blocks = _k_blocks(mode, k, _B_BLOCK_UNIT_BYTES // mode.unit_bytes * mode.group)
+    layout = _a_layout(mode, k, trans_a, sum(c.count for c in columns))
+    width = _a_width(mode, rows[0].rows)
+    padded = max(c.vectors for c in columns) * mode.lanes  # one panel is packed at a time
+    b_bytes = _round(padded * (kc // mode.group) * mode.unit_bytes, 64)
+    sum_bytes = _round(padded * 4, 64) if mode.flip else 0
+    a_bytes = _a_bytes(mode, layout, rows, m, kc, width)
+    return Plan("packed", mode, False, layout, rows, columns, width, kc, blocks, a_bytes, b_bytes, sum_bytes)
+
+
+def _dot_plan(mode: Mode, thin: int, long: int, k: int, swap: bool, contiguous: bool) -> Plan:
+    """`thin` rows against `long` streamed rows; `contiguous`: the thin side's k elements follow each other in memory."""
+    mode = mode.swapped() if swap else mode
+    cols = {1: 8, 2: 8, 3: 4, 4: 4}.get(thin, 2)
+    if mode.isa.registers == 16:
+        cols = max(1, cols // 2)
+    cols = min(cols, mode.lanes)
+    columns = [Columns(0, long // cols, cols, cols, 0)] if long >= cols else []
+    if rest := long % cols:
+        columns.append(Columns(long - rest, 1, rest, rest, 0))
+    raw = contiguous and mode.is_native(mode.a)
+    size = BYTES[STORAGE[mode.a] if raw else mode.packed]
+    kc, blocks = _k_blocks(mode, k, _X_BLOCK_BYTES // (thin * size))
+    layout = "raw" if raw else "rows" if contiguous else "panels"
+    a_bytes = 0 if raw else _round(thin * kc * BYTES[mode.packed], 64)
+    return Plan("dot", mode, swap, layout, (Rows(0, 1, thin, 0),), tuple(columns), 0, kc, blocks, a_bytes, 0, 0)

@@ -1,0 +1,116 @@
+"""Vector helpers of the matmul generator: partial loads and stores, interleaves, transposes, horizontal sums."""
+
+from __future__ import annotations
+
+from jtile.lowering.cpu.gemm_modes import BYTES
+from jtile.lowering.cpu.isa import Isa
+from jtile.lowering.cpu.llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, like, scalar_of, vec
+
+# LLVM turns copy loops into memcpy calls unless told not to; an image may have no undefined symbol.
+ATTRIBUTES = 'nounwind "no-builtins"'
+
+
+def call(c: Code, name: str, *args: Val) -> None:
+    c.do(f"call void @{name}({', '.join(map(str, args))})")
+
+
+def zeros(ty: str) -> Val:
+    return Val(ty, "zeroinitializer") if lanes_of(ty) > 1 else const(ty, "0.0" if ty in ("float", "double") else "0")
+
+
+def shuffle(c: Code, a: Val, b: Val, lanes: list[int]) -> Val:
+    mask = ", ".join("i32 poison" if i < 0 else f"i32 {i}" for i in lanes)
+    return c.let(like(a.ty, scalar_of(a.ty)) if len(lanes) == lanes_of(a.ty) else vec(len(lanes), scalar_of(a.ty)),
+                 f"shufflevector {a}, {b}, <{len(lanes)} x i32> <{mask}>")  # fmt: skip
+
+
+def _has_masks(isa: Isa, elem: str) -> bool:
+    return isa.has("avx512bw", "avx512vl") or (isa.has("avx") and BYTES[elem] >= 4)
+
+
+def _mask(lanes: int, count: int) -> Val:
+    return Val(vec(lanes, "i1"), "<" + ", ".join(f"i1 {int(i < count)}" for i in range(lanes)) + ">")
+
+
+def load_part(c: Code, isa: Isa, elem: str, ptr: Val, lanes: int, count: int) -> Val:
+    """`lanes` elements of which the first `count` come from memory and the others are zero; reads nothing else."""
+    ty = vec(lanes, elem)
+    if count <= 0:
+        return zeros(ty)
+    if count == lanes:
+        return c.load(ty, ptr, align=BYTES[elem])
+    if _has_masks(isa, elem):
+        suffix = f"{intrinsic_suffix(ty)}.p0"
+        return c.intrinsic("masked.load", ty, ptr, Val("i32", str(BYTES[elem])), _mask(lanes, count), zeros(ty), suffix=suffix)
+    part = c.load(vec(count, elem), ptr, align=BYTES[elem])
+    if count == 1:
+        return c.let(ty, f"insertelement {zeros(ty)}, {part}, i64 0")
+    return shuffle(c, part, zeros(part.ty), [min(i, count) for i in range(lanes)])
+
+
+def store_part(c: Code, isa: Isa, x: Val, ptr: Val, count: int) -> None:
+    """Store the first `count` lanes of x; writes nothing else."""
+    elem, lanes = scalar_of(x.ty), lanes_of(x.ty)
+    if count == lanes:
+        c.store(x, ptr, align=BYTES[elem])
+    elif _has_masks(isa, elem):
+        suffix = f"{intrinsic_suffix(x.ty)}.p0"
+        c.intrinsic("masked.store", "void", x, ptr, Val("i32", str(BYTES[elem])), _mask(lanes, count), suffix=suffix)
+    elif count == 1:
+        c.store(extract(c, x, 0), ptr, align=BYTES[elem])
+    else:
+        c.store(shuffle(c, x, x, list(range(count))), ptr, align=BYTES[elem])
+
+
+def extract(c: Code, x: Val, lane: int) -> Val:
+    return c.let(scalar_of(x.ty), f"extractelement {x}, i64 {lane}") if lanes_of(x.ty) > 1 else x
+
+
+def interleave(c: Code, rows: list[Val], unit: str) -> Val:
+    """Rows [group][lanes] of elements as `lanes` units of `unit`, the group inside each unit in memory order."""
+    lanes = lanes_of(rows[0].ty)
+    while len(rows) > 1:
+        half = len(rows) // 2
+        n = lanes_of(rows[0].ty)
+        order = [i // 2 + (i % 2) * n for i in range(2 * n)]
+        rows = [shuffle(c, rows[i], rows[i + half], order) for i in range(half)]
+    return c.cast("bitcast", rows[0], vec(lanes, unit))
+
+
+def transpose(c: Code, rows: list[Val]) -> list[Val]:
+    """A square block of `n` vectors of `n` lanes, n a power of two, with rows and columns exchanged."""
+    n, width = len(rows), 1
+    while width < n:
+        low = [i if not i & width else i - width + n for i in range(n)]
+        high = [i + width if not i & width else i + n for i in range(n)]
+        out = list(rows)
+        for i in range(n):
+            if not i & width:
+                out[i] = shuffle(c, rows[i], rows[i + width], low)
+                out[i + width] = shuffle(c, rows[i], rows[i + width], high)
+        rows, width = out, 2 * width
+    return rows
+
+
+def sums(c: Code, vectors: list[Val]) -> Val:
+    """Lane i of the result is the sum of the lanes of `vectors[i]`; their number is a power of two, at most the lanes."""
+    op = "fadd" if scalar_of(vectors[0].ty) in ("float", "double") else "add"
+    lanes, want = lanes_of(vectors[0].ty), len(vectors)
+    width = 1
+    while len(vectors) > 1:
+        low = [i if not i & width else i - width + lanes for i in range(lanes)]
+        high = [i + width if not i & width else i + lanes for i in range(lanes)]
+        pairs = zip(vectors[0::2], vectors[1::2], strict=True)
+        vectors = [c.binary(op, shuffle(c, x, y, low), shuffle(c, x, y, high)) for x, y in pairs]
+        width *= 2
+    total = vectors[0]
+    while lanes > want:
+        half = lanes // 2
+        parts = [shuffle(c, total, total, list(range(at, at + half))) if half > 1 else extract(c, total, at // half) for at in (0, half)]
+        total, lanes = c.binary(op, *parts), half
+    return total
+
+
+def offset(c: Code, ptr: Val, count: Val | int, size: Val | int) -> Val:
+    """`ptr` plus `count * size` bytes."""
+    return c.gep("i8", ptr, c.mul(count if isinstance(count, Val) else i64(count), size))

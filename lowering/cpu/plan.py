@@ -1,0 +1,101 @@
+"""What to compute where: which ops stay lazy, what they cost, when a value is used for the last time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jtile import ir
+
+LAZY_OPS = (
+    ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Full, ir.Dense, ir.Iota, ir.Broadcast, ir.Reshape, ir.Transpose, ir.Slice, ir.Reverse,
+    ir.DynamicSlice, ir.Gather,
+)  # fmt: skip
+
+_HEAVY = {"div": 4, "rem": 6, "sqrt": 4, "rsqrt": 5, "pow": 20, "atan2": 15}
+_FREE = {"neg", "abs", "not", "and", "or"}
+
+
+def op_cost(op: ir.Op) -> float:
+    """Rough vector instructions to compute one vector of the op's own work."""
+    match op:
+        case ir.Map():
+            if op.fn in _FREE:
+                return 0.5
+            exact = ir.ELEMENTWISE[op.fn].exact
+            return _HEAVY.get(op.fn, 1 if exact else 12)
+        case ir.Select():
+            return 0.5
+        case ir.Cast():
+            return 0.5
+        case ir.Gather() | ir.DynamicSlice():
+            return 8
+        case ir.Load():
+            return 0.5 if op.mask is None and not any(isinstance(d, ir.Take) for d in op.index) else 6
+    return 0
+
+
+def is_lazy(op: ir.Op | None) -> bool:
+    return isinstance(op, LAZY_OPS)
+
+
+@dataclasses.dataclass
+class BlockPlan:
+    """Facts of one block: per value the positions of the ops that use it (regions included; `len(ops)`: yielded), and the set of
+    values that are defined in it."""
+
+    block: ir.Block
+    uses: dict[ir.Value, list[int]]
+    defined: set[ir.Value]
+    positions: dict[ir.Op, int]
+
+    def last(self, v: ir.Value) -> int:
+        return self.uses[v][-1] if v in self.uses else -1
+
+
+def used_by(op: ir.Op) -> list[ir.Value]:
+    """Values an op uses, regions included (values defined in the regions too)."""
+    out = list(op.operands())
+    for b in op.blocks():
+        for inner in b.ops:
+            out += used_by(inner)
+        out += b.yields
+    return out
+
+
+def plan_block(block: ir.Block) -> BlockPlan:
+    uses: dict[ir.Value, list[int]] = {}
+    defined = set(block.params)
+    positions = {}
+    for k, op in enumerate(block.ops):
+        positions[op] = k
+        for v in used_by(op):
+            uses.setdefault(v, []).append(k)
+        defined.update(op.results)
+    for v in block.yields:
+        uses.setdefault(v, []).append(len(block.ops))
+    return BlockPlan(block, uses, defined, positions)
+
+
+def written_refs(kernel: ir.Kernel) -> set[ir.Value]:
+    """Refs that the kernel writes, and the inputs that share a buffer with an output."""
+    out: set[ir.Value] = set()
+    for op in kernel.body.walk():
+        if isinstance(op, ir.Store | ir.Atomic):
+            out.add(op.ref)
+    for i, o in kernel.aliases:
+        out |= {kernel.inputs[i], kernel.outputs[o]}
+    return out
+
+
+def amplifies(user: ir.Op, v: ir.Value) -> bool:
+    """Does `user` read each element of `v` many times?"""
+    return isinstance(user, ir.Broadcast) and math.prod(user.shape) > v.type.size
+
+
+def register_bits(dtype: str) -> int:
+    """Width of a value of this dtype while it is computed on."""
+    d = ir.DTYPES[dtype]
+    if d.kind == "b":
+        return 8
+    return max(d.bits, 32) if d.kind == "f" else max(d.bits, 8)
