@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -26,22 +27,49 @@ def show(*, as_json: bool) -> None:
     for name, version in page["versions"].items():
         versions.add_row(name, version or "[dim]not installed[/dim]")
     console.print(versions)
+    console.print(_targets(page["targets"]))
+    console.print(_dtypes(page["targets"]))
+    for name, target in page["targets"].items():
+        for gap in target["gaps"]:
+            console.print(f"{name} lacks {gap['op']} on {gap['dtype']}: {gap['instead']}", highlight=False)
     console.print(f"devices   {', '.join(page['devices'])}")
-    console.print(f"cpu code  {page['cpu']['name']}, {page['cpu']['vector_bits']}-bit vectors", highlight=False)
     console.print(f"cache     {cachedir.describe(_cache.info())}", highlight=False, soft_wrap=True)
 
 
+def _targets(targets: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    out = Table("target", "processor", "vectors", "matrix instructions", title="Targets", title_justify="left")
+    for name, target in targets.items():
+        arch, processor, bits, _ = target["arch"].split(":")
+        shapes = ", ".join(f"{m}x{n}x{k} {dtype}" for m, n, k, dtype in target["matrix_shapes"])
+        out.add_row(name, f"{arch} {processor}", f"{bits} bits", shapes or "-")
+    return out
+
+
+def _dtypes(targets: dict[str, Any]) -> Any:
+    """One line a dtype, one column for the targets that take the same ones."""
+    from rich.table import Table
+
+    from jtile import ir
+
+    out = Table("dtype", *targets, title="Dtypes", title_justify="left")
+    for dtype in ir.DTYPES:
+        out.add_row(dtype, *("yes" if dtype in target["dtypes"] else "-" for target in targets.values()))
+    return out
+
+
 def collect() -> dict[str, Any]:
-    """Everything the page shows: versions, devices, cpu, targets, capabilities, cache."""
+    """Everything the page shows: versions, devices, targets with what they can run, cache."""
     import jax
 
-    from jtile.lowering.cpu.isa import host_isa
+    from jtile.lowering import targets
 
-    isa, cache = host_isa(), _cache.info()
+    cache = _cache.info()
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "devices": [f"{d.platform}: {d.device_kind}" for d in jax.devices()],
-        "cpu": {"name": isa.cpu, "arch": isa.arch, "vector_bits": isa.vector_bits, "features": sorted(isa.features)},
+        "targets": {name: dataclasses.asdict(targets.resolve(name)) for name in targets.names()},
         "cache": {"folder": cache.folder, "kernels": cache.entries, "bytes": cache.size, "limit": cache.limit},
     }
 

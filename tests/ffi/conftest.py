@@ -13,13 +13,13 @@ TRIPLES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-lin
 _SIGNATURE = "i32 @jtile_entry(ptr %bufs, ptr %dims, i64 %begin, i64 %end, ptr %workspace, ptr %host)"
 
 
-def emit(text: str, arch: str = "x86_64", cpu: str = "", opt: int = 2, codemodel: str = "small", reloc: str = "pic") -> bytes:
+def emit(text: str, arch: str = "x86_64", opt: int = 2, reloc: str = "pic") -> bytes:
     """LLVM IR text to a relocatable object; `arch` need not be the host's."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = llvm.parse_assembly(f'target triple = "{TRIPLES[arch]}"\n' + text)
     target = llvm.Target.from_triple(TRIPLES[arch])
-    machine = target.create_target_machine(cpu=cpu, opt=opt, reloc=reloc, codemodel=codemodel)
+    machine = target.create_target_machine(opt=opt, reloc=reloc, codemodel="small")
     return machine.emit_object(module)
 
 
@@ -146,11 +146,18 @@ define internal i64 @pick(i64 %k) noinline {
 """,
 )
 
-# out[p] = address of the worker's scratch, after writing its last byte (1 MiB).
+# out[p] = address of the worker's scratch, after writing all of its first MiB: some microseconds of work.
 SCRATCH = entry(
     """
-    %last = getelementptr i8, ptr %workspace, i64 1048575
-    store volatile i8 1, ptr %last
+    br label %loop
+  loop:
+    %i = phi i64 [ 0, %program ], [ %i.next, %loop ]
+    %at = getelementptr i8, ptr %workspace, i64 %i
+    store volatile i8 1, ptr %at
+    %i.next = add i64 %i, 64
+    %again = icmp slt i64 %i.next, 1048576
+    br i1 %again, label %loop, label %exit
+  exit:
     %address = ptrtoint ptr %workspace to i64
     %out = load ptr, ptr %bufs
     %out.at = getelementptr i64, ptr %out, i64 %p

@@ -11,7 +11,7 @@ BASE = 0x123_4567_8000
 
 
 def refused(image: bytes, arch: str = "x86_64") -> str:
-    with pytest.raises(ffi.FfiError, match="^the kernel object is refused|relocation|branch target|load or store") as error:
+    with pytest.raises(ffi.FfiError, match=r"^the kernel object is refused|relocation|branch target") as error:
         ffi.link_image(image, BASE, arch=arch)
     return str(error.value)
 
@@ -86,7 +86,11 @@ def test_aarch64_addresses_point_at_the_data(linked_arm):
 def test_aarch64_call_reaches_the_function(emit_object):
     text = """
     define internal i32 @inner(i64 %x) noinline { %y = trunc i64 %x to i32 ret i32 %y }
-    define internal i32 @other(i64 %x) noinline section ".text.other" { %y = call i32 @inner(i64 %x) %z = add i32 %y, 1 ret i32 %z }
+    define internal i32 @other(i64 %x) noinline section ".text.other" {
+      %y = call i32 @inner(i64 %x)
+      %z = add i32 %y, 1
+      ret i32 %z
+    }
     define i32 @jtile_entry(ptr %a, ptr %b, i64 %c, i64 %d, ptr %e, ptr %f) {
       %x = call i32 @other(i64 %c)
       %y = add i32 %x, 1
@@ -108,7 +112,7 @@ def test_aarch64_load_relocations_of_every_width(emit_object):
     widths = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "<2 x i64>": 16}
     body, data = [], []
     for k, (ty, width) in enumerate(widths.items()):
-        data.append(f"@g{k} = internal global {ty} zeroinitializer, align {width}, section \".data\"")
+        data.append(f'@g{k} = internal global {ty} zeroinitializer, align {width}, section ".data"')
         body.append(f"  %v{k} = load volatile {ty}, ptr @g{k}, align {width}")
     text = "\n".join(data) + "\ndefine i32 @jtile_entry(ptr %a, ptr %b, i64 %c, i64 %d, ptr %e, ptr %f) {\n"
     image = emit_object(text + "\n".join(body) + "\n  ret i32 0\n}", arch="aarch64")
@@ -174,13 +178,15 @@ def test_undefined_symbols_are_named(emit_object):
 def test_entry_must_be_a_function_of_the_object(emit_object):
     assert "does not define the function 'jtile_entry'" in refused(emit_object("define i32 @main() { ret i32 0 }"))
     assert "not in a section of code" in refused(emit_object("@jtile_entry = global i64 0"))
-    local = "define internal i32 @jtile_entry() { ret i32 0 }\ndefine i32 @f() noinline { %x = call i32 @jtile_entry() ret i32 %x }"
+    local = """define internal i32 @jtile_entry() { ret i32 0 }
+    define i32 @f() noinline { %x = call i32 @jtile_entry() ret i32 %x }"""
     assert "does not define" in refused(emit_object(local, opt=0))
 
 
 def test_constructors_and_thread_locals(emit_object):
     main = "define i32 @jtile_entry() { ret i32 0 }\n"
-    ctor = "define internal void @c() { ret void }\n@llvm.global_ctors = appending global [1 x { i32, ptr, ptr }] [{ i32, ptr, ptr } { i32 1, ptr @c, ptr null }]"
+    ctor = """define internal void @c() { ret void }
+    @llvm.global_ctors = appending global [1 x { i32, ptr, ptr }] [{ i32, ptr, ptr } { i32 1, ptr @c, ptr null }]"""
     assert re.search(r"section '\.(init_array|ctors).*not supported", refused(emit_object(main + ctor)))
     tls = "@t = internal thread_local global i64 3\ndefine ptr @g() { ret ptr @t }"
     assert re.search("thread-local|needs the symbol", refused(emit_object(main + tls)))

@@ -93,10 +93,11 @@ def test_lowest_failing_program_wins(images, threads):
     for _ in range(20):
         with pytest.raises(ffi.FfiError) as error:
             loaded.run([flags, out], threads=threads)
-        assert str(error.value) == "kernel scale: assertion failed: never negative (program (70, 0, 7))\n  at kernel.py:14"
+        message = "kernel scale: assertion failed: never negative (program (70, 0, 7))\n  at kernel.py:14"
+        assert str(error.value) == message
     assert (out[:71] == np.arange(1, 72)).all()  # the kernel goes on behind a failed assertion
     flags[70] = 1
-    with pytest.raises(ffi.FfiError, match="x must be äbove 0 .program .300, 0, 7"):
+    with pytest.raises(ffi.FfiError, match=r"x must be äbove 0 \(program \(300, 0, 7"):
         loaded.run([flags, out], threads=threads)
     flags[:] = 1
     loaded.run([flags, out], threads=threads)
@@ -132,10 +133,10 @@ def test_isa_is_checked_against_the_machine(images):
     c = np.zeros(256, np.float32)
     ffi.run_image(images["vadd"], [c, c, c], programs=1, isa="x86_64:sse2,a-feature-of-the-future")
     ffi.run_image(images["vadd"], [c, c, c], programs=1, isa="x86_64:")
-    with pytest.raises(ffi.FfiError, match="kernel kernel: the kernel was compiled for 'aarch64', but this machine is x86_64"):
+    with pytest.raises(ffi.FfiError, match="compiled for 'aarch64', but this machine is x86_64"):
         ffi.run_image(images["vadd"], [c, c, c], programs=1, isa="aarch64:neon")
     # No machine has AMD's fma4 and Intel's tiles.
-    with pytest.raises(ffi.FfiError, match="lacks: .*; compile it again"):
+    with pytest.raises(ffi.FfiError, match=r"lacks: .*; compile it again"):
         ffi.check_isa("x86_64:sse2,fma4,amx-tile,xop,amx-fp16")
 
 
@@ -145,19 +146,20 @@ def test_machine_features_are_those_of_llvm():
 
     host = llvm.get_host_cpu_features()
     ffi.check_isa("x86_64:" + ",".join(name for name, on in host.items() if on))
-    vector = [n for n in host if n.startswith(("avx", "sse", "fma", "bmi", "amx-tile", "f16c", "xop")) and n != "avx10.2"]
-    for name in vector:
-        if not host[name]:
+    families = ("avx", "sse", "fma", "bmi", "amx-tile", "f16c", "xop")
+    for name, on in host.items():
+        if not on and name.startswith(families) and name != "avx10.2":
             with pytest.raises(ffi.FfiError, match=name):
                 ffi.check_isa(f"x86_64:{name}")
 
 
 def test_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
     monkeypatch.setattr(ffi._library, "_NAME", "_no_such_library.so")
-    with pytest.raises(ffi.FfiError, match="pip install -e ."):
+    with pytest.raises(ffi.FfiError, match=r"pip install -e \."):
         ffi.library_path()
 
 
 def test_import_loads_nothing():
-    script = "import sys, jtile.ffi as f; assert 'jax' not in sys.modules; assert '_jtile_cpu' not in open('/proc/self/maps').read()"
-    subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": ":".join(p for p in sys.path if p)})
+    script = "import jtile.ffi; assert '_jtile_cpu' not in open('/proc/self/maps').read()"
+    path = ":".join(p for p in sys.path if p)
+    subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"})

@@ -81,7 +81,8 @@ def test_failed_assertion_is_an_error_with_its_place(images):
         # jaxlib raises a ValueError where it ran the program in the calling thread, and a JaxRuntimeError elsewhere.
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as error:
             jax.block_until_ready(call(flags.at[jnp.array([9, 30])].set(0)))
-        assert "kernel check: assertion failed: flags must be set (program (9, 0, 7))\n  at kernel.py:3" in str(error.value)
+        message = "kernel check: assertion failed: flags must be set (program (9, 0, 7))\n  at kernel.py:3"
+        assert message in str(error.value)
         np.testing.assert_array_equal(np.asarray(call(flags)).view(np.int64), np.arange(1, 33))  # still usable
 
 
@@ -159,8 +160,8 @@ def test_registration_is_idempotent_and_knows_its_platforms():
 SETUP = """
 import jax, jax.numpy as jnp, numpy as np
 from jtile import ffi
-attrs = dict(image=open("{image}.o", "rb").read(), name="k", programs=np.int64({programs}), workspace=np.int64({workspace}),
-             cost=np.int64({cost}), isa=ffi._run.host_arch() + ":", sites="[]")
+attrs = dict(image=open("{image}.o", "rb").read(), name="k", isa=ffi._run.host_arch() + ":", sites="[]",
+             programs=np.int64({programs}), workspace=np.int64({workspace}), cost=np.int64({cost}))
 """
 
 
@@ -170,13 +171,13 @@ def setup(image="vadd", programs=1, workspace=0, cost=0):
 
 def test_the_grid_uses_the_thread_pool_when_it_pays(run_python):
     """Each program writes the address of its worker's scratch: one worker for little work, several for much."""
-    script = setup("scratch", programs=512, workspace=1 << 20) + (
+    script = setup("scratch", programs=128, workspace=1 << 20) + (
         """
 ffi.register()
-call = jax.ffi.ffi_call(ffi.TARGET_CPU, jax.ShapeDtypeStruct((1024,), jnp.int32))
+call = jax.ffi.ffi_call(ffi.TARGET_CPU, jax.ShapeDtypeStruct((256,), jnp.int32))
 def workers(cost):
     run = jax.jit(lambda: call(**attrs | {"cost": np.int64(cost)}))
-    return [len(np.unique(np.asarray(run()).view(np.int64))) for _ in range(200)]
+    return [len(np.unique(np.asarray(run()).view(np.int64))) for _ in range(60)]
 print(max(workers(1)), max(workers(1000000)))
 """
     )
@@ -231,11 +232,11 @@ open("program.bin", "wb").write(exported(jax.ShapeDtypeStruct((256,), jnp.float3
     )
     run_python("from jax import export\n" + write)
     read = """
-import sys, jax.numpy as jnp
+import jax.numpy as jnp
 from jax import export
 from jtile import ffi
 ffi.register()
 out = export.deserialize(bytearray(open("program.bin", "rb").read())).call(jnp.ones(256))
-print(out.sum(), "llvmlite" in sys.modules)
+print(out.sum())
 """
-    assert run_python(read) == "512.0 False\n"
+    assert run_python(read) == "512.0\n"
