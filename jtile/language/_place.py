@@ -1,0 +1,32 @@
+"""Where in the user's source we are: for the errors that language functions raise while a kernel is traced."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+
+from jax.extend import source_info_util
+
+_SUMMARY = re.compile(r"^(.*?):(\d+)(?::\d+)?(?: \(.*\))?$")
+
+
+@functools.cache
+def hide_own_frames() -> None:
+    """Tell JAX once that frames of the language and of the tracer are not the user's, so that a line of a kernel is
+    what source locations and tracebacks show."""
+    jtile = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for folder in ("language", "trace"):
+        source_info_util.register_exclusion(os.path.join(jtile, folder) + os.sep)
+
+
+def place_of(source_info) -> tuple[str, int] | None:
+    """`(file, line)` of a JAX source info; None where it names no user frame."""
+    m = _SUMMARY.match(source_info_util.summarize(source_info))
+    return (m[1], int(m[2])) if m else None
+
+
+def user_place() -> tuple[str, int] | None:
+    """`(file, line)` of the innermost frame that is the user's; None outside of any."""
+    hide_own_frames()
+    return place_of(source_info_util.current())

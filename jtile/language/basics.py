@@ -1,0 +1,113 @@
+"""Programs of the grid, constants, and small integer helpers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile.language._place import user_place
+from jtile.language._primitives import assert_p, num_programs_p, print_p, program_id_p
+from jtile.language.refs import Ref
+
+
+def program_id(axis: int):
+    """The index of this program along grid axis `axis` (0, 1 or 2): an int32 scalar, never a Python int."""
+    return program_id_p.bind(axis=_axis(axis))
+
+
+def num_programs(axis: int):
+    """The number of programs along grid axis `axis`: an int32 scalar, never a Python int."""
+    return num_programs_p.bind(axis=_axis(axis))
+
+
+def _axis(axis) -> int:
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not 0 <= axis <= 2:
+        raise KernelValueError(f"a grid axis is 0, 1 or 2, got {axis!r}", user_place())
+    return int(axis)
+
+
+def cdiv(a, b):
+    """`a / b` rounded up, for non-negative ints, Python's or traced."""
+    if isinstance(a, int | np.integer) and isinstance(b, int | np.integer):
+        return -(-int(a) // int(b))
+    a, b = _same_int(a, b)
+    return jax.lax.div(a + b - jnp.ones((), b.dtype), b)
+
+
+def _same_int(a, b):
+    """Two ints as values of one dtype: that of the traced one."""
+    like = a if hasattr(a, "dtype") and not getattr(a, "weak_type", False) else b
+    dtype = like.dtype if hasattr(like, "dtype") else np.dtype(np.int32)
+    return jnp.asarray(a, dtype), jnp.asarray(b, dtype)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n` (a Python int, `n >= 0`)."""
+    if isinstance(n, bool) or not isinstance(n, int | np.integer):
+        raise KernelTypeError(f"next_power_of_2 takes a Python int, got {n!r}", user_place())
+    return 1 << max(int(n) - 1, 0).bit_length()
+
+
+def arange(start, stop=None, step=1, dtype=None):
+    """`jnp.arange` with int32 as the default dtype of ints; bounds are Python numbers."""
+    if stop is None:
+        start, stop = 0, start
+    if any(isinstance(v, jax.core.Tracer) for v in (start, stop, step)):
+        raise KernelTypeError("the bounds of jt.arange are Python numbers; write start + jt.arange(n)", user_place())
+    if dtype is None and all(isinstance(v, int | np.integer) for v in (start, stop, step)):
+        dtype = np.int32
+    return jnp.arange(start, stop, step, dtype)
+
+
+def zeros(shape, dtype=np.float32):
+    """A tile of zeros."""
+    return jnp.zeros(shape, dtype)
+
+
+def ones(shape, dtype=np.float32):
+    """A tile of ones."""
+    return jnp.ones(shape, dtype)
+
+
+def full(shape, value, dtype=None):
+    """A tile of one number; float32, int32 or bool by the number's kind unless `dtype` says."""
+    if dtype is None and isinstance(value, bool | int | float):
+        dtype = np.bool_ if isinstance(value, bool) else np.int32 if isinstance(value, int) else np.float32
+    return jnp.full(shape, value, dtype)
+
+
+def like(x, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
+    """The type of array `x`, with another shape or dtype: what `out_type` gives."""
+    shape = x.shape if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+    return jax.ShapeDtypeStruct(shape, np.dtype(x.dtype if dtype is None else dtype))
+
+
+def print_(format, *args) -> None:
+    """`jt.print("acc {}", acc)`: print when the program runs, with the program id in front. Without a format, the values."""
+    if not isinstance(format, str):
+        format, args = " ".join(["{}"] * (1 + len(args))), (format, *args)
+    holes = format.replace("{{", "").replace("}}", "").count("{}")
+    if holes != len(args):
+        raise KernelValueError(f"{format!r} has {holes} {{}}, but jt.print got {len(args)} values", user_place())
+    print_p.bind(*[jnp.asarray(a) for a in _no_refs(args)], format=format)
+
+
+def _no_refs(args):
+    for a in args:
+        if isinstance(a, Ref):
+            a.__jax_array__()
+    return args
+
+
+def assert_(cond, message: str = "") -> None:
+    """Fail the call with `message` where any lane of `cond` is false. It costs nothing where asserts are off."""
+    if isinstance(cond, bool | np.bool_):
+        if not cond:
+            raise KernelValueError(f"jt.assert_ failed while the kernel was traced: {message}", user_place())
+        return
+    cond = jnp.asarray(cond)
+    if cond.dtype != np.bool_:
+        raise KernelTypeError(f"jt.assert_ takes a bool, got {cond.dtype}", user_place())
+    assert_p.bind(cond, message=str(message))

@@ -1,0 +1,185 @@
+"""Dots, user reductions and scans."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile.ir.reductions import accumulator_dtype
+from jtile.language._place import user_place
+from jtile.language._primitives import dot_p, dot_scaled_p, reduce_p, scan_p
+from jtile.language.refs import Ref
+
+PRECISIONS = {None: "default", lax.Precision.DEFAULT: "default", lax.Precision.HIGH: "high", lax.Precision.HIGHEST: "highest"}
+
+
+def precision_name(p) -> str:
+    """`"default"`, `"high"` or `"highest"` for what JAX calls a precision (a pair: the stricter of the two)."""
+    if isinstance(p, tuple):
+        return max(map(precision_name, p), key=("default", "high", "highest").index)
+    p = p.lower() if isinstance(p, str) else p
+    if p in ("default", "high", "highest"):
+        return p
+    if p not in PRECISIONS:
+        raise KernelValueError(f"unknown precision {p!r}: expected default, high or highest", user_place())
+    return PRECISIONS[p]
+
+
+def _tile(x, what: str):
+    if isinstance(x, Ref):
+        raise KernelTypeError(f"{what} is the Ref {x.name}; load it first: {x.name}[...]", user_place())
+    return jnp.asarray(x)
+
+
+def dot(a, b, acc=None, *, precision=None):
+    """`acc + a @ b`.
+
+    Args:
+      a: tile [..., m, k].
+      b: tile [..., k, n]; leading axes broadcast against those of `a`.
+      acc: tile [..., m, n] of the accumulation dtype, or None for zeros.
+      precision: None, "default", "high" or "highest", for targets that have a choice for float32.
+    Returns:
+      A tile [..., m, n]: float32 for floats (float64 if an operand is), int32 for ints (int64 if an operand is).
+    """
+    a, b = _tile(a, "a"), _tile(b, "b")
+    if a.ndim < 2 or b.ndim < 2:
+        raise KernelTypeError(f"jt.dot takes tiles of rank 2 or more, got shapes {a.shape} and {b.shape}", user_place())
+    kinds = {"f" if jnp.issubdtype(x.dtype, np.floating) else "i" if jnp.issubdtype(x.dtype, np.integer) else "?" for x in (a, b)}
+    if "?" in kinds or len(kinds) > 1:
+        raise KernelTypeError(f"jt.dot takes two float or two int tiles, got {a.dtype} and {b.dtype}", user_place())
+    if a.shape[-1] != b.shape[-2]:
+        raise KernelTypeError(f"jt.dot cannot contract {a.shape} with {b.shape}: {a.shape[-1]} != {b.shape[-2]}", user_place())
+    try:
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        raise KernelTypeError(f"the leading axes of {a.shape} and {b.shape} do not match", user_place()) from None
+    a, b = jnp.broadcast_to(a, (*batch, *a.shape[-2:])), jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
+    shape, dtype = (*batch, a.shape[-2], b.shape[-1]), accumulator_dtype(a.dtype.name, b.dtype.name)
+    return dot_p.bind(a, b, *_accumulator(acc, shape, dtype), precision=precision_name(precision))
+
+
+def _accumulator(acc, shape, dtype: str) -> list:
+    if acc is None:
+        return []
+    acc = _tile(acc, "acc")
+    if acc.dtype != dtype and acc.weak_type:
+        acc = lax.convert_element_type(acc, np.dtype(dtype))
+    if acc.shape == () and shape:
+        acc = lax.broadcast(acc, shape)
+    if acc.shape != tuple(shape) or acc.dtype != dtype:
+        raise KernelTypeError(
+            f"the accumulator of this dot is {dtype}{list(shape)}, got {acc.dtype}{list(acc.shape)}", user_place()
+        )
+    return [acc]
+
+
+def dot_scaled(a, sa, b, sb, acc=None):
+    """Block-scaled product: each element counts as its value times its block's scale, accumulated in float32.
+
+    Args:
+      a: tile [m, k]; b: tile [k, n]; of any float or int dtype.
+      sa: scales [m, k / block] or None; sb: scales [k / block, n] or None; of a float dtype (float8_e8m0fnu too).
+      acc: float32 tile [m, n] or None.
+    Returns:
+      float32 tile [m, n].
+    """
+    a, b = _tile(a, "a"), _tile(b, "b")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise KernelTypeError(f"jt.dot_scaled takes [m, k] and [k, n], got {a.shape} and {b.shape}", user_place())
+    (m, k), n = a.shape, b.shape[1]
+    args = [a]
+    if sa is not None:
+        args.append(_scales(sa, "sa", lambda s: s[0] == m and s[1] and k % s[1] == 0, f"[{m}, {k} / block]"))
+    args.append(b)
+    if sb is not None:
+        args.append(_scales(sb, "sb", lambda s: s[1] == n and s[0] and k % s[0] == 0, f"[{k} / block, {n}]"))
+    args += _accumulator(acc, (m, n), "float32")
+    return dot_scaled_p.bind(*args, has=(sa is not None, sb is not None, acc is not None))
+
+
+def _scales(s, name: str, fits, want: str):
+    s = _tile(s, name)
+    if s.ndim != 2 or not fits(s.shape) or not jnp.issubdtype(s.dtype, np.floating):
+        raise KernelTypeError(f"the scales {name} are floats {want}, got {s.dtype}{list(s.shape)}", user_place())
+    return s
+
+
+def _combiner(fn, xs, treedef, what: str):
+    """`fn` traced on scalars: `(jaxpr with its consts as leading inputs, consts)`."""
+    scalars = [jax.ShapeDtypeStruct((), x.dtype) for x in xs]
+    place = user_place()
+
+    def flat(*args):
+        n = len(args) // 2
+        out = fn(treedef.unflatten(args[:n]), treedef.unflatten(args[n:]))
+        leaves, got = jax.tree.flatten(out)
+        if got != treedef:
+            raise KernelTypeError(f"the function of {what} gives {got}, but its operands are {treedef}", place)
+        out = [jnp.asarray(v) for v in leaves]
+        out = [lax.convert_element_type(v, s.dtype) if v.weak_type else v for v, s in zip(out, scalars, strict=True)]
+        for v, s in zip(out, scalars, strict=True):
+            if v.shape or v.dtype != s.dtype:
+                raise KernelTypeError(f"the function of {what} maps scalars to a {s.dtype} scalar, got {v.aval}", place)
+        return out
+
+    closed = jax.make_jaxpr(flat)(*scalars, *scalars)
+    consts = [jnp.asarray(c) for c in closed.consts]
+    if any(c.ndim for c in consts):
+        raise KernelTypeError(f"the function of {what} works on scalars and cannot use a tile from outside", place)
+    jaxpr = closed.jaxpr.replace(invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars], constvars=[], debug_info=None)
+    return jaxpr, consts
+
+
+def reduce(x, axis, fn, init):
+    """Reduce a tile, or a pytree of tiles of one shape, by an associative function of scalars.
+
+    Args:
+      x: tile or pytree of tiles.
+      axis: int, tuple of ints, or None for all axes.
+      fn: `(acc, x) -> acc` on scalars (pytrees of scalars like `x`).
+      init: a number (a pytree of numbers) that does not change a reduction, or a start for it.
+    Returns:
+      `x` without the axes.
+    """
+    xs, treedef = jax.tree.flatten(x)
+    xs = _tiles(xs, "jt.reduce")
+    inits = treedef.flatten_up_to(init)
+    inits = [_scalar(i, v.dtype) for i, v in zip(inits, xs, strict=True)]
+    axes = range(xs[0].ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
+    axes = tuple(sorted({_norm_axis(a, xs[0].ndim, "jt.reduce") for a in axes}))
+    jaxpr, consts = _combiner(fn, xs, treedef, "jt.reduce")
+    return treedef.unflatten(reduce_p.bind(*consts, *xs, *inits, jaxpr=jaxpr, consts=len(consts), axes=axes))
+
+
+def associative_scan(fn, x, axis: int = 0, reverse: bool = False):
+    """Inclusive scan of a tile, or of a pytree of tiles of one shape, along `axis` by an associative function of scalars."""
+    xs, treedef = jax.tree.flatten(x)
+    xs = _tiles(xs, "jt.associative_scan")
+    axis = _norm_axis(axis, xs[0].ndim, "jt.associative_scan")
+    jaxpr, consts = _combiner(fn, xs, treedef, "jt.associative_scan")
+    out = scan_p.bind(*consts, *xs, jaxpr=jaxpr, consts=len(consts), axis=axis, reverse=bool(reverse))
+    return treedef.unflatten(out)
+
+
+def _tiles(xs, what: str) -> list:
+    xs = [_tile(x, what) for x in xs]
+    if not xs or any(x.shape != xs[0].shape for x in xs):
+        raise KernelTypeError(f"{what} takes tiles of one shape, got {[x.shape for x in xs]}", user_place())
+    return xs
+
+
+def _scalar(v, dtype):
+    v = jnp.asarray(v, dtype) if isinstance(v, bool | int | float) else jnp.asarray(v)
+    if v.ndim or v.dtype != dtype:
+        raise KernelTypeError(f"the start of this reduction is a {dtype} scalar, got {v.dtype}{list(v.shape)}", user_place())
+    return v
+
+
+def _norm_axis(axis, rank: int, what: str) -> int:
+    if not isinstance(axis, int) or not -rank <= axis < rank:
+        raise KernelValueError(f"{what}: axis {axis} is not an axis of a tile of rank {rank}", user_place())
+    return axis % rank

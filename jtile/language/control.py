@@ -1,0 +1,217 @@
+"""Loops and branches over traced values: `jt.range`, `jt.fori`, `jt.cond`, `jt.when`.
+
+A counted loop becomes `lax.scan` (static bounds) or `lax.while_loop` (traced bounds) with the counter as first carry, the form
+that `lax.fori_loop` has too, so JAX's own differentiation rules apply. What `jt.range` was told about pipelining stands on
+the counter as `loop_hint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jtile._errors import KernelSyntaxError, KernelTypeError, KernelValueError
+from jtile.language._place import user_place
+from jtile.language._primitives import loop_hint_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What `jt.range(...)` gives: the bounds and hints of a tile loop. Only rewritten source can loop over it."""
+
+    lo: Any
+    hi: Any
+    step: int = 1
+    stages: int | None = None
+    unroll: int = 1
+
+    @property
+    def static(self) -> bool:
+        return isinstance(self.lo, int) and isinstance(self.hi, int)
+
+    def __iter__(self):
+        raise KernelSyntaxError(
+            "jt.range loops need the source of the function around them, and jtile has not rewritten this one: decorate a "
+            "helper with @jt.function; where there is no source (REPL, lambda, exec), write jt.fori(n, body, init)",
+            user_place(),
+        )
+
+
+def range_(*bounds, stages: int | None = None, unroll: int = 1) -> Range:
+    """`for k in jt.range(n)`, `jt.range(lo, hi)`, `jt.range(lo, hi, step)`: a loop that runs on the device.
+
+    The names that the body assigns and that are used later are its carry; they keep shape and dtype.
+
+    Args:
+      bounds: ints, Python's or traced int scalars; the step is a Python int other than 0. The counter is int32.
+      stages: ask for software pipelining with this many stages; never changes the meaning.
+      unroll: ask for this many copies of the body.
+    """
+    if not 1 <= len(bounds) <= 3:
+        raise KernelTypeError(f"jt.range takes n, or lo, hi, or lo, hi, step; got {len(bounds)} bounds", user_place())
+    lo, hi = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
+    step = bounds[2] if len(bounds) == 3 else 1
+    if isinstance(step, bool) or not isinstance(step, int | np.integer):
+        raise KernelTypeError(f"the step of jt.range is a Python int, got {step!r}", user_place())
+    if step == 0:
+        raise KernelValueError("the step of jt.range cannot be 0", user_place())
+    for name, v in (("stages", stages), ("unroll", unroll)):
+        if not (v is None and name == "stages") and (isinstance(v, bool) or not isinstance(v, int) or v < 1):
+            raise KernelValueError(f"jt.range: {name} is a Python int of at least 1, got {v!r}", user_place())
+    return Range(_bound(lo), _bound(hi), int(step), stages, unroll)
+
+
+def _bound(v):
+    if isinstance(v, int | np.integer) and not isinstance(v, bool):
+        return int(v)
+    if not hasattr(v, "dtype") or not jnp.issubdtype(v.dtype, np.integer) or jnp.ndim(v):
+        raise KernelTypeError(f"a bound of jt.range is an integer scalar, got {getattr(v, 'aval', v)!r}", user_place())
+    return v
+
+
+def counted(r: Range, body: Callable[[Any, list], list], init: list) -> list:
+    """Run `body(k, carry) -> carry` for every k of `r`; `init` and the result are flat lists of arrays."""
+
+    def step(k, carry):
+        hinted = k if r.stages is None and r.unroll == 1 else loop_hint_p.bind(k, stages=r.stages, unroll=r.unroll)
+        return hinted, tuple(body(hinted, list(carry)))
+
+    if r.static:
+        return _static_loop(r, step, init)
+    if r.step < 0:
+        return _downward(r, body, init)
+    dtype = _counter_dtype(r.lo, r.hi)
+    lo, hi = (lax.convert_element_type(v, dtype) for v in (r.lo, r.hi))
+
+    def advance(c):
+        k, _, carry = c
+        hinted, carry = step(k, carry)
+        del hinted
+        return k + dtype.type(r.step), c[1], carry
+
+    return list(lax.while_loop(lambda c: lax.lt(c[0], c[1]), advance, (lo, hi, tuple(init)))[2])
+
+
+def _static_loop(r: Range, step, init: list) -> list:
+    n = len(range(r.lo, r.hi, r.step))
+    dtype = np.dtype(np.int32 if -(2**31) <= min(r.lo, r.lo + n * r.step) and max(r.lo, r.lo + n * r.step) < 2**31 else np.int64)
+
+    def advance(c, _):
+        k, carry = c
+        _, carry = step(k, carry)
+        return (k + dtype.type(r.step), carry), None
+
+    (_, out), _ = lax.scan(advance, (jnp.asarray(r.lo, dtype), tuple(init)), None, length=n)
+    return list(out)
+
+
+def _downward(r: Range, body, init: list) -> list:
+    """A negative step with traced bounds: count the rounds up."""
+    dtype = _counter_dtype(r.lo, r.hi)
+    lo, hi = (lax.convert_element_type(v, dtype) for v in (r.lo, r.hi))
+    size = dtype.type(-r.step)
+    rounds = lax.div(lax.max(lo - hi, dtype.type(0)) + size - dtype.type(1), size)
+    up = Range(0, rounds, 1, r.stages, r.unroll)
+    return counted(up, lambda t, c: body(lo - t * size, c), init)
+
+
+def _counter_dtype(*bounds) -> np.dtype:
+    wide = [v.dtype for v in bounds if hasattr(v, "dtype") and not getattr(v, "weak_type", False)]
+    return np.dtype(np.int64) if any(np.dtype(d).itemsize == 8 for d in wide) else np.dtype(np.int32)
+
+
+def fori(bounds, body: Callable, init: Any = None, *, stages: int | None = None, unroll: int = 1):
+    """The tile loop as a function, for places whose source jtile cannot rewrite.
+
+    Args:
+      bounds: n, (lo, hi) or (lo, hi, step), as in `jt.range`.
+      body: `(k, carry) -> carry`; with `init=None` it may return None.
+      init: a pytree of arrays and numbers.
+    Returns:
+      The last carry.
+    """
+    r = bounds if isinstance(bounds, Range) else range_(*(bounds if isinstance(bounds, tuple) else (bounds,)))
+    r = dataclasses.replace(r, stages=stages or r.stages, unroll=unroll if unroll != 1 else r.unroll)
+    leaves, treedef = jax.tree.flatten(init)
+    place = user_place()
+    leaves = [jnp.asarray(v) for v in leaves]
+
+    def flat(k, carry):
+        out, got = jax.tree.flatten(body(k, treedef.unflatten(carry)))
+        if got != treedef:
+            raise KernelTypeError(f"the body of jt.fori gives {got}, but its carry is {treedef}", place)
+        return [checked_carry("the carry of jt.fori", old, new, place) for old, new in zip(carry, out, strict=True)]
+
+    return treedef.unflatten(counted(r, flat, leaves))
+
+
+def checked_carry(what: str, old, new, place):
+    """`new` as the next value of a loop carry `old`: it keeps shape and dtype, where Python numbers adapt."""
+    new = jnp.asarray(new)
+    if new.shape != old.shape or (new.dtype != old.dtype and not old.weak_type and not new.weak_type):
+        raise KernelTypeError(
+            f"{what} changes its type in the loop: it was {spell(old)} and becomes {spell(new)}{_way_out(old, new)}", place
+        )
+    if new.weak_type and new.dtype != old.dtype and not old.weak_type:
+        if not _adapts(new.dtype, old.dtype):
+            raise KernelTypeError(f"{what} changes its type in the loop: it was {spell(old)} and becomes {spell(new)}", place)
+        return lax.convert_element_type(new, old.dtype)
+    return new
+
+
+def _adapts(weak, strong) -> bool:
+    """Whether a Python number of kind `weak` can become `strong` without losing its kind."""
+    rank = lambda d: 2 if jnp.issubdtype(d, np.floating) else 1 if jnp.issubdtype(d, np.integer) else 0
+    return rank(weak) <= rank(strong)
+
+
+def _way_out(old, new) -> str:
+    if new.shape != old.shape:
+        return f"; start it with that shape, such as jt.zeros({new.shape}, jnp.{new.dtype})" if not old.shape else ""
+    return f"; convert it with .astype(jnp.{old.dtype}), or start it as {new.dtype}"
+
+
+def spell(v) -> str:
+    return f"{v.dtype}[{','.join(map(str, v.shape))}]"
+
+
+def scalar_condition(c, place, what: str):
+    """A traced condition as a bool scalar; an error for anything else."""
+    if jnp.ndim(c):
+        raise KernelTypeError(
+            f"{what} takes one bool, got a tile of shape {jnp.shape(c)}; reduce it with .any() or .all(), or select lanes with jnp.where",
+            place,
+        )
+    return c if c.dtype == np.bool_ else lax.ne(c, jnp.zeros((), c.dtype))
+
+
+def when(cond):
+    """`@jt.when(cond)` above `def _(): ...` runs the function's stores where `cond` (Python's or traced) is true."""
+    place = user_place()
+
+    def run(fn: Callable[[], Any]) -> None:
+        if not isinstance(cond, jax.core.Tracer):
+            if cond:
+                fn()
+            return
+
+        def then():
+            if fn() is not None:
+                raise KernelTypeError("a function under @jt.when returns nothing; write jt.cond for a value", place)
+
+        lax.cond(scalar_condition(cond, place, "jt.when"), then, lambda: None)
+
+    return run
+
+
+def cond(pred, true_fn: Callable, false_fn: Callable, *operands):
+    """`true_fn(*operands) if pred else false_fn(*operands)`, with traced or Python `pred`; both give the same types."""
+    if not isinstance(pred, jax.core.Tracer):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    return lax.cond(scalar_condition(pred, user_place(), "jt.cond"), true_fn, false_fn, *operands)

@@ -1,0 +1,422 @@
+"""Refs, tile views, loads, stores and atomics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ref import AbstractRef
+
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile.language import _index
+from jtile.language._index import Access, At, Tile
+from jtile.language._place import user_place
+from jtile.language._primitives import atomic_p, load_p, store_p
+
+
+@jax.tree_util.register_pytree_node_class
+class Ref:
+    """Memory of an array, as a kernel body sees it: `x[...]` loads, `x[...] = v` stores, `x.tiles(bm, bk)` is the tile view.
+
+    Attributes:
+      shape, dtype, ndim, size: static facts of the array.
+      name: what errors call it.
+      role: `"in"`, `"out"` or `"scratch"`; an input can be stored to only if the kernel aliases it with an output.
+    """
+
+    __slots__ = ("name", "role", "tracer", "writable")
+
+    def __init__(self, tracer, name: str = "this Ref", role: str = "scratch", writable: bool = True):
+        self.tracer, self.name, self.role, self.writable = tracer, name, role, writable
+
+    def tree_flatten(self):
+        return (self.tracer,), (self.name, self.role, self.writable)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(children[0], *aux)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tracer.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.tracer.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def at(self) -> At_:
+        """`x.at[index].add(v)` and its kin: atomics that give the old values."""
+        return At_(self)
+
+    def tiles(self, *sizes: int | None, step: int | tuple[int | None, ...] | None = None, pad: float = 0) -> TileView:
+        """The tile-space view: tile k of an axis is elements `[k * step, k * step + size)`.
+
+        Args:
+          sizes: tile length per axis; None for an axis drops it (an index along it is one row, one head).
+          step: distance between tiles, one int or one per axis; default: the tile length.
+          pad: what lanes outside the array read: a number, nan or an infinity.
+        """
+        return _view(self, sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes, step, pad)
+
+    def access(self, index) -> Access:
+        return _index.parse(self.shape, index, self.name)
+
+    def __getitem__(self, index):
+        return load(self, index)
+
+    def __setitem__(self, index, value) -> None:
+        store(self, index, value)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise KernelTypeError(f"{self.name} has rank 0 and no length", user_place())
+        return self.shape[0]
+
+    def __iter__(self):
+        raise KernelTypeError(
+            f"{self.name} is a Ref and cannot be iterated; load it first, or loop with jt.range over a tile view", user_place()
+        )
+
+    def __jax_array__(self):
+        raise KernelTypeError(f"{self.name} is a Ref, not a value; load it with {self.name}[...]", user_place())
+
+    def __getattr__(self, name: str):
+        if not name.startswith("_") and hasattr(jax.Array, name):
+            raise AttributeError(f"{self.name} is a Ref and has no .{name}; load it first: {self.name}[...].{name}")
+        raise AttributeError(f"a Ref has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"Ref({self.name}: {self.dtype.name}{list(self.shape)}, {self.role})"
+
+
+def _no_arithmetic(name: str):
+    def run(self, *_):
+        return self.__jax_array__()
+
+    run.__name__ = name
+    return run
+
+
+for _op in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split():
+    setattr(Ref, f"__{_op}__", _no_arithmetic(f"__{_op}__"))
+    setattr(Ref, f"__r{_op}__", _no_arithmetic(f"__r{_op}__"))
+for _op in "neg abs invert lt le gt ge bool float int".split():
+    setattr(Ref, f"__{_op}__", _no_arithmetic(f"__{_op}__"))
+
+
+@dataclasses.dataclass(frozen=True)
+class TileView:
+    """What `x.tiles(...)` gives: `v[i, k]` loads one tile, `v[i, k] = t` stores it, `v.at[i, k].add(t)` accumulates.
+
+    Attributes:
+      shape: number of tiles per axis.
+      tile_shape: shape of one tile.
+      dtype: of the elements.
+    """
+
+    ref: Ref
+    sizes: tuple[int | None, ...]
+    steps: tuple[int, ...]
+    pad: float | int | bool = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(-(-n // s) for n, s in zip(self.ref.shape, self.steps, strict=True))
+
+    @property
+    def tile_shape(self) -> tuple[int, ...]:
+        return tuple(n for n in self.sizes if n is not None)
+
+    @property
+    def ndim(self) -> int:
+        return self.ref.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.ref.dtype
+
+    @property
+    def name(self) -> str:
+        return self.ref.name
+
+    @property
+    def at(self) -> At_:
+        return At_(self)
+
+    def access(self, index) -> Access:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) != self.ndim:
+            raise KernelTypeError(
+                f"a tile of {self.name} is named by {self.ndim} indices (its view is {list(self.shape)} tiles), got {len(index)}",
+                user_place(),
+            )
+        dims, values = [], []
+        for i, count, size, step in zip(index, self.shape, self.sizes, self.steps, strict=True):
+            dims.append(At() if size is None else Tile(size, step))
+            values.append(self._number(i, count))
+        return Access(tuple(dims), tuple(values), perm=tuple(range(len(self.tile_shape))))
+
+    def _number(self, i, count: int):
+        if isinstance(i, bool | np.bool_) or not (isinstance(i, int | np.integer) or hasattr(i, "dtype")) or jnp.ndim(i):
+            raise KernelTypeError(
+                f"{self.name}: a tile is named by integer scalars, got {_kind(i)}; for elements index the Ref itself", user_place()
+            )
+        if isinstance(i, int | np.integer) and i < 0:
+            return _index.static_index(int(i), count, f"the tile view of {self.name}")
+        return _index.scalar_index(i, self.name)
+
+    def __getitem__(self, index):
+        return load(self, index)
+
+    def __setitem__(self, index, value) -> None:
+        store(self, index, value)
+
+    def __iter__(self):
+        raise KernelTypeError(f"the tile view of {self.name} cannot be iterated; loop with jt.range(v.shape[0])", user_place())
+
+    def __repr__(self) -> str:
+        return f"TileView({self.name}: {list(self.shape)} tiles of {list(self.tile_shape)})"
+
+
+def _kind(v) -> str:
+    return f"{v.dtype}{list(v.shape)}" if hasattr(v, "dtype") else repr(v)
+
+
+def _view(ref: Ref, sizes, step, pad) -> TileView:
+    if len(sizes) != ref.ndim:
+        raise KernelTypeError(f"{ref.name} has rank {ref.ndim}, but .tiles got {len(sizes)} sizes {tuple(sizes)}", user_place())
+    steps = step if isinstance(step, tuple | list) else (step,) * ref.ndim
+    if len(steps) != ref.ndim:
+        raise KernelTypeError(f"{ref.name} has rank {ref.ndim}, but .tiles got {len(steps)} steps", user_place())
+    out = []
+    for size, s in zip(sizes, steps, strict=True):
+        for v, low, what in ((size, 0, "a tile size"), (s, 1, "a tile step")):
+            if v is not None and (isinstance(v, bool) or not isinstance(v, int | np.integer)):
+                raise KernelTypeError(f"{what} of {ref.name} is a Python int, got {v!r}", user_place())
+            if v is not None and v < low:
+                raise KernelValueError(f"{what} of {ref.name} is at least {low}, got {v}", user_place())
+        out.append(1 if size is None else int(s or size or 1))
+    return TileView(ref, tuple(None if n is None else int(n) for n in sizes), tuple(out), _pad(pad, ref.dtype, "pad"))
+
+
+def _pad(v, dtype, what: str) -> float | int | bool:
+    """A static number as a parameter of a load. NaN becomes the one `math.nan`, so that equal kernels compare equal."""
+    if hasattr(v, "dtype") and not isinstance(v, jax.core.Tracer) and np.ndim(v) == 0:
+        v = np.asarray(v).item()
+    if not isinstance(v, bool | int | float):
+        raise KernelTypeError(f"{what} is a number, got {_kind(v)}", user_place())
+    if jnp.issubdtype(dtype, np.integer) or dtype == np.bool_:
+        if isinstance(v, float) and not v.is_integer():
+            raise KernelTypeError(f"{what}={v} cannot be a {np.dtype(dtype).name}", user_place())
+        return bool(v) if dtype == np.bool_ else int(v)
+    return math.nan if math.isnan(v) else float(v) if isinstance(v, float) else v
+
+
+def as_ref(x) -> Ref | TileView:
+    """What can be loaded from: a Ref, a view, or JAX's own Ref."""
+    if isinstance(x, Ref | TileView):
+        return x
+    if isinstance(getattr(x, "aval", None), AbstractRef) or isinstance(x, jax.Ref):
+        return Ref(x)
+    raise KernelTypeError(f"expected a Ref or a tile view, got {_kind(x)}", user_place())
+
+
+def _tracer(x: Ref | TileView):
+    return x.ref.tracer if isinstance(x, TileView) else x.tracer
+
+
+def _operands(a: Access) -> list[Any]:
+    return [jnp.asarray(v) for v in a.values]
+
+
+def _mask(a: Access, mask) -> list[Any]:
+    if mask is None:
+        return []
+    mask = jnp.asarray(mask)
+    if mask.dtype != np.bool_:
+        raise KernelTypeError(f"a mask is bool, got {mask.dtype}", user_place())
+    return [a.before(mask)]
+
+
+def _value(x: Ref | TileView, a: Access, value, what: str):
+    """`value` as the primitive takes it: the Ref's dtype (Python numbers adapt, nothing else is converted), broadcast."""
+    if isinstance(value, Ref):
+        raise KernelTypeError(f"{value.name} is a Ref; load it before it is stored: {value.name}[...]", user_place())
+    if isinstance(value, bool | int | float):
+        value = jnp.asarray(_pad(value, x.dtype, f"the value of this {what} to {x.name}"), x.dtype)
+    value = jnp.asarray(value)
+    if value.dtype != x.dtype and value.weak_type:
+        value = lax.convert_element_type(value, x.dtype)
+    if value.dtype != x.dtype:
+        raise KernelTypeError(
+            f"{x.name} has dtype {x.dtype.name}, but this {what} has a {value.dtype.name} value; "
+            f"convert it: value.astype({x.name}.dtype)",
+            user_place(),
+        )
+    return a.before(value)
+
+
+def _writable(x: Ref | TileView, what: str) -> None:
+    ref = x.ref if isinstance(x, TileView) else x
+    if not ref.writable:
+        raise KernelTypeError(
+            f"{ref.name} is an input, and an input is read only: {what} an output, or alias {ref.name} with one (alias={{...}})",
+            user_place(),
+        )
+
+
+def load(x, index, mask=None, other=0):
+    """The elements of Ref or view `x` at `index`; masked lanes give `other`.
+
+    Args:
+      x: a Ref or a tile view.
+      index: as in `x[index]`.
+      mask: bool, broadcast to the shape of the result.
+      other: what masked lanes, and lanes outside the array, read. A traced value fills the masked lanes only.
+    Returns:
+      A tile of `x.dtype`.
+    """
+    x = as_ref(x)
+    a = x.access(index)
+    pad = x.pad if isinstance(x, TileView) else 0
+    traced = isinstance(other, jax.core.Tracer) or np.ndim(other) > 0
+    if mask is not None and not traced and not (isinstance(x, TileView) and isinstance(other, int) and other == 0):
+        pad = _pad(other, x.dtype, "other")
+    masked = _mask(a, mask)
+    out = a.after(load_p.bind(_tracer(x), *_operands(a), *masked, dims=a.dims, pad=pad, masked=bool(masked)))
+    if mask is None or not traced:
+        return out
+    other = jnp.asarray(other)
+    if other.dtype != x.dtype and not other.weak_type:
+        raise KernelTypeError(f"other has dtype {other.dtype.name}, but {x.name} has {x.dtype.name}", user_place())
+    other = _index.broadcast(lax.convert_element_type(other, x.dtype), out.shape)
+    return lax.select(_index.broadcast(mask, out.shape), out, other)
+
+
+def store(x, index, value, mask=None) -> None:
+    """Write `value` (of `x.dtype`, broadcast) to Ref or view `x` at `index`; masked lanes and lanes outside are not written."""
+    x = as_ref(x)
+    _writable(x, "store to")
+    a = x.access(index)
+    masked = _mask(a, mask)
+    value = _value(x, a, value, "store")
+    store_p.bind(_tracer(x), *_operands(a), value, *masked, dims=a.dims, masked=bool(masked))
+
+
+def _atomic(fn: str, x, index, value, mask, compare=None):
+    x = as_ref(x)
+    _writable(x, f"use atomic_{fn} on")
+    if fn in ("and", "or", "xor") and jnp.issubdtype(x.dtype, np.inexact):
+        raise KernelTypeError(f"atomic_{fn} is for integers, and {x.name} has dtype {x.dtype.name}", user_place())
+    a = x.access(index)
+    masked = _mask(a, mask)
+    values = [_value(x, a, v, f"atomic_{fn}") for v in ([value] if compare is None else [value, compare])]
+    return a.after(atomic_p.bind(_tracer(x), *_operands(a), *values, *masked, fn=fn, dims=a.dims, masked=bool(masked)))
+
+
+def atomic_add(x, index, value, mask=None):
+    """`x[index] += value`, atomic against other programs; returns the old values (lanes not written: 0)."""
+    return _atomic("add", x, index, value, mask)
+
+
+def atomic_max(x, index, value, mask=None):
+    """`x[index] = max(x[index], value)`, atomic; returns the old values."""
+    return _atomic("max", x, index, value, mask)
+
+
+def atomic_min(x, index, value, mask=None):
+    """`x[index] = min(x[index], value)`, atomic; returns the old values."""
+    return _atomic("min", x, index, value, mask)
+
+
+def atomic_and(x, index, value, mask=None):
+    """`x[index] &= value`, atomic; returns the old values."""
+    return _atomic("and", x, index, value, mask)
+
+
+def atomic_or(x, index, value, mask=None):
+    """`x[index] |= value`, atomic; returns the old values."""
+    return _atomic("or", x, index, value, mask)
+
+
+def atomic_xor(x, index, value, mask=None):
+    """`x[index] ^= value`, atomic; returns the old values."""
+    return _atomic("xor", x, index, value, mask)
+
+
+def atomic_xchg(x, index, value, mask=None):
+    """`x[index] = value`, atomic; returns the old values."""
+    return _atomic("xchg", x, index, value, mask)
+
+
+def atomic_cas(x, index, compare, value, mask=None):
+    """`x[index] = value` where the element equals `compare` bit for bit, atomic; returns the old values."""
+    return _atomic("cas", x, index, value, mask, compare)
+
+
+@dataclasses.dataclass(frozen=True)
+class At_:
+    """`x.at`: indexed by an index, it offers the atomics of that access."""
+
+    x: Ref | TileView
+
+    def __getitem__(self, index) -> Place:
+        return Place(self.x, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """`x.at[index]`: read-modify-write of one access; every method gives the old values."""
+
+    x: Ref | TileView
+    index: Any
+
+    def add(self, value, mask=None):
+        return atomic_add(self.x, self.index, value, mask)
+
+    def max(self, value, mask=None):
+        return atomic_max(self.x, self.index, value, mask)
+
+    def min(self, value, mask=None):
+        return atomic_min(self.x, self.index, value, mask)
+
+    def and_(self, value, mask=None):
+        return atomic_and(self.x, self.index, value, mask)
+
+    def or_(self, value, mask=None):
+        return atomic_or(self.x, self.index, value, mask)
+
+    def xor(self, value, mask=None):
+        return atomic_xor(self.x, self.index, value, mask)
+
+    def xchg(self, value, mask=None):
+        return atomic_xchg(self.x, self.index, value, mask)
+
+    def cas(self, compare, value, mask=None):
+        return atomic_cas(self.x, self.index, compare, value, mask)
+
+    def get(self, mask=None, other=0):
+        return load(self.x, self.index, mask, other)
+
+    def set(self, value, mask=None) -> None:
+        store(self.x, self.index, value, mask)
+
+
+def alloc(shape, dtype) -> Ref:
+    """A scratch Ref of this program, made inside the kernel; undefined at first."""
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    return Ref(jax.empty_ref(jax.ShapeDtypeStruct(shape, np.dtype(dtype))), "this scratch", "scratch")

@@ -1,0 +1,253 @@
+"""jaxpr over Refs to Tile IR: the walk over equations, and the table of rules (`@rule("add")`) that the files in
+`jtile/trace/rules` fill."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtile import ir
+from jtile._errors import UnsupportedError, VerificationError
+from jtile.ir.builder import Builder
+from jtile.language._place import place_of
+
+RULES: dict[str, Callable[..., Any]] = {}
+
+
+def rule(*names: str):
+    """Register a rule for JAX primitives: `fn(c, *values, **params)` gives a value, or a list of values."""
+
+    def register(fn):
+        for n in names:
+            RULES[n] = fn
+        return fn
+
+    return register
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """A tile of random keys: one uint32 tile for every word of a key."""
+
+    words: tuple[ir.Value, ...]
+
+
+AnyValue = ir.Value | Keys
+
+
+class Lowering:
+    """The state of one kernel's lowering. `b` appends ops; `eqn` is the equation at hand."""
+
+    def __init__(self, name: str, grid: Sequence[int]):
+        self.name, self.grid = name, tuple(grid)
+        self.b = Builder()
+        self.eqn: Any = None
+        self._used: set[Any] = set()  # variables that the jaxpr at hand reads
+
+    # -- types of the equation at hand ---------------------------------------------------------------------------
+    @property
+    def out(self) -> ir.TileType:
+        """Type of the first result."""
+        return self.tile_type(self.eqn.outvars[0].aval)
+
+    @property
+    def outs(self) -> list[ir.TileType]:
+        return [self.tile_type(v.aval) for v in self.eqn.outvars]
+
+    def aval(self, k: int):
+        return self.eqn.invars[k].aval
+
+    def is_used(self, k: int) -> bool:
+        """Whether anything reads result k of the equation at hand."""
+        return self.eqn.outvars[k] in self._used
+
+    def tile_type(self, aval) -> ir.TileType:
+        return ir.TileType(tuple(aval.shape), self.dtype(aval.dtype))
+
+    def dtype(self, dtype) -> str:
+        name = np.dtype(dtype).name if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else str(dtype)
+        if name not in ir.DTYPES:
+            raise UnsupportedError(f"dtype {name} is not one of the language's ({', '.join(ir.DTYPES)})", self.place)
+        return name
+
+    @property
+    def place(self) -> tuple[str, int] | None:
+        return place_of(self.eqn.source_info) if self.eqn is not None else None
+
+    # -- errors ----------------------------------------------------------------------------------------------------
+    def unsupported(self, why: str) -> UnsupportedError:
+        """The error for an equation that cannot become Tile IR; `why` ends with the nearest way."""
+        return UnsupportedError(f"{self.eqn.primitive.name}: {why}", self.place)
+
+    # -- building ----------------------------------------------------------------------------------------------------
+    def add(self, op: ir.Op) -> ir.Value:
+        return self.b.value(op)
+
+    def map(self, fn: str, *args: ir.Value) -> ir.Value:
+        return self.b.map(fn, *args)
+
+    def full(self, value, like: ir.TileType) -> ir.Value:
+        return self.b.full(value, like.shape, like.dtype)
+
+    def splat(self, x: ir.Value, shape) -> ir.Value:
+        """An operand of an elementwise function at the result's shape: scalars and axes of length 1 are repeated."""
+        dims = tuple(range(x.type.rank))
+        return x if x.type.shape == tuple(shape) else self.add(ir.Broadcast(x, tuple(shape), dims))
+
+    def literal(self, value) -> ir.Value:
+        """A literal or a captured constant."""
+        x = np.asarray(value)
+        dtype = self.dtype(x.dtype)
+        first = x.reshape(-1)[0] if x.size else np.zeros((), x.dtype)[()]
+        if x.size <= 1 or _uniform(x):
+            return self.b.full(number(first), x.shape, dtype)
+        return self.add(ir.Dense(tuple(number(v) for v in x.reshape(-1)), x.shape, dtype))
+
+    def call(self, fn: Callable[..., Any], *args: ir.Value) -> list[ir.Value]:
+        """Inline a jnp function of tiles: it is traced and lowered at this place."""
+        structs = [jax.ShapeDtypeStruct(a.type.shape, ir.DTYPES[a.type.dtype].numpy) for a in args]
+        closed = jax.make_jaxpr(fn)(*structs)
+        return self.run(closed.jaxpr, [self.literal(c) for c in closed.consts], list(args), keep_loc=True)
+
+    # -- the walk ----------------------------------------------------------------------------------------------------
+    def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any], keep_loc: bool = False) -> list[Any]:
+        """Lower a jaxpr's equations; gives the values of its outputs."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        read = lambda v: self.literal(v.val) if hasattr(v, "val") else env[v]
+        outer, outer_used = self.eqn, self._used
+        self._used = {v for e in jaxpr.eqns for v in e.invars if not hasattr(v, "val")}
+        self._used |= {v for v in jaxpr.outvars if not hasattr(v, "val")}
+        for eqn in jaxpr.eqns:
+            self.eqn = _Placed(eqn, outer.source_info) if keep_loc and outer is not None else eqn
+            env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+        self.eqn, self._used = outer, outer_used
+        return [read(v) for v in jaxpr.outvars]
+
+    def closed(self, closed, args: Sequence[Any]) -> list[Any]:
+        """Inline a closed jaxpr, or an open one without constants."""
+        consts = [self.literal(c) for c in getattr(closed, "consts", ())]
+        return self.run(getattr(closed, "jaxpr", closed), consts, args)
+
+    def _equation(self, eqn, values: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        place = self.place
+        loc = ir.Loc(*place) if place else self.b.loc
+        with self.b.at(loc):
+            if name not in RULES:
+                raise self.unsupported("jtile has no rule for this primitive inside a kernel; compute it outside, or build it from other jnp functions")
+            try:
+                out = self._keys(name, values) if any(isinstance(v, Keys) for v in values) else RULES[name](self, *values, **eqn.params)
+            except VerificationError as e:
+                raise UnsupportedError(f"{name} of {', '.join(str(getattr(v, 'type', 'keys')) for v in values)}: {e.message}", place) from e
+        return list(out) if isinstance(out, list | tuple) else [out]
+
+    def _keys(self, name: str, values: list[Any]) -> Any:
+        """A primitive with random keys among its operands: those about keys know them, those that only move elements act on
+        every word."""
+        fn = RULES[name]
+        if getattr(fn, "takes_keys", False):
+            return fn(self, *values, **self.eqn.params)
+        if name not in KEY_MOVERS:
+            raise self.unsupported("random keys cannot be computed with; use jax.random functions on them")
+        count = next(len(v.words) for v in values if isinstance(v, Keys))
+        outs = []
+        for w in range(count):
+            with _KeyTypes(self):
+                got = fn(self, *[v.words[w] if isinstance(v, Keys) else v for v in values], **self.eqn.params)
+            outs.append(got if isinstance(got, list | tuple) else [got])
+        return [Keys(tuple(o)) for o in zip(*outs, strict=True)]
+
+
+KEY_MOVERS = frozenset(
+    "broadcast_in_dim reshape squeeze transpose concatenate slice dynamic_slice dynamic_update_slice select_n rev gather copy "
+    "copy_p unstack split optimization_barrier expand_dims".split()
+)
+
+
+class _KeyTypes:
+    """While a mover runs on the words of keys, the dtype of keys reads as uint32."""
+
+    def __init__(self, c: Lowering):
+        self.c = c
+
+    def __enter__(self):
+        self.c.dtype = lambda d: "uint32" if jax.dtypes.issubdtype(d, jax.dtypes.extended) else Lowering.dtype(self.c, d)
+
+    def __exit__(self, *_):
+        del self.c.dtype
+
+
+class _Placed:
+    """An equation that reports another one's source place: what an inlined helper of jtile computes belongs to the user's line."""
+
+    def __init__(self, eqn, source_info):
+        self._eqn, self.source_info = eqn, source_info
+
+    def __getattr__(self, name: str):
+        return getattr(self._eqn, name)
+
+
+def number(v) -> float | int | bool:
+    """A NumPy scalar as a Python number; one NaN object, so that equal kernels compare equal."""
+    d = ir.dtype_info(np.asarray(v).dtype)
+    if d.kind == "b":
+        return bool(v)
+    if d.kind in "iu":
+        return int(v)
+    out = float(v)
+    return math.nan if math.isnan(out) else out
+
+
+def _uniform(x: np.ndarray) -> bool:
+    raw = np.ascontiguousarray(x).view(np.uint8).reshape(x.size, -1)
+    return bool((raw == raw[0]).all())
+
+
+def to_tile_ir(jaxpr, *, name: str, n_in: int, n_out: int, grid, aliases=(), inits=(), ref_names=None, loc=None) -> ir.Kernel:
+    """Tile IR of a kernel's jaxpr.
+
+    Args:
+      jaxpr: what `trace` gave: Ref inputs in the order inputs, outputs, scratch.
+      name: of the kernel.
+      n_in, n_out: how many Refs are inputs and outputs; the rest is scratch.
+      grid: number of programs per axis, ints.
+      aliases: pairs (input, output) that share a buffer.
+      inits: per output its start number, or None.
+      ref_names: a name per Ref, for errors and for the printed IR.
+      loc: `ir.Loc` or `(file, line)` of the kernel.
+    Raises:
+      UnsupportedError: a primitive or dtype that Tile IR has not, with the source line and the nearest way.
+    """
+    load_rules()
+    c = Lowering(name, grid)
+    total = len(jaxpr.jaxpr.invars) if hasattr(jaxpr, "jaxpr") else len(jaxpr.invars)
+    names = list(ref_names or [f"r{k}" for k in range(total)])
+    params = []
+    for k, var in enumerate(jaxpr.jaxpr.invars):
+        role = "in" if k < n_in else "out" if k < n_in + n_out else "scratch"
+        params.append(ir.Value(ir.RefType(tuple(var.aval.shape), c.dtype(var.aval.dtype), role), names[k]))
+    loc = loc if isinstance(loc, ir.Loc) else ir.Loc(*loc) if loc else ir.NOWHERE
+    with c.b.at(loc):
+        consts = [c.literal(x) for x in jaxpr.consts]
+    c.run(jaxpr.jaxpr, consts, params)
+    inits = tuple(inits) or (None,) * n_out
+    return ir.Kernel(name, tuple(params), tuple(int(n) for n in grid), c.b.block, tuple(map(tuple, aliases)), inits, loc)
+
+
+@functools.cache
+def load_rules() -> dict[str, Callable[..., Any]]:
+    """Import the files that fill the table; gives the table."""
+    from jtile.trace import rules
+
+    del rules
+    return RULES
+
+
+__all__ = ["RULES", "Keys", "Lowering", "load_rules", "number", "rule", "to_tile_ir"]

@@ -1,0 +1,5 @@
+"""How each JAX primitive becomes Tile IR; one file per family."""
+
+from jtile.trace.rules import calls, control, dots, elementwise, indexing, keys, memory, reductions, shapes
+
+__all__ = ["calls", "control", "dots", "elementwise", "indexing", "keys", "memory", "reductions", "shapes"]

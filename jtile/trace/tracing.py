@@ -1,0 +1,182 @@
+"""Python function to jaxpr over Refs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import numpy as np
+from jax.ref import AbstractRef
+
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile.language._place import hide_own_frames, place_of
+from jtile.language._primitives import allow_effects
+from jtile.language.refs import Ref
+
+CONST_LIMIT = 4096  # elements of a captured NumPy array that still become a literal of the kernel
+
+
+def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), aliases=(), inits=()):
+    """The jaxpr of a kernel body over Refs, flat in the order inputs, outputs, scratch.
+
+    Args:
+      fn: the kernel function (rewritten by `rewrite_loops`); it takes one positional parameter per entry below.
+      inputs, outputs, scratch: sequences of pytrees of shape-dtype structs; each pytree becomes the same pytree of Refs.
+      meta: keyword arguments of `fn`.
+      name: of the kernel, for errors.
+      grid: number of programs per axis; checked against the `program_id`s of the body.
+      aliases: pairs (flat input, flat output) that share a buffer: such an input can be stored to.
+      inits: unused here; part of what identifies a kernel.
+    Returns:
+      A closed jaxpr with Ref inputs and no outputs.
+    Raises:
+      KernelTypeError, KernelValueError, KernelSyntaxError: with the kernel's source line.
+    """
+    del inits
+    hide_own_frames()
+    allow_effects()
+    name = name or getattr(fn, "__name__", "kernel")
+    groups = (tuple(inputs), tuple(outputs), tuple(scratch))
+    params = [p for g in groups for p in g]
+    leaves, treedef = jax.tree.flatten(tuple(params))
+    counts = [len(jax.tree.leaves(g)) for g in groups]
+    roles = [r for r, n in zip(("in", "out", "scratch"), counts, strict=True) for _ in range(n)]
+    aliased = {i for i, _ in aliases}
+    names = ref_names(fn, params)
+
+    def body(*tracers):
+        refs = [
+            Ref(t, n, role, role != "in" or k in aliased)
+            for k, (t, n, role) in enumerate(zip(tracers, names, roles, strict=True))
+        ]
+        out = fn(*treedef.unflatten(refs), **(meta or {}))
+        if out is not None:
+            raise KernelTypeError(
+                f"kernel {name} returns a value ({_short(out)}), but a kernel stores its results to its output Refs "
+                "and returns nothing",
+                _definition(fn),
+            )
+
+    avals = [AbstractRef(jax.core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
+    try:
+        closed = jax.make_jaxpr(body)(*avals)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as e:
+        raise KernelTypeError(_concretization(e), _place_in(e, fn)) from e
+    _check_consts(fn, name, closed)
+    _check_axes(closed, len(grid), name)
+    return closed
+
+
+def ref_names(fn, params) -> list[str]:
+    """A name for every flat Ref: the parameter's, with the path inside of a pytree."""
+    try:
+        positional = [p.name for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        rest = [p.name for p in inspect.signature(fn).parameters.values() if p.kind == p.VAR_POSITIONAL]
+    except (TypeError, ValueError):
+        positional, rest = [], []
+    out = []
+    for k, p in enumerate(params):
+        base = positional[k] if k < len(positional) else f"{rest[0]}[{k - len(positional)}]" if rest else f"ref{k}"
+        out += [base + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(p)]
+    return out
+
+
+def _short(x: Any) -> str:
+    leaves = jax.tree.leaves(x)
+    return str(getattr(leaves[0], "aval", type(leaves[0]).__name__)) if len(leaves) == 1 else type(x).__name__
+
+
+def _definition(fn) -> tuple[str, int] | None:
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if code else None
+
+
+def _concretization(e: Exception) -> str:
+    return (
+        "a traced value is needed as a Python value here: "
+        f"{str(e).splitlines()[0].rstrip('.')}; write jnp.where, jt.when or jt.cond for a choice, jt.range for a loop bound, "
+        "jt.ds for the start of a slice, or make the number a meta-parameter"
+    )
+
+
+def _place_in(e: BaseException, fn) -> tuple[str, int] | None:
+    """The innermost line of an exception's traceback that stands in the file of `fn`."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    place, tb = None, e.__traceback__
+    while tb is not None:
+        if code is not None and tb.tb_frame.f_code.co_filename == code.co_filename and tb.tb_frame.f_code.co_name != "<module>":
+            place = (code.co_filename, tb.tb_lineno)
+        tb = tb.tb_next
+    return place or _definition(fn)
+
+
+# -- what a kernel may close over ----------------------------------------------------------------------------------
+
+
+def _check_consts(fn, name: str, closed) -> None:
+    captured = _captured(fn)
+    for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        called = next((n for n, v in captured if v is const), None)
+        what = f"the array {called!r}" if called else "an array"
+        place = _first_use(closed.jaxpr, var) or _definition(fn)
+        shape = f"{var.aval.str_short()}" if hasattr(var.aval, "str_short") else str(var.aval)
+        if isinstance(const, jax.core.Tracer) or (isinstance(const, jax.Array) and _is_device_array(const) and const.ndim):
+            raise KernelTypeError(f"kernel {name} closes over {what} ({shape}); pass it as an argument of the kernel", place)
+        if np.size(const) > CONST_LIMIT:
+            raise KernelTypeError(
+                f"kernel {name} closes over {what} ({shape}) of more than {CONST_LIMIT} elements; pass it as an argument", place
+            )
+
+
+def _is_device_array(x) -> bool:
+    return hasattr(x, "devices") and not isinstance(x, np.ndarray)
+
+
+def _captured(fn) -> list[tuple[str, Any]]:
+    """Names and values of arrays that the function (or one defined in it) can see outside of itself."""
+    fn = inspect.unwrap(fn)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return []
+    out = []
+    for n, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            out.append((n, cell.cell_contents))
+        except ValueError:  # a cell that is not bound yet
+            continue
+    names, stack = set(), [code]
+    while stack:
+        c = stack.pop()
+        names |= set(c.co_names)
+        stack += [k for k in c.co_consts if inspect.iscode(k)]
+    return out + [(n, fn.__globals__[n]) for n in sorted(names) if n in fn.__globals__]
+
+
+def _first_use(jaxpr, var):
+    for eqn in jaxpr.eqns:
+        if any(v is var for v in eqn.invars):
+            return place_of(eqn.source_info)
+    return None
+
+
+def _check_axes(closed, rank: int, name: str) -> None:
+    for eqn in equations(closed.jaxpr):
+        if eqn.primitive.name in ("jtile_program_id", "jtile_num_programs") and eqn.params["axis"] >= rank:
+            raise KernelValueError(
+                f"kernel {name} has a grid of {rank} axes, so there is no {eqn.primitive.name.removeprefix('jtile_')}({eqn.params['axis']})",
+                place_of(eqn.source_info),
+            )
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr and of the jaxprs inside it."""
+    from jax.extend.core import jaxprs_in_params
+
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in jaxprs_in_params(eqn.params):
+            yield from equations(sub)
+
+
+__all__ = ["CONST_LIMIT", "equations", "ref_names", "trace"]
