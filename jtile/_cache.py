@@ -1,7 +1,7 @@
 """The disk cache of compiled kernels: one file an entry, written at once or not at all, checked at every read.
 
 A file is one line of JSON (the header) and then the payload. The header holds the sha256 of the rest, so that a
-damaged or truncated file is found, deleted and compiled anew; nothing in a file is ever executed to read it (no pickle).
+damaged or truncated file is found, deleted and compiled anew. Nothing in a file is executed to read it (no pickle).
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ def put(key: str, header: dict[str, Any], payload: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, data)
         _evict(path.parent, current().cache_size)
+    except FileNotFoundError:
+        return  # another process has emptied the folder meanwhile
     except OSError as e:
         _warn_once(path.parent, f"the kernel cache cannot be written: {e}; set JTILE_CACHE_DIR to a folder that can")
 

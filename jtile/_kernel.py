@@ -38,9 +38,9 @@ def kernel(
     parameters are meta-parameters: Python values fixed at compile time, which a call may override.
 
     Args:
-      out_type: what the kernel gives: a `jax.ShapeDtypeStruct` (or `jt.like(...)`), or a pytree of them. Each element of
-        a tuple or list is one output Ref parameter; any other pytree is one parameter. May be a function of the abstract
-        inputs (pytrees of `jax.ShapeDtypeStruct`) and of the meta-parameters that it names.
+      out_type: what the kernel gives: a `jax.ShapeDtypeStruct` (or `jt.like(...)`), or a pytree of them. Each element
+        of a tuple or list is one output Ref parameter; any other pytree is one parameter. May be a function of the
+        abstract inputs (pytrees of `jax.ShapeDtypeStruct`) and of the meta-parameters that it names.
       grid: number of programs, an int or a tuple of at most three; may be such a function too. 0 programs are legal.
       alias: `{"x": "o"}`: output `o` shares the buffer of input `x` and starts with its values.
       init: a number that outputs start from; a tuple (one for each output, None: undefined) or a dict by name.

@@ -248,8 +248,8 @@ def _typed(sig: Signature, what: str, tree: Any) -> tuple[Any, ...]:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         if dtype != leaf.dtype:
             raise KernelTypeError(
-                f"{what}{keystr(path)} of kernel {sig.name} has dtype {np.dtype(leaf.dtype).name}, which JAX would narrow "
-                f"to {dtype.name}: set jax_enable_x64, or ask for {dtype.name}",
+                f"{what}{keystr(path)} of kernel {sig.name} has dtype {np.dtype(leaf.dtype).name}, which JAX would "
+                f"narrow to {dtype.name}: set jax_enable_x64, or ask for {dtype.name}",
                 sig.where,
             )
         return jax.ShapeDtypeStruct(shape, dtype)
