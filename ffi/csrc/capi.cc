@@ -38,8 +38,8 @@ int32_t guarded(char* error, int64_t capacity, Body body) {
 extern "C" {
 
 // Loads a kernel; *out is its handle for jtile_run and jtile_close.
-int32_t jtile_open(const char* image, int64_t size, const char* name, const char* isa, const char* sites, int64_t programs,
-                   int64_t workspace, int64_t cost, void** out, char* error, int64_t capacity) {
+int32_t jtile_open(const char* image, int64_t size, const char* name, const char* isa, const char* sites,
+                   int64_t programs, int64_t workspace, int64_t cost, void** out, char* error, int64_t capacity) {
   return guarded(error, capacity, [&] {
     Attributes attributes{.image = {image, static_cast<size_t>(size)}, .name = name, .isa = isa, .sites = sites};
     attributes.programs = programs, attributes.workspace = workspace, attributes.cost = cost;
@@ -55,15 +55,16 @@ int32_t jtile_run(void* handle, void* const* bufs, int64_t threads, char* error,
     const auto& program = *static_cast<const Program*>(handle);
     if (threads <= 1) return program.run_serial(bufs);
     std::vector<std::jthread> helpers;
-    program.run_parallel(bufs, threads, [&helpers](std::function<void()> task) { helpers.emplace_back(std::move(task)); });
+    program.run_parallel(bufs, threads,
+                         [&helpers](std::function<void()> task) { helpers.emplace_back(std::move(task)); });
   });
 }
 
 // Links an object for `machine` (an ELF machine number, perhaps not this one) as if it lay at `address`, without
 // running it. *size is the bytes of the linked object, at most `capacity` of which are copied to `out`; *entry is the
 // offset of its entry. For tests and tools.
-int32_t jtile_link(const char* image, int64_t size, int32_t machine, uint64_t address, char* out, int64_t out_capacity, int64_t* linked,
-                   int64_t* entry, char* error, int64_t capacity) {
+int32_t jtile_link(const char* image, int64_t size, int32_t machine, uint64_t address, char* out, int64_t out_capacity,
+                   int64_t* linked, int64_t* entry, char* error, int64_t capacity) {
   return guarded(error, capacity, [&] {
     Object object({image, static_cast<size_t>(size)}, static_cast<Machine>(machine), 4096);
     std::vector<uint8_t> memory(object.size());

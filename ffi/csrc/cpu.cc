@@ -38,7 +38,8 @@ ffi::Error to_ffi(const Error& error) {
 template <typename T>
 T attribute(ffi::Dictionary attrs, std::string_view name) {
   ffi::ErrorOr<T> value = attrs.get<T>(name);
-  if (value.has_error()) fail(Code::kInvalidArgument, "the attribute '", name, "' of a jtile_cpu call: ", value.error().message());
+  if (value.has_error())
+    fail(Code::kInvalidArgument, "the attribute '", name, "' of a jtile_cpu call: ", value.error().message());
   return *value;
 }
 
@@ -63,7 +64,8 @@ ffi::ErrorOr<std::unique_ptr<CpuState>> instantiate(ffi::RemainingArgs, ffi::Rem
 // The addresses of operands and results, without an allocation for all but very wide calls.
 class Pointers {
  public:
-  explicit Pointers(size_t count) : large_(count > kSmall ? count : 0), data_(count > kSmall ? large_.data() : small_) {}
+  explicit Pointers(size_t count)
+      : large_(count > kSmall ? count : 0), data_(count > kSmall ? large_.data() : small_) {}
   void*& operator[](size_t k) { return data_[k]; }
   void* const* data() const { return data_; }
 
@@ -74,7 +76,8 @@ class Pointers {
   void** data_;
 };
 
-ffi::Error execute(CpuState* state, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
+ffi::Error execute(CpuState* state, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::Dictionary) {
   Pointers bufs(args.size() + rets.size());
   for (size_t k = 0; k < args.size(); ++k) {
     ffi::ErrorOr<ffi::AnyBuffer> arg = args.get<ffi::AnyBuffer>(k);
@@ -92,7 +95,8 @@ ffi::Error execute(CpuState* state, ffi::ThreadPool pool, ffi::RemainingArgs arg
     if (workers == 1) {
       program.run_serial(bufs.data());
     } else {
-      program.run_parallel(bufs.data(), workers, [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+      program.run_parallel(bufs.data(), workers,
+                           [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
     }
   } catch (const Error& error) {
     return to_ffi(error);

@@ -69,7 +69,8 @@ Decimal shortest_half(const DType& dtype, uint64_t bits) {
     double read = 0;
     std::from_chars(text.data(), text.data() + text.size(), read);
     read = std::fabs(read);
-    if ((read > low && read < high) || (even && (read == low || read == high)) || places >= 17) return parse_scientific(text);
+    if ((read > low && read < high) || (even && (read == low || read == high)) || places >= 17)
+      return parse_scientific(text);
   }
 }
 
@@ -97,7 +98,8 @@ int64_t signed_value(const DType& dtype, uint64_t bits) {
 
 double float_value(const DType& dtype, uint64_t bits) {
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN(), kInf = std::numeric_limits<double>::infinity();
-  if (dtype.special == Special::kScale) return bits == 255 ? kNan : std::ldexp(1.0, static_cast<int>(bits) - dtype.bias);
+  if (dtype.special == Special::kScale)
+    return bits == 255 ? kNan : std::ldexp(1.0, static_cast<int>(bits) - dtype.bias);
   uint64_t mantissa = bits & ((uint64_t{1} << dtype.mantissa_bits) - 1);
   uint64_t top = (uint64_t{1} << dtype.exponent_bits) - 1;
   uint64_t exponent = bits >> dtype.mantissa_bits & top;
@@ -115,7 +117,8 @@ Decimal shortest_decimal(const DType& dtype, uint64_t bits) {
   double value = float_value(dtype, bits);
   if (value == 0) return {std::signbit(value), "0", 0};
   if (dtype.bits == 64) return parse_scientific(to_text(buffer, value, std::chars_format::scientific));
-  if (dtype.bits == 32) return parse_scientific(to_text(buffer, static_cast<float>(value), std::chars_format::scientific));
+  if (dtype.bits == 32)
+    return parse_scientific(to_text(buffer, static_cast<float>(value), std::chars_format::scientific));
   return shortest_half(dtype, bits);
 }
 

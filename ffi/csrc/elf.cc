@@ -31,7 +31,8 @@ T record(std::string_view table, uint64_t index) {
 
 const char* machine_name(Machine machine) { return machine == Machine::kX86_64 ? "x86_64" : "aarch64"; }
 
-Object::Object(std::string_view bytes, Machine machine, uint64_t page_size) : bytes_(bytes), machine_(machine), page_(page_size) {
+Object::Object(std::string_view bytes, Machine machine, uint64_t page_size)
+    : bytes_(bytes), machine_(machine), page_(page_size) {
   if (bytes.size() > kMaxSize) refuse("it has ", bytes.size(), " bytes, the limit is ", kMaxSize);
   read_header();
   read_sections();
@@ -62,14 +63,19 @@ std::string_view Object::string_at(std::string_view table, uint64_t offset, cons
   return rest.substr(0, end);
 }
 
-std::string_view Object::section_name(const Section& section) const { return string_at(section_names_, section.header.sh_name, "a section"); }
+std::string_view Object::section_name(const Section& section) const {
+  return string_at(section_names_, section.header.sh_name, "a section");
+}
 
-std::string_view Object::symbol_name(const Elf64_Sym& symbol) const { return string_at(symbol_names_, symbol.st_name, "a symbol"); }
+std::string_view Object::symbol_name(const Elf64_Sym& symbol) const {
+  return string_at(symbol_names_, symbol.st_name, "a symbol");
+}
 
 bool Object::is_loaded_relocation(const Section& section) const {
   const Elf64_Shdr& header = section.header;
   if (header.sh_type != SHT_RELA && header.sh_type != SHT_REL) return false;
-  if (header.sh_info >= sections_.size()) refuse("a relocation section applies to section ", header.sh_info, ", which does not exist");
+  if (header.sh_info >= sections_.size())
+    refuse("a relocation section applies to section ", header.sh_info, ", which does not exist");
   return sections_[header.sh_info].place >= 0;
 }
 
@@ -78,19 +84,26 @@ bool Object::is_loaded_relocation(const Section& section) const {
 void Object::read_header() {
   std::memcpy(&header_, slice(0, sizeof header_, "the ELF header").data(), sizeof header_);
   if (std::memcmp(header_.e_ident, ELFMAG, SELFMAG) != 0) refuse("it does not start with the ELF magic number");
-  if (header_.e_ident[EI_CLASS] != ELFCLASS64 || header_.e_ident[EI_DATA] != ELFDATA2LSB) refuse("it is not a little-endian ELF64 file");
-  if (header_.e_ident[EI_VERSION] != EV_CURRENT || header_.e_version != EV_CURRENT) refuse("its ELF version is unknown");
+  if (header_.e_ident[EI_CLASS] != ELFCLASS64 || header_.e_ident[EI_DATA] != ELFDATA2LSB)
+    refuse("it is not a little-endian ELF64 file");
+  if (header_.e_ident[EI_VERSION] != EV_CURRENT || header_.e_version != EV_CURRENT)
+    refuse("its ELF version is unknown");
   if (header_.e_type != ET_REL) refuse("it is not a relocatable object (ELF type ", header_.e_type, ")");
   if (header_.e_machine != static_cast<uint16_t>(machine_)) {
-    const char* name = header_.e_machine == EM_X86_64 ? "x86_64" : header_.e_machine == EM_AARCH64 ? "aarch64" : "another processor";
-    refuse("it is code for ", name, " (ELF machine ", header_.e_machine, "), but this process runs on ", machine_name(machine_));
+    const char* name = header_.e_machine == EM_X86_64    ? "x86_64"
+                       : header_.e_machine == EM_AARCH64 ? "aarch64"
+                                                         : "another processor";
+    refuse("it is code for ", name, " (ELF machine ", header_.e_machine, "), but this process runs on ",
+           machine_name(machine_));
   }
 }
 
 void Object::read_sections() {
-  if (header_.e_shentsize != sizeof(Elf64_Shdr)) refuse("its section headers have ", header_.e_shentsize, " bytes each");
+  if (header_.e_shentsize != sizeof(Elf64_Shdr))
+    refuse("its section headers have ", header_.e_shentsize, " bytes each");
   if (header_.e_shnum == 0) refuse("it has no section headers, or more than the header can count");
-  std::string_view table = slice(header_.e_shoff, uint64_t{header_.e_shnum} * sizeof(Elf64_Shdr), "the table of sections");
+  std::string_view table =
+      slice(header_.e_shoff, uint64_t{header_.e_shnum} * sizeof(Elf64_Shdr), "the table of sections");
   sections_.resize(header_.e_shnum);
   for (size_t k = 0; k < sections_.size(); ++k) sections_[k].header = record<Elf64_Shdr>(table, k);
   if (header_.e_shstrndx >= sections_.size()) refuse("the index of its section names is out of range");
@@ -107,7 +120,8 @@ void Object::read_symbols() {
   }
   if (symbol_table_ == 0) refuse("it has no symbol table");
   const Elf64_Shdr& header = sections_[symbol_table_].header;
-  if (header.sh_entsize != sizeof(Elf64_Sym) || header.sh_size % sizeof(Elf64_Sym) != 0) refuse("its symbols have a wrong size");
+  if (header.sh_entsize != sizeof(Elf64_Sym) || header.sh_size % sizeof(Elf64_Sym) != 0)
+    refuse("its symbols have a wrong size");
   if (header.sh_link >= sections_.size() || sections_[header.sh_link].header.sh_type != SHT_STRTAB) {
     refuse("its symbol table names no string table");
   }
@@ -120,10 +134,13 @@ void Object::read_symbols() {
 
 void Object::check_defined(const Elf64_Sym& symbol) const {
   uint16_t index = symbol.st_shndx;
-  if (index == SHN_UNDEF) refuse("it needs the symbol '", symbol_name(symbol), "', and a kernel object must define all it uses");
+  if (index == SHN_UNDEF)
+    refuse("it needs the symbol '", symbol_name(symbol), "', and a kernel object must define all it uses");
   if (index == SHN_ABS) return;
-  if (index >= SHN_LORESERVE) refuse("the symbol '", symbol_name(symbol), "' lies in a section of a kind that is not supported");
-  if (index >= sections_.size()) refuse("the symbol '", symbol_name(symbol), "' lies in section ", index, ", which does not exist");
+  if (index >= SHN_LORESERVE)
+    refuse("the symbol '", symbol_name(symbol), "' lies in a section of a kind that is not supported");
+  if (index >= sections_.size())
+    refuse("the symbol '", symbol_name(symbol), "' lies in section ", index, ", which does not exist");
   uint64_t size = sections_[index].header.sh_size;
   if (symbol.st_value > size) refuse("the symbol '", symbol_name(symbol), "' lies outside its section");
   if (ELF64_ST_TYPE(symbol.st_info) == STT_TLS || ELF64_ST_TYPE(symbol.st_info) == STT_GNU_IFUNC) {
@@ -138,14 +155,17 @@ namespace {
 // Whether a section's bytes are needed to run the code. Unwind tables and notes are not: kernels do not throw.
 bool is_needed(const Elf64_Shdr& header, std::string_view name) {
   constexpr uint32_t kUnwind = 0x70000001;  // SHT_X86_64_UNWIND
-  if ((header.sh_flags & SHF_ALLOC) == 0 || header.sh_type == SHT_NOTE || header.sh_type == kUnwind || name == ".eh_frame") return false;
+  if ((header.sh_flags & SHF_ALLOC) == 0 || header.sh_type == SHT_NOTE || header.sh_type == kUnwind ||
+      name == ".eh_frame")
+    return false;
   // Nobody would run constructors: .init_array has a type of its own, its forerunner .ctors only a name.
   bool constructors = name.starts_with(".ctors") || name.starts_with(".dtors");
   if (constructors || (header.sh_type != SHT_PROGBITS && header.sh_type != SHT_NOBITS)) {
     refuse("section '", name, "' has type ", header.sh_type, " or a use that is not supported");
   }
   if ((header.sh_flags & (SHF_TLS | SHF_COMPRESSED)) != 0) refuse("section '", name, "' is thread-local or compressed");
-  if ((header.sh_flags & SHF_WRITE) != 0 && (header.sh_flags & SHF_EXECINSTR) != 0) refuse("section '", name, "' is writable code");
+  if ((header.sh_flags & SHF_WRITE) != 0 && (header.sh_flags & SHF_EXECINSTR) != 0)
+    refuse("section '", name, "' is writable code");
   return true;
 }
 
@@ -183,11 +203,13 @@ void Object::place_sections() {
       const Elf64_Shdr& header = sections_[k].header;
       uint64_t alignment = header.sh_addralign == 0 ? 1 : header.sh_addralign;
       if ((alignment & (alignment - 1)) != 0 || alignment > page_) {
-        refuse("section '", section_name(sections_[k]), "' wants an alignment of ", alignment, "; powers of two up to ", page_, " are supported");
+        refuse("section '", section_name(sections_[k]), "' wants an alignment of ", alignment, "; powers of two up to ",
+               page_, " are supported");
       }
       at = align_up(at, alignment);
       sections_[k].place = static_cast<int64_t>(at);
-      if (header.sh_size > kMaxSize - at) refuse("section '", section_name(sections_[k]), "' has ", header.sh_size, " bytes, too many");
+      if (header.sh_size > kMaxSize - at)
+        refuse("section '", section_name(sections_[k]), "' has ", header.sh_size, " bytes, too many");
       at += header.sh_size;
     }
     at = align_up(at, page_);
@@ -201,10 +223,12 @@ void Object::scan_relocations() {
     if (!is_loaded_relocation(section)) continue;
     const Elf64_Shdr& header = section.header;
     const Section& target = sections_[header.sh_info];
-    if (header.sh_type == SHT_REL || header.sh_entsize != sizeof(Elf64_Rela) || header.sh_size % sizeof(Elf64_Rela) != 0) {
+    if (header.sh_type == SHT_REL || header.sh_entsize != sizeof(Elf64_Rela) ||
+        header.sh_size % sizeof(Elf64_Rela) != 0) {
       refuse("the relocations of section '", section_name(target), "' have a wrong format");
     }
-    if (header.sh_link != symbol_table_) refuse("the relocations of section '", section_name(target), "' use another symbol table");
+    if (header.sh_link != symbol_table_)
+      refuse("the relocations of section '", section_name(target), "' use another symbol table");
     if (target.header.sh_type == SHT_NOBITS) refuse("section '", section_name(target), "' has no bytes to relocate");
     std::string_view table = contents(section, "a relocation section");
     for (uint64_t i = 0; i < table.size() / sizeof(Elf64_Rela); ++i) {
@@ -213,10 +237,13 @@ void Object::scan_relocations() {
       RelocKind kind = reloc_kind(machine_, type);
       if (type == 0) continue;  // R_*_NONE
       if (kind.width == 0) refuse("relocation type ", type, " is not supported");
-      if (ELF64_R_SYM(rela.r_info) >= symbols_.size()) refuse("a relocation names symbol ", ELF64_R_SYM(rela.r_info), ", which does not exist");
+      if (ELF64_R_SYM(rela.r_info) >= symbols_.size())
+        refuse("a relocation names symbol ", ELF64_R_SYM(rela.r_info), ", which does not exist");
       uint64_t size = target.header.sh_size;
-      if (kind.width > size || rela.r_offset > size - kind.width) refuse("a relocation lies outside section '", section_name(target), "'");
-      if (machine_ == Machine::kAarch64 && kind.got && rela.r_addend != 0) refuse("a relocation has an addend that is not supported");
+      if (kind.width > size || rela.r_offset > size - kind.width)
+        refuse("a relocation lies outside section '", section_name(target), "'");
+      if (machine_ == Machine::kAarch64 && kind.got && rela.r_addend != 0)
+        refuse("a relocation has an addend that is not supported");
       low_ = low_ || kind.low;
     }
   }
@@ -236,7 +263,8 @@ void Object::find_entry() {
   }
   const Section& section = sections_[entry->st_shndx];
   uint64_t align = machine_ == Machine::kAarch64 ? 4 : 1;
-  if (section.header.sh_type != SHT_PROGBITS || entry->st_value >= section.header.sh_size || entry->st_value % align != 0) {
+  if (section.header.sh_type != SHT_PROGBITS || entry->st_value >= section.header.sh_size ||
+      entry->st_value % align != 0) {
     refuse("'", kEntry, "' does not point at code");
   }
   entry_ = static_cast<uint64_t>(section.place) + entry->st_value;

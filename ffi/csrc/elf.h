@@ -78,8 +78,8 @@ class Object {
   std::vector<Section> sections_;
   std::string_view section_names_, symbol_names_;
   std::vector<Elf64_Sym> symbols_;
-  uint64_t symbol_table_ = 0;                    // index of the symbol table's section
-  std::unordered_map<uint64_t, uint64_t> got_;   // symbol index -> offset of its slot in the linked object
+  uint64_t symbol_table_ = 0;                   // index of the symbol table's section
+  std::unordered_map<uint64_t, uint64_t> got_;  // symbol index -> offset of its slot in the linked object
   uint64_t offset_[kSegments + 1] = {};
   uint64_t entry_ = 0;
   bool low_ = false;

@@ -16,7 +16,9 @@ constexpr int kPrecision = 8;
 
 using Format = std::function<std::string(uint64_t bits)>;
 
-std::string padded(std::string text, size_t width) { return text.size() < width ? std::string(width - text.size(), ' ') + text : text; }
+std::string padded(std::string text, size_t width) {
+  return text.size() < width ? std::string(width - text.size(), ' ') + text : text;
+}
 
 // "12", "345" for 12.345: the digits before and after the point; no digit after it gives "".
 struct Parts {
@@ -34,7 +36,9 @@ Parts positional(const Decimal& d) {
   return parts;
 }
 
-Parts leading(const Decimal& d) { return {(d.negative ? "-" : "") + d.digits.substr(0, 1), d.digits.size() > 1 ? d.digits.substr(1) : ""}; }
+Parts leading(const Decimal& d) {
+  return {(d.negative ? "-" : "") + d.digits.substr(0, 1), d.digits.size() > 1 ? d.digits.substr(1) : ""};
+}
 
 std::string exponent_text(int exponent) {
   char text[16];
@@ -103,7 +107,8 @@ Format float_format(const DType& dtype, const std::vector<uint64_t>& elements) {
     Parts parts = leading(d);
     std::string power = exponent_text(d.exponent);
     power.insert(2, exponent + 2 - power.size(), '0');
-    return padded(parts.whole, whole) + "." + parts.fraction + std::string(fraction - parts.fraction.size(), '0') + power;
+    return padded(parts.whole, whole) + "." + parts.fraction + std::string(fraction - parts.fraction.size(), '0') +
+           power;
   };
 }
 
@@ -146,9 +151,11 @@ std::string spec_text(const DType& dtype, uint64_t bits, const Spec& spec) {
     bool negative = dtype.kind == Kind::kSigned && signed_value(dtype, bits) < 0;
     uint64_t magnitude = negative ? uint64_t{0} - static_cast<uint64_t>(signed_value(dtype, bits)) : bits;
     char buffer[32];
-    std::snprintf(buffer, sizeof buffer, spec.type == 'x' ? "%llx" : "%llo", static_cast<unsigned long long>(magnitude));
+    std::snprintf(buffer, sizeof buffer, spec.type == 'x' ? "%llx" : "%llo",
+                  static_cast<unsigned long long>(magnitude));
     text = buffer;
-    if (spec.type == 'b') text = std::bitset<64>(magnitude).to_string(), text.erase(0, std::min<size_t>(text.find('1'), 63));
+    if (spec.type == 'b')
+      text = std::bitset<64>(magnitude).to_string(), text.erase(0, std::min<size_t>(text.find('1'), 63));
     if (negative) text.insert(0, 1, '-');
   } else {
     text = dtype.kind == Kind::kBool ? std::to_string(bool_value(bits)) : integer_text(dtype, bits);
@@ -167,7 +174,8 @@ Format element_format(const DType& dtype, const std::vector<uint64_t>& elements,
   if (dtype.kind == Kind::kBool) {
     return [scalar](uint64_t bits) -> std::string { return !bool_value(bits) ? "False" : scalar ? "True" : " True"; };
   }
-  if (dtype.kind == Kind::kFloat && !dtype.is_native()) return [&dtype](uint64_t bits) { return plain_text(dtype, bits); };
+  if (dtype.kind == Kind::kFloat && !dtype.is_native())
+    return [&dtype](uint64_t bits) { return plain_text(dtype, bits); };
   if (dtype.kind == Kind::kFloat && scalar) return [&dtype](uint64_t bits) { return float_scalar(dtype, bits); };
   if (dtype.kind == Kind::kFloat) return float_format(dtype, elements);
   size_t width = 0;
@@ -238,7 +246,9 @@ Spec parse_spec(std::string_view text, const DType& dtype) {
   if (text.empty()) return spec;
   spec.given = true;
   size_t at = 0;
-  auto take = [&](std::string_view any) { return at < text.size() && any.find(text[at]) != std::string_view::npos ? text[at++] : '\0'; };
+  auto take = [&](std::string_view any) {
+    return at < text.size() && any.find(text[at]) != std::string_view::npos ? text[at++] : '\0';
+  };
   auto number = [&](int fallback) {
     int value = 0;
     size_t start = at;

@@ -50,7 +50,8 @@ uint8_t* map_pages(uint64_t size, bool low) {
 
 void protect(const Object& object, uint8_t* memory, Segment segment, int protection) {
   if (object.segment_size(segment) == 0) return;
-  if (mprotect(memory + object.segment_offset(segment), object.segment_size(segment), protection) != 0) fail_system("mprotect");
+  if (mprotect(memory + object.segment_offset(segment), object.segment_size(segment), protection) != 0)
+    fail_system("mprotect");
 }
 
 }  // namespace

@@ -17,7 +17,8 @@ struct jtile_host {
 };
 
 // Runs the programs [begin, end) of the grid; 0, or a number that tells of an internal error.
-using jtile_entry = int32_t(void* const* bufs, const int64_t* dims, int64_t begin, int64_t end, void* workspace, struct jtile_host* host);
+using jtile_entry = int32_t(void* const* bufs, const int64_t* dims, int64_t begin, int64_t end, void* workspace,
+                            struct jtile_host* host);
 }
 
 // A loaded object: its pages are mapped read-only, executable or writable, never both of the latter.

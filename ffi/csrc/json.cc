@@ -19,7 +19,9 @@ class Reader {
   }
 
  private:
-  [[noreturn]] void refuse() const { fail(Code::kInvalidArgument, "attribute text is not valid JSON at character ", at_); }
+  [[noreturn]] void refuse() const {
+    fail(Code::kInvalidArgument, "attribute text is not valid JSON at character ", at_);
+  }
 
   void skip() {
     while (at_ < text_.size() && std::string_view(" \t\r\n").find(text_[at_]) != std::string_view::npos) ++at_;

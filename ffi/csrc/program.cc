@@ -14,9 +14,9 @@
 namespace jtile {
 namespace {
 
-constexpr int64_t kSerialNs = 10'000;               // less work than this is not worth a wake-up
-constexpr int64_t kWorkerNs = 5'000;                // work that pays for one more worker
-constexpr int64_t kChunkNs = 4'000;                 // the least work of one chunk
+constexpr int64_t kSerialNs = 10'000;  // less work than this is not worth a wake-up
+constexpr int64_t kWorkerNs = 5'000;   // work that pays for one more worker
+constexpr int64_t kChunkNs = 4'000;    // the least work of one chunk
 constexpr int64_t kMaxWorkspace = int64_t{1} << 36;
 constexpr size_t kKeptWorkspace = size_t{64} << 20;  // a thread keeps a buffer of at most this between calls
 
@@ -106,7 +106,9 @@ class Run {
   static void on_print(jtile_host* host, int64_t site, const int64_t* pid, void* const* args) {
     reinterpret_cast<Host*>(host)->run->print(site, pid, args);
   }
-  static void on_fail(jtile_host* host, int64_t site, const int64_t* pid) { reinterpret_cast<Host*>(host)->run->record(site, pid); }
+  static void on_fail(jtile_host* host, int64_t site, const int64_t* pid) {
+    reinterpret_cast<Host*>(host)->run->record(site, pid);
+  }
 
   bool take(int64_t& begin, int64_t& end);
   void run_range(int64_t begin, int64_t end, const Workspace& workspace);
@@ -166,7 +168,8 @@ void Run::stop(const std::string& message) {
 }
 
 void Run::print(int64_t site, const int64_t* pid, void* const* args) {
-  if (site < 0 || site >= static_cast<int64_t>(program_.sites_.size()) || !program_.sites_[static_cast<size_t>(site)].is_print) {
+  if (site < 0 || site >= static_cast<int64_t>(program_.sites_.size()) ||
+      !program_.sites_[static_cast<size_t>(site)].is_print) {
     return stop(concat("the compiled code prints at site ", site, ", which does not exist"));
   }
   try {
@@ -195,19 +198,24 @@ void Run::check() const {
   if (!broken_.empty()) fail(Code::kInternal, "kernel ", program_.name_, ": ", broken_);
   if (!failed_) return;
   bool known = failed_site_ >= 0 && failed_site_ < static_cast<int64_t>(program_.sites_.size());
-  if (!known) fail(Code::kInternal, "kernel ", program_.name_, ": an assertion failed at the unknown site ", failed_site_);
+  if (!known)
+    fail(Code::kInternal, "kernel ", program_.name_, ": an assertion failed at the unknown site ", failed_site_);
   const Site& site = program_.sites_[static_cast<size_t>(failed_site_)];
-  fail(Code::kFailedPrecondition, "kernel ", program_.name_, ": assertion failed: ", site.message, " (program ", program_text(failed_pid_),
-       ")\n  at ", site.where);
+  fail(Code::kFailedPrecondition, "kernel ", program_.name_, ": assertion failed: ", site.message, " (program ",
+       program_text(failed_pid_), ")\n  at ", site.where);
 }
 
 // -- program ----------------------------------------------------------------------------------------------------------
 
 Program::Program(const Attributes& attributes)
-    : name_(attributes.name), programs_(attributes.programs), workspace_(attributes.workspace), cost_(std::max<int64_t>(0, attributes.cost)) {
+    : name_(attributes.name),
+      programs_(attributes.programs),
+      workspace_(attributes.workspace),
+      cost_(std::max<int64_t>(0, attributes.cost)) {
   try {
     if (programs_ < 0) fail(Code::kInvalidArgument, "its grid has ", programs_, " programs");
-    if (workspace_ < 0 || workspace_ > kMaxWorkspace) fail(Code::kInvalidArgument, "its workspace has ", workspace_, " bytes");
+    if (workspace_ < 0 || workspace_ > kMaxWorkspace)
+      fail(Code::kInvalidArgument, "its workspace has ", workspace_, " bytes");
     check_isa(attributes.isa);
     sites_ = parse_sites(attributes.sites);
     image_ = acquire_image(attributes.image);
@@ -242,7 +250,8 @@ struct Gate {
 
 }  // namespace
 
-void Program::run_parallel(void* const* bufs, int64_t workers, const std::function<void(std::function<void()>)>& schedule) const {
+void Program::run_parallel(void* const* bufs, int64_t workers,
+                           const std::function<void(std::function<void()>)>& schedule) const {
   if (programs_ == 0) return;
   Run run(*this, bufs, workers);
   auto gate = std::make_shared<Gate>();
@@ -253,7 +262,8 @@ void Program::run_parallel(void* const* bufs, int64_t workers, const std::functi
   };
   try {
     for (int64_t k = 1; k < workers; ++k) schedule(help);
-  } catch (const std::exception&) {  // no memory or no thread for more helpers: those that began, and this thread, do it all
+  } catch (
+      const std::exception&) {  // no memory or no thread for more helpers: those that began, and this thread, do it all
   }
   run.drain();
   // Either a helper saw the gate open, and is counted inside, or it sees it closed: both are sequentially consistent.

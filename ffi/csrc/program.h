@@ -37,7 +37,8 @@ class Program {
   // Runs the grid on `workers` workers: this thread and workers - 1 others, which `schedule` starts. It is called with
   // a task that any thread may run, at once, late or after this call returned; this call never waits for a task
   // that has not begun. Throws Error.
-  void run_parallel(void* const* bufs, int64_t workers, const std::function<void(std::function<void()>)>& schedule) const;
+  void run_parallel(void* const* bufs, int64_t workers,
+                    const std::function<void(std::function<void()>)>& schedule) const;
 
   const std::string& name() const { return name_; }
 

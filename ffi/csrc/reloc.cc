@@ -76,7 +76,8 @@ int64_t fitting(uint64_t value, int bits, const Reloc& reloc) {
   auto number = static_cast<int64_t>(value);
   int64_t limit = int64_t{1} << (bits - 1);
   if (number < -limit || number >= limit) {
-    fail(Code::kInvalidArgument, "a relocation of type ", reloc.type, " is out of range: ", number, " does not fit ", bits, " bits");
+    fail(Code::kInvalidArgument, "a relocation of type ", reloc.type, " is out of range: ", number, " does not fit ",
+         bits, " bits");
   }
   return number;
 }
@@ -122,7 +123,8 @@ void put_adr(uint8_t* place, uint64_t value) {
 // The low 12 bits of an address as the offset of a load or store of 2**scale bytes.
 void put_low12(uint8_t* place, const Reloc& reloc, int scale) {
   uint64_t low = (reloc.S + reloc.A) & 0xfff;
-  if (low % (uint64_t{1} << scale) != 0) fail(Code::kInvalidArgument, "the operand of a load or store relocation is not aligned");
+  if (low % (uint64_t{1} << scale) != 0)
+    fail(Code::kInvalidArgument, "the operand of a load or store relocation is not aligned");
   put_field(place, low >> scale, 10, 12);
 }
 

@@ -1,5 +1,6 @@
 #include "sites.h"
 
+#include <algorithm>
 #include <charconv>
 
 #include "error.h"
@@ -9,13 +10,17 @@ namespace jtile {
 namespace {
 
 constexpr int64_t kMaxElements = int64_t{1} << 32;
+constexpr size_t kMaxRank = 32;
 
 SiteArg parse_arg(const Json& json) {
   SiteArg arg{&dtype_of(json.at("dtype").text("dtype")), {}};
   int64_t size = 1;
-  for (const Json& side : json.at("shape").list("shape")) {
+  const JsonList& shape = json.at("shape").list("shape");
+  if (shape.size() > kMaxRank) fail(Code::kInvalidArgument, "a printed value has rank ", shape.size());
+  for (const Json& side : shape) {
     int64_t n = side.integer("shape");
-    if (n < 0 || n > kMaxElements || size * n > kMaxElements) fail(Code::kInvalidArgument, "a printed value has a side of ", n);
+    if (n < 0 || n > kMaxElements / std::max<int64_t>(1, size))
+      fail(Code::kInvalidArgument, "a printed value has a side of ", n);
     size *= n;
     arg.shape.push_back(n);
   }
@@ -31,12 +36,14 @@ Piece parse_field(std::string_view field, std::string literal, const std::vector
     ++next;
   } else {
     auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), piece.arg);
-    if (error != std::errc() || end != name.data() + name.size()) fail(Code::kInvalidArgument, "the print field '{", field, "}' is not a number");
+    if (error != std::errc() || end != name.data() + name.size())
+      fail(Code::kInvalidArgument, "the print field '{", field, "}' is not a number");
   }
   if (piece.arg < 0 || piece.arg >= static_cast<int64_t>(args.size())) {
     fail(Code::kInvalidArgument, "the print field '{", field, "}' names argument ", piece.arg, " of ", args.size());
   }
-  if (colon != std::string_view::npos) piece.spec = parse_spec(field.substr(colon + 1), *args[static_cast<size_t>(piece.arg)].dtype);
+  if (colon != std::string_view::npos)
+    piece.spec = parse_spec(field.substr(colon + 1), *args[static_cast<size_t>(piece.arg)].dtype);
   return piece;
 }
 
@@ -52,7 +59,8 @@ std::vector<Piece> parse_format(std::string_view format, const std::vector<SiteA
       literal += c, ++at;
     } else {
       size_t end = format.find('}', at);
-      if (c == '}' || end == std::string_view::npos) fail(Code::kInvalidArgument, "the print format '", format, "' has a lone '", c, "'");
+      if (c == '}' || end == std::string_view::npos)
+        fail(Code::kInvalidArgument, "the print format '", format, "' has a lone '", c, "'");
       pieces.push_back(parse_field(format.substr(at + 1, end - at - 1), std::move(literal), args, next));
       literal.clear();
       at = end;

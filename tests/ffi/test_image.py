@@ -162,4 +162,4 @@ def test_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
 def test_import_loads_nothing():
     script = "import jtile.ffi; assert '_jtile_cpu' not in open('/proc/self/maps').read()"
     path = ":".join(p for p in sys.path if p)
-    subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"})
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, env={"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"})
