@@ -17,57 +17,94 @@ from jtile._kernel import Kernel as Kernel
 from jtile._kernel import Lowered as Lowered
 from jtile._kernel import call as call
 from jtile._kernel import kernel as kernel
-from jtile._primitive import Options as Options
-from jtile.language import Ref as Ref
-from jtile.language import TileView as TileView
-from jtile.language import alloc as alloc
-from jtile.language import arange as arange
-from jtile.language import assert_ as assert_
-from jtile.language import associative_scan as associative_scan
-from jtile.language import atomic_add as atomic_add
-from jtile.language import atomic_and as atomic_and
-from jtile.language import atomic_cas as atomic_cas
-from jtile.language import atomic_max as atomic_max
-from jtile.language import atomic_min as atomic_min
-from jtile.language import atomic_or as atomic_or
-from jtile.language import atomic_xchg as atomic_xchg
-from jtile.language import atomic_xor as atomic_xor
-from jtile.language import cdiv as cdiv
-from jtile.language import cond as cond
-from jtile.language import dot as dot
-from jtile.language import dot_scaled as dot_scaled
-from jtile.language import ds as ds
-from jtile.language import fori as fori
-from jtile.language import full as full
-from jtile.language import like as like
-from jtile.language import load as load
-from jtile.language import next_power_of_2 as next_power_of_2
-from jtile.language import num_programs as num_programs
-from jtile.language import ones as ones
-from jtile.language import print as print
-from jtile.language import program_id as program_id
-from jtile.language import range as range
-from jtile.language import reduce as reduce
-from jtile.language import store as store
-from jtile.language import swizzle as swizzle
-from jtile.language import when as when
-from jtile.language import zeros as zeros
+from jtile._signature import Options as Options
 
 if TYPE_CHECKING:
+    from jtile import interpret as interpret
     from jtile import ir as ir
     from jtile import models as models
     from jtile import ops as ops
     from jtile import testing as testing
+    from jtile.language import Ref as Ref
+    from jtile.language import TileView as TileView
+    from jtile.language import alloc as alloc
+    from jtile.language import arange as arange
+    from jtile.language import assert_ as assert_
+    from jtile.language import associative_scan as associative_scan
+    from jtile.language import atomic_add as atomic_add
+    from jtile.language import atomic_and as atomic_and
+    from jtile.language import atomic_cas as atomic_cas
+    from jtile.language import atomic_max as atomic_max
+    from jtile.language import atomic_min as atomic_min
+    from jtile.language import atomic_or as atomic_or
+    from jtile.language import atomic_xchg as atomic_xchg
+    from jtile.language import atomic_xor as atomic_xor
+    from jtile.language import cdiv as cdiv
+    from jtile.language import cond as cond
+    from jtile.language import dot as dot
+    from jtile.language import dot_scaled as dot_scaled
+    from jtile.language import ds as ds
+    from jtile.language import fori as fori
+    from jtile.language import full as full
+    from jtile.language import like as like
+    from jtile.language import load as load
+    from jtile.language import next_power_of_2 as next_power_of_2
+    from jtile.language import num_programs as num_programs
+    from jtile.language import ones as ones
+    from jtile.language import print as print
+    from jtile.language import program_id as program_id
+    from jtile.language import range as range
+    from jtile.language import reduce as reduce
+    from jtile.language import store as store
+    from jtile.language import swizzle as swizzle
+    from jtile.language import when as when
+    from jtile.language import zeros as zeros
     from jtile.lowering.targets import Target as Target
     from jtile.lowering.targets import host_target as host_target
     from jtile.trace import function as function
 
-# Loaded when they are first used: `import jtile` stays cheap, and models need packages that kernels do not.
+# Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
 _MODULES = ("interpret", "ir", "models", "ops", "testing")
-_NAMES = {
+_LANGUAGE = [
+    "Ref",
+    "TileView",
+    "alloc",
+    "arange",
+    "assert_",
+    "associative_scan",
+    "atomic_add",
+    "atomic_and",
+    "atomic_cas",
+    "atomic_max",
+    "atomic_min",
+    "atomic_or",
+    "atomic_xchg",
+    "atomic_xor",
+    "cdiv",
+    "cond",
+    "dot",
+    "dot_scaled",
+    "ds",
+    "fori",
+    "full",
+    "like",
+    "load",
+    "next_power_of_2",
+    "num_programs",
+    "ones",
+    "print",
+    "program_id",
+    "range",
+    "reduce",
+    "store",
+    "swizzle",
+    "when",
+    "zeros",
+]
+_NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",
-    "host_target": "jtile.lowering.targets",
     "function": "jtile.trace",
+    "host_target": "jtile.lowering.targets",
 }
 
 
@@ -75,7 +112,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"jtile.{name}")
     if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
+        value = globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)
+        return value
     if name == "__version__":
         from importlib.metadata import version
 
@@ -84,4 +122,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES, *_NAMES])
+    return sorted({*globals(), *_MODULES, *_NAMES, "__version__"})

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.tree_util import PyTreeDef, tree_flatten, tree_map_with_path, tree_unflatten
 
-from jtile import ir
 from jtile._arguments import as_operand, as_type, key_of
 from jtile._errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
-from jtile._primitive import Options, Program, bind, compile_program, make_program, run_interpreter
-from jtile._signature import Layout, Spec, _nearest, lay_out, read_signature
+from jtile._signature import Layout, Options, Spec, lay_out, nearest, read_signature
+
+if TYPE_CHECKING:
+    from jtile._primitive import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
 
 _MAX_CALLS = 2048  # remembered (types, meta-parameters) per kernel
 
@@ -69,6 +70,7 @@ class _Bound:
 
     program: Program
     out_tree: PyTreeDef
+    run: Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Kernel:
@@ -104,8 +106,8 @@ class Kernel:
         if bound is None:
             args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
             leaves, tree = tree_flatten(args)
-            bound = self._resolve(args, tree, leaves, meta)
-        return tree_unflatten(bound.out_tree, bind(bound.program, leaves))
+            bound = self._resolve(tree, leaves, meta)
+        return tree_unflatten(bound.out_tree, bound.run(leaves))
 
     def with_options(self, **options: Any) -> Kernel:
         """The same kernel with other options: `interpret=True`, `num_warps=8`, ...; see `Options`."""
@@ -119,7 +121,7 @@ class Kernel:
         """
         types = tree_map_with_path(functools.partial(as_type, self._signature), args)
         leaves, tree = tree_flatten(types)
-        return Lowered(self._resolve(types, tree, leaves, meta).program, target)
+        return Lowered(self._resolve(tree, leaves, meta).program, target)
 
     def interpret(self, *args: Any, seed: int = 0, **meta: Any) -> Any:
         """Run in the reference interpreter, with every check on; results are NumPy arrays.
@@ -129,9 +131,11 @@ class Kernel:
         Raises:
           InterpreterError: an access out of bounds, a race, a read of what nobody wrote, a failed assert.
         """
+        from jtile._primitive import run_interpreter
+
         args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
         leaves, tree = tree_flatten(args)
-        bound = self._resolve(args, tree, leaves, meta)
+        bound = self._resolve(tree, leaves, meta)
         return tree_unflatten(bound.out_tree, run_interpreter(bound.program, leaves, seed))
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
@@ -156,14 +160,14 @@ class Kernel:
         except TypeError:  # a meta-parameter that cannot be hashed: the slow path names it
             return None
 
-    def _resolve(self, args: tuple[Any, ...], tree: PyTreeDef, leaves: list[Any], meta: dict[str, Any]) -> _Bound:
+    def _resolve(self, tree: PyTreeDef, leaves: list[Any], meta: dict[str, Any]) -> _Bound:
         full = self._signature.bind_meta(meta)
         key = _key(tree, leaves, meta)
         bound = self._bound.get(key)
         if bound is None:
             types = tree_unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
             layout = lay_out(self._signature, self._spec, types, full)
-            bound = _Bound(self._trace(layout, full), layout.out_tree)
+            bound = self._trace(layout, full)
             if len(self._bound) >= _MAX_CALLS:
                 self._bound.pop(next(iter(self._bound)), None)
             self._bound[key] = bound
@@ -178,8 +182,9 @@ class Kernel:
 
         return trace.rewrite_loops(self._fn)
 
-    def _trace(self, layout: Layout, meta: dict[str, Any]) -> Program:
-        from jtile import trace
+    def _trace(self, layout: Layout, meta: dict[str, Any]) -> _Bound:
+        from jtile import ir, trace
+        from jtile._primitive import bind, make_program
 
         where = self._signature.where
         jaxpr = trace.trace(
@@ -191,7 +196,8 @@ class Kernel:
             aliases=layout.aliases, inits=layout.inits, ref_names=layout.names,
             loc=ir.Loc(*where) if where else ir.NOWHERE,
         )  # fmt: skip
-        return make_program(jaxpr, tile_ir, meta, self._options)
+        program = make_program(jaxpr, tile_ir, meta, self._options)
+        return _Bound(program, layout.out_tree, functools.partial(bind, program))
 
 
 def _key(tree: PyTreeDef, leaves: list[Any], meta: dict[str, Any]) -> Any:
@@ -230,7 +236,7 @@ _CHOICES: dict[str, Callable[[Any], bool]] = {
 def _options(old: Options, given: Mapping[str, Any]) -> Options:
     for name, value in given.items():
         if name not in _CHOICES:
-            raise KernelValueError(f"a kernel has no option {name!r}{_nearest(name, _CHOICES)}")
+            raise KernelValueError(f"a kernel has no option {name!r}{nearest(name, _CHOICES)}")
         if value is not None and not _CHOICES[name](value):
             raise KernelValueError(f"{name}={value!r} is no value of that option of a kernel")
     return dataclasses.replace(old, **given)
@@ -251,6 +257,8 @@ class Lowered:
 
     @functools.cached_property
     def _artifact(self) -> Any:
+        from jtile._primitive import compile_program
+
         return compile_program(self.program, self._target, texts=True)
 
     @property
@@ -266,7 +274,7 @@ class Lowered:
     @functools.cached_property
     def texts(self) -> dict[str, str]:
         """Level name -> text: `jaxpr`, `tile_ir`, `tile_ir_opt`, then those of the back end (`llvm`, `asm`)."""
-        from jtile import passes
+        from jtile import ir, passes
 
         before = self.program.kernel
         after = passes.run_pipeline(before, passes.TILE)

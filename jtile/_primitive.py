@@ -22,31 +22,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jtile import ir
+from jtile._compat import allow_effect_everywhere
 from jtile._config import current
 from jtile._errors import KernelAssertionError, TransformError, UnsupportedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What `@jt.kernel(...)` and `.with_options(...)` take besides the language; None leaves the choice to jtile.
-
-    Attributes:
-      interpret: run this kernel in the reference interpreter (overrides `Config.interpret`).
-      fallback: `"raise"` or `"interpret"` for a kernel that the target cannot run (overrides `Config.fallback`).
-      num_warps: warps of one program on a GPU.
-      num_stages: depth of software pipelines that `jt.range(stages=)` leaves open.
-      num_ctas: blocks of one cluster on a GPU.
-    """
-
-    interpret: bool | None = None
-    fallback: str | None = None
-    num_warps: int | None = None
-    num_stages: int | None = None
-    num_ctas: int | None = None
-
-    def __str__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None)
+from jtile._signature import Options
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,6 +107,7 @@ class KernelEffect(jexc.Effect):
 _KERNEL_EFFECT = KernelEffect()
 hijax.control_flow_allowed_effects.add_type(KernelEffect)
 mlir.lowerable_effects.add_type(KernelEffect)
+allow_effect_everywhere(KernelEffect)
 
 
 def bind(program: Program, operands: Sequence[Any]) -> list[Any]:

@@ -13,14 +13,16 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.tree_util import PyTreeDef, keystr, tree_flatten, tree_flatten_with_path, tree_structure
 
-from jtile import ir
 from jtile._errors import KernelTypeError, KernelValueError
+
+if TYPE_CHECKING:
+    from jtile import ir  # Tile IR is loaded when the first kernel is called, not at import
 
 Place = tuple[str, int] | None
 REQUIRED = inspect.Parameter.empty
@@ -56,7 +58,7 @@ class Signature:
         for name, value in given.items():
             if name not in self.meta and not self.open:
                 raise KernelTypeError(
-                    f"kernel {self.name} has no meta-parameter {name!r}{_nearest(name, self.meta)}", self.where
+                    f"kernel {self.name} has no meta-parameter {name!r}{nearest(name, self.meta)}", self.where
                 )
             self._check_static(name, value)
         missing = [name for name, v in self.meta.items() if v is REQUIRED and name not in given]
@@ -124,6 +126,29 @@ def place_of(fn: Callable[..., Any]) -> Place:
 def _kernel_name(fn: Callable[..., Any]) -> str:
     name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", "kernel")
     return re.sub(r"\W+", "_", name).strip("_") or "kernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `@jt.kernel(...)` and `.with_options(...)` take besides the language; None leaves the choice to jtile.
+
+    Attributes:
+      interpret: run this kernel in the reference interpreter (overrides `Config.interpret`).
+      fallback: `"raise"` or `"interpret"` for a kernel that the target cannot run (overrides `Config.fallback`).
+      num_warps: warps of one program on a GPU.
+      num_stages: depth of software pipelines that `jt.range(stages=)` leaves open.
+      num_ctas: blocks of one cluster on a GPU.
+    """
+
+    interpret: bool | None = None
+    fallback: str | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    num_ctas: int | None = None
+
+    def __str__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None)
 
 
 # -- from out_type, grid, alias, init and scratch to flat Refs --------------------------------------------------------
@@ -218,10 +243,16 @@ def _evaluate(sig: Signature, what: str, value: Any, args: tuple[Any, ...], meta
         p.name for k, p in enumerate(positional) if k >= len(inputs) and p.name not in given and p.default is p.empty
     ]
     needed += [p.name for p in params if p.kind is p.KEYWORD_ONLY and p.name not in given and p.default is p.empty]
+    if needed and needed[0] in sig.refs and needed[0] not in sig.meta:
+        raise KernelTypeError(
+            f"kernel {sig.name} is called with {len(args)} argument{'s' * (len(args) != 1)}, but its {what} takes "
+            f"{len(positional)} inputs ({', '.join(p.name for p in positional)})",
+            sig.where,
+        )
     if needed:
         raise KernelTypeError(
             f"{what} of kernel {sig.name} wants {needed[0]!r}, which is neither one of the {len(args)} inputs of this "
-            f"call nor a meta-parameter{_nearest(needed[0], meta)}",
+            f"call nor a meta-parameter{nearest(needed[0], meta)}",
             place_of(value) or sig.where,
         )
     return value(*inputs, **given)
@@ -269,6 +300,8 @@ def _size(sig: Signature, what: str, size: Any) -> int:
 
 def check_dtype(sig: Signature, what: str, dtype: Any) -> None:
     """Refuse a dtype that the language does not have."""
+    from jtile import ir
+
     name = str(getattr(dtype, "name", dtype))
     if name not in ir.DTYPES:
         hint = ""
@@ -422,6 +455,8 @@ def _start(sig: Signature, name: str, value: Any, dtype: np.dtype) -> int | floa
         raise KernelTypeError(
             f"init of output {name!r} of kernel {sig.name} is {value!r}: expected a number", sig.where
         )
+    from jtile import ir
+
     info = ir.dtype_info(dtype)
     if info.kind == "f":
         held = float(np.asarray(value, np.float64).astype(info.numpy).astype(np.float64))
@@ -446,7 +481,7 @@ def _describe(x: Any) -> str:
     return f"{np.dtype(x.dtype).name}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
 
 
-def _nearest(name: Any, known: Any) -> str:
+def nearest(name: Any, known: Any) -> str:
     close = difflib.get_close_matches(str(name), [str(k) for k in known], 1)
     if close:
         return f"; did you mean {close[0]!r}?"
