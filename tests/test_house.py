@@ -169,11 +169,12 @@ def test_import_does_no_work(subprocess_env):
 
 
 def test_import_time(subprocess_env):
-    code = "import time, jax; t = time.perf_counter(); import jtile; print(time.perf_counter() - t)"
+    # seconds of this process's own work: what else runs on the machine does not count
+    code = "import time, jax; t = time.process_time(); import jtile; print(time.process_time() - t)"
     run = [sys.executable, "-c", code]
     seconds = [
         float(subprocess.run(run, capture_output=True, text=True, env=subprocess_env, check=True).stdout)
         for _ in range(5)
     ]
-    # the first run may write bytecode; the best of five is the cost, the others are the machine's other work
+    # the first run may write bytecode
     assert min(seconds) < 0.060, f"import jtile adds {min(seconds) * 1e3:.0f} ms to import jax; the limit is 60"

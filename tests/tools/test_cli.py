@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -29,14 +28,18 @@ def run(*args):
     return status.value.code
 
 
-def test_help_is_quick_and_lists_the_commands(jtile):
-    start = time.perf_counter()
+def test_help_lists_the_commands(jtile):
     done = jtile("--help")
-    seconds = time.perf_counter() - start
     assert done.returncode == 0, done.stderr
     for command in ("info", "generate", "inspect", "cache", "demo"):
         assert command in done.stdout
-    assert seconds < 2, "jtile --help must not import jax"
+
+
+def test_the_command_line_loads_nothing_before_a_command_runs(subprocess_env):
+    late = {"flax", "llvmlite", "matplotlib", "tokenizers", "jtile.models", "jtile.ops", "jtile.lowering"}
+    code = f"import sys; from jtile.tools import cli; print({late} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=subprocess_env, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_info(jtile):
