@@ -192,7 +192,7 @@ def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:
     elif plan.a_layout == "panels":
         source = c.gep("i8", _A, c.mul(block.k0, ld))
         for rows in plan.rows:
-            name = pack.panel_from_lanes(c.module, plan.mode, spec.a, spec.k, plan.a_width, rows.rows, False)
+            name = pack.panel_from_lanes(c.module, plan.mode, spec.a, spec.k, plan.a_width, rows.rows, "a")
             with c.loop(0, rows.count) as p:
                 row = c.add(rows.start, c.mul(p, rows.rows))
                 panel = offset(c, _WORK, c.add(rows.panel, p), plan.a_width * plan.a_row_bytes)
@@ -204,7 +204,7 @@ def _pack_b(c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns
     mode, size = plan.mode, BYTES[STORAGE[spec.b]]
     width, ld = columns.vectors * mode.lanes, c.mul(_LDB, size)
     if not spec.trans_b:
-        name = pack.panel_from_lanes(c.module, mode, spec.b, spec.k, width, columns.width, mode.flip)
+        name = pack.panel_from_lanes(c.module, mode, spec.b, spec.k, width, columns.width, "b")
         source = offset(c, c.gep("i8", _B, c.mul(block.k0, ld)), first, size)
         call(c, name, source, ld, panel, block.kc, *[sums] * mode.flip)
         return
@@ -212,7 +212,7 @@ def _pack_b(c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns
     full = columns.vectors if columns.tail == mode.lanes else columns.vectors - 1
     for start, count, lanes in ((0, full, mode.lanes), (full, columns.vectors - full, columns.tail)):
         if count:
-            name = pack.panel_from_rows(c.module, mode, spec.b, spec.k, width, lanes, mode.flip)
+            name = pack.panel_from_rows(c.module, mode, spec.b, spec.k, width, lanes)
             with c.loop(start, start + count) as v:
                 lane = c.mul(v, mode.lanes)
                 target = offset(c, panel, lane, mode.unit_bytes)

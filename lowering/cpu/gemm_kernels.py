@@ -52,7 +52,7 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
     def step(a_ptr: Val, b_ptr: Val, group: int) -> None:
         def left(r: int) -> Val:
             one = c.load(mode.unit, c.gep("i8", a_ptr, c.mul(a_row, r)), align=BYTES[mode.packed])
-            return mode.enter_a(c, c.splat(one, mode.lanes))
+            return c.splat(one, mode.lanes)
 
         def right(v: int) -> Val:
             y = _b_vector(c, mode, s, b_ptr, b_step, v, group)
@@ -164,8 +164,7 @@ def dot_kernel(module: Module, mode: Mode, shape: DotShape) -> str:
         left = []
         for r in range(s.rows):
             ptr = c.gep("i8", offset(c, x, k0, x_size), c.mul(x_row, r))
-            unit = _packed_row(c, mode, ptr) if s.x_packed else rows_step(c, mode, mode.a, ptr, valid)
-            left.append(mode.enter_a(c, unit))
+            left.append(_packed_row(c, mode, ptr) if s.x_packed else rows_step(c, mode, mode.a, ptr, valid))
         for j in range(s.cols):
             ptr = c.gep("i8", offset(c, y, k0, BYTES[STORAGE[mode.b]]), c.mul(y_row, j))
             right = rows_step(c, mode, mode.b, ptr, valid)

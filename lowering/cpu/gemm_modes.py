@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Val, const, lanes_of, like, vec
+from jtile.lowering.cpu.llvm import Code, Val, const, lanes_of, like, scalar_of, vec
 
 STORAGE = {
     "float32": "float", "float64": "double", "float16": "i16", "bfloat16": "i16", "float8_e4m3fn": "i8", "float8_e5m2": "i8",
@@ -65,6 +65,11 @@ class Mode:
         """The mode of the transposed product, where A and B change places."""
         return dataclasses.replace(self, a=self.b, b=self.a)
 
+    @property
+    def a_in_place(self) -> bool:
+        """Whether the kernels can read A where it lies."""
+        return self.is_native(self.a) and not self.flip
+
     def is_native(self, dtype: str) -> bool:
         """Whether an operand of this dtype enters the instruction with the bits it has in memory."""
         if self.kind in ("bf16", "vnni"):
@@ -94,8 +99,14 @@ class Mode:
         return c.intrinsic("x86.avx512.vpdpbusd", acc.ty, acc, unsigned, signed, suffix=str(bits))
 
     def enter_a(self, c: Code, a: Val) -> Val:
-        """What happens to a vector of A's units right before `mac`."""
-        return c.binary("xor", a, const(a.ty, str(0x80808080 - (1 << 32)))) if self.flip else a
+        """A's units (or bytes) with their sign bits flipped where `flip`.
+
+        It happens in packing: in the micro-kernel LLVM 22 turns "broadcast, then xor" into a shape that its code generator
+        never finishes with.
+        """
+        if not self.flip:
+            return a
+        return c.binary("xor", a, const(a.ty, "-128" if scalar_of(a.ty) == "i8" else str(0x80808080 - (1 << 32))))
 
     def column_sum(self, c: Code, acc: Val, b: Val) -> Val:
         """`acc + sum of b's group`: what `corrected` needs of B. Only where `flip`."""

@@ -17,15 +17,16 @@ from jtile.lowering.cpu.llvm import Code, Module, Val, vec
 _I64 = "i64"
 
 
-def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width: int, count: int, with_sums: bool) -> str:
+def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width: int, count: int, side: str) -> str:
     """Source [k][lanes]: `void(ptr src, i64 ld, ptr dst, i64 kc[, ptr sums])` writes one panel of `width` lanes, `count` real.
 
-    With sums, `sums[width]` receives the column sums that `Mode.corrected` needs.
+    Where the mode flips signs, side "a" is flipped and side "b" leaves in `sums[width]` what `Mode.corrected` needs.
     """
     tail = k_tail % mode.group
-    name = f"pack_lanes_{mode.tag}_{dtype}_{width}_{count}_{tail}" + ("_s" if with_sums else "")
+    name = f"pack_lanes_{mode.tag}_{dtype}_{width}_{count}_{tail}" + _side_tag(mode, side)
     if name in module.functions:
         return name
+    with_sums = mode.flip and side == "b"
     params = [Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%kc"), Val("ptr", "%sums")]
     c = Code(module, name, params if with_sums else params[:4], attributes=ATTRIBUTES)
     src, ld, dst, kc = params[:4]
@@ -36,7 +37,7 @@ def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width:
     def step(at: Val, rows: int) -> None:
         for v, lane in enumerate(range(0, width, chunk)):
             ptr = offset(c, c.gep("i8", src, c.mul(c.mul(at, mode.group), ld)), lane, size)
-            units = lanes_step(c, mode, dtype, ptr, ld, rows, chunk, count - lane)
+            units = _enter(c, mode, side, lanes_step(c, mode, dtype, ptr, ld, rows, chunk, count - lane))
             c.store(units, offset(c, dst, c.add(c.mul(at, width), lane), mode.unit_bytes), align=chunk * mode.unit_bytes)
             if with_sums:
                 c.store(mode.column_sum(c, c.load(units.ty, slots[v]), units), slots[v])
@@ -52,6 +53,14 @@ def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width:
         c.store(total, offset(c, params[4], v * chunk, mode.unit_bytes), align=4)
     c.finish()
     return name
+
+
+def _side_tag(mode: Mode, side: str) -> str:
+    return f"_{side}" if mode.flip else ""
+
+
+def _enter(c: Code, mode: Mode, side: str, units: Val) -> Val:
+    return mode.enter_a(c, units) if side == "a" else units
 
 
 def lanes_step(c: Code, mode: Mode, dtype: str, ptr: Val, ld: Val, rows: int, lanes: int, count: int) -> Val:
@@ -84,13 +93,14 @@ def split_k(c: Code, kc: Val, block: int, k_tail: int) -> tuple[Val, Val | None]
     return whole, c.cmp("icmp", "ne", whole, kc)
 
 
-def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: int, count: int, with_sums: bool) -> str:
-    """Source [lanes][k]: like `panel_from_lanes`, for one block of `mode.lanes` lanes of a panel `width` lanes wide."""
+def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: int, count: int) -> str:
+    """B from source [lanes][k]: like `panel_from_lanes`, for one block of `mode.lanes` lanes of a panel `width` lanes wide."""
     block = mode.lanes * mode.group
     tail = k_tail % block
-    name = f"pack_rows_{mode.tag}_{dtype}_{width}_{count}_{tail}" + ("_s" if with_sums else "")
+    name = f"pack_rows_{mode.tag}_{dtype}_{width}_{count}_{tail}"
     if name in module.functions:
         return name
+    with_sums = mode.flip
     params = [Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%kc"), Val("ptr", "%sums")]
     c = Code(module, name, params if with_sums else params[:4], attributes=ATTRIBUTES)
     src, ld, dst, kc = params[:4]
@@ -120,7 +130,7 @@ def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: 
 
 
 def rows_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
-    """Source [rows][k]: `void(ptr src, i64 ld, ptr dst, i64 dst_row, i64 rows, i64 kc)` converts and pads every row."""
+    """Source [rows][k]: `void(ptr src, i64 ld, ptr dst, i64 dst_row, i64 rows, i64 kc)` converts and pads A's rows."""
     block = mode.lanes * mode.group
     tail = k_tail % block
     name = f"convert_rows_{mode.tag}_{dtype}_{tail}"
@@ -134,7 +144,7 @@ def rows_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
     def piece(row: Val, k0: Val, valid: int) -> None:
         ptr = offset(c, c.gep("i8", src, c.mul(row, ld)), k0, BYTES[STORAGE[dtype]])
         out = offset(c, c.gep("i8", dst, c.mul(row, dst_row)), k0, BYTES[mode.packed])
-        c.store(rows_step(c, mode, dtype, ptr, valid), out, align=mode.lanes * mode.unit_bytes)
+        c.store(_enter(c, mode, "a", rows_step(c, mode, dtype, ptr, valid)), out, align=mode.lanes * mode.unit_bytes)
 
     with c.loop(0, rows) as row:
         whole, has_tail = split_k(c, kc, block, tail)
@@ -148,7 +158,7 @@ def rows_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
 
 
 def rows_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
-    """Source [k][rows]: `void(ptr src, i64 ld, ptr dst, i64 dst_row, i64 rows, i64 kc)`, one element at a time.
+    """Source [k][rows]: `void(ptr src, i64 ld, ptr dst, i64 dst_row, i64 rows, i64 kc)`, A, one element at a time.
 
     For the thin side of a product (a few rows) only: each source row gives a few elements.
     """
@@ -171,6 +181,7 @@ def rows_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
         column = offset(c, src, row, BYTES[elem])
         with c.loop(0, kc) as k:
             x = mode.widen(c, c.load(elem, c.gep("i8", column, c.mul(k, ld)), align=BYTES[elem]), dtype)
+            x = mode.enter_a(c, x)
             c.store(x, offset(c, out, k, BYTES[mode.packed]), align=BYTES[mode.packed])
     c.finish()
     return name

@@ -129,8 +129,8 @@ def _k_blocks(mode: Mode, k: int, limit: int) -> tuple[int, int]:
 
 def _a_layout(mode: Mode, k: int, trans_a: bool, panels: int) -> Literal["raw", "raw_lanes", "rows", "panels"]:
     if not trans_a:
-        return "raw" if mode.is_native(mode.a) and k % mode.group == 0 else "rows"
-    return "raw_lanes" if mode.group == 1 and mode.is_native(mode.a) and panels == 1 else "panels"
+        return "raw" if mode.a_in_place and k % mode.group == 0 else "rows"
+    return "raw_lanes" if mode.group == 1 and mode.a_in_place and panels == 1 else "panels"
 
 
 def _a_bytes(mode: Mode, layout: str, rows: tuple[Rows, ...], m: int, kc: int, width: int) -> int:
@@ -174,7 +174,7 @@ def _dot_plan(mode: Mode, thin: int, long: int, k: int, swap: bool, contiguous: 
     columns = [Columns(0, long // cols, cols, cols, 0)] if long >= cols else []
     if rest := long % cols:
         columns.append(Columns(long - rest, 1, rest, rest, 0))
-    raw = contiguous and mode.is_native(mode.a)
+    raw = contiguous and mode.a_in_place
     size = BYTES[STORAGE[mode.a] if raw else mode.packed]
     kc, blocks = _k_blocks(mode, k, _X_BLOCK_BYTES // (thin * size))
     layout = "raw" if raw else "rows" if contiguous else "panels"
