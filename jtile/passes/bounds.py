@@ -1,0 +1,106 @@
+"""Bounds: proves from grid and loop bounds which accesses stay inside their array, and which masks cannot fail."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jtile.ir import (
+    At,
+    Block,
+    Dense,
+    Full,
+    Gather,
+    Index,
+    Iota,
+    Kernel,
+    Load,
+    Op,
+    Span,
+    Store,
+    Take,
+    Tile,
+    Value,
+    dim_value,
+)
+from jtile.ir.builder import build
+
+from .intervals import TRUE, Interval, Intervals, walk
+from .pipeline import Pass
+
+
+def run(kernel: Kernel) -> Kernel:
+    plan = _Plan({}, {}, set())
+    walk(kernel, plan.look_at)
+    env: dict[Value, Value] = {}
+
+    def block(b: Block) -> Block:
+        params = tuple(Value(p.type, p.name) for p in b.params)
+        env.update(zip(b.params, params, strict=True))
+        ops = []
+        for op in b.ops:
+            new = plan.apply(op, op.clone(lambda v: env.get(v, v), block))
+            env.update(zip(op.results, new.results, strict=True))
+            ops.append(new)
+        return Block(params, ops, tuple(env.get(y, y) for y in b.yields))
+
+    return kernel.with_body(block(kernel.body))
+
+
+@dataclasses.dataclass
+class _Plan:
+    """What the analysis found out about ops of the old kernel."""
+
+    constants: dict[Op, int]
+    inside: dict[Op, bool]
+    unmasked: set[Op]
+
+    def look_at(self, op: Op, known: Intervals) -> None:
+        if isinstance(op, Load | Store):
+            self.inside[op] = stays_inside(op.index, op.ref.shape, known)
+            if op.mask is not None and known(op.mask) == TRUE:
+                self.unmasked.add(op)
+        elif _may_fold(op):
+            i = known(op.result)
+            if i is not None and i.single:
+                self.constants[op] = i.lo
+
+    def apply(self, old: Op, new: Op) -> Op:
+        if old in self.constants:
+            t = old.result.type
+            value = bool(self.constants[old]) if t.dtype == "bool" else self.constants[old]
+            return build(Full(value, t.shape, t.dtype), old.loc, (old.result.name,))
+        if isinstance(new, Load | Store):
+            new.checked = new.checked and not self.inside[old]
+            new.mask = None if old in self.unmasked else new.mask
+        return new
+
+
+def _may_fold(op: Op) -> bool:
+    """Pure ops with one integer or bool result; a gather must stay, for it may leave its tile."""
+    pure = op.effect == "none" and not op.blocks() and len(op.results) == 1
+    return pure and not isinstance(op, Full | Dense | Iota | Gather)
+
+
+def stays_inside(index: Index, shape: tuple[int, ...], known: Intervals) -> bool:
+    """Whether every lane of an access lies in the array, whatever the program and the trip of a loop."""
+    return all(_inside(d, n, known(dim_value(d))) for d, n in zip(index, shape, strict=True))
+
+
+def _inside(d: At | Span | Tile | Take, n: int, i: Interval | None) -> bool:
+    if i is None or i.lo < 0:
+        return False
+    match d:
+        case At() | Take():
+            return i.hi < n
+        case Span(_, size, stride):
+            return i.hi + max(size - 1, 0) * stride < n if size else i.hi <= n
+        case Tile(_, size, step):
+            return i.hi * step + size <= n
+    return False
+
+
+bounds = Pass(
+    "bounds",
+    "Accesses that provably stay inside their array are unchecked; masks and integers that cannot vary are constants.",
+    run,
+)

@@ -1,0 +1,85 @@
+"""Loop-invariant code: ops of a `for` body that depend on nothing inside it move in front of the loop."""
+
+from __future__ import annotations
+
+from jtile.ir import Block, Broadcast, For, Full, Gather, Iota, Kernel, Load, Op, Reshape, Value
+from jtile.ir.shapes import full_array
+
+from .pipeline import Pass
+from .rewrite import buffers, free_values, is_pure, written
+
+# Tiles that cost nothing to make where they are used, and registers to keep: they move only with what needs them.
+FREE = (Full, Iota, Broadcast, Reshape)
+
+
+def run(kernel: Kernel) -> Kernel:
+    return kernel.with_body(_Hoister(kernel).block(kernel.body, lambda v: v))
+
+
+class _Hoister:
+    def __init__(self, kernel: Kernel):
+        self.roots = buffers(kernel)
+
+    def block(self, b: Block, env) -> Block:
+        """A copy of the block in which every loop has given up its invariant ops."""
+        local: dict[Value, Value] = {}
+
+        def look(v: Value) -> Value:
+            return local[v] if v in local else env(v)
+
+        params = tuple(Value(p.type, p.name) for p in b.params)
+        local.update(zip(b.params, params, strict=True))
+        ops: list[Op] = []
+        for op in b.ops:
+            new = op.clone(look, lambda inner: self.block(inner, look))
+            local.update(zip(op.results, new.results, strict=True))
+            if isinstance(new, For):
+                moved = self.invariant(new)
+                ops += moved
+                gone = set(map(id, moved))
+                new.body.ops = [x for x in new.body.ops if id(x) not in gone]
+            ops.append(new)
+        return Block(params, ops, tuple(map(look, b.yields)))
+
+    def invariant(self, loop: For) -> list[Op]:
+        """The ops of the loop's body that can stand in front of it, in order."""
+        inside = set(loop.body.params)
+        for op in loop.body.walk():
+            inside.update(op.results)
+            for b in op.blocks():
+                inside.update(b.params)
+        wrote = written(loop.body, self.roots)
+        runs = trips(loop)
+        candidates: list[Op] = []
+        for op in loop.body.ops:
+            # Loads and gathers can leave their array: they move only where the loop would have run them.
+            still = is_pure(op) and (runs or not any(isinstance(x, Gather) for x in Block((), [op]).walk()))
+            load = isinstance(op, Load) and runs and self.roots.get(op.ref, op.ref) not in wrote
+            if (still or load) and not any(v in inside for v in free_values(op)):
+                candidates.append(op)
+                inside.difference_update(op.results)
+        return _worth(candidates)
+
+
+def _worth(candidates: list[Op]) -> list[Op]:
+    """Without the free tiles that no other moving op uses."""
+    needed: set[Value] = set()
+    keep: list[Op] = []
+    for op in reversed(candidates):
+        free = isinstance(op, FREE) and op.result.shape
+        if not free or op.result in needed:
+            keep.append(op)
+            needed.update(free_values(op))
+    return keep[::-1]
+
+
+def trips(loop: For) -> int:
+    """How often a loop surely runs: its trip count where the bounds are constants, else 0."""
+    bounds = [v.op for v in (loop.lo, loop.hi, loop.step)]
+    numbers = [int(full_array(b.value, (), b.dtype)) for b in bounds if isinstance(b, Full)]
+    if len(numbers) != 3 or numbers[2] == 0:
+        return 0
+    return len(range(*numbers))
+
+
+hoist = Pass("hoist", "No op of a for loop, but tiles that cost nothing, depends on values from outside it alone.", run)

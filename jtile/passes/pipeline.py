@@ -1,0 +1,81 @@
+"""Passes and pipelines: named values, run in order, dumped and verified on request."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from jtile._config import current
+from jtile._errors import JtileError, VerificationError
+from jtile.ir import Kernel, print_kernel, verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A transformation of kernels.
+
+    Attributes:
+      name: one word, the name of its dump.
+      ensures: one sentence: what holds of every kernel afterwards.
+      run: kernel in, kernel out; the argument is not changed.
+    """
+
+    name: str
+    ensures: str
+    run: Callable[[Kernel], Kernel]
+
+    def __call__(self, kernel: Kernel) -> Kernel:
+        return self.run(kernel)
+
+
+Pipeline = tuple[Pass, ...]
+
+
+def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str = "tile") -> Kernel:
+    """The kernel after every pass of `pipeline`, in order.
+
+    With the option `dump`, the text before the first and after every pass goes to numbered files in a folder of this
+    kernel. With the option `verify`, the kernel is checked before the first and after every pass.
+
+    Raises:
+      VerificationError: a pass (named in the message) broke a rule of the IR at `level`.
+    """
+    options = current()
+    if options.verify:
+        verify(kernel, level)
+    folder = dump_folder(kernel) if options.dump else None
+    if folder:
+        dump(folder, 0, "traced.tile", print_kernel(kernel))
+    for number, step in enumerate(pipeline, 1):
+        kernel = step.run(kernel)
+        if folder:
+            dump(folder, number, f"{step.name}.tile", print_kernel(kernel))
+        if options.verify:
+            _verify_after(step, kernel, level)
+    return kernel
+
+
+def _verify_after(step: Pass, kernel: Kernel, level: str) -> None:
+    try:
+        verify(kernel, level)
+    except JtileError as e:
+        raise VerificationError(f"after pass {step.name}: {e.message}", e.where) from e
+
+
+def dump_folder(kernel: Kernel) -> Path | None:
+    """The folder for the texts of this kernel under the option `dump` (None: no dumps); the same in every process."""
+    root = current().dump
+    if not root:
+        return None
+    digest = hashlib.sha256(print_kernel(kernel).encode()).hexdigest()[:8]
+    folder = Path(root) / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', kernel.name)}-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def dump(folder: Path, number: int, name: str, text: str) -> None:
+    """Write one numbered level: `02_cse.tile`."""
+    (folder / f"{number:02d}_{name}").write_text(text)

@@ -1,0 +1,177 @@
+"""Rewriting: one forward walk that copies a kernel and asks rules about every op on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jtile.ir import Atomic, Block, Builder, Kernel, Load, Op, Store, Value
+from jtile.ir.builder import build
+
+# A rule looks at an op whose operands are already rewritten, and gives the values that stand for its results, or None.
+# It may add ops through the rewriter (`new`). Rules for ops with regions get the op before its regions are copied.
+Rule = Callable[[Any, "Rewriter"], "Value | tuple[Value, ...] | None"]
+
+
+class Rules:
+    """A table of rules per card; several rules of one card are tried in order."""
+
+    def __init__(self, *tables: Rules):
+        self.table: dict[type[Op], list[Rule]] = {}
+        for t in tables:
+            for card, rules in t.table.items():
+                self.table.setdefault(card, []).extend(rules)
+
+    def __call__(self, *cards: type[Op]) -> Callable[[Rule], Rule]:
+        def register(fn: Rule) -> Rule:
+            for card in cards:
+                self.table.setdefault(card, []).append(fn)
+            return fn
+
+        return register
+
+
+class Rewriter:
+    """One walk over `kernel`; `changed` counts the rules that fired."""
+
+    def __init__(self, kernel: Kernel, rules: Rules):
+        self.kernel, self.rules = kernel, rules
+        self.b = Builder()
+        self.env: dict[Value, Value] = {}
+        self.changed = 0
+        self._uses = use_counts(kernel.body)
+        self._new_uses: dict[Value, int] = {}
+
+    def run(self) -> Kernel:
+        return self.kernel.with_body(self.block(self.kernel.body))
+
+    def look(self, v: Value) -> Value:
+        """The value that stands for `v` of the old kernel."""
+        return self.env.get(v, v)
+
+    def uses(self, v: Value) -> int:
+        """How often the old kernel used what the new value `v` stands for."""
+        return self._new_uses.get(v, 0)
+
+    def replace(self, olds: Sequence[Value], news: Sequence[Value]) -> None:
+        for old, new in zip(olds, news, strict=True):
+            self.env[old] = new
+            self._new_uses[new] = self._new_uses.get(new, 0) + self._uses.get(old, 0)
+            if not new.name:
+                new.name = old.name
+
+    def block(self, old: Block) -> Block:
+        """A rewritten copy of a region."""
+        with self.b.region([p.type for p in old.params], tuple(p.name for p in old.params)) as new:
+            self.replace(old.params, new.params)
+            new.yields = self.inline(old)
+        return new
+
+    def inline(self, old: Block, args: Iterable[Value] | None = None) -> tuple[Value, ...]:
+        """Rewrite the ops of a region into the current block; gives what it yields."""
+        if args is not None:
+            self.replace(old.params, tuple(args))
+        for op in old.ops:
+            self.op(op)
+        return tuple(map(self.look, old.yields))
+
+    def op(self, op: Op) -> None:
+        self.b.loc = op.loc
+        if not op.blocks():
+            self.replace(op.results, self.emit(op.clone(self.look)))
+            return
+        for rule in self.rules.table.get(type(op), ()):
+            out = rule(op, self)
+            if out is not None:
+                self.changed += 1
+                return self.replace(op.results, out if isinstance(out, tuple) else (out,))
+        new = op.clone(self.look, self.block)
+        self.b.block.ops.append(new)
+        self.replace(op.results, new.results)
+
+    def emit(self, op: Op) -> tuple[Value, ...]:
+        """Add an op without regions, unless a rule knows better."""
+        for rule in self.rules.table.get(type(op), ()):
+            out = rule(op, self)
+            if out is not None:
+                self.changed += 1
+                return out if isinstance(out, tuple) else (out,)
+        self.b.block.ops.append(op)
+        return op.results
+
+    def new(self, op: Op) -> Value:
+        """Build and add an op with one result."""
+        (v,) = self.add(op)
+        return v
+
+    def add(self, op: Op) -> tuple[Value, ...]:
+        """Build and add an op without regions."""
+        return self.emit(build(op, self.b.loc))
+
+    def region_op(self, new: Op, old: Op, names: tuple[str, ...]) -> tuple[Value, ...]:
+        """Add an op whose regions are rewritten already, in place of `old`."""
+        self.b.block.ops.append(build(new, old.loc, names))
+        return new.results
+
+
+def rewrite(kernel: Kernel, rules: Rules, rounds: int = 8) -> Kernel:
+    """Apply rules until none fires (at most `rounds` walks)."""
+    for _ in range(rounds):
+        walk = Rewriter(kernel, rules)
+        kernel = walk.run()
+        if not walk.changed:
+            break
+    return kernel
+
+
+# -- facts about kernels that several passes need ---------------------------------------------------------------------
+
+
+def use_counts(body: Block) -> dict[Value, int]:
+    """How often each value is used, in the block and all regions inside."""
+    out: dict[Value, int] = {}
+
+    def count(b: Block) -> None:
+        for op in b.ops:
+            for v in op.operands():
+                out[v] = out.get(v, 0) + 1
+            for inner in op.blocks():
+                count(inner)
+        for v in b.yields:
+            out[v] = out.get(v, 0) + 1
+
+    count(body)
+    return out
+
+
+def buffers(kernel: Kernel) -> dict[Value, Value]:
+    """The Ref that stands for the memory of each parameter: an input and the output it is aliased to share one."""
+    out = {p: p for p in kernel.params}
+    out |= {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+    return out
+
+
+def written(op_or_block: Op | Block, roots: Mapping[Value, Value]) -> list[Value]:
+    """Buffers that an op, or any op inside a region, writes; in program order, each once."""
+    ops = op_or_block.walk() if isinstance(op_or_block, Block) else Block((), [op_or_block]).walk()
+    return list(dict.fromkeys(roots.get(op.ref, op.ref) for op in ops if isinstance(op, Store | Atomic)))
+
+
+def is_pure(op: Op) -> bool:
+    """No effect of its own, nor inside its regions."""
+    return op.effect == "none" and all(is_pure(x) for b in op.blocks() for x in b.ops)
+
+
+def reads_only(op: Op) -> bool:
+    """A pure op, or a load; also inside its regions."""
+    return (op.effect == "none" or isinstance(op, Load)) and all(reads_only(x) for b in op.blocks() for x in b.ops)
+
+
+def free_values(op: Op) -> list[Value]:
+    """Values that an op and its regions take from outside, in order of use."""
+    out = op.operands()
+    for b in op.blocks():
+        own = set(b.params) | {r for x in b.ops for r in x.results}
+        inner = [v for x in b.ops for v in free_values(x)] + list(b.yields)
+        out += [v for v in inner if v not in own]
+    return out
