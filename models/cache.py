@@ -15,7 +15,7 @@ SMALLEST_BUCKET = 16
 class KVCache:
     """Keys and values of every layer; row b holds `lengths[b]` tokens in its first slots, slot = position.
 
-    keys, values: one float32 array [batch, kv_heads, slots, head_dim] per layer (apart: no step copies a layer);
+    keys, values: one float32 array [batch, slots, kv_heads, head_dim] per layer (apart: no step copies a layer);
     lengths: int32 [batch].
     """
 
@@ -25,24 +25,24 @@ class KVCache:
 
     @property
     def slots(self) -> int:
-        return self.keys[0].shape[2]
+        return self.keys[0].shape[1]
 
 
 def from_prefill(pairs, lengths, slots: int) -> KVCache:
-    """A cache with `slots` slots from per-layer (key, value) [batch, kv_heads, length, head_dim], length <= slots."""
+    """A cache with `slots` slots from per-layer (key, value) [batch, length, kv_heads, head_dim], length <= slots."""
 
     def place(x):
-        return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
+        return jnp.pad(x, ((0, 0), (0, slots - x.shape[1]), (0, 0), (0, 0)))
 
     return KVCache(tuple(place(k) for k, _ in pairs), tuple(place(v) for _, v in pairs), lengths)
 
 
 def write(slots, new, lengths):
-    """`slots` [batch, kv_heads, slots, head_dim] with `new` [batch, kv_heads, head_dim] at slot lengths[b] of row b."""
-    new, zero = new[:, :, None], jnp.zeros((), lengths.dtype)
+    """`slots` [batch, slots, kv_heads, head_dim] with `new` [batch, kv_heads, head_dim] at slot lengths[b] of row b."""
+    new, zero = new[:, None], jnp.zeros((), lengths.dtype)
     if slots.shape[0] == 1:  # the plain form updates in place; the batched one becomes a scatter
-        return jax.lax.dynamic_update_slice(slots, new, (zero, zero, lengths[0], zero))
-    return jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice(row, x, (zero, at, zero)))(slots, new, lengths)
+        return jax.lax.dynamic_update_slice(slots, new, (zero, lengths[0], zero, zero))
+    return jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice(row, x, (at, zero, zero)))(slots, new, lengths)
 
 
 def bucket(length: int, limit: int | None = None) -> int:

@@ -50,8 +50,16 @@ class LanguageModel:
 
     def __init__(self, model: Llama, tokenizer: Tokenizer | None = None, eos_ids: Sequence[int] = (), source: str = ""):
         self.config, self.tokenizer, self.eos_ids, self.source = model.config, tokenizer, tuple(eos_ids), source
-        self._graph, self._state = nnx.split(model)
+        graph, state = nnx.split(model)
+        # Plain leaves: a dispatch takes 80 us with them and 390 us with the 423 Variables of SmolLM2's nnx.State.
+        self._weights, tree = jax.tree.flatten(state)
+        self._structure = (graph, tree)
         self._executables: dict[tuple, object] = {}
+
+    @property
+    def model(self) -> Llama:
+        """The Flax module over the weights of this model."""
+        return _merge(self._structure, self._weights)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LanguageModel:
@@ -77,7 +85,8 @@ class LanguageModel:
         size = kv.bucket(max(prompt.ids.shape[1], length), self.config.max_length)
         mask = _widen(prompt.mask, size)
         slot = np.clip(np.cumsum(mask, axis=1) - 1, 0, None).astype(np.int32)  # where a position's token was packed
-        out = _logits(self._graph, self._state, _widen(prompt.ids, size), slot, mask)[:, :length]
+        run, _ = self._compiled(_logits, _widen(prompt.ids, size), slot, mask)
+        out = run(self._weights, _widen(prompt.ids, size), slot, mask)[:, :length]
         return out[0] if prompt.single else out
 
     def generate(
@@ -154,7 +163,7 @@ class LanguageModel:
         key = (function.__name__, shapes, tuple(static.items()))
         start = time.perf_counter()
         if key not in self._executables:
-            self._executables[key] = function.lower(self._graph, self._state, *args, **static).compile()
+            self._executables[key] = function.lower(self._structure, self._weights, *args, **static).compile()
         return self._executables[key], time.perf_counter() - start
 
 
@@ -181,7 +190,7 @@ class Generation(Iterator):
             if made < self._new_tokens:  # the device works on the next chunk while this one is read and printed
                 count = min(CHUNK, self._new_tokens - made)
                 out, steps, tokens, done, cache = decode(
-                    self._lm._state, cache, tokens, done, np.int32(made), np.int32(count), *rest
+                    self._lm._weights, cache, tokens, done, np.int32(made), np.int32(count), *rest
                 )
                 pending.append((out, steps, done))
                 made += count
@@ -200,28 +209,33 @@ class Generation(Iterator):
         args = (_widen(self._prompt.ids, size), self._prompt.lengths, numbers, ends)
         static = {"slots": slots, "sampling": self._sampling.static}
         prefill, seconds = lm._compiled(_prefill, *args, **static)
-        shapes = jax.eval_shape(functools.partial(_prefill, lm._graph, **static), lm._state, *args)
+        shapes = jax.eval_shape(functools.partial(_prefill, lm._structure, **static), lm._weights, *args)
         state_args = (shapes[2], shapes[0], shapes[1], np.int32(0), np.int32(0), numbers, ends)
         decode, more = lm._compiled(_decode, *state_args, chunk=CHUNK, sampling=self._sampling.static)
         self.stats.compile_seconds = seconds + more
         start = time.perf_counter()
-        out = jax.block_until_ready(prefill(lm._state, *args))
+        out = jax.block_until_ready(prefill(lm._weights, *args))
         self.stats.prefill_seconds = time.perf_counter() - start
         return out, decode, (numbers, ends)
 
 
+def _merge(structure, weights) -> Llama:
+    graph, tree = structure
+    return nnx.merge(graph, jax.tree.unflatten(tree, weights))
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(graph, state, ids, slot, mask):
-    model = nnx.merge(graph, state)
+def _logits(structure, weights, ids, slot, mask):
+    model = _merge(structure, weights)
     hidden, _ = model.prefill(ids)
     hidden = jnp.take_along_axis(hidden, slot[:, :, None], axis=1)
     return model.head(hidden) * mask[:, :, None].astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("slots", "sampling"))
-def _prefill(graph, state, ids, lengths, numbers, ends, *, slots, sampling):
+def _prefill(structure, weights, ids, lengths, numbers, ends, *, slots, sampling):
     """Runs the prompts; returns (first new tokens [batch], whether each ends its row, the cache)."""
-    model = nnx.merge(graph, state)
+    model = _merge(structure, weights)
     hidden, pairs = model.prefill(ids)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     tokens = choose(model.head(last), jnp.int32(0), sampling, numbers)
@@ -229,11 +243,11 @@ def _prefill(graph, state, ids, lengths, numbers, ends, *, slots, sampling):
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("chunk", "sampling"), donate_argnames=("cache",))
-def _decode(graph, state, cache, tokens, done, made, count, numbers, ends, *, chunk, sampling):
+def _decode(structure, weights, cache, tokens, done, made, count, numbers, ends, *, chunk, sampling):
     """Makes up to `count` <= chunk tokens a row, and stops when every row has ended.
 
     Returns (tokens [batch, chunk], how many columns are filled, the last tokens, done, cache)."""
-    model = nnx.merge(graph, state)
+    model = _merge(structure, weights)
 
     def unfinished(carry):
         i, _, done, _, _ = carry

@@ -45,36 +45,36 @@ def rope_angles(positions, inverse_frequencies):
 
 
 def rope(x, cos, sin):
-    """Rotates the pairs (i, i + head_dim / 2) of x [batch, heads, length, head_dim]; cos, sin [batch, length, half]
+    """Rotates the pairs (i, i + head_dim / 2) of x [batch, length, heads, head_dim]; cos, sin [batch, length, half]
     are those of each position."""
     half = x.shape[-1] // 2
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = cos[:, :, None], sin[:, :, None]
     low, high = x[..., :half], x[..., half:]
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
 def attention(q, k, v, scale: float):
-    """Causal attention of q [batch, heads, length, head_dim] over k, v [batch, kv_heads, length, head_dim]."""
-    length = q.shape[2]
+    """Causal attention of q [batch, length, heads, head_dim] over k, v [batch, length, kv_heads, head_dim]."""
+    length = q.shape[1]
     causal = jnp.tril(jnp.ones((length, length), bool))
     return _attend(q, k, v, scale, causal[None, None, None])
 
 
 def decode_attention(q, keys, values, lengths, scale: float):
     """One query per row, q [batch, heads, head_dim], over the first `lengths` (int [batch]) slots of the cache
-    [batch, kv_heads, slots, head_dim]; the result has q's shape."""
-    slots = jnp.arange(keys.shape[2], dtype=lengths.dtype)
+    [batch, slots, kv_heads, head_dim]; the result has q's shape."""
+    slots = jnp.arange(keys.shape[1], dtype=lengths.dtype)
     live = slots[None, :] < lengths[:, None]
-    return _attend(q[:, :, None], keys, values, scale, live[:, None, None, None])[:, :, 0]
+    return _attend(q[:, None], keys, values, scale, live[:, None, None, None])[:, 0]
 
 
 def _attend(q, k, v, scale, mask):
     """mask is boolean and broadcasts to [batch, kv_heads, group, length, slots]."""
-    batch, _, length, head_dim = q.shape
-    grouped = q.reshape(batch, k.shape[1], -1, length, head_dim)
-    scores = jnp.einsum("bkgld,bksd->bkgls", grouped, k, precision="highest") * scale
+    batch, length, _, head_dim = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], -1, head_dim)
+    scores = jnp.einsum("blkgd,bskd->bkgls", grouped, k, precision="highest") * scale
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bkgls,bksd->bkgld", weights, v, precision="highest").reshape(q.shape)
+    return jnp.einsum("bkgls,bskd->blkgd", weights, v, precision="highest").reshape(q.shape)
 
 
 def gated_mlp(x, gate_up: Weight, down: Weight):

@@ -163,23 +163,22 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def project(self, x, cos, sin):
-        """x [batch, length, hidden] -> q [batch, heads, length, head_dim] and k rotated, v [batch, kv_heads, ...]."""
-        batch, length, _ = x.shape
-        qkv = layers.linear(x, self.qkv.get_value()).reshape(batch, length, -1, self.head_dim).swapaxes(1, 2)
-        rotated = layers.rope(qkv[:, : self.heads + self.kv_heads], cos, sin)
-        return rotated[:, : self.heads], rotated[:, self.heads :], qkv[:, self.heads + self.kv_heads :]
+        """x [batch, length, hidden] -> q, k (rotated) and v, each [batch, length, its heads, head_dim]."""
+        qkv = layers.linear(x, self.qkv.get_value()).reshape(*x.shape[:2], -1, self.head_dim)
+        rotated = layers.rope(qkv[:, :, : self.heads + self.kv_heads], cos, sin)
+        return rotated[:, :, : self.heads], rotated[:, :, self.heads :], qkv[:, :, self.heads + self.kv_heads :]
 
     def prefill(self, x, cos, sin):
         """Returns (output [batch, length, hidden], (k, v))."""
         q, k, v = self.project(x, cos, sin)
         mixed = layers.attention(q, k, v, self.head_dim**-0.5)
-        return layers.linear(mixed.swapaxes(1, 2).reshape(*x.shape[:2], -1), self.output.get_value()), (k, v)
+        return layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value()), (k, v)
 
     def step(self, x, cos, sin, keys, values, lengths):
         """x [batch, 1, hidden] against the cache of this layer; returns (output, keys, values)."""
         q, k, v = self.project(x, cos, sin)
-        keys, values = kv.write(keys, k[:, :, 0], lengths), kv.write(values, v[:, :, 0], lengths)
-        mixed = layers.decode_attention(q[:, :, 0], keys, values, lengths + 1, self.head_dim**-0.5)
+        keys, values = kv.write(keys, k[:, 0], lengths), kv.write(values, v[:, 0], lengths)
+        mixed = layers.decode_attention(q[:, 0], keys, values, lengths + 1, self.head_dim**-0.5)
         return layers.linear(mixed.reshape(x.shape[0], 1, -1), self.output.get_value()), keys, values
 
 
