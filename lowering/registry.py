@@ -21,14 +21,14 @@ from jtile.lowering import targets
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.targets import Target
 
-Backend = Callable[[ir.Kernel, Target], Artifact]
+Backend = Callable[[ir.Kernel, Target, bool], Artifact]
 
 # platform -> "module:function"; imported when the first kernel is compiled for it
 _BACKENDS: dict[str, str] = {"cpu": "jtile.lowering.registry:_cpu"}
 
 
 def register(platform: str, backend: str) -> None:
-    """Make `"module:function"` (kernel, target -> Artifact) the back end of a platform."""
+    """Make `"module:function"` (kernel, target, with texts -> Artifact) the back end of a platform."""
     _BACKENDS[platform] = backend
 
 
@@ -56,7 +56,7 @@ def compile(kernel: ir.Kernel, target: Target, *, key: str | None = None, texts:
             _memory.put(key, artifact)
             return artifact
     targets.check_capabilities(kernel, target)
-    artifact = _compile(kernel, target)
+    artifact = _compile(kernel, target, texts)
     _memory.put(key, artifact)
     _cache.put(key, {"target": artifact.target, "launch": artifact.launch}, artifact.image)
     return artifact
@@ -67,7 +67,7 @@ def _stored(key: str, target: Target) -> Artifact | None:
     return entry and Artifact(target.name, entry.payload, {}, entry.header["launch"])
 
 
-def _compile(kernel: ir.Kernel, target: Target) -> Artifact:
+def _compile(kernel: ir.Kernel, target: Target, texts: bool) -> Artifact:
     if target.platform not in _BACKENDS:
         raise UnsupportedError(
             f"kernel {kernel.name}: platform {target.platform!r} of target {target.name!r} has no back end; "
@@ -76,18 +76,19 @@ def _compile(kernel: ir.Kernel, target: Target) -> Artifact:
         )
     module, _, function = _BACKENDS[target.platform].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(kernel, target)
+        backend: Backend = getattr(importlib.import_module(module), function)
+        return backend(kernel, target, texts)
     except JtileError:
         raise
     except Exception as e:  # whatever a compiler trips over: the user gets one type, and the IR
         raise _failure(kernel, target, e) from e
 
 
-def _cpu(kernel: ir.Kernel, target: Target) -> Artifact:
+def _cpu(kernel: ir.Kernel, target: Target, texts: bool) -> Artifact:
     from jtile import passes
     from jtile.lowering.cpu import compile_kernel
 
-    return compile_kernel(passes.run_pipeline(kernel, passes.TILE), targets.parse_isa(target.arch))
+    return compile_kernel(passes.run_pipeline(kernel, passes.TILE), targets.parse_isa(target.arch), texts=texts)
 
 
 def _failure(kernel: ir.Kernel, target: Target, error: Exception) -> CompileError:
