@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 from jtile import _cache
-from jtile.tools import cachedir
+from jtile.tools import cachedir, support
 
 _PACKAGES = ("jtile", "jax", "jaxlib", "numpy", "llvmlite", "triton", "flax", "jax-cuda13-plugin")
 
@@ -28,10 +28,8 @@ def show(*, as_json: bool) -> None:
         versions.add_row(name, version or "[dim]not installed[/dim]")
     console.print(versions)
     console.print(_targets(page["targets"]))
-    console.print(_dtypes(page["targets"]))
-    for name, target in page["targets"].items():
-        for gap in target["gaps"]:
-            console.print(f"{name} lacks {gap['op']} on {gap['dtype']}: {gap['instead']}", highlight=False)
+    for line in support.gaps():
+        console.print(line, highlight=False)
     console.print(f"devices   {', '.join(page['devices'])}")
     console.print(f"cache     {cachedir.describe(_cache.info())}", highlight=False, soft_wrap=True)
 
@@ -39,23 +37,13 @@ def show(*, as_json: bool) -> None:
 def _targets(targets: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    out = Table("target", "processor", "vectors", "matrix instructions", title="Targets", title_justify="left")
+    out = Table(
+        "target", "processor", "vectors", "matrix instructions", "dtypes", title="Targets", title_justify="left"
+    )
     for name, target in targets.items():
         arch, processor, bits, _ = target["arch"].split(":")
-        shapes = ", ".join(f"{m}x{n}x{k} {dtype}" for m, n, k, dtype in target["matrix_shapes"])
-        out.add_row(name, f"{arch} {processor}", f"{bits} bits", shapes or "-")
-    return out
-
-
-def _dtypes(targets: dict[str, Any]) -> Any:
-    """One line a dtype, one column for the targets that take the same ones."""
-    from rich.table import Table
-
-    from jtile import ir
-
-    out = Table("dtype", *targets, title="Dtypes", title_justify="left")
-    for dtype in ir.DTYPES:
-        out.add_row(dtype, *("yes" if dtype in target["dtypes"] else "-" for target in targets.values()))
+        shapes = "\n".join(f"{m}x{n}x{k} {dtype}" for m, n, k, dtype in target["matrix_shapes"])
+        out.add_row(name, f"{arch} {processor}", f"{bits} bits", shapes or "-", support.dtypes(target["dtypes"]))
     return out
 
 

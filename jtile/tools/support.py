@@ -1,0 +1,116 @@
+"""What the language covers, from the rule tables themselves. `python -m jtile.tools.support` prints docs/support.md."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable
+
+_PAGE = """# What is supported
+
+This page is made from the rule tables: `python -m jtile.tools.support > docs/support.md`.
+
+## JAX functions in a kernel
+
+A kernel body may use any function of `jnp`, `lax` and `jax.nn` that ends in these JAX primitives: `jnp.linalg.norm`,
+`jax.nn.gelu` or `einsum` need no rule of their own. `jtile_...` are the language's own.
+
+{primitives}
+Refused, with an error that names the source line:
+
+{refused}
+## Targets
+
+A kernel may use every dtype of the language where the table says all.
+
+{targets}
+{gaps}## Ops of Tile IR
+
+{ops}
+"""
+
+
+def page() -> str:
+    """The text of docs/support.md."""
+    from jtile import ir
+    from jtile.lowering import targets
+
+    rows = [f"| `{t.name}` | {dtypes(t.dtypes)} |" for t in map(targets.resolve, _static_targets())]
+    return _PAGE.format(
+        primitives="".join(_item(f"**{family}**: {_names(names)}") for family, names in primitives().items()),
+        refused="".join(_item(f"{_names(names)}: {why}") for why, names in refused().items()),
+        targets="\n".join(["| target | dtypes |", "|---|---|", *rows]) + "\n",
+        gaps="".join(map(_item, gaps())) + ("\n" if gaps() else ""),
+        ops=textwrap.fill(_names(ir.OPS), 118, break_on_hyphens=False),
+    )
+
+
+def primitives() -> dict[str, list[str]]:
+    """Family (file of the rules) -> the JAX primitives that it covers."""
+    out: dict[str, list[str]] = {}
+    for name, rule in _rules():
+        if _why(rule) is None:
+            out.setdefault(rule.__module__.rpartition(".")[2], []).append(name)
+    return dict(sorted(out.items()))
+
+
+def refused() -> dict[str, list[str]]:
+    """Reason, and what to use instead -> the JAX primitives that a kernel cannot have."""
+    out: dict[str, list[str]] = {}
+    for name, rule in _rules():
+        why = _why(rule)
+        if why is not None:
+            out.setdefault(why, []).append(name)
+    return dict(sorted(out.items()))
+
+
+def _rules() -> list[tuple[str, Callable]]:
+    from jtile.trace import lower, rules  # noqa: F401  the package fills the table
+
+    return sorted(lower.RULES.items())
+
+
+def _why(rule: Callable) -> str | None:
+    """The reason of a rule that only refuses: it ignores the values that it is given, and has one text."""
+    code = getattr(rule, "__code__", None)
+    if code is None or code.co_varnames[1:2] != ("_",):
+        return None
+    return max((c for c in code.co_consts if isinstance(c, str)), key=len, default=None)
+
+
+def dtypes(names: Iterable[str]) -> str:
+    """`all`, or the names of what a target takes."""
+    from jtile import ir
+
+    names = list(names)
+    return "all" if set(names) == set(ir.DTYPES) else ", ".join(names)
+
+
+def gaps() -> list[str]:
+    """One sentence for everything that a target cannot run although the language has it."""
+    from jtile.lowering import targets
+
+    return [
+        f"`{target.name}` cannot run `{gap.op}`{'' if gap.dtype == '*' else f' on {gap.dtype}'}: {gap.instead}"
+        for target in map(targets.resolve, _static_targets())
+        for gap in target.gaps
+    ]
+
+
+def _static_targets() -> list[str]:
+    """The targets that are the same on every machine."""
+    from jtile.lowering import targets
+
+    return [name for name in targets.names() if name != "cpu"]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _item(text: str) -> str:
+    """One item of a list, in lines that a person can read."""
+    return textwrap.fill(text, 118, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

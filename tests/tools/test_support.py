@@ -1,0 +1,32 @@
+"""The support page is made from the tables, and kept up to date."""
+
+from pathlib import Path
+
+import pytest
+
+from jtile.tools import support
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_page_in_the_docs_is_the_one_the_tables_give():
+    assert (DOCS / "support.md").read_text() == support.page(), "run: python -m jtile.tools.support > docs/support.md"
+
+
+@pytest.mark.parametrize("name", ["add", "dot_general", "scan", "while", "cond", "sort", "exp", "gather", "cumsum"])
+def test_every_family_of_the_language_has_rules(name):
+    assert any(name in names for names in support.primitives().values())
+
+
+def test_dtypes():
+    from jtile import ir
+
+    assert support.dtypes(ir.DTYPES) == "all"
+    assert support.dtypes(["float32", "int8"]) == "float32, int8"
+
+
+def test_rules_that_only_refuse_are_told_from_those_that_work():
+    refused = {name for names in support.refused().values() for name in names}
+    assert {"cholesky", "psum", "pallas_call"} <= refused
+    assert not refused & {name for names in support.primitives().values() for name in names}
+    assert all("; " in why or ", " in why for why in support.refused()), "each says what to use instead"
