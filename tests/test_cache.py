@@ -192,7 +192,9 @@ def test_a_folder_that_cannot_be_written_warns_once(tmp_path):
             assert _cache.get("k") is None
 
 
-WRITERS = WITHOUT_JAX + """
+WRITERS = (
+    WITHOUT_JAX
+    + """
 for n in range(60):
     k = f"k{n % 7}"
     body = (k * 500).encode()
@@ -202,6 +204,7 @@ for n in range(60):
     if n % 20 == 19:
         _cache.clear()
 """
+)
 
 
 def test_eight_processes_at_once(tmp_path, subprocess_env):

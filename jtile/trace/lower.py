@@ -120,7 +120,7 @@ class Lowering:
         """Lower a jaxpr's equations; gives the values of its outputs."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        read = lambda v: self.literal(v.val) if hasattr(v, "val") else env[v]
+        read = lambda v: self.literal(np.asarray(v.val, v.aval.dtype)) if hasattr(v, "val") else env[v]
         outer, outer_used = self.eqn, self._used
         self._used = {v for e in jaxpr.eqns for v in e.invars if not hasattr(v, "val")}
         self._used |= {v for v in jaxpr.outvars if not hasattr(v, "val")}
