@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import jax
+
 from jtile._errors import JtileError, ModelError, PromptError
 from jtile.models.generate import Generation, LanguageModel, Stats
 from jtile.models.load import load
@@ -28,6 +30,7 @@ def run_generate(
     chat: bool = True,
     system: str | None = None,
     ignore_eos: bool = False,
+    cache_dir: str = "",
 ) -> int:
     """Generates text in the terminal and returns the exit code: 0, 1 after an error (one sentence), 130 after Ctrl-C.
 
@@ -37,8 +40,12 @@ def run_generate(
       json: print one JSON object (ids, text, tokens a second, ...) instead of streaming the text.
       stats: print prefill and decode tokens a second to standard error.
       chat: wrap the prompt in the model's chat template, if it has one; `system` is its system prompt.
+      cache_dir: folder where XLA keeps compiled programs, so that a second start takes no compilation; "" for none.
       ignore_eos: go on to `max_new_tokens` past the model's end tokens.
     """
+    if cache_dir and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", os.path.join(cache_dir, "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     try:
         lm = load(model)
         ids = _ids(lm, prompt, prompt_ids, chat, system)

@@ -68,7 +68,9 @@ def run_model(prompt: str | None, **options: Any) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return run_generate(prompt, **options)
+    from jtile._config import current
+
+    return run_generate(prompt, cache_dir=current().cache_dir, **options)
 
 
 @app.command()

@@ -90,6 +90,13 @@ def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, tiny_folder, prompt_ids
     assert b"Traceback" not in err
 
 
+def test_a_second_start_finds_the_compiled_programs(start, tiny_folder, prompt_ids, tmp_path):
+    options = dict(model=str(tiny_folder), prompt_ids=prompt_ids, json=True, max_new_tokens=4, cache_dir=str(tmp_path))
+    first, second = (json.loads(start(**options).communicate(timeout=60)[0]) for _ in range(2))
+    assert first["ids"] == second["ids"]
+    assert list((tmp_path / "xla").glob("jit__decode*"))
+
+
 def test_ctrl_c_before_the_first_token(tiny_folder, prompt_ids, monkeypatch, capsys):
     def interrupted(path):
         raise KeyboardInterrupt
