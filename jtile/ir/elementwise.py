@@ -113,7 +113,7 @@ def _special(name: str):
 
 
 def _sign(x):
-    return np.where(np.isnan(x), x, np.sign(x)) if DTYPES[x.dtype.name].kind == "f" else np.sign(x)
+    return np.where(np.isnan(x) | (x == 0), x, np.sign(x)) if DTYPES[x.dtype.name].kind == "f" else np.sign(x)
 
 
 def _logic(bitwise, logical):
@@ -121,7 +121,10 @@ def _logic(bitwise, logical):
 
 
 def _round_away(x):
-    return np.copysign(np.floor(np.abs(x) + 0.5) - (np.abs(x) == 0.49999999999999994), x)
+    # Not floor(|x| + 0.5): that sum rounds up just below a half, and where floats are a whole number apart.
+    m = np.abs(x)
+    whole = np.floor(m)
+    return np.copysign(whole + (m - whole >= 0.5), x)
 
 
 for _name, _fn in dict(add=np.add, sub=np.subtract, mul=np.multiply, div=_div).items():
@@ -178,7 +181,9 @@ def compute(fn: Function, args: list[np.ndarray]) -> np.ndarray:
         args = [a.astype(wide) for a in args]
     with np.errstate(all="ignore"):
         out = np.asarray(fn.numpy(*args))
-    return out.astype(np.bool_) if fn.predicate else out.astype(np.float32).astype(dtype) if _double_round(info, fn) else out.astype(dtype)
+        if fn.predicate:
+            return out.astype(np.bool_)
+        return out.astype(np.float32).astype(dtype) if _double_round(info, fn) else out.astype(dtype)
 
 
 def _double_round(info, fn: Function) -> bool:
@@ -267,11 +272,9 @@ def convert(x: np.ndarray, dtype: str) -> np.ndarray:
             return _saturate(x.astype(np.float64), dst)
         if src.kind in "iu" and dst.kind in "iu":
             return _int_to_int(x, dst)
-        if dst.kind == "f" and dst.bits < 32 and src.name in ("float64", "int64", "uint64", "int32", "uint32"):
-            return x.astype(np.float32).astype(dst.numpy)
-        if src.bits < 8 or dst.bits < 8:
-            return x.astype(np.float32).astype(dst.numpy)
-        return x.astype(dst.numpy)
+        # float32 holds all narrower floats and integers; wider numbers are rounded to it first, as back ends do.
+        narrow = dst.bits < 32 or src.bits < 8
+        return (x.astype(np.float32) if narrow else x).astype(dst.numpy)
 
 
 def _saturate(x: np.ndarray, dst) -> np.ndarray:
