@@ -45,7 +45,7 @@ def run_generate(
     """
     if cache_dir and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", os.path.join(cache_dir, "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
         lm = load(model)
         ids = _ids(lm, prompt, prompt_ids, chat, system)
