@@ -1,2 +1,379 @@
-def function(f): return f
-def rewrite_loops(f): return f
+"""The source rewrite: `for ... in jt.range(...)`, `while`, `if`, `and`, `or`, `not` of a kernel become calls of `runtime`.
+
+    for k in jt.range(n):                 def for_line_7(target):
+        acc = jt.dot(A[i, k], B, acc)         nonlocal k, acc
+                                              k = target
+                                              acc = jt.dot(A[i, k], B, acc)
+                                          runtime.for_loop(jt.range(n), for_line_7, ("acc",), ("acc", "k"), place)
+
+The runtime decides whether anything is traced; over Python values it does what Python does. Lines, globals, closure and
+defaults of the function are kept, so tracebacks and source locations show the user's file.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import functools
+import inspect
+import linecache
+import types
+from collections.abc import Callable
+from typing import Any
+
+from jtile.trace import runtime
+from jtile.trace.names import Liveness, assigned, declared, inside, parameters
+
+_RUNTIME = "__jtile_runtime__"
+_MARK = "__jtile_rewritten__"
+_KINDS = (ast.For, ast.While, ast.If, ast.IfExp, ast.BoolOp, ast.Not)
+
+
+def rewrite_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with its loops and branches over traced values turned into `lax` control flow; `fn` itself where there is nothing to
+    rewrite, or no source (REPL, lambda, exec): there `jt.range` raises and `jt.fori` is the way."""
+    if isinstance(fn, functools.partial):
+        return functools.partial(rewrite_loops(fn.func), *fn.args, **fn.keywords)
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(rewrite_loops(fn.__func__), fn.__self__)
+    if not isinstance(fn, types.FunctionType) or getattr(fn, _MARK, False):
+        return fn
+    code = _rewritten_code(fn.__code__, fn.__code__.co_filename, _Globals(fn.__globals__))
+    if code is None:
+        return fn
+    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    cells[_RUNTIME] = types.CellType(runtime)
+    new = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells[n] for n in code.co_freevars))
+    new.__kwdefaults__ = fn.__kwdefaults__
+    functools.update_wrapper(new, fn)
+    setattr(new, _MARK, True)
+    return new
+
+
+def function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a helper of kernels that loops with `jt.range`, or branches over traced values, in plain Python."""
+    return rewrite_loops(fn)
+
+
+class _Globals:
+    """A module's globals for `linecache` (sources in zip files), out of the cache key."""
+
+    def __init__(self, value: dict[str, Any]):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Globals)
+
+
+# The file is in the key because equal code on the same line of two files compares equal.
+@functools.lru_cache(maxsize=1024)
+def _rewritten_code(code: types.CodeType, file: str, module: _Globals) -> types.CodeType | None:
+    if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        return None
+    linecache.checkcache(file)
+    lines = linecache.getlines(file, module.value)
+    node = _definition("".join(lines), code.co_name, code.co_firstlineno) if lines else None
+    if node is None or not any(isinstance(n, _KINDS) for n in ast.walk(node)):
+        return None
+    node = _Rewriter(file).function(node)
+    node.decorator_list = []
+    strip_annotations(node)
+    return _compile(node, code, file)
+
+
+@functools.lru_cache(maxsize=16)
+def _parse(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return None
+
+
+def _definition(source: str, name: str, first_line: int) -> ast.FunctionDef | None:
+    """A copy of the `def` of this name that starts (with its decorators) on this line."""
+    tree = _parse(source)
+    for n in ast.walk(tree) if tree is not None else ():
+        if isinstance(n, ast.FunctionDef) and n.name == name:
+            if first_line in (n.lineno, *(d.lineno for d in n.decorator_list)):
+                return copy_tree(n)
+    return None
+
+
+def copy_tree(n: Any) -> Any:
+    """A deep copy of a syntax tree."""
+    if isinstance(n, list):
+        return [copy_tree(k) for k in n]
+    if not isinstance(n, ast.AST):
+        return n
+    new = type(n)(**{f: copy_tree(getattr(n, f)) for f in n._fields if hasattr(n, f)})
+    return ast.copy_location(new, n) if hasattr(n, "lineno") else new
+
+
+def strip_annotations(fn: ast.FunctionDef) -> None:
+    fn.returns = None
+    a = fn.args
+    for p in [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]:
+        p.annotation = None
+
+
+def _compile(node: ast.FunctionDef, code: types.CodeType, file: str) -> types.CodeType:
+    """The code object of the rewritten function, compiled inside a function whose parameters are its free names."""
+    free = [ast.arg(n) for n in (*code.co_freevars, _RUNTIME)]
+    outer = ast.FunctionDef("__outer__", ast.arguments([], free, None, [], [], None, []), [node], [], type_params=[])
+    tree = ast.fix_missing_locations(ast.Module([ast.copy_location(outer, node)], []))
+    module = compile(tree, file, "exec", flags=code.co_flags & _future_mask(), dont_inherit=True)
+    (outer_code,) = [k for k in module.co_consts if inspect.iscode(k)]
+    (inner,) = [k for k in outer_code.co_consts if inspect.iscode(k) and k.co_name == code.co_name]
+    return inner.replace(co_qualname=code.co_qualname)
+
+
+def _future_mask() -> int:
+    """The bits of a code object's flags that stand for its module's `from __future__` imports."""
+    out = 0
+    for name in __future__.all_feature_names:
+        out |= getattr(__future__, name).compiler_flag
+    return out
+
+
+class _Rewriter:
+    """Rewrites one function and the functions inside of it."""
+
+    def __init__(self, file: str):
+        self.file = file
+        self.count = 0
+
+    # -- scopes ----------------------------------------------------------------------------------------------------
+    def function(self, fn: ast.FunctionDef) -> ast.FunctionDef:
+        live = Liveness(fn.body)
+        outer = declared(fn.body, ast.Nonlocal)
+        globals_ = declared(fn.body, ast.Global)
+        scope = _Scope(live, (assigned(fn.body) | parameters(fn)) - outer - globals_, outer, globals_)
+        own = sorted(scope.local - parameters(fn))
+        has_doc = bool(fn.body) and isinstance(fn.body[0], ast.Expr) and isinstance(fn.body[0].value, ast.Constant)
+        head = fn.body[:1] if has_doc else []
+        body = self.block(fn.body[len(head) :], scope)
+        fn.body = [*head, *self._bindings(own, fn), *body]
+        return fn
+
+    def _bindings(self, names: list[str], at: ast.AST) -> list[ast.stmt]:
+        """`if False: a = b = None`: makes the names local to the function, so that a moved body can call them nonlocal."""
+        if not names:
+            return []
+        bind = ast.Assign([ast.Name(n, ast.Store()) for n in names], ast.Constant(None))
+        return [_at(at, ast.If(ast.Constant(False), [_at(at, bind)], []))]
+
+    def block(self, stmts: list[ast.stmt], scope: _Scope) -> list[ast.stmt]:
+        return [new for s in stmts for new in self.statement(s, scope)]
+
+    # -- statements ------------------------------------------------------------------------------------------------
+    def statement(self, s: ast.stmt, scope: _Scope) -> list[ast.stmt]:
+        match s:
+            case ast.FunctionDef():
+                s.decorator_list = [self.expression(d) for d in s.decorator_list]
+                return [self.function(s)]
+            case ast.AsyncFunctionDef() | ast.ClassDef():
+                return [s]
+            case ast.For():
+                return self._for(s, scope)
+            case ast.While():
+                return self._while(s, scope)
+            case ast.If():
+                return self._if(s, scope)
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(getattr(s, name, None), list):
+                setattr(s, name, self.block(getattr(s, name), scope))
+        for part in (*getattr(s, "handlers", ()), *getattr(s, "cases", ())):
+            part.body = self.block(part.body, scope)
+        return [_Expressions(self).shallow(s)]
+
+    def expression(self, e: ast.expr) -> ast.expr:
+        return _Expressions(self).visit(e)
+
+    def _for(self, s: ast.For, scope: _Scope) -> list[ast.stmt]:
+        it = self.expression(s.iter)
+        stuck = _stuck([*s.body, *s.orelse])
+        if stuck:
+            s.iter = self._call("plain_iter", s, it, ast.Constant(stuck[0]), self._place(stuck[1]))
+            s.body, s.orelse = self.block(s.body, scope), self.block(s.orelse, scope)
+            return [s]
+        names = scope.variables(s.target, *s.body)
+        carry = names & (scope.live.head[s] | scope.live.after[s] | _first_reads(s.orelse, scope))
+        unpack = _at(s, ast.Assign([s.target], ast.Name("__target__", ast.Load())))
+        moved = assigned([s.target, *s.body])
+        fn = self._function("for", s, ["__target__"], moved, [unpack, *self.block(s.body, scope)], scope)
+        run = self._call("for_loop", s, it, _name(fn), _strings(carry), _strings(names), self._place(s))
+        return [fn, _at(s, ast.Expr(run)), *self.block(s.orelse, scope)]
+
+    def _while(self, s: ast.While, scope: _Scope) -> list[ast.stmt]:
+        test = self.expression(s.test)
+        stuck = _stuck([*s.body, *s.orelse])
+        if stuck:
+            s.test = self._call("plain_test", s, test, ast.Constant(stuck[0]), self._place(stuck[1]))
+            s.body, s.orelse = self.block(s.body, scope), self.block(s.orelse, scope)
+            return [s]
+        names = scope.variables(s.test, *s.body)
+        carry = names & (scope.live.head[s] | scope.live.after[s] | _first_reads(s.orelse, scope))
+        cond = self._function("while", s, [], assigned([s.test]), [_at(s.test, ast.Return(test))], scope)
+        body = self._function("body", s, [], assigned(s.body), self.block(s.body, scope), scope)
+        run = self._call("while_loop", s, _name(cond), _name(body), _strings(carry), _strings(names), self._place(s))
+        return [cond, body, _at(s, ast.Expr(run)), *self.block(s.orelse, scope)]
+
+    def _if(self, s: ast.If, scope: _Scope) -> list[ast.stmt]:
+        test = self.expression(s.test)
+        stuck = _stuck([*s.body, *s.orelse])
+        if stuck:
+            s.test = self._call("plain_test", s, test, ast.Constant(stuck[0]), self._place(stuck[1]))
+            s.body, s.orelse = self.block(s.body, scope), self.block(s.orelse, scope)
+            return [s]
+        names = scope.variables(*s.body, *s.orelse)
+        sides = assigned(s.body), assigned(s.orelse)
+        then = self._function("then", s, [], sides[0], self.block(s.body, scope), scope)
+        other = self._function("else", s, [], sides[1], self.block(s.orelse, scope), scope)
+        live = names & scope.live.after[s]
+        run = self._call("if_", s, test, _name(then), _name(other), _strings(live), _strings(names), self._place(s))
+        return [then, other, _at(s, ast.Expr(run))]
+
+    # -- pieces ----------------------------------------------------------------------------------------------------
+    def _function(self, kind: str, at: ast.stmt, params, names, body, scope: _Scope) -> ast.FunctionDef:
+        """A nested function of moved statements, whose assigned names are the enclosing function's."""
+        self.count += 1
+        ours = sorted(n for n in names if n in scope.local or n in scope.outer)
+        theirs = sorted(n for n in names if n in scope.globals)
+        head = [_at(at, ast.Nonlocal(ours))] if ours else []
+        head += [_at(at, ast.Global(theirs))] if theirs else []
+        args = ast.arguments([], [ast.arg(p) for p in params], None, [], [], None, [])
+        body = [*head, *body] or [_at(at, ast.Pass())]
+        return _at(at, ast.FunctionDef(f"__{kind}_line_{at.lineno}_{self.count}__", args, body, [], type_params=[]))
+
+    def _call(self, fn: str, at: ast.AST, *args: ast.expr) -> ast.Call:
+        return _at(at, ast.Call(ast.Attribute(ast.Name(_RUNTIME, ast.Load()), fn, ast.Load()), list(args), []))
+
+    def _place(self, at: ast.AST) -> ast.expr:
+        return ast.Tuple([ast.Constant(v) for v in (self.file, at.lineno, at.col_offset)], ast.Load())
+
+
+class _Scope:
+    """One function: its liveness, its own names, and those that it declares nonlocal or global."""
+
+    def __init__(self, live: Liveness, local, outer, globals_):
+        self.live, self.local, self.outer, self.globals = live, local, outer, globals_
+
+    def variables(self, *nodes: ast.AST):
+        """The names that these nodes assign and that have a cell: all but globals."""
+        return assigned(nodes) & (self.local | self.outer)
+
+
+def _first_reads(stmts: list[ast.stmt], scope: _Scope):
+    """Names alive at the start of the `else` of a loop."""
+    return scope.live.statement(stmts[0], scope.live.after[stmts[0]]) if stmts else frozenset()
+
+
+def _stuck(stmts: list[ast.stmt]) -> tuple[str, ast.AST] | None:
+    """What keeps these statements from moving into a function: `break` or `continue` of the loop around them, `return`."""
+    for s in stmts:
+        match s:
+            case ast.Return():
+                return "return", s
+            case ast.Raise():
+                return "raise", s
+            case ast.Global():
+                return "global", s
+            case ast.Break():
+                return "break", s
+            case ast.Continue():
+                return "continue", s
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                continue
+        for inner, own_loop in _inner(s):
+            found = _stuck(inner)
+            if found and not (own_loop and found[0] in ("break", "continue")):
+                return found
+            if found and own_loop:
+                found = _returns(inner)
+                if found:
+                    return found
+    return None
+
+
+def _inner(s: ast.stmt) -> list[tuple[list[ast.stmt], bool]]:
+    """The statement lists inside a statement, and whether a `break` in them belongs to `s`."""
+    is_loop = isinstance(s, ast.For | ast.While)
+    out = [(s.body, is_loop)] if isinstance(getattr(s, "body", None), list) else []
+    out += [(getattr(s, n), False) for n in ("orelse", "finalbody") if isinstance(getattr(s, n, None), list)]
+    return out + [(p.body, False) for p in (*getattr(s, "handlers", ()), *getattr(s, "cases", ()))]
+
+
+def _returns(stmts: list[ast.stmt]) -> tuple[str, ast.AST] | None:
+    for n in inside(stmts):
+        if isinstance(n, ast.Return | ast.Global | ast.Raise):
+            return type(n).__name__.lower(), n
+    return None
+
+
+class _Expressions(ast.NodeTransformer):
+    """`a and b`, `a or b`, `not a`, `a if c else b`, `a < b < c` as calls of the runtime."""
+
+    def __init__(self, rewriter: _Rewriter):
+        self.r = rewriter
+
+    def shallow(self, s: ast.stmt) -> ast.stmt:
+        """The expressions of a statement, not those of the statements inside it."""
+        for name, value in ast.iter_fields(s):
+            if isinstance(value, ast.expr):
+                setattr(s, name, self.visit(value))
+            elif isinstance(value, list) and value and isinstance(value[0], ast.expr | ast.withitem | ast.keyword):
+                setattr(s, name, [self.visit(v) for v in value])
+        return s
+
+    def visit_BoolOp(self, n: ast.BoolOp):  # noqa: N802
+        self.generic_visit(n)
+        if _binds_or_waits(n):
+            return n
+        fn = "and_" if isinstance(n.op, ast.And) else "or_"
+        out = n.values[-1]
+        for v in reversed(n.values[:-1]):
+            out = self.r._call(fn, n, v, _thunk(out), self.r._place(n))
+        return out
+
+    def visit_UnaryOp(self, n: ast.UnaryOp):  # noqa: N802
+        self.generic_visit(n)
+        return self.r._call("not_", n, n.operand, self.r._place(n)) if isinstance(n.op, ast.Not) else n
+
+    def visit_IfExp(self, n: ast.IfExp):  # noqa: N802
+        self.generic_visit(n)
+        if _binds_or_waits(n.body) or _binds_or_waits(n.orelse):
+            return n
+        return self.r._call("if_expression", n, n.test, _thunk(n.body), _thunk(n.orelse), self.r._place(n))
+
+    def visit_Compare(self, n: ast.Compare):  # noqa: N802
+        self.generic_visit(n)
+        middle = n.comparators[:-1]
+        if not middle or not all(isinstance(m, ast.Name | ast.Constant) for m in middle):
+            return n
+        lefts = [n.left, *[copy_tree(m) for m in middle]]
+        parts = [_at(n, ast.Compare(a, [op], [b])) for a, op, b in zip(lefts, n.ops, n.comparators, strict=True)]
+        return self.visit_BoolOp(_at(n, ast.BoolOp(ast.And(), parts)))
+
+
+def _binds_or_waits(n: ast.AST) -> bool:
+    return any(isinstance(k, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for k in ast.walk(n))
+
+
+def _thunk(e: ast.expr) -> ast.expr:
+    return _at(e, ast.Lambda(ast.arguments([], [], None, [], [], None, []), e))
+
+
+def _at(place: ast.AST, node: Any) -> Any:
+    return ast.copy_location(node, place)
+
+
+def _name(fn: ast.FunctionDef) -> ast.expr:
+    return ast.Name(fn.name, ast.Load())
+
+
+def _strings(names) -> ast.expr:
+    return ast.Tuple([ast.Constant(n) for n in sorted(names)], ast.Load())
