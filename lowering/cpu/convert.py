@@ -190,7 +190,7 @@ def _round_power_of_two(x: X) -> X:
     """float8_e8m0fnu: ties go up; zero, negative and too large values are NaN."""
     bits = x.bits()
     normal = (bits + 0x400000) & 0x7F800000
-    low = (bits >= 0x600000).where(normal.const(0x800000), 0x400000)  # around the smallest two, 2^-127 and 2^-126
+    low = (bits > 0x400000).where(normal.const(0x800000), 0x400000)  # ml_dtypes rounds up above the smallest
     y = (bits < 0x800000).where(low, normal)
     bad = (bits <= 0) | (bits >= 0x7F400000)
     return bad.where(y.const(0x7FC00000), y).as_float()

@@ -6,7 +6,7 @@ import math
 
 from jtile.lowering.cpu import math_tables as tables
 from jtile.lowering.cpu.math_exp import INF, NAN, exp_parts, log
-from jtile.lowering.cpu.math_expr import X, horner, round_even, scale, two_product
+from jtile.lowering.cpu.math_expr import X, floor, horner, round_even, scale, two_product
 from jtile.lowering.cpu.math_trig import PI, sin_cos_kernel
 
 TWO_BY_SQRT_PI = 2.0 / math.sqrt(math.pi)
@@ -100,14 +100,14 @@ def lgamma(x: X) -> X:
     # Below 6.5: lgamma(2 + u) = u P(u) with |u| <= 1/2, and z = 2 + u + n by the recurrence; above: Stirling's series
     # from 10 on. Either way at most four factors, whose logarithm is added or taken off.
     near = z < 6.5
-    n = round_even(z) - 2.0
-    u = near.where(z - 2.0 - n, 0.0)
+    n = floor(z - 1.5)
+    u = near.where(z - (n + 2.0), 0.0)
     base = near.where(u + 2.0, z)
     steps = near.where(n, (z < 10.0).where(z.const(4.0), 0.0))
     product = z.const(1.0)
     for k in range(4):
         product = (steps > float(k)).where(product * (base + float(k)), product)
-    product = (steps < 0.0).where(u + 1.0, product)
+    product = (steps < 0.0).where(z, product)
     log_product = log(product)
     high = near.where(10.0, z + steps)
     inverse = 1.0 / high
@@ -116,7 +116,8 @@ def lgamma(x: X) -> X:
     by_fit = u * horner(u, tables.LGAMMA[64]) + (steps < 0.0).where(-log_product, log_product)
     y = near.where(by_fit, stirling)
     s, _ = _sin_cos_pi(x)
-    y = reflect.where(math.log(math.pi) - log(s.abs()) - y, y)
+    tiny = x.abs() < 2.0**-1000  # there sin(pi x) = pi x loses bits to the subnormals
+    y = reflect.where(tiny.where(x.const(0.0), math.log(math.pi)) - log(tiny.where(x, s).abs()) - y, y)
     return x.abs().eq(INF).where(INF, y)
 
 

@@ -1,0 +1,128 @@
+"""`elementwise`: compiles a loop around one emitted function, checks its object, and runs it on NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import llvmlite.binding as llvm
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jtile.lowering.cpu.convert import emit_cast, from_memory, memory_type, to_memory
+from jtile.lowering.cpu.elementwise import emit_elementwise
+from jtile.lowering.cpu.isa import ISAS, Isa, host_isa
+from jtile.lowering.cpu.llvm import Code, Module, Val, vec
+
+# 4-bit types are one a byte here, as in registers.
+_NUMPY = {
+    "int4": np.int8, "uint4": np.uint8, "bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2, "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
+    "float4_e2m1fn": ml_dtypes.float4_e2m1fn,
+}  # fmt: skip
+
+
+def undefined_symbols(image: bytes) -> list[str]:
+    """Names that an ELF64 relocatable object expects from elsewhere."""
+    offset, count = struct.unpack_from("<Q", image, 40)[0], struct.unpack_from("<H", image, 60)[0]
+    sections = [struct.unpack_from("<IIQQQQIIQQ", image, offset + 64 * i) for i in range(count)]
+    names = []
+    for section in (s for s in sections if s[1] == 2):
+        strings = sections[section[6]][4]
+        for k in range(1, section[5] // 24):
+            name, _, _, index, _, _ = struct.unpack_from("<IBBHQQ", image, section[4] + 24 * k)
+            if index == 0:
+                start = strings + name
+                names.append(image[start : image.index(b"\0", start)].decode())
+    return names
+
+
+class Elementwise:
+    """One compiled function per (isa, fn, dtypes); `fn` is a name of `emit_elementwise`, or `"cast"`."""
+
+    def __init__(self):
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        self._compiled: dict = {}
+
+    @staticmethod
+    def numpy_dtype(dtype: str) -> np.dtype:
+        return np.dtype(_NUMPY.get(dtype, dtype))
+
+    @staticmethod
+    def module(isa: Isa) -> Module:
+        target = f'"target-cpu"="{isa.cpu}" "target-features"="{isa.feature_string}"'
+        width = f'"prefer-vector-width"="{isa.vector_bits}"'
+        return Module(isa.triple, attributes=f'nounwind "no-builtins" {target} {width}')
+
+    @staticmethod
+    def emit(module: Module, isa: Isa, name: str, fn: str, dtypes: tuple[str, ...], out: str, lanes: int) -> None:
+        """void name(int64 n, in0*, in1*, ..., out*); n a multiple of lanes."""
+        params = [Val("i64", "%n"), *(Val("ptr", f"%p{i}") for i in range(len(dtypes) + 1))]
+        code = Code(module, name, params, linkage="dso_local")
+        with code.loop(0, params[0], lanes) as i:
+            args = []
+            for pointer, dtype in zip(params[1:], dtypes, strict=False):
+                element = memory_type(dtype)
+                loaded = code.load(vec(lanes, element), code.gep(element, pointer, i), align=1)
+                args.append(from_memory(code, isa, loaded, dtype))
+            if fn == "cast":
+                result = emit_cast(code, isa, args[0], dtypes[0], out)
+            else:
+                result = emit_elementwise(code, isa, fn, args, dtypes[-1])
+            element = memory_type(out)
+            code.store(to_memory(code, isa, result, out), code.gep(element, params[-1], i), align=1)
+        code.finish()
+
+    @staticmethod
+    def compile(module: Module, isa: Isa, level: int = 2):
+        """The optimised LLVM module, its target machine and its object; fails on an undefined symbol."""
+        parsed = llvm.parse_assembly(module.text())
+        parsed.verify()
+        target = llvm.Target.from_triple(isa.triple)
+        machine = target.create_target_machine(
+            cpu=isa.cpu, features=isa.feature_string, opt=level, reloc="pic", codemodel="small"
+        )
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=level))
+        builder.getModulePassManager().run(parsed, builder)
+        image = machine.emit_object(parsed)
+        assert undefined_symbols(image) == []
+        return parsed, machine, image
+
+    def run(self, isa_name: str, fn: str, dtypes: tuple[str, ...], out: str, *xs: np.ndarray, lanes: int | None = None):
+        """Apply fn to arrays of equal length (dtypes as NumPy has them); the result as an array of dtype `out`."""
+        isa = host_isa() if isa_name == "host" else ISAS[isa_name]
+        lanes = lanes or isa.lanes(64 if "float64" in dtypes else 32)
+        key = (isa_name, fn, dtypes, out, lanes)
+        if key not in self._compiled:
+            module = self.module(isa)
+            self.emit(module, isa, "k", fn, dtypes, out, lanes)
+            parsed, machine, _ = self.compile(module, isa)
+            engine = llvm.create_mcjit_compiler(parsed, machine)
+            engine.finalize_object()
+            kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, *[ctypes.c_void_p] * (len(dtypes) + 1))
+            self._compiled[key] = engine, kind(engine.get_function_address("k"))
+        size = xs[0].size
+        padded = -(-size // lanes) * lanes
+        inputs = [np.resize(np.ascontiguousarray(x), padded) for x in xs]
+        result = np.empty(padded, self.numpy_dtype(out))
+        self._compiled[key][1](padded, *(x.ctypes.data for x in inputs), result.ctypes.data)
+        return result[:size]
+
+
+@pytest.fixture(scope="session")
+def elementwise() -> Elementwise:
+    return Elementwise()
+
+
+def runnable_isas() -> list[str]:
+    """The instruction sets of `ISAS` that this machine can run, narrowest first, and itself."""
+    host = host_isa()
+    names = [n for n in ("sse2", "avx2", "avx512") if host.arch == "x86_64" and ISAS[n].features <= host.features]
+    return [*(n for n in names if n in ("sse2", "avx2")), "host"]
+
+
+def pytest_generate_tests(metafunc):
+    if "native_isa" in metafunc.fixturenames:
+        metafunc.parametrize("native_isa", runnable_isas())
