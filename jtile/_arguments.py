@@ -33,6 +33,8 @@ def as_operand(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
             "only .lower takes it",
             sig.where,
         )
+    if _is_ref(x):
+        raise _ref_error(sig, path, x)
     if hasattr(x, "__jax_array__"):
         return _checked(sig, path, x.__jax_array__())
     if hasattr(x, "__dlpack__"):
@@ -72,13 +74,23 @@ def _argument(sig: Signature, path: Sequence[Any]) -> str:
 def _checked(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
     aval = jax.typeof(x)
     if not isinstance(aval, jax.core.ShapedArray):
-        raise KernelTypeError(
-            f"{_argument(sig, path)} of kernel {sig.name} is a Ref ({aval}), not an array: pass x[...]; "
-            "inside a kernel, call a function decorated with @jt.function instead of a kernel",
-            sig.where,
-        )
+        raise _ref_error(sig, path, aval)
     check_dtype(sig, _argument(sig, path), aval.dtype)
     return x
+
+
+def _is_ref(x: Any) -> bool:
+    from jtile.language import Ref
+
+    return isinstance(x, jax.Ref | Ref)
+
+
+def _ref_error(sig: Signature, path: tuple[Any, ...], x: Any) -> KernelTypeError:
+    return KernelTypeError(
+        f"{_argument(sig, path)} of kernel {sig.name} is a Ref ({x}), not an array: pass x[...]; "
+        "inside a kernel, call a function decorated with @jt.function instead of a kernel",
+        sig.where,
+    )
 
 
 def _scalar(sig: Signature, path: tuple[Any, ...], x: bool | int | float) -> np.ndarray:

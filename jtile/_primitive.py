@@ -173,9 +173,10 @@ def _checked_call(program: Program, operands: Sequence[Any]) -> Sequence[Any]:
     try:
         return jax.block_until_ready(_jitted(program)(*operands))
     except jax.errors.JaxRuntimeError as e:
-        if "jt.assert_" not in str(e):
+        _, found, text = str(e).partition("FAILED_PRECONDITION: ")
+        if not found or "assertion failed" not in text:
             raise
-        raise KernelAssertionError(str(e).partition(": ")[2], program.where) from None
+        raise KernelAssertionError(text) from None
 
 
 # -- the interpreter ------------------------------------------------------------------------------------------------

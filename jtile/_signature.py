@@ -117,7 +117,8 @@ def place_of(fn: Callable[..., Any]) -> Place:
     code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
     if code is None:
         return None
-    for line in range(code.co_firstlineno, code.co_firstlineno + 30):
+    decorated = code.co_name != "<lambda>"
+    for line in range(code.co_firstlineno, code.co_firstlineno + 30 * decorated):
         if linecache.getline(code.co_filename, line).lstrip().startswith(("def ", "async def ")):
             return code.co_filename, line
     return code.co_filename, code.co_firstlineno
@@ -459,7 +460,8 @@ def _start(sig: Signature, name: str, value: Any, dtype: np.dtype) -> int | floa
 
     info = ir.dtype_info(dtype)
     if info.kind == "f":
-        held = float(np.asarray(value, np.float64).astype(info.numpy).astype(np.float64))
+        with np.errstate(all="ignore"):
+            held = float(np.asarray(value, np.float64).astype(info.numpy).astype(np.float64))
         if math.isfinite(held) == math.isfinite(value) and math.isnan(held) == math.isnan(value):
             return float(value)
     elif math.isfinite(value) and value == int(value):

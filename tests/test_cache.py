@@ -12,7 +12,6 @@ from jtile import _cache
 from jtile._config import config, current
 from jtile._errors import CacheError, CacheWarning
 
-
 # The cache alone: a child that imports jax takes a second of the machine.
 WITHOUT_JAX = f"""
 import sys, types

@@ -393,7 +393,7 @@ def test_poison_spares_aliases_and_inits():
     np.testing.assert_array_equal(c, np.full(3, 5))
 
 
-# -- the rest of a kernel object ----------------------------------------------------------------------------------------
+# -- the rest of a kernel object ------------------------------------------------------------------------------------
 
 
 def test_lower_shows_every_level():

@@ -1,0 +1,286 @@
+"""jtile_call under JAX's machinery: effects, the interpreter inside jit, what is refused, platforms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+from jtile import ir
+from jtile._primitive import jtile_call_p
+
+
+@jt.kernel(out_type=lambda a, b, **_: jt.like(a), grid=lambda a, *, bm, **_: jt.cdiv(a.shape[0], bm))
+def add(a, b, o, *, bm=4):
+    i = jt.program_id(0)
+    A, B, O = a.tiles(bm), b.tiles(bm), o.tiles(bm)
+    O[i] = A[i] + B[i]
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0])
+def positive(x, o):
+    i = jt.program_id(0)
+    jt.assert_(x[i] > 0, "x is positive")
+    o[i] = x[i]
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=1)
+def shown(x, o):
+    jt.print("x is {}", x[...])
+    o[...] = x[...]
+
+
+X = jnp.arange(10, dtype=jnp.float32)
+Y = jnp.ones(10)
+
+
+def jit_of(k):
+    return jax.jit(lambda *a: k(*a))
+
+
+# -- the primitive itself ---------------------------------------------------------------------------------------------
+
+
+def test_one_equation_that_takes_and_returns_arrays():
+    jaxpr = jax.make_jaxpr(add)(X, Y)
+    (eqn,) = jaxpr.eqns
+    assert eqn.primitive is jtile_call_p
+    assert [v.aval for v in eqn.invars] == [jax.typeof(X)] * 2
+    assert list(eqn.params) == ["program"]
+    assert str(eqn.params["program"]).startswith("add(3,)#")
+
+
+def test_results_are_never_weakly_typed():
+    k = jt.kernel(out_type=lambda x: jt.like(x), grid=1)(lambda x, o: o.__setitem__(..., x[...]))
+    weak = jnp.asarray(2.0)
+    assert jax.typeof(weak).weak_type
+    assert not jax.eval_shape(k, weak).weak_type
+    assert not jax.typeof(jax.jit(k)(weak)).weak_type
+
+
+def test_equal_calls_compile_once():
+    traces = []
+
+    @jt.kernel(out_type=lambda x: traces.append(1) or jt.like(x), grid=1)
+    def copy(x, o):
+        o[...] = x[...]
+
+    for _ in range(3):
+        copy(X)
+        jax.jit(lambda x: copy(x))(X)
+    assert len(traces) == 1
+
+
+def test_disable_jit():
+    with jax.disable_jit():
+        np.testing.assert_array_equal(add(X, Y), X + 1)
+        np.testing.assert_array_equal(jax.jit(add)(X, Y), X + 1)
+
+
+@pytest.mark.parametrize("dtype", ir.DTYPES)
+@pytest.mark.parametrize("interpret", [False, True])
+def test_every_dtype_passes_through(dtype, interpret):
+    with jax.enable_x64(True):
+        k = jt.call(lambda x, o: o.__setitem__(..., x[...]), out_type=lambda x: jt.like(x), grid=1)
+        k = k.with_options(interpret=interpret)
+        x = np.asarray([1, 2, 4, 1, 2], np.float32).astype(ir.DTYPES[dtype].numpy)
+        for got in (k(x), jax.jit(k)(x)):
+            assert got.dtype == x.dtype
+            np.testing.assert_array_equal(np.asarray(got).astype(np.float32), x.astype(np.float32))
+
+
+# -- effects ----------------------------------------------------------------------------------------------------------
+
+
+def unused(k):
+    return jax.jit(lambda x: (k(x), x * 2)[1])
+
+
+def test_a_kernel_that_asserts_is_kept_where_its_result_is_unused():
+    assert "jtile_call" in str(jax.make_jaxpr(unused(positive))(X + 1))
+    assert "jtile_cpu" in unused(positive).lower(X + 1).compile().as_text()
+    assert "jtile_cpu" not in unused(lambda x: add(x, x)).lower(X).compile().as_text()
+
+
+def test_a_kernel_that_asserts_is_called_as_often_as_it_stands_there():
+    twice = jax.jit(lambda x: positive(x) + positive(x))
+    assert twice.lower(X + 1).compile().as_text().count('custom_call_target="jtile_cpu"') == 2
+    np.testing.assert_array_equal(twice(X + 1), 2 * (X + 1))
+
+
+def test_effects_inside_control_flow_and_checkpoint():
+    scanned = jax.jit(lambda x: jax.lax.scan(lambda c, _: (positive(c), None), x, None, length=3)[0])
+    np.testing.assert_array_equal(scanned(X + 1), X + 1)
+    chosen = jax.jit(lambda x: jax.lax.cond(x[0] > 0, positive, lambda x: x, x))
+    np.testing.assert_array_equal(chosen(X), X)
+    looped = jax.jit(lambda x: jax.lax.while_loop(lambda c: c[1] < 4, lambda c: positive(c) + 1, x))
+    np.testing.assert_array_equal(looped(X + 1), X + 3)
+    np.testing.assert_array_equal(jax.checkpoint(positive)(X + 1), X + 1)
+
+
+def test_a_failed_assert_is_a_typed_error():
+    np.testing.assert_array_equal(positive(X + 1), X + 1)
+    with pytest.raises(jt.errors.KernelAssertionError, match="x is positive") as e:
+        positive(X)
+    assert "test_primitive.py" in str(e.value)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="x is positive"):
+        jax.block_until_ready(jax.jit(positive)(X))
+
+
+def test_print_reaches_the_terminal(capfd):
+    jax.block_until_ready(jax.jit(shown)(jnp.asarray([1.5, -2.0])))
+    out = capfd.readouterr()
+    assert "x is" in out.out + out.err
+    assert "-2" in out.out + out.err
+
+
+# -- the interpreter inside jit ---------------------------------------------------------------------------------------
+
+
+def interpreted(k):
+    return k.with_options(interpret=True)
+
+
+def test_the_interpreter_runs_inside_jit():
+    k = interpreted(add)
+    compiled = jax.jit(k).lower(X, Y).compile().as_text()
+    assert "jtile_cpu" not in compiled
+    assert "callback" in compiled
+    np.testing.assert_array_equal(jax.jit(k)(X, Y), X + 1)
+    np.testing.assert_array_equal(jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, c: k(c, Y), x))(X), X + 3)
+
+
+def test_interpret_by_configuration():
+    def text():
+        return jax.jit(lambda x, y: add(x, y)).lower(X, Y).as_text()
+
+    assert "jtile_cpu" in text()
+    with jt.config(interpret=True):
+        assert "jtile_cpu" not in text()
+        assert "jtile_cpu" in jax.jit(add.with_options(interpret=False)).lower(X, Y).as_text()
+    assert "jtile_cpu" in text()
+
+
+def test_a_jitted_function_follows_the_configuration():
+    f = jax.jit(lambda x: positive(x))
+    np.testing.assert_array_equal(f(X + 1), X + 1)
+    with jt.config(interpret=True), pytest.raises(jax.errors.JaxRuntimeError, match="KernelAssertionError"):
+        jax.block_until_ready(f(X))
+
+
+def test_large_arrays_through_the_host_callback():
+    x = jnp.ones((1 << 20,))
+    k = interpreted(add)
+    np.testing.assert_array_equal(jax.jit(lambda x: k(x * 2, x, bm=1 << 18) + 1)(x), np.full(1 << 20, 4.0))
+
+
+def test_errors_of_the_interpreter_are_typed_eagerly_and_named_under_jit():
+    race = jt.call(lambda x, o: o.__setitem__(0, x[jt.program_id(0)]), out_type=lambda x: jt.like(x), grid=4)
+    with pytest.raises(jt.errors.RaceError, match="test_primitive"):
+        interpreted(race)(X)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RaceError"):
+        jax.block_until_ready(jax.jit(interpreted(race))(X))
+
+
+def test_interpreted_effects():
+    k = interpreted(positive)
+    with pytest.raises(jt.errors.KernelAssertionError, match="x is positive"):
+        k(X)
+    f = unused(k)
+    np.testing.assert_array_equal(f(X + 1), (X + 1) * 2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="x is positive"):
+        jax.block_until_ready(f(X))
+        jax.effects_barrier()
+
+
+# -- what this release refuses ----------------------------------------------------------------------------------------
+
+
+def total(x):
+    return add(x, Y).sum()
+
+
+DIFFERENTIATIONS = {
+    "grad": lambda: jax.grad(total)(X),
+    "grad of jit": lambda: jax.grad(jax.jit(total))(X),
+    "jit of grad": lambda: jax.jit(jax.grad(total))(X),
+    "jvp": lambda: jax.jvp(total, (X,), (Y,)),
+    "linearize": lambda: jax.linearize(total, X),
+    "vjp": lambda: jax.vjp(total, X),
+    "jacfwd": lambda: jax.jacfwd(lambda x: add(x, Y))(X),
+    "hessian": lambda: jax.hessian(total)(X),
+    "checkpoint": lambda: jax.grad(jax.checkpoint(total))(X),
+    "grad of scan": lambda: jax.grad(
+        lambda x: jax.lax.scan(lambda c, _: (add(c, c), None), x, None, length=2)[0].sum()
+    )(X),
+}
+
+
+@pytest.mark.parametrize("transform", DIFFERENTIATIONS.values(), ids=DIFFERENTIATIONS)
+def test_differentiation_is_refused(transform):
+    with pytest.raises(jt.errors.TransformError, match="cannot be differentiated yet; kernel add") as e:
+        transform()
+    assert "test_primitive.py" in str(e.value)
+    assert "def add" in str(e.value)
+
+
+BATCHINGS = {
+    "vmap": lambda: jax.vmap(add)(X[None], Y[None]),
+    "one operand": lambda: jax.vmap(add, in_axes=(0, None))(X[None], Y),
+    "vmap of jit": lambda: jax.vmap(jax.jit(add))(X[None], Y[None]),
+    "jit of vmap": lambda: jax.jit(jax.vmap(add))(X[None], Y[None]),
+}
+
+
+@pytest.mark.parametrize("transform", BATCHINGS.values(), ids=BATCHINGS)
+def test_batching_is_refused(transform):
+    with pytest.raises(jt.errors.TransformError, match=r"cannot be batched by jax\.vmap yet; kernel add"):
+        transform()
+
+
+def test_what_the_refusals_advise_works():
+    np.testing.assert_array_equal(jax.lax.map(lambda x: add(x, Y), jnp.stack([X, X + 1])), jnp.stack([X + 1, X + 2]))
+
+    @jax.custom_vjp
+    def plus(a, b):
+        return add(a, b)
+
+    plus.defvjp(lambda a, b: (add(a, b), None), lambda _, g: (g, g))
+    np.testing.assert_array_equal(jax.grad(lambda a: plus(a, Y).sum())(X), Y)
+
+
+def test_transforms_over_other_arguments_pass():
+    np.testing.assert_array_equal(jax.vmap(lambda s: s * add(X, Y).sum())(Y), Y * (X + 1).sum())
+    np.testing.assert_array_equal(jax.grad(lambda s: (s * add(X, Y)).sum())(Y), X + 1)
+
+
+def test_defvjp_is_refused():
+    with pytest.raises(jt.errors.TransformError, match="kernel add: defvjp comes with the transforms release"):
+        add.defvjp(None, None)
+
+
+def test_sharding_is_reserved():
+    with pytest.raises(jt.errors.UnsupportedError, match="sharding= is reserved"):
+        jt.kernel(out_type=None, sharding="x")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
+def test_other_platforms_are_refused_by_name(platform):
+    with pytest.raises(jt.errors.UnsupportedError, match=f"kernel add cannot run on platform {platform!r}") as e:
+        jax.jit(add).trace(X, Y).lower(lowering_platforms=(platform,))
+    assert "def add" in str(e.value)
+
+
+def test_fallback_interprets_what_the_target_cannot_run(monkeypatch):
+    from jtile.lowering import registry
+
+    def refuse(kernel, target):
+        raise jt.errors.UnsupportedError("this target has no such op")
+
+    monkeypatch.setattr(registry.targets, "check_capabilities", refuse)
+    k = jt.call(lambda x, o: o.__setitem__(..., x[...] * 3 + 0.125), out_type=lambda x: jt.like(x), grid=1)
+    with pytest.raises(jt.errors.UnsupportedError, match="no such op"):
+        jax.jit(k)(X)
+    np.testing.assert_array_equal(k.with_options(fallback="interpret")(X), X * 3 + 0.125)
+    with jt.config(fallback="interpret"):
+        np.testing.assert_array_equal(jax.jit(k)(X), X * 3 + 0.125)
