@@ -67,6 +67,8 @@ def emit_gemm(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
     mode = choose_mode(isa, spec.a, spec.b, spec.acc)
     if 0 in (spec.m, spec.n, spec.k):
         return Gemm(_emit_empty(module, isa, spec), 0)
+    if spec.trans_a and spec.n <= 4 and spec.m > 8:
+        return _emit_turned(module, isa, spec)
     plan = make_plan(mode, spec.m, spec.n, spec.k, spec.trans_a, spec.trans_b)
     if plan.strategy == "packed" and spec.m > _MAX_ROWS:
         return _emit_split(module, isa, spec, plan)
@@ -133,6 +135,30 @@ def _emit_split(module: Module, isa: Isa, spec: GemmSpec, plan: Plan) -> Gemm:
     return Gemm(spec.name, workspace)
 
 
+def _emit_turned(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
+    """A narrow C with A stored [k, m]: its transpose is a product of few rows, which then turn into the columns of C."""
+    turned = GemmSpec(spec.n, spec.m, spec.k, spec.b, spec.a, spec.acc, not spec.trans_b, False)
+    inner = emit_gemm(module, isa, turned)
+    acc = ACCUMULATORS[spec.acc]
+    if spec.name not in module.functions:
+        c = Code(module, spec.name, _PARAMS, attributes=ATTRIBUTES)
+        rows = offset(c, _WORK, inner.workspace, 1)
+        call(c, inner.name, _B, _LDB, _A, _LDA, rows, i64(spec.m), _WORK)
+        plus = "fadd" if acc in ("float", "double") else "add"
+        with c.loop(0, spec.m) as i:
+            line = offset(c, _C, c.mul(i, _LDC), BYTES[acc])
+            for j in range(spec.n):
+                x = c.load(acc, offset(c, rows, c.add(i, j * spec.m), BYTES[acc]), align=BYTES[acc])
+                ptr = offset(c, line, j, BYTES[acc])
+                c.store(
+                    c.binary(plus, c.load(acc, ptr, align=BYTES[acc]), x) if spec.accumulate else x,
+                    ptr,
+                    align=BYTES[acc],
+                )
+        c.finish()
+    return Gemm(spec.name, inner.workspace + -(-spec.n * spec.m * BYTES[acc] // 64) * 64)
+
+
 def _even(size: int, limit: int, unit: int) -> list[tuple[int, int, int]]:
     """(start, count, size) of equal parts of at most `limit` and one smaller rest; parts are multiples of `unit`."""
     parts = -(-size // limit)
@@ -143,25 +169,27 @@ def _even(size: int, limit: int, unit: int) -> list[tuple[int, int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """One k block in flight: start, size, whole groups, and whether it adds to C."""
+    """One k block: start, elements, groups (the partial one too), whole groups, is it the last, and does it add to C."""
 
     k0: Val
     kc: Val
     steps: Val
+    whole: Val
+    last: Val
     add: Val
     may_add: bool
 
 
 def _k_block(c: Code, spec: GemmSpec, plan: Plan, k0: Val) -> _Block:
-    rest = c.sub(spec.k, k0)
     group = plan.mode.group
     if plan.blocks == 1:
-        kc, add = i64(spec.k), Val("i1", "true" if spec.accumulate else "false")
-        return _Block(k0, kc, i64(-(-spec.k // group)), add, spec.accumulate)
-    kc = c.intrinsic("smin", "i64", rest, i64(plan.kc))
-    steps = c.binary("sdiv", c.add(kc, group - 1), i64(group)) if group > 1 else kc
+        add = Val("i1", "true" if spec.accumulate else "false")
+        whole = i64(spec.k // group)
+        return _Block(k0, i64(spec.k), i64(-(-spec.k // group)), whole, Val("i1", "true"), add, spec.accumulate)
+    kc = c.intrinsic("smin", "i64", c.sub(spec.k, k0), i64(plan.kc))
+    steps, whole = (c.binary("lshr", c.add(kc, extra), i64(group.bit_length() - 1)) for extra in (group - 1, 0))
     add = Val("i1", "true") if spec.accumulate else c.cmp("icmp", "ne", k0, i64(0))
-    return _Block(k0, kc, steps, add, True)
+    return _Block(k0, kc, steps, whole, c.cmp("icmp", "slt", kc, i64(plan.kc)), add, True)
 
 
 def _emit_panels(c: Code, spec: GemmSpec, plan: Plan) -> None:
@@ -178,7 +206,7 @@ def _emit_panels(c: Code, spec: GemmSpec, plan: Plan) -> None:
                     _pack_b(c, spec, plan, block, columns, first, panel, sums)
                     _row_panels(c, spec, plan, block, columns, first, panel, sums)
                 else:
-                    b = offset(c, _B, first, BYTES[STORAGE[spec.b]])
+                    b = offset(c, _B, c.add(c.mul(k0, _LDB), first), BYTES[STORAGE[spec.b]])
                     _row_panels(c, spec, plan, block, columns, first, b, sums)
 
 
@@ -199,7 +227,9 @@ def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:
                 call(c, name, offset(c, source, row, size), ld, panel, block.kc)
 
 
-def _pack_b(c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns, first: Val, panel: Val, sums: Val) -> None:
+def _pack_b(
+    c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns, first: Val, panel: Val, sums: Val
+) -> None:
     """Pack one column panel of this k block of B, and its column sums where the mode wants them."""
     mode, size = plan.mode, BYTES[STORAGE[spec.b]]
     width, ld = columns.vectors * mode.lanes, c.mul(_LDB, size)
@@ -216,24 +246,36 @@ def _pack_b(c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns
             with c.loop(start, start + count) as v:
                 lane = c.mul(v, mode.lanes)
                 target = offset(c, panel, lane, mode.unit_bytes)
-                call(c, name, c.gep("i8", source, c.mul(lane, ld)), ld, target, block.kc, *[offset(c, sums, lane, 4)] * mode.flip)
+                call(
+                    c,
+                    name,
+                    c.gep("i8", source, c.mul(lane, ld)),
+                    ld,
+                    target,
+                    block.kc,
+                    *[offset(c, sums, lane, 4)] * mode.flip,
+                )
 
 
-def _row_panels(c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns, first: Val, b: Val, sums: Val) -> None:
+def _row_panels(
+    c: Code, spec: GemmSpec, plan: Plan, block: _Block, columns: Columns, first: Val, b: Val, sums: Val
+) -> None:
     """Run the micro-kernel over all row panels of one column panel."""
     mode, direct = plan.mode, plan.strategy == "direct"
     a_size = BYTES[STORAGE[spec.a]]
     b_step = c.mul(_LDB, BYTES[STORAGE[spec.b]]) if direct else i64(columns.vectors * mode.lanes * mode.unit_bytes)
     k_tail = spec.k % mode.group if direct else 0
-    steps = i64(spec.k // mode.group) if direct else block.steps
+    steps, last = (block.whole, block.last) if direct else (block.steps, Val("i1", "false"))
     for rows in plan.rows:
-        shape = PanelShape(rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct)
+        shape = PanelShape(
+            rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct
+        )
         name = panel_kernel(c.module, mode, shape)
         with c.loop(0, rows.count) as p:
             row = c.add(rows.start, c.mul(p, rows.rows))
             a, a_row, a_step = _a_access(c, plan, block, a_size, row, c.add(rows.panel, p))
             out = offset(c, _C, c.add(c.mul(row, _LDC), first), BYTES[mode.acc])
-            call(c, name, a, a_row, a_step, b, b_step, out, _LDC, steps, block.add, sums)
+            call(c, name, a, a_row, a_step, b, b_step, out, _LDC, steps, block.add, sums, last)
 
 
 def _a_access(c: Code, plan: Plan, block: _Block, size: int, row: Val, panel: Val) -> tuple[Val, Val, Val]:

@@ -10,7 +10,7 @@ import dataclasses
 
 from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
 from jtile.lowering.cpu.gemm_pack import lanes_step, rows_step
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, extract, load_part, offset, store_part, sums, zeros
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, load_part, offset, slice_lanes, store_part, sums, zeros
 from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
 
 
@@ -30,26 +30,42 @@ class PanelShape:
     add: bool = False
     with_sums: bool = False
 
+    @property
+    def banks(self) -> int:
+        """Independent sets of accumulators, so that a small block still has enough sums in flight."""
+        return next(n for n in (1, 2, 4) if n == 4 or n * self.rows * self.vectors > 8)
+
 
 def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
-    """`void(ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add, ptr sums)`.
+    """`void(ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add, ptr sums, i1 last)`.
 
     Strides of A and B in bytes: `a_row` between rows, `a_step` between units of one row, `b_step` between packed steps or
-    between source rows when direct. `ldc` in elements. `steps` counts whole groups.
+    between source rows when direct. `ldc` in elements. `steps` counts whole groups; `last`: the
+    partial group of a direct kernel follows.
     """
     s = shape
-    name = f"panel_{mode.tag}_{s.rows}x{s.vectors}_{s.tail}" + "_add" * s.add + "_s" * s.with_sums + f"_d{s.k_tail}" * s.direct
+    name = (
+        f"panel_{mode.tag}_{s.rows}x{s.vectors}_{s.tail}"
+        + "_add" * s.add
+        + "_s" * s.with_sums
+        + f"_d{s.k_tail}" * s.direct
+    )
     if name in module.functions:
         return name
     params = [Val("ptr", "%a"), Val("i64", "%a_row"), Val("i64", "%a_step"), Val("ptr", "%b"), Val("i64", "%b_step"),
-              Val("ptr", "%c"), Val("i64", "%ldc"), Val("i64", "%steps"), Val("i1", "%add"), Val("ptr", "%sums")]  # fmt: skip
+              Val("ptr", "%c"), Val("i64", "%ldc"), Val("i64", "%steps"), Val("i1", "%add"), Val("ptr", "%sums"),
+              Val("i1", "%last")]  # fmt: skip
     c = Code(module, name, params, attributes=ATTRIBUTES)
-    a, a_row, a_step, b, b_step, out, ldc, steps, add, sum_ptr = params
+    a, a_row, a_step, b, b_step, out, ldc, steps, add, sum_ptr, last = params
     ty = vec(mode.lanes, mode.acc)
-    block = [[c.var(ty, zeros(ty)) for _ in range(s.vectors)] for _ in range(s.rows)]
+    banks = [[[c.var(ty, zeros(ty)) for _ in range(s.vectors)] for _ in range(s.rows)] for _ in range(s.banks)]
     checks = [c.var(ty, zeros(ty)) for _ in range(s.vectors)] if mode.flip and s.direct else []
+    a_slot, b_slot = c.var("ptr", a), c.var("ptr", b)
+    b_advance = c.mul(b_step, mode.group if s.direct else 1)
 
-    def step(a_ptr: Val, b_ptr: Val, group: int) -> None:
+    def step(group: int = mode.group, block: list[list[Val]] = banks[0]) -> None:
+        a_ptr, b_ptr = c.load("ptr", a_slot), c.load("ptr", b_slot)
+
         def left(r: int) -> Val:
             one = c.load(mode.unit, c.gep("i8", a_ptr, c.mul(a_row, r)), align=BYTES[mode.packed])
             return c.splat(one, mode.lanes)
@@ -76,24 +92,42 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
                 for r, x in enumerate(rows):
                     mac(r, v, x, y)
 
-    a_slot, b_slot = c.var("ptr", a), c.var("ptr", b)
-    b_advance = c.mul(b_step, mode.group if s.direct else 1)
-    with c.loop(0, steps):
-        a_ptr, b_ptr = c.load("ptr", a_slot), c.load("ptr", b_slot)
-        step(a_ptr, b_ptr, mode.group)
         c.store(c.gep("i8", a_ptr, a_step), a_slot)
         c.store(c.gep("i8", b_ptr, b_advance), b_slot)
+
+    whole = c.binary("and", steps, i64(-s.banks)) if s.banks > 1 else steps
+    with c.loop(0, whole, s.banks):
+        for block in banks:
+            step(block=block)
+    if s.banks > 1:
+        with c.loop(whole, steps):
+            step()
     if s.direct and s.k_tail:
-        step(c.load("ptr", a_slot), c.load("ptr", b_slot), s.k_tail)
+        with c.when(last):
+            step(s.k_tail)
+    _add_banks(c, mode, banks)
     if s.with_sums:
         checks = [c.var(ty, c.load(ty, offset(c, sum_ptr, v * mode.lanes, 4), align=4)) for v in range(s.vectors)]
     for v, slot in enumerate(checks):
         total = c.load(ty, slot)
-        for row in block:
+        for row in banks[0]:
             c.store(mode.corrected(c, c.load(ty, row[v]), total), row[v])
-    _write_block(c, mode, s, block, out, ldc, add)
+    _write_block(c, mode, s, banks[0], out, ldc, add)
     c.finish()
     return name
+
+
+def _add_banks(c: Code, mode: Mode, banks: list[list[list[Val]]]) -> None:
+    """Leave the sum of all banks in the first."""
+    ty, plus = vec(mode.lanes, mode.acc), _plus(mode)
+    for bank in banks[1:]:
+        for row, other in zip(banks[0], bank, strict=True):
+            for slot, more in zip(row, other, strict=True):
+                c.store(c.binary(plus, c.load(ty, slot), c.load(ty, more)), slot)
+
+
+def _plus(mode: Mode) -> str:
+    return "fadd" if mode.acc in ("float", "double") else "add"
 
 
 def _b_vector(c: Code, mode: Mode, s: PanelShape, b: Val, b_step: Val, v: int, group: int) -> Val:
@@ -109,7 +143,7 @@ def _b_vector(c: Code, mode: Mode, s: PanelShape, b: Val, b_step: Val, v: int, g
 def _write_block(c: Code, mode: Mode, s: PanelShape, block: list[list[Val]], out: Val, ldc: Val, add: Val) -> None:
     """Store the accumulators to C, or add them to it."""
     ty, size = vec(mode.lanes, mode.acc), BYTES[mode.acc]
-    plus = "fadd" if mode.acc in ("float", "double") else "add"
+    plus = _plus(mode)
 
     def each(action) -> None:
         for r, row in enumerate(block):
@@ -192,21 +226,25 @@ def _packed_row(c: Code, mode: Mode, ptr: Val) -> Val:
 
 
 def _write_dots(c: Code, mode: Mode, s: DotShape, grid: list[list[Val]], out: Val, ldc: Val, add: Val) -> None:
-    """Sum every accumulator over its lanes and write (or add) the results to C."""
+    """Sum every accumulator over its lanes, many at a time, and write (or add) the results to C."""
     ty, size = vec(mode.lanes, mode.acc), BYTES[mode.acc]
-    plus = "fadd" if mode.acc in ("float", "double") else "add"
-    for r in range(s.rows):
-        vectors = [c.load(ty, slot) for slot in grid[r]]
-        vectors += [zeros(ty)] * ((1 << (len(vectors) - 1).bit_length()) - len(vectors))
+    lines = [[c.load(ty, slot) for slot in row] for row in grid]
+    if s.transposed:
+        lines = [list(column) for column in zip(*lines, strict=True)]
+    count = len(lines[0])
+    width = 1 << (count - 1).bit_length()
+    at_once = max(1, min(mode.lanes // width, 1 << (len(lines) - 1).bit_length()))
+    for first in range(0, len(lines), at_once):
+        part = lines[first : first + at_once]
+        vectors = [x for line in part for x in (*line, *[zeros(ty)] * (width - count))]
+        vectors += [zeros(ty)] * (at_once * width - len(vectors))
         total = sums(c, vectors)
-        cells = [(total, offset(c, out, c.mul(ldc, r), size), s.cols)]
-        if s.transposed:
-            cells = [(extract(c, total, j), offset(c, out, c.add(c.mul(ldc, j), r), size), 1) for j in range(s.cols)]
-        for value, ptr, count in cells:
+        for i in range(len(part)):
+            ptr = offset(c, out, c.mul(ldc, first + i), size)
+            value = slice_lanes(c, total, i * width, width)
             slot = c.var(value.ty, value)
             if s.add:
                 with c.when(add):
-                    lanes = len(vectors) if not s.transposed else 1
-                    old = load_part(c, mode.isa, mode.acc, ptr, lanes, count)
-                    c.store(c.binary(plus, old, value), slot)
+                    old = load_part(c, mode.isa, mode.acc, ptr, width, count)
+                    c.store(c.binary(_plus(mode), old, value), slot)
             store_part(c, mode.isa, c.load(value.ty, slot), ptr, count)

@@ -7,6 +7,7 @@ instructions (two bfloat16, two int16 or four bytes), one accumulator-sized numb
 from __future__ import annotations
 
 import dataclasses
+import struct
 
 from jtile.lowering.cpu.isa import Isa
 from jtile.lowering.cpu.llvm import Code, Val, const, lanes_of, like, scalar_of, vec
@@ -19,6 +20,8 @@ STORAGE = {
 ACCUMULATORS = {"float32": "float", "float64": "double", "int32": "i32", "int64": "i64"}
 BYTES = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4, "double": 8}
 _BYTE_SIGNED = {"int8": True, "uint8": False, "bool": False}
+_FIELDS = {"float16": (5, 10), "float8_e5m2": (5, 2), "float8_e4m3fn": (4, 3)}  # exponent and mantissa bits
+_IN_BFLOAT = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}  # every value of these is a bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +75,10 @@ class Mode:
 
     def is_native(self, dtype: str) -> bool:
         """Whether an operand of this dtype enters the instruction with the bits it has in memory."""
-        if self.kind in ("bf16", "vnni"):
+        if self.kind == "vnni":
             return True
+        if self.kind == "bf16":
+            return dtype == "bfloat16"
         return dtype.startswith("float") == (self.kind == "fma") and STORAGE[dtype] == self.packed
 
     def mac(self, c: Code, acc: Val, a: Val, b: Val) -> Val:
@@ -121,6 +126,8 @@ class Mode:
         """A vector (or scalar) of storage elements of `dtype` as `packed` elements; exact."""
         if self.is_native(dtype):
             return x
+        if self.kind == "bf16":
+            return _to_bfloat(c, self.isa, x, dtype)
         if self.kind == "fma":
             wide = x if dtype == "float32" else _to_float(c, self.isa, x, dtype)
             return c.cast("fpext", wide, like(x.ty, self.packed))
@@ -144,7 +151,7 @@ def choose_mode(isa: Isa, a: str, b: str, acc: str) -> Mode:
         raise ValueError(f"no matmul of {a} and {b} with a {acc} accumulator on the CPU: cast the operands first")
     lane = ACCUMULATORS[acc]
     if floats == {True}:
-        if a == b == "bfloat16" and acc == "float32" and isa.has("avx512bf16"):
+        if {a, b} <= _IN_BFLOAT and acc == "float32" and isa.has("avx512bf16") and isa.vector_bits == 512:
             return Mode(isa, "bf16", a, b, lane, 2, "i16")
         return Mode(isa, "fma", a, b, lane, 1, lane)
     if acc == "int32" and isa.arch == "x86_64":
@@ -167,32 +174,57 @@ def _to_float(c: Code, isa: Isa, x: Val, dtype: str) -> Val:
         x, dtype = c.binary("shl", wide, const(wide.ty, "8")), "float16"
     if dtype == "float16" and hardware:
         return c.cast("fpext", c.cast("bitcast", x, like(x.ty, "half")), f32)
-    exponent, mantissa = {"float16": (5, 10), "float8_e5m2": (5, 2), "float8_e4m3fn": (4, 3)}[dtype]
-    return _decode_float(c, x, exponent, mantissa, has_inf=dtype != "float8_e4m3fn")
+    return _decode_float(c, x, dtype)
 
 
-def _decode_float(c: Code, x: Val, exponent: int, mantissa: int, has_inf: bool) -> Val:
+def _decode_float(c: Code, x: Val, dtype: str) -> Val:
     """Decode sign | exponent | mantissa by integer arithmetic; subnormals go through an exact integer conversion."""
     i32, f32 = like(x.ty, "i32"), like(x.ty, "float")
-    bits = c.cast("zext", x, i32)
-    width, bias = exponent + mantissa, (1 << (exponent - 1)) - 1
+    magnitude, sign = _split_sign(c, c.cast("zext", x, i32), dtype, 32)
+    _, mantissa = _FIELDS[dtype]
+    tiny = c.binary("fmul", c.cast("sitofp", magnitude, f32), const(f32, f"{_unit_of(dtype):.17e}"))
+    bits = _join_float(c, magnitude, sign, c.cast("bitcast", tiny, i32), dtype, 23 - mantissa)
+    return c.cast("bitcast", bits, f32)
 
-    def imm(n: int) -> Val:
-        return const(i32, str(n))
 
-    magnitude = c.binary("and", bits, imm((1 << width) - 1))
-    sign = c.binary("shl", c.binary("and", bits, imm(1 << width)), imm(31 - width))
-    shifted = c.binary("shl", magnitude, imm(23 - mantissa))
-    normal = c.binary("add", shifted, imm((127 - bias) << 23))
-    scale = const(f32, f"{2.0 ** (1 - bias - mantissa):.17e}")
-    tiny = c.binary("fmul", c.cast("sitofp", magnitude, f32), scale)
-    small = c.cmp("icmp", "ult", magnitude, imm(1 << mantissa))
-    value = c.select(small, c.cast("bitcast", tiny, i32), normal)
-    if has_inf:
-        top = imm(((1 << exponent) - 1) << mantissa)
-        special = c.binary("or", shifted, imm(0x7F800000))
-        value = c.select(c.cmp("icmp", "uge", magnitude, top), special, value)
+def _to_bfloat(c: Code, isa: Isa, x: Val, dtype: str) -> Val:
+    """An 8-bit float as the bits of a bfloat16 with the same value; subnormals by a table of eight in a register."""
+    n, (_, mantissa) = lanes_of(x.ty), _FIELDS[dtype]
+    if n not in (8, 16, 32):
+        bits = c.cast("bitcast", _decode_float(c, x, dtype), like(x.ty, "i32"))
+        return c.cast("trunc", c.binary("lshr", bits, const(bits.ty, "16")), like(x.ty, "i16"))
+    i16 = vec(n, "i16")
+    magnitude, sign = _split_sign(c, c.cast("zext", x, i16), dtype, 16)
+    entries = [struct.unpack("<I", struct.pack("<f", i * _unit_of(dtype)))[0] >> 16 for i in range(8)] * (n // 8)
+    table = Val(i16, "<" + ", ".join(f"i16 {e}" for e in entries) + ">")
+    tiny = c.intrinsic("x86.avx512.permvar.hi", i16, table, magnitude, suffix=str(16 * n))
+    return _join_float(c, magnitude, sign, tiny, dtype, 7 - mantissa)
+
+
+def _unit_of(dtype: str) -> float:
+    """The smallest subnormal."""
+    exponent, mantissa = _FIELDS[dtype]
+    return 2.0 ** (2 - (1 << (exponent - 1)) - mantissa)
+
+
+def _split_sign(c: Code, bits: Val, dtype: str, width: int) -> tuple[Val, Val]:
+    """Exponent and mantissa of a zero-extended value, and its sign moved to the top of `width` bits."""
+    at = sum(_FIELDS[dtype])
+    magnitude = c.binary("and", bits, const(bits.ty, str((1 << at) - 1)))
+    sign = c.binary("shl", c.binary("and", bits, const(bits.ty, str(1 << at))), const(bits.ty, str(width - 1 - at)))
+    return magnitude, sign
+
+
+def _join_float(c: Code, magnitude: Val, sign: Val, tiny: Val, dtype: str, shift: int) -> Val:
+    """Bits of a float with 8 exponent bits: `tiny` for subnormals, infinity and NaN kept, else the exponent moved."""
+    (exponent, mantissa), ty = _FIELDS[dtype], magnitude.ty
+    bias, one = (1 << (exponent - 1)) - 1, 1 << (mantissa + shift)  # one: a step of the new exponent
+    shifted = c.binary("shl", magnitude, const(ty, str(shift)))
+    normal = c.binary("add", shifted, const(ty, str((127 - bias) * one)))
+    value = c.select(c.cmp("icmp", "ult", magnitude, const(ty, str(1 << mantissa))), tiny, normal)
+    if dtype == "float8_e4m3fn":  # no infinity, one NaN
+        top, special = (1 << (exponent + mantissa)) - 1, const(ty, str(255 * one + one // 2))
     else:
-        nan = c.cmp("icmp", "eq", magnitude, imm((1 << width) - 1))
-        value = c.select(nan, imm(0x7FC00000), value)
-    return c.cast("bitcast", c.binary("or", value, sign), f32)
+        top, special = ((1 << exponent) - 1) << mantissa, c.binary("or", shifted, const(ty, str(255 * one)))
+    value = c.select(c.cmp("icmp", "uge", magnitude, const(ty, str(top))), special, value)
+    return c.binary("or", value, sign)

@@ -31,14 +31,20 @@ def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width:
     c = Code(module, name, params if with_sums else params[:4], attributes=ATTRIBUTES)
     src, ld, dst, kc = params[:4]
     chunk = min(width, mode.lanes)
-    slots = [c.var(vec(chunk, mode.unit), zeros(vec(chunk, mode.unit))) for _ in range(0, width, chunk)] if with_sums else []
+    slots = (
+        [c.var(vec(chunk, mode.unit), zeros(vec(chunk, mode.unit))) for _ in range(0, width, chunk)]
+        if with_sums
+        else []
+    )
     size = BYTES[STORAGE[dtype]]
 
     def step(at: Val, rows: int) -> None:
         for v, lane in enumerate(range(0, width, chunk)):
             ptr = offset(c, c.gep("i8", src, c.mul(c.mul(at, mode.group), ld)), lane, size)
             units = _enter(c, mode, side, lanes_step(c, mode, dtype, ptr, ld, rows, chunk, count - lane))
-            c.store(units, offset(c, dst, c.add(c.mul(at, width), lane), mode.unit_bytes), align=chunk * mode.unit_bytes)
+            c.store(
+                units, offset(c, dst, c.add(c.mul(at, width), lane), mode.unit_bytes), align=chunk * mode.unit_bytes
+            )
             if with_sums:
                 c.store(mode.column_sum(c, c.load(units.ty, slots[v]), units), slots[v])
 
@@ -110,10 +116,17 @@ def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: 
 
     def square(k0: Val, valid: int) -> None:
         at = offset(c, src, k0, size)
-        rows = [rows_step(c, mode, dtype, c.gep("i8", at, c.mul(ld, r)), valid) if r < count else zeros(ty) for r in range(mode.lanes)]
+        rows = [
+            rows_step(c, mode, dtype, c.gep("i8", at, c.mul(ld, r)), valid) if r < count else zeros(ty)
+            for r in range(mode.lanes)
+        ]
         step = c.binary("sdiv", k0, Val(_I64, str(mode.group))) if mode.group > 1 else k0
         for i, column in enumerate(transpose(c, rows)[: -(-valid // mode.group)]):
-            c.store(column, offset(c, dst, c.mul(c.add(step, i), width), mode.unit_bytes), align=mode.lanes * mode.unit_bytes)
+            c.store(
+                column,
+                offset(c, dst, c.mul(c.add(step, i), width), mode.unit_bytes),
+                align=mode.lanes * mode.unit_bytes,
+            )
             if slot:
                 c.store(mode.column_sum(c, c.load(ty, slot), column), slot)
 
@@ -177,7 +190,11 @@ def rows_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
         whole, has_tail = split_k(c, kc, block, tail)
         if has_tail:
             with c.when(has_tail):
-                c.store(zeros(vec(mode.lanes, mode.unit)), offset(c, out, whole, BYTES[mode.packed]), align=mode.lanes * mode.unit_bytes)
+                c.store(
+                    zeros(vec(mode.lanes, mode.unit)),
+                    offset(c, out, whole, BYTES[mode.packed]),
+                    align=mode.lanes * mode.unit_bytes,
+                )
         column = offset(c, src, row, BYTES[elem])
         with c.loop(0, kc) as k:
             x = mode.widen(c, c.load(elem, c.gep("i8", column, c.mul(k, ld)), align=BYTES[elem]), dtype)

@@ -10,6 +10,7 @@ from jtile.lowering.cpu.isa import Isa
 
 _THIN = 8  # up to this many rows a product reads B once, so packing B cannot pay
 _B_BLOCK_UNIT_BYTES = 2048  # bytes of one packed column of B in a k block: a 32-wide panel of 64 KiB streams from L2
+_STREAMED_BYTES = 512 * 1024  # a B larger than this does not come from the second-level cache
 _X_BLOCK_BYTES = 32768  # the thin side of a dot product stays in L1
 
 
@@ -70,13 +71,8 @@ class Plan:
 
 def register_block(isa: Isa, kind: str, narrow: bool) -> tuple[int, int]:
     """Rows and vectors of the accumulator block; `narrow`: C is at most one vector wide."""
-    if isa.registers == 32:
-        rows = 8
-    elif isa.has("fma") and kind == "fma":
-        rows = 6
-    else:
-        rows = 4
-    return (2 * rows, 1) if narrow else (rows, 2)
+    rows = 8 if isa.registers == 32 else 6 if isa.has("fma") and kind == "fma" else 4
+    return rows, 1 if narrow else 2
 
 
 def split_rows(m: int, cap: int) -> tuple[Rows, ...]:
@@ -145,10 +141,29 @@ def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool) -> Plan:
     vectors = max(1, min(8, (budget - (budget // 4) * mode.flip) // m))
     rows = split_rows(m, m if mode.isa.registers == 32 else min(m, 6))
     columns = split_columns(n, mode.lanes, min(vectors, -(-n // mode.lanes)))
-    kc, _ = _k_blocks(mode, k, k)
+    size = BYTES[STORAGE[mode.b]]
+    limit = k
+    if n * k * size > _STREAMED_BYTES:  # a few whole rows at a time: memory is read in order
+        limit = 16 * mode.group
+    elif columns[0].vectors * mode.lanes * size < 64:  # neighbouring panels share cache lines: come back to them soon
+        limit = 64
+    kc, blocks = _k_blocks(mode, k, limit)
     layout = _a_layout(mode, k, trans_a, sum(c.count for c in columns))
     width = _a_width(mode, rows[0].rows)
-    return Plan("direct", mode, False, layout, rows, columns, width, kc, 1, _a_bytes(mode, layout, rows, m, kc, width), 0, 0)
+    return Plan(
+        "direct",
+        mode,
+        False,
+        layout,
+        rows,
+        columns,
+        width,
+        kc,
+        blocks,
+        _a_bytes(mode, layout, rows, m, kc, width),
+        0,
+        0,
+    )
 
 
 def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jtile.lowering.cpu.gemm_modes import BYTES
 from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, like, scalar_of, vec
+from jtile.lowering.cpu.llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, scalar_of, vec
 
 # LLVM turns copy loops into memcpy calls unless told not to; an image may have no undefined symbol.
 ATTRIBUTES = 'nounwind "no-builtins"'
@@ -20,8 +20,7 @@ def zeros(ty: str) -> Val:
 
 def shuffle(c: Code, a: Val, b: Val, lanes: list[int]) -> Val:
     mask = ", ".join("i32 poison" if i < 0 else f"i32 {i}" for i in lanes)
-    return c.let(like(a.ty, scalar_of(a.ty)) if len(lanes) == lanes_of(a.ty) else vec(len(lanes), scalar_of(a.ty)),
-                 f"shufflevector {a}, {b}, <{len(lanes)} x i32> <{mask}>")  # fmt: skip
+    return c.let(vec(len(lanes), scalar_of(a.ty)), f"shufflevector {a}, {b}, <{len(lanes)} x i32> <{mask}>")
 
 
 def _has_masks(isa: Isa, elem: str) -> bool:
@@ -41,7 +40,9 @@ def load_part(c: Code, isa: Isa, elem: str, ptr: Val, lanes: int, count: int) ->
         return c.load(ty, ptr, align=BYTES[elem])
     if _has_masks(isa, elem):
         suffix = f"{intrinsic_suffix(ty)}.p0"
-        return c.intrinsic("masked.load", ty, ptr, Val("i32", str(BYTES[elem])), _mask(lanes, count), zeros(ty), suffix=suffix)
+        return c.intrinsic(
+            "masked.load", ty, ptr, Val("i32", str(BYTES[elem])), _mask(lanes, count), zeros(ty), suffix=suffix
+        )
     part = c.load(vec(count, elem), ptr, align=BYTES[elem])
     if count == 1:
         return c.let(ty, f"insertelement {zeros(ty)}, {part}, i64 0")
@@ -64,6 +65,13 @@ def store_part(c: Code, isa: Isa, x: Val, ptr: Val, count: int) -> None:
 
 def extract(c: Code, x: Val, lane: int) -> Val:
     return c.let(scalar_of(x.ty), f"extractelement {x}, i64 {lane}") if lanes_of(x.ty) > 1 else x
+
+
+def slice_lanes(c: Code, x: Val, first: int, count: int) -> Val:
+    """Lanes first .. first + count of x; one lane is a scalar."""
+    if count == lanes_of(x.ty):
+        return x
+    return extract(c, x, first) if count == 1 else shuffle(c, x, x, list(range(first, first + count)))
 
 
 def interleave(c: Code, rows: list[Val], unit: str) -> Val:
@@ -105,9 +113,8 @@ def sums(c: Code, vectors: list[Val]) -> Val:
         width *= 2
     total = vectors[0]
     while lanes > want:
-        half = lanes // 2
-        parts = [shuffle(c, total, total, list(range(at, at + half))) if half > 1 else extract(c, total, at // half) for at in (0, half)]
-        total, lanes = c.binary(op, *parts), half
+        lanes //= 2
+        total = c.binary(op, slice_lanes(c, total, 0, lanes), slice_lanes(c, total, lanes, lanes))
     return total
 
 
