@@ -25,7 +25,7 @@ class LoadedImage:
       isa: `"x86_64:feature,..."`, checked against the machine; None: this machine's architecture, no features.
       sites: the print and assert sites, as JSON text or the list that it encodes.
       name: the kernel's name in messages.
-      cost: estimated nanoseconds of one program; it sets the size of the chunks that threads take.
+      cost: estimated nanoseconds of one program: threads take chunks of at least a few microseconds.
     Raises:
       FfiError: the object is damaged, foreign, or needs a CPU feature that the machine lacks.
     """
@@ -39,7 +39,7 @@ class LoadedImage:
         isa: str | None = None,
         sites: str | Sequence[dict] = "[]",
         name: str = "kernel",
-        cost: int = 0,
+        cost: int = 10_000,
     ):
         text = sites if isinstance(sites, str) else json.dumps(list(sites))
         isa = host_arch() if isa is None else isa

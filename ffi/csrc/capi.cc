@@ -12,6 +12,7 @@
 #include "image.h"
 #include "isa.h"
 #include "program.h"
+#include "sha256.h"
 
 namespace jtile {
 namespace {
@@ -77,6 +78,12 @@ int32_t jtile_link(const char* image, int64_t size, int32_t machine, uint64_t ad
 // Whether this machine can run code for `isa`.
 int32_t jtile_check_isa(const char* isa, char* error, int64_t capacity) {
   return guarded(error, capacity, [&] { check_isa(isa); });
+}
+
+// SHA-256 of `size` bytes: 32 bytes to `out`.
+void jtile_sha256(const char* data, int64_t size, uint8_t* out) {
+  Digest digest = sha256({data, static_cast<size_t>(size)});
+  std::copy(digest.begin(), digest.end(), out);
 }
 
 int64_t jtile_images_alive() { return images_alive(); }

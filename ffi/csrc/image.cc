@@ -1,31 +1,20 @@
 #include "image.h"
 
-#include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <map>
-#include <mutex>
 
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "elf.h"
 #include "error.h"
-#include "sha256.h"
+#include "shared_table.h"
 
 namespace jtile {
 namespace {
 
-std::atomic<int64_t> loaded_count{0};
-
-// Never destroyed: executables that outlive static destructors may still release images.
-struct Table {
-  std::mutex mutex;
-  std::map<Digest, std::weak_ptr<const Image>> images;
-};
-
-Table& table() {
-  static Table* const table = new Table;
+SharedTable<Image>& table() {
+  static auto* const table = new SharedTable<Image>;
   return *table;
 }
 
@@ -71,40 +60,15 @@ Image::Image(std::string_view bytes) {
   auto* code = reinterpret_cast<char*>(memory_ + object.segment_offset(kExecute));
   __builtin___clear_cache(code, code + object.segment_size(kExecute));
   entry_ = reinterpret_cast<jtile_entry*>(memory_ + object.entry_offset());
-  loaded_count.fetch_add(1, std::memory_order_relaxed);
 }
 
 Image::~Image() { munmap(memory_, size_); }
 
 std::shared_ptr<const Image> acquire_image(std::string_view object) {
-  Digest key = sha256(object);
-  std::lock_guard lock(table().mutex);
-  std::weak_ptr<const Image>& slot = table().images[key];
-  if (std::shared_ptr<const Image> image = slot.lock()) return image;
-  try {
-    auto release = [key](const Image* image) {
-      delete image;
-      std::lock_guard lock(table().mutex);
-      auto found = table().images.find(key);
-      // Another caller may have loaded the same bytes again since the last user left.
-      if (found != table().images.end() && found->second.expired()) table().images.erase(found);
-    };
-    std::shared_ptr<const Image> image(new Image(object), release);
-    slot = image;
-    return image;
-  } catch (...) {
-    table().images.erase(key);
-    throw;
-  }
+  return table().acquire(object, [object] { return std::make_unique<const Image>(object); });
 }
 
-int64_t images_alive() {
-  std::lock_guard lock(table().mutex);
-  int64_t alive = 0;
-  for (const auto& [key, image] : table().images) alive += !image.expired();
-  return alive;
-}
-
-int64_t images_loaded() { return loaded_count.load(std::memory_order_relaxed); }
+int64_t images_alive() { return table().alive(); }
+int64_t images_loaded() { return table().loaded(); }
 
 }  // namespace jtile
