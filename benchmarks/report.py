@@ -21,7 +21,8 @@ def table(results: Sequence[Result]) -> None:
     for name in ("ours", "peers", "ratio", "of bound", "error"):
         out.add_column(name, justify="right")
     previous = None
-    for item in results:
+    order = {r.workload: i for i, r in reversed([*enumerate(item.record for item in results)])}
+    for item in sorted(results, key=lambda item: order[item.record.workload]):
         r = item.record
         if previous not in (None, r.workload):
             out.add_section()
