@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from jtile.trace.lower import Lowering, rule
 
 
@@ -10,10 +12,11 @@ def _takes_keys(fn):
     return fn
 
 
-@rule("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin", "run_state_call")
+@rule("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_vmap_call", "composite", "eval_jaxpr",
+      "xla_metadata_call", "compute_on", "call")  # fmt: skip
 @_takes_keys
 def _(c: Lowering, *args, **params):
-    return c.closed(params.get("jaxpr") or params["call_jaxpr"], args)
+    return c.closed(next(params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in params), args)
 
 
 @rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
@@ -21,6 +24,23 @@ def _(c: Lowering, *args, **params):
 def _(c: Lowering, *args, **params):
     closed = next(params[k] for k in ("call_jaxpr", "fun_jaxpr", "jaxpr") if k in params)
     return c.closed(closed, args)
+
+
+@rule("call_hi_primitive")
+def _(c: Lowering, *args, _prim):
+    """JAX's primitives that say what they are in terms of others."""
+    return c.call(lambda *xs: jax.tree.leaves(_prim.expand(*jax.tree.unflatten(_prim.in_tree, xs))), *args)
+
+
+@rule("platform_index")
+def _(c: Lowering, *, platforms):
+    # A kernel runs on every target with the same bits, so it takes the code that is no platform's own.
+    place = next((k for k, p in enumerate(platforms) if p is None), None)
+    if place is None:
+        place = next((k for k, p in enumerate(platforms) if "cpu" in p), None)
+    if place is None:
+        raise c.unsupported(f"code that exists for {platforms} only")
+    return c.b.full(place, (), "int32")
 
 
 @rule("debug_callback", "debug_print")

@@ -129,6 +129,9 @@ def _counted_scan(c: Lowering, jaxpr, consts, init, counter: Counter, start: int
 def _general_scan(c: Lowering, jaxpr, consts, init, xs, length: int, reverse: bool, hint: Hint):
     """Slices of the xs by the loop index; the ys go to scratch Refs, loaded whole after the loop."""
     n_carry = len(init)
+    if length == 0:
+        variables = _open(jaxpr).outvars[n_carry:]
+        return [*init, *_unflat_ys(variables, [c.b.full(0, (0, *t.shape), t.dtype) for t in _y_types(c, variables)])]
     y_types = _y_types(c, _open(jaxpr).outvars[n_carry:])
     refs = [c.add(ir.Alloc((length, *t.shape), t.dtype)) for t in y_types]
     lo, hi, step = (c.b.index(v) for v in (0, length, 1))
@@ -252,8 +255,8 @@ def _last(c: Lowering, lo: ir.Value, hi: ir.Value, step: int) -> ir.Value:
 @rule("cond")
 @_takes_keys
 def _(c: Lowering, index, *args, branches, **_):
-    if len(branches) == 1:
-        return c.closed(branches[0], args)
+    if (k := _constant(index)) is not None:
+        return c.closed(branches[min(max(k, 0), len(branches) - 1)], args)
     return _switch(c, index, list(branches), 0, args)
 
 

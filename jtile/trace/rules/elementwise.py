@@ -168,7 +168,7 @@ def _reduce_precision(x, exponent_bits: int, mantissa_bits: int):
     return jnp.where(jnp.isnan(x), x, y)
 
 
-@rule("copy", "copy_p", "stop_gradient", "pvary", "pcast", "reshard", "sharding_constraint", "layout_constraint", "name",
+@rule("copy", "copy_p", "stop_gradient", "pvary", "pcast", "reshard", "sharding_constraint", "layout_constraint", "name", "stage", "relayout", "device_put",
       "mesh_cast", "tie", "convert_weak_type")  # fmt: skip
 def _(c: Lowering, x, *_, **__):
     return x
@@ -197,3 +197,37 @@ def _(c: Lowering, x, y, **_):
     x, y = (c.splat(v, c.out.shape) for v in (x, y))
     p = c.map("mul", c.b.cast(x, wide), c.b.cast(y, wide))
     return c.b.cast(c.map("shr", p, c.full(x.type.info.bits, p.type)), x.type.dtype)
+
+
+@rule("polynomial")
+def _(c: Lowering, x, *coefficients, **_):
+    """Horner's scheme; the constant comes first."""
+    x, *parts = (c.splat(v, c.out.shape) for v in (x, *coefficients))
+    out = parts[-1]
+    for a in reversed(parts[:-1]):
+        out = c.map("add", c.map("mul", out, x), a)
+    return out
+
+
+def _total_order(fn: str):
+    """Comparison in the total order of IEEE floats: -NaN < -inf < ... < -0 < 0 < ... < inf < NaN."""
+
+    def run(c: Lowering, x, y, **_):
+        x, y = (c.splat(v, c.out.shape) for v in (x, y))
+        if x.type.info.kind != "f":
+            return c.map(fn, x, y)
+        bits = x.type.info.bits
+        word = ir.TileType(x.type.shape, f"int{bits}")
+        sign, low = c.full(bits - 1, word), c.full((1 << (bits - 1)) - 1, word)
+
+        def key(v):
+            raw = c.add(ir.Bitcast(v, word.dtype))  # sign and magnitude, turned into two's complement
+            return c.map("xor", raw, c.map("and", c.map("shr", raw, sign), low))
+
+        return c.map(fn, key(x), key(y))
+
+    return run
+
+
+for _ours in ("eq", "lt", "le"):
+    rule(f"{_ours}_to")(_total_order(_ours))

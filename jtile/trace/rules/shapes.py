@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jtile import ir
 from jtile.trace.lower import Lowering, rule
 
@@ -127,3 +129,25 @@ def _(c: Lowering, x, *starts, slice_sizes, **_):
 @rule("dynamic_update_slice")
 def _(c: Lowering, x, update, *starts, **_):
     return c.add(ir.DynamicUpdate(x, update, tuple(starts)))
+
+
+@rule("stack")
+def _(c: Lowering, *xs, axis, **_):
+    shape = list(xs[0].type.shape)
+    shape.insert(axis, 1)
+    wide = [c.b.reshape(x, shape) for x in xs]
+    return wide[0] if len(wide) == 1 else c.add(ir.Concat(tuple(wide), axis))
+
+
+@rule("zeros_like")
+def _(c: Lowering, x, **_):
+    return c.full(0, x.type)
+
+
+@rule("iota_2x32_shape")
+def _(c: Lowering, *, shape):
+    """The row-major number of each element, as the high and the low 32 bits."""
+    if math.prod(shape) > 2**32:
+        raise c.unsupported("random bits of more than 2**32 elements in one tile")
+    flat = c.add(ir.Iota((math.prod(shape),), 0, "uint32"))
+    return [c.b.full(0, tuple(shape), "uint32"), c.b.reshape(flat, tuple(shape))]
