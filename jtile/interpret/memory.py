@@ -120,7 +120,7 @@ def resolve(index: Index, values: list[np.ndarray], shape: tuple[int, ...], mask
 
 def _int64(v: np.ndarray) -> np.ndarray:
     """Indices as int64; uint64 numbers past its end leave every array."""
-    return np.where(v > np.iinfo(np.int64).max, -1, v).astype(np.int64) if v.dtype == np.uint64 else v.astype(np.int64)
+    return (np.minimum(v, np.uint64(2**63 - 1)) if v.dtype == np.uint64 else v).astype(np.int64)
 
 
 def tile_count(n: int, step: int) -> int:

@@ -282,3 +282,9 @@ def tile(v: Value) -> TileType:
     if not isinstance(v.type, TileType):
         raise TypeError(f"expected a tile, got {v.type}")
     return v.type
+
+
+def check_axes(axes, t: TileType) -> None:
+    """ValueError unless `axes` are different axes of a tile, counted from 0."""
+    if any(not 0 <= a < t.rank for a in axes) or len(set(axes)) != len(axes):
+        raise ValueError(f"{', '.join(map(str, axes))} are not different axes of {t}")

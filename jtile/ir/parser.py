@@ -205,17 +205,17 @@ class _Parser:
         self.expect("(")
         params = tuple(self.define(t, Value(type)) for t, type in self.listed(self.parameter, ")"))
         k = Kernel(json.loads(name.text) if name.kind == "string" else name.text, params, (), Block())
-        if self.take("grid"):
-            self.expect("(")
-            k.grid = tuple(self.listed(self.integer, ")"))
-        if self.take("alias"):
-            self.expect("(")
-            pair = lambda: (self._position(k.inputs), self.expect("=") and self._position(k.outputs))
-            k.aliases = tuple(self.listed(pair, ")"))
         inits: dict[int, Any] = {}
-        if self.take("init"):
+        while self.peek.text in ("grid", "alias", "init"):
+            clause = self.next().text
             self.expect("(")
-            inits = dict(self.listed(lambda: (self._position(k.outputs), self.expect("=") and self.literal()), ")"))
+            if clause == "grid":
+                k.grid = tuple(self.listed(self.integer, ")"))
+            elif clause == "alias":
+                pair = lambda: (self._position(k.inputs), self.expect("=") and self._position(k.outputs))
+                k.aliases = tuple(self.listed(pair, ")"))
+            else:
+                inits = dict(self.listed(lambda: (self._position(k.outputs), self.expect("=") and self.literal()), ")"))
         k.inits = tuple(inits.get(i) for i in range(len(k.outputs)))
         k.loc = self.location()
         k.body = self.block([])

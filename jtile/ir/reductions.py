@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from .core import Block, Op, Value, tile
+from .core import Block, Op, Value, check_axes, tile
 from .elementwise import ELEMENTWISE, compute
 from .types import DTYPES, TileType
 
@@ -32,6 +32,12 @@ def identity(fn: str, dtype: str):
     return low if fn == "max" else high
 
 
+def reducible(fn: str, dtype: str) -> bool:
+    """Bools know and, or, xor, max, min; floats no bit operations."""
+    kind = DTYPES[dtype].kind
+    return fn not in ("sum", "prod", "logsumexp") if kind == "b" else fn not in ("and", "or", "xor") or kind != "f"
+
+
 def drop(shape, axes) -> tuple[int, ...]:
     return tuple(n for k, n in enumerate(shape) if k not in axes)
 
@@ -51,6 +57,8 @@ class Reduce(Op):
         t = tile(self.x)
         if self.fn not in REDUCERS or any(not 0 <= a < t.rank for a in self.axes):
             raise ValueError(f"cannot reduce {t} by {self.fn} over {self.axes}")
+        if len(set(self.axes)) != len(self.axes) or not reducible(self.fn, t.dtype):
+            raise TypeError(f"reduce {self.fn} over {self.axes} is not defined for {t}")
         return (t.with_shape(drop(t.shape, self.axes)),)
 
     def reference(self, x):
@@ -132,6 +140,9 @@ class UserReduce(Op):
         types = [tile(x) for x in self.xs]
         if any(t.shape != types[0].shape for t in types) or len(self.inits) != len(types):
             raise TypeError("reduce takes tiles of one shape and one initial scalar for each")
+        if [tile(i) for i in self.inits] != [TileType((), t.dtype) for t in types]:
+            raise TypeError(f"reduce starts from scalars of the dtypes of its tiles, got {', '.join(str(i.type) for i in self.inits)}")
+        check_axes(self.axes, types[0])
         _check_combiner(self.body, types, "reduce")
         return tuple(t.with_shape(drop(t.shape, self.axes)) for t in types)
 
@@ -151,6 +162,8 @@ class Cumulative(Op):
         t = tile(self.x)
         if self.fn not in ("sum", "prod", "max", "min", "logsumexp") or not 0 <= self.axis < t.rank:
             raise ValueError(f"cannot scan {t} by {self.fn} along axis {self.axis}")
+        if not reducible(self.fn, t.dtype) or (self.fn == "logsumexp" and t.info.kind != "f"):
+            raise TypeError(f"cumulative {self.fn} is not defined for {t}")
         return (t,)
 
     def reference(self, x):
@@ -180,6 +193,7 @@ class UserScan(Op):
         types = [tile(x) for x in self.xs]
         if any(t.shape != types[0].shape for t in types):
             raise TypeError("associative_scan takes tiles of one shape")
+        check_axes((self.axis,), types[0])
         _check_combiner(self.body, types, "associative_scan")
         return tuple(types)
 
@@ -200,6 +214,7 @@ class Sort(Op):
         types = [tile(x) for x in self.xs]
         if any(t.shape != types[0].shape for t in types) or not 1 <= self.keys <= len(types):
             raise TypeError("sort takes tiles of one shape, and at least one of them as key")
+        check_axes((self.axis,), types[0])
         return tuple(types)
 
     def reference(self, *xs):

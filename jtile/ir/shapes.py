@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from .core import Op, Value, tile
+from .core import Op, Value, check_axes, tile
 from .types import DTYPES, INDEX, TileType
 
 
@@ -181,6 +181,7 @@ class Concat(Op):
     def infer(self):
         types = [tile(x) for x in self.xs]
         first = types[0]
+        check_axes((self.axis,), first)
         for t in types:
             rest = [(n, m) for k, (n, m) in enumerate(zip(t.shape, first.shape, strict=True)) if k != self.axis]
             if t.dtype != first.dtype or any(n != m for n, m in rest):
@@ -251,6 +252,7 @@ class Reverse(Op):
     mnemonic = "reverse"
 
     def infer(self):
+        check_axes(self.axes, tile(self.x))
         return (tile(self.x),)
 
     def reference(self, x):
@@ -317,6 +319,7 @@ class Gather(Op):
 
     def infer(self):
         t, i = tile(self.x), tile(self.indices)
+        check_axes((self.axis,), t)
         same = all(a == b for k, (a, b) in enumerate(zip(t.shape, i.shape, strict=True)) if k != self.axis)
         if i.info.kind not in "iu" or not same:
             raise TypeError(f"gather along axis {self.axis} takes indices that match {t} elsewhere, got {i}")
