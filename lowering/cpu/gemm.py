@@ -1,7 +1,8 @@
 """Matmul of one tile: C = A . B or C += A . B as an LLVM function, specialised to sizes, dtypes and layouts.
 
-A product runs in one of three ways (`gemm_plan`): *packed* (B copied to panels, a register-blocked micro-kernel), *direct*
-(few rows: B is read once, in place) and *dot* (few rows or columns against k-contiguous data: vectors along k).
+A product runs in one of three ways (`gemm_plan`): *packed* (B copied to panels, a register-blocked micro-kernel),
+*direct* (few rows: B is read once, in place) and *dot* (few rows or columns against k-contiguous data: vectors
+along k).
 Floats accumulate in f32 (f64 for f64), integers modulo 2**32 or 2**64.
 """
 
@@ -13,7 +14,7 @@ from jtile.lowering.cpu import gemm_pack as pack
 from jtile.lowering.cpu.gemm_kernels import DotShape, PanelShape, dot_kernel, panel_kernel
 from jtile.lowering.cpu.gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
 from jtile.lowering.cpu.gemm_plan import Columns, Plan, Rows, make_plan
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, call, offset, store_part, zeros
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, call, offset, rolled, store_part, zeros
 from jtile.lowering.cpu.isa import Isa
 from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
 
@@ -58,8 +59,8 @@ class Gemm:
 def emit_gemm(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
     """Add `void @name(ptr A, i64 lda, ptr B, i64 ldb, ptr C, i64 ldc, ptr workspace)` to the module, once per spec.
 
-    Strides count elements; the buffers need element alignment only, the workspace 64 bytes. No byte outside the operands
-    is read, none outside C[:m, :n] is written.
+    Strides count elements; the buffers need element alignment only, the workspace 64 bytes. No byte outside the
+    operands is read, none outside C[:m, :n] is written.
 
     Raises:
       ValueError: the dtypes do not go together (`choose_mode`).
@@ -107,9 +108,9 @@ def _emit_empty(module: Module, isa: Isa, spec: GemmSpec) -> str:
         acc = ACCUMULATORS[spec.acc]
         lanes = isa.lanes(8 * BYTES[acc])
         if spec.m and spec.n and not spec.accumulate:
-            with c.loop(0, spec.m) as i:
+            with rolled(c, 0, spec.m) as i:
                 row = offset(c, _C, c.mul(i, _LDC), BYTES[acc])
-                with c.loop(0, spec.n // lanes * lanes, lanes) as j:
+                with rolled(c, 0, spec.n // lanes * lanes, lanes) as j:
                     store_part(c, isa, zeros(vec(lanes, acc)), offset(c, row, j, BYTES[acc]), lanes)
                 if rest := spec.n % lanes:
                     store_part(c, isa, zeros(vec(lanes, acc)), offset(c, row, spec.n - rest, BYTES[acc]), rest)
@@ -125,7 +126,7 @@ def _emit_split(module: Module, isa: Isa, spec: GemmSpec, plan: Plan) -> Gemm:
     for start, count, m in _even(spec.m, _MAX_ROWS, plan.rows[0].rows):
         part = emit_gemm(module, isa, dataclasses.replace(spec, m=m))
         workspace = max(workspace, part.workspace)
-        with c.loop(0, count) as i:
+        with rolled(c, 0, count) as i:
             row = c.add(start, c.mul(i, m))
             a = offset(c, _A, row if spec.trans_a else c.mul(row, _LDA), BYTES[STORAGE[spec.a]])
             out = offset(c, _C, c.mul(row, _LDC), BYTES[plan.mode.acc])
@@ -136,7 +137,7 @@ def _emit_split(module: Module, isa: Isa, spec: GemmSpec, plan: Plan) -> Gemm:
 
 
 def _emit_turned(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
-    """A narrow C with A stored [k, m]: its transpose is a product of few rows, which then turn into the columns of C."""
+    """A narrow C with A stored [k, m]: its transpose is a product of few rows, which turn into the columns of C."""
     turned = GemmSpec(spec.n, spec.m, spec.k, spec.b, spec.a, spec.acc, not spec.trans_b, False)
     inner = emit_gemm(module, isa, turned)
     acc = ACCUMULATORS[spec.acc]
@@ -145,7 +146,7 @@ def _emit_turned(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
         rows = offset(c, _WORK, inner.workspace, 1)
         call(c, inner.name, _B, _LDB, _A, _LDA, rows, i64(spec.m), _WORK)
         plus = "fadd" if acc in ("float", "double") else "add"
-        with c.loop(0, spec.m) as i:
+        with rolled(c, 0, spec.m) as i:
             line = offset(c, _C, c.mul(i, _LDC), BYTES[acc])
             for j in range(spec.n):
                 x = c.load(acc, offset(c, rows, c.add(i, j * spec.m), BYTES[acc]), align=BYTES[acc])
@@ -161,15 +162,15 @@ def _emit_turned(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
 
 def _even(size: int, limit: int, unit: int) -> list[tuple[int, int, int]]:
     """(start, count, size) of equal parts of at most `limit` and one smaller rest; parts are multiples of `unit`."""
-    parts = -(-size // limit)
-    each = min(-(-(-(-size // parts)) // unit) * unit, size)
+    least = -(-size // -(-size // limit))
+    each = min(-(-least // unit) * unit, size)
     count, rest = divmod(size, each)
     return [(0, count, each)] + ([(size - rest, 1, rest)] if rest else [])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """One k block: start, elements, groups (the partial one too), whole groups, is it the last, and does it add to C."""
+    """One k block: start, elements, groups (also the partial one), whole groups, is it last, does it add to C."""
 
     k0: Val
     kc: Val
@@ -196,11 +197,11 @@ def _emit_panels(c: Code, spec: GemmSpec, plan: Plan) -> None:
     """The packed and the direct strategy: k blocks, then column panels (one packed at a time), then row panels."""
     panel = offset(c, _WORK, plan.a_bytes, 1)
     sums = offset(c, panel, plan.b_bytes, 1)
-    with c.loop(0, spec.k, plan.kc) as k0:
+    with rolled(c, 0, spec.k, plan.kc) as k0:
         block = _k_block(c, spec, plan, k0)
         _pack_a(c, spec, plan, block)
         for columns in plan.columns:
-            with c.loop(0, columns.count) as j:
+            with rolled(c, 0, columns.count) as j:
                 first = c.add(columns.start, c.mul(j, columns.width))
                 if plan.strategy == "packed":
                     _pack_b(c, spec, plan, block, columns, first, panel, sums)
@@ -221,7 +222,7 @@ def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:
         source = c.gep("i8", _A, c.mul(block.k0, ld))
         for rows in plan.rows:
             name = pack.panel_from_lanes(c.module, plan.mode, spec.a, spec.k, plan.a_width, rows.rows, "a")
-            with c.loop(0, rows.count) as p:
+            with rolled(c, 0, rows.count) as p:
                 row = c.add(rows.start, c.mul(p, rows.rows))
                 panel = offset(c, _WORK, c.add(rows.panel, p), plan.a_width * plan.a_row_bytes)
                 call(c, name, offset(c, source, row, size), ld, panel, block.kc)
@@ -239,22 +240,13 @@ def _pack_b(
         call(c, name, source, ld, panel, block.kc, *[sums] * mode.flip)
         return
     source = c.gep("i8", offset(c, _B, block.k0, size), c.mul(first, ld))
-    full = columns.vectors if columns.tail == mode.lanes else columns.vectors - 1
-    for start, count, lanes in ((0, full, mode.lanes), (full, columns.vectors - full, columns.tail)):
-        if count:
-            name = pack.panel_from_rows(c.module, mode, spec.b, spec.k, width, lanes)
-            with c.loop(start, start + count) as v:
-                lane = c.mul(v, mode.lanes)
-                target = offset(c, panel, lane, mode.unit_bytes)
-                call(
-                    c,
-                    name,
-                    c.gep("i8", source, c.mul(lane, ld)),
-                    ld,
-                    target,
-                    block.kc,
-                    *[offset(c, sums, lane, 4)] * mode.flip,
-                )
+    name = pack.panel_from_rows(c.module, mode, spec.b, spec.k, width)
+    with rolled(c, 0, columns.vectors) as v:
+        lane = c.mul(v, mode.lanes)
+        target = offset(c, panel, lane, mode.unit_bytes)
+        real = c.intrinsic("smin", "i64", c.sub(columns.width, lane), i64(mode.lanes))
+        extra = [offset(c, sums, lane, 4)] * mode.flip
+        call(c, name, c.gep("i8", source, c.mul(lane, ld)), ld, target, block.kc, real, *extra)
 
 
 def _row_panels(
@@ -271,7 +263,7 @@ def _row_panels(
             rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct
         )
         name = panel_kernel(c.module, mode, shape)
-        with c.loop(0, rows.count) as p:
+        with rolled(c, 0, rows.count) as p:
             row = c.add(rows.start, c.mul(p, rows.rows))
             a, a_row, a_step = _a_access(c, plan, block, a_size, row, c.add(rows.panel, p))
             out = offset(c, _C, c.add(c.mul(row, _LDC), first), BYTES[mode.acc])
@@ -298,7 +290,7 @@ def _emit_dot(c: Code, spec: GemmSpec, plan: Plan) -> None:
     rows: Rows = plan.rows[0]
     x_ld = c.mul(thin_ld, thin_size)
     tail = spec.k % (mode.lanes * mode.group)
-    with c.loop(0, spec.k, plan.kc) as k0:
+    with rolled(c, 0, spec.k, plan.kc) as k0:
         block = _k_block(c, spec, plan, k0)
         x, x_row = offset(c, thin, k0, thin_size), x_ld
         if plan.a_layout != "raw":
@@ -309,7 +301,7 @@ def _emit_dot(c: Code, spec: GemmSpec, plan: Plan) -> None:
         for columns in plan.columns:
             shape = DotShape(rows.rows, columns.width, tail, plan.a_layout != "raw", plan.swap, block.may_add)
             name = dot_kernel(c.module, mode, shape)
-            with c.loop(0, columns.count) as j:
+            with rolled(c, 0, columns.count) as j:
                 first = c.add(columns.start, c.mul(j, columns.width))
                 y = offset(c, long, c.add(c.mul(first, long_ld), k0), long_size)
                 out = offset(c, _C, c.mul(first, _LDC) if plan.swap else first, BYTES[mode.acc])

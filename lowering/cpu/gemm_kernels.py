@@ -1,7 +1,8 @@
 """Micro-kernels of the matmul: a block of C in registers, one k step after the other.
 
-`panel_kernel` broadcasts A against vectors of B (from a packed panel, or straight from memory); `dot_kernel` runs vectors
-along k for products that are thin in m or n, where B's rows lie along k and packing would cost more than it saves.
+`panel_kernel` broadcasts A against vectors of B (from a packed panel, or straight from memory); `dot_kernel` runs
+vectors along k for products that are thin in m or n, where B's rows lie along k and packing would cost more than it
+saves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 
 from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
 from jtile.lowering.cpu.gemm_pack import lanes_step, rows_step
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, load_part, offset, slice_lanes, store_part, sums, zeros
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, load_part, offset, rolled, slice_lanes, store_part, sums, zeros
 from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
 
 
@@ -39,9 +40,9 @@ class PanelShape:
 def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
     """`void(ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add, ptr sums, i1 last)`.
 
-    Strides of A and B in bytes: `a_row` between rows, `a_step` between units of one row, `b_step` between packed steps or
-    between source rows when direct. `ldc` in elements. `steps` counts whole groups; `last`: the
-    partial group of a direct kernel follows.
+    Strides of A and B in bytes: `a_row` between rows, `a_step` between units of one row, `b_step` between packed steps
+    or between source rows when direct. `ldc` in elements. `steps` counts whole groups; `last`: the partial group of a
+    direct kernel follows.
     """
     s = shape
     name = (
@@ -96,11 +97,11 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
         c.store(c.gep("i8", b_ptr, b_advance), b_slot)
 
     whole = c.binary("and", steps, i64(-s.banks)) if s.banks > 1 else steps
-    with c.loop(0, whole, s.banks):
+    with rolled(c, 0, whole, s.banks):
         for block in banks:
             step(block=block)
     if s.banks > 1:
-        with c.loop(whole, steps):
+        with rolled(c, whole, steps):
             step()
     if s.direct and s.k_tail:
         with c.when(last):
@@ -177,9 +178,10 @@ class DotShape:
 
 
 def dot_kernel(module: Module, mode: Mode, shape: DotShape) -> str:
-    """`void(ptr x, i64 x_row, ptr y, i64 y_row, ptr c, i64 ldc, i64 kc, i1 add)`; row strides in bytes, ldc in elements.
+    """`void(ptr x, i64 x_row, ptr y, i64 y_row, ptr c, i64 ldc, i64 kc, i1 add)`.
 
-    The thin side is operand A of `mode`, the streamed side operand B. `kc` is a whole number of vectors, or that plus `tail`.
+    Row strides in bytes, ldc in elements. The thin side x is operand A of `mode`, the streamed side y operand B. `kc` is
+    a whole number of vectors, or that plus `tail`.
     """
     s = shape
     name = f"dot_{mode.tag}_{s.rows}x{s.cols}_{s.tail}" + "_add" * s.add + "_p" * s.x_packed + "_t" * s.transposed
@@ -208,7 +210,7 @@ def dot_kernel(module: Module, mode: Mode, shape: DotShape) -> str:
                 c.store(mode.mac(c, c.load(ty, grid[r][j]), left[r], right), grid[r][j])
 
     whole = c.binary("and", kc, i64(-block)) if s.tail else kc
-    with c.loop(0, whole, block) as k0:
+    with rolled(c, 0, whole, block) as k0:
         step(k0, block)
     if s.tail:
         with c.when(c.cmp("icmp", "ne", whole, kc)):

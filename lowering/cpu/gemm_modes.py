@@ -13,8 +13,8 @@ from jtile.lowering.cpu.isa import Isa
 from jtile.lowering.cpu.llvm import Code, Val, const, lanes_of, like, scalar_of, vec
 
 STORAGE = {
-    "float32": "float", "float64": "double", "float16": "i16", "bfloat16": "i16", "float8_e4m3fn": "i8", "float8_e5m2": "i8",
-    "bool": "i8", "int8": "i8", "uint8": "i8", "int16": "i16", "uint16": "i16", "int32": "i32", "uint32": "i32",
+    "float32": "float", "float64": "double", "float16": "i16", "bfloat16": "i16", "float8_e4m3fn": "i8",
+    "float8_e5m2": "i8", "bool": "i8", "int8": "i8", "uint8": "i8", "int16": "i16", "uint16": "i16", "int32": "i32", "uint32": "i32",
     "int64": "i64", "uint64": "i64",
 }  # fmt: skip
 ACCUMULATORS = {"float32": "float", "float64": "double", "int32": "i32", "int64": "i64"}
@@ -61,7 +61,7 @@ class Mode:
 
     @property
     def flip(self) -> bool:
-        """Both bytes have one signedness, vpdpbusd wants one of each: A enters with its sign bit flipped, that is +-128."""
+        """vpdpbusd wants one signed and one unsigned side: where both are alike, A enters with its sign bits flipped."""
         return self.kind == "vnni" and _BYTE_SIGNED[self.a] == _BYTE_SIGNED[self.b]
 
     def swapped(self) -> Mode:
@@ -106,8 +106,8 @@ class Mode:
     def enter_a(self, c: Code, a: Val) -> Val:
         """A's units (or bytes) with their sign bits flipped where `flip`.
 
-        It happens in packing: in the micro-kernel LLVM 22 turns "broadcast, then xor" into a shape that its code generator
-        never finishes with.
+        It happens in packing: in the micro-kernel LLVM 22 turns "broadcast, then xor" into a shape that its code
+        generator never finishes with.
         """
         if not self.flip:
             return a
@@ -118,7 +118,7 @@ class Mode:
         return self.mac(c, acc, const(b.ty, str(0x01010101)), b)
 
     def corrected(self, c: Code, acc: Val, sums: Val) -> Val:
-        """Undo `enter_a`: A entered 128 too high (signed) or 128 too low (unsigned), so the sum is off by 128 column sums."""
+        """Undo `enter_a`: A was 128 too high (signed) or too low (unsigned), so the sum is off by 128 column sums."""
         off = c.binary("shl", sums, const(sums.ty, "7"))
         return c.binary("sub" if _BYTE_SIGNED[self.a] else "add", acc, off)
 

@@ -1,26 +1,27 @@
 """Packing of matmul operands: the layouts that the micro-kernels read with unit stride.
 
-Two layouts, both of *units* (`gemm_modes`): a **panel** is [steps][width], the lanes of one k step side by side; **rows**
-are [rows][steps] padded with zeros to whole vectors. Lanes and k elements that do not exist are written as zeros on the
-side of B (and of A for floats), so that no stray value meets them in a multiplication.
+Two layouts, both of *units* (`gemm_modes`): a **panel** is [steps][width], the lanes of one k step side by side;
+**rows** are [rows][steps] padded with zeros to whole vectors. Lanes and k elements that do not exist are written as
+zeros on the side of B (and of A for floats), so that no stray value meets them in a multiplication.
 
-Every function takes a byte stride `ld` of the source's outer axis and the number `kc` of k elements of this block; `kc` is
-a whole number of vectors, or that plus the static tail `k_tail` (the last block).
+Every function takes a byte stride `ld` of the source's outer axis and the number `kc` of k elements of this block; `kc`
+is a whole number of vectors, or that plus the static tail `k_tail` (the last block).
 """
 
 from __future__ import annotations
 
 from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, interleave, load_part, offset, transpose, zeros
-from jtile.lowering.cpu.llvm import Code, Module, Val, vec
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, interleave, load_part, offset, rolled, transpose, zeros
+from jtile.lowering.cpu.llvm import Code, Module, Val, lanes_of, vec
 
 _I64 = "i64"
 
 
 def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width: int, count: int, side: str) -> str:
-    """Source [k][lanes]: `void(ptr src, i64 ld, ptr dst, i64 kc[, ptr sums])` writes one panel of `width` lanes, `count` real.
+    """Source [k][lanes]: `void(ptr src, i64 ld, ptr dst, i64 kc[, ptr sums])` writes one panel.
 
-    Where the mode flips signs, side "a" is flipped and side "b" leaves in `sums[width]` what `Mode.corrected` needs.
+    The panel has `width` lanes of which `count` are real. Where the mode flips signs, side "a" is flipped and side "b"
+    leaves in `sums[width]` what `Mode.corrected` needs.
     """
     tail = k_tail % mode.group
     name = f"pack_lanes_{mode.tag}_{dtype}_{width}_{count}_{tail}" + _side_tag(mode, side)
@@ -49,7 +50,7 @@ def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width:
                 c.store(mode.column_sum(c, c.load(units.ty, slots[v]), units), slots[v])
 
     steps = c.binary("sdiv", kc, Val(_I64, str(mode.group))) if mode.group > 1 else kc
-    with c.loop(0, steps) as at:
+    with rolled(c, 0, steps) as at:
         step(at, mode.group)
     if tail:
         with c.when(c.cmp("icmp", "ne", c.mul(steps, mode.group), kc)):
@@ -70,7 +71,7 @@ def _enter(c: Code, mode: Mode, side: str, units: Val) -> Val:
 
 
 def lanes_step(c: Code, mode: Mode, dtype: str, ptr: Val, ld: Val, rows: int, lanes: int, count: int) -> Val:
-    """One step of B straight from memory: `rows` <= group source rows of `lanes` elements, `count` of them real, as units."""
+    """One step from memory as units: `rows` <= group source rows of `lanes` elements, `count` of them real."""
     elem = STORAGE[dtype]
     if count <= 0:
         return zeros(vec(lanes, mode.unit))
@@ -99,47 +100,67 @@ def split_k(c: Code, kc: Val, block: int, k_tail: int) -> tuple[Val, Val | None]
     return whole, c.cmp("icmp", "ne", whole, kc)
 
 
-def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: int, count: int) -> str:
-    """B from source [lanes][k]: like `panel_from_lanes`, for one block of `mode.lanes` lanes of a panel `width` lanes wide."""
+def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: int) -> str:
+    """B from source [lanes][k]: `void(ptr src, i64 ld, ptr dst, i64 kc, i64 count[, ptr sums])`.
+
+    Writes `mode.lanes` lanes of a panel, `count` of them real. Blocks that lack lanes or k elements are completed with
+    zeros in a stack buffer first, so that there is one body of transposing code; the panel has room for whole blocks.
+    """
     block = mode.lanes * mode.group
-    tail = k_tail % block
-    name = f"pack_rows_{mode.tag}_{dtype}_{width}_{count}_{tail}"
+    tail, elem = k_tail % block, STORAGE[dtype]
+    name = f"pack_rows_{mode.tag}_{dtype}_{width}_{tail}"
     if name in module.functions:
         return name
-    with_sums = mode.flip
-    params = [Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%kc"), Val("ptr", "%sums")]
-    c = Code(module, name, params if with_sums else params[:4], attributes=ATTRIBUTES)
-    src, ld, dst, kc = params[:4]
-    ty = vec(mode.lanes, mode.unit)
-    slot = c.var(ty, zeros(ty)) if with_sums else None
-    size = BYTES[STORAGE[dtype]]
-
-    def square(k0: Val, valid: int) -> None:
-        at = offset(c, src, k0, size)
-        rows = [
-            rows_step(c, mode, dtype, c.gep("i8", at, c.mul(ld, r)), valid) if r < count else zeros(ty)
-            for r in range(mode.lanes)
-        ]
-        step = c.binary("sdiv", k0, Val(_I64, str(mode.group))) if mode.group > 1 else k0
-        for i, column in enumerate(transpose(c, rows)[: -(-valid // mode.group)]):
-            c.store(
-                column,
-                offset(c, dst, c.mul(c.add(step, i), width), mode.unit_bytes),
-                align=mode.lanes * mode.unit_bytes,
-            )
+    src, ld, dst, kc, count, sums = params = [
+        Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%kc"), Val(_I64, "%count"),
+        Val("ptr", "%sums"),
+    ]  # fmt: skip
+    c = Code(module, name, params if mode.flip else params[:5], attributes=ATTRIBUTES)
+    ty, line = vec(mode.lanes, mode.unit), vec(block, elem)
+    slot = c.var(ty, zeros(ty)) if mode.flip else None
+    stage = c.var(line, count=mode.lanes, align=64)
+    with rolled(c, 0, mode.lanes) as r:
+        c.store(zeros(line), c.gep(line, stage, r), align=BYTES[elem])
+    few = c.cmp("icmp", "slt", count, Val(_I64, str(mode.lanes)))
+    with rolled(c, 0, kc, block) as k0:
+        here = offset(c, src, k0, BYTES[elem])
+        short = c.cmp("icmp", "slt", c.sub(kc, k0), Val(_I64, str(block))) if tail else Val("i1", "false")
+        partial = c.binary("or", few, short)
+        with c.when(partial):
+            _stage_rows(c, mode, line, elem, here, ld, stage, count, short, tail)
+        base = c.select(partial, stage, here)
+        stride = c.select(partial, Val(_I64, str(block * BYTES[elem])), ld)
+        rows = [rows_step(c, mode, dtype, c.gep("i8", base, c.mul(stride, r)), block) for r in range(mode.lanes)]
+        step = c.binary("lshr", k0, Val(_I64, str(mode.group.bit_length() - 1)))
+        for i, column in enumerate(transpose(c, rows)):
+            target = offset(c, dst, c.mul(c.add(step, i), width), mode.unit_bytes)
+            c.store(column, target, align=mode.lanes * mode.unit_bytes)
             if slot:
                 c.store(mode.column_sum(c, c.load(ty, slot), column), slot)
-
-    whole, has_tail = split_k(c, kc, block, tail)
-    with c.loop(0, whole, block) as k0:
-        square(k0, block)
-    if has_tail:
-        with c.when(has_tail):
-            square(whole, tail)
     if slot:
-        c.store(c.load(ty, slot), params[4], align=4)
+        c.store(c.load(ty, slot), sums, align=4)
     c.finish()
     return name
+
+
+def _stage_rows(
+    c, mode, line: str, elem: str, src: Val, ld: Val, stage: Val, count: Val, short: Val, tail: int
+) -> None:
+    """Copy `count` rows of a block (of `tail` elements where `short`) to the zeroed stage; a tail block comes last."""
+    lanes = lanes_of(line)
+
+    def copy(valid: int) -> None:
+        with rolled(c, 0, count) as r:
+            x = load_part(c, mode.isa, elem, c.gep("i8", src, c.mul(r, ld)), lanes, valid)
+            c.store(x, c.gep(line, stage, r), align=BYTES[elem])
+
+    if not tail:
+        copy(lanes)
+        return
+    with c.when(short):
+        copy(tail)
+    with c.when(c.binary("xor", short, Val("i1", "true"))):
+        copy(lanes)
 
 
 def rows_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
@@ -150,7 +171,8 @@ def rows_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
     if name in module.functions:
         return name
     src, ld, dst, dst_row, rows, kc = params = [
-        Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%dst_row"), Val(_I64, "%rows"), Val(_I64, "%kc")
+        Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%dst_row"), Val(_I64, "%rows"),
+        Val(_I64, "%kc"),
     ]  # fmt: skip
     c = Code(module, name, params, attributes=ATTRIBUTES)
 
@@ -159,9 +181,9 @@ def rows_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
         out = offset(c, c.gep("i8", dst, c.mul(row, dst_row)), k0, BYTES[mode.packed])
         c.store(_enter(c, mode, "a", rows_step(c, mode, dtype, ptr, valid)), out, align=mode.lanes * mode.unit_bytes)
 
-    with c.loop(0, rows) as row:
+    with rolled(c, 0, rows) as row:
         whole, has_tail = split_k(c, kc, block, tail)
-        with c.loop(0, whole, block) as k0:
+        with rolled(c, 0, whole, block) as k0:
             piece(row, k0, block)
         if has_tail:
             with c.when(has_tail):
@@ -181,11 +203,12 @@ def rows_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
     if name in module.functions:
         return name
     src, ld, dst, dst_row, rows, kc = params = [
-        Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%dst_row"), Val(_I64, "%rows"), Val(_I64, "%kc")
+        Val("ptr", "%src"), Val(_I64, "%ld"), Val("ptr", "%dst"), Val(_I64, "%dst_row"), Val(_I64, "%rows"),
+        Val(_I64, "%kc"),
     ]  # fmt: skip
     c = Code(module, name, params, attributes=ATTRIBUTES)
     elem = STORAGE[dtype]
-    with c.loop(0, rows) as row:
+    with rolled(c, 0, rows) as row:
         out = c.gep("i8", dst, c.mul(row, dst_row))
         whole, has_tail = split_k(c, kc, block, tail)
         if has_tail:
@@ -196,7 +219,7 @@ def rows_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
                     align=mode.lanes * mode.unit_bytes,
                 )
         column = offset(c, src, row, BYTES[elem])
-        with c.loop(0, kc) as k:
+        with rolled(c, 0, kc) as k:
             x = mode.widen(c, c.load(elem, c.gep("i8", column, c.mul(k, ld)), align=BYTES[elem]), dtype)
             x = mode.enter_a(c, x)
             c.store(x, offset(c, out, k, BYTES[mode.packed]), align=BYTES[mode.packed])

@@ -26,7 +26,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """`count` column panels from column `start`, each `width` columns in `vectors` vectors, the last with `tail` lanes."""
+    """`count` column panels from `start`, each `width` columns in `vectors` vectors, the last with `tail` lanes."""
 
     start: int
     count: int
@@ -111,8 +111,8 @@ def _round(x: int, to: int) -> int:
 
 
 def _a_width(mode: Mode, rows: int) -> int:
-    """Units of one step of a packed A panel: a power of two up to a vector, then whole vectors."""
-    return 1 << (rows - 1).bit_length() if rows <= mode.lanes else _round(rows, mode.lanes)
+    """Units of one step of a packed A panel: a power of two, at least 4, up to a vector, then whole vectors."""
+    return max(4, 1 << (rows - 1).bit_length()) if rows <= mode.lanes else _round(rows, mode.lanes)
 
 
 def _k_blocks(mode: Mode, k: int, limit: int) -> tuple[int, int]:
@@ -180,7 +180,7 @@ def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: boo
 
 
 def _dot_plan(mode: Mode, thin: int, long: int, k: int, swap: bool, contiguous: bool) -> Plan:
-    """`thin` rows against `long` streamed rows; `contiguous`: the thin side's k elements follow each other in memory."""
+    """`thin` rows against `long` streamed rows; `contiguous`: the thin side has unit stride along k."""
     mode = mode.swapped() if swap else mode
     cols = {1: 8, 2: 8, 3: 4, 4: 4}.get(thin, 2)
     if mode.isa.registers == 16:

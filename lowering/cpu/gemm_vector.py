@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from jtile.lowering.cpu.gemm_modes import BYTES
 from jtile.lowering.cpu.isa import Isa
 from jtile.lowering.cpu.llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, scalar_of, vec
@@ -12,6 +15,17 @@ ATTRIBUTES = 'nounwind "no-builtins"'
 
 def call(c: Code, name: str, *args: Val) -> None:
     c.do(f"call void @{name}({', '.join(map(str, args))})")
+
+
+@contextlib.contextmanager
+def rolled(c: Code, lo: Val | int, hi: Val | int, step: Val | int = 1) -> Iterator[Val]:
+    """`Code.loop` that LLVM leaves rolled: unrolled kernels are no faster and take twice as long to compile."""
+    names = c.module.globals
+    names.setdefault("!rolled", '!7000 = !{!"llvm.loop.unroll.disable"}')
+    node = f"!{7001 + sum(name.startswith('!rolled.') for name in names)}"
+    names[f"!rolled.{node}"] = f"{node} = distinct !{{{node}, !7000}}"
+    with c.loop(lo, hi, step, meta=f", !llvm.loop {node}") as i:
+        yield i
 
 
 def zeros(ty: str) -> Val:
@@ -101,7 +115,7 @@ def transpose(c: Code, rows: list[Val]) -> list[Val]:
 
 
 def sums(c: Code, vectors: list[Val]) -> Val:
-    """Lane i of the result is the sum of the lanes of `vectors[i]`; their number is a power of two, at most the lanes."""
+    """Lane i of the result sums the lanes of `vectors[i]`; their number is a power of two, at most the lanes."""
     op = "fadd" if scalar_of(vectors[0].ty) in ("float", "double") else "add"
     lanes, want = lanes_of(vectors[0].ty), len(vectors)
     width = 1
