@@ -41,8 +41,8 @@ def _register_cpu() -> bool:
         jax.devices("cpu")
     except RuntimeError:
         return False  # JAX_PLATFORMS leaves the CPU out: one may still lower and export for it, and cannot run there
-    state = {"type_id": _capsule(lib.jtile_cpu_type_id()), "type_info": _capsule(lib.jtile_cpu_type_info())}
-    jax.ffi.register_ffi_type("jtile_cpu_state", state, platform="cpu")
+    type_id, type_info = _capsule(lib.jtile_cpu_type_id()), _capsule(lib.jtile_cpu_type_info())
+    jax.ffi.register_ffi_type("jtile_cpu_state", {"type_id": type_id, "type_info": type_info}, platform="cpu")
     stages = {
         "instantiate": jax.ffi.pycapsule(lib.jtile_cpu_instantiate),
         "execute": jax.ffi.pycapsule(lib.jtile_cpu_execute),
