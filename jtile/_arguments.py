@@ -33,7 +33,7 @@ def as_operand(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
             "only .lower takes it",
             sig.where,
         )
-    if _is_ref(x):
+    if isinstance(x, jax.Ref):
         raise _ref_error(sig, path, x)
     if hasattr(x, "__jax_array__"):
         return _checked(sig, path, x.__jax_array__())
@@ -77,12 +77,6 @@ def _checked(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
         raise _ref_error(sig, path, aval)
     check_dtype(sig, _argument(sig, path), aval.dtype)
     return x
-
-
-def _is_ref(x: Any) -> bool:
-    from jtile.language import Ref
-
-    return isinstance(x, jax.Ref | Ref)
 
 
 def _ref_error(sig: Signature, path: tuple[Any, ...], x: Any) -> KernelTypeError:
