@@ -184,7 +184,7 @@ def test_no_race(body):
 
 
 def test_a_race_through_an_alias():
-    with pytest.raises(RaceError, match="Ref [xo]: race"):
+    with pytest.raises(RaceError, match=r"Ref [xo]: race"):
         run(
             "(%x: ref<3xf32>, %o: ref<3xf32, out>) grid(3) alias(%x = %o)",
             PID + "store %o[%i], %f\n%a = load %x[%c0:+3]",
