@@ -7,6 +7,7 @@ import json
 import math
 
 from jtile import ir
+from jtile.lowering.artifact import Artifact
 from jtile.lowering.cpu import (
     emit_atomic,
     emit_control,
@@ -26,21 +27,6 @@ from jtile.lowering.cpu.values import Buffer, dense_strides
 
 ENTRY = "jtile_entry"
 EMITTER_FILES = (emit_atomic, emit_control, emit_debug, emit_dot, emit_memory, emit_reduce, emit_scan, emit_shape, emit_sort)
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """The result of `compile_kernel`.
-
-    Attributes:
-      image: the ELF object.
-      texts: `"llvm"` (as emitted), `"llvm_opt"` (after LLVM's passes), `"asm"`.
-      launch: attributes of the custom call: programs, workspace, cost, isa, sites, name.
-    """
-
-    image: bytes
-    texts: dict[str, str]
-    launch: dict[str, int | str]
 
 
 def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]:
@@ -117,12 +103,25 @@ def machine(isa: Isa):
     )
 
 
-def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False) -> Compiled:
-    """Compile a kernel for an instruction set (default: this machine). `texts` keeps the optimised text and the assembly."""
+def _tuning():
+    """The text is vectorised and unrolled already: LLVM's own attempts double the code and the compile time for nothing."""
+    import llvmlite.binding as llvm
+
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_interleaving = options.loop_unrolling = False
+    return options
+
+
+def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False) -> Artifact:
+    """Compile a kernel for an instruction set (default: this machine).
+
+    The artifact's `launch` holds the attributes of the custom call: name, programs, workspace (bytes a worker), cost
+    (nanoseconds a program), isa, sites. With `texts` it keeps `"llvm"` (as emitted), `"llvm_opt"` and `"asm"`.
+    """
     isa = isa or host_isa()
     text, launch = emit_kernel(kernel, isa)
     image, levels = assemble(text, isa, texts)
-    return Compiled(image, {"llvm": text, **levels}, launch)
+    return Artifact("cpu", image, {"llvm": text, **levels}, launch)
 
 
 def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str, str]]:
@@ -134,10 +133,10 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
     tm = machine(isa)
     module.triple = isa.triple
     module.data_layout = str(tm.target_data)
-    builder = llvm.create_pass_builder(tm, llvm.create_pipeline_tuning_options(speed_level=2))
+    builder = llvm.create_pass_builder(tm, _tuning())
     builder.getModulePassManager().run(module, builder)
     levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
     return tm.emit_object(module), levels
 
 
-__all__ = ["ENTRY", "Compiled", "compile_kernel", "emit_kernel"]
+__all__ = ["ENTRY", "compile_kernel", "emit_kernel"]

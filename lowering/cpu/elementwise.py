@@ -49,12 +49,11 @@ def emit_elementwise(code: Code, isa: Isa, fn: str, args: list[Val], dtype: str)
         a, b = xs
         kind = 0 if is_float(dtype) else 1 if is_signed(dtype) else 2
         return a.cmp(COMPARISONS[fn][kind], b).v
-    table = _FLOAT if is_float(dtype) else _BOOL if dtype == "bool" else _INT
-    if fn not in table:
+    if fn not in functions(dtype):
         raise ValueError(f"no elementwise function {fn!r} for dtype {dtype}")
-    if table is _FLOAT:
+    if is_float(dtype):
         return _emit_float(xs, fn, dtype).v
-    if table is _BOOL:
+    if dtype == "bool":
         return _BOOL[fn](*xs).v
     return wrap(_INT[fn](dtype, *xs), dtype).v
 
@@ -62,7 +61,8 @@ def emit_elementwise(code: Code, isa: Isa, fn: str, args: list[Val], dtype: str)
 def functions(dtype: str) -> frozenset[str]:
     """The names that `emit_elementwise` takes for dtype."""
     table = _FLOAT if is_float(dtype) else _BOOL if dtype == "bool" else _INT
-    return frozenset(table) | frozenset(COMPARISONS) | {"select"}
+    names = frozenset(table) | frozenset(COMPARISONS) | {"select"}
+    return names - {"mulhi"} if INT_BITS.get(dtype) in (4, 64) else names
 
 
 # -- floats -----------------------------------------------------------------------------------------------------------
@@ -267,8 +267,6 @@ def _count_leading_zeros(dtype: str, a: X) -> X:
 def _multiply_high(dtype: str, a: X, b: X) -> X:
     """The upper half of the double-width product, 8 to 32 bits."""
     bits = INT_BITS[dtype]
-    if bits not in (8, 16, 32):
-        raise ValueError(f"no elementwise function 'mulhi' for dtype {dtype}")
     extend, wide = "sext" if is_signed(dtype) else "zext", f"i{2 * bits}"
     return (a.cast(extend, wide) * b.cast(extend, wide)).lshr(bits).cast("trunc", a.scalar)
 

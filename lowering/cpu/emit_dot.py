@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.cpu.access import elem_bytes
 from jtile.lowering.cpu.convert import memory_type
 from jtile.lowering.cpu.emitter import Emitter, emits
 from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm
+from jtile.lowering.cpu.gemm_modes import STORAGE
 from jtile.lowering.cpu.llvm import Val, i64
 from jtile.lowering.cpu.values import Buffer
 
@@ -14,10 +14,10 @@ from jtile.lowering.cpu.values import Buffer
 @emits(ir.Dot)
 def _dot(em: Emitter, op: ir.Dot) -> None:
     batch, m, n, k = op.sizes()
-    a, ta = matrix(em, op.a, op.trans_a)
-    b, tb = matrix(em, op.b, op.trans_b)
+    a, ta = matrix(em, operand(em, op.a), op.trans_a)
+    b, tb = matrix(em, operand(em, op.b), op.trans_b)
     out, accumulate = _output(em, op)
-    spec = GemmSpec(m, n, k, op.a.dtype, op.b.dtype, op.result.dtype, ta, tb, accumulate)
+    spec = GemmSpec(m, n, k, stored(a.dtype), stored(b.dtype), op.result.dtype, ta, tb, accumulate)
     gemm = emit_gemm(em.module, em.isa, spec)
     work = em.arena.new(gemm.workspace)
     ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
@@ -25,6 +25,20 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     for buf in (a, b, out):
         em.arena.touch(buf.alloc)
     em.set_buffer(op.result, out)
+
+
+def stored(dtype: str) -> str:
+    """The dtype that `gemm.py` knows it by: 4-bit integers stand one a byte in our buffers."""
+    return {"int4": "int8", "uint4": "uint8"}.get(dtype, dtype)
+
+
+def operand(em: Emitter, v: ir.Value) -> ir.Value:
+    """The operand, widened to f32 first if it is a float that has no matrix form of its own."""
+    if stored(v.dtype) in STORAGE:
+        return v
+    op = ir.build(ir.Cast(v, "float32"))
+    em.lazy(op)
+    return op.result
 
 
 def _batch(em: Emitter, batch, buffers: tuple[Buffer, ...], run) -> None:
@@ -128,7 +142,3 @@ def _scaled(em: Emitter, x: ir.Value, s: ir.Value | None, axis: int) -> Buffer:
     for op in b.block.ops:
         em.lazy(op)
     return em.materialise(wide)
-
-
-def bytes_of(buf: Buffer) -> int:
-    return elem_bytes(buf.dtype)
