@@ -1,0 +1,191 @@
+"""The way to an artifact: memory, disk, back end; failures; and outputs that start from something."""
+
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+from jtile import ir
+from jtile.errors import CompileError, UnsupportedError
+from jtile.interpret import poison
+from jtile.lowering import registry, starts
+from jtile.lowering.artifact import Artifact
+from jtile.lowering.targets import Target, host_target
+
+TOY = Target("toy-1", "toy", "")
+
+
+def kernel(scale=2.0, **spec):
+    k = jt.call(
+        lambda x, o: o.__setitem__(..., x[...] * scale), out_type=lambda x: jt.like(x), grid=1, name="k", **spec
+    )
+    return k.lower(jax.ShapeDtypeStruct((4,), jnp.float32)).program.kernel
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A back end that counts its calls and returns the kernel's text as its image."""
+    module = types.ModuleType("toy_backend")
+    module.calls = []
+
+    def compile_toy(kernel, target, texts):
+        module.calls.append((kernel.name, target.name, texts))
+        image = ir.print_kernel(kernel).encode()
+        return Artifact(target.name, image, {"toy": "text"} if texts else {}, {"workspace": 8, "name": kernel.name})
+
+    module.compile_toy = compile_toy
+    monkeypatch.setitem(sys.modules, "toy_backend", module)
+    monkeypatch.setitem(registry._BACKENDS, "toy", "toy_backend:compile_toy")
+    monkeypatch.setattr(registry, "_memory", registry._Memory())
+    with jt.config(cache_dir=str(tmp_path)):
+        yield module
+
+
+def test_memory_then_disk_then_back_end(toy):
+    first = registry.compile(kernel(), TOY)
+    assert registry.compile(kernel(), TOY) is first
+    assert len(toy.calls) == 1
+    registry.forget()
+    again = registry.compile(kernel(), TOY)
+    assert again == first
+    assert again is not first
+    assert len(toy.calls) == 1
+    registry.compile(kernel(3.0), TOY)
+    assert len(toy.calls) == 2
+
+
+def test_texts_compile_anew_and_are_not_served_from_the_disk(toy):
+    registry.compile(kernel(), TOY)
+    assert registry.compile(kernel(), TOY, texts=True).texts == {"toy": "text"}
+    assert [c[2] for c in toy.calls] == [False, True]
+
+
+def test_targets_share_nothing(toy):
+    registry.compile(kernel(), TOY)
+    registry.compile(kernel(), Target("toy-2", "toy", ""))
+    assert len(toy.calls) == 2
+
+
+def test_a_key_stands_for_the_kernel(toy):
+    a = registry.compile(kernel(), TOY, key="one")
+    assert registry.compile(kernel(5.0), TOY, key="one") is a
+    assert registry.compile(kernel(), TOY, key="two") == a
+    assert len(toy.calls) == 2
+
+
+def test_the_launch_record_survives_the_disk(toy):
+    registry.compile(kernel(), TOY)
+    registry.forget()
+    assert registry.compile(kernel(), TOY).launch == {"workspace": 8, "name": "k"}
+
+
+def test_platforms_without_a_back_end():
+    with pytest.raises(UnsupportedError, match=r"kernel k: platform 'npu' of target 'n' has no back end.*cpu"):
+        registry.compile(kernel(), Target("n", "npu", ""))
+    assert "cpu" in registry.platforms()
+
+
+def test_a_user_can_register_a_back_end(toy):
+    registry.register("toy2", "toy_backend:compile_toy")
+    try:
+        assert registry.compile(kernel(), Target("t", "toy2", "")).target == "t"
+    finally:
+        del registry._BACKENDS["toy2"]
+
+
+def test_errors_of_a_back_end(toy, tmp_path):
+    def refuse(kernel, target, texts):
+        raise UnsupportedError("no such op")
+
+    toy.compile_toy = refuse
+    with pytest.raises(UnsupportedError, match="no such op"):
+        registry.compile(kernel(), TOY)
+
+    def break_down(kernel, target, texts):
+        raise KeyError("gone")
+
+    toy.compile_toy = break_down
+    with pytest.raises(CompileError, match=r"python -m jtile\.lowering\.registry .*k-\w+\.tile_ir toy-1") as e:
+        registry.compile(kernel(), TOY)
+    assert isinstance(e.value.__cause__, KeyError)
+    (kept,) = (tmp_path / "failures").iterdir()
+    assert ir.print_kernel(ir.parse_kernel(kept.read_text())) == ir.print_kernel(kernel())
+
+
+def test_the_memory_forgets_what_was_used_longest_ago(monkeypatch):
+    memory = registry._Memory()
+    monkeypatch.setattr(registry._Memory, "_LIMIT", 250)
+    for k in "abc":
+        memory.put(k, Artifact("t", bytes(100), {}, {}))
+        memory.get("a")
+    assert [memory.get(k) is not None for k in "abc"] == [True, False, True]
+    memory.put("d", Artifact("t", bytes(1000), {}, {}))
+    assert memory.get("d") is not None
+    assert memory.get("a") is None
+
+
+def test_main_says_how_to_be_called(capsys, tmp_path):
+    assert registry.main([]) == 2
+    assert "usage" in capsys.readouterr().err
+    path = tmp_path / "k.tile_ir"
+    path.write_text("// a note\n" + ir.print_kernel(kernel()))
+    assert registry.main([str(path), "cpu:sse2"]) == 0
+    assert "compiled for cpu:sse2" in capsys.readouterr().out
+
+
+def test_artifacts_of_the_cpu():
+    artifact = registry.compile(kernel(7.0), host_target(), texts=True)
+    assert artifact.image[:4] == b"\x7fELF"
+    assert json.loads(artifact.launch["sites"]) == []
+    assert artifact.launch["isa"].split(":")[0] in ("x86_64", "aarch64")
+    assert "jtile_entry" in artifact.texts["asm"]
+    json.dumps(artifact.launch)
+
+
+# -- outputs that start from something --------------------------------------------------------------------------------
+
+
+def test_starts_become_operands_that_share_the_buffer():
+    k = kernel(init=5)
+    new, extra = starts.with_starts(k, poison=False)
+    assert extra == (starts.Start((4,), np.dtype(np.float32), np.float32(5)),)
+    assert new.aliases == ((1, 0),)
+    assert [p.type.role for p in new.params] == ["in", "in", "out"]
+    assert not any(new.inits)
+    assert k.inits == (5.0,)
+    assert ir.parse_kernel(ir.print_kernel(new)).aliases == new.aliases
+
+
+def test_a_kernel_without_starts_is_left_alone():
+    k = kernel()
+    assert starts.with_starts(k, poison=False) == (k, ())
+    aliased = kernel(alias={"x": "o"})
+    assert starts.with_starts(aliased, poison=True) == (aliased, ())
+
+
+def test_poison_goes_only_where_nothing_else_stands():
+    s = jax.ShapeDtypeStruct((3,), jnp.int8)
+    k = jt.call(
+        lambda x, *outs: None,
+        out_type=lambda x: (x, s, s, jt.like(s, shape=0)),
+        grid=1,
+        alias={0: 0},
+        init=(None, 4, None, None),
+    )
+    tile_ir = k.lower(jax.ShapeDtypeStruct((2,), jnp.float32)).program.kernel
+    new, extra = starts.with_starts(tile_ir, poison=True)
+    assert [int(e.value) for e in extra] == [4, np.uint8(0xAA).view(np.int8)]
+    assert new.aliases == ((0, 0), (1, 1), (2, 2))
+
+
+@pytest.mark.parametrize("dtype", ir.DTYPES)
+def test_poison_is_the_interpreters(dtype):
+    ours = np.full(3, starts.poison_value(ir.DTYPES[dtype].numpy))
+    theirs = poison((3,), dtype)
+    assert ours.dtype == theirs.dtype
+    np.testing.assert_array_equal(ours.astype(np.float64), theirs.astype(np.float64))

@@ -1,0 +1,157 @@
+"""Targets as data, the capability check, and the host found without LLVM."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+from jtile import ir
+from jtile.errors import KernelTypeError, KernelValueError, UnsupportedError
+from jtile.lowering import targets
+from jtile.lowering.cpu.isa import ISAS, host_isa
+from jtile.lowering.targets import Gap, Memory, Scale, Target, check_capabilities, host_target, parse_isa, spell_isa
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=4, scratch=jax.ShapeDtypeStruct((32,), jnp.float32))
+def body(x, o, s):
+    s[...] = jnp.exp(x[0, :])
+    t = x[jt.program_id(0), :].astype(jnp.bfloat16)
+    o[jt.program_id(0), :] = t.astype(jnp.float32) + s[...]
+
+
+def kernel():
+    return body.lower(jax.ShapeDtypeStruct((4, 32), jnp.float32)).program.kernel
+
+
+def small(**changes):
+    return Target("small", "cpu", "x86_64:generic:128:sse2", **changes)
+
+
+def line_of(text):
+    with open(__file__) as f:
+        return next(n for n, line in enumerate(f, 1) if text in line)
+
+
+def test_the_host():
+    host = host_target()
+    assert (host.name, host.platform) == ("cpu", "cpu")
+    assert parse_isa(host.arch) == host_isa()
+    assert host.memory("device").size > 1 << 28
+    assert [s.name for s in host.scales] == ["thread", "block", "device", "node"]
+    assert set(host.dtypes) == set(ir.DTYPES)
+    assert host_target() is host
+    assert hash(host) == hash(dataclasses.replace(host))
+
+
+@pytest.mark.parametrize("name", sorted(ISAS))
+def test_named_instruction_sets(name):
+    target = targets.resolve(f"cpu:{name}")
+    assert target.name == f"cpu:{name}"
+    assert parse_isa(target.arch) == ISAS[name]
+    assert target in [targets.cpu_target(name)]
+
+
+def test_spelling_an_instruction_set_is_reversible():
+    for isa in ISAS.values():
+        assert parse_isa(spell_isa(isa)) == isa
+    for bad in ("", "x86_64", "x86_64:generic:wide:sse2", "a:b:c:d:e"):
+        with pytest.raises(KernelValueError, match="arch"):
+            parse_isa(bad)
+
+
+def test_resolve():
+    assert targets.resolve(None) is host_target()
+    assert targets.resolve("cpu") is host_target()
+    assert targets.resolve(small()) == small()
+    assert "cpu:avx2" in targets.names()
+    with pytest.raises(UnsupportedError, match="no target 'sm_90'"):
+        targets.resolve("sm_90")
+    with pytest.raises(KernelTypeError):
+        targets.resolve(7)
+
+
+def test_a_target_of_ones_own():
+    t = small(
+        scales=(Scale("block", memory="l1"), Scale("device", units=8, memory="dram", link=2e10)),
+        memories=(Memory("l1", 32768, 1e12), Memory("dram")),
+        limits=(("programs", 100),),
+    )
+    assert t.memory("block") == Memory("l1", 32768, 1e12)
+    assert t.memory("warp") is None
+    assert t.limit("programs") == 100
+    assert t.limit("rank") is None
+    for bad in (
+        {"scales": (Scale("core"),)},
+        {"scales": (Scale("block", memory="l7"),)},
+        {"dtypes": ("float32", "float31")},
+    ):
+        with pytest.raises(KernelValueError, match="target 'small' names"):
+            small(**bad)
+
+
+def refusal(target):
+    with pytest.raises(UnsupportedError) as e:
+        check_capabilities(kernel(), target)
+    return str(e.value)
+
+
+def test_the_host_runs_it():
+    check_capabilities(kernel(), host_target())
+
+
+def test_a_missing_dtype_names_op_line_and_the_nearest():
+    text = refusal(small(dtypes=("float32", "int32", "float16", "bool")))
+    assert "kernel body: target 'small' cannot run op 'cast' with dtype bfloat16; use float32" in text
+    assert f"test_targets.py:{line_of('t = x[jt.program_id(0), :].astype')}" in text
+    text = refusal(small(dtypes=("int32", "bfloat16", "bool")))
+    assert "Ref 'x' with dtype float32; there is no near dtype" in text
+
+
+def test_a_missing_op():
+    text = refusal(small(gaps=(Gap("map.exp", "*", "use exp2 of x * log2(e)"),)))
+    assert "cannot run op 'map.exp'; use exp2 of x * log2(e)" in text
+    assert f"test_targets.py:{line_of('s[...] = jnp.exp')}" in text
+    text = refusal(small(gaps=(Gap("map.add", "float32", "add in float64"),)))
+    assert "cannot run op 'map.add' on float32; add in float64" in text
+    check_capabilities(
+        kernel(), small(gaps=(Gap("map.exp", "float64", ""), Gap("atomic", "*", ""), Gap("map.e", "*", "")))
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"programs": 3}, "a grid of 4 programs; at most 3"),
+        ({"scratch": 127}, "scratch of 128 bytes a program; at most 127"),
+        ({"rank": 1}, "Ref 'x' of rank 2; reshape it to rank 1"),
+    ],
+)
+def test_limits(limits, message):
+    assert message in refusal(small(limits=tuple(limits.items())))
+    check_capabilities(kernel(), small(limits=tuple((k, v + 1) for k, v in limits.items())))
+
+
+def test_the_host_is_remembered_on_disk(tmp_path, monkeypatch):
+    import jtile.lowering.cpu.isa as isa
+
+    with jt.config(cache_dir=str(tmp_path)):
+        found = targets._host_arch()
+        monkeypatch.setattr(isa, "host_isa", lambda: pytest.fail("LLVM is asked again"))
+        assert targets._host_arch() == found == spell_isa(host_isa())
+        monkeypatch.setattr(targets, "_processor", lambda: "another processor")
+        monkeypatch.setattr(isa, "host_isa", lambda: ISAS["avx2"])
+        assert targets._host_arch() == spell_isa(ISAS["avx2"])
+
+
+def test_lowering_follows_the_isa_option():
+    k = jt.call(lambda x, o: o.__setitem__(..., x[...] * 2), out_type=lambda x: jt.like(x), grid=1)
+    x = jnp.arange(16, dtype=jnp.float32)
+    texts = {}
+    for isa in ("sse2", "avx2"):
+        with jt.config(isa=isa):
+            np.testing.assert_array_equal(jax.jit(k)(x), x * 2)
+            texts[isa] = jax.jit(k).lower(x).as_text()
+    assert texts["sse2"] != texts["avx2"]
