@@ -17,7 +17,7 @@ from pathlib import Path
 from jtile import _cache, ir
 from jtile._config import current
 from jtile._errors import CompileError, JtileError, UnsupportedError
-from jtile.lowering import targets
+from jtile.lowering import starts, targets
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.targets import Target
 
@@ -88,7 +88,8 @@ def _cpu(kernel: ir.Kernel, target: Target, texts: bool) -> Artifact:
     from jtile import passes
     from jtile.lowering.cpu import compile_kernel
 
-    return compile_kernel(passes.run_pipeline(kernel, passes.TILE), targets.parse_isa(target.arch), texts=texts)
+    plain = starts.without_idle_aliases(kernel)
+    return compile_kernel(passes.run_pipeline(plain, passes.TILE), targets.parse_isa(target.arch), texts=texts)
 
 
 def _failure(kernel: ir.Kernel, target: Target, error: Exception) -> CompileError:

@@ -43,8 +43,16 @@ def with_starts(kernel: ir.Kernel, *, poison: bool) -> tuple[ir.Kernel, tuple[St
     if not starts:
         return kernel, ()
     inputs, rest = kernel.inputs, [p for p in kernel.params if p.type.role != "in"]
-    new = dataclasses.replace(kernel, params=(*inputs, *params, *rest), aliases=tuple(aliases), inits=())
+    new = dataclasses.replace(kernel, params=(*inputs, *params, *rest), aliases=tuple(aliases))
     return new, tuple(starts)
+
+
+def without_idle_aliases(kernel: ir.Kernel) -> ir.Kernel:
+    """The kernel without the aliases of inputs that it never touches: these cannot conflict with anything, and a back
+    end that knows of no alias may assume that its buffers are apart."""
+    used = {v for op in kernel.body.walk() for v in op.operands()}
+    live = tuple((i, o) for i, o in kernel.aliases if kernel.inputs[i] in used)
+    return kernel if live == kernel.aliases else dataclasses.replace(kernel, aliases=live)
 
 
 def poison_value(dtype: np.dtype) -> np.generic:

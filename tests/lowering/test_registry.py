@@ -156,9 +156,17 @@ def test_starts_become_operands_that_share_the_buffer():
     assert extra == (starts.Start((4,), np.dtype(np.float32), np.float32(5)),)
     assert new.aliases == ((1, 0),)
     assert [p.type.role for p in new.params] == ["in", "in", "out"]
-    assert not any(new.inits)
-    assert k.inits == (5.0,)
+    assert new.inits == k.inits == (5.0,)
     assert ir.parse_kernel(ir.print_kernel(new)).aliases == new.aliases
+
+
+def test_aliases_that_matter_are_those_of_inputs_in_use():
+    new, _ = starts.with_starts(kernel(init=5), poison=False)
+    plain = starts.without_idle_aliases(new)
+    assert plain.aliases == ()
+    assert plain.params == new.params
+    used = kernel(alias={"x": "o"})
+    assert starts.without_idle_aliases(used) is used
 
 
 def test_a_kernel_without_starts_is_left_alone():
