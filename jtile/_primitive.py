@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import hijax
+from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -93,6 +95,10 @@ def canonical_text(kernel: ir.Kernel) -> str:
 
 # -- binding and abstract evaluation --------------------------------------------------------------------------------
 
+# The line that profilers and tracebacks of XLA show for a kernel is the caller's, not one of these files.
+for _name in ("_primitive.py", "_kernel.py"):
+    source_info_util.register_exclusion(os.path.join(os.path.dirname(os.path.abspath(__file__)), _name))
+
 jtile_call_p = jexc.Primitive("jtile_call")
 jtile_call_p.multiple_results = True
 
@@ -114,6 +120,8 @@ def bind(program: Program, operands: Sequence[Any]) -> list[Any]:
     """Call a program on arrays or tracers; results in the order of its output Refs."""
     if any(isinstance(x, jax.core.Tracer) for x in operands):
         operands = _joint_varying(operands)
+        with jax.named_scope(program.name):
+            return jtile_call_p.bind(*operands, program=program)
     return jtile_call_p.bind(*operands, program=program)
 
 

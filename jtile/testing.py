@@ -43,6 +43,35 @@ def relative_error(got: Any, expected: Any) -> float:
     return float("inf") if norm == 0 else (difference / norm) ** 0.5
 
 
+# Relative norms that a kernel of this result dtype may differ by from a reference of the same or a wider dtype.
+TOLERANCES = {
+    "float64": 1e-13, "float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 8e-2, "float8_e5m2": 2e-1,
+}  # fmt: skip
+
+
+def assert_close(got: Any, expected: Any, *, tolerance: float | None = None) -> None:
+    """Assert that two pytrees of arrays agree: leaf by leaf in structure, shape and dtype, and in the relative norm.
+
+    Args:
+      tolerance: largest relative norm of the difference; default: that of `TOLERANCES` for the leaf's dtype, and 0
+        (every element equal) for integers and bool.
+    Raises:
+      AssertionError: names the leaf, the error and the tolerance.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(got)
+    reference, wanted = jax.tree_util.tree_flatten(expected)
+    assert tree == wanted, f"results have the structure {tree}, expected {wanted}"
+    for (path, a), b in zip(leaves, reference):
+        where = jax.tree_util.keystr(path) or "the result"
+        x, y = np.asarray(a), np.asarray(b)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), (
+            f"{where} is {x.dtype.name}{list(x.shape)}, expected {y.dtype.name}{list(y.shape)}"
+        )
+        limit = TOLERANCES.get(x.dtype.name, 0.0) if tolerance is None else tolerance
+        error = relative_error(x, y)
+        assert error <= limit, f"{where} ({x.dtype.name}{list(x.shape)}): relative error {error:.2e} > {limit:.0e}"
+
+
 def time_alternating(
     functions: Mapping[str, Callable[[], Any]], *, repeats: int = 20, warmup: int = 3, sample_us: float = 300.0
 ) -> dict[str, Timing]:

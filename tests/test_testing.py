@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jtile.testing import relative_error, time_alternating
+from jtile.testing import assert_close, relative_error, time_alternating
 
 
 def test_relative_error():
@@ -48,3 +48,23 @@ def test_timing_alternates_and_orders_the_two():
     firsts = [a for a, b in zip([None, *rounds], rounds, strict=False) if a != b]
     assert rounds[0] == "slow"
     assert len(firsts) >= 4
+
+
+def test_assert_close_by_dtype():
+    x = np.linspace(1, 2, 100, dtype=np.float32)
+    assert_close({"a": x, "b": [np.arange(3)]}, {"a": x * np.float32(1 + 1e-6), "b": [np.arange(3)]})
+    with pytest.raises(AssertionError, match=r"\['a'\] \(float32\[100\]\): relative error 1\.00e-05 > 2e-06"):
+        assert_close({"a": x}, {"a": x * np.float32(1 + 1e-5)})
+    assert_close(x, x * np.float32(1 + 1e-5), tolerance=1e-4)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(np.arange(1000), np.arange(1000) + (np.arange(1000) == 500))
+
+
+def test_assert_close_wants_one_structure_shape_and_dtype():
+    x = np.zeros(3, np.float32)
+    with pytest.raises(AssertionError, match="structure"):
+        assert_close((x, x), [x, x])
+    with pytest.raises(AssertionError, match=r"the result is float32\[3\], expected float32\[1, 3\]"):
+        assert_close(x, x[None])
+    with pytest.raises(AssertionError, match=r"float32\[3\], expected float64\[3\]"):
+        assert_close(x, x.astype(np.float64))
