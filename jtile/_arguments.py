@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray, Tracer
 from jax.tree_util import keystr
 
 from jtile._errors import KernelTypeError, KernelValueError
@@ -20,7 +21,7 @@ def as_operand(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
 
     Python scalars become rank 0 of JAX's default dtype; objects with `__dlpack__` are imported without a copy.
     """
-    if isinstance(x, jax.Array | jax.core.Tracer):
+    if isinstance(x, jax.Array | Tracer):
         return _checked(sig, path, x)
     if isinstance(x, np.ndarray | np.generic):
         check_dtype(sig, _argument(sig, path), x.dtype)
@@ -73,7 +74,7 @@ def _argument(sig: Signature, path: Sequence[Any]) -> str:
 
 def _checked(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
     aval = jax.typeof(x)
-    if not isinstance(aval, jax.core.ShapedArray):
+    if not isinstance(aval, ShapedArray):
         raise _ref_error(sig, path, aval)
     check_dtype(sig, _argument(sig, path), aval.dtype)
     return x

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef, tree_flatten, tree_map_with_path, tree_unflatten
+from jax.core import Tracer
+from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
 from jtile._arguments import as_operand, as_type, key_of
 from jtile._errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
-from jtile._signature import Layout, Options, Spec, lay_out, nearest, read_signature
+from jtile._signature import Layout, Options, Spec, Structure, lay_out, nearest, read_signature
 
 if TYPE_CHECKING:
     from jtile._primitive import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
@@ -69,7 +70,7 @@ class _Bound:
     """A call with everything fixed but the arrays."""
 
     program: Program
-    out_tree: PyTreeDef
+    out_tree: Structure
     run: Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -147,7 +148,7 @@ class Kernel:
         )
 
     # -- from a call to a program -----------------------------------------------------------------------------------
-    def _seen(self, tree: PyTreeDef, leaves: list[Any], meta: dict[str, Any]) -> _Bound | None:
+    def _seen(self, tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> _Bound | None:
         """What an earlier call with the same types and meta-parameters resolved to, without looking any closer.
 
         Only for leaves of exactly these types: a subclass or a tracer may be no array, or need a cast first.
@@ -160,7 +161,7 @@ class Kernel:
         except TypeError:  # a meta-parameter that cannot be hashed: the slow path names it
             return None
 
-    def _resolve(self, tree: PyTreeDef, leaves: list[Any], meta: dict[str, Any]) -> _Bound:
+    def _resolve(self, tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> _Bound:
         full = self._signature.bind_meta(meta)
         key = _key(tree, leaves, meta)
         bound = self._bound.get(key)
@@ -200,7 +201,7 @@ class Kernel:
         return _Bound(program, layout.out_tree, functools.partial(bind, program))
 
 
-def _key(tree: PyTreeDef, leaves: list[Any], meta: dict[str, Any]) -> Any:
+def _key(tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> Any:
     """All that a call's `Program` depends on, JAX's options that change how a body is traced among them."""
     config = jax.config
     state = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
@@ -217,7 +218,7 @@ class _ArrayType:
     type: type | None = None
 
     def learn(self, x: Any) -> None:
-        if self.type is None and isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        if self.type is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
             self.type = type(x)
 
 

@@ -18,7 +18,8 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import hijax
+from jax.core import ShapedArray, Tracer
+from jax.experimental import hijax, io_callback
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -118,7 +119,7 @@ allow_effect_everywhere(KernelEffect)
 
 def bind(program: Program, operands: Sequence[Any]) -> list[Any]:
     """Call a program on arrays or tracers; results in the order of its output Refs."""
-    if any(isinstance(x, jax.core.Tracer) for x in operands):
+    if any(isinstance(x, Tracer) for x in operands):
         operands = _joint_varying(operands)
         with jax.named_scope(program.name):
             return jtile_call_p.bind(*operands, program=program)
@@ -142,7 +143,7 @@ def _joint_varying(operands: Sequence[Any]) -> Sequence[Any]:
 def _abstract_eval(*avals: Any, program: Program):
     effects = {_KERNEL_EFFECT} if program.io else jexc.no_effects
     if not avals:
-        return [jax.core.ShapedArray(o.shape, o.dtype) for o in program.out_avals], effects
+        return [ShapedArray(o.shape, o.dtype) for o in program.out_avals], effects
     # An update of an operand's type keeps what shard_map tracks: which mesh axes the value varies over.
     like = max(avals, key=lambda a: len(a.manual_axis_type.varying))
     replicated = NamedSharding(like.sharding.mesh, PartitionSpec())
@@ -214,7 +215,7 @@ def _host_call(*operands: Any, program: Program) -> Sequence[Any]:
 
     args = [x.astype(narrow(x.dtype)) for x in operands]
     if program.io:
-        results = jax.experimental.io_callback(callback, outs, *args, ordered=False)
+        results = io_callback(callback, outs, *args, ordered=False)
     else:
         results = jax.pure_callback(callback, outs, *args)
     return [r.astype(o.dtype) for r, o in zip(results, program.out_avals)]
@@ -254,7 +255,7 @@ def _custom_call(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program
     kernel, extra = _with_starts(program)
     ffi.register("cpu")
     rule = jax.ffi.ffi_lowering(ffi.TARGET_CPU, operand_output_aliases=dict(kernel.aliases), has_side_effect=program.io)
-    avals = [jax.core.ShapedArray(s.shape, s.dtype) for s in extra]
+    avals = [ShapedArray(s.shape, s.dtype) for s in extra]
     filled = mlir.lower_fun(lambda: _fill(extra), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals))
     return rule(wide, *operands, *filled, **_attributes(artifact.image, artifact.launch, program.programs))
@@ -311,7 +312,7 @@ mlir.register_lowering(jtile_call_p, _lower_cpu, platform="cpu")
 
 
 def _refuse(what: str, instead: str) -> Callable[..., Any]:
-    def rule(*args: Any, program: Program | None = None, **params: Any):
+    def rule(*args: Any, program: Program):
         raise TransformError(f"jtile kernels cannot be {what} yet; kernel {program.name}: {instead}", program.where)
 
     return rule

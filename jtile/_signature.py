@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef, keystr, tree_flatten, tree_flatten_with_path, tree_structure
+from jax.core import Tracer
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_structure
 
 from jtile._errors import KernelTypeError, KernelValueError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jtile import ir  # Tile IR is loaded when the first kernel is called, not at import
 
 Place = tuple[str, int] | None
+Structure = Any  # a jax.tree_util.PyTreeDef
 REQUIRED = inspect.Parameter.empty
 MAX_GRID_AXES = 3
 MAX_PROGRAMS_PER_AXIS = 2**31 - 1  # a program id is an int32
@@ -71,7 +73,7 @@ class Signature:
         return {**self.meta, **given}
 
     def _check_static(self, name: str, value: Any) -> None:
-        if isinstance(value, jax.core.Tracer | jax.Array | np.ndarray):
+        if isinstance(value, Tracer | jax.Array | np.ndarray):
             raise KernelTypeError(
                 f"meta-parameter {name!r} of kernel {self.name} is an array ({_describe(value)}): meta-parameters are "
                 "fixed at compile time; make it a positional argument",
@@ -183,7 +185,7 @@ class Layout:
     outputs: tuple[Any, ...]
     scratch: tuple[Any, ...]
     names: tuple[str, ...]
-    out_tree: PyTreeDef
+    out_tree: Structure
     grid: tuple[int, ...]
     aliases: tuple[tuple[int, int], ...]
     inits: tuple[int | float | bool | None, ...]
@@ -321,8 +323,8 @@ def _grid(sig: Signature, grid: Any) -> tuple[int, ...]:
         raise KernelValueError(f"the grid of kernel {sig.name} has {len(axes)} axes: at most 3 are possible", sig.where)
     out = []
     for k, n in enumerate(axes):
-        if isinstance(n, bool | jax.core.Tracer) or not hasattr(n, "__index__"):
-            kind = "traced: the grid is static" if isinstance(n, jax.core.Tracer) else "no int"
+        if isinstance(n, bool | Tracer) or not hasattr(n, "__index__"):
+            kind = "traced: the grid is static" if isinstance(n, Tracer) else "no int"
             raise KernelTypeError(f"axis {k} of the grid of kernel {sig.name} is {n!r}, which is {kind}", sig.where)
         n = operator.index(n)
         if n < 0:
