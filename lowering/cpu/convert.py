@@ -90,7 +90,7 @@ def emit_cast(code: Code, isa: Isa, x: Val, src: str, dst: str) -> Val:
 
     Float to integer truncates and saturates (NaN gives 0), integers wrap, floats round to nearest even, `bool` is
     `x != 0`, and what overflows becomes infinite, or NaN where the format has no infinity (float4_e2m1fn saturates).
-    float64 goes to bfloat16 and the 8-bit floats through float32, as ml_dtypes and XLA do; to float16 it rounds once.
+    float64 and the wide integers go to the floats below 32 bits through float32, as the interpreter and XLA do.
     """
     if src == dst:
         return x
@@ -138,17 +138,7 @@ def _float_to_int(x: X, dst: str) -> X:
 def _float_to_float(x: X, dst: str) -> X:
     if dst == "float64":
         return x.to("double")
-    if x.scalar == "double":
-        x = _narrow_to_odd(x) if dst == "float16" else x.to("float")
-    return _round_small(x, dst)
-
-
-def _narrow_to_odd(x: X) -> X:
-    """double -> float, inexact results with an odd last bit: rounding that to fewer bits equals rounding once."""
-    near = x.to("float")
-    back = near.to("double")
-    bits = near.bits() - (back.abs() > x.abs()).where(near.bits().const(1), 0)
-    return back.cmp("one", x).where(bits | 1, near.bits()).as_float()
+    return _round_small(x.cast("fptrunc", "float"), dst)
 
 
 # -- small floats -----------------------------------------------------------------------------------------------------

@@ -188,13 +188,14 @@ def _divide(dtype: str, a: X, b: X) -> tuple[X, X, X]:
     """(quotient, remainder, b == 0), truncating; the divisor is guarded, so that nothing traps."""
     zero = b.eq(0)
     signed = is_signed(dtype)
+    constant = not b.v.name.startswith("%")  # LLVM turns these into multiplications
     guard = zero
     if signed:
         overflow = a.eq(-(1 << (int(a.scalar[1:]) - 1))) & b.eq(-1)
         guard = guard | overflow
     b = guard.where(1, b)
     bits = int(a.scalar[1:])
-    if a.lanes == 1 or bits == 64 or not b.v.name.startswith("%"):
+    if a.lanes == 1 or bits == 64 or constant:
         q = a.binary("sdiv" if signed else "udiv", b)
     else:
         # LLVM divides vectors lane by lane; a float of more than twice the bits has the exact truncated quotient.

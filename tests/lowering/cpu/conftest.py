@@ -90,13 +90,13 @@ class Elementwise:
         assert undefined_symbols(image) == []
         return machine, image
 
-    def prepare(self, isa_name: str, wanted: list[tuple[str, tuple[str, ...], str]]) -> None:
+    def prepare(self, isa_name: str, wanted: list[tuple[str, tuple[str, ...], str]], lanes: int = 0) -> None:
         """Compile the (fn, dtypes, out) that `run` will ask for in one module, which is several times faster."""
         isa = host_isa() if isa_name == "host" else ISAS[isa_name]
         module = self.module(isa)
-        new = [w for w in wanted if (isa_name, *w) not in self._compiled]
+        new = [w for w in wanted if (isa_name, *w, lanes) not in self._compiled]
         for i, (fn, dtypes, out) in enumerate(new):
-            self.emit(module, isa, f"k{i}", fn, dtypes, out, self._lanes(isa, dtypes))
+            self.emit(module, isa, f"k{i}", fn, dtypes, out, lanes or self._lanes(isa, dtypes))
         machine, image = self.compile(module, isa)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(image))
@@ -104,17 +104,17 @@ class Elementwise:
         for i, (fn, dtypes, out) in enumerate(new):
             kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, *[ctypes.c_void_p] * (len(dtypes) + 1))
             function = kind(engine.get_function_address(f"k{i}"))
-            self._compiled[isa_name, fn, dtypes, out] = engine, function, self._lanes(isa, dtypes)
+            self._compiled[isa_name, fn, dtypes, out, lanes] = engine, function, lanes or self._lanes(isa, dtypes)
 
     @staticmethod
     def _lanes(isa: Isa, dtypes: tuple[str, ...]) -> int:
         return isa.lanes(64 if "float64" in dtypes else 32)
 
-    def run(self, isa_name: str, fn: str, dtypes: tuple[str, ...], out: str, *xs: np.ndarray) -> np.ndarray:
+    def run(self, isa_name: str, fn: str, dtypes: tuple[str, ...], out: str, *xs: np.ndarray, lanes: int = 0):
         """Apply fn to arrays of equal length (dtypes as NumPy has them); the result as an array of dtype `out`."""
-        if (isa_name, fn, dtypes, out) not in self._compiled:
-            self.prepare(isa_name, [(fn, dtypes, out)])
-        _, function, lanes = self._compiled[isa_name, fn, dtypes, out]
+        if (isa_name, fn, dtypes, out, lanes) not in self._compiled:
+            self.prepare(isa_name, [(fn, dtypes, out)], lanes)
+        _, function, lanes = self._compiled[isa_name, fn, dtypes, out, lanes]
         size = xs[0].size
         padded = -(-size // lanes) * lanes
         inputs = [np.resize(np.ascontiguousarray(x), padded) for x in xs]
@@ -126,6 +126,12 @@ class Elementwise:
 @pytest.fixture(scope="session")
 def elementwise() -> Elementwise:
     return Elementwise()
+
+
+@pytest.fixture(scope="session")
+def undefined():
+    """The function that lists an object's undefined symbols."""
+    return undefined_symbols
 
 
 def runnable_isas() -> list[str]:
