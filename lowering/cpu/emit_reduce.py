@@ -105,7 +105,7 @@ def _emit(em: Emitter, jobs: list[Job], shape, axes, bits: int) -> None:
 
 def _combine(em: Emitter, job: Job, a: Val, b: Val) -> Val:
     if job.op.fn in ("sum", "prod") and ir.DTYPES[job.acc].kind == "f":
-        return em.code.binary("fadd" if job.op.fn == "sum" else "fmul", a, b)
+        return em.code.binary("fadd contract" if job.op.fn == "sum" else "fmul", a, b)
     if ir.DTYPES[job.acc].kind == "b":
         return em.code.binary({"max": "or", "min": "and", "sum": "or", "prod": "and"}.get(job.op.fn, job.op.fn), a, b)
     return emit_elementwise(em.code, em.isa, job.fn, [a, b], job.acc)

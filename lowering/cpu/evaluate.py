@@ -74,6 +74,8 @@ class Point:
         return self.code.binary("add", self.code.splat(x.base, n), iota_vector(self.code, n, step=x.step))
 
 
+FUSABLE = ("add", "sub", "mul")  # a product and the sum it goes into may round once (fused multiply-add), as XLA's CPU code does
+
 Rule = Callable[[Point, ir.Op, Index], Val]
 RULES: dict[type[ir.Op], Rule] = {}
 
@@ -99,6 +101,8 @@ def _same_lanes(p: Point, args: list[Val]) -> list[Val]:
 @rule(ir.Map)
 def _map(p: Point, op: ir.Map, ix: Index) -> Val:
     args = _same_lanes(p, [p.at(a, ix) for a in op.args])
+    if op.fn in FUSABLE and op.args[0].dtype in ("float32", "float64"):
+        return p.code.binary(f"f{op.fn} contract", *args)
     return emit_elementwise(p.code, p.em.isa, op.fn, args, op.args[0].dtype)
 
 

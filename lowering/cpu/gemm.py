@@ -20,6 +20,8 @@ from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
 
 _MAX_ROWS = 256  # taller products go in parts of this, so that a k block of A stays in L2
 
+_A_PACK_STEPS = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmSpec:
@@ -219,13 +221,17 @@ def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:
         name = pack.rows_from_rows(c.module, plan.mode, spec.a, spec.k)
         call(c, name, offset(c, _A, block.k0, size), ld, _WORK, i64(plan.a_row_bytes), i64(spec.m), block.kc)
     elif plan.a_layout == "panels":
-        source = c.gep("i8", _A, c.mul(block.k0, ld))
-        for rows in plan.rows:
-            name = pack.panel_from_lanes(c.module, plan.mode, spec.a, spec.k, plan.a_width, rows.rows, "a")
-            with rolled(c, 0, rows.count) as p:
-                row = c.add(rows.start, c.mul(p, rows.rows))
-                panel = offset(c, _WORK, c.add(rows.panel, p), plan.a_width * plan.a_row_bytes)
-                call(c, name, offset(c, source, row, size), ld, panel, block.kc)
+        width, unit = plan.a_width, plan.mode.unit_bytes
+        with rolled(c, 0, block.kc, _A_PACK_STEPS) as k1:  # few enough k rows that neighbouring panels find them in L1
+            kc = c.intrinsic("smin", "i64", c.sub(block.kc, k1), i64(_A_PACK_STEPS))
+            source = c.gep("i8", _A, c.mul(c.add(block.k0, k1), ld))
+            start = offset(c, _WORK, c.binary("sdiv", k1, i64(plan.mode.group)), width * unit)
+            for rows in plan.rows:
+                name = pack.panel_from_lanes(c.module, plan.mode, spec.a, spec.k, width, rows.rows, "a")
+                with rolled(c, 0, rows.count) as p:
+                    row = c.add(rows.start, c.mul(p, rows.rows))
+                    panel = offset(c, start, c.add(rows.panel, p), width * plan.a_row_bytes)
+                    call(c, name, offset(c, source, row, size), ld, panel, kc)
 
 
 def _pack_b(

@@ -31,11 +31,6 @@ class PanelShape:
     add: bool = False
     with_sums: bool = False
 
-    @property
-    def banks(self) -> int:
-        """Independent sets of accumulators, so that a small block still has enough sums in flight."""
-        return next(n for n in (1, 2, 4) if n == 4 or n * self.rows * self.vectors > 8)
-
 
 def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
     """`void(ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 ldc, i64 steps, i1 add, ptr sums, i1 last)`.
@@ -59,7 +54,8 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
     c = Code(module, name, params, attributes=ATTRIBUTES)
     a, a_row, a_step, b, b_step, out, ldc, steps, add, sum_ptr, last = params
     ty = vec(mode.lanes, mode.acc)
-    banks = [[[c.var(ty, zeros(ty)) for _ in range(s.vectors)] for _ in range(s.rows)] for _ in range(s.banks)]
+    count = _bank_count(mode, s)
+    banks = [[[c.var(ty, zeros(ty)) for _ in range(s.vectors)] for _ in range(s.rows)] for _ in range(count)]
     checks = [c.var(ty, zeros(ty)) for _ in range(s.vectors)] if mode.flip and s.direct else []
     a_slot, b_slot = c.var("ptr", a), c.var("ptr", b)
     b_advance = c.mul(b_step, mode.group if s.direct else 1)
@@ -96,11 +92,11 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
         c.store(c.gep("i8", a_ptr, a_step), a_slot)
         c.store(c.gep("i8", b_ptr, b_advance), b_slot)
 
-    whole = c.binary("and", steps, i64(-s.banks)) if s.banks > 1 else steps
-    with rolled(c, 0, whole, s.banks):
+    whole = c.binary("and", steps, i64(-count)) if count > 1 else steps
+    with rolled(c, 0, whole, count):
         for block in banks:
             step(block=block)
-    if s.banks > 1:
+    if count > 1:
         with rolled(c, whole, steps):
             step()
     if s.direct and s.k_tail:
@@ -116,6 +112,12 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
     _write_block(c, mode, s, banks[0], out, ldc, add)
     c.finish()
     return name
+
+
+def _bank_count(mode: Mode, s: PanelShape) -> int:
+    """Independent sets of accumulators, so that a small block still has enough sums in flight."""
+    enough = 12 if mode.isa.registers == 32 else 8
+    return next(n for n in (1, 2, 4) if n == 4 or n * s.rows * s.vectors >= enough)
 
 
 def _add_banks(c: Code, mode: Mode, banks: list[list[list[Val]]]) -> None:
@@ -180,8 +182,8 @@ class DotShape:
 def dot_kernel(module: Module, mode: Mode, shape: DotShape) -> str:
     """`void(ptr x, i64 x_row, ptr y, i64 y_row, ptr c, i64 ldc, i64 kc, i1 add)`.
 
-    Row strides in bytes, ldc in elements. The thin side x is operand A of `mode`, the streamed side y operand B. `kc` is
-    a whole number of vectors, or that plus `tail`.
+    Row strides in bytes, ldc in elements. The thin side x is operand A of `mode`, the streamed side y operand B. `kc`
+    is a whole number of vectors, or that plus `tail`.
     """
     s = shape
     name = f"dot_{mode.tag}_{s.rows}x{s.cols}_{s.tail}" + "_add" * s.add + "_p" * s.x_packed + "_t" * s.transposed

@@ -9,19 +9,20 @@ from __future__ import annotations
 import dataclasses
 import struct
 
+from jtile.lowering.cpu.convert import SMALL_FLOATS, from_memory
 from jtile.lowering.cpu.isa import Isa
 from jtile.lowering.cpu.llvm import Code, Val, const, lanes_of, like, scalar_of, vec
+from jtile.lowering.cpu.math_expr import X
 
 STORAGE = {
-    "float32": "float", "float64": "double", "float16": "i16", "bfloat16": "i16", "float8_e4m3fn": "i8",
-    "float8_e5m2": "i8", "bool": "i8", "int8": "i8", "uint8": "i8", "int16": "i16", "uint16": "i16", "int32": "i32", "uint32": "i32",
-    "int64": "i64", "uint64": "i64",
+    **{dtype: f"i{fmt.storage}" for dtype, fmt in SMALL_FLOATS.items()},
+    **{f"{u}int{n}": f"i{n}" for u in ("", "u") for n in (8, 16, 32, 64)},
+    "float32": "float", "float64": "double", "bool": "i8",
 }  # fmt: skip
 ACCUMULATORS = {"float32": "float", "float64": "double", "int32": "i32", "int64": "i64"}
 BYTES = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4, "double": 8}
 _BYTE_SIGNED = {"int8": True, "uint8": False, "bool": False}
-_FIELDS = {"float16": (5, 10), "float8_e5m2": (5, 2), "float8_e4m3fn": (4, 3)}  # exponent and mantissa bits
-_IN_BFLOAT = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}  # every value of these is a bfloat16
+_IN_BFLOAT = {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"}  # bfloat16 holds every value exactly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Mode:
     """How one product is computed on one instruction set.
 
     Attributes:
-      kind: `"fma"` (float, one k a step), `"mul"` (integer, one k), `"bf16"` (dpbf16ps, two k), `"madd"` (pmaddwd,
-        two k), `"vnni"` (vpdpbusd, four k).
+      kind: `"fma"` (float, one k a step), `"mul"` (integer, one k), `"bf16"` (dpbf16ps, two k; takes bfloat16
+        subnormals for zero), `"madd"` (pmaddwd, two k), `"vnni"` (vpdpbusd, four k).
       a, b: jtile dtypes of the operands; `acc`: LLVM type of the accumulator lane.
       packed: LLVM type of one element inside a unit.
     """
@@ -61,7 +62,7 @@ class Mode:
 
     @property
     def flip(self) -> bool:
-        """vpdpbusd wants one signed and one unsigned side: where both are alike, A enters with its sign bits flipped."""
+        """vpdpbusd wants one signed and one unsigned side: where both are alike, A's sign bits are flipped."""
         return self.kind == "vnni" and _BYTE_SIGNED[self.a] == _BYTE_SIGNED[self.b]
 
     def swapped(self) -> Mode:
@@ -129,8 +130,7 @@ class Mode:
         if self.kind == "bf16":
             return _to_bfloat(c, self.isa, x, dtype)
         if self.kind == "fma":
-            wide = x if dtype == "float32" else _to_float(c, self.isa, x, dtype)
-            return c.cast("fpext", wide, like(x.ty, self.packed))
+            return c.cast("fpext", from_memory(c, self.isa, x, dtype), like(x.ty, self.packed))
         have, want = BYTES[STORAGE[dtype]], BYTES[self.packed]
         if have == want:
             return x
@@ -162,69 +162,31 @@ def choose_mode(isa: Isa, a: str, b: str, acc: str) -> Mode:
     return Mode(isa, "mul", a, b, lane, 1, lane)
 
 
-def _to_float(c: Code, isa: Isa, x: Val, dtype: str) -> Val:
-    """Storage bits of a narrow float as f32, exactly, also where the CPU flushes denormals."""
-    f32 = like(x.ty, "float")
-    if dtype == "bfloat16":
-        wide = c.cast("zext", x, like(x.ty, "i32"))
-        return c.cast("bitcast", c.binary("shl", wide, const(wide.ty, "16")), f32)
-    hardware = isa.arch == "aarch64" or isa.has("f16c") or isa.has("avx512f")
-    if dtype == "float8_e5m2" and hardware:
-        wide = c.cast("zext", x, like(x.ty, "i16"))
-        x, dtype = c.binary("shl", wide, const(wide.ty, "8")), "float16"
-    if dtype == "float16" and hardware:
-        return c.cast("fpext", c.cast("bitcast", x, like(x.ty, "half")), f32)
-    return _decode_float(c, x, dtype)
-
-
-def _decode_float(c: Code, x: Val, dtype: str) -> Val:
-    """Decode sign | exponent | mantissa by integer arithmetic; subnormals go through an exact integer conversion."""
-    i32, f32 = like(x.ty, "i32"), like(x.ty, "float")
-    magnitude, sign = _split_sign(c, c.cast("zext", x, i32), dtype, 32)
-    _, mantissa = _FIELDS[dtype]
-    tiny = c.binary("fmul", c.cast("sitofp", magnitude, f32), const(f32, f"{_unit_of(dtype):.17e}"))
-    bits = _join_float(c, magnitude, sign, c.cast("bitcast", tiny, i32), dtype, 23 - mantissa)
-    return c.cast("bitcast", bits, f32)
-
-
 def _to_bfloat(c: Code, isa: Isa, x: Val, dtype: str) -> Val:
-    """An 8-bit float as the bits of a bfloat16 with the same value; subnormals by a table of eight in a register."""
-    n, (_, mantissa) = lanes_of(x.ty), _FIELDS[dtype]
+    """A float of at most 8 bits as the bits of an equal bfloat16; the least magnitudes come from a table."""
+    n, fmt = lanes_of(x.ty), SMALL_FLOATS[dtype]
     if n not in (8, 16, 32):
-        bits = c.cast("bitcast", _decode_float(c, x, dtype), like(x.ty, "i32"))
-        return c.cast("trunc", c.binary("lshr", bits, const(bits.ty, "16")), like(x.ty, "i16"))
-    i16 = vec(n, "i16")
-    magnitude, sign = _split_sign(c, c.cast("zext", x, i16), dtype, 16)
-    entries = [struct.unpack("<I", struct.pack("<f", i * _unit_of(dtype)))[0] >> 16 for i in range(8)] * (n // 8)
-    table = Val(i16, "<" + ", ".join(f"i16 {e}" for e in entries) + ">")
-    tiny = c.intrinsic("x86.avx512.permvar.hi", i16, table, magnitude, suffix=str(16 * n))
-    return _join_float(c, magnitude, sign, tiny, dtype, 7 - mantissa)
+        bits = X(c, isa, c.cast("bitcast", from_memory(c, isa, x, dtype), like(x.ty, "i32")))
+        return bits.lshr(16).cast("trunc", "i16").v
+    u = X(c, isa, x).cast("zext", "i16")
+    magnitude = u & ((1 << fmt.sign_bit) - 1)
+    least = [_bfloat_bits(i, fmt.mantissa, fmt.bias) for i in range(8)] * (n // 8)
+    table = Val(u.ty, "<" + ", ".join(f"i16 {bits}" for bits in least) + ">")
+    y = u.new(c.intrinsic("x86.avx512.permvar.hi", u.ty, table, magnitude.v, suffix=str(16 * n)))
+    if fmt.sign_bit > 3:
+        shifted = magnitude << (7 - fmt.mantissa)
+        y = magnitude.cmp("ugt", 7).where(shifted + ((127 - fmt.bias) << 7), y)
+        if fmt.overflow == float("inf"):
+            y = magnitude.cmp("uge", (2 * fmt.bias + 1) << fmt.mantissa).where(shifted | 0x7F80, y)
+        else:
+            y = magnitude.eq((1 << fmt.sign_bit) - 1).where(0x7FC0, y)
+    return (y | (u & (1 << fmt.sign_bit)) << (15 - fmt.sign_bit)).v
 
 
-def _unit_of(dtype: str) -> float:
-    """The smallest subnormal."""
-    exponent, mantissa = _FIELDS[dtype]
-    return 2.0 ** (2 - (1 << (exponent - 1)) - mantissa)
-
-
-def _split_sign(c: Code, bits: Val, dtype: str, width: int) -> tuple[Val, Val]:
-    """Exponent and mantissa of a zero-extended value, and its sign moved to the top of `width` bits."""
-    at = sum(_FIELDS[dtype])
-    magnitude = c.binary("and", bits, const(bits.ty, str((1 << at) - 1)))
-    sign = c.binary("shl", c.binary("and", bits, const(bits.ty, str(1 << at))), const(bits.ty, str(width - 1 - at)))
-    return magnitude, sign
-
-
-def _join_float(c: Code, magnitude: Val, sign: Val, tiny: Val, dtype: str, shift: int) -> Val:
-    """Bits of a float with 8 exponent bits: `tiny` for subnormals, infinity and NaN kept, else the exponent moved."""
-    (exponent, mantissa), ty = _FIELDS[dtype], magnitude.ty
-    bias, one = (1 << (exponent - 1)) - 1, 1 << (mantissa + shift)  # one: a step of the new exponent
-    shifted = c.binary("shl", magnitude, const(ty, str(shift)))
-    normal = c.binary("add", shifted, const(ty, str((127 - bias) * one)))
-    value = c.select(c.cmp("icmp", "ult", magnitude, const(ty, str(1 << mantissa))), tiny, normal)
-    if dtype == "float8_e4m3fn":  # no infinity, one NaN
-        top, special = (1 << (exponent + mantissa)) - 1, const(ty, str(255 * one + one // 2))
-    else:
-        top, special = ((1 << exponent) - 1) << mantissa, c.binary("or", shifted, const(ty, str(255 * one)))
-    value = c.select(c.cmp("icmp", "uge", magnitude, const(ty, str(top))), special, value)
-    return c.binary("or", value, sign)
+def _bfloat_bits(i: int, mantissa: int, bias: int) -> int:
+    """Bits of the bfloat16 that equals the magnitude of exponent and mantissa field i."""
+    exponent, fraction = max(i >> mantissa, 1), i & ((1 << mantissa) - 1)
+    if i >> mantissa:
+        fraction += 1 << mantissa
+    value = fraction * 2.0 ** (exponent - bias - mantissa)
+    return struct.unpack("<I", struct.pack("<f", value))[0] >> 16

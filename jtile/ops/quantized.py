@@ -1,0 +1,162 @@
+"""Products with quantised weights: y = x Wᵀ where W [out, in] stays quantised in memory.
+
+A block of 32 weights is w_j = d q_j + m (m = 0 but for Q4_1, and q - 8 for q in Q4_0), so a row of the product is
+
+    y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj).
+
+Few rows of x: the inner sums run over codes straight from memory (the product is bound by reading them). Many rows: a tile of
+W is dequantised once and multiplied with all rows of x.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
+
+HALF = BLOCK // 2
+ACTIVATIONS = {
+    None: lambda y: y,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": lambda y: jax.nn.gelu(y, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+}
+
+
+def quantized_matmul(x, weight: QuantizedTensor, *, bias=None, activation: str | None = None, residual=None) -> jax.Array:
+    """`activation(x @ weight.T + bias) + residual`, with sums in float32.
+
+    Args:
+      x: float [..., in].
+      weight: quantised [out, in], of any kind.
+      bias: None or [out].
+      activation: None, "relu", "silu", "gelu" (erf) or "gelu_tanh".
+      residual: None or [..., out], added last.
+
+    Returns:
+      float32 [..., out].
+
+    Raises:
+      KernelValueError: shapes that do not fit, or an unknown activation.
+    """
+    out, inner = weight.shape
+    _check(x, weight, activation)
+    rows = x.reshape(-1, inner).astype(jnp.float32)
+    m = rows.shape[0]
+    extra = [] if bias is None else [jnp.asarray(bias, jnp.float32).reshape(1, out)]
+    extra += [] if residual is None else [jnp.asarray(residual, jnp.float32).reshape(m, out)]
+    options = dict(kind=weight.kind, activation=activation, has_bias=bias is not None)
+    arrays = [weight.codes, weight.scale, *([] if weight.minimum is None else [weight.minimum]), *extra]
+    kernel = _gemv if m <= 2 else _gemm
+    y = kernel(rows, *arrays, **options, **_tiles(m, out, inner))
+    return y.reshape(*x.shape[:-1], out)
+
+
+def quantized_matmul_reference(x, weight: QuantizedTensor, *, bias=None, activation=None, residual=None) -> jax.Array:
+    """The same in `jnp`: the dequantised weights in a float32 product."""
+    y = jnp.matmul(x.astype(jnp.float32), weight.dequantize().T, precision="highest")
+    y = ACTIVATIONS[activation](y if bias is None else y + bias)
+    return y if residual is None else y + residual
+
+
+def _check(x, weight: QuantizedTensor, activation) -> None:
+    if not isinstance(weight, QuantizedTensor):
+        raise jt.errors.KernelTypeError(f"quantized_matmul takes a QuantizedTensor as weight, got {type(weight).__name__}")
+    if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise jt.errors.KernelValueError(
+            f"quantized_matmul: x {tuple(x.shape)} does not fit weights [out, in] = {list(weight.shape)}; its last axis must be in"
+        )
+    if activation not in ACTIVATIONS:
+        known = ", ".join(str(a) for a in ACTIVATIONS)
+        raise jt.errors.KernelValueError(f"quantized_matmul: unknown activation {activation!r}; expected one of {known}")
+
+
+def _tiles(m: int, out: int, inner: int) -> dict:
+    """Rows of W a program takes: enough programs for the threads, tiles that stay in cache."""
+    if m <= 2:
+        budget = max(4, (64 << 10) // max(inner, 1))
+        return {"rows": _divisor(out, budget)}
+    return {"rows": _divisor(out, 64), "bm": m if m <= 512 else math.ceil(m / math.ceil(m / 512))}
+
+
+@functools.cache
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n up to the limit; the limit itself if that is much smaller."""
+    best = max((d for d in range(1, min(n, limit) + 1) if n % d == 0), default=1)
+    return best if 2 * best >= min(n, limit) else max(1, min(n, limit))
+
+
+def _epilogue(y, refs, r, rows: int, i, bm: int, *, activation, has_bias: bool):
+    """Bias, activation and residual of one tile y [bm, rows] of the result."""
+    refs = list(refs)
+    if has_bias:
+        y = y + refs.pop(0).tiles(1, rows)[0, r]
+    y = ACTIVATIONS[activation](y)
+    return y + refs.pop(0).tiles(bm, rows)[i, r] if refs else y
+
+
+def _split(refs, kind: str):
+    """(codes, scale, minimum or None, the rest)."""
+    codes, scale, *rest = refs
+    return (codes, scale, rest[0], rest[1:]) if kind == "q4_1" else (codes, scale, None, rest)
+
+
+def _codes(codes, r, rows: int, kind: str, blocks: int):
+    """The codes of a tile as float32 parts: [rows, blocks, width] each, and where each part stands in its block."""
+    if kind in ("int8", "q8_0"):
+        width = codes.shape[1] // blocks
+        return [codes.tiles(rows, codes.shape[1])[r, 0].reshape(rows, blocks, width).astype(jnp.float32)]
+    q = codes.tiles(rows, codes.shape[1])[r, 0].reshape(rows, blocks, HALF)
+    parts = [(q & np.uint8(15)).astype(jnp.float32), (q >> np.uint8(4)).astype(jnp.float32)]
+    return [p - np.float32(8) for p in parts] if kind == "q4_0" else parts
+
+
+@jt.kernel(
+    out_type=lambda x, codes, *_, **__: jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32),
+    grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)),
+    name="quantized_gemv",
+)
+def _gemv(x, *refs, kind, activation, has_bias, rows):
+    *refs, y = refs
+    codes, scale, low, extra = _split(refs, kind)
+    i, r = jt.program_id(0), jt.program_id(1)
+    blocks = scale.shape[1]
+    parts = _codes(codes, r, rows, kind, blocks)
+    X = x[i, :].reshape(blocks, len(parts), -1)
+    d = scale.tiles(rows, blocks)[r, 0].astype(jnp.float32)
+    dot = parts[0] * X[None, :, 0]
+    for k, part in enumerate(parts[1:], 1):
+        dot = dot + part * X[None, :, k]
+    Y = jnp.sum(d[:, :, None] * dot, axis=(1, 2))
+    if low is not None:
+        m = low.tiles(rows, blocks)[r, 0].astype(jnp.float32)
+        Y = Y + jnp.sum(m * jnp.sum(X, axis=(1, 2))[None, :], axis=1)
+    y.tiles(1, rows)[i, r] = _epilogue(Y[None, :], extra, r, rows, i, 1, activation=activation, has_bias=has_bias)
+
+
+@jt.kernel(
+    out_type=lambda x, codes, *_, **__: jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32),
+    grid=lambda x, codes, *_, rows, bm, **__: (jt.cdiv(codes.shape[0], rows), jt.cdiv(x.shape[0], bm)),
+    name="quantized_gemm",
+)
+def _gemm(x, *refs, kind, activation, has_bias, rows, bm):
+    *refs, y = refs
+    codes, scale, low, extra = _split(refs, kind)
+    r, i = jt.program_id(0), jt.program_id(1)
+    blocks, inner = scale.shape[1], x.shape[1]
+    parts = _codes(codes, r, rows, kind, blocks)
+    d = scale.tiles(rows, blocks)[r, 0].astype(jnp.float32)[:, :, None]
+    W = [d * q for q in parts]
+    if low is not None:
+        m = low.tiles(rows, blocks)[r, 0].astype(jnp.float32)[:, :, None]
+        W = [w + m for w in W]
+    W = jnp.concatenate(W, axis=2).reshape(rows, inner)
+    Y = jt.dot(x.tiles(bm, inner)[i, 0], W.T)
+    y.tiles(bm, rows)[i, r] = _epilogue(Y, extra, r, rows, i, bm, activation=activation, has_bias=has_bias)
