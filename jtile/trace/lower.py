@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +50,7 @@ class Lowering:
         self.name, self.grid = name, tuple(grid)
         self.b = Builder()
         self.eqn: Any = None
+        self._pinned: Any = None  # source place of everything inside a call of JAX's own functions
         self._used: set[Any] = set()  # variables that the jaxpr at hand reads
 
     # -- types of the equation at hand ---------------------------------------------------------------------------
@@ -78,6 +81,8 @@ class Lowering:
 
     @property
     def place(self) -> tuple[str, int] | None:
+        if self._pinned is not None:
+            return self._pinned
         return place_of(self.eqn.source_info) if self.eqn is not None else None
 
     # -- errors ----------------------------------------------------------------------------------------------------
@@ -100,8 +105,11 @@ class Lowering:
         dims = tuple(range(x.type.rank))
         return x if x.type.shape == tuple(shape) else self.add(ir.Broadcast(x, tuple(shape), dims))
 
-    def literal(self, value) -> ir.Value:
+    def literal(self, value) -> AnyValue:
         """A literal or a captured constant."""
+        if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended):
+            data = np.asarray(jax.random.key_data(value))
+            return Keys(tuple(self.literal(data[..., k]) for k in range(data.shape[-1])))
         x = np.asarray(value)
         dtype = self.dtype(x.dtype)
         first = x.reshape(-1)[0] if x.size else np.zeros((), x.dtype)[()]
@@ -113,10 +121,18 @@ class Lowering:
         """Inline a jnp function of tiles: it is traced and lowered at this place."""
         structs = [jax.ShapeDtypeStruct(a.type.shape, ir.DTYPES[a.type.dtype].numpy) for a in args]
         closed = jax.make_jaxpr(fn)(*structs)
-        return self.run(closed.jaxpr, [self.literal(c) for c in closed.consts], list(args), keep_loc=True)
+        with self._pin():
+            return self.run(closed.jaxpr, [self.literal(c) for c in closed.consts], list(args))
+
+    @contextlib.contextmanager
+    def _pin(self) -> Iterator[None]:
+        """Inside, every equation has the place of the one at hand: what runs is not the user's source."""
+        old, self._pinned = self._pinned, self.place
+        yield
+        self._pinned = old
 
     # -- the walk ----------------------------------------------------------------------------------------------------
-    def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any], keep_loc: bool = False) -> list[Any]:
+    def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Lower a jaxpr's equations; gives the values of its outputs."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
@@ -125,7 +141,7 @@ class Lowering:
         self._used = {v for e in jaxpr.eqns for v in e.invars if not hasattr(v, "val")}
         self._used |= {v for v in jaxpr.outvars if not hasattr(v, "val")}
         for eqn in jaxpr.eqns:
-            self.eqn = _Placed(eqn, outer.source_info) if keep_loc and outer is not None else eqn
+            self.eqn = eqn
             env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
         self.eqn, self._used = outer, outer_used
         return [read(v) for v in jaxpr.outvars]
@@ -134,6 +150,14 @@ class Lowering:
         """Inline a closed jaxpr, or an open one without constants."""
         consts = [self.literal(c) for c in getattr(closed, "consts", ())]
         return self.run(getattr(closed, "jaxpr", closed), consts, args)
+
+    def called(self, closed, args: Sequence[Any]) -> list[Any]:
+        """Inline a function that was called. JAX traces its own (`jnp.where`) once and keeps the lines of that first call, so the
+        line of this call counts instead."""
+        if not _is_jax_function(getattr(closed, "jaxpr", closed)):
+            return self.closed(closed, args)
+        with self._pin():
+            return self.closed(closed, args)
 
     def _equation(self, eqn, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -184,14 +208,11 @@ class _KeyTypes:
         del self.c.dtype
 
 
-class _Placed:
-    """An equation that reports another one's source place: what an inlined helper of jtile computes belongs to the user's line."""
+_JAX = os.path.dirname(jax.__file__) + os.sep
 
-    def __init__(self, eqn, source_info):
-        self._eqn, self.source_info = eqn, source_info
 
-    def __getattr__(self, name: str):
-        return getattr(self._eqn, name)
+def _is_jax_function(jaxpr) -> bool:
+    return (getattr(jaxpr.debug_info, "func_filename", None) or "").startswith(_JAX)
 
 
 def number(v) -> float | int | bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import jax
@@ -15,6 +16,12 @@ from jtile.language._primitives import allow_effects
 from jtile.language.refs import Ref
 
 CONST_LIMIT = 4096  # elements of a captured NumPy array that still become a literal of the kernel
+
+_CONCRETIZATION = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+)
 
 
 def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), aliases=(), inits=()):
@@ -61,7 +68,7 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
     avals = [AbstractRef(jax.core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
     try:
         closed = jax.make_jaxpr(body)(*avals)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as e:
+    except _CONCRETIZATION as e:
         raise KernelTypeError(_concretization(e), _place_in(e, fn)) from e
     _check_consts(fn, name, closed)
     _check_axes(closed, len(grid), name)
@@ -123,7 +130,7 @@ def _check_consts(fn, name: str, closed) -> None:
         shape = f"{var.aval.str_short()}" if hasattr(var.aval, "str_short") else str(var.aval)
         if isinstance(const, jax.core.Tracer) or (isinstance(const, jax.Array) and _is_device_array(const) and const.ndim):
             raise KernelTypeError(f"kernel {name} closes over {what} ({shape}); pass it as an argument of the kernel", place)
-        if np.size(const) > CONST_LIMIT:
+        if math.prod(var.aval.shape) > CONST_LIMIT:
             raise KernelTypeError(
                 f"kernel {name} closes over {what} ({shape}) of more than {CONST_LIMIT} elements; pass it as an argument", place
             )

@@ -16,14 +16,14 @@ def _takes_keys(fn):
       "xla_metadata_call", "compute_on", "call")  # fmt: skip
 @_takes_keys
 def _(c: Lowering, *args, **params):
-    return c.closed(next(params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in params), args)
+    return c.called(next(params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in params), args)
 
 
 @rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 @_takes_keys
 def _(c: Lowering, *args, **params):
     closed = next(params[k] for k in ("call_jaxpr", "fun_jaxpr", "jaxpr") if k in params)
-    return c.closed(closed, args)
+    return c.called(closed, args)
 
 
 @rule("call_hi_primitive")

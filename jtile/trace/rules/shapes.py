@@ -16,6 +16,12 @@ def _(c: Lowering, x, *dyn, shape, broadcast_dimensions, **_):
     return x if x.type.shape == shape else c.add(ir.Broadcast(x, shape, tuple(broadcast_dimensions)))
 
 
+@rule("broadcast_to")
+def _(c: Lowering, x, *, shape, **_):
+    rank = x.type.rank
+    return c.add(ir.Broadcast(x, tuple(shape), tuple(range(len(shape) - rank, len(shape)))))
+
+
 @rule("reshape")
 def _(c: Lowering, x, *dyn, new_sizes, dimensions=None, **_):
     x = transpose(c, x, dimensions) if dimensions is not None else x
