@@ -49,6 +49,7 @@ def compile(kernel: ir.Kernel, target: Target, *, key: str | None = None, texts:
       UnsupportedError: the target has no back end, or lacks an op or dtype of the kernel.
       CompileError: the compiler failed; the kernel's IR is kept in the file that the message names.
     """
+    texts = texts or bool(current().dump)  # a dump shows the work of the compiler, so the work has to be done
     key = _cache.key(key or ir.print_kernel(kernel, locations=True), target)
     if not texts:
         artifact = _memory.get(key) or _stored(key, target)
@@ -89,7 +90,11 @@ def _cpu(kernel: ir.Kernel, target: Target, texts: bool) -> Artifact:
     from jtile.lowering.cpu import compile_kernel
 
     plain = starts.without_idle_aliases(kernel)
-    return compile_kernel(passes.run_pipeline(plain, passes.TILE), targets.parse_isa(target.arch), texts=texts)
+    artifact = compile_kernel(passes.run_pipeline(plain, passes.TILE), targets.parse_isa(target.arch), texts=texts)
+    folder = passes.dump_folder(plain)
+    for number, (name, text) in enumerate(artifact.texts.items() if folder else (), len(passes.TILE) + 1):
+        passes.dump(folder, number, name, text)
+    return artifact
 
 
 def _failure(kernel: ir.Kernel, target: Target, error: Exception) -> CompileError:

@@ -197,3 +197,14 @@ def test_poison_is_the_interpreters(dtype):
     theirs = poison((3,), dtype)
     assert ours.dtype == theirs.dtype
     np.testing.assert_array_equal(ours.astype(np.float64), theirs.astype(np.float64))
+
+
+def test_the_dump_option_writes_every_level_though_the_kernel_is_cached(tmp_path):
+    registry.compile(kernel(11.0), host_target())
+    with jt.config(dump=str(tmp_path)):
+        registry.compile(kernel(11.0), host_target())
+    (folder,) = tmp_path.iterdir()
+    names = sorted(p.name for p in folder.iterdir())
+    assert names[0] == "00_traced.tile"
+    assert [n.partition("_")[2] for n in names[-3:]] == ["llvm", "llvm_opt", "asm"]
+    assert "jtile_entry" in (folder / names[-1]).read_text()
