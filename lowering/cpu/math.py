@@ -43,8 +43,8 @@ UNARY: dict[str, Callable[[X], X]] = {
 BINARY: dict[str, Callable[[X, X], X]] = {"pow": math_exp.pow_, "atan2": math_trig.atan2}
 
 # Largest error, in units in the last place, of float32 and float64 results on every instruction set; tested.
-# float64 exceptions: lgamma and digamma are within 2e-14 (relative or absolute, whichever is larger) near their zeros
-# and for negative arguments.
+# float64 exceptions: lgamma within 8 and digamma within 24 for positive arguments; for negative ones both within 2e-14
+# (relative or absolute, whichever is larger), for their zeros there are not resolved.
 ULP_BOUNDS: dict[str, float] = {
     "exp": 1.5,
     "exp2": 1.5,
@@ -64,9 +64,9 @@ ULP_BOUNDS: dict[str, float] = {
     "sinh": 3.0,
     "cosh": 2.0,
     "tanh": 3.0,
-    "asinh": 2.0,
-    "acosh": 2.0,
-    "atanh": 2.0,
+    "asinh": 3.0,
+    "acosh": 3.0,
+    "atanh": 3.0,
     "logistic": 2.5,
     "erf": 2.0,
     "erfc": 4.0,

@@ -16,7 +16,8 @@ ERFC_ZERO = {32: 10.3, 64: 27.5}  # from here on erfc rounds to zero
 # Coefficients of 1/x, 1/x^3, ... in Stirling's series: B(2k) / (2k (2k - 1)).
 STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156, -3617 / 122400)
 # Coefficients of 1/x^2, 1/x^4, ... in digamma's: B(2k) / (2k).
-DIGAMMA = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12, -3617 / 8160)
+DIGAMMA_SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12, -3617 / 8160)
+DIGAMMA_ROOT = (float.fromhex("0x1.762d86356be3fp+0"), float.fromhex("0x1.b86a722197829p-54"))  # in two words
 SHIFT = 10  # the argument from which the series of digamma is used
 HALF_LOG_2PI = 0.91893853320467274178
 
@@ -126,7 +127,10 @@ def digamma(x: X) -> X:
         return digamma(x.to("double")).to("float")
     reflect = x < 0.5
     z = reflect.where(1.0 - x, x)
-    # sum of 1 / (z + k) as one fraction.
+    # Between 1 and 2 a polynomial times the distance to the root, which keeps the relative accuracy there.
+    middle = (z >= 1.0) & (z <= 2.0)
+    by_fit = ((z - DIGAMMA_ROOT[0]) - DIGAMMA_ROOT[1]) * horner(z - 1.5, tables.DIGAMMA[64])
+    # Else the series at z + 10, less the sum of 1 / (z + k) as one fraction.
     small = z < float(SHIFT)
     num, den = z.const(1.0), z
     for k in range(1, SHIFT):
@@ -136,7 +140,8 @@ def digamma(x: X) -> X:
     z = small.where(z + float(SHIFT), z)
     inverse = 1.0 / z
     square = inverse * inverse
-    y = log(z) - 0.5 * inverse - square * horner(square, DIGAMMA) - shift
+    y = log(z) - 0.5 * inverse - square * horner(square, DIGAMMA_SERIES) - shift
+    y = middle.where(by_fit, y)
     s, c = _sin_cos_pi(x)
     y = reflect.where(y - PI * (c / s), y)
     pole = (x < 0.5) & s.eq(0.0)
