@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jtile.ops.quantized import quantized_matmul
 from jtile.ops.quantized_tensor import QuantizedTensor, dequantize_rows
 
 Weight = jax.Array | QuantizedTensor | tuple
@@ -20,12 +21,15 @@ def rms_norm(x, weight, eps: float):
     return x * scale * weight.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def linear(x, weight: Weight):
-    """x [..., in] times the transposed weight: [..., out], float32."""
+def linear(x, weight: Weight, residual=None):
+    """x [..., in] times the transposed weight, plus the residual if there is one: [..., out], float32."""
     if isinstance(weight, tuple):
-        return jnp.concatenate([linear(x, part) for part in weight], axis=-1)
-    dense = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.astype(jnp.float32)
-    return jax.lax.dot_general(x, dense, (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
+        y = jnp.concatenate([linear(x, part) for part in weight], axis=-1)
+        return y if residual is None else y + residual
+    if isinstance(weight, QuantizedTensor):
+        return quantized_matmul(x, weight, residual=residual)
+    y = jax.lax.dot_general(x, weight.astype(jnp.float32), (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
+    return y if residual is None else y + residual
 
 
 def embedding(table: Weight, ids):
@@ -77,7 +81,7 @@ def _attend(q, k, v, scale, mask):
     return jnp.einsum("bkgls,bskd->blkgd", weights, v, precision="highest").reshape(q.shape)
 
 
-def gated_mlp(x, gate_up: Weight, down: Weight):
-    """down(silu(gate(x)) * up(x)); gate and up are stacked along `out` in that order."""
+def gated_mlp(x, gate_up: Weight, down: Weight, residual):
+    """residual + down(silu(gate(x)) * up(x)); gate and up are stacked along `out` in that order."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)
+    return linear(jax.nn.silu(gate) * up, down, residual)

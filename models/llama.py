@@ -168,18 +168,18 @@ class Attention(nnx.Module):
         rotated = layers.rope(qkv[:, :, : self.heads + self.kv_heads], cos, sin)
         return rotated[:, :, : self.heads], rotated[:, :, self.heads :], qkv[:, :, self.heads + self.kv_heads :]
 
-    def prefill(self, x, cos, sin):
-        """Returns (output [batch, length, hidden], (k, v))."""
+    def prefill(self, x, residual, cos, sin):
+        """Returns (residual plus output [batch, length, hidden], (k, v))."""
         q, k, v = self.project(x, cos, sin)
         mixed = layers.attention(q, k, v, self.head_dim**-0.5)
-        return layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value()), (k, v)
+        return layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value(), residual), (k, v)
 
-    def step(self, x, cos, sin, keys, values, lengths):
-        """x [batch, 1, hidden] against the cache of this layer; returns (output, keys, values)."""
+    def step(self, x, residual, cos, sin, keys, values, lengths):
+        """x [batch, 1, hidden] against the cache of this layer; returns (residual plus output, keys, values)."""
         q, k, v = self.project(x, cos, sin)
         keys, values = kv.write(keys, k[:, 0], lengths), kv.write(values, v[:, 0], lengths)
         mixed = layers.decode_attention(q[:, 0], keys, values, lengths + 1, self.head_dim**-0.5)
-        return layers.linear(mixed.reshape(x.shape[0], 1, -1), self.output.get_value()), keys, values
+        return layers.linear(mixed.reshape(x.shape[0], 1, -1), self.output.get_value(), residual), keys, values
 
 
 class Block(nnx.Module):
@@ -208,16 +208,17 @@ class Block(nnx.Module):
 
     def mlp(self, x):
         normed = layers.rms_norm(x, self.mlp_norm.get_value(), self.eps)
-        return x + layers.gated_mlp(normed, self.gate_up.get_value(), self.down.get_value())
+        return layers.gated_mlp(normed, self.gate_up.get_value(), self.down.get_value(), x)
 
     def prefill(self, x, cos, sin):
-        mixed, pair = self.attention.prefill(layers.rms_norm(x, self.attention_norm.get_value(), self.eps), cos, sin)
-        return self.mlp(x + mixed), pair
+        normed = layers.rms_norm(x, self.attention_norm.get_value(), self.eps)
+        x, pair = self.attention.prefill(normed, x, cos, sin)
+        return self.mlp(x), pair
 
     def step(self, x, cos, sin, keys, values, lengths):
         normed = layers.rms_norm(x, self.attention_norm.get_value(), self.eps)
-        mixed, keys, values = self.attention.step(normed, cos, sin, keys, values, lengths)
-        return self.mlp(x + mixed), keys, values
+        x, keys, values = self.attention.step(normed, x, cos, sin, keys, values, lengths)
+        return self.mlp(x), keys, values
 
 
 WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor | None"]

@@ -1,0 +1,65 @@
+"""The kernels that a decoder needs beside those of `jtile.ops`: rotary positions fused with what stands around them, and
+the gate of the MLP. Each takes a whole layer's step in one call, which counts where a step takes microseconds."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+
+
+def _rotate(x, cos, sin):
+    """The pairs (i, i + half) of x [..., heads, head_dim] turned by the angles of cos, sin [..., 1, half]."""
+    half = x.shape[-1] // 2
+    low, high = x[..., :half], x[..., half:]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def _split_types(qkv, cos, sin, *, heads, kv_heads, **_):
+    lead, head_dim = qkv.shape[:-2], qkv.shape[-1]
+    return tuple(jax.ShapeDtypeStruct((*lead, n, head_dim), jnp.float32) for n in (heads, kv_heads, kv_heads))
+
+
+@jt.kernel(out_type=_split_types, grid=lambda qkv, *_, bt, **__: (qkv.shape[0], jt.cdiv(qkv.shape[1], bt)))
+def rope_split(qkv, cos, sin, q, k, v, *, heads: int, kv_heads: int, bt: int = 16):
+    """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin [length, head_dim / 2] -> rotated q and k, and v."""
+    b, t = jt.program_id(0), jt.program_id(1)
+    n, half = cos.shape[-1] * 2, cos.shape[-1]
+    X = qkv.tiles(None, bt, qkv.shape[2], n)[b, t, 0, 0]
+    C, S = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
+    R = _rotate(X[:, : heads + kv_heads], C, S)
+    q.tiles(None, bt, heads, n)[b, t, 0, 0] = R[:, :heads]
+    k.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = R[:, heads:]
+    v.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = X[:, heads + kv_heads :]
+
+
+def _step_types(qkv, cos, sin, lengths, keys, values, *, heads, **_):
+    return jax.ShapeDtypeStruct((qkv.shape[0], heads, qkv.shape[2]), jnp.float32), jt.like(keys), jt.like(values)
+
+
+@jt.kernel(
+    out_type=_step_types,
+    grid=lambda qkv, *_, **__: (qkv.shape[0],),
+    alias={"keys": "new_keys", "values": "new_values"},
+)
+def rope_append(qkv, cos, sin, lengths, keys, values, q, new_keys, new_values, *, heads: int, kv_heads: int):
+    """One token a row: rotates q and k of qkv [batch, heads + 2 kv_heads, head_dim] by cos, sin [batch, head_dim / 2], and
+    writes k and v into slot lengths[b] of the caches [batch, slots, kv_heads, head_dim], in place."""
+    b = jt.program_id(0)
+    at, X = lengths[b], qkv[b, :, :]
+    R = _rotate(X[: heads + kv_heads], cos[b, :][None], sin[b, :][None])
+    q[b, :, :] = R[:heads]
+    new_keys[b, at, :, :] = R[heads:]
+    new_values[b, at, :, :] = X[heads + kv_heads :]
+
+
+@jt.kernel(
+    out_type=lambda gate_up, **_: jt.like(gate_up, shape=(gate_up.shape[0], gate_up.shape[1] // 2)),
+    grid=lambda gate_up, *, br, **_: (jt.cdiv(gate_up.shape[0], br),),
+)
+def silu_gate(gate_up, o, *, br: int = 4):
+    """silu(gate) * up for gate_up [rows, 2 features], gate first."""
+    i, n = jt.program_id(0), gate_up.shape[1] // 2
+    X = gate_up.tiles(br, n)
+    o.tiles(br, n)[i, 0] = jax.nn.silu(X[i, 0]) * X[i, 1]
