@@ -14,7 +14,7 @@ from jtile.lowering.cpu import gemm_pack as pack
 from jtile.lowering.cpu.gemm_kernels import DotShape, PanelShape, dot_kernel, panel_kernel
 from jtile.lowering.cpu.gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
 from jtile.lowering.cpu.gemm_plan import Columns, Plan, Rows, make_plan
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, call, offset, rolled, store_part, zeros
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, call, offset, store_part, zeros
 from jtile.lowering.cpu.isa import Isa
 from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
 
@@ -110,9 +110,9 @@ def _emit_empty(module: Module, isa: Isa, spec: GemmSpec) -> str:
         acc = ACCUMULATORS[spec.acc]
         lanes = isa.lanes(8 * BYTES[acc])
         if spec.m and spec.n and not spec.accumulate:
-            with rolled(c, 0, spec.m) as i:
+            with c.loop(0, spec.m) as i:
                 row = offset(c, _C, c.mul(i, _LDC), BYTES[acc])
-                with rolled(c, 0, spec.n // lanes * lanes, lanes) as j:
+                with c.loop(0, spec.n // lanes * lanes, lanes) as j:
                     store_part(c, isa, zeros(vec(lanes, acc)), offset(c, row, j, BYTES[acc]), lanes)
                 if rest := spec.n % lanes:
                     store_part(c, isa, zeros(vec(lanes, acc)), offset(c, row, spec.n - rest, BYTES[acc]), rest)
@@ -128,7 +128,7 @@ def _emit_split(module: Module, isa: Isa, spec: GemmSpec, plan: Plan) -> Gemm:
     for start, count, m in _even(spec.m, _MAX_ROWS, plan.rows[0].rows):
         part = emit_gemm(module, isa, dataclasses.replace(spec, m=m))
         workspace = max(workspace, part.workspace)
-        with rolled(c, 0, count) as i:
+        with c.loop(0, count) as i:
             row = c.add(start, c.mul(i, m))
             a = offset(c, _A, row if spec.trans_a else c.mul(row, _LDA), BYTES[STORAGE[spec.a]])
             out = offset(c, _C, c.mul(row, _LDC), BYTES[plan.mode.acc])
@@ -148,7 +148,7 @@ def _emit_turned(module: Module, isa: Isa, spec: GemmSpec) -> Gemm:
         rows = offset(c, _WORK, inner.workspace, 1)
         call(c, inner.name, _B, _LDB, _A, _LDA, rows, i64(spec.m), _WORK)
         plus = "fadd" if acc in ("float", "double") else "add"
-        with rolled(c, 0, spec.m) as i:
+        with c.loop(0, spec.m) as i:
             line = offset(c, _C, c.mul(i, _LDC), BYTES[acc])
             for j in range(spec.n):
                 x = c.load(acc, offset(c, rows, c.add(i, j * spec.m), BYTES[acc]), align=BYTES[acc])
@@ -199,11 +199,11 @@ def _emit_panels(c: Code, spec: GemmSpec, plan: Plan) -> None:
     """The packed and the direct strategy: k blocks, then column panels (one packed at a time), then row panels."""
     panel = offset(c, _WORK, plan.a_bytes, 1)
     sums = offset(c, panel, plan.b_bytes, 1)
-    with rolled(c, 0, spec.k, plan.kc) as k0:
+    with c.loop(0, spec.k, plan.kc) as k0:
         block = _k_block(c, spec, plan, k0)
         _pack_a(c, spec, plan, block)
         for columns in plan.columns:
-            with rolled(c, 0, columns.count) as j:
+            with c.loop(0, columns.count) as j:
                 first = c.add(columns.start, c.mul(j, columns.width))
                 if plan.strategy == "packed":
                     _pack_b(c, spec, plan, block, columns, first, panel, sums)
@@ -222,13 +222,13 @@ def _pack_a(c: Code, spec: GemmSpec, plan: Plan, block: _Block) -> None:
         call(c, name, offset(c, _A, block.k0, size), ld, _WORK, i64(plan.a_row_bytes), i64(spec.m), block.kc)
     elif plan.a_layout == "panels":
         width, unit = plan.a_width, plan.mode.unit_bytes
-        with rolled(c, 0, block.kc, _A_PACK_STEPS) as k1:  # few enough k rows that neighbouring panels find them in L1
+        with c.loop(0, block.kc, _A_PACK_STEPS) as k1:  # few enough k rows that neighbouring panels find them in L1
             kc = c.intrinsic("smin", "i64", c.sub(block.kc, k1), i64(_A_PACK_STEPS))
             source = c.gep("i8", _A, c.mul(c.add(block.k0, k1), ld))
             start = offset(c, _WORK, c.binary("sdiv", k1, i64(plan.mode.group)), width * unit)
             for rows in plan.rows:
                 name = pack.panel_from_lanes(c.module, plan.mode, spec.a, spec.k, width, rows.rows, "a")
-                with rolled(c, 0, rows.count) as p:
+                with c.loop(0, rows.count) as p:
                     row = c.add(rows.start, c.mul(p, rows.rows))
                     panel = offset(c, start, c.add(rows.panel, p), width * plan.a_row_bytes)
                     call(c, name, offset(c, source, row, size), ld, panel, kc)
@@ -247,7 +247,7 @@ def _pack_b(
         return
     source = c.gep("i8", offset(c, _B, block.k0, size), c.mul(first, ld))
     name = pack.panel_from_rows(c.module, mode, spec.b, spec.k, width)
-    with rolled(c, 0, columns.vectors) as v:
+    with c.loop(0, columns.vectors) as v:
         lane = c.mul(v, mode.lanes)
         target = offset(c, panel, lane, mode.unit_bytes)
         real = c.intrinsic("smin", "i64", c.sub(columns.width, lane), i64(mode.lanes))
@@ -269,7 +269,7 @@ def _row_panels(
             rows.rows, columns.vectors, columns.tail, direct, k_tail, block.may_add, mode.flip and not direct
         )
         name = panel_kernel(c.module, mode, shape)
-        with rolled(c, 0, rows.count) as p:
+        with c.loop(0, rows.count) as p:
             row = c.add(rows.start, c.mul(p, rows.rows))
             a, a_row, a_step = _a_access(c, plan, block, a_size, row, c.add(rows.panel, p))
             out = offset(c, _C, c.add(c.mul(row, _LDC), first), BYTES[mode.acc])
@@ -296,7 +296,7 @@ def _emit_dot(c: Code, spec: GemmSpec, plan: Plan) -> None:
     rows: Rows = plan.rows[0]
     x_ld = c.mul(thin_ld, thin_size)
     tail = spec.k % (mode.lanes * mode.group)
-    with rolled(c, 0, spec.k, plan.kc) as k0:
+    with c.loop(0, spec.k, plan.kc) as k0:
         block = _k_block(c, spec, plan, k0)
         x, x_row = offset(c, thin, k0, thin_size), x_ld
         if plan.a_layout != "raw":
@@ -307,7 +307,7 @@ def _emit_dot(c: Code, spec: GemmSpec, plan: Plan) -> None:
         for columns in plan.columns:
             shape = DotShape(rows.rows, columns.width, tail, plan.a_layout != "raw", plan.swap, block.may_add)
             name = dot_kernel(c.module, mode, shape)
-            with rolled(c, 0, columns.count) as j:
+            with c.loop(0, columns.count) as j:
                 first = c.add(columns.start, c.mul(j, columns.width))
                 y = offset(c, long, c.add(c.mul(first, long_ld), k0), long_size)
                 out = offset(c, _C, c.mul(first, _LDC) if plan.swap else first, BYTES[mode.acc])

@@ -11,7 +11,7 @@ import dataclasses
 
 from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
 from jtile.lowering.cpu.gemm_pack import lanes_step, rows_step
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, load_part, offset, rolled, slice_lanes, store_part, sums, zeros
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, load_part, offset, slice_lanes, store_part, sums, zeros
 from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
 
 
@@ -93,11 +93,11 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
         c.store(c.gep("i8", b_ptr, b_advance), b_slot)
 
     whole = c.binary("and", steps, i64(-count)) if count > 1 else steps
-    with rolled(c, 0, whole, count):
+    with c.loop(0, whole, count):
         for block in banks:
             step(block=block)
     if count > 1:
-        with rolled(c, whole, steps):
+        with c.loop(whole, steps):
             step()
     if s.direct and s.k_tail:
         with c.when(last):
@@ -212,7 +212,7 @@ def dot_kernel(module: Module, mode: Mode, shape: DotShape) -> str:
                 c.store(mode.mac(c, c.load(ty, grid[r][j]), left[r], right), grid[r][j])
 
     whole = c.binary("and", kc, i64(-block)) if s.tail else kc
-    with rolled(c, 0, whole, block) as k0:
+    with c.loop(0, whole, block) as k0:
         step(k0, block)
     if s.tail:
         with c.when(c.cmp("icmp", "ne", whole, kc)):

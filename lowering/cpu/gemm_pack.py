@@ -11,7 +11,7 @@ is a whole number of vectors, or that plus the static tail `k_tail` (the last bl
 from __future__ import annotations
 
 from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, interleave, load_part, offset, rolled, transpose, zeros
+from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, interleave, load_part, offset, transpose, zeros
 from jtile.lowering.cpu.llvm import Code, Module, Val, lanes_of, vec
 
 _I64 = "i64"
@@ -50,7 +50,7 @@ def panel_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int, width:
                 c.store(mode.column_sum(c, c.load(units.ty, slots[v]), units), slots[v])
 
     steps = c.binary("sdiv", kc, Val(_I64, str(mode.group))) if mode.group > 1 else kc
-    with rolled(c, 0, steps) as at:
+    with c.loop(0, steps) as at:
         step(at, mode.group)
     if tail:
         with c.when(c.cmp("icmp", "ne", c.mul(steps, mode.group), kc)):
@@ -119,10 +119,10 @@ def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: 
     ty, line = vec(mode.lanes, mode.unit), vec(block, elem)
     slot = c.var(ty, zeros(ty)) if mode.flip else None
     stage = c.var(line, count=mode.lanes, align=64)
-    with rolled(c, 0, mode.lanes) as r:
+    with c.loop(0, mode.lanes) as r:
         c.store(zeros(line), c.gep(line, stage, r), align=BYTES[elem])
     few = c.cmp("icmp", "slt", count, Val(_I64, str(mode.lanes)))
-    with rolled(c, 0, kc, block) as k0:
+    with c.loop(0, kc, block) as k0:
         here = offset(c, src, k0, BYTES[elem])
         short = c.cmp("icmp", "slt", c.sub(kc, k0), Val(_I64, str(block))) if tail else Val("i1", "false")
         partial = c.binary("or", few, short)
@@ -150,7 +150,7 @@ def _stage_rows(
     lanes = lanes_of(line)
 
     def copy(valid: int) -> None:
-        with rolled(c, 0, count) as r:
+        with c.loop(0, count) as r:
             x = load_part(c, mode.isa, elem, c.gep("i8", src, c.mul(r, ld)), lanes, valid)
             c.store(x, c.gep(line, stage, r), align=BYTES[elem])
 
@@ -181,9 +181,9 @@ def rows_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
         out = offset(c, c.gep("i8", dst, c.mul(row, dst_row)), k0, BYTES[mode.packed])
         c.store(_enter(c, mode, "a", rows_step(c, mode, dtype, ptr, valid)), out, align=mode.lanes * mode.unit_bytes)
 
-    with rolled(c, 0, rows) as row:
+    with c.loop(0, rows) as row:
         whole, has_tail = split_k(c, kc, block, tail)
-        with rolled(c, 0, whole, block) as k0:
+        with c.loop(0, whole, block) as k0:
             piece(row, k0, block)
         if has_tail:
             with c.when(has_tail):
@@ -208,7 +208,7 @@ def rows_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
     ]  # fmt: skip
     c = Code(module, name, params, attributes=ATTRIBUTES)
     elem = STORAGE[dtype]
-    with rolled(c, 0, rows) as row:
+    with c.loop(0, rows) as row:
         out = c.gep("i8", dst, c.mul(row, dst_row))
         whole, has_tail = split_k(c, kc, block, tail)
         if has_tail:
@@ -219,7 +219,7 @@ def rows_from_lanes(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:
                     align=mode.lanes * mode.unit_bytes,
                 )
         column = offset(c, src, row, BYTES[elem])
-        with rolled(c, 0, kc) as k:
+        with c.loop(0, kc) as k:
             x = mode.widen(c, c.load(elem, c.gep("i8", column, c.mul(k, ld)), align=BYTES[elem]), dtype)
             x = mode.enter_a(c, x)
             c.store(x, offset(c, out, k, BYTES[mode.packed]), align=BYTES[mode.packed])

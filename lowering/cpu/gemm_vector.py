@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from jtile.lowering.cpu.gemm_modes import BYTES
 from jtile.lowering.cpu.isa import Isa
 from jtile.lowering.cpu.llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, scalar_of, vec
@@ -15,17 +12,6 @@ ATTRIBUTES = 'nounwind "no-builtins"'
 
 def call(c: Code, name: str, *args: Val) -> None:
     c.do(f"call void @{name}({', '.join(map(str, args))})")
-
-
-@contextlib.contextmanager
-def rolled(c: Code, lo: Val | int, hi: Val | int, step: Val | int = 1) -> Iterator[Val]:
-    """`Code.loop` that LLVM leaves rolled: unrolled kernels are no faster and take twice as long to compile."""
-    names = c.module.globals
-    names.setdefault("!rolled", '!7000 = !{!"llvm.loop.unroll.disable"}')
-    node = f"!{7001 + sum(name.startswith('!rolled.') for name in names)}"
-    names[f"!rolled.{node}"] = f"{node} = distinct !{{{node}, !7000}}"
-    with c.loop(lo, hi, step, meta=f", !llvm.loop {node}") as i:
-        yield i
 
 
 def zeros(ty: str) -> Val:

@@ -1,0 +1,345 @@
+"""The matmul generator against NumPy: every dtype, layout and strategy, with poison around every buffer."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import llvmlite.binding as llvm
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jtile.lowering.cpu.compile import assemble, initialize, machine
+from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm, gemm_cost_ns
+from jtile.lowering.cpu.gemm_modes import choose_mode
+from jtile.lowering.cpu.gemm_plan import make_plan
+from jtile.lowering.cpu.isa import ISAS, Isa, host_isa
+from jtile.lowering.cpu.llvm import Code, Module, Val
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+BYTES = ["int8", "uint8"]
+INTS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"]
+# Error over the sum of the products' magnitudes. Sums of k terms in blocks; k goes to about 1500.
+TOLERANCE = {"float32": 1e-6, "float64": 2e-15}
+PAD = 80  # elements before and after every operand
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+class Products:
+    """Compiled products of one instruction set: `run` checks every buffer's surroundings and returns C."""
+
+    def __init__(self, isa: Isa, specs: list[GemmSpec], undefined):
+        initialize(isa)
+        module = Module(isa.triple, attributes=f'"prefer-vector-width"="{isa.vector_bits}"')
+        self.products = {}
+        names = {}
+        for i, spec in enumerate(dict.fromkeys(specs)):
+            gemm = emit_gemm(module, isa, spec)
+            params = [Val(t, f"%p{k}") for k, t in enumerate(["ptr", "i64"] * 3 + ["ptr"])]
+            code = Code(module, f"test{i}", params, linkage="dso_local")
+            code.do(f"call void @{gemm.name}({', '.join(map(str, params))})")
+            code.finish()
+            names[spec] = f"test{i}", gemm.workspace
+        image, _ = assemble(module.text(), isa)
+        assert undefined(image) == []
+        if isa.arch != host_isa().arch or not isa.features <= host_isa().features:
+            return
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine(host_isa()))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(image))
+        self._engine.finalize_object()
+        kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64] * 3, ctypes.c_void_p)
+        for spec, (name, workspace) in names.items():
+            self.products[spec] = kind(self._engine.get_function_address(name)), workspace
+
+    def run(self, spec: GemmSpec, a: np.ndarray, b: np.ndarray, c: np.ndarray, slack: int = 0) -> np.ndarray:
+        """C after the product of logical a [m, k] and b [k, n]; rows in memory are `slack` elements apart."""
+        function, workspace = self.products[spec]
+        assert a.shape == (spec.m, spec.k) and b.shape == (spec.k, spec.n) and c.shape == (spec.m, spec.n)
+        operands = [
+            Guarded(x, slack + i) for i, x in enumerate((a.T if spec.trans_a else a, b.T if spec.trans_b else b, c))
+        ]
+        scratch = np.full(workspace + 192, 0xFF, np.uint8)  # NaN in every float format
+        start = -scratch.ctypes.data % 64 + 64
+        args = [x for operand in operands for x in (operand.address, operand.stride)]
+        function(*args, scratch.ctypes.data + start)
+        assert (scratch[:start] == 0xFF).all() and (scratch[start + workspace :] == 0xFF).all(), "beyond the workspace"
+        for operand, name in zip(operands, "ABC", strict=True):
+            operand.check(name, written=name == "C")
+        return operands[2].inside()
+
+
+class Guarded:
+    """A matrix in the middle of a buffer of NaN bytes (integers: -1), rows further apart than they are long."""
+
+    def __init__(self, x: np.ndarray, slack: int):
+        self.stride = x.shape[1] + slack
+        rows = np.arange(x.shape[0])[:, None] * self.stride
+        self.at = (PAD + rows + np.arange(x.shape[1])[None]).astype(np.int64)
+        size = 2 * PAD + x.shape[0] * self.stride
+        self.bytes = np.full(size * x.dtype.itemsize, 0xFF, np.uint8)
+        self.buffer = self.bytes.view(x.dtype)
+        self.buffer[self.at.ravel()] = x.ravel()
+        self.before = self.bytes.copy()
+        self.address = self.bytes.ctypes.data + PAD * x.dtype.itemsize
+
+    def check(self, name: str, written: bool) -> None:
+        now = self.bytes.copy()
+        if written:
+            now.view(self.buffer.dtype)[self.at.ravel()] = self.before.view(self.buffer.dtype)[self.at.ravel()]
+        assert np.array_equal(now, self.before), f"{name} was written where it must not be"
+
+    def inside(self) -> np.ndarray:
+        return self.buffer[self.at.ravel()].reshape(self.at.shape)
+
+
+def random_matrix(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    kind = numpy_dtype(dtype)
+    if dtype == "bool":
+        return rng.random(shape) < 0.5
+    if dtype == "float8_e8m0fnu":  # powers of two
+        return (2.0 ** rng.integers(-3, 4, shape)).astype(kind)
+    if "int" in dtype:
+        limits = np.iinfo(kind)
+        return rng.integers(limits.min, limits.max, shape, dtype=kind, endpoint=True)
+    return rng.standard_normal(shape).astype(np.float32).astype(kind)
+
+
+def check(products: Products, spec: GemmSpec, seed: int = 0) -> None:
+    """Compare one product on random data with NumPy: exactly for integers, to TOLERANCE for floats."""
+    rng = np.random.default_rng(seed)
+    a = random_matrix(rng, (spec.m, spec.k), spec.a)
+    b = random_matrix(rng, (spec.k, spec.n), spec.b)
+    c = random_matrix(rng, (spec.m, spec.n), spec.acc)
+    got = products.run(spec, a, b, c, slack=seed % 5)
+    start = c if spec.accumulate else np.zeros_like(c)
+    if "int" in spec.acc:
+        with np.errstate(over="ignore"):
+            want = (a.astype(np.int64) @ b.astype(np.int64) + start).astype(c.dtype)
+        np.testing.assert_array_equal(got, want, err_msg=str(spec))
+        return
+    wide = [x.astype(np.float64) for x in (a, b, start)]
+    want = wide[0] @ wide[1] + wide[2]
+    magnitude = np.abs(wide[0]) @ np.abs(wide[1]) + np.abs(wide[2])
+    assert not np.isnan(got).any(), spec
+    assert (np.abs(got - want) <= TOLERANCE[spec.acc] * magnitude).all(), spec
+
+
+SIZES = [
+    (1, 1, 1), (1, 100, 130), (3, 33, 65), (8, 70, 40), (5, 16, 7),  # direct, dot
+    (17, 1, 70), (40, 3, 67), (19, 4, 31),  # narrow
+    (13, 5, 33), (33, 47, 19), (64, 64, 64), (31, 65, 129),  # packed
+]  # fmt: skip
+LAYOUTS = list(itertools.product((False, True), repeat=2))
+
+
+def specs(a: str, b: str, acc: str, sizes=SIZES) -> list[GemmSpec]:
+    turn = itertools.cycle((False, True, True))
+    return [GemmSpec(*size, a, b, acc, ta, tb, next(turn)) for size in sizes for ta, tb in LAYOUTS]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_float_products(native_isa, dtype, undefined):
+    """All layouts of sizes for every strategy, odd and even."""
+    isa = host_isa() if native_isa == "host" else ISAS[native_isa]
+    wanted = specs(dtype, dtype, "float32")
+    products = Products(isa, wanted, undefined)
+    for i, spec in enumerate(wanted):
+        check(products, spec, i)
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(BYTES, BYTES)))
+def test_byte_products(native_isa, a, b, undefined):
+    isa = host_isa() if native_isa == "host" else ISAS[native_isa]
+    wanted = specs(a, b, "int32", SIZES[1::2])
+    products = Products(isa, wanted, undefined)
+    for i, spec in enumerate(wanted):
+        check(products, spec, i)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "acc"),
+    [
+        ("float64", "float64", "float64"), ("float32", "float64", "float64"), ("bfloat16", "float32", "float32"),
+        ("float16", "bfloat16", "float32"), ("float8_e4m3fn", "bfloat16", "float32"), ("int16", "int16", "int32"),
+        ("int8", "int16", "int32"), ("uint16", "int32", "int32"), ("int32", "int32", "int32"),
+        ("int64", "int8", "int32"),
+        ("int64", "int32", "int64"), ("bool", "bool", "int32"), ("float8_e8m0fnu", "float4_e2m1fn", "float32"),
+    ],
+)  # fmt: skip
+def test_other_dtypes(a, b, acc, undefined):
+    """Wide, narrow and mixed operands on this machine."""
+    wanted = specs(a, b, acc, SIZES[1::3])
+    products = Products(host_isa(), wanted, undefined)
+    for i, spec in enumerate(wanted):
+        check(products, spec, i)
+
+
+@pytest.mark.parametrize(("a", "acc"), [("float32", "float32"), ("bfloat16", "float32"), ("int8", "int32")])
+def test_blocked_products(a, acc, undefined):
+    """More rows, columns and k than one cache block holds, with tails in each."""
+    sizes = [(300, 70, 70), (20, 40, 5001), (3, 300, 5003), (2, 3000, 230), (300, 2, 3001)]
+    wanted = specs(a, a, acc, sizes)
+    products = Products(host_isa(), wanted, undefined)
+    for i, spec in enumerate(wanted):
+        check(products, spec, i)
+
+
+@pytest.mark.parametrize("size", [(0, 3, 5), (3, 0, 5), (0, 0, 0), (4, 37, 0), (1, 1, 0)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_empty_products(size, accumulate, undefined):
+    """Without terms C becomes zero, or stays when accumulating; without elements nothing is touched."""
+    spec = GemmSpec(*size, "bfloat16", "bfloat16", "float32", False, True, accumulate)
+    products = Products(host_isa(), [spec], undefined)
+    rng = np.random.default_rng(0)
+    c = random_matrix(rng, size[:2], "float32")
+    a, b = random_matrix(rng, (size[0], size[2]), "bfloat16"), random_matrix(rng, (size[2], size[1]), "bfloat16")
+    np.testing.assert_array_equal(products.run(spec, a, b, c, slack=2), c if accumulate else np.zeros_like(c))
+
+
+DTYPE_PAIRS = st.one_of(
+    st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.just("float32")),
+    st.tuples(st.sampled_from([*FLOATS, "float64"]), st.sampled_from([*FLOATS, "float64"]), st.just("float64")),
+    st.tuples(st.sampled_from(INTS), st.sampled_from(INTS), st.sampled_from(["int32", "int64"])),
+)
+SIZE = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 64, 100, 127, 257]))
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(m=SIZE, n=SIZE, k=SIZE, dtypes=DTYPE_PAIRS, ta=st.booleans(), tb=st.booleans(), add=st.booleans())
+def test_random_products(undefined, m, n, k, dtypes, ta, tb, add):
+    spec = GemmSpec(m, n, k, *dtypes, ta, tb, add)
+    check(Products(host_isa(), [spec], undefined), spec, m + n + k)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "bfloat16"])
+def test_every_value_survives_widening(native_isa, dtype, undefined):
+    """Times one, each bit pattern gives its value exactly; NaN stays NaN. Through all three strategies and packers."""
+    isa = host_isa() if native_isa == "host" else ISAS[native_isa]
+    kind = numpy_dtype(dtype)
+    count = 2 ** min(8 * kind.itemsize, 10)
+    step = 2 ** (8 * kind.itemsize) // count
+    values = (np.arange(count) * step + step // 3).astype(f"u{kind.itemsize}").view(kind)
+    if dtype == "bfloat16":
+        values = values[(np.abs(values.astype(np.float32)) >= 2.0**-126) | (values.astype(np.float32) == 0)]
+    k, n = 1, len(values)
+    wanted = [GemmSpec(*s, k, "float32", dtype, "float32", *t) for s in ((1, n), (20, n)) for t in LAYOUTS]
+    wanted += [GemmSpec(*s, k, dtype, "float32", "float32", *t) for s in ((n, 1), (n, 20)) for t in LAYOUTS]
+    wanted += [GemmSpec(1, n, k, "bfloat16", dtype, "float32", *t) for t in LAYOUTS] if kind.itemsize == 1 else []
+    products = Products(isa, wanted, undefined)
+    expected = values.astype(np.float32)
+    for spec in wanted:
+        one = np.ones
+        if spec.b == dtype and spec.n == n:
+            got = products.run(spec, one((spec.m, 1), numpy_dtype(spec.a)), values[None], np.zeros((spec.m, n), "f4"))
+            np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape), err_msg=str(spec))
+        else:
+            got = products.run(spec, values[:, None], one((1, spec.n), "f4"), np.zeros((n, spec.n), "f4"))
+            np.testing.assert_array_equal(got, np.broadcast_to(expected[:, None], got.shape), err_msg=str(spec))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2", "float64"])
+@pytest.mark.parametrize("size", [(1, 37, 19), (6, 37, 19), (21, 37, 19), (21, 3, 19), (21, 3, 67), (2, 9, 67)])
+def test_nan_and_infinity_stay_in_their_row_and_column(dtype, size, undefined):
+    acc = "float64" if dtype == "float64" else "float32"
+    wanted = [GemmSpec(*size, dtype, dtype, acc, *t) for t in LAYOUTS]
+    products = Products(host_isa(), wanted, undefined)
+    m, n, k = size
+    a, b = np.ones((m, k), numpy_dtype(dtype)), np.ones((k, n), numpy_dtype(dtype))
+    a[m - 1, k - 1] = np.inf
+    b[k - 1, n - 1] = np.nan
+    want = np.full((m, n), float(k))
+    want[m - 1], want[:, n - 1] = np.inf, np.nan
+    for spec in wanted:
+        np.testing.assert_array_equal(products.run(spec, a, b, np.zeros((m, n), acc), slack=1), want, err_msg=str(spec))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("int8", "int8"), ("uint8", "uint8"), ("int8", "uint8"), ("int16", "int16"), ("int32", "int32")]
+)
+def test_integer_extremes_wrap(native_isa, a, b, undefined):
+    """The largest magnitudes: nothing saturates, sums wrap modulo 2**32."""
+    isa = host_isa() if native_isa == "host" else ISAS[native_isa]
+    wanted = [GemmSpec(m, 20, k, a, b, "int32", *t) for m in (1, 5, 12) for k in (2, 131) for t in LAYOUTS]
+    products = Products(isa, wanted, undefined)
+    for spec in wanted:
+        for low_a, low_b in LAYOUTS:
+            x, y = (getattr(np.iinfo(d), "min" if low else "max") for d, low in ((a, low_a), (b, low_b)))
+            got = products.run(
+                spec, np.full((spec.m, spec.k), x, a), np.full((spec.k, 20), y, b), np.zeros((spec.m, 20), np.int32)
+            )
+            want = (int(x) * int(y) * spec.k + 2**31) % 2**32 - 2**31
+            assert (got == want).all(), spec
+
+
+@pytest.mark.parametrize("isa", sorted(ISAS))
+@pytest.mark.parametrize(
+    "dtypes",
+    [(d, d, "float32") for d in FLOATS] + [("float64",) * 3, ("int8", "int8", "int32"), ("uint8", "int8", "int32")],
+)
+def test_objects_for_every_instruction_set(isa, dtypes, undefined):
+    """Valid text and an object without undefined symbols, also for machines that are not this one."""
+    Products(ISAS[isa], specs(*dtypes, [(3, 33, 35), (21, 37, 35)]), undefined)
+
+
+def test_each_spec_is_emitted_once_and_alike():
+    """Text depends on the specs alone; a second request adds nothing and gives the same answer."""
+    wanted = [
+        GemmSpec(300, 40, 50, "int8", "int8", "int32", True, True),
+        GemmSpec(12, 2, 50, "bfloat16", "bfloat16", "float32", True),
+    ]
+    texts = []
+    for _ in range(2):
+        module = Module(host_isa().triple)
+        first = [emit_gemm(module, host_isa(), spec) for spec in wanted]
+        text = module.text()
+        assert [emit_gemm(module, host_isa(), spec) for spec in wanted] == first
+        assert module.text() == text
+        texts.append(text)
+    assert texts[0] == texts[1]
+    assert all(gemm.workspace % 64 == 0 for gemm in first)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "acc"),
+    [
+        ("float32", "int8", "float32"),
+        ("float64", "float64", "float32"),
+        ("int4", "int8", "int32"),
+        ("int8", "int8", "float32"),
+        ("float32", "float32", "bfloat16"),
+    ],
+)
+def test_dtypes_that_do_not_go_together_are_refused(a, b, acc):
+    with pytest.raises(ValueError, match=f"no matmul of {a} and {b} with a {acc} accumulator"):
+        emit_gemm(Module(host_isa().triple), host_isa(), GemmSpec(4, 4, 4, a, b, acc))
+
+
+def test_strategy_follows_shape():
+    """Few rows stream B, few columns stream A, the rest is packed."""
+    mode = choose_mode(ISAS["avx512"], "float32", "float32", "float32")
+    chosen = {
+        (*size, ta, tb): make_plan(mode, *size, ta, tb).strategy
+        for size in ((1, 512, 512), (512, 1, 512), (64, 64, 64), (8, 64, 64))
+        for ta, tb in LAYOUTS
+    }
+    assert chosen[1, 512, 512, False, False] == "direct" and chosen[1, 512, 512, False, True] == "dot"
+    assert chosen[512, 1, 512, False, False] == "dot" and chosen[8, 64, 64, False, False] == "direct"
+    assert all(chosen[64, 64, 64, ta, tb] == "packed" for ta, tb in LAYOUTS)
+
+
+@pytest.mark.parametrize("isa", sorted(ISAS))
+def test_cost_grows_with_work(isa):
+    costs = [
+        gemm_cost_ns(GemmSpec(m, 64, k, "bfloat16", "bfloat16", "float32"), ISAS[isa])
+        for m, k in ((1, 64), (64, 64), (64, 640))
+    ]
+    assert 0 < costs[0] < costs[1] < costs[2]
+    assert gemm_cost_ns(GemmSpec(0, 64, 64, "int8", "int8", "int32"), ISAS[isa]) < costs[1]
