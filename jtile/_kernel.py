@@ -15,7 +15,7 @@ from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
 from jtile._arguments import as_operand, as_type, key_of
 from jtile._errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
-from jtile._signature import Layout, Options, Spec, Structure, lay_out, nearest, read_signature
+from jtile._signature import Layout, Options, Spec, Structure, lay_out, nearest, place_of, read_signature
 
 if TYPE_CHECKING:
     from jtile._primitive import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
@@ -24,8 +24,8 @@ _MAX_CALLS = 2048  # remembered (types, meta-parameters) per kernel
 
 
 def kernel(
-    *,
-    out_type: Any,
+    *positional: Any,
+    out_type: Any = None,
     grid: Any = (),
     alias: Mapping[Any, Any] | None = None,
     init: Any = None,
@@ -54,6 +54,11 @@ def kernel(
     Raises:
       KernelTypeError, KernelValueError: at decoration for a bad signature, at the call for arguments that do not fit.
     """
+    if positional or out_type is None:
+        raise KernelTypeError(
+            "jt.kernel takes keywords only, and needs out_type: write @jt.kernel(out_type=..., grid=...)",
+            place_of(positional[0]) if positional and callable(positional[0]) else None,
+        )
     if sharding is not None:
         raise UnsupportedError("sharding= is reserved: this release derives no sharding rule; leave it out")
     spec = Spec(out_type, grid, alias, init, scratch)

@@ -185,7 +185,9 @@ def _checked_call(program: Program, operands: Sequence[Any]) -> Sequence[Any]:
         _, found, text = str(e).partition("FAILED_PRECONDITION: ")
         if not found or "assertion failed" not in text:
             raise
-        raise KernelAssertionError(text) from None
+        message, _, place = text.partition("\n  at ")
+        file, _, line = place.split("\n")[0].rpartition(":")
+        raise KernelAssertionError(message, (file, int(line)) if line.isdecimal() else None) from None
 
 
 # -- the interpreter ------------------------------------------------------------------------------------------------

@@ -79,6 +79,13 @@ def test_python_scalars_get_the_default_dtype():
     assert [g.item() for g in got] == [2.5, 3, True]
 
 
+def test_numpy_arrays_inside_a_trace():
+    ones = np.ones(10, np.float32)
+    np.testing.assert_array_equal(jax.jit(lambda x: add(x, ones))(f32(10)), f32(10) + 1)
+    np.testing.assert_array_equal(jax.jit(lambda: add(ones, ones))(), ones + 1)
+    np.testing.assert_array_equal(jax.jit(lambda x: add(add(ones, ones), x))(f32(10)), f32(10) + 2)
+
+
 def test_numpy_arrays_of_other_byte_order_and_width():
     x = np.arange(5, dtype=">f4")
     np.testing.assert_array_equal(add(x, np.ones(5)), np.arange(5) + 1)  # float64 is float32 in JAX here

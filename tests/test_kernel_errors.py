@@ -262,6 +262,12 @@ def test_an_init_beside_an_alias_of_one_output():
     fails(KernelValueError, "has an init and an alias", lambda: make(alias={"x": "o"}, init={"o": 0})(X))
 
 
+def test_a_decorator_without_its_arguments():
+    fails(KernelTypeError, r"write @jt\.kernel\(out_type=", lambda: jt.kernel(copy))
+    with pytest.raises(KernelTypeError, match="needs out_type"):
+        jt.kernel(grid=1)
+
+
 def test_names_and_options():
     fails(KernelValueError, "name='a b' is no name for a kernel", lambda: make(name="a b"))
     with pytest.raises(KernelValueError, match="no option 'num_warp'; did you mean 'num_warps'"):

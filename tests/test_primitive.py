@@ -123,6 +123,7 @@ def test_a_failed_assert_is_a_typed_error():
     with pytest.raises(jt.errors.KernelAssertionError, match="x is positive") as e:
         positive(X)
     assert "test_primitive.py" in str(e.value)
+    assert 'jt.assert_(x[i] > 0, "x is positive")' in str(e.value)
     with pytest.raises(jax.errors.JaxRuntimeError, match="x is positive"):
         jax.block_until_ready(jax.jit(positive)(X))
 
@@ -132,6 +133,18 @@ def test_print_reaches_the_terminal(capfd):
     out = capfd.readouterr()
     assert "x is" in out.out + out.err
     assert "-2" in out.out + out.err
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_a_kernel_may_have_no_output(capfd, interpret):
+    k = jt.call(lambda x: jt.print("got {}", x[jt.program_id(0)]), out_type=(), grid=2).with_options(
+        interpret=interpret
+    )
+    assert k(X) == ()
+    jax.jit(k)(X)
+    jax.effects_barrier()
+    out = capfd.readouterr()
+    assert (out.out + out.err).count("got 1") == 2
 
 
 # -- the interpreter inside jit ---------------------------------------------------------------------------------------
@@ -261,7 +274,7 @@ def test_defvjp_is_refused():
 
 def test_sharding_is_reserved():
     with pytest.raises(jt.errors.UnsupportedError, match="sharding= is reserved"):
-        jt.kernel(out_type=None, sharding="x")
+        jt.kernel(out_type=X, sharding="x")
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])

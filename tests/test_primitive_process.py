@@ -168,6 +168,9 @@ for interpret in (False, True):
     loop = lambda x, w: jax.lax.scan(lambda c, _: (k(c, w), None), x, None, length=3)[0]
     got = jax.jit(shard(loop, in_specs=(P("d"), P()), out_specs=P("d")))(X, W)
     assert (got == X * W**3).all()
+    constant = np.ones((1, 4), np.float32)
+    got = jax.jit(shard(lambda x: k(x, constant), in_specs=P("d"), out_specs=P("d")))(X)
+    assert (got == X).all()
     # a result that varies must not pass as replicated
     for spec in (P(), P("e")):
         try:
