@@ -18,16 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
+from jtile.ops.epilogues import ACTIVATIONS, check_activation
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
 
 HALF = BLOCK // 2
-ACTIVATIONS = {
-    None: lambda y: y,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "gelu": lambda y: jax.nn.gelu(y, approximate=False),
-    "gelu_tanh": jax.nn.gelu,
-}
 
 
 def quantized_matmul(x, weight: QuantizedTensor, *, bias=None, activation: str | None = None, residual=None) -> jax.Array:
@@ -53,9 +47,8 @@ def quantized_matmul(x, weight: QuantizedTensor, *, bias=None, activation: str |
     extra = [] if bias is None else [jnp.asarray(bias, jnp.float32).reshape(1, out)]
     extra += [] if residual is None else [jnp.asarray(residual, jnp.float32).reshape(m, out)]
     options = dict(kind=weight.kind, activation=activation, has_bias=bias is not None)
-    arrays = [weight.codes, weight.scale, *([] if weight.minimum is None else [weight.minimum]), *extra]
     kernel = _gemv if m <= 2 else _gemm
-    y = kernel(rows, *arrays, **options, **_tiles(m, out, inner))
+    y = kernel(rows, *_arrays(weight), *extra, **options, **_tiles(m, out, inner))
     return y.reshape(*x.shape[:-1], out)
 
 
@@ -73,9 +66,7 @@ def _check(x, weight: QuantizedTensor, activation) -> None:
         raise jt.errors.KernelValueError(
             f"quantized_matmul: x {tuple(x.shape)} does not fit weights [out, in] = {list(weight.shape)}; its last axis must be in"
         )
-    if activation not in ACTIVATIONS:
-        known = ", ".join(str(a) for a in ACTIVATIONS)
-        raise jt.errors.KernelValueError(f"quantized_matmul: unknown activation {activation!r}; expected one of {known}")
+    check_activation("quantized_matmul", activation)
 
 
 def _tiles(m: int, out: int, inner: int) -> dict:
@@ -102,10 +93,14 @@ def _epilogue(y, refs, r, rows: int, i, bm: int, *, activation, has_bias: bool):
     return y + refs.pop(0).tiles(bm, rows)[i, r] if refs else y
 
 
+def _arrays(weight: QuantizedTensor) -> list[jax.Array]:
+    return [weight.codes, weight.scale, *([] if weight.minimum is None else [weight.minimum])]
+
+
 def _split(refs, kind: str):
-    """(codes, scale, minimum or None, the rest)."""
+    """The weight as (codes, scale, minimum or None), and the Refs behind it."""
     codes, scale, *rest = refs
-    return (codes, scale, rest[0], rest[1:]) if kind == "q4_1" else (codes, scale, None, rest)
+    return ((codes, scale, rest[0]), rest[1:]) if kind == "q4_1" else ((codes, scale, None), rest)
 
 
 def _codes(codes, r, rows: int, kind: str, blocks: int):
@@ -118,45 +113,105 @@ def _codes(codes, r, rows: int, kind: str, blocks: int):
     return [p - np.float32(8) for p in parts] if kind == "q4_0" else parts
 
 
-@jt.kernel(
-    out_type=lambda x, codes, *_, **__: jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32),
-    grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)),
-    name="quantized_gemv",
-)
-def _gemv(x, *refs, kind, activation, has_bias, rows):
-    *refs, y = refs
-    codes, scale, low, extra = _split(refs, kind)
-    i, r = jt.program_id(0), jt.program_id(1)
+def _row_product(refs, X, r, rows: int, kind: str):
+    """Y [rows] = W x for one row of x, X [blocks, parts, width]; nothing of W is stored."""
+    codes, scale, low = refs
     blocks = scale.shape[1]
     parts = _codes(codes, r, rows, kind, blocks)
-    X = x[i, :].reshape(blocks, len(parts), -1)
     d = scale.tiles(rows, blocks)[r, 0].astype(jnp.float32)
     dot = parts[0] * X[None, :, 0]
     for k, part in enumerate(parts[1:], 1):
         dot = dot + part * X[None, :, k]
     Y = jnp.sum(d[:, :, None] * dot, axis=(1, 2))
+    if low is None:
+        return Y
+    m = low.tiles(rows, blocks)[r, 0].astype(jnp.float32)
+    return Y + jnp.sum(m * jnp.sum(X, axis=(1, 2))[None, :], axis=1)
+
+
+def _dequantized(refs, r, rows: int, kind: str, inner: int):
+    """W [rows, inner] of one tile in float32."""
+    codes, scale, low = refs
+    blocks = scale.shape[1]
+    d = scale.tiles(rows, blocks)[r, 0].astype(jnp.float32)[:, :, None]
+    W = [d * q for q in _codes(codes, r, rows, kind, blocks)]
     if low is not None:
-        m = low.tiles(rows, blocks)[r, 0].astype(jnp.float32)
-        Y = Y + jnp.sum(m * jnp.sum(X, axis=(1, 2))[None, :], axis=1)
+        m = low.tiles(rows, blocks)[r, 0].astype(jnp.float32)[:, :, None]
+        W = [w + m for w in W]
+    return jnp.concatenate(W, axis=2).reshape(rows, inner)
+
+
+def _product_type(x, codes, *_, **__):
+    return jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32)
+
+
+def _parts(kind: str) -> int:
+    return 2 if kind in ("q4_0", "q4_1") else 1
+
+
+@jt.kernel(
+    out_type=_product_type, grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)), name="quantized_gemv"
+)
+def _gemv(x, *refs, kind, activation, has_bias, rows):
+    *refs, y = refs
+    W, extra = _split(refs, kind)
+    i, r = jt.program_id(0), jt.program_id(1)
+    X = x[i, :].reshape(W[1].shape[1], _parts(kind), -1)
+    Y = _row_product(W, X, r, rows, kind)
     y.tiles(1, rows)[i, r] = _epilogue(Y[None, :], extra, r, rows, i, 1, activation=activation, has_bias=has_bias)
 
 
 @jt.kernel(
-    out_type=lambda x, codes, *_, **__: jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32),
+    out_type=_product_type,
     grid=lambda x, codes, *_, rows, bm, **__: (jt.cdiv(codes.shape[0], rows), jt.cdiv(x.shape[0], bm)),
     name="quantized_gemm",
 )
 def _gemm(x, *refs, kind, activation, has_bias, rows, bm):
     *refs, y = refs
-    codes, scale, low, extra = _split(refs, kind)
+    W, extra = _split(refs, kind)
     r, i = jt.program_id(0), jt.program_id(1)
-    blocks, inner = scale.shape[1], x.shape[1]
-    parts = _codes(codes, r, rows, kind, blocks)
-    d = scale.tiles(rows, blocks)[r, 0].astype(jnp.float32)[:, :, None]
-    W = [d * q for q in parts]
-    if low is not None:
-        m = low.tiles(rows, blocks)[r, 0].astype(jnp.float32)[:, :, None]
-        W = [w + m for w in W]
-    W = jnp.concatenate(W, axis=2).reshape(rows, inner)
-    Y = jt.dot(x.tiles(bm, inner)[i, 0], W.T)
+    X = x.tiles(bm, x.shape[1])[i, 0]
+    Y = jt.dot(X, _dequantized(W, r, rows, kind, x.shape[1]).T)
     y.tiles(bm, rows)[i, r] = _epilogue(Y, extra, r, rows, i, bm, activation=activation, has_bias=has_bias)
+
+
+@jt.kernel(
+    out_type=_product_type, grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)), name="quantized_gated_gemv"
+)
+def _gated_gemv(x, *refs, kind, activation, rows):
+    # y = act(Wg x) * (Wu x)
+    *refs, y = refs
+    G, U = _split(refs[: len(refs) // 2], kind)[0], _split(refs[len(refs) // 2 :], kind)[0]
+    i, r = jt.program_id(0), jt.program_id(1)
+    X = x[i, :].reshape(G[1].shape[1], _parts(kind), -1)
+    gate, up = _row_product(G, X, r, rows, kind), _row_product(U, X, r, rows, kind)
+    y.tiles(1, rows)[i, r] = (ACTIVATIONS[activation](gate) * up)[None, :]
+
+
+@jt.kernel(
+    out_type=_product_type,
+    grid=lambda x, codes, *_, rows, bm, **__: (jt.cdiv(codes.shape[0], rows), jt.cdiv(x.shape[0], bm)),
+    name="quantized_gated_gemm",
+)
+def _gated_gemm(x, *refs, kind, activation, rows, bm):
+    *refs, y = refs
+    G, U = _split(refs[: len(refs) // 2], kind)[0], _split(refs[len(refs) // 2 :], kind)[0]
+    r, i = jt.program_id(0), jt.program_id(1)
+    X = x.tiles(bm, x.shape[1])[i, 0]
+    gate, up = (jt.dot(X, _dequantized(W, r, rows, kind, x.shape[1]).T) for W in (G, U))
+    y.tiles(bm, rows)[i, r] = ACTIVATIONS[activation](gate) * up
+
+
+def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation: str = "silu") -> jax.Array:
+    """`activation(x @ gate.T) * (x @ up.T)` in float32; x [..., in], weights [out, in] of one kind; see `gated_mlp`."""
+    for weight in (gate, up):
+        _check(x, weight, activation)
+    if gate.shape != up.shape:
+        raise jt.errors.KernelValueError(f"gated_mlp: gate {list(gate.shape)} and up {list(up.shape)} differ")
+    out, inner = gate.shape
+    rows = x.reshape(-1, inner).astype(jnp.float32)
+    kernel = _gated_gemv if rows.shape[0] <= 2 else _gated_gemm
+    y = kernel(
+        rows, *_arrays(gate), *_arrays(up), kind=gate.kind, activation=activation, **_tiles(rows.shape[0], out, inner)
+    )
+    return y.reshape(*x.shape[:-1], out)

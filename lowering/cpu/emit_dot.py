@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jtile import ir
 from jtile.lowering.cpu.convert import memory_type
+from jtile.lowering.cpu.emit_memory import affine_axes, sub_buffer
 from jtile.lowering.cpu.emitter import Emitter, emits
 from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm
 from jtile.lowering.cpu.gemm_modes import STORAGE
@@ -16,7 +17,8 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     batch, m, n, k = op.sizes()
     a, ta = matrix(em, operand(em, op.a), op.trans_a)
     b, tb = matrix(em, operand(em, op.b), op.trans_b)
-    out, accumulate = _output(em, op)
+    target = _store_target(em, op)
+    out, accumulate = (target, False) if target is not None else _output(em, op)
     spec = GemmSpec(m, n, k, stored(a.dtype), stored(b.dtype), op.result.dtype, ta, tb, accumulate)
     gemm = emit_gemm(em.module, em.isa, spec)
     work = em.arena.new(gemm.workspace)
@@ -25,6 +27,46 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     for buf in (a, b, out):
         em.arena.touch(buf.alloc)
     em.set_buffer(op.result, out)
+
+
+def _store_target(em: Emitter, op: ir.Dot) -> Buffer | None:
+    """Where the only reader of the product is the store right behind it, of a tile inside its Ref: that Ref's memory."""
+    uses = em.plan.uses.get(op.result, [])
+    if not _starts_at_zero(op.acc) or uses != [em.pos + 1] or uses[0] >= len(em.plan.block.ops):
+        return None
+    store = em.plan.block.ops[uses[0]]
+    if not isinstance(store, ir.Store) or store.mask is not None or store.ref in _operand_refs(em, op):
+        return None
+    if any(isinstance(d, ir.Take) for d in store.index) or op.result.type.rank != store.ref.type.rank - _dropped(store):
+        return None
+    axes = affine_axes(em, store)
+    if any(a is None or a.checked for a in axes):
+        return None
+    target = sub_buffer(em, em.rep(store.ref), axes, op.result.shape)
+    if target.strides[-1] != 1 and op.result.shape[-1] > 1:
+        return None
+    em.done.add(store)
+    return target
+
+
+def _dropped(store: ir.Store) -> int:
+    return sum(isinstance(d, ir.At) for d in store.index)
+
+
+def _operand_refs(em: Emitter, op: ir.Dot) -> set[ir.Value]:
+    """Refs that the operands may still read in place, and those that share their memory."""
+    loads = [v.op for x in (op.a, op.b) for v, _ in em.tree(x) if isinstance(v.op, ir.Load)]
+    refs = {load.ref for load in loads}
+    for i, o in em.kernel.aliases:
+        pair = {em.kernel.inputs[i], em.kernel.outputs[o]}
+        refs |= pair if pair & refs else set()
+    return refs
+
+
+def _starts_at_zero(acc: ir.Value | None) -> bool:
+    if acc is not None and isinstance(acc.op, ir.Broadcast):
+        acc = acc.op.x
+    return acc is None or (isinstance(acc.op, ir.Full) and acc.op.value == 0)
 
 
 def stored(dtype: str) -> str:
@@ -97,19 +139,13 @@ def _swaps_last(perm: tuple[int, ...]) -> bool:
 def _output(em: Emitter, op: ir.Dot | ir.DotScaled) -> tuple[Buffer, bool]:
     """Where the product goes, and whether it adds to what is there: the accumulator's own buffer if that dies here."""
     acc = op.acc
-    if acc is None or (isinstance(acc.op, ir.Full) and acc.op.value == 0):
-        return em.result_buffer(op.result), False
-    if _full_zero_broadcast(acc):
+    if _starts_at_zero(acc):
         return em.result_buffer(op.result), False
     buf = em.materialise(acc)
     others = [v for v in op.operands() if v is not acc]
     if acc not in others and em.overwritable(acc, op.result):
         return buf, True
     return em.copy(acc, em.result_buffer(op.result)), True
-
-
-def _full_zero_broadcast(v: ir.Value) -> bool:
-    return isinstance(v.op, ir.Broadcast) and isinstance(v.op.x.op, ir.Full) and v.op.x.op.value == 0
 
 
 @emits(ir.DotScaled)

@@ -1,0 +1,70 @@
+"""The gated half of a transformer's MLP in one kernel: y = act(x Wg) * (x Wu) (GLU variants, Shazeer 2020)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import quantized
+from jtile.ops.epilogues import ACTIVATIONS, check_activation
+from jtile.ops.matmul import tiles
+from jtile.ops.quantized_tensor import QuantizedTensor
+
+
+def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False) -> jax.Array:
+    """`activation(x @ gate) * (x @ up)`: SwiGLU with "silu", GeGLU with "gelu"; sums and products in float32.
+
+    Args:
+      x: float [..., k].
+      gate, up: two weights of one kind: float [k, n] ([n, k] with `transpose`), or `QuantizedTensor` [n, k].
+      activation: "silu", "gelu" (erf), "gelu_tanh", "relu".
+
+    Returns:
+      [..., n] in the dtype of x (float32 for quantised weights).
+
+    Raises:
+      KernelTypeError: one dense and one quantised weight.
+      KernelValueError: shapes that do not fit, or an unknown activation.
+    """
+    x = jnp.asarray(x)
+    check_activation("gated_mlp", activation)
+    many = isinstance(gate, QuantizedTensor), isinstance(up, QuantizedTensor)
+    if many[0] != many[1] or (many[0] and gate.kind != up.kind):
+        raise jt.errors.KernelTypeError("gated_mlp takes two dense weights, or two quantised ones of one kind")
+    if many[0]:
+        return quantized.quantized_gated(x, gate, up, activation=activation)
+    gate, up = jnp.asarray(gate), jnp.asarray(up)
+    n, k = gate.shape if transpose else gate.shape[::-1]
+    if gate.shape != up.shape or x.shape[-1:] != (k,):
+        raise jt.errors.KernelValueError(
+            f"gated_mlp: x {tuple(x.shape)}, gate {tuple(gate.shape)} and up {tuple(up.shape)} do not fit (transpose={transpose})"
+        )
+    rows = x.reshape(-1, k)
+    y = _gated(rows, gate, up, activation=activation, tb=transpose, **tiles(rows.shape[0], n, k))
+    return y.reshape(*x.shape[:-1], n)
+
+
+def gated_mlp_reference(x, gate, up, *, activation: str = "silu", transpose: bool = False) -> jax.Array:
+    """The same in `jnp`, at the highest precision."""
+    if isinstance(gate, QuantizedTensor):
+        gate, up, transpose = gate.dequantize(), up.dequantize(), True
+        x = x.astype(jnp.float32)
+    wide = [w.astype(jnp.float32).T if transpose else w.astype(jnp.float32) for w in (gate, up)]
+    g, u = (jnp.matmul(x.astype(jnp.float32), w, precision="highest") for w in wide)
+    return (ACTIVATIONS[activation](g) * u).astype(x.dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, gate, *_, tb, **__: jt.like(x, shape=(x.shape[0], gate.shape[0 if tb else 1])),
+    grid=lambda x, gate, *_, tb, bm, bn, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(gate.shape[0 if tb else 1], bn)),
+    name="gated_mlp",
+)
+def _gated(x, gate, up, y, *, activation, tb, bm, bn):
+    # Y = act(X Wg) * (X Wu)
+    i, j = jt.program_id(0), jt.program_id(1)
+    k = x.shape[1]
+    X = x.tiles(bm, k)[i, 0]
+    Wg, Wu = (w.tiles(bn, k)[j, 0].T if tb else w.tiles(k, bn)[0, j] for w in (gate, up))
+    G, U = jt.dot(X, Wg.astype(x.dtype)), jt.dot(X, Wu.astype(x.dtype))
+    y.tiles(bm, bn)[i, j] = (ACTIVATIONS[activation](G) * U).astype(y.dtype)

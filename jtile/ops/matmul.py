@@ -1,0 +1,132 @@
+"""Matrix product with what usually follows it: y = activation(op(a) op(b) + bias), over any leading batch axes."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops.epilogues import ACTIVATIONS, check_activation
+
+TILE = 256  # side of a tile of the result: A and B panels of one program stay in the second-level cache
+
+
+def matmul(
+    a, b, *, bias=None, activation: str | None = None, transpose_a: bool = False, transpose_b: bool = False, out_dtype=None
+) -> jax.Array:
+    """`activation(a @ b + bias)`; floats are summed in float32 (float64 in float64), integers in int32.
+
+    Args:
+      a: [..., m, k]; [..., k, m] with `transpose_a`.
+      b: [..., k, n] or [k, n]; its last two axes swapped with `transpose_b`. Leading axes equal those of `a`, or none.
+      bias: None or [n], added before the activation.
+      activation: None, "relu", "silu", "gelu" (erf), "gelu_tanh"; floats only.
+      out_dtype: dtype of the result; default: the dtype of `a` and `b` for floats, int32 for integers.
+
+    Returns:
+      [..., m, n].
+
+    Raises:
+      KernelTypeError: dtypes of different kinds.
+      KernelValueError: shapes that do not fit, or an unknown activation.
+    """
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    m, n, k = _sizes(a, b, transpose_a, transpose_b)
+    check_activation("matmul", activation)
+    _check_kinds(a, b, activation)
+    batch = a.shape[:-2]
+    if b.ndim == 2 and batch and not transpose_a:
+        a = a.reshape(1, -1, k)  # one weight for all rows: a single tall product
+    A = a.reshape(-1, *a.shape[-2:])
+    B = b.reshape(-1, *b.shape[-2:])
+    out_dtype = jnp.dtype(out_dtype or (_promoted(a, b) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.int32))
+    extra = [] if bias is None else [jnp.asarray(bias).reshape(1, n)]
+    rows = A.shape[1] if not transpose_a else m
+    y = _matmul(
+        A, B, *extra, activation=activation, ta=transpose_a, tb=transpose_b, out_dtype=out_dtype.name, **tiles(rows, n, k)
+    )
+    return y.reshape(*batch, m, n)
+
+
+def matmul_reference(a, b, *, bias=None, activation=None, transpose_a=False, transpose_b=False, out_dtype=None) -> jax.Array:
+    """The same in `jnp`, at the highest precision."""
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    floating = jnp.issubdtype(a.dtype, jnp.floating)
+    out_dtype = out_dtype or (_promoted(a, b) if floating else jnp.int32)
+    acc = jnp.float64 if jnp.float64 in (a.dtype, b.dtype) else jnp.float32 if floating else jnp.int32
+    a, b = (x.swapaxes(-1, -2) if t else x for x, t in ((a, transpose_a), (b, transpose_b)))
+    y = jnp.matmul(a.astype(acc), b.astype(acc), precision="highest")
+    y = y if bias is None else y + jnp.asarray(bias).astype(acc).reshape((1,) * (y.ndim - 1) + (-1,))
+    return ACTIVATIONS[activation](y).astype(out_dtype)
+
+
+def _promoted(a, b):
+    return a.dtype if a.dtype == b.dtype else jnp.promote_types(a.dtype, b.dtype)
+
+
+def _sizes(a, b, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
+    """(m, n, k), checked."""
+    if a.ndim < 2 or b.ndim < 2:
+        raise jt.errors.KernelValueError(f"matmul takes arrays of two or more axes, got {a.shape} and {b.shape}; add an axis")
+    m, k = (a.shape[-1], a.shape[-2]) if transpose_a else a.shape[-2:]
+    k2, n = (b.shape[-1], b.shape[-2]) if transpose_b else b.shape[-2:]
+    if k != k2 or (b.ndim > 2 and b.shape[:-2] != a.shape[:-2]):
+        flags = f" (transpose_a={transpose_a}, transpose_b={transpose_b})" if transpose_a or transpose_b else ""
+        raise jt.errors.KernelValueError(
+            f"matmul cannot contract {tuple(a.shape)} with {tuple(b.shape)}{flags}: inner sizes {k} and {k2}, "
+            "and leading axes must be equal, or absent in b"
+        )
+    return m, n, k
+
+
+def _check_kinds(a, b, activation) -> None:
+    kinds = {jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b)}
+    if len(kinds) == 2 or (activation and kinds != {True}):
+        raise jt.errors.KernelTypeError(
+            f"matmul takes two float or two integer arrays (and an activation floats only), got {a.dtype} and {b.dtype}; cast one"
+        )
+
+
+@functools.cache
+def tiles(m: int, n: int, k: int) -> dict[str, int]:
+    """Tile sizes: near `TILE`, dividing the sides evenly where they can, and small enough to give every thread work."""
+    bm, bn = _even(m, TILE), _even(n, TILE)
+    if m <= 16:
+        bn = _even(n, max(64, (256 << 10) // max(k, 1)))
+    return {"bm": bm, "bn": bn}
+
+
+def _even(n: int, limit: int) -> int:
+    """A side that covers n in equal parts of at most `limit`, rounded up to whole vectors."""
+    if n <= limit:
+        return max(n, 1)
+    part = math.ceil(n / math.ceil(n / limit))
+    return next((d for d in range(limit, part - 1, -1) if n % d == 0), -(-part // 16) * 16)
+
+
+def _out_type(a, b, *_, ta, tb, out_dtype, **__):
+    m, n = a.shape[2 if ta else 1], b.shape[1 if tb else 2]
+    return jax.ShapeDtypeStruct((max(a.shape[0], b.shape[0]), m, n), jnp.dtype(out_dtype))
+
+
+def _grid(a, b, *_, ta, tb, bm, bn, **__):
+    m, n = a.shape[2 if ta else 1], b.shape[1 if tb else 2]
+    return a.shape[0], jt.cdiv(m, bm), jt.cdiv(n, bn)
+
+
+@jt.kernel(out_type=_out_type, grid=_grid, name="matmul")
+def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn):
+    # Y[i, j] = act(A[i, :] B[:, j] + bias[j])
+    *bias, y = refs
+    e, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    w = e if b.shape[0] > 1 else 0
+    k = a.shape[1 if ta else 2]
+    A = a.tiles(None, k, bm)[e, 0, i].T if ta else a.tiles(None, bm, k)[e, i, 0]
+    B = b.tiles(None, bn, k)[w, j, 0].T if tb else b.tiles(None, k, bn)[w, 0, j]
+    Y = jt.dot(A, B)
+    if bias:
+        Y = Y + bias[0].tiles(None, bn)[0, j][None, :].astype(Y.dtype)
+    y.tiles(None, bm, bn)[e, i, j] = ACTIVATIONS[activation](Y).astype(out_dtype)
