@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 
+import jax
 from jax.extend import source_info_util
 
 _SUMMARY = re.compile(r"^(.*?):(\d+)(?::\d+)?(?: \(.*\))?$")
@@ -29,4 +31,18 @@ def place_of(source_info) -> tuple[str, int] | None:
 def user_place() -> tuple[str, int] | None:
     """`(file, line)` of the innermost frame that is the user's; None outside of any."""
     hide_own_frames()
-    return place_of(source_info_util.current())
+    return place_of(source_info_util.current()) or _outer_frame()
+
+
+def _outer_frame() -> tuple[str, int] | None:
+    """The innermost Python frame outside of JAX and the language: JAX names none while it prepares a call of its own."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_hidden()):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+@functools.cache
+def _hidden() -> tuple[str, ...]:
+    jtile = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return (os.path.dirname(jax.__file__) + os.sep, *(os.path.join(jtile, n) + os.sep for n in ("language", "trace")))

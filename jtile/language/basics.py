@@ -102,7 +102,7 @@ def _no_refs(args):
 
 
 def assert_(cond, message: str = "") -> None:
-    """Fail the call with `message` where any lane of `cond` is false. It costs nothing where asserts are off."""
+    """Fail the call with `message` where any lane of `cond` is false."""
     if isinstance(cond, bool | np.bool_):
         if not cond:
             raise KernelValueError(f"jt.assert_ failed while the kernel was traced: {message}", user_place())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import partial_eval
 
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ir.reductions import accumulator_dtype
@@ -130,8 +131,7 @@ def _combiner(fn, xs, treedef, what: str):
     consts = [jnp.asarray(c) for c in closed.consts]
     if any(c.ndim for c in consts):
         raise KernelTypeError(f"the function of {what} works on scalars and cannot use a tile from outside", place)
-    jaxpr = closed.jaxpr.replace(invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars], constvars=[], debug_info=None)
-    return jaxpr, consts
+    return partial_eval.convert_constvars_jaxpr(closed.jaxpr), consts
 
 
 def reduce(x, axis, fn, init):

@@ -279,14 +279,15 @@ def _writable(x: Ref | TileView, what: str) -> None:
         )
 
 
-def load(x, index, mask=None, other=0):
-    """The elements of Ref or view `x` at `index`; masked lanes give `other`.
+def load(x, index, mask=None, other=None):
+    """The elements of Ref or view `x` at `index`.
 
     Args:
       x: a Ref or a tile view.
       index: as in `x[index]`.
       mask: bool, broadcast to the shape of the result.
-      other: what masked lanes, and lanes outside the array, read. A traced value fills the masked lanes only.
+      other: what masked lanes, and lanes outside the array, read; default: the view's pad, or 0. A traced value, which needs a
+        mask, fills the masked lanes only.
     Returns:
       A tile of `x.dtype`.
     """
@@ -294,12 +295,17 @@ def load(x, index, mask=None, other=0):
     a = x.access(index)
     pad = x.pad if isinstance(x, TileView) else 0
     traced = isinstance(other, jax.core.Tracer) or np.ndim(other) > 0
-    if mask is not None and not traced and not (isinstance(x, TileView) and isinstance(other, int) and other == 0):
+    if traced and mask is None:
+        raise KernelTypeError("without a mask, other is a number (what lanes outside the array read)", user_place())
+    if other is not None and not traced:
         pad = _pad(other, x.dtype, "other")
     masked = _mask(a, mask)
     out = a.after(load_p.bind(_tracer(x), *_operands(a), *masked, dims=a.dims, pad=pad, masked=bool(masked)))
-    if mask is None or not traced:
-        return out
+    return _filled(x, out, mask, other) if traced else out
+
+
+def _filled(x, out, mask, other):
+    """A loaded tile with the lanes of a traced `other` where `mask` is false."""
     other = jnp.asarray(other)
     if other.dtype != x.dtype and not other.weak_type:
         raise KernelTypeError(f"other has dtype {other.dtype.name}, but {x.name} has {x.dtype.name}", user_place())
@@ -409,7 +415,7 @@ class Place:
     def cas(self, compare, value, mask=None):
         return atomic_cas(self.x, self.index, compare, value, mask)
 
-    def get(self, mask=None, other=0):
+    def get(self, mask=None, other=None):
         return load(self.x, self.index, mask, other)
 
     def set(self, value, mask=None) -> None:
