@@ -1,0 +1,74 @@
+"""What every op needs to know about shapes: rows of an array, tile sizes that fit, and checks with typed errors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+
+TILE_ELEMENTS = 8192  # float32 elements that stay in the first cache beside what is computed from them (32 KiB)
+PROGRAMS = 8  # enough for a few threads to share unevenly
+
+
+def fit(n: int, target: int) -> int:
+    """The tile length at most `target` that splits `n` most evenly: fit(1000, 128) = 125."""
+    return max(1, jt.cdiv(n, max(1, jt.cdiv(n, max(target, 1)))))
+
+
+def rows_per_tile(rows: int, width: int, elements: int = TILE_ELEMENTS) -> int:
+    """Rows of `width` elements that one program takes: about `elements` in all, and at least `PROGRAMS` programs."""
+    return fit(rows, min(max(1, elements // max(width, 1)), max(1, jt.cdiv(rows, PROGRAMS))))
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """A float tile as it is computed with: float32, or float64 where it is that already."""
+    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
+def as_rows(x: jax.Array) -> jax.Array:
+    """`x` [..., n] as [rows, n]; a vector is one row."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def check_axis(axis: Any, ndim: int, op: str) -> int:
+    """`axis` counted from the front.
+
+    Raises:
+      KernelTypeError: no int. KernelValueError: no axis of an array of rank `ndim`.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise KernelTypeError(f"{op}: axis is an int, got {axis!r}")
+    if not -ndim <= axis < ndim:
+        raise KernelValueError(f"{op}: axis {axis} is no axis of an array of rank {ndim}")
+    return axis % ndim
+
+
+def check_float(op: str, **arrays: Any) -> None:
+    """Raises KernelTypeError for an array that is not of a float dtype."""
+    for name, x in arrays.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise KernelTypeError(f"{op}: {name} is a float array, got {x.dtype.name}; convert it: {name}.astype(...)")
+
+
+def check_int(op: str, **arrays: Any) -> None:
+    """Raises KernelTypeError for an array that is not of an integer dtype."""
+    for name, x in arrays.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise KernelTypeError(f"{op}: {name} is an integer array, got {x.dtype.name}")
+
+
+def check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """Raises KernelValueError where `x` has another shape."""
+    if tuple(x.shape) != tuple(shape):
+        raise KernelValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
+
+
+def check_rank(op: str, name: str, x: Any, rank: int, meaning: str) -> None:
+    """Raises KernelValueError where `x` has another rank; `meaning` names the axes, as in "[batch, length]"."""
+    if x.ndim != rank:
+        raise KernelValueError(f"{op}: {name} is {meaning}, got shape {tuple(x.shape)}")

@@ -1,0 +1,138 @@
+"""Layer norm (Ba, Kiros and Hinton 2016) and RMS norm (Zhang and Sennrich 2019) over the last axis."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops._shapes import as_rows, check_float, check_shape, rows_per_tile, wide
+
+
+
+
+@jt.kernel(out_type=lambda x, params, **_: jt.like(x), grid=lambda x, params, *, br, **_: jt.cdiv(x.shape[0], br))
+def layer_norm_rows(x, params, y, *, br: int, eps: float, has_weight: bool):
+    """`params` holds the weight [n], the bias [n], both or neither."""
+    # y = (x - mean) / sqrt(var + eps) * w + b
+    i, n = jt.program_id(0), x.shape[1]
+    X, Y = x.tiles(br, n), y.tiles(br, n)
+    t = wide(X[i, 0])
+    centred = t - t.sum(1, keepdims=True) * (1.0 / n)
+    variance = (centred * centred).sum(1, keepdims=True) * (1.0 / n)
+    out = centred * jax.lax.rsqrt(variance + eps)
+    if has_weight:
+        out = out * params[0][...].astype(t.dtype)[None, :]
+    if len(params) > has_weight:
+        out = out + params[-1][...].astype(t.dtype)[None, :]
+    Y[i, 0] = out.astype(y.dtype)
+
+
+def _rms(t, w, eps: float, offset: float):
+    # y = x / sqrt(mean(x^2) + eps) * (w + offset)
+    mean = (t * t).sum(1, keepdims=True) * (1.0 / t.shape[1])
+    w = w.astype(t.dtype)
+    return t * jax.lax.rsqrt(mean + eps) * (w + offset if offset else w)[None, :]
+
+
+@jt.kernel(out_type=lambda x, w, **_: jt.like(x), grid=lambda x, w, *, br, **_: jt.cdiv(x.shape[0], br))
+def rms_norm_rows(x, w, y, *, br: int, eps: float, offset: float):
+    """Rows of x [rows, n], `br` of them in a program."""
+    i, n = jt.program_id(0), x.shape[1]
+    X, Y = x.tiles(br, n), y.tiles(br, n)
+    Y[i, 0] = _rms(wide(X[i, 0]), w[...], eps, offset).astype(y.dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, r, w, **_: (jt.like(x), jt.like(r)), grid=lambda x, r, w, *, br, **_: jt.cdiv(x.shape[0], br)
+)
+def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float):
+    """s = x + r, y = rms_norm(s): the two steps between the blocks of a transformer in one pass over memory."""
+    i, n = jt.program_id(0), x.shape[1]
+    X, R, Y, S = (ref.tiles(br, n) for ref in (x, r, y, s))
+    t = wide(X[i, 0])
+    t = t + R[i, 0].astype(t.dtype)
+    S[i, 0] = t.astype(s.dtype)
+    Y[i, 0] = _rms(t, w[...], eps, offset).astype(y.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("eps",), inline=True)
+def layer_norm(
+    x: jax.Array, weight: jax.Array | None = None, bias: jax.Array | None = None, *, eps: float = 1e-5
+) -> jax.Array:
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, computed in float32 (two passes, no cancellation).
+
+    Args:
+      x: float array [..., n].
+      weight, bias: float arrays [n], or None for ones and zeros.
+      eps: added to the variance.
+    Returns:
+      An array like `x`.
+    Raises:
+      KernelTypeError: an array is not of a float dtype. KernelValueError: a weight or bias does not fit.
+    """
+    check_float("layer_norm", x=x, weight=weight, bias=bias)
+    for name, p in (("weight", weight), ("bias", bias)):
+        if p is not None:
+            check_shape("layer_norm", name, p, x.shape[-1:])
+    if x.size == 0:
+        return x
+    rows, params = as_rows(x), tuple(p for p in (weight, bias) if p is not None)
+    out = layer_norm_rows(rows, params, br=rows_per_tile(*rows.shape), eps=float(eps), has_weight=weight is not None)
+    return out.reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "weight_offset"), inline=True)
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    eps: float = 1e-6,
+    residual: jax.Array | None = None,
+    weight_offset: float = 0.0,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last axis, computed in float32.
+
+    Args:
+      x: float array [..., n].
+      weight: float array [n].
+      eps: added to the mean square.
+      residual: float array of x's shape; then the norm is that of `x + residual` (the sum is not rounded before it).
+      weight_offset: 1.0 for models that store `weight - 1` (Gemma).
+    Returns:
+      An array like `x`; with `residual` the pair (that array, `x + residual` in the residual's dtype).
+    Raises:
+      KernelTypeError: an array is not of a float dtype. KernelValueError: weight or residual does not fit.
+    """
+    check_float("rms_norm", x=x, weight=weight, residual=residual)
+    check_shape("rms_norm", "weight", weight, x.shape[-1:])
+    if residual is not None:
+        check_shape("rms_norm", "residual", residual, x.shape)
+    if x.size == 0:
+        return x if residual is None else (x, residual)
+    rows = as_rows(x)
+    meta = {"br": rows_per_tile(*rows.shape), "eps": float(eps), "offset": float(weight_offset)}
+    if residual is None:
+        return rms_norm_rows(rows, weight, **meta).reshape(x.shape)
+    y, total = rms_norm_residual_rows(rows, as_rows(residual), weight, **meta)
+    return y.reshape(x.shape), total.reshape(x.shape)
+
+
+def layer_norm_reference(x, weight=None, bias=None, *, eps: float = 1e-5):
+    """`layer_norm` in jnp."""
+    t = wide(x)
+    centred = t - t.mean(-1, keepdims=True)
+    out = centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + eps)
+    lead = (1,) * (x.ndim - 1) + (-1,)
+    out = out if weight is None else out * wide(weight).reshape(lead)
+    return (out if bias is None else out + wide(bias).reshape(lead)).astype(x.dtype)
+
+
+def rms_norm_reference(x, weight, *, eps: float = 1e-6, residual=None, weight_offset: float = 0.0):
+    """`rms_norm` in jnp."""
+    t = wide(x) if residual is None else wide(x) + wide(residual)
+    scale = jax.lax.rsqrt((t * t).mean(-1, keepdims=True) + eps)
+    y = (t * scale * (wide(weight) + weight_offset).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+    return y if residual is None else (y, t.astype(residual.dtype))

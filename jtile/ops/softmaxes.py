@@ -1,0 +1,104 @@
+"""Softmax and log-softmax along one axis."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops._shapes import TILE_ELEMENTS, as_rows, check_axis, check_float, fit, rows_per_tile, wide
+
+_ONE_TILE = 1 << 17  # a longer row is taken in blocks, twice
+
+
+def _normalise(x, axis: int, log: bool):
+    # softmax(x)_j = exp(x_j - m) / sum_k exp(x_k - m)      log_softmax(x)_j = x_j - m - log sum_k exp(x_k - m)
+    x = wide(x)
+    shifted = x - x.max(axis, keepdims=True)
+    e = jnp.exp(shifted)
+    total = e.sum(axis, keepdims=True)
+    return shifted - jnp.log(total) if log else e * (1.0 / total)
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, br, **_: jt.cdiv(x.shape[0], br))
+def softmax_rows(x, y, *, br: int, log: bool = False):
+    """Rows of x [rows, n], `br` of them in a program."""
+    i, n = jt.program_id(0), x.shape[1]
+    X, Y = x.tiles(br, n), y.tiles(br, n)
+    Y[i, 0] = _normalise(X[i, 0], 1, log).astype(y.dtype)
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, bc, **_: (x.shape[0], jt.cdiv(x.shape[2], bc)))
+def softmax_columns(x, y, *, bc: int, log: bool = False):
+    """Along the middle axis of x [outer, n, inner], `bc` columns in a program."""
+    i, j, n = jt.program_id(0), jt.program_id(1), x.shape[1]
+    X, Y = x.tiles(None, n, bc), y.tiles(None, n, bc)
+    Y[i, 0, j] = _normalise(X[i, 0, j], 0, log).astype(y.dtype)
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: x.shape[0])
+def softmax_blocks(x, y, *, bn: int, log: bool = False):
+    """One row in a program, in blocks of `bn`: an online pass for m and the sum (Milakov and Gimelshein 2018), then one to write."""
+    i = jt.program_id(0)
+    X, Y = x.tiles(None, bn, pad=-math.inf), y.tiles(None, bn)
+    m, total = (wide(jnp.full((), v, x.dtype)) for v in (-math.inf, 0))
+    for j in jt.range(X.shape[1]):
+        t = wide(X[i, j])
+        top = jnp.maximum(m, t.max())
+        base = jnp.where(top == -math.inf, 0.0, top)  # nothing but -inf so far
+        total = total * jnp.exp(m - base) + jnp.exp(t - base).sum()
+        m = top
+    for j in jt.range(X.shape[1]):
+        t = wide(X[i, j]) - m
+        Y[i, j] = (t - jnp.log(total) if log else jnp.exp(t) * (1.0 / total)).astype(y.dtype)
+
+
+def _apply(x, axis: int, log: bool):
+    op = "log_softmax" if log else "softmax"
+    check_float(op, x=x)
+    axis = check_axis(axis, x.ndim, op)
+    if x.size == 0:
+        return x
+    n, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
+    if inner > 1:
+        columns = x.reshape(-1, n, inner)
+        bc = fit(inner, max(16, TILE_ELEMENTS // n))
+        return softmax_columns(columns, bc=bc, log=log).reshape(x.shape)
+    rows = as_rows(x.reshape(x.shape[: axis + 1]))
+    if n > _ONE_TILE:
+        return softmax_blocks(rows, bn=fit(n, TILE_ELEMENTS), log=log).reshape(x.shape)
+    return softmax_rows(rows, br=rows_per_tile(*rows.shape), log=log).reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames="axis", inline=True)
+def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`exp(x) / sum(exp(x))` along `axis`, computed in float32 (float64 for float64).
+
+    Args:
+      x: float array of any shape and dtype.
+      axis: the axis that sums to one.
+    Returns:
+      An array like `x`. A slice of nothing but -inf gives NaN.
+    Raises:
+      KernelTypeError: `x` is no float array. KernelValueError: no such axis.
+    """
+    return _apply(x, axis, log=False)
+
+
+@functools.partial(jax.jit, static_argnames="axis", inline=True)
+def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`x - log(sum(exp(x)))` along `axis`, computed in float32 (float64 for float64); arguments, result and errors as in `softmax`."""
+    return _apply(x, axis, log=True)
+
+
+def softmax_reference(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`softmax` in jnp."""
+    return jax.nn.softmax(wide(x), axis).astype(x.dtype)
+
+
+def log_softmax_reference(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`log_softmax` in jnp."""
+    return jax.nn.log_softmax(wide(x), axis).astype(x.dtype)
