@@ -15,7 +15,8 @@ from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
 from jtile._arguments import as_operand, as_type, key_of
 from jtile._errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
-from jtile._signature import Layout, Options, Spec, Structure, lay_out, nearest, place_of, read_signature
+from jtile._layout import Layout, Spec, lay_out
+from jtile._signature import Options, Structure, nearest, place_of, read_signature
 
 if TYPE_CHECKING:
     from jtile._primitive import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
