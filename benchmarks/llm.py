@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Result, result
-from jtile import models
 from jtile.errors import ModelError
-from jtile.models.load import default_model
+from jtile.models import LanguageModel
+from jtile.models.load import default_model, load
 from jtile.testing import Timing
 
 PREFILL, DECODE = 512, 128
@@ -25,7 +25,7 @@ def results(roofline: Any, repeats: int) -> Iterator[Result]:
         print(f"llm: left out, {missing}")
         return
     ids = np.random.default_rng(0).integers(100, 40000, PREFILL).tolist()
-    runners: dict[str, Callable] = {"ours": _ours(models.load(path))}
+    runners: dict[str, Callable] = {"ours": _ours(load(path))}
     if (peer := _llama_cpp(path, roofline.threads)) is not None:
         runners["llama.cpp"] = peer
     rounds = max(3, repeats // 6)
@@ -48,7 +48,7 @@ def results(roofline: Any, repeats: int) -> Iterator[Result]:
         yield result("smollm2", config, "q4_1, us/token", roofline.device, times, bound_us=bound)
 
 
-def _ours(lm: models.LanguageModel) -> Callable:
+def _ours(lm: LanguageModel) -> Callable:
     def run(ids, new_tokens):
         stream = lm.stream(ids, new_tokens + 1, eos=None)
         for _ in stream:
