@@ -70,7 +70,8 @@ def _emit_float(xs: list[X], fn: str, dtype: str) -> X:
     if fn == "nextafter":
         return _next_after(*xs, dtype)
     y = _FLOAT[fn](*xs)
-    if fn == "is_finite" or (fn in EXACT and dtype != "float8_e8m0fnu"):
+    whole = dtype not in ("float8_e8m0fnu", "float4_e2m1fn")  # these lack a sign, zero or NaN that the result may need
+    if fn == "is_finite" or (fn in EXACT and whole):
         return y
     return round_to_dtype(y, dtype)
 

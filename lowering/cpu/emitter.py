@@ -265,7 +265,8 @@ class Emitter:
         for a, identity in self.tree(v):
             seen[a] = seen.get(a, True) and identity
         for a, identity in seen.items():
-            if identity and a is not v and a.shape == v.shape and a.dtype == v.dtype and self.overwritable(a, v):
+            fits = identity and a is not v and a.shape == v.shape and a.dtype == v.dtype
+            if fits and self.plan.last(a) < self.pos and self.overwritable(a, v):
                 return self.env[a]
         return None
 
@@ -292,9 +293,7 @@ class Emitter:
                 if not op.results or not isinstance(self.env.get(op.results[0]), Lazy):
                     continue
                 u = op.results[0]
-                at_end = f.pos == len(f.plan.block.ops)
-                later = f.plan.last(u) > f.pos or (at_end and f.plan.last(u) == f.pos)
-                if u is not by and later and any(x is a for x, _ in self.tree(u)):
+                if u is not by and f.plan.last(u) >= f.pos and any(x is a for x, _ in self.tree(u)):
                     return True
         return False
 

@@ -144,9 +144,9 @@ def _log1p_tail(f: X) -> X:
 
 
 def _log_specials(x: X, y: X) -> X:
-    y = x.eq(INF).where(x, y)
+    y = (x < INF).where(y, x)  # infinity and NaN
     y = x.eq(0.0).where(-INF, y)
-    return (x < 0.0).where(NAN, x.is_nan().where(x, y))
+    return (x < 0.0).where(NAN, y)
 
 
 def log(x: X) -> X:
@@ -178,9 +178,9 @@ def log1p(x: X) -> X:
     near = (x > SQRT_HALF - 1.0) & (x < 0.41421356)
     f, e = near.where(x, f), near.where(0.0, e)
     y = e.fma(hi, f + e.fma(lo, _log1p_tail(f)))
-    y = x.eq(INF).where(x, y)
+    y = (x < INF).where(y, x).copysign(x)
     y = x.eq(-1.0).where(-INF, y)
-    return (x < -1.0).where(NAN, (x.is_nan() | x.eq(0.0)).where(x, y))
+    return (x < -1.0).where(NAN, y)
 
 
 def _float_to_small_int(e: X) -> X:

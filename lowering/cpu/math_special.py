@@ -145,4 +145,4 @@ def digamma(x: X) -> X:
     s, c = _sin_cos_pi(x)
     y = reflect.where(y - PI * (c / s), y)
     pole = (x < 0.5) & s.eq(0.0)
-    return x.eq(0.0).where(-INF, pole.where(NAN, y))
+    return x.eq(0.0).where(x.const(INF).copysign(-x), pole.where(NAN, y))

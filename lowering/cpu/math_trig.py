@@ -189,7 +189,7 @@ def atan2(y: X, x: X) -> X:
     large, small = den > 1e300, den < 1e-290
     factor = large.where(den.const(2.0**-60), small.where(den.const(2.0**110), 1.0))
     den_scaled = both_zero.where(1.0, den * factor)
-    den_scaled, num_scaled = den_scaled.at_most(1e300), num * factor
+    den_scaled, num_scaled = den_scaled.at_most(1e300), den.eq(inf).where(0.0, num * factor)
     num_scaled, den_scaled = both_inf.where(1.0, num_scaled), both_inf.where(1.0, den_scaled)
     t = _atan_positive(num_scaled, den_scaled)
     t = steep.where(PI_2 - t, t)
