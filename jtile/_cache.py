@@ -87,7 +87,7 @@ def put(key: str, header: dict[str, Any], payload: bytes) -> None:
     if len(data) > current().cache_size:
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # machine code: nobody else may write it
         _write(path, data)
         _evict(path.parent, current().cache_size)
     except FileNotFoundError:

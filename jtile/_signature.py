@@ -65,7 +65,7 @@ class Signature:
         if isinstance(value, Tracer | jax.Array | np.ndarray):
             raise KernelTypeError(
                 f"meta-parameter {name!r} of kernel {self.name} is an array ({describe(value)}): meta-parameters are "
-                "fixed at compile time; make it a positional argument",
+                "fixed at compile time; make it a positional argument, or name it in static_argnames of jax.jit",
                 self.where,
             )
         try:

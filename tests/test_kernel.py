@@ -45,6 +45,8 @@ def test_meta_parameters_override_defaults(run):
     x, y = f32(10), jnp.ones(10)
     for bm in (1, 3, 10, 16):
         np.testing.assert_array_equal(run(add, x, y, bm=bm), x + y)
+    jitted = jax.jit(add, static_argnames="bm")
+    np.testing.assert_array_equal(jitted(x, y, bm=5), x + y)
     assert add.lower(x, y, bm=3).program.kernel.grid == (4,)
     assert add.lower(x, y).program.kernel.grid == (3,)
 
