@@ -40,6 +40,12 @@ def test_what_is_put_comes_back(folder):
     assert stored(folder) == ["k1.jtile"]
 
 
+def test_only_the_owner_may_touch_the_folder(folder):
+    _cache.put("k", {}, b"x")
+    assert folder.stat().st_mode & 0o77 == 0
+    assert (folder / "k.jtile").stat().st_mode & 0o77 == 0
+
+
 def test_empty_payload_and_overwriting(folder):
     _cache.put("k", {"n": 1}, b"")
     assert _cache.get("k") == _cache.Entry({"n": 1}, b"")

@@ -131,6 +131,10 @@ def test_meta_parameters_that_are_not_static():
     )
 
 
+def test_meta_parameters_under_jit_need_static_argnames():
+    fails(KernelTypeError, "static_argnames", lambda: jax.jit(plus)(X, X, bm=2))
+
+
 def test_a_positional_parameter_with_a_default():
     def wrong(x, o, bm=128):
         pass
