@@ -1,4 +1,5 @@
-"""Indices of Refs: NumPy-like index expressions, parsed into one entry per dimension plus what happens to the loaded tile.
+"""Indices of Refs: NumPy-like index expressions, parsed into one entry per dimension plus what happens to the
+loaded tile.
 
 The structure of an index is static and hashable (`At`, `Span`, `Tile`, `Take`: the cards of `jtile.ir` without their
 values); the traced values are operands of the load or store primitive, one for each dimension of the Ref.
@@ -72,8 +73,8 @@ def ds(start, size: int, stride: int = 1) -> DynamicSpan:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """A parsed index: `dims` and `values` go to the primitive; `after` and `before` map between the tile that the primitive
-    reads or writes and the one that the user sees.
+    """A parsed index: `dims` and `values` go to the primitive; `after` and `before` map between the tile that the
+    primitive reads or writes and the one that the user sees.
 
     Attributes:
       dims: one entry per dimension of the Ref.
@@ -138,7 +139,9 @@ def broadcast(x, shape):
         return x
     lead = len(shape) - x.ndim
     if lead < 0 or any(n not in (1, m) for n, m in zip(x.shape, shape[lead:])):
-        raise KernelTypeError(f"a tile of shape {x.shape} does not fit this access, which has shape {shape}", user_place())
+        raise KernelTypeError(
+            f"a tile of shape {x.shape} does not fit this access, which has shape {shape}", user_place()
+        )
     return lax.broadcast_in_dim(x, shape, tuple(range(lead, len(shape))))
 
 
@@ -213,7 +216,8 @@ def _slice(n: int, s: slice, what: str) -> tuple[Dim, Any, bool]:
     for v in (s.start, s.stop, s.step):
         if v is not None and not isinstance(v, int | np.integer):
             raise KernelTypeError(
-                f"{what}: the bounds of a slice are Python ints, got {v!r}; write jt.ds(start, size) for a traced start",
+                f"{what}: the bounds of a slice are Python ints, got {v!r}; write jt.ds(start, size) for a traced "
+                "start",
                 user_place(),
             )
     if s.step == 0:
@@ -234,8 +238,8 @@ def _static_take(n: int, e: np.ndarray, what: str) -> tuple[Dim, Any, bool]:
 
 
 def static_index(i: int, n: int, what: str) -> np.integer:
-    """A Python int as an element number: negative ones count from the end. An empty dimension has no elements, and a kernel
-    over it no programs, so every index is let through."""
+    """A Python int as an element number: negative ones count from the end. An empty dimension has no elements, and
+    a kernel over it no programs, so every index is let through."""
     if n and not -n <= i < n:
         raise KernelValueError(f"{what}: index {i} leaves a dimension of {n}", user_place())
     return np.int32(i + n if i < 0 else i) if n <= 2**31 - 1 else np.int64(i + n if i < 0 else i)
@@ -266,8 +270,8 @@ def _join_takes(dims, values) -> list[Any]:
 
 
 def _placement(entries, dims, groups) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """NumPy's place of the gathered axes: at the first of the advanced entries if they stand side by side, else in front.
-    Integers beside an integer tile count as advanced."""
+    """NumPy's place of the gathered axes: at the first of the advanced entries if they stand side by side, else in
+    front. Integers beside an integer tile count as advanced."""
     kinds = iter(zip(dims, groups, strict=True))
     order: list[tuple[int, ...] | None] = []  # None: a new axis
     advanced: list[int] = []

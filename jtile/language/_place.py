@@ -35,7 +35,8 @@ def user_place() -> tuple[str, int] | None:
 
 
 def _outer_frame() -> tuple[str, int] | None:
-    """The innermost Python frame outside of JAX and the language: JAX names none while it prepares a call of its own."""
+    """The innermost Python frame outside of JAX and the language: JAX names none while it prepares a call of its
+    own."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_hidden()):
         frame = frame.f_back

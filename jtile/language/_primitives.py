@@ -42,7 +42,8 @@ READ, WRITE, IO = TileEffect("jtile.read"), TileEffect("jtile.write"), TileEffec
 
 @functools.cache
 def allow_effects() -> None:
-    """Let the effects stand inside `lax` control flow, `jax.checkpoint` and custom derivatives; once, before the first trace."""
+    """Let the effects stand inside `lax` control flow, `jax.checkpoint` and custom derivatives; once, before the
+    first trace."""
     from jax.experimental import hijax
 
     from jtile import _compat

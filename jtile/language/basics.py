@@ -85,7 +85,8 @@ def like(x, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
 
 
 def print_(format, *args) -> None:
-    """`jt.print("acc {}", acc)`: print when the program runs, with the program id in front. Without a format, the values."""
+    """`jt.print("acc {}", acc)`: print when the program runs, with the program id in front. Without a format, the
+    values."""
     if not isinstance(format, str):
         format, args = " ".join(["{}"] * (1 + len(args))), (format, *args)
     holes = format.replace("{{", "").replace("}}", "").count("{}")

@@ -14,7 +14,12 @@ from jtile.language._place import user_place
 from jtile.language._primitives import dot_p, dot_scaled_p, reduce_p, scan_p
 from jtile.language.refs import Ref
 
-PRECISIONS = {None: "default", lax.Precision.DEFAULT: "default", lax.Precision.HIGH: "high", lax.Precision.HIGHEST: "highest"}
+PRECISIONS = {
+    None: "default",
+    lax.Precision.DEFAULT: "default",
+    lax.Precision.HIGH: "high",
+    lax.Precision.HIGHEST: "highest",
+}
 
 
 def precision_name(p) -> str:
@@ -49,11 +54,16 @@ def dot(a, b, acc=None, *, precision=None):
     a, b = _tile(a, "a"), _tile(b, "b")
     if a.ndim < 2 or b.ndim < 2:
         raise KernelTypeError(f"jt.dot takes tiles of rank 2 or more, got shapes {a.shape} and {b.shape}", user_place())
-    kinds = {"f" if jnp.issubdtype(x.dtype, np.floating) else "i" if jnp.issubdtype(x.dtype, np.integer) else "?" for x in (a, b)}
+    kinds = {
+        "f" if jnp.issubdtype(x.dtype, np.floating) else "i" if jnp.issubdtype(x.dtype, np.integer) else "?"
+        for x in (a, b)
+    }
     if "?" in kinds or len(kinds) > 1:
         raise KernelTypeError(f"jt.dot takes two float or two int tiles, got {a.dtype} and {b.dtype}", user_place())
     if a.shape[-1] != b.shape[-2]:
-        raise KernelTypeError(f"jt.dot cannot contract {a.shape} with {b.shape}: {a.shape[-1]} != {b.shape[-2]}", user_place())
+        raise KernelTypeError(
+            f"jt.dot cannot contract {a.shape} with {b.shape}: {a.shape[-1]} != {b.shape[-2]}", user_place()
+        )
     try:
         batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
@@ -156,7 +166,8 @@ def reduce(x, axis, fn, init):
 
 
 def associative_scan(fn, x, axis: int = 0, reverse: bool = False):
-    """Inclusive scan of a tile, or of a pytree of tiles of one shape, along `axis` by an associative function of scalars."""
+    """Inclusive scan of a tile, or of a pytree of tiles of one shape, along `axis` by an associative function of
+    scalars."""
     xs, treedef = jax.tree.flatten(x)
     xs = _tiles(xs, "jt.associative_scan")
     axis = _norm_axis(axis, xs[0].ndim, "jt.associative_scan")
@@ -175,7 +186,9 @@ def _tiles(xs, what: str) -> list:
 def _scalar(v, dtype):
     v = jnp.asarray(v, dtype) if isinstance(v, bool | int | float) else jnp.asarray(v)
     if v.ndim or v.dtype != dtype:
-        raise KernelTypeError(f"the start of this reduction is a {dtype} scalar, got {v.dtype}{list(v.shape)}", user_place())
+        raise KernelTypeError(
+            f"the start of this reduction is a {dtype} scalar, got {v.dtype}{list(v.shape)}", user_place()
+        )
     return v
 
 

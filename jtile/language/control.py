@@ -1,8 +1,8 @@
 """Loops and branches over traced values: `jt.range`, `jt.fori`, `jt.cond`, `jt.when`.
 
-A counted loop becomes `lax.scan` (static bounds) or `lax.while_loop` (traced bounds) with the counter as first carry, the form
-that `lax.fori_loop` has too, so JAX's own differentiation rules apply. What `jt.range` was told about pipelining stands on
-the counter as `loop_hint`.
+A counted loop becomes `lax.scan` (static bounds) or `lax.while_loop` (traced bounds) with the counter as first
+carry, the form that `lax.fori_loop` has too, so JAX's own differentiation rules apply. What `jt.range` was told
+about pipelining stands on the counter as `loop_hint`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Range:
 
     def __iter__(self):
         raise KernelSyntaxError(
-            "jt.range loops need the source of the function around them, and jtile has not rewritten this one: decorate a "
+            "jt.range loops need the source of the function around them, and jtile has not rewritten this one: "
+            "decorate a "
             "helper with @jt.function; where there is no source (REPL, lambda, exec), write jt.fori(n, body, init)",
             user_place(),
         )
@@ -100,7 +101,9 @@ def counted(r: Range, body: Callable[[Any, list], list], init: list) -> list:
 
 def _static_loop(r: Range, step, init: list) -> list:
     n = len(range(r.lo, r.hi, r.step))
-    dtype = np.dtype(np.int32 if -(2**31) <= min(r.lo, r.lo + n * r.step) and max(r.lo, r.lo + n * r.step) < 2**31 else np.int64)
+    dtype = np.dtype(
+        np.int32 if min(r.lo, r.lo + n * r.step) >= -(2**31) and max(r.lo, r.lo + n * r.step) < 2**31 else np.int64
+    )
 
     def advance(c, _):
         k, carry = c
@@ -156,11 +159,14 @@ def checked_carry(what: str, old, new, place):
     new = jnp.asarray(new)
     if new.shape != old.shape or (new.dtype != old.dtype and not old.weak_type and not new.weak_type):
         raise KernelTypeError(
-            f"{what} changes its type in the loop: it was {spell(old)} and becomes {spell(new)}{_way_out(old, new)}", place
+            f"{what} changes its type in the loop: it was {spell(old)} and becomes {spell(new)}{_way_out(old, new)}",
+            place,
         )
     if new.weak_type and new.dtype != old.dtype and not old.weak_type:
         if not _adapts(new.dtype, old.dtype):
-            raise KernelTypeError(f"{what} changes its type in the loop: it was {spell(old)} and becomes {spell(new)}", place)
+            raise KernelTypeError(
+                f"{what} changes its type in the loop: it was {spell(old)} and becomes {spell(new)}", place
+            )
         return lax.convert_element_type(new, old.dtype)
     return new
 
@@ -185,7 +191,8 @@ def scalar_condition(c, place, what: str):
     """A traced condition as a bool scalar; an error for anything else."""
     if jnp.ndim(c):
         raise KernelTypeError(
-            f"{what} takes one bool, got a tile of shape {jnp.shape(c)}; reduce it with .any() or .all(), or select lanes with jnp.where",
+            f"{what} takes one bool, got a tile of shape {jnp.shape(c)}; reduce it with .any() or .all(), or "
+            "select lanes with jnp.where",
             place,
         )
     return c if c.dtype == np.bool_ else lax.ne(c, jnp.zeros((), c.dtype))

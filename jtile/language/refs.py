@@ -21,7 +21,8 @@ from jtile.language._primitives import atomic_p, load_p, store_p
 
 @jax.tree_util.register_pytree_node_class
 class Ref:
-    """Memory of an array, as a kernel body sees it: `x[...]` loads, `x[...] = v` stores, `x.tiles(bm, bk)` is the tile view.
+    """Memory of an array, as a kernel body sees it: `x[...]` loads, `x[...] = v` stores, `x.tiles(bm, bk)` is the
+    tile view.
 
     Attributes:
       shape, dtype, ndim, size: static facts of the array.
@@ -58,9 +59,9 @@ class Ref:
         return math.prod(self.shape)
 
     @property
-    def at(self) -> At_:
+    def at(self) -> Indexer:
         """`x.at[index].add(v)` and its kin: atomics that give the old values."""
-        return At_(self)
+        return Indexer(self)
 
     def tiles(self, *sizes: int | None, step: int | tuple[int | None, ...] | None = None, pad: float = 0) -> TileView:
         """The tile-space view: tile k of an axis is elements `[k * step, k * step + size)`.
@@ -88,7 +89,8 @@ class Ref:
 
     def __iter__(self):
         raise KernelTypeError(
-            f"{self.name} is a Ref and cannot be iterated; load it first, or loop with jt.range over a tile view", user_place()
+            f"{self.name} is a Ref and cannot be iterated; load it first, or loop with jt.range over a tile view",
+            user_place(),
         )
 
     def __jax_array__(self):
@@ -111,10 +113,10 @@ def _no_arithmetic(name: str):
     return run
 
 
-for _op in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split():
+for _op in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]:
     setattr(Ref, f"__{_op}__", _no_arithmetic(f"__{_op}__"))
     setattr(Ref, f"__r{_op}__", _no_arithmetic(f"__r{_op}__"))
-for _op in "neg abs invert lt le gt ge bool float int".split():
+for _op in ["neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "int"]:
     setattr(Ref, f"__{_op}__", _no_arithmetic(f"__{_op}__"))
 
 
@@ -154,14 +156,15 @@ class TileView:
         return self.ref.name
 
     @property
-    def at(self) -> At_:
-        return At_(self)
+    def at(self) -> Indexer:
+        return Indexer(self)
 
     def access(self, index) -> Access:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) != self.ndim:
             raise KernelTypeError(
-                f"a tile of {self.name} is named by {self.ndim} indices (its view is {list(self.shape)} tiles), got {len(index)}",
+                f"a tile of {self.name} is named by {self.ndim} indices (its view is {list(self.shape)} tiles), got "
+                f"{len(index)}",
                 user_place(),
             )
         dims, values = [], []
@@ -171,9 +174,14 @@ class TileView:
         return Access(tuple(dims), tuple(values), perm=tuple(range(len(self.tile_shape))))
 
     def _number(self, i, count: int):
-        if isinstance(i, bool | np.bool_) or not (isinstance(i, int | np.integer) or hasattr(i, "dtype")) or jnp.ndim(i):
+        if (
+            isinstance(i, bool | np.bool_)
+            or not (isinstance(i, int | np.integer) or hasattr(i, "dtype"))
+            or jnp.ndim(i)
+        ):
             raise KernelTypeError(
-                f"{self.name}: a tile is named by integer scalars, got {_kind(i)}; for elements index the Ref itself", user_place()
+                f"{self.name}: a tile is named by integer scalars, got {_kind(i)}; for elements index the Ref itself",
+                user_place(),
             )
         if isinstance(i, int | np.integer) and i < 0:
             return _index.static_index(int(i), count, f"the tile view of {self.name}")
@@ -186,7 +194,9 @@ class TileView:
         store(self, index, value)
 
     def __iter__(self):
-        raise KernelTypeError(f"the tile view of {self.name} cannot be iterated; loop with jt.range(v.shape[0])", user_place())
+        raise KernelTypeError(
+            f"the tile view of {self.name} cannot be iterated; loop with jt.range(v.shape[0])", user_place()
+        )
 
     def __repr__(self) -> str:
         return f"TileView({self.name}: {list(self.shape)} tiles of {list(self.tile_shape)})"
@@ -198,7 +208,9 @@ def _kind(v) -> str:
 
 def _view(ref: Ref, sizes, step, pad) -> TileView:
     if len(sizes) != ref.ndim:
-        raise KernelTypeError(f"{ref.name} has rank {ref.ndim}, but .tiles got {len(sizes)} sizes {tuple(sizes)}", user_place())
+        raise KernelTypeError(
+            f"{ref.name} has rank {ref.ndim}, but .tiles got {len(sizes)} sizes {tuple(sizes)}", user_place()
+        )
     steps = step if isinstance(step, tuple | list) else (step,) * ref.ndim
     if len(steps) != ref.ndim:
         raise KernelTypeError(f"{ref.name} has rank {ref.ndim}, but .tiles got {len(steps)} steps", user_place())
@@ -253,7 +265,8 @@ def _mask(a: Access, mask) -> list[Any]:
 
 
 def _value(x: Ref | TileView, a: Access, value, what: str):
-    """`value` as the primitive takes it: the Ref's dtype (Python numbers adapt, nothing else is converted), broadcast."""
+    """`value` as the primitive takes it: the Ref's dtype (Python numbers adapt, nothing else is converted),
+    broadcast."""
     if isinstance(value, Ref):
         raise KernelTypeError(f"{value.name} is a Ref; load it before it is stored: {value.name}[...]", user_place())
     if isinstance(value, bool | int | float):
@@ -274,7 +287,8 @@ def _writable(x: Ref | TileView, what: str) -> None:
     ref = x.ref if isinstance(x, TileView) else x
     if not ref.writable:
         raise KernelTypeError(
-            f"{ref.name} is an input, and an input is read only: {what} an output, or alias {ref.name} with one (alias={{...}})",
+            f"{ref.name} is an input, and an input is read only: {what} an output, or alias {ref.name} with one "
+            f"(alias={{...}})",
             user_place(),
         )
 
@@ -286,8 +300,8 @@ def load(x, index, mask=None, other=None):
       x: a Ref or a tile view.
       index: as in `x[index]`.
       mask: bool, broadcast to the shape of the result.
-      other: what masked lanes, and lanes outside the array, read; default: the view's pad, or 0. A traced value, which needs a
-        mask, fills the masked lanes only.
+      other: what masked lanes, and lanes outside the array, read; default: the view's pad, or 0. A traced value,
+        which needs a mask, fills the masked lanes only.
     Returns:
       A tile of `x.dtype`.
     """
@@ -314,7 +328,8 @@ def _filled(x, out, mask, other):
 
 
 def store(x, index, value, mask=None) -> None:
-    """Write `value` (of `x.dtype`, broadcast) to Ref or view `x` at `index`; masked lanes and lanes outside are not written."""
+    """Write `value` (of `x.dtype`, broadcast) to Ref or view `x` at `index`; masked lanes and lanes outside are not
+    written."""
     x = as_ref(x)
     _writable(x, "store to")
     a = x.access(index)
@@ -375,7 +390,7 @@ def atomic_cas(x, index, compare, value, mask=None):
 
 
 @dataclasses.dataclass(frozen=True)
-class At_:
+class Indexer:
     """`x.at`: indexed by an index, it offers the atomics of that access."""
 
     x: Ref | TileView

@@ -14,20 +14,27 @@ PATTERNS = ("row", "column", "grouped", "morton", "hilbert", "diagonal")
 
 
 def swizzle(i, j, n_i=None, n_j=None, pattern: str = "grouped", group: int = 8):
-    """The tile (row, column) that program (i, j) should work on: every tile exactly once, neighbours in time near in space.
+    """The tile (row, column) that program (i, j) should work on: every tile exactly once, neighbours in time near
+    in space.
 
     Args:
       i, j: ids of this program along grid axes 0 and 1 (the last runs fastest).
       n_i, n_j: number of programs along them; default: `jt.num_programs(0)` and `(1)`.
-      pattern: `row` (as they come), `column`, `grouped` (bands of `group` rows, column by column inside a band), `morton` and
-        `hilbert` (space-filling curves inside blocks of `group` x `group`, a power of two), `diagonal` (each row starts one later).
+      pattern: `row` (as they come), `column`, `grouped` (bands of `group` rows, column by column inside a band),
+        `morton` and `hilbert` (space-filling curves inside blocks of `group` x `group`, a power of two), `diagonal`
+        (each row starts one later).
     Returns:
       Two int32 scalars.
     """
     if pattern not in PATTERNS:
-        raise KernelValueError(f"unknown swizzle pattern {pattern!r}: expected one of {', '.join(PATTERNS)}", user_place())
+        raise KernelValueError(
+            f"unknown swizzle pattern {pattern!r}: expected one of {', '.join(PATTERNS)}", user_place()
+        )
     if not isinstance(group, int) or group < 1 or (pattern in ("morton", "hilbert") and group & (group - 1)):
-        raise KernelValueError(f"the group of swizzle {pattern!r} is a positive int (a power of two for curves), got {group!r}", user_place())
+        raise KernelValueError(
+            f"the group of swizzle {pattern!r} is a positive int (a power of two for curves), got {group!r}",
+            user_place(),
+        )
     int32 = lambda v: jnp.asarray(v).astype(np.int32)
     i, j = int32(i), int32(j)
     n_i = int32(num_programs(0) if n_i is None else n_i)
@@ -81,7 +88,8 @@ def _morton(t, bits: int):
 
 
 def _hilbert(t, bits: int):
-    """Point number `t` of the Hilbert curve over 2**bits x 2**bits, built from its smallest square up (the d-to-xy walk)."""
+    """Point number `t` of the Hilbert curve over 2**bits x 2**bits, built from its smallest square up (the d-to-xy
+    walk)."""
     one = np.int32(1)
     r = c = jnp.zeros((), np.int32)
     for b in range(bits):

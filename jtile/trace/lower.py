@@ -142,7 +142,8 @@ class Lowering:
         self._used |= {v for v in jaxpr.outvars if not hasattr(v, "val")}
         for eqn in jaxpr.eqns:
             self.eqn = eqn
-            env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+            with self.b.at(ir.Loc(*self.place) if self.place else self.b.loc):
+                env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
         self.eqn, self._used = outer, outer_used
         return [read(v) for v in jaxpr.outvars]
 
@@ -152,8 +153,8 @@ class Lowering:
         return self.run(getattr(closed, "jaxpr", closed), consts, args)
 
     def called(self, closed, args: Sequence[Any]) -> list[Any]:
-        """Inline a function that was called. JAX traces its own (`jnp.where`) once and keeps the lines of that first call, so the
-        line of this call counts instead."""
+        """Inline a function that was called. JAX traces its own (`jnp.where`) once and keeps the lines of that
+        first call, so the line of this call counts instead."""
         if not _is_jax_function(getattr(closed, "jaxpr", closed)):
             return self.closed(closed, args)
         with self._pin():
@@ -161,20 +162,23 @@ class Lowering:
 
     def _equation(self, eqn, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
+        if name not in RULES:
+            raise self.unsupported(
+                "jtile has no rule for this primitive inside a kernel; compute it outside, or build it from other "
+                "jnp functions"
+            )
         place = self.place
-        loc = ir.Loc(*place) if place else self.b.loc
-        with self.b.at(loc):
-            if name not in RULES:
-                raise self.unsupported("jtile has no rule for this primitive inside a kernel; compute it outside, or build it from other jnp functions")
-            try:
-                out = self._keys(name, values) if any(isinstance(v, Keys) for v in values) else RULES[name](self, *values, **eqn.params)
-            except VerificationError as e:
-                raise UnsupportedError(f"{name} of {', '.join(str(getattr(v, 'type', 'keys')) for v in values)}: {e.message}", place) from e
+        try:
+            keys = any(isinstance(v, Keys) for v in values)
+            out = self._keys(name, values) if keys else RULES[name](self, *values, **eqn.params)
+        except VerificationError as e:
+            types = ", ".join(str(getattr(v, "type", "keys")) for v in values)
+            raise UnsupportedError(f"{name} of {types}: {e.message}", place) from e
         return list(out) if isinstance(out, list | tuple) else [out]
 
     def _keys(self, name: str, values: list[Any]) -> Any:
-        """A primitive with random keys among its operands: those about keys know them, those that only move elements act on
-        every word."""
+        """A primitive with random keys among its operands: those about keys know them, those that only move
+        elements act on every word."""
         fn = RULES[name]
         if getattr(fn, "takes_keys", False):
             return fn(self, *values, **self.eqn.params)
@@ -190,8 +194,25 @@ class Lowering:
 
 
 KEY_MOVERS = frozenset(
-    "broadcast_in_dim reshape squeeze transpose concatenate slice dynamic_slice dynamic_update_slice select_n rev gather copy "
-    "copy_p unstack split optimization_barrier expand_dims".split()
+    [
+        "broadcast_in_dim",
+        "reshape",
+        "squeeze",
+        "transpose",
+        "concatenate",
+        "slice",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "select_n",
+        "rev",
+        "gather",
+        "copy",
+        "copy_p",
+        "unstack",
+        "split",
+        "optimization_barrier",
+        "expand_dims",
+    ]
 )
 
 
@@ -202,7 +223,9 @@ class _KeyTypes:
         self.c = c
 
     def __enter__(self):
-        self.c.dtype = lambda d: "uint32" if jax.dtypes.issubdtype(d, jax.dtypes.extended) else Lowering.dtype(self.c, d)
+        self.c.dtype = lambda d: (
+            "uint32" if jax.dtypes.issubdtype(d, jax.dtypes.extended) else Lowering.dtype(self.c, d)
+        )
 
     def __exit__(self, *_):
         del self.c.dtype
@@ -231,7 +254,9 @@ def _uniform(x: np.ndarray) -> bool:
     return bool((raw == raw[0]).all())
 
 
-def to_tile_ir(jaxpr, *, name: str, n_in: int, n_out: int, grid, aliases=(), inits=(), ref_names=None, loc=None) -> ir.Kernel:
+def to_tile_ir(
+    jaxpr, *, name: str, n_in: int, n_out: int, grid, aliases=(), inits=(), ref_names=None, loc=None
+) -> ir.Kernel:
     """Tile IR of a kernel's jaxpr.
 
     Args:
@@ -256,10 +281,11 @@ def to_tile_ir(jaxpr, *, name: str, n_in: int, n_out: int, grid, aliases=(), ini
         params.append(ir.Value(ir.RefType(tuple(var.aval.shape), c.dtype(var.aval.dtype), role), names[k]))
     loc = loc if isinstance(loc, ir.Loc) else ir.Loc(*loc) if loc else ir.NOWHERE
     with c.b.at(loc):
-        consts = [c.literal(x) for x in jaxpr.consts]
-    c.run(jaxpr.jaxpr, consts, params)
+        c.run(jaxpr.jaxpr, [c.literal(x) for x in jaxpr.consts], params)
     inits = tuple(inits) or (None,) * n_out
-    return ir.Kernel(name, tuple(params), tuple(int(n) for n in grid), c.b.block, tuple(map(tuple, aliases)), inits, loc)
+    return ir.Kernel(
+        name, tuple(params), tuple(int(n) for n in grid), c.b.block, tuple(map(tuple, aliases)), inits, loc
+    )
 
 
 @functools.cache

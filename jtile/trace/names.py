@@ -1,7 +1,7 @@
 """Which names a piece of Python source assigns and reads, and which are alive after each statement.
 
-A loop or branch over traced values becomes a function whose results are the names that it assigns and that are read later; that
-is a question of liveness, answered here by the textbook backward walk over one function's statements.
+A loop or branch over traced values becomes a function whose results are the names that it assigns and that are read
+later; that is a question of liveness, answered here by the textbook backward walk over one function's statements.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def declared(nodes: Iterable[ast.AST], kind: type) -> Names:
 
 
 def free_reads(n: ast.AST) -> Names:
-    """Names that a function, lambda or any expression below reads, at any depth, less the parameters of its functions."""
+    """Names that a function, lambda or any expression below reads, at any depth, less the parameters of its
+    functions."""
     if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         body = n.body if isinstance(n.body, list) else [n.body]
         own = parameters(n) | (assigned(body) - declared(body, ast.Nonlocal))
@@ -94,7 +95,8 @@ def _all(nodes: Iterable[ast.AST]) -> Names:
 
 
 class Liveness:
-    """The names alive after each statement of one function: `after[stmt]`; and at the start of each loop body: `head[stmt]`.
+    """The names alive after each statement of one function: `after[stmt]`; and at the start of each loop body:
+    `head[stmt]`.
 
     A nested function reads its free names where it stands and wherever its name is read.
     """

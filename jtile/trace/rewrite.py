@@ -1,4 +1,5 @@
-"""The source rewrite: `for ... in jt.range(...)`, `while`, `if`, `and`, `or`, `not` of a kernel become calls of `runtime`.
+"""The source rewrite: `for ... in jt.range(...)`, `while`, `if`, `and`, `or`, `not` of a kernel become calls of
+`runtime`.
 
     for k in jt.range(n):                 def for_line_7(target):
         acc = jt.dot(A[i, k], B, acc)         nonlocal k, acc
@@ -11,7 +12,6 @@ defaults of the function are kept, so tracebacks and source locations show the u
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -31,8 +31,8 @@ _KINDS = (ast.For, ast.While, ast.If, ast.IfExp, ast.BoolOp, ast.Not)
 
 
 def rewrite_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with its loops and branches over traced values turned into `lax` control flow; `fn` itself where there is nothing to
-    rewrite, or no source (REPL, lambda, exec): there `jt.range` raises and `jt.fori` is the way."""
+    """`fn` with its loops and branches over traced values turned into `lax` control flow; `fn` itself where there
+    is nothing to rewrite, or no source (REPL, lambda, exec): there `jt.range` raises and `jt.fori` is the way."""
     if isinstance(fn, functools.partial):
         return functools.partial(rewrite_loops(fn.func), *fn.args, **fn.keywords)
     if isinstance(fn, types.MethodType):
@@ -44,7 +44,9 @@ def rewrite_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
     cells[_RUNTIME] = types.CellType(runtime)
-    new = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells[n] for n in code.co_freevars))
+    new = types.FunctionType(
+        code, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells[n] for n in code.co_freevars)
+    )
     new.__kwdefaults__ = fn.__kwdefaults__
     functools.update_wrapper(new, fn)
     setattr(new, _MARK, True)
@@ -160,7 +162,8 @@ class _Rewriter:
         return fn
 
     def _bindings(self, names: list[str], at: ast.AST) -> list[ast.stmt]:
-        """`if False: a = b = None`: makes the names local to the function, so that a moved body can call them nonlocal."""
+        """`if False: a = b = None`: makes the names local to the function, so that a moved body can call them
+        nonlocal."""
         if not names:
             return []
         bind = ast.Assign([ast.Name(n, ast.Store()) for n in names], ast.Constant(None))
@@ -273,7 +276,8 @@ def _first_reads(stmts: list[ast.stmt], scope: _Scope):
 
 
 def _stuck(stmts: list[ast.stmt]) -> tuple[str, ast.AST] | None:
-    """What keeps these statements from moving into a function: `break` or `continue` of the loop around them, `return`."""
+    """What keeps these statements from moving into a function: `break` or `continue` of the loop around them,
+    `return`."""
     for s in stmts:
         match s:
             case ast.Return():
@@ -329,7 +333,7 @@ class _Expressions(ast.NodeTransformer):
                 setattr(s, name, [self.visit(v) for v in value])
         return s
 
-    def visit_BoolOp(self, n: ast.BoolOp):  # noqa: N802
+    def visit_BoolOp(self, n: ast.BoolOp):
         self.generic_visit(n)
         if _binds_or_waits(n):
             return n
@@ -339,17 +343,17 @@ class _Expressions(ast.NodeTransformer):
             out = self.r._call(fn, n, v, _thunk(out), self.r._place(n))
         return out
 
-    def visit_UnaryOp(self, n: ast.UnaryOp):  # noqa: N802
+    def visit_UnaryOp(self, n: ast.UnaryOp):
         self.generic_visit(n)
         return self.r._call("not_", n, n.operand, self.r._place(n)) if isinstance(n.op, ast.Not) else n
 
-    def visit_IfExp(self, n: ast.IfExp):  # noqa: N802
+    def visit_IfExp(self, n: ast.IfExp):
         self.generic_visit(n)
         if _binds_or_waits(n.body) or _binds_or_waits(n.orelse):
             return n
         return self.r._call("if_expression", n, n.test, _thunk(n.body), _thunk(n.orelse), self.r._place(n))
 
-    def visit_Compare(self, n: ast.Compare):  # noqa: N802
+    def visit_Compare(self, n: ast.Compare):
         self.generic_visit(n)
         middle = n.comparators[:-1]
         if not middle or not all(isinstance(m, ast.Name | ast.Constant) for m in middle):
@@ -368,7 +372,11 @@ def _thunk(e: ast.expr) -> ast.expr:
 
 
 def _at(place: ast.AST, node: Any) -> Any:
-    return ast.copy_location(node, place)
+    """`node` at the start of `place`. It ends on the same line: of a call over several lines Python reports the
+    last one."""
+    node.lineno = node.end_lineno = place.lineno
+    node.col_offset, node.end_col_offset = place.col_offset, place.col_offset + 1
+    return node
 
 
 def _name(fn: ast.FunctionDef) -> ast.expr:

@@ -1,7 +1,7 @@
 """What rewritten source calls: loops, branches and logic that look at run time whether their condition is traced.
 
-Over Python values they do what Python does. Over traced values they become `lax` control flow. The statements of a loop or
-branch are functions whose assigned names are `nonlocal`; their cells are read and set here.
+Over Python values they do what Python does. Over traced values they become `lax` control flow. The statements of a
+loop or branch are functions whose assigned names are `nonlocal`; their cells are read and set here.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ _SLOT = _Slot()
 def _is_number(x: Any) -> bool:
     if isinstance(x, Ref | TileView | Range):
         return False
-    return isinstance(x, bool | int | float | np.generic | np.ndarray) or (isinstance(x, jax.Array) and not isinstance(x, jax.Ref))
+    return isinstance(x, bool | int | float | np.generic | np.ndarray) or (
+        isinstance(x, jax.Array) and not isinstance(x, jax.Ref)
+    )
 
 
 def pack(names: Iterable[str], values: Iterable[Any]) -> Packed:
@@ -106,7 +108,9 @@ def pack(names: Iterable[str], values: Iterable[Any]) -> Packed:
         kept = []
         for v in leaves:
             if _is_number(v):
-                out.arrays.append(v if jax.dtypes.issubdtype(getattr(v, "dtype", None), jax.dtypes.extended) else jnp.asarray(v))
+                out.arrays.append(
+                    v if jax.dtypes.issubdtype(getattr(v, "dtype", None), jax.dtypes.extended) else jnp.asarray(v)
+                )
                 out.owners.append(name)
                 v = _SLOT
             kept.append(v)
@@ -133,7 +137,9 @@ def _differs(a: Packed, b: Packed) -> str | None:
 # -- loops ---------------------------------------------------------------------------------------------------------
 
 
-def for_loop(it: Any, body: Callable[[Any], None], carry: tuple[str, ...], assigned: tuple[str, ...], place: Place) -> None:
+def for_loop(
+    it: Any, body: Callable[[Any], None], carry: tuple[str, ...], assigned: tuple[str, ...], place: Place
+) -> None:
     """`for target in it: body`. `carry` are the assigned names that the next round or the code after the loop reads."""
     if not isinstance(it, Range):
         for x in it:
@@ -183,7 +189,8 @@ def _start(cells: Cells, carry: tuple[str, ...], place: Place, what: str) -> Pac
     for name, v in zip(carry, values, strict=True):
         if v is UNBOUND:
             raise _error(
-                f"{name!r} gets its value only inside this {what}, which may run no round, and is read after it or before it is "
+                f"{name!r} gets its value only inside this {what}, which may run no round, and is read after it or "
+                "before it is "
                 f"assigned: give {name!r} a value of the same shape and dtype before the {what}",
                 place,
             )
@@ -210,7 +217,8 @@ def _next(cells: Cells, start: Packed, arrays: Iterable[Any], place: Place) -> l
     if name is not None:
         old_value, new_value = start.unpack(arrays)[start.names.index(name)], values[start.names.index(name)]
         raise _error(
-            f"{name!r} changes its kind in this loop: it was {_show(old_value)} and becomes {_show(new_value)}; only arrays and numbers "
+            f"{name!r} changes its kind in this loop: it was {_show(old_value)} and becomes {_show(new_value)}; "
+            "only arrays and numbers "
             "can change from round to round",
             place,
             KernelTypeError,
@@ -228,14 +236,26 @@ def _show(v: Any) -> str:
         return spell(v)
     if isinstance(v, tuple | list):
         return "(" + ", ".join(map(_show, v)) + ")"
-    return "unbound" if v is UNBOUND else repr(v) if isinstance(v, Ref | TileView | int | float | str) else type(v).__name__
+    return (
+        "unbound"
+        if v is UNBOUND
+        else repr(v)
+        if isinstance(v, Ref | TileView | int | float | str)
+        else type(v).__name__
+    )
 
 
 # -- branches ------------------------------------------------------------------------------------------------------
 
 
-def if_(test: Any, then: Callable[[], None], other: Callable[[], None], live: tuple[str, ...], assigned: tuple[str, ...],
-        place: Place) -> None:  # fmt: skip
+def if_(
+    test: Any,
+    then: Callable[[], None],
+    other: Callable[[], None],
+    live: tuple[str, ...],
+    assigned: tuple[str, ...],
+    place: Place,
+) -> None:
     """`if test: then() else: other()`. `live` are the assigned names that are read later."""
     if not is_traced(test):
         (then if test else other)()
@@ -259,11 +279,13 @@ def if_(test: Any, then: Callable[[], None], other: Callable[[], None], live: tu
         cells.set(n, v)
 
 
-class _Retry(Exception):
+class _RetryError(Exception):
     """The first branch must be traced again with dtypes that the second one asks for."""
 
 
-def choose(pred: Any, then: Callable[[], list[Any]], other: Callable[[], list[Any]], names: tuple[str, ...], place: Place):
+def choose(
+    pred: Any, then: Callable[[], list[Any]], other: Callable[[], list[Any]], names: tuple[str, ...], place: Place
+):
     """`lax.cond` whose branches give the values of `names`; Python numbers take the dtype of the other branch."""
     state: dict[str, Any] = {"dtypes": None, "first": None}
 
@@ -281,7 +303,7 @@ def choose(pred: Any, then: Callable[[], list[Any]], other: Callable[[], list[An
 
     try:
         arrays = lax.cond(pred, traced(then), traced(other))
-    except _Retry:
+    except _RetryError:
         state["first"] = None
         arrays = lax.cond(pred, traced(then), traced(other))
     return state["first"][1].unpack(arrays)
@@ -296,15 +318,21 @@ def _joined(state: dict[str, Any], second: Packed, place: Place) -> list[Any]:
         a, b = first.skeleton[k], second.skeleton[k]
         if UNBOUND in (*_objects(a), *_objects(b)):
             raise _error(
-                f"{name!r} is bound in one branch only, and read later: give it a value in both branches, or before the if", place
+                f"{name!r} is bound in one branch only, and read later: give it a value in both branches, or before "
+                "the if",
+                place,
             )
         raise _error(
-            f"{name!r} is not of one kind in both branches; only arrays and numbers can depend on a traced condition", place, KernelTypeError
+            f"{name!r} is not of one kind in both branches; only arrays and numbers can depend on a traced condition",
+            place,
+            KernelTypeError,
         )
     wanted = [_common(n, a, b, place) for n, a, b in zip(first.owners, first.arrays, second.arrays, strict=True)]
-    if state["dtypes"] is None and any(d is not None and a.dtype != d for a, d in zip(first.arrays, wanted, strict=True)):
+    if state["dtypes"] is None and any(
+        d is not None and a.dtype != d for a, d in zip(first.arrays, wanted, strict=True)
+    ):
         state["dtypes"] = wanted
-        raise _Retry
+        raise _RetryError
     return _converted(second.arrays, wanted)
 
 
@@ -328,7 +356,9 @@ def _common(name: str, a: Any, b: Any, place: Place) -> Any:
         if b.weak_type and _adapts(b.dtype, a.dtype):
             return a.dtype
     raise _error(
-        f"{name!r} has another type in each branch: {spell(a)} and {spell(b)}; give both the same shape and dtype", place, KernelTypeError
+        f"{name!r} has another type in each branch: {spell(a)} and {spell(b)}; give both the same shape and dtype",
+        place,
+        KernelTypeError,
     )
 
 

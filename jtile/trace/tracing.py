@@ -29,7 +29,8 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
 
     Args:
       fn: the kernel function (rewritten by `rewrite_loops`); it takes one positional parameter per entry below.
-      inputs, outputs, scratch: sequences of pytrees of shape-dtype structs; each pytree becomes the same pytree of Refs.
+      inputs, outputs, scratch: sequences of pytrees of shape-dtype structs; each pytree becomes the same pytree of
+        Refs.
       meta: keyword arguments of `fn`.
       name: of the kernel, for errors.
       grid: number of programs per axis; checked against the `program_id`s of the body.
@@ -78,7 +79,11 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
 def ref_names(fn, params) -> list[str]:
     """A name for every flat Ref: the parameter's, with the path inside of a pytree."""
     try:
-        positional = [p.name for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional = [
+            p.name
+            for p in inspect.signature(fn).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         rest = [p.name for p in inspect.signature(fn).parameters.values() if p.kind == p.VAR_POSITIONAL]
     except (TypeError, ValueError):
         positional, rest = [], []
@@ -102,7 +107,8 @@ def _definition(fn) -> tuple[str, int] | None:
 def _concretization(e: Exception) -> str:
     return (
         "a traced value is needed as a Python value here: "
-        f"{str(e).splitlines()[0].rstrip('.')}; write jnp.where, jt.when or jt.cond for a choice, jt.range for a loop bound, "
+        f"{str(e).splitlines()[0].rstrip('.')}; write jnp.where, jt.when or jt.cond for a choice, jt.range "
+        "for a loop bound, "
         "jt.ds for the start of a slice, or make the number a meta-parameter"
     )
 
@@ -112,7 +118,11 @@ def _place_in(e: BaseException, fn) -> tuple[str, int] | None:
     code = getattr(inspect.unwrap(fn), "__code__", None)
     place, tb = None, e.__traceback__
     while tb is not None:
-        if code is not None and tb.tb_frame.f_code.co_filename == code.co_filename and tb.tb_frame.f_code.co_name != "<module>":
+        if (
+            code is not None
+            and tb.tb_frame.f_code.co_filename == code.co_filename
+            and tb.tb_frame.f_code.co_name != "<module>"
+        ):
             place = (code.co_filename, tb.tb_lineno)
         tb = tb.tb_next
     return place or _definition(fn)
@@ -128,11 +138,17 @@ def _check_consts(fn, name: str, closed) -> None:
         what = f"the array {called!r}" if called else "an array"
         place = _first_use(closed.jaxpr, var) or _definition(fn)
         shape = f"{var.aval.str_short()}" if hasattr(var.aval, "str_short") else str(var.aval)
-        if isinstance(const, jax.core.Tracer) or (isinstance(const, jax.Array) and _is_device_array(const) and const.ndim):
-            raise KernelTypeError(f"kernel {name} closes over {what} ({shape}); pass it as an argument of the kernel", place)
+        if isinstance(const, jax.core.Tracer) or (
+            isinstance(const, jax.Array) and _is_device_array(const) and const.ndim
+        ):
+            raise KernelTypeError(
+                f"kernel {name} closes over {what} ({shape}); pass it as an argument of the kernel", place
+            )
         if math.prod(var.aval.shape) > CONST_LIMIT:
             raise KernelTypeError(
-                f"kernel {name} closes over {what} ({shape}) of more than {CONST_LIMIT} elements; pass it as an argument", place
+                f"kernel {name} closes over {what} ({shape}) of more than {CONST_LIMIT} elements; pass it as an "
+                "argument",
+                place,
             )
 
 
@@ -171,7 +187,8 @@ def _check_axes(closed, rank: int, name: str) -> None:
     for eqn in equations(closed.jaxpr):
         if eqn.primitive.name in ("jtile_program_id", "jtile_num_programs") and eqn.params["axis"] >= rank:
             raise KernelValueError(
-                f"kernel {name} has a grid of {rank} axes, so there is no {eqn.primitive.name.removeprefix('jtile_')}({eqn.params['axis']})",
+                f"kernel {name} has a grid of {rank} axes, so there is no "
+                f"{eqn.primitive.name.removeprefix('jtile_')}({eqn.params['axis']})",
                 place_of(eqn.source_info),
             )
 

@@ -83,15 +83,27 @@ WRONG = {
     "dot acc": (lambda t: jt.dot(t, t, jnp.ones((4, 4))), KernelTypeError, r"accumulator of this dot is int32\[4, 4\]"),
     "dot precision": (lambda t: jt.dot(t, t, precision="huge"), KernelValueError, "huge"),
     "scales": (lambda t: jt.dot_scaled(t, jnp.ones((4, 3)), t, None), KernelTypeError, "scales sa"),
-    "reduce shape": (lambda t: jt.reduce(t, 0, lambda a, b: jnp.ones(2, jnp.int32), 0), KernelTypeError, "maps scalars"),
+    "reduce shape": (
+        lambda t: jt.reduce(t, 0, lambda a, b: jnp.ones(2, jnp.int32), 0),
+        KernelTypeError,
+        "maps scalars",
+    ),
     "reduce dtype": (lambda t: jt.reduce(t, 0, lambda a, b: a < b, 0), KernelTypeError, "maps scalars to a int32"),
     "reduce tree": (lambda t: jt.reduce((t, t), 0, lambda a, b: a[0], (0, 0)), KernelTypeError, "operands are"),
     "reduce axis": (lambda t: jt.reduce(t, 2, jnp.add, 0), KernelValueError, "axis 2"),
-    "reduce tile const": (lambda t: jt.reduce(t, 0, lambda a, b: a + t.sum(0)[0] * t[0].sum() + (t * b).sum(), 0), KernelTypeError, "scalars"),
+    "reduce tile const": (
+        lambda t: jt.reduce(t, 0, lambda a, b: a + t.sum(0)[0] * t[0].sum() + (t * b).sum(), 0),
+        KernelTypeError,
+        "scalars",
+    ),
     "scan shapes": (lambda t: jt.associative_scan(jnp.add, (t, t[0])), KernelTypeError, "one shape"),
     "when value": (lambda t: jt.when(t[0, 0] > 0)(lambda: 1), KernelTypeError, "returns nothing"),
     "when tile": (lambda t: jt.when(t > 0)(lambda: None), KernelTypeError, "takes one bool"),
-    "fori carry": (lambda t: jt.fori(3, lambda k, c: c[:2], t), KernelTypeError, r"was int32\[4,4\] and becomes int32\[2,4\]"),
+    "fori carry": (
+        lambda t: jt.fori(3, lambda k, c: c[:2], t),
+        KernelTypeError,
+        r"was int32\[4,4\] and becomes int32\[2,4\]",
+    ),
     "fori tree": (lambda t: jt.fori(3, lambda k, c: (c, c), t), KernelTypeError, "the body of jt.fori gives"),
     "range step": (lambda t: jt.fori((0, 4, 0), lambda k, c: c, t), KernelValueError, "cannot be 0"),
     "range traced step": (lambda t: jt.fori((0, 4, t[0, 0]), lambda k, c: c, t), KernelTypeError, "step of jt.range"),
@@ -99,7 +111,7 @@ WRONG = {
     "range stages": (lambda t: jt.range(4, stages=0), KernelValueError, "stages"),
     "range bounds": (lambda t: jt.range(), KernelTypeError, "0 bounds"),
     "range iterated": (lambda t: list(jt.range(3)), SyntaxError, r"jt.function[\s\S]*jt.fori"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -15,16 +15,36 @@ IDX = np.array([3, 0, 6, 2], "i4")
 COL = np.array([[1], [4]], "i4")
 
 STATIC = {
-    "all": np.s_[...], "empty tuple": np.s_[()], "row": np.s_[2], "negative": np.s_[-1, :, -6], "slices": np.s_[1:6:2, :, 2:],
-    "backwards": np.s_[::-1, 3:0:-2], "dots": np.s_[..., 1], "dots between": np.s_[1, ..., 1:3], "new axes": np.s_[None, 2, None, :, 1:2, None],
-    "empty slice": np.s_[5:2], "clipped slice": np.s_[-100:3, 4:100], "step over": np.s_[::5, 1::100],
-    "list": np.s_[[1, 2, 2]], "negative list": np.s_[:, [-1, 0]], "array": np.s_[IDX], "array second": np.s_[:, COL % 5],
-    "two arrays": np.s_[IDX, IDX % 5], "outer": np.s_[IDX[:, None], COL[:, 0][None, :]], "apart": np.s_[IDX, :, IDX % 6],
-    "int and array apart": np.s_[1, :, IDX % 6], "int beside array": np.s_[1, IDX % 5], "array int": np.s_[:, IDX % 5, 2],
-    "array between new axes": np.s_[None, IDX, None], "array after new axis": np.s_[:, None, IDX % 5], "three arrays": np.s_[IDX, IDX % 5, COL],
-    "negative static array": np.s_[np.array([-1, -7])], "int0 array": np.s_[np.array(2)], "np int": np.s_[np.int64(3)],
+    "all": np.s_[...],
+    "empty tuple": np.s_[()],
+    "row": np.s_[2],
+    "negative": np.s_[-1, :, -6],
+    "slices": np.s_[1:6:2, :, 2:],
+    "backwards": np.s_[::-1, 3:0:-2],
+    "dots": np.s_[..., 1],
+    "dots between": np.s_[1, ..., 1:3],
+    "new axes": np.s_[None, 2, None, :, 1:2, None],
+    "empty slice": np.s_[5:2],
+    "clipped slice": np.s_[-100:3, 4:100],
+    "step over": np.s_[::5, 1::100],
+    "list": np.s_[[1, 2, 2]],
+    "negative list": np.s_[:, [-1, 0]],
+    "array": np.s_[IDX],
+    "array second": np.s_[:, COL % 5],
+    "two arrays": np.s_[IDX, IDX % 5],
+    "outer": np.s_[IDX[:, None], COL[:, 0][None, :]],
+    "apart": np.s_[IDX, :, IDX % 6],
+    "int and array apart": np.s_[1, :, IDX % 6],
+    "int beside array": np.s_[1, IDX % 5],
+    "array int": np.s_[:, IDX % 5, 2],
+    "array between new axes": np.s_[None, IDX, None],
+    "array after new axis": np.s_[:, None, IDX % 5],
+    "three arrays": np.s_[IDX, IDX % 5, COL],
+    "negative static array": np.s_[np.array([-1, -7])],
+    "int0 array": np.s_[np.array(2)],
+    "np int": np.s_[np.int64(3)],
     "arrays and backwards": np.s_[::-2, IDX % 5, ::-1],
-}  # fmt: skip
+}
 
 
 def _jax(index):
@@ -130,7 +150,11 @@ WRONG = {
     "outside below": (lambda x: x[-8], KernelValueError, "index -8"),
     "negative ds": (lambda x: x[jt.ds(-1, 2)], KernelValueError, "start >= 0"),
     "traced slice": (lambda x: x[jt.program_id(0) :], KernelTypeError, "jt.ds"),
-    "traced size": (lambda x: x[jt.ds(0, jt.program_id(0))], KernelTypeError, "the size of jt.ds is a Python int, got a traced"),
+    "traced size": (
+        lambda x: x[jt.ds(0, jt.program_id(0))],
+        KernelTypeError,
+        "the size of jt.ds is a Python int, got a traced",
+    ),
     "bad size": (lambda x: x[jt.ds(0, -2)], KernelValueError, "size >= 0"),
     "step 0": (lambda x: x[::0], KernelValueError, "step"),
     "string": (lambda x: x["a"], KernelTypeError, "str 'a'"),

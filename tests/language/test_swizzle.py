@@ -49,7 +49,14 @@ def test_sizes_can_be_given(lower):
     lower(kernel, [], [jax.ShapeDtypeStruct((4,), np.int32)], grid=(4,))
 
 
-@pytest.mark.parametrize(("options", "message"), [({"pattern": "spiral"}, "expected one of"), ({"group": 0}, "positive"), ({"pattern": "morton", "group": 3}, "power of two")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pattern": "spiral"}, "expected one of"),
+        ({"group": 0}, "positive"),
+        ({"pattern": "morton", "group": 3}, "power of two"),
+    ],
+)
 def test_refused(lower, options, message):
     def kernel(o):
         o[...] = jt.swizzle(0, 0, **options)[0]

@@ -16,7 +16,9 @@ from jtile.trace import rewrite_loops, to_tile_ir, trace
 def lower(fn, inputs, outputs, scratch=(), grid=(), aliases=(), inits=(), **meta) -> ir.Kernel:
     """The Tile IR of a kernel function for arrays (or types) `inputs`."""
     types = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in inputs]
-    jaxpr = trace(rewrite_loops(fn), types, outputs, scratch, meta=meta, name=fn.__name__, grid=grid, aliases=aliases, inits=inits)
+    jaxpr = trace(
+        rewrite_loops(fn), types, outputs, scratch, meta=meta, name=fn.__name__, grid=grid, aliases=aliases, inits=inits
+    )
     kernel = to_tile_ir(
         jaxpr, name=fn.__name__, n_in=len(types), n_out=len(outputs), grid=grid, aliases=aliases, inits=inits
     )

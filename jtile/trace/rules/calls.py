@@ -12,8 +12,21 @@ def _takes_keys(fn):
     return fn
 
 
-@rule("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_vmap_call", "composite", "eval_jaxpr",
-      "xla_metadata_call", "compute_on", "call")  # fmt: skip
+@rule(
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat",
+    "remat2",
+    "custom_vmap_call",
+    "composite",
+    "eval_jaxpr",
+    "xla_metadata_call",
+    "compute_on",
+    "call",
+)
 @_takes_keys
 def _(c: Lowering, *args, **params):
     return c.called(next(params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in params), args)
@@ -50,7 +63,9 @@ def _(c: Lowering, *_, **__):
 
 @rule("pure_callback", "io_callback", "ffi_call", "jtile_call", "pallas_call", "custom_partitioning")
 def _(c: Lowering, *_, **__):
-    raise c.unsupported("a kernel cannot call out to the host or to another kernel; do it outside, in the function that calls this one")
+    raise c.unsupported(
+        "a kernel cannot call out to the host or to another kernel; do it outside, in the function that calls this one"
+    )
 
 
 @rule("psum", "psum_invariant", "all_gather", "all_to_all", "ppermute", "axis_index", "pmax", "pmin", "reduce_scatter")
@@ -58,6 +73,18 @@ def _(c: Lowering, *_, **__):
     raise c.unsupported("collectives do not run inside a kernel; put them into the function around it")
 
 
-@rule("fft", "cholesky", "eig", "eigh", "svd", "qr", "lu", "triangular_solve", "householder_product", "schur", "tridiagonal_solve")
+@rule(
+    "fft",
+    "cholesky",
+    "eig",
+    "eigh",
+    "svd",
+    "qr",
+    "lu",
+    "triangular_solve",
+    "householder_product",
+    "schur",
+    "tridiagonal_solve",
+)
 def _(c: Lowering, *_, **__):
     raise c.unsupported("linear algebra routines are not tile functions; call them outside of the kernel")

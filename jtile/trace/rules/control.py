@@ -43,7 +43,12 @@ def _counter(jaxpr, carries, outs) -> Counter | None:
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     for k, (before, after) in enumerate(zip(carries, outs, strict=True)):
         eqn = None if hasattr(after, "val") else made.get(after)
-        if eqn is None or eqn.primitive.name not in ("add", "sub") or before.aval.shape or before.aval.dtype.kind not in "iu":
+        if (
+            eqn is None
+            or eqn.primitive.name not in ("add", "sub")
+            or before.aval.shape
+            or before.aval.dtype.kind not in "iu"
+        ):
             continue
         x, y = eqn.invars
         if hasattr(x, "val") and eqn.primitive.name == "add":
@@ -206,7 +211,11 @@ def _bounded(cond, n_cond: int, body, n_body: int):
     if counter is None or counter.step <= 0 or len(cond.eqns) != 1:
         return None
     (test,) = cond.eqns
-    if test.primitive.name != "lt" or cond.outvars[0] is not test.outvars[0] or test.invars[0] is not carries[counter.place]:
+    if (
+        test.primitive.name != "lt"
+        or cond.outvars[0] is not test.outvars[0]
+        or test.invars[0] is not carries[counter.place]
+    ):
         return None
     limit = test.invars[1]
     if hasattr(limit, "val") or limit in cond.invars[:n_cond]:
@@ -225,7 +234,9 @@ def _counted_while(c: Lowering, body_jaxpr, n_consts: int, consts, init, counter
     inner = _open(body_jaxpr)
     k = counter.place
     carries = inner.invars[n_consts:]
-    still = {j for j, (a, b) in enumerate(zip(carries, inner.outvars, strict=True)) if a is b}  # never change: not carried
+    still = {
+        j for j, (a, b) in enumerate(zip(carries, inner.outvars, strict=True)) if a is b
+    }  # never change: not carried
     moving = [j for j in range(len(init)) if j != k and j not in still]
     lo, step = init[k], c.b.full(counter.step, (), init[k].type.dtype)
 
@@ -234,7 +245,13 @@ def _counted_while(c: Lowering, body_jaxpr, n_consts: int, consts, init, counter
         out = c.closed(body_jaxpr, [*consts, *[index if j == k else now.get(j, init[j]) for j in range(len(init))]])
         return [out[j] for j in moving]
 
-    out = dict(zip(moving, _for(c, (lo, hi, step), [init[j] for j in moving], body, _hint(inner, counter, carries)), strict=True))
+    out = dict(
+        zip(
+            moving,
+            _for(c, (lo, hi, step), [init[j] for j in moving], body, _hint(inner, counter, carries)),
+            strict=True,
+        )
+    )
     last = _last(c, lo, hi, counter.step) if c.is_used(k) else hi
     return [last if j == k else out.get(j, init[j]) for j in range(len(init))]
 

@@ -55,7 +55,8 @@ def _(c: Lowering, a, b, *, dimension_numbers, precision=None, **_):
 
 
 def _plain(precision):
-    """JAX also names precisions by algorithms (`DotAlgorithmPreset`): those that ask for more than the default are "highest"."""
+    """JAX also names precisions by algorithms (`DotAlgorithmPreset`): those that ask for more than the default are
+    "highest"."""
     if precision is None or isinstance(precision, tuple | str | lax.Precision):
         return precision if precision != (None, None) else None
     return "default" if "DEFAULT" in str(precision) else "highest"
@@ -91,7 +92,9 @@ def _(c: Lowering, x, w, *, window_strides, padding, lhs_dilation, rhs_dilation,
       batch_group_count, **_):  # fmt: skip
     window = [w.type.shape[k] for k in dimension_numbers.rhs_spec[2:]]
     if feature_group_count != 1 or batch_group_count != 1 or math.prod(window) > 128:
-        raise c.unsupported("a grouped convolution, or one with a window of more than 128 elements; write the loop over the window")
+        raise c.unsupported(
+            "a grouped convolution, or one with a window of more than 128 elements; write the loop over the window"
+        )
     dtype = ir.DTYPES[c.out.dtype].numpy
 
     def conv(x, w):
@@ -114,7 +117,9 @@ def _window_sum(x, w, strides, dilation):
         starts = [k * d for k, d in zip(at, dilation, strict=True)]
         stops = [lo + (n - 1) * s + 1 if n else lo for lo, n, s in zip(starts, out, strides, strict=True)]
         part = lax.slice(x, (0, 0, *starts), (*x.shape[:2], *stops), (1, 1, *strides))
-        term = lax.dot_general(part, w[(slice(None), slice(None), *at)], (((1,), (1,)), ((), ())), preferred_element_type=_wide(x.dtype))
+        term = lax.dot_general(
+            part, w[(slice(None), slice(None), *at)], (((1,), (1,)), ((), ())), preferred_element_type=_wide(x.dtype)
+        )
         acc = term if acc is None else acc + term
     return jnp.moveaxis(acc, -1, 1)
 

@@ -9,18 +9,19 @@ from jax import lax
 from jtile import ir
 from jtile.trace.lower import Lowering, rule
 
-# JAX's name -> ours, where the function means the same on every dtype both have.
-SAME = {
-    "add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "div": "div", "rem": "rem", "max": "max", "min": "min", "atan2": "atan2",
-    "nextafter": "nextafter", "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "and": "and",
-    "or": "or", "xor": "xor", "not": "not", "shift_left": "shl", "shift_right_arithmetic": "shr",
-    "shift_right_logical": "shr_logical", "population_count": "popcount", "clz": "clz", "neg": "neg", "sign": "sign",
-    "square": "square", "sqrt": "sqrt", "rsqrt": "rsqrt", "cbrt": "cbrt", "floor": "floor", "ceil": "ceil",
-    "is_finite": "is_finite", "exp": "exp", "exp2": "exp2", "expm1": "expm1", "log": "log", "log1p": "log1p", "sin": "sin",
-    "cos": "cos", "tan": "tan", "asin": "asin", "acos": "acos", "atan": "atan", "sinh": "sinh", "cosh": "cosh",
-    "tanh": "tanh", "asinh": "asinh", "acosh": "acosh", "atanh": "atanh", "logistic": "logistic", "erf": "erf",
-    "erfc": "erfc", "erf_inv": "erf_inv", "lgamma": "lgamma", "digamma": "digamma", "log2": "log2",
-}  # fmt: skip
+# Functions that mean the same on every dtype that both have, and those of another name.
+SAME = """
+    add sub mul div rem max min atan2 nextafter eq ne lt le gt ge and or xor not sign square sqrt rsqrt cbrt floor
+    ceil is_finite exp exp2 expm1 log log1p log2 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+    logistic erf erfc erf_inv lgamma digamma clz neg
+"""
+RENAMED = {
+    "add_any": "add",
+    "shift_left": "shl",
+    "shift_right_arithmetic": "shr",
+    "shift_right_logical": "shr_logical",
+    "population_count": "popcount",
+}
 
 
 def _same(ours: str):
@@ -28,9 +29,8 @@ def _same(ours: str):
     return lambda c, *xs, **_: c.map(ours, *[c.splat(x, c.out.shape) for x in xs])
 
 
-for _jax, _ours in SAME.items():
+for _jax, _ours in [*((n, n) for n in SAME.split()), *RENAMED.items()]:
     rule(_jax)(_same(_ours))
-
 
 
 @rule("abs")
@@ -163,13 +163,33 @@ def _reduce_precision(x, exponent_bits: int, mantissa_bits: int):
     if exponent_bits < info.nexp:
         top, low = 2.0 ** (2 ** (exponent_bits - 1)), 2.0 ** (2 - 2 ** (exponent_bits - 1))
         sign = lax.bitcast_convert_type(bits & u(1 << (info.bits - 1)), x.dtype)
-        signed = lambda v: lax.bitcast_convert_type(lax.bitcast_convert_type(jnp.full(x.shape, v, x.dtype), word) | lax.bitcast_convert_type(sign, word), x.dtype)
-        y = jnp.where(jnp.abs(y) >= x.dtype.type(top), signed(np.inf), jnp.where(jnp.abs(y) < x.dtype.type(low), sign, y))
+        signed = lambda v: lax.bitcast_convert_type(
+            lax.bitcast_convert_type(jnp.full(x.shape, v, x.dtype), word) | lax.bitcast_convert_type(sign, word),
+            x.dtype,
+        )
+        y = jnp.where(
+            jnp.abs(y) >= x.dtype.type(top), signed(np.inf), jnp.where(jnp.abs(y) < x.dtype.type(low), sign, y)
+        )
     return jnp.where(jnp.isnan(x), x, y)
 
 
-@rule("copy", "copy_p", "stop_gradient", "pvary", "pcast", "reshard", "sharding_constraint", "layout_constraint", "name", "stage", "relayout", "device_put",
-      "mesh_cast", "tie", "convert_weak_type")  # fmt: skip
+@rule(
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "pvary",
+    "pcast",
+    "reshard",
+    "sharding_constraint",
+    "layout_constraint",
+    "name",
+    "stage",
+    "relayout",
+    "device_put",
+    "mesh_cast",
+    "tie",
+    "convert_weak_type",
+)
 def _(c: Lowering, x, *_, **__):
     return x
 

@@ -1,4 +1,5 @@
-"""Gather and scatter on values: every form of `lax.gather` and `lax.scatter*` becomes index arithmetic and the 1-D cards."""
+"""Gather and scatter on values: every form of `lax.gather` and `lax.scatter*` becomes index arithmetic and the 1-D
+cards."""
 
 from __future__ import annotations
 
@@ -50,22 +51,36 @@ def _fill(dtype: str, value):
     if value is not None:
         return value
     d = ir.DTYPES[dtype]
-    return math.nan if d.kind == "f" else True if d.kind == "b" else (1 << d.bits) - 1 if d.kind == "u" else -(1 << (d.bits - 1))
+    return (
+        math.nan
+        if d.kind == "f"
+        else True
+        if d.kind == "b"
+        else (1 << d.bits) - 1
+        if d.kind == "u"
+        else -(1 << (d.bits - 1))
+    )
 
 
 def _along(dn, sizes, shape, index_shape, out) -> int | None:
-    """The axis of a gather that is `take_along_axis`: one element of one axis, every other axis a batch axis in place."""
+    """The axis of a gather that is `take_along_axis`: one element of one axis, every other axis a batch axis in
+    place."""
     if len(dn.start_index_map) != 1 or dn.offset_dims or math.prod(sizes) != 1 or len(shape) != len(out):
         return None
     (axis,) = dn.start_index_map
     rest = tuple(k for k in range(len(shape)) if k != axis)
-    if tuple(dn.operand_batching_dims) != rest or tuple(dn.start_indices_batching_dims) != rest or index_shape[:-1] != out:
+    if (
+        tuple(dn.operand_batching_dims) != rest
+        or tuple(dn.start_indices_batching_dims) != rest
+        or index_shape[:-1] != out
+    ):
         return None
     return axis
 
 
 def _window_elements(shape, indices, dn, sizes, out, clip: bool):
-    """Row-major element numbers of `shape` for every element of a gather's result `out`, and whether its window is inside.
+    """Row-major element numbers of `shape` for every element of a gather's result `out`, and whether its window is
+    inside.
 
     `dn` has the fields of `GatherDimensionNumbers`; `clip` moves a window that hangs over back into the array.
     """
@@ -102,9 +117,9 @@ def _to_signed(indices, dtype):
     return indices.astype(dtype)
 
 
-SCATTERS = {"scatter": "set", "scatter_add": "add", "scatter-add": "add", "scatter_mul": "mul", "scatter-mul": "mul",
-            "scatter_min": "min", "scatter-min": "min", "scatter_max": "max", "scatter-max": "max", "scatter_sub": "sub",
-            "scatter-sub": "sub"}  # fmt: skip
+_FUNCTIONS = {"": "set", "add": "add", "mul": "mul", "min": "min", "max": "max", "sub": "sub"}
+# JAX spells them scatter-add in one version and scatter_add in another.
+SCATTERS = {f"scatter{sep}{n}" if n else "scatter": fn for n, fn in _FUNCTIONS.items() for sep in "-_"}
 
 
 class _AsGather:
@@ -131,7 +146,9 @@ class _AsGather:
 def _(c: Lowering, x, indices, updates, *, dimension_numbers, mode, update_jaxpr=None, **_):
     fn = SCATTERS[c.eqn.primitive.name]
     if fn == "set" and update_jaxpr is not None and getattr(update_jaxpr, "eqns", ()):
-        raise c.unsupported("a scatter with a function of its own (.at[].apply); gather, compute, and scatter with .at[].set")
+        raise c.unsupported(
+            "a scatter with a function of its own (.at[].apply); gather, compute, and scatter with .at[].set"
+        )
     shape = x.type.shape
     if math.prod(updates.type.shape) == 0 or math.prod(shape) == 0:
         return x

@@ -79,7 +79,9 @@ def _(c: Lowering, keys, data, **_):
 @_takes_keys
 def _(c: Lowering, keys, *, bit_width, shape, **_):
     impl = _impl(c)
-    (out,) = c.call(_each(lambda k: impl.random_bits(k, bit_width, tuple(shape)), keys.words[0].type.rank), join(c, keys))
+    (out,) = c.call(
+        _each(lambda k: impl.random_bits(k, bit_width, tuple(shape)), keys.words[0].type.rank), join(c, keys)
+    )
     return out
 
 
@@ -103,7 +105,8 @@ def _(c: Lowering, k1, k2, x1, x2, **_):
 
 
 def threefry2x32(k1, k2, x1, x2):
-    """Threefry-2x32 with 20 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC 2011), on uint32 tiles."""
+    """Threefry-2x32 with 20 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC 2011), on uint32
+    tiles."""
     u = np.uint32
     keys = (k1, k2, k1 ^ k2 ^ u(0x1BD11BDA))
     x1, x2 = x1 + keys[0], x2 + keys[1]

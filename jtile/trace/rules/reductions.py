@@ -9,8 +9,15 @@ from jtile import ir
 from jtile.trace.lower import RULES, Lowering, rule
 from jtile.trace.rules.shapes import slice_
 
-REDUCTIONS = {"reduce_sum": "sum", "reduce_prod": "prod", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and",
-              "reduce_or": "or", "reduce_xor": "xor"}  # fmt: skip
+REDUCTIONS = {
+    "reduce_sum": "sum",
+    "reduce_prod": "prod",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_and": "and",
+    "reduce_or": "or",
+    "reduce_xor": "xor",
+}
 CUMULATIVE = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cumlogsumexp": "logsumexp"}
 
 
@@ -103,7 +110,9 @@ def _window(fn: str):
         out = None
         for at in itertools.product(*map(range, window_dimensions)):
             starts = [k * d for k, d in zip(at, window_dilation, strict=True)]
-            stops = [lo + (n - 1) * s + 1 if n else lo for lo, n, s in zip(starts, c.out.shape, window_strides, strict=True)]
+            stops = [
+                lo + (n - 1) * s + 1 if n else lo for lo, n, s in zip(starts, c.out.shape, window_strides, strict=True)
+            ]
             part = slice_(c, x, starts, stops, window_strides)
             out = part if out is None else c.map(ir.REDUCERS[fn], out, part)
         return out

@@ -15,7 +15,9 @@ V = F[:, 0].copy()
 def test_counted(check):
     check(lambda x: lax.fori_loop(0, 5, lambda k, c: c * 0.5 + x[k], x[0]), V)
     check(lambda x, n: lax.fori_loop(0, n, lambda k, c: c * 0.5 + x[k], x[0]), V, np.int32(3))
-    check(lambda x: lax.fori_loop(0, 3, lambda k, c: lax.fori_loop(k, 4, lambda j, d: d + x[j] * k, c), np.float32(0)), V)
+    check(
+        lambda x: lax.fori_loop(0, 3, lambda k, c: lax.fori_loop(k, 4, lambda j, d: d + x[j] * k, c), np.float32(0)), V
+    )
     check(lambda x: lax.fori_loop(0, 3, lambda _, c: (c[0] + 1.0, c[1] - 1), (x, 3)), V)
 
 
@@ -26,7 +28,9 @@ def test_counter_after_the_loop(check, n):
 
 
 def test_while(check):
-    check(lambda x: lax.while_loop(lambda c: c[0] < 100.0, lambda c: (c[0] * 2 + 1, c[1] + 1), (x[0], 0)), np.abs(V) + 1)
+    check(
+        lambda x: lax.while_loop(lambda c: c[0] < 100.0, lambda c: (c[0] * 2 + 1, c[1] + 1), (x[0], 0)), np.abs(V) + 1
+    )
     # a limit that moves, and a counter that goes down, are no counted loops
     check(lambda x: lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 1, c[1] - 1, c[2] * 2), (0, 7, x)), V)
     check(lambda x: lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, c[1] * 2), (3, x)), V)

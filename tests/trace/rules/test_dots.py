@@ -23,12 +23,20 @@ def i8(*shape):
 @pytest.mark.parametrize(
     ("spec", "shapes"),
     [
-        ("ij,jk->ik", [(4, 5), (5, 6)]), ("ij,kj->ki", [(4, 5), (6, 5)]), ("ji,jk->ik", [(5, 4), (5, 6)]),
-        ("ij,ij->", [(4, 5), (4, 5)]), ("i,i->", [(5,), (5,)]), ("ij,j->i", [(4, 5), (5,)]), ("i,j->ij", [(3,), (4,)]),
-        ("bij,bjk->bik", [(3, 4, 5), (3, 5, 6)]), ("bhqd,bkhd->bhqk", [(2, 3, 4, 5), (2, 6, 3, 5)]),
-        ("abcd,cdef->abef", [(2, 3, 4, 5), (4, 5, 2, 3)]), ("ib,jb->bij", [(3, 2), (4, 2)]), ("ij,jk->ik", [(3, 0), (0, 2)]),
+        ("ij,jk->ik", [(4, 5), (5, 6)]),
+        ("ij,kj->ki", [(4, 5), (6, 5)]),
+        ("ji,jk->ik", [(5, 4), (5, 6)]),
+        ("ij,ij->", [(4, 5), (4, 5)]),
+        ("i,i->", [(5,), (5,)]),
+        ("ij,j->i", [(4, 5), (5,)]),
+        ("i,j->ij", [(3,), (4,)]),
+        ("bij,bjk->bik", [(3, 4, 5), (3, 5, 6)]),
+        ("bhqd,bkhd->bhqk", [(2, 3, 4, 5), (2, 6, 3, 5)]),
+        ("abcd,cdef->abef", [(2, 3, 4, 5), (4, 5, 2, 3)]),
+        ("ib,jb->bij", [(3, 2), (4, 2)]),
+        ("ij,jk->ik", [(3, 0), (0, 2)]),
     ],
-)  # fmt: skip
+)
 def test_einsum(check, spec, shapes):
     check(lambda x, y: jnp.einsum(spec, x, y), *[f(*s) for s in shapes])
 
@@ -61,7 +69,9 @@ def test_jt_dot(run):
 
 def test_dot_scaled(run):
     def kernel(a, sa, b, sb, o):
-        o[...] = jt.dot_scaled(a[...], sa[...], b[...], sb[...], jt.ones((4, 6))) + jt.dot_scaled(a[...], None, b[...], None)
+        o[...] = jt.dot_scaled(a[...], sa[...], b[...], sb[...], jt.ones((4, 6))) + jt.dot_scaled(
+            a[...], None, b[...], None
+        )
 
     a = np.clip(f(4, 64) * 2, -6, 6).astype(jnp.float4_e2m1fn)
     b = f(64, 6).astype(jnp.float8_e4m3fn)
@@ -77,7 +87,12 @@ def test_convolutions(check):
     conv = lax.conv_general_dilated
     check(lambda x, w: conv(x, w, (2, 1), "SAME", rhs_dilation=(1, 2)), f(2, 3, 9, 8), f(4, 3, 3, 3), tol=1e-4)
     nhwc = ("NHWC", "HWIO", "NHWC")
-    check(lambda x, w: conv(x, w, (1, 1), ((1, 0), (2, -1)), (2, 1), dimension_numbers=nhwc), f(2, 9, 8, 3), f(3, 2, 3, 4), tol=1e-4)
+    check(
+        lambda x, w: conv(x, w, (1, 1), ((1, 0), (2, -1)), (2, 1), dimension_numbers=nhwc),
+        f(2, 9, 8, 3),
+        f(3, 2, 3, 4),
+        tol=1e-4,
+    )
     check(jnp.convolve, f(9), f(3))
 
 

@@ -48,12 +48,12 @@ def test_take_along_axis_is_one_gather(lower):
     def kernel(x, k, o):
         o[...] = jnp.take_along_axis(x[...], k[...], axis=1, mode="promise_in_bounds")
 
-    ops = [op for op in lower(kernel, [f(4, 5), abs(i(4, 3)) % 5], [jax.ShapeDtypeStruct((4, 3), np.float32)]).body.walk()]
+    ops = list(lower(kernel, [f(4, 5), abs(i(4, 3)) % 5], [jax.ShapeDtypeStruct((4, 3), np.float32)]).body.walk())
     (gather,) = [op for op in ops if op.mnemonic == "gather"]
     assert gather.axis == 1
 
 
-@pytest.mark.parametrize("name", "set add multiply min max subtract".split())
+@pytest.mark.parametrize("name", ["set", "add", "multiply", "min", "max", "subtract"])
 def test_updates(check, name):
     update = lambda x, k, y: getattr(x.at[k], name)(y)
     check(update, f(5, 3), np.array([3, 0, 7, 2], "i4"), f(4, 3))

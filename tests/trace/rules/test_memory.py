@@ -80,7 +80,12 @@ def test_print_and_assert(run, lower):
 
     out = jax.ShapeDtypeStruct(F.shape, F.dtype)
     ops = [op for op in lower(kernel, [F], [out], grid=(1,)).body.walk() if op.effect == "io"]
-    assert [getattr(op, "format", None) or op.message for op in ops] == ["first {} of {}", "{} {}", "too large", "wrong program"]
+    assert [getattr(op, "format", None) or op.message for op in ops] == [
+        "first {} of {}",
+        "{} {}",
+        "too large",
+        "wrong program",
+    ]
     with pytest.raises(KernelAssertionError, match="wrong program"):
         run(kernel, [F], [out], grid=(1,))
 

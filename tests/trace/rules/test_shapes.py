@@ -32,7 +32,9 @@ def test_pad_modes(check, mode):
     check(lambda x: jnp.pad(x, ((1, 2), (2, 1)), mode=mode), f(3, 4))
 
 
-@pytest.mark.parametrize("config", [((1, 2, 0), (0, 3, 0)), ((-1, 2, 1), (3, -2, 0)), ((-5, 0, 0), (0, -4, 0)), ((0, 0, 3), (-2, -2, 2))])
+@pytest.mark.parametrize(
+    "config", [((1, 2, 0), (0, 3, 0)), ((-1, 2, 1), (3, -2, 0)), ((-5, 0, 0), (0, -4, 0)), ((0, 0, 3), (-2, -2, 2))]
+)
 def test_lax_pad(check, config):
     check(lambda x: lax.pad(x, np.float32(7), config), f(5, 4))
 
@@ -52,8 +54,18 @@ def test_dynamic(check, k):
 
 def test_constants(check):
     x = f(5)
-    check(lambda x: (x + jnp.arange(5, dtype=x.dtype), x + jnp.eye(5, dtype=x.dtype)[2], x + np.arange(5, dtype="f")), x)
-    check(lambda x: (jnp.zeros_like(x), jnp.full_like(x, jnp.nan), x + jnp.linspace(0, 1, 5, dtype=x.dtype), jnp.empty((2,))), x)
+    check(
+        lambda x: (x + jnp.arange(5, dtype=x.dtype), x + jnp.eye(5, dtype=x.dtype)[2], x + np.arange(5, dtype="f")), x
+    )
+    check(
+        lambda x: (
+            jnp.zeros_like(x),
+            jnp.full_like(x, jnp.nan),
+            x + jnp.linspace(0, 1, 5, dtype=x.dtype),
+            jnp.empty((2,)),
+        ),
+        x,
+    )
 
 
 def test_zero_size(check):

@@ -1,0 +1,672 @@
+"""Plain Python control flow over traced values: what it means, and what is refused with the line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtile import language as jt
+from jtile.errors import KernelSyntaxError, KernelTypeError
+from jtile.trace import function, rewrite_loops
+
+F32, I32 = np.dtype("f"), np.dtype("i4")
+X = np.arange(24, dtype="f").reshape(6, 4)
+
+
+# -- loops ---------------------------------------------------------------------------------------------------------
+
+
+def test_carry(run):
+    def kernel(x, o):
+        total, count = jnp.zeros(4), 0
+        for k in jt.range(x.shape[0]):
+            row = x[k]  # only of this round: no carry
+            total += row
+            count = count + 1
+        o[...] = total * count
+
+    (o,) = run(kernel, [X], [((4,), F32)])
+    np.testing.assert_array_equal(o, X.sum(0) * 6)
+
+
+def test_only_what_is_needed_is_carried(lower):
+    def kernel(x, o):
+        row, acc, dead = x[0], jnp.zeros(4), jnp.zeros(4)  # dead has its value from the loop thrown away
+        for k in jt.range(6):
+            row = x[k]
+            dead = row * 2  # noqa: F841
+            acc = acc + row
+        o[...] = acc
+
+    (loop,) = [op for op in lower(kernel, [X], [jax.ShapeDtypeStruct((4,), F32)]).body.walk() if op.mnemonic == "for"]
+    assert len(loop.inits) == 1
+
+
+@pytest.mark.parametrize("bounds", [(4,), (1, 4), (0, 6, 2), (5, -1, -2), (3, 3)])
+@pytest.mark.parametrize("traced", [False, True])
+def test_bounds(run, bounds, traced):
+    def kernel(n, o):
+        b = bounds
+        if traced:
+            b = (n[0] + bounds[0], *bounds[1:]) if len(bounds) != 2 else tuple(n[0] + v for v in bounds)
+        s = 0
+        for k in jt.range(*b):
+            s = s * 10 + k
+        o[...] = s
+
+    (o,) = run(kernel, [np.zeros(1, "i4")], [((), I32)])
+    assert o == functools.reduce(lambda s, k: s * 10 + k, range(*bounds), 0)
+
+
+def test_nested_loops_stores_and_python_loops(run):
+    def kernel(x, o):
+        for i in jt.range(6):
+            best = -jnp.inf
+            for j in jt.range(4):
+                best = jnp.maximum(best, x[i, j])
+            for j in range(4):  # a Python loop inside
+                o[i, j] = best + j
+            for j, name in enumerate(["a", "b"]):
+                assert name in "ab"
+                o[i, j] += 100.0
+
+    (o,) = run(kernel, [X], [(X.shape, F32)])
+    np.testing.assert_array_equal(o, X.max(1, keepdims=True) + np.arange(4) + [100, 100, 0, 0])
+
+
+def test_tuples_pytrees_and_weak_numbers(run):
+    def kernel(x, o):
+        state = {"m": -jnp.inf, "l": (0.0, 0)}
+        a, (b, c) = 0, (1.0, x[0])
+        for k in jt.range(6):
+            m = jnp.maximum(state["m"], x[k].max())
+            state = {"m": m, "l": (state["l"][0] + m, state["l"][1] + 1)}
+            a, (b, c) = a + k, (b * 2, c + 1.0)
+        o[0], o[1], o[2], o[3], o[4] = state["m"], state["l"][0], state["l"][1].astype(F32), a.astype(F32), b
+        o[5] = c[0]
+
+    (o,) = run(kernel, [X], [((6,), F32)])
+    assert o.tolist() == [23, X.max(1).sum(), 6, 15, 64, 6]
+
+
+def test_closures_globals_defaults_and_helpers(run):
+    scale = 2.0
+
+    @function
+    def power(v, n):
+        out = jnp.ones_like(v)
+        for _ in jt.range(n):
+            out = out * v
+        return out
+
+    def kernel(x, o, *, n=3, m=1):
+        nonlocal scale
+        shift = lambda v: v + scale + GLOBAL
+        acc = jnp.zeros(4)
+        for k in jt.range(n):
+            acc = acc + shift(power(x[k], m))
+            scale = scale + 0.0
+        o[...] = acc
+
+    (o,) = run(kernel, [X], [((4,), F32)], m=2)
+    np.testing.assert_array_equal(o, (X[:3] ** 2).sum(0) + 3 * (2 + GLOBAL))
+
+
+GLOBAL = 10.0
+
+
+def test_nonlocal_cells_are_shared(run):
+    seen = []
+    n = 0
+
+    def kernel(o):
+        nonlocal n
+        if len(seen) == 0:
+            n = n + 1
+        seen.append(n)
+        o[...] = n
+
+    run(kernel, [], [((), I32)])
+    assert n == 1
+    assert seen == [1]
+
+
+def test_loops_in_with_try_and_nested_functions(run):
+    def kernel(x, o):
+        acc = jnp.zeros(4)
+        with jax.named_scope("loop"):
+            for k in jt.range(3):
+                acc = acc + x[k]
+        try:
+            for k in jt.range(3, 6):
+                acc = acc + x[k]
+        finally:
+            acc = acc * 2
+
+        def helper(v):
+            for k in jt.range(2):
+                v = v + x[k]
+            return v
+
+        o[...] = helper(acc)
+
+    (o,) = run(kernel, [X], [((4,), F32)])
+    np.testing.assert_array_equal(o, X.sum(0) * 2 + X[:2].sum(0))
+
+
+def test_loop_else_and_python_break(run):
+    def kernel(x, o):
+        for k in [0, 1, 2]:
+            if k == 1:
+                break
+            o[k] = 1.0
+        else:
+            o[3] = 9.0
+        for k in jt.range(4, 6):
+            o[k] = x[k, 0]
+        else:
+            o[2] = 5.0
+        while True:
+            o[1] = 3.0
+            break
+
+    (o,) = run(kernel, [X], [((6,), F32)], inits=(0,))
+    assert o.tolist() == [1, 3, 5, 0, 16, 20]
+
+
+def test_static_objects_pass_through(run):
+    """Views, Refs, strings and functions may be named before, in and after a loop, as long as they stay "
+    "what they are."""
+
+    def kernel(x, o):
+        view, mode, fn = x.tiles(2, 4), "sum", jnp.sum
+        acc = jnp.zeros(())
+        for k in jt.range(view.shape[0]):
+            t = view[k, 0]
+            acc = acc + getattr(jnp, mode)(t) + fn(t)
+            view, mode, fn = view, mode, fn
+        o[...] = acc + fn(view[0, 0])
+
+    (o,) = run(kernel, [X], [((), F32)])
+    assert o == X.sum() * 2 + X[:2].sum()
+
+
+def test_random_keys_as_carry(run):
+    def kernel(o):
+        key = jax.random.key(0)
+        for k in jt.range(3):
+            key, sub = jax.random.split(key)
+            o[k] = jax.random.bits(sub, ())
+
+    (o,) = run(kernel, [], [((3,), np.dtype("u4"))])
+    key, want = jax.random.key(0), []
+    for _ in range(3):
+        key, sub = jax.random.split(key)
+        want.append(int(jax.random.bits(sub, ())))
+    assert o.tolist() == want
+
+
+# -- while and if --------------------------------------------------------------------------------------------------
+
+
+def test_while(run):
+    def kernel(n, o):
+        a, steps = n[...], 0
+        while a != 1:
+            if a % 2 == 0:
+                a = a // 2
+            else:
+                a = 3 * a + 1
+            steps += 1
+        o[...] = steps
+
+    (o,) = run(kernel, [np.int32(27)], [((), I32)])
+    assert o == 111
+
+
+def test_while_with_bounds_and_logic(run):
+    def kernel(x, o):
+        k = 0
+        while k < 6 and not x[k, 0] > 9.0:
+            k += 1
+        o[...] = k
+
+    (o,) = run(kernel, [X], [((), I32)])
+    assert o == 3
+
+
+def test_while_starts_in_python(run):
+    """Rounds with a Python condition run while tracing; the loop goes on on the device when the condition is traced."""
+
+    def kernel(x, o):
+        k, n = 0, 2
+        while k < n:
+            k = k + 1 if k < 1 else k + x[0].astype(jnp.int32)
+            n = 5
+        o[...] = k
+
+    (o,) = run(kernel, [np.array([2], "f")], [((), I32)])
+    assert o == 5
+
+
+def test_if_elif_else(run):
+    def kernel(x, o):
+        for k in jt.range(6):
+            v = x[k, 0]
+            if v < 5:
+                r, tag = v, 1
+            elif v < 15:
+                r = v * 2
+                tag = 2.5
+            else:
+                r, tag = 0.0, 3
+            if k == 2:
+                o[k, 1] = 77.0
+            o[k, 0] = r + tag
+
+    (o,) = run(kernel, [X], [((6, 2), F32)], inits=(0,))
+    assert o[:, 0].tolist() == [1, 5, 18.5, 26.5, 3, 3]
+    assert o[:, 1].tolist() == [0, 0, 77, 0, 0, 0]
+
+
+def test_python_conditions_run_while_tracing(run):
+    def kernel(x, o, *, causal, mode):
+        if causal:
+            limit = 3
+        else:
+            limit = 6
+        if mode == "none":
+            return
+        acc = 0.0
+        for k in jt.range(limit):
+            if mode is not None and (mode == "double" or causal):
+                extra = x[k, 0]
+                acc = acc + extra
+            acc = acc + x[k, 0]
+        o[...] = acc
+
+    (o,) = run(kernel, [X], [((), F32)], causal=True, mode="double")
+    assert o == 2 * X[:3, 0].sum()
+    (o,) = run(kernel, [X], [((), F32)], causal=False, mode="single")
+    assert o == X[:, 0].sum()
+    (o,) = run(kernel, [X], [((), F32)], causal=False, mode="none", inits=(4,))
+    assert o == 4
+
+
+def test_numbers_take_the_other_branch_s_dtype(run):
+    def kernel(x, o):
+        c = x[0, 1] > 0
+        if c:
+            a, b = 1, x[0]
+        else:
+            a, b = x[1, 1], x[1]
+        if c:
+            d = x[1, 1]
+        else:
+            d = 0
+        o[...] = a + b[0] + d
+
+    (o,) = run(kernel, [X], [((), F32)])
+    assert o == 1 + 0 + 5
+
+
+def test_expressions(run):
+    def kernel(x, o):
+        for k in jt.range(6):
+            v = x[k, 1]
+            o[k] = v if 4 <= v < 12 or v > 20 else -1.0
+            inside = not (v < 3)
+            o[k] += 100.0 if inside and True else 0
+        o[0] += 1 if GLOBAL > 3 and "text" else 2
+
+    (o,) = run(kernel, [X], [((6,), F32)])
+    v = X[:, 1]
+    want = np.where(((v >= 4) & (v < 12)) | (v > 20), v, -1) + 100 * ~(v < 3)
+    want[0] += 1
+    np.testing.assert_array_equal(o, want)
+
+
+def test_early_names_of_python_branches(run):
+    """A name that a Python branch leaves unbound stays unbound, as in Python."""
+
+    def kernel(o, *, flag):
+        if flag:
+            y = 3
+        o[...] = y
+
+    assert run(kernel, [], [((), I32)], flag=True)[0] == 3
+    with pytest.raises(NameError):
+        run(kernel, [], [((), I32)], flag=False)
+
+
+def test_strict_promotion_and_x64(run):
+    def kernel(x, o):
+        acc, n = jnp.zeros(4, x.dtype), 0
+        for k in jt.range(x.shape[0], unroll=2):
+            acc = acc + x[k] * 2
+            n = n + k
+        while n > 3:
+            n = n - 4
+        if n == 3:
+            acc = acc + 1
+        o[...] = acc
+
+    with jax.enable_x64(True):
+        (o,) = run(kernel, [X.astype("f8")], [((4,), np.dtype("f8"))])
+    np.testing.assert_array_equal(o, X.sum(0) * 2 + 1)
+
+
+def test_differentiable(run):
+    def kernel(x, o):
+        def f(v):
+            out = v
+            for _ in jt.range(3):
+                out = jnp.sin(out) * v
+            return out.sum()
+
+        o[...] = jax.grad(f)(x[0])
+
+    (o,) = run(kernel, [X], [((4,), F32)])
+
+    def outer(v):
+        out = v
+        for _ in range(3):
+            out = jnp.sin(out) * v
+        return out.sum()
+
+    np.testing.assert_allclose(o, jax.grad(outer)(X[0]), rtol=1e-5)
+
+
+# -- the rewritten function -----------------------------------------------------------------------------------------
+
+
+def test_lines_are_kept(lower):
+    def kernel(x, o):
+        acc = 0.0
+        for k in jt.range(3):
+            acc = acc + x[k, 0]
+        o[...] = acc
+
+    first = kernel.__code__.co_firstlineno
+    k = lower(kernel, [X], [jax.ShapeDtypeStruct((), F32)])
+    lines = {op.mnemonic: op.loc.line - first for op in k.body.walk() if op.mnemonic in ("load", "store", "for")}
+    assert lines == {"load": 3, "store": 4, "for": 2}
+    assert all(op.loc.file == __file__ for op in k.body.walk())
+
+
+def test_tracebacks_show_the_user_s_line(lower):
+    def kernel(x, o):
+        for k in jt.range(3):
+            if k == 0:
+                o[...] = x[k] @ jnp.ones((7, 7))
+
+    with pytest.raises(TypeError) as e:
+        lower(kernel, [X], [jax.ShapeDtypeStruct((4,), F32)])
+    frames = [(f.filename, f.line) for f in traceback.extract_tb(e.value.__traceback__)]
+    assert (__file__, "o[...] = x[k] @ jnp.ones((7, 7))") in frames
+
+
+def test_metadata_is_kept():
+    def kernel(x: int, o, *, n: int = 3) -> None:
+        """Doc."""
+        for _ in jt.range(n):
+            o[...] = x[...]
+
+    new = rewrite_loops(kernel)
+    assert new is not kernel
+    assert (new.__name__, new.__doc__, new.__qualname__) == (kernel.__name__, "Doc.", kernel.__qualname__)
+    assert inspect.signature(new) == inspect.signature(kernel)
+    assert rewrite_loops(new) is new
+    assert new.__code__ is rewrite_loops(kernel).__code__
+
+
+def test_nothing_to_rewrite():
+    def kernel(x, o):
+        o[...] = x[...]
+
+    assert rewrite_loops(kernel) is kernel
+    assert rewrite_loops(len) is len
+
+
+def test_methods_and_partials(run):
+    class Holder:
+        n = 3
+
+        def kernel(self, o):
+            s = 0
+            for k in jt.range(self.n):
+                s = s + k
+            o[...] = s
+
+    method = rewrite_loops(Holder().kernel)
+    partial = rewrite_loops(functools.partial(Holder.kernel, Holder()))
+    assert run(lambda o: method(o), [], [((), I32)])[0] == 3
+    assert run(lambda o: partial(o), [], [((), I32)])[0] == 3
+
+
+def test_without_source(lower):
+    space = {"jt": jt}
+    exec("def kernel(o):\n    for k in jt.range(3):\n        o[...] = k\n", space)
+    with pytest.raises(KernelSyntaxError, match=r"jt\.fori"):
+        lower(space["kernel"], [], [jax.ShapeDtypeStruct((), I32)])
+
+
+# -- refused -------------------------------------------------------------------------------------------------------
+
+
+def bad_break(x, o):
+    for k in jt.range(3):
+        if k > 1:
+            break
+        o[k, 0] = x[k, 0]
+
+
+def bad_continue(x, o):
+    for k in jt.range(3):
+        if GLOBAL < 0:
+            continue
+        o[k, 0] = x[k, 0]
+
+
+def bad_return(x, o):
+    for k in jt.range(3):
+        o[k, 0] = x[k, 0]
+        return
+
+
+def bad_return_in_if(x, o):
+    if x[0, 0] > 0:
+        return
+    o[0, 0] = 1.0
+
+
+def bad_break_in_while(x, o):
+    k = 0
+    while x[k, 0] < 3:
+        k += 1
+        break
+
+
+def bad_raise(x, o):
+    if x[0, 0] > 0:
+        raise ValueError("positive")
+
+
+def bad_one_branch(x, o):
+    if x[0, 0] > 0:
+        y = x[0, 1]
+    o[0, 0] = y
+
+
+def bad_other_branch(x, o):
+    if x[0, 0] > 0:
+        z = 1.0  # noqa: F841
+    else:
+        y = 2.0
+    o[0, 0] = y
+
+
+def bad_late_name(x, o):
+    for k in jt.range(3):
+        y = x[k, 0]
+    o[0, 0] = y
+
+
+def bad_loop_variable(x, o):
+    for k in jt.range(3):
+        o[k, 0] = 0.0
+    o[0, 0] = x[k, 0]
+
+
+def bad_unbound_carry(x, o):
+    for k in jt.range(3):
+        if k > 0:
+            o[k, 0] = y  # noqa: F821
+        y = x[k, 0]  # noqa: F841
+
+
+def bad_shape(x, o):
+    acc = 0.0
+    for k in jt.range(3):
+        acc = acc + x[k]
+    o[0] = acc
+
+
+def bad_dtype(x, o):
+    acc = jnp.zeros(4, jnp.int32)
+    for k in jt.range(3):
+        acc = acc.astype(jnp.float32) + x[k]
+    o[0] = acc
+
+
+def bad_weak(x, o):
+    n = jnp.zeros((), jnp.int32)
+    for _ in jt.range(3):
+        n = 0.5
+    o[0, 0] = n
+
+
+def bad_kind(x, o):
+    mode = "a"
+    for _ in jt.range(3):
+        mode = mode + "b"
+    o[0, 0] = len(mode) * 1.0
+
+
+def bad_swap(x, o):
+    a, b = x.tiles(1, 4), o.tiles(1, 4)
+    for k in jt.range(3):
+        b[k, 0] = a[k, 0]
+        a, b = b, a
+
+
+def bad_structure(x, o):
+    t = (x[0], x[1])
+    for _ in jt.range(3):
+        t = (t[0], t[1], t[0])
+    o[0] = t[0]
+
+
+def bad_while_shape(x, o):
+    v = x[0]
+    while v[0] < 3:
+        v = v[:2]
+    o[0, 0] = v[0]
+
+
+def bad_branch_types(x, o):
+    if x[0, 0] > 0:
+        y = x[0]
+    else:
+        y = x[0, :2]
+    o[0, 0] = y[0]
+
+
+def bad_branch_kinds(x, o):
+    if x[0, 0] > 0:
+        y = "a"
+    else:
+        y = "b"
+    o[0, 0] = float(len(y))
+
+
+def bad_tile_condition(x, o):
+    if x[0] > 0:
+        o[0, 0] = 1.0
+
+
+def bad_tile_and(x, o):
+    if (x[0] > 0) and (x[1] > 0):
+        o[0, 0] = 1.0
+
+
+def bad_assert(x, o):
+    assert x[0, 0] > 0
+
+
+def bad_bound(x, o):
+    for _ in range(x[0, 0].astype(jnp.int32)):
+        o[0, 0] = 1.0
+
+
+def bad_list_index(x, o):
+    o[0, 0] = [1.0, 2.0][jt.program_id(0)]
+
+
+def bad_numpy(x, o):
+    o[0] = np.sin(x[0])
+
+
+REFUSED = {
+    bad_break: (KernelSyntaxError, "'break' cannot stand in a jt.range loop", "break"),
+    bad_continue: (KernelSyntaxError, "'continue'.*under an `if`", "continue"),
+    bad_return: (KernelSyntaxError, "'return'", "return"),
+    bad_return_in_if: (KernelSyntaxError, "'return' cannot depend on a traced condition", "return"),
+    bad_break_in_while: (KernelSyntaxError, "'break' cannot depend", "break"),
+    bad_raise: (KernelSyntaxError, "jt.assert_", "raise ValueError"),
+    bad_one_branch: (KernelSyntaxError, "'y' is bound in one branch only", "if x[0, 0] > 0:"),
+    bad_other_branch: (KernelSyntaxError, "'y' is bound in one branch only", "if x[0, 0] > 0:"),
+    bad_late_name: (KernelSyntaxError, "'y' gets its value only inside this loop", "for k in jt.range(3):"),
+    bad_loop_variable: (KernelSyntaxError, "'k' gets its value only inside this loop", "for k in jt.range(3):"),
+    bad_unbound_carry: (KernelSyntaxError, "'y' gets its value only inside this loop", "for k in jt.range(3):"),
+    bad_shape: (
+        KernelTypeError,
+        r"'acc' changes.*was float32\[\] and becomes float32\[4\].*jt.zeros",
+        "for k in jt.range(3):",
+    ),
+    bad_dtype: (KernelTypeError, r"'acc' changes.*was int32\[4\] and becomes float32\[4\]", "for k in jt.range(3):"),
+    bad_weak: (KernelTypeError, r"'n' changes.*was int32\[\] and becomes float32\[\]", "for _ in jt.range(3):"),
+    bad_kind: (KernelTypeError, "'mode' changes its kind.*'a' and becomes 'ab'", "for _ in jt.range(3):"),
+    bad_swap: (KernelTypeError, "'a' changes its kind", "for k in jt.range(3):"),
+    bad_structure: (KernelTypeError, "'t' changes its kind", "for _ in jt.range(3):"),
+    bad_while_shape: (KernelTypeError, r"'v' changes.*float32\[4\] and becomes float32\[2\]", "while v[0] < 3:"),
+    bad_branch_types: (
+        KernelTypeError,
+        r"'y' has another type in each branch: float32\[\d\] and float32\[\d\]",
+        "if x[0, 0] > 0:",
+    ),
+    bad_branch_kinds: (KernelTypeError, "'y' is not of one kind", "if x[0, 0] > 0:"),
+    bad_tile_condition: (KernelTypeError, r"if takes one bool.*\.any\(\)", "if x[0] > 0:"),
+    bad_tile_and: (KernelTypeError, "write & ", "if (x[0] > 0) and"),
+    bad_assert: (KernelTypeError, "needed as a Python value", "assert x[0, 0] > 0"),
+    bad_bound: (KernelTypeError, "jt.range for a loop bound", "for _ in range("),
+    bad_list_index: (KernelTypeError, "needed as a Python value", "[1.0, 2.0]"),
+    bad_numpy: (KernelTypeError, "needed as a Python value", "np.sin"),
+}
+
+
+@pytest.mark.parametrize("kernel", REFUSED, ids=lambda f: f.__name__)
+def test_refused(lower, kernel):
+    kind, message, line = REFUSED[kernel]
+    with pytest.raises(kind, match=message) as e:
+        lower(kernel, [X], [jax.ShapeDtypeStruct(X.shape, F32)], grid=(1,))
+    _, _, shown = str(e.value).partition("\n  at ")
+    assert shown.startswith(__file__)
+    assert line in shown.splitlines()[1]
+    assert shown.splitlines()[2].strip() == "^"
