@@ -62,12 +62,7 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
 
     def step(group: int = mode.group, block: list[list[Val]] = banks[0]) -> None:
         a_ptr, b_ptr = c.load("ptr", a_slot), c.load("ptr", b_slot)
-        if s.direct:
-            size = s.vectors * mode.lanes * BYTES[STORAGE[mode.b]]
-            for r in range(group):
-                for at in range(size, 2 * size, 64):
-                    ptr = c.gep("i8", c.gep("i8", b_ptr, c.mul(b_step, r)), at)
-                    c.intrinsic("prefetch", "void", ptr, Val("i32", "0"), Val("i32", "3"), Val("i32", "1"), suffix="p0")
+
         def left(r: int) -> Val:
             one = c.load(mode.unit, c.gep("i8", a_ptr, c.mul(a_row, r)), align=BYTES[mode.packed])
             return c.splat(one, mode.lanes)

@@ -75,14 +75,11 @@ def lanes_step(c: Code, mode: Mode, dtype: str, ptr: Val, ld: Val, rows: int, la
     elem = STORAGE[dtype]
     if count <= 0:
         return zeros(vec(lanes, mode.unit))
-    count, group = min(count, lanes), []
-    for r in range(mode.group):
-        if r < rows:
-            x = load_part(c, mode.isa, elem, c.gep("i8", ptr, c.mul(ld, r)), lanes, count)
-            group.append(mode.widen(c, x, dtype))
-        else:
-            group.append(zeros(vec(lanes, mode.packed)))
-    return interleave(c, group, mode.unit)
+    count = min(count, lanes)
+    group = [load_part(c, mode.isa, elem, c.gep("i8", ptr, c.mul(ld, r)), lanes, count) for r in range(rows)]
+    group += [zeros(vec(lanes, elem))] * (mode.group - rows)
+    # Interleaved before widening: one wide conversion instead of one a row.
+    return c.cast("bitcast", mode.widen(c, interleave(c, group), dtype), vec(lanes, mode.unit))
 
 
 def rows_step(c: Code, mode: Mode, dtype: str, ptr: Val, count: int) -> Val:

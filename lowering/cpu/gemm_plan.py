@@ -137,7 +137,7 @@ def _a_bytes(mode: Mode, layout: str, rows: tuple[Rows, ...], m: int, kc: int, w
 
 
 def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool) -> Plan:
-    budget = 16 if mode.isa.registers == 32 else 10 if mode.kind == "fma" else 8
+    budget = 24 if mode.isa.registers == 32 else 10 if mode.kind == "fma" else 8
     vectors = max(1, min(16, (budget - (budget // 4) * mode.flip) // m))
     rows = split_rows(m, m if mode.isa.registers == 32 else min(m, 6))
     columns = split_columns(n, mode.lanes, min(vectors, -(-n // mode.lanes)))

@@ -74,15 +74,14 @@ def slice_lanes(c: Code, x: Val, first: int, count: int) -> Val:
     return extract(c, x, first) if count == 1 else shuffle(c, x, x, list(range(first, first + count)))
 
 
-def interleave(c: Code, rows: list[Val], unit: str) -> Val:
-    """Rows [group][lanes] of elements as `lanes` units of `unit`, the group inside each unit in memory order."""
-    lanes = lanes_of(rows[0].ty)
+def interleave(c: Code, rows: list[Val]) -> Val:
+    """Rows [group][lanes] as one vector [lanes][group]; the number of rows is a power of two."""
     while len(rows) > 1:
         half = len(rows) // 2
         n = lanes_of(rows[0].ty)
         order = [i // 2 + (i % 2) * n for i in range(2 * n)]
         rows = [shuffle(c, rows[i], rows[i + half], order) for i in range(half)]
-    return c.cast("bitcast", rows[0], vec(lanes, unit))
+    return rows[0]
 
 
 def transpose(c: Code, rows: list[Val]) -> list[Val]:
