@@ -487,5 +487,9 @@ def test_public_names():
     for name in dir(jt):
         if name not in ("models", "ops"):
             getattr(jt, name)
+    from jtile import _errors
+
+    classes = {name for name, v in vars(_errors).items() if isinstance(v, type) and v.__module__ == _errors.__name__}
+    assert classes == {name for name in vars(jt.errors) if name[0].isupper()}
     with pytest.raises(AttributeError, match="no_such_thing"):
         jt.no_such_thing
