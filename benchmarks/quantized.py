@@ -1,7 +1,7 @@
 """One row times a 4-bit or 8-bit weight matrix, against XLA's product with bf16 and with f32 weights.
 
-XLA has several codes for a product with one row. Each peer is the form that was quickest for its dtype here: f32 as matrix
-times vector; bf16, for which none is quick, as row times the transposed matrix.
+XLA has several codes for a product with one row. Each peer is the form that was quickest for its dtype here: f32 as
+matrix times vector; bf16, for which none is quick, as row times the transposed matrix.
 """
 
 from __future__ import annotations
