@@ -68,7 +68,7 @@ def functions(dtype: str) -> frozenset[str]:
 # -- floats -----------------------------------------------------------------------------------------------------------
 def _emit_float(xs: list[X], fn: str, dtype: str) -> X:
     if fn == "nextafter":
-        return _next_after(*xs, dtype)
+        return _next_after(xs[0], xs[1], dtype)
     y = _FLOAT[fn](*xs)
     whole = dtype not in ("float8_e8m0fnu", "float4_e2m1fn")  # these lack a sign, zero or NaN that the result may need
     if fn == "is_finite" or (fn in EXACT and whole):

@@ -178,7 +178,10 @@ class X:
 
     def where(self, a: X | float, b: X | float) -> X:
         """`a` where this condition (i1) holds, else `b`; one of the two must be an `X`."""
-        a = a if isinstance(a, X) else b.const(a)
+        if not isinstance(a, X):
+            if not isinstance(b, X):
+                raise TypeError("one of the two values must have a type")
+            a = b.const(a)
         return self.new(self.code.select(self.v, a.v, a.lift(b).v))
 
     def at_most(self, bound: X | float) -> X:
