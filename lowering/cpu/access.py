@@ -122,17 +122,34 @@ def write(code: Code, isa: Isa, buf: Buffer, ix: tuple[Ix, ...], value: Val, lan
     if lanes.count == 1:
         code.store(raw, ptr, align=_BYTES[ty])
     elif step == 1:
-        store_lanes(code, ty, raw, ptr, lanes)
+        store_lanes(code, isa, ty, raw, ptr, lanes)
     else:
         scatter_lanes(code, ty, raw, ptr, lane_offsets(code, step, lanes.count), lanes)
 
 
-def store_lanes(code: Code, ty: str, raw: Val, ptr: Val, lanes: Lanes) -> None:
+def store_lanes(code: Code, isa: Isa, ty: str, raw: Val, ptr: Val, lanes: Lanes) -> None:
     if lanes.mask is None:
         code.store(raw, ptr, align=_BYTES[ty])
         return
+    mask = lanes.mask
+    several = not mask.name.startswith("%") and mask.name.count("true") > 1
+    if isa.has("avx512f") and scalar_of(raw.ty) in ("i8", "i16", "i32") and not several:
+        mask = hidden(code, mask)
     suffix = f"{intrinsic_suffix(raw.ty)}.p0"
-    code.intrinsic("masked.store", "void", raw, ptr, Val("i32", str(_BYTES[ty])), lanes.mask, suffix=suffix)
+    code.intrinsic("masked.store", "void", raw, ptr, Val("i32", str(_BYTES[ty])), mask, suffix=suffix)
+
+
+def hidden(code: Code, mask: Val) -> Val:
+    """The same mask, unknown to LLVM.
+
+    LLVM 22 turns a masked store of truncated lanes under a mask that it knows to have one lane into a scalar store of the
+    wide lane (on AVX-512), which overwrites the neighbours.
+    """
+    n = lanes_of(mask.ty)
+    bits = code.cast("bitcast", mask, f"i{n}")
+    wide = code.cast("zext", bits, "i32") if n < 32 else bits
+    wide = code.let(wide.ty, f'call {wide.ty} asm "", "=r,0"({wide})')
+    return code.cast("bitcast", code.cast("trunc", wide, f"i{n}") if n < 32 else wide, mask.ty)
 
 
 def scatter_lanes(code: Code, ty: str, raw: Val, ptr: Val, offsets: Val, lanes: Lanes) -> None:

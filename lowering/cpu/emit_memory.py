@@ -428,7 +428,7 @@ def _raw_store(p: Point, ref: Buffer, spot: Spot, raw: Val) -> None:
     mask = ok if p.lanes.mask is None else p.lanes.mask if ok is None else code.binary("and", ok, p.lanes.mask)
     if spot.contiguous:
         first = code.let("i64", f"extractelement {spot.linear}, i64 0")
-        access.store_lanes(code, ty, raw, code.gep(ty, ref.ptr, first), Lanes(n, mask))
+        access.store_lanes(code, p.em.isa, ty, raw, code.gep(ty, ref.ptr, first), Lanes(n, mask))
         return
     linear = spot.linear if lanes_of(spot.linear.ty) == n else code.splat(spot.linear, n)
     access.scatter_lanes(code, ty, raw, ref.ptr, linear, Lanes(n, mask))
