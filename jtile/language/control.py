@@ -157,18 +157,17 @@ def fori(bounds, body: Callable, init: Any = None, *, stages: int | None = None,
 def checked_carry(what: str, old, new, place):
     """`new` as the next value of a loop carry `old`: it keeps shape and dtype, where Python numbers adapt."""
     new = jnp.asarray(new)
-    if new.shape != old.shape or (new.dtype != old.dtype and not old.weak_type and not new.weak_type):
+    fits = new.shape == old.shape and (
+        new.dtype == old.dtype
+        or (old.weak_type and _adapts(old.dtype, new.dtype))  # lax gives the start the dtype of the rounds
+        or (new.weak_type and _adapts(new.dtype, old.dtype))
+    )
+    if not fits:
         raise KernelTypeError(
             f"{what} changes its type in the loop: it was {spell(old)} and becomes {spell(new)}{_way_out(old, new)}",
             place,
         )
-    if new.weak_type and new.dtype != old.dtype and not old.weak_type:
-        if not _adapts(new.dtype, old.dtype):
-            raise KernelTypeError(
-                f"{what} changes its type in the loop: it was {spell(old)} and becomes {spell(new)}", place
-            )
-        return lax.convert_element_type(new, old.dtype)
-    return new
+    return new if old.weak_type or new.dtype == old.dtype else lax.convert_element_type(new, old.dtype)
 
 
 def _adapts(weak, strong) -> bool:

@@ -55,6 +55,19 @@ def assigned(nodes: Iterable[ast.AST]) -> Names:
     return frozenset(out)
 
 
+def touched(nodes: Iterable[ast.AST]) -> Names:
+    """Names that these statements bind, and those whose elements they set: `a[i] = v` may change a list or dict `a`."""
+    nodes = list(nodes)
+    out: set[str] = set()
+    for n in inside(nodes):
+        if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store | ast.Del):
+            base = n.value
+            while isinstance(base, ast.Subscript):
+                base = base.value
+            out |= {base.id} if isinstance(base, ast.Name) else set()
+    return assigned(nodes) | out
+
+
 def _binds(n: ast.AST) -> set[str]:
     match n:
         case ast.Name(ctx=ast.Store() | ast.Del()):

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jtile.trace import runtime
-from jtile.trace.names import Liveness, assigned, declared, inside, parameters
+from jtile.trace.names import Liveness, assigned, declared, inside, parameters, touched
 
 _RUNTIME = "__jtile_runtime__"
 _MARK = "__jtile_rewritten__"
@@ -206,7 +206,7 @@ class _Rewriter:
         names = scope.variables(s.target, *s.body)
         carry = names & (scope.live.head[s] | scope.live.after[s] | _first_reads(s.orelse, scope))
         unpack = _at(s, ast.Assign([s.target], ast.Name("__target__", ast.Load())))
-        moved = assigned([s.target, *s.body])
+        moved = touched([s.target, *s.body])
         fn = self._function("for", s, ["__target__"], moved, [unpack, *self.block(s.body, scope)], scope)
         run = self._call("for_loop", s, it, _name(fn), _strings(carry), _strings(names), self._place(s))
         return [fn, _at(s, ast.Expr(run)), *self.block(s.orelse, scope)]
@@ -221,7 +221,7 @@ class _Rewriter:
         names = scope.variables(s.test, *s.body)
         carry = names & (scope.live.head[s] | scope.live.after[s] | _first_reads(s.orelse, scope))
         cond = self._function("while", s, [], assigned([s.test]), [_at(s.test, ast.Return(test))], scope)
-        body = self._function("body", s, [], assigned(s.body), self.block(s.body, scope), scope)
+        body = self._function("body", s, [], touched(s.body), self.block(s.body, scope), scope)
         run = self._call("while_loop", s, _name(cond), _name(body), _strings(carry), _strings(names), self._place(s))
         return [cond, body, _at(s, ast.Expr(run)), *self.block(s.orelse, scope)]
 
@@ -233,7 +233,7 @@ class _Rewriter:
             s.body, s.orelse = self.block(s.body, scope), self.block(s.orelse, scope)
             return [s]
         names = scope.variables(*s.body, *s.orelse)
-        sides = assigned(s.body), assigned(s.orelse)
+        sides = touched(s.body), touched(s.orelse)
         then = self._function("then", s, [], sides[0], self.block(s.body, scope), scope)
         other = self._function("else", s, [], sides[1], self.block(s.orelse, scope), scope)
         live = names & scope.live.after[s]
@@ -266,8 +266,8 @@ class _Scope:
         self.live, self.local, self.outer, self.globals = live, local, outer, globals_
 
     def variables(self, *nodes: ast.AST):
-        """The names that these nodes assign and that have a cell: all but globals."""
-        return assigned(nodes) & (self.local | self.outer)
+        """The names that these nodes change and that have a cell: all but globals."""
+        return touched(nodes) & (self.local | self.outer)
 
 
 def _first_reads(stmts: list[ast.stmt], scope: _Scope):

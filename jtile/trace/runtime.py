@@ -69,7 +69,8 @@ class Cells:
             del self.cells[name].cell_contents
 
 
-_LEAVES = (Ref, TileView, Range, np.ndarray)
+def _is_leaf(v: Any) -> bool:
+    return isinstance(v, Ref | TileView | Range | np.ndarray) or v is UNBOUND
 
 
 @dataclasses.dataclass
@@ -104,7 +105,7 @@ def _is_number(x: Any) -> bool:
 def pack(names: Iterable[str], values: Iterable[Any]) -> Packed:
     out = Packed(tuple(names), [], [], [])
     for name, value in zip(out.names, values, strict=True):
-        leaves, tree = jax.tree.flatten(value, is_leaf=lambda v: isinstance(v, _LEAVES) or v is UNBOUND)
+        leaves, tree = jax.tree.flatten(value, is_leaf=_is_leaf)
         kept = []
         for v in leaves:
             if _is_number(v):
@@ -266,7 +267,7 @@ def if_(
     def branch(fn):
         def run() -> list[Any]:
             for n, v in before.items():
-                cells.set(n, v)
+                cells.set(n, _copied(v))
             fn()
             return [cells.get(n) for n in live]
 
@@ -277,6 +278,11 @@ def if_(
         cells.unset(n)
     for n, v in zip(live, values, strict=True):
         cells.set(n, v)
+
+
+def _copied(value: Any) -> Any:
+    """The same leaves in containers of their own: a branch may set elements of a list or dict."""
+    return jax.tree.map(lambda v: v, value, is_leaf=_is_leaf)
 
 
 class _RetryError(Exception):

@@ -71,6 +71,8 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
         closed = jax.make_jaxpr(body)(*avals)
     except _CONCRETIZATION as e:
         raise KernelTypeError(_concretization(e), _place_in(e, fn)) from e
+    except jax.errors.UnexpectedTracerError as e:
+        raise KernelTypeError("a value of a finished loop or branch is used: " + _LEAK, _place_in(e, fn)) from e
     _check_consts(fn, name, closed)
     _check_axes(closed, len(grid), name)
     return closed
@@ -107,10 +109,15 @@ def _definition(fn) -> tuple[str, int] | None:
 def _concretization(e: Exception) -> str:
     return (
         "a traced value is needed as a Python value here: "
-        f"{str(e).splitlines()[0].rstrip('.')}; write jnp.where, jt.when or jt.cond for a choice, jt.range "
-        "for a loop bound, "
-        "jt.ds for the start of a slice, or make the number a meta-parameter"
+        f"{str(e).splitlines()[0].rstrip('.')}; write jnp.where, jt.when or jt.cond for a choice, "
+        "jt.range for a loop bound, jt.ds for the start of a slice, or make the number a meta-parameter"
     )
+
+
+_LEAK = (
+    "if the value was made inside a tile loop or branch (appended to a list, set as an attribute, assigned through "
+    "nonlocal) and is used after it, assign it to a name of the kernel there"
+)
 
 
 def _place_in(e: BaseException, fn) -> tuple[str, int] | None:
@@ -141,8 +148,9 @@ def _check_consts(fn, name: str, closed) -> None:
         if isinstance(const, jax.core.Tracer) or (
             isinstance(const, jax.Array) and _is_device_array(const) and const.ndim
         ):
+            leak = "" if called else f"; or, {_LEAK}"
             raise KernelTypeError(
-                f"kernel {name} closes over {what} ({shape}); pass it as an argument of the kernel", place
+                f"kernel {name} closes over {what} ({shape}); pass it as an argument of the kernel{leak}", place
             )
         if math.prod(var.aval.shape) > CONST_LIMIT:
             raise KernelTypeError(

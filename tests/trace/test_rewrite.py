@@ -197,6 +197,37 @@ def test_static_objects_pass_through(run):
     assert o == X.sum() * 2 + X[:2].sum()
 
 
+def test_elements_of_lists_and_dicts(run):
+    """Setting elements of a Python container in a loop or branch carries the container."""
+
+    def kernel(x, o):
+        accs, best = [jnp.zeros(()), 0.0], {"m": -1.0}
+        for k in jt.range(6):
+            for j in range(2):
+                accs[j] = accs[j] + x[k, j]
+            if x[k, 0] > best["m"]:
+                best["m"] = x[k, 0]
+                accs[0] += 100.0
+        o[0], o[1], o[2] = accs[0], accs[1], best["m"]
+
+    (o,) = run(kernel, [X], [((3,), F32)])
+    assert o.tolist() == [X[:, 0].sum() + 600, X[:, 1].sum(), 20]
+
+
+def test_functions_under_when_see_names_of_the_round(run):
+    def kernel(x, o):
+        for k in jt.range(6):
+            row = x[k]
+
+            @jt.when(k % 2 == 0)
+            def _():
+                o[k] = row  # noqa: B023
+
+    (o,) = run(kernel, [X], [(X.shape, F32)], inits=(0,))
+    np.testing.assert_array_equal(o[::2], X[::2])
+    assert not o[1::2].any()
+
+
 def test_random_keys_as_carry(run):
     def kernel(o):
         key = jax.random.key(0)
@@ -623,7 +654,23 @@ def bad_numpy(x, o):
     o[0] = np.sin(x[0])
 
 
+def bad_leak(x, o):
+    rows = []
+    for k in jt.range(3):
+        rows.append(x[k])
+    o[0] = rows[0] + 1.0
+
+
+def bad_float_counter(x, o):
+    s = 0.0
+    for k in jt.range(3):
+        s = k
+    o[0, 0] = s
+
+
 REFUSED = {
+    bad_leak: (KernelTypeError, "appended to a list.*assign it to a name", "o[0] = rows[0] + 1.0"),
+    bad_float_counter: (KernelTypeError, "'s' changes", "for k in jt.range(3):"),
     bad_break: (KernelSyntaxError, "'break' cannot stand in a jt.range loop", "break"),
     bad_continue: (KernelSyntaxError, "'continue'.*under an `if`", "continue"),
     bad_return: (KernelSyntaxError, "'return'", "return"),
