@@ -8,6 +8,10 @@
 #include <poll.h>
 #include <unistd.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "error.h"
 #include "isa.h"
 
@@ -19,6 +23,33 @@ constexpr int64_t kWorkerNs = 5'000;   // work that pays for one more worker
 constexpr int64_t kChunkNs = 4'000;    // the least work of one chunk
 constexpr int64_t kMaxWorkspace = int64_t{1} << 36;
 constexpr size_t kKeptWorkspace = size_t{64} << 20;  // a thread keeps a buffer of at most this between calls
+
+// XLA's threads treat subnormals as zero and flush results to it; the language does neither. While this lives, the
+// thread computes as IEEE 754 says, rounding to nearest.
+class IeeeArithmetic {
+ public:
+#if defined(__x86_64__)
+  IeeeArithmetic() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }  // all exceptions masked, no FTZ, no DAZ
+  ~IeeeArithmetic() { _mm_setcsr(saved_); }
+#elif defined(__aarch64__)
+  IeeeArithmetic() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+  }
+  ~IeeeArithmetic() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+#else
+  IeeeArithmetic() {}
+#endif
+  IeeeArithmetic(const IeeeArithmetic&) = delete;
+  IeeeArithmetic& operator=(const IeeeArithmetic&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  unsigned saved_;
+#elif defined(__aarch64__)
+  uint64_t saved_;
+#endif
+};
 
 // -- workspaces -------------------------------------------------------------------------------------------------------
 
@@ -142,6 +173,7 @@ bool Run::take(int64_t& begin, int64_t& end) {
 }
 
 void Run::run_range(int64_t begin, int64_t end, const Workspace& workspace) {
+  IeeeArithmetic ieee;
   int32_t code = program_.image_->entry()(bufs_, nullptr, begin, end, workspace.data(), &host_.callbacks);
   if (code != 0) stop(concat("internal error ", code, " of the compiled code in programs ", begin, " to ", end - 1));
 }

@@ -245,3 +245,13 @@ out = export.deserialize(bytearray(open("program.bin", "rb").read())).call(jnp.o
 print(out.sum())
 """
     assert run_python(read) == "512.0\n"
+
+
+@pytest.mark.parametrize("cost", [0, 2**40])
+def test_subnormals_are_neither_read_nor_written_as_zero(images, cost):
+    # XLA's own threads do both; the handler takes that off while the compiled code runs, and puts it back.
+    tiny = np.full(512, 3 * 2.0**-140, np.float32)
+    add = custom_call(images["vadd"], f32(512), programs=2, cost=cost)
+    got, flushed = jax.jit(lambda a, b: (add(a, b), a * 2.0**-1))(tiny, tiny)
+    assert np.array_equal(np.asarray(got).view(np.uint32), (tiny + tiny).view(np.uint32))
+    assert np.array_equal(np.asarray(flushed), np.zeros(512, np.float32))
