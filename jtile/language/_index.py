@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.language._place import user_place
@@ -156,7 +155,9 @@ def parse(shape: tuple[int, ...], index, what: str) -> Access:
     flip: list[bool] = []
     for n, e in zip(shape, [e for e in entries if e is not None], strict=True):
         d, v, back = _entry(n, e, what)
-        dims.append(d), values.append(v), flip.append(back)
+        dims.append(d)
+        values.append(v)
+        flip.append(back)
     values = _join_takes(dims, values)
     groups, reverse, at = [], [], 0  # groups: per entry of the index, the axes of the primitive's tile that it makes
     seen = False
@@ -302,6 +303,6 @@ def _placement(entries, dims, groups) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 def _static(v, what: str) -> int:
     if isinstance(v, bool) or not isinstance(v, int | np.integer):
-        kind = "a traced value" if isinstance(v, jax.core.Tracer) else repr(v)
+        kind = "a traced value" if isinstance(v, core.Tracer) else repr(v)
         raise KernelTypeError(f"{what} is a Python int, got {kind}", user_place())
     return int(v)

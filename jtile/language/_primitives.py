@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import numpy as np
+from jax import core
 from jax.extend import core as jexc
 from jax.interpreters import mlir
 
@@ -65,7 +65,7 @@ def _primitive(name: str, multiple: bool = False) -> jexc.Primitive:
 
 
 def _aval(shape, dtype):
-    return jax.core.ShapedArray(tuple(shape), np.dtype(dtype))
+    return core.ShapedArray(tuple(shape), np.dtype(dtype))
 
 
 load_p = _primitive("load")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.language._place import user_place
@@ -54,7 +55,7 @@ def arange(start, stop=None, step=1, dtype=None):
     """`jnp.arange` with int32 as the default dtype of ints; bounds are Python numbers."""
     if stop is None:
         start, stop = 0, start
-    if any(isinstance(v, jax.core.Tracer) for v in (start, stop, step)):
+    if any(isinstance(v, core.Tracer) for v in (start, stop, step)):
         raise KernelTypeError("the bounds of jt.arange are Python numbers; write start + jt.arange(n)", user_place())
     if dtype is None and all(isinstance(v, int | np.integer) for v in (start, stop, step)):
         dtype = np.int32

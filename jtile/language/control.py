@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
 from jtile._errors import KernelSyntaxError, KernelTypeError, KernelValueError
 from jtile.language._place import user_place
@@ -68,10 +68,10 @@ def range_(*bounds, stages: int | None = None, unroll: int = 1) -> Range:
     return Range(_bound(lo), _bound(hi), int(step), stages, unroll)
 
 
-def _bound(v):
+def _bound(v) -> Any:
     if isinstance(v, int | np.integer) and not isinstance(v, bool):
         return int(v)
-    if not hasattr(v, "dtype") or not jnp.issubdtype(v.dtype, np.integer) or jnp.ndim(v):
+    if isinstance(v, bool) or not hasattr(v, "dtype") or not jnp.issubdtype(v.dtype, np.integer) or jnp.ndim(v):
         raise KernelTypeError(f"a bound of jt.range is an integer scalar, got {getattr(v, 'aval', v)!r}", user_place())
     return v
 
@@ -202,7 +202,7 @@ def when(cond):
     place = user_place()
 
     def run(fn: Callable[[], Any]) -> None:
-        if not isinstance(cond, jax.core.Tracer):
+        if not isinstance(cond, core.Tracer):
             if cond:
                 fn()
             return
@@ -218,6 +218,6 @@ def when(cond):
 
 def cond(pred, true_fn: Callable, false_fn: Callable, *operands):
     """`true_fn(*operands) if pred else false_fn(*operands)`, with traced or Python `pred`; both give the same types."""
-    if not isinstance(pred, jax.core.Tracer):
+    if not isinstance(pred, core.Tracer):
         return true_fn(*operands) if pred else false_fn(*operands)
     return lax.cond(scalar_condition(pred, user_place(), "jt.cond"), true_fn, false_fn, *operands)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.ref import AbstractRef
 
 from jtile._errors import KernelTypeError, KernelValueError
@@ -227,7 +227,7 @@ def _view(ref: Ref, sizes, step, pad) -> TileView:
 
 def _pad(v, dtype, what: str) -> float | int | bool:
     """A static number as a parameter of a load. NaN becomes the one `math.nan`, so that equal kernels compare equal."""
-    if hasattr(v, "dtype") and not isinstance(v, jax.core.Tracer) and np.ndim(v) == 0:
+    if hasattr(v, "dtype") and not isinstance(v, core.Tracer) and np.ndim(v) == 0:
         v = np.asarray(v).item()
     if not isinstance(v, bool | int | float):
         raise KernelTypeError(f"{what} is a number, got {_kind(v)}", user_place())
@@ -308,7 +308,7 @@ def load(x, index, mask=None, other=None):
     x = as_ref(x)
     a = x.access(index)
     pad = x.pad if isinstance(x, TileView) else 0
-    traced = isinstance(other, jax.core.Tracer) or np.ndim(other) > 0
+    traced = isinstance(other, core.Tracer) or (other is not None and np.ndim(other) > 0)
     if traced and mask is None:
         raise KernelTypeError("without a mask, other is a number (what lanes outside the array read)", user_place())
     if other is not None and not traced:

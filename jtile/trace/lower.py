@@ -50,6 +50,7 @@ class Lowering:
         self.name, self.grid = name, tuple(grid)
         self.b = Builder()
         self.eqn: Any = None
+        self._words = False  # whether a rule runs on one word of its keys: the dtype of keys then reads as uint32
         self._pinned: Any = None  # source place of everything inside a call of JAX's own functions
         self._used: set[Any] = set()  # variables that the jaxpr at hand reads
 
@@ -74,7 +75,10 @@ class Lowering:
         return ir.TileType(tuple(aval.shape), self.dtype(aval.dtype))
 
     def dtype(self, dtype) -> str:
-        name = np.dtype(dtype).name if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else str(dtype)
+        if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            name = "uint32" if self._words else str(dtype)
+        else:
+            name = np.dtype(dtype).name
         if name not in ir.DTYPES:
             raise UnsupportedError(f"dtype {name} is not one of the language's ({', '.join(ir.DTYPES)})", self.place)
         return name
@@ -105,7 +109,7 @@ class Lowering:
         dims = tuple(range(x.type.rank))
         return x if x.type.shape == tuple(shape) else self.add(ir.Broadcast(x, tuple(shape), dims))
 
-    def literal(self, value) -> AnyValue:
+    def literal(self, value) -> Any:
         """A literal or a captured constant."""
         if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended):
             data = np.asarray(jax.random.key_data(value))
@@ -187,8 +191,9 @@ class Lowering:
         count = next(len(v.words) for v in values if isinstance(v, Keys))
         outs = []
         for w in range(count):
-            with _KeyTypes(self):
-                got = fn(self, *[v.words[w] if isinstance(v, Keys) else v for v in values], **self.eqn.params)
+            self._words = True
+            got = fn(self, *[v.words[w] if isinstance(v, Keys) else v for v in values], **self.eqn.params)
+            self._words = False
             outs.append(got if isinstance(got, list | tuple) else [got])
         return [Keys(tuple(o)) for o in zip(*outs, strict=True)]
 
@@ -214,21 +219,6 @@ KEY_MOVERS = frozenset(
         "expand_dims",
     ]
 )
-
-
-class _KeyTypes:
-    """While a mover runs on the words of keys, the dtype of keys reads as uint32."""
-
-    def __init__(self, c: Lowering):
-        self.c = c
-
-    def __enter__(self):
-        self.c.dtype = lambda d: (
-            "uint32" if jax.dtypes.issubdtype(d, jax.dtypes.extended) else Lowering.dtype(self.c, d)
-        )
-
-    def __exit__(self, *_):
-        del self.c.dtype
 
 
 _JAX = os.path.dirname(jax.__file__) + os.sep

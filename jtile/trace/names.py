@@ -84,7 +84,7 @@ def _binds(n: ast.AST) -> set[str]:
 
 
 def declared(nodes: Iterable[ast.AST], kind: type) -> Names:
-    return frozenset(x for n in inside(nodes) if isinstance(n, kind) for x in n.names)
+    return frozenset(x for n in inside(nodes) if isinstance(n, kind) for x in getattr(n, "names", ()))
 
 
 def free_reads(n: ast.AST) -> Names:

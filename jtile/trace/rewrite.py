@@ -255,7 +255,7 @@ class _Rewriter:
     def _call(self, fn: str, at: ast.AST, *args: ast.expr) -> ast.Call:
         return _at(at, ast.Call(ast.Attribute(ast.Name(_RUNTIME, ast.Load()), fn, ast.Load()), list(args), []))
 
-    def _place(self, at: ast.AST) -> ast.expr:
+    def _place(self, at: Any) -> ast.expr:
         return ast.Tuple([ast.Constant(v) for v in (self.file, at.lineno, at.col_offset)], ast.Load())
 
 
@@ -303,7 +303,7 @@ def _stuck(stmts: list[ast.stmt]) -> tuple[str, ast.AST] | None:
     return None
 
 
-def _inner(s: ast.stmt) -> list[tuple[list[ast.stmt], bool]]:
+def _inner(s: Any) -> list[tuple[list[ast.stmt], bool]]:
     """The statement lists inside a statement, and whether a `break` in them belongs to `s`."""
     is_loop = isinstance(s, ast.For | ast.While)
     out = [(s.body, is_loop)] if isinstance(getattr(s, "body", None), list) else []
@@ -371,7 +371,7 @@ def _thunk(e: ast.expr) -> ast.expr:
     return _at(e, ast.Lambda(ast.arguments([], [], None, [], [], None, []), e))
 
 
-def _at(place: ast.AST, node: Any) -> Any:
+def _at(place: Any, node: Any) -> Any:
     """`node` at the start of `place`. It ends on the same line: of a call over several lines Python reports the
     last one."""
     node.lineno = node.end_lineno = place.lineno

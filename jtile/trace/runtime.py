@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
-from jtile._errors import KernelSyntaxError, KernelTypeError
+from jtile._errors import JtileError, KernelSyntaxError, KernelTypeError
 from jtile.language.control import Range, _adapts, checked_carry, counted, scalar_condition, spell
 from jtile.language.refs import Ref, TileView
 
@@ -34,10 +34,10 @@ UNBOUND = _Unbound()
 
 
 def is_traced(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, core.Tracer)
 
 
-def _error(message: str, place: Place, kind=KernelSyntaxError):
+def _error(message: str, place: Place, kind: type[JtileError] = KernelSyntaxError) -> JtileError:
     return kind(message, place[:2], place[2])
 
 
@@ -293,13 +293,17 @@ def choose(
     pred: Any, then: Callable[[], list[Any]], other: Callable[[], list[Any]], names: tuple[str, ...], place: Place
 ):
     """`lax.cond` whose branches give the values of `names`; Python numbers take the dtype of the other branch."""
-    state: dict[str, Any] = {"dtypes": None, "first": None}
+    state: dict[str, Any] = {
+        "dtypes": None,
+        "first": None,
+        "packed": None,
+    }  # what the branch that was traced first gave
 
     def traced(fn):
         def run():
             packed = pack(names, fn())
-            if state["first"] is None or state["first"][0] is fn:
-                state["first"] = fn, packed
+            if state["first"] in (None, fn):
+                state["first"], state["packed"] = fn, packed
                 arrays = _converted(packed.arrays, state["dtypes"])
             else:
                 arrays = _joined(state, packed, place)
@@ -312,12 +316,13 @@ def choose(
     except _RetryError:
         state["first"] = None
         arrays = lax.cond(pred, traced(then), traced(other))
-    return state["first"][1].unpack(arrays)
+    packed: Packed = state["packed"]
+    return packed.unpack(arrays)
 
 
 def _joined(state: dict[str, Any], second: Packed, place: Place) -> list[Any]:
     """The arrays of the second branch, of the types of the first; asks for a retry where the first must give way."""
-    first: Packed = state["first"][1]
+    first: Packed = state["packed"]
     name = _differs(first, second)
     if name is not None:
         k = first.names.index(name)

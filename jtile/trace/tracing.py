@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import core
 from jax.ref import AbstractRef
 
 from jtile._errors import KernelTypeError, KernelValueError
@@ -66,7 +67,7 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
                 _definition(fn),
             )
 
-    avals = [AbstractRef(jax.core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
+    avals = [AbstractRef(core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
     try:
         closed = jax.make_jaxpr(body)(*avals)
     except _CONCRETIZATION as e:
@@ -145,9 +146,7 @@ def _check_consts(fn, name: str, closed) -> None:
         what = f"the array {called!r}" if called else "an array"
         place = _first_use(closed.jaxpr, var) or _definition(fn)
         shape = f"{var.aval.str_short()}" if hasattr(var.aval, "str_short") else str(var.aval)
-        if isinstance(const, jax.core.Tracer) or (
-            isinstance(const, jax.Array) and _is_device_array(const) and const.ndim
-        ):
+        if isinstance(const, core.Tracer) or (isinstance(const, jax.Array) and _is_device_array(const) and const.ndim):
             leak = "" if called else f"; or, {_LEAK}"
             raise KernelTypeError(
                 f"kernel {name} closes over {what} ({shape}); pass it as an argument of the kernel{leak}", place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jtile import ir
 from jtile.trace.lower import AnyValue, Keys, Lowering, rule
@@ -100,7 +101,7 @@ def _(c: Lowering, *args, jaxpr, length, reverse, unroll=1, **params):
     inner = _open(jaxpr)
     carries, outs = inner.invars[n_consts : n_consts + n_carry], inner.outvars
     counter = None if xs or reverse else _counter(inner, carries, outs[:n_carry])
-    start = _constant(init[counter.place]) if counter else None
+    start = _constant(init[counter.place]) if counter is not None else None
     hint = _hint(inner, counter, carries)
     if hint.unroll == 1 and isinstance(unroll, int) and unroll > 1:
         hint = Hint(hint.stages, unroll)
@@ -169,7 +170,8 @@ def _y_types(c: Lowering, variables) -> list[ir.TileType]:
 
 def _unflat_ys(variables, ys) -> list[AnyValue]:
     it = iter(ys)
-    return [Keys(tuple(next(it) for _ in range(_key_words(v)))) if _key_words(v) else next(it) for v in variables]
+    counts = [_key_words(v) for v in variables]
+    return [Keys(tuple(next(it) for _ in range(n))) if n else next(it) for n in counts]
 
 
 def _whole(c: Lowering, ref: ir.Value) -> ir.Index:
@@ -226,7 +228,7 @@ def _bounded(cond, n_cond: int, body, n_body: int):
     return counter, limit
 
 
-def _limit(var, cond, cond_consts, init):
+def _limit(var, cond, cond_consts, init) -> Any:
     return dict(zip(cond.invars, [*cond_consts, *init], strict=True))[var]
 
 
@@ -260,7 +262,7 @@ def _last(c: Lowering, lo: ir.Value, hi: ir.Value, step: int) -> ir.Value:
     """The counter after `while i < hi: i += step` from `lo`."""
     if step == 1:
         return c.map("max", lo, hi)
-    one = lambda v: c.full(v, lo.type)
+    one = lambda v: c.b.full(v, (), lo.type.dtype)
     gap = c.map("max", c.map("sub", hi, lo), one(0))
     rounds = c.map("div", c.map("add", gap, one(step - 1)), one(step))
     return c.map("add", lo, c.map("mul", rounds, one(step)))
@@ -284,7 +286,7 @@ def _switch(c: Lowering, index: ir.Value, branches, first: int, args) -> list[An
     if len(branches) == 2 and first == 0:
         test, then, other = _as_bool(c, index), branches[1], branches[:1]
     else:
-        test, then, other = c.map("le", index, c.full(first, index.type)), branches[0], branches[1:]
+        test, then, other = c.map("le", index, c.b.full(first, (), index.type.dtype)), branches[0], branches[1:]
     with c.b.region() as yes:
         a = c.closed(then, args)
         yes.yields = tuple(flat(a))
@@ -299,4 +301,4 @@ def _as_bool(c: Lowering, index: ir.Value) -> ir.Value:
         return index
     if isinstance(index.op, ir.Cast) and index.op.x.type.dtype == "bool":
         return index.op.x
-    return c.map("gt", index, c.full(0, index.type))
+    return c.map("gt", index, c.b.full(0, (), index.type.dtype))

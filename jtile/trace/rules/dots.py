@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +113,7 @@ def _window_sum(x, w, strides, dilation):
     """x [n, c, *space], w [o, c, *window]: one dot for each element of the window, summed; [n, o, *space']."""
     window, space = w.shape[2:], x.shape[2:]
     out = [max(0, (n - (k - 1) * d - 1) // s + 1) for n, k, d, s in zip(space, window, dilation, strides, strict=True)]
-    acc = None
+    acc: Any = None
     for at in itertools.product(*map(range, window)):
         starts = [k * d for k, d in zip(at, dilation, strict=True)]
         stops = [lo + (n - 1) * s + 1 if n else lo for lo, n, s in zip(starts, out, strides, strict=True)]

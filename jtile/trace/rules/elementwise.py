@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -70,7 +72,8 @@ def _(c: Lowering, x, *, y: int, **_):
     """By squaring; a negative power is the reciprocal."""
     if y == 0:
         return c.full(1, x.type)
-    out, square, n = None, x, abs(y)
+    out: Any = None
+    square, n = x, abs(y)
     while n:
         if n & 1:
             out = square if out is None else c.map("mul", out, square)
@@ -138,7 +141,7 @@ def _(c: Lowering, which, *cases, **_):
         return c.add(ir.Select(which, cases[1], cases[0])) if len(cases) == 2 else cases[0]
     out = cases[-1]
     for k in range(len(cases) - 2, -1, -1):
-        out = c.add(ir.Select(c.map("le", which, c.full(k, which.type)), cases[k], out))
+        out = c.add(ir.Select(c.map("le", which, c.b.full(k, shape, which.type.dtype)), cases[k], out))
     return out
 
 
@@ -216,7 +219,7 @@ def _(c: Lowering, x, y, **_):
     wide = "int64" if x.type.info.kind == "i" else "uint64"
     x, y = (c.splat(v, c.out.shape) for v in (x, y))
     p = c.map("mul", c.b.cast(x, wide), c.b.cast(y, wide))
-    return c.b.cast(c.map("shr", p, c.full(x.type.info.bits, p.type)), x.type.dtype)
+    return c.b.cast(c.map("shr", p, c.b.full(x.type.info.bits, p.type.shape, wide)), x.type.dtype)
 
 
 @rule("polynomial")

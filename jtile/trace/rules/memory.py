@@ -96,7 +96,8 @@ def _decode(c: Lowering, ref: ir.Value, leaves, tree):
             start = c.b.index(e.start) if isinstance(e.start, int) else e.start
             dims.append(ir.Span(start, e.size, e.stride))
         elif isinstance(e, ir.Value) and e.type.rank:
-            dims.append(ir.Take(e)), takes_at.append(k)
+            dims.append(ir.Take(e))
+            takes_at.append(k)
         else:
             dims.append(ir.At(e if isinstance(e, ir.Value) else c.b.index(int(e))))
         plain.append(dims[-1])
