@@ -1,0 +1,26 @@
+"""The kernel library: public functions over arrays, each with a `jnp` reference beside it (`softmax`, `softmax_reference`).
+
+Every function takes any leading axes and float dtypes, computes in float32 where it does not say otherwise, raises typed
+errors, and runs inside `jax.jit`. The kernels themselves stand in the modules (`jtile.ops.softmaxes:softmax_rows`).
+"""
+
+from jtile.ops.activations import geglu as geglu
+from jtile.ops.activations import swiglu as swiglu
+from jtile.ops.convolutions import convolution as convolution
+from jtile.ops.elementwise import bias_gelu_residual as bias_gelu_residual
+from jtile.ops.embeddings import embedding as embedding
+from jtile.ops.flash_attention import attention as attention
+from jtile.ops.histograms import histogram as histogram
+from jtile.ops.layout import transpose as transpose
+from jtile.ops.losses import cross_entropy as cross_entropy
+from jtile.ops.norms import layer_norm as layer_norm
+from jtile.ops.norms import rms_norm as rms_norm
+from jtile.ops.rotary import rope as rope
+from jtile.ops.scans import cumsum as cumsum
+from jtile.ops.softmaxes import log_softmax as log_softmax
+from jtile.ops.softmaxes import softmax as softmax
+from jtile.ops.sorting import argsort as argsort
+from jtile.ops.sorting import sort as sort
+from jtile.ops.sorting import top_k as top_k
+from jtile.ops.split_attention import decode_attention as decode_attention
+from jtile.ops.stencils import stencil_2d as stencil_2d

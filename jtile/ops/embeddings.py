@@ -1,0 +1,89 @@
+"""Embedding lookup: rows of a float or of a quantised table."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError
+from jtile.ops._shapes import TILE_ELEMENTS, check_int, check_rank, fit
+from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
+
+
+def _grid(table, ids, *, bn, **_):
+    return jt.cdiv(ids.shape[0], bn)
+
+
+@jt.kernel(out_type=lambda t, ids, *, dtype, **_: jax.ShapeDtypeStruct((ids.shape[0], t.shape[1]), dtype), grid=_grid)
+def embedding_rows(table, ids, y, *, bn: int, dtype: str):
+    """y [n, features]: rows `ids` of table [vocab, features]; rows outside the table are zeros."""
+    rows = jt.ds(jt.program_id(0) * bn, bn)
+    y[rows, :] = table[ids[rows], :].astype(y.dtype)
+
+
+def _blocks_type(q, ids, *, dtype, **_):
+    """Rows as [n, blocks, halves, weights]: a byte of a 4-bit block holds one weight of either half."""
+    codes = q["codes"].shape
+    shape = (codes[1], 2, codes[2]) if q["codes"].dtype == jnp.uint8 else (codes[1], 1, codes[2])
+    return jax.ShapeDtypeStruct((ids.shape[0], *shape), dtype)
+
+
+@jt.kernel(out_type=_blocks_type, grid=_grid)
+def embedding_blocks(q, ids, y, *, bn: int, dtype: str):
+    """`q`: codes [vocab, blocks, stored], scale and minimum [vocab, blocks]; the formulas are in quantized_tensor.py."""
+    rows = jt.ds(jt.program_id(0) * bn, bn)
+    row = ids[rows]
+    codes, scale = q["codes"][row], q["scale"][row].astype(jnp.float32)[..., None]
+    halves = (codes & jnp.uint8(15), codes >> jnp.uint8(4)) if codes.dtype == jnp.uint8 else (codes,)
+    for k, half in enumerate(halves):
+        w = half.astype(jnp.float32)
+        if "minimum" in q:
+            w = w * scale + q["minimum"][row].astype(jnp.float32)[..., None]
+        else:
+            w = (w - 8.0) * scale if len(halves) == 2 else w * scale
+        y[rows, :, k, :] = w.astype(y.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None) -> jax.Array:
+    """Rows `ids` of a table.
+
+    Args:
+      table: array [vocab, features], or a `QuantizedTensor` of that shape.
+      ids: int array of any shape; ids outside [0, vocab) give zeros.
+      dtype: of the result; default the table's, float32 for a quantised one.
+    Returns:
+      [*ids.shape, features].
+    Raises:
+      KernelTypeError: ids are no integers. KernelValueError: the table is no matrix.
+    """
+    check_int("embedding", ids=ids)
+    quantized = isinstance(table, QuantizedTensor)
+    check_rank("embedding", "table", table, 2, "[vocab, features]")
+    if dtype is None:
+        dtype = jnp.float32 if quantized else table.dtype
+    if not jnp.issubdtype(dtype, jnp.floating) and quantized:
+        raise KernelTypeError(f"embedding: a quantised table gives floats, not {jnp.dtype(dtype).name}")
+    features = table.shape[1]
+    shape = (*ids.shape, features)
+    if ids.size == 0 or 0 in table.shape:
+        return jnp.zeros(shape, dtype)
+    flat = ids.reshape(-1)
+    meta = {"bn": fit(flat.shape[0], max(1, TILE_ELEMENTS // features)), "dtype": jnp.dtype(dtype).name}
+    if not quantized:
+        return embedding_rows(table, flat, **meta).reshape(shape)
+    vocab, blocks = table.shape[0], 1 if table.kind == "int8" else features // BLOCK
+    q = {"codes": table.codes.reshape(vocab, blocks, -1), "scale": table.scale}
+    q |= {} if table.minimum is None else {"minimum": table.minimum}
+    return embedding_blocks(q, flat, **meta).reshape(shape)
+
+
+def embedding_reference(table, ids, *, dtype=None):
+    """`embedding` in jnp."""
+    dense = table.dequantize() if isinstance(table, QuantizedTensor) else table
+    rows = jnp.take(dense, ids, axis=0, mode="clip")
+    inside = (ids >= 0) & (ids < dense.shape[0])
+    return jnp.where(inside[..., None], rows, jnp.zeros((), rows.dtype)).astype(dense.dtype if dtype is None else dtype)

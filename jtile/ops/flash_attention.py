@@ -1,0 +1,207 @@
+"""Attention without the matrix of scores in memory (Dao et al. 2022; the online softmax is Milakov and Gimelshein 2018)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit
+
+LOG2_E = math.log2(math.e)
+NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
+Window = tuple[int | None, int | None]  # keys that a query sees to its left and to its right, None: all
+
+
+def _grid(q, k, v, lengths, offsets, *, bq, **_):
+    return q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq)
+
+
+@jt.kernel(out_type=lambda q, *_, **__: jt.like(q), grid=_grid)
+def flash_attention(
+    q, k, v, lengths, offsets, o, *, bq: int, bk: int, scale: float, softcap: float | None, window: Window
+):
+    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch] in a tuple, or ()."""
+    # o_i = sum_j p_ij v_j / l_i     p_ij = exp(s_ij - m_i)     s_ij = scale q_i . k_j     m_i = max_j s_ij     l_i = sum_j p_ij
+    b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    d, keys, kv = q.shape[3], k.shape[1], h // (q.shape[2] // k.shape[2])
+    K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
+    Q, unit = _scaled(q.tiles(None, bq, None, d)[b, i, h, 0], scale, softcap)
+    length = jnp.minimum(lengths[0][b], keys) if lengths else keys
+    first = i * bq + (offsets[0][b] if offsets else 0)  # where this tile's first query stands among the keys
+    lo, inner_lo, inner_hi, hi = blocks(first, bq, bk, length, window)
+    rows = first + jt.arange(bq)[:, None]
+
+    def step(j, m, l, acc, edge: bool):
+        s = scores(jt.dot(Q, K[b, j, kv, 0].T), unit, softcap)
+        v_j = V[b, j, kv, 0]
+        if edge:
+            columns = j * bk + jt.arange(bk)[None, :]
+            s = jnp.where(visible(rows, columns, length, window), s, -math.inf)
+            v_j = jnp.where(columns.T < length, v_j, jnp.zeros((), v_j.dtype)) if lengths else v_j
+        return online(s, v_j, m, l, acc)
+
+    m, l, acc = jt.full((bq,), NOTHING), jt.zeros((bq,)), jt.zeros((bq, d))
+    if window[0] is not None:
+        for j in jt.range(lo, inner_lo):
+            m, l, acc = step(j, m, l, acc, edge=True)
+    for j in jt.range(inner_lo, inner_hi, stages=2):
+        m, l, acc = step(j, m, l, acc, edge=False)
+    for j in jt.range(inner_hi, hi):
+        m, l, acc = step(j, m, l, acc, edge=True)
+    o.tiles(None, bq, None, d)[b, i, h, 0] = normalised(acc, l).astype(o.dtype)
+
+
+def _scaled(q, scale: float, softcap: float | None):
+    """The query tile, and what a score must still be multiplied with to count in powers of two.
+
+    Scaling the queries is cheaper than scaling the scores, but would round 16-bit ones.
+    """
+    if softcap is None and q.dtype == jnp.float32:
+        return q * (scale * LOG2_E), 1.0
+    return q, scale if softcap is not None else scale * LOG2_E
+
+
+def scores(s, unit: float, softcap: float | None):
+    """Scores in powers of two, so that the softmax takes exp2 (softcap: `c tanh(s / c)`, Gemma 2)."""
+    if softcap is not None:
+        return jnp.tanh(s * (unit / softcap)) * (softcap * LOG2_E)
+    return s if unit == 1.0 else s * unit
+
+
+def online(s, v, m, l, acc):
+    """One step of the online softmax: maxima m [bq], sums l [bq] and weighted values acc [bq, d] with scores s [bq, bk] added."""
+    top = jnp.maximum(m, s.max(1))
+    p = jnp.exp2(s - top[:, None])
+    fade = jnp.exp2(m - top)
+    return top, l * fade + p.sum(1), jt.dot(p.astype(v.dtype), v, acc * fade[:, None])
+
+
+def normalised(acc, l):
+    """acc / l; zero where a query saw no key."""
+    return acc * jnp.where(l == 0, 0.0, 1.0 / l)[:, None]
+
+
+def visible(rows, columns, length, window: Window):
+    """bool [bq, bk]: which keys `columns` the queries at `rows` see."""
+    left, right = window
+    seen = columns < length
+    seen = seen if right is None else seen & (columns <= rows + right)
+    return jnp.broadcast_to(seen if left is None else seen & (columns >= rows - left), (rows.shape[0], columns.shape[1]))
+
+
+def blocks(first, bq: int, bk: int, length, window: Window):
+    """Bounds of the key blocks that queries `first .. first + bq` see: `lo <= inner_lo <= inner_hi <= hi`.
+
+    Every query sees all of the blocks [inner_lo, inner_hi); in [lo, inner_lo) and [inner_hi, hi) some see some.
+    """
+    left, right = window
+    last = first + bq - 1
+    end, inner_end = length, length
+    if right is not None:
+        end = jnp.clip(last + right + 1, 0, length)
+        inner_end = jnp.clip(first + right + 1, 0, length)
+    hi, inner_hi = jt.cdiv(end, bk), _floordiv(inner_end, bk)
+    if left is None:
+        return 0, 0, inner_hi, hi
+    lo = jnp.minimum(_floordiv(jnp.maximum(first - left, 0), bk), hi)
+    inner_lo = jnp.clip(jt.cdiv(jnp.maximum(last - left, 0), bk), lo, hi)
+    return lo, inner_lo, jnp.maximum(inner_lo, inner_hi), hi
+
+
+def _floordiv(a, b: int):
+    """`a // b` for a >= 0: no correction for signs."""
+    return a // b if isinstance(a, int) else jax.lax.div(a, jnp.asarray(b, a.dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "softcap"), inline=True)
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    lengths: jax.Array | None = None,
+    offsets: jax.Array | None = None,
+) -> jax.Array:
+    """`softmax(scale q k^T) v` per head; blocks of keys that no query of a block sees are skipped.
+
+    Args:
+      q: float array [batch, t, heads, d].
+      k, v: float arrays [batch, s, kv_heads, d] of q's dtype; kv_heads divides heads (grouped queries).
+      causal: query i sees the keys j <= i (plus `offsets`, if given).
+      window: with `causal` an int n: query i sees the n keys i - n < j <= i; without: |i - j| < n. Or (left, right):
+        i - left <= j <= i + right, None for no bound.
+      scale: default 1 / sqrt(d).
+      softcap: scores become `softcap * tanh(score / softcap)`.
+      lengths: int [batch], keys of each batch row that count; default all.
+      offsets: int [batch], the position of query 0 among the keys (chunked prefill); default 0.
+    Returns:
+      An array like `q`, computed in float32; a query that sees no key gives zeros.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
+    """
+    check_operands("attention", q, k, v, lengths=lengths, offsets=offsets)
+    check_rank("attention", "q", q, 4, "[batch, t, heads, d]")
+    bounds = window_of("attention", window, causal)
+    if q.size == 0 or k.size == 0:
+        return jnp.zeros(q.shape, q.dtype)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    bq, bk = fit(q.shape[1], 128), fit(k.shape[1], 256)
+    lengths, offsets = (() if x is None else (x.astype(jnp.int32),) for x in (lengths, offsets))
+    return flash_attention(q, k, v, lengths, offsets, bq=bq, bk=bk, scale=scale, softcap=softcap, window=bounds)
+
+
+def check_operands(op: str, q, k, v, **per_row) -> None:
+    """Typed errors for operands of attention that do not fit each other; `per_row`: int arrays [batch] or None."""
+    check_float(op, q=q, k=k, v=v)
+    check_int(op, **per_row)
+    if not q.dtype == k.dtype == v.dtype:
+        raise KernelTypeError(f"{op}: q, k and v have one dtype, got {q.dtype.name}, {k.dtype.name} and {v.dtype.name}")
+    if q.dtype == jnp.float64:
+        raise KernelTypeError(f"{op} computes in float32; convert float64 operands")
+    check_rank(op, "k", k, 4, "[batch, s, kv_heads, d]")
+    check_shape(op, "v", v, k.shape)
+    check_shape(op, "k", k, (q.shape[0], *k.shape[1:3], q.shape[-1]))
+    if k.shape[2] == 0 or q.shape[-2] % k.shape[2]:
+        raise KernelValueError(f"{op}: {q.shape[-2]} query heads do not divide into {k.shape[2]} key-value heads")
+    for name, x in per_row.items():
+        if x is not None:
+            check_shape(op, name, x, q.shape[:1])
+
+
+def window_of(op: str, window, causal: bool) -> Window:
+    """(left, right): how many keys a query sees on either side, None for all."""
+    if isinstance(window, int) and not isinstance(window, bool):
+        window = (window - 1, 0 if causal else window - 1)
+    left, right = (None, None) if window is None else window
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    if any(n is not None and n < 0 for n in (left, right)):
+        raise KernelValueError(f"{op}: a window holds at least the query's own position, got window={window}")
+    return left, right
+
+
+def attention_reference(q, k, v, *, causal=False, window=None, scale=None, softcap=None, lengths=None, offsets=None):
+    """`attention` in jnp, with the whole matrix of scores."""
+    (batch, t, heads, d), (s, groups) = q.shape, k.shape[1:3]
+    left, right = window_of("attention", window, causal)
+    q, k, v, dtype = *(x.astype(jnp.float32) for x in (q, k, v)), q.dtype
+    grouped = q.reshape(batch, t, groups, heads // groups, d)
+    x = jnp.einsum("btghd,bsgd->bghts", grouped, k, precision="highest") * (d**-0.5 if scale is None else scale)
+    x = x if softcap is None else softcap * jnp.tanh(x / softcap)
+    zero, full = jnp.zeros((batch,), jnp.int32), jnp.full((batch,), s, jnp.int32)
+    rows = (zero if offsets is None else offsets)[:, None, None] + jnp.arange(t, dtype=jnp.int32)[None, :, None]
+    columns = jnp.arange(s, dtype=jnp.int32)[None, None, :]
+    seen = columns < (full if lengths is None else lengths)[:, None, None]
+    seen = seen & (columns <= rows + (s if right is None else right)) & (columns >= rows - (2 * s + t if left is None else left))
+    x = jnp.where(seen[:, None, None], x, -jnp.inf)
+    p = jnp.nan_to_num(jax.nn.softmax(x, -1))  # a query without keys
+    return jnp.einsum("bghts,bsgd->btghd", p, v, precision="highest").reshape(batch, t, heads, d).astype(dtype)

@@ -1,0 +1,69 @@
+"""Cumulative sum along one axis."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops._shapes import TILE_ELEMENTS, check_axis, fit, rows_per_tile
+
+
+def _wide(x):
+    """A tile as it is added up: 16-bit floats in float32, integers as they are."""
+    small = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if small else x
+
+
+@jt.kernel(
+    out_type=lambda x, **_: jt.like(x),
+    grid=lambda x, *, br, bc, **_: (x.shape[0], jt.cdiv(x.shape[2], bc)) if br is None else jt.cdiv(x.shape[0], br),
+)
+def cumsum_blocks(x, y, *, br: int | None, bn: int, bc: int, reverse: bool):
+    """Along the middle axis of x [outer, n, inner], in blocks of `bn`: `br` rows in a program (inner 1), or `bc` columns of one."""
+    # y_j = c + sum_{k <= j} x_k, where c is the sum of the blocks before
+    view = (br, bn, bc) if br is not None else (None, bn, bc)
+    i, c = jt.program_id(0), 0 if br is not None else jt.program_id(1)
+    X, Y = x.tiles(*view), y.tiles(*view)
+    axis, blocks = len(X.tile_shape) - 2, X.shape[1]
+    carry = jnp.zeros(tuple(1 if k == axis else n for k, n in enumerate(X.tile_shape)), _wide(jnp.zeros((), x.dtype)).dtype)
+    for k in jt.range(blocks):
+        j = blocks - 1 - k if reverse else k
+        t = _wide(X[i, j, c])
+        sums = jax.lax.cumsum(t, axis=axis, reverse=reverse) + carry
+        Y[i, j, c] = sums.astype(y.dtype)
+        carry = carry + t.sum(axis, keepdims=True, dtype=t.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "reverse"), inline=True)
+def cumsum(x: jax.Array, axis: int = -1, *, reverse: bool = False) -> jax.Array:
+    """`y_j = x_0 + ... + x_j` along `axis`; `reverse`: from the end.
+
+    Args:
+      x: array of any shape and a float or integer dtype; floats of less than 32 bits are added up in float32.
+      axis: where to sum along.
+    Returns:
+      An array like `x`.
+    Raises:
+      KernelTypeError, KernelValueError: no such axis.
+    """
+    axis = check_axis(axis, x.ndim, "cumsum")
+    if x.size == 0:
+        return x
+    n, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
+    x3 = x.reshape(-1, n, inner)
+    if inner == 1:
+        bn = fit(n, TILE_ELEMENTS // 8)
+        br, bc = rows_per_tile(x3.shape[0], bn), 1
+    else:
+        bc = fit(inner, 256)
+        br, bn = None, fit(n, max(1, TILE_ELEMENTS // bc))
+    return cumsum_blocks(x3, br=br, bn=bn, bc=bc, reverse=bool(reverse)).reshape(x.shape)
+
+
+def cumsum_reference(x, axis: int = -1, *, reverse: bool = False):
+    """`cumsum` in jnp."""
+    return jax.lax.cumsum(_wide(x), axis=axis % x.ndim, reverse=reverse).astype(x.dtype)

@@ -1,0 +1,102 @@
+"""Sorting and selection along the last axis."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops._shapes import as_rows, rows_per_tile
+
+
+def _grid(x, *, br, **_):
+    return jt.cdiv(x.shape[0], br)
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=_grid)
+def sort_rows(x, y, *, br: int, descending: bool):
+    """Rows of x [rows, n], `br` of them in a program."""
+    i, n = jt.program_id(0), x.shape[1]
+    X, Y = x.tiles(br, n), y.tiles(br, n)
+    Y[i, 0] = jnp.sort(X[i, 0], axis=1, descending=descending)
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x, dtype=jnp.int32), grid=_grid)
+def argsort_rows(x, y, *, br: int, descending: bool):
+    """As `sort_rows`, but the places of the sorted elements."""
+    i, n = jt.program_id(0), x.shape[1]
+    y.tiles(br, n)[i, 0] = jnp.argsort(x.tiles(br, n)[i, 0], axis=1, descending=descending).astype(jnp.int32)
+
+
+@jt.kernel(
+    out_type=lambda x, *, k, **_: tuple(jt.like(x, shape=(x.shape[0], k), dtype=d) for d in (x.dtype, jnp.int32)),
+    grid=_grid,
+)
+def top_k_rows(x, values, places, *, br: int, k: int):
+    """The `k` largest of each row, largest first, and where they stand."""
+    i, n = jt.program_id(0), x.shape[1]
+    best, where = jax.lax.top_k(x.tiles(br, n)[i, 0], k)
+    values.tiles(br, k)[i, 0] = best
+    places.tiles(br, k)[i, 0] = where
+
+
+def _rows(op: str, x):
+    if x.ndim == 0:
+        raise KernelValueError(f"{op}: x has rank 0 and nothing to sort")
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise KernelTypeError(f"{op}: {x.dtype.name} has no order")
+    rows = as_rows(x)
+    return rows, rows_per_tile(*rows.shape)
+
+
+@functools.partial(jax.jit, static_argnames="descending", inline=True)
+def sort(x: jax.Array, *, descending: bool = False) -> jax.Array:
+    """`x` [..., n] sorted along its last axis; NaN counts as the largest. Raises KernelValueError for rank 0."""
+    rows, br = _rows("sort", x)
+    return x if x.size == 0 else sort_rows(rows, br=br, descending=descending).reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames="descending", inline=True)
+def argsort(x: jax.Array, *, descending: bool = False) -> jax.Array:
+    """int32 [..., n]: the places of the elements of `x` in sorted order, equal ones in their order (stable)."""
+    rows, br = _rows("argsort", x)
+    if x.size == 0:
+        return jnp.zeros(x.shape, jnp.int32)
+    return argsort_rows(rows, br=br, descending=descending).reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames="k", inline=True)
+def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The `k` largest elements along the last axis of `x` [..., n], largest first.
+
+    Returns:
+      values [..., k] of x's dtype and places int32 [..., k]; of equal elements the first wins.
+    Raises:
+      KernelValueError: `k` is not in [0, n], or `x` has rank 0.
+    """
+    rows, br = _rows("top_k", x)
+    if not 0 <= k <= x.shape[-1]:
+        raise KernelValueError(f"top_k: k is between 0 and the row length {x.shape[-1]}, got {k}")
+    shape = (*x.shape[:-1], k)
+    if rows.shape[0] == 0 or k == 0:
+        return jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
+    values, places = top_k_rows(rows, br=br, k=k)
+    return values.reshape(shape), places.reshape(shape)
+
+
+def sort_reference(x, *, descending: bool = False):
+    """`sort` in jnp."""
+    return jnp.sort(x, axis=-1, descending=descending)
+
+
+def argsort_reference(x, *, descending: bool = False):
+    """`argsort` in jnp."""
+    return jnp.argsort(x, axis=-1, descending=descending).astype(jnp.int32)
+
+
+def top_k_reference(x, k: int):
+    """`top_k` in jnp."""
+    return jax.lax.top_k(x, k)

@@ -1,0 +1,149 @@
+"""Attention of one or a few new tokens over a long key-value cache, the keys split among programs (flash decoding, Dao et al. 2023)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelValueError
+from jtile.ops._shapes import check_rank, fit
+from jtile.ops.flash_attention import LOG2_E, NOTHING, attention_reference, check_operands, normalised, online, scores
+
+_PROGRAMS = 8  # split the keys until there are this many programs
+_SHORTEST_SPLIT = 256  # keys of a program
+
+
+def _types(q, k, v, lengths, *, splits, **_):
+    """acc, m and l of every split, [batch, kv heads, splits, t, group(, d)]; with one split just the output."""
+    batch, t, heads, d = q.shape
+    if splits == 1:
+        return jt.like(q)
+    part = (batch, k.shape[2], splits, t, heads // k.shape[2])
+    return tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*part, d), part, part))
+
+
+def _grid(q, k, v, lengths, *, splits, **_):
+    return q.shape[0], k.shape[2], splits
+
+
+@jt.kernel(out_type=_types, grid=_grid)
+def decode_splits(q, k, v, lengths, *out, splits: int, bk: int, scale: float, softcap: float | None, window: int | None):
+    """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d]; lengths int32 [batch]. One program: the heads of one group, one split."""
+    # as in flash_attention, for keys [lo, hi) of this split; the query of token i stands at position length - t + i
+    b, g, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    (t, heads, d), group = q.shape[1:], q.shape[2] // k.shape[2]
+    K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
+    Q = q.tiles(None, t, group, d)[b, 0, g, 0].reshape(t * group, d)
+    length = jnp.clip(lengths[b], 0, k.shape[1])
+    position = length - t + jt.arange(t * group)[:, None] // group
+    begin = 0 if window is None else jax.lax.div(jnp.maximum(length - t + 1 - window, 0), bk)
+    end = jt.cdiv(length, bk)
+    share = jt.cdiv(end - begin, splits)
+    lo = jnp.minimum(begin + n * share, end)
+    hi = jnp.minimum(lo + share, end)
+    plain = jnp.clip(jax.lax.div(length - t + 1, bk), lo, hi) if window is None else lo  # blocks that every query sees whole
+
+    def step(j, m, l, acc, edge: bool):
+        s = scores(jt.dot(Q, K[b, j, g, 0].T), scale if softcap is not None else scale * LOG2_E, softcap)
+        v_j = V[b, j, g, 0]
+        if edge:
+            columns = j * bk + jt.arange(bk)[None, :]
+            seen = columns <= position
+            seen = seen if window is None else seen & (columns > position - window)
+            s = jnp.where(seen, s, -math.inf)
+            v_j = jnp.where(columns.T < length, v_j, jnp.zeros((), v_j.dtype))
+        return online(s, v_j, m, l, acc)
+
+    rows = t * group
+    m, l, acc = jt.full((rows,), NOTHING), jt.zeros((rows,)), jt.zeros((rows, d))
+    for j in jt.range(lo, plain):
+        m, l, acc = step(j, m, l, acc, edge=False)
+    for j in jt.range(plain, hi):
+        m, l, acc = step(j, m, l, acc, edge=True)
+    if splits == 1:
+        out[0].tiles(None, t, group, d)[b, 0, g, 0] = normalised(acc, l).reshape(t, group, d).astype(q.dtype)
+    else:
+        out[0][b, g, n] = acc.reshape(t, group, d)
+        out[1][b, g, n] = m.reshape(t, group)
+        out[2][b, g, n] = l.reshape(t, group)
+
+
+@jt.kernel(
+    out_type=lambda acc, m, l, *, dtype: jax.ShapeDtypeStruct(
+        (acc.shape[0], acc.shape[3], acc.shape[1] * acc.shape[4], acc.shape[5]), dtype
+    ),
+    grid=lambda acc, m, l, **_: acc.shape[:2],
+)
+def combine_splits(acc, m, l, o, *, dtype: str):
+    """o [batch, t, heads, d] from the parts that `decode_splits` gives."""
+    # o = sum_n 2^(m_n - M) acc_n / sum_n 2^(m_n - M) l_n     M = max_n m_n
+    b, g = jt.program_id(0), jt.program_id(1)
+    t, group, d = acc.shape[3:]
+    m_n = m[b, g]
+    w = jnp.exp2(m_n - m_n.max(0)[None])
+    total = (w * l[b, g]).sum(0)
+    y = (w[..., None] * acc[b, g]).sum(0) * jnp.where(total == 0, 0.0, 1.0 / total)[..., None]
+    o.tiles(None, t, group, d)[b, 0, g, 0] = y.astype(o.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "softcap", "window", "splits"), inline=True)
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    splits: int | None = None,
+) -> jax.Array:
+    """Causal attention of the newest tokens over a key-value cache that holds them already.
+
+    Args:
+      q: float array [batch, heads, d], one token a row, or [batch, t, heads, d], the last t tokens.
+      k, v: the cache, float arrays [batch, slots, kv_heads, d]; kv_heads divides heads.
+      lengths: int [batch], slots in use, the new tokens included; token i of t stands in slot lengths - t + i.
+      scale: default 1 / sqrt(d).
+      softcap: scores become `softcap * tanh(score / softcap)`.
+      window: a token sees its `window` newest keys, itself included.
+      splits: programs that share the keys of one row and head group; default by shape.
+    Returns:
+      An array like `q`, computed in float32; a token that sees no key gives zeros.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
+    """
+    if q.ndim == 3:
+        options = {"scale": scale, "softcap": softcap, "window": window, "splits": splits}
+        return decode_attention(q[:, None], k, v, lengths, **options)[:, 0]
+    check_rank("decode_attention", "q", q, 4, "[batch, heads, d] or [batch, t, heads, d]")
+    check_operands("decode_attention", q, k, v, lengths=lengths)
+    if window is not None and window < 1:
+        raise KernelValueError(f"decode_attention: a window is at least 1, got {window}")
+    if q.size == 0 or k.size == 0:
+        return jnp.zeros(q.shape, q.dtype)
+    batch, slots, groups = k.shape[:3]
+    wanted = min(jt.cdiv(_PROGRAMS, batch * groups), jt.cdiv(slots, _SHORTEST_SPLIT))
+    splits = wanted if splits is None else splits
+    if splits < 1:
+        raise KernelValueError(f"decode_attention: splits is at least 1, got {splits}")
+    parts = decode_splits(
+        q, k, v, lengths.astype(jnp.int32),
+        splits=splits, bk=fit(slots, 128), softcap=softcap, window=window,
+        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+    )  # fmt: skip
+    return parts if splits == 1 else combine_splits(*parts, dtype=q.dtype.name)
+
+
+def decode_attention_reference(q, k, v, lengths, *, scale=None, softcap=None, window=None, splits=None):
+    """`decode_attention` in jnp."""
+    del splits
+    if q.ndim == 3:
+        return decode_attention_reference(q[:, None], k, v, lengths, scale=scale, softcap=softcap, window=window)[:, 0]
+    lengths = jnp.clip(lengths, 0, k.shape[1]).astype(jnp.int32)
+    options = {"scale": scale, "softcap": softcap, "window": window, "lengths": lengths}
+    return attention_reference(q, k, v, causal=True, offsets=lengths - q.shape[1], **options)
