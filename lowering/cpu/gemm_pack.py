@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
 from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, interleave, load_part, offset, transpose, zeros
-from jtile.lowering.cpu.llvm import Code, Module, Val, lanes_of, vec
+from jtile.lowering.cpu.llvm import Code, Module, Val, vec
 
 _I64 = "i64"
 
@@ -102,6 +102,7 @@ def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: 
 
     Writes `mode.lanes` lanes of a panel, `count` of them real. Blocks that lack lanes or k elements are completed with
     zeros in a stack buffer first, so that there is one body of transposing code; the panel has room for whole blocks.
+    Dtypes that need widening always take that way: a loop over the rows has one conversion, not one a row.
     """
     block = mode.lanes * mode.group
     tail, elem = k_tail % block, STORAGE[dtype]
@@ -113,21 +114,21 @@ def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: 
         Val("ptr", "%sums"),
     ]  # fmt: skip
     c = Code(module, name, params if mode.flip else params[:5], attributes=ATTRIBUTES)
-    ty, line = vec(mode.lanes, mode.unit), vec(block, elem)
+    ty, line = vec(mode.lanes, mode.unit), vec(block, mode.packed)
     slot = c.var(ty, zeros(ty)) if mode.flip else None
     stage = c.var(line, count=mode.lanes, align=64)
     with c.loop(0, mode.lanes) as r:
-        c.store(zeros(line), c.gep(line, stage, r), align=BYTES[elem])
+        c.store(zeros(line), c.gep(line, stage, r), align=BYTES[mode.packed])
     few = c.cmp("icmp", "slt", count, Val(_I64, str(mode.lanes)))
     with c.loop(0, kc, block) as k0:
         here = offset(c, src, k0, BYTES[elem])
         short = c.cmp("icmp", "slt", c.sub(kc, k0), Val(_I64, str(block))) if tail else Val("i1", "false")
-        partial = c.binary("or", few, short)
-        with c.when(partial):
-            _stage_rows(c, mode, line, elem, here, ld, stage, count, short, tail)
-        base = c.select(partial, stage, here)
-        stride = c.select(partial, Val(_I64, str(block * BYTES[elem])), ld)
-        rows = [rows_step(c, mode, dtype, c.gep("i8", base, c.mul(stride, r)), block) for r in range(mode.lanes)]
+        staged = c.binary("or", few, short) if mode.is_native(dtype) else Val("i1", "true")
+        with c.when(staged):
+            _stage_rows(c, mode, dtype, here, ld, stage, count, short, tail)
+        base = c.select(staged, stage, here)
+        stride = c.select(staged, Val(_I64, str(block * BYTES[mode.packed])), ld)
+        rows = [c.load(ty, c.gep("i8", base, c.mul(stride, r)), align=BYTES[mode.packed]) for r in range(mode.lanes)]
         step = c.binary("lshr", k0, Val(_I64, str(mode.group.bit_length() - 1)))
         for i, column in enumerate(transpose(c, rows)):
             target = offset(c, dst, c.mul(c.add(step, i), width), mode.unit_bytes)
@@ -141,23 +142,23 @@ def panel_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int, width: 
 
 
 def _stage_rows(
-    c, mode, line: str, elem: str, src: Val, ld: Val, stage: Val, count: Val, short: Val, tail: int
+    c: Code, mode: Mode, dtype: str, src: Val, ld: Val, stage: Val, count: Val, short: Val, tail: int
 ) -> None:
-    """Copy `count` rows of a block (of `tail` elements where `short`) to the zeroed stage; a tail block comes last."""
-    lanes = lanes_of(line)
+    """Widen `count` rows of a block (of `tail` elements where `short`) into the zeroed stage; a short block is last."""
+    block = mode.lanes * mode.group
 
     def copy(valid: int) -> None:
         with c.loop(0, count) as r:
-            x = load_part(c, mode.isa, elem, c.gep("i8", src, c.mul(r, ld)), lanes, valid)
-            c.store(x, c.gep(line, stage, r), align=BYTES[elem])
+            x = rows_step(c, mode, dtype, c.gep("i8", src, c.mul(r, ld)), valid)
+            c.store(x, c.gep(x.ty, stage, r), align=BYTES[mode.packed])
 
     if not tail:
-        copy(lanes)
+        copy(block)
         return
     with c.when(short):
         copy(tail)
     with c.when(c.binary("xor", short, Val("i1", "true"))):
-        copy(lanes)
+        copy(block)
 
 
 def rows_from_rows(module: Module, mode: Mode, dtype: str, k_tail: int) -> str:

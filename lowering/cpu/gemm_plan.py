@@ -69,15 +69,20 @@ class Plan:
         return self.kc // self.mode.group * self.mode.unit_bytes
 
 
-def register_block(isa: Isa, kind: str, narrow: bool) -> tuple[int, int]:
-    """Rows and vectors of the accumulator block; `narrow`: C is at most one vector wide."""
-    rows = 8 if isa.registers == 32 else 6 if isa.has("fma") and kind == "fma" else 4
-    return rows, 1 if narrow else 2
+def register_block(isa: Isa, kind: str, narrow: bool) -> tuple[int, int, int]:
+    """Usual rows, most rows, and vectors of the accumulator block; `narrow`: C is at most one vector wide."""
+    if isa.registers == 32:
+        return (8, 8, 1) if narrow else (8, 11, 2)
+    rows = 6 if isa.has("fma") and kind == "fma" else 4
+    return rows, rows, 1 if narrow else 2
 
 
-def split_rows(m: int, cap: int) -> tuple[Rows, ...]:
-    """Row panels of nearly equal height, so that at most two heights need code."""
-    panels = -(-m // cap)
+def split_rows(m: int, usual: int, most: int) -> tuple[Rows, ...]:
+    """Row panels of one height where m allows it, else of two that differ by one: each height costs code."""
+    for height in range(usual, most + 1):
+        if m % height == 0:
+            return (Rows(0, m // height, height, 0),)
+    panels = -(-m // usual)
     low, high = divmod(m, panels)
     parts = [Rows(0, high, low + 1, 0), Rows(high * (low + 1), panels - high, low, high)]
     return tuple(p for p in parts if p.count)
@@ -136,11 +141,21 @@ def _a_bytes(mode: Mode, layout: str, rows: tuple[Rows, ...], m: int, kc: int, w
     return _round(sum(r.count for r in rows) * width * units, 64) if layout == "panels" else 0
 
 
+def _panel_vectors(n: int, lanes: int, most: int) -> int:
+    """Vectors of a panel: as many as there may be, or somewhat fewer if that leaves no rest to write code for."""
+    need = -(-n // lanes)
+    if need <= most:
+        return need
+    even = [v for v in range(most, most * 3 // 5, -1) if n % (v * lanes) == 0]
+    return even[0] if even else most
+
+
 def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool) -> Plan:
     budget = 24 if mode.isa.registers == 32 else 10 if mode.kind == "fma" else 8
-    vectors = max(1, min(16, (budget - (budget // 4) * mode.flip) // m))
-    rows = split_rows(m, m if mode.isa.registers == 32 else min(m, 6))
-    columns = split_columns(n, mode.lanes, min(vectors, -(-n // mode.lanes)))
+    usual = m if mode.isa.registers == 32 else min(m, 6)
+    rows = split_rows(m, usual, usual)
+    vectors = max(1, min(16, (budget - (budget // 4) * mode.flip) // rows[0].rows))
+    columns = split_columns(n, mode.lanes, _panel_vectors(n, mode.lanes, vectors))
     size = BYTES[STORAGE[mode.b]]
     limit = k
     if n * k * size > _STREAMED_BYTES:  # a few whole rows at a time: memory is read in order
@@ -150,25 +165,13 @@ def _direct_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool) -> Plan:
     kc, blocks = _k_blocks(mode, k, limit)
     layout = _a_layout(mode, k, trans_a, sum(c.count for c in columns))
     width = _a_width(mode, rows[0].rows)
-    return Plan(
-        "direct",
-        mode,
-        False,
-        layout,
-        rows,
-        columns,
-        width,
-        kc,
-        blocks,
-        _a_bytes(mode, layout, rows, m, kc, width),
-        0,
-        0,
-    )
+    a_bytes = _a_bytes(mode, layout, rows, m, kc, width)
+    return Plan("direct", mode, False, layout, rows, columns, width, kc, blocks, a_bytes, 0, 0)
 
 
 def _packed_plan(mode: Mode, m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> Plan:
-    cap, vectors = register_block(mode.isa, mode.kind, n <= mode.lanes)
-    rows, columns = split_rows(m, cap), split_columns(n, mode.lanes, vectors)
+    usual, most, vectors = register_block(mode.isa, mode.kind, n <= mode.lanes)
+    rows, columns = split_rows(m, usual, most), split_columns(n, mode.lanes, vectors)
     kc, blocks = _k_blocks(mode, k, _B_BLOCK_UNIT_BYTES // mode.unit_bytes * mode.group)
     layout = _a_layout(mode, k, trans_a, sum(c.count for c in columns))
     width = _a_width(mode, rows[0].rows)

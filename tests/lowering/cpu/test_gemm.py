@@ -147,9 +147,9 @@ def specs(a: str, b: str, acc: str, sizes=SIZES) -> list[GemmSpec]:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_float_products(native_isa, dtype, undefined):
-    """All layouts of sizes for every strategy, odd and even."""
+    """Sizes for every strategy, odd and even, in every layout; the main dtypes in all combinations."""
     isa = host_isa() if native_isa == "host" else ISAS[native_isa]
-    wanted = specs(dtype, dtype, "float32")
+    wanted = specs(dtype, dtype, "float32")[:: 1 if native_isa == "host" and dtype in ("float32", "bfloat16") else 3]
     products = Products(isa, wanted, undefined)
     for i, spec in enumerate(wanted):
         check(products, spec, i)
@@ -158,7 +158,7 @@ def test_float_products(native_isa, dtype, undefined):
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(BYTES, BYTES)))
 def test_byte_products(native_isa, a, b, undefined):
     isa = host_isa() if native_isa == "host" else ISAS[native_isa]
-    wanted = specs(a, b, "int32", SIZES[1::2])
+    wanted = specs(a, b, "int32")[:: 2 if native_isa == "host" else 3]
     products = Products(isa, wanted, undefined)
     for i, spec in enumerate(wanted):
         check(products, spec, i)
@@ -176,7 +176,7 @@ def test_byte_products(native_isa, a, b, undefined):
 )  # fmt: skip
 def test_other_dtypes(a, b, acc, undefined):
     """Wide, narrow and mixed operands on this machine."""
-    wanted = specs(a, b, acc, SIZES[1::3])
+    wanted = specs(a, b, acc)[::3]
     products = Products(host_isa(), wanted, undefined)
     for i, spec in enumerate(wanted):
         check(products, spec, i)
@@ -186,7 +186,7 @@ def test_other_dtypes(a, b, acc, undefined):
 def test_blocked_products(a, acc, undefined):
     """More rows, columns and k than one cache block holds, with tails in each."""
     sizes = [(300, 70, 70), (20, 40, 5001), (3, 300, 5003), (2, 3000, 230), (300, 2, 3001)]
-    wanted = specs(a, a, acc, sizes)
+    wanted = specs(a, a, acc, sizes)[:: 1 if a == "int8" else 3]
     products = Products(host_isa(), wanted, undefined)
     for i, spec in enumerate(wanted):
         check(products, spec, i)
@@ -212,7 +212,7 @@ DTYPE_PAIRS = st.one_of(
 SIZE = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 64, 100, 127, 257]))
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(m=SIZE, n=SIZE, k=SIZE, dtypes=DTYPE_PAIRS, ta=st.booleans(), tb=st.booleans(), add=st.booleans())
 def test_random_products(undefined, m, n, k, dtypes, ta, tb, add):
     spec = GemmSpec(m, n, k, *dtypes, ta, tb, add)
@@ -245,7 +245,7 @@ def test_every_value_survives_widening(native_isa, dtype, undefined):
             np.testing.assert_array_equal(got, np.broadcast_to(expected[:, None], got.shape), err_msg=str(spec))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "float64"])
 @pytest.mark.parametrize("size", [(1, 37, 19), (6, 37, 19), (21, 37, 19), (21, 3, 19), (21, 3, 67), (2, 9, 67)])
 def test_nan_and_infinity_stay_in_their_row_and_column(dtype, size, undefined):
     acc = "float64" if dtype == "float64" else "float32"
@@ -286,7 +286,7 @@ def test_integer_extremes_wrap(native_isa, a, b, undefined):
 )
 def test_objects_for_every_instruction_set(isa, dtypes, undefined):
     """Valid text and an object without undefined symbols, also for machines that are not this one."""
-    Products(ISAS[isa], specs(*dtypes, [(3, 33, 35), (21, 37, 35)]), undefined)
+    Products(ISAS[isa], specs(*dtypes, [(3, 33, 35), (21, 37, 35)])[::3], undefined)
 
 
 def test_each_spec_is_emitted_once_and_alike():
