@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jtile.ir import Assert, For, Full, If, Kernel, Load, Select, Store, Value, While
+from jtile.ir import Assert, Atomic, For, Full, If, Kernel, Load, Select, Store, Value, While
 from jtile.ir.core import Block
 
 from . import algebra, fold, layouts
@@ -97,6 +97,16 @@ def _store(op: Store, rw: Rewriter):
     if op.mask is None or number(op.mask) is None:
         return None
     return rw.add(Store(op.ref, op.index, op.value, None, op.checked)) if number(op.mask) else ()
+
+
+@control(Atomic)
+def _atomic(op: Atomic, rw: Rewriter):
+    """Masked lanes of an atomic give 0."""
+    if op.mask is None or number(op.mask) is None:
+        return None
+    if not number(op.mask):
+        return rw.new(Full(0, op.result.shape, op.result.dtype))
+    return rw.new(Atomic(op.fn, op.ref, op.index, op.value, op.compare))
 
 
 @control(Assert)

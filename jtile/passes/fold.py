@@ -142,7 +142,8 @@ def _padded(op: Pad, rw: Rewriter):
     Reduce, ArgReduce, Cumulative, Sort, Scatter,
 )  # fmt: skip
 def _small(op: Op, rw: Rewriter):
-    """Any op on small literal tiles. A broadcast of a literal or an iota is kept: it is shorter than its result."""
+    """Any op on small literal tiles. What an iota gives stays arithmetic, unless it is one number everywhere: targets
+    make indices cheaper than tables. A broadcast of a literal is shorter than its result."""
     if max((math.prod(r.shape) for r in op.results), default=0) > SMALL or (isinstance(op, Broadcast) and op.x.shape):
         return None
     values = [constant(v) for v in op.operands()]
@@ -151,4 +152,7 @@ def _small(op: Op, rw: Rewriter):
     with np.errstate(all="ignore"):
         out = op.reference(*values)
     literals = [literal_op(np.asarray(x)) for x in (out if isinstance(out, tuple) else (out,))]
-    return None if any(x is None for x in literals) else tuple(rw.new(x) for x in literals if x is not None)
+    indices = any(isinstance(v.op, Iota) for v in op.operands())
+    if any(x is None or (indices and isinstance(x, Dense)) for x in literals):
+        return None
+    return tuple(rw.new(x) for x in literals if x is not None)
