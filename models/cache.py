@@ -37,14 +37,6 @@ def from_prefill(pairs, lengths, slots: int) -> KVCache:
     return KVCache(tuple(place(k) for k, _ in pairs), tuple(place(v) for _, v in pairs), lengths)
 
 
-def write(slots, new, lengths):
-    """`slots` [batch, slots, kv_heads, head_dim] with `new` [batch, kv_heads, head_dim] at slot lengths[b] of row b."""
-    new, zero = new[:, None], jnp.zeros((), lengths.dtype)
-    if slots.shape[0] == 1:  # the plain form updates in place; the batched one becomes a scatter
-        return jax.lax.dynamic_update_slice(slots, new, (zero, lengths[0], zero, zero))
-    return jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice(row, x, (at, zero, zero)))(slots, new, lengths)
-
-
 def bucket(length: int, limit: int | None = None) -> int:
     """The smallest allowed static size >= length: multiples of an eighth of its power of two, at least 16.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from jtile._errors import ModelError
+from jtile.models.llama import LlamaConfig
 from jtile.models.tokenizer import Tokenizer
 from jtile.ops.quantized_tensor import QuantizedTensor
 
@@ -17,20 +18,23 @@ class Checkpoint:
     """An opened model file or folder. `tensors` maps the tensor names of transformers to functions that read them."""
 
     source: str
-    config: object
+    config: LlamaConfig
     tensors: Mapping[str, Callable[[], jax.Array | QuantizedTensor]]
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...] = ()
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> jax.Array | QuantizedTensor | None:
-        """The tensor `name`; None for an absent `lm_head.weight` (a tied head).
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is the output head, too."""
+        return "lm_head.weight" not in self.tensors
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> jax.Array | QuantizedTensor:
+        """The tensor `name`.
 
         Raises:
           ModelError: the tensor is missing, or its shape is not `shape`.
         """
         if name not in self.tensors:
-            if name == "lm_head.weight":
-                return None
             raise ModelError(f"{self.source} lacks the tensor {name}; the file is incomplete, download it again")
         tensor = self.tensors[name]()
         if tuple(tensor.shape) != shape:

@@ -71,10 +71,10 @@ def run_generate(
 
 
 def _ids(lm: LanguageModel, prompt: str | None, prompt_ids, chat: bool, system: str | None) -> list[int]:
-    if (prompt is None) == (prompt_ids is None):
-        raise PromptError("give either a prompt or --prompt-ids")
-    if prompt_ids is not None:
+    if prompt_ids is not None and prompt is None:
         return _parse_ids(prompt_ids) if isinstance(prompt_ids, str) else [int(i) for i in prompt_ids]
+    if prompt is None or prompt_ids is not None:
+        raise PromptError("give either a prompt or --prompt-ids")
     if lm.tokenizer is None:
         raise ModelError(f"{lm.source} has no tokenizer; pass --prompt-ids")
     if not chat or lm.tokenizer.chat_template is None:

@@ -82,7 +82,7 @@ def open_gguf(path: str | os.PathLike) -> Checkpoint:
     infos = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in infos:
         raise ModelError(f"{path} lacks the tensor token_embd.weight; the file is incomplete, download it again")
-    factors = infos["rope_freqs.weight"].data if "rope_freqs.weight" in infos else ()
+    factors = infos["rope_freqs.weight"].data.tolist() if "rope_freqs.weight" in infos else ()
     config = LlamaConfig.from_gguf(meta, int(infos["token_embd.weight"].shape[-1]), factors)
     tensors = {_name(n): functools.partial(_tensor, info, config) for n, info in infos.items()}
     return Checkpoint(str(path), config, tensors, _tokenizer(meta, path), _eos_ids(meta))

@@ -1,5 +1,7 @@
-"""The kernels that a decoder needs beside those of `jtile.ops`: rotary positions fused with what stands around them, and
-the gate of the MLP. Each takes a whole layer's step in one call, which counts where a step takes microseconds."""
+"""Kernels of the decoder beside those of `jtile.ops`: rotary positions fused with what stands around them.
+
+Queries, keys and values leave the projection in one pass; in a decoding step they go straight into the cache.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def _split_types(qkv, cos, sin, *, heads, kv_heads, **_):
 
 @jt.kernel(out_type=_split_types, grid=lambda qkv, *_, bt, **__: (qkv.shape[0], jt.cdiv(qkv.shape[1], bt)))
 def rope_split(qkv, cos, sin, q, k, v, *, heads: int, kv_heads: int, bt: int = 16):
-    """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin [length, head_dim / 2] -> rotated q and k, and v."""
+    """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin [length, head_dim / 2] -> q and k rotated, v."""
     b, t = jt.program_id(0), jt.program_id(1)
     n, half = cos.shape[-1] * 2, cos.shape[-1]
     X = qkv.tiles(None, bt, qkv.shape[2], n)[b, t, 0, 0]
@@ -44,22 +46,11 @@ def _step_types(qkv, cos, sin, lengths, keys, values, *, heads, **_):
     alias={"keys": "new_keys", "values": "new_values"},
 )
 def rope_append(qkv, cos, sin, lengths, keys, values, q, new_keys, new_values, *, heads: int, kv_heads: int):
-    """One token a row: rotates q and k of qkv [batch, heads + 2 kv_heads, head_dim] by cos, sin [batch, head_dim / 2], and
-    writes k and v into slot lengths[b] of the caches [batch, slots, kv_heads, head_dim], in place."""
+    """One token a row: rotates q and k of qkv [batch, heads + 2 kv_heads, head_dim] by cos, sin [batch, head_dim / 2],
+    and writes k and v into slot lengths[b] of the caches [batch, slots, kv_heads, head_dim], in place."""
     b = jt.program_id(0)
     at, X = lengths[b], qkv[b, :, :]
     R = _rotate(X[: heads + kv_heads], cos[b, :][None], sin[b, :][None])
     q[b, :, :] = R[:heads]
     new_keys[b, at, :, :] = R[heads:]
     new_values[b, at, :, :] = X[heads + kv_heads :]
-
-
-@jt.kernel(
-    out_type=lambda gate_up, **_: jt.like(gate_up, shape=(gate_up.shape[0], gate_up.shape[1] // 2)),
-    grid=lambda gate_up, *, br, **_: (jt.cdiv(gate_up.shape[0], br),),
-)
-def silu_gate(gate_up, o, *, br: int = 4):
-    """silu(gate) * up for gate_up [rows, 2 features], gate first."""
-    i, n = jt.program_id(0), gate_up.shape[1] // 2
-    X = gate_up.tiles(br, n)
-    o.tiles(br, n)[i, 0] = jax.nn.silu(X[i, 0]) * X[i, 1]

@@ -9,16 +9,20 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jtile.models import kernels
+from jtile.ops import embeddings, flash_attention, split_attention
+from jtile.ops.gated_mlp import gated_mlp as ops_gated_mlp
+from jtile.ops.matmul import matmul
+from jtile.ops.norms import rms_norm as ops_rms_norm
 from jtile.ops.quantized import quantized_matmul
-from jtile.ops.quantized_tensor import QuantizedTensor, dequantize_rows
+from jtile.ops.quantized_tensor import QuantizedTensor
 
 Weight = jax.Array | QuantizedTensor | tuple
 
 
 def rms_norm(x, weight, eps: float):
     """x * weight / sqrt(mean(x^2) + eps) over the last axis; x [..., features], weight [features]."""
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return x * scale * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+    return ops_rms_norm(x, weight, eps=eps)
 
 
 def linear(x, weight: Weight, residual=None):
@@ -28,17 +32,13 @@ def linear(x, weight: Weight, residual=None):
         return y if residual is None else y + residual
     if isinstance(weight, QuantizedTensor):
         return quantized_matmul(x, weight, residual=residual)
-    y = jax.lax.dot_general(x, weight.astype(jnp.float32), (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
+    y = matmul(x, weight, transpose_b=True, out_dtype=jnp.float32)
     return y if residual is None else y + residual
 
 
 def embedding(table: Weight, ids):
     """Rows `ids` (int, any shape) of the table [vocab, features] as float32."""
-    if isinstance(table, QuantizedTensor):
-        return dequantize_rows(
-            table.kind, *(None if leaf is None else leaf[ids] for leaf in (table.codes, table.scale, table.minimum))
-        )
-    return table[ids].astype(jnp.float32)
+    return embeddings.embedding(table, ids, dtype=jnp.float32)
 
 
 def rope_angles(positions, inverse_frequencies):
@@ -48,40 +48,37 @@ def rope_angles(positions, inverse_frequencies):
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rope(x, cos, sin):
-    """Rotates the pairs (i, i + head_dim / 2) of x [batch, length, heads, head_dim]; cos, sin [batch, length, half]
-    are those of each position."""
-    half = x.shape[-1] // 2
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    low, high = x[..., :half], x[..., half:]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+def split_heads(qkv, cos, sin, heads: int, kv_heads: int):
+    """Rotated q [batch, length, heads, head_dim], rotated k and v [..., kv_heads, head_dim] of the projection qkv
+    [batch, length, (heads + 2 kv_heads) head_dim]; cos and sin [length, head_dim / 2] are those of each position."""
+    qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
+    return kernels.rope_split(qkv, cos, sin, heads=heads, kv_heads=kv_heads)
 
 
-def attention(q, k, v, scale: float):
+def append_heads(qkv, cos, sin, lengths, keys, values, heads: int, kv_heads: int):
+    """The same for one token a row, qkv [batch, ...], cos and sin [batch, head_dim / 2]: returns
+    q [batch, heads, head_dim] and the caches [batch, slots, kv_heads, head_dim], in which slot lengths[b] of row b now
+    holds k and v, written in place."""
+    qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
+    return kernels.rope_append(qkv, cos, sin, lengths, keys, values, heads=heads, kv_heads=kv_heads)
+
+
+def attention(q, k, v):
     """Causal attention of q [batch, length, heads, head_dim] over k, v [batch, length, kv_heads, head_dim]."""
-    length = q.shape[1]
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    return _attend(q, k, v, scale, causal[None, None, None])
+    return flash_attention.attention(q, k, v, causal=True)
 
 
-def decode_attention(q, keys, values, lengths, scale: float):
+def decode_attention(q, keys, values, lengths):
     """One query per row, q [batch, heads, head_dim], over the first `lengths` (int [batch]) slots of the cache
     [batch, slots, kv_heads, head_dim]; the result has q's shape."""
-    slots = jnp.arange(keys.shape[1], dtype=lengths.dtype)
-    live = slots[None, :] < lengths[:, None]
-    return _attend(q[:, None], keys, values, scale, live[:, None, None, None])[:, 0]
+    return split_attention.decode_attention(q, keys, values, lengths)
 
 
-def _attend(q, k, v, scale, mask):
-    """mask is boolean and broadcasts to [batch, kv_heads, group, length, slots]."""
-    batch, length, _, head_dim = q.shape
-    grouped = q.reshape(batch, length, k.shape[2], -1, head_dim)
-    scores = jnp.einsum("blkgd,bskd->bkgls", grouped, k, precision="highest") * scale
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bkgls,bskd->blkgd", weights, v, precision="highest").reshape(q.shape)
-
-
-def gated_mlp(x, gate_up: Weight, down: Weight, residual):
-    """residual + down(silu(gate(x)) * up(x)); gate and up are stacked along `out` in that order."""
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down, residual)
+def gated_mlp(x, gate: Weight, up: Weight, down: Weight, residual):
+    """residual + down(silu(gate(x)) * up(x))."""
+    storages = {w.kind if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
+    if len(storages) == 2:  # a file that mixes them
+        hidden = jax.nn.silu(linear(x, gate)) * linear(x, up)
+    else:
+        hidden = ops_gated_mlp(x, gate, up, transpose=True)
+    return linear(hidden, down, residual)

@@ -133,9 +133,11 @@ def _rope_scaling(rope: Mapping, config: Mapping) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", _number(rope, "factor", kind=float))
     if kind == "llama3":
-        factors = (_number(rope, key, kind=float) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+        factor, low, high = (
+            _number(rope, key, kind=float) for key in ("factor", "low_freq_factor", "high_freq_factor")
+        )
         longest = _number(config, "max_position_embeddings", 8192)
-        return RopeScaling("llama3", *factors, _number(rope, "original_max_position_embeddings", longest))
+        return RopeScaling(kind, factor, low, high, _number(rope, "original_max_position_embeddings", longest))
     raise ModelError(f"unknown rope scaling {kind!r}; jtile.models.llama implements 'default', 'linear' and 'llama3'")
 
 
@@ -162,24 +164,19 @@ class Attention(nnx.Module):
         self.qkv, self.output = nnx.Param(qkv), nnx.Param(output)
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
 
-    def project(self, x, cos, sin):
-        """x [batch, length, hidden] -> q, k (rotated) and v, each [batch, length, its heads, head_dim]."""
-        qkv = layers.linear(x, self.qkv.get_value()).reshape(*x.shape[:2], -1, self.head_dim)
-        rotated = layers.rope(qkv[:, :, : self.heads + self.kv_heads], cos, sin)
-        return rotated[:, :, : self.heads], rotated[:, :, self.heads :], qkv[:, :, self.heads + self.kv_heads :]
-
     def prefill(self, x, residual, cos, sin):
-        """Returns (residual plus output [batch, length, hidden], (k, v))."""
-        q, k, v = self.project(x, cos, sin)
-        mixed = layers.attention(q, k, v, self.head_dim**-0.5)
+        """x [batch, length, hidden]; returns (residual plus output [batch, length, hidden], (k, v))."""
+        qkv = layers.linear(x, self.qkv.get_value())
+        q, k, v = layers.split_heads(qkv, cos, sin, self.heads, self.kv_heads)
+        mixed = layers.attention(q, k, v)
         return layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value(), residual), (k, v)
 
     def step(self, x, residual, cos, sin, keys, values, lengths):
-        """x [batch, 1, hidden] against the cache of this layer; returns (residual plus output, keys, values)."""
-        q, k, v = self.project(x, cos, sin)
-        keys, values = kv.write(keys, k[:, 0], lengths), kv.write(values, v[:, 0], lengths)
-        mixed = layers.decode_attention(q[:, 0], keys, values, lengths + 1, self.head_dim**-0.5)
-        return layers.linear(mixed.reshape(x.shape[0], 1, -1), self.output.get_value(), residual), keys, values
+        """x [batch, hidden] against the cache of this layer; returns (residual plus output, keys, values)."""
+        qkv = layers.linear(x, self.qkv.get_value())
+        q, keys, values = layers.append_heads(qkv, cos, sin, lengths, keys, values, self.heads, self.kv_heads)
+        mixed = layers.decode_attention(q, keys, values, lengths + 1)
+        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value(), residual), keys, values
 
 
 class Block(nnx.Module):
@@ -190,25 +187,19 @@ class Block(nnx.Module):
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         prefix = f"model.layers.{index}."
 
-        def stack(group: str, names: Sequence[str], rows: Sequence[int]):
-            return _fuse(
-                [weight(f"{prefix}{group}.{n}_proj.weight", (r, inner)) for n, r in zip(names, rows, strict=True)]
-            )
-
         self.eps = config.norm_eps
         self.attention_norm = nnx.Param(_f32(weight(f"{prefix}input_layernorm.weight", (inner,))))
-        self.attention = Attention(
-            config,
-            stack("self_attn", "qkv", (q_rows, kv_rows, kv_rows)),
-            weight(f"{prefix}self_attn.o_proj.weight", (inner, q_rows)),
-        )
+        shapes = {"q": (q_rows, inner), "k": (kv_rows, inner), "v": (kv_rows, inner), "o": (inner, q_rows)}
+        *qkv, output = (weight(f"{prefix}self_attn.{name}_proj.weight", shape) for name, shape in shapes.items())
+        self.attention = Attention(config, _fuse(qkv), output)
         self.mlp_norm = nnx.Param(_f32(weight(f"{prefix}post_attention_layernorm.weight", (inner,))))
-        self.gate_up = nnx.Param(stack("mlp", ("gate", "up"), (features, features)))
+        self.gate = nnx.Param(weight(f"{prefix}mlp.gate_proj.weight", (features, inner)))
+        self.up = nnx.Param(weight(f"{prefix}mlp.up_proj.weight", (features, inner)))
         self.down = nnx.Param(weight(f"{prefix}mlp.down_proj.weight", (inner, features)))
 
     def mlp(self, x):
         normed = layers.rms_norm(x, self.mlp_norm.get_value(), self.eps)
-        return layers.gated_mlp(normed, self.gate_up.get_value(), self.down.get_value(), x)
+        return layers.gated_mlp(normed, self.gate.get_value(), self.up.get_value(), self.down.get_value(), x)
 
     def prefill(self, x, cos, sin):
         normed = layers.rms_norm(x, self.attention_norm.get_value(), self.eps)
@@ -221,7 +212,7 @@ class Block(nnx.Module):
         return self.mlp(x), keys, values
 
 
-WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor | None"]
+WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
 
 
 class Llama(nnx.Module):
@@ -230,16 +221,15 @@ class Llama(nnx.Module):
     Causality keeps the padding out of every real position, so no mask travels through the layers.
     """
 
-    def __init__(self, config: LlamaConfig, weight: WeightSource):
-        """Args: weight: `weight(name, shape)` gives the checkpoint's tensor of that (transformers) name, checked
-        against `shape`; `lm_head.weight` may be None, then the embedding serves as the head."""
+    def __init__(self, config: LlamaConfig, weight: WeightSource, tied: bool):
+        """`weight(name, shape)` gives the checkpoint's tensor of that (transformers) name, checked against `shape`;
+        `tied`: the embedding serves as the output head."""
         table = (config.vocab_size, config.hidden_size)
         self.config = config
         self.embedding = nnx.Param(weight("model.embed_tokens.weight", table))
         self.blocks = nnx.List([Block(config, i, weight) for i in range(config.num_layers)])
         self.norm = nnx.Param(_f32(weight("model.norm.weight", (config.hidden_size,))))
-        head = weight("lm_head.weight", table)
-        self.output = None if head is None else nnx.Param(head)
+        self.output = None if tied else nnx.Param(weight("lm_head.weight", table))
 
     def head(self, hidden):
         """Logits float32 [..., vocab] of hidden states [..., hidden]."""
@@ -251,8 +241,9 @@ class Llama(nnx.Module):
 
         Returns (hidden [batch, length, hidden_size] before the final norm, per-layer (key, value) pairs)."""
         x = layers.embedding(self.embedding.get_value(), ids)
-        positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        cos, sin = layers.rope_angles(positions, jnp.asarray(inverse_frequencies(self.config)))
+        cos, sin = layers.rope_angles(
+            jnp.arange(ids.shape[1], dtype=jnp.int32), jnp.asarray(inverse_frequencies(self.config))
+        )
         pairs = []
         for block in self.blocks:
             x, pair = block.prefill(x, cos, sin)
@@ -261,14 +252,14 @@ class Llama(nnx.Module):
 
     def step(self, tokens, cache: kv.KVCache):
         """One token per row: tokens int32 [batch] -> (logits float32 [batch, vocab], the cache one token longer)."""
-        x = layers.embedding(self.embedding.get_value(), tokens[:, None])
-        cos, sin = layers.rope_angles(cache.lengths[:, None], jnp.asarray(inverse_frequencies(self.config)))
+        x = layers.embedding(self.embedding.get_value(), tokens)
+        cos, sin = layers.rope_angles(cache.lengths, jnp.asarray(inverse_frequencies(self.config)))
         keys, values = [], []
         for block, layer_keys, layer_values in zip(self.blocks, cache.keys, cache.values, strict=True):
             x, layer_keys, layer_values = block.step(x, cos, sin, layer_keys, layer_values, cache.lengths)
             keys.append(layer_keys)
             values.append(layer_values)
-        return self.head(x[:, 0]), kv.KVCache(tuple(keys), tuple(values), cache.lengths + 1)
+        return self.head(x), kv.KVCache(tuple(keys), tuple(values), cache.lengths + 1)
 
 
 def _f32(x):

@@ -56,7 +56,7 @@ def choose(logits, step, static: tuple[bool, int | None, bool], numbers: dict[st
     """The next token, int32 [batch], for logits float32 [batch, vocab]; `step` (int32) is how many were made so far."""
     greedy, top_k, nucleus = static
     if greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _argmax(logits)
     logits = logits / numbers["temperature"].reshape(1, 1)
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = jax.lax.top_k(logits, top_k)[0][:, -1:]
@@ -64,6 +64,14 @@ def choose(logits, step, static: tuple[bool, int | None, bool], numbers: dict[st
     if nucleus:
         logits = _keep_nucleus(logits, numbers["top_p"])
     return jax.random.categorical(jax.random.fold_in(numbers["key"], step), logits, axis=-1).astype(jnp.int32)
+
+
+def _argmax(logits):
+    """The first largest entry of each row; XLA makes scalar code of jnp.argmax (225 us for 49152 entries, this 40)."""
+    last = logits.shape[-1] - 1
+    columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(logits >= top, columns, last), axis=-1)
 
 
 def _keep_nucleus(logits, top_p):

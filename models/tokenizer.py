@@ -6,6 +6,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal, overload
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -127,6 +128,16 @@ class Tokenizer:
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that arrive one by one."""
         return TextStream(self._backend, skip_special_tokens)
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, tokenize: Literal[True] = True
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, tokenize: Literal[False]
+    ) -> str: ...
 
     def apply_chat_template(
         self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, tokenize: bool = True

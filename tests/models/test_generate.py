@@ -63,6 +63,7 @@ def test_bad_arguments_raise_before_the_first_token(tiny, row):
         (row, {"max_new_tokens": -1}, "max_new_tokens"),
         (row, {"temperature": -0.1}, "temperature"),
         ("text", {}, "encode it first"),
+        (row, {"eos": "<end>"}, "eos is 'model'"),
     ):
         with pytest.raises(PromptError, match=message):
             tiny.stream(ids, **options)

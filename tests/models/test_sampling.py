@@ -80,3 +80,11 @@ def test_equal_probabilities_enter_the_nucleus_together():
 def test_options_out_of_range(options, message):
     with pytest.raises(PromptError, match=message):
         Sampling(**options)
+
+
+def test_greedy_takes_the_first_of_equals():
+    static, numbers = Sampling().static, Sampling().traced()
+    logits = jnp.array([[1.0, 3.0, 3.0], [-jnp.inf, -jnp.inf, -jnp.inf], [jnp.nan, 1.0, 2.0]])
+    tokens = choose(logits, jnp.int32(0), static, numbers)
+    assert tokens[:2].tolist() == [1, 0]
+    assert 0 <= int(tokens[2]) < 3
