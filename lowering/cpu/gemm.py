@@ -94,7 +94,7 @@ def gemm_cost_ns(spec: GemmSpec, isa: Isa) -> int:
     macs = thin * padded * spec.k / (mode.lanes * mode.group * pace)
     traffic = spec.m * spec.k * BYTES[STORAGE[spec.a]] + spec.n * spec.k * BYTES[STORAGE[spec.b]]
     traffic += spec.m * spec.n * BYTES[mode.acc] + 2 * plan.workspace * plan.blocks
-    return round(30 + macs + traffic / 64)
+    return round(20 + macs + traffic / 128)
 
 
 _A, _LDA, _B, _LDB, _C, _LDC, _WORK = _PARAMS = [
