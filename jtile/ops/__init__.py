@@ -10,11 +10,17 @@ from jtile.ops.convolutions import convolution as convolution
 from jtile.ops.elementwise import bias_gelu_residual as bias_gelu_residual
 from jtile.ops.embeddings import embedding as embedding
 from jtile.ops.flash_attention import attention as attention
+from jtile.ops.gated_mlp import gated_mlp as gated_mlp
 from jtile.ops.histograms import histogram as histogram
 from jtile.ops.layout import transpose as transpose
 from jtile.ops.losses import cross_entropy as cross_entropy
+from jtile.ops.matmul import matmul as matmul
 from jtile.ops.norms import layer_norm as layer_norm
 from jtile.ops.norms import rms_norm as rms_norm
+from jtile.ops.quantized import quantized_matmul as quantized_matmul
+from jtile.ops.quantized_tensor import QuantizedTensor as QuantizedTensor
+from jtile.ops.quantized_tensor import from_gguf_blocks as from_gguf_blocks
+from jtile.ops.quantized_tensor import quantize as quantize
 from jtile.ops.rotary import rope as rope
 from jtile.ops.scans import cumsum as cumsum
 from jtile.ops.softmaxes import log_softmax as log_softmax
