@@ -82,7 +82,13 @@ class Code:
     """One LLVM function under construction. Every method appends to the current block and returns the typed result."""
 
     def __init__(
-        self, module: Module, name: str, params: list[Val], ret: str = "void", linkage: str = "internal", attributes: str = ""
+        self,
+        module: Module,
+        name: str,
+        params: list[Val],
+        ret: str = "void",
+        linkage: str = "internal",
+        attributes: str = "",
     ):
         self.module, self.name, self.params, self.ret, self.linkage = module, name, params, ret, linkage
         self.attributes = attributes  # of this function, beside the module's
@@ -243,7 +249,9 @@ class Code:
         """Return from the function, add it to the module and give its text."""
         self.do(f"ret {value}" if value is not None else "ret void")
         params = ", ".join(str(p) for p in self.params)
-        head = f"define {self.linkage} {self.ret} @{self.name}({params}) #0 {self.attributes} {{\nentry:\n".replace("  ", " ")
+        head = f"define {self.linkage} {self.ret} @{self.name}({params}) #0 {self.attributes} {{\nentry:\n".replace(
+            "  ", " "
+        )
         text = head + "\n".join([*self._entry, *self._body]) + "\n}\n"
         self.module.functions[self.name] = text
         return text
