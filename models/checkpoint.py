@@ -10,7 +10,7 @@ import jax
 from jtile._errors import ModelError
 from jtile.models.llama import LlamaConfig
 from jtile.models.tokenizer import Tokenizer
-from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.ops import QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jtile._errors import JtileError, ModelError
 from jtile.models.checkpoint import Checkpoint
 from jtile.models.llama import LlamaConfig
 from jtile.models.tokenizer import Tokenizer
-from jtile.ops.quantized_tensor import QuantizedTensor, from_gguf_blocks, quantize
+from jtile.ops import QuantizedTensor, from_gguf_blocks, quantize
 
 NATIVE = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}  # kept bit for bit; other block types become q8_0
 DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}

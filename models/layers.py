@@ -9,20 +9,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jtile import ops
 from jtile.models import kernels
-from jtile.ops import embeddings, flash_attention, split_attention
-from jtile.ops.gated_mlp import gated_mlp as ops_gated_mlp
-from jtile.ops.matmul import matmul
-from jtile.ops.norms import rms_norm as ops_rms_norm
-from jtile.ops.quantized import quantized_matmul
-from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.ops import QuantizedTensor
 
 Weight = jax.Array | QuantizedTensor | tuple
 
 
 def rms_norm(x, weight, eps: float):
     """x * weight / sqrt(mean(x^2) + eps) over the last axis; x [..., features], weight [features]."""
-    return ops_rms_norm(x, weight, eps=eps)
+    return ops.rms_norm(x, weight, eps=eps)
 
 
 def linear(x, weight: Weight, residual=None):
@@ -31,14 +27,14 @@ def linear(x, weight: Weight, residual=None):
         y = jnp.concatenate([linear(x, part) for part in weight], axis=-1)
         return y if residual is None else y + residual
     if isinstance(weight, QuantizedTensor):
-        return quantized_matmul(x, weight, residual=residual)
-    y = matmul(x, weight, transpose_b=True, out_dtype=jnp.float32)
+        return ops.quantized_matmul(x, weight, residual=residual)
+    y = ops.matmul(x, weight, transpose_b=True, out_dtype=jnp.float32)
     return y if residual is None else y + residual
 
 
 def embedding(table: Weight, ids):
     """Rows `ids` (int, any shape) of the table [vocab, features] as float32."""
-    return embeddings.embedding(table, ids, dtype=jnp.float32)
+    return ops.embedding(table, ids, dtype=jnp.float32)
 
 
 def rope_angles(positions, inverse_frequencies):
@@ -65,13 +61,13 @@ def append_heads(qkv, cos, sin, lengths, keys, values, heads: int, kv_heads: int
 
 def attention(q, k, v):
     """Causal attention of q [batch, length, heads, head_dim] over k, v [batch, length, kv_heads, head_dim]."""
-    return flash_attention.attention(q, k, v, causal=True)
+    return ops.attention(q, k, v, causal=True)
 
 
 def decode_attention(q, keys, values, lengths):
     """One query per row, q [batch, heads, head_dim], over the first `lengths` (int [batch]) slots of the cache
     [batch, slots, kv_heads, head_dim]; the result has q's shape."""
-    return split_attention.decode_attention(q, keys, values, lengths)
+    return ops.decode_attention(q, keys, values, lengths)
 
 
 def gated_mlp(x, gate: Weight, up: Weight, down: Weight, residual):
@@ -80,5 +76,5 @@ def gated_mlp(x, gate: Weight, up: Weight, down: Weight, residual):
     if len(storages) == 2:  # a file that mixes them
         hidden = jax.nn.silu(linear(x, gate)) * linear(x, up)
     else:
-        hidden = ops_gated_mlp(x, gate, up, transpose=True)
+        hidden = ops.gated_mlp(x, gate, up, transpose=True)
     return linear(hidden, down, residual)

@@ -14,7 +14,7 @@ from flax import nnx
 from jtile._errors import ModelError
 from jtile.models import cache as kv
 from jtile.models import layers
-from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.ops import QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)

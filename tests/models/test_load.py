@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import jtile.models
 from jtile._errors import ModelError
-from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.ops import QuantizedTensor
 
 
 def test_gguf_gives_the_logits_of_the_folder(write_gguf, tmp_path, golden):
