@@ -139,11 +139,13 @@ class Op:
     effect: ClassVar[str] = "none"
     level: ClassVar[str] = "tile"
     fields: ClassVar[dict[str, str]] = {}  # field name -> "operand" | "optional" | "operands" | "index" | "block" | "attr"
+    mapped: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are no attributes
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
         names = cls.__dict__.get("__annotations__", {}) or {}
         cls.fields = {n: _KINDS.get(t, "attr") for n, t in names.items() if not t.startswith("ClassVar")}
+        cls.mapped = tuple((n, k) for n, k in cls.fields.items() if k != "attr")
         if cls.mnemonic:
             OPS[cls.mnemonic] = cls
 
@@ -187,21 +189,21 @@ class Op:
 
     def clone(self, env: Callable[[Value], Value], block: Callable[[Block], Block] | None = None) -> Op:
         """A copy with operands mapped by `env` and regions by `block` (default: `copy_block`); results are fresh values."""
-        block = block or (lambda b: copy_block(b, env))
-        kw = {}
-        for name, kind in self.fields.items():
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)  # attributes and location; checked when the op was first built
+        for name, kind in self.mapped:
             v = getattr(self, name)
-            if kind == "operand" or (kind == "optional" and v is not None):
+            if kind == "operand":
                 v = env(v)
+            elif kind == "optional":
+                v = None if v is None else env(v)
             elif kind == "operands":
                 v = tuple(map(env, v))
             elif kind == "index":
                 v = tuple(with_dim_value(d, env(dim_value(d))) for d in v)
-            elif kind == "block":
-                v = block(v)
-            kw[name] = v
-        new = type(self)(**kw)
-        new.loc = self.loc
+            else:
+                v = block(v) if block else copy_block(v, env)
+            setattr(new, name, v)
         new.results = tuple(Value(r.type, r.name, new) for r in self.results)
         return new
 

@@ -34,7 +34,7 @@ class _Numbering:
     def bump(self, refs: list[Value]) -> None:
         for r in refs:
             self.versions += 1
-            self.version[r] = self.versions
+            self.version[self.look(r)] = self.versions  # keys are made from the copies
 
     def block(self, b: Block, seen: dict[Hashable, tuple[Value, ...]]) -> Block:
         seen = dict(seen)

@@ -40,6 +40,7 @@ from jtile.ir.types import DTYPES
 from .rewrite import Rewriter, Rules
 
 rules = Rules()
+PYTHON = {"f": float, "b": bool, "i": int, "u": int}
 SMALL = 64  # elements of a literal tile that folding may make
 
 
@@ -49,9 +50,8 @@ def scalar(v: Value) -> np.ndarray | None:
 
 
 def number(v: Value) -> Any:
-    """The same as a Python number; None where the value is not one number."""
-    x = scalar(v)
-    return None if x is None else python_number(x)
+    """The same as a Python number, as the constant spells it; None where the value is not one number."""
+    return PYTHON[DTYPES[v.dtype].kind](v.op.value) if isinstance(v.op, Full) else None
 
 
 def python_number(x: np.ndarray) -> int | float | bool:
@@ -84,7 +84,7 @@ def literal_op(x: np.ndarray) -> Full | Dense | None:
 @rules(Full)
 def _typed_number(op: Full, rw: Rewriter):
     """A number has the Python type of its dtype, so that equal constants are written alike."""
-    kind = {"f": float, "b": bool}.get(DTYPES[op.dtype].kind, int)
+    kind = PYTHON[DTYPES[op.dtype].kind]
     return None if type(op.value) is kind else rw.new(Full(kind(op.value), op.shape, op.dtype))
 
 
@@ -108,9 +108,10 @@ def _num_programs(op: NumPrograms, rw: Rewriter):
 @rules(Map, Select, Cast, Bitcast)
 def _lanewise(op: Op, rw: Rewriter):
     """Elementwise ops on tiles of one number each."""
-    numbers = [scalar(v) for v in op.operands()]
-    if any(x is None for x in numbers):
+    operands = op.operands()
+    if not all(isinstance(v.op, Full) for v in operands):
         return None
+    numbers = [scalar(v) for v in operands]
     with np.errstate(all="ignore"):
         out = literal_op(np.asarray(op.reference(*numbers)))
     return rw.new(Full(out.value, op.result.shape, out.dtype)) if isinstance(out, Full) else None
@@ -142,9 +143,14 @@ def _padded(op: Pad, rw: Rewriter):
     Reduce, ArgReduce, Cumulative, Sort, Scatter,
 )  # fmt: skip
 def _small(op: Op, rw: Rewriter):
-    """Any op on small literal tiles. What an iota gives stays arithmetic, unless it is one number everywhere: targets
+    """Any op on small literal tiles. What an iota gives stays arithmetic, but for comparisons: targets
     make indices cheaper than tables. A broadcast of a literal is shorter than its result."""
+    if not all(isinstance(v.op, Full | Dense | Iota) for v in op.operands()):
+        return None
     if max((math.prod(r.shape) for r in op.results), default=0) > SMALL or (isinstance(op, Broadcast) and op.x.shape):
+        return None
+    indices = any(isinstance(v.op, Iota) for v in op.operands())
+    if indices and not (isinstance(op, Map) and op.result.dtype == "bool"):
         return None
     values = [constant(v) for v in op.operands()]
     if any(x is None for x in values):
@@ -152,7 +158,6 @@ def _small(op: Op, rw: Rewriter):
     with np.errstate(all="ignore"):
         out = op.reference(*values)
     literals = [literal_op(np.asarray(x)) for x in (out if isinstance(out, tuple) else (out,))]
-    indices = any(isinstance(v.op, Iota) for v in op.operands())
     if any(x is None or (indices and isinstance(x, Dense)) for x in literals):
         return None
     return tuple(rw.new(x) for x in literals if x is not None)

@@ -153,6 +153,8 @@ def buffers(kernel: Kernel) -> dict[Value, Value]:
 
 def written(op_or_block: Op | Block, roots: Mapping[Value, Value]) -> list[Value]:
     """Buffers that an op, or any op inside a region, writes; in program order, each once."""
+    if isinstance(op_or_block, Op) and not op_or_block.blocks() and not isinstance(op_or_block, Store | Atomic):
+        return []
     ops = op_or_block.walk() if isinstance(op_or_block, Block) else Block((), [op_or_block]).walk()
     return list(dict.fromkeys(roots.get(op.ref, op.ref) for op in ops if isinstance(op, Store | Atomic)))
 
