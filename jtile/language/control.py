@@ -220,4 +220,6 @@ def cond(pred, true_fn: Callable, false_fn: Callable, *operands):
     """`true_fn(*operands) if pred else false_fn(*operands)`, with traced or Python `pred`; both give the same types."""
     if not isinstance(pred, core.Tracer):
         return true_fn(*operands) if pred else false_fn(*operands)
-    return lax.cond(scalar_condition(pred, user_place(), "jt.cond"), true_fn, false_fn, *operands)
+    # closed over, since operands of lax.cond cannot be Refs or views
+    pred = scalar_condition(pred, user_place(), "jt.cond")
+    return lax.cond(pred, lambda: true_fn(*operands), lambda: false_fn(*operands))

@@ -19,10 +19,9 @@ from jtile.language._place import user_place
 from jtile.language._primitives import atomic_p, load_p, store_p
 
 
-@jax.tree_util.register_pytree_node_class
 class Ref:
     """Memory of an array, as a kernel body sees it: `x[...]` loads, `x[...] = v` stores, `x.tiles(bm, bk)` is the
-    tile view.
+    tile view. To `jax.tree` it is a leaf, so a pytree of Refs can be mapped over.
 
     Attributes:
       shape, dtype, ndim, size: static facts of the array.
@@ -34,13 +33,6 @@ class Ref:
 
     def __init__(self, tracer, name: str = "this Ref", role: str = "scratch", writable: bool = True):
         self.tracer, self.name, self.role, self.writable = tracer, name, role, writable
-
-    def tree_flatten(self):
-        return (self.tracer,), (self.name, self.role, self.writable)
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        return cls(children[0], *aux)
 
     @property
     def shape(self) -> tuple[int, ...]:

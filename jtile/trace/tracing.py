@@ -72,6 +72,10 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
         closed = jax.make_jaxpr(body)(*avals)
     except _CONCRETIZATION as e:
         raise KernelTypeError(_concretization(e), _place_in(e, fn)) from e
+    except ValueError as e:
+        if "__jax_array__" not in str(e) or isinstance(e, KernelValueError):
+            raise
+        raise KernelTypeError("a Ref is used as a value here; load it first: x[...]", _place_in(e, fn)) from e
     except jax.errors.UnexpectedTracerError as e:
         raise KernelTypeError("a value of a finished loop or branch is used: " + _LEAK, _place_in(e, fn)) from e
     _check_consts(fn, name, closed)

@@ -106,15 +106,16 @@ def test_pytrees_of_refs(run, lower):
     def kernel(args, o):
         a, (b, c) = args["a"], args["rest"]
         assert isinstance(a, jt.Ref)
-        o[...] = jax.tree.reduce(lambda s, r: s + r[...], (b, c), a[...])
+        o[...] = jax.tree.reduce(lambda s, r: s + r.tiles(4)[0], (b, c), a[...])
+        jax.tree.map(lambda r: jt.cond(jt.program_id(0) > 0, lambda q: q[0], lambda q: q[1], r), args)
 
     from jtile.trace import rewrite_loops, to_tile_ir, trace
     from jtile.trace.tracing import ref_names
 
     t = jax.ShapeDtypeStruct((4,), F32)
     tree = {"a": t, "rest": (t, t)}
-    jaxpr = trace(rewrite_loops(kernel), [tree], [t], [], meta={}, name="k", grid=(), aliases=(), inits=())
-    assert len(to_tile_ir(jaxpr, name="k", n_in=3, n_out=1, grid=()).params) == 4
+    jaxpr = trace(rewrite_loops(kernel), [tree], [t], [], meta={}, name="k", grid=(2,), aliases=(), inits=())
+    assert len(to_tile_ir(jaxpr, name="k", n_in=3, n_out=1, grid=(2,)).params) == 4
     assert ref_names(kernel, [tree, t]) == ["args['a']", "args['rest'][0]", "args['rest'][1]", "o"]
 
 
@@ -187,7 +188,7 @@ WRONG = {
     "store to an input": (_store_input, KernelTypeError, "x is an input.*read only"),
     "add to an input": (_add_input, KernelTypeError, "x is an input"),
     "atomic on an input": (_atomic_input, KernelTypeError, "atomic_add on an output"),
-    "ref as value": (_bare, KernelTypeError, r"load it with x\[...\]"),
+    "ref as value": (_bare, KernelTypeError, "a Ref is used as a value"),
     "ref arithmetic": (_arithmetic, KernelTypeError, r"load it with x\[...\]"),
     "ref stored": (lambda x, o: o.__setitem__(..., x), KernelTypeError, "load it before"),
     "dtype of a store": (

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jtile import ir
 from jtile.trace.lower import AnyValue, Keys, Lowering, rule
 from jtile.trace.rules.calls import _takes_keys
@@ -39,25 +41,21 @@ class Hint:
     unroll: int = 1
 
 
-def _counter(jaxpr, carries, outs) -> Counter | None:
-    """The first int scalar carry that every round adds a literal to."""
+def _counters(jaxpr, carries, outs) -> list[Counter]:
+    """The int scalar carries that every round adds a literal to."""
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    out = []
     for k, (before, after) in enumerate(zip(carries, outs, strict=True)):
         eqn = None if hasattr(after, "val") else made.get(after)
-        if (
-            eqn is None
-            or eqn.primitive.name not in ("add", "sub")
-            or before.aval.shape
-            or before.aval.dtype.kind not in "iu"
-        ):
+        if eqn is None or eqn.primitive.name not in ("add", "sub"):
             continue
         x, y = eqn.invars
         if hasattr(x, "val") and eqn.primitive.name == "add":
             x, y = y, x
-        if hasattr(y, "val") and _origin(x, made) is before:
-            step = int(y.val) if eqn.primitive.name == "add" else -int(y.val)
-            return Counter(k, step)
-    return None
+        counts = not before.aval.shape and np.issubdtype(before.aval.dtype, np.integer)
+        if counts and hasattr(y, "val") and _origin(x, made) is before:
+            out.append(Counter(k, int(y.val) if eqn.primitive.name == "add" else -int(y.val)))
+    return out
 
 
 def _origin(var, made):
@@ -100,13 +98,13 @@ def _(c: Lowering, *args, jaxpr, length, reverse, unroll=1, **params):
     consts, init, xs = args[:n_consts], list(args[n_consts : n_consts + n_carry]), args[n_consts + n_carry :]
     inner = _open(jaxpr)
     carries, outs = inner.invars[n_consts : n_consts + n_carry], inner.outvars
-    counter = None if xs or reverse else _counter(inner, carries, outs[:n_carry])
-    start = _constant(init[counter.place]) if counter is not None else None
+    counters = [] if xs or reverse or len(outs) > n_carry else _counters(inner, carries, outs)
+    counter = next((n for n in counters if n.step > 0 and _constant(init[n.place]) is not None), None)
     hint = _hint(inner, counter, carries)
     if hint.unroll == 1 and isinstance(unroll, int) and unroll > 1:
         hint = Hint(hint.stages, unroll)
-    if counter is not None and start is not None and counter.step > 0 and len(outs) == n_carry:
-        return _counted_scan(c, jaxpr, consts, init, counter, start, length, hint)
+    if counter is not None:
+        return _counted_scan(c, jaxpr, consts, init, counter, length, hint)
     return _general_scan(c, jaxpr, consts, init, xs, length, reverse, hint)
 
 
@@ -117,10 +115,10 @@ def _scan_counts(params) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def _counted_scan(c: Lowering, jaxpr, consts, init, counter: Counter, start: int, length: int, hint: Hint):
-    """A scan whose first counter is the loop index itself: bounds are constants of its dtype."""
+def _counted_scan(c: Lowering, jaxpr, consts, init, counter: Counter, length: int, hint: Hint):
+    """A scan one of whose carries is the loop index itself: bounds are constants of its dtype."""
     k = counter.place
-    dtype = init[k].type.dtype
+    dtype, start = init[k].type.dtype, int(init[k].op.value)
     lo, hi, step = (c.b.full(v, (), dtype) for v in (start, start + length * counter.step, counter.step))
     rest = [v for j, v in enumerate(init) if j != k]
 
@@ -209,15 +207,14 @@ def _(c: Lowering, *args, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts):
 def _bounded(cond, n_cond: int, body, n_body: int):
     """`(counter, limit)` of the form `while i < limit: ...; i += step`, where the body leaves the limit alone."""
     carries = cond.invars[n_cond:]
-    counter = _counter(body, body.invars[n_body:], body.outvars)
-    if counter is None or counter.step <= 0 or len(cond.eqns) != 1:
+    if len(cond.eqns) != 1:
         return None
     (test,) = cond.eqns
-    if (
-        test.primitive.name != "lt"
-        or cond.outvars[0] is not test.outvars[0]
-        or test.invars[0] is not carries[counter.place]
-    ):
+    if test.primitive.name != "lt" or cond.outvars[0] is not test.outvars[0]:
+        return None
+    counters = _counters(body, body.invars[n_body:], body.outvars)
+    counter = next((n for n in counters if n.step > 0 and carries[n.place] is test.invars[0]), None)
+    if counter is None:
         return None
     limit = test.invars[1]
     if hasattr(limit, "val") or limit in cond.invars[:n_cond]:

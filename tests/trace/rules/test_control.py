@@ -82,12 +82,14 @@ def test_shape_of_the_ir(lower):
         acc = jt.fori((0, n[...], 2), lambda k, c: c + x[k], acc, stages=2)
         acc = lax.fori_loop(1, n[...], lambda k, c: c + x[k], acc)
         acc = lax.while_loop(lambda c: c < 3.0, lambda c: c + 1.0, acc)
+        m = n[...]
+        acc, _, _ = lax.while_loop(lambda c: c[2] < m, lambda c: (c[0] + c[1], c[1] + 2, c[2] + 1), (acc, 0, 0))
         o[...] = acc
 
     kinds = loops(lower(kernel, [V, np.int32(3)], [jax.ShapeDtypeStruct((), np.float32)]))
-    assert [k.mnemonic for k in kinds] == ["for", "for", "for", "while"]
+    assert [k.mnemonic for k in kinds] == ["for", "for", "for", "while", "for"]
     assert [(k.stages, k.unroll) for k in kinds[:3]] == [(3, 2), (2, 1), (None, 1)]
-    assert [len(k.inits) for k in kinds] == [1, 1, 1, 1]
+    assert [len(k.inits) for k in kinds] == [1, 1, 1, 1, 2]
 
 
 def test_platform_choice(check):
