@@ -73,14 +73,14 @@ def cases() -> list[Case]:
     n, (batch, length, heads, width) = 1 << 20, (1, 1024, 8, 64)
     q, k, v = (draw(5 + i, batch, length, heads, width) for i in range(3))
     return [
-        Case("vector add", f"{n}", vector_add, jnp.add, (draw(0, n), draw(1, n)), 0),
-        Case("matmul", "1024x1024x1024", ops.matmul, jnp.matmul, (draw(2, 1024, 1024), draw(3, 1024, 1024)), 1e-5),
-        Case("softmax", "4096x1024", ops.softmax, jax.nn.softmax, (draw(4, 4096, 1024),), 1e-5),
-        Case("attention", "8 heads, 1024x64", ops.attention, jax.nn.dot_product_attention, (q, k, v), 1e-5),
+        Case("vector add", "2^20", vector_add, jnp.add, (draw(0, n), draw(1, n)), 0),
+        Case("matmul", "1024^3", ops.matmul, jnp.matmul, (draw(2, 1024, 1024), draw(3, 1024, 1024)), 1e-5),
+        Case("softmax", "4096 x 1024", ops.softmax, jax.nn.softmax, (draw(4, 4096, 1024),), 1e-5),
+        Case("attention", "8 x 1024 x 64", ops.attention, jax.nn.dot_product_attention, (q, k, v), 1e-5),
     ]
 
 
 def _text() -> int:
     from jtile.tools.cli import run_model
 
-    return run_model(PROMPT, max_new_tokens=64, stats=True)
+    return run_model(PROMPT, max_new_tokens=100, stats=True)

@@ -7,9 +7,11 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jtile import Kernel, Lowered
 from jtile._errors import KernelTypeError, KernelValueError
 
 _SHORT = {
@@ -22,28 +24,29 @@ _TYPE = re.compile(r"\s*([a-z]\w*)\s*(?:\[([\d\s,]*)\])?\s*(?:,|$)")
 
 
 def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str]) -> None:
-    """Print the texts of `kernel` ("module:name") for arguments of the types `args`; `only`: these levels."""
+    """Print the texts of `kernel` ("module:name"), or of the kernels that a function calls; `only`: these levels."""
     from rich.console import Console
     from rich.syntax import Syntax
 
-    texts = find(kernel).lower(*parse_types(args), target=target, **parse_meta(meta)).texts
-    missing = [name for name in only if name not in texts]
-    if missing:
-        raise KernelValueError(f"no level {missing[0]!r} for target {target!r}: it has {', '.join(texts)}")
     console = Console()
-    for name, text in texts.items():
-        if only and name not in only:
-            continue
-        if len(only) != 1:
-            console.rule(name)
-        if console.is_terminal:
-            console.print(Syntax(text, "llvm" if "llvm" in name else "text", word_wrap=True))
-        else:
-            sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    for lowered in lower(find(kernel), parse_types(args), target, parse_meta(meta)):
+        texts = lowered.texts
+        missing = [name for name in only if name not in texts]
+        if missing:
+            raise KernelValueError(f"no level {missing[0]!r} for target {target!r}: it has {', '.join(texts)}")
+        for name, text in texts.items():
+            if only and name not in only:
+                continue
+            if len(only) != 1:
+                console.rule(f"{lowered.program.name}: {name}")
+            if console.is_terminal:
+                console.print(Syntax(text, "llvm" if "llvm" in name else "text", word_wrap=True))
+            else:
+                sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
 def find(name: str) -> Any:
-    """The kernel that "module:kernel" or "path/file.py:kernel" names; KernelValueError if there is none."""
+    """The kernel or function that "module:kernel" or "path/file.py:kernel" names; KernelValueError if there is none."""
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
         raise KernelValueError(f"{name!r} names no kernel: write module:kernel, such as jtile.ops:softmax")
@@ -51,15 +54,37 @@ def find(name: str) -> Any:
     value: Any = module
     for part in attribute.split("."):
         value = getattr(value, part, None)
-    if not _is_kernel(value):
+    if not callable(value) or isinstance(value, type):
         kernels = sorted(k for k, v in vars(module).items() if _is_kernel(v))
         what = "is no kernel" if value is not None else "does not exist"
         raise KernelValueError(f"{attribute!r} {what}; {module_name} has: {', '.join(kernels) or 'no kernels'}")
     return value
 
 
+def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) -> list[Lowered]:
+    """The kernel, or every kernel that a JAX function calls for arguments of `types`, once each."""
+    if _is_kernel(function):
+        return [function.lower(*types, target=target, **meta)]
+    import jax
+
+    programs = dict.fromkeys(_programs(jax.make_jaxpr(lambda *args: function(*args, **meta))(*types)))
+    if not programs:
+        raise KernelValueError(f"{getattr(function, '__name__', function)!r} calls no kernel for these arguments")
+    return [Lowered(program, target) for program in programs]
+
+
+def _programs(jaxpr: Any) -> Iterator[Any]:
+    from jax.extend.core import jaxprs_in_params
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jtile_call":
+            yield eqn.params["program"]
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _programs(inner)
+
+
 def _is_kernel(value: Any) -> bool:
-    return hasattr(value, "lower") and hasattr(value, "interpret") and not isinstance(value, type)
+    return isinstance(value, Kernel)
 
 
 def _module(name: str) -> Any:

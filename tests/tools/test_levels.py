@@ -40,22 +40,56 @@ def test_meta_parameters():
 
 
 FILE = """
-class Kernel:
-    def lower(self, *args, target, **meta): ...
-    def interpret(self, *args): ...
-mine = Kernel()
+import jax, jtile as jt
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x, *, block: jt.cdiv(x.shape[0], block))
+def double(x, o, *, block=64):
+    i = jt.program_id(0)
+    o.tiles(block)[i] = x.tiles(block)[i] * 2
+
+@jax.jit
+def twice(x, block=64):
+    return jax.lax.fori_loop(0, 3, lambda _, y: double(y, block=32), double(double(x, block=32)))
+
+def plain(x):
+    return x + 1
+
 other = 3
 """
 
 
-def test_find_in_a_file(tmp_path):
+@pytest.fixture
+def module(tmp_path):
     path = tmp_path / "inspected_kernels.py"
     path.write_text(FILE)
-    assert type(levels.find(f"{path}:mine")).__name__ == "Kernel"
-    with pytest.raises(KernelValueError, match=r"'other' is no kernel; .* has: mine$"):
-        levels.find(f"{path}:other")
-    with pytest.raises(KernelValueError, match=r"'nothing' does not exist; .* has: mine$"):
-        levels.find(f"{path}:nothing")
+    return str(path)
+
+
+def test_find_in_a_file(module):
+    assert levels.find(f"{module}:double").name == "double"
+    with pytest.raises(KernelValueError, match=r"'other' is no kernel; .* has: double$"):
+        levels.find(f"{module}:other")
+    with pytest.raises(KernelValueError, match=r"'nothing' does not exist; .* has: double$"):
+        levels.find(f"{module}:nothing")
+
+
+def test_the_kernels_of_a_function_are_found_once_each(module):
+    types = levels.parse_types("f32[100]")
+    found = levels.lower(levels.find(f"{module}:twice"), types, "cpu", {})
+    assert [low.program.kernel.grid for low in found] == [(4,), (2,)]
+    with pytest.raises(KernelValueError, match="'plain' calls no kernel"):
+        levels.lower(levels.find(f"{module}:plain"), types, "cpu", {})
+
+
+def test_show_prints_every_level(module, capsys):
+    levels.show(f"{module}:double", "f32[100]", ["block=32"], target="cpu:avx2", only=[])
+    out = capsys.readouterr().out
+    for expected in ("double: tile_ir_opt", "kernel @double(%x: ref<100xf32>, %o: ref<100xf32, out>) grid(4)", "ymm"):
+        assert expected in out
+    levels.show(f"{module}:double", "f32[100]", [], target="cpu", only=["tile_ir"])
+    assert capsys.readouterr().out.startswith("kernel @double")
+    with pytest.raises(KernelValueError, match="no level 'nope' for target 'cpu': it has jaxpr, tile_ir"):
+        levels.show(f"{module}:double", "f32[100]", [], target="cpu", only=["nope"])
 
 
 @pytest.mark.parametrize(
