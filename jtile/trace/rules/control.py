@@ -59,9 +59,13 @@ def _counters(jaxpr, carries, outs) -> list[Counter]:
 
 
 def _origin(var, made):
-    """The variable behind loop hints."""
-    while not hasattr(var, "val") and var in made and made[var].primitive.name == "jtile_loop_hint":
-        var = made[var].invars[0]
+    """The variable behind loop hints, and casts that only drop a weak type."""
+    while not hasattr(var, "val") and var in made:
+        (x, *_), name = made[var].invars, made[var].primitive.name
+        same = name == "convert_element_type" and x.aval.dtype == var.aval.dtype
+        if not same and name != "jtile_loop_hint":
+            break
+        var = x
     return var
 
 
@@ -207,16 +211,15 @@ def _(c: Lowering, *args, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts):
 def _bounded(cond, n_cond: int, body, n_body: int):
     """`(counter, limit)` of the form `while i < limit: ...; i += step`, where the body leaves the limit alone."""
     carries = cond.invars[n_cond:]
-    if len(cond.eqns) != 1:
+    made = {v: e for e in cond.eqns for v in e.outvars}
+    test = made.get(cond.outvars[0]) if not hasattr(cond.outvars[0], "val") else None
+    if test is None or test.primitive.name != "lt" or cond.effects:
         return None
-    (test,) = cond.eqns
-    if test.primitive.name != "lt" or cond.outvars[0] is not test.outvars[0]:
-        return None
+    tested, limit = (_origin(v, made) for v in test.invars)
     counters = _counters(body, body.invars[n_body:], body.outvars)
-    counter = next((n for n in counters if n.step > 0 and carries[n.place] is test.invars[0]), None)
+    counter = next((n for n in counters if n.step > 0 and carries[n.place] is tested), None)
     if counter is None:
         return None
-    limit = test.invars[1]
     if hasattr(limit, "val") or limit in cond.invars[:n_cond]:
         return counter, limit
     k = next((k for k, v in enumerate(carries) if v is limit), None)
