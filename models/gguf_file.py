@@ -18,7 +18,7 @@ from jtile._errors import JtileError, ModelError
 from jtile.models.checkpoint import Checkpoint
 from jtile.models.llama import LlamaConfig
 from jtile.models.tokenizer import Tokenizer
-from jtile.ops import QuantizedTensor, from_gguf_blocks, quantize
+from jtile.ops import from_gguf_blocks, quantize
 
 NATIVE = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}  # kept bit for bit; other block types become q8_0
 DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -155,21 +155,16 @@ def _name(name: str) -> str:
 
 def _tensor(info, config: LlamaConfig):
     kind, shape = info.tensor_type.name, tuple(int(n) for n in reversed(info.shape))
-    if kind in DENSE:
-        tensor = jnp.asarray(info.data.view(DENSE[kind]).reshape(shape))
-    elif kind in NATIVE and len(shape) == 2:
-        tensor = from_gguf_blocks(info.data, NATIVE[kind], shape)
-    else:
-        tensor = _requantise(info, kind, shape)
+    data = info.data.reshape(shape[0], -1) if len(shape) == 2 else info.data
     for name, heads in (("attn_q.weight", config.num_heads), ("attn_k.weight", config.num_kv_heads)):
         if info.name.endswith(name):
-            return _unpermute(tensor, heads, shape[0])
-    return tensor
-
-
-def _requantise(info, kind: str, shape: tuple[int, ...]):
+            data = data[_plain_order(shape[0], heads)]
+    if kind in DENSE:
+        return jnp.asarray(data.view(DENSE[kind]).reshape(shape))
+    if kind in NATIVE and len(shape) == 2:
+        return from_gguf_blocks(data, NATIVE[kind], shape)
     try:
-        dense = dequantize(info.data, info.tensor_type).astype(np.float32).reshape(shape)
+        dense = dequantize(data, info.tensor_type).astype(np.float32).reshape(shape)
     except (NotImplementedError, ValueError) as error:
         raise ModelError(
             f"the tensor {info.name} has the type {kind}, which the gguf package cannot dequantise; "
@@ -178,12 +173,11 @@ def _requantise(info, kind: str, shape: tuple[int, ...]):
     return quantize(dense, "q8_0") if len(shape) == 2 and shape[1] % 32 == 0 else jnp.asarray(dense)
 
 
-def _unpermute(tensor, heads: int, rows: int):
-    """GGUF interleaves the two halves of each head (row 2j + s is row s * half + j of transformers); undo it."""
+def _plain_order(rows: int, heads: int) -> np.ndarray:
+    """GGUF interleaves the two halves of each head: its row 2j + s is row s * half + j here."""
     if rows % (2 * heads):
         raise ModelError(f"{rows} rows of a query or key weight do not divide into {heads} heads of an even size")
-    index = np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
-    return tensor.rows(index) if isinstance(tensor, QuantizedTensor) else tensor[index]
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _tokenizer(meta: Mapping, path: Path) -> Tokenizer | None:
