@@ -102,6 +102,12 @@ class Machine:
             why = violation(op.index, values, buffer.shape)
             if why:
                 raise self.error(OutOfBoundsError, op, f"{op.mnemonic} out of bounds: {why}", op.ref)
+        if (
+            self.check
+            and not getattr(op, "checked", True)
+            and not resolve(op.index, values, buffer.shape, None).active.all()
+        ):
+            raise self.error(OutOfBoundsError, op, f"{op.mnemonic} leaves the array, but is marked unchecked", op.ref)
         return buffer, lanes
 
     def touch(self, op: Any, buffer: Buffer, lanes: Lanes, kind: str) -> None:

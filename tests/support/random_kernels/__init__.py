@@ -21,7 +21,7 @@ def kernels(draw, actions: int = 12) -> Case:
     load(g)
     for _ in range(draw(st.integers(0, actions))):
         g.choose(ACTIONS)(g)
-    for v in g.pool[: -1 - draw(st.integers(1, 2)) : -1]:
+    for v in g.pool[: -1 - draw(st.integers(1, 6)) : -1]:
         g.store(v)
     return g.case()
 

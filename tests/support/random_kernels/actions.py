@@ -250,7 +250,9 @@ def cast(g: Gen) -> None:
     if kind != "f":
         bound = min(v.bound or 1, int_bound(dtype)) if dtype != "bool" else 0
         wraps = v.bound > int_bound(dtype) - 1 or DTYPES[dtype].kind == "u"
-        g.put(g.b.cast(v.value, dtype), int_bound(dtype) if wraps else bound)
+        narrow = g.put(g.b.cast(v.value, dtype), int_bound(dtype) if wraps else bound)
+        if g.chance():
+            g.put(g.b.cast(narrow.value, v.dtype), int_bound(v.dtype) if v.kind in "iu" else 0)
         return
     if v.kind == "b":
         g.put(g.b.cast(v.value, dtype), 1, 0, 1)
@@ -259,7 +261,10 @@ def cast(g: Gen) -> None:
         v = V(g.b.map("and", v.value, g.b.full(7, v.shape, v.dtype)), 7)
     known = rounded(dtype, max(v.bound, 1), v.err, v.grain if v.kind == "f" else 1)
     if tame(g, known, dtype):
-        g.put(g.b.cast(v.value, dtype), **known)
+        narrow = g.put(g.b.cast(v.value, dtype), **known)
+        back = rounded(v.dtype, narrow.bound, narrow.err, narrow.grain) if floats(v) else {}
+        if back and g.chance() and tame(g, back, v.dtype):
+            g.put(g.b.cast(narrow.value, v.dtype), **back)
 
 
 @action

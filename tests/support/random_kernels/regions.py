@@ -6,7 +6,7 @@ from jtile.ir import Alloc, At, Atomic, For, If, Load, Map, RefType, Span, Store
 from jtile.ir.types import BOOL, INDEX
 
 from .actions import ACTIONS, action, floats, ints, like, partner, rounded, tame, total
-from .gen import Gen, Scalar, V, int_bound
+from .gen import DTYPE_NAMES, Gen, Scalar, V, int_bound
 
 SIMPLE = list(ACTIONS)  # what may stand inside a region without nesting further
 
@@ -31,6 +31,8 @@ def loop(g: Gen) -> None:
     with g.region([INDEX, *(v.value.type for v in carried)]) as block:
         k, *params = block.params
         g.scalars.append(Scalar(k, max(start + (trips - 1) * step, 0)))
+        if g.chance():
+            g.load(g.shape((1, 2)), g.choose(g.dtypes))  # most loops walk over memory
         for v, p, h in zip(carried, params, how):
             if h == "any":
                 g.put(p, int_bound(v.dtype) if v.kind in "iu" else 0)
@@ -132,14 +134,42 @@ def local_memory(g: Gen) -> None:
     where = tuple(Span(g.index(margin), n) for n in v.shape)
     g.b.add(Store(ref, where, v.value))
     if g.chance():
-        x = partner(g, v)
+        x, trips = partner(g, v), g.number(0, 3)
+        known = (
+            rounded(v.dtype, v.bound + trips * x.bound, 0, min(v.grain, x.grain)) if floats(v) else {"bound": v.bound}
+        )
+        flips = known.get("grain", 1) and v.exact and x.exact  # x - (x - old): no trip may be left out
         with g.region([INDEX]) as block:
             old = g.b.value(Load(ref, where))
-            g.b.add(Store(ref, where, g.b.map("max", old, x.value)))
-        g.b.add(For(g.index(0), g.index(g.number(0, 3)), g.index(1), (), block))
-        v = V(v.value, max(v.bound, x.bound), max(v.err, x.err), min(v.grain, x.grain))
+            fn = "max" if not flips else "xor" if v.kind == "b" else "sub"
+            g.b.add(Store(ref, where, g.b.map(fn, x.value, old)))
+        g.b.add(For(g.index(0), g.index(trips), g.index(1), (), block))
+        known = (
+            known
+            if flips
+            else {"bound": max(v.bound, x.bound), "err": max(v.err, x.err), "grain": min(v.grain, x.grain)}
+        )
+        v = V(v.value, **(known if v.kind == "f" else {"bound": int_bound(v.dtype) if v.kind != "b" else 0}))
     part = tuple(Span(g.index(margin + g.number(0, n // 2)), n // 2 + n % 2) for n in v.shape) if g.chance() else where
     g.put(g.b.value(Load(ref, part)), v.bound, v.err, v.grain)
+
+
+@action
+def pieces(g: Gen) -> None:
+    """Two tiles side by side in memory of the program, read back across their border and over the end."""
+    v = g.find(lambda v: len(v.shape) == 1 and v.exact, DTYPE_NAMES)
+    if len(v.shape) != 1:
+        return
+    w, n = partner(g, v), v.shape[0]
+    ref = g.b.add(Alloc((2 * n,), v.dtype)).result
+    for k, x in enumerate((v, w)):
+        g.b.add(Store(ref, (Tile(g.index(k), n, n),), x.value))
+    known = {"bound": max(v.bound, w.bound), "err": max(v.err, w.err), "grain": min(v.grain, w.grain)}
+    start = g.index(g.number(0, 2 * n))
+    g.put(
+        g.b.value(Load(ref, (g.choose((Span(start, n), Span(start, 2 * n), Tile(g.index(g.number(0, 1)), n, n))),))),
+        **known,
+    )
 
 
 @action
