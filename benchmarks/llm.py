@@ -80,7 +80,7 @@ def _llama_cpp(path, threads: int) -> Callable | None:
         prefill = time.perf_counter() - start
         start = time.perf_counter()
         for _ in range(new_tokens):
-            lm.eval([int(np.argmax(lm.scores[lm.n_tokens - 1]))])
+            lm.eval([lm.sample(temp=0.0)])
         return 1e6 * prefill / len(ids), 1e6 * (time.perf_counter() - start) / new_tokens
 
     return run

@@ -50,7 +50,10 @@ def results(roofline: Any, repeats: int) -> Iterator[Result]:
 
 
 def lowering_seconds() -> dict[str, float]:
-    """Seconds that JAX's lowering of a call takes, less that of jnp.add; each kernel is traced before."""
+    """Seconds that JAX's first lowering of a call takes, less those of a second one, which finds the kernel compiled.
+
+    Each kernel is traced before, so that what is left is the compiler, or the disk cache.
+    """
     f32 = lambda *shape: normal(0, *shape)
     cases: dict[str, tuple[Callable, tuple[Any, ...]]] = {
         "increment": (increment, (f32(16),)),
@@ -59,11 +62,11 @@ def lowering_seconds() -> dict[str, float]:
         "attention": (ops.attention, tuple(f32(1, 512, 4, 64) for _ in range(3))),
     }
     jax.jit(lambda x: increment(x * 2)).lower(f32(8))  # whatever the process does once, it has done by now
-    base = min(_lower_once(jnp.add, (f32(n), f32(n))) for n in (3, 5, 7))
     out = {}
     for name, (function, args) in cases.items():
         jax.eval_shape(function, *args)
-        out[name] = max(0.0, _lower_once(function, args) - base)
+        first = _lower_once(function, args)
+        out[name] = max(0.0, first - statistics.median(_lower_once(function, args) for _ in range(5)))
     return out
 
 
