@@ -38,11 +38,9 @@ def statements(draw, depth: int = 0) -> list[str]:
             bound = draw(st.sampled_from(["3", "a % 4", "1, c % 5", "b % 5, 0, -2", "0, 7, 3"]))
             out += [f"for k in jt.range({bound}):", *_indented(draw(statements(depth + 1))), "k = 1"]
         elif kind == "while":
-            out += [
-                "t = 0",
-                f"while t < 3 and {draw(CONDITIONS)}:",
-                *_indented([*draw(statements(depth + 1)), "t += 1"]),
-            ]
+            w = f"w{depth}"  # its own counter, so that the loop ends
+            inside = [*draw(statements(depth + 1)), f"{w} += 1", f"t = {w}"]
+            out += [f"{w} = 0", f"while {w} < 3 and ({draw(CONDITIONS)}):", *_indented(inside)]
         else:
             out += [f"if {draw(CONDITIONS)}:", *_indented(draw(statements(depth + 1)))]
             if draw(st.booleans()):
