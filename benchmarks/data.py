@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -11,8 +13,8 @@ def normal(seed: int, *shape: int, dtype: str = "float32", scale: float = 1.0) -
     return (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
 
 
-def size(*arrays: jax.Array) -> int:
-    """Bytes of all arrays together."""
+def size(*arrays: Any) -> int:
+    """Bytes of all arrays (and pytrees of them) together."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
