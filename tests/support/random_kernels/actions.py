@@ -284,7 +284,7 @@ def move(g: Gen) -> None:
     axes = range(rank)
     match g.number(0, 5):
         case 0:
-            order = g.draw_permutation(rank)
+            order = g.permutation(rank)
             op: Any = Transpose(x, order)
         case 1:
             op = Reshape(

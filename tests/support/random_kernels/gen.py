@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
 
 from jtile.ir import (
     At,
@@ -116,8 +115,8 @@ def limit(dtype: str) -> float:
 class Gen:
     """Grows one kernel; `pool` holds the values in scope."""
 
-    def __init__(self, draw: Callable[[Any], Any]):
-        self.draw = draw
+    def __init__(self, choices: bytes):
+        self.choices = iter(choices)
         self.b = Builder()
         self.pool: list[V] = []
         self.inputs: list[tuple[Value, np.ndarray]] = []
@@ -125,31 +124,34 @@ class Gen:
         self.scratch: list[Value] = []
         self.inits: list[Any] = []
         self.aliases: list[tuple[int, int]] = []
-        self.rng = np.random.default_rng(draw(st.integers(0, 7)))
-        self.sides = draw(st.lists(st.sampled_from(SIDES), min_size=2, max_size=3))
-        self.dtypes = draw(st.lists(st.sampled_from(DTYPE_NAMES), min_size=1, max_size=3, unique=True))
-        self.grid = tuple(draw(st.lists(st.integers(1, 3), max_size=3)))
+        self.rng = np.random.default_rng(self.number(0, 7))
+        self.sides = [self.choose(SIDES) for _ in range(self.number(2, 3))]
+        self.dtypes = [self.choose(DTYPE_NAMES) for _ in range(self.number(1, 3))]
+        self.grid = tuple(self.number(1, 3) for _ in range(self.number(0, 3)))
         self.pids = [Scalar(self.b.value(ProgramId(k)), n - 1) for k, n in enumerate(self.grid)]
         self.scalars = list(self.pids)
         self.depth = 0
 
     # -- choices ------------------------------------------------------------------------------------------------
     def choose(self, options) -> Any:
-        return self.draw(st.sampled_from(list(options)))
+        options = list(options)
+        return options[self.number(0, len(options) - 1)]
 
     def number(self, lo: int, hi: int) -> int:
-        return self.draw(st.integers(lo, hi))
+        """The next choice; the smallest where there are no more."""
+        return lo + next(self.choices, 0) % (hi - lo + 1)
 
     def chance(self) -> bool:
-        return self.draw(st.booleans())
+        return bool(self.number(0, 1))
 
     def pick(self, fits: Callable[[V], bool] = lambda v: True) -> V | None:
         """The newest values come first, so that kernels shrink to short chains."""
         options = [v for v in reversed(self.pool) if fits(v)]
         return options[self.number(0, min(len(options) - 1, 6))] if options else None
 
-    def draw_permutation(self, n: int) -> tuple[int, ...]:
-        return tuple(self.draw(st.permutations(range(n))))
+    def permutation(self, n: int) -> tuple[int, ...]:
+        left = list(range(n))
+        return tuple(left.pop(self.number(0, len(left) - 1)) for _ in range(n))
 
     def find(self, fits: Callable[[V], bool], dtypes: Sequence[str], rank: int = 1) -> V:
         """A value in scope, else a new tile from memory: of `dtypes`, at least of this rank."""
