@@ -148,8 +148,8 @@ def attention(
     Raises:
       KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
     """
-    check_operands("attention", q, k, v, lengths=lengths, offsets=offsets)
     check_rank("attention", "q", q, 4, "[batch, t, heads, d]")
+    check_operands("attention", q, k, v, lengths=lengths, offsets=offsets)
     bounds = window_of("attention", window, causal)
     if q.size == 0 or k.size == 0:
         return jnp.zeros(q.shape, q.dtype)
@@ -201,7 +201,9 @@ def attention_reference(q, k, v, *, causal=False, window=None, scale=None, softc
     rows = (zero if offsets is None else offsets)[:, None, None] + jnp.arange(t, dtype=jnp.int32)[None, :, None]
     columns = jnp.arange(s, dtype=jnp.int32)[None, None, :]
     seen = columns < (full if lengths is None else lengths)[:, None, None]
-    seen = seen & (columns <= rows + (s if right is None else right)) & (columns >= rows - (2 * s + t if left is None else left))
+    seen = seen if right is None else seen & (columns <= rows + right)
+    seen = seen if left is None else seen & (columns >= rows - left)
+    seen = jnp.broadcast_to(seen, (batch, t, s))
     x = jnp.where(seen[:, None, None], x, -jnp.inf)
     p = jnp.nan_to_num(jax.nn.softmax(x, -1))  # a query without keys
     return jnp.einsum("bghts,bsgd->btghd", p, v, precision="highest").reshape(batch, t, heads, d).astype(dtype)

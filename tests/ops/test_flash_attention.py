@@ -1,0 +1,106 @@
+"""Attention against the form with the whole matrix of scores, and against jax.nn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import agree, normal, shapes_and_dtypes
+
+from jtile import ops
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.flash_attention import attention_reference, flash_attention, window_of
+from jtile.testing import relative_error
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}  # 16 bits: the weights are rounded before the second product
+SIZES = [(1, 257, 257, 4, 2, 64), (2, 1, 5, 1, 1, 8), (1, 37, 500, 3, 3, 1), (1, 130, 3, 2, 1, 40)]
+OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 50},
+    "two-sided": {"window": 30},
+    "left": {"window": (7, None)},
+    "right": {"window": (None, 3)},
+    "softcap": {"softcap": 5.0, "scale": 0.3},
+    "lengths": {"lengths": (150, 0)},
+    "offsets": {"causal": True, "offsets": (200, 3)},
+    "all": {"causal": True, "offsets": (200, 3), "lengths": (260, 2), "window": 100, "softcap": 20.0},
+}
+
+
+def operands(batch, t, s, heads, groups, d, dtype="float32"):
+    return normal(0, batch, t, heads, d, dtype=dtype), *(normal(k, batch, s, groups, d, dtype=dtype) for k in (1, 2))
+
+
+def of_batch(options, batch):
+    return {k: jnp.array(v[:batch], jnp.int32) if k in ("lengths", "offsets") else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    q, k, v = operands(2, 300, 300, 2, 1, 24)
+    agree(ops.attention, attention_reference, q, k, v, tolerance=TOLERANCE["float32"], **of_batch(OPTIONS[name], 2))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_in_the_interpreter(name):
+    q, k, v = operands(2, 40, 52, 2, 1, 8)
+    options = of_batch(OPTIONS[name], 2)
+    expected = attention_reference(q, k, v, **options)
+    per_row = [() if options.get(n) is None else (options[n],) for n in ("lengths", "offsets")]
+    meta = {"scale": options.get("scale", 8**-0.5), "softcap": options.get("softcap"), "bq": 12, "bk": 16}
+    meta["window"] = window_of("attention", options.get("window"), options.get("causal", False))
+    assert relative_error(flash_attention.interpret(q, k, v, *per_row, **meta), expected) < 2e-6
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), shapes_and_dtypes(SIZES))
+def test_sizes_and_dtypes(sizes, dtype):
+    q, k, v = operands(*sizes, dtype=dtype)
+    agree(ops.attention, attention_reference, q, k, v, causal=sizes[1] > 1, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 3, 1, 1, 8), (1, 0, 3, 1, 1, 8), (1, 3, 0, 1, 1, 8)])
+def test_nothing(sizes):
+    q, k, v = operands(*sizes)
+    y = ops.attention(q, k, v)
+    assert y.shape == q.shape
+    assert not np.asarray(y).any()
+
+
+def test_as_jax_nn():
+    q, k, v = operands(2, 130, 130, 4, 2, 32)
+    for causal in (False, True):
+        expected = jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+        assert relative_error(ops.attention(q, k, v, causal=causal), expected) < 2e-6
+    expected = jax.nn.dot_product_attention(q, k, v, local_window_size=(20, 5))
+    assert relative_error(ops.attention(q, k, v, window=(20, 5)), expected) < 2e-6
+
+
+def test_what_stands_behind_the_length_does_not_matter():
+    q, k, v = operands(1, 20, 300, 1, 1, 16)
+    lengths = jnp.array([170], jnp.int32)
+    expected = ops.attention(q, k[:, :170], v[:, :170])
+    spoiled = (x.at[:, 170:].set(jnp.nan) for x in (k, v))
+    np.testing.assert_allclose(ops.attention(q, *spoiled, lengths=lengths), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scores_of_any_size():
+    q, k, v = operands(1, 64, 64, 1, 1, 16)
+    agree(ops.attention, attention_reference, q * 300, k, v, causal=True, tolerance=1e-4)
+
+
+def test_errors():
+    q, k, v = operands(1, 4, 4, 2, 2, 8)
+    for problem, args, kw in [
+        ("2 query heads do not divide", (q, *(jnp.zeros((1, 4, 3, 8)),) * 2), {}),
+        (r"v has shape", (q, k, v[:, :2]), {}),
+        (r"k has shape", (q, k[..., :4], v[..., :4]), {}),
+        ("window holds at least", (q, k, v), {"window": 0}),
+        (r"lengths has shape \(2,\)", (q, k, v), {"lengths": jnp.zeros(2, jnp.int32)}),
+        (r"\[batch, t, heads, d\]", (q[0], k, v), {}),
+    ]:
+        with pytest.raises(KernelValueError, match=problem):
+            ops.attention(*args, **kw)
+    with pytest.raises(KernelTypeError, match="one dtype"):
+        ops.attention(q, k.astype(jnp.bfloat16), v)
+    with pytest.raises(KernelTypeError, match="lengths is an integer array"):
+        ops.attention(q, k, v, lengths=jnp.zeros(1))

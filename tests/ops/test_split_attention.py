@@ -1,0 +1,70 @@
+"""Decode attention against the form with all scores."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import agree, normal, shapes_and_dtypes
+
+import jtile as jt
+from jtile import ops
+from jtile.errors import KernelValueError
+from jtile.ops.split_attention import decode_attention_reference
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+OPTIONS = [{"window": 20}, {"softcap": 4.0, "splits": 3}, {"splits": 1, "scale": 0.2}]
+
+
+def operands(batch, slots, heads, groups, d, t, dtype="float32"):
+    return normal(0, batch, t, heads, d, dtype=dtype), *(normal(k, batch, slots, groups, d, dtype=dtype) for k in (1, 2))
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), shapes_and_dtypes([(1, 700, 9, 3, 64, 1), (2, 40, 4, 4, 10, 1), (3, 600, 4, 2, 16, 5)]))
+def test_sizes(sizes, dtype):
+    q, k, v = operands(*sizes, dtype=dtype)
+    lengths = jnp.array([sizes[1], sizes[1] // 3, 7][: sizes[0]], jnp.int32)
+    agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(options):
+    q, k, v = operands(2, 300, 4, 2, 16, 3)
+    agree(ops.decode_attention, decode_attention_reference, q, k, v, jnp.array([300, 111]), tolerance=2e-6, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_in_the_interpreter(options):
+    q, k, v = operands(2, 70, 4, 2, 8, 2)
+    with jt.config(interpret=True):
+        agree(ops.decode_attention, decode_attention_reference, q, k, v, jnp.array([70, 9]), tolerance=2e-6, **options)
+
+
+def test_one_token_without_its_axis_and_rows_of_no_length():
+    q, k, v = operands(3, 50, 4, 2, 8, 1)
+    lengths = jnp.array([50, 0, 99], jnp.int32)  # past the cache: all of it
+    agree(ops.decode_attention, decode_attention_reference, q[:, 0], k, v, lengths, tolerance=2e-6)
+    assert not np.asarray(ops.decode_attention(q[:, 0], k, v, lengths))[1].any()
+    assert ops.decode_attention(q[:0], k[:0], v[:0], lengths[:0]).shape == (0, 1, 4, 8)
+
+
+def test_what_stands_behind_the_length_does_not_matter():
+    q, k, v = operands(1, 300, 4, 2, 8, 1)
+    spoiled = (x.at[:, 170:].set(jnp.nan) for x in (k, v))
+    lengths = jnp.array([170], jnp.int32)
+    assert np.array_equal(ops.decode_attention(q, *spoiled, lengths), ops.decode_attention(q, k, v, lengths))
+
+
+def test_as_the_last_rows_of_attention():
+    q, k, v = operands(1, 300, 4, 2, 8, 4)
+    got = ops.decode_attention(q, k, v, jnp.array([300]))
+    np.testing.assert_allclose(got, ops.attention(q, k, v, causal=True, offsets=jnp.array([296])), rtol=2e-5, atol=1e-6)
+
+
+def test_errors():
+    q, k, v = operands(1, 8, 4, 2, 8, 1)
+    lengths = jnp.array([8])
+    with pytest.raises(KernelValueError, match="a window is at least 1"):
+        ops.decode_attention(q, k, v, lengths, window=0)
+    with pytest.raises(KernelValueError, match="splits is at least 1"):
+        ops.decode_attention(q, k, v, lengths, splits=0)
+    with pytest.raises(KernelValueError, match="lengths has shape"):
+        ops.decode_attention(q, k, v, jnp.array([8, 8]))
