@@ -6,7 +6,7 @@ from jtile import ir
 from jtile.lowering.cpu import access
 from jtile.lowering.cpu.access import to_i64
 from jtile.lowering.cpu.convert import register_type
-from jtile.lowering.cpu.emitter import Emitter, emits
+from jtile.lowering.cpu.emitter import Emitter, Places, emits
 from jtile.lowering.cpu.llvm import Val, i64, scalar_of
 from jtile.lowering.cpu.nest import emit_nest
 from jtile.lowering.cpu.plan import used_by
@@ -92,11 +92,15 @@ def settle(em: Emitter, op: ir.Op) -> None:
                 em.materialise(v)
 
 
-def prefer_carry(em: Emitter, yields, params, slots) -> None:
-    """Results that become the next carry may be computed right there once the old value is dead."""
-    for v, p, slot in zip(yields, params, slots, strict=True):
-        if isinstance(slot, Buffer) and v not in em.prefer and yields.count(v) == 1:
-            em.prefer[v] = (p, slot)
+def carry_places(block: ir.Block, owners, slots) -> Places:
+    """Results that become the next carry may be computed right there once the old value is dead. A value of an outer block may
+    not: it lives on after this one."""
+    own = {r for op in block.ops for r in op.results}
+    places: Places = {}
+    for v, owner, slot in zip(block.yields, owners, slots, strict=True):
+        if isinstance(slot, Buffer) and v in own and block.yields.count(v) == 1:
+            places[v] = (owner, slot)
+    return places
 
 
 @emits(ir.For)
@@ -109,15 +113,16 @@ def _for(em: Emitter, op: ir.For) -> None:
     params = tuple(params)
     start = em.arena.tick()
     count = trip_count(em, lo, hi, step)
+    outer = dict(em.env)
     with code.loop(0, count) as t:
         index = code.add(lo, code.mul(t, step))
         scalar = scalar_of(register_type(k.dtype, 1))
         em.env[k] = index if scalar == "i64" else _narrow(em, index, scalar)
         carry.enter(params)
-        prefer_carry(em, op.body.yields, params, carry.slots)
-        em.block(op.body)
+        em.block(op.body, prefer=carry_places(op.body, params, carry.slots))
         carry.leave(op.body.yields)
         em.leave()
+    em.env = outer  # what the body computed of outer values is not there when it never ran
     em.arena.tick()
     em.arena.close_loop(start)
     carry.finish(op.results)
@@ -150,22 +155,23 @@ def _while(em: Emitter, op: ir.While) -> None:
     settle(em, op)
     carry = Carry.start(em, op)
     start = em.arena.tick()
+    outer = dict(em.env)
     head, body, done = code.label("while"), code.label("do"), code.label("done")
     code.br(head)
     code.place(head)
     carry.enter(op.cond.params)
-    em.block(op.cond)
+    em.block(op.cond, kept=set(op.cond.params))  # the body, or the reader of the results, reads the carry again
     go = em.scalar(op.cond.yields[0])
     em.leave()
     code.cond_br(go, body, done)
     code.place(body)
     carry.enter(op.body.params)
-    prefer_carry(em, op.body.yields, op.body.params, carry.slots)
-    em.block(op.body)
+    em.block(op.body, prefer=carry_places(op.body, op.body.params, carry.slots))
     carry.leave(op.body.yields)
     em.leave()
     code.br(head)
     code.place(done)
+    em.env = outer
     em.arena.tick()
     em.arena.close_loop(start)
     carry.finish(op.results)
@@ -216,9 +222,8 @@ def _donor(em: Emitter, op: ir.If, k: int) -> ir.Value | None:
 def _branch(em: Emitter, block: ir.Block, slots, donors) -> None:
     """One branch; a donor may be overwritten in it unless the branch itself passes it through elsewhere."""
     donated = {d for k, d in enumerate(donors) if d is not None and block.yields.count(d) == 0}
-    for v, slot, donor in zip(block.yields, slots, donors, strict=True):
-        if isinstance(slot, Buffer) and block.yields.count(v) == 1 and (donor is None or donor in donated):
-            em.prefer[v] = (donor, slot)
-    em.block(block, donated)
+    places = carry_places(block, donors, slots)
+    places = {v: (donor, slot) for v, (donor, slot) in places.items() if donor is None or donor in donated}
+    em.block(block, donated, prefer=places)
     Carry(em, slots).leave(block.yields)
     em.leave()

@@ -167,6 +167,7 @@ def _in_place(em: Emitter, op: ir.Load) -> bool:
 def _padded(em: Emitter, op: ir.Load, axes: list[Axis], direct: Buffer, checked: list[Axis]) -> None:
     code, v = em.code, op.result
     copy = em.new_buffer(v.shape, v.dtype)
+    copy.alloc.beside = direct.alloc
     slot = code.var("ptr", direct.ptr)
     whole = inside(em, checked[0])
     for a in checked[1:]:

@@ -23,6 +23,8 @@ from jtile.lowering.cpu.values import LAZY, Arena, Buffer, Lazy, Rep, dense_stri
 
 RECOMPUTE = 2.0  # cheaper than this (vector instructions) is computed again rather than kept in memory
 
+Places = dict[ir.Value, tuple[ir.Value | None, Buffer]]
+
 EMITTERS: dict[type[ir.Op], Callable[[Emitter, ir.Op], None]] = {}
 
 
@@ -39,9 +41,11 @@ def emits(*cards: type[ir.Op]):
 
 @dataclasses.dataclass
 class Frame:
-    """A block under emission and the position of the op that is being emitted."""
+    """A block under emission, the position of the op that is being emitted, and where results of the block may be computed:
+    value -> (the value whose memory that is, or None; the memory)."""
 
     plan: plan.BlockPlan
+    prefer: Places
     pos: int = 0
 
 
@@ -57,7 +61,6 @@ class Emitter:
         self.keeping: dict[ir.Value, Buffer] = {}
         self.frames: list[Frame] = []
         self.done: set[ir.Op] = set()
-        self.prefer: dict[ir.Value, tuple[ir.Value | None, Buffer]] = {}
         self.written = plan.written_refs(kernel)
         self.program: dict[int, Val] = {}
         self.sites: list[dict] = []
@@ -89,15 +92,15 @@ class Emitter:
 
     def result_buffer(self, v: ir.Value) -> Buffer:
         """A buffer to compute `v` into: the loop carry it will become if that is free, else a new one."""
-        if v in self.prefer:
-            param, buf = self.prefer[v]
-            if param is None or (self.plan.last(param) < self.pos and not self.pending_on(param, v)):
-                self.arena.touch(buf.alloc)
-                return buf
+        param, buf = self.frames[-1].prefer.get(v, (None, None))
+        if buf is not None and (param is None or self.plan.last(param) < self.pos) and self._unread(buf, param, v):
+            self.arena.touch(buf.alloc)
+            return buf
         return self.new_buffer(v.shape, v.dtype)
 
     def set_buffer(self, v: ir.Value, buf: Buffer) -> None:
         """`v` stands in `buf` from here on; a scalar is read back into a register."""
+        self.arena.touch(buf.alloc)
         if v.type.rank == 0:
             self.env[v] = access.read(self.code, self.isa, buf, (), Lanes(1))
         else:
@@ -113,11 +116,12 @@ class Emitter:
         return self.frames[-1].pos
 
     # -- blocks ---------------------------------------------------------------------------------------------------
-    def block(self, block: ir.Block, donated: set[ir.Value] = frozenset()) -> None:
-        """Emit all ops of a block; `donated` outer values may be overwritten in it."""
+    def block(self, block: ir.Block, donated=frozenset(), kept=frozenset(), prefer: Places | None = None) -> None:
+        """Emit all ops of a block; `donated` outer values may be overwritten in it, `kept` parameters may not."""
         p = plan.plan_block(block)
         p.defined |= donated
-        frame = Frame(p)
+        p.defined -= kept
+        frame = Frame(p, prefer or {})
         self.frames.append(frame)
         self.flag(p)
         for k, op in enumerate(block.ops):
@@ -277,24 +281,29 @@ class Emitter:
             return False
         if a not in self.plan.defined or self.plan.last(a) > self.pos:
             return False
-        for w, other in list(self.env.items()):
-            if w is not a and isinstance(other, Buffer) and other.alloc is rep.alloc and self._alive(w):
-                return False
-        return not self.pending_on(a, by)
+        return self._unread(rep, a, by)
+
+    def _unread(self, buf: Buffer, owner: ir.Value | None, by: ir.Value | None) -> bool:
+        """Will nobody but `owner` read this memory, now or later? Others see it through views, or took it over from the owner."""
+        sharing = [w for w, rep in self.env.items() if isinstance(rep, Buffer) and rep.alloc is buf.alloc]
+        return not any((w is not owner and self._alive(w)) or self.pending_on(w, by) for w in sharing)
 
     def _alive(self, v: ir.Value) -> bool:
         """Might `v` still be read, here or in an enclosing block?"""
         return any(f.plan.last(v) >= f.pos for f in self.frames)
 
     def pending_on(self, a: ir.Value, by: ir.Value | None) -> bool:
-        """Is there a lazy value, to be read later, whose expression reads `a`?"""
-        for f in self.frames:
-            for op in f.plan.block.ops:
-                if not op.results or not isinstance(self.env.get(op.results[0]), Lazy):
-                    continue
-                u = op.results[0]
-                if u is not by and f.plan.last(u) >= f.pos and any(x is a for x, _ in self.tree(u)):
-                    return True
+        """Is there a lazy value other than `by`, to be read now or later, whose expression reads `a`?"""
+        todo, seen = [a], {a, by}
+        while todo:
+            v = todo.pop()
+            for f in self.frames:
+                users = (f.plan.block.ops[k] for k in f.plan.uses.get(v, []) if k < len(f.plan.block.ops))
+                for u in (r for op in users for r in op.results if r not in seen and isinstance(self.env.get(r), Lazy)):
+                    if f.plan.last(u) >= f.pos:
+                        return True
+                    seen.add(u)
+                    todo.append(u)
         return False
 
 

@@ -14,13 +14,17 @@ from jtile.lowering.cpu.llvm import Val
 
 @dataclasses.dataclass(eq=False)
 class Allocation:
-    """A piece of the worker's arena; `first`/`last` are the emission clock of its life, `offset` is set at the end."""
+    """A piece of the worker's arena; `first`/`last` are the emission clock of its life, `offset` is set at the end.
+
+    `beside` is read wherever this one is: a padded copy stands beside the memory that is read when the tile lies inside.
+    """
 
     size: int
     first: int
     last: int
     token: str
     offset: int = -1
+    beside: Allocation | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,8 +89,9 @@ class Arena:
         return a
 
     def touch(self, a: Allocation | None) -> None:
-        if a is not None:
+        while a is not None:
             a.last = max(a.last, self.clock)
+            a = a.beside
 
     def tick(self) -> int:
         self.clock += 1

@@ -1,0 +1,145 @@
+"""Kernels that once gave wrong numbers, or never compiled: each is compared with the interpreter, as it is and after the passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jtile import ffi, ir
+from jtile.interpret import interpret, poison
+from jtile.lowering.cpu import compile_kernel
+from jtile.passes import TILE, run_pipeline
+
+CASES = {
+    "the condition of a while does not overwrite the carry": """
+    %r, %n = while (%a = %sq, %i = %c0) {
+      %e = neg %a : tile<6x6xf32>
+      %s = sort %e axis=0 : tile<6x6xf32>
+      %t = reduce sum %s axes=(0, 1) : f32
+      %big = full 1e9 : f32
+      %u = lt %t, %big : bool
+      %v = lt %i, %c3 : bool
+      %go = and %u, %v : bool
+      yield %go
+    } do (%b, %j) {
+      %h = add %b, %y : tile<6x6xf32>
+      %j2 = add %j, %c1 : i32
+      yield %h, %j2
+    }
+    store %o[%c0:+6, %c0:+6], %r""",
+    "an update keeps off a view that is read later": """
+    %w = reshape %sq : tile<36xf32>
+    %u = neg %w : tile<36xf32>
+    %part = slice %y starts=(0, 0) stops=(3, 3) strides=(1, 1) : tile<3x3xf32>
+    %r = dynamic_update %sq, %part, [%c1, %c2] : tile<6x6xf32>
+    %v = reshape %u : tile<6x6xf32>
+    %d = sub %r, %v : tile<6x6xf32>
+    store %o[%c0:+6, %c0:+6], %d""",
+    "a loop that never ran has not computed a constant": """
+    %f = full 2.0 : tile<6x6xf32>
+    for %k in %c0..%zero step %c1 {
+      %d = dot %f, %x : tile<6x6xf32>
+      store %q[%c0:+6, %c0:+6], %d
+    }
+    %g = dot %f, %sq : tile<6x6xf32>
+    store %o[%c0:+6, %c0:+6], %g""",
+    "a constant does not go to the result of a branch": """
+    %f = full 2.0 : tile<6x6xf32>
+    %p = lt %zero, %c5 : bool
+    %r = if %p {
+      %s = dot %x, %x : tile<6x6xf32>
+      yield %s
+    } else {
+      yield %f
+    }
+    %g = dot %f, %sq : tile<6x6xf32>
+    %h = add %g, %r : tile<6x6xf32>
+    store %o[%c0:+6, %c0:+6], %h""",
+    "a constant does not go to the result of a loop": """
+    %f = full 2.0 : tile<6x6xf32>
+    %r = for %k in %c0..%zero step %c1 carry (%a = %sq) {
+      %s = dot %a, %a : tile<6x6xf32>
+      store %q[%c0:+6, %c0:+6], %s
+      yield %f
+    }
+    %g = dot %f, %sq : tile<6x6xf32>
+    %h = add %g, %r : tile<6x6xf32>
+    store %o[%c0:+6, %c0:+6], %h""",
+    "a branch does not compute the next carry over the present one": """
+    %r = for %k in %c0..%c3 step %c1 carry (%a = %sq) {
+      %kf = cast %k : f32
+      %f = broadcast %kf dims=() : tile<6x6xf32>
+      %p = lt %zero, %c5 : bool
+      %i = if %p {
+        %s = dot %f, %x : tile<6x6xf32>
+        yield %s
+      } else {
+        yield %x
+      }
+      %u = add %i, %a : tile<6x6xf32>
+      store %q[%c0:+6, %c0:+6], %u
+      yield %f
+    }
+    store %o[%c0:+6, %c0:+6], %r""",
+    "the memory of a dead carry went to another value": """
+    %r = for %k in %c0..%c3 step %c1 carry (%a = %sq) {
+      %s = sin %a : tile<6x6xf32>
+      %t = dot %s, %x : tile<6x6xf32>
+      %v = dot %t, %x : tile<6x6xf32>
+      %u = add %s, %t : tile<6x6xf32>
+      store %q[%c0:+6, %c0:+6], %u
+      yield %v
+    }
+    store %o[%c0:+6, %c0:+6], %r""",
+    "an update that stands in the memory of the next carry": """
+    %r = for %k in %c0..%c3 step %c1 carry (%a = %sq) {
+      %s = sin %a : tile<6x6xf32>
+      %v = dynamic_update %x, %s, [%c0, %c0] : tile<6x6xf32>
+      yield %v
+    }
+    store %o[%c0:+6, %c0:+6], %r""",
+    "local memory lives as long as a tile that may be read in it": """
+    %m = alloc : ref<7x6xf32, scratch>
+    store %m[%zero:+6, %c0:+6], %x
+    %a = load %m[%zero:+6, %zero:+6] : tile<6x6xf32>
+    %s1 = cumulative sum %y axis=0 : tile<6x6xf32>
+    %s2 = dot %s1, %y : tile<6x6xf32>
+    %b = add %a, %s2 : tile<6x6xf32>
+    store %o[%c0:+6, %c0:+6], %b""",
+}
+
+HEAD = """kernel @t(%x_ref: ref<6x6xf32>, %y_ref: ref<6x6xf32>, %n_ref: ref<4xi32>, %o: ref<6x6xf32, out>, %q: ref<6x6xf32, out>) grid() {
+    %c0 = full 0 : i32
+    %c1 = full 1 : i32
+    %c2 = full 2 : i32
+    %c3 = full 3 : i32
+    %c5 = full 5 : i32
+    %x = load %x_ref[%c0:+6, %c0:+6] : tile<6x6xf32>
+    %y = load %y_ref[%c0:+6, %c0:+6] : tile<6x6xf32>
+    %zero = load %n_ref[%c0] : i32
+    %sq = dot %x, %y : tile<6x6xf32>
+"""
+
+
+def native(kernel: ir.Kernel, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    art = compile_kernel(kernel)
+    outs = [poison(v.shape, v.dtype) for v in kernel.outputs]
+    options = {n: art.launch[n] for n in ("programs", "workspace", "isa", "sites", "name")}
+    ffi.run_image(art.image, [*inputs, *outs], **options)
+    return outs
+
+
+def agree(text: str, inputs: list[np.ndarray]) -> None:
+    """The native code gives the interpreter's numbers, and the interpreter's poison where nothing was written."""
+    kernel = ir.parse_kernel(text)
+    want = interpret(kernel, inputs)
+    for k in (kernel, run_pipeline(kernel, TILE)):
+        for a, b in zip(native(k, inputs), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_interpreter(name):
+    rng = np.random.default_rng(0)
+    x, y = (rng.uniform(-1, 1, (6, 6)).astype(np.float32) for _ in range(2))
+    agree(HEAD + CASES[name] + "\n}\n", [x, y, np.zeros(4, np.int32)])
