@@ -1,0 +1,118 @@
+"""The decoder's own kernels and its choice of kernels by storage, against jnp."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtile.models import kernels, layers
+from jtile.ops import QuantizedTensor
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def rotated(x, cos, sin):
+    """x [..., heads, head_dim], cos and sin [..., half]."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
+
+
+@pytest.mark.parametrize(("batch", "length", "heads", "kv_heads", "head_dim"), [(2, 37, 9, 3, 64), (1, 16, 4, 2, 16)])
+def test_rope_split(batch, length, heads, kv_heads, head_dim):
+    qkv = normal(batch, length, heads + 2 * kv_heads, head_dim)
+    cos, sin = normal(length, head_dim // 2, seed=1), normal(length, head_dim // 2, seed=2)
+    q, k, v = jax.jit(lambda *a: kernels.rope_split(*a, heads=heads, kv_heads=kv_heads))(qkv, cos, sin)
+    expected = rotated(qkv, jnp.stack([cos] * batch), jnp.stack([sin] * batch))
+    np.testing.assert_allclose(q, expected[:, :, :heads], atol=2e-6)
+    np.testing.assert_allclose(k, expected[:, :, heads : heads + kv_heads], atol=2e-6)
+    np.testing.assert_array_equal(v, qkv[:, :, heads + kv_heads :])
+
+
+@pytest.fixture
+def step():
+    """The arguments of rope_append for three rows of different lengths."""
+    heads, kv_heads, head_dim, slots = 4, 2, 16, 20
+    arrays = (normal(3, heads + 2 * kv_heads, head_dim), normal(3, head_dim // 2, seed=1), normal(3, 8, seed=2))
+    lengths = jnp.array([0, 7, slots - 1], jnp.int32)
+    caches = normal(3, slots, kv_heads, head_dim, seed=3), normal(3, slots, kv_heads, head_dim, seed=4)
+    return (*arrays, lengths, *caches), dict(heads=heads, kv_heads=kv_heads)
+
+
+def test_rope_append_writes_one_slot_of_each_row(step):
+    (qkv, cos, sin, lengths, keys, values), sizes = step
+    q, new_keys, new_values = jax.jit(lambda *a: kernels.rope_append(*a, **sizes))(*step[0])
+    expected, rows = rotated(qkv, cos, sin), jnp.arange(3)
+    np.testing.assert_allclose(q, expected[:, :4], atol=2e-6)
+    np.testing.assert_allclose(new_keys, keys.at[rows, lengths].set(expected[:, 4:6]), atol=2e-6)
+    np.testing.assert_array_equal(new_values, values.at[rows, lengths].set(qkv[:, 6:]))
+
+
+def test_rope_append_means_the_same_in_the_interpreter(step):
+    arrays, sizes = step
+    native = kernels.rope_append(*arrays, **sizes)
+    for a, b in zip(native, kernels.rope_append.interpret(*arrays, **sizes), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_the_cache_is_updated_in_place(step):
+    arrays, sizes = step
+
+    def loop(qkv, cos, sin, lengths, keys, values):
+        def body(carry):
+            i, keys, values, total = carry
+            q, keys, values = kernels.rope_append(qkv, cos, sin, lengths, keys, values, **sizes)
+            return i + 1, keys, values, total + q.sum()
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 4, body, (0, keys, values, 0.0))
+
+    compiled = jax.jit(loop, donate_argnums=(4, 5)).lower(*arrays).compile()
+    copies = [
+        line for line in compiled.as_text().splitlines() if " copy(" in line and "3,20,2,16" in line.split(" copy(")[0]
+    ]
+    assert not copies
+
+
+STORAGES = ["float32", "bfloat16", "float16", "int8", "q8_0", "q4_0", "q4_1"]
+
+
+def stored(weight, storage):
+    """(the weight as it is stored, its values in float32)."""
+    if storage in ("float32", "bfloat16", "float16"):
+        dense = weight.astype(storage)
+        return dense, dense.astype(jnp.float32)
+    quantised = QuantizedTensor.quantize(weight, storage)
+    return quantised, quantised.dequantize()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_linear(storage, rows):
+    weight, values = stored(normal(48, 64), storage)
+    x, residual = normal(rows, 64, seed=1), normal(rows, 48, seed=2)
+    expected = jnp.matmul(x, values.T, precision="highest")
+    np.testing.assert_allclose(layers.linear(x, weight), expected, atol=2e-5)
+    np.testing.assert_allclose(layers.linear(x, weight, residual), expected + residual, atol=2e-5)
+
+
+def test_linear_of_parts_that_are_stored_differently():
+    parts, values = zip(
+        *(stored(normal(32, 64, seed=i), kind) for i, kind in enumerate(("q4_1", "q8_0", "float32"))), strict=True
+    )
+    x, residual = normal(2, 64, seed=5), normal(2, 96, seed=6)
+    expected = jnp.matmul(x, jnp.concatenate(values).T, precision="highest") + residual
+    np.testing.assert_allclose(layers.linear(x, tuple(parts), residual), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("storages", [(s, s) for s in STORAGES] + [("q4_0", "q8_0"), ("q8_0", "float32")])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_gated_mlp(storages, rows):
+    gate, G = stored(normal(96, 64) * 0.1, storages[0])
+    up, U = stored(normal(96, 64, seed=1) * 0.1, storages[1])
+    down, D = stored(normal(64, 96, seed=2) * 0.1, storages[0])
+    x, residual = normal(rows, 64, seed=3), normal(rows, 64, seed=4)
+    hidden = jax.nn.silu(jnp.matmul(x, G.T, precision="highest")) * jnp.matmul(x, U.T, precision="highest")
+    expected = jnp.matmul(hidden, D.T, precision="highest") + residual
+    np.testing.assert_allclose(layers.gated_mlp(x, gate, up, down, residual), expected, atol=2e-5)
