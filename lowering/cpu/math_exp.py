@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jtile.lowering.cpu import math_tables as tables
 from jtile.lowering.cpu.math_expr import (
     X,
@@ -239,9 +241,18 @@ def pow_(x: X, y: X) -> X:
     return (y.eq(0.0) | x.eq(1.0)).where(1.0, r)
 
 
+def odd_in_double(fn: Callable[[X], X], x: X) -> X:
+    """An odd function of a float, by way of double.
+
+    The sign is put back on the float: LLVM moves a later rounding to half past a copysign, and would then round the
+    double of the sign to half by a library call.
+    """
+    return fn(x.abs().to("double")).to("float").copysign(x)
+
+
 def cbrt(x: X) -> X:
     if x.scalar == "float":
-        return cbrt(x.to("double")).to("float")
+        return odd_in_double(cbrt, x)
     a = x.abs()
     shift = SUBNORMAL_SHIFT[64]
     tiny = a < 2.0 ** (1 - x.fmt.bias)
@@ -290,7 +301,7 @@ def sinh(x: X) -> X:
 
 def asinh(x: X) -> X:
     if x.scalar == "float":
-        return asinh(x.to("double")).to("float")
+        return odd_in_double(asinh, x)
     a = x.abs()
     z = a * a
     big = a > 2.0**500  # the square overflows
@@ -309,6 +320,6 @@ def acosh(x: X) -> X:
 
 def atanh(x: X) -> X:
     if x.scalar == "float":
-        return atanh(x.to("double")).to("float")
+        return odd_in_double(atanh, x)
     a = x.abs()
     return (log1p(2.0 * a / (1.0 - a)) * 0.5).copysign(x)

@@ -179,7 +179,7 @@ def atan(x: X) -> X:
 
 def atan2(y: X, x: X) -> X:
     if y.scalar == "float":
-        return atan2(y.to("double"), x.to("double")).to("float")
+        return atan2(y.to("double"), x.to("double")).to("float").copysign(y)  # the sign of a float: see odd_in_double
     inf = float("inf")
     a, b = y.abs(), x.abs()
     steep = a > b
