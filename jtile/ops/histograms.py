@@ -33,7 +33,7 @@ def count(x, total, mine, *, bn: int, bins: int, low: float, high: float):
     # total_b = |{ j : bin(x_j) = b }|
     mine[...] = jnp.zeros((bins,), jnp.int32)
     X, first = x.tiles(bn, pad=float("nan")) if jnp.issubdtype(x.dtype, jnp.floating) else x.tiles(bn), jt.program_id(0) * _BLOCKS
-    for k in jt.range(_BLOCKS):
+    for k in jt.range(jnp.minimum(X.shape[0] - first, _BLOCKS)):
         at = _place(X[first + k], bins, low, high)
         at = jnp.where((first + k) * bn + jt.arange(bn) < x.shape[0], at, bins)
         jt.atomic_add(mine, at, jnp.ones((bn,), jnp.int32))
