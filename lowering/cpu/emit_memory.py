@@ -16,7 +16,7 @@ from jtile.lowering.cpu.emitter import Emitter, emits
 from jtile.lowering.cpu.evaluate import Index, Point, rule, scalar_i64
 from jtile.lowering.cpu.llvm import Val, i64, lanes_of, like
 from jtile.lowering.cpu.nest import Bounds, emit_nest, vector_axis
-from jtile.lowering.cpu.values import LAZY, Buffer, Ix, dense_strides
+from jtile.lowering.cpu.values import Buffer, Ix, dense_strides
 
 
 @dataclasses.dataclass
@@ -135,7 +135,9 @@ def _load(em: Emitter, op: ir.Load) -> None:
         return
     if simple and (frozen or _snapshot_safe(em, op)) and _in_place(em, op):
         return
-    em.env[v] = LAZY
+    em.postpone(v)
+    if isinstance(em.env[v], Buffer):
+        return
     if v.type.rank == 0:
         em.env[v] = Point(em, (), (), Lanes(1), False).at(v, ())
     elif not frozen:
@@ -240,20 +242,18 @@ def _same_element(em: Emitter, load: ir.Load, store: ir.Op) -> bool:
         return False
     if store.mask is not None or any(isinstance(d, ir.Take) for d in store.index):
         return False
-    return all(_identity_user(em, u, store) for u in em.plan.uses.get(load.result, []))
-
-
-def _identity_user(em: Emitter, k: int, store: ir.Store) -> bool:
-    """Every path from position `k` to the store is elementwise."""
-    ops = em.plan.block.ops
-    if k >= len(ops):
-        return False
-    op = ops[k]
-    if op is store:
-        return True
-    if not isinstance(op, ir.Map | ir.Select | ir.Cast | ir.Bitcast):
-        return False
-    return all(_identity_user(em, u, store) for u in em.plan.uses.get(op.result, []))
+    todo, seen = [load.result], {load.result}
+    while todo:  # every path from the load to the store is elementwise
+        for k in em.plan.uses.get(todo.pop(), []):
+            op = em.plan.block.ops[k] if k < len(em.plan.block.ops) else None
+            if op is store:
+                continue
+            if not isinstance(op, ir.Map | ir.Select | ir.Cast | ir.Bitcast):
+                return False
+            if op.result not in seen:
+                seen.add(op.result)
+                todo.append(op.result)
+    return True
 
 
 @dataclasses.dataclass

@@ -18,6 +18,7 @@ from jtile.lowering.cpu.nest import emit_nest, next_power_of_2, vector_axis, wid
 from jtile.lowering.cpu.values import Buffer, Ix
 
 CHAINS = 4  # independent accumulators per row, to hide the latency of an add
+COPIED = 128  # vector instructions of all copies of the expression in an unrolled reduction
 ROWS = 4  # rows that share one pass over the reduced axes
 
 
@@ -100,7 +101,13 @@ def _emit(em: Emitter, jobs: list[Job], shape, axes, bits: int) -> None:
     if lane_kept is not None and (lane is None or lane_kept > lane):
         _across(em, jobs, shape, axes, lane_kept, bits)
     else:
-        _along(em, jobs, shape, axes, lane, bits)
+        _along(em, jobs, shape, axes, lane, bits, _copies(em, jobs, shape, bits))
+
+
+def _copies(em: Emitter, jobs: list[Job], shape, bits: int) -> int:
+    """How many times the expression may stand in the code: less for a long one, or where the tile is small anyway."""
+    cost = sum(em.expression_cost(job.op.x) for job in jobs)
+    return max(1, min(int(COPIED // max(cost, 1)), math.prod(shape) // (4 * em.isa.lanes(bits))))
 
 
 def _combine(em: Emitter, job: Job, a: Val, b: Val) -> Val:
@@ -156,7 +163,7 @@ def _finish(em: Emitter, job: Job, acc: Val, p: Point, axes) -> None:
     access.write(em.code, em.isa, job.out, ix, value, p.lanes)
 
 
-def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int) -> None:
+def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, copies: int) -> None:
     """Lanes run along a reduced axis: several accumulators per row, several rows a pass, one horizontal step at the end."""
     kept = [k for k in range(len(shape)) if k not in axes]
     code = em.code
@@ -164,17 +171,18 @@ def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: in
     def rows(depth: int, ix: list[Ix]) -> None:
         if depth == len(kept) - 1 and shape[kept[depth]] > 1:
             n, k = shape[kept[depth]], kept[depth]
-            many = min(ROWS, n) if len(jobs) == 1 else 1
+            many = min(ROWS, n, copies) if len(jobs) == 1 else 1
+            chains = copies // many
             with code.loop(0, n // many * many, many) as i:
-                _rows(em, jobs, shape, axes, lane, bits, [_with(ix, k, code.add(i, r)) for r in range(many)])
+                _rows(em, jobs, shape, axes, lane, bits, [_with(ix, k, code.add(i, r)) for r in range(many)], chains)
             if n % many:
                 with code.loop(n // many * many, n) as i:
-                    _rows(em, jobs, shape, axes, lane, bits, [_with(ix, k, i)])
+                    _rows(em, jobs, shape, axes, lane, bits, [_with(ix, k, i)], chains)
         elif depth < len(kept):
             with code.loop(0, shape[kept[depth]]) as i:
                 rows(depth + 1, _with(ix, kept[depth], i))
         else:
-            _rows(em, jobs, shape, axes, lane, bits, [ix])
+            _rows(em, jobs, shape, axes, lane, bits, [ix], copies)
 
     rows(0, [Ix(i64(0))] * len(shape))
 
@@ -185,12 +193,12 @@ def _with(ix: list[Ix], k: int, base: Val) -> list[Ix]:
     return out
 
 
-def _rows(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, rows: list[list[Ix]]) -> None:
-    """Reduce the rows given by their kept indices together."""
+def _rows(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, rows: list[list[Ix]], most: int) -> None:
+    """Reduce the rows given by their kept indices together, with at most `most` accumulators a row."""
     code = em.code
     n = 1 if lane is None else shape[lane]
     w = 1 if lane is None else width(em, n, bits)
-    chains = max(1, min(CHAINS, n // w)) if len(rows) == 1 else max(1, min(2, n // w))
+    chains = max(1, min(CHAINS if len(rows) == 1 else 2, n // w, most))
     slots = [[[code.var(register_type(j.acc, w), _identity(j, w)) for _ in range(chains)] for j in jobs] for _ in rows]
 
     def step(base: list[list[Ix]], at: Val, lanes: Lanes, chain: int) -> None:

@@ -21,6 +21,7 @@ from jtile.lowering.cpu.llvm import Code, Module, Val, i64
 from jtile.lowering.cpu.nest import emit_nest
 from jtile.lowering.cpu.values import LAZY, Arena, Buffer, Lazy, Rep, dense_strides
 
+DEPTH = 64  # longer chains of lazy ops are cut by a buffer: Python's stack and LLVM's patience end somewhere
 RECOMPUTE = 2.0  # cheaper than this (vector instructions) is computed again rather than kept in memory
 
 Places = dict[ir.Value, tuple[ir.Value | None, Buffer]]
@@ -57,6 +58,7 @@ class Emitter:
         self.arena = Arena()
         self.workspace = Val("ptr", "%ws")
         self.env: dict[ir.Value, Rep] = {}
+        self.depth: dict[ir.Value, int] = {}
         self.flagged: set[ir.Value] = set()
         self.keeping: dict[ir.Value, Buffer] = {}
         self.frames: list[Frame] = []
@@ -161,7 +163,14 @@ class Emitter:
         elif isinstance(op, ir.Reshape) and not lazy_reshape(op.x.shape, op.shape):
             self._view(op)
         else:
-            self.env[v] = LAZY
+            self.postpone(v)
+
+    def postpone(self, v: ir.Value) -> None:
+        """`v` is computed where it is read, unless it stands on too long a chain of such values."""
+        self.env[v] = LAZY
+        self.depth[v] = 1 + max((self.depth[a] for a in v.op.operands() if isinstance(self.env.get(a), Lazy)), default=0)
+        if v.type.rank and self.depth[v] > DEPTH:
+            self.materialise(v)
 
     def _view(self, op: ir.Reshape) -> None:
         """A reshape that needs its elements side by side: a view of the (materialised) operand."""
@@ -219,6 +228,11 @@ class Emitter:
     def bits(self, roots: list[ir.Value]) -> int:
         """Register width of the widest value in the roots' expressions."""
         return max((plan.register_bits(v.dtype) for r in roots for v, _ in self.tree(r)), default=32)
+
+    def expression_cost(self, root: ir.Value) -> float:
+        """Vector instructions to compute one vector of `root`, everything lazy below it included."""
+        lazy = {v for v, _ in self.tree(root) if isinstance(self.env.get(v), Lazy)}
+        return sum(plan.op_cost(v.op) for v in lazy)
 
     # -- materialisation ------------------------------------------------------------------------------------------
     @contextlib.contextmanager
