@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jtile import ir
+from jtile.lowering.cpu import plan
 from jtile.lowering.cpu.convert import memory_type
 from jtile.lowering.cpu.emit_memory import affine_axes, sub_buffer
 from jtile.lowering.cpu.emitter import Emitter, emits
@@ -55,8 +56,15 @@ def _dropped(store: ir.Store) -> int:
 
 def _operand_refs(em: Emitter, op: ir.Dot) -> set[ir.Value]:
     """Refs that the operands may still read in place, and those that share their memory."""
-    loads = [v.op for x in (op.a, op.b) for v, _ in em.tree(x) if isinstance(v.op, ir.Load)]
-    refs = {load.ref for load in loads}
+    refs, todo, seen = set(), [op.a, op.b], {op.a, op.b}
+    while todo:  # through views too, which have a buffer and yet read the Ref
+        source = todo.pop().op
+        if isinstance(source, ir.Load):
+            refs.add(source.ref)
+        elif plan.is_lazy(source):
+            fresh = [v for v in source.operands() if v not in seen]
+            seen.update(fresh)
+            todo += fresh
     for i, o in em.kernel.aliases:
         pair = {em.kernel.inputs[i], em.kernel.outputs[o]}
         refs |= pair if pair & refs else set()

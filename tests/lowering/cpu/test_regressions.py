@@ -98,6 +98,19 @@ CASES = {
       yield %v
     }
     store %o[%c0:+6, %c0:+6], %r""",
+    "a result that nobody reads lies on nothing that somebody reads": """
+    %f0 = full 0.0 : f32
+    %e = tanh %sq : tile<6x6xf32>
+    %m = mul %e, %e : tile<6x6xf32>
+    %t = transpose %m perm=(1, 0) : tile<6x6xf32>
+    %a, %b = user_reduce [%t, %y], [%f0, %f0] axes=(0) : tile<6xf32>, tile<6xf32> body(%u: f32, %v: f32, %p: f32, %w: f32) {
+      %s = add %u, %p : f32
+      %n = sub %v, %w : f32
+      yield %s, %n
+    }
+    %c = broadcast %a dims=(1) : tile<6x6xf32>
+    %d = add %c, %m : tile<6x6xf32>
+    store %o[%c0:+6, %c0:+6], %d""",
     "the padded copy of a tile does not lie on the memory it is copied from": """
     %m = alloc : ref<7x6xf32, scratch>
     store %m[%zero:+6, %c0:+6], %x
@@ -141,3 +154,19 @@ def test_against_the_interpreter(name):
     rng = np.random.default_rng(0)
     x, y = (rng.uniform(-1, 1, (6, 6)).astype(np.float32) for _ in range(2))
     agree(HEAD + CASES[name] + "\n}\n", [x, y, np.zeros(4, np.int32)])
+
+
+def test_a_product_does_not_go_where_its_operand_is_read_through_a_view():
+    rng = np.random.default_rng(0)
+    kernel = """kernel @t(%x: ref<2x64x32xf32>, %y: ref<64x32xf32>, %o: ref<2x64x32xf32, out>) grid() {
+    %c0 = full 0 : i32
+    %c1 = full 1 : i32
+    %b = load %y[%c0:+64, %c0:+32] : tile<64x32xf32>
+    %t = load %x[%c0:+2, %c0:+64, %c0:+32] : tile<2x64x32xf32>
+    store %o[%c0:+2, %c0:+64, %c0:+32], %t
+    %l = load %o[%c0:+2, %c0:+64, %c0:+32] : tile<2x64x32xf32>
+    %w = reshape %l : tile<64x64xf32>
+    %d = dot %w, %b : tile<64x32xf32>
+    store %o[%c1, %c0:+64, %c0:+32], %d
+    }"""
+    agree(kernel, [rng.uniform(-0.1, 0.1, s).astype(np.float32) for s in ((2, 64, 32), (64, 32))])
