@@ -51,67 +51,95 @@ def panel_kernel(module: Module, mode: Mode, shape: PanelShape) -> str:
     params = [Val("ptr", "%a"), Val("i64", "%a_row"), Val("i64", "%a_step"), Val("ptr", "%b"), Val("i64", "%b_step"),
               Val("ptr", "%c"), Val("i64", "%ldc"), Val("i64", "%steps"), Val("i1", "%add"), Val("ptr", "%sums"),
               Val("i1", "%last")]  # fmt: skip
-    c = Code(module, name, params, attributes=ATTRIBUTES)
-    a, a_row, a_step, b, b_step, out, ldc, steps, add, sum_ptr, last = params
-    ty = vec(mode.lanes, mode.acc)
-    count = _bank_count(mode, s)
-    banks = [[[c.var(ty, zeros(ty)) for _ in range(s.vectors)] for _ in range(s.rows)] for _ in range(count)]
-    checks = [c.var(ty, zeros(ty)) for _ in range(s.vectors)] if mode.flip and s.direct else []
-    a_slot, b_slot = c.var("ptr", a), c.var("ptr", b)
-    b_advance = c.mul(b_step, mode.group if s.direct else 1)
+    k = _Panel(Code(module, name, params, attributes=ATTRIBUTES), mode, s, params)
+    k.sum_over_k()
+    _add_banks(k.c, mode, k.banks)
+    k.correct_signs()
+    _write_block(k.c, mode, s, k.banks[0], k.out, k.ldc, k.add)
+    k.c.finish()
+    return name
 
-    def step(group: int = mode.group, block: list[list[Val]] = banks[0]) -> None:
-        a_ptr, b_ptr = c.load("ptr", a_slot), c.load("ptr", b_slot)
 
-        def left(r: int) -> Val:
-            one = c.load(mode.unit, c.gep("i8", a_ptr, c.mul(a_row, r)), align=BYTES[mode.packed])
-            return c.splat(one, mode.lanes)
+class _Panel:
+    """One panel kernel under construction: its parameters, pointers and accumulators."""
 
-        def right(v: int) -> Val:
-            y = _b_vector(c, mode, s, b_ptr, b_step, v, group)
-            if checks:
-                c.store(mode.column_sum(c, c.load(ty, checks[v]), y), checks[v])
-            return y
+    def __init__(self, c: Code, mode: Mode, s: PanelShape, params: list[Val]):
+        self.c, self.mode, self.s = c, mode, s
+        a, self.a_row, self.a_step, b, self.b_step, self.out, self.ldc, self.steps, self.add, self.sums, self.last = (
+            params
+        )
+        self.ty = vec(mode.lanes, mode.acc)
+        self.banks = [
+            [[self._accumulator() for _ in range(s.vectors)] for _ in range(s.rows)]
+            for _ in range(_bank_count(mode, s))
+        ]
+        self.checks = [self._accumulator() for _ in range(s.vectors)] if mode.flip and s.direct else []
+        self.a_slot, self.b_slot = c.var("ptr", a), c.var("ptr", b)
+        self.b_advance = c.mul(self.b_step, mode.group if s.direct else 1)
+
+    def _accumulator(self) -> Val:
+        return self.c.var(self.ty, zeros(self.ty))
+
+    def left(self, a: Val, r: int) -> Val:
+        """The unit of row r, in every lane."""
+        unit = self.c.load(
+            self.mode.unit, self.c.gep("i8", a, self.c.mul(self.a_row, r)), align=BYTES[self.mode.packed]
+        )
+        return self.c.splat(unit, self.mode.lanes)
+
+    def right(self, b: Val, v: int, group: int) -> Val:
+        """Vector v of B; its column sums are kept where the signs need a correction."""
+        y = _b_vector(self.c, self.mode, self.s, b, self.b_step, v, group)
+        if self.checks:
+            self.c.store(self.mode.column_sum(self.c, self.c.load(self.ty, self.checks[v]), y), self.checks[v])
+        return y
+
+    def step(self, block: list[list[Val]], group: int) -> None:
+        """One unit of k for the whole block; the shorter side stays in registers while the longer one passes."""
+        c, s = self.c, self.s
+        a, b = c.load("ptr", self.a_slot), c.load("ptr", self.b_slot)
 
         def mac(r: int, v: int, x: Val, y: Val) -> None:
-            c.store(mode.mac(c, c.load(ty, block[r][v]), x, y), block[r][v])
+            c.store(self.mode.mac(c, c.load(self.ty, block[r][v]), x, y), block[r][v])
 
-        if s.rows >= s.vectors:  # the shorter side stays in registers while the longer one passes
-            vectors = [right(v) for v in range(s.vectors)]
+        if s.rows >= s.vectors:
+            vectors = [self.right(b, v, group) for v in range(s.vectors)]
             for r in range(s.rows):
-                x = left(r)
+                x = self.left(a, r)
                 for v, y in enumerate(vectors):
                     mac(r, v, x, y)
         else:
-            rows = [left(r) for r in range(s.rows)]
+            rows = [self.left(a, r) for r in range(s.rows)]
             for v in range(s.vectors):
-                y = right(v)
+                y = self.right(b, v, group)
                 for r, x in enumerate(rows):
                     mac(r, v, x, y)
+        c.store(c.gep("i8", a, self.a_step), self.a_slot)
+        c.store(c.gep("i8", b, self.b_advance), self.b_slot)
 
-        c.store(c.gep("i8", a_ptr, a_step), a_slot)
-        c.store(c.gep("i8", b_ptr, b_advance), b_slot)
+    def sum_over_k(self) -> None:
+        c, count = self.c, len(self.banks)
+        whole = c.binary("and", self.steps, i64(-count)) if count > 1 else self.steps
+        with c.loop(0, whole, count):
+            for block in self.banks:
+                self.step(block, self.mode.group)
+        if count > 1:
+            with c.loop(whole, self.steps):
+                self.step(self.banks[0], self.mode.group)
+        if self.s.direct and self.s.k_tail:
+            with c.when(self.last):
+                self.step(self.banks[0], self.s.k_tail)
 
-    whole = c.binary("and", steps, i64(-count)) if count > 1 else steps
-    with c.loop(0, whole, count):
-        for block in banks:
-            step(block=block)
-    if count > 1:
-        with c.loop(whole, steps):
-            step()
-    if s.direct and s.k_tail:
-        with c.when(last):
-            step(s.k_tail)
-    _add_banks(c, mode, banks)
-    if s.with_sums:
-        checks = [c.var(ty, c.load(ty, offset(c, sum_ptr, v * mode.lanes, 4), align=4)) for v in range(s.vectors)]
-    for v, slot in enumerate(checks):
-        total = c.load(ty, slot)
-        for row in banks[0]:
-            c.store(mode.corrected(c, c.load(ty, row[v]), total), row[v])
-    _write_block(c, mode, s, banks[0], out, ldc, add)
-    c.finish()
-    return name
+    def correct_signs(self) -> None:
+        """Take out what the flipped sign bits of A added (column sums of B, counted here or by the packer)."""
+        c, lanes = self.c, self.mode.lanes
+        if self.s.with_sums:
+            totals = [c.load(self.ty, offset(c, self.sums, v * lanes, 4), align=4) for v in range(self.s.vectors)]
+        else:
+            totals = [c.load(self.ty, slot) for slot in self.checks]
+        for v, total in enumerate(totals):
+            for row in self.banks[0]:
+                c.store(self.mode.corrected(c, c.load(self.ty, row[v]), total), row[v])
 
 
 def _bank_count(mode: Mode, s: PanelShape) -> int:
