@@ -22,6 +22,7 @@ from jtile.lowering.cpu.nest import emit_nest
 from jtile.lowering.cpu.values import LAZY, Arena, Buffer, Lazy, Rep, dense_strides
 
 DEPTH = 64  # longer chains of lazy ops are cut by a buffer: Python's stack and LLVM's patience end somewhere
+REPEAT = 0.9  # the same for a reader that reads every element many times
 RECOMPUTE = 2.0  # cheaper than this (vector instructions) is computed again rather than kept in memory
 
 Places = dict[ir.Value, tuple[ir.Value | None, Buffer]]
@@ -198,7 +199,7 @@ class Emitter:
             c = plan.op_cost(op) + sum(cost.get(a, 0.5 if a.type.rank else 0) for a in op.operands())
             users = [p.block.ops[u] for u in p.uses.get(v, []) if u < len(p.block.ops)]
             repeats = any(plan.amplifies(u, v) for u in users) or any(u.blocks() for u in users)
-            if (len(p.uses.get(v, [])) > 1 or repeats) and c > RECOMPUTE:
+            if (len(p.uses.get(v, [])) > 1 and c > RECOMPUTE) or (repeats and c > REPEAT):
                 self.flagged.add(v)
                 c = 0.5
             cost[v] = c
