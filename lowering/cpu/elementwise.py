@@ -77,16 +77,15 @@ def _emit_float(xs: list[X], fn: str, dtype: str) -> X:
 
 
 def _float_max(a: X, b: X) -> X:
-    if a.isa.arch == "aarch64":
-        return a.new(a.code.intrinsic("maximum", a.ty, a.v, b.v))
-    # `maxps` gives b when either is NaN: only a NaN in a is left to pass on.
-    return a.is_nan().where(a, (a > b).where(a, b))
+    # On x86 without the sign of zero: `maxps`, which gives b when either is NaN, then a NaN in a is passed on. (Spelled as
+    # two selects, LLVM merges their conditions and no longer sees the maximum.)
+    flags = "" if a.isa.arch == "aarch64" else "nsz"
+    return a.new(a.code.intrinsic("maximum", a.ty, a.v, b.v, flags=flags))
 
 
 def _float_min(a: X, b: X) -> X:
-    if a.isa.arch == "aarch64":
-        return a.new(a.code.intrinsic("minimum", a.ty, a.v, b.v))
-    return a.is_nan().where(a, (a < b).where(a, b))
+    flags = "" if a.isa.arch == "aarch64" else "nsz"
+    return a.new(a.code.intrinsic("minimum", a.ty, a.v, b.v, flags=flags))
 
 
 def _float_sign(x: X) -> X:

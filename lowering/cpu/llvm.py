@@ -124,12 +124,12 @@ class Code:
     def cast(self, op: str, x: Val, ty: str) -> Val:
         return x if x.ty == ty else self.let(ty, f"{op} {x} to {ty}")
 
-    def intrinsic(self, name: str, ret: str, *args: Val, suffix: str | None = None) -> Val:
+    def intrinsic(self, name: str, ret: str, *args: Val, suffix: str | None = None, flags: str = "") -> Val:
         """Call `@llvm.<name>.<suffix>`; the suffix is that of the first argument's type unless given ("" for none)."""
         suffix = intrinsic_suffix(args[0].ty) if suffix is None else suffix
         full = f"llvm.{name}" + (f".{suffix}" if suffix else "")
         self.module.declare(full, f"{ret} @{{}}({', '.join(a.ty for a in args)})")
-        call = f"call {ret} @{full}({', '.join(map(str, args))})"
+        call = f"call {flags + ' ' if flags else ''}{ret} @{full}({', '.join(map(str, args))})"
         if ret == "void":
             self.do(call)
             return Val("void", "")
