@@ -168,5 +168,6 @@ def to_i64(code: Code, x: Val, dtype: str) -> Val:
         return x
     signed = not dtype.startswith("u")
     if x.name.lstrip("-").isdigit() and lanes_of(x.ty) == 1:
-        return i64(int(x.name))
+        n = int(x.name)  # constants are written as signed numbers
+        return i64(n if signed or n >= 0 else n + (1 << int(scalar[1:])))
     return code.cast("sext" if signed else "zext", x, like(x.ty, "i64"))

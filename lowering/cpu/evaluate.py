@@ -240,6 +240,8 @@ def clamped_start(em: Emitter, start: ir.Value, size: int, n: int) -> Val:
     if size == n:
         return i64(0)
     s = scalar_i64(em, start)
+    if start.dtype == "uint64":
+        s = em.code.intrinsic("umin", "i64", s, i64(n))
     s = em.code.intrinsic("smax", "i64", s, i64(0))
     return em.code.intrinsic("smin", "i64", s, i64(n - size))
 

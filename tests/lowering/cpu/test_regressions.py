@@ -98,6 +98,22 @@ CASES = {
       yield %v
     }
     store %o[%c0:+6, %c0:+6], %r""",
+    "bounds of a loop that need all bits of an unsigned number": """
+    %lo = full 0 : u8
+    %hi = full 255 : u8
+    %st = full 100 : u8
+    %r = for %k in %lo..%hi step %st carry (%a = %sq) {
+      %kf = cast %k : f32
+      %kk = broadcast %kf dims=() : tile<6x6xf32>
+      %m = add %kk, %a : tile<6x6xf32>
+      yield %m
+    }
+    store %o[%c0:+6, %c0:+6], %r""",
+    "a start beyond the end of int64": """
+    %i = full 18446744073709551615 : u64
+    %j = full 9223372036854775807 : i64
+    %d = dynamic_slice %sq, [%i, %j] sizes=(3, 3) : tile<3x3xf32>
+    store %o[%c0:+3, %c0:+3], %d""",
     "a result that nobody reads lies on nothing that somebody reads": """
     %f0 = full 0.0 : f32
     %e = tanh %sq : tile<6x6xf32>
