@@ -96,7 +96,8 @@ class Emitter:
     def result_buffer(self, v: ir.Value) -> Buffer:
         """A buffer to compute `v` into: the loop carry it will become if that is free, else a new one."""
         param, buf = self.frames[-1].prefer.get(v, (None, None))
-        if buf is not None and (param is None or self.plan.last(param) < self.pos) and self._unread(buf, param, v):
+        dead = buf is not None and (param is None or self.plan.last(param) < self.pos)
+        if dead and self._unread(buf, param, v) and not self._scrambles(v, buf):
             self.arena.touch(buf.alloc)
             return buf
         return self.new_buffer(v.shape, v.dtype)
@@ -285,7 +286,7 @@ class Emitter:
             seen[a] = seen.get(a, True) and identity
         for a, identity in seen.items():
             fits = identity and a is not v and a.shape == v.shape and a.dtype == v.dtype
-            if fits and self.plan.last(a) < self.pos and self.overwritable(a, v):
+            if fits and self.plan.last(a) < self.pos and self.overwritable(a, v) and not self._scrambles(v, self.env[a]):
                 return self.env[a]
         return None
 
@@ -302,6 +303,11 @@ class Emitter:
         """Will nobody but `owner` read this memory, now or later? Others see it through views, or took it over from the owner."""
         sharing = [w for w, rep in self.env.items() if isinstance(rep, Buffer) and rep.alloc is buf.alloc]
         return not any((w is not owner and self._alive(w)) or self.pending_on(w, by) for w in sharing)
+
+    def _scrambles(self, v: ir.Value, buf: Buffer) -> bool:
+        """Would `v`, computed into this memory, read elements of it that are overwritten already?"""
+        reps = (self.env.get(a) for a, identity in self.tree(v) if not identity)
+        return any(isinstance(rep, Buffer) and rep.alloc is buf.alloc for rep in reps)
 
     def _alive(self, v: ir.Value) -> bool:
         """Might `v` still be read, here or in an enclosing block?"""

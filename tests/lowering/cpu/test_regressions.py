@@ -91,6 +91,22 @@ CASES = {
       yield %v
     }
     store %o[%c0:+6, %c0:+6], %r""",
+    "the next carry is a mirror image of the present one": """
+    %r = for %k in %c0..%c3 step %c1 carry (%a = %sq) {
+      %s = reverse %a axes=(0) : tile<6x6xf32>
+      %v = max %s, %x : tile<6x6xf32>
+      yield %v
+    }
+    store %o[%c0:+6, %c0:+6], %r""",
+    "a tile and a view of it, in another order": """
+    %a = add %sq, %x : tile<6x6xf32>
+    %b = dot %a, %a : tile<6x6xf32>
+    %w = reshape %b : tile<36xf32>
+    %m = reverse %w axes=(0) : tile<36xf32>
+    %n = reshape %m : tile<6x6xf32>
+    %v = sub %b, %n : tile<6x6xf32>
+    %s = sort %v axis=0 : tile<6x6xf32>
+    store %o[%c0:+6, %c0:+6], %s""",
     "an update that stands in the memory of the next carry": """
     %r = for %k in %c0..%c3 step %c1 carry (%a = %sq) {
       %s = sin %a : tile<6x6xf32>
