@@ -23,6 +23,12 @@ def as_operand(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
     """
     if isinstance(x, jax.Array | Tracer):
         return _checked(sig, path, x)
+    if isinstance(x, np.ma.MaskedArray):
+        raise KernelTypeError(
+            f"{_argument(sig, path)} of kernel {sig.name} is a masked array, and a kernel would not see its mask: pass "
+            "x.data and x.mask, or x.filled(...)",
+            sig.where,
+        )
     if isinstance(x, np.ndarray | np.generic):
         check_dtype(sig, _argument(sig, path), x.dtype)
         return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")))
@@ -34,7 +40,9 @@ def as_operand(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
             "only .lower takes it",
             sig.where,
         )
-    if isinstance(x, jax.Ref):
+    from jtile.language import Ref
+
+    if isinstance(x, jax.Ref | Ref):
         raise _ref_error(sig, path, x)
     if hasattr(x, "__jax_array__"):
         return _checked(sig, path, x.__jax_array__())

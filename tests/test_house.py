@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "_cache": {"_errors", "_config"},
     "_signature": BASE | {"ir"},
     "_layout": BASE | {"ir", "_signature"},
-    "_arguments": BASE | {"ir", "_signature"},
+    "_arguments": BASE | {"ir", "language", "_signature"},
     "": EVERYTHING_BELOW | {"_kernel", "_primitive", "_signature", "errors", "testing"},
     "testing": EVERYTHING_BELOW | {"", "_kernel", "_primitive"},
     "errors": {"_errors"},
