@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 
-TILE_ELEMENTS = 8192  # float32 elements that stay in the first cache beside what is computed from them (32 KiB)
+TILE_ELEMENTS = 4096  # float32 elements of a tile (16 KiB): the first cache holds it beside what is computed from it
 PROGRAMS = 8  # enough for a few threads to share unevenly
 
 

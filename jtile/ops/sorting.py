@@ -43,6 +43,37 @@ def top_k_rows(x, values, places, *, br: int, k: int):
     places.tiles(br, k)[i, 0] = where
 
 
+_FEW = 16  # up to this many elements are picked one after the other
+
+
+def _order(x):
+    """int32 in the order of the elements: -0 is 0, and every NaN is the largest."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(jnp.int32)
+    x = x.astype(jnp.float32) + 0.0
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(jnp.isnan(x), jnp.int32(2**31 - 1), bits ^ ((bits >> 31) & jnp.int32(2**31 - 1)))
+
+
+@jt.kernel(
+    out_type=lambda x, *, k, **_: tuple(jt.like(x, shape=(x.shape[0], k), dtype=d) for d in (x.dtype, jnp.int32)),
+    grid=_grid,
+)
+def top_k_picks(x, values, places, *, br: int, k: int):
+    """As `top_k_rows`: `k` times the largest key behind the last pick, then its first place."""
+    # key_t = max { key_j : (key_j, -j) < (key_{t-1}, -j_{t-1}) }     j_t = the least such j with key_j = key_t
+    i, n = jt.program_id(0), x.shape[1]
+    key, column = _order(x.tiles(br, n)[i, 0]), jt.arange(n)[None, :]
+    least, row = jnp.int32(-(2**31)), i * br + jt.arange(br)
+    last, at = jt.full((br, 1), 2**31 - 1, jnp.int32), jt.full((br, 1), -1, jnp.int32)
+    for t in jt.range(k):
+        left = (key < last) | ((key == last) & (column > at))
+        last = jnp.where(left, key, least).max(1, keepdims=True)
+        at = jnp.where(left & (key == last), column, n - 1).min(1, keepdims=True)
+        places.tiles(br, None)[i, t] = at[:, 0]
+        values.tiles(br, None)[i, t] = x[row, at[:, 0]]
+
+
 def _rows(op: str, x):
     if x.ndim == 0:
         raise KernelValueError(f"{op}: x has rank 0 and nothing to sort")
@@ -83,7 +114,8 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     shape = (*x.shape[:-1], k)
     if rows.shape[0] == 0 or k == 0:
         return jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
-    values, places = top_k_rows(rows, br=br, k=k)
+    keyed = x.dtype.itemsize < 4 or x.dtype in (jnp.float32, jnp.int32)
+    values, places = (top_k_picks if k <= _FEW and keyed else top_k_rows)(rows, br=br, k=k)
     return values.reshape(shape), places.reshape(shape)
 
 

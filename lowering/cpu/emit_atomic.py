@@ -12,6 +12,7 @@ from jtile.lowering.cpu.emit_memory import Spot, locate
 from jtile.lowering.cpu.evaluate import Point
 from jtile.lowering.cpu.llvm import Val, i64
 from jtile.lowering.cpu.nest import emit_nest
+from jtile.lowering.cpu.values import Lazy
 
 _NATIVE = {"add": "add", "and": "and", "or": "or", "xor": "xor", "xchg": "xchg"}
 _WORD = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}
@@ -25,6 +26,9 @@ def _atomic(em: Emitter, op: ir.Atomic) -> None:
     takes = [d.indices for d in op.index if isinstance(d, ir.Take)]
     roots = [op.value, *takes, *(v for v in (op.mask, op.compare) if v is not None)]
     em.prepare(roots, ())
+    for v in roots:  # lanes go one by one below: compute what they need in vectors before
+        if isinstance(em.rep(v), Lazy) and not isinstance(v.op, ir.Full | ir.Iota):
+            em.materialise(v)
     em.arena.touch(em.rep(op.ref).alloc)
     if used:
         zero = const_value(0, op.value.dtype)
@@ -55,6 +59,8 @@ def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None
     ty = memory_type(dtype)
     ptr = code.gep(ty, ref.ptr, spot.linear)
     word = _WORD[access._BYTES[ty]]
+    if op.ref.type.role == "scratch":
+        return _private(em, op, ptr, value, compare)
     if info.kind in "iu" and op.fn in (*_NATIVE, "max", "min"):
         name = _NATIVE.get(op.fn) or (op.fn if info.kind == "i" else "u" + op.fn)
         if info.bits >= 8:
@@ -68,6 +74,18 @@ def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None
 
     bits = exchange_loop(em, ptr, word, update)
     return from_memory(code, em.isa, code.cast("bitcast", bits, ty), dtype)
+
+
+def _private(em: Emitter, op: ir.Atomic, ptr: Val, value: Val, compare: Val | None) -> Val:
+    """An element that no other program sees: load, compute, store."""
+    code, dtype = em.code, op.ref.dtype
+    ty = memory_type(dtype)
+    raw = code.load(ty, ptr, align=access._BYTES[ty])
+    old = from_memory(code, em.isa, raw, dtype)
+    bits = code.cast("bitcast", raw, _WORD[access._BYTES[ty]])
+    new = _apply(em, op.fn, old, value, compare, dtype, bits)
+    code.store(to_memory(code, em.isa, new, dtype), ptr, align=access._BYTES[ty])
+    return old
 
 
 def exchange_loop(em: Emitter, ptr: Val, word: str, update) -> Val:

@@ -73,6 +73,21 @@ def test_top_k(k, dtype):
     agree(ops.top_k, top_k_reference, values(9, 130, dtype=dtype), k=k, tolerance=0, interpret=k == 7)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "float16", "bool"])
+def test_top_k_of_other_dtypes(dtype):
+    x = jnp.abs(values(5, 40)).astype(dtype)
+    agree(ops.top_k, top_k_reference, x, k=3, tolerance=0)
+    agree(ops.top_k, top_k_reference, x, k=20, tolerance=0)
+
+
+@pytest.mark.parametrize("k", [5, 17])
+def test_top_k_of_special_numbers(k):
+    row = [jnp.nan, 1.0, -jnp.inf, jnp.inf, -0.0, 0.0, 1.0, -jnp.nan, -1.0] + [-jnp.inf] * 9
+    agree(ops.top_k, top_k_reference, jnp.array([row, row[::-1]]), k=k, tolerance=0, interpret=True)
+    least = jnp.full((2, 20), -(2**31), jnp.int32).at[1, 7].set(2**31 - 1)
+    agree(ops.top_k, top_k_reference, least, k=k, tolerance=0, interpret=True)
+
+
 def test_top_k_edges():
     for shape, k in (((2, 3, 5), 0), ((0, 5), 2), ((5,), 5)):
         agree(ops.top_k, top_k_reference, values(*shape), k=k)

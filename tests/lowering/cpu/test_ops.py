@@ -314,6 +314,27 @@ def test_atomics(fn, dtype):
         close(got, want)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16", "int64", "bool", "int4"])
+@pytest.mark.parametrize("fn", ir.ATOMICS)
+def test_atomics_on_scratch(fn, dtype):
+    """Without atomic instructions, and with indices that are computed on the way and meet."""
+    kind = ir.DTYPES[dtype].kind
+    if (kind == "f" and fn in ("and", "or", "xor")) or (kind == "b" and fn == "add"):
+        pytest.skip(f"atomic {fn} is not defined for {dtype}")
+    index = np.random.default_rng(0).integers(-3, 14, 16).astype(np.int32)
+    b = Bench(array((16,), dtype, low=0, high=2), index)
+    v, i = b.loads()
+    own = b.b.value(ir.Alloc((18,), dtype))
+    everything = (ir.Span(b.b.index(0), 18),)
+    b.b.add(ir.Store(own, everything, b.b.full(1, (18,), dtype), None))
+    moved = b.b.map("max", b.b.map("mul", i, b.b.full(2, (16,), "int32")), i)
+    compare = b.b.full(1, (16,), dtype) if fn == "cas" else None
+    old = b.b.value(ir.Atomic(fn, own, (ir.Take(moved),), v, compare))
+    b.store(old)
+    b.store(b.b.value(ir.Load(own, everything)))
+    check(b)
+
+
 @pytest.mark.parametrize("isa", sorted(ISAS))
 def test_text_for_every_isa(isa):
     """A kernel of every kind compiles for every instruction set, without an undefined symbol."""
