@@ -1,4 +1,4 @@
-"""The text of a kernel grows with its length, and not faster: no expression is emitted over and over, no chain is too long."""
+"""The text of a kernel grows with its length, and not faster: no expression is emitted over and over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ STEPS = {
 
 def chain(step: str, n: int) -> ir.Kernel:
     steps = "\n".join(STEPS[step].format(i=i, j=i + 1) for i in range(n))
-    return ir.parse_kernel(f"""kernel @chain(%x_ref: ref<6x6xf32>, %o: ref<6x6xf32, out>, %q: ref<6x6xf32, out>) grid() {{
+    return ir.parse_kernel(f"""kernel @chain(
+    %x_ref: ref<6x6xf32>, %o: ref<6x6xf32, out>, %q: ref<6x6xf32, out>) grid() {{
     %c0 = full 0 : i32
     %x = load %x_ref{WHERE} : {T}
     store %q{WHERE}, %x
@@ -72,5 +73,7 @@ def test_a_chain_of_a_thousand_operations_runs():
     art = compile_kernel(kernel)
     x = np.random.default_rng(0).uniform(-1, 1, (6, 6)).astype(np.float32)
     out, other = np.empty((6, 6), np.float32), np.empty((6, 6), np.float32)
-    run_image(art.image, [x, out, other], **{k: art.launch[k] for k in ("programs", "workspace", "isa", "sites", "name")})
+    run_image(
+        art.image, [x, out, other], **{k: art.launch[k] for k in ("programs", "workspace", "isa", "sites", "name")}
+    )
     np.testing.assert_array_equal(out, interpret(kernel, [x])[0])

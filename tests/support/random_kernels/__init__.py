@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from . import regions
+from . import layouts, regions
 from .actions import ACTIONS, load
 from .gen import Case, Gen
 
