@@ -16,7 +16,7 @@ from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 from jtile._arguments import as_operand, as_type, key_of
 from jtile._errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
 from jtile._layout import Layout, Spec, lay_out
-from jtile._signature import Options, Structure, nearest, place_of, read_signature
+from jtile._signature import Options, Structure, nearest, place_of, read_signature, source_lines
 
 if TYPE_CHECKING:
     from jtile._primitive import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
@@ -91,6 +91,7 @@ class Kernel:
         if not callable(fn):
             raise KernelTypeError(f"jt.kernel decorates a function, got {fn!r}; write @jt.kernel(out_type=...)")
         self._fn, self._spec, self._options = fn, spec, options
+        self._lines = source_lines(fn)  # an editor may change the file before the first call
         self._signature = read_signature(fn, name)
         self._bound: dict[Any, _Bound] = {}
         functools.update_wrapper(self, fn)
@@ -106,6 +107,10 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<jtile.Kernel {self.name}({', '.join(self._signature.refs)})>"
+
+    def __reduce__(self) -> str:
+        """A kernel is copied and pickled as functions are: by its name in its module."""
+        return self.__qualname__
 
     def __call__(self, *args: Any, **meta: Any) -> Any:
         leaves, tree = tree_flatten(args)
@@ -187,7 +192,7 @@ class Kernel:
         """The function with its tile loops rewritten into structured control flow."""
         from jtile import trace
 
-        return trace.rewrite_loops(self._fn)
+        return trace.rewrite_loops(self._fn, self._lines)
 
     def _trace(self, layout: Layout, meta: dict[str, Any]) -> _Bound:
         from jtile import ir, trace

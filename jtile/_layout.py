@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_structure
 
-from jtile._errors import KernelTypeError, KernelValueError
+from jtile._errors import JtileError, KernelTypeError, KernelValueError
 from jtile._signature import Signature, Structure, check_dtype, describe, nearest, place_of
 
 if TYPE_CHECKING:
@@ -129,7 +129,21 @@ def _evaluate(sig: Signature, what: str, value: Any, args: tuple[Any, ...], meta
             f"call nor a meta-parameter{nearest(needed[0], meta)}",
             place_of(value) or sig.where,
         )
-    return value(*inputs, **given)
+    try:
+        return value(*inputs, **given)
+    except JtileError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        kind = KernelTypeError if isinstance(e, AttributeError | TypeError) else KernelValueError
+        given_as = [_type_text(x) for x in inputs] + [f"{k}={v!r}" for k, v in given.items()]
+        raise kind(
+            f"{what} of kernel {sig.name} fails for ({', '.join(given_as)}): {type(e).__name__}: {e}",
+            place_of(value) or sig.where,
+        ) from e
+
+
+def _type_text(x: Any) -> str:
+    return describe(x) if hasattr(x, "dtype") else type(x).__name__
 
 
 def _typed(sig: Signature, what: str, tree: Any) -> tuple[Any, ...]:

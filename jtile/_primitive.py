@@ -173,7 +173,8 @@ def _jitted(program: Program) -> Callable[..., Sequence[Any]]:
     def call(*operands):
         return jtile_call_p.bind(*operands, program=program)
 
-    call.__name__ = program.name
+    call.__name__ = call.__qualname__ = program.name
+    call._apply_primitive = True  # jax_debug_nans: running the body op by op, to find the NaN's op, would be this again
     return jax.jit(call)
 
 

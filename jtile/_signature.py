@@ -115,6 +115,16 @@ def place_of(fn: Callable[..., Any]) -> Place:
     return code.co_filename, code.co_firstlineno
 
 
+def source_lines(fn: Callable[..., Any]) -> list[str]:
+    """The lines of the file that a function is defined in, as they are now; none where there is no file."""
+    fn = inspect.unwrap(getattr(fn, "func", fn))
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return []
+    linecache.checkcache(code.co_filename)
+    return linecache.getlines(code.co_filename, getattr(fn, "__globals__", None))
+
+
 def _kernel_name(fn: Callable[..., Any]) -> str:
     name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", "kernel")
     return re.sub(r"\W+", "_", name).strip("_") or "kernel"

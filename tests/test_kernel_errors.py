@@ -174,6 +174,18 @@ def test_out_type_that_is_no_type():
     )
 
 
+def test_functions_of_the_specification_that_raise():
+    k = jt.call(copy, out_type=lambda x: jt.like(x), grid=lambda x: x.shape[1])
+    fails(KernelValueError, r"grid of kernel copy fails for \(float32\[6\]\): IndexError", lambda: k(X), "k = ")
+    fails(KernelTypeError, r"out_type of kernel copy fails for \(NoneType\): AttributeError", lambda: k(None), "k = ")
+    with pytest.raises(KernelValueError, match="ZeroDivisionError"):
+        plus(X, X, bm=0)
+
+
+def test_masked_arrays():
+    fails(KernelTypeError, "x of kernel copy is a masked array", lambda: make()(np.ma.masked_array(np.ones(6))))
+
+
 def test_out_type_that_does_not_fit_what_is_stored():
     fails(
         (KernelTypeError, KernelValueError),

@@ -30,16 +30,23 @@ _MARK = "__jtile_rewritten__"
 _KINDS = (ast.For, ast.While, ast.If, ast.IfExp, ast.BoolOp, ast.Not)
 
 
-def rewrite_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
+def rewrite_loops(fn: Callable[..., Any], lines: list[str] | None = None) -> Callable[..., Any]:
     """`fn` with its loops and branches over traced values turned into `lax` control flow; `fn` itself where there
-    is nothing to rewrite, or no source (REPL, lambda, exec): there `jt.range` raises and `jt.fori` is the way."""
+    is nothing to rewrite, or no source (REPL, lambda, exec): there `jt.range` raises and `jt.fori` is the way.
+
+    `lines` is the text of its file as it was when the function was defined; default: what is there now.
+    """
     if isinstance(fn, functools.partial):
-        return functools.partial(rewrite_loops(fn.func), *fn.args, **fn.keywords)
+        return functools.partial(rewrite_loops(fn.func, lines), *fn.args, **fn.keywords)
     if isinstance(fn, types.MethodType):
-        return types.MethodType(rewrite_loops(fn.__func__), fn.__self__)
+        return types.MethodType(rewrite_loops(fn.__func__, lines), fn.__self__)
     if not isinstance(fn, types.FunctionType) or getattr(fn, _MARK, False):
         return fn
-    code = _rewritten_code(fn.__code__, fn.__code__.co_filename, _Globals(fn.__globals__))
+    file = fn.__code__.co_filename
+    if lines is None:
+        linecache.checkcache(file)
+        lines = linecache.getlines(file, fn.__globals__)
+    code = _rewritten_code(fn.__code__, file, _Lines(lines))
     if code is None:
         return fn
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
@@ -58,27 +65,25 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
     return rewrite_loops(fn)
 
 
-class _Globals:
-    """A module's globals for `linecache` (sources in zip files), out of the cache key."""
+class _Lines:
+    """The text of a function's file, out of the cache key: equal code has equal text."""
 
-    def __init__(self, value: dict[str, Any]):
+    def __init__(self, value: list[str]):
         self.value = value
 
     def __hash__(self) -> int:
         return 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Globals)
+        return isinstance(other, _Lines)
 
 
 # The file is in the key because equal code on the same line of two files compares equal.
 @functools.lru_cache(maxsize=1024)
-def _rewritten_code(code: types.CodeType, file: str, module: _Globals) -> types.CodeType | None:
+def _rewritten_code(code: types.CodeType, file: str, lines: _Lines) -> types.CodeType | None:
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return None
-    linecache.checkcache(file)
-    lines = linecache.getlines(file, module.value)
-    node = _definition("".join(lines), code.co_name, code.co_firstlineno) if lines else None
+    node = _definition("".join(lines.value), code.co_name, code.co_firstlineno) if lines.value else None
     if node is None or not any(isinstance(n, _KINDS) for n in ast.walk(node)):
         return None
     node = _Rewriter(file).function(node)
@@ -125,7 +130,10 @@ def strip_annotations(fn: ast.FunctionDef) -> None:
 def _compile(node: ast.FunctionDef, code: types.CodeType, file: str) -> types.CodeType:
     """The code object of the rewritten function, compiled inside a function whose parameters are its free names."""
     free = [ast.arg(n) for n in (*code.co_freevars, _RUNTIME)]
-    outer = ast.FunctionDef("__outer__", ast.arguments([], free, None, [], [], None, []), [node], [], type_params=[])
+    # A helper at module level that calls itself finds itself among the globals, not in the function around it here.
+    own = [] if node.name in code.co_freevars else [ast.Global([node.name])]
+    body = [*own, node]
+    outer = ast.FunctionDef("__outer__", ast.arguments([], free, None, [], [], None, []), body, [], type_params=[])
     tree = ast.fix_missing_locations(ast.Module([ast.copy_location(outer, node)], []))
     module = compile(tree, file, "exec", flags=code.co_flags & _future_mask(), dont_inherit=True)
     (outer_code,) = [k for k in module.co_consts if inspect.iscode(k)]

@@ -486,3 +486,21 @@ def test_without_source(lower):
     exec("def kernel(o):\n    for k in jt.range(3):\n        o[...] = k\n", space)
     with pytest.raises(KernelSyntaxError, match=r"jt\.fori"):
         lower(space["kernel"], [], [jax.ShapeDtypeStruct((), I32)])
+
+
+@function
+def _climb(v, n):
+    if n == 0:
+        return v
+    return _climb(v + 1, n - 1)
+
+
+def test_a_helper_that_calls_itself(run):
+    def down(v, n):
+        if n == 0:
+            return v
+        return down(v - 1, n - 1)
+
+    down = function(down)
+    assert run(lambda o: o.__setitem__(..., _climb(1, 3)), [], [((), I32)])[0] == 4
+    assert run(lambda o: o.__setitem__(..., down(1, 3)), [], [((), I32)])[0] == -2

@@ -1,0 +1,88 @@
+"""Kernels as objects: copied, pickled, and defined in files that change."""
+
+import copy
+import importlib.util
+import pickle
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+
+X = jnp.arange(6, dtype=jnp.float32)
+
+SOURCE = """
+import jtile as jt
+
+@jt.kernel(out_type=lambda x: jt.like(x))
+def climb(x, o):
+    v = x[...]
+    for _ in jt.range(2):
+        v = v + {}
+    o[...] = v
+"""
+
+
+@jt.kernel(out_type=lambda x: jt.like(x))
+def negate(x, o):
+    o[...] = -x[...]
+
+
+@jt.kernel(out_type=lambda x: jt.like(x))
+def undefined(x, o):
+    o[...] = x[...] * 0 / 0
+
+
+def test_copies_and_pickles_are_the_kernel():
+    assert copy.deepcopy({"k": negate})["k"] is negate
+    assert copy.copy(negate) is negate
+    if __name__ in sys.modules:
+        assert pickle.loads(pickle.dumps(negate)) is negate
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(negate.with_options(interpret=True))
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Writes a module of one kernel that adds `step` twice, and imports it."""
+    path = tmp_path / "changing_module.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(step):
+        path.write_text(SOURCE.format(step) + "#" * step)  # another size: linecache goes by size and time
+
+    def run(step):
+        write(step)
+        spec = importlib.util.spec_from_file_location("changing_module", path)
+        module = importlib.util.module_from_spec(spec)
+        exec(compile(path.read_text(), str(path), "exec"), vars(module))
+        return module.climb
+
+    return run, write
+
+
+def test_a_redefined_kernel_is_the_new_one(load):
+    run, _ = load
+    for step in (1, 2, 3):
+        k = run(step)
+        np.testing.assert_array_equal(k(X), X + 2 * step)
+        np.testing.assert_array_equal(jax.jit(k)(X), X + 2 * step)
+
+
+def test_a_kernel_is_the_source_that_it_was_defined_by(load):
+    run, write = load
+    k = run(1)
+    write(50)
+    np.testing.assert_array_equal(k(X), X + 2)
+
+
+def test_nan_checks_of_jax_name_the_kernel():
+    with jax.debug_nans(True):
+        np.testing.assert_array_equal(negate(X), -X)
+        with pytest.raises(FloatingPointError, match="undefined"):
+            undefined(X)
+        with pytest.raises(FloatingPointError, match="undefined"):
+            jax.jit(lambda x: undefined(x) + 1)(X)
