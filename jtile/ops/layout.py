@@ -14,12 +14,21 @@ from jtile.ops._shapes import check_rank, fit
 
 @jt.kernel(
     out_type=lambda x, **_: jt.like(x, shape=(x.shape[0], x.shape[2], x.shape[1])),
-    grid=lambda x, *, bm, bn: (x.shape[0], jt.cdiv(x.shape[1], bm), jt.cdiv(x.shape[2], bn)),
+    grid=lambda x, *, bm, bn, **_: (x.shape[0], jt.cdiv(x.shape[1], bm), jt.cdiv(x.shape[2], bn)),
 )
-def transpose_tiles(x, y, *, bm: int, bn: int):
-    """x [batch, m, n] to y [batch, n, m]."""
+def transpose_tiles(x, y, *, bm: int, bn: int, staged: bool = True):
+    """x [batch, m, n] to y [batch, n, m].
+
+    `staged`: each tile is first copied to rows of its own, longer by a cache line: a column of an array whose rows are a
+    power of two long falls into one set of the cache.
+    """
     b, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    y.tiles(None, bn, bm)[b, j, i] = x.tiles(None, bm, bn)[b, i, j].T
+    tile = x.tiles(None, bm, bn)[b, i, j]
+    if staged:
+        rows = jt.alloc((bm, bn + 16), x.dtype)
+        rows[:, :bn] = tile
+        tile = rows[:, :bn]
+    y.tiles(None, bn, bm)[b, j, i] = tile.T
 
 
 @functools.partial(jax.jit, inline=True)
@@ -40,7 +49,7 @@ def transpose(x: jax.Array) -> jax.Array:
     if x.size == 0 or m == 1 or n == 1:
         return x.reshape(shape)
     batches = x.reshape(math.prod(x.shape[:-2]), m, n)
-    return transpose_tiles(batches, bm=fit(m, 64), bn=fit(n, 64)).reshape(shape)
+    return transpose_tiles(batches, bm=fit(m, 32), bn=fit(n, 64)).reshape(shape)
 
 
 def transpose_reference(x):
