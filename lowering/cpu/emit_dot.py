@@ -150,8 +150,7 @@ def _output(em: Emitter, op: ir.Dot | ir.DotScaled) -> tuple[Buffer, bool]:
     if _starts_at_zero(acc):
         return em.result_buffer(op.result), False
     buf = em.materialise(acc)
-    others = [v for v in op.operands() if v is not acc]
-    if acc not in others and em.overwritable(acc, op.result):
+    if op.operands().count(acc) == 1 and em.overwritable(acc, op.result):
         return buf, True
     return em.copy(acc, em.result_buffer(op.result)), True
 

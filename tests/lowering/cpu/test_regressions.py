@@ -107,6 +107,9 @@ CASES = {
     %v = sub %b, %n : tile<6x6xf32>
     %s = sort %v axis=0 : tile<6x6xf32>
     store %o[%c0:+6, %c0:+6], %s""",
+    "an accumulator that is an operand as well": """
+    %d = dot %sq, %sq acc=%sq trans_a=true trans_b=true : tile<6x6xf32>
+    store %o[%c0:+6, %c0:+6], %d""",
     "an update that stands in the memory of the next carry": """
     %r = for %k in %c0..%c3 step %c1 carry (%a = %sq) {
       %s = sin %a : tile<6x6xf32>
