@@ -20,7 +20,6 @@ SAME = """
 RENAMED = {
     "add_any": "add",
     "shift_left": "shl",
-    "shift_right_arithmetic": "shr",
     "shift_right_logical": "shr_logical",
     "population_count": "popcount",
 }
@@ -44,6 +43,17 @@ def _(c: Lowering, x, **_):
 def _(c: Lowering, x, **_):
     # unsigned: modulo its width
     return c.map("sub", c.full(0, x.type), x) if x.type.info.kind == "u" else c.map("neg", x)
+
+
+@rule("shift_right_arithmetic")
+def _(c: Lowering, x, n, **_):
+    """Copies the top bit of unsigned numbers too, as XLA does (jnp's `>>` takes the logical shift for these)."""
+    x, n = (c.splat(v, c.out.shape) for v in (x, n))
+    if x.type.info.kind != "u":
+        return c.map("shr", x, n)
+    signed = x.type.dtype.removeprefix("u")
+    out = c.map("shr", *[c.add(ir.Bitcast(v, signed)) for v in (x, n)])
+    return c.add(ir.Bitcast(out, x.type.dtype))
 
 
 @rule("sign")

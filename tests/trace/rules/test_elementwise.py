@@ -81,6 +81,15 @@ def test_shifts(check, name, dtype):
     check(getattr(jnp, name), I.astype(dtype), (J % bits).astype(dtype))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
+def test_shifts_of_lax_up_to_and_past_the_width(check, dtype):
+    big = np.array([-1, -2, 3, 100, -128], np.int64).astype(dtype)[:, None]
+    by = np.array([0, 1, 7, 8, 31, 32, 33, 100], np.int64).astype(dtype)[None]
+    big, by = np.broadcast_arrays(big, by)
+    for fn in (lax.shift_left, lax.shift_right_arithmetic, lax.shift_right_logical):
+        check(fn, big.copy(), by.copy())
+
+
 def test_int_unary(check):
     check(lambda x: (~x, abs(x), -x, jnp.sign(x), jnp.bitwise_count(x), lax.clz(x)), I)
     check(lambda x: (~x, -x, jnp.sign(x), abs(x), lax.population_count(x), lax.clz(x)), U)
