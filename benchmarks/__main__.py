@@ -27,6 +27,10 @@ def main() -> None:
     from benchmarks import harness, report, roofline
 
     machine = roofline.measure()
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        # Threads that wait by spinning, as llama.cpp's do, then lose far more than ours: ratios mean nothing.
+        print(f"warning: the machine is busy (load {load:.1f}); do not keep these numbers", file=sys.stderr)
     modules = {name: importlib.import_module(f"benchmarks.{name}") for name in options.only or WORKLOADS}
     results = []
     for item in harness.run(modules, machine, repeats=options.repeats):

@@ -56,7 +56,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.margins(x=0.1)
+    axes.margins(x=0.1, y=0.01)
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel(f"best peer's time / jtile's time, {rows[0].device if rows else ''} (higher is better)")
     path.parent.mkdir(parents=True, exist_ok=True)
