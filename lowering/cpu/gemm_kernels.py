@@ -258,11 +258,19 @@ def _packed_row(c: Code, mode: Mode, ptr: Val) -> Val:
 
 
 def _write_dots(c: Code, mode: Mode, s: DotShape, grid: list[list[Val]], out: Val, ldc: Val, add: Val) -> None:
-    """Sum every accumulator over its lanes, many at a time, and write (or add) the results to C."""
+    """Sum every accumulator over its lanes, and write (or add) the results to C, a vector of its columns at a time."""
     ty, size = vec(mode.lanes, mode.acc), BYTES[mode.acc]
     lines = [[c.load(ty, slot) for slot in row] for row in grid]
     if s.transposed:
         lines = [list(column) for column in zip(*lines, strict=True)]
+    for at in range(0, len(lines[0]), mode.lanes):
+        part = [line[at : at + mode.lanes] for line in lines]
+        _write_sums(c, mode, s, part, offset(c, out, at, size), ldc, add)
+
+
+def _write_sums(c: Code, mode: Mode, s: DotShape, lines: list[list[Val]], out: Val, ldc: Val, add: Val) -> None:
+    """Lines of C of at most one vector, many at a time."""
+    ty, size = vec(mode.lanes, mode.acc), BYTES[mode.acc]
     count = len(lines[0])
     width = 1 << (count - 1).bit_length()
     at_once = max(1, min(mode.lanes // width, 1 << (len(lines) - 1).bit_length()))

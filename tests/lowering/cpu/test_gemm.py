@@ -192,6 +192,19 @@ def test_blocked_products(a, acc, undefined):
         check(products, spec, i)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_wide_numbers_on_every_instruction_set(native_isa, dtype, accumulate, undefined):
+    """A vector may hold two of them, fewer than a thin product has columns."""
+    isa = host_isa() if native_isa == "host" else ISAS[native_isa]
+    sizes = [(3, 3, 3), (1, 3, 2), (5, 4, 9), (2, 9, 8), (17, 3, 40)]
+    turns = itertools.product((False, True), repeat=2)
+    wanted = [GemmSpec(*size, dtype, dtype, dtype, ta, tb, accumulate) for ta, tb in turns for size in sizes]
+    products = Products(isa, wanted, undefined)
+    for k, spec in enumerate(wanted):
+        check(products, spec, k)
+
+
 @pytest.mark.parametrize("size", [(0, 3, 5), (3, 0, 5), (0, 0, 0), (4, 37, 0), (1, 1, 0)])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_empty_products(size, accumulate, undefined):
