@@ -107,7 +107,7 @@ def _tuning():
     """The text is vectorised and unrolled already: LLVM's own attempts double the code and the compile time for nothing."""
     import llvmlite.binding as llvm
 
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options = llvm.create_pipeline_tuning_options(speed_level=1)
     options.loop_vectorization = options.slp_vectorization = options.loop_interleaving = options.loop_unrolling = False
     return options
 

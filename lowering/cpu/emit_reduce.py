@@ -18,7 +18,7 @@ from jtile.lowering.cpu.nest import emit_nest, next_power_of_2, vector_axis, wid
 from jtile.lowering.cpu.values import Buffer, Ix
 
 CHAINS = 4  # independent accumulators per row, to hide the latency of an add
-COPIED = 128  # vector instructions of all copies of the expression in an unrolled reduction
+COPIED = 64  # vector instructions of all copies of the expression in an unrolled reduction
 ROWS = 4  # rows that share one pass over the reduced axes
 
 
