@@ -93,8 +93,10 @@ def settle(em: Emitter, op: ir.Op) -> None:
 
 
 def carry_places(block: ir.Block, owners, slots) -> Places:
-    """Results that become the next carry may be computed right there once the old value is dead. A value of an outer block may
-    not: it lives on after this one."""
+    """Results that become the next carry may be computed right there once the old value is dead.
+
+    A value of an outer block may not: it lives on after this one.
+    """
     own = {r for op in block.ops for r in op.results}
     places: Places = {}
     for v, owner, slot in zip(block.yields, owners, slots, strict=True):

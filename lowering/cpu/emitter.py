@@ -43,8 +43,10 @@ def emits(*cards: type[ir.Op]):
 
 @dataclasses.dataclass
 class Frame:
-    """A block under emission, the position of the op that is being emitted, and where results of the block may be computed:
-    value -> (the value whose memory that is, or None; the memory)."""
+    """A block under emission and the position of the op that is being emitted.
+
+    `prefer` says where results may be computed: value -> (the value whose memory that is, or None; the memory).
+    """
 
     plan: plan.BlockPlan
     prefer: Places
@@ -170,7 +172,8 @@ class Emitter:
     def postpone(self, v: ir.Value) -> None:
         """`v` is computed where it is read, unless it stands on too long a chain of such values."""
         self.env[v] = LAZY
-        self.depth[v] = 1 + max((self.depth[a] for a in v.op.operands() if isinstance(self.env.get(a), Lazy)), default=0)
+        below = (self.depth[a] for a in v.op.operands() if isinstance(self.env.get(a), Lazy))
+        self.depth[v] = 1 + max(below, default=0)
         if v.type.rank and self.depth[v] > DEPTH:
             self.materialise(v)
 
@@ -179,9 +182,7 @@ class Emitter:
         src = self.materialise(op.x)
         if not src.contiguous():
             src = self.copy(op.x, self.new_buffer(op.x.shape, op.x.dtype))
-        self.env[op.result] = Buffer(
-            src.ptr, op.shape, dense_strides(op.shape), src.dtype, src.alloc, owned=False
-        )
+        self.env[op.result] = Buffer(src.ptr, op.shape, dense_strides(op.shape), src.dtype, src.alloc, owned=False)
 
     def _dense(self, op: ir.Dense) -> Rep:
         from jtile.lowering.cpu.constants import dense_global
@@ -286,7 +287,12 @@ class Emitter:
             seen[a] = seen.get(a, True) and identity
         for a, identity in seen.items():
             fits = identity and a is not v and a.shape == v.shape and a.dtype == v.dtype
-            if fits and self.plan.last(a) < self.pos and self.overwritable(a, v) and not self._scrambles(v, self.env[a]):
+            if (
+                fits
+                and self.plan.last(a) < self.pos
+                and self.overwritable(a, v)
+                and not self._scrambles(v, self.env[a])
+            ):
                 return self.env[a]
         return None
 
@@ -300,7 +306,7 @@ class Emitter:
         return self._unread(rep, a, by)
 
     def _unread(self, buf: Buffer, owner: ir.Value | None, by: ir.Value | None) -> bool:
-        """Will nobody but `owner` read this memory, now or later? Others see it through views, or took it over from the owner."""
+        """Will nobody but `owner` read this memory, now or later? Others see it through views, or took it over."""
         sharing = [w for w, rep in self.env.items() if isinstance(rep, Buffer) and rep.alloc is buf.alloc]
         return not any((w is not owner and self._alive(w)) or self.pending_on(w, by) for w in sharing)
 
