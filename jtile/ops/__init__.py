@@ -1,7 +1,8 @@
-"""The kernel library: public functions over arrays, each with a `jnp` reference beside it (`softmax`, `softmax_reference`).
+"""The kernel library: functions over arrays, each with a reference in its module (`softmax`,
+`softmax_reference`).
 
-Every function takes any leading axes and float dtypes, computes in float32 where it does not say otherwise, raises typed
-errors, and runs inside `jax.jit`. The kernels themselves stand in the modules (`jtile.ops.softmaxes:softmax_rows`).
+Every function takes any leading axes and float dtypes, computes in float32 where it does not say otherwise, raises
+typed errors, and runs inside `jax.jit`. The kernels stand in the modules too (`jtile.ops.softmaxes:softmax_rows`).
 """
 
 from jtile.ops.activations import geglu as geglu

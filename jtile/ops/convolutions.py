@@ -30,7 +30,7 @@ def _type(x, w, *, stride, dilation, **_):
 
 @jt.kernel(out_type=_type, grid=_grid)
 def convolution_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Pair, dilation: Pair, groups: int):
-    """x [batch, h, w, c] with its padding, w [p, q, c / groups, o]; one program: bh x bw points, bo outputs of one group."""
+    """x [batch, h, w, c] with its padding, w [p, q, c / groups, o]; a program: bh x bw points, bo outputs of one."""
     # y[n, i, j, o] = sum_ab sum_c x[n, s i + d a, s j + d b, c] w[a, b, c, o]
     (_, width, outputs), (p, q, channels) = y.shape[1:], w.shape[:3]
     n, at, out = jt.program_id(0), jt.program_id(1), jt.program_id(2)
@@ -98,7 +98,9 @@ def _check(x, weight, stride: Pair, padding, dilation: Pair, groups: int) -> tup
     check_rank("convolution", "weight", weight, 4, "[p, q, channels / groups, outputs]")
     p, q, _, outputs = weight.shape
     if groups < 1 or x.shape[3] % groups or outputs % groups:
-        raise KernelValueError(f"convolution: {groups} groups do not divide {x.shape[3]} channels and {outputs} outputs")
+        raise KernelValueError(
+            f"convolution: {groups} groups do not divide {x.shape[3]} channels and {outputs} outputs"
+        )
     check_shape("convolution", "weight", weight, (p, q, x.shape[3] // groups, outputs))
     if isinstance(padding, int):
         padding = ((padding, padding), (padding, padding))

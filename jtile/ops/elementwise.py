@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import as_rows, check_float, check_shape, rows_per_tile, wide

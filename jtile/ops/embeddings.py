@@ -33,7 +33,7 @@ def _blocks_type(q, ids, *, dtype, **_):
 
 @jt.kernel(out_type=_blocks_type, grid=_grid)
 def embedding_blocks(q, ids, y, *, bn: int, dtype: str):
-    """`q`: codes [vocab, blocks, stored], scale and minimum [vocab, blocks]; the formulas are in quantized_tensor.py."""
+    """`q`: codes [vocab, blocks, stored], scale, minimum [vocab, blocks]; the formulas are in quantized_tensor.py."""
     rows = jt.ds(jt.program_id(0) * bn, bn)
     row = ids[rows]
     codes, scale = q["codes"][row], q["scale"][row].astype(jnp.float32)[..., None]

@@ -1,4 +1,4 @@
-"""Attention without the matrix of scores in memory (Dao et al. 2022; the online softmax is Milakov and Gimelshein 2018)."""
+"""Attention without the matrix of scores in memory (Dao et al. 2022; online softmax: Milakov and Gimelshein 2018)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def flash_attention(
     q, k, v, lengths, offsets, o, *, bq: int, bk: int, scale: float, softcap: float | None, window: Window
 ):
     """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch] in a tuple, or ()."""
-    # o_i = sum_j p_ij v_j / l_i     p_ij = exp(s_ij - m_i)     s_ij = scale q_i . k_j     m_i = max_j s_ij     l_i = sum_j p_ij
+    # o_i = sum_j p_ij v_j / l_i     p_ij = exp(s_ij - m_i)     s_ij = scale q_i . k_j
+    # m_i = max_j s_ij     l_i = sum_j p_ij
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d, keys, kv = q.shape[3], k.shape[1], h // (q.shape[2] // k.shape[2])
     K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
@@ -42,7 +43,7 @@ def flash_attention(
         if edge:
             columns = j * bk + jt.arange(bk)[None, :]
             s = jnp.where(visible(rows, columns, length, window), s, -math.inf)
-            v_j = jnp.where(columns.T < length, v_j, jnp.zeros((), v_j.dtype)) if lengths else v_j
+            v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype)) if lengths else v_j
         return online(s, v_j, m, l, acc)
 
     m, l, acc = jt.full((bq,), NOTHING), jt.zeros((bq,)), jt.zeros((bq, d))
@@ -74,7 +75,7 @@ def scores(s, unit: float, softcap: float | None):
 
 
 def online(s, v, m, l, acc):
-    """One step of the online softmax: maxima m [bq], sums l [bq] and weighted values acc [bq, d] with scores s [bq, bk] added."""
+    """One step of the online softmax: maxima m, sums l [bq] and weighted values acc [bq, d] after scores s [bq, bk]."""
     top = jnp.maximum(m, s.max(1))
     p = jnp.exp2(s - top[:, None])
     fade = jnp.exp2(m - top)
@@ -91,7 +92,9 @@ def visible(rows, columns, length, window: Window):
     left, right = window
     seen = columns < length
     seen = seen if right is None else seen & (columns <= rows + right)
-    return jnp.broadcast_to(seen if left is None else seen & (columns >= rows - left), (rows.shape[0], columns.shape[1]))
+    return jnp.broadcast_to(
+        seen if left is None else seen & (columns >= rows - left), (rows.shape[0], columns.shape[1])
+    )
 
 
 def blocks(first, bq: int, bk: int, length, window: Window):

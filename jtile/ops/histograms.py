@@ -15,7 +15,7 @@ _BLOCKS = 16  # tiles that one program counts
 
 
 def _place(x, bins: int, low: float, high: float):
-    """The bin of each value, `bins` or more for one outside [low, high] (NaN too): floor((x - low) / width), high in the last bin."""
+    """floor((x - low) / width), the bin of each value; `high` is in the last bin, `bins` stands for outside and NaN."""
     x = x.astype(jnp.float32)
     at = jnp.floor((x - low) * (bins / (high - low)))
     at = jnp.where(x == high, bins - 1.0, jnp.minimum(at, bins - 1.0))
@@ -32,7 +32,10 @@ def count(x, total, mine, *, bn: int, bins: int, low: float, high: float):
     """x [n]; programs count `_BLOCKS` tiles of `bn` into `mine`, then add that to `total`."""
     # total_b = |{ j : bin(x_j) = b }|
     mine[...] = jnp.zeros((bins,), jnp.int32)
-    X, first = x.tiles(bn, pad=float("nan")) if jnp.issubdtype(x.dtype, jnp.floating) else x.tiles(bn), jt.program_id(0) * _BLOCKS
+    X, first = (
+        x.tiles(bn, pad=float("nan")) if jnp.issubdtype(x.dtype, jnp.floating) else x.tiles(bn),
+        jt.program_id(0) * _BLOCKS,
+    )
     for k in jt.range(jnp.minimum(X.shape[0] - first, _BLOCKS)):
         at = _place(X[first + k], bins, low, high)
         at = jnp.where((first + k) * bn + jt.arange(bn) < x.shape[0], at, bins)

@@ -19,8 +19,8 @@ from jtile.ops._shapes import check_rank, fit
 def transpose_tiles(x, y, *, bm: int, bn: int, staged: bool = True):
     """x [batch, m, n] to y [batch, n, m].
 
-    `staged`: each tile is first copied to rows of its own, longer by a cache line: a column of an array whose rows are a
-    power of two long falls into one set of the cache.
+    `staged`: each tile is first copied to rows of its own, longer by a cache line: a column of an array whose rows are
+    a power of two long falls into one set of the cache.
     """
     b, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     tile = x.tiles(None, bm, bn)[b, i, j]

@@ -55,7 +55,7 @@ def cross_entropy(
     Returns:
       float32 [...], the loss of each row; NaN where a label is neither `ignore` nor in [0, vocab).
     Raises:
-      KernelTypeError: wrong dtypes. KernelValueError: shapes that do not fit, an empty vocabulary, smoothing outside [0, 1].
+      KernelTypeError: wrong dtypes. KernelValueError: shapes that do not fit, no vocabulary, smoothing outside [0, 1].
     """
     check_float("cross_entropy", logits=logits)
     check_int("cross_entropy", labels=labels)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import as_rows, check_float, check_shape, rows_per_tile, wide
-
-
 
 
 @jt.kernel(out_type=lambda x, params, **_: jt.like(x), grid=lambda x, params, *, br, **_: jt.cdiv(x.shape[0], br))
@@ -62,7 +59,7 @@ def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float)
 def layer_norm(
     x: jax.Array, weight: jax.Array | None = None, bias: jax.Array | None = None, *, eps: float = 1e-5
 ) -> jax.Array:
-    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, computed in float32 (two passes, no cancellation).
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, computed in float32 without cancellation.
 
     Args:
       x: float array [..., n].

@@ -75,8 +75,8 @@ def rope(
 ) -> jax.Array:
     """Turns pair i of the features of every head by `position * frequency_i`.
 
-    The angles come from `cos` and `sin` if given, else from `positions`, and the frequencies from `inverse_frequencies` if
-    given, else from `theta`.
+    The angles come from `cos` and `sin` if given, else from `positions`, and the frequencies from `inverse_frequencies`
+    if given, else from `theta`.
 
     Args:
       x: float array [batch, length, heads, head_dim].
@@ -89,7 +89,7 @@ def rope(
     Returns:
       An array like `x`.
     Raises:
-      KernelTypeError: a wrong dtype. KernelValueError: shapes that do not fit, an odd number of features, or cos without sin.
+      KernelTypeError: a wrong dtype. KernelValueError: shapes that do not fit, cos without sin.
     """
     check_float("rope", x=x, cos=cos, sin=sin, inverse_frequencies=inverse_frequencies)
     check_int("rope", positions=positions)
@@ -134,7 +134,15 @@ def _per_position(name: str, table, x, tail: tuple[int, ...]):
 
 
 def rope_reference(
-    x, cos=None, sin=None, *, positions=None, theta=10000.0, inverse_frequencies=None, rotary_dim=None, interleaved=False
+    x,
+    cos=None,
+    sin=None,
+    *,
+    positions=None,
+    theta=10000.0,
+    inverse_frequencies=None,
+    rotary_dim=None,
+    interleaved=False,
 ):
     """`rope` in jnp."""
     if cos is None:

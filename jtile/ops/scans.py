@@ -23,13 +23,15 @@ def _wide(x):
     grid=lambda x, *, br, bc, **_: (x.shape[0], jt.cdiv(x.shape[2], bc)) if br is None else jt.cdiv(x.shape[0], br),
 )
 def cumsum_blocks(x, y, *, br: int | None, bn: int, bc: int, reverse: bool):
-    """Along the middle axis of x [outer, n, inner], in blocks of `bn`: `br` rows in a program (inner 1), or `bc` columns of one."""
+    """Along the middle axis of x [outer, n, inner], in blocks of `bn`: `br` rows (inner 1) or `bc` columns each."""
     # y_j = c + sum_{k <= j} x_k, where c is the sum of the blocks before
     view = (br, bn, bc) if br is not None else (None, bn, bc)
     i, c = jt.program_id(0), 0 if br is not None else jt.program_id(1)
     X, Y = x.tiles(*view), y.tiles(*view)
     axis, blocks = len(X.tile_shape) - 2, X.shape[1]
-    carry = jnp.zeros(tuple(1 if k == axis else n for k, n in enumerate(X.tile_shape)), _wide(jnp.zeros((), x.dtype)).dtype)
+    carry = jnp.zeros(
+        tuple(1 if k == axis else n for k, n in enumerate(X.tile_shape)), _wide(jnp.zeros((), x.dtype)).dtype
+    )
     for k in jt.range(blocks):
         j = blocks - 1 - k if reverse else k
         t = _wide(X[i, j, c])

@@ -41,7 +41,7 @@ def softmax_columns(x, y, *, bc: int, log: bool = False):
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: x.shape[0])
 def softmax_blocks(x, y, *, bn: int, log: bool = False):
-    """One row in a program, in blocks of `bn`: an online pass for m and the sum (Milakov and Gimelshein 2018), then one to write."""
+    """One row in a program, in blocks of `bn`: an online pass for m and the sum, then one to write."""
     i = jt.program_id(0)
     X, Y = x.tiles(None, bn, pad=-math.inf), y.tiles(None, bn)
     m, total = (wide(jnp.full((), v, x.dtype)) for v in (-math.inf, 0))
@@ -90,7 +90,7 @@ def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="axis", inline=True)
 def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`x - log(sum(exp(x)))` along `axis`, computed in float32 (float64 for float64); arguments, result and errors as in `softmax`."""
+    """`x - log(sum(exp(x)))` along `axis`; everything else as in `softmax`."""
     return _apply(x, axis, log=True)
 
 

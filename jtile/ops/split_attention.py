@@ -1,4 +1,4 @@
-"""Attention of one or a few new tokens over a long key-value cache, the keys split among programs (flash decoding, Dao et al. 2023)."""
+"""Attention of the newest tokens over a long key-value cache, its keys split among programs (flash decoding, 2023)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def _grid(q, k, v, lengths, *, splits, **_):
 
 
 @jt.kernel(out_type=_types, grid=_grid)
-def decode_splits(q, k, v, lengths, *out, splits: int, bk: int, scale: float, softcap: float | None, window: int | None):
-    """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d]; lengths int32 [batch]. One program: the heads of one group, one split."""
+def decode_splits(
+    q, k, v, lengths, *out, splits: int, bk: int, scale: float, softcap: float | None, window: int | None
+):
+    """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d]; lengths int32 [batch]."""
     # as in flash_attention, for keys [lo, hi) of this split; the query of token i stands at position length - t + i
     b, g, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    (t, heads, d), group = q.shape[1:], q.shape[2] // k.shape[2]
+    t, d, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
     K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
     Q = q.tiles(None, t, group, d)[b, 0, g, 0].reshape(t * group, d)
     length = jnp.clip(lengths[b], 0, k.shape[1])
@@ -45,7 +47,9 @@ def decode_splits(q, k, v, lengths, *out, splits: int, bk: int, scale: float, so
     share = jt.cdiv(end - begin, splits)
     lo = jnp.minimum(begin + n * share, end)
     hi = jnp.minimum(lo + share, end)
-    plain = jnp.clip(jax.lax.div(length - t + 1, bk), lo, hi) if window is None else lo  # blocks that every query sees whole
+    plain = (
+        jnp.clip(jax.lax.div(length - t + 1, bk), lo, hi) if window is None else lo
+    )  # blocks that every query sees whole
 
     def step(j, m, l, acc, edge: bool):
         s = scores(jt.dot(Q, K[b, j, g, 0].T), scale if softcap is not None else scale * LOG2_E, softcap)
@@ -55,7 +59,7 @@ def decode_splits(q, k, v, lengths, *out, splits: int, bk: int, scale: float, so
             seen = columns <= position
             seen = seen if window is None else seen & (columns > position - window)
             s = jnp.where(seen, s, -math.inf)
-            v_j = jnp.where(columns.T < length, v_j, jnp.zeros((), v_j.dtype))
+            v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype))
         return online(s, v_j, m, l, acc)
 
     rows = t * group

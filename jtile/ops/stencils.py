@@ -12,7 +12,12 @@ import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops._shapes import TILE_ELEMENTS, check_float, check_rank, fit, wide
 
-_BOUNDARIES = {"zero": {"mode": "constant"}, "edge": {"mode": "edge"}, "wrap": {"mode": "wrap"}, "reflect": {"mode": "reflect"}}
+_BOUNDARIES = {
+    "zero": {"mode": "constant"},
+    "edge": {"mode": "edge"},
+    "wrap": {"mode": "wrap"},
+    "reflect": {"mode": "reflect"},
+}
 
 
 def _valid(x, w):
@@ -59,7 +64,9 @@ def stencil_2d(x: jax.Array, weights: jax.Array, *, boundary: str = "zero") -> j
     if boundary != "valid" and boundary not in _BOUNDARIES:
         raise KernelValueError(f"stencil_2d: boundary is one of {', '.join((*_BOUNDARIES, 'valid'))}, got {boundary!r}")
     if p * q == 0 or (boundary != "valid" and not p % 2 * q % 2):
-        raise KernelValueError(f"stencil_2d: weights have odd sides, got {p} x {q}; an even one only with boundary='valid'")
+        raise KernelValueError(
+            f"stencil_2d: weights have odd sides, got {p} x {q}; an even one only with boundary='valid'"
+        )
     return _bounded(_tiled, x, weights, boundary)
 
 
@@ -82,7 +89,7 @@ def _bounded(run, x, weights, boundary: str):
 
 
 def _shifted_sum(x, weights):
-    b, m, n = _valid(x, weights)
+    _, m, n = _valid(x, weights)
     t, w = wide(x), wide(weights).astype(wide(x).dtype)
     parts = [w[a, c] * t[:, a : a + m, c : c + n] for a in range(w.shape[0]) for c in range(w.shape[1])]
     return functools.reduce(jnp.add, parts).astype(x.dtype)

@@ -11,7 +11,11 @@ from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.flash_attention import attention_reference, flash_attention, window_of
 from jtile.testing import relative_error
 
-TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}  # 16 bits: the weights are rounded before the second product
+TOLERANCE = {
+    "float32": 2e-6,
+    "bfloat16": 8e-3,
+    "float16": 1e-3,
+}  # 16 bits: the weights are rounded before the second product
 SIZES = [(1, 257, 257, 4, 2, 64), (2, 1, 5, 1, 1, 8), (1, 37, 500, 3, 3, 1), (1, 130, 3, 2, 1, 40)]
 OPTIONS = {
     "full": {},

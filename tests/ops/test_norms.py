@@ -15,15 +15,15 @@ SHAPES = [(33, 100), (7,), (2, 3, 5, 129), (1, 1), (0, 5), (5, 0)]
 @pytest.mark.parametrize(("shape", "dtype"), shapes_and_dtypes(SHAPES))
 def test_layer_norm(shape, dtype):
     x, weight, bias = normal(0, *shape, dtype=dtype), normal(1, shape[-1], dtype=dtype), normal(2, shape[-1])
-    for params in ((weight, bias), (weight,), (None, bias), ()):
+    forms = ((weight, bias), (weight,), (None, bias), ())
+    for params in forms if (shape, dtype) == ((33, 100), "float32") else forms[:1]:
         agree(ops.layer_norm, layer_norm_reference, x, *params, interpret=shape == (33, 100))
 
 
 @pytest.mark.parametrize(("shape", "dtype"), shapes_and_dtypes(SHAPES))
 def test_rms_norm(shape, dtype):
     x, weight = normal(0, *shape, dtype=dtype), normal(1, shape[-1])
-    agree(ops.rms_norm, rms_norm_reference, x, weight, interpret=shape == (33, 100))
-    agree(ops.rms_norm, rms_norm_reference, x, weight, eps=1e-3, weight_offset=1.0)
+    agree(ops.rms_norm, rms_norm_reference, x, weight, eps=1e-3, weight_offset=1.0, interpret=shape == (33, 100))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

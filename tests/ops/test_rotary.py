@@ -18,7 +18,8 @@ interleaved = pytest.mark.parametrize("interleaved", [False, True])
 def test_tables(shape, dtype, interleaved):
     batch, length, _, dim = shape
     x = normal(0, *shape, dtype=dtype)
-    for table in ((length, dim // 2), (batch, length, dim // 2), (length, dim // 2 - 1)):
+    tables = [(length, dim // 2), (batch, length, dim // 2), (length, dim // 2 - 1)]
+    for table in tables if (length, dtype) == (7, "float32") else tables[1:2]:
         cos, sin = normal(1, *table), normal(2, *table)
         agree(ops.rope, rope_reference, x, cos, sin, interleaved=interleaved, interpret=length == 7)
 
@@ -30,7 +31,7 @@ def test_positions(shape, dtype, interleaved):
     tolerance = {"float32": 2e-6, "bfloat16": 2e-3, "float16": 2e-4}[dtype]  # cos and sin differ by an ulp
     options = [{}, {"positions": positions, "theta": 1e6}, {"rotary_dim": 4}]
     options.append({"inverse_frequencies": jnp.array([1.0, 0.01]), "positions": positions[:1].reshape(-1)[: shape[1]]})
-    for kw in options if shape[0] else options[:2]:
+    for kw in options if (shape[1], dtype) == (7, "float32") else options[1:2]:
         agree(ops.rope, rope_reference, x, interleaved=interleaved, tolerance=tolerance, **kw)
 
 

@@ -15,10 +15,14 @@ OPTIONS = [{"window": 20}, {"softcap": 4.0, "splits": 3}, {"splits": 1, "scale":
 
 
 def operands(batch, slots, heads, groups, d, t, dtype="float32"):
-    return normal(0, batch, t, heads, d, dtype=dtype), *(normal(k, batch, slots, groups, d, dtype=dtype) for k in (1, 2))
+    return normal(0, batch, t, heads, d, dtype=dtype), *(
+        normal(k, batch, slots, groups, d, dtype=dtype) for k in (1, 2)
+    )
 
 
-@pytest.mark.parametrize(("sizes", "dtype"), shapes_and_dtypes([(1, 700, 9, 3, 64, 1), (2, 40, 4, 4, 10, 1), (3, 600, 4, 2, 16, 5)]))
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), shapes_and_dtypes([(1, 700, 9, 3, 64, 1), (2, 40, 4, 4, 10, 1), (3, 600, 4, 2, 16, 5)])
+)
 def test_sizes(sizes, dtype):
     q, k, v = operands(*sizes, dtype=dtype)
     lengths = jnp.array([sizes[1], sizes[1] // 3, 7][: sizes[0]], jnp.int32)

@@ -26,8 +26,8 @@ def integers(seed: int, low: int, high: int, *shape: int) -> jax.Array:
 
 
 def agree(op, reference, *args, tolerance: float | None = None, interpret: bool = False, **options) -> None:
-    """`op` gives what `reference` gives: the same pytree of shapes and dtypes, and values within the tolerance of the dtype
-    of the first argument. `interpret`: the reference interpreter does too."""
+    """`op` gives what `reference` gives: the same pytree of shapes and dtypes, and values within the tolerance of the
+    dtype of the first argument. `interpret`: the reference interpreter does too."""
     expected = jax.jit(lambda *operands: reference(*operands, **options))(*args)  # one compilation instead of many
     results = [op(*args, **options)]
     if interpret:
