@@ -22,7 +22,8 @@ def register_dce(primitive: Any, rule: Callable[[Sequence[bool], Any], tuple[lis
 
 
 def allow_effect_everywhere(effect_type: type) -> None:
-    """Let an effect class stand inside `jax.checkpoint` and custom derivatives; loops and lowering have public sets of their own."""
+    """Let an effect class stand inside `jax.checkpoint` and custom derivatives; loops and lowering have public sets of
+    their own."""
     from jax._src import effects
 
     effects.remat_allowed_effects.add_type(effect_type)

@@ -1,4 +1,5 @@
-"""The typed errors of jtile. Each message is a sentence with a place: what was got, what was expected, and a way out."""
+"""The typed errors of jtile. Each message is a sentence with a place: what was got, what was expected, and a way
+out."""
 
 from __future__ import annotations
 

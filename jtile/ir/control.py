@@ -10,7 +10,7 @@ from .types import BOOL, TileType
 
 def _same(what: str, want, got) -> None:
     if [v.type for v in want] != [v.type for v in got]:
-        show = lambda vs: "(" + ", ".join(str(v.type) for v in vs) + ")"  # noqa: E731
+        show = lambda vs: "(" + ", ".join(str(v.type) for v in vs) + ")"
         raise TypeError(f"{what}: wanted {show(want)}, got {show(got)}")
 
 
@@ -33,8 +33,14 @@ class For(Op):
 
     def infer(self):
         k, *carry = self.body.params
-        if not tile(self.lo) == tile(self.hi) == tile(self.step) == tile(k) or tile(k).rank or tile(k).info.kind not in "iu":
-            raise TypeError(f"loop bounds and index are integer scalars of one dtype, got {self.lo.type}, {self.hi.type}, {k.type}")
+        if (
+            not tile(self.lo) == tile(self.hi) == tile(self.step) == tile(k)
+            or tile(k).rank
+            or tile(k).info.kind not in "iu"
+        ):
+            raise TypeError(
+                f"loop bounds and index are integer scalars of one dtype, got {self.lo.type}, {self.hi.type}, {k.type}"
+            )
         _same("the carry of a loop keeps its type", self.inits, carry)
         _same("the body of a loop yields its carry", self.inits, self.body.yields)
         return tuple(v.type for v in self.inits)

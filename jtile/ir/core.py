@@ -1,13 +1,14 @@
 """The skeleton of Tile IR: values, op cards, blocks, kernels, and the one traversal that every pass uses.
 
 An op is a dataclass (a "card"). What a field means follows from its annotation: `Value` and `Value | None` are
-operands, `tuple[Value, ...]` is a list of operands, `Index` is the index of a Ref, `Block` is a region, anything else is
-a static attribute. Printer, parser, hashing, cloning and traversal are derived from that.
+operands, `tuple[Value, ...]` is a list of operands, `Index` is the index of a Ref, `Block` is a region, anything else
+is a static attribute. Printer, parser, hashing, cloning and traversal are derived from that.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ NOWHERE = Loc()
 class Value:
     """An SSA value. Equality is identity; `name` is only a hint for the printer."""
 
-    __slots__ = ("type", "name", "op")
+    __slots__ = ("name", "op", "type")
 
     def __init__(self, type: Type, name: str = "", op: Op | None = None):
         self.type, self.name, self.op = type, name, op
@@ -80,8 +81,8 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Take:
-    """Gather: an integer tile of element indices. All `Take`s of one index have one shape, which stands in the result at the
-    place of the first of them."""
+    """Gather: an integer tile of element indices. All `Take`s of one index have one shape, which stands in the result
+    at the place of the first of them."""
 
     indices: Value
 
@@ -122,7 +123,13 @@ def index_shape(index: Index) -> tuple[int, ...]:
 # -- ops -----------------------------------------------------------------------------------------------------------
 
 OPS: dict[str, type[Op]] = {}
-_KINDS = {"Value": "operand", "Value | None": "optional", "tuple[Value, ...]": "operands", "Index": "index", "Block": "block"}
+_KINDS = {
+    "Value": "operand",
+    "Value | None": "optional",
+    "tuple[Value, ...]": "operands",
+    "Index": "index",
+    "Block": "block",
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,19 +138,21 @@ class Op:
 
     Class attributes a card may set:
       mnemonic: its name in IR text.
-      effect: `"none"`, `"read"`, `"write"` (Refs), or `"io"` (print, assert): what keeps it from being removed or moved.
+      effect: `"none"`, `"read"`, `"write"` (Refs), or `"io"` (print, assert): what keeps it from being removed or
+        moved.
       level: `"tile"`, `"block"` or `"any"`: the stage at which it may stand.
     """
 
     mnemonic: ClassVar[str] = ""
     effect: ClassVar[str] = "none"
     level: ClassVar[str] = "tile"
-    fields: ClassVar[dict[str, str]] = {}  # field name -> "operand" | "optional" | "operands" | "index" | "block" | "attr"
+    # field name -> "operand" | "optional" | "operands" | "index" | "block" | "attr"
+    fields: ClassVar[dict[str, str]] = {}
     mapped: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are no attributes
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
-        names = cls.__dict__.get("__annotations__", {}) or {}
+        names = inspect.get_annotations(cls)
         cls.fields = {n: _KINDS.get(t, "attr") for n, t in names.items() if not t.startswith("ClassVar")}
         cls.mapped = tuple((n, k) for n, k in cls.fields.items() if k != "attr")
         if cls.mnemonic:
@@ -155,7 +164,8 @@ class Op:
 
     # A card overrides these two.
     def infer(self) -> tuple[Type, ...]:
-        """Result types from operands and attributes; raises `TypeError`/`ValueError` with a sentence when they do not fit."""
+        """Result types from operands and attributes; raises `TypeError`/`ValueError` with a sentence when they do not
+        fit."""
         raise TypeError(f"{self.mnemonic} has no infer")
 
     def reference(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | np.ndarray:
@@ -188,7 +198,8 @@ class Op:
         return {n: getattr(self, n) for n, k in self.fields.items() if k == "attr"}
 
     def clone(self, env: Callable[[Value], Value], block: Callable[[Block], Block] | None = None) -> Op:
-        """A copy with operands mapped by `env` and regions by `block` (default: `copy_block`); results are fresh values."""
+        """A copy with operands mapped by `env` and regions by `block` (default: `copy_block`); results are fresh
+        values."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)  # attributes and location; checked when the op was first built
         for name, kind in self.mapped:

@@ -135,7 +135,9 @@ _add("min", 2, ANY, np.minimum, exact=True)
 _add("pow", 2, FLOAT, np.power)
 _add("atan2", 2, FLOAT, np.arctan2)
 _add("nextafter", 2, FLOAT, np.nextafter, exact=True)
-for _name, _fn in dict(eq=np.equal, ne=np.not_equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal).items():
+for _name, _fn in dict(
+    eq=np.equal, ne=np.not_equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal
+).items():
     _add(_name, 2, ANY, _fn, predicate=True, exact=True)
 _add("and", 2, BITS, _logic(np.bitwise_and, np.logical_and), exact=True)
 _add("or", 2, BITS, _logic(np.bitwise_or, np.logical_or), exact=True)
@@ -157,8 +159,10 @@ _add("round_away", 1, FLOAT, _round_away)
 _add("is_finite", 1, FLOAT, np.isfinite, predicate=True, exact=True)
 _add("clamp", 3, NUMERIC, lambda lo, x, hi: np.minimum(np.maximum(x, lo), hi), exact=True)
 for _name, _fn in dict(
-    exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log2=np.log2, log1p=np.log1p, cbrt=np.cbrt, sin=np.sin, cos=np.cos,
-    tan=np.tan, asin=np.arcsin, acos=np.arccos, atan=np.arctan, sinh=np.sinh, cosh=np.cosh, tanh=np.tanh, asinh=np.arcsinh,
+    exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log2=np.log2, log1p=np.log1p, cbrt=np.cbrt, sin=np.sin,
+    cos=np.cos,
+    tan=np.tan, asin=np.arcsin, acos=np.arccos, atan=np.arctan, sinh=np.sinh, cosh=np.cosh, tanh=np.tanh,
+    asinh=np.arcsinh,
     acosh=np.arccosh, atanh=np.arctanh,
 ).items():  # fmt: skip
     _add(_name, 1, FLOAT, _fn)

@@ -81,8 +81,8 @@ ATOMICS = ("add", "max", "min", "and", "or", "xor", "xchg", "cas")
 
 @dataclasses.dataclass(eq=False)
 class Atomic(Op):
-    """Read-modify-write, atomic against other programs, lane after lane in row-major order; gives the old values (lanes outside
-    and masked lanes: 0). `cas` stores `value` where the old element equals `compare` bit for bit."""
+    """Read-modify-write, atomic against other programs, lane after lane in row-major order; gives the old values (lanes
+    outside and masked lanes: 0). `cas` stores `value` where the old element equals `compare` bit for bit."""
 
     fn: str
     ref: Value

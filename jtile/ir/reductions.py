@@ -44,8 +44,8 @@ def drop(shape, axes) -> tuple[int, ...]:
 
 @dataclasses.dataclass(eq=False)
 class Reduce(Op):
-    """`sum prod max min and or xor` over `axes`. Floats below 32 bits accumulate in f32 and are rounded once; the order of a
-    float sum is the back end's, fixed per image. The reference sums in f64 (f32 and narrower)."""
+    """`sum prod max min and or xor` over `axes`. Floats below 32 bits accumulate in f32 and are rounded once; the order
+    of a float sum is the back end's, fixed per image. The reference sums in f64 (f32 and narrower)."""
 
     x: Value
     fn: str
@@ -73,14 +73,20 @@ def reduce_array(x: np.ndarray, fn: str, axes) -> np.ndarray:
         if info.kind == "f" and fn in ("sum", "prod"):
             out = (np.sum if fn == "sum" else np.prod)(x.astype(np.float64), axis=axes)
             return np.asarray(out).astype(np.float32 if info.bits < 64 else np.float64).astype(x.dtype)
-        ufunc = ELEMENTWISE[REDUCERS[fn]].numpy if info.kind != "b" else {"and": np.logical_and, "or": np.logical_or}.get(fn)
+        ufunc = (
+            ELEMENTWISE[REDUCERS[fn]].numpy
+            if info.kind != "b"
+            else {"and": np.logical_and, "or": np.logical_or}.get(fn)
+        )
         if info.kind == "b" and fn in ("max", "min"):
             ufunc = np.logical_or if fn == "max" else np.logical_and
         if fn in ("and", "or", "xor") and info.kind != "b":
             ufunc = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[fn]
         if fn == "xor" and info.kind == "b":
             ufunc = np.logical_xor
-        wide = x.astype(np.float32) if info.kind == "f" and info.bits < 32 else x.astype(np.int32) if info.bits == 4 else x
+        wide = (
+            x.astype(np.float32) if info.kind == "f" and info.bits < 32 else x.astype(np.int32) if info.bits == 4 else x
+        )
         for a in sorted(axes, reverse=True):
             n = wide.shape[a]
             if n == 0:
@@ -112,7 +118,9 @@ class ArgReduce(Op):
 
     def reference(self, x):
         info = DTYPES[x.dtype.name]
-        wide = x.astype(np.float32) if info.kind == "f" and info.bits < 32 else x.astype(np.int32) if info.bits == 4 else x
+        wide = (
+            x.astype(np.float32) if info.kind == "f" and info.bits < 32 else x.astype(np.int32) if info.bits == 4 else x
+        )
         fn = np.argmax if self.fn == "max" else np.argmin
         return np.asarray(fn(wide, axis=self.axis)).astype(DTYPES[self.dtype].numpy)
 
@@ -121,13 +129,15 @@ def _check_combiner(body: Block, types: list[TileType], what: str) -> None:
     want = [TileType((), t.dtype) for t in types]
     got = [p.type for p in body.params], [y.type for y in body.yields]
     if got != (want + want, want):
-        raise TypeError(f"the combiner of {what} maps {len(want)} + {len(want)} scalars to {len(want)}: wanted {want}, got {got}")
+        raise TypeError(
+            f"the combiner of {what} maps {len(want)} + {len(want)} scalars to {len(want)}: wanted {want}, got {got}"
+        )
 
 
 @dataclasses.dataclass(eq=False)
 class UserReduce(Op):
-    """Reduction of tiles of one shape over `axes` by an associative function of scalars: `body(acc..., x...) -> acc...`,
-    starting from the scalars `inits`."""
+    """Reduction of tiles of one shape over `axes` by an associative function of scalars: `body(acc..., x...) ->
+    acc...`, starting from the scalars `inits`."""
 
     xs: tuple[Value, ...]
     inits: tuple[Value, ...]
@@ -141,7 +151,8 @@ class UserReduce(Op):
         if any(t.shape != types[0].shape for t in types) or len(self.inits) != len(types):
             raise TypeError("reduce takes tiles of one shape and one initial scalar for each")
         if [tile(i) for i in self.inits] != [TileType((), t.dtype) for t in types]:
-            raise TypeError(f"reduce starts from scalars of the dtypes of its tiles, got {', '.join(str(i.type) for i in self.inits)}")
+            got = ", ".join(str(i.type) for i in self.inits)
+            raise TypeError(f"reduce starts from scalars of the dtypes of its tiles, got {got}")
         check_axes(self.axes, types[0])
         _check_combiner(self.body, types, "reduce")
         return tuple(t.with_shape(drop(t.shape, self.axes)) for t in types)
@@ -169,7 +180,9 @@ class Cumulative(Op):
     def reference(self, x):
         info = DTYPES[x.dtype.name]
         wide = x.astype(np.float64) if info.kind == "f" else x.astype(np.int32) if info.bits == 4 else x
-        ufunc = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "logsumexp": np.logaddexp}[self.fn]
+        ufunc = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "logsumexp": np.logaddexp}[
+            self.fn
+        ]
         if self.reverse:
             wide = np.flip(wide, self.axis)
         with np.errstate(all="ignore"):
@@ -180,7 +193,8 @@ class Cumulative(Op):
 
 @dataclasses.dataclass(eq=False)
 class UserScan(Op):
-    """Inclusive scan of tiles of one shape along `axis` by an associative function of scalars `body(acc..., x...) -> acc...`."""
+    """Inclusive scan of tiles of one shape along `axis` by an associative function of scalars `body(acc..., x...) ->
+    acc...`."""
 
     xs: tuple[Value, ...]
     axis: int
@@ -232,8 +246,9 @@ class Sort(Op):
 
 @dataclasses.dataclass(eq=False)
 class Dot(Op):
-    """Batched matrix product plus accumulator: `acc + a @ b` over equal leading axes; `trans_a`/`trans_b` swap the operand's last
-    two axes first. Floats accumulate in f32 (f64 operands: f64), ints in i32; operands may have different dtypes of one kind."""
+    """Batched matrix product plus accumulator: `acc + a @ b` over equal leading axes; `trans_a`/`trans_b` swap the
+    operand's last two axes first. Floats accumulate in f32 (f64 operands: f64), ints in i32; operands may have
+    different dtypes of one kind."""
 
     a: Value
     b: Value
@@ -285,8 +300,8 @@ def accumulator_dtype(a: str, b: str) -> str:
 
 @dataclasses.dataclass(eq=False)
 class DotScaled(Op):
-    """Block-scaled product: `a` [m, k] with scales `sa` [m, k / block_a], `b` [k, n] with scales `sb` [k / block_b, n]; each
-    element is its value times its block's scale, accumulated in f32. A missing scale counts as one."""
+    """Block-scaled product: `a` [m, k] with scales `sa` [m, k / block_a], `b` [k, n] with scales `sb` [k / block_b, n];
+    each element is its value times its block's scale, accumulated in f32. A missing scale counts as one."""
 
     a: Value
     sa: Value | None

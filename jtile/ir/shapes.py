@@ -55,7 +55,15 @@ class Dense(Op):
 
     def reference(self):
         d = DTYPES[self.dtype]
-        wide = np.float64 if d.kind == "f" else np.uint64 if d.name == "uint64" else np.int64 if d.kind != "b" else np.bool_
+        wide = (
+            np.float64
+            if d.kind == "f"
+            else np.uint64
+            if d.name == "uint64"
+            else np.int64
+            if d.kind != "b"
+            else np.bool_
+        )
         return np.array(self.data, wide).astype(d.numpy).reshape(self.shape)
 
 
@@ -185,7 +193,9 @@ class Concat(Op):
         for t in types:
             rest = [(n, m) for k, (n, m) in enumerate(zip(t.shape, first.shape, strict=True)) if k != self.axis]
             if t.dtype != first.dtype or any(n != m for n, m in rest):
-                raise TypeError(f"concat takes tiles that differ along axis {self.axis} only, got {', '.join(map(str, types))}")
+                raise TypeError(
+                    f"concat takes tiles that differ along axis {self.axis} only, got {', '.join(map(str, types))}"
+                )
         shape = list(first.shape)
         shape[self.axis] = sum(t.shape[self.axis] for t in types)
         return (first.with_shape(shape),)
@@ -210,7 +220,9 @@ class Slice(Op):
         for n, a, b, s in zip(t.shape, self.starts, self.stops, self.strides, strict=True):
             if not (0 <= a <= b <= n and s >= 1):
                 raise ValueError(f"slice {a}:{b}:{s} leaves an axis of {n}")
-        return (t.with_shape(len(range(a, b, s)) for a, b, s in zip(self.starts, self.stops, self.strides, strict=True)),)
+        return (
+            t.with_shape(len(range(a, b, s)) for a, b, s in zip(self.starts, self.stops, self.strides, strict=True)),
+        )
 
     def reference(self, x):
         return x[tuple(slice(a, b, s) for a, b, s in zip(self.starts, self.stops, self.strides, strict=True))]
@@ -291,7 +303,11 @@ class DynamicUpdate(Op):
 
     def infer(self):
         t, u = tile(self.x), tile(self.update)
-        if u.dtype != t.dtype or len(self.starts) != t.rank or any(a > b for a, b in zip(u.shape, t.shape, strict=True)):
+        if (
+            u.dtype != t.dtype
+            or len(self.starts) != t.rank
+            or any(a > b for a, b in zip(u.shape, t.shape, strict=True))
+        ):
             raise TypeError(f"dynamic_update of {u} does not fit {t}")
         return (t,)
 
@@ -308,8 +324,8 @@ def clamped(starts, sizes, shape) -> tuple[slice, ...]:
 
 @dataclasses.dataclass(eq=False)
 class Gather(Op):
-    """`take_along_axis`: result[.., i, ..] = x[.., indices[.., i, ..], ..] along `axis`. An index outside is an error of the
-    program that made it; the tracer clamps or masks as JAX's mode says."""
+    """`take_along_axis`: result[.., i, ..] = x[.., indices[.., i, ..], ..] along `axis`. An index outside is an error
+    of the program that made it; the tracer clamps or masks as JAX's mode says."""
 
     x: Value
     indices: Value
@@ -334,7 +350,8 @@ SCATTER = {"set": None, "add": np.add, "mul": np.multiply, "min": np.minimum, "m
 
 @dataclasses.dataclass(eq=False)
 class Scatter(Op):
-    """1-D scatter: `x[indices[i]] fn= updates[i]` in order of i; an index outside is dropped. `fn`: set add mul min max."""
+    """1-D scatter: `x[indices[i]] fn= updates[i]` in order of i; an index outside is dropped. `fn`: set add mul min
+    max."""
 
     x: Value
     indices: Value

@@ -38,7 +38,8 @@ def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False)
     n, k = gate.shape if transpose else gate.shape[::-1]
     if gate.shape != up.shape or x.shape[-1:] != (k,):
         raise jt.errors.KernelValueError(
-            f"gated_mlp: x {tuple(x.shape)}, gate {tuple(gate.shape)} and up {tuple(up.shape)} do not fit (transpose={transpose})"
+            f"gated_mlp: x {tuple(x.shape)}, gate {tuple(gate.shape)} and up {tuple(up.shape)} do not fit "
+            f"(transpose={transpose})"
         )
     rows = x.reshape(-1, k)
     y = _gated(rows, gate, up, activation=activation, tb=transpose, **tiles(rows.shape[0], n, k))

@@ -15,7 +15,14 @@ TILE = 256  # side of a tile of the result: A and B panels of one program stay i
 
 
 def matmul(
-    a, b, *, bias=None, activation: str | None = None, transpose_a: bool = False, transpose_b: bool = False, out_dtype=None
+    a,
+    b,
+    *,
+    bias=None,
+    activation: str | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out_dtype=None,
 ) -> jax.Array:
     """`activation(a @ b + bias)`; floats are summed in float32 (float64 in float64), integers in int32.
 
@@ -46,12 +53,21 @@ def matmul(
     extra = [] if bias is None else [jnp.asarray(bias).reshape(1, n)]
     rows = A.shape[1] if not transpose_a else m
     y = _matmul(
-        A, B, *extra, activation=activation, ta=transpose_a, tb=transpose_b, out_dtype=out_dtype.name, **tiles(rows, n, k)
+        A,
+        B,
+        *extra,
+        activation=activation,
+        ta=transpose_a,
+        tb=transpose_b,
+        out_dtype=out_dtype.name,
+        **tiles(rows, n, k),
     )
     return y.reshape(*batch, m, n)
 
 
-def matmul_reference(a, b, *, bias=None, activation=None, transpose_a=False, transpose_b=False, out_dtype=None) -> jax.Array:
+def matmul_reference(
+    a, b, *, bias=None, activation=None, transpose_a=False, transpose_b=False, out_dtype=None
+) -> jax.Array:
     """The same in `jnp`, at the highest precision."""
     a, b = jnp.asarray(a), jnp.asarray(b)
     floating = jnp.issubdtype(a.dtype, jnp.floating)
@@ -70,7 +86,9 @@ def _promoted(a, b):
 def _sizes(a, b, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
     """(m, n, k), checked."""
     if a.ndim < 2 or b.ndim < 2:
-        raise jt.errors.KernelValueError(f"matmul takes arrays of two or more axes, got {a.shape} and {b.shape}; add an axis")
+        raise jt.errors.KernelValueError(
+            f"matmul takes arrays of two or more axes, got {a.shape} and {b.shape}; add an axis"
+        )
     m, k = (a.shape[-1], a.shape[-2]) if transpose_a else a.shape[-2:]
     k2, n = (b.shape[-1], b.shape[-2]) if transpose_b else b.shape[-2:]
     if k != k2 or (b.ndim > 2 and b.shape[:-2] != a.shape[:-2]):
@@ -86,7 +104,8 @@ def _check_kinds(a, b, activation) -> None:
     kinds = {jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b)}
     if len(kinds) == 2 or (activation and kinds != {True}):
         raise jt.errors.KernelTypeError(
-            f"matmul takes two float or two integer arrays (and an activation floats only), got {a.dtype} and {b.dtype}; cast one"
+            f"matmul takes two float or two integer arrays (and an activation floats only), got {a.dtype} and "
+            f"{b.dtype}; cast one"
         )
 
 

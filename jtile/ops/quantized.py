@@ -4,7 +4,8 @@ A block of 32 weights is w_j = d q_j + m (m = 0 but for Q4_1, and q - 8 for q in
 
     y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj).
 
-Few rows of x: the inner sums run over codes straight from memory (the product is bound by reading them). Many rows: a tile of
+Few rows of x: the inner sums run over codes straight from memory (the product is bound by reading them). Many rows: a
+  tile of
 W is dequantised once and multiplied with all rows of x.
 """
 
@@ -24,7 +25,9 @@ from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
 HALF = BLOCK // 2
 
 
-def quantized_matmul(x, weight: QuantizedTensor, *, bias=None, activation: str | None = None, residual=None) -> jax.Array:
+def quantized_matmul(
+    x, weight: QuantizedTensor, *, bias=None, activation: str | None = None, residual=None
+) -> jax.Array:
     """`activation(x @ weight.T + bias) + residual`, with sums in float32.
 
     Args:
@@ -61,10 +64,13 @@ def quantized_matmul_reference(x, weight: QuantizedTensor, *, bias=None, activat
 
 def _check(x, weight: QuantizedTensor, activation) -> None:
     if not isinstance(weight, QuantizedTensor):
-        raise jt.errors.KernelTypeError(f"quantized_matmul takes a QuantizedTensor as weight, got {type(weight).__name__}")
+        raise jt.errors.KernelTypeError(
+            f"quantized_matmul takes a QuantizedTensor as weight, got {type(weight).__name__}"
+        )
     if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise jt.errors.KernelValueError(
-            f"quantized_matmul: x {tuple(x.shape)} does not fit weights [out, in] = {list(weight.shape)}; its last axis must be in"
+            f"quantized_matmul: x {tuple(x.shape)} does not fit weights [out, in] = {list(weight.shape)}; "
+            "its last axis must be in"
         )
     check_activation("quantized_matmul", activation)
 
@@ -150,7 +156,9 @@ def _parts(kind: str) -> int:
 
 
 @jt.kernel(
-    out_type=_product_type, grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)), name="quantized_gemv"
+    out_type=_product_type,
+    grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)),
+    name="quantized_gemv",
 )
 def _gemv(x, *refs, kind, activation, has_bias, rows):
     *refs, y = refs
@@ -176,7 +184,9 @@ def _gemm(x, *refs, kind, activation, has_bias, rows, bm):
 
 
 @jt.kernel(
-    out_type=_product_type, grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)), name="quantized_gated_gemv"
+    out_type=_product_type,
+    grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)),
+    name="quantized_gated_gemv",
 )
 def _gated_gemv(x, *refs, kind, activation, rows):
     # y = act(Wg x) * (Wu x)

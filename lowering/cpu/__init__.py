@@ -1,4 +1,5 @@
-"""The CPU back end: Tile IR to LLVM IR to a relocatable object. `compile_kernel` is its one entry; it imports llvmlite when called."""
+"""The CPU back end: Tile IR to LLVM IR to a relocatable object. `compile_kernel` is its one entry; it imports llvmlite
+when called."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ class Lanes:
 
 
 def zero(ty: str) -> Val:
-    return Val(ty, "zeroinitializer" if lanes_of(ty) > 1 else "0.0" if ty in ("float", "double", "half", "bfloat") else "0")
+    return Val(
+        ty, "zeroinitializer" if lanes_of(ty) > 1 else "0.0" if ty in ("float", "double", "half", "bfloat") else "0"
+    )
 
 
 def const_value(value, dtype: str, lanes: int = 1) -> Val:
@@ -142,8 +144,8 @@ def store_lanes(code: Code, isa: Isa, ty: str, raw: Val, ptr: Val, lanes: Lanes)
 def hidden(code: Code, mask: Val) -> Val:
     """The same mask, unknown to LLVM.
 
-    LLVM 22 turns a masked store of truncated lanes under a mask that it knows to have one lane into a scalar store of the
-    wide lane (on AVX-512), which overwrites the neighbours.
+    LLVM 22 turns a masked store of truncated lanes under a mask that it knows to have one lane into a scalar store of
+    the wide lane (on AVX-512), which overwrites the neighbours.
     """
     n = lanes_of(mask.ty)
     bits = code.cast("bitcast", mask, f"i{n}")

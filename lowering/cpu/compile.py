@@ -26,7 +26,17 @@ from jtile.lowering.cpu.llvm import Code, Module, Val, i64
 from jtile.lowering.cpu.values import Buffer, dense_strides
 
 ENTRY = "jtile_entry"
-EMITTER_FILES = (emit_atomic, emit_control, emit_debug, emit_dot, emit_memory, emit_reduce, emit_scan, emit_shape, emit_sort)
+EMITTER_FILES = (
+    emit_atomic,
+    emit_control,
+    emit_debug,
+    emit_dot,
+    emit_memory,
+    emit_reduce,
+    emit_scan,
+    emit_shape,
+    emit_sort,
+)
 
 
 def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]:
@@ -34,7 +44,8 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]
     module = Module(isa.triple)
     module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
     refs = [*kernel.inputs, *kernel.outputs]
-    params = [Val("ptr noalias" if not kernel.aliases else "ptr", f"%r{k}") for k in range(len(refs))]
+    shared = {r for i, o in kernel.aliases for r in (kernel.inputs[i], kernel.outputs[o])}
+    params = [Val("ptr" if r in shared else "ptr noalias", f"%r{k}") for k, r in enumerate(refs)]
     names = [Val("i64", f"%p{k}") for k in range(len(kernel.grid))]
     ws = Val("ptr noalias", "%ws")
     code = Code(module, "jtile_program", [*params, *names, ws, Val("ptr", "%host")])
@@ -98,13 +109,12 @@ def machine(isa: Isa):
     import llvmlite.binding as llvm
 
     target = llvm.Target.from_triple(isa.triple)
-    return target.create_target_machine(
-        cpu=isa.cpu, features=isa.feature_string, opt=2, reloc="pic", codemodel="small"
-    )
+    return target.create_target_machine(cpu=isa.cpu, features=isa.feature_string, opt=2, reloc="pic", codemodel="small")
 
 
 def _tuning():
-    """The text is vectorised and unrolled already: LLVM's own attempts double the code and the compile time for nothing."""
+    """The text is vectorised and unrolled already: LLVM's own attempts double the code and the compile time for
+    nothing."""
     import llvmlite.binding as llvm
 
     options = llvm.create_pipeline_tuning_options(speed_level=1)

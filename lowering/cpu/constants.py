@@ -13,7 +13,11 @@ from jtile.lowering.cpu.values import Buffer, dense_strides
 def dense_global(module: Module, op: ir.Dense) -> Buffer:
     """A `Dense` literal as bytes of a private global, in the memory form of its dtype (4-bit types one a byte)."""
     array = np.ascontiguousarray(op.reference())
-    data = array.astype(np.int8 if op.dtype == "int4" else np.uint8).tobytes() if op.dtype in ("int4", "uint4") else array.tobytes()
+    data = (
+        array.astype(np.int8 if op.dtype == "int4" else np.uint8).tobytes()
+        if op.dtype in ("int4", "uint4")
+        else array.tobytes()
+    )
     assert len(data) == array.size * elem_bytes(op.dtype)
     name = f"@dense{len(module.globals)}"
     text = "".join(f"\\{b:02X}" for b in data)

@@ -43,7 +43,9 @@ def _op(op: ir.Op) -> float:
             n = max(op.xs[0].type.size, 2)
             return 4.0 * n * math.log2(n)
     size = max((v.type.size for v in (*op.results, *op.operands()) if isinstance(v.type, ir.TileType)), default=1)
-    heavy = 8 if isinstance(op, ir.Cumulative | ir.UserScan | ir.UserReduce | ir.Scatter) else max(plan.op_cost(op), 0.5)
+    heavy = (
+        8 if isinstance(op, ir.Cumulative | ir.UserScan | ir.UserReduce | ir.Scatter) else max(plan.op_cost(op), 0.5)
+    )
     return size * heavy / ELEMENTS_PER_NS
 
 

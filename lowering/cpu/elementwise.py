@@ -77,8 +77,8 @@ def _emit_float(xs: list[X], fn: str, dtype: str) -> X:
 
 
 def _float_max(a: X, b: X) -> X:
-    # On x86 without the sign of zero: `maxps`, which gives b when either is NaN, then a NaN in a is passed on. (Spelled as
-    # two selects, LLVM merges their conditions and no longer sees the maximum.)
+    # On x86 without the sign of zero: `maxps`, which gives b when either is NaN, then a NaN in a is passed on. (Spelled
+    # as two selects, LLVM merges their conditions and no longer sees the maximum.)
     flags = "" if a.isa.arch == "aarch64" else "nsz"
     return a.new(a.code.intrinsic("maximum", a.ty, a.v, b.v, flags=flags))
 

@@ -7,8 +7,8 @@ from jtile.lowering.cpu import access, plan
 from jtile.lowering.cpu.access import Lanes, const_value
 from jtile.lowering.cpu.convert import from_memory, memory_type, to_memory
 from jtile.lowering.cpu.elementwise import emit_elementwise
-from jtile.lowering.cpu.emitter import Emitter, emits
 from jtile.lowering.cpu.emit_memory import Spot, locate
+from jtile.lowering.cpu.emitter import Emitter, emits
 from jtile.lowering.cpu.evaluate import Point
 from jtile.lowering.cpu.llvm import Val, i64
 from jtile.lowering.cpu.nest import emit_nest
@@ -138,5 +138,3 @@ def _nibble_loop(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Va
 
     byte = exchange_loop(em, ptr, "i8", update)
     return from_memory(code, em.isa, element(byte), dtype)
-
-

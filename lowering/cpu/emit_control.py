@@ -1,4 +1,5 @@
-"""Loops and branches. A carried tile lives in one buffer for the whole loop; a body that updates it in place moves nothing."""
+"""Loops and branches. A carried tile lives in one buffer for the whole loop; a body that updates it in place moves
+nothing."""
 
 from __future__ import annotations
 
@@ -211,7 +212,8 @@ def _if(em: Emitter, op: ir.If) -> None:
 
 
 def _donor(em: Emitter, op: ir.If, k: int) -> ir.Value | None:
-    """An outer value that one branch passes through and that dies here: the other branch may update its buffer in place."""
+    """An outer value that one branch passes through and that dies here: the other branch may update its buffer in
+    place."""
     for block in (op.then, op.orelse):
         v = block.yields[k]
         if v.type.rank and isinstance(em.env.get(v), Buffer) and em.overwritable(v, op.results[k]):

@@ -54,6 +54,8 @@ def _assert(em: Emitter, op: ir.Assert) -> None:
         wrong = code.binary("xor", ok, Val("i8", "1"))
         code.store(code.binary("or", code.load("i8", bad), wrong), bad)
 
-    emit_nest(em, op.cond.shape, 8, body, scalar=True, bounds={0: (i64(0), i64(op.cond.shape[0]))} if op.cond.shape else None)
+    emit_nest(
+        em, op.cond.shape, 8, body, scalar=True, bounds={0: (i64(0), i64(op.cond.shape[0]))} if op.cond.shape else None
+    )
     with code.when(code.cmp("icmp", "ne", code.load("i8", bad), Val("i8", "0"))):
         code.do(f"call void {_callback(em, FAIL_SLOT).name}({HOST}, {site}, {_program_ids(em)})")

@@ -1,4 +1,5 @@
-"""Matrix products: operands stand in memory (often the Ref itself), the product is a packed micro-kernel of `gemm.py`."""
+"""Matrix products: operands stand in memory (often the Ref itself), the product is a packed micro-kernel of
+`gemm.py`."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ def _dot(em: Emitter, op: ir.Dot) -> None:
     gemm = emit_gemm(em.module, em.isa, spec)
     work = em.arena.new(gemm.workspace)
     ws = em.code.let("ptr", f"getelementptr i8, {em.workspace}, i64 {work.token}")
-    _batch(em, batch, (a, b, out), lambda pa, pb, pc: _call(em, gemm.name, (pa, a, ta), (pb, b, tb), (pc, out, False), ws))
+    _batch(
+        em, batch, (a, b, out), lambda pa, pb, pc: _call(em, gemm.name, (pa, a, ta), (pb, b, tb), (pc, out, False), ws)
+    )
     for buf in (a, b, out):
         em.arena.touch(buf.alloc)
     em.set_buffer(op.result, out)
 
 
 def _store_target(em: Emitter, op: ir.Dot) -> Buffer | None:
-    """Where the only reader of the product is the store right behind it, of a tile inside its Ref: that Ref's memory."""
+    """Where the only reader of the product is the store right behind it, of a tile inside its Ref: that Ref's
+    memory."""
     uses = em.plan.uses.get(op.result, [])
     if not _starts_at_zero(op.acc) or uses != [em.pos + 1] or uses[0] >= len(em.plan.block.ops):
         return None
@@ -101,7 +105,8 @@ def _batch(em: Emitter, batch, buffers: tuple[Buffer, ...], run) -> None:
             return
         with code.loop(0, batch[depth]) as i:
             moved = [
-                code.gep(memory_type(b.dtype), p, code.mul(i, b.strides[depth])) for p, b in zip(ptrs, buffers, strict=True)
+                code.gep(memory_type(b.dtype), p, code.mul(i, b.strides[depth]))
+                for p, b in zip(ptrs, buffers, strict=True)
             ]
             go(depth + 1, moved)
 

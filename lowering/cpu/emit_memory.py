@@ -21,7 +21,8 @@ from jtile.lowering.cpu.values import Buffer, Ix, dense_strides
 
 @dataclasses.dataclass
 class Axis:
-    """One dimension of an access: element `start + i * stride` for i < size; `axis` is its axis in the tile (None: dropped)."""
+    """One dimension of an access: element `start + i * stride` for i < size; `axis` is its axis in the tile (None:
+    dropped)."""
 
     start: Val
     size: int
@@ -142,10 +143,15 @@ def _load(em: Emitter, op: ir.Load) -> None:
         em.env[v] = Point(em, (), (), Lanes(1), False).at(v, ())
     elif not frozen:
         em.materialise(v)
-    elif len(em.plan.uses.get(v, [])) > 1 or any(
-        plan.amplifies(u, v) or u.blocks() for u in (em.plan.block.ops[k] for k in em.plan.uses.get(v, []) if k < len(em.plan.block.ops))
-    ):  # fmt: skip
+    elif _read_often(em.plan, v):
         em.flagged.add(v)
+
+
+def _read_often(p: plan.BlockPlan, v: ir.Value) -> bool:
+    """Do several ops read the value, or one that reads each element many times?"""
+    uses = p.uses.get(v, [])
+    users = [p.block.ops[k] for k in uses if k < len(p.block.ops)]
+    return len(uses) > 1 or any(plan.amplifies(u, v) or u.blocks() for u in users)
 
 
 def _in_place(em: Emitter, op: ir.Load) -> bool:
@@ -176,7 +182,9 @@ def _padded(em: Emitter, op: ir.Load, axes: list[Axis], direct: Buffer, checked:
         whole = code.binary("and", whole, inside(em, a))
     with code.when(code.binary("xor", whole, Val("i1", "true"))):
         pad = const_value(op.pad, v.dtype)
-        emit_nest(em, v.shape, plan.register_bits(v.dtype), lambda p: access.write(code, em.isa, copy, p.ix, pad, p.lanes))
+        emit_nest(
+            em, v.shape, plan.register_bits(v.dtype), lambda p: access.write(code, em.isa, copy, p.ix, pad, p.lanes)
+        )
         bounds, cond = box(em, axes)
 
         def body(p: Point) -> None:
@@ -258,7 +266,8 @@ def _same_element(em: Emitter, load: ir.Load, store: ir.Op) -> bool:
 
 @dataclasses.dataclass
 class Spot:
-    """Where the lanes of one access stand: `linear` element index per lane (uniform or a vector), and which lanes are legal."""
+    """Where the lanes of one access stand: `linear` element index per lane (uniform or a vector), and which lanes are
+    legal."""
 
     linear: Val
     ok: Val | None
@@ -266,7 +275,8 @@ class Spot:
 
 
 def locate(p: Point, op, ix: Index) -> Spot:
-    """Element index and legality of every lane of an access at tile index `ix` (bounds, gathers and the user's mask)."""
+    """Element index and legality of every lane of an access at tile index `ix` (bounds, gathers and the user's
+    mask)."""
     em, code = p.em, p.code
     ref = em.rep(op.ref)
     first, rank = take_axes(op)

@@ -8,8 +8,7 @@ import math
 from jtile import ir
 from jtile.lowering.cpu import access, plan
 from jtile.lowering.cpu.access import Lanes, const_value, constant_mask
-from jtile.lowering.cpu.convert import register_type
-from jtile.lowering.cpu.convert import emit_cast
+from jtile.lowering.cpu.convert import emit_cast, register_type
 from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.emitter import Emitter, emits
 from jtile.lowering.cpu.evaluate import Point
@@ -32,7 +31,9 @@ class Job:
 
     @property
     def fn(self) -> str:
-        return {"and": "and", "or": "or", "xor": "xor"}.get(self.op.fn, {"sum": "add", "prod": "mul"}.get(self.op.fn, self.op.fn))
+        return {"and": "and", "or": "or", "xor": "xor"}.get(
+            self.op.fn, {"sum": "add", "prod": "mul"}.get(self.op.fn, self.op.fn)
+        )
 
 
 @emits(ir.Reduce)
@@ -164,7 +165,8 @@ def _finish(em: Emitter, job: Job, acc: Val, p: Point, axes) -> None:
 
 
 def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, copies: int) -> None:
-    """Lanes run along a reduced axis: several accumulators per row, several rows a pass, one horizontal step at the end."""
+    """Lanes run along a reduced axis: several accumulators per row, several rows a pass, one horizontal step at the
+    end."""
     kept = [k for k in range(len(shape)) if k not in axes]
     code = em.code
 
@@ -193,7 +195,9 @@ def _with(ix: list[Ix], k: int, base: Val) -> list[Ix]:
     return out
 
 
-def _rows(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, rows: list[list[Ix]], most: int) -> None:
+def _rows(
+    em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, rows: list[list[Ix]], most: int
+) -> None:
     """Reduce the rows given by their kept indices together, with at most `most` accumulators a row."""
     code = em.code
     n = 1 if lane is None else shape[lane]

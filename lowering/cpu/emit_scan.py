@@ -8,8 +8,7 @@ from jtile import ir
 from jtile._errors import UnsupportedError
 from jtile.lowering.cpu import access, plan
 from jtile.lowering.cpu.access import Lanes
-from jtile.lowering.cpu.convert import register_type
-from jtile.lowering.cpu.convert import emit_cast
+from jtile.lowering.cpu.convert import emit_cast, register_type
 from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.emit_shape import combine_scalars
 from jtile.lowering.cpu.emitter import Emitter, emits
@@ -21,8 +20,11 @@ from jtile.lowering.cpu.values import Ix
 Step = Callable[[list[Val], list[Val], Lanes], list[Val]]
 
 
-def _along(em: Emitter, xs, outs, axis: int, reverse: bool, step: Step, accs: list[str], keep_all: bool, start=None) -> None:
-    """Run `acc = step(acc, x)` along `axis` at every other index. `keep_all` writes each partial result, else the last one.
+def _along(
+    em: Emitter, xs, outs, axis: int, reverse: bool, step: Step, accs: list[str], keep_all: bool, start=None
+) -> None:
+    """Run `acc = step(acc, x)` along `axis` at every other index. `keep_all` writes each partial result, else the last
+    one.
 
     Without `start` the first element is the first accumulator.
     """
@@ -97,7 +99,7 @@ def _cumulative(em: Emitter, op: ir.Cumulative) -> None:
 
 def _logaddexp(em: Emitter, a: Val, b: Val, dtype: str) -> Val:
     """max + log1p(exp(-|a - b|)); two equal infinities give themselves."""
-    run = lambda fn, *args: emit_elementwise(em.code, em.isa, fn, list(args), dtype)  # noqa: E731
+    run = lambda fn, *args: emit_elementwise(em.code, em.isa, fn, list(args), dtype)
     top = run("max", a, b)
     gap = run("neg", run("abs", run("sub", a, b)))
     soft = run("add", top, run("log1p", run("exp", gap)))

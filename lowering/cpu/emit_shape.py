@@ -61,9 +61,7 @@ def _dynamic_update(em: Emitter, op: ir.DynamicUpdate) -> None:
         out = em.rep(op.x)
     else:
         out = em.copy(op.x, em.result_buffer(op.result))
-    starts = [
-        clamped_start(em, s, k, n) for s, k, n in zip(op.starts, op.update.shape, op.x.shape, strict=True)
-    ]
+    starts = [clamped_start(em, s, k, n) for s, k, n in zip(op.starts, op.update.shape, op.x.shape, strict=True)]
     from jtile.lowering.cpu.emit_control import copy_buffer
 
     copy_buffer(em, update, part(em, out, starts, op.update.shape))

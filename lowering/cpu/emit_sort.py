@@ -1,7 +1,7 @@
 """Stable sort along one axis: bottom-up merge sort of a permutation, then every operand is permuted.
 
-The keys of a row are first copied to a contiguous buffer of order-preserving unsigned integers (NaN last, -0 = 0), so that
-a comparison is one integer comparison per key.
+The keys of a row are first copied to a contiguous buffer of order-preserving unsigned integers (NaN last, -0 = 0), so
+that a comparison is one integer comparison per key.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def _merge(em: Emitter, keys: list[Buffer], a: Val, b: Val, lo: Val, mid: Val, h
         x = code.load("i32", code.gep("i32", a, safe_i))
         y = code.load("i32", code.gep("i32", a, safe_j))
         right_first = _less(em, keys, code.cast("sext", y, "i64"), code.cast("sext", x, "i64"))
-        take_right = code.binary("and", j_ok, code.binary("or", right_first, code.binary("xor", i_ok, Val("i1", "true"))))
+        take_right = code.binary(
+            "and", j_ok, code.binary("or", right_first, code.binary("xor", i_ok, Val("i1", "true")))
+        )
         code.store(code.select(take_right, y, x), code.gep("i32", b, out))
         step = code.cast("zext", take_right, "i64")
         code.store(code.binary("add", j, step), right)

@@ -1,8 +1,8 @@
 """Emits one Tile IR kernel as an LLVM function: walks blocks, keeps the representation of every value, owns the arena.
 
-Ops that only compute elementwise or move elements stay lazy and are emitted inside the loops of their reader; `plan.py` says
-which of them are worth a buffer of their own ("flagged"). Everything else (loads, stores, reductions, dots, control flow) has
-an emitter in a sibling file, registered by `@emits(Card)`.
+Ops that only compute elementwise or move elements stay lazy and are emitted inside the loops of their reader; `plan.py`
+says which of them are worth a buffer of their own ("flagged"). Everything else (loads, stores, reductions, dots,
+control flow) has an emitter in a sibling file, registered by `@emits(Card)`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Frame:
 
 
 class Emitter:
-    """State of one kernel's emission. `env` maps values to what they are now; `plan`/`pos` say where in which block we are."""
+    """State of one kernel's emission. `env` maps values to what they are now; `plan`/`pos` say where in which block we
+    are."""
 
     def __init__(self, kernel: ir.Kernel, isa: Isa, module: Module, code: Code):
         self.kernel, self.isa, self.module, self.code = kernel, isa, module, code
@@ -192,9 +193,10 @@ class Emitter:
 
     # -- flags ----------------------------------------------------------------------------------------------------
     def flag(self, p: plan.BlockPlan) -> None:
-        """Decide which lazy values of a block get a buffer: dear ones that several readers, or one repeating reader, use."""
+        """Decide which lazy values of a block get a buffer: dear ones that several readers, or one repeating reader,
+        use."""
         cost: dict[ir.Value, float] = {}
-        for k, op in enumerate(p.block.ops):
+        for op in p.block.ops:
             if not plan.is_lazy(op) or op.results[0].type.rank == 0:
                 continue
             v = op.result
@@ -207,7 +209,8 @@ class Emitter:
             cost[v] = c
 
     def tree(self, root: ir.Value) -> list[tuple[ir.Value, bool]]:
-        """The lazy expression at `root`: every value in it, and whether it is read at the reader's own index. Root first."""
+        """The lazy expression at `root`: every value in it, and whether it is read at the reader's own index. Root
+        first."""
         seen = {(root, True): None}
         todo = [(root, True)]
         while todo:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from jtile import ir
 from jtile.lowering.cpu import access
 from jtile.lowering.cpu.access import Lanes, const_value, iota_vector, to_i64
-from jtile.lowering.cpu.convert import from_memory, memory_type, register_type, to_memory
-from jtile.lowering.cpu.convert import emit_cast
+from jtile.lowering.cpu.convert import emit_cast, from_memory, memory_type, register_type, to_memory
 from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.llvm import Code, Val, i64, lanes_of, like, scalar_of
 from jtile.lowering.cpu.values import Buffer, Ix, Lazy
@@ -25,7 +24,8 @@ Index = tuple[Ix, ...]
 class Point:
     """One place in a loop nest where values are computed: `ix` are the indices of the nest, `lanes` its width.
 
-    `kept` collects flagged values that were stored to their buffers on the way (only if the nest covers its shape once).
+    `kept` collects flagged values that were stored to their buffers on the way (only if the nest covers its shape
+    once).
     """
 
     em: Emitter
@@ -74,7 +74,11 @@ class Point:
         return self.code.binary("add", self.code.splat(x.base, n), iota_vector(self.code, n, step=x.step))
 
 
-FUSABLE = ("add", "sub", "mul")  # a product and the sum it goes into may round once (fused multiply-add), as XLA's CPU code does
+FUSABLE = (
+    "add",
+    "sub",
+    "mul",
+)  # a product and the sum it goes into may round once (fused multiply-add), as XLA's CPU code does
 
 Rule = Callable[[Point, ir.Op, Index], Val]
 RULES: dict[type[ir.Op], Rule] = {}
@@ -185,7 +189,7 @@ def reshape_groups(src: tuple[int, ...], dst: tuple[int, ...]) -> list[tuple[lis
     groups, i, j = [], 0, 0
     while i < len(src) or j < len(dst):
         a, b, m, n = [], [], 1, 1
-        while not a and not b or m != n:
+        while (not a and not b) or m != n:
             if m <= n and i < len(src):
                 a.append(i)
                 m *= src[i]
@@ -206,10 +210,7 @@ def lazy_reshape(src: tuple[int, ...], dst: tuple[int, ...]) -> bool:
     """Can an index of the result be turned into one of the source with a constant step between lanes?"""
     if 0 in src or 0 in dst:
         return False
-    for a, _ in reshape_groups(src, dst):
-        if len([k for k in a if src[k] > 1]) > 1:
-            return False
-    return True
+    return all(sum(src[k] > 1 for k in a) <= 1 for a, _ in reshape_groups(src, dst))
 
 
 def reshape_index(code: Code, src, dst, ix: Index) -> Index:
@@ -256,7 +257,7 @@ def _gather(p: Point, op: ir.Gather, ix: Index) -> Val:
     n = op.x.shape[op.axis]
     at = to_i64(p.code, p.at(op.indices, ix), op.indices.dtype)
     lanes = lanes_of(at.ty)
-    limit = lambda k: p.code.splat(i64(k), lanes)  # noqa: E731
+    limit = lambda k: p.code.splat(i64(k), lanes)
     at = p.code.intrinsic("smin", at.ty, p.code.intrinsic("smax", at.ty, at, limit(0)), limit(n - 1))
     if lanes == 1:
         return access.read(
@@ -266,7 +267,8 @@ def _gather(p: Point, op: ir.Gather, ix: Index) -> Val:
 
 
 def gather_vector(p: Point, buf: Buffer, ix: Index, varying: list[tuple[int, Val]], mask: Val | None = None) -> Val:
-    """Read `buf` at `ix` plus per-lane i64 indices along the `varying` axes; lanes outside `mask` read element 0 of nothing."""
+    """Read `buf` at `ix` plus per-lane i64 indices along the `varying` axes; lanes outside `mask` read element 0 of
+    nothing."""
     n = p.lanes.count
     base, step = access.offset(p.code, buf, ix)
     offs = p.code.binary("add", p.code.splat(base, n), access.lane_offsets(p.code, step, n))

@@ -46,7 +46,8 @@ class Isa:
 
 _SSE2 = frozenset({"sse", "sse2", "fxsr", "cx8", "mmx", "64bit"})
 _AVX2 = _SSE2 | {
-    "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt", "avx", "avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "cx16",
+    "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt", "avx", "avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe",
+    "cx16",
 }  # fmt: skip
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 
@@ -70,7 +71,9 @@ def host_isa() -> Isa:
     if arch == "aarch64":
         bits = 128
     else:
-        bits = 512 if {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= features else 256 if "avx2" in features else 128
+        bits = (
+            512 if {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= features else 256 if "avx2" in features else 128
+        )
     return Isa(arch, llvm.get_host_cpu_name(), features, bits)
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 
 class Val(NamedTuple):
-    """A typed LLVM operand: `ty` is its type's text, `name` an SSA name (`%v3`) or a constant (`42`, `splat (float 1.0)`)."""
+    """A typed LLVM operand: `ty` is its type's text, `name` an SSA name (`%v3`) or a constant (`42`, `splat (float
+    1.0)`)."""
 
     ty: str
     name: str
@@ -208,7 +209,8 @@ class Code:
 
     @contextlib.contextmanager
     def loop(self, lo: Val | int, hi: Val | int, step: Val | int = 1, hint: str = "i", meta: str = "") -> Iterator[Val]:
-        """`for i in range(lo, hi, step)` over i64, step > 0; yields i. A loop that must run once is emitted without a branch."""
+        """`for i in range(lo, hi, step)` over i64, step > 0; yields i. A loop that must run once is emitted without a
+        branch."""
         lo, hi, step = _i64(lo), _i64(hi), _i64(step)
         literals = [_literal(v) for v in (lo, hi, step)]
         if None not in literals and len(range(*literals)) == 1:
@@ -238,7 +240,8 @@ class Code:
 
     # -- code that must dominate everything -----------------------------------------------------------------------
     def detour(self) -> list[str]:
-        """From here to `rejoin`, instructions go to the entry block: constants and addresses that every block may use."""
+        """From here to `rejoin`, instructions go to the entry block: constants and addresses that every block may
+        use."""
         body, self._body = self._body, self._entry
         return body
 

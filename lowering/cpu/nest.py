@@ -84,7 +84,9 @@ def _vector_loop(em: Emitter, n: int, bits: int, bounds, at: Callable[[Val, Lane
         return
     lo, hi = bounds
     span = code.sub(hi, lo)
-    main = code.add(lo, code.binary("and", span, i64(-w)) if span.name.startswith("%") else i64(int(span.name) // w * w))
+    main = code.add(
+        lo, code.binary("and", span, i64(-w)) if span.name.startswith("%") else i64(int(span.name) // w * w)
+    )
     with code.loop(lo, main, w) as j:
         at(j, Lanes(w))
     if w > 1:

@@ -8,8 +8,8 @@ import math
 from jtile import ir
 
 LAZY_OPS = (
-    ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Full, ir.Dense, ir.Iota, ir.Broadcast, ir.Reshape, ir.Transpose, ir.Slice, ir.Reverse,
-    ir.DynamicSlice, ir.Gather,
+    ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Full, ir.Dense, ir.Iota, ir.Broadcast, ir.Reshape, ir.Transpose,
+    ir.Slice, ir.Reverse, ir.DynamicSlice, ir.Gather,
 )  # fmt: skip
 
 _HEAVY = {"div": 4, "rem": 6, "sqrt": 4, "rsqrt": 5, "pow": 20, "atan2": 15}
@@ -41,8 +41,8 @@ def is_lazy(op: ir.Op | None) -> bool:
 
 @dataclasses.dataclass
 class BlockPlan:
-    """Facts of one block: per value the positions of the ops that use it (regions included; `len(ops)`: yielded), and the set of
-    values that are defined in it."""
+    """Facts of one block: per value the positions of the ops that use it (regions included; `len(ops)`: yielded), and
+    the set of values that are defined in it."""
 
     block: ir.Block
     uses: dict[ir.Value, list[int]]

@@ -1,8 +1,8 @@
 """How the CPU back end holds a Tile IR value while it emits code.
 
-A scalar is an LLVM value (`Val`). A tile is a `Buffer` (elements in memory: the worker's arena, or the Ref itself where the
-load is in bounds) or `LAZY` (nothing is emitted yet: its defining op is evaluated at the place of use, inside the loops of
-whoever reads it). `Ix` says which element a vector lane stands for.
+A scalar is an LLVM value (`Val`). A tile is a `Buffer` (elements in memory: the worker's arena, or the Ref itself where
+the load is in bounds) or `LAZY` (nothing is emitted yet: its defining op is evaluated at the place of use, inside the
+loops of whoever reads it). `Ix` says which element a vector lane stands for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from jtile.lowering.cpu.llvm import Val
 class Allocation:
     """A piece of the worker's arena; `first`/`last` are the emission clock of its life, `offset` is set at the end.
 
-    `beside` is read wherever this one is: a padded copy stands beside the memory that is read when the tile lies inside.
+    `beside` is read wherever this one is: a padded copy stands beside the memory that is read when the tile lies
+    inside.
     """
 
     size: int
@@ -29,7 +30,8 @@ class Allocation:
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """Elements in memory at `ptr + sum(index * stride)`; strides count elements (ints, or i64 values known at run time).
+    """Elements in memory at `ptr + sum(index * stride)`; strides count elements (ints, or i64 values known at run
+    time).
 
     `owned` says that the kernel may overwrite it once its value is dead; a Ref's own memory is not owned.
     """
@@ -42,7 +44,9 @@ class Buffer:
     owned: bool = True
 
     def contiguous(self) -> bool:
-        return all(n <= 1 or s == d for n, s, d in zip(self.shape, self.strides, dense_strides(self.shape), strict=True))
+        return all(
+            n <= 1 or s == d for n, s, d in zip(self.shape, self.strides, dense_strides(self.shape), strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,9 @@ class Arena:
         self.clock = 0
 
     def new(self, size: int) -> Allocation:
-        a = Allocation(-(-max(size, 1) // self.ALIGN) * self.ALIGN, self.clock, self.clock, f"@{{{len(self.allocations)}}}@")
+        a = Allocation(
+            -(-max(size, 1) // self.ALIGN) * self.ALIGN, self.clock, self.clock, f"@{{{len(self.allocations)}}}@"
+        )
         self.allocations.append(a)
         return a
 
