@@ -110,7 +110,7 @@ class Kernel:
 
     def __reduce__(self) -> str:
         """A kernel is copied and pickled as functions are: by its name in its module."""
-        return self.__qualname__
+        return vars(self)["__qualname__"]  # set by functools.update_wrapper
 
     def __call__(self, *args: Any, **meta: Any) -> Any:
         leaves, tree = tree_flatten(args)
