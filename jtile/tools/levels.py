@@ -97,6 +97,7 @@ def _module(name: str) -> Any:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
+        sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does: the file may import its neighbours
         spec.loader.exec_module(module)
         return module
     if "" not in sys.path:

@@ -1,5 +1,7 @@
 """`jtile inspect`: how it reads types, meta-parameters and names."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -71,6 +73,16 @@ def test_find_in_a_file(module):
         levels.find(f"{module}:other")
     with pytest.raises(KernelValueError, match=r"'nothing' does not exist; .* has: double$"):
         levels.find(f"{module}:nothing")
+
+
+def test_a_file_may_import_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "inspected_neighbour.py").write_text("SCALE = 3\n")
+    (tmp_path / "inspected_main.py").write_text(
+        "import jtile as jt\nfrom inspected_neighbour import SCALE\n\n"
+        "@jt.kernel(out_type=lambda x: jt.like(x))\ndef scaled(x, o):\n    o[...] = x[...] * SCALE\n"
+    )
+    assert levels.find(f"{tmp_path}/inspected_main.py:scaled").name == "scaled"
 
 
 def test_the_kernels_of_a_function_are_found_once_each(module):
