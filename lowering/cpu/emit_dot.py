@@ -14,8 +14,8 @@ from jtile.lowering.cpu.gemm_modes import STORAGE
 from jtile.lowering.cpu.llvm import Val, i64
 from jtile.lowering.cpu.values import Buffer
 
-# A product is summed in its Ref only while those rows stay in the second-level cache and its TLB: at 2048 x 2048, summing
-# in the arena and copying once is a quarter faster.
+# A product is summed in its Ref only while those rows stay in the second-level cache and its TLB: at 2048 x 2048,
+# summing in the arena and copying once is a quarter faster.
 DIRECT_BYTES = 1 << 20
 
 
