@@ -86,13 +86,15 @@ def put(key: str, header: dict[str, Any], payload: bytes) -> None:
     data = head.encode() + b"\n" + payload
     if len(data) > current().cache_size:
         return
+    made = False
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # machine code: nobody else may write it
+        made = True
         _write(path, data)
         _evict(path.parent, current().cache_size)
-    except FileNotFoundError:
-        return  # another process has emptied the folder meanwhile
     except OSError as e:
+        if made and isinstance(e, FileNotFoundError):
+            return  # another process has emptied the folder meanwhile
         _warn_once(path.parent, f"the kernel cache cannot be written: {e}; set JTILE_CACHE_DIR to a folder that can")
 
 

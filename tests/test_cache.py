@@ -197,6 +197,16 @@ def test_a_folder_that_cannot_be_written_warns_once(tmp_path):
             assert _cache.get("k") is None
 
 
+def test_a_folder_that_cannot_be_made_warns(tmp_path, monkeypatch):
+    def absent(self, *args, **kwargs):
+        raise FileNotFoundError(2, "No such file or directory", str(self))  # what /proc says to any new folder
+
+    with config(cache_dir=str(tmp_path / "absent")):
+        monkeypatch.setattr("pathlib.Path.mkdir", absent)
+        with pytest.warns(CacheWarning, match="JTILE_CACHE_DIR"):
+            _cache.put("k", {}, b"x")
+
+
 WRITERS = (
     WITHOUT_JAX
     + """

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from jtile._config import current
-from jtile._errors import JtileError, VerificationError
+from jtile._errors import JtileError, KernelValueError, VerificationError
 from jtile.ir import Kernel, print_kernel, verify
 
 
@@ -72,10 +72,20 @@ def dump_folder(kernel: Kernel) -> Path | None:
         return None
     digest = hashlib.sha256(print_kernel(kernel).encode()).hexdigest()[:8]
     folder = Path(root) / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', kernel.name)}-{digest}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise _no_dump(e) from e
     return folder
 
 
 def dump(folder: Path, number: int, name: str, text: str) -> None:
     """Write one numbered level: `02_cse.tile`."""
-    (folder / f"{number:02d}_{name}").write_text(text)
+    try:
+        (folder / f"{number:02d}_{name}").write_text(text)
+    except OSError as e:
+        raise _no_dump(e) from e
+
+
+def _no_dump(e: OSError) -> KernelValueError:
+    return KernelValueError(f"option dump={current().dump!r}: cannot be written: {e}; give a folder that can")

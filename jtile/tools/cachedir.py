@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jtile import _cache
+from jtile._errors import CacheError
 
 
 def clear() -> None:
@@ -11,6 +12,8 @@ def clear() -> None:
     _cache.clear()
     left = _cache.info()
     print(f"removed {before.entries - left.entries} kernels ({human(before.size - left.size)}) from {before.folder}")
+    if left.entries and left.entries >= before.entries:
+        raise CacheError(f"the {left.entries} kernels in {left.folder} cannot be deleted: is the folder read-only?")
 
 
 def show() -> None:

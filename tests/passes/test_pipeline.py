@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jtile._config import config
-from jtile._errors import VerificationError
+from jtile._errors import KernelValueError, VerificationError
 from jtile.ir import parse_kernel, print_kernel, verify
 from jtile.passes import PIPELINES, TILE, Pass, canonicalise, dce, run_pipeline
 
@@ -67,6 +67,12 @@ def test_passes_are_named_values():
         assert p.ensures.endswith(".")
         with pytest.raises(dataclasses.FrozenInstanceError):
             p.name = "other"  # type: ignore[misc]
+
+
+def test_a_dump_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with config(dump=str(tmp_path / "file")), pytest.raises(KernelValueError, match="option dump=.* cannot be written"):
+        run_pipeline(parse_kernel(TEXT), (dce,))
 
 
 def test_dumps_are_numbered(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from jtile import _cache
 from jtile._config import config
+from jtile._errors import CacheError
 from jtile.tools import cachedir, cli
 
 
@@ -78,6 +79,14 @@ def test_cache(tmp_path, capsys):
     assert lines[0] == f"{tmp_path}/absent: 0 kernels, 0 B of at most 1.0 GB"
     assert lines[1].startswith("removed 1 kernels (3.")
     assert (tmp_path / "absent" / "kernels" / "notes.txt").exists()
+
+
+def test_a_cache_that_cannot_be_cleared(tmp_path, monkeypatch):
+    with config(cache_dir=str(tmp_path)):
+        _cache.put("ab", {}, bytes(3000))
+        monkeypatch.setattr(_cache, "clear", lambda: None)  # what a read-only folder comes to, root or not
+        with pytest.raises(CacheError, match="1 kernels .* cannot be deleted"):
+            cachedir.clear()
 
 
 def test_cache_switched_off():
