@@ -12,6 +12,8 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 
 TILE_ELEMENTS = 4096  # float32 elements of a tile (16 KiB): the first cache holds it beside what is computed from it
+# Elements of a tile of rows that is passed over several times: while one is worked on, the memory of the next arrives.
+ROW_ELEMENTS = 1024
 PROGRAMS = 8  # enough for a few threads to share unevenly
 
 
@@ -20,7 +22,7 @@ def fit(n: int, target: int) -> int:
     return max(1, jt.cdiv(n, max(1, jt.cdiv(n, max(target, 1)))))
 
 
-def rows_per_tile(rows: int, width: int, elements: int = TILE_ELEMENTS) -> int:
+def rows_per_tile(rows: int, width: int, elements: int = ROW_ELEMENTS) -> int:
     """Rows of `width` elements that one program takes: about `elements` in all, and at least `PROGRAMS` programs."""
     return fit(rows, min(max(1, elements // max(width, 1)), max(1, jt.cdiv(rows, PROGRAMS))))
 
