@@ -71,7 +71,8 @@ def test_passes_are_named_values():
 
 def test_a_dump_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    with config(dump=str(tmp_path / "file")), pytest.raises(KernelValueError, match="option dump=.* cannot be written"):
+    refused = pytest.raises(KernelValueError, match=r"option dump=.* cannot be written")
+    with config(dump=str(tmp_path / "file")), refused:
         run_pipeline(parse_kernel(TEXT), (dce,))
 
 

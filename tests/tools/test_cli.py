@@ -85,7 +85,7 @@ def test_a_cache_that_cannot_be_cleared(tmp_path, monkeypatch):
     with config(cache_dir=str(tmp_path)):
         _cache.put("ab", {}, bytes(3000))
         monkeypatch.setattr(_cache, "clear", lambda: None)  # what a read-only folder comes to, root or not
-        with pytest.raises(CacheError, match="1 kernels .* cannot be deleted"):
+        with pytest.raises(CacheError, match=r"1 kernels .* cannot be deleted"):
             cachedir.clear()
 
 
