@@ -176,7 +176,8 @@ def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: in
             many = min(ROWS, n, copies) if len(jobs) == 1 else 1
             chains = copies // many
             with code.loop(0, n // many * many, many) as i:
-                _rows(em, jobs, shape, axes, lane, bits, [_with(ix, k, code.add(i, r)) for r in range(many)], chains)
+                together = [_with(ix, k, code.add(i, r)) for r in range(many)]
+                _rows(em, jobs, shape, axes, lane, bits, together, chains, k)
             if n % many:
                 with code.loop(n // many * many, n) as i:
                     _rows(em, jobs, shape, axes, lane, bits, [_with(ix, k, i)], chains)
@@ -196,9 +197,11 @@ def _with(ix: list[Ix], k: int, base: Val) -> list[Ix]:
 
 
 def _rows(
-    em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, rows: list[list[Ix]], most: int
-) -> None:
-    """Reduce the rows given by their kept indices together, with at most `most` accumulators a row."""
+    em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, rows: list[list[Ix]], most: int,
+    row_axis: int | None = None,
+) -> None:  # fmt: skip
+    """Reduce the rows given by their kept indices together, with at most `most` accumulators a row; `row_axis` is the
+    axis along which the next rows follow."""
     code = em.code
     n = 1 if lane is None else shape[lane]
     w = 1 if lane is None else width(em, n, bits)
@@ -210,7 +213,8 @@ def _rows(
             full = list(ix)
             if lane is not None:
                 full[lane] = Ix(at, 1 if lanes.count > 1 else 0)
-            p = Point(em, tuple(shape), tuple(full), lanes)
+            row = None if row_axis is None else ix[row_axis].base
+            p = Point(em, tuple(shape), tuple(full), lanes, row=row)
             for j, per_job in zip(jobs, slots[r], strict=True):
                 x = _value(em, p, j)
                 code.store(_combine(em, j, code.load(x.ty, per_job[chain]), x), per_job[chain])
