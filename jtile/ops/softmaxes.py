@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import TILE_ELEMENTS, as_rows, check_axis, check_float, fit, rows_per_tile, wide
+from jtile.ops._shapes import ROW_ELEMENTS, TILE_ELEMENTS, as_rows, check_axis, check_float, fit, rows_per_tile, wide
 
-_ONE_TILE = 1 << 17  # a longer row is taken in blocks, twice
+_ONE_TILE = 2048  # a longer row is taken in blocks, twice: exp of a block costs less than waiting for all of the row
 
 
 def _normalise(x, axis: int, log: bool):
@@ -69,7 +69,7 @@ def _apply(x, axis: int, log: bool):
         return softmax_columns(columns, bc=bc, log=log).reshape(x.shape)
     rows = as_rows(x.reshape(x.shape[: axis + 1]))
     if n > _ONE_TILE:
-        return softmax_blocks(rows, bn=fit(n, TILE_ELEMENTS), log=log).reshape(x.shape)
+        return softmax_blocks(rows, bn=fit(n, ROW_ELEMENTS), log=log).reshape(x.shape)
     return softmax_rows(rows, br=rows_per_tile(*rows.shape), log=log).reshape(x.shape)
 
 

@@ -33,8 +33,8 @@ def test_nothing(op, reference, shape):
 
 @pairs
 def test_a_row_too_long_for_one_tile(op, reference):
-    x = normal(2, 3, 150001).at[1, :9000].set(-jnp.inf).at[2].set(-jnp.inf)
-    agree(op, reference, x)
+    x = normal(2, 3, 9001).at[1, :3000].set(-jnp.inf).at[2].set(-jnp.inf)
+    agree(op, reference, x, interpret=True)
 
 
 @pairs
