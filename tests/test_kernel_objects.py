@@ -86,3 +86,25 @@ def test_nan_checks_of_jax_name_the_kernel():
             undefined(X)
         with pytest.raises(FloatingPointError, match="undefined"):
             jax.jit(lambda x: undefined(x) + 1)(X)
+
+
+PADS = [0, 0.3, 65519.0, 464.1, 1e9, -1e9, 1e-9, 3.39e38, float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
+def test_a_pad_is_an_element_of_the_array(dtype):
+    x = jnp.ones(5).astype(dtype)
+
+    def body(x, *outs):
+        for o, pad in zip(outs, PADS, strict=True):
+            o[...] = x.tiles(7, pad=pad)[0].astype(jnp.float32)
+
+    k = jt.call(body, out_type=(jax.ShapeDtypeStruct((7,), jnp.float32),) * len(PADS))
+    for pad, native, meant in zip(PADS, k(x), k.interpret(x), strict=True):
+        np.testing.assert_array_equal(native, meant)
+        if pad != 0:
+            with np.errstate(over="ignore"):
+                want = np.float64(pad).astype(x.dtype).astype(np.float32)
+            np.testing.assert_array_equal(native[5:], np.broadcast_to(want, 2))
+        else:
+            assert native[6] <= 2.0**-127

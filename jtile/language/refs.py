@@ -223,11 +223,29 @@ def _pad(v, dtype, what: str) -> float | int | bool:
         v = np.asarray(v).item()
     if not isinstance(v, bool | int | float):
         raise KernelTypeError(f"{what} is a number, got {_kind(v)}", user_place())
-    if jnp.issubdtype(dtype, np.integer) or dtype == np.bool_:
-        if isinstance(v, float) and not v.is_integer():
-            raise KernelTypeError(f"{what}={v} cannot be a {np.dtype(dtype).name}", user_place())
-        return bool(v) if dtype == np.bool_ else int(v)
-    return math.nan if math.isnan(v) else float(v) if isinstance(v, float) else v
+    if dtype == np.bool_ or jnp.issubdtype(dtype, np.integer):
+        return _int_pad(v, dtype, what)
+    try:
+        with np.errstate(over="ignore"):
+            rounded = float(np.asarray(float(v)).astype(dtype))
+    except OverflowError:
+        raise KernelValueError(f"{what}={v} does not fit {np.dtype(dtype).name}", user_place()) from None
+    # What a lane reads is an element of the array, so it has the array's precision.
+    if v == 0 and rounded != 0:  # a dtype of scales has no zero: the number nearest to it
+        rounded = float(jnp.finfo(dtype).tiny)
+    return v if v == rounded else math.nan if math.isnan(rounded) else rounded
+
+
+def _int_pad(v: float, dtype, what: str) -> int | bool:
+    name = np.dtype(dtype).name
+    if isinstance(v, float) and not v.is_integer():
+        raise KernelTypeError(f"{what}={v} cannot be a {name}", user_place())
+    if dtype == np.bool_:
+        return bool(v)
+    info = jnp.iinfo(dtype)
+    if not info.min <= v <= info.max:
+        raise KernelValueError(f"{what}={v} does not fit {name}: {info.min} to {info.max}", user_place())
+    return int(v)
 
 
 def as_ref(x) -> Ref | TileView:

@@ -207,6 +207,13 @@ WRONG = {
     "view step": (lambda x, o: x.tiles(2, 2, step=0), KernelValueError, "at least 1"),
     "view steps": (lambda x, o: x.tiles(2, 2, step=(1, 1, 1)), KernelTypeError, "3 steps"),
     "traced view size": (lambda x, o: x.tiles(jt.program_id(0), 1), KernelTypeError, "Python int"),
+    "large pad": (
+        lambda x, o: jt.alloc((2,), jnp.int8).tiles(3, pad=128),
+        KernelValueError,
+        "pad=128 does not fit int8",
+    ),
+    "negative pad": (lambda x, o: jt.alloc((2,), jnp.uint4).tiles(3, pad=-1), KernelValueError, "fit uint4: 0 to 15"),
+    "huge pad": (lambda x, o: x.tiles(2, 2, pad=10**400), KernelValueError, "does not fit float32"),
     "traced pad": (lambda x, o: x.tiles(2, 2, pad=x[0, 0]), KernelTypeError, "pad is a number"),
     "tile index rank": (lambda x, o: x.tiles(2, 2)[0], KernelTypeError, "2 indices.*got 1"),
     "tile index slice": (lambda x, o: x.tiles(2, 2)[0, :], KernelTypeError, "integer scalars"),
