@@ -112,7 +112,7 @@ def _check_kinds(a, b, activation) -> None:
 @functools.cache
 def tiles(m: int, n: int, k: int) -> dict[str, int]:
     """Tile sizes: near `TILE`, dividing the sides evenly where they can, and small enough to give every thread work."""
-    bm, bn = _even(m, TILE), _even(n, TILE)
+    bm, bn = _even(m, 2 * TILE if m >= 8 * TILE else TILE), _even(n, TILE)  # a taller tile packs B less often
     if m <= 16:
         bn = _even(n, max(64, (256 << 10) // max(k, 1)))
     return {"bm": bm, "bn": bn}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jtile import ir
+from jtile.ir.shapes import full_array
 from jtile.lowering.cpu.convert import from_memory, memory_type, register_type, to_memory
 from jtile.lowering.cpu.isa import Isa
 from jtile.lowering.cpu.llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, like, scalar_of, vec
@@ -33,7 +35,9 @@ def zero(ty: str) -> Val:
 
 
 def const_value(value, dtype: str, lanes: int = 1) -> Val:
-    """A number in register form."""
+    """A number in register form, rounded to its dtype."""
+    if ir.DTYPES[dtype].kind == "f":
+        value = float(full_array(value, (), dtype))
     return const(register_type(dtype, lanes), literal(scalar_of(register_type(dtype, 1)), value))
 
 

@@ -348,3 +348,12 @@ def test_text_for_every_isa(isa):
     art = compile_kernel(b.kernel(), ISAS[isa], texts=True)
     assert art.image[:4] == b"\x7fELF"
     assert "extern" not in art.texts["asm"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_constants_are_rounded(dtype):
+    b = Bench(array((3, 20), dtype))
+    b.loads()
+    b.store(b.b.full(0.3, (3, 20), dtype))
+    b.store(b.b.cast(b.b.full(0.3, (3, 20), dtype), "float32"))
+    check(b, tolerance=0.0)
