@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,11 @@ def _check_kinds(a, b, activation) -> None:
 @functools.cache
 def tiles(m: int, n: int, k: int) -> dict[str, int]:
     """Tile sizes: near `TILE`, dividing the sides evenly where they can, and small enough to give every thread work."""
-    bm, bn = _even(m, 2 * TILE if m >= 8 * TILE else TILE), _even(n, TILE)  # a taller tile packs B less often
+    bm, bn = _even(m, TILE), _even(n, TILE)
+    for wider in ((bm, _even(n, 2 * TILE)), (_even(m, 2 * TILE), _even(n, 2 * TILE))):
+        # a larger tile packs its operands less often; but every core wants several
+        if jt.cdiv(m, wider[0]) * jt.cdiv(n, wider[1]) >= 4 * (os.cpu_count() or 1):
+            bm, bn = wider
     if m <= 16:
         bn = _even(n, max(64, (256 << 10) // max(k, 1)))
     return {"bm": bm, "bn": bn}
