@@ -9,7 +9,7 @@ from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
 from jtile.lowering.cpu.isa import Isa
 
 _THIN = 8  # up to this many rows a product reads B once, so packing B cannot pay
-_B_BLOCK_UNIT_BYTES = 2048  # bytes of one packed column of B in a k block: a 32-wide panel of 64 KiB streams from L2
+_B_BLOCK_UNIT_BYTES = 1024  # bytes of one packed column of B in a k block: a 32-wide panel of 32 KiB stays in L1
 _STREAMED_BYTES = 512 * 1024  # a B larger than this does not come from the second-level cache
 _X_BLOCK_BYTES = 32768  # the thin side of a dot product stays in L1
 
