@@ -8,7 +8,7 @@ import math
 
 from jtile import ir
 from jtile.lowering.artifact import Artifact
-from jtile.lowering.cpu import (
+from jtile.lowering.cpu import (  # noqa: F401  their emitters register themselves
     emit_atomic,
     emit_control,
     emit_debug,
@@ -26,17 +26,6 @@ from jtile.lowering.cpu.llvm import Code, Module, Val, i64
 from jtile.lowering.cpu.values import Buffer, dense_strides
 
 ENTRY = "jtile_entry"
-EMITTER_FILES = (
-    emit_atomic,
-    emit_control,
-    emit_debug,
-    emit_dot,
-    emit_memory,
-    emit_reduce,
-    emit_scan,
-    emit_shape,
-    emit_sort,
-)
 
 
 def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]:
