@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -41,7 +43,7 @@ def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False)
             f"gated_mlp: x {tuple(x.shape)}, gate {tuple(gate.shape)} and up {tuple(up.shape)} do not fit "
             f"(transpose={transpose})"
         )
-    rows = x.reshape(-1, k)
+    rows = x.reshape(math.prod(x.shape[:-1]), k)
     y = _gated(rows, gate, up, activation=activation, tb=transpose, **tiles(rows.shape[0], n, k))
     return y.reshape(*x.shape[:-1], n)
 

@@ -47,9 +47,9 @@ def matmul(
     _check_kinds(a, b, activation)
     batch = a.shape[:-2]
     if b.ndim == 2 and batch and not transpose_a:
-        a = a.reshape(1, -1, k)  # one weight for all rows: a single tall product
-    A = a.reshape(-1, *a.shape[-2:])
-    B = b.reshape(-1, *b.shape[-2:])
+        a = a.reshape(1, math.prod(batch) * m, k)  # one weight for all rows: a single tall product
+    A = a.reshape(math.prod(a.shape[:-2]), *a.shape[-2:])
+    B = b.reshape(math.prod(b.shape[:-2]), *b.shape[-2:])
     out_dtype = jnp.dtype(out_dtype or (_promoted(a, b) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.int32))
     extra = [] if bias is None else [jnp.asarray(bias).reshape(1, n)]
     rows = A.shape[1] if not transpose_a else m

@@ -45,7 +45,7 @@ def quantized_matmul(
     """
     out, inner = weight.shape
     _check(x, weight, activation)
-    rows = x.reshape(-1, inner).astype(jnp.float32)
+    rows = x.reshape(math.prod(x.shape[:-1]), inner).astype(jnp.float32)
     m = rows.shape[0]
     extra = [] if bias is None else [jnp.asarray(bias, jnp.float32).reshape(1, out)]
     extra += [] if residual is None else [jnp.asarray(residual, jnp.float32).reshape(m, out)]
@@ -58,7 +58,8 @@ def quantized_matmul(
 def quantized_matmul_reference(x, weight: QuantizedTensor, *, bias=None, activation=None, residual=None) -> jax.Array:
     """The same in `jnp`: the dequantised weights in a float32 product."""
     y = jnp.matmul(x.astype(jnp.float32), weight.dequantize().T, precision="highest")
-    y = ACTIVATIONS[activation](y if bias is None else y + bias)
+    y = y if bias is None else y + jnp.asarray(bias).reshape((1,) * (y.ndim - 1) + (-1,))
+    y = ACTIVATIONS[activation](y)
     return y if residual is None else y + residual
 
 
@@ -219,7 +220,7 @@ def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation
     if gate.shape != up.shape:
         raise jt.errors.KernelValueError(f"gated_mlp: gate {list(gate.shape)} and up {list(up.shape)} differ")
     out, inner = gate.shape
-    rows = x.reshape(-1, inner).astype(jnp.float32)
+    rows = x.reshape(math.prod(x.shape[:-1]), inner).astype(jnp.float32)
     kernel = _gated_gemv if rows.shape[0] <= 2 else _gated_gemm
     y = kernel(
         rows, *_arrays(gate), *_arrays(up), kind=gate.kind, activation=activation, **_tiles(rows.shape[0], out, inner)

@@ -1,0 +1,142 @@
+"""matmul, the gated MLP and products with quantised weights against their `jnp` references."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import agree, integers, normal
+
+from jtile import ops
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.gated_mlp import gated_mlp_reference
+from jtile.ops.matmul import matmul_reference
+from jtile.ops.quantized import quantized_matmul_reference
+from jtile.ops.quantized_tensor import KINDS
+
+SIZES = [(5, 7, 9), (1, 100, 64), (33, 70, 129), (300, 260, 40), (1, 1, 1)]
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3, "float8_e4m3fn": 7e-2}
+
+
+def operands(m: int, n: int, k: int, dtype: str, ta: bool = False, tb: bool = False, batch=()):
+    a = normal(0, *batch, *((k, m) if ta else (m, k)), dtype=dtype)
+    return a, normal(1, *batch, *((n, k) if tb else (k, n)), dtype=dtype)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+def test_matmul_sizes(m, n, k):
+    agree(ops.matmul, matmul_reference, *operands(m, n, k, "float32"), tolerance=2e-6, interpret=m * n < 100)
+
+
+@pytest.mark.parametrize("ta", [False, True])
+@pytest.mark.parametrize("tb", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_matmul_transposes_and_dtypes(dtype, ta, tb):
+    a, b = operands(33, 70, 45, dtype, ta, tb, batch=(2,))
+    bias = normal(2, 70, dtype=dtype)
+    options = {"transpose_a": ta, "transpose_b": tb, "activation": "gelu", "bias": bias}
+    agree(ops.matmul, matmul_reference, a, b, tolerance=TOLERANCE[dtype], **options)
+
+
+def test_matmul_of_float64():
+    with jax.enable_x64(True):
+        a, b = (jnp.asarray(np.random.default_rng(s).normal(size=(19, 19))) for s in (0, 1))
+        agree(ops.matmul, matmul_reference, a, b, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
+def test_matmul_of_integers(dtype):
+    low = 0 if dtype == "uint8" else -100
+    a, b = (integers(s, low, 100, *shape).astype(dtype) for s, shape in enumerate([(17, 37), (37, 21)]))
+    agree(ops.matmul, matmul_reference, a, b, tolerance=0)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_tanh"])
+def test_matmul_epilogues(activation):
+    a, b = operands(9, 20, 16, "bfloat16")
+    options = {"activation": activation, "out_dtype": "float32", "bias": normal(2, 20)}
+    agree(ops.matmul, matmul_reference, a, b, tolerance=1e-5, **options)
+
+
+def test_matmul_batches_and_one_weight_for_all():
+    a = normal(0, 2, 3, 11, 16)
+    agree(ops.matmul, matmul_reference, a, normal(1, 2, 3, 16, 9), tolerance=2e-6)
+    agree(ops.matmul, matmul_reference, a, normal(1, 16, 9), tolerance=2e-6)
+    agree(ops.matmul, matmul_reference, a.swapaxes(-1, -2), normal(1, 16, 9), tolerance=2e-6, transpose_a=True)
+
+
+@pytest.mark.parametrize(("a", "b"), [((0, 4), (4, 5)), ((3, 0), (0, 5)), ((3, 4), (4, 0)), ((0, 3, 4), (0, 4, 5))])
+def test_matmul_of_nothing(a, b):
+    got = ops.matmul(jnp.ones(a), jnp.ones(b))
+    np.testing.assert_array_equal(got, jnp.matmul(jnp.ones(a), jnp.ones(b)))
+    with_bias = ops.matmul(jnp.ones(a), jnp.ones(b), bias=jnp.ones(b[-1]))
+    np.testing.assert_array_equal(with_bias, jnp.ones(with_bias.shape) if a[-1] == 0 else with_bias)
+
+
+def test_matmul_refuses():
+    with pytest.raises(KernelValueError, match="cannot contract"):
+        ops.matmul(jnp.ones((3, 4)), jnp.ones((5, 6)))
+    with pytest.raises(KernelValueError, match="two or more axes"):
+        ops.matmul(jnp.ones(4), jnp.ones((4, 5)))
+    with pytest.raises(KernelValueError, match="unknown activation 'swish'"):
+        ops.matmul(jnp.ones((3, 4)), jnp.ones((4, 5)), activation="swish")
+    with pytest.raises(KernelTypeError, match="two float or two integer"):
+        ops.matmul(jnp.ones((3, 4)), jnp.ones((4, 5), jnp.int8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [1, 2, 3, 17])
+@pytest.mark.parametrize(("out", "inner"), [(96, 64), (101, 96), (1, 32)])
+def test_quantized_matmul(kind, m, out, inner):
+    weight = ops.quantize(normal(0, out, inner), kind)
+    options = {
+        "bias": normal(2, out),
+        "activation": "silu",
+        "residual": normal(3, m, out) + 4.0,
+    }  # keeps one-number results off 0
+    agree(ops.quantized_matmul, quantized_matmul_reference, normal(1, m, inner), weight, tolerance=2e-6, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_matmul_plain(kind):
+    weight = ops.quantize(normal(0, 20, 64), kind)
+    for m in (1, 4):
+        x = normal(1, m, 64)
+        agree(ops.quantized_matmul, quantized_matmul_reference, x, weight, tolerance=2e-6, interpret=True)
+    assert ops.quantized_matmul(normal(1, 2, 3, 64), weight).shape == (2, 3, 20)
+    assert ops.quantized_matmul(normal(1, 0, 64), weight).shape == (0, 20)
+
+
+def test_quantized_matmul_refuses():
+    weight = ops.quantize(normal(0, 20, 64), "q4_0")
+    with pytest.raises(KernelValueError, match="does not fit weights"):
+        ops.quantized_matmul(normal(1, 3, 32), weight)
+    with pytest.raises(KernelTypeError, match="takes a QuantizedTensor"):
+        ops.quantized_matmul(normal(1, 3, 32), normal(0, 20, 32))
+    with pytest.raises(KernelValueError, match="unknown activation"):
+        ops.quantized_matmul(normal(1, 3, 64), weight, activation="swish")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [1, 5])
+def test_quantized_gated_mlp(kind, m):
+    gate, up = (ops.quantize(normal(s, 101, 64), kind) for s in (0, 1))
+    agree(ops.gated_mlp, gated_mlp_reference, normal(2, m, 64), gate, up, tolerance=3e-6, activation="gelu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_gated_mlp(dtype, transpose):
+    gate, up = (normal(s, *((101, 40) if transpose else (40, 101)), dtype=dtype) for s in (0, 1))
+    x = normal(2, 3, 7, 40, dtype=dtype)
+    agree(ops.gated_mlp, gated_mlp_reference, x, gate, up, tolerance=2 * TOLERANCE[dtype], transpose=transpose)
+
+
+def test_gated_mlp_refuses():
+    w = normal(0, 64, 20)
+    with pytest.raises(KernelValueError, match="do not fit"):
+        ops.gated_mlp(normal(1, 3, 32), w, w)
+    with pytest.raises(KernelTypeError, match="two dense weights"):
+        ops.gated_mlp(normal(1, 3, 64), w, ops.quantize(normal(0, 20, 64), "q8_0"))
+    assert ops.gated_mlp(normal(1, 0, 64), w, w).shape == (0, 20)
