@@ -11,12 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops._shapes import TILE_ELEMENTS, as_rows, check_float, check_shape, fit, rows_per_tile, wide
-
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-}
+from jtile.ops.epilogues import ACTIVATIONS
 
 
 def _grid(gate, up, *, br, bn, n, **_):
@@ -31,7 +26,7 @@ def gated(gate, up, y, *, n: int, br: int, bn: int, activation: str):
     rows = jt.ds(i * br, br)
     g = wide(gate[rows, jt.ds(j * bn, bn)])
     u = up[0][rows, jt.ds(j * bn, bn)] if up else gate[rows, jt.ds(n + j * bn, bn)]
-    y[rows, jt.ds(j * bn, bn)] = (_ACTIVATIONS[activation](g) * u.astype(g.dtype)).astype(y.dtype)
+    y[rows, jt.ds(j * bn, bn)] = (ACTIVATIONS[activation](g) * u.astype(g.dtype)).astype(y.dtype)
 
 
 def _apply(op: str, activation: str, gate, up):
@@ -74,7 +69,7 @@ def geglu(gate: jax.Array, up: jax.Array | None = None, *, approximate: bool = T
 
 def _reference(activation: Literal["silu", "gelu_tanh", "gelu"], gate, up):
     gate, up = jnp.split(gate, 2, axis=-1) if up is None else (gate, up)
-    return (_ACTIVATIONS[activation](wide(gate)) * wide(up)).astype(gate.dtype)
+    return (ACTIVATIONS[activation](wide(gate)) * wide(up)).astype(gate.dtype)
 
 
 def swiglu_reference(gate, up=None):

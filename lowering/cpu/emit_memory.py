@@ -327,13 +327,9 @@ def _lane_load(p: Point, op: ir.Load, ix: Index) -> Val:
     value = from_memory(code, em.isa, _nibble(p, raw, spot.linear, op.ref.dtype) if packed else raw, op.ref.dtype)
     if spot.ok is None or (op.pad == 0 and n > 1 and not packed and ir.DTYPES[op.ref.dtype].kind != "f"):
         return value
-    pad = code.splat(const_value(op.pad, v_dtype(op)), n)
+    pad = code.splat(const_value(op.pad, op.ref.dtype), n)
     ok = spot.ok if lanes_of(spot.ok.ty) == n else code.splat(spot.ok, n)
     return code.select(ok, value, pad)
-
-
-def v_dtype(op: ir.Load) -> str:
-    return op.ref.dtype
 
 
 def _raw_load(p: Point, ref: Buffer, where: Val, spot: Spot, n: int, packed: bool) -> Val:

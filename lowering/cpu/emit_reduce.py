@@ -13,7 +13,7 @@ from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.emitter import Emitter, emits
 from jtile.lowering.cpu.evaluate import Point
 from jtile.lowering.cpu.llvm import Val, i64, lanes_of, scalar_of, vec
-from jtile.lowering.cpu.nest import emit_nest, next_power_of_2, vector_axis, width
+from jtile.lowering.cpu.nest import emit_nest, vector_axis, width
 from jtile.lowering.cpu.values import Buffer, Ix
 
 CHAINS = 4  # independent accumulators per row, to hide the latency of an add
@@ -306,10 +306,3 @@ def _better(em: Emitter, fn: str, x: Val, old: Val, dtype: str) -> Val:
     new_nan = code.cmp("fcmp", "uno", x, x)
     old_ok = code.cmp("fcmp", "ord", old, old)
     return code.binary("and", old_ok, code.binary("or", wins, new_nan))
-
-
-def elements(shape) -> int:
-    return math.prod(shape)
-
-
-__all__ = ["halve", "next_power_of_2"]

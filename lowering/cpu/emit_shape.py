@@ -6,10 +6,10 @@ import dataclasses
 
 from jtile import ir
 from jtile.lowering.cpu import access, plan
-from jtile.lowering.cpu.convert import memory_type, to_memory
+from jtile.lowering.cpu.convert import memory_type
 from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.evaluate import clamped_start, scalar_i64
+from jtile.lowering.cpu.evaluate import clamped_start
 from jtile.lowering.cpu.llvm import Val, i64
 from jtile.lowering.cpu.nest import emit_nest
 from jtile.lowering.cpu.values import Buffer
@@ -110,6 +110,3 @@ def _program_id(em: Emitter, op: ir.ProgramId) -> None:
 def _num_programs(em: Emitter, op: ir.NumPrograms) -> None:
     grid = em.kernel.grid
     em.env[op.result] = Val("i32", str(grid[op.axis] if op.axis < len(grid) else 1))
-
-
-__all__ = ["part", "scalar_i64", "to_memory"]

@@ -12,7 +12,7 @@ from jtile.lowering.cpu.access import Lanes, const_value, iota_vector, to_i64
 from jtile.lowering.cpu.convert import emit_cast, from_memory, memory_type, register_type, to_memory
 from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.llvm import Code, Val, i64, lanes_of, like, scalar_of
-from jtile.lowering.cpu.values import Buffer, Ix, Lazy
+from jtile.lowering.cpu.values import Buffer, Ix
 
 if TYPE_CHECKING:
     from jtile.lowering.cpu.emitter import Emitter
@@ -301,7 +301,3 @@ def gather_vector(p: Point, buf: Buffer, ix: Index, varying: list[tuple[int, Val
     mask = mask if mask is not None else p.lanes.mask
     raw = access.gather_lanes(p.code, ty, buf.ptr, offs, Lanes(n, mask))
     return from_memory(p.code, p.em.isa, raw, buf.dtype)
-
-
-def is_lazy_rep(rep) -> bool:
-    return isinstance(rep, Lazy)

@@ -75,12 +75,3 @@ def host_isa() -> Isa:
             512 if {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= features else 256 if "avx2" in features else 128
         )
     return Isa(arch, llvm.get_host_cpu_name(), features, bits)
-
-
-def resolve_isa(name: str | None) -> Isa:
-    """`None` or `"host"`: this machine; else a key of `ISAS`."""
-    if name in (None, "host"):
-        return host_isa()
-    if name not in ISAS:
-        raise ValueError(f"unknown instruction set {name!r}; expected one of host, {', '.join(sorted(ISAS))}")
-    return ISAS[name]
