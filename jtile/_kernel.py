@@ -19,7 +19,7 @@ from jtile._layout import Layout, Spec, lay_out
 from jtile._signature import Options, Structure, nearest, place_of, read_signature, source_lines
 
 if TYPE_CHECKING:
-    from jtile._primitive import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
+    from jtile._program import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
 
 _MAX_CALLS = 2048  # remembered (types, meta-parameters) per kernel
 
@@ -143,7 +143,7 @@ class Kernel:
         Raises:
           InterpreterError: an access out of bounds, a race, a read of what nobody wrote, a failed assert.
         """
-        from jtile._primitive import run_interpreter
+        from jtile._lowering import run_interpreter
 
         args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
         leaves, tree = tree_flatten(args)
@@ -196,19 +196,20 @@ class Kernel:
 
     def _trace(self, layout: Layout, meta: dict[str, Any]) -> _Bound:
         from jtile import ir, trace
-        from jtile._primitive import bind, make_program
+        from jtile._primitive import bind
+        from jtile._program import Spec as Around
+        from jtile._program import make_program
 
         where = self._signature.where
         jaxpr = trace.trace(
             self._body, layout.inputs, layout.outputs, layout.scratch,
             meta=meta, name=self.name, grid=layout.grid, aliases=layout.aliases, inits=layout.inits,
         )  # fmt: skip
-        tile_ir = trace.to_tile_ir(
-            jaxpr, name=self.name, n_in=_leaves(layout.inputs), n_out=_leaves(layout.outputs), grid=layout.grid,
-            aliases=layout.aliases, inits=layout.inits, ref_names=layout.names,
-            loc=ir.Loc(*where) if where else ir.NOWHERE,
+        around = Around(
+            self.name, _leaves(layout.inputs), _leaves(layout.outputs), layout.grid, layout.aliases, layout.inits,
+            layout.names, ir.Loc(*where) if where else ir.NOWHERE,
         )  # fmt: skip
-        program = make_program(jaxpr, tile_ir, meta, self._options)
+        program = make_program(jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options)
         return _Bound(program, layout.out_tree, functools.partial(bind, program))
 
 
@@ -269,7 +270,7 @@ class Lowered:
 
     @functools.cached_property
     def _artifact(self) -> Any:
-        from jtile._primitive import compile_program
+        from jtile._lowering import compile_program
 
         return compile_program(self.program, self._target, texts=True)
 

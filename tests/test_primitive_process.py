@@ -79,7 +79,7 @@ def test_a_second_process_loads_kernels_without_llvm(child):
 
 
 LOAD = """
-from jtile._primitive import compile_program
+from jtile._lowering import compile_program
 from jtile.lowering import registry, targets
 program = softmax.lower(x).program
 target = targets.host_target()

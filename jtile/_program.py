@@ -1,0 +1,185 @@
+"""`Program`: a kernel whose shapes, grid and meta-parameters are fixed; every rule of `jtile_call` maps it to another.
+
+The jaxpr over Refs is what differentiation works on; the Tile IR is what batching, partition and the compiler work on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtile import ir
+from jtile._signature import Options
+
+Number = int | float | bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What stands around a kernel's body, before any vmap.
+
+    Attributes:
+      name: what profilers show.
+      n_in, n_out: how many of the body's Refs are inputs and outputs, in this order; the rest is scratch.
+      grid: number of programs per axis.
+      aliases: (input, output) pairs that share a buffer.
+      inits: per output, the number it starts from or None.
+      ref_names: one per Ref.
+      loc: the `def` of the kernel.
+    """
+
+    name: str
+    n_in: int
+    n_out: int
+    grid: tuple[int, ...]
+    aliases: tuple[tuple[int, int], ...] = ()
+    inits: tuple[Number | None, ...] = ()
+    ref_names: tuple[str, ...] = ()
+    loc: ir.Loc = ir.NOWHERE
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One `vmap` of a kernel: a leading grid axis.
+
+    Attributes:
+      size: programs along the new axis.
+      batched: per input and output Ref, whether it has a leading dimension of that size. Programs along the axis share
+        what has not.
+    """
+
+    size: int
+    batched: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomVjp:
+    """A reverse rule given by the user, over flat arrays.
+
+    Attributes:
+      fwd: `(*operands) -> (*outputs, *residuals)`.
+      bwd: `(*residuals, *output cotangents) -> (one cotangent or None per operand)`.
+      key: what equality goes by: the functions mean the same where this is equal.
+    """
+
+    fwd: Callable[..., Sequence[Any]] = dataclasses.field(compare=False)
+    bwd: Callable[..., Sequence[Any]] = dataclasses.field(compare=False)
+    key: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A kernel with everything fixed: the one parameter of `jtile_call`.
+
+    Attributes:
+      jaxpr: the kernel's body over flat Refs (inputs, outputs, scratch), without the dimensions of vmap.
+      spec: what stands around the body.
+      levels: the vmaps of the kernel, innermost first.
+      narrow: per output, the dtype that its accumulator is rounded to in the end, or None: the dtype of its Ref stays.
+      vjp: the reverse rule that the user gave, or None: automatic.
+      base: Tile IR of the body, before the levels and before any pass.
+      kernel: the same with the levels applied: what the compiler works on.
+      meta: the meta-parameters, sorted by name.
+      options: see `Options`.
+      fingerprint: sha256 of the Tile IR text and the options; equality and hashing go by it and by `vjp`.
+    """
+
+    jaxpr: Any
+    spec: Spec
+    levels: tuple[Level, ...]
+    narrow: tuple[str | None, ...]
+    vjp: CustomVjp | None
+    base: ir.Kernel
+    kernel: ir.Kernel
+    meta: tuple[tuple[str, Any], ...]
+    options: Options
+    fingerprint: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.fingerprint == other.fingerprint and self.vjp == other.vjp
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.vjp))
+
+    def __repr__(self) -> str:
+        return f"{self.name}{self.kernel.grid}#{self.fingerprint[:8]}"
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @functools.cached_property
+    def out_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each result."""
+        dtypes = [ir.DTYPES[n].numpy if n else ref_dtype(v) for v, n in zip(self.kernel.outputs, self.narrow)]
+        return tuple(jax.ShapeDtypeStruct(v.shape, d) for v, d in zip(self.kernel.outputs, dtypes))
+
+    @functools.cached_property
+    def io(self) -> bool:
+        """The kernel prints or asserts, so that its call may not be removed."""
+        return any(op.effect == "io" for op in self.kernel.body.walk())
+
+    @property
+    def where(self) -> tuple[str, int] | None:
+        loc = self.kernel.loc
+        return (loc.file, loc.line) if loc.file else None
+
+    @property
+    def programs(self) -> int:
+        """Number of programs of the grid."""
+        return math.prod(self.kernel.grid)
+
+
+def make_program(
+    jaxpr: Any,
+    spec: Spec,
+    *,
+    meta: tuple[tuple[str, Any], ...],
+    options: Options,
+    levels: tuple[Level, ...] = (),
+    narrow: tuple[str | None, ...] | None = None,
+    vjp: CustomVjp | None = None,
+) -> Program:
+    """A `Program` from a traced body; raises what the body cannot be expressed by in Tile IR."""
+    from jtile import trace
+
+    base = trace.to_tile_ir(
+        jaxpr, name=spec.name, n_in=spec.n_in, n_out=spec.n_out, grid=spec.grid, aliases=spec.aliases,
+        inits=spec.inits, ref_names=spec.ref_names, loc=spec.loc,
+    )  # fmt: skip
+    return _program(jaxpr, spec, levels, narrow or (None,) * spec.n_out, vjp, base, meta, options)
+
+
+def batched(program: Program, level: Level, vjp: CustomVjp | None) -> Program:
+    """The program under one more vmap."""
+    levels = (*program.levels, level)
+    p = program
+    return _program(p.jaxpr, p.spec, levels, p.narrow, vjp, p.base, p.meta, p.options)
+
+
+def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options) -> Program:
+    from jtile.transforms.batch import batch
+
+    kernel = base
+    for level in levels:
+        kernel = batch(kernel, level.size, level.batched)
+    text = "\n".join([canonical_text(kernel), str(narrow), str(options)])
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()
+    return Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint)
+
+
+def ref_dtype(v: ir.Value) -> np.dtype:
+    return v.type.info.numpy
+
+
+def canonical_text(kernel: ir.Kernel) -> str:
+    """Text that is equal for equal kernels: source places stand in it only where compiled code shows them."""
+    sites = [f"; {op.mnemonic} {op.loc}" for op in kernel.body.walk() if op.effect == "io"]
+    return "\n".join([ir.print_kernel(kernel), *sites])

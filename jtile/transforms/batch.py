@@ -1,0 +1,63 @@
+"""Batching: one more leading grid axis, and a leading index to every Ref that is batched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jtile import ir
+from jtile.ir.builder import build
+
+
+def batch(kernel: ir.Kernel, size: int, batched: Sequence[bool]) -> ir.Kernel:
+    """The kernel under one `vmap`.
+
+    Args:
+      size: programs along the new leading grid axis.
+      batched: per input and output Ref, whether it gets a leading dimension of `size`, which the program's place on the
+        new axis indexes. All programs along the axis share a Ref that is not; they may only accumulate into it.
+    """
+    lane = build(ir.ProgramId(0), kernel.loc, ("lane",))
+    walk = _Batch(lane.results[0])
+    flags = [*batched, *[False] * (len(kernel.params) - len(batched))]
+    params = tuple(walk.param(p, size if b else None) for p, b in zip(kernel.params, flags, strict=True))
+    body = walk.block(kernel.body)
+    body.ops.insert(0, lane)
+    return dataclasses.replace(kernel, params=params, grid=(size, *kernel.grid), body=body)
+
+
+class _Batch:
+    """Copies a body with indices and program ids shifted."""
+
+    def __init__(self, lane: ir.Value):
+        self.lane = lane
+        self.env: dict[ir.Value, ir.Value] = {}
+        self.wide: set[ir.Value] = set()  # new Refs with a leading dimension
+
+    def look(self, v: ir.Value) -> ir.Value:
+        return self.env.get(v, v)
+
+    def param(self, old: ir.Value, size: int | None) -> ir.Value:
+        t = old.type
+        shape = t.shape if size is None else (size, *t.shape)
+        new = ir.Value(dataclasses.replace(t, shape=shape), old.name)
+        self.env[old] = new
+        if size is not None:
+            self.wide.add(new)
+        return new
+
+    def block(self, old: ir.Block) -> ir.Block:
+        params = tuple(ir.Value(p.type, p.name) for p in old.params)
+        self.env.update(zip(old.params, params, strict=True))
+        ops = [self.op(op) for op in old.ops]
+        return ir.Block(params, ops, tuple(map(self.look, old.yields)))
+
+    def op(self, old: ir.Op) -> ir.Op:
+        new = old.clone(self.look, self.block)
+        match new:
+            case ir.ProgramId() | ir.NumPrograms():
+                new.axis += 1
+            case ir.Load() | ir.Store() | ir.Atomic() if new.ref in self.wide:
+                new.index = (ir.At(self.lane), *new.index)
+        self.env.update(zip(old.results, new.results, strict=True))
+        return new
