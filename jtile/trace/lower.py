@@ -159,7 +159,7 @@ class Lowering:
     def called(self, closed, args: Sequence[Any]) -> list[Any]:
         """Inline a function that was called. JAX traces its own (`jnp.where`) once and keeps the lines of that
         first call, so the line of this call counts instead."""
-        if not _is_jax_function(getattr(closed, "jaxpr", closed)):
+        if not is_jax_function(getattr(closed, "jaxpr", closed)):
             return self.closed(closed, args)
         with self._pin():
             return self.closed(closed, args)
@@ -224,7 +224,7 @@ KEY_MOVERS = frozenset(
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 
-def _is_jax_function(jaxpr) -> bool:
+def is_jax_function(jaxpr) -> bool:
     return (getattr(jaxpr.debug_info, "func_filename", None) or "").startswith(_JAX)
 
 
@@ -287,4 +287,4 @@ def load_rules() -> dict[str, Callable[..., Any]]:
     return RULES
 
 
-__all__ = ["RULES", "Keys", "Lowering", "load_rules", "number", "rule", "to_tile_ir"]
+__all__ = ["RULES", "Keys", "Lowering", "is_jax_function", "load_rules", "number", "rule", "to_tile_ir"]

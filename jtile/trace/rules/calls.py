@@ -12,7 +12,8 @@ def _takes_keys(fn):
     return fn
 
 
-@rule(
+# primitives that say "run this jaxpr"; its invars are the operands
+INLINED = (
     "jit",
     "pjit",
     "closed_call",
@@ -27,6 +28,9 @@ def _takes_keys(fn):
     "compute_on",
     "call",
 )
+
+
+@rule(*INLINED)
 @_takes_keys
 def _(c: Lowering, *args, **params):
     return c.called(next(params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in params), args)
@@ -45,12 +49,18 @@ def _(c: Lowering, *args, _prim):
     return c.call(lambda *xs: jax.tree.leaves(_prim.expand(*jax.tree.unflatten(_prim.in_tree, xs))), *args)
 
 
+def own_platform(platforms) -> int | None:
+    """Which of several versions of a code a kernel takes. It runs on every target with the same bits, so that is the
+    one that is no platform's own."""
+    places = [k for k, p in enumerate(platforms) if p is None] + [
+        k for k, p in enumerate(platforms) if p and "cpu" in p
+    ]
+    return places[0] if places else None
+
+
 @rule("platform_index")
 def _(c: Lowering, *, platforms):
-    # A kernel runs on every target with the same bits, so it takes the code that is no platform's own.
-    place = next((k for k, p in enumerate(platforms) if p is None), None)
-    if place is None:
-        place = next((k for k, p in enumerate(platforms) if "cpu" in p), None)
+    place = own_platform(platforms)
     if place is None:
         raise c.unsupported(f"code that exists for {platforms} only")
     return c.b.full(place, (), "int32")

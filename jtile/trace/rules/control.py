@@ -41,7 +41,7 @@ class Hint:
     unroll: int = 1
 
 
-def _counters(jaxpr, carries, outs) -> list[Counter]:
+def counters(jaxpr, carries, outs) -> list[Counter]:
     """The int scalar carries that every round adds a literal to."""
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     out = []
@@ -98,12 +98,12 @@ def _for(c: Lowering, bounds, inits: Sequence[AnyValue], body, hint: Hint) -> li
 @rule("scan")
 @_takes_keys
 def _(c: Lowering, *args, jaxpr, length, reverse, unroll=1, **params):
-    n_consts, n_carry = _scan_counts(params)
+    n_consts, n_carry = scan_counts(params)
     consts, init, xs = args[:n_consts], list(args[n_consts : n_consts + n_carry]), args[n_consts + n_carry :]
     inner = _open(jaxpr)
     carries, outs = inner.invars[n_consts : n_consts + n_carry], inner.outvars
-    counters = [] if xs or reverse or len(outs) > n_carry else _counters(inner, carries, outs)
-    counter = next((n for n in counters if n.step > 0 and _constant(init[n.place]) is not None), None)
+    counting = [] if xs or reverse or len(outs) > n_carry else counters(inner, carries, outs)
+    counter = next((n for n in counting if n.step > 0 and _constant(init[n.place]) is not None), None)
     hint = _hint(inner, counter, carries)
     if hint.unroll == 1 and isinstance(unroll, int) and unroll > 1:
         hint = Hint(hint.stages, unroll)
@@ -112,7 +112,7 @@ def _(c: Lowering, *args, jaxpr, length, reverse, unroll=1, **params):
     return _general_scan(c, jaxpr, consts, init, xs, length, reverse, hint)
 
 
-def _scan_counts(params) -> tuple[int, int]:
+def scan_counts(params) -> tuple[int, int]:
     if "ft_in" in params:
         consts, carry, _ = params["ft_in"].unpack()
         return len(list(consts)), len(list(carry))
@@ -216,8 +216,8 @@ def _bounded(cond, n_cond: int, body, n_body: int):
     if test is None or test.primitive.name != "lt" or cond.effects:
         return None
     tested, limit = (_origin(v, made) for v in test.invars)
-    counters = _counters(body, body.invars[n_body:], body.outvars)
-    counter = next((n for n in counters if n.step > 0 and carries[n.place] is tested), None)
+    counting = counters(body, body.invars[n_body:], body.outvars)
+    counter = next((n for n in counting if n.step > 0 and carries[n.place] is tested), None)
     if counter is None:
         return None
     if hasattr(limit, "val") or limit in cond.invars[:n_cond]:
