@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
 from jax.experimental import hijax
 from jax.extend import source_info_util
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jtile import _batching
 from jtile._compat import allow_effect_everywhere
 from jtile._errors import KernelAssertionError, TransformError
 from jtile._lowering import interpreted, lower_cpu, lower_elsewhere, run_interpreter
@@ -28,7 +29,7 @@ from jtile._program import Program
 # -- binding and abstract evaluation --------------------------------------------------------------------------------
 
 # The line that profilers and tracebacks of XLA show for a kernel is the caller's, not one of these files.
-for _name in ("_primitive.py", "_lowering.py", "_kernel.py"):
+for _name in ("_primitive.py", "_lowering.py", "_batching.py", "_kernel.py"):
     source_info_util.register_exclusion(os.path.join(os.path.dirname(os.path.abspath(__file__)), _name))
 
 jtile_call_p = jexc.Primitive("jtile_call")
@@ -124,6 +125,7 @@ def _checked_call(program: Program, operands: Sequence[Any]) -> Sequence[Any]:
 
 mlir.register_lowering(jtile_call_p, lower_elsewhere)
 mlir.register_lowering(jtile_call_p, lower_cpu, platform="cpu")
+_batching.register(jtile_call_p)
 
 
 # -- transformations that the next release brings ---------------------------------------------------------------------
@@ -139,4 +141,3 @@ def _refuse(what: str, instead: str) -> Callable[..., Any]:
 _not_differentiable = _refuse("differentiated", "wrap its call in a function with jax.custom_vjp")
 ad.primitive_jvps[jtile_call_p] = _not_differentiable
 ad.primitive_transposes[jtile_call_p] = _not_differentiable
-batching.primitive_batchers[jtile_call_p] = _refuse("batched by jax.vmap", "map over it with jax.lax.map")

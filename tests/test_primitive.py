@@ -237,23 +237,7 @@ def test_differentiation_is_refused(transform):
     assert "def add" in str(e.value)
 
 
-BATCHINGS = {
-    "vmap": lambda: jax.vmap(add)(X[None], Y[None]),
-    "one operand": lambda: jax.vmap(add, in_axes=(0, None))(X[None], Y),
-    "vmap of jit": lambda: jax.vmap(jax.jit(add))(X[None], Y[None]),
-    "jit of vmap": lambda: jax.jit(jax.vmap(add))(X[None], Y[None]),
-}
-
-
-@pytest.mark.parametrize("transform", BATCHINGS.values(), ids=BATCHINGS)
-def test_batching_is_refused(transform):
-    with pytest.raises(jt.errors.TransformError, match=r"cannot be batched by jax\.vmap yet; kernel add"):
-        transform()
-
-
 def test_what_the_refusals_advise_works():
-    np.testing.assert_array_equal(jax.lax.map(lambda x: add(x, Y), jnp.stack([X, X + 1])), jnp.stack([X + 1, X + 2]))
-
     @jax.custom_vjp
     def plus(a, b):
         return add(a, b)

@@ -1,0 +1,81 @@
+"""The batching rule of `jtile_call`: a program under `vmap` is a program with one more grid axis, never a loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import batching
+
+from jtile._program import CustomVjp, Level, Program, batched
+
+_MAX_LEVELS = 1024  # remembered (program, level) pairs: an eager vmap asks again at every call
+
+
+def register(primitive: Any) -> None:
+    """Make the rule below that of `primitive`, whose one parameter is `program`."""
+
+    def rule(axis: Any, operands: Sequence[Any], dims: Sequence[int | None], *, program: Program):
+        if all(d is None for d in dims):
+            outs = primitive.bind(*operands, program=program)
+            return outs, [None] * len(outs)
+        size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+        flags, operands = _operands(program, size, operands, dims)
+        level = Level(size, (*flags, *[True] * program.spec.n_out))
+        outs = primitive.bind(*operands, program=_batched(program, level, axis.name))
+        return outs, [0] * len(outs)
+
+    batching.fancy_primitive_batchers[primitive] = rule
+
+
+def _operands(program: Program, size: Any, operands: Sequence[Any], dims: Sequence[int | None]):
+    """Per operand, whether it is batched, and the operands with their batch dimension in front.
+
+    Every output is batched, so an input whose buffer becomes an output's has to be, too.
+    """
+    shared = {i for i, _ in program.kernel.aliases}
+    flags, moved = [], []
+    for k, (x, d) in enumerate(zip(operands, dims, strict=True)):
+        flags.append(d is not None or k in shared)
+        if d is not None:
+            moved.append(jnp.moveaxis(x, d, 0) if d else x)
+        else:
+            moved.append(jnp.broadcast_to(x, (size, *x.shape)) if k in shared else x)
+    return flags, moved
+
+
+@functools.lru_cache(maxsize=_MAX_LEVELS)
+def _batched(program: Program, level: Level, axis_name: Any) -> Program:
+    vjp = program.vjp and _batched_vjp(program.vjp, level, program.spec.n_in, axis_name)
+    return batched(program, level, vjp)
+
+
+def _batched_vjp(vjp: CustomVjp, level: Level, n_in: int, axis_name: Any) -> CustomVjp:
+    """The user's reverse rule under one more vmap.
+
+    Residuals and output cotangents have the batch dimension in front, as the batched `fwd` gives them; the cotangent
+    of an operand that all lanes share is the sum over the lanes.
+    """
+    flags = level.batched[:n_in]
+    over_lanes = functools.partial(jax.vmap, axis_size=level.size, axis_name=axis_name)
+
+    def fwd(*operands: Any) -> Sequence[Any]:
+        return over_lanes(_as_tuple(vjp.fwd), in_axes=tuple(0 if b else None for b in flags))(*operands)
+
+    def bwd(*values: Any) -> Sequence[Any]:
+        cotangents = over_lanes(_as_tuple(vjp.bwd))(*values)
+        return [c if c is None or b else c.sum(0) for c, b in zip(cotangents, flags, strict=True)]
+
+    return CustomVjp(fwd, bwd, (vjp.key, level, axis_name))
+
+
+def _as_tuple(fn: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Any, ...]]:
+    """`fn` with a pytree for a result; cotangents of integers, which no vmap carries, are None."""
+
+    def call(*values: Any) -> tuple[Any, ...]:
+        return tuple(None if getattr(v, "dtype", None) == jax.dtypes.float0 else v for v in fn(*values))
+
+    return call
