@@ -172,7 +172,7 @@ def _check_limits(kernel: ir.Kernel, target: Target) -> None:
     programs, scratch = target.limit("programs"), target.limit("scratch")
     count = 1
     for n in kernel.grid:
-        count *= n
+        count *= 1 if isinstance(n, ir.Extent) else n
     if programs is not None and count > programs:
         _refuse(kernel, target, f"a grid of {count} programs", f"at most {programs} are possible", kernel.loc)
     used = sum(_bytes(v.type) for v in kernel.scratch)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jtile._errors import KernelTypeError, KernelValueError
-from jtile.ir import Kernel
+from jtile.ir import Kernel, bind_sizes, concrete, is_dynamic
 from jtile.ir.types import DTYPES
 
 from . import control, effects  # noqa: F401  (their rules)
@@ -33,7 +33,8 @@ def interpret(
 
     Args:
       kernel: Tile IR at tile level.
-      inputs: one array per input Ref, of its shape and dtype; they are not changed.
+      inputs: one array per input Ref, of its shape and dtype; they are not changed. They say what the dynamic sizes
+        of the kernel are.
       seed: order of the programs. A kernel without races gives the same for every seed.
       check: raise on what the language forbids. Without, such lanes read the pad (or poison) and are not written.
       trace_accesses: return `(outputs, Accesses)`.
@@ -46,6 +47,7 @@ def interpret(
       OutOfBoundsError, RaceError, UninitializedReadError, KernelAssertionError: see there.
       InterpreterError: an op failed in NumPy.
     """
+    kernel = _at_sizes(kernel, inputs)
     m = Machine(kernel, _checked_inputs(kernel, inputs), check)
     programs = math.prod(kernel.grid)
     for linear in np.random.default_rng(seed).permutation(programs).tolist():
@@ -55,6 +57,14 @@ def interpret(
         return outputs
     shaped = [[a.reshape(v.shape) for a, v in zip(flags, kernel.params, strict=True)] for flags in (m.read, m.written)]
     return outputs, Accesses(tuple(shaped[0]), tuple(shaped[1]))
+
+
+def _at_sizes(kernel: Kernel, inputs: Sequence[np.ndarray]) -> Kernel:
+    """The kernel for the sizes of these arrays, where it leaves sizes open."""
+    ranks = [len(v.shape) for v in kernel.inputs]
+    if not is_dynamic(kernel) or ranks != [np.ndim(x) for x in inputs]:
+        return kernel
+    return concrete(kernel, bind_sizes(kernel, [np.shape(x) for x in inputs]))
 
 
 def _checked_inputs(kernel: Kernel, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:

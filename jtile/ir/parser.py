@@ -14,12 +14,14 @@ from .builder import build
 from .control import For, If, While
 from .core import NOWHERE, OPS, At, Block, Dim, Kernel, Loc, Op, Span, Take, Tile, Value
 from .elementwise import ELEMENTWISE, Map
+from .extents import Size, parse_size
 from .printer import Layout, layout
 from .types import BY_SHORT, ROLES, RefType, TileType, Type
 
 _TOKENS = re.compile(
     r"""(?P<space>[ \t\r\n]+|//[^\n]*)
       | (?P<type>(?:tile|ref)<[^>\n]*>)
+      | (?P<size>\{(?=[\w-])[^{}%\n]*\})
       | (?P<value>%[A-Za-z0-9_]+)
       | (?P<string>"(?:[^"\\\n]|\\.)*")
       | (?P<number>-?(?:inf\b|nan\b|(?:\d+\.(?!\.)\d*|\d+)(?:[eE][+-]?\d+)?))
@@ -27,6 +29,7 @@ _TOKENS = re.compile(
       | (?P<punct>\.\.|:\+|[@(){}\[\],:=])""",
     re.VERBOSE,
 )
+_SIZE = re.compile(r"\d+|\{[^{}]*\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +146,24 @@ class _Parser:
     def type(self) -> Type:
         t = self.next()
         body = t.text[t.text.index("<") + 1 : -1] if t.kind == "type" else t.text
-        dims, _, role = (s.strip() for s in body.partition(","))
-        *shape, short = dims.split("x")
-        known = short in BY_SHORT and all(n.isdecimal() for n in shape) and role in ("", *ROLES)
+        dims, role = (s.strip() for s in [*re.split(r",(?![^{]*\})", body, maxsplit=1), ""][:2])
+        *shape, short = re.split(r"x(?![^{]*\})", dims)
+        known = short in BY_SHORT and all(map(_SIZE.fullmatch, shape)) and role in ("", *ROLES)
         if not known or (t.kind != "type" and t.kind != "word") or (role and not t.text.startswith("ref<")):
             raise self.error(f"expected a type such as tile<8x4xf32>, f32 or ref<8xf32, out>, got {t.text!r}", t)
-        size, dtype = tuple(map(int, shape)), BY_SHORT[short].name
+        size, dtype = tuple(self._size(n, t) for n in shape), BY_SHORT[short].name
         return RefType(size, dtype, role or "in") if t.text.startswith("ref<") else TileType(size, dtype)
+
+    def _size(self, text: str, token: Token) -> Size:
+        """`128`, or `{cdiv(n, 128)}`."""
+        try:
+            return parse_size(text.strip("{}"))
+        except ValueError as e:
+            raise self.error(str(e), token) from e
+
+    def side(self) -> Size:
+        """The number of programs of a grid axis."""
+        return self._size(self.peek.text, self.next()) if self.peek.kind == "size" else self.integer()
 
     def literal(self) -> Any:
         t = self.next()
@@ -157,6 +171,8 @@ class _Parser:
             return int(t.text) if re.fullmatch(r"-?\d+", t.text) else float(t.text)
         if t.kind == "string":
             return json.loads(t.text)
+        if t.kind == "size":
+            return self._size(t.text, t)
         if t.text in ("inf", "nan"):
             return math.inf if t.text == "inf" else math.nan
         if t.text in ("true", "false", "none"):
@@ -210,7 +226,7 @@ class _Parser:
             clause = self.next().text
             self.expect("(")
             if clause == "grid":
-                k.grid = tuple(self.listed(self.integer, ")"))
+                k.grid = tuple(self.listed(self.side, ")"))
             elif clause == "alias":
                 pair = lambda: (self._position(k.inputs), self.expect("=") and self._position(k.outputs))
                 k.aliases = tuple(self.listed(pair, ")"))

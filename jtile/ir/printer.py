@@ -21,7 +21,9 @@ import numpy as np
 from .control import For, If, While
 from .core import NOWHERE, At, Block, Dim, Index, Kernel, Loc, Op, Span, Take, Tile, Value
 from .elementwise import Map
+from .extents import Extent
 from .shapes import Full
+from .types import spell_size
 
 WIDTH = 120
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -37,7 +39,7 @@ def print_kernel(kernel: Kernel, locations: bool = False) -> str:
     params = [f"{p.name(v)}: {v.type}" for v in kernel.params]
     tail = ""
     if kernel.grid:
-        tail += f" grid({', '.join(map(str, kernel.grid))})"
+        tail += f" grid({', '.join(map(spell_size, kernel.grid))})"
     if kernel.aliases:
         pairs = (f"{p.name(kernel.inputs[i])} = {p.name(kernel.outputs[o])}" for i, o in kernel.aliases)
         tail += f" alias({', '.join(pairs)})"
@@ -260,4 +262,6 @@ def literal(v: Any, bare: bool = False) -> str:
         return "(" + ", ".join(literal(x) for x in v) + ")"
     if isinstance(v, int | float):
         return repr(v)
+    if isinstance(v, Extent):
+        return spell_size(v)
     raise TypeError(f"an attribute of Tile IR is a number, a text, a tuple or None, got {type(v).__name__}")

@@ -8,6 +8,8 @@ import math
 import ml_dtypes
 import numpy as np
 
+from .extents import Extent, Size
+
 
 @dataclasses.dataclass(frozen=True)
 class DType:
@@ -83,9 +85,12 @@ ROLES = ("in", "out", "scratch")
 
 @dataclasses.dataclass(frozen=True)
 class RefType:
-    """Memory of an array: `role` is `in` (read only unless aliased), `out`, or `scratch` (private to one program)."""
+    """Memory of an array: `role` is `in` (read only unless aliased), `out`, or `scratch` (private to one program).
 
-    shape: tuple[int, ...]
+    A dimension is an int, or an `Extent` where its size is known when the kernel runs.
+    """
+
+    shape: tuple[Size, ...]
     dtype: str
     role: str = "in"
 
@@ -107,4 +112,9 @@ BOOL = TileType((), "bool")
 
 
 def spell(shape, dtype: str) -> str:
-    return "x".join([*map(str, shape), DTYPES[dtype].short])
+    return "x".join([*map(spell_size, shape), DTYPES[dtype].short])
+
+
+def spell_size(n: Size) -> str:
+    """`128`, or `{cdiv(n, 128)}`."""
+    return f"{{{n}}}" if isinstance(n, Extent) else str(n)

@@ -9,6 +9,8 @@ from typing import Any
 from jtile._errors import KernelValueError, VerificationError
 
 from .core import OPS, Block, Index, Kernel, Loc, Op, Span, Value
+from .dynamic import sources, used_symbols
+from .extents import Extent
 from .memory import Atomic, Load, Store
 from .printer import print_op
 from .shapes import Dense, Full, NumPrograms, ProgramId
@@ -42,8 +44,12 @@ def _verify_head(k: Kernel) -> None:
         fail(f"parameters are Refs: inputs, outputs, scratch, in that order; got {', '.join(roles)}")
     if len(set(map(id, k.params))) != len(k.params):
         fail("a parameter stands twice")
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in k.grid):
+    sides = [n for n in k.grid if not isinstance(n, Extent)]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sides):
         fail(f"a grid has whole numbers of programs, none negative; got {k.grid}")
+    unbound = used_symbols(k) - set(sources(k))
+    if unbound:
+        fail(f"no dimension of an input says what {min(unbound)} is")
     if k.inits and len(k.inits) != len(k.outputs):
         fail(f"it has {len(k.outputs)} outputs, but inits for {len(k.inits)}")
     for v, x in zip(k.outputs, k.inits, strict=False):
@@ -95,7 +101,9 @@ class _Scope:
         for v in values:
             if v in self.defined:
                 self.fail(op, f"value {v!r} is defined twice")
-            if any(n < 0 for n in v.shape):
+            if any(isinstance(n, Extent) for n in v.shape) and isinstance(v.type, TileType):
+                self.fail(op, f"the shape of a tile is static, got {v!r}")
+            if any(n < 0 for n in v.shape if not isinstance(n, Extent)):
                 self.fail(op, f"value {v!r} has a negative side")
             self.defined.add(v)
 

@@ -8,6 +8,7 @@ from jtile.ir import (
     At,
     Block,
     Dense,
+    Extent,
     Full,
     Gather,
     Index,
@@ -15,6 +16,7 @@ from jtile.ir import (
     Kernel,
     Load,
     Op,
+    Size,
     Span,
     Store,
     Take,
@@ -24,7 +26,7 @@ from jtile.ir import (
 )
 from jtile.ir.builder import build
 
-from .intervals import TRUE, Interval, Intervals, walk
+from .intervals import TRUE, Intervals, walk
 from .pipeline import Pass
 
 
@@ -81,14 +83,17 @@ def _may_fold(op: Op) -> bool:
     return pure and not isinstance(op, Full | Dense | Iota | Gather)
 
 
-def stays_inside(index: Index, shape: tuple[int, ...], known: Intervals) -> bool:
+def stays_inside(index: Index, shape: tuple[Size, ...], known: Intervals) -> bool:
     """Whether every lane of an access lies in the array, whatever the program and the trip of a loop."""
-    return all(_inside(d, n, known(dim_value(d))) for d, n in zip(index, shape, strict=True))
+    return all(_inside(d, n, known) for d, n in zip(index, shape, strict=True))
 
 
-def _inside(d: At | Span | Tile | Take, n: int, i: Interval | None) -> bool:
+def _inside(d: At | Span | Tile | Take, n: Size, known: Intervals) -> bool:
+    i = known(dim_value(d))
     if i is None or i.lo < 0:
         return False
+    if isinstance(n, Extent):
+        return known.upper.inside(d, n, dim_value(d))
     match d:
         case At() | Take():
             return i.hi < n

@@ -17,6 +17,7 @@ from jtile.ir import (
     Dense,
     DynamicSlice,
     DynamicUpdate,
+    Extent,
     Full,
     Iota,
     Map,
@@ -29,6 +30,7 @@ from jtile.ir import (
     Reverse,
     Scatter,
     Select,
+    SizeOf,
     Slice,
     Sort,
     Transpose,
@@ -102,7 +104,8 @@ def _only_program(op: ProgramId, rw: Rewriter):
 @rules(NumPrograms)
 def _num_programs(op: NumPrograms, rw: Rewriter):
     grid = rw.kernel.grid
-    return rw.new(Full(grid[op.axis] if op.axis < len(grid) else 1, (), "int32"))
+    side = grid[op.axis] if op.axis < len(grid) else 1
+    return rw.new(SizeOf(side) if isinstance(side, Extent) else Full(side, (), "int32"))
 
 
 @rules(Map, Select, Cast, Bitcast)

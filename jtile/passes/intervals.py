@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jtile.ir import (
+    MAX_SIZE,
     Bitcast,
     Block,
     Broadcast,
@@ -15,6 +16,7 @@ from jtile.ir import (
     Dense,
     DynamicSlice,
     DynamicUpdate,
+    Extent,
     For,
     Full,
     Gather,
@@ -30,12 +32,16 @@ from jtile.ir import (
     Reshape,
     Reverse,
     Select,
+    SizeOf,
     Slice,
     Transpose,
     Value,
+    at_least,
 )
 from jtile.ir.shapes import full_array
 from jtile.ir.types import DTYPES
+
+from .extents import UpperBounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +81,7 @@ class Intervals:
 
     def __init__(self, kernel: Kernel):
         self.grid = kernel.grid
+        self.upper = UpperBounds(kernel, self)
         self.known: dict[Value, Interval] = {}
 
     def __call__(self, v: Value) -> Interval | None:
@@ -165,12 +172,25 @@ def _iota(k: Intervals, op: Iota):
 
 @_transfer(ProgramId)
 def _program_id(k: Intervals, op: ProgramId):
-    return Interval(0, max(k.grid[op.axis] - 1, 0) if op.axis < len(k.grid) else 0)
+    side = k.grid[op.axis] if op.axis < len(k.grid) else 1
+    return Interval(0, MAX_SIZE - 1 if isinstance(side, Extent) else max(side - 1, 0))
 
 
 @_transfer(NumPrograms)
 def _num_programs(k: Intervals, op: NumPrograms):
-    return _point(k.grid[op.axis] if op.axis < len(k.grid) else 1)
+    side = k.grid[op.axis] if op.axis < len(k.grid) else 1
+    return _size(k, side) if isinstance(side, Extent) else _point(side)
+
+
+@_transfer(SizeOf)
+def _size_of(k: Intervals, op: SizeOf):
+    return _size(k, op.size)
+
+
+def _size(k: Intervals, n: Extent) -> Interval | None:
+    """The symbols of a size are at least 1; what is more than every dimension might leave its dtype."""
+    fits = at_least(n, 0) and any(at_least(side, n) for side in k.upper.sides)
+    return Interval(1 if at_least(n, 1) else 0, MAX_SIZE) if fits else None
 
 
 @_transfer(Broadcast, Reshape, Transpose, Slice, Reverse, DynamicSlice, Gather)

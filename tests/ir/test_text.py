@@ -21,6 +21,7 @@ from jtile.ir import (
     RefType,
     Value,
     parse_kernel,
+    parse_size,
     print_kernel,
     verify,
 )
@@ -33,13 +34,15 @@ kernel @everything(
     %n: ref<64xi32>,
     %q: ref<8x8xf4e2m1fn>,
     %same: ref<16xf32>,
+    %dyn: ref<{3*n}x4xf32>,
     %o: ref<64x48xf32, out>,
     %total: ref<f32, out>,
     %low: ref<4xf32, out>,
     %kept: ref<16xf32, out>,
-    %tmp: ref<8xf32, scratch>) grid(4, 3, 1) alias(%same = %kept) init(%total = 0, %low = -inf) @"dir/a \\"b\\".py":3 {
+    %tmp: ref<8xf32, scratch>) grid(4, {cdiv(n, 4)}, 1) alias(%same = %kept) init(%total = 0, %low = -inf) @"dir/a \\"b\\".py":3 {
   %i = program_id 0 : i32
   %n0 = num_programs 1 : i32 @"f.py":12
+  %sized = size {-cdiv(n, 4) + 2*n} : i64
   %c0 = full 0 : i32
   %cm1 = full -1 : i64
   %ctrue = full true : bool
@@ -134,7 +137,7 @@ def test_every_card_round_trips():
 
 def test_what_the_parser_read():
     k = parse_kernel(EVERYTHING)
-    assert (k.grid, k.aliases, k.inits) == ((4, 3, 1), ((3, 3),), (None, 0, -math.inf, None))
+    assert (k.grid, k.aliases, k.inits) == ((4, parse_size("cdiv(n, 4)"), 1), ((3, 3),), (None, 0, -math.inf, None))
     assert (k.loc, k.body.ops[1].loc) == (Loc('dir/a "b".py', 3), Loc("f.py", 12))
     plain = print_kernel(k)
     assert "@" not in plain.replace("@everything", "")
