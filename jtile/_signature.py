@@ -62,10 +62,12 @@ class Signature:
         return {**self.meta, **given}
 
     def _check_static(self, name: str, value: Any) -> None:
-        if isinstance(value, Tracer | jax.Array | np.ndarray):
+        arrays = [x for x in jax.tree.leaves(value) if isinstance(x, Tracer | jax.Array | np.ndarray)]
+        if arrays:
             raise KernelTypeError(
-                f"meta-parameter {name!r} of kernel {self.name} is an array ({describe(value)}): meta-parameters are "
-                "fixed at compile time; make it a positional argument, or name it in static_argnames of jax.jit",
+                f"meta-parameter {name!r} of kernel {self.name} is an array ({describe(arrays[0])}): meta-parameters "
+                "are fixed at compile time; make it a positional argument, or name it in static_argnames of jax.jit; "
+                "instead of a jax.vmap over it, call the kernel in a Python loop",
                 self.where,
             )
         try:
