@@ -18,6 +18,7 @@ from jtile.lowering.cpu import (  # noqa: F401  their emitters register themselv
     emit_scan,
     emit_shape,
     emit_sort,
+    sizes,
 )
 from jtile.lowering.cpu.cost import program_cost_ns
 from jtile.lowering.cpu.emitter import Emitter
@@ -26,6 +27,7 @@ from jtile.lowering.cpu.llvm import Code, Module, Val, i64
 from jtile.lowering.cpu.values import Buffer, dense_strides
 
 ENTRY = "jtile_entry"
+AT_RUN_TIME = -1  # the number of programs of a kernel whose grid is not known yet
 
 
 def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]:
@@ -37,11 +39,13 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]
     params = [Val("ptr" if r in shared else "ptr noalias", f"%r{k}") for k, r in enumerate(refs)]
     names = [Val("i64", f"%p{k}") for k in range(len(kernel.grid))]
     ws = Val("ptr noalias", "%ws")
-    code = Code(module, "jtile_program", [*params, *names, ws, Val("ptr", "%host")])
+    symbols = {n: Val("i64", f"%d{k}") for k, n in enumerate(sizes.symbols_of(kernel))}
+    code = Code(module, "jtile_program", [*params, *names, *symbols.values(), ws, Val("ptr", "%host")])
     em = Emitter(kernel, isa, module, code)
     em.program = {k: i64(0) if n == 1 else v for k, (n, v) in enumerate(zip(kernel.grid, names, strict=True))}
+    em.sizes = {n: sizes.emit_size(code, n, symbols) for n in sizes.sizes_of(kernel)}
     for k, r in enumerate(refs):
-        em.env[r] = Buffer(Val("ptr", f"%r{k}"), r.shape, dense_strides(r.shape), r.dtype, None, owned=False)
+        em.env[r] = Buffer(Val("ptr", f"%r{k}"), r.shape, _strides(em, r.shape), r.dtype, None, owned=False)
     for r in kernel.scratch:
         em.env[r] = dataclasses.replace(em.new_buffer(r.shape, r.dtype), owned=False)
     em.block(kernel.body)
@@ -54,30 +58,46 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]
     _entry(module, kernel, len(refs))
     launch = {
         "name": kernel.name,
-        "programs": math.prod(kernel.grid),
+        "programs": AT_RUN_TIME if symbols else math.prod(kernel.grid),
         "workspace": workspace,
         "cost": program_cost_ns(kernel),
         "isa": f"{isa.arch}:{','.join(sorted(isa.features))}",
         "sites": json.dumps(em.sites, sort_keys=True),
     }
+    if symbols:
+        sizes.emit_grid(module, kernel)
+        launch["dims"] = sizes.dims_attribute(kernel)
     return em.arena.patch(module.text()), launch
+
+
+def _strides(em: Emitter, shape: tuple[ir.Size, ...]) -> tuple[int | Val, ...]:
+    """Row-major strides of a Ref in elements."""
+    sides = [em.size(n) for n in shape]
+    if all(isinstance(n, int) for n in sides):
+        return dense_strides(shape)
+    out, acc = [], 1
+    for n in reversed(sides):
+        out.append(acc)
+        acc = acc * n if isinstance(acc, int) and isinstance(n, int) else em.code.mul(acc, n)
+    return tuple(reversed(out))
 
 
 def _entry(module: Module, kernel: ir.Kernel, refs: int) -> None:
     """`jtile_entry`: decode each linear program id (last axis fastest) and run the program."""
     names = ["bufs", "dims", "begin", "end", "ws", "host"]
     types = ["ptr", "ptr", "i64", "i64", "ptr", "ptr"]
-    bufs, _, begin, end, ws, host = (Val(t, f"%{n}") for t, n in zip(types, names, strict=True))
-    params = [bufs, Val("ptr", "%dims"), begin, end, ws, host]
+    bufs, dims, begin, end, ws, host = params = [Val(t, f"%{n}") for t, n in zip(types, names, strict=True)]
     code = Code(module, ENTRY, params, ret="i32", linkage="dso_local")
     ptrs = [code.load("ptr", code.gep("ptr", bufs, k), align=8) for k in range(refs)]
+    symbols = sizes.load_symbols(code, kernel, dims)
+    grid = [sizes.emit_size(code, n, symbols) if isinstance(n, ir.Extent) else i64(max(n, 1)) for n in kernel.grid]
     with code.loop(begin, end) as p:
         ids: list[Val] = []
         rest = p
-        for n in reversed(kernel.grid):
-            ids.append(code.let("i64", f"urem {rest}, {max(n, 1)}"))
-            rest = code.let("i64", f"udiv {rest}, {max(n, 1)}")
-        args = [*ptrs, *reversed(ids), ws, host]
+        for n in reversed(grid):
+            ids.append(code.let("i64", f"urem {rest}, {n.name}"))
+            rest = code.let("i64", f"udiv {rest}, {n.name}")
+        args = [*ptrs, *reversed(ids), *symbols.values(), ws, host]
         code.do(f"call void @jtile_program({', '.join(map(str, args))})")
     code.finish(Val("i32", "0"))
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jtile import ir
 from jtile.lowering.cpu import plan
 from jtile.lowering.cpu.access import elem_bytes
@@ -59,10 +61,10 @@ def _store_target(em: Emitter, op: ir.Dot) -> Buffer | None:
     return target
 
 
-def _spread(buf: Buffer) -> int:
-    """Bytes of address space between the first and the last row of a matrix in memory."""
+def _spread(buf: Buffer) -> float:
+    """Bytes of address space between the first and the last row of a matrix in memory; infinite if not known."""
     rows = buf.strides[-2]
-    return buf.shape[-2] * rows * elem_bytes(buf.dtype) if isinstance(rows, int) else 0
+    return buf.shape[-2] * rows * elem_bytes(buf.dtype) if isinstance(rows, int) else math.inf
 
 
 def _dropped(store: ir.Store) -> int:

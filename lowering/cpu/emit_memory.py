@@ -27,7 +27,7 @@ class Axis:
     start: Val
     size: int
     stride: int
-    limit: int
+    limit: int | Val
     axis: int | None
     checked: bool
 
@@ -49,15 +49,15 @@ def affine_axes(em: Emitter, op: ir.Load | ir.Store | ir.Atomic) -> list[Axis | 
         elif isinstance(d, ir.Span):
             size, stride, axis = d.size, d.stride, k
         k += axis is not None
-        out.append(Axis(start, size, stride, n, axis, _may_leave(op, start, size, stride, n)))
+        out.append(Axis(start, size, stride, em.size(n), axis, _may_leave(op, start, size, stride, n)))
     return out
 
 
-def _may_leave(op, start: Val, size: int, stride: int, n: int) -> bool:
+def _may_leave(op, start: Val, size: int, stride: int, n: ir.Size) -> bool:
     if not getattr(op, "checked", True) or size == 0:
         return False
     if start.name.lstrip("-").isdigit():
-        return not 0 <= int(start.name) <= n - 1 - (size - 1) * stride
+        return int(start.name) < 0 or not ir.at_least(n, int(start.name) + 1 + (size - 1) * stride)
     return True
 
 
@@ -78,13 +78,16 @@ def sub_buffer(em: Emitter, ref: Buffer, axes: list[Axis], shape: tuple[int, ...
     for a, s in zip(axes, ref.strides, strict=True):
         base = em.code.add(base, em.code.mul(a.start, s))
         if a.axis is not None:
-            strides[a.axis] = s * a.stride
+            strides[a.axis] = s * a.stride if isinstance(s, int) else em.code.mul(s, a.stride)
     ptr = em.code.gep(memory_type(ref.dtype), ref.ptr, base)
     return Buffer(ptr, shape, tuple(strides), ref.dtype, ref.alloc, owned=False)
 
 
 def inside(em: Emitter, a: Axis) -> Val:
     """i1: the whole dimension lies in the array."""
+    if isinstance(a.limit, Val):
+        ends = em.code.sub(a.limit, (a.size - 1) * a.stride)
+        return em.code.cmp("icmp", "ult", a.start, em.code.intrinsic("smax", "i64", ends, i64(0)))
     last = a.limit - (a.size - 1) * a.stride
     if last <= 0:
         return Val("i1", "false")
@@ -199,7 +202,7 @@ def _padded(em: Emitter, op: ir.Load, axes: list[Axis], direct: Buffer, checked:
     strides = []
     for n, s, d in zip(v.shape, direct.strides, copy.strides, strict=True):
         same = s == d or n == 1
-        strides.append(d if same else code.select(whole, i64(s), i64(d)))
+        strides.append(d if same else code.select(whole, code.mul(s, 1), i64(d)))
     em.env[v] = Buffer(code.load("ptr", slot), v.shape, tuple(strides), v.dtype, copy.alloc, owned=False)
     em.arena.touch(copy.alloc)
 
@@ -291,12 +294,12 @@ def locate(p: Point, op, ix: Index) -> Spot:
             x = Ix(i64(0)) if a.axis is None else ix[a.axis]
             at = p.ints(Ix(code.add(a.start, code.mul(x.base, a.stride)), x.step * a.stride))
             checked, varies = a.checked, x.step != 0
-        if varies and (a is None or ix[a.axis].step * a.stride * s != 1):
+        if varies and (a is None or not isinstance(s, int) or ix[a.axis].step * a.stride * s != 1):
             contiguous = False
         if checked:
-            good = code.cmp("icmp", "ult", at, code.splat(i64(limit), lanes_of(at.ty)))
+            good = code.cmp("icmp", "ult", at, code.splat(code.mul(em.size(limit), 1), lanes_of(at.ty)))
             ok = good if ok is None else _wide(code, "and", ok, good)
-        linear = _wide(code, "add", linear, _wide(code, "mul", at, i64(s)))
+        linear = _wide(code, "add", linear, _wide(code, "mul", at, code.mul(s, 1)))
     if op.mask is not None:
         good = p.at(op.mask, ix)
         ok = good if ok is None else _wide(code, "and", ok, good)

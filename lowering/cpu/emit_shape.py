@@ -6,7 +6,7 @@ import dataclasses
 
 from jtile import ir
 from jtile.lowering.cpu import access, plan
-from jtile.lowering.cpu.convert import memory_type
+from jtile.lowering.cpu.convert import memory_type, register_type
 from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.emitter import Emitter, emits
 from jtile.lowering.cpu.evaluate import clamped_start
@@ -109,4 +109,13 @@ def _program_id(em: Emitter, op: ir.ProgramId) -> None:
 @emits(ir.NumPrograms)
 def _num_programs(em: Emitter, op: ir.NumPrograms) -> None:
     grid = em.kernel.grid
-    em.env[op.result] = Val("i32", str(grid[op.axis] if op.axis < len(grid) else 1))
+    side = grid[op.axis] if op.axis < len(grid) else 1
+    if isinstance(side, ir.Extent):
+        em.env[op.result] = em.code.cast("trunc", em.size(side), "i32")
+    else:
+        em.env[op.result] = Val("i32", str(side))
+
+
+@emits(ir.SizeOf)
+def _size_of(em: Emitter, op: ir.SizeOf) -> None:
+    em.env[op.result] = em.code.cast("trunc", em.size(op.size), register_type(op.dtype, 1))

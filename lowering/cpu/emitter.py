@@ -70,6 +70,7 @@ class Emitter:
         self.written = plan.written_refs(kernel)
         self.program: dict[int, Val] = {}
         self.sites: list[dict] = []
+        self.sizes: dict[ir.Extent, Val] = {}  # of the dynamic dimensions, as i64
 
     # -- representations ------------------------------------------------------------------------------------------
     def rep(self, v: ir.Value) -> Rep:
@@ -84,9 +85,20 @@ class Emitter:
         self.arena.touch(rep.alloc)
         return access.read(self.code, self.isa, rep, (), Lanes(1))
 
+    def size(self, n: ir.Size) -> int | Val:
+        """A dimension of a Ref: a number, or an i64 that is known at run time."""
+        return self.sizes[n] if isinstance(n, ir.Extent) else n
+
     def new_buffer(self, shape, dtype: str) -> Buffer:
         """An uninitialised buffer in the arena."""
         shape = tuple(shape)
+        if any(isinstance(n, ir.Extent) for n in shape):
+            loc = self.kernel.loc
+            raise UnsupportedError(
+                f"kernel {self.kernel.name}: the cpu target has no memory of dynamic size for a program "
+                f"({ir.TileType(shape, dtype)}); give its dimensions a static bound, or mark fewer dimensions dynamic",
+                (loc.file, loc.line) if loc.file else None,
+            )
         size = access.elem_bytes(dtype)
         for n in shape:
             size *= n
