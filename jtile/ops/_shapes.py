@@ -27,9 +27,14 @@ def rows_per_tile(rows: int, width: int, elements: int = ROW_ELEMENTS) -> int:
     return fit(rows, min(max(1, elements // max(width, 1)), max(1, jt.cdiv(rows, PROGRAMS))))
 
 
+def sums_in(x: Any) -> Any:
+    """The dtype that a float array is computed in: float32, float64 for float64."""
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
 def wide(x: jax.Array) -> jax.Array:
     """A float tile as it is computed with: float32, or float64 where it is that already."""
-    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    return x.astype(sums_in(x))
 
 
 def as_rows(x: jax.Array) -> jax.Array:

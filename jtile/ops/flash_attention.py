@@ -10,23 +10,34 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, sums_in
+from jtile.ops.attention_backward import LOG2_E, Window, attention_backward
 
-LOG2_E = math.log2(math.e)
 NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
-Window = tuple[int | None, int | None]  # keys that a query sees to its left and to its right, None: all
+EMPTY = 1e30  # the log-sum-exp of no scores: 2^(s - EMPTY) is 0 for every score s
 
 
 def _grid(q, k, v, lengths, offsets, *, bq, **_):
     return q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq)
 
 
-@jt.kernel(out_type=lambda q, *_, **__: jt.like(q), grid=_grid)
+def _types(q, *_, save: bool = False, **__):
+    """o, and with `save` the log-sum-exp of every query's scores, which the backward pass starts from."""
+    lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), sums_in(q))
+    return (jt.like(q), lse) if save else jt.like(q)
+
+
+@jt.kernel(out_type=_types, grid=_grid)
 def flash_attention(
-    q, k, v, lengths, offsets, o, *, bq: int, bk: int, scale: float, softcap: float | None, window: Window
-):
-    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch] in a tuple, or ()."""
-    # o_i = sum_j p_ij v_j / l_i     p_ij = exp(s_ij - m_i)     s_ij = scale q_i . k_j
+    q, k, v, lengths, offsets, o, *lse,
+    bq: int, bk: int, scale: float, softcap: float | None, window: Window, save: bool = False,
+):  # fmt: skip
+    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch] in a tuple, or ().
+
+    `save`: also lse [batch, heads, t], the log-sum-exp of the scores in powers of two, `EMPTY` for a query that sees
+    no key.
+    """
+    # o_i = sum_j p_ij v_j / l_i     p_ij = exp(s_ij - m_i)     s_ij = scale q_i . k_j     lse_i = m_i + log2 l_i
     # m_i = max_j s_ij     l_i = sum_j p_ij
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d, keys, kv = q.shape[3], k.shape[1], h // (q.shape[2] // k.shape[2])
@@ -46,7 +57,8 @@ def flash_attention(
             v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype)) if lengths else v_j
         return online(s, v_j, m, l, acc)
 
-    m, l, acc = jt.full((bq,), NOTHING), jt.zeros((bq,)), jt.zeros((bq, d))
+    wide = sums_in(q)
+    m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
     if window[0] is not None:
         for j in jt.range(lo, inner_lo):
             m, l, acc = step(j, m, l, acc, edge=True)
@@ -55,6 +67,20 @@ def flash_attention(
     for j in jt.range(inner_hi, hi):
         m, l, acc = step(j, m, l, acc, edge=True)
     o.tiles(None, bq, None, d)[b, i, h, 0] = normalised(acc, l).astype(o.dtype)
+    if save:
+        lse[0].tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+
+
+def _forward(q, k, v, lengths, offsets, *, save: bool, **meta):
+    o, lse = flash_attention(q, k, v, lengths, offsets, save=True, **meta)
+    return (o, lse) if save else o, (q, k, v, lengths, offsets, o, lse)
+
+
+def _backward(residuals, ct, *, save: bool, scale: float, softcap: float | None, window: Window, **_):
+    q, k, v, lengths, offsets, o, lse = residuals
+    g, ct_lse = ct if save else (ct, None)
+    options = {"scale": scale, "softcap": softcap, "window": window}
+    return *attention_backward(q, k, v, o, lse, g, ct_lse, lengths, offsets, **options), None, None
 
 
 def _scaled(q, scale: float, softcap: float | None):
@@ -62,7 +88,7 @@ def _scaled(q, scale: float, softcap: float | None):
 
     Scaling the queries is cheaper than scaling the scores, but would round 16-bit ones.
     """
-    if softcap is None and q.dtype == jnp.float32:
+    if softcap is None and q.dtype == sums_in(q):
         return q * (scale * LOG2_E), 1.0
     return q, scale if softcap is not None else scale * LOG2_E
 
@@ -108,15 +134,15 @@ def blocks(first, bq: int, bk: int, length, window: Window):
     if right is not None:
         end = jnp.clip(last + right + 1, 0, length)
         inner_end = jnp.clip(first + right + 1, 0, length)
-    hi, inner_hi = jt.cdiv(end, bk), _floordiv(inner_end, bk)
+    hi, inner_hi = jt.cdiv(end, bk), floordiv(inner_end, bk)
     if left is None:
         return 0, 0, inner_hi, hi
-    lo = jnp.minimum(_floordiv(jnp.maximum(first - left, 0), bk), hi)
+    lo = jnp.minimum(floordiv(jnp.maximum(first - left, 0), bk), hi)
     inner_lo = jnp.clip(jt.cdiv(jnp.maximum(last - left, 0), bk), lo, hi)
     return lo, inner_lo, jnp.maximum(inner_lo, inner_hi), hi
 
 
-def _floordiv(a, b: int):
+def floordiv(a, b: int):
     """`a // b` for a >= 0: no correction for signs."""
     return a // b if isinstance(a, int) else jax.lax.div(a, jnp.asarray(b, a.dtype))
 
@@ -147,7 +173,7 @@ def attention(
       lengths: int [batch], keys of each batch row that count; default all.
       offsets: int [batch], the position of query 0 among the keys (chunked prefill); default 0.
     Returns:
-      An array like `q`, computed in float32; a query that sees no key gives zeros.
+      An array like `q`, computed in float32 (float64 for float64); a query that sees no key gives zeros.
     Raises:
       KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
     """
@@ -168,8 +194,6 @@ def check_operands(op: str, q, k, v, **per_row) -> None:
     check_int(op, **per_row)
     if not q.dtype == k.dtype == v.dtype:
         raise KernelTypeError(f"{op}: q, k and v have one dtype, got {q.dtype.name}, {k.dtype.name} and {v.dtype.name}")
-    if q.dtype == jnp.float64:
-        raise KernelTypeError(f"{op} computes in float32; convert float64 operands")
     check_rank(op, "k", k, 4, "[batch, s, kv_heads, d]")
     check_shape(op, "v", v, k.shape)
     check_shape(op, "k", k, (q.shape[0], *k.shape[1:3], q.shape[-1]))
@@ -196,7 +220,7 @@ def attention_reference(q, k, v, *, causal=False, window=None, scale=None, softc
     """`attention` in jnp, with the whole matrix of scores."""
     (batch, t, heads, d), (s, groups) = q.shape, k.shape[1:3]
     left, right = window_of("attention", window, causal)
-    q, k, v, dtype = *(x.astype(jnp.float32) for x in (q, k, v)), q.dtype
+    q, k, v, dtype = *(x.astype(sums_in(q)) for x in (q, k, v)), q.dtype
     grouped = q.reshape(batch, t, groups, heads // groups, d)
     x = jnp.einsum("btghd,bsgd->bghts", grouped, k, precision="highest") * (d**-0.5 if scale is None else scale)
     x = x if softcap is None else softcap * jnp.tanh(x / softcap)

@@ -10,21 +10,36 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import PROGRAMS, TILE_ELEMENTS, check_float, check_int, check_shape, fit
-
-
-@jt.kernel(
-    out_type=lambda x, labels, **_: jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
-    grid=lambda x, labels, *, br, **_: jt.cdiv(x.shape[0], br),
+from jtile.ops._shapes import (
+    PROGRAMS,
+    TILE_ELEMENTS,
+    check_float,
+    check_int,
+    check_shape,
+    fit,
+    rows_per_tile,
+    sums_in,
+    wide,
 )
-def cross_entropy_rows(x, labels, loss, *, br: int, bv: int, ignore: int | None, smoothing: float):
+
+
+def _types(x, labels, *, save: bool = False, **_):
+    """The losses, and with `save` the log-sum-exp of each row, which the backward pass starts from."""
+    rows = jax.ShapeDtypeStruct(x.shape[:1], sums_in(x))
+    return (rows, rows) if save else rows
+
+
+@jt.kernel(out_type=_types, grid=lambda x, labels, *, br, **_: jt.cdiv(x.shape[0], br))
+def cross_entropy_rows(
+    x, labels, loss, *lse, br: int, bv: int, ignore: int | None, smoothing: float, save: bool = False
+):
     """Logits x [rows, vocab], labels int [rows]; `br` rows in a program, the vocabulary in blocks of `bv`."""
     # loss = lse(x) - (1 - a) x_label - a mean(x)     lse(x) = m + log sum_k exp(x_k - m), m and the sum online
     rows, vocab = jt.ds(jt.program_id(0) * br, br), x.shape[1]
     X = x.tiles(br, bv, pad=-math.inf)
-    m, total, plain = (jnp.full((br,), v, jnp.float32) for v in (-math.inf, 0, 0))
+    m, total, plain = (jnp.full((br,), v, loss.dtype) for v in (-math.inf, 0, 0))
     for j in jt.range(X.shape[1]):
-        t = X[jt.program_id(0), j].astype(jnp.float32)
+        t = wide(X[jt.program_id(0), j])
         top = jnp.maximum(m, t.max(1))
         base = jnp.where(top == -math.inf, 0.0, top)
         total = total * jnp.exp(m - base) + jnp.exp(t - base[:, None]).sum(1)
@@ -34,11 +49,51 @@ def cross_entropy_rows(x, labels, loss, *, br: int, bv: int, ignore: int | None,
             plain = plain + jnp.where(inside, t, 0.0).sum(1)
     label = labels[rows]
     row = jt.program_id(0) * br + jt.arange(br)
-    picked = x[row, label.astype(jnp.int32)].astype(jnp.float32)
-    out = m + jnp.log(total) - (1.0 - smoothing) * picked - (smoothing / vocab) * plain
+    picked = wide(x[row, label.astype(jnp.int32)])
+    whole = m + jnp.log(total)
+    out = whole - (1.0 - smoothing) * picked - (smoothing / vocab) * plain
     outside = (label < 0) | (label >= vocab)
     out = jnp.where(outside, math.nan, out)
+    if save:
+        lse[0][rows] = whole
     loss[rows] = out if ignore is None else jnp.where(label == ignore, 0.0, out)
+
+
+@jt.kernel(
+    out_type=lambda x, *_, **__: jt.like(x),
+    grid=lambda x, *_, br, bv, **__: (jt.cdiv(x.shape[0], br), jt.cdiv(x.shape[1], bv)),
+)
+def cross_entropy_backward_tiles(x, labels, lse, g, ct, dx, *, br: int, bv: int, ignore: int | None, smoothing: float):
+    """dx [rows, vocab] of the cotangents of the losses, g [rows], and of lse, ct [rows] in a tuple or ().
+
+    A row whose loss is 0 or NaN, whatever its logits are, has no slope.
+    """
+    # dx_j = g (p_j - (1 - a) [j = label] - a / vocab) + ct p_j     p_j = exp(x_j - lse)
+    i, j = jt.program_id(0), jt.program_id(1)
+    rows, vocab = jt.ds(i * br, br), x.shape[1]
+    X, DX = x.tiles(br, bv), dx.tiles(br, bv)
+    label = labels[rows].astype(jnp.int32)
+    live = (label >= 0) & (label < vocab)
+    live = live if ignore is None else live & (label != ignore)
+    p = jnp.exp(wide(X[i, j]) - lse[rows][:, None])
+    here = j * bv + jt.arange(bv)[None, :] == label[:, None]
+    slope = p - jnp.where(here, 1.0 - smoothing, 0.0)
+    slope = slope - smoothing / vocab if smoothing else slope
+    slope = jnp.where(live[:, None], slope * g[rows][:, None], 0.0)
+    DX[i, j] = (slope + p * ct[0][rows][:, None] if ct else slope).astype(dx.dtype)
+
+
+def _forward(x, labels, *, save: bool, **meta):
+    loss, lse = cross_entropy_rows(x, labels, save=True, **meta)
+    return (loss, lse) if save else loss, (x, labels, lse)
+
+
+def _backward(residuals, ct, *, save: bool, bv: int, ignore: int | None, smoothing: float, **_):
+    x, labels, lse = residuals
+    g, more = (ct[0], (ct[1],)) if save else (ct, ())
+    br = rows_per_tile(x.shape[0], bv, TILE_ELEMENTS)
+    options = {"br": br, "bv": bv, "ignore": ignore, "smoothing": smoothing}
+    return cross_entropy_backward_tiles(x, labels, lse, g, more, **options), None
 
 
 @functools.partial(jax.jit, static_argnames=("ignore", "label_smoothing"), inline=True)
@@ -53,7 +108,8 @@ def cross_entropy(
       ignore: the label whose rows cost 0; None for none.
       label_smoothing: the part of the target that is spread over the whole vocabulary (Szegedy et al. 2016).
     Returns:
-      float32 [...], the loss of each row; NaN where a label is neither `ignore` nor in [0, vocab).
+      float32 (float64 for float64 logits) [...], the loss of each row; NaN where a label is neither `ignore` nor in
+      [0, vocab).
     Raises:
       KernelTypeError: wrong dtypes. KernelValueError: shapes that do not fit, no vocabulary, smoothing outside [0, 1].
     """
@@ -65,7 +121,7 @@ def cross_entropy(
     if logits.shape[-1] == 0:
         raise KernelValueError("cross_entropy: the vocabulary is empty")
     if labels.size == 0:
-        return jnp.zeros(labels.shape, jnp.float32)
+        return jnp.zeros(labels.shape, sums_in(logits))
     rows, vocab = labels.size, logits.shape[-1]
     bv = fit(vocab, TILE_ELEMENTS // 2)
     br = fit(rows, min(max(1, TILE_ELEMENTS // bv), jt.cdiv(rows, PROGRAMS)))
@@ -76,7 +132,7 @@ def cross_entropy(
 
 def cross_entropy_reference(logits, labels, *, ignore: int | None = -100, label_smoothing: float = 0.0):
     """`cross_entropy` in jnp."""
-    x = logits.astype(jnp.float32)
+    x = wide(logits)
     vocab = x.shape[-1]
     inside = (labels >= 0) & (labels < vocab)
     index = jnp.where(inside, labels, jnp.zeros((), labels.dtype))

@@ -8,6 +8,7 @@ import jax
 
 import jtile as jt
 from jtile.ops._shapes import as_rows, check_float, check_shape, rows_per_tile, wide
+from jtile.ops.norms_backward import norm_backward
 
 
 @jt.kernel(out_type=lambda x, params, **_: jt.like(x), grid=lambda x, params, *, br, **_: jt.cdiv(x.shape[0], br))
@@ -53,6 +54,38 @@ def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float)
     t = t + R[i, 0].astype(t.dtype)
     S[i, 0] = t.astype(s.dtype)
     Y[i, 0] = _rms(t, w[...], eps, offset).astype(y.dtype)
+
+
+def _layer_forward(x, params, **meta):
+    return layer_norm_rows(x, params, **meta), (x, params)
+
+
+def _layer_backward(residuals, g, *, eps: float, has_weight: bool, **_):
+    x, params = residuals
+    sums = 2 if len(params) > has_weight else int(has_weight)  # the bias is the second one
+    (dx,), slopes = norm_backward((x,), params[:has_weight], (g,), sums=sums, centre=True, eps=eps)
+    slopes = slopes if has_weight else slopes[1:]
+    return dx, tuple(slope.astype(p.dtype) for slope, p in zip(slopes, params))
+
+
+def _rms_forward(x, w, **meta):
+    return rms_norm_rows(x, w, **meta), (x, w)
+
+
+def _rms_backward(residuals, g, *, eps: float, offset: float, **_):
+    x, w = residuals
+    (dx,), (dw,) = norm_backward((x,), (w,), (g,), sums=1, centre=False, eps=eps, offset=offset)
+    return dx, dw.astype(w.dtype)
+
+
+def _rms_residual_forward(x, r, w, **meta):
+    return rms_norm_residual_rows(x, r, w, **meta), (x, r, w)
+
+
+def _rms_residual_backward(residuals, cts, *, eps: float, offset: float, **_):
+    x, r, w = residuals
+    (dx, dr), (dw,) = norm_backward((x, r), (w,), tuple(cts), sums=1, centre=False, eps=eps, offset=offset)
+    return dx, dr, dw.astype(w.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("eps",), inline=True)

@@ -56,6 +56,44 @@ def softmax_blocks(x, y, *, bn: int, log: bool = False):
         Y[i, j] = (t - jnp.log(total) if log else jnp.exp(t) * (1.0 / total)).astype(y.dtype)
 
 
+def _slope(y, g, axis: int, log: bool):
+    # softmax: dx_j = y_j (g_j - sum_k g_k y_k)      log_softmax: dx_j = g_j - exp(y_j) sum_k g_k
+    y, g = wide(y), wide(g)
+    if log:
+        return g - jnp.exp(y) * g.sum(axis, keepdims=True)
+    return y * (g - (y * g).sum(axis, keepdims=True))
+
+
+@jt.kernel(out_type=lambda y, g, **_: jt.like(y), grid=lambda y, g, *, br, **_: jt.cdiv(y.shape[0], br))
+def softmax_backward_rows(y, g, dx, *, br: int, log: bool = False):
+    """dx of the results y and their cotangents g [rows, n]; as `softmax_rows`."""
+    i, n = jt.program_id(0), y.shape[1]
+    Y, G, DX = (ref.tiles(br, n) for ref in (y, g, dx))
+    DX[i, 0] = _slope(Y[i, 0], G[i, 0], 1, log).astype(dx.dtype)
+
+
+@jt.kernel(out_type=lambda y, g, **_: jt.like(y), grid=lambda y, g, *, bc, **_: (y.shape[0], jt.cdiv(y.shape[2], bc)))
+def softmax_backward_columns(y, g, dx, *, bc: int, log: bool = False):
+    """dx of y, g [outer, n, inner]; as `softmax_columns`."""
+    i, j, n = jt.program_id(0), jt.program_id(1), y.shape[1]
+    Y, G, DX = (ref.tiles(None, n, bc) for ref in (y, g, dx))
+    DX[i, 0, j] = _slope(Y[i, 0, j], G[i, 0, j], 0, log).astype(dx.dtype)
+
+
+@jt.kernel(out_type=lambda y, g, **_: jt.like(y), grid=lambda y, g, **_: y.shape[0])
+def softmax_backward_blocks(y, g, dx, *, bn: int, log: bool = False):
+    """dx of y, g [rows, n]; as `softmax_blocks`: one pass for the sum, then one to write."""
+    i = jt.program_id(0)
+    Y, G, DX = (ref.tiles(None, bn) for ref in (y, g, dx))
+    total = wide(jnp.zeros((), y.dtype))
+    for j in jt.range(Y.shape[1]):
+        t = wide(G[i, j])
+        total = total + (t if log else t * wide(Y[i, j])).sum()
+    for j in jt.range(Y.shape[1]):
+        t, u = wide(G[i, j]), wide(Y[i, j])
+        DX[i, j] = (t - jnp.exp(u) * total if log else u * (t - total)).astype(dx.dtype)
+
+
 def _apply(x, axis: int, log: bool):
     op = "log_softmax" if log else "softmax"
     check_float(op, x=x)

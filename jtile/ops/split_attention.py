@@ -10,8 +10,17 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import check_rank, fit
-from jtile.ops.flash_attention import LOG2_E, NOTHING, attention_reference, check_operands, normalised, online, scores
+from jtile.ops._shapes import check_rank, fit, sums_in
+from jtile.ops.flash_attention import (
+    LOG2_E,
+    NOTHING,
+    attention_reference,
+    check_operands,
+    floordiv,
+    normalised,
+    online,
+    scores,
+)
 
 _PROGRAMS = 8  # split the keys until there are this many programs
 _SHORTEST_SPLIT = 256  # keys of a program
@@ -23,7 +32,7 @@ def _types(q, k, v, lengths, *, splits, **_):
     if splits == 1:
         return jt.like(q)
     part = (batch, k.shape[2], splits, t, heads // k.shape[2])
-    return tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*part, d), part, part))
+    return tuple(jax.ShapeDtypeStruct(s, sums_in(q)) for s in ((*part, d), part, part))
 
 
 def _grid(q, k, v, lengths, *, splits, **_):
@@ -42,13 +51,13 @@ def decode_splits(
     Q = q.tiles(None, t, group, d)[b, 0, g, 0].reshape(t * group, d)
     length = jnp.clip(lengths[b], 0, k.shape[1])
     position = length - t + jt.arange(t * group)[:, None] // group
-    begin = 0 if window is None else jax.lax.div(jnp.maximum(length - t + 1 - window, 0), bk)
+    begin = 0 if window is None else floordiv(jnp.maximum(length - t + 1 - window, 0), bk)
     end = jt.cdiv(length, bk)
     share = jt.cdiv(end - begin, splits)
     lo = jnp.minimum(begin + n * share, end)
     hi = jnp.minimum(lo + share, end)
     plain = (
-        jnp.clip(jax.lax.div(length - t + 1, bk), lo, hi) if window is None else lo
+        jnp.clip(floordiv(jnp.maximum(length - t + 1, 0), bk), lo, hi) if window is None else lo
     )  # blocks that every query sees whole
 
     def step(j, m, l, acc, edge: bool):
@@ -62,8 +71,8 @@ def decode_splits(
             v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype))
         return online(s, v_j, m, l, acc)
 
-    rows = t * group
-    m, l, acc = jt.full((rows,), NOTHING), jt.zeros((rows,)), jt.zeros((rows, d))
+    rows, wide = t * group, sums_in(q)
+    m, l, acc = jt.full((rows,), NOTHING, wide), jt.zeros((rows,), wide), jt.zeros((rows, d), wide)
     for j in jt.range(lo, plain):
         m, l, acc = step(j, m, l, acc, edge=False)
     for j in jt.range(plain, hi):
@@ -117,7 +126,7 @@ def decode_attention(
       window: a token sees its `window` newest keys, itself included.
       splits: programs that share the keys of one row and head group; default by shape.
     Returns:
-      An array like `q`, computed in float32; a token that sees no key gives zeros.
+      An array like `q`, computed in float32 (float64 for float64); a token that sees no key gives zeros.
     Raises:
       KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
     """

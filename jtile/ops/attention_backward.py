@@ -1,0 +1,156 @@
+"""Reverse mode of attention: scores again from the saved log-sum-exp (Dao et al. 2022, algorithm 4)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops._shapes import PROGRAMS, TILE_ELEMENTS, fit
+
+LOG2_E = math.log2(math.e)
+Window = tuple[int | None, int | None]  # keys that a query sees to its left and to its right, None: all
+
+
+@jt.kernel(
+    out_type=lambda o, g, ct, *, dtype: jax.ShapeDtypeStruct((o.shape[0], o.shape[2], o.shape[1]), jnp.dtype(dtype)),
+    grid=lambda o, g, ct, **_: (o.shape[0], o.shape[2]),
+)
+def attention_delta(o, g, ct, delta, *, dtype: str):
+    """delta [batch, heads, t] of o, g [batch, t, heads, d]; ct: the cotangent of the log-sum-exp in a tuple, or ()."""
+    # delta_i = sum_d g_id o_id - log2(e) ct_i, so that ds_ij = p_ij (dp_ij - delta_i)
+    b, h = jt.program_id(0), jt.program_id(1)
+    t, d = o.shape[1], o.shape[3]
+    n = fit(t, max(1, TILE_ELEMENTS // d))
+    O, G, D = o.tiles(None, n, None, d), g.tiles(None, n, None, d), delta.tiles(None, None, n)
+    for i in jt.range(jt.cdiv(t, n)):
+        row = (O[b, i, h, 0].astype(dtype) * G[b, i, h, 0].astype(dtype)).sum(1)
+        D[b, h, i] = row - LOG2_E * ct[0].tiles(None, None, n)[b, h, i].astype(dtype) if ct else row
+
+
+def _types(q, k, v, g, lse, delta, lengths, offsets, *, splits, **_):
+    """dq of every split in the dtype of the sums, dk, dv."""
+    single = splits == 1 and q.dtype == lse.dtype
+    part = q.shape if single else (splits, *q.shape)
+    return jax.ShapeDtypeStruct(part, lse.dtype), jt.like(k), jt.like(v)
+
+
+@jt.kernel(out_type=_types, grid=lambda q, k, *_, splits, **__: (k.shape[0], k.shape[2], splits))
+def flash_attention_backward(
+    q, k, v, g, lse, delta, lengths, offsets, dq, dk, dv,
+    *, bq: int, bk: int, splits: int, scale: float, softcap: float | None, window: Window,
+):  # fmt: skip
+    """A program: every `splits`-th block of keys of one row and kv head, against all queries that see it.
+
+    q, g [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lse (in powers of two), delta [batch, heads, t]; lengths
+    and offsets as in `flash_attention`. dq [(splits,) batch, t, heads, d] is only this program's share.
+    """
+    # p_ij = 2^(s_ij - lse_i)   dv_j = sum_i p_ij g_i   ds_ij = p_ij (g_i . v_j - delta_i) s'_ij
+    # dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i      tiles of p and ds are kept transposed, [bk, bq]
+    b, kv, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    (t, heads, d), keys = q.shape[1:], k.shape[1]
+    group = heads // k.shape[2]
+    K, V, DK, DV = (x.tiles(None, bk, None, d) for x in (k, v, dk, dv))
+    Q, G = (x.tiles(None, bq, None, d) for x in (q, g))
+    L, D = (x.tiles(None, None, bq) for x in (lse, delta))
+    DQ = dq.tiles(*(None,) * (len(dq.shape) - 3), bq, None, d)
+    split = (n,) if len(dq.shape) == 5 else ()
+    length = jnp.minimum(lengths[0][b], keys) if lengths else keys
+    offset = offsets[0][b] if offsets else 0
+    rows = jt.cdiv(t, bq)
+
+    def step(i, h, columns, k_j, v_j, dk_j, dv_j, edge: bool):
+        q_i, g_i = Q[b, i, h, 0], G[b, i, h, 0]
+        s = jt.dot(k_j, q_i.T)
+        p, slope = _weights(s, L[b, h, i][None, :], scale, softcap)
+        dp = jt.dot(v_j, g_i.T) - D[b, h, i][None, :]
+        ds = p * (dp if slope is None else dp * slope)
+        if edge:
+            seen = _visible(offset + i * bq + jt.arange(bq)[None, :], columns, length, window)
+            p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
+        ds = ds.astype(q.dtype)
+        here = (*split, b, i, h, 0)
+        DQ[here] = jt.dot(ds.T, k_j, DQ[here])
+        return jt.dot(ds, q_i, dk_j), jt.dot(p.astype(q.dtype), g_i, dv_j)
+
+    for h in jt.range(group):
+        for i in jt.range(rows):
+            DQ[(*split, b, i, kv * group + h, 0)] = jnp.zeros((bq, d), dq.dtype)
+    for m in jt.range(jt.cdiv(jt.cdiv(keys, bk) - n, splits)):
+        j = n + m * splits
+        columns = j * bk + jt.arange(bk)[:, None]
+        k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
+        if lengths:  # what stands behind the length may be anything
+            k_j, v_j = (jnp.where(columns < length, x, jnp.zeros((), x.dtype)) for x in (k_j, v_j))
+        lo, inner_lo, inner_hi, hi = _queries(j * bk, bk, bq, t, offset, length, window)
+        dk_j, dv_j = (jnp.zeros((bk, d), lse.dtype) for _ in range(2))
+        for x in jt.range(group):
+            h = kv * group + x
+            for i in jt.range(inner_lo, inner_hi):
+                dk_j, dv_j = step(i, h, columns, k_j, v_j, dk_j, dv_j, edge=False)
+            for e in jt.range(inner_lo - lo + hi - inner_hi):  # the edges on both sides
+                i = jnp.where(e < inner_lo - lo, lo + e, e - inner_lo + lo + inner_hi)
+                dk_j, dv_j = step(i, h, columns, k_j, v_j, dk_j, dv_j, edge=True)
+        DK[b, j, kv, 0] = (dk_j * scale).astype(dk.dtype)
+        DV[b, j, kv, 0] = dv_j.astype(dv.dtype)
+    for h in jt.range(group):
+        for i in jt.range(rows):
+            here = (*split, b, i, kv * group + h, 0)
+            DQ[here] = DQ[here] * scale
+
+
+def _weights(s, lse, scale: float, softcap: float | None):
+    """The weights 2^(score - lse) of plain products s, and the slope of the cap, None without."""
+    if softcap is None:
+        return jnp.exp2(s * (scale * LOG2_E) - lse), None
+    capped = jnp.tanh(s * (scale / softcap))
+    return jnp.exp2(capped * (softcap * LOG2_E) - lse), 1.0 - capped * capped
+
+
+def _visible(rows, columns, length, window: Window):
+    """bool [bk, bq]: which keys `columns` the queries at `rows` see."""
+    left, right = window
+    seen = columns < length
+    seen = seen if right is None else seen & (columns <= rows + right)
+    seen = seen if left is None else seen & (columns >= rows - left)
+    return jnp.broadcast_to(seen, (columns.shape[0], rows.shape[1]))
+
+
+def _queries(first, bk: int, bq: int, t: int, offset, length, window: Window):
+    """Bounds of the query blocks that see keys `first .. first + bk`: `lo <= inner_lo <= inner_hi <= hi`.
+
+    All queries of the blocks [inner_lo, inner_hi) see all of the keys; those outside of [lo, hi) none.
+    """
+    left, right = window
+    last = first + bk - 1
+    inside = lambda row: jnp.clip(row - offset, 0, t)
+    down = lambda row: jax.lax.div(row, jnp.asarray(bq, row.dtype))
+    begin = jnp.int32(0) if right is None else inside(first - right)
+    end = jnp.int32(t) if left is None else inside(last + left + 1)
+    end = jnp.where(first < length, end, begin)
+    lo, hi = down(begin), jt.cdiv(end, bq)
+    hi = jnp.where(begin < end, hi, lo)
+    inner_lo = lo if right is None else jt.cdiv(inside(last - right), bq)
+    inner_hi = hi if left is None else down(inside(first + left + 1))
+    inner_lo = jnp.where(last < length, jnp.clip(inner_lo, lo, hi), hi)
+    return lo, inner_lo, jnp.clip(inner_hi, inner_lo, hi), hi
+
+
+def attention_backward(
+    q, k, v, o, lse, g, ct_lse, lengths, offsets, *, scale: float, softcap: float | None, window: Window,
+    bq: int = 128, bk: int = 128,
+):  # fmt: skip
+    """(dq, dk, dv) for the cotangents g [batch, t, heads, d] of o and ct_lse [batch, heads, t] (or None) of lse."""
+    batch, s, groups = k.shape[:3]
+    ct = () if ct_lse is None else (ct_lse,)
+    delta = attention_delta(o, g, ct, dtype=lse.dtype.name)
+    bq, bk = fit(q.shape[1], bq), fit(s, bk)
+    splits = min(jt.cdiv(PROGRAMS, max(1, batch * groups)), jt.cdiv(s, bk))
+    dq, dk, dv = flash_attention_backward(
+        q, k, v, g, lse, delta, lengths, offsets,
+        bq=bq, bk=bk, splits=splits, scale=scale, softcap=softcap, window=window,
+    )  # fmt: skip
+    dq = dq if dq.ndim == 4 else dq[0] if splits == 1 else dq.sum(0)
+    return dq.astype(q.dtype), dk, dv
