@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from functional_rules import RULES, Cell, concrete
@@ -192,13 +193,17 @@ def _call(e: Evaluator, eqn: Any, *args: Any) -> list[Any]:
 
 def _custom_jvp(e: Evaluator, eqn: Any, *args: Any) -> list[Any]:
     """The function with its own derivative, which may use primitives of the language too."""
-    rule = eqn.params["jvp_jaxpr_fun"]
+    rule, n_consts = eqn.params["jvp_jaxpr_fun"], eqn.params["num_consts"]
     fn = jax.custom_jvp(e.function(eqn.params["call_jaxpr"]))
 
     @fn.defjvp
     def _(primals, tangents):
-        out = e.closed(jax.make_jaxpr(lambda *xs: rule.call_wrapped(*xs))(*primals, *tangents), [*primals, *tangents])
-        return out[: len(out) // 2], out[len(out) // 2 :]
+        primals, tangents = primals[n_consts:], tangents[n_consts:]
+        jaxpr, consts, zeros = rule.call_wrapped(*[False] * len(tangents))
+        out = e.closed(jax.extend.core.ClosedJaxpr(jaxpr, consts), [*primals, *tangents])
+        nonzero = iter(out[len(zeros) :])
+        values = out[: len(zeros)]
+        return values, [jnp.zeros_like(v) if z else next(nonzero) for v, z in zip(values, zeros, strict=True)]
 
     return fn(*args)
 

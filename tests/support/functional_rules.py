@@ -62,16 +62,46 @@ def lanes(dims: Sequence[Any], values: Sequence[Any], shape: Sequence[int], mask
     return np_.where(active, flat, np.int32(0)), active
 
 
+def _run(flat: Any, active: Any) -> int | None:
+    """Where the lanes start if they are neighbouring elements, all inside: short programs trace and compile fast."""
+    if not (concrete(flat) and concrete(active)) or not flat.size or not np.all(active):
+        return None
+    at = np.asarray(flat).reshape(-1)
+    return int(at[0]) if (at == at[0] + np.arange(at.size)).all() else None
+
+
+_TO_FLAT = lax.GatherDimensionNumbers((), (0,), (0,))
+_FROM_FLAT = lax.ScatterDimensionNumbers((), (0,), (0,))
+
+
 def gather(x: Any, flat: Any, active: Any, pad: Any) -> Any:
     x = jnp.asarray(x)
-    fill = jnp.full(flat.shape, pad, x.dtype)
-    return jnp.where(active, x.reshape(-1).at[flat].get(mode="clip"), fill) if x.size else fill
+    if not x.size:
+        return jnp.full(flat.shape, pad, x.dtype)
+    line, start = lax.reshape(x, (x.size,)), _run(flat, active)
+    if start is not None:
+        return lax.reshape(lax.slice(line, (start,), (start + flat.size,)), flat.shape)
+    got = lax.gather(line, flat[..., None], _TO_FLAT, (1,), mode="clip")
+    if concrete(active) and np.all(active):
+        return got
+    return lax.select(jnp.asarray(active), got, jnp.full(flat.shape, pad, x.dtype))
 
 
-def scatter(cell: Cell, flat: Any, active: Any, value: Any) -> None:
+def scatter(cell: Cell, flat: Any, active: Any, value: Any, unique: bool) -> None:
     x = jnp.asarray(cell.value)
-    at = jnp.where(active, flat, np.int32(x.size))
-    cell.value = x.reshape(-1).at[at].set(value, mode="drop").reshape(x.shape)
+    line, start = lax.reshape(x, (x.size,)), _run(flat, active)
+    if start is not None:
+        out = lax.dynamic_update_slice(line, lax.reshape(value, (flat.size,)), (np.int32(start),))
+    else:
+        out = lax.scatter(line, _aimed(x, flat, active), value, _FROM_FLAT, unique_indices=unique, mode="drop")
+    cell.value = lax.reshape(out, x.shape)
+
+
+def _aimed(x: Any, flat: Any, active: Any) -> Any:
+    """The lanes' elements as indices of a scatter: lanes that write nothing point outside, each elsewhere."""
+    np_ = np if concrete(flat) and concrete(active) else jnp
+    outside = np.int32(x.size) + np.arange(flat.size, dtype=np.int32).reshape(flat.shape)
+    return np_.where(active, flat, outside)[..., None]
 
 
 def _parts(eqn: Any, rest: Sequence[Any]) -> tuple[Any, Any, list[Any], Any]:
@@ -90,7 +120,8 @@ def _(e, eqn, ref, *rest):
 @rule("jtile_store")
 def _(e, eqn, ref, *rest):
     dims, values, (value,), mask = _parts(eqn, rest)
-    scatter(ref, *lanes(dims, values, ref.value.shape, mask), value)
+    unique = not any(isinstance(d, Take) for d in dims)
+    scatter(ref, *lanes(dims, values, ref.value.shape, mask), jnp.asarray(value), unique)
     return []
 
 
@@ -107,9 +138,9 @@ def _(e, eqn, ref, *rest):
     fn, x = eqn.params["fn"], jnp.asarray(ref.value)
     unused = type(eqn.outvars[0]).__name__ == "DropVar"
     if fn == "add" and (unused or not any(isinstance(d, Take) for d in dims)):
-        old = jnp.where(active, gather(x, flat, active, 0), jnp.zeros(flat.shape, x.dtype))
-        at = jnp.where(active, flat, np.int32(x.size))
-        ref.value = x.reshape(-1).at[at].add(value, mode="drop").reshape(x.shape)
+        old = gather(x, flat, active, 0)
+        line, at = lax.reshape(x, (x.size,)), _aimed(x, flat, active)
+        ref.value = lax.reshape(lax.scatter_add(line, at, jnp.asarray(value), _FROM_FLAT, mode="drop"), x.shape)
         return old
     return _one_by_one(ref, fn, flat, active, value, compare)
 

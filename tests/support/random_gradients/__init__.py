@@ -1,8 +1,8 @@
 """Random differentiable kernels, as source text, for hypothesis.
 
-`gradient_kernels()` draws a `Case`: the source of a small legal kernel, its specification and its arguments. Values stay
-bounded by about 8 and functions are smooth, so that float32 gradients of two right implementations agree closely.
-What decides something (a comparison, max, min) only sees elements as they were loaded: no rounding flips it.
+`gradient_kernels()` draws a `Case`: the source of a small legal kernel, its specification and its arguments. Values
+stay bounded by about 8 and functions are smooth, so that float32 gradients of two right implementations agree
+closely. What decides something (a comparison, max, min) only sees elements as they were loaded: no rounding flips it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .memory import store
 from .regions import REGIONS
 
 
-def kernel(choices: bytes, actions: int = 7) -> Case:
+def kernel(choices: bytes, actions: int = 5) -> Case:
     """The legal kernel that these choices make; smaller numbers make simpler kernels."""
     g = Gen(choices)
     g.steps = (*ACTIONS, *REGIONS)

@@ -83,7 +83,7 @@ class Gen:
     def __init__(self, choices: bytes):
         self.choices = iter(choices)
         self.rng = np.random.default_rng(list(choices[:8]))
-        self.grid = tuple(self.number(1, 3) for _ in range(self.number(1, 2)))
+        self.grid = self.choose(((2,), (1,), (3,), (2, 2), (2,), (1, 2), (3, 1)))
         self.inputs: list[Argument] = []
         self.outputs: list[Result] = []
         self.alias: dict[str, str] = {}

@@ -23,7 +23,9 @@ def load(g: Gen, shape: tuple[int, ...], dtype: str = "float32") -> V:
     index = ", ".join(parts) or "..."
     if shape and g.chance(4):
         other = g.choose((0.0, -1.5))
-        return g.put(f"jt.load({name}, {spelled(index)}, mask={mask(g, shape)}, other={other})", shape, 2, dtype, exact=True)
+        return g.put(
+            f"jt.load({name}, {spelled(index)}, mask={mask(g, shape)}, other={other})", shape, 2, dtype, exact=True
+        )
     return g.put(f"{name}[{index}]", shape, 2, dtype, exact=True)
 
 
