@@ -156,7 +156,8 @@ class Run {
   std::atomic<bool> bad_{false};  // whether anything below was written
   mutable std::mutex mutex_;
   bool failed_ = false;
-  int64_t failed_site_ = 0, failed_pid_[3] = {};
+  int64_t failed_site_ = 0;
+  std::vector<int64_t> failed_pid_;
   std::string broken_;
 };
 
@@ -205,8 +206,9 @@ void Run::print(int64_t site, const int64_t* pid, void* const* args) {
     return stop(concat("the compiled code prints at site ", site, ", which does not exist"));
   }
   try {
-    const std::string text = print_text(program_.sites_[static_cast<size_t>(site)], args);
-    write_out(concat("[", program_.name_, " ", program_text(pid), "] ", text, "\n"));
+    const Site& at = program_.sites_[static_cast<size_t>(site)];
+    const std::string text = print_text(at, args);
+    write_out(concat("[", program_.name_, " ", program_text(at, pid), "] ", text, "\n"));
   } catch (const std::exception& error) {  // no exception may cross the kernel's frames
     stop(error.what());
   }
@@ -214,11 +216,14 @@ void Run::print(int64_t site, const int64_t* pid, void* const* args) {
 
 // Chunks are taken in order, so all programs before a failing one have begun: taking no more still finds the lowest.
 void Run::record(int64_t site, const int64_t* pid) {
+  if (site < 0 || site >= static_cast<int64_t>(program_.sites_.size()))
+    return stop(concat("an assertion failed at the unknown site ", site));
+  const Site& at = program_.sites_[static_cast<size_t>(site)];  // all sites of a kernel have the same axes
   std::lock_guard lock(mutex_);
-  if (!failed_ || std::lexicographical_compare(pid, pid + 3, failed_pid_, failed_pid_ + 3)) {
+  if (!failed_ || program_before(at, pid, failed_pid_.data())) {
     failed_ = true;
     failed_site_ = site;
-    std::copy(pid, pid + 3, failed_pid_);
+    failed_pid_.assign(pid, pid + at.axes + at.lanes);
   }
   bad_.store(true);
   next_.store(program_.programs_);
@@ -229,12 +234,9 @@ void Run::check() const {
   std::lock_guard lock(mutex_);
   if (!broken_.empty()) fail(Code::kInternal, "kernel ", program_.name_, ": ", broken_);
   if (!failed_) return;
-  bool known = failed_site_ >= 0 && failed_site_ < static_cast<int64_t>(program_.sites_.size());
-  if (!known)
-    fail(Code::kInternal, "kernel ", program_.name_, ": an assertion failed at the unknown site ", failed_site_);
   const Site& site = program_.sites_[static_cast<size_t>(failed_site_)];
   fail(Code::kFailedPrecondition, "kernel ", program_.name_, ": assertion failed: ", site.message, " (program ",
-       program_text(failed_pid_), ")\n  at ", site.where);
+       program_text(site, failed_pid_.data()), ")\n  at ", site.where);
 }
 
 // -- program ----------------------------------------------------------------------------------------------------------

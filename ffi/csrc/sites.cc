@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kMaxElements = int64_t{1} << 32;
 constexpr size_t kMaxRank = 32;
+constexpr int64_t kMaxAxes = 256;
 
 SiteArg parse_arg(const Json& json) {
   SiteArg arg{&dtype_of(json.at("dtype").text("dtype")), {}};
@@ -70,12 +71,29 @@ std::vector<Piece> parse_format(std::string_view format, const std::vector<SiteA
   return pieces;
 }
 
+// An optional whole number.
+size_t parse_count(const Json& json, const char* key, size_t otherwise) {
+  const JsonDict* dict = std::get_if<JsonDict>(&json.value);
+  if (dict == nullptr || dict->find(key) == dict->end()) return otherwise;
+  int64_t count = json.at(key).integer(key);
+  if (count < 0 || count > kMaxAxes) fail(Code::kInvalidArgument, "a site has ", count, " ", key);
+  return static_cast<size_t>(count);
+}
+
+std::string tuple_text(const int64_t* begin, size_t count) {
+  std::string text = "(";
+  for (size_t k = 0; k < count; ++k) text += concat(k == 0 ? "" : ", ", begin[k]);
+  return text + ")";
+}
+
 Site parse_site(const Json& json) {
   Site site{};
   const std::string& kind = json.at("kind").text("kind");
   if (kind != "print" && kind != "assert") fail(Code::kInvalidArgument, "a site has the unknown kind '", kind, "'");
   site.is_print = kind == "print";
   site.where = json.at("where").text("where");
+  site.axes = parse_count(json, "axes", 3);
+  site.lanes = parse_count(json, "lanes", 0);
   if (!site.is_print) {
     site.message = json.at("message").text("message");
     return site;
@@ -106,6 +124,18 @@ std::string print_text(const Site& site, void* const* args) {
   return text;
 }
 
-std::string program_text(const int64_t* pid) { return concat("(", pid[0], ", ", pid[1], ", ", pid[2], ")"); }
+std::string program_text(const Site& site, const int64_t* pid) {
+  std::string text = tuple_text(pid, site.axes);
+  if (site.lanes == 0) return text;
+  const int64_t* lanes = pid + site.axes;
+  return concat(text, ", lane ", site.lanes == 1 ? concat(*lanes) : tuple_text(lanes, site.lanes));
+}
+
+bool program_before(const Site& site, const int64_t* one, const int64_t* other) {
+  const int64_t *lanes = one + site.axes, *others = other + site.axes;
+  auto [a, b] = std::mismatch(lanes, lanes + site.lanes, others);
+  if (a != lanes + site.lanes) return *a < *b;
+  return std::lexicographical_compare(one, one + site.axes, other, other + site.axes);
+}
 
 }  // namespace jtile

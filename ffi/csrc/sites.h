@@ -28,16 +28,22 @@ struct Site {
   std::string where;    // "file:line"
   std::vector<SiteArg> args;
   std::vector<Piece> pieces;  // of a print
+  // How many program ids there are: the kernel's own, and behind them those of vmaps, the outer one first.
+  size_t axes = 3, lanes = 0;
 };
 
 // Reads a JSON list of {"kind": "print"|"assert", "format"|"message": str, "where": str, "args": [{"dtype", "shape"}]}.
-// A format is that of str.format with the fields {}, {k} and {:spec}. Empty text stands for no sites. Throws Error.
+// A site may have "axes" and "lanes", too. A format is that of str.format with the fields {}, {k} and {:spec}. Empty
+// text stands for no sites. Throws Error.
 std::vector<Site> parse_sites(std::string_view json);
 
 // The printed line of a print site, without its end.
 std::string print_text(const Site& site, void* const* args);
 
-// "(0, 1, 2)" for a program id.
-std::string program_text(const int64_t* pid);
+// "(0, 1, 2)" for the ids of a program; "(0, 1, 2), lane 5" and "(0, 1, 2), lane (3, 5)" under vmap.
+std::string program_text(const Site& site, const int64_t* pid);
+
+// Whether one program comes before another in the order of the grid, whose outer axes are those of vmaps.
+bool program_before(const Site& site, const int64_t* one, const int64_t* other);
 
 }  // namespace jtile

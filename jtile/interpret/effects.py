@@ -70,13 +70,14 @@ def _num_programs(m: Machine, op: NumPrograms):
 
 @rule(Print)
 def _print(m: Machine, op: Print):
-    print(f"[{m.kernel.name} {_three(m.pid)}] " + op.format.format(*(_Shown(m.env[v]) for v in op.args)))
+    pid = _three_at_least(m.pid, m.kernel.lanes)
+    print(f"[{m.kernel.name} {m.kernel.program_text(pid)}] " + op.format.format(*(_Shown(m.env[v]) for v in op.args)))
     return ()
 
 
-def _three(pid: tuple[int, ...]) -> str:
-    """Program ids look the same everywhere: three axes."""
-    return "(" + ", ".join(map(str, (*pid, 0, 0, 0)[: max(3, len(pid))])) + ")"
+def _three_at_least(pid: tuple[int, ...], lanes: int) -> tuple[int, ...]:
+    """Printed program ids look the same everywhere: three axes, besides those of vmap."""
+    return (*pid, *[0] * (3 + lanes - len(pid)))
 
 
 class _Shown:

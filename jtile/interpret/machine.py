@@ -89,7 +89,7 @@ class Machine:
     def error(self, kind: type[InterpreterError], op: Op, message: str, ref: Value | None = None) -> InterpreterError:
         about = f", Ref {ref.name or '_'}" if ref is not None else ""
         where = (op.loc.file, op.loc.line) if op.loc.file else None
-        return kind(f"kernel {self.kernel.name}, program {self.pid}{about}: {message}", where)
+        return kind(f"kernel {self.kernel.name}, program {self.kernel.program_text(self.pid)}{about}: {message}", where)
 
     # -- memory -------------------------------------------------------------------------------------------------
     def lanes(self, op: Any) -> tuple[Buffer, Lanes]:
@@ -122,7 +122,7 @@ class Machine:
         conflict = buffer.access(at, self.linear, kind)
         if conflict:
             element, other, did = conflict
-            who = "several other programs" if other == SEVERAL else f"program {self._pid_of(other)}"
+            who = "several other programs" if other == SEVERAL else f"program {self._named(other)}"
             verb = {"read": "reads", "write": "writes", "atomic": "updates atomically"}[kind]
             why = f"race: it {verb} element {buffer.unravel(element)}, which {who} {did}"
             raise self.error(RaceError, op, why, op.ref)
@@ -134,6 +134,9 @@ class Machine:
     def _flag(self, flags: list[np.ndarray], ref: Value, at: np.ndarray) -> None:
         if ref in self.position:
             flags[self.position[ref]][at] = True
+
+    def _named(self, linear: int) -> str:
+        return self.kernel.program_text(self._pid_of(linear))
 
     def _pid_of(self, linear: int) -> tuple[int, ...]:
         return tuple(int(i) for i in np.unravel_index(linear, self.kernel.grid)) if self.kernel.grid else ()

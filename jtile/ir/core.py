@@ -261,6 +261,7 @@ class Kernel:
       grid: number of programs per axis (empty: one program; a 0: none).
       aliases: pairs (index of an input, index of an output among the outputs) that share one buffer.
       inits: per output, the number it starts from, or None (undefined).
+      lanes: how many of the grid's axes, the leading ones, stand for vmaps: print and assert tell them apart.
     """
 
     name: str
@@ -270,6 +271,7 @@ class Kernel:
     aliases: tuple[tuple[int, int], ...] = ()
     inits: tuple[float | int | None, ...] = ()
     loc: Loc = NOWHERE
+    lanes: int = 0
 
     def refs(self, role: str) -> list[Value]:
         return [p for p in self.params if isinstance(p.type, RefType) and p.type.role == role]
@@ -285,6 +287,12 @@ class Kernel:
     @property
     def scratch(self) -> list[Value]:
         return self.refs("scratch")
+
+    def program_text(self, pid: tuple[int, ...]) -> str:
+        """How messages name a program: `(0, 2)`, under vmap `(0, 2), lane 5`, under two `(0, 2), lane (1, 5)`, the
+        outer one first."""
+        lanes, own = pid[: self.lanes], pid[self.lanes :]
+        return str(own) + (f", lane {lanes[0] if len(lanes) == 1 else lanes}" if lanes else "")
 
     def with_body(self, body: Block) -> Kernel:
         return dataclasses.replace(self, body=body)

@@ -222,11 +222,14 @@ class _Parser:
         params = tuple(self.define(t, Value(type)) for t, type in self.listed(self.parameter, ")"))
         k = Kernel(json.loads(name.text) if name.kind == "string" else name.text, params, (), Block())
         inits: dict[int, Any] = {}
-        while self.peek.text in ("grid", "alias", "init"):
+        while self.peek.text in ("grid", "lanes", "alias", "init"):
             clause = self.next().text
             self.expect("(")
             if clause == "grid":
                 k.grid = tuple(self.listed(self.side, ")"))
+            elif clause == "lanes":
+                k.lanes = self.integer()
+                self.expect(")")
             elif clause == "alias":
                 pair = lambda: (self._position(k.inputs), self.expect("=") and self._position(k.outputs))
                 k.aliases = tuple(self.listed(pair, ")"))

@@ -40,6 +40,8 @@ def print_kernel(kernel: Kernel, locations: bool = False) -> str:
     tail = ""
     if kernel.grid:
         tail += f" grid({', '.join(map(spell_size, kernel.grid))})"
+    if kernel.lanes:
+        tail += f" lanes({kernel.lanes})"
     if kernel.aliases:
         pairs = (f"{p.name(kernel.inputs[i])} = {p.name(kernel.outputs[o])}" for i, o in kernel.aliases)
         tail += f" alias({', '.join(pairs)})"

@@ -23,7 +23,8 @@ def batch(kernel: ir.Kernel, size: int, batched: Sequence[bool]) -> ir.Kernel:
     params = tuple(walk.param(p, size if b else None) for p, b in zip(kernel.params, flags, strict=True))
     body = walk.block(kernel.body)
     body.ops.insert(0, lane)
-    return dataclasses.replace(kernel, params=params, grid=(size, *kernel.grid), body=body)
+    grid, lanes = (size, *kernel.grid), kernel.lanes + 1
+    return dataclasses.replace(kernel, params=params, grid=grid, lanes=lanes, body=body)
 
 
 class _Batch:

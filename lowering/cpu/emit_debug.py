@@ -13,15 +13,24 @@ PRINT_SLOT, FAIL_SLOT = 0, 1  # positions in struct jtile_host
 
 
 def _site(em: Emitter, op: ir.Op, **facts) -> Val:
-    em.sites.append({**facts, "where": str(op.loc)})
+    axes, lanes = _axes(em)
+    shape = {} if (axes, lanes) == (3, 0) else {"axes": axes, "lanes": lanes}
+    em.sites.append({**facts, **shape, "where": str(op.loc)})
     return i64(len(em.sites) - 1)
 
 
+def _axes(em: Emitter) -> tuple[int, int]:
+    """How many program ids the host is shown: the kernel's own (at least three), and those that stand for vmaps."""
+    lanes = em.kernel.lanes
+    return max(3, len(em.kernel.grid) - lanes), lanes
+
+
 def _program_ids(em: Emitter) -> Val:
-    """The three program ids in memory."""
-    slot = em.code.var("i64", count=3)
-    for k in range(3):
-        em.code.store(em.program.get(k, i64(0)), em.code.gep("i64", slot, k))
+    """The program ids in memory: the kernel's own, then those of vmaps, the outer one first."""
+    axes, lanes = _axes(em)
+    slot = em.code.var("i64", count=axes + lanes)
+    for place, k in enumerate((*range(lanes, lanes + axes), *range(lanes))):
+        em.code.store(em.program.get(k, i64(0)), em.code.gep("i64", slot, place))
     return slot
 
 
