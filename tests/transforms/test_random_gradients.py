@@ -1,0 +1,128 @@
+"""Derivatives and batches of random kernels equal those of their functional form, by JAX's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from functional import functional
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_gradients import Case, gradient_kernels
+
+SUPPRESS = list(HealthCheck)
+FAST = {"xla_backend_optimization_level": 0}  # of the reference: compiling it takes most of the time
+
+
+def differences(got: Any, want: Any) -> list[float]:
+    """The relative error of each leaf; numbers below a hundredth count as such, since sums may cancel."""
+    out = []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if a.dtype == jax.dtypes.float0:
+            continue
+        x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        undefined = np.isnan(x) & np.isnan(y)  # poison that neither wrote
+        x, y = np.where(undefined, 0, x), np.where(undefined, 0, y)
+        out.append(float(np.linalg.norm(x - y) / (np.linalg.norm(y) + 1e-2)))
+    return out
+
+
+class Derivatives:
+    """A kernel of the float arguments of a case, beside its functional form, and random directions for both."""
+
+    def __init__(self, case: Case, interpret: bool):
+        self.case, self.kernel = case, case.define().with_options(interpret=interpret)
+        self.floats = [k for k, a in enumerate(case.args) if jnp.issubdtype(a.dtype, np.floating)]
+        self.primals = [case.args[k] for k in self.floats]
+        self.rng = np.random.default_rng(len(case.source))
+        self.tangents = [self.like(x) for x in self.primals]
+        self.cotangents = tuple(self.like(x) for x in jax.eval_shape(self.ours, *self.primals))
+
+    def like(self, x: Any) -> jax.Array:
+        return jnp.asarray(self.rng.uniform(-1, 1, x.shape).astype(np.float32)).astype(x.dtype)
+
+    def with_floats(self, floats: tuple[Any, ...]) -> list[Any]:
+        args = list(self.case.args)
+        for k, x in zip(self.floats, floats, strict=True):
+            args[k] = x
+        return args
+
+    def ours(self, *floats: Any) -> Any:
+        return self.kernel(*self.with_floats(floats))
+
+    def reference(self, *floats: Any) -> Any:
+        return functional(self.kernel, *self.with_floats(floats))
+
+    def vjp(self, f: Callable[..., Any]) -> Any:
+        def run(primals, cotangents):
+            out, pull = jax.vjp(f, *primals)
+            return out, pull(cotangents)
+
+        return run, (self.primals, self.cotangents)
+
+    def jvp(self, f: Callable[..., Any]) -> Any:
+        return lambda primals, tangents: jax.jvp(f, primals, tangents), (self.primals, self.tangents)
+
+    def agree(self, transform: Callable[..., Any]) -> None:
+        expected, args = transform(self.reference)
+        want = jax.jit(expected).lower(*args).compile(FAST)(*args)
+        got = transform(self.ours)[0](*args)
+        errors, limit = differences(got, want), 3e-2 if self.case.narrow else 1e-4
+        if not all(e <= limit for e in errors):
+            pytest.fail(f"relative errors {errors} of outputs, then cotangents, of {self.case}")
+
+
+def batch(case: Case, sizes: list[bool], place: int) -> tuple[list[Any], list[int | None]]:
+    """Three slices of every argument that `sizes` picks, at axis `place` where it has that many."""
+    axes = [min(place, a.ndim) if yes else None for a, yes in zip(case.args, sizes, strict=False)]
+    axes += [None] * (len(case.args) - len(axes))
+    axes[0] = 0 if not any(a is not None for a in axes) else axes[0]
+    scale = lambda a, f: a * jnp.asarray(f, a.dtype) if jnp.issubdtype(a.dtype, np.floating) else a
+    args = [a if k is None else jnp.stack([a, scale(a, 0.5), scale(a, -1)], k) for a, k in zip(case.args, axes)]
+    return args, axes
+
+
+@settings(max_examples=140, suppress_health_check=SUPPRESS)
+@given(gradient_kernels())
+def test_vjp_of_native_code(case: Case):
+    d = Derivatives(case, interpret=False)
+    d.agree(d.vjp)
+
+
+@settings(max_examples=60, suppress_health_check=SUPPRESS)
+@given(gradient_kernels())
+def test_vjp_in_the_interpreter(case: Case):
+    d = Derivatives(case, interpret=True)
+    d.agree(d.vjp)
+
+
+@settings(max_examples=40, suppress_health_check=SUPPRESS)
+@given(gradient_kernels(), st.booleans())
+def test_jvp(case: Case, interpret: bool):
+    d = Derivatives(case, interpret)
+    d.agree(d.jvp)
+
+
+@settings(max_examples=30, suppress_health_check=SUPPRESS)
+@given(gradient_kernels(), st.booleans(), st.lists(st.booleans(), min_size=3, max_size=8), st.integers(0, 2))
+def test_vmap(case: Case, interpret: bool, sizes: list[bool], place: int):
+    kernel = case.define().with_options(interpret=interpret)
+    args, axes = batch(case, sizes, place)
+    reference = jax.vmap(lambda *a: functional(kernel, *a), axes)
+    want = jax.jit(reference).lower(*args).compile(FAST)(*args)
+    errors = differences(jax.vmap(kernel, axes)(*args), want)
+    assert all(e <= (2e-2 if case.narrow else 1e-4) for e in errors), f"{errors} with axes {axes} of {case}"
+
+
+@settings(max_examples=20, suppress_health_check=SUPPRESS)
+@given(gradient_kernels())
+def test_the_functional_form_is_what_the_interpreter_computes(case: Case):
+    kernel = case.define()
+    want = kernel.interpret(*case.args)
+    errors = differences(jax.jit(lambda: functional(kernel, *case.args)).lower().compile(FAST)(), want)
+    assert all(e <= (2e-2 if case.narrow else 1e-5) for e in errors), f"{errors} of {case}"
