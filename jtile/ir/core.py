@@ -261,7 +261,8 @@ class Kernel:
       grid: number of programs per axis (empty: one program; a 0: none).
       aliases: pairs (index of an input, index of an output among the outputs) that share one buffer.
       inits: per output, the number it starts from, or None (undefined).
-      lanes: how many of the grid's axes, the leading ones, stand for vmaps: print and assert tell them apart.
+      lanes: how many of the grid's axes, the leading ones, stand for vmaps. Only print and assert read it, to tell them
+        apart; a pass that makes other axes of a grid need not keep it.
     """
 
     name: str
