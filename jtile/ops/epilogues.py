@@ -7,6 +7,7 @@ import functools
 import jax
 
 import jtile as jt
+from jtile.ops._shapes import TILE_ELEMENTS, as_rows, fit, rows_per_tile, wide
 
 ACTIVATIONS = {
     None: lambda y: y,
@@ -22,3 +23,26 @@ def check_activation(op: str, name: str | None) -> None:
     if name not in ACTIVATIONS:
         known = ", ".join(str(a) for a in ACTIVATIONS)
         raise jt.errors.KernelValueError(f"{op}: unknown activation {name!r}; expected one of {known}")
+
+
+@jt.kernel(
+    out_type=lambda z, g, **_: jt.like(g),
+    grid=lambda z, g, *, br, bn, **_: (jt.cdiv(z.shape[0], br), jt.cdiv(z.shape[1], bn)),
+)
+def activation_slope_tiles(z, g, dz, *, br: int, bn: int, activation: str):
+    """Tiles [br, bn] of z, g, dz [rows, n]."""
+    # dz = act'(z) g
+    i, j = jt.program_id(0), jt.program_id(1)
+    Z, G, DZ = (x.tiles(br, bn) for x in (z, g, dz))
+    t = wide(Z[i, j])
+    DZ[i, j] = jax.vjp(ACTIVATIONS[activation], t)[1](G[i, j].astype(t.dtype))[0].astype(dz.dtype)
+
+
+def activation_slope(z, g, activation: str):
+    """The cotangent of z [..., n] for g, that of `activation(z)`, in the dtype of g."""
+    if z.size == 0:
+        return g
+    rows = as_rows(z)
+    bn = fit(rows.shape[1], TILE_ELEMENTS)
+    meta = {"br": rows_per_tile(rows.shape[0], bn, TILE_ELEMENTS), "bn": bn, "activation": activation}
+    return activation_slope_tiles(rows, as_rows(g), **meta).reshape(g.shape)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops.epilogues import ACTIVATIONS, check_activation
+from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 
 TILE = 256  # side of a tile of the result: A and B panels of one program stay in the second-level cache
 
@@ -131,26 +131,67 @@ def _even(n: int, limit: int) -> int:
     return next((d for d in range(limit, part - 1, -1) if n % d == 0), -(-part // 16) * 16)
 
 
-def _out_type(a, b, *_, ta, tb, out_dtype, **__):
+def _sums(a, b):
+    """The dtype of the sums."""
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return jnp.dtype(jnp.int32)
+    return jnp.dtype(jnp.float64 if jnp.float64 in (a.dtype, b.dtype) else jnp.float32)
+
+
+def _out_type(a, b, *_, ta, tb, out_dtype, save, **__):
     m, n = a.shape[2 if ta else 1], b.shape[1 if tb else 2]
-    return jax.ShapeDtypeStruct((max(a.shape[0], b.shape[0]), m, n), jnp.dtype(out_dtype))
+    y, z = (jax.ShapeDtypeStruct((max(a.shape[0], b.shape[0]), m, n), jnp.dtype(d)) for d in (out_dtype, _sums(a, b)))
+    return (y, z) if save else y
 
 
 def _grid(a, b, *_, ta, tb, bm, bn, **__):
     m, n = a.shape[2 if ta else 1], b.shape[1 if tb else 2]
-    return a.shape[0], jt.cdiv(m, bm), jt.cdiv(n, bn)
+    return max(a.shape[0], b.shape[0]), jt.cdiv(m, bm), jt.cdiv(n, bn)
 
 
 @jt.kernel(out_type=_out_type, grid=_grid, name="matmul")
-def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn):
-    # Y[i, j] = act(A[i, :] B[:, j] + bias[j])
-    *bias, y = refs
+def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, save=False):
+    # Y[i, j] = act(Z[i, j])     Z[i, j] = A[i, :] B[:, j] + bias[j], an output too with `save`
+    bias, (y, *z) = (refs[: -2 if save else -1], refs[-2 if save else -1 :])
     e, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    w = e if b.shape[0] > 1 else 0
+    ea, eb = (e if x.shape[0] > 1 else 0 for x in (a, b))
     k = a.shape[1 if ta else 2]
-    A = a.tiles(None, k, bm)[e, 0, i].T if ta else a.tiles(None, bm, k)[e, i, 0]
-    B = b.tiles(None, bn, k)[w, j, 0].T if tb else b.tiles(None, k, bn)[w, 0, j]
+    A = a.tiles(None, k, bm)[ea, 0, i].T if ta else a.tiles(None, bm, k)[ea, i, 0]
+    B = b.tiles(None, bn, k)[eb, j, 0].T if tb else b.tiles(None, k, bn)[eb, 0, j]
     Y = jt.dot(A, B)
     if bias:
         Y = Y + bias[0].tiles(None, bn)[0, j][None, :].astype(Y.dtype)
+    if save:
+        z[0].tiles(None, bm, bn)[e, i, j] = Y
     y.tiles(None, bm, bn)[e, i, j] = ACTIVATIONS[activation](Y).astype(out_dtype)
+
+
+def product(a, b, out_dtype, *, ta: bool = False, tb: bool = False):
+    """`op(a) op(b)` of arrays [batch or 1, rows, columns], without checks; `ta`, `tb`: op transposes."""
+    m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
+    return _matmul(a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **tiles(m, n, k))
+
+
+def cotangents(a, b, g, *, ta: bool, tb: bool):
+    """Those of a and b for the cotangent g [batch, m, n] of `product(a, b)`: products again, no transpose is copied."""
+    # dA = G B^T     dB = A^T G     for op(a) = a^T the transposes of these
+    da = product(b, g, a.dtype, ta=tb, tb=True) if ta else product(g, b, a.dtype, tb=not tb)
+    wide = _sums(a, b) if b.shape[0] < g.shape[0] else b.dtype  # one weight for all the batch
+    db = product(g, a, wide, ta=True, tb=ta) if tb else product(a, g, wide, ta=not ta)
+    return da, db if db.shape == b.shape else db.sum(0, keepdims=True).astype(b.dtype)
+
+
+def _forward(a, b, *bias, activation, save, **meta):
+    if activation is None and not save:
+        return _matmul(a, b, *bias, activation=None, **meta), (a, b, bias, None)
+    y, z = _matmul(a, b, *bias, activation=activation, save=True, **meta)
+    return (y, z) if save else y, (a, b, bias, z)
+
+
+def _backward(residuals, ct, *, activation, ta, tb, save, **_):
+    a, b, bias, z = residuals
+    g = ct[0] if save else ct
+    g = g if activation is None else activation_slope(z, g, activation)
+    g = g + ct[1].astype(g.dtype) if save else g
+    db = (g.astype(_sums(a, b)).sum((0, 1))[None, :].astype(bias[0].dtype),) if bias else ()
+    return *cotangents(a, b, g, ta=ta, tb=tb), *db

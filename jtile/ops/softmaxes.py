@@ -12,6 +12,7 @@ import jtile as jt
 from jtile.ops._shapes import ROW_ELEMENTS, TILE_ELEMENTS, as_rows, check_axis, check_float, fit, rows_per_tile, wide
 
 _ONE_TILE = 2048  # a longer row is taken in blocks, twice: exp of a block costs less than waiting for all of the row
+_BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backward, the first pass is a sum only: blocks pay off sooner
 
 
 def _normalise(x, axis: int, log: bool):
@@ -92,6 +93,22 @@ def softmax_backward_blocks(y, g, dx, *, bn: int, log: bool = False):
     for j in jt.range(Y.shape[1]):
         t, u = wide(G[i, j]), wide(Y[i, j])
         DX[i, j] = (t - jnp.exp(u) * total if log else u * (t - total)).astype(dx.dtype)
+
+
+def _forward(kernel, x, **meta):
+    y = kernel(x, **meta)
+    return y, y
+
+
+def _rows_backward(y, g, *, log: bool, br: int = 1, **_):
+    n = y.shape[1]
+    if n < _BLOCKS_FROM:
+        return (softmax_backward_rows(y, g, br=br, log=log),)
+    return (softmax_backward_blocks(y, g, bn=fit(n, _BACKWARD_BLOCK), log=log),)
+
+
+def _columns_backward(y, g, **meta):
+    return (softmax_backward_columns(y, g, **meta),)
 
 
 def _apply(x, axis: int, log: bool):
