@@ -44,6 +44,8 @@ def library() -> ctypes.CDLL:
         "jtile_open": (i32, text, i64, text, text, text, i64, i64, i64, out, text, i64),
         "jtile_close": (None, pointer),
         "jtile_run": (i32, pointer, out, i64, text, i64),
+        "jtile_open_sized": (i32, text, i64, text, text, text, out_i64, i64, i64, i64, out, text, i64),
+        "jtile_run_sized": (i32, pointer, out, out_i64, i64, text, i64),
         "jtile_link": (i32, text, i64, i32, u64, text, i64, out_i64, out_i64, text, i64),
         "jtile_check_isa": (i32, text, text, i64),
         "jtile_sha256": (None, text, i64, text),

@@ -20,12 +20,14 @@ class LoadedImage:
 
     Args:
       image: the relocatable ELF object, exporting `jtile_entry`.
-      programs: number of programs of the grid (the product of its sides).
+      programs: number of programs of the grid (the product of its sides); not read where there are `dims`.
       workspace: bytes of scratch for each worker.
       isa: `"x86_64:feature,..."`, checked against the machine; None: this machine's architecture, no features.
       sites: the print and assert sites, as JSON text or the list that it encodes.
       name: the kernel's name in messages.
       cost: estimated nanoseconds of one program: threads take chunks of at least a few microseconds.
+      dims: of a kernel with dynamic sizes, four numbers for each such dimension of an operand: operand, axis, place of
+        its symbol, and how many times the symbol it is.
     Raises:
       FfiError: the object is damaged, foreign, or needs a CPU feature that the machine lacks.
     """
@@ -40,13 +42,18 @@ class LoadedImage:
         sites: str | Sequence[dict] = "[]",
         name: str = "kernel",
         cost: int = 10_000,
+        dims: Sequence[int] = (),
     ):
         text = sites if isinstance(sites, str) else json.dumps(list(sites))
         isa = host_arch() if isa is None else isa
         handle = ctypes.c_void_p()
-        head = (image, len(image), name.encode(), isa.encode(), text.encode(), programs, workspace, cost)
-        call("jtile_open", *head, ctypes.byref(handle))
-        self.name, self._handle = name, handle
+        head = (image, len(image), name.encode(), isa.encode(), text.encode())
+        if dims:
+            numbers = (ctypes.c_int64 * len(dims))(*dims)
+            call("jtile_open_sized", *head, numbers, len(dims) // 4, workspace, cost, ctypes.byref(handle))
+        else:
+            call("jtile_open", *head, programs, workspace, cost, ctypes.byref(handle))
+        self.name, self._handle, self._dims = name, handle, tuple(dims)
         self._close = weakref.finalize(self, library().jtile_close, handle)
 
     def run(self, arrays: Sequence[np.ndarray], *, threads: int = 1) -> None:
@@ -62,7 +69,12 @@ class LoadedImage:
             if not array.flags.c_contiguous:
                 raise ValueError(f"kernel {self.name}: array {k} is not C-contiguous; pass np.ascontiguousarray of it")
         pointers = (ctypes.c_void_p * max(1, len(arrays)))(*(array.ctypes.data for array in arrays))
-        call("jtile_run", self._handle, pointers, threads)
+        if self._dims:
+            places = list(zip(self._dims[0::4], self._dims[1::4], strict=True))
+            sizes = (ctypes.c_int64 * len(places))(*(arrays[k].shape[axis] for k, axis in places))
+            call("jtile_run_sized", self._handle, pointers, sizes, threads)
+        else:
+            call("jtile_run", self._handle, pointers, threads)
 
     def close(self) -> None:
         """Unload the image; a second call does nothing."""
@@ -79,12 +91,13 @@ def run_image(
     sites: str | Sequence[dict] = "[]",
     name: str = "kernel",
     threads: int = 1,
+    dims: Sequence[int] = (),
 ) -> None:
     """Load a compiled kernel, run its grid over `arrays` (operands, then results, written in place), unload it.
 
     The arguments and errors are those of `LoadedImage` and `LoadedImage.run`.
     """
-    loaded = LoadedImage(image, programs=programs, workspace=workspace, isa=isa, sites=sites, name=name)
+    loaded = LoadedImage(image, programs=programs, workspace=workspace, isa=isa, sites=sites, name=name, dims=dims)
     try:
         loaded.run(arrays, threads=threads)
     finally:

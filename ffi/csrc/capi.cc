@@ -33,6 +33,13 @@ int32_t guarded(char* error, int64_t capacity, Body body) {
   }
 }
 
+void run(const Program& program, const Launch& launch, void* const* bufs, int64_t threads) {
+  if (threads <= 1) return program.run_serial(launch, bufs);
+  std::vector<std::jthread> helpers;
+  program.run_parallel(launch, bufs, threads,
+                       [&helpers](std::function<void()> task) { helpers.emplace_back(std::move(task)); });
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -54,10 +61,28 @@ void jtile_close(void* handle) { delete static_cast<Program*>(handle); }
 int32_t jtile_run(void* handle, void* const* bufs, int64_t threads, char* error, int64_t capacity) {
   return guarded(error, capacity, [&] {
     const auto& program = *static_cast<const Program*>(handle);
-    if (threads <= 1) return program.run_serial(bufs);
-    std::vector<std::jthread> helpers;
-    program.run_parallel(bufs, threads,
-                         [&helpers](std::function<void()> task) { helpers.emplace_back(std::move(task)); });
+    run(program, program.launch(nullptr), bufs, threads);
+  });
+}
+
+// jtile_open for a kernel with dynamic sizes: `dims` are 4 * `count` numbers, as the attribute of a call has them.
+int32_t jtile_open_sized(const char* image, int64_t size, const char* name, const char* isa, const char* sites,
+                         const int64_t* dims, int64_t count, int64_t workspace, int64_t cost, void** out, char* error,
+                         int64_t capacity) {
+  return guarded(error, capacity, [&] {
+    Attributes attributes{.image = {image, static_cast<size_t>(size)}, .name = name, .isa = isa, .sites = sites};
+    attributes.programs = -1, attributes.workspace = workspace, attributes.cost = cost;
+    attributes.dims.assign(dims, dims + 4 * count);
+    *out = new Program(attributes);
+  });
+}
+
+// jtile_run for such a kernel: `sizes` are those of its dynamic dimensions, in the order of `dims`.
+int32_t jtile_run_sized(void* handle, void* const* bufs, const int64_t* sizes, int64_t threads, char* error,
+                        int64_t capacity) {
+  return guarded(error, capacity, [&] {
+    const auto& program = *static_cast<const Program*>(handle);
+    run(program, program.launch(sizes), bufs, threads);
   });
 }
 

@@ -43,6 +43,12 @@ T attribute(ffi::Dictionary attrs, std::string_view name) {
   return *value;
 }
 
+std::vector<int64_t> optional_numbers(ffi::Dictionary attrs, std::string_view name) {
+  if (!attrs.contains(name)) return {};
+  auto numbers = attribute<ffi::Span<const int64_t>>(attrs, name);
+  return {numbers.begin(), numbers.end()};
+}
+
 ffi::ErrorOr<std::unique_ptr<CpuState>> instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) {
   try {
     return std::make_unique<CpuState>(Attributes{
@@ -53,6 +59,7 @@ ffi::ErrorOr<std::unique_ptr<CpuState>> instantiate(ffi::RemainingArgs, ffi::Rem
         .programs = attribute<int64_t>(attrs, "programs"),
         .workspace = attribute<int64_t>(attrs, "workspace"),
         .cost = attribute<int64_t>(attrs, "cost"),
+        .dims = optional_numbers(attrs, "dims"),
     });
   } catch (const Error& error) {
     return to_ffi(error);
@@ -76,6 +83,19 @@ class Pointers {
   void** data_;
 };
 
+Launch launch_of(const Program& program, ffi::RemainingArgs args) {
+  const std::vector<Dimension>& dimensions = program.dimensions();
+  if (dimensions.empty()) return program.launch(nullptr);
+  std::vector<int64_t> sizes;
+  for (const Dimension& d : dimensions) {
+    ffi::ErrorOr<ffi::AnyBuffer> arg = args.get<ffi::AnyBuffer>(static_cast<size_t>(d.operand));
+    if (arg.has_error() || d.axis >= static_cast<int64_t>(arg->dimensions().size()))
+      fail(Code::kInvalidArgument, "kernel ", program.name(), ": it has no axis ", d.axis, " of operand ", d.operand);
+    sizes.push_back(arg->dimensions()[static_cast<size_t>(d.axis)]);
+  }
+  return program.launch(sizes.data());
+}
+
 ffi::Error execute(CpuState* state, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Dictionary) {
   Pointers bufs(args.size() + rets.size());
@@ -91,11 +111,12 @@ ffi::Error execute(CpuState* state, ffi::ThreadPool pool, ffi::RemainingArgs arg
   }
   try {
     const Program& program = state->program;
-    int64_t workers = program.workers(pool.num_threads());
+    const Launch launch = launch_of(program, args);
+    int64_t workers = program.workers(launch, pool.num_threads());
     if (workers == 1) {
-      program.run_serial(bufs.data());
+      program.run_serial(launch, bufs.data());
     } else {
-      program.run_parallel(bufs.data(), workers,
+      program.run_parallel(launch, bufs.data(), workers,
                            [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
     }
   } catch (const Error& error) {

@@ -10,6 +10,7 @@ namespace {
 
 constexpr uint64_t kMaxSize = uint64_t{256} << 20;  // of the file and of the linked object
 constexpr std::string_view kEntry = "jtile_entry";
+constexpr std::string_view kGrid = "jtile_grid";
 
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
@@ -39,7 +40,9 @@ Object::Object(std::string_view bytes, Machine machine, uint64_t page_size)
   read_symbols();
   place_sections();
   scan_relocations();
-  find_entry();
+  entry_ = find_function(kEntry);
+  if (entry_ == kNone) refuse("it does not define the function '", kEntry, "'");
+  grid_ = find_function(kGrid);
 }
 
 // -- checked access ---------------------------------------------------------------------------------------------------
@@ -249,25 +252,26 @@ void Object::scan_relocations() {
   }
 }
 
-void Object::find_entry() {
+// The offset of an exported function in the linked object; kNone where there is none of this name.
+uint64_t Object::find_function(std::string_view name) const {
   const Elf64_Sym* entry = nullptr;
   for (size_t k = 1; k < symbols_.size(); ++k) {
-    if (ELF64_ST_BIND(symbols_[k].st_info) == STB_LOCAL || symbol_name(symbols_[k]) != kEntry) continue;
-    if (entry != nullptr) refuse("it defines '", kEntry, "' twice");
+    if (ELF64_ST_BIND(symbols_[k].st_info) == STB_LOCAL || symbol_name(symbols_[k]) != name) continue;
+    if (entry != nullptr) refuse("it defines '", name, "' twice");
     entry = &symbols_[k];
   }
-  if (entry == nullptr) refuse("it does not define the function '", kEntry, "'");
+  if (entry == nullptr) return kNone;
   bool sectioned = entry->st_shndx < sections_.size();
   if (!sectioned || sections_[entry->st_shndx].place < 0 || sections_[entry->st_shndx].segment != kExecute) {
-    refuse("'", kEntry, "' is not in a section of code");
+    refuse("'", name, "' is not in a section of code");
   }
   const Section& section = sections_[entry->st_shndx];
   uint64_t align = machine_ == Machine::kAarch64 ? 4 : 1;
   if (section.header.sh_type != SHT_PROGBITS || entry->st_value >= section.header.sh_size ||
       entry->st_value % align != 0) {
-    refuse("'", kEntry, "' does not point at code");
+    refuse("'", name, "' does not point at code");
   }
-  entry_ = static_cast<uint64_t>(section.place) + entry->st_value;
+  return static_cast<uint64_t>(section.place) + entry->st_value;
 }
 
 // -- linking ----------------------------------------------------------------------------------------------------------

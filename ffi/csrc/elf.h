@@ -41,6 +41,9 @@ class Object {
   uint64_t segment_size(Segment segment) const { return offset_[segment + 1] - offset_[segment]; }
   // Offset of the function `jtile_entry` in the linked object.
   uint64_t entry_offset() const { return entry_; }
+  // Offset of the function `jtile_grid`, which only kernels with dynamic sizes have; kNone where there is none.
+  static constexpr uint64_t kNone = ~uint64_t{0};
+  uint64_t grid_offset() const { return grid_; }
   // Whether it holds 32-bit absolute addresses, so that it must lie in the lowest 2 GiB.
   bool needs_low_address() const { return low_; }
 
@@ -60,7 +63,7 @@ class Object {
   void check_defined(const Elf64_Sym& symbol) const;
   void place_sections();
   void scan_relocations();
-  void find_entry();
+  uint64_t find_function(std::string_view name) const;
 
   std::string_view slice(uint64_t offset, uint64_t size, const char* what) const;
   std::string_view contents(const Section& section, const char* what) const;
@@ -81,7 +84,7 @@ class Object {
   uint64_t symbol_table_ = 0;                   // index of the symbol table's section
   std::unordered_map<uint64_t, uint64_t> got_;  // symbol index -> offset of its slot in the linked object
   uint64_t offset_[kSegments + 1] = {};
-  uint64_t entry_ = 0;
+  uint64_t entry_ = kNone, grid_ = kNone;
   bool low_ = false;
 };
 

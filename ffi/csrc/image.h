@@ -19,6 +19,10 @@ struct jtile_host {
 // Runs the programs [begin, end) of the grid; 0, or a number that tells of an internal error.
 using jtile_entry = int32_t(void* const* bufs, const int64_t* dims, int64_t begin, int64_t end, void* workspace,
                             struct jtile_host* host);
+
+// Only of kernels with dynamic sizes: writes the number of programs on each axis of the grid (at most 16) to `sides`, and
+// gives the number of axes.
+using jtile_grid = int64_t(const int64_t* dims, int64_t* sides);
 }
 
 // A loaded object: its pages are mapped read-only, executable or writable, never both of the latter.
@@ -30,11 +34,13 @@ class Image {
   Image& operator=(const Image&) = delete;
 
   jtile_entry* entry() const { return entry_; }
+  jtile_grid* grid() const { return grid_; }  // null where the image has none
 
  private:
   uint8_t* memory_ = nullptr;
   uint64_t size_ = 0;
   jtile_entry* entry_ = nullptr;
+  jtile_grid* grid_ = nullptr;
 };
 
 // The image of these bytes: a new one, or that of an earlier call with equal bytes that somebody still holds.

@@ -21,6 +21,7 @@ namespace {
 constexpr int64_t kSerialNs = 10'000;  // less work than this is not worth a wake-up
 constexpr int64_t kWorkerNs = 5'000;   // work that pays for one more worker
 constexpr int64_t kChunkNs = 4'000;    // the least work of one chunk
+constexpr int64_t kMaxSide = (int64_t{1} << 31) - 1;  // of a dynamic dimension and of a grid axis: ids are int32
 constexpr int64_t kMaxWorkspace = int64_t{1} << 36;
 constexpr size_t kKeptWorkspace = size_t{64} << 20;  // a thread keeps a buffer of at most this between calls
 
@@ -119,14 +120,15 @@ void write_out(const std::string& text) {
 // What the workers of one call share. Its first member is what the kernel sees.
 class Run {
  public:
-  Run(const Program& program, void* const* bufs, int64_t workers) : program_(program), bufs_(bufs), workers_(workers) {}
+  Run(const Program& program, const Launch& launch, void* const* bufs, int64_t workers)
+      : program_(program), launch_(launch), bufs_(bufs), workers_(workers) {}
 
   // Takes chunks until none is left. Safe on any thread while the caller waits in `finish`.
   void drain();
   void run_all();
   // Throws what went wrong, if anything did.
   void check() const;
-  bool exhausted() const { return next_.load() >= program_.programs_; }
+  bool exhausted() const { return next_.load() >= launch_.programs; }
 
  private:
   struct Host {
@@ -148,6 +150,7 @@ class Run {
   void stop(const std::string& message);
 
   const Program& program_;
+  const Launch& launch_;
   void* const* bufs_;
   int64_t workers_;
   Host host_{{on_print, on_fail}, this};
@@ -166,7 +169,7 @@ bool Run::take(int64_t& begin, int64_t& end) {
   int64_t least = std::max<int64_t>(1, kChunkNs / std::max<int64_t>(1, program_.cost_));
   begin = next_.load();
   do {
-    int64_t left = program_.programs_ - begin;
+    int64_t left = launch_.programs - begin;
     if (left <= 0) return false;
     end = begin + std::min(left, std::max(least, left / (2 * workers_)));
   } while (!next_.compare_exchange_weak(begin, end));
@@ -175,11 +178,11 @@ bool Run::take(int64_t& begin, int64_t& end) {
 
 void Run::run_range(int64_t begin, int64_t end, const Workspace& workspace) {
   IeeeArithmetic ieee;
-  int32_t code = program_.image_->entry()(bufs_, nullptr, begin, end, workspace.data(), &host_.callbacks);
+  int32_t code = program_.image_->entry()(bufs_, launch_.dims, begin, end, workspace.data(), &host_.callbacks);
   if (code != 0) stop(concat("internal error ", code, " of the compiled code in programs ", begin, " to ", end - 1));
 }
 
-void Run::run_all() { run_range(0, program_.programs_, Workspace(static_cast<size_t>(program_.workspace_))); }
+void Run::run_all() { run_range(0, launch_.programs, Workspace(static_cast<size_t>(program_.workspace_))); }
 
 void Run::drain() {
   try {
@@ -197,7 +200,7 @@ void Run::stop(const std::string& message) {
   std::lock_guard lock(mutex_);
   if (broken_.empty()) broken_ = message;
   bad_.store(true);
-  next_.store(program_.programs_);
+  next_.store(launch_.programs);
 }
 
 void Run::print(int64_t site, const int64_t* pid, void* const* args) {
@@ -226,7 +229,7 @@ void Run::record(int64_t site, const int64_t* pid) {
     failed_pid_.assign(pid, pid + at.axes + at.lanes);
   }
   bad_.store(true);
-  next_.store(program_.programs_);
+  next_.store(launch_.programs);
 }
 
 void Run::check() const {
@@ -247,29 +250,70 @@ Program::Program(const Attributes& attributes)
       workspace_(attributes.workspace),
       cost_(std::max<int64_t>(0, attributes.cost)) {
   try {
-    if (programs_ < 0) fail(Code::kInvalidArgument, "its grid has ", programs_, " programs");
+    read_dimensions(attributes.dims);
+    if (programs_ < 0 && dimensions_.empty()) fail(Code::kInvalidArgument, "its grid has ", programs_, " programs");
     if (workspace_ < 0 || workspace_ > kMaxWorkspace)
       fail(Code::kInvalidArgument, "its workspace has ", workspace_, " bytes");
     check_isa(attributes.isa);
     sites_ = parse_sites(attributes.sites);
     image_ = acquire_image(attributes.image);
+    if (!dimensions_.empty() && image_->grid() == nullptr)
+      fail(Code::kInvalidArgument, "its image does not compute a grid from dynamic sizes");
   } catch (const Error& error) {
     fail(error.code(), "kernel ", name_, ": ", error.what());
   }
 }
 
-int64_t Program::workers(int64_t threads) const {
-  int64_t most = std::min(threads, programs_);
+void Program::read_dimensions(const std::vector<int64_t>& numbers) {
+  if (numbers.size() % 4 != 0) fail(Code::kInvalidArgument, "its dims are ", numbers.size(), " numbers, not fours");
+  for (size_t k = 0; k < numbers.size(); k += 4) {
+    Dimension d{numbers[k], numbers[k + 1], numbers[k + 2], numbers[k + 3]};
+    if (d.operand < 0 || d.axis < 0 || d.symbol < 0 || d.symbol >= static_cast<int64_t>(Launch::kSymbols) ||
+        d.multiple < 1)
+      fail(Code::kInvalidArgument, "its dynamic dimension ", k / 4, " is damaged, or it has more than ",
+           Launch::kSymbols, " symbols");
+    dimensions_.push_back(d);
+  }
+}
+
+Launch Program::launch(const int64_t* sizes) const {
+  Launch launch;
+  launch.programs = programs_;
+  if (dimensions_.empty()) return launch;
+  if (sizes == nullptr) fail(Code::kInvalidArgument, "kernel ", name_, ": it has dynamic sizes, and the call gives none");
+  for (size_t k = 0; k < dimensions_.size(); ++k) {
+    const Dimension& d = dimensions_[k];
+    int64_t& symbol = launch.dims[d.symbol];
+    int64_t value = sizes[k] / d.multiple;
+    if (value < 1 || sizes[k] > kMaxSide || sizes[k] % d.multiple != 0 || (symbol != 0 && symbol != value))
+      fail(Code::kInvalidArgument, "kernel ", name_, ": axis ", d.axis, " of operand ", d.operand, " has ", sizes[k],
+           " elements; it was compiled for ", d.multiple == 1 ? "" : "a multiple of ",
+           d.multiple == 1 ? concat("1 to ", kMaxSide) : concat(d.multiple),
+           symbol == 0 ? "" : concat(", the same as another dimension, ", symbol * d.multiple));
+    symbol = value;
+  }
+  int64_t sides[16];
+  int64_t rank = image_->grid()(launch.dims, sides);
+  launch.programs = 1;
+  for (int64_t k = 0; k < rank; ++k) {
+    if (sides[k] < 0 || sides[k] > kMaxSide || __builtin_mul_overflow(launch.programs, sides[k], &launch.programs))
+      fail(Code::kInvalidArgument, "kernel ", name_, ": axis ", k, " of its grid has ", sides[k], " programs");
+  }
+  return launch;
+}
+
+int64_t Program::workers(const Launch& launch, int64_t threads) const {
+  int64_t most = std::min(threads, launch.programs);
   if (most <= 1) return 1;
   // In floating point: programs * cost may overflow an int64.
-  double work = static_cast<double>(programs_) * static_cast<double>(cost_);
+  double work = static_cast<double>(launch.programs) * static_cast<double>(cost_);
   if (work < kSerialNs) return 1;
   return static_cast<int64_t>(std::min(static_cast<double>(most), std::max(2.0, work / kWorkerNs)));
 }
 
-void Program::run_serial(void* const* bufs) const {
-  if (programs_ == 0) return;
-  Run run(*this, bufs, 1);
+void Program::run_serial(const Launch& launch, void* const* bufs) const {
+  if (launch.programs == 0) return;
+  Run run(*this, launch, bufs, 1);
   run.run_all();
   run.check();
 }
@@ -284,10 +328,10 @@ struct Gate {
 
 }  // namespace
 
-void Program::run_parallel(void* const* bufs, int64_t workers,
+void Program::run_parallel(const Launch& launch, void* const* bufs, int64_t workers,
                            const std::function<void(std::function<void()>)>& schedule) const {
-  if (programs_ == 0) return;
-  Run run(*this, bufs, workers);
+  if (launch.programs == 0) return;
+  Run run(*this, launch, bufs, workers);
   auto gate = std::make_shared<Gate>();
   auto help = [gate, &run] {
     gate->inside.fetch_add(1);

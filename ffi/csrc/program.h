@@ -21,6 +21,21 @@ struct Attributes {
   int64_t programs = 0;
   int64_t workspace = 0;  // bytes a worker
   int64_t cost = 0;       // estimated nanoseconds of one program
+  // Four numbers for each dynamic dimension: operand, axis, place of its symbol among the dims that the image takes, and
+  // what the symbol is multiplied with. With any of them `programs` is not read: the image computes the grid.
+  std::vector<int64_t> dims = {};
+};
+
+// A dynamic dimension of an operand has `multiple` times the value of symbol `symbol`.
+struct Dimension {
+  int64_t operand, axis, symbol, multiple;
+};
+
+// What one call adds to a program: the values of its symbols, and the number of programs that they make.
+struct Launch {
+  static constexpr size_t kSymbols = 16;
+  int64_t dims[kSymbols] = {};
+  int64_t programs = 0;
 };
 
 class Program {
@@ -28,26 +43,33 @@ class Program {
   // Checks the attributes and loads the image. Throws Error.
   explicit Program(const Attributes& attributes);
 
+  const std::vector<Dimension>& dimensions() const { return dimensions_; }
+
+  // The launch for operands whose dynamic dimensions have these sizes, one for each of `dimensions()`. Throws Error.
+  Launch launch(const int64_t* sizes) const;
+
   // How many workers are worth waking, the caller included, when `threads` are there.
-  int64_t workers(int64_t threads) const;
+  int64_t workers(const Launch& launch, int64_t threads) const;
 
   // Runs the grid over `bufs` on this thread. Throws Error.
-  void run_serial(void* const* bufs) const;
+  void run_serial(const Launch& launch, void* const* bufs) const;
 
   // Runs the grid on `workers` workers: this thread and workers - 1 others, which `schedule` starts. It is called with
   // a task that any thread may run, at once, late or after this call returned; this call never waits for a task
   // that has not begun. Throws Error.
-  void run_parallel(void* const* bufs, int64_t workers,
+  void run_parallel(const Launch& launch, void* const* bufs, int64_t workers,
                     const std::function<void(std::function<void()>)>& schedule) const;
 
   const std::string& name() const { return name_; }
 
  private:
   friend class Run;
+  void read_dimensions(const std::vector<int64_t>& numbers);
 
   std::shared_ptr<const Image> image_;
   std::string name_;
   std::vector<Site> sites_;
+  std::vector<Dimension> dimensions_;
   int64_t programs_, workspace_, cost_;
 };
 
