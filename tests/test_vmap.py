@@ -348,6 +348,42 @@ def test_equal_maps_are_one_program():
 # -- errors and effects ---------------------------------------------------------------------------------------------
 
 
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0])
+def small(x, o):
+    i = jt.program_id(0)
+    jt.print("x {}", x[i])
+    jt.assert_(x[i] < 15, "x is small")
+    o[i] = x[i]
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_prints_and_asserts_name_the_lane(interpret, capfd):
+    k = small.with_options(interpret=interpret)
+    x = jnp.arange(6, dtype=jnp.float32).reshape(3, 2)
+    jax.block_until_ready(jax.jit(jax.vmap(k))(x))
+    jax.block_until_ready(jax.vmap(jax.vmap(k))(x[:, None]))
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    one = [f"[small ({i}, 0, 0), lane {n}] x {2 * n + i}.0" for n in range(3) for i in range(2)]
+    two = [f"[small ({i}, 0, 0), lane ({n}, 0)] x {2 * n + i}.0" for n in range(3) for i in range(2)]
+    assert sorted(lines) == sorted(one + two)
+    with pytest.raises(jt.errors.KernelAssertionError, match=r"program \(1\b.*lane 2\b") as e:
+        jax.vmap(k)(x + 10.5)
+    assert "x is small" in str(e.value) and 'jt.assert_(x[i] < 15, "x is small")' in str(e.value)
+    with pytest.raises(jt.errors.KernelAssertionError, match=r"lane \(2, 0\)"):
+        jax.vmap(jax.vmap(k))(x[:, None] + 10.5)
+    assert_kept = jax.jit(lambda x: (jax.vmap(k)(x), x)[1])
+    assert ("jtile_cpu" if not interpret else "callback") in assert_kept.lower(x).compile().as_text()
+
+
+def test_the_lowest_failing_program_is_reported():
+    """Lanes are the outer axes of the grid."""
+    x = jnp.zeros((64, 32)).at[40, 0].set(99).at[7, 31].set(99)
+    for _ in range(3):
+        with pytest.raises(jt.errors.KernelAssertionError, match=r"\(31, 0, 0\), lane 7\)"):
+            jax.vmap(small)(x)
+
+
 def test_a_meta_parameter_cannot_be_mapped_over():
     a, b = f32(6, 4), f32(4, 7)
     for f in (lambda n: matmul(a, b, bm=n), lambda n: matmul(a, b, bm=(n, 1))):

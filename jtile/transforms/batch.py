@@ -19,7 +19,7 @@ def batch(kernel: ir.Kernel, size: int, batched: Sequence[bool]) -> ir.Kernel:
     """
     lane = build(ir.ProgramId(0), kernel.loc, ("lane",))
     walk = _Batch(lane.results[0])
-    flags = [*batched, *[False] * (len(kernel.params) - len(batched))]
+    flags = [*batched, *[False] * len(kernel.scratch)]
     params = tuple(walk.param(p, size if b else None) for p, b in zip(kernel.params, flags, strict=True))
     body = walk.block(kernel.body)
     body.ops.insert(0, lane)
