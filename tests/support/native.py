@@ -8,11 +8,12 @@ import numpy as np
 
 from jtile.ffi import run_image
 from jtile.interpret import poison
-from jtile.ir import DTYPES, Kernel
+from jtile.ir import DTYPES, Kernel, bind_sizes, concrete, is_dynamic
 from jtile.ir.shapes import full_array
+from jtile.lowering.artifact import Artifact
 from jtile.lowering.cpu import compile_kernel
 
-LAUNCH = ("programs", "workspace", "isa", "sites", "name")
+LAUNCH = ("programs", "workspace", "isa", "sites", "name", "dims")
 
 
 def packed(x: np.ndarray) -> np.ndarray:
@@ -47,10 +48,17 @@ def starts(kernel: Kernel, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
 def run_native(kernel: Kernel, inputs: Sequence[np.ndarray], isa=None) -> list[np.ndarray]:
     """Compile for an instruction set (default: this machine) and run; gives the outputs."""
     artifact = compile_kernel(kernel, isa)
+    return run_artifact(artifact, kernel, inputs)
+
+
+def run_artifact(artifact: Artifact, kernel: Kernel, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Run what a kernel was compiled to; gives the outputs."""
+    if is_dynamic(kernel):
+        kernel = concrete(kernel, bind_sizes(kernel, [x.shape for x in inputs]))
     before = starts(kernel, inputs)
     operands = [packed(x) for x in inputs]
     results = [packed(x).copy() for x in before]
     for i, o in kernel.aliases:
         operands[i] = results[o]
-    run_image(artifact.image, [*operands, *results], **{n: artifact.launch[n] for n in LAUNCH})
+    run_image(artifact.image, [*operands, *results], **{n: artifact.launch[n] for n in LAUNCH if n in artifact.launch})
     return [unpacked(r, s) for r, s in zip(results, before, strict=True)]
