@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
 from jtile._arguments import as_operand, as_type, key_of
-from jtile._errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
+from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile._layout import Layout, Spec, lay_out
 from jtile._signature import Options, Structure, nearest, place_of, read_signature, source_lines
 
@@ -94,6 +94,7 @@ class Kernel:
         self._lines = source_lines(fn)  # an editor may change the file before the first call
         self._signature = read_signature(fn, name)
         self._bound: dict[Any, _Bound] = {}
+        self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         functools.update_wrapper(self, fn)
         meta = [
             inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in self._signature.meta.items()
@@ -123,7 +124,9 @@ class Kernel:
 
     def with_options(self, **options: Any) -> Kernel:
         """The same kernel with other options: `interpret=True`, `num_warps=8`, ...; see `Options`."""
-        return Kernel(self._fn, self._spec, self._signature.name, _options(self._options, options))
+        out = Kernel(self._fn, self._spec, self._signature.name, _options(self._options, options))
+        out._vjp = self._vjp
+        return out
 
     def lower(self, *args: Any, target: Any = None, **meta: Any) -> Lowered:
         """Compile for arguments of these types (arrays or `jax.ShapeDtypeStruct`), without running.
@@ -151,12 +154,20 @@ class Kernel:
         return tree_unflatten(bound.out_tree, run_interpreter(bound.program, leaves, seed))
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-        """Give the kernel a reverse mode of its own. Raises TransformError in this release."""
-        raise TransformError(
-            f"kernel {self.name}: defvjp comes with the transforms release; until then wrap the call in a function "
-            "with jax.custom_vjp",
-            self._signature.where,
-        )
+        """Give the kernel a reverse mode of its own; `jax.grad` and `jax.vjp` use it, also under `jax.vmap`.
+
+        Forward mode stays automatic.
+
+        Args:
+          fwd: `fwd(*args, **meta) -> (result, residuals)`, an ordinary JAX function of the kernel's arguments; the
+            residuals are a pytree of arrays.
+          bwd: `bwd(residuals, cotangent, **meta) -> cotangents`, one for each argument and of its structure, None for
+            zero. The cotangent has the structure of the result, with None for what is not of floats.
+        Raises:
+          KernelTypeError: when one of them gives what does not fit; at differentiation.
+        """
+        self._vjp = fwd, bwd
+        self._bound.clear()
 
     # -- from a call to a program -----------------------------------------------------------------------------------
     def _seen(self, tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> _Bound | None:
@@ -179,7 +190,7 @@ class Kernel:
         if bound is None:
             types = tree_unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
             layout = lay_out(self._signature, self._spec, types, full)
-            bound = self._trace(layout, full)
+            bound = self._trace(layout, full, tree, key)
             if len(self._bound) >= _MAX_CALLS:
                 self._bound.pop(next(iter(self._bound)), None)
             self._bound[key] = bound
@@ -194,11 +205,12 @@ class Kernel:
 
         return trace.rewrite_loops(self._fn, self._lines)
 
-    def _trace(self, layout: Layout, meta: dict[str, Any]) -> _Bound:
+    def _trace(self, layout: Layout, meta: dict[str, Any], tree: Structure, key: Any) -> _Bound:
         from jtile import ir, trace
-        from jtile._primitive import bind
+        from jtile._custom_vjp import custom_vjp
         from jtile._program import Spec as Around
         from jtile._program import make_program
+        from jtile._tangent import bind
 
         where = self._signature.where
         jaxpr = trace.trace(
@@ -209,7 +221,9 @@ class Kernel:
             self.name, _leaves(layout.inputs), _leaves(layout.outputs), layout.grid, layout.aliases, layout.inits,
             layout.names, ir.Loc(*where) if where else ir.NOWHERE,
         )  # fmt: skip
-        program = make_program(jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options)
+        types = tree_flatten(layout.inputs)[0]
+        vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout.out_tree, types, meta, key)
+        program = make_program(jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options, vjp=vjp)
         return _Bound(program, layout.out_tree, functools.partial(bind, program))
 
 

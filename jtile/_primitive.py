@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
 from jax.experimental import hijax
 from jax.extend import source_info_util
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jtile import _batching
 from jtile._compat import allow_effect_everywhere
-from jtile._errors import KernelAssertionError, TransformError
+from jtile._errors import KernelAssertionError
 from jtile._lowering import interpreted, lower_cpu, lower_elsewhere, run_interpreter
 from jtile._program import Program
 
@@ -52,13 +52,13 @@ allow_effect_everywhere(KernelEffect)
 def bind(program: Program, operands: Sequence[Any]) -> list[Any]:
     """Call a program on arrays or tracers; results in the order of its output Refs."""
     if any(isinstance(x, Tracer) for x in operands):
-        operands = _joint_varying(operands)
+        operands = joint_varying(operands)
         with jax.named_scope(program.name):
             return jtile_call_p.bind(*operands, program=program)
     return jtile_call_p.bind(*operands, program=program)
 
 
-def _joint_varying(operands: Sequence[Any]) -> Sequence[Any]:
+def joint_varying(operands: Sequence[Any]) -> Sequence[Any]:
     """Under `shard_map`, cast every operand to the mesh axes that any of them varies over.
 
     Without this the transpose of an operand that varies less misses its psum, and the gradient is silently wrong.
@@ -74,13 +74,17 @@ def _joint_varying(operands: Sequence[Any]) -> Sequence[Any]:
 @jtile_call_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, program: Program):
     effects = {_KERNEL_EFFECT} if program.io else jexc.no_effects
+    return result_types(avals, program.out_avals), effects
+
+
+def result_types(avals: Sequence[Any], outs: Sequence[Any]) -> list[ShapedArray]:
+    """Types of results of shapes and dtypes `outs` of a call with operands `avals`."""
     if not avals:
-        return [ShapedArray(o.shape, o.dtype) for o in program.out_avals], effects
+        return [ShapedArray(o.shape, o.dtype) for o in outs]
     # An update of an operand's type keeps what shard_map tracks: which mesh axes the value varies over.
     like = max(avals, key=lambda a: len(a.manual_axis_type.varying))
     replicated = NamedSharding(like.sharding.mesh, PartitionSpec())
-    outs = [like.update(shape=o.shape, dtype=o.dtype, weak_type=False, sharding=replicated) for o in program.out_avals]
-    return outs, effects
+    return [like.update(shape=o.shape, dtype=o.dtype, weak_type=False, sharding=replicated) for o in outs]
 
 
 # -- eager calls ----------------------------------------------------------------------------------------------------
@@ -126,18 +130,3 @@ def _checked_call(program: Program, operands: Sequence[Any]) -> Sequence[Any]:
 mlir.register_lowering(jtile_call_p, lower_elsewhere)
 mlir.register_lowering(jtile_call_p, lower_cpu, platform="cpu")
 _batching.register(jtile_call_p)
-
-
-# -- transformations that the next release brings ---------------------------------------------------------------------
-
-
-def _refuse(what: str, instead: str) -> Callable[..., Any]:
-    def rule(*args: Any, program: Program):
-        raise TransformError(f"jtile kernels cannot be {what} yet; kernel {program.name}: {instead}", program.where)
-
-    return rule
-
-
-_not_differentiable = _refuse("differentiated", "wrap its call in a function with jax.custom_vjp")
-ad.primitive_jvps[jtile_call_p] = _not_differentiable
-ad.primitive_transposes[jtile_call_p] = _not_differentiable

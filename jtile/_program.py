@@ -65,7 +65,8 @@ class CustomVjp:
 
     Attributes:
       fwd: `(*operands) -> (*outputs, *residuals)`.
-      bwd: `(*residuals, *output cotangents) -> (one cotangent or None per operand)`.
+      bwd: `(*residuals, *output cotangents) -> (one cotangent or None per operand)`; the cotangent of an output that is
+        not of floats is None.
       key: what equality goes by: the functions mean the same where this is equal.
     """
 

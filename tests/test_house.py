@@ -37,7 +37,10 @@ MAY_IMPORT = {
     "lowering": BASE | {"ir", "passes"},
     "ffi": set(),
     "tune": EVERYTHING_BELOW,
-    "_kernel": EVERYTHING_BELOW | {"_primitive", "_program", "_lowering", "_signature", "_layout", "_arguments"},
+    "_kernel": EVERYTHING_BELOW
+    | {"_primitive", "_program", "_lowering", "_tangent", "_custom_vjp", "_signature", "_layout", "_arguments"},
+    "_custom_vjp": BASE | {"_program", "_signature"},
+    "_tangent": EVERYTHING_BELOW | {"_program", "_primitive"},
     "_program": EVERYTHING_BELOW | {"_signature"},
     "_lowering": EVERYTHING_BELOW | {"_program", "_signature"},
     "_batching": EVERYTHING_BELOW | {"_program"},

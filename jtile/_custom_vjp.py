@@ -1,0 +1,85 @@
+"""`Kernel.defvjp`: a reverse rule of the user's, from pytrees to the flat arrays of the primitive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from jtile._errors import KernelTypeError
+from jtile._program import CustomVjp
+from jtile._signature import Signature, Structure, describe
+
+
+def custom_vjp(
+    sig: Signature,
+    rule: tuple[Callable[..., Any], Callable[..., Any]],
+    in_tree: Structure,
+    out_tree: Structure,
+    operands: Sequence[Any],
+    meta: dict[str, Any],
+    key: Any,
+) -> CustomVjp:
+    """The rule `(fwd, bwd)` of one call: `in_tree` and `out_tree` are the structures of its arguments and results,
+    `operands` the types of the former."""
+    fwd, bwd = rule
+    seen: dict[str, Structure] = {}  # the structure of the residuals, which fwd decides
+
+    def flat_fwd(*arrays: Any) -> Sequence[Any]:
+        given = fwd(*tree_unflatten(in_tree, arrays), **meta)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise KernelTypeError(
+                f"fwd of kernel {sig.name} gives {type(given).__name__}: expected a pair (result, residuals)", sig.where
+            )
+        outs, tree = tree_flatten(given[0])
+        if tree != out_tree:
+            raise KernelTypeError(
+                f"fwd of kernel {sig.name} gives a result of structure {tree}: expected {out_tree}",
+                sig.where,
+            )
+        residuals, seen["residuals"] = tree_flatten(given[1])
+        return [*outs, *map(jnp.asarray, residuals)]
+
+    def flat_bwd(*arrays: Any) -> Sequence[Any]:
+        n = seen["residuals"].num_leaves
+        residuals = tree_unflatten(seen["residuals"], arrays[:n])
+        back = bwd(residuals, tree_unflatten(out_tree, arrays[n:]), **meta)
+        return _cotangents(sig, back, in_tree, operands)
+
+    return CustomVjp(flat_fwd, flat_bwd, (fwd, bwd, in_tree, key))
+
+
+def _cotangents(sig: Signature, back: Any, in_tree: Structure, operands: Sequence[Any]) -> list[Any]:
+    """What bwd gave, as one cotangent or None per operand; its shapes and dtypes are checked."""
+    args = tree_unflatten(in_tree, operands)
+    if not isinstance(back, tuple) or len(back) != len(args):
+        got = f"{len(back)} entries" if isinstance(back, tuple | list) else type(back).__name__
+        raise KernelTypeError(
+            f"bwd of kernel {sig.name} gives {got}: expected a tuple of {len(args)}, one cotangent (or None) for each "
+            "argument",
+            sig.where,
+        )
+    out: list[Any] = []
+    for k, (ct, arg) in enumerate(zip(back, args, strict=True)):
+        leaves = tree_flatten_with_path(arg)[0]
+        if ct is None:
+            out += [None] * len(leaves)
+            continue
+        found, tree = tree_flatten(ct, is_leaf=lambda x: x is None)
+        if len(found) != len(leaves):
+            raise KernelTypeError(
+                f"bwd of kernel {sig.name} gives a cotangent of structure {tree} for {sig.ref_name(k)}: expected that "
+                "of the argument",
+                sig.where,
+            )
+        for (path, x), c in zip(leaves, found, strict=True):
+            if c is not None and (c.shape, c.dtype) != (x.shape, x.dtype):
+                raise KernelTypeError(
+                    f"bwd of kernel {sig.name} gives {describe(c)} for {sig.ref_name(k)}{keystr(path)}, which is "
+                    f"{describe(x)}: a cotangent has the shape and dtype of its argument",
+                    sig.where,
+                )
+            out.append(c)
+    return out

@@ -1,0 +1,307 @@
+"""Differentiation of kernels in JAX: the jvp rule of `jtile_call`, and `jtile_tangent`, the linear map that it binds.
+
+`jtile_tangent` takes the kernel's operands and the tangents of those that are differentiated, and gives the tangents of
+its outputs. As a kernel it is the forward-mode kernel; transposed it is the reverse-mode kernel, built from the same
+program, so neither goes through the other. It is a primitive of its own so that JAX can linearise a call: the primal
+call and the tangent one are separate equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes
+from jax.core import ShapedArray
+from jax.interpreters import ad, batching, mlir
+
+from jtile._errors import TransformError
+from jtile._primitive import bind, joint_varying, jtile_call_p, result_types
+from jtile._program import CustomVjp, Level, Program, Spec, make_program
+from jtile.transforms.jvp import Tangents, jvp
+from jtile.transforms.vjp import Cotangents, vjp
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """One vmap of a linear map: which of its operands and results have the batch dimension."""
+
+    size: int
+    primals: tuple[bool, ...]
+    tangents: tuple[bool, ...]
+    outs: tuple[bool, ...]  # the kernel's outputs themselves
+    out_tangents: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """The derivative of a program at the primals that the primitive takes.
+
+    Attributes:
+      program: the kernel.
+      perturbed: which of its inputs are differentiated.
+      lanes: vmaps of the map, innermost first; those of the program itself are among them.
+      vjp: the reverse rule of the user's, batched as the map is; None: automatic.
+      residuals: how many residuals of `vjp.fwd` follow the tangents among the operands.
+    """
+
+    program: Program
+    perturbed: tuple[bool, ...]
+    lanes: tuple[Lanes, ...]
+    vjp: CustomVjp | None
+    residuals: int = 0
+
+    @property
+    def n_in(self) -> int:
+        return self.program.spec.n_in
+
+    def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Primals, tangents, residuals."""
+        k = self.n_in + sum(self.perturbed)
+        return operands[: self.n_in], operands[self.n_in : k], operands[k:]
+
+
+def linear(program: Program, perturbed: Sequence[bool], residuals: int) -> Linear:
+    n = program.spec.n_in
+    lanes = []
+    for level in program.levels:
+        ins, outs = level.batched[:n], level.batched[n:]
+        tangents = tuple(b for b, p in zip(ins, perturbed, strict=True) if p)
+        lanes.append(Lanes(level.size, ins, tangents, outs, outs))
+    return Linear(program, tuple(perturbed), tuple(lanes), program.vjp, residuals)
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_body(program: Program, perturbed: tuple[bool, ...]) -> Tangents:
+    spec = program.spec
+    return jvp(program.jaxpr, spec.n_in, spec.n_out, spec.aliases, perturbed)
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_program(lin: Linear) -> Program:
+    """The kernel of forward mode: `(primals, tangents) -> (tangents of the active outputs, outputs it needs again)`."""
+    program, spec = lin.program, lin.program.spec
+    body = _forward_body(program, lin.perturbed)
+    n_tangents = sum(lin.perturbed)
+    place = {k: spec.n_in + j for j, k in enumerate(k for k, p in enumerate(lin.perturbed) if p)}
+    source = {o: i for i, o in spec.aliases}
+    inits = spec.inits or (None,) * spec.n_out
+    aliases, starts = [], []
+    for j, k in enumerate(body.active):
+        if source.get(k) in place:
+            aliases.append((place[source[k]], j))
+        starts.append(0 if (k in source and source[k] not in place) or inits[k] is not None else None)
+    for j, k in enumerate(body.again, len(body.active)):
+        if k in source:
+            aliases.append((source[k], j))
+        starts.append(inits[k])
+    names = [*spec.ref_names[: spec.n_in], *[f"{spec.ref_names[k]}_dot" for k in place]]
+    out_name = lambda k: spec.ref_names[spec.n_in + k]
+    names += [*[f"{out_name(k)}_dot" for k in body.active], *[out_name(k) for k in body.again]]
+    extra = len(body.jaxpr.jaxpr.invars) - len(names)
+    around = Spec(
+        f"{spec.name}_jvp", spec.n_in + n_tangents, len(body.active) + len(body.again), spec.grid, tuple(aliases),
+        tuple(starts), (*names, *[f"scratch{k}" for k in range(extra)]), spec.loc,
+    )  # fmt: skip
+    levels = tuple(
+        Level(
+            w.size,
+            (*w.primals, *w.tangents, *[w.out_tangents[k] for k in body.active], *[w.outs[k] for k in body.again]),
+        )
+        for w in lin.lanes
+    )
+    narrow = [program.narrow[k] for k in body.active] + [None] * len(body.again)
+    return make_program(
+        body.jaxpr, around, meta=program.meta, options=program.options, levels=levels, narrow=tuple(narrow)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cotangents]:
+    """The kernel of reverse mode: `(primals, cotangents of the active outputs that are given) -> (cotangents of the
+    perturbed inputs, and memory that only the kernel needs)`."""
+    program, spec = lin.program, lin.program.spec
+    body = vjp(program.jaxpr, spec, lin.perturbed, given)
+    levels = []
+    for w in lin.lanes:
+        ct_ins = [w.out_tangents[k] for k in body.cotangents]
+        spread = iter(w.tangents)
+        wanted = [next(spread) for p in lin.perturbed if p]
+        memory = [w.out_tangents[k] for k in body.mutable] + [w.outs[k] for k in body.again]
+        levels.append(Level(w.size, (*w.primals, *ct_ins, *wanted, *memory)))
+    made = make_program(
+        body.jaxpr, body.spec, meta=program.meta, options=program.options, levels=tuple(levels), narrow=body.narrow
+    )
+    return made, body
+
+
+# -- the jvp rule of jtile_call --------------------------------------------------------------------------------------
+
+
+def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Program):
+    perturbed = [type(t) is not ad.Zero for t in tangents]
+    if program.vjp is None:
+        outs, residuals = bind(program, primals), ()
+    else:
+        outs, residuals = _call_fwd(program, primals)
+    if not any(perturbed):
+        return outs, [ad.Zero.from_primal_value(x) for x in outs]
+    lin = linear(program, perturbed, len(residuals))
+    body = _forward_body(program, lin.perturbed)
+    moving = [t for t, p in zip(tangents, perturbed, strict=True) if p]
+    found = dict(zip(body.active, bind_linear(lin, [*primals, *moving, *residuals]), strict=True))
+    return outs, [found[k] if k in found else ad.Zero.from_primal_value(x) for k, x in enumerate(outs)]
+
+
+def _call_fwd(program: Program, primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    n = len(program.out_avals)
+    results = list(program.vjp.fwd(*primals))
+    return results[:n], results[n:]
+
+
+ad.primitive_jvps[jtile_call_p] = _call_jvp
+
+# -- the linear map ----------------------------------------------------------------------------------------------------
+
+jtile_tangent_p = jexc.Primitive("jtile_tangent")
+jtile_tangent_p.multiple_results = True
+
+
+def bind_linear(lin: Linear, operands: Sequence[Any]) -> list[Any]:
+    return jtile_tangent_p.bind(*joint_varying(operands), linear=lin)
+
+
+def _tangent_call(*operands: Any, linear: Linear) -> list[Any]:
+    program = forward_program(linear)
+    n = len(_forward_body(linear.program, linear.perturbed).active)
+    primals, tangents, _ = linear.split(operands)
+    return bind(program, [*primals, *tangents])[:n]
+
+
+jtile_tangent_p.def_impl(_tangent_call)
+mlir.register_lowering(jtile_tangent_p, mlir.lower_fun(_tangent_call, multiple_results=True))
+
+
+@jtile_tangent_p.def_abstract_eval
+def _(*avals: Any, linear: Linear) -> list[ShapedArray]:
+    program = forward_program(linear)
+    n = len(_forward_body(linear.program, linear.perturbed).active)
+    return result_types(avals, program.out_avals[:n])
+
+
+def _tangent_jvp(operands: Sequence[Any], tangents: Sequence[Any], *, linear: Linear):
+    """Second order: the map as an ordinary kernel call."""
+    used = linear.n_in + sum(linear.perturbed)
+    fn = functools.partial(_tangent_call, linear=dataclasses.replace(linear, residuals=0))
+    full = [ad.instantiate_zeros(t) for t in tangents[:used]]
+    moving = [k for k, t in enumerate(tangents[:used]) if type(t) is not ad.Zero]
+
+    def some(*xs):
+        at = dict(zip(moving, xs, strict=True))
+        return fn(*[at.get(k, x) for k, x in enumerate(operands[:used])])
+
+    return jax.jvp(some, [operands[k] for k in moving], [full[k] for k in moving])
+
+
+ad.primitive_jvps[jtile_tangent_p] = _tangent_jvp
+
+
+def _tangent_transpose(cts: Sequence[Any], *operands: Any, linear: Linear) -> list[Any]:
+    primals, tangents, residuals = linear.split(operands)
+    if any(ad.is_undefined_primal(x) for x in (*primals, *residuals)):
+        raise TransformError(f"kernel {linear.program.name}: not linear in its inputs", linear.program.where)
+    if linear.vjp is not None:
+        found = _custom_transpose(linear, cts, residuals)
+    else:
+        found = _automatic_transpose(linear, cts, primals)
+    return [None] * len(primals) + found + [None] * len(residuals)
+
+
+def _automatic_transpose(linear: Linear, cts: Sequence[Any], primals: Sequence[Any]) -> list[Any]:
+    given = tuple(type(ct) is not ad.Zero for ct in cts)
+    n = sum(linear.perturbed)
+    if not any(given):
+        return [None] * n
+    active = _forward_body(linear.program, linear.perturbed).active
+    by_output = [False] * linear.program.spec.n_out
+    for k, g in zip(active, given, strict=True):
+        by_output[k] = g
+    program, body = reverse_program(linear, tuple(by_output))
+    known = [ct for ct, g in zip(cts, given, strict=True) if g]
+    known = [ct.astype(d) for ct, d in zip(known, body.dtypes, strict=True)]
+    return list(bind(program, [*primals, *known])[:n])
+
+
+def _custom_transpose(linear: Linear, cts: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
+    """The user's rule; it gets a cotangent for every output, None for one that is not of floats."""
+    given = dict(zip(_forward_body(linear.program, linear.perturbed).active, cts, strict=True))
+    full = []
+    for k, out in enumerate(_outs(linear)):
+        ct = given.get(k)
+        if not dtypes.issubdtype(out.dtype, np.inexact):
+            full.append(None)
+        else:
+            full.append(jnp.zeros(out.shape, out.dtype) if ct is None or type(ct) is ad.Zero else ct)
+    back = linear.vjp.bwd(*residuals, *full)
+    return [ct for ct, p in zip(back, linear.perturbed, strict=True) if p]
+
+
+def _outs(lin: Linear) -> list[jax.ShapeDtypeStruct]:
+    """Types of the kernel's outputs under the map's vmaps, those of the cotangents that a rule of the user's gets."""
+    outs = []
+    for k, o in enumerate(lin.program.out_avals):
+        shape = o.shape[sum(level.batched[lin.n_in + k] for level in lin.program.levels) :]
+        for w in lin.lanes:
+            shape = (w.size, *shape) if w.out_tangents[k] else shape
+        outs.append(jax.ShapeDtypeStruct(shape, o.dtype))
+    return outs
+
+
+ad.primitive_transposes[jtile_tangent_p] = _tangent_transpose
+
+
+def _tangent_batch(axis: Any, operands: Sequence[Any], dims: Sequence[int | None], *, linear: Linear):
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    flags = [d is not None for d in dims]
+    shared = _shared_operands(linear, any(linear.split(flags)[0]))
+    for k in shared:
+        if not flags[k]:
+            moved[k], flags[k] = jnp.broadcast_to(moved[k], (size, *moved[k].shape)), True
+    primals, tangents, residuals = linear.split(flags)
+    n_out = linear.program.spec.n_out
+    lanes = Lanes(size, tuple(primals), tuple(tangents), (any(primals),) * n_out, (True,) * n_out)
+    vjp = linear.vjp and _batched_vjp(linear, lanes, tuple(residuals), axis.name)
+    wide = dataclasses.replace(linear, lanes=(*linear.lanes, lanes), vjp=vjp)
+    results = bind_linear(wide, moved)
+    return results, [0] * len(results)
+
+
+def _shared_operands(linear: Linear, batched: bool) -> list[int]:
+    """Operands whose buffers become a batched result's: the tangents of aliased inputs, and those inputs."""
+    place = {k: linear.n_in + j for j, k in enumerate(k for k, p in enumerate(linear.perturbed) if p)}
+    ins = [i for i, _ in linear.program.spec.aliases]
+    return [place[i] for i in ins if i in place] + (ins if batched else [])
+
+
+def _batched_vjp(linear: Linear, lanes: Lanes, residuals: tuple[bool, ...], axis_name: Any) -> CustomVjp:
+    """The user's reverse rule under one more vmap; what all lanes share gets the sum of their cotangents."""
+    vjp = linear.vjp
+    tangents = iter(lanes.tangents)
+    batched = [next(tangents) if p else True for p in linear.perturbed]
+
+    def bwd(*values: Any) -> Sequence[Any]:
+        axes = tuple([0 if b else None for b in residuals] + [0] * (len(values) - len(residuals)))
+        run = jax.vmap(lambda *xs: tuple(vjp.bwd(*xs)), in_axes=axes, axis_size=lanes.size, axis_name=axis_name)
+        return [c if c is None or b else c.sum(0) for c, b in zip(run(*values), batched, strict=True)]
+
+    return CustomVjp(vjp.fwd, bwd, (vjp.key, lanes, residuals, axis_name))
+
+
+batching.fancy_primitive_batchers[jtile_tangent_p] = _tangent_batch

@@ -1,0 +1,111 @@
+"""What every walk over a kernel's jaxpr needs: reading variables, binding an equation again, the loops it has."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import core
+from jax.extend import source_info_util
+from jax.ref import AbstractRef
+
+from jtile._errors import TransformError
+from jtile.language._place import place_of
+from jtile.trace.rules.control import bounded, counters, scan_counts
+
+
+def ref_aval(shape: Sequence[int], dtype: Any) -> AbstractRef:
+    """A fresh type of a Ref: one object that comes twice would be an alias for JAX."""
+    return AbstractRef(core.ShapedArray(tuple(shape), dtype))
+
+
+@contextlib.contextmanager
+def place(eqn: Any) -> Iterator[None]:
+    """Equations that are traced inside get the source line of this one."""
+    info = eqn.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=names), eqn.ctx.manager:
+        yield
+
+
+def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """The results of an equation for other operands."""
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def refuse(message: str, eqn: Any) -> TransformError:
+    return TransformError(message, place_of(eqn.source_info))
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A `scan` or `while` equation.
+
+    Attributes:
+      eqn: the equation.
+      body: its jaxpr, open: `(*consts, *carry, *xs) -> (*carry, *ys)`.
+      body_consts: values of the body's constvars.
+      consts, init, xs: the equation's operands in these roles.
+      length: number of rounds, or None.
+      counter: place of the carry that counts the rounds (None: none does), and its step.
+      limit: of a `while` that counts: the variable or literal of the equation's operands that ends it.
+      reverse: the xs are taken and the ys stored from the last to the first.
+    """
+
+    eqn: Any
+    body: Any
+    body_consts: Sequence[Any]
+    consts: Sequence[Any]
+    init: Sequence[Any]
+    xs: Sequence[Any] = ()
+    length: int | None = None
+    counter: int | None = None
+    step: int = 1
+    limit: Any = None
+    reverse: bool = False
+
+    @property
+    def carries(self) -> Sequence[Any]:
+        """The body's variables of the carry."""
+        return self.body.invars[len(self.consts) : len(self.consts) + len(self.init)]
+
+
+def as_loop(eqn: Any) -> Loop | None:
+    """The counted loop that an equation is; None for a `while` that does not count."""
+    if eqn.primitive.name == "scan":
+        n_consts, n_carry = scan_counts(eqn.params)
+        closed = eqn.params["jaxpr"]
+        loop = Loop(
+            eqn, closed.jaxpr, closed.consts, eqn.invars[:n_consts], eqn.invars[n_consts : n_consts + n_carry],
+            eqn.invars[n_consts + n_carry :], length=eqn.params["length"], reverse=eqn.params["reverse"],
+        )  # fmt: skip
+        found = counters(loop.body, loop.carries, loop.body.outvars[:n_carry])
+        first = next((c for c in found if c.step > 0), None)
+        return dataclasses.replace(loop, counter=first.place, step=first.step) if first else loop
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond, closed = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"]
+    found = bounded(cond, n_cond, closed.jaxpr, n_body)
+    if found is None:
+        return None
+    counter, limit = found
+    init = eqn.invars[n_cond + n_body :]
+    if not hasattr(limit, "val"):
+        limit = dict(zip(cond.invars, [*eqn.invars[:n_cond], *init], strict=True))[limit]
+    return Loop(
+        eqn, closed.jaxpr, closed.consts, eqn.invars[n_cond : n_cond + n_body], init,
+        counter=counter.place, step=counter.step, limit=limit,
+    )  # fmt: skip
+
+
+def fresh_arguments(jaxpr: Any) -> list[Any]:
+    """Types to trace a jaxpr's invars with."""
+    return [
+        ref_aval(v.aval.shape, v.aval.dtype)
+        if isinstance(v.aval, AbstractRef)
+        else jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+        for v in jaxpr.invars
+    ]

@@ -1,0 +1,161 @@
+"""Ranges of the integer scalars of a kernel's jaxpr: what bounds the rounds of a loop whose bounds are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jtile.transforms.activity import is_literal
+from jtile.transforms.evaluate import as_loop
+
+Range = tuple[int, int]  # both ends inside
+
+
+class Ranges:
+    """Ranges of the variables of a pruned kernel jaxpr; `of` gives None where nothing is known."""
+
+    def __init__(self, jaxpr: Any, grid: Sequence[int]):
+        self.grid = grid
+        self.known: dict[Any, Range] = {}
+        self._visit(jaxpr)
+
+    def of(self, v: Any) -> Range | None:
+        if is_literal(v):
+            return (int(v.val), int(v.val)) if np.ndim(v.val) == 0 and np.asarray(v.val).dtype.kind in "iub" else None
+        return self.known.get(v)
+
+    def rounds(self, eqn: Any) -> int | None:
+        """The most rounds that a counted loop can run."""
+        loop = as_loop(eqn)
+        if loop is None or loop.length is not None:
+            return loop and loop.length
+        lo, hi = self.of(loop.init[loop.counter]), self.of(loop.limit)
+        return None if lo is None or hi is None else max(0, -(-(hi[1] - lo[0]) // loop.step))
+
+    def _visit(self, jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in ("scan", "while"):
+                self._loop(eqn)
+            elif name == "cond":
+                for branch in eqn.params["branches"]:
+                    self._pass(eqn.invars[1:], branch.jaxpr.invars)
+                    self._visit(branch.jaxpr)
+            elif name == "jtile_program_id":
+                self.known[eqn.outvars[0]] = (0, max(0, self.grid[eqn.params["axis"]] - 1))
+            elif name == "jtile_num_programs":
+                self.known[eqn.outvars[0]] = (self.grid[eqn.params["axis"]],) * 2
+            elif name in _RULES and not eqn.outvars[0].aval.shape:
+                out = _RULES[name](eqn.params, *[self.of(v) for v in eqn.invars])
+                if out is not None:
+                    self.known[eqn.outvars[0]] = out
+
+    def _pass(self, outer: Sequence[Any], inner: Sequence[Any]) -> None:
+        for a, b in zip(outer, inner, strict=True):
+            found = self.of(a)
+            if found is not None and not is_literal(b):
+                self.known[b] = found
+
+    def _loop(self, eqn: Any) -> None:
+        loop = as_loop(eqn)
+        if loop is None:
+            self._visit(eqn.params["cond_jaxpr"].jaxpr)
+            self._visit(eqn.params["body_jaxpr"].jaxpr)
+            return
+        self._pass(loop.consts, loop.body.invars[: len(loop.consts)])
+        for before, start, after in zip(loop.carries, loop.init, loop.body.outvars):
+            if after is before:
+                self._pass([start], [before])
+        if loop.counter is not None:
+            lo, n = self.of(loop.init[loop.counter]), self.rounds(eqn)
+            if lo is not None and n is not None:
+                self.known[loop.carries[loop.counter]] = (lo[0], lo[1] + max(0, n - 1) * loop.step)
+        self._visit(loop.body)
+
+
+def _hull(values: Sequence[int]) -> Range:
+    return min(values), max(values)
+
+
+_RULES: dict[str, Callable[..., Range | None]] = {}
+
+
+def _rule(*names: str) -> Callable[[Callable[..., Range]], Callable[..., Range]]:
+    def register(fn: Callable[..., Range]) -> Callable[..., Range]:
+        for name in names:
+            _RULES[name] = lambda params, *xs: None if None in xs else fn(params, *xs)
+        return fn
+
+    return register
+
+
+@_rule("add")
+def _(_, a, b):
+    return a[0] + b[0], a[1] + b[1]
+
+
+@_rule("sub")
+def _(_, a, b):
+    return a[0] - b[1], a[1] - b[0]
+
+
+@_rule("mul")
+def _(_, a, b):
+    return _hull([x * y for x in a for y in b])
+
+
+@_rule("neg")
+def _(_, a):
+    return -a[1], -a[0]
+
+
+@_rule("sign")
+def _(_, a):
+    return _hull([(x > 0) - (x < 0) for x in a])
+
+
+@_rule("max")
+def _(_, a, b):
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+@_rule("min")
+def _(_, a, b):
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+@_rule("clamp")
+def _(_, lo, x, hi):
+    return min(max(x[0], lo[0]), hi[0]), min(max(x[1], lo[1]), hi[1])
+
+
+@_rule("div")
+def _(_, a, b):
+    """Division towards zero; only by numbers of one sign."""
+    if b[0] <= 0 <= b[1]:
+        return -max(map(abs, a)), max(map(abs, a))
+    cut = lambda x, y: abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+    return _hull([cut(x, y) for x in a for y in b] + ([0] if a[0] < 0 < a[1] else []))
+
+
+@_rule("rem")
+def _(_, a, b):
+    most = max(map(abs, b)) - 1
+    return max(-most, min(a[0], 0)), min(most, max(a[1], 0))
+
+
+@_rule("select_n")
+def _(_, which, *cases):
+    return min(c[0] for c in cases), max(c[1] for c in cases)
+
+
+@_rule("convert_element_type", "jtile_loop_hint", "squeeze", "reshape", "stop_gradient", "copy")
+def _(_, a):
+    return a
+
+
+@_rule("eq", "ne", "lt", "le", "gt", "ge")
+def _(*_):
+    return 0, 1

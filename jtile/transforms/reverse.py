@@ -1,0 +1,329 @@
+"""Reverse mode of a kernel body: one program runs it forwards, then backwards.
+
+A sweep evaluates a jaxpr and keeps, for every active equation, how a cotangent of its results becomes one of its
+operands. Backwards, a load adds to the cotangent Ref of what it loaded from, and a store takes its value's cotangent
+out of the cotangent Ref of what it stored to. Rounds of a loop are swept again, one at a time, when the loop runs
+backwards (see `reverse_control`); that second sweep has no effects on the primal Refs, and what it would load from Refs
+that change meanwhile was saved by the first.
+
+A cotangent may have more bits than the value it belongs to: sums are kept in the accumulator's dtype, and rounded only
+where an equation of that dtype needs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes, lax
+
+from jtile import ir
+from jtile.language._index import At, Span, Take
+from jtile.language._primitives import atomic_p, dot_p, load_p, store_p
+from jtile.transforms.activity import Activity, is_float, is_literal, is_ref
+from jtile.transforms.evaluate import bind, place, refuse
+from jtile.transforms.ranges import Ranges
+
+Pull = Callable[[Sequence[Any]], list[Any]]  # cotangents of results (None: zero) -> cotangents of operands
+
+ORDER = (
+    "depends on the order of the programs, so that no derivative goes through it: jtile differentiates atomic_add "
+    "whose old value is unused; give the kernel a rule of its own (defvjp), or stop the derivative of what it reads "
+    "with jax.lax.stop_gradient"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A Ref of the kernel in the reverse kernel.
+
+    Attributes:
+      primal: the Ref itself; None where nothing reads it.
+      ct: the Ref of its cotangent; None where it has none.
+      kind: `input`: never written. `once`: an output each element of which is written once and not read. `memory`: an
+        output that is. `scratch`: memory of one program.
+    """
+
+    primal: Any
+    ct: Any
+    kind: str
+
+    @property
+    def changes(self) -> bool:
+        return self.kind in ("memory", "scratch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a sweep runs.
+
+    Attributes:
+      effects: stores to primal Refs happen. Without, loads from Refs that change read what was saved.
+      tape: the sweep can be pulled back.
+      path: index of the round of each loop around, outermost first.
+    """
+
+    effects: bool
+    tape: bool
+    path: tuple[Any, ...] = ()
+
+
+def wide(dtype: Any) -> np.dtype:
+    """The dtype in which cotangents of `dtype` are summed."""
+    return np.dtype(np.float64) if np.dtype(dtype) == np.float64 else np.dtype(np.float32)
+
+
+def plus(a: Any, b: Any) -> Any:
+    """The sum of two cotangents; None is zero."""
+    if a is None or b is None:
+        return b if a is None else a
+    dtype = jnp.promote_types(a.dtype, b.dtype) if a.dtype != b.dtype else a.dtype
+    return lax.add(lax.convert_element_type(a, dtype), lax.convert_element_type(b, dtype))
+
+
+def whole(ref: Any) -> tuple[tuple[Span, ...], list[Any]]:
+    """The index of all of a Ref."""
+    return tuple(Span(n) for n in ref.shape), [np.int32(0)] * len(ref.shape)
+
+
+def row(ref: Any, at: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """The index of `ref[*at]`."""
+    rest = ref.shape[len(at) :]
+    return (*[At()] * len(at), *[Span(n) for n in rest]), [*at, *[np.int32(0)] * len(rest)]
+
+
+def read_row(ref: Any, at: Sequence[Any]) -> Any:
+    dims, values = row(ref, at)
+    return load_p.bind(ref, *values, dims=dims, pad=0, masked=False)
+
+
+def write_row(ref: Any, at: Sequence[Any], value: Any) -> None:
+    dims, values = row(ref, at)
+    store_p.bind(ref, *values, value, dims=dims, masked=False)
+
+
+def new_ref(shape: Sequence[int], dtype: Any, *, zero: bool = False) -> Any:
+    ref = jax.empty_ref(jax.ShapeDtypeStruct(tuple(shape), dtype))
+    if zero:
+        write_row(ref, (), jnp.zeros(tuple(shape), dtype))
+    return ref
+
+
+class Reverse:
+    """The reverse mode of one kernel; `saved` holds what loads from changing Refs gave, by equation."""
+
+    def __init__(self, activity: Activity, ranges: Ranges):
+        self.activity, self.ranges = activity, ranges
+        self.saved: dict[int, Any] = {}
+
+    def sweep(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mode: Mode) -> tuple[list[Any], Pull]:
+        """Evaluate a jaxpr; `args` are values, and `Slot`s for Refs. Pulling back is possible once, with a tape."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        read = lambda v: v.val if is_literal(v) else env[v]
+        tape: list[tuple[Any, Pull]] = []
+        for eqn in jaxpr.eqns:
+            with place(eqn):
+                rule = RULES.get(eqn.primitive.name, Reverse.pure)
+                outs, back = rule(self, eqn, [read(v) for v in eqn.invars], mode)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            if back is not None and mode.tape:
+                tape.append((eqn, back))
+        return [read(v) for v in jaxpr.outvars], lambda cts: _pull(jaxpr, tape, cts)
+
+    # -- equations without effects --------------------------------------------------------------------------------
+    def moving(self, eqn: Any) -> list[int]:
+        return [k for k, v in enumerate(eqn.invars) if not is_literal(v) and not is_ref(v) and v in self.activity]
+
+    def pure(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
+        moving = self.moving(eqn)
+        if not moving or not mode.tape:
+            return bind(eqn, args), None
+
+        def fn(*some):
+            at = dict(zip(moving, some, strict=True))
+            return tuple(bind(eqn, [at.get(k, x) for k, x in enumerate(args)]))
+
+        outs, pull = jax.vjp(fn, *[args[k] for k in moving])
+
+        def back(cts):
+            found = pull(tuple(_full(ct, v.aval) for ct, v in zip(cts, eqn.outvars, strict=True)))
+            return _spread(found, moving, len(args))
+
+        return list(outs), back
+
+    def convert(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
+        """A cast between floats leaves the cotangent as it is."""
+        outs = bind(eqn, args)
+        if not self.moving(eqn) or not is_float(eqn.outvars[0]):
+            return outs, None
+        return outs, lambda cts: list(cts)
+
+    def dot(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
+        """`d(a b + acc)`: the products run in the operands' dtype and sum in the accumulator's."""
+        moving = self.moving(eqn)
+        outs = bind(eqn, args)
+        if not moving:
+            return outs, None
+        a, b, *_ = args
+        dot = lambda x, y: dot_p.bind(x, y, **eqn.params)
+
+        def back(cts):
+            (g,) = cts
+            found: list[Any] = [None] * len(args)
+            for k in moving:
+                if k == 0:
+                    x, y = _operands(g, b)
+                    found[0] = dot(x, _flip(y))
+                elif k == 1:
+                    y, x = _operands(g, a)
+                    found[1] = dot(_flip(x), y)
+                else:
+                    found[2] = g
+            return found
+
+        return outs, back
+
+    def nothing(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
+        """A print or an assert: the kernel itself has done it."""
+        return [], None
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+    def load(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
+        slot, *rest = args
+        saved = self.saved.get(id(eqn))
+        if slot.changes and not mode.effects:
+            out = read_row(saved, mode.path)
+        else:
+            out = load_p.bind(slot.primal, *rest, **eqn.params)
+            if saved is not None:
+                write_row(saved, mode.path, out)
+
+        def back(cts):
+            self.add(slot, eqn, rest, cts[0])
+            return [None] * len(args)
+
+        return [out], back if slot.ct is not None else None
+
+    def add(self, slot: Slot, eqn: Any, rest: Sequence[Any], ct: Any) -> None:
+        """`slot.ct[index] += ct` at the index and mask of a load."""
+        dims, masked = eqn.params["dims"], eqn.params["masked"]
+        values, mask = rest[: len(dims)], rest[len(dims) :]
+        ct = lax.convert_element_type(ct, slot.ct.dtype)
+        if slot.kind == "scratch" and not any(isinstance(d, Take) for d in dims):
+            old = load_p.bind(slot.ct, *values, *mask, dims=dims, pad=0, masked=masked)
+            store_p.bind(slot.ct, *values, lax.add(old, ct), *mask, dims=dims, masked=masked)
+        else:
+            atomic_p.bind(slot.ct, *values, ct, *mask, fn="add", dims=dims, masked=masked)
+
+    def store(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
+        slot, *rest = args
+        if mode.effects and slot.primal is not None:
+            store_p.bind(slot.primal, *rest, **eqn.params)
+        if slot.ct is None:
+            return [], None
+        return [], lambda cts: self.taken(slot, eqn, rest, clear=slot.changes)
+
+    def taken(self, slot: Slot, eqn: Any, rest: Sequence[Any], *, clear: bool) -> list[Any]:
+        """The cotangent of what a store or an atomic add wrote; what a store overwrote gets none (`clear`)."""
+        dims, masked = eqn.params["dims"], eqn.params["masked"]
+        n = len(dims)
+        values, mask = rest[:n], rest[n + 1 :]
+        ct = load_p.bind(slot.ct, *values, *mask, dims=dims, pad=0, masked=masked)
+        if clear:
+            store_p.bind(slot.ct, *values, lax.full_like(ct, 0), *mask, dims=dims, masked=masked)
+        found: list[Any] = [None] * len(eqn.invars)
+        if eqn.invars[1 + n] in self.activity:
+            found[1 + n] = ct
+        return found
+
+    def atomic(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
+        slot, *rest = args
+        (out,) = eqn.outvars
+        fn = eqn.params["fn"]
+        if out in self.activity.read:
+            raise refuse(f"the old value of atomic_{fn} is used here, and it {ORDER}", eqn)
+        if slot.ct is not None and fn != "add":
+            raise refuse(f"what atomic_{fn} leaves {ORDER}", eqn)
+        if mode.effects and slot.primal is not None:
+            atomic_p.bind(slot.primal, *rest, **eqn.params)
+        if slot.ct is None:
+            return [None], None
+        return [None], lambda cts: self.taken(slot, eqn, rest, clear=False)
+
+    def alloc(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
+        (v,) = eqn.outvars
+        primal = bind(eqn, args)[0] if mode.effects else None
+        return [self.scratch(v, primal, mode.tape)], None
+
+    def scratch(self, v: Any, primal: Any, tape: bool) -> Slot:
+        """The slot of scratch that variable `v` names."""
+        ct = new_ref(v.aval.shape, wide(v.aval.dtype), zero=True) if tape and v in self.activity else None
+        return Slot(primal, ct, "scratch")
+
+
+def _pull(jaxpr: Any, tape: list[tuple[Any, Pull]], cts: Sequence[Any]) -> list[Any]:
+    """Cotangents of a jaxpr's invars from those of its outvars (None: zero)."""
+    found: dict[Any, Any] = {}
+
+    def add(v, ct):
+        if ct is not None and not is_literal(v) and is_float(v):
+            found[v] = plus(found.get(v), ct)
+
+    for v, ct in zip(jaxpr.outvars, cts, strict=True):
+        add(v, ct)
+    for eqn, back in reversed(tape):
+        outs = [found.pop(v, None) for v in eqn.outvars]
+        if eqn.outvars and all(ct is None for ct in outs) and not _writes(eqn):
+            continue
+        with place(eqn):
+            back_cts = back(outs)
+        for v, ct in zip(eqn.invars, back_cts, strict=True):
+            add(v, ct)
+    return [found.get(v) for v in jaxpr.invars]
+
+
+def _writes(eqn: Any) -> bool:
+    """An equation whose pull must run though nobody asks for its results: it may have written to Refs."""
+    return eqn.primitive.name in ("scan", "while", "cond", "jtile_atomic")
+
+
+def _full(ct: Any, aval: Any) -> Any:
+    """A cotangent as `jax.vjp` takes it."""
+    if not dtypes.issubdtype(aval.dtype, np.inexact):
+        return np.zeros(aval.shape, dtypes.float0)
+    if ct is None:
+        return jnp.zeros(aval.shape, aval.dtype)
+    return lax.convert_element_type(ct, aval.dtype)
+
+
+def _spread(found: Sequence[Any], places: Sequence[int], n: int) -> list[Any]:
+    at = dict(zip(places, found, strict=True))
+    return [at.get(k) for k in range(n)]
+
+
+def _flip(x: Any) -> Any:
+    return lax.transpose(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+def _operands(g: Any, other: Any) -> tuple[Any, Any]:
+    """A cotangent and the tile that it is multiplied with, in the one dtype that a matrix unit takes: the tile's, or
+    bfloat16 where that has fewer bits."""
+    dtype = other.dtype if ir.dtype_info(other.dtype).bits >= 16 else jnp.bfloat16
+    return lax.convert_element_type(g, dtype), lax.convert_element_type(other, dtype)
+
+
+RULES: dict[str, Callable[..., tuple[list[Any], Pull | None]]] = {
+    "jtile_load": Reverse.load,
+    "jtile_store": Reverse.store,
+    "jtile_atomic": Reverse.atomic,
+    "jtile_dot": Reverse.dot,
+    "jtile_print": Reverse.nothing,
+    "jtile_assert_": Reverse.nothing,
+    "convert_element_type": Reverse.convert,
+    "empty_ref": Reverse.alloc,
+}
