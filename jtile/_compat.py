@@ -28,3 +28,23 @@ def allow_effect_everywhere(effect_type: type) -> None:
 
     effects.remat_allowed_effects.add_type(effect_type)
     effects.custom_derivatives_allowed_effects.add_type(effect_type)
+
+
+def need_devices(primitive: Any) -> None:
+    """Let the lowering of a primitive know the devices and the mesh of its program, which custom_partitioning needs."""
+    from jax._src import dispatch
+
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_partitioned(ctx: Any) -> bool:
+    """Whether XLA will split the program that is being lowered over the devices of a mesh.
+
+    Not so on one device, inside of `shard_map`, for `jax.export` (a partitioning callback lives in this process only),
+    and where the shardings name no mesh.
+    """
+    module = ctx.module_context
+    axes = module.axis_context  # a ShardingContext, or a class without these attributes
+    mesh = getattr(axes, "abstract_mesh", None)
+    several = (getattr(axes, "num_devices", None) or 1) > 1 and getattr(axes, "device_assignment", None) is not None
+    return several and mesh is not None and not mesh.empty and not module.lowering_parameters.for_export

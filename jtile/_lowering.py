@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.experimental import io_callback
 from jax.interpreters import mlir
 
-from jtile import ir
+from jtile import _partition, ir
 from jtile._config import current
 from jtile._errors import UnsupportedError
 from jtile._program import Program
@@ -69,7 +69,8 @@ def lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -
     if interpreted(program):
         return on_host(ctx, *operands, program=program)
     try:
-        return _custom_call(ctx, operands, program)
+        whole = _partition.lower(ctx, operands, program)
+        return _custom_call(ctx, operands, program) if whole is None else whole
     except UnsupportedError:
         if (program.options.fallback or current().fallback) != "interpret":
             raise

@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jtile import _batching
-from jtile._compat import allow_effect_everywhere
+from jtile._compat import allow_effect_everywhere, need_devices
 from jtile._errors import KernelAssertionError
 from jtile._lowering import interpreted, lower_cpu, lower_elsewhere, run_interpreter
 from jtile._program import Program
@@ -34,6 +34,7 @@ for _name in ("_primitive.py", "_lowering.py", "_batching.py", "_kernel.py"):
 
 jtile_call_p = jexc.Primitive("jtile_call")
 jtile_call_p.multiple_results = True
+need_devices(jtile_call_p)  # automatic partitioning asks for the mesh
 
 
 class KernelEffect(jexc.Effect):

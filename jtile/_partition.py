@@ -1,0 +1,213 @@
+"""Automatic partitioning: a `Program` under `jit` on several devices runs as one smaller kernel on each of them.
+
+What can be cut is a `Rule`: a name (a factor) for each dimension of each array, derived from the index maps of the Tile
+IR. Shardy gets it with the call and decides who holds what; XLA then asks `partition` for the program of one shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jtile import ir
+from jtile._compat import is_partitioned
+from jtile._program import Program, canonical_text
+from jtile.transforms.factors import Factors, factors
+from jtile.transforms.localise import localise
+
+Axes = tuple[str, ...]  # of a mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Along what a program can be cut.
+
+    Attributes:
+      inputs, outputs: per array, the factor of each dimension, or None: it is gathered.
+      partial: per output, the factors over whose shards it must be summed.
+    """
+
+    inputs: tuple[tuple[str | None, ...], ...]
+    outputs: tuple[tuple[str | None, ...], ...]
+    partial: tuple[frozenset[str], ...]
+
+    @property
+    def arrays(self) -> tuple[tuple[str | None, ...], ...]:
+        return (*self.inputs, *self.outputs)
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(n for dims in self.arrays for n in dims if n))
+
+    def __str__(self) -> str:
+        """`a b, b c -> a c; sum over b`; `_` is a dimension that is gathered, `()` an array without dimensions."""
+        spell = lambda arrays: ", ".join(" ".join(n or "_" for n in dims) or "()" for dims in arrays)
+        sums = sorted(frozenset().union(*self.partial))
+        end = f"; sum over {', '.join(sums)}" if sums else ""
+        return f"{spell(self.inputs)} -> {spell(self.outputs)}{end}".strip()
+
+
+# -- rules and the programs of shards ---------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _factors(program: Program) -> Factors | None:
+    """None: a kernel that must run as a whole (it prints, asserts, or has sizes that are not known yet)."""
+    if program.io or not program.programs or ir.is_dynamic(program.kernel):
+        return None
+    return factors(program.kernel)
+
+
+@functools.lru_cache(maxsize=1024)
+def rule_of(program: Program) -> Rule:
+    """The sharding rule of a program."""
+    found = _factors(program)
+    n_in, n_out = len(program.kernel.inputs), len(program.kernel.outputs)
+    if found is None:
+        dims = [(None,) * len(v.shape) for v in (*program.kernel.inputs, *program.kernel.outputs)]
+        return Rule(tuple(dims[:n_in]), tuple(dims[n_in:]), (frozenset(),) * n_out)
+    arrays = [tuple(f and f.name for f in found.of(k)) for k in range(n_in + n_out)]
+    partial = tuple(frozenset(f.name for f in found.factors if o in f.partial) for o in range(n_out))
+    return Rule(tuple(arrays[:n_in]), tuple(arrays[n_in:]), partial)
+
+
+def can_cut(program: Program, name: str, parts: int) -> bool:
+    """Whether the program can run on `parts` shards along one factor, as one whole kernel each."""
+    found = _factors(program)
+    return found is not None and found.named(name).cuts(parts) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def shard_program(program: Program, parts: tuple[tuple[str, int], ...]) -> Program:
+    """The program of one shard. Outputs that are summed over the shards are not rounded yet."""
+    found, rule = _factors(program), rule_of(program)
+    cut = {name for name, _ in parts}
+    summed = [bool(names & cut) for names in rule.partial]
+    wide = [k for k, s in enumerate(summed) if s and program.narrow[k] is None]
+    kernel = localise(found, dict(parts), wide)
+    narrow = tuple(None if s else n for s, n in zip(summed, program.narrow, strict=True))
+    text = "\n".join([canonical_text(kernel), str(narrow), str(program.options)])
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()
+    return dataclasses.replace(program, kernel=kernel, narrow=narrow, vjp=None, fingerprint=fingerprint)
+
+
+# -- from the shardings of arrays to those of factors -----------------------------------------------------------------
+
+
+def assign(program: Program, mesh: Mapping[str, int], specs: Sequence[Any]) -> dict[str, Axes]:
+    """The mesh axes that each factor is cut along.
+
+    Args:
+      mesh: sizes of the mesh axes.
+      specs: a `PartitionSpec` per array, outputs first; the first array that says something about a factor decides.
+    """
+    rule = rule_of(program)
+    out: dict[str, Axes] = {}
+    taken: set[str] = set()
+    for dims, spec in zip((*rule.outputs, *rule.inputs), specs):
+        for name, entry in zip(dims, tuple(spec)):
+            axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            if not name or name in out:
+                continue
+            axes = tuple(a for a in axes if a not in taken and mesh[a] > 1)
+            while axes and not can_cut(program, name, math.prod(mesh[a] for a in axes)):
+                axes = axes[:-1]
+            if axes:
+                out[name] = axes
+                taken.update(axes)
+    return out
+
+
+def spec_of(dims: Sequence[str | None], cut: Mapping[str, Axes]) -> PartitionSpec:
+    """The sharding of an array with these factors."""
+    axes = [cut.get(name or "", ()) for name in dims]
+    return PartitionSpec(*[a[0] if len(a) == 1 else a or None for a in axes])
+
+
+def result_specs(program: Program, mesh: Any, specs: Sequence[Any]) -> list[PartitionSpec]:
+    """Shardings of the results on an explicit mesh, given those of the operands."""
+    cut = assign(program, dict(mesh.shape), [*[()] * len(program.kernel.outputs), *specs])
+    return [spec_of(dims, cut) for dims in rule_of(program).outputs]
+
+
+# -- lowering -----------------------------------------------------------------------------------------------------------
+
+
+def lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any] | None:
+    """The call as a custom_partitioning call; None where it is lowered as it is: on one device, inside of shard_map, or
+    because nothing of it can be cut (XLA gathers its operands)."""
+    if not is_partitioned(ctx) or not rule_of(program).names:
+        return None
+    bind = functools.partial(ctx.primitive.bind, program=program)
+    call = custom_partitioning(lambda *xs: bind(*xs))
+    call.def_partition(
+        functools.partial(_partition, program, ctx.primitive),
+        functools.partial(_infer, program),
+        sharding_rule=shardy_rule(program),
+    )
+    out = mlir.lower_fun(lambda *xs: call(*xs), multiple_results=True)(ctx, *operands)
+    _mark(out, program)
+    return out
+
+
+def _mark(results: Sequence[Any], program: Program) -> None:
+    """Name the program in the call: JAX may be told to leave the callback out of the key of its compilation cache."""
+    text = mlir.ir.StringAttr.get(program.fingerprint)
+    owner = results[0].owner
+    owner.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get({"jtile_program": text})
+
+
+def shardy_rule(program: Program) -> SdyShardingRule:
+    """The rule as Shardy takes it: dimensions that cannot be cut are factors that need replication."""
+    rule = rule_of(program)
+    fixed = lambda k, d: f"fixed{k}_{d}"
+    arrays = [ArrayMapping(*[n or fixed(k, d) for d, n in enumerate(dims)]) for k, dims in enumerate(rule.arrays)]
+    gathered = tuple(fixed(k, d) for k, dims in enumerate(rule.arrays) for d, n in enumerate(dims) if n is None)
+    kept = {n for dims in rule.outputs for n in dims}
+    summed = frozenset().union(*rule.partial) - kept
+    n_in = len(rule.inputs)
+    return SdyShardingRule(
+        tuple(arrays[:n_in]),
+        tuple(arrays[n_in:]),
+        reduction_factors=tuple(n for n in rule.names if n in summed),
+        need_replication_factors=gathered,
+    )
+
+
+def _spec(x: Any) -> Any:
+    sharding = x.sharding
+    return sharding.spec if isinstance(sharding, NamedSharding) else ()
+
+
+def _partition(program: Program, primitive: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]):
+    """What one shard runs, and the shardings that it wants: `custom_partitioning` moves the arrays there."""
+    cut = assign(program, dict(mesh.shape), [*map(_spec, results), *map(_spec, args)])
+    rule, shardings = rule_of(program), lambda arrays: tuple(NamedSharding(mesh, spec_of(d, cut)) for d in arrays)
+    return mesh, _shard(program, primitive, mesh, cut), [*shardings(rule.outputs)], shardings(rule.inputs)
+
+
+def _shard(program: Program, primitive: Any, mesh: Any, cut: Mapping[str, Axes]) -> Callable[..., list[Any]]:
+    parts = tuple(sorted((name, math.prod(mesh.shape[a] for a in axes)) for name, axes in cut.items()))
+    local = shard_program(program, parts) if parts else program
+    sums = [[a for name in sorted(names & set(cut)) for a in cut[name]] for names in rule_of(program).partial]
+
+    def run(*xs: Any) -> list[Any]:
+        outs = primitive.bind(*xs, program=local)
+        summed = [jax.lax.psum(y, tuple(axes)) if axes else y for y, axes in zip(outs, sums, strict=True)]
+        return [y.astype(o.dtype) for y, o in zip(summed, program.out_avals, strict=True)]
+
+    return run
+
+
+def _infer(program: Program, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> list[NamedSharding]:
+    """Shardings of the results, for XLA's older propagation, which reads no rule."""
+    return [NamedSharding(mesh, s) for s in result_specs(program, mesh, [*map(_spec, args)])]
