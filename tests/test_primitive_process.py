@@ -214,6 +214,40 @@ print("done")
     assert child(code, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "done"
 
 
+def test_vmap_inside_and_around_shard_map(child):
+    code = (
+        SHARDED
+        + """
+@jt.kernel(out_type=lambda x, d: jt.like(d), alias={"d": "o"}, grid=1)
+def add_to(x, d, o):
+    o[...] = o[...] + x[...]
+
+B = jnp.stack([X, X + 1, 2 * X, -X])
+for check in (True, False):
+    over = partial(shard, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check)
+    inside = shard(jax.vmap(scale, (0, None)), in_specs=(P(None, "d"), P()), out_specs=P(None, "d"), check_vma=check)
+    for wrap in (lambda f: f, jax.jit):
+        for f in (inside, jax.vmap(over(scale), (0, None)), jax.vmap(over(scale), (0, None), spmd_axis_name="e")):
+            assert (wrap(f)(B, W) == B * W[None]).all()
+        shared = jax.vmap(over(scale), (None, 0), spmd_axis_name="e")
+        weights = jnp.stack([W, 2 * W])
+        assert (wrap(shared)(X, weights) == X[None] * weights).all()
+        # an aliased operand that all lanes share, and that varies over fewer axes
+        f = jax.vmap(over(add_to), (0, None), spmd_axis_name="e")
+        assert (wrap(f)(B, X[:4]) == B + jnp.tile(X[:4], (4, 1))[None]).all()
+explicit = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
+with jax.set_mesh(explicit):
+    b = jax.device_put(B, jax.sharding.NamedSharding(explicit, P("d")))
+    for name in (None, "d"):
+        f = jax.vmap(scale, (0, None), spmd_axis_name=name)
+        for got in (f(b, W), jax.jit(f)(b, W)):
+            assert (np.asarray(got) == np.asarray(B) * np.asarray(W)[None]).all()
+print("done")
+"""
+    )
+    assert child(code, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "done"
+
+
 def test_sharded_operands_under_jit_and_explicit_axes(child):
     code = (
         SHARDED
