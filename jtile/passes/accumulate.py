@@ -1,0 +1,228 @@
+"""Accumulation: gradients that a kernel adds up in memory become plain stores of sums, wherever the index maps say how.
+
+Per output, in this order: a plain store where programs cannot meet; sums over loops carried; grid and loops re-nested
+(a kernel of its own); partial sums in a fixed number of chunks; atomic additions where nothing else is proved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jtile.ir import Atomic, Kernel, Take, Value, is_dynamic
+from jtile.ir.types import DTYPES
+
+from .affine import Forms, Site, accumulators, sites
+from .lift import lift
+from .nests import only, prepare, speaks, tidy
+from .partials import chunked, chunks
+from .renest import renest
+from .settle import covers, disjoint, settle, told_apart
+from .split_axes import split_axes
+
+FEWEST = 8  # programs that a kernel which serialises a grid axis must have left; below, additions stay atomic
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Where an output of the whole comes from.
+
+    Attributes:
+      piece: which of the kernels.
+      output: which output of that kernel.
+      partials: leading axes of partial sums that the caller sums away (0 or 1).
+    """
+
+    piece: int
+    output: int
+    partials: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Kernels that together compute what one kernel did.
+
+    Attributes:
+      kernels: they may run in any order.
+      inputs: for each of them the positions of the original inputs that it takes.
+      results: one for each original output.
+    """
+
+    kernels: tuple[Kernel, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    results: tuple[Result, ...]
+
+
+@dataclasses.dataclass
+class _Part:
+    """A piece in the making: its kernel, and for each of its outputs the original output it stands for."""
+
+    kernel: Kernel
+    outputs: list[int]
+    serial: frozenset[int] = frozenset()
+    summed: frozenset[int] = frozenset()  # outputs (original positions) that the serial axes are summed away of
+
+
+def accumulate(kernel: Kernel, narrow: Sequence[str | None] = ()) -> Pieces:
+    """The kernel as one or more kernels that add up in registers instead of memory, as far as that can be proved.
+
+    Args:
+      kernel: Tile IR at tile level. Outputs that start from 0 in float32 or float64 and are touched by `atomic add`
+        alone are accumulators; all other memory stays as it is.
+      narrow: for each output the dtype that the caller rounds it to in the end, or None.
+
+    Returns:
+      The pieces. An accumulator that is stored once has the dtype of `narrow`; one of which every element is stored has
+      no init; one with partial sums has a leading axis more. The same kernel always gives the same pieces.
+    """
+    whole = Pieces((kernel,), (tuple(range(len(kernel.inputs))),), tuple(Result(0, k) for k in range(_outputs(kernel))))
+    if is_dynamic(kernel) or not _adds(kernel) or not accumulators(kernel) or 0 in kernel.grid:
+        return whole
+    narrow = tuple(narrow) or (None,) * _outputs(kernel)
+    kernel = prepare(kernel)
+    if not accumulators(kernel):
+        return whole
+    kernel = tidy(lift(kernel, accumulators(kernel)))
+    movable = not speaks(kernel) and not kernel.aliases
+    if movable and _meeting(kernel):
+        kernel = split_axes(kernel)
+        kernel = tidy(lift(kernel, accumulators(kernel)))
+    parts = _parts(kernel) if movable else [_Part(kernel, list(range(_outputs(kernel))))]
+    return _finished(kernel, [_settled(p, narrow) for p in parts])
+
+
+def _outputs(kernel: Kernel) -> int:
+    return len(kernel.outputs)
+
+
+def _adds(kernel: Kernel) -> bool:
+    return any(isinstance(op, Atomic) and op.fn == "add" for op in kernel.body.walk())
+
+
+def _where(kernel: Kernel) -> dict[Value, list[Site]]:
+    """Accumulators and their sites, in the order of the outputs."""
+    wanted = accumulators(kernel)
+    found = sites(kernel, lambda r: r in wanted)
+    return {r: found[r] for r in wanted}
+
+
+def _meeting(kernel: Kernel) -> list[Value]:
+    """Accumulators whose programs may touch one element."""
+    forms = Forms(kernel)
+    return [r for r, found in _where(kernel).items() if not disjoint(forms, found)]
+
+
+# -- which outputs go together ----------------------------------------------------------------------------------------
+
+
+def _parts(kernel: Kernel) -> list[_Part]:
+    """Kernels for the outputs: one for each re-nested, one for each set of grid axes that is summed away, one for the
+    rest, which joins the first of those."""
+    position = {r: k for k, r in enumerate(kernel.outputs)}
+    meeting = _meeting(kernel)
+    own: list[_Part] = []
+    serial: dict[tuple[int, ...], list[Value]] = {}
+    rest = [r for r in kernel.outputs if r not in meeting]
+    for ref in meeting:
+        new = renest(kernel, ref)
+        axes = _serial_axes(kernel, ref)
+        if new is not None:
+            own.append(_Part(dataclasses.replace(new, name=_name(kernel, ref)), [position[ref]]))
+        elif axes is not None:
+            serial.setdefault(axes, []).append(ref)
+        else:
+            rest.append(ref)
+    groups: list[tuple[tuple[int, ...], list[Value]]] = list(serial.items())
+    if rest and groups:
+        groups[0] = (groups[0][0], groups[0][1] + rest)
+    elif rest:
+        groups = [((), rest)]
+    parts = [_group(kernel, axes, refs, serial.get(axes, ())) for axes, refs in groups]
+    if any(p is None for p in parts):
+        return [_Part(kernel, list(range(_outputs(kernel))))]
+    return [*(p for p in parts if p is not None), *own]
+
+
+def _group(kernel: Kernel, axes: tuple[int, ...], refs: list[Value], summed: Sequence[Value]) -> _Part | None:
+    kept = [r for r in kernel.outputs if r in refs]
+    new = kernel if len(kept) == _outputs(kernel) else only(kernel, kept)
+    if new is None:
+        return None
+    at = [k for k, r in enumerate(kernel.outputs) if r in refs]
+    wide = frozenset(k for k, r in enumerate(kernel.outputs) if r in summed)
+    return _Part(new, at, frozenset(axes), wide)
+
+
+def _name(kernel: Kernel, ref: Value) -> str:
+    return f"{kernel.name}_{ref.name}" if ref.name else kernel.name
+
+
+def _serial_axes(kernel: Kernel, ref: Value) -> tuple[int, ...] | None:
+    """The grid axes along which programs meet at an accumulator, if walking them in one program is worth it."""
+    found = _where(kernel)[ref]
+    if any(isinstance(d, Take) for s in found for d in s.op.index):
+        return None
+    apart = told_apart(Forms(kernel), found)
+    axes = tuple(a for a, n in enumerate(kernel.grid) if n > 1 and a not in apart)
+    if all(not s.path for s in found) and _missing(kernel, found, axes):
+        return axes
+    # The sum stays in memory: chunks cost a copy of the output each, which must leave enough programs.
+    cuts = chunks(kernel.grid, axes, _nbytes(ref))
+    programs = math.prod(n for a, n in enumerate(kernel.grid) if a not in axes) * math.prod(c.count for c in cuts)
+    return axes if programs >= min(FEWEST, math.prod(kernel.grid)) else None
+
+
+def _missing(kernel: Kernel, found: list[Site], axes: tuple[int, ...]) -> bool:
+    """Whether no index depends on any of these axes."""
+    forms = Forms(kernel)
+    for s in found:
+        starts = [forms.start(d) for d in s.op.index]
+        if any(f is None or any(v in axes for v, _ in f.terms) for f in starts):
+            return False
+    return True
+
+
+def _nbytes(ref: Value) -> int:
+    return math.prod(ref.shape) * DTYPES[ref.dtype].bits // 8
+
+
+# -- the end of every piece -------------------------------------------------------------------------------------------
+
+
+def _settled(part: _Part, narrow: Sequence[str | None]) -> tuple[Kernel, list[int], dict[int, int]]:
+    """The finished kernel of a part, its outputs, and which of them hold partial sums."""
+    kernel, original = part.kernel, dict(zip(part.kernel.outputs, part.outputs, strict=True))
+    covered = _covered(kernel)
+    partials: dict[int, int] = {}
+    if part.serial:
+        summed = [r for r in kernel.outputs if original[r] in part.summed]
+        nbytes = max((_nbytes(r) for r in summed), default=0)
+        kernel, moved = chunked(kernel, chunks(kernel.grid, part.serial, nbytes), summed)
+        original |= {new: original[old] for old, new in moved.items()}
+        partials = {original[r]: 1 for r in moved.values()}
+        covered -= set(moved)
+        kernel = tidy(lift(tidy(kernel), accumulators(kernel)))
+    where = _where(kernel)
+    wanted = {r: n for r in where if (n := narrow[original[r]]) is not None and original[r] not in partials}
+    done = settle(kernel, where, wanted, covered)
+    return tidy(done.kernel), part.outputs, partials
+
+
+def _covered(kernel: Kernel) -> set[Value]:
+    """Accumulators of which every element is touched; how the grid is walked changes nothing about that."""
+    forms = Forms(kernel)
+    return {r for r, found in _where(kernel).items() if any(covers(forms, s) for s in found)}
+
+
+def _finished(kernel: Kernel, parts: list[tuple[Kernel, list[int], dict[int, int]]]) -> Pieces:
+    results: dict[int, Result] = {}
+    kernels, inputs = [], []
+    for piece, (new, outputs, partials) in enumerate(parts):
+        used = {v for op in new.body.walk() for v in op.operands()}
+        keep = [v for v in new.inputs if v in used or kernel.aliases]
+        inputs.append(tuple(kernel.inputs.index(v) for v in keep))
+        kernels.append(dataclasses.replace(new, params=(*keep, *new.outputs, *new.scratch)))
+        for k, original in enumerate(outputs):
+            results[original] = Result(piece, k, partials.get(original, 0))
+    return Pieces(tuple(kernels), tuple(inputs), tuple(results[k] for k in range(_outputs(kernel))))

@@ -1,0 +1,254 @@
+"""Affine forms: an index value as a constant plus multiples of program ids, loop indices and unknown constants."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jtile.ir import (
+    Alloc,
+    At,
+    Atomic,
+    Block,
+    Broadcast,
+    Cast,
+    Dim,
+    For,
+    Full,
+    If,
+    Index,
+    Kernel,
+    Load,
+    Map,
+    Op,
+    ProgramId,
+    Reshape,
+    Span,
+    Store,
+    Take,
+    Tile,
+    Value,
+    dim_value,
+)
+from jtile.ir.types import DTYPES, RefType
+
+from .fold import number
+from .intervals import Interval, Intervals
+from .rewrite import buffers, free_values
+
+# What an affine form counts: a grid axis, the index of a loop, or a scalar that is the same in every program.
+Var = int | Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """`const + sum of coefficient * variable`; no coefficient is 0."""
+
+    const: int
+    terms: tuple[tuple[Var, int], ...] = ()
+
+    def plus(self, other: Affine, factor: int = 1) -> Affine:
+        out = dict(self.terms)
+        for v, c in other.terms:
+            out[v] = out.get(v, 0) + c * factor
+        return Affine(self.const + other.const * factor, tuple((v, c) for v, c in out.items() if c))
+
+    def times(self, n: int) -> Affine:
+        return Affine(self.const * n, tuple((v, c * n) for v, c in self.terms) if n else ())
+
+
+def ranges(kernel: Kernel) -> Intervals:
+    """Intervals of all values, whatever branch they stand in; no condition is assumed."""
+    known = Intervals(kernel)
+
+    def block(b: Block) -> None:
+        for op in b.ops:
+            if isinstance(op, For):
+                known.enter_loop(op)
+            for inner in op.blocks():
+                block(inner)
+            known.visit(op)
+
+    block(kernel.body)
+    return known
+
+
+class Forms:
+    """Affine forms and ranges of the values of one kernel.
+
+    Attributes:
+      known: the interval of every integer.
+      loops: the loop of every loop index.
+    """
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+        self.known = ranges(kernel)
+        ops = list(kernel.body.walk())
+        self.loops: dict[Value, For] = {op.body.params[0]: op for op in ops if isinstance(op, For)}
+        roots = buffers(kernel)
+        self.written = {roots.get(op.ref, op.ref) for op in ops if isinstance(op, Store | Atomic)}
+        self.roots = roots
+        self._forms: dict[Value, Affine | None] = {}
+        self._uniform: dict[Value, bool] = {}
+
+    def form(self, v: Value) -> Affine | None:
+        """The affine form of an integer scalar, or None."""
+        if v not in self._forms:
+            self._forms[v] = self._form(v)
+        return self._forms[v]
+
+    def _form(self, v: Value) -> Affine | None:
+        if isinstance(v.type, RefType) or v.shape or DTYPES[v.dtype].kind not in "iu":
+            return None
+        if v in self.loops:
+            return Affine(0, ((v, 1),))
+        match v.op:
+            case Full():
+                return Affine(number(v))
+            case ProgramId(axis):
+                grid = self.kernel.grid
+                return Affine(0, ((axis, 1),)) if axis < len(grid) and grid[axis] > 1 else Affine(0)
+            case Cast(x) | Reshape(x) | Broadcast(x) if not x.shape and DTYPES[x.dtype].kind in "iu":
+                out = self.form(x)
+            case Map():
+                out = self._map(v.op)
+            case _:
+                out = None
+        return Affine(0, ((v, 1),)) if out is None and self.uniform(v) else out
+
+    def _map(self, op: Map) -> Affine | None:
+        forms = [self.form(a) for a in op.args]
+        a, b = forms[0], forms[-1]
+        if a is None or b is None:
+            return None
+        match op.fn:
+            case "add" | "sub":
+                return a.plus(b, 1 if op.fn == "add" else -1)
+            case "neg":
+                return a.times(-1)
+            case "mul" if not b.terms or not a.terms:
+                return a.times(b.const) if not b.terms else b.times(a.const)
+            case "shl" if not b.terms and 0 <= b.const < 31:
+                return a.times(1 << b.const)
+        return None
+
+    def uniform(self, v: Value) -> bool:
+        """Whether a value is the same wherever and by whichever program it is computed."""
+        if v not in self._uniform:
+            self._uniform[v] = v.op is not None and self._uniform_op(v.op)
+        return self._uniform[v]
+
+    def _uniform_op(self, op: Op) -> bool:
+        if isinstance(op, ProgramId | Alloc | Atomic):
+            return False
+        if isinstance(op, Load) and self.roots.get(op.ref, op.ref) in self.written | set(self.kernel.scratch):
+            return False
+        inner = [x for b in op.blocks() for x in b.walk()]
+        if any(isinstance(x, ProgramId | Alloc | Atomic | Load) for x in inner):
+            return False
+        return all(isinstance(v.type, RefType) or self.uniform(v) for v in free_values(op))
+
+    # -- ranges -------------------------------------------------------------------------------------------------------
+    def steps(self, v: Var) -> tuple[int, int, int]:
+        """(first, step, count) of a grid axis or loop index: it takes some of the values first + step * [0, count)."""
+        if isinstance(v, int):
+            return 0, 1, self.kernel.grid[v]
+        loop = self.loops[v]
+        lo, hi, step = self.known(loop.lo), self.known(loop.hi), self.known(loop.step)
+        if lo is None or hi is None or step is None or not step.single or step.lo <= 0:
+            limits = self.known(v) or Interval(0, 0)
+            return limits.lo, 1, max(limits.hi - limits.lo + 1, 1)
+        step = step.lo if lo.single else 1
+        return lo.lo, step, max(-(-(hi.hi - lo.lo) // step), 0)
+
+    def static(self, loop: For) -> bool:
+        """Whether a loop makes the same rounds everywhere, at least one, upwards."""
+        lo, hi, step = (self.known(x) for x in (loop.lo, loop.hi, loop.step))
+        return bool(lo and hi and step and lo.single and hi.single and step.single and step.lo > 0 and hi.lo > lo.lo)
+
+    def legal(self, index: Index, shape: tuple[int, ...]) -> bool:
+        """Whether an access may stand anywhere: it starts inside the array for all values of its index."""
+        return all(_legal(d, n, self.known(dim_value(d))) for d, n in zip(index, shape, strict=True))
+
+    def start(self, d: Dim) -> Affine | None:
+        """First element of an index dimension; None for gathers and what is not affine."""
+        if isinstance(d, Take):
+            return None
+        form = self.form(dim_value(d))
+        return form.times(d.step) if form is not None and isinstance(d, Tile) else form
+
+
+def lanes(d: Dim) -> tuple[int, int]:
+    """(distance, count) of the elements of an index dimension."""
+    match d:
+        case Span(_, size, stride):
+            return stride, size
+        case Tile(_, size, _):
+            return 1, size
+    return 1, 1
+
+
+def _legal(d: Dim, n: int, i: Interval | None) -> bool:
+    match d:
+        case Take():
+            return True
+        case At():
+            return i is not None and i.lo >= 0 and i.hi < n
+        case Span():
+            return i is not None and i.lo >= 0 and i.hi <= n
+        case Tile(_, _, step):
+            return i is not None and i.lo >= 0 and i.hi < max(-(-n // step), 1)
+    return False
+
+
+# -- places of accumulation -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One accumulation `ref[index] += value`, and the regions around it, outermost first."""
+
+    op: Atomic
+    path: tuple[Op, ...]
+
+    @property
+    def loops(self) -> list[For]:
+        return [op for op in self.path if isinstance(op, For)]
+
+    @property
+    def plain(self) -> bool:
+        """Only counted loops and branches around it."""
+        return all(isinstance(op, For | If) for op in self.path)
+
+
+def sites(kernel: Kernel, wanted: Callable[[Value], bool]) -> dict[Value, list[Site]]:
+    """The accumulations onto each Ref that `wanted` names, in program order."""
+    out: dict[Value, list[Site]] = {}
+
+    def block(b: Block, path: tuple[Op, ...]) -> None:
+        for op in b.ops:
+            if isinstance(op, Atomic) and wanted(op.ref):
+                out.setdefault(op.ref, []).append(Site(op, path))
+            for inner in op.blocks():
+                block(inner, (*path, op))
+
+    block(kernel.body, ())
+    return out
+
+
+def accumulators(kernel: Kernel) -> list[Value]:
+    """Float outputs that start from 0 and are touched by additions alone, whose old values nobody reads."""
+    aliased = {kernel.outputs[o] for _, o in kernel.aliases}
+    inits = dict(zip(kernel.outputs, kernel.inits, strict=False))
+    used = {v for op in kernel.body.walk() for v in op.operands()}
+    used |= {v for op in kernel.body.walk() for b in op.blocks() for v in b.yields}
+    adds: set[Value] = set()
+    bad = set(aliased)
+    for op in kernel.body.walk():
+        if isinstance(op, Atomic) and op.fn == "add" and op.result not in used:
+            adds.add(op.ref)
+        elif isinstance(op, Load | Store | Atomic):
+            bad.add(op.ref)
+    wide = ("float32", "float64")
+    return [o for o in kernel.outputs if o in adds - bad and inits.get(o) == 0 and o.dtype in wide]

@@ -1,0 +1,213 @@
+"""Plain stores for accumulations that cannot meet: proves from index maps that different programs touch different
+elements, and then reads, adds and writes, or where nothing was added before only writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jtile.ir import Atomic, For, Kernel, Load, Map, RefType, Store, Take, Value
+
+from .affine import Forms, Site, Var, lanes
+from .rewrite import Rewriter, Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Digit:
+    """One variable of an index dimension: its coefficient (without sign) and how many values it takes.
+
+    Attributes:
+      var: None for the lanes.
+      falls: whether the coefficient of a grid axis is negative.
+    """
+
+    size: int
+    count: int
+    var: Var | None = None
+    falls: bool = False
+
+
+def digits(forms: Forms, site: Site, dim: int) -> tuple[int, list[Digit]] | None:
+    """The smallest element and the digits of one dimension of an index, smaller coefficients first; None where it is
+    not affine. Scalars that are the same everywhere have count 0."""
+    d = site.op.index[dim]
+    form = forms.start(d)
+    if form is None:
+        return None
+    const, out = form.const, []
+    for v, c in form.terms:
+        if not isinstance(v, int) and v not in forms.loops:
+            out.append(Digit(c, 0, v))
+            continue
+        first, step, count = forms.steps(v)
+        const += c * (first if c > 0 else first + step * (count - 1))
+        out.append(Digit(abs(c) * step, count, v, c < 0 and isinstance(v, int)))
+    distance, count = lanes(d)
+    return const, sorted([*out, Digit(distance, count)], key=lambda x: x.size)
+
+
+def _symbols(ds: list[Digit]) -> set[Digit]:
+    return {d for d in ds if d.count == 0 and d.var is not None}
+
+
+def decoded(ds: Sequence[Digit], gap: int, wanted: type) -> set[Var]:
+    """Variables of type `wanted` (grid axes or loop indices) that the element determines, where elements that differ by
+    up to `gap` are not told apart; empty where one of them is not determined."""
+    reach = gap
+    found: set[Var] = set()
+    for d in ds:
+        if d.count == 1 or (d.count == 0 and d.var is not None):
+            continue
+        apart = d.size > reach
+        asked = d.var is not None and isinstance(d.var, wanted)
+        if (asked and not apart) or (not apart and found):
+            return set()
+        if asked and d.var is not None:
+            found.add(d.var)
+        reach += d.size * max(d.count - 1, 0)
+    return found
+
+
+def told_apart(forms: Forms, where: Sequence[Site]) -> set[int]:
+    """Grid axes along which different programs surely touch different elements, whatever the site."""
+    found: set[int] = set()
+    for dim in range(len(where[0].op.index)):
+        parts = [digits(forms, s, dim) for s in where]
+        known = [p for p in parts if p is not None]
+        if len(known) < len(parts):
+            continue
+        across = [[d for d in ds if isinstance(d.var, int)] for _, ds in known]
+        within = [[(d.size, d.count) for d in ds if not isinstance(d.var, int) and d.count] for _, ds in known]
+        symbols = [_symbols(ds) for _, ds in known]
+        if any(set(a) != set(across[0]) for a in across) or any(s != symbols[0] for s in symbols):
+            continue
+        low = min(const for const, _ in known)
+        if all(w == within[0] for w in within):
+            gap, ds = max(const for const, _ in known) - low, known[0][1]
+        else:  # all that one program touches, as one window
+            ends = [const + sum(n * (c - 1) for n, c in w) for (const, _), w in zip(known, within, strict=True)]
+            gap, ds = max(ends) - low, across[0]
+        found |= {v for v in decoded(ds, gap, int) if isinstance(v, int)}
+    return found
+
+
+def disjoint(forms: Forms, where: Sequence[Site]) -> bool:
+    """Whether no two programs touch one element, and no site names an element twice."""
+    if any(isinstance(d, Take) for s in where for d in s.op.index):
+        return False
+    wide = {axis for axis, n in enumerate(forms.kernel.grid) if n > 1}
+    return wide <= told_apart(forms, where)
+
+
+def once(forms: Forms, site: Site) -> bool:
+    """Whether a program touches every element at most once at this site."""
+    if not site.plain:
+        return False
+    found: set[Var] = set()
+    for dim in range(len(site.op.index)):
+        part = digits(forms, site, dim)
+        if part is not None:
+            found |= decoded([d for d in part[1] if not isinstance(d.var, int)], 0, Value)
+    return all(loop.body.params[0] in found for loop in site.loops if forms.steps(loop.body.params[0])[2] > 1)
+
+
+def covers(forms: Forms, site: Site) -> bool:
+    """Whether all programs together surely touch every element at this site."""
+    op = site.op
+    if 0 in op.ref.shape:
+        return True
+    if op.mask is not None or any(not (isinstance(x, For) and forms.static(x)) for x in site.path):
+        return False
+    seen: list[Var] = []
+    for dim, n in enumerate(op.ref.shape):
+        part = digits(forms, site, dim)
+        if part is None or part[0] != 0 or _symbols(part[1]):
+            return False
+        reach = 0
+        for d in part[1]:
+            if d.size > reach + 1 and d.count > 1:
+                return False
+            if d.count == 0:
+                return False
+            reach += d.size * (d.count - 1)
+            seen += [d.var] if d.var is not None else []
+        if reach < n - 1:
+            return False
+    return len(seen) == len(set(seen)) and 0 not in forms.kernel.grid
+
+
+# -- the rewrite ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A kernel, which of its accumulators are still atomic, and the Refs that stand for them now."""
+
+    kernel: Kernel
+    atomic: frozenset[int]
+
+
+def settle(kernel: Kernel, where: dict[Value, list[Site]], narrow: dict[Value, str], covered: set[Value]) -> Settled:
+    """Replaces atomic additions by stores where programs cannot meet.
+
+    Args:
+      kernel: the kernel that `where` was found in.
+      where: the sites of every accumulator.
+      narrow: the dtype an output is rounded to in the end.
+      covered: accumulators of which every element is known to be touched.
+    Returns:
+      The kernel, and the positions of the outputs that stay atomic.
+    """
+    forms = Forms(kernel)
+    plans = {ref: _plan(forms, ref, found, narrow.get(ref), ref in covered) for ref, found in where.items()}
+    rules = Rules()
+
+    @rules(Atomic)
+    def _(op: Atomic, rw: Rewriter):
+        plan = plans.get(op.ref)
+        if plan is None or plan.atomic:
+            return None
+        plan.met += 1
+        value = op.value
+        if plan.met > plan.plain:
+            old = rw.b.value(Load(op.ref, op.index, op.mask, 0.0))
+            value = rw.b.value(Map("add", (old, value)))
+        value = rw.b.cast(value, plan.ref.dtype)
+        rw.b.add(Store(plan.ref, op.index, value, op.mask))
+        return op.value
+
+    body = Rewriter(kernel, rules).run().body
+    params = tuple(plans[p].ref if p in plans else p for p in kernel.params)
+    inits = list(kernel.inits)
+    for k, ref in enumerate(kernel.outputs):
+        if ref in plans and plans[ref].drops:
+            inits[k] = None
+    atomic = frozenset(k for k, ref in enumerate(kernel.outputs) if ref in plans and plans[ref].atomic)
+    new = dataclasses.replace(kernel, body=body, params=params, inits=tuple(inits))
+    return Settled(new, atomic)
+
+
+@dataclasses.dataclass
+class _Plan:
+    """What becomes of an output: `plain` of its sites (the first ones) store, the others add to what is there."""
+
+    ref: Value
+    atomic: bool
+    plain: int = 0
+    drops: bool = False
+    met: int = 0
+
+
+def _plan(forms: Forms, ref: Value, found: list[Site], narrow: str | None, covered: bool) -> _Plan:
+    if not disjoint(forms, found):
+        return _Plan(ref, True)
+    first = found[0]
+    covered = covered or covers(forms, first)
+    if len(found) == 1:
+        plain = once(forms, first)
+        if plain and narrow is not None and narrow != ref.dtype:
+            ref = Value(RefType(ref.shape, narrow, "out"), ref.name)
+        return _Plan(ref, False, int(plain), covered and plain)
+    # A site in a loop may come after another one of the round before.
+    plain = not first.path
+    return _Plan(ref, False, int(plain), plain and covers(forms, first))
