@@ -48,3 +48,12 @@ def is_partitioned(ctx: Any) -> bool:
     mesh = getattr(axes, "abstract_mesh", None)
     several = (getattr(axes, "num_devices", None) or 1) > 1 and getattr(axes, "device_assignment", None) is not None
     return several and mesh is not None and not mesh.empty and not module.lowering_parameters.for_export
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether the size of a dimension is one of JAX's symbolic expressions, not a number."""
+    if isinstance(size, int):
+        return False
+    from jax.export import is_symbolic_dim  # not loaded by `import jax`
+
+    return is_symbolic_dim(size)

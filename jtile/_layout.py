@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_structure
 
+from jtile._compat import is_symbolic
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
 from jtile._signature import Signature, Structure, check_dtype, describe, nearest, place_of
 
@@ -176,7 +177,9 @@ def _typed(sig: Signature, what: str, tree: Any) -> tuple[Any, ...]:
     return tuple(jax.tree_util.tree_map_with_path(convert, p) for p in per_param)
 
 
-def _size(sig: Signature, what: str, size: Any) -> int:
+def _size(sig: Signature, what: str, size: Any) -> Any:
+    if is_symbolic(size):
+        return size
     try:
         n = operator.index(size)
     except TypeError:
@@ -192,6 +195,9 @@ def _grid(sig: Signature, grid: Any) -> tuple[int, ...]:
         raise KernelValueError(f"the grid of kernel {sig.name} has {len(axes)} axes: at most 3 are possible", sig.where)
     out = []
     for k, n in enumerate(axes):
+        if is_symbolic(n):
+            out.append(n)
+            continue
         if isinstance(n, bool | Tracer) or not hasattr(n, "__index__"):
             kind = "traced: the grid is static" if isinstance(n, Tracer) else "no int"
             raise KernelTypeError(f"axis {k} of the grid of kernel {sig.name} is {n!r}, which is {kind}", sig.where)
@@ -207,7 +213,7 @@ def _grid(sig: Signature, grid: Any) -> tuple[int, ...]:
                 sig.where,
             )
         out.append(n)
-    if math.prod(out) >= 2**62:
+    if math.prod(n for n in out if isinstance(n, int)) >= 2**62:
         raise KernelValueError(
             f"the grid {tuple(out)} of kernel {sig.name} has more programs than fit 62 bits", sig.where
         )

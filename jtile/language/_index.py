@@ -16,6 +16,7 @@ from jax import core, lax
 
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.language._place import user_place
+from jtile.language._sizes import as_value, is_dynamic, static
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +206,7 @@ def _entry(n: int, e, what: str) -> tuple[Dim, Any, bool]:
         )
     if isinstance(e, int | np.integer):
         return At(), static_index(int(e), n, what), False
+    e = as_value(e)
     if isinstance(e, list | np.ndarray):
         return _static_take(n, np.asarray(e), what)
     if not hasattr(e, "dtype") or not jnp.issubdtype(e.dtype, np.integer):
@@ -223,7 +225,7 @@ def _slice(n: int, s: slice, what: str) -> tuple[Dim, Any, bool]:
             )
     if s.step == 0:
         raise KernelValueError(f"{what}: the step of a slice cannot be 0", user_place())
-    r = range(n)[s]
+    r = range(static(n, f"a dimension of {what}, sliced here,"))[s]
     if r.step > 0:
         return Span(len(r), r.step), np.int32(r.start if len(r) else 0), False
     return Span(len(r), -r.step), np.int32(r[-1] if len(r) else 0), True
@@ -235,12 +237,16 @@ def _static_take(n: int, e: np.ndarray, what: str) -> tuple[Dim, Any, bool]:
     e = e.astype(np.int32)
     if e.ndim == 0:
         return _entry(n, int(e), what)
+    if is_dynamic(n) and (e < 0).any():
+        raise KernelTypeError(f"{what}: indices of a dynamic dimension count from its start, got {e}", user_place())
     return Take(), jnp.asarray(np.where(e < 0, e + n, e).astype(np.int32)), False
 
 
 def static_index(i: int, n: int, what: str) -> np.integer:
     """A Python int as an element number: negative ones count from the end. An empty dimension has no elements, and
-    a kernel over it no programs, so every index is let through."""
+    a kernel over it no programs, so every index is let through; so is every index of a dynamic one."""
+    if is_dynamic(n):
+        return as_value(i + n) if i < 0 else np.int32(i)
     if n and not -n <= i < n:
         raise KernelValueError(f"{what}: index {i} leaves a dimension of {n}", user_place())
     return np.int32(i + n if i < 0 else i) if n <= 2**31 - 1 else np.int64(i + n if i < 0 else i)
@@ -248,6 +254,7 @@ def static_index(i: int, n: int, what: str) -> np.integer:
 
 def scalar_index(v, what: str):
     """An int or an integer scalar, as an operand."""
+    v = as_value(v)
     if isinstance(v, bool | np.bool_) or not (isinstance(v, int | np.integer) or hasattr(v, "dtype")):
         raise KernelTypeError(f"{what}: an index is an integer, got {v!r}", user_place())
     if isinstance(v, int | np.integer):
@@ -302,6 +309,7 @@ def _placement(entries, dims, groups) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _static(v, what: str) -> int:
+    static(v, what)
     if isinstance(v, bool) or not isinstance(v, int | np.integer):
         kind = "a traced value" if isinstance(v, core.Tracer) else repr(v)
         raise KernelTypeError(f"{what} is a Python int, got {kind}", user_place())

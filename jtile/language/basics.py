@@ -10,6 +10,7 @@ from jax import core
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.language._place import user_place
 from jtile.language._primitives import assert_p, num_programs_p, print_p, program_id_p
+from jtile.language._sizes import is_dynamic, static
 from jtile.language.refs import Ref
 
 
@@ -30,9 +31,11 @@ def _axis(axis) -> int:
 
 
 def cdiv(a, b):
-    """`a / b` rounded up, for non-negative ints, Python's or traced."""
+    """`a / b` rounded up, for non-negative ints, Python's, traced, or dynamic sizes."""
     if isinstance(a, int | np.integer) and isinstance(b, int | np.integer):
         return -(-int(a) // int(b))
+    if (is_dynamic(a) or is_dynamic(b)) and not (hasattr(a, "dtype") or hasattr(b, "dtype")):
+        return -(-a // b)
     a, b = _same_int(a, b)
     return jax.lax.div(a + b - jnp.ones((), b.dtype), b)
 
@@ -55,6 +58,8 @@ def arange(start, stop=None, step=1, dtype=None):
     """`jnp.arange` with int32 as the default dtype of ints; bounds are Python numbers."""
     if stop is None:
         start, stop = 0, start
+    for v in (start, stop, step):
+        static(v, "a bound of jt.arange")
     if any(isinstance(v, core.Tracer) for v in (start, stop, step)):
         raise KernelTypeError("the bounds of jt.arange are Python numbers; write start + jt.arange(n)", user_place())
     if dtype is None and all(isinstance(v, int | np.integer) for v in (start, stop, step)):

@@ -19,6 +19,7 @@ from jax import core, lax
 from jtile._errors import KernelSyntaxError, KernelTypeError, KernelValueError
 from jtile.language._place import user_place
 from jtile.language._primitives import loop_hint_p
+from jtile.language._sizes import as_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ def range_(*bounds, stages: int | None = None, unroll: int = 1) -> Range:
 
 
 def _bound(v) -> Any:
+    v = as_value(v)
     if isinstance(v, int | np.integer) and not isinstance(v, bool):
         return int(v)
     if isinstance(v, bool) or not hasattr(v, "dtype") or not jnp.issubdtype(v.dtype, np.integer) or jnp.ndim(v):

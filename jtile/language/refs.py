@@ -17,6 +17,7 @@ from jtile.language import _index
 from jtile.language._index import Access, At, Tile
 from jtile.language._place import user_place
 from jtile.language._primitives import atomic_p, load_p, store_p
+from jtile.language._sizes import as_value, is_dynamic, static
 
 
 class Ref:
@@ -24,7 +25,7 @@ class Ref:
     tile view. To `jax.tree` it is a leaf, so a pytree of Refs can be mapped over.
 
     Attributes:
-      shape, dtype, ndim, size: static facts of the array.
+      shape, dtype, ndim, size: facts of the array; static, but for dimensions that the call marks dynamic.
       name: what errors call it.
       role: `"in"`, `"out"` or `"scratch"`; an input can be stored to only if the kernel aliases it with an output.
     """
@@ -77,6 +78,8 @@ class Ref:
     def __len__(self) -> int:
         if not self.shape:
             raise KernelTypeError(f"{self.name} has rank 0 and no length", user_place())
+        if is_dynamic(self.shape[0]):
+            raise KernelTypeError(f"{self.name} has no static length: write {self.name}.shape[0]", user_place())
         return self.shape[0]
 
     def __iter__(self):
@@ -166,6 +169,7 @@ class TileView:
         return Access(tuple(dims), tuple(values), perm=tuple(range(len(self.tile_shape))))
 
     def _number(self, i, count: int):
+        i = as_value(i)
         if (
             isinstance(i, bool | np.bool_)
             or not (isinstance(i, int | np.integer) or hasattr(i, "dtype"))
@@ -209,6 +213,7 @@ def _view(ref: Ref, sizes, step, pad) -> TileView:
     out = []
     for size, s in zip(sizes, steps, strict=True):
         for v, low, what in ((size, 0, "a tile size"), (s, 1, "a tile step")):
+            static(v, f"{what} of {ref.name}")
             if v is not None and (isinstance(v, bool) or not isinstance(v, int | np.integer)):
                 raise KernelTypeError(f"{what} of {ref.name} is a Python int, got {v!r}", user_place())
             if v is not None and v < low:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jtile import ir
-from jtile._errors import UnsupportedError, VerificationError
+from jtile._errors import KernelTypeError, UnsupportedError, VerificationError
 from jtile.ir.builder import Builder
 from jtile.language._place import place_of
 
@@ -72,6 +72,13 @@ class Lowering:
         return self.eqn.outvars[k] in self._used
 
     def tile_type(self, aval) -> ir.TileType:
+        if not all(isinstance(n, int) for n in aval.shape):
+            shape = ", ".join(map(str, aval.shape))
+            raise KernelTypeError(
+                f"a tile of shape ({shape}) has a dynamic size, and the shape of a tile is static: cover the dimension "
+                "with tiles (x.tiles(64) and jt.range over its shape)",
+                self.place,
+            )
         return ir.TileType(tuple(aval.shape), self.dtype(aval.dtype))
 
     def dtype(self, dtype) -> str:
@@ -268,14 +275,17 @@ def to_tile_ir(
     params = []
     for k, var in enumerate(jaxpr.jaxpr.invars):
         role = "in" if k < n_in else "out" if k < n_in + n_out else "scratch"
-        params.append(ir.Value(ir.RefType(tuple(var.aval.shape), c.dtype(var.aval.dtype), role), names[k]))
+        params.append(ir.Value(ir.RefType(sizes(var.aval.shape), c.dtype(var.aval.dtype), role), names[k]))
     loc = loc if isinstance(loc, ir.Loc) else ir.Loc(*loc) if loc else ir.NOWHERE
     with c.b.at(loc):
         c.run(jaxpr.jaxpr, [c.literal(x) for x in jaxpr.consts], params)
     inits = tuple(inits) or (None,) * n_out
-    return ir.Kernel(
-        name, tuple(params), tuple(int(n) for n in grid), c.b.block, tuple(map(tuple, aliases)), inits, loc
-    )
+    return ir.Kernel(name, tuple(params), sizes(grid), c.b.block, tuple(map(tuple, aliases)), inits, loc)
+
+
+def sizes(shape: Sequence[Any]) -> tuple[ir.Size, ...]:
+    """Sizes as Tile IR has them: ints, and JAX's symbolic dimensions as extents."""
+    return tuple(int(n) if isinstance(n, int | np.integer) else ir.parse_size(str(n)) for n in shape)
 
 
 @functools.cache

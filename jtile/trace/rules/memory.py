@@ -57,6 +57,12 @@ def _(c: Lowering, *, axis):
     return c.add(ir.NumPrograms(axis))
 
 
+@rule("dim_as_value")
+def _(c: Lowering, *, dim):
+    """A dynamic size (JAX's symbolic dimension) as a scalar."""
+    return c.add(ir.SizeOf(ir.parse_size(str(dim)), c.out.dtype))
+
+
 @rule("jtile_loop_hint")
 def _(c: Lowering, k, **_):
     return k  # read by the loop's rule
