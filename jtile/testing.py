@@ -1,15 +1,19 @@
-"""Measures for people who write kernels: how far two results are apart, and how fast several functions are, fairly."""
+"""Tools for people who write kernels: a check of every transform, how far two results are apart, and how fast several
+functions are, fairly."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from jtile._report import Check as Check
+from jtile._report import Report as Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,3 +103,62 @@ def _sample(function: Callable[[], Any], calls: int) -> float:
     for _ in range(calls):
         jax.block_until_ready(function())
     return (time.perf_counter_ns() - start) / calls / 1e3
+
+
+def check_kernel(
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    name: str | None = None,
+    dtypes: Sequence[str] = (),
+    order: int = 1,
+    constant: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    only: Sequence[str] = (),
+    tolerance: float | Mapping[str, float] | None = None,
+    derivative_tolerance: float | Mapping[str, float] | None = None,
+    step: float = 2.0**-5,
+    seed: int = 0,
+) -> Report:
+    """Check a kernel, or any function that calls kernels, against a function of `jnp`, under every transform.
+
+    The checks: `value` (called eagerly), `jit`, `interpreter` (which also finds accesses out of bounds, races and reads
+    of what nobody wrote), `poison` (outputs start as NaN: a forgotten tile shows), `dtype D`, `jvp`, `vjp x` (the
+    cotangent of each float argument), `vjp of integers` (float0), `numeric` (the vjp against differences of the kernel
+    itself), `checkpoint`, `vmap x` (each argument alone), `vmap all`, `grad of vmap`, `vmap of grad`, `second order`
+    (forward over reverse) and `shard_map` (where there are several devices).
+
+    Args:
+      kernel: from arrays (or pytrees of them) to arrays.
+      reference: the same function without kernels; the names of its parameters are those that reports use.
+      args: arguments for both; small and awkward shapes find most.
+      name: what the report calls the kernel; default: its `__name__`.
+      dtypes: names of dtypes that the float arguments are cast to for a comparison of values; float64 runs under x64.
+      order: 2 adds the second order.
+      constant: argument (or leaf, such as `"w.scales"`) -> why it has no derivative; it is held fixed.
+      skip: check, or its first word -> why it is left out.
+      only: first words of the checks to run; default: all.
+      tolerance: largest relative error of a result, one number or by dtype; default: `TOLERANCES`.
+      derivative_tolerance: likewise for derivatives; default: four times `TOLERANCES`.
+      step: of the differences, along one random direction of elements in [-1, 1].
+      seed: of the random directions.
+    Returns:
+      A `Report`: for each check whether it passed, its largest relative error, or why it was skipped. It prints as a
+      table.
+    Raises:
+      AssertionError: at least one check failed. The message names each check and argument, its error and the limit,
+        and ends with the table; the exception's `report` is the report.
+    """
+    from jtile._checks import Checker, Settings
+
+    settings = Settings(
+        tolerance, derivative_tolerance, tuple(dtypes), constant or {}, skip or {}, tuple(only), order, step, seed
+    )
+    report = Checker(kernel, reference, args, settings).run(name or getattr(kernel, "__name__", repr(kernel)))
+    if report.failed:
+        lines = [f"{c.name}: {c.detail}" for c in report.failed]
+        error = AssertionError("\n".join([f"{report.kernel} fails {len(lines)} checks", *lines, "", str(report)]))
+        error.report = report  # pyright: ignore[reportAttributeAccessIssue]
+        raise error
+    return report
