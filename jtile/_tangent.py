@@ -151,12 +151,12 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Progr
     else:
         outs, residuals = _call_fwd(program, primals)
     if not any(perturbed):
-        return outs, [ad.Zero.from_primal_value(x) for x in outs]
+        return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
     lin = linear(program, perturbed, len(residuals))
     body = _forward_body(program, lin.perturbed)
     moving = [t for t, p in zip(tangents, perturbed, strict=True) if p]
     found = dict(zip(body.active, bind_linear(lin, [*primals, *moving, *residuals]), strict=True))
-    return outs, [found[k] if k in found else ad.Zero.from_primal_value(x) for k, x in enumerate(outs)]
+    return outs, [found[k] if k in found else ad.Zero(jax.typeof(x).to_tangent_aval()) for k, x in enumerate(outs)]
 
 
 def _call_fwd(program: Program, primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -213,7 +213,7 @@ ad.primitive_jvps[jtile_tangent_p] = _tangent_jvp
 
 
 def _tangent_transpose(cts: Sequence[Any], *operands: Any, linear: Linear) -> list[Any]:
-    primals, tangents, residuals = linear.split(operands)
+    primals, _, residuals = linear.split(operands)
     if any(ad.is_undefined_primal(x) for x in (*primals, *residuals)):
         raise TransformError(f"kernel {linear.program.name}: not linear in its inputs", linear.program.where)
     if linear.vjp is not None:
