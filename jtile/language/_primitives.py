@@ -42,15 +42,17 @@ READ, WRITE, IO = TileEffect("jtile.read"), TileEffect("jtile.write"), TileEffec
 
 @functools.cache
 def allow_effects() -> None:
-    """Let the effects stand inside `lax` control flow, `jax.checkpoint` and custom derivatives; once, before the
-    first trace."""
+    """Let the effects stand inside `lax` control flow, `jax.checkpoint` and custom derivatives, and tell JAX the
+    primitives' derivatives and batching; once, before the first trace."""
     from jax.experimental import hijax
 
     from jtile import _compat
+    from jtile.language import _derivatives
 
     hijax.control_flow_allowed_effects.add_type(TileEffect)
     mlir.lowerable_effects.add_type(TileEffect)
     _compat.allow_effect_everywhere(TileEffect)
+    _derivatives.register()
 
 
 def _primitive(name: str, multiple: bool = False) -> jexc.Primitive:

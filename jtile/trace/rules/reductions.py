@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
 from jtile import ir
+from jtile.language._recurrences import affine_scan
 from jtile.trace.lower import RULES, Lowering, rule
 from jtile.trace.rules.shapes import slice_
 
@@ -80,6 +82,11 @@ def _(c: Lowering, *args, jaxpr, consts, axis, reverse):
     outer, xs = args[:consts], args[consts:]
     body = combiner(c, lambda ps: c.closed(jaxpr, [*outer, *ps]), [x.type.dtype for x in xs])
     return c.b.add(ir.UserScan(tuple(xs), axis, reverse, body)).results
+
+
+@rule("jtile_linear_scan")
+def _(c: Lowering, *args, n, reverse):
+    return c.call(functools.partial(affine_scan, n=n, reverse=reverse), *args)
 
 
 @rule("sort")
