@@ -139,7 +139,7 @@ def result_specs(program: Program, mesh: Any, specs: Sequence[Any]) -> list[Part
     return [spec_of(dims, cut) for dims in rule_of(program).outputs]
 
 
-# -- lowering -----------------------------------------------------------------------------------------------------------
+# -- lowering ---------------------------------------------------------------------------------------------------------
 
 
 def lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any] | None:

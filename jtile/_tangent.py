@@ -21,6 +21,7 @@ from jax import dtypes
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
+from jtile._compat import need_devices
 from jtile._errors import TransformError
 from jtile._primitive import bind, joint_varying, jtile_call_p, result_types
 from jtile._program import CustomVjp, Level, Program, Spec, make_program
@@ -171,6 +172,7 @@ ad.primitive_jvps[jtile_call_p] = _call_jvp
 
 jtile_tangent_p = jexc.Primitive("jtile_tangent")
 jtile_tangent_p.multiple_results = True
+need_devices(jtile_tangent_p)  # as jtile_call, which it is lowered through
 
 
 def bind_linear(lin: Linear, operands: Sequence[Any]) -> list[Any]:

@@ -131,10 +131,10 @@ class Walks:
                     self._other(op, inner.yields)
 
     def _loop(self, op: ir.For) -> None:
-        lo, hi, step = (constant(v) for v in (op.lo, op.hi, op.step))
+        lo, hi, step = (self._fixed(v) for v in (op.lo, op.hi, op.step))
         if lo == 0 and step == 1 and hi is not None:
             self.counter[op.body.params[0]] = Counter(hi, loop=op)
-        self._other(op, op.operands())
+        self._other(op, [v for v in op.operands() if self._fixed(v) is None])
         self._block(op.body)
         self._other(op, op.body.yields)
 
@@ -174,6 +174,14 @@ class Walks:
         if v not in self._tables:
             self._tables[v] = self._tabulate(v)
         return self._tables[v]
+
+    def _fixed(self, v: ir.Value) -> int | None:
+        """The one value that a scalar has in every program and round, whatever it is computed from."""
+        if v.shape or v.type.info.kind not in "iu":
+            return None
+        found = self.table(v)
+        values = None if found is None else np.unique(found[1])
+        return None if values is None or values.size != 1 else int(values[0])
 
     def _tabulate(self, v: ir.Value):
         counters = tuple(sorted(self.depends(v), key=_order))
@@ -228,10 +236,6 @@ def scalar_op(op: ir.Op) -> bool:
     if isinstance(op, ir.Full):
         return not op.shape
     return isinstance(op, ir.Map | ir.Select | ir.Cast) and not op.result.shape
-
-
-def constant(v: ir.Value) -> int | None:
-    return v.op.value if isinstance(v.op, ir.Full) and isinstance(v.op.value, int) else None
 
 
 def _order(c: Counter) -> tuple[int, int]:
