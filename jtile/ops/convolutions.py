@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_float, check_rank, check_shape, fit
+from jtile.ops._shapes import PROGRAMS, check_float, check_rank, check_shape, fit, sums_in, wide
 
 Pair = tuple[int, int]
 
@@ -38,7 +38,7 @@ def convolution_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Pair, dilat
     i, j = jax.lax.div(at, jnp.int32(across)) * bh, jax.lax.rem(at, jnp.int32(across)) * bw
     blocks = jt.cdiv(per_group, bo)
     group, o = jax.lax.div(out, jnp.int32(blocks)), jax.lax.rem(out, jnp.int32(blocks)) * bo
-    acc = jt.zeros((bh * bw, bo))
+    acc = jt.zeros((bh * bw, bo), sums_in(x))
     for t in jt.range(p * q):
         a, b = jax.lax.div(t, jnp.int32(q)), jax.lax.rem(t, jnp.int32(q))
         rows = jt.ds(i * stride[0] + a * dilation[0], bh, stride[0])
@@ -54,6 +54,99 @@ def convolution_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Pair, dilat
         y[here] = value
 
 
+def _points(height: int, width: int) -> Pair:
+    """Sides of a tile of output points: long rows, about 256 points."""
+    bw = fit(width, 128)
+    return fit(height, max(1, 256 // bw)), bw
+
+
+def _weight_grid(x, g, *, p, q, bc, bo, groups, splits, **_):
+    return p * q, groups * jt.cdiv(x.shape[3] // groups, bc) * jt.cdiv(g.shape[3] // groups, bo), splits
+
+
+@jt.kernel(
+    out_type=lambda x, g, *, p, q, groups, splits, **_: jax.ShapeDtypeStruct(
+        (splits, p, q, x.shape[3] // groups, g.shape[3]), sums_in(x)
+    ),
+    grid=_weight_grid,
+)
+def convolution_weight_tiles(
+    x, g, dw, *, p: int, q: int, bh: int, bw: int, bc: int, bo: int, splits: int, stride: Pair, dilation: Pair,
+    groups: int,
+):  # fmt: skip
+    """dw [splits, p, q, c / groups, o] of x as in `convolution_tiles` and the cotangents g [batch, i, j, o].
+
+    A program: one point of the window, `bc` channels, `bo` outputs, and every `splits`-th tile of bh x bw points.
+    """
+    # dw[a, b, c, o] = sum_nij x[n, s i + d a, s j + d b, c] g[n, i, j, o]
+    batch, height, width, outputs = g.shape
+    channels, per_group = x.shape[3] // groups, outputs // groups
+    at, block, split = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    div, rem = (lambda u, v, f=f: f(u, jnp.int32(v)) for f in (jax.lax.div, jax.lax.rem))
+    a, b = div(at, q), rem(at, q)
+    o_blocks = jt.cdiv(per_group, bo)
+    c_blocks = jt.cdiv(channels, bc)
+    o, rest = rem(block, o_blocks) * bo, div(block, o_blocks)
+    c, group = rem(rest, c_blocks) * bc, div(rest, c_blocks)
+    down, across = jt.cdiv(height, bh), jt.cdiv(width, bw)
+    acc = jnp.zeros((bc, bo), dw.dtype)
+    for t in jt.range(jt.cdiv(batch * down * across - split, splits)):
+        tile = split + t * splits
+        n, place = div(tile, down * across), rem(tile, down * across)
+        i, j = div(place, across) * bh, rem(place, across) * bw
+        rows = jt.ds(i * stride[0] + a * dilation[0], bh, stride[0])
+        columns = jt.ds(j * stride[1] + b * dilation[1], bw, stride[1])
+        X = x[n, rows, columns, jt.ds(group * channels + c, bc)].reshape(bh * bw, bc)
+        G = g[n, jt.ds(i, bh), jt.ds(j, bw), jt.ds(group * per_group + o, bo)].reshape(bh * bw, bo)
+        acc = jt.dot(X.T, G, acc)
+    here = (split, a, b, jt.ds(c, bc), jt.ds(group * per_group + o, bo))
+    if per_group % bo:
+        jt.store(dw, here, acc, mask=jnp.broadcast_to(jt.arange(bo)[None, :] + o < per_group, acc.shape))
+    else:
+        dw[here] = acc
+
+
+def convolution_dx(g, w, shape, *, stride: Pair, dilation: Pair, groups: int):
+    """dx of `shape`: the convolution of g, spread out by the stride, with the window turned round."""
+    p, q, channels, outputs = w.shape
+    turned = w[::-1, ::-1].reshape(p, q, channels, groups, outputs // groups)
+    turned = turned.transpose(0, 1, 4, 3, 2).reshape(p, q, outputs // groups, groups * channels)
+    pads = []
+    for k in (0, 1):
+        reach, n = (w.shape[k] - 1) * dilation[k], g.shape[1 + k]
+        pads.append((reach, shape[1 + k] - (n - 1) * stride[k] - 1, stride[k] - 1))
+    spread = jax.lax.pad(g, jnp.zeros((), g.dtype), ((0, 0, 0), *pads, (0, 0, 0)))
+    bh, bw = _points(*shape[1:3])
+    options = {"stride": (1, 1), "dilation": dilation, "groups": groups}
+    return convolution_tiles(spread, turned, bh=bh, bw=bw, bo=fit(channels, 256), **options)
+
+
+def convolution_dw(x, g, p: int, q: int, dtype, *, stride: Pair, dilation: Pair, groups: int):
+    """dw [p, q, channels / groups, outputs] of x with its padding and of g."""
+    channels, outputs = x.shape[3] // groups, g.shape[3] // groups
+    bh, bw = _points(*g.shape[1:3])
+    bc, bo = fit(channels, 128), fit(outputs, 128)
+    programs = p * q * groups * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
+    tiles = g.shape[0] * jt.cdiv(g.shape[1], bh) * jt.cdiv(g.shape[2], bw)
+    options = {"stride": stride, "dilation": dilation, "groups": groups}
+    splits = min(tiles, jt.cdiv(PROGRAMS, programs))
+    dw = convolution_weight_tiles(x, g, p=p, q=q, bh=bh, bw=bw, bc=bc, bo=bo, splits=splits, **options)
+    return (dw[0] if splits == 1 else dw.sum(0)).astype(dtype)
+
+
+def _forward(x, w, **meta):
+    return convolution_tiles(x, w, **meta), (x, w)
+
+
+def _backward(residuals, g, *, stride: Pair, dilation: Pair, groups: int, **_):
+    x, w = residuals
+    options = {"stride": stride, "dilation": dilation, "groups": groups}
+    return convolution_dx(g, w, x.shape, **options), convolution_dw(x, g, *w.shape[:2], w.dtype, **options)
+
+
+convolution_tiles.defvjp(_forward, _backward)
+
+
 @functools.partial(jax.jit, static_argnames=("stride", "padding", "dilation", "groups"), inline=True)
 def convolution(
     x: jax.Array,
@@ -64,7 +157,7 @@ def convolution(
     dilation: int | Pair = 1,
     groups: int = 1,
 ) -> jax.Array:
-    """Cross-correlation, what neural networks call convolution, computed in float32.
+    """Cross-correlation, what neural networks call convolution, computed in float32 (float64 for float64).
 
     Args:
       x: float array [batch, height, width, channels].
@@ -84,8 +177,7 @@ def convolution(
     shape = _out_shape(x, weight, stride, dilation)
     if 0 in shape or 0 in weight.shape:
         return jnp.zeros(shape, x.dtype)
-    bw = fit(shape[2], 128)
-    bh, bo = fit(shape[1], max(1, 256 // bw)), fit(shape[3] // groups, 256)
+    (bh, bw), bo = _points(*shape[1:3]), fit(shape[3] // groups, 256)
     return convolution_tiles(x, weight, bh=bh, bw=bw, bo=bo, stride=stride, dilation=dilation, groups=groups)
 
 
@@ -124,7 +216,7 @@ def convolution_reference(x, weight, *, stride=1, padding="SAME", dilation=1, gr
     stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
     pads = _check(x, weight, stride, padding, dilation, groups)
     out = jax.lax.conv_general_dilated(
-        x.astype(jnp.float32), weight.astype(jnp.float32), stride, pads, rhs_dilation=dilation,
+        wide(x), wide(weight), stride, pads, rhs_dilation=dilation,
         dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups, precision="highest",
     )  # fmt: skip
     return out.astype(x.dtype)

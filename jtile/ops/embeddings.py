@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError
-from jtile.ops._shapes import TILE_ELEMENTS, check_int, check_rank, fit
+from jtile.ops._shapes import TILE_ELEMENTS, check_int, check_rank, fit, sums_in
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
 
 
@@ -22,6 +22,36 @@ def embedding_rows(table, ids, y, *, bn: int, dtype: str):
     """y [n, features]: rows `ids` of table [vocab, features]; rows outside the table are zeros."""
     rows = jt.ds(jt.program_id(0) * bn, bn)
     y[rows, :] = table[ids[rows], :].astype(y.dtype)
+
+
+@jt.kernel(
+    out_type=lambda ids, g, *, vocab, **_: jax.ShapeDtypeStruct((vocab, g.shape[1]), sums_in(g)),
+    grid=lambda ids, g, *, bf, **_: jt.cdiv(g.shape[1], bf),
+    init=0,
+)
+def embedding_backward_columns(ids, g, total, *, bf: int, vocab: int):
+    """total [vocab, features], summed rows of g [n, features] at `ids`; a program has `bf` features to itself."""
+    # dT_v = sum_{i : id_i = v} g_i, in the order of i: no atomics, the same bits on every run
+    j = jt.program_id(0)
+    G, T = g.tiles(None, bf), total.tiles(None, bf)
+    for i in jt.range(ids.shape[0]):
+        row = ids[i] if ids.dtype.itemsize == 8 else ids[i].astype(jnp.int32)
+        inside = (row >= 0) & (row < vocab)
+        row = jnp.where(inside, row, 0).astype(jnp.int32)
+        T[row, j] = T[row, j] + jnp.where(inside, G[i, j].astype(total.dtype), 0.0)
+
+
+def _forward(table, ids, **meta):
+    return embedding_rows(table, ids, **meta), (table, ids)
+
+
+def _backward(residuals, g, **_):
+    table, ids = residuals
+    vocab, features = table.shape
+    return embedding_backward_columns(ids, g, bf=fit(features, 128), vocab=vocab).astype(table.dtype), None
+
+
+embedding_rows.defvjp(_forward, _backward)
 
 
 def _blocks_type(q, ids, *, dtype, **_):

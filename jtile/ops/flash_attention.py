@@ -83,6 +83,9 @@ def _backward(residuals, ct, *, save: bool, scale: float, softcap: float | None,
     return *attention_backward(q, k, v, o, lse, g, ct_lse, lengths, offsets, **options), None, None
 
 
+flash_attention.defvjp(_forward, _backward)
+
+
 def _scaled(q, scale: float, softcap: float | None):
     """The query tile, and what a score must still be multiplied with to count in powers of two.
 

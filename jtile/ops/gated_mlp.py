@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import quantized
+from jtile.ops._shapes import TILE_ELEMENTS, fit, rows_per_tile, wide
 from jtile.ops.epilogues import ACTIVATIONS, check_activation
-from jtile.ops.matmul import tiles
+from jtile.ops.matmul import product, tiles
 from jtile.ops.quantized_tensor import QuantizedTensor
 
 
@@ -58,16 +59,79 @@ def gated_mlp_reference(x, gate, up, *, activation: str = "silu", transpose: boo
     return (ACTIVATIONS[activation](g) * u).astype(x.dtype)
 
 
+def _types(x, gate, *_, tb, save, **__):
+    y = jt.like(x, shape=(x.shape[0], gate.shape[0 if tb else 1]))
+    return (y, y, y) if save else y
+
+
 @jt.kernel(
-    out_type=lambda x, gate, *_, tb, **__: jt.like(x, shape=(x.shape[0], gate.shape[0 if tb else 1])),
+    out_type=_types,
     grid=lambda x, gate, *_, tb, bm, bn, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(gate.shape[0 if tb else 1], bn)),
     name="gated_mlp",
 )
-def _gated(x, gate, up, y, *, activation, tb, bm, bn):
-    # Y = act(X Wg) * (X Wu)
+def _gated(x, gate, up, y, *saved, activation, tb, bm, bn, save=False):
+    # Y = act(G) * U     G = X Wg     U = X Wu, outputs too with `save`
     i, j = jt.program_id(0), jt.program_id(1)
     k = x.shape[1]
     X = x.tiles(bm, k)[i, 0]
     Wg, Wu = (w.tiles(bn, k)[j, 0].T if tb else w.tiles(k, bn)[0, j] for w in (gate, up))
     G, U = jt.dot(X, Wg.astype(x.dtype)), jt.dot(X, Wu.astype(x.dtype))
+    for ref, value in zip(saved, (G, U)):
+        ref.tiles(bm, bn)[i, j] = value.astype(ref.dtype)
     y.tiles(bm, bn)[i, j] = (ACTIVATIONS[activation](G) * U).astype(y.dtype)
+
+
+@jt.kernel(
+    out_type=lambda g, u, ct, **_: (jt.like(g), jt.like(u)),
+    grid=lambda g, u, ct, *, br, bn, **_: (jt.cdiv(g.shape[0], br), jt.cdiv(g.shape[1], bn)),
+)
+def gate_slope_tiles(g, u, ct, dg, du, *, br: int, bn: int, activation: str):
+    """The cotangents of g and u [rows, n] for that of act(g) * u."""
+    # dG = dY * U * act'(G)     dU = dY * act(G)
+    i, j = jt.program_id(0), jt.program_id(1)
+    G, U, CT = (wide(ref.tiles(br, bn)[i, j]) for ref in (g, u, ct))
+    A, pull = jax.vjp(ACTIVATIONS[activation], G)
+    dg.tiles(br, bn)[i, j] = pull(CT * U)[0].astype(dg.dtype)
+    du.tiles(br, bn)[i, j] = (CT * A).astype(du.dtype)
+
+
+def gate_slope(g, u, ct, activation: str):
+    """(dg, du) for the cotangent `ct` of activation(g) * u, all [rows, n]."""
+    bn = fit(g.shape[1], TILE_ELEMENTS)
+    meta = {"br": rows_per_tile(g.shape[0], bn, TILE_ELEMENTS), "bn": bn, "activation": activation}
+    return gate_slope_tiles(g, u, ct, **meta)
+
+
+@jt.kernel(
+    out_type=lambda dg, du, gate, up, *, tb, **_: jt.like(dg, shape=(dg.shape[0], gate.shape[1 if tb else 0])),
+    grid=lambda dg, du, gate, up, *, tb, bm, bn, **_: (
+        jt.cdiv(dg.shape[0], bm), jt.cdiv(gate.shape[1 if tb else 0], bn)
+    ),
+)  # fmt: skip
+def gated_dx_tiles(dg, du, gate, up, dx, *, tb: bool, bm: int, bn: int):
+    """Tiles [bm, bn] of dx [rows, k]; weights [k, n], or [n, k] with `tb`."""
+    # dX = dG Wg^T + dU Wu^T
+    i, j = jt.program_id(0), jt.program_id(1)
+    n = dg.shape[1]
+    Wg, Wu = (w.tiles(n, bn)[0, j] if tb else w.tiles(bn, n)[j, 0].T for w in (gate, up))
+    DG, DU = (ref.tiles(bm, n)[i, 0] for ref in (dg, du))
+    dx.tiles(bm, bn)[i, j] = jt.dot(DU, Wu.astype(du.dtype), jt.dot(DG, Wg.astype(dg.dtype))).astype(dx.dtype)
+
+
+def _forward(x, gate, up, *, save, **meta):
+    y, g, u = _gated(x, gate, up, save=True, **meta)
+    return (y, g, u) if save else y, (x, gate, up, g, u)
+
+
+def _backward(residuals, ct, *, activation, tb, save, **_):
+    x, gate, up, g, u = residuals
+    dg, du = gate_slope(g, u, ct[0] if save else ct, activation)
+    dg, du = (dg + ct[1], du + ct[2]) if save else (dg, du)
+    dx = gated_dx_tiles(dg, du, gate, up, tb=tb, **tiles(x.shape[0], x.shape[1], g.shape[1]))
+    weight = lambda d, w: (
+        product(d[None], x[None], w.dtype, ta=True) if tb else product(x[None], d[None], w.dtype, ta=True)
+    )[0]
+    return dx, weight(dg, gate), weight(du, up)
+
+
+_gated.defvjp(_forward, _backward)

@@ -31,6 +31,17 @@ def transpose_tiles(x, y, *, bm: int, bn: int, staged: bool = True):
     y.tiles(None, bn, bm)[b, j, i] = tile.T
 
 
+def _forward(x, **meta):
+    return transpose_tiles(x, **meta), None
+
+
+def _backward(_, g, *, bm: int, bn: int, staged: bool):
+    return (transpose_tiles(g, bm=bn, bn=bm, staged=staged),)
+
+
+transpose_tiles.defvjp(_forward, _backward)
+
+
 @functools.partial(jax.jit, inline=True)
 def transpose(x: jax.Array) -> jax.Array:
     """Swaps the last two axes.

@@ -96,6 +96,9 @@ def _backward(residuals, ct, *, save: bool, bv: int, ignore: int | None, smoothi
     return cross_entropy_backward_tiles(x, labels, lse, g, more, **options), None
 
 
+cross_entropy_rows.defvjp(_forward, _backward)
+
+
 @functools.partial(jax.jit, static_argnames=("ignore", "label_smoothing"), inline=True)
 def cross_entropy(
     logits: jax.Array, labels: jax.Array, *, ignore: int | None = -100, label_smoothing: float = 0.0

@@ -195,3 +195,6 @@ def _backward(residuals, ct, *, activation, ta, tb, save, **_):
     g = g + ct[1].astype(g.dtype) if save else g
     db = (g.astype(_sums(a, b)).sum((0, 1))[None, :].astype(bias[0].dtype),) if bias else ()
     return *cotangents(a, b, g, ta=ta, tb=tb), *db
+
+
+_matmul.defvjp(_forward, _backward)

@@ -88,6 +88,11 @@ def _rms_residual_backward(residuals, cts, *, eps: float, offset: float, **_):
     return dx, dr, dw.astype(w.dtype)
 
 
+layer_norm_rows.defvjp(_layer_forward, _layer_backward)
+rms_norm_rows.defvjp(_rms_forward, _rms_backward)
+rms_norm_residual_rows.defvjp(_rms_residual_forward, _rms_residual_backward)
+
+
 @functools.partial(jax.jit, static_argnames=("eps",), inline=True)
 def layer_norm(
     x: jax.Array, weight: jax.Array | None = None, bias: jax.Array | None = None, *, eps: float = 1e-5

@@ -40,6 +40,17 @@ def cumsum_blocks(x, y, *, br: int | None, bn: int, bc: int, reverse: bool):
         carry = carry + t.sum(axis, keepdims=True, dtype=t.dtype)
 
 
+def _forward(x, **meta):
+    return cumsum_blocks(x, **meta), None
+
+
+def _backward(_, g, *, reverse: bool, **meta):
+    return (cumsum_blocks(g, reverse=not reverse, **meta),)  # dx_k = sum_{j >= k} g_j
+
+
+cumsum_blocks.defvjp(_forward, _backward)
+
+
 @functools.partial(jax.jit, static_argnames=("axis", "reverse"), inline=True)
 def cumsum(x: jax.Array, axis: int = -1, *, reverse: bool = False) -> jax.Array:
     """`y_j = x_0 + ... + x_j` along `axis`; `reverse`: from the end.

@@ -111,6 +111,11 @@ def _columns_backward(y, g, **meta):
     return (softmax_backward_columns(y, g, **meta),)
 
 
+softmax_rows.defvjp(functools.partial(_forward, softmax_rows), _rows_backward)
+softmax_blocks.defvjp(functools.partial(_forward, softmax_blocks), _rows_backward)
+softmax_columns.defvjp(functools.partial(_forward, softmax_columns), _columns_backward)
+
+
 def _apply(x, axis: int, log: bool):
     op = "log_softmax" if log else "softmax"
     check_float(op, x=x)

@@ -74,6 +74,41 @@ def top_k_picks(x, values, places, *, br: int, k: int):
         values.tiles(br, None)[i, t] = x[row, at[:, 0]]
 
 
+@jt.kernel(out_type=lambda places, g, *, n, **_: jt.like(g, shape=(g.shape[0], n)), grid=_grid)
+def scatter_rows(places, g, dx, *, br: int, n: int):
+    """dx [rows, n] with g [rows, k] at the columns `places` (different ones in each row) and zeros elsewhere."""
+    i, k = jt.program_id(0), g.shape[1]
+    if k < n:
+        dx.tiles(br, n)[i, 0] = jnp.zeros((br, n), dx.dtype)
+    row = i * br + jt.arange(br)[:, None]
+    jt.store(dx, (row, places.tiles(br, k)[i, 0]), g.tiles(br, k)[i, 0])
+
+
+def _sort_forward(x, *, br: int, descending: bool):
+    return sort_rows(x, br=br, descending=descending), argsort_rows(x, br=br, descending=descending)
+
+
+def _sort_backward(places, g, *, br: int, descending: bool):
+    del descending
+    return (scatter_rows(places, g, br=br, n=places.shape[1]),)
+
+
+def _top_k_forward(kernel, x, **meta):
+    values, places = kernel(x, **meta)
+    return (values, places), (places, x)
+
+
+def _top_k_backward(residuals, cts, *, br: int, k: int):
+    del k
+    places, x = residuals
+    return (scatter_rows(places, cts[0], br=br, n=x.shape[1]),)
+
+
+sort_rows.defvjp(_sort_forward, _sort_backward)
+top_k_rows.defvjp(functools.partial(_top_k_forward, top_k_rows), _top_k_backward)
+top_k_picks.defvjp(functools.partial(_top_k_forward, top_k_picks), _top_k_backward)
+
+
 def _rows(op: str, x):
     if x.ndim == 0:
         raise KernelValueError(f"{op}: x has rank 0 and nothing to sort")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import TILE_ELEMENTS, check_float, check_rank, fit, wide
+from jtile.ops._shapes import TILE_ELEMENTS, check_float, check_rank, fit, sums_in, wide
 
 _BOUNDARIES = {
     "zero": {"mode": "constant"},
@@ -41,6 +41,50 @@ def stencil_tiles(x, w, y, *, bm: int, bn: int):
             part = part * w[a, c].astype(part.dtype)
             total = part if total is None else total + part
     y.tiles(None, bm, bn)[b, i, j] = total.astype(y.dtype)
+
+
+_CHUNKS = 16  # programs, at most: each keeps its own sums of weights
+
+
+@jt.kernel(
+    out_type=lambda x, g, *, p, q, chunks, **_: jax.ShapeDtypeStruct((chunks, p, q), sums_in(x)),
+    grid=lambda x, g, *, chunks, **_: chunks,
+)
+def stencil_weight_tiles(x, g, dw, *, p: int, q: int, bm: int, bn: int, chunks: int):
+    """dw [chunks, p, q] of x as in `stencil_tiles` and the cotangents g [batch, m, n]: every `chunks`-th tile of g."""
+    # dw_ab = sum_ij g_ij x_{i + a, j + b}
+    c = jt.program_id(0)
+    _, down, across = (g.shape[0], jt.cdiv(g.shape[1], bm), jt.cdiv(g.shape[2], bn))
+    div, rem = (lambda u, v, f=f: f(u, jnp.int32(v)) for f in (jax.lax.div, jax.lax.rem))
+    sums = [jnp.zeros((), dw.dtype)] * (p * q)
+    for k in jt.range(jt.cdiv(g.shape[0] * down * across - c, chunks)):
+        tile = c + k * chunks
+        b, at = div(tile, down * across), rem(tile, down * across)
+        i, j = div(at, across), rem(at, across)
+        G = wide(g.tiles(None, bm, bn)[b, i, j]).astype(dw.dtype)
+        shifts = [(a, e) for a in range(p) for e in range(q)]
+        parts = [x[b, jt.ds(i * bm + a, bm), jt.ds(j * bn + e, bn)].astype(dw.dtype) * G for a, e in shifts]
+        sums = [s + part.sum() for s, part in zip(sums, parts)]
+    for k, s in enumerate(sums):
+        dw[c, k // q, k % q] = s
+
+
+def _forward(x, w, **meta):
+    return stencil_tiles(x, w, **meta), (x, w)
+
+
+def _backward(residuals, g, **_):
+    x, w = residuals
+    p, q = w.shape
+    dx = _tiled(jnp.pad(g, ((0, 0), (p - 1, p - 1), (q - 1, q - 1))), w[::-1, ::-1])
+    bn = fit(g.shape[2], 1024)
+    bm = fit(g.shape[1], max(1, TILE_ELEMENTS // bn))
+    chunks = min(_CHUNKS, g.shape[0] * jt.cdiv(g.shape[1], bm) * jt.cdiv(g.shape[2], bn))
+    dw = stencil_weight_tiles(x, g, p=p, q=q, bm=bm, bn=bn, chunks=chunks)
+    return dx, dw.sum(0).astype(w.dtype)
+
+
+stencil_tiles.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnames="boundary", inline=True)
