@@ -81,7 +81,7 @@ def plus(a: Any, b: Any) -> Any:
     """The sum of two cotangents; None is zero."""
     if a is None or b is None:
         return b if a is None else a
-    dtype = jnp.promote_types(a.dtype, b.dtype) if a.dtype != b.dtype else a.dtype
+    dtype = a.dtype if a.dtype == b.dtype else max(wide(a.dtype), wide(b.dtype), key=lambda d: d.itemsize)
     return lax.add(lax.convert_element_type(a, dtype), lax.convert_element_type(b, dtype))
 
 

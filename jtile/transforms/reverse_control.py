@@ -119,7 +119,8 @@ def _int32(x: Any) -> Any:
 def _prepare(self: Reverse, eqn: Any, args: list[Any]) -> _Run:
     loop = as_loop(eqn)
     read = dict(zip((id(v) for v in eqn.invars), args, strict=True))
-    values = lambda variables: [v.val if is_literal(v) else read[id(v)] for v in variables]
+    number = lambda v: np.asarray(v.val, v.aval.dtype)
+    values = lambda variables: [number(v) if is_literal(v) else read[id(v)] for v in variables]
     init = [x if hasattr(x, "aval") else np.asarray(x) for x in values(loop.init)]
     n = len(init)
     found = counters(loop.body, loop.carries, loop.body.outvars[:n])
