@@ -80,9 +80,7 @@ class Evaluator:
             if name in RULES:
                 out = RULES[name](self, eqn, *values)
                 return out if isinstance(out, list | tuple) else [out]
-            found = eqn.primitive.get_bind_params(eqn.params)
-            funs, params = found if isinstance(found, tuple) else ((), found)  # jax 0.11 gives a pair
-            out = eqn.primitive.bind(*funs, *values, **params)
+            out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
         return out if eqn.primitive.multiple_results else [out]
 
     def function(self, closed: Any) -> Callable[..., list[Any]]:
