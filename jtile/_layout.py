@@ -38,6 +38,7 @@ class Spec:
     alias: Mapping[Any, Any] | None
     init: Any
     scratch: Any
+    dynamic: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -218,6 +218,11 @@ def symbols_of(x: Size) -> set[str]:
     return {a for a in _atoms(x) if isinstance(a, str)}
 
 
+def calls_of(x: Size) -> list[tuple[str, tuple[Size, ...]]]:
+    """Every `(function, arguments)` in a size."""
+    return [(a.fn, a.args) for a in _atoms(x) if isinstance(a, Call)]
+
+
 def _atoms(x: Size) -> Iterator[Atom]:
     for atoms, _ in _terms(x):
         for a in atoms:
