@@ -284,9 +284,9 @@ class Lowered:
 
     @functools.cached_property
     def _artifact(self) -> Any:
-        from jtile._lowering import compile_program
+        from jtile._lowering import compile_piece
 
-        return compile_program(self.program, self._target, texts=True)
+        return compile_piece(self.program, 0, self._target, texts=True)
 
     @property
     def image(self) -> bytes:

@@ -3,6 +3,8 @@ interpreter behind a host callback."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from jtile import _partition, ir
 from jtile._config import current
 from jtile._errors import UnsupportedError
 from jtile._program import Program
+from jtile.passes.accumulate import Pieces, accumulate
 
 # -- the interpreter ------------------------------------------------------------------------------------------------
 
@@ -31,7 +34,8 @@ def run_interpreter(program: Program, operands: Sequence[Any], seed: int | None 
     from jtile.interpret import interpret
 
     seed = current().seed if seed is None else seed
-    return interpret(program.kernel, [np.asarray(x) for x in operands], seed=seed)
+    outs = interpret(program.kernel, [np.asarray(x) for x in operands], seed=seed)
+    return [np.asarray(x).astype(o.dtype) for x, o in zip(outs, program.out_avals, strict=True)]
 
 
 def _host_call(*operands: Any, program: Program) -> Sequence[Any]:
@@ -70,41 +74,73 @@ def lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -
         return on_host(ctx, *operands, program=program)
     try:
         whole = _partition.lower(ctx, operands, program)
-        return _custom_call(ctx, operands, program) if whole is None else whole
+        return _custom_calls(ctx, operands, program) if whole is None else whole
     except UnsupportedError:
         if (program.options.fallback or current().fallback) != "interpret":
             raise
         return on_host(ctx, *operands, program=program)
 
 
-def _custom_call(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any]:
-    """The kernel as a typed FFI custom call that carries its compiled object."""
+@functools.lru_cache(maxsize=1024)
+def pieces_of(program: Program) -> Pieces:
+    """The kernels that run for a program: one, or as many as its accumulated outputs are best computed by."""
+    return accumulate(program.kernel, program.narrow)
+
+
+def _custom_calls(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any]:
+    """The kernels of a program as custom calls; partial sums are summed and wide ones rounded."""
+    pieces = pieces_of(program)
+    found = []
+    for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
+        outs = [ShapedArray(v.shape, v.type.info.numpy) for v in kernel.outputs]
+        inner = ctx.replace(avals_in=tuple(ctx.avals_in[i] for i in inputs), avals_out=outs)
+        found.append((outs, _custom_call(inner, [operands[i] for i in inputs], program, k)))
+    chosen = [(found[r.piece][0][r.output], found[r.piece][1][r.output]) for r in pieces.results]
+    if all(not r.partials and a.dtype == o.dtype for r, (a, _), o in zip(pieces.results, chosen, program.out_avals)):
+        return [v for _, v in chosen]
+
+    def finish(*values: Any) -> list[Any]:
+        sums = [v.sum(tuple(range(r.partials))) for v, r in zip(values, pieces.results)]
+        return [v.astype(o.dtype) for v, o in zip(sums, program.out_avals)]
+
+    last = ctx.replace(avals_in=tuple(a for a, _ in chosen))
+    return mlir.lower_fun(finish, multiple_results=True)(last, *[v for _, v in chosen])
+
+
+def _custom_call(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program, piece: int
+) -> Sequence[Any]:
+    """One of the kernels of a program as a typed FFI custom call that carries its compiled object."""
     from jtile import ffi
     from jtile.lowering import targets
 
-    artifact = compile_program(program, targets.resolve(current().isa and f"cpu:{current().isa}"))
-    kernel, extra = _with_starts(program)
+    kernel = pieces_of(program).kernels[piece]
+    artifact = compile_piece(program, piece, targets.resolve(current().isa and f"cpu:{current().isa}"))
+    whole, extra = _with_starts(kernel)
     ffi.register("cpu")
-    rule = jax.ffi.ffi_lowering(ffi.TARGET_CPU, operand_output_aliases=dict(kernel.aliases), has_side_effect=program.io)
+    rule = jax.ffi.ffi_lowering(ffi.TARGET_CPU, operand_output_aliases=dict(whole.aliases), has_side_effect=program.io)
     avals = [ShapedArray(s.shape, s.dtype) for s in extra]
     filled = mlir.lower_fun(lambda: _fill(extra), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals))
-    return rule(wide, *operands, *filled, **_attributes(artifact.image, artifact.launch, program.programs))
+    return rule(wide, *operands, *filled, **_attributes(artifact.image, artifact.launch, math.prod(kernel.grid)))
 
 
-def compile_program(program: Program, target: Any, *, texts: bool = False) -> Any:
-    """The `Artifact` of a program, from the caches where it is there; `texts` compiles anew, to show every level."""
+def compile_piece(program: Program, piece: int, target: Any, *, texts: bool = False) -> Any:
+    """The `Artifact` of one of a program's kernels, from the caches where it is there; `texts` compiles anew, to show
+    every level."""
     from jtile.lowering import registry
 
-    kernel, extra = _with_starts(program)
-    key = f"{program.fingerprint} poison={current().poison and bool(extra)} debug={current().debug}"
+    pieces = pieces_of(program).kernels
+    kernel, extra = _with_starts(pieces[piece])
+    own = program.fingerprint if len(pieces) == 1 else f"{program.fingerprint} piece={piece}"
+    key = f"{own} poison={current().poison and bool(extra)} debug={current().debug}"
     return registry.compile(kernel, target, key=key, texts=texts)
 
 
-def _with_starts(program: Program) -> tuple[ir.Kernel, Sequence[Any]]:
+def _with_starts(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[Any]]:
     from jtile.lowering import starts
 
-    return starts.with_starts(program.kernel, poison=current().poison)
+    return starts.with_starts(kernel, poison=current().poison)
 
 
 def _fill(starts: Sequence[Any]) -> list[Any]:
@@ -120,10 +156,10 @@ def _attributes(image: bytes, launch: dict[str, Any], programs: int) -> dict[str
 
 def _without_programs(*operands: Any, program: Program) -> Sequence[Any]:
     """An empty grid: outputs keep what they start from; undefined ones are zero, or poisoned."""
-    kernel, extra = _with_starts(program)
+    kernel, extra = _with_starts(program.kernel)
     inputs = [*operands, *_fill(extra)]
     source = {o: inputs[i] for i, o in kernel.aliases}
-    return [source.get(k, jnp.zeros(o.shape, o.dtype)) for k, o in enumerate(program.out_avals)]
+    return [source.get(k, jnp.zeros(o.shape)).astype(o.dtype) for k, o in enumerate(program.out_avals)]
 
 
 def lower_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:

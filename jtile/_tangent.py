@@ -132,8 +132,8 @@ def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cota
     levels = []
     for w in lin.lanes:
         ct_ins = [w.out_tangents[k] for k in body.cotangents]
-        spread = iter(w.tangents)
-        wanted = [next(spread) for p in lin.perturbed if p]
+        spread = dict(zip([k for k, p in enumerate(lin.perturbed) if p], w.tangents, strict=True))
+        wanted = [spread[k] for k in body.sums]
         memory = [w.out_tangents[k] for k in body.mutable] + [w.outs[k] for k in body.again]
         levels.append(Level(w.size, (*w.primals, *ct_ins, *wanted, *memory)))
     made = make_program(
@@ -194,7 +194,7 @@ mlir.register_lowering(jtile_tangent_p, mlir.lower_fun(_tangent_call, multiple_r
 def _(*avals: Any, linear: Linear) -> list[ShapedArray]:
     program = forward_program(linear)
     n = len(_forward_body(linear.program, linear.perturbed).active)
-    return result_types(avals, program.out_avals[:n])
+    return result_types(avals, program)[:n]
 
 
 def _tangent_jvp(operands: Sequence[Any], tangents: Sequence[Any], *, linear: Linear):
@@ -237,7 +237,8 @@ def _automatic_transpose(linear: Linear, cts: Sequence[Any], primals: Sequence[A
     program, body = reverse_program(linear, tuple(by_output))
     known = [ct for ct, g in zip(cts, given, strict=True) if g]
     known = [ct.astype(d) for ct, d in zip(known, body.dtypes, strict=True)]
-    return list(bind(program, [*primals, *known])[:n])
+    outs = bind(program, [*primals, *known])
+    return [outs[k] for k in body.results]
 
 
 def _custom_transpose(linear: Linear, cts: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:

@@ -79,16 +79,16 @@ def test_a_second_process_loads_kernels_without_llvm(child):
 
 
 LOAD = """
-from jtile._lowering import compile_program
+from jtile._lowering import compile_piece
 from jtile.lowering import registry, targets
 program = softmax.lower(x).program
 target = targets.host_target()
-compile_program(program, target)
+compile_piece(program, 0, target)
 best = 1
 for _ in range(10):
     registry.forget()
     t = time.perf_counter()
-    compile_program(program, target)
+    compile_piece(program, 0, target)
     best = min(best, time.perf_counter() - t)
 print(best * 1e3)
 """

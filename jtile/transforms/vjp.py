@@ -32,11 +32,14 @@ class Cotangents:
     """What `vjp` gives.
 
     Attributes:
-      jaxpr: over the Refs: inputs, cotangents of the outputs `cotangents`; cotangents of the differentiated inputs,
+      jaxpr: over the Refs: inputs, cotangents of the outputs `cotangents`; cotangents of the inputs `sums`,
         cotangents of the outputs `mutable` (the kernel changes them), outputs computed `again`.
       spec: what stands around it.
       cotangents: outputs whose cotangent the kernel takes.
       dtypes: in which dtype it takes each.
+      sums: differentiated inputs whose cotangent is a sum of its own. That of an aliased input is what the kernel
+        leaves in the cotangent of the output.
+      results: for each differentiated input, which output of this kernel is its cotangent.
       mutable: outputs whose cotangent it changes.
       again: outputs that the kernel reads, and so computes once more.
       narrow: per output of the reverse kernel, see `Program.narrow`.
@@ -46,6 +49,8 @@ class Cotangents:
     spec: Spec
     cotangents: tuple[int, ...]
     dtypes: tuple[np.dtype, ...]
+    sums: tuple[int, ...]
+    results: tuple[int, ...]
     mutable: tuple[int, ...]
     again: tuple[int, ...]
     narrow: tuple[str | None, ...]
@@ -58,7 +63,7 @@ class _Roles:
     ins: list[Any]
     outs: list[Any]
     scratch: list[Any]
-    wanted: list[Any]  # inputs that are differentiated
+    wanted: list[Any]  # inputs that are differentiated and not aliased
     given: list[int]  # outputs with a cotangent
     mutable: list[int]
     again: list[int]
@@ -78,9 +83,10 @@ def vjp(closed: Any, spec: Spec, perturbed: Sequence[bool], given: Sequence[bool
     jaxpr = closed.jaxpr
     n_in, n_out = spec.n_in, spec.n_out
     ins, outs, scratch = jaxpr.invars[:n_in], jaxpr.invars[n_in : n_in + n_out], jaxpr.invars[n_in + n_out :]
-    wanted = [v for v, p in zip(ins, perturbed, strict=True) if p]
+    differentiated = [v for v, p in zip(ins, perturbed, strict=True) if p]
     shared = {ins[i]: outs[o] for i, o in spec.aliases}
-    activity = Activity(jaxpr, wanted, shared.items())
+    activity = Activity(jaxpr, differentiated, shared.items())
+    wanted = [v for v in differentiated if v not in shared]
     active = [k for k, v in enumerate(outs) if v in activity]
     mutable = [k for k in active if not _written_once(jaxpr, activity, outs[k]) or outs[k] in shared.values()]
     again = [k for k, v in enumerate(outs) if v in activity.loaded]
@@ -88,7 +94,9 @@ def vjp(closed: Any, spec: Spec, perturbed: Sequence[bool], given: Sequence[bool
     roles = _Roles(ins, outs, scratch, wanted, [k for k in taken if given[k]], mutable, again)
     traced = prune(_trace(closed, spec, roles, activity, dict(spec.aliases)))
     _check_bounded(traced)
-    return _assemble(traced, spec, roles)
+    at = {v: k for k, v in enumerate(wanted)}
+    at |= {v: len(wanted) + mutable.index(outs.index(o)) for v, o in shared.items() if o in activity}
+    return _assemble(traced, spec, roles, tuple(at[v] for v in differentiated))
 
 
 def _trace(closed: Any, spec: Spec, roles: _Roles, activity: Activity, aliases: dict[int, int]) -> Any:
@@ -127,7 +135,7 @@ def _ct_dtype(roles: _Roles, k: int) -> np.dtype:
     return wide(dtype) if k in roles.mutable else np.dtype(dtype)
 
 
-def _assemble(traced: Any, spec: Spec, roles: _Roles) -> Cotangents:
+def _assemble(traced: Any, spec: Spec, roles: _Roles, results: tuple[int, ...]) -> Cotangents:
     """The Refs' names, starts and aliases."""
     ins, outs, wanted = roles.ins, roles.outs, roles.wanted
     by_output = {o: i for i, o in spec.aliases}
@@ -150,11 +158,12 @@ def _assemble(traced: Any, spec: Spec, roles: _Roles) -> Cotangents:
         spec, name=f"{spec.name}_vjp", n_in=len(ins) + len(roles.given), n_out=len(starts), aliases=tuple(aliases),
         inits=tuple(starts), ref_names=tuple(names),
     )  # fmt: skip
-    narrow = [_narrow(v.aval.dtype) for v in wanted] + [None] * (len(starts) - len(wanted))
-    dtypes = tuple(_ct_dtype(roles, k) for k in roles.given)
+    kept = [*[v.aval.dtype for v in wanted], *[outs[k].aval.dtype for k in roles.mutable]]
+    narrow = [_narrow(d) if k in results else None for k, d in enumerate(kept)] + [None] * len(roles.again)
     return Cotangents(
-        traced, around, tuple(roles.given), dtypes, tuple(roles.mutable), tuple(roles.again), tuple(narrow)
-    )
+        traced, around, tuple(roles.given), tuple(_ct_dtype(roles, k) for k in roles.given),
+        tuple(ins.index(v) for v in wanted), results, tuple(roles.mutable), tuple(roles.again), tuple(narrow),
+    )  # fmt: skip
 
 
 def _narrow(dtype: Any) -> str | None:
