@@ -10,10 +10,12 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jexc
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -133,9 +135,14 @@ def spec_of(dims: Sequence[str | None], cut: Mapping[str, Axes]) -> PartitionSpe
     return PartitionSpec(*[a[0] if len(a) == 1 else a or None for a in axes])
 
 
-def result_specs(program: Program, mesh: Any, specs: Sequence[Any]) -> list[PartitionSpec]:
-    """Shardings of the results on an explicit mesh, given those of the operands."""
-    cut = assign(program, dict(mesh.shape), [*[()] * len(program.kernel.outputs), *specs])
+def result_specs(program: Program, shardings: Sequence[NamedSharding]) -> list[PartitionSpec]:
+    """How the results are sharded, given how the operands are (in their types: on axes of an explicit mesh)."""
+    outs = program.kernel.outputs
+    specs = [s.spec if isinstance(s, NamedSharding) else () for s in shardings]
+    if not any(entry for spec in specs for entry in spec):
+        return [PartitionSpec(*[None] * len(v.shape)) for v in outs]
+    mesh = next(s.mesh for s in shardings if any(s.spec))
+    cut = assign(program, dict(mesh.shape), [*[()] * len(outs), *specs])
     return [spec_of(dims, cut) for dims in rule_of(program).outputs]
 
 
@@ -188,26 +195,43 @@ def _spec(x: Any) -> Any:
     return sharding.spec if isinstance(sharding, NamedSharding) else ()
 
 
-def _partition(program: Program, primitive: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]):
+def _partition(program: Program, call: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]):
     """What one shard runs, and the shardings that it wants: `custom_partitioning` moves the arrays there."""
     cut = assign(program, dict(mesh.shape), [*map(_spec, results), *map(_spec, args)])
     rule, shardings = rule_of(program), lambda arrays: tuple(NamedSharding(mesh, spec_of(d, cut)) for d in arrays)
-    return mesh, _shard(program, primitive, mesh, cut), [*shardings(rule.outputs)], shardings(rule.inputs)
-
-
-def _shard(program: Program, primitive: Any, mesh: Any, cut: Mapping[str, Axes]) -> Callable[..., list[Any]]:
     parts = tuple(sorted((name, math.prod(mesh.shape[a] for a in axes)) for name, axes in cut.items()))
     local = shard_program(program, parts) if parts else program
-    sums = [[a for name in sorted(names & set(cut)) for a in cut[name]] for names in rule_of(program).partial]
+    sums = tuple(tuple(a for name in sorted(names & set(cut)) for a in cut[name]) for names in rule.partial)
+    shard = functools.partial(jtile_shard_p.bind, call=call, program=local, sums=sums, whole=program)
+    return mesh, shard, [*shardings(rule.outputs)], shardings(rule.inputs)
 
+
+# What one shard runs, as a primitive: XLA asks for it while the mesh of the user's program is still set, and with
+# explicit axes JAX would then annotate the shard's own values, and the sum inside of a psum, with shardings.
+jtile_shard_p = jexc.Primitive("jtile_shard")
+jtile_shard_p.multiple_results = True
+
+
+@jtile_shard_p.def_abstract_eval
+def _(*avals: Any, call: Any, program: Program, sums: Sequence[Axes], whole: Program) -> list[ShapedArray]:
+    return [ShapedArray(v.shape, o.dtype) for v, o in zip(program.kernel.outputs, whole.out_avals, strict=True)]
+
+
+def _lower_shard(ctx: mlir.LoweringRuleContext, *operands: Any, call, program, sums, whole) -> Sequence[Any]:
     def run(*xs: Any) -> list[Any]:
-        outs = primitive.bind(*xs, program=local)
-        summed = [jax.lax.psum(y, tuple(axes)) if axes else y for y, axes in zip(outs, sums, strict=True)]
-        return [y.astype(o.dtype) for y, o in zip(summed, program.out_avals, strict=True)]
+        outs = call.bind(*xs, program=program)
+        summed = [jax.lax.psum(y, axes) if axes else y for y, axes in zip(outs, sums, strict=True)]
+        return [y.astype(o.dtype) for y, o in zip(summed, whole.out_avals, strict=True)]
 
-    return run
+    plain = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        inner = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
+        return mlir.lower_fun(run, multiple_results=True)(inner, *operands)
+
+
+mlir.register_lowering(jtile_shard_p, _lower_shard)
 
 
 def _infer(program: Program, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> list[NamedSharding]:
     """Shardings of the results, for XLA's older propagation, which reads no rule."""
-    return [NamedSharding(mesh, s) for s in result_specs(program, mesh, [*map(_spec, args)])]
+    return [NamedSharding(mesh, s) for s in result_specs(program, [x.sharding for x in args])]

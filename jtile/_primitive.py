@@ -18,12 +18,13 @@ from jax.core import ShapedArray, Tracer
 from jax.experimental import hijax
 from jax.extend import source_info_util
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jtile import _batching
 from jtile._compat import allow_effect_everywhere, need_devices
 from jtile._errors import KernelAssertionError
 from jtile._lowering import interpreted, lower_cpu, lower_elsewhere, run_interpreter
+from jtile._partition import result_specs
 from jtile._program import Program
 
 # -- binding and abstract evaluation --------------------------------------------------------------------------------
@@ -75,17 +76,21 @@ def joint_varying(operands: Sequence[Any]) -> Sequence[Any]:
 @jtile_call_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, program: Program):
     effects = {_KERNEL_EFFECT} if program.io else jexc.no_effects
-    return result_types(avals, program.out_avals), effects
+    return result_types(avals, program), effects
 
 
-def result_types(avals: Sequence[Any], outs: Sequence[Any]) -> list[ShapedArray]:
-    """Types of results of shapes and dtypes `outs` of a call with operands `avals`."""
+def result_types(avals: Sequence[Any], program: Program) -> list[ShapedArray]:
+    """Types of the results of a program on operands of types `avals`."""
+    outs = program.results([a.shape for a in avals])
     if not avals:
         return [ShapedArray(o.shape, o.dtype) for o in outs]
     # An update of an operand's type keeps what shard_map tracks: which mesh axes the value varies over.
     like = max(avals, key=lambda a: len(a.manual_axis_type.varying))
-    replicated = NamedSharding(like.sharding.mesh, PartitionSpec())
-    return [like.update(shape=o.shape, dtype=o.dtype, weak_type=False, sharding=replicated) for o in outs]
+    specs = result_specs(program, [a.sharding for a in avals])
+    return [
+        like.update(shape=o.shape, dtype=o.dtype, weak_type=False, sharding=NamedSharding(like.sharding.mesh, s))
+        for o, s in zip(outs, specs, strict=True)
+    ]
 
 
 # -- eager calls ----------------------------------------------------------------------------------------------------
