@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import TILE_ELEMENTS, check_float, check_int, check_rank, check_shape, fit, wide
+from jtile.ops._shapes import TILE_ELEMENTS, check_float, check_int, check_rank, check_shape, fit, sums_in, wide
 
 
 def _pairs(ref, b, t, bt: int, d: int, interleaved: bool):
@@ -54,6 +54,48 @@ def _rotate(x, y, b, t, cos, sin, bt: int, d: int, interleaved: bool) -> None:
     if rest:  # features that do not turn
         here = (b, jt.ds(t * bt, bt), slice(None), slice(x.shape[3] - rest, None))
         y[here] = x[here]
+
+
+@jt.kernel(
+    out_type=lambda x, g, *, d, **_: (jax.ShapeDtypeStruct((*x.shape[:2], d), sums_in(x)),) * 2,
+    grid=lambda x, g, *, bt, **_: (x.shape[0], jt.cdiv(x.shape[1], bt)),
+)
+def rope_tables_backward(x, g, dc, ds, *, bt: int, d: int, interleaved: bool):
+    """The cotangents dc, ds [batch, length, d] of the tables; x and the cotangents g of y as in `rope_tables`."""
+    # dcos = sum_h x_1 g_1 + x_2 g_2     dsin = sum_h x_1 g_2 - x_2 g_1
+    b, t = jt.program_id(0), jt.program_id(1)
+    first, second = _pairs(x, b, t, bt, d, interleaved)
+    x1, x2, g1, g2 = (wide(ref[at]) for ref in (x, g) for at in (first, second))
+    dc[b, jt.ds(t * bt, bt), :] = (x1 * g1 + x2 * g2).sum(1)
+    ds[b, jt.ds(t * bt, bt), :] = (x1 * g2 - x2 * g1).sum(1)
+
+
+def _tables_forward(x, c, s, **meta):
+    return rope_tables(x, c, s, **meta), (x, c, s)
+
+
+def _tables_backward(residuals, g, **meta):
+    x, c, s = residuals
+    dc, ds = rope_tables_backward(x, g, d=c.shape[2], **meta)
+    shared = lambda dt, t: (dt if t.shape[0] == dt.shape[0] else dt.sum(0, keepdims=True)).astype(t.dtype)
+    return rope_tables(g, c, -s, **meta), shared(dc, c), shared(ds, s)  # back by the same angle
+
+
+def _positions_forward(x, p, f, **meta):
+    return rope_positions(x, p, f, **meta), (x, p, f)
+
+
+def _positions_backward(residuals, g, **meta):
+    x, p, f = residuals
+    dc, ds = rope_tables_backward(x, g, d=f.shape[0], **meta)
+    place = p.astype(dc.dtype)[..., None]
+    angle = place * f.astype(dc.dtype)[None, None, :]
+    df = (place * (ds * jnp.cos(angle) - dc * jnp.sin(angle))).sum((0, 1)).astype(f.dtype)
+    return rope_positions(g, p, -f, **meta), None, df
+
+
+rope_tables.defvjp(_tables_forward, _tables_backward)
+rope_positions.defvjp(_positions_forward, _positions_backward)
 
 
 def frequencies(dim: int, theta: float = 10000.0) -> jax.Array:

@@ -14,6 +14,7 @@ from jtile.ops._shapes import check_rank, fit, sums_in
 from jtile.ops.flash_attention import (
     LOG2_E,
     NOTHING,
+    attention,
     attention_reference,
     check_operands,
     floordiv,
@@ -144,12 +145,26 @@ def decode_attention(
     splits = wanted if splits is None else splits
     if splits < 1:
         raise KernelValueError(f"decode_attention: splits is at least 1, got {splits}")
-    parts = decode_splits(
-        q, k, v, lengths.astype(jnp.int32),
-        splits=splits, bk=fit(slots, 128), softcap=softcap, window=window,
-        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-    )  # fmt: skip
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    return _decode(q, k, v, lengths.astype(jnp.int32), scale, softcap, window, splits)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6, 7))
+def _decode(q, k, v, lengths, scale: float, softcap: float | None, window: int | None, splits: int):
+    bk = fit(k.shape[1], 128)
+    parts = decode_splits(q, k, v, lengths, splits=splits, bk=bk, softcap=softcap, window=window, scale=scale)
     return parts if splits == 1 else combine_splits(*parts, dtype=q.dtype.name)
+
+
+@_decode.defjvp
+def _decode_jvp(scale, softcap, window, splits, primals, tangents):
+    """Of the same result as `attention` over the slots in use, which has a reverse mode for any number of keys."""
+    del splits
+    q, k, v, lengths = primals
+    lengths = jnp.clip(lengths, 0, k.shape[1])
+    options = {"scale": scale, "softcap": softcap, "window": window, "causal": True}
+    same = lambda q, k, v: attention(q, k, v, lengths=lengths, offsets=lengths - q.shape[1], **options)
+    return jax.jvp(same, (q, k, v), tangents[:3])
 
 
 def decode_attention_reference(q, k, v, lengths, *, scale=None, softcap=None, window=None, splits=None):
