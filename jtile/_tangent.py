@@ -215,14 +215,21 @@ ad.primitive_jvps[jtile_tangent_p] = _tangent_jvp
 
 
 def _tangent_transpose(cts: Sequence[Any], *operands: Any, linear: Linear) -> list[Any]:
-    primals, _, residuals = linear.split(operands)
+    primals, tangents, residuals = linear.split(operands)
     if any(ad.is_undefined_primal(x) for x in (*primals, *residuals)):
         raise TransformError(f"kernel {linear.program.name}: not linear in its inputs", linear.program.where)
     if linear.vjp is not None:
         found = _custom_transpose(linear, cts, residuals)
     else:
         found = _automatic_transpose(linear, cts, primals)
+    found = [ct if ct is None else _as_sharded(ct, x.aval) for ct, x in zip(found, tangents, strict=True)]
     return [None] * len(primals) + found + [None] * len(residuals)
+
+
+def _as_sharded(ct: Any, aval: Any) -> Any:
+    """A cotangent with the sharding of what it is of: on an explicit mesh that is part of its type."""
+    want = aval.sharding
+    return ct if want.mesh.empty or jax.typeof(ct).sharding.spec == want.spec else jax.sharding.reshard(ct, want)
 
 
 def _automatic_transpose(linear: Linear, cts: Sequence[Any], primals: Sequence[Any]) -> list[Any]:
