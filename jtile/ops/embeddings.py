@@ -108,6 +108,7 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
     vocab, blocks = table.shape[0], 1 if table.kind == "int8" else features // BLOCK
     q = {"codes": table.codes.reshape(vocab, blocks, -1), "scale": table.scale}
     q |= {} if table.minimum is None else {"minimum": table.minimum}
+    q = jax.lax.stop_gradient(q)  # quantised weights are frozen
     return embedding_blocks(q, flat, **meta).reshape(shape)
 
 

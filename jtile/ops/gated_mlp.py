@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import quantized
-from jtile.ops._shapes import TILE_ELEMENTS, fit, rows_per_tile, wide
-from jtile.ops.epilogues import ACTIVATIONS, check_activation
+from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_slope
 from jtile.ops.matmul import product, tiles
 from jtile.ops.quantized_tensor import QuantizedTensor
 
@@ -79,27 +78,6 @@ def _gated(x, gate, up, y, *saved, activation, tb, bm, bn, save=False):
     for ref, value in zip(saved, (G, U)):
         ref.tiles(bm, bn)[i, j] = value.astype(ref.dtype)
     y.tiles(bm, bn)[i, j] = (ACTIVATIONS[activation](G) * U).astype(y.dtype)
-
-
-@jt.kernel(
-    out_type=lambda g, u, ct, **_: (jt.like(g), jt.like(u)),
-    grid=lambda g, u, ct, *, br, bn, **_: (jt.cdiv(g.shape[0], br), jt.cdiv(g.shape[1], bn)),
-)
-def gate_slope_tiles(g, u, ct, dg, du, *, br: int, bn: int, activation: str):
-    """The cotangents of g and u [rows, n] for that of act(g) * u."""
-    # dG = dY * U * act'(G)     dU = dY * act(G)
-    i, j = jt.program_id(0), jt.program_id(1)
-    G, U, CT = (wide(ref.tiles(br, bn)[i, j]) for ref in (g, u, ct))
-    A, pull = jax.vjp(ACTIVATIONS[activation], G)
-    dg.tiles(br, bn)[i, j] = pull(CT * U)[0].astype(dg.dtype)
-    du.tiles(br, bn)[i, j] = (CT * A).astype(du.dtype)
-
-
-def gate_slope(g, u, ct, activation: str):
-    """(dg, du) for the cotangent `ct` of activation(g) * u, all [rows, n]."""
-    bn = fit(g.shape[1], TILE_ELEMENTS)
-    meta = {"br": rows_per_tile(g.shape[0], bn, TILE_ELEMENTS), "bn": bn, "activation": activation}
-    return gate_slope_tiles(g, u, ct, **meta)
 
 
 @jt.kernel(

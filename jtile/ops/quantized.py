@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops.epilogues import ACTIVATIONS, check_activation
+from jtile.ops._shapes import fit
+from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation, gate_slope
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
 
 HALF = BLOCK // 2
@@ -101,7 +102,8 @@ def _epilogue(y, refs, r, rows: int, i, bm: int, *, activation, has_bias: bool):
 
 
 def _arrays(weight: QuantizedTensor) -> list[jax.Array]:
-    return [weight.codes, weight.scale, *([] if weight.minimum is None else [weight.minimum])]
+    """The weight's arrays; nothing differentiates by them, forwards or backwards: quantised weights are frozen."""
+    return [jax.lax.stop_gradient(x) for x in (weight.codes, weight.scale, weight.minimum) if x is not None]
 
 
 def _split(refs, kind: str):
@@ -110,12 +112,15 @@ def _split(refs, kind: str):
     return ((codes, scale, rest[0]), rest[1:]) if kind == "q4_1" else ((codes, scale, None), rest)
 
 
-def _codes(codes, r, rows: int, kind: str, blocks: int):
-    """The codes of a tile as float32 parts: [rows, blocks, width] each, and where each part stands in its block."""
+def _codes(codes, r, rows: int, kind: str, blocks: int, c=0, chunks: int = 1):
+    """The codes of a tile as float32 parts: [rows, blocks, width] each, and where each part stands in its block.
+
+    Of the columns only those of chunk c of `chunks`, which holds `blocks` blocks.
+    """
+    stored = codes.shape[1] // chunks
+    q = codes.tiles(rows, stored)[r, c].reshape(rows, blocks, stored // blocks)
     if kind in ("int8", "q8_0"):
-        width = codes.shape[1] // blocks
-        return [codes.tiles(rows, codes.shape[1])[r, 0].reshape(rows, blocks, width).astype(jnp.float32)]
-    q = codes.tiles(rows, codes.shape[1])[r, 0].reshape(rows, blocks, HALF)
+        return [q.astype(jnp.float32)]
     parts = [(q & np.uint8(15)).astype(jnp.float32), (q >> np.uint8(4)).astype(jnp.float32)]
     return [p - np.float32(8) for p in parts] if kind == "q4_0" else parts
 
@@ -136,16 +141,17 @@ def _row_product(refs, X, r, rows: int, kind: str):
     return Y + jnp.sum(m * jnp.sum(X, axis=(1, 2))[None, :], axis=1)
 
 
-def _dequantized(refs, r, rows: int, kind: str, inner: int):
-    """W [rows, inner] of one tile in float32."""
+def _dequantized(refs, r, rows: int, kind: str, inner: int, c=0, chunks: int = 1):
+    """W [rows, inner / chunks] of one tile in float32: chunk c of its columns."""
     codes, scale, low = refs
-    blocks = scale.shape[1]
-    d = scale.tiles(rows, blocks)[r, 0].astype(jnp.float32)[:, :, None]
-    W = [d * q for q in _codes(codes, r, rows, kind, blocks)]
+    blocks = 1 if kind == "int8" else scale.shape[1] // chunks  # int8: one scale for every chunk
+    at = 0 if kind == "int8" else c
+    d = scale.tiles(rows, blocks)[r, at].astype(jnp.float32)[:, :, None]
+    W = [d * q for q in _codes(codes, r, rows, kind, blocks, c, chunks)]
     if low is not None:
-        m = low.tiles(rows, blocks)[r, 0].astype(jnp.float32)[:, :, None]
+        m = low.tiles(rows, blocks)[r, at].astype(jnp.float32)[:, :, None]
         W = [w + m for w in W]
-    return jnp.concatenate(W, axis=2).reshape(rows, inner)
+    return jnp.concatenate(W, axis=2).reshape(rows, inner // chunks)
 
 
 def _product_type(x, codes, *_, **__):
@@ -211,6 +217,72 @@ def _gated_gemm(x, *refs, kind, activation, rows, bm):
     X = x.tiles(bm, x.shape[1])[i, 0]
     gate, up = (jt.dot(X, _dequantized(W, r, rows, kind, x.shape[1]).T) for W in (G, U))
     y.tiles(bm, rows)[i, r] = ACTIVATIONS[activation](gate) * up
+
+
+@jt.kernel(
+    out_type=lambda g, *_, inner, **__: jax.ShapeDtypeStruct((g.shape[0], inner), jnp.float32),
+    grid=lambda g, *_, chunks, bm, **__: (jt.cdiv(g.shape[0], bm), chunks),
+)
+def quantized_dx_tiles(g, *refs, kind: str, inner: int, rows: int, bm: int, chunks: int):
+    """dx [m, in] for the cotangents g [m, out] of x Wᵀ: a chunk of W's columns in a program, `rows` rows at a time."""
+    # dX = G W
+    *refs, dx = refs
+    W, _ = _split(refs, kind)
+    i, c = jt.program_id(0), jt.program_id(1)
+    G = g.tiles(bm, rows)
+    acc = jt.zeros((bm, inner // chunks))
+    for r in jt.range(G.shape[1]):
+        acc = jt.dot(G[i, r], _dequantized(W, r, rows, kind, inner, c, chunks), acc)
+    dx.tiles(bm, inner // chunks)[i, c] = acc
+
+
+def _dx(g, arrays, kind: str, inner: int):
+    units = inner if kind == "int8" else inner // BLOCK  # what a chunk is made of
+    fewest = jt.cdiv(inner, 512)
+    chunks = next(n for n in range(fewest, units + 1) if units % n == 0) if units else 1
+    bm, rows = fit(g.shape[0], 512), _divisor(g.shape[1], 64)
+    return quantized_dx_tiles(g, *arrays, kind=kind, inner=inner, rows=rows, bm=bm, chunks=chunks)
+
+
+def _forward(kernel, x, *refs, kind, activation, has_bias, **tiles):
+    arrays, extra = _weights(refs, kind)
+    bias, residual = (extra[:1], extra[1:]) if has_bias else ([], extra)
+    z = kernel(x, *arrays, *bias, kind=kind, activation=None, has_bias=has_bias, **tiles)
+    y = ACTIVATIONS[activation](z)
+    return y + residual[0] if residual else y, (x, arrays, z if activation else None, len(residual))
+
+
+def _backward(residuals, g, *, kind, activation, has_bias, **_):
+    x, arrays, z, others = residuals
+    dz = g if activation is None else activation_slope(z, g, activation)
+    bias = [dz.sum(0, keepdims=True)] if has_bias else []
+    return _dx(dz, arrays, kind, x.shape[1]), *(None for _ in arrays), *bias, *(g for _ in range(others))
+
+
+def _gated_forward(kernel, x, *refs, kind, activation, **tiles):
+    gate, up = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+    single = _gemv if kernel is _gated_gemv else _gemm
+    g, u = (single(x, *w, kind=kind, activation=None, has_bias=False, **tiles) for w in (gate, up))
+    return ACTIVATIONS[activation](g) * u, (x, gate, up, g, u)
+
+
+def _gated_backward(residuals, ct, *, kind, activation, **_):
+    x, gate, up, g, u = residuals
+    dg, du = gate_slope(g, u, ct, activation)
+    dx = _dx(dg, gate, kind, x.shape[1]) + _dx(du, up, kind, x.shape[1])
+    return dx, *(None for _ in (*gate, *up))
+
+
+def _weights(arrays, kind: str):
+    """The arrays of the weight, and those behind them."""
+    n = 3 if kind == "q4_1" else 2
+    return arrays[:n], arrays[n:]
+
+
+for _kernel in (_gemv, _gemm):
+    _kernel.defvjp(functools.partial(_forward, _kernel), _backward)
+for _kernel in (_gated_gemv, _gated_gemm):
+    _kernel.defvjp(functools.partial(_gated_forward, _kernel), _gated_backward)
 
 
 def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation: str = "silu") -> jax.Array:
