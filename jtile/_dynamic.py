@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.tree_util import tree_flatten
 
 from jtile import ir
@@ -21,6 +19,7 @@ from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._layout import Layout
 from jtile._signature import Signature
+from jtile._sizes import sized
 
 MAX_STEP = 4096  # larger common multiples of tile steps are not worth a program of their own
 
@@ -106,30 +105,35 @@ def _scope() -> Any:
 @dataclasses.dataclass
 class Family:
     """The programs that serve all sizes of one signature: one for any size, and one for those that are multiples of
-    `steps`. `make(multiples)` traces a program and gives it with its layout."""
+    `steps`.
+
+    Attributes:
+      names: its symbols.
+      make: traces a program, given what each symbol is multiplied with; gives what has it as `program`.
+    """
 
     names: tuple[str, ...]
-    make: Callable[[dict[str, int]], tuple[Any, Layout]]
+    make: Callable[[dict[str, int]], Any]
 
     @functools.cached_property
-    def general(self) -> tuple[Any, Layout]:
+    def general(self) -> Any:
         return self.make(dict.fromkeys(self.names, 1))
 
     @functools.cached_property
     def steps(self) -> dict[str, int]:
-        found = tile_steps(self.general[0].kernel)
+        found = tile_steps(self.general.program.kernel)
         return {n: found.get(n, 1) for n in self.names}
 
     @functools.cached_property
-    def even(self) -> tuple[Any, Layout]:
+    def even(self) -> Any:
         return self.make(self.steps)
 
-    def pick(self, sizes: Mapping[str, Any]) -> tuple[Any, Layout, dict[str, Any]]:
-        """The program and layout for these sizes, and the values of their symbols."""
+    def pick(self, sizes: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What serves these sizes, and the values of its symbols."""
         steps = self.steps
         if any(k > 1 for k in steps.values()) and all(bool(n % steps[s] == 0) for s, n in sizes.items()):
-            return *self.even, {s: n // steps[s] for s, n in sizes.items()}
-        return *self.general, dict(sizes)
+            return self.even, {s: n // steps[s] for s, n in sizes.items()}
+        return self.general, dict(sizes)
 
 
 def tile_steps(kernel: ir.Kernel) -> dict[str, int]:
@@ -153,30 +157,6 @@ def tile_steps(kernel: ir.Kernel) -> dict[str, int]:
                 note(a, b)
     common = {name: math.lcm(*steps) for name, steps in found.items()}
     return {name: step for name, step in common.items() if step <= MAX_STEP}
-
-
-def values_of(kernel: ir.Kernel, shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """The values of a kernel's symbols for operands of these shapes, which may have leading dimensions of vmap; ints,
-    or symbolic dimensions of JAX's where the shapes have these."""
-    out = {}
-    for name, (first, *_) in ir.sources(kernel).items():
-        n = shapes[first.operand][first.axis - len(kernel.inputs[first.operand].shape)]
-        out[name] = n // first.multiple
-    return out
-
-
-def sized(n: Any, values: Mapping[str, Any]) -> Any:
-    """A size of Tile IR with the values of its symbols: an int, or a symbolic dimension of JAX's."""
-    return ir.evaluate(n, values, _FUNCTIONS)
-
-
-_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "cdiv": lambda a, b: -(-a // b),
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "max": lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else jax.core.max_dim(a, b),
-    "min": lambda a, b: min(a, b) if isinstance(a, int) and isinstance(b, int) else jax.core.min_dim(a, b),
-}
 
 
 def check(sig: Signature, made: Layout, wanted: Layout, values: Mapping[str, Any]) -> None:

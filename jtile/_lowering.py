@@ -3,9 +3,10 @@ interpreter behind a host callback."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ from jax.experimental import io_callback
 from jax.interpreters import mlir
 
 from jtile import _partition, ir
+from jtile._compat import is_symbolic
 from jtile._config import current
 from jtile._errors import UnsupportedError
 from jtile._program import Program
+from jtile._sizes import sized
 from jtile.passes.accumulate import Pieces, accumulate
 
 # -- the interpreter ------------------------------------------------------------------------------------------------
@@ -41,7 +44,8 @@ def run_interpreter(program: Program, operands: Sequence[Any], seed: int | None 
 def _host_call(*operands: Any, program: Program) -> Sequence[Any]:
     """The interpreter behind a host callback, for use inside jit."""
     narrow = _callback_dtype
-    outs = [jax.ShapeDtypeStruct(o.shape, narrow(o.dtype)) for o in program.out_avals]
+    results = program.results([x.shape for x in operands])
+    outs = [jax.ShapeDtypeStruct(o.shape, narrow(o.dtype)) for o in results]
 
     def callback(*arrays):
         arrays = [np.asarray(a).astype(v.type.info.numpy) for a, v in zip(arrays, program.kernel.inputs)]
@@ -67,7 +71,7 @@ def _callback_dtype(dtype: Any) -> np.dtype:
 
 
 def lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
-    if not program.programs:
+    if _without_work(ctx, program):
         return mlir.lower_fun(_without_programs, multiple_results=True)(ctx, *operands, program=program)
     on_host = mlir.lower_fun(_host_call, multiple_results=True)
     if interpreted(program):
@@ -81,6 +85,13 @@ def lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -
         return on_host(ctx, *operands, program=program)
 
 
+def _without_work(ctx: mlir.LoweringRuleContext, program: Program) -> bool:
+    """Whether the grid is empty; one whose sizes are not known yet counts its programs when it runs."""
+    values = program.sizes([a.shape for a in ctx.avals_in])
+    sides = [sized(n, values) for n in program.kernel.grid]
+    return 0 in [n for n in sides if not is_symbolic(n)]
+
+
 @functools.lru_cache(maxsize=1024)
 def pieces_of(program: Program) -> Pieces:
     """The kernels that run for a program: one, or as many as its accumulated outputs are best computed by."""
@@ -90,11 +101,12 @@ def pieces_of(program: Program) -> Pieces:
 def _custom_calls(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any]:
     """The kernels of a program as custom calls; partial sums are summed and wide ones rounded."""
     pieces = pieces_of(program)
+    values = program.sizes([a.shape for a in ctx.avals_in])
     found = []
     for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
-        outs = [ShapedArray(v.shape, v.type.info.numpy) for v in kernel.outputs]
+        outs = [ShapedArray(_shape(v, values), v.type.info.numpy) for v in kernel.outputs]
         inner = ctx.replace(avals_in=tuple(ctx.avals_in[i] for i in inputs), avals_out=outs)
-        found.append((outs, _custom_call(inner, [operands[i] for i in inputs], program, k)))
+        found.append((outs, _custom_call(inner, [operands[i] for i in inputs], program, k, values)))
     chosen = [(found[r.piece][0][r.output], found[r.piece][1][r.output]) for r in pieces.results]
     if all(not r.partials and a.dtype == o.dtype for r, (a, _), o in zip(pieces.results, chosen, program.out_avals)):
         return [v for _, v in chosen]
@@ -107,8 +119,12 @@ def _custom_calls(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], progra
     return mlir.lower_fun(finish, multiple_results=True)(last, *[v for _, v in chosen])
 
 
+def _shape(v: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(sized(n, values) for n in v.shape)
+
+
 def _custom_call(
-    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program, piece: int
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program, piece: int, values: Mapping[str, Any]
 ) -> Sequence[Any]:
     """One of the kernels of a program as a typed FFI custom call that carries its compiled object."""
     from jtile import ffi
@@ -119,10 +135,11 @@ def _custom_call(
     whole, extra = _with_starts(kernel)
     ffi.register("cpu")
     rule = jax.ffi.ffi_lowering(ffi.TARGET_CPU, operand_output_aliases=dict(whole.aliases), has_side_effect=program.io)
+    extra = [dataclasses.replace(s, shape=_shape(s, values)) for s in extra]
     avals = [ShapedArray(s.shape, s.dtype) for s in extra]
     filled = mlir.lower_fun(lambda: _fill(extra), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals))
-    return rule(wide, *operands, *filled, **_attributes(artifact.image, artifact.launch, math.prod(kernel.grid)))
+    return rule(wide, *operands, *filled, **_attributes(artifact.image, artifact.launch, kernel))
 
 
 def compile_piece(program: Program, piece: int, target: Any, *, texts: bool = False) -> Any:
@@ -147,19 +164,25 @@ def _fill(starts: Sequence[Any]) -> list[Any]:
     return [jnp.full(s.shape, s.value, s.dtype) for s in starts]
 
 
-def _attributes(image: bytes, launch: dict[str, Any], programs: int) -> dict[str, Any]:
+def _attributes(image: bytes, launch: dict[str, Any], kernel: ir.Kernel) -> dict[str, Any]:
     """The attributes of the custom call, as the handler in ffi/csrc declares them."""
     numbers = {k: np.int64(launch[k]) for k in ("workspace", "cost")}
     texts = {k: str(launch[k]) for k in ("name", "isa", "sites")}
-    return {"image": image, "programs": np.int64(programs), **numbers, **texts}
+    if "dims" in launch:  # the image counts the programs itself
+        numbers |= {"programs": np.int64(-1), "dims": np.asarray(launch["dims"], np.int64)}
+    else:
+        numbers["programs"] = np.int64(math.prod(kernel.grid))
+    return {"image": image, **numbers, **texts}
 
 
 def _without_programs(*operands: Any, program: Program) -> Sequence[Any]:
     """An empty grid: outputs keep what they start from; undefined ones are zero, or poisoned."""
+    shapes = [x.shape for x in operands]
+    values = program.sizes(shapes)
     kernel, extra = _with_starts(program.kernel)
-    inputs = [*operands, *_fill(extra)]
+    inputs = [*operands, *_fill([dataclasses.replace(s, shape=_shape(s, values)) for s in extra])]
     source = {o: inputs[i] for i, o in kernel.aliases}
-    return [source.get(k, jnp.zeros(o.shape)).astype(o.dtype) for k, o in enumerate(program.out_avals)]
+    return [source.get(k, jnp.zeros(o.shape)).astype(o.dtype) for k, o in enumerate(program.results(shapes))]
 
 
 def lower_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:

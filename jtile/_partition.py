@@ -64,7 +64,7 @@ class Rule:
 @functools.lru_cache(maxsize=1024)
 def _factors(program: Program) -> Factors | None:
     """None: a kernel that must run as a whole (it prints, asserts, or has sizes that are not known yet)."""
-    if program.io or not program.programs or ir.is_dynamic(program.kernel):
+    if program.io or ir.is_dynamic(program.kernel) or not program.programs:
         return None
     return factors(program.kernel)
 

@@ -16,7 +16,9 @@ import jax
 import numpy as np
 
 from jtile import ir
+from jtile._compat import is_symbolic
 from jtile._signature import Options
+from jtile._sizes import sized, values_of
 
 Number = int | float | bool
 
@@ -50,7 +52,7 @@ class Level:
     """One `vmap` of a kernel: a leading grid axis.
 
     Attributes:
-      size: programs along the new axis.
+      size: programs along the new axis; while a program is exported, it may be a symbolic dimension of JAX's.
       batched: per input and output Ref, whether it has a leading dimension of that size. Programs along the axis share
         what has not.
     """
@@ -117,8 +119,27 @@ class Program:
         return self.spec.name
 
     @functools.cached_property
+    def dynamic(self) -> bool:
+        """Whether sizes are known only from the operands of a call."""
+        return ir.is_dynamic(self.kernel)
+
+    def sizes(self, shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """The values of the symbols for operands of these shapes, with any number of vmaps."""
+        if not self.dynamic:
+            return {}
+        lanes = {lane_symbol(k): w.size for k, w in enumerate(self.levels)}
+        return values_of(self.base, shapes) | lanes
+
+    def results(self, shapes: Sequence[Sequence[Any]]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each result for operands of these shapes."""
+        if not self.dynamic:
+            return self.out_avals
+        values = self.sizes(shapes)
+        return tuple(jax.ShapeDtypeStruct([sized(n, values) for n in o.shape], o.dtype) for o in self.out_avals)
+
+    @functools.cached_property
     def out_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape and dtype of each result."""
+        """Shape and dtype of each result; sizes that are known only from the operands are those of Tile IR."""
         dtypes = [ir.DTYPES[n].numpy if n else ref_dtype(v) for v, n in zip(self.kernel.outputs, self.narrow)]
         return tuple(jax.ShapeDtypeStruct(v.shape, d) for v, d in zip(self.kernel.outputs, dtypes))
 
@@ -134,7 +155,7 @@ class Program:
 
     @property
     def programs(self) -> int:
-        """Number of programs of the grid."""
+        """Number of programs of the grid, where it does not depend on the sizes of the operands."""
         return math.prod(self.kernel.grid)
 
 
@@ -169,11 +190,21 @@ def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options) -> Program:
     from jtile.transforms.batch import batch
 
     kernel = base
-    for level in levels:
-        kernel = batch(kernel, level.size, level.batched)
-    text = "\n".join([canonical_text(kernel), str(narrow), str(options)])
+    for k, level in enumerate(levels):
+        kernel = batch(kernel, _lanes(k, level.size), level.batched)
+    symbolic = [str(level.size) for level in levels if is_symbolic(level.size)]
+    text = "\n".join([canonical_text(kernel), str(narrow), str(options), *symbolic])
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
     return Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint)
+
+
+def _lanes(k: int, size: Any) -> ir.Size:
+    return ir.symbol(lane_symbol(k)) if is_symbolic(size) else size
+
+
+def lane_symbol(k: int) -> str:
+    """The symbol of the size of vmap k, where it is not a number."""
+    return f"lanes{k}"
 
 
 def ref_dtype(v: ir.Value) -> np.dtype:

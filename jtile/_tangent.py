@@ -219,7 +219,7 @@ def _tangent_transpose(cts: Sequence[Any], *operands: Any, linear: Linear) -> li
     if any(ad.is_undefined_primal(x) for x in (*primals, *residuals)):
         raise TransformError(f"kernel {linear.program.name}: not linear in its inputs", linear.program.where)
     if linear.vjp is not None:
-        found = _custom_transpose(linear, cts, residuals)
+        found = _custom_transpose(linear, cts, residuals, primals)
     else:
         found = _automatic_transpose(linear, cts, primals)
     found = [ct if ct is None else _as_sharded(ct, x.aval) for ct, x in zip(found, tangents, strict=True)]
@@ -248,11 +248,13 @@ def _automatic_transpose(linear: Linear, cts: Sequence[Any], primals: Sequence[A
     return [outs[k] for k in body.results]
 
 
-def _custom_transpose(linear: Linear, cts: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
+def _custom_transpose(
+    linear: Linear, cts: Sequence[Any], residuals: Sequence[Any], primals: Sequence[Any]
+) -> list[Any]:
     """The user's rule; it gets a cotangent for every output, None for one that is not of floats."""
     given = dict(zip(_forward_body(linear.program, linear.perturbed).active, cts, strict=True))
     full = []
-    for k, out in enumerate(_outs(linear)):
+    for k, out in enumerate(_outs(linear, primals)):
         ct = given.get(k)
         if not dtypes.issubdtype(out.dtype, np.inexact):
             full.append(None)
@@ -262,10 +264,10 @@ def _custom_transpose(linear: Linear, cts: Sequence[Any], residuals: Sequence[An
     return [ct for ct, p in zip(back, linear.perturbed, strict=True) if p]
 
 
-def _outs(lin: Linear) -> list[jax.ShapeDtypeStruct]:
+def _outs(lin: Linear, primals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Types of the kernel's outputs under the map's vmaps, those of the cotangents that a rule of the user's gets."""
     outs = []
-    for k, o in enumerate(lin.program.out_avals):
+    for k, o in enumerate(lin.program.results([x.shape for x in primals])):
         shape = o.shape[sum(level.batched[lin.n_in + k] for level in lin.program.levels) :]
         for w in lin.lanes:
             shape = (w.size, *shape) if w.out_tangents[k] else shape

@@ -92,6 +92,12 @@ class Extent:
     def __ge__(self, other: Size) -> bool:
         return _decided(self - other, f"{self} >= {other}")
 
+    def __bool__(self) -> bool:
+        return self >= 1
+
+    def __index__(self) -> int:
+        raise UndecidedError(f"{self} is known only when the kernel runs")
+
     def __str__(self) -> str:
         words = []
         for atoms, k in self.terms:
