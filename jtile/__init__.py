@@ -10,14 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jtile import errors as errors
+from jtile import ffi as _ffi
 from jtile._config import Config as Config
 from jtile._config import config as config
 from jtile._config import configure as configure
 from jtile._kernel import Kernel as Kernel
-from jtile._kernel import Lowered as Lowered
 from jtile._kernel import call as call
 from jtile._kernel import kernel as kernel
+from jtile._lowered import Lowered as Lowered
 from jtile._signature import Options as Options
+
+_ffi.register_early()
 
 if TYPE_CHECKING:
     from jtile import interpret as interpret
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from jtile import models as models
     from jtile import ops as ops
     from jtile import testing as testing
+    from jtile._export import export_checks as export_checks
     from jtile.language import Ref as Ref
     from jtile.language import TileView as TileView
     from jtile.language import alloc as alloc
@@ -73,6 +77,7 @@ _LANGUAGE = [
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",
+    "export_checks": "jtile._export",
     "function": "jtile.trace",
     "host_target": "jtile.lowering.targets",
 }

@@ -14,11 +14,15 @@ from jax.core import Tracer
 from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
 from jtile._arguments import as_operand, as_type, key_of
+from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile._layout import Layout, Spec, lay_out
+from jtile._lowered import Lowered
+from jtile._marks import declared, strip
 from jtile._signature import Options, Structure, nearest, place_of, read_signature, source_lines
 
 if TYPE_CHECKING:
+    from jtile._dynamic import Family
     from jtile._program import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
 
 _MAX_CALLS = 2048  # remembered (types, meta-parameters) per kernel
@@ -32,6 +36,7 @@ def kernel(
     init: Any = None,
     scratch: Any = None,
     name: str | None = None,
+    dynamic: Mapping[Any, Any] | None = None,
     sharding: Any = None,
     **options: Any,
 ) -> Callable[[Callable[..., None]], Kernel]:
@@ -48,6 +53,8 @@ def kernel(
       alias: `{"x": "o"}`: output `o` shares the buffer of input `x` and starts with its values.
       init: a number that outputs start from; a tuple (one for each output, None: undefined) or a dict by name.
       scratch: shapes and dtypes of memory private to each program, given like `out_type`.
+      dynamic: dimensions of inputs whose sizes share one compiled image: `{"x": 0, "y": (0, 1)}`, an axis or axes by
+        input; see `jt.dynamic`, which marks them at a call.
       name: what profilers show; default: the function's name.
       sharding: reserved.
       **options: see `Options`: `interpret`, `fallback`, `num_warps`, `num_stages`, `num_ctas`.
@@ -62,7 +69,7 @@ def kernel(
         )
     if sharding is not None:
         raise UnsupportedError("sharding= is reserved: this release derives no sharding rule; leave it out")
-    spec = Spec(out_type, grid, alias, init, scratch)
+    spec = Spec(out_type, grid, alias, init, scratch, dynamic)
     return lambda fn: Kernel(fn, spec, name, _options(Options(), options))
 
 
@@ -76,6 +83,7 @@ class _Bound:
     """A call with everything fixed but the arrays."""
 
     program: Program
+    layout: Layout
     out_tree: Structure
     run: Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -94,6 +102,7 @@ class Kernel:
         self._lines = source_lines(fn)  # an editor may change the file before the first call
         self._signature = read_signature(fn, name)
         self._bound: dict[Any, _Bound] = {}
+        self._families: dict[Any, Family] = {}  # of calls with dynamic dimensions, by all but their sizes
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         functools.update_wrapper(self, fn)
         meta = [
@@ -123,8 +132,10 @@ class Kernel:
         return tree_unflatten(bound.out_tree, bound.run(leaves))
 
     def with_options(self, **options: Any) -> Kernel:
-        """The same kernel with other options: `interpret=True`, `num_warps=8`, ...; see `Options`."""
-        out = Kernel(self._fn, self._spec, self._signature.name, _options(self._options, options))
+        """The same kernel with other options: `interpret=True`, `num_warps=8`, ... (see `Options`), or another
+        `dynamic`."""
+        spec = dataclasses.replace(self._spec, dynamic=options.pop("dynamic", self._spec.dynamic))
+        out = Kernel(self._fn, spec, self._signature.name, _options(self._options, options))
         out._vjp = self._vjp
         return out
 
@@ -168,6 +179,7 @@ class Kernel:
         """
         self._vjp = fwd, bwd
         self._bound.clear()
+        self._families.clear()
 
     # -- from a call to a program -----------------------------------------------------------------------------------
     def _seen(self, tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> _Bound | None:
@@ -188,15 +200,60 @@ class Kernel:
         key = _key(tree, leaves, meta)
         bound = self._bound.get(key)
         if bound is None:
-            types = tree_unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-            layout = lay_out(self._signature, self._spec, types, full)
-            bound = self._trace(layout, full, tree, key)
+            bound = self._bind(tree, leaves, full, key)
             if len(self._bound) >= _MAX_CALLS:
                 self._bound.pop(next(iter(self._bound)), None)
             self._bound[key] = bound
         for x in leaves:
             _ARRAY.learn(x)
         return bound
+
+    def _bind(self, tree: Structure, leaves: list[Any], meta: dict[str, Any], key: Any) -> _Bound:
+        types, marks = strip(tree_unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]))
+        given = tuple(a + b for a, b in zip(marks, declared(self._signature, self._spec.dynamic, types), strict=True))
+        layout = lay_out(self._signature, self._spec, types, meta)
+        if not any(given) and not any(is_symbolic(n) for x in leaves for n in x.shape):
+            return self._trace(layout, meta, tree_flatten(types)[1], key)
+        return self._bind_dynamic(layout, given, meta, key)
+
+    def _bind_dynamic(self, layout: Layout, marks: Any, meta: dict[str, Any], key: Any) -> _Bound:
+        """The program of the sizes' family; `layout` is that of the sizes at hand."""
+        from jtile._dynamic import Family, check, marked
+
+        leaves, tree = tree_flatten(layout.inputs)
+        found = marked(self._signature, layout.names[: len(leaves)], leaves, marks)
+        if found is None:
+            return self._trace(layout, meta, tree, key)
+
+        def make(multiples: dict[str, int]) -> _Bound:
+            types = [jax.ShapeDtypeStruct(found.shape(k, x.shape, multiples), x.dtype) for k, x in enumerate(leaves)]
+            return self._trace_dynamic(tree_unflatten(tree, types), meta, tree, (signature, tuple(multiples.values())))
+
+        static = tuple(
+            tuple(n if s is None else s for n, s in zip(x.shape, row)) for x, row in zip(leaves, found.places)
+        )
+        signature = tree, static, tuple(x.dtype for x in leaves), *key[2:]
+        family = self._families.setdefault(signature, Family(tuple(found.sizes), make))
+        bound, values = family.pick(found.sizes)
+        check(self._signature, bound.layout, layout, values)
+        return bound
+
+    def _trace_dynamic(self, inputs: Any, meta: dict[str, Any], tree: Structure, key: Any) -> _Bound:
+        """A program whose sizes are symbols; errors say that this is why."""
+        try:
+            return self._trace(lay_out(self._signature, self._spec, inputs, meta), meta, tree, key)
+        except jax.errors.InconclusiveDimensionOperation as e:
+            why = str(e).splitlines()[0]
+        except KernelValueError as e:
+            if not isinstance(e.__cause__, jax.errors.InconclusiveDimensionOperation):
+                raise
+            why = e.message.splitlines()[0]
+        raise KernelTypeError(
+            f"kernel {self.name} decides something by the size of a dynamic dimension while it is traced: {why} Write "
+            "jnp.where, jt.when or a traced `if` in the body, +, -, *, //, % and jt.cdiv in out_type and grid, or mark "
+            "fewer dimensions dynamic",
+            self._signature.where,
+        )
 
     @functools.cached_property
     def _body(self) -> Callable[..., None]:
@@ -224,7 +281,7 @@ class Kernel:
         types = tree_flatten(layout.inputs)[0]
         vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout.out_tree, types, meta, key)
         program = make_program(jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options, vjp=vjp)
-        return _Bound(program, layout.out_tree, functools.partial(bind, program))
+        return _Bound(program, layout, layout.out_tree, functools.partial(bind, program))
 
 
 def _key(tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> Any:
@@ -267,47 +324,3 @@ def _options(old: Options, given: Mapping[str, Any]) -> Options:
         if value is not None and not _CHOICES[name](value):
             raise KernelValueError(f"{name}={value!r} is no value of that option of a kernel")
     return dataclasses.replace(old, **given)
-
-
-class Lowered:
-    """A kernel compiled for one target; the work is done when a property is first read.
-
-    Attributes:
-      program: the kernel with everything fixed.
-    """
-
-    def __init__(self, program: Program, target: Any):
-        from jtile.lowering import targets
-
-        self.program = program
-        self._target = targets.resolve(target)
-
-    @functools.cached_property
-    def _artifact(self) -> Any:
-        from jtile._lowering import compile_piece
-
-        return compile_piece(self.program, 0, self._target, texts=True)
-
-    @property
-    def image(self) -> bytes:
-        """What the custom call embeds: an ELF object on the CPU."""
-        return self._artifact.image
-
-    @property
-    def launch(self) -> dict[str, Any]:
-        """What the custom call needs besides the image: workspace, cost, instruction set, print and assert sites."""
-        return self._artifact.launch
-
-    @functools.cached_property
-    def texts(self) -> dict[str, str]:
-        """Level name -> text: `jaxpr`, `tile_ir`, `tile_ir_opt`, then those of the back end (`llvm`, `asm`)."""
-        from jtile import ir, passes
-
-        before = self.program.kernel
-        after = passes.run_pipeline(before, passes.TILE)
-        own = {
-            "jaxpr": str(self.program.jaxpr),
-            "tile_ir": ir.print_kernel(before),
-            "tile_ir_opt": ir.print_kernel(after),
-        }
-        return own | self._artifact.texts

@@ -80,11 +80,12 @@ def inspect(
     meta: Annotated[list[str] | None, typer.Option("--meta", help="A meta-parameter: bm=64 (repeatable).")] = None,
     target: Annotated[str, typer.Option(help="What to compile for; `jtile info` lists the targets.")] = "cpu",
     level: Annotated[list[str] | None, typer.Option("--level", help="Print this level only (repeatable).")] = None,
+    transform: Annotated[str, typer.Option(help="jvp or vjp: the kernels of the derivative instead.")] = "",
 ) -> None:
-    """The text of every level that a kernel passes through on its way to machine code."""
+    """The text of every level that a kernel passes through on its way to machine code, and the scratch it needs."""
     from jtile.tools import levels
 
-    levels.show(kernel, args, meta or [], target=target, only=level or [])
+    levels.show(kernel, args, meta or [], target=target, only=level or [], transform=transform)
 
 
 @app.command()

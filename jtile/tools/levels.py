@@ -23,13 +23,14 @@ _SHORT = {
 _TYPE = re.compile(r"\s*([a-z]\w*)\s*(?:\[([\d\s,]*)\])?\s*(?:,|$)")
 
 
-def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str]) -> None:
+def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str], transform: str = "") -> None:
     """Print the texts of `kernel` ("module:name"), or of the kernels that a function calls; `only`: these levels."""
     from rich.console import Console
     from rich.syntax import Syntax
 
     console = Console()
-    for lowered in lower(find(kernel), parse_types(args), target, parse_meta(meta)):
+    found = lower(find(kernel), parse_types(args), target, parse_meta(meta))
+    for lowered in [piece for one in found for piece in derivative(one, transform).pieces]:
         texts = lowered.texts
         missing = [name for name in only if name not in texts]
         if missing:
@@ -43,6 +44,13 @@ def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str
                 console.print(Syntax(text, "llvm" if "llvm" in name else "text", word_wrap=True))
             else:
                 sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def derivative(lowered: Lowered, transform: str) -> Lowered:
+    """The kernel itself (""), or the kernel of its "jvp" or "vjp"."""
+    if transform not in ("", "jvp", "vjp"):
+        raise KernelValueError(f"transform {transform!r}: expected jvp or vjp")
+    return getattr(lowered, transform)() if transform else lowered
 
 
 def find(name: str) -> Any:
