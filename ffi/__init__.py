@@ -1,6 +1,7 @@
 """jtile's FFI library: the native code that loads compiled kernels and runs them inside XLA programs.
 
-Nothing is loaded or registered at import. `register` does both, once, when the first kernel is lowered.
+`import jtile` registers the targets (`register_early`), so that exported and serialised programs run in a process that
+lowers no kernel. That loads the library, in less than a millisecond, and initialises no backend.
 """
 
 if not __name__.startswith("jtile."):
@@ -11,7 +12,9 @@ from jtile.ffi._library import images_alive as images_alive
 from jtile.ffi._library import images_loaded as images_loaded
 from jtile.ffi._library import library_path as library_path
 from jtile.ffi._register import TARGET_CPU as TARGET_CPU
+from jtile.ffi._register import TARGETS as TARGETS
 from jtile.ffi._register import register as register
+from jtile.ffi._register import register_early as register_early
 from jtile.ffi._run import LoadedImage as LoadedImage
 from jtile.ffi._run import check_isa as check_isa
 from jtile.ffi._run import link_image as link_image

@@ -51,8 +51,6 @@ def library() -> ctypes.CDLL:
         "jtile_sha256": (None, text, i64, text),
         "jtile_images_alive": (i64,),
         "jtile_images_loaded": (i64,),
-        "jtile_cpu_type_id": (pointer,),
-        "jtile_cpu_type_info": (pointer,),
     }
     for name, (result, *args) in signatures.items():
         function = getattr(lib, name)

@@ -1,6 +1,7 @@
 // The typed XLA FFI handler `jtile_cpu`: instantiate loads the kernel of a call site, execute runs its grid.
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <string_view>
 #include <vector>
 
@@ -127,22 +128,42 @@ ffi::Error execute(CpuState* state, ffi::ThreadPool pool, ffi::RemainingArgs arg
   return ffi::Error::Success();
 }
 
+// XLA asks a handler for its metadata before it takes it, and the type of its state must be known by then. Registered
+// here, and not by jax.ffi.register_ffi_type, it is known whenever the targets are registered: JAX keeps what comes
+// before there is a backend, and hands targets on before types.
+XLA_FFI_Error* register_state(XLA_FFI_CallFrame* frame) {
+  static std::mutex mutex;
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CpuState>();
+  std::lock_guard lock(mutex);
+  if (CpuState::id.type_id != 0) return nullptr;
+  return ffi::Ffi::RegisterTypeId(frame->api, "jtile_cpu_state", &CpuState::id, &info);
+}
+
+bool asks_for_metadata(const XLA_FFI_CallFrame* frame) {
+  return frame->extension_start != nullptr && frame->extension_start->type == XLA_FFI_Extension_Metadata;
+}
+
+XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
+                       ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(
+    execute_handler, execute,
+    ffi::Ffi::Bind().Ctx<ffi::State<CpuState>>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+
 }  // namespace
 
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jtile_cpu_instantiate, instantiate,
-                              ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
+extern "C" XLA_FFI_Error* jtile_cpu_instantiate(XLA_FFI_CallFrame* frame) {
+  if (asks_for_metadata(frame))
+    if (XLA_FFI_Error* error = register_state(frame)) return error;
+  return instantiate_handler(frame);
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jtile_cpu_execute, execute,
-    ffi::Ffi::Bind().Ctx<ffi::State<CpuState>>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
-
-// What `jax.ffi.register_ffi_type` asks for.
-extern "C" void* jtile_cpu_type_id() { return &CpuState::id; }
-extern "C" void* jtile_cpu_type_info() {
-  static ffi::TypeInfo info = ffi::MakeTypeInfo<CpuState>();
-  return &info;
+extern "C" XLA_FFI_Error* jtile_cpu_execute(XLA_FFI_CallFrame* frame) {
+  if (asks_for_metadata(frame))
+    if (XLA_FFI_Error* error = register_state(frame)) return error;
+  return execute_handler(frame);
 }
 
 #pragma GCC visibility pop

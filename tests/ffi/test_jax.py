@@ -238,9 +238,8 @@ open("program.bin", "wb").write(exported(jax.ShapeDtypeStruct((256,), jnp.float3
     run_python("from jax import export\n" + write)
     read = """
 import jax.numpy as jnp
+import jtile
 from jax import export
-from jtile import ffi
-ffi.register()
 out = export.deserialize(bytearray(open("program.bin", "rb").read())).call(jnp.ones(256))
 print(out.sum())
 """
