@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from jtile._compat import is_symbolic
 from jtile.transforms.activity import is_literal
 from jtile.transforms.evaluate import as_loop
 
 Range = tuple[int, int]  # both ends inside
+INT32_MAX = 2**31 - 1  # programs on an axis at most
 
 
 class Ranges:
@@ -25,6 +27,14 @@ class Ranges:
         if is_literal(v):
             return (int(v.val), int(v.val)) if np.ndim(v.val) == 0 and np.asarray(v.val).dtype.kind in "iub" else None
         return self.known.get(v)
+
+    def within(self, v: Any) -> Range | None:
+        """The range, or that of the dtype: what bounds a number that is read from memory is `jnp.minimum(n, 8)`."""
+        dtype = np.dtype(v.aval.dtype)
+        found = self.of(v)
+        if found is None and dtype.kind in "iu" and not v.aval.shape:
+            return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+        return found
 
     def rounds(self, eqn: Any) -> int | None:
         """The most rounds that a counted loop can run."""
@@ -44,13 +54,19 @@ class Ranges:
                     self._pass(eqn.invars[1:], branch.jaxpr.invars)
                     self._visit(branch.jaxpr)
             elif name == "jtile_program_id":
-                self.known[eqn.outvars[0]] = (0, max(0, self.grid[eqn.params["axis"]] - 1))
+                self.known[eqn.outvars[0]] = (0, max(0, self._programs(eqn)[1] - 1))
             elif name == "jtile_num_programs":
-                self.known[eqn.outvars[0]] = (self.grid[eqn.params["axis"]],) * 2
+                self.known[eqn.outvars[0]] = self._programs(eqn)
             elif name in _RULES and not eqn.outvars[0].aval.shape:
-                out = _RULES[name](eqn.params, *[self.of(v) for v in eqn.invars])
+                known = self.within if name in ("min", "max", "clamp") else self.of
+                out = _RULES[name](eqn.params, *[known(v) for v in eqn.invars])
                 if out is not None:
                     self.known[eqn.outvars[0]] = out
+
+    def _programs(self, eqn: Any) -> Range:
+        """The number of programs on the axis that an equation names."""
+        n = self.grid[eqn.params["axis"]]
+        return (0, INT32_MAX) if is_symbolic(n) else (n, n)
 
     def _pass(self, outer: Sequence[Any], inner: Sequence[Any]) -> None:
         for a, b in zip(outer, inner, strict=True):
