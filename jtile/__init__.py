@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jtile import _effect as _effect
 from jtile import errors as errors
 from jtile import ffi as _ffi
 from jtile._config import Config as Config
@@ -18,6 +19,7 @@ from jtile._kernel import Kernel as Kernel
 from jtile._kernel import call as call
 from jtile._kernel import kernel as kernel
 from jtile._lowered import Lowered as Lowered
+from jtile._marks import dynamic as dynamic
 from jtile._signature import Options as Options
 
 _ffi.register_early()

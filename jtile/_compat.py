@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src.effects import Effect as Effect  # jax.extend.core has it, and costs 20 ms more
 from jax.interpreters import partial_eval as pe
 
 JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdecimal())
@@ -47,7 +48,12 @@ def is_partitioned(ctx: Any) -> bool:
     axes = module.axis_context  # a ShardingContext, or a class without these attributes
     mesh = getattr(axes, "abstract_mesh", None)
     several = (getattr(axes, "num_devices", None) or 1) > 1 and getattr(axes, "device_assignment", None) is not None
-    return several and mesh is not None and not mesh.empty and not module.lowering_parameters.for_export
+    return several and mesh is not None and not mesh.empty and not is_exported(ctx)
+
+
+def is_exported(ctx: Any) -> bool:
+    """Whether the program that is being lowered is for `jax.export`."""
+    return ctx.module_context.lowering_parameters.for_export
 
 
 def is_symbolic(size: Any) -> bool:
@@ -57,3 +63,11 @@ def is_symbolic(size: Any) -> bool:
     from jax.export import is_symbolic_dim  # not loaded by `import jax`
 
     return is_symbolic_dim(size)
+
+
+def special_function(name: str) -> Callable[..., Any]:
+    """What JAX computes a special function by, in terms of other primitives: `fn(*args, dtype=)` of float32 or float64
+    arrays."""
+    from jax._src.lax import special
+
+    return getattr(special, name + "_impl")

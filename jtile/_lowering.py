@@ -17,9 +17,9 @@ from jax.experimental import io_callback
 from jax.interpreters import mlir
 
 from jtile import _partition, ir
-from jtile._compat import is_symbolic
+from jtile._compat import is_exported, is_symbolic
 from jtile._config import current
-from jtile._errors import UnsupportedError
+from jtile._errors import TransformError, UnsupportedError
 from jtile._program import Program
 from jtile._sizes import sized
 from jtile.passes.accumulate import Pieces, accumulate
@@ -73,16 +73,25 @@ def _callback_dtype(dtype: Any) -> np.dtype:
 def lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
     if _without_work(ctx, program):
         return mlir.lower_fun(_without_programs, multiple_results=True)(ctx, *operands, program=program)
-    on_host = mlir.lower_fun(_host_call, multiple_results=True)
     if interpreted(program):
-        return on_host(ctx, *operands, program=program)
+        return _lower_on_host(ctx, operands, program)
     try:
         whole = _partition.lower(ctx, operands, program)
         return _custom_calls(ctx, operands, program) if whole is None else whole
     except UnsupportedError:
         if (program.options.fallback or current().fallback) != "interpret":
             raise
-        return on_host(ctx, *operands, program=program)
+        return _lower_on_host(ctx, operands, program)
+
+
+def _lower_on_host(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any]:
+    if is_exported(ctx):
+        raise TransformError(
+            f"kernel {program.name} runs in the interpreter, a callback into this Python process, which jax.export "
+            "cannot store: export it without interpret=True (or JTILE_INTERPRET) and without fallback='interpret'",
+            program.where,
+        )
+    return mlir.lower_fun(_host_call, multiple_results=True)(ctx, *operands, program=program)
 
 
 def _without_work(ctx: mlir.LoweringRuleContext, program: Program) -> bool:
@@ -186,9 +195,12 @@ def _without_programs(*operands: Any, program: Program) -> Sequence[Any]:
 
 
 def lower_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
-    asked = ", ".join(ctx.module_context.platforms)
+    if interpreted(program):
+        return _lower_on_host(ctx, operands, program)
+    asked = ", ".join(ctx.platforms or ctx.module_context.platforms)
+    instead = "move the arrays with jax.device_put(x, jax.devices('cpu')[0]), or run it with interpret=True"
     raise UnsupportedError(
         f"kernel {program.name} cannot run on platform {asked!r}: this release compiles kernels for 'cpu' only; "
-        "move the arrays with jax.device_put(x, jax.devices('cpu')[0]), or run it with interpret=True",
+        + ("export it with platforms=['cpu']" if is_exported(ctx) else instead),
         program.where,
     )

@@ -15,13 +15,13 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
-from jax.experimental import hijax
 from jax.extend import source_info_util
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
 from jtile import _batching
-from jtile._compat import allow_effect_everywhere, need_devices
+from jtile._compat import need_devices
+from jtile._effect import KERNEL_EFFECT
 from jtile._errors import KernelAssertionError
 from jtile._lowering import interpreted, lower_cpu, lower_elsewhere, run_interpreter
 from jtile._partition import result_specs
@@ -36,19 +36,6 @@ for _name in ("_primitive.py", "_lowering.py", "_batching.py", "_kernel.py"):
 jtile_call_p = jexc.Primitive("jtile_call")
 jtile_call_p.multiple_results = True
 need_devices(jtile_call_p)  # automatic partitioning asks for the mesh
-
-
-class KernelEffect(jexc.Effect):
-    """Of a kernel that prints or asserts: its call may not be removed, nor merged with another."""
-
-    def __str__(self) -> str:
-        return "jtile_io"
-
-
-_KERNEL_EFFECT = KernelEffect()
-hijax.control_flow_allowed_effects.add_type(KernelEffect)
-mlir.lowerable_effects.add_type(KernelEffect)
-allow_effect_everywhere(KernelEffect)
 
 
 def bind(program: Program, operands: Sequence[Any]) -> list[Any]:
@@ -75,7 +62,7 @@ def joint_varying(operands: Sequence[Any]) -> Sequence[Any]:
 
 @jtile_call_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, program: Program):
-    effects = {_KERNEL_EFFECT} if program.io else jexc.no_effects
+    effects = {KERNEL_EFFECT} if program.io else jexc.no_effects
     return result_types(avals, program), effects
 
 
