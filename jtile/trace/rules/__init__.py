@@ -1,5 +1,29 @@
 """How each JAX primitive becomes Tile IR; one file per family."""
 
-from jtile.trace.rules import calls, control, dots, elementwise, indexing, keys, memory, reductions, shapes
+from jtile.trace.rules import (
+    calls,
+    control,
+    dots,
+    elementwise,
+    indexing,
+    keys,
+    memory,
+    reductions,
+    shapes,
+    special,
+    windows,
+)
 
-__all__ = ["calls", "control", "dots", "elementwise", "indexing", "keys", "memory", "reductions", "shapes"]
+__all__ = [
+    "calls",
+    "control",
+    "dots",
+    "elementwise",
+    "indexing",
+    "keys",
+    "memory",
+    "reductions",
+    "shapes",
+    "special",
+    "windows",
+]

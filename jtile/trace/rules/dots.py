@@ -92,37 +92,72 @@ def _operand(c: Lowering, x: ir.Value, batch, rows, columns, shape) -> tuple[ir.
 def _(c: Lowering, x, w, *, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
       batch_group_count, **_):  # fmt: skip
     window = [w.type.shape[k] for k in dimension_numbers.rhs_spec[2:]]
-    if feature_group_count != 1 or batch_group_count != 1 or math.prod(window) > 128:
+    out = [c.out.shape[k] for k in dimension_numbers.out_spec[2:]]
+    if min(math.prod(window), math.prod(out)) > _MOST_DOTS:
         raise c.unsupported(
-            "a grouped convolution, or one with a window of more than 128 elements; write the loop over the window"
+            f"a convolution whose window and whose result both have more than {_MOST_DOTS} elements; write the "
+            "loop over the window"
         )
     dtype = ir.DTYPES[c.out.dtype].numpy
+    groups = max(feature_group_count, batch_group_count)
+    # A window that is larger than the result (the derivative with respect to weights): one dot for each result.
+    sum_up = _window_sum if math.prod(window) <= math.prod(out) else _window_dots
 
     def conv(x, w):
         x = lax.transpose(x, dimension_numbers.lhs_spec)
         w = lax.transpose(w, dimension_numbers.rhs_spec)
         edges = [(0, 0, 0), (0, 0, 0), *[(lo, hi, d - 1) for (lo, hi), d in zip(padding, lhs_dilation, strict=True)]]
-        x = lax.pad(x, jnp.zeros((), x.dtype), edges)
-        out = _window_sum(x, w, window_strides, rhs_dilation)
-        return lax.transpose(out.astype(dtype), np.argsort(dimension_numbers.out_spec))
+        x = _grouped(lax.pad(x, jnp.zeros((), x.dtype), edges), 1 if feature_group_count > 1 else 0, groups)
+        y = sum_up(x, _grouped(w, 0, groups), out, window_strides, rhs_dilation)  # [groups, n, o, *out]
+        y = jnp.moveaxis(y, 0, 1).reshape(y.shape[1], y.shape[0] * y.shape[2], *out)
+        return lax.transpose(y.astype(dtype), np.argsort(dimension_numbers.out_spec))
 
     return c.call(conv, x, w)
 
 
-def _window_sum(x, w, strides, dilation):
-    """x [n, c, *space], w [o, c, *window]: one dot for each element of the window, summed; [n, o, *space']."""
-    window, space = w.shape[2:], x.shape[2:]
-    out = [max(0, (n - (k - 1) * d - 1) // s + 1) for n, k, d, s in zip(space, window, dilation, strides, strict=True)]
+_MOST_DOTS = 128  # that a convolution becomes
+
+
+def _grouped(x, axis: int, groups: int):
+    """An axis split into (groups, rest), the groups in front."""
+    shape = (*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+
+def _window_sum(x, w, out, strides, dilation):
+    """x [g, n, c, *space], w [g, o, c, *window]: one dot for each element of the window, summed; [g, n, o, *out]."""
     acc: Any = None
-    for at in itertools.product(*map(range, window)):
+    for at in itertools.product(*map(range, w.shape[3:])):
         starts = [k * d for k, d in zip(at, dilation, strict=True)]
         stops = [lo + (n - 1) * s + 1 if n else lo for lo, n, s in zip(starts, out, strides, strict=True)]
-        part = lax.slice(x, (0, 0, *starts), (*x.shape[:2], *stops), (1, 1, *strides))
-        term = lax.dot_general(
-            part, w[(slice(None), slice(None), *at)], (((1,), (1,)), ((), ())), preferred_element_type=_wide(x.dtype)
-        )
+        part = lax.slice(x, (0, 0, 0, *starts), (*x.shape[:3], *stops), (1, 1, 1, *strides))
+        term = _contract(part, w[(slice(None), slice(None), slice(None), *at)], 1)  # [g, n, *out, o]
         acc = term if acc is None else acc + term
-    return jnp.moveaxis(acc, -1, 1)
+    return jnp.moveaxis(acc, -1, 2)
+
+
+def _window_dots(x, w, out, strides, dilation):
+    """The same by one dot over the whole window for each element of the result."""
+    window, found = w.shape[3:], []
+    for at in itertools.product(*map(range, out)):
+        starts = [k * s for k, s in zip(at, strides, strict=True)]
+        stops = [lo + (n - 1) * d + 1 for lo, n, d in zip(starts, window, dilation, strict=True)]
+        part = lax.slice(x, (0, 0, 0, *starts), (*x.shape[:3], *stops), (1, 1, 1, *dilation))
+        found.append(_contract(part, w, 1 + len(window)))
+    if not found:
+        return jnp.zeros((x.shape[0], x.shape[1], w.shape[1], *out), _wide(x.dtype))
+    return jnp.stack(found, -1).reshape(*found[0].shape, *out)
+
+
+def _contract(part, w, axes: int):
+    """[g, n, *contracted, *rest] with [g, o, *contracted]: the first `axes` axes after g and n; [g, n, *rest, o]."""
+    inner = range(2, 2 + axes)
+    if part.shape[0] == 1:
+        shifted = tuple(k - 1 for k in inner)
+        out = lax.dot_general(part[0], w[0], ((shifted, shifted), ((), ())), preferred_element_type=_wide(part.dtype))
+        return out[None]
+    numbers = ((tuple(inner), tuple(inner)), ((0,), (0,)))
+    return lax.dot_general(part, w, numbers, preferred_element_type=_wide(part.dtype))
 
 
 def _wide(dtype):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 
 from jtile import ir
 from jtile.language._recurrences import affine_scan
-from jtile.trace.lower import RULES, Lowering, rule
+from jtile.trace.lower import Lowering, rule
 from jtile.trace.rules.shapes import slice_
 
 REDUCTIONS = {
@@ -108,29 +106,3 @@ def _(c: Lowering, x, *, k, axis=-1, **_):
 @rule("approx_top_k")
 def _(c: Lowering, *_, **__):
     raise c.unsupported("an approximate top-k is a TPU operation; use jax.lax.top_k")
-
-
-def _window(fn: str):
-    def run(c: Lowering, x, *, window_dimensions, window_strides, padding, base_dilation, window_dilation, **_):
-        edges = [(lo, hi, d - 1) for (lo, hi), d in zip(padding, base_dilation, strict=True)]
-        x = RULES["pad"](c, x, c.b.full(ir.identity(fn, x.type.dtype), (), x.type.dtype), padding_config=edges)
-        out = None
-        for at in itertools.product(*map(range, window_dimensions)):
-            starts = [k * d for k, d in zip(at, window_dilation, strict=True)]
-            stops = [
-                lo + (n - 1) * s + 1 if n else lo for lo, n, s in zip(starts, c.out.shape, window_strides, strict=True)
-            ]
-            part = slice_(c, x, starts, stops, window_strides)
-            out = part if out is None else c.map(ir.REDUCERS[fn], out, part)
-        return out
-
-    def checked(c: Lowering, x, *, window_dimensions, **params):
-        if math.prod(window_dimensions) > 256:
-            raise c.unsupported("a window of more than 256 elements; use a cumulative sum, or a loop over the window")
-        return run(c, x, window_dimensions=window_dimensions, **params)
-
-    return checked
-
-
-for _ours in ("sum", "max", "min"):
-    rule(f"reduce_window_{_ours}")(_window(_ours))

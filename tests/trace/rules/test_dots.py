@@ -96,9 +96,27 @@ def test_convolutions(check):
     check(jnp.convolve, f(9), f(3))
 
 
-def test_grouped_convolution_is_refused(lower):
-    def kernel(x, w, o):
-        o[...] = lax.conv_general_dilated(x[...], w[...], (1,), "SAME", feature_group_count=2)
+def test_grouped_convolutions(check):
+    conv = lax.conv_general_dilated
+    check(lambda x, w: conv(x, w, (1, 2), "SAME", feature_group_count=2), f(2, 4, 5, 6), f(6, 2, 3, 2), tol=1e-4)
+    check(lambda x, w: conv(x, w, (1, 1), "SAME", batch_group_count=2), f(4, 3, 5, 5), f(6, 3, 3, 2), tol=1e-4)
+    depthwise = ("NWC", "WIO", "NWC")
+    check(
+        lambda x, w: conv(x, w, (1,), "SAME", feature_group_count=4, dimension_numbers=depthwise),
+        f(2, 7, 4),
+        f(3, 1, 4),
+        tol=1e-4,
+    )
 
-    with pytest.raises(UnsupportedError, match="grouped"):
-        lower(kernel, [f(1, 4, 8), f(4, 2, 3)], [jax.ShapeDtypeStruct((1, 4, 8), np.float32)])
+
+def test_convolutions_with_a_large_window(check, lower):
+    """The result is small then, as in the derivative with respect to weights."""
+    conv = lax.conv_general_dilated
+    check(lambda x, w: conv(x, w, (1, 2), "VALID", rhs_dilation=(2, 1)), f(2, 3, 25, 14), f(4, 3, 12, 12), tol=1e-4)
+    check(lambda x, w: conv(x, w, (1,), "VALID"), f(1, 2, 3), f(2, 2, 200))  # no result at all
+
+    def kernel(x, w, o):
+        o[...] = conv(x[...], w[...], (1,), "SAME")
+
+    with pytest.raises(UnsupportedError, match="more than 128 elements"):
+        lower(kernel, [f(1, 1, 200), f(1, 1, 130)], [jax.ShapeDtypeStruct((1, 1, 200), np.float32)])
