@@ -15,10 +15,11 @@ from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
 from jtile._arguments import as_operand, as_type, key_of
 from jtile._compat import is_symbolic
-from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
+from jtile._errors import KernelTypeError, KernelValueError
 from jtile._layout import Layout, Spec, lay_out
 from jtile._lowered import Lowered
 from jtile._marks import declared, strip
+from jtile._sharding import Hand, check_ranks, parse
 from jtile._signature import Options, Structure, nearest, place_of, read_signature, source_lines
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ def kernel(
       dynamic: dimensions of inputs whose sizes share one compiled image: `{"x": 0, "y": (0, 1)}`, an axis or axes by
         input; see `jt.dynamic`, which marks them at a call.
       name: what profilers show; default: the function's name.
-      sharding: reserved.
+      sharding: along what automatic partitioning may cut the kernel, where the index maps do not show it:
+        `"m k, k n -> m n"`, a name for each dimension of each input and output (leaves of pytrees in their order), `_`
+        for one that is never cut. An axis that an output lacks is summed over. A shard runs the kernel as it is for
+        arrays of the shard's shape, with the same meta-parameters.
       **options: see `Options`: `interpret`, `fallback`, `num_warps`, `num_stages`, `num_ctas`.
 
     Raises:
@@ -67,9 +71,7 @@ def kernel(
             "jt.kernel takes keywords only, and needs out_type: write @jt.kernel(out_type=..., grid=...)",
             place_of(positional[0]) if positional and callable(positional[0]) else None,
         )
-    if sharding is not None:
-        raise UnsupportedError("sharding= is reserved: this release derives no sharding rule; leave it out")
-    spec = Spec(out_type, grid, alias, init, scratch, dynamic)
+    spec = Spec(out_type, grid, alias, init, scratch, dynamic, sharding)
     return lambda fn: Kernel(fn, spec, name, _options(Options(), options))
 
 
@@ -101,6 +103,8 @@ class Kernel:
         self._fn, self._spec, self._options = fn, spec, options
         self._lines = source_lines(fn)  # an editor may change the file before the first call
         self._signature = read_signature(fn, name)
+        rule = spec.sharding
+        self._pattern = None if rule is None else parse(rule, self._signature.name, self._signature.where)
         self._bound: dict[Any, _Bound] = {}
         self._families: dict[Any, Family] = {}  # of calls with dynamic dimensions, by all but their sizes
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
@@ -280,8 +284,28 @@ class Kernel:
         )  # fmt: skip
         types = tree_flatten(layout.inputs)[0]
         vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout.out_tree, types, meta, key)
-        program = make_program(jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options, vjp=vjp)
+        program = make_program(
+            jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options, vjp=vjp,
+            hand=self._hand(layout, tree, meta),
+        )  # fmt: skip
         return _Bound(program, layout, layout.out_tree, functools.partial(bind, program))
+
+    def _hand(self, layout: Layout, tree: Structure, meta: dict[str, Any]) -> Hand | None:
+        """The sharding rule that the user gave, checked against the arrays of this call."""
+        pattern = self._pattern
+        if pattern is None:
+            return None
+        inputs, outputs = tree_flatten(layout.inputs)[0], tree_flatten(layout.outputs)[0]
+        check_ranks(pattern, self.name, [*inputs, *outputs], len(inputs), layout.names, self._signature.where)
+
+        def shard(parts: Mapping[str, int]) -> Program:
+            cut = [
+                jax.ShapeDtypeStruct(tuple(n // parts.get(d or "", 1) for n, d in zip(x.shape, dims)), x.dtype)
+                for x, dims in zip(inputs, pattern.inputs)
+            ]
+            return self._resolve(tree, cut, meta).program
+
+        return Hand(pattern.inputs, pattern.outputs, shard)
 
 
 def _key(tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> Any:

@@ -39,6 +39,7 @@ class Spec:
     init: Any
     scratch: Any
     dynamic: Any = None
+    sharding: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

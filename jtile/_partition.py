@@ -22,7 +22,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jtile import ir
 from jtile._compat import is_partitioned
-from jtile._program import Program, canonical_text
+from jtile._errors import KernelValueError
+from jtile._program import Program, canonical_text, lane_name
+from jtile._sharding import Hand
 from jtile.transforms.factors import Factors, factors
 from jtile.transforms.localise import localise
 
@@ -72,6 +74,8 @@ def _factors(program: Program) -> Factors | None:
 @functools.lru_cache(maxsize=1024)
 def rule_of(program: Program) -> Rule:
     """The sharding rule of a program."""
+    if program.hand is not None and not program.io:
+        return _hand_rule(program, program.hand)
     found = _factors(program)
     n_in, n_out = len(program.kernel.inputs), len(program.kernel.outputs)
     if found is None:
@@ -82,8 +86,29 @@ def rule_of(program: Program) -> Rule:
     return Rule(tuple(arrays[:n_in]), tuple(arrays[n_in:]), partial)
 
 
+def _hand_rule(program: Program, hand: Hand) -> Rule:
+    """The rule that the user gave, with a name for each vmap; an axis that an output lacks is summed over."""
+    order = [(lane_name(j), level.batched) for j, level in reversed([*enumerate(program.levels)])]
+    lanes = lambda k: tuple(name for name, batched in order if batched[k])
+    arrays = [(*lanes(k), *dims) for k, dims in enumerate((*hand.inputs, *hand.outputs))]
+    n_in, kernel = len(hand.inputs), program.kernel
+    names = {n for dims in arrays[:n_in] for n in dims if n}
+    partial = [frozenset(names - set(dims)) for dims in arrays[n_in:]]
+    shared = {o for _, o in kernel.aliases} | {o for o, start in enumerate(kernel.inits) if start not in (None, 0)}
+    whole = frozenset().union(*[partial[o] for o in shared])  # a sum that starts from something is no sum of shards'
+    keep = lambda dims: tuple(None if n in whole else n for n in dims)
+    return Rule(
+        tuple(keep(dims) for dims in arrays[:n_in]),
+        tuple(keep(dims) for dims in arrays[n_in:]),
+        tuple(p - whole for p in partial),
+    )
+
+
 def can_cut(program: Program, name: str, parts: int) -> bool:
     """Whether the program can run on `parts` shards along one factor, as one whole kernel each."""
+    if program.hand is not None:
+        arrays = zip(rule_of(program).arrays, (*program.kernel.inputs, *program.kernel.outputs), strict=True)
+        return all(n % parts == 0 for dims, v in arrays for d, n in zip(dims, v.shape, strict=True) if d == name)
     found = _factors(program)
     return found is not None and found.named(name).cuts(parts) is not None
 
@@ -91,15 +116,32 @@ def can_cut(program: Program, name: str, parts: int) -> bool:
 @functools.lru_cache(maxsize=1024)
 def shard_program(program: Program, parts: tuple[tuple[str, int], ...]) -> Program:
     """The program of one shard. Outputs that are summed over the shards are not rounded yet."""
-    found, rule = _factors(program), rule_of(program)
+    rule = rule_of(program)
     cut = {name for name, _ in parts}
     summed = [bool(names & cut) for names in rule.partial]
-    wide = [k for k, s in enumerate(summed) if s and program.narrow[k] is None]
-    kernel = localise(found, dict(parts), wide)
+    if program.hand is not None:
+        kernel = program.hand.shard(dict(parts)).kernel
+        _check_shard(program, kernel, dict(parts))
+    else:
+        wide = [k for k, s in enumerate(summed) if s and program.narrow[k] is None]
+        kernel = localise(_factors(program), dict(parts), wide)
     narrow = tuple(None if s else n for s, n in zip(summed, program.narrow, strict=True))
     text = "\n".join([canonical_text(kernel), str(narrow), str(program.options)])
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
-    return dataclasses.replace(program, kernel=kernel, narrow=narrow, vjp=None, fingerprint=fingerprint)
+    return dataclasses.replace(program, kernel=kernel, narrow=narrow, vjp=None, fingerprint=fingerprint, hand=None)
+
+
+def _check_shard(program: Program, kernel: ir.Kernel, parts: Mapping[str, int]) -> None:
+    """A rule given by hand must be true of the shapes that the kernel computes."""
+    for dims, whole, local in zip(rule_of(program).outputs, program.kernel.outputs, kernel.outputs, strict=True):
+        want = tuple(n // parts.get(d or "", 1) for d, n in zip(dims, whole.shape, strict=True))
+        if want != local.shape:
+            text = ", ".join(f"{n} shards along {d}" for d, n in parts.items())
+            raise KernelValueError(
+                f"sharding rule {rule_of(program)} of kernel {program.name}: with {text}, output {whole.name} should "
+                f"have shape {want}, but the kernel gives {local.shape}; correct the rule or out_type",
+                program.where,
+            )
 
 
 # -- from the shardings of arrays to those of factors -----------------------------------------------------------------
@@ -154,6 +196,7 @@ def lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Progr
     because nothing of it can be cut (XLA gathers its operands)."""
     if not is_partitioned(ctx) or not rule_of(program).names:
         return None
+    _try_hand(program)
     bind = functools.partial(ctx.primitive.bind, program=program)
     call = custom_partitioning(lambda *xs: bind(*xs))
     call.def_partition(
@@ -164,6 +207,14 @@ def lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Progr
     out = mlir.lower_fun(lambda *xs: call(*xs), multiple_results=True)(ctx, *operands)
     _mark(out, program)
     return out
+
+
+def _try_hand(program: Program) -> None:
+    """Find a rule that is wrong while the error can still be raised: XLA wraps those of its callbacks."""
+    for name in rule_of(program).names if program.hand is not None else ():
+        parts = next((p for p in (2, 3, 5, 7) if can_cut(program, name, p)), None)
+        if parts:
+            shard_program(program, ((name, parts),))
 
 
 def _mark(results: Sequence[Any], program: Program) -> None:

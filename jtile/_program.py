@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from jtile import ir
 from jtile._compat import is_symbolic
+from jtile._sharding import Hand
 from jtile._signature import Options
 from jtile._sizes import sized, values_of
 
@@ -91,7 +92,9 @@ class Program:
       kernel: the same with the levels applied: what the compiler works on.
       meta: the meta-parameters, sorted by name.
       options: see `Options`.
-      fingerprint: sha256 of the Tile IR text and the options; equality and hashing go by it and by `vjp`.
+      fingerprint: sha256 of the Tile IR text, the options and the names of `hand`; equality and hashing go by it and by
+        `vjp`.
+      hand: the sharding rule that the user gave, or None: derived.
     """
 
     jaxpr: Any
@@ -104,6 +107,7 @@ class Program:
     meta: tuple[tuple[str, Any], ...]
     options: Options
     fingerprint: str
+    hand: Hand | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self.fingerprint == other.fingerprint and self.vjp == other.vjp
@@ -168,6 +172,7 @@ def make_program(
     levels: tuple[Level, ...] = (),
     narrow: tuple[str | None, ...] | None = None,
     vjp: CustomVjp | None = None,
+    hand: Hand | None = None,
 ) -> Program:
     """A `Program` from a traced body; raises what the body cannot be expressed by in Tile IR."""
     from jtile import trace
@@ -176,26 +181,40 @@ def make_program(
         jaxpr, name=spec.name, n_in=spec.n_in, n_out=spec.n_out, grid=spec.grid, aliases=spec.aliases,
         inits=spec.inits, ref_names=spec.ref_names, loc=spec.loc,
     )  # fmt: skip
-    return _program(jaxpr, spec, levels, narrow or (None,) * spec.n_out, vjp, base, meta, options)
+    return _program(jaxpr, spec, levels, narrow or (None,) * spec.n_out, vjp, base, meta, options, hand)
 
 
 def batched(program: Program, level: Level, vjp: CustomVjp | None) -> Program:
     """The program under one more vmap."""
     levels = (*program.levels, level)
     p = program
-    return _program(p.jaxpr, p.spec, levels, p.narrow, vjp, p.base, p.meta, p.options)
+    hand = p.hand and dataclasses.replace(p.hand, shard=functools.partial(_batched_shard, p, level))
+    return _program(p.jaxpr, p.spec, levels, p.narrow, vjp, p.base, p.meta, p.options, hand)
 
 
-def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options) -> Program:
+def _batched_shard(program: Program, level: Level, parts: Mapping[str, int]) -> Program:
+    """The shard of a program under one more vmap, for a sharding rule given by hand."""
+    assert program.hand is not None
+    size = level.size // parts.get(lane_name(len(program.levels)), 1)
+    return batched(program.hand.shard(parts), dataclasses.replace(level, size=size), None)
+
+
+def lane_name(level: int) -> str:
+    """What sharding rules call the dimension of a vmap."""
+    return f"vmap{level}"
+
+
+def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand) -> Program:
     from jtile.transforms.batch import batch
 
     kernel = base
     for k, level in enumerate(levels):
         kernel = batch(kernel, _lanes(k, level.size), level.batched)
     symbolic = [str(level.size) for level in levels if is_symbolic(level.size)]
-    text = "\n".join([canonical_text(kernel), str(narrow), str(options), *symbolic])
+    rule = [f"{hand.inputs} -> {hand.outputs}"] if hand else []
+    text = "\n".join([canonical_text(kernel), str(narrow), str(options), *symbolic, *rule])
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
-    return Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint)
+    return Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint, hand)
 
 
 def _lanes(k: int, size: Any) -> ir.Size:

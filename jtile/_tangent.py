@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,8 @@ from jax.interpreters import ad, batching, mlir
 from jtile._compat import need_devices
 from jtile._errors import TransformError
 from jtile._primitive import bind, joint_varying, jtile_call_p, result_types
-from jtile._program import CustomVjp, Level, Program, Spec, make_program
+from jtile._program import CustomVjp, Level, Program, Spec, lane_name, make_program
+from jtile._sharding import Hand
 from jtile.transforms.jvp import Tangents, jvp
 from jtile.transforms.vjp import Cotangents, vjp
 
@@ -118,9 +119,30 @@ def forward_program(lin: Linear) -> Program:
         for w in lin.lanes
     )
     narrow = [program.narrow[k] for k in body.active] + [None] * len(body.again)
+    hand = _hand(lin, place, [*body.active, *body.again], forward_program)
     return make_program(
-        body.jaxpr, around, meta=program.meta, options=program.options, levels=levels, narrow=tuple(narrow)
+        body.jaxpr, around, meta=program.meta, options=program.options, levels=levels, narrow=tuple(narrow), hand=hand
     )
+
+
+def _hand(lin: Linear, ins: Sequence[int], outs: Sequence[int], make: Callable[[Linear], Program], *, reverse=False):
+    """The sharding rule given by hand, for the derivative: tangents and cotangents are cut as what they are of.
+
+    Args:
+      ins, outs: which of the kernel's inputs (outputs, in reverse) the further inputs are of; likewise the outputs.
+      make: the derivative of a shard.
+    """
+    hand = lin.program.hand
+    if hand is None:
+        return None
+    further = [(hand.outputs if reverse else hand.inputs)[k] for k in ins]
+
+    def shard(parts: Mapping[str, int]) -> Program:
+        lanes = [dataclasses.replace(w, size=w.size // parts.get(lane_name(j), 1)) for j, w in enumerate(lin.lanes)]
+        return make(dataclasses.replace(lin, program=hand.shard(parts), lanes=tuple(lanes)))
+
+    names = [hand.outputs[k] for k in outs] if not reverse else [(*hand.inputs, *hand.outputs)[k] for k in outs]
+    return Hand((*hand.inputs, *further), tuple(names), shard)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -136,9 +158,12 @@ def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cota
         wanted = [spread[k] for k in body.sums]
         memory = [w.out_tangents[k] for k in body.mutable] + [w.outs[k] for k in body.again]
         levels.append(Level(w.size, (*w.primals, *ct_ins, *wanted, *memory)))
+    outs = [*body.sums, *[spec.n_in + k for k in (*body.mutable, *body.again)]]
+    hand = _hand(lin, body.cotangents, outs, lambda local: reverse_program(local, given)[0], reverse=True)
     made = make_program(
-        body.jaxpr, body.spec, meta=program.meta, options=program.options, levels=tuple(levels), narrow=body.narrow
-    )
+        body.jaxpr, body.spec, meta=program.meta, options=program.options, levels=tuple(levels), narrow=body.narrow,
+        hand=hand,
+    )  # fmt: skip
     return made, body
 
 

@@ -6,6 +6,7 @@ closes those along which elements depend on their place or on each other (`cumsu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 
 from jtile import ir
@@ -106,6 +107,12 @@ class _Walk:
     def access(self, op: ir.Load | ir.Store | ir.Atomic) -> None:
         tiles = [*op.results] if isinstance(op, ir.Load) else [op.value, *op.results]
         self.same(*tiles, op.mask, getattr(op, "compare", None))
+        takes = [d.indices for d in op.index if isinstance(d, ir.Take)]
+        if takes:  # the axes of the indices stand in the tile at the place of the first of them
+            before = itertools.takewhile(lambda d: not isinstance(d, ir.Take), op.index)
+            first = sum(not isinstance(d, ir.At) for d in before)
+            for v in takes:
+                self.pairs(v, tiles[0], [(k, first + k) for k in range(len(v.shape))])
 
     def region(self, op: ir.For | ir.While | ir.If) -> None:
         if isinstance(op, ir.If):

@@ -164,6 +164,8 @@ class _Finder:
         else:
             strays = () if isinstance(how, Inside) else use.counters
             c.close(use.node, f"the index of {use.op.mnemonic} at {use.op.loc}")
+            if use.axis is not None:
+                c.close((use.tile, use.axis), f"the index of {use.op.mnemonic} at {use.op.loc}")
         for counter in strays:
             c.close(counter, f"the index of {use.op.mnemonic} at {use.op.loc}")
 
