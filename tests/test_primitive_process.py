@@ -1,4 +1,4 @@
-"""What holds across processes and devices: equal bytes, caches that hit, export, shard_map on eight devices, costs."""
+"""What holds across processes and devices: equal bytes, caches that hit, shard_map on eight devices, costs."""
 
 import subprocess
 import sys
@@ -115,26 +115,6 @@ def test_the_persistent_compilation_cache_hits_in_a_second_process(child, tmp_pa
     """
     assert child(code) == "False"
     assert child(code) == "True"
-
-
-def test_export_runs_in_a_fresh_process(child, tmp_path):
-    pytest.importorskip("flatbuffers", reason="flatbuffers, which jax.export needs, is not installed")
-    path = tmp_path / "exported"
-    child(f"""
-    from jax import export
-    allowed = [export.DisabledSafetyCheck.custom_call("jtile_cpu")]
-    out = export.export(jax.jit(lambda x: add(x, x) + 1), disabled_checks=allowed)(x)
-    open({str(path)!r}, "wb").write(out.serialize())
-    """)
-    # a process that traces no kernel registers the target itself
-    code = f"""
-    from jax import export
-    from jtile import ffi
-    ffi.register("cpu")
-    f = export.deserialize(open({str(path)!r}, "rb").read())
-    print((f.call(x) == 2 * x + 1).all())
-    """
-    assert child(code, JTILE_CACHE_DIR="") == "True"
 
 
 SHARDED = """
