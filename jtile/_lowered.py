@@ -102,15 +102,17 @@ class Lowered:
 
     @functools.cached_property
     def texts(self) -> dict[str, str]:
-        """Level name -> text: `jaxpr`, `tile_ir`, `tile_ir_opt` (this piece after the passes), `resources` (grid, and
-        the scratch of one program, which is where a reverse kernel saves the carry of its loops), then those of the
-        back end (`llvm`, `asm`)."""
-        from jtile import ir
+        """Level name -> text: `jaxpr`, `tile_ir`, `tile_ir_opt` (this piece after the passes), `sharding` (along what
+        automatic partitioning cuts the program, and why not along the rest), `resources` (grid, and the scratch of one
+        program, which is where a reverse kernel saves the carry of its loops), then those of the back end (`llvm`,
+        `asm`)."""
+        from jtile import _partition, ir
 
         own = {
             "jaxpr": str(self.program.jaxpr),
             "tile_ir": ir.print_kernel(self.program.kernel),
             "tile_ir_opt": ir.print_kernel(self.kernel),
+            "sharding": _partition.describe(self.program),
             "resources": "\n".join(_resources(self.kernel, self.launch)) + "\n",
         }
         return own | self._artifact.texts

@@ -86,6 +86,16 @@ def rule_of(program: Program) -> Rule:
     return Rule(tuple(arrays[:n_in]), tuple(arrays[n_in:]), partial)
 
 
+def describe(program: Program) -> str:
+    """The rule as text, with a line for every dimension of more than one element that is gathered."""
+    rule, found = rule_of(program), _factors(program)
+    if program.hand is not None or found is None:
+        return f"{rule}\n"
+    arrays = [*found.kernel.inputs, *found.kernel.outputs]
+    lines = [f"{arrays[k].name}, dimension {d}: {why}" for (k, d), why in sorted(found.reasons.items())]
+    return "\n".join([str(rule), *lines, ""])
+
+
 def _hand_rule(program: Program, hand: Hand) -> Rule:
     """The rule that the user gave, with a name for each vmap; an axis that an output lacks is summed over."""
     order = [(lane_name(j), level.batched) for j, level in reversed([*enumerate(program.levels)])]

@@ -81,7 +81,7 @@ class Sums:
             return VARYING if VARYING in pair else REPLICATED
         if pair == {ZERO, PARTIAL}:
             return PARTIAL
-        raise self._fail(op, "a sum over shards meets another value")
+        raise self._fail(op, "a sum over shards is combined with a value that is none")
 
     def _add(self, op: ir.Op, a: str, b: str) -> str:
         """The state of a + b."""
