@@ -5,6 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jtile import errors
@@ -31,6 +32,13 @@ def run(code, tmp_path):
 def test_the_quickstart_runs(tmp_path, capsys):
     run("\n".join(python_blocks("docs/quickstart.md")), tmp_path)
     assert "tile_ir" in capsys.readouterr().out
+
+
+def test_the_export_page_runs(tmp_path):
+    pytest.importorskip("flatbuffers", reason="flatbuffers, which jax.export needs, is not installed")
+    module = run("\n".join(python_blocks("docs/export.md")), tmp_path)
+    np.testing.assert_allclose(module.y, np.full((64, 16), 1 / 16), rtol=1e-6)
+    assert module.da.shape == (64, 32) and module.db.shape == (32, 16)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/language.md"])
