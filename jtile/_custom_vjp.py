@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError
 from jtile._program import CustomVjp
 from jtile._signature import Signature, Structure, describe
@@ -75,7 +76,7 @@ def _cotangents(sig: Signature, back: Any, in_tree: Structure, operands: Sequenc
                 sig.where,
             )
         for (path, x), c in zip(leaves, found, strict=True):
-            if c is not None and (c.shape, c.dtype) != (x.shape, x.dtype):
+            if c is not None and not (_fits(c.shape, x.shape) and c.dtype == x.dtype):
                 raise KernelTypeError(
                     f"bwd of kernel {sig.name} gives {describe(c)} for {sig.ref_name(k)}{keystr(path)}, which is "
                     f"{describe(x)}: a cotangent has the shape and dtype of its argument",
@@ -83,3 +84,8 @@ def _cotangents(sig: Signature, back: Any, in_tree: Structure, operands: Sequenc
                 )
             out.append(c)
     return out
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[Any]) -> bool:
+    """Whether a cotangent has the shape of its argument; a dynamic dimension may have any size."""
+    return len(shape) == len(wanted) and all(n == m or is_symbolic(m) for n, m in zip(shape, wanted, strict=True))

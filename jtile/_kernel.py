@@ -247,17 +247,11 @@ class Kernel:
         try:
             return self._trace(lay_out(self._signature, self._spec, inputs, meta), meta, tree, key)
         except jax.errors.InconclusiveDimensionOperation as e:
-            why = str(e).splitlines()[0]
-        except KernelValueError as e:
-            if not isinstance(e.__cause__, jax.errors.InconclusiveDimensionOperation):
-                raise
-            why = e.message.splitlines()[0]
-        raise KernelTypeError(
-            f"kernel {self.name} decides something by the size of a dynamic dimension while it is traced: {why} Write "
-            "jnp.where, jt.when or a traced `if` in the body, +, -, *, //, % and jt.cdiv in out_type and grid, or mark "
-            "fewer dimensions dynamic",
-            self._signature.where,
-        )
+            raise KernelTypeError(
+                f"out_type, grid or scratch of kernel {self.name} asks for the size of a dynamic dimension: "
+                f"{str(e).splitlines()[0]} Compute with +, -, *, //, % and jt.cdiv, or mark fewer dimensions dynamic",
+                self._signature.where,
+            ) from e
 
     @functools.cached_property
     def _body(self) -> Callable[..., None]:

@@ -72,6 +72,10 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
         closed = jax.make_jaxpr(body)(*avals)
     except _CONCRETIZATION as e:
         raise KernelTypeError(_concretization(e), _place_in(e, fn)) from e
+    except (jax.errors.InconclusiveDimensionOperation, TypeError) as e:
+        if isinstance(e, TypeError) and "_DimExpr" not in str(e):
+            raise
+        raise KernelTypeError(_size_needed(e), _place_in(e, fn)) from e
     except ValueError as e:
         if "__jax_array__" not in str(e) or isinstance(e, KernelValueError):
             raise
@@ -116,6 +120,14 @@ def _concretization(e: Exception) -> str:
         "a traced value is needed as a Python value here: "
         f"{str(e).splitlines()[0].rstrip('.')}; write jnp.where, jt.when or jt.cond for a choice, "
         "jt.range for a loop bound, jt.ds for the start of a slice, or make the number a meta-parameter"
+    )
+
+
+def _size_needed(e: Exception) -> str:
+    why = str(e).splitlines()[0].rstrip(".").replace("'_DimExpr' object", "a dynamic size")
+    return (
+        f"the size of a dynamic dimension is needed while the kernel is traced: {why}; write jt.range for a loop, "
+        "jt.when or jnp.where on jnp.asarray(n) for a choice, or mark fewer dimensions dynamic"
     )
 
 
