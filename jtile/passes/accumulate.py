@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jtile.ir import Atomic, Kernel, Take, Value, is_dynamic
+from jtile.ir import Atomic, Kernel, Value, is_dynamic
 from jtile.ir.types import DTYPES
 
 from .affine import Forms, Site, accumulators, sites
@@ -18,7 +18,7 @@ from .lift import lift
 from .nests import only, prepare, speaks, tidy
 from .partials import chunked, chunks
 from .renest import renest
-from .settle import covers, disjoint, settle, told_apart
+from .settle import covers, disjoint, distinct, settle, told_apart
 from .split_axes import split_axes
 
 FEWEST = 8  # programs that a kernel which serialises a grid axis must have left; below, additions stay atomic
@@ -161,9 +161,10 @@ def _name(kernel: Kernel, ref: Value) -> str:
 def _serial_axes(kernel: Kernel, ref: Value) -> tuple[int, ...] | None:
     """The grid axes along which programs meet at an accumulator, if walking them in one program is worth it."""
     found = _where(kernel)[ref]
-    if any(isinstance(d, Take) for s in found for d in s.op.index):
+    forms = Forms(kernel)
+    if not all(distinct(forms, s) for s in found):
         return None
-    apart = told_apart(Forms(kernel), found)
+    apart = told_apart(forms, found)
     axes = tuple(a for a, n in enumerate(kernel.grid) if n > 1 and a not in apart)
     if all(not s.path for s in found) and _missing(kernel, found, axes):
         return axes
@@ -201,7 +202,6 @@ def _settled(part: _Part, narrow: Sequence[str | None]) -> tuple[Kernel, list[in
         kernel, moved = chunked(kernel, chunks(kernel.grid, part.serial, nbytes), summed)
         original |= {new: original[old] for old, new in moved.items()}
         partials = {original[r]: 1 for r in moved.values()}
-        covered -= set(moved)
         kernel = tidy(lift(tidy(kernel), accumulators(kernel)))
     where = _where(kernel)
     wanted = {r: n for r in where if (n := narrow[original[r]]) is not None and original[r] not in partials}

@@ -17,6 +17,7 @@ from jtile.ir import (
     Full,
     If,
     Index,
+    Iota,
     Kernel,
     Load,
     Map,
@@ -171,22 +172,72 @@ class Forms:
         """Whether an access may stand anywhere: it starts inside the array for all values of its index."""
         return all(_legal(d, n, self.known(dim_value(d))) for d, n in zip(index, shape, strict=True))
 
+    # -- dimensions of an index ---------------------------------------------------------------------------------------
     def start(self, d: Dim) -> Affine | None:
-        """First element of an index dimension; None for gathers and what is not affine."""
+        """The smallest element of an index dimension; None where it is not affine."""
         if isinstance(d, Take):
-            return None
+            tile = self._tile(d.indices)
+            if tile is None:
+                return None
+            form, axes = tile
+            return form.plus(Affine(sum(c * (d.indices.shape[a] - 1) for a, c in axes.items() if c < 0)))
         form = self.form(dim_value(d))
         return form.times(d.step) if form is not None and isinstance(d, Tile) else form
 
+    def lanes(self, d: Dim) -> list[tuple[int, int, Lane]]:
+        """(distance, count, axis) of the elements of an index dimension that is affine."""
+        match d:
+            case Span(_, size, stride):
+                return [(stride, size, Lane())]
+            case Tile(_, size, _):
+                return [(1, size, Lane())]
+            case Take(indices):
+                _, axes = self._tile(indices) or (None, {})
+                return [(abs(c), indices.shape[a], Lane(a)) for a, c in axes.items()]
+        return []
 
-def lanes(d: Dim) -> tuple[int, int]:
-    """(distance, count) of the elements of an index dimension."""
-    match d:
-        case Span(_, size, stride):
-            return stride, size
-        case Tile(_, size, _):
-            return 1, size
-    return 1, 1
+    def _tile(self, v: Value) -> tuple[Affine, dict[int, int]] | None:
+        """A tile of integers as a scalar plus multiples of its own coordinates: axis -> factor."""
+        if not v.shape:
+            form = self.form(v)
+            return None if form is None else (form, {})
+        match v.op:
+            case Full():
+                return Affine(number(v)), {}
+            case Iota(_, axis, _):
+                return Affine(0), {axis: 1}
+            case Cast(x) if DTYPES[x.dtype].kind in "iu":
+                return self._tile(x)
+            case Broadcast(x, _, dims):
+                inner = self._tile(x)
+                return inner and (inner[0], {dims[a]: c for a, c in inner[1].items() if x.shape[a] > 1})
+            case Reshape(x):
+                inner = self._tile(x)
+                old, new = ([k for k, n in enumerate(t.shape) if n != 1] for t in (x, v))
+                if inner is None or [x.shape[k] for k in old] != [v.shape[k] for k in new]:
+                    return None
+                return inner[0], {new[old.index(a)]: c for a, c in inner[1].items() if a in old}
+            case Map(fn, args) if fn in ("add", "sub", "mul"):
+                return self._combined(fn, *map(self._tile, args))
+        return None
+
+    def _combined(self, fn: str, a, b) -> tuple[Affine, dict[int, int]] | None:
+        if a is None or b is None:
+            return None
+        if fn == "mul":
+            a, b = (b, a) if not a[0].terms and not a[1] else (a, b)
+            n = b[0].const
+            return None if b[0].terms or b[1] else (a[0].times(n), {k: c * n for k, c in a[1].items() if n})
+        sign = 1 if fn == "add" else -1
+        axes = {k: a[1].get(k, 0) + sign * b[1].get(k, 0) for k in {**a[1], **b[1]}}
+        return a[0].plus(b[0], sign), {k: c for k, c in axes.items() if c}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """The lanes of one dimension; those along `axis` of the gathers of an index, which their dimensions share."""
+
+    axis: int | None = None
 
 
 def _legal(d: Dim, n: int, i: Interval | None) -> bool:

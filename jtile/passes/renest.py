@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jtile.ir import Builder, For, If, Kernel, Load, ProgramId, Take, Value, dim_value
+from jtile.ir import Builder, For, If, Kernel, Load, ProgramId, Value
 
 from .affine import Forms, Site, Var, accumulators, sites
 from .fold import number
@@ -75,7 +75,7 @@ def _variables(forms: Forms, site: Site) -> list[Var] | None:
     """The variables of an index, by dimension, large coefficients first; None where it is not affine."""
     out: list[Var] = []
     for d in site.op.index:
-        form = None if isinstance(d, Take) else forms.form(dim_value(d))
+        form = forms.start(d)
         if form is None:
             return None
         for v, _ in sorted(form.terms, key=lambda t: -abs(t[1])):

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jtile.ir import Atomic, For, Kernel, Load, Map, RefType, Store, Take, Value
 
-from .affine import Forms, Site, Var, lanes
+from .affine import Forms, Lane, Site, Var
 from .rewrite import Rewriter, Rules
 
 
@@ -17,13 +18,13 @@ class Digit:
     """One variable of an index dimension: its coefficient (without sign) and how many values it takes.
 
     Attributes:
-      var: None for the lanes.
+      var: a grid axis, a loop index, or the lanes.
       falls: whether the coefficient of a grid axis is negative.
     """
 
     size: int
     count: int
-    var: Var | None = None
+    var: Var | Lane
     falls: bool = False
 
 
@@ -42,27 +43,31 @@ def digits(forms: Forms, site: Site, dim: int) -> tuple[int, list[Digit]] | None
         first, step, count = forms.steps(v)
         const += c * (first if c > 0 else first + step * (count - 1))
         out.append(Digit(abs(c) * step, count, v, c < 0 and isinstance(v, int)))
-    distance, count = lanes(d)
-    return const, sorted([*out, Digit(distance, count)], key=lambda x: x.size)
+    out += [Digit(distance, n, lane) for distance, n, lane in forms.lanes(d)]
+    return const, sorted(out, key=_size)
 
 
 def _symbols(ds: list[Digit]) -> set[Digit]:
-    return {d for d in ds if d.count == 0 and d.var is not None}
+    return {d for d in ds if _symbol(d)}
 
 
-def decoded(ds: Sequence[Digit], gap: int, wanted: type) -> set[Var]:
-    """Variables of type `wanted` (grid axes or loop indices) that the element determines, where elements that differ by
-    up to `gap` are not told apart; empty where one of them is not determined."""
+def _symbol(d: Digit) -> bool:
+    return d.count == 0 and not isinstance(d.var, Lane)
+
+
+def decoded(ds: Sequence[Digit], gap: int, wanted: type) -> set[Any]:
+    """Variables of type `wanted` (grid axes, loop indices, lanes) that the element determines, where elements that
+    differ by up to `gap` are not told apart; empty where one of them is not determined."""
     reach = gap
-    found: set[Var] = set()
+    found: set[Any] = set()
     for d in ds:
-        if d.count == 1 or (d.count == 0 and d.var is not None):
+        if d.count == 1 or _symbol(d):
             continue
         apart = d.size > reach
-        asked = d.var is not None and isinstance(d.var, wanted)
+        asked = isinstance(d.var, wanted)
         if (asked and not apart) or (not apart and found):
             return set()
-        if asked and d.var is not None:
+        if asked:
             found.add(d.var)
         reach += d.size * max(d.count - 1, 0)
     return found
@@ -91,9 +96,23 @@ def told_apart(forms: Forms, where: Sequence[Site]) -> set[int]:
     return found
 
 
+def distinct(forms: Forms, site: Site) -> bool:
+    """Whether no two lanes of an access are one element; gathers may name one twice."""
+    takes = [d for d in site.op.index if isinstance(d, Take)]
+    found: set[Lane] = set()
+    for d in takes:
+        if forms.start(d) is not None:
+            found |= decoded(sorted((Digit(n, count, lane) for n, count, lane in forms.lanes(d)), key=_size), 0, Lane)
+    return not takes or {Lane(a) for a, n in enumerate(takes[0].indices.shape) if n > 1} <= found
+
+
+def _size(d: Digit) -> int:
+    return d.size
+
+
 def disjoint(forms: Forms, where: Sequence[Site]) -> bool:
     """Whether no two programs touch one element, and no site names an element twice."""
-    if any(isinstance(d, Take) for s in where for d in s.op.index):
+    if not all(distinct(forms, s) for s in where):
         return False
     wide = {axis for axis, n in enumerate(forms.kernel.grid) if n > 1}
     return wide <= told_apart(forms, where)
@@ -118,7 +137,7 @@ def covers(forms: Forms, site: Site) -> bool:
         return True
     if op.mask is not None or any(not (isinstance(x, For) and forms.static(x)) for x in site.path):
         return False
-    seen: list[Var] = []
+    seen: list[Var | Lane] = []
     for dim, n in enumerate(op.ref.shape):
         part = digits(forms, site, dim)
         if part is None or part[0] != 0 or _symbols(part[1]):
@@ -130,7 +149,7 @@ def covers(forms: Forms, site: Site) -> bool:
             if d.count == 0:
                 return False
             reach += d.size * (d.count - 1)
-            seen += [d.var] if d.var is not None else []
+            seen += [d.var] if d.var != Lane() else []
         if reach < n - 1:
             return False
     return len(seen) == len(set(seen)) and 0 not in forms.kernel.grid

@@ -138,6 +138,56 @@ def test_program_ids_taken_apart_by_division():
     assert pieces.kernels[pieces.results[1].piece].outputs[pieces.results[1].output].dtype == "bfloat16"
 
 
+ROWS_AND_COLUMNS = """
+  %i = program_id 0
+  %r0 = iota 0 : tile<3x2xi32>
+  %c = iota 1 : tile<3x2xi32>
+  %f = full 3 : tile<3x2xi32>
+  %p = broadcast %i dims=() : tile<3x2xi32>
+  %b = mul %p, %f
+  %r = add %r0, %b
+  %v = load %x[take(%r), take(%c)]
+  %0 = atomic add %o[{index}], %v
+"""
+
+
+@pytest.mark.parametrize(
+    ("index", "stored"),
+    [
+        ("take(%r), take(%c)", True),
+        ("take(%c), take(%r)", True),
+        ("take(%r), take(%r)", False),  # a diagonal: columns of the tile meet
+        ("take(%r0), take(%c)", False),  # the same rows in every program
+    ],
+)
+def test_gathers_that_count(index, stored):
+    """Rows and columns as NumPy writes them are affine in the lanes."""
+    text = kernel(ROWS_AND_COLUMNS.format(index=index), "%x: ref<8x2xf32>, %o: ref<8x8xf32, out>", "3")
+    pieces = check(text, ("bfloat16",))
+    assert (pieces.kernels[0].outputs[0].dtype == "bfloat16") == stored
+    assert pieces.results[0].partials == (index == "take(%r0), take(%c)")
+    assert (atomics(pieces) == 0) == ("%c" in index)
+
+
+def test_gathers_of_every_row_leave_no_start():
+    text = kernel(ROWS_AND_COLUMNS.format(index="take(%r), take(%c)"), "%x: ref<8x2xf32>, %o: ref<8x2xf32, out>", "3")
+    assert check(text).kernels[0].inits == (None,)
+    back = text.replace("%r = add %r0, %b", "%q = full 7 : tile<3x2xi32>\n%r1 = add %r0, %b\n%r = sub %q, %r1")
+    pieces = check(back)
+    assert (atomics(pieces), pieces.kernels[0].inits) == (0, (0,)), "row -1 is none"
+
+
+def test_a_row_of_its_own_does_not_part_the_lanes():
+    body = """
+      %i = program_id 0
+      %v = load %x[%c0:+4]
+      %t = load %n[%c0:+4]
+      %0 = atomic add %o[%i, take(%t)], %v
+    """
+    text = kernel(body, "%x: ref<4xf32>, %n: ref<4xi32>, %o: ref<4x8xf32, out>", "4")
+    assert atomics(check(text, (), [np.ones(4, np.float32), np.array([1, 1, 3, 7], np.int32)])) == 1
+
+
 # -- several statements -----------------------------------------------------------------------------------------------
 
 
@@ -181,6 +231,29 @@ def test_mirrored_statements_of_different_programs_meet():
     """
     pieces = check(kernel(body, "%x: ref<4xf32>, %o: ref<4xf32, out>", "4"))
     assert pieces.results[0].partials == 1
+
+
+def test_statements_side_by_side():
+    """Two windows of a program, 4 elements on: with 8 elements a program they stay apart, with 4 they do not; and an
+    offset that data give is the same in every program, but two of them need not be equal."""
+    body = """
+      %i = program_id 0
+      %s = mul %i, STEP
+      FIRST
+      %b = add %s, %c4
+      %v = load %x[%i:+4]
+      %0 = atomic add %o[%a:+4], %v
+      SECOND
+      %1 = atomic add %o[%e:+4], %v
+    """
+    same = "%n0 = load %n[%c0]\n%a = add %s, %n0", "%e = add %b, %n0"
+    other = "%n0 = load %n[%c0]\n%a = add %s, %n0", "%n1 = load %n[%c1]\n%e = add %b, %n1"
+    none = "%a = add %s, %c0", "%e = add %b, %c0"
+    for step, (first, second), partial in [("%c8", none, 0), ("%c4", none, 1), ("%c8", same, 0), ("%c8", other, 1)]:
+        text = body.replace("STEP", step).replace("FIRST", first).replace("SECOND", second)
+        text = kernel(text, "%x: ref<8xf32>, %n: ref<2xi32>, %o: ref<48xf32, out>", "4")
+        pieces = check(text, (), [np.arange(8, dtype=np.float32), np.array([1, 4], np.int32)])
+        assert (atomics(pieces), pieces.results[0].partials) == (0, partial)
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------
@@ -457,6 +530,21 @@ def test_other_outputs_come_along():
     pieces = check(kernel(body, refs, "150", "%h = 0, %dw = 0"))
     assert (len(pieces.kernels), atomics(pieces)) == (1, 1)
     assert [r.partials for r in pieces.results] == [0, 0, 1]
+
+
+def test_an_output_that_is_read_back_keeps_its_reader():
+    body = """
+      %i = program_id 0
+      %v = load %x[%i, %c0:+4]
+      store %y[%i, %c0:+4], %v
+      for %k in %c0..%c4 step %c1 {
+        %w = load %y[%i, %k]
+        %0 = atomic add %o[%k], %w
+      }
+    """
+    refs = "%x: ref<8x4xf32>, %y: ref<8x4xf32, out>, %o: ref<4xf32, out>"
+    pieces = check(kernel(body, refs, "8"))
+    assert (len(pieces.kernels), atomics(pieces)) == (1, 0)
 
 
 def test_an_output_that_shares_its_input_stays():
