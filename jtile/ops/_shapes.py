@@ -14,16 +14,24 @@ from jtile.errors import KernelTypeError, KernelValueError
 TILE_ELEMENTS = 4096  # float32 elements of a tile (16 KiB): the first cache holds it beside what is computed from it
 # Elements of a tile of rows that is passed over several times: while one is worked on, the memory of the next arrives.
 ROW_ELEMENTS = 1024
+LARGE = 1 << 20
 PROGRAMS = 8  # enough for a few threads to share unevenly
+
+
+def known(n: Any) -> int:
+    """A size that tiles are chosen for: a dynamic one (a symbolic dimension of an export) counts as large."""
+    return n if isinstance(n, int) else LARGE
 
 
 def fit(n: int, target: int) -> int:
     """The tile length at most `target` that splits `n` most evenly: fit(1000, 128) = 125."""
+    n, target = known(n), known(target)
     return max(1, jt.cdiv(n, max(1, jt.cdiv(n, max(target, 1)))))
 
 
 def rows_per_tile(rows: int, width: int, elements: int = ROW_ELEMENTS) -> int:
     """Rows of `width` elements that one program takes: about `elements` in all, and at least `PROGRAMS` programs."""
+    rows, width = known(rows), known(width)
     return fit(rows, min(max(1, elements // max(width, 1)), max(1, jt.cdiv(rows, PROGRAMS))))
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops._shapes import known
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 
 TILE = 256  # side of a tile of the result: A and B panels of one program stay in the second-level cache
@@ -113,6 +114,7 @@ def _check_kinds(a, b, activation) -> None:
 @functools.cache
 def tiles(m: int, n: int, k: int) -> dict[str, int]:
     """Tile sizes: near `TILE`, dividing the sides evenly where they can, and small enough to give every thread work."""
+    m, n, k = known(m), known(n), known(k)
     bm, bn = _even(m, TILE), _even(n, TILE)
     for wider in ((bm, _even(n, 2 * TILE)), (_even(m, 2 * TILE), _even(n, 2 * TILE))):
         # a larger tile packs its operands less often; but every core wants several
@@ -154,7 +156,7 @@ def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, save=False):
     # Y[i, j] = act(Z[i, j])     Z[i, j] = A[i, :] B[:, j] + bias[j], an output too with `save`
     bias, (y, *z) = (refs[: -2 if save else -1], refs[-2 if save else -1 :])
     e, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    ea, eb = (e if x.shape[0] > 1 else 0 for x in (a, b))
+    ea, eb = (e if x.shape[0] != 1 else 0 for x in (a, b))
     k = a.shape[1 if ta else 2]
     A = a.tiles(None, k, bm)[ea, 0, i].T if ta else a.tiles(None, bm, k)[ea, i, 0]
     B = b.tiles(None, bn, k)[eb, j, 0].T if tb else b.tiles(None, k, bn)[eb, 0, j]

@@ -27,7 +27,7 @@ def rope_tables(x, c, s, y, *, bt: int, interleaved: bool):
     """x [batch, length, heads, dim], or [..., dim / 2, 2] if interleaved; c, s [batch or 1, length, d]."""
     # (y_1, y_2) = (x_1 cos - x_2 sin, x_2 cos + x_1 sin)
     b, t, d = jt.program_id(0), jt.program_id(1), c.shape[2]
-    row = b if c.shape[0] > 1 else 0
+    row = b if c.shape[0] != 1 else 0
     cos, sin = (ref[row, jt.ds(t * bt, bt), :].astype(jnp.float32)[:, None, :] for ref in (c, s))
     _rotate(x, y, b, t, cos, sin, bt, d, interleaved)
 
@@ -39,7 +39,7 @@ def rope_positions(x, p, f, y, *, bt: int, interleaved: bool):
     """x as in `rope_tables`; p int [batch or 1, length]; f float32 [d], radians a pair turns per position."""
     # angle = position * frequency
     b, t, d = jt.program_id(0), jt.program_id(1), f.shape[0]
-    row = b if p.shape[0] > 1 else 0
+    row = b if p.shape[0] != 1 else 0
     angle = p[row, jt.ds(t * bt, bt)].astype(jnp.float32)[:, None] * f[...][None, :]
     _rotate(x, y, b, t, jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :], bt, d, interleaved)
 
