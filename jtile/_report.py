@@ -11,7 +11,7 @@ Status = Literal["passed", "skipped", "failed"]
 # The columns of "what composes with what": first words of the names of checks.
 TRANSFORMS = (
     "value", "jit", "interpreter", "poison", "dtype", "jvp", "vjp", "numeric", "checkpoint", "vmap", "grad of vmap",
-    "vmap of grad", "second order", "shard_map",
+    "vmap of grad", "second order", "shard_map", "partitioned jit", "export",
 )  # fmt: skip
 
 

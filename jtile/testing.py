@@ -127,7 +127,8 @@ def check_kernel(
     of what nobody wrote), `poison` (outputs start as NaN: a forgotten tile shows), `dtype D`, `jvp`, `vjp x` (the
     cotangent of each float argument), `vjp of integers` (float0), `numeric` (the vjp against differences of the kernel
     itself), `checkpoint`, `vmap x` (each argument alone), `vmap all`, `grad of vmap`, `vmap of grad`, `second order`
-    (forward over reverse) and `shard_map` (where there are several devices).
+    (forward over reverse), `export` (value and vjp of the serialised program) and, where there are several devices,
+    `shard_map` and `partitioned jit` (a batch sharded over them: right, and without a gather).
 
     Args:
       kernel: from arrays (or pytrees of them) to arrays.
@@ -150,7 +151,7 @@ def check_kernel(
       AssertionError: at least one check failed. The message names each check and argument, its error and the limit,
         and ends with the table; the exception's `report` is the report.
     """
-    from jtile._checks import Checker, Settings
+    from jtile._check import Checker, Settings
 
     settings = Settings(
         tolerance, derivative_tolerance, tuple(dtypes), constant or {}, skip or {}, tuple(only), order, step, seed

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +18,7 @@ from jtile.testing import Check, Report, check_kernel
 X = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (5, 7)).astype(np.float32))
 W = jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, 7).astype(np.float32))
 N = jnp.asarray([0, 4, 2, 2, 1], jnp.int32)
+HERE = Path(__file__).parent
 FEW = ("value", "jit")
 
 
@@ -57,6 +63,7 @@ def test_a_right_kernel_passes_everything():
     assert names == [
         "value", "jit", "interpreter", "poison", "dtype bfloat16", "dtype float64", "jvp", "vjp x", "vjp w", "numeric",
         "checkpoint", "vmap x", "vmap w", "vmap all", "grad of vmap", "vmap of grad", "second order", "shard_map",
+        "partitioned jit", "export",
     ]  # fmt: skip
     assert report["vjp w"].error <= report["vjp w"].limit == 8e-6
     assert report.row()["dtype"] == "bfloat16, float64"
@@ -196,6 +203,22 @@ def test_pytrees_and_tolerances():
     )  # fmt: skip
     assert [c.name for c in report.checks] == ["value", "vjp p['w']", "vjp p['x']"]
     assert report["value"].limit == 1e-3
+
+
+def test_over_devices(subprocess_env):
+    code = """
+        from test_check_kernel import *
+        report = check_kernel(scaled, scaled_reference, (X, W), only=("shard_map", "partitioned jit"))
+        assert [c.status for c in report.checks] == ["passed", "passed"], report
+        assert report["partitioned jit"].detail == "4 devices, nothing gathered"
+        local = lambda x, w: scaled(x, w) * (1 + jax.lax.axis_index("d")) if jax.typeof(x).vma else scaled(x, w)
+        found = failures(local, scaled_reference, X, W, only=("shard_map",))
+        assert "relative error" in found["shard_map"].detail
+    """
+    env = subprocess_env | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(HERE)}
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(run, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_table_of_parts():

@@ -11,32 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
+from jtile._check import devices
+from jtile._check.compare import Measured, MismatchError, SkippedError, dot, error_of, skip, stack_rows, where_off, wide
 from jtile._config import config
 from jtile._report import TRANSFORMS, Check, Report
-from jtile.testing import TOLERANCES, relative_error
+from jtile.testing import TOLERANCES
 
 Skips = Mapping[str, str]
 Job = tuple[str, str, Callable[[], "Measured"]]  # transform, subject, run
 
 _DIFFERENTIABLE = ("float64", "float32", "bfloat16", "float16")
 _SLICES = 3  # of a batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    error: float
-    limit: float
-    detail: str = ""
-
-
-class MismatchError(AssertionError):
-    """A result of another structure, shape or dtype than expected, or one that is too far off."""
-
-    def __init__(self, message: str, error: float | None = None, limit: float | None = None):
-        super().__init__(message)
-        self.error, self.limit = error, limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,17 +121,17 @@ class Checker:
             yield "vmap of grad", "", self.vmap_of_grad
         if self.floats and self.float_outs and self.s.order >= 2:
             yield "second order", "", self.second_order
-        yield "shard_map", "", self.sharded
+        yield from devices.jobs(self)
 
     def _derivatives(self) -> Iterator[Job]:
         if not self.float_outs:
-            yield "vjp", "", functools.partial(_skip, "the results are no floats")
+            yield "vjp", "", functools.partial(skip, "the results are no floats")
             return
         if self.floats:
             yield "jvp", "", self.jvp
         for k, name in enumerate(self.names):
             if self._why(k):
-                yield "vjp", name, functools.partial(_skip, self._why(k))
+                yield "vjp", name, functools.partial(skip, self._why(k))
             elif k in self.floats:
                 yield "vjp", name, functools.partial(self.vjp, k)
         if any(x.dtype.kind in "iub" for x in self.leaves) and self.floats:
@@ -261,23 +247,22 @@ class Checker:
 
         f'(0) = (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h + O(h^4): Fornberg, Math. Comp. 51 (1988), table 1.
         """
-        wide = lambda x: x.astype(jnp.float32) if x.dtype.name in ("float16", "bfloat16") else x
-        leaves = [wide(jnp.asarray(x)) for x in self.leaves]
-        cotangents = [wide(c) for c in self.cotangents]
+        leaves = [_in_float32(jnp.asarray(x)) for x in self.leaves]
+        cotangents = [_in_float32(c) for c in self.cotangents]
         run = jax.jit(self.kernel)
-        pulled = jax.jit(self.pull(lambda *xs: _wide_floats(self.kernel(*xs))))(leaves, cotangents)
+        pulled = jax.jit(self.pull(lambda *xs: tuple(map(_in_float32, self.kernel(*xs)))))(leaves, cotangents)
         h = self.s.step
 
         def along(t: float) -> float:
             full = list(leaves)
             for k, d in zip(self.floats, self.tangents, strict=True):
-                full[k] = leaves[k] + wide(d) * jnp.asarray(t, leaves[k].dtype)
+                full[k] = leaves[k] + _in_float32(d) * jnp.asarray(t, leaves[k].dtype)
             outs = run(*full)
-            return sum(_dot(outs[k], c) for k, c in zip(self.float_outs, cotangents, strict=True))
+            return sum(dot(outs[k], c) for k, c in zip(self.float_outs, cotangents, strict=True))
 
         found = (8 * (along(h) - along(-h)) - (along(2 * h) - along(-2 * h))) / (12 * h)
-        claimed = sum(_dot(g, wide(t)) for g, t in zip(pulled, self.tangents, strict=True))
-        size = sum(float(np.sum((_wide(g) * _wide(t)) ** 2)) for g, t in zip(pulled, self.tangents)) ** 0.5
+        claimed = sum(dot(g, t) for g, t in zip(pulled, self.tangents, strict=True))
+        size = sum(float(np.sum((wide(g) * wide(t)) ** 2)) for g, t in zip(pulled, self.tangents)) ** 0.5
         error, limit = abs(found - claimed) / max(size, abs(found), 1e-30), 1e-3
         if not error <= limit:
             raise MismatchError(f"differences with step {h:g} give {found:.6g}, the vjp {claimed:.6g}", error, limit)
@@ -321,11 +306,11 @@ class Checker:
         """vmap against one call of the reference for each slice."""
         slices = self.slices(batched)
         axes = [min(axis, np.ndim(x)) if b else None for x, b in zip(self.leaves, batched, strict=True)]
-        stacked = [
+        batch = [
             x if a is None else jnp.stack([s[k] for s in slices], a) for k, (x, a) in enumerate(zip(self.leaves, axes))
         ]
-        got = jax.jit(jax.vmap(self.kernel, axes, out_axes=-1))(*stacked)
-        return self.compare(got, _stacked([self.expect(*s) for s in slices], -1))
+        got = jax.jit(jax.vmap(self.kernel, axes, out_axes=-1))(*batch)
+        return self.compare(got, stack_rows([self.expect(*s) for s in slices], -1))
 
     def grad_of_vmap(self) -> Measured:
         """The cotangent of an unbatched argument is the sum over the batch, so the first float stays unbatched where
@@ -334,11 +319,11 @@ class Checker:
         batched = [k != shared for k in range(len(self.leaves))]
         slices = self.slices(batched)
         axes = [0 if b else None for b in batched]
-        stacked = [jnp.stack([s[k] for s in slices]) if b else x for k, (x, b) in enumerate(zip(self.leaves, batched))]
+        batch = [jnp.stack([s[k] for s in slices]) if b else x for k, (x, b) in enumerate(zip(self.leaves, batched))]
         cotangents = [jnp.stack([c * jnp.asarray(1 + k, c.dtype) for k in range(_SLICES)]) for c in self.cotangents]
-        got = jax.jit(self.pull(jax.vmap(self.kernel, axes)))(stacked, cotangents)
+        got = jax.jit(self.pull(jax.vmap(self.kernel, axes)))(batch, cotangents)
         each = [self.expect_pull(s, [c[k] for c in cotangents]) for k, s in enumerate(slices)]
-        want = list(_stacked(each, 0))
+        want = list(stack_rows(each, 0))
         if shared >= 0:
             want[0] = jnp.sum(want[0].astype(jnp.float32), 0).astype(want[0].dtype)
         return self.compare(got, tuple(want), derivative=True)
@@ -346,40 +331,7 @@ class Checker:
     def vmap_of_grad(self) -> Measured:
         leaves = [jnp.stack([s[k] for s in self.everything]) for k in range(len(self.leaves))]
         got = jax.jit(jax.vmap(self.pull(self.kernel), (0, None)))(leaves, list(self.cotangents))
-        return self.compare(got, _stacked([self.expect_pull(s, self.cotangents) for s in self.everything], 0), True)
-
-    def sharded(self) -> Measured:
-        """One slice of a batch on each device, the first float the same on all of them: values, and gradients."""
-        devices = jax.devices()
-        if len(devices) < 2:
-            raise SkippedError("one device; set XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX starts")
-        mesh = jax.make_mesh((len(devices),), ("d",))
-        shared = self.floats[0] if self.floats and len(self.leaves) > 1 else -1
-        turn = lambda x, k: jnp.roll(x.reshape(-1), k).reshape(x.shape)
-        rows = [
-            [x if j == shared else turn(jnp.asarray(x), k) for j, x in enumerate(self.leaves)]
-            for k in range(len(devices))
-        ]
-        stacked = [
-            jnp.asarray(x) if j == shared else jnp.stack([r[j] for r in rows]) for j, x in enumerate(self.leaves)
-        ]
-        specs = tuple(PartitionSpec() if j == shared else PartitionSpec("d") for j in range(len(self.leaves)))
-
-        def local(*xs):
-            one = [x if j == shared else x[0] for j, x in enumerate(xs)]
-            return tuple(o[None] for o in self.kernel(*one))
-
-        spread = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("d"))
-        values = self.compare(jax.jit(spread)(*stacked), _stacked([self.expect(*r) for r in rows], 0))
-        if not (self.floats and self.float_outs):
-            return values
-        cotangents = [jnp.stack([c] * len(devices)) for c in self.cotangents]
-        got = jax.jit(self.pull(spread))(stacked, cotangents)
-        want = list(_stacked([self.expect_pull(r, self.cotangents) for r in rows], 0))
-        if shared >= 0:
-            want[0] = jnp.sum(want[0].astype(jnp.float32), 0).astype(want[0].dtype)
-        found = self.compare(got, tuple(want), derivative=True)
-        return dataclasses.replace(found, detail=f"{len(devices)} devices, value and gradient")
+        return self.compare(got, stack_rows([self.expect_pull(s, self.cotangents) for s in self.everything], 0), True)
 
     # -- comparing ---------------------------------------------------------------------------------------------------
     def compare(self, got: Any, want: Any, derivative: bool = False, factor: float = 1) -> Measured:
@@ -393,21 +345,13 @@ class Checker:
                     f"result {k} is {a.dtype.name}{list(a.shape)}, the reference gives {b.dtype.name}{list(b.shape)}"
                 )
             limit = factor * self.s.limit(b.dtype, derivative)
-            error = _error(a, b)
+            error = error_of(a, b)
             if not error <= limit:
                 which = f"result {k}: " if len(want) > 1 else ""
-                raise MismatchError(f"{which}relative error {error:.2e} > {limit:.0e}{_where(a, b)}", error, limit)
+                raise MismatchError(f"{which}relative error {error:.2e} > {limit:.0e}{where_off(a, b)}", error, limit)
             if error * worst.limit >= worst.error * limit:
                 worst = Measured(error, limit)
         return worst
-
-
-class SkippedError(Exception):
-    """A check that cannot run here, and why."""
-
-
-def _skip(why: str) -> Measured:
-    raise SkippedError(why)
 
 
 def _names(reference: Callable[..., Any], paths: Sequence[Any]) -> list[str]:
@@ -430,38 +374,5 @@ def _named(job: Job, name: str) -> bool:
     return name in (job[0], f"{job[0]} {job[1]}".strip())
 
 
-def _stacked(rows: Sequence[Sequence[Any]], axis: int) -> tuple[Any, ...]:
-    return tuple(jnp.stack(leaf, axis) for leaf in zip(*rows, strict=True))
-
-
-def _wide(x: Any) -> np.ndarray:
-    return np.asarray(x, np.float64)
-
-
-def _dot(a: Any, b: Any) -> float:
-    return float(np.sum(_wide(a) * _wide(b)))
-
-
-def _wide_floats(outs: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(o.astype(jnp.float32) if o.dtype.name in ("float16", "bfloat16") else o for o in outs)
-
-
-def _error(got: Any, want: Any) -> float:
-    """The relative error; where all that is expected is zero, the norm of what came."""
-    x, y = np.asarray(got), np.asarray(want)
-    return float(np.linalg.norm(_wide(x))) if not np.any(y) else relative_error(x, y)
-
-
-def _where(got: Any, want: Any) -> str:
-    """The element that is furthest off, which tells a forgotten tile from rounding."""
-    a, b = _wide(got), _wide(want)
-    with np.errstate(invalid="ignore"):
-        off = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.nan_to_num(np.abs(a - b), nan=np.inf))
-    if not off.size:
-        return ""
-    at = tuple(int(i) for i in np.unravel_index(np.argmax(off), off.shape))
-    bad = int(np.sum(off > 0.01 * max(float(np.max(np.abs(np.nan_to_num(b)))), 1e-30)))
-    return f"; furthest at {list(at)}: {a[at]:.6g}, expected {b[at]:.6g}; {bad} of {off.size} elements are far off"
-
-
-__all__ = ["Checker", "Settings"]
+def _in_float32(x: Any) -> Any:
+    return x.astype(jnp.float32) if x.dtype.name in ("float16", "bfloat16") else x
