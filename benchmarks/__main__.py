@@ -8,7 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-WORKLOADS = ("elementwise", "softmax", "norms", "matmul", "attention", "quantized", "llm", "overhead")
+WORKLOADS = (
+    "elementwise", "softmax", "norms", "matmul", "attention", "backward", "memory", "quantized", "llm", "overhead",
+)  # fmt: skip
 
 # glibc gives large blocks back to the system after every call and page-faults them in again on the next, at random:
 # that noise is larger than what is measured here. The settings are read when a process starts.

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import agree, normal, shapes_and_dtypes
+from attention_modes import OPTIONS, of_batch, operands
+from library import agree, shapes_and_dtypes
 
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
@@ -17,26 +18,6 @@ TOLERANCE = {
     "float16": 1e-3,
 }  # 16 bits: the weights are rounded before the second product
 SIZES = [(1, 257, 257, 4, 2, 64), (2, 1, 5, 1, 1, 8), (1, 37, 500, 3, 3, 1), (1, 130, 3, 2, 1, 40)]
-OPTIONS = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"causal": True, "window": 50},
-    "two-sided": {"window": 30},
-    "left": {"window": (7, None)},
-    "right": {"window": (None, 3)},
-    "softcap": {"softcap": 5.0, "scale": 0.3},
-    "lengths": {"lengths": (150, 0)},
-    "offsets": {"causal": True, "offsets": (200, 3)},
-    "all": {"causal": True, "offsets": (200, 3), "lengths": (260, 2), "window": 100, "softcap": 20.0},
-}
-
-
-def operands(batch, t, s, heads, groups, d, dtype="float32"):
-    return normal(0, batch, t, heads, d, dtype=dtype), *(normal(k, batch, s, groups, d, dtype=dtype) for k in (1, 2))
-
-
-def of_batch(options, batch):
-    return {k: jnp.array(v[:batch], jnp.int32) if k in ("lengths", "offsets") else v for k, v in options.items()}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

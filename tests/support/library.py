@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jtile as jt
 from jtile.testing import relative_error
@@ -39,3 +40,55 @@ def agree(op, reference, *args, tolerance: float | None = None, interpret: bool 
         error = relative_error(got, expected)
         limit = TOLERANCE.get(jax.tree.leaves(args)[0].dtype.name, 0) if tolerance is None else tolerance
         assert error <= limit, f"relative error {error:.2g}, allowed {limit:.2g}"
+
+
+# Cotangents: one more rounding of 16-bit tiles (weights, results) than values have.
+SLOPE_TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 8e-3, "float16": 1e-3}
+
+
+def slopes_agree(op, reference, *args, of: int | None = None, tolerance: float | None = None, **options) -> None:
+    """`jax.vjp` of `op` by its first `of` arguments (default: all) gives what that of `reference` gives, for random
+    cotangents: relative norms, each argument's on its own, within the tolerance of its dtype."""
+    of = len(args) if of is None else of
+    rest = args[of:]
+
+    def pulled(fn):
+        def run(*moved):
+            out, pull = jax.vjp(lambda *m: fn(*m, *rest, **options), *moved)
+            leaves, tree = jax.tree.flatten(out)
+            return pull(
+                jax.tree.unflatten(tree, [normal(90 + k, *x.shape).astype(x.dtype) for k, x in enumerate(leaves)])
+            )
+
+        return jax.jit(run)
+
+    got, expected = pulled(op)(*args[:of]), pulled(reference)(*args[:of])
+    for k, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype) == (args[k].shape, args[k].dtype)
+        error = relative_error(ours, theirs)
+        limit = SLOPE_TOLERANCE[args[k].dtype.name] if tolerance is None else tolerance
+        assert error <= limit, f"argument {k}: relative error {error:.2g}, allowed {limit:.2g}"
+
+
+def differences_agree(op, *args, of: int | None = None, step: float = 1e-5, tolerance: float = 1e-8, **options) -> None:
+    """In float64: the slope of `sum(w op(x))` along a random direction, against the central difference with `step`.
+
+    The difference is off by step^2 from the third derivative and by 1e-16 / step from rounding."""
+    of = len(args) if of is None else of
+    rng = np.random.default_rng(0)
+    like = lambda x: jnp.asarray(rng.normal(size=x.shape))
+    moved = tuple(jnp.asarray(np.asarray(x), jnp.float64) for x in args[:of])
+    weights = jax.tree.map(like, op(*moved, *args[of:], **options))
+    directions = tuple(like(x) for x in moved)
+
+    @jax.jit
+    def f(*moved):
+        out = op(*moved, *args[of:], **options)
+        return sum((w * y).sum() for w, y in zip(jax.tree.leaves(weights), jax.tree.leaves(out), strict=True))
+
+    assert f(*moved).dtype == jnp.float64
+    ahead, behind = (f(*(x + sign * step * u for x, u in zip(moved, directions))) for sign in (1, -1))
+    slopes = jax.grad(f, tuple(range(of)))(*moved)
+    slope = float(sum((s * u).sum() for s, u in zip(slopes, directions)))
+    expected = float(ahead - behind) / (2 * step)
+    assert abs(slope - expected) <= tolerance * max(1.0, abs(expected)), f"{slope} against a difference of {expected}"
