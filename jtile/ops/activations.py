@@ -50,6 +50,8 @@ def _apply(op: str, activation: str, gate, up):
 def swiglu(gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
     """`silu(gate) * up`, computed in float32.
 
+    Differentiable in gate and up.
+
     Args:
       gate: float array [..., n]; without `up` [..., 2n]: the gate, then the other factor.
       up: float array of gate's shape, or None.
@@ -63,7 +65,10 @@ def swiglu(gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="approximate", inline=True)
 def geglu(gate: jax.Array, up: jax.Array | None = None, *, approximate: bool = True) -> jax.Array:
-    """`gelu(gate) * up` (`approximate`: the tanh form), computed in float32; shapes and errors as in `swiglu`."""
+    """`gelu(gate) * up` (`approximate`: the tanh form), computed in float32; shapes and errors as in `swiglu`.
+
+    Differentiable in gate and up.
+    """
     return _apply("geglu", "gelu_tanh" if approximate else "gelu", gate, up)
 
 

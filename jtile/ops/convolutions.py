@@ -159,6 +159,8 @@ def convolution(
 ) -> jax.Array:
     """Cross-correlation, what neural networks call convolution, computed in float32 (float64 for float64).
 
+    Differentiable in x and weight.
+
     Args:
       x: float array [batch, height, width, channels].
       weight: float array [p, q, channels / groups, outputs] of x's dtype.

@@ -25,6 +25,8 @@ def bias_gelu_residual_rows(x, b, r, y, *, br: int, approximate: bool):
 def bias_gelu_residual(x: jax.Array, bias: jax.Array, residual: jax.Array, *, approximate: bool = True) -> jax.Array:
     """`gelu(x + bias) + residual`, computed in float32 (Hendrycks and Gimpel 2016).
 
+    Differentiable in x, bias and residual.
+
     Args:
       x: float array [..., n].
       bias: float array [n].

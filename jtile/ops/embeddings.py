@@ -81,6 +81,8 @@ def embedding_blocks(q, ids, y, *, bn: int, dtype: str):
 def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None) -> jax.Array:
     """Rows `ids` of a table.
 
+    Differentiable in a float table, not in ids; a quantised table is frozen.
+
     Args:
       table: array [vocab, features], or a `QuantizedTensor` of that shape.
       ids: int array of any shape; ids outside [0, vocab) give zeros.

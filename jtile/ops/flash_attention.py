@@ -165,6 +165,9 @@ def attention(
 ) -> jax.Array:
     """`softmax(scale q k^T) v` per head; blocks of keys that no query of a block sees are skipped.
 
+    Differentiable in q, k and v, not in lengths and offsets. Backwards, the scores are computed again from the saved
+    log-sum-exp of each query: memory grows with the sequence, not with its square.
+
     Args:
       q: float array [batch, t, heads, d].
       k, v: float arrays [batch, s, kv_heads, d] of q's dtype; kv_heads divides heads (grouped queries).

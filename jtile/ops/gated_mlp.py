@@ -17,6 +17,8 @@ from jtile.ops.quantized_tensor import QuantizedTensor
 def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False) -> jax.Array:
     """`activation(x @ gate) * (x @ up)`: SwiGLU with "silu", GeGLU with "gelu"; sums and products in float32.
 
+    Differentiable in x, and in gate and up where they are float: quantised weights are frozen.
+
     Args:
       x: float [..., k].
       gate, up: two weights of one kind: float [k, n] ([n, k] with `transpose`), or `QuantizedTensor` [n, k].

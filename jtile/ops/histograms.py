@@ -47,6 +47,8 @@ def count(x, total, mine, *, bn: int, bins: int, low: float, high: float):
 def histogram(x: jax.Array, *, bins: int, range: tuple[float, float]) -> jax.Array:
     """How many elements of `x` lie in each of `bins` bins of equal width.
 
+    Not differentiable: the result is of integers.
+
     Args:
       x: real array of any shape, compared as float32.
       bins: number of bins.

@@ -46,6 +46,8 @@ transpose_tiles.defvjp(_forward, _backward)
 def transpose(x: jax.Array) -> jax.Array:
     """Swaps the last two axes.
 
+    Differentiable in x, if it is of floats.
+
     Args:
       x: array [..., m, n] of any dtype.
     Returns:

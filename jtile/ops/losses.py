@@ -105,6 +105,8 @@ def cross_entropy(
 ) -> jax.Array:
     """`logsumexp(logits) - logits[label]` for each row, computed in float32.
 
+    Differentiable in logits, not in labels; a row that is ignored, or has no such label, has no slope.
+
     Args:
       logits: float array [..., vocab].
       labels: int array [...].

@@ -28,6 +28,8 @@ def matmul(
 ) -> jax.Array:
     """`activation(a @ b + bias)`; floats are summed in float32 (float64 in float64), integers in int32.
 
+    Differentiable in a, b and bias; integer products are not.
+
     Args:
       a: [..., m, k]; [..., k, m] with `transpose_a`.
       b: [..., k, n] or [k, n]; its last two axes swapped with `transpose_b`. Leading axes equal those of `a`, or none.

@@ -99,6 +99,8 @@ def layer_norm(
 ) -> jax.Array:
     """`(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, computed in float32 without cancellation.
 
+    Differentiable in x, weight and bias.
+
     Args:
       x: float array [..., n].
       weight, bias: float arrays [n], or None for ones and zeros.
@@ -129,6 +131,8 @@ def rms_norm(
     weight_offset: float = 0.0,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last axis, computed in float32.
+
+    Differentiable in x, weight and residual.
 
     Args:
       x: float array [..., n].

@@ -31,6 +31,8 @@ def quantized_matmul(
 ) -> jax.Array:
     """`activation(x @ weight.T + bias) + residual`, with sums in float32.
 
+    Differentiable in x, bias and residual; the weight is frozen.
+
     Args:
       x: float [..., in].
       weight: quantised [out, in], of any kind.
@@ -249,14 +251,14 @@ def _forward(kernel, x, *refs, kind, activation, has_bias, **tiles):
     bias, residual = (extra[:1], extra[1:]) if has_bias else ([], extra)
     z = kernel(x, *arrays, *bias, kind=kind, activation=None, has_bias=has_bias, **tiles)
     y = ACTIVATIONS[activation](z)
-    return y + residual[0] if residual else y, (x, arrays, z if activation else None, len(residual))
+    return y + residual[0] if residual else y, (x, arrays, z if activation else None, (None,) * len(residual))
 
 
 def _backward(residuals, g, *, kind, activation, has_bias, **_):
     x, arrays, z, others = residuals
     dz = g if activation is None else activation_slope(z, g, activation)
     bias = [dz.sum(0, keepdims=True)] if has_bias else []
-    return _dx(dz, arrays, kind, x.shape[1]), *(None for _ in arrays), *bias, *(g for _ in range(others))
+    return _dx(dz, arrays, kind, x.shape[1]), *(None for _ in arrays), *bias, *(g for _ in others)
 
 
 def _gated_forward(kernel, x, *refs, kind, activation, **tiles):

@@ -120,6 +120,8 @@ def rope(
     The angles come from `cos` and `sin` if given, else from `positions`, and the frequencies from `inverse_frequencies`
     if given, else from `theta`.
 
+    Differentiable in x, cos, sin and inverse_frequencies, not in positions.
+
     Args:
       x: float array [batch, length, heads, head_dim].
       cos, sin: float [batch, length, d] or [length, d] with d pairs, 2d <= head_dim; features past 2d are not turned.

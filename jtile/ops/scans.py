@@ -55,6 +55,8 @@ cumsum_blocks.defvjp(_forward, _backward)
 def cumsum(x: jax.Array, axis: int = -1, *, reverse: bool = False) -> jax.Array:
     """`y_j = x_0 + ... + x_j` along `axis`; `reverse`: from the end.
 
+    Differentiable in x, if it is of floats.
+
     Args:
       x: array of any shape and a float or integer dtype; floats of less than 32 bits are added up in float32.
       axis: where to sum along.

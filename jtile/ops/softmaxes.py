@@ -137,6 +137,8 @@ def _apply(x, axis: int, log: bool):
 def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
     """`exp(x) / sum(exp(x))` along `axis`, computed in float32 (float64 for float64).
 
+    Differentiable in x.
+
     Args:
       x: float array of any shape and dtype.
       axis: the axis that sums to one.
@@ -150,7 +152,10 @@ def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="axis", inline=True)
 def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`x - log(sum(exp(x)))` along `axis`; everything else as in `softmax`."""
+    """`x - log(sum(exp(x)))` along `axis`; everything else as in `softmax`.
+
+    Differentiable in x.
+    """
     return _apply(x, axis, log=True)
 
 

@@ -120,14 +120,20 @@ def _rows(op: str, x):
 
 @functools.partial(jax.jit, static_argnames="descending", inline=True)
 def sort(x: jax.Array, *, descending: bool = False) -> jax.Array:
-    """`x` [..., n] sorted along its last axis; NaN counts as the largest. Raises KernelValueError for rank 0."""
+    """`x` [..., n] sorted along its last axis; NaN counts as the largest. Raises KernelValueError for rank 0.
+
+    Differentiable in x, if it is of floats: the slope goes back to the places the values came from.
+    """
     rows, br = _rows("sort", x)
     return x if x.size == 0 else sort_rows(rows, br=br, descending=descending).reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnames="descending", inline=True)
 def argsort(x: jax.Array, *, descending: bool = False) -> jax.Array:
-    """int32 [..., n]: the places of the elements of `x` in sorted order, equal ones in their order (stable)."""
+    """int32 [..., n]: the places of the elements of `x` in sorted order, equal ones in their order (stable).
+
+    Not differentiable: the result is of integers.
+    """
     rows, br = _rows("argsort", x)
     if x.size == 0:
         return jnp.zeros(x.shape, jnp.int32)
@@ -142,6 +148,8 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
       values [..., k] of x's dtype and places int32 [..., k]; of equal elements the first wins.
     Raises:
       KernelValueError: `k` is not in [0, n], or `x` has rank 0.
+
+    The values are differentiable in x, if it is of floats; the places are integers.
     """
     rows, br = _rows("top_k", x)
     if not 0 <= k <= x.shape[-1]:

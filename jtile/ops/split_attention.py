@@ -118,6 +118,8 @@ def decode_attention(
 ) -> jax.Array:
     """Causal attention of the newest tokens over a key-value cache that holds them already.
 
+    Differentiable in q, k and v, not in lengths; as `attention` over the slots in use.
+
     Args:
       q: float array [batch, heads, d], one token a row, or [batch, t, heads, d], the last t tokens.
       k, v: the cache, float arrays [batch, slots, kv_heads, d]; kv_heads divides heads.

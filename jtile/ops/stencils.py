@@ -91,6 +91,8 @@ stencil_tiles.defvjp(_forward, _backward)
 def stencil_2d(x: jax.Array, weights: jax.Array, *, boundary: str = "zero") -> jax.Array:
     """`y_ij = sum_ab weights_ab x_{i + a - p // 2, j + b - q // 2}` over the last two axes, computed in float32.
 
+    Differentiable in x and weights.
+
     Args:
       x: float array [..., m, n].
       weights: float array [p, q], both odd unless `boundary` is "valid".
