@@ -171,7 +171,7 @@ def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cota
 
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Program):
-    perturbed = [type(t) is not ad.Zero for t in tangents]
+    perturbed = [type(t) is not ad.Zero and t.dtype != dtypes.float0 for t in tangents]
     if program.vjp is None:
         outs, residuals = bind(program, primals), ()
     else:
@@ -307,24 +307,24 @@ def _tangent_batch(axis: Any, operands: Sequence[Any], dims: Sequence[int | None
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     flags = [d is not None for d in dims]
-    shared = _shared_operands(linear, any(linear.split(flags)[0]))
-    for k in shared:
+    for k in _shared_operands(linear):
         if not flags[k]:
             moved[k], flags[k] = jnp.broadcast_to(moved[k], (size, *moved[k].shape)), True
     primals, tangents, residuals = linear.split(flags)
     n_out = linear.program.spec.n_out
-    lanes = Lanes(size, tuple(primals), tuple(tangents), (any(primals),) * n_out, (True,) * n_out)
+    # What the kernel computes again and reads back is memory that each lane needs for itself.
+    lanes = Lanes(size, tuple(primals), tuple(tangents), (True,) * n_out, (True,) * n_out)
     vjp = linear.vjp and _batched_vjp(linear, lanes, tuple(residuals), axis.name)
     wide = dataclasses.replace(linear, lanes=(*linear.lanes, lanes), vjp=vjp)
     results = bind_linear(wide, moved)
     return results, [0] * len(results)
 
 
-def _shared_operands(linear: Linear, batched: bool) -> list[int]:
-    """Operands whose buffers become a batched result's: the tangents of aliased inputs, and those inputs."""
+def _shared_operands(linear: Linear) -> list[int]:
+    """Operands whose buffers become a result's: aliased inputs and their tangents."""
     place = {k: linear.n_in + j for j, k in enumerate(k for k, p in enumerate(linear.perturbed) if p)}
     ins = [i for i, _ in linear.program.spec.aliases]
-    return [place[i] for i in ins if i in place] + (ins if batched else [])
+    return [place[i] for i in ins if i in place] + ins
 
 
 def _batched_vjp(linear: Linear, lanes: Lanes, residuals: tuple[bool, ...], axis_name: Any) -> CustomVjp:
