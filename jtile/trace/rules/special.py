@@ -21,7 +21,7 @@ _TERMS = 9  # of the series itself
 
 def hurwitz_zeta(s, q):
     """`sum over k >= 0 of (q + k)^-s` for s > 1: nine terms, and the Euler-Maclaurin formula for the others
-    (Abramowitz & Stegun, 23.1.30 and 23.2.3). Infinite at s = 1 and at the poles q = 0, -1, ...; NaN for s < 1."""
+    (Abramowitz & Stegun, 23.1.30 and 23.2.3). Infinite at s = 1; NaN for s < 1, and for q < 0 unless s is whole."""
     number = lambda v: jnp.asarray(v, s.dtype)
     total = lax.pow(q, -s)
     for k in range(1, _TERMS):
@@ -33,10 +33,13 @@ def hurwitz_zeta(s, q):
     for j, factor in enumerate(_FACTORS, 1):
         total = total + number(factor) * term
         term = term * ((s + number(2 * j - 1)) / a) * ((s + number(2 * j)) / a)
-    pole = (q <= number(0)) & (q == jnp.floor(q))
-    undefined = (s < number(1)) | ((q <= number(0)) & (s != jnp.floor(s)) & ~pole)
+    # at the poles 0, -1, ... both sides agree for even s alone, as XLA has it
+    below, whole = q <= number(0), s == jnp.floor(s)
+    pole = below & (q == jnp.floor(q))
+    even = jnp.remainder(s, number(2)) == number(0)
+    undefined = (s < number(1)) | (below & ~whole) | (pole & ~even)
     total = jnp.where(undefined, number(np.nan), total)
-    return jnp.where((s == number(1)) | (pole & (s > number(1))), number(np.inf), total)
+    return jnp.where((s == number(1)) | (pole & even & (s > number(1))), number(np.inf), total)
 
 
 def polygamma(n, x):
