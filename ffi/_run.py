@@ -56,8 +56,10 @@ class LoadedImage:
         self.name, self._handle, self._dims = name, handle, tuple(dims)
         self._close = weakref.finalize(self, library().jtile_close, handle)
 
-    def run(self, arrays: Sequence[np.ndarray], *, threads: int = 1) -> None:
+    def run(self, arrays: Sequence[np.ndarray], *, threads: int = 1, sizes: Sequence[int] | None = None) -> None:
         """Run the whole grid: operands, then results, all C-contiguous; results are written in place.
+
+        `sizes` are those of the dynamic dimensions, in the order of `dims`; None: of the arrays, none of them packed.
 
         Raises:
           ValueError: an array is not C-contiguous.
@@ -70,9 +72,9 @@ class LoadedImage:
                 raise ValueError(f"kernel {self.name}: array {k} is not C-contiguous; pass np.ascontiguousarray of it")
         pointers = (ctypes.c_void_p * max(1, len(arrays)))(*(array.ctypes.data for array in arrays))
         if self._dims:
-            places = list(zip(self._dims[0::4], self._dims[1::4], strict=True))
-            sizes = (ctypes.c_int64 * len(places))(*(arrays[k].shape[axis] for k, axis in places))
-            call("jtile_run_sized", self._handle, pointers, sizes, threads)
+            places = zip(self._dims[0::4], self._dims[1::4], strict=True)
+            found = [arrays[k].shape[axis] for k, axis in places] if sizes is None else sizes
+            call("jtile_run_sized", self._handle, pointers, (ctypes.c_int64 * len(found))(*found), threads)
         else:
             call("jtile_run", self._handle, pointers, threads)
 
@@ -92,6 +94,7 @@ def run_image(
     name: str = "kernel",
     threads: int = 1,
     dims: Sequence[int] = (),
+    sizes: Sequence[int] | None = None,
 ) -> None:
     """Load a compiled kernel, run its grid over `arrays` (operands, then results, written in place), unload it.
 
@@ -99,7 +102,7 @@ def run_image(
     """
     loaded = LoadedImage(image, programs=programs, workspace=workspace, isa=isa, sites=sites, name=name, dims=dims)
     try:
-        loaded.run(arrays, threads=threads)
+        loaded.run(arrays, threads=threads, sizes=sizes)
     finally:
         loaded.close()
 

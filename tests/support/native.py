@@ -51,7 +51,9 @@ def run_native(kernel: Kernel, inputs: Sequence[np.ndarray], isa=None) -> list[n
     return run_artifact(artifact, kernel, inputs)
 
 
-def run_artifact(artifact: Artifact, kernel: Kernel, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+def run_artifact(
+    artifact: Artifact, kernel: Kernel, inputs: Sequence[np.ndarray], threads: int = 1
+) -> list[np.ndarray]:
     """Run what a kernel was compiled to; gives the outputs."""
     if is_dynamic(kernel):
         kernel = concrete(kernel, bind_sizes(kernel, [x.shape for x in inputs]))
@@ -60,5 +62,13 @@ def run_artifact(artifact: Artifact, kernel: Kernel, inputs: Sequence[np.ndarray
     results = [packed(x).copy() for x in before]
     for i, o in kernel.aliases:
         operands[i] = results[o]
-    run_image(artifact.image, [*operands, *results], **{n: artifact.launch[n] for n in LAUNCH if n in artifact.launch})
+    dims = artifact.launch.get("dims", ())
+    sizes = [inputs[k].shape[axis] for k, axis in zip(dims[0::4], dims[1::4], strict=True)]
+    run_image(
+        artifact.image,
+        [*operands, *results],
+        sizes=sizes,
+        threads=threads,
+        **{n: artifact.launch[n] for n in LAUNCH if n in artifact.launch},
+    )
     return [unpacked(r, s) for r, s in zip(results, before, strict=True)]
