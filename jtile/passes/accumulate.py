@@ -16,12 +16,13 @@ from jtile.ir.types import DTYPES
 from .affine import Forms, Site, accumulators, sites
 from .lift import lift
 from .nests import only, prepare, speaks, tidy
-from .partials import chunked, chunks
+from .partials import Chunks, Colours, chunked, chunks
 from .renest import renest
 from .settle import covers, disjoint, distinct, settle, told_apart
 from .split_axes import split_axes
 
 FEWEST = 8  # programs that a kernel which serialises a grid axis must have left; below, additions stay atomic
+COLOURS = (2, 3, 4)  # how many copies of an accumulator, for each overlapping axis, are worth that programs run at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,8 @@ class _Part:
 
     kernel: Kernel
     outputs: list[int]
-    serial: frozenset[int] = frozenset()
-    summed: frozenset[int] = frozenset()  # outputs (original positions) that the serial axes are summed away of
+    cut: _Cut | None = None
+    summed: frozenset[int] = frozenset()  # outputs (original positions) that the cut axes are summed away of
 
 
 def accumulate(kernel: Kernel, narrow: Sequence[str | None] = ()) -> Pieces:
@@ -116,72 +117,97 @@ def _meeting(kernel: Kernel) -> list[Value]:
 # -- which outputs go together ----------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """What happens to the grid axes along which programs meet at an accumulator: walked in one program, or coloured."""
+
+    serial: tuple[int, ...] = ()
+    colours: tuple[tuple[int, int], ...] = ()  # axis, number
+
+
 def _parts(kernel: Kernel) -> list[_Part]:
-    """Kernels for the outputs: one for each re-nested, one for each set of grid axes that is summed away, one for the
-    rest, which joins the first of those."""
+    """Kernels for the outputs: one for each re-nested, one for each way to cut grid axes, one for the rest, which joins
+    the first of those."""
     position = {r: k for k, r in enumerate(kernel.outputs)}
     meeting = _meeting(kernel)
     own: list[_Part] = []
-    serial: dict[tuple[int, ...], list[Value]] = {}
+    cuts: dict[_Cut, list[Value]] = {}
     rest = [r for r in kernel.outputs if r not in meeting]
     for ref in meeting:
         new = renest(kernel, ref)
-        axes = _serial_axes(kernel, ref)
+        cut = _cut(kernel, ref) if new is None else None
         if new is not None:
             own.append(_Part(dataclasses.replace(new, name=_name(kernel, ref)), [position[ref]]))
-        elif axes is not None:
-            serial.setdefault(axes, []).append(ref)
+        elif cut is not None:
+            cuts.setdefault(cut, []).append(ref)
         else:
             rest.append(ref)
-    groups: list[tuple[tuple[int, ...], list[Value]]] = list(serial.items())
+    groups: list[tuple[_Cut, list[Value]]] = list(cuts.items())
     if rest and groups:
         groups[0] = (groups[0][0], groups[0][1] + rest)
     elif rest:
-        groups = [((), rest)]
-    parts = [_group(kernel, axes, refs, serial.get(axes, ())) for axes, refs in groups]
+        groups = [(_Cut(), rest)]
+    parts = [_group(kernel, cut, refs, cuts.get(cut, ())) for cut, refs in groups]
+    for part, (_, refs) in zip(parts[1:], groups[1:], strict=True):
+        if part is not None:
+            part.kernel = dataclasses.replace(part.kernel, name=_name(kernel, refs[0]))
     if any(p is None for p in parts):
         return [_Part(kernel, list(range(_outputs(kernel))))]
     return [*(p for p in parts if p is not None), *own]
 
 
-def _group(kernel: Kernel, axes: tuple[int, ...], refs: list[Value], summed: Sequence[Value]) -> _Part | None:
+def _group(kernel: Kernel, cut: _Cut, refs: list[Value], summed: Sequence[Value]) -> _Part | None:
     kept = [r for r in kernel.outputs if r in refs]
     new = kernel if len(kept) == _outputs(kernel) else only(kernel, kept)
     if new is None:
         return None
     at = [k for k, r in enumerate(kernel.outputs) if r in refs]
     wide = frozenset(k for k, r in enumerate(kernel.outputs) if r in summed)
-    return _Part(new, at, frozenset(axes), wide)
+    return _Part(new, at, cut, wide)
 
 
 def _name(kernel: Kernel, ref: Value) -> str:
     return f"{kernel.name}_{ref.name}" if ref.name else kernel.name
 
 
-def _serial_axes(kernel: Kernel, ref: Value) -> tuple[int, ...] | None:
-    """The grid axes along which programs meet at an accumulator, if walking them in one program is worth it."""
+def _cut(kernel: Kernel, ref: Value) -> _Cut | None:
+    """How to cut the grid axes along which programs meet at an accumulator, if that is worth it."""
     found = _where(kernel)[ref]
     forms = Forms(kernel)
     if not all(distinct(forms, s) for s in found):
         return None
-    apart = told_apart(forms, found)
-    axes = tuple(a for a, n in enumerate(kernel.grid) if n > 1 and a not in apart)
-    if all(not s.path for s in found) and _missing(kernel, found, axes):
-        return axes
-    # The sum stays in memory: chunks cost a copy of the output each, which must leave enough programs.
-    cuts = chunks(kernel.grid, axes, _nbytes(ref))
-    programs = math.prod(n for a, n in enumerate(kernel.grid) if a not in axes) * math.prod(c.count for c in cuts)
-    return axes if programs >= min(FEWEST, math.prod(kernel.grid)) else None
+    wide = {a for a, n in enumerate(kernel.grid) if n > 1}
+    axes = wide - told_apart(forms, found)
+    missing = {a for a in axes if _missing(forms, found, a)}
+    for count in COLOURS:
+        colours = {a: min(count, kernel.grid[a]) for a in axes - missing}
+        if colours and wide - missing <= told_apart(forms, found, colours):
+            return _worth(kernel, ref, found, _Cut(tuple(sorted(missing)), tuple(sorted(colours.items()))))
+    return _worth(kernel, ref, found, _Cut(tuple(sorted(axes))))
 
 
-def _missing(kernel: Kernel, found: list[Site], axes: tuple[int, ...]) -> bool:
-    """Whether no index depends on any of these axes."""
+def _worth(kernel: Kernel, ref: Value, found: list[Site], cut: _Cut) -> _Cut | None:
+    """A sum that is carried is always worth it. One that stays in memory costs a copy of the output for each chunk,
+    which must leave enough programs."""
     forms = Forms(kernel)
-    for s in found:
-        starts = [forms.start(d) for d in s.op.index]
-        if any(f is None or any(v in axes for v, _ in f.terms) for f in starts):
-            return False
-    return True
+    if all(not s.path for s in found) and all(_missing(forms, found, a) for a in cut.serial):
+        return cut
+    parts = _chunks(kernel.grid, cut, _nbytes(ref))
+    programs = math.prod(n for a, n in enumerate(kernel.grid) if a not in cut.serial)
+    programs *= math.prod(c.count for c in parts if c.axis in cut.serial)
+    return cut if programs >= min(FEWEST, math.prod(kernel.grid)) else None
+
+
+def _chunks(grid: Sequence[int], cut: _Cut, nbytes: int) -> list[Chunks | Colours]:
+    colours = [Colours(a, grid[a], n) for a, n in cut.colours]
+    copies = math.prod(c.count for c in colours)
+    return [*colours, *chunks(grid, cut.serial, nbytes * copies)]
+
+
+def _missing(forms: Forms, found: list[Site], axis: int) -> bool:
+    """Whether no index depends on a grid axis."""
+    starts = [forms.start(d) for s in found for d in s.op.index]
+    return all(f is not None and all(v != axis for v, _ in f.terms) for f in starts)
 
 
 def _nbytes(ref: Value) -> int:
@@ -196,10 +222,10 @@ def _settled(part: _Part, narrow: Sequence[str | None]) -> tuple[Kernel, list[in
     kernel, original = part.kernel, dict(zip(part.kernel.outputs, part.outputs, strict=True))
     covered = _covered(kernel)
     partials: dict[int, int] = {}
-    if part.serial:
+    if part.cut is not None and part.summed:
         summed = [r for r in kernel.outputs if original[r] in part.summed]
         nbytes = max((_nbytes(r) for r in summed), default=0)
-        kernel, moved = chunked(kernel, chunks(kernel.grid, part.serial, nbytes), summed)
+        kernel, moved = chunked(kernel, _chunks(kernel.grid, part.cut, nbytes), summed)
         original |= {new: original[old] for old, new in moved.items()}
         partials = {original[r]: 1 for r in moved.values()}
         kernel = tidy(lift(tidy(kernel), accumulators(kernel)))

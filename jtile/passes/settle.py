@@ -4,13 +4,16 @@ elements, and then reads, adds and writes, or where nothing was added before onl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jtile.ir import Atomic, For, Kernel, Load, Map, RefType, Store, Take, Value
 
 from .affine import Forms, Lane, Site, Var
 from .rewrite import Rewriter, Rules
+
+NO_COLOURS: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +50,6 @@ def digits(forms: Forms, site: Site, dim: int) -> tuple[int, list[Digit]] | None
     return const, sorted(out, key=_size)
 
 
-def _symbols(ds: list[Digit]) -> set[Digit]:
-    return {d for d in ds if _symbol(d)}
-
-
 def _symbol(d: Digit) -> bool:
     return d.count == 0 and not isinstance(d.var, Lane)
 
@@ -73,27 +72,43 @@ def decoded(ds: Sequence[Digit], gap: int, wanted: type) -> set[Any]:
     return found
 
 
-def told_apart(forms: Forms, where: Sequence[Site]) -> set[int]:
-    """Grid axes along which different programs surely touch different elements, whatever the site."""
+def told_apart(forms: Forms, where: Sequence[Site], colours: Mapping[int, int] = NO_COLOURS) -> set[int]:
+    """Grid axes along which different programs surely touch different elements, whatever the site.
+
+    `colours`: of these axes only programs are compared whose ids are equal modulo the number given.
+    """
     found: set[int] = set()
-    for dim in range(len(where[0].op.index)):
-        parts = [digits(forms, s, dim) for s in where]
-        known = [p for p in parts if p is not None]
-        if len(known) < len(parts):
-            continue
-        across = [[d for d in ds if isinstance(d.var, int)] for _, ds in known]
-        within = [[(d.size, d.count) for d in ds if not isinstance(d.var, int) and d.count] for _, ds in known]
-        symbols = [_symbols(ds) for _, ds in known]
-        if any(set(a) != set(across[0]) for a in across) or any(s != symbols[0] for s in symbols):
-            continue
-        low = min(const for const, _ in known)
-        if all(w == within[0] for w in within):
-            gap, ds = max(const for const, _ in known) - low, known[0][1]
-        else:  # all that one program touches, as one window
-            ends = [const + sum(n * (c - 1) for n, c in w) for (const, _), w in zip(known, within, strict=True)]
-            gap, ds = max(ends) - low, across[0]
-        found |= {v for v in decoded(ds, gap, int) if isinstance(v, int)}
-    return found
+    while True:  # what one dimension has told is equal in the others
+        more = set().union(*(_told(forms, where, dim, found, colours) for dim in range(len(where[0].op.index))))
+        if more <= found:
+            return found
+        found |= more
+
+
+def _told(forms: Forms, where: Sequence[Site], dim: int, known: set[int], colours: Mapping[int, int]) -> set[int]:
+    """Grid axes that one dimension of the index tells, where those `known` are equal."""
+    parts = [p for s in where if (p := digits(forms, s, dim)) is not None]
+    across = [[d for d in ds if isinstance(d.var, int)] for _, ds in parts]
+    within = [[(d.size, d.count) for d in ds if not isinstance(d.var, int) and d.count] for _, ds in parts]
+    symbols = [{d for d in ds if _symbol(d)} for _, ds in parts]
+    if (
+        len(parts) < len(where)
+        or any(set(a) != set(across[0]) for a in across)
+        or any(s != symbols[0] for s in symbols)
+    ):
+        return set()
+    low = min(const for const, _ in parts)
+    if all(w == within[0] for w in within):
+        gap, ds = max(const for const, _ in parts) - low, parts[0][1]
+    else:  # all that one program touches, as one window
+        ends = [const + sum(n * (c - 1) for n, c in w) for (const, _), w in zip(parts, within, strict=True)]
+        gap, ds = max(ends) - low, across[0]
+    ds = [_coloured(d, colours.get(d.var, 1)) if isinstance(d.var, int) else d for d in ds if d.var not in known]
+    return {v for v in decoded(sorted(ds, key=_size), gap, int) if isinstance(v, int)}
+
+
+def _coloured(d: Digit, colours: int) -> Digit:
+    return dataclasses.replace(d, size=d.size * colours, count=-(-d.count // colours))
 
 
 def distinct(forms: Forms, site: Site) -> bool:
@@ -140,7 +155,7 @@ def covers(forms: Forms, site: Site) -> bool:
     seen: list[Var | Lane] = []
     for dim, n in enumerate(op.ref.shape):
         part = digits(forms, site, dim)
-        if part is None or part[0] != 0 or _symbols(part[1]):
+        if part is None or part[0] != 0 or any(map(_symbol, part[1])):
             return False
         reach = 0
         for d in part[1]:

@@ -9,7 +9,7 @@ import pytest
 from accumulation import atomics, carries, check
 
 from jtile.interpret import interpret
-from jtile.ir import Load, Store, parse_kernel, print_kernel
+from jtile.ir import If, Load, Store, parse_kernel, print_kernel
 from jtile.passes import partials
 from jtile.passes.accumulate import Pieces, Result, accumulate
 
@@ -463,10 +463,48 @@ def test_outputs_that_miss_different_axes_have_kernels_of_their_own(monkeypatch)
     assert [r.partials for r in pieces.results] == [0, 0, 0, 1]
 
 
-def test_windows_that_reach_into_the_next_program_add_in_partials():
-    body = "%i = program_id 0\n%v = load %x[%i:+3]\n%0 = atomic add %o[%i:+3], %v"
-    pieces = check(kernel(body, "%x: ref<20xf32>, %o: ref<20xf32, out>", "16"))
-    assert (atomics(pieces), pieces.results[0].partials) == (0, 1)
+@pytest.mark.parametrize(("step", "programs", "entries"), [(1, 18, 3), (1, 16, 3), (1, 2, 2), (2, 9, 2), (2, 8, 2)])
+def test_windows_that_reach_into_the_next_programs_have_colours(step, programs, entries):
+    """Three elements, one or two on: programs three or two apart do not meet, and store side by side."""
+    body = f"%i = program_id 0\n%s = mul %i, %c{step}\n%v = load %x[%s:+3]\n%0 = atomic add %o[%s:+3], %v"
+    pieces = check(kernel(body, "%x: ref<20xf32>, %o: ref<20xf32, out>", str(programs)))
+    (k,) = pieces.kernels
+    assert (atomics(pieces), ops(pieces, Load), pieces.results[0].partials) == (0, 1, 1)
+    assert (k.outputs[0].shape, k.inits) == ((entries, 20), (0,))
+    assert k.grid == ((entries,) if programs == 2 else (-(-programs // entries), entries))
+    assert any(isinstance(op, If) for op in k.body.walk()) == bool(programs % entries)
+
+
+def test_a_stencil_colours_both_axes_and_sums_its_weights():
+    """dx of 3 x 3 points in 4 x 4 blocks: four copies, whatever the number of programs; dw in chunks."""
+    points = "\n".join(
+        f"%d{a}{b} = mul %g0, %w{a}{b}\n%a{a}{b} = atomic add %dx[%n, %i{a}:+4, %j{b}:+4], %d{a}{b}\n"
+        f"%x{a}{b} = load %x[%n, %i{a}:+4, %j{b}:+4]\n%p{a}{b} = mul %x{a}{b}, %g0\n"
+        f"%s{a}{b} = reduce sum %p{a}{b} axes=(0, 1)\n%e{a}{b} = atomic add %dw[%c{a}, %c{b}], %s{a}{b}"
+        for a in range(3) for b in range(3)
+    )  # fmt: skip
+    weights = "\n".join(
+        f"%u{a}{b} = load %w[%c{a}, %c{b}]\n%w{a}{b} = broadcast %u{a}{b} dims=() : tile<4x4xf32>"
+        for a in range(3) for b in range(3)
+    )  # fmt: skip
+    starts = "\n".join(f"%{v}{a} = add %{v}, %c{a}" for v in "ij" for a in range(3))
+    body = f"""
+%n = program_id 0
+%bi = program_id 1
+%bj = program_id 2
+%i = mul %bi, %c4
+%j = mul %bj, %c4
+{starts}
+{weights}
+%g0 = load %g[%n, tile(%bi, 4), tile(%bj, 4)]
+{points}
+"""
+    refs = "%x: ref<2x12x20xf32>, %w: ref<3x3xf32>, %g: ref<2x10x18xf32>"
+    outputs = "%dx: ref<2x12x20xf32, out>, %dw: ref<3x3xf32, out>"
+    pieces = check(kernel(body, f"{refs}, {outputs}", "2, 3, 5", "%dx = 0, %dw = 0"))
+    assert (atomics(pieces), len(pieces.kernels)) == (0, 2)
+    assert pieces.kernels[0].outputs[0].shape == (4, 2, 12, 20)
+    assert pieces.kernels[0].grid == (2, 2, 2, 3, 2)
 
 
 # -- what stays as it is ----------------------------------------------------------------------------------------------
