@@ -167,17 +167,22 @@ def assign(program: Program, mesh: Mapping[str, int], specs: Sequence[Any]) -> d
     rule = rule_of(program)
     out: dict[str, Axes] = {}
     taken: set[str] = set()
-    for dims, spec in zip((*rule.outputs, *rule.inputs), specs):
-        for name, entry in zip(dims, tuple(spec)):
-            axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            if not name or name in out:
-                continue
-            axes = tuple(a for a in axes if a not in taken and mesh[a] > 1)
-            while axes and not can_cut(program, name, math.prod(mesh[a] for a in axes)):
-                axes = axes[:-1]
-            if axes:
-                out[name] = axes
-                taken.update(axes)
+    wanted = {n for dims in rule.outputs for n in dims}.union(*rule.partial)
+    entries = [
+        (name, (entry,) if isinstance(entry, str) else tuple(entry or ()))
+        for dims, spec in zip((*rule.outputs, *rule.inputs), specs)
+        for name, entry in zip(dims, tuple(spec))
+        if name
+    ]
+    for name, axes in sorted(entries, key=lambda e: e[0] not in wanted):  # what no result depends on comes last
+        if name in out:
+            continue
+        axes = tuple(a for a in axes if a not in taken and mesh[a] > 1)
+        while axes and not can_cut(program, name, math.prod(mesh[a] for a in axes)):
+            axes = axes[:-1]
+        if axes:
+            out[name] = axes
+            taken.update(axes)
     return out
 
 

@@ -191,6 +191,8 @@ class _Finder:
             self.classes.close(root, "two dimensions of one array are walked in step")
         elif len(axes) > 1 or (axes and len(counters) > 1):
             self.classes.close(root, "the dimension is walked in two ways at once")
+        elif any(len({u.how.reverse for u in uses if _follows(u, c)}) > 1 for c in counters):
+            self.classes.close(root, "arrays are walked in opposite directions")
         elif counters and any(u.how is WHOLE for u in uses):
             self.classes.close(root, "the dimension is walked, and also read as a whole")
         elif _nested([c.loop for c in counters if c.loop]):
@@ -266,6 +268,10 @@ class _Finder:
 
 def _name(k: int) -> str:
     return chr(ord("a") + k) if k < 26 else f"f{k}"
+
+
+def _follows(use: Use, counter: Counter) -> bool:
+    return isinstance(use.how, Walk) and use.how.counter == counter
 
 
 def _nested(loops: list[ir.For]) -> bool:
