@@ -34,6 +34,17 @@ def test_the_quickstart_runs(tmp_path, capsys):
     assert "tile_ir" in capsys.readouterr().out
 
 
+def test_the_transforms_page_runs(tmp_path, capsys):
+    module = run("\n".join(python_blocks("docs/transforms.md")), tmp_path)
+    text = capsys.readouterr().out
+    assert text.count("kernel @") == 2 and "atomic" not in text
+    assert (module.da == 90).all() and module.many.shape == (5, 100, 90)
+    x = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    weighted = lambda f: lambda x: (f(x) * x).sum()
+    want = module.jax.grad(weighted(module.jax.nn.softmax))(x)
+    np.testing.assert_allclose(module.jax.grad(weighted(module.softmax))(x), want, rtol=1e-4, atol=1e-6)
+
+
 def test_the_export_page_runs(tmp_path):
     pytest.importorskip("flatbuffers", reason="flatbuffers, which jax.export needs, is not installed")
     module = run("\n".join(python_blocks("docs/export.md")), tmp_path)
