@@ -60,9 +60,9 @@ class UpperBounds:
 
     def _fits(self, bound: Size, v: Value) -> bool:
         """No dimension has more than 2**31 - 1 elements, so neither has what is at most a dimension."""
-        if isinstance(bound, int):
-            return True
         bits = DTYPES[v.dtype].bits - (DTYPES[v.dtype].kind == "i")
+        if isinstance(bound, int):
+            return bound < 1 << bits
         return bits >= 31 and any(at_least(n, bound) for n in self.sides)
 
     def _bound(self, v: Value, depth: int) -> Size | None:

@@ -91,8 +91,12 @@ class Intervals:
     def set(self, v: Value, i: Interval | None) -> None:
         limits = dtype_range(v.dtype)
         # A result that may leave its dtype wraps, and then it may be anything.
-        if i is not None and limits is not None and i.inside(limits):
+        if i is None or limits is None:
+            return
+        if i.inside(limits):
             self.known[v] = i
+        elif self.upper.sides and i.lo >= limits.lo and self.upper(v) is not None:
+            self.known[v] = Interval(i.lo, limits.hi)  # it is at most a dimension, so it does not wrap
 
     def visit(self, op: Op) -> None:
         """Learn about the results of an op without regions, or of a region op whose regions were visited."""
