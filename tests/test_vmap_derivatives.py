@@ -1,11 +1,14 @@
 """vmap of derivatives and derivatives of vmap, against the `jnp` form; as many launches as without vmap, no loop."""
 
 import jax
+import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jtile as jt
+from jtile import ir
+from jtile._lowering import pieces_of
 
 
 def whole(seed, *shape):
@@ -141,3 +144,23 @@ def test_a_rule_that_uses_the_mapped_axis():
     np.testing.assert_array_equal(jax.grad(f)(x), jnp.tile(weights.sum(0), (3, 1)))
     g = jax.vmap(jax.grad(lambda x, w: (copy(x) * w).sum()), axis_name="i")
     np.testing.assert_array_equal(g(x, weights), jnp.tile(weights.sum(0), (3, 1)))
+
+
+def programs(jaxpr):
+    for eqn in jaxpr.eqns:
+        if "program" in eqn.params:
+            yield eqn.params["program"]
+        for inner in jexc.jaxprs_in_params(eqn.params):
+            yield from programs(inner)
+
+
+def test_lanes_that_share_an_operand_sum_its_cotangent_without_atomics():
+    """The lane is one more axis to sum over, and is nested into the kernel that makes the weight's cotangent."""
+    a, b = whole(0, 16, 128, 64), whole(1, 64, 32)
+    f = lambda a, b: matmul(a, b, bm=32, bn=32, bk=32)
+    traced = jax.make_jaxpr(jax.grad(loss(jax.vmap(f, (0, None))), (0, 1)))(a, b)
+    reverse = [p for p in programs(traced.jaxpr) if p.name == "matmul_vjp"]
+    (pieces,) = [pieces_of(p) for p in reverse]
+    assert [len(k.grid) for k in pieces.kernels] == [3, 1]  # lanes x rows x columns for a, a column of tiles for b
+    assert not any("atomic" in ir.print_kernel(k) for k in pieces.kernels)
+    assert [r.partials for r in pieces.results] == [0, 0]
