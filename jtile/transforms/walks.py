@@ -216,7 +216,7 @@ class Walks:
             return None
         counters, steps = found
         size = getattr(dim, "size", 1)
-        if n == 1 and not steps.any():  # the one head of multi-query attention: `h // heads`
+        if n == size == 1 and not steps.any():  # the one head of multi-query attention: `h // heads`
             return WHOLE
         if isinstance(dim, ir.Span):
             if dim.stride != 1 or size == 0 or (steps % size).any():
