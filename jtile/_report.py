@@ -15,6 +15,9 @@ TRANSFORMS = (
 )  # fmt: skip
 
 
+INTEGERS = "of integers"  # what the check of float0 cotangents is about
+
+
 @dataclasses.dataclass(frozen=True)
 class Check:
     """One check.
@@ -76,8 +79,8 @@ class Report:
         return Report(data["kernel"], tuple(Check(**c) for c in data["checks"]))
 
     def row(self) -> dict[str, str]:
-        """Transform -> what can be said of it in a word or two: `"yes"`, `"no: why"`, `"failed"`, or a list of what
-        passed where only a part did. Transforms that no check was about are left out."""
+        """Transform -> what can be said of it: `"yes"`, `"no: why"`, `"failed"`, or what passed and what did not, and
+        why. Transforms that no check was about are left out."""
         out = {}
         for transform in TRANSFORMS:
             mine = [c for c in self.checks if c.transform == transform]
@@ -93,6 +96,9 @@ def _summary(transform: str, checks: list[Check]) -> str:
     skipped = [c for c in checks if c.status == "skipped"]
     if not passed:
         return "no: " + "; ".join(dict.fromkeys(c.detail for c in skipped))
-    if transform == "dtype" or skipped:
-        return ", ".join(p for p in passed if p) or "yes"
-    return "yes"
+    if transform == "dtype":
+        return ", ".join(passed)
+    if not skipped:
+        return "yes"
+    parts = ", ".join(p for p in passed if p != INTEGERS) or "yes"
+    return "; ".join([parts, *[f"not {c.subject}: {c.detail}" for c in skipped]])

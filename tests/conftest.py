@@ -30,6 +30,7 @@ hypothesis.settings.register_profile("explore", max_examples=1000, **_SETTINGS)
 
 def pytest_addoption(parser):
     parser.addoption("--runslow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--composition", action="store_true", help="rewrite docs/composition.json from the tests that run")
     parser.addoption("--explore", action="store_true", help="hypothesis draws new examples instead of the stored order")
 
 

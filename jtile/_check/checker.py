@@ -15,7 +15,7 @@ import numpy as np
 from jtile._check import devices
 from jtile._check.compare import Measured, MismatchError, SkippedError, dot, error_of, skip, stack_rows, where_off, wide
 from jtile._config import config
-from jtile._report import TRANSFORMS, Check, Report
+from jtile._report import INTEGERS, TRANSFORMS, Check, Report
 from jtile.testing import TOLERANCES
 
 Skips = Mapping[str, str]
@@ -66,6 +66,9 @@ class Checker:
         self.rng = np.random.default_rng(s.seed)
         self.outs = jax.eval_shape(self.reference, *self.leaves)
         self.float_outs = [k for k, o in enumerate(self.outs) if o.dtype.name in _DIFFERENTIABLE]
+        self.reverse = (
+            bool(self.floats and self.float_outs) and "vjp" not in s.skip
+        )  # whether a gradient can be asked for
 
     def _flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` from leaves to a tuple of leaves."""
@@ -82,11 +85,12 @@ class Checker:
 
     # -- running -----------------------------------------------------------------------------------------------------
     def run(self, name: str) -> Report:
-        jobs = [j for j in self.jobs() if not self.s.only or j[0] in self.s.only]
+        jobs = list(self.jobs())
         unknown = set(self.s.only) - set(TRANSFORMS) | {n for n in self.s.skip if not any(_named(j, n) for j in jobs)}
         if unknown:
             known = ", ".join(dict.fromkeys(f"{t} {subject}".strip() for t, subject, _ in jobs))
             raise ValueError(f"check_kernel has no check {sorted(unknown)}; there are {known}")
+        jobs = [j for j in jobs if not self.s.only or j[0] in self.s.only]
         return Report(name, tuple(self._check(j) for j in jobs))
 
     def _check(self, job: Job) -> Check:
@@ -135,7 +139,7 @@ class Checker:
             elif k in self.floats:
                 yield "vjp", name, functools.partial(self.vjp, k)
         if any(x.dtype.kind in "iub" for x in self.leaves) and self.floats:
-            yield "vjp", "of integers", self.integer_cotangents
+            yield "vjp", INTEGERS, self.integer_cotangents
         if self.floats:
             yield "numeric", "", self.numeric
             yield "checkpoint", "", self.checkpointed

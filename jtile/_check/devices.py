@@ -59,7 +59,7 @@ def _rows(c: Checker) -> _Rows:
     leaves = [jnp.asarray(x) for x in c.leaves]
     rows = [[x if j == shared else turn(x, k) for j, x in enumerate(leaves)] for k in range(count)]
     batch = [x if j == shared else jnp.stack([r[j] for r in rows]) for j, x in enumerate(leaves)]
-    cotangents = [jnp.stack([ct] * count) for ct in c.cotangents] if c.float_outs else []
+    cotangents = [jnp.stack([ct] * count) for ct in c.cotangents] if c.reverse else []
     return _Rows(rows, shared, batch, cotangents)
 
 
@@ -82,7 +82,7 @@ def sharded(c: Checker) -> Measured:
 
     spread = jax.shard_map(local, mesh=mesh, in_specs=r.specs(), out_specs=PartitionSpec("d"))
     found = c.compare(jax.jit(spread)(*r.batch), stack_rows([c.expect(*row) for row in r.rows], 0))
-    if c.floats and c.float_outs:
+    if c.reverse:
         found = c.compare(jax.jit(c.pull(spread))(r.batch, r.cotangents), _gradients(c, r), derivative=True)
     return dataclasses.replace(found, detail=f"{len(r.rows)} devices, checked with varying axes")
 
@@ -96,7 +96,7 @@ def partitioned(c: Checker) -> Measured:
     value = jax.jit(over).lower(*batch).compile()
     _no_gather(value.as_text())
     found = c.compare(value(*batch), stack_rows([c.expect(*row) for row in r.rows], 0))
-    if c.floats and c.float_outs:
+    if c.reverse:
         cotangents = [jax.device_put(ct, NamedSharding(mesh, PartitionSpec("d"))) for ct in r.cotangents]
         pull = jax.jit(c.pull(over)).lower(batch, cotangents).compile()
         _no_gather(pull.as_text())
@@ -118,7 +118,7 @@ def exported(c: Checker) -> Measured:
 
     from jtile._export import export_checks
 
-    order = 1 if c.floats and c.float_outs else 0
+    order = int(c.reverse)
     run = export.export(jax.jit(c.kernel), disabled_checks=export_checks())(*c.leaves)
     again = export.deserialize(run.serialize(vjp_order=order))
     found = c.compare(jax.jit(again.call)(*c.leaves), c.expected)

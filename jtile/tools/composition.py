@@ -1,0 +1,73 @@
+"""What composes with what, from the reports of the tests. `python -m jtile.tools.composition > docs/composition.md`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+Rows = Mapping[str, Mapping[str, str]]  # op or kind of kernel -> transform -> `Report.row`'s words
+
+COLUMNS = (
+    "jvp", "vjp", "second order", "checkpoint", "vmap", "grad of vmap", "vmap of grad", "shard_map", "partitioned jit",
+    "export",
+)  # fmt: skip
+
+_PAGE = """# What composes with what
+
+This page is made by the tests: `pytest --composition tests/ops/test_transforms.py tests/transforms/test_kinds.py` runs
+`jt.testing.check_kernel` on every row and writes `docs/composition.json`, and `python -m jtile.tools.composition >
+docs/composition.md` prints it. Every run of the tests compares what it finds with that file.
+
+A **+** stands for a comparison with a `jnp` function: of the tangents (jvp), of the cotangent of every float argument
+and of differences of the kernel itself (vjp), of the derivative of the gradient along a direction (second order), of
+`jax.checkpoint`, of a batch over each argument alone and over all of them (vmap), of one argument that a whole batch
+shares (grad of vmap), of gradients with `check_vma=True` over eight devices (shard_map), of a batch that is sharded
+over eight devices under `jax.jit`, without a gather in the compiled program (partitioned jit), of the value and the
+vjp of a program that `jax.export` serialised and read back (export). Everything also runs under `jax.jit`, in the
+interpreter, and with poisoned outputs.
+
+## The kernel library
+
+{ops}
+
+## Kinds of kernels
+
+{kinds}
+
+{notes}
+"""
+
+
+def page(data: Mapping[str, Rows]) -> str:
+    """The text of docs/composition.md."""
+    notes: dict[str, int] = {}
+    ops, kinds = (_table(data[key], what, notes) for key, what in (("ops", "op"), ("kinds", "kernel with")))
+    lines = [f"{k}. {text[0].upper()}{text[1:]}." for text, k in notes.items()]
+    return _PAGE.format(ops=ops, kinds=kinds, notes="\n".join(lines)).rstrip() + "\n"
+
+
+def _table(rows: Rows, what: str, notes: dict[str, int]) -> str:
+    lines = [f"| {what} | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name, row in rows.items():
+        cells = [_cell(row.get(c, "no: there is nothing to differentiate"), notes) for c in COLUMNS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(words: str, notes: dict[str, int]) -> str:
+    """`+`, or what holds and the number of the note that says why the rest does not."""
+    if words == "yes":
+        return "+"
+    parts, _, why = ("–", "", words.removeprefix("no: ")) if words.startswith("no: ") else words.partition("; ")
+    return f"{parts} ({notes.setdefault(why, len(notes) + 1)})" if why else parts
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("docs/composition.json")
+    sys.stdout.write(page(json.loads(path.read_text())))
+
+
+if __name__ == "__main__":
+    main()

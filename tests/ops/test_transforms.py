@@ -1,0 +1,38 @@
+"""Every op of the library under every transform, against its reference; docs/composition.json says the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import composition
+import pytest
+from library_cases import CASES
+
+from jtile.testing import Report, check_kernel
+
+SUPPORT = Path(composition.__file__).parent
+# Values, dtypes and the interpreter have tests of their own for each op, in more shapes.
+HERE = (
+    "jvp", "vjp", "numeric", "checkpoint", "vmap", "grad of vmap", "vmap of grad", "second order", "export",
+)  # fmt: skip
+CHUNKS = [list(CASES)[k::6] for k in range(6)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_transform(name, request):
+    case = CASES[name]
+    report = check_kernel(case.op, case.reference, case.args(), name=name, only=HERE, **case.options)
+    composition.agree(request.config, "ops", list(CASES), report)
+
+
+@pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
+def test_over_eight_devices(names, request, subprocess_env):
+    env = subprocess_env | {"PYTHONPATH": str(SUPPORT)}
+    run = [sys.executable, str(SUPPORT / "device_checks.py"), "library_cases", *names]
+    done = subprocess.run(run, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    reports = [Report.from_dict(r) for r in json.loads(done.stdout)]
+    composition.agree(request.config, "ops", list(CASES), *reports)

@@ -1,0 +1,49 @@
+"""Every kind of kernel under every transform, against its `jnp` form; docs/composition.json says the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import composition
+import jax
+import pytest
+from kernel_kinds import CASES, largest, newton
+from library_cases import floats
+
+from jtile.errors import TransformError
+from jtile.testing import Report, check_kernel
+
+SUPPORT = Path(composition.__file__).parent
+DEVICES = ("shard_map", "partitioned jit")
+CHUNKS = [list(CASES)[k::3] for k in range(3)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_transform(name, request):
+    case = CASES[name]
+    skip = {**case.options.get("skip", {}), **dict.fromkeys(DEVICES, "in a process of its own")}
+    report = check_kernel(case.op, case.reference, case.args(), name=name, **{**case.options, "skip": skip})
+    here = Report(name, tuple(c for c in report.checks if c.transform not in DEVICES))
+    composition.agree(request.config, "kinds", list(CASES), here)
+
+
+@pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
+def test_over_eight_devices(names, request, subprocess_env):
+    env = subprocess_env | {"PYTHONPATH": str(SUPPORT)}
+    run = [sys.executable, str(SUPPORT / "device_checks.py"), "kernel_kinds", *names]
+    done = subprocess.run(run, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    reports = [Report.from_dict(r) for r in json.loads(done.stdout)]
+    composition.agree(request.config, "kinds", list(CASES), *reports)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [(newton, "loops that count their rounds"), (largest, "depends on the order of the programs")],
+)
+def test_what_the_table_calls_impossible_is_an_error_that_says_so(kernel, message):
+    with pytest.raises(TransformError, match=message):
+        jax.grad(lambda x: kernel(x).sum())(floats(2, 3))
