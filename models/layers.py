@@ -1,10 +1,13 @@
 """The layers of a decoder, as functions over arrays: the one place that chooses the kernel for each step of a model.
 
 Activations are float32 and row-major. Weights are dense [out, in] (float32, float16 or bfloat16), a `QuantizedTensor`,
-or a tuple of these whose outputs are concatenated. Sums run in float32 whatever the weight is.
+a tuple of these whose outputs are concatenated, or any of these with a low-rank update (`Adapted`). Sums run in float32
+whatever the weight is.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,19 @@ from jtile import ops
 from jtile.models import kernels
 from jtile.ops import QuantizedTensor
 
-Weight = jax.Array | QuantizedTensor | tuple
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """The weight `base` + scale * b a: base [out, in], a float32 [rank, in], b float32 [out, rank]; see `lora.py`."""
+
+    base: Weight
+    a: jax.Array
+    b: jax.Array
+    scale: float = dataclasses.field(metadata=dict(static=True))
+
+
+Weight = jax.Array | QuantizedTensor | tuple | Adapted
 
 
 def rms_norm(x, weight, eps: float):
@@ -23,6 +38,8 @@ def rms_norm(x, weight, eps: float):
 
 def linear(x, weight: Weight, residual=None):
     """x [..., in] times the transposed weight, plus the residual if there is one: [..., out], float32."""
+    if isinstance(weight, Adapted):
+        return linear(x, weight.base, residual) + weight.scale * linear(linear(x, weight.a), weight.b)
     if isinstance(weight, tuple):
         y = jnp.concatenate([linear(x, part) for part in weight], axis=-1)
         return y if residual is None else y + residual
@@ -73,7 +90,8 @@ def decode_attention(q, keys, values, lengths):
 def gated_mlp(x, gate: Weight, up: Weight, down: Weight, residual):
     """residual + down(silu(gate(x)) * up(x))."""
     storages = {w.kind if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
-    if len(storages) == 2:  # a file that mixes them
+    adapted = any(isinstance(w, Adapted) for w in (gate, up))
+    if adapted or len(storages) == 2:  # the latter: a file that mixes them
         hidden = jax.nn.silu(linear(x, gate)) * linear(x, up)
     else:
         hidden = ops.gated_mlp(x, gate, up, transpose=True)

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jtile import ops
 from jtile._errors import ModelError
 from jtile.models import cache as kv
 from jtile.models import layers
 from jtile.ops import QuantizedTensor
+
+IGNORED = -100  # the label of a token that is not to be predicted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +234,12 @@ class Llama(nnx.Module):
         self.norm = nnx.Param(_f32(weight("model.norm.weight", (config.hidden_size,))))
         self.output = None if tied else nnx.Param(weight("lm_head.weight", table))
 
+    def _enter(self, ids):
+        """(the embeddings [batch, length, hidden] of whole prompts, cos and sin of their positions)."""
+        x = layers.embedding(self.embedding.get_value(), ids)
+        positions = jnp.arange(ids.shape[1], dtype=jnp.int32)
+        return x, *layers.rope_angles(positions, jnp.asarray(inverse_frequencies(self.config)))
+
     def head(self, hidden):
         """Logits float32 [..., vocab] of hidden states [..., hidden]."""
         normed = layers.rms_norm(hidden, self.norm.get_value(), self.config.norm_eps)
@@ -240,15 +249,33 @@ class Llama(nnx.Module):
         """Runs whole prompts: ids int32 [batch, length].
 
         Returns (hidden [batch, length, hidden_size] before the final norm, per-layer (key, value) pairs)."""
-        x = layers.embedding(self.embedding.get_value(), ids)
-        cos, sin = layers.rope_angles(
-            jnp.arange(ids.shape[1], dtype=jnp.int32), jnp.asarray(inverse_frequencies(self.config))
-        )
+        x, cos, sin = self._enter(ids)
         pairs = []
         for block in self.blocks:
             x, pair = block.prefill(x, cos, sin)
             pairs.append(pair)
         return x, pairs
+
+    def __call__(self, ids, *, remat: bool = False):
+        """Logits float32 [batch, length, vocab] after every token of ids int32 [batch, length], without a cache.
+
+        `remat`: reverse mode keeps only the input of each block, and computes the block again (`jax.checkpoint`).
+        """
+        x, cos, sin = self._enter(ids)
+        for block in self.blocks:
+            run = lambda x, block=block: block.prefill(x, cos, sin)[0]
+            x = (jax.checkpoint(run) if remat else run)(x)
+        return self.head(x)
+
+    def loss(self, ids, lengths=None, remat: bool = False):
+        """Mean loss of the next token, in nats: ids int32 [batch, length], right-padded; `lengths` int [batch] counts
+        the tokens of each row (default: all). Row b gives `lengths[b] - 1` predictions; at least one in all."""
+        targets = ids[:, 1:]
+        if lengths is not None:
+            real = jnp.arange(1, ids.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]
+            targets = jnp.where(real, targets, IGNORED)
+        losses = ops.cross_entropy(self(ids[:, :-1], remat=remat), targets, ignore=IGNORED)
+        return losses.sum() / (targets != IGNORED).sum().astype(losses.dtype)
 
     def step(self, tokens, cache: kv.KVCache):
         """One token per row: tokens int32 [batch] -> (logits float32 [batch, vocab], the cache one token longer)."""

@@ -1,0 +1,82 @@
+"""LoRA: fine-tuning by low-rank updates of frozen weights (Hu et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jtile._errors import ModelError
+from jtile.models import layers
+from jtile.models.llama import Block, Llama
+from jtile.ops import QuantizedTensor
+
+TARGETS = ("qkv", "output", "gate", "up", "down")
+
+
+class LoRA(nnx.Module):
+    """A frozen weight W [out, in] and its update: together W + scale B A, with A [rank, in] and B [out, rank].
+
+    Stands where the weight's `nnx.Param` stood. `nnx.LoRAParam` names the trained part (a, b), so the filter of
+    `nnx.DiffState` and of `nnx.Optimizer`.
+    """
+
+    def __init__(self, base: nnx.Param, rank: int, scale: float, key: jax.Array):
+        out, inner = _shape(base.get_value())
+        self.base, self.scale = base, scale
+        # B = 0: the model starts as it was. A of variance 1 / in: A x is of the size of x.
+        self.a = nnx.LoRAParam(jax.random.normal(key, (rank, inner), jnp.float32) * inner**-0.5)
+        self.b = nnx.LoRAParam(jnp.zeros((out, rank), jnp.float32))
+
+    def get_value(self) -> layers.Adapted:
+        return layers.Adapted(self.base.get_value(), self.a.get_value(), self.b.get_value(), self.scale)
+
+
+def add_lora(
+    model: Llama,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: Sequence[str] = ("qkv", "output"),
+    key: jax.Array | None = None,
+) -> Llama:
+    """Gives `targets` of every block an update of rank `rank`, scaled by alpha / rank; until it is trained, it is zero.
+
+    Weights may be quantised: they stay so, and gradients flow through them to the layers before.
+
+    Args:
+      model: changed in place.
+      targets: of "qkv" (query, key and value are one matrix), "output", "gate", "up", "down".
+      key: of the random A; default `jax.random.key(0)`.
+    Returns:
+      The model.
+    Raises:
+      ModelError: an unknown target, a rank below 1, or a weight that has an update already.
+    """
+    unknown = [name for name in targets if name not in TARGETS]
+    if unknown or not targets:
+        raise ModelError(f"LoRA takes targets of {', '.join(TARGETS)}; got {', '.join(unknown) or 'none'}")
+    if rank < 1:
+        raise ModelError(f"LoRA needs a rank of at least 1, got {rank}")
+    places = [_place(block, name) for block in model.blocks for name in dict.fromkeys(targets)]
+    taken = next((name for holder, name in places if isinstance(getattr(holder, name), LoRA)), None)
+    if taken:
+        raise ModelError(f"the weights {taken!r} have a LoRA update already; load the model anew, or train that one")
+    key = jax.random.key(0) if key is None else key
+    for k, (holder, name) in zip(jax.random.split(key, len(places)), places, strict=True):
+        setattr(holder, name, LoRA(getattr(holder, name), rank, alpha / rank, k))
+    return model
+
+
+def _place(block: Block, name: str) -> tuple[nnx.Module, str]:
+    return (block.attention if name in ("qkv", "output") else block), name
+
+
+def _shape(weight: layers.Weight) -> tuple[int, int]:
+    if isinstance(weight, tuple):
+        shapes = [_shape(part) for part in weight]
+        return sum(out for out, _ in shapes), shapes[0][1]
+    if isinstance(weight, (jax.Array, QuantizedTensor)):
+        return weight.shape[0], weight.shape[1]
+    raise ModelError(f"LoRA updates matrices, got {type(weight).__name__}")

@@ -1,0 +1,115 @@
+"""Low-rank updates: they start at zero, only they are trained, and their gradients pass through quantised weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from reference_layers import LAYERS, mean_loss
+
+import jtile.models
+from jtile._errors import ModelError
+from jtile.models import LanguageModel, llama
+from jtile.models.lora import TARGETS, LoRA, add_lora
+from jtile.testing import relative_error
+
+
+@nnx.jit
+def train_step(model, optimizer, ids):
+    loss, gradient = nnx.value_and_grad(llama.Llama.loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, ids)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        optimizer.update(model, gradient)
+    return loss
+
+
+def shortened(model):
+    """Its first block alone: less to compile."""
+    model.blocks = nnx.List([model.blocks[0]])
+    return model
+
+
+def frozen(model):
+    return [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Not(nnx.LoRAParam)))]
+
+
+def perturbed(model):
+    """The model with updates that do something."""
+    for k, (_, b) in enumerate(nnx.iter_graph(model)):
+        if isinstance(b, nnx.LoRAParam):
+            b.set_value(jax.random.normal(jax.random.key(k), b.shape) * 0.1)
+    return model
+
+
+@pytest.fixture
+def ids(golden):
+    return jnp.asarray(golden["input_ids"][:, :13], jnp.int32)
+
+
+@pytest.fixture(params=["F32", "Q4_0"])
+def stored(request, write_gguf, tmp_path):
+    """One block of the tiny Llama with matrices of one storage."""
+    return shortened(jtile.models.load(write_gguf(tmp_path / "model.gguf", request.param)).model)
+
+
+def test_the_gradient_of_an_update(stored, ids, monkeypatch):
+    model = perturbed(add_lora(stored, rank=4, targets=TARGETS))
+
+    def gradient(loss):
+        found = nnx.jit(lambda m, ids: nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(m, ids))(model, ids)
+        return nnx.to_pure_dict(found)
+
+    got = gradient(llama.Llama.loss)
+    monkeypatch.setattr(llama, "layers", LAYERS)
+    errors = jax.tree.map(relative_error, got, gradient(mean_loss))
+    assert len(jax.tree.leaves(errors)) == len(TARGETS) * 2
+    assert max(jax.tree.leaves(errors)) < 5e-5, errors
+
+
+def test_an_update_starts_at_zero_and_only_it_is_trained(tiny, ids):
+    model = shortened(tiny.model)
+    before = frozen(model)
+    logits = nnx.jit(lambda m, ids: m(ids))
+    plain = logits(model, ids)
+    add_lora(model, rank=2, alpha=8.0, targets=("qkv", "output", "down"))
+    np.testing.assert_array_equal(logits(model, ids), plain)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    losses = [float(train_step(model, optimizer, ids)) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.1, losses
+    for a, b in zip(frozen(model), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_tuned_model_generates(tiny, ids):
+    model = shortened(tiny.model)
+    plain = np.asarray(model(ids))
+    tuned = LanguageModel(perturbed(add_lora(model)), tiny.tokenizer, tiny.eos_ids)
+    made = tuned.generate(ids, 6, eos=None)
+    logits = np.asarray(tuned.logits(np.concatenate([ids, made], axis=1)))
+    assert np.array_equal(logits.argmax(-1)[:, ids.shape[1] - 1 : -1], made)
+    assert np.abs(logits[:, : ids.shape[1]] - plain).max() > 0.1
+
+
+def test_updates_that_it_cannot_make(tiny):
+    for options, message in (
+        (dict(targets=("qkv", "head")), "targets of qkv, output, gate, up, down; got head"),
+        (dict(targets=()), "got none"),
+        (dict(rank=0), "rank of at least 1, got 0"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            add_lora(tiny.model, **options)
+    model = add_lora(tiny.model)
+    with pytest.raises(ModelError, match="'output' have a LoRA update already"):
+        add_lora(model, targets=("up", "output"))
+    assert not any(isinstance(block.up, LoRA) for block in model.blocks)
+
+
+def test_smollm2_learns_a_sentence(smollm2):
+    model = add_lora(smollm2.model)
+    before = frozen(model)
+    ids = jnp.asarray([smollm2.tokenizer.encode("Tiles of arrays are what a kernel is made of.")], jnp.int32)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
+    losses = [float(train_step(model, optimizer, ids)) for _ in range(2)]
+    assert losses[1] < losses[0] - 0.1, losses
+    assert all(np.array_equal(a, b) for a, b in zip(frozen(model), before, strict=True))

@@ -1,0 +1,63 @@
+"""The Llama as a function to differentiate: gradients of every weight against the same model in jnp."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference_layers import LAYERS, mean_loss
+
+from jtile.models import llama
+from jtile.testing import relative_error
+
+
+@pytest.fixture
+def ids(golden):
+    return jnp.asarray(golden["input_ids"], jnp.int32)
+
+
+def gradients(model, ids, loss):
+    """(the loss, the gradient of every weight by its name)."""
+    value, gradient = nnx.jit(lambda m, ids: nnx.value_and_grad(lambda m: loss(m, ids))(m))(model, ids)
+    return value, nnx.to_pure_dict(gradient)
+
+
+def cross_entropy(logits, labels):
+    """Of each row of logits [n, vocab], in float64."""
+    top = logits.max(-1, keepdims=True).astype(np.float64)
+    whole = np.log(np.exp(logits - top).sum(-1)) + top[:, 0]
+    return whole - logits[np.arange(len(labels)), labels]
+
+
+def test_gradients_of_every_weight(tiny, ids, monkeypatch):
+    losses = llama.Llama.loss, lambda m, ids: m.loss(ids, remat=True)
+    found = [gradients(tiny.model, ids, loss) for loss in losses]
+    monkeypatch.setattr(llama, "layers", LAYERS)
+    loss, expected = gradients(tiny.model, ids, mean_loss)
+    for got_loss, got in found:
+        np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
+        errors = jax.tree.map(relative_error, got, expected)
+        assert len(jax.tree.leaves(errors)) == 3 + 3 * 7  # embedding, norm and output; seven weights a block
+        assert max(jax.tree.leaves(errors)) < 2e-5, errors
+
+
+def test_padding_counts_for_nothing(tiny, golden, ids):
+    loss = nnx.jit(lambda m, ids, n: nnx.value_and_grad(lambda m: m.loss(ids, n, remat=True))(m))
+    lengths, padded = jnp.array([24, 9], jnp.int32), ids.at[1, 9:].set(7)
+    value, gradient = loss(tiny.model, padded, lengths)
+    rows = [cross_entropy(golden["logits"][b, : n - 1], ids[b, 1:n]) for b, n in ((0, 24), (1, 9))]
+    np.testing.assert_allclose(value, np.concatenate(rows).mean(), rtol=1e-5)
+    other, same = loss(tiny.model, ids.at[1, 9:].set(11), lengths)
+    assert value == other
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(gradient), nnx.to_pure_dict(same))
+
+
+def test_remat_keeps_one_input_a_block(tiny, ids):
+    graph, params = nnx.split(tiny.model)
+
+    def kept(remat):
+        pull = jax.eval_shape(lambda p: jax.vjp(lambda p: nnx.merge(graph, p).loss(ids, remat=remat), p)[1], params)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
+
+    x = ids[:, 1:].size * tiny.config.hidden_size * 4
+    assert kept(True) < kept(False) - 3 * 8 * x  # three blocks: at least eight arrays of x's size each

@@ -1,0 +1,69 @@
+"""The layers of `jtile.models` in jnp, with dequantised weights: set in the place of `llama.layers`, the same model
+without a kernel."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+
+from jtile.models import layers
+from jtile.ops import QuantizedTensor
+
+
+def dense(weight):
+    """float32 [out, in] of any weight."""
+    if isinstance(weight, layers.Adapted):
+        return dense(weight.base) + weight.scale * weight.b @ weight.a
+    if isinstance(weight, tuple):
+        return jnp.concatenate([dense(part) for part in weight])
+    return (
+        jax.lax.stop_gradient(weight.dequantize())
+        if isinstance(weight, QuantizedTensor)
+        else weight.astype(jnp.float32)
+    )
+
+
+def rms_norm(x, weight, eps):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def linear(x, weight, residual=None):
+    y = jnp.matmul(x, dense(weight).T, precision="highest")
+    return y if residual is None else y + residual
+
+
+def split_heads(qkv, cos, sin, heads, kv_heads):
+    qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
+    low, high = jnp.split(qkv[:, :, : heads + kv_heads], 2, axis=-1)
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+    return turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + kv_heads :]
+
+
+def attention(q, k, v):
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * q.shape[-1] ** -0.5
+    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
+    p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    return jnp.einsum("bhts,bshd->bthd", p, v, precision="highest")
+
+
+def gated_mlp(x, gate, up, down, residual):
+    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down, residual)
+
+
+LAYERS = types.SimpleNamespace(
+    rms_norm=rms_norm,
+    linear=linear,
+    embedding=lambda table, ids: dense(table)[ids],
+    rope_angles=layers.rope_angles,
+    split_heads=split_heads,
+    attention=attention,
+    gated_mlp=gated_mlp,
+)
+
+
+def mean_loss(model, ids):
+    """`Llama.loss` in jnp, for a model that computes with `LAYERS`."""
+    logits = jax.nn.log_softmax(model(ids[:, :-1]))
+    return -jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1).mean()
