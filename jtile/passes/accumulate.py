@@ -10,13 +10,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jtile.ir import Atomic, Kernel, Value, is_dynamic
+from jtile.ir import Atomic, Kernel, UndecidedError, Value, is_dynamic
 from jtile.ir.types import DTYPES
 
 from .affine import Forms, Site, accumulators, sites
 from .lift import lift
 from .nests import only, prepare, speaks, tidy
-from .partials import Chunks, Colours, chunked, chunks
+from .partials import Chunks, Colours, chunked, chunks, likely
 from .renest import renest
 from .settle import covers, disjoint, distinct, settle, told_apart
 from .split_axes import split_axes
@@ -77,13 +77,21 @@ def accumulate(kernel: Kernel, narrow: Sequence[str | None] = ()) -> Pieces:
       The pieces. An accumulator that is stored once has the dtype of `narrow`; one of which every element is stored has
       no init; one with partial sums has a leading axis more. The same kernel always gives the same pieces.
     """
-    whole = Pieces((kernel,), (tuple(range(len(kernel.inputs))),), tuple(Result(0, k) for k in range(_outputs(kernel))))
-    if is_dynamic(kernel) or not _adds(kernel) or not accumulators(kernel) or 0 in kernel.grid:
-        return whole
-    narrow = tuple(narrow) or (None,) * _outputs(kernel)
+    if not _adds(kernel) or not accumulators(kernel) or 0 in kernel.grid:
+        return _whole(kernel)
+    try:
+        return _pieces(kernel, tuple(narrow) or (None,) * _outputs(kernel))
+    except UndecidedError:  # a size that is known only when the kernel runs would have to be known now
+        return _whole(kernel)
+
+
+def _whole(kernel: Kernel) -> Pieces:
+    every = tuple(Result(0, k) for k in range(_outputs(kernel)))
+    return Pieces((kernel,), (tuple(range(len(kernel.inputs))),), every)
+
+
+def _pieces(kernel: Kernel, narrow: Sequence[str | None]) -> Pieces:
     kernel = prepare(kernel)
-    if not accumulators(kernel):
-        return whole
     kernel = tidy(lift(kernel, accumulators(kernel)))
     movable = not speaks(kernel) and not kernel.aliases
     if movable and _meeting(kernel):
@@ -176,11 +184,11 @@ def _cut(kernel: Kernel, ref: Value) -> _Cut | None:
     forms = Forms(kernel)
     if not all(distinct(forms, s) for s in found):
         return None
-    wide = {a for a, n in enumerate(kernel.grid) if n > 1}
+    wide = {a for a, n in enumerate(kernel.grid) if n != 1}
     axes = wide - told_apart(forms, found)
     missing = {a for a in axes if _missing(forms, found, a)}
     for count in COLOURS:
-        colours = {a: min(count, kernel.grid[a]) for a in axes - missing}
+        colours = {a: min(count, likely(kernel.grid[a])) for a in axes - missing}
         if colours and wide - missing <= told_apart(forms, found, colours):
             return _worth(kernel, ref, found, _Cut(tuple(sorted(missing)), tuple(sorted(colours.items()))))
     return _worth(kernel, ref, found, _Cut(tuple(sorted(axes))))
@@ -193,9 +201,9 @@ def _worth(kernel: Kernel, ref: Value, found: list[Site], cut: _Cut) -> _Cut | N
     if all(not s.path for s in found) and all(_missing(forms, found, a) for a in cut.serial):
         return cut
     parts = _chunks(kernel.grid, cut, _nbytes(ref))
-    programs = math.prod(n for a, n in enumerate(kernel.grid) if a not in cut.serial)
+    programs = math.prod(likely(n) for a, n in enumerate(kernel.grid) if a not in cut.serial)
     programs *= math.prod(c.count for c in parts if c.axis in cut.serial)
-    return cut if programs >= min(FEWEST, math.prod(kernel.grid)) else None
+    return cut if programs >= min(FEWEST, math.prod(map(likely, kernel.grid))) else None
 
 
 def _chunks(grid: Sequence[int], cut: _Cut, nbytes: int) -> list[Chunks | Colours]:
@@ -211,7 +219,7 @@ def _missing(forms: Forms, found: list[Site], axis: int) -> bool:
 
 
 def _nbytes(ref: Value) -> int:
-    return math.prod(ref.shape) * DTYPES[ref.dtype].bits // 8
+    return math.prod(map(likely, ref.shape)) * DTYPES[ref.dtype].bits // 8
 
 
 # -- the end of every piece -------------------------------------------------------------------------------------------
@@ -246,7 +254,7 @@ def _finished(kernel: Kernel, parts: list[tuple[Kernel, list[int], dict[int, int
     kernels, inputs = [], []
     for piece, (new, outputs, partials) in enumerate(parts):
         used = {v for op in new.body.walk() for v in op.operands()}
-        keep = [v for v in new.inputs if v in used or kernel.aliases]
+        keep = [v for v in new.inputs if v in used or kernel.aliases or is_dynamic(kernel)]
         inputs.append(tuple(kernel.inputs.index(v) for v in keep))
         kernels.append(dataclasses.replace(new, params=(*keep, *new.outputs, *new.scratch)))
         for k, original in enumerate(outputs):

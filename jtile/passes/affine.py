@@ -24,21 +24,25 @@ from jtile.ir import (
     Op,
     ProgramId,
     Reshape,
+    Size,
     Span,
     Store,
     Take,
     Tile,
     Value,
+    at_least,
     dim_value,
 )
 from jtile.ir.types import DTYPES, RefType
 
+from .extents import UpperBounds
 from .fold import number
 from .intervals import Interval, Intervals
 from .rewrite import buffers, free_values
 
 # What an affine form counts: a grid axis, the index of a loop, or a scalar that is the same in every program.
 Var = int | Value
+UNKNOWN = 1 << 40  # programs of an axis whose size is known when the kernel runs: as many as there can be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Forms:
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
         self.known = ranges(kernel)
+        self.upper = UpperBounds(kernel, self.known)
         ops = list(kernel.body.walk())
         self.loops: dict[Value, For] = {op.body.params[0]: op for op in ops if isinstance(op, For)}
         roots = buffers(kernel)
@@ -109,7 +114,7 @@ class Forms:
                 return Affine(number(v))
             case ProgramId(axis):
                 grid = self.kernel.grid
-                return Affine(0, ((axis, 1),)) if axis < len(grid) and grid[axis] > 1 else Affine(0)
+                return Affine(0, ((axis, 1),)) if axis < len(grid) and grid[axis] != 1 else Affine(0)
             case Cast(x) | Reshape(x) | Broadcast(x) if not x.shape and DTYPES[x.dtype].kind in "iu":
                 out = self.form(x)
             case Map():
@@ -154,7 +159,8 @@ class Forms:
     def steps(self, v: Var) -> tuple[int, int, int]:
         """(first, step, count) of a grid axis or loop index: it takes some of the values first + step * [0, count)."""
         if isinstance(v, int):
-            return 0, 1, self.kernel.grid[v]
+            n = self.kernel.grid[v]
+            return 0, 1, n if isinstance(n, int) else UNKNOWN
         loop = self.loops[v]
         lo, hi, step = self.known(loop.lo), self.known(loop.hi), self.known(loop.step)
         if lo is None or hi is None or step is None or not step.single or step.lo <= 0:
@@ -170,7 +176,15 @@ class Forms:
 
     def legal(self, index: Index, shape: tuple[int, ...]) -> bool:
         """Whether an access may stand anywhere: it starts inside the array for all values of its index."""
-        return all(_legal(d, n, self.known(dim_value(d))) for d, n in zip(index, shape, strict=True))
+        return all(self._legal(d, n) for d, n in zip(index, shape, strict=True))
+
+    def _legal(self, d: Dim, n: Size) -> bool:
+        if isinstance(d, Take):
+            return True
+        i = self.known(dim_value(d))
+        if i is None or i.lo < 0:
+            return False
+        return any(last is not None and _starts_inside(d, n, last) for last in (i.hi, self.upper(dim_value(d))))
 
     # -- dimensions of an index ---------------------------------------------------------------------------------------
     def start(self, d: Dim) -> Affine | None:
@@ -240,17 +254,14 @@ class Lane:
     axis: int | None = None
 
 
-def _legal(d: Dim, n: int, i: Interval | None) -> bool:
+def _starts_inside(d: Dim, n: Size, last: Size) -> bool:
+    """Whether an entry that is at most `last` is legal in a dimension of n elements."""
     match d:
-        case Take():
-            return True
         case At():
-            return i is not None and i.lo >= 0 and i.hi < n
-        case Span():
-            return i is not None and i.lo >= 0 and i.hi <= n
+            return at_least(n, last + 1)
         case Tile(_, _, step):
-            return i is not None and i.lo >= 0 and i.hi < max(-(-n // step), 1)
-    return False
+            return last == 0 or at_least(-(-n // step), last + 1)
+    return at_least(n, last)
 
 
 # -- places of accumulation -------------------------------------------------------------------------------------------

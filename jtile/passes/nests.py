@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from jtile.ir import Atomic, Builder, For, Kernel, Load, Print, Store, Value
+from jtile.ir import Atomic, Builder, Extent, For, Kernel, Load, Print, SizeOf, Store, Value
 from jtile.ir.builder import build
 from jtile.ir.memory import Alloc, Assert
 
@@ -41,6 +42,11 @@ class Counted:
     hi: Value
     name: str = ""
     stages: int | None = None
+
+
+def size_value(b: Builder, n: Any) -> Value:
+    """A size as an index, also one that is known when the kernel runs."""
+    return b.value(SizeOf(n)) if isinstance(n, Extent) else b.index(n)
 
 
 def nest(b: Builder, bounds: Sequence[Counted], emit: Callable[[list[Value]], None]) -> None:

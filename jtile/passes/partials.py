@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from jtile.ir import At, Atomic, Block, Builder, If, Kernel, ProgramId, RefType, Value
 
-from .nests import Counted, nest
+from .nests import Counted, nest, size_value
 from .rewrite import Rewriter, Rules
 
 PROGRAMS = 64  # enough for the machines of today, and the same on all of them, for the order of a sum is visible
@@ -22,7 +23,7 @@ class Chunks:
     """A grid axis of `size` programs as `count` programs (the last one shorter) that do `each` of them in order."""
 
     axis: int
-    size: int
+    size: Any  # an int, or an Extent
     count: int
 
     @property
@@ -36,22 +37,28 @@ class Colours:
     modulo `count`, do not meet."""
 
     axis: int
-    size: int
+    size: Any  # an int, or an Extent
     count: int
 
 
 Cut = Chunks | Colours
 
 
-def chunks(grid: Sequence[int], axes: Collection[int], nbytes: int) -> list[Chunks]:
+def likely(n: Any) -> int:
+    """A size, or what is taken for one that is known when the kernel runs: enough."""
+    return n if isinstance(n, int) else PROGRAMS
+
+
+def chunks(grid: Sequence[Any], axes: Collection[int], nbytes: int) -> list[Chunks]:
     """How the grid axes `axes` are cut: all programs together are about `PROGRAMS`, unless the other axes have so
     many already, and `nbytes` of an output for every chunk stay below `PARTIAL_BYTES`."""
-    want = -(-PROGRAMS // max(math.prod(n for k, n in enumerate(grid) if k not in axes), 1))
+    want = -(-PROGRAMS // max(math.prod(likely(n) for k, n in enumerate(grid) if k not in axes), 1))
     want = max(min(want, PARTIAL_BYTES // max(nbytes, 1)), 1)
     out = []
     for axis in sorted(axes):
-        each = -(-grid[axis] // min(grid[axis], want))
-        count = -(-grid[axis] // each)
+        n = grid[axis]
+        # without its size, an axis has as many chunks as it may; some of them may have no program
+        count = -(-n // -(-n // min(n, want))) if isinstance(n, int) else want
         out.append(Chunks(axis, grid[axis], count))
         want = -(-want // count)
     return out
@@ -73,7 +80,7 @@ class _Walk:
 
     def __init__(self, kernel: Kernel, cuts: dict[int, Cut], parts: dict[Value, Value]):
         self.kernel, self.cuts, self.parts = kernel, cuts, parts
-        self.grid: list[int] = []
+        self.grid: list[Any] = []
         self.values: dict[int, Value] = {}  # the program ids of the old kernel
         self.entry: dict[int, Value] = {}  # of each cut axis: which chunk or colour this is
         self.number: Value | None = None
@@ -97,18 +104,18 @@ class _Walk:
                 self.axis(axis, n)
             self.number = self.entry_number(cuts)
             chunks = [c for c in cuts if isinstance(c, Chunks)]
-            starts = [b.map("mul", self.entry[c.axis], b.index(c.each)) for c in chunks]
-            loops = [Counted(b.index(0), _rounds(b, c, s)) for c, s in zip(chunks, starts, strict=True)]
+            rounds = [_rounds(b, c, self.entry[c.axis]) for c in chunks]
+            loops = [Counted(b.index(0), count) for count, _, _ in rounds]
 
             def inside(found: list[Value]) -> None:
-                for c, s, k in zip(chunks, starts, found, strict=True):
-                    self.values[c.axis] = b.map("add", s, k)
-                self.guarded([c for c in cuts if isinstance(c, Colours) and c.size % c.count])
+                for c, (_, first, step), k in zip(chunks, rounds, found, strict=True):
+                    self.values[c.axis] = b.map("add", first, b.map("mul", k, b.index(step)))
+                self.guarded([c for c in cuts if isinstance(c, Colours) and c.size % c.count != 0])
 
             nest(b, loops, inside)
         return body
 
-    def axis(self, axis: int, n: int) -> None:
+    def axis(self, axis: int, n: Any) -> None:
         cut = self.cuts.get(axis)
         match cut:
             case None:
@@ -120,7 +127,7 @@ class _Walk:
                 self.entry[axis] = low
                 self.values[axis] = self.b.map("add", self.b.map("mul", high, self.b.index(cut.count)), low)
 
-    def program_id(self, n: int) -> Value:
+    def program_id(self, n: Any) -> Value:
         self.grid.append(n)
         return self.b.value(ProgramId(len(self.grid) - 1))
 
@@ -137,7 +144,7 @@ class _Walk:
         if not ragged:
             rw.inline(self.kernel.body)
             return
-        inside = [b.map("lt", self.values[c.axis], b.index(c.size)) for c in ragged]
+        inside = [b.map("lt", self.values[c.axis], size_value(b, c.size)) for c in ragged]
         with b.region() as then:
             rw.inline(self.kernel.body)
         with b.region() as orelse:
@@ -145,7 +152,16 @@ class _Walk:
         b.add(If(functools.reduce(lambda x, y: b.map("and", x, y), inside), then, orelse))
 
 
-def _rounds(b: Builder, c: Chunks, start: Value) -> Value:
-    """How many programs of the axis this chunk has."""
-    whole = b.index(c.each)
-    return whole if c.each * c.count == c.size else b.map("min", whole, b.map("sub", b.index(c.size), start))
+def _rounds(b: Builder, c: Chunks, chunk: Value) -> tuple[Value, Value, int]:
+    """Which programs of the axis a chunk has: how many, the first, and how far they are apart.
+
+    They lie side by side; where their number is known only when the kernel runs, in turns, so that the index of the
+    program stays a sum of constant multiples.
+    """
+    if not isinstance(c.size, int):
+        left = b.map("sub", b.map("add", size_value(b, c.size), b.index(c.count - 1)), chunk)
+        return b.map("div", left, b.index(c.count)), chunk, c.count
+    first, whole = b.map("mul", chunk, b.index(c.each)), b.index(c.each)
+    if c.each * c.count == c.size:
+        return whole, first, 1
+    return b.map("min", whole, b.map("sub", b.index(c.size), first)), first, 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from jtile.ir import Builder, For, If, Kernel, Load, ProgramId, Value
+from jtile.ir import Builder, For, If, Kernel, Load, ProgramId, SizeOf, Value
 
 from .affine import Forms, Site, Var, accumulators, sites
 from .fold import number
 from .lift import lift
-from .nests import Counted, nest, only, private_state, tidy
+from .nests import Counted, nest, only, private_state, size_value, tidy
 from .rewrite import Rewriter, Rules
 from .settle import disjoint
 
@@ -24,7 +25,8 @@ class _Axis:
     loops: tuple[For, ...]
     lo: int
     step: int
-    count: int
+    count: Any  # an int, or an Extent
+    whole: bool = False  # its loops do every round
 
 
 def renest(kernel: Kernel, ref: Value) -> Kernel | None:
@@ -62,7 +64,7 @@ def _new_grid(forms: Forms, where: list[Site]) -> list[_Axis] | None:
             return None
         out.append(axis)
     kept = {a.axis for a in out}
-    missing = [g for g, n in enumerate(forms.kernel.grid) if n > 1 and g not in kept]
+    missing = [g for g, n in enumerate(forms.kernel.grid) if n != 1 and g not in kept]
     loops = {x for a in out for x in a.loops}
     for site, order in zip(where, orders, strict=True):
         # a loop that another site counts by would have to stay a loop for this one
@@ -93,6 +95,10 @@ def _axis(forms: Forms, column: list[Var], where: list[Site]) -> _Axis | None:
     loops = tuple(dict.fromkeys(forms.loops[v] for v in column if not isinstance(v, int)))
     if any(loop.inits for loop in loops):
         return None  # a carry ties the rounds together
+    sizes = {loop.hi.op.size if isinstance(loop.hi.op, SizeOf) else None for loop in loops}
+    if sizes != {None}:  # known when the kernel runs
+        whole = len(sizes) == 1 and all((number(x.lo), number(x.step)) == (0, 1) for x in loops)
+        return _Axis(None, loops, 0, 1, sizes.pop(), True) if whole else None
     steps = {forms.steps(loop.body.params[0])[:2] for loop in loops}
     if len(steps) > 1 or any(number(loop.step) is None for loop in loops):
         return None
@@ -109,7 +115,11 @@ def _reach(forms: Forms, site: Site, loops: tuple[For, ...], lo: int, step: int)
     counts = [MOST]
     for d, n in zip(site.op.index, site.op.ref.shape, strict=True):
         form = forms.start(d)
-        if form is None or any(not isinstance(v, int) and v not in forms.loops for v, _ in form.terms):
+        if (
+            form is None
+            or not isinstance(n, int)
+            or any(not isinstance(v, int) and v not in forms.loops for v, _ in form.terms)
+        ):
             continue
         for v, c in form.terms:
             if not isinstance(v, int) and forms.loops[v] in loops and c > 0:
@@ -128,7 +138,7 @@ def _rebuilt(kernel: Kernel, axes: list[_Axis]) -> Kernel:
     kept = {a.axis: k for k, a in enumerate(axes) if a.axis is not None}
     missing = [g for g in range(len(kernel.grid)) if g not in kept]
     values: dict[int, Value] = {}
-    indices: dict[For, Value] = {}
+    indices: dict[For, tuple[Value, bool]] = {}
     rules = Rules()
 
     @rules(ProgramId)
@@ -137,7 +147,7 @@ def _rebuilt(kernel: Kernel, axes: list[_Axis]) -> Kernel:
 
     @rules(For)
     def _(op: For, rw: Rewriter):
-        return _round(op, indices[op], rw) if op in indices else None
+        return _round(op, *indices[op], rw) if op in indices else None
 
     rw = Rewriter(kernel, rules)
     b = rw.b
@@ -150,8 +160,8 @@ def _rebuilt(kernel: Kernel, axes: list[_Axis]) -> Kernel:
             if a.axis is not None:
                 values[a.axis] = pid
             for loop in a.loops:
-                indices[loop] = _scaled(b, b.cast(pid, loop.lo.dtype), a)
-        loops = [Counted(b.index(0), b.index(kernel.grid[g]), names.get(g, "")) for g in missing]
+                indices[loop] = _scaled(b, b.cast(pid, loop.lo.dtype), a), a.whole
+        loops = [Counted(b.index(0), size_value(b, kernel.grid[g]), names.get(g, "")) for g in missing]
         if loops:
             loops[-1] = dataclasses.replace(loops[-1], stages=stages)
 
@@ -170,9 +180,11 @@ def _scaled(b: Builder, pid: Value, a: _Axis) -> Value:
     return v if a.lo == 0 else b.map("add", v, b.full(a.lo, (), dtype))
 
 
-def _round(op: For, index: Value, rw: Rewriter) -> tuple[Value, ...]:
+def _round(op: For, index: Value, whole: bool, rw: Rewriter) -> tuple[Value, ...]:
     """The one round of a loop that this program does, if the loop does it at all."""
     b = rw.b
+    if whole:
+        return rw.inline(op.body, (index,))
     lo, hi = rw.look(op.lo), rw.look(op.hi)
     late, early = b.map("ge", index, lo), b.map("lt", index, hi)
     with b.region() as then:

@@ -129,7 +129,7 @@ def disjoint(forms: Forms, where: Sequence[Site]) -> bool:
     """Whether no two programs touch one element, and no site names an element twice."""
     if not all(distinct(forms, s) for s in where):
         return False
-    wide = {axis for axis, n in enumerate(forms.kernel.grid) if n > 1}
+    wide = {axis for axis, n in enumerate(forms.kernel.grid) if n != 1}
     return wide <= told_apart(forms, where)
 
 
@@ -150,6 +150,8 @@ def covers(forms: Forms, site: Site) -> bool:
     op = site.op
     if 0 in op.ref.shape:
         return True
+    if not all(isinstance(n, int) for n in (*op.ref.shape, *forms.kernel.grid)):
+        return False
     if op.mask is not None or any(not (isinstance(x, For) and forms.static(x)) for x in site.path):
         return False
     seen: list[Var | Lane] = []

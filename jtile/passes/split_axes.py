@@ -45,7 +45,7 @@ def _divided(kernel: Kernel) -> tuple[int | For, int] | None:
             size = bounds[1] if bounds[0] == 0 and bounds[2] == 1 and bounds[1] else 0
         else:
             continue
-        if by is not None and 1 < by < size and size % by == 0:
+        if by is not None and isinstance(size, int) and 1 < by < size and size % by == 0:
             return variable, by
     return None
 
