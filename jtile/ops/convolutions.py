@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -107,18 +108,37 @@ def convolution_weight_tiles(
 
 
 def convolution_dx(g, w, shape, *, stride: Pair, dilation: Pair, groups: int):
-    """dx of `shape`: the convolution of g, spread out by the stride, with the window turned round."""
+    """dx of `shape` = [batch, h, w, c]: a convolution of g for each remainder of the points by the stride."""
+    # dx[s u + r] = sum_t g[u + (r - d a) / s] w[a]     a = a_0 + s t, the points of the window with d a = r modulo s
     p, q, channels, outputs = w.shape
-    turned = w[::-1, ::-1].reshape(p, q, channels, groups, outputs // groups)
-    turned = turned.transpose(0, 1, 4, 3, 2).reshape(p, q, outputs // groups, groups * channels)
-    pads = []
-    for k in (0, 1):
-        reach, n = (w.shape[k] - 1) * dilation[k], g.shape[1 + k]
-        pads.append((reach, shape[1 + k] - (n - 1) * stride[k] - 1, stride[k] - 1))
-    spread = jax.lax.pad(g, jnp.zeros((), g.dtype), ((0, 0, 0), *pads, (0, 0, 0)))
-    bh, bw = _points(*shape[1:3])
-    options = {"stride": (1, 1), "dilation": dilation, "groups": groups}
-    return convolution_tiles(spread, turned, bh=bh, bw=bw, bo=fit(channels, 256), **options)
+    turned = w.reshape(p, q, channels, groups, outputs // groups).transpose(0, 1, 4, 3, 2)
+    turned = turned.reshape(p, q, outputs // groups, groups * channels)
+    sides = [jt.cdiv(n, s) for n, s in zip(shape[1:3], stride)]
+    phases = [[_phase(r, w.shape[k], stride[k], dilation[k]) for r in range(stride[k])] for k in (0, 1)]
+
+    def part(down, across):
+        taps = turned[down[0], across[0]]
+        if 0 in taps.shape:
+            return jnp.zeros((shape[0], *sides, shape[3]), g.dtype)
+        pads, dilations = [], (down[2], across[2])
+        for k, (_, ahead, d) in enumerate((down, across)):
+            low = d * (taps.shape[k] - 1) - ahead
+            pads.append((low, sides[k] + ahead - g.shape[1 + k], 0))
+        here = jax.lax.pad(g, jnp.zeros((), g.dtype), ((0, 0, 0), *pads, (0, 0, 0)))
+        bh, bw = _points(*sides)
+        options = {"stride": (1, 1), "dilation": dilations, "groups": groups}
+        return convolution_tiles(here, taps[::-1, ::-1], bh=bh, bw=bw, bo=fit(channels, 256), **options)
+
+    parts = jnp.stack([jnp.stack([part(down, across) for across in phases[1]], 3) for down in phases[0]], 2)
+    whole = parts.reshape(shape[0], sides[0] * stride[0], sides[1] * stride[1], shape[3])
+    return whole[:, : shape[1], : shape[2]]
+
+
+def _phase(r: int, taps: int, stride: int, dilation: int) -> tuple[slice, int, int]:
+    """Which taps reach the points s u + r, how far ahead of u in g the first of them reads, and their spacing in g."""
+    every = stride // math.gcd(stride, dilation)
+    first = next((a for a in range(min(every, taps)) if (dilation * a - r) % stride == 0), taps)
+    return slice(first, None, every), (r - dilation * first) // stride, dilation * every // stride
 
 
 def convolution_dw(x, g, p: int, q: int, dtype, *, stride: Pair, dilation: Pair, groups: int):
