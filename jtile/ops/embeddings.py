@@ -48,7 +48,7 @@ def _forward(table, ids, **meta):
 def _backward(residuals, g, **_):
     table, ids = residuals
     vocab, features = table.shape
-    return embedding_backward_columns(ids, g, bf=fit(features, 128), vocab=vocab).astype(table.dtype), None
+    return embedding_backward_columns(ids, g, bf=min(features, 128), vocab=vocab).astype(table.dtype), None
 
 
 embedding_rows.defvjp(_forward, _backward)

@@ -20,6 +20,7 @@ CONVOLUTIONS = {
     "strided": {"stride": 2},
     "valid": {"padding": "VALID", "stride": (2, 3)},
     "dilated": {"dilation": 2, "padding": 1},
+    "with points that no window meets": {"stride": (4, 6), "dilation": (3, 4), "padding": "VALID"},
     "grouped": {"groups": 3, "stride": 2, "dilation": (1, 2)},
 }
 
