@@ -6,13 +6,15 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from native import run_artifact, run_native
+from random_kernels import Case, kernels
 
 from jtile import ir, passes
 from jtile.errors import UnsupportedError
 from jtile.ffi import FfiError, LoadedImage
 from jtile.interpret import interpret
 from jtile.lowering.cpu import compile_kernel
-from tests.support.native import run_artifact
 
 # Every kind of access of arrays with dynamic dimensions, in one grid; `{N}`, `{M}` are the sizes.
 KERNEL = """\
@@ -155,6 +157,30 @@ def test_grids_that_cannot_be(grid):
             ir.parse_kernel("kernel @k(%a: ref<{n}xf32>) grid(1) {\n}"),
             [np.zeros(4 if "5" in grid else 60, "f")],
         )
+
+
+def generalised(kernel: ir.Kernel) -> ir.Kernel:
+    """The same kernel for any sizes of its inputs; outputs have the sizes of inputs where they agree."""
+    names = {n: f"n{n}" for v in kernel.inputs for n in v.shape if n}
+    env = {}
+    for v in kernel.params:
+        open_ = v.type.role != "scratch"
+        shape = tuple(ir.symbol(names[n]) if open_ and n in names else n for n in v.shape)
+        env[v] = ir.Value(dataclasses.replace(v.type, shape=shape), v.name)
+    body = ir.copy_block(kernel.body, lambda v: env.get(v, v))
+    return dataclasses.replace(kernel, params=tuple(env.values()), body=body)
+
+
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@given(kernels())
+def test_random_kernels(case: Case):
+    k = generalised(case.kernel)
+    ir.verify(k)
+    got = run_native(passes.run_pipeline(k, passes.TILE), case.inputs)
+    want = run_native(passes.run_pipeline(case.kernel, passes.TILE), case.inputs)
+    for v, x, y in zip(case.kernel.outputs, got, want, strict=True):
+        same = x.reshape(-1).view(np.uint8) == y.reshape(-1).view(np.uint8)
+        assert same.all(), f"{v!r}: {(~same).sum()} bytes differ"
 
 
 def test_private_memory_of_dynamic_size_is_refused():
