@@ -45,6 +45,12 @@ def test_the_transforms_page_runs(tmp_path, capsys):
     np.testing.assert_allclose(module.jax.grad(weighted(module.softmax))(x), want, rtol=1e-4, atol=1e-6)
 
 
+def test_the_page_on_dynamic_sizes_runs(tmp_path):
+    module = run("\n".join(python_blocks("docs/dynamic.md")), tmp_path)
+    np.testing.assert_allclose(module.y, 1 / 300, rtol=1e-6)
+    np.testing.assert_allclose(module.z, 1 / 77, rtol=1e-6)
+
+
 def test_the_export_page_runs(tmp_path):
     pytest.importorskip("flatbuffers", reason="flatbuffers, which jax.export needs, is not installed")
     module = run("\n".join(python_blocks("docs/export.md")), tmp_path)
