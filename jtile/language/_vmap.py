@@ -55,10 +55,10 @@ def _gathered(dims, values, batched, size: int):
     shape = dims_shape(dims, inner)
     first = next((k for k, d in enumerate(dims) if isinstance(d, Take)), None)
     rank = len(inner[first]) if first is not None else 0
-    out, axis, taken = [], 0, None
+    out, axis, taken = [], 0, -1  # `taken`: the first axis of all gathers
     for d, v, b in zip(dims, values, batched, strict=True):
         v = front(v, b, size)
-        if isinstance(d, Take) and taken is None:
+        if isinstance(d, Take) and taken < 0:
             taken, axis = axis, axis + rank
         start = taken if isinstance(d, Take) else axis
         lanes = _elements(d, v)
