@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 import jtile as jt
+from jtile._report import TRANSFORMS
 from jtile.testing import Check, Report, check_kernel
 
 X = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (5, 7)).astype(np.float32))
@@ -224,3 +227,16 @@ def test_over_devices(subprocess_env):
 def test_a_table_of_parts():
     checks = (Check("vjp", "x"), Check("vjp", "n", "skipped", detail="an index"), Check("jvp", "", "failed"))
     assert Report("k", checks).row() == {"jvp": "failed", "vjp": "x; not n: an index"}
+
+
+def test_the_page_runs(tmp_path, capsys):
+    page = (HERE.parent / "docs" / "testing.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "page.py"
+    path.write_text(code)
+    spec = importlib.util.spec_from_file_location("page", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    table = capsys.readouterr().out
+    assert table.splitlines()[0] == "check_kernel scaled"
+    first = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    assert [t for t in TRANSFORMS if f"`{t}" not in first] == []
