@@ -69,7 +69,7 @@ def _origin(var, made):
     return var
 
 
-def _hint(jaxpr, counter: Counter | None, carries) -> Hint:
+def hint_of(jaxpr, counter: Counter | None, carries) -> Hint:
     for e in jaxpr.eqns:
         if e.primitive.name == "jtile_loop_hint" and counter is not None and e.invars[0] is carries[counter.place]:
             return Hint(**e.params)
@@ -104,7 +104,7 @@ def _(c: Lowering, *args, jaxpr, length, reverse, unroll=1, **params):
     carries, outs = inner.invars[n_consts : n_consts + n_carry], inner.outvars
     counting = [] if xs or reverse or len(outs) > n_carry else counters(inner, carries, outs)
     counter = next((n for n in counting if n.step > 0 and _constant(init[n.place]) is not None), None)
-    hint = _hint(inner, counter, carries)
+    hint = hint_of(inner, counter, carries)
     if hint.unroll == 1 and isinstance(unroll, int) and unroll > 1:
         hint = Hint(hint.stages, unroll)
     if counter is not None:
@@ -194,7 +194,7 @@ def _row(c: Lowering, x: ir.Value, k: ir.Value) -> ir.Value:
 def _(c: Lowering, *args, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts):
     cond_consts, body_consts = args[:cond_nconsts], args[cond_nconsts : cond_nconsts + body_nconsts]
     init = list(args[cond_nconsts + body_nconsts :])
-    found = _bounded(_open(cond_jaxpr), cond_nconsts, _open(body_jaxpr), body_nconsts)
+    found = bounded(_open(cond_jaxpr), cond_nconsts, _open(body_jaxpr), body_nconsts)
     if found is not None:
         counter, limit = found
         hi = c.literal(limit.val) if hasattr(limit, "val") else _limit(limit, _open(cond_jaxpr), cond_consts, init)
@@ -208,7 +208,7 @@ def _(c: Lowering, *args, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts):
     return unflat(init, c.b.add(ir.While(tuple(words), cond, body)).results)
 
 
-def _bounded(cond, n_cond: int, body, n_body: int):
+def bounded(cond, n_cond: int, body, n_body: int):
     """`(counter, limit)` of the form `while i < limit: ...; i += step`, where the body leaves the limit alone."""
     carries = cond.invars[n_cond:]
     made = {v: e for e in cond.eqns for v in e.outvars}
@@ -250,7 +250,7 @@ def _counted_while(c: Lowering, body_jaxpr, n_consts: int, consts, init, counter
     out = dict(
         zip(
             moving,
-            _for(c, (lo, hi, step), [init[j] for j in moving], body, _hint(inner, counter, carries)),
+            _for(c, (lo, hi, step), [init[j] for j in moving], body, hint_of(inner, counter, carries)),
             strict=True,
         )
     )
