@@ -15,7 +15,7 @@ from jtile.ir.types import DTYPES
 
 from .affine import Forms, Site, accumulators, sites
 from .lift import lift
-from .nests import only, prepare, speaks, tidy
+from .nests import finish, only, prepare, speaks, tidy
 from .partials import Chunks, Colours, chunked, chunks, likely
 from .renest import renest
 from .settle import covers, disjoint, distinct, settle, told_apart
@@ -95,8 +95,8 @@ def _pieces(kernel: Kernel, narrow: Sequence[str | None]) -> Pieces:
     kernel = tidy(lift(kernel, accumulators(kernel)))
     movable = not speaks(kernel) and not kernel.aliases
     if movable and _meeting(kernel):
-        kernel = split_axes(kernel)
-        kernel = tidy(lift(kernel, accumulators(kernel)))
+        split = split_axes(kernel)
+        kernel = kernel if split is kernel else tidy(lift(split, accumulators(split)))
     parts = _parts(kernel) if movable else [_Part(kernel, list(range(_outputs(kernel))))]
     return _finished(kernel, [_settled(p, narrow) for p in parts])
 
@@ -240,7 +240,7 @@ def _settled(part: _Part, narrow: Sequence[str | None]) -> tuple[Kernel, list[in
     where = _where(kernel)
     wanted = {r: n for r in where if (n := narrow[original[r]]) is not None and original[r] not in partials}
     done = settle(kernel, where, wanted, covered)
-    return tidy(done.kernel), part.outputs, partials
+    return finish(done.kernel), part.outputs, partials
 
 
 def _covered(kernel: Kernel) -> set[Value]:

@@ -30,6 +30,11 @@ def tidy(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def finish(kernel: Kernel) -> Kernel:
+    """What a kernel that is compiled next needs to be read; every back end runs its pipeline on it anyway."""
+    return dce(bounds(kernel))
+
+
 def prepare(kernel: Kernel) -> Kernel:
     return run_pipeline(kernel, PREPARE)
 
@@ -98,6 +103,7 @@ def speaks(kernel: Kernel) -> bool:
     return any(isinstance(op, Print | Assert) for op in kernel.body.walk())
 
 
-def private_state(kernel: Kernel) -> bool:
-    """Whether it writes any memory but through its accumulations."""
-    return any(isinstance(op, Store | Alloc) for op in kernel.body.walk())
+def keeps_state(kernel: Kernel, ref: Value) -> bool:
+    """Whether it writes, or makes, any memory but an accumulator."""
+    ops = list(kernel.body.walk())
+    return any(isinstance(op, Alloc) or (isinstance(op, Store | Atomic) and op.ref is not ref) for op in ops)

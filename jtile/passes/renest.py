@@ -10,7 +10,7 @@ from jtile.ir import Builder, For, If, Kernel, Load, ProgramId, SizeOf, Value
 from .affine import Forms, Site, Var, accumulators, sites
 from .fold import number
 from .lift import lift
-from .nests import Counted, nest, only, private_state, size_value, tidy
+from .nests import Counted, nest, only, keeps_state, size_value, tidy
 from .rewrite import Rewriter, Rules
 from .settle import disjoint
 
@@ -37,7 +37,11 @@ def renest(kernel: Kernel, ref: Value) -> Kernel | None:
     Example: over grid (i, j), loop k, `dA[i, k] += f(i, j, k)` becomes grid (i, k), loop j.
     """
     alone = only(kernel, [ref])
-    if alone is None or private_state(alone) or any(op.ref is ref for op in alone.body.walk() if isinstance(op, Load)):
+    if (
+        alone is None
+        or keeps_state(alone, ref)
+        or any(op.ref is ref for op in alone.body.walk() if isinstance(op, Load))
+    ):
         return None
     alone = tidy(alone)
     if ref not in accumulators(alone):
@@ -156,7 +160,7 @@ def _rebuilt(kernel: Kernel, axes: list[_Axis]) -> Kernel:
     stages = max((loop.stages or 0 for loop in swapped), default=0) or None
     with b.region() as body:
         for k, a in enumerate(axes):
-            pid = b.value(ProgramId(k), names.get(a.axis, "") if not a.loops else a.loops[0].body.params[0].name)
+            pid = b.value(ProgramId(k), names.get(a.axis, "") if a.axis is not None else a.loops[0].body.params[0].name)
             if a.axis is not None:
                 values[a.axis] = pid
             for loop in a.loops:

@@ -16,8 +16,10 @@ ROUNDS = 16  # each takes one variable apart
 
 
 def split_axes(kernel: Kernel) -> Kernel:
-    """The kernel without `div` and `rem` of program ids and of loop indices by constants that divide their range."""
-    kernel = tidy(_whole_division(kernel))
+    """The kernel without `div` and `rem` of program ids and of loop indices by constants that divide their range; the
+    same object where there are none."""
+    whole = _whole_division(kernel)
+    kernel = kernel if whole is kernel else tidy(whole)
     for _ in range(ROUNDS):
         found = _divided(kernel)
         if found is None:
@@ -131,6 +133,8 @@ def _whole_division(kernel: Kernel) -> Kernel:
         i, by = known(x), number(c)
         return i is not None and i.lo >= 0 and by is not None and by > 0 and _correction(op.cond, x, c)
 
+    if not any(map(plain, kernel.body.walk())):
+        return kernel
     env: dict[Value, Value] = {}
 
     def block(old: Block) -> Block:

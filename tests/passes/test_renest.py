@@ -210,6 +210,30 @@ def test_rounds_that_a_carry_ties_together_stay_in_their_program(monkeypatch):
     assert atomics(check(carried)) == 1
 
 
+@pytest.mark.parametrize(
+    "how", ["%u = atomic add %t[%c0], %v", "%u = load %t[%c0]\n%m = max %u, %v\nstore %t[%c0], %m"]
+)
+def test_rounds_that_memory_ties_together_stay_in_their_program(how):
+    """Scratch that every round reads and writes."""
+    body = f"""
+      kernel @k(%x: ref<6x4xf32>, %o: ref<4xf32, out>, %t: ref<2xf32, scratch>) grid(6) init(%o = 0) {{
+        %i = program_id 0
+        %c0 = full 0 : i32
+        %c1 = full 1 : i32
+        %c4 = full 4 : i32
+        %z = full 0.0 : f32
+        store %t[%c0], %z
+        store %t[%c1], %z
+        for %k in %c0..%c4 step %c1 {{
+          %v = load %x[%i, %k]
+          {how}
+          %0 = atomic add %o[%k], %u
+        }}
+      }}"""
+    pieces = check(body)
+    assert (len(pieces.kernels), pieces.results[0].partials) == (1, 1)
+
+
 def test_a_loop_taken_apart_by_division():
     """A window of 3 x 2 points as one loop of 6, as convolutions write it."""
     body = """
