@@ -10,7 +10,7 @@ from jtile.ir import Builder, For, If, Kernel, Load, ProgramId, SizeOf, Value
 from .affine import Forms, Site, Var, accumulators, sites
 from .fold import number
 from .lift import lift
-from .nests import Counted, nest, only, keeps_state, size_value, tidy
+from .nests import Counted, keeps_state, nest, only, size_value, tidy
 from .rewrite import Rewriter, Rules
 from .settle import disjoint
 
