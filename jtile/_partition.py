@@ -208,8 +208,9 @@ def result_specs(program: Program, shardings: Sequence[NamedSharding]) -> list[P
 
 def lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any] | None:
     """The call as a custom_partitioning call; None where it is lowered as it is: on one device, inside of shard_map, or
-    because nothing of it can be cut (XLA gathers its operands)."""
-    if not is_partitioned(ctx) or not rule_of(program).names:
+    because nothing of it can be cut (XLA gathers its operands). A kernel that prints or asserts runs as a whole on
+    every device: XLA's partitioner takes no other call with effects."""
+    if not is_partitioned(ctx) or not (rule_of(program).names or program.io):
         return None
     _try_hand(program)
     bind = functools.partial(ctx.primitive.bind, program=program)
@@ -236,6 +237,8 @@ def _mark(results: Sequence[Any], program: Program) -> None:
     """Name the program in the call: JAX may be told to leave the callback out of the key of its compilation cache."""
     text = mlir.ir.StringAttr.get(program.fingerprint)
     owner = results[0].owner
+    if program.io:
+        owner.attributes["has_side_effect"] = mlir.ir.BoolAttr.get(True)
     owner.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get({"jtile_program": text})
 
 

@@ -1,0 +1,85 @@
+"""Automatic partitioning on eight forced host devices: the checks of partition_checks.py, in one child process; and
+the errors of sharding rules given by hand."""
+
+from pathlib import Path
+
+import devices
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+
+CHECKS = Path(__file__).with_name("partition_checks.py")
+
+
+@pytest.mark.parametrize("name", devices.names(CHECKS))
+def test_partition(name, tmp_path_factory):
+    failed = devices.outcome(CHECKS, name, tmp_path_factory)
+    assert not failed, failed
+
+
+def add(rule):
+    @jt.kernel(out_type=lambda x, w: jt.like(x), sharding=rule)
+    def add_row(x, w, o):
+        o[...] = x[...] + w[...][None, :]
+
+    return add_row
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("r n, n", "needs one '->'"),
+        ("r n -> n -> r", "needs one '->'"),
+        ("r n, n -> r q", "axis 'q' of an output is an axis of no input"),
+        ("r r, n -> r n", "an array has one axis twice in 'r r'"),
+        ("r 2n, n -> r n", "'2n' is no name of an axis"),
+        ("r n, ... -> r n", "'...' is no name of an axis"),
+    ],
+)
+def test_text_that_is_no_rule(rule, message):
+    with pytest.raises(KernelValueError) as e:
+        add(rule)
+    assert message in str(e.value) and "kernel add_row" in str(e.value) and "test_partition.py:" in str(e.value)
+
+
+def test_a_rule_is_text():
+    with pytest.raises(KernelTypeError, match="give text"):
+        add(("r n", "n"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("r n, n -> r", "it gives o the axes 'r', but o has 2: shape (4, 3)"),
+        ("r n, r n -> r n", "it gives w the axes 'r n', but w has 1: shape (3,)"),
+        ("r n -> r n", "it names 1 inputs, this call has 2"),
+        ("r n, n -> r n, r n", "it names 2 outputs, this call has 1"),
+    ],
+)
+def test_rules_are_checked_against_the_arrays(rule, message):
+    with pytest.raises(KernelValueError) as e:
+        add(rule)(jnp.ones((4, 3)), jnp.ones(3))
+    assert message in str(e.value) and "test_partition.py:" in str(e.value)
+
+
+def test_a_rule_changes_no_result():
+    x, w = jnp.arange(12.0).reshape(4, 3), jnp.arange(3.0)
+    for rule in (None, "r n, n -> r n", "r _, _ -> r _", "_ _, _ -> _ _"):
+        np.testing.assert_array_equal(add(rule)(x, w), x + w[None])
+        np.testing.assert_array_equal(add(rule).with_options(interpret=True)(x, w), x + w[None])
+    scalar = jt.call(lambda s, o: o.__setitem__((), s[()] * 2), out_type=lambda s: jt.like(s), sharding="-> ()")
+    with pytest.raises(KernelValueError, match="it names 0 inputs, this call has 1"):
+        scalar(jnp.float32(1))
+
+
+def test_rules_follow_pytrees():
+    @jt.kernel(out_type=lambda p, **_: (jt.like(p["a"]), jt.like(p["b"])), sharding="n, m -> n, m")
+    def copies(p, x, y):
+        x[...], y[...] = p["a"][...], p["b"][...]
+
+    a, b = copies({"b": jnp.ones(2), "a": jnp.zeros(3)})
+    assert a.shape == (3,) and b.shape == (2,)
+    assert copies.lower({"b": jnp.ones(2), "a": jnp.zeros(3)}).texts["sharding"] == "n, m -> n, m; sum over m, n\n"
