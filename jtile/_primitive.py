@@ -19,7 +19,7 @@ from jax.extend import source_info_util
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
-from jtile import _batching
+from jtile import _batching, _dce
 from jtile._compat import need_devices
 from jtile._effect import KERNEL_EFFECT
 from jtile._errors import KernelAssertionError
@@ -123,3 +123,4 @@ def _checked_call(program: Program, operands: Sequence[Any]) -> Sequence[Any]:
 mlir.register_lowering(jtile_call_p, lower_elsewhere)
 mlir.register_lowering(jtile_call_p, lower_cpu, platform="cpu")
 _batching.register(jtile_call_p)
+_dce.register(jtile_call_p)

@@ -78,7 +78,9 @@ MAY_IMPORT = {
     "_export": {"ffi"},
     "_effect": {"_compat"},
     "_batching": EVERYTHING_BELOW | {"_program"},
-    "_primitive": EVERYTHING_BELOW | {"_effect", "_program", "_lowering", "_batching", "_partition", "_signature"},
+    "_dce": EVERYTHING_BELOW | {"_program"},
+    "_primitive": EVERYTHING_BELOW
+    | {"_effect", "_program", "_lowering", "_batching", "_dce", "_partition", "_signature"},
     "ops": PUBLIC - {"models"},
     "models": PUBLIC,
     "benchmarks": PUBLIC,
