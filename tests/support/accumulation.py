@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,3 +62,35 @@ def atomics(pieces: Pieces) -> int:
 def carries(kernel: Kernel) -> int:
     """Values that loops carry."""
     return sum(len(op.inits) for op in kernel.body.walk() if isinstance(op, For))
+
+
+def expect(pieces: Pieces, *texts: str) -> None:
+    got = "\n".join(print_kernel(k) for k in pieces.kernels)
+    want = "\n".join(textwrap.dedent(t).strip("\n") + "\n" for t in texts)
+    assert got.splitlines() == want.splitlines(), f"\n{got}"
+
+
+def ops(pieces: Pieces, card) -> int:
+    return sum(isinstance(op, card) for k in pieces.kernels for op in k.body.walk())
+
+
+def kernel(body: str, refs: str, grid: str, inits: str = "%o = 0") -> str:
+    constants = "\n".join(f"  %c{n} = full {n} : i32" for n in (0, 1, 2, 3, 4, 5, 8, 16))
+    return f"kernel @k({refs}) grid({grid}) init({inits}) {{\n{constants}\n{textwrap.dedent(body)}\n}}"
+
+
+NORM = """
+  %i = program_id 0
+  %v = load %x[tile(%i, 2), %c0:+4]
+  %w = load %s[%c0:+4]
+  %b = broadcast %w dims=(1) : tile<2x4xf32>
+  %p = mul %v, %b
+  %0 = atomic add %dx[tile(%i, 2), %c0:+4], %p
+  %q = reduce sum %v axes=(0)
+  %1 = atomic add %ds[%c0:+4], %q
+"""
+NORM_REFS = "%x: ref<{n}x4xf32>, %s: ref<4xf32>, %dx: ref<{n}x4xf32, out>, %ds: ref<4xf32, out>"
+
+
+def norm(rows: int) -> str:
+    return kernel(NORM, NORM_REFS.format(n=rows), str(max(-(-rows // 2), 0)), "%dx = 0, %ds = 0")
