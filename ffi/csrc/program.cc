@@ -280,6 +280,7 @@ Launch Program::launch(const int64_t* sizes) const {
   Launch launch;
   launch.programs = programs_;
   if (dimensions_.empty()) return launch;
+  std::fill_n(launch.dims, Launch::kSymbols, 0);
   if (sizes == nullptr) fail(Code::kInvalidArgument, "kernel ", name_, ": it has dynamic sizes, and the call gives none");
   for (size_t k = 0; k < dimensions_.size(); ++k) {
     const Dimension& d = dimensions_[k];

@@ -33,9 +33,9 @@ struct Dimension {
 
 // What one call adds to a program: the values of its symbols, and the number of programs that they make.
 struct Launch {
-  static constexpr size_t kSymbols = 16;
-  int64_t dims[kSymbols] = {};
-  int64_t programs = 0;
+  static constexpr size_t kSymbols = 64;
+  int64_t programs;
+  int64_t dims[kSymbols];  // not set in a launch without dynamic dimensions
 };
 
 class Program {

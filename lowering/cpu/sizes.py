@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jtile import ir
+from jtile._errors import UnsupportedError
 from jtile.lowering.cpu.llvm import Code, Module, Val, i64
 
 GRID = "jtile_grid"
+MAX_SYMBOLS, MAX_AXES = 64, 16  # as ffi/csrc/program.h and program.cc have them
 
 
 def sizes_of(kernel: ir.Kernel) -> list[ir.Extent]:
@@ -74,5 +76,11 @@ def emit_grid(module: Module, kernel: ir.Kernel) -> None:
 def dims_attribute(kernel: ir.Kernel) -> list[int]:
     """What fills `dims`: four numbers a dynamic dimension of an input: input, axis, place in `dims`, multiple."""
     places = {name: k for k, name in enumerate(symbols_of(kernel))}
+    if len(places) > MAX_SYMBOLS or len(kernel.grid) > MAX_AXES:
+        raise UnsupportedError(
+            f"kernel {kernel.name} has {len(places)} dynamic sizes on a grid of {len(kernel.grid)} axes: the cpu target "
+            f"takes at most {MAX_SYMBOLS} sizes and {MAX_AXES} axes; mark fewer dimensions dynamic",
+            (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+        )
     sources = ir.sources(kernel)
     return [x for name, k in places.items() for s in sources[name] for x in (s.operand, s.axis, k, s.multiple)]

@@ -187,3 +187,9 @@ def test_private_memory_of_dynamic_size_is_refused():
     k = ir.parse_kernel("kernel @k(%a: ref<{n}xf32>, %s: ref<{n}xf32, scratch>) grid(1) {\n}")
     with pytest.raises(UnsupportedError, match="no memory of dynamic size"):
         compile_kernel(k)
+
+
+def test_too_many_sizes_are_refused():
+    params = ", ".join(f"%a{k}: ref<{{n{k}}}xf32>" for k in range(65))
+    with pytest.raises(UnsupportedError, match="has 65 dynamic sizes"):
+        compile_kernel(ir.parse_kernel(f"kernel @k({params}) grid(1) {{\n}}"))
