@@ -78,7 +78,7 @@ def dims_attribute(kernel: ir.Kernel) -> list[int]:
     places = {name: k for k, name in enumerate(symbols_of(kernel))}
     if len(places) > MAX_SYMBOLS or len(kernel.grid) > MAX_AXES:
         raise UnsupportedError(
-            f"kernel {kernel.name} has {len(places)} dynamic sizes on a grid of {len(kernel.grid)} axes: the cpu target "
+            f"kernel {kernel.name} has {len(places)} dynamic sizes on a grid of {len(kernel.grid)} axes: cpu code "
             f"takes at most {MAX_SYMBOLS} sizes and {MAX_AXES} axes; mark fewer dimensions dynamic",
             (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
         )
