@@ -122,6 +122,8 @@ class _Walk:
                 self.values[axis] = self.program_id(n)
             case Chunks():
                 self.entry[axis] = self.program_id(cut.count) if cut.count > 1 else self.b.index(0)
+            case Colours() if cut.size == cut.count:
+                self.values[axis] = self.entry[axis] = self.program_id(cut.count)
             case Colours():
                 high, low = self.program_id(-(-n // cut.count)), self.program_id(cut.count)
                 self.entry[axis] = low

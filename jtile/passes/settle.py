@@ -77,7 +77,8 @@ def told_apart(forms: Forms, where: Sequence[Site], colours: Mapping[int, int] =
 
     `colours`: of these axes only programs are compared whose ids are equal modulo the number given.
     """
-    found: set[int] = set()
+    grid = forms.kernel.grid
+    found = {a for a, n in colours.items() if isinstance(grid[a], int) and grid[a] <= n}
     while True:  # what one dimension has told is equal in the others
         more = set().union(*(_told(forms, where, dim, found, colours) for dim in range(len(where[0].op.index))))
         if more <= found:

@@ -124,3 +124,5 @@ def test_a_stencil_colours_both_axes_and_sums_its_weights():
     assert (atomics(pieces), len(pieces.kernels)) == (0, 2)
     assert pieces.kernels[0].outputs[0].shape == (4, 2, 12, 20)
     assert pieces.kernels[0].grid == (2, 2, 2, 3, 2)
+    pieces = check(kernel(body, f"{refs}, {outputs}", "2, 3, 2", "%dx = 0, %dw = 0"))  # an axis of no more than colours
+    assert (atomics(pieces), pieces.kernels[0].outputs[0].shape) == (0, (4, 2, 12, 20))
