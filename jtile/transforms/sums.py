@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection
 from jtile import ir
 from jtile.transforms.axes import Classes, Node, contraction
 
-REPLICATED, VARYING, PARTIAL, CARRY, ZERO = "replicated", "varying", "partial", "carry", "zero"
+REPLICATED, VARYING, PARTIAL, ZERO = "replicated", "varying", "partial", "zero"
+CARRY = "carry "  # and its number: the running sum itself, of which each round must leave its own
 PLAIN = {REPLICATED, VARYING, ZERO}
 FIXED = {REPLICATED, ZERO}
 MOVES = ir.Broadcast | ir.Reshape | ir.Transpose | ir.Slice | ir.Reverse
@@ -85,12 +86,12 @@ class Sums:
 
     def _add(self, op: ir.Op, a: str, b: str) -> str:
         """The state of a + b."""
-        if CARRY in (a, b):
-            term = b if a == CARRY else a
+        if is_carry(a) or is_carry(b):
+            carry, term = (a, b) if is_carry(a) else (b, a)
             allowed = {PARTIAL, ZERO} if self.lanes else {PARTIAL, *PLAIN}
             if term not in allowed:
                 raise self._fail(op, "what a loop sums up counts its rounds")
-            return CARRY
+            return carry
         return self._join(op, a, b)
 
     def _times(self, op: ir.Op, a: str, b: str) -> str:
@@ -136,7 +137,7 @@ class Sums:
             case ir.Reduce(x=x, axes=axes, fn="sum"):
                 return self._sum(op, self._of(x), self._is_cut(x, axes))
         states = {self._of(v) for v in op.operands()}
-        if isinstance(op, MOVES) and len(states) == 1 and (CARRY not in states or isinstance(op, ir.Transpose)):
+        if isinstance(op, MOVES) and len(states) == 1 and not any(map(is_carry, states)):
             return states.pop()
         return self._plain(op, states)
 
@@ -158,7 +159,7 @@ class Sums:
                     return PARTIAL
             case "add", [a, b]:
                 return self._add(op, a, b)
-            case "sub", [a, b] if b != CARRY:
+            case "sub", [a, b] if not is_carry(b):
                 return self._add(op, a, b)
             case "mul", [a, b]:
                 return self._times(op, a, b)
@@ -173,7 +174,7 @@ class Sums:
         return self._plain(op, (cond, a, b))
 
     def _cast(self, op: ir.Cast, state: str) -> str:
-        if state in (PARTIAL, CARRY):
+        if state == PARTIAL or is_carry(state):
             old, new = op.x.type.info, op.result.type.info
             if old.kind != new.kind or (new.kind != "f" and new.bits < old.bits):
                 raise self._fail(op, "a sum over shards is converted to another kind of number")
@@ -212,7 +213,7 @@ class Sums:
 
     def _store(self, op: ir.Store | ir.Atomic) -> str:
         place, state = self._place(op), self._of(op.value)
-        if state == CARRY:
+        if is_carry(state):
             raise self._fail(op, "a running sum is stored in every round")
         if op.ref in self.refs:
             return self._plain(op, [state, VARYING])
@@ -292,18 +293,22 @@ class Sums:
         k, *params = op.body.params
         self._state[k] = VARYING
         kept = [p is y for p, y in zip(params, op.body.yields, strict=True)]
-        for p, init, same in zip(params, op.inits, kept, strict=True):
+        for j, (p, init, same) in enumerate(zip(params, op.inits, kept, strict=True)):
             state = self._of(init)
             if not same and state not in (ZERO, PARTIAL):
                 raise self._fail(op, "a carry of the loop does not start from zero")
-            self._state[p] = state if same else CARRY
+            self._state[p] = state if same else f"{CARRY}{j}"
         self._within = True
         yields = self._block(op.body)
         self._within = False
-        for state, same in zip(yields, kept, strict=True):
-            if not same and state not in (CARRY, ZERO):
+        for j, (state, same) in enumerate(zip(yields, kept, strict=True)):
+            if not same and state not in (f"{CARRY}{j}", ZERO):
                 raise self._fail(op, "a carry of the loop is no sum")
-        return [PARTIAL if state == CARRY else state for state in yields]
+        return [PARTIAL if is_carry(state) else state for state in yields]
+
+
+def is_carry(state: str) -> bool:
+    return state.startswith(CARRY)
 
 
 def check_partial(kernel: ir.Kernel, partial: Collection[ir.Value]) -> None:

@@ -286,9 +286,18 @@ def scratch_sum(x, o, s):
     o[i] = s[...].sum()
 
 
+@jt.kernel(out_type=lambda x: jt.like(x, shape=x.shape[:1]), grid=lambda x: x.shape[0])
+def crossed(x, o):
+    i, s, t = jt.program_id(0), jt.zeros((4,)), jt.zeros((4,))
+    for k in jt.range(x.shape[1] // 4):
+        s, t = t + x.tiles(None, 4)[i, k], s
+    o[i] = s.sum() - t.sum()
+
+
 @pytest.mark.parametrize(
     ("kernel", "expected"),
     [
+        (crossed, "a _ -> a"),  # each carry goes into the other
         (folds, "a _ -> a, a"),  # a maximum is carried
         (decay, "a _ -> a"),  # what a round leaves depends on how many follow
         (running, "a _ -> a _"),
