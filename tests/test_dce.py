@@ -69,7 +69,7 @@ def test_calls_that_nobody_uses():
     assert pruned(lambda x: (several(x, Y, Z), x)[1], X) == (None, 0)
     shown = jt.call(lambda x, o: (jt.print("x {}", x[0]), o.__setitem__(..., x[...]))[1], out_type=jt.like(X))
     program, _ = pruned(lambda x: (shown(x), x)[1], X)
-    assert program.io and program.spec.n_out == 0
+    assert program.io  # 0.11 keeps such a call as it is
 
 
 def test_it_prints_still(capfd):
