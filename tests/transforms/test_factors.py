@@ -1,17 +1,15 @@
 """Factors of kernels, and the kernels of shards: together these give the result of the whole kernel (interpreter)."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shards import run_shards
 
 import jtile as jt
 from jtile import ir
 from jtile._lowering import run_interpreter
 from jtile._partition import can_cut, rule_of, shard_program
-from jtile.interpret import interpret
 from jtile.transforms.axes import regroup
 from jtile.transforms.factors import factors
 
@@ -22,38 +20,19 @@ def array(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
 
 
-def run_shards(program, arrays, parts):
+def run_program(program, arrays, parts):
     """What the shards of a program give together."""
-    rule = rule_of(program)
-    local = shard_program(program, tuple(sorted(parts.items())))
-    ir.verify(local.kernel, "tile")
-
-    def place(dims, shape, at):
-        cuts = [
-            slice(at[d] * n // parts[d], (at[d] + 1) * n // parts[d]) if d in parts else slice(None)
-            for d, n in zip(dims, shape)
-        ]
-        return tuple(cuts)
-
-    outs = [np.zeros(o.shape, np.float64) for o in program.out_avals]
-    for counts in itertools.product(*map(range, parts.values())):
-        at = dict(zip(parts, counts))
-        mine = [np.ascontiguousarray(x[place(d, x.shape, at)]) for x, d in zip(arrays, rule.inputs)]
-        for out, y, dims, sums in zip(outs, interpret(local.kernel, mine, seed=0), rule.outputs, rule.partial):
-            spot = place(dims, out.shape, at)
-            if any(at[n] for n in set(parts) - set(dims) - sums):  # a copy of what another shard gives
-                if not sums & set(parts):
-                    np.testing.assert_array_equal(out[spot], np.asarray(y, np.float64))
-                continue
-            out[spot] += np.asarray(y, np.float64)
-    return outs
+    rule, outs = rule_of(program), program.out_avals
+    local = shard_program(program, tuple(sorted(parts.items()))).kernel
+    ir.verify(local, "tile")
+    return run_shards(local, arrays, rule.inputs, rule.outputs, rule.partial, [o.shape for o in outs], parts)
 
 
 def check(lowered, arrays, *cuts, tolerance=0.0):
     """Cut along each of `cuts` (factor -> shards), the program gives what it gives as a whole."""
     whole = run_interpreter(lowered.program, arrays)
     for parts in cuts:
-        for got, want in zip(run_shards(lowered.program, arrays, parts), whole, strict=True):
+        for got, want in zip(run_program(lowered.program, arrays, parts), whole, strict=True):
             np.testing.assert_allclose(got, np.asarray(want, np.float64), rtol=tolerance, atol=tolerance)
 
 
