@@ -25,6 +25,7 @@ from jtile import ops
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCAB = 256  # a token is a byte
+BATCH, LENGTH = 8, 128
 
 
 # -- the layers: once as kernels, once in jnp --------------------------------------------------------------------------
@@ -162,8 +163,15 @@ class Run:
         self.losses.append(float(train_step(self.model, self.optimizer, tokens)))
         self.seconds.append(time.perf_counter() - start)
 
+    def temporary_mib(self, tokens) -> float:
+        """What XLA reserves for the arrays of a step beside weights and optimizer state."""
+        compiled = train_step.lower(self.model, self.optimizer, tokens).compile().compiled
+        return compiled.memory_analysis().temp_size_in_bytes / 2**20
 
-def train(text: bytes, steps: int, *, width=256, depth=2, heads=4, batch=8, length=128, rate=5e-4) -> tuple[Run, Run]:
+
+def train(
+    text: bytes, steps: int, *, width=256, depth=2, heads=4, batch=BATCH, length=LENGTH, rate=5e-4
+) -> tuple[Run, Run]:
     """Both models, step by step in turn, so that whatever else the machine does slows both: (on jtile, in jnp)."""
     models = [Transformer(width, depth, heads, layers, nnx.Rngs(0)) for layers in (JTILE, JNP)]
     runs = [Run(model, nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)) for model in models]
@@ -185,14 +193,17 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=5e-4, help="Adam's, per step")
     parser.add_argument("--json", type=Path, help="write the losses and times here")
     args = parser.parse_args()
-    ours, plain = train(args.text.read_bytes(), args.steps, rate=args.rate)
+    text = args.text.read_bytes()
+    ours, plain = train(text, args.steps, rate=args.rate)
     for i in range(0, args.steps, max(1, args.steps // 10)):
         print(f"step {i:4d}   loss {ours.losses[i]:.5f}   in jnp {plain.losses[i]:.5f}")
     report = {"steps": args.steps, "largest_difference": largest_difference(ours, plain), "load": os.getloadavg()[0]}
+    (tokens,) = batches(text, 1, BATCH, LENGTH)
     for name, run in (("jtile", ours), ("jnp", plain)):
-        times = {"first_step_s": run.seconds[0], "step_ms": float(np.median(run.seconds[1:])) * 1e3}
-        report[name] = {**times, "losses": [round(loss, 6) for loss in run.losses]}
-        print(f"{name:5s}   first step {times['first_step_s']:.1f} s   step {times['step_ms']:.0f} ms")
+        first, step, mib = run.seconds[0], float(np.median(run.seconds[1:])) * 1e3, run.temporary_mib(tokens)
+        losses = [round(loss, 6) for loss in run.losses]
+        report[name] = {"first_step_s": first, "step_ms": step, "temporary_mib": mib, "losses": losses}
+        print(f"{name:5s}   first step {first:.1f} s   step {step:.0f} ms   temporaries {mib:.0f} MiB")
     print(f"last loss {ours.losses[-1]:.4f}   largest difference of a step {report['largest_difference']:.1e}")
     if args.json:
         args.json.write_text(json.dumps(report) + "\n")

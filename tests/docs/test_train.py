@@ -1,14 +1,13 @@
 """The example of docs/training.md at reduced length."""
 
 import collections
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from examples import FOLDER, example
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
@@ -21,11 +20,7 @@ INSIDE = {"dot_general", "gather", "scatter-add", "exp", "log", "rsqrt", "logist
 
 @pytest.fixture(scope="module")
 def train():
-    spec = importlib.util.spec_from_file_location("train_example", ROOT / "docs" / "examples" / "train.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return example("train")
 
 
 def test_the_loss_curve_is_that_of_jnp(train):
@@ -60,7 +55,7 @@ def test_every_step_of_the_transformer_is_a_kernel(train):
 
 
 def test_the_page_shows_the_code_that_runs():
-    code = (ROOT / "docs" / "examples" / "train.py").read_text()
+    code = "".join(file.read_text() for file in FOLDER.glob("*.py"))
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
     assert [block for block in blocks if block not in code] == []

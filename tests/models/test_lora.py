@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from examples import example
 from flax import nnx
 from reference_layers import LAYERS, mean_loss
 
@@ -12,6 +13,7 @@ import jtile.models
 from jtile._errors import ModelError
 from jtile.models import LanguageModel, llama
 from jtile.models.lora import TARGETS, LoRA, add_lora
+from jtile.ops import QuantizedTensor
 from jtile.testing import relative_error
 
 
@@ -46,14 +48,15 @@ def ids(golden):
     return jnp.asarray(golden["input_ids"][:, :13], jnp.int32)
 
 
-@pytest.fixture(params=["F32", "Q4_0"])
-def stored(request, write_gguf, tmp_path):
-    """One block of the tiny Llama with matrices of one storage."""
-    return shortened(jtile.models.load(write_gguf(tmp_path / "model.gguf", request.param)).model)
+@pytest.fixture
+def quantised(write_gguf, tmp_path):
+    """One block of the tiny Llama, its matrices in blocks of 4 bits."""
+    return shortened(jtile.models.load(write_gguf(tmp_path / "model.gguf", "Q4_0")).model)
 
 
-def test_the_gradient_of_an_update(stored, ids, monkeypatch):
-    model = perturbed(add_lora(stored, rank=4, targets=TARGETS))
+def test_the_gradient_of_an_update(quantised, ids, monkeypatch):
+    assert isinstance(quantised.blocks[0].gate.get_value(), QuantizedTensor)
+    model = perturbed(add_lora(quantised, rank=4, targets=TARGETS))
 
     def gradient(loss):
         found = nnx.jit(lambda m, ids: nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(m, ids))(model, ids)
@@ -83,7 +86,7 @@ def test_an_update_starts_at_zero_and_only_it_is_trained(tiny, ids):
 
 def test_a_tuned_model_generates(tiny, ids):
     model = shortened(tiny.model)
-    plain = np.asarray(model(ids))
+    plain = np.asarray(nnx.jit(lambda m, ids: m(ids))(model, ids))
     tuned = LanguageModel(perturbed(add_lora(model)), tiny.tokenizer, tiny.eos_ids)
     made = tuned.generate(ids, 6, eos=None)
     logits = np.asarray(tuned.logits(np.concatenate([ids, made], axis=1)))
@@ -106,10 +109,8 @@ def test_updates_that_it_cannot_make(tiny):
 
 
 def test_smollm2_learns_a_sentence(smollm2):
-    model = add_lora(smollm2.model)
-    before = frozen(model)
-    ids = jnp.asarray([smollm2.tokenizer.encode("Tiles of arrays are what a kernel is made of.")], jnp.int32)
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
-    losses = [float(train_step(model, optimizer, ids)) for _ in range(2)]
+    before = frozen(smollm2.model)
+    with jax.numpy_dtype_promotion("standard"):
+        tuned, losses = example("lora").tune(smollm2, "Tiles of arrays are what a kernel is made of.", 2)
     assert losses[1] < losses[0] - 0.1, losses
-    assert all(np.array_equal(a, b) for a, b in zip(frozen(model), before, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(frozen(tuned.model), before, strict=True))
