@@ -15,7 +15,7 @@ from .memory import store
 from .regions import REGIONS
 
 
-def kernel(choices: bytes, actions: int = 5) -> Case:
+def kernel(choices: bytes, actions: int = 4) -> Case:
     """The legal kernel that these choices make; smaller numbers make simpler kernels."""
     g = Gen(choices)
     g.steps = (*ACTIONS, *REGIONS)
