@@ -1,17 +1,13 @@
-"""Re-nesting of grid and loops, random kernels that accumulate, and their machine code."""
+"""Re-nesting of grid and loops, and the machine code of what comes out."""
 
 from __future__ import annotations
 
-import random
 import textwrap
 
 import numpy as np
 import pytest
 from accumulation import atomics, carries, check, combine, random_inputs
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from native import run_native
-from random_accumulations import text as random_text
 
 from jtile.interpret import interpret
 from jtile.ir import DTYPES, For, If, Load, parse_kernel, print_kernel
@@ -282,18 +278,6 @@ def test_the_other_outputs_do_not_read_what_only_the_re_nested_one_needs():
     assert loads == [2, 2]
     assert pieces.inputs == ((0, 1), (0, 1))
     assert all(op.stages == 2 for k in pieces.kernels for op in k.body.walk() if isinstance(op, For))
-
-
-# -- random kernels ---------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=40)
-@given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 64]), st.sampled_from([1, 100, 1 << 20]))
-def test_random_kernels(seed, programs, nbytes):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partials, "PROGRAMS", programs)
-        patch.setattr(partials, "PARTIAL_BYTES", nbytes)
-        check(random_text(random.Random(seed)))
 
 
 # -- machine code -----------------------------------------------------------------------------------------------------
