@@ -58,7 +58,7 @@ def is_exported(ctx: Any) -> bool:
 
 def is_symbolic(size: Any) -> bool:
     """Whether the size of a dimension is one of JAX's symbolic expressions, not a number."""
-    if isinstance(size, int):
+    if size is None or isinstance(size, int | float | str):
         return False
     from jax.export import is_symbolic_dim  # not loaded by `import jax`
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
 
 Place = tuple[str, int] | None
@@ -68,6 +69,13 @@ class Signature:
                 f"meta-parameter {name!r} of kernel {self.name} is an array ({describe(arrays[0])}): meta-parameters "
                 "are fixed at compile time; make it a positional argument, or name it in static_argnames of jax.jit; "
                 "instead of a jax.vmap over it, call the kernel in a Python loop",
+                self.where,
+            )
+        if is_symbolic(value):
+            raise KernelTypeError(
+                f"meta-parameter {name!r} of kernel {self.name} is {value}, a size that is known only when the kernel "
+                "runs: meta-parameters are fixed at compile time; read the size from the shape of an argument in the "
+                "kernel, or give a number that fits every size",
                 self.where,
             )
         try:

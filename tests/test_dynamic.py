@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +82,11 @@ def normal(*shape):
     return np.random.default_rng(sum(shape)).normal(size=shape).astype("f")
 
 
+def soft(x):
+    e = np.exp(x - x.max(-1, keepdims=True))  # NumPy: JAX would compile the reference for every size
+    return e / e.sum(-1, keepdims=True)
+
+
 def static_bits(kernel, *args):
     return np.asarray(kernel(*args)).tobytes()
 
@@ -96,20 +104,33 @@ def test_two_images_serve_fifty_lengths(compilations):
 def test_one_image_serves_fifty_lengths_without_tiles_along_them(compilations):
     for n in range(1, 51):
         x = normal(n, 40)
-        np.testing.assert_allclose(softmax(jt.dynamic(x)), jax.nn.softmax(x), atol=1e-6)
+        np.testing.assert_allclose(softmax(jt.dynamic(x)), soft(x), atol=1e-6)
     assert compilations == ["softmax"]
+
+
+def test_derivatives_of_many_lengths_share_images(compilations):
+    last = softmax.with_options(dynamic={"x": 0})
+    grad = jax.jit(jax.grad(lambda a, b: (last(matmul(jt.dynamic(a), b)) ** 2).sum(), (0, 1)))
+    for n in (3, 5, 11, 16, 32):
+        da, db = grad(normal(n, 24), normal(24, 32))
+        assert np.isfinite(da).all() and np.isfinite(db).all()
+    # matmul for any length, and for multiples of 16; its derivative is two kernels
+    assert sorted(compilations) == ["matmul"] * 2 + ["matmul_vjp"] * 2 + ["matmul_vjp_b_bar"] * 2 + [
+        "softmax",
+        "softmax_vjp",
+    ]
 
 
 def test_a_length_in_the_middle_and_jit(compilations):
     step = jax.jit(lambda x, w: softmax(matmul(jt.dynamic(x, (0, 1)), jt.dynamic(w, 0))))
     for m, k in [(3, 5), (16, 8), (33, 64), (1, 2), (48, 40)]:
         a, b = normal(m, k), normal(k, 32)
-        np.testing.assert_allclose(step(a, b), jax.nn.softmax(a @ b), atol=1e-5)
+        np.testing.assert_allclose(step(a, b), soft(a @ b), atol=1e-5)
     assert compilations.count("matmul") == 2
 
 
 def test_the_same_bits_as_static_code():
-    for m, k, n in [(1, 1, 1), (16, 8, 32), (17, 9, 33), (48, 64, 96), (5, 30, 64), (15, 7, 31)]:
+    for m, k, n in [(1, 1, 1), (16, 8, 32), (17, 9, 33), (5, 30, 64)]:
         a, b = normal(m, k), normal(k, n)
         marked = matmul(jt.dynamic(a, (0, 1)), jt.dynamic(b, (0, 1)))
         assert np.asarray(marked).tobytes() == static_bits(matmul, a, b), (m, k, n)
@@ -161,7 +182,7 @@ def test_a_pytree_of_arrays():
     assert [str(v.type) for v in kernel.params] == ["ref<{p_x_0}xf32>", "ref<{p_x_0}xf32>", "ref<{p_x_0}xf32, out>"]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "float16", "bfloat16", "float32", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bool", "int32", "bfloat16", "int4", "float8_e4m3fn"])
 def test_dtypes(dtype):
     @jt.kernel(out_type=lambda x: jt.like(x, shape=(x.shape[1], x.shape[0])), grid=lambda x: jt.cdiv(x.shape[0], 8))
     def transpose(x, o):
@@ -234,23 +255,54 @@ def test_a_reverse_rule_of_the_users():
 # -- export ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [0, 1])
-def test_export_over_a_symbolic_batch(order):
+def test_export_over_a_symbolic_batch_with_its_derivative():
+    pytest.importorskip("flatbuffers", reason="flatbuffers, which jax.export needs, is not installed")
     from jax import export
 
     (b,) = export.symbolic_shape("b")
     spec = jax.ShapeDtypeStruct
     f = jax.jit(lambda a, w: softmax(matmul(a, w)))
     exported = export.export(f, disabled_checks=jt.export_checks())(spec((b, 24), "f"), spec((24, 40), "f"))
-    again = export.deserialize(exported.serialize(vjp_order=order))
-    for n in (1, 3, 16, 50):
-        a, w = normal(n, 24), normal(24, 40)
-        np.testing.assert_allclose(again.call(a, w), jax.nn.softmax(a @ w), atol=1e-5)
-        if order:
-            ct = normal(n, 40)
-            got, want = (jax.vjp(fn, a, w)[1](ct) for fn in (again.call, lambda a, w: jax.nn.softmax(a @ w)))
-            for x, y in zip(got, want, strict=True):
-                np.testing.assert_allclose(x, y, atol=1e-4)
+    again = export.deserialize(exported.serialize(vjp_order=1))
+    for n in (3, 16):
+        a, w, ct = normal(n, 24), normal(24, 40), normal(n, 40)
+        np.testing.assert_allclose(again.call(a, w), soft(a @ w), atol=1e-5)
+        got, want = (jax.vjp(fn, a, w)[1](ct) for fn in (again.call, lambda a, w: jax.nn.softmax(a @ w)))
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+FRESH = """
+import sys
+sys.modules["llvmlite"] = None  # nothing can be compiled here
+import jax, jax.export, numpy as np, jtile
+exported = jax.export.deserialize(open("program", "rb").read())
+for n in (1, 7, 64, 300):
+    x, w, u = (np.load(f"{name}{n}.npy") for name in "xwu")
+    np.testing.assert_allclose(exported.call(x, w, u), np.load(f"y{n}.npy"), atol=1e-5)
+print("done")
+"""
+
+
+def test_the_library_over_a_symbolic_batch_in_a_fresh_process(tmp_path):
+    pytest.importorskip("flatbuffers", reason="flatbuffers, which jax.export needs, is not installed")
+    from jax import export
+
+    from jtile import ops
+
+    (b,) = export.symbolic_shape("b")
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, "f")
+    f = jax.jit(lambda x, w, u: ops.softmax(ops.matmul(ops.rms_norm(x, w), u)))
+    exported = export.export(f, disabled_checks=jt.export_checks())(spec(b, 32), spec(32), spec(32, 48))
+    (tmp_path / "program").write_bytes(exported.serialize())
+    for n in (1, 7, 64, 300):
+        x, w, u = normal(n, 32), normal(32), normal(32, 48)
+        y = soft(x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-6) * w @ u)
+        for name, value in zip("xwuy", (x, w, u, y), strict=True):
+            np.save(tmp_path / f"{name}{n}.npy", value)
+    command = [sys.executable, "-c", FRESH]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "done", done.stderr
 
 
 def test_export_of_vmap_over_a_symbolic_axis():
@@ -315,6 +367,13 @@ def test_specifications_that_do_not_fit(spec, kind, words):
 
     with pytest.raises(kind, match=words):
         failing(body, **spec)(jt.dynamic(normal(20)))
+
+
+def test_a_meta_parameter_is_no_size():
+    with pytest.raises(KernelTypeError, match=r"'bm' of kernel matmul is n, a size that is known only when"):
+        jax.export.export(jax.jit(lambda a: matmul(a, np.ones((4, 4), "f"), bm=a.shape[0])))(
+            jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 4"), "f")
+        )
 
 
 def test_names_must_agree():

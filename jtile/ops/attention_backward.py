@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import PROGRAMS, TILE_ELEMENTS, fit
+from jtile.ops._shapes import PROGRAMS, TILE_ELEMENTS, fit, known
 
 LOG2_E = math.log2(math.e)
 Window = tuple[int | None, int | None]  # keys that a query sees to its left and to its right, None: all
@@ -147,7 +147,7 @@ def attention_backward(
     ct = () if ct_lse is None else (ct_lse,)
     delta = attention_delta(o, g, ct, dtype=lse.dtype.name)
     bq, bk = fit(q.shape[1], bq), fit(s, bk)
-    splits = min(jt.cdiv(PROGRAMS, max(1, batch * groups)), jt.cdiv(s, bk))
+    splits = min(jt.cdiv(PROGRAMS, max(1, known(batch * groups))), jt.cdiv(known(s), bk))
     dq, dk, dv = flash_attention_backward(
         q, k, v, g, lse, delta, lengths, offsets,
         bq=bq, bk=bk, splits=splits, scale=scale, softcap=softcap, window=window,

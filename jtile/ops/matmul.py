@@ -13,6 +13,7 @@ import jtile as jt
 from jtile.ops._shapes import known
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 
+BLOCK = 256  # terms of a sum at a time, where their number is not known
 TILE = 256  # side of a tile of the result: A and B panels of one program stay in the second-level cache
 
 
@@ -160,9 +161,13 @@ def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, save=False):
     e, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     ea, eb = (e if x.shape[0] != 1 else 0 for x in (a, b))
     k = a.shape[1 if ta else 2]
-    A = a.tiles(None, k, bm)[ea, 0, i].T if ta else a.tiles(None, bm, k)[ea, i, 0]
-    B = b.tiles(None, bn, k)[eb, j, 0].T if tb else b.tiles(None, k, bn)[eb, 0, j]
-    Y = jt.dot(A, B)
+    bk = k if isinstance(k, int) else BLOCK
+    A = lambda p: a.tiles(None, bk, bm)[ea, p, i].T if ta else a.tiles(None, bm, bk)[ea, i, p]
+    B = lambda p: b.tiles(None, bn, bk)[eb, j, p].T if tb else b.tiles(None, bk, bn)[eb, p, j]
+    if isinstance(k, int):
+        Y = jt.dot(A(0), B(0))
+    else:
+        Y = jt.fori(jt.cdiv(k, bk), lambda p, acc: jt.dot(A(p), B(p), acc), jt.zeros((bm, bn), _sums(a, b)))
     if bias:
         Y = Y + bias[0].tiles(None, bn)[0, j][None, :].astype(Y.dtype)
     if save:

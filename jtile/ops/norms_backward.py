@@ -8,17 +8,22 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops._shapes import fit, rows_per_tile, sums_in, wide
 
+_TILES = 32  # tiles a program where the number of rows is not known
 _CHUNKS = 16  # programs, at most: each keeps its own sums over rows
 
 
-def _types(xs, weight, cts, *, chunks, sums, **_):
-    part = jax.ShapeDtypeStruct((chunks, xs[0].shape[1]), sums_in(xs[0]))
+def _chunks(xs, weight, cts, *, br, per, **_):
+    return jt.cdiv(jt.cdiv(xs[0].shape[0], br), per)
+
+
+def _types(xs, weight, cts, *, br, per, sums, **_):
+    part = jax.ShapeDtypeStruct((_chunks(xs, weight, cts, br=br, per=per), xs[0].shape[1]), sums_in(xs[0]))
     return *(jt.like(x) for x in xs), *(part for _ in range(sums))
 
 
-@jt.kernel(out_type=_types, grid=lambda xs, weight, cts, *, chunks, **_: chunks)
+@jt.kernel(out_type=_types, grid=_chunks)
 def norm_backward_rows(
-    xs, weight, cts, *out, br: int, per: int, chunks: int, sums: int, centre: bool, eps: float, offset: float
+    xs, weight, cts, *out, br: int, per: int, sums: int, centre: bool, eps: float, offset: float
 ):  # fmt: skip
     """Rows [n] of y = norm(x_1 + ...) w + b and s = x_1 + ...; `per` tiles of `br` rows in a program.
 
@@ -60,9 +65,6 @@ def norm_backward(xs, weight, cts, *, sums: int, centre: bool, eps: float, offse
     rows, n = xs[0].shape
     br = rows_per_tile(rows, n)
     tiles = jt.cdiv(rows, br)
-    per = fit(tiles, jt.cdiv(tiles, _CHUNKS))
-    out = norm_backward_rows(
-        xs, weight, cts,
-        br=br, per=per, chunks=jt.cdiv(tiles, per), sums=sums, centre=centre, eps=eps, offset=offset,
-    )  # fmt: skip
+    per = fit(tiles, jt.cdiv(tiles, _CHUNKS)) if isinstance(tiles, int) else _TILES
+    out = norm_backward_rows(xs, weight, cts, br=br, per=per, sums=sums, centre=centre, eps=eps, offset=offset)
     return out[: len(xs)], [part.sum(0) for part in out[len(xs) :]]
