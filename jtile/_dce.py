@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import core
 
 from jtile._compat import register_dce
 from jtile._program import CustomVjp, Program, make_program
@@ -105,7 +106,7 @@ def _without(closed: Any, kept: Sequence[bool]) -> Any:
 
     def body(*refs: Any) -> Any:
         it = iter(refs)
-        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *[next(it) if k else None for k in kept])
+        return core.eval_jaxpr(closed.jaxpr, closed.consts, *[next(it) if k else None for k in kept])
 
     variables = _picked(closed.jaxpr.invars, kept)
     return jax.make_jaxpr(body)(*[ref_aval(v.aval.shape, v.aval.dtype) for v in variables])
