@@ -28,7 +28,7 @@ def rope_tables(x, c, s, y, *, bt: int, interleaved: bool):
     # (y_1, y_2) = (x_1 cos - x_2 sin, x_2 cos + x_1 sin)
     b, t, d = jt.program_id(0), jt.program_id(1), c.shape[2]
     row = b if c.shape[0] != 1 else 0
-    cos, sin = (ref[row, jt.ds(t * bt, bt), :].astype(jnp.float32)[:, None, :] for ref in (c, s))
+    cos, sin = (wide(ref[row, jt.ds(t * bt, bt), :])[:, None, :] for ref in (c, s))
     _rotate(x, y, b, t, cos, sin, bt, d, interleaved)
 
 
