@@ -98,7 +98,7 @@ def check_attention_over_batch_and_heads():
         k, v = normal(4, 16, heads, 8, seed=1), normal(4, 16, heads, 8, seed=2)
         f = lambda q, k, v, causal=causal: ops.attention(q, k, v, causal=causal)
         check(f, (q, spec), (k, spec), (v, spec), out=spec, tolerance=1e-5)
-        check(grad(f, 0, 1, 2), (q, spec), (k, spec), (v, spec), out=(spec,) * 3, tolerance=1e-4)
+    check(grad(f, 0, 1, 2), (q, spec), (k, spec), (v, spec), out=(spec,) * 3, tolerance=1e-4)
 
 
 def check_multi_query_attention():
