@@ -148,7 +148,17 @@ def _custom_call(
     avals = [ShapedArray(s.shape, s.dtype) for s in extra]
     filled = mlir.lower_fun(lambda: _fill(extra), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals))
-    return rule(wide, *operands, *filled, **_attributes(artifact.image, artifact.launch, kernel))
+    launch = artifact.launch | _cost(kernel, values)
+    return rule(wide, *operands, *filled, **_attributes(artifact.image, launch, kernel))
+
+
+def _cost(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]:
+    """What one program costs at the sizes of this call; the image knows a guess only."""
+    from jtile.lowering.cpu.cost import program_cost_ns
+
+    if not values or any(is_symbolic(n) for n in values.values()) or not ir.is_dynamic(kernel):
+        return {}
+    return {"cost": program_cost_ns(ir.concrete(kernel, values))}
 
 
 def compile_piece(program: Program, piece: int, target: Any, *, texts: bool = False) -> Any:

@@ -23,6 +23,14 @@ class Dynamic:
     array: Any
     axes: tuple[tuple[int, str | None], ...]
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"an array that jt.dynamic marks is for kernels alone, and has no .{name}: mark it at the call of the "
+            "kernel itself, or give the kernel dynamic={...}"
+        )
+
     def tree_flatten_with_keys(self) -> Any:
         return ((GetAttrKey("array"), self.array),), self.axes
 
