@@ -74,7 +74,7 @@ def _factors(program: Program) -> Factors | None:
 @functools.lru_cache(maxsize=1024)
 def rule_of(program: Program) -> Rule:
     """The sharding rule of a program."""
-    if program.hand is not None and not program.io:
+    if program.hand is not None and not program.io and not ir.is_dynamic(program.kernel):
         return _hand_rule(program, program.hand)
     found = _factors(program)
     n_in, n_out = len(program.kernel.inputs), len(program.kernel.outputs)

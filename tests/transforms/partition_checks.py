@@ -74,6 +74,29 @@ def check_bfloat16_sums_are_rounded_once():
     assert (np.abs(np.asarray(got, np.float32) - exact) <= np.abs(exact) * 2**-8 + 1e-5).all()
 
 
+def check_gradients_in_bfloat16():
+    a, b = (x.astype(jnp.bfloat16) for x in (array(32, 16), array(16, 8, seed=1)))
+    f = lambda a, b: matmul(a, b, bk=4)
+    check(grad(f, 0, 1), (a, P("x")), (b, P(None, "y")), out=(P("x"), P(None, "y")), allowed=SUM, tolerance=1e-2)
+
+
+def check_aliased_outputs():
+    @jt.kernel(out_type=lambda x, y: jt.like(x), grid=lambda x, y: x.shape[0], alias={"x": "o"})
+    def add_to(x, y, o):
+        i = jt.program_id(0)
+        o[i, :] = o[i, :] + y[i, :]
+
+    check(add_to, (A, P("x")), (A, P("x")), out=P("x"))
+    check(lambda x, y: (add_to(x, y), x), (A, P("x", "y")), (A, P("x")), out=(P("x", "y"),) * 2)
+    check(grad(add_to, 0, 1), (A, P("x")), (A, P("x")), out=(P("x"),) * 2)
+
+
+def check_dynamic_sizes_are_gathered():
+    rows = matmul.with_options(dynamic={"a": 0})
+    check(rows, (A, P("x")), (B, P()), allowed=GATHER)
+    check(grad(rows, 0, 1), (A, P("x")), (B, P()), allowed=GATHER | SUM)
+
+
 def check_rows_of_a_norm():
     check(rms_norm, (X, P("x")), (W, P()), out=P("x"), tolerance=1e-6)
     check(grad(rms_norm, 0, 1), (X, P("x")), (W, P()), out=(P("x"), P()), allowed=SUM, tolerance=1e-4)
