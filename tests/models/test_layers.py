@@ -31,6 +31,30 @@ def test_rope_split(batch, length, heads, kv_heads, head_dim):
     np.testing.assert_array_equal(v, qkv[:, :, heads + kv_heads :])
 
 
+def weighted(results, seed=7):
+    """A number that depends on every element of the results."""
+    return sum((x * normal(*x.shape, seed=seed + k)).sum() for k, x in enumerate(results))
+
+
+def assert_gradients(kernel, reference, arrays):
+    got, expected = (
+        jax.jit(jax.grad(lambda *xs, f=f: weighted(f(*xs)), range(len(arrays))))(*arrays) for f in (kernel, reference)
+    )
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_gradients_of_rope_split():
+    heads, kv_heads, length = 4, 2, 21  # the last tile of positions overhangs
+    arrays = normal(2, length, 8, 16), normal(length, 8, seed=1), normal(length, 8, seed=2)
+
+    def reference(qkv, cos, sin):
+        turned = rotated(qkv, jnp.stack([cos] * 2), jnp.stack([sin] * 2))
+        return turned[:, :, :heads], turned[:, :, heads:6], qkv[:, :, 6:]
+
+    assert_gradients(lambda *a: kernels.rope_split(*a, heads=heads, kv_heads=kv_heads), reference, arrays)
+
+
 @pytest.fixture
 def step():
     """The arguments of rope_append for three rows of different lengths."""
@@ -48,6 +72,19 @@ def test_rope_append_writes_one_slot_of_each_row(step):
     np.testing.assert_allclose(q, expected[:, :4], atol=2e-6)
     np.testing.assert_allclose(new_keys, keys.at[rows, lengths].set(expected[:, 4:6]), atol=2e-6)
     np.testing.assert_array_equal(new_values, values.at[rows, lengths].set(qkv[:, 6:]))
+
+
+def test_gradients_of_rope_append(step):
+    """A slot that is written anew passes nothing to the cache before."""
+    (qkv, cos, sin, lengths, keys, values), sizes = step
+
+    def reference(qkv, cos, sin, keys, values):
+        turned, rows = rotated(qkv, cos, sin), jnp.arange(3)
+        caches = keys.at[rows, lengths].set(turned[:, 4:6]), values.at[rows, lengths].set(qkv[:, 6:])
+        return turned[:, :4], *caches
+
+    kernel = lambda q, c, s, k, v: kernels.rope_append(q, c, s, lengths, k, v, **sizes)
+    assert_gradients(kernel, reference, (qkv, cos, sin, keys, values))
 
 
 def test_rope_append_means_the_same_in_the_interpreter(step):
