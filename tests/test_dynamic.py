@@ -241,6 +241,41 @@ def test_vmap_jvp_grad():
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
 
 
+def test_inside_other_transforms():
+    a, b = normal(6, 16), normal(16, 32)
+    f = lambda x: matmul(jt.dynamic(x, (0, 1)), b)
+    rows = jax.sharding.PartitionSpec("d")
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    shards = jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows)
+    want = jax.grad(lambda x: ((x @ b) ** 2).sum())(a)
+    for fn in (jax.checkpoint(f), shards, lambda x: jax.lax.scan(lambda c, y: (c, f(y)), 0, x[None])[1][0]):
+        np.testing.assert_allclose(jax.jit(jax.grad(squares(fn)))(a), want, rtol=1e-4, atol=1e-3)
+    many = np.stack([a, 2 * a])
+    np.testing.assert_allclose(jax.vmap(jax.grad(squares(f)))(many), [want, 2 * want], rtol=1e-4, atol=1e-3)
+    marked = jax.vmap(matmul, in_axes=(0, None))(jt.dynamic(many), b)  # axis 0 of one example
+    np.testing.assert_allclose(marked, many @ b, atol=1e-4)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
+def test_the_interpreter_behind_a_call(jit):
+    kernel = jit(matmul.with_options(interpret=True))
+    np.testing.assert_allclose(kernel(jt.dynamic(normal(5, 9)), normal(9, 8)), normal(5, 9) @ normal(9, 8), atol=1e-5)
+
+
+def test_prints_and_asserts(capfd):
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: jt.cdiv(x.shape[0], 8), dynamic={"x": 0})
+    def shown(x, o):
+        i = jt.program_id(0)
+        jt.print("of {}", jnp.asarray(x.shape[0]))
+        jt.assert_(i * 8 < x.shape[0] - 1, "the last one")
+        o.tiles(8)[i] = x.tiles(8)[i]
+
+    shown(normal(10))
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[shown (0, 0, 0)] of 10", "[shown (1, 0, 0)] of 10"]
+    with pytest.raises(jt.errors.KernelAssertionError, match=r"the last one \(program \(1, 0, 0\)\)"):
+        shown(normal(9))
+
+
 def test_a_reverse_rule_of_the_users():
     @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: jt.cdiv(x.shape[0], 8), dynamic={"x": 0})
     def double(x, o):
