@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jexc
+import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.interpreters import mlir
@@ -220,9 +221,17 @@ def lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Progr
         functools.partial(_infer, program),
         sharding_rule=shardy_rule(program),
     )
-    out = mlir.lower_fun(lambda *xs: call(*xs), multiple_results=True)(ctx, *operands)
+    out = mlir.lower_fun(lambda *xs: call(*_read(program, xs)), multiple_results=True)(ctx, *operands)
     _mark(out, program)
     return out
+
+
+def _read(program: Program, operands: Sequence[Any]) -> list[Any]:
+    """Zeros for operands that the kernel never looks at (those of results that were dropped): a dimension that nothing
+    walks is in no factor, and the operand would be gathered."""
+    kernel = program.kernel
+    seen = {v for op in kernel.body.walk() for v in op.operands()} | {kernel.inputs[i] for i, _ in kernel.aliases}
+    return [x if v in seen else jnp.zeros(x.shape, x.dtype) for v, x in zip(kernel.inputs, operands, strict=True)]
 
 
 def _try_hand(program: Program) -> None:
