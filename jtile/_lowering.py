@@ -94,9 +94,13 @@ def _lower_on_host(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], progr
     return mlir.lower_fun(_host_call, multiple_results=True)(ctx, *operands, program=program)
 
 
+def _shapes(avals: Sequence[Any]) -> list[tuple[Any, ...]]:
+    return [a.shape for a in avals]
+
+
 def _without_work(ctx: mlir.LoweringRuleContext, program: Program) -> bool:
     """Whether the grid is empty; one whose sizes are not known yet counts its programs when it runs."""
-    values = program.sizes([a.shape for a in ctx.avals_in])
+    values = program.sizes(_shapes(ctx.avals_in))
     sides = [sized(n, values) for n in program.kernel.grid]
     return 0 in [n for n in sides if not is_symbolic(n)]
 
@@ -110,7 +114,7 @@ def pieces_of(program: Program) -> Pieces:
 def _custom_calls(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any]:
     """The kernels of a program as custom calls; partial sums are summed and wide ones rounded."""
     pieces = pieces_of(program)
-    values = program.sizes([a.shape for a in ctx.avals_in])
+    values = program.sizes(_shapes(ctx.avals_in))
     found = []
     for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
         outs = [ShapedArray(_shape(v, values), v.type.info.numpy) for v in kernel.outputs]

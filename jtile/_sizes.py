@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
+from jax import core
 
 from jtile import ir
 
@@ -30,6 +30,6 @@ _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "cdiv": lambda a, b: -(-a // b),
     "floordiv": operator.floordiv,
     "mod": operator.mod,
-    "max": lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else jax.core.max_dim(a, b),
-    "min": lambda a, b: min(a, b) if isinstance(a, int) and isinstance(b, int) else jax.core.min_dim(a, b),
+    "max": lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else core.max_dim(a, b),
+    "min": lambda a, b: min(a, b) if isinstance(a, int) and isinstance(b, int) else core.min_dim(a, b),
 }

@@ -151,7 +151,7 @@ def call(fn: str, a: Size, b: Size) -> Size:
         return FUNCTIONS[fn](a, b)
     if fn in ("max", "min"):
         return _largest(fn, a, b)
-    if isinstance(b, int) and b > 0:
+    if isinstance(a, Extent) and isinstance(b, int) and b > 0:
         return _divided(fn, a, b)
     return Extent((((Call(fn, (a, b)),), 1),))
 

@@ -167,7 +167,7 @@ def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, save=False):
     if isinstance(k, int):
         Y = jt.dot(A(0), B(0))
     else:
-        Y = jt.fori(jt.cdiv(k, bk), lambda p, acc: jt.dot(A(p), B(p), acc), jt.zeros((bm, bn), _sums(a, b)))
+        Y = jt.fori(jt.cdiv(k, bk), lambda p, acc: jt.dot(A(p), B(p), acc), jnp.zeros((bm, bn), _sums(a, b)))
     if bias:
         Y = Y + bias[0].tiles(None, bn)[0, j][None, :].astype(Y.dtype)
     if save:

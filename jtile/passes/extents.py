@@ -91,23 +91,20 @@ class UpperBounds:
         return None
 
     def _map(self, op: Map, depth: int) -> Size | None:
-        uppers = [self(a, depth) for a in op.args]
-        lowers = [self._lower(a) for a in op.args]
+        uppers = [u for a in op.args if (u := self(a, depth)) is not None]
         if op.fn == "min":
-            return next((u for u in uppers if u is not None), None)
-        if None in uppers or None in lowers:
+            return uppers[0] if uppers else None
+        lowers = [i.lo for a in op.args if (i := self.interval(a)) is not None]
+        if len(uppers) < 2 or len(lowers) < 2:
             return None
-        if op.fn == "add" and min(lowers) >= 0:
-            return uppers[0] + uppers[1]
-        if op.fn == "sub" and lowers[1] >= 0:
-            return uppers[0] - lowers[1]
-        if op.fn == "mul" and min(lowers) >= 0:
-            return uppers[0] * uppers[1]
+        match op.fn:
+            case "add" if min(lowers) >= 0:
+                return uppers[0] + uppers[1]
+            case "sub" if lowers[1] >= 0:
+                return uppers[0] - lowers[1]
+            case "mul" if min(lowers) >= 0:
+                return uppers[0] * uppers[1]
         return None
-
-    def _lower(self, v: Value) -> int | None:
-        i = self.interval(v)
-        return None if i is None else i.lo
 
     def inside(self, d: At | Span | Tile | Take, n: Size, value: Value) -> bool:
         """Whether an index entry, whose numbers are not negative, stays in a dimension of n elements."""

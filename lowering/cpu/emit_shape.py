@@ -111,11 +111,11 @@ def _num_programs(em: Emitter, op: ir.NumPrograms) -> None:
     grid = em.kernel.grid
     side = grid[op.axis] if op.axis < len(grid) else 1
     if isinstance(side, ir.Extent):
-        em.env[op.result] = em.code.cast("trunc", em.size(side), "i32")
+        em.env[op.result] = em.code.cast("trunc", em.sizes[side], "i32")
     else:
         em.env[op.result] = Val("i32", str(side))
 
 
 @emits(ir.SizeOf)
 def _size_of(em: Emitter, op: ir.SizeOf) -> None:
-    em.env[op.result] = em.code.cast("trunc", em.size(op.size), register_type(op.dtype, 1))
+    em.env[op.result] = em.code.cast("trunc", em.sizes[op.size], register_type(op.dtype, 1))
