@@ -135,7 +135,10 @@ def shard_program(program: Program, parts: tuple[tuple[str, int], ...]) -> Progr
         _check_shard(program, kernel, dict(parts))
     else:
         wide = [k for k, s in enumerate(summed) if s and program.narrow[k] is None]
-        kernel = localise(_factors(program), dict(parts), wide)
+        found = _factors(program)
+        kernel = found and localise(found, dict(parts), wide)
+    if kernel is None:
+        raise KernelValueError(f"kernel {program.name} cannot be cut into shards of {dict(parts)}", program.where)
     narrow = tuple(None if s else n for s, n in zip(summed, program.narrow, strict=True))
     text = "\n".join([canonical_text(kernel), str(narrow), str(program.options)])
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
@@ -214,6 +217,7 @@ def lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Progr
     if not is_partitioned(ctx) or not (rule_of(program).names or program.io):
         return None
     _try_hand(program)
+    assert ctx.primitive is not None
     bind = functools.partial(ctx.primitive.bind, program=program)
     call = custom_partitioning(lambda *xs: bind(*xs))
     call.def_partition(

@@ -126,7 +126,9 @@ class _Walk:
 
     def moving(self, op: ir.Op) -> None:
         """Ops that move or combine elements along some axes only."""
-        r = op.results[0] if op.results else None
+        if not op.results:
+            return self.shut(op)
+        r = op.results[0]
         match op:
             case ir.Broadcast(x=x, dims=dims):
                 self.pairs(x, r, [(k, d) for k, d in enumerate(dims) if x.shape[k] == op.shape[d]])

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from jtile import ir
+from jtile.ir.memory import ref
 from jtile.passes import dce
 from jtile.transforms.axes import Classes, Node, tile_axes
 from jtile.transforms.sums import NotLinearError, Sums, check_partial
@@ -156,7 +157,7 @@ class _Finder:
             if use.axis is not None:
                 c.unite(use.node, (use.tile, use.axis))
             return
-        if isinstance(how, Walk) and use.op.ref.type.role != "scratch":
+        if isinstance(how, Walk) and ref(use.op.ref).role != "scratch":
             c.unite(use.node, how.counter)
             strays = [k for k in use.counters if k != how.counter]
             if use.axis is not None:
@@ -171,10 +172,10 @@ class _Finder:
 
     def _groups(self) -> dict[Node, list[tuple[int, int]]]:
         out: dict[Node, list[tuple[int, int]]] = {}
-        for k, ref in enumerate(_arrays(self.kernel)):
-            for d, n in enumerate(ref.shape):
+        for k, array in enumerate(_arrays(self.kernel)):
+            for d, n in enumerate(array.shape):
                 if isinstance(n, int) and n > 1:
-                    out.setdefault(self.classes.find((ref, d)), []).append((k, d))
+                    out.setdefault(self.classes.find((array, d)), []).append((k, d))
         return out
 
     def _members(self, root: Node) -> tuple[list[Counter], list[Use]]:
@@ -191,7 +192,7 @@ class _Finder:
             self.classes.close(root, "two dimensions of one array are walked in step")
         elif len(axes) > 1 or (axes and len(counters) > 1):
             self.classes.close(root, "the dimension is walked in two ways at once")
-        elif any(len({u.how.reverse for u in uses if _follows(u, c)}) > 1 for c in counters):
+        elif any(len({w.reverse for w in map(_walk, uses) if w and w.counter == c}) > 1 for c in counters):
             self.classes.close(root, "arrays are walked in opposite directions")
         elif counters and any(u.how is WHOLE for u in uses):
             self.classes.close(root, "the dimension is walked, and also read as a whole")
@@ -234,9 +235,9 @@ class _Finder:
         ops = list(self.kernel.body.walk())
         used = {v for op in ops for v in op.operands()} | {v for op in ops for b in op.blocks() for v in b.yields}
         for op in ops:
-            if not isinstance(op, ir.Store | ir.Atomic) or op.ref in refs or op.ref.type.role == "scratch":
+            if not isinstance(op, ir.Store | ir.Atomic) or op.ref in refs or ref(op.ref).role == "scratch":
                 continue
-            if not (isinstance(op, ir.Atomic) and op.fn == "add") or op.result in used or op.ref.type.role != "out":
+            if not (isinstance(op, ir.Atomic) and op.fn == "add") or op.result in used or ref(op.ref).role != "out":
                 raise NotLinearError(f"all programs write {op.ref.name} ({op.mnemonic} at {op.loc})")
             partial.add(op.ref)
         if any(isinstance(op, ir.Load) and op.ref in partial for op in ops):
@@ -270,8 +271,8 @@ def _name(k: int) -> str:
     return chr(ord("a") + k) if k < 26 else f"f{k}"
 
 
-def _follows(use: Use, counter: Counter) -> bool:
-    return isinstance(use.how, Walk) and use.how.counter == counter
+def _walk(use: Use) -> Walk | None:
+    return use.how if isinstance(use.how, Walk) else None
 
 
 def _nested(loops: list[ir.For]) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from jtile import ir
 from jtile.ir.builder import build
+from jtile.ir.memory import ref
 from jtile.transforms.axes import Node
 from jtile.transforms.factors import Factors
 from jtile.transforms.walks import Counter, Use, Walk
 
+ACCESSES = ir.Load | ir.Store | ir.Atomic
 SHAPED = ("shape", "sizes")  # attributes of ops that spell the shape of their result
 
 
@@ -83,7 +85,7 @@ class _Localise:
         return tuple(self._size(v, k) for k in range(len(v.shape)))
 
     def _param(self, old: ir.Value) -> ir.Value:
-        if old.type.role == "scratch":
+        if ref(old).role == "scratch":
             shape = self._shape(old)
         else:
             shape = tuple(n // self.dims.get((old, d), 1) for d, n in enumerate(old.shape))
@@ -116,32 +118,23 @@ class _Localise:
         for name in SHAPED:
             if name in new.fields:
                 setattr(new, name, self._shape(old.result))
-        if isinstance(new, ir.Slice):
-            new.stops = tuple(
-                n if a == 0 and b == old.x.shape[k] else b
-                for k, (a, b, n) in enumerate(zip(new.starts, new.stops, new.x.shape, strict=True))
-            )
-        if isinstance(new, ir.Load | ir.Store | ir.Atomic):
+        if isinstance(new, ir.Slice) and isinstance(old, ir.Slice):
+            axes = zip(new.starts, new.stops, old.x.shape, new.x.shape, strict=True)
+            new.stops = tuple(m if a == 0 and b == n else b for a, b, n, m in axes)
+        if isinstance(new, ACCESSES) and isinstance(old, ACCESSES):
             new.index = tuple(self._dim(old, new, k) for k in range(len(new.index)))
         build(new, old.loc, tuple(r.name for r in old.results))
         self.env.update(zip(old.results, new.results, strict=True))
         return new
 
-    def _inner(self, op: ir.Op):
-        def block(b: ir.Block) -> ir.Block:
-            new = self._block(b)
-            return new
-
-        if not isinstance(op, ir.For):
-            return block
+    def _inner(self, op: ir.Op) -> Callable[[ir.Block], ir.Block]:
+        counter = next((c for c in self.extents if c.loop is op), None)
+        if counter is None:
+            return self._block
 
         def loop(b: ir.Block) -> ir.Block:
-            counter = next((c for c in self.extents if c.loop is op), None)
-            if counter is None:
-                return block(b)
-            # the variable of the loop is known once its block is copied: indices look it up by the old one
-            self.counts[counter] = b.params[0]
-            return block(b)
+            self.counts[counter] = b.params[0]  # indices look up what stands for it
+            return self._block(b)
 
         return loop
 
@@ -181,10 +174,15 @@ class _Localise:
         return op.results[0]
 
 
+def _source(v: ir.Value) -> ir.Value:
+    """What a value was rounded from, or itself."""
+    return v.op.x if isinstance(v.op, ir.Cast) else v
+
+
 def _widened(kernel: ir.Kernel, out: ir.Value) -> ir.Kernel:
     """The kernel with `out` in the dtype that it is rounded from, if every store to it rounds from one float dtype."""
     stores = [op for op in kernel.body.walk() if isinstance(op, ir.Store | ir.Atomic) and op.ref is out]
-    sources = {op.value.op.x.dtype if isinstance(op.value.op, ir.Cast) else out.dtype for op in stores}
+    sources = {_source(op.value).dtype for op in stores}
     wide = sources.pop() if len(sources) == 1 else out.dtype
     kinds = {ir.DTYPES[d].kind for d in (wide, out.dtype)}
     read = any(isinstance(op, ir.Load) and op.ref is out for op in kernel.body.walk())
@@ -195,7 +193,7 @@ def _widened(kernel: ir.Kernel, out: ir.Value) -> ir.Kernel:
     def copy(block: ir.Block) -> ir.Block:
         for op in block.ops:
             if isinstance(op, ir.Store) and op.ref is out:
-                op.ref, op.value = new, op.value.op.x
+                op.ref, op.value = new, _source(op.value)
             for inner in op.blocks():
                 copy(inner)
         return block

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from jtile import ir
+from jtile.ir.memory import ref
 from jtile.transforms.axes import Classes, Node, contraction
 
 REPLICATED, VARYING, PARTIAL, ZERO = "replicated", "varying", "partial", "zero"
@@ -217,7 +218,7 @@ class Sums:
             raise self._fail(op, "a running sum is stored in every round")
         if op.ref in self.refs:
             return self._plain(op, [state, VARYING])
-        scratch = op.ref.type.role == "scratch"
+        scratch = ref(op.ref).role == "scratch"
         if isinstance(op, ir.Atomic) and not scratch:
             return self._accumulate(op, place, state)
         if self._within and (op.ref not in self._fresh if scratch else state == PARTIAL):
@@ -234,7 +235,7 @@ class Sums:
 
     def _accumulate(self, op: ir.Atomic, place: str, state: str) -> str:
         counted = self._within or self.programs  # each round, or program, adds once: on one shard only
-        linear = op.fn == "add" and op.result not in self._used and op.ref.type.role == "out"
+        linear = op.fn == "add" and op.result not in self._used and ref(op.ref).role == "out"
         once = counted and not self.lanes and state in PLAIN
         if linear and (once or (place in FIXED and state in (PARTIAL, ZERO))):
             self.partial.add(op.ref)
@@ -314,6 +315,6 @@ def is_carry(state: str) -> bool:
 def check_partial(kernel: ir.Kernel, partial: Collection[ir.Value]) -> None:
     """Sums over shards may start from nothing but zero, on each of them."""
     aliased = {kernel.outputs[o] for _, o in kernel.aliases}
-    for ref, init in zip(kernel.outputs, kernel.inits or (None,) * len(kernel.outputs), strict=True):
-        if ref in partial and (init not in (None, 0) or ref in aliased):
-            raise NotLinearError(f"output {ref.name} is a sum over shards, and does not start from zero")
+    for out, init in zip(kernel.outputs, kernel.inits or (None,) * len(kernel.outputs), strict=True):
+        if out in partial and (init not in (None, 0) or out in aliased):
+            raise NotLinearError(f"output {out.name} is a sum over shards, and does not start from zero")

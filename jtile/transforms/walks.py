@@ -198,8 +198,9 @@ class Walks:
             return np.broadcast_to(counts, [c.extent for c in counters])
         if v.op is None or not scalar_op(v.op):
             return None
-        args = [self._evaluate(x, counters) for x in v.op.operands()]
-        if any(a is None for a in args):
+        found = [self._evaluate(x, counters) for x in v.op.operands()]
+        args = [a for a in found if a is not None]
+        if len(args) < len(found):
             return None
         if isinstance(v.op, ir.Full):
             return np.full([c.extent for c in counters], v.op.reference())
