@@ -13,6 +13,7 @@ where an equation of that dtype needs them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from jax import dtypes, lax
 
 from jtile import ir
-from jtile.language._index import At, Span, Take
+from jtile.language._index import At, Span, Take, dims_shape
 from jtile.language._primitives import atomic_p, dot_p, load_p, store_p
 from jtile.transforms.activity import Activity, is_float, is_literal, is_ref
 from jtile.transforms.evaluate import bind, place, refuse
@@ -96,18 +97,29 @@ def row(ref: Any, at: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
     return (*[At()] * len(at), *[Span(n) for n in rest]), [*at, *[np.int32(0)] * len(rest)]
 
 
-def read_row(ref: Any, at: Sequence[Any]) -> Any:
+def read_row(ref: Any, at: Sequence[Any], like: Any = None) -> Any:
+    """`ref[*at]`; as random keys where `like` is a value of such."""
     dims, values = row(ref, at)
-    return load_p.bind(ref, *values, dims=dims, pad=0, masked=False)
+    out = load_p.bind(ref, *values, dims=dims, pad=0, masked=False)
+    if like is not None and _is_key(like.dtype):
+        return jax.random.wrap_key_data(out, impl=jax.random.key_impl(like))
+    return out
 
 
 def write_row(ref: Any, at: Sequence[Any], value: Any) -> None:
     dims, values = row(ref, at)
+    value = jax.random.key_data(value) if _is_key(value.dtype) else value
     store_p.bind(ref, *values, value, dims=dims, masked=False)
 
 
+def _is_key(dtype: Any) -> bool:
+    return dtypes.issubdtype(dtype, dtypes.prng_key)
+
+
 def new_ref(shape: Sequence[int], dtype: Any, *, zero: bool = False) -> Any:
-    ref = jax.empty_ref(jax.ShapeDtypeStruct(tuple(shape), dtype))
+    """Scratch of the reverse kernel. Random keys are kept as their data."""
+    plain = jax.ShapeDtypeStruct(tuple(shape), dtype)
+    ref = jax.empty_ref(jax.eval_shape(jax.random.key_data, plain) if _is_key(dtype) else plain)
     if zero:
         write_row(ref, (), jnp.zeros(tuple(shape), dtype))
     return ref
@@ -238,7 +250,8 @@ class Reverse:
             store_p.bind(slot.ct, *values, lax.full_like(ct, 0), *mask, dims=dims, masked=masked)
         found: list[Any] = [None] * len(eqn.invars)
         if eqn.invars[1 + n] in self.activity:
-            found[1 + n] = ct
+            stays = _last_lanes(slot.ct.shape, dims, values, mask) if eqn.primitive is store_p else None
+            found[1 + n] = ct if stays is None else lax.select(stays, ct, lax.full_like(ct, 0))
         return found
 
     def atomic(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
@@ -306,14 +319,37 @@ def _spread(found: Sequence[Any], places: Sequence[int], n: int) -> list[Any]:
     return [at.get(k) for k in range(n)]
 
 
+def _last_lanes(shape: Sequence[int], dims: Sequence[Any], values: Sequence[Any], mask: Sequence[Any]) -> Any:
+    """Which lanes of a scattered tile stay, a tile of bools: of those that name one element, the last. None: all.
+
+    Lanes write their number to scratch as they write their values to the Ref, and look whose number stands there.
+    """
+    takes = [(d, v, n) for d, v, n in zip(dims, values, shape, strict=True) if isinstance(d, Take)]
+    if not takes or not all(isinstance(n, int) for _, _, n in takes):
+        return None
+    tile = dims_shape(dims, [np.shape(v) for v in values])
+    if mask:  # whether a lane writes may differ along the other axes
+        kept = [(d, v, n) for d, v, n in zip(dims, values, shape, strict=True) if not isinstance(d, At)]
+        takes = [x if isinstance(x[0], Take) else (Span(x[0].size), np.int32(0), x[0].size) for x in kept]
+    some, at, sizes = (tuple(x) for x in zip(*takes, strict=True))
+    lanes = dims_shape(some, [np.shape(v) for v in at])
+    order = lax.reshape(lax.iota(np.int32, math.prod(lanes)), lanes)
+    marks = new_ref(sizes, np.int32)
+    store_p.bind(marks, *at, order, *mask, dims=some, masked=bool(mask))
+    last = lax.eq(load_p.bind(marks, *at, *mask, dims=some, pad=0, masked=bool(mask)), order)
+    first = sum(not isinstance(d, At) for d in dims[: next(k for k, d in enumerate(dims) if isinstance(d, Take))])
+    return last if mask else lax.broadcast_in_dim(last, tile, range(first, first + len(lanes)))
+
+
 def _flip(x: Any) -> Any:
     return lax.transpose(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
 def _operands(g: Any, other: Any) -> tuple[Any, Any]:
     """A cotangent and the tile that it is multiplied with, in the one dtype that a matrix unit takes: the tile's, or
-    bfloat16 where that has fewer bits."""
+    bfloat16 where that has fewer bits. The range of float16 is too small for a wider cotangent."""
     dtype = other.dtype if ir.dtype_info(other.dtype).bits >= 16 else jnp.bfloat16
+    dtype = g.dtype if dtype == np.float16 else dtype
     return lax.convert_element_type(g, dtype), lax.convert_element_type(other, dtype)
 
 

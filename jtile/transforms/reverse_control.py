@@ -175,6 +175,7 @@ def _forwards(self: Reverse, run: _Run, mode: Mode) -> list[Any]:
     loop, n = run.loop, len(run.init)
     own, round_of = run.range()
     ys = [new_ref(v.aval.shape, v.aval.dtype) for v in loop.eqn.outvars[n:]]
+    rows: list[Any] = []  # those of the last traced round: what they are, to read them back
 
     def body(index, moved):
         t, k = round_of(index)
@@ -183,7 +184,8 @@ def _forwards(self: Reverse, run: _Run, mode: Mode) -> list[Any]:
         now = [*run.consts, *run.carry(t, k, moved), *run.rows(t)]
         inner = Mode(mode.effects, False, (*mode.path, t))
         outs, _ = self.sweep(loop.body, loop.body_consts, now, inner)
-        for ref, y in zip(ys, outs[n:], strict=True):
+        rows[:] = outs[n:]
+        for ref, y in zip(ys, rows, strict=True):
             write_row(ref, (run.place(t),), y)
         return [outs[j] for j in run.moving]
 
@@ -195,7 +197,7 @@ def _forwards(self: Reverse, run: _Run, mode: Mode) -> list[Any]:
             out.append(lax.add(_as(start, start.dtype), lax.mul(_as(run.rounds, start.dtype), start.dtype.type(step))))
         else:
             out.append(last.get(j, start))
-    return [*out, *[read_row(ref, ()) for ref in ys]]
+    return [*out, *[read_row(ref, (), y) for ref, y in zip(ys, rows, strict=True)]]
 
 
 # -- backwards ------------------------------------------------------------------------------------------------------
@@ -264,10 +266,18 @@ def _backwards(self: Reverse, run: _Run, mode: Mode, cts: Sequence[Any]) -> list
 
 
 def _ordered(closed: Any) -> bool:
-    """Whether rounds backwards must run from the last to the first: one stores to a Ref that another one sees."""
+    """Whether rounds backwards must run from the last to the first: one writes to a Ref that another one sees.
+
+    Sums commute, so that an atomic add alone orders nothing; one to a Ref that a round reads as well does.
+    """
     shared = set(closed.jaxpr.constvars)
     roots = Activity(closed.jaxpr, ()).roots
-    return any(e.primitive.name == "jtile_store" and roots[e.invars[0]] in shared for e in equations(closed.jaxpr))
+    touching = {"jtile_store": set(), "jtile_atomic": set(), "jtile_load": set()}
+    for e in equations(closed.jaxpr):
+        if e.primitive.name in touching:
+            touching[e.primitive.name].add(roots[e.invars[0]])
+    stored, added, read = touching.values()
+    return bool((stored | (added & read)) & shared)
 
 
 def _downwards(run: _Run, at: Callable[..., list[Any]], first: list[Any]) -> list[Any]:
@@ -329,7 +339,8 @@ class _RoundBack:
     def __call__(self, t: Any, k: Any, *cts: Any) -> tuple[Any, ...]:
         run, n_consts = self.run, len(self.run.consts)
         carry_cts, rows = dict(zip(self.live, cts, strict=False)), iter(cts[len(self.live) :])
-        now = [*run.consts, *run.carry(t, k, [read_row(ref, (t,)) for ref in run.stacks]), *run.rows(t)]
+        moved = [read_row(ref, (t,), run.init[j]) for ref, j in zip(run.stacks, run.moving, strict=True)]
+        now = [*run.consts, *run.carry(t, k, moved), *run.rows(t)]
         inner = Mode(False, True, (*self.mode.path, t))
         _, pull = self.reverse.sweep(run.loop.body, run.loop.body_consts, now, inner)
         after = [carry_cts.get(j) for j in range(len(run.init))] + [next(rows) if g else None for g in self.given]

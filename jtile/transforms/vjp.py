@@ -79,8 +79,24 @@ def vjp(closed: Any, spec: Spec, perturbed: Sequence[bool], given: Sequence[bool
       TransformError: an atomic other than add, the old value of one, a loop that does not count its rounds, or one that
         must save its carry and has no bound; with the source line.
     """
-    closed = prune(closed)
-    jaxpr = closed.jaxpr
+    closed, unseen = prune(closed), frozenset[int]()
+    while True:
+        roles, activity = _roles(closed.jaxpr, spec, perturbed, given)
+        seen = {*roles.given, *roles.mutable, *roles.again}
+        left = frozenset(spec.n_in + k for k in range(spec.n_out) if k not in seen)
+        if left == unseen:
+            break
+        closed, unseen = prune(closed, left), left
+    ins, outs, wanted, mutable = roles.ins, roles.outs, roles.wanted, roles.mutable
+    shared = {ins[i]: outs[o] for i, o in spec.aliases}
+    traced = prune(_trace(closed, spec, roles, activity, dict(spec.aliases)))
+    _check_bounded(traced)
+    at = {v: k for k, v in enumerate(wanted)}
+    at |= {v: len(wanted) + mutable.index(outs.index(o)) for v, o in shared.items() if o in activity}
+    return _assemble(traced, spec, roles, tuple(at[v] for v, p in zip(ins, perturbed, strict=True) if p))
+
+
+def _roles(jaxpr: Any, spec: Spec, perturbed: Sequence[bool], given: Sequence[bool]) -> tuple[_Roles, Activity]:
     n_in, n_out = spec.n_in, spec.n_out
     ins, outs, scratch = jaxpr.invars[:n_in], jaxpr.invars[n_in : n_in + n_out], jaxpr.invars[n_in + n_out :]
     differentiated = [v for v, p in zip(ins, perturbed, strict=True) if p]
@@ -90,13 +106,7 @@ def vjp(closed: Any, spec: Spec, perturbed: Sequence[bool], given: Sequence[bool
     active = [k for k, v in enumerate(outs) if v in activity]
     mutable = [k for k in active if not _written_once(jaxpr, activity, outs[k]) or outs[k] in shared.values()]
     again = [k for k, v in enumerate(outs) if v in activity.loaded]
-    taken = [k for k in active if given[k] or k in mutable]
-    roles = _Roles(ins, outs, scratch, wanted, [k for k in taken if given[k]], mutable, again)
-    traced = prune(_trace(closed, spec, roles, activity, dict(spec.aliases)))
-    _check_bounded(traced)
-    at = {v: k for k, v in enumerate(wanted)}
-    at |= {v: len(wanted) + mutable.index(outs.index(o)) for v, o in shared.items() if o in activity}
-    return _assemble(traced, spec, roles, tuple(at[v] for v in differentiated))
+    return _Roles(ins, outs, scratch, wanted, [k for k in active if given[k]], mutable, again), activity
 
 
 def _trace(closed: Any, spec: Spec, roles: _Roles, activity: Activity, aliases: dict[int, int]) -> Any:
