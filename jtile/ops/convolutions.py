@@ -77,7 +77,8 @@ def convolution_weight_tiles(
 ):  # fmt: skip
     """dw [splits, p, q, c / groups, o] of x as in `convolution_tiles` and the cotangents g [batch, i, j, o].
 
-    A program: one point of the window, `bc` channels, `bo` outputs, and every `splits`-th tile of bh x bw points.
+    A program: one point of the window, `bc` channels, `bo` outputs, and of each image every `splits`-th tile of
+    bh x bw points.
     """
     # dw[a, b, c, o] = sum_nij x[n, s i + d a, s j + d b, c] g[n, i, j, o]
     batch, height, width, outputs = g.shape
@@ -91,15 +92,15 @@ def convolution_weight_tiles(
     c, group = rem(rest, c_blocks) * bc, div(rest, c_blocks)
     down, across = jt.cdiv(height, bh), jt.cdiv(width, bw)
     acc = jnp.zeros((bc, bo), dw.dtype)
-    for t in jt.range(jt.cdiv(batch * down * across - split, splits)):
-        tile = split + t * splits
-        n, place = div(tile, down * across), rem(tile, down * across)
-        i, j = div(place, across) * bh, rem(place, across) * bw
-        rows = jt.ds(i * stride[0] + a * dilation[0], bh, stride[0])
-        columns = jt.ds(j * stride[1] + b * dilation[1], bw, stride[1])
-        X = x[n, rows, columns, jt.ds(group * channels + c, bc)].reshape(bh * bw, bc)
-        G = g[n, jt.ds(i, bh), jt.ds(j, bw), jt.ds(group * per_group + o, bo)].reshape(bh * bw, bo)
-        acc = jt.dot(X.T, G, acc)
+    for n in jt.range(batch):
+        for t in jt.range(jt.cdiv(down * across - split, splits)):
+            place = split + t * splits
+            i, j = div(place, across) * bh, rem(place, across) * bw
+            rows = jt.ds(i * stride[0] + a * dilation[0], bh, stride[0])
+            columns = jt.ds(j * stride[1] + b * dilation[1], bw, stride[1])
+            X = x[n, rows, columns, jt.ds(group * channels + c, bc)].reshape(bh * bw, bc)
+            G = g[n, jt.ds(i, bh), jt.ds(j, bw), jt.ds(group * per_group + o, bo)].reshape(bh * bw, bo)
+            acc = jt.dot(X.T, G, acc)
     here = (split, a, b, jt.ds(c, bc), jt.ds(group * per_group + o, bo))
     if per_group % bo:
         jt.store(dw, here, acc, mask=jnp.broadcast_to(jt.arange(bo)[None, :] + o < per_group, acc.shape))
@@ -147,7 +148,7 @@ def convolution_dw(x, g, p: int, q: int, dtype, *, stride: Pair, dilation: Pair,
     bh, bw = _points(*g.shape[1:3])
     bc, bo = fit(channels, 128), fit(outputs, 128)
     programs = p * q * groups * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
-    tiles = g.shape[0] * jt.cdiv(g.shape[1], bh) * jt.cdiv(g.shape[2], bw)
+    tiles = jt.cdiv(g.shape[1], bh) * jt.cdiv(g.shape[2], bw)
     options = {"stride": stride, "dilation": dilation, "groups": groups}
     splits = min(tiles, jt.cdiv(PROGRAMS, programs))
     dw = convolution_weight_tiles(x, g, p=p, q=q, bh=bh, bw=bw, bc=bc, bo=bo, splits=splits, **options)

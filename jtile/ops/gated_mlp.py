@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import quantized
+from jtile.ops._shapes import sums_in
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_slope
 from jtile.ops.matmul import product, tiles
 from jtile.ops.quantized_tensor import QuantizedTensor
@@ -82,22 +83,6 @@ def _gated(x, gate, up, y, *saved, activation, tb, bm, bn, save=False):
     y.tiles(bm, bn)[i, j] = (ACTIVATIONS[activation](G) * U).astype(y.dtype)
 
 
-@jt.kernel(
-    out_type=lambda dg, du, gate, up, *, tb, **_: jt.like(dg, shape=(dg.shape[0], gate.shape[1 if tb else 0])),
-    grid=lambda dg, du, gate, up, *, tb, bm, bn, **_: (
-        jt.cdiv(dg.shape[0], bm), jt.cdiv(gate.shape[1 if tb else 0], bn)
-    ),
-)  # fmt: skip
-def gated_dx_tiles(dg, du, gate, up, dx, *, tb: bool, bm: int, bn: int):
-    """Tiles [bm, bn] of dx [rows, k]; weights [k, n], or [n, k] with `tb`."""
-    # dX = dG Wg^T + dU Wu^T
-    i, j = jt.program_id(0), jt.program_id(1)
-    n = dg.shape[1]
-    Wg, Wu = (w.tiles(n, bn)[0, j] if tb else w.tiles(bn, n)[j, 0].T for w in (gate, up))
-    DG, DU = (ref.tiles(bm, n)[i, 0] for ref in (dg, du))
-    dx.tiles(bm, bn)[i, j] = jt.dot(DU, Wu.astype(du.dtype), jt.dot(DG, Wg.astype(dg.dtype))).astype(dx.dtype)
-
-
 def _forward(x, gate, up, *, save, **meta):
     y, g, u = _gated(x, gate, up, save=True, **meta)
     return (y, g, u) if save else y, (x, gate, up, g, u)
@@ -107,7 +92,8 @@ def _backward(residuals, ct, *, activation, tb, save, **_):
     x, gate, up, g, u = residuals
     dg, du = gate_slope(g, u, ct[0] if save else ct, activation)
     dg, du = (dg + ct[1], du + ct[2]) if save else (dg, du)
-    dx = gated_dx_tiles(dg, du, gate, up, tb=tb, **tiles(x.shape[0], x.shape[1], g.shape[1]))
+    parts = (product(d[None], w[None], sums_in(x), tb=not tb)[0] for d, w in ((dg, gate), (du, up)))
+    dx = sum(parts).astype(x.dtype)
     weight = lambda d, w: (
         product(d[None], x[None], w.dtype, ta=True) if tb else product(x[None], d[None], w.dtype, ta=True)
     )[0]
