@@ -51,7 +51,8 @@ def page(data: Mapping[str, Rows]) -> str:
 def _table(rows: Rows, what: str, notes: dict[str, int]) -> str:
     lines = [f"| {what} | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, row in rows.items():
-        cells = [_cell(row.get(c, "no: there is nothing to differentiate"), notes) for c in COLUMNS]
+        none = row["vjp"] if row.get("vjp", "").startswith("no: ") else "no: not checked"
+        cells = [_cell(row.get(c, none), notes) for c in COLUMNS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ import jtile as jt
 COUNTED = "reverse mode goes through loops that count their rounds"
 ATOMIC = "what this atomic leaves depends on the order of the programs"
 WHOLE = "a kernel that prints or asserts runs as a whole on every device: its operands are gathered"
-UNCOUNTED = dict.fromkeys(("vjp", "numeric", "checkpoint", "grad of vmap", "vmap of grad"), COUNTED)
+REVERSE = ("vjp", "numeric", "checkpoint", "grad of vmap", "vmap of grad", "second order")
 
 
 def rows(x, *_, **__):
@@ -209,14 +209,13 @@ CASES: dict[str, LibraryCase] = {
     ),
     "outputs that programs add to": case(accumulated, lambda x: jnp.sum(x * x, 0), f(5, 3)),
     "other atomics (max)": case(
-        largest, lambda x: jnp.max(x, 0), f(5, 3), order=1,
-        skip=dict.fromkeys(("jvp", "vjp", "numeric", "checkpoint", "grad of vmap", "vmap of grad"), ATOMIC),
+        largest, lambda x: jnp.max(x, 0), f(5, 3), skip=dict.fromkeys(("jvp", *REVERSE), ATOMIC),
     ),
     "dots in a loop": case(summed, matmul_reference, f(5, 7), f(7, 3)),
     "carries that are not linear": case(recurrence, recurrence_reference, f(2, 4, 3), f(3)),
     "bounds that are traced": case(ragged, ragged_reference, f(3, 4), lambda: ints(5, 3, seed=3)),
-    "while": case(newton, lambda x: jnp.sqrt(x + 2), f(2, 3), order=1, tolerance=1e-3, derivative_tolerance=1e-2,
-                  skip=UNCOUNTED),
+    "while": case(newton, lambda x: jnp.sqrt(x + 2), f(2, 3), tolerance=1e-3, derivative_tolerance=1e-2,
+                  skip=dict.fromkeys(REVERSE, COUNTED)),
     "branches": case(
         branches, lambda x, flag: jnp.where(flag[:, None] > 0, jnp.sin(x), x**2), f(4, 3), n(2, 4)
     ),

@@ -151,7 +151,7 @@ CASES: dict[str, LibraryCase] = {
     ),
     "attention with lengths": case(
         with_lengths(ops.attention), with_lengths(flash_attention.attention_reference), *ATTENTION,
-        lambda: jnp.asarray([7, 6], jnp.int32), order=1,
+        lambda: jnp.asarray([7, 6], jnp.int32),
     ),
     "decode_attention": case(ops.decode_attention, split_attention.decode_attention_reference, *CACHE),
     "convolution": case(ops.convolution, convolutions.convolution_reference, f(2, 5, 6, 3), f(3, 2, 3, 4)),
