@@ -206,7 +206,7 @@ def test_interpreted_effects():
         jax.effects_barrier()
 
 
-# -- transforms that pass a kernel by, platforms ------------------------------------------------------------------------
+# -- transforms that pass a kernel by, platforms -----------------------------------------------------------------------
 
 
 def test_a_custom_vjp_around_a_kernel():
