@@ -26,7 +26,9 @@ from jtile._errors import TransformError
 from jtile._primitive import bind, joint_varying, jtile_call_p, result_types
 from jtile._program import CustomVjp, Level, Program, Spec, lane_name, make_program
 from jtile._sharding import Hand
+from jtile.transforms.activity import active_outputs
 from jtile.transforms.jvp import Tangents, jvp
+from jtile.transforms.prune import prune
 from jtile.transforms.vjp import Cotangents, vjp
 
 
@@ -77,6 +79,13 @@ def linear(program: Program, perturbed: Sequence[bool], residuals: int) -> Linea
         tangents = tuple(b for b, p in zip(ins, perturbed, strict=True) if p)
         lanes.append(Lanes(level.size, ins, tangents, outs, outs))
     return Linear(program, tuple(perturbed), tuple(lanes), program.vjp, residuals)
+
+
+@functools.lru_cache(maxsize=1024)
+def _active(program: Program, perturbed: tuple[bool, ...]) -> tuple[int, ...]:
+    """The outputs that have a tangent."""
+    spec = program.spec
+    return active_outputs(prune(program.jaxpr).jaxpr, spec.n_in, spec.n_out, spec.aliases, perturbed)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -179,9 +188,9 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Progr
     if not any(perturbed):
         return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
     lin = linear(program, perturbed, len(residuals))
-    body = _forward_body(program, lin.perturbed)
+    active = _active(program, lin.perturbed)
     moving = [t for t, p in zip(tangents, perturbed, strict=True) if p]
-    found = dict(zip(body.active, bind_linear(lin, [*primals, *moving, *residuals]), strict=True))
+    found = dict(zip(active, bind_linear(lin, [*primals, *moving, *residuals]), strict=True))
     return outs, [found[k] if k in found else ad.Zero(jax.typeof(x).to_tangent_aval()) for k, x in enumerate(outs)]
 
 
@@ -206,7 +215,7 @@ def bind_linear(lin: Linear, operands: Sequence[Any]) -> list[Any]:
 
 def _tangent_call(*operands: Any, linear: Linear) -> list[Any]:
     program = forward_program(linear)
-    n = len(_forward_body(linear.program, linear.perturbed).active)
+    n = len(_active(linear.program, linear.perturbed))
     primals, tangents, _ = linear.split(operands)
     return bind(program, [*primals, *tangents])[:n]
 
@@ -217,9 +226,12 @@ mlir.register_lowering(jtile_tangent_p, mlir.lower_fun(_tangent_call, multiple_r
 
 @jtile_tangent_p.def_abstract_eval
 def _(*avals: Any, linear: Linear) -> list[ShapedArray]:
-    program = forward_program(linear)
-    n = len(_forward_body(linear.program, linear.perturbed).active)
-    return result_types(avals, program)[:n]
+    active = _active(linear.program, linear.perturbed)
+    if any(not a.sharding.mesh.empty for a in avals):  # the types name shardings: those of the kernel's rule
+        return result_types(avals, forward_program(linear))[: len(active)]
+    outs = _outs(linear, avals[: linear.n_in])
+    like = max(avals, key=lambda a: len(a.manual_axis_type.varying))
+    return [like.update(shape=outs[k].shape, dtype=outs[k].dtype, weak_type=False) for k in active]
 
 
 def _tangent_jvp(operands: Sequence[Any], tangents: Sequence[Any], *, linear: Linear):
@@ -262,7 +274,7 @@ def _automatic_transpose(linear: Linear, cts: Sequence[Any], primals: Sequence[A
     n = sum(linear.perturbed)
     if not any(given):
         return [None] * n
-    active = _forward_body(linear.program, linear.perturbed).active
+    active = _active(linear.program, linear.perturbed)
     by_output = [False] * linear.program.spec.n_out
     for k, g in zip(active, given, strict=True):
         by_output[k] = g
@@ -277,7 +289,7 @@ def _custom_transpose(
     linear: Linear, cts: Sequence[Any], residuals: Sequence[Any], primals: Sequence[Any]
 ) -> list[Any]:
     """The user's rule; it gets a cotangent for every output, None for one that is not of floats."""
-    given = dict(zip(_forward_body(linear.program, linear.perturbed).active, cts, strict=True))
+    given = dict(zip(_active(linear.program, linear.perturbed), cts, strict=True))
     full = []
     for k, out in enumerate(_outs(linear, primals)):
         ct = given.get(k)
@@ -304,6 +316,9 @@ ad.primitive_transposes[jtile_tangent_p] = _tangent_transpose
 
 
 def _tangent_batch(axis: Any, operands: Sequence[Any], dims: Sequence[int | None], *, linear: Linear):
+    if all(d is None for d in dims):  # inside of a scan or a checkpoint whose other operands are batched
+        results = bind_linear(linear, operands)
+        return results, [None] * len(results)
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     flags = [d is not None for d in dims]

@@ -141,3 +141,23 @@ def test_cotangents_beyond_the_range_of_float16():
     got = jax.grad(lambda a: product(a, b).sum() * 1e6)(a)
     want = (1e6 * np.ones((3, 5)) @ b.T.astype(np.float64)).astype(np.float16)
     testing.assert_close(np.asarray(got), want, tolerance=2e-3)
+
+
+# -- batching ---------------------------------------------------------------------------------------------------------
+
+
+@jt.kernel(out_type=lambda x, w: jt.like(x), grid=lambda x, w: jt.cdiv(x.shape[0], 4))
+def scaled_sine(x, w, o):
+    i, n = jt.program_id(0), x.shape[1]
+    o.tiles(4, n)[i, 0] = jnp.sin(x.tiles(4, n)[i, 0]) * w[...][None, :]
+
+
+def test_hessian_of_a_scan_of_checkpoints():
+    """JAX batches the tangent of the round with no operand batched."""
+    x, w = normal(6, 3), normal(3)
+
+    def loss(f):
+        return lambda w: jnp.sum(lax.scan(jax.checkpoint(lambda c, _: (f(c, w), None)), x, None, length=3)[0])
+
+    got, want = (jax.hessian(loss(f))(w) for f in (scaled_sine, lambda x, w: jnp.sin(x) * w[None, :]))
+    testing.assert_close(np.asarray(got), np.asarray(want), tolerance=1e-4)
