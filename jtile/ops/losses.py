@@ -48,8 +48,10 @@ def cross_entropy_rows(
             inside = j * bv + jt.arange(bv)[None, :] < vocab
             plain = plain + jnp.where(inside, t, 0.0).sum(1)
     label = labels[rows]
-    row = jt.program_id(0) * br + jt.arange(br)
-    picked = wide(x[row, label.astype(jnp.int32)])
+    picked, first = jnp.zeros((br,), loss.dtype), jt.program_id(0) * br
+    for r in jt.range(jnp.minimum(x.shape[0] - first, br)):  # row by row: rows stay an axis that shards
+        at = jnp.clip(labels[first + r].astype(jnp.int32), 0, vocab - 1)
+        picked = jnp.where(jt.arange(br) == r, wide(x[first + r, at]), picked)
     whole = m + jnp.log(total)
     out = whole - (1.0 - smoothing) * picked - (smoothing / vocab) * plain
     outside = (label < 0) | (label >= vocab)

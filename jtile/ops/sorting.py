@@ -63,25 +63,32 @@ def top_k_picks(x, values, places, *, br: int, k: int):
     """As `top_k_rows`: `k` times the largest key behind the last pick, then its first place."""
     # key_t = max { key_j : (key_j, -j) < (key_{t-1}, -j_{t-1}) }     j_t = the least such j with key_j = key_t
     i, n = jt.program_id(0), x.shape[1]
-    key, column = _order(x.tiles(br, n)[i, 0]), jt.arange(n)[None, :]
-    least, row = jnp.int32(-(2**31)), i * br + jt.arange(br)
+    row = x.tiles(br, n)[i, 0]
+    key, column, least = _order(row), jt.arange(n)[None, :], jnp.int32(-(2**31))
     last, at = jt.full((br, 1), 2**31 - 1, jnp.int32), jt.full((br, 1), -1, jnp.int32)
     for t in jt.range(k):
         left = (key < last) | ((key == last) & (column > at))
         last = jnp.where(left, key, least).max(1, keepdims=True)
         at = jnp.where(left & (key == last), column, n - 1).min(1, keepdims=True)
         places.tiles(br, None)[i, t] = at[:, 0]
-        values.tiles(br, None)[i, t] = x[row, at[:, 0]]
+        values.tiles(br, None)[i, t] = jnp.take_along_axis(row, at, axis=1)[:, 0]
+
+
+_EACH_ROW = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(), inserted_window_dims=(1,), scatter_dims_to_operand_dims=(1,),
+    operand_batching_dims=(0,), scatter_indices_batching_dims=(0,),
+)  # fmt: skip
 
 
 @jt.kernel(out_type=lambda places, g, *, n, **_: jt.like(g, shape=(g.shape[0], n)), grid=_grid)
 def scatter_rows(places, g, dx, *, br: int, n: int):
     """dx [rows, n] with g [rows, k] at the columns `places` (different ones in each row) and zeros elsewhere."""
     i, k = jt.program_id(0), g.shape[1]
-    if k < n:
-        dx.tiles(br, n)[i, 0] = jnp.zeros((br, n), dx.dtype)
-    row = i * br + jt.arange(br)[:, None]
-    jt.store(dx, (row, places.tiles(br, k)[i, 0]), g.tiles(br, k)[i, 0])
+    at, slope = places.tiles(br, k)[i, 0], g.tiles(br, k)[i, 0]
+    empty = jnp.zeros((br, n), dx.dtype)
+    dx.tiles(br, n)[i, 0] = jax.lax.scatter(
+        empty, at[..., None], slope, _EACH_ROW, unique_indices=True, mode="promise_in_bounds"
+    )
 
 
 def _sort_forward(x, *, br: int, descending: bool):
