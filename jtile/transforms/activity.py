@@ -126,6 +126,16 @@ class Activity:
             self._link(branch.jaxpr.outvars, eqn.outvars)
 
 
+def active_outputs(
+    jaxpr: Any, n_in: int, n_out: int, aliases: Iterable[tuple[int, int]], perturbed: Iterable[bool]
+) -> tuple[int, ...]:
+    """Which outputs of a pruned kernel jaxpr have a derivative, where the `perturbed` inputs are differentiated."""
+    ins, outs = jaxpr.invars[:n_in], jaxpr.invars[n_in : n_in + n_out]
+    shared = [(ins[i], outs[o]) for i, o in aliases]
+    activity = Activity(jaxpr, [v for v, p in zip(ins, perturbed, strict=True) if p], shared)
+    return tuple(k for k, v in enumerate(outs) if v in activity)
+
+
 _RULES = {
     "jtile_load": Activity._load,
     "jtile_store": Activity._write,
