@@ -293,6 +293,14 @@ def check_kernels_that_run_whole():
     check(scale.with_options(interpret=True), (A, P("x")), (B[0, :16], P()), allowed=GATHER | SUM)
 
 
+def check_export_keeps_kernels_whole():
+    pytest.importorskip("flatbuffers", reason="flatbuffers, which jax.export needs, is not installed")
+    a, b = put(A, P("x")), put(B, P(None, "y"))
+    exported = jax.export.export(jax.jit(matmul), disabled_checks=jt.export_checks())(a, b)
+    call = jax.jit(jax.export.deserialize(exported.serialize()).call)
+    equal(call(a, b), A @ B)
+
+
 def check_one_device_is_left_alone():
     text = jax.jit(matmul).lower(A, B).as_text()
     assert "CustomSPMDPartitioning" not in text and text.count("jtile_cpu") == 1
