@@ -74,7 +74,15 @@ class Lowered:
                 f"its inputs are {kinds}",
                 self.program.where,
             )
-        return _tangent.linear(self.program, [k in chosen for k in range(len(inputs))], 0)
+        lin = _tangent.linear(self.program, [k in chosen for k in range(len(inputs))], 0)
+        if not _tangent.active(self.program, lin.perturbed):
+            outs = ", ".join(f"{v.name}: {v.dtype}" for v in self.program.base.outputs)
+            raise KernelValueError(
+                f"kernel {self.program.name} has no derivative: none of its outputs ({outs}) is of floats and depends "
+                f"on {', '.join(inputs[k].name for k in chosen)}",
+                self.program.where,
+            )
+        return lin
 
     @functools.cached_property
     def _artifact(self) -> Any:

@@ -82,7 +82,7 @@ def linear(program: Program, perturbed: Sequence[bool], residuals: int) -> Linea
 
 
 @functools.lru_cache(maxsize=1024)
-def _active(program: Program, perturbed: tuple[bool, ...]) -> tuple[int, ...]:
+def active(program: Program, perturbed: tuple[bool, ...]) -> tuple[int, ...]:
     """The outputs that have a tangent."""
     spec = program.spec
     return active_outputs(prune(program.jaxpr).jaxpr, spec.n_in, spec.n_out, spec.aliases, perturbed)
@@ -188,9 +188,9 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Progr
     if not any(perturbed):
         return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
     lin = linear(program, perturbed, len(residuals))
-    active = _active(program, lin.perturbed)
+    moved = active(program, lin.perturbed)
     moving = [t for t, p in zip(tangents, perturbed, strict=True) if p]
-    found = dict(zip(active, bind_linear(lin, [*primals, *moving, *residuals]), strict=True))
+    found = dict(zip(moved, bind_linear(lin, [*primals, *moving, *residuals]), strict=True))
     return outs, [found[k] if k in found else ad.Zero(jax.typeof(x).to_tangent_aval()) for k, x in enumerate(outs)]
 
 
@@ -215,7 +215,7 @@ def bind_linear(lin: Linear, operands: Sequence[Any]) -> list[Any]:
 
 def _tangent_call(*operands: Any, linear: Linear) -> list[Any]:
     program = forward_program(linear)
-    n = len(_active(linear.program, linear.perturbed))
+    n = len(active(linear.program, linear.perturbed))
     primals, tangents, _ = linear.split(operands)
     return bind(program, [*primals, *tangents])[:n]
 
@@ -226,12 +226,12 @@ mlir.register_lowering(jtile_tangent_p, mlir.lower_fun(_tangent_call, multiple_r
 
 @jtile_tangent_p.def_abstract_eval
 def _(*avals: Any, linear: Linear) -> list[ShapedArray]:
-    active = _active(linear.program, linear.perturbed)
+    moved = active(linear.program, linear.perturbed)
     if any(not a.sharding.mesh.empty for a in avals):  # the types name shardings: those of the kernel's rule
-        return result_types(avals, forward_program(linear))[: len(active)]
+        return result_types(avals, forward_program(linear))[: len(moved)]
     outs = _outs(linear, avals[: linear.n_in])
     like = max(avals, key=lambda a: len(a.manual_axis_type.varying))
-    return [like.update(shape=outs[k].shape, dtype=outs[k].dtype, weak_type=False) for k in active]
+    return [like.update(shape=outs[k].shape, dtype=outs[k].dtype, weak_type=False) for k in moved]
 
 
 def _tangent_jvp(operands: Sequence[Any], tangents: Sequence[Any], *, linear: Linear):
@@ -274,9 +274,9 @@ def _automatic_transpose(linear: Linear, cts: Sequence[Any], primals: Sequence[A
     n = sum(linear.perturbed)
     if not any(given):
         return [None] * n
-    active = _active(linear.program, linear.perturbed)
+    moved = active(linear.program, linear.perturbed)
     by_output = [False] * linear.program.spec.n_out
-    for k, g in zip(active, given, strict=True):
+    for k, g in zip(moved, given, strict=True):
         by_output[k] = g
     program, body = reverse_program(linear, tuple(by_output))
     known = [ct for ct, g in zip(cts, given, strict=True) if g]
@@ -289,7 +289,7 @@ def _custom_transpose(
     linear: Linear, cts: Sequence[Any], residuals: Sequence[Any], primals: Sequence[Any]
 ) -> list[Any]:
     """The user's rule; it gets a cotangent for every output, None for one that is not of floats."""
-    given = dict(zip(_active(linear.program, linear.perturbed), cts, strict=True))
+    given = dict(zip(active(linear.program, linear.perturbed), cts, strict=True))
     full = []
     for k, out in enumerate(_outs(linear, primals)):
         ct = given.get(k)

@@ -7,7 +7,9 @@ import pytest
 from jax import lax
 
 import jtile as jt
+import jtile.ops
 from jtile import testing
+from jtile.trace.tracing import equations
 
 rng = np.random.default_rng(0)
 
@@ -275,6 +277,47 @@ def test_no_atomics(name):
     assert len(pieces) == {"matmul": 2, "rms_norm": 1}[name]
 
 
+@jt.kernel(
+    out_type=lambda x, w: jt.like(x, shape=(x.shape[0] - w.shape[0] + 1, x.shape[1] - w.shape[1] + 1)),
+    grid=lambda x, w: (jt.cdiv(x.shape[0] - w.shape[0] + 1, 8), jt.cdiv(x.shape[1] - w.shape[1] + 1, 8)),
+)
+def convolve(x, w, o):
+    """A 2-D convolution, whose programs read windows that overlap."""
+    i, j = jt.program_id(0), jt.program_id(1)
+    acc = jt.zeros((8, 8), jnp.float32)
+    for a in jt.range(w.shape[0]):
+        for b in jt.range(w.shape[1]):
+            acc = acc + w[a, b] * x[jt.ds(i * 8 + a, 8), jt.ds(j * 8 + b, 8)]
+    o.tiles(8, 8)[i, j] = acc
+
+
+def convolve_reference(x, w):
+    return lax.conv(x[None, None], w[None, None], (1, 1), "VALID")[0, 0]
+
+
+def test_a_convolution_has_no_atomics():
+    x, w = normal(33, 30), normal(3, 2)
+    for piece in convolve.lower(x, w).vjp().pieces:
+        assert "atomic" not in piece.texts["tile_ir_opt"]
+    grads = lambda f: jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1))(x, w)
+    assert_close(grads(convolve), grads(convolve_reference), 1e-5)
+
+
+def programs(jaxpr):
+    return [e.params["program"] for e in equations(jaxpr) if e.primitive.name == "jtile_call"]
+
+
+def test_the_convolution_of_the_library_has_no_atomics():
+    """Neither its own rule nor the automatic reverse mode."""
+    x, w = jax.ShapeDtypeStruct((2, 12, 13, 8), np.float32), jax.ShapeDtypeStruct((3, 3, 8, 16), np.float32)
+    own = programs(jax.make_jaxpr(jax.grad(lambda x, w: jt.ops.convolution(x, w).sum(), (0, 1)))(x, w).jaxpr)
+    (forward,) = programs(jax.make_jaxpr(jt.ops.convolution)(x, w).jaxpr)
+    assert len(own) >= 2
+    for lowered in [*[jt.Lowered(p, None) for p in own], jt.Lowered(forward, None).vjp()]:
+        for piece in lowered.pieces:
+            assert "atomic" not in piece.texts["tile_ir_opt"]
+
+
 def test_the_gradient_of_a_tiled_matmul_is_two_tiled_matmuls():
     a = jax.ShapeDtypeStruct((1024, 1024), np.float32)
     left, right = matmul.lower(a, a, bm=128, bn=128, bk=64).vjp().pieces
@@ -302,6 +345,21 @@ def test_other_atomics():
         with pytest.raises(jt.errors.TransformError, match=r"atomic_max.*defvjp") as e:
             run(normal(3, 4))
         assert "test_derivatives.py" in str(e.value)
+
+
+def test_outputs_of_integers():
+    @jt.kernel(out_type=lambda x: jt.like(x, dtype=np.int32), grid=3)
+    def signs(x, o):
+        i = jt.program_id(0)
+        o[i] = (x[i] > 0).astype(jnp.int32)
+
+    x = normal(3)
+    with pytest.raises(jt.errors.KernelValueError, match=r"signs has no derivative: .* \(o: int32\)") as e:
+        signs.lower(x).vjp()
+    assert "test_derivatives.py" in str(e.value)
+    with pytest.raises(TypeError, match="int32"):  # JAX's own
+        jax.grad(lambda x: signs(x).sum())(x)
+    assert_close(jax.grad(lambda x: (x * signs(x).astype(np.float32)).sum())(x), (x > 0).astype(np.float32), 0)
 
 
 def test_old_values_of_atomics():
