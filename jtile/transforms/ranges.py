@@ -42,7 +42,8 @@ class Ranges:
         if loop is None or loop.length is not None:
             return loop and loop.length
         lo, hi = self.of(loop.init[loop.counter]), self.of(loop.limit)
-        return None if lo is None or hi is None else max(0, -(-(hi[1] - lo[0]) // loop.step))
+        most = INT32_MAX + 1 if lo is None or hi is None else max(0, -(-(hi[1] - lo[0]) // loop.step))
+        return most if most <= INT32_MAX else None  # more than that is the range of a dtype, no bound
 
     def _visit(self, jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
@@ -60,7 +61,7 @@ class Ranges:
             elif name in _RULES and not eqn.outvars[0].aval.shape:
                 known = self.within if name in ("min", "max", "clamp") else self.of
                 out = _RULES[name](eqn.params, *[known(v) for v in eqn.invars])
-                if out is not None:
+                if out is not None and _holds(eqn.outvars[0].aval.dtype, out):
                     self.known[eqn.outvars[0]] = out
 
     def _programs(self, eqn: Any) -> Range:
@@ -89,6 +90,12 @@ class Ranges:
             if lo is not None and n is not None:
                 self.known[loop.carries[loop.counter]] = (lo[0], lo[1] + max(0, n - 1) * loop.step)
         self._visit(loop.body)
+
+
+def _holds(dtype: Any, found: Range) -> bool:
+    """Whether an integer dtype has all of a range: what wraps around, and what floats round, is not known."""
+    kind = np.dtype(dtype).kind
+    return kind == "b" or (kind in "iu" and np.iinfo(dtype).min <= found[0] and found[1] <= np.iinfo(dtype).max)
 
 
 def _hull(values: Sequence[int]) -> Range:

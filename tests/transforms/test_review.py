@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from functional import functional
 from jax import lax
 
@@ -161,3 +162,29 @@ def test_hessian_of_a_scan_of_checkpoints():
 
     got, want = (jax.hessian(loss(f))(w) for f in (scaled_sine, lambda x, w: jnp.sin(x) * w[None, :]))
     testing.assert_close(np.asarray(got), np.asarray(want), tolerance=1e-4)
+
+
+# -- how many rounds a loop runs at most ------------------------------------------------------------------------------
+
+
+@jt.kernel(out_type=lambda x: jt.like(x, shape=(4,)), grid=4)
+def wrapping(x, o):
+    i, t = jt.program_id(0), x[0]
+    for _ in jt.range((i + 126).astype(jnp.int8).astype(jnp.int32), 3):  # 126, 127, -128, -127
+        t = jnp.sin(t) + x[1]
+    o[i] = t
+
+
+@jt.kernel(out_type=lambda x, n: jt.like(x, shape=()), grid=1)
+def from_data(x, n, o):
+    t = x[0]
+    for _ in jt.range(jnp.minimum(n[...], 3), 6):
+        t = jnp.sin(t) + x[1]
+    o[...] = t
+
+
+def test_rounds_without_a_bound_are_refused():
+    x = normal(4)
+    for loss in (lambda x: wrapping(x).sum(), lambda x: from_data(x, np.int32(2))):
+        with pytest.raises(jt.errors.TransformError, match=r"lo with jnp\.maximum"):
+            jax.grad(loss)(x)
