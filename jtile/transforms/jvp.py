@@ -16,9 +16,15 @@ from jax import lax
 
 from jtile.language._primitives import atomic_p, load_p, store_p
 from jtile.trace.rules.control import scan_counts
+from jtile.trace.tracing import equations
 from jtile.transforms.activity import Activity, is_float, is_literal
 from jtile.transforms.evaluate import bind, place, ref_aval, refuse
 from jtile.transforms.prune import prune
+
+ORDER = (
+    "depends on the order of the programs: jtile differentiates atomic_add whose old value is unused; give the kernel "
+    "a rule of its own (defvjp), or stop the derivative with jax.lax.stop_gradient on its inputs"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +78,19 @@ def jvp(closed: Any, n_in: int, n_out: int, aliases: Sequence[tuple[int, int]], 
 
     traced = jax.make_jaxpr(body)(*[ref_aval(v.aval.shape, v.aval.dtype) for v in variables])
     n_seen = len(variables) - len(scratch) - len(private)
-    return Tangents(prune(traced, frozenset(range(n_seen, len(variables)))), active, again)
+    made = prune(traced, frozenset(range(n_seen, len(variables))))
+    _check_order(made.jaxpr, n_seen)
+    return Tangents(made, active, again)
+
+
+def _check_order(jaxpr: Any, n_seen: int) -> None:
+    """Programs run in another order than they did for the primal outputs: what an atomic gave then is not known."""
+    found = Activity(jaxpr, ())
+    seen = set(jaxpr.invars[:n_seen])
+    for eqn in equations(jaxpr):
+        if eqn.primitive is atomic_p and eqn.outvars[0] in found.read and found.roots[eqn.invars[0]] in seen:
+            what = f"what the old value of atomic_{eqn.params['fn']} decides: that"
+            raise refuse(f"a derivative is asked for of {what} {ORDER}", eqn)
 
 
 def _zeros(v: Any) -> Any:
@@ -141,12 +159,7 @@ class _Forward:
             return [Dual(atomic_p.bind(ref.primal, *others, **eqn.params))]
         if fn != "add" or used:
             what = "the old value of an atomic add, which" if used and fn == "add" else f"atomic_{fn}, whose result"
-            raise refuse(
-                f"a derivative is asked for through {what} depends on the order of the programs: jtile differentiates "
-                "atomic_add whose old value is unused; give the kernel a rule of its own (defvjp), or stop the "
-                "derivative with jax.lax.stop_gradient on its inputs",
-                eqn,
-            )
+            raise refuse(f"a derivative is asked for through {what} {ORDER}", eqn)
         if ref.primal is not None:
             atomic_p.bind(ref.primal, *others, **eqn.params)
         if value.tangent is not None:

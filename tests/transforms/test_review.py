@@ -188,3 +188,32 @@ def test_rounds_without_a_bound_are_refused():
     for loss in (lambda x: wrapping(x).sum(), lambda x: from_data(x, np.int32(2))):
         with pytest.raises(jt.errors.TransformError, match=r"lo with jnp\.maximum"):
             jax.grad(loss)(x)
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+@jt.kernel(
+    out_type=lambda x: [jt.like(x), jt.like(x), jt.like(x, shape=(), dtype=jnp.int32)],
+    grid=lambda x: x.shape[0],
+    init=0,
+)
+def compact(x, o, ranks, count):
+    i = jt.program_id(0)
+    at = jt.atomic_add(count, (), 1)
+    o[at] = x[i] * 2.0
+    ranks[i] = at.astype(jnp.float32)
+
+
+@jt.kernel(out_type=lambda x: [jt.like(x), jt.like(x, shape=(), dtype=jnp.int32)], grid=lambda x: x.shape[0], init=0)
+def ranked(x, ranks, count):
+    i = jt.program_id(0)
+    ranks[i] = jt.atomic_add(count, (), 1).astype(jnp.float32) + x[i] * 2.0
+
+
+def test_tangents_of_what_the_order_decides_are_refused():
+    x = normal(8)
+    with pytest.raises(jt.errors.TransformError, match="the old value of atomic_add decides"):
+        jax.jvp(compact, (x,), (x,))
+    _, (tangent, _) = jax.jvp(ranked, (x,), (x,))  # the rank itself has no derivative
+    testing.assert_close(np.asarray(tangent), 2 * x, tolerance=1e-6)
