@@ -13,6 +13,7 @@ where an equation of that dtype needs them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -322,10 +323,11 @@ def _spread(found: Sequence[Any], places: Sequence[int], n: int) -> list[Any]:
 def _last_lanes(shape: Sequence[int], dims: Sequence[Any], values: Sequence[Any], mask: Sequence[Any]) -> Any:
     """Which lanes of a scattered tile stay, a tile of bools: of those that name one element, the last. None: all.
 
-    Lanes write their number to scratch as they write their values to the Ref, and look whose number stands there.
+    Lanes write their number to scratch as they write their values to the Ref, and look whose number stands there;
+    where the Ref's size is a runtime value, which scratch has none of, they are sorted.
     """
     takes = [(d, v, n) for d, v, n in zip(dims, values, shape, strict=True) if isinstance(d, Take)]
-    if not takes or not all(isinstance(n, int) for _, _, n in takes):
+    if not takes:
         return None
     tile = dims_shape(dims, [np.shape(v) for v in values])
     if mask:  # whether a lane writes may differ along the other axes
@@ -334,11 +336,40 @@ def _last_lanes(shape: Sequence[int], dims: Sequence[Any], values: Sequence[Any]
     some, at, sizes = (tuple(x) for x in zip(*takes, strict=True))
     lanes = dims_shape(some, [np.shape(v) for v in at])
     order = lax.reshape(lax.iota(np.int32, math.prod(lanes)), lanes)
-    marks = new_ref(sizes, np.int32)
-    store_p.bind(marks, *at, order, *mask, dims=some, masked=bool(mask))
-    last = lax.eq(load_p.bind(marks, *at, *mask, dims=some, pad=0, masked=bool(mask)), order)
+    if all(isinstance(n, int) for n in sizes):
+        marks = new_ref(sizes, np.int32)
+        store_p.bind(marks, *at, order, *mask, dims=some, masked=bool(mask))
+        last = lax.eq(load_p.bind(marks, *at, *mask, dims=some, pad=0, masked=bool(mask)), order)
+    else:
+        last = _last_of_equals(_names(some, at, lanes) + [m.astype(np.int32) for m in mask], order)
     first = sum(not isinstance(d, At) for d in dims[: next(k for k, d in enumerate(dims) if isinstance(d, Take))])
     return last if mask else lax.broadcast_in_dim(last, tile, range(first, first + len(lanes)))
+
+
+def _names(dims: Sequence[Any], values: Sequence[Any], lanes: Sequence[int]) -> list[Any]:
+    """What tells the lanes of a tile of Takes and Spans apart: integer tiles of its shape."""
+    out = []
+    rank = next(np.ndim(v) for d, v in zip(dims, values, strict=True) if isinstance(d, Take))
+    first = next(k for k, d in enumerate(dims) if isinstance(d, Take))
+    axis, taken = 0, False
+    for d, v in zip(dims, values, strict=True):
+        if isinstance(d, Take):
+            out.append(lax.broadcast_in_dim(v, lanes, range(first, first + rank)))
+            axis, taken = axis + (0 if taken else rank), True
+        else:
+            out.append(lax.broadcasted_iota(np.int32, lanes, axis))
+            axis += 1
+    return out
+
+
+def _last_of_equals(names: Sequence[Any], order: Any) -> Any:
+    """Where the last of the lanes stands that have equal names, by sorting: no memory of the size of the Ref."""
+    n = math.prod(order.shape)
+    *keys, place = lax.sort([lax.reshape(x, (n,)) for x in (*names, order)], num_keys=len(names) + 1)
+    changes = [lax.ne(x[1:], x[:-1]) for x in keys]
+    ends = jnp.concatenate([functools.reduce(lax.bitwise_or, changes), jnp.ones((1,), bool)])
+    _, ends = lax.sort([place, ends.astype(np.int32)], num_keys=1)
+    return lax.reshape(ends, order.shape) != 0
 
 
 def _flip(x: Any) -> Any:

@@ -217,3 +217,20 @@ def test_tangents_of_what_the_order_decides_are_refused():
         jax.jvp(compact, (x,), (x,))
     _, (tangent, _) = jax.jvp(ranked, (x,), (x,))  # the rank itself has no derivative
     testing.assert_close(np.asarray(tangent), 2 * x, tolerance=1e-6)
+
+
+@jt.kernel(out_type=lambda x, at: jt.like(x), grid=1, init=0)
+def scatter_some(x, at, o):
+    v = x[jt.ds(0, at.shape[0]), :] ** 2
+    o[at[...], :] = v
+    jt.store(o, (at[...], jt.ds(1, 2)), jnp.sin(v[:, :2]), mask=v[:, :2] > 0.3)
+
+
+def test_the_last_lane_of_a_scatter_into_a_dynamic_size():
+    at = np.array([0, 2, 2, 9, 0], np.int32)
+    for n in (5, 7):
+        x = normal(n, 3)
+        loss = lambda f: lambda y: jnp.sum(jnp.sin(f(y)))
+        got = jax.grad(loss(lambda x: scatter_some(jt.dynamic(x, 0), at)))(x)
+        want = jax.grad(loss(lambda x: functional(scatter_some, x, at)))(x)
+        testing.assert_close(np.asarray(got), np.asarray(want), tolerance=1e-5)
