@@ -13,6 +13,7 @@ from jtile.ops._shapes import ROW_ELEMENTS, TILE_ELEMENTS, as_rows, check_axis, 
 
 _ONE_TILE = 2048  # a longer row is taken in blocks, twice: exp of a block costs less than waiting for all of the row
 _BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backward, the first pass is a sum only: blocks pay off sooner
+_AGAIN = 8192  # backward, rows up to this long, of 32 bits or more, start from x: exp costs no more than the bytes of y
 
 
 def _normalise(x, axis: int, log: bool):
@@ -95,13 +96,35 @@ def softmax_backward_blocks(y, g, dx, *, bn: int, log: bool = False):
         DX[i, j] = (t - jnp.exp(u) * total if log else u * (t - total)).astype(dx.dtype)
 
 
+@jt.kernel(out_type=lambda x, g: jt.like(x), grid=lambda x, g: x.shape[0])
+def softmax_backward_again(x, g, dx):
+    """dx of softmax for x and the cotangents g of its results [rows, n], a row in a program."""
+    i, n = jt.program_id(0), x.shape[1]
+    X, G, DX = (ref.tiles(None, n) for ref in (x, g, dx))
+    t, u = wide(X[i, 0]), wide(G[i, 0])
+    e = jnp.exp(t - t.max())
+    r = 1.0 / e.sum()
+    DX[i, 0] = (e * r * (u - (e * u).sum() * r)).astype(dx.dtype)
+
+
 def _forward(kernel, x, **meta):
     y = kernel(x, **meta)
     return y, y
 
 
-def _rows_backward(y, g, *, log: bool, br: int = 1, **_):
+def _is_again(rows, log: bool) -> bool:
+    return not log and rows.dtype.itemsize >= 4 and rows.shape[1] <= _AGAIN
+
+
+def _rows_forward(kernel, x, *, log: bool = False, **meta):
+    y = kernel(x, log=log, **meta)
+    return y, x if _is_again(x, log) else y
+
+
+def _rows_backward(y, g, *, log: bool = False, br: int = 1, **_):
     n = y.shape[1]
+    if _is_again(y, log):
+        return (softmax_backward_again(y, g),)
     if n < _BLOCKS_FROM:
         return (softmax_backward_rows(y, g, br=br, log=log),)
     return (softmax_backward_blocks(y, g, bn=fit(n, _BACKWARD_BLOCK), log=log),)
@@ -111,8 +134,8 @@ def _columns_backward(y, g, **meta):
     return (softmax_backward_columns(y, g, **meta),)
 
 
-softmax_rows.defvjp(functools.partial(_forward, softmax_rows), _rows_backward)
-softmax_blocks.defvjp(functools.partial(_forward, softmax_blocks), _rows_backward)
+softmax_rows.defvjp(functools.partial(_rows_forward, softmax_rows), _rows_backward)
+softmax_blocks.defvjp(functools.partial(_rows_forward, softmax_blocks), _rows_backward)
 softmax_columns.defvjp(functools.partial(_forward, softmax_columns), _columns_backward)
 
 
