@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -130,14 +131,14 @@ def _resources(kernel: ir.Kernel, launch: dict[str, Any]) -> Iterator[str]:
     from jtile import ir
 
     yield f"grid: {' x '.join(map(str, kernel.grid)) or 1}"
-    refs = [(p.type, kernel.loc) for p in kernel.scratch]
-    refs += [(op.results[0].type, op.loc) for op in kernel.body.walk() if isinstance(op, ir.Alloc)]
-    for t, loc in refs:
-        yield f"scratch: {t.dtype}{list(t.shape)}, {_bytes(t)} bytes a program, {loc}"
-    yield f"scratch in all: {sum(_bytes(t) for t, _ in refs)} bytes a program"
+    refs = [(p, kernel.loc) for p in kernel.scratch]
+    refs += [(op.results[0], op.loc) for op in kernel.body.walk() if isinstance(op, ir.Alloc)]
+    for v, loc in refs:
+        yield f"scratch: {v.dtype}{list(v.shape)}, {_bytes(v)} bytes a program, {loc}"
+    yield f"scratch in all: {sum(_bytes(v) for v, _ in refs)} bytes a program"
     if "workspace" in launch:
         yield f"workspace: {launch['workspace']} bytes a thread"
 
 
-def _bytes(t: ir.RefType) -> int:
-    return -(-int(np.prod(t.shape, dtype=np.int64)) * t.info.bits // 8)
+def _bytes(ref: ir.Value) -> int:
+    return -(-math.prod(ref.shape) * ref.type.info.bits // 8)

@@ -128,7 +128,7 @@ def forward_program(lin: Linear) -> Program:
         for w in lin.lanes
     )
     narrow = [program.narrow[k] for k in body.active] + [None] * len(body.again)
-    hand = _hand(lin, place, [*body.active, *body.again], forward_program)
+    hand = _hand(lin, [*place], [*body.active, *body.again], forward_program)
     return make_program(
         body.jaxpr, around, meta=program.meta, options=program.options, levels=levels, narrow=tuple(narrow), hand=hand
     )
@@ -184,7 +184,8 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Progr
     if program.vjp is None:
         outs, residuals = bind(program, primals), ()
     else:
-        outs, residuals = _call_fwd(program, primals)
+        results = list(program.vjp.fwd(*primals))
+        outs, residuals = results[: program.spec.n_out], results[program.spec.n_out :]
     if not any(perturbed):
         return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
     lin = linear(program, perturbed, len(residuals))
@@ -192,12 +193,6 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Progr
     moving = [t for t, p in zip(tangents, perturbed, strict=True) if p]
     found = dict(zip(moved, bind_linear(lin, [*primals, *moving, *residuals]), strict=True))
     return outs, [found[k] if k in found else ad.Zero(jax.typeof(x).to_tangent_aval()) for k, x in enumerate(outs)]
-
-
-def _call_fwd(program: Program, primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    n = len(program.out_avals)
-    results = list(program.vjp.fwd(*primals))
-    return results[:n], results[n:]
 
 
 ad.primitive_jvps[jtile_call_p] = _call_jvp
@@ -256,7 +251,7 @@ def _tangent_transpose(cts: Sequence[Any], *operands: Any, linear: Linear) -> li
     if any(ad.is_undefined_primal(x) for x in (*primals, *residuals)):
         raise TransformError(f"kernel {linear.program.name}: not linear in its inputs", linear.program.where)
     if linear.vjp is not None:
-        found = _custom_transpose(linear, cts, residuals, primals)
+        found = _custom_transpose(linear.vjp, linear, cts, residuals, primals)
     else:
         found = _automatic_transpose(linear, cts, primals)
     found = [ct if ct is None else _as_sharded(ct, x.aval) for ct, x in zip(found, tangents, strict=True)]
@@ -286,7 +281,7 @@ def _automatic_transpose(linear: Linear, cts: Sequence[Any], primals: Sequence[A
 
 
 def _custom_transpose(
-    linear: Linear, cts: Sequence[Any], residuals: Sequence[Any], primals: Sequence[Any]
+    vjp: CustomVjp, linear: Linear, cts: Sequence[Any], residuals: Sequence[Any], primals: Sequence[Any]
 ) -> list[Any]:
     """The user's rule; it gets a cotangent for every output, None for one that is not of floats."""
     given = dict(zip(active(linear.program, linear.perturbed), cts, strict=True))
@@ -297,7 +292,7 @@ def _custom_transpose(
             full.append(None)
         else:
             full.append(jnp.zeros(out.shape, out.dtype) if ct is None or type(ct) is ad.Zero else ct)
-    back = linear.vjp.bwd(*residuals, *full)
+    back = vjp.bwd(*residuals, *full)
     return [ct for ct, p in zip(back, linear.perturbed, strict=True) if p]
 
 
@@ -329,7 +324,7 @@ def _tangent_batch(axis: Any, operands: Sequence[Any], dims: Sequence[int | None
     n_out = linear.program.spec.n_out
     # What the kernel computes again and reads back is memory that each lane needs for itself.
     lanes = Lanes(size, tuple(primals), tuple(tangents), (True,) * n_out, (True,) * n_out)
-    vjp = linear.vjp and _batched_vjp(linear, lanes, tuple(residuals), axis.name)
+    vjp = linear.vjp and _batched_vjp(linear.vjp, linear, lanes, tuple(residuals), axis.name)
     wide = dataclasses.replace(linear, lanes=(*linear.lanes, lanes), vjp=vjp)
     results = bind_linear(wide, moved)
     return results, [0] * len(results)
@@ -342,9 +337,10 @@ def _shared_operands(linear: Linear) -> list[int]:
     return [place[i] for i in ins if i in place] + ins
 
 
-def _batched_vjp(linear: Linear, lanes: Lanes, residuals: tuple[bool, ...], axis_name: Any) -> CustomVjp:
+def _batched_vjp(
+    vjp: CustomVjp, linear: Linear, lanes: Lanes, residuals: tuple[bool, ...], axis_name: Any
+) -> CustomVjp:
     """The user's reverse rule under one more vmap; what all lanes share gets the sum of their cotangents."""
-    vjp = linear.vjp
     tangents = iter(lanes.tangents)
     batched = [next(tangents) if p else True for p in linear.perturbed]
 
