@@ -22,8 +22,7 @@ def register(primitive: Any) -> None:
         if all(d is None for d in dims):
             outs = primitive.bind(*operands, program=program)
             return outs, [None] * len(outs)
-        size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-        flags, operands = _operands(program, size, operands, dims)
+        size, flags, operands = to_front(operands, dims, [i for i, _ in program.kernel.aliases])
         level = Level(size, (*flags, *[True] * program.spec.n_out))
         outs = primitive.bind(*operands, program=_batched(program, level, axis.name))
         return outs, [0] * len(outs)
@@ -31,12 +30,14 @@ def register(primitive: Any) -> None:
     batching.fancy_primitive_batchers[primitive] = rule
 
 
-def _operands(program: Program, size: Any, operands: Sequence[Any], dims: Sequence[int | None]):
-    """Per operand, whether it is batched, and the operands with their batch dimension in front.
+def to_front(
+    operands: Sequence[Any], dims: Sequence[int | None], shared: Sequence[int]
+) -> tuple[Any, list[bool], list[Any]]:
+    """The batch size, whether each operand is batched, and the operands with their batch dimension in front.
 
-    Every output is batched, so an input whose buffer becomes an output's has to be, too.
+    Every output is batched, so operands whose buffer becomes an output's (`shared`) have to be, too.
     """
-    shared = {i for i, _ in program.kernel.aliases}
+    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
     flags, moved = [], []
     for k, (x, d) in enumerate(zip(operands, dims, strict=True)):
         flags.append(d is not None or k in shared)
@@ -44,7 +45,7 @@ def _operands(program: Program, size: Any, operands: Sequence[Any], dims: Sequen
             moved.append(jnp.moveaxis(x, d, 0) if d else x)
         else:
             moved.append(jnp.broadcast_to(x, (size, *x.shape)) if k in shared else x)
-    return flags, moved
+    return size, flags, moved
 
 
 @functools.lru_cache(maxsize=_MAX_LEVELS)
@@ -60,16 +61,32 @@ def _batched_vjp(vjp: CustomVjp, level: Level, n_in: int, axis_name: Any) -> Cus
     of an operand that all lanes share is the sum over the lanes.
     """
     flags = level.batched[:n_in]
-    over_lanes = functools.partial(jax.vmap, axis_size=level.size, axis_name=axis_name)
+    bwd = over_lanes(vjp.bwd, level.size, axis_name, summed=[not b for b in flags])
 
     def fwd(*operands: Any) -> Sequence[Any]:
-        return over_lanes(_as_tuple(vjp.fwd), in_axes=tuple(0 if b else None for b in flags))(*operands)
-
-    def bwd(*values: Any) -> Sequence[Any]:
-        cotangents = over_lanes(_as_tuple(vjp.bwd))(*values)
-        return [c if c is None or b else c.sum(0) for c, b in zip(cotangents, flags, strict=True)]
+        axes = tuple(0 if b else None for b in flags)
+        run = jax.vmap(_as_tuple(vjp.fwd), in_axes=axes, axis_size=level.size, axis_name=axis_name)
+        return run(*operands)
 
     return CustomVjp(fwd, bwd, (vjp.key, level, axis_name))
+
+
+def over_lanes(
+    bwd: Callable[..., Sequence[Any]], size: Any, axis_name: Any, summed: Sequence[bool], shared: Sequence[int] = ()
+) -> Callable[..., Sequence[Any]]:
+    """`CustomVjp.bwd` under one more vmap.
+
+    Args:
+      summed: per operand of the kernel, whether all lanes share it, so that its cotangent is the sum of theirs.
+      shared: which values all lanes share; the others have the batch dimension in front.
+    """
+
+    def run(*values: Any) -> Sequence[Any]:
+        axes = tuple(None if k in shared else 0 for k in range(len(values)))
+        found = jax.vmap(_as_tuple(bwd), in_axes=axes, axis_size=size, axis_name=axis_name)(*values)
+        return [c.sum(0) if s and c is not None else c for c, s in zip(found, summed, strict=True)]
+
+    return run
 
 
 def _as_tuple(fn: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Any, ...]]:

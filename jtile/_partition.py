@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jtile import ir
 from jtile._compat import is_partitioned
 from jtile._errors import KernelValueError
-from jtile._program import Program, canonical_text, lane_name
+from jtile._program import Program, fingerprint_of, lane_name
 from jtile._sharding import Hand
 from jtile.transforms.factors import Factors, factors
 from jtile.transforms.localise import localise
@@ -140,8 +139,7 @@ def shard_program(program: Program, parts: tuple[tuple[str, int], ...]) -> Progr
     if kernel is None:
         raise KernelValueError(f"kernel {program.name} cannot be cut into shards of {dict(parts)}", program.where)
     narrow = tuple(None if s else n for s, n in zip(summed, program.narrow, strict=True))
-    text = "\n".join([canonical_text(kernel), str(narrow), str(program.options)])
-    fingerprint = hashlib.sha256(text.encode()).hexdigest()
+    fingerprint = fingerprint_of(kernel, narrow, program.options)
     return dataclasses.replace(program, kernel=kernel, narrow=narrow, vjp=None, fingerprint=fingerprint, hand=None)
 
 

@@ -212,9 +212,14 @@ def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand) -> Pro
         kernel = batch(kernel, _lanes(k, level.size), level.batched)
     symbolic = [str(level.size) for level in levels if is_symbolic(level.size)]
     rule = [f"{hand.inputs} -> {hand.outputs}"] if hand else []
-    text = "\n".join([canonical_text(kernel), str(narrow), str(options), *symbolic, *rule])
-    fingerprint = hashlib.sha256(text.encode()).hexdigest()
+    fingerprint = fingerprint_of(kernel, narrow, options, *symbolic, *rule)
     return Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint, hand)
+
+
+def fingerprint_of(kernel: ir.Kernel, narrow: tuple[str | None, ...], options: Options, *more: str) -> str:
+    """See `Program.fingerprint`."""
+    text = "\n".join([_canonical_text(kernel), str(narrow), str(options), *more])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _lanes(k: int, size: Any) -> ir.Size:
@@ -230,7 +235,7 @@ def ref_dtype(v: ir.Value) -> np.dtype:
     return v.type.info.numpy
 
 
-def canonical_text(kernel: ir.Kernel) -> str:
+def _canonical_text(kernel: ir.Kernel) -> str:
     """Text that is equal for equal kernels: source places stand in it only where compiled code shows them."""
     sites = [f"; {op.mnemonic} {op.loc}" for op in kernel.body.walk() if op.effect == "io"]
     return "\n".join([ir.print_kernel(kernel), *sites])

@@ -21,6 +21,7 @@ from jax import dtypes
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
+from jtile._batching import over_lanes, to_front
 from jtile._compat import need_devices
 from jtile._errors import TransformError
 from jtile._primitive import bind, joint_varying, jtile_call_p, result_types
@@ -82,16 +83,22 @@ def linear(program: Program, perturbed: Sequence[bool], residuals: int) -> Linea
 
 
 @functools.lru_cache(maxsize=1024)
+def _body(program: Program) -> Any:
+    """The jaxpr in the form that derivatives start from: pruned, every Ref touched by the language's primitives."""
+    return prune(program.jaxpr, own_refs=True)
+
+
+@functools.lru_cache(maxsize=1024)
 def active(program: Program, perturbed: tuple[bool, ...]) -> tuple[int, ...]:
     """The outputs that have a tangent."""
     spec = program.spec
-    return active_outputs(prune(program.jaxpr).jaxpr, spec.n_in, spec.n_out, spec.aliases, perturbed)
+    return active_outputs(_body(program).jaxpr, spec.n_in, spec.n_out, spec.aliases, perturbed)
 
 
 @functools.lru_cache(maxsize=1024)
 def _forward_body(program: Program, perturbed: tuple[bool, ...]) -> Tangents:
     spec = program.spec
-    return jvp(program.jaxpr, spec.n_in, spec.n_out, spec.aliases, perturbed)
+    return jvp(_body(program), spec.n_in, spec.n_out, spec.aliases, perturbed)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -159,7 +166,7 @@ def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cota
     """The kernel of reverse mode: `(primals, cotangents of the active outputs that are given) -> (cotangents of the
     perturbed inputs, and memory that only the kernel needs)`."""
     program, spec = lin.program, lin.program.spec
-    body = vjp(program.jaxpr, spec, lin.perturbed, given)
+    body = vjp(_body(program), spec, lin.perturbed, given)
     levels = []
     for w in lin.lanes:
         ct_ins = [w.out_tangents[k] for k in body.cotangents]
@@ -314,12 +321,7 @@ def _tangent_batch(axis: Any, operands: Sequence[Any], dims: Sequence[int | None
     if all(d is None for d in dims):  # inside of a scan or a checkpoint whose other operands are batched
         results = bind_linear(linear, operands)
         return results, [None] * len(results)
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-    flags = [d is not None for d in dims]
-    for k in _shared_operands(linear):
-        if not flags[k]:
-            moved[k], flags[k] = jnp.broadcast_to(moved[k], (size, *moved[k].shape)), True
+    size, flags, moved = to_front(operands, dims, _shared_operands(linear))
     primals, tangents, residuals = linear.split(flags)
     n_out = linear.program.spec.n_out
     # What the kernel computes again and reads back is memory that each lane needs for itself.
@@ -342,13 +344,8 @@ def _batched_vjp(
 ) -> CustomVjp:
     """The user's reverse rule under one more vmap; what all lanes share gets the sum of their cotangents."""
     tangents = iter(lanes.tangents)
-    batched = [next(tangents) if p else True for p in linear.perturbed]
-
-    def bwd(*values: Any) -> Sequence[Any]:
-        axes = tuple([0 if b else None for b in residuals] + [0] * (len(values) - len(residuals)))
-        run = jax.vmap(lambda *xs: tuple(vjp.bwd(*xs)), in_axes=axes, axis_size=lanes.size, axis_name=axis_name)
-        return [c if c is None or b else c.sum(0) for c, b in zip(run(*values), batched, strict=True)]
-
+    summed = [p and not next(tangents) for p in linear.perturbed]
+    bwd = over_lanes(vjp.bwd, lanes.size, axis_name, summed, shared=[k for k, b in enumerate(residuals) if not b])
     return CustomVjp(vjp.fwd, bwd, (vjp.key, lanes, residuals, axis_name))
 
 

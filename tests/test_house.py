@@ -70,7 +70,7 @@ MAY_IMPORT = {
     | {"_marks", "_dynamic", "_sharding"},
     "_lowered": EVERYTHING_BELOW | {"_program", "_lowering", "_tangent", "_partition"},
     "_custom_vjp": BASE | {"_program", "_signature"},
-    "_tangent": EVERYTHING_BELOW | {"_program", "_primitive", "_sharding"},
+    "_tangent": EVERYTHING_BELOW | {"_batching", "_program", "_primitive", "_sharding"},
     "_program": EVERYTHING_BELOW | {"_signature", "_sizes", "_sharding"},
     "_lowering": EVERYTHING_BELOW | {"_program", "_signature", "_partition", "_sizes"},
     "_partition": EVERYTHING_BELOW | {"_program", "_sharding"},

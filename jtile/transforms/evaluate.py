@@ -23,10 +23,10 @@ def ref_aval(shape: Sequence[int], dtype: Any) -> AbstractRef:
 
 
 @contextlib.contextmanager
-def place(eqn: Any) -> Iterator[None]:
-    """Equations that are traced inside get the source line of this one."""
-    info = eqn.source_info
-    names = source_info_util.current_name_stack() + info.name_stack
+def place(eqn: Any, pin: Any = None) -> Iterator[None]:
+    """Equations that are traced inside get the source line of this one, or of the source info `pin`."""
+    info = pin or eqn.source_info
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=names), eqn.ctx.manager:
         yield
 
@@ -101,11 +101,8 @@ def as_loop(eqn: Any) -> Loop | None:
     )  # fmt: skip
 
 
-def fresh_arguments(jaxpr: Any) -> list[Any]:
-    """Types to trace a jaxpr's invars with."""
-    return [
-        ref_aval(v.aval.shape, v.aval.dtype)
-        if isinstance(v.aval, AbstractRef)
-        else jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-        for v in jaxpr.invars
-    ]
+def argument(aval: Any) -> Any:
+    """What to trace a jaxpr's invar of this type with."""
+    if isinstance(aval, AbstractRef):
+        return ref_aval(aval.shape, aval.dtype)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

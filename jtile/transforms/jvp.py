@@ -52,8 +52,7 @@ class Tangents:
 
 
 def jvp(closed: Any, n_in: int, n_out: int, aliases: Sequence[tuple[int, int]], perturbed: Sequence[bool]) -> Tangents:
-    """The tangent kernel of a kernel jaxpr; `perturbed`: which inputs are differentiated."""
-    closed = prune(closed)
+    """The tangent kernel of a pruned kernel jaxpr; `perturbed`: which inputs are differentiated."""
     jaxpr = closed.jaxpr
     refs = jaxpr.invars
     ins, outs, scratch = refs[:n_in], refs[n_in : n_in + n_out], refs[n_in + n_out :]

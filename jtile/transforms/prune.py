@@ -8,20 +8,20 @@ for the control flow, since the parameters of those equations are not the same i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax import core, lax
-from jax.extend import source_info_util
-from jax.ref import AbstractRef
+from jax import lax
 
 from jtile.trace.lower import is_jax_function
 from jtile.trace.rules.calls import INLINED, own_platform
 from jtile.trace.rules.control import counters, scan_counts
+from jtile.transforms.activity import is_literal, is_ref
+from jtile.transforms.evaluate import argument, bind, place
+from jtile.transforms.own_refs import own
 
 # A Ref is changed by these, and read only by those of them whose result (the old value) is used.
 _WRITES = frozenset(["jtile_store", "jtile_atomic", "swap", "addupdate", "free_ref"])
@@ -29,38 +29,25 @@ _PURE = frozenset(["jtile_load", "get", "freeze", "new_ref", "ref", "mutable_arr
 _READS = frozenset(["jtile_load", "get", "freeze", "jtile_atomic", "swap"])
 
 
-def prune(closed_jaxpr, scratch: frozenset[int] = frozenset()):
+def prune(closed_jaxpr, scratch: frozenset[int] = frozenset(), *, own_refs: bool = False):
     """The kernel without its dead code.
 
     Args:
       closed_jaxpr: of a kernel body over Refs, as `jtile.trace.tracing.trace` gives it.
       scratch: places of the invars whose contents nobody sees after the kernel: stores to them go where nothing live
         reads them.
+      own_refs: say what happens to JAX's own Refs in the language's primitives.
     Returns:
       An equivalent closed jaxpr with the same invars. Calls (`jit`, `jax.checkpoint`) are inlined; loops keep the form
       that the lowering counts, and equations their source lines. Nothing is pruned inside of custom derivatives.
     """
-    top = _Scope.of(closed_jaxpr, None)
+    top = _Scope.of(closed_jaxpr, None, own_refs=own_refs)
     for k, v in enumerate(top.jaxpr.invars):
-        if _is_ref(v):
+        if is_ref(v):
             top.roots[v] = v
             top.kept |= set() if k in scratch else {v}
     _Liveness().settle(top, [True] * len(top.jaxpr.outvars))
-    return jax.make_jaxpr(lambda *args: tuple(_evaluate(top, args)))(*[_argument(v.aval) for v in top.jaxpr.invars])
-
-
-def _argument(aval):
-    if isinstance(aval, AbstractRef):  # a fresh object each: JAX takes one that comes twice for an alias
-        return AbstractRef(core.ShapedArray(aval.shape, aval.dtype))
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _is_ref(v) -> bool:
-    return isinstance(v.aval, AbstractRef)
-
-
-def _is_literal(v) -> bool:
-    return hasattr(v, "val")
+    return jax.make_jaxpr(lambda *args: tuple(_evaluate(top, args)))(*[argument(v.aval) for v in top.jaxpr.invars])
 
 
 # -- what is live --------------------------------------------------------------------------------------------------
@@ -79,6 +66,7 @@ class _Scope:
       live: places of the live equations.
       inner: the scopes of an equation's jaxprs, by its place.
       made: variable -> the equation that defines it.
+      own_refs: see `prune`; the same in the whole kernel.
     """
 
     jaxpr: Any
@@ -90,25 +78,27 @@ class _Scope:
     live: set[int] = dataclasses.field(default_factory=set)
     inner: dict[int, list[_Scope]] = dataclasses.field(default_factory=dict)
     made: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    own_refs: bool = False
 
     @staticmethod
-    def of(closed, outer: _Scope | None, caller: Any = None) -> _Scope:
+    def of(closed, outer: _Scope | None, caller: Any = None, *, own_refs: bool = False) -> _Scope:
         """A scope for a closed (or open) jaxpr; `caller` is the call equation that it is inlined for."""
         jaxpr = getattr(closed, "jaxpr", closed)
         pin = outer.pin if outer else None
         if pin is None and caller is not None and is_jax_function(jaxpr):
             pin = caller.source_info
         made = {v: e for e in jaxpr.eqns for v in e.outvars}
-        scope = _Scope(jaxpr, tuple(getattr(closed, "consts", ())), outer.kept if outer else set(), pin, made=made)
+        consts, kept = tuple(getattr(closed, "consts", ())), outer.kept if outer else set()
+        scope = _Scope(jaxpr, consts, kept, pin, made=made, own_refs=outer.own_refs if outer else own_refs)
         for e in jaxpr.eqns:
-            scope.roots |= {v: v for v in e.outvars if _is_ref(v)}
+            scope.roots |= {v: v for v in e.outvars if is_ref(v)}
         return scope
 
     def is_needed(self, v) -> bool:
         return v in self.needed
 
     def flags(self, variables) -> list[bool]:
-        return [not _is_literal(v) and v in self.needed for v in variables]
+        return [not is_literal(v) and v in self.needed for v in variables]
 
 
 class _Liveness:
@@ -124,7 +114,7 @@ class _Liveness:
 
     def need(self, scope: _Scope, variables) -> None:
         for v in variables:
-            if not _is_literal(v) and v not in scope.needed:
+            if not is_literal(v) and v not in scope.needed:
                 scope.needed.add(v)
                 self.changed = True
 
@@ -151,7 +141,7 @@ class _Liveness:
         """An equation without control flow: whether it is live; if so, its operands and the Refs that it reads are."""
         name = eqn.primitive.name
         used = any(scope.flags(eqn.outvars))
-        refs = [v for v in eqn.invars if not _is_literal(v) and _is_ref(v)]
+        refs = [v for v in eqn.invars if not is_literal(v) and is_ref(v)]
         if name in _WRITES:
             alive = used or any(scope.roots[v] in scope.kept for v in refs)
         else:
@@ -169,7 +159,7 @@ class _Liveness:
             scope.inner[k] = [_Scope.of(c, scope, call) for c in closed_jaxprs]
             for inner, outer in zip(scope.inner[k], operands, strict=True):
                 pairs = zip(inner.jaxpr.invars, outer, strict=True)
-                inner.roots |= {v: scope.roots[w] for v, w in pairs if _is_ref(v)}
+                inner.roots |= {v: scope.roots[w] for v, w in pairs if is_ref(v)}
         return scope.inner[k]
 
     def hand_out(self, scope: _Scope, inner: _Scope, operands) -> None:
@@ -275,28 +265,19 @@ def _evaluate(scope: _Scope, args: Sequence[Any]) -> list[Any]:
     """Run the live part under the trace at hand; gives None for results and takes None for operands that are dead."""
     env: dict[Any, Any] = dict(zip(scope.jaxpr.constvars, scope.consts, strict=True))
     env.update(zip(scope.jaxpr.invars, args, strict=True))
-    read = lambda v: v.val if _is_literal(v) else env.get(v)
+    read = lambda v: v.val if is_literal(v) else env.get(v)
     for k in sorted(scope.live):
         eqn = scope.jaxpr.eqns[k]
         emit = _EMITS.get(eqn.primitive.name) if k in scope.inner else None
-        with _place_of(scope, eqn):
-            outs = emit(scope, k, eqn, read) if emit else _bind(eqn, [read(v) for v in eqn.invars])
+        with place(eqn, scope.pin):
+            outs = emit(scope, k, eqn, read) if emit else _plain(scope, eqn, [read(v) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in scope.jaxpr.outvars]
 
 
-@contextlib.contextmanager
-def _place_of(scope: _Scope, eqn) -> Iterator[None]:
-    """Equations that are traced inside get the source line of this one."""
-    info = scope.pin or eqn.source_info
-    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=names), eqn.ctx.manager:
-        yield
-
-
-def _bind(eqn, args) -> list[Any]:
-    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
+def _plain(scope: _Scope, eqn, args: Sequence[Any]) -> list[Any]:
+    outs = own(eqn, args, any(scope.flags(eqn.outvars))) if scope.own_refs else None
+    return bind(eqn, args) if outs is None else outs
 
 
 @_register(_EMITS, *INLINED)
@@ -310,7 +291,7 @@ def _taken(eqn) -> int | None:
     platforms = eqn.params.get("branches_platforms")
     if platforms is not None:
         return own_platform(platforms)
-    if not _is_literal(index):
+    if not is_literal(index):
         return None
     return min(max(int(np.asarray(index.val)), 0), len(eqn.params["branches"]) - 1)
 
@@ -323,12 +304,12 @@ def _choice(scope: _Scope, eqn) -> tuple[str, Any]:
         return "bool", index
     if by is not None and n == 2 and by.primitive.name == "convert_element_type":
         (x,) = by.invars
-        if x.aval.dtype == np.bool_ and not _is_literal(x):
+        if x.aval.dtype == np.bool_ and not is_literal(x):
             return "bool", x
     if by is not None and by.primitive.name == "clamp":
         lo, x, hi = by.invars
-        bounds = [int(v.val) if _is_literal(v) else None for v in (lo, hi)]
-        if bounds == [0, n - 1] and not _is_literal(x):
+        bounds = [int(v.val) if is_literal(v) else None for v in (lo, hi)]
+        if bounds == [0, n - 1] and not is_literal(x):
             return "index", x
     return "index", index
 

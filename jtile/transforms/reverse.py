@@ -87,11 +87,6 @@ def plus(a: Any, b: Any) -> Any:
     return lax.add(lax.convert_element_type(a, dtype), lax.convert_element_type(b, dtype))
 
 
-def whole(ref: Any) -> tuple[tuple[Span, ...], list[Any]]:
-    """The index of all of a Ref."""
-    return tuple(Span(n) for n in ref.shape), [np.int32(0)] * len(ref.shape)
-
-
 def row(ref: Any, at: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
     """The index of `ref[*at]`."""
     rest = ref.shape[len(at) :]

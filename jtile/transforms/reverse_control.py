@@ -302,13 +302,13 @@ def _instance(ct: Any, v: Any) -> Any:
 def _traced_round(self: Reverse, run: _Run, mode: Mode, live: list[int], ys_cts: Sequence[Any]) -> _Round:
     """Trace a round backwards; the carries that have a cotangent are found by trying."""
     n = len(run.init)
-    summed = lambda v: jax.ShapeDtypeStruct(v.aval.shape, wide(v.aval.dtype))
-    rows = [summed(_row_of(v)) for v, ct in zip(run.loop.eqn.outvars[n:], ys_cts, strict=True) if ct is not None]
+    summed = lambda aval, lead=0: jax.ShapeDtypeStruct(aval.shape[lead:], wide(aval.dtype))
+    rows = [summed(v.aval, 1) for v, ct in zip(run.loop.eqn.outvars[n:], ys_cts, strict=True) if ct is not None]
     index, c = jax.ShapeDtypeStruct((), np.int32), run.loop.counter
     counter = index if c is None else jax.ShapeDtypeStruct((), run.init[c].dtype)
     while True:
         back = _RoundBack(self, run, mode, sorted(live), [ct is not None for ct in ys_cts])
-        closed = jax.make_jaxpr(back)(index, counter, *[summed(run.loop.carries[j]) for j in back.live], *rows)
+        closed = jax.make_jaxpr(back)(index, counter, *[summed(run.loop.carries[j].aval) for j in back.live], *rows)
         if set(back.found) <= set(live):
             break
         live = list({*live, *back.found})
@@ -350,16 +350,6 @@ class _RoundBack:
         self.others = [j for j, ct in enumerate(before) if ct is not None and j not in moving]
         carried = [_instance(before[n_consts + j], run.loop.carries[j]) for j in self.live]
         return (*carried, *[before[j] for j in self.others])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Typed:
-    aval: Any
-
-
-def _row_of(v: Any) -> _Typed:
-    """The type of one row of a scan's result."""
-    return _Typed(jax.ShapeDtypeStruct(v.aval.shape[1:], v.aval.dtype))
 
 
 def _as_operands(run: _Run, found: list[Any]) -> list[Any]:

@@ -70,7 +70,7 @@ class _Roles:
 
 
 def vjp(closed: Any, spec: Spec, perturbed: Sequence[bool], given: Sequence[bool]) -> Cotangents:
-    """The reverse kernel of a kernel jaxpr.
+    """The reverse kernel of a pruned kernel jaxpr.
 
     Args:
       perturbed: which inputs are differentiated.
@@ -79,7 +79,7 @@ def vjp(closed: Any, spec: Spec, perturbed: Sequence[bool], given: Sequence[bool
       TransformError: an atomic other than add, the old value of one, a loop that does not count its rounds, or one that
         must save its carry and has no bound; with the source line.
     """
-    closed, unseen = prune(closed), frozenset[int]()
+    unseen = frozenset[int]()
     while True:
         roles, activity = _roles(closed.jaxpr, spec, perturbed, given)
         seen = {*roles.given, *roles.mutable, *roles.again}
