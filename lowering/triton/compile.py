@@ -1,0 +1,169 @@
+"""Tile IR kernel -> TTIR text and launch record -> cubin or hsaco."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jtile import ir
+from jtile.lowering.artifact import Artifact
+from jtile.lowering.triton import emit_basics, emit_memory, heuristics, stages  # noqa: F401  emitters register
+from jtile.lowering.triton.emit_basics import emit_size, start_program, static_programs
+from jtile.lowering.triton.emitter import Buffer, Emitter, memory_elem
+from jtile.lowering.triton.features import Features, features
+from jtile.lowering.triton.record import Record, expression
+from jtile.lowering.triton.ttir import Val
+
+MAX_BLOCKS = 2**31 - 1  # along x, on every architecture
+RESIDENT = 2048  # blocks of a kernel with private memory: each runs many programs, so that the memory is bounded
+WORKSPACE = 256 << 20  # bytes of private memory of all blocks, where one block does not need more
+
+
+def emit_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record]:
+    """TTIR text of a kernel, and its launch record. Equal kernels give equal text."""
+    record = Record()
+    em = Emitter(kernel, f, record)
+    _parameters(em)
+    scratch = [*kernel.scratch, *(op.results[0] for op in kernel.body.walk() if isinstance(op, ir.Alloc))]
+    blocks = _blocks(kernel, sum(map(buffer_bytes, scratch)))
+    record.grid = blocks if isinstance(blocks, int) else expression(blocks, _numbers(kernel))
+    _workspace(em, scratch, blocks)
+    code = em.code
+    block = code.let("tt.get_program_id x : i32", (), "i32")
+    if scratch or not isinstance(blocks, int) or blocks != static_programs(kernel):
+        _program_loop(em, block, scratch)
+    else:
+        start_program(em, block)
+        em.block(kernel.body)
+    code.do("tt.return")
+    params = ", ".join(f"{p.name}: {p.elem}{p_attrs}" for p, p_attrs in em.params)
+    text = f"module {{\n  tt.func public @{symbol(kernel)}({params}) {{\n{code.text()}\n  }}\n}}\n"
+    return text, record
+
+
+def symbol(kernel: ir.Kernel) -> str:
+    """The name of a kernel's function: an identifier."""
+    return "jtile_" + "".join(c if c.isalnum() and c.isascii() else "_" for c in kernel.name)
+
+
+def buffer_bytes(ref: ir.Value) -> int:
+    """Bytes of the array of a Ref, rounded up to 16."""
+    return -(-math.prod(ref.shape) * ref.type.info.bits // 128) * 16
+
+
+def _numbers(kernel: ir.Kernel) -> dict[str, int]:
+    """The number of each symbol of a kernel with dynamic sizes."""
+    used = ir.used_symbols(kernel)
+    return {name: k for k, name in enumerate(n for n in ir.sources(kernel) if n in used)}
+
+
+def _parameters(em: Emitter) -> None:
+    """Arrays, then the symbols of dynamic sizes."""
+    kernel = em.kernel
+    refs = [*kernel.inputs, *kernel.outputs]
+    shared = {r for i, o in kernel.aliases for r in (kernel.inputs[i], kernel.outputs[o])}
+    reads, writes = _touched(kernel)
+    pointers = [em.pointer_param(k, memory_elem(r.dtype)) for k, r in enumerate(refs)]
+    numbers, sources = _numbers(kernel), ir.sources(kernel)
+    for name, k in numbers.items():
+        em.symbols[name] = em.param({"kind": "i32", "value": [f"s{k}"]}, "i32")
+        em.record.dims += [x for s in sources[name] for x in (s.operand, s.axis, k, s.multiple)]
+    for k, r in enumerate(refs):
+        shape = tuple(n if isinstance(n, int) else emit_size(em, n) for n in r.shape)
+        mutable = (r in reads and r in writes) or r in shared
+        em.refs[r] = Buffer(pointers[k], shape, _strides(em, shape), r.dtype, k, mutable)
+
+
+def _touched(kernel: ir.Kernel) -> tuple[set[ir.Value], set[ir.Value]]:
+    """The Refs that a kernel reads and those that it writes."""
+    ops = list(kernel.body.walk())
+    reads = {op.ref for op in ops if isinstance(op, ir.Load)}
+    return reads, {op.ref for op in ops if isinstance(op, ir.Store | ir.Atomic)}
+
+
+def _strides(em: Emitter, shape: tuple[int | Val, ...]) -> tuple[int | Val, ...]:
+    """Row-major strides in elements; i64 scalars where a size is not known."""
+    out: list[int | Val] = []
+    acc: int | Val = 1
+    for n in reversed(shape):
+        out.append(acc)
+        if isinstance(acc, int) and isinstance(n, int):
+            acc *= n
+        else:
+            a, b = (em.code.const(x, "i64") if isinstance(x, int) else em.code.to_int(x, "i64") for x in (acc, n))
+            acc = em.code.mul(a, b)
+    return tuple(reversed(out))
+
+
+def _blocks(kernel: ir.Kernel, private: int) -> ir.Size:
+    """How many blocks run the grid; fewer than programs where each block has private memory."""
+    limit = max(1, min(RESIDENT, WORKSPACE // max(private, 1))) if private else MAX_BLOCKS
+    programs = math.prod(kernel.grid)
+    return min(programs, limit) if isinstance(programs, int) else ir.call("min", programs, limit)
+
+
+def _workspace(em: Emitter, scratch: list[ir.Value], blocks: ir.Size) -> None:
+    """Memory for private Refs: a further result of the call."""
+    if not scratch:
+        return
+    size = sum(map(buffer_bytes, scratch)) * blocks
+    em.workspace = em.extra_result(expression(size, _numbers(em.kernel)), "i8")
+
+
+def _program_loop(em: Emitter, block: Val, scratch: list[ir.Value]) -> None:
+    """Each block runs the programs `block, block + blocks, ...`."""
+    code = em.code
+    blocks = code.let("tt.get_num_programs x : i32", (), "i32")
+    count = emit_size(em, math.prod(em.kernel.grid))
+    _private(em, scratch, block)
+    p = Val(code.name(), (), "i32")
+    code.do(f"scf.for {p.name} = {block.name} to {count.name} step {blocks.name} : i32 {{")
+    with code.region():
+        start_program(em, p)
+        em.block(em.kernel.body)
+        if scratch:
+            code.do("gpu.barrier")
+    code.do("}")
+
+
+def _private(em: Emitter, scratch: list[ir.Value], block: Val) -> None:
+    """Give each private Ref its part of the block's part of the workspace."""
+    if not scratch:
+        return
+    code, at = em.code, 0
+    size = code.const(sum(map(buffer_bytes, scratch)), "i64")
+    base = code.mul(code.to_int(block, "i64"), size)
+    for r in scratch:
+        offset = code.shift(base, at)
+        kind = f"{em.workspace.elem}, i64"
+        pointer = code.let(f"tt.addptr {em.workspace.name}, {offset.name} : {kind}", (), em.workspace.elem)
+        pointer = code.bitcast(pointer, f"!tt.ptr<{memory_elem(r.dtype)}>")
+        em.refs[r] = Buffer(pointer, r.shape, _strides(em, r.shape), r.dtype, None, True)
+        at += buffer_bytes(r)
+
+
+def compile_kernel(
+    kernel: ir.Kernel, arch: str, options: Mapping[str, Any] | None = None, *, texts: bool = False
+) -> Artifact:
+    """Compile a kernel (after the passes) for a GPU.
+
+    Args:
+      kernel: Tile IR at tile level.
+      arch: `sm_90`, `gfx942`; see `features.architectures`.
+      options: `num_warps`, `num_stages`, `num_ctas`; what is missing or None is chosen by `heuristics`.
+      texts: keep the text of every level: `ttir`, `ttgir`, `llir`, `ptx` and `sass`, or `amdgcn`.
+
+    Raises:
+      UnsupportedError: triton is missing, or the kernel needs more shared memory than a block may have.
+    """
+    f = features(arch)
+    text, record = emit_kernel(kernel, f)
+    built = stages.build(text, f, heuristics.choose(kernel, f, options or {}), where=kernel, texts=texts)
+    launch = {
+        "name": kernel.name,
+        "record": record.finish(kernel.name, symbol(kernel), f.arch, built),
+        "extra": record.extra,
+        "resources": built.resources,
+    }
+    return Artifact(f"cuda:{arch}" if f.cuda else f"rocm:{arch}", built.image, built.texts, launch)

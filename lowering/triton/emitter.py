@@ -1,0 +1,173 @@
+"""From a kernel in Tile IR to the text of one TTIR function. Emitters of op families register themselves here.
+
+A tile of any shape is a tensor whose sides are powers of two; the lanes beyond its shape hold anything (also NaN)
+unless `Val.fill` says what. An op that lets lanes meet (reductions, dots, scans, sorts) fills them first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jtile import ir
+from jtile._errors import UnsupportedError
+from jtile.lowering.triton.ttir import Code, Number, Val
+
+if TYPE_CHECKING:
+    from jtile.lowering.triton.features import Features
+    from jtile.lowering.triton.record import Expression, Record
+
+Results = Val | Sequence[Val] | None
+EMITTERS: dict[type[ir.Op], Callable[[Emitter, ir.Op], Results]] = {}
+
+# Registers hold bools as i1; what TTIR has no type for, or computes nothing on, as the bits of an i8: 4-bit integers
+# widened, floats of 8 and 4 bits as their codes.
+_ELEMS = {
+    "bool": "i1", "int4": "i8", "uint4": "i8", "float16": "f16", "bfloat16": "bf16", "float32": "f32",
+    "float64": "f64", "float8_e4m3fn": "i8", "float8_e5m2": "i8", "float8_e8m0fnu": "i8", "float4_e2m1fn": "i8",
+}  # fmt: skip
+PACKED = ("int4", "uint4", "float4_e2m1fn")  # two a byte in memory, the first in the low half
+
+
+def emits(*cards: type[ir.Op]):
+    """Register an emitter: `(em, op) -> its results`."""
+
+    def add(fn):
+        for card in cards:
+            EMITTERS[card] = fn
+        return fn
+
+    return add
+
+
+def elem_of(dtype: str) -> str:
+    """The element type of tiles of a dtype in registers."""
+    return _ELEMS.get(dtype) or f"i{ir.DTYPES[dtype].bits}"
+
+
+def memory_elem(dtype: str) -> str:
+    """The element type behind pointers to arrays of a dtype."""
+    return "i8" if dtype == "bool" else elem_of(dtype)
+
+
+def padded(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sides of the tensor that stands for a tile: the next powers of two, at least 1."""
+    return tuple(1 << max(n - 1, 0).bit_length() for n in shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Memory of a Ref: a base pointer, and row-major strides in elements.
+
+    Attributes:
+      pointer: a scalar pointer to `memory_elem(dtype)` (of packed dtypes: to bytes).
+      shape: sides; i32 or i64 scalars where they are known when the kernel runs.
+      strides: likewise.
+      param: position among the kernel's arrays (operands, then results), or None for scratch.
+      mutable: the kernel both reads and writes it, so that its threads must meet between accesses.
+    """
+
+    pointer: Val
+    shape: tuple[int | Val, ...]
+    strides: tuple[int | Val, ...]
+    dtype: str
+    param: int | None = None
+    mutable: bool = False
+
+
+class Emitter:
+    """State of one kernel's emission: `env` maps tiles to values, `refs` Refs to memory."""
+
+    def __init__(self, kernel: ir.Kernel, features: Features, record: Record):
+        self.kernel, self.features, self.record = kernel, features, record
+        self.code = Code()
+        self.env: dict[ir.Value, Val] = {}
+        self.refs: dict[ir.Value, Buffer] = {}
+        self.program: dict[int, Val] = {}
+        self.symbols: dict[str, Val] = {}  # of dynamic sizes, as i32
+        self.sites: list[dict] = []
+        self.params: list[tuple[Val, str]] = []  # of the function: a scalar, and the attributes behind its type
+        self.workspace: Val | None = None  # memory of all blocks for private Refs
+
+    # -- parameters of the function -----------------------------------------------------------------------------------
+
+    def param(self, record: dict[str, Any], elem: str, attributes: str = "") -> Val:
+        """A further parameter: what the launcher passes (see `record.py`), and its type here."""
+        v = Val(f"%p{len(self.params)}", (), elem)
+        self.params.append((v, attributes))
+        self.record.params.append(record)
+        return v
+
+    def pointer_param(self, array: int, elem: str) -> Val:
+        """A parameter that points to an array of the call: operands, then results. XLA aligns all to 16 bytes."""
+        return self.param({"kind": "buffer", "buffer": array}, f"!tt.ptr<{elem}>", " {tt.divisibility = 16 : i32}")
+
+    def extra_result(self, size: Expression, elem: str) -> Val:
+        """A pointer to a further result of the call, of `size` bytes."""
+        arrays = len(self.kernel.inputs) + len(self.kernel.outputs) + len(self.record.extra)
+        self.record.extra.append(size)
+        return self.pointer_param(arrays, elem)
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def val(self, v: ir.Value) -> Val:
+        return self.env[v]
+
+    def valid(self, shape: Sequence[int]) -> Val | None:
+        """The mask of a tile's own lanes; None where its tensor has no others."""
+        full, mask = padded(shape), None
+        for axis, (n, m) in enumerate(zip(shape, full, strict=True)):
+            if n != m:
+                inside = self.code.cmp("slt", self.code.arange(m), self.code.const(n, "i32", (m,)))
+                mask = self.code.both(mask, self.code.along(inside, axis, full))
+        return mask
+
+    def filled(self, v: ir.Value, number: Number) -> Val:
+        """A tile with `number` in the lanes beyond its shape."""
+        t = self.val(v)
+        mask = self.valid(v.shape)
+        if mask is None or (t.fill is not None and type(t.fill) is type(number) and t.fill == number):
+            return t
+        out = self.code.select(mask, t, self.code.const(number, t.elem, t.shape))
+        return dataclasses.replace(out, fill=number)
+
+    def iota(self, shape: Sequence[int], axis: int) -> Val:
+        """0, 1, 2 along an axis of the tensor of a tile of this shape, as i32."""
+        full = padded(shape)
+        return self.code.along(self.code.arange(full[axis]), axis, full)
+
+    def zeros(self, v: ir.Value) -> Val:
+        """Zero in every lane of a tensor like that of `v`."""
+        return self.code.const(0, elem_of(v.dtype), padded(v.shape))
+
+    def integer(self, v: ir.Value, elem: str = "i32") -> Val:
+        """An integer value in another width, by its signedness."""
+        return self.code.to_int(self.val(v), elem, signed=ir.DTYPES[v.dtype].kind == "i")
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def block(self, block: ir.Block, args: Sequence[Val] = ()) -> list[Val]:
+        """Emit the ops of a block here, its parameters bound to `args`; gives what it yields."""
+        self.env.update(zip(block.params, args, strict=True))
+        for op in block.ops:
+            self.op(op)
+        return [self.val(y) for y in block.yields]
+
+    def op(self, op: ir.Op) -> None:
+        if type(op) not in EMITTERS:
+            self.refuse(op, f"no code for {op.mnemonic!r}")
+        results = EMITTERS[type(op)](self, op)
+        results = () if results is None else (results,) if isinstance(results, Val) else results
+        for r, v in zip((r for r in op.results if isinstance(r.type, ir.TileType)), results, strict=True):
+            if (v.shape, v.elem) != (padded(r.shape), elem_of(r.dtype)):
+                raise AssertionError(f"emitter of {op.mnemonic} gave {v.type} for {r.type}")
+            self.env[r] = v
+
+    def refuse(self, op: ir.Op, what: str) -> None:
+        """UnsupportedError at the line of an op."""
+        loc = op.loc if op.loc.file else self.kernel.loc
+        raise UnsupportedError(
+            f"kernel {self.kernel.name}: target {self.features.arch!r} has {what}",
+            (loc.file, loc.line) if loc.file else None,
+        )

@@ -1,0 +1,49 @@
+"""What differs between the versions of triton that jtile knows (3.6 to 3.9): two spellings, and how stages are run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+
+from jtile._errors import UnsupportedError
+
+OLDEST, NEWEST = (3, 6), (3, 9)
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """Of the installed triton.
+
+    Raises:
+      UnsupportedError: it is missing, or older than 3.6.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedError(
+            "kernels for a GPU are compiled by the package triton, which is not installed: "
+            "pip install 'jtile[cuda13]' (NVIDIA) or 'jtile[rocm]' (AMD)"
+        )
+    import triton
+
+    found = tuple(int(re.match(r"\d+", part)[0]) for part in triton.__version__.split(".")[:2])  # type: ignore[index]
+    if found < OLDEST:
+        raise UnsupportedError(f"triton {triton.__version__} is too old for jtile: pip install -U 'triton>=3.6'")
+    return found[0], found[1]
+
+
+def load_policy(cache: str = "", eviction: str = "") -> str:
+    """What follows the operands of a load or store that hints at caches; `cache`: "", "ca", "cg"; `eviction`: "",
+    "evict_first", "evict_last"."""
+    if not cache and not eviction:
+        return ""
+    if version() < (3, 9):
+        words = [f"cacheModifier = {cache}"] * bool(cache) + [f"evictionPolicy = {eviction}"] * bool(eviction)
+        return " " + " ".join(words)
+    words = [f"cache_modifier = {cache}"] * bool(cache) + [f"eviction_policy = {eviction}"] * bool(eviction)
+    return f" {{cachePolicy = #tt.cache_policy<{', '.join(words)}>}}"
+
+
+def tensordesc(shape: tuple[int, ...], elem: str) -> str:
+    """The type of a tensor descriptor for tiles of a shape."""
+    text = "x".join([*map(str, shape), elem])
+    return f"!tt.tensordesc<tensor<{text}>>" if version() < (3, 9) else f"!tt.tensordesc<{text}>"
