@@ -8,7 +8,14 @@ from typing import Any
 
 from jtile import ir
 from jtile.lowering.artifact import Artifact
-from jtile.lowering.triton import emit_basics, emit_memory, heuristics, stages  # noqa: F401  emitters register
+from jtile.lowering.triton import (  # noqa: F401  emitters register
+    emit_basics,
+    emit_control,
+    emit_debug,
+    emit_memory,
+    heuristics,
+    stages,
+)
 from jtile.lowering.triton.emit_basics import emit_size, start_program, static_programs
 from jtile.lowering.triton.emitter import Buffer, Emitter, memory_elem
 from jtile.lowering.triton.features import Features, features

@@ -89,6 +89,7 @@ class Emitter:
         self.sites: list[dict] = []
         self.params: list[tuple[Val, str]] = []  # of the function: a scalar, and the attributes behind its type
         self.workspace: Val | None = None  # memory of all blocks for private Refs
+        self.log: Val | None = None  # of print and assert, see `emit_debug.py`
 
     # -- parameters of the function -----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ A record is an object with
             {"kind": "i32" | "i64", "value": expression}
             {"kind": "null"}                         a null pointer
   zeroed    arrays whose bytes the launcher sets to zero before the launch: [k, ...]
-  sites     null, or {"buffer": k, "bytes": n, "list": the print and assert sites}: see `emit_debug.py`
+  sites     null, or {"buffer": k, "bytes": n, "grid": [expressions], "list": [...]}: see `emit_debug.py`
   dims      four numbers for each dynamic dimension of an operand: operand, axis, symbol, multiple
   attributes  of the launch: {"programmatic": true, "cooperative": true, ...}
 
