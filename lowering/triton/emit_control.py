@@ -1,0 +1,194 @@
+"""Loops and branches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jtile import ir
+from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
+from jtile.lowering.triton.ttir import Val
+
+# ---- for ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A loop as `scf.for` runs it: signed bounds of one width, a positive step, and no overflow at the end.
+
+    The index of the kernel's loop is `base + counter * scale`; `base` is None where the counter itself is it.
+    """
+
+    lo: Val
+    hi: Val
+    step: Val
+    base: Val | None = None
+    scale: Val | None = None
+
+    @property
+    def elem(self) -> str:
+        return self.lo.elem
+
+
+@emits(ir.For)
+def _for(em: Emitter, op: ir.For) -> list[Val]:
+    code = em.code
+    r = _range(em, op)
+    inits = [em.val(v) for v in op.inits]
+    counter, params = Val(code.name(), (), r.elem), [_fresh(em, v) for v in inits]
+    carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(params, inits, strict=True))
+    carry = f" iter_args({carry}) -> ({_types(inits)})" if inits else ""
+    head = f"scf.for {counter.name} = {r.lo.name} to {r.hi.name} step {r.step.name}{carry} : {r.elem} {{"
+    results = _open(em, head, inits)
+    with code.region():
+        yields = em.block(op.body, [_index(em, op, r, counter), *params])
+        _yield(em, yields)
+    code.do("}" + _attributes(op))
+    return _agreed(results, inits, yields)
+
+
+def _attributes(op: ir.For) -> str:
+    """What the pipeliner and the unroller of triton read on a loop."""
+    out = [f"tt.num_stages = {op.stages} : i32"] * bool(op.stages)
+    out += [f"tt.loop_unroll_factor = {op.unroll} : i32"] * (op.unroll > 1)
+    return f" {{{', '.join(out)}}}" if out else ""
+
+
+def _range(em: Emitter, op: ir.For) -> Range:
+    """The cheapest form of a loop: as it stands, in wider integers, or by counting its iterations."""
+    code = em.code
+    lo, hi, step = (em.val(v) for v in (op.lo, op.hi, op.step))
+    info = ir.DTYPES[op.lo.dtype]
+    if all(v.number is not None for v in (lo, hi, step)):
+        return _static_range(em, op, [_exact(v, op) for v in (lo, hi, step)])
+    by = None if step.number is None else _exact(step, op)
+    signed = info.kind == "i"
+    if by is None or by <= 0 or (info.bits == 64 and not (signed and by == 1)):
+        return _counted(em, op)
+    # A wider counter does not overflow past the last index, and holds every unsigned bound.
+    wide = "i32" if info.bits < 32 or (info.bits == 32 and signed and by == 1) else "i64"
+    return Range(*(code.to_int(v, wide, signed=signed) for v in (lo, hi, step)))
+
+
+def _exact(v: Val, op: ir.For) -> int:
+    """A constant bound as the loop's dtype holds it."""
+    info = ir.DTYPES[op.lo.dtype]
+    n = int(v.number or 0) % 2**info.bits
+    return n - 2**info.bits if info.kind == "i" and n >> (info.bits - 1) else n
+
+
+def _static_range(em: Emitter, op: ir.For, numbers: list[int]) -> Range:
+    code = em.code
+    lo, hi, step = numbers
+    count = len(range(lo, hi, step)) if step else 0
+    if step > 0 and lo >= -(2**31) and max(hi, lo) + step < 2**31:
+        return Range(*(code.i32(n) for n in (lo, hi, step)))
+    wide = "i32" if count < 2**31 else "i64"
+    base, scale = (em.integer(v, _index_elem(op)) for v in (op.lo, op.step))
+    return Range(*(code.const(n, wide) for n in (0, count, 1)), base, scale)
+
+
+def _counted(em: Emitter, op: ir.For) -> Range:
+    """A loop over the number of its iterations: `ceil((hi - lo) / step)`; a step of 0 runs none."""
+    code = em.code
+    signed = ir.DTYPES[op.lo.dtype].kind == "i"
+    lo, hi, step = (em.integer(v, "i64") for v in (op.lo, op.hi, op.step))
+    zero, one = code.const(0, "i64"), code.const(1, "i64")
+    up = code.cmp("sgt", step, zero) if signed else code.cmp("ne", step, zero)
+    down = code.cmp("slt", step, zero) if signed else code.const(False, "i1")
+    first, last = code.select(down, hi, lo), code.select(down, lo, hi)
+    some = code.cmp("slt" if signed else "ult", first, last)
+    some = code.both(some, code.op("arith.ori", up, down))
+    size = code.select(down, code.sub(zero, step), step)
+    size = code.op("arith.maxui", size, one)
+    count = code.op("arith.divui", code.sub(code.sub(last, first), one), size)
+    count = code.select(some, code.add(count, one), zero)
+    return Range(zero, count, one, *(em.integer(v, _index_elem(op)) for v in (op.lo, op.step)))
+
+
+def _index_elem(op: ir.For) -> str:
+    return "i64" if ir.DTYPES[op.lo.dtype].bits == 64 else "i32"
+
+
+def _index(em: Emitter, op: ir.For, r: Range, counter: Val) -> Val:
+    """The index of an iteration, in the loop's own dtype."""
+    code = em.code
+    elem = elem_of(op.lo.dtype)
+    if r.base is None or r.scale is None:
+        return code.to_int(counter, elem, signed=ir.DTYPES[op.lo.dtype].kind == "i")
+    at = code.add(r.base, code.mul(code.to_int(counter, r.base.elem), r.scale))
+    return at if at.elem == elem else code.to_int(at, elem)
+
+
+# ---- while, if ------------------------------------------------------------------------------------------------------
+
+
+@emits(ir.While)
+def _while(em: Emitter, op: ir.While) -> list[Val]:
+    code = em.code
+    inits = [em.val(v) for v in op.inits]
+    tested, params = [[_fresh(em, v) for v in inits] for _ in range(2)]
+    carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(tested, inits, strict=True))
+    carry, kinds = f" ({carry})" if inits else "", _types(inits)
+    results = _open(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
+    with code.region():
+        (go,) = em.block(op.cond, tested)
+        passed = f" {', '.join(t.name for t in tested)} : {kinds}" if inits else ""
+        code.do(f"scf.condition({go.name}){passed}")
+    code.do("} do {")
+    if inits:
+        code.do(f"^bb0({', '.join(f'{p.name}: {p.type}' for p in params)}):")
+    with code.region():
+        yields = em.block(op.body, params)
+        _yield(em, yields, always=True)
+    code.do("}")
+    return _agreed(results, inits, yields)
+
+
+@emits(ir.If)
+def _if(em: Emitter, op: ir.If) -> list[Val]:
+    code = em.code
+    kinds = [Val("", padded(v.shape), elem_of(v.dtype)) for v in op.results]
+    returns = f" -> ({_types(kinds)})" if kinds else ""
+    results = _open(em, f"scf.if {em.val(op.cond).name}{returns} {{", kinds)
+    branches = []
+    for text, block in (("} else {", op.then), ("}", op.orelse)):
+        with code.region():
+            branches.append(em.block(block))
+            _yield(em, branches[-1])
+        code.do(text)
+    return _agreed(results, *branches)
+
+
+# ---- regions --------------------------------------------------------------------------------------------------------
+
+
+def _fresh(em: Emitter, like: Val) -> Val:
+    """A parameter of a region: what its lanes beyond the tile hold is not known, for it changes from turn to turn."""
+    return Val(em.code.name(), like.shape, like.elem)
+
+
+def _open(em: Emitter, head: str, results: Sequence[Val]) -> list[Val]:
+    if not results:
+        em.code.do(head)
+        return []
+    return em.code.let_many(head, [(v.shape, v.elem) for v in results])
+
+
+def _yield(em: Emitter, values: Sequence[Val], *, always: bool = False) -> None:
+    if values:
+        em.code.do(f"scf.yield {', '.join(v.name for v in values)} : {_types(values)}")
+    elif always:
+        em.code.do("scf.yield")
+
+
+def _types(values: Sequence[Val]) -> str:
+    return ", ".join(v.type for v in values)
+
+
+def _agreed(results: Sequence[Val], one: Sequence[Val], other: Sequence[Val]) -> list[Val]:
+    """Results with the fill that both sources have: a loop gives its start or what its body yields last."""
+    return [
+        dataclasses.replace(r, fill=a.fill) if type(a.fill) is type(b.fill) and a.fill == b.fill else r
+        for r, a, b in zip(results, one, other, strict=True)
+    ]
