@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jtile import ops as ops
     from jtile import testing as testing
     from jtile._export import export_checks as export_checks
+    from jtile._platform import platform as platform
     from jtile.language import Ref as Ref
     from jtile.language import TileView as TileView
     from jtile.language import alloc as alloc
@@ -82,6 +83,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "export_checks": "jtile._export",
     "function": "jtile.trace",
     "host_target": "jtile.lowering.targets",
+    "platform": "jtile._platform",
 }
 
 

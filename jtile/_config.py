@@ -40,6 +40,8 @@ class Config:
       interpret: run every kernel in the reference interpreter.
       seed: order of the programs in the interpreter.
       isa: CPU instruction set to emit for (`"sse2"`, `"avx2"`, ...); None: this machine's.
+      arch: GPU architecture to compile for (`"sm_90"`, `"gfx942"`), and the platform that library kernels choose their
+        tiles for; None: that of JAX's devices.
       fallback: what happens to a kernel that its target cannot run: `"raise"`, or `"interpret"` it on the host.
       autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
       debug: keep what debugging needs: asserts stay in native code, and the intermediate files of a failed compile.
@@ -53,6 +55,7 @@ class Config:
     interpret: bool = dataclasses.field(default=False, metadata=_CODE)
     seed: int = dataclasses.field(default=0, metadata=_CODE)
     isa: str | None = dataclasses.field(default=None, metadata=_CODE)
+    arch: str | None = dataclasses.field(default=None, metadata=_CODE)
     fallback: Literal["raise", "interpret"] = dataclasses.field(default="raise", metadata=_CODE)
     autotune: bool = dataclasses.field(default=False, metadata=_CODE)
     debug: bool = dataclasses.field(default=False, metadata=_CODE)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,9 @@ from jtile import _partition, ir
 from jtile._compat import is_exported, is_symbolic
 from jtile._config import current
 from jtile._errors import TransformError, UnsupportedError
+from jtile._platform import gpu_arch
 from jtile._program import Program
-from jtile._sizes import sized
+from jtile._sizes import evaluate_expression, sized, symbol_values
 from jtile.passes.accumulate import Pieces, accumulate
 
 # -- the interpreter ------------------------------------------------------------------------------------------------
@@ -70,14 +71,19 @@ def _callback_dtype(dtype: Any) -> np.dtype:
 # -- lowering -------------------------------------------------------------------------------------------------------
 
 
-def lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
+def lowering_for(platform: str) -> Callable[..., Sequence[Any]]:
+    """The lowering rule of `jtile_call` for a platform: `"cpu"`, `"cuda"`, `"rocm"`."""
+    return functools.partial(_lower, platform)
+
+
+def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
     if _without_work(ctx, program):
         return mlir.lower_fun(_without_programs, multiple_results=True)(ctx, *operands, program=program)
     if interpreted(program):
         return _lower_on_host(ctx, operands, program)
     try:
         whole = _partition.lower(ctx, operands, program)
-        return _custom_calls(ctx, operands, program) if whole is None else whole
+        return _custom_calls(platform, ctx, operands, program) if whole is None else whole
     except UnsupportedError:
         if (program.options.fallback or current().fallback) != "interpret":
             raise
@@ -111,7 +117,9 @@ def pieces_of(program: Program) -> Pieces:
     return accumulate(program.kernel, program.narrow)
 
 
-def _custom_calls(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any]:
+def _custom_calls(
+    platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program
+) -> Sequence[Any]:
     """The kernels of a program as custom calls; partial sums are summed and wide ones rounded."""
     pieces = pieces_of(program)
     values = program.sizes(_shapes(ctx.avals_in))
@@ -119,7 +127,7 @@ def _custom_calls(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], progra
     for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
         outs = [ShapedArray(_shape(v, values), v.type.info.numpy) for v in kernel.outputs]
         inner = ctx.replace(avals_in=tuple(ctx.avals_in[i] for i in inputs), avals_out=outs)
-        found.append((outs, _custom_call(inner, [operands[i] for i in inputs], program, k, values)))
+        found.append((outs, _custom_call(platform, inner, [operands[i] for i in inputs], program, k, values)))
     chosen = [(found[r.piece][0][r.output], found[r.piece][1][r.output]) for r in pieces.results]
     if all(not r.partials and a.dtype == o.dtype for r, (a, _), o in zip(pieces.results, chosen, program.out_avals)):
         return [v for _, v in chosen]
@@ -137,23 +145,41 @@ def _shape(v: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _custom_call(
-    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program, piece: int, values: Mapping[str, Any]
+    platform: str,
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    program: Program,
+    piece: int,
+    values: Mapping[str, Any],
 ) -> Sequence[Any]:
     """One of the kernels of a program as a typed FFI custom call that carries its compiled object."""
     from jtile import ffi
-    from jtile.lowering import targets
 
     kernel = pieces_of(program).kernels[piece]
-    artifact = compile_piece(program, piece, targets.resolve(current().isa and f"cpu:{current().isa}"))
+    artifact = compile_piece(program, piece, _target(platform))
     whole, extra = _with_starts(kernel)
-    ffi.register("cpu")
-    rule = jax.ffi.ffi_lowering(ffi.TARGET_CPU, operand_output_aliases=dict(whole.aliases), has_side_effect=program.io)
+    ffi.register(platform)
     extra = [dataclasses.replace(s, shape=_shape(s, values)) for s in extra]
     avals = [ShapedArray(s.shape, s.dtype) for s in extra]
     filled = mlir.lower_fun(lambda: _fill(extra), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
-    wide = ctx.replace(avals_in=(*ctx.avals_in, *avals))
-    launch = artifact.launch | _cost(kernel, values)
-    return rule(wide, *operands, *filled, **_attributes(artifact.image, launch, kernel))
+    numbers = symbol_values(kernel, values)
+    sizes = [evaluate_expression(n, numbers) for n in artifact.launch.get("extra", ())]
+    more = [ShapedArray((n,), np.dtype(np.uint8)) for n in sizes]
+    wide = ctx.replace(avals_in=(*ctx.avals_in, *avals), avals_out=(*ctx.avals_out, *more))
+    if platform == "cpu":
+        name, attributes = ffi.TARGET_CPU, _cpu_attributes(artifact, kernel, values)
+    else:  # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
+        name, attributes = f"jtile_{platform}{'_io' * program.io}", _gpu_attributes(artifact)
+    rule = jax.ffi.ffi_lowering(name, operand_output_aliases=dict(whole.aliases), has_side_effect=program.io)
+    return rule(wide, *operands, *filled, **attributes)[: len(ctx.avals_out)]
+
+
+def _target(platform: str) -> Any:
+    from jtile.lowering import targets
+
+    if platform == "cpu":
+        return targets.resolve(current().isa and f"cpu:{current().isa}")
+    return targets.resolve(f"{platform}:{gpu_arch(platform)}")
 
 
 def _cost(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]:
@@ -174,7 +200,7 @@ def compile_piece(program: Program, piece: int, target: Any, *, texts: bool = Fa
     kernel, extra = _with_starts(pieces[piece])
     own = program.fingerprint if len(pieces) == 1 else f"{program.fingerprint} piece={piece}"
     key = f"{own} poison={current().poison and bool(extra)} debug={current().debug}"
-    return registry.compile(kernel, target, key=key, texts=texts)
+    return registry.compile(kernel, target, key=key, texts=texts, options=program.options.compiler)
 
 
 def _with_starts(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[Any]]:
@@ -187,15 +213,21 @@ def _fill(starts: Sequence[Any]) -> list[Any]:
     return [jnp.full(s.shape, s.value, s.dtype) for s in starts]
 
 
-def _attributes(image: bytes, launch: dict[str, Any], kernel: ir.Kernel) -> dict[str, Any]:
-    """The attributes of the custom call, as the handler in ffi/csrc declares them."""
+def _cpu_attributes(artifact: Any, kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of the custom call, as the handler in ffi/csrc/cpu.cc declares them."""
+    launch = artifact.launch | _cost(kernel, values)
     numbers = {k: np.int64(launch[k]) for k in ("workspace", "cost")}
     texts = {k: str(launch[k]) for k in ("name", "isa", "sites")}
     if "dims" in launch:  # the image counts the programs itself
         numbers |= {"programs": np.int64(-1), "dims": np.asarray(launch["dims"], np.int64)}
     else:
         numbers["programs"] = np.int64(math.prod(kernel.grid))
-    return {"image": image, **numbers, **texts}
+    return {"image": artifact.image, **numbers, **texts}
+
+
+def _gpu_attributes(artifact: Any) -> dict[str, Any]:
+    """The same for ffi/csrc/cuda.cc and rocm.cc."""
+    return {"image": artifact.image, "record": artifact.launch["record"]}
 
 
 def _without_programs(*operands: Any, program: Program) -> Sequence[Any]:
@@ -214,7 +246,7 @@ def lower_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, program: Prog
     asked = ", ".join(ctx.platforms or ctx.module_context.platforms)
     instead = "move the arrays with jax.device_put(x, jax.devices('cpu')[0]), or run it with interpret=True"
     raise UnsupportedError(
-        f"kernel {program.name} cannot run on platform {asked!r}: this release compiles kernels for 'cpu' only; "
-        + ("export it with platforms=['cpu']" if is_exported(ctx) else instead),
+        f"kernel {program.name} cannot run on platform {asked!r}: jtile compiles kernels for 'cpu', 'cuda' and "
+        "'rocm'; " + ("export it with platforms=['cpu']" if is_exported(ctx) else instead),
         program.where,
     )

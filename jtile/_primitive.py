@@ -23,7 +23,7 @@ from jtile import _batching, _dce
 from jtile._compat import need_devices
 from jtile._effect import KERNEL_EFFECT
 from jtile._errors import KernelAssertionError
-from jtile._lowering import interpreted, lower_cpu, lower_elsewhere, run_interpreter
+from jtile._lowering import interpreted, lower_elsewhere, lowering_for, run_interpreter
 from jtile._partition import result_specs
 from jtile._program import Program
 
@@ -121,6 +121,7 @@ def _checked_call(program: Program, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 mlir.register_lowering(jtile_call_p, lower_elsewhere)
-mlir.register_lowering(jtile_call_p, lower_cpu, platform="cpu")
+for _platform in ("cpu", "cuda", "rocm"):
+    mlir.register_lowering(jtile_call_p, lowering_for(_platform), platform=_platform)
 _batching.register(jtile_call_p)
 _dce.register(jtile_call_p)

@@ -158,6 +158,11 @@ class Options:
     num_stages: int | None = None
     num_ctas: int | None = None
 
+    @property
+    def compiler(self) -> dict[str, int | None]:
+        """What the compiler of a GPU kernel is told."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "num_ctas": self.num_ctas}
+
     def __str__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None)

@@ -33,3 +33,29 @@ _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "max": lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else core.max_dim(a, b),
     "min": lambda a, b: min(a, b) if isinstance(a, int) and isinstance(b, int) else core.min_dim(a, b),
 }
+
+
+def symbol_values(kernel: ir.Kernel, values: Mapping[str, Any]) -> list[Any]:
+    """The values of a kernel's symbols, in the order in which launch records number them."""
+    used = ir.used_symbols(kernel)
+    return [values[name] for name in ir.sources(kernel) if name in used]
+
+
+def evaluate_expression(expression: Any, numbers: Sequence[Any]) -> Any:
+    """A size in the postfix form of launch records: a number, or a list of numbers, `"s0"` for `numbers[0]`, and
+    operators."""
+    if not isinstance(expression, list):
+        return expression
+    stack: list[Any] = []
+    for item in expression:
+        if isinstance(item, str) and item in _OPERATORS:
+            b, a = stack.pop(), stack.pop()
+            stack.append(_OPERATORS[item](a, b))
+        else:
+            stack.append(numbers[int(item[1:])] if isinstance(item, str) else item)
+    return stack.pop()
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = _FUNCTIONS | {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul,
+}  # fmt: skip

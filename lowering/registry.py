@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import importlib
+import importlib.metadata
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jtile import _cache, ir
 from jtile._config import current
@@ -21,14 +24,19 @@ from jtile.lowering import starts, targets
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.targets import Target
 
-Backend = Callable[[ir.Kernel, Target, bool], Artifact]
+Options = Mapping[str, Any]
+Backend = Callable[[ir.Kernel, Target, Options, bool], Artifact]
 
 # platform -> "module:function"; imported when the first kernel is compiled for it
-_BACKENDS: dict[str, str] = {"cpu": "jtile.lowering.registry:_cpu"}
+_BACKENDS: dict[str, str] = {
+    "cpu": "jtile.lowering.registry:_cpu",
+    "cuda": "jtile.lowering.registry:_gpu",
+    "rocm": "jtile.lowering.registry:_gpu",
+}
 
 
 def register(platform: str, backend: str) -> None:
-    """Make `"module:function"` (kernel, target, with texts -> Artifact) the back end of a platform."""
+    """Make `"module:function"` (kernel, target, options, with texts -> Artifact) the back end of a platform."""
     _BACKENDS[platform] = backend
 
 
@@ -37,27 +45,32 @@ def platforms() -> list[str]:
     return sorted(_BACKENDS)
 
 
-def compile(kernel: ir.Kernel, target: Target, *, key: str | None = None, texts: bool = False) -> Artifact:
+def compile(
+    kernel: ir.Kernel, target: Target, *, key: str | None = None, texts: bool = False, options: Options | None = None
+) -> Artifact:
     """Compile a kernel for a target.
 
     Args:
       kernel: Tile IR at tile level, before the passes.
       key: text that is equal for kernels that may share an artifact; None: the printed kernel.
       texts: compile even where an artifact is stored, so that it comes with the text of every level.
+      options: `num_warps`, `num_stages`, `num_ctas` of a GPU kernel, where the user gave them.
 
     Raises:
       UnsupportedError: the target has no back end, or lacks an op or dtype of the kernel.
       CompileError: the compiler failed; the kernel's IR is kept in the file that the message names.
     """
     texts = texts or bool(current().dump)  # a dump shows the work of the compiler, so the work has to be done
-    key = _cache.key(key or ir.print_kernel(kernel, locations=True), target)
+    options = {k: v for k, v in (options or {}).items() if v is not None}
+    extra = [sorted(options.items()), _triton()] if target.platform != "cpu" else []
+    key = _cache.key(key or ir.print_kernel(kernel, locations=True), target, *extra)
     if not texts:
         artifact = _memory.get(key) or _stored(key, target)
         if artifact is not None:
             _memory.put(key, artifact)
             return artifact
     targets.check_capabilities(kernel, target)
-    artifact = _compile(kernel, target, texts)
+    artifact = _compile(kernel, target, options, texts)
     _memory.put(key, artifact)
     _cache.put(key, {"target": artifact.target, "launch": artifact.launch}, artifact.image)
     return artifact
@@ -68,7 +81,7 @@ def _stored(key: str, target: Target) -> Artifact | None:
     return entry and Artifact(target.name, entry.payload, {}, entry.header["launch"])
 
 
-def _compile(kernel: ir.Kernel, target: Target, texts: bool) -> Artifact:
+def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
     if target.platform not in _BACKENDS:
         raise UnsupportedError(
             f"kernel {kernel.name}: platform {target.platform!r} of target {target.name!r} has no back end; "
@@ -78,23 +91,45 @@ def _compile(kernel: ir.Kernel, target: Target, texts: bool) -> Artifact:
     module, _, function = _BACKENDS[target.platform].partition(":")
     try:
         backend: Backend = getattr(importlib.import_module(module), function)
-        return backend(kernel, target, texts)
+        return backend(kernel, target, options, texts)
     except JtileError:
         raise
     except Exception as e:  # whatever a compiler trips over: the user gets one type, and the IR
         raise _failure(kernel, target, e) from e
 
 
-def _cpu(kernel: ir.Kernel, target: Target, texts: bool) -> Artifact:
-    from jtile import passes
+def _cpu(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
     from jtile.lowering.cpu import compile_kernel
 
+    return _lower(kernel, lambda k: compile_kernel(k, targets.parse_isa(target.arch), texts=texts))
+
+
+def _gpu(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
+    from jtile.lowering.triton.compile import compile_kernel
+
+    texts = texts or bool(current().dump)
+    return _lower(kernel, lambda k: compile_kernel(k, target.arch, options, texts=texts))
+
+
+def _lower(kernel: ir.Kernel, compile: Callable[[ir.Kernel], Artifact]) -> Artifact:
+    """Run the passes that all targets share, then a compiler; the texts of its levels are dumped behind theirs."""
+    from jtile import passes
+
     plain = starts.without_idle_aliases(kernel)
-    artifact = compile_kernel(passes.run_pipeline(plain, passes.TILE), targets.parse_isa(target.arch), texts=texts)
+    artifact = compile(passes.run_pipeline(plain, passes.TILE))
     folder = passes.dump_folder(plain)
     for number, (name, text) in enumerate(artifact.texts.items() if folder else (), len(passes.TILE) + 1):
         passes.dump(folder, number, name, text)
     return artifact
+
+
+@functools.cache
+def _triton() -> str:
+    """The version of triton that is installed, read without importing it."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _failure(kernel: ir.Kernel, target: Target, error: Exception) -> CompileError:

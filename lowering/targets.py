@@ -69,14 +69,17 @@ class Target:
 
     Attributes:
       name: how messages and caches call it.
-      platform: which back end compiles for it, and XLA's name of the platform (`"cpu"`).
-      arch: what that back end needs to know. CPU: `architecture:processor:vector bits:feature,feature,...`.
+      platform: which back end compiles for it, and XLA's name of the platform (`"cpu"`, `"cuda"`, `"rocm"`).
+      arch: what that back end needs to know. CPU: `architecture:processor:vector bits:feature,feature,...`; GPU:
+        `sm_90`, `gfx942`.
       scales: the hierarchy, from the smallest level.
       memories: the memories that the scales name.
       matrix_shapes: (m, n, k, dtype) of the matrix instructions.
       dtypes: dtypes that a kernel may use.
-      limits: pairs (name, number): `"programs"` of a grid, `"rank"` of a Ref, `"scratch"` bytes of one program.
+      limits: pairs (name, number): `"programs"` of a grid, `"rank"` of a Ref, `"scratch"` bytes of one program,
+        `"tile"`: elements of a tile.
       gaps: what it cannot run although the language has it.
+      rates: pairs (dtype, operations a second of matrix products of it, on the whole device), where they are known.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Target:
     dtypes: tuple[str, ...] = tuple(ir.DTYPES)
     limits: tuple[tuple[str, int], ...] = ()
     gaps: tuple[Gap, ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self):
         unknown = [s.name for s in self.scales if s.name not in LEVELS]
@@ -142,6 +146,8 @@ def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
     for op in kernel.body.walk():
         for v in (*op.operands(), *op.results):
             _check_dtype(kernel, target, f"op {mnemonic(op)!r}", v.dtype, op.loc)
+        for v in op.results:
+            _check_tile(kernel, target, v, op.loc)
         gap = next((g for g in target.gaps if _hits(g, op)), None)
         if gap is not None:
             what = f"op {mnemonic(op)!r}" + ("" if gap.dtype == "*" else f" on {gap.dtype}")
@@ -166,6 +172,18 @@ def _check_dtype(kernel: ir.Kernel, target: Target, what: str, dtype: str, loc: 
         return
     near = next((d for d in _NEAREST.get(dtype, ()) if d in target.dtypes), None)
     _refuse(kernel, target, f"{what} with dtype {dtype}", f"use {near}" if near else "there is no near dtype", loc)
+
+
+def _check_tile(kernel: ir.Kernel, target: Target, v: ir.Value, loc: ir.Loc) -> None:
+    limit = target.limit("tile")
+    if limit is None or not isinstance(v.type, ir.TileType):
+        return
+    count = 1
+    for n in v.shape:
+        count <<= max(n - 1, 0).bit_length()  # sides are padded to powers of two
+    if count > limit:
+        what = f"a tile of {count} elements ({v.type}, its sides as powers of two)"
+        _refuse(kernel, target, what, f"at most {limit} are possible: make the tile smaller, with a loop over it", loc)
 
 
 def _check_limits(kernel: ir.Kernel, target: Target) -> None:
@@ -218,12 +236,16 @@ def cpu_target(isa: str | None) -> Target:
 
 
 def resolve(target: Target | str | None) -> Target:
-    """A target from its name (`"cpu"`, `"cpu:avx2"`); None: this machine's CPU."""
+    """A target from its name (`"cpu"`, `"cpu:avx2"`, `"cuda:sm_90"`, `"rocm:gfx942"`); None: this machine's CPU."""
     if target is None or isinstance(target, Target):
         return target or host_target()
     if not isinstance(target, str):
         raise KernelTypeError(f"target={target!r}: expected a Target or the name of one")
     platform_name, _, isa = target.partition(":")
+    if platform_name in ("cuda", "rocm"):
+        from jtile.lowering import gpu_targets
+
+        return gpu_targets.resolve(target)
     if platform_name != "cpu":
         raise UnsupportedError(f"there is no target {target!r}: this release compiles for {', '.join(names())}")
     return cpu_target(isa or None)
@@ -231,9 +253,10 @@ def resolve(target: Target | str | None) -> Target:
 
 def names() -> list[str]:
     """The targets that have a name."""
+    from jtile.lowering import gpu_targets
     from jtile.lowering.cpu.isa import ISAS
 
-    return ["cpu", *(f"cpu:{name}" for name in sorted(ISAS))]
+    return ["cpu", *(f"cpu:{name}" for name in sorted(ISAS)), *gpu_targets.names()]
 
 
 def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:

@@ -69,9 +69,9 @@ def compilations(monkeypatch, tmp_path):
     registry.forget()
     names, compile_ = [], registry._compile
 
-    def counted(kernel, target, texts):
+    def counted(kernel, target, options, texts):
         names.append(kernel.name)
-        return compile_(kernel, target, texts)
+        return compile_(kernel, target, options, texts)
 
     monkeypatch.setattr(registry, "_compile", counted)
     monkeypatch.setattr(registry, "_stored", lambda key, target: None)

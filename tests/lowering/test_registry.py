@@ -33,7 +33,7 @@ def toy(tmp_path, monkeypatch):
     module = types.ModuleType("toy_backend")
     module.calls = []
 
-    def compile_toy(kernel, target, texts):
+    def compile_toy(kernel, target, options, texts):
         module.calls.append((kernel.name, target.name, texts))
         image = ir.print_kernel(kernel).encode()
         return Artifact(target.name, image, {"toy": "text"} if texts else {}, {"workspace": 8, "name": kernel.name})
@@ -99,14 +99,14 @@ def test_a_user_can_register_a_back_end(toy):
 
 
 def test_errors_of_a_back_end(toy, tmp_path):
-    def refuse(kernel, target, texts):
+    def refuse(kernel, target, options, texts):
         raise UnsupportedError("no such op")
 
     toy.compile_toy = refuse
     with pytest.raises(UnsupportedError, match="no such op"):
         registry.compile(kernel(), TOY)
 
-    def break_down(kernel, target, texts):
+    def break_down(kernel, target, options, texts):
         raise KeyError("gone")
 
     toy.compile_toy = break_down

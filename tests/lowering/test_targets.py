@@ -155,3 +155,20 @@ def test_lowering_follows_the_isa_option():
             np.testing.assert_array_equal(jax.jit(k)(x), x * 2)
             texts[isa] = jax.jit(k).lower(x).as_text()
     assert texts["sse2"] != texts["avx2"]
+
+
+def test_every_gpu_target_has_its_numbers():
+    names = [n for n in targets.names() if not n.startswith("cpu")]
+    assert {"cuda:sm_80", "cuda:sm_90", "rocm:gfx942"} <= set(names)
+    for name in names:
+        t = targets.resolve(name)
+        assert (t.name, t.platform) == (name, name.partition(":")[0])
+        assert t.memory("block").size >= 65536
+        assert dict(t.rates)["bfloat16"] > dict(t.rates)["float64"]
+        assert t.memory("node").bandwidth > 1e11
+
+
+@pytest.mark.parametrize("bad", ["cuda", "rocm:sm_90", "cuda:gfx942", "cuda:sm_1"])
+def test_resolve_refuses_gpus_that_it_does_not_know(bad):
+    with pytest.raises((UnsupportedError, KernelValueError), match="architecture"):
+        targets.resolve(bad)
