@@ -47,7 +47,9 @@ def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False)
             f"(transpose={transpose})"
         )
     rows = x.reshape(math.prod(x.shape[:-1]), k)
-    y = _gated(rows, gate, up, activation=activation, tb=transpose, **tiles(rows.shape[0], n, k))
+    y = _gated(
+        rows, gate, up, activation=activation, tb=transpose, **tiles(rows.shape[0], n, k, x.dtype.itemsize, gates=2)
+    )
     return y.reshape(*x.shape[:-1], n)
 
 
@@ -71,13 +73,21 @@ def _types(x, gate, *_, tb, save, **__):
     grid=lambda x, gate, *_, tb, bm, bn, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(gate.shape[0 if tb else 1], bn)),
     name="gated_mlp",
 )
-def _gated(x, gate, up, y, *saved, activation, tb, bm, bn, save=False):
+def _gated(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, save=False):
+    # `bk` terms of a sum at a time, all for 0
     # Y = act(G) * U     G = X Wg     U = X Wu, outputs too with `save`
     i, j = jt.program_id(0), jt.program_id(1)
     k = x.shape[1]
-    X = x.tiles(bm, k)[i, 0]
-    Wg, Wu = (w.tiles(bn, k)[j, 0].T if tb else w.tiles(k, bn)[0, j] for w in (gate, up))
-    G, U = jt.dot(X, Wg.astype(x.dtype)), jt.dot(X, Wu.astype(x.dtype))
+    bk = bk or k
+    X = x.tiles(bm, bk)
+    W = lambda w, p: (w.tiles(bn, bk)[j, p].T if tb else w.tiles(bk, bn)[p, j]).astype(x.dtype)
+    G = U = jnp.zeros((bm, bn), sums_in(x))
+    if bk >= k:
+        G, U = jt.dot(X[i, 0], W(gate, 0)), jt.dot(X[i, 0], W(up, 0))
+    else:
+        for p in jt.range(X.shape[1], stages=3):
+            X_p = X[i, p]
+            G, U = jt.dot(X_p, W(gate, p), G), jt.dot(X_p, W(up, p), U)
     for ref, value in zip(saved, (G, U)):
         ref.tiles(bm, bn)[i, j] = value.astype(ref.dtype)
     y.tiles(bm, bn)[i, j] = (ACTIVATIONS[activation](G) * U).astype(y.dtype)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops import gpu_tiles
 from jtile.ops._shapes import known
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 
@@ -65,7 +66,7 @@ def matmul(
         ta=transpose_a,
         tb=transpose_b,
         out_dtype=out_dtype.name,
-        **tiles(rows, n, k),
+        **tiles(rows, n, k, A.dtype.itemsize),
     )
     return y.reshape(*batch, m, n)
 
@@ -114,10 +115,17 @@ def _check_kinds(a, b, activation) -> None:
         )
 
 
-@functools.cache
-def tiles(m: int, n: int, k: int) -> dict[str, int]:
-    """Tile sizes: near `TILE`, dividing the sides evenly where they can, and small enough to give every thread work."""
+def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1) -> dict[str, int]:
+    """The tile sizes of `gates` products [m, k] [k, n] of elements of `itemsize` bytes, on the platform at hand."""
     m, n, k = known(m), known(n), known(k)
+    if jt.platform() != "cpu":
+        return gpu_tiles.product(m, n, k, itemsize, gates)
+    return {**_cpu_tiles(m, n, k), "bk": 0}
+
+
+@functools.cache
+def _cpu_tiles(m: int, n: int, k: int) -> dict[str, int]:
+    """Near `TILE`, dividing the sides evenly where they can, and small enough to give every thread work."""
     bm, bn = _even(m, TILE), _even(n, TILE)
     for wider in ((bm, _even(n, 2 * TILE)), (_even(m, 2 * TILE), _even(n, 2 * TILE))):
         # a larger tile packs its operands less often; but every core wants several
@@ -155,19 +163,23 @@ def _grid(a, b, *_, ta, tb, bm, bn, **__):
 
 
 @jt.kernel(out_type=_out_type, grid=_grid, name="matmul")
-def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, save=False):
+def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, save=False):
+    # `bk` terms of a sum at a time, all for 0
     # Y[i, j] = act(Z[i, j])     Z[i, j] = A[i, :] B[:, j] + bias[j], an output too with `save`
     bias, (y, *z) = (refs[: -2 if save else -1], refs[-2 if save else -1 :])
     e, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     ea, eb = (e if x.shape[0] != 1 else 0 for x in (a, b))
     k = a.shape[1 if ta else 2]
-    bk = k if isinstance(k, int) else BLOCK
+    whole = isinstance(k, int) and (bk == 0 or bk >= k)
+    bk = k if whole else bk or BLOCK
     A = lambda p: a.tiles(None, bk, bm)[ea, p, i].T if ta else a.tiles(None, bm, bk)[ea, i, p]
     B = lambda p: b.tiles(None, bn, bk)[eb, j, p].T if tb else b.tiles(None, bk, bn)[eb, p, j]
-    if isinstance(k, int):
+    Y = jnp.zeros((bm, bn), _sums(a, b))
+    if whole:
         Y = jt.dot(A(0), B(0))
     else:
-        Y = jt.fori(jt.cdiv(k, bk), lambda p, acc: jt.dot(A(p), B(p), acc), jnp.zeros((bm, bn), _sums(a, b)))
+        for p in jt.range(jt.cdiv(k, bk), stages=3):
+            Y = jt.dot(A(p), B(p), Y)
     if bias:
         Y = Y + bias[0].tiles(None, bn)[0, j][None, :].astype(Y.dtype)
     if save:
@@ -178,7 +190,9 @@ def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, save=False):
 def product(a, b, out_dtype, *, ta: bool = False, tb: bool = False):
     """`op(a) op(b)` of arrays [batch or 1, rows, columns], without checks; `ta`, `tb`: op transposes."""
     m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
-    return _matmul(a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **tiles(m, n, k))
+    return _matmul(
+        a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **tiles(m, n, k, a.dtype.itemsize)
+    )
 
 
 def cotangents(a, b, g, *, ta: bool, tb: bool):

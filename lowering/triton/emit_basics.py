@@ -7,6 +7,7 @@ import math
 
 from jtile import ir
 from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
+from jtile.lowering.triton.order import GROUP, grouped_axes
 from jtile.lowering.triton.ttir import Val
 
 
@@ -63,11 +64,16 @@ def _call(em: Emitter, c) -> Val:
 
 
 def start_program(em: Emitter, linear: Val) -> None:
-    """Take the ids of a program from its place in the grid, the last axis fastest."""
+    """Take the ids of a program from its place in the grid: the last axis fastest, or bands of a matrix product."""
     code, rest = em.code, linear
     grid = em.kernel.grid
+    banded = grouped_axes(em.kernel)
+    if banded:
+        rest = _banded(em, linear, *banded)
     for axis in reversed(range(len(grid))):
         n = grid[axis]
+        if axis in em.program:
+            continue
         if n == 1:
             em.program[axis] = code.i32(0)
         elif all(isinstance(g, int) and g == 1 for g in grid[:axis]):
@@ -76,6 +82,21 @@ def start_program(em: Emitter, linear: Val) -> None:
             side = emit_size(em, n)
             em.program[axis] = code.op("arith.remui", rest, side)
             rest = code.op("arith.divui", rest, side)
+
+
+def _banded(em: Emitter, linear: Val, i: int, j: int) -> Val:
+    """Ids along the axes i and j, whose tiles are taken in bands of `GROUP` rows, column by column inside a band; gives
+    the place along the axes before them."""
+    code, n_i, n_j = em.code, em.kernel.grid[i], em.kernel.grid[j]
+    tiles = code.i32(n_i * n_j)
+    rest, linear = code.op("arith.divui", linear, tiles), code.op("arith.remui", linear, tiles)
+    band = code.i32(GROUP * n_j)
+    first = code.scale(code.op("arith.divui", linear, band), GROUP)
+    inside = code.op("arith.remui", linear, band)
+    rows = code.op("arith.minsi", code.sub(code.i32(n_i), first), code.i32(GROUP))
+    em.program[i] = code.add(first, code.op("arith.remui", inside, rows))
+    em.program[j] = code.op("arith.divui", inside, rows)
+    return rest
 
 
 def static_programs(kernel: ir.Kernel) -> int | None:
