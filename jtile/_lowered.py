@@ -113,8 +113,9 @@ class Lowered:
     def texts(self) -> dict[str, str]:
         """Level name -> text: `jaxpr`, `tile_ir`, `tile_ir_opt` (this piece after the passes), `sharding` (along what
         automatic partitioning cuts the program, and why not along the rest), `resources` (grid, and the scratch of one
-        program, which is where a reverse kernel saves the carry of its loops), then those of the back end (`llvm`,
-        `asm`)."""
+        program, which is where a reverse kernel saves the carry of its loops; on a GPU also registers, spills, shared memory
+        and occupancy), then those of the back end (CPU: `llvm`, `asm`; NVIDIA: `ttir`, `ttgir`, `llir`, `ptx`, `sass`;
+        AMD: `amdgcn` instead of the last two)."""
         from jtile import _partition, ir
 
         own = {
@@ -138,6 +139,10 @@ def _resources(kernel: ir.Kernel, launch: dict[str, Any]) -> Iterator[str]:
     yield f"scratch in all: {sum(_bytes(v) for v, _ in refs)} bytes a program"
     if "workspace" in launch:
         yield f"workspace: {launch['workspace']} bytes a thread"
+    if launch.get("resources"):
+        from jtile.lowering.triton import resources
+
+        yield resources.line(launch["resources"])
 
 
 def _bytes(ref: ir.Value) -> int:

@@ -23,7 +23,8 @@ class Features:
       fp8: the dtypes of fp8 that hardware converts and multiplies.
       scaled: block-scaled products in hardware.
       max_threads: of a block.
-      registers: 32-bit registers of one multiprocessor.
+      registers: 32-bit registers of one multiprocessor (on AMD: of one compute unit).
+      warps: resident on one multiprocessor at most.
     """
 
     arch: str
@@ -34,6 +35,12 @@ class Features:
     scaled: bool = False
     max_threads: int = 1024
     registers: int = 65536
+    warps: int = 64
+
+    @property
+    def multiprocessor_shared(self) -> int:
+        """Bytes of shared memory of one multiprocessor: on NVIDIA each block takes 1 KiB more than it asks for."""
+        return self.shared + 1024 * self.cuda
 
     @property
     def cuda(self) -> bool:
@@ -49,23 +56,23 @@ _OCP = ("float8_e4m3fn", "float8_e5m2")
 
 # bytes of shared memory a block may have: CUDA C programming guide, table of technical specifications
 _CUDA = {
-    75: Features("sm_75", 32, 65536),
+    75: Features("sm_75", 32, 65536, warps=32),
     80: Features("sm_80", 32, 166912),
-    86: Features("sm_86", 32, 101376),
+    86: Features("sm_86", 32, 101376, warps=48),
     87: Features("sm_87", 32, 166912),
-    89: Features("sm_89", 32, 101376, fp8=_OCP),
+    89: Features("sm_89", 32, 101376, warps=48, fp8=_OCP),
     90: Features("sm_90", 32, 232448, tma=True, fp8=_OCP),
     100: Features("sm_100", 32, 232448, tma=True, fp8=_OCP, scaled=True),
     103: Features("sm_103", 32, 232448, tma=True, fp8=_OCP, scaled=True),
-    120: Features("sm_120", 32, 101376, tma=True, fp8=_OCP, scaled=True),
-    121: Features("sm_121", 32, 101376, tma=True, fp8=_OCP, scaled=True),
+    120: Features("sm_120", 32, 101376, warps=48, tma=True, fp8=_OCP, scaled=True),
+    121: Features("sm_121", 32, 101376, warps=48, tma=True, fp8=_OCP, scaled=True),
 }
 _ROCM = {
-    "gfx90a": Features("gfx90a", 64, 65536, registers=131072),
-    "gfx942": Features("gfx942", 64, 65536, registers=131072),
-    "gfx950": Features("gfx950", 64, 163840, fp8=_OCP, scaled=True, registers=131072),
-    "gfx1100": Features("gfx1100", 32, 65536, registers=98304),
-    "gfx1201": Features("gfx1201", 32, 65536, fp8=_OCP, registers=98304),
+    "gfx90a": Features("gfx90a", 64, 65536, registers=131072, warps=32),
+    "gfx942": Features("gfx942", 64, 65536, registers=131072, warps=32),
+    "gfx950": Features("gfx950", 64, 163840, fp8=_OCP, scaled=True, registers=131072, warps=32),
+    "gfx1100": Features("gfx1100", 32, 65536, registers=196608),
+    "gfx1201": Features("gfx1201", 32, 65536, fp8=_OCP, registers=196608),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.triton import versions
+from jtile.lowering.triton import resources, versions
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.heuristics import Choice
 
@@ -76,7 +76,11 @@ def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
     del context
     threads = f.lanes * int(metadata["num_warps"])
     shared = int(metadata.get("shared") or 0)
-    return Built(value, levels, threads, shared, choice, list(metadata.get("tensordesc_meta") or []), {})
+    found: dict[str, Any] = {}
+    if texts:
+        found = resources.resources(value, levels, f, threads, shared)
+        levels |= {"sass": resources.sass(value)} if f.cuda else {}
+    return Built(value, levels, threads, shared, choice, list(metadata.get("tensordesc_meta") or []), found)
 
 
 def _options(f: Features, choice: Choice) -> dict[str, Any]:
