@@ -89,6 +89,7 @@ class Emitter:
         self.sites: list[dict] = []
         self.params: list[tuple[Val, str]] = []  # of the function: a scalar, and the attributes behind its type
         self.workspace: Val | None = None  # memory of all blocks for private Refs
+        self.memo: dict[str, Any] = {}  # what emitters of one family keep from op to op
         self.log: Val | None = None  # of print and assert, see `emit_debug.py`
 
     # -- parameters of the function -----------------------------------------------------------------------------------
