@@ -1,0 +1,101 @@
+"""Fake device memory: buffers far apart, every access checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .parse import Stmt
+
+GAP = 40  # bits: buffer k starts at (k + 1) << GAP, plus 16 bytes: no base is aligned by more than XLA promises
+SKEW = 16
+
+
+class Memory:
+    """Buffers of bytes at addresses; who touched what since the last barrier of the running block."""
+
+    def __init__(self, buffers: Sequence[np.ndarray]):
+        self.bytes = [b.reshape(-1).view(np.uint8) for b in buffers]
+        self.epoch = 1
+        self._stores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._loads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def base(self, k: int) -> int:
+        return ((k + 1) << GAP) + SKEW
+
+    def barrier(self) -> None:
+        """Every access so far is ordered before those that come."""
+        self.epoch += 1
+
+    def find(self, stmt: Stmt, at: np.ndarray, size: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """(buffer, which of the addresses lie in it, their byte offsets); an error where one lies in none."""
+        if not at.size:
+            return []
+        owner, out = (at >> GAP) - 1, []
+        for k in np.unique(owner):
+            here = np.nonzero(owner == k)[0]
+            offset = at[here] - self.base(int(k))
+            if not 0 <= k < len(self.bytes):
+                raise stmt.error(f"{stmt.name} at address {at[here[0]]:#x}, which belongs to no buffer")
+            bad = (offset < 0) | (offset + size > len(self.bytes[k]))
+            if bad.any():
+                first = int(np.argmax(bad))
+                raise stmt.error(
+                    f"{stmt.name} out of bounds: active lane {here[first]} touches bytes {offset[first]}.. of buffer "
+                    f"{k}, which has {len(self.bytes[k])}; {bad.sum()} of {at.size} active lanes do so"
+                )
+            if (offset % size).any():
+                first = int(np.argmax(offset % size != 0))
+                raise stmt.error(f"{stmt.name} of {size} bytes at byte {offset[first]} of buffer {k}: not aligned")
+            out.append((int(k), here, offset))
+        return out
+
+    def load(self, stmt: Stmt, at: np.ndarray, dtype: np.dtype, lanes: np.ndarray, atomic: bool = False) -> np.ndarray:
+        """Elements at addresses; `lanes` numbers those who read."""
+        out = np.empty(at.shape, dtype)
+        for k, here, offset in self.find(stmt, at, dtype.itemsize):
+            if not atomic:
+                self._check(stmt, self._stores, k, offset, lanes[here], "read", "written")
+                self._mark(self._loads, stmt, k, offset, lanes[here])
+            out[here] = self.bytes[k][offset[:, None] + np.arange(dtype.itemsize)].reshape(-1).view(dtype)
+        return out
+
+    def store(self, stmt: Stmt, at: np.ndarray, values: np.ndarray, lanes: np.ndarray, atomic: bool = False) -> None:
+        for k, here, offset in self.find(stmt, at, values.dtype.itemsize):
+            if not atomic:
+                self._check(stmt, self._loads, k, offset, lanes[here], "written", "read")
+                self._check(stmt, self._stores, k, offset, lanes[here], "written", "written")
+            self._mark(self._stores, stmt, k, offset, lanes[here])
+            raw = np.ascontiguousarray(values[here]).view(np.uint8).reshape(len(here), -1)
+            self.bytes[k][offset[:, None] + np.arange(raw.shape[1])] = raw
+
+    def touch(self, stmt: Stmt, at: np.ndarray, size: int, lanes: np.ndarray) -> None:
+        """Atomic updates: may meet each other, but no plain access without a barrier."""
+        for k, _, offset in self.find(stmt, at, size):
+            for marks, was in ((self._loads, "read"), (self._stores, "written")):
+                self._check(stmt, marks, k, offset, np.full(len(offset), -1), "updated", was, atomics=True)
+            self._mark(self._stores, stmt, k, offset, np.full(len(offset), -1))
+
+    # Marks: for each byte the epoch, and who: the op and lane. Threads own lanes by a layout that is the op's own.
+
+    def _mark(self, marks, stmt: Stmt, k: int, offset: np.ndarray, lanes: np.ndarray) -> None:
+        if k not in marks:
+            marks[k] = np.zeros(len(self.bytes[k]), np.int64), np.zeros(len(self.bytes[k]), np.int64)
+        epochs, who = marks[k]
+        epochs[offset], who[offset] = self.epoch, (stmt.number << 24) + lanes
+
+    def _check(self, stmt, marks, k, offset, lanes, now: str, was: str, atomics: bool = False) -> None:
+        if k not in marks:
+            return
+        epochs, who = marks[k]
+        other = who[offset] != (stmt.number << 24) + lanes
+        if atomics:
+            other &= (who[offset] & 0xFFFFFF) != 0xFFFFFF
+        bad = (epochs[offset] == self.epoch) & other
+        if bad.any():
+            first = int(np.argmax(bad))
+            raise stmt.error(
+                f"byte {offset[first]} of buffer {k} is {now} by lane {lanes[first]} here, and was {was} by another "
+                f"lane or op of the block, without a barrier between"
+            )

@@ -1,0 +1,189 @@
+"""Functions of real numbers: computed in f64, rounded once; conversions to floats of 8 bits as hardware does them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import scipy.special as sp
+
+from .ops_arith import odd, rounded, signed, unsigned
+from .parse import Stmt
+from .table import Types, arity, arrow, demand, first_arrow, one, op, same
+from .types import Type, garbage, width
+
+UNARY = {
+    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10,
+    "log1p": np.log1p, "sin": np.sin, "cos": np.cos, "tan": np.tan, "tanh": np.tanh, "sinh": np.sinh, "cosh": np.cosh,
+    "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "asinh": np.arcsinh, "acosh": np.arccosh,
+    "atanh": np.arctanh, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "erf": sp.erf,
+    "erfc": sp.erfc, "erfinv": sp.erfinv, "erfcinv": sp.erfcinv, "lgamma": sp.gammaln, "tgamma": sp.gamma,
+    "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x),
+    "roundeven": np.rint, "rint": np.rint, "nearbyint": np.rint, "absf": np.abs, "fabs": np.abs, "j0": sp.j0,
+    "exp10": lambda x: 10.0**x, "normcdf": sp.ndtr, "rcp": np.reciprocal,
+}  # fmt: skip
+BINARY = {
+    "powf": np.power, "pow": np.power, "atan2": np.arctan2, "fmod": np.fmod, "copysign": np.copysign,
+    "hypot": np.hypot, "fmin": np.fmin, "fmax": np.fmax, "fdim": lambda a, b: np.where(a > b, a - b, 0 * (a + b)),
+    "remainder": lambda a, b: np.vectorize(_remainder, otypes=[np.float64])(a, b),
+}  # fmt: skip
+
+
+def _remainder(a: float, b: float) -> float:
+    bad = math.isnan(a) or math.isnan(b) or math.isinf(a) or b == 0
+    return math.nan if bad else math.remainder(a, b)
+
+
+def in_double(fn, dtype: np.dtype, *args: np.ndarray) -> np.ndarray:
+    return rounded(np.asarray(fn(*(a.astype(np.float64) for a in args)), np.float64), dtype)
+
+
+_MATH_UNARY = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh",
+               "asin", "acos", "atan", "asinh", "acosh", "atanh", "sqrt", "rsqrt", "cbrt", "erf", "erfc", "floor",
+               "ceil", "trunc", "round", "roundeven", "absf")  # fmt: skip
+
+
+@op(*(f"math.{n}" for n in _MATH_UNARY), "tt.precise_sqrt", rule=same(1, floats=True), form=one)
+def _unary(m, s: Stmt, a):
+    name = s.name.rpartition(".")[2].removeprefix("precise_")
+    return in_double(UNARY[name], a.dtype, a)
+
+
+@op("math.powf", "math.atan2", "math.copysign", rule=same(2, floats=True), form=one)
+def _binary(m, s: Stmt, a, b):
+    return in_double(BINARY[s.name[5:]], a.dtype, a, b)
+
+
+@op("math.fma", rule=same(3, floats=True), form=one)
+def _fma(m, s: Stmt, a, b, c):
+    if a.dtype.itemsize <= 2:
+        return in_double(lambda x, y, z: x * y + z, a.dtype, a, b, c)
+    wide = np.longdouble  # 64 bits of significand: products of f32 are exact, of f64 nearly
+    out = a.astype(wide) * b.astype(wide) + c.astype(wide)
+    return out.astype(a.dtype)
+
+
+@op("tt.clampf", rule=same(3, floats=True), form=one)
+def _clamp(m, s: Stmt, x, low, high):
+    if s.attrs.get("propagateNan") == "all":
+        return np.minimum(np.maximum(x, low), high)
+    return np.fmin(np.fmax(x, low), high)
+
+
+@op("math.absi", rule=same(1, ints=True), form=one)
+def _absi(m, s: Stmt, a):
+    return np.abs(a)
+
+
+def _bit_count(x: np.ndarray) -> np.ndarray:
+    return np.bitwise_count(unsigned(x)).astype(x.dtype)
+
+
+@op("math.ctpop", "math.ctlz", "math.cttz", rule=same(1, ints=True), form=one)
+def _count(m, s: Stmt, a):
+    bits = a.dtype.itemsize * 8
+    x = unsigned(a)
+    if s.name == "math.ctpop":
+        return _bit_count(a)
+    if s.name == "math.cttz":
+        return _bit_count(signed(~x & (x - x.dtype.type(1))))
+    shift = 1
+    while shift < bits:
+        x = x | (x >> x.dtype.type(shift))
+        shift *= 2
+    return (bits - _bit_count(signed(x))).astype(a.dtype)
+
+
+# -- libdevice, ocml ----------------------------------------------------------------------------------------------------
+
+_BITS = {"clz": "math.ctlz", "popc": "math.ctpop", "ffs": "", "clzll": "math.ctlz", "popcll": "math.ctpop"}
+
+
+def _extern_rule(stmt: Stmt, args: list[Type]) -> Types:
+    demand(stmt, all(a.shape == stmt.outs[0].shape for a in args), "shapes of an extern function")
+    demand(stmt, isinstance(stmt.attrs.get("symbol"), str), "an extern function needs its symbol")
+    return stmt.outs
+
+
+def function_name(stmt: Stmt) -> str:
+    """`tanh` of `__nv_tanhf` and `__ocml_tanh_f32`; the element types must be what the symbol says."""
+    symbol, elem = stmt.attrs["symbol"], stmt.arg_types[0].elem
+    if symbol.startswith("__nv_"):
+        demand(stmt, elem in ("f32", "f64", "i32", "i64"), f"{symbol} of {elem}")
+        name = symbol[len("__nv_") :]
+        known = name[:-1] if elem == "f32" and name.endswith("f") and name[:-1] in KNOWN else name
+        demand(
+            stmt, elem != "f32" or known != name or not name.endswith(tuple(KNOWN)), f"{symbol} is of f64, not {elem}"
+        )
+        demand(stmt, elem != "f64" or name in KNOWN, f"no function {symbol} of f64")
+        return known
+    name, _, suffix = symbol.removeprefix("__ocml_").rpartition("_")
+    demand(stmt, suffix == elem, f"{symbol} of {elem}")
+    return name
+
+
+@op("tt.extern_elementwise", rule=_extern_rule, form=arrow)
+def _extern(m, s: Stmt, *args):
+    name, dtype = function_name(s), s.types[0].numpy
+    if name in _FIELDS:
+        return _FIELDS[name](*args).astype(dtype)
+    fn = KNOWN.get(name)
+    if fn is None:
+        raise s.error(f"the evaluator knows no function {name!r}")
+    return in_double(fn, dtype, *args)
+
+
+def _nextafter(a, b):
+    return np.nextafter(a, b)
+
+
+_FIELDS = {
+    "nextafter": _nextafter, "isnan": lambda a: np.isnan(a), "isnanf": lambda a: np.isnan(a),
+    "isinf": lambda a: np.isinf(a), "ilogb": lambda a: np.frexp(a)[1] - 1, "ldexp": np.ldexp,
+    "fma": lambda a, b, c: (a.astype(np.longdouble) * b.astype(np.longdouble) + c.astype(np.longdouble)),
+    "copysign": np.copysign, "signbit": np.signbit, "finitef": np.isfinite, "isfinited": np.isfinite,
+}  # fmt: skip
+KNOWN = UNARY | BINARY | dict.fromkeys(_FIELDS)  # type: ignore[dict-item]
+
+
+# -- floats of 8 bits ---------------------------------------------------------------------------------------------------
+
+
+def _fp_rule(stmt: Stmt, args: list[Type]) -> Types:
+    arity(stmt, args, 1)
+    a, r = args[0], stmt.outs[0]
+    demand(stmt, a.shape == r.shape and a.is_float and r.is_float, f"{stmt.name} from {a} to {r}")
+    narrow = width(r.elem) < width(a.elem)
+    demand(stmt, not narrow or "rounding" in stmt.attrs, "a conversion to fewer bits says its rounding")
+    demand(stmt, width(a.elem) != width(r.elem), f"{stmt.name} from {a} to {r}")
+    return [r]
+
+
+@op("tt.fp_to_fp", rule=_fp_rule, form=first_arrow)
+def _fp_to_fp(m, s: Stmt, a):
+    r = s.types[0]
+    if width(r.elem) > 8:
+        if s.attrs.get("rounding") == "rtz":
+            return _toward_zero(a, r.numpy)
+        return rounded(a, r.numpy)
+    demand(s, s.attrs.get("rounding") == "rtne", "rounding to floats of 8 bits")
+    return saturated(a, r.numpy)
+
+
+def _toward_zero(a: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    y = rounded(a, dtype)
+    over = np.abs(y.astype(np.float64)) > np.abs(a.astype(np.float64))
+    bits = y.view(np.dtype(f"i{dtype.itemsize}"))
+    return np.where(over, bits - bits.dtype.type(1), bits).astype(bits.dtype).view(dtype)
+
+
+def saturated(a: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """As `cvt.rn.satfinite` does: beyond the largest number, that number; NaN stays."""
+    import ml_dtypes
+
+    top = float(ml_dtypes.finfo(dtype).max)
+    x = odd(a) if a.dtype == np.float64 else a.astype(np.float32)
+    return np.clip(x, -top, top).astype(dtype)
+
+
+__all__ = ["garbage", "saturated"]
