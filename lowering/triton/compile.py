@@ -9,10 +9,14 @@ from typing import Any
 from jtile import ir
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton import (  # noqa: F401  emitters register
+    emit_atomic,
     emit_basics,
     emit_control,
     emit_debug,
+    emit_dot,
     emit_memory,
+    emit_scatter,
+    emit_shape,
     heuristics,
     stages,
 )
