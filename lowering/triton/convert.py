@@ -1,0 +1,243 @@
+"""Conversions between all dtypes of the language, in the register forms of `emitter.elem_of`.
+
+Floats of 8 and 4 bits are codes in an i8. Hardware converts them where `features.fp8` lists the dtype; elsewhere they
+take few integer operations, exact for every code. The rules are those of `ir.elementwise.convert`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jtile import ir
+from jtile.lowering.triton.emit_basics import code_of
+from jtile.lowering.triton.emitter import elem_of
+from jtile.lowering.triton.features import Features
+from jtile.lowering.triton.math_expr import X
+from jtile.lowering.triton.ttir import Code, Val
+
+
+class Small(NamedTuple):
+    """A float format of at most 8 bits: mantissa bits, exponent bias, largest finite code, codes beyond it."""
+
+    width: int
+    mantissa: int
+    bias: int
+    largest: int
+    overflow: int
+    nan: int
+    elem: str = ""  # triton's type for what hardware converts
+
+    @property
+    def sign(self) -> int:
+        return 1 << (self.width - 1)
+
+
+SMALL = {
+    "float8_e4m3fn": Small(8, 3, 7, 0x7E, 0x7F, 0x7F, "f8E4M3FN"),
+    "float8_e5m2": Small(8, 2, 15, 0x7B, 0x7C, 0x7E, "f8E5M2"),
+    "float4_e2m1fn": Small(4, 1, 1, 7, 7, 8),  # without NaN: ml_dtypes makes it zero with the sign flipped
+}
+WIDE = ("float16", "bfloat16", "float32", "float64")
+CODES = (*SMALL, "float8_e8m0fnu")
+
+
+def is_float(dtype: str) -> bool:
+    return ir.DTYPES[dtype].kind == "f"
+
+
+def is_signed(dtype: str) -> bool:
+    return ir.DTYPES[dtype].kind == "i"
+
+
+def convert(code: Code, f: Features, v: Val, src: str, dst: str) -> Val:
+    """A value of dtype `src` as `dst`: what `Cast` means. `Val.fill` is kept where it stays true."""
+    if src == dst:
+        return v
+    x = X(code, v)
+    if dst == "bool":
+        exact = v if not is_float(src) or src == "float64" else to_f32(code, f, v, src)
+        y = X(code, exact).ne(0)
+    elif is_float(src):
+        y = _from_float(x, f, src, dst)
+    elif is_float(dst):
+        y = _int_to_float(x, f, src, dst)
+    else:
+        y = wrap(x.to_int(elem_of(dst), signed=is_signed(src)), dst)
+    return _filled(y.v, v.fill, src, dst)
+
+
+def _from_float(x: X, f: Features, src: str, dst: str) -> X:
+    if not is_float(dst):
+        wide = x if src == "float64" else X(x.code, to_f32(x.code, f, x.v, src))
+        return _float_to_int(wide, dst)
+    if src == "float64":
+        return X(x.code, from_f32(x.code, f, x.to_float("f32").v, dst))
+    return X(x.code, from_f32(x.code, f, to_f32(x.code, f, x.v, src), dst))
+
+
+def _filled(y: Val, fill, src: str, dst: str) -> Val:
+    """Zero stays zero, but as e8m0, which has none; of floats with infinities these stay too."""
+    if fill is None or src in CODES or dst == "float8_e8m0fnu":
+        return y
+    if fill != 0:
+        kept = src in WIDE and dst in WIDE and fill in (float("inf"), float("-inf"))
+        return dataclasses.replace(y, fill=fill) if kept else y
+    zero = False if dst == "bool" else 0.0 if dst in WIDE else 0
+    return dataclasses.replace(y, fill=zero)
+
+
+def wrap(x: X, dtype: str) -> X:
+    """An i8 brought back into the range of a 4-bit integer; values of other dtypes as they are."""
+    return (x << 4) >> 4 if dtype == "int4" else x & 15 if dtype == "uint4" else x
+
+
+# -- integers and floats ----------------------------------------------------------------------------------------------
+
+
+def _int_to_float(x: X, f: Features, src: str, dst: str) -> X:
+    """Rounded once to f32 (f64), from there to narrower dtypes."""
+    if src == "bool":
+        return x.where(code_of(1.0, dst), code_of(0.0, dst), elem_of(dst))
+    if dst == "float64":
+        return x.cast("sitofp" if is_signed(src) else "uitofp", "f64")
+    if f.cuda and x.width <= 16:
+        y = _small_int_to_f32(x, src)
+    else:
+        y = x.cast("sitofp" if is_signed(src) else "uitofp", "f32")
+    return X(x.code, from_f32(x.code, f, y.v, dst))
+
+
+def _small_int_to_f32(x: X, src: str) -> X:
+    """In the full-rate pipes (NVIDIA's cvt runs at a quarter of the rate, or less): the integer as mantissa of a float
+    of exponent 23, less 2^23."""
+    low = 0
+    if is_signed(src):
+        low = 8 if src == "int4" else x.sign_mask()
+        x = x + 8 if src == "int4" else x ^ low
+    y = x.to_int("i32", signed=False) | 0x4B000000
+    return y.as_float("f32") - float((1 << 23) + low)
+
+
+def _float_to_int(x: X, dst: str) -> X:
+    """Truncated, saturated, NaN as 0. `x` is f32 or f64."""
+    info = ir.DTYPES[dst]
+    signed = is_signed(dst)
+    low = -(1 << (info.bits - 1)) if signed else 0
+    high = (1 << (info.bits - signed)) - 1
+    if info.bits <= (16 if x.elem == "f32" else 32):  # both limits are floats
+        y = x.is_nan().where(0.0, x)
+        y = y.binary("arith.maxnumf", float(low)).binary("arith.minnumf", float(high))
+        if info.bits == 32:
+            return y.cast("fptosi" if signed else "fptoui", "i32")
+        return y.cast("fptosi", "i32").to_int(elem_of(dst))
+    elem = elem_of(dst)
+    above = x.ge(float(high + 1))
+    below = x.lt(float(low)) if signed else x.le(-1.0)
+    outside = x.new(x.code.op("arith.ori", above.v, x.cmp("ult" if signed else "ule", float(low) if signed else -1.0).v))
+    y = outside.where(0.0, x).cast("fptosi" if signed else "fptoui", elem)
+    return above.where(high, below.where(low, y))
+
+
+# -- floats -----------------------------------------------------------------------------------------------------------
+
+
+def to_f32(code: Code, f: Features, v: Val, dtype: str) -> Val:
+    """A float of any dtype as f32: exact, but for float64, which is rounded."""
+    x = X(code, v)
+    if dtype in WIDE:
+        return x.to_float("f32").v
+    if dtype in f.fp8 and v.shape:
+        fp8 = code.bitcast(v, SMALL[dtype].elem)
+        return code.cast("tt.fp_to_fp", fp8, "f32")
+    return _decode(x, dtype).v
+
+
+def from_f32(code: Code, f: Features, v: Val, dtype: str) -> Val:
+    """An f32 as a float of any dtype, rounded to nearest even."""
+    x = X(code, v)
+    if dtype in WIDE:
+        return x.to_float(elem_of(dtype)).v
+    if dtype == "float8_e8m0fnu":
+        return _encode_power(x).v
+    if dtype in f.fp8 and v.shape:
+        return _encode_hardware(x, SMALL[dtype]).v
+    return _encode(x, SMALL[dtype]).v
+
+
+def _decode(x: X, dtype: str) -> X:
+    if dtype == "float8_e8m0fnu":
+        u = x.to_int("i32", signed=False)
+        y = u.eq(0).where(0x400000, u << 23)
+        return u.eq(255).where(0x7FC00000, y).as_float("f32")
+    fmt = SMALL[dtype]
+    if dtype == "float8_e5m2":  # the upper half of an f16
+        return (x.to_int("i16", signed=False) << 8).as_float("f16").to_float("f32")
+    # Exponent and mantissa in place, and the difference of the biases by a multiplication, which also normalises
+    # subnormal numbers.
+    u = x.to_int("i32", signed=False)
+    magnitude = (u & (fmt.sign - 1)) << (23 - fmt.mantissa)
+    sign = (u & fmt.sign) << (32 - fmt.width)
+    y = (magnitude | sign).as_float("f32") * 2.0 ** (127 - fmt.bias)
+    if dtype == "float8_e4m3fn":
+        y = (u & 0x7F).eq(0x7F).where(float("nan"), y)
+    return y
+
+
+def _encode(x: X, fmt: Small) -> X:
+    bits = x.bits()
+    a = x.abs()
+    drop = 23 - fmt.mantissa
+    half = (1 << (drop - 1)) - 1
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + half + (magnitude.lshr(drop) & 1)).lshr(drop) - ((127 - fmt.bias) << fmt.mantissa)
+    # Below the normal range the spacing is fixed: the adder rounds at the last place of this power of two.
+    magic = a.const(2.0 ** (1 - fmt.bias - fmt.mantissa + 23))
+    subnormal = (a + magic).bits() - magic.bits()
+    y = a.lt(2.0 ** (1 - fmt.bias)).where(subnormal, normal)
+    y = y.gt(fmt.largest).where(fmt.overflow, y)
+    sign = bits.lshr(31) << (fmt.width - 1)
+    if fmt.width == 4:
+        return x.is_nan().where(sign ^ fmt.nan, y | sign).to_int("i8")
+    return (x.is_nan().where(fmt.nan, y) | sign).to_int("i8")
+
+
+def _encode_hardware(x: X, fmt: Small) -> X:
+    """The instruction saturates; what rounds beyond the largest number is infinite, or NaN where there is no such."""
+    code = x.code
+    fp8 = code.let(
+        f"tt.fp_to_fp {x.v.name}, rounding = rtne : {x.v.type} -> {Val('', x.v.shape, fmt.elem).type}",
+        x.v.shape,
+        fmt.elem,
+    )
+    y = x.new(code.bitcast(fp8, "i8"))
+    sign = (x.bits().lshr(24) & 0x80).to_int("i8")
+    # From here on (a half above the largest; ties go to the even neighbour) numbers round to more than the largest.
+    limit = 464.0 if fmt.overflow == fmt.nan else 61440.0
+    above = x.abs().cmp("ogt" if fmt.overflow == fmt.nan else "oge", limit)
+    y = above.where(sign | fmt.overflow, y)
+    return x.is_nan().where(sign | fmt.nan, y)
+
+
+def _encode_power(x: X) -> X:
+    """float8_e8m0fnu: ties go up; zero, negative and too large values are NaN."""
+    bits = x.bits()
+    low = bits.gt(0x400000).where(1, 0, "i32")  # ml_dtypes rounds up above the smallest
+    y = bits.lt(0x800000).where(low, (bits + 0x400000).lshr(23))
+    bad = bits.le(0).v, bits.ge(0x7F400000).v
+    return x.new(x.code.op("arith.ori", *bad)).where(255, y).to_int("i8")
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+def reinterpret(code: Code, v: Val, src: str, dst: str) -> Val:
+    """The same bits as another dtype of the same width: what `Bitcast` means."""
+    x = X(code, v)
+    if src == "bool" or dst == "bool":
+        return v if src == dst else (x.ne(0) if dst == "bool" else x.to_int("i8", signed=False)).v
+    if ir.DTYPES[src].bits == 4 and dst in ("int4", "uint4"):
+        return wrap(x, dst).v
+    if ir.DTYPES[src].bits == 4:
+        return (x & 15).v
+    return code.bitcast(v, elem_of(dst))

@@ -1,0 +1,120 @@
+"""The transcendental functions: which instruction, vendor function or formula computes each, and its error bound.
+
+`ULP_BOUNDS` is in units in the last place of the result. Narrower floats than f32 use the f32 functions and are rounded,
+so that their error is that of one rounding, and of rare ties.
+"""
+
+from __future__ import annotations
+
+from jtile.lowering.triton.features import Features
+from jtile.lowering.triton.math_expr import Formula, X
+from jtile.lowering.triton.math_special import digamma
+
+LOG2_E = 1.4426950408889634
+
+# NVIDIA's libdevice has `__nv_tanhf` and `__nv_tanh`, AMD's ocml `__ocml_tanh_f32` and `__ocml_tanh_f64`.
+VENDOR = {
+    name: name
+    for name in (
+        "exp", "exp2", "expm1", "log", "log2", "log1p", "cbrt", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
+        "cosh", "tanh", "asinh", "acosh", "atanh", "rsqrt", "erf", "erfc", "lgamma", "pow", "atan2",
+    )
+} | {"erf_inv": "erfinv", "rem": "fmod", "round": "rint"}  # fmt: skip
+
+# (float32, float64): measured by tests/lowering/triton/gpu_math.py, above what the vendors state. lgamma and digamma:
+# of positive arguments; near the zeros of negative ones the error is absolute, of that size.
+ULP_BOUNDS: dict[str, tuple[float, float]] = {
+    "exp": (2, 2),
+    "exp2": (2, 2),
+    "expm1": (2, 2),
+    "log": (2, 2),
+    "log2": (2, 2),
+    "log1p": (2, 2),
+    "sqrt": (0.5, 0.5),
+    "rsqrt": (2, 2),
+    "cbrt": (2, 2),
+    "sin": (2, 2),
+    "cos": (2, 2),
+    "tan": (5, 3),
+    "asin": (4, 3),
+    "acos": (4, 3),
+    "atan": (3, 3),
+    "sinh": (4, 3),
+    "cosh": (3, 2),
+    "tanh": (3, 3),
+    "asinh": (4, 4),
+    "acosh": (5, 4),
+    "atanh": (4, 4),
+    "logistic": (5, 3),
+    "erf": (3, 3),
+    "erfc": (5, 6),
+    "erf_inv": (4, 8),
+    "lgamma": (8, 8),
+    "digamma": (2, 24),
+    "pow": (5, 3),
+    "atan2": (4, 3),
+}
+
+
+def vendor(f: Features, name: str, *args: X) -> X:
+    """A function of the vendor's device library on operands of type f32 or f64."""
+    x = args[0]
+    if f.cuda:
+        symbol = f"__nv_{name}{'f' if x.elem == 'f32' else ''}"
+    else:
+        symbol = f"__ocml_{name}_{x.elem}"
+    operands = ", ".join(a.v.name for a in args)
+    types = ", ".join(a.v.type for a in args)
+    right = f'tt.extern_elementwise {operands} {{libname = "", libpath = "", pure = true, symbol = "{symbol}"}}'
+    return x.new(x.code.let(f"{right} : ({types}) -> {x.v.type}", x.v.shape, x.elem))
+
+
+def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
+    """`fn` of f32 or f64 operands. `narrow`: the result is rounded to at most 16 bits, so that 2^-16 is exact enough."""
+    if fn == "exp" and narrow:
+        return exp2(f, xs[0] * LOG2_E)
+    if fn == "logistic":
+        return _logistic(f, xs[0], narrow)
+    if fn in _FORMULAS:
+        return _FORMULAS[fn](f, *xs)
+    return vendor(f, VENDOR[fn], *xs)
+
+
+def names() -> set[str]:
+    """What `transcendental` takes."""
+    return set(VENDOR) | set(_FORMULAS) | {"logistic"}
+
+
+def exp2(f: Features, x: X) -> X:
+    """One instruction in f32 on NVIDIA: the form of `ex2` that gives zero for subnormal results. The other form takes
+    three more, and the softmax of attention is made of these."""
+    if x.elem == "f64":
+        return vendor(f, "exp2", x)
+    if not f.cuda:
+        return x.unary("math.exp2")
+    asm = '"ex2.approx.ftz.f32 $0, $1;" {constraints = "=f,f", packed_element = 1 : i32, pure = true}'
+    right = f"tt.elementwise_inline_asm {asm} {x.v.name} : {x.v.type} -> {x.v.type}"
+    return x.new(x.code.let(right, x.v.shape, "f32"))
+
+
+def sqrt(_: Features, x: X) -> X:
+    """Rounded to nearest."""
+    return x.unary("tt.precise_sqrt" if x.elem == "f32" else "math.sqrt")
+
+
+def divide(x: X, y: X) -> X:
+    """Rounded to nearest."""
+    return x.binary("tt.precise_divf", y) if x.elem == "f32" else x / y
+
+
+def _logistic(f: Features, x: X, narrow: bool) -> X:
+    """1 / (1 + exp(-x)), of exp(-|x|), which cannot overflow: exp(x) / (1 + exp(x)) of negative numbers."""
+    e = transcendental(f, "exp", [-x.abs()], narrow=narrow)
+    return x.lt(0.0).where(e, 1.0) / (e + 1.0)
+
+
+_FORMULAS: dict[str, Formula] = {
+    "exp2": exp2,
+    "sqrt": sqrt,
+    "digamma": lambda f, x: digamma(x, lambda name, *a: vendor(f, name, *a)),
+}
