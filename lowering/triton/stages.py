@@ -85,6 +85,8 @@ def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
 
 def _options(f: Features, choice: Choice) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": choice.num_warps, "num_stages": choice.num_stages, "enable_fp_fusion": True}
+    if f.cuda:
+        options["enable_reflect_ftz"] = False  # the functions of libdevice keep subnormal numbers, as arithmetic does
     return options | ({"num_ctas": choice.num_ctas} if choice.num_ctas != 1 else {})
 
 
