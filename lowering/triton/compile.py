@@ -13,6 +13,7 @@ from jtile.lowering.triton import (  # noqa: F401  emitters register
     emit_basics,
     emit_control,
     emit_debug,
+    emit_elementwise,
     emit_dot,
     emit_memory,
     emit_scatter,

@@ -1,0 +1,231 @@
+"""Matrix products: `tt.dot` where hardware multiplies matrices of the operands' dtypes, else multiply and add."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jtile import ir
+from jtile.lowering.triton.convert import convert
+from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
+from jtile.lowering.triton.features import Features
+from jtile.lowering.triton.ttir import Code, Val, spell
+
+NARROW = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # every value of theirs is one of float16 and of bfloat16
+PROMOTE = 128  # elements of k after which the short accumulators of Hopper's fp8 products go to f32, as in cuBLAS
+PRODUCTS = 1 << 18  # elements of a tensor of products, before their sum
+FP8 = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a product is computed.
+
+    Attributes:
+      a, b: dtypes that the operands are converted to.
+      out: element type of the accumulator.
+      how: the precision of `tt.dot`, or "" to multiply and add in the dtype of the accumulator.
+      least: the smallest k of the instruction.
+    """
+
+    a: str
+    b: str
+    out: str
+    how: str = "ieee"
+    least: int = 1
+
+
+@emits(ir.Dot)
+def _dot(em: Emitter, op: ir.Dot) -> Val:
+    batch, m, n, k = op.sizes()
+    out = elem_of(op.result.dtype)
+    form = form_of(em.features, op.a.dtype, op.b.dtype, out, op.precision)
+    if min(m, n, k) == 1:  # no use of a matrix: rows and columns that are not there would cost as much
+        wide = op.result.dtype if out != "f32" else "float32"
+        form = Form(wide, wide, out, "")
+    a = operand(em, em.val(op.a), op.a, form.a, len(batch) + (0 if op.trans_a else 1))
+    b = operand(em, em.val(op.b), op.b, form.b, len(batch) + (1 if op.trans_b else 0))
+    acc = None if op.acc is None else em.val(op.acc)
+    many = math.prod(padded(batch))
+    a, b = (stacked(em.code, x, many) for x in (a, b))
+    acc = None if acc is None else stacked(em.code, acc, many)
+    if not form.how:
+        v = multiply_add(em.code, a, b, acc, op.trans_a, op.trans_b)
+    else:
+        a, b = (swapped(em.code, x) if t else x for x, t in ((a, op.trans_a), (b, op.trans_b)))
+        unsigned = tuple(form.a == "int8" and v.dtype == "uint8" for v in (op.a, op.b))
+        v = product(em, form, a, b, acc)
+        if any(unsigned):
+            v = shifted_back(em.code, v, a, b, unsigned, k)
+    return em.code.reshape(v, padded(op.result.shape))
+
+
+def form_of(f: Features, a: str, b: str, out: str, precision: str = "default") -> Form:
+    """The form of a product of two dtypes."""
+    if out[0] == "i":
+        return _integer_form(f, a, b, out)
+    if out == "f64":
+        return Form("float64", "float64", out, least=4)
+    if a in f.fp8 and b in f.fp8 and precision == "default":
+        return Form(a, b, out, least=32)
+    kinds = [{x} if x not in NARROW else {"float16", "bfloat16"} for x in _widened(a, b)]
+    both = sorted(kinds[0] & kinds[1], reverse=True)
+    if both and both[0] != "float32":
+        return Form(both[0], both[0], out, least=16)
+    if "float32" not in (a, b):  # tf32 holds every float16 and every bfloat16
+        return Form("float32", "float32", out, "tf32" if f.capability >= 80 else "ieee", least=8)
+    high = "tf32x3" if f.capability >= 80 else "bf16x3" if f.arch.startswith("gfx9") else "ieee"
+    return Form("float32", "float32", out, high if precision == "high" else "ieee", least=8)
+
+
+def _widened(a: str, b: str) -> tuple[str, str]:
+    """Block scales are powers of two in the range of bfloat16."""
+    return tuple("bfloat16" if x == "float8_e8m0fnu" else x for x in (a, b))  # type: ignore[return-value]
+
+
+def _integer_form(f: Features, a: str, b: str, out: str) -> Form:
+    if max(ir.DTYPES[a].bits, ir.DTYPES[b].bits) <= 8 and f.arch != "sm_75":
+        return Form("int8", "int8", out, least=32)
+    wide = "int64" if out == "i64" else "int32"
+    return Form(wide, wide, out, "ieee" if f.cuda else "")
+
+
+# ---- operands -------------------------------------------------------------------------------------------------------
+
+
+def operand(em: Emitter, t: Val, v: ir.Value, dtype: str, axis: int) -> Val:
+    """A tile in the dtype of a form, with zeros beyond its size along `axis`, which is summed over."""
+    if v.dtype == "uint8" and dtype == "int8":  # value - 128; see `shifted_back`
+        t = em.code.op("arith.xori", t, em.code.const(128, "i8", t.shape))
+    elif dtype not in FP8 or dtype != v.dtype:
+        t = convert(em.code, em.features, t, v.dtype, dtype)
+    t = cut(em.code, t, v.shape[axis], axis)
+    return em.code.bitcast(t, FP8.get(dtype, t.elem))
+
+
+def cut(code: Code, t: Val, n: int, axis: int) -> Val:
+    """Zeros from `n` on along an axis."""
+    if t.shape[axis] == n or (t.fill is not None and t.fill == 0):
+        return t
+    side = t.shape[axis]
+    inside = code.cmp("slt", code.arange(side), code.const(n, "i32", (side,)))
+    return code.select(code.along(inside, axis, t.shape), t, code.const(0, t.elem, t.shape))
+
+
+def stacked(code: Code, t: Val, many: int) -> Val:
+    """The batch axes as one; none where it would have length 1."""
+    return code.reshape(t, ((many,) if many > 1 else ()) + t.shape[-2:])
+
+
+def swapped(code: Code, t: Val) -> Val:
+    """The last two axes exchanged."""
+    rank = len(t.shape)
+    return code.transpose(t, [*range(rank - 2), rank - 1, rank - 2])
+
+
+def interleaved(code: Code, t: Val, axis: int, times: int) -> Val:
+    """An axis made longer by zeros after each of its elements."""
+    if times == 1:
+        return t
+    wide = code.expand_dims(t, axis + 1)
+    shape = (*t.shape[: axis + 1], times, *t.shape[axis + 1 :])
+    first = code.cmp("eq", code.arange(times), code.const(0, "i32", (times,)))
+    wide = code.select(code.along(first, axis + 1, shape), code.broadcast(wide, shape), code.const(0, t.elem, shape))
+    return code.reshape(wide, (*t.shape[:axis], t.shape[axis] * times, *t.shape[axis + 1 :]))
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
+    """`acc + a @ b` of tensors of rank 2 or 3 by `tt.dot`."""
+    code, rank = em.code, len(a.shape)
+    shape = (*a.shape[:-1], b.shape[-1])
+    times = max(form.least // a.shape[-1], 1)
+    a, b = interleaved(code, a, rank - 1, times), interleaved(code, b, rank - 2, times)
+    acc = acc or code.const(0, form.out, shape)
+    kind = f", inputPrecision = {form.how}" if form.how != "ieee" else ""
+    if form.a in FP8:
+        kind += f" {{maxNumImpreciseAcc = {min(PROMOTE, a.shape[-1])} : i32}}"
+    right = f"tt.dot {a.name}, {b.name}, {acc.name}{kind} : {a.type} * {b.type} -> {spell(shape, form.out)}"
+    return code.let(right, shape, form.out)
+
+
+def shifted_back(code: Code, v: Val, a: Val, b: Val, unsigned: tuple[bool, ...], k: int) -> Val:
+    """The product of unsigned bytes from that of the bytes less 128, which the matrix units know: both were shifted."""
+    rank = len(v.shape)
+    if unsigned[0]:
+        row = code.expand_dims(total(code, code.to_int(b, "i32"), rank - 2), rank - 2)
+        v = code.add(v, code.broadcast(code.scale(row, 128), v.shape))
+    if unsigned[1]:
+        column = code.expand_dims(total(code, code.to_int(a, "i32"), rank - 1), rank - 1)
+        v = code.add(v, code.broadcast(code.scale(column, 128), v.shape))
+    return code.shift(v, 128 * 128 * k) if all(unsigned) else v
+
+
+def total(code: Code, v: Val, axis: int) -> Val:
+    """The sum along an axis; a scalar for a vector."""
+    shape = (*v.shape[:axis], *v.shape[axis + 1 :])
+    add = "arith.addf" if v.is_float else "arith.addi"
+    x, y, z = (code.name() for _ in range(3))
+    out = code.let(f'"tt.reduce"({v.name}) <{{axis = {axis} : i32}}> ({{', shape, v.elem)
+    code.do(f"^bb0({x}: {v.elem}, {y}: {v.elem}):")
+    code.do(f"  {z} = {add} {x}, {y} : {v.elem}")
+    code.do(f"  tt.reduce.return {z} : {v.elem}")
+    code.do(f"}}) : ({v.type}) -> {out.type}")
+    return out
+
+
+# ---- multiply and add -----------------------------------------------------------------------------------------------
+
+
+def multiply_add(code: Code, a: Val, b: Val, acc: Val | None, trans_a: bool, trans_b: bool) -> Val:
+    """`acc + a @ b` of tensors of rank 2 or 3 as the sum of a tensor of products, with no axis of length 1 in it."""
+    if trans_a and trans_b:
+        a, trans_a = swapped(code, a), False
+    axes_a, axes_b = ("B" * (len(a.shape) - 2) + s for s in ("km" if trans_a else "mk", "nk" if trans_b else "kn"))
+    sides = dict(zip(axes_a, a.shape, strict=True)) | dict(zip(axes_b, b.shape, strict=True))
+    shape = tuple(sides[x] for x in "Bmn" if x in sides)
+    order = "Bkmn" if trans_a else "Bmnk" if trans_b else "Bmkn"
+    order = "".join(x for x in order if x == "k" or sides.get(x, 1) > 1)
+    parts = max(1, min(sides["k"], math.prod(sides.values()) // PRODUCTS))
+    if parts == 1:
+        v = _sum_of_products(code, _laid(code, a, axes_a, order, sides), _laid(code, b, axes_b, order, sides), order)
+        v = code.reshape(v, shape)
+        return v if acc is None else code.op("arith.addf" if v.is_float else "arith.addi", acc, v)
+    return _in_parts(code, (a, axes_a), (b, axes_b), acc or code.const(0, a.elem, shape), parts, order, sides)
+
+
+def _laid(code: Code, t: Val, axes: str, order: str, sides: dict[str, int]) -> Val:
+    """A tensor over the axes `order`, of length 1 where it has none of them."""
+    return code.reshape(t, tuple(sides[x] if x in axes else 1 for x in order))
+
+
+def _sum_of_products(code: Code, a: Val, b: Val, order: str) -> Val:
+    shape = tuple(max(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+    a, b = code.broadcast(a, shape), code.broadcast(b, shape)
+    return total(code, code.op("arith.mulf" if a.is_float else "arith.muli", a, b), order.index("k"))
+
+
+def _in_parts(code: Code, a, b, acc: Val, parts: int, order: str, sides: dict[str, int]) -> Val:
+    """A loop over parts of k: what a part needs is taken from the operands by a sum that has one term for it."""
+    small = sides | {"k": sides["k"] // parts}
+    t, carry = Val(code.name(), (), "i32"), Val(code.name(), acc.shape, acc.elem)
+    zero, one, end = (code.i32(n) for n in (0, 1, parts))
+    head = f"scf.for {t.name} = {zero.name} to {end.name} step {one.name}"
+    out = code.let(f"{head} iter_args({carry.name} = {acc.name}) -> ({acc.type}) : i32 {{", acc.shape, acc.elem)
+    with code.region():
+        x, y = (_laid(code, _part(code, v, axes, t, parts), axes, order, small) for v, axes in (a, b))
+        v = code.reshape(_sum_of_products(code, x, y, order), acc.shape)
+        v = code.op("arith.addf" if v.is_float else "arith.addi", carry, v)
+        code.do(f"scf.yield {v.name} : {v.type}")
+    code.do("}")
+    return out
+
+
+def _part(code: Code, v: Val, axes: str, t: Val, parts: int) -> Val:
+    k = axes.index("k")
+    shape = (*v.shape[:k], parts, v.shape[k] // parts, *v.shape[k + 1 :])
+    this = code.cmp("eq", code.arange(parts), code.splat(t, (parts,)))
+    wide = code.select(code.along(this, k, shape), code.reshape(v, shape), code.const(0, v.elem, shape))
+    return total(code, wide, k)
