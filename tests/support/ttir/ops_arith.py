@@ -27,7 +27,7 @@ def poisoned(x: np.ndarray, bad: np.ndarray, elem: str) -> np.ndarray:
     return np.where(bad, garbage(Type((), elem)), x) if np.any(bad) else x
 
 
-# -- integers -----------------------------------------------------------------------------------------------------------
+# -- integers ----------------------------------------------------------------------------------------------------------
 
 _WRAPPING = {"addi": np.add, "subi": np.subtract, "muli": np.multiply}
 _BITS = {"andi": np.bitwise_and, "ori": np.bitwise_or, "xori": np.bitwise_xor}
@@ -155,7 +155,7 @@ def _cmpf(m, s: Stmt, a, b):
     return out | nan if predicate[0] == "u" else out & ~nan
 
 
-# -- floats -------------------------------------------------------------------------------------------------------------
+# -- floats ------------------------------------------------------------------------------------------------------------
 
 
 def _zeros_apart(fn, a, b):
@@ -189,7 +189,7 @@ def _neg(m, s: Stmt, a):
     return np.negative(a)
 
 
-# -- constants, selection, casts ----------------------------------------------------------------------------------------
+# -- constants, selection, casts ---------------------------------------------------------------------------------------
 
 
 def _constant_type(stmt: Stmt, args: list[Type]) -> Types:

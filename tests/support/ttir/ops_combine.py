@@ -54,9 +54,9 @@ def _scan(m, s: Stmt, *xs):
     return tuple(np.moveaxis(x[:: -1 if back else 1], 0, axis) for x in xs)
 
 
-# -- dots ---------------------------------------------------------------------------------------------------------------
+# -- dots --------------------------------------------------------------------------------------------------------------
 
-_PAIRS = {"f32": ("f16", "bf16", "f32", "f8E4M3FN", "f8E5M2"), "f16": ("f16", "f8E4M3FN", "f8E5M2"), "i32": ("i8",),
+_PAIRS = {"f32": ("f16", "bf16", "f32", "f8E4M3FN", "f8E5M2"), "f16": ("f16", "f8E4M3FN", "f8E5M2"), "i32": ("i8", "i32"),
           "f64": ("f64",)}  # fmt: skip
 
 
@@ -101,6 +101,7 @@ def _dot(m, s: Stmt, a, b, c):
 
 _FORMATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16,
             "fp16": np.float16, "e2m1": None}  # fmt: skip
+_HELD = {"e2m1": ("i8",), "bf16": ("bf16",), "fp16": ("f16",), "e4m3": ("f8E4M3FN", "i8"), "e5m2": ("f8E5M2", "i8")}
 
 
 def _scaled_parts(stmt: Stmt) -> tuple[bool, bool, int, int]:

@@ -94,7 +94,7 @@ def _count(m, s: Stmt, a):
     return (bits - _bit_count(signed(x))).astype(a.dtype)
 
 
-# -- libdevice, ocml ----------------------------------------------------------------------------------------------------
+# -- libdevice, ocml ---------------------------------------------------------------------------------------------------
 
 _BITS = {"clz": "math.ctlz", "popc": "math.ctpop", "ffs": "", "clzll": "math.ctlz", "popcll": "math.ctpop"}
 
@@ -146,7 +146,7 @@ _FIELDS = {
 KNOWN = UNARY | BINARY | dict.fromkeys(_FIELDS)  # type: ignore[dict-item]
 
 
-# -- floats of 8 bits ---------------------------------------------------------------------------------------------------
+# -- floats of 8 bits --------------------------------------------------------------------------------------------------
 
 
 def _fp_rule(stmt: Stmt, args: list[Type]) -> Types:

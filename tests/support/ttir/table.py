@@ -34,7 +34,7 @@ def op(*names: str, rule: Rule, form: Form):
     return add
 
 
-# -- forms: what is spelled ---------------------------------------------------------------------------------------------
+# -- forms: what is spelled --------------------------------------------------------------------------------------------
 
 
 def one(args: Types, results: Types) -> tuple[Types, Types]:
@@ -57,7 +57,7 @@ def result(args: Types, results: Types) -> tuple[Types, Types]:
     return results, ()
 
 
-# -- rules: what the results are ----------------------------------------------------------------------------------------
+# -- rules: what the results are ---------------------------------------------------------------------------------------
 
 
 def demand(stmt: Stmt, holds: Any, what: str) -> None:
