@@ -1,0 +1,198 @@
+"""Order among the threads of a block: barriers between accesses that may touch one element, and scatters in which
+several lanes name one.
+
+A tile lives spread over threads, and not every access spreads it alike: what one thread stored, another may load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jtile import ir
+from jtile.lowering.triton.addresses import Line, Places, lay
+from jtile.lowering.triton.emitter import Emitter, padded
+from jtile.lowering.triton.ttir import Val
+
+PAIRS = 256  # lanes of a scatter that are compared each with each; more lanes are stored one after another
+
+Access = ir.Load | ir.Store | ir.Atomic
+
+
+def meet(em: Emitter, op: Access) -> None:
+    """A barrier before `op` where it may touch what other threads of the block have touched since the last one."""
+    if "watched" not in em.memo:
+        em.memo["watched"] = _watched(em)
+    watched: Watched = em.memo["watched"]
+    root = watched.root.get(op.ref, op.ref)
+    if root not in watched.roots:
+        return
+    block = watched.block[op]
+    if watched.at is not block:
+        # Another block may have run in between, and this one may be a loop's body that ends in accesses.
+        if watched.at is not None or block is not em.kernel.body:
+            em.code.do("gpu.barrier")
+        watched.at, watched.since = block, []
+    elif any(_collide(watched, op, other) for other in watched.since):
+        em.code.do("gpu.barrier")
+        watched.since = []
+    watched.since.append(op)
+
+
+class Watched:
+    """Where a kernel's accesses stand, and which were emitted since the last barrier.
+
+    Attributes:
+      root: of a Ref that shares its memory: the Ref that stands for both.
+      roots: the Refs with accesses that must be kept in order.
+      block: of each access.
+      at: the block of the last one; since: those after the last barrier.
+    """
+
+    def __init__(self, root: dict[ir.Value, ir.Value], roots: set[ir.Value], block: dict[ir.Op, ir.Block]):
+        self.root, self.roots, self.block = root, roots, block
+        self.at: ir.Block | None = None
+        self.since: list[Access] = []
+
+
+def _watched(em: Emitter) -> Watched:
+    kernel = em.kernel
+    root = {kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases}
+    block, looped = {}, set()
+    reads: set[ir.Value] = set()
+    writes: dict[ir.Value, list[Access]] = {}
+    for op, b, loop in _accesses(kernel.body, False):
+        ref = root.get(op.ref, op.ref)
+        block[op] = b
+        if loop:
+            looped.add(op)
+        if isinstance(op, ir.Load):
+            reads.add(ref)
+        else:
+            writes.setdefault(ref, []).append(op)
+    roots = {
+        ref
+        for ref, ops in writes.items()
+        if ref in reads or len(ops) > 1 or (ops[0] in looped and not _same_or_apart(ops[0]))
+    }
+    return Watched(root, roots, block)
+
+
+def _accesses(b: ir.Block, loop: bool) -> Iterator[tuple[Access, ir.Block, bool]]:
+    for op in b.ops:
+        if isinstance(op, Access):
+            yield op, b, loop
+        for inner in op.blocks():
+            yield from _accesses(inner, loop or not isinstance(op, ir.If))
+
+
+def _same_or_apart(op: Access) -> bool:
+    """Whether two runs of a store write either the same tile, from the same threads, or tiles without a common
+    element."""
+    return all(isinstance(d, ir.At) or (isinstance(d, ir.Tile) and d.step >= d.size) for d in op.index)
+
+
+def _collide(watched: Watched, a: Access, b: Access) -> bool:
+    if isinstance(a, ir.Load) and isinstance(b, ir.Load):
+        return False
+    if watched.root.get(a.ref, a.ref) is not watched.root.get(b.ref, b.ref):
+        return False
+    return not any(_apart(x, y) for x, y in zip(a.index, b.index, strict=True))
+
+
+def _apart(a: ir.Dim, b: ir.Dim) -> bool:
+    """Whether two dimensions with constant starts have no element in common."""
+    x, y = _reach(a), _reach(b)
+    return x is not None and y is not None and (x[1] < y[0] or y[1] < x[0])
+
+
+def _reach(d: ir.Dim) -> tuple[int, int] | None:
+    v = ir.dim_value(d)
+    if isinstance(d, ir.Take) or not isinstance(v.op, ir.Full):
+        return None
+    at = int(v.op.value)
+    if isinstance(d, ir.At):
+        return at, at
+    first, step = (at * d.step, 1) if isinstance(d, ir.Tile) else (at, d.stride)
+    last = first + (d.size - 1) * step
+    return min(first, last), max(first, last)
+
+
+# -- scatters: the last lane wins -------------------------------------------------------------------------------------
+
+
+def may_repeat(index: ir.Index) -> bool:
+    """Whether two lanes of an access may name one element."""
+    takes = [d.indices for d in index if isinstance(d, ir.Take)]
+    spread = set().union(*(_spread(v) for v in takes)) if takes else set()
+    return any(n > 1 and axis not in spread for axis, n in enumerate(takes[0].shape)) if takes else False
+
+
+def _spread(v: ir.Value) -> set[int]:
+    """The axes along which the elements of a tile differ pairwise, where it is constant along all others."""
+    op = v.op
+    axes = _varies(v)
+    if axes is None or len(axes) > 1:
+        return set()
+    if isinstance(op, ir.Dense) and v.type.rank == 1:
+        return {0} if len(set(op.data)) == len(op.data) else set()
+    return axes
+
+
+def _varies(v: ir.Value) -> set[int] | None:
+    """The axes along which a tile of sums of index numbers and scalars differs, pairwise; None: not known."""
+    op = v.op
+    if v.type.rank == 0 or isinstance(op, ir.Full):
+        return set()
+    if isinstance(op, ir.Iota):
+        return {op.axis}
+    if isinstance(op, ir.Dense) and v.type.rank == 1 and len(set(op.data)) == len(op.data):
+        return {0}
+    if isinstance(op, ir.Broadcast):
+        inner = _varies(op.x)
+        return None if inner is None else {op.dims[a] for a in inner}
+    if isinstance(op, ir.Cast) and ir.DTYPES[op.dtype].bits >= ir.DTYPES[op.x.dtype].bits and ir.DTYPES[
+        op.x.dtype].kind in "iu":  # fmt: skip
+        return _varies(op.x)
+    if isinstance(op, ir.Map) and op.fn in ("add", "sub"):
+        a, b = (_varies(x) for x in op.args)
+        return None if a is None or b is None or (a and b) else a | b
+    return None
+
+
+def last_lanes(em: Emitter, found: list[Line], places: Places) -> Val:
+    """The mask of a gather's lanes that no later lane repeats, laid over the tile."""
+    code = em.code
+    takes = [line for line in found if line.first.shape]
+    axis, inner = takes[0].axis, takes[0].first.shape
+    n = int(np.prod(inner))
+    flat = [code.reshape(line.first, (n,)) for line in takes]
+    real = em.valid(places.shape[axis : axis + len(inner)])
+    later = code.cmp("sgt", *(_pair(em, code.arange(n), n, k) for k in (1, 0)))
+    if real is not None:
+        later = code.both(later, _pair(em, code.reshape(real, (n,)), n, 1))
+    for v in flat:
+        later = code.both(later, code.cmp("eq", *(_pair(em, v, n, k) for k in (1, 0))))
+    hidden = any_along(em, code.to_int(later, "i32"), 1)
+    alone = code.cmp("eq", hidden, code.const(0, "i32", (n,)))
+    return lay(em, code.reshape(alone, inner), axis, padded(places.shape))
+
+
+def _pair(em: Emitter, v: Val, n: int, axis: int) -> Val:
+    return em.code.along(v, axis, (n, n))
+
+
+def any_along(em: Emitter, v: Val, axis: int) -> Val:
+    """The bitwise or of i32 lanes along an axis."""
+    code = em.code
+    shape = (*v.shape[:axis], *v.shape[axis + 1 :])
+    out = Val(code.name(), shape, v.elem)
+    a, b, c = code.name(), code.name(), code.name()
+    code.do(f'{out.name} = "tt.reduce"({v.name}) <{{axis = {axis} : i32}}> ({{')
+    with code.region():
+        code.do(f"^bb0({a}: {v.elem}, {b}: {v.elem}):")
+        code.do(f"{c} = arith.ori {a}, {b} : {v.elem}")
+        code.do(f"tt.reduce.return {c} : {v.elem}")
+    code.do(f"}}) : ({v.type}) -> {out.type}")
+    return out

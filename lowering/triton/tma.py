@@ -1,0 +1,1 @@
+def qualifies(em,buf,op): return False
