@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.triton import lanes
+from jtile.lowering.triton import moves
 from jtile.lowering.triton.emitter import Emitter, emits
+from jtile.lowering.triton.lanes import fold
 from jtile.lowering.triton.ttir import Val
 
 COMPARED = 8192  # lanes of the matrix slots x updates that is compared at a time
@@ -66,7 +67,7 @@ def _apply(em: Emitter, op: ir.Scatter, at: Val, old: Val) -> Val:
     code, updates = em.code, em.val(op.updates)
     some = code.cmp("ult", at, code.const(NONE, "i32", at.shape))
     some = code.both(some, code.cmp("sge", at, code.const(0, "i32", at.shape)))
-    got = lanes.pick(em, updates, lanes.low_bits(code, at, updates.size))
+    got = moves.pick(em, updates, moves.low_bits(code, at, updates.size))
     new = got if op.fn == "set" else _combine(em, op, old, got)
     return code.select(some, new, old)  # type: ignore[arg-type]
 
@@ -107,7 +108,7 @@ def _search(em: Emitter, slots: Val, n: int, done: Val | None) -> Val:
     result = code.let(f"{head} iter_args({best.name} = {none.name}) -> ({none.type}) : i32 {{", (n,), "i32")
     with code.region():
         numbers = code.add(code.splat(first, (chunk,)), code.arange(chunk))
-        found = _among(em, lanes.gather(code, slots, numbers), numbers, n, done)
+        found = _among(em, moves.gather(code, slots, numbers), numbers, n, done)
         better = code.op("arith.maxsi" if done is None else "arith.minsi", best, found)
         code.do(f"scf.yield {better.name} : {better.type}")
     code.do("}")
@@ -126,11 +127,6 @@ def _among(em: Emitter, slots: Val, numbers: Val, n: int, done: Val | None) -> V
 
 
 def _reduce(em: Emitter, v: Val, axis: int, fn: str) -> Val:
-    code = em.code
-    shape = (*v.shape[:axis], *v.shape[axis + 1 :])
     if v.shape[axis] == 1:
-        return code.reshape(v, shape)
-    a, b, c = code.name(), code.name(), code.name()
-    kind = Val("", shape, "i32").type
-    body = f"({{ ^bb0({a}: i32, {b}: i32): {c} = arith.{fn} {a}, {b} : i32 tt.reduce.return {c} : i32 }})"
-    return code.let(f'"tt.reduce"({v.name}) <{{axis = {axis} : i32}}> {body} : ({v.type}) -> {kind}', shape, "i32")
+        return em.code.reshape(v, (*v.shape[:axis], *v.shape[axis + 1 :]))
+    return fold(em, v, f"arith.{fn}", axis)

@@ -1,6 +1,6 @@
 """Ops that move elements: broadcasts, reshapes, slices, pads, concatenations, gathers.
 
-Sides of tensors are powers of two, so an op moves nothing where the tile's own sides are; see `lanes` for the rest.
+Sides of tensors are powers of two, so an op moves nothing where the tile's own sides are; see `moves` for the rest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from jtile import ir
-from jtile.lowering.triton import lanes
+from jtile.lowering.triton import moves
 from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
 from jtile.lowering.triton.ttir import Val
 
@@ -65,7 +65,7 @@ def _reshape(em: Emitter, op: ir.Reshape) -> Val:
         if not (_dense(a) and _dense(b))
     }
     v = em.code.reshape(v, [p for p, _ in sides])
-    return em.code.reshape(lanes.move(em, v, [m for _, m in sides], maps), full)
+    return em.code.reshape(moves.move(em, v, [m for _, m in sides], maps), full)
 
 
 def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -96,18 +96,18 @@ def _regroup(em: Emitter, lane: Val, a: Sequence[int], b: Sequence[int]) -> Val:
     code, element = em.code, lane
     if not _dense(b):
         full, at = padded(b), []
-        for n, stride in zip(full, lanes.row_major(full), strict=True):
+        for n, stride in zip(full, moves.row_major(full), strict=True):
             digit = code.op("arith.shrui", lane, code.const(stride.bit_length() - 1, "i32", lane.shape))
-            at.append(lanes.low_bits(code, digit, n))
-        element = lanes.position(code, at, lanes.row_major(b))
+            at.append(moves.low_bits(code, digit, n))
+        element = moves.position(code, at, moves.row_major(b))
     if not _dense(a):
         at, rest = [], element
         for n in reversed(a[1:]):
             side = code.const(n, "i32", lane.shape)
             at.insert(0, code.op("arith.remui", rest, side))
             rest = code.op("arith.divui", rest, side)
-        element = lanes.position(code, [rest, *at], lanes.row_major(padded(a)))
-    return lanes.low_bits(code, element, math.prod(padded(a)))  # of lanes beyond the tile, which hold anything
+        element = moves.position(code, [rest, *at], moves.row_major(padded(a)))
+    return moves.low_bits(code, element, math.prod(padded(a)))  # of lanes beyond the tile, which hold anything
 
 
 # ---- slices, reversal -----------------------------------------------------------------------------------------------
@@ -130,10 +130,10 @@ def _slice(em: Emitter, op: ir.Slice) -> Val:
             v = cut
         else:
             p = v.shape[k]
-            maps[k] = lambda j, first=first, step=step, p=p: lanes.low_bits(
+            maps[k] = lambda j, first=first, step=step, p=p: moves.low_bits(
                 em.code, em.code.shift(em.code.scale(j, step), first), p
             )
-    return lanes.move(em, v, full, maps) if maps else dataclasses.replace(v, fill=None)
+    return moves.move(em, v, full, maps) if maps else dataclasses.replace(v, fill=None)
 
 
 def _cut(em: Emitter, v: Val, axis: int, first: int, m: int, step: int) -> Val | None:
@@ -144,9 +144,9 @@ def _cut(em: Emitter, v: Val, axis: int, first: int, m: int, step: int) -> Val |
         return None
     before, after = v.shape[:axis], v.shape[axis + 1 :]
     if p > m * step:
-        v = lanes.unstack(code, code.reshape(v, (*before, p // (m * step), m * step, *after)), axis, row // m)
+        v = moves.unstack(code, code.reshape(v, (*before, p // (m * step), m * step, *after)), axis, row // m)
     if step > 1:
-        v = lanes.unstack(code, code.reshape(v, (*before, m, step, *after)), axis + 1, column)
+        v = moves.unstack(code, code.reshape(v, (*before, m, step, *after)), axis + 1, column)
     return v
 
 
@@ -159,13 +159,13 @@ def _reverse(em: Emitter, op: ir.Reverse) -> Val:
     if not axes:
         return v
     maps = {k: (lambda j, k=k: _mirror(em, j, shape[k], v.shape[k])) for k in axes}
-    return lanes.move(em, v, v.shape, maps)
+    return moves.move(em, v, v.shape, maps)
 
 
 def _mirror(em: Emitter, j: Val, n: int, p: int) -> Val:
     """`n - 1 - j`, inside a side of p lanes."""
     last = em.code.const(n - 1, "i32", j.shape)
-    return em.code.op("arith.xori", j, last) if n == p else lanes.low_bits(em.code, em.code.sub(last, j), p)
+    return em.code.op("arith.xori", j, last) if n == p else moves.low_bits(em.code, em.code.sub(last, j), p)
 
 
 # ---- pad, concat ----------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def _pad(em: Emitter, op: ir.Pad) -> Val:
             if n < p and low + n * step < shape[k]:  # lanes beyond the tile come to lie inside the result
                 inside = code.cmp("slt", j, code.const(low + n * step, "i32", j.shape))
         mask = code.both(mask, None if inside is None else code.along(inside, k, full))
-    v = lanes.move(em, v, full, maps) if maps else dataclasses.replace(v, fill=None)
+    v = moves.move(em, v, full, maps) if maps else dataclasses.replace(v, fill=None)
     return v if mask is None else code.select(mask, v, filling(full))
 
 
@@ -209,7 +209,7 @@ def _widened(em: Emitter, v: Val, axis: int, low: int, m: int, step: int, fillin
         if count > 1:
             parts = [filling(v.shape)] * count
             parts[place] = v
-            v = _merged(em, lanes.stack(code, parts, at), axis)
+            v = _merged(em, moves.stack(code, parts, at), axis)
     return v
 
 
@@ -221,7 +221,7 @@ def _merged(em: Emitter, v: Val, axis: int) -> Val:
 def _unpadded(em: Emitter, j: Val, low: int, step: int, p: int) -> Val:
     at = em.code.shift(j, -low)
     at = at if step == 1 else em.code.op("arith.divui", at, em.code.const(step, "i32", j.shape))
-    return lanes.low_bits(em.code, at, p)
+    return moves.low_bits(em.code, at, p)
 
 
 def _of_source(em: Emitter, j: Val, low: int, n: int, step: int) -> Val:
@@ -277,9 +277,9 @@ def _one_source(em: Emitter, parts: list[tuple[int, ir.Value]], axis: int, full:
 
     def places(j: Val) -> Val:
         shifts = [(at, x.op.starts[axis] - at) for at, x in parts]  # type: ignore[union-attr]
-        return lanes.low_bits(em.code, _shifted(em, j, shifts), v.shape[axis])
+        return moves.low_bits(em.code, _shifted(em, j, shifts), v.shape[axis])
 
-    return lanes.move(em, v, full, {axis: places})
+    return moves.move(em, v, full, {axis: places})
 
 
 def _shifted(em: Emitter, j: Val, shifts: list[tuple[int, int]]) -> Val:
@@ -302,17 +302,17 @@ def _laid(em: Emitter, parts: list[tuple[int, ir.Value]], axis: int, full: tuple
         return code.broadcast(vals[0], full)
     vals += [vals[0]] * (padded((len(vals),))[0] - len(vals))
     if exact and len(vals) * p == full[axis]:
-        return _merged(em, lanes.stack(code, vals, axis), axis)
-    joined = lanes.stack(code, vals, len(full))  # the part is the fastest axis: joined in registers, moved once
+        return _merged(em, moves.stack(code, vals, axis), axis)
+    joined = moves.stack(code, vals, len(full))  # the part is the fastest axis: joined in registers, moved once
     sides = (math.prod(full[:axis]), full[axis], math.prod(full[axis + 1 :]))
-    before, j, after = lanes.coordinates(code, sides)
-    within = lanes.low_bits(code, _shifted(em, j, [(at, -at) for at, _ in parts]), p)
+    before, j, after = moves.coordinates(code, sides)
+    within = moves.low_bits(code, _shifted(em, j, [(at, -at) for at, _ in parts]), p)
     part = code.const(0, "i32", j.shape)
     for k, (at, _) in enumerate(parts[1:], 1):
         here = code.cmp("sge", j, code.const(at, "i32", j.shape))
         part = code.select(here, code.const(k, "i32", j.shape), part)
-    strides = lanes.row_major((sides[0], p, sides[2], len(vals)))
-    return code.reshape(lanes.pick(em, joined, lanes.position(code, [before, within, after, part], strides)), full)
+    strides = moves.row_major((sides[0], p, sides[2], len(vals)))
+    return code.reshape(moves.pick(em, joined, moves.position(code, [before, within, after, part], strides)), full)
 
 
 def _mine(em: Emitter, parts: list[tuple[int, ir.Value]], axis: int, full: tuple[int, ...]) -> Val:
@@ -349,10 +349,10 @@ def _dynamic_slice(em: Emitter, op: ir.DynamicSlice) -> Val:
     for k, (start, m, n) in enumerate(zip(op.starts, op.sizes, op.x.shape, strict=True)):
         if m != n:
             first = _clamped(em, start, n - m)
-            maps[k] = lambda j, first=first, p=v.shape[k]: lanes.low_bits(
+            maps[k] = lambda j, first=first, p=v.shape[k]: moves.low_bits(
                 em.code, em.code.add(j, em.code.splat(first, j.shape)), p
             )
-    return lanes.move(em, v, padded(op.sizes), maps) if maps else v
+    return moves.move(em, v, padded(op.sizes), maps) if maps else v
 
 
 @emits(ir.DynamicUpdate)
@@ -366,14 +366,14 @@ def _dynamic_update(em: Emitter, op: ir.DynamicUpdate) -> Val:
             continue
         first = _clamped(em, start, n - m)
         behind = lambda j, first=first: code.sub(j, code.splat(first, j.shape))
-        maps[k] = lambda j, behind=behind, p=update.shape[k]: lanes.low_bits(code, behind(j), p)
+        maps[k] = lambda j, behind=behind, p=update.shape[k]: moves.low_bits(code, behind(j), p)
         j = code.arange(x.shape[k])
         inside = code.cmp("ult", behind(j), code.const(m, "i32", j.shape))
         mask = code.both(mask, code.along(inside, k, x.shape))
     if mask is None:
         return update
     single = all(update.shape[k] == 1 for k in maps)
-    update = code.broadcast(update, x.shape) if single else lanes.move(em, update, x.shape, maps)
+    update = code.broadcast(update, x.shape) if single else moves.move(em, update, x.shape, maps)
     return code.select(mask, update, x)
 
 
@@ -387,8 +387,8 @@ def _gather(em: Emitter, op: ir.Gather) -> Val:
     if p == 1:
         return code.broadcast(v, full)
     sides = (math.prod(full[:axis]), full[axis], math.prod(full[axis + 1 :]))
-    before, _, after = lanes.coordinates(code, sides)
+    before, _, after = moves.coordinates(code, sides)
     index = code.reshape(em.integer(op.indices), (math.prod(full),))
-    index = lanes.low_bits(code, index, p)  # lanes beyond the tile hold anything
-    at = lanes.position(code, [before, index, after], lanes.row_major((sides[0], p, sides[2])))
-    return code.reshape(lanes.pick(em, v, at), full)
+    index = moves.low_bits(code, index, p)  # lanes beyond the tile hold anything
+    at = moves.position(code, [before, index, after], moves.row_major((sides[0], p, sides[2])))
+    return code.reshape(moves.pick(em, v, at), full)
