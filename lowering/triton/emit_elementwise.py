@@ -139,7 +139,7 @@ _FLOAT: dict[str, Callable[..., X]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
-    "div": divide(a, b),
+    "div": divide,
     "square": lambda a: a * a,
     "sign": _sign,
     "floor": lambda a: a.unary("math.floor"),
