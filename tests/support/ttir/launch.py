@@ -128,6 +128,7 @@ def evaluate(text: str, record: Record, kernel: Kernel, inputs: Sequence[np.ndar
     _check_params(function, record)
     machine = Machine(functions, memory, value_of(record.grid, b.symbols), descriptors, seed)
     machine.launch(function, args)
+    memory.finish()
     return Launch(b.outputs(), b.extra, text, record, machine.printed)
 
 

@@ -7,19 +7,30 @@ from collections.abc import Sequence
 import numpy as np
 
 from .parse import Stmt
+from .types import TtirError
 
 GAP = 40  # bits: buffer k starts at (k + 1) << GAP, plus 16 bytes: no base is aligned by more than XLA promises
 SKEW = 16
+TAIL = 0x5A  # behind the end of a buffer, up to 16 bytes: an atomic update of a whole word may touch it, nothing else
 
 
 class Memory:
     """Buffers of bytes at addresses; who touched what since the last barrier of the running block."""
 
     def __init__(self, buffers: Sequence[np.ndarray]):
-        self.bytes = [b.reshape(-1).view(np.uint8) for b in buffers]
+        self._buffers = [b.reshape(-1).view(np.uint8) for b in buffers]
+        self.sizes = [len(b) for b in self._buffers]
+        self.bytes = [np.concatenate([b, np.full(-len(b) % 16, TAIL, np.uint8)]) for b in self._buffers]
         self.epoch = 1
         self._stores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._loads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def finish(self) -> None:
+        """Back into the arrays; what lies behind them must not have changed."""
+        for k, (array, memory) in enumerate(zip(self._buffers, self.bytes, strict=True)):
+            array[:] = memory[: len(array)]
+            if (memory[len(array) :] != TAIL).any():
+                raise TtirError(f"bytes behind the end of buffer {k} changed")
 
     def base(self, k: int) -> int:
         return ((k + 1) << GAP) + SKEW
@@ -28,7 +39,9 @@ class Memory:
         """Every access so far is ordered before those that come."""
         self.epoch += 1
 
-    def find(self, stmt: Stmt, at: np.ndarray, size: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    def find(
+        self, stmt: Stmt, at: np.ndarray, size: int, atomic: bool = False
+    ) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """(buffer, which of the addresses lie in it, their byte offsets); an error where one lies in none."""
         if not at.size:
             return []
@@ -38,12 +51,13 @@ class Memory:
             offset = at[here] - self.base(int(k))
             if not 0 <= k < len(self.bytes):
                 raise stmt.error(f"{stmt.name} at address {at[here[0]]:#x}, which belongs to no buffer")
-            bad = (offset < 0) | (offset + size > len(self.bytes[k]))
+            end = len(self.bytes[k]) if atomic else self.sizes[k]
+            bad = (offset < 0) | (offset + size > end)
             if bad.any():
                 first = int(np.argmax(bad))
                 raise stmt.error(
                     f"{stmt.name} out of bounds: active lane {here[first]} touches bytes {offset[first]}.. of buffer "
-                    f"{k}, which has {len(self.bytes[k])}; {bad.sum()} of {at.size} active lanes do so"
+                    f"{k}, which has {self.sizes[k]}; {bad.sum()} of {at.size} active lanes do so"
                 )
             if (offset % size).any():
                 first = int(np.argmax(offset % size != 0))
@@ -54,7 +68,7 @@ class Memory:
     def load(self, stmt: Stmt, at: np.ndarray, dtype: np.dtype, lanes: np.ndarray, atomic: bool = False) -> np.ndarray:
         """Elements at addresses; `lanes` numbers those who read."""
         out = np.empty(at.shape, dtype)
-        for k, here, offset in self.find(stmt, at, dtype.itemsize):
+        for k, here, offset in self.find(stmt, at, dtype.itemsize, atomic):
             if not atomic:
                 self._check(stmt, self._stores, k, offset, lanes[here], "read", "written")
                 self._mark(self._loads, stmt, k, offset, lanes[here])
@@ -62,7 +76,7 @@ class Memory:
         return out
 
     def store(self, stmt: Stmt, at: np.ndarray, values: np.ndarray, lanes: np.ndarray, atomic: bool = False) -> None:
-        for k, here, offset in self.find(stmt, at, values.dtype.itemsize):
+        for k, here, offset in self.find(stmt, at, values.dtype.itemsize, atomic):
             if not atomic:
                 self._check(stmt, self._loads, k, offset, lanes[here], "written", "read")
                 self._check(stmt, self._stores, k, offset, lanes[here], "written", "written")
@@ -72,7 +86,7 @@ class Memory:
 
     def touch(self, stmt: Stmt, at: np.ndarray, size: int, lanes: np.ndarray) -> None:
         """Atomic updates: may meet each other, but no plain access without a barrier."""
-        for k, _, offset in self.find(stmt, at, size):
+        for k, _, offset in self.find(stmt, at, size, True):
             for marks, was in ((self._loads, "read"), (self._stores, "written")):
                 self._check(stmt, marks, k, offset, np.full(len(offset), -1), "updated", was, atomics=True)
             self._mark(self._stores, stmt, k, offset, np.full(len(offset), -1))

@@ -224,8 +224,9 @@ def _operands(stmt: Stmt, rest: str) -> None:
         return
     if stmt.name == "tt.print" and len(parts) > 2:
         head = f"{parts[0]} {parts[1]}"
-    if stmt.name.startswith("scf.for") or stmt.name.startswith("scf.while"):
-        head, kinds = rest, ""
+    if stmt.name in ("scf.for", "scf.while"):  # `ops_control.control_head` reads them
+        stmt.head = rest
+        return
     for body in _braces(head):
         stmt.attrs.update(parse_attrs(body[1]))
         head = head.replace(body[0], " ", 1)
