@@ -21,6 +21,7 @@ UNARY = {
     "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x),
     "roundeven": np.rint, "rint": np.rint, "nearbyint": np.rint, "absf": np.abs, "fabs": np.abs, "j0": sp.j0,
     "exp10": lambda x: 10.0**x, "normcdf": sp.ndtr, "rcp": np.reciprocal,
+    "sinpi": lambda x: np.sin(np.pi * np.remainder(x, 2.0)), "cospi": lambda x: np.cos(np.pi * np.remainder(x, 2.0)),
 }  # fmt: skip
 BINARY = {
     "powf": np.power, "pow": np.power, "atan2": np.arctan2, "fmod": np.fmod, "copysign": np.copysign,
@@ -131,6 +132,20 @@ def _extern(m, s: Stmt, *args):
     if fn is None:
         raise s.error(f"the evaluator knows no function {name!r}")
     return in_double(fn, dtype, *args)
+
+
+_ASM = {'"ex2.approx.ftz.f32 $0, $1;"': np.exp2}
+
+
+def _asm_rule(stmt: Stmt, args: list[Type]) -> Types:
+    demand(stmt, stmt.words[0] in _ASM, "an instruction that the evaluator knows")
+    demand(stmt, stmt.outs == args[:1] and args[0].elem == "f32", "operands of f32")
+    return stmt.outs
+
+
+@op("tt.elementwise_inline_asm", rule=_asm_rule, form=arrow)
+def _inline_asm(m, s: Stmt, a):
+    return in_double(_ASM[s.words[0]], a.dtype, a)
 
 
 def _nextafter(a, b):
