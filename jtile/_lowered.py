@@ -114,8 +114,8 @@ class Lowered:
         """Level name -> text: `jaxpr`, `tile_ir`, `tile_ir_opt` (this piece after the passes), `sharding` (along what
         automatic partitioning cuts the program, and why not along the rest), `resources` (grid, and the scratch of one
         program, which is where a reverse kernel saves the carry of its loops; on a GPU also registers, spills, shared
-        memory and occupancy), then those of the back end (CPU: `llvm`, `asm`; NVIDIA: `ttir`, `ttgir`, `llir`, `ptx`, `sass`;
-        AMD: `amdgcn` instead of the last two)."""
+        memory and occupancy), then those of the back end (CPU: `llvm`, `asm`; NVIDIA: `ttir`, `ttgir`, `llir`, `ptx`,
+        `sass`; AMD: `amdgcn` instead of the last two)."""
         from jtile import _partition, ir
 
         own = {

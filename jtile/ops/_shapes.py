@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,11 +12,40 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 
-TILE_ELEMENTS = 4096  # float32 elements of a tile (16 KiB): the first cache holds it beside what is computed from it
-# Elements of a tile of rows that is passed over several times: while one is worked on, the memory of the next arrives.
-ROW_ELEMENTS = 1024
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What tiles are chosen by.
+
+    Attributes:
+      tile: elements of a tile that is read and written once.
+      row: elements of a tile of rows that is passed over several times.
+      one_tile: elements of the longest row that is held as one tile.
+      programs: enough of them to keep all of the machine busy.
+      whole: sides of tiles need not be powers of two.
+    """
+
+    tile: int
+    row: int
+    one_tile: int
+    programs: int
+    whole: bool
+
+
+# tile: 16 KiB of float32, which the first cache holds beside what is computed from it; row: while one is worked on, the
+# memory of the next arrives; a longer row than one_tile is taken in blocks, twice: exp of a block costs less than
+# waiting for all of the row. A few threads share `programs` unevenly.
+_CPU = Machine(tile=4096, row=1024, one_tile=2048, programs=8, whole=True)
+# Registers hold a row of up to 32768; eight blocks for each of an H200's 132 multiprocessors.
+_GPU = Machine(tile=4096, row=4096, one_tile=32768, programs=1056, whole=False)
+
+
+def machine() -> Machine:
+    """Of the platform at hand."""
+    return _CPU if jt.platform() == "cpu" else _GPU
+
+
 LARGE = 1 << 20
-PROGRAMS = 8  # enough for a few threads to share unevenly
 
 
 def known(n: Any) -> int:
@@ -24,15 +54,20 @@ def known(n: Any) -> int:
 
 
 def fit(n: int, target: int) -> int:
-    """The tile length at most `target` that splits `n` most evenly: fit(1000, 128) = 125."""
-    n, target = known(n), known(target)
+    """The tile length at most `target` that splits `n` most evenly: fit(1000, 128) = 125; on a GPU the power of two
+    that covers n, or the largest up to the target: 128."""
+    n, target = known(n), max(1, known(target))
+    if not machine().whole:
+        return min(jt.next_power_of_2(max(n, 1)), 1 << target.bit_length() - 1)
     return max(1, jt.cdiv(n, max(1, jt.cdiv(n, max(target, 1)))))
 
 
-def rows_per_tile(rows: int, width: int, elements: int = ROW_ELEMENTS) -> int:
-    """Rows of `width` elements that one program takes: about `elements` in all, and at least `PROGRAMS` programs."""
-    rows, width = known(rows), known(width)
-    return fit(rows, min(max(1, elements // max(width, 1)), max(1, jt.cdiv(rows, PROGRAMS))))
+def rows_per_tile(rows: int, width: int, elements: int | None = None) -> int:
+    """Rows of `width` elements that one program takes: about `elements` in all (default: `Machine.row`), and at least
+    `Machine.programs` programs."""
+    rows, width, m = known(rows), known(width), machine()
+    elements = elements or m.row
+    return fit(rows, min(max(1, elements // max(width, 1)), max(1, jt.cdiv(rows, m.programs))))
 
 
 def sums_in(x: Any) -> Any:

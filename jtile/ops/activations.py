@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import TILE_ELEMENTS, as_rows, check_float, check_shape, fit, rows_per_tile, wide
+from jtile.ops._shapes import as_rows, check_float, check_shape, fit, machine, rows_per_tile, wide
 from jtile.ops.epilogues import ACTIVATIONS
 
 
@@ -40,7 +40,7 @@ def _apply(op: str, activation: str, gate, up):
     if gate.size == 0:
         return jnp.zeros(shape, gate.dtype)
     rows = as_rows(gate)
-    bn = fit(n, TILE_ELEMENTS)
+    bn = fit(n, machine().tile)
     br = rows_per_tile(rows.shape[0], bn)
     others = () if up is None else (as_rows(up),)
     return gated(rows, others, n=n, br=br, bn=bn, activation=activation).reshape(shape)

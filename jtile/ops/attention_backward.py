@@ -8,22 +8,24 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import PROGRAMS, TILE_ELEMENTS, fit, known
+from jtile.ops._shapes import fit, known, machine
 
 LOG2_E = math.log2(math.e)
 Window = tuple[int | None, int | None]  # keys that a query sees to its left and to its right, None: all
 
 
 @jt.kernel(
-    out_type=lambda o, g, ct, *, dtype: jax.ShapeDtypeStruct((o.shape[0], o.shape[2], o.shape[1]), jnp.dtype(dtype)),
+    out_type=lambda o, *_, dtype, **__: jax.ShapeDtypeStruct((o.shape[0], o.shape[2], o.shape[1]), jnp.dtype(dtype)),
     grid=lambda o, g, ct, **_: (o.shape[0], o.shape[2]),
 )
-def attention_delta(o, g, ct, delta, *, dtype: str):
-    """delta [batch, heads, t] of o, g [batch, t, heads, d]; ct: the cotangent of the log-sum-exp in a tuple, or ()."""
+def attention_delta(o, g, ct, delta, *, n: int, dtype: str):
+    """delta [batch, heads, t] of o, g [batch, t, heads, d], `n` queries at a time.
+
+    ct: the cotangent of the log-sum-exp in a tuple, or ().
+    """
     # delta_i = sum_d g_id o_id - log2(e) ct_i, so that ds_ij = p_ij (dp_ij - delta_i)
     b, h = jt.program_id(0), jt.program_id(1)
     t, d = o.shape[1], o.shape[3]
-    n = fit(t, max(1, TILE_ELEMENTS // d))
     O, G, D = o.tiles(None, n, None, d), g.tiles(None, n, None, d), delta.tiles(None, None, n)
     for i in jt.range(jt.cdiv(t, n)):
         row = (O[b, i, h, 0].astype(dtype) * G[b, i, h, 0].astype(dtype)).sum(1)
@@ -145,9 +147,10 @@ def attention_backward(
     """(dq, dk, dv) for the cotangents g [batch, t, heads, d] of o and ct_lse [batch, heads, t] (or None) of lse."""
     batch, s, groups = k.shape[:3]
     ct = () if ct_lse is None else (ct_lse,)
-    delta = attention_delta(o, g, ct, dtype=lse.dtype.name)
+    n = fit(q.shape[1], max(1, machine().tile // q.shape[3]))
+    delta = attention_delta(o, g, ct, n=n, dtype=lse.dtype.name)
     bq, bk = fit(q.shape[1], bq), fit(s, bk)
-    splits = min(jt.cdiv(PROGRAMS, max(1, known(batch * groups))), jt.cdiv(known(s), bk))
+    splits = min(jt.cdiv(machine().programs, max(1, known(batch * groups))), jt.cdiv(known(s), bk))
     dq, dk, dv = flash_attention_backward(
         q, k, v, g, lse, delta, lengths, offsets,
         bq=bq, bk=bk, splits=splits, scale=scale, softcap=softcap, window=window,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import PROGRAMS, check_float, check_rank, check_shape, fit, sums_in, wide
+from jtile.ops._shapes import check_float, check_rank, check_shape, fit, machine, sums_in, wide
 
 Pair = tuple[int, int]
 
@@ -150,7 +150,7 @@ def convolution_dw(x, g, p: int, q: int, dtype, *, stride: Pair, dilation: Pair,
     programs = p * q * groups * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
     tiles = jt.cdiv(g.shape[1], bh) * jt.cdiv(g.shape[2], bw)
     options = {"stride": stride, "dilation": dilation, "groups": groups}
-    splits = min(tiles, jt.cdiv(PROGRAMS, programs))
+    splits = min(tiles, jt.cdiv(machine().programs, programs))
     dw = convolution_weight_tiles(x, g, p=p, q=q, bh=bh, bw=bw, bc=bc, bo=bo, splits=splits, **options)
     return (dw[0] if splits == 1 else dw.sum(0)).astype(dtype)
 

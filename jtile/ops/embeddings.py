@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError
-from jtile.ops._shapes import TILE_ELEMENTS, check_int, check_rank, fit, sums_in
+from jtile.ops._shapes import check_int, check_rank, fit, machine, sums_in
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
 
 
@@ -104,7 +104,7 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
     if ids.size == 0 or 0 in table.shape:
         return jnp.zeros(shape, dtype)
     flat = ids.reshape(-1)
-    meta = {"bn": fit(flat.shape[0], max(1, TILE_ELEMENTS // features)), "dtype": jnp.dtype(dtype).name}
+    meta = {"bn": fit(flat.shape[0], max(1, machine().tile // features)), "dtype": jnp.dtype(dtype).name}
     if not quantized:
         return embedding_rows(table, flat, **meta).reshape(shape)
     vocab, blocks = table.shape[0], 1 if table.kind == "int8" else features // BLOCK

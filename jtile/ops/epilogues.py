@@ -7,7 +7,7 @@ import functools
 import jax
 
 import jtile as jt
-from jtile.ops._shapes import TILE_ELEMENTS, as_rows, fit, rows_per_tile, wide
+from jtile.ops._shapes import as_rows, fit, machine, rows_per_tile, wide
 
 ACTIVATIONS = {
     None: lambda y: y,
@@ -43,8 +43,8 @@ def activation_slope(z, g, activation: str):
     if z.size == 0:
         return g
     rows = as_rows(z)
-    bn = fit(rows.shape[1], TILE_ELEMENTS)
-    meta = {"br": rows_per_tile(rows.shape[0], bn, TILE_ELEMENTS), "bn": bn, "activation": activation}
+    bn = fit(rows.shape[1], machine().tile)
+    meta = {"br": rows_per_tile(rows.shape[0], bn, machine().tile), "bn": bn, "activation": activation}
     return activation_slope_tiles(rows, as_rows(g), **meta).reshape(g.shape)
 
 
@@ -64,6 +64,6 @@ def gate_slope_tiles(g, u, ct, dg, du, *, br: int, bn: int, activation: str):
 
 def gate_slope(g, u, ct, activation: str):
     """(dg, du) for the cotangent `ct` of activation(g) * u, all [rows, n]."""
-    bn = fit(g.shape[1], TILE_ELEMENTS)
-    meta = {"br": rows_per_tile(g.shape[0], bn, TILE_ELEMENTS), "bn": bn, "activation": activation}
+    bn = fit(g.shape[1], machine().tile)
+    meta = {"br": rows_per_tile(g.shape[0], bn, machine().tile), "bn": bn, "activation": activation}
     return gate_slope_tiles(g, u, ct, **meta)

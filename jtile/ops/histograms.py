@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import TILE_ELEMENTS, fit
+from jtile.ops._shapes import fit, machine
 
 _BLOCKS = 16  # tiles that one program counts
 
@@ -65,7 +65,7 @@ def histogram(x: jax.Array, *, bins: int, range: tuple[float, float]) -> jax.Arr
         raise KernelValueError(f"histogram: needs at least one bin and low < high, got {bins} bins over {range}")
     if x.size == 0:
         return jnp.zeros((bins,), jnp.int32)
-    return count(x.reshape(-1), bn=fit(x.size, TILE_ELEMENTS // 4), bins=bins, low=low, high=high)
+    return count(x.reshape(-1), bn=fit(x.size, machine().tile // 4), bins=bins, low=low, high=high)
 
 
 def histogram_reference(x, *, bins: int, range: tuple[float, float]):

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops._shapes import (
-    PROGRAMS,
-    TILE_ELEMENTS,
     check_float,
     check_int,
     check_shape,
     fit,
+    machine,
     rows_per_tile,
     sums_in,
     wide,
@@ -93,7 +92,7 @@ def _forward(x, labels, *, save: bool, **meta):
 def _backward(residuals, ct, *, save: bool, bv: int, ignore: int | None, smoothing: float, **_):
     x, labels, lse = residuals
     g, more = (ct[0], (ct[1],)) if save else (ct, ())
-    br = rows_per_tile(x.shape[0], bv, TILE_ELEMENTS)
+    br = rows_per_tile(x.shape[0], bv, machine().tile)
     options = {"br": br, "bv": bv, "ignore": ignore, "smoothing": smoothing}
     return cross_entropy_backward_tiles(x, labels, lse, g, more, **options), None
 
@@ -130,8 +129,8 @@ def cross_entropy(
     if labels.size == 0:
         return jnp.zeros(labels.shape, sums_in(logits))
     rows, vocab = labels.size, logits.shape[-1]
-    bv = fit(vocab, TILE_ELEMENTS // 2)
-    br = fit(rows, min(max(1, TILE_ELEMENTS // bv), jt.cdiv(rows, PROGRAMS)))
+    bv = fit(vocab, machine().tile // 2)
+    br = fit(rows, min(max(1, machine().tile // bv), jt.cdiv(rows, machine().programs)))
     x, flat = logits.reshape(rows, vocab), labels.reshape(rows)
     meta = {"br": br, "bv": bv, "ignore": ignore, "smoothing": float(label_smoothing)}
     return cross_entropy_rows(x, flat, **meta).reshape(labels.shape)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import TILE_ELEMENTS, check_float, check_int, check_rank, check_shape, fit, sums_in, wide
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, machine, sums_in, wide
 
 
 def _pairs(ref, b, t, bt: int, d: int, interleaved: bool):
@@ -153,7 +153,7 @@ def rope(
         raise KernelValueError(f"rope: {d} pairs do not fit into heads of {dim} features")
     if x.size == 0 or d == 0:
         return x
-    bt = fit(x.shape[1], max(1, TILE_ELEMENTS // (x.shape[2] * dim)))
+    bt = fit(x.shape[1], max(1, machine().tile // (x.shape[2] * dim)))
     split = x.reshape(*x.shape[:3], dim // 2, 2) if interleaved else x
     return kernel(split, *tables, bt=bt, interleaved=bool(interleaved)).reshape(x.shape)
 

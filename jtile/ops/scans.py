@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import TILE_ELEMENTS, check_axis, fit, rows_per_tile
+from jtile.ops._shapes import check_axis, fit, machine, rows_per_tile
 
 
 def _wide(x):
@@ -71,11 +71,11 @@ def cumsum(x: jax.Array, axis: int = -1, *, reverse: bool = False) -> jax.Array:
     n, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
     x3 = x.reshape(-1, n, inner)
     if inner == 1:
-        bn = fit(n, TILE_ELEMENTS // 8)
+        bn = fit(n, machine().tile // 8)
         br, bc = rows_per_tile(x3.shape[0], bn), 1
     else:
         bc = fit(inner, 256)
-        br, bn = None, fit(n, max(1, TILE_ELEMENTS // bc))
+        br, bn = None, fit(n, max(1, machine().tile // bc))
     return cumsum_blocks(x3, br=br, bn=bn, bc=bc, reverse=bool(reverse)).reshape(x.shape)
 
 

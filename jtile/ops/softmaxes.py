@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import ROW_ELEMENTS, TILE_ELEMENTS, as_rows, check_axis, check_float, fit, rows_per_tile, wide
+from jtile.ops._shapes import as_rows, check_axis, check_float, fit, machine, rows_per_tile, wide
 
-_ONE_TILE = 2048  # a longer row is taken in blocks, twice: exp of a block costs less than waiting for all of the row
 _BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backward, the first pass is a sum only: blocks pay off sooner
 _AGAIN = 8192  # backward, rows up to this long, of 32 bits or more, start from x: exp costs no more than the bytes of y
 
@@ -148,11 +147,11 @@ def _apply(x, axis: int, log: bool):
     n, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
     if inner > 1:
         columns = x.reshape(-1, n, inner)
-        bc = fit(inner, max(16, TILE_ELEMENTS // n))
+        bc = fit(inner, max(16, machine().tile // n))
         return softmax_columns(columns, bc=bc, log=log).reshape(x.shape)
     rows = as_rows(x.reshape(x.shape[: axis + 1]))
-    if n > _ONE_TILE:
-        return softmax_blocks(rows, bn=fit(n, ROW_ELEMENTS), log=log).reshape(x.shape)
+    if n > machine().one_tile:
+        return softmax_blocks(rows, bn=fit(n, machine().row), log=log).reshape(x.shape)
     return softmax_rows(rows, br=rows_per_tile(*rows.shape), log=log).reshape(x.shape)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops._shapes import TILE_ELEMENTS, check_float, check_rank, fit, sums_in, wide
+from jtile.ops._shapes import check_float, check_rank, fit, machine, sums_in, wide
 
 _BOUNDARIES = {
     "zero": {"mode": "constant"},
@@ -78,7 +78,7 @@ def _backward(residuals, g, **_):
     p, q = w.shape
     dx = _tiled(jnp.pad(g, ((0, 0), (p - 1, p - 1), (q - 1, q - 1))), w[::-1, ::-1])
     bn = fit(g.shape[2], 1024)
-    bm = fit(g.shape[1], max(1, TILE_ELEMENTS // bn))
+    bm = fit(g.shape[1], max(1, machine().tile // bn))
     chunks = min(_CHUNKS, g.shape[0] * jt.cdiv(g.shape[1], bm) * jt.cdiv(g.shape[2], bn))
     dw = stencil_weight_tiles(x, g, p=p, q=q, bm=bm, bn=bn, chunks=chunks)
     return dx, dw.sum(0).astype(w.dtype)
@@ -119,7 +119,7 @@ def stencil_2d(x: jax.Array, weights: jax.Array, *, boundary: str = "zero") -> j
 def _tiled(x, weights):
     n = _valid(x, weights)[2]
     bn = fit(n, 1024)
-    return stencil_tiles(x, weights, bm=fit(_valid(x, weights)[1], max(1, TILE_ELEMENTS // bn)), bn=bn)
+    return stencil_tiles(x, weights, bm=fit(_valid(x, weights)[1], max(1, machine().tile // bn)), bn=bn)
 
 
 def _bounded(run, x, weights, boundary: str):
