@@ -26,6 +26,7 @@ import math
 from jtile import ir
 from jtile.lowering.triton.emit_basics import emit_size, static_programs
 from jtile.lowering.triton.emitter import Emitter, emits, padded
+from jtile.lowering.triton.lanes import fold
 from jtile.lowering.triton.record import expression
 from jtile.lowering.triton.ttir import Val
 
@@ -57,23 +58,9 @@ def _assert(em: Emitter, op: ir.Assert) -> None:
     code = em.code
     site = _site(em, op, kind="assert", message=op.message, args=[])
     _log(em)
-    cond = _every(em, em.filled(op.cond, True)) if op.cond.shape else em.val(op.cond)
+    cond = fold(em, em.filled(op.cond, True), "arith.andi") if op.cond.shape else em.val(op.cond)
     key = code.sub(code.const(FIRST - site, "i64"), code.scale(_program(em), 1 << 16))
     _count(em, FAILURE, key, code.op("arith.xori", cond, code.const(1, "i1")), "umax")
-
-
-def _every(em: Emitter, cond: Val) -> Val:
-    """Whether all lanes of a tensor hold."""
-    code = em.code
-    x = code.reshape(code.to_int(cond, "i32", signed=False), (cond.size,))
-    out, a, b, c = (code.name() for _ in range(4))
-    code.do(f'{out} = "tt.reduce"({x.name}) <{{axis = 0 : i32}}> ({{')
-    code.do(f"^bb0({a}: i32, {b}: i32):")
-    with code.region():
-        code.do(f"{c} = arith.andi {a}, {b} : i32")
-        code.do(f"tt.reduce.return {c} : i32")
-    code.do(f"}}) : ({x.type}) -> i32")
-    return code.to_int(Val(out, (), "i32"), "i1")
 
 
 def _site(em: Emitter, op: ir.Op, **facts) -> int:

@@ -7,7 +7,7 @@ from jtile.lowering.triton.ttir import Val
 
 
 def fold(em: Emitter, x: Val, op: str, axis: int | None = None) -> Val:
-    """`x` reduced over one axis, or over all lanes, by a commutative op of integers (`arith.andi`); bools fold as i32."""
+    """`x` reduced over one axis, or over all lanes, by a commutative op of integers: `arith.andi`; bools as i32."""
     code = em.code
     if x.elem == "i1":
         return code.to_int(fold(em, code.to_int(x, "i32", signed=False), op, axis), "i1")

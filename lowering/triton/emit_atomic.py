@@ -1,0 +1,365 @@
+"""Atomics: one instruction a lane where hardware has one, else compare-and-exchange of the word that holds the element.
+
+All are relaxed: the language promises that nothing comes between the read and the write of one element, and programs
+that tell each other more than that are races. Lanes of one tile meet in the same element only through a gathered index;
+where their order can be seen (old values that are used, `xchg`, `cas`), such lanes take turns in row-major order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jtile import ir
+from jtile.lowering.triton.addresses import addresses, lines, offsets, resolve, touches_nothing
+from jtile.lowering.triton.emitter import Buffer, Emitter, elem_of, emits, padded
+from jtile.lowering.triton.hazards import may_repeat, meet
+from jtile.lowering.triton.lanes import fold
+from jtile.lowering.triton.ttir import Val, bits
+
+_BITWISE = ("and", "or", "xor")
+_BOOL = {"add": "or", "max": "or", "min": "and"}
+PAIRS = 1 << 13  # comparisons of one step when lanes look for others with their index
+
+
+@emits(ir.Atomic)
+def _atomic(em: Emitter, op: ir.Atomic) -> Val:
+    buf = em.refs[op.ref]
+    if touches_nothing(buf, op.index):
+        return em.zeros(op.value)
+    meet(em, op)
+    used = _is_used(em, op.result)
+    a = _Access.of(em, op, buf)
+    ordered = may_repeat(op.index) and (used or op.fn in ("xchg", "cas"))
+    return _in_turns(em, a, _ranks(em, op), used) if ordered else _once(em, a, a.mask)
+
+
+def _is_used(em: Emitter, v: ir.Value) -> bool:
+    ops = list(em.kernel.body.walk())
+    return any(v in op.operands() or any(v in b.yields for b in op.blocks()) for op in ops)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Access:
+    """What an atomic touches.
+
+    Attributes:
+      fn: of the op; bools know bitwise functions only.
+      pointers: to the elements, or None where they are no words of 32 or 64 bits.
+      offset: of the elements from the start of the array.
+      mask: the lanes that touch memory; None: all.
+      value, compare: tiles as registers hold them.
+    """
+
+    op: ir.Atomic
+    buf: Buffer
+    fn: str
+    pointers: Val
+    offset: Val | None
+    mask: Val | None
+    value: Val
+    compare: Val | None
+
+    @property
+    def dtype(self) -> str:
+        return self.buf.dtype
+
+    @property
+    def bits(self) -> int:
+        return ir.DTYPES[self.dtype].bits
+
+    @property
+    def kind(self) -> str:
+        return ir.DTYPES[self.dtype].kind
+
+    @classmethod
+    def of(cls, em: Emitter, op: ir.Atomic, buf: Buffer) -> _Access:
+        fn = _BOOL.get(op.fn, op.fn) if buf.dtype == "bool" else op.fn
+        value, compare = em.val(op.value), None if op.compare is None else em.val(op.compare)
+        a = cls(op, buf, fn, buf.pointer, None, None, value, compare)
+        mask = None if op.mask is None else em.val(op.mask)
+        if _native(em, a):
+            pointers, inside = addresses(em, buf, op.index)
+            return dataclasses.replace(a, pointers=pointers, mask=em.code.both(inside, mask))
+        places = resolve(em, buf, lines(em, buf, op.index), ir.index_shape(op.index))
+        return dataclasses.replace(a, offset=offsets(em, places), mask=em.code.both(places.mask, mask))
+
+
+def _native(em: Emitter, a: _Access) -> str | None:
+    """The function of `tt.atomic_rmw` that does this on pointers to elements; None where there is none."""
+    if a.bits == 16 and a.fn == "add" and a.kind == "f" and em.features.cuda:
+        return "fadd" if a.dtype == "float16" or em.features.capability >= 90 else None
+    if a.bits < 32 or a.fn == "cas":
+        return None
+    if a.fn == "xchg":
+        # triton 3.6 cannot translate exchanges through buffer instructions of AMD
+        return "exch" if em.features.cuda else None
+    if a.kind == "f":
+        return "fadd" if a.fn == "add" else None
+    return f"u{a.fn}" if a.fn in ("max", "min") and a.kind == "u" else a.fn
+
+
+def _once(em: Emitter, a: _Access, mask: Val | None) -> Val:
+    """Every lane of `mask` once, in any order; gives the old elements, and 0 in other lanes."""
+    code = em.code
+    fn = _native(em, a)
+    if fn is not None:
+        pointers, value = a.pointers, a.value
+        if fn == "exch":
+            word = f"i{a.bits}"
+            pointers, value = code.bitcast(pointers, f"!tt.ptr<{word}>"), code.bitcast(value, word)
+        old = code.bitcast(_rmw(em, fn, pointers, value, mask), a.value.elem)
+    else:
+        old = _on_words(em, a, mask)
+    if mask is None:
+        return old
+    return code.select(mask, old, code.const(0, old.elem, old.shape))
+
+
+def _rmw(em: Emitter, fn: str, pointers: Val, value: Val, mask: Val | None) -> Val:
+    mask = mask or em.code.const(True, "i1", value.shape)
+    kinds = f"({pointers.type}, {value.type}, {mask.type}) -> {value.type}"
+    names = ", ".join(v.name for v in (pointers, value, mask))
+    return em.code.let(f"tt.atomic_rmw {fn}, relaxed, gpu, {names} : {kinds}", value.shape, value.elem)
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def _on_words(em: Emitter, a: _Access, mask: Val | None) -> Val:
+    """Atomics on the words of 32 or 64 bits that hold the elements; gives the old elements."""
+    code = em.code
+    word = "i64" if a.bits == 64 else "i32"
+    each = max(1, 32 // a.bits)  # elements of a word
+    at = a.offset
+    assert at is not None
+    if mask is not None:  # no instruction below has a mask: other lanes point to the first word, and leave it
+        at = code.select(mask, at, code.const(0, at.elem, at.shape))
+    shift = None
+    if each > 1:
+        shift = code.op("arith.andi", at, code.const(each - 1, at.elem, at.shape))
+        shift = code.scale(code.to_int(shift, "i32"), a.bits)
+        at = code.op("arith.shrui", at, code.const(each.bit_length() - 1, at.elem, at.shape))
+    base = code.splat(code.bitcast(a.buf.pointer, f"!tt.ptr<{word}>"), at.shape)
+    kind = f"{base.type}, {at.type}"
+    pointers = code.let(f"tt.addptr {base.name}, {at.name} : {kind}", at.shape, base.elem)
+    if a.fn in _BITWISE and each > 1:
+        old = _rmw(em, a.fn, pointers, _operand(em, a, shift), mask)
+    elif a.fn == "cas" and each == 1:
+        old = _compare_and_swap(em, pointers, a, mask)
+    else:
+        old = _exchange_loop(em, pointers, mask, lambda seen: _updated(em, a, seen, shift))
+    return _element(em, a, old, shift)
+
+
+def _operand(em: Emitter, a: _Access, shift: Val) -> Val:
+    """The operand of a bitwise function on a word, which leaves its other elements alone."""
+    code = em.code
+    x = code.op("arith.shli", _raw(em, a, a.value), shift)
+    return code.op("arith.ori", x, _others(em, a, shift)) if a.fn == "and" else x
+
+
+def _others(em: Emitter, a: _Access, shift: Val) -> Val:
+    """Ones in all bits of a word but those of the element."""
+    code = em.code
+    ones = code.const(2**a.bits - 1, "i32", shift.shape)
+    return code.op("arith.xori", code.op("arith.shli", ones, shift), code.const(-1, "i32", shift.shape))
+
+
+def _raw(em: Emitter, a: _Access, v: Val) -> Val:
+    """The bits of an element as they lie in memory, extended by zeros to a word."""
+    code = em.code
+    v = v if v.elem == "i1" else code.bitcast(v, f"i{bits(v.elem)}")
+    v = code.to_int(v, "i64" if a.bits == 64 else "i32", signed=False)
+    return v if a.bits != 4 else code.op("arith.andi", v, code.const(15, v.elem, v.shape))
+
+
+def _element(em: Emitter, a: _Access, word: Val, shift: Val | None) -> Val:
+    """The element of a word, as registers hold it."""
+    code, elem = em.code, elem_of(a.dtype)
+    if shift is not None:
+        word = code.op("arith.shrui", word, shift)
+    if a.dtype == "bool":
+        byte = code.to_int(word, "i8")
+        return code.cmp("ne", byte, code.const(0, "i8", byte.shape))
+    v = code.to_int(word, f"i{max(a.bits, 8)}")
+    if a.bits == 4:
+        four = code.const(4, "i8", v.shape)
+        v = code.op("arith.shli", v, four)
+        v = code.op("arith.shrsi" if a.kind == "i" else "arith.shrui", v, four)
+    return code.bitcast(v, elem)
+
+
+def _updated(em: Emitter, a: _Access, word: Val, shift: Val | None) -> Val:
+    """What a word holds after the function was applied to its element."""
+    code = em.code
+    old = _element(em, a, word, shift)
+    new = _raw(em, a, _applied(em, a, old))
+    if shift is None:
+        return new
+    rest = code.op("arith.andi", word, _others(em, a, shift))
+    return code.op("arith.ori", rest, code.op("arith.shli", new, shift))
+
+
+def _applied(em: Emitter, a: _Access, old: Val) -> Val:
+    """The new element. Functions of numbers are those of `ir.Map`, so that they mean the same everywhere."""
+    code = em.code
+    if a.fn == "xchg":
+        return a.value
+    if a.fn == "cas":
+        assert a.compare is not None
+        same = code.cmp("eq", _raw(em, a, old), _raw(em, a, a.compare))
+        return code.select(same, a.value, old)
+    if a.dtype == "bool":
+        return code.op({"and": "arith.andi", "or": "arith.ori", "xor": "arith.xori"}[a.fn], old, a.value)
+    before = ir.Value(a.op.value.type, "")
+    em.env[before] = old
+    op = ir.build(ir.Map(a.fn, (before, a.op.value)), a.op.loc)
+    em.op(op)
+    return em.val(op.result)
+
+
+# ---- compare and exchange -------------------------------------------------------------------------------------------
+
+
+def _compare_and_swap(em: Emitter, pointers: Val, a: _Access, mask: Val | None) -> Val:
+    """One `cas` of whole words; lanes that are masked put back what they compare with."""
+    assert a.compare is not None
+    want, new = _raw(em, a, a.compare), _raw(em, a, a.value)
+    return _cas(em, pointers, want, new if mask is None else em.code.select(mask, new, want))
+
+
+def _cas(em: Emitter, pointers: Val, want: Val, new: Val) -> Val:
+    kinds = f"({pointers.type}, {want.type}, {new.type}) -> {want.type}"
+    names = ", ".join(v.name for v in (pointers, want, new))
+    return em.code.let(f"tt.atomic_cas relaxed, gpu, {names} : {kinds}", want.shape, want.elem)
+
+
+def _exchange_loop(em: Emitter, pointers: Val, mask: Val | None, update: Callable[[Val], Val]) -> Val:
+    """Compare and exchange until every lane has put its word where it had seen the old one; gives the old words.
+
+    The first guess comes from a plain load, which caches may answer with an old value: then the exchange fails and says
+    the present one. Lanes that are done, or masked, put back what they saw.
+    """
+    code = em.code
+    word = pointers.elem.removeprefix("!tt.ptr<").removesuffix(">")
+    todo = mask or code.const(True, "i1", pointers.shape)
+    zero = code.const(0, word, pointers.shape)
+    names = ", ".join(v.name for v in (pointers, todo, zero))
+    guess = code.let(f"tt.load {names} : {pointers.type}", pointers.shape, word)
+    kinds = f"{guess.type}, {todo.type}"
+    seen, left, seen2, left2 = (Val(code.name(), v.shape, v.elem) for v in (guess, todo, guess, todo))
+    head = f"scf.while ({seen.name} = {guess.name}, {left.name} = {todo.name}) : ({kinds}) -> ({kinds}) {{"
+    old, _ = code.let_many(head, [(v.shape, v.elem) for v in (guess, todo)])
+    with code.region():
+        go = fold(em, left, "arith.ori")
+        code.do(f"scf.condition({go.name}) {seen.name}, {left.name} : {kinds}")
+    code.do("} do {")
+    code.do(f"^bb0({seen2.name}: {seen2.type}, {left2.name}: {left2.type}):")
+    with code.region():
+        now = _cas(em, pointers, seen2, code.select(left2, update(seen2), seen2))
+        failed = code.both(left2, code.cmp("ne", now, seen2))
+        assert failed is not None
+        now = code.select(left2, now, seen2)
+        code.do(f"scf.yield {now.name}, {failed.name} : {kinds}")
+    code.do("}")
+    return old
+
+
+# ---- lanes that meet in one element ---------------------------------------------------------------------------------
+
+
+def _ranks(em: Emitter, op: ir.Atomic) -> Val:
+    """For each lane, how many lanes before it may have the same element, as i32."""
+    takes = [d.indices for d in op.index if isinstance(d, ir.Take)]
+    code = em.code
+    shape = takes[0].shape
+    key: Val | None = None
+    for v in takes:  # numbers outside the array may wrap around: lanes that only seem to meet wait without need
+        index = em.integer(v)
+        key = index if key is None else code.add(code.scale(key, 0x01000193), index)
+    assert key is not None
+    live = em.valid(shape)
+    if op.mask is not None and op.mask.shape == shape:
+        live = code.both(live, em.val(op.mask))
+    if live is not None:
+        live = code.reshape(code.to_int(live, "i32", signed=False), (key.size,))
+    ranks = _count_before(em, code.reshape(key, (key.size,)), live)
+    return _laid(em, code.reshape(ranks, key.shape), op.index)
+
+
+def _count_before(em: Emitter, key: Val, live: Val | None) -> Val:
+    """For each lane of a vector, how many lanes before it have its key (and 1 in `live`)."""
+    code, n = em.code, key.size
+    width = max(1, min(n, PAIRS // n))
+    if width == n:
+        return _pairs(em, key, live, code.arange(n), key, live)
+    zero = code.const(0, "i32", (n,))
+    first, acc = Val(code.name(), (), "i32"), Val(code.name(), (n,), "i32")
+    bounds = f"{code.i32(0).name} to {code.i32(n).name} step {code.i32(width).name}"
+    head = f"scf.for {first.name} = {bounds} iter_args({acc.name} = {zero.name}) -> ({acc.type}) : i32 {{"
+    out = code.let(head, (n,), "i32")
+    with code.region():
+        others = code.add(code.splat(first, (width,)), code.arange(width))
+        picked = [None if v is None else _pick(em, v, others) for v in (key, live)]
+        assert picked[0] is not None
+        total = code.add(acc, _pairs(em, key, live, others, picked[0], picked[1]))
+        code.do(f"scf.yield {total.name} : {total.type}")
+    code.do("}")
+    return out
+
+
+def _pick(em: Emitter, v: Val, lanes: Val) -> Val:
+    kind = f"({v.type}, {lanes.type}) -> tensor<{lanes.size}x{v.elem}>"
+    return em.code.let(f"tt.gather {v.name}[{lanes.name}] {{axis = 0 : i32}} : {kind}", lanes.shape, v.elem)
+
+
+def _pairs(em: Emitter, key: Val, live: Val | None, lanes: Val, keys: Val, lives: Val | None) -> Val:
+    """For each lane of `key`, how many of the lanes numbered `lanes` come before it and have its key."""
+    code = em.code
+    shape = (key.size, lanes.size)
+    same = code.cmp("eq", code.along(key, 0, shape), code.along(keys, 1, shape))
+    before = code.cmp("slt", code.along(lanes, 1, shape), code.along(code.arange(key.size), 0, shape))
+    hit = code.to_int(code.op("arith.andi", same, before), "i32", signed=False)
+    if lives is not None:
+        hit = code.op("arith.andi", hit, code.along(lives, 1, shape))
+    return fold(em, hit, "arith.addi", 1)
+
+
+def _laid(em: Emitter, ranks: Val, index: ir.Index) -> Val:
+    """Numbers of the gathered axes over the whole tensor of an access."""
+    code, full = em.code, padded(ir.index_shape(index))
+    place = 0
+    for d in index:
+        if isinstance(d, ir.Take):
+            break
+        place += not isinstance(d, ir.At)
+    for k in range(place):
+        ranks = code.expand_dims(ranks, k)
+    while len(ranks.shape) < len(full):
+        ranks = code.expand_dims(ranks, len(ranks.shape))
+    return code.broadcast(ranks, full)
+
+
+def _in_turns(em: Emitter, a: _Access, ranks: Val, used: bool) -> Val:
+    """All lanes of one rank at a time; gives the old elements."""
+    code = em.code
+    live = ranks if a.mask is None else code.select(a.mask, ranks, code.const(-1, "i32", ranks.shape))
+    turns = code.shift(fold(em, live, "arith.maxsi"), 1)
+    zero = code.const(0, a.value.elem, a.value.shape)
+    turn, acc = Val(code.name(), (), "i32"), Val(code.name(), zero.shape, zero.elem)
+    head = f"scf.for {turn.name} = {code.i32(0).name} to {turns.name} step {code.i32(1).name}"
+    carry = f" iter_args({acc.name} = {zero.name}) -> ({acc.type})" if used else ""
+    head += f"{carry} : i32 {{"
+    out = code.let(head, acc.shape, acc.elem) if used else zero
+    if not used:
+        code.do(head)
+    with code.region():
+        mine = code.cmp("eq", live, code.splat(turn, live.shape))
+        old = _once(em, a, mine)
+        code.do("gpu.barrier")
+        if used:
+            both = code.select(mine, old, acc)
+            code.do(f"scf.yield {both.name} : {both.type}")
+    code.do("}")
+    return out
