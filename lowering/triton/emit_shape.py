@@ -140,7 +140,7 @@ def _cut(em: Emitter, v: Val, axis: int, first: int, m: int, step: int) -> Val |
     """Elements `first + j * step` of an axis in registers, where they are those of one row or column of its lanes."""
     code, p = em.code, v.shape[axis]
     row, column = divmod(first, step)
-    if p % (m * step) or p // m > lanes.TILED or row % m or step & (step - 1):
+    if p % (m * step) or p // m > moves.TILED or row % m or step & (step - 1):
         return None
     before, after = v.shape[:axis], v.shape[axis + 1 :]
     if p > m * step:
@@ -203,7 +203,7 @@ def _widened(em: Emitter, v: Val, axis: int, low: int, m: int, step: int, fillin
     """An axis with `low` fillings before and `step - 1` between its lanes, and others behind, in registers."""
     code, p = em.code, v.shape[axis]
     row, column = divmod(low, step)
-    if m % (p * step) or m // p > lanes.TILED or row % p or step & (step - 1):
+    if m % (p * step) or m // p > moves.TILED or row % p or step & (step - 1):
         return None
     for at, count, place in ((axis + 1, step, column), (axis, m // (p * step), row // p)):
         if count > 1:
