@@ -31,6 +31,8 @@ def unpacked(raw: np.ndarray, like: np.ndarray) -> np.ndarray:
     nibbles = np.stack([raw & 15, raw >> 4], -1).reshape(-1)[: like.size]
     if like.dtype.name == "int4":
         nibbles = np.where(nibbles > 7, nibbles.astype(np.int8) - 16, nibbles.astype(np.int8))
+    if DTYPES[like.dtype.name].kind == "f":
+        return nibbles.view(like.dtype).reshape(like.shape)
     return nibbles.astype(like.dtype).reshape(like.shape)
 
 
