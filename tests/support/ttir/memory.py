@@ -80,7 +80,7 @@ class Memory:
             if not atomic:
                 self._check(stmt, self._loads, k, offset, lanes[here], "written", "read")
                 self._check(stmt, self._stores, k, offset, lanes[here], "written", "written")
-            self._mark(self._stores, stmt, k, offset, lanes[here])
+                self._mark(self._stores, stmt, k, offset, lanes[here])
             raw = np.ascontiguousarray(values[here]).view(np.uint8).reshape(len(here), -1)
             self.bytes[k][offset[:, None] + np.arange(raw.shape[1])] = raw
 

@@ -161,6 +161,35 @@ _FIELDS = {
 KNOWN = UNARY | BINARY | dict.fromkeys(_FIELDS)  # type: ignore[dict-item]
 
 
+# -- inline PTX: by its text -------------------------------------------------------------------------------------------
+
+
+def flushed(fn):
+    """A function of f32 whose subnormal operands and results are zero."""
+    tiny = np.float32(np.finfo(np.float32).tiny)
+    flush = lambda x: np.where(np.abs(x) < tiny, np.copysign(np.float32(0), x), x)
+    return lambda x: flush(in_double(fn, x.dtype, flush(x)))
+
+
+PTX = {
+    "ex2.approx.ftz.f32 $0, $1;": flushed(np.exp2), "lg2.approx.ftz.f32 $0, $1;": flushed(np.log2),
+    "tanh.approx.f32 $0, $1;": lambda x: in_double(np.tanh, x.dtype, x),
+    "rcp.approx.ftz.f32 $0, $1;": flushed(np.reciprocal), "rsqrt.approx.ftz.f32 $0, $1;": flushed(UNARY["rsqrt"]),
+}  # fmt: skip
+
+
+def _asm_rule(stmt: Stmt, args: list[Type]) -> Types:
+    demand(stmt, stmt.words[0][1:-1] in PTX, "the evaluator does not know this PTX")
+    demand(stmt, stmt.attrs.get("packed_element") == 1, "one element at a time")
+    demand(stmt, args == stmt.outs and args[0].elem == "f32", "an operand and a result of f32")
+    return stmt.outs
+
+
+@op("tt.elementwise_inline_asm", rule=_asm_rule, form=arrow)
+def _asm(m, s: Stmt, x):
+    return PTX[s.words[0][1:-1]](x)
+
+
 # -- floats of 8 bits --------------------------------------------------------------------------------------------------
 
 

@@ -111,8 +111,8 @@ def _rmw_rule(stmt: Stmt, args: list[Type]) -> Types:
 
 @op("tt.atomic_rmw", rule=_rmw_rule, form=arrow)
 def _rmw(m, s: Stmt, p, x, mask=None):
-    update = _UPDATES[s.words[0]]
-    return _one_by_one(m, s, p, mask, lambda old, k: update(old, x.reshape(-1)[k : k + 1]))
+    update, values = _UPDATES[s.words[0]], x.reshape(-1)
+    return _in_rounds(m, s, p, mask, lambda old, k: update(old, values[k]))
 
 
 def _cas_rule(stmt: Stmt, args: list[Type]) -> Types:
@@ -127,27 +127,29 @@ def _cas_rule(stmt: Stmt, args: list[Type]) -> Types:
 
 @op("tt.atomic_cas", rule=_cas_rule, form=arrow)
 def _cas(m, s: Stmt, p, expected, x):
+    wanted, values = expected.reshape(-1), x.reshape(-1)
+    bits = np.dtype(f"u{values.dtype.itemsize}")
+
     def update(old, k):
-        same = np.ascontiguousarray(old).view(np.uint8) == expected.reshape(-1)[k : k + 1].view(np.uint8)
-        return x.reshape(-1)[k : k + 1] if same.all() else old
+        same = old.view(bits) == np.ascontiguousarray(wanted[k]).view(bits)
+        return np.where(same, values[k], old)
 
-    return _one_by_one(m, s, p, None, update)
+    return _in_rounds(m, s, p, None, update)
 
 
-def _one_by_one(m, s: Stmt, p, mask, update) -> np.ndarray:
-    """Lanes in a random order; what masked lanes give is garbage."""
+def _in_rounds(m, s: Stmt, p, mask, update) -> np.ndarray:
+    """Lanes in a random order, those of different addresses at once; what masked lanes give is garbage."""
     t = s.types[0]
     out, at = garbage(t), p.reshape(-1)
+    flat = out.reshape(-1)
     on = np.arange(at.size) if mask is None else np.nonzero(mask.reshape(-1))[0]
     m.memory.touch(s, at[on], t.numpy.itemsize, on)
-    for k in m.random.permutation(on):
-        here, lane = at[k : k + 1], np.array([k])
-        old = m.memory.load(s, here, t.numpy, lane, atomic=True)
-        out.reshape(-1)[k] = old[0]
-        new = np.ascontiguousarray(update(old, k))
-        if new.tobytes() != old.tobytes():
-            m.memory.store(s, here, new, lane, atomic=True)
-            m.memory.touch(s, here, t.numpy.itemsize, lane)
+    left = m.random.permutation(on)
+    while left.size:
+        first = np.unique(at[left], return_index=True)[1]
+        now, left = left[first], np.delete(left, first)
+        flat[now] = m.memory.load(s, at[now], t.numpy, now, atomic=True)
+        m.memory.store(s, at[now], np.ascontiguousarray(update(flat[now], now)), now, atomic=True)
     return out
 
 
