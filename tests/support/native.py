@@ -33,7 +33,8 @@ def unpacked(raw: np.ndarray, like: np.ndarray) -> np.ndarray:
         nibbles = np.where(nibbles > 7, nibbles.astype(np.int8) - 16, nibbles.astype(np.int8))
     if DTYPES[like.dtype.name].kind == "f":
         return nibbles.view(like.dtype).reshape(like.shape)
-    return nibbles.astype(like.dtype).reshape(like.shape)
+    codes = DTYPES[like.dtype.name].kind == "f"
+    return (nibbles.view(like.dtype) if codes else nibbles.astype(like.dtype)).reshape(like.shape)
 
 
 def starts(kernel: Kernel, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
