@@ -21,7 +21,8 @@ UNARY = {
     "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x),
     "roundeven": np.rint, "rint": np.rint, "nearbyint": np.rint, "absf": np.abs, "fabs": np.abs, "j0": sp.j0,
     "exp10": lambda x: 10.0**x, "normcdf": sp.ndtr, "rcp": np.reciprocal,
-    "sinpi": lambda x: np.sin(np.pi * np.remainder(x, 2.0)), "cospi": lambda x: np.cos(np.pi * np.remainder(x, 2.0)),
+    "sinpi": lambda x: np.sin(np.pi * (x - 2 * np.rint(x / 2))),
+    "cospi": lambda x: np.cos(np.pi * (x - 2 * np.rint(x / 2))),
 }  # fmt: skip
 BINARY = {
     "powf": np.power, "pow": np.power, "atan2": np.arctan2, "fmod": np.fmod, "copysign": np.copysign,
