@@ -51,9 +51,19 @@ def library() -> ctypes.CDLL:
         "jtile_sha256": (None, text, i64, text),
         "jtile_images_alive": (i64,),
         "jtile_images_loaded": (i64,),
+        "jtile_gpu_open": (i32, text, text, text, i64, text, out, text, i64),
+        "jtile_gpu_close": (None, pointer),
+        "jtile_gpu_initialize": (i32, pointer, i32, text, i64),
+        "jtile_gpu_launch": (i32, pointer, i32, pointer, pointer, i64, out_i64, text, i64),
+        "jtile_gpu_modules_alive": (i64,),
+        "jtile_gpu_modules_loaded": (i64,),
     }
     for name, (result, *args) in signatures.items():
-        function = getattr(lib, name)
+        try:
+            function = getattr(lib, name)
+        except AttributeError:
+            message = f"jtile's native library {path} is older than its Python code; build it with `pip install -e .`"
+            raise FfiError(message) from None
         function.restype, function.argtypes = result, args
     return lib
 
@@ -73,3 +83,13 @@ def images_alive() -> int:
 def images_loaded() -> int:
     """Number of times that this process loaded a kernel object; equal objects in use at one time count once."""
     return library().jtile_images_loaded()
+
+
+def modules_alive() -> int:
+    """Number of GPU modules that are loaded in this process now: one a device for each different image."""
+    return library().jtile_gpu_modules_alive()
+
+
+def modules_loaded() -> int:
+    """Number of times that this process loaded a GPU module."""
+    return library().jtile_gpu_modules_loaded()

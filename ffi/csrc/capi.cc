@@ -2,11 +2,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <string_view>
 #include <thread>
 #include <vector>
 
+#include "capi.h"
 #include "elf.h"
 #include "error.h"
 #include "image.h"
@@ -16,22 +16,6 @@
 
 namespace jtile {
 namespace {
-
-// Runs `body`; 0, or -1 with the message in `error` (cut to fit, always ended).
-template <typename Body>
-int32_t guarded(char* error, int64_t capacity, Body body) {
-  try {
-    body();
-    return 0;
-  } catch (const std::exception& e) {
-    if (capacity > 0) {
-      size_t n = std::min(std::strlen(e.what()), static_cast<size_t>(capacity - 1));
-      std::memcpy(error, e.what(), n);
-      error[n] = '\0';
-    }
-    return -1;
-  }
-}
 
 void run(const Program& program, const Launch& launch, void* const* bufs, int64_t threads) {
   if (threads <= 1) return program.run_serial(launch, bufs);
@@ -48,7 +32,7 @@ extern "C" {
 // Loads a kernel; *out is its handle for jtile_run and jtile_close.
 int32_t jtile_open(const char* image, int64_t size, const char* name, const char* isa, const char* sites,
                    int64_t programs, int64_t workspace, int64_t cost, void** out, char* error, int64_t capacity) {
-  return guarded(error, capacity, [&] {
+  return to_status(error, capacity, [&] {
     Attributes attributes{.image = {image, static_cast<size_t>(size)}, .name = name, .isa = isa, .sites = sites};
     attributes.programs = programs, attributes.workspace = workspace, attributes.cost = cost;
     *out = new Program(attributes);
@@ -59,7 +43,7 @@ void jtile_close(void* handle) { delete static_cast<Program*>(handle); }
 
 // Runs the grid over `bufs` on `threads` threads.
 int32_t jtile_run(void* handle, void* const* bufs, int64_t threads, char* error, int64_t capacity) {
-  return guarded(error, capacity, [&] {
+  return to_status(error, capacity, [&] {
     const auto& program = *static_cast<const Program*>(handle);
     run(program, program.launch(nullptr), bufs, threads);
   });
@@ -69,7 +53,7 @@ int32_t jtile_run(void* handle, void* const* bufs, int64_t threads, char* error,
 int32_t jtile_open_sized(const char* image, int64_t size, const char* name, const char* isa, const char* sites,
                          const int64_t* dims, int64_t count, int64_t workspace, int64_t cost, void** out, char* error,
                          int64_t capacity) {
-  return guarded(error, capacity, [&] {
+  return to_status(error, capacity, [&] {
     Attributes attributes{.image = {image, static_cast<size_t>(size)}, .name = name, .isa = isa, .sites = sites};
     attributes.programs = -1, attributes.workspace = workspace, attributes.cost = cost;
     attributes.dims.assign(dims, dims + 4 * count);
@@ -80,7 +64,7 @@ int32_t jtile_open_sized(const char* image, int64_t size, const char* name, cons
 // jtile_run for such a kernel: `sizes` are those of its dynamic dimensions, in the order of `dims`.
 int32_t jtile_run_sized(void* handle, void* const* bufs, const int64_t* sizes, int64_t threads, char* error,
                         int64_t capacity) {
-  return guarded(error, capacity, [&] {
+  return to_status(error, capacity, [&] {
     const auto& program = *static_cast<const Program*>(handle);
     run(program, program.launch(sizes), bufs, threads);
   });
@@ -91,7 +75,7 @@ int32_t jtile_run_sized(void* handle, void* const* bufs, const int64_t* sizes, i
 // offset of its entry. For tests and tools.
 int32_t jtile_link(const char* image, int64_t size, int32_t machine, uint64_t address, char* out, int64_t out_capacity,
                    int64_t* linked, int64_t* entry, char* error, int64_t capacity) {
-  return guarded(error, capacity, [&] {
+  return to_status(error, capacity, [&] {
     Object object({image, static_cast<size_t>(size)}, static_cast<Machine>(machine), 4096);
     std::vector<uint8_t> memory(object.size());
     object.link(memory.data(), address);
@@ -102,7 +86,7 @@ int32_t jtile_link(const char* image, int64_t size, int32_t machine, uint64_t ad
 
 // Whether this machine can run code for `isa`.
 int32_t jtile_check_isa(const char* isa, char* error, int64_t capacity) {
-  return guarded(error, capacity, [&] { check_isa(isa); });
+  return to_status(error, capacity, [&] { check_isa(isa); });
 }
 
 // SHA-256 of `size` bytes: 32 bytes to `out`.

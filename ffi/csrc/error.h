@@ -7,7 +7,7 @@
 
 namespace jtile {
 
-enum class Code { kInvalidArgument, kFailedPrecondition, kResourceExhausted, kInternal };
+enum class Code { kInvalidArgument, kFailedPrecondition, kResourceExhausted, kUnavailable, kInternal };
 
 class Error : public std::runtime_error {
  public:

@@ -162,9 +162,11 @@ const T& expect_kind(const Json& json, const char* what) {
 const JsonList& Json::list(const char* what) const { return expect_kind<JsonList>(*this, what); }
 const std::string& Json::text(const char* what) const { return expect_kind<std::string>(*this, what); }
 int64_t Json::integer(const char* what) const { return expect_kind<int64_t>(*this, what); }
+bool Json::boolean(const char* what) const { return expect_kind<bool>(*this, what); }
+const JsonDict& Json::dict(const char* what) const { return expect_kind<JsonDict>(*this, what); }
 
 const Json& Json::at(std::string_view key) const {
-  const auto& dict = expect_kind<JsonDict>(*this, "a site");
+  const auto& dict = expect_kind<JsonDict>(*this, "an object");
   auto found = dict.find(key);
   if (found == dict.end()) fail(Code::kInvalidArgument, "attribute text: the key '", key, "' is missing");
   return found->second;

@@ -22,7 +22,10 @@ struct Json {
   const JsonList& list(const char* what) const;
   const std::string& text(const char* what) const;
   int64_t integer(const char* what) const;
+  bool boolean(const char* what) const;
+  const JsonDict& dict(const char* what) const;
   const Json& at(std::string_view key) const;
+  bool is_null() const { return std::holds_alternative<std::nullptr_t>(value); }
 };
 
 // Throws Error for text that is not JSON, or nested more than 32 deep.

@@ -1,12 +1,7 @@
 #include "program.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdlib>
-#include <cstring>
-
-#include <poll.h>
-#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -21,7 +16,7 @@ namespace {
 constexpr int64_t kSerialNs = 10'000;  // less work than this is not worth a wake-up
 constexpr int64_t kWorkerNs = 5'000;   // work that pays for one more worker
 constexpr int64_t kChunkNs = 4'000;    // the least work of one chunk
-constexpr int64_t kMaxSide = (int64_t{1} << 31) - 1;  // of a dynamic dimension and of a grid axis: ids are int32
+constexpr int64_t kMaxSide = (int64_t{1} << 31) - 1;  // of a grid axis: ids are int32
 constexpr int64_t kMaxWorkspace = int64_t{1} << 36;
 constexpr size_t kKeptWorkspace = size_t{64} << 20;  // a thread keeps a buffer of at most this between calls
 
@@ -92,26 +87,6 @@ class Workspace {
   Buffer own_;
   void* data_ = nullptr;
 };
-
-// -- printing ---------------------------------------------------------------------------------------------------------
-
-// Writes whole records to standard output, one after another. A closed or full output loses text; it never fails a run.
-void write_out(const std::string& text) {
-  static std::mutex* const mutex = new std::mutex;
-  std::lock_guard lock(*mutex);
-  size_t done = 0;
-  while (done < text.size()) {
-    ssize_t n = write(STDOUT_FILENO, text.data() + done, text.size() - done);
-    if (n >= 0) {
-      done += static_cast<size_t>(n);
-    } else if (errno == EAGAIN) {
-      pollfd wait{STDOUT_FILENO, POLLOUT, 0};
-      poll(&wait, 1, 1000);
-    } else if (errno != EINTR) {
-      return;
-    }
-  }
-}
 
 }  // namespace
 
@@ -210,8 +185,7 @@ void Run::print(int64_t site, const int64_t* pid, void* const* args) {
   }
   try {
     const Site& at = program_.sites_[static_cast<size_t>(site)];
-    const std::string text = print_text(at, args);
-    write_out(concat("[", program_.name_, " ", program_text(at, pid), "] ", text, "\n"));
+    write_out(printed_line(program_.name_, at, pid, args));
   } catch (const std::exception& error) {  // no exception may cross the kernel's frames
     stop(error.what());
   }
@@ -237,9 +211,7 @@ void Run::check() const {
   std::lock_guard lock(mutex_);
   if (!broken_.empty()) fail(Code::kInternal, "kernel ", program_.name_, ": ", broken_);
   if (!failed_) return;
-  const Site& site = program_.sites_[static_cast<size_t>(failed_site_)];
-  fail(Code::kFailedPrecondition, "kernel ", program_.name_, ": assertion failed: ", site.message, " (program ",
-       program_text(site, failed_pid_.data()), ")\n  at ", site.where);
+  fail_assertion(program_.name_, program_.sites_[static_cast<size_t>(failed_site_)], failed_pid_.data());
 }
 
 // -- program ----------------------------------------------------------------------------------------------------------
@@ -250,7 +222,7 @@ Program::Program(const Attributes& attributes)
       workspace_(attributes.workspace),
       cost_(std::max<int64_t>(0, attributes.cost)) {
   try {
-    read_dimensions(attributes.dims);
+    dimensions_ = read_dimensions(attributes.dims);
     if (programs_ < 0 && dimensions_.empty()) fail(Code::kInvalidArgument, "its grid has ", programs_, " programs");
     if (workspace_ < 0 || workspace_ > kMaxWorkspace)
       fail(Code::kInvalidArgument, "its workspace has ", workspace_, " bytes");
@@ -264,35 +236,11 @@ Program::Program(const Attributes& attributes)
   }
 }
 
-void Program::read_dimensions(const std::vector<int64_t>& numbers) {
-  if (numbers.size() % 4 != 0) fail(Code::kInvalidArgument, "its dims are ", numbers.size(), " numbers, not fours");
-  for (size_t k = 0; k < numbers.size(); k += 4) {
-    Dimension d{numbers[k], numbers[k + 1], numbers[k + 2], numbers[k + 3]};
-    if (d.operand < 0 || d.axis < 0 || d.symbol < 0 || d.symbol >= static_cast<int64_t>(Launch::kSymbols) ||
-        d.multiple < 1)
-      fail(Code::kInvalidArgument, "its dynamic dimension ", k / 4, " is damaged, or it has more than ",
-           Launch::kSymbols, " symbols");
-    dimensions_.push_back(d);
-  }
-}
-
 Launch Program::launch(const int64_t* sizes) const {
   Launch launch;
   launch.programs = programs_;
   if (dimensions_.empty()) return launch;
-  std::fill_n(launch.dims, Launch::kSymbols, 0);
-  if (sizes == nullptr) fail(Code::kInvalidArgument, "kernel ", name_, ": it has dynamic sizes, and the call gives none");
-  for (size_t k = 0; k < dimensions_.size(); ++k) {
-    const Dimension& d = dimensions_[k];
-    int64_t& symbol = launch.dims[d.symbol];
-    int64_t value = sizes[k] / d.multiple;
-    if (value < 1 || sizes[k] > kMaxSide || sizes[k] % d.multiple != 0 || (symbol != 0 && symbol != value))
-      fail(Code::kInvalidArgument, "kernel ", name_, ": axis ", d.axis, " of operand ", d.operand, " has ", sizes[k],
-           " elements; it was compiled for ", d.multiple == 1 ? "" : "a multiple of ",
-           d.multiple == 1 ? concat("1 to ", kMaxSide) : concat(d.multiple),
-           symbol == 0 ? "" : concat(", the same as another dimension, ", symbol * d.multiple));
-    symbol = value;
-  }
+  bind_symbols(name_, dimensions_, sizes, launch.dims);
   int64_t sides[16];
   int64_t rank = image_->grid()(launch.dims, sides);
   launch.programs = 1;

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "dims.h"
 #include "image.h"
 #include "sites.h"
 
@@ -26,16 +27,10 @@ struct Attributes {
   std::vector<int64_t> dims = {};
 };
 
-// A dynamic dimension of an operand has `multiple` times the value of symbol `symbol`.
-struct Dimension {
-  int64_t operand, axis, symbol, multiple;
-};
-
 // What one call adds to a program: the values of its symbols, and the number of programs that they make.
 struct Launch {
-  static constexpr size_t kSymbols = 64;
   int64_t programs;
-  int64_t dims[kSymbols];  // not set in a launch without dynamic dimensions
+  int64_t dims[kMaxSymbols];  // not set in a launch without dynamic dimensions
 };
 
 class Program {
@@ -64,7 +59,6 @@ class Program {
 
  private:
   friend class Run;
-  void read_dimensions(const std::vector<int64_t>& numbers);
 
   std::shared_ptr<const Image> image_;
   std::string name_;

@@ -1,7 +1,12 @@
 #include "sites.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
+#include <mutex>
+
+#include <poll.h>
+#include <unistd.h>
 
 #include "error.h"
 #include "json.h"
@@ -106,10 +111,13 @@ Site parse_site(const Json& json) {
 }  // namespace
 
 std::vector<Site> parse_sites(std::string_view json) {
+  if (json.empty()) return {};
+  return parse_sites(parse_json(json));
+}
+
+std::vector<Site> parse_sites(const Json& list) {
   std::vector<Site> sites;
-  if (json.empty()) return sites;
-  const Json document = parse_json(json);
-  for (const Json& site : document.list("sites")) sites.push_back(parse_site(site));
+  for (const Json& site : list.list("sites")) sites.push_back(parse_site(site));
   return sites;
 }
 
@@ -122,6 +130,32 @@ std::string print_text(const Site& site, void* const* args) {
     text += array_text(*arg.dtype, arg.shape, args[piece.arg], piece.spec);
   }
   return text;
+}
+
+std::string printed_line(const std::string& kernel, const Site& site, const int64_t* pid, void* const* args) {
+  return concat("[", kernel, " ", program_text(site, pid), "] ", print_text(site, args), "\n");
+}
+
+void write_out(const std::string& text) {
+  static std::mutex* const mutex = new std::mutex;
+  std::lock_guard lock(*mutex);
+  size_t done = 0;
+  while (done < text.size()) {
+    ssize_t n = write(STDOUT_FILENO, text.data() + done, text.size() - done);
+    if (n >= 0) {
+      done += static_cast<size_t>(n);
+    } else if (errno == EAGAIN) {
+      pollfd wait{STDOUT_FILENO, POLLOUT, 0};
+      poll(&wait, 1, 1000);
+    } else if (errno != EINTR) {
+      return;
+    }
+  }
+}
+
+void fail_assertion(const std::string& kernel, const Site& site, const int64_t* pid) {
+  fail(Code::kFailedPrecondition, "kernel ", kernel, ": assertion failed: ", site.message, " (program ",
+       program_text(site, pid), ")\n  at ", site.where);
 }
 
 std::string program_text(const Site& site, const int64_t* pid) {

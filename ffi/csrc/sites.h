@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "format.h"
+#include "json.h"
 
 namespace jtile {
 
@@ -36,9 +37,19 @@ struct Site {
 // A site may have "axes" and "lanes", too. A format is that of str.format with the fields {}, {k} and {:spec}. Empty
 // text stands for no sites. Throws Error.
 std::vector<Site> parse_sites(std::string_view json);
+std::vector<Site> parse_sites(const Json& list);
 
-// The printed line of a print site, without its end.
+// The text of a print site for the values of its arguments.
 std::string print_text(const Site& site, void* const* args);
+
+// What one print writes: "[kernel (0, 1, 2)] text\n".
+std::string printed_line(const std::string& kernel, const Site& site, const int64_t* pid, void* const* args);
+
+// Writes whole records to standard output, one after another. A closed or full output loses text; it never fails a run.
+void write_out(const std::string& text);
+
+// Throws the error of a failed assertion.
+[[noreturn]] void fail_assertion(const std::string& kernel, const Site& site, const int64_t* pid);
 
 // "(0, 1, 2)" for the ids of a program; "(0, 1, 2), lane 5" and "(0, 1, 2), lane (3, 5)" under vmap.
 std::string program_text(const Site& site, const int64_t* pid);

@@ -1,0 +1,56 @@
+// The launchers of GPUs without XLA: for tests and tools.
+#include <cstdint>
+#include <string_view>
+
+#include "capi.h"
+#include "error.h"
+#include "gpu.h"
+
+namespace jtile {
+namespace {
+
+DriverSource source_of(std::string_view platform) {
+  if (platform == "cuda") return cuda_driver;
+  if (platform == "rocm") return hip_driver;
+  fail(Code::kInvalidArgument, "there is no platform '", platform, "'; expected cuda or rocm");
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Reads an image and its launch record; *out is a handle for the functions below. `library` is the file of the driver,
+// or null for the usual one.
+int32_t jtile_gpu_open(const char* platform, const char* library, const char* image, int64_t size, const char* record,
+                       void** out, char* error, int64_t capacity) {
+  return to_status(error, capacity, [&] {
+    *out = new Launcher(source_of(platform), library, {image, static_cast<size_t>(size)}, record);
+  });
+}
+
+void jtile_gpu_close(void* handle) { delete static_cast<Launcher*>(handle); }
+
+// Loads the image for a device, unless that is done.
+int32_t jtile_gpu_initialize(void* handle, int32_t device, char* error, int64_t capacity) {
+  return to_status(error, capacity, [&] { static_cast<Launcher*>(handle)->initialize(device); });
+}
+
+// Puts one call on a stream: `count` arrays (operands, then results) at addresses of the device, their bytes, and the
+// sizes of the record's dynamic dimensions. A kernel that prints or asserts is waited for.
+int32_t jtile_gpu_launch(void* handle, int32_t device, void* stream, const Array* arrays, int64_t count,
+                         const int64_t* sizes, char* error, int64_t capacity) {
+  return to_status(error, capacity, [&] {
+    auto& launcher = *static_cast<Launcher*>(handle);
+    launcher.launch(device, stream, arrays, static_cast<size_t>(count), sizes);
+    launcher.finish(device, stream, arrays, sizes);
+  });
+}
+
+int64_t jtile_gpu_modules_alive() { return modules_alive(); }
+int64_t jtile_gpu_modules_loaded() { return modules_loaded(); }
+
+}  // extern "C"
+#pragma GCC visibility pop
+
+}  // namespace jtile

@@ -1,0 +1,63 @@
+// The launch record of a GPU kernel, JSON text that lowering/triton/record.py writes and describes.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "dims.h"
+#include "expression.h"
+#include "sites.h"
+
+namespace jtile {
+
+constexpr size_t kMaxParams = 512;   // of a kernel: 4 KiB of pointers, what every CUDA driver takes
+constexpr size_t kMaxMaps = 32;      // tensor maps among them: as many bytes
+constexpr size_t kMaxMapRank = 5;
+
+// A part of an array as a tensor map describes it; innermost dimension first.
+struct TensorMap {
+  size_t buffer;
+  uint32_t dtype;  // a CUtensorMapDataType
+  size_t rank;
+  Expression dims[kMaxMapRank];
+  Expression strides[kMaxMapRank];  // bytes, of the dimensions behind the innermost: rank - 1 of them
+  uint32_t box[kMaxMapRank];
+  uint32_t swizzle;  // a CUtensorMapSwizzle
+  bool nan_fill;
+};
+
+struct Param {
+  enum class Kind : uint8_t { kBuffer, kTensorMap, kI32, kI64, kNull };
+  Kind kind;
+  size_t index = 0;  // of an array, or of a tensor map
+  Expression value;
+};
+
+// Where print and assert sites leave their log, and what they say.
+struct SitesLog {
+  size_t buffer;
+  int64_t bytes;
+  std::vector<Expression> grid;  // sides, the outermost first
+  std::vector<Site> list;
+};
+
+struct Record {
+  std::string name, symbol, arch;
+  uint32_t threads = 0, shared = 0, cluster = 1;
+  bool programmatic = false, cooperative = false;
+  Expression grid;
+  std::vector<Param> params;
+  std::vector<TensorMap> maps;
+  std::vector<size_t> zeroed;
+  std::optional<SitesLog> sites;
+  std::vector<Dimension> dims;
+  size_t arrays = 0;  // how many the call has at least
+};
+
+// Throws Error for text that is no launch record.
+Record parse_record(std::string_view text);
+
+}  // namespace jtile
