@@ -60,8 +60,7 @@ def _store(em: Emitter, op: ir.Store) -> None:
         return
     lanes = math.prod(padded(next(line.first.shape for line in found if line.first.shape)))
     if lanes <= PAIRS and op.mask is None:
-        places = resolve(em, buf, found, shape, op.checked)
-        _write(em, buf, found, op, last_lanes(em, found, places))
+        _write(em, buf, found, op, last_lanes(em, found, shape))
         return
     with _one_by_one(em, found, shape) as chosen:
         _write(em, buf, found, op, chosen)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jtile import ir
-from jtile.lowering.triton.addresses import Line, Places, lay
+from jtile.lowering.triton.addresses import Line, lay
 from jtile.lowering.triton.emitter import Emitter, padded
 from jtile.lowering.triton.ttir import Val
 
@@ -161,14 +161,14 @@ def _varies(v: ir.Value) -> set[int] | None:
     return None
 
 
-def last_lanes(em: Emitter, found: list[Line], places: Places) -> Val:
+def last_lanes(em: Emitter, found: list[Line], shape: tuple[int, ...]) -> Val:
     """The mask of a gather's lanes that no later lane repeats, laid over the tile."""
     code = em.code
     takes = [line for line in found if line.first.shape]
     axis, inner = takes[0].axis, takes[0].first.shape
     n = int(np.prod(inner))
     flat = [code.reshape(line.first, (n,)) for line in takes]
-    real = em.valid(places.shape[axis : axis + len(inner)])
+    real = em.valid(shape[axis : axis + len(inner)])
     later = code.cmp("sgt", *(_pair(em, code.arange(n), n, k) for k in (1, 0)))
     if real is not None:
         later = code.both(later, _pair(em, code.reshape(real, (n,)), n, 1))
@@ -176,7 +176,7 @@ def last_lanes(em: Emitter, found: list[Line], places: Places) -> Val:
         later = code.both(later, code.cmp("eq", *(_pair(em, v, n, k) for k in (1, 0))))
     hidden = any_along(em, code.to_int(later, "i32"), 1)
     alone = code.cmp("eq", hidden, code.const(0, "i32", (n,)))
-    return lay(em, code.reshape(alone, inner), axis, padded(places.shape))
+    return lay(em, code.reshape(alone, inner), axis, padded(shape))
 
 
 def _pair(em: Emitter, v: Val, n: int, axis: int) -> Val:
