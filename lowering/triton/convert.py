@@ -134,7 +134,9 @@ def _float_to_int(x: X, dst: str) -> X:
     elem = elem_of(dst)
     above = x.ge(float(high + 1))
     below = x.lt(float(low)) if signed else x.le(-1.0)
-    outside = x.new(x.code.op("arith.ori", above.v, x.cmp("ult" if signed else "ule", float(low) if signed else -1.0).v))
+    outside = x.new(
+        x.code.op("arith.ori", above.v, x.cmp("ult" if signed else "ule", float(low) if signed else -1.0).v)
+    )
     y = outside.where(0.0, x).cast("fptosi" if signed else "fptoui", elem)
     return above.where(high, below.where(low, y))
 
@@ -180,7 +182,7 @@ def _decode(x: X, dtype: str) -> X:
     sign = (u & fmt.sign) << (32 - fmt.width)
     y = (magnitude | sign).as_float("f32") * 2.0 ** (127 - fmt.bias)
     if dtype == "float8_e4m3fn":
-        y = (u & 0x7F).eq(0x7F).where(float("nan"), y)
+        y = (u & 0x7F).eq(0x7F).where((sign | 0x7FC00000).as_float("f32"), y)
     return y
 
 

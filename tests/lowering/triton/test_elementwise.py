@@ -1,0 +1,286 @@
+"""Elementwise functions, conversions and literal tiles: the text that is emitted, evaluated, against the op cards."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from ttir import evaluate
+
+from jtile import ir
+from jtile.errors import UnsupportedError
+from jtile.ir.elementwise import ELEMENTWISE
+from jtile.lowering.triton.compile import compile_kernel, emit_kernel
+from jtile.lowering.triton.features import features
+from jtile.lowering.triton.math import ULP_BOUNDS
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+ARCHS = ("sm_80", "sm_90", "gfx942")  # without and with conversions of fp8 in hardware, and the other vendor
+NIBBLES = ("int4", "uint4", "float4_e2m1fn")
+EDGES = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, 1e-3, 100.0, -100.0, 448.0, 464.0, 465.0, 6e4, 6.2e4,
+         7e4, 1e-8, 1e-40, -1e-40, 3.3e38, np.inf, -np.inf, np.nan]  # fmt: skip
+
+
+def values(dtype: str, n: int = 200, seed: int = 0) -> np.ndarray:
+    """All values of the narrow dtypes, in random order; of the wide ones edges and random numbers."""
+    rng = np.random.default_rng(seed)
+    info = ir.DTYPES[dtype]
+    if info.kind == "b":
+        return rng.integers(0, 2, n).astype(bool)
+    if info.bits == 4:
+        codes = np.arange(16, dtype=np.uint8)
+        x = codes.view(info.numpy) if info.kind == "f" else (codes.astype(np.int8) - 8 * (info.kind == "i"))
+        return rng.permutation(np.resize(x.astype(info.numpy), n))
+    if info.bits == 8:
+        return rng.permutation(np.resize(np.arange(256, dtype=np.uint8), n)).view(info.numpy)
+    if info.kind == "f":
+        x = np.concatenate([EDGES, rng.normal(size=n), 10 ** rng.uniform(-6, 6, n) * rng.choice([-1, 1], n)])
+        return rng.permutation(x)[:n].astype(info.numpy)
+    low, high = np.iinfo(info.numpy).min, np.iinfo(info.numpy).max
+    edges = np.array([low, high, 0, 1, 2, 3, high - 1, high // 2, info.bits - 1, info.bits, *[high] * (low < 0)])
+    edges = np.concatenate([edges.astype(info.numpy), np.array([-1]).astype(info.numpy)])
+    scale = rng.integers(0, info.bits, n)
+    return rng.permutation(np.concatenate([edges, rng.integers(low, high, n, info.numpy) >> scale.astype(info.numpy)]))[
+        :n
+    ]
+
+
+class Bench:
+    """A kernel over whole vectors: the results of some ops on its inputs."""
+
+    def __init__(self, *inputs: np.ndarray):
+        self.inputs = inputs
+        self.b = ir.Builder()
+        self.params = [ir.Value(ir.RefType(x.shape, x.dtype.name, "in"), f"x{k}") for k, x in enumerate(inputs)]
+        self.outs: list[ir.Value] = []
+        self.xs = [self.b.value(ir.Load(p, self._whole(p.shape))) for p in self.params]
+        self.ops: list[tuple[ir.Op, tuple[np.ndarray, ...]]] = []
+
+    def _whole(self, shape) -> tuple[ir.Dim, ...]:
+        zero = self.b.index(0)
+        return tuple(ir.Span(zero, n) for n in shape)
+
+    def add(self, op: ir.Op, *arrays: np.ndarray) -> None:
+        """An op on loaded tiles, stored; `arrays` is what its reference takes."""
+        v = self.b.value(op)
+        out = ir.Value(ir.RefType(v.shape, v.dtype, "out"), f"o{len(self.outs)}")
+        self.outs.append(out)
+        self.b.add(ir.Store(out, self._whole(v.shape), v))
+        self.ops.append((op, arrays))
+
+    @property
+    def kernel(self) -> ir.Kernel:
+        return ir.Kernel("bench", (*self.params, *self.outs), (), self.b.block, (), (None,) * len(self.outs))
+
+    def run(self, arch: str) -> list[tuple[ir.Op, np.ndarray, np.ndarray]]:
+        """(op, got, wanted)."""
+        text, record = emit_kernel(self.kernel, features(arch))
+        outputs = evaluate(text, record, self.kernel, self.inputs).outputs
+        return [(op, y, op.reference(*a)) for y, (op, a) in zip(outputs, self.ops, strict=True)]
+
+
+def same(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Lanes that agree: also in the sign of zero; every NaN is like every other."""
+    if ir.DTYPES[want.dtype.name].kind != "f":
+        return got == want
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    return (np.isnan(a) & np.isnan(b)) | ((a == b) & (np.signbit(a) == np.signbit(b)))
+
+
+def functions(dtype: str) -> list[str]:
+    return [n for n, f in ELEMENTWISE.items() if ir.DTYPES[dtype].kind in f.kinds]
+
+
+def elementwise(dtype: str, fns: list[str]) -> Bench:
+    xs = [values(dtype, seed=k) for k in range(3)]
+    bench = Bench(*xs)
+    for fn in fns:
+        n = ELEMENTWISE[fn].arity
+        bench.add(ir.Map(fn, tuple(bench.xs[:n])), *xs[:n])
+    return bench
+
+
+def near(got: np.ndarray, want: np.ndarray, ulps: float) -> np.ndarray:
+    """Within so many units in the last place; zero counts as every subnormal number of f32."""
+    with np.errstate(all="ignore"):
+        gap = np.maximum(np.spacing(np.abs(want)), np.finfo(np.float32).tiny * (want.dtype == np.float32))
+        return same(got, want) | (np.abs(got.astype(np.float64) - want.astype(np.float64)) <= ulps * gap)
+
+
+@pytest.mark.parametrize("dtype", list(ir.DTYPES))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_functions(arch, dtype):
+    for op, got, want in elementwise(dtype, functions(dtype)).run(arch):
+        exact = ELEMENTWISE[op.fn].exact or op.fn not in ULP_BOUNDS
+        zeros = op.fn in ("max", "min", "clamp")  # of two zeros either may come out
+        good = same(got, want) | (zeros & (got == want))
+        if not exact and dtype in ("float32", "float64"):
+            good |= near(got, want, ULP_BOUNDS[op.fn][dtype == "float64"])
+            if op.fn in ("lgamma", "digamma"):  # near the zeros of negative arguments: absolute
+                close = np.abs(got - want) <= 2e-13 * np.maximum(1, np.abs(want))
+                good |= (values(dtype) < 0) & close
+        elif not exact:  # one code away at a tie
+            carrier = f"i{max(ir.DTYPES[dtype].bits, 8) // 8}"
+            close = np.abs(got.view(carrier).astype(int) - want.view(carrier).astype(int)) <= 1
+            good |= close & (np.mean(same(got, want)) > 0.97)
+        bad = np.flatnonzero(~good)
+        args = [x[bad[:3]] for x in (values(dtype, seed=k) for k in range(ELEMENTWISE[op.fn].arity))]
+        assert bad.size == 0, f"{op.fn}{args}: got {got[bad[:3]]}, expected {want[bad[:3]]} ({bad.size} lanes)"
+
+
+# -- conversions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("src", list(ir.DTYPES))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_casts(arch, src):
+    x = values(src, 300)
+    bench = Bench(x)
+    for dst in ir.DTYPES:
+        bench.add(ir.Cast(bench.xs[0], dst), x)
+    for op, got, want in bench.run(arch):
+        bad = np.flatnonzero(~same(got, want))
+        assert bad.size == 0, f"{src} {x[bad[:3]]} as {op.dtype}: got {got[bad[:3]]}, expected {want[bad[:3]]}"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("narrow", ["float16", "bfloat16"])
+def test_every_half(arch, narrow):
+    """To f32 exact, and back to the same bits."""
+    x = np.arange(1 << 16, dtype=np.uint16).view(ir.DTYPES[narrow].numpy)
+    bench = Bench(x)
+    wide = bench.b.value(ir.Cast(bench.xs[0], "float32"))
+    bench.add(ir.Cast(bench.xs[0], "float32"), x)
+    bench.add(ir.Cast(wide, narrow), x.astype(np.float32))
+    for _, got, want in bench.run(arch):
+        assert same(got, want).all()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rounding_to_codes(arch, dtype):
+    """Every code, the middles between neighbours, and the floats next to those; NaN and infinities keep their signs."""
+    info = ir.DTYPES[dtype]
+    codes = np.arange(1 << info.bits, dtype=np.uint8).view(info.numpy).astype(np.float32)
+    finite = np.unique(codes[np.isfinite(codes)])
+    middle = (finite[1:] + finite[:-1]) / 2
+    x = np.concatenate([codes, middle, np.nextafter(middle, np.float32(9e38)), np.nextafter(middle, np.float32(-9e38)),
+                        np.array([*EDGES, -np.nan, 1e-45, 1.7e38, 2.5e38], np.float32)])  # fmt: skip
+    bench = Bench(x)
+    bench.add(ir.Cast(bench.xs[0], dtype), x)
+    ((_, got, want),) = bench.run(arch)
+    bad = np.flatnonzero((got.view(np.uint8) != want.view(np.uint8)) & ~np.isnan(x))
+    assert bad.size == 0, f"{x[bad[:5]]}: got {got[bad[:5]]}, expected {want[bad[:5]]}"
+    assert same(got, want).all()
+
+
+@pytest.mark.parametrize("src", ["float32", "float64"])
+def test_saturation(src):
+    """At the limits of every integer dtype, and next to them."""
+    powers = [2.0**k for k in (3, 4, 7, 8, 15, 16, 31, 32, 63, 64)]
+    edges = [s * p + d for p in powers for s in (1, -1) for d in (0, 1, -1, 0.5, -0.5)]
+    x = np.array([*edges, *(np.nextafter(s * p, t) for p in powers for s in (1, -1) for t in (0, s * 2 * p)), 1e30])
+    x = np.concatenate([x, [-1e30, np.inf, -np.inf, np.nan, -0.99, -1.0]]).astype(src)
+    bench = Bench(x)
+    for dst in (d for d, info in ir.DTYPES.items() if info.kind in "iu"):
+        bench.add(ir.Cast(bench.xs[0], dst), x)
+    for op, got, want in bench.run("sm_90"):
+        bad = np.flatnonzero(got != want)
+        assert bad.size == 0, f"{x[bad[:5]]} as {op.dtype}: got {got[bad[:5]]}, expected {want[bad[:5]]}"
+
+
+@pytest.mark.parametrize("src", list(ir.DTYPES))
+def test_bitcasts(src):
+    x = values(src, 256)
+    bench = Bench(x)
+    for dst in (d for d, info in ir.DTYPES.items() if info.bits == ir.DTYPES[src].bits and info.bits != 4):
+        if dst != "bool":  # a byte that is neither 0 nor 1 has no meaning there
+            bench.add(ir.Bitcast(bench.xs[0], dst), x)
+    if ir.DTYPES[src].bits == 4:
+        for dst in NIBBLES:
+            bench.add(ir.Bitcast(bench.xs[0], dst))
+        text, record = emit_kernel(bench.kernel, features("sm_80"))
+        want = x.view(np.uint8) & 15
+        for got in evaluate(text, record, bench.kernel, bench.inputs).outputs:
+            np.testing.assert_array_equal(got.view(np.uint8) & 15, want)
+        return
+    for op, got, want in bench.run("sm_80"):
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), err_msg=op.dtype)
+
+
+# -- selection, tiles of numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", list(ir.DTYPES))
+def test_select(dtype):
+    c, a, b = values("bool", 100), values(dtype, 100), values(dtype, 100, 1)
+    bench = Bench(c, a, b)
+    bench.add(ir.Select(*bench.xs), c, a, b)
+    ((_, got, want),) = bench.run("sm_80")
+    assert same(got, want).all()
+
+
+@pytest.mark.parametrize("dtype", list(ir.DTYPES))
+def test_iota(dtype):
+    bench = Bench()
+    for shape, axis in (((5,), 0), ((3, 40), 0), ((3, 40), 1), ((2, 1, 7), 1), ((300,), 0)):
+        bench.add(ir.Iota(shape, axis, dtype))
+    for op, got, want in bench.run("sm_80"):
+        assert same(got, np.asarray(want)).all(), f"{op.shape} along {op.axis}"
+
+
+@pytest.mark.parametrize("dtype", list(ir.DTYPES))
+def test_dense(dtype):
+    rng = np.random.default_rng(3)
+    bench = Bench()
+    wide = float if ir.DTYPES[dtype].kind == "f" else bool if dtype == "bool" else int
+    for shape in ((), (1,), (7,), (3, 5), (2, 3, 4), (256,), (0,)):
+        n = int(np.prod(shape))
+        x = values(dtype, max(n, 1))[:n]
+        bench.add(ir.Dense(tuple((x.astype(float) if wide is float else x).tolist()), shape, dtype))
+        bench.add(ir.Dense(tuple(wide(k % 2) for k in range(n)), shape, dtype))
+        bench.add(ir.Dense(tuple(wide(rng.integers(0, 2)) for _ in range(n)), shape, dtype))
+    for op, got, want in bench.run("sm_80"):
+        assert same(got, want).all(), f"{op.data[:8]} {op.shape}: got {got}"
+
+
+def test_lines_are_arithmetic():
+    bench = Bench()
+    bench.add(ir.Dense(tuple(range(5, 205, 2)), (10, 10), "int32"))
+    bench.add(ir.Dense(tuple(float(-k) if k else 0.0 for k in range(100)), (100,), "bfloat16"))
+    text, _ = emit_kernel(bench.kernel, features("sm_80"))
+    assert "arith.select" not in text
+    for _, got, want in bench.run("sm_80"):
+        assert same(got, want).all()
+
+
+def test_a_literal_that_is_too_large():
+    bench = Bench()
+    bench.add(ir.Dense(tuple(np.random.default_rng(0).normal(size=2000).tolist()), (2000,), "float32"))
+    with pytest.raises(UnsupportedError, match="2000 different numbers .* pass it as an operand"):
+        emit_kernel(bench.kernel, features("sm_80"))
+
+
+# -- by triton --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch, dtype", [("sm_80", "float8_e4m3fn"), ("sm_90", "float32"), ("sm_90", "float8_e5m2"),
+                                         ("sm_100", "bfloat16"), ("gfx942", "float32"), ("gfx1100", "float64"),
+                                         ("gfx90a", "int64"), ("sm_90", "int4"), ("sm_90", "bool")])  # fmt: skip
+def test_compiles(arch, dtype):
+    pytest.importorskip("triton")
+    kernel = elementwise(dtype, functions(dtype)).kernel
+    assert compile_kernel(kernel, arch, {"num_warps": 4}).image
+
+
+def test_fast_paths():
+    """One instruction for exp2; integers of 8 bits to bf16 without the slow conversion instruction."""
+    pytest.importorskip("triton")
+    x = values("int8", 256)
+    bench = Bench(x, values("float32", 256))
+    bench.add(ir.Cast(bench.xs[0], "bfloat16"), x)
+    bench.add(ir.Map("exp2", (bench.xs[1],)))
+    ptx = compile_kernel(bench.kernel, "sm_90", {"num_warps": 4}, texts=True).texts["ptx"]
+    assert "cvt.rn.f32.s" not in ptx and "cvt.rn.bf16.s" not in ptx and "cvt.rn.bf16x2.f32" in ptx
+    assert "ex2.approx.ftz.f32" in ptx
