@@ -79,7 +79,7 @@ def text_of(make: Make, *inputs: np.ndarray) -> str:
     return emit_kernel(kernel_of(make, *inputs), features("sm_90"))[0]
 
 
-@pytest.mark.parametrize("shape, out, dims", [
+@pytest.mark.parametrize(("shape", "out", "dims"), [
     ((), (3, 5), ()), ((3,), (3, 5), (0,)), ((5,), (3, 5), (1,)), ((1, 5), (3, 5), (0, 1)), ((3, 1), (2, 3, 5), (1, 2)),
     ((1,), (0,), (0,)), ((3,), (3, 1, 2, 3), (0,)), ((1, 1), (4, 4), (0, 1)),
 ])  # fmt: skip
@@ -87,7 +87,7 @@ def test_broadcast(shape, out, dims):
     check(lambda x: ir.Broadcast(x, out, dims), array(shape))
 
 
-@pytest.mark.parametrize("shape, out", [
+@pytest.mark.parametrize(("shape", "out"), [
     ((8, 4), (2, 16)), ((3, 5), (15,)), ((15,), (5, 3)), ((3, 64), (192,)), ((6, 4), (3, 8)), ((3, 1, 5), (1, 3, 5)),
     ((5, 3, 2), (5, 6)), ((2, 3, 5), (6, 5)), ((4, 9, 5), (6, 6, 5)), ((1,), ()), ((), (1, 1)), ((0, 3), (3, 0, 2)),
     ((12, 5), (5, 3, 4)), ((3, 4, 1, 2, 3), (2, 36)),
@@ -96,13 +96,13 @@ def test_reshape(shape, out):
     check(lambda x: ir.Reshape(x, out), array(shape))
 
 
-@pytest.mark.parametrize("shape, perm", [((3, 5), (1, 0)), ((2, 3, 5), (2, 0, 1)), ((), ()), ((0, 4), (1, 0)),
+@pytest.mark.parametrize(("shape", "perm"), [((3, 5), (1, 0)), ((2, 3, 5), (2, 0, 1)), ((), ()), ((0, 4), (1, 0)),
                                          ((2, 1, 3, 2, 3), (4, 2, 0, 3, 1))])  # fmt: skip
 def test_transpose(shape, perm):
     check(lambda x: ir.Transpose(x, perm), array(shape))
 
 
-@pytest.mark.parametrize("shape, start, stop, stride", [
+@pytest.mark.parametrize(("shape", "start", "stop", "stride"), [
     ((8,), (0,), (4,), (1,)), ((8,), (4,), (8,), (1,)), ((8,), (1,), (8,), (2,)), ((16,), (0,), (16,), (4,)),
     ((16,), (6,), (16,), (4,)), ((16,), (8,), (12,), (1,)), ((7,), (2,), (7,), (1,)), ((7,), (1,), (7,), (3,)),
     ((7,), (0,), (5,), (1,)), ((6, 10), (0, 5), (6, 10), (1, 1)), ((6, 10), (1, 0), (6, 9), (2, 3)),
@@ -113,13 +113,15 @@ def test_slice(shape, start, stop, stride):
     check(lambda x: ir.Slice(x, start, stop, stride), array(shape))
 
 
-@pytest.mark.parametrize("shape, axes", [((8,), (0,)), ((7,), (0,)), ((3, 8), (1,)), ((3, 5), (0, 1)), ((2, 1, 6), (1, 2)),
-                                         ((0,), (0,)), ((), ()), ((4, 3), (0,))])  # fmt: skip
+@pytest.mark.parametrize(("shape", "axes"), [
+    ((8,), (0,)), ((7,), (0,)), ((3, 8), (1,)), ((3, 5), (0, 1)), ((2, 1, 6), (1, 2)), ((0,), (0,)), ((), ()),
+    ((4, 3), (0,)),
+])  # fmt: skip
 def test_reverse(shape, axes):
     check(lambda x: ir.Reverse(x, axes), array(shape))
 
 
-@pytest.mark.parametrize("shape, low, high, interior", [
+@pytest.mark.parametrize(("shape", "low", "high", "interior"), [
     ((4,), (0,), (4,), (0,)), ((4,), (4,), (0,), (0,)), ((4,), (0,), (1,), (1,)), ((4,), (1,), (0,), (1,)),
     ((3,), (0,), (1,), (0,)), ((3,), (0,), (5,), (0,)), ((3,), (1,), (2,), (0,)), ((3,), (4,), (1,), (0,)),
     ((3,), (0,), (6,), (1,)), ((3,), (2,), (3,), (2,)), ((5,), (0,), (0,), (3,)), ((1,), (1,), (0,), (5,)),
@@ -130,7 +132,7 @@ def test_pad(shape, low, high, interior):
     check(lambda x, value: ir.Pad(x, value, low, high, interior), array(shape), array((), seed=1))
 
 
-@pytest.mark.parametrize("shapes, axis", [
+@pytest.mark.parametrize(("shapes", "axis"), [
     ([(4,), (4,)], 0), ([(3,), (4,)], 0), ([(4,), (3,)], 0), ([(4,), (2,), (2,)], 0), ([(1,)] * 5, 0), ([(3,)] * 9, 0),
     ([(2, 4), (2, 4)], 1), ([(2, 3), (1, 3), (5, 3)], 0), ([(3, 4)] * 3, 1), ([(5, 1)] * 4, 1), ([(5, 1), (5, 6)], 1),
     ([(0,), (3,), (0,)], 0), ([(0, 2), (0, 2)], 0), ([(2, 3, 5), (2, 1, 5)], 1), ([(8,), (1,)], 0), ([(7,)], 0),
@@ -140,7 +142,7 @@ def test_concat(shapes, axis):
     check(lambda *xs: ir.Concat(xs, axis), *(array(s, seed=k) for k, s in enumerate(shapes)))
 
 
-@pytest.mark.parametrize("n, by", [(8, 3), (7, 2), (7, 6), (16, 8)])
+@pytest.mark.parametrize(("n", "by"), [(8, 3), (7, 2), (7, 6), (16, 8)])
 def test_roll(n, by):
     """`jnp.roll` is two slices and a concatenation: one gather."""
 
@@ -153,18 +155,23 @@ def test_roll(n, by):
     assert ttgir.count("tt.gather") == 1  # the slices alone are dead code
 
 
-@pytest.mark.parametrize("shape, sizes", [((7,), (3,)), ((4, 6), (4, 2)), ((4, 6), (1, 6)), ((3, 5), (2, 3)), ((), ()),
-                                          ((5,), (0,)), ((5, 3), (5, 3)), ((6,), (1,))])  # fmt: skip
-@pytest.mark.parametrize("at, dtype", [(-3, "int32"), (1, "int8"), (2, "uint8"), (2**31 + 5, "uint32"), (-1, "int64"),
-                                       (2**40, "int64")])  # fmt: skip
+@pytest.mark.parametrize(("shape", "sizes"), [
+    ((7,), (3,)), ((4, 6), (4, 2)), ((4, 6), (1, 6)), ((3, 5), (2, 3)), ((), ()), ((5,), (0,)), ((5, 3), (5, 3)),
+    ((6,), (1,)),
+])  # fmt: skip
+@pytest.mark.parametrize(("at", "dtype"), [
+    (-3, "int32"), (1, "int8"), (2, "uint8"), (2**31 + 5, "uint32"), (-1, "int64"), (2**40, "int64"),
+])  # fmt: skip
 def test_dynamic_slice_and_update(shape, sizes, at, dtype):
     starts = [np.asarray(at, dtype)] * len(shape)
     check(lambda x, *s: ir.DynamicSlice(x, s, sizes), array(shape), *starts)
     check(lambda x, u, *s: ir.DynamicUpdate(x, u, s), array(shape), array(sizes, seed=1), *starts)
 
 
-@pytest.mark.parametrize("shape, m, axis", [((7,), 3, 0), ((5,), 12, 0), ((3, 6), 6, 1), ((3, 6), 2, 1), ((3, 6), 9, 0),
-                                            ((2, 5, 3), 4, 1), ((1,), 5, 0), ((4, 1), 1, 1), ((5,), 0, 0)])  # fmt: skip
+@pytest.mark.parametrize(("shape", "m", "axis"), [
+    ((7,), 3, 0), ((5,), 12, 0), ((3, 6), 6, 1), ((3, 6), 2, 1), ((3, 6), 9, 0), ((2, 5, 3), 4, 1), ((1,), 5, 0),
+    ((4, 1), 1, 1), ((5,), 0, 0),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "int64"])
 def test_gather(shape, m, axis, dtype):
     indices = np.random.default_rng(0).integers(0, shape[axis], (*shape[:axis], m, *shape[axis + 1 :])).astype(dtype)
@@ -172,7 +179,7 @@ def test_gather(shape, m, axis, dtype):
 
 
 @pytest.mark.parametrize("fn", ["set", "add", "mul", "min", "max"])
-@pytest.mark.parametrize("n, m", [(5, 7), (8, 8), (1, 3), (6, 1), (3, 0), (0, 3)])
+@pytest.mark.parametrize(("n", "m"), [(5, 7), (8, 8), (1, 3), (6, 1), (3, 0), (0, 3)])
 def test_scatter(fn, n, m):
     indices = np.random.default_rng(n).integers(-1, n + 2, m).astype(np.int32)
     check(lambda x, i, u: ir.Scatter(x, i, u, fn), array((n,)), indices, array((m,), seed=1))
@@ -223,7 +230,7 @@ def test_large_gathers_go_in_halves():
     assert (evaluate(text, record, kernel, [x]).outputs[0] == x[::-1]).all()
 
 
-@pytest.mark.parametrize("make, inputs, moves", [
+@pytest.mark.parametrize(("make", "inputs", "moves"), [
     (lambda x: ir.Reshape(x, (192,)), [(3, 64)], 0),
     (lambda x: ir.Reshape(x, (3, 5, 1)), [(3, 5)], 0),
     (lambda x: ir.Slice(x, (0, 64), (16, 128), (1, 1)), [(16, 128)], 0),
