@@ -119,7 +119,8 @@ def resolve(em: Emitter, buf: Buffer, found: Sequence[Line], shape: tuple[int, .
     mask = _taken_lanes(em, found, shape)
     for line in found:
         if line.size is not None:
-            start, inside = _span(em, line, checked)
+            start = first_element(em, line, checked)
+            inside = _span_mask(em, line, start, checked)
             offset = _offsets(em, line)
             lanes += [] if offset is None else [(offset, line.axis)]
         else:
@@ -217,18 +218,17 @@ def _scaled(em: Emitter, v: Val, k: int) -> Val:
 # -- one start and its lanes ------------------------------------------------------------------------------------------
 
 
-def _span(em: Emitter, line: Line, checked: bool) -> tuple[Val, Val | None]:
-    """The first element of a span or tile, and the mask of its lanes (None: all)."""
-    side = line.side
-    small = isinstance(side, int) and side + line.extent + line.scale < BIG
-    elem = "i32" if small else "i64"
+def first_element(em: Emitter, line: Line, checked: bool) -> Val:
+    """Where a dimension starts: exact, or (checked) where all of its lanes are outside as well."""
     lo, hi = _limits(line)
-    if not checked or (lo >= 0 and hi < (BIG - 1 if small else 2**62)):
+    elem = "i32" if isinstance(line.side, int) and line.side + line.extent + line.scale < BIG else "i64"
+    if line.size is None:
+        return line.first
+    if not checked or (lo >= 0 and hi < (BIG - 1 if elem == "i32" else 2**62)):
         start = em.code.to_int(line.first, elem, signed=line.signed)
     else:
-        start, lo = _clamped(em, line, elem), lo if lo >= 0 else -BIG
-    start = _scaled(em, start, line.scale)
-    return start, _span_mask(em, line, start, checked, lo, hi)
+        start = _clamped(em, line, elem)
+    return _scaled(em, start, line.scale)
 
 
 def _limits(line: Line) -> tuple[int, int]:
@@ -257,8 +257,9 @@ def _clamped(em: Emitter, line: Line, elem: str) -> Val:
     return code.to_int(v, elem)
 
 
-def _span_mask(em: Emitter, line: Line, start: Val, checked: bool, lo: int, hi: int) -> Val | None:
+def _span_mask(em: Emitter, line: Line, start: Val, checked: bool) -> Val | None:
     """The lanes of a span that are its own and inside the array, one vector; None where all are."""
+    lo, hi = _limits(line)
     code, n = em.code, padded((line.size or 0,))[0]
     limit, side = line.extent + 1, line.side
     distance = _distances(em, line)

@@ -31,8 +31,9 @@ def _load(em: Emitter, op: ir.Load) -> Val:
     if touches_nothing(buf, op.index):
         return code.const(pad, elem_of(buf.dtype), padded(shape))
     meet(em, op)
-    if tma.qualifies(em, buf, op):
-        return tma.load(em, buf, op)
+    through_map = tma.load(em, buf, op)
+    if through_map is not None:
+        return through_map
     found = lines(em, buf, op.index)
     if buf.dtype in PACKED:
         return load_packed(em, buf, found, op, int(pad))

@@ -1,1 +1,155 @@
-def qualifies(em,buf,op): return False
+"""Tile loads through tensor maps (TMA): a thread asks for a whole box, and hardware finds the addresses and the bounds.
+
+They pay where a pipelined loop feeds a matrix product: the operands land in shared memory without passing registers,
+and nobody computes addresses. Elsewhere loads go through pointers, which need no trip through shared memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jtile import ir
+from jtile.lowering.triton import versions
+from jtile.lowering.triton.addresses import BIG, Line, first_element, lines
+from jtile.lowering.triton.emitter import Buffer, Emitter, memory_elem, padded
+from jtile.lowering.triton.ttir import Val, bits, spell
+
+DTYPES = ("float16", "bfloat16", "float32", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
+BOX, RANK = 256, 5  # what a tensor map can say: elements along an axis of its box, axes
+_PATH = (ir.Cast, ir.Bitcast, ir.Transpose, ir.Reshape)  # between a load and the product that it feeds
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis of a tensor map, counted in elements: its length, the distance of its elements, the side of the box, and
+    the dimensions of the access that it stands for."""
+
+    size: int
+    stride: int
+    box: int
+    lines: tuple[Line, ...]
+
+
+def load(em: Emitter, buf: Buffer, op: ir.Load) -> Val | None:
+    """The tile of a load through a tensor map; None where a map cannot say it, or would not pay."""
+    if not em.features.tma or op not in _operands(em) or not _plain(buf, op):
+        return None
+    found = lines(em, buf, op.index)
+    axes = _axes(found, op.checked)
+    if axes is None or not _expressible(axes, bits(memory_elem(buf.dtype)) // 8) or not _fits(axes, op.checked):
+        return None
+    elem, full = memory_elem(buf.dtype), padded(op.result.shape)
+    box = tuple(a.box for a in axes)
+    where = ", ".join(_coordinate(em, a, op.checked).name for a in axes)
+    handle = _descriptor(em, buf, axes, box, math.isnan(op.pad) and op.checked)
+    right = f"tt.descriptor_load {handle.name}[{where}] : {handle.elem} -> {spell(full, elem)}"
+    return em.code.let(right, full, elem, None)
+
+
+def _operands(em: Emitter) -> set[ir.Op]:
+    """The loads of a kernel that feed a matrix product in the body of their loop."""
+    if "operands" not in em.memo:
+        users: dict[ir.Value, list[ir.Op]] = {}
+        for op in em.kernel.body.walk():
+            for v in op.operands():
+                users.setdefault(v, []).append(op)
+        loops = [op.body for op in em.kernel.body.walk() if isinstance(op, ir.For)]
+        em.memo["operands"] = {op for b in loops for op in _fed(b, users)}
+    return em.memo["operands"]
+
+
+def _fed(body: ir.Block, users: dict[ir.Value, list[ir.Op]]) -> Iterator[ir.Load]:
+    for op in body.ops:
+        if not isinstance(op, ir.Load):
+            continue
+        todo = [op.result]
+        while todo:
+            for user in users.get(todo.pop(), []):
+                if isinstance(user, ir.Dot | ir.DotScaled) and user in body.ops:
+                    yield op
+                    todo = []
+                    break
+                todo += [user.results[0]] if isinstance(user, _PATH) else []
+
+
+def _plain(buf: Buffer, op: ir.Load) -> bool:
+    """Memory that nobody writes, of a dtype that maps know, an unmasked box of it, and a pad that they can give."""
+    if buf.mutable or buf.param is None or buf.dtype not in DTYPES or op.mask is not None:
+        return False
+    if not all(isinstance(n, int) for n in buf.shape) or any(isinstance(d, ir.Take) for d in op.index):
+        return False
+    nan = math.isnan(op.pad) and ir.DTYPES[buf.dtype].bits > 8
+    return not op.checked or op.pad == 0 or nan
+
+
+def _axes(found: list[Line], checked: bool) -> list[Axis] | None:
+    """The axes of a map. A single element of a dimension is a side of 1 of the box, or, where nothing can hang over,
+    it is counted along the next axis, so that the map has no more axes than the tile."""
+    out: list[Axis] = []
+    waiting: list[Line] = []
+    for line in found:
+        side, stride = int(line.side), int(line.stride)  # type: ignore[arg-type]
+        if line.step != 1 or (line.size == 0):
+            return None
+        if line.size is None and not checked:
+            waiting.append(line)
+            continue
+        size = math.prod(int(w.side) for w in waiting) * side  # type: ignore[arg-type]
+        out.append(Axis(size, stride, padded((line.size or 1,))[0], (*waiting, line)))
+        waiting = []
+    return None if waiting or not out else out
+
+
+def _expressible(axes: list[Axis], width: int) -> bool:
+    """The limits of a tensor map."""
+    last = axes[-1]
+    return (
+        len(axes) <= RANK
+        and last.stride == 1
+        and last.lines[-1].size is not None
+        and last.box * width >= 16
+        and all(a.box <= BOX and a.size < BIG for a in axes)
+        and all(a.stride * width % 16 == 0 for a in axes[:-1])
+    )
+
+
+def _fits(axes: list[Axis], checked: bool) -> bool:
+    """Whether all coordinates fit 32 bits."""
+    every = [line for a in axes for line in a.lines]
+    if not checked:
+        return True
+    return all(
+        line.known is not None and line.known.lo * line.scale >= -BIG and line.known.hi * line.scale < BIG
+        if line.size is None
+        else int(line.side) + line.extent + line.scale < BIG  # type: ignore[arg-type]
+        for line in every
+    )
+
+
+def _coordinate(em: Emitter, axis: Axis, checked: bool) -> Val:
+    """The first element of the box along an axis, as i32."""
+    code, at = em.code, em.code.i32(0)
+    for line in axis.lines:
+        start = code.to_int(first_element(em, line, checked), "i32")
+        at = code.add(code.scale(start, int(line.stride) // axis.stride), at)  # type: ignore[arg-type]
+    return at
+
+
+def _descriptor(em: Emitter, buf: Buffer, axes: list[Axis], box: tuple[int, ...], nan: bool) -> Val:
+    """The tensor map of an array for boxes of a shape: a parameter of the kernel, one for all loads that agree."""
+    maps = em.memo.setdefault("maps", {})
+    key = (buf.param, box, tuple((a.size, a.stride) for a in axes), nan)
+    if key not in maps:
+        elem = memory_elem(buf.dtype)
+        width = bits(elem) // 8
+        record = {
+            "kind": "tensormap",
+            "buffer": buf.param,
+            "dims": [a.size for a in reversed(axes)],
+            "strides": [a.stride * width for a in reversed(axes[:-1])],
+            "fill": "nan" if nan else "zero",
+        }
+        maps[key] = em.param(record, versions.tensordesc(box, elem))
+    return maps[key]
