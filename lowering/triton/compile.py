@@ -17,8 +17,11 @@ from jtile.lowering.triton import (  # noqa: F401  emitters register
     emit_dot_scaled,
     emit_elementwise,
     emit_memory,
+    emit_reduce,
+    emit_scan,
     emit_scatter,
     emit_shape,
+    emit_sort,
     heuristics,
     stages,
 )
