@@ -88,8 +88,9 @@ def _widened(a: str, b: str) -> tuple[str, str]:
 def _integer_form(f: Features, a: str, b: str, out: str) -> Form:
     if max(ir.DTYPES[a].bits, ir.DTYPES[b].bits) <= 8 and f.arch != "sm_75":
         return Form("int8", "int8", out, least=32)
-    wide = "int64" if out == "i64" else "int32"
-    return Form(wide, wide, out, "ieee" if f.cuda else "")
+    if out == "i64" or not f.cuda:  # the AMD back end multiplies wide integers as floats
+        return Form(*["int64" if out == "i64" else "int32"] * 2, out, "")
+    return Form("int32", "int32", out)
 
 
 # ---- operands -------------------------------------------------------------------------------------------------------

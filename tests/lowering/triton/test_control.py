@@ -162,6 +162,7 @@ def test_what_the_pipeliner_reads():
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_every_form_compiles(arch):
-    for text in (LOOP.format(dt="u64", lo="load %n[%0]", hi="load %n[%1]", by="load %n[%2]"),
-                 CARRY.format(dt="bf16", op=OPS["while"]), CARRY.format(dt="bool", op=OPS["if in a loop"])):  # fmt: skip
+    loop = LOOP.format(dt="u64", lo="load %n[%0]", hi="load %n[%1]", by="load %n[%2]")
+    forms = [CARRY.format(dt="bf16", op=OPS["while"]), CARRY.format(dt="bool", op=OPS["if in a loop"])]
+    for text in (loop, *forms):
         assert compile_kernel(ir.parse_kernel(text), arch).image

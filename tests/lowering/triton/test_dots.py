@@ -1,0 +1,160 @@
+"""Matrix products as TTIR: evaluated against the interpreter, and the instructions that they become."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ttir import run_ttir
+
+from jtile import ir
+from jtile.interpret import interpret
+from jtile.lowering.triton.compile import compile_kernel
+from jtile.lowering.triton.emitter import EMITTERS
+from jtile.testing import relative_error
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Loads leave garbage beyond their tiles."""
+    load = EMITTERS[ir.Load]
+
+    def with_garbage(em, op):
+        v, mask = load(em, op), em.valid(op.result.shape)
+        if mask is None:
+            return v
+        number = float("nan") if v.is_float else 1 if v.elem == "i1" else 7 if op.result.dtype == "uint4" else -7
+        return em.code.select(mask, v, em.code.const(number, v.elem, v.shape))
+
+    monkeypatch.setitem(EMITTERS, ir.Load, with_garbage)
+
+
+def kernel(arrays: dict[str, tuple[tuple[int, ...], str]], line: str, out: tuple[tuple[int, ...], str]) -> ir.Kernel:
+    """Load whole arrays, run one line that makes %d of them, store it."""
+    spell = lambda shape, dt: "x".join([*map(str, shape), dt])
+    at = lambda shape: ", ".join(f"tile(%z, {n})" for n in shape)
+    refs = [f"%r{k}: ref<{spell(*a)}>" for k, a in arrays.items()] + [f"%o: ref<{spell(*out)}, out>"]
+    loads = [f"%{k} = load %r{k}[{at(s)}] : tile<{spell(s, d)}>" for k, (s, d) in arrays.items()]
+    body = ["%z = full 0 : i32", *loads, f"%d = {line} : tile<{spell(*out)}>", f"store %o[{at(out[0])}], %d"]
+    return ir.parse_kernel(f"kernel @d({', '.join(refs)}) grid(1) {{\n  " + "\n  ".join(body) + "\n}")
+
+
+def dot(m, n, k, a, b, out, *, batch=(), trans=(False, False), acc=True, precision="default") -> ir.Kernel:
+    arrays = {
+        "a": ((*batch, *((k, m) if trans[0] else (m, k))), a),
+        "b": ((*batch, *((n, k) if trans[1] else (k, n))), b),
+    }
+    arrays |= {"c": ((*batch, m, n), out)} if acc else {}
+    flags = "".join([" acc=%c" * acc, " trans_a=true" * trans[0], " trans_b=true" * trans[1]])
+    return kernel(arrays, f'dot %a, %b{flags} precision="{precision}"', ((*batch, m, n), out))
+
+
+def numbers(k: ir.Kernel, seed: int = 0) -> list[np.ndarray]:
+    rng, out = np.random.default_rng(seed), []
+    for v in k.inputs:
+        info = v.type.info
+        if info.kind == "f":
+            x = rng.standard_normal(v.shape)
+            out.append((np.exp2(rng.integers(-3, 4, v.shape)) if v.dtype == "float8_e8m0fnu" else x).astype(info.numpy))
+        else:
+            least = -(2 ** (info.bits - 1)) if info.kind == "i" else 0
+            out.append(rng.integers(least, least + 2**info.bits - 1, v.shape, info.numpy, endpoint=True)
+                       if info.bits >= 8 else (rng.integers(0, 16, v.shape) + least).astype(info.numpy))  # fmt: skip
+    return out
+
+
+def check(k: ir.Kernel, arch: str = "sm_90", tolerance: float = 1e-6) -> None:
+    inputs = numbers(k)
+    (got,), (want,) = run_ttir(k, inputs, arch), interpret(k, inputs)
+    if want.dtype.kind in "iu":
+        np.testing.assert_array_equal(got, want)
+    else:
+        assert relative_error(got, want) <= tolerance
+
+
+FLOATS = ["f16", "bf16", "f32", "f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f4e2m1fn"]
+INTS = ["i4", "u4", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"]
+
+
+@pytest.mark.parametrize("a", FLOATS)
+def test_every_pair_of_floats(a, poisoned):
+    for b in FLOATS:
+        for arch in ("sm_80", "sm_90", "gfx942"):
+            check(dot(5, 9, 7, a, b, "f32"), arch)
+    check(dot(5, 9, 7, a, "f64", "f64"))
+
+
+@pytest.mark.parametrize("a", INTS)
+def test_every_pair_of_integers_wraps(a, poisoned):
+    for b in INTS:
+        out = "i64" if "64" in a + b else "i32"
+        for arch in ("sm_75", "sm_90", "gfx1100"):
+            check(dot(4, 8, 6, a, b, out), arch)
+
+
+@pytest.mark.parametrize("trans", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("sides", [(1, 1, 1), (1, 24, 40), (17, 1, 5), (3, 7, 1), (16, 16, 16), (33, 20, 50)])
+def test_sizes_layouts_and_batches(sides, trans, poisoned):
+    for batch in ((), (1,), (3,), (2, 3)):
+        for a, b, out, acc in (("bf16", "bf16", "f32", True), ("u8", "i8", "i32", False), ("i32", "i32", "i32", True)):
+            check(dot(*sides, a, b, out, batch=batch, trans=trans, acc=acc), "gfx942" if a == "i32" else "sm_90")
+
+
+def test_large_integer_products_go_in_parts(poisoned):
+    check(dot(32, 64, 100, "i32", "i16", "i32", trans=(True, False)), "gfx942")
+    check(dot(32, 64, 100, "i64", "i64", "i64", trans=(True, True)), "gfx942")
+
+
+def test_exact_where_both_have_few_bits():
+    """bfloat16 by float16 goes through tf32, which holds both."""
+    check(dot(16, 16, 16, "bf16", "f16", "f32"), tolerance=1e-7)
+
+
+SCALED = [
+    # (m, n, k), dtypes of a, its scales, b, its scales, numbers of scales along k
+    ((32, 32, 64), "f8e4m3fn", "f8e8m0fnu", "f8e4m3fn", "f8e8m0fnu", (2, 2)),
+    ((32, 64, 128), "f4e2m1fn", "f8e8m0fnu", "f8e5m2", "f8e8m0fnu", (4, 4)),
+    ((32, 32, 64), "f4e2m1fn", "f8e8m0fnu", "f4e2m1fn", "f8e8m0fnu", (2, 2)),
+    ((5, 9, 96), "f8e4m3fn", "f8e8m0fnu", "f4e2m1fn", "f8e8m0fnu", (3, 2)),
+    ((5, 9, 64), "f8e4m3fn", "f32", "f8e4m3fn", "f32", (1, 1)),
+    ((5, 9, 64), "f8e4m3fn", "f32", "f8e4m3fn", "f32", (4, 2)),
+    ((1, 9, 30), "bf16", None, "i4", "f16", (1, 3)),
+    ((1, 9, 30), "bf16", None, "f4e2m1fn", "f8e8m0fnu", (1, 5)),
+    ((6, 9, 30), "f16", None, "i8", "bf16", (1, 1)),
+    ((6, 9, 32), "f32", "f8e8m0fnu", "f16", None, (4, 1)),
+    ((6, 9, 32), "f64", None, "i32", None, (1, 1)),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("case", SCALED, ids=lambda c: "-".join(map(str, c)))
+def test_block_scaled_products(case, arch, poisoned):
+    (m, n, k), a, sa, b, sb, blocks = case
+    arrays = {"a": ((m, k), a), "b": ((k, n), b), "c": ((m, n), "f32")}
+    arrays |= {"s": ((m, blocks[0]), sa)} if sa else {}
+    arrays |= {"t": ((blocks[1], n), sb)} if sb else {}
+    line = "dot_scaled %a, %b" + " sa=%s" * bool(sa) + " sb=%t" * bool(sb) + " acc=%c"
+    check(kernel(arrays, line, ((m, n), "f32")), arch)
+
+
+# ---- instructions ---------------------------------------------------------------------------------------------------
+
+INSTRUCTIONS = [
+    ("sm_90", dot(64, 64, 64, "bf16", "bf16", "f32"), "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"),
+    ("sm_90", dot(64, 64, 64, "f8e4m3fn", "f8e5m2", "f32", trans=(False, True)), "m64n64k32.f32.e4m3.e5m2"),
+    ("sm_90", dot(64, 64, 32, "f32", "f32", "f32"), "m64n64k8.f32.tf32.tf32"),
+    ("sm_90", dot(64, 64, 16, "f32", "f32", "f32", precision="highest"), "fma.rn.f32"),
+    ("sm_90", dot(1, 64, 64, "bf16", "bf16", "f32"), "fma.rn.f32"),
+    ("sm_80", dot(64, 64, 32, "f8e4m3fn", "f8e4m3fn", "f32"), "m16n8k16.row.col.f32.f16.f16.f32"),
+    ("sm_80", dot(16, 8, 5, "u8", "i8", "i32"), "m16n8k32.row.col.satfinite.s32.s8.s8.s32"),
+    ("sm_80", dot(16, 16, 3, "f64", "f64", "f64"), "m8n8k4.row.col.f64"),
+    ("sm_100", dot(128, 64, 64, "f16", "f16", "f32"), "tcgen05.mma"),
+    ("gfx942", dot(64, 64, 64, "bf16", "bf16", "f32"), "v_mfma_f32_32x32x8_bf16"),
+    ("gfx942", dot(64, 64, 32, "i8", "u8", "i32"), "v_mfma_i32"),
+    ("gfx1100", dot(64, 64, 64, "f16", "f16", "f32"), "v_wmma_f32_16x16x16_f16"),
+]
+
+
+@pytest.mark.parametrize(("arch", "k", "instruction"), INSTRUCTIONS, ids=lambda x: x if isinstance(x, str) else "")
+def test_matrix_instructions(arch, k, instruction):
+    texts = compile_kernel(k, arch, texts=True).texts
+    assert instruction in (texts.get("ptx") or texts["amdgcn"])
