@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jtile import ir
+from jtile.lowering.triton import versions
 from jtile.lowering.triton.addresses import addresses, lines, offsets, resolve, touches_nothing
 from jtile.lowering.triton.emitter import Buffer, Emitter, elem_of, emits, padded
 from jtile.lowering.triton.hazards import may_repeat, meet
@@ -146,8 +147,10 @@ def _on_words(em: Emitter, a: _Access, mask: Val | None) -> Val:
     if a.fn in _BITWISE and each > 1:
         old = _rmw(em, a.fn, pointers, _operand(em, a, shift), mask)
     elif a.fn == "cas" and each == 1:
+        _check_lanes(em, a)
         old = _compare_and_swap(em, pointers, a, mask)
     else:
+        _check_lanes(em, a)
         old = _exchange_loop(em, pointers, mask, lambda seen: _updated(em, a, seen, shift))
     return _element(em, a, old, shift)
 
@@ -229,6 +232,14 @@ def _compare_and_swap(em: Emitter, pointers: Val, a: _Access, mask: Val | None) 
     return _cas(em, pointers, want, new if mask is None else em.code.select(mask, new, want))
 
 
+def _check_lanes(em: Emitter, a: _Access) -> None:
+    """Refuse what triton before 3.9 cannot translate for AMD: several exchanges a thread."""
+    f = em.features
+    if not f.cuda and a.value.size > 4 * f.lanes and versions.version() < (3, 9):
+        what = f"no atomic {a.op.fn} of {a.dtype} on more than {4 * f.lanes} lanes with this version of triton"
+        em.refuse(a.op, f"{what}: take a smaller tile, or triton 3.9")
+
+
 def _cas(em: Emitter, pointers: Val, want: Val, new: Val) -> Val:
     kinds = f"({pointers.type}, {want.type}, {new.type}) -> {want.type}"
     names = ", ".join(v.name for v in (pointers, want, new))
@@ -238,15 +249,13 @@ def _cas(em: Emitter, pointers: Val, want: Val, new: Val) -> Val:
 def _exchange_loop(em: Emitter, pointers: Val, mask: Val | None, update: Callable[[Val], Val]) -> Val:
     """Compare and exchange until every lane has put its word where it had seen the old one; gives the old words.
 
-    The first guess comes from a plain load, which caches may answer with an old value: then the exchange fails and says
-    the present one. Lanes that are done, or masked, put back what they saw.
+    The first guess is zero: where it is wrong, the exchange fails and says what is there. A plain load would be a race,
+    and caches could answer it. Lanes that are done, or masked, put back what they saw.
     """
     code = em.code
     word = pointers.elem.removeprefix("!tt.ptr<").removesuffix(">")
     todo = mask or code.const(True, "i1", pointers.shape)
-    zero = code.const(0, word, pointers.shape)
-    names = ", ".join(v.name for v in (pointers, todo, zero))
-    guess = code.let(f"tt.load {names} : {pointers.type}", pointers.shape, word)
+    guess = code.const(0, word, pointers.shape)
     kinds = f"{guess.type}, {todo.type}"
     seen, left, seen2, left2 = (Val(code.name(), v.shape, v.elem) for v in (guess, todo, guess, todo))
     head = f"scf.while ({seen.name} = {guess.name}, {left.name} = {todo.name}) : ({kinds}) -> ({kinds}) {{"

@@ -14,6 +14,8 @@ from .types import TtirError
 
 MAX_STEPS = 20_000_000  # statements of all blocks: a loop that does not end is an error
 
+ENDS = ("scf.yield", "scf.condition", "tt.reduce.return", "tt.scan.return", "tt.return")
+
 
 class Machine:
     """State of one launch; `descriptors`: (address, sides, byte strides but the innermost, fill), outermost first."""
@@ -47,7 +49,8 @@ class Machine:
         self.env.update(zip((n for n, _ in region.params), args, strict=True))
         self.yields = ()
         self.run(region.body)
-        return self.yields
+        ended = region.body and region.body[-1].name in ENDS  # else what an inner region yielded is still there
+        return self.yields if ended else ()
 
     def lifted(self, region: Region, args: Sequence[np.ndarray]) -> list[np.ndarray]:
         """A region over scalars, run for all elements of arrays at once."""
