@@ -17,6 +17,7 @@ from jtile.lowering.triton.emitter import Buffer, Emitter, memory_elem, padded
 from jtile.lowering.triton.ttir import Val, bits, spell
 
 DTYPES = ("float16", "bfloat16", "float32", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
+FP8 = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
 BOX, RANK = 256, 5  # what a tensor map can say: elements along an axis of its box, axes
 _PATH = (ir.Cast, ir.Bitcast, ir.Transpose, ir.Reshape)  # between a load and the product that it feeds
 
@@ -40,12 +41,13 @@ def load(em: Emitter, buf: Buffer, op: ir.Load) -> Val | None:
     axes = _axes(found, op.checked)
     if axes is None or not _expressible(axes, bits(memory_elem(buf.dtype)) // 8) or not _fits(axes, op.checked):
         return None
-    elem, full = memory_elem(buf.dtype), padded(op.result.shape)
-    box = tuple(a.box for a in axes)
+    # Codes of 8-bit floats come in their own type, so that nothing stands between shared memory and the product.
+    own = FP8.get(buf.dtype) if buf.dtype in em.features.fp8 else None
+    elem, full = own or memory_elem(buf.dtype), padded(op.result.shape)
     where = ", ".join(_coordinate(em, a, op.checked).name for a in axes)
-    handle = _descriptor(em, buf, axes, box, math.isnan(op.pad) and op.checked)
+    handle = _descriptor(em, buf, axes, elem, math.isnan(op.pad) and op.checked)
     right = f"tt.descriptor_load {handle.name}[{where}] : {handle.elem} -> {spell(full, elem)}"
-    return em.code.let(right, full, elem, None)
+    return em.code.bitcast(em.code.let(right, full, elem), memory_elem(buf.dtype))
 
 
 def _operands(em: Emitter) -> set[ir.Op]:
@@ -137,12 +139,11 @@ def _coordinate(em: Emitter, axis: Axis, checked: bool) -> Val:
     return at
 
 
-def _descriptor(em: Emitter, buf: Buffer, axes: list[Axis], box: tuple[int, ...], nan: bool) -> Val:
+def _descriptor(em: Emitter, buf: Buffer, axes: list[Axis], elem: str, nan: bool) -> Val:
     """The tensor map of an array for boxes of a shape: a parameter of the kernel, one for all loads that agree."""
     maps = em.memo.setdefault("maps", {})
-    key = (buf.param, box, tuple((a.size, a.stride) for a in axes), nan)
+    key = (buf.param, tuple((a.size, a.stride, a.box) for a in axes), nan)
     if key not in maps:
-        elem = memory_elem(buf.dtype)
         width = bits(elem) // 8
         record = {
             "kind": "tensormap",
@@ -151,5 +152,5 @@ def _descriptor(em: Emitter, buf: Buffer, axes: list[Axis], box: tuple[int, ...]
             "strides": [a.stride * width for a in reversed(axes[:-1])],
             "fill": "nan" if nan else "zero",
         }
-        maps[key] = em.param(record, versions.tensordesc(box, elem))
+        maps[key] = em.param(record, versions.tensordesc(tuple(a.box for a in axes), elem))
     return maps[key]

@@ -88,6 +88,7 @@ class Code:
         self._depth = 2
         self._count = 0
         self._constants: dict[tuple[str, str], Val] = {}
+        self._bitcasts: dict[str, Val] = {}
 
     def name(self) -> str:
         self._count += 1
@@ -166,9 +167,13 @@ class Code:
         return self.let(f"{name} {a.name} : {a.type} {arrow} {spell(a.shape, elem)}", a.shape, elem)
 
     def bitcast(self, a: Val, elem: str) -> Val:
-        """The same bits as another element type of the same width."""
-        return a if a.elem == elem else self.let(
-            f"tt.bitcast {a.name} : {a.type} -> {spell(a.shape, elem)}", a.shape, elem, None)  # fmt: skip
+        """The same bits as another element type of the same width; of a bitcast the value that it came from."""
+        before = self._bitcasts.get(a.name, a)
+        if elem in (a.elem, before.elem):
+            return a if a.elem == elem else before
+        v = self.let(f"tt.bitcast {a.name} : {a.type} -> {spell(a.shape, elem)}", a.shape, elem, None)
+        self._bitcasts[v.name] = a
+        return v
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
