@@ -262,32 +262,42 @@ def _concat(em: Emitter, op: ir.Concat) -> Val:
 
 
 def _one_source(em: Emitter, parts: list[tuple[int, ir.Value]], axis: int, full: tuple[int, ...]) -> Val | None:
-    """Slices of one tile along the axis, as `jnp.roll` makes them: one gather of the tile."""
-    first = parts[0][1].op
-    if not isinstance(first, ir.Slice) or first.x not in em.env or first.x.shape[axis] <= 1:
+    """Slices of one tile, as `jnp.roll` and im2col make them, side by side or stacked: one gather of that tile."""
+    windows = [_window(x, axis) for _, x in parts]
+    first, axes = windows[0]
+    if first is None or first.x not in em.env or first.x.type.size <= 1:
         return None
-    source = first.x
-    for _, x in parts:
-        o = x.op
-        if not isinstance(o, ir.Slice) or o.x is not source or o.strides[axis] != 1:
+    for window, order in windows:
+        if window is None or (window.x, window.strides, order) != (first.x, first.strides, axes):
             return None
-        if any(x.shape[k] != n for k, n in enumerate(source.shape) if k != axis):
-            return None
-    v = em.val(source)
+    code, v = em.code, em.val(first.x)
+    at, strides = moves.coordinates(code, full), moves.row_major(v.shape)
+    steps = [a * b for a, b in zip(strides, first.strides, strict=True)]
+    along = steps[axes.index(axis)] if axis in axes else 0
+    offsets = [
+        (begin, sum(a * b for a, b in zip(w.starts, strides, strict=True)) - begin * along)
+        for (begin, _), (w, _) in zip(parts, windows, strict=True)
+        if w is not None
+    ]
+    lane = code.add(moves.position(code, [at[k] for k in axes], steps), _piecewise(em, at[axis], offsets))
+    return code.reshape(moves.pick(em, v, moves.low_bits(code, lane, v.size)), full)
 
-    def places(j: Val) -> Val:
-        shifts = [(at, x.op.starts[axis] - at) for at, x in parts]  # type: ignore[union-attr]
-        return moves.low_bits(em.code, _shifted(em, j, shifts), v.shape[axis])
 
-    return moves.move(em, v, full, {axis: places})
+def _window(x: ir.Value, axis: int) -> tuple[ir.Slice | None, list[int]]:
+    """The slice that a part of a concatenation is, and which axes of the part its own are."""
+    op, axes = x.op, list(range(len(x.shape)))
+    if isinstance(op, ir.Reshape) and x.shape[axis] == 1 and op.x.shape == (*x.shape[:axis], *x.shape[axis + 1 :]):
+        op = op.x.op
+        axes.remove(axis)
+    return (op, axes) if isinstance(op, ir.Slice) and axes else (None, axes)
 
 
-def _shifted(em: Emitter, j: Val, shifts: list[tuple[int, int]]) -> Val:
-    """`j + by`, where `by` belongs to the last `(from, by)` with `from <= j`."""
-    code, by = em.code, em.code.const(shifts[0][1], "i32", j.shape)
-    for at, k in shifts[1:]:
-        by = code.select(code.cmp("sge", j, code.const(at, "i32", j.shape)), code.const(k, "i32", j.shape), by)
-    return code.add(j, by)
+def _piecewise(em: Emitter, j: Val, values: list[tuple[int, int]]) -> Val:
+    """The number that belongs to the last `(from, number)` with `from <= j`."""
+    code, out = em.code, em.code.const(values[0][1], "i32", j.shape)
+    for at, k in values[1:]:
+        out = code.select(code.cmp("sge", j, code.const(at, "i32", j.shape)), code.const(k, "i32", j.shape), out)
+    return out
 
 
 def _laid(em: Emitter, parts: list[tuple[int, ir.Value]], axis: int, full: tuple[int, ...]) -> Val:
@@ -306,11 +316,8 @@ def _laid(em: Emitter, parts: list[tuple[int, ir.Value]], axis: int, full: tuple
     joined = moves.stack(code, vals, len(full))  # the part is the fastest axis: joined in registers, moved once
     sides = (math.prod(full[:axis]), full[axis], math.prod(full[axis + 1 :]))
     before, j, after = moves.coordinates(code, sides)
-    within = moves.low_bits(code, _shifted(em, j, [(at, -at) for at, _ in parts]), p)
-    part = code.const(0, "i32", j.shape)
-    for k, (at, _) in enumerate(parts[1:], 1):
-        here = code.cmp("sge", j, code.const(at, "i32", j.shape))
-        part = code.select(here, code.const(k, "i32", j.shape), part)
+    within = moves.low_bits(code, code.sub(j, _piecewise(em, j, [(at, at) for at, _ in parts])), p)
+    part = _piecewise(em, j, [(at, k) for k, (at, _) in enumerate(parts)])
     strides = moves.row_major((sides[0], p, sides[2], len(vals)))
     return code.reshape(moves.pick(em, joined, moves.position(code, [before, within, after, part], strides)), full)
 

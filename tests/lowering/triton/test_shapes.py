@@ -155,6 +155,22 @@ def test_roll(n, by):
     assert ttgir.count("tt.gather") == 1  # the slices alone are dead code
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_windows_of_one_tile(stacked):
+    """Im2col: windows of a tile stacked, or one after the other."""
+
+    def windows(x):
+        ops = []
+        for i, j in ((0, 0), (1, 2), (2, 1)):
+            ops.append(ir.build(ir.Slice(x, (i, j), (i + 3, j + 5), (1, 2))))
+            if stacked:
+                ops.append(ir.build(ir.Reshape(ops[-1].result, (3, 1, 3))))
+        return *ops, ir.build(ir.Concat(tuple(o.result for o in ops[stacked :: 1 + stacked]), 1))
+
+    kernel = check(windows, array((6, 7)))
+    assert compile_kernel(kernel, "sm_80", texts=True).texts["ttgir"].count("tt.gather") == 1
+
+
 @pytest.mark.parametrize(("shape", "sizes"), [
     ((7,), (3,)), ((4, 6), (4, 2)), ((4, 6), (1, 6)), ((3, 5), (2, 3)), ((), ()), ((5,), (0,)), ((5, 3), (5, 3)),
     ((6,), (1,)),
