@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import tempfile
 from typing import Any
 
@@ -60,7 +61,7 @@ def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bo
 
 
 def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
-    backend, module, context = _parse(text, f)
+    backend, module, context = _parse(_pipelined(text, choice), f)
     options = backend.parse_options(_options(f, choice))
     metadata: dict[str, Any] = {"target": backend.target, **options.__dict__}
     levels: dict[str, str] = {}
@@ -81,6 +82,17 @@ def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
         found = resources.resources(value, levels, f, threads, shared)
         levels |= {"sass": resources.sass(value)} if f.cuda else {}
     return Built(value, levels, threads, shared, choice, list(metadata.get("tensordesc_meta") or []), found)
+
+
+def _pipelined(text: str, choice: Choice) -> str:
+    """The stages that loops ask for, at most those of the choice; what the user gave holds for all of them."""
+
+    def stages(asked: re.Match[str]) -> str:
+        n = int(asked[1])
+        n = n if n == 1 else choice.num_stages if "num_stages" in choice.fixed else min(n, choice.num_stages)
+        return f"tt.num_stages = {n} :"
+
+    return re.sub(r"tt\.num_stages = (\d+) :", stages, text)
 
 
 def _options(f: Features, choice: Choice) -> dict[str, Any]:
