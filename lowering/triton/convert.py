@@ -14,7 +14,7 @@ from jtile.lowering.triton.emit_basics import code_of
 from jtile.lowering.triton.emitter import elem_of
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.math_expr import X
-from jtile.lowering.triton.ttir import Code, Val
+from jtile.lowering.triton.ttir import FLOATS, Code, Val
 
 
 class Small(NamedTuple):
@@ -101,22 +101,27 @@ def _int_to_float(x: X, f: Features, src: str, dst: str) -> X:
         return x.where(code_of(1.0, dst), code_of(0.0, dst), elem_of(dst))
     if dst == "float64":
         return x.cast("sitofp" if is_signed(src) else "uitofp", "f64")
+    if f.cuda and ir.DTYPES[src].bits <= {"bfloat16": 4, "float16": 8}.get(dst, 0):
+        return _by_mantissa(x, src, elem_of(dst))
     if f.cuda and x.width <= 16:
-        y = _small_int_to_f32(x, src)
+        y = _by_mantissa(x, src, "f32")
     else:
         y = x.cast("sitofp" if is_signed(src) else "uitofp", "f32")
     return X(x.code, from_f32(x.code, f, y.v, dst))
 
 
-def _small_int_to_f32(x: X, src: str) -> X:
-    """In the full-rate pipes (NVIDIA's cvt runs at a quarter of the rate, or less): the integer as mantissa of a float
-    of exponent 23, less 2^23."""
+def _by_mantissa(x: X, src: str, elem: str) -> X:
+    """A small integer as the mantissa of a float whose last place is 1, less that float: full-rate instructions, of
+    two lanes each in 16 bits, where NVIDIA's cvt runs at a quarter of the rate or less."""
+    one = {"bf16": 0x4300, "f16": 0x6400, "f32": 0x4B000000}[elem]  # 2^7, 2^10, 2^23
     low = 0
-    if is_signed(src):
-        low = 8 if src == "int4" else x.sign_mask()
-        x = x + 8 if src == "int4" else x ^ low
-    y = x.to_int("i32", signed=False) | 0x4B000000
-    return y.as_float("f32") - float((1 << 23) + low)
+    if src == "int4":
+        x, low = (x & 15) ^ 8, 8  # not x + 8: of bits, LLVM sees through the sign extension before
+    elif is_signed(src):
+        low = x.sign_mask()
+        x = x ^ low
+    y = x.to_int(f"i{FLOATS[elem]}", signed=False) | one
+    return y.as_float(elem) - float((1 << {"bf16": 7, "f16": 10, "f32": 23}[elem]) + low)
 
 
 def _float_to_int(x: X, dst: str) -> X:
@@ -131,14 +136,11 @@ def _float_to_int(x: X, dst: str) -> X:
         if info.bits == 32:
             return y.cast("fptosi" if signed else "fptoui", "i32")
         return y.cast("fptosi", "i32").to_int(elem_of(dst))
-    elem = elem_of(dst)
     above = x.ge(float(high + 1))
-    below = x.lt(float(low)) if signed else x.le(-1.0)
-    outside = x.new(
-        x.code.op("arith.ori", above.v, x.cmp("ult" if signed else "ule", float(low) if signed else -1.0).v)
-    )
-    y = outside.where(0.0, x).cast("fptosi" if signed else "fptoui", elem)
-    return above.where(high, below.where(low, y))
+    limit, below = (float(low), "lt") if signed else (-1.0, "le")
+    outside = above | x.cmp(f"u{below}", limit)  # or NaN
+    y = outside.where(0.0, x).cast("fptosi" if signed else "fptoui", elem_of(dst))
+    return above.where(high, x.cmp(f"o{below}", limit).where(low, y))
 
 
 # -- floats -----------------------------------------------------------------------------------------------------------
@@ -226,8 +228,7 @@ def _encode_power(x: X) -> X:
     bits = x.bits()
     low = bits.gt(0x400000).where(1, 0, "i32")  # ml_dtypes rounds up above the smallest
     y = bits.lt(0x800000).where(low, (bits + 0x400000).lshr(23))
-    bad = bits.le(0).v, bits.ge(0x7F400000).v
-    return x.new(x.code.op("arith.ori", *bad)).where(255, y).to_int("i8")
+    return (bits.le(0) | bits.ge(0x7F400000)).where(255, y).to_int("i8")
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------

@@ -329,9 +329,8 @@ def _dense(em: Emitter, op: ir.Dense) -> Val:
         return dataclasses.replace(_from_i32(em, line, op.dtype), fill=None)
     runs = _runs(values)
     if len(runs) > MAX_RUNS:
-        em.refuse(
-            op, f"no literal tiles of {len(values)} different numbers (at most {MAX_RUNS}): pass it as an operand"
-        )
+        what = f"no literal tiles of {len(values)} different numbers (at most {MAX_RUNS})"
+        em.refuse(op, f"{what}: pass the numbers as an operand")
     return _steps(em, place, runs, elem, full)
 
 

@@ -1,7 +1,7 @@
 """The transcendental functions: which instruction, vendor function or formula computes each, and its error bound.
 
-`ULP_BOUNDS` is in units in the last place of the result. Narrower floats than f32 use the f32 functions and are rounded,
-so that their error is that of one rounding, and of rare ties.
+`ULP_BOUNDS` is in units in the last place of the result. Narrower floats than f32 use the f32 functions and are
+rounded, so that their error is that of one rounding, but for rare ties.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def vendor(f: Features, name: str, *args: X) -> X:
 
 
 def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
-    """`fn` of f32 or f64 operands. `narrow`: the result is rounded to at most 16 bits, so that 2^-16 is exact enough."""
+    """`fn` of f32 or f64 operands; `narrow`: the result is rounded to 16 bits or less: 2^-16 is exact enough."""
     if fn == "exp" and narrow:
         return exp2(f, xs[0] * LOG2_E)
     if fn == "logistic":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
+from device import run_device
 from ttir import evaluate
 
 from jtile import ir
@@ -17,6 +17,8 @@ from jtile.lowering.triton.math import ULP_BOUNDS
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 ARCHS = ("sm_80", "sm_90", "gfx942")  # without and with conversions of fp8 in hardware, and the other vendor
+EVERYWHERE = (*ARCHS, pytest.param("device", marks=pytest.mark.gpu))
+ONE = ("sm_90", EVERYWHERE[-1])
 NIBBLES = ("int4", "uint4", "float4_e2m1fn")
 EDGES = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, 1e-3, 100.0, -100.0, 448.0, 464.0, 465.0, 6e4, 6.2e4,
          7e4, 1e-8, 1e-40, -1e-40, 3.3e38, np.inf, -np.inf, np.nan]  # fmt: skip
@@ -74,9 +76,12 @@ class Bench:
         return ir.Kernel("bench", (*self.params, *self.outs), (), self.b.block, (), (None,) * len(self.outs))
 
     def run(self, arch: str) -> list[tuple[ir.Op, np.ndarray, np.ndarray]]:
-        """(op, got, wanted)."""
-        text, record = emit_kernel(self.kernel, features(arch))
-        outputs = evaluate(text, record, self.kernel, self.inputs).outputs
+        """(op, got, wanted), by the evaluator; or by the GPU of this machine."""
+        if arch == "device":
+            outputs = run_device(self.kernel, self.inputs)
+        else:
+            text, record = emit_kernel(self.kernel, features(arch))
+            outputs = evaluate(text, record, self.kernel, self.inputs).outputs
         return [(op, y, op.reference(*a)) for y, (op, a) in zip(outputs, self.ops, strict=True)]
 
 
@@ -109,7 +114,7 @@ def near(got: np.ndarray, want: np.ndarray, ulps: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", list(ir.DTYPES))
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", EVERYWHERE)
 def test_functions(arch, dtype):
     for op, got, want in elementwise(dtype, functions(dtype)).run(arch):
         exact = ELEMENTWISE[op.fn].exact or op.fn not in ULP_BOUNDS
@@ -133,18 +138,21 @@ def test_functions(arch, dtype):
 
 
 @pytest.mark.parametrize("src", list(ir.DTYPES))
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", EVERYWHERE)
 def test_casts(arch, src):
     x = values(src, 300)
     bench = Bench(x)
     for dst in ir.DTYPES:
         bench.add(ir.Cast(bench.xs[0], dst), x)
     for op, got, want in bench.run(arch):
-        bad = np.flatnonzero(~same(got, want))
+        good = same(got, want)
+        if op.dtype == "float4_e2m1fn":  # a NaN becomes zero, of the sign of the NaN, which hardware does not keep
+            good |= np.isnan(x.astype(np.float32)) & (got == want)
+        bad = np.flatnonzero(~good)
         assert bad.size == 0, f"{src} {x[bad[:3]]} as {op.dtype}: got {got[bad[:3]]}, expected {want[bad[:3]]}"
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", EVERYWHERE)
 @pytest.mark.parametrize("narrow", ["float16", "bfloat16"])
 def test_every_half(arch, narrow):
     """To f32 exact, and back to the same bits."""
@@ -158,7 +166,7 @@ def test_every_half(arch, narrow):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", EVERYWHERE)
 def test_rounding_to_codes(arch, dtype):
     """Every code, the middles between neighbours, and the floats next to those; NaN and infinities keep their signs."""
     info = ir.DTYPES[dtype]
@@ -175,8 +183,9 @@ def test_rounding_to_codes(arch, dtype):
     assert same(got, want).all()
 
 
+@pytest.mark.parametrize("arch", ONE)
 @pytest.mark.parametrize("src", ["float32", "float64"])
-def test_saturation(src):
+def test_saturation(arch, src):
     """At the limits of every integer dtype, and next to them."""
     powers = [2.0**k for k in (3, 4, 7, 8, 15, 16, 31, 32, 63, 64)]
     edges = [s * p + d for p in powers for s in (1, -1) for d in (0, 1, -1, 0.5, -0.5)]
@@ -185,13 +194,14 @@ def test_saturation(src):
     bench = Bench(x)
     for dst in (d for d, info in ir.DTYPES.items() if info.kind in "iu"):
         bench.add(ir.Cast(bench.xs[0], dst), x)
-    for op, got, want in bench.run("sm_90"):
+    for op, got, want in bench.run(arch):
         bad = np.flatnonzero(got != want)
         assert bad.size == 0, f"{x[bad[:5]]} as {op.dtype}: got {got[bad[:5]]}, expected {want[bad[:5]]}"
 
 
+@pytest.mark.parametrize("arch", ONE)
 @pytest.mark.parametrize("src", list(ir.DTYPES))
-def test_bitcasts(src):
+def test_bitcasts(arch, src):
     x = values(src, 256)
     bench = Bench(x)
     for dst in (d for d, info in ir.DTYPES.items() if info.bits == ir.DTYPES[src].bits and info.bits != 4):
@@ -200,38 +210,39 @@ def test_bitcasts(src):
     if ir.DTYPES[src].bits == 4:
         for dst in NIBBLES:
             bench.add(ir.Bitcast(bench.xs[0], dst))
-        text, record = emit_kernel(bench.kernel, features("sm_80"))
-        want = x.view(np.uint8) & 15
-        for got in evaluate(text, record, bench.kernel, bench.inputs).outputs:
-            np.testing.assert_array_equal(got.view(np.uint8) & 15, want)
+        for _, got, _ in bench.run(arch):
+            np.testing.assert_array_equal(got.view(np.uint8) & 15, x.view(np.uint8) & 15)
         return
-    for op, got, want in bench.run("sm_80"):
+    for op, got, want in bench.run(arch):
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), err_msg=op.dtype)
 
 
 # -- selection, tiles of numbers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("arch", ONE)
 @pytest.mark.parametrize("dtype", list(ir.DTYPES))
-def test_select(dtype):
+def test_select(arch, dtype):
     c, a, b = values("bool", 100), values(dtype, 100), values(dtype, 100, 1)
     bench = Bench(c, a, b)
     bench.add(ir.Select(*bench.xs), c, a, b)
-    ((_, got, want),) = bench.run("sm_80")
+    ((_, got, want),) = bench.run(arch)
     assert same(got, want).all()
 
 
+@pytest.mark.parametrize("arch", ONE)
 @pytest.mark.parametrize("dtype", list(ir.DTYPES))
-def test_iota(dtype):
+def test_iota(arch, dtype):
     bench = Bench()
     for shape, axis in (((5,), 0), ((3, 40), 0), ((3, 40), 1), ((2, 1, 7), 1), ((300,), 0)):
         bench.add(ir.Iota(shape, axis, dtype))
-    for op, got, want in bench.run("sm_80"):
+    for op, got, want in bench.run(arch):
         assert same(got, np.asarray(want)).all(), f"{op.shape} along {op.axis}"
 
 
+@pytest.mark.parametrize("arch", ONE)
 @pytest.mark.parametrize("dtype", list(ir.DTYPES))
-def test_dense(dtype):
+def test_dense(arch, dtype):
     rng = np.random.default_rng(3)
     bench = Bench()
     wide = float if ir.DTYPES[dtype].kind == "f" else bool if dtype == "bool" else int
@@ -241,7 +252,7 @@ def test_dense(dtype):
         bench.add(ir.Dense(tuple((x.astype(float) if wide is float else x).tolist()), shape, dtype))
         bench.add(ir.Dense(tuple(wide(k % 2) for k in range(n)), shape, dtype))
         bench.add(ir.Dense(tuple(wide(rng.integers(0, 2)) for _ in range(n)), shape, dtype))
-    for op, got, want in bench.run("sm_80"):
+    for op, got, want in bench.run(arch):
         assert same(got, want).all(), f"{op.data[:8]} {op.shape}: got {got}"
 
 
@@ -258,16 +269,19 @@ def test_lines_are_arithmetic():
 def test_a_literal_that_is_too_large():
     bench = Bench()
     bench.add(ir.Dense(tuple(np.random.default_rng(0).normal(size=2000).tolist()), (2000,), "float32"))
-    with pytest.raises(UnsupportedError, match="2000 different numbers .* pass it as an operand"):
+    with pytest.raises(UnsupportedError, match=r"2000 different numbers .* pass the numbers as an operand"):
         emit_kernel(bench.kernel, features("sm_80"))
 
 
 # -- by triton --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch, dtype", [("sm_80", "float8_e4m3fn"), ("sm_90", "float32"), ("sm_90", "float8_e5m2"),
-                                         ("sm_100", "bfloat16"), ("gfx942", "float32"), ("gfx1100", "float64"),
-                                         ("gfx90a", "int64"), ("sm_90", "int4"), ("sm_90", "bool")])  # fmt: skip
+COMPILED = [("sm_80", "float8_e4m3fn"), ("sm_90", "float32"), ("sm_90", "float8_e5m2"), ("sm_100", "bfloat16"),
+            ("gfx942", "float32"), ("gfx1100", "float64"), ("gfx90a", "int64"), ("sm_90", "int4"),
+            ("sm_90", "bool")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "dtype"), COMPILED)
 def test_compiles(arch, dtype):
     pytest.importorskip("triton")
     kernel = elementwise(dtype, functions(dtype)).kernel
