@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jtile import ir
+from jtile.ir.extents import call
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton import (  # noqa: F401  emitters register
     emit_atomic,
@@ -116,7 +117,7 @@ def _blocks(kernel: ir.Kernel, private: int) -> ir.Size:
     """How many blocks run the grid; fewer than programs where each block has private memory."""
     limit = max(1, min(RESIDENT, WORKSPACE // max(private, 1))) if private else MAX_BLOCKS
     programs = math.prod(kernel.grid)
-    return min(programs, limit) if isinstance(programs, int) else ir.call("min", programs, limit)
+    return min(programs, limit) if isinstance(programs, int) else call("min", programs, limit)
 
 
 def _workspace(em: Emitter, scratch: list[ir.Value], blocks: ir.Size) -> None:
