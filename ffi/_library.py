@@ -7,7 +7,7 @@ import functools
 import sysconfig
 from pathlib import Path
 
-_NAME = "_jtile_cpu.so"
+_NAME = "_jtile.so"
 _TEXT = 8192
 
 

@@ -192,7 +192,7 @@ def test_wheel_has_one_top_level_name(tmp_path):
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"jtile"}
     missing = {"jtile/lowering/__init__.py", "jtile/ffi/__init__.py", "jtile/models/__init__.py"} - set(names)
     assert not missing
-    assert any(name.startswith("jtile/ffi/_jtile_cpu") and name.endswith(".so") for name in names), names
+    assert any(name.startswith("jtile/ffi/_jtile") and name.endswith(".so") for name in names), names
     assert not [name for name in names if name.endswith((".cc", ".h", "CMakeLists.txt", ".pyc"))]
 
 

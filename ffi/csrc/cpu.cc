@@ -41,7 +41,8 @@ ffi::ErrorOr<std::unique_ptr<CpuState>> instantiate(ffi::RemainingArgs, ffi::Rem
 
 Launch launch_of(const Program& program, ffi::RemainingArgs args) {
   std::vector<int64_t> sizes;
-  for (const Dimension& d : program.dimensions()) sizes.push_back(size_of_axis(args, d.operand, d.axis, program.name()));
+  for (const Dimension& d : program.dimensions())
+    sizes.push_back(size_of_axis(args, d.operand, d.axis, program.name()));
   return program.launch(sizes.empty() ? nullptr : sizes.data());
 }
 

@@ -25,7 +25,8 @@ void bind_symbols(const std::string& kernel, const std::vector<Dimension>& dimen
                   int64_t* symbols) {
   std::fill_n(symbols, kMaxSymbols, 0);
   if (dimensions.empty()) return;
-  if (sizes == nullptr) fail(Code::kInvalidArgument, "kernel ", kernel, ": it has dynamic sizes, and the call gives none");
+  if (sizes == nullptr)
+    fail(Code::kInvalidArgument, "kernel ", kernel, ": it has dynamic sizes, and the call gives none");
   for (size_t k = 0; k < dimensions.size(); ++k) {
     const Dimension& d = dimensions[k];
     int64_t& symbol = symbols[d.symbol];

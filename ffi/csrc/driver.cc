@@ -24,8 +24,6 @@ void* Library::find(const char* name, bool optional) const {
 
 const char* advice_for(int code) {
   switch (code) {
-    case 1:  // invalid value
-      return "";
     case 2:
       return "; free device memory, or leave more of it to kernels with XLA_PYTHON_CLIENT_MEM_FRACTION";
     case 100:
@@ -36,12 +34,13 @@ const char* advice_for(int code) {
     case 209:
     case 218:
     case 222:
-      return "; the image was made for another device or by a newer compiler than this driver knows: compile the kernel "
-             "for this device, and update the driver";
+      return "; the image was made for another device, or by a newer compiler than this driver knows: compile the "
+             "kernel for this device, or update the driver";
     case 700:
     case 716:
     case 719:
-      return "; this kernel, or one before it on the stream, failed: run it with interpret=True, which checks every access";
+      return "; this kernel, or one before it on the stream, failed: run it with interpret=True, which checks every "
+             "access";
     case 701:
       return "; a block needs more registers or shared memory than there are: take smaller tiles or more warps";
     case 720:

@@ -101,6 +101,24 @@ Driver& driver_of(const char* const* usual, const char* library) {
   return *driver;
 }
 
+// While it lives, this thread may do what a stream under capture forbids, such as loading a module. `exchange` may be
+// null: an older driver.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(int (*exchange)(int*)) : exchange_(exchange) {
+    if (exchange_ != nullptr) exchange_(&mode_);
+  }
+  ~RelaxedCapture() {
+    if (exchange_ != nullptr) exchange_(&mode_);
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int (*exchange_)(int*);
+  int mode_ = 2;  // relaxed; then the thread's own
+};
+
 // What to do about an error code; CUDA and HIP number those that matter alike. Empty where nothing is known.
 const char* advice_for(int code);
 

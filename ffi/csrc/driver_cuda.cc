@@ -60,6 +60,7 @@ struct Functions {
   Status (*memset)(uint64_t, unsigned char, size_t, void*);
   Status (*copy)(void*, uint64_t, size_t, void*);
   Status (*synchronize)(void*);
+  Status (*capture_mode)(int*);
   Status (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int,
                    int, int, int);  // optional: CUDA 12
 
@@ -83,6 +84,7 @@ struct Functions {
     library.bind(memset, "cuMemsetD8Async");
     library.bind(copy, "cuMemcpyDtoHAsync_v2");
     library.bind(synchronize, "cuStreamSynchronize");
+    library.bind(capture_mode, "cuThreadExchangeStreamCaptureMode");
     library.bind(encode, "cuTensorMapEncodeTiled", true);
   }
 };
@@ -109,6 +111,7 @@ class CudaDriver final : public Driver {
 
   Loaded load(int ordinal, const std::string& image, const std::string& symbol, const LaunchConfig& config) override {
     Current current(*this, ordinal);
+    RelaxedCapture relaxed(cu_.capture_mode);
     Loaded loaded;
     check(cu_.module_load(&loaded.module, image.c_str()), "cuModuleLoadData");
     try {

@@ -28,6 +28,7 @@ struct Functions {
   Status (*memset)(void*, unsigned char, size_t, void*);
   Status (*copy)(void*, const void*, size_t, void*);
   Status (*synchronize)(void*);
+  Status (*capture_mode)(int*);
 
   explicit Functions(const Library& library) {
     library.bind(init, "hipInit");
@@ -45,6 +46,7 @@ struct Functions {
     library.bind(memset, "hipMemsetD8Async");
     library.bind(copy, "hipMemcpyDtoHAsync");
     library.bind(synchronize, "hipStreamSynchronize");
+    library.bind(capture_mode, "hipThreadExchangeStreamCaptureMode");
   }
 };
 
@@ -78,6 +80,7 @@ class HipDriver final : public Driver {
 
   Loaded load(int ordinal, const std::string& image, const std::string& symbol, const LaunchConfig&) override {
     Current current(*this, ordinal);
+    RelaxedCapture relaxed(hip_.capture_mode);
     Loaded loaded;
     check(hip_.module_load(&loaded.module, image.c_str()), "hipModuleLoadData");
     try {

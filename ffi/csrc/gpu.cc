@@ -125,11 +125,12 @@ std::unique_ptr<Launcher::OnDevice> Launcher::load(int device) {
          here.name, "): lower the program again on such a machine, or for the target '",
          source_ == cuda_driver ? "cuda:" : "rocm:", here.arch, "'");
   if (record_.shared > here.shared)
-    fail(Code::kResourceExhausted, "a block needs ", record_.shared, " bytes of shared memory, and device ", device, " (",
-         here.name, ") has ", here.shared, " for each: take smaller tiles or fewer stages");
+    fail(Code::kResourceExhausted, "a block needs ", record_.shared, " bytes of shared memory, and device ", device,
+         " (", here.name, ") has ", here.shared, " for each: take smaller tiles or fewer stages");
   const Digest digest = sha256(*image_);
-  const std::string key = concat(driver.platform(), " ", library_, " ", device, " ", record_.symbol, " ", record_.shared,
-                                 " ", record_.cluster, " ", std::string(digest.begin(), digest.end()));
+  const std::string content(digest.begin(), digest.end());
+  const std::string key = concat(driver.platform(), " ", library_, " ", device, " ", record_.symbol, " ",
+                                 record_.shared, " ", record_.cluster, " ", content);
   auto module = modules().acquire(key, [&] {
     return std::make_unique<const Module>(driver, device, *image_, record_, config(0, nullptr));
   });
@@ -222,8 +223,8 @@ void Launcher::launch(int device, void* stream, const Array* arrays, size_t coun
     check_arrays(arrays, count);
     int64_t blocks = record_.grid.value(symbols);
     if (blocks < 0 || blocks > kMaxBlocks / record_.cluster)
-      fail(Code::kInvalidArgument, "its grid has ", blocks, " programs of ", record_.cluster, " blocks; a launch has at most ",
-           kMaxBlocks, " blocks: take larger tiles");
+      fail(Code::kInvalidArgument, "its grid has ", blocks, " programs of ", record_.cluster,
+           " blocks; a launch has at most ", kMaxBlocks, " blocks: take larger tiles");
     OnDevice& on = on_device(device);
     for (size_t k : record_.zeroed)
       if (arrays[k].bytes != 0) on.driver->zero(device, arrays[k].data, arrays[k].bytes, stream);

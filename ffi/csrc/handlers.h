@@ -54,7 +54,8 @@ Result guarded(Body body) {
 template <typename T>
 class PerArray {
  public:
-  explicit PerArray(size_t count) : large_(count > kSmall ? count : 0), data_(count > kSmall ? large_.data() : small_) {}
+  explicit PerArray(size_t count)
+      : large_(count > kSmall ? count : 0), data_(count > kSmall ? large_.data() : small_) {}
   PerArray(const PerArray&) = delete;
   PerArray& operator=(const PerArray&) = delete;
   T& operator[](size_t k) { return data_[k]; }

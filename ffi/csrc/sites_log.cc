@@ -31,7 +31,8 @@ size_t arg_bytes(const SiteArg& arg) {
 }
 
 const Site& site_of(const SitesLog& log, int64_t site, bool is_print) {
-  if (site < 0 || site >= static_cast<int64_t>(log.list.size()) || log.list[static_cast<size_t>(site)].is_print != is_print)
+  auto count = static_cast<int64_t>(log.list.size());
+  if (site < 0 || site >= count || log.list[static_cast<size_t>(site)].is_print != is_print)
     fail(Code::kInternal, "the log of its sites names site ", site, ", which does not exist");
   return log.list[static_cast<size_t>(site)];
 }
@@ -69,7 +70,8 @@ std::vector<Entry> read_entries(const SitesLog& log, const std::vector<char>& by
     entries.push_back(entry);
     at += size;
   }
-  std::stable_sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.program < b.program; });
+  auto before = [](const Entry& a, const Entry& b) { return a.program < b.program; };
+  std::stable_sort(entries.begin(), entries.end(), before);
   return entries;
 }
 

@@ -6,8 +6,8 @@ A record is an object with
   arch      what the image was compiled for: "sm_90", "gfx942"
   threads   of a block
   shared    bytes of dynamic shared memory
-  cluster   blocks of a cluster along x
-  grid      how many blocks: an expression
+  cluster   blocks of a cluster along x: 1, or how many run a program together
+  grid      how many programs: an expression; `grid * cluster` blocks are launched
   params    the function's parameters in order, each one of
             {"kind": "buffer", "buffer": k}          the address of array k: operands, then results
             {"kind": "tensormap", "buffer": k, "dtype": CUtensorMapDataType, "dims": [expressions, innermost first],

@@ -1,0 +1,89 @@
+"""GPU kernels launched through a driver that only writes down what it is asked for (tests/ffi/fake_driver.c)."""
+
+import ctypes
+import json
+import shutil
+import struct
+import subprocess
+import weakref
+from pathlib import Path
+
+from jtile.ffi._library import call, library
+
+SOURCE = Path(__file__).parents[1] / "ffi" / "fake_driver.c"
+MACHINES = {"cuda": 190, "rocm": 224}
+
+
+class Array(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
+
+
+def build(folder: Path) -> Path:
+    """Compile the driver; gives its file."""
+    compiler = next(c for c in ("cc", "gcc", "g++", "clang") if shutil.which(c))
+    language = ["-x", "c"] if compiler == "g++" else []
+    file = folder / "fake_driver.so"
+    command = [compiler, *language, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", str(SOURCE), "-o", str(file)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return file
+
+
+def image(platform: str = "cuda", text: str = "code") -> bytes:
+    """The head of an object that the launcher takes, then a text, which the fake writes down when it loads it."""
+    head = struct.pack("<4sBBB9xHHIQQQIHHHHHH", b"\x7fELF", 2, 1, 1, 2, MACHINES[platform], 1, 0, 0, 0, 0, 64, 0, 0, 0, 0, 0)
+    return head + text.encode() + b"\0"
+
+
+def record(platform: str = "cuda", /, **changes) -> str:
+    """A launch record with these fields changed."""
+    arch = "sm_90" if platform == "cuda" else "gfx942"
+    base = {"name": "k", "symbol": "jtile_k", "arch": arch, "threads": 128, "shared": 0, "cluster": 1, "grid": 1}
+    lists = {"params": [], "zeroed": [], "sites": None, "dims": [], "attributes": {}}
+    return json.dumps(base | lists | changes)
+
+
+class FakeDriver:
+    """The loaded driver: its log, and what tests may set."""
+
+    def __init__(self, file: Path):
+        self.file, self.lib = str(file), ctypes.CDLL(str(file))
+        self.lib.fake_log.restype = ctypes.c_char_p
+        self.lib.fake_time.restype = ctypes.c_double
+
+    def lines(self) -> list[str]:
+        """What was asked for since the last call."""
+        text = self.lib.fake_log().decode().splitlines()
+        self.lib.fake_log_clear()
+        return text
+
+    def open(self, text: str, platform: str = "cuda", image_bytes: bytes | None = None) -> "FakeKernel":
+        return FakeKernel(self, platform, image(platform) if image_bytes is None else image_bytes, text)
+
+
+class FakeKernel:
+    """A launcher on the fake driver."""
+
+    def __init__(self, driver: FakeDriver, platform: str, code: bytes, text: str):
+        self.driver, self.handle = driver, ctypes.c_void_p()
+        out = ctypes.byref(self.handle)
+        call("jtile_gpu_open", platform.encode(), driver.file.encode(), code, len(code), text.encode(), out)
+        self.close = weakref.finalize(self, library().jtile_gpu_close, self.handle)
+
+    def initialize(self, device: int = 0) -> None:
+        call("jtile_gpu_initialize", self.handle, device)
+
+    def launch(self, *arrays: tuple[int, int], sizes: tuple[int, ...] = (), device: int = 0, stream: int = 7) -> list[str]:
+        """Launch on arrays of (address, bytes); gives what the driver was asked for."""
+        args = self.arguments(arrays, sizes)
+        call("jtile_gpu_launch", self.handle, device, ctypes.c_void_p(stream), *args)
+        return self.driver.lines()
+
+    def nanoseconds(self, *arrays: tuple[int, int], sizes: tuple[int, ...] = (), n: int = 100_000) -> float:
+        """Host time of one launch."""
+        launch = ctypes.cast(library().jtile_gpu_launch, ctypes.c_void_p)
+        return self.driver.lib.fake_time(launch, self.handle, *self.arguments(arrays, sizes), ctypes.c_int64(n))
+
+    @staticmethod
+    def arguments(arrays, sizes):
+        packed = (Array * max(1, len(arrays)))(*(Array(*a) for a in arrays))
+        return packed, ctypes.c_int64(len(arrays)), (ctypes.c_int64 * max(1, len(sizes)))(*sizes)
