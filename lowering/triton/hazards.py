@@ -71,10 +71,11 @@ def _watched(em: Emitter) -> Watched:
             reads.add(ref)
         else:
             writes.setdefault(ref, []).append(op)
+    fixed = {r for op in kernel.body.ops for r in op.results}
     roots = {
         ref
         for ref, ops in writes.items()
-        if ref in reads or len(ops) > 1 or (ops[0] in looped and not _same_or_apart(ops[0]))
+        if ref in reads or len(ops) > 1 or (ops[0] in looped and not _same_or_apart(ops[0], fixed))
     }
     return Watched(root, roots, block)
 
@@ -87,10 +88,15 @@ def _accesses(b: ir.Block, loop: bool) -> Iterator[tuple[Access, ir.Block, bool]
             yield from _accesses(inner, loop or not isinstance(op, ir.If))
 
 
-def _same_or_apart(op: Access) -> bool:
+def _same_or_apart(op: Access, fixed: set[ir.Value]) -> bool:
     """Whether two runs of a store write either the same tile, from the same threads, or tiles without a common
-    element."""
-    return all(isinstance(d, ir.At) or (isinstance(d, ir.Tile) and d.step >= d.size) for d in op.index)
+    element; `fixed`: values that are the same in all runs."""
+    return all(
+        isinstance(d, ir.At)
+        or (isinstance(d, ir.Tile) and d.step >= d.size)
+        or (not isinstance(d, ir.Take) and (d.start if isinstance(d, ir.Span) else d.index) in fixed)
+        for d in op.index
+    )
 
 
 def _collide(watched: Watched, a: Access, b: Access) -> bool:

@@ -209,7 +209,7 @@ def test_bitcasts(arch, src):
             bench.add(ir.Bitcast(bench.xs[0], dst), x)
     if ir.DTYPES[src].bits == 4:
         for dst in NIBBLES:
-            bench.add(ir.Bitcast(bench.xs[0], dst))
+            bench.add(ir.Bitcast(bench.xs[0], dst), x)
         for _, got, _ in bench.run(arch):
             np.testing.assert_array_equal(got.view(np.uint8) & 15, x.view(np.uint8) & 15)
         return
@@ -276,9 +276,8 @@ def test_a_literal_that_is_too_large():
 # -- by triton --------------------------------------------------------------------------------------------------------
 
 
-COMPILED = [("sm_80", "float8_e4m3fn"), ("sm_90", "float32"), ("sm_90", "float8_e5m2"), ("sm_100", "bfloat16"),
-            ("gfx942", "float32"), ("gfx1100", "float64"), ("gfx90a", "int64"), ("sm_90", "int4"),
-            ("sm_90", "bool")]  # fmt: skip
+COMPILED = [("sm_80", "bfloat16"), ("sm_90", "float32"), ("gfx942", "float32"), ("gfx1100", "float64"),
+            ("gfx90a", "int64"), ("sm_90", "int4"), ("sm_90", "bool")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arch", "dtype"), COMPILED)
@@ -286,6 +285,17 @@ def test_compiles(arch, dtype):
     pytest.importorskip("triton")
     kernel = elementwise(dtype, functions(dtype)).kernel
     assert compile_kernel(kernel, arch, {"num_warps": 4}).image
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx950"])
+def test_conversions_compile(arch):
+    pytest.importorskip("triton")
+    x = values("float32", 64)
+    bench = Bench(x)
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"):
+        narrow = bench.b.value(ir.Cast(bench.xs[0], dtype))
+        bench.add(ir.Cast(narrow, "bfloat16"), x)
+    assert compile_kernel(bench.kernel, arch, {"num_warps": 1}).image
 
 
 def test_fast_paths():
