@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -19,6 +20,7 @@ from jtile.lowering.triton.record import Record
 from .check import check
 from .machine import Machine
 from .memory import Memory
+from .padding import spoiled_padding
 from .parse import Function, parse
 from .types import TtirError, block_of
 
@@ -164,7 +166,10 @@ def run_ttir(kernel: Kernel, inputs: Sequence[np.ndarray], arch: str = "sm_90", 
     return launch_ttir(kernel, inputs, arch, seed).outputs
 
 
-def launch_ttir(kernel: Kernel, inputs: Sequence[np.ndarray], arch: str = "sm_90", seed: int = 0) -> Launch:
-    """As `run_ttir`, with the extra results."""
-    text, record = emit_kernel(kernel, features(arch))
+def launch_ttir(
+    kernel: Kernel, inputs: Sequence[np.ndarray], arch: str = "sm_90", seed: int = 0, *, spoil: bool = True
+) -> Launch:
+    """As `run_ttir`, with the extra results; `spoil`: garbage in all lanes beyond tiles, see `padding`."""
+    with spoiled_padding() if spoil else contextlib.nullcontext():
+        text, record = emit_kernel(kernel, features(arch))
     return evaluate(text, record, kernel, inputs, seed)
