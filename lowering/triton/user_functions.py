@@ -11,15 +11,15 @@ from jtile import ir
 from jtile.ir.elementwise import convert
 from jtile.ir.shapes import full_array
 
-SAMPLES = 512
+SAMPLES = 2048
 CLOSE = 1e-3  # of two floats: combiners that differ by rounding only
 
 
 def commutes(body: ir.Block) -> bool:
     """Does `body(a, b)` give what `body(b, a)` gives, on samples with ties, zeros, infinities and NaN?"""
     k = len(body.yields)
-    draws = _samples([p.dtype for p in body.params], 1)
-    outer = _Outer()
+    outer = _Outer(_constants(body))
+    draws = _samples([p.dtype for p in body.params], 1, outer.numbers)
     one, two = (_run(body, args, outer) for args in (draws, [*draws[k:], *draws[:k]]))
     return all(_agree(x, y) for x, y in zip(one, two, strict=True))
 
@@ -28,20 +28,29 @@ def neutral(op: ir.UserReduce) -> bool:
     """Do the initial values change nothing, on either side? False where they are not constants."""
     if not all(isinstance(i.op, ir.Full) for i in op.inits):
         return False
-    draws = _samples([x.dtype for x in op.xs], 2)
-    inits = [full_array(i.op.value, (SAMPLES,), i.dtype) for i in op.inits]  # type: ignore[union-attr]
-    outer = _Outer()
+    starts = [i.op.value for i in op.inits]  # type: ignore[union-attr]
+    outer = _Outer([*_constants(op.body), *starts])
+    draws = _samples([x.dtype for x in op.xs], 2, outer.numbers)
+    inits = [full_array(n, (SAMPLES,), i.dtype) for n, i in zip(starts, op.inits, strict=True)]
     for args in ([*inits, *draws], [*draws, *inits]):
         if not all(_equal(x, y) for x, y in zip(_run(op.body, args, outer), draws, strict=True)):
             return False
     return True
 
 
+def _constants(body: ir.Block) -> list[float]:
+    return [op.value for op in body.ops if isinstance(op, ir.Full)]
+
+
 class _Outer(dict):
     """Scalars from outside of a block, whose values nobody knows here: anything, the same in every run."""
 
+    def __init__(self, numbers: Sequence[float]):
+        super().__init__()
+        self.numbers = numbers
+
     def __missing__(self, v: ir.Value) -> np.ndarray:
-        self[v] = _samples([v.dtype], 3 + len(self))[0]
+        self[v] = _samples([v.dtype], 3 + len(self), self.numbers)[0]
         return self[v]
 
 
@@ -55,25 +64,34 @@ def _run(body: ir.Block, args: Sequence[np.ndarray], outer: _Outer) -> list[np.n
     return [read(y) for y in body.yields]
 
 
-_FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 3.0, -7.5, 1e4, math.inf, -math.inf, math.nan]
-
-
-def _samples(dtypes: Sequence[str], seed: int) -> list[np.ndarray]:
-    """Few values often, so that ties are common, and many others."""
+def _samples(dtypes: Sequence[str], seed: int, numbers: Sequence[float]) -> list[np.ndarray]:
+    """Few values often, so that ties are common, and many others; `numbers` and their neighbours among the few."""
     rng = np.random.default_rng(seed)
-    out = []
-    for dtype in dtypes:
-        info = ir.DTYPES[dtype]
-        if info.kind == "b":
-            out.append(rng.integers(0, 2, SAMPLES) > 0)
-            continue
-        few = np.asarray(_FLOATS if info.kind == "f" else [0, 1, 2, 3, 5, 7, -1, -2])
-        some = rng.choice(few, SAMPLES)
-        many = rng.normal(size=SAMPLES) * 8 if info.kind == "f" else rng.integers(-(2**62), 2**62, SAMPLES)
-        x = np.where(rng.random(SAMPLES) < 0.6, some, many)
+    return [np.where(rng.random(SAMPLES) < 0.7, rng.choice(_few(d, numbers), SAMPLES), _many(d, rng)) for d in dtypes]
+
+
+def _few(dtype: str, numbers: Sequence[float]) -> np.ndarray:
+    """Small numbers, the ends of the range, what is special, and what the function compares with or starts from."""
+    info = ir.DTYPES[dtype]
+    if info.kind == "b":
+        return np.array([False, True])
+    given = [x for n in numbers for x in (n, n - 1, n + 1)]
+    if info.kind == "f":
+        values = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -7.5, 1e4, math.inf, -math.inf, math.nan, *given]
         with np.errstate(all="ignore"):
-            out.append(convert(x if info.kind == "f" else x.astype(np.int64), dtype))
-    return out
+            return np.array(values, np.float64).astype(info.numpy)
+    low, high = ir.identity("max", dtype), ir.identity("min", dtype)
+    inside = [int(x) for x in given if math.isfinite(x) and low <= x <= high]
+    return np.array([0, 1, 2, 3, low, low + 1, high, high - 1, *inside], object).astype(info.numpy)
+
+
+def _many(dtype: str, rng: np.random.Generator) -> np.ndarray:
+    info = ir.DTYPES[dtype]
+    if info.kind == "b":
+        return rng.random(SAMPLES) < 0.5
+    x = rng.normal(size=SAMPLES) * 8 if info.kind == "f" else rng.integers(-(2**62), 2**62, SAMPLES)
+    with np.errstate(all="ignore"):
+        return convert(x, dtype)
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
