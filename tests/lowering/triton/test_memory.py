@@ -81,7 +81,8 @@ def test_rows_move_in_16_bytes(shape, t):
 
 # -- products ---------------------------------------------------------------------------------------------------------
 
-PRODUCT = """kernel @mm(%a: ref<{lead}{m}x{k}x{t}{role}>, %b: ref<{k}x{n}x{t}>, %o: ref<{m}x{n}xf32, out>) grid({gm}, {gn}) {{
+PRODUCT = """kernel @mm(%a: ref<{lead}{m}x{k}x{t}{role}>, %b: ref<{k}x{n}x{t}>, %o: ref<{m}x{n}xf32, out>)
+    grid({gm}, {gn}) {{
   %i = program_id 0
   %j = program_id 1
   %c0 = full 0 : i32
@@ -306,7 +307,8 @@ def test_lanes_that_differ_by_construction_are_stored_at_once():
     assert "scf.for" not in ttir(text)
 
 
-DYNAMIC = """kernel @dynamic(%a: ref<{n}x{m}xf32>, %b: ref<{n}x{m}xi4>, %o: ref<{n}x{m}xf32, out>, %p: ref<{n}x{m}xi4, out>)
+DYNAMIC = """kernel @dynamic(%a: ref<{n}x{m}xf32>, %b: ref<{n}x{m}xi4>,
+    %o: ref<{n}x{m}xf32, out>, %p: ref<{n}x{m}xi4, out>)
     grid({cdiv(n, 4)}, {cdiv(m, 16)}) {
   %i = program_id 0
   %j = program_id 1

@@ -106,7 +106,8 @@ def test_loads(seed):
     out = ", ".join(["%p", *(f"%c0:+{n}" for n in a.tile)])
     ops = "\n  ".join(["%p = program_id 0", "%c0 = full 0 : i32", *a.lines])
     agrees(
-        f"""kernel @load(%x: ref<{spell(a.shape, dtype)}>{a.refs()}, %o: ref<{spell((2, *a.tile), dtype)}, out>) grid(2) {{
+        f"""kernel @load(%x: ref<{spell(a.shape, dtype)}>{a.refs()},
+    %o: ref<{spell((2, *a.tile), dtype)}, out>) grid(2) {{
   {ops}
   %v = load %x[{a.index}]{mask}{pad} : {a.tile_type(dtype)}
   store %o[{out}], %v
@@ -126,7 +127,8 @@ def test_stores(seed):
     ops = "\n  ".join(["%p = program_id 0", "%c0 = full 0 : i32", *a.lines])
     own = ", ".join(f"%c0:+{n}" for n in a.tile)
     agrees(
-        f"""kernel @store(%v: ref<{spell(a.tile, dtype)}>{a.refs()}, %o: ref<{spell(a.shape, dtype)}, out>) grid(1) init(%o=0) {{
+        f"""kernel @store(%v: ref<{spell(a.tile, dtype)}>{a.refs()},
+    %o: ref<{spell(a.shape, dtype)}, out>) grid(1) init(%o=0) {{
   {ops}
   %t = load %v[{own}] : {a.tile_type(dtype)}
   store %o[{a.index}], %t{mask}
