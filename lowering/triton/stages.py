@@ -16,6 +16,8 @@ from jtile.lowering.triton import resources, versions
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.heuristics import Choice
 
+_LOOP_STAGES = re.compile(r"tt\.num_stages = (\d+) :")  # what a loop asks for; it wins over the option
+
 
 @dataclasses.dataclass(frozen=True)
 class Built:
@@ -47,33 +49,35 @@ def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bo
       UnsupportedError: triton is missing, or one block needs more shared memory than it may have.
     """
     versions.version()
+    asked = max(map(int, _LOOP_STAGES.findall(text)), default=1)
     while True:
         built = _build(text, f, choice, texts)
         if built.shared <= f.shared:
             return built
-        if choice.num_stages <= 1 or "num_stages" in choice.fixed:
+        most = max(asked, 1 if "num_stages" in choice.fixed else choice.num_stages)
+        if most <= 1:
             raise UnsupportedError(
                 f"kernel {where.name}: one block needs {built.shared} bytes of shared memory, but {f.arch} has "
                 f"{f.shared}; use smaller tiles or fewer stages (num_stages={choice.num_stages})",
                 (where.loc.file, where.loc.line) if where.loc.file else None,
             )
-        choice = dataclasses.replace(choice, num_stages=choice.num_stages - 1)
+        asked = most - 1
+        text = _LOOP_STAGES.sub(lambda n, most=asked: f"tt.num_stages = {min(int(n[1]), most)} :", text)
+        if "num_stages" not in choice.fixed:
+            choice = dataclasses.replace(choice, num_stages=min(choice.num_stages, asked))
 
 
 def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
-    backend, module, context = _parse(_pipelined(text, choice), f)
+    backend, module, context = _parse(text, f)
     options = backend.parse_options(_options(f, choice))
     metadata: dict[str, Any] = {"target": backend.target, **options.__dict__}
     levels: dict[str, str] = {}
     value: Any = module
-    with contextlib.redirect_stdout(io.StringIO()) as said:  # on a failure of ptxas, triton prints the PTX
-        try:
-            for name, stage in _stages(backend, options).items():
-                value = stage(value, metadata)
-                if texts and not isinstance(value, bytes):
-                    levels[name] = str(value)
-        except Exception as e:
-            raise RuntimeError(f"{e}\n{said.getvalue()[:4000]}") from e
+    with _quiet():
+        for name, stage in _stages(backend, options).items():
+            value = stage(value, metadata)
+            if texts and not isinstance(value, bytes):
+                levels[name] = str(value)
     del context
     threads = f.lanes * int(metadata["num_warps"])
     shared = int(metadata.get("shared") or 0)
@@ -84,15 +88,30 @@ def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
     return Built(value, levels, threads, shared, choice, list(metadata.get("tensordesc_meta") or []), found)
 
 
-def _pipelined(text: str, choice: Choice) -> str:
-    """The stages that loops ask for, at most those of the choice; what the user gave holds for all of them."""
+class _Silence(threading.local):
+    """Whether this thread compiles for jtile."""
 
-    def stages(asked: re.Match[str]) -> str:
-        n = int(asked[1])
-        n = n if n == 1 else choice.num_stages if "num_stages" in choice.fixed else min(n, choice.num_stages)
-        return f"tt.num_stages = {n} :"
+    on = False
 
-    return re.sub(r"tt\.num_stages = (\d+) :", stages, text)
+
+_silence = _Silence()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """On a failure of ptxas triton prints all of the PTX, beside the error that it raises: not in this thread.
+
+    `redirect_stdout` would take the output of other threads with it, and kernels are compiled by several.
+    """
+    import triton.backends.nvidia.compiler as module
+
+    if "print" not in vars(module):
+        vars(module)["print"] = lambda *args, **kwargs: None if _silence.on else builtins.print(*args, **kwargs)
+    _silence.on = True
+    try:
+        yield
+    finally:
+        _silence.on = False
 
 
 def _options(f: Features, choice: Choice) -> dict[str, Any]:
