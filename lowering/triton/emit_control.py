@@ -43,13 +43,15 @@ def _for(em: Emitter, op: ir.For) -> list[Val]:
     with code.region():
         yields = em.block(op.body, [_index(em, op, r, counter), *params])
         _yield(em, yields)
-    code.do("}" + _attributes(op))
+    code.do("}" + _attributes(em, op))
     return _agreed(results, inits, yields)
 
 
-def _attributes(op: ir.For) -> str:
-    """What the pipeliner and the unroller of triton read on a loop."""
-    out = [f"tt.num_stages = {op.stages} : i32"] * bool(op.stages)
+def _attributes(em: Emitter, op: ir.For) -> str:
+    """What the pipeliner and the unroller of triton read on a loop. AMD's keeps one stage in registers and one in its
+    small shared memory."""
+    stages = min(op.stages or 0, 16 if em.features.cuda else 2)
+    out = [f"tt.num_stages = {stages} : i32"] * bool(stages)
     out += [f"tt.loop_unroll_factor = {op.unroll} : i32"] * (op.unroll > 1)
     return f" {{{', '.join(out)}}}" if out else ""
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jtile import ir
+from jtile._errors import KernelValueError
 from jtile.lowering.triton.emitter import padded
 from jtile.lowering.triton.features import Features
+
+ACCUMULATORS = 128 * 128  # elements of products alive at once that 128 threads no longer hold in registers
+ELEMENTS = 16  # of a tile, for each thread: several loads of 16 bytes are in flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,24 +27,47 @@ class Choice:
 
 
 def choose(kernel: ir.Kernel, f: Features, options: Mapping[str, Any]) -> Choice:
-    """The options of a kernel: what is given, and defaults from its tiles for the rest."""
+    """The options of a kernel: what is given, and defaults from its tiles for the rest.
+
+    Raises:
+      KernelValueError: `num_warps` is no power of two, or more threads than a block may have.
+    """
     given = {k: int(v) for k, v in options.items() if v is not None}
-    warps = given.get("num_warps", _warps(kernel, f))
-    stages = given.get("num_stages", _stages(kernel))
+    warps = given.get("num_warps") or _warps(kernel, f)
+    if warps & (warps - 1) or not 1 <= warps * f.lanes <= f.max_threads:
+        most = f.max_threads // f.lanes
+        raise KernelValueError(f"num_warps is a power of two from 1 to {most} on {f.arch}, got {warps}")
+    stages = given.get("num_stages") or _stages(kernel, f)
     return Choice(warps, stages, given.get("num_ctas", 1), tuple(given))
 
 
 def _warps(kernel: ir.Kernel, f: Features) -> int:
-    dots = [op for op in kernel.body.walk() if isinstance(op, ir.Dot | ir.DotScaled)]
-    if dots:
-        side = max(math.prod(padded(op.result.shape)) for op in dots)
-        return 8 if side >= 128 * 128 else 4
-    widest = max((math.prod(padded(r.shape)) for op in kernel.body.walk() for r in op.results
-                  if isinstance(r.type, ir.TileType)), default=1)  # fmt: skip
-    threads = widest // 16  # 16 elements a thread keep several loads in flight
-    return min(max(1 << max(threads // f.lanes, 1).bit_length() - 1, 4), 16 if f.lanes == 32 else 8)
+    wide = f.lanes // 32  # AMD's wavefronts of 64 do the work of two warps
+    products = max((sum(map(_lanes, dots)) for dots in _products(kernel)), default=0)
+    widest = max((_lanes(op) for op in kernel.body.walk() if _has_tile(op)), default=1)
+    if products:
+        return (8 if products >= ACCUMULATORS else 4 if widest >= 1024 else 2) // wide
+    least = min(4, max(widest // 32, 1))
+    return max(min(max(widest // (ELEMENTS * 32), least), 16) // wide, 1)
 
 
-def _stages(kernel: ir.Kernel) -> int:
-    asked = [op.stages for op in kernel.body.walk() if isinstance(op, ir.For) and op.stages]
-    return max(asked, default=3)
+def _products(kernel: ir.Kernel) -> Iterator[list[ir.Op]]:
+    """The matrix products of each block of ops: their results are alive at about the same time."""
+    blocks = [kernel.body, *(b for op in kernel.body.walk() for b in op.blocks())]
+    return ([op for op in b.ops if isinstance(op, ir.Dot | ir.DotScaled)] for b in blocks)
+
+
+def _has_tile(op: ir.Op) -> bool:
+    return any(isinstance(r.type, ir.TileType) for r in op.results)
+
+
+def _lanes(op: ir.Op) -> int:
+    """Elements of the largest tile that an op makes."""
+    return max(math.prod(padded(r.shape)) for r in op.results if isinstance(r.type, ir.TileType))
+
+
+def _stages(kernel: ir.Kernel, f: Features) -> int:
+    asked = max((op.stages or 0 for op in kernel.body.walk() if isinstance(op, ir.For)), default=0)
+    if not f.cuda:  # one stage in registers, one in shared memory, of which there is little
+        return min(asked or 2, 2)
+    return asked or 3
