@@ -134,7 +134,7 @@ def _on_words(em: Emitter, a: _Access, mask: Val | None) -> Val:
     each = max(1, 32 // a.bits)  # elements of a word
     at = a.offset
     assert at is not None
-    if mask is not None:  # no instruction below has a mask: other lanes point to the first word, and leave it
+    if mask is not None:  # `tt.atomic_cas` has no mask: other lanes point to the first word, and leave it
         at = code.select(mask, at, code.const(0, at.elem, at.shape))
     shift = None
     if each > 1:
@@ -146,7 +146,7 @@ def _on_words(em: Emitter, a: _Access, mask: Val | None) -> Val:
     pointers = code.let(f"tt.addptr {base.name}, {at.name} : {kind}", at.shape, base.elem)
     if a.fn in _BITWISE and each > 1:
         old = _rmw(em, a.fn, pointers, _operand(em, a, shift), mask)
-    elif a.fn == "cas" and each == 1:
+    elif a.fn == "cas" and each == 1 and all(isinstance(n, int) for n in a.buf.shape):
         _check_lanes(em, a)
         old = _compare_and_swap(em, pointers, a, mask)
     else:
