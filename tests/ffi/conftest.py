@@ -206,3 +206,21 @@ def run_python(images, tmp_path):
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def fake_driver_file(tmp_path_factory):
+    import fake_driver
+
+    return fake_driver.build(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def driver(fake_driver_file):
+    """A driver without a GPU, its log empty and nothing failing."""
+    import fake_driver
+
+    found = fake_driver.FakeDriver(fake_driver_file)
+    found.lib.fake_reset()
+    yield found
+    assert found.lib.fake_depth() == 0  # every context that was pushed is popped

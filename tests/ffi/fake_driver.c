@@ -183,7 +183,7 @@ struct config {
 int cuLaunchKernelEx(const struct config *how, void *function, void **params, void **extra) {
   FAILING("cuLaunchKernelEx");
   if (silent) return 0;
-  char line[4096], list[256] = "";
+  char line[4096] = "", list[256] = "";
   say_params(line, sizeof line, params);
   for (unsigned k = 0, n = 0; k < how->count; ++k) {
     const struct attribute *a = &how->attributes[k];
