@@ -170,6 +170,6 @@ def launch_ttir(
     kernel: Kernel, inputs: Sequence[np.ndarray], arch: str = "sm_90", seed: int = 0, *, spoil: bool = True
 ) -> Launch:
     """As `run_ttir`, with the extra results; `spoil`: garbage in all lanes beyond tiles, see `padding`."""
-    with spoiled_padding() if spoil else contextlib.nullcontext():
+    with spoiled_padding(seed) if spoil else contextlib.nullcontext():
         text, record = emit_kernel(kernel, features(arch))
     return evaluate(text, record, kernel, inputs, seed)
