@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
-import io
 import os
 import re
 import tempfile
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from jtile import ir
