@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from jtile import ir
 from jtile.lowering.triton import moves
+from jtile.lowering.triton.emit_sort import network
 from jtile.lowering.triton.emitter import Emitter, emits
 from jtile.lowering.triton.lanes import fold
 from jtile.lowering.triton.ttir import Val
 
-COMPARED = 8192  # lanes of the matrix slots x updates that is compared at a time
+COMPARED = 16384  # lanes of the matrix updates x slots that is compared at a time
+SORTED = 1 << 17  # lanes of the whole matrix from which on the updates are sorted by their slots
 NONE = 2**31 - 1  # the number of an update that there is not
 _BOOL = {"add": "or", "max": "or", "mul": "and", "min": "and"}
 
@@ -16,16 +18,16 @@ _BOOL = {"add": "or", "max": "or", "mul": "and", "min": "and"}
 @emits(ir.Scatter)
 def _scatter(em: Emitter, op: ir.Scatter) -> Val:
     """Slots take their updates in rounds, each the next one of its own: the order of the updates, whatever its cost."""
-    code, x = em.code, em.val(op.x)
+    x = em.val(op.x)
     if not op.x.type.size or not op.updates.type.size:
         return x
     slots = _slots(em, op)
+    search = _Compared(em, slots, x.size) if x.size * slots.size <= SORTED else _Sorted(em, slots, x.size)
     if op.fn == "set":
-        return _apply(em, op, _last(em, slots, x.size), x)
-    start = code.const(-1, "i32", x.shape)
+        return _apply(em, op, search.last(), x)
     if slots.size == 1:
-        return _apply(em, op, _next(em, slots, start), x)
-    return _rounds(em, op, slots, start)
+        return _apply(em, op, search.find(search.start), x)
+    return _rounds(em, op, search)
 
 
 def _slots(em: Emitter, op: ir.Scatter) -> Val:
@@ -40,24 +42,24 @@ def _slots(em: Emitter, op: ir.Scatter) -> Val:
     return code.select(inside, slots, code.const(-1, "i32", slots.shape))
 
 
-def _rounds(em: Emitter, op: ir.Scatter, slots: Val, start: Val) -> Val:
+def _rounds(em: Emitter, op: ir.Scatter, search: _Compared | _Sorted) -> Val:
     """As many rounds as the most updates that one slot gets."""
-    code, x = em.code, em.val(op.x)
-    done, old = Val(code.name(), start.shape, "i32"), Val(code.name(), x.shape, x.elem)
-    types = f"{done.type}, {old.type}"
-    head = f"scf.while ({done.name} = {start.name}, {old.name} = {x.name}) : ({types}) -> ({types}) {{"
-    result = code.let_many(head, [(done.shape, done.elem), (old.shape, old.elem)])[1]
+    code, x, start = em.code, em.val(op.x), search.start
+    state, old = Val(code.name(), start.shape, "i32"), Val(code.name(), x.shape, x.elem)
+    types = f"{state.type}, {old.type}"
+    carry = f"{state.name} = {start.name}, {old.name} = {x.name}"
+    head = f"scf.while ({carry}) : ({types}) -> ({state.type}, {types}) {{"
+    result = code.let_many(head, [(v.shape, v.elem) for v in (state, state, old)])[2]
     with code.region():
-        following = _next(em, slots, done)
-        nearest = _reduce(em, following, 0, "minsi")
-        more = code.cmp("slt", nearest, code.i32(NONE))
-        code.do(f"scf.condition({more.name}) {following.name}, {old.name} : {types}")
+        found = search.find(state)
+        more = code.cmp("slt", _reduce(em, found, 0, "minsi"), code.i32(NONE))
+        code.do(f"scf.condition({more.name}) {found.name}, {state.name}, {old.name} : {state.type}, {types}")
     code.do("} do {")
-    at, before = Val(code.name(), start.shape, "i32"), Val(code.name(), x.shape, x.elem)
-    code.do(f"^bb0({at.name}: {at.type}, {before.name}: {before.type}):")
+    at, was, before = (Val(code.name(), v.shape, v.elem) for v in (state, state, old))
+    code.do(f"^bb0({', '.join(f'{v.name}: {v.type}' for v in (at, was, before))}):")
     with code.region():
         after = _apply(em, op, at, before)
-        code.do(f"scf.yield {at.name}, {after.name} : {types}")
+        code.do(f"scf.yield {search.behind(at, was).name}, {after.name} : {types}")
     code.do("}")
     return result
 
@@ -86,44 +88,99 @@ def _combine(em: Emitter, op: ir.Scatter, a: Val, b: Val) -> Val:
 # ---- which update is a slot's next ----------------------------------------------------------------------------------
 
 
-def _next(em: Emitter, slots: Val, done: Val) -> Val:
-    """The number of the first update of each slot behind `done`, or NONE."""
-    return _search(em, slots, done.size, done)
+class _Compared:
+    """Slots find their updates by comparing each with all, some at a time; the state is the last one that it took."""
+
+    def __init__(self, em: Emitter, slots: Val, n: int):
+        self.em, self.slots, self.n = em, slots, n
+        self.start = em.code.const(-1, "i32", (n,))
+
+    def last(self) -> Val:
+        """The number of the last update of each slot, or -1."""
+        return self._search(None)
+
+    def find(self, state: Val) -> Val:
+        """The number of the next update of each slot, or NONE."""
+        return self._search(state)
+
+    def behind(self, at: Val, state: Val) -> Val:
+        """The state when the update `at` is taken."""
+        return at
+
+    def _search(self, done: Val | None) -> Val:
+        code, m, n = self.em.code, self.slots.size, self.n
+        chunk = max(1, min(m, COMPARED // n))
+        if chunk == m:
+            return self._among(self.slots, code.arange(m), done)
+        none = code.const(-1 if done is None else NONE, "i32", (n,))
+        first, best = Val(code.name(), (), "i32"), Val(code.name(), (n,), "i32")
+        head = f"scf.for {first.name} = {code.i32(0).name} to {code.i32(m).name} step {code.i32(chunk).name}"
+        result = code.let(f"{head} iter_args({best.name} = {none.name}) -> ({none.type}) : i32 {{", (n,), "i32")
+        with code.region():
+            numbers = code.add(code.splat(first, (chunk,)), code.arange(chunk))
+            found = self._among(moves.gather(code, self.slots, numbers), numbers, done)
+            better = code.op("arith.maxsi" if done is None else "arith.minsi", best, found)
+            code.do(f"scf.yield {better.name} : {better.type}")
+        code.do("}")
+        return result
+
+    def _among(self, slots: Val, numbers: Val, done: Val | None) -> Val:
+        """The last update of each slot among some (-1: none), or the first one behind `done` (NONE)."""
+        code, shape = self.em.code, (slots.size, self.n)  # threads lie along the slots: they reduce their own lanes
+        number = code.along(numbers, 0, shape)
+        mine = code.cmp("eq", code.along(slots, 0, shape), code.along(code.arange(self.n), 1, shape))
+        if done is not None:
+            mine = code.op("arith.andi", mine, code.cmp("sgt", number, code.along(done, 1, shape)))
+        found = code.select(mine, number, code.const(-1 if done is None else NONE, "i32", shape))
+        return _reduce(self.em, found, 0, "maxsi" if done is None else "minsi")
 
 
-def _last(em: Emitter, slots: Val, n: int) -> Val:
-    """The number of the last update of each slot, or -1."""
-    return _search(em, slots, n, None)
+class _Sorted:
+    """Updates sorted by slot, then number: a slot's are a run, found by bisection; the state is a place in it."""
 
+    def __init__(self, em: Emitter, slots: Val, n: int):
+        code, m = em.code, slots.size
+        self.em, self.n, self.m = em, n, m
+        self.elem = "i32" if (n + 1) * m < 2**31 else "i64"
+        # updates without a slot come behind all others
+        some = code.cmp("sge", slots, code.const(0, "i32", (m,)))
+        slots = code.to_int(code.select(some, slots, code.const(n, "i32", (m,))), self.elem)
+        numbers = code.to_int(code.arange(m), self.elem)
+        self.keys = network(em, code.add(code.scale(slots, m), numbers), m)
+        self.slot = code.to_int(code.arange(n), self.elem)
 
-def _search(em: Emitter, slots: Val, n: int, done: Val | None) -> Val:
-    """Compares all slots with some updates at a time."""
-    code, m = em.code, slots.size
-    chunk = max(1, min(m, COMPARED // n))
-    if chunk == m:
-        return _among(em, slots, code.arange(m), n, done)
-    none = code.const(-1 if done is None else NONE, "i32", (n,))
-    first, best = Val(code.name(), (), "i32"), Val(code.name(), (n,), "i32")
-    head = f"scf.for {first.name} = {code.i32(0).name} to {code.i32(m).name} step {code.i32(chunk).name}"
-    result = code.let(f"{head} iter_args({best.name} = {none.name}) -> ({none.type}) : i32 {{", (n,), "i32")
-    with code.region():
-        numbers = code.add(code.splat(first, (chunk,)), code.arange(chunk))
-        found = _among(em, moves.gather(code, slots, numbers), numbers, n, done)
-        better = code.op("arith.maxsi" if done is None else "arith.minsi", best, found)
-        code.do(f"scf.yield {better.name} : {better.type}")
-    code.do("}")
-    return result
+    @property
+    def start(self) -> Val:
+        """The first place of each slot's run."""
+        return self._below(self.em.code.scale(self.slot, self.m))
 
+    def last(self) -> Val:
+        """As `_Compared.last`, with NONE for none."""
+        end = self._below(self.em.code.scale(self.em.code.shift(self.slot, 1), self.m))
+        return self.find(self.em.code.shift(end, -1))
 
-def _among(em: Emitter, slots: Val, numbers: Val, n: int, done: Val | None) -> Val:
-    """The last update of each slot among some (-1: none), or the first one behind `done` (NONE)."""
-    code, shape = em.code, (n, slots.size)
-    number = code.along(numbers, 1, shape)
-    mine = code.cmp("eq", code.along(slots, 1, shape), code.along(code.arange(n), 0, shape))
-    if done is not None:
-        mine = code.op("arith.andi", mine, code.cmp("sgt", number, code.along(done, 0, shape)))
-    found = code.select(mine, number, code.const(-1 if done is None else NONE, "i32", shape))
-    return _reduce(em, found, 1, "maxsi" if done is None else "minsi")
+    def find(self, state: Val) -> Val:
+        """As `_Compared.find`."""
+        code = self.em.code
+        inside = code.cmp("ult", state, code.const(self.m, "i32", state.shape))
+        key = moves.pick(self.em, self.keys, moves.low_bits(code, state, self.m))
+        own = code.cmp("eq", moves.shifted_right(code, key, self.m), self.slot)
+        number = code.to_int(moves.low_bits(code, key, self.m), "i32")
+        return code.select(code.op("arith.andi", inside, own), number, code.const(NONE, "i32", state.shape))
+
+    def behind(self, at: Val, state: Val) -> Val:
+        """As `_Compared.behind`: slots without a further update stay behind their runs."""
+        return self.em.code.shift(state, 1)
+
+    def _below(self, bound: Val) -> Val:
+        """How many keys are less than a bound, for each slot."""
+        code, step = self.em.code, self.m // 2
+        count = code.const(0, "i32", (self.n,))
+        for by in [*(step >> k for k in range(step.bit_length())), 1]:
+            key = moves.pick(self.em, self.keys, code.shift(count, by - 1))
+            less = code.cmp("slt", key, bound)
+            count = code.select(less, code.shift(count, by), count)
+        return count
 
 
 def _reduce(em: Emitter, v: Val, axis: int, fn: str) -> Val:

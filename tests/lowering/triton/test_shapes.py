@@ -11,6 +11,7 @@ from ttir import evaluate, run_ttir
 
 from jtile import ir
 from jtile.interpret import interpret
+from jtile.lowering.triton import emit_scatter
 from jtile.lowering.triton.compile import compile_kernel, emit_kernel
 from jtile.lowering.triton.emitter import EMITTERS
 from jtile.lowering.triton.features import features
@@ -199,6 +200,20 @@ def test_gather(shape, m, axis, dtype):
 def test_scatter(fn, n, m):
     indices = np.random.default_rng(n).integers(-1, n + 2, m).astype(np.int32)
     check(lambda x, i, u: ir.Scatter(x, i, u, fn), array((n,)), indices, array((m,), seed=1))
+
+
+@pytest.mark.parametrize("fn", ["set", "add"])
+@pytest.mark.parametrize(("n", "m"), [(5, 7), (8, 8), (1, 3), (6, 1), (3, 16)])
+def test_scatter_of_sorted_updates(monkeypatch, fn, n, m):
+    monkeypatch.setattr(emit_scatter, "SORTED", 0)
+    test_scatter(fn, n, m)
+
+
+@pytest.mark.parametrize("fn", ["set", "add"])
+def test_scatter_of_many(fn):
+    rng = np.random.default_rng(2)
+    indices = rng.integers(-5, 2000, 130).astype(np.int16) // 8 * 8
+    check(lambda x, i, u: ir.Scatter(x, i, u, fn), array((1990,)), indices, array((130,), seed=1))
 
 
 @pytest.mark.parametrize("fn", ["set", "add"])
