@@ -53,7 +53,7 @@ def test_prints_come_in_the_order_of_programs(driver, capfd, platform):
     run = Run(driver, sites, grid=(2, 2), platform=platform)
     x = np.array([1, 2.5, -3], np.float32)
     lines = run(log(entry(0, 3, x), entry(1, 0, np.int32(7), np.int32(-8)), entry(0, 0, x * 2)))
-    assert [line for line in lines if line.startswith("read")] == ["read 32 stream 7 on 0", "read 96 stream 7 on 0"]
+    assert [line for line in lines if line.startswith("read ")] == ["read 32 stream 7 on 0", "read 96 stream 7 on 0"]
     expected = ["[k (0, 0, 0)] n 7 and -8", "[k (0, 0, 0)] x = [ 2.  5. -6.]", "[k (1, 1, 0)] x = [ 1.   2.5 -3. ]"]
     assert capfd.readouterr().out.splitlines() == expected
     assert run(log())[-1] == "wait 7" and capfd.readouterr().out == ""
