@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -51,28 +52,25 @@ class Function:
     results: list[Type]
 
 
-_OPEN, _CLOSE = "([{<", ")]}>"
+@functools.cache
+def _marks(separators: tuple[str, ...]) -> re.Pattern:
+    """Strings, arrows, brackets, and the separators, which come first."""
+    words = "|".join(re.escape(s) for s in separators)
+    return re.compile(rf'(?P<sep>{words})|(?P<skip>"(?:[^"\\]|\\.)*"|->)|(?P<open>[(\[{{<])|(?P<close>[)\]}}>])')
 
 
 def split(text: str, *separators: str) -> list[str]:
     """Parts between separators that stand outside brackets and strings."""
-    parts, depth, start, i = [], 0, 0, 0
-    while i < len(text):
-        c = text[i]
-        if c == '"':
-            i = _string_end(text, i)
-            continue
-        found = next((s for s in separators if depth == 0 and text.startswith(s, i)), None)
-        if found:
-            parts.append(text[start:i])
-            i = start = i + len(found)
-            continue
-        if text.startswith("->", i):
-            i += 2
-            continue
-        depth += (c in _OPEN) - (c in _CLOSE)
-        i += 1
-    return [p.strip() for p in [*parts, text[start:]]]
+    parts, depth, start = [], 0, 0
+    for found in _marks(separators).finditer(text):
+        kind = found.lastgroup
+        if kind == "sep" and depth == 0:
+            parts.append(text[start : found.start()].strip())
+            start = found.end()
+        elif kind in ("open", "close"):
+            depth += 1 if kind == "open" else -1
+    parts.append(text[start:].strip())
+    return parts
 
 
 def _string_end(text: str, i: int) -> int:
@@ -105,10 +103,14 @@ def _attr(text: str) -> Any:
 
 def types_of(text: str) -> list[Type]:
     """The types of a list, in parentheses or not."""
-    text = text.strip()
+    return list(_types(text.strip()))
+
+
+@functools.lru_cache(4096)
+def _types(text: str) -> tuple[Type, ...]:
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1]
-    return [parse_type(p) for p in split(text, ",", " * ")] if text.strip() else []
+    return tuple(parse_type(p) for p in split(text, ",", " * ")) if text.strip() else ()
 
 
 class _Lines:

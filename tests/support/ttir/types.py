@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -57,6 +58,7 @@ FLOATS = {
 INTS = {"i1": np.bool_, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64, "index": np.int64}
 
 
+@functools.cache
 def numpy_of(elem: str) -> np.dtype:
     if elem not in FLOATS and elem not in INTS:
         raise TtirError(f"no such element type: {elem}")
@@ -68,6 +70,7 @@ def width(elem: str) -> int:
     return 1 if elem == "i1" else 64 if elem.startswith("!") else numpy_of(elem).itemsize * 8
 
 
+@functools.lru_cache(4096)
 def parse_type(text: str) -> Type:
     """The type that a text spells; TtirError where it is none that compiles."""
     text = text.strip()
