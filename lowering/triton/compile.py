@@ -29,6 +29,7 @@ from jtile.lowering.triton import (  # noqa: F401  emitters register
 from jtile.lowering.triton.emit_basics import emit_size, start_program, static_programs
 from jtile.lowering.triton.emitter import Buffer, Emitter, memory_elem
 from jtile.lowering.triton.features import Features, features
+from jtile.lowering.triton.hazards import in_order
 from jtile.lowering.triton.record import Record, expression
 from jtile.lowering.triton.ttir import Val
 
@@ -141,7 +142,7 @@ def _program_loop(em: Emitter, block: Val, scratch: list[ir.Value]) -> None:
         em.block(em.kernel.body)
         if scratch:
             code.do("gpu.barrier")
-    code.do("}")
+    code.do("} {tt.num_stages = 1 : i32}" if in_order(em, em.kernel.body) else "}")
 
 
 def _private(em: Emitter, scratch: list[ir.Value], block: Val) -> None:

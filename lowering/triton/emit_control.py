@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jtile import ir
 from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
+from jtile.lowering.triton.hazards import in_order
 from jtile.lowering.triton.ttir import Val
 
 # ---- for ------------------------------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ def _for(em: Emitter, op: ir.For) -> list[Val]:
 def _attributes(em: Emitter, op: ir.For) -> str:
     """What the pipeliner and the unroller of triton read on a loop. AMD's keeps one stage in registers and one in its
     small shared memory."""
-    stages = min(op.stages or 0, 16 if em.features.cuda else 2)
+    stages = 1 if in_order(em, op.body) else min(op.stages or 0, 16 if em.features.cuda else 2)
     out = [f"tt.num_stages = {stages} : i32"] * bool(stages)
     out += [f"tt.loop_unroll_factor = {op.unroll} : i32"] * (op.unroll > 1)
     return f" {{{', '.join(out)}}}" if out else ""

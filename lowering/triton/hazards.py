@@ -22,9 +22,7 @@ Access = ir.Load | ir.Store | ir.Atomic
 
 def meet(em: Emitter, op: Access) -> None:
     """A barrier before `op` where it may touch what other threads of the block have touched since the last one."""
-    if "watched" not in em.memo:
-        em.memo["watched"] = _watched(em)
-    watched: Watched = em.memo["watched"]
+    watched = _watched_of(em)
     root = watched.root.get(op.ref, op.ref)
     if root not in watched.roots:
         return
@@ -38,6 +36,14 @@ def meet(em: Emitter, op: Access) -> None:
         em.code.do("gpu.barrier")
         watched.since = []
     watched.since.append(op)
+
+
+def in_order(em: Emitter, body: ir.Block) -> bool:
+    """Whether a loop reads memory that the kernel writes: triton's pipeliner, which does not look for such, would load
+    before the stores of earlier trips; the loop must say `tt.num_stages = 1`."""
+    watched = _watched_of(em)
+    loads = (op for op in body.walk() if isinstance(op, ir.Load))
+    return any(watched.root.get(op.ref, op.ref) in watched.roots for op in loads)
 
 
 class Watched:
@@ -54,6 +60,12 @@ class Watched:
         self.root, self.roots, self.block = root, roots, block
         self.at: ir.Block | None = None
         self.since: list[Access] = []
+
+
+def _watched_of(em: Emitter) -> Watched:
+    if "watched" not in em.memo:
+        em.memo["watched"] = _watched(em)
+    return em.memo["watched"]
 
 
 def _watched(em: Emitter) -> Watched:
