@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from device import run_device
 from ttir import run_ttir
 
 from jtile import ir
@@ -11,6 +12,10 @@ from jtile.interpret import interpret
 from jtile.lowering.triton.compile import compile_kernel, emit_kernel
 from jtile.lowering.triton.features import features
 
+pytestmark = pytest.mark.usefixtures("garbage")
+
+DEVICE = "device"  # in the place of an architecture: that of this machine's GPU
+EVERYWHERE = [pytest.param((), id="ttir"), pytest.param((DEVICE,), id="device", marks=pytest.mark.gpu)]
 DTYPES = [
     "bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16",
     "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
@@ -52,16 +57,20 @@ class Body:
     def store(self, v: ir.Value) -> None:
         self.b.add(ir.Store(self.out(v.shape, v.dtype), self.whole(v.shape), v))
 
-    def kernel(self, grid=()) -> ir.Kernel:
-        return ir.Kernel("k", (*self.params, *self.outs), grid, self.b.block, (), tuple(self.inits))
+    def kernel(self) -> ir.Kernel:
+        return ir.Kernel("k", (*self.params, *self.outs), (), self.b.block, (), tuple(self.inits))
 
 
-def check(body: Body, grid=(), arch: str = "sm_90", seeds=(0,)) -> None:
+def check(body: Body, arch: str = "sm_90", seeds=(0,)) -> None:
     """The same bits as the interpreter."""
-    kernel = body.kernel(grid)
+    kernel = body.kernel()
     expected = interpret(kernel, list(body.inputs))
     for seed in seeds:
-        for got, want in zip(run_ttir(kernel, list(body.inputs), arch=arch, seed=seed), expected, strict=True):
+        if arch == DEVICE:
+            outputs = run_device(kernel, list(body.inputs))
+        else:
+            outputs = run_ttir(kernel, list(body.inputs), arch=arch, seed=seed)
+        for got, want in zip(outputs, expected, strict=True):
             same(got, want)
 
 
@@ -84,32 +93,36 @@ def scatter(fn: str, dtype: str, index: np.ndarray, *, used: bool, masked: bool 
     return body
 
 
+@pytest.mark.parametrize("arch", EVERYWHERE)
 @pytest.mark.parametrize(("fn", "dtype"), CASES)
-def test_elements_that_differ(fn, dtype):
+def test_elements_that_differ(fn, dtype, arch):
     """Indices outside the array, masked lanes, a tile that is no power of two; on one with and one without hardware."""
     index = np.random.default_rng(0).permutation(np.arange(-3, 20))[:13].astype(np.int32)
-    check(scatter(fn, dtype, index, used=True, masked=True))
-    check(scatter(fn, dtype, index, used=False), arch="gfx942" if dtype != "bfloat16" else "sm_80")
+    check(scatter(fn, dtype, index, used=True, masked=True), *arch)
+    check(scatter(fn, dtype, index, used=False), *(arch or ["gfx942" if dtype != "bfloat16" else "sm_80"]))
 
 
+@pytest.mark.parametrize("arch", EVERYWHERE)
 @pytest.mark.parametrize(("fn", "dtype"), CASES)
-def test_lanes_that_meet(fn, dtype):
+def test_lanes_that_meet(fn, dtype, arch):
     """Old values, and what `xchg` and `cas` leave, are those of row-major order."""
     index = np.random.default_rng(1).integers(-2, 7, 13).astype(np.int32)
-    check(scatter(fn, dtype, index, used=True, masked=True), seeds=(0, 1))
-    check(scatter(fn, dtype, index, used=False), seeds=(0, 1))
+    check(scatter(fn, dtype, index, used=True, masked=True), *arch, seeds=(0, 1))
+    check(scatter(fn, dtype, index, used=False), *arch, seeds=(0, 1))
 
 
-def test_many_lanes_that_meet():
+@pytest.mark.parametrize("arch", EVERYWHERE)
+def test_many_lanes_that_meet(arch):
     """More pairs of lanes than one step compares."""
     index = np.random.default_rng(1).integers(0, 150, 300).astype(np.int32)
-    check(scatter("xchg", "int32", index, used=False, side=150))
-    check(scatter("add", "int32", index.reshape(3, 100), used=True, side=150))
+    check(scatter("xchg", "int32", index, used=False, side=150), *arch)
+    check(scatter("add", "int32", index.reshape(3, 100), used=True, side=150), *arch)
 
 
+@pytest.mark.parametrize("arch", EVERYWHERE)
 @pytest.mark.parametrize("fn", ["add", "xchg"])
 @pytest.mark.parametrize("dtype", ["int32", "int8"])
-def test_gathers_between_other_dimensions(fn, dtype):
+def test_gathers_between_other_dimensions(fn, dtype, arch):
     """Two gathered axes, a span on each side, one fixed element."""
     rows = np.array([[0, 2, 0], [4, 2, 2]], np.int32)
     columns = np.array([[1, 1, 1], [0, 1, 1]], np.uint8)
@@ -118,7 +131,7 @@ def test_gathers_between_other_dimensions(fn, dtype):
     o = body.out((3, 5, 2, 2, 6), dtype, 2)
     index = (ir.Span(body.b.index(0), 3), ir.Take(r), ir.Take(c), ir.At(body.b.index(1)), ir.Span(body.b.index(1), 5))
     body.store(body.b.value(ir.Atomic(fn, o, index, value)))
-    check(body, seeds=(0, 1))
+    check(body, *arch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "bool", "int64"])
@@ -135,9 +148,10 @@ def test_one_element(dtype):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("arch", EVERYWHERE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("fn", ["max", "min"])
-def test_largest_of_floats(fn, dtype):
+def test_largest_of_floats(fn, dtype, arch):
     """NaN of either sign wins, infinities count."""
     there = np.array([1, np.nan, -np.nan, -np.inf, np.inf, -2, 3], np.float32).astype(ir.DTYPES[dtype].numpy)
     there[2:3].view(np.uint8)[-1] |= 128
@@ -146,12 +160,13 @@ def test_largest_of_floats(fn, dtype):
     o = body.out((7,), dtype)
     body.b.add(ir.Store(o, body.whole((7,)), body.load(0)))
     body.store(body.b.value(ir.Atomic(fn, o, body.whole((7,)), body.load(1))))
-    check(body)
+    check(body, *arch)
 
 
+@pytest.mark.parametrize("arch", EVERYWHERE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16", "int64", "bool", "int4"])
 @pytest.mark.parametrize("fn", ["max", "xchg", "cas"])
-def test_private_memory(fn, dtype):
+def test_private_memory(fn, dtype, arch):
     index = np.random.default_rng(0).integers(-3, 14, 12).astype(np.int32)
     body = Body(array((12,), dtype), index)
     b, v, i = body.b, body.load(0), body.load(1)
@@ -160,10 +175,13 @@ def test_private_memory(fn, dtype):
     compare = b.full(1, (12,), dtype) if fn == "cas" else None
     body.store(b.value(ir.Atomic(fn, own, (ir.Take(i),), v, compare)))
     body.store(b.value(ir.Load(own, body.whole((18,)))))
-    check(body)
+    check(body, *arch)
 
 
-def test_programs_add_up():
+@pytest.mark.parametrize(
+    "run", [pytest.param(run_ttir, id="ttir"), pytest.param(run_device, id="device", marks=pytest.mark.gpu)]
+)
+def test_programs_add_up(run):
     """Every program of a grid, in a loop, into the same elements."""
     text = """kernel @k(%x: ref<7x10xbf16>, %o: ref<10xbf16, out>, %n: ref<i32, out>) grid(7) init(%o = 0, %n = 0) {
       %i = program_id 0 : i32
@@ -177,7 +195,7 @@ def test_programs_add_up():
     text = text.replace("%v = load", "%c0 = full 0 : i32\n%c3 = full 3 : i32\n%v = load", 1)
     x = array((7, 10), "bfloat16")
     kernel = ir.parse_kernel(text)
-    for got, want in zip(run_ttir(kernel, [x]), interpret(kernel, [x]), strict=True):
+    for got, want in zip(run(kernel, [x]), interpret(kernel, [x]), strict=True):
         np.testing.assert_array_equal(got, want)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import struct
 from typing import Any
 
+import device
 import numpy as np
 import pytest
 from native import unpacked
@@ -17,6 +20,8 @@ from jtile.ir import DTYPES, Kernel, parse_kernel, verify
 from jtile.lowering.triton import emit_debug
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.lowering.triton.emit_debug import FIRST, HEAD, HEADER
+
+pytestmark = pytest.mark.usefixtures("garbage")
 
 
 def program_ids(kernel: Kernel, grid: list[int], linear: int) -> str:
@@ -63,15 +68,29 @@ def read(kernel: Kernel, sites: dict[str, Any], log: np.ndarray) -> tuple[list[s
     return [text for _, text in sorted(lines, key=lambda line: line[0])], failed, dropped
 
 
-def run(text: str, inputs=()) -> tuple[Kernel, list[str], str | None, int]:
-    kernel = parse_kernel(text)
-    verify(kernel)
-    launch = launch_ttir(kernel, list(inputs))
-    sites = launch.record.sites
-    assert launch.record.zeroed == [sites["buffer"]]
-    (log,) = launch.extra[-1:]
-    assert log.nbytes == sites["bytes"]
-    return kernel, *read(kernel, sites, log)
+def on_evaluator(kernel: Kernel, inputs) -> tuple[dict[str, Any], list[np.ndarray]]:
+    launch = launch_ttir(kernel, inputs)
+    return json.loads(json.dumps(dataclasses.asdict(launch.record))), launch.extra
+
+
+def on_device(kernel: Kernel, inputs) -> tuple[dict[str, Any], list[np.ndarray]]:
+    artifact = compile_kernel(kernel, device.driver().arch)
+    return json.loads(artifact.launch["record"]), device.run_artifact(artifact, kernel, inputs).extra
+
+
+@pytest.fixture(params=[on_evaluator, pytest.param(on_device, marks=pytest.mark.gpu)])
+def run(request):
+    """`(text of a kernel, inputs) -> the kernel, the lines it prints, what failed, how many records were lost`."""
+
+    def running(text: str, inputs=()) -> tuple[Kernel, list[str], str | None, int]:
+        kernel = parse_kernel(text)
+        verify(kernel)
+        record, extra = request.param(kernel, list(inputs))
+        assert record["zeroed"] == [record["sites"]["buffer"]]
+        assert extra[-1].nbytes == record["sites"]["bytes"]
+        return kernel, *read(kernel, record["sites"], extra[-1])
+
+    return running
 
 
 IDS = "%i = program_id 0 : i32\n"
@@ -80,7 +99,7 @@ IDS = "%i = program_id 0 : i32\n"
 @pytest.mark.parametrize(
     "grid", ["", "grid(2)", "grid(2, 1, 3)", "grid(2, 3) lanes(1)", "grid(2, 1, 1, 1, 3, 2) lanes(2)"]
 )
-def test_every_program_prints(grid, capfd):
+def test_every_program_prints(run, grid, capfd):
     kernel, lines, failed, dropped = run(f'kernel @k() {grid} {{\nprint "here"\n}}')
     interpret(kernel, [])
     assert lines == sorted(capfd.readouterr().out.splitlines(), key=lambda line: lines.index(line))
@@ -90,7 +109,7 @@ def test_every_program_prints(grid, capfd):
 @pytest.mark.parametrize(
     "dtype", ["bool", "i4", "u4", "i8", "u16", "i32", "i64", "f16", "bf16", "f32", "f64", "f8e4m3fn", "f4e2m1fn"]
 )
-def test_arguments(dtype, capfd):
+def test_arguments(run, dtype, capfd):
     """Tiles and scalars of every width, of sides that are no powers of two, two prints a program."""
     text = f"""kernel @k(%x: ref<6x5x{dtype}>) grid(2) {{
       {IDS}
@@ -108,7 +127,7 @@ def test_arguments(dtype, capfd):
     assert "\n".join(lines) == capfd.readouterr().out.rstrip("\n")
 
 
-def test_the_lowest_program_and_site_fail():
+def test_the_lowest_program_and_site_fail(run):
     text = f"""kernel @k(%x: ref<12xbool>, %o: ref<4xi32, out>) grid(4) {{
       {IDS}
       %t = load %x[tile(%i, 3)] : tile<3xbool>
@@ -129,12 +148,12 @@ def test_the_lowest_program_and_site_fail():
     assert run(text.replace("lt %i, %one", "ge %i, %one"), [good])[1:] == ([], "late (0, 0, 0)", 0)
 
 
-def test_true_assertions_say_nothing():
+def test_true_assertions_say_nothing(run):
     text = f'kernel @k() grid(3) {{\n{IDS}%ok = eq %i, %i : bool\nassert %ok message="never"\n}}'
     assert run(text)[1:] == ([], None, 0)
 
 
-def test_prints_in_branches_and_loops(capfd, monkeypatch):
+def test_prints_in_branches_and_loops(run, capfd, monkeypatch):
     """What does not fit is counted; what was written before stays."""
     text = f"""kernel @k() grid(3) {{
       {IDS}
