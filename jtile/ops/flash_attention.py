@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, sums_in
+from jtile.ops import gpu_tiles
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, sums_in
 from jtile.ops.attention_backward import LOG2_E, Window, attention_backward
 
 NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
@@ -189,9 +190,16 @@ def attention(
     if q.size == 0 or k.size == 0:
         return jnp.zeros(q.shape, q.dtype)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    bq, bk = fit(q.shape[1], 128), fit(k.shape[1], 256)
+    tiles = _tiles(known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize, bounds[1] is not None)
     lengths, offsets = (() if x is None else (x.astype(jnp.int32),) for x in (lengths, offsets))
-    return flash_attention(q, k, v, lengths, offsets, bq=bq, bk=bk, scale=scale, softcap=softcap, window=bounds)
+    return flash_attention(q, k, v, lengths, offsets, scale=scale, softcap=softcap, window=bounds, **tiles)
+
+
+def _tiles(t: int, s: int, d: int, itemsize: int, causal: bool) -> dict[str, int]:
+    """Queries and keys of a tile, on the platform at hand."""
+    if jt.platform() != "cpu":
+        return gpu_tiles.attention(t, s, d, itemsize, causal)
+    return {"bq": fit(t, 128), "bk": fit(s, 256)}
 
 
 def check_operands(op: str, q, k, v, **per_row) -> None:
