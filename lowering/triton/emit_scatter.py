@@ -44,22 +44,23 @@ def _slots(em: Emitter, op: ir.Scatter) -> Val:
 
 def _rounds(em: Emitter, op: ir.Scatter, search: _Compared | _Sorted) -> Val:
     """As many rounds as the most updates that one slot gets."""
-    code, x, start = em.code, em.val(op.x), search.start
-    state, old = Val(code.name(), start.shape, "i32"), Val(code.name(), x.shape, x.elem)
-    types = f"{state.type}, {old.type}"
-    carry = f"{state.name} = {start.name}, {old.name} = {x.name}"
-    head = f"scf.while ({carry}) : ({types}) -> ({state.type}, {types}) {{"
-    result = code.let_many(head, [(v.shape, v.elem) for v in (state, state, old)])[2]
+    code, start = em.code, search.start
+    carried = [start, search.find(start), em.val(op.x)]
+    kinds = [(v.shape, v.elem) for v in carried]
+    types = ", ".join(v.type for v in carried)
+    fresh = lambda: [Val(code.name(), *kind) for kind in kinds]
+    state, found, old = before = fresh()
+    carry = ", ".join(f"{v.name} = {start.name}" for v, start in zip(before, carried, strict=True))
+    result = code.let_many(f"scf.while ({carry}) : ({types}) -> ({types}) {{", kinds)[2]
     with code.region():
-        found = search.find(state)
         more = code.cmp("slt", _reduce(em, found, 0, "minsi"), code.i32(NONE))
-        code.do(f"scf.condition({more.name}) {found.name}, {state.name}, {old.name} : {state.type}, {types}")
+        code.do(f"scf.condition({more.name}) {', '.join(v.name for v in before)} : {types}")
     code.do("} do {")
-    at, was, before = (Val(code.name(), v.shape, v.elem) for v in (state, state, old))
-    code.do(f"^bb0({', '.join(f'{v.name}: {v.type}' for v in (at, was, before))}):")
+    state, found, old = after = fresh()
+    code.do(f"^bb0({', '.join(f'{v.name}: {v.type}' for v in after)}):")
     with code.region():
-        after = _apply(em, op, at, before)
-        code.do(f"scf.yield {search.behind(at, was).name}, {after.name} : {types}")
+        new, state = _apply(em, op, found, old), search.behind(found, state)
+        code.do(f"scf.yield {state.name}, {search.find(state).name}, {new.name} : {types}")
     code.do("}")
     return result
 
