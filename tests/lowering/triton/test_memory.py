@@ -322,3 +322,16 @@ DYNAMIC = """kernel @dynamic(%a: ref<{n}x{m}xf32>, %b: ref<{n}x{m}xi4>,
 @pytest.mark.parametrize("sides", [(4, 16), (9, 33), (1, 1)])
 def test_sizes_known_at_run_time(sides):
     same(DYNAMIC, normal(*sides), normal(*sides, dtype="int4"))
+
+
+def test_loops_that_read_what_they_write_are_not_pipelined():
+    """Triton's pipeliner would load before the stores of earlier trips."""
+    text = product(256, 256, 256).replace(
+        "%o: ref<256x256xf32, out>", "%o: ref<256x256xf32, out>, %s: ref<256x256xbf16, out>"
+    )
+    text = text.replace("    yield", "    store %s[tile(%k, 64), %c0:+128], %y\n    yield")
+    assert "tt.num_stages = 3" in ttir(text)
+    text = text.replace("load %a[", "load %s[")
+    assert "tt.num_stages = 3" not in ttir(text)
+    assert "tt.num_stages = 1" in ttir(text)
+    assert ttir(text, "sm_90").count("tt.descriptor_load") == 1
