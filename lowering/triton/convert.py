@@ -15,6 +15,7 @@ from jtile.lowering.triton.emitter import elem_of
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.math_expr import X
 from jtile.lowering.triton.ttir import FLOATS, Code, Val
+from jtile.lowering.triton.versions import converts_fp8
 
 
 class Small(NamedTuple):
@@ -151,7 +152,7 @@ def to_f32(code: Code, f: Features, v: Val, dtype: str) -> Val:
     x = X(code, v)
     if dtype in WIDE:
         return x.to_float("f32").v
-    if dtype in f.fp8 and v.shape:
+    if _hardware(f, dtype, v):
         fp8 = code.bitcast(v, SMALL[dtype].elem)
         return code.cast("tt.fp_to_fp", fp8, "f32")
     return _decode(x, dtype).v
@@ -164,9 +165,14 @@ def from_f32(code: Code, f: Features, v: Val, dtype: str) -> Val:
         return x.to_float(elem_of(dtype)).v
     if dtype == "float8_e8m0fnu":
         return _encode_power(x).v
-    if dtype in f.fp8 and v.shape:
+    if _hardware(f, dtype, v):
         return _encode_hardware(x, SMALL[dtype]).v
     return _encode(x, SMALL[dtype]).v
+
+
+def _hardware(f: Features, dtype: str, v: Val) -> bool:
+    """Whether an instruction converts a tensor of an fp8 dtype."""
+    return dtype in f.fp8 and bool(v.shape) and converts_fp8(f.arch)
 
 
 def _decode(x: X, dtype: str) -> X:

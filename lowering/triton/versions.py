@@ -47,3 +47,11 @@ def tensordesc(shape: tuple[int, ...], elem: str) -> str:
     """The type of a tensor descriptor for tiles of a shape."""
     text = "x".join([*map(str, shape), elem])
     return f"!tt.tensordesc<tensor<{text}>>" if version() < (3, 9) else f"!tt.tensordesc<{text}>"
+
+
+def converts_fp8(arch: str) -> bool:
+    """Whether the instructions of an architecture that convert fp8 may be asked for.
+
+    In a process that has compiled them for gfx950, triton 3.6 aborts when gfx1201 wants them too.
+    """
+    return not arch.startswith("gfx12") or version() >= (3, 9)
