@@ -112,7 +112,10 @@ def _rmw_rule(stmt: Stmt, args: list[Type]) -> Types:
 @op("tt.atomic_rmw", rule=_rmw_rule, form=arrow)
 def _rmw(m, s: Stmt, p, x, mask=None):
     update, values = _UPDATES[s.words[0]], x.reshape(-1)
-    return _in_rounds(m, s, p, mask, lambda old, k: update(old, values[k]))
+    # Half a byte changed alone: who reads the other half of it need not wait.
+    changed = {"and": lambda: ~values, "or": lambda: values}.get(s.words[0])
+    alone = changed is not None and bool((np.bitwise_count(unsigned(changed())) <= 4).all())
+    return _in_rounds(m, s, p, mask, lambda old, k: update(old, values[k]), watched=not alone)
 
 
 def _cas_rule(stmt: Stmt, args: list[Type]) -> Types:
@@ -137,13 +140,14 @@ def _cas(m, s: Stmt, p, expected, x):
     return _in_rounds(m, s, p, None, update)
 
 
-def _in_rounds(m, s: Stmt, p, mask, update) -> np.ndarray:
+def _in_rounds(m, s: Stmt, p, mask, update, watched: bool = True) -> np.ndarray:
     """Lanes in a random order, those of different addresses at once; what masked lanes give is garbage."""
     t = s.types[0]
     out, at = garbage(t), p.reshape(-1)
     flat = out.reshape(-1)
     on = np.arange(at.size) if mask is None else np.nonzero(mask.reshape(-1))[0]
-    m.memory.touch(s, at[on], t.numpy.itemsize, on)
+    if watched:
+        m.memory.touch(s, at[on], t.numpy.itemsize, on)
     left = m.random.permutation(on)
     while left.size:
         first = np.unique(at[left], return_index=True)[1]
