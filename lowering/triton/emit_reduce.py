@@ -45,10 +45,10 @@ def arith(fn: str, dtype: str) -> str:
 
 
 def wide(em: Emitter, v: Val, dtype: str) -> Val:
-    """Elements as accumulators: f32 and i32 at least, which threads exchange in one step; bools as they are."""
+    """Elements as accumulators: f32 and i32 at least, which threads exchange in one step."""
     if is_float(dtype):
         return v if dtype == "float64" else to_f32(em.code, em.features, v, dtype)
-    if dtype == "bool" or bits(v.elem) >= 32:
+    if bits(v.elem) >= 32:
         return v
     return convert(em.code, em.features, v, dtype, "int32" if is_signed(dtype) else "uint32")
 
