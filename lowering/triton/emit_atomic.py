@@ -144,7 +144,7 @@ def _on_words(em: Emitter, a: _Access, mask: Val | None) -> Val:
     base = code.splat(code.bitcast(a.buf.pointer, f"!tt.ptr<{word}>"), at.shape)
     kind = f"{base.type}, {at.type}"
     pointers = code.let(f"tt.addptr {base.name}, {at.name} : {kind}", at.shape, base.elem)
-    if a.fn in _BITWISE and each > 1:
+    if a.fn in _BITWISE and shift is not None:
         old = _rmw(em, a.fn, pointers, _operand(em, a, shift), mask)
     elif a.fn == "cas" and each == 1 and all(isinstance(n, int) for n in a.buf.shape):
         _check_lanes(em, a)
