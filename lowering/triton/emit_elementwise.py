@@ -179,7 +179,7 @@ def code_bits(value: float, dtype: str) -> int:
 def _divisor(dtype: str, a: X, b: X) -> tuple[X, X | None]:
     """A divisor for which the machine's division is defined, and where it was zero (None: nowhere)."""
     n = b.v.number
-    if n is not None and n not in (0, -1):
+    if n is not None and int(n) % (1 << b.width) not in (0, (1 << b.width) - 1):
         return b, None
     zero = b.eq(0)
     bad = zero

@@ -134,6 +134,23 @@ def test_functions(arch, dtype):
         assert bad.size == 0, f"{op.fn}{args}: got {got[bad[:3]]}, expected {want[bad[:3]]} ({bad.size} lanes)"
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int4", "uint64", "bfloat16", "float32", "float8_e4m3fn"])
+def test_scalars(dtype):
+    """Rank 0 is no tensor: every op has a form for it."""
+    pytest.importorskip("triton")
+    xs = [values(dtype, seed=k)[5:6].reshape(()) for k in range(3)]
+    bench = Bench(*xs)
+    for fn in functions(dtype):
+        n = ELEMENTWISE[fn].arity
+        bench.add(ir.Map(fn, tuple(bench.xs[:n])), *xs[:n])
+    for dst in ir.DTYPES:
+        bench.add(ir.Cast(bench.xs[0], dst), xs[0])
+    assert compile_kernel(bench.kernel, "sm_90", {"num_warps": 1}).image
+    for op, got, want in bench.run("sm_90"):
+        close = ir.DTYPES[got.dtype.name].kind == "f" and np.allclose(got.astype(float), want.astype(float), rtol=1e-2)
+        assert close or same(got, want), f"{op}: got {got}, expected {want}"
+
+
 # -- conversions ------------------------------------------------------------------------------------------------------
 
 
