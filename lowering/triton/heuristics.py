@@ -18,12 +18,18 @@ ELEMENTS = 16  # of a tile, for each thread: several loads of 16 bytes are in fl
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Options of the compiler; `fixed`: names of those that the user gave, which are not lowered on lack of memory."""
+    """Options of the compiler.
+
+    Attributes:
+      fixed: names of those that the user gave, which are not lowered on lack of memory.
+      registers: of a thread at most, so that two blocks share a multiprocessor; 0: no limit.
+    """
 
     num_warps: int
     num_stages: int
     num_ctas: int = 1
     fixed: tuple[str, ...] = ()
+    registers: int = 0
 
 
 def choose(kernel: ir.Kernel, f: Features, options: Mapping[str, Any]) -> Choice:
@@ -38,7 +44,7 @@ def choose(kernel: ir.Kernel, f: Features, options: Mapping[str, Any]) -> Choice
         most = f.max_threads // f.lanes
         raise KernelValueError(f"num_warps is a power of two from 1 to {most} on {f.arch}, got {warps}")
     stages = given.get("num_stages") or _stages(kernel, f)
-    return Choice(warps, stages, given.get("num_ctas", 1), tuple(given))
+    return Choice(warps, stages, given.get("num_ctas", 1), tuple(given), _registers(kernel, f, warps))
 
 
 def _warps(kernel: ir.Kernel, f: Features) -> int:
@@ -49,6 +55,24 @@ def _warps(kernel: ir.Kernel, f: Features) -> int:
         return (8 if products >= ACCUMULATORS else 4 if widest >= 1024 else 2) // wide
     least = min(4, max(widest // 32, 1))
     return max(min(max(widest // (ELEMENTS * 32), least), 16) // wide, 1)
+
+
+def _registers(kernel: ir.Kernel, f: Features, warps: int) -> int:
+    """Products in a chain leave the matrix units idle between them, unless a second block fills the gaps. One register
+    too many keeps it out: the compiler is held to half of them where products and their operands leave an eighth."""
+    if f.capability != 90 or warps != 8:
+        return 0
+    half = f.registers // (2 * warps * f.lanes)
+    chains = [dots for dots in _products(kernel) if len(dots) > 1]
+    held = max((sum(map(_words, dots)) for dots in chains), default=0) // (warps * f.lanes)
+    return half if half // 2 < held <= half * 7 // 8 else 0
+
+
+def _words(op: ir.Op) -> int:
+    """Registers of all threads that hold a product, and its left operand where that is computed."""
+    a = op.operands()[0]
+    made = isinstance(a.op, ir.Map | ir.Cast | ir.Select)
+    return _lanes(op) + (math.prod(padded(a.shape)) * ir.DTYPES[a.dtype].bits // 32 if made else 0)
 
 
 def _products(kernel: ir.Kernel) -> Iterator[list[ir.Op]]:

@@ -54,6 +54,9 @@ def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bo
     asked = max(map(int, _LOOP_STAGES.findall(text)), default=1)
     while True:
         built = _build(text, f, choice, texts)
+        if choice.registers and 2 * (built.shared + 1024) > f.multiprocessor_shared:
+            choice = dataclasses.replace(choice, registers=0)  # no second block fits anyway
+            continue
         if built.shared <= f.shared:
             return built
         most = max(asked, 1 if "num_stages" in choice.fixed else choice.num_stages)
@@ -120,6 +123,7 @@ def _options(f: Features, choice: Choice) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": choice.num_warps, "num_stages": choice.num_stages, "enable_fp_fusion": True}
     if f.cuda:
         options["enable_reflect_ftz"] = False  # the functions of libdevice keep subnormal numbers, as arithmetic does
+    options |= {"maxnreg": choice.registers} if choice.registers else {}
     return options | ({"num_ctas": choice.num_ctas} if choice.num_ctas != 1 else {})
 
 
