@@ -148,14 +148,9 @@ def may_repeat(index: ir.Index) -> bool:
 
 
 def _spread(v: ir.Value) -> set[int]:
-    """The axes along which the elements of a tile differ pairwise, where it is constant along all others."""
-    op = v.op
+    """The axis along which the elements of a tile differ pairwise, where it is constant along all others."""
     axes = _varies(v)
-    if axes is None or len(axes) > 1:
-        return set()
-    if isinstance(op, ir.Dense) and v.type.rank == 1:
-        return {0} if len(set(op.data)) == len(op.data) else set()
-    return axes
+    return axes if axes is not None and len(axes) == 1 else set()
 
 
 def _varies(v: ir.Value) -> set[int] | None:
@@ -164,19 +159,33 @@ def _varies(v: ir.Value) -> set[int] | None:
     if v.type.rank == 0 or isinstance(op, ir.Full):
         return set()
     if isinstance(op, ir.Iota):
-        return {op.axis}
+        return {op.axis} if op.shape[op.axis] <= 2 ** ir.DTYPES[op.dtype].bits else None
     if isinstance(op, ir.Dense) and v.type.rank == 1 and len(set(op.data)) == len(op.data):
         return {0}
     if isinstance(op, ir.Broadcast):
         inner = _varies(op.x)
         return None if inner is None else {op.dims[a] for a in inner}
-    if isinstance(op, ir.Cast) and ir.DTYPES[op.dtype].bits >= ir.DTYPES[op.x.dtype].bits and ir.DTYPES[
-        op.x.dtype].kind in "iu":  # fmt: skip
+    if isinstance(op, ir.Reshape):
+        return _regrouped(_varies(op.x), op.x.shape, op.shape)
+    if isinstance(op, ir.Cast) and _keeps_apart(ir.DTYPES[op.x.dtype], ir.DTYPES[op.dtype]):
         return _varies(op.x)
     if isinstance(op, ir.Map) and op.fn in ("add", "sub"):
         a, b = (_varies(x) for x in op.args)
         return None if a is None or b is None or (a and b) else a | b
     return None
+
+
+def _regrouped(axes: set[int] | None, old: tuple[int, ...], new: tuple[int, ...]) -> set[int] | None:
+    """The axes after a reshape that only adds or drops axes of length 1."""
+    kept_old, kept_new = ([k for k, n in enumerate(shape) if n != 1] for shape in (old, new))
+    if axes is None or [old[k] for k in kept_old] != [new[k] for k in kept_new]:
+        return None
+    return {kept_new[kept_old.index(k)] for k in axes if k in kept_old}
+
+
+def _keeps_apart(a: ir.DType, b: ir.DType) -> bool:
+    """Whether different integers stay different in another dtype."""
+    return a.kind in "iu" and b.kind in "iu" and b.bits >= a.bits
 
 
 def last_lanes(em: Emitter, found: list[Line], shape: tuple[int, ...]) -> Val:
