@@ -111,3 +111,17 @@ def test_missing_barriers():
         run(LOAD, STORE, again[1])
     with pytest.raises(TtirError, match="was written by another lane or op"):
         run(LOAD, STORE, STORE)
+
+
+def test_loads_that_a_pipeliner_would_move():
+    def lines(last: str) -> list[str]:
+        return [
+            "    %lo = arith.constant 0 : i32", "    %hi = arith.constant 3 : i32", "    %st = arith.constant 1 : i32",
+            "    scf.for %i = %lo to %hi step %st : i32 {", f"      %v = tt.load %po : tensor<{N}x!tt.ptr<i32>>",
+            f"      %n = arith.addi %v, %three : {T}", "      gpu.barrier",
+            f"      tt.store %po, %n : tensor<{N}x!tt.ptr<i32>>", "      gpu.barrier", last,
+        ]  # fmt: skip
+
+    assert run(*lines("    } {tt.num_stages = 1 : i32}")).tolist() == [9] * N
+    with pytest.raises(TtirError, match="a pipelined loop loads before"):
+        run(*lines("    }"))

@@ -37,6 +37,7 @@ class Machine:
             for block in self.random.permutation(self.grid):
                 self.block = int(block)
                 self.memory.barrier()
+                self.memory.loops = []
                 self.call(function, [np.asarray(a, t.numpy) for a, (_, t) in zip(args, function.params, strict=True)])
 
     def call(self, function: Function, args: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:

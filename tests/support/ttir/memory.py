@@ -24,6 +24,16 @@ class Memory:
         self.epoch = 1
         self._stores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._loads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._clock = 0  # counts stores
+        self._stored: dict[int, np.ndarray] = {}  # when each byte was stored last
+        self.loops: list[int] = []  # of each running loop: when it began; -1 where its loads keep their place
+
+    def enter_loop(self, pipelined: bool) -> None:
+        """A loop starts, which triton may pipeline: then its loads come before the stores of earlier trips."""
+        self.loops.append(self._clock if pipelined else -1)
+
+    def leave_loop(self) -> None:
+        self.loops.pop()
 
     def finish(self) -> None:
         """Back into the arrays; what lies behind them must not have changed."""
@@ -72,6 +82,7 @@ class Memory:
             if not atomic:
                 self._check(stmt, self._stores, k, offset, lanes[here], "read", "written")
                 self._mark(self._loads, stmt, k, offset, lanes[here])
+                self._check_pipeline(stmt, k, offset)
             out[here] = self.bytes[k][offset[:, None] + np.arange(dtype.itemsize)].reshape(-1).view(dtype)
         return out
 
@@ -81,6 +92,10 @@ class Memory:
                 self._check(stmt, self._loads, k, offset, lanes[here], "written", "read")
                 self._check(stmt, self._stores, k, offset, lanes[here], "written", "written")
                 self._mark(self._stores, stmt, k, offset, lanes[here])
+            self._clock += 1
+            if k not in self._stored:
+                self._stored[k] = np.zeros(len(self.bytes[k]), np.int64)
+            self._stored[k][offset] = self._clock
             raw = np.ascontiguousarray(values[here]).view(np.uint8).reshape(len(here), -1)
             self.bytes[k][offset[:, None] + np.arange(raw.shape[1])] = raw
 
@@ -90,6 +105,17 @@ class Memory:
             for marks, was in ((self._loads, "read"), (self._stores, "written")):
                 self._check(stmt, marks, k, offset, np.full(len(offset), -1), "updated", was, atomics=True)
             self._mark(self._stores, stmt, k, offset, np.full(len(offset), -1))
+
+    def _check_pipeline(self, stmt: Stmt, k: int, offset: np.ndarray) -> None:
+        if not self.loops or self.loops[-1] < 0 or k not in self._stored:
+            return
+        late = self._stored[k][offset] > self.loops[-1]
+        if late.any():
+            at = offset[np.argmax(late)]
+            raise stmt.error(
+                f"byte {at} of buffer {k} was stored in an earlier trip of this loop: a pipelined loop loads before "
+                f"that, so it must say tt.num_stages = 1"
+            )
 
     # Marks: for each byte the epoch, and who: the op and lane. Threads own lanes by a layout that is the op's own.
 

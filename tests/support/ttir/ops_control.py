@@ -66,10 +66,12 @@ def _for_rule(s: Stmt, args: list[Type]) -> Types:
 def _for(m, s: Stmt, lo, hi, step, *carry):
     demand(s, int(step) > 0, f"a step of {int(step)}")
     i, dtype = int(lo), lo.dtype
+    m.memory.enter_loop(s.attrs.get("tt.num_stages") != 1)
     while i < int(hi):
         carry = m.region(s.regions[0], [np.asarray(i, dtype), *carry])
         i += int(step)
         demand(s, i <= np.iinfo(dtype).max, "the counter wraps around")
+    m.memory.leave_loop()
     return tuple(carry)
 
 
