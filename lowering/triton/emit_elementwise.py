@@ -46,7 +46,7 @@ def emit_function(f: Features, fn: str, xs: list[X], dtype: str) -> X:
     if not is_float(dtype):
         return wrap(_INT[fn](dtype, *xs), dtype)
     if fn == "nextafter":
-        return _next_after(f, *xs, dtype)
+        return _next_after(f, xs[0], xs[1], dtype)
     if fn in _NATIVE and dtype in WIDE:
         return _NATIVE[fn](*xs)
     if dtype not in ("float32", "float64"):
