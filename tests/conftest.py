@@ -14,6 +14,8 @@ if "JTILE_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JTILE_POISON", "1")
 os.environ.setdefault("JTILE_VERIFY", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if shutil.which("nvidia-smi") else "cpu")
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one GPU
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis
 import jax
