@@ -23,7 +23,7 @@ def _reduce(em: Emitter, op: ir.Reduce) -> Val:
     dtype, full = op.x.dtype, padded(op.result.shape)
     if not op.axes:
         return em.val(op.x)
-    if not op.x.type.size:
+    if 0 in op.x.shape:
         return em.code.const(code_of(ir.identity(op.fn, dtype), dtype), elem_of(dtype), full)
     x = wide(em, em.val(op.x), dtype)
     x = combine.filled(em, x, op.x.shape, op.axes, ir.identity(op.fn, dtype))
@@ -64,7 +64,7 @@ def narrow(em: Emitter, v: Val, dtype: str) -> Val:
 def _arg_reduce(em: Emitter, op: ir.ArgReduce) -> Val:
     """The largest key wins, then the smaller index: both in one integer where 64 bits hold them."""
     full, n = padded(op.result.shape), op.x.shape[op.axis]
-    if n == 1 or not op.x.type.size:
+    if n == 1 or 0 in op.x.shape:
         return em.code.const(code_of(0, op.dtype), elem_of(op.dtype), full)
     key = keys.order_key(em, em.val(op.x), op.x.dtype, descending=op.fn == "min", nan_high=True)
     index = em.iota(op.x.shape, op.axis)
@@ -106,7 +106,7 @@ def _user_reduce(em: Emitter, op: ir.UserReduce) -> list[Val]:
     body = combine.checked(em, op, "reduce")
     full, shape = padded(op.results[0].shape), op.xs[0].shape
     inits = [em.code.splat(em.val(i), full) for i in op.inits]
-    if not op.xs[0].type.size:
+    if 0 in op.xs[0].shape:
         return inits
     xs = [em.val(x) for x in op.xs]
     if not op.axes:

@@ -22,7 +22,7 @@ UNROLLED = 64  # longest axis whose network is written step by step: its exchang
 @emits(ir.Sort)
 def _sort(em: Emitter, op: ir.Sort) -> list[Val]:
     shape = op.xs[0].shape
-    if not op.xs[0].type.size or shape[op.axis] == 1:
+    if 0 in shape or shape[op.axis] == 1:
         return [em.val(x) for x in op.xs]
     rows = _Rows(em, shape, op.axis)
     if len(op.xs) == 1 and ir.DTYPES[op.xs[0].dtype].kind != "f":
