@@ -41,13 +41,15 @@ def array(shape: Sequence[int], dtype: str = "int32", seed: int = 0) -> np.ndarr
     """Elements of every bit pattern that is a number."""
     info = ir.DTYPES[dtype]
     bits = np.random.default_rng([seed, *shape]).integers(0, 256, (*shape, max(info.bits // 8, 1)), np.uint8)
-    if info.bits == 4 or info.kind == "b":
-        bits = bits[..., 0]
-        return (bits % 2 == 1) if info.kind == "b" else (bits % 16).astype(np.int8).astype(np.float32).astype(
-            info.numpy) if info.kind == "f" else (bits % 16).astype(np.int8).astype(info.numpy)  # fmt: skip
-    x = bits.view(info.numpy)[..., 0] if len(shape) else bits.view(info.numpy)[0]
-    x = np.asarray(x)
-    return np.where(np.isnan(x.astype(np.float64)), x.dtype.type(1), x).astype(x.dtype) if info.kind == "f" else x
+    if info.kind == "b":
+        return bits[..., 0] % 2 == 1
+    if info.bits == 4:
+        return (bits[..., 0] % 16).astype(np.float32).astype(info.numpy)
+    x = np.asarray(bits.view(info.numpy)[..., 0])
+    if info.kind == "f":
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            x[np.isnan(x.astype(np.float64))] = 1
+    return x
 
 
 Make = Callable[..., ir.Op]
