@@ -235,8 +235,8 @@ def _compare_and_swap(em: Emitter, pointers: Val, a: _Access, mask: Val | None) 
 def _check_lanes(em: Emitter, a: _Access) -> None:
     """Refuse what triton before 3.9 cannot translate for AMD: several exchanges a thread."""
     f = em.features
-    if not f.cuda and a.value.size > 4 * f.lanes and versions.version() < (3, 9):
-        what = f"no atomic {a.op.fn} of {a.dtype} on more than {4 * f.lanes} lanes with this version of triton"
+    if not f.cuda and a.value.size > f.lanes and versions.version() < (3, 9):
+        what = f"no atomic {a.op.fn} of {a.dtype} on more than {f.lanes} lanes with this version of triton"
         em.refuse(a.op, f"{what}: take a smaller tile, or triton 3.9")
 
 
