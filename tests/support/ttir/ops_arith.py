@@ -224,9 +224,7 @@ def parse_number(text: str, elem: str) -> np.ndarray:
 def _constant(m, s: Stmt):
     t = s.outs[0]
     text = s.head[len("dense<") : -1] if t.shape else s.head
-    if text.startswith("["):
-        numbers = [parse_number(x.strip(), t.elem) for x in re.sub(r"[\[\]]", " ", text).split(",")]
-        return np.stack(numbers).reshape(t.shape)
+    demand(s, not text.startswith("["), "triton lowers no constant tensor but splats")
     return np.full(t.shape, parse_number(text, t.elem))
 
 
