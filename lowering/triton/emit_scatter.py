@@ -19,7 +19,7 @@ _BOOL = {"add": "or", "max": "or", "mul": "and", "min": "and"}
 def _scatter(em: Emitter, op: ir.Scatter) -> Val:
     """Slots take their updates in rounds, each the next one of its own: the order of the updates, whatever its cost."""
     x = em.val(op.x)
-    if not op.x.type.size or not op.updates.type.size:
+    if 0 in op.x.shape or 0 in op.updates.shape:
         return x
     slots = _slots(em, op)
     search = _Compared(em, slots, x.size) if x.size * slots.size <= SORTED else _Sorted(em, slots, x.size)

@@ -18,7 +18,7 @@ from jtile.lowering.triton.ttir import Val
 def _constant(em: Emitter, op: ir.Op, v: Val) -> Val | None:
     """The result of moving a tile all of whose lanes are one number, or no lane at all."""
     t = op.result.type
-    number = 0 if not t.size else v.number
+    number = 0 if 0 in t.shape else v.number
     return None if number is None else em.code.const(number, elem_of(t.dtype), padded(t.shape))
 
 
@@ -179,7 +179,7 @@ def _pad(em: Emitter, op: ir.Pad) -> Val:
         value.number, value.elem, sides)  # fmt: skip
     if not shape:
         return v
-    if not op.x.type.size:
+    if 0 in op.x.shape:
         return filling(full)
     maps, mask = {}, None
     for k, (n, low, gap) in enumerate(zip(op.x.shape, op.low, op.interior, strict=True)):
@@ -237,7 +237,7 @@ def _of_source(em: Emitter, j: Val, low: int, n: int, step: int) -> Val:
 @emits(ir.Concat)
 def _concat(em: Emitter, op: ir.Concat) -> Val:
     axis, full = op.axis, padded(op.result.shape)
-    if not op.result.type.size:
+    if 0 in op.result.shape:
         return em.code.const(0, elem_of(op.result.dtype), full)
     parts, at = [], 0
     for x in op.xs:
@@ -265,7 +265,7 @@ def _one_source(em: Emitter, parts: list[tuple[int, ir.Value]], axis: int, full:
     """Slices of one tile, as `jnp.roll` and im2col make them, side by side or stacked: one gather of that tile."""
     windows = [_window(x, axis) for _, x in parts]
     first, axes = windows[0]
-    if first is None or first.x not in em.env or first.x.type.size <= 1:
+    if first is None or first.x not in em.env or math.prod(first.x.shape) <= 1:
         return None
     for window, order in windows:
         if window is None or (window.x, window.strides, order) != (first.x, first.strides, axes):
@@ -365,7 +365,7 @@ def _dynamic_slice(em: Emitter, op: ir.DynamicSlice) -> Val:
 @emits(ir.DynamicUpdate)
 def _dynamic_update(em: Emitter, op: ir.DynamicUpdate) -> Val:
     code, x, update = em.code, em.val(op.x), em.val(op.update)
-    if not op.update.type.size:
+    if 0 in op.update.shape:
         return x
     maps, mask = {}, None
     for k, (start, m, n) in enumerate(zip(op.starts, op.update.shape, op.x.shape, strict=True)):
