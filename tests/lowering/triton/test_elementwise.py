@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from device import run_device
@@ -19,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ARCHS = ("sm_80", "sm_90", "gfx942")  # without and with conversions of fp8 in hardware, and the other vendor
 EVERYWHERE = (*ARCHS, pytest.param("device", marks=pytest.mark.gpu))
 ONE = ("sm_90", EVERYWHERE[-1])
+DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
 NIBBLES = ("int4", "uint4", "float4_e2m1fn")
 EDGES = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, 1e-3, 100.0, -100.0, 448.0, 464.0, 465.0, 6e4, 6.2e4,
          7e4, 1e-8, 1e-40, -1e-40, 3.3e38, np.inf, -np.inf, np.nan]  # fmt: skip
@@ -307,6 +311,12 @@ def test_zeros_beyond_the_shape_stay_zero():
     assert total == np.sum(x.astype(np.float32) ** 2)
     exp = ir.parse_kernel(ir.print_kernel(kernel).replace("mul %w, %w", "exp %w"))
     assert "arith.select" in emit_kernel(exp, features("sm_80"))[0]  # exp(0) is not 0
+
+
+def test_bounds_are_in_the_docs():
+    rows = re.findall(r"^\| (`[a-z0-9_`, ]+) \| ([0-9.]+) \| ([0-9.]+) \|", DOCS.read_text(), re.MULTILINE)
+    said = {fn: (float(a), float(b)) for names, a, b in rows for fn in re.findall(r"`(\w+)`", names)}
+    assert said == ULP_BOUNDS
 
 
 # -- by triton --------------------------------------------------------------------------------------------------------
