@@ -286,8 +286,8 @@ def test_text_of_a_reduction():
 
 def test_a_row_is_folded_by_shuffles_and_one_exchange():
     ptx = compile_kernel(softmax(4096), "sm_90", {"num_warps": 4}, texts=True).texts["ptx"]
-    # Two reductions: five steps in a warp, two of four warps, and two barriers around the exchange.
-    assert ptx.count("shfl.sync") <= 14 and ptx.count("bar.sync") <= 4
+    # Two reductions: five steps in a warp, two for four warps, and barriers around one exchange (triton 3.6 has two).
+    assert ptx.count("shfl.sync") == 14 and ptx.count("bar.sync") <= 5
 
 
 def test_integers_are_folded_by_redux():
@@ -296,7 +296,8 @@ def test_integers_are_folded_by_redux():
     bench.value(ir.ArgReduce(x, "max", 0, "int32"))
     bench.value(ir.Reduce(flags, "or", (0,)))
     ptx = compile_kernel(bench.case().kernel, "sm_80", texts=True).texts["ptx"]
-    assert "redux.sync.max" in ptx and "redux.sync.or" in ptx and "shfl" not in ptx
+    assert "redux.sync.max" in ptx and "redux.sync.or" in ptx
+    assert ptx.count("shfl.sync") <= 4  # triton 3.6 folds the four numbers of the warps by shuffles
 
 
 def everything() -> ir.Kernel:
