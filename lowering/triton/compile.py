@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jtile import ir
+from jtile._errors import UnsupportedError
 from jtile.ir.extents import call
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton import (  # noqa: F401  emitters register
@@ -43,7 +44,7 @@ def emit_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record]:
     record = Record()
     em = Emitter(kernel, f, record)
     _parameters(em)
-    scratch = [*kernel.scratch, *(op.results[0] for op in kernel.body.walk() if isinstance(op, ir.Alloc))]
+    scratch = _scratch(em)
     blocks = _blocks(kernel, sum(map(buffer_bytes, scratch)))
     record.grid = blocks if isinstance(blocks, int) else expression(blocks, _numbers(kernel))
     _workspace(em, scratch, blocks)
@@ -112,6 +113,20 @@ def _strides(em: Emitter, shape: tuple[int | Val, ...]) -> tuple[int | Val, ...]
             a, b = (em.code.const(x, "i64") if isinstance(x, int) else em.code.to_int(x, "i64") for x in (acc, n))
             acc = em.code.mul(a, b)
     return tuple(reversed(out))
+
+
+def _scratch(em: Emitter) -> list[ir.Value]:
+    """The private Refs of a program."""
+    kernel = em.kernel
+    refs = [*kernel.scratch, *(op.results[0] for op in kernel.body.walk() if isinstance(op, ir.Alloc))]
+    for r in refs:
+        if not all(isinstance(n, int) for n in r.shape):
+            raise UnsupportedError(
+                f"kernel {kernel.name}: target {em.features.arch!r} has no memory of dynamic size for a program "
+                f"({r.type}); give its dimensions a static bound, or mark fewer dimensions dynamic",
+                (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+            )
+    return refs
 
 
 def _blocks(kernel: ir.Kernel, private: int) -> ir.Size:
