@@ -74,7 +74,7 @@ def decode_splits(
 
     rows, wide = t * group, sums_in(q)
     m, l, acc = jt.full((rows,), NOTHING, wide), jt.zeros((rows,), wide), jt.zeros((rows, d), wide)
-    for j in jt.range(lo, plain):
+    for j in jt.range(lo, plain, stages=3):
         m, l, acc = step(j, m, l, acc, edge=False)
     for j in jt.range(plain, hi):
         m, l, acc = step(j, m, l, acc, edge=True)
