@@ -141,7 +141,10 @@ def interleaved(code: Code, t: Val, axis: int, times: int) -> Val:
 
 
 def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
-    """`acc + a @ b` of tensors of rank 2 or 3 by `tt.dot`."""
+    """`acc + a @ b` of tensors of rank 2 or 3 by `tt.dot`.
+
+    Sums of bytes that leave 32 bits wrap in wgmma, but saturate in the `mma.sync` that triton takes for small tiles.
+    """
     code, rank = em.code, len(a.shape)
     shape = (*a.shape[:-1], b.shape[-1])
     times = max(form.least // a.shape[-1], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from device import run_device
 from ttir import run_ttir
 
 from jtile import ir
@@ -43,9 +44,9 @@ def ranges(dt: str) -> list[tuple[int, int, int]]:
     return out if dt[0] == "u" else [*out, (9, -3, -2), (-3, 9, -2), (least + 7, least, -3), (-5, 5, 3)]
 
 
-def check(text: str, inputs) -> None:
+def check(text: str, inputs, run=run_ttir) -> None:
     kernel = ir.parse_kernel(text)
-    for got, want in zip(run_ttir(kernel, inputs), interpret(kernel, inputs), strict=True):
+    for got, want in zip(run(kernel, inputs), interpret(kernel, inputs), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -110,6 +111,26 @@ def test_carries_of_every_dtype(form):
         x, y = ((rng.integers(0, 2, (5, 3)) * (k + 1)).astype(dtype) for k in range(2))
         for n in (0, 1, 2, 5):
             check(text, [np.array([n], np.int32), x, y])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", OPS)
+def test_carries_on_the_device(form):
+    for dt in ("bool", "i4", "u16", "i64", "bf16", "f64", "f8e4m3fn"):
+        text = CARRY.format(dt=dt, op=OPS[form])
+        dtype = ir.parse_kernel(text).inputs[1].type.info.numpy
+        x, y = (np.full((5, 3), k).astype(dtype) for k in range(2))
+        for n in (0, 1, 5):
+            check(text, [np.array([n], np.int32), x, y], run_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dt", INTS)
+def test_ranges_on_the_device(dt):
+    for lo, hi, by in ranges(dt):
+        numbers = np.array([lo, hi, by], ("int" if dt[0] == "i" else "uint") + dt[1:])
+        forms = [f"load %n[%{k}]" for k in range(3)]
+        check(LOOP.format(dt=dt, lo=forms[0], hi=forms[1], by=forms[2]), [numbers], run_device)
 
 
 def test_a_loop_and_a_branch_without_results():
