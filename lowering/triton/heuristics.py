@@ -63,7 +63,7 @@ def _registers(kernel: ir.Kernel, f: Features, warps: int) -> int:
     if f.capability != 90 or warps != 8:
         return 0
     half = f.registers // (2 * warps * f.lanes)
-    chains = [dots for dots in _products(kernel) if len(dots) > 1]
+    chains = [dots for dots in _products(kernel) if len(dots) == 2]  # more of them spill
     held = max((sum(map(_words, dots)) for dots in chains), default=0) // (warps * f.lanes)
     return half if half // 2 < held <= half * 7 // 8 else 0
 

@@ -101,6 +101,8 @@ def _axes(found: list[Line], checked: bool) -> list[Axis] | None:
         size = math.prod(int(w.side) for w in waiting) * side  # type: ignore[arg-type]
         out.append(Axis(size, stride, padded((line.size or 1,))[0], (*waiting, line)))
         waiting = []
+    # Triton drops leading sides of 1 from a box, others not; the axes of a map may stand in any order.
+    out.sort(key=lambda a: a.lines[-1].size is not None)
     return None if waiting or not out else out
 
 

@@ -189,3 +189,23 @@ INSTRUCTIONS = [
 def test_matrix_instructions(arch, k, instruction):
     texts = compile_kernel(k, arch, texts=True).texts
     assert instruction in (texts.get("ptx") or texts["amdgcn"])
+
+
+def test_a_box_whose_single_sides_stand_between_others_compiles():
+    """Rows of one head of [batch, row, head, column], which may hang over: triton drops leading sides of 1 only."""
+    text = """kernel @heads(%q: ref<2x60x3x64xbf16>, %k: ref<2x60x3x64xbf16>, %o: ref<2x64x64xf32, out>) grid(2) {
+  %b = program_id 0
+  %0 = full 0 : i32
+  %1 = full 1 : i32
+  %z = full 0.0 : tile<64x64xf32>
+  %r = for %h in %0..%b step %1 carry (%acc = %z) {
+    %x = load %q[%b, tile(%0, 64), %h, tile(%0, 64)] : tile<64x64xbf16>
+    %y = load %k[%b, tile(%0, 64), %h, tile(%0, 64)] : tile<64x64xbf16>
+    %d = dot %x, %y acc=%acc trans_b=true : tile<64x64xf32>
+    yield %d
+  }
+  store %o[%b, tile(%0, 64), tile(%0, 64)], %r
+}"""
+    k = ir.parse_kernel(text)
+    check(k)
+    assert compile_kernel(k, "sm_90").image
