@@ -66,7 +66,7 @@ def form_of(f: Features, a: str, b: str, out: str, precision: str = "default") -
         return _integer_form(f, a, b, out)
     if out == "f64":
         return Form("float64", "float64", out, least=16)
-    if a in f.fp8 and b in f.fp8 and precision == "default":
+    if a in f.fp8 and b in f.fp8 and precision == "default" and (f.cuda or a == b):
         return Form(a, b, out, least=32)
     kinds = [{x} if x not in NARROW else {"float16", "bfloat16"} for x in _widened(a, b)]
     both = sorted(kinds[0] & kinds[1], reverse=True)
