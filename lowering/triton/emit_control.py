@@ -88,7 +88,7 @@ def _static_range(em: Emitter, op: ir.For, numbers: list[int]) -> Range:
         return Range(*(code.i32(n) for n in (lo, hi, step)))
     wide = "i32" if count < 2**31 else "i64"
     base, scale = (em.integer(v, _index_elem(op)) for v in (op.lo, op.step))
-    return Range(*(code.const(n, wide) for n in (0, count, 1)), base, scale)
+    return Range(code.const(0, wide), code.const(count, wide), code.const(1, wide), base, scale)
 
 
 def _counted(em: Emitter, op: ir.For) -> Range:
@@ -101,12 +101,12 @@ def _counted(em: Emitter, op: ir.For) -> Range:
     down = code.cmp("slt", step, zero) if signed else code.const(False, "i1")
     first, last = code.select(down, hi, lo), code.select(down, lo, hi)
     some = code.cmp("slt" if signed else "ult", first, last)
-    some = code.both(some, code.op("arith.ori", up, down))
+    some = code.op("arith.andi", some, code.op("arith.ori", up, down))
     size = code.select(down, code.sub(zero, step), step)
     size = code.op("arith.maxui", size, one)
     count = code.op("arith.divui", code.sub(code.sub(last, first), one), size)
     count = code.select(some, code.add(count, one), zero)
-    return Range(zero, count, one, *(em.integer(v, _index_elem(op)) for v in (op.lo, op.step)))
+    return Range(zero, count, one, em.integer(op.lo, _index_elem(op)), em.integer(op.step, _index_elem(op)))
 
 
 def _index_elem(op: ir.For) -> str:

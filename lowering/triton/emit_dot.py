@@ -89,7 +89,8 @@ def _integer_form(f: Features, a: str, b: str, out: str) -> Form:
     if max(ir.DTYPES[a].bits, ir.DTYPES[b].bits) <= 8 and f.arch != "sm_75":
         return Form("int8", "int8", out, least=32)
     if out == "i64" or not f.cuda:  # the AMD back end multiplies wide integers as floats
-        return Form(*["int64" if out == "i64" else "int32"] * 2, out, "")
+        wide = "int64" if out == "i64" else "int32"
+        return Form(wide, wide, out, "")
     return Form("int32", "int32", out)
 
 

@@ -99,7 +99,7 @@ def _scaled_after(em: Emitter, a: Side, b: Side, acc: Val | None) -> Val:
     """One scale a row and a column: the product first, in the elements' own dtypes."""
     code, f = em.code, em.features
     plain = [dataclasses.replace(side, s=None) for side in (a, b)]
-    form = form_of(f, *map(_decoded, plain), "f32")
+    form = form_of(f, _decoded(plain[0]), _decoded(plain[1]), "f32")
     v = _multiply(em, form, _applied(em, plain[0], form.a), _applied(em, plain[1], form.b), None)
     for side in (a, b):
         if side.s is not None:
