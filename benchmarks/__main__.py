@@ -1,4 +1,4 @@
-"""`python -m benchmarks cpu [--json FILE] [--only NAME ...] [--plot FILE]`: run the workloads and show the results."""
+"""`python -m benchmarks cpu|gpu [--json FILE] [--only NAME ...] [--plot FILE]`: run the workloads, show the results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib
 import os
 import sys
 from pathlib import Path
+
+from benchmarks.gpu import WORKLOADS as GPU_WORKLOADS
 
 WORKLOADS = (
     "elementwise", "softmax", "norms", "matmul", "attention", "backward", "memory", "quantized", "llm", "overhead",
@@ -23,6 +25,20 @@ _MALLOC = {
 
 def main() -> None:
     options = _arguments()
+    if options.device == "gpu":
+        _on_gpu(options)
+    else:
+        _on_cpu(options)
+
+
+def _on_gpu(options: argparse.Namespace) -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's peers need memory too
+    from benchmarks.gpu import suite
+
+    suite.main(options)
+
+
+def _on_cpu(options: argparse.Namespace) -> None:
     if any(name not in os.environ for name in _MALLOC):
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **_MALLOC})
     os.environ.setdefault("JAX_PLATFORMS", options.device)
@@ -50,14 +66,25 @@ def main() -> None:
     print(", ".join(f"wrote {file}" for file in (json_file, plot_file) if file), file=sys.stderr)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("device", choices=["cpu"], help="where to run")
-    parser.add_argument("--only", action="append", choices=WORKLOADS, metavar="NAME", help=", ".join(WORKLOADS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the records go (default: benchmarks/records)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where the plot goes (default: benchmarks/records)")
-    parser.add_argument("--repeats", type=int, default=30, help="samples of each function (default 30)")
-    return parser.parse_args()
+    devices = parser.add_subparsers(dest="device", required=True)
+    for device, names, repeats in (("cpu", WORKLOADS, 30), ("gpu", GPU_WORKLOADS, 15)):
+        sub = devices.add_parser(device)
+        sub.add_argument(
+            "--only", nargs="+", action="extend", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}"
+        )
+        sub.add_argument("--json", type=Path, metavar="FILE", help="where the records go (default: benchmarks/records)")
+        sub.add_argument("--plot", type=Path, metavar="FILE", help="where the plot goes (default: benchmarks/records)")
+        sub.add_argument("--repeats", type=int, default=repeats, help=f"samples of each function (default {repeats})")
+    sub.add_argument(
+        "--without", nargs="+", action="extend", default=[], metavar="PEER", help="leave out peers that start so"
+    )
+    sub.add_argument(
+        "--limit", type=float, default=530, metavar="SECONDS", help="start no case after this (default 530)"
+    )
+    sub.add_argument("--tiny", action="store_true", help="tiny sizes and no torch: tries the code, on the CPU too")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""Results for people: a table in the terminal, a plot in a file. And for programs: JSON."""
+"""Results for people: a table in the terminal, a plot in a file. And for programs: JSON.
+
+`python -m benchmarks.report FILE ...` puts the records of files, written elsewhere, into those kept here, and redraws.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import Result
+from benchmarks.harness import Record, Result
 
 
 def table(results: Sequence[Result]) -> None:
@@ -31,14 +36,42 @@ def table(results: Sequence[Result]) -> None:
         out.add_row(
             r.workload, r.config, r.dtype, number(r.ours_us), peers, _ratio(item), _share(r.bound_frac), _error(r)
         )
-    Console().print(out)
+    Console(width=None if sys.stdout.isatty() else 180).print(out)
 
 
 def write_json(results: Sequence[Result], path: Path) -> None:
     """The records as a list, one object each."""
+    _write([dataclasses.asdict(item.record) for item in results], path)
+
+
+def merge(results: Sequence[Result], path: Path, *, without: Collection[tuple[str, str, str]] = ()) -> None:
+    """Put records into a file that may hold others: each replaces the one of its workload, config and dtype, new ones
+    come last; those whose key is in `without` go."""
+    merge_rows([dataclasses.asdict(item.record) for item in results], path, without=without)
+
+
+def merge_rows(new: Sequence[dict], path: Path, *, without: Collection[tuple[str, str, str]] = ()) -> None:
+    """`merge` of records as JSON has them."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    rows = {_key(row): row for row in old} | {_key(row): row for row in new}
+    _write([row for key, row in rows.items() if key not in without], path)
+
+
+def _key(row: dict) -> tuple[str, str, str]:
+    return row["workload"], row["config"], row["dtype"]
+
+
+def _write(rows: Sequence[dict], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.dumps(dataclasses.asdict(item.record)) for item in results]
-    path.write_text("[\n  " + ",\n  ".join(rows) + "\n]\n")
+    path.write_text("[\n  " + ",\n  ".join(map(json.dumps, rows)) + "\n]\n")
+
+
+def plot_file(records: Path, path: Path) -> None:
+    """`plot` of a file of records; where there is no matplotlib, a line that says so."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no plot: matplotlib is not installed; later: python -m benchmarks.report {records}", file=sys.stderr)
+        return
+    plot([Result(Record(**row)) for row in json.loads(records.read_text())], path)
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -83,3 +116,18 @@ def _share(fraction: float | None) -> str:
 
 def _error(record) -> str:
     return "-" if record.error is None else f"{record.error:.1e}"
+
+
+def main(files: Sequence[str]) -> None:
+    """Merge files of records into the folders of their devices."""
+    for file in files:
+        rows = json.loads(Path(file).read_text())
+        for device in dict.fromkeys(row["device"] for row in rows):
+            folder = Path(__file__).parent / "records" / device
+            merge_rows([row for row in rows if row["device"] == device], folder / "records.json")
+            plot_file(folder / "records.json", folder / "ratios.png")
+            print(f"{file}: merged into {folder}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

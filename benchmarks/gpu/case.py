@@ -1,0 +1,50 @@
+"""What a comparison on a GPU is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Torch:
+    """A peer in torch: `function(torch, *tensors)`; `compiled`: through `torch.compile`."""
+
+    function: Callable
+    compiled: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One comparison: functions that give the same result up to rounding.
+
+    Attributes:
+      workload, config, dtype: what the record says; `config` is the size.
+      make: from a seed to one set of arguments, of normal random numbers; traceable, so that sizes cost no memory.
+      ours: the kernel. peers: name -> the same work by others, JAX functions or `Torch`.
+      reference: the same in float32 or better, of the arguments of `make`.
+      bytes, flops: what must be moved and computed at least; `unit` is whose peak rate counts ("bf16", "fp8").
+      warm: whether every call reads the same arguments, as far as the L2 cache holds them; else they are cold.
+      prepare: name ("ours" or a peer's) -> from a set of arguments to those of that function, outside the timing.
+      tolerance: the largest relative error that counts as right.
+    """
+
+    workload: str
+    config: str
+    dtype: str
+    make: Callable[[Any], tuple[Any, ...]]
+    ours: Callable
+    peers: Mapping[str, Callable | Torch]
+    reference: Callable
+    bytes: int = 0
+    flops: int = 0
+    unit: str = "bf16"
+    warm: bool = False
+    prepare: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
+    tolerance: float = 1e-2
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a record is found by."""
+        return self.workload, self.config, self.dtype

@@ -1,0 +1,129 @@
+"""What a launch costs: one small kernel in a jitted program, and chains of 200 of them.
+
+`python -m benchmarks.gpu.launch` prints the numbers as JSON: a child with other XLA flags runs it so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jtile as jt
+from benchmarks.data import normal
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.measure import Options
+from benchmarks.harness import Result, result
+from jtile.testing import Timing
+
+LINKS = 200
+# what makes XLA put custom calls and loops into command buffers (CUDA graphs), and short runs of kernels too
+COMMAND_BUFFERS = (
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+    " --xla_gpu_graph_min_graph_size=1"
+)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=1)
+def sine(x, y):
+    y[...] = jnp.sin(x[...])
+
+
+def results(machine: Machine, options: Options, say: Callable[[str], None], tiny: bool = False) -> Iterator[Result]:
+    """Microseconds, host to host or of the host alone, with XLA's default flags and with command buffers."""
+    child = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {COMMAND_BUFFERS}"}
+    runs: list[tuple[str, Callable]] = [("", lambda: measure(options.repeats, tiny))]
+    if jax.default_backend() != "cpu":
+        runs.append((", command buffers", lambda: _in_child(options.repeats, child)))
+    for suffix, run in runs:
+        try:
+            numbers = run()
+        except subprocess.CalledProcessError as failed:
+            say(f"    launch{suffix}: failed: {failed.stderr[-600:]}")
+            continue
+        for config, of_name in numbers.items():
+            times = {name: Timing(*pair) for name, pair in of_name.items()}
+            got = result("launch", config + suffix, "us", machine.device, times)
+            say(f"launch {config}{suffix}: {got.record.ours_us} us; {got.record.peers}; ratio {got.record.ratio}")
+            yield got
+
+
+def measure(repeats: int, tiny: bool = False) -> dict[str, dict[str, tuple[float, float]]]:
+    """Config -> "ours" and "xla" -> (median, minimum) in microseconds."""
+    x = jnp.linspace(0, 1, 256, dtype=jnp.float32)
+    # the barrier keeps XLA from fusing the chain into one kernel
+    links = {"ours": sine, "xla": lambda x: lax.optimization_barrier(jnp.sin(x))}
+    one = {name: jax.jit(f) for name, f in links.items()}
+    chain = {name: jax.jit(lambda x, f=f: _chain(f, x)) for name, f in links.items()}
+    loop = {name: jax.jit(lambda x, f=f: lax.fori_loop(0, LINKS, lambda _, y: f(y), x)) for name, f in links.items()}
+    programs = {f"{kind} {n}": f[n] for kind, f in (("one", one), ("chain", chain), ("loop", loop)) for n in links}
+    busy = jax.jit(lambda a: a @ a @ a @ a)
+    a = normal(0, *((64, 64) if tiny else (8192, 8192)), dtype="bfloat16")
+    waits, enqueues = ({name: [] for name in programs} for _ in range(2))
+    for turn in range(max(repeats, 5) + 2):
+        for name, program in programs.items():
+            waiting, enqueuing = _host_to_host(program, x), _enqueue(program, x, busy, a)
+            if turn >= 2:
+                waits[name].append(waiting)
+                enqueues[name].append(enqueuing)
+    return _summary(waits, enqueues, tuple(links))
+
+
+def _summary(waits: dict, enqueues: dict, names: tuple[str, ...]) -> dict[str, dict[str, tuple[float, float]]]:
+    """The cost of one link of a chain: the difference to a program of one, over the number of the others."""
+    both = lambda values: (statistics.median(values), min(values))
+
+    def slope(samples, kind, name):
+        many, single = both(samples[f"{kind} {name}"]), both(samples[f"one {name}"])
+        return tuple(max((m - s) / (LINKS - 1), 1e-3) for m, s in zip(many, single))
+
+    return {
+        "one jitted kernel, host to host": {n: both(waits[f"one {n}"]) for n in names},
+        f"a kernel of {LINKS} in one jit": {n: slope(waits, "chain", n) for n in names},
+        f"a kernel of {LINKS} in one jit, host only": {n: slope(enqueues, "chain", n) for n in names},
+        f"a kernel of {LINKS} in a fori_loop": {n: slope(waits, "loop", n) for n in names},
+    }
+
+
+def _chain(f: Callable, x):
+    for _ in range(LINKS):
+        x = f(x)
+    return x
+
+
+def _host_to_host(program: Callable, x) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(program(x))
+    return 1e6 * (time.perf_counter() - start)
+
+
+def _enqueue(program: Callable, x, busy: Callable, a) -> float:
+    """Microseconds until the call returns while the device is at something else: none of the device's time."""
+    before = busy(a)
+    start = time.perf_counter()
+    y = program(x)
+    us = 1e6 * (time.perf_counter() - start)
+    jax.block_until_ready((before, y))
+    return us
+
+
+def _in_child(repeats: int, env: dict[str, str]) -> dict:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "benchmarks.gpu.launch", str(repeats)]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, **env}, capture_output=True, text=True, check=True, timeout=180
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(int(sys.argv[1]))))

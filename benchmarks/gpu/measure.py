@@ -1,0 +1,155 @@
+"""A case on the device: checked against its reference, timed against its peers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.data import size
+from benchmarks.gpu import timing, torch_peers
+from benchmarks.gpu.case import Case, Torch
+from benchmarks.gpu.machine import COLD_BYTES, Machine
+from benchmarks.harness import Result, WrongResultError, result
+from benchmarks.report import number
+
+_MOST_SETS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """`repeats` rounds of samples, at most `budget_s` seconds of them a case; peers whose name starts with one of
+    `without` are left out; `cold_bytes` is what the arguments of cold calls exceed together."""
+
+    repeats: int = 15
+    budget_s: float = 4.0
+    without: tuple[str, ...] = ()
+    cold_bytes: int = COLD_BYTES
+
+
+def set_count(case: Case, options: Options) -> int:
+    """Sets of arguments: one if they stay warm, else as many as no L2 cache holds."""
+    one = size(jax.eval_shape(case.make, 0))
+    return 1 if case.warm else max(1, min(_MOST_SETS, math.ceil(options.cold_bytes / one)))
+
+
+def measure(case: Case, machine: Machine, options: Options, say: Callable[[str], None] = print) -> Result:
+    """The result of one case; a peer that fails or is wrong is left out, and `say` says why.
+
+    Raises:
+      WrongResultError: ours is wrong. Whatever ours raises.
+    """
+    began = time.monotonic()
+    bound = machine.bound_us(case.bytes, case.flops, case.unit)
+    sets = [case.make(seed) for seed in range(set_count(case, options))]
+    calls = timing.call_count(bound, len(sets))
+    runners = _runners(case, sets, calls, options, say)
+    errors = _errors(case, sets[0], runners, say)
+    samplers = {name: timing.sampler(runner) for name, runner in runners.items()}
+    samples = timing.alternate(samplers, repeats=options.repeats, budget_s=options.budget_s)
+    got = result(*case.key, machine.device, timing.timings(samples), bound_us=bound, error=errors["ours"])
+    say(_line(case, got, samples, errors, time.monotonic() - began))
+    return got
+
+
+def _runners(case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable) -> dict[str, Any]:
+    """Compiled and run once; functions of JAX compile side by side, torch in this thread."""
+    functions: dict[str, Callable | Torch] = {"ours": case.ours, **case.peers}
+    out: dict[str, Any] = {}
+
+    def start(name: str):
+        prepare = case.prepare.get(name)
+        own = [prepare(*args) for args in sets] if prepare else sets
+        f = functions[name]
+        return torch_peers.TorchRunner(f, own, calls) if isinstance(f, Torch) else timing.JaxRunner(f, own, calls)
+
+    for name in [n for n in functions if n.startswith(options.without)] if options.without else ():
+        del functions[name]
+    if any(isinstance(f, Torch) for f in functions.values()) and (reason := torch_peers.why_not()):
+        functions = {name: f for name, f in functions.items() if not isinstance(f, Torch)}
+        _say_once(say, f"peers in torch are left out: {reason}")
+    in_jax = [name for name, f in functions.items() if not isinstance(f, Torch)]
+    with concurrent.futures.ThreadPoolExecutor(len(in_jax)) as pool:
+        futures = {name: pool.submit(start, name) for name in in_jax}
+    for name in functions:
+        try:
+            out[name] = futures[name].result() if name in futures else start(name)
+        except Exception as error:
+            if name == "ours":
+                raise
+            say(f"    {case.workload} {case.config}: peer {name} is left out: {short(error)}")
+    return out
+
+
+def _errors(case: Case, args: tuple, runners: dict[str, Any], say: Callable) -> dict[str, float]:
+    """Relative errors by name; wrong peers leave `runners`."""
+    expected = jax.block_until_ready(jax.jit(case.reference)(*args))
+    errors = {}
+    for name in list(runners):
+        errors[name] = error = relative_error(runners[name].output, expected)
+        runners[name].output = None
+        if error <= case.tolerance:
+            continue
+        if name == "ours":
+            raise WrongResultError(f"{' '.join(case.key)}: relative error {error:.2g}")
+        say(f"    {case.workload} {case.config}: peer {name} is left out: relative error {error:.2g}")
+        del runners[name]
+    return errors
+
+
+def relative_error(got: Any, expected: Any) -> float:
+    """Norm of the difference over the norm, over all leaves, computed on the device in float32; NaN is infinite."""
+    a, b = jax.tree.leaves(got), jax.tree.leaves(expected)
+    if [x.shape for x in a] != [x.shape for x in b]:
+        raise ValueError(f"results of shapes {[x.shape for x in a]} where {[x.shape for x in b]} are expected")
+    sums = [jax.device_get(_squares(x, y)) for x, y in zip(a, b)]
+    difference, norm = (float(sum(s[i] for s in sums)) for i in range(2))
+    if not (math.isfinite(difference) and math.isfinite(norm)):
+        return math.inf
+    return math.sqrt(difference / norm) if norm else (0.0 if difference == 0 else math.inf)
+
+
+@jax.jit
+def _squares(x: jax.Array, y: jax.Array):
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.sum((x - y) ** 2), jnp.sum(y * y)
+
+
+def _line(case: Case, got: Result, samples: dict[str, list[float]], errors: dict[str, float], seconds: float) -> str:
+    r = got.record
+    rate = (
+        f"{case.flops / r.ours_us / 1e6:.0f} TFLOP/s"
+        if case.flops > 300 * case.bytes
+        else (f"{case.bytes / r.ours_us / 1e3:.0f} GB/s")
+    )
+    peers = ", ".join(f"{n} {number(us)} (err {errors[n]:.0e})" for n, us in r.peers.items())
+    text = f"{' '.join(case.key)}: {number(r.ours_us)} us, {rate}, {100 * (r.bound_frac or 0):.0f} % of bound, "
+    text += f"err {errors['ours']:.1e}; {peers or 'no peer'}"
+    if r.peers:
+        best = min(r.peers, key=lambda n: r.peers[n])
+        drift = samples[best][-1] / samples[best][0]
+        text += f"; ratio {r.ratio:.3f} (of minima {got.min_ratio:.3f}; {best} at the end / start {drift:.2f})"
+    if not case.warm and (r.bound_frac or 0) > 1.1:
+        text += "; FASTER THAN THE BOUND: are calls merged, or arguments cached?"
+    return f"{text} [{seconds:.1f} s]"
+
+
+def short(error: BaseException, limit: int = 300) -> str:
+    """One line of an error."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:limit]}"
+
+
+_said: set[str] = set()
+
+
+def _say_once(say: Callable, text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        say(text)

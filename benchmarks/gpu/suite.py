@@ -1,0 +1,100 @@
+"""All workloads in one run, within a time limit; records are written after every workload."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import report
+from benchmarks.gpu import WORKLOADS, torch_peers
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.machine import measure as measure_machine
+from benchmarks.gpu.measure import Options, measure, short
+from benchmarks.harness import Result
+
+RECORDS = Path(__file__).resolve().parents[1] / "records"
+
+
+def main(arguments: Any) -> None:
+    """Run what the command line asks for; `arguments` are those of `python -m benchmarks`."""
+    if not arguments.tiny and jax.default_backend() == "cpu":
+        sys.exit("python -m benchmarks gpu: JAX sees no GPU here (--tiny tries the code on the CPU)")
+    began = time.monotonic()
+    machine = measure_machine(arguments.tiny)
+    rates = ", ".join(f"{unit} {rate / 1e12:.0f} TFLOP/s" for unit, rate in machine.peaks.items())
+    say(f"{machine.device}, jax {jax.__version__}: copies {machine.copy_rate / 1e9:.0f} GB/s, {rates}")
+    options = Options(arguments.repeats, without=tuple(arguments.without))
+    if arguments.tiny:
+        options = Options(2, budget_s=0.1, without=("torch", "cublas", *options.without), cold_bytes=1 << 16)
+    folder = RECORDS / machine.device
+    json_file = arguments.json or (None if arguments.tiny else folder / "records.json")
+    plot_file = arguments.plot or (None if arguments.tiny else folder / "ratios.png")
+    suite = Suite(machine, options, arguments.tiny, deadline=began + arguments.limit)
+    done: list[Result] = []
+    for name in arguments.only or WORKLOADS:
+        got = list(suite.run(importlib.import_module(f"benchmarks.gpu.{name}")))
+        done += got
+        if json_file:
+            report.merge(got, json_file, without=suite.failed)
+    report.table(done)
+    for key in suite.failed:
+        say(f"FAILED: {' '.join(key)}")
+    for key in suite.skipped:
+        say(f"left out, no time: {' '.join(key)}")
+    if json_file and plot_file:
+        report.plot_file(json_file, plot_file)
+    say(f"{len(done)} records in {time.monotonic() - began:.0f} s, {json_file or 'not kept'}")
+
+
+class Suite:
+    """Runs workload modules; a case that fails is said and the others go on.
+
+    Attributes:
+      failed: keys of the records of cases that raised or were wrong. skipped: of those that the deadline left out.
+    """
+
+    def __init__(
+        self, machine: Machine, options: Options, tiny: bool, deadline: float, *,
+        clock: Callable[[], float] = time.monotonic, measure: Callable = measure,
+    ):  # fmt: skip
+        self._machine, self._options, self._tiny, self._deadline = machine, options, tiny, deadline
+        self._clock, self._measure = clock, measure
+        self.failed: list[tuple[str, str, str]] = []
+        self.skipped: list[tuple[str, str, str]] = []
+
+    def run(self, module: Any) -> Iterator[Result]:
+        """The results of one module: of its `cases(tiny)`, then what its `results(...)` gives."""
+        for case in module.cases(self._tiny) if hasattr(module, "cases") else ():
+            if self._late():
+                self.skipped.append(case.key)
+                continue
+            try:
+                yield self._measure(case, self._machine, self._options, say)
+            except Exception as error:
+                self.failed.append(case.key)
+                say(f"{' '.join(case.key)}: FAILED, {short(error, 1500)}")
+            torch_peers.free()
+        if not hasattr(module, "results"):
+            return
+        if self._late():
+            self.skipped.append((module.__name__, "", ""))
+            return
+        try:
+            yield from module.results(self._machine, self._options, say, self._tiny)
+        except Exception as error:
+            self.failed.append((module.__name__, "", ""))
+            say(f"{module.__name__}: FAILED, {short(error, 1500)}")
+
+    def _late(self) -> bool:
+        return self._clock() > self._deadline
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,99 @@
+"""Programs of many calls, and samples of them in turns."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jtile.testing import Timing
+
+_PROGRAM_US = 500.0  # device time of one program: many times what its dispatch costs the host
+_SAMPLE_US = 10_000.0  # of one sample: many times what waiting for the device costs
+_MOST_CALLS = 32
+
+
+def call_count(estimate_us: float, sets: int) -> int:
+    """Calls in one program of work that takes at least `estimate_us`: whole rounds over the `sets` of arguments."""
+    wanted = min(_MOST_CALLS, math.ceil(_PROGRAM_US / max(estimate_us, 1e-3)))
+    return sets * math.ceil(wanted / sets)
+
+
+def repeated(function: Callable, calls: int) -> Callable:
+    """One jitted function of a list of argument sets that calls `function` `calls` times in a row, the sets in turn.
+
+    Every call waits for the one before through a barrier: else XLA may merge equal calls, or fuse neighbours.
+    """
+
+    def program(sets: Sequence[tuple[Any, ...]]):
+        out = []
+        for i in range(calls):
+            args = sets[i % len(sets)]
+            if out:
+                args, _ = lax.optimization_barrier((args, jax.tree.leaves(out[-1])[0]))
+            out.append(function(*args))
+        return out
+
+    return jax.jit(program)
+
+
+class JaxRunner:
+    """A function of JAX over sets of arguments; the first call compiles it."""
+
+    def __init__(self, function: Callable, sets: Sequence[tuple[Any, ...]], calls: int):
+        self._program, self._sets, self._calls = repeated(function, calls), sets, calls
+        first = jax.block_until_ready(self._program(self._sets))[0]
+        self.output = first  # of the first set; whoever checks it drops it
+
+    def run(self, turns: int) -> float:
+        """Microseconds of one call, over `turns` programs that the host does not wait for in between."""
+        start = time.perf_counter()
+        for _ in range(turns):
+            y = self._program(self._sets)
+        jax.block_until_ready(y)
+        return 1e6 * (time.perf_counter() - start) / (turns * self._calls)
+
+    @property
+    def calls(self) -> int:
+        """Calls of the function in one program."""
+        return self._calls
+
+
+def sampler(runner: Any) -> Callable[[], float]:
+    """A function that takes one sample, in microseconds a call, after a warm-up that says how long a sample must be."""
+    runner.run(1)
+    us = runner.run(2) * runner.calls
+    turns = max(1, min(100, math.ceil(_SAMPLE_US / max(us, 1e-3))))
+    return lambda: runner.run(turns)
+
+
+def alternate(
+    samplers: Mapping[str, Callable[[], float]], *, repeats: int, budget_s: float, clock: Callable = time.monotonic
+) -> dict[str, list[float]]:
+    """Samples of each by turns: the order rotates and turns round, so that a change of the clocks meets all of them.
+
+    Stops after `budget_s` seconds, but not before three rounds. The peers are sampled once more at the very end.
+    """
+    names, start = list(samplers), clock()
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(repeats):
+        shift = turn // 2 % len(names)
+        order = names[shift:] + names[:shift]
+        for name in order if turn % 2 == 0 else order[::-1]:
+            samples[name].append(samplers[name]())
+        if turn >= 2 and clock() - start > budget_s:
+            break
+    for name in names:
+        if name != "ours":
+            samples[name].append(samplers[name]())
+    return samples
+
+
+def timings(samples: Mapping[str, Sequence[float]]) -> dict[str, Timing]:
+    """Median and minimum of the samples."""
+    return {name: Timing(statistics.median(values), min(values)) for name, values in samples.items()}
