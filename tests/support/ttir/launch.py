@@ -84,7 +84,7 @@ class Buffers:
         return [*self.operands, *self.results, *self.extra]
 
     def outputs(self) -> list[np.ndarray]:
-        return [unpacked(r, s) for r, s in zip(self.results, self.before, strict=True)]
+        return [unpacked(r, s).reshape(s.shape) for r, s in zip(self.results, self.before, strict=True)]
 
 
 def buffers(kernel: Kernel, record: Record, inputs: Sequence[np.ndarray]) -> Buffers:
