@@ -18,6 +18,7 @@ from jtile._config import configure as configure
 from jtile._kernel import Kernel as Kernel
 from jtile._kernel import call as call
 from jtile._kernel import kernel as kernel
+from jtile._kernel import tuned as tuned
 from jtile._lowered import Lowered as Lowered
 from jtile._marks import dynamic as dynamic
 from jtile._signature import Options as Options
@@ -69,9 +70,12 @@ if TYPE_CHECKING:
     from jtile.lowering.targets import Target as Target
     from jtile.lowering.targets import host_target as host_target
     from jtile.trace import function as function
+    from jtile.tune import autotune as autotune
+    from jtile.tune import explain as explain
+    from jtile.tune import tune as tune
 
 # Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
-_MODULES = ("interpret", "ir", "models", "ops", "testing")
+_MODULES = ("interpret", "ir", "models", "ops", "testing", "tune")
 _LANGUAGE = [
     "Ref", "TileView", "alloc", "arange", "assert_", "associative_scan", "atomic_add", "atomic_and", "atomic_cas",
     "atomic_max", "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor", "cdiv", "cond", "dot", "dot_scaled", "ds",
@@ -80,6 +84,8 @@ _LANGUAGE = [
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",
+    "autotune": "jtile.tune",
+    "explain": "jtile.tune",
     "export_checks": "jtile._export",
     "function": "jtile.trace",
     "host_target": "jtile.lowering.targets",

@@ -90,7 +90,7 @@ def put(key: str, header: dict[str, Any], payload: bytes) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # machine code: nobody else may write it
         made = True
-        _write(path, data)
+        write(path, data)
         _evict(path.parent, current().cache_size)
     except OSError as e:
         if made and isinstance(e, FileNotFoundError):
@@ -152,7 +152,7 @@ def _path(key: str) -> Path | None:
     return folder and folder / (key + SUFFIX)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
     """Write a file so that every reader sees all of it or none, however many processes write it at once."""
     handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:

@@ -25,6 +25,7 @@ from jtile._signature import Options, Structure, nearest, place_of, read_signatu
 if TYPE_CHECKING:
     from jtile._dynamic import Family
     from jtile._program import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
+    from jtile.tune.space import Tuning
 
 _MAX_CALLS = 2048  # remembered (types, meta-parameters) per kernel
 
@@ -80,6 +81,13 @@ def call(body: Callable[..., None], *, out_type: Any, **spec: Any) -> Kernel:
     return kernel(out_type=out_type, **spec)(body)
 
 
+def tuned(kernel: Kernel, defaults: Mapping[str, Any], *args: Any, **meta: Any) -> Any:
+    """`kernel(*args, **meta)` with other defaults: meta-parameters, and options such as `num_warps`, that hold where
+    the tuner has no entry for the call; see `jt.autotune`. This is how a heuristic by shape and `jt.tune` go together.
+    """
+    return kernel._call(args, meta, defaults)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Bound:
     """A call with everything fixed but the arrays."""
@@ -108,6 +116,8 @@ class Kernel:
         self._bound: dict[Any, _Bound] = {}
         self._families: dict[Any, Family] = {}  # of calls with dynamic dimensions, by all but their sizes
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._tuning: Tuning | None = None
+        self._variants: dict[Any, Kernel] = {}  # this kernel untuned, by options
         functools.update_wrapper(self, fn)
         meta = [
             inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in self._signature.meta.items()
@@ -127,12 +137,15 @@ class Kernel:
         return vars(self)["__qualname__"]  # set by functools.update_wrapper
 
     def __call__(self, *args: Any, **meta: Any) -> Any:
+        return self._call(args, meta, {})
+
+    def _call(self, args: tuple[Any, ...], meta: dict[str, Any], defaults: Mapping[str, Any]) -> Any:
         leaves, tree = tree_flatten(args)
-        bound = self._seen(tree, leaves, meta)
+        bound = self._seen(tree, leaves, meta, defaults)
         if bound is None:
             args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
             leaves, tree = tree_flatten(args)
-            bound = self._resolve(tree, leaves, meta)
+            bound = self._resolve(tree, leaves, meta, defaults)
         return tree_unflatten(bound.out_tree, bound.run(leaves))
 
     def with_options(self, **options: Any) -> Kernel:
@@ -140,8 +153,26 @@ class Kernel:
         `dynamic`."""
         spec = dataclasses.replace(self._spec, dynamic=options.pop("dynamic", self._spec.dynamic))
         out = Kernel(self._fn, spec, self._signature.name, _options(self._options, options))
-        out._vjp = self._vjp
+        out._vjp, out._tuning = self._vjp, self._tuning
         return out
+
+    def autotune(self, *, space: Any, key: Any = None, data: Callable[..., Any] | None = None) -> Kernel:
+        """The same kernel with a search space; see `jt.autotune`."""
+        from jtile.tune.space import Tuning
+
+        out = self.with_options()
+        out._tuning = Tuning(space, key, data)
+        out._tuning.check(out)
+        return out
+
+    def _variant(self, options: Mapping[str, Any]) -> Kernel:
+        """The same kernel without a search space, with these options."""
+        key = tuple(sorted(options.items()))
+        if key not in self._variants:
+            out = self.with_options(**options)
+            out._tuning = None
+            self._variants[key] = out
+        return self._variants[key]
 
     def lower(self, *args: Any, target: Any = None, **meta: Any) -> Lowered:
         """Compile for arguments of these types (arrays or `jax.ShapeDtypeStruct`), without running.
@@ -182,11 +213,14 @@ class Kernel:
           KernelTypeError: when one of them gives what does not fit; at differentiation.
         """
         self._vjp = fwd, bwd
+        self._variants.clear()
         self._bound.clear()
         self._families.clear()
 
     # -- from a call to a program -----------------------------------------------------------------------------------
-    def _seen(self, tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> _Bound | None:
+    def _seen(
+        self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any]
+    ) -> _Bound | None:
         """What an earlier call with the same types and meta-parameters resolved to, without looking any closer.
 
         Only for leaves of exactly these types: a subclass or a tracer may be no array, or need a cast first.
@@ -195,22 +229,45 @@ class Kernel:
             if type(x) is not _ARRAY.type and type(x) is not np.ndarray:
                 return None
         try:
-            return self._bound.get(_key(tree, leaves, meta))
+            return self._bound.get(self._key(tree, leaves, meta, defaults))
         except TypeError:  # a meta-parameter that cannot be hashed: the slow path names it
             return None
 
-    def _resolve(self, tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> _Bound:
-        full = self._signature.bind_meta(meta)
-        key = _key(tree, leaves, meta)
+    def _resolve(
+        self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> _Bound:
+        self._signature.check_meta(meta)
+        key = self._key(tree, leaves, meta, defaults)
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bind(tree, leaves, full, key)
+            bound = self._choose(tree, leaves, meta, defaults or {}, key)
             if len(self._bound) >= _MAX_CALLS:
                 self._bound.pop(next(iter(self._bound)), None)
             self._bound[key] = bound
         for x in leaves:
             _ARRAY.learn(x)
         return bound
+
+    def _key(self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any] | None) -> Any:
+        """All that the result of `_resolve` depends on."""
+        key = _key(tree, leaves, meta)
+        if defaults:
+            key += key_of(dict(defaults))
+        return key if self._tuning is None else (*key, self._tuning.state())
+
+    def _choose(
+        self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any], key: Any
+    ) -> _Bound:
+        """Fill in what the call leaves out: from the tuner's entry, `defaults` (options among them), the signature."""
+        if self._tuning is not None:
+            from jtile.tune.choose import choose
+
+            return choose(self, tree, leaves, meta, defaults)
+        if defaults:
+            own = {k: v for k, v in defaults.items() if k not in _CHOICES and k not in meta}
+            options = {k: v for k, v in defaults.items() if k in _CHOICES and getattr(self._options, k) is None}
+            return self._variant(options)._resolve(tree, leaves, {**meta, **own})
+        return self._bind(tree, leaves, self._signature.bind_meta(meta), key)
 
     def _bind(self, tree: Structure, leaves: list[Any], meta: dict[str, Any], key: Any) -> _Bound:
         types, marks = strip(tree_unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]))

@@ -45,14 +45,18 @@ class Signature:
     def ref_name(self, k: int) -> str:
         return self.refs[k] if k < len(self.refs) else f"{self.variadic or 'ref'}{k - len(self.refs)}"
 
-    def bind_meta(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The meta-parameters of one call, defaults filled in; sorted by the order of the signature."""
+    def check_meta(self, given: Mapping[str, Any]) -> None:
+        """Refuse meta-parameters that the kernel does not have, or whose values cannot be fixed at compile time."""
         for name, value in given.items():
             if name not in self.meta and not self.open:
                 raise KernelTypeError(
                     f"kernel {self.name} has no meta-parameter {name!r}{nearest(name, self.meta)}", self.where
                 )
             self._check_static(name, value)
+
+    def bind_meta(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The meta-parameters of one call, defaults filled in; sorted by the order of the signature."""
+        self.check_meta(given)
         missing = [name for name, v in self.meta.items() if v is REQUIRED and name not in given]
         if missing:
             raise KernelTypeError(

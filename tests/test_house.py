@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "interpret": BASE | {"ir"},
     "lowering": BASE | {"ir", "passes"},
     "ffi": set(),
-    "tune": EVERYTHING_BELOW,
+    "tune": EVERYTHING_BELOW | {"_lowering", "_marks", "_platform", "_signature", "_tangent", "testing"},
     "_kernel": EVERYTHING_BELOW
     | {
         "_primitive",

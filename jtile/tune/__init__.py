@@ -1,0 +1,42 @@
+"""Tuning: what can be chosen for a kernel, a cost model, a measured search, and a cache of winners; and `jt.explain`.
+
+`space.py` (a search space, one call), `choose.py` (what a call gets), `search.py` (pruned by `prune.py`, timed by
+`measure.py`), `store.py` (the files), `cost.py` (bytes and operations of a kernel), `roofline.py`
+(`jt.explain`), `api.py`.
+
+The module can be called: `jt.tune(f, *args)` is `jtile.tune.api.tune`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jtile.tune.api import Report as Report
+    from jtile.tune.api import Tuned as Tuned
+    from jtile.tune.api import autotune as autotune
+    from jtile.tune.api import tune as tune
+    from jtile.tune.roofline import Explanation as Explanation
+    from jtile.tune.roofline import explain as explain
+
+_NAMES = {"Report": "api", "Tuned": "api", "autotune": "api", "tune": "api"} | dict.fromkeys(
+    ("Explanation", "explain"), "roofline"
+)
+
+
+class _Room(types.ModuleType):
+    """Python sets `jtile.tune` to this module when a part of it is imported: so that `jt.tune(...)` works then too."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.tune(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _NAMES:
+            raise AttributeError(f"module 'jtile.tune' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"jtile.tune.{_NAMES[name]}"), name)
+
+
+sys.modules[__name__].__class__ = _Room

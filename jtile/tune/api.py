@@ -1,0 +1,143 @@
+"""`jt.autotune` and `jt.tune`: give a kernel a search space, and search for the kernels of a function."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile.tune import device
+from jtile.tune.programs import trace
+from jtile.tune.progress import bar
+from jtile.tune.search import Candidate, search
+from jtile.tune.store import Entry, new_generation, user_path
+
+
+def autotune(*, space: Any, key: Any = None, data: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
+    """Give a kernel a search space: `@jt.autotune(space={"bm": [64, 128], "num_warps": [4, 8]})` above `@jt.kernel`.
+
+    A call that leaves out a parameter of the space takes it from the entry that `jt.tune` (or a record shipped with
+    jtile) has for the device and the call's types; without one, the default. With `JTILE_AUTOTUNE=1` the first such
+    call searches. A parameter that is given at the call, or by `with_options`, is not tuned.
+
+    Args:
+      space: a dict from names of meta-parameters and options (`num_warps`, `num_stages`, `num_ctas`) to lists of
+        values; a list of dicts; or a function of the abstract inputs and meta-parameters that gives one of these.
+      key: what the choice depends on: names of inputs (their shapes and dtypes) and of meta-parameters, or a function
+        of the abstract inputs and meta-parameters to something printable. Default: all inputs, and all meta-parameters
+        that are not tuned.
+      data: a function of the abstract inputs and meta-parameters to the arrays to measure with, of the inputs' types.
+        Default: floats of a normal distribution and integers from 0 to 7.
+
+    Raises:
+      KernelTypeError, KernelValueError: a space or key that does not fit the kernel.
+    """
+
+    def decorate(kernel: Any) -> Any:
+        if not hasattr(kernel, "autotune"):
+            raise KernelTypeError(
+                f"jt.autotune decorates a kernel, got {kernel!r}; write it above @jt.kernel(out_type=...)"
+            )
+        return kernel.autotune(space=space, key=key, data=data)
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What a search found for one kernel and the types of its arguments.
+
+    Attributes:
+      kernel, name: the kernel, and what its entry is stored under.
+      best: the entry; None where nothing was measured.
+      candidates: every point of the space, the default first, with its time or the reason why it has none.
+    """
+
+    kernel: str
+    name: str
+    best: Entry | None
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def speedup(self) -> float:
+        """Of the winner over the default."""
+        return self.best.default_us / self.best.time_us if self.best else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `jt.tune` did; prints as a table.
+
+    Attributes:
+      device: the device kind that the entries are for, and `path` the file that holds them (None: memory only).
+      kernels: one for each tunable kernel and types of arguments.
+      fixed: names of the kernels that have no search space.
+      skipped: entries that were not searched for, since the time was up.
+    """
+
+    device: str
+    path: str | None
+    kernels: tuple[Tuned, ...]
+    fixed: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [("kernel", "default", "best", "speedup", "tried", "choice"), *map(_row, self.kernels)]
+        widths = [max(len(r[k]) for r in rows) for k in range(5)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, [*widths, 0])).rstrip() for r in rows]
+        lines += [f"no search space: {', '.join(self.fixed)}"] if self.fixed else []
+        lines += [f"time was up: {name}" for name in self.skipped]
+        return "\n".join([*lines, f"kept for {self.device}" + (f" in {self.path}" if self.path else "")])
+
+
+def _row(t: Tuned) -> tuple[str, ...]:
+    measured = sum(c.state == "measured" for c in t.candidates)
+    tried = f"{measured}/{len(t.candidates)}"
+    if t.best is None:
+        return t.kernel, "-", "-", "-", tried, ""
+    choice = " ".join(f"{k}={v}" for k, v in t.best.config.items())
+    return t.kernel, f"{t.best.default_us:.1f} us", f"{t.best.time_us:.1f} us", f"{t.speedup:.2f}", tried, choice
+
+
+def tune(f: Callable[..., Any], *args: Any, time_limit: float | None = None, progress: bool = True) -> Report:
+    """Search for the best parameters of every kernel that `f(*args)` calls, and keep them; see `jt.autotune`.
+
+    `f`, and every other jitted function, is traced anew at its next call and takes the winners.
+
+    Args:
+      f: a JAX function, jitted or not; also a derivative, such as `jax.grad(loss)`.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`: kernels are measured on data of their own.
+      time_limit: seconds for all of it; a search that ends early keeps the best so far.
+      progress: show a bar, where standard error is a terminal and rich is installed.
+
+    Raises:
+      KernelValueError: the device that kernels are compiled for is not here. KeyboardInterrupt: what was found is kept.
+    """
+    if not device.is_here():
+        raise KernelValueError(
+            f"jt.tune cannot measure on {device.kind()!r}, which this machine does not have: unset the option arch"
+        )
+    programs, calls = trace(f, *args)
+    tunable = {call.kernel.name for call in calls}
+    fixed = dict.fromkeys(p.name for p in programs if p.name not in tunable)
+    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
+    done: list[Tuned] = []
+    skipped: list[str] = []
+    path = user_path(device.kind())
+    try:
+        with bar(enabled=progress) as show:
+            for k, call in enumerate(calls):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    skipped.append(call.name)
+                    continue
+                label = f"{call.kernel.name} ({k + 1}/{len(calls)})"
+                share = None if math.isinf(left) else left / (len(calls) - k)
+                found = search(call, time_limit=share, progress=lambda *at, label=label: show(label, *at))
+                done.append(Tuned(call.kernel.name, call.name, found.entry, found.candidates))
+    finally:
+        new_generation()
+    return Report(device.kind(), path and str(path), tuple(done), tuple(fixed), tuple(skipped))

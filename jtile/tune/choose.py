@@ -1,0 +1,65 @@
+"""What a call of a tunable kernel gets: the entry for its types, a search where one is asked for, or the defaults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jtile._config import current
+from jtile.tune import device
+from jtile.tune.space import Call, recorder
+from jtile.tune.store import Entry, store
+
+
+def choose(kernel: Any, tree: Any, leaves: Sequence[Any], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+    """The kernel with everything fixed, for a call with arguments of these types."""
+    call = Call(kernel, tree, leaves, given, defaults)
+    found = recorder.get()
+    if found is not None and call.name:
+        found.calls.setdefault(call.name, call)
+    entry = lookup(call)
+    if entry is None and found is None and call.name and _wanted(kernel):
+        entry = _search(call)
+    return call.bound(entry.config if entry else {})
+
+
+def lookup(call: Call) -> Entry | None:
+    """The entry of a call on the device at hand; one that today's space does not have is none."""
+    if not call.name:
+        return None
+    entry = store.lookup(device.kind(), call.name)
+    return entry if entry and set(entry.config) <= set(call.tuned) else None
+
+
+def _wanted(kernel: Any) -> bool:
+    options = current()
+    interpreted = options.interpret if kernel._options.interpret is None else kernel._options.interpret
+    return options.autotune and not interpreted and device.is_here() and not _busy.held()
+
+
+def _search(call: Call) -> Entry | None:
+    """Search in a thread of its own: what runs there is not part of a trace that this call may stand in."""
+    from jtile.tune.measure import in_thread
+    from jtile.tune.search import search
+
+    with _busy:
+        return in_thread(lambda: search(call).entry)
+
+
+class _Busy(threading.local):
+    """Whether this thread waits for a search; the search's own thread starts none."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self.depth -= 1
+
+    def held(self) -> bool:
+        return self.depth > 0 or threading.current_thread().name.startswith("jtile-tune")
+
+
+_busy = _Busy()

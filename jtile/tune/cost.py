@@ -1,0 +1,200 @@
+"""What a kernel moves and computes, counted from its Tile IR."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jtile import ir
+
+SAMPLES = 1024  # programs of a large grid that stand for all of them
+TRIPS = 8  # of a loop whose bounds depend on what a program loads
+# Functions that GPUs compute an eighth as fast as a multiplication, and CPUs by a polynomial.
+SPECIAL = frozenset((
+    "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "tanh", "asin", "acos", "atan",
+    "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv", "pow", "atan2", "logistic", "cbrt",
+))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What all programs of a kernel do together.
+
+    Attributes:
+      read, written: bytes of arrays that must be moved at least: each element that is touched once.
+      loaded, stored: bytes that all loads and stores move, those that programs repeat included.
+      products: operations of matrix products by dtype of the operands, a multiply-add counting as two.
+      elements: operations on elements of tiles, one for each element.
+      special: those of them that are exponentials, roots and the like.
+      programs: of the grid.
+      exact: False where a loop's length or a condition depends on loaded values, and was guessed.
+    """
+
+    read: int
+    written: int
+    loaded: int
+    stored: int
+    products: Mapping[str, int]
+    elements: int
+    special: int
+    programs: int
+    exact: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.written
+
+    @property
+    def traffic(self) -> int:
+        return self.loaded + self.stored
+
+    @property
+    def flops(self) -> int:
+        """Operations of matrix products of all dtypes."""
+        return sum(self.products.values())
+
+
+def work(kernel: ir.Kernel) -> Work:
+    """The `Work` of a kernel of static sizes; tiles that hang over an edge count their elements inside, products and
+    operations on tiles all of theirs."""
+    counter = _Counter(kernel)
+    counter.block(kernel.body, np.ones(counter.samples))
+    return counter.result()
+
+
+class _Counter:
+    """Walks a kernel with, for every sampled program at once, how often an op runs (`times`) and what the integer
+    scalars that decide this are (`known`)."""
+
+    def __init__(self, kernel: ir.Kernel):
+        self.kernel = kernel
+        self.programs = math.prod(kernel.grid)
+        self.samples = max(1, min(self.programs, SAMPLES))
+        chosen = np.arange(self.samples, dtype=np.int64) * self.programs // self.samples
+        self.ids = np.unravel_index(chosen, kernel.grid) if kernel.grid and self.programs else ()
+        self.known: dict[ir.Value, np.ndarray] = {}
+        self.loads: dict[ir.Value, float] = {}
+        self.stores: dict[ir.Value, float] = {}
+        self.products: dict[str, float] = {}
+        self.elements = self.special = 0.0
+        self.exact = True
+
+    def result(self) -> Work:
+        scale = self.programs / self.samples
+        total = lambda sums: {k: round(n * scale) for k, n in sums.items()}
+        loads, stores = total(self.loads), total(self.stores)
+        arrays = {*self.kernel.inputs, *self.kernel.outputs}
+        least = lambda moved: sum(min(n, _size(r)) for r, n in moved.items() if r in arrays)
+        return Work(
+            least(loads), least(stores),
+            sum(n for r, n in loads.items() if r in arrays), sum(n for r, n in stores.items() if r in arrays),
+            total(self.products), round(self.elements * scale), round(self.special * scale), self.programs, self.exact,
+        )  # fmt: skip
+
+    def block(self, block: ir.Block, times: np.ndarray) -> None:
+        for op in block.ops:
+            self.op(op, times)
+
+    def op(self, op: ir.Op, times: np.ndarray) -> None:
+        match op:
+            case ir.For():
+                self.block(op.body, times * self._trips(op))
+            case ir.While():
+                self.exact = False
+                self.block(op.cond, times * (TRIPS + 1))
+                self.block(op.body, times * TRIPS)
+            case ir.If():
+                self._branch(op, times)
+            case ir.Load():
+                self._move(self.loads, op.ref, op.index, times)
+            case ir.Store():
+                self._move(self.stores, op.ref, op.index, times)
+            case ir.Atomic():
+                self._move(self.loads, op.ref, op.index, times)
+                self._move(self.stores, op.ref, op.index, times)
+            case ir.Dot():
+                batch, m, n, k = op.sizes()
+                self._product(op.a.dtype, 2 * math.prod(batch) * m * n * k, times)
+            case ir.DotScaled():
+                self._product(op.a.dtype, 2 * math.prod(op.result.shape) * op.a.shape[1], times)
+            case _:
+                self._compute(op, times)
+
+    def _product(self, dtype: str, count: int, times: np.ndarray) -> None:
+        self.products[dtype] = self.products.get(dtype, 0.0) + count * float(times.sum())
+
+    def _compute(self, op: ir.Op, times: np.ndarray) -> None:
+        self._scalar(op)
+        count = _elements(op)
+        self.elements += count * float(times.sum())
+        if isinstance(op, ir.Map) and op.fn in SPECIAL:
+            self.special += count * float(times.sum())
+
+    def _scalar(self, op: ir.Op) -> None:
+        """The value of a scalar that follows from the program's place in the grid."""
+        if len(op.results) != 1 or op.results[0].shape or not isinstance(op.results[0].type, ir.TileType):
+            return
+        if isinstance(op, ir.ProgramId):
+            self.known[op.result] = np.asarray(self.ids[op.axis], np.int32)
+        elif isinstance(op, ir.NumPrograms):
+            self.known[op.result] = np.asarray(self.kernel.grid[op.axis], np.int32)
+        elif isinstance(op, ir.Full | ir.Map | ir.Cast | ir.Select):
+            values = [self.known.get(v) for v in op.operands()]
+            if all(v is not None for v in values):
+                self.known[op.result] = np.asarray(op.reference(*np.broadcast_arrays(*values)))
+
+    def _trips(self, op: ir.For) -> Any:
+        lo, hi, step = (self.known.get(v) for v in (op.lo, op.hi, op.step))
+        if lo is None or hi is None or step is None or not np.all(step):
+            self.exact = False
+            return TRIPS
+        lo, hi, step = (x.astype(np.int64) for x in (lo, hi, step))
+        return np.maximum(-((lo - hi) // step), 0)
+
+    def _branch(self, op: ir.If, times: np.ndarray) -> None:
+        cond = self.known.get(op.cond)
+        if cond is None:  # half of the time, for want of anything better
+            self.exact = False
+            cond = np.asarray(0.5)
+        self.block(op.then, times * cond)
+        self.block(op.orelse, times * (1 - cond.astype(np.float64)))
+
+    def _move(self, sums: dict[ir.Value, float], ref: ir.Value, index: ir.Index, times: np.ndarray) -> None:
+        count: Any = 1.0
+        taken = False
+        for d, n in zip(index, ref.shape):
+            if isinstance(d, ir.Take):
+                count = count * (1 if taken else math.prod(d.indices.shape))
+                taken = True
+            elif isinstance(d, ir.Span):
+                count = count * min(d.size, n)
+            elif isinstance(d, ir.Tile):
+                count = count * self._inside(d, n)
+        sums[ref] = sums.get(ref, 0.0) + float((times * count).sum()) * ref.type.info.bits / 8
+
+    def _inside(self, d: ir.Tile, n: int) -> Any:
+        """How many elements of a tile lie inside of a dimension of n."""
+        index = self.known.get(d.index)
+        if index is not None:
+            return np.clip(n - index.astype(np.int64) * d.step, 0, d.size)
+        return min(d.size, n / max(-(-n // d.step), 1)) if d.size == d.step else min(d.size, n)
+
+
+def _size(ref: ir.Value) -> int:
+    return -(-math.prod(ref.shape) * ref.type.info.bits // 8)
+
+
+def _elements(op: ir.Op) -> int:
+    """Elements that an op of arithmetic computes; what only moves elements, and scalars, count nothing."""
+    if isinstance(op, ir.Map | ir.Select):
+        return op.result.type.size if op.result.shape else 0
+    if isinstance(op, ir.Reduce | ir.ArgReduce | ir.UserReduce | ir.Cumulative | ir.UserScan):
+        return max((v.type.size for v in op.operands() if isinstance(v.type, ir.TileType)), default=0)
+    if isinstance(op, ir.Sort):
+        n = max(op.xs[0].shape[-1] if op.xs[0].shape else 1, 2)
+        return op.xs[0].type.size * math.ceil(math.log2(n))
+    return 0

@@ -1,0 +1,65 @@
+"""Which device choices are made for, and whether it is here to measure on."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from typing import Any
+
+import jax
+
+from jtile._config import current
+from jtile._platform import gpu_arch, platform
+
+
+def target() -> Any:
+    """The `Target` of the device that a kernel called here runs on."""
+    from jtile.lowering import targets
+
+    name = platform()
+    if name == "cpu":
+        return targets.resolve(current().isa and f"cpu:{current().isa}")
+    return targets.resolve(f"{name}:{gpu_arch(name)}")
+
+
+def kind() -> str:
+    """The name that records of this device are filed under: `nvidia-h200`, `cpu-znver5-2t`; the architecture where
+    there is no such device here, as when a program is exported for it."""
+    name, options = platform(), current()
+    if name == "cpu":
+        return _cpu_kind(options.isa)
+    return _gpu_kind(name) if is_here() else str(options.arch)
+
+
+def is_here() -> bool:
+    """Whether the device is one of this machine's, so that it can measure."""
+    name, asked = platform(), current().arch
+    return name == "cpu" or not asked or _arch_here(name) == asked
+
+
+def slug(name: str) -> str:
+    """A device's name as the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+@functools.cache
+def _cpu_kind(isa: str | None) -> str:
+    from jtile.lowering import targets
+
+    arch = targets.resolve(isa and f"cpu:{isa}").arch.split(":")
+    return slug(f"cpu-{arch[1] or arch[0]}-{len(os.sched_getaffinity(0))}t")
+
+
+@functools.cache
+def _gpu_kind(name: str) -> str:
+    return slug(jax.devices(name)[0].device_kind)
+
+
+@functools.cache
+def _arch_here(name: str) -> str | None:
+    try:
+        found = str(jax.devices(name)[0].compute_capability)
+    except RuntimeError:
+        return None
+    return found.split(":")[0] if name == "rocm" else f"sm_{found.replace('.', '')}"

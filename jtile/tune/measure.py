@@ -1,0 +1,162 @@
+"""Running candidates: random arguments, comparison with the default's results, and times with a cold cache."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtile import ir
+from jtile.testing import TOLERANCES
+
+SETS = 64  # argument sets in one program at most
+MEMORY = 8 << 30  # bytes that they take at most
+SAMPLE_S = 2e-3  # of one sample at least
+SLACK = 8  # how many times `TOLERANCES` two candidates may be apart: they add in different orders
+
+
+def argument_sets(types: Sequence[Any], outputs: Sequence[Any], cache: int, given: Any = None) -> list[list[Any]]:
+    """So many sets of arguments that a kernel finds none of its data in a cache of `cache` bytes when its turn comes
+    again; `given`: arrays to copy, instead of random ones."""
+    size = max(sum(_bytes(x) for x in (*types, *outputs)), 1)
+    count = min(max(-(-2 * cache // size) + 1, 2) if cache else 1, SETS, max(MEMORY // size, 1))
+    if given is not None:
+        return [[jnp.array(x, copy=True) for x in given] for _ in range(count)]
+    return [[random_array(x, 1000 * s + k) for k, x in enumerate(types)] for s in range(count)]
+
+
+def random_array(x: Any, seed: int) -> jax.Array:
+    """Floats of a normal distribution, integers from 0 to 7: as indices they lie inside of most arrays."""
+    key = jax.random.key(seed)
+    info = ir.dtype_info(x.dtype)
+    if info.kind == "f":
+        wide = jnp.float64 if info.bits == 64 else jnp.float32
+        return jax.jit(lambda k: jax.random.normal(k, x.shape, wide).astype(x.dtype))(key)
+    if info.kind == "b":
+        return jax.random.bernoulli(key, 0.5, x.shape)
+    return jax.jit(lambda k: jax.random.randint(k, x.shape, 0, 8, jnp.int32).astype(x.dtype))(key)
+
+
+def program_of(bound: Any, sets: Sequence[Any]) -> Callable[[Any], Any]:
+    """One XLA program that calls a kernel on every set, compiled: times hold no launches from Python."""
+    run = jax.jit(lambda sets: [bound.run(arrays) for arrays in sets])
+    return run.lower(sets).compile()
+
+
+def difference(got: Any, expected: Any) -> float:
+    """The relative norm of the difference of two lists of results, over what their dtypes allow: at most 1 is equal."""
+    worst = 0.0
+    for a, b in zip(got, expected, strict=True):
+        limit = SLACK * TOLERANCES.get(jnp.dtype(b.dtype).name, 0.0)
+        error = float(_error(a, b))
+        worst = max(worst, error / limit if limit else (math.inf if error else 0.0))
+    return worst
+
+
+@jax.jit
+def _error(a: jax.Array, b: jax.Array) -> jax.Array:
+    wide = jnp.float64 if b.dtype == jnp.float64 else jnp.float32
+    if not jnp.issubdtype(b.dtype, jnp.floating):
+        return (a != b).sum().astype(jnp.float32)
+    a, b = a.astype(wide), b.astype(wide)
+    same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+    square = lambda x: jnp.sum(jnp.where(same, 0, x) ** 2)
+    norm = jnp.sum(jnp.where(jnp.isfinite(b), b, 0) ** 2)
+    off = jnp.sqrt(square(a - b) / jnp.maximum(norm, jnp.finfo(wide).tiny))
+    return jnp.where(jnp.isnan(off), jnp.inf, off).astype(jnp.float32)
+
+
+class Runner:
+    """Times programs of one shape against each other.
+
+    Attributes:
+      sets: the arguments that each program takes.
+    """
+
+    def __init__(self, sets: list[list[Any]]):
+        self.sets = sets
+        self.samples: dict[Any, list[float]] = {}
+        self._calls: dict[Any, int] = {}
+
+    def warm(self, name: Any, run: Callable[[Any], Any]) -> Any:
+        """Run a program twice, and note how many calls make a sample; gives its results for the first set."""
+        first = jax.block_until_ready(run(self.sets))
+        seconds = self._seconds(run, 1)
+        self._calls[name] = min(max(1, math.ceil(SAMPLE_S / max(seconds, 1e-7))), 1000)
+        return first[0]
+
+    def round(self, name: Any, run: Callable[[Any], Any]) -> None:
+        """One more sample of a program."""
+        calls = self._calls[name]
+        self.samples.setdefault(name, []).append(self._seconds(run, calls) / calls / len(self.sets) * 1e6)
+
+    def time_us(self, name: Any) -> float:
+        """Of one kernel call: the median of the samples."""
+        return statistics.median(self.samples.get(name, [math.inf]))
+
+    def _seconds(self, run: Callable[[Any], Any], calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = run(self.sets)  # results of the call before are freed: memory holds those of two calls
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+
+def compile_all(jobs: dict[Any, Callable[[], Any]], deadline: float, tick: Callable[[], None]) -> dict[Any, Any]:
+    """What the jobs give, run in parallel: the result, or the exception; those not done at the deadline are left
+    out."""
+    workers = max(1, min(len(os.sched_getaffinity(0)), 16, len(jobs)))
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="jtile-tune")
+    try:
+        futures: dict[Any, Future[Any]] = {k: pool.submit(here(job)) for k, job in jobs.items()}
+        out = {}
+        for k, future in futures.items():
+            with contextlib.suppress(TimeoutError):
+                left = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
+                error = future.exception(left)
+                out[k] = future.result() if error is None else error
+                tick()
+        return out
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def in_thread(job: Callable[[], Any]) -> Any:
+    """What a job gives in a thread of its own: outside of every trace, with the options of this one."""
+    job = here(job)
+    if threading.current_thread().name.startswith("jtile-tune"):
+        return job()
+    with ThreadPoolExecutor(1, thread_name_prefix="jtile-tune-search") as pool:
+        return pool.submit(job).result()
+
+
+def here(job: Callable[[], Any]) -> Callable[[], Any]:
+    """A job that runs under the options of this thread, jtile's and JAX's, in whatever thread it is called."""
+    context = contextvars.copy_context()
+    config = jax.config
+    x64, precision = config.jax_enable_x64, config.jax_default_matmul_precision
+    promotion, device = config.jax_numpy_dtype_promotion, config.jax_default_device
+
+    def run() -> Any:
+        with (
+            jax.enable_x64(x64), jax.default_matmul_precision(precision), jax.numpy_dtype_promotion(promotion),
+            jax.default_device(device),
+        ):  # fmt: skip
+            return job()
+
+    return lambda: context.copy().run(run)
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(x.shape) * np.dtype(x.dtype).itemsize

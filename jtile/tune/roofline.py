@@ -1,0 +1,204 @@
+"""`jt.explain`: what the kernels of a function move and compute, how fast the device could do that, and how fast it
+does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jtile import passes
+from jtile._errors import UnsupportedError
+from jtile._lowering import compile_piece, pieces_of
+from jtile.tune import device, measure, prune
+from jtile.tune.choose import lookup
+from jtile.tune.cost import Work, work
+from jtile.tune.programs import trace
+
+LAUNCH_US = 4.0  # a kernel that is done sooner spends its time on starting
+CLOSE = 0.6  # share of a bound from which on it is what limits a kernel
+FEW = 0.25  # occupancy below which waiting for memory is not hidden
+_ROUNDS = 7
+_LIMITS = {"memory": "memory", "products": "matrix products", "elements": "arithmetic on elements"}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCost:
+    """One kernel of a function.
+
+    Attributes:
+      name: of the kernel, and `calls` how often the function calls it.
+      grid: its programs.
+      work: bytes and operations of one call; see `jtile.tune.cost.Work`.
+      limits: microseconds of one call that `memory`, `products` and `elements` take at least; none where the device's
+        rates are not known.
+      time_us: measured, of one call; None where it was not.
+      resources: registers, spills, shared memory and occupancy on a GPU, of each kernel that runs for it.
+      limit: what limits it, in words.
+    """
+
+    name: str
+    calls: int
+    grid: tuple[int, ...]
+    work: Work
+    limits: Mapping[str, float]
+    time_us: float | None
+    resources: tuple[Mapping[str, Any], ...]
+    limit: str
+
+    @property
+    def bound_us(self) -> float:
+        """The roofline: microseconds that one call takes at least, 0 where nothing is known."""
+        return max(self.limits.values(), default=0.0)
+
+    @property
+    def achieved(self) -> float | None:
+        """The bound over the time."""
+        return self.bound_us / self.time_us if self.time_us and self.bound_us else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The kernels of a function on a device; prints as a table."""
+
+    device: str
+    kernels: tuple[KernelCost, ...]
+
+    def __str__(self) -> str:
+        head = ("kernel", "calls", "bytes", "traffic", "flops", "bound", "time", "achieved", "limited by")
+        rows = [head, *map(_row, self.kernels)]
+        widths = [max(len(r[k]) for r in rows) for k in range(len(head))]
+        ranged = lambda r: [c.ljust(w) if k in (0, 8) else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths))]
+        return "\n".join([f"on {self.device}", *("  ".join(ranged(r)).rstrip() for r in rows)])
+
+
+def explain(
+    f: Callable[..., Any], *args: Any, rates: Mapping[str, float] | None = None, run: bool = True
+) -> Explanation:
+    """Bytes, operations, roofline bound, time and bottleneck of every kernel that `f(*args)` calls.
+
+    Args:
+      f: a JAX function, jitted or not.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`. Kernels are measured on data of their own.
+      rates: measured peaks that go before the numbers of the target's data sheet: `"memory"` in bytes a second, and
+        operations a second by dtype, such as `"bfloat16"`. CPUs have no numbers but these.
+      run: measure, where the device is here.
+
+    Raises:
+      KernelTypeError: called inside of a trace.
+    """
+    programs, calls = trace(f, *args)
+    target = device.target()
+    given = {}
+    for call in calls:
+        entry = lookup(call)
+        given[call.bound(entry.config if entry else {}).program] = call
+    data = lambda program: given[program].data() if program in given else None
+    kernels = [
+        _cost(program, times, target, rates, data(program) if run else None, run and device.is_here())
+        for program, times in programs.items()
+    ]
+    return Explanation(device.kind() if device.is_here() else target.name, tuple(kernels))
+
+
+def _cost(program: Any, calls: int, target: Any, rates: Any, data: Any, run: bool) -> KernelCost:
+    pieces = pieces_of(program).kernels
+    done = [work(passes.run_pipeline(piece, passes.TILE)) for piece in pieces]
+    total = _sum(done)
+    limits = prune.bound_us(total, target, rates)
+    limits = {k: v for k, v in limits.items() if v}
+    time_us = _time(program, target, data) if run else None
+    found = tuple(_resources(program, k, target) for k in range(len(pieces)))
+    resources = tuple(r for r in found if r)
+    limit = _limit(total, limits, time_us, resources, target, rates)
+    return KernelCost(program.name, calls, program.kernel.grid, total, limits, time_us, resources, limit)
+
+
+def _resources(program: Any, piece: int, target: Any) -> Mapping[str, Any]:
+    if target.platform == "cpu":
+        return {}
+    try:
+        return compile_piece(program, piece, target).launch.get("resources") or {}
+    except UnsupportedError:  # no compiler for the target here: the counts stand without
+        return {}
+
+
+def _time(program: Any, target: Any, data: Any) -> float:
+    """Microseconds of one call, with a cold cache on a GPU."""
+    from jtile._tangent import bind
+
+    types = [v.type.info.numpy for v in program.kernel.inputs]
+    inputs = [_Type(v.shape, d) for v, d in zip(program.kernel.inputs, types)]
+    sets = measure.argument_sets(inputs, program.out_avals, prune.cache_bytes(target), data)
+    run = measure.program_of(_Run(lambda arrays: bind(program, arrays)), sets)
+    runner = measure.Runner(sets)
+    runner.warm(0, run)
+    for _ in range(_ROUNDS):
+        runner.round(0, run)
+    return runner.time_us(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Type:
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    run: Callable[[Sequence[Any]], Any]
+
+
+def _sum(done: Sequence[Work]) -> Work:
+    if len(done) == 1:
+        return done[0]
+    products: dict[str, int] = {}
+    for w in done:
+        for dtype, n in w.products.items():
+            products[dtype] = products.get(dtype, 0) + n
+    add = lambda name: sum(getattr(w, name) for w in done)
+    return Work(
+        add("read"), add("written"), add("loaded"), add("stored"), products, add("elements"), add("special"),
+        add("programs"), all(w.exact for w in done),
+    )  # fmt: skip
+
+
+def _limit(
+    w: Work, limits: Mapping[str, float], time_us: float | None, resources: Sequence[Any], target: Any, rates: Any
+) -> str:
+    if not limits:
+        return "unknown: this target has no rates"
+    name = max(limits, key=limits.__getitem__)
+    most = _LIMITS[name] if target.platform == "cpu" or name != "products" else "tensor cores"
+    if time_us is None or limits[name] > CLOSE * time_us:
+        return most
+    spills = max((r["spills"] for r in resources), default=0)
+    units = next((s.units for s in target.scales if s.name == "device"), 1)
+    if spills:
+        return f"registers: {spills} bytes spilled"
+    if target.platform != "cpu" and time_us < LAUNCH_US:
+        return "launch"
+    if w.programs < units:
+        return f"parallelism: {w.programs} programs for {units} units"
+    occupancy = min((r["occupancy"] for r in resources), default=1.0)
+    if occupancy < FEW and name == "memory":
+        return f"occupancy: {occupancy:.0%}"
+    speed = prune.bandwidth(target, rates)
+    if speed and w.traffic / (prune.CACHE_RATE * speed) * 1e6 > max(limits[name], CLOSE * time_us):
+        return "cache traffic"
+    return f"latency: {limits[name] / time_us:.0%} of what {most} allows"
+
+
+def _row(k: KernelCost) -> tuple[str, ...]:
+    us = lambda t: f"{t:.1f} us" if t else "-"
+    guess = "" if k.work.exact else "~"
+    share = "-" if k.achieved is None else f"{k.achieved:.0%}"
+    counts = [guess + _si(n) for n in (k.work.bytes, k.work.traffic, k.work.flops or k.work.elements)]
+    return k.name, str(k.calls), *counts, us(k.bound_us), us(k.time_us), share, k.limit
+
+
+def _si(n: float) -> str:
+    """1234567 -> "1.23M"."""
+    power = min(int(math.log10(max(n, 1)) // 3), 5)
+    return f"{n / 1000**power:.3g}{['', 'k', 'M', 'G', 'T', 'P'][power]}"

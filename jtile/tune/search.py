@@ -1,0 +1,210 @@
+"""The measured search: candidates of one call are pruned, compiled, checked against the default, timed by halves."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jtile._errors import JtileError
+from jtile._lowering import pieces_of
+from jtile.tune import device, measure, prune
+from jtile.tune.space import Call
+from jtile.tune.store import Entry, store
+
+WORSE = 4.0  # how many times the best predicted time a candidate may take
+MOST = 128  # candidates that are compiled
+WORTH = 0.02  # a winner that gains less over the default is noise
+ROUNDS = 7  # samples of those that are left in the end
+Progress = Callable[[str, int, int], None]  # (what, done, of how many)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One point of the space, and what became of it.
+
+    Attributes:
+      config: the values that it sets; empty for the default.
+      state: `measured`, `pruned`, `same` (as another, compiled), `failed`, `wrong` (it differs from the default's
+        result), `late` (the time was up).
+      time_us: of one call, where it was measured.
+      detail: why it was not.
+    """
+
+    config: dict[str, Any]
+    state: str
+    time_us: float = math.inf
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a search found: the entry that was stored (None: not even the default ran), and every candidate."""
+
+    call: Call
+    entry: Entry | None
+    candidates: tuple[Candidate, ...]
+
+
+def search(call: Call, *, time_limit: float | None = None, progress: Progress | None = None) -> Result:
+    """Find and store the best candidate of a call. What was found before a KeyboardInterrupt is stored too."""
+    run = _Search(call, time.monotonic() + (math.inf if time_limit is None else time_limit), progress or _silent)
+    try:
+        run.prepare()
+        run.compile()
+        run.check()
+        run.race()
+    finally:
+        entry = run.finish()
+    return Result(call, entry, tuple(run.candidates()))
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+class _Search:
+    """One search; the default is number -1, the points of the space count from 0."""
+
+    def __init__(self, call: Call, deadline: float, progress: Progress):
+        self.call, self.deadline, self.progress = call, deadline, progress
+        self.configs = {-1: {}, **dict(enumerate(call.candidates))}
+        self.fate: dict[int, tuple[str, str]] = {}  # number -> (state, detail) of those that are out
+        self.bound: dict[int, Any] = {}
+        self.programs: dict[int, Any] = {}
+        self.runner: measure.Runner | None = None
+
+    def prepare(self) -> None:
+        """Trace every candidate; leave out equal ones and those that the cost model rules out."""
+        target, seen, cost = device.target(), {}, {}
+        for k, config in self.configs.items():
+            try:
+                bound = self.call.bound(config)
+                kernel, why = _kernel(bound), ""
+                if bound.program in seen:
+                    self.fate[k] = "same", f"as {seen[bound.program]}"
+                    continue
+                options = bound.program.options.compiler
+                why = "" if k < 0 else prune.unfit(kernel, target, options)
+                cost[k] = prune.predicted_us(kernel, target)
+            except JtileError as e:
+                self.fate[k] = "failed", e.message
+                if k < 0:  # the call itself is wrong
+                    raise
+                continue
+            seen[bound.program] = config or "the default"
+            if why:
+                self.fate[k] = "pruned", why
+            else:
+                self.bound[k] = bound
+        best = min(cost[k] for k in self.bound)
+        ranked = sorted(self.bound, key=lambda k: (k >= 0, cost[k]))
+        for place, k in enumerate(ranked):
+            if k >= 0 and (cost[k] > WORSE * best or place >= MOST):
+                self.fate[k] = "pruned", f"predicted {cost[k]:.1f} us, the best {best:.1f} us"
+                del self.bound[k]
+
+    def compile(self) -> None:
+        """Compile in parallel: the default first, since nothing is compared without it."""
+        first = self.bound[-1]
+        sets = measure.argument_sets(
+            self.call.types, first.program.out_avals, prune.cache_bytes(device.target()), self.call.data()
+        )
+        self.runner = measure.Runner(sets)
+        self.programs[-1] = measure.program_of(first, sets)
+        jobs = {k: lambda b=b: measure.program_of(b, sets) for k, b in self.bound.items() if k >= 0}
+        for k, done in measure.compile_all(jobs, self.deadline, self._tick("compile", len(jobs))).items():
+            if isinstance(done, Exception):
+                self.fate[k] = "failed", f"{type(done).__name__}: {getattr(done, 'message', done)}"
+            else:
+                self.programs[k] = done
+
+    def check(self) -> None:
+        """Run each once: what differs from the default's result is out."""
+        assert self.runner is not None
+        expected = self.runner.warm(-1, self.programs[-1])
+        self.runner.round(-1, self.programs[-1])
+        tick = self._tick("check", len(self.programs))
+        for k, program in list(self.programs.items()):
+            tick()
+            if k < 0 or self._late():
+                continue
+            try:
+                error = measure.difference(self.runner.warm(k, program), expected)
+            except (RuntimeError, ValueError) as e:  # a launch that failed
+                self.fate[k] = "failed", f"{type(e).__name__}: {str(e).splitlines()[0]}"
+                continue
+            if error > 1:
+                self.fate[k] = "wrong", f"{error:.1f} times the tolerance from the default's result"
+            else:
+                self.runner.round(k, program)
+
+    def race(self) -> None:
+        """Sample those that are left, in turns, and drop the slower half after each round."""
+        runner = self.runner
+        assert runner is not None
+        alive = [k for k in self.programs if k >= 0 and k in runner.samples]
+        rounds = 1
+        while alive and not self._late():
+            last = len(alive) <= 2
+            tick = self._tick("time", len(alive))
+            for turn in range(ROUNDS if last else rounds):
+                for k in (*alive[turn % len(alive) :], *alive[: turn % len(alive)], -1):
+                    if not self._late():
+                        runner.round(k, self.programs[k])
+                tick()
+            alive.sort(key=runner.time_us)
+            if last:
+                break
+            alive, rounds = alive[: -(-len(alive) // 2)], rounds + 1
+
+    def finish(self) -> Entry | None:
+        """Store the best so far."""
+        if self.runner is None or -1 not in self.runner.samples or not self.call.name:
+            return None
+        times = {k: self.runner.time_us(k) for k in self.runner.samples}
+        default = times[-1]
+        most = max(map(len, self.runner.samples.values()))
+        final = [k for k in times if len(self.runner.samples[k]) >= most / 2]  # those of the last rounds
+        best = min(final, key=times.__getitem__)
+        if times[best] > (1 - WORTH) * default:
+            best = -1
+        entry = Entry(
+            self._full(best), round(times[best], 3), round(default, 3), len(times), len(self.call.candidates),
+            importlib.metadata.version("jtile"), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        store.put(device.kind(), self.call.name, entry)
+        return entry
+
+    def candidates(self) -> Iterator[Candidate]:
+        for k, config in self.configs.items():
+            if self.runner is not None and k in self.runner.samples:
+                yield Candidate(config, "measured", self.runner.time_us(k))
+            else:
+                state, detail = self.fate.get(k, ("late", "the time was up"))
+                yield Candidate(config, state, detail=detail)
+
+    def _full(self, k: int) -> dict[str, Any]:
+        """A candidate's values, or those of the default for the names that are tuned."""
+        if k >= 0:
+            return self.configs[k]
+        known = {**dict(self.bound[-1].program.meta), **self.bound[-1].program.options.compiler}
+        return {name: known[name] for name in self.call.tuned if known.get(name) is not None}
+
+    def _late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def _tick(self, what: str, total: int) -> Callable[[], None]:
+        done = iter(range(1, total + 1_000_000))
+        return lambda: self.progress(what, min(next(done), total), total)
+
+
+def _kernel(bound: Any) -> Any:
+    """The largest kernel of a program, after the passes."""
+    from jtile import passes
+
+    return passes.run_pipeline(pieces_of(bound.program).kernels[0], passes.TILE)

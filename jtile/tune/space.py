@@ -1,0 +1,220 @@
+"""What can be chosen for a kernel, what the choice depends on, and one call that needs a choice."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import hashlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import tree_flatten, tree_unflatten
+
+from jtile._compat import is_symbolic
+from jtile._config import current
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile._marks import strip
+from jtile._platform import platform
+from jtile._signature import REQUIRED, nearest
+from jtile.tune.store import store
+
+# The calls that a trace makes, in a `Recorder`, while `jt.tune` looks for them.
+recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("jtile_tune_recorder", default=None)
+
+OPTIONS = ("num_warps", "num_stages", "num_ctas")
+Config = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tuning:
+    """What `jt.autotune` says about a kernel; see there."""
+
+    space: Any
+    key: Any = None
+    data: Callable[..., Any] | None = None
+
+    def state(self) -> Any:
+        """What a choice depends on besides the call: it is part of the keys that choices are remembered by."""
+        options = current()
+        device = options.arch, options.isa, options.cache_dir, jax.config.jax_default_device
+        return store.version, options.autotune, options.interpret, device, recorder.get()
+
+    def check(self, kernel: Any) -> None:
+        """Raises KernelTypeError, KernelValueError for a space or key that does not fit the kernel."""
+        sig = kernel._signature
+        if not callable(self.space):
+            for config in self.configs(sig, (), {}):
+                check_names(sig, config)
+        if self.key is None or callable(self.key):
+            return
+        known = {*sig.refs, sig.variadic, *sig.meta}
+        for name in self.key:
+            if name not in known:
+                raise KernelValueError(f"autotune: kernel {sig.name} has no {name!r}{nearest(name, known)}", sig.where)
+
+    def configs(self, sig: Any, inputs: Sequence[Any], meta: Mapping[str, Any]) -> list[Config]:
+        """Every point of the space for these abstract inputs and meta-parameters."""
+        space = self.space(*inputs, **meta) if callable(self.space) else self.space
+        if isinstance(space, Mapping):
+            lists = {k: list(v) if isinstance(v, list | tuple | range) else None for k, v in space.items()}
+            bad = next((k for k, v in lists.items() if not v), None)
+            if bad is not None:
+                raise KernelTypeError(
+                    f"autotune: space[{bad!r}] is {space[bad]!r}: expected a list of values", sig.where
+                )
+            return [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
+        if isinstance(space, list | tuple) and space and all(isinstance(c, Mapping) for c in space):
+            return [dict(c) for c in space]
+        raise KernelTypeError(
+            f"autotune: space is {space!r}: expected a dict from names to lists of values, a list of dicts, or a "
+            "function that gives one of them",
+            sig.where,
+        )
+
+
+def check_names(sig: Any, config: Mapping[str, Any]) -> None:
+    """Refuse a name that is neither a meta-parameter nor an option."""
+    for name in config:
+        if name not in sig.meta and name not in OPTIONS and not sig.open:
+            raise KernelValueError(
+                f"autotune: kernel {sig.name} has no meta-parameter or option {name!r}"
+                f"{nearest(name, [*sig.meta, *OPTIONS])}",
+                sig.where,
+            )
+
+
+@dataclasses.dataclass(eq=False)
+class Recorder:
+    """Every call of a tunable kernel, by the name of its entry."""
+
+    calls: dict[str, Call] = dataclasses.field(default_factory=dict)
+
+
+class Call:
+    """A call of a tunable kernel with arguments of given types.
+
+    Attributes:
+      kernel: the kernel.
+      tree, types: structure of the arguments, and shape and dtype of each array.
+      given: meta-parameters of the call, which are not tuned.
+      defaults: what is taken where there is no entry.
+      candidates: the points of the space that agree with what is given, without the names given.
+      name: what its entry is stored under; empty where a size is known only when the kernel runs.
+    """
+
+    def __init__(
+        self, kernel: Any, tree: Any, leaves: Sequence[Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+    ):
+        sig = kernel._signature
+        check_names(sig, defaults)
+        self.kernel, self.tree, self.given = kernel, tree, dict(given)
+        self.types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        self.options = {n: v for n in OPTIONS if (v := getattr(kernel._options, n)) is not None}
+        fixed = self.options | self.given
+        self.defaults = {k: v for k, v in defaults.items() if k not in fixed}
+        inputs, marks = strip(tree_unflatten(tree, self.types))
+        static = not any(marks) and not kernel._spec.dynamic
+        static = static and not any(is_symbolic(n) for x in self.types for n in x.shape)
+        configs: list[Config] = []
+        if static:
+            configs = kernel._tuning.configs(sig, inputs, {**_known(sig.meta), **self.defaults, **self.given})
+            for config in configs:
+                check_names(sig, config)
+            if platform() == "cpu":  # which has no warps
+                configs = [{k: v for k, v in config.items() if k not in OPTIONS} for config in configs]
+        self.candidates = list(_agreeing(configs, fixed))
+        self.tuned = tuple(dict.fromkeys(name for config in self.candidates for name in config))
+        self.name = self._name(inputs) if self.candidates and self.tuned else ""
+
+    def config(self, config: Mapping[str, Any]) -> Config:
+        """The defaults with a point of the space on top."""
+        return {**self.defaults, **config}
+
+    def bound(self, config: Mapping[str, Any]) -> Any:
+        """The kernel with everything fixed: `.program`, and `.run(arrays)`."""
+        full = self.config(config)
+        options = {k: v for k, v in full.items() if k in OPTIONS}
+        meta = {k: v for k, v in full.items() if k not in OPTIONS}
+        return self.kernel._variant(options)._resolve(self.tree, self.types, {**self.given, **meta})
+
+    def data(self) -> Any:
+        """Arrays to measure with that the kernel's author gives, flat; None: random ones."""
+        make = self.kernel._tuning.data
+        if make is None:
+            return None
+        inputs, _ = strip(tree_unflatten(self.tree, self.types))
+        given = make(*inputs, **{**_known(self.kernel._signature.meta), **self.defaults, **self.given})
+        leaves = tree_flatten(given)[0]
+        if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in self.types]:
+            raise KernelValueError(
+                f"autotune: data= of kernel {self.kernel.name} gives arrays {[jax.typeof(x) for x in leaves]}, "
+                f"expected {[str(x) for x in self.types]}"
+            )
+        return leaves
+
+    def _name(self, inputs: Sequence[Any]) -> str:
+        sig, key = self.kernel._signature, self.kernel._tuning.key
+        meta = {**_known(sig.meta), **self.given, **self.options}
+        meta = {k: v for k, v in meta.items() if k not in self.tuned}
+        if callable(key):
+            what = [_text(key(*inputs, **meta))]
+        else:
+            names = [sig.ref_name(k) for k in range(len(inputs))]
+            wanted = lambda name: key is None or name in key or (name not in sig.refs and sig.variadic in key)
+            what = [f"{n}={_types(x)}" for n, x in zip(names, inputs) if wanted(n)]
+            what += [f"{k}={_text(v)}" for k, v in sorted(meta.items()) if key is None or k in key]
+        precision = jax.config.jax_default_matmul_precision
+        what += [f"precision={precision}"] if precision else []
+        return f"{self.kernel.name}#{source_hash(self.kernel)} {' '.join(what)}"
+
+
+def source_hash(kernel: Any) -> str:
+    """Twelve digits that change with the text of the kernel's function, from its `def` to its end. What the function
+    calls, the decorators and jtile itself do not count: an entry may become a poor choice, never a wrong result."""
+    return _source_hash(kernel._fn, tuple(kernel._lines), kernel._signature.where)
+
+
+@functools.lru_cache(maxsize=256)
+def _source_hash(fn: Callable[..., Any], lines: tuple[str, ...], where: tuple[str, int] | None) -> str:
+    if lines and where:
+        text = "".join(inspect.getblock(list(lines[where[1] - 1 :])))
+    else:
+        code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
+        text = (
+            f"{code.co_code!r} {code.co_names} {[c for c in code.co_consts if not hasattr(c, 'co_code')]}"
+            if code
+            else ""
+        )
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _agreeing(configs: Sequence[Config], fixed: Mapping[str, Any]) -> Iterator[Config]:
+    """The points that agree with what is fixed, without these names, once each."""
+    seen = set()
+    for config in configs:
+        if any(fixed.get(k, v) != v for k, v in config.items()):
+            continue
+        left = {k: v for k, v in config.items() if k not in fixed}
+        if (mark := repr(sorted(left.items()))) not in seen:
+            seen.add(mark)
+            yield left
+
+
+def _known(meta: Mapping[str, Any]) -> Config:
+    return {k: v for k, v in meta.items() if v is not REQUIRED}
+
+
+def _types(x: Any) -> str:
+    leaves = tree_flatten(x)[0]
+    texts = [f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in leaves]
+    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def _text(v: Any) -> str:
+    if callable(v):
+        return f"{getattr(v, '__module__', '?')}.{getattr(v, '__qualname__', type(v).__name__)}"
+    return repr(v)
