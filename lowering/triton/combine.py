@@ -20,7 +20,18 @@ Combiner = Callable[[list[Val], list[Val]], list[Val]]
 def reduce(em: Emitter, xs: Sequence[Val], axis: int, body: Combiner) -> list[Val]:
     """Tensors of one shape folded along an axis by a commutative function of scalars: `body(a..., b...)`."""
     shape = (*xs[0].shape[:axis], *xs[0].shape[axis + 1 :])
-    return _region(em, "tt.reduce", f"axis = {axis} : i32", xs, shape, body)
+    isolated = [em.code.isolated(x) for x in xs]
+    return _region(em, "tt.reduce", f"axis = {axis} : i32", isolated, shape, body)
+
+
+def reduce_axes(em: Emitter, xs: Sequence[Val], axes: Sequence[int], body: Combiner) -> list[Val]:
+    """Likewise along several axes, one after the other: merged into one, their lanes would lie so that threads which
+    meet are not neighbours. Axes of length 1 may stay."""
+    out = list(xs)
+    for axis in sorted(axes, reverse=True):
+        if out[0].shape[axis] > 1:
+            out = reduce(em, out, axis, body)
+    return out
 
 
 def scan(em: Emitter, xs: Sequence[Val], axis: int, body: Combiner, *, reverse: bool = False) -> list[Val]:

@@ -25,6 +25,7 @@ from jtile.lowering.triton import (  # noqa: F401  emitters register
     emit_shape,
     emit_sort,
     heuristics,
+    layouts,
     stages,
 )
 from jtile.lowering.triton.emit_basics import emit_size, start_program, static_programs
@@ -39,10 +40,10 @@ RESIDENT = 2048  # blocks of a kernel with private memory: each runs many progra
 WORKSPACE = 256 << 20  # bytes of private memory of all blocks, where one block does not need more
 
 
-def emit_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record]:
-    """TTIR text of a kernel, and its launch record. Equal kernels give equal text."""
+def emit_kernel(kernel: ir.Kernel, f: Features, *, isolate: bool = False) -> tuple[str, Record]:
+    """TTIR text of a kernel, and its launch record. Equal kernels give equal text. `isolate`: see `layouts.py`."""
     record = Record()
-    em = Emitter(kernel, f, record)
+    em = Emitter(kernel, f, record, isolate=isolate)
     _parameters(em)
     scratch = _scratch(em)
     blocks = _blocks(kernel, sum(map(buffer_bytes, scratch)))
@@ -191,8 +192,13 @@ def compile_kernel(
       UnsupportedError: triton is missing, or the kernel needs more shared memory than a block may have.
     """
     f = features(arch)
+    choice = heuristics.choose(kernel, f, options or {})
     text, record = emit_kernel(kernel, f)
-    built = stages.build(text, f, heuristics.choose(kernel, f, options or {}), where=kernel, texts=texts)
+    try:
+        built = stages.build(text, f, choice, where=kernel, texts=texts)
+    except layouts.ScatteredLanesError:
+        text, record = emit_kernel(kernel, f, isolate=True)
+        built = stages.build(text, f, choice, where=kernel, texts=texts)
     launch = {
         "name": kernel.name,
         "record": record.finish(kernel.name, symbol(kernel), f.arch, built),

@@ -16,6 +16,7 @@ from jtile.lowering.triton.addresses import addresses, lines, offsets, resolve, 
 from jtile.lowering.triton.emitter import Buffer, Emitter, elem_of, emits, padded
 from jtile.lowering.triton.hazards import may_repeat, meet
 from jtile.lowering.triton.lanes import fold
+from jtile.lowering.triton.moves import gather
 from jtile.lowering.triton.ttir import Val, bits
 
 _BITWISE = ("and", "or", "xor")
@@ -310,17 +311,12 @@ def _count_before(em: Emitter, key: Val, live: Val | None) -> Val:
     out = code.let(head, (n,), "i32")
     with code.region():
         others = code.add(code.splat(first, (width,)), code.arange(width))
-        picked = [None if v is None else _pick(em, v, others) for v in (key, live)]
+        picked = [None if v is None else gather(code, v, others) for v in (key, live)]
         assert picked[0] is not None
         total = code.add(acc, _pairs(em, key, live, others, picked[0], picked[1]))
         code.do(f"scf.yield {total.name} : {total.type}")
     code.do("}")
     return out
-
-
-def _pick(em: Emitter, v: Val, lanes: Val) -> Val:
-    kind = f"({v.type}, {lanes.type}) -> tensor<{lanes.size}x{v.elem}>"
-    return em.code.let(f"tt.gather {v.name}[{lanes.name}] {{axis = 0 : i32}} : {kind}", lanes.shape, v.elem)
 
 
 def _pairs(em: Emitter, key: Val, live: Val | None, lanes: Val, keys: Val, lives: Val | None) -> Val:

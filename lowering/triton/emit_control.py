@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jtile import ir
+from jtile.lowering.triton import versions
 from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
 from jtile.lowering.triton.hazards import in_order
 from jtile.lowering.triton.ttir import Val
@@ -136,6 +137,9 @@ def _while(em: Emitter, op: ir.While) -> list[Val]:
     results = _open(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
     with code.region():
         (go,) = em.block(op.cond, tested)
+        if not versions.constant_conditions():  # no analysis knows that this is false
+            never = code.cmp("slt", code.let("tt.get_program_id x : i32", (), "i32"), code.i32(0))
+            go = code.op("arith.ori", go, never)
         passed = f" {', '.join(t.name for t in tested)} : {kinds}" if inits else ""
         code.do(f"scf.condition({go.name}){passed}")
     code.do("} do {")

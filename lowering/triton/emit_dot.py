@@ -174,6 +174,7 @@ def total(code: Code, v: Val, axis: int) -> Val:
     """The sum along an axis; a scalar for a vector."""
     shape = (*v.shape[:axis], *v.shape[axis + 1 :])
     add = "arith.addf" if v.is_float else "arith.addi"
+    v = code.isolated(v)
     x, y, z = (code.name() for _ in range(3))
     out = code.let(f'"tt.reduce"({v.name}) <{{axis = {axis} : i32}}> ({{', shape, v.elem)
     code.do(f"^bb0({x}: {v.elem}, {y}: {v.elem}):")

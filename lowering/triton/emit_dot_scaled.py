@@ -12,6 +12,7 @@ from jtile import ir
 from jtile.lowering.triton.convert import convert
 from jtile.lowering.triton.emit_dot import FP8, NARROW, Form, cut, form_of, multiply_add, product, swapped
 from jtile.lowering.triton.emitter import Emitter, emits, padded
+from jtile.lowering.triton.moves import gather
 from jtile.lowering.triton.ttir import Code, Val, spell
 
 POWER = "float8_e8m0fnu"
@@ -88,8 +89,7 @@ def _spread(code: Code, s: Val, side: Side, shape: tuple[int, ...]) -> Val:
         at = code.op("arith.divui", code.arange(k), code.const(size, "i32", (k,)))
         at = code.op("arith.minui", at, code.const(side.blocks - 1, "i32", (k,)))
         at = code.along(at, axis, shape)
-        right = f"tt.gather {s.name}[{at.name}] {{axis = {axis} : i32}} : ({s.type}, {at.type}) -> "
-        return code.let(right + spell(shape, s.elem), shape, s.elem)
+        return gather(code, s, at, axis)
     wide = code.expand_dims(s, axis + 1)
     times = k // s.shape[axis]
     return code.reshape(code.broadcast(wide, (*s.shape[: axis + 1], times, *s.shape[axis + 1 :])), shape)

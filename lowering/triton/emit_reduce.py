@@ -27,12 +27,8 @@ def _reduce(em: Emitter, op: ir.Reduce) -> Val:
         return em.code.const(code_of(ir.identity(op.fn, dtype), dtype), elem_of(dtype), full)
     x = wide(em, em.val(op.x), dtype)
     x = combine.filled(em, x, op.x.shape, op.axes, ir.identity(op.fn, dtype))
-    x, axis = combine.flattened(em, x, op.axes)
-    if x.shape[axis] == 1:
-        y = em.code.reshape(x, full)
-    else:
-        (y,) = combine.reduce(em, [x], axis, combine.binary(em, arith(op.fn, dtype)))
-    return narrow(em, y, dtype)
+    (y,) = combine.reduce_axes(em, [x], op.axes, combine.binary(em, arith(op.fn, dtype)))
+    return narrow(em, em.code.reshape(y, full), dtype)
 
 
 def arith(fn: str, dtype: str) -> str:
@@ -118,14 +114,8 @@ def _user_reduce(em: Emitter, op: ir.UserReduce) -> list[Val]:
     else:
         guard = combine.with_guard(em, xs, shape, op.axes)
     rule = body if guard is None else combine.guarded(em, body)
-    flat = [combine.flattened(em, x, op.axes) for x in guard or xs]
-    axis = flat[0][1]
-    ys = [v for v, _ in flat]
-    if ys[0].shape[axis] == 1:
-        out = [em.code.reshape(y, full) for y in ys]
-    else:
-        out = (combine.reduce if commutes(op.body) else _last)(em, ys, axis, rule)
-    out = out[: len(xs)]
+    ys = (combine.reduce_axes if commutes(op.body) else _last)(em, guard or xs, op.axes, rule)
+    out = [em.code.reshape(y, full) for y in ys[: len(xs)]]
     return out if plain else _start(em, op, body, inits, out)
 
 
@@ -135,10 +125,14 @@ def _padded_by(em: Emitter, x: Val, init: ir.Value, shape: Sequence[int], axes: 
     return x if mask is None else em.code.select(mask, x, em.code.splat(em.val(init), x.shape))
 
 
-def _last(em: Emitter, xs: Sequence[Val], axis: int, body: combine.Combiner) -> list[Val]:
+def _last(em: Emitter, xs: Sequence[Val], axes: Sequence[int], body: combine.Combiner) -> list[Val]:
     """A reduction that keeps the order of the lanes: the last element of a scan."""
-    code, ys = em.code, combine.scan(em, xs, axis, body)
-    n = ys[0].shape[axis]
+    flat = [combine.flattened(em, x, axes) for x in xs]
+    code, axis = em.code, flat[0][1]
+    n = flat[0][0].shape[axis]
+    if n == 1:
+        return [x for x, _ in flat]
+    ys = combine.scan(em, [x for x, _ in flat], axis, body)
     last = code.cmp("eq", code.along(code.arange(n), axis, ys[0].shape), code.const(n - 1, "i32", ys[0].shape))
     out = []
     for y in ys:

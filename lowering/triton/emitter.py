@@ -79,9 +79,9 @@ class Buffer:
 class Emitter:
     """State of one kernel's emission: `env` maps tiles to values, `refs` Refs to memory."""
 
-    def __init__(self, kernel: ir.Kernel, features: Features, record: Record):
+    def __init__(self, kernel: ir.Kernel, features: Features, record: Record, *, isolate: bool = False):
         self.kernel, self.features, self.record = kernel, features, record
-        self.code = Code()
+        self.code = Code(isolate=isolate)
         self.env: dict[ir.Value, Val] = {}
         self.refs: dict[ir.Value, Buffer] = {}
         self.program: dict[int, Val] = {}

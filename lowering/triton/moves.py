@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from jtile.lowering.triton import versions
 from jtile.lowering.triton.emitter import Emitter
 from jtile.lowering.triton.ttir import Code, Val, bits, spell
 
@@ -85,10 +86,14 @@ def pick(em: Emitter, v: Val, lanes: Val) -> Val:
     return gather(code, flat, lanes)
 
 
-def gather(code: Code, v: Val, lanes: Val) -> Val:
-    """`tt.gather` of a vector."""
+def gather(code: Code, v: Val, lanes: Val, axis: int = 0) -> Val:
+    """`tt.gather` along an axis: `lanes` has the rank of `v`."""
     kind = f"({v.type}, {lanes.type}) -> {spell(lanes.shape, v.elem)}"
-    return code.let(f"tt.gather {v.name}[{lanes.name}] {{axis = 0 : i32}} : {kind}", lanes.shape, v.elem)
+    return code.let(
+        f"tt.gather {v.name}[{lanes.name}] {{axis = {axis} : i32{versions.gather_layout()}}} : {kind}",
+        lanes.shape,
+        v.elem,
+    )
 
 
 def _pick_halves(em: Emitter, v: Val, lanes: Val) -> Val:

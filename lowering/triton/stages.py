@@ -14,7 +14,7 @@ from typing import Any
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.triton import resources, versions
+from jtile.lowering.triton import layouts, resources, versions
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.heuristics import Choice
 
@@ -49,6 +49,7 @@ def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bo
 
     Raises:
       UnsupportedError: triton is missing, or one block needs more shared memory than it may have.
+      ScatteredLanesError: a reduction would be wrong; see `layouts.py`.
     """
     versions.version()
     asked = max(map(int, _LOOP_STAGES.findall(text)), default=1)
@@ -81,6 +82,8 @@ def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
     with _quiet():
         for name, stage in _stages(backend, options).items():
             value = stage(value, metadata)
+            if name == "ttgir" and not versions.reduces_any_layout():
+                layouts.check(str(value))
             if texts and not isinstance(value, bytes):
                 levels[name] = str(value)
     del context

@@ -82,7 +82,8 @@ def _float_bits(value: float, elem: str) -> int:
 class Code:
     """The body of one `tt.func`, written in order. `head` comes before it: constants, which dominate everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, isolate: bool = False) -> None:
+        self._isolate = isolate
         self.head: list[str] = []
         self.lines: list[str] = []
         self._depth = 2
@@ -228,6 +229,22 @@ class Code:
         order = ", ".join(map(str, perm))
         right = f"tt.trans {a.name} {{order = array<i32: {order}>}} : {a.type} -> {spell(shape, a.elem)}"
         return self.let(right, shape, a.elem)
+
+    def isolated(self, a: Val) -> Val:
+        """The same tensor in a layout of the compiler's default kind, where that was asked for: a scan of one element,
+        which costs nothing, takes no other. See `layouts.py`."""
+        if not self._isolate or not a.shape:
+            return a
+        if a.elem == "i1":
+            return self.to_int(self.isolated(self.to_int(a, "i32", signed=False)), "i1")
+        wide = self.expand_dims(a, len(a.shape))
+        x, y = self.name(), self.name()
+        attributes = f"axis = {len(a.shape)} : i32, reverse = false"
+        out = self.let(f'"tt.scan"({wide.name}) <{{{attributes}}}> ({{', wide.shape, a.elem)
+        self.do(f"^bb0({x}: {a.elem}, {y}: {a.elem}):")
+        self.do(f"  tt.scan.return {y} : {a.elem}")
+        self.do(f"}}) : ({wide.type}) -> {wide.type}")
+        return self.reshape(out, a.shape)
 
     # -- integer arithmetic that folds what is constant ---------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What differs between the versions of triton that jtile knows (3.6 to 3.9): two spellings, and how stages are run."""
+"""What differs between the versions of triton that jtile knows (3.6 to 3.9): spellings, and defects to go around."""
 
 from __future__ import annotations
 
@@ -47,6 +47,22 @@ def tensordesc(shape: tuple[int, ...], elem: str) -> str:
     """The type of a tensor descriptor for tiles of a shape."""
     text = "x".join([*map(str, shape), elem])
     return f"!tt.tensordesc<tensor<{text}>>" if version() < (3, 9) else f"!tt.tensordesc<{text}>"
+
+
+def gather_layout() -> str:
+    """An attribute of `tt.gather`: triton 3.6 looks for a layout in which a warp finds all that it gathers, and fails an
+    assertion where it finds none."""
+    return ", efficient_layout" if version() < (3, 9) else ""
+
+
+def constant_conditions() -> bool:
+    """Whether a `scf.while` may be known never to run: triton 3.6 crashes on the loads and stores of its body."""
+    return version() >= (3, 9)
+
+
+def reduces_any_layout() -> bool:
+    """Whether `tt.reduce` is right in every layout; see `layouts.py`."""
+    return version() >= (3, 9)
 
 
 def converts_fp8(arch: str) -> bool:
