@@ -1,4 +1,4 @@
-"""The command `jtile`: info, generate, inspect, cache, demo. Each command imports what it needs when it runs."""
+"""The command `jtile`: info, generate, inspect, tune, explain, cache, demo. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -86,6 +86,37 @@ def inspect(
     from jtile.tools import levels
 
     levels.show(kernel, args, meta or [], target=target, only=level or [], transform=transform)
+
+
+Args = Annotated[str, typer.Option("--args", help="Types of the arguments: f32[128,256],bf16[256].")]
+Meta = Annotated[list[str] | None, typer.Option("--meta", help="A keyword argument: causal=True (repeatable).")]
+
+
+@app.command()
+def tune(
+    what: Annotated[str, typer.Argument(help="module:function, such as jtile.ops:matmul; or show, or merge.")],
+    files: Annotated[list[str] | None, typer.Argument(help="Of show and merge: files of entries.")] = None,
+    args: Args = "",
+    meta: Meta = None,
+    time_limit: Annotated[float | None, typer.Option(min=0.0, help="Seconds for all of the search.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="A file that gets the new entries too.")] = None,
+) -> None:
+    """Search for the best parameters of the kernels that a function calls, on this machine's device."""
+    from jtile.tools import tuning
+
+    raise typer.Exit(tuning.run(what, files or [], args=args, meta=meta or [], time_limit=time_limit, out=out))
+
+
+@app.command()
+def explain(
+    what: Annotated[str, typer.Argument(help="module:function, such as jtile.ops:matmul.")],
+    args: Args,
+    meta: Meta = None,
+) -> None:
+    """Bytes, operations, roofline bound, time and bottleneck of the kernels that a function calls."""
+    from jtile.tools import tuning
+
+    tuning.show_explanation(what, args=args, meta=meta or [])
 
 
 @app.command()

@@ -15,8 +15,8 @@ SAMPLES = 1024  # programs of a large grid that stand for all of them
 TRIPS = 8  # of a loop whose bounds depend on what a program loads
 # Functions that GPUs compute an eighth as fast as a multiplication, and CPUs by a polynomial.
 SPECIAL = frozenset((
-    "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "tanh", "asin", "acos", "atan",
-    "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv", "pow", "atan2", "logistic", "cbrt",
+    "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "tanh", "asin", "acos",
+    "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv", "pow", "atan2", "logistic", "cbrt",
 ))  # fmt: skip
 
 

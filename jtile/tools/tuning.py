@@ -1,0 +1,97 @@
+"""`jtile tune`: search for the kernels of a function, show what was found, merge files; and `jtile explain`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from jtile._errors import CacheError, KernelValueError
+from jtile.tools import levels
+from jtile.tune import device
+from jtile.tune.api import tune
+from jtile.tune.roofline import explain
+from jtile.tune.store import RECORDS, Entries, merge, read, store, user_path, write
+
+
+def run(what: str, rest: list[str], *, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:
+    """`show`, `merge FILE...`, or a search for "module:function"."""
+    if what == "show":
+        return _show(rest)
+    if what == "merge":
+        return _merge(rest, out)
+    if rest:
+        raise KernelValueError(f"jtile tune takes one function, got {what!r} and {rest[0]!r}")
+    return _tune(what, args, meta, time_limit, out)
+
+
+def show_explanation(what: str, *, args: str, meta: list[str]) -> None:
+    """Print `jt.explain` of "module:function" for arguments of these types."""
+    sys.stdout.write(f"{explain(_function(what, meta), *levels.parse_types(args))}\n")
+
+
+def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:
+    before = dict(store.entries(device.kind()))
+    try:
+        report = tune(_function(what, meta), *levels.parse_types(args), time_limit=time_limit)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"jtile: interrupted; what was found is kept in {user_path(device.kind())}\n")
+        return 130
+    finally:
+        if out:
+            now = store.entries(device.kind())
+            _add(Path(out), device.kind(), {k: v for k, v in now.items() if before.get(k) is not v})
+    sys.stdout.write(f"{report}\n")
+    return 0
+
+
+def _function(what: str, meta: list[str]) -> Any:
+    found, options = levels.find(what), levels.parse_meta(meta)
+    return lambda *args: found(*args, **options)
+
+
+def _add(path: Path, kind: str, entries: Entries) -> None:
+    """Add entries to a file, which need not be there."""
+    write(path, kind, (_checked([path], kind)[1] if path.exists() else {}) | entries)
+
+
+def _show(paths: list[str]) -> int:
+    own = user_path(device.kind())
+    files = [Path(p) for p in paths] or [p for p in (RECORDS / f"{device.kind()}.json", own) if p and p.exists()]
+    if not files:
+        sys.stdout.write(f"nothing is kept for {device.kind()}\n")
+    for path in files:
+        kind, entries = _read(path)
+        sys.stdout.write(f"{path}: {len(entries)} entries for {kind}\n")
+        for name, e in sorted(entries.items()):
+            choice = " ".join(f"{k}={v}" for k, v in e.config.items())
+            gain = e.default_us / e.time_us if e.time_us else 1.0
+            sys.stdout.write(f"  {name}\n    {choice}: {e.time_us:.1f} us, {gain:.2f} of the default, {e.date}\n")
+    return 0
+
+
+def _merge(paths: list[str], out: str | None) -> int:
+    if not paths or not out:
+        raise KernelValueError(
+            "jtile tune merge takes files, and where to write: jtile tune merge a.json b.json -o c.json"
+        )
+    kind, entries = _checked([Path(p) for p in paths])
+    write(Path(out), kind, entries)
+    sys.stdout.write(f"{out}: {len(entries)} entries for {kind}\n")
+    return 0
+
+
+def _checked(paths: list[Path], kind: str | None = None) -> tuple[str, Entries]:
+    """The merged entries of files that are all for one device kind."""
+    found = [_read(p) for p in paths]
+    kinds = {k for k, _ in found} | ({kind} if kind else set())
+    if len(kinds) != 1:
+        raise KernelValueError(f"these files are for different devices ({', '.join(sorted(kinds))}): merge one kind")
+    return kinds.pop(), merge(*(e for _, e in found))
+
+
+def _read(path: Path) -> tuple[str, Entries]:
+    try:
+        return read(path)
+    except OSError as e:
+        raise CacheError(f"the tuning file {path} cannot be read: {e.strerror}") from e
