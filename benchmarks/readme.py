@@ -1,4 +1,4 @@
-"""`python -m benchmarks.readme`: the table of speeds in README.md, from the records of one device."""
+"""`python -m benchmarks.readme`: the tables of speeds in README.md, one for each device that has records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.report import number
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
 BEGIN, END = "<!-- speeds: begin -->\n", "<!-- speeds: end -->\n"
 
 # (workload, config, dtype) of the records that stand in the README
@@ -37,11 +38,39 @@ SHOWN = (
     ("smollm2", "decode 128 after 16", "q4_1, us/token"),
     ("overhead", "eager call", "us"),
     ("overhead", "one kernel inside jit", "us"),
+    # GPUs
+    ("gemm", "4096 NN", "bfloat16"),
+    ("gemm", "8192 NN", "bfloat16"),
+    ("gemv", "1x14336x4096 NT", "bfloat16"),
+    ("attention", "B4 H32 S4096 D128", "bfloat16"),
+    ("attention", "B4 H32 S4096 D128, causal", "bfloat16"),
+    ("attention_backward", "B4 H32 S4096 D128, causal", "bfloat16"),
+    ("decode_attention", "B64 H32/8 S8192 D128", "bfloat16"),
+    ("softmax", "8192x4096", "bfloat16"),
+    ("softmax", "131072x1024", "bfloat16"),
+    ("rms_norm", "8192x4096", "bfloat16"),
+    ("rms_norm", "131072x1024", "bfloat16"),
+    ("layer_norm", "131072x1024", "bfloat16"),
+    ("cross_entropy", "4096x128256", "bfloat16"),
+    ("cross_entropy_memory", "4096x128256", "bfloat16, KiB"),
+    ("gated_mlp", "8192x1024x4096", "bfloat16"),
+    ("quantized_gemv", "1x14336x4096", "q4_0"),
+    ("launch", "a kernel of 200 in one jit", "us"),
+    ("launch", "a kernel of 200 in a fori_loop", "us"),
 )
 
 
 def table(records: list[dict]) -> str:
-    """Markdown: work, ours, peers, ratio of the best peer's time to ours, relative error."""
+    """Markdown: work, ours, peers, ratio of the best peer's time to ours, relative error; of several devices, a table
+    for each under its name."""
+    devices = list(dict.fromkeys(r["device"] for r in records))
+    if len(devices) <= 1:
+        return _table(records)
+    parts = (f"On `{device}`:\n\n{_table([r for r in records if r['device'] == device])}" for device in devices)
+    return "\n".join(parts)
+
+
+def _table(records: list[dict]) -> str:
     rows = ["| work | jtile us | peers us | best peer / jtile | error |", "|---|---:|---:|---:|---:|"]
     found = {(r["workload"], r["config"], r["dtype"]): r for r in records}
     for key in SHOWN:
@@ -58,19 +87,19 @@ def table(records: list[dict]) -> str:
 
 
 def update(readme: str, records: list[dict]) -> str:
-    """README's text with the table between its two marks replaced."""
+    """README's text with the tables between its two marks replaced."""
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table(records) + END + after
 
 
 def main(argv: list[str]) -> None:
-    files = [Path(argv[0])] if argv else sorted((ROOT / "benchmarks" / "records").glob("*/records.json"))
-    if len(files) != 1:
-        sys.exit(f"usage: python -m benchmarks.readme RECORDS.json (found {len(files)} under benchmarks/records)")
+    files = [Path(name) for name in argv] or sorted(RECORDS.glob("*/records.json"), reverse=True)
+    if not files:
+        sys.exit(f"usage: python -m benchmarks.readme [RECORDS.json ...] (found none under {RECORDS})")
     path = ROOT / "README.md"
-    path.write_text(update(path.read_text(), json.loads(files[0].read_text())))
-    print(f"{path.name}: speeds from {files[0]}")
+    path.write_text(update(path.read_text(), [row for file in files for row in json.loads(file.read_text())]))
+    print(f"{path.name}: speeds from {', '.join(map(str, files))}")
 
 
 if __name__ == "__main__":

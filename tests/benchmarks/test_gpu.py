@@ -1,0 +1,192 @@
+"""The GPU suite, on the CPU: its logic with times that are given, and its cases at tiny sizes."""
+
+import dataclasses
+import importlib
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jtile as jt
+from benchmarks import __main__ as command
+from benchmarks import harness, report
+from benchmarks.data import normal
+from benchmarks.gpu import WORKLOADS, attention, launch, measure, suite, timing
+from benchmarks.gpu.case import Case, Torch
+from benchmarks.gpu.machine import Machine
+from jtile.testing import Timing, relative_error
+
+MACHINE = Machine("test", copy_rate=1e9, peaks={"bf16": 1e12, "fp8": 2e12}, threads=1)
+QUICK = measure.Options(repeats=2, budget_s=0.05, cold_bytes=10_000)
+MODULES = {name: importlib.import_module(f"benchmarks.gpu.{name}") for name in WORKLOADS}
+
+
+def case(ours, peers=None, **more):
+    make = lambda seed: (normal(seed, 500),)
+    peers = {"xla": lambda x: x + 1} if peers is None else peers
+    return Case("add", "500", "float32", make, ours, peers, lambda x: x + 1, bytes=4000, **more)
+
+
+def run(a_case, options=QUICK):
+    said = []
+    return measure.measure(a_case, MACHINE, options, said.append), said
+
+
+def test_rounds_turn_and_the_peers_come_last():
+    order, clock = [], iter(range(1000))
+    samplers = {n: lambda n=n: order.append(n) or float(len(order)) for n in ("ours", "a", "b")}
+    samples = timing.alternate(samplers, repeats=4, budget_s=100, clock=lambda: next(clock))
+    assert order == [*("ours", "a", "b"), *("b", "a", "ours"), *("a", "b", "ours"), *("ours", "b", "a"), "a", "b"]
+    assert samples["ours"] == [1, 6, 9, 10]
+    assert timing.timings(samples)["ours"] == Timing(7.5, 1)
+
+
+def test_the_budget_ends_the_rounds_but_three():
+    clock = iter(range(0, 10_000, 100))
+    samples = timing.alternate({"ours": lambda: 1.0}, repeats=50, budget_s=1, clock=lambda: next(clock))
+    assert len(samples["ours"]) == 3
+
+
+def test_calls_are_whole_rounds_over_the_sets():
+    assert timing.call_count(1e6, 1) == 1
+    assert timing.call_count(1e6, 3) == 3
+    assert timing.call_count(100, 3) == 6
+    assert timing.call_count(1, 5) == 35
+    assert timing.call_count(0, 1) == 32
+
+
+def test_equal_calls_in_a_program_are_not_merged():
+    x = normal(0, 300)
+    program = timing.repeated(lambda x: jnp.sort(x), 4)
+    compiled = program.lower([(x,)]).compile().as_text()
+    assert compiled.count(" sort(") == 4
+    one, two = timing.repeated(lambda x: x + 1, 3)([(x,), (2 * x,)])[:2]
+    assert relative_error(one, x + 1) == relative_error(two, 2 * x + 1) == 0
+
+
+def test_sets_of_arguments_exceed_the_cache():
+    plain = case(jnp.sin)
+    assert measure.set_count(plain, QUICK) == 5
+    assert measure.set_count(dataclasses.replace(plain, warm=True), QUICK) == 1
+    assert measure.set_count(plain, measure.Options(cold_bytes=1 << 30)) == 16
+
+
+def test_a_result_and_its_line():
+    got, said = run(case(lambda x: 1 + x))
+    assert got.record.error == 0
+    assert got.record.peers.keys() == {"xla"}
+    assert (got.record.device, got.record.bound_us) == ("test", 4)
+    assert "add 500 float32:" in said[-1]
+    assert "(err 0e+00)" in said[-1]
+
+
+def test_wrong_and_failing_peers_are_left_out():
+    def broken(x):
+        raise ValueError("no such\nkernel")
+
+    peers = {"broken": broken, "wrong": lambda x: x + 2, "right": lambda x: x + 1, "torch x": lambda x: x + 1}
+    got, said = run(case(lambda x: 1 + x, peers), dataclasses.replace(QUICK, without=("torch",)))
+    assert got.record.peers.keys() == {"right"}
+    assert any("broken is left out: ValueError: no such kernel" in line for line in said)
+    assert any("wrong is left out: relative error" in line for line in said)
+
+
+def test_arguments_of_one_function():
+    ours = lambda y: y / 2
+    got, _ = run(case(ours, prepare={"ours": lambda x: (2 * (x + 1),)}))
+    assert got.record.error < 1e-6
+
+
+def test_errors_on_the_device():
+    x = jnp.array([3.0, 4.0])
+    assert measure.relative_error((x, x), (x, x + jnp.array([0.0, 1.0]))) == pytest.approx((1 / 59) ** 0.5)
+    assert measure.relative_error(x * jnp.nan, x) == float("inf")
+    assert measure.relative_error(x * 0, x * 0) == 0
+    with pytest.raises(ValueError, match="shapes"):
+        measure.relative_error(x, x[:1])
+
+
+def test_the_suite_goes_on_after_a_failure_and_stops_in_time(capsys):
+    right, wrong = case(lambda x: x + 1), dataclasses.replace(case(lambda x: x + 3), config="wrong")
+    late = dataclasses.replace(right, config="late")
+    clock = iter([0, 1, 99])
+    runner = suite.Suite(MACHINE, QUICK, False, 10, clock=lambda: next(clock))
+    got = list(runner.run(types.SimpleNamespace(cases=lambda tiny: [wrong, right, late])))
+    assert [r.record.config for r in got] == ["500"]
+    assert runner.failed == [("add", "wrong", "float32")]
+    assert runner.skipped == [("add", "late", "float32")]
+    assert "FAILED, WrongResultError: add wrong float32: relative error" in capsys.readouterr().err
+
+
+def test_records_merge_by_line(tmp_path):
+    file = tmp_path / "device" / "records.json"
+    line = lambda config, us: harness.result("w", config, "f32", "test", {"ours": Timing(us, us)})
+    report.merge([line("a", 1), line("b", 2), line("c", 3)], file)
+    report.merge([line("b", 20), line("d", 4)], file, without=[("w", "c", "f32")])
+    assert [(r["config"], r["ours_us"]) for r in json.loads(file.read_text())] == [("a", 1), ("b", 20), ("d", 4)]
+
+
+def test_the_command_line():
+    got = command._arguments(["gpu", "--only", "gemm", "rows", "--only", "llm", "--without", "torch", "--limit", "60"])
+    assert (got.device, got.only, got.without, got.limit) == ("gpu", ["gemm", "rows", "llm"], ["torch"], 60)
+    assert command._arguments(["cpu"]).repeats == 30
+    with pytest.raises(SystemExit):
+        command._arguments(["gpu", "--only", "chain"])
+
+
+def test_the_cost_of_a_link():
+    names, links = ("ours", "xla"), launch.LINKS - 1
+    single = {f"one {n}": [10.0, 12.0, 14.0] for n in names}
+    many = {f"{kind} {n}": [10.0 + 3 * links, 12.0 + 2 * links] for kind in ("chain", "loop") for n in names}
+    got = launch._summary(single | many, single | many, names)
+    assert got["one jitted kernel, host to host"]["ours"] == (12, 10)
+    median, least = got[f"a kernel of {launch.LINKS} in a fori_loop"]["xla"]
+    assert median == pytest.approx(2.5, rel=1e-2)
+    assert least == pytest.approx(2, rel=2e-2)
+
+
+def test_the_exact_attention_and_its_gradient():
+    size = attention.Size(2, 4, 2, 9, 8, True)
+    q, k, v, ct = size.make(0, "float32", ct=True)
+    plain = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    assert relative_error(attention.exact(q, k, v, causal=True), plain(q, k, v)) < 1e-6
+    expected = jax.vjp(plain, q, k, v)[1](ct)
+    assert relative_error(attention.exact_gradient(q, k, v, ct, causal=True), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", [n for n in WORKLOADS if hasattr(MODULES[n], "cases")])
+def test_cases_at_full_size_are_well_formed(name):
+    keys = set()
+    for one in MODULES[name].cases():
+        args = jax.eval_shape(one.make, 0)
+        assert one.key not in keys
+        keys.add(one.key)
+        with jax.numpy_rank_promotion("allow"):  # weights of one axis, as people write them
+            wanted = jax.eval_shape(one.reference, *args)
+        for who, f in {"ours": one.ours, **one.peers}.items():
+            if who in ("cudnn", "mosaic 256x128", "mosaic 128x256", "mosaic") or isinstance(f, Torch):
+                continue
+            own = jax.eval_shape(one.prepare[who], *args) if who in one.prepare else args
+            with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+                got = jax.eval_shape(f, *own)
+            assert [x.shape for x in jax.tree.leaves(got)] == [x.shape for x in jax.tree.leaves(wanted)]
+        assert MACHINE.bound_us(one.bytes, one.flops, one.unit) > 0
+
+
+@pytest.mark.parametrize("name", ["gemm", "decode", "quantized", "backward"])
+def test_a_case_runs_at_a_tiny_size(name):
+    one = next(iter(MODULES[name].cases(tiny=True)))
+    options = dataclasses.replace(QUICK, without=("cudnn", "mosaic", "torch", "cublas"))
+    got, _ = run(one, options)
+    assert got.record.error <= one.tolerance
+
+
+def test_a_case_lowers_for_cuda():
+    pytest.importorskip("triton")
+    one = next(iter(MODULES["rows"].cases()))
+    args = jax.eval_shape(one.make, 0)
+    with jt.config(arch="sm_90"):
+        text = jax.jit(one.ours).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.custom_call" in text
