@@ -18,6 +18,9 @@ from jtile.lowering.triton.ttir import Val, bits, spell
 
 DTYPES = ("float16", "bfloat16", "float32", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 FP8 = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
+# Boxes stand one behind the other in shared memory, where the copy wants multiples of 128 bytes (swizzled: 1024); small
+# ones gain nothing besides.
+SMALLEST = 2048
 BOX, RANK = 256, 5  # what a tensor map can say: elements along an axis of its box, axes
 _PATH = (ir.Cast, ir.Bitcast, ir.Transpose, ir.Reshape)  # between a load and the product that it feeds
 
@@ -114,6 +117,7 @@ def _expressible(axes: list[Axis], width: int) -> bool:
         and last.stride == 1
         and last.lines[-1].size is not None
         and last.box * width >= 16
+        and math.prod(a.box for a in axes) * width >= SMALLEST
         and all(a.box <= BOX and a.size < BIG for a in axes)
         and all(a.stride * width % 16 == 0 for a in axes[:-1])
     )
