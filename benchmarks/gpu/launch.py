@@ -47,8 +47,8 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
     for suffix, run in runs:
         try:
             numbers = run()
-        except subprocess.CalledProcessError as failed:
-            say(f"    launch{suffix}: failed: {failed.stderr[-600:]}")
+        except subprocess.SubprocessError as failed:
+            say(f"    launch{suffix}: failed: {str(failed.stderr)[-600:] if failed.stderr else failed}")
             continue
         for config, of_name in numbers.items():
             times = {name: Timing(*pair) for name, pair in of_name.items()}
@@ -120,7 +120,7 @@ def _in_child(repeats: int, env: dict[str, str]) -> dict:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "benchmarks.gpu.launch", str(repeats)]
     done = subprocess.run(
-        command, cwd=root, env={**os.environ, **env}, capture_output=True, text=True, check=True, timeout=180
+        command, cwd=root, env={**os.environ, **env}, capture_output=True, text=True, check=True, timeout=60
     )
     return json.loads(done.stdout.splitlines()[-1])
 

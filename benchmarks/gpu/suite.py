@@ -34,7 +34,7 @@ def main(arguments: Any) -> None:
         options = Options(2, budget_s=0.1, without=("torch", "cublas", *options.without), cold_bytes=1 << 16)
     folder = RECORDS / machine.device
     json_file = arguments.json or (None if arguments.tiny else folder / "records.json")
-    plot_file = arguments.plot or (None if arguments.tiny else folder / "ratios.png")
+    plot_file = arguments.plot or (None if arguments.tiny or arguments.json else folder / "ratios.png")
     suite = Suite(machine, options, arguments.tiny, deadline=began + arguments.limit)
     done: list[Result] = []
     for name in arguments.only or WORKLOADS:
@@ -42,7 +42,10 @@ def main(arguments: Any) -> None:
         done += got
         if json_file:
             report.merge(got, json_file, without=suite.failed)
-    report.table(done)
+    if sys.stdout.isatty():
+        report.table(done)
+    else:
+        print("\n".join(map(summary, done)))  # short, for logs that keep only their end
     for key in suite.failed:
         say(f"FAILED: {' '.join(key)}")
     for key in suite.skipped:
@@ -93,6 +96,15 @@ class Suite:
 
     def _late(self) -> bool:
         return self._clock() > self._deadline
+
+
+def summary(result: Result) -> str:
+    """One short line of a result."""
+    r = result.record
+    text = f"{r.workload} {r.config} {r.dtype}: {report.number(r.ours_us)} us"
+    if r.peers:
+        text += f", ratio {r.ratio:.3g} to {min(r.peers, key=lambda name: r.peers[name])}"
+    return text + (f", {100 * r.bound_frac:.0f} % of bound" if r.bound_frac else "")
 
 
 def say(text: str) -> None:

@@ -43,7 +43,10 @@ class TorchRunner:
         import torch
 
         jax.block_until_ready(sets)
-        function = functools.partial(peer.function, torch)
+
+        def function(*tensors):
+            return peer.function(torch, *tensors)
+
         if peer.compiled:
             torch._dynamo.reset()  # pyright: ignore[reportAttributeAccessIssue]
             function = torch.compile(function, dynamic=False)
@@ -56,7 +59,7 @@ class TorchRunner:
                 function(*args)  # compiles, and makes the handles of the libraries
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self._graph):
+        with torch.no_grad(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = [function(*self._sets[i % len(self._sets)]) for i in range(calls)]
         self._graph.replay()
         torch.cuda.synchronize()
