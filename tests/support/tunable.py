@@ -1,0 +1,35 @@
+"""Small kernels with a search space."""
+
+import jax.numpy as jnp
+
+import jtile as jt
+
+SPACE = {"bm": [4, 16, 64], "num_warps": [4, 8]}
+
+
+def double_kernel(**options):
+    @jt.autotune(space=SPACE, **options)
+    @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, bm, **_: jt.cdiv(x.shape[0], bm))
+    def double(x, y, *, bm=2, plus=0.0):
+        i = jt.program_id(0)
+        y.tiles(bm)[i] = x.tiles(bm)[i] * 2.0 + plus
+
+    return double
+
+
+def slow_kernel(space):
+    """`turns` says how often the same is computed; results of odd numbers of turns are wrong."""
+
+    @jt.autotune(space=space)
+    @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: x.shape[0])
+    def slow(x, y, *, turns=600):
+        i = jt.program_id(0)
+        t = x[i, :]
+        for _ in jt.range(turns):
+            t = 1.0 - t
+        y[i, :] = t
+
+    return slow
+
+
+X = jnp.arange(64, dtype=jnp.float32)

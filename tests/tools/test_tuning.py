@@ -1,0 +1,77 @@
+"""`jtile tune` and `jtile explain`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import jtile as jt
+from jtile.errors import KernelValueError
+from jtile.tools import tuning
+from jtile.tools.cli import main
+from jtile.tune import device
+from jtile.tune.store import Entry, read, store, write
+
+KERNELS = Path(__file__).parents[1] / "support" / "tunable.py"
+FILE = """
+import sys
+sys.path.insert(0, {folder!r})
+import tunable
+double = tunable.double_kernel()
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "mine_tuned.py").write_text(FILE.format(folder=str(KERNELS.parent)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with jt.config(cache_dir=str(tmp_path / "cache")):
+        store.forget()
+        yield tmp_path
+    store.forget()
+    sys.modules.pop("mine_tuned", None)
+
+
+def run(*argv):
+    with pytest.raises(SystemExit) as stop:
+        main(list(argv))
+    return stop.value.code
+
+
+def test_tune_show_and_merge(here, capsys):
+    search = ("tune", "mine_tuned.py:double", "--time-limit", "5")
+    assert run(*search, "--args", "f32[64]", "--out", "a.json") == 0
+    assert "speedup" in capsys.readouterr().out
+    assert run(*search, "--args", "f32[32]", "-o", "b.json") == 0
+    kind = device.kind()
+    (first,), (second,) = (read(here / name)[1] for name in ("a.json", "b.json"))
+    assert ("float32[64]" in first, "float32[32]" in second) == (True, True)
+    assert run("tune", "merge", "a.json", "b.json", "-o", "c.json") == 0
+    assert set(read(here / "c.json")[1]) == {first, second}
+    capsys.readouterr()
+    assert run("tune", "show") == 0
+    shown = capsys.readouterr().out
+    assert f"2 entries for {kind}" in shown
+    assert first in shown
+    assert run("tune", "show", "a.json") == 0
+
+
+def test_explain(here, capsys):
+    assert run("explain", "mine_tuned.py:double", "--args", "f32[64]", "--meta", "bm=4") == 0
+    assert "double" in capsys.readouterr().out
+
+
+def test_files_of_different_devices_are_not_merged(here):
+    for name in ("a", "b"):
+        write(here / f"{name}.json", name, {"x": Entry({}, 1.0, 1.0)})
+    with pytest.raises(KernelValueError, match="different devices"):
+        tuning.run("merge", ["a.json", "b.json"], args="", meta=[], time_limit=None, out="c.json")
+    with pytest.raises(KernelValueError, match="where to write"):
+        tuning.run("merge", ["a.json"], args="", meta=[], time_limit=None, out=None)
+
+
+def test_a_missing_file_and_an_empty_cache(here, capsys):
+    assert "cannot be read" in run("tune", "show", "none.json")
+    assert run("tune", "show") == 0
+    assert "nothing is kept" in capsys.readouterr().out

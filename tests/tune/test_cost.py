@@ -1,0 +1,183 @@
+"""Bytes and operations counted from Tile IR, and what `jt.explain` makes of them; pruning."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tunable as kernels
+
+import jtile as jt
+from jtile import ops
+from jtile.tune import cost, prune
+from jtile.tune.cost import work
+from jtile.tune.programs import trace
+
+S = jax.ShapeDtypeStruct
+BF16 = jnp.bfloat16
+
+
+def matmul_kernel():
+    @jt.kernel(
+        out_type=lambda a, b, **_: jt.like(a, shape=(a.shape[0], b.shape[1])),
+        grid=lambda a, b, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)),
+    )
+    def product(a, b, o, *, bm=64, bn=32, bk=16):
+        i, j = jt.program_id(0), jt.program_id(1)
+        A, B, O = a.tiles(bm, bk), b.tiles(bk, bn), o.tiles(bm, bn)
+        acc = jt.zeros((bm, bn), jnp.float32)
+        for k in jt.range(A.shape[1], stages=3):
+            acc = jt.dot(A[i, k], B[k, j], acc)
+        O[i, j] = acc.astype(o.dtype)
+
+    return product
+
+
+def test_a_matrix_product():
+    m, n, k = 256, 96, 128
+    w = work(matmul_kernel().lower(S((m, k), BF16), S((k, n), BF16)).kernel)
+    assert w.products == {"bfloat16": 2 * m * n * k}
+    assert (w.read, w.written) == (2 * (m * k + k * n), 2 * m * n)
+    assert (w.loaded, w.stored) == (2 * (m * k * (n // 32) + k * n * (m // 64)), 2 * m * n)
+    assert (w.programs, w.exact, w.special) == (12, True, 0)
+
+
+def test_a_matrix_product_that_hangs_over_counts_bytes_inside():
+    m, n, k = 100, 50, 40
+    w = work(matmul_kernel().lower(S((m, k), BF16), S((k, n), BF16)).kernel)
+    assert (w.read, w.written) == (2 * (m * k + k * n), 2 * m * n)
+    assert w.stored == 2 * m * n
+    assert w.products == {"bfloat16": 2 * 128 * 64 * 48}
+
+
+def test_softmax():
+    rows, n = 64, 128
+    (program,) = trace(ops.softmax, S((rows, n), jnp.float32))[0]
+    w = work(program.kernel)
+    assert (w.read, w.written, w.loaded, w.stored) == (4 * rows * n,) * 4
+    assert w.elements == 5 * rows * n + rows  # max, subtract, exp, sum, multiply; a division a row
+    assert w.special == rows * n
+    assert w.exact
+
+
+def test_loops_and_conditions_that_follow_from_the_program():
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0])
+    def triangle(x, y):
+        i = jt.program_id(0)
+        t = x[i, :]
+        for j in jt.range(i):
+            t = t + x[j, :]
+        if i >= 2:
+            t = t + x[0, :]
+        y[i, :] = t
+
+    n = 8
+    w = work(triangle.lower(S((n, 16), jnp.float32)).kernel)
+    assert w.exact
+    assert w.loaded == (n + n * (n - 1) // 2 + n - 2) * 64
+    assert (w.read, w.written) == (n * 64, n * 64)
+
+
+def test_a_loop_as_long_as_data_says_is_a_guess():
+    @jt.kernel(out_type=lambda x, n: jt.like(x), grid=())
+    def sums(x, n, y):
+        t = x[...]
+        for _ in jt.range(n[...]):
+            t = t * 1.5
+        y[...] = t
+
+    w = work(sums.lower(S((16,), jnp.float32), S((), jnp.int32)).kernel)
+    assert not w.exact
+    assert w.elements == 16 * cost.TRIPS
+
+
+def test_a_gather_reads_no_more_than_it_takes():
+    @jt.kernel(out_type=lambda t, i: jt.like(t, shape=(i.shape[0], t.shape[1])), grid=())
+    def rows(t, i, y):
+        y[...] = t[i[...], :]
+
+    w = work(rows.lower(S((1000, 8), jnp.float32), S((10,), jnp.int32)).kernel)
+    assert (w.read, w.written) == (10 * 8 * 4 + 40, 10 * 8 * 4)
+
+
+def test_a_large_grid_is_sampled():
+    double = kernels.double_kernel()
+    w = work(double.lower(S((1 << 20,), jnp.float32), bm=2).kernel)
+    assert (w.programs, w.read, w.elements) == (1 << 19, 4 << 20, 2 << 20)  # a product and a sum
+
+
+def test_explain_counts_calls_and_bounds():
+    rates = {"memory": 1e9, "float32": 1e12}
+    x = S((64, 128), jnp.float32)
+    f = lambda x: jax.lax.scan(lambda c, _: (ops.softmax(c), None), x, length=3)[0]
+    found = jt.explain(f, x, rates=rates, run=False)
+    (line,) = found.kernels
+    assert (line.calls, line.work.bytes, line.time_us, line.achieved) == (3, 65536, None, None)
+    assert line.limits["memory"] == pytest.approx(65.536)
+    assert line.bound_us == pytest.approx(65.536)
+    assert line.limit == "memory"
+    assert "65.5k" in str(found)
+
+
+def test_explain_measures_on_this_device():
+    (line,) = jt.explain(kernels.double_kernel(), kernels.X, rates={"memory": 1e15}).kernels
+    assert line.time_us > 0
+    assert 0 < line.achieved < 1
+    unknown = jt.explain(kernels.double_kernel(), kernels.X, run=False)
+    assert "-" in str(unknown)
+    assert unknown.kernels[0].bound_us == 0
+
+
+def test_explain_on_a_target_without_the_device():
+    a = S((4096, 4096), BF16)
+    with jt.config(arch="sm_90"):
+        (line,) = jt.explain(matmul_kernel(), a, a, run=False).kernels
+    assert line.limits["products"] == pytest.approx(2 * 4096**3 / 989e12 * 1e6)
+    assert line.limits["memory"] == pytest.approx(3 * 4096**2 * 2 / 4.8e12 * 1e6)
+    assert line.limit == "tensor cores"
+
+
+# -- pruning --------------------------------------------------------------------------------------------------------
+
+
+def h200():
+    from jtile.lowering import targets
+
+    return targets.resolve("cuda:sm_90")
+
+
+def test_accumulators_and_stages_that_cannot_fit_are_pruned():
+    a = S((4096, 4096), BF16)
+    kernel = lambda **meta: matmul_kernel().lower(a, a, target="cuda:sm_90", **meta).kernel
+    assert prune.unfit(kernel(bm=128, bn=256, bk=64), h200(), {"num_warps": 8}) == ""
+    assert "registers" in prune.unfit(kernel(bm=256, bn=512, bk=16), h200(), {"num_warps": 4})
+    assert "shared memory" in prune.unfit(kernel(bm=256, bn=256, bk=512), h200(), {})
+
+
+def test_one_warp_never_sorts_many_lanes():
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=())
+    def ordered(x, y):
+        y[...] = jnp.sort(x[...])
+
+    kernel = lambda n: ordered.lower(S((n,), jnp.float32)).kernel
+    assert "one warp" in prune.unfit(kernel(1024), h200(), {"num_warps": 1})
+    assert prune.unfit(kernel(1024), h200(), {"num_warps": 2}) == ""
+    assert prune.unfit(kernel(256), h200(), {"num_warps": 1}) == ""
+
+
+def test_predictions_prefer_what_reads_less_and_fills_the_machine():
+    a = S((4096, 4096), BF16)
+    us = lambda **meta: prune.predicted_us(matmul_kernel().lower(a, a, target="cuda:sm_90", **meta).kernel, h200())
+    assert us(bm=128, bn=128, bk=64) < us(bm=16, bn=16, bk=64) / 4
+    assert us(bm=128, bn=128, bk=64) < us(bm=2048, bn=2048, bk=64) / 4
+
+
+def test_the_predicted_worst_are_not_compiled(monkeypatch):
+    monkeypatch.setattr("jtile.tune.search.prune.predicted_us", lambda kernel, target: float(kernel.grid[0]))
+    (found,) = jt.tune(kernels.double_kernel(), kernels.X, progress=False, time_limit=5.0).kernels
+    states = {c.config.get("bm"): c.state for c in found.candidates}  # 1, 4 and 16 programs; the default has 32
+    assert states == {None: "measured", 64: "measured", 16: "measured", 4: "pruned"}
+
+
+def test_ops_know_their_functions():
+    from jtile.ir.elementwise import ELEMENTWISE
+
+    assert set(ELEMENTWISE) >= cost.SPECIAL

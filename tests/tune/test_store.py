@@ -1,0 +1,100 @@
+"""Files of entries: merged, shipped ones under the user's, damaged ones ignored, written at once."""
+
+import json
+import threading
+
+import pytest
+
+import jtile as jt
+from jtile._errors import CacheError, CacheWarning
+from jtile.tune import store as module
+from jtile.tune.store import Entry, Store, merge, read, user_path, write
+
+
+def entry(us, **config):
+    return Entry(config, us, 10.0, 3, 8, "0.1.0", "2026-01-01T00:00:00+00:00")
+
+
+def test_write_and_read(tmp_path):
+    entries = {"a": entry(1.0, bm=64, pair=(1, 2)), "b": entry(2.0)}
+    write(tmp_path / "new" / "x.json", "gpu", entries)
+    assert read(tmp_path / "new" / "x.json") == ("gpu", entries)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.json"]
+
+
+def test_merge_takes_the_faster():
+    assert merge({"a": entry(2.0, bm=1), "b": entry(1.0)}, {"a": entry(1.0, bm=2)}, {"a": entry(3.0, bm=3)}) == {
+        "a": entry(1.0, bm=2),
+        "b": entry(1.0),
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": "jtile-tune-1"}',
+        '{"format": "another", "device": "d", "entries": {}}',
+        '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": 3, "time_us": 1, "default_us": 1}}}',
+        '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": {}}}}',
+    ],
+)
+def test_a_damaged_file_is_ignored_with_a_warning_and_replaced(text, folder):
+    folder.mkdir(exist_ok=True)
+    (folder / "d.json").write_text(text)
+    with pytest.raises(CacheError):
+        read(folder / "d.json")
+    with pytest.warns(CacheWarning, match="ignored"):
+        assert Store().lookup("d", "a") is None
+    with pytest.warns(CacheWarning, match="ignored"):
+        Store().put("d", "a", entry(1.0))
+    assert read(folder / "d.json")[1] == {"a": entry(1.0)}
+
+
+def test_a_file_of_another_device_is_ignored(folder):
+    write(folder / "d.json", "e", {"a": entry(1.0)})
+    with pytest.warns(CacheWarning, match="device 'e'"):
+        assert Store().lookup("d", "a") is None
+
+
+def test_the_users_entries_stand_above_those_shipped(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "RECORDS", tmp_path / "shipped")
+    write(tmp_path / "shipped" / "d.json", "d", {"a": entry(1.0, bm=1), "b": entry(1.0, bm=1)})
+    Store().put("d", "a", entry(2.0, bm=2))
+    found = Store()
+    assert found.lookup("d", "a").config == {"bm": 2}
+    assert found.lookup("d", "b").config == {"bm": 1}
+    assert set(read(user_path("d"))[1]) == {"a"}
+
+
+def test_writers_at_once_lose_nothing(folder):
+    def work(k):
+        with jt.config(cache_dir=str(folder.parent)):  # options are each thread's own
+            for n in range(10):
+                Store().put("d", f"{k}.{n}", entry(1.0))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read(folder / "d.json")[1]) == 40
+    assert {p.suffix for p in folder.iterdir()} == {".json", ".lock"}
+
+
+def test_shipped_records_are_sound():
+    for path in module.RECORDS.glob("*.json"):
+        device, entries = read(path)
+        assert device == path.stem
+        assert all(e.time_us <= e.default_us and "#" in name for name, e in entries.items())
+        assert json.loads(path.read_text())["format"] == module.FORMAT
+
+
+def test_without_a_cache_folder_entries_live_in_memory():
+    with jt.config(cache_dir=""):
+        own = Store()
+        own.put("d", "a", entry(1.0))
+        assert user_path("d") is None
+        assert own.lookup("d", "a") == entry(1.0)
