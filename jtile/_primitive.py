@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,7 +117,8 @@ def _checked_call(program: Program, operands: Sequence[Any]) -> Sequence[Any]:
         if not found or "assertion failed" not in text:
             raise
         message, _, place = text.partition("\n  at ")
-        file, _, line = place.split("\n")[0].rpartition(":")
+        place = re.sub(r" \[executable_name=.*", "", place.split("\n")[0])  # what XLA's GPU runtime appends
+        file, _, line = place.rpartition(":")
         raise KernelAssertionError(message, (file, int(line)) if line.isdecimal() else None) from None
 
 

@@ -23,6 +23,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")  # of what kernels are compared with: a GPU would take tf32
 
 # `ci` draws the same examples on every run; `explore` (--explore) draws new ones.
 _SETTINGS = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}

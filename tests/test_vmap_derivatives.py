@@ -5,6 +5,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from custom_calls import calls
 
 import jtile as jt
 from jtile import ir
@@ -93,7 +94,7 @@ def derivatives(args):
 def launches(f, *args):
     text = jax.jit(f).lower(*args).as_text()
     assert "while" not in text.replace("while_loop_", "")
-    return text.count("@jtile_cpu(")
+    return calls(text)
 
 
 @pytest.mark.parametrize("in_axes", IN_AXES, ids=str)

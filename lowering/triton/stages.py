@@ -14,7 +14,7 @@ from typing import Any
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.triton import layouts, resources, versions
+from jtile.lowering.triton import layouts, ptx, resources, versions
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.heuristics import Choice
 
@@ -74,7 +74,7 @@ def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bo
 
 
 def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
-    backend, module, context = _parse(text, f)
+    backend, module, context, path = _parse(text, f)
     options = backend.parse_options(_options(f, choice))
     metadata: dict[str, Any] = {"target": backend.target, **options.__dict__}
     levels: dict[str, str] = {}
@@ -84,6 +84,10 @@ def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
             value = stage(value, metadata)
             if name == "ttgir" and not versions.reduces_any_layout():
                 layouts.check(str(value))
+            if name == "ptx":
+                value = ptx.mended(value)
+            if name == "llir":  # equal kernels are equal bytes: the image must not name the file that the text was in
+                value = _unplaced(value, path)
             if texts and not isinstance(value, bytes):
                 levels[name] = str(value)
     del context
@@ -130,8 +134,14 @@ def _options(f: Features, choice: Choice) -> dict[str, Any]:
     return options | ({"num_ctas": choice.num_ctas} if choice.num_ctas != 1 else {})
 
 
-def _parse(text: str, f: Features) -> tuple[Any, Any, Any]:
-    """The back end of triton for an architecture, and the parsed module with its context."""
+def _unplaced(llir: str, path: str) -> str:
+    """LLVM IR whose debug information names no temporary file."""
+    folder, name = os.path.split(path)
+    return llir.replace(name, "kernel.ttir").replace(f'directory: "{folder}"', 'directory: ""')
+
+
+def _parse(text: str, f: Features) -> tuple[Any, Any, Any, str]:
+    """The back end of triton for an architecture, the parsed module, its context, and the path it was read from."""
     from triton._C.libtriton import ir as mlir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -149,7 +159,7 @@ def _parse(text: str, f: Features) -> tuple[Any, Any, Any]:
     finally:
         os.unlink(path)
     module.context = context
-    return backend, module, context
+    return backend, module, context, path
 
 
 def _stages(backend: Any, options: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from custom_calls import calls
 from library import integers, normal
 
 from jtile import ops
@@ -72,7 +73,7 @@ def lanes_of(x, k):
 def launches(f, *args):
     text = jax.jit(f).lower(*args).as_text()
     assert "while" not in text.replace("while_loop_", "")
-    return text.count("@jtile_cpu(")
+    return calls(text)
 
 
 @pytest.mark.parametrize("name", OPS)
