@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jtile as jt
 from jtile import errors
 from jtile._config import Config
 
@@ -32,6 +33,12 @@ def run(code, tmp_path):
 def test_the_quickstart_runs(tmp_path, capsys):
     run("\n".join(python_blocks("docs/quickstart.md")), tmp_path)
     assert "tile_ir" in capsys.readouterr().out
+
+
+def test_the_tuning_page_runs(tmp_path, capsys):
+    with jt.config(cache_dir=str(tmp_path)):
+        run("\n".join(python_blocks("docs/tuning.md")), tmp_path)
+    assert capsys.readouterr().out.count("scale_rows") == 2
 
 
 def test_the_transforms_page_runs(tmp_path, capsys):
