@@ -22,8 +22,8 @@ def scaled_product(a, b, scale, o, *, bm=128, bn=256, bk=128):
     """scale a bᵀ of a [m, k] and b [n, k], summed in float32."""
     i, j = jt.swizzle(jt.program_id(0), jt.program_id(1), jt.num_programs(0), jt.num_programs(1), group=8)
     A, B, O = a.tiles(bm, bk), b.tiles(bn, bk), o.tiles(bm, bn)
-    acc = jt.zeros((bm, bn), jnp.float32)
-    for p in jt.range(A.shape[1], stages=3):
+    acc = jnp.zeros((bm, bn), jnp.float32)
+    for p in jt.range(A.shape[1], stages=3):  # pyright: ignore[reportGeneralTypeIssues]
         acc = jt.dot(A[i, p], B[j, p].T, acc)
     O[i, j] = (acc * scale[0]).astype(o.dtype)
 

@@ -47,7 +47,7 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
     for suffix, run in runs:
         try:
             numbers = run()
-        except subprocess.SubprocessError as failed:
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as failed:
             say(f"    launch{suffix}: failed: {str(failed.stderr)[-600:] if failed.stderr else failed}")
             continue
         for config, of_name in numbers.items():
@@ -84,7 +84,8 @@ def _summary(waits: dict, enqueues: dict, names: tuple[str, ...]) -> dict[str, d
 
     def slope(samples, kind, name):
         many, single = both(samples[f"{kind} {name}"]), both(samples[f"one {name}"])
-        return tuple(max((m - s) / (LINKS - 1), 1e-3) for m, s in zip(many, single))
+        median, least = (max((m - s) / (LINKS - 1), 1e-3) for m, s in zip(many, single))
+        return median, least
 
     return {
         "one jitted kernel, host to host": {n: both(waits[f"one {n}"]) for n in names},

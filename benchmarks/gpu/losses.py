@@ -44,7 +44,7 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
     for workload, wrap in (("cross_entropy_memory", lambda f: f), ("cross_entropy_gradient_memory", _gradient)):
         kib = {}
         for name, f in (("ours", ops.cross_entropy), ("xla", cross_entropy)):
-            needs = jax.jit(wrap(f)).lower(*args).compile().memory_analysis()
+            needs: Any = jax.jit(wrap(f)).lower(*args).compile().memory_analysis()
             kib[name] = (needs.temp_size_in_bytes + needs.output_size_in_bytes) / 1024
         got = result(
             workload, f"{rows}x{vocabulary}", "bfloat16, KiB", machine.device,
