@@ -156,12 +156,14 @@ class Kernel:
         out._vjp, out._tuning = self._vjp, self._tuning
         return out
 
-    def autotune(self, *, space: Any, key: Any = None, data: Callable[..., Any] | None = None) -> Kernel:
+    def autotune(
+        self, *, space: Any, key: Any = None, data: Callable[..., Any] | None = None, override: bool = False
+    ) -> Kernel:
         """The same kernel with a search space; see `jt.autotune`."""
         from jtile.tune.space import Tuning
 
         out = self.with_options()
-        out._tuning = Tuning(space, key, data)
+        out._tuning = Tuning(space, key, data, override)
         out._tuning.check(out)
         return out
 

@@ -16,7 +16,9 @@ from jtile.tune.search import Candidate, search
 from jtile.tune.store import Entry, new_generation, user_path
 
 
-def autotune(*, space: Any, key: Any = None, data: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
+def autotune(
+    *, space: Any, key: Any = None, data: Callable[..., Any] | None = None, override: bool = False
+) -> Callable[[Any], Any]:
     """Give a kernel a search space: `@jt.autotune(space={"bm": [64, 128], "num_warps": [4, 8]})` above `@jt.kernel`.
 
     A call that leaves out a parameter of the space takes it from the entry that `jt.tune` (or a record shipped with
@@ -31,6 +33,8 @@ def autotune(*, space: Any, key: Any = None, data: Callable[..., Any] | None = N
         that are not tuned.
       data: a function of the abstract inputs and meta-parameters to the arrays to measure with, of the inputs' types.
         Default: floats of a normal distribution and integers from 0 to 7.
+      override: an entry goes before what a call gives, too, which is then a default: for kernels that only a function
+        with a heuristic calls.
 
     Raises:
       KernelTypeError, KernelValueError: a space or key that does not fit the kernel.
@@ -41,7 +45,7 @@ def autotune(*, space: Any, key: Any = None, data: Callable[..., Any] | None = N
             raise KernelTypeError(
                 f"jt.autotune decorates a kernel, got {kernel!r}; write it above @jt.kernel(out_type=...)"
             )
-        return kernel.autotune(space=space, key=key, data=data)
+        return kernel.autotune(space=space, key=key, data=data, override=override)
 
     return decorate
 

@@ -119,7 +119,7 @@ def _resources(program: Any, piece: int, target: Any) -> Mapping[str, Any]:
     if target.platform == "cpu":
         return {}
     try:
-        return compile_piece(program, piece, target).launch.get("resources") or {}
+        return compile_piece(program, piece, target, texts=True).launch.get("resources") or {}
     except UnsupportedError:  # no compiler for the target here: the counts stand without
         return {}
 

@@ -36,6 +36,7 @@ class Tuning:
     space: Any
     key: Any = None
     data: Callable[..., Any] | None = None
+    override: bool = False
 
     def state(self) -> Any:
         """What a choice depends on besides the call: it is part of the keys that choices are remembered by."""
@@ -113,19 +114,25 @@ class Call:
         check_names(sig, defaults)
         self.kernel, self.tree, self.given = kernel, tree, dict(given)
         self.types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        self.options = {n: v for n in OPTIONS if (v := getattr(kernel._options, n)) is not None}
-        fixed = self.options | self.given
-        self.defaults = {k: v for k, v in defaults.items() if k not in fixed}
+        options = {n: v for n in OPTIONS if (v := getattr(kernel._options, n)) is not None}
         inputs, marks = strip(tree_unflatten(tree, self.types))
         static = not any(marks) and not kernel._spec.dynamic
         static = static and not any(is_symbolic(n) for x in self.types for n in x.shape)
         configs: list[Config] = []
         if static:
-            configs = kernel._tuning.configs(sig, inputs, {**_known(sig.meta), **self.defaults, **self.given})
+            configs = kernel._tuning.configs(sig, inputs, {**_known(sig.meta), **defaults, **given})
             for config in configs:
                 check_names(sig, config)
             if platform() == "cpu":  # which has no warps
                 configs = [{k: v for k, v in config.items() if k not in OPTIONS} for config in configs]
+        if kernel._tuning.override:  # what is given is a default too
+            names = {name for config in configs for name in config}
+            take = lambda d: {k: v for k, v in d.items() if k in names}
+            defaults = {**defaults, **take(options), **take(given)}
+            options, self.given = ({k: v for k, v in d.items() if k not in names} for d in (options, self.given))
+        self.options = options
+        fixed = options | self.given
+        self.defaults = {k: v for k, v in defaults.items() if k not in fixed}
         self.candidates = list(_agreeing(configs, fixed))
         self.tuned = tuple(dict.fromkeys(name for config in self.candidates for name in config))
         self.name = self._name(inputs) if self.candidates and self.tuned else ""

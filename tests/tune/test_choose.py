@@ -215,3 +215,16 @@ def test_a_space_by_function_sees_inputs_and_meta_parameters():
     plain = kernels.double_kernel()._variant({})
     plain.autotune(space=space)(X, plus=1.0)
     assert seen == [((64,), {"bm": 2, "plus": 1.0})]
+
+
+def test_an_entry_goes_before_what_a_heuristic_gives():
+    plain = kernels.double_kernel()._variant({})
+    double = plain.autotune(space=kernels.SPACE, override=True)
+    heuristic = lambda x: double.with_options(num_warps=8)(x, bm=32, plus=1.0)
+    (call,) = trace(heuristic, X)[1]
+    assert " x=float32[64] plus=1.0" in call.name
+    (program,) = trace(heuristic, X)[0]
+    assert (dict(program.meta)["bm"], program.options.num_warps) == (32, 8)
+    keep(heuristic, X, bm=16)
+    assert bm_of(heuristic, X) == 16
+    np.testing.assert_array_equal(heuristic(X), 2 * X + 1)
