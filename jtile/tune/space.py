@@ -124,6 +124,7 @@ class Call:
             for config in configs:
                 check_names(sig, config)
             if platform() == "cpu":  # which has no warps
+                options = {}
                 configs = [{k: v for k, v in config.items() if k not in OPTIONS} for config in configs]
         if kernel._tuning.override:  # what is given is a default too
             names = {name for config in configs for name in config}
