@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -61,32 +62,54 @@ def measure(case: Case, machine: Machine, options: Options, say: Callable[[str],
 
 
 def _runners(case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable) -> dict[str, Any]:
-    """Compiled and run once; functions of JAX compile side by side, torch in this thread."""
-    functions: dict[str, Callable | Torch] = {"ours": case.ours, **case.peers}
+    """By name, compiled and run once.
+
+    Programs of JAX compile side by side and nothing runs meanwhile: XLA times its candidates while it compiles.
+    """
+    functions = _chosen(case, options, say)
+    own: dict[str, Sequence[tuple]] = {}
     out: dict[str, Any] = {}
-
-    def start(name: str):
-        prepare = case.prepare.get(name)
-        own = [prepare(*args) for args in sets] if prepare else sets
-        f = functions[name]
-        return torch_peers.TorchRunner(f, own, calls) if isinstance(f, Torch) else timing.JaxRunner(f, own, calls)
-
-    for name in [n for n in functions if n.startswith(options.without)] if options.without else ():
-        del functions[name]
-    if any(isinstance(f, Torch) for f in functions.values()) and (reason := torch_peers.why_not()):
-        functions = {name: f for name, f in functions.items() if not isinstance(f, Torch)}
-        _say_once(say, f"peers in torch are left out: {reason}")
-    in_jax = [name for name, f in functions.items() if not isinstance(f, Torch)]
-    with concurrent.futures.ThreadPoolExecutor(len(in_jax)) as pool:
-        futures = {name: pool.submit(start, name) for name in in_jax}
     for name in functions:
-        try:
-            out[name] = futures[name].result() if name in futures else start(name)
-        except Exception as error:
-            if name == "ours":
-                raise
-            say(f"    {case.workload} {case.config}: peer {name} is left out: {short(error)}")
+        with _left_out_on_error(case, name, say):
+            own[name] = _prepared(case, name, sets)
+    in_jax = {name: f for name in own if not isinstance(f := functions[name], Torch)}
+    build = lambda name: timing.repeated(in_jax[name], calls).lower(own[name]).compile()
+    with concurrent.futures.ThreadPoolExecutor(len(in_jax)) as pool:
+        programs = {name: pool.submit(build, name) for name in in_jax}
+    for name, args in own.items():
+        with _left_out_on_error(case, name, say):
+            f = functions[name]
+            if isinstance(f, Torch):
+                out[name] = torch_peers.TorchRunner(f, args, calls)
+            else:
+                out[name] = timing.JaxRunner(programs[name].result(), args, calls)
     return out
+
+
+@contextlib.contextmanager
+def _left_out_on_error(case: Case, name: str, say: Callable) -> Iterator[None]:
+    """A peer may fail; ours may not."""
+    try:
+        yield
+    except Exception as error:
+        if name == "ours":
+            raise
+        say(f"    {case.workload} {case.config}: peer {name} is left out: {short(error)}")
+
+
+def _chosen(case: Case, options: Options, say: Callable) -> dict[str, Callable | Torch]:
+    """Ours and the peers that are wanted and can be had."""
+    peers = {name: f for name, f in case.peers.items() if not name.startswith(options.without)}
+    if any(isinstance(f, Torch) for f in peers.values()) and (reason := torch_peers.why_not()):
+        peers = {name: f for name, f in peers.items() if not isinstance(f, Torch)}
+        _say_once(say, f"peers in torch are left out: {reason}")
+    return {"ours": case.ours, **peers}
+
+
+def _prepared(case: Case, name: str, sets: Sequence[tuple]) -> Sequence[tuple]:
+    """The arguments of one function."""
+    prepare = case.prepare.get(name)
+    return jax.block_until_ready([prepare(*args) for args in sets]) if prepare else sets
 
 
 def _errors(case: Case, args: tuple, runners: dict[str, Any], say: Callable) -> dict[str, float]:
