@@ -32,15 +32,18 @@ def unfit(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> str:
     shared = target.memory("block")
     need = max((_staged(op) for op in kernel.body.walk() if isinstance(op, ir.For)), default=0)
     if shared is not None and shared.size and need > shared.size:
-        return f"{need} bytes of shared memory for one stage"
+        return f"{need} bytes of shared memory for its stages"
     return ""
 
 
 def predicted_us(kernel: ir.Kernel, target: Any) -> float:
-    """A rough time: the largest of what memory, cache and arithmetic take, over the share of the machine in use."""
+    """A rough time: the largest of what memory, cache and arithmetic take, over the share of the machine in use; 0
+    where loops are as long as data says, so that nothing can be told."""
     if target.platform == "cpu":
         return _cpu_us(kernel)
     w = work(kernel)
+    if not w.exact:
+        return 0.0
     limits = bound_us(w, target)
     cached = w.traffic / (CACHE_RATE * bandwidth(target)) * 1e6
     units = next((s.units for s in target.scales if s.name == "device"), 1)
@@ -78,6 +81,9 @@ def _cpu_us(kernel: ir.Kernel) -> float:
     from jtile.lowering.cpu.cost import program_cost_ns
     from jtile.lowering.targets import host_target
 
+    loops = [op for op in kernel.body.walk() if isinstance(op, ir.For)]
+    if not all(isinstance(v.op, ir.Full) for op in loops for v in (op.lo, op.hi, op.step)):
+        return 0.0
     cores = next((s.units for s in host_target().scales if s.name == "device"), 1)
     programs = max(math.prod(kernel.grid), 1)
     return program_cost_ns(kernel) * -(-programs // cores) / 1e3
@@ -97,7 +103,7 @@ def _carried(op: ir.For) -> int:
 
 
 def _staged(op: ir.For) -> int:
-    """Bytes of the operands of products that one turn of a loop loads."""
+    """Bytes of the operands of products that a loop's stages hold, but for the one that is being computed with."""
     loads = {
         v.op.result: v.op
         for dot in op.body.ops
@@ -105,4 +111,4 @@ def _staged(op: ir.For) -> int:
         for v in dot.operands()
         if isinstance(v.op, ir.Load)
     }
-    return sum(math.prod(v.shape) * v.type.info.bits // 8 for v in loads)
+    return sum(math.prod(v.shape) * v.type.info.bits // 8 for v in loads) * max((op.stages or 1) - 1, 1)
