@@ -33,6 +33,9 @@ def main() -> None:
 
 def _on_gpu(options: argparse.Namespace) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's peers need memory too
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", "1"
+    )  # no children beside JAX's threads: one kernel at a time
     from benchmarks.gpu import suite
 
     suite.main(options)
