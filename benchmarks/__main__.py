@@ -33,9 +33,7 @@ def main() -> None:
 
 def _on_gpu(options: argparse.Namespace) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's peers need memory too
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", "1"
-    )  # no children beside JAX's threads: one kernel at a time
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no children beside the threads of JAX
     from benchmarks.gpu import suite
 
     suite.main(options)
