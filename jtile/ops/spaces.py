@@ -1,0 +1,79 @@
+"""What the tuner may choose for the library's kernels, and the data that it measures with.
+
+The functions that call these kernels choose by shape; an entry of the tuner goes before that choice (`override`). Sides
+of tiles on a GPU are powers of two; a CPU has no warps, and its products take all terms of a sum at once (`bk` 0).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+
+import jtile as jt
+
+Points = list[dict[str, Any]]
+
+
+def _all(**values: Any) -> Points:
+    return [dict(zip(values, point)) for point in itertools.product(*values.values())]
+
+
+def _sides(n: int, *lengths: int) -> list[int]:
+    """Those of the lengths that are no longer than what covers n; at least one."""
+    cover = jt.next_power_of_2(n)
+    return [x for x in lengths if x <= cover] or [min(lengths)]
+
+
+def products(a, b, *_, ta: bool, tb: bool, bk: int, **__) -> Points:
+    """Of `matmul`: a [e, m, k], b [e, k, n]."""
+    m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
+    return _products(m, n, k, a.dtype.itemsize, whole=bk == 0)
+
+
+def gated_products(x, gate, *_, tb: bool, bk: int, **__) -> Points:
+    """Of `gated_mlp`: x [m, k], gate [k, n]."""
+    return _products(x.shape[0], gate.shape[0 if tb else 1], x.shape[1], x.dtype.itemsize, whole=bk == 0, widest=128)
+
+
+def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, widest: int = 256) -> Points:
+    if jt.platform() == "cpu":
+        sides = _all(bm=_sides(m, 32, 64, 128, 256, 512), bn=_sides(n, 64, 128, 256, 512))
+        return [{**p, "bm": min(p["bm"], m), "bn": min(p["bn"], n)} for p in sides] if whole else []
+    terms = _sides(k, *(x // itemsize for x in (64, 128, 256, 512, 1024)))
+    if m == 1:
+        return _all(bn=_sides(n, 16, 32, 64, 128), bk=terms, num_warps=[1, 2, 4, 8], stages=[2, 3, 5])
+    if m <= 64:
+        return _all(bn=_sides(n, 16, 32, 64, 128), bk=terms, num_warps=[2, 4, 8], stages=[2, 3, 4])
+    rows, columns = _sides(m, 64, 128, 256), _sides(n, *(x for x in (64, 128, 256) if x <= widest))
+    return _all(bm=rows, bn=columns, bk=[x for x in terms if x * itemsize <= 256], num_warps=[4, 8], stages=[2, 3, 4])
+
+
+def attention(q, k, v, *_, **__) -> Points:
+    """Of `flash_attention`: q [batch, t, heads, d], k and v [batch, s, kv heads, d]."""
+    t, s = q.shape[1], k.shape[1]
+    if jt.platform() == "cpu":
+        tiles = _all(bq=_sides(t, 32, 64, 128, 256), bk=_sides(s, 64, 128, 256, 512))
+        return [{"bq": min(p["bq"], t), "bk": min(p["bk"], s)} for p in tiles]
+    return _all(bq=_sides(t, 16, 32, 64, 128), bk=_sides(s, 16, 32, 64, 128), num_warps=[4, 8], stages=[1, 2, 3])
+
+
+def splits(q, k, *_, **__) -> Points:
+    """Of `decode_splits`."""
+    if jt.platform() == "cpu":
+        return [{"bk": min(x, k.shape[1])} for x in _sides(k.shape[1], 32, 64, 128, 256)]
+    return _all(bk=_sides(k.shape[1], 16, 32, 64, 128, 256), num_warps=[1, 2, 4, 8], stages=[2, 3, 4])
+
+
+def full_cache(q, k, v, lengths, **_) -> Any:
+    """Data of `decode_splits`: every slot is in use."""
+    ones = (jnp.full(x.shape, 0.5, x.dtype) for x in (q, k, v))
+    return (*ones, jnp.full(lengths.shape, k.shape[1], lengths.dtype))
+
+
+def rows(x, *_, **__) -> Points:
+    """Of kernels that hold `br` rows of x [rows, n]."""
+    n = x.shape[1]
+    most = max((1 << 14) // max(n, 1), 1)
+    return _all(br=_sides(min(x.shape[0], most), 1, 2, 4, 8, 16, 32, 64), num_warps=[1, 2, 4, 8, 16])
