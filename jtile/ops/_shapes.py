@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import gpu_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,28 +23,48 @@ class Machine:
       tile: elements of a tile that is read and written once.
       row: elements of a tile of rows that is passed over several times.
       one_tile: elements of the longest row that is held as one tile.
+      block: elements of a block of a longer row.
       programs: enough of them to keep all of the machine busy.
+      sums: programs, at most, that each keep sums of their own, added up at the end.
       whole: sides of tiles need not be powers of two.
     """
 
     tile: int
     row: int
     one_tile: int
+    block: int
     programs: int
+    sums: int
     whole: bool
 
 
 # tile: 16 KiB of float32, which the first cache holds beside what is computed from it; row: while one is worked on, the
 # memory of the next arrives; a longer row than one_tile is taken in blocks, twice: exp of a block costs less than
 # waiting for all of the row. A few threads share `programs` unevenly.
-_CPU = Machine(tile=4096, row=1024, one_tile=2048, programs=8, whole=True)
-# Registers hold a row of up to 32768; eight blocks for each of an H200's 132 multiprocessors.
-_GPU = Machine(tile=4096, row=4096, one_tile=32768, programs=1056, whole=False)
+_CPU = Machine(tile=4096, row=1024, one_tile=2048, block=1024, programs=8, sums=16, whole=True)
+# Registers hold a row of up to 32768; a short one to itself keeps reductions inside of a warp or two; eight programs
+# for each of an H200's 132 multiprocessors.
+_GPU = Machine(tile=4096, row=1024, one_tile=32768, block=16384, programs=1056, sums=264, whole=False)
 
 
 def machine() -> Machine:
     """Of the platform at hand."""
     return _CPU if jt.platform() == "cpu" else _GPU
+
+
+@functools.cache
+def _variant(kernel: jt.Kernel, options: tuple[tuple[str, int], ...]) -> jt.Kernel:
+    return kernel.with_options(**dict(options))
+
+
+def tuned(kernel: jt.Kernel, **options: int) -> jt.Kernel:
+    """`kernel` with `num_warps` and `num_stages` for a GPU of NVIDIA; elsewhere the compiler chooses them."""
+    return _variant(kernel, tuple(sorted(options.items()))) if options and jt.platform() == "cuda" else kernel
+
+
+def of_rows(kernel: jt.Kernel, x: jax.Array, br: int = 1, arrays: int = 1) -> jt.Kernel:
+    """`tuned` for a kernel that passes over `br` rows of x [rows, n], and of more `arrays`, held in registers."""
+    return tuned(kernel, num_warps=gpu_tiles.warps_of_rows(br * arrays * known(x.shape[1])))
 
 
 LARGE = 1 << 20

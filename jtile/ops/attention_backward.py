@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops import attention_slopes
 from jtile.ops._shapes import fit, known, machine
-
-LOG2_E = math.log2(math.e)
-Window = tuple[int | None, int | None]  # keys that a query sees to its left and to its right, None: all
+from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible, weights
 
 
 @jt.kernel(
@@ -66,11 +63,11 @@ def flash_attention_backward(
     def step(i, h, columns, k_j, v_j, dk_j, dv_j, edge: bool):
         q_i, g_i = Q[b, i, h, 0], G[b, i, h, 0]
         s = jt.dot(k_j, q_i.T)
-        p, slope = _weights(s, L[b, h, i][None, :], scale, softcap)
+        p, slope = weights(s, L[b, h, i][None, :], scale, softcap)
         dp = jt.dot(v_j, g_i.T) - D[b, h, i][None, :]
         ds = p * (dp if slope is None else dp * slope)
         if edge:
-            seen = _visible(offset + i * bq + jt.arange(bq)[None, :], columns, length, window)
+            seen = visible(offset + i * bq + jt.arange(bq)[None, :], columns, length, window)
             p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
         ds = ds.astype(q.dtype)
         here = (*split, b, i, h, 0)
@@ -86,7 +83,7 @@ def flash_attention_backward(
         k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
         if lengths:  # what stands behind the length may be anything
             k_j, v_j = (jnp.where(columns < length, x, jnp.zeros((), x.dtype)) for x in (k_j, v_j))
-        lo, inner_lo, inner_hi, hi = _queries(j * bk, bk, bq, t, offset, length, window)
+        lo, inner_lo, inner_hi, hi = query_blocks(j * bk, bk, bq, t, offset, length, window)
         dk_j, dv_j = (jnp.zeros((bk, d), lse.dtype) for _ in range(2))
         for x in jt.range(group):
             h = kv * group + x
@@ -103,43 +100,6 @@ def flash_attention_backward(
             DQ[here] = DQ[here] * scale
 
 
-def _weights(s, lse, scale: float, softcap: float | None):
-    """The weights 2^(score - lse) of plain products s, and the slope of the cap, None without."""
-    if softcap is None:
-        return jnp.exp2(s * (scale * LOG2_E) - lse), None
-    capped = jnp.tanh(s * (scale / softcap))
-    return jnp.exp2(capped * (softcap * LOG2_E) - lse), 1.0 - capped * capped
-
-
-def _visible(rows, columns, length, window: Window):
-    """bool [bk, bq]: which keys `columns` the queries at `rows` see."""
-    left, right = window
-    seen = columns < length
-    seen = seen if right is None else seen & (columns <= rows + right)
-    seen = seen if left is None else seen & (columns >= rows - left)
-    return jnp.broadcast_to(seen, (columns.shape[0], rows.shape[1]))
-
-
-def _queries(first, bk: int, bq: int, t: int, offset, length, window: Window):
-    """Bounds of the query blocks that see keys `first .. first + bk`: `lo <= inner_lo <= inner_hi <= hi`.
-
-    All queries of the blocks [inner_lo, inner_hi) see all of the keys; those outside of [lo, hi) none.
-    """
-    left, right = window
-    last = first + bk - 1
-    inside = lambda row: jnp.clip(row - offset, 0, t)
-    down = lambda row: jax.lax.div(row, jnp.asarray(bq, row.dtype))
-    begin = jnp.int32(0) if right is None else inside(first - right)
-    end = jnp.int32(t) if left is None else inside(last + left + 1)
-    end = jnp.where(first < length, end, begin)
-    lo, hi = down(begin), jt.cdiv(end, bq)
-    hi = jnp.where(begin < end, hi, lo)
-    inner_lo = lo if right is None else jt.cdiv(inside(last - right), bq)
-    inner_hi = hi if left is None else down(inside(first + left + 1))
-    inner_lo = jnp.where(last < length, jnp.clip(inner_lo, lo, hi), hi)
-    return lo, inner_lo, jnp.clip(inner_hi, inner_lo, hi), hi
-
-
 def attention_backward(
     q, k, v, o, lse, g, ct_lse, lengths, offsets, *, scale: float, softcap: float | None, window: Window,
     bq: int = 128, bk: int = 128,
@@ -147,6 +107,9 @@ def attention_backward(
     """(dq, dk, dv) for the cotangents g [batch, t, heads, d] of o and ct_lse [batch, heads, t] (or None) of lse."""
     batch, s, groups = k.shape[:3]
     ct = () if ct_lse is None else (ct_lse,)
+    if jt.platform() != "cpu":
+        options = {"scale": scale, "softcap": softcap, "window": window}
+        return attention_slopes.slopes(q, k, v, o, lse, g, ct, lengths, offsets, **options)
     n = fit(q.shape[1], max(1, machine().tile // q.shape[3]))
     delta = attention_delta(o, g, ct, n=n, dtype=lse.dtype.name)
     bq, bk = fit(q.shape[1], bq), fit(s, bk)

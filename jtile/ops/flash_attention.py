@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles
+from jtile.ops import gpu_tiles, spaces
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, sums_in
-from jtile.ops.attention_backward import LOG2_E, Window, attention_backward
+from jtile.ops.attention_backward import attention_backward
+from jtile.ops.attention_windows import LOG2_E, Window, blocks, scores, visible
 
 NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
 EMPTY = 1e30  # the log-sum-exp of no scores: 2^(s - EMPTY) is 0 for every score s
@@ -28,10 +29,11 @@ def _types(q, *_, save: bool = False, **__):
     return (jt.like(q), lse) if save else jt.like(q)
 
 
+@jt.autotune(space=spaces.attention, override=True)
 @jt.kernel(out_type=_types, grid=_grid)
 def flash_attention(
     q, k, v, lengths, offsets, o, *lse,
-    bq: int, bk: int, scale: float, softcap: float | None, window: Window, save: bool = False,
+    bq: int, bk: int, scale: float, softcap: float | None, window: Window, save: bool = False, stages: int = 2,
 ):  # fmt: skip
     """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch] in a tuple, or ().
 
@@ -63,7 +65,7 @@ def flash_attention(
     if window[0] is not None:
         for j in jt.range(lo, inner_lo):
             m, l, acc = step(j, m, l, acc, edge=True)
-    for j in jt.range(inner_lo, inner_hi, stages=2):
+    for j in jt.range(inner_lo, inner_hi, stages=stages):
         m, l, acc = step(j, m, l, acc, edge=False)
     for j in jt.range(inner_hi, hi):
         m, l, acc = step(j, m, l, acc, edge=True)
@@ -97,13 +99,6 @@ def _scaled(q, scale: float, softcap: float | None):
     return q, scale if softcap is not None else scale * LOG2_E
 
 
-def scores(s, unit: float, softcap: float | None):
-    """Scores in powers of two, so that the softmax takes exp2 (softcap: `c tanh(s / c)`, Gemma 2)."""
-    if softcap is not None:
-        return jnp.tanh(s * (unit / softcap)) * (softcap * LOG2_E)
-    return s if unit == 1.0 else s * unit
-
-
 def online(s, v, m, l, acc):
     """One step of the online softmax: maxima m, sums l [bq] and weighted values acc [bq, d] after scores s [bq, bk]."""
     top = jnp.maximum(m, s.max(1))
@@ -115,40 +110,6 @@ def online(s, v, m, l, acc):
 def normalised(acc, l):
     """acc / l; zero where a query saw no key."""
     return acc * jnp.where(l == 0, 0.0, 1.0 / l)[:, None]
-
-
-def visible(rows, columns, length, window: Window):
-    """bool [bq, bk]: which keys `columns` the queries at `rows` see."""
-    left, right = window
-    seen = columns < length
-    seen = seen if right is None else seen & (columns <= rows + right)
-    return jnp.broadcast_to(
-        seen if left is None else seen & (columns >= rows - left), (rows.shape[0], columns.shape[1])
-    )
-
-
-def blocks(first, bq: int, bk: int, length, window: Window):
-    """Bounds of the key blocks that queries `first .. first + bq` see: `lo <= inner_lo <= inner_hi <= hi`.
-
-    Every query sees all of the blocks [inner_lo, inner_hi); in [lo, inner_lo) and [inner_hi, hi) some see some.
-    """
-    left, right = window
-    last = first + bq - 1
-    end, inner_end = length, length
-    if right is not None:
-        end = jnp.clip(last + right + 1, 0, length)
-        inner_end = jnp.clip(first + right + 1, 0, length)
-    hi, inner_hi = jt.cdiv(end, bk), floordiv(inner_end, bk)
-    if left is None:
-        return 0, 0, inner_hi, hi
-    lo = jnp.minimum(floordiv(jnp.maximum(first - left, 0), bk), hi)
-    inner_lo = jnp.clip(jt.cdiv(jnp.maximum(last - left, 0), bk), lo, hi)
-    return lo, inner_lo, jnp.maximum(inner_lo, inner_hi), hi
-
-
-def floordiv(a, b: int):
-    """`a // b` for a >= 0: no correction for signs."""
-    return a // b if isinstance(a, int) else jax.lax.div(a, jnp.asarray(b, a.dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "softcap"), inline=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import quantized
-from jtile.ops._shapes import sums_in
+from jtile.ops import gpu_tiles, quantized, spaces
+from jtile.ops._shapes import sums_in, tuned
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_slope
 from jtile.ops.matmul import product, tiles
 from jtile.ops.quantized_tensor import QuantizedTensor
@@ -47,9 +48,8 @@ def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False)
             f"(transpose={transpose})"
         )
     rows = x.reshape(math.prod(x.shape[:-1]), k)
-    y = _gated(
-        rows, gate, up, activation=activation, tb=transpose, **tiles(rows.shape[0], n, k, x.dtype.itemsize, gates=2)
-    )
+    sizes = tiles(rows.shape[0], n, k, x.dtype.itemsize, gates=2, transposed=transpose)
+    y = _run(rows, gate, up, activation=activation, tb=transpose, **sizes)
     return y.reshape(*x.shape[:-1], n)
 
 
@@ -68,15 +68,16 @@ def _types(x, gate, *_, tb, save, **__):
     return (y, y, y) if save else y
 
 
-@jt.kernel(
-    out_type=_types,
-    grid=lambda x, gate, *_, tb, bm, bn, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(gate.shape[0 if tb else 1], bn)),
-    name="gated_mlp",
-)
-def _gated(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, save=False):
-    # `bk` terms of a sum at a time, all for 0
+def _grid(x, gate, *_, tb, bm, bn, **__):
+    return jt.cdiv(x.shape[0], bm), jt.cdiv(gate.shape[0 if tb else 1], bn)
+
+
+def _tile(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, group=0, stages=3, save=False):
+    # `bk` terms of a sum at a time, all for 0; `group`: see `jt.swizzle`, 0 for tiles as they come
     # Y = act(G) * U     G = X Wg     U = X Wu, outputs too with `save`
     i, j = jt.program_id(0), jt.program_id(1)
+    if group:
+        i, j = jt.swizzle(i, j, group=group)
     k = x.shape[1]
     bk = bk or k
     X = x.tiles(bm, bk)
@@ -85,7 +86,7 @@ def _gated(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, save=False):
     if bk >= k:
         G, U = jt.dot(X[i, 0], W(gate, 0)), jt.dot(X[i, 0], W(up, 0))
     else:
-        for p in jt.range(X.shape[1], stages=3):
+        for p in jt.range(X.shape[1], stages=stages):
             X_p = X[i, p]
             G, U = jt.dot(X_p, W(gate, p), G), jt.dot(X_p, W(up, p), U)
     for ref, value in zip(saved, (G, U)):
@@ -93,8 +94,33 @@ def _gated(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, save=False):
     y.tiles(bm, bn)[i, j] = (ACTIVATIONS[activation](G) * U).astype(y.dtype)
 
 
+_gated = jt.kernel(out_type=_types, grid=_grid, name="gated_mlp")(_tile)
+_gated = _gated.autotune(space=spaces.gated_products, override=True)
+
+
+@functools.cache
+def _swizzled(tb: bool, save: bool) -> jt.Kernel:
+    """The same for tiles in groups, whose index maps do not show along what the product may be cut."""
+    weight = "n _" if tb else "_ n"
+    rule = f"m _, {weight}, {weight} -> {', '.join(['m n'] * (3 if save else 1))}"
+    kernel = jt.kernel(out_type=_types, grid=_grid, name="gated_mlp", sharding=rule)(_tile)
+    kernel = kernel.autotune(space=spaces.gated_products, override=True)
+    kernel.defvjp(_forward, _backward)
+    return kernel
+
+
+def _run(x, gate, up, *, tb, bm, bn, bk, group=0, save=False, **meta):
+    """The kernel for these tiles, on these arrays."""
+    kernel = _gated
+    if group:
+        kernel, meta = _swizzled(tb, save), {**meta, "group": group}
+    if jt.platform() != "cpu":
+        kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, x.dtype.itemsize, gates=2))
+    return kernel(x, gate, up, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
+
+
 def _forward(x, gate, up, *, save, **meta):
-    y, g, u = _gated(x, gate, up, save=True, **meta)
+    y, g, u = _run(x, gate, up, save=True, **meta)
     return (y, g, u) if save else y, (x, gate, up, g, u)
 
 

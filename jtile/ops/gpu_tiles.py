@@ -1,22 +1,73 @@
-"""Tile sizes of the library's kernels on GPUs: what one block of threads holds in registers and shared memory."""
+"""Tile sizes of the library's kernels on GPUs: what one block of threads holds in registers and shared memory.
+
+Measured on an H200; `benchmarks/records` has the numbers. Warps and stages count for NVIDIA's GPUs, see `tuned`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from jtile import cdiv
 
+PROCESSORS = 132  # multiprocessors of an H200
+GROUP = 8  # rows of tiles that neighbours in time share, so that the second-level cache serves both operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Meta-parameters of a kernel, and options for the compiler."""
+
+    tiles: dict[str, int]
+    options: dict[str, int]
+
 
 @functools.cache
-def product(m: int, n: int, k: int, itemsize: int, gates: int = 1) -> dict[str, int]:
-    """Of `gates` matrix products [m, k] [k, n] of elements of `itemsize` bytes in one kernel: `bm`, `bn`, `bk`."""
+def product(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False) -> dict[str, int]:
+    """Of `gates` matrix products [m, k] [k, n] of elements of `itemsize` bytes in one kernel.
+
+    Args:
+      transposed: the right operand lies in memory as [n, k].
+    Returns:
+      `bm`, `bn`, `bk` and `group`.
+    """
     if itemsize >= 4:  # no tensor cores for exact float32: registers are the limit
-        return {"bm": _side(m, 64), "bn": _side(n, 64), "bk": min(_power(k), 16)}
+        bm, bn = (32, 32) if itemsize == 8 else (64, 64)
+        return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(min(_power(k), 16), 1), "group": 0}
+    if m <= 64:
+        return {**_few_rows(m, n, k, itemsize, gates, transposed), "group": 0}
     bk = min(_power(k), 128 // itemsize)
-    for bm, bn in ((128, 256 // gates), (128, 128), (64, 128), (64, 64)):
-        if cdiv(m, bm) * cdiv(n, bn) >= 132:
+    sides = ((128, 256), (128, 128), (64, 128), (64, 64)) if gates == 1 else ((128, 128), (128, 64), (64, 64))
+    for bm, bn in sides:
+        if cdiv(m, bm) * cdiv(n, bn) >= PROCESSORS * (1 if gates == 1 else 4):
             break
-    return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(bk, 16)}
+    group = GROUP if cdiv(m, bm) > 1 and cdiv(m, bm) * cdiv(n, bn) > 2 * PROCESSORS else 0
+    return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(bk, 16), "group": group}
+
+
+def _few_rows(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool) -> dict[str, int]:
+    """A product that is bound by reading the right operand: tiles of long lines, enough of them for all of the GPU."""
+    if m == 1:
+        bn, bk = (16, 256) if transposed else (32, 128)
+    else:
+        bn = (64 if m <= 16 else 128) // gates
+        while bn > 16 and cdiv(n, bn) < PROCESSORS * 3 // 4:
+            bn //= 2
+        bk = 256 if transposed and m <= 16 else 128
+    return {"bm": 1 if m == 1 else _side(m, 64), "bn": _side(n, bn), "bk": max(min(_power(k), bk * 2 // itemsize), 16)}
+
+
+def product_options(bm: int, bn: int, itemsize: int, gates: int = 1) -> dict[str, int]:
+    """Warps of such a kernel."""
+    if itemsize >= 4:
+        return {}
+    if bm == 1:
+        return {"num_warps": 2}
+    if bm <= 64 and bn * gates <= 128:
+        return {"num_warps": 4}
+    if gates == 2:
+        return {"num_warps": 8 if bm * bn >= 128 * 128 else 4}
+    return {}
 
 
 @functools.cache
@@ -31,6 +82,27 @@ def attention(t: int, s: int, d: int, itemsize: int, causal: bool) -> dict[str, 
     else:
         bq, bk = (128, 64) if d <= 256 else (32, 32)
     return {"bq": _side(t, bq), "bk": _side(s, bk)}
+
+
+@functools.cache
+def attention_slopes(t: int, s: int, d: int, itemsize: int) -> tuple[Choice, Choice]:
+    """Of the two kernels of its reverse mode: that of the keys, and that of the queries."""
+    if itemsize >= 4:
+        (q1, k1), (q2, k2), options = ((32, 32) if d <= 64 else (16, 32)), ((32, 32) if d <= 64 else (32, 16)), {}
+    elif d <= 128:
+        (q1, k1), (q2, k2), options = (64, 128), (128, 64), {"num_warps": 8}
+    else:
+        (q1, k1), (q2, k2), options = (32, 64), (64, 32), {"num_warps": 8}
+    keys, queries = ({"bq": _side(t, q), "bk": _side(s, k)} for q, k in ((q1, k1), (q2, k2)))
+    return Choice(keys, options), Choice(queries, options)
+
+
+@functools.cache
+def warps_of_rows(elements: int) -> int:
+    """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more."""
+    if elements > 16384:
+        return min(_power(elements) // 2048, 32) if elements > 32768 else 8
+    return min(max(_power(elements) // 512, 1), 4)
 
 
 def _side(n: int, limit: int) -> int:

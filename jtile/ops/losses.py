@@ -18,8 +18,12 @@ from jtile.ops._shapes import (
     machine,
     rows_per_tile,
     sums_in,
+    tuned,
     wide,
 )
+
+_LONG = 4096  # classes from which a GPU takes a row in blocks, with sums of each thread's own
+LOG2_E = math.log2(math.e)
 
 
 def _types(x, labels, *, save: bool = False, **_):
@@ -60,6 +64,42 @@ def cross_entropy_rows(
     loss[rows] = out if ignore is None else jnp.where(label == ignore, 0.0, out)
 
 
+@jt.kernel(out_type=_types, grid=lambda x, labels, **_: x.shape[0])
+def cross_entropy_lanes(
+    x, labels, loss, *lse, bv: int, lanes: int, ignore: int | None, smoothing: float, save: bool = False
+):
+    """As `cross_entropy_rows` for one long row in a program: threads keep their own maxima and sums to the end."""
+    # of the elements of one thread: m = max log2(e) x_k     total = sum_k 2^(log2(e) x_k - m)
+    i, vocab = jt.program_id(0), x.shape[1]
+    X = x.tiles(None, bv, pad=-math.inf)
+    m, total, plain = (jnp.full((lanes,), v, loss.dtype) for v in (-math.inf, 0, 0))
+
+    def step(j, m, total, plain):
+        t = wide(X[i, j]).reshape(-1, lanes, 8)  # a thread reads 8 elements at a time
+        top = jnp.maximum(m, t.max((0, 2)) * LOG2_E)
+        base = jnp.where(top == -math.inf, 0.0, top)
+        total = total * jnp.exp2(m - base) + jnp.exp2(t * LOG2_E - base[None, :, None]).sum((0, 2))
+        if smoothing:
+            inside = (j * bv + jt.arange(bv) < vocab).reshape(t.shape)
+            plain = plain + jnp.where(inside, t, 0.0).sum((0, 2))
+        return top, total, plain
+
+    for j in jt.range(vocab // bv, stages=3):
+        m, total, plain = step(j, m, total, plain)
+    if vocab % bv:
+        m, total, plain = step(vocab // bv, m, total, plain)
+    top = m.max()
+    base = jnp.where(top == -math.inf, 0.0, top)
+    whole = (top + jnp.log2((total * jnp.exp2(m - base)).sum())) * math.log(2)
+    label = labels[i]
+    picked = wide(x[i, jnp.clip(label.astype(jnp.int32), 0, vocab - 1)])
+    out = whole - (1.0 - smoothing) * picked - (smoothing / vocab) * plain.sum()
+    out = jnp.where((label < 0) | (label >= vocab), math.nan, out)
+    if save:
+        lse[0][i] = whole
+    loss[i] = out if ignore is None else jnp.where(label == ignore, 0.0, out)
+
+
 @jt.kernel(
     out_type=lambda x, *_, **__: jt.like(x),
     grid=lambda x, *_, br, bv, **__: (jt.cdiv(x.shape[0], br), jt.cdiv(x.shape[1], bv)),
@@ -84,20 +124,28 @@ def cross_entropy_backward_tiles(x, labels, lse, g, ct, dx, *, br: int, bv: int,
     DX[i, j] = (slope + p * ct[0][rows][:, None] if ct else slope).astype(dx.dtype)
 
 
-def _forward(x, labels, *, save: bool, **meta):
-    loss, lse = cross_entropy_rows(x, labels, save=True, **meta)
+def _forward(kernel, x, labels, *, save: bool, **meta):
+    loss, lse = kernel(x, labels, save=True, **meta)
     return (loss, lse) if save else loss, (x, labels, lse)
 
 
 def _backward(residuals, ct, *, save: bool, bv: int, ignore: int | None, smoothing: float, **_):
     x, labels, lse = residuals
     g, more = (ct[0], (ct[1],)) if save else (ct, ())
+    bv = min(bv, machine().tile)
     br = rows_per_tile(x.shape[0], bv, machine().tile)
     options = {"br": br, "bv": bv, "ignore": ignore, "smoothing": smoothing}
     return cross_entropy_backward_tiles(x, labels, lse, g, more, **options), None
 
 
-cross_entropy_rows.defvjp(_forward, _backward)
+cross_entropy_rows.defvjp(functools.partial(_forward, cross_entropy_rows), _backward)
+
+
+def _lanes(x, labels, **meta):
+    return tuned(cross_entropy_lanes, num_warps=meta["lanes"] // 32)(x, labels, **meta)
+
+
+cross_entropy_lanes.defvjp(functools.partial(_forward, _lanes), _backward)
 
 
 @functools.partial(jax.jit, static_argnames=("ignore", "label_smoothing"), inline=True)
@@ -129,11 +177,14 @@ def cross_entropy(
     if labels.size == 0:
         return jnp.zeros(labels.shape, sums_in(logits))
     rows, vocab = labels.size, logits.shape[-1]
+    meta = {"ignore": ignore, "smoothing": float(label_smoothing)}
+    if not machine().whole and isinstance(vocab, int) and vocab >= _LONG:
+        x, flat = logits.reshape(rows, vocab), labels.reshape(rows)
+        return _lanes(x, flat, bv=8192, lanes=128, **meta).reshape(labels.shape)
     bv = fit(vocab, machine().tile // 2)
     br = fit(rows, min(max(1, machine().tile // bv), jt.cdiv(rows, machine().programs)))
     x, flat = logits.reshape(rows, vocab), labels.reshape(rows)
-    meta = {"br": br, "bv": bv, "ignore": ignore, "smoothing": float(label_smoothing)}
-    return cross_entropy_rows(x, flat, **meta).reshape(labels.shape)
+    return cross_entropy_rows(x, flat, br=br, bv=bv, **meta).reshape(labels.shape)
 
 
 def cross_entropy_reference(logits, labels, *, ignore: int | None = -100, label_smoothing: float = 0.0):

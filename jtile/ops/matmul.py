@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles
-from jtile.ops._shapes import known
+from jtile.ops import gpu_tiles, spaces
+from jtile.ops._shapes import known, tuned
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 
 BLOCK = 256  # terms of a sum at a time, where their number is not known
@@ -58,7 +58,7 @@ def matmul(
     out_dtype = jnp.dtype(out_dtype or (_promoted(a, b) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.int32))
     extra = [] if bias is None else [jnp.asarray(bias).reshape(1, n)]
     rows = A.shape[1] if not transpose_a else m
-    y = _matmul(
+    y = _run(
         A,
         B,
         *extra,
@@ -66,7 +66,7 @@ def matmul(
         ta=transpose_a,
         tb=transpose_b,
         out_dtype=out_dtype.name,
-        **tiles(rows, n, k, A.dtype.itemsize),
+        **tiles(rows, n, k, A.dtype.itemsize, transposed=transpose_b),
     )
     return y.reshape(*batch, m, n)
 
@@ -115,11 +115,14 @@ def _check_kinds(a, b, activation) -> None:
         )
 
 
-def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1) -> dict[str, int]:
-    """The tile sizes of `gates` products [m, k] [k, n] of elements of `itemsize` bytes, on the platform at hand."""
+def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False) -> dict[str, int]:
+    """The tile sizes of `gates` products [m, k] [k, n] of elements of `itemsize` bytes, on the platform at hand.
+
+    `transposed`: the right operand lies in memory as [n, k].
+    """
     m, n, k = known(m), known(n), known(k)
     if jt.platform() != "cpu":
-        return gpu_tiles.product(m, n, k, itemsize, gates)
+        return gpu_tiles.product(m, n, k, itemsize, gates, transposed)
     return {**_cpu_tiles(m, n, k), "bk": 0}
 
 
@@ -162,12 +165,13 @@ def _grid(a, b, *_, ta, tb, bm, bn, **__):
     return max(a.shape[0], b.shape[0]), jt.cdiv(m, bm), jt.cdiv(n, bn)
 
 
-@jt.kernel(out_type=_out_type, grid=_grid, name="matmul")
-def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, save=False):
-    # `bk` terms of a sum at a time, all for 0
+def _tile(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, group=0, stages=3, save=False):
+    # `bk` terms of a sum at a time, all for 0; `group`: see `jt.swizzle`, 0 for tiles as they come
     # Y[i, j] = act(Z[i, j])     Z[i, j] = A[i, :] B[:, j] + bias[j], an output too with `save`
     bias, (y, *z) = (refs[: -2 if save else -1], refs[-2 if save else -1 :])
     e, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    if group:
+        i, j = jt.swizzle(i, j, jt.num_programs(1), jt.num_programs(2), group=group)
     ea, eb = (e if x.shape[0] != 1 else 0 for x in (a, b))
     k = a.shape[1 if ta else 2]
     whole = isinstance(k, int) and (bk == 0 or bk >= k)
@@ -178,7 +182,7 @@ def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, save=False
     if whole:
         Y = jt.dot(A(0), B(0))
     else:
-        for p in jt.range(jt.cdiv(k, bk), stages=3):
+        for p in jt.range(jt.cdiv(k, bk), stages=stages):
             Y = jt.dot(A(p), B(p), Y)
     if bias:
         Y = Y + bias[0].tiles(None, bn)[0, j][None, :].astype(Y.dtype)
@@ -187,12 +191,37 @@ def _matmul(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, save=False
     y.tiles(None, bm, bn)[e, i, j] = ACTIVATIONS[activation](Y).astype(out_dtype)
 
 
+_matmul = jt.kernel(out_type=_out_type, grid=_grid, name="matmul")(_tile)
+_matmul = _matmul.autotune(space=spaces.products, override=True)
+
+
+@functools.cache
+def _swizzled(ta: bool, tb: bool, one_a: bool, one_b: bool, bias: bool, save: bool) -> jt.Kernel:
+    """The same for tiles in groups, whose index maps do not show along what the product may be cut."""
+    a, b = ("_" if one_a else "e") + (" k m" if ta else " m k"), ("_" if one_b else "e") + (" n k" if tb else " k n")
+    e = "_" if one_a and one_b else "e"
+    rule = f"{a}, {b}{', _ n' if bias else ''} -> {e} m n{f', {e} m n' if save else ''}"
+    kernel = jt.kernel(out_type=_out_type, grid=_grid, name="matmul", sharding=rule)(_tile)
+    kernel = kernel.autotune(space=spaces.products, override=True)
+    kernel.defvjp(_forward, _backward)
+    return kernel
+
+
+def _run(a, b, *bias, ta, tb, bm, bn, bk, group=0, save=False, **meta):
+    """The kernel for these tiles, on these arrays."""
+    kernel, one = _matmul, (a.shape[0] == 1, b.shape[0] == 1)
+    if group:
+        kernel, meta = _swizzled(ta, tb, *one, bool(bias), save), {**meta, "group": group}
+    if jt.platform() != "cpu":
+        kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize))
+    return kernel(a, b, *bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
+
+
 def product(a, b, out_dtype, *, ta: bool = False, tb: bool = False):
     """`op(a) op(b)` of arrays [batch or 1, rows, columns], without checks; `ta`, `tb`: op transposes."""
     m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
-    return _matmul(
-        a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **tiles(m, n, k, a.dtype.itemsize)
-    )
+    sizes = tiles(m, n, k, a.dtype.itemsize, transposed=tb)
+    return _run(a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **sizes)
 
 
 def cotangents(a, b, g, *, ta: bool, tb: bool):
@@ -206,8 +235,8 @@ def cotangents(a, b, g, *, ta: bool, tb: bool):
 
 def _forward(a, b, *bias, activation, save, **meta):
     if activation is None and not save:
-        return _matmul(a, b, *bias, activation=None, **meta), (a, b, bias, None)
-    y, z = _matmul(a, b, *bias, activation=activation, save=True, **meta)
+        return _run(a, b, *bias, activation=None, **meta), (a, b, bias, None)
+    y, z = _run(a, b, *bias, activation=activation, save=True, **meta)
     return (y, z) if save else y, (a, b, bias, z)
 
 

@@ -7,10 +7,12 @@ import functools
 import jax
 
 import jtile as jt
-from jtile.ops._shapes import as_rows, check_float, check_shape, rows_per_tile, wide
+from jtile.ops import spaces
+from jtile.ops._shapes import as_rows, check_float, check_shape, of_rows, rows_per_tile, wide
 from jtile.ops.norms_backward import norm_backward
 
 
+@jt.autotune(space=spaces.rows, override=True)
 @jt.kernel(out_type=lambda x, params, **_: jt.like(x), grid=lambda x, params, *, br, **_: jt.cdiv(x.shape[0], br))
 def layer_norm_rows(x, params, y, *, br: int, eps: float, has_weight: bool):
     """`params` holds the weight [n], the bias [n], both or neither."""
@@ -35,6 +37,7 @@ def _rms(t, w, eps: float, offset: float):
     return t * jax.lax.rsqrt(mean + eps) * (w + offset if offset else w)[None, :]
 
 
+@jt.autotune(space=spaces.rows, override=True)
 @jt.kernel(out_type=lambda x, w, **_: jt.like(x), grid=lambda x, w, *, br, **_: jt.cdiv(x.shape[0], br))
 def rms_norm_rows(x, w, y, *, br: int, eps: float, offset: float):
     """Rows of x [rows, n], `br` of them in a program."""
@@ -43,6 +46,7 @@ def rms_norm_rows(x, w, y, *, br: int, eps: float, offset: float):
     Y[i, 0] = _rms(wide(X[i, 0]), w[...], eps, offset).astype(y.dtype)
 
 
+@jt.autotune(space=spaces.rows, override=True)
 @jt.kernel(
     out_type=lambda x, r, w, **_: (jt.like(x), jt.like(r)), grid=lambda x, r, w, *, br, **_: jt.cdiv(x.shape[0], br)
 )
@@ -57,7 +61,7 @@ def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float)
 
 
 def _layer_forward(x, params, **meta):
-    return layer_norm_rows(x, params, **meta), (x, params)
+    return of_rows(layer_norm_rows, x, meta["br"])(x, params, **meta), (x, params)
 
 
 def _layer_backward(residuals, g, *, eps: float, has_weight: bool, **_):
@@ -69,7 +73,7 @@ def _layer_backward(residuals, g, *, eps: float, has_weight: bool, **_):
 
 
 def _rms_forward(x, w, **meta):
-    return rms_norm_rows(x, w, **meta), (x, w)
+    return of_rows(rms_norm_rows, x, meta["br"])(x, w, **meta), (x, w)
 
 
 def _rms_backward(residuals, g, *, eps: float, offset: float, **_):
@@ -79,7 +83,7 @@ def _rms_backward(residuals, g, *, eps: float, offset: float, **_):
 
 
 def _rms_residual_forward(x, r, w, **meta):
-    return rms_norm_residual_rows(x, r, w, **meta), (x, r, w)
+    return of_rows(rms_norm_residual_rows, x, meta["br"])(x, r, w, **meta), (x, r, w)
 
 
 def _rms_residual_backward(residuals, cts, *, eps: float, offset: float, **_):
@@ -117,7 +121,8 @@ def layer_norm(
     if x.size == 0:
         return x
     rows, params = as_rows(x), tuple(p for p in (weight, bias) if p is not None)
-    out = layer_norm_rows(rows, params, br=rows_per_tile(*rows.shape), eps=float(eps), has_weight=weight is not None)
+    meta = {"br": rows_per_tile(*rows.shape), "eps": float(eps), "has_weight": weight is not None}
+    out = of_rows(layer_norm_rows, rows, meta["br"])(rows, params, **meta)
     return out.reshape(x.shape)
 
 
@@ -154,8 +159,8 @@ def rms_norm(
     rows = as_rows(x)
     meta = {"br": rows_per_tile(*rows.shape), "eps": float(eps), "offset": float(weight_offset)}
     if residual is None:
-        return rms_norm_rows(rows, weight, **meta).reshape(x.shape)
-    y, total = rms_norm_residual_rows(rows, as_rows(residual), weight, **meta)
+        return of_rows(rms_norm_rows, rows, meta["br"])(rows, weight, **meta).reshape(x.shape)
+    y, total = of_rows(rms_norm_residual_rows, rows, meta["br"])(rows, as_rows(residual), weight, **meta)
     return y.reshape(x.shape), total.reshape(x.shape)
 
 

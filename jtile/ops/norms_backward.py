@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import fit, rows_per_tile, sums_in, wide
+from jtile.ops._shapes import fit, machine, rows_per_tile, sums_in, wide
 
 _TILES = 32  # tiles a program where the number of rows is not known
-_CHUNKS = 16  # programs, at most: each keeps its own sums over rows
 
 
 def _chunks(xs, weight, cts, *, br, per, **_):
@@ -65,6 +64,6 @@ def norm_backward(xs, weight, cts, *, sums: int, centre: bool, eps: float, offse
     rows, n = xs[0].shape
     br = rows_per_tile(rows, n)
     tiles = jt.cdiv(rows, br)
-    per = fit(tiles, jt.cdiv(tiles, _CHUNKS)) if isinstance(tiles, int) else _TILES
+    per = fit(tiles, jt.cdiv(tiles, machine().sums)) if isinstance(tiles, int) else _TILES
     out = norm_backward_rows(xs, weight, cts, br=br, per=per, sums=sums, centre=centre, eps=eps, offset=offset)
     return out[: len(xs)], [part.sum(0) for part in out[len(xs) :]]

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops._shapes import fit
+from jtile.ops import quantized_lanes
+from jtile.ops._shapes import fit, known, machine
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation, gate_slope
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
 
@@ -48,13 +49,16 @@ def quantized_matmul(
     """
     out, inner = weight.shape
     _check(x, weight, activation)
-    rows = x.reshape(math.prod(x.shape[:-1]), inner).astype(jnp.float32)
+    rows = x.reshape(math.prod(x.shape[:-1]), inner)
     m = rows.shape[0]
     extra = [] if bias is None else [jnp.asarray(bias, jnp.float32).reshape(1, out)]
     extra += [] if residual is None else [jnp.asarray(residual, jnp.float32).reshape(m, out)]
     options = dict(kind=weight.kind, activation=activation, has_bias=bias is not None)
-    kernel = _gemv if m <= 2 else _gemm
-    y = kernel(rows, *_arrays(weight), *extra, **options, **_tiles(m, out, inner))
+    if _in_lanes(m, out, inner):
+        y = quantized_lanes.product(rows, _arrays(weight), extra, **options)
+    else:
+        kernel = _gemv if m <= 2 else _gemm
+        y = kernel(rows.astype(jnp.float32), *_arrays(weight), *extra, **options, **_tiles(m, out, inner))
     return y.reshape(*x.shape[:-1], out)
 
 
@@ -77,6 +81,11 @@ def _check(x, weight: QuantizedTensor, activation) -> None:
             "its last axis must be in"
         )
     check_activation("quantized_matmul", activation)
+
+
+def _in_lanes(*sizes) -> bool:
+    """Whether the kernels for GPUs take a product of these sizes: they know no empty ones."""
+    return jt.platform() != "cpu" and all(known(n) for n in sizes)
 
 
 def _tiles(m: int, out: int, inner: int) -> dict:
@@ -240,9 +249,9 @@ def quantized_dx_tiles(g, *refs, kind: str, inner: int, rows: int, bm: int, chun
 
 def _dx(g, arrays, kind: str, inner: int):
     units = inner if kind == "int8" else inner // BLOCK  # what a chunk is made of
-    fewest = jt.cdiv(inner, 512)
-    chunks = next(n for n in range(fewest, units + 1) if units % n == 0) if units else 1
-    bm, rows = fit(g.shape[0], 512), _divisor(g.shape[1], 64)
+    width, tall, rows = (512, 512, _divisor(g.shape[1], 64)) if machine().whole else (64, 64, 32)
+    chunks = next(n for n in range(jt.cdiv(inner, width), units + 1) if units % n == 0) if units else 1
+    bm = fit(g.shape[0], tall)
     return quantized_dx_tiles(g, *arrays, kind=kind, inner=inner, rows=rows, bm=bm, chunks=chunks)
 
 
@@ -281,6 +290,35 @@ def _weights(arrays, kind: str):
     return arrays[:n], arrays[n:]
 
 
+def _lanes_flat(x, refs, kind: str):
+    """x as [m, in] and codes as [out, stored], as the arrays of a weight stand."""
+    n = 3 if kind == "q4_1" else 2
+    return x.reshape(x.shape[0], -1), [a.reshape(a.shape[0], -1) if k % n == 0 else a for k, a in enumerate(refs)]
+
+
+def _lanes_forward(x, *refs, kind, activation, has_bias, gated, **_):
+    if gated:
+        rows, arrays = _lanes_flat(x, refs, kind)
+        halves = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+        g, u = (quantized_lanes.product(rows, w, [], kind=kind, activation=None) for w in halves)
+        return ACTIVATIONS[activation](g) * u, (x, *halves, g, u)
+    arrays, more = _weights(refs, kind)
+    bias, residual = more[:has_bias], more[has_bias:]
+    rows, arrays = _lanes_flat(x, arrays, kind)
+    z = quantized_lanes.product(rows, arrays, bias, kind=kind, activation=None, has_bias=has_bias)
+    y = ACTIVATIONS[activation](z)
+    return y + residual[0] if residual else y, (x, arrays, z if activation else None, (None,) * len(residual))
+
+
+def _lanes_backward(residuals, ct, *, gated, **meta):
+    x, *rest = residuals
+    flat = (x.reshape(x.shape[0], -1), *rest)
+    dx, *more = _gated_backward(flat, ct, **meta) if gated else _backward(flat, ct, **meta)
+    return dx.reshape(x.shape).astype(x.dtype), *more
+
+
+for _kernel in (quantized_lanes.quantized_gemv_lanes, quantized_lanes.quantized_gemm_lanes):
+    _kernel.defvjp(_lanes_forward, _lanes_backward)
 for _kernel in (_gemv, _gemm):
     _kernel.defvjp(functools.partial(_forward, _kernel), _backward)
 for _kernel in (_gated_gemv, _gated_gemm):
@@ -294,7 +332,12 @@ def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation
     if gate.shape != up.shape:
         raise jt.errors.KernelValueError(f"gated_mlp: gate {list(gate.shape)} and up {list(up.shape)} differ")
     out, inner = gate.shape
-    rows = x.reshape(math.prod(x.shape[:-1]), inner).astype(jnp.float32)
+    rows = x.reshape(math.prod(x.shape[:-1]), inner)
+    if _in_lanes(rows.shape[0], out, inner):
+        arrays = [*_arrays(gate), *_arrays(up)]
+        y = quantized_lanes.product(rows, arrays, [], kind=gate.kind, activation=activation, gated=True)
+        return y.reshape(*x.shape[:-1], out)
+    rows = rows.astype(jnp.float32)
     kernel = _gated_gemv if rows.shape[0] <= 2 else _gated_gemm
     y = kernel(
         rows, *_arrays(gate), *_arrays(up), kind=gate.kind, activation=activation, **_tiles(rows.shape[0], out, inner)

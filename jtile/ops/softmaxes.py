@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import as_rows, check_axis, check_float, fit, machine, rows_per_tile, wide
+from jtile.ops import spaces
+from jtile.ops._shapes import as_rows, check_axis, check_float, fit, machine, of_rows, rows_per_tile, wide
 
 _BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backward, the first pass is a sum only: blocks pay off sooner
 _AGAIN = 8192  # backward, rows up to this long, of 32 bits or more, start from x: exp costs no more than the bytes of y
@@ -24,6 +25,7 @@ def _normalise(x, axis: int, log: bool):
     return shifted - jnp.log(total) if log else e * (1.0 / total)
 
 
+@jt.autotune(space=spaces.rows, override=True)
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, br, **_: jt.cdiv(x.shape[0], br))
 def softmax_rows(x, y, *, br: int, log: bool = False):
     """Rows of x [rows, n], `br` of them in a program."""
@@ -111,21 +113,26 @@ def _forward(kernel, x, **meta):
     return y, y
 
 
+def _run(kernel, x, *more, **meta):
+    """A kernel of rows with the warps that suit their length."""
+    return of_rows(kernel, x, meta.get("br", 1), 1 + len(more))(x, *more, **meta)
+
+
 def _is_again(rows, log: bool) -> bool:
     return not log and rows.dtype.itemsize >= 4 and rows.shape[1] <= _AGAIN
 
 
 def _rows_forward(kernel, x, *, log: bool = False, **meta):
-    y = kernel(x, log=log, **meta)
+    y = _run(kernel, x, log=log, **meta) if kernel is softmax_rows else kernel(x, log=log, **meta)
     return y, x if _is_again(x, log) else y
 
 
 def _rows_backward(y, g, *, log: bool = False, br: int = 1, **_):
     n = y.shape[1]
     if _is_again(y, log):
-        return (softmax_backward_again(y, g),)
-    if n < _BLOCKS_FROM:
-        return (softmax_backward_rows(y, g, br=br, log=log),)
+        return (_run(softmax_backward_again, y, g),)
+    if n < _BLOCKS_FROM or (not machine().whole and n <= machine().one_tile):
+        return (_run(softmax_backward_rows, y, g, br=br, log=log),)
     return (softmax_backward_blocks(y, g, bn=fit(n, _BACKWARD_BLOCK), log=log),)
 
 
@@ -151,8 +158,8 @@ def _apply(x, axis: int, log: bool):
         return softmax_columns(columns, bc=bc, log=log).reshape(x.shape)
     rows = as_rows(x.reshape(x.shape[: axis + 1]))
     if n > machine().one_tile:
-        return softmax_blocks(rows, bn=fit(n, machine().row), log=log).reshape(x.shape)
-    return softmax_rows(rows, br=rows_per_tile(*rows.shape), log=log).reshape(x.shape)
+        return softmax_blocks(rows, bn=fit(n, machine().block), log=log).reshape(x.shape)
+    return _run(softmax_rows, rows, br=rows_per_tile(*rows.shape), log=log).reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnames="axis", inline=True)

@@ -10,18 +10,10 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
+from jtile.ops import spaces
 from jtile.ops._shapes import check_rank, fit, sums_in
-from jtile.ops.flash_attention import (
-    LOG2_E,
-    NOTHING,
-    attention,
-    attention_reference,
-    check_operands,
-    floordiv,
-    normalised,
-    online,
-    scores,
-)
+from jtile.ops.attention_windows import LOG2_E, floordiv, scores
+from jtile.ops.flash_attention import NOTHING, attention, attention_reference, check_operands, normalised, online
 
 _PROGRAMS = 8  # split the keys until there are this many programs
 _SHORTEST_SPLIT = 256  # keys of a program
@@ -40,10 +32,12 @@ def _grid(q, k, v, lengths, *, splits, **_):
     return q.shape[0], k.shape[2], splits
 
 
+@jt.autotune(space=spaces.splits, data=spaces.full_cache, override=True)
 @jt.kernel(out_type=_types, grid=_grid)
 def decode_splits(
-    q, k, v, lengths, *out, splits: int, bk: int, scale: float, softcap: float | None, window: int | None
-):
+    q, k, v, lengths, *out,
+    splits: int, bk: int, scale: float, softcap: float | None, window: int | None, stages: int = 3,
+):  # fmt: skip
     """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d]; lengths int32 [batch]."""
     # as in flash_attention, for keys [lo, hi) of this split; the query of token i stands at position length - t + i
     b, g, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
@@ -74,7 +68,7 @@ def decode_splits(
 
     rows, wide = t * group, sums_in(q)
     m, l, acc = jt.full((rows,), NOTHING, wide), jt.zeros((rows,), wide), jt.zeros((rows, d), wide)
-    for j in jt.range(lo, plain, stages=3):
+    for j in jt.range(lo, plain, stages=stages):
         m, l, acc = step(j, m, l, acc, edge=False)
     for j in jt.range(plain, hi):
         m, l, acc = step(j, m, l, acc, edge=True)

@@ -43,9 +43,6 @@ def stencil_tiles(x, w, y, *, bm: int, bn: int):
     y.tiles(None, bm, bn)[b, i, j] = total.astype(y.dtype)
 
 
-_CHUNKS = 16  # programs, at most: each keeps its own sums of weights
-
-
 @jt.kernel(
     out_type=lambda x, g, *, p, q, chunks, **_: jax.ShapeDtypeStruct((chunks, p, q), sums_in(x)),
     grid=lambda x, g, *, chunks, **_: chunks,
@@ -79,7 +76,7 @@ def _backward(residuals, g, **_):
     dx = _tiled(jnp.pad(g, ((0, 0), (p - 1, p - 1), (q - 1, q - 1))), w[::-1, ::-1])
     bn = fit(g.shape[2], 1024)
     bm = fit(g.shape[1], max(1, machine().tile // bn))
-    chunks = min(_CHUNKS, g.shape[0] * jt.cdiv(g.shape[1], bm) * jt.cdiv(g.shape[2], bn))
+    chunks = min(machine().sums, g.shape[0] * jt.cdiv(g.shape[1], bm) * jt.cdiv(g.shape[2], bn))
     dw = stencil_weight_tiles(x, g, p=p, q=q, bm=bm, bn=bn, chunks=chunks)
     return dx, dw.sum(0).astype(w.dtype)
 

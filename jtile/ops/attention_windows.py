@@ -1,0 +1,81 @@
+"""Which keys attention's queries see, block by block, and scores in powers of two."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+
+LOG2_E = math.log2(math.e)
+Window = tuple[int | None, int | None]  # keys that a query sees to its left and to its right, None: all
+
+
+def scores(s, unit: float, softcap: float | None):
+    """Scores in powers of two, so that the softmax takes exp2 (softcap: `c tanh(s / c)`, Gemma 2)."""
+    if softcap is not None:
+        return jnp.tanh(s * (unit / softcap)) * (softcap * LOG2_E)
+    return s if unit == 1.0 else s * unit
+
+
+def weights(s, lse, scale: float, softcap: float | None):
+    """The weights 2^(score - lse) of plain products s, and the slope of the cap, None without."""
+    if softcap is None:
+        return jnp.exp2(s * (scale * LOG2_E) - lse), None
+    capped = jnp.tanh(s * (scale / softcap))
+    return jnp.exp2(capped * (softcap * LOG2_E) - lse), 1.0 - capped * capped
+
+
+def visible(rows, columns, length, window: Window):
+    """bool: which keys `columns` the queries at `rows` see; [bq, 1] and [1, bk] give [bq, bk], or the other way."""
+    left, right = window
+    seen = columns < length
+    seen = seen if right is None else seen & (columns <= rows + right)
+    seen = seen if left is None else seen & (columns >= rows - left)
+    return jnp.broadcast_to(seen, jnp.broadcast_shapes(rows.shape, columns.shape))
+
+
+def blocks(first, bq: int, bk: int, length, window: Window):
+    """Bounds of the key blocks that queries `first .. first + bq` see: `lo <= inner_lo <= inner_hi <= hi`.
+
+    Every query sees all of the blocks [inner_lo, inner_hi); in [lo, inner_lo) and [inner_hi, hi) some see some.
+    """
+    left, right = window
+    last = first + bq - 1
+    end, inner_end = length, length
+    if right is not None:
+        end = jnp.clip(last + right + 1, 0, length)
+        inner_end = jnp.clip(first + right + 1, 0, length)
+    hi, inner_hi = jt.cdiv(end, bk), floordiv(inner_end, bk)
+    if left is None:
+        return 0, 0, inner_hi, hi
+    lo = jnp.minimum(floordiv(jnp.maximum(first - left, 0), bk), hi)
+    inner_lo = jnp.clip(jt.cdiv(jnp.maximum(last - left, 0), bk), lo, hi)
+    return lo, inner_lo, jnp.maximum(inner_lo, inner_hi), hi
+
+
+def floordiv(a, b: int):
+    """`a // b` for a >= 0: no correction for signs."""
+    return a // b if isinstance(a, int) else jax.lax.div(a, jnp.asarray(b, a.dtype))
+
+
+def query_blocks(first, bk: int, bq: int, t: int, offset, length, window: Window):
+    """Bounds of the query blocks that see keys `first .. first + bk`: `lo <= inner_lo <= inner_hi <= hi`.
+
+    All queries of the blocks [inner_lo, inner_hi) see all of the keys; those outside of [lo, hi) none.
+    """
+    left, right = window
+    last = first + bk - 1
+    inside = lambda row: jnp.clip(row - offset, 0, t)
+    down = lambda row: jax.lax.div(row, jnp.asarray(bq, row.dtype))
+    begin = jnp.int32(0) if right is None else inside(first - right)
+    end = jnp.int32(t) if left is None else inside(last + left + 1)
+    end = jnp.where(first < length, end, begin)
+    lo, hi = down(begin), jt.cdiv(end, bq)
+    hi = jnp.where(begin < end, hi, lo)
+    inner_lo = lo if right is None else jt.cdiv(inside(last - right), bq)
+    inner_hi = hi if left is None else down(inside(first + left + 1))
+    inner_lo = jnp.where(last < length, jnp.clip(inner_lo, lo, hi), hi)
+    return lo, inner_lo, jnp.clip(inner_hi, inner_lo, hi), hi

@@ -1,0 +1,181 @@
+"""Products with quantised weights on GPUs; the formulas and the public functions are in quantized.py.
+
+One or two rows of x: each thread multiplies a few codes of several rows of W with x in registers and keeps sums of its
+own to the end. A nibble q becomes a float32 without a conversion: in the upper bits of a mantissa it is 1 + q / 16.
+
+More rows: blocks of W are dequantised between memory and the matrix units. In float32 where x is; for a 16-bit x as the
+sum of two bfloat16, which holds 16 bits of a weight: all of them for int8 and Q4_0.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+from jtile.ops._shapes import known, tuned
+from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.quantized_tensor import BLOCK
+
+HALF = BLOCK // 2
+FOUR_BIT = ("q4_0", "q4_1")
+
+
+def _type(x, codes, *_, **__):
+    return jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32)
+
+
+def _nibble(codes, shift: int):
+    """1 + q / 16 in float32 for q the nibble of int32 codes that a shift to the left by `shift` brings to bit 19."""
+    bits = (codes << np.int32(shift)) & np.int32(0x780000) | np.int32(0x3F800000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _halves(x, i: int, c, kind: str, blocks: int):
+    """Chunk c of row i of x, in the parts that codes of one byte are multiplied with: [blocks, width] each."""
+    if kind in FOUR_BIT:
+        X = x.tiles(None, blocks, None, HALF)
+        return X[i, c, 0, 0], X[i, c, 1, 0]
+    return (x.tiles(None, blocks, BLOCK)[i, c, 0],)
+
+
+def _terms(weight, row, c, kind: str, blocks: int, xs):
+    """What chunk c of a row of W adds to its products with the rows of x, as tiles [blocks, width] to be summed."""
+    codes, scale, *low = weight
+    width = codes.shape[2]
+    q = codes.tiles(None, blocks, width)[row, c, 0]
+    d = None if kind == "int8" else scale.tiles(None, blocks)[row, c].astype(jnp.float32)[:, None]
+    if kind not in FOUR_BIT:
+        q = q.astype(jnp.float32)
+        return [x * q if d is None else d * (x * q) for (x,) in xs]
+    q = q.astype(jnp.int32)
+    first, second = _nibble(q, 19), _nibble(q, 15)
+    if kind == "q4_0":  # d (q - 8) = 16 d ((1 + q / 16) - 3 / 2)
+        return [d * (-1.5 * (a + b) + a * first + b * second) for a, b in xs]
+    m = low[0].tiles(None, blocks)[row, c].astype(jnp.float32)[:, None] * (1 / 16)
+    return [d * (a * first + b * second - (a + b)) + m * (a + b) for a, b in xs]
+
+
+@jt.kernel(
+    out_type=_type, grid=lambda x, codes, *_, rows, **__: jt.cdiv(codes.shape[0], rows), name="quantized_gemv_lanes"
+)
+def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated: bool, rows: int, blocks: int):
+    """`rows` rows of W in a program, `blocks` blocks of 32 weights at a time.
+
+    x [m, blocks, 2, 16] for 4-bit codes [out, blocks, 16], [m, blocks, 32] for others [out, blocks, 32]; scale (and
+    minimum) [out, blocks or 1]. `gated`: a second weight, y = act(x Gᵀ) * (x Uᵀ). Then bias [1, out], residual
+    [m, out].
+    """
+    # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
+    *refs, y = refs
+    arrays, m, r = 3 if kind == "q4_1" else 2, x.shape[0], jt.program_id(0)
+    weights = [refs[k * arrays : (k + 1) * arrays] for k in range(1 + gated)]
+    extra = list(refs[arrays * (1 + gated) :])
+    tile = (blocks, weights[0][0].shape[2])
+    sums = tuple(jnp.zeros(tile, jnp.float32) for _ in range(m * rows * len(weights)))
+    for c in jt.range(jt.cdiv(weights[0][0].shape[1], blocks), unroll=4):
+        xs = [_halves(x, i, c, kind, blocks) for i in range(m)]
+        parts = [t for w in weights for k in range(rows) for t in _terms(w, r * rows + k, c, kind, blocks, xs)]
+        sums = tuple(s + t for s, t in zip(sums, parts))
+    unit = 16.0 if kind in FOUR_BIT else 1.0
+    for k in range(rows):
+        row = r * rows + k
+        for i in range(m):
+            Y = [sums[(n * rows + k) * m + i].sum() * unit for n in range(len(weights))]
+            Y = [t * w[1][row, 0] for t, w in zip(Y, weights)] if kind == "int8" else Y
+            Y[0] = Y[0] + extra[0][0, row] if has_bias else Y[0]
+            out = ACTIVATIONS[activation](Y[0]) * (Y[1] if gated else 1.0)
+            y[i, row] = out + extra[-1][i, row] if len(extra) > has_bias else out
+
+
+def _dequantized(weight, r, c, kind: str, rows: int, blocks: int, dtype):
+    """The halves of chunk c of W as matrices [rows, blocks * width], each a list of terms of `dtype`."""
+    codes, scale, *low = weight
+    width = codes.shape[2]
+    q = codes.tiles(rows, blocks, width)[r, c, 0]
+    halves = (q & np.uint8(15), q >> np.uint8(4)) if kind in FOUR_BIT else (q,)
+    halves = [h.astype(jnp.float32) for h in halves]
+    if kind != "int8":
+        d = scale.tiles(rows, blocks)[r, c].astype(jnp.float32)[:, :, None]
+        halves = [d * (h - 8.0 if kind == "q4_0" else h) for h in halves]
+    if low:
+        m = low[0].tiles(rows, blocks)[r, c].astype(jnp.float32)[:, :, None]
+        halves = [h + m for h in halves]
+    out = []
+    for w in (h.reshape(rows, blocks * width) for h in halves):
+        top = w.astype(dtype)
+        exact = dtype == jnp.float32 or kind == "int8"
+        out.append([top] if exact else [top, (w - top.astype(jnp.float32)).astype(dtype)])
+    return out
+
+
+@jt.kernel(
+    out_type=_type,
+    grid=lambda x, codes, *_, rows, bm, **__: (jt.cdiv(codes.shape[0], rows), jt.cdiv(x.shape[0], bm)),
+    name="quantized_gemm_lanes",
+)
+def quantized_gemm_lanes(
+    x, *refs, kind: str, activation, has_bias: bool, gated: bool, rows: int, bm: int, blocks: int
+):  # fmt: skip
+    """`bm` rows of x, `rows` of W in a program; arguments as in `quantized_gemv_lanes`, x in the dtype it comes in."""
+    # Y = X Wᵀ, a sum over the halves of the blocks and over the terms that W is split into
+    *refs, y = refs
+    arrays, r, i = 3 if kind == "q4_1" else 2, jt.program_id(0), jt.program_id(1)
+    weights = [refs[k * arrays : (k + 1) * arrays] for k in range(1 + gated)]
+    extra = list(refs[arrays * (1 + gated) :])
+    four, nb = kind in FOUR_BIT, weights[0][0].shape[1]
+    X = x.tiles(bm, blocks, None, HALF) if four else x.tiles(bm, blocks, BLOCK)
+    sums = tuple(jnp.zeros((bm, rows), jnp.float32) for _ in weights)
+    for c in jt.range(jt.cdiv(nb, blocks), stages=3):
+        xs = [X[i, c, n, 0] for n in range(2)] if four else [X[i, c, 0]]
+        xs = [t.reshape(bm, -1) for t in xs]
+        found = []
+        for w, total in zip(weights, sums):
+            for a, terms in zip(xs, _dequantized(w, r, c, kind, rows, blocks, x.dtype)):
+                for b in terms:
+                    total = jt.dot(a, b.T, total)
+            found.append(total)
+        sums = tuple(found)
+    if kind == "int8":
+        sums = tuple(s * w[1].tiles(rows, 1)[r, 0][:, 0][None, :] for s, w in zip(sums, weights))
+    Y = sums[0] + extra[0].tiles(1, rows)[0, r] if has_bias else sums[0]
+    Y = ACTIVATIONS[activation](Y) * (sums[1] if gated else 1.0)
+    y.tiles(bm, rows)[i, r] = Y + extra[-1].tiles(bm, rows)[i, r] if len(extra) > has_bias else Y
+
+
+def _side(n: int, limit: int) -> int:
+    return min(max(jt.next_power_of_2(n), 16), limit)
+
+
+@functools.cache
+def gemv_choice(m: int, out: int, nb: int, kind: str, gated: bool) -> tuple[dict[str, int], int]:
+    """Meta-parameters and warps of the kernel for few rows."""
+    rows = next(r for r in ((4, 2, 1) if m == 1 and not gated else (2, 1)) if out % r == 0)
+    a_warp = 8 if kind in FOUR_BIT else 4  # blocks of which every thread takes 4 codes
+    warps = 4 if nb >= 4 * a_warp else 1
+    return {"rows": rows, "blocks": a_warp * warps}, warps
+
+
+def product(x, arrays, extra, *, kind: str, activation, has_bias: bool = False, gated: bool = False) -> jax.Array:
+    """float32 [m, out] of x [m, in] and the arrays of one weight or of two; `extra`: bias and residual, if any."""
+    m, inner = x.shape
+    out, blocks = arrays[0].shape[0], jt.cdiv(inner, BLOCK)
+    per = len(arrays) // (1 + gated)
+    if inner % BLOCK:  # int8 takes any size
+        more = ((0, 0), (0, blocks * BLOCK - inner))
+        x, arrays = jnp.pad(x, more), [jnp.pad(a, more) if k % per == 0 else a for k, a in enumerate(arrays)]
+    width = HALF if kind in FOUR_BIT else BLOCK
+    arrays = [a.reshape(out, blocks, width) if k % per == 0 else a for k, a in enumerate(arrays)]
+    options = {"kind": kind, "activation": activation, "has_bias": has_bias, "gated": gated}
+    shape = (m, blocks, 2, HALF) if kind in FOUR_BIT else (m, blocks, BLOCK)
+    if isinstance(m, int) and m <= 2:
+        tiles, warps = gemv_choice(m, out, blocks, kind, gated)
+        kernel = tuned(quantized_gemv_lanes, num_warps=warps)
+        return kernel(x.astype(jnp.float32).reshape(shape), *arrays, *extra, **options, **tiles)
+    x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+    wide = x.dtype == jnp.float32
+    tiles = {"rows": _side(out, 64), "bm": _side(known(m), 64 if wide or gated else 128), "blocks": 1 if wide else 2}
+    return quantized_gemm_lanes(x.reshape(shape), *arrays, *extra, **options, **tiles)
