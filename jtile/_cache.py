@@ -49,7 +49,7 @@ class Info:
 
 def key(*parts: object) -> str:
     """The sha256 (hex) of the parts and of every version that decides what a kernel compiles to."""
-    text = json.dumps([FORMAT, _version("jtile"), _version("llvmlite"), _build(), *map(str, parts)])
+    text = json.dumps([FORMAT, version("jtile"), version("llvmlite"), _build(), *map(str, parts)])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -213,7 +213,7 @@ def _warn_once(folder: Path, message: str) -> None:
 
 
 @functools.cache
-def _version(package: str) -> str:
+def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

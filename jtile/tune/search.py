@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jtile import _cache
 from jtile._errors import JtileError
 from jtile._lowering import pieces_of
 from jtile.tune import device, measure, prune
@@ -175,7 +175,7 @@ class _Search:
             best = -1
         entry = Entry(
             self._full(best), round(times[best], 3), round(default, 3), len(times), len(self.call.candidates),
-            importlib.metadata.version("jtile"), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            _cache.version("jtile"), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
         store.put(device.kind(), self.call.name, entry)
         return entry
