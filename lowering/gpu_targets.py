@@ -12,8 +12,7 @@ import functools
 from jtile._errors import KernelValueError, UnsupportedError
 from jtile.lowering.targets import Gap, Memory, Scale, Target
 from jtile.lowering.triton.features import Features, architectures, features
-
-MAX_TILE = 1 << 20  # elements of a tile: triton's limit
+from jtile.lowering.triton.ttir import MAX_TILE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,10 +167,10 @@ for _name, _fn in dict(
 ).items():  # fmt: skip
     _add(_name, 1, FLOAT, _fn)
 _add("rsqrt", 1, FLOAT, lambda x: 1.0 / np.sqrt(x))
-for _name, _fn in dict(
-    logistic="expit", erf="erf", erfc="erfc", erf_inv="erfinv", lgamma="gammaln", digamma="digamma"
-).items():
+for _name, _fn in dict(logistic="expit", erf="erf", erfc="erfc", digamma="digamma").items():
     _add(_name, 1, FLOAT, _special(_fn))
+_add("lgamma", 1, FLOAT, lambda x: np.where(x == -np.inf, np.inf, _special("gammaln")(x)))  # as in C and JAX
+_add("erf_inv", 1, FLOAT, lambda x: np.where(x == 0, x, _special("erfinv")(x)))  # scipy's makes 0 of -0
 
 
 def compute(fn: Function, args: list[np.ndarray]) -> np.ndarray:

@@ -7,9 +7,9 @@ import math
 
 from jtile import ir
 from jtile.lowering.triton.convert import convert
-from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
+from jtile.lowering.triton.emitter import Emitter, elem_of, emits, memory_elem, padded
 from jtile.lowering.triton.features import Features
-from jtile.lowering.triton.ttir import Code, Val, spell
+from jtile.lowering.triton.ttir import Code, Val, bits, spell
 
 NARROW = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # every value of theirs is one of float16 and of bfloat16
 PROMOTE = 128  # elements of k after which the short accumulators of Hopper's fp8 products go to f32, as in cuBLAS
@@ -43,6 +43,8 @@ def _dot(em: Emitter, op: ir.Dot) -> Val:
     if min(m, n, k) == 1:  # no use of a matrix: rows and columns that are not there would cost as much
         wide = op.result.dtype if out != "f32" else "float32"
         form = Form(wide, wide, out, "")
+    elif out == "f64" and em.features.cuda and narrowest_load(em) <= 16:  # see `product`: no instruction at all
+        form = Form("float64", "float64", out, "")
     a = operand(em, em.val(op.a), op.a, form.a, len(batch) + (0 if op.trans_a else 1))
     b = operand(em, em.val(op.b), op.b, form.b, len(batch) + (1 if op.trans_b else 0))
     acc = None if op.acc is None else em.val(op.acc)
@@ -148,7 +150,14 @@ def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
     """
     code, rank = em.code, len(a.shape)
     shape = (*a.shape[:-1], b.shape[-1])
-    times = max(form.least // a.shape[-1], 1)
+    # Where an operand comes from a load of narrower elements, if only in its address, triton orders k by words of
+    # these: it takes so many steps of an instruction at once, and is wrong, without a word, of fewer (triton 3.6).
+    steps = (
+        bits(a.elem) // min(narrowest_load(em), bits(a.elem))
+        if em.features.cuda and a.is_float and form.a not in FP8
+        else 1
+    )
+    times = max(form.least * steps // a.shape[-1], 1)
     a, b = interleaved(code, a, rank - 1, times), interleaved(code, b, rank - 2, times)
     acc = acc or code.const(0, form.out, shape)
     kind = f", inputPrecision = {form.how}" if form.how != "ieee" else ""
@@ -156,6 +165,14 @@ def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
         kind += f" {{maxNumImpreciseAcc = {min(PROMOTE, a.shape[-1])} : i32}}"
     right = f"tt.dot {a.name}, {b.name}, {acc.name}{kind} : {a.type} * {b.type} -> {spell(shape, form.out)}"
     return code.let(right, shape, form.out)
+
+
+def narrowest_load(em: Emitter) -> int:
+    """Bits of the narrowest elements that a kernel loads, as they lie in memory."""
+    if "narrowest" not in em.memo:
+        loads = (op for op in em.kernel.body.walk() if isinstance(op, ir.Load))
+        em.memo["narrowest"] = min((bits(memory_elem(op.ref.dtype)) for op in loads), default=64)
+    return em.memo["narrowest"]
 
 
 def shifted_back(code: Code, v: Val, a: Val, b: Val, unsigned: tuple[bool, ...], k: int) -> Val:

@@ -14,7 +14,7 @@ from jtile.lowering.triton.emit_basics import code_of
 from jtile.lowering.triton.emitter import PACKED, Buffer, Emitter, elem_of, emits, memory_elem, padded
 from jtile.lowering.triton.hazards import PAIRS, last_lanes, may_repeat, meet
 from jtile.lowering.triton.packed import load_packed, store_packed
-from jtile.lowering.triton.ttir import Number, Val
+from jtile.lowering.triton.ttir import Number, Val, bits
 
 __all__ = ["addresses", "from_memory", "meet", "to_memory"]
 
@@ -44,8 +44,22 @@ def _load(em: Emitter, op: ir.Load) -> Val:
     if mask is None:
         return from_memory(em, code.let(f"tt.load {where.name} : {where.type}", where.shape, elem), buf.dtype)
     other = code.const(pad, elem, where.shape)
-    v = code.let(f"tt.load {where.name}, {mask.name}, {other.name} : {where.type}", where.shape, elem, pad)
+    extended = _sign_extended(pad, elem)
+    start = code.const(0, elem, where.shape) if extended else other
+    v = code.let(f"tt.load {where.name}, {mask.name}, {start.name} : {where.type}", where.shape, elem, pad)
+    if extended:
+        v = dataclasses.replace(code.select(mask, v, other), fill=pad)
     return from_memory(em, v, buf.dtype)
+
+
+def _sign_extended(pad: Number, elem: str) -> bool:
+    """Whether triton 3.6 makes something else of a constant for the lanes that a load leaves out: it packs several
+    short integers into a register, and lets the sign of the first run over the others."""
+    if elem not in ("i8", "i16"):
+        return False
+    width = bits(elem)
+    code = int(pad) & ((1 << width) - 1)
+    return code >> (width - 1) == 1 and code != (1 << width) - 1
 
 
 @emits(ir.Store)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.triton.ttir import Code, Number, Val
+from jtile.lowering.triton.ttir import MAX_TILE, Code, Number, TensorTooLargeError, Val
 
 if TYPE_CHECKING:
     from jtile.lowering.triton.features import Features
@@ -159,7 +159,11 @@ class Emitter:
     def op(self, op: ir.Op) -> None:
         if type(op) not in EMITTERS:
             self.refuse(op, f"no code for {op.mnemonic!r}")
-        results = EMITTERS[type(op)](self, op)
+        try:
+            results = EMITTERS[type(op)](self, op)
+        except TensorTooLargeError as e:
+            what = f"tiles of at most {MAX_TILE} elements, and {op.mnemonic!r} takes one of {e} here"
+            self.refuse(op, f"{what} (sides count as powers of two): make the tiles of the kernel smaller")
         results = () if results is None else (results,) if isinstance(results, Val) else results
         for r, v in zip((r for r in op.results if isinstance(r.type, ir.TileType)), results, strict=True):
             if (v.shape, v.elem) != (padded(r.shape), elem_of(r.dtype)):

@@ -21,11 +21,11 @@ VENDOR = {
     )
 } | {"erf_inv": "erfinv", "rem": "fmod", "round": "rint"}  # fmt: skip
 
-# (float32, float64): measured by tests/lowering/triton/gpu_math.py, above what the vendors state. lgamma and digamma:
-# of positive arguments; near the zeros of negative ones the error is absolute, of that size.
+# (float32, float64): above what tests/lowering/triton/gpu_math.py measured on an H200. lgamma and digamma: away from
+# their zeros; near these the error is absolute, 2e-6 and 2e-14.
 ULP_BOUNDS: dict[str, tuple[float, float]] = {
     "exp": (2, 2),
-    "exp2": (2, 2),
+    "exp2": (3, 2),
     "expm1": (2, 2),
     "log": (2, 2),
     "log2": (2, 2),
@@ -51,7 +51,7 @@ ULP_BOUNDS: dict[str, tuple[float, float]] = {
     "erf_inv": (4, 8),
     "lgamma": (8, 8),
     "digamma": (2, 24),
-    "pow": (5, 3),
+    "pow": (10, 3),
     "atan2": (4, 3),
 }
 

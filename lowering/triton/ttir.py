@@ -14,6 +14,13 @@ from collections.abc import Iterator, Sequence
 Number = int | float | bool
 
 
+MAX_TILE = 1 << 20  # elements of a tensor: triton's limit
+
+
+class TensorTooLargeError(Exception):
+    """A tensor of more elements than triton takes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Val:
     """An SSA value: a scalar (shape `()`) or a tensor whose sides are powers of two.
@@ -101,7 +108,7 @@ class Code:
 
     def let(self, right: str, shape: Sequence[int], elem: str, fill: Number | None = None) -> Val:
         """`%n = right`, a value of the given type (which `right` spells where its op wants it)."""
-        v = Val(self.name(), tuple(shape), elem, fill)
+        v = Val(self.name(), _possible(shape), elem, fill)
         self.do(f"{v.name} = {right}")
         return v
 
@@ -138,7 +145,7 @@ class Code:
     def _constant(self, right: str, shape: tuple[int, ...], elem: str, number: Number | None = None) -> Val:
         key = (right, elem)
         if key not in self._constants:
-            v = self._constants[key] = Val(self.name(), shape, elem, number, number)
+            v = self._constants[key] = Val(self.name(), _possible(shape), elem, number, number)
             self.head.append(f"    {v.name} = {right}")
         return self._constants[key]
 
@@ -279,6 +286,12 @@ class Code:
 
     def text(self) -> str:
         return "\n".join([*self.head, *self.lines])
+
+
+def _possible(shape: Sequence[int]) -> tuple[int, ...]:
+    if math.prod(shape) > MAX_TILE:
+        raise TensorTooLargeError(str(math.prod(shape)))
+    return tuple(shape)
 
 
 def _is(a: Val, value: int) -> bool:

@@ -50,8 +50,8 @@ def tensordesc(shape: tuple[int, ...], elem: str) -> str:
 
 
 def gather_layout() -> str:
-    """An attribute of `tt.gather`: triton 3.6 looks for a layout in which a warp finds all that it gathers, and fails an
-    assertion where it finds none."""
+    """An attribute of `tt.gather`: triton 3.6 looks for a layout in which a warp finds all that it gathers, and fails
+    an assertion where it finds none."""
     return ", efficient_layout" if version() < (3, 9) else ""
 
 

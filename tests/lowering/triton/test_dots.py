@@ -152,8 +152,11 @@ ON_DEVICE = [
     *(dot(64, 64, 96, a, b, "i32", trans=(False, True)) for a in ("i8", "u8") for b in ("i8", "u8")),
     *(dot(5, 9, 33, a, "i64", "i64") for a in INTS),
     *(dot(*s, a, a, "f64" if a == "f64" else "f32", batch=b)
-      for s in ((1, 64, 128), (64, 1, 33), (16, 16, 1), (2, 8, 4), (128, 64, 20), (128, 128, 64))
+      for s in ((1, 64, 128), (64, 1, 33), (16, 16, 1), (2, 8, 4), (128, 64, 20), (64, 64, 64))
       for a in ("bf16", "f32", "f64") for b in ((), (3,))),
+    *(dot(128, 128, 64, a, a, "f64" if a == "f64" else "f32") for a in ("bf16", "f32", "f64")),
+    *(dot(5, 6, k, a, b, "f64" if b == "f64" else "f32")  # of elements that narrower loads were made wider for
+      for a in ("i8", "f16", "f8e4m3fn") for b in ("f32", "f64", "bf16") for k in (2, 8, 17)),
     *(dot(64, 64, 64, "f32", "f32", "f32", precision=p) for p in ("high", "highest")),
     *map(scaled, SCALED),
 ]  # fmt: skip

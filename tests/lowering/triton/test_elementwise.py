@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from device import run_device
+from sharp import sharp
 from ttir import evaluate
 
 from jtile import ir
@@ -124,11 +125,14 @@ def test_functions(arch, dtype):
         exact = ELEMENTWISE[op.fn].exact or op.fn not in ULP_BOUNDS
         zeros = op.fn in ("max", "min", "clamp")  # of two zeros either may come out
         good = same(got, want) | (zeros & (got == want))
+        if dtype == "float4_e2m1fn":  # NaN becomes a zero of either sign
+            good |= got == want
+        if dtype == "float64":
+            want = sharp(op.fn, values(dtype), want).astype(dtype)
         if not exact and dtype in ("float32", "float64"):
             good |= near(got, want, ULP_BOUNDS[op.fn][dtype == "float64"])
-            if op.fn in ("lgamma", "digamma"):  # near the zeros of negative arguments: absolute
-                close = np.abs(got - want) <= 2e-13 * np.maximum(1, np.abs(want))
-                good |= (values(dtype) < 0) & close
+            if op.fn in ("lgamma", "digamma"):  # near zeros: absolute
+                good |= np.abs(got - want) <= (2e-6 if dtype == "float32" else 2e-14) * np.maximum(1, np.abs(want))
         elif not exact:  # one code away at a tie
             carrier = f"i{max(ir.DTYPES[dtype].bits, 8) // 8}"
             close = np.abs(got.view(carrier).astype(int) - want.view(carrier).astype(int)) <= 1

@@ -1,0 +1,35 @@
+"""A defect of ptxas to go around in the PTX that triton makes."""
+
+from __future__ import annotations
+
+import re
+
+_ADD = re.compile(r"^(\s*)add\.[su]16x2 (\s*)(%\w+), (%\w+), (%\w+|-?\w+);", re.M)
+_CONSTANT = re.compile(r"^\s*mov\.[bus]32 \s*(%\w+), -?\w+;", re.M)
+
+
+def mended(text: str) -> str:
+    """PTX with the sums of two 16-bit halves and a constant done half by half.
+
+    Of `add.s16x2 d, a, constant` ptxas 12.8 and 12.9 (triton 3.6 to 3.9, for some architectures) drop the low half of
+    the constant where nobody reads the high half of d: seen in SASS as `VIADD.16x2 R, R, 0x0`.
+    """
+    if "16x2" not in text:
+        return text
+    constants = set(_CONSTANT.findall(text))
+    return _ADD.sub(lambda m: _halves(m) if m[5] in constants or m[5][0] != "%" or m[4] in constants else m[0], text)
+
+
+def _halves(m: re.Match[str]) -> str:
+    indent, _, d, a, b = m.groups()
+    lines = [
+        "{",
+        ".reg .b16 %jt<6>;",
+        f"mov.b32 {{%jt0, %jt1}}, {a};",
+        f"mov.b32 {{%jt2, %jt3}}, {b};",
+        "add.s16 %jt4, %jt0, %jt2;",
+        "add.s16 %jt5, %jt1, %jt3;",
+        f"mov.b32 {d}, {{%jt4, %jt5}};",
+        "}",
+    ]
+    return "\n".join(indent + line for line in lines)
