@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import check_float, check_rank, check_shape, fit, machine, sums_in, wide
+from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
 
 Pair = tuple[int, int]
 
@@ -30,8 +30,11 @@ def _type(x, w, *, stride, dilation, **_):
 
 
 @jt.kernel(out_type=_type, grid=_grid)
-def convolution_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Pair, dilation: Pair, groups: int):
-    """x [batch, h, w, c] with its padding, w [p, q, c / groups, o]; a program: bh x bw points, bo outputs of one."""
+def convolution_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Pair, dilation: Pair, groups: int, bc: int = 0):
+    """x [batch, h, w, c] with its padding, w [p, q, c / groups, o]; a program: bh x bw points, bo outputs of one.
+
+    `bc` channels at a time, a divisor of c / groups; 0 for all.
+    """
     # y[n, i, j, o] = sum_ab sum_c x[n, s i + d a, s j + d b, c] w[a, b, c, o]
     (_, width, outputs), (p, q, channels) = y.shape[1:], w.shape[:3]
     n, at, out = jt.program_id(0), jt.program_id(1), jt.program_id(2)
@@ -40,12 +43,16 @@ def convolution_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Pair, dilat
     blocks = jt.cdiv(per_group, bo)
     group, o = jax.lax.div(out, jnp.int32(blocks)), jax.lax.rem(out, jnp.int32(blocks)) * bo
     acc = jt.zeros((bh * bw, bo), sums_in(x))
-    for t in jt.range(p * q):
+    bc = bc or channels
+    parts = channels // bc if bc else 1
+    for u in jt.range(p * q * parts):
+        t, c = (jax.lax.div(u, jnp.int32(parts)), jax.lax.rem(u, jnp.int32(parts)) * bc) if parts > 1 else (u, 0)
         a, b = jax.lax.div(t, jnp.int32(q)), jax.lax.rem(t, jnp.int32(q))
         rows = jt.ds(i * stride[0] + a * dilation[0], bh, stride[0])
         columns = jt.ds(j * stride[1] + b * dilation[1], bw, stride[1])
-        X = x[n, rows, columns, jt.ds(group * channels, channels)].reshape(bh * bw, channels)
-        acc = jt.dot(X, w[a, b, :, jt.ds(group * per_group + o, bo)], acc)
+        X = x[n, rows, columns, jt.ds(group * channels + c, bc)].reshape(bh * bw, bc)
+        W = w[a, b, jt.ds(c, bc) if parts > 1 else slice(None), jt.ds(group * per_group + o, bo)]
+        acc = jt.dot(X, W, acc)
     lanes = jt.arange(bo) + o < per_group
     here = (n, jt.ds(i, bh), jt.ds(j, bw), jt.ds(group * per_group + o, bo))
     value = acc.reshape(bh, bw, bo).astype(y.dtype)
@@ -55,10 +62,24 @@ def convolution_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Pair, dilat
         y[here] = value
 
 
-def _points(height: int, width: int) -> Pair:
-    """Sides of a tile of output points: long rows, about 256 points."""
-    bw = fit(width, 128)
-    return fit(height, max(1, 256 // bw)), bw
+def _points(height: int, width: int, most: int = 128) -> Pair:
+    """Sides of a tile of output points: long rows of about 256 points; on a GPU `most` points that cover the width."""
+    if machine().whole:
+        bw = fit(width, 128)
+        return fit(height, max(1, 256 // bw)), bw
+    bw = min((32, 16, 8), key=lambda b: (jt.cdiv(known(width), b) * b, -b))
+    return fit(height, most // bw), bw
+
+
+def _forward_tiles(height: int, width: int, channels: int, outputs: int, itemsize: int) -> dict[str, int]:
+    """Of `convolution_tiles` for outputs of these sides, and for channels and outputs of one group."""
+    if machine().whole:
+        bh, bw = _points(height, width)
+        return {"bh": bh, "bw": bw, "bo": fit(outputs, 256), "bc": 0}
+    most, bc = (128, 64) if itemsize < 4 else (64, 16)
+    bh, bw = _points(height, width, most)
+    bc = max((d for d in range(1, bc + 1) if channels % d == 0), default=1)
+    return {"bh": bh, "bw": bw, "bo": fit(outputs, most), "bc": bc if bc >= min(16, channels) else 0}
 
 
 def _weight_grid(x, g, *, p, q, bc, bo, groups, splits, **_):
@@ -126,9 +147,9 @@ def convolution_dx(g, w, shape, *, stride: Pair, dilation: Pair, groups: int):
             low = d * (taps.shape[k] - 1) - ahead
             pads.append((low, sides[k] + ahead - g.shape[1 + k], 0))
         here = jax.lax.pad(g, jnp.zeros((), g.dtype), ((0, 0, 0), *pads, (0, 0, 0)))
-        bh, bw = _points(*sides)
+        tiles = _forward_tiles(*sides, outputs // groups, channels, g.dtype.itemsize)
         options = {"stride": (1, 1), "dilation": dilations, "groups": groups}
-        return convolution_tiles(here, taps[::-1, ::-1], bh=bh, bw=bw, bo=fit(channels, 256), **options)
+        return convolution_tiles(here, taps[::-1, ::-1], **tiles, **options)
 
     parts = jnp.stack([jnp.stack([part(down, across) for across in phases[1]], 3) for down in phases[0]], 2)
     whole = parts.reshape(shape[0], sides[0] * stride[0], sides[1] * stride[1], shape[3])
@@ -145,8 +166,10 @@ def _phase(r: int, taps: int, stride: int, dilation: int) -> tuple[slice, int, i
 def convolution_dw(x, g, p: int, q: int, dtype, *, stride: Pair, dilation: Pair, groups: int):
     """dw [p, q, channels / groups, outputs] of x with its padding and of g."""
     channels, outputs = x.shape[3] // groups, g.shape[3] // groups
-    bh, bw = _points(*g.shape[1:3])
-    bc, bo = fit(channels, 128), fit(outputs, 128)
+    narrow = x.dtype.itemsize < 4
+    bh, bw = _points(*g.shape[1:3], 64 if narrow else 32)
+    side = 128 if machine().whole else 64 if narrow else 32
+    bc, bo = fit(channels, side), fit(outputs, side)
     programs = p * q * groups * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
     tiles = jt.cdiv(g.shape[1], bh) * jt.cdiv(g.shape[2], bw)
     options = {"stride": stride, "dilation": dilation, "groups": groups}
@@ -200,8 +223,8 @@ def convolution(
     shape = _out_shape(x, weight, stride, dilation)
     if 0 in shape or 0 in weight.shape:
         return jnp.zeros(shape, x.dtype)
-    (bh, bw), bo = _points(*shape[1:3]), fit(shape[3] // groups, 256)
-    return convolution_tiles(x, weight, bh=bh, bw=bw, bo=bo, stride=stride, dilation=dilation, groups=groups)
+    tiles = _forward_tiles(*shape[1:3], weight.shape[2], shape[3] // groups, x.dtype.itemsize)
+    return convolution_tiles(x, weight, **tiles, stride=stride, dilation=dilation, groups=groups)
 
 
 def _check(x, weight, stride: Pair, padding, dilation: Pair, groups: int) -> tuple[Pair, Pair]:

@@ -95,7 +95,7 @@ def _tile(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, group=0, stages=
 
 
 _gated = jt.kernel(out_type=_types, grid=_grid, name="gated_mlp")(_tile)
-_gated = _gated.autotune(space=spaces.gated_products, override=True)
+_gated = _gated.autotune(space=spaces.gated_products, key=spaces.GATED, override=True)
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def _swizzled(tb: bool, save: bool) -> jt.Kernel:
     weight = "n _" if tb else "_ n"
     rule = f"m _, {weight}, {weight} -> {', '.join(['m n'] * (3 if save else 1))}"
     kernel = jt.kernel(out_type=_types, grid=_grid, name="gated_mlp", sharding=rule)(_tile)
-    kernel = kernel.autotune(space=spaces.gated_products, override=True)
+    kernel = kernel.autotune(space=spaces.gated_products, key=spaces.GATED, override=True)
     kernel.defvjp(_forward, _backward)
     return kernel
 

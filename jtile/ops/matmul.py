@@ -192,7 +192,7 @@ def _tile(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, group=0, sta
 
 
 _matmul = jt.kernel(out_type=_out_type, grid=_grid, name="matmul")(_tile)
-_matmul = _matmul.autotune(space=spaces.products, override=True)
+_matmul = _matmul.autotune(space=spaces.products, key=spaces.PRODUCT, override=True)
 
 
 @functools.cache
@@ -202,7 +202,7 @@ def _swizzled(ta: bool, tb: bool, one_a: bool, one_b: bool, bias: bool, save: bo
     e = "_" if one_a and one_b else "e"
     rule = f"{a}, {b}{', _ n' if bias else ''} -> {e} m n{f', {e} m n' if save else ''}"
     kernel = jt.kernel(out_type=_out_type, grid=_grid, name="matmul", sharding=rule)(_tile)
-    kernel = kernel.autotune(space=spaces.products, override=True)
+    kernel = kernel.autotune(space=spaces.products, key=spaces.PRODUCT, override=True)
     kernel.defvjp(_forward, _backward)
     return kernel
 

@@ -15,6 +15,10 @@ import jtile as jt
 
 Points = list[dict[str, Any]]
 
+# What a choice depends on; not on the rest of what the heuristic says.
+PRODUCT = ("a", "b", "refs", "activation", "ta", "tb", "out_dtype", "save")
+GATED = ("x", "gate", "up", "activation", "tb", "save")
+
 
 def _all(**values: Any) -> Points:
     return [dict(zip(values, point)) for point in itertools.product(*values.values())]

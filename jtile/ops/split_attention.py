@@ -11,12 +11,18 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import spaces
-from jtile.ops._shapes import check_rank, fit, sums_in
+from jtile.ops._shapes import check_rank, fit, machine, sums_in
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.flash_attention import NOTHING, attention, attention_reference, check_operands, normalised, online
 
-_PROGRAMS = 8  # split the keys until there are this many programs
 _SHORTEST_SPLIT = 256  # keys of a program
+
+
+def _splits(parts: int, slots: int) -> int:
+    """Programs that share the keys of one of `parts`: enough for the machine; on a GPU no more than run at a time."""
+    m = machine()
+    wanted = jt.cdiv(m.programs, parts) if m.whole else max(m.programs // 4 // parts, 1)
+    return min(wanted, jt.cdiv(slots, _SHORTEST_SPLIT))
 
 
 def _types(q, k, v, lengths, *, splits, **_):
@@ -137,8 +143,7 @@ def decode_attention(
     if q.size == 0 or k.size == 0:
         return jnp.zeros(q.shape, q.dtype)
     batch, slots, groups = k.shape[:3]
-    wanted = min(jt.cdiv(_PROGRAMS, batch * groups), jt.cdiv(slots, _SHORTEST_SPLIT))
-    splits = wanted if splits is None else splits
+    splits = _splits(batch * groups, slots) if splits is None else splits
     if splits < 1:
         raise KernelValueError(f"decode_attention: splits is at least 1, got {splits}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -147,7 +152,7 @@ def decode_attention(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6, 7))
 def _decode(q, k, v, lengths, scale: float, softcap: float | None, window: int | None, splits: int):
-    bk = fit(k.shape[1], 128)
+    bk = fit(k.shape[1], 128 if machine().whole else 64)
     parts = decode_splits(q, k, v, lengths, splits=splits, bk=bk, softcap=softcap, window=window, scale=scale)
     return parts if splits == 1 else combine_splits(*parts, dtype=q.dtype.name)
 
