@@ -41,14 +41,43 @@ def embedding_backward_columns(ids, g, total, *, bf: int, vocab: int):
         T[row, j] = T[row, j] + jnp.where(inside, G[i, j].astype(total.dtype), 0.0)
 
 
+@jt.kernel(
+    out_type=lambda order, ids, ends, g, *, vocab, **_: jax.ShapeDtypeStruct((vocab, g.shape[1]), sums_in(g)),
+    grid=lambda order, ids, ends, g, *, bf, **_: (ids.shape[0], jt.cdiv(g.shape[1], bf)),
+    init=0,
+)
+def embedding_backward_runs(order, ids, ends, g, total, *, bf: int, vocab: int):
+    """As `embedding_backward_columns` with a program for each place of the sorted ids, which adds up the run that
+    starts there, if one does: `order` [n] sorts them, `ends` [n] is where the run of each place ends."""
+    i, j = jt.program_id(0), jt.program_id(1)
+    G, row = g.tiles(None, bf), ids[i]
+    first = (i == 0) | (ids[jnp.maximum(i - 1, 0)] != row)
+    inside = first & (row >= 0) & (row < vocab)
+    acc = jnp.zeros((bf,), total.dtype)
+    for k in jt.range(i, jnp.where(inside, ends[i], i)):
+        acc = acc + G[order[k], j].astype(total.dtype)
+    here = jnp.where(inside, row, 0).astype(jnp.int32), jt.ds(j * bf, bf)
+    jt.store(total, here, acc, mask=jnp.broadcast_to(inside, (bf,)))
+
+
+def _slopes(ids, g, vocab: int):
+    """Summed rows of g at `ids`, in the order of ids."""
+    features = g.shape[1]
+    if jt.platform() == "cpu":
+        return embedding_backward_columns(ids, g, bf=min(features, 128), vocab=vocab)
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    ordered = ids[order]
+    ends = jnp.searchsorted(ordered, ordered, side="right").astype(jnp.int32)
+    return embedding_backward_runs(order, ordered, ends, g, bf=fit(features, 1024), vocab=vocab)
+
+
 def _forward(table, ids, **meta):
     return embedding_rows(table, ids, **meta), (table, ids)
 
 
 def _backward(residuals, g, **_):
     table, ids = residuals
-    vocab, features = table.shape
-    return embedding_backward_columns(ids, g, bf=min(features, 128), vocab=vocab).astype(table.dtype), None
+    return _slopes(ids, g, table.shape[0]).astype(table.dtype), None
 
 
 embedding_rows.defvjp(_forward, _backward)

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import check_axis, fit, machine, rows_per_tile
+from jtile.ops._shapes import check_axis, fit, known, machine, rows_per_tile
+
+_PIECE = 2048  # elements that a program of a GPU adds up, where whole axes are too few programs
 
 
 def _wide(x):
@@ -70,13 +72,36 @@ def cumsum(x: jax.Array, axis: int = -1, *, reverse: bool = False) -> jax.Array:
         return x
     n, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
     x3 = x.reshape(-1, n, inner)
+    if (
+        not machine().whole
+        and known(n) > _PIECE
+        and known(x3.shape[0]) * jt.cdiv(known(inner), 64) < machine().programs
+    ):
+        return _in_pieces(x3, bool(reverse)).reshape(x.shape)
+    return _whole(x3, bool(reverse)).reshape(x.shape)
+
+
+def _whole(x3, reverse: bool):
+    """Along the middle axis of x3 [outer, n, inner], a program from one end to the other."""
+    n, inner = x3.shape[1:]
     if inner == 1:
         bn = fit(n, machine().tile // 8)
         br, bc = rows_per_tile(x3.shape[0], bn), 1
     else:
-        bc = fit(inner, 256)
+        bc = fit(inner, 256 if machine().whole else 64)
         br, bn = None, fit(n, max(1, machine().tile // bc))
-    return cumsum_blocks(x3, br=br, bn=bn, bc=bc, reverse=bool(reverse)).reshape(x.shape)
+    return cumsum_blocks(x3, br=br, bn=bn, bc=bc, reverse=reverse)
+
+
+def _in_pieces(x3, reverse: bool):
+    """The same with more programs: sums inside of pieces, and what all pieces before one add up to."""
+    outer, n, inner = x3.shape
+    pieces = jt.cdiv(n, _PIECE)
+    t = jnp.pad(_wide(x3), ((0, 0), (0, pieces * _PIECE - n), (0, 0)))
+    local = _whole(t.reshape(outer * pieces, _PIECE, inner), reverse).reshape(outer, pieces, _PIECE, inner)
+    sums = local[:, :, 0 if reverse else -1]
+    before = cumsum(sums, 1, reverse=reverse) - sums
+    return (local + before[:, :, None]).reshape(outer, -1, inner)[:, :n].astype(x3.dtype)
 
 
 def cumsum_reference(x, axis: int = -1, *, reverse: bool = False):

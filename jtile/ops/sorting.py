@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import as_rows, rows_per_tile
+from jtile.ops._shapes import as_rows, machine, of_rows, rows_per_tile
 
 
 def _grid(x, *, br, **_):
@@ -44,6 +44,7 @@ def top_k_rows(x, values, places, *, br: int, k: int):
 
 
 _FEW = 16  # up to this many elements are picked one after the other
+_LONG = 8192  # elements of a row that a GPU holds at a time
 
 
 def _order(x):
@@ -165,8 +166,28 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     if rows.shape[0] == 0 or k == 0:
         return jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
     keyed = x.dtype.itemsize < 4 or x.dtype in (jnp.float32, jnp.int32)
-    values, places = (top_k_picks if k <= _FEW and keyed else top_k_rows)(rows, br=br, k=k)
+    if not machine().whole and rows.shape[1] > _LONG:
+        values, places = _long_top_k(rows, k)
+    else:
+        picks = k <= _FEW and keyed
+        values, places = of_rows(top_k_picks, rows, br, 4)(rows, br=br, k=k) if picks else top_k_rows(rows, br=br, k=k)
     return values.reshape(shape), places.reshape(shape)
+
+
+def _long_top_k(rows, k: int):
+    """The `k` largest of the `k` largest of each piece of a row: of equal elements, those of the first piece stand
+    first."""
+    n = rows.shape[1]
+    pieces = jt.cdiv(n, _LONG)
+    each = jt.cdiv(n, pieces)
+    floating = jnp.issubdtype(rows.dtype, jnp.floating)
+    least = -jnp.inf if floating else False if rows.dtype == jnp.bool_ else jnp.iinfo(rows.dtype).min
+    padded = jnp.pad(rows, ((0, 0), (0, pieces * each - n)), constant_values=least)
+    some = min(k, each)
+    values, places = top_k(padded.reshape(-1, each), some)
+    places = places.reshape(-1, pieces, some) + (jnp.arange(pieces, dtype=jnp.int32) * each)[None, :, None]
+    best, at = top_k(values.reshape(-1, pieces * some), k)
+    return best, jnp.take_along_axis(places.reshape(-1, pieces * some), at, axis=1)
 
 
 def sort_reference(x, *, descending: bool = False):
