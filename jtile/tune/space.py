@@ -130,7 +130,7 @@ class Call:
             names = {name for config in configs for name in config}
             take = lambda d: {k: v for k, v in d.items() if k in names}
             defaults = {**defaults, **take(options), **take(given)}
-            options, self.given = ({k: v for k, v in d.items() if k not in names} for d in (options, self.given))
+            options, self.given = {}, {k: v for k, v in given.items() if k not in names}
         self.options = options
         fixed = options | self.given
         self.defaults = {k: v for k, v in defaults.items() if k not in fixed}
