@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jtile.lowering.rocm.disassembly import facts
 from jtile.lowering.triton.features import Features
 
 _TIMEOUT = 60  # seconds for a disassembler
@@ -22,7 +23,11 @@ def sass(image: bytes) -> str:
 def resources(image: bytes, texts: dict[str, str], f: Features, threads: int, shared: int) -> dict[str, Any]:
     """`registers` and `spills` (bytes) of a thread, `shared` (bytes) and `threads` of a block, `blocks` of a
     multiprocessor, and the `occupancy` that they make: warps there are over those that there can be."""
-    registers, spills, static = _cuda(image) if f.cuda else _amd(texts.get("amdgcn", ""))
+    if f.cuda:
+        registers, spills, static = _cuda(image)
+    else:  # shared memory that is asked for at the launch is not in the text
+        read = facts(texts.get("amdgcn", ""))
+        registers, spills, static = read.registers, read.spills, 0
     blocks = _blocks(f, registers, threads, shared + static)
     limit = f.warps * f.lanes
     return {
@@ -54,12 +59,6 @@ def _cuda(image: bytes) -> tuple[int, int, int]:
     text = _tool("cuobjdump", ["--dump-resource-usage"], image)
     number = lambda name: int(found[1]) if (found := re.search(rf"\b{name}:(\d+)", text)) else 0
     return number("REG"), number("STACK") + number("LOCAL"), number("SHARED")
-
-
-def _amd(text: str) -> tuple[int, int, int]:
-    number = lambda name: int(found[1]) if (found := re.search(rf"\.{name}:\s*(\d+)", text)) else 0
-    spills = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
-    return number("vgpr_count") + number("agpr_count"), spills, 0
 
 
 def _tool(name: str, options: list[str], image: bytes) -> str:
