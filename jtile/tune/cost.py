@@ -11,7 +11,7 @@ import numpy as np
 
 from jtile import ir
 
-SAMPLES = 1024  # programs of a large grid that stand for all of them
+SAMPLES = 4096  # programs of a large grid that stand for all of them
 TRIPS = 8  # of a loop whose bounds depend on what a program loads
 # Functions that GPUs compute an eighth as fast as a multiplication, and CPUs by a polynomial.
 SPECIAL = frozenset((
@@ -73,9 +73,8 @@ class _Counter:
     def __init__(self, kernel: ir.Kernel):
         self.kernel = kernel
         self.programs = math.prod(kernel.grid)
-        self.samples = max(1, min(self.programs, SAMPLES))
-        chosen = np.arange(self.samples, dtype=np.int64) * self.programs // self.samples
-        self.ids = np.unravel_index(chosen, kernel.grid) if kernel.grid and self.programs else ()
+        self.ids = _sampled(kernel)
+        self.samples = max(self.ids[0].size, 1) if self.ids else 1
         self.known: dict[ir.Value, np.ndarray] = {}
         self.loads: dict[ir.Value, float] = {}
         self.stores: dict[ir.Value, float] = {}
@@ -182,6 +181,37 @@ class _Counter:
         if index is not None:
             return np.clip(n - index.astype(np.int64) * d.step, 0, d.size)
         return min(d.size, n / max(-(-n // d.step), 1)) if d.size == d.step else min(d.size, n)
+
+
+def _sampled(kernel: ir.Kernel) -> list[np.ndarray]:
+    """Program ids by axis, of the programs that stand for all: every one along the axes that decide how often something
+    runs or how much of a tile lies inside, as far as `SAMPLES` allow, and one along the others."""
+    used = _deciding(kernel)
+    counts = [n if axis in used else min(n, 1) for axis, n in enumerate(kernel.grid)]
+    while math.prod(counts) > SAMPLES:
+        counts[counts.index(max(counts))] = max(counts) // 2
+    middles = [(2 * np.arange(c) + 1) * n // (2 * max(c, 1)) for c, n in zip(counts, kernel.grid)]
+    return [x.ravel() for x in np.meshgrid(*middles, indexing="ij")]
+
+
+def _deciding(kernel: ir.Kernel) -> set[int]:
+    """The axes of the grid that loop bounds, conditions and tiles over an edge depend on."""
+    axes: dict[ir.Value, frozenset[int]] = {}
+    of = lambda *values: frozenset().union(*(axes.get(v, frozenset()) for v in values))
+    used: set[int] = set()
+    for op in kernel.body.walk():
+        if isinstance(op, ir.ProgramId):
+            axes[op.result] = frozenset({op.axis})
+        elif isinstance(op, ir.For):
+            used |= of(op.lo, op.hi, op.step)
+        elif isinstance(op, ir.If):
+            used |= of(op.cond)
+        elif isinstance(op, ir.Load | ir.Store | ir.Atomic):
+            tiles = [(d, n) for d, n in zip(op.index, op.ref.shape) if isinstance(d, ir.Tile)]
+            used |= of(*(d.index for d, n in tiles if d.size != d.step or not d.size or n % d.size))
+        elif len(op.results) == 1:
+            axes[op.result] = of(*op.operands())
+    return used
 
 
 def _size(ref: ir.Value) -> int:

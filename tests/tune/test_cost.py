@@ -104,6 +104,16 @@ def test_a_large_grid_is_sampled():
     assert (w.programs, w.read, w.elements) == (1 << 19, 4 << 20, 2 << 20)  # a product and a sum
 
 
+def test_a_large_grid_with_triangular_loops_is_counted_exactly():
+    q = S((4, 1024, 8, 64), BF16)
+    (program,) = trace(lambda q: ops.attention(q, q, q, causal=True), q)[0]
+    bq, bk = (dict(program.meta)[k] for k in ("bq", "bk"))
+    blocks = sum(-(-(i + 1) * bq // bk) for i in range(1024 // bq))
+    w = work(program.kernel)
+    assert (w.programs, w.exact) == (4 * 8 * (1024 // bq), True)
+    assert w.products == {"bfloat16": 32 * blocks * 4 * bq * bk * 64}
+
+
 def test_explain_counts_calls_and_bounds():
     rates = {"memory": 1e9, "float32": 1e12}
     x = S((64, 128), jnp.float32)
@@ -133,6 +143,7 @@ def test_explain_on_a_target_without_the_device():
     assert line.limits["products"] == pytest.approx(2 * 4096**3 / 989e12 * 1e6)
     assert line.limits["memory"] == pytest.approx(3 * 4096**2 * 2 / 4.8e12 * 1e6)
     assert line.limit == "tensor cores"
+    assert line.resources[0]["registers"] > 32
 
 
 # -- pruning --------------------------------------------------------------------------------------------------------
