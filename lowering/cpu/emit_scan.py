@@ -153,23 +153,48 @@ def _user_scan(em: Emitter, op: ir.UserScan) -> None:
 
 @emits(ir.UserReduce)
 def _user_reduce(em: Emitter, op: ir.UserReduce) -> None:
-    """Several axes are reduced one after the other, the last first."""
+    """Several axes are reduced one after the other, the last first; the start comes in with the first axis, once."""
     dtypes = [x.dtype for x in op.xs]
     xs, axes = list(op.xs), sorted(op.axes)
     start = [em.scalar(v) for v in op.inits]
+    if any(xs[0].shape[k] == 0 for k in axes):
+        xs, axes = _nothing(em, op), [op.results[0].type.rank]
 
     def step(acc: list[Val], x: list[Val], lanes: Lanes) -> list[Val]:
         return run_combiner(em, op.body, acc, x, lanes)
 
     if not axes:
-        for r, x in zip(op.results, op.xs, strict=True):
-            em.set_buffer(r, em.copy(x, em.new_buffer(r.shape, r.dtype)))
+        _from_start(em, op, start, step)
         return
     for axis in reversed(axes):
         shape = tuple(n for k, n in enumerate(xs[0].shape) if k != axis)
         outs = [em.new_buffer(shape, d) for d in dtypes]
-        _along(em, xs, outs, axis, False, step, dtypes, keep_all=False, start=start)
+        first = start if axis == axes[0] else None
+        _along(em, xs, outs, axis, False, step, dtypes, keep_all=False, start=first)
         xs = [ir.Value(ir.TileType(shape, d)) for d in dtypes]
         em.env.update(zip(xs, outs, strict=True))
     for r, x in zip(op.results, xs, strict=True):
         em.set_buffer(r, em.env.pop(x))
+
+
+def _nothing(em: Emitter, op: ir.UserReduce) -> list[ir.Value]:
+    """Operands of the shape of the results, and an axis of length 0 behind it."""
+    out = [ir.Value(ir.TileType((*op.results[0].shape, 0), x.dtype)) for x in op.xs]
+    em.env.update((v, em.new_buffer(v.shape, v.dtype)) for v in out)
+    return out
+
+
+def _from_start(em: Emitter, op: ir.UserReduce, start: list[Val], step: Step) -> None:
+    """`body(inits, xs)`, lane by lane."""
+    xs, shape = list(op.xs), op.xs[0].shape
+    em.prepare(xs, shape)
+    outs = [em.new_buffer(shape, x.dtype) for x in xs]
+
+    def body(p: Point) -> None:
+        acc = step([em.code.splat(v, p.lanes.count) for v in start], [p.full(x, p.ix) for x in xs], p.lanes)
+        for v, out in zip(acc, outs, strict=True):
+            access.write(em.code, em.isa, out, p.ix, v, p.lanes)
+
+    emit_nest(em, shape, em.bits(xs), body)
+    for r, out in zip(op.results, outs, strict=True):
+        em.set_buffer(r, out)

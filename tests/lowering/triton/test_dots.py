@@ -145,6 +145,20 @@ def test_block_scaled_products(case, arch, poisoned):
 
 # ---- on the device --------------------------------------------------------------------------------------------------
 
+
+def narrow(k: int, a: str, b: str) -> ir.Kernel:
+    """A product of an operand that was loaded with narrower elements and made wider."""
+    out = "f64" if b == "f64" else "f32"
+    return ir.parse_kernel(f"""kernel @d(%x: ref<5x{k}x{a}>, %y: ref<{k}x6x{b}>, %o: ref<5x6x{out}, out>) {{
+      %z = full 0 : i32
+      %u = load %x[tile(%z, 5), tile(%z, {k})] : tile<5x{k}x{a}>
+      %v = load %y[tile(%z, {k}), tile(%z, 6)] : tile<{k}x6x{b}>
+      %w = cast %u : tile<5x{k}x{b}>
+      %d = dot %w, %v : tile<5x6x{out}>
+      store %o[tile(%z, 5), tile(%z, 6)], %d
+    }}""")
+
+
 ON_DEVICE = [
     *(dot(24, 40, 48, a, b, "f32") for a in FLOATS for b in FLOATS),
     *(dot(64, 64, 64, a, a, "f32", trans=t) for a in FLOATS for t in ((False, False), (True, True), (False, True))),
@@ -155,8 +169,7 @@ ON_DEVICE = [
       for s in ((1, 64, 128), (64, 1, 33), (16, 16, 1), (2, 8, 4), (128, 64, 20), (64, 64, 64))
       for a in ("bf16", "f32", "f64") for b in ((), (3,))),
     *(dot(128, 128, 64, a, a, "f64" if a == "f64" else "f32") for a in ("bf16", "f32", "f64")),
-    *(dot(5, 6, k, a, b, "f64" if b == "f64" else "f32")  # of elements that narrower loads were made wider for
-      for a in ("i8", "f16", "f8e4m3fn") for b in ("f32", "f64", "bf16") for k in (2, 8, 17)),
+    *(narrow(k, a, b) for a in ("i8", "f16", "f8e4m3fn") for b in ("f32", "f64", "bf16") for k in (2, 8, 17)),
     *(dot(64, 64, 64, "f32", "f32", "f32", precision=p) for p in ("high", "highest")),
     *map(scaled, SCALED),
 ]  # fmt: skip

@@ -148,13 +148,13 @@ def test_tensor_maps_of_a_product():
 @pytest.mark.parametrize(
     "text",
     [
-        product(40, 40, 40, 16, 32, 16),
-        product(40, 48, 64, 16, 16, 32, t="f8e4m3fn"),
-        product(32, 32, 32, 16, 32, 16, lead="3x", at="%i, "),
-        product(40, 40, 40, 16, 32, 16, lead="3x", at="%i, "),
-        product(40, 40, 40, 12, 24, 24),
-        product(40, 40, 40, 16, 32, 16).replace("tile(%k, 16)] :", "tile(%k, 16)] pad=nan :"),
-        product(40, 40, 40, 16, 32, 16).replace("tile(%k, 16)] :", "%k:+16] :"),
+        product(72, 72, 72, 32, 64, 32),
+        product(72, 144, 128, 64, 64, 64, t="f8e4m3fn"),
+        product(64, 64, 64, 32, 64, 32, lead="3x", at="%i, "),
+        product(72, 72, 72, 32, 64, 32, lead="3x", at="%i, "),
+        product(72, 72, 72, 28, 56, 56),
+        product(72, 72, 72, 32, 64, 32).replace("tile(%k, 32)] :", "tile(%k, 32)] pad=nan :"),
+        product(72, 72, 72, 32, 64, 32).replace("tile(%k, 32)] :", "%k:+32] :"),
     ],
 )
 def test_tensor_maps_read_what_pointers_read(text):
@@ -166,9 +166,9 @@ def test_tensor_maps_read_what_pointers_read(text):
 @pytest.mark.parametrize(
     ("text", "loads"),
     [
-        (product(40, 40, 36, 16, 32, 16), 1),  # rows of 72 bytes
-        (product(40, 40, 40, 16, 32, 4), 1),  # a box of 8 bytes
-        (product(40, 40, 40, 16, 32, 16).replace("tile(%k, 16)] :", "tile(%k, 16)] pad=1 :"), 1),
+        (product(72, 72, 68, 32, 64, 32), 1),  # rows of 136 bytes
+        (product(72, 72, 72, 16, 64, 32), 1),  # a box of a kilobyte
+        (product(72, 72, 72, 32, 64, 32).replace("tile(%k, 32)] :", "tile(%k, 32)] pad=1 :"), 1),
         (copy(64, 256, 32, 64), 0),  # feeds no product
     ],
 )
