@@ -41,9 +41,9 @@ def _targets(targets: dict[str, Any]) -> Any:
         "target", "processor", "vectors", "matrix instructions", "dtypes", title="Targets", title_justify="left"
     )
     for name, target in targets.items():
-        arch, processor, bits, _ = target["arch"].split(":")
+        arch, processor, bits, *_ = *target["arch"].split(":"), "", ""  # a GPU's is one word
         shapes = "\n".join(f"{m}x{n}x{k} {dtype}" for m, n, k, dtype in target["matrix_shapes"])
-        out.add_row(name, f"{arch} {processor}", f"{bits} bits", shapes or "-", support.dtypes(target["dtypes"]))
+        out.add_row(name, f"{arch} {processor}".strip(), f"{bits} bits" if bits else "-", shapes or "-", support.dtypes(target["dtypes"]))
     return out
 
 
