@@ -43,7 +43,8 @@ def _targets(targets: dict[str, Any]) -> Any:
     for name, target in targets.items():
         arch, processor, bits, *_ = *target["arch"].split(":"), "", ""  # a GPU's is one word
         shapes = "\n".join(f"{m}x{n}x{k} {dtype}" for m, n, k, dtype in target["matrix_shapes"])
-        out.add_row(name, f"{arch} {processor}".strip(), f"{bits} bits" if bits else "-", shapes or "-", support.dtypes(target["dtypes"]))
+        vectors = f"{bits} bits" if bits else "-"
+        out.add_row(name, f"{arch} {processor}".strip(), vectors, shapes or "-", support.dtypes(target["dtypes"]))
     return out
 
 

@@ -19,6 +19,7 @@ from jtile.tune.store import Entry, store
 WORSE = 4.0  # how many times the best predicted time a candidate may take
 MOST = 128  # candidates that are compiled
 WORTH = 0.02  # a winner that gains less over the default is noise
+COMPILING = 0.6  # share of a time limit after which nothing more is compiled, so that the rest is measured
 ROUNDS = 7  # samples of those that are left in the end
 Progress = Callable[[str, int, int], None]  # (what, done, of how many)
 
@@ -72,6 +73,7 @@ class _Search:
 
     def __init__(self, call: Call, deadline: float, progress: Progress):
         self.call, self.deadline, self.progress = call, deadline, progress
+        self.start = time.monotonic()
         self.configs = {-1: {}, **dict(enumerate(call.candidates))}
         self.fate: dict[int, tuple[str, str]] = {}  # number -> (state, detail) of those that are out
         self.bound: dict[int, Any] = {}
@@ -117,7 +119,8 @@ class _Search:
         self.runner = measure.Runner(sets)
         self.programs[-1] = measure.program_of(first, sets)
         jobs = {k: lambda b=b: measure.program_of(b, sets) for k, b in self.bound.items() if k >= 0}
-        for k, done in measure.compile_all(jobs, self.deadline, self._tick("compile", len(jobs))).items():
+        until = self.start + COMPILING * (self.deadline - self.start)
+        for k, done in measure.compile_all(jobs, until, self._tick("compile", len(jobs))).items():
             if isinstance(done, Exception):
                 self.fate[k] = "failed", f"{type(done).__name__}: {getattr(done, 'message', done)}"
             else:
