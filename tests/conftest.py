@@ -14,6 +14,9 @@ if "JTILE_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JTILE_POISON", "1")
 os.environ.setdefault("JTILE_VERIFY", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if shutil.which("nvidia-smi") else "cpu")
+# What kernels are compared with rounds where it says so: XLA's GPU code leaves casts to bfloat16 out.
+if "cuda" in os.environ["JAX_PLATFORMS"] and "xla_allow_excess_precision" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
