@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles, spaces
-from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, sums_in
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, sums_in, tuned
 from jtile.ops.attention_backward import attention_backward
 from jtile.ops.attention_windows import LOG2_E, Window, blocks, scores, visible
 
@@ -74,8 +74,13 @@ def flash_attention(
         lse[0].tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
 
 
+def _run(q, *args, **meta):
+    """The kernel with the warps that suit its tiles."""
+    return tuned(flash_attention, **gpu_tiles.attention_options(q.shape[3], q.dtype.itemsize))(q, *args, **meta)
+
+
 def _forward(q, k, v, lengths, offsets, *, save: bool, **meta):
-    o, lse = flash_attention(q, k, v, lengths, offsets, save=True, **meta)
+    o, lse = _run(q, k, v, lengths, offsets, save=True, **meta)
     return (o, lse) if save else o, (q, k, v, lengths, offsets, o, lse)
 
 
@@ -153,7 +158,7 @@ def attention(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     tiles = _tiles(known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize, bounds[1] is not None)
     lengths, offsets = (() if x is None else (x.astype(jnp.int32),) for x in (lengths, offsets))
-    return flash_attention(q, k, v, lengths, offsets, scale=scale, softcap=softcap, window=bounds, **tiles)
+    return _run(q, k, v, lengths, offsets, scale=scale, softcap=softcap, window=bounds, **tiles)
 
 
 def _tiles(t: int, s: int, d: int, itemsize: int, causal: bool) -> dict[str, int]:

@@ -84,15 +84,25 @@ def attention(t: int, s: int, d: int, itemsize: int, causal: bool) -> dict[str, 
     return {"bq": _side(t, bq), "bk": _side(s, bk)}
 
 
+def attention_options(d: int, itemsize: int) -> dict[str, int]:
+    """Warps of it, where the compiler's own choice does not hold the tiles."""
+    return {"num_warps": 8} if itemsize >= 4 and 64 < d <= 128 else {}
+
+
 @functools.cache
 def attention_slopes(t: int, s: int, d: int, itemsize: int) -> tuple[Choice, Choice]:
     """Of the two kernels of its reverse mode: that of the keys, and that of the queries."""
+    options = {"num_warps": 8}
+    if itemsize == 2 and d in (64, 128):
+        sides = {"bq": _side(t, 64), "bk": _side(s, 64)}, {"bq": _side(t, 64 if d == 64 else 128), "bk": _side(s, 64)}
+        return Choice(sides[0], {"num_warps": 4}), Choice(sides[1], {"num_warps": 4 if d == 64 else 8})
     if itemsize >= 4:
-        (q1, k1), (q2, k2), options = ((32, 32) if d <= 64 else (16, 32)), ((32, 32) if d <= 64 else (32, 16)), {}
-    elif d <= 128:
-        (q1, k1), (q2, k2), options = (64, 128), (128, 64), {"num_warps": 8}
+        small, large, huge = ((32, 32), (64, 32)), ((16, 32), (32, 16)), ((16, 16), (16, 16))
+        (q1, k1), (q2, k2) = small if d <= 64 else large if d <= 128 else huge
+    elif d <= 128:  # padded to a power of two: masks take registers
+        (q1, k1), (q2, k2) = (32, 128), (128, 64)
     else:
-        (q1, k1), (q2, k2), options = (32, 64), (64, 32), {"num_warps": 8}
+        (q1, k1), (q2, k2) = (32, 64), (64, 32)
     keys, queries = ({"bq": _side(t, q), "bk": _side(s, k)} for q, k in ((q1, k1), (q2, k2)))
     return Choice(keys, options), Choice(queries, options)
 

@@ -132,10 +132,10 @@ def _forward(kernel, x, labels, *, save: bool, **meta):
 def _backward(residuals, ct, *, save: bool, bv: int, ignore: int | None, smoothing: float, **_):
     x, labels, lse = residuals
     g, more = (ct[0], (ct[1],)) if save else (ct, ())
-    bv = min(bv, machine().tile)
     br = rows_per_tile(x.shape[0], bv, machine().tile)
     options = {"br": br, "bv": bv, "ignore": ignore, "smoothing": smoothing}
-    return cross_entropy_backward_tiles(x, labels, lse, g, more, **options), None
+    kernel = tuned(cross_entropy_backward_tiles, num_warps=8) if br * bv >= _LONG else cross_entropy_backward_tiles
+    return kernel(x, labels, lse, g, more, **options), None
 
 
 cross_entropy_rows.defvjp(functools.partial(_forward, cross_entropy_rows), _backward)
@@ -180,7 +180,7 @@ def cross_entropy(
     meta = {"ignore": ignore, "smoothing": float(label_smoothing)}
     if not machine().whole and isinstance(vocab, int) and vocab >= _LONG:
         x, flat = logits.reshape(rows, vocab), labels.reshape(rows)
-        return _lanes(x, flat, bv=8192, lanes=128, **meta).reshape(labels.shape)
+        return _lanes(x, flat, bv=8192, lanes=256, **meta).reshape(labels.shape)
     bv = fit(vocab, machine().tile // 2)
     br = fit(rows, min(max(1, machine().tile // bv), jt.cdiv(rows, machine().programs)))
     x, flat = logits.reshape(rows, vocab), labels.reshape(rows)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import spaces
-from jtile.ops._shapes import check_rank, fit, machine, sums_in
+from jtile.ops._shapes import check_rank, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.flash_attention import NOTHING, attention, attention_reference, check_operands, normalised, online
 
@@ -21,8 +21,9 @@ _SHORTEST_SPLIT = 256  # keys of a program
 def _splits(parts: int, slots: int) -> int:
     """Programs that share the keys of one of `parts`: enough for the machine; on a GPU no more than run at a time."""
     m = machine()
-    wanted = jt.cdiv(m.programs, parts) if m.whole else max(m.programs // 4 // parts, 1)
-    return min(wanted, jt.cdiv(slots, _SHORTEST_SPLIT))
+    if m.whole:
+        return min(jt.cdiv(m.programs, parts), jt.cdiv(slots, _SHORTEST_SPLIT))
+    return min(max(m.programs // 4 // parts, 1), jt.cdiv(slots, 2 * _SHORTEST_SPLIT))
 
 
 def _types(q, k, v, lengths, *, splits, **_):
@@ -104,6 +105,30 @@ def combine_splits(acc, m, l, o, *, dtype: str):
     o.tiles(None, t, group, d)[b, 0, g, 0] = y.astype(o.dtype)
 
 
+@jt.kernel(
+    out_type=lambda acc, m, l, *, dtype: jax.ShapeDtypeStruct((*acc.shape[:2], *acc.shape[3:]), dtype),
+    grid=lambda acc, m, l, **_: (*acc.shape[:2], acc.shape[3] * acc.shape[4]),
+)
+def combine_splits_of_rows(acc, m, l, o, *, dtype: str):
+    """As `combine_splits` with a program for each query: o [batch, kv heads, t, group, d]."""
+    b, g, row = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    group = jnp.int32(acc.shape[4])
+    i, h = jax.lax.div(row, group), jax.lax.rem(row, group)
+    m_n = m[b, g, :, i, h]
+    w = jnp.exp2(m_n - m_n.max())
+    total = (w * l[b, g, :, i, h]).sum()
+    y = (w[:, None] * acc[b, g, :, i, h]).sum(0) * jnp.where(total == 0, 0.0, 1.0 / total)
+    o[b, g, i, h] = y.astype(o.dtype)
+
+
+def _combined(parts, dtype: str):
+    """o [batch, t, heads, d] of the parts of the splits."""
+    if machine().whole:
+        return combine_splits(*parts, dtype=dtype)
+    o = tuned(combine_splits_of_rows, num_warps=4)(*parts, dtype=dtype)
+    return o.transpose(0, 2, 1, 3, 4).reshape(o.shape[0], o.shape[2], -1, o.shape[4])
+
+
 @functools.partial(jax.jit, static_argnames=("scale", "softcap", "window", "splits"), inline=True)
 def decode_attention(
     q: jax.Array,
@@ -152,9 +177,12 @@ def decode_attention(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6, 7))
 def _decode(q, k, v, lengths, scale: float, softcap: float | None, window: int | None, splits: int):
-    bk = fit(k.shape[1], 128 if machine().whole else 64)
-    parts = decode_splits(q, k, v, lengths, splits=splits, bk=bk, softcap=softcap, window=window, scale=scale)
-    return parts if splits == 1 else combine_splits(*parts, dtype=q.dtype.name)
+    kernel, bk = decode_splits, fit(k.shape[1], 128 if machine().whole else 64)
+    if not machine().whole and q.dtype.itemsize == 2 and splits > 1:
+        bk = fit(k.shape[1], 32) if known(k.shape[1]) // splits > 2048 else bk
+        kernel = tuned(decode_splits, num_warps=2)
+    parts = kernel(q, k, v, lengths, splits=splits, bk=bk, softcap=softcap, window=window, scale=scale)
+    return parts if splits == 1 else _combined(parts, q.dtype.name)
 
 
 @_decode.defjvp
