@@ -194,6 +194,7 @@ def compile_kernel(
     f = features(arch)
     choice = heuristics.choose(kernel, f, options or {})
     text, record = emit_kernel(kernel, f)
+    heuristics.check_gathers(kernel, text, choice)
     try:
         built = stages.build(text, f, choice, where=kernel, texts=texts)
     except layouts.ScatteredLanesError:

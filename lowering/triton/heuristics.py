@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from jtile.lowering.triton.emitter import padded
 from jtile.lowering.triton.features import Features
 
 ACCUMULATORS = 128 * 128  # elements of products alive at once that 128 threads no longer hold in registers
+GATHERED = 512  # lanes of a gather that one warp alone would make by shuffles: minutes of compiling
+_GATHER = re.compile(r"tt\.gather .* : \(tensor<(\d+)x")
 ELEMENTS = 16  # of a tile, for each thread: several loads of 16 bytes are in flight
 
 
@@ -59,13 +62,14 @@ def _warps(kernel: ir.Kernel, f: Features) -> int:
 
 def _registers(kernel: ir.Kernel, f: Features, warps: int) -> int:
     """Products in a chain leave the matrix units idle between them, unless a second block fills the gaps. One register
-    too many keeps it out: the compiler is held to half of them where products and their operands leave an eighth."""
+    too many keeps it out: the compiler is held to half of them where products and their operands leave a fourth; with
+    less it spills (attention of 128 queries, 64 keys, 128 channels: 112 of 128 held)."""
     if f.capability != 90 or warps != 8:
         return 0
     half = f.registers // (2 * warps * f.lanes)
     chains = [dots for dots in _products(kernel) if len(dots) == 2]  # more of them spill
     held = max((sum(map(_words, dots)) for dots in chains), default=0) // (warps * f.lanes)
-    return half if half // 2 < held <= half * 7 // 8 else 0
+    return half if half // 2 < held <= half * 3 // 4 else 0
 
 
 def _words(op: ir.Op) -> int:
@@ -79,6 +83,20 @@ def _products(kernel: ir.Kernel) -> Iterator[list[ir.Op]]:
     """The matrix products of each block of ops: their results are alive at about the same time."""
     blocks = [kernel.body, *(b for op in kernel.body.walk() for b in op.blocks())]
     return ([op for op in b.ops if isinstance(op, ir.Dot | ir.DotScaled)] for b in blocks)
+
+
+def check_gathers(kernel: ir.Kernel, text: str, choice: Choice) -> None:
+    """KernelValueError where one warp alone would gather from many elements.
+
+    It never does by default: tiles of so many elements get more warps.
+    """
+    most = max((int(n) for n in _GATHER.findall(text)), default=0)
+    if choice.num_warps == 1 and most > GATHERED:
+        raise KernelValueError(
+            f"kernel {kernel.name}: a sort or gather of {most} elements in one warp takes minutes to compile; "
+            "use num_warps=2 or more, or tiles of at most 512 elements",
+            (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+        )
 
 
 def _has_tile(op: ir.Op) -> bool:

@@ -3,6 +3,9 @@
 import concurrent.futures
 import gc
 import json
+import resource
+import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +13,9 @@ import numpy as np
 import pytest
 
 import jtile as jt
-from jtile import ffi
+from jtile import ffi, ir
 from jtile._platform import gpu_arch
+from jtile.lowering.triton.compile import compile_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +69,91 @@ def test_two_hundred_calls_share_one_module():
     x = jnp.arange(1000.0)
     np.testing.assert_array_equal(np.asarray(chain(x)), np.arange(1000.0))
     assert ffi.modules_loaded() <= loaded + 1  # none where an earlier test still holds it
+
+
+def test_two_hundred_calls_in_a_loop():
+    @jax.jit
+    def chain(x):
+        return jax.lax.fori_loop(0, 200, lambda _, x: double(x) * 0.5, x)
+
+    x = jnp.arange(1000.0)
+    for k in range(3):
+        np.testing.assert_array_equal(np.asarray(chain(x + k)), np.arange(1000.0) + k)
+
+
+def test_two_programs_in_flight():
+    """Independent kernels, of one program and of several; nobody waits in between."""
+
+    @jax.jit
+    def both(x, y):
+        for _ in range(50):
+            x, y = double(x) * 0.5, double(y) * 0.5
+        return x + y
+
+    def single(x):
+        return double(double(x))
+
+    one, two = jax.jit(single), jax.jit(lambda x: single(x) + 1)
+    xs = [jnp.full(1 << 20, float(k)) for k in range(8)]
+    results = [(one(x), two(x), both(x, x)) for x in xs]
+    for k, (a, b, c) in enumerate(results):
+        assert (np.asarray(a) == 4 * k).all() and (np.asarray(b) == 4 * k + 1).all() and (np.asarray(c) == 2 * k).all()
+
+
+CACHED = """
+    import time
+    import jax, jax.numpy as jnp, numpy as np
+    import jtile as jt
+    from jtile.lowering.triton import stages
+
+    built = []
+    build = stages.build
+    stages.build = lambda *a, **k: built.append(1) or build(*a, **k)
+
+    @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: jt.cdiv(x.shape[0], 128))
+    def triple(x, o):
+        i = jt.program_id(0)
+        o.tiles(128)[i] = x.tiles(128)[i] * 3
+
+    np.testing.assert_array_equal(np.asarray(jax.jit(triple)(jnp.arange(999.0))), np.arange(999.0) * 3)
+    print("built", len(built))
+"""
+
+
+def test_a_fresh_process_takes_the_image_from_the_disk(run_python, tmp_path):
+    (tmp_path / "kernel.py").write_text(textwrap.dedent(CACHED))
+    script = "import runpy; runpy.run_path('kernel.py', run_name='__main__')"
+    env = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JTILE_CACHE_DIR": str(tmp_path / "c")}
+    assert [run_python(script, **env).splitlines()[-1] for _ in range(2)] == ["built 1", "built 0"]
+
+
+def test_a_thousand_compilations_leave_no_memory_behind():
+    """Of small kernels: contexts, modules and texts of the compiler go when a kernel is done."""
+    arch = gpu_arch("cuda")
+
+    def one(k: int) -> None:
+        text = f"""kernel @k{k}(%x: ref<128xf32>, %o: ref<128xf32, out>) {{
+          %z = full 0 : i32
+          %t = load %x[tile(%z, 128)] : tile<128xf32>
+          %c = full {k}.0 : tile<128xf32>
+          %y = add %t, %c : tile<128xf32>
+          store %o[tile(%z, 128)], %y
+        }}"""
+        compile_kernel(ir.parse_kernel(text), arch, {"num_warps": 1})
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(200)))
+        gc.collect()
+        before = resident()
+        list(pool.map(one, range(200, 1200)))
+        gc.collect()
+    assert resident() - before < 64 << 20
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def test_modules_go_with_their_programs():
@@ -139,7 +228,9 @@ def bare(image, **changes):
 )
 def test_errors(changes, message):
     x = jnp.ones(1000)
-    lowered = double.lower(x, target=f"cuda:{gpu_arch('cuda')}")
+    with jt.config(poison=False):  # whose start would be one more operand
+        lowered = double.lower(x, target=f"cuda:{gpu_arch('cuda')}")
+        assert lowered.image
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(bare(lowered, **changes)(x))
     np.testing.assert_array_equal(np.asarray(bare(lowered)(x)), 2)  # the device still works

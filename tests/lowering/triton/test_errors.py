@@ -1,0 +1,111 @@
+"""What a GPU cannot run is refused by an error of jtile's, before triton or a driver sees it, and with a way out."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from op_matrix import Bench, array
+
+import jtile as jt
+from jtile import ir
+from jtile.errors import KernelValueError, UnsupportedError
+from jtile.lowering.triton import versions
+from jtile.lowering.triton.compile import compile_kernel
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: jt.cdiv(x.shape[0], 64))
+def double(x, o):
+    i = jt.program_id(0)
+    o.tiles(64)[i] = x.tiles(64)[i] * 2
+
+
+@jt.kernel(out_type=lambda a, b: jt.like(a, shape=(a.shape[0], b.shape[1]), dtype=jnp.float32), grid=(1,))
+def matmul(a, b, o):
+    o[...] = jt.dot(a[...], b[...])
+
+
+def floats(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_no_triton(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    versions.version.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match=r"not installed: pip install 'jtile\[cuda13\]'"):
+            double.lower(floats(71), target="cuda:sm_90").image
+    finally:
+        versions.version.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["cuda:sm_70", "cuda:sm_91", "rocm:gfx906"])
+def test_unknown_architectures(name):
+    with pytest.raises(KernelValueError, match=r"jtile compiles for sm_75, sm_80"):
+        double.lower(floats(64), target=name).image
+
+
+def test_an_architecture_of_the_other_vendor():
+    with pytest.raises(KernelValueError, match="an architecture of platform 'rocm'"):
+        double.lower(floats(64), target="cuda:gfx942").image
+
+
+@pytest.mark.parametrize("warps", [3, 64, 12])
+def test_warps(warps):
+    kernel = ir.parse_kernel("kernel @k(%o: ref<f32, out>) { %x = full 1.0 : f32 store %o[], %x }")
+    with pytest.raises(KernelValueError, match=f"power of two from 1 to 32 on sm_90, got {warps}"):
+        compile_kernel(kernel, "sm_90", {"num_warps": warps})
+    with pytest.raises(KernelValueError, match=f"num_warps={warps}"):
+        double.with_options(num_warps=warps).lower(floats(64), target="cuda:sm_90").image
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_products_of_fp8_that_hardware_lacks(dtype):
+    shapes = (floats(64, 64, dtype=dtype), floats(64, 64, dtype=dtype))
+    with pytest.raises(UnsupportedError, match=r"op 'dot' on float8_.*; cast the operands to bfloat16 or float16"):
+        matmul.lower(*shapes, target="cuda:sm_80").image
+
+
+def test_shared_memory():
+    shapes = (floats(128, 512, dtype=jnp.bfloat16), floats(512, 32, dtype=jnp.bfloat16))
+    with pytest.raises(UnsupportedError, match=r"bytes of shared memory, but sm_86 has 101376; use smaller tiles"):
+        matmul.lower(*shapes, target="cuda:sm_86").image
+
+
+def test_tiles_of_a_kernel():
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=(1,))
+    def whole(x, o):
+        o[...] = x[...] + 1
+
+    with pytest.raises(UnsupportedError, match=r"a tile of 2097152 elements .*; at most 1048576 are possible"):
+        whole.lower(floats(1025, 1024), target="cuda:sm_90").image
+
+
+def test_tiles_that_only_an_emitter_makes():
+    tile = "tile<1025x1024xf32>"
+    text = f"""kernel @big(%o: ref<4xf32, out>) {{
+      %z = full 0 : i32
+      %x = full 1.0 : {tile}
+      %s = reduce sum %x axes=(0, 1) : f32
+      %b = broadcast %s dims=() : tile<4xf32>
+      store %o[tile(%z, 4)], %b
+    }}"""
+    with pytest.raises(UnsupportedError, match=r"tiles of at most 1048576 elements, and 'full' takes one of 2097152"):
+        compile_kernel(ir.parse_kernel(text), "sm_90")
+
+
+def test_a_sort_in_one_warp():
+    bench = Bench(array((1024,), "float32"))
+    for r in bench.b.add(ir.Sort((bench.loads()[0],), 0)).results:
+        bench.store(r)
+    with pytest.raises(KernelValueError, match="takes minutes to compile; use num_warps=2"):
+        compile_kernel(bench.case().kernel, "sm_90", {"num_warps": 1})
+
+
+def test_no_gpu():
+    if jax.default_backend() != "cpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UnsupportedError, match="cuda"):
+        double.lower(floats(64), target="cuda").image
