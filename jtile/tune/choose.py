@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jtile._config import current
+from jtile._errors import CacheWarning, JtileError
 from jtile.tune import device
 from jtile.tune.space import Call, recorder
 from jtile.tune.store import Entry, store
@@ -21,7 +23,15 @@ def choose(kernel: Any, tree: Any, leaves: Sequence[Any], given: Mapping[str, An
     entry = lookup(call)
     if entry is None and found is None and call.name and _wanted(kernel):
         entry = _search(call)
-    return call.bound(entry.config if entry else {})
+    if entry is not None:
+        try:
+            return call.bound(entry.config)
+        except JtileError as e:  # what the kernel calls has changed since
+            message = (
+                f"the tuner's entry {call.name!r} does not fit the kernel any more, defaults are taken: {e.message}"
+            )
+            warnings.warn(message, CacheWarning, stacklevel=2)
+    return call.bound({})
 
 
 def lookup(call: Call) -> Entry | None:

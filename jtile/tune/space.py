@@ -181,8 +181,9 @@ class Call:
 
 
 def source_hash(kernel: Any) -> str:
-    """Twelve digits that change with the text of the kernel's function, from its `def` to its end. What the function
-    calls, the decorators and jtile itself do not count: an entry may become a poor choice, never a wrong result."""
+    """Twelve digits that change with the text of the kernel's function, from its `def` to its end, and with the numbers
+    and names that it closes over. What the function calls, the decorators and jtile itself do not count: an entry may
+    become a poor choice, never a wrong result."""
     return _source_hash(kernel._fn, tuple(kernel._lines), kernel._signature.where)
 
 
@@ -197,7 +198,18 @@ def _source_hash(fn: Callable[..., Any], lines: tuple[str, ...], where: tuple[st
             if code
             else ""
         )
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    cells = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__closure__", None) or ()
+    around = [_text(c.cell_contents) if _is_plain(c) else "" for c in cells]
+    return hashlib.sha256("\n".join([text, *around]).encode()).hexdigest()[:12]
+
+
+def _is_plain(cell: Any) -> bool:
+    """Whether what a function closes over reads the same in every process."""
+    try:
+        v = cell.cell_contents
+    except ValueError:  # not bound yet
+        return False
+    return v is None or isinstance(v, bool | int | float | str) or inspect.isfunction(v)
 
 
 def _agreeing(configs: Sequence[Config], fixed: Mapping[str, Any]) -> Iterator[Config]:

@@ -9,7 +9,7 @@ import pytest
 import tunable as kernels
 
 import jtile as jt
-from jtile.errors import KernelTypeError, KernelValueError
+from jtile.errors import CacheWarning, KernelTypeError, KernelValueError
 from jtile.tune import choose, device, search
 from jtile.tune.programs import trace
 from jtile.tune.store import Entry, new_generation, store
@@ -94,6 +94,26 @@ def test_a_key_by_name_or_function():
     assert bm_of(rounded, X[:10]) == 16
     with pytest.raises(KernelValueError, match="has no 'z'"):
         kernels.double_kernel(key=("z",))
+
+
+def test_an_entry_that_the_kernel_refuses_is_a_warning():
+    double = kernels.double_kernel()
+    keep(double, X, bm=0)
+    with pytest.warns(CacheWarning, match="does not fit the kernel"):
+        np.testing.assert_array_equal(double(X), 2 * X)
+
+
+def test_the_name_knows_what_a_function_closes_over():
+    def make(factor):
+        @jt.autotune(space={"bm": [4, 8]})
+        @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, bm, **_: jt.cdiv(x.shape[0], bm))
+        def scaled(x, y, *, bm=2):
+            y.tiles(bm)[jt.program_id(0)] = x.tiles(bm)[jt.program_id(0)] * factor
+
+        return scaled
+
+    names = [trace(make(factor), X)[1][0].name for factor in (2.0, 3.0, 2.0)]
+    assert names[0] == names[2] != names[1]
 
 
 def test_an_entry_that_the_space_does_not_have_is_none():
