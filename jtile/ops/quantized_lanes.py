@@ -38,8 +38,8 @@ def _halves(x, i: int, c, kind: str, blocks: int):
     """Chunk c of row i of x, in the parts that codes of one byte are multiplied with: [blocks, width] each."""
     if kind in FOUR_BIT:
         X = x.tiles(None, blocks, None, HALF)
-        return X[i, c, 0, 0], X[i, c, 1, 0]
-    return (x.tiles(None, blocks, BLOCK)[i, c, 0],)
+        return X[i, c, 0, 0].astype(jnp.float32), X[i, c, 1, 0].astype(jnp.float32)
+    return (x.tiles(None, blocks, BLOCK)[i, c, 0].astype(jnp.float32),)
 
 
 def _terms(weight, row, c, kind: str, blocks: int, xs):
@@ -174,7 +174,8 @@ def product(x, arrays, extra, *, kind: str, activation, has_bias: bool = False, 
     if isinstance(m, int) and m <= 2:
         tiles, warps = gemv_choice(m, out, blocks, kind, gated)
         kernel = tuned(quantized_gemv_lanes, num_warps=warps)
-        return kernel(x.astype(jnp.float32).reshape(shape), *arrays, *extra, **options, **tiles)
+        x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
+        return kernel(x.reshape(shape), *arrays, *extra, **options, **tiles)
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     wide = x.dtype == jnp.float32
     tiles = {"rows": _side(out, 64), "bm": _side(known(m), 64 if wide or gated else 128), "blocks": 1 if wide else 2}

@@ -1,0 +1,121 @@
+"""What the library does on a GPU, run here: the same kernels with a GPU's tiles, and those that only a GPU takes."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from library import integers, normal
+
+import jtile as jt
+from jtile import ops
+from jtile.ops import embeddings, flash_attention, losses, quantized, scans, sorting, split_attention
+from jtile.testing import relative_error
+
+# the functions of these names hide the modules in jtile.ops
+matmul, gated_mlp = (importlib.import_module(f"jtile.ops.{name}") for name in ("matmul", "gated_mlp"))
+
+
+@pytest.fixture(autouse=True)
+def gpu_tiles():
+    with jt.config(arch="sm_90"):
+        yield
+
+
+def same(op, reference, *args, tolerance=3e-6, grad=True):
+    """Equal results, and equal gradients of their squares by the float arguments."""
+    close(op(*args), reference(*args), tolerance)
+    of = tuple(k for k, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
+    if grad:
+        total = lambda f: lambda *a: (f(*a).astype(jnp.float32) ** 2).sum()
+        close(jax.grad(total(op), of)(*args), jax.grad(total(reference), of)(*args), 3 * tolerance)
+
+
+def close(got, want, tolerance):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        assert relative_error(a, b) <= tolerance
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "int8"])
+@pytest.mark.parametrize(("m", "out", "inner"), [(1, 12, 320), (2, 7, 96), (5, 70, 96)])
+def test_quantised_products(kind, m, out, inner):
+    weight, up = (ops.QuantizedTensor.quantize(normal(k, out, inner), kind) for k in (1, 2))
+    with_all = lambda f: lambda x, b, r: f(x, weight, bias=b, activation="silu", residual=r)
+    args = normal(3, m, inner), normal(4, out), normal(5, m, out)
+    same(with_all(ops.quantized_matmul), with_all(quantized.quantized_matmul_reference), *args)
+    same(lambda x: ops.gated_mlp(x, weight, up), lambda x: gated_mlp.gated_mlp_reference(x, weight, up), args[0])
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "int8"])
+@pytest.mark.parametrize("m", [1, 5])
+def test_quantised_products_of_bfloat16(kind, m):
+    """Products stay exact to 16 bits of a weight."""
+    weight = ops.QuantizedTensor.quantize(normal(1, 24, 64), kind)
+    x = normal(2, m, 64, dtype="bfloat16")
+    close(ops.quantized_matmul(x, weight), quantized.quantized_matmul_reference(x, weight), 1e-5)
+
+
+def test_quantised_products_of_odd_lengths_and_in_vmap():
+    weight = ops.QuantizedTensor.quantize(normal(1, 10, 50), "int8")
+    op, reference = (lambda x, f=f: f(x, weight) for f in (ops.quantized_matmul, quantized.quantized_matmul_reference))
+    same(op, reference, normal(2, 3, 50))
+    x = normal(3, 4, 1, 50)
+    close(jax.vmap(op)(x), reference(x), 3e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_of_a_long_row(smoothing):
+    labels = jnp.array([1, 19999, -100])
+    options = {"label_smoothing": smoothing}
+    op, reference = (
+        lambda x, f=f: f(x, labels, **options) for f in (ops.cross_entropy, losses.cross_entropy_reference)
+    )
+    same(op, reference, normal(0, 3, 20000) * 3)
+    if not smoothing:  # most threads see nothing but -inf
+        hole = jnp.full((3, 20000), -jnp.inf).at[:, 19998:].set(1.0)
+        close(op(hole)[1:], jnp.log(jnp.array([2.0, 1.0])), 1e-6)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": 9, "softcap": 2.0}], ids=str)
+def test_slopes_of_attention(options):
+    with_options = lambda f: lambda q, k, v: f(q, k, v, lengths=jnp.array([70, 33]), **options)
+    args = normal(0, 2, 75, 4, 20), normal(1, 2, 75, 2, 20), normal(2, 2, 75, 2, 20)
+    same(with_options(ops.attention), with_options(flash_attention.attention_reference), *args, tolerance=1e-5)
+
+
+def test_attention_over_a_split_cache():
+    args = normal(0, 2, 3, 4, 16), normal(1, 2, 1100, 2, 16), normal(2, 2, 1100, 2, 16), jnp.array([1100, 5])
+    close(ops.decode_attention(*args), split_attention.decode_attention_reference(*args), 1e-5)
+
+
+def test_top_k_of_long_rows():
+    x = jnp.round(normal(0, 2, 20000), 1).at[0, 7].set(jnp.nan)
+    for k in (3, 40):
+        for a, b in zip(ops.top_k(x, k), sorting.top_k_reference(x, k)):
+            assert jnp.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.floating))
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 5000), 1), ((5000, 3), 0)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_cumsum_in_pieces(shape, axis, reverse):
+    op, reference = (lambda x, f=f: f(x, axis, reverse=reverse) for f in (ops.cumsum, scans.cumsum_reference))
+    same(op, reference, normal(0, *shape))
+
+
+def test_slopes_of_an_embedding():
+    ids = integers(1, -3, 55, 4, 60)
+    op, reference = (lambda t, f=f: f(t, ids) for f in (ops.embedding, embeddings.embedding_reference))
+    same(op, reference, normal(0, 50, 33))
+
+
+def test_products_in_groups():
+    """Tiles in another order than that of the grid."""
+    assert matmul.tiles(4096, 4096, 64, 2)["group"] > 0
+    a, b = normal(0, 300, 24), normal(1, 24, 200)
+    options = {"activation": None, "ta": False, "tb": False, "out_dtype": "float32"}
+    run = lambda a, b: matmul._run(a[None], b[None], bm=32, bn=32, bk=16, group=2, **options)[0]
+    same(run, lambda a, b: matmul.matmul_reference(a, b), a, b, tolerance=1e-5)
+    up = normal(2, 24, 200)
+    gated = lambda x, g, u: gated_mlp._run(x, g, u, activation="silu", tb=False, bm=32, bn=32, bk=16, group=2)
+    same(gated, gated_mlp.gated_mlp_reference, a, b, up, tolerance=1e-5)
