@@ -1,6 +1,6 @@
 """Small kernels with a search space."""
 
-import jax.numpy as jnp
+import numpy as np
 
 import jtile as jt
 
@@ -32,4 +32,4 @@ def slow_kernel(space):
     return slow
 
 
-X = jnp.arange(64, dtype=jnp.float32)
+X = np.arange(64, dtype=np.float32)

@@ -1,5 +1,8 @@
 """A cache folder for every test of tuning: entries of one would be choices of another."""
 
+import contextlib
+
+import jax
 import pytest
 
 import jtile as jt
@@ -7,8 +10,11 @@ from jtile.tune.store import store
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path):
-    with jt.config(cache_dir=str(tmp_path)):
+def folder(tmp_path, request):
+    """Where this test's entries are kept. It runs on the CPU, but for tests marked `gpu`."""
+    on_gpu = request.node.get_closest_marker("gpu")
+    where = contextlib.nullcontext() if on_gpu else jax.default_device(jax.devices("cpu")[0])
+    with jt.config(cache_dir=str(tmp_path)), where:
         store.forget()
         yield tmp_path / "tune"
     store.forget()
