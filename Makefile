@@ -6,11 +6,12 @@ PYTEST_ARGS ?=
 NATIVE := pyproject.toml .ci/setup $(wildcard ffi/CMakeLists.txt ffi/csrc/*)
 TEST   := -m pytest -n auto --maxprocesses 4 --dist worksteal -q $(PYTEST_ARGS)
 
-.PHONY: help demo test test-oldest lint format bench clean
+.PHONY: help demo test test-oldest test-gpu lint format bench clean
 help:
 	@echo "make demo          kernels against jnp, then text from SmolLM2"
 	@echo "make test          the test-suite"
 	@echo "make test-oldest   the test-suite with the oldest supported JAX"
+	@echo "make test-gpu      the test-suite on an NVIDIA GPU"
 	@echo "make lint          ruff and pyright"
 	@echo "make bench         speeds against XLA and llama.cpp on this machine"
 
@@ -22,6 +23,9 @@ test: $(VENV)/.dev
 
 test-oldest: $(OLDEST)/.oldest
 	@$(OLDEST)/bin/python $(TEST)
+
+test-gpu: $(VENV)/.gpu
+	@$(VENV)/bin/python -m pytest -n 8 --dist worksteal -q --gpu $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	@$(VENV)/bin/python -m ruff check .
@@ -40,6 +44,10 @@ $(VENV)/.run: $(NATIVE)
 
 $(VENV)/.dev: $(VENV)/.run
 	@.ci/setup dev $(VENV)
+	@touch $@
+
+$(VENV)/.gpu: $(VENV)/.dev
+	@.ci/setup gpu $(VENV)
 	@touch $@
 
 $(OLDEST)/.oldest: $(NATIVE)

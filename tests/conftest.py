@@ -36,11 +36,14 @@ hypothesis.settings.register_profile("explore", max_examples=1000, **_SETTINGS)
 
 def pytest_addoption(parser):
     parser.addoption("--runslow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--gpu", action="store_true", help="fail where there is no GPU, instead of testing on the CPU")
     parser.addoption("--composition", action="store_true", help="rewrite docs/composition.json from the tests that run")
     parser.addoption("--explore", action="store_true", help="hypothesis draws new examples instead of the stored order")
 
 
 def pytest_configure(config):
+    if config.getoption("--gpu") and gpu_missing():
+        raise pytest.UsageError(gpu_missing())
     hypothesis.settings.load_profile("explore" if config.getoption("--explore") else "ci")
 
 
