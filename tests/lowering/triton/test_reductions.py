@@ -14,27 +14,12 @@ from ttir import run_ttir
 from jtile import ir
 from jtile._errors import UnsupportedError
 from jtile.lowering.triton.compile import compile_kernel, emit_kernel
-from jtile.lowering.triton.emitter import EMITTERS
 from jtile.lowering.triton.features import features
 from jtile.lowering.triton.user_functions import commutes, neutral
 from jtile.passes import TILE, run_pipeline
 
 RUNNERS = [pytest.param(run_ttir, id="ttir"), pytest.param(run_device, id="device", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Loads leave garbage beyond their tiles."""
-    load = EMITTERS[ir.Load]
-
-    def with_garbage(em, op):
-        v, mask = load(em, op), em.valid(op.result.shape)
-        if mask is None:
-            return v
-        number = float("nan") if v.is_float else 1 if v.elem == "i1" else 7 if op.result.dtype == "uint4" else -7
-        return em.code.select(mask, v, em.code.const(number, v.elem, v.shape))
-
-    monkeypatch.setitem(EMITTERS, ir.Load, with_garbage)
+pytestmark = pytest.mark.usefixtures("garbage")
 
 
 def check(case: op_matrix.Case, run=run_ttir) -> None:

@@ -13,7 +13,6 @@ from jtile import ir
 from jtile.interpret import interpret
 from jtile.lowering.triton import emit_scatter
 from jtile.lowering.triton.compile import compile_kernel, emit_kernel
-from jtile.lowering.triton.emitter import EMITTERS
 from jtile.lowering.triton.features import features
 
 DTYPES = [
@@ -21,20 +20,7 @@ DTYPES = [
     "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn",
 ]  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Loads leave garbage beyond their tiles."""
-    load = EMITTERS[ir.Load]
-
-    def with_garbage(em, op):
-        v, mask = load(em, op), em.valid(op.result.shape)
-        if mask is None:
-            return v
-        number = float("nan") if v.is_float else 1 if v.elem == "i1" else 7 if op.result.dtype == "uint4" else -7
-        return em.code.select(mask, v, em.code.const(number, v.elem, v.shape))
-
-    monkeypatch.setitem(EMITTERS, ir.Load, with_garbage)
+pytestmark = pytest.mark.usefixtures("garbage")
 
 
 def array(shape: Sequence[int], dtype: str = "int32", seed: int = 0) -> np.ndarray:
