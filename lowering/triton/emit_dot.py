@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from jtile import ir
+from jtile.lowering.triton import moves
 from jtile.lowering.triton.convert import convert
 from jtile.lowering.triton.emitter import Emitter, elem_of, emits, memory_elem, padded
 from jtile.lowering.triton.features import Features
@@ -56,7 +57,7 @@ def _dot(em: Emitter, op: ir.Dot) -> Val:
     else:
         a, b = (swapped(em.code, x) if t else x for x, t in ((a, op.trans_a), (b, op.trans_b)))
         unsigned = tuple(form.a == "int8" and v.dtype == "uint8" for v in (op.a, op.b))
-        v = product(em, form, a, b, acc)
+        v = batched(em, form, a, b, acc)
         if any(unsigned):
             v = shifted_back(em.code, v, a, b, unsigned, k)
     return em.code.reshape(v, padded(op.result.shape))
@@ -141,6 +142,19 @@ def interleaved(code: Code, t: Val, axis: int, times: int) -> Val:
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
+
+
+def batched(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
+    """`product`, one matrix after the other where shared memory does not hold all of them: two words an element are
+    what operands and their conversions take."""
+    words = (a.size * bits(a.elem) + b.size * bits(b.elem)) // 8
+    if len(a.shape) == 2 or 2 * words <= em.features.shared:
+        return product(em, form, a, b, acc)
+    parts = []
+    for k in range(a.shape[0]):
+        x, y, z = (v and moves.unstack(em.code, v, 0, k) for v in (a, b, acc))
+        parts.append(product(em, form, x, y, z))  # type: ignore[arg-type]
+    return moves.stack(em.code, parts, 0)
 
 
 def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
