@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jtile.lowering.targets import Target
 
 _PAGE = """# What is supported
 
@@ -20,10 +24,14 @@ Refused, with an error that names the source line:
 {refused}
 ## Targets
 
-A kernel may use every dtype of the language where the table says all.
+A kernel may use every dtype of the language where the table says all. Where the elements of a tile are limited, its
+sides count as powers of two.
 
 {targets}
-{gaps}## Ops of Tile IR
+{gaps}
+## Ops of Tile IR
+
+The compiler's own ops, all of which have code for every target:
 
 {ops}
 """
@@ -32,14 +40,12 @@ A kernel may use every dtype of the language where the table says all.
 def page() -> str:
     """The text of docs/support.md."""
     from jtile import ir
-    from jtile.lowering import targets
 
-    rows = [f"| `{t.name}` | {dtypes(t.dtypes)} |" for t in map(targets.resolve, _static_targets())]
     return _PAGE.format(
         primitives="".join(_item(f"**{family}**: {_names(names)}") for family, names in primitives().items()),
         refused="".join(_item(f"{_names(names)}: {why}") for why, names in refused().items()),
-        targets="\n".join(["| target | dtypes |", "|---|---|", *rows]) + "\n",
-        gaps="".join(map(_item, gaps())) + ("\n" if gaps() else ""),
+        targets="".join(f"| {' | '.join(row)} |\n" for row in _table()),
+        gaps="".join(map(_item, gaps())),
         ops=textwrap.fill(_names(ir.OPS), 118, break_on_hyphens=False),
     )
 
@@ -86,21 +92,43 @@ def dtypes(names: Iterable[str]) -> str:
 
 
 def gaps() -> list[str]:
-    """One sentence for everything that a target cannot run although the language has it."""
-    from jtile.lowering import targets
-
+    """One sentence for everything that targets cannot run although the language has it."""
+    found: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for target in _static_targets():
+        for gap in target.gaps:
+            found.setdefault((gap.op, gap.instead), {}).setdefault(target.name, []).append(gap.dtype)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for what, dtypes_of in found.items():
+        for target, missing in dtypes_of.items():
+            alike.setdefault((*what, *missing), []).append(target)
     return [
-        f"`{target.name}` cannot run `{gap.op}`{'' if gap.dtype == '*' else f' on {gap.dtype}'}: {gap.instead}"
-        for target in map(targets.resolve, _static_targets())
-        for gap in target.gaps
+        f"`{op}`{'' if missing == ['*'] else f' on {_among(missing)}'} does not run on {_among(some)}: {instead}"
+        for (op, instead, *missing), some in alike.items()
     ]
 
 
-def _static_targets() -> list[str]:
+def _table() -> list[tuple[str, ...]]:
+    """What targets can hold, those that are alike in one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for t in _static_targets():
+        tile = t.limit("tile")
+        rows.setdefault((dtypes(t.dtypes), f"at most {tile} elements" if tile else "of any size"), []).append(
+            f"`{t.name}`"
+        )
+    head = [("targets", "dtypes", "a tile is"), ("---",) * 3]
+    return [*head, *((", ".join(some), *what) for what, some in rows.items())]
+
+
+def _among(names: list[str]) -> str:
+    """`a`, `b` and `c`."""
+    return " and ".join(filter(None, [", ".join(f"`{n}`" for n in names[:-1]), f"`{names[-1]}`"]))
+
+
+def _static_targets() -> list[Target]:
     """The targets that are the same on every machine."""
     from jtile.lowering import targets
 
-    return [name for name in targets.names() if name != "cpu"]
+    return [targets.resolve(name) for name in targets.names() if name != "cpu"]
 
 
 def _names(names: Iterable[str]) -> str:

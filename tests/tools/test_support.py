@@ -18,6 +18,25 @@ def test_every_family_of_the_language_has_rules(name):
     assert any(name in names for names in support.primitives().values())
 
 
+def test_every_op_has_code_for_every_target():
+    from jtile import ir
+    from jtile.lowering.cpu import compile as cpu
+    from jtile.lowering.cpu import emitter, evaluate
+    from jtile.lowering.triton import compile as gpu
+    from jtile.lowering.triton.emitter import EMITTERS
+
+    assert cpu and gpu  # they fill the tables
+    assert {card.mnemonic for card in EMITTERS} == set(ir.OPS)
+    literals = {"dense"}  # data of the object, not code
+    assert {card.mnemonic for card in (*evaluate.RULES, *emitter.EMITTERS)} | literals == set(ir.OPS)
+
+
+def test_what_targets_cannot_run_is_said_once():
+    (line,) = support.gaps()
+    assert line.startswith("`dot` on `float8_e4m3fn` and `float8_e5m2` does not run on `cuda:sm_75`, ")
+    assert "and `rocm:gfx1100`: cast" in line and "sm_90" not in line
+
+
 def test_dtypes():
     from jtile import ir
 
