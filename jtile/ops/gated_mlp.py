@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -72,12 +71,10 @@ def _grid(x, gate, *_, tb, bm, bn, **__):
     return jt.cdiv(x.shape[0], bm), jt.cdiv(gate.shape[0 if tb else 1], bn)
 
 
-def _tile(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, group=0, stages=3, save=False):
-    # `bk` terms of a sum at a time, all for 0; `group`: see `jt.swizzle`, 0 for tiles as they come
+def _tile(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, stages=3, save=False):
+    # `bk` terms of a sum at a time, all for 0
     # Y = act(G) * U     G = X Wg     U = X Wu, outputs too with `save`
     i, j = jt.program_id(0), jt.program_id(1)
-    if group:
-        i, j = jt.swizzle(i, j, group=group)
     k = x.shape[1]
     bk = bk or k
     X = x.tiles(bm, bk)
@@ -98,22 +95,9 @@ _gated = jt.kernel(out_type=_types, grid=_grid, name="gated_mlp")(_tile)
 _gated = _gated.autotune(space=spaces.gated_products, key=spaces.GATED, override=True)
 
 
-@functools.cache
-def _swizzled(tb: bool, save: bool) -> jt.Kernel:
-    """The same for tiles in groups, whose index maps do not show along what the product may be cut."""
-    weight = "n _" if tb else "_ n"
-    rule = f"m _, {weight}, {weight} -> {', '.join(['m n'] * (3 if save else 1))}"
-    kernel = jt.kernel(out_type=_types, grid=_grid, name="gated_mlp", sharding=rule)(_tile)
-    kernel = kernel.autotune(space=spaces.gated_products, key=spaces.GATED, override=True)
-    kernel.defvjp(_forward, _backward)
-    return kernel
-
-
-def _run(x, gate, up, *, tb, bm, bn, bk, group=0, save=False, **meta):
+def _run(x, gate, up, *, tb, bm, bn, bk, save=False, **meta):
     """The kernel for these tiles, on these arrays."""
     kernel = _gated
-    if group:
-        kernel, meta = _swizzled(tb, save), {**meta, "group": group}
     if jt.platform() != "cpu":
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, x.dtype.itemsize, gates=2))
     return kernel(x, gate, up, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)

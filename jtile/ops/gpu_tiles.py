@@ -11,7 +11,6 @@ import functools
 from jtile import cdiv
 
 PROCESSORS = 132  # multiprocessors of an H200
-GROUP = 8  # rows of tiles that neighbours in time share, so that the second-level cache serves both operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +28,19 @@ def product(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: b
     Args:
       transposed: the right operand lies in memory as [n, k].
     Returns:
-      `bm`, `bn`, `bk` and `group`.
+      `bm`, `bn` and `bk`.
     """
     if itemsize >= 4:  # no tensor cores for exact float32: registers are the limit
         bm, bn = (32, 32) if itemsize == 8 else (64, 64)
-        return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(min(_power(k), 16), 1), "group": 0}
+        return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(min(_power(k), 16), 1)}
     if m <= 64:
-        return {**_few_rows(m, n, k, itemsize, gates, transposed), "group": 0}
+        return _few_rows(m, n, k, itemsize, gates, transposed)
     bk = min(_power(k), 128 // itemsize)
     sides = ((128, 256), (128, 128), (64, 128), (64, 64)) if gates == 1 else ((128, 128), (128, 64), (64, 64))
     for bm, bn in sides:
-        if cdiv(m, bm) * cdiv(n, bn) >= PROCESSORS * (1 if gates == 1 else 4):
+        if cdiv(m, bm) * cdiv(n, bn) >= (PROCESSORS if gates == 1 else PROCESSORS * 3 // 4):
             break
-    group = GROUP if cdiv(m, bm) > 1 and cdiv(m, bm) * cdiv(n, bn) > 2 * PROCESSORS else 0
-    return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(bk, 16), "group": group}
+    return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(bk, 16)}
 
 
 def _few_rows(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool) -> dict[str, int]:

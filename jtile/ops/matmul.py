@@ -165,13 +165,11 @@ def _grid(a, b, *_, ta, tb, bm, bn, **__):
     return max(a.shape[0], b.shape[0]), jt.cdiv(m, bm), jt.cdiv(n, bn)
 
 
-def _tile(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, group=0, stages=3, save=False):
-    # `bk` terms of a sum at a time, all for 0; `group`: see `jt.swizzle`, 0 for tiles as they come
+def _tile(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, stages=3, save=False):
+    # `bk` terms of a sum at a time, all for 0
     # Y[i, j] = act(Z[i, j])     Z[i, j] = A[i, :] B[:, j] + bias[j], an output too with `save`
     bias, (y, *z) = (refs[: -2 if save else -1], refs[-2 if save else -1 :])
     e, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    if group:
-        i, j = jt.swizzle(i, j, jt.num_programs(1), jt.num_programs(2), group=group)
     ea, eb = (e if x.shape[0] != 1 else 0 for x in (a, b))
     k = a.shape[1 if ta else 2]
     whole = isinstance(k, int) and (bk == 0 or bk >= k)
@@ -195,23 +193,9 @@ _matmul = jt.kernel(out_type=_out_type, grid=_grid, name="matmul")(_tile)
 _matmul = _matmul.autotune(space=spaces.products, key=spaces.PRODUCT, override=True)
 
 
-@functools.cache
-def _swizzled(ta: bool, tb: bool, one_a: bool, one_b: bool, bias: bool, save: bool) -> jt.Kernel:
-    """The same for tiles in groups, whose index maps do not show along what the product may be cut."""
-    a, b = ("_" if one_a else "e") + (" k m" if ta else " m k"), ("_" if one_b else "e") + (" n k" if tb else " k n")
-    e = "_" if one_a and one_b else "e"
-    rule = f"{a}, {b}{', _ n' if bias else ''} -> {e} m n{f', {e} m n' if save else ''}"
-    kernel = jt.kernel(out_type=_out_type, grid=_grid, name="matmul", sharding=rule)(_tile)
-    kernel = kernel.autotune(space=spaces.products, key=spaces.PRODUCT, override=True)
-    kernel.defvjp(_forward, _backward)
-    return kernel
-
-
-def _run(a, b, *bias, ta, tb, bm, bn, bk, group=0, save=False, **meta):
+def _run(a, b, *bias, ta, tb, bm, bn, bk, save=False, **meta):
     """The kernel for these tiles, on these arrays."""
-    kernel, one = _matmul, (a.shape[0] == 1, b.shape[0] == 1)
-    if group:
-        kernel, meta = _swizzled(ta, tb, *one, bool(bias), save), {**meta, "group": group}
+    kernel = _matmul
     if jt.platform() != "cpu":
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize))
     return kernel(a, b, *bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)

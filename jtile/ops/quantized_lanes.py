@@ -1,7 +1,7 @@
 """Products with quantised weights on GPUs; the formulas and the public functions are in quantized.py.
 
 One or two rows of x: each thread multiplies a few codes of several rows of W with x in registers and keeps sums of its
-own to the end. A nibble q becomes a float32 without a conversion: in the upper bits of a mantissa it is 1 + q / 16.
+own to the end. Codes become float32 without a conversion, as the bits of subnormal numbers, with x scaled up.
 
 More rows: blocks of W are dequantised between memory and the matrix units. In float32 where x is; for a 16-bit x as the
 sum of two bfloat16, which holds 16 bits of a weight: all of them for int8 and Q4_0.
@@ -28,10 +28,13 @@ def _type(x, codes, *_, **__):
     return jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32)
 
 
-def _nibble(codes, shift: int):
-    """1 + q / 16 in float32 for q the nibble of int32 codes that a shift to the left by `shift` brings to bit 19."""
-    bits = (codes << np.int32(shift)) & np.int32(0x780000) | np.int32(0x3F800000)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+_UP = 2.0**76  # x times that, times an integer's bits as a float32, is a normal number for 2^-53 < |x| < 2^51
+_DOWN = 2.0**73  # both bring x q back to 1: the bits are q 2^-149
+
+
+def _bits(codes):
+    """Non-negative int32 codes as float32 without a conversion: the subnormal numbers codes 2^-149."""
+    return jax.lax.bitcast_convert_type(codes, jnp.float32)
 
 
 def _halves(x, i: int, c, kind: str, blocks: int):
@@ -48,15 +51,17 @@ def _terms(weight, row, c, kind: str, blocks: int, xs):
     width = codes.shape[2]
     q = codes.tiles(None, blocks, width)[row, c, 0]
     d = None if kind == "int8" else scale.tiles(None, blocks)[row, c].astype(jnp.float32)[:, None]
-    if kind not in FOUR_BIT:
-        q = q.astype(jnp.float32)
-        return [x * q if d is None else d * (x * q) for (x,) in xs]
-    q = q.astype(jnp.int32)
-    first, second = _nibble(q, 19), _nibble(q, 15)
-    if kind == "q4_0":  # d (q - 8) = 16 d ((1 + q / 16) - 3 / 2)
-        return [d * (-1.5 * (a + b) + a * first + b * second) for a, b in xs]
-    m = low[0].tiles(None, blocks)[row, c].astype(jnp.float32)[:, None] * (1 / 16)
-    return [d * (a * first + b * second - (a + b)) + m * (a + b) for a, b in xs]
+    if kind not in FOUR_BIT:  # q = (q + 128) - 128
+        bits = _bits(jax.lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.int32) ^ np.int32(128))
+        terms = [x * (-128 / _DOWN) + x * _UP * bits for (x,) in xs]
+        return terms if d is None else [d * t for t in terms]
+    q = q.astype(jnp.int32)  # a byte: first + 16 second; a first + b second = b / 16 byte + (a - b / 16) first
+    byte, first = _bits(q), _bits(q & np.int32(15))
+    sums = [(b * (_UP / 16)) * byte + (a * _UP - b * (_UP / 16)) * first for a, b in xs]
+    if kind == "q4_0":
+        return [d * ((a + b) * (-8 / _DOWN) + t) for (a, b), t in zip(xs, sums)]
+    m = low[0].tiles(None, blocks)[row, c].astype(jnp.float32)[:, None] * (1 / _DOWN)
+    return [d * t + m * (a + b) for (a, b), t in zip(xs, sums)]
 
 
 @jt.kernel(
@@ -76,15 +81,14 @@ def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated:
     extra = list(refs[arrays * (1 + gated) :])
     tile = (blocks, weights[0][0].shape[2])
     sums = tuple(jnp.zeros(tile, jnp.float32) for _ in range(m * rows * len(weights)))
-    for c in jt.range(jt.cdiv(weights[0][0].shape[1], blocks), unroll=4):
+    for c in jt.range(jt.cdiv(weights[0][0].shape[1], blocks), unroll=2):
         xs = [_halves(x, i, c, kind, blocks) for i in range(m)]
         parts = [t for w in weights for k in range(rows) for t in _terms(w, r * rows + k, c, kind, blocks, xs)]
         sums = tuple(s + t for s, t in zip(sums, parts))
-    unit = 16.0 if kind in FOUR_BIT else 1.0
     for k in range(rows):
         row = r * rows + k
         for i in range(m):
-            Y = [sums[(n * rows + k) * m + i].sum() * unit for n in range(len(weights))]
+            Y = [sums[(n * rows + k) * m + i].sum() * _DOWN for n in range(len(weights))]
             Y = [t * w[1][row, 0] for t, w in zip(Y, weights)] if kind == "int8" else Y
             Y[0] = Y[0] + extra[0][0, row] if has_bias else Y[0]
             out = ACTIVATIONS[activation](Y[0]) * (Y[1] if gated else 1.0)
@@ -153,10 +157,9 @@ def _side(n: int, limit: int) -> int:
 @functools.cache
 def gemv_choice(m: int, out: int, nb: int, kind: str, gated: bool) -> tuple[dict[str, int], int]:
     """Meta-parameters and warps of the kernel for few rows."""
-    rows = next(r for r in ((4, 2, 1) if m == 1 and not gated else (2, 1)) if out % r == 0)
-    a_warp = 8 if kind in FOUR_BIT else 4  # blocks of which every thread takes 4 codes
-    warps = 4 if nb >= 4 * a_warp else 1
-    return {"rows": rows, "blocks": a_warp * warps}, warps
+    four = kind in FOUR_BIT
+    rows = next(r for r in ((4, 2, 1) if four and m == 1 and not gated else (2, 1)) if out % r == 0)
+    return {"rows": rows, "blocks": min(8, jt.next_power_of_2(nb))}, 1
 
 
 def product(x, arrays, extra, *, kind: str, activation, has_bias: bool = False, gated: bool = False) -> jax.Array:

@@ -12,8 +12,8 @@ from jtile import ops
 from jtile.ops import embeddings, flash_attention, losses, quantized, scans, sorting, split_attention
 from jtile.testing import relative_error
 
-# the functions of these names hide the modules in jtile.ops
-matmul, gated_mlp = (importlib.import_module(f"jtile.ops.{name}") for name in ("matmul", "gated_mlp"))
+# the function of this name hides the module in jtile.ops
+gated_mlp = importlib.import_module("jtile.ops.gated_mlp")
 
 
 @pytest.fixture(autouse=True)
@@ -107,15 +107,3 @@ def test_slopes_of_an_embedding():
     ids = integers(1, -3, 55, 4, 60)
     op, reference = (lambda t, f=f: f(t, ids) for f in (ops.embedding, embeddings.embedding_reference))
     same(op, reference, normal(0, 50, 33))
-
-
-def test_products_in_groups():
-    """Tiles in another order than that of the grid."""
-    assert matmul.tiles(4096, 4096, 64, 2)["group"] > 0
-    a, b = normal(0, 300, 24), normal(1, 24, 200)
-    options = {"activation": None, "ta": False, "tb": False, "out_dtype": "float32"}
-    run = lambda a, b: matmul._run(a[None], b[None], bm=32, bn=32, bk=16, group=2, **options)[0]
-    same(run, lambda a, b: matmul.matmul_reference(a, b), a, b, tolerance=1e-5)
-    up = normal(2, 24, 200)
-    gated = lambda x, g, u: gated_mlp._run(x, g, u, activation="silu", tb=False, bm=32, bn=32, bk=16, group=2)
-    same(gated, gated_mlp.gated_mlp_reference, a, b, up, tolerance=1e-5)
