@@ -9,24 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import tiled_matmul
 
 import jtile as jt
 from jtile import ir
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.lowering import registry
 
-
-@jt.kernel(
-    out_type=lambda a, b, **_: jt.like(a, shape=(a.shape[0], b.shape[1])),
-    grid=lambda a, b, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)),
-)
-def matmul(a, b, o, *, bm=16, bn=32, bk=8):
-    i, j = jt.program_id(0), jt.program_id(1)
-    A, B, O = a.tiles(bm, bk), b.tiles(bk, bn), o.tiles(bm, bn)
-    acc = jt.zeros((bm, bn), jnp.float32)
-    for k in jt.range(A.shape[1], stages=3):
-        acc = jt.dot(A[i, k], B[k, j], acc)
-    O[i, j] = acc.astype(o.dtype)
+matmul = tiled_matmul(16, 32, 8, stages=3)
 
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: x.shape[0])

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from custom_calls import calls
+from products import tiled_matmul
 
 import jtile as jt
 from jtile import ir
@@ -18,17 +19,7 @@ def whole(seed, *shape):
     return x.reshape(shape)
 
 
-@jt.kernel(
-    out_type=lambda a, b, **_: jt.like(a, shape=(a.shape[0], b.shape[1])),
-    grid=lambda a, b, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)),
-)
-def matmul(a, b, o, *, bm=4, bn=3, bk=2):
-    i, j = jt.program_id(0), jt.program_id(1)
-    A, B, O = a.tiles(bm, bk), b.tiles(bk, bn), o.tiles(bm, bn)
-    acc = jt.zeros((bm, bn), jnp.float32)
-    for k in jt.range(A.shape[1]):
-        acc = jt.dot(A[i, k], B[k, j], acc)
-    O[i, j] = acc
+matmul = tiled_matmul(4, 3, 2)
 
 
 @jt.kernel(out_type=lambda x, s: jt.like(x), grid=lambda x, s: x.shape[0])

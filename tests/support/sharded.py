@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from products import tiled_matmul
 
 import jtile as jt
 
@@ -75,17 +76,7 @@ def grad(f, *argnums):
     return jax.grad(squares(f), argnums=argnums)
 
 
-@jt.kernel(
-    out_type=lambda a, b, **_: jt.like(a, shape=(a.shape[0], b.shape[1])),
-    grid=lambda a, b, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)),
-)
-def matmul(a, b, o, *, bm=16, bn=16, bk=8):
-    i, j = jt.program_id(0), jt.program_id(1)
-    A, B, O = a.tiles(bm, bk), b.tiles(bk, bn), o.tiles(bm, bn)
-    acc = jt.zeros((bm, bn), jnp.float32)
-    for k in jt.range(A.shape[1]):
-        acc = jt.dot(A[i, k], B[k, j], acc)
-    O[i, j] = acc.astype(o.dtype)
+matmul = tiled_matmul(16, 16, 8)
 
 
 @jt.kernel(out_type=lambda x, w, **_: jt.like(x), grid=lambda x, w, *, br, **_: jt.cdiv(x.shape[0], br))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from products import tiled_matmul
 
 import jtile as jt
 import jtile.ops
@@ -26,17 +27,7 @@ def normal(*shape, dtype=np.float32):
 # -- kernels and what they compute -----------------------------------------------------------------------------------
 
 
-@jt.kernel(
-    out_type=lambda a, b, **_: jt.like(a, shape=(a.shape[0], b.shape[1])),
-    grid=lambda a, b, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)),
-)
-def matmul(a, b, o, *, bm=8, bn=8, bk=4):
-    i, j = jt.program_id(0), jt.program_id(1)
-    A, B, O = a.tiles(bm, bk), b.tiles(bk, bn), o.tiles(bm, bn)
-    acc = jt.zeros((bm, bn), jnp.float32)
-    for k in jt.range(A.shape[1], stages=3):
-        acc = jt.dot(A[i, k], B[k, j], acc)
-    O[i, j] = acc.astype(o.dtype)
+matmul = tiled_matmul(8, 8, 4, stages=3)
 
 
 @jt.kernel(out_type=lambda x, w, **_: jt.like(x), grid=lambda x, w, *, b, **_: jt.cdiv(x.shape[0], b))

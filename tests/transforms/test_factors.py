@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import tiled_matmul
 from shards import run_shards
 
 import jtile as jt
@@ -44,17 +45,7 @@ def rule(kernel, *types, **meta):
 # -- products -------------------------------------------------------------------------------------------------------
 
 
-@jt.kernel(
-    out_type=lambda a, b, **_: jt.like(a, shape=(a.shape[0], b.shape[1])),
-    grid=lambda a, b, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)),
-)
-def matmul(a, b, o, *, bm=8, bn=8, bk=4):
-    i, j = jt.program_id(0), jt.program_id(1)
-    A, B, O = a.tiles(bm, bk), b.tiles(bk, bn), o.tiles(bm, bn)
-    acc = jt.zeros((bm, bn), f32)
-    for k in jt.range(A.shape[1]):
-        acc = jt.dot(A[i, k], B[k, j], acc)
-    O[i, j] = acc.astype(o.dtype)
+matmul = tiled_matmul(8, 8, 4)
 
 
 def test_matmul_is_cut_along_every_axis():

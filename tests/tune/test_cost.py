@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tunable as kernels
+from products import tiled_matmul
 
 import jtile as jt
 from jtile import ops
@@ -13,27 +14,12 @@ from jtile.tune.programs import trace
 
 S = jax.ShapeDtypeStruct
 BF16 = jnp.bfloat16
-
-
-def matmul_kernel():
-    @jt.kernel(
-        out_type=lambda a, b, **_: jt.like(a, shape=(a.shape[0], b.shape[1])),
-        grid=lambda a, b, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)),
-    )
-    def product(a, b, o, *, bm=64, bn=32, bk=16):
-        i, j = jt.program_id(0), jt.program_id(1)
-        A, B, O = a.tiles(bm, bk), b.tiles(bk, bn), o.tiles(bm, bn)
-        acc = jt.zeros((bm, bn), jnp.float32)
-        for k in jt.range(A.shape[1], stages=3):
-            acc = jt.dot(A[i, k], B[k, j], acc)
-        O[i, j] = acc.astype(o.dtype)
-
-    return product
+matmul = tiled_matmul(64, 32, 16, stages=3)
 
 
 def test_a_matrix_product():
     m, n, k = 256, 96, 128
-    w = work(matmul_kernel().lower(S((m, k), BF16), S((k, n), BF16)).kernel)
+    w = work(matmul.lower(S((m, k), BF16), S((k, n), BF16)).kernel)
     assert w.products == {"bfloat16": 2 * m * n * k}
     assert (w.read, w.written) == (2 * (m * k + k * n), 2 * m * n)
     assert (w.loaded, w.stored) == (2 * (m * k * (n // 32) + k * n * (m // 64)), 2 * m * n)
@@ -42,7 +28,7 @@ def test_a_matrix_product():
 
 def test_a_matrix_product_that_hangs_over_counts_bytes_inside():
     m, n, k = 100, 50, 40
-    w = work(matmul_kernel().lower(S((m, k), BF16), S((k, n), BF16)).kernel)
+    w = work(matmul.lower(S((m, k), BF16), S((k, n), BF16)).kernel)
     assert (w.read, w.written) == (2 * (m * k + k * n), 2 * m * n)
     assert w.stored == 2 * m * n
     assert w.products == {"bfloat16": 2 * 128 * 64 * 48}
@@ -139,7 +125,7 @@ def test_explain_measures_on_this_device():
 def test_explain_on_a_target_without_the_device():
     a = S((4096, 4096), BF16)
     with jt.config(arch="sm_90"):
-        (line,) = jt.explain(matmul_kernel(), a, a, run=False).kernels
+        (line,) = jt.explain(matmul, a, a, run=False).kernels
     assert line.limits["products"] == pytest.approx(2 * 4096**3 / 989e12 * 1e6)
     assert line.limits["memory"] == pytest.approx(3 * 4096**2 * 2 / 4.8e12 * 1e6)
     assert line.limit == "tensor cores"
@@ -157,7 +143,7 @@ def h200():
 
 def test_accumulators_and_stages_that_cannot_fit_are_pruned():
     a = S((4096, 4096), BF16)
-    kernel = lambda **meta: matmul_kernel().lower(a, a, target="cuda:sm_90", **meta).kernel
+    kernel = lambda **meta: matmul.lower(a, a, target="cuda:sm_90", **meta).kernel
     assert prune.unfit(kernel(bm=128, bn=256, bk=64), h200(), {"num_warps": 8}) == ""
     assert "registers" in prune.unfit(kernel(bm=256, bn=512, bk=16), h200(), {"num_warps": 4})
     assert "shared memory" in prune.unfit(kernel(bm=256, bn=256, bk=512), h200(), {})
@@ -176,7 +162,7 @@ def test_one_warp_never_sorts_many_lanes():
 
 def test_predictions_prefer_what_reads_less_and_fills_the_machine():
     a = S((4096, 4096), BF16)
-    us = lambda **meta: prune.predicted_us(matmul_kernel().lower(a, a, target="cuda:sm_90", **meta).kernel, h200())
+    us = lambda **meta: prune.predicted_us(matmul.lower(a, a, target="cuda:sm_90", **meta).kernel, h200())
     assert us(bm=128, bn=128, bk=64) < us(bm=16, bn=16, bk=64) / 4
     assert us(bm=128, bn=128, bk=64) < us(bm=2048, bn=2048, bk=64) / 4
 
