@@ -63,6 +63,7 @@ def test_the_export_page_runs(tmp_path):
     module = run("\n".join(python_blocks("docs/export.md")), tmp_path)
     np.testing.assert_allclose(module.y, np.full((64, 16), 1 / 16), rtol=1e-6)
     assert module.da.shape == (64, 32) and module.db.shape == (32, 16)
+    assert module.for_gpu.platforms == ("cpu", "cuda")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/language.md"])
