@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import op_matrix
 import pytest
 from device import run_device
 from sharp import sharp
@@ -53,32 +54,22 @@ def values(dtype: str, n: int = 200, seed: int = 0) -> np.ndarray:
     ]
 
 
-class Bench:
-    """A kernel over whole vectors: the results of some ops on its inputs."""
+class Bench(op_matrix.Bench):
+    """The results of some ops on whole vectors, with what they should be."""
 
     def __init__(self, *inputs: np.ndarray):
-        self.inputs = inputs
-        self.b = ir.Builder()
-        self.params = [ir.Value(ir.RefType(x.shape, x.dtype.name, "in"), f"x{k}") for k, x in enumerate(inputs)]
-        self.outs: list[ir.Value] = []
-        self.xs = [self.b.value(ir.Load(p, self._whole(p.shape))) for p in self.params]
+        super().__init__(*inputs)
+        self.xs = self.loads()
         self.ops: list[tuple[ir.Op, tuple[np.ndarray, ...]]] = []
-
-    def _whole(self, shape) -> tuple[ir.Dim, ...]:
-        zero = self.b.index(0)
-        return tuple(ir.Span(zero, n) for n in shape)
 
     def add(self, op: ir.Op, *arrays: np.ndarray) -> None:
         """An op on loaded tiles, stored; `arrays` is what its reference takes."""
-        v = self.b.value(op)
-        out = ir.Value(ir.RefType(v.shape, v.dtype, "out"), f"o{len(self.outs)}")
-        self.outs.append(out)
-        self.b.add(ir.Store(out, self._whole(v.shape), v))
+        self.value(op)
         self.ops.append((op, arrays))
 
     @property
     def kernel(self) -> ir.Kernel:
-        return ir.Kernel("bench", (*self.params, *self.outs), (), self.b.block, (), (None,) * len(self.outs))
+        return self.case().kernel
 
     def run(self, arch: str) -> list[tuple[ir.Op, np.ndarray, np.ndarray]]:
         """(op, got, wanted), by the evaluator; or by the GPU of this machine."""
