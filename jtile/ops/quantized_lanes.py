@@ -30,6 +30,10 @@ def _type(x, codes, *_, **__):
 
 _UP = 2.0**76  # x times that, times an integer's bits as a float32, is a normal number for 2^-53 < |x| < 2^51
 _DOWN = 2.0**73  # both bring x q back to 1: the bits are q 2^-149
+_LARGE, _SMALL = (
+    2.0**51,
+    2.0**-29,
+)  # the largest |x| of a row for which nothing overflows, and nothing that counts is lost
 
 
 def _bits(codes):
@@ -79,20 +83,49 @@ def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated:
     arrays, m, r = 3 if kind == "q4_1" else 2, x.shape[0], jt.program_id(0)
     weights = [refs[k * arrays : (k + 1) * arrays] for k in range(1 + gated)]
     extra = list(refs[arrays * (1 + gated) :])
-    tile = (blocks, weights[0][0].shape[2])
-    sums = tuple(jnp.zeros(tile, jnp.float32) for _ in range(m * rows * len(weights)))
-    for c in jt.range(jt.cdiv(weights[0][0].shape[1], blocks), unroll=2):
+    tile, chunks = (blocks, weights[0][0].shape[2]), jt.cdiv(weights[0][0].shape[1], blocks)
+    none = tuple(jnp.zeros(tile, jnp.float32) for _ in range(m * rows * len(weights)))
+
+    def added(terms, sums, c, xs):
+        parts = [t for w in weights for k in range(rows) for t in terms(w, r * rows + k, c, kind, blocks, xs)]
+        return tuple(s + t for s, t in zip(sums, parts))
+
+    sums, top = none, jnp.zeros(tile, jnp.float32)
+    for c in jt.range(chunks, unroll=2):
         xs = [_halves(x, i, c, kind, blocks) for i in range(m)]
-        parts = [t for w in weights for k in range(rows) for t in _terms(w, r * rows + k, c, kind, blocks, xs)]
-        sums = tuple(s + t for s, t in zip(sums, parts))
+        top = functools.reduce(jnp.maximum, [abs(t) for row_of_x in xs for t in row_of_x], top)
+        sums = added(_terms, sums, c, xs)
+    peak = top.max()
+    back = jnp.float32(_DOWN)
+    if (peak >= _LARGE) | ((peak > 0) & (peak < _SMALL)):  # out of the range of the scaled numbers: once more
+        back, sums = jnp.float32(1.0), none
+        for c in jt.range(chunks):
+            sums = added(_plain_terms, sums, c, [_halves(x, i, c, kind, blocks) for i in range(m)])
     for k in range(rows):
         row = r * rows + k
         for i in range(m):
-            Y = [sums[(n * rows + k) * m + i].sum() * _DOWN for n in range(len(weights))]
+            Y = [sums[(n * rows + k) * m + i].sum() * back for n in range(len(weights))]
             Y = [t * w[1][row, 0] for t, w in zip(Y, weights)] if kind == "int8" else Y
             Y[0] = Y[0] + extra[0][0, row] if has_bias else Y[0]
             out = ACTIVATIONS[activation](Y[0]) * (Y[1] if gated else 1.0)
             y[i, row] = out + extra[-1][i, row] if len(extra) > has_bias else out
+
+
+def _plain_terms(weight, row, c, kind: str, blocks: int, xs):
+    """The same as `_terms` for x of any size, unscaled: codes are converted."""
+    codes, scale, *low = weight
+    q = codes.tiles(None, blocks, codes.shape[2])[row, c, 0]
+    parts = (q & np.uint8(15), q >> np.uint8(4)) if kind in FOUR_BIT else (q,)
+    parts = [t.astype(jnp.float32) - (8.0 if kind == "q4_0" else 0.0) for t in parts]
+    terms = [functools.reduce(jnp.add, [x * t for x, t in zip(row_of_x, parts)]) for row_of_x in xs]
+    if kind == "int8":
+        return terms
+    d = scale.tiles(None, blocks)[row, c].astype(jnp.float32)[:, None]
+    terms = [d * t for t in terms]
+    if not low:
+        return terms
+    m = low[0].tiles(None, blocks)[row, c].astype(jnp.float32)[:, None]
+    return [t + m * (a + b) for t, (a, b) in zip(terms, xs)]
 
 
 def _dequantized(weight, r, c, kind: str, rows: int, blocks: int, dtype):

@@ -56,6 +56,15 @@ def test_quantised_products_of_bfloat16(kind, m):
     close(ops.quantized_matmul(x, weight), quantized.quantized_matmul_reference(x, weight), 1e-5)
 
 
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "int8"])
+@pytest.mark.parametrize("size", [1e30, 1e16, 1e-12, 1e-30])
+def test_quantised_rows_of_any_size(kind, size):
+    """Beyond the range in which codes are taken as the bits of subnormal numbers."""
+    weight = ops.QuantizedTensor.quantize(normal(1, 6, 64), kind)
+    x = normal(2, 1, 64) * size
+    close(ops.quantized_matmul(x, weight), quantized.quantized_matmul_reference(x, weight), 3e-6)
+
+
 def test_quantised_products_of_odd_lengths_and_in_vmap():
     weight = ops.QuantizedTensor.quantize(normal(1, 10, 50), "int8")
     op, reference = (lambda x, f=f: f(x, weight) for f in (ops.quantized_matmul, quantized.quantized_matmul_reference))
