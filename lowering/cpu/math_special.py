@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from jtile.lowering import digamma as psi
 from jtile.lowering.cpu import math_tables as tables
 from jtile.lowering.cpu.math_exp import INF, NAN, exp_parts, log
 from jtile.lowering.cpu.math_expr import X, floor, horner, round_even, scale, two_product
@@ -15,10 +16,6 @@ ERFC_ZERO = {32: 10.3, 64: 27.5}  # from here on erfc rounds to zero
 
 # Coefficients of 1/x, 1/x^3, ... in Stirling's series: B(2k) / (2k (2k - 1)).
 STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156, -3617 / 122400)
-# Coefficients of 1/x^2, 1/x^4, ... in digamma's: B(2k) / (2k).
-DIGAMMA_SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12, -3617 / 8160)
-DIGAMMA_ROOT = (float.fromhex("0x1.762d86356be3fp+0"), float.fromhex("0x1.b86a722197829p-54"))  # in two words
-SHIFT = 10  # the argument from which the series of digamma is used
 HALF_LOG_2PI = 0.91893853320467274178
 
 
@@ -129,18 +126,18 @@ def digamma(x: X) -> X:
     z = reflect.where(1.0 - x, x)
     # Between 1 and 2 a polynomial times the distance to the root, which keeps the relative accuracy there.
     middle = (z >= 1.0) & (z <= 2.0)
-    by_fit = ((z - DIGAMMA_ROOT[0]) - DIGAMMA_ROOT[1]) * horner(z - 1.5, tables.DIGAMMA[64])
+    by_fit = ((z - psi.ROOT[0]) - psi.ROOT[1]) * horner(z - 1.5, psi.MIDDLE)
     # Else the series at z + 10, less the sum of 1 / (z + k) as one fraction.
-    small = z < float(SHIFT)
+    small = z < float(psi.SHIFT)
     num, den = z.const(1.0), z
-    for k in range(1, SHIFT):
+    for k in range(1, psi.SHIFT):
         step = z + float(k)
         num, den = num * step + den, den * step
     shift = small.where(num / den, 0.0)
-    z = small.where(z + float(SHIFT), z)
+    z = small.where(z + float(psi.SHIFT), z)
     inverse = 1.0 / z
     square = inverse * inverse
-    y = log(z) - 0.5 * inverse - square * horner(square, DIGAMMA_SERIES) - shift
+    y = log(z) - 0.5 * inverse - square * horner(square, psi.SERIES) - shift
     y = middle.where(by_fit, y)
     s, c = _sin_cos_pi(x)
     y = reflect.where(y - PI * (c / s), y)
