@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -147,12 +148,17 @@ def _workspace(em: Emitter, scratch: list[ir.Value], blocks: ir.Size) -> None:
 
 def _program_loop(em: Emitter, block: Val, scratch: list[ir.Value]) -> None:
     """Each block runs the programs `block, block + blocks, ...`."""
-    code = em.code
-    blocks = code.let("tt.get_num_programs x : i32", (), "i32")
-    count = emit_size(em, math.prod(em.kernel.grid))
+    code, programs = em.code, static_programs(em.kernel)
+    # The counter passes the last program by as many as there are blocks.
+    wide = "i32" if scratch and programs is not None and programs <= MAX_BLOCKS - RESIDENT else "i64"
+    blocks = code.to_int(code.let("tt.get_num_programs x : i32", (), "i32"), wide)
+    if programs is None:
+        count = functools.reduce(code.mul, [code.to_int(emit_size(em, n), wide) for n in em.kernel.grid])
+    else:
+        count = code.const(programs, wide)
     _private(em, scratch, block)
-    p = Val(code.name(), (), "i32")
-    code.do(f"scf.for {p.name} = {block.name} to {count.name} step {blocks.name} : i32 {{")
+    p, first = Val(code.name(), (), wide), code.to_int(block, wide)
+    code.do(f"scf.for {p.name} = {first.name} to {count.name} step {blocks.name} : {wide} {{")
     with code.region():
         start_program(em, p)
         em.block(em.kernel.body)

@@ -64,7 +64,8 @@ def _call(em: Emitter, c) -> Val:
 
 
 def start_program(em: Emitter, linear: Val) -> None:
-    """Take the ids of a program from its place in the grid: the last axis fastest, or bands of a matrix product."""
+    """Take the ids of a program, i32, from its place in the grid, i32 or i64: the last axis fastest, or bands of a
+    matrix product."""
     code, rest = em.code, linear
     grid = em.kernel.grid
     banded = grouped_axes(em.kernel)
@@ -77,10 +78,10 @@ def start_program(em: Emitter, linear: Val) -> None:
         if n == 1:
             em.program[axis] = code.i32(0)
         elif all(isinstance(g, int) and g == 1 for g in grid[:axis]):
-            em.program[axis] = rest
+            em.program[axis] = code.to_int(rest, "i32")
         else:
-            side = emit_size(em, n)
-            em.program[axis] = code.op("arith.remui", rest, side)
+            side = code.to_int(emit_size(em, n), rest.elem)
+            em.program[axis] = code.to_int(code.op("arith.remui", rest, side), "i32")
             rest = code.op("arith.divui", rest, side)
 
 
@@ -88,14 +89,15 @@ def _banded(em: Emitter, linear: Val, i: int, j: int) -> Val:
     """Ids along the axes i and j, whose tiles are taken in bands of `GROUP` rows, column by column inside a band; gives
     the place along the axes before them."""
     code, n_i, n_j = em.code, em.kernel.grid[i], em.kernel.grid[j]
-    tiles = code.i32(n_i * n_j)
+    tiles = code.const(n_i * n_j, linear.elem)
     rest, linear = code.op("arith.divui", linear, tiles), code.op("arith.remui", linear, tiles)
-    band = code.i32(GROUP * n_j)
+    band = code.const(min(GROUP, n_i) * n_j, linear.elem)
     first = code.scale(code.op("arith.divui", linear, band), GROUP)
     inside = code.op("arith.remui", linear, band)
-    rows = code.op("arith.minsi", code.sub(code.i32(n_i), first), code.i32(GROUP))
-    em.program[i] = code.add(first, code.op("arith.remui", inside, rows))
-    em.program[j] = code.op("arith.divui", inside, rows)
+    left = code.sub(code.const(n_i, first.elem), first)
+    rows = code.op("arith.minsi", left, code.const(GROUP, first.elem))
+    em.program[i] = code.to_int(code.add(first, code.op("arith.remui", inside, rows)), "i32")
+    em.program[j] = code.to_int(code.op("arith.divui", inside, rows), "i32")
     return rest
 
 

@@ -119,10 +119,12 @@ def _places(op: ir.Print) -> tuple[list[int], int]:
 
 def _program(em: Emitter) -> Val:
     """The place of this program in the grid, as i64."""
-    code = em.code
-    at = code.i32(0)
+    code, programs = em.code, static_programs(em.kernel)
+    wide = "i32" if programs is not None and programs < 2**31 else "i64"
+    at = code.const(0, wide)
     for axis, n in enumerate(em.kernel.grid):
-        at = code.add(code.mul(at, emit_size(em, n)) if axis else at, em.program[axis])
+        at = code.mul(at, code.to_int(emit_size(em, n), wide)) if axis else at
+        at = code.add(at, code.to_int(em.program[axis], wide))
     return code.to_int(at, "i64")
 
 
