@@ -41,10 +41,17 @@ RESIDENT = 2048  # blocks of a kernel with private memory: each runs many progra
 WORKSPACE = 256 << 20  # bytes of private memory of all blocks, where one block does not need more
 
 
-def emit_kernel(kernel: ir.Kernel, f: Features, *, isolate: bool = False) -> tuple[str, Record]:
-    """TTIR text of a kernel, and its launch record. Equal kernels give equal text. `isolate`: see `layouts.py`."""
+def emit_kernel(
+    kernel: ir.Kernel, f: Features, *, isolate: bool = False, num_stages: int | None = None
+) -> tuple[str, Record]:
+    """TTIR text of a kernel, and its launch record. Equal kernels give equal text.
+
+    Args:
+      isolate: see `layouts.py`.
+      num_stages: of every loop, whatever it asks for itself; None leaves that to the loops.
+    """
     record = Record()
-    em = Emitter(kernel, f, record, isolate=isolate)
+    em = Emitter(kernel, f, record, isolate=isolate, num_stages=num_stages)
     _parameters(em)
     scratch = _scratch(em)
     blocks = _blocks(kernel, sum(map(buffer_bytes, scratch)))
@@ -199,12 +206,14 @@ def compile_kernel(
     """
     f = features(arch)
     choice = heuristics.choose(kernel, f, options or {})
-    text, record = emit_kernel(kernel, f)
+    depth = choice.num_stages if "num_stages" in choice.fixed else None
+    text, record = emit_kernel(kernel, f, num_stages=depth)
     heuristics.check_gathers(kernel, text, choice)
+    heuristics.check_clusters(kernel, text, choice)
     try:
         built = stages.build(text, f, choice, where=kernel, texts=texts)
     except layouts.ScatteredLanesError:
-        text, record = emit_kernel(kernel, f, isolate=True)
+        text, record = emit_kernel(kernel, f, isolate=True, num_stages=depth)
         built = stages.build(text, f, choice, where=kernel, texts=texts)
     launch = {
         "name": kernel.name,

@@ -39,13 +39,16 @@ def choose(kernel: ir.Kernel, f: Features, options: Mapping[str, Any]) -> Choice
     """The options of a kernel: what is given, and defaults from its tiles for the rest.
 
     Raises:
-      KernelValueError: `num_warps` is no power of two, or more threads than a block may have.
+      KernelValueError: `num_warps` is no power of two, or more threads than a block may have; `num_ctas` where there
+        are no clusters.
     """
     given = {k: int(v) for k, v in options.items() if v is not None}
     warps = given.get("num_warps") or _warps(kernel, f)
     if warps & (warps - 1) or not 1 <= warps * f.lanes <= f.max_threads:
         most = f.max_threads // f.lanes
         raise KernelValueError(f"num_warps is a power of two from 1 to {most} on {f.arch}, got {warps}")
+    if given.get("num_ctas", 1) > 1 and f.capability < 90:
+        raise KernelValueError(f"num_ctas is 1 on {f.arch}: sm_90 and newer have clusters of blocks")
     stages = given.get("num_stages") or _stages(kernel, f)
     return Choice(warps, stages, given.get("num_ctas", 1), tuple(given), _registers(kernel, f, warps))
 
@@ -95,6 +98,18 @@ def check_gathers(kernel: ir.Kernel, text: str, choice: Choice) -> None:
         raise KernelValueError(
             f"kernel {kernel.name}: a sort or gather of {most} elements in one warp takes minutes to compile; "
             "use num_warps=2 or more, or tiles of at most 512 elements",
+            (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+        )
+
+
+def check_clusters(kernel: ir.Kernel, text: str, choice: Choice) -> None:
+    """KernelValueError where the blocks of a cluster would have to wait for each other: a barrier holds the threads of
+    one block, and each block has a part of a tile that is stored, and read in another layout."""
+    if choice.num_ctas > 1 and "gpu.barrier" in text:
+        raise KernelValueError(
+            f"kernel {kernel.name}: num_ctas={choice.num_ctas} shares a program among several blocks, which cannot "
+            "wait for each other, and it reads what it has written (scratch, aliased outputs) or stores repeated "
+            "indices: use num_ctas=1",
             (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
         )
 

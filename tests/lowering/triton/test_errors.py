@@ -52,6 +52,27 @@ def test_an_architecture_of_the_other_vendor():
         double.lower(floats(64), target="cuda:gfx942").image
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
+def test_clusters_where_there_are_none(arch):
+    kernel = ir.parse_kernel("kernel @k(%o: ref<f32, out>) { %x = full 1.0 : f32 store %o[], %x }")
+    with pytest.raises(KernelValueError, match=f"num_ctas is 1 on {arch}"):
+        compile_kernel(kernel, arch, {"num_ctas": 2})
+
+
+def test_blocks_of_a_cluster_share_no_written_memory():
+    """Half of the scratch was read before the other block of the cluster had written it."""
+
+    @jt.kernel(out_type=lambda x: x, grid=(2,), scratch=[floats(256)])
+    def reverse(x, o, s):
+        i = jt.program_id(0)
+        s[...] = x[i, :]
+        o[i, :] = s[255 - jnp.arange(256)]
+
+    with pytest.raises(KernelValueError, match="num_ctas=2 shares a program among several blocks"):
+        reverse.with_options(num_ctas=2).lower(floats(2, 256), target="cuda:sm_90").image
+    assert double.with_options(num_ctas=2).lower(floats(256), target="cuda:sm_90").image
+
+
 @pytest.mark.parametrize("warps", [3, 64, 12])
 def test_warps(warps):
     kernel = ir.parse_kernel("kernel @k(%o: ref<f32, out>) { %x = full 1.0 : f32 store %o[], %x }")
