@@ -12,6 +12,7 @@ import pytest
 from jax.extend import core
 from library_cases import CASES, LibraryCase
 
+import jtile as jt
 from jtile import ir, passes
 from jtile._lowering import pieces_of
 from jtile.lowering.triton.compile import compile_kernel
@@ -44,24 +45,20 @@ def slopes(case: LibraryCase, *args):
     return jax.grad(total, tuple(range(len(of))))(*(args[k] for k in of)) if floats else None
 
 
-@functools.cache
-def kernels(name: str) -> tuple[list[ir.Kernel], list[ir.Kernel]]:
-    """The kernels of an op, and those that its gradients add, after the passes."""
-    case, args = CASES[name], CASES[name].args()
-    found = []
-    for fn in (case.op, functools.partial(slopes, case)):
-        of = dict.fromkeys(programs(jax.make_jaxpr(fn)(*args).jaxpr))
-        found.append([k for p in of for k in pieces_of(p).kernels])
-    return tuple([passes.run_pipeline(k, passes.TILE) for k in some] for some in found)
+def kernels(fn, args, arch: str) -> list[ir.Kernel]:
+    """The kernels of a function as it is traced for an architecture, after the passes."""
+    with jt.config(arch=arch):
+        of = dict.fromkeys(programs(jax.make_jaxpr(lambda *args: fn(*args))(*args).jaxpr))
+        return [passes.run_pipeline(k, passes.TILE) for p in of for k in pieces_of(p).kernels]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_architecture(name):
     """The op itself, for each architecture in turn."""
     arch = ARCHS[list(CASES).index(name) % len(ARCHS)]
-    forward, _ = kernels(name)
-    assert forward
-    for kernel in forward:
+    found = kernels(CASES[name].op, CASES[name].args(), arch)
+    assert found
+    for kernel in found:
         assert compile_kernel(kernel, arch).image
 
 
@@ -70,5 +67,6 @@ def test_one_architecture(name):
 @pytest.mark.parametrize("name", CASES)
 def test_every_architecture(name, arch):
     """The op and its gradients."""
-    for kernel in (k for some in kernels(name) for k in some):
+    case, args = CASES[name], CASES[name].args()
+    for kernel in (k for f in (case.op, functools.partial(slopes, case)) for k in kernels(f, args, arch)):
         assert compile_kernel(kernel, arch).image
