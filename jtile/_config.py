@@ -163,6 +163,8 @@ def _checked(name: str, value: Any) -> Any:
         raise KernelValueError(f"option {name}={value!r}: expected {' or '.join(_kind_name(k) for k in kinds)}")
     if isinstance(value, int) and value < 0:
         raise KernelValueError(f"option {name}={value!r}: expected a number that is not negative")
+    if name == "arch" and value and not value.startswith(("sm_", "gfx")):
+        raise KernelValueError(f"option arch={value!r}: expected an architecture of GPUs, such as 'sm_90' or 'gfx942'")
     return value
 
 
