@@ -317,8 +317,23 @@ def _lanes_backward(residuals, ct, *, gated, **meta):
     return dx.reshape(x.shape).astype(x.dtype), *more
 
 
-for _kernel in (quantized_lanes.quantized_gemv_lanes, quantized_lanes.quantized_gemm_lanes):
-    _kernel.defvjp(_lanes_forward, _lanes_backward)
+def _grouped_forward(x, *refs, kind, has_bias, gated, **meta):
+    """Of rows in groups: y [m, groups, rows]."""
+    weights = (3 if kind == "q4_1" else 2) * (1 + gated)
+    groups = refs[0].shape[:2]
+    out = math.prod(groups)
+    flat = [a.reshape(out, *a.shape[2:]) if k < weights else a.reshape(a.shape[0], out) for k, a in enumerate(refs)]
+    y, residuals = _lanes_forward(x, *flat, kind=kind, has_bias=has_bias, gated=gated, **meta)
+    return y.reshape(y.shape[0], *groups), residuals
+
+
+def _grouped_backward(residuals, ct, **meta):
+    grads = _lanes_backward(residuals, ct.reshape(ct.shape[0], math.prod(ct.shape[1:])), **meta)
+    return grads[0], *(None if g is None else g.reshape(g.shape[0], *ct.shape[1:]) for g in grads[1:])
+
+
+quantized_lanes.quantized_gemv_lanes.defvjp(_grouped_forward, _grouped_backward)
+quantized_lanes.quantized_gemm_lanes.defvjp(_lanes_forward, _lanes_backward)
 for _kernel in (_gemv, _gemm):
     _kernel.defvjp(functools.partial(_forward, _kernel), _backward)
 for _kernel in (_gated_gemv, _gated_gemm):

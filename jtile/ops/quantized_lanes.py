@@ -52,9 +52,9 @@ def _halves(x, i: int, c, kind: str, blocks: int):
 def _terms(weight, row, c, kind: str, blocks: int, xs):
     """What chunk c of a row of W adds to its products with the rows of x, as tiles [blocks, width] to be summed."""
     codes, scale, *low = weight
-    width = codes.shape[2]
-    q = codes.tiles(None, blocks, width)[row, c, 0]
-    d = None if kind == "int8" else scale.tiles(None, blocks)[row, c].astype(jnp.float32)[:, None]
+    width = codes.shape[3]
+    q = codes.tiles(None, None, blocks, width)[*row, c, 0]
+    d = None if kind == "int8" else scale.tiles(None, None, blocks)[*row, c].astype(jnp.float32)[:, None]
     if kind not in FOUR_BIT:  # q = (q + 128) - 128
         bits = _bits(jax.lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.int32) ^ np.int32(128))
         terms = [x * (-128 / _DOWN) + x * _UP * bits for (x,) in xs]
@@ -64,30 +64,33 @@ def _terms(weight, row, c, kind: str, blocks: int, xs):
     sums = [(b * (_UP / 16)) * byte + (a * _UP - b * (_UP / 16)) * first for a, b in xs]
     if kind == "q4_0":
         return [d * ((a + b) * (-8 / _DOWN) + t) for (a, b), t in zip(xs, sums)]
-    m = low[0].tiles(None, blocks)[row, c].astype(jnp.float32)[:, None] * (1 / _DOWN)
+    m = low[0].tiles(None, None, blocks)[*row, c].astype(jnp.float32)[:, None] * (1 / _DOWN)
     return [d * t + m * (a + b) for (a, b), t in zip(xs, sums)]
 
 
 @jt.kernel(
-    out_type=_type, grid=lambda x, codes, *_, rows, **__: jt.cdiv(codes.shape[0], rows), name="quantized_gemv_lanes"
+    out_type=lambda x, codes, *_, **__: jax.ShapeDtypeStruct((x.shape[0], *codes.shape[:2]), jnp.float32),
+    grid=lambda x, codes, *_, **__: codes.shape[0],
+    name="quantized_gemv_lanes",
 )
 def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated: bool, rows: int, blocks: int):
     """`rows` rows of W in a program, `blocks` blocks of 32 weights at a time.
 
-    x [m, blocks, 2, 16] for 4-bit codes [out, blocks, 16], [m, blocks, 32] for others [out, blocks, 32]; scale (and
-    minimum) [out, blocks or 1]. `gated`: a second weight, y = act(x Gᵀ) * (x Uᵀ). Then bias [1, out], residual
-    [m, out].
+    x [m, blocks, 2, 16] for 4-bit codes [groups, rows, blocks, 16], [m, blocks, 32] for others [groups, rows, blocks,
+    32], groups * rows = out; scale (and minimum) [groups, rows, blocks or 1]. `gated`: a second weight, y = act(x Gᵀ) *
+    (x Uᵀ). Then bias [1, groups, rows], residual [m, groups, rows], as y.
     """
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
+    # One dimension walks with the grid and one is counted out: `groups` can be cut over devices.
     *refs, y = refs
     arrays, m, r = 3 if kind == "q4_1" else 2, x.shape[0], jt.program_id(0)
     weights = [refs[k * arrays : (k + 1) * arrays] for k in range(1 + gated)]
     extra = list(refs[arrays * (1 + gated) :])
-    tile, chunks = (blocks, weights[0][0].shape[2]), jt.cdiv(weights[0][0].shape[1], blocks)
+    tile, chunks = (blocks, weights[0][0].shape[3]), jt.cdiv(weights[0][0].shape[2], blocks)
     none = tuple(jnp.zeros(tile, jnp.float32) for _ in range(m * rows * len(weights)))
 
     def added(terms, sums, c, xs):
-        parts = [t for w in weights for k in range(rows) for t in terms(w, r * rows + k, c, kind, blocks, xs)]
+        parts = [t for w in weights for k in range(rows) for t in terms(w, (r, k), c, kind, blocks, xs)]
         return tuple(s + t for s, t in zip(sums, parts))
 
     sums, top = none, jnp.zeros(tile, jnp.float32)
@@ -102,29 +105,28 @@ def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated:
         for c in jt.range(chunks):
             sums = added(_plain_terms, sums, c, [_halves(x, i, c, kind, blocks) for i in range(m)])
     for k in range(rows):
-        row = r * rows + k
         for i in range(m):
             Y = [sums[(n * rows + k) * m + i].sum() * back for n in range(len(weights))]
-            Y = [t * w[1][row, 0] for t, w in zip(Y, weights)] if kind == "int8" else Y
-            Y[0] = Y[0] + extra[0][0, row] if has_bias else Y[0]
+            Y = [t * w[1][r, k, 0] for t, w in zip(Y, weights)] if kind == "int8" else Y
+            Y[0] = Y[0] + extra[0][0, r, k] if has_bias else Y[0]
             out = ACTIVATIONS[activation](Y[0]) * (Y[1] if gated else 1.0)
-            y[i, row] = out + extra[-1][i, row] if len(extra) > has_bias else out
+            y[i, r, k] = out + extra[-1][i, r, k] if len(extra) > has_bias else out
 
 
 def _plain_terms(weight, row, c, kind: str, blocks: int, xs):
     """The same as `_terms` for x of any size, unscaled: codes are converted."""
     codes, scale, *low = weight
-    q = codes.tiles(None, blocks, codes.shape[2])[row, c, 0]
+    q = codes.tiles(None, None, blocks, codes.shape[3])[*row, c, 0]
     parts = (q & np.uint8(15), q >> np.uint8(4)) if kind in FOUR_BIT else (q,)
     parts = [t.astype(jnp.float32) - (8.0 if kind == "q4_0" else 0.0) for t in parts]
     terms = [functools.reduce(jnp.add, [x * t for x, t in zip(row_of_x, parts)]) for row_of_x in xs]
     if kind == "int8":
         return terms
-    d = scale.tiles(None, blocks)[row, c].astype(jnp.float32)[:, None]
+    d = scale.tiles(None, None, blocks)[*row, c].astype(jnp.float32)[:, None]
     terms = [d * t for t in terms]
     if not low:
         return terms
-    m = low[0].tiles(None, blocks)[row, c].astype(jnp.float32)[:, None]
+    m = low[0].tiles(None, None, blocks)[*row, c].astype(jnp.float32)[:, None]
     return [t + m * (a + b) for t, (a, b) in zip(terms, xs)]
 
 
@@ -183,6 +185,11 @@ def quantized_gemm_lanes(
     y.tiles(bm, rows)[i, r] = Y + extra[-1].tiles(bm, rows)[i, r] if len(extra) > has_bias else Y
 
 
+def _grouped(a, rows: int, axis: int = 0):
+    """An array with its rows of W along `axis` in groups."""
+    return a.reshape(*a.shape[:axis], a.shape[axis] // rows, rows, *a.shape[axis + 1 :])
+
+
 def _side(n: int, limit: int) -> int:
     return min(max(jt.next_power_of_2(n), 16), limit)
 
@@ -211,7 +218,8 @@ def product(x, arrays, extra, *, kind: str, activation, has_bias: bool = False, 
         tiles, warps = gemv_choice(m, out, blocks, kind, gated)
         kernel = tuned(quantized_gemv_lanes, num_warps=warps)
         x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
-        return kernel(x.reshape(shape), *arrays, *extra, **options, **tiles)
+        grouped = [_grouped(a, tiles["rows"]) for a in arrays], [_grouped(a, tiles["rows"], 1) for a in extra]
+        return kernel(x.reshape(shape), *grouped[0], *grouped[1], **options, **tiles).reshape(m, out)
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     wide = x.dtype == jnp.float32
     tiles = {"rows": _side(out, 64), "bm": _side(known(m), 64 if wide or gated else 128), "blocks": 1 if wide else 2}

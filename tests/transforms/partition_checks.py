@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import (
     MESH,
@@ -64,6 +64,21 @@ def check_library_product():
         tolerance=1e-5,
     )
     check(grad(ops.matmul, 0, 1), (a, P("x")), (b, P(None, "y")), out=(P("x"), P(None, "y")), allowed=SUM)
+
+
+def check_quantised_rows_as_on_a_gpu():
+    """Cut along the rows of W, whose groups are counted in the grid; one row of x takes several rows of W a program."""
+    x = normal(1, 64)
+    for kind in ("q4_0", "q4_1", "int8"):
+        w = ops.QuantizedTensor.quantize(normal(64, 64, seed=1), kind)
+        cut = jax.tree.map(lambda a: put(a, P("x", *[None] * (a.ndim - 1))), w)
+        with jt.config(arch="sm_90"):
+            f = jax.jit(lambda x, w: ops.quantized_matmul(x, w, activation="silu"))
+            compiled = f.lower(put(x, P()), cut).compile()
+            got = compiled(put(x, P()), cut)
+            equal(got, f(x, w), 1e-6)
+        assert not collectives(compiled), (kind, collectives(compiled))
+        assert got.sharding.is_equivalent_to(NamedSharding(MESH, P(None, "x")), 2), got.sharding
 
 
 def check_bfloat16_sums_are_rounded_once():
