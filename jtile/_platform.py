@@ -23,6 +23,13 @@ def platform() -> str:
     return _platform(jax.config.jax_default_device)
 
 
+def architecture() -> str | None:
+    """The GPU architecture, `"sm_90"` or `"gfx942"`, that a kernel called here will most likely be compiled for; None
+    on a CPU. Library kernels choose smaller tiles by it where shared memory is small."""
+    where = platform()
+    return None if where == "cpu" else gpu_arch(where)
+
+
 @functools.lru_cache(maxsize=64)
 def _platform(device: Any) -> str:
     if isinstance(device, str):
@@ -48,7 +55,7 @@ def gpu_arch(platform: str) -> str:
     except RuntimeError as e:
         some = "sm_90" if platform == "cuda" else "gfx942"
         raise UnsupportedError(
-            f"this machine has no GPU of platform {platform!r}, and no option says what to compile for: set "
+            f"this machine has no GPU of platform {platform!r}, and the option arch={asked!r} names none: set "
             f"JTILE_ARCH={some}, or write `with jt.config(arch={some!r}):` around the export"
         ) from e
 

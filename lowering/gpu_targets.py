@@ -111,8 +111,10 @@ def _matrix_shapes(f: Features) -> tuple[tuple[int, int, int, str], ...]:
     if f.cuda:
         return ((16, 8, 8, "float16"), (8, 8, 16, "int8"))
     if f.lanes == 64:
-        return ((32, 32, 8, "bfloat16"), (32, 32, 8, "float16"), (32, 32, 16, "int8"), (16, 16, 4, "float64"))
-    return ((16, 16, 16, "bfloat16"), (16, 16, 16, "float16"), (16, 16, 16, "int8"))
+        shapes = [(32, 32, 8, "bfloat16"), (32, 32, 8, "float16"), (32, 32, 16, "int8"), (16, 16, 4, "float64")]
+        return (*shapes, *((32, 32, 16, d) for d in f.fp8))
+    shapes = [(16, 16, 16, "bfloat16"), (16, 16, 16, "float16"), (16, 16, 16, "int8")]
+    return (*shapes, *((16, 16, 16, d) for d in f.fp8))
 
 
 def _gaps(f: Features) -> list[Gap]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,7 +14,12 @@ if "JTILE_CACHE_DIR" not in os.environ:
     os.environ["JTILE_CACHE_DIR"] = tempfile.mkdtemp(prefix="jtile-test-cache-")
 os.environ.setdefault("JTILE_POISON", "1")
 os.environ.setdefault("JTILE_VERIFY", "1")
-os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if shutil.which("nvidia-smi") else "cpu")
+os.environ.setdefault(
+    "JAX_PLATFORMS",
+    "cuda,cpu"
+    if shutil.which("nvidia-smi") and any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
+    else "cpu",
+)
 # What kernels are compared with rounds where it says so: XLA's GPU code leaves casts to bfloat16 out.
 if "cuda" in os.environ["JAX_PLATFORMS"] and "xla_allow_excess_precision" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
