@@ -73,7 +73,7 @@ def kernel(
             place_of(positional[0]) if positional and callable(positional[0]) else None,
         )
     spec = Spec(out_type, grid, alias, init, scratch, dynamic, sharding)
-    return lambda fn: Kernel(fn, spec, name, _options(Options(), options))
+    return lambda fn: Kernel(fn, spec, name, _options(Options(), options, place_of(fn) if callable(fn) else None))
 
 
 def call(body: Callable[..., None], *, out_type: Any, **spec: Any) -> Kernel:
@@ -152,7 +152,7 @@ class Kernel:
         """The same kernel with other options: `interpret=True`, `num_warps=8`, ... (see `Options`), or another
         `dynamic`."""
         spec = dataclasses.replace(self._spec, dynamic=options.pop("dynamic", self._spec.dynamic))
-        out = Kernel(self._fn, spec, self._signature.name, _options(self._options, options))
+        out = Kernel(self._fn, spec, self._signature.name, _options(self._options, options, self._signature.where))
         out._vjp, out._tuning = self._vjp, self._tuning
         return out
 
@@ -385,19 +385,26 @@ class _ArrayType:
 _ARRAY = _ArrayType()
 
 
-_CHOICES: dict[str, Callable[[Any], bool]] = {
-    "interpret": lambda v: isinstance(v, bool),
-    "fallback": lambda v: v in ("raise", "interpret"),
-    "num_warps": lambda v: v in (1, 2, 4, 8, 16, 32),
-    "num_stages": lambda v: isinstance(v, int) and 1 <= v <= 16,
-    "num_ctas": lambda v: v in (1, 2, 4, 8, 16),
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "interpret": (True, False),
+    "fallback": ("raise", "interpret"),
+    "num_warps": (1, 2, 4, 8, 16, 32),
+    "num_stages": tuple(range(1, 17)),
+    "num_ctas": (1, 2, 4, 8, 16),
 }
 
 
-def _options(old: Options, given: Mapping[str, Any]) -> Options:
+def _options(old: Options, given: Mapping[str, Any], where: Any) -> Options:
     for name, value in given.items():
         if name not in _CHOICES:
-            raise KernelValueError(f"a kernel has no option {name!r}{nearest(name, _CHOICES)}")
-        if value is not None and not _CHOICES[name](value):
-            raise KernelValueError(f"{name}={value!r} is no value of that option of a kernel")
+            raise KernelValueError(f"a kernel has no option {name!r}{nearest(name, _CHOICES)}", where)
+        known = _CHOICES[name]
+        if value is not None and not any(type(value) is type(v) and value == v for v in known):
+            numbers = name.startswith("num_")
+            these = f"from {known[0]} to {known[-1]}" if name == "num_stages" else " or ".join(map(repr, known))
+            raise KernelValueError(
+                f"{name}={value!r}: this option of a kernel is {'a Python int, ' * numbers}{these}; leave it out, and "
+                f"{'jtile chooses' if numbers else 'the configuration decides'}",
+                where,
+            )
     return dataclasses.replace(old, **given)

@@ -152,7 +152,7 @@ class Options:
       interpret: run this kernel in the reference interpreter (overrides `Config.interpret`).
       fallback: `"raise"` or `"interpret"` for a kernel that the target cannot run (overrides `Config.fallback`).
       num_warps: warps of one program on a GPU.
-      num_stages: depth of software pipelines that `jt.range(stages=)` leaves open.
+      num_stages: depth of the software pipeline of every loop, whatever `jt.range(stages=)` says.
       num_ctas: blocks of one cluster on a GPU.
     """
 

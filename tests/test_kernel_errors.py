@@ -1,6 +1,7 @@
 """Bad input to kernels: each gives a typed error that names the kernel and the line of its source."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -288,12 +289,30 @@ def test_names_and_options():
     fails(KernelValueError, "name='a b' is no name for a kernel", lambda: make(name="a b"))
     with pytest.raises(KernelValueError, match="no option 'num_warp'; did you mean 'num_warps'"):
         make(num_warp=4)
-    with pytest.raises(KernelValueError, match="num_warps=3 is no value"):
+    with pytest.raises(KernelValueError, match="num_warps=3: "):
         make(num_warps=3)
-    with pytest.raises(KernelValueError, match="fallback='jnp'"):
+    with pytest.raises(KernelValueError, match="fallback='jnp': this option of a kernel is 'raise' or 'interpret'; "):
         plus.with_options(fallback="jnp")
     with pytest.raises(KernelTypeError, match="decorates a function"):
         jt.call(3, out_type=S)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("num_warps", [3, 0, 64, "8", True, 8.0], "a Python int, 1 or 2 or 4 or 8 or 16 or 32; leave it out"),
+        ("num_stages", [0, 17, "2", True, -1], "a Python int, from 1 to 16; leave it out"),
+        ("num_ctas", [3, 0, 32, "2"], "a Python int, 1 or 2 or 4 or 8 or 16; leave it out"),
+        ("interpret", [1, "yes"], "True or False; leave it out"),
+    ],
+)
+def test_values_of_options(name, values, expected):
+    for value in values:
+        message = re.escape(f"{name}={value!r}: this option of a kernel is {expected}")
+        with pytest.raises(KernelValueError, match=message):
+            plus.with_options(**{name: value})
+        with pytest.raises(KernelValueError, match=message):
+            make(**{name: value})
 
 
 # -- the body ---------------------------------------------------------------------------------------------------------

@@ -79,8 +79,17 @@ class Buffer:
 class Emitter:
     """State of one kernel's emission: `env` maps tiles to values, `refs` Refs to memory."""
 
-    def __init__(self, kernel: ir.Kernel, features: Features, record: Record, *, isolate: bool = False):
+    def __init__(
+        self,
+        kernel: ir.Kernel,
+        features: Features,
+        record: Record,
+        *,
+        isolate: bool = False,
+        num_stages: int | None = None,
+    ):
         self.kernel, self.features, self.record = kernel, features, record
+        self.num_stages = num_stages  # of every loop, where the user said so
         self.code = Code(isolate=isolate)
         self.env: dict[ir.Value, Val] = {}
         self.refs: dict[ir.Value, Buffer] = {}

@@ -18,7 +18,7 @@ from jtile.lowering.triton import layouts, ptx, resources, versions
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.heuristics import Choice
 
-_LOOP_STAGES = re.compile(r"tt\.num_stages = (\d+) :")  # what a loop asks for; it wins over the option
+_LOOP_STAGES = re.compile(r"tt\.num_stages = (\d+) :")  # what a loop gets; where it says nothing, what the option says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,15 @@ class Built:
 
 
 def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bool = False) -> Built:
-    """Compile TTIR text; fewer pipeline stages are tried where the chosen number takes too much shared memory.
+    """Compile TTIR text; fewer pipeline stages are tried where so many take too much shared memory, unless the user
+    gave their number.
 
     Raises:
       UnsupportedError: triton is missing, or one block needs more shared memory than it may have.
       ScatteredLanesError: a reduction would be wrong; see `layouts.py`.
     """
     versions.version()
+    given = "num_stages" in choice.fixed
     asked = max(map(int, _LOOP_STAGES.findall(text)), default=1)
     while True:
         built = _build(text, f, choice, texts)
@@ -60,8 +62,8 @@ def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bo
             continue
         if built.shared <= f.shared:
             return built
-        most = max(asked, 1 if "num_stages" in choice.fixed else choice.num_stages)
-        if most <= 1:
+        most = max(asked, choice.num_stages)
+        if given or most <= 1:
             raise UnsupportedError(
                 f"kernel {where.name}: one block needs {built.shared} bytes of shared memory, but {f.arch} has "
                 f"{f.shared}; use smaller tiles or fewer stages (num_stages={choice.num_stages})",
@@ -69,8 +71,7 @@ def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bo
             )
         asked = most - 1
         text = _LOOP_STAGES.sub(lambda n, most=asked: f"tt.num_stages = {min(int(n[1]), most)} :", text)
-        if "num_stages" not in choice.fixed:
-            choice = dataclasses.replace(choice, num_stages=min(choice.num_stages, asked))
+        choice = dataclasses.replace(choice, num_stages=min(choice.num_stages, asked))
 
 
 def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:

@@ -147,6 +147,7 @@ def test_accumulators_and_stages_that_cannot_fit_are_pruned():
     assert prune.unfit(kernel(bm=128, bn=256, bk=64), h200(), {"num_warps": 8}) == ""
     assert "registers" in prune.unfit(kernel(bm=256, bn=512, bk=16), h200(), {"num_warps": 4})
     assert "shared memory" in prune.unfit(kernel(bm=256, bn=256, bk=512), h200(), {})
+    assert "shared memory" in prune.unfit(kernel(bm=128, bn=256, bk=64), h200(), {"num_warps": 8, "num_stages": 9})
 
 
 def test_one_warp_never_sorts_many_lanes():

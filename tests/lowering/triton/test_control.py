@@ -181,6 +181,14 @@ def test_what_the_pipeliner_reads():
     assert "scf.for" in ttir and " : i32 {" in ttir  # a step of one needs no wider counter
 
 
+def test_the_option_goes_before_what_loops_ask_for():
+    for hint in ("stages=4 carry", "carry"):
+        text = LOOP.format(dt="i32", lo="full 0", hi="load %n[%1]", by="full 1").replace("carry", hint)
+        for arch in ("sm_90", "gfx942"):
+            ttir, _ = emit_kernel(ir.parse_kernel(text), features(arch), num_stages=5)
+            assert "tt.num_stages = 5 :" in ttir and "tt.num_stages = 4 :" not in ttir
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_every_form_compiles(arch):
     loop = LOOP.format(dt="u64", lo="load %n[%0]", hi="load %n[%1]", by="load %n[%2]")

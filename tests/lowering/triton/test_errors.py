@@ -95,6 +95,25 @@ def test_shared_memory():
         matmul.lower(*shapes, target="cuda:sm_86").image
 
 
+def test_an_option_that_does_not_fit_is_no_hint():
+    """Loops give way where shared memory is short, a number that the user gave does not; it goes before theirs."""
+
+    @jt.kernel(out_type=lambda a, b: jt.like(a, shape=(128, 128), dtype=jnp.float32), grid=(1,))
+    def deep(a, b, o):
+        A, B = a.tiles(128, 64), b.tiles(64, 128)
+        acc = jt.zeros((128, 128), jnp.float32)
+        for k in jt.range(A.shape[1], stages=5):
+            acc = jt.dot(A[0, k], B[k, 0], acc)
+        o[...] = acc
+
+    shapes = (floats(128, 1024, dtype=jnp.bfloat16), floats(1024, 128, dtype=jnp.bfloat16))
+    assert deep.lower(*shapes, target="cuda:sm_86").image
+    low = deep.with_options(num_stages=2).lower(*shapes, target="cuda:sm_86")
+    assert "tt.num_stages = 2 :" in low.texts["ttir"] and "tt.num_stages = 5 :" not in low.texts["ttir"]
+    with pytest.raises(UnsupportedError, match=r"but sm_86 has 101376; use .* fewer stages \(num_stages=5\)"):
+        deep.with_options(num_stages=5).lower(*shapes, target="cuda:sm_86").image
+
+
 def test_tiles_of_a_kernel():
     @jt.kernel(out_type=lambda x: jt.like(x), grid=(1,))
     def whole(x, o):
