@@ -38,6 +38,7 @@ class Form:
 
 @emits(ir.Dot)
 def _dot(em: Emitter, op: ir.Dot) -> Val:
+    check_size(em, op)
     batch, m, n, k = op.sizes()
     out = elem_of(op.result.dtype)
     form = form_of(em.features, op.a.dtype, op.b.dtype, out, op.precision)
@@ -61,6 +62,14 @@ def _dot(em: Emitter, op: ir.Dot) -> Val:
         if any(unsigned):
             v = shifted_back(em.code, v, a, b, unsigned, k)
     return em.code.reshape(v, padded(op.result.shape))
+
+
+def check_size(em: Emitter, op: ir.Dot | ir.DotScaled) -> None:
+    """Refuse a product that the registers of several blocks would not hold: it compiles for minutes, in gigabytes."""
+    most, size = 4 * em.features.registers, math.prod(padded(op.result.shape))
+    if size > most:
+        what = f"registers for products of at most {most} elements, and this one has {size}"
+        em.refuse(op, f"{what} (sides count as powers of two): make the tiles of the kernel smaller")
 
 
 def form_of(f: Features, a: str, b: str, out: str, precision: str = "default") -> Form:

@@ -10,7 +10,7 @@ import dataclasses
 
 from jtile import ir
 from jtile.lowering.triton.convert import convert
-from jtile.lowering.triton.emit_dot import FP8, NARROW, Form, cut, form_of, multiply_add, product, swapped
+from jtile.lowering.triton.emit_dot import FP8, NARROW, Form, check_size, cut, form_of, multiply_add, product, swapped
 from jtile.lowering.triton.emitter import Emitter, emits, padded
 from jtile.lowering.triton.moves import gather
 from jtile.lowering.triton.ttir import Code, Val, spell
@@ -39,6 +39,7 @@ class Side:
 
 @emits(ir.DotScaled)
 def _dot_scaled(em: Emitter, op: ir.DotScaled) -> Val:
+    check_size(em, op)
     a, b = Side(op.a, op.sa, 1), Side(op.b, op.sb, 0)
     acc = None if op.acc is None else em.val(op.acc)
     if _in_hardware(em, a, b):

@@ -8,6 +8,7 @@ from device import run_device
 from ttir import run_ttir
 
 from jtile import ir
+from jtile.errors import UnsupportedError
 from jtile.interpret import interpret
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.testing import relative_error
@@ -209,3 +210,9 @@ def test_a_box_whose_single_sides_stand_between_others_compiles():
     k = ir.parse_kernel(text)
     check(k)
     assert compile_kernel(k, "sm_90").image
+
+
+def test_a_product_that_no_registers_hold():
+    """It compiled for minutes, once for each number of stages."""
+    with pytest.raises(UnsupportedError, match="products of at most 262144 elements, and this one has 524288"):
+        compile_kernel(dot(1024, 500, 64, "bf16", "bf16", "f32", acc=False), "sm_90")
