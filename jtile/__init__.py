@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jtile import ops as ops
     from jtile import testing as testing
     from jtile._export import export_checks as export_checks
+    from jtile._platform import architecture as architecture
     from jtile._platform import platform as platform
     from jtile.language import Ref as Ref
     from jtile.language import TileView as TileView
@@ -84,6 +85,7 @@ _LANGUAGE = [
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",
+    "architecture": "jtile._platform",
     "autotune": "jtile.tune",
     "explain": "jtile.tune",
     "export_checks": "jtile._export",

@@ -124,7 +124,7 @@ def attention_slopes_of_queries(
 def slopes(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: float | None, window: Window):
     """(dq, dk, dv) for the cotangents g of o and ct of lse, a tuple of one or none; as `attention_backward`."""
     t, s, d, bytes_ = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
-    keys, queries = gpu_tiles.attention_slopes(t, s, d, bytes_)
+    keys, queries = gpu_tiles.attention_slopes(t, s, d, bytes_, gpu_tiles.little_memory())
     n = fit(t, max(1, machine().tile // d))
     delta = tuned(attention_delta_tiles, num_warps=4)(o, g, ct, n=n, dtype=lse.dtype.name)
     args, options = (q, k, v, g, lse, delta, lengths, offsets), {"scale": scale, "softcap": softcap, "window": window}

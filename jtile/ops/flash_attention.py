@@ -164,7 +164,7 @@ def attention(
 def _tiles(t: int, s: int, d: int, itemsize: int, causal: bool) -> dict[str, int]:
     """Queries and keys of a tile, on the platform at hand."""
     if jt.platform() != "cpu":
-        return gpu_tiles.attention(t, s, d, itemsize, causal)
+        return gpu_tiles.attention(t, s, d, itemsize, causal, gpu_tiles.little_memory())
     return {"bq": fit(t, 128), "bk": fit(s, 256)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jtile as jt
 from jtile import cdiv
 
 PROCESSORS = 132  # multiprocessors of an H200
@@ -43,6 +44,20 @@ def product(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: b
     return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(bk, 16)}
 
 
+@functools.cache
+def parts_of_product(m: int, n: int, k: int, itemsize: int) -> tuple[int, dict[str, int]]:
+    """In how many parts the sums of a product are best made, 1 for whole, and the tiles of the parts.
+
+    Where large tiles leave half of the GPU idle. Each part takes the writing and reading of its float32 sums, hence
+    parts of 4096 terms or more.
+    """
+    tiles = cdiv(m, 128) * cdiv(n, 128)
+    parts = min(PROCESSORS // max(tiles, 1), k // 4096, 4)
+    if itemsize > 2 or m <= 64 or n <= 64 or parts < 2:
+        return 1, {}
+    return 1 << parts.bit_length() - 1, {"bm": 128, "bn": 128, "bk": 128 // itemsize}
+
+
 def _few_rows(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool) -> dict[str, int]:
     """A product that is bound by reading the right operand: tiles of long lines, enough of them for all of the GPU."""
     if m == 1:
@@ -68,17 +83,26 @@ def product_options(bm: int, bn: int, itemsize: int, gates: int = 1) -> dict[str
     return {}
 
 
+def little_memory() -> bool:
+    """Whether a block of the GPU at hand has 100 KB of shared memory or less, as NVIDIA's GPUs that are not made for
+    data centres; AMD's have less, but tiles wait in registers there."""
+    return jt.architecture() in ("sm_75", "sm_86", "sm_89", "sm_120", "sm_121", "sm_120a", "sm_121a")
+
+
 @functools.cache
-def attention(t: int, s: int, d: int, itemsize: int, causal: bool) -> dict[str, int]:
-    """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile."""
+def attention(t: int, s: int, d: int, itemsize: int, causal: bool, little: bool = False) -> dict[str, int]:
+    """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; `little`: see
+    `little_memory`."""
     if itemsize >= 4:  # operands of three times the size: float32 products are sums of tf32 ones
         bq, bk = (64, 32) if d <= 64 else (32, 32) if d <= 128 else (32, 16)
     elif d <= 64:
         bq, bk = 64, 64
     elif d <= 128:
         bq, bk = (64, 32) if causal else (128, 128)
+    elif d <= 256:
+        bq, bk = (64, 32) if little else (128, 64)
     else:
-        bq, bk = (128, 64) if d <= 256 else (32, 32)
+        bq, bk = (16, 16) if little else (32, 32)
     return {"bq": _side(t, bq), "bk": _side(s, bk)}
 
 
@@ -88,8 +112,9 @@ def attention_options(d: int, itemsize: int) -> dict[str, int]:
 
 
 @functools.cache
-def attention_slopes(t: int, s: int, d: int, itemsize: int) -> tuple[Choice, Choice]:
-    """Of the two kernels of its reverse mode: that of the keys, and that of the queries."""
+def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False) -> tuple[Choice, Choice]:
+    """Of the two kernels of its reverse mode: that of the keys, and that of the queries; `little`: see
+    `little_memory`."""
     options = {"num_warps": 8}
     if itemsize == 2 and d in (64, 128):
         sides = {"bq": _side(t, 64), "bk": _side(s, 64)}, {"bq": _side(t, 64 if d == 64 else 128), "bk": _side(s, 64)}
@@ -99,8 +124,10 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int) -> tuple[Choice, Cho
         (q1, k1), (q2, k2) = small if d <= 64 else large if d <= 128 else huge
     elif d <= 128:  # padded to a power of two: masks take registers
         (q1, k1), (q2, k2) = (32, 128), (128, 64)
-    else:
+    elif d <= 256 or not little:
         (q1, k1), (q2, k2) = (32, 64), (64, 32)
+    else:
+        (q1, k1), (q2, k2) = (16, 16), (16, 16)
     keys, queries = ({"bq": _side(t, q), "bk": _side(s, k)} for q, k in ((q1, k1), (q2, k2)))
     return Choice(keys, options), Choice(queries, options)
 

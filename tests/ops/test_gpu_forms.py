@@ -12,8 +12,8 @@ from jtile import ops
 from jtile.ops import embeddings, flash_attention, losses, quantized, scans, sorting, split_attention
 from jtile.testing import relative_error
 
-# the function of this name hides the module in jtile.ops
-gated_mlp = importlib.import_module("jtile.ops.gated_mlp")
+# the functions of these names hide the modules in jtile.ops
+gated_mlp, matmul = (importlib.import_module(f"jtile.ops.{name}") for name in ("gated_mlp", "matmul"))
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +71,23 @@ def test_quantised_products_of_odd_lengths_and_in_vmap():
     same(op, reference, normal(2, 3, 50))
     x = normal(3, 4, 1, 50)
     close(jax.vmap(op)(x), reference(x), 3e-6)
+
+
+@pytest.mark.parametrize("transposed", [{}, {"transpose_a": True}, {"transpose_b": True}], ids=str)
+def test_products_summed_in_parts(transposed):
+    """Few tiles, and long sums: of whole numbers, so that every order of the terms gives the same."""
+    a, b = (integers(k, -2, 3, *shape).astype(jnp.bfloat16) for k, shape in enumerate([(70, 8200), (8200, 66)]))
+    a, b = a.T if "transpose_a" in transposed else a, b.T if "transpose_b" in transposed else b
+    op, reference = (
+        lambda a, b, c, f=f: f(a, b, bias=c, activation="relu", out_dtype=jnp.float32, **transposed)
+        for f in (ops.matmul, matmul.matmul_reference)
+    )
+    assert "matmul_parts" in str(jax.make_jaxpr(op)(a, b, normal(0, 66)))
+    same(op, reference, a, b, normal(0, 66), tolerance=1e-3)
+    if not transposed:
+        two = jnp.stack([a, -a])
+        close(*(jax.vmap(f, (0, None, None))(two, b, normal(0, 66)) for f in (op, reference)), 1e-6)
+        close(*(jax.jvp(lambda a, f=f: f(a, b, normal(0, 66)), (a,), (a,)) for f in (op, reference)), 1e-2)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
