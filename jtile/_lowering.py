@@ -158,6 +158,7 @@ def _custom_call(
     kernel = pieces_of(program).kernels[piece]
     artifact = compile_piece(program, piece, _target(platform))
     whole, extra = _with_starts(kernel)
+    tables = () if platform == "cpu" else _with_tables(kernel)[1]
     ffi.register(platform)
     extra = [dataclasses.replace(s, shape=_shape(s, values)) for s in extra]
     avals = [ShapedArray(s.shape, s.dtype) for s in extra]
@@ -165,6 +166,8 @@ def _custom_call(
     numbers = symbol_values(kernel, values)
     sizes = [evaluate_expression(n, numbers) for n in artifact.launch.get("extra", ())]
     more = [ShapedArray((n,), np.dtype(np.uint8)) for n in sizes]
+    avals += [ShapedArray(x.shape, x.dtype) for x in tables]
+    filled = [*filled, *map(mlir.ir_constant, tables)]
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals), avals_out=(*ctx.avals_out, *more))
     if platform == "cpu":
         name, attributes = ffi.TARGET_CPU, _cpu_attributes(artifact, kernel, values)
@@ -198,6 +201,7 @@ def compile_piece(program: Program, piece: int, target: Any, *, texts: bool = Fa
 
     pieces = pieces_of(program).kernels
     kernel, extra = _with_starts(pieces[piece])
+    kernel = kernel if target.platform == "cpu" else _with_tables(kernel)[0]
     own = program.fingerprint if len(pieces) == 1 else f"{program.fingerprint} piece={piece}"
     key = f"{own} poison={current().poison and bool(extra)} debug={current().debug}"
     return registry.compile(kernel, target, key=key, texts=texts, options=program.options.compiler)
@@ -207,6 +211,12 @@ def _with_starts(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[Any]]:
     from jtile.lowering import starts
 
     return starts.with_starts(kernel, poison=current().poison)
+
+
+def _with_tables(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[np.ndarray]]:
+    from jtile.lowering import literals
+
+    return literals.as_inputs(kernel)
 
 
 def _fill(starts: Sequence[Any]) -> list[Any]:

@@ -234,3 +234,22 @@ def test_programs_for_gpus_that_are_not_here(platform, arch):
     again = export.deserialize(exported.serialize())
     assert again.platforms == (platform,)
     assert str(again.mlir_module()).count(f"@jtile_{platform}") >= 3
+
+
+def test_tables_of_a_kernel_for_gpus_are_operands_of_its_calls():
+    table = np.random.default_rng(0).integers(-8, 8, (64, 64)).astype(np.float32)
+
+    @jt.kernel(out_type=lambda x: x, grid=(2,))
+    def shifted(x, o):
+        i = jt.program_id(0)
+        o.tiles(64, 64)[i, 0] = x.tiles(64, 64)[i, 0] + jnp.asarray(table)
+
+    x = jnp.ones((128, 64))
+    assert (jax.jit(shifted)(x) == 1 + np.tile(table, (2, 1))).all()
+    with jt.config(arch="sm_90", poison=False):
+        make = export.export(
+            jax.jit(lambda x: shifted(shifted(x))), disabled_checks=jt.export_checks(), platforms=["cuda"]
+        )
+        text = str(export.deserialize(make(x).serialize()).mlir_module())
+    assert text.count("(tensor<128x64xf32>, tensor<64x64xf32>) -> tensor<128x64xf32>") == 2
+    assert text.count("stablehlo.constant") == 1

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jtile import ir
+from jtile.lowering.literals import MAX_RUNS, line_of, runs
 from jtile.lowering.triton.convert import (
     CODES,
     WIDE,
@@ -26,8 +27,6 @@ from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.math import divide, names, transcendental
 from jtile.lowering.triton.math_expr import X
 from jtile.lowering.triton.ttir import Number, Val
-
-MAX_RUNS = 1024  # of different numbers of a literal tile: each is a selection
 
 
 @emits(ir.Map)
@@ -320,30 +319,16 @@ def _dense(em: Emitter, op: ir.Dense) -> Val:
     """A line of integers, or one selection for each run of equal numbers (TTIR has no other constants than splats)."""
     values = [code_of(n, op.dtype) for n in op.reference().reshape(-1).tolist()]
     elem, full = elem_of(op.dtype), padded(op.shape)
-    if not values or all(_same(n, values[0]) for n in values):
-        return em.code.const(values[0] if values else 0, elem, full)
-    place = _place(em, op.shape)
-    first, step = values[0], values[1] - values[0] if op.dtype not in (*CODES, "bool") else 0
-    if _is_line(values, first, step):
-        line = em.code.shift(em.code.scale(place, int(step)), int(first))
-        return dataclasses.replace(_from_i32(em, line, op.dtype), fill=None)
-    runs = _runs(values)
-    if len(runs) > MAX_RUNS:
-        what = f"no literal tiles of {len(values)} different numbers (at most {MAX_RUNS})"
-        em.refuse(op, f"{what}: pass the numbers as an operand")
-    return _steps(em, place, runs, elem, full)
-
-
-def _same(a: Number, b: Number) -> bool:
-    """Also the sign of zero, and NaN."""
-    return a == b and math.copysign(1, a) == math.copysign(1, b) if a == a else b != b
-
-
-def _is_line(values: list[Number], first: Number, step: Number) -> bool:
-    """Equidistant whole numbers that an i32 holds, and f32 exactly."""
-    if not all(abs(n) < 1 << 24 and n == int(n) and math.copysign(1, n) == (1 if n >= 0 else -1) for n in values):
-        return False
-    return step != 0 and all(n == first + k * step for k, n in enumerate(values))
+    parts = runs(values)
+    if len(parts) <= 1:
+        return em.code.const(parts[0][1] if parts else 0, elem, full)
+    place, line = _place(em, op.shape), None if op.dtype in CODES else line_of(values)
+    if line:
+        first, step = line
+        return dataclasses.replace(_from_i32(em, em.code.shift(em.code.scale(place, step), first), op.dtype), fill=None)
+    if len(parts) > MAX_RUNS:  # `literals.as_inputs` left none
+        em.refuse(op, f"no literal tiles of {len(values)} different numbers (at most {MAX_RUNS})")
+    return _steps(em, place, parts, elem, full)
 
 
 def _place(em: Emitter, shape: tuple[int, ...]) -> Val:
@@ -355,11 +340,6 @@ def _place(em: Emitter, shape: tuple[int, ...]) -> Val:
             total = code.add(total, code.scale(em.iota(shape, axis), stride))
         stride *= shape[axis]
     return total
-
-
-def _runs(values: list[Number]) -> list[tuple[int, Number]]:
-    """(start, number) of runs of equal numbers."""
-    return [(k, n) for k, n in enumerate(values) if k == 0 or not _same(n, values[k - 1])]
 
 
 def _steps(em: Emitter, place: Val, runs: list[tuple[int, Number]], elem: str, full: tuple[int, ...]) -> Val:

@@ -44,9 +44,10 @@ def _custom_call(platform: str, ctx, operands: Sequence[Any], program, piece: in
     from ttir import evaluate
 
     from jtile import _lowering
-    from jtile.lowering import targets
+    from jtile.lowering import literals, targets
 
     kernel, extra = _lowering._with_starts(_lowering.pieces_of(program).kernels[piece])
+    kernel, tables = literals.as_inputs(kernel)
     kernel = dataclasses.replace(kernel, inits=(None,) * len(kernel.outputs))  # said by the aliases now
     targets.check_capabilities(kernel, targets.resolve(f"cuda:{ARCH}"))
     lowered, text, record = _emitted(kernel)
@@ -56,7 +57,7 @@ def _custom_call(platform: str, ctx, operands: Sequence[Any], program, piece: in
 
     def callback(*arrays):
         arrays = [np.asarray(x).astype(v.type.info.numpy) for x, v in zip(arrays, kernel.inputs)]
-        got = evaluate(text, record, lowered, [*arrays, *fills]).outputs
+        got = evaluate(text, record, lowered, [*arrays, *fills, *tables]).outputs
         return [x.astype(o.dtype) for x, o in zip(got, outs, strict=True)]
 
     def call(*operands):

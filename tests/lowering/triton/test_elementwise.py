@@ -10,14 +10,16 @@ import op_matrix
 import pytest
 from device import run_device
 from sharp import sharp
-from ttir import evaluate
+from ttir import evaluate, run_ttir
 
 from jtile import ir
 from jtile.errors import UnsupportedError
 from jtile.ir.elementwise import ELEMENTWISE
+from jtile.lowering.literals import as_inputs
 from jtile.lowering.triton.compile import compile_kernel, emit_kernel
 from jtile.lowering.triton.features import features
 from jtile.lowering.triton.math import ULP_BOUNDS
+from jtile.passes import TILE, run_pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -282,11 +284,29 @@ def test_lines_are_arithmetic():
         assert same(got, want).all()
 
 
-def test_a_literal_that_is_too_large():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "int16"])
+def test_literals_of_many_numbers_are_operands(dtype):
+    span = (0, 2) if dtype == "bool" else (-8, 8)
+    x = np.random.default_rng(0).integers(*span, (3, 1000)).astype(ir.DTYPES[dtype].numpy)
+    data = tuple(x.reshape(-1).astype({"f": float, "i": int, "b": bool}[ir.DTYPES[dtype].kind]).tolist())
     bench = Bench()
-    bench.add(ir.Dense(tuple(np.random.default_rng(0).normal(size=2000).tolist()), (2000,), "float32"))
-    with pytest.raises(UnsupportedError, match=r"2000 different numbers .* pass the numbers as an operand"):
+    for _ in range(2):
+        bench.add(ir.Dense(data, x.shape, dtype))
+    with pytest.raises(UnsupportedError, match="no literal tiles of 3000 different numbers"):
         emit_kernel(bench.kernel, features("sm_80"))
+    kernel, tables = as_inputs(bench.kernel)
+    ir.verify(kernel)
+    assert len(tables) == 1 and tables[0].tobytes() == x.tobytes()  # equal ones share an operand
+    for y in run_ttir(run_pipeline(kernel, TILE), tables, "sm_80"):
+        assert same(y, x).all()
+
+
+def test_lines_and_runs_are_no_operands():
+    bench = Bench()
+    bench.add(ir.Dense(tuple(range(5000)), (5000,), "int32"))
+    bench.add(ir.Dense(tuple([1.5] * 4000 + [2.5] * 1000), (5000,), "float32"))
+    kernel = bench.kernel
+    assert as_inputs(kernel) == (kernel, ())
 
 
 def test_zeros_beyond_the_shape_stay_zero():
