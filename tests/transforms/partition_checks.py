@@ -66,6 +66,16 @@ def check_library_product():
     check(grad(ops.matmul, 0, 1), (a, P("x")), (b, P(None, "y")), out=(P("x"), P(None, "y")), allowed=SUM)
 
 
+def check_product_in_parts_as_on_a_gpu():
+    """Split over k by the kernel, and cut over devices along every side."""
+    a, b = array(72, 8192, dtype="bfloat16"), array(8192, 80, seed=1, dtype="bfloat16")
+    product = lambda a, b: ops.matmul(a, b, out_dtype=jnp.float32)
+    with jt.config(arch="sm_90"):
+        assert "matmul_parts" in str(jax.make_jaxpr(product)(a, b))
+        check(product, (a, P("x")), (b, P(None, "y")), out=P("x", "y"))
+        check(product, (a, P(None, "x")), (b, P("x")), allowed=SUM)
+
+
 def check_quantised_rows_as_on_a_gpu():
     """Cut along the rows of W, whose groups are counted in the grid; one row of x takes several rows of W a program."""
     x = normal(1, 64)
