@@ -22,6 +22,7 @@ FP8 = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
 # ones gain nothing besides.
 SMALLEST = 2048
 BOX, RANK = 256, 5  # what a tensor map can say: elements along an axis of its box, axes
+MAPS = 32  # of a kernel at most: kMaxMaps of the launcher
 _PATH = (ir.Cast, ir.Bitcast, ir.Transpose, ir.Reshape)  # between a load and the product that it feeds
 
 
@@ -47,8 +48,10 @@ def load(em: Emitter, buf: Buffer, op: ir.Load) -> Val | None:
     # Codes of 8-bit floats come in their own type, so that nothing stands between shared memory and the product.
     own = FP8.get(buf.dtype) if buf.dtype in em.features.fp8 else None
     elem, full = own or memory_elem(buf.dtype), padded(op.result.shape)
-    where = ", ".join(_coordinate(em, a, op.checked).name for a in axes)
     handle = _descriptor(em, buf, axes, elem, math.isnan(op.pad) and op.checked)
+    if handle is None:
+        return None
+    where = ", ".join(_coordinate(em, a, op.checked).name for a in axes)
     right = f"tt.descriptor_load {handle.name}[{where}] : {handle.elem} -> {spell(full, elem)}"
     return em.code.bitcast(em.code.let(right, full, elem), memory_elem(buf.dtype))
 
@@ -145,10 +148,13 @@ def _coordinate(em: Emitter, axis: Axis, checked: bool) -> Val:
     return at
 
 
-def _descriptor(em: Emitter, buf: Buffer, axes: list[Axis], elem: str, nan: bool) -> Val:
-    """The tensor map of an array for boxes of a shape: a parameter of the kernel, one for all loads that agree."""
+def _descriptor(em: Emitter, buf: Buffer, axes: list[Axis], elem: str, nan: bool) -> Val | None:
+    """The tensor map of an array for boxes of a shape: a parameter of the kernel, one for all loads that agree. None
+    where the kernel has as many as it may."""
     maps = em.memo.setdefault("maps", {})
     key = (buf.param, tuple((a.size, a.stride, a.box) for a in axes), nan)
+    if key not in maps and len(maps) == MAPS:
+        return None
     if key not in maps:
         width = bits(elem) // 8
         record = {

@@ -12,6 +12,7 @@ from ttir import run_ttir
 from jtile import ir, passes
 from jtile.interpret import interpret
 from jtile.ir.types import BY_SHORT
+from jtile.lowering.triton import tma
 from jtile.lowering.triton.compile import compile_kernel, emit_kernel
 from jtile.lowering.triton.features import features
 
@@ -174,6 +175,13 @@ def test_tensor_maps_read_what_pointers_read(text):
 )
 def test_pointers_where_a_map_cannot_say_it(text, loads):
     assert ttir(text, "sm_90").count("tt.descriptor_load") == loads
+
+
+def test_pointers_where_there_are_as_many_maps_as_a_launch_takes(monkeypatch):
+    monkeypatch.setattr(tma, "MAPS", 1)
+    text = product(72, 72, 72, 32, 64, 32)
+    assert ttir(text, "sm_90").count("tt.descriptor_load") == 1
+    same(text, normal(72, 72, dtype="bfloat16"), normal(72, 72, dtype="bfloat16"))
 
 
 def test_no_tensor_maps_before_sm_90_nor_on_amd():
