@@ -13,6 +13,7 @@ import numpy as np
 from jtile import ir
 from jtile.lowering.triton.addresses import Line, lay
 from jtile.lowering.triton.emitter import Emitter, padded
+from jtile.lowering.triton.lanes import fold
 from jtile.lowering.triton.ttir import Val
 
 PAIRS = 256  # lanes of a scatter that are compared each with each; more lanes are stored one after another
@@ -201,25 +202,10 @@ def last_lanes(em: Emitter, found: list[Line], shape: tuple[int, ...]) -> Val:
         later = code.both(later, _pair(em, code.reshape(real, (n,)), n, 1))
     for v in flat:
         later = code.both(later, code.cmp("eq", *(_pair(em, v, n, k) for k in (1, 0))))
-    hidden = any_along(em, code.to_int(later, "i32"), 1)
+    hidden = fold(em, code.to_int(later, "i32"), "arith.ori", 1)
     alone = code.cmp("eq", hidden, code.const(0, "i32", (n,)))
     return lay(em, code.reshape(alone, inner), axis, padded(shape))
 
 
 def _pair(em: Emitter, v: Val, n: int, axis: int) -> Val:
     return em.code.along(v, axis, (n, n))
-
-
-def any_along(em: Emitter, v: Val, axis: int) -> Val:
-    """The bitwise or of i32 lanes along an axis."""
-    code = em.code
-    shape = (*v.shape[:axis], *v.shape[axis + 1 :])
-    out = Val(code.name(), shape, v.elem)
-    a, b, c = code.name(), code.name(), code.name()
-    code.do(f'{out.name} = "tt.reduce"({v.name}) <{{axis = {axis} : i32}}> ({{')
-    with code.region():
-        code.do(f"^bb0({a}: {v.elem}, {b}: {v.elem}):")
-        code.do(f"{c} = arith.ori {a}, {b} : {v.elem}")
-        code.do(f"tt.reduce.return {c} : {v.elem}")
-    code.do(f"}}) : ({v.type}) -> {out.type}")
-    return out
