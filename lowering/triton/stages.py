@@ -14,7 +14,7 @@ from typing import Any
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.triton import layouts, ptx, resources, versions
+from jtile.lowering.triton import contraction, layouts, ptx, resources, versions
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.heuristics import Choice
 
@@ -88,7 +88,7 @@ def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
             if name == "ptx":
                 value = ptx.mended(value)
             if name == "llir":  # equal kernels are equal bytes: the image must not name the file that the text was in
-                value = _unplaced(value, path)
+                value = contraction.rounded_products(_unplaced(value, path))
             if texts and not isinstance(value, bytes):
                 levels[name] = str(value)
     del context

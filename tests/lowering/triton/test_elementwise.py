@@ -337,6 +337,37 @@ def test_bounds_are_in_the_docs():
 # -- by triton --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_products_are_rounded_before_sums(arch, dtype):
+    pytest.importorskip("triton")
+    bench = Bench(*(values(dtype, seed=k) for k in range(3)))
+    product = bench.b.value(ir.Map("mul", tuple(bench.xs[:2])))
+    bench.value(ir.Map("sub", (product, bench.xs[2])))
+    texts = compile_kernel(bench.kernel, arch, {"num_warps": 4}, texts=True).texts
+    if arch == "sm_80":  # where a product of bf16 is a fused multiply-add with zero
+        assert "sub.f32" in texts["ptx"] or "sub.rn.f32" in texts["ptx"]
+    else:
+        code = texts.get("ptx") or texts["amdgcn"]  # v_fma_mix_f32 is the sum: one factor is 1
+        assert not re.search(r"\bfma\.rn\.b?f16|v_(pk_)?fma(c|_f16)", code) and re.search(
+            r"mul\.b?f16|mul_f(16|32)", code
+        )
+
+
+@pytest.mark.gpu
+def test_narrow_products_are_rounded_before_sums_on_the_device():
+    for dtype in ("bfloat16", "float16"):
+        xs = [np.random.default_rng(k).normal(size=4096).astype(ir.DTYPES[dtype].numpy) for k in range(3)]
+        bench = Bench(*xs)
+        product = bench.b.value(ir.Map("mul", tuple(bench.xs[:2])))
+        bench.value(ir.Map("add", (product, bench.xs[2])))
+        (got,) = run_device(bench.kernel, xs)
+        want = ir.Map("add", (product, bench.xs[2])).reference(
+            ir.Map("mul", tuple(bench.xs[:2])).reference(*xs[:2]), xs[2]
+        )
+        assert same(got, want).all()
+
+
 COMPILED = [("sm_80", "bfloat16"), ("sm_90", "float32"), ("gfx942", "float32"), ("gfx1100", "float64"),
             ("gfx90a", "int64"), ("sm_90", "int4"), ("sm_90", "bool")]  # fmt: skip
 
