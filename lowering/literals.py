@@ -39,7 +39,7 @@ def as_inputs(kernel: ir.Kernel) -> tuple[ir.Kernel, tuple[np.ndarray, ...]]:
     new = Rewriter(kernel, rules).run()
     if not found:
         return kernel, ()
-    rest = [p for p in kernel.params if p.type.role != "in"]
+    rest = [p for p in kernel.params if p not in kernel.inputs]
     params = (*kernel.inputs, *(v for v, _ in found.values()), *rest)
     return dataclasses.replace(new, params=params), tuple(x for _, x in found.values())
 
