@@ -40,8 +40,8 @@ class Config:
       interpret: run every kernel in the reference interpreter.
       seed: order of the programs in the interpreter.
       isa: CPU instruction set to emit for (`"sse2"`, `"avx2"`, ...); None: this machine's.
-      arch: GPU architecture to compile for (`"sm_90"`, `"gfx942"`), and the platform that library kernels choose their
-        tiles for; None: that of JAX's devices.
+      arch: GPU architecture to compile for (`"sm_90"`, `"gfx942"`; for an export to both platforms
+        `"sm_90,gfx942"`), and, the first, what library kernels choose their tiles for; None: that of JAX's devices.
       fallback: what happens to a kernel that its target cannot run: `"raise"`, or `"interpret"` it on the host.
       autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
       debug: keep what debugging needs: asserts stay in native code, and the intermediate files of a failed compile.
@@ -163,8 +163,11 @@ def _checked(name: str, value: Any) -> Any:
         raise KernelValueError(f"option {name}={value!r}: expected {' or '.join(_kind_name(k) for k in kinds)}")
     if isinstance(value, int) and value < 0:
         raise KernelValueError(f"option {name}={value!r}: expected a number that is not negative")
-    if name == "arch" and value and not value.startswith(("sm_", "gfx")):
-        raise KernelValueError(f"option arch={value!r}: expected an architecture of GPUs, such as 'sm_90' or 'gfx942'")
+    if name == "arch" and value and not all(a.startswith(("sm_", "gfx")) for a in value.split(",")):
+        raise KernelValueError(
+            f"option arch={value!r}: expected an architecture of GPUs, such as 'sm_90' or 'gfx942', or one for each "
+            "platform of an export: 'sm_90,gfx942'"
+        )
     return value
 
 

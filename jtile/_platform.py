@@ -48,8 +48,9 @@ def gpu_arch(platform: str) -> str:
       UnsupportedError: there is none of that platform, as where a program is exported for it.
     """
     asked = current().arch
-    if asked and asked.startswith("sm_") == (platform == "cuda"):
-        return asked
+    for arch in asked.split(",") if asked else ():
+        if arch.startswith("sm_") == (platform == "cuda"):
+            return arch
     try:
         return _arch(platform)
     except RuntimeError as e:

@@ -236,6 +236,15 @@ def test_programs_for_gpus_that_are_not_here(platform, arch):
     assert str(again.mlir_module()).count(f"@jtile_{platform}") >= 3
 
 
+def test_one_program_for_every_platform():
+    platforms = ["cpu", "cuda", "rocm"]
+    with jt.config(arch="sm_80,gfx942"):
+        exported = export.export(jax.jit(first), disabled_checks=jt.export_checks(), platforms=platforms)(X)
+    text = str(exported.mlir_module())
+    assert all(f"@jtile_{name}(" in text for name in platforms)
+    assert exported.call(X)[0] == 1
+
+
 def test_tables_of_a_kernel_for_gpus_are_operands_of_its_calls():
     table = np.random.default_rng(0).integers(-8, 8, (64, 64)).astype(np.float32)
 

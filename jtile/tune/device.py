@@ -29,13 +29,13 @@ def kind() -> str:
     name, options = platform(), current()
     if name == "cpu":
         return _cpu_kind(options.isa)
-    return _gpu_kind(name) if is_here() else str(options.arch)
+    return _gpu_kind(name) if is_here() else gpu_arch(name)
 
 
 def is_here() -> bool:
     """Whether the device is one of this machine's, so that it can measure."""
-    name, asked = platform(), current().arch
-    return name == "cpu" or not asked or _arch_here(name) == asked
+    name = platform()
+    return name == "cpu" or not current().arch or _arch_here(name) == gpu_arch(name).removesuffix("a")
 
 
 def slug(name: str) -> str:

@@ -89,7 +89,8 @@ def _plain(buf: Buffer, op: ir.Load) -> bool:
     if not all(isinstance(n, int) for n in buf.shape) or any(isinstance(d, ir.Take) for d in op.index):
         return False
     nan = math.isnan(op.pad) and ir.DTYPES[buf.dtype].bits > 8
-    return not op.checked or op.pad == 0 or nan
+    zero = op.pad == 0 and math.copysign(1.0, op.pad) > 0  # a map fills with zeros, not with -0
+    return not op.checked or zero or nan
 
 
 def _axes(found: list[Line], checked: bool) -> list[Axis] | None:
