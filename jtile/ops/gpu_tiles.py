@@ -84,9 +84,9 @@ def product_options(bm: int, bn: int, itemsize: int, gates: int = 1) -> dict[str
 
 
 def little_memory() -> bool:
-    """Whether a block of the GPU at hand has 100 KB of shared memory or less, as NVIDIA's GPUs that are not made for
-    data centres; AMD's have less, but tiles wait in registers there."""
-    return jt.architecture() in ("sm_75", "sm_86", "sm_89", "sm_120", "sm_121", "sm_120a", "sm_121a")
+    """Whether a block of the GPU at hand has 100 KB of shared memory or less: all but those made for data centres, and
+    AMD's of before gfx950."""
+    return str(jt.architecture()).rstrip("a") not in ("sm_80", "sm_87", "sm_90", "sm_100", "sm_103", "gfx950")
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def attention(t: int, s: int, d: int, itemsize: int, causal: bool, little: bool 
     """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; `little`: see
     `little_memory`."""
     if itemsize >= 4:  # operands of three times the size: float32 products are sums of tf32 ones
-        bq, bk = (64, 32) if d <= 64 else (32, 32) if d <= 128 else (32, 16)
+        bq, bk = (64, 32) if d <= 64 else (32, 32) if d <= 128 else (16 if little and d > 256 else 32, 16)
     elif d <= 64:
         bq, bk = 64, 64
     elif d <= 128:
@@ -104,6 +104,11 @@ def attention(t: int, s: int, d: int, itemsize: int, causal: bool, little: bool 
     else:
         bq, bk = (16, 16) if little else (32, 32)
     return {"bq": _side(t, bq), "bk": _side(s, bk)}
+
+
+def keys_of_cache(d: int, itemsize: int) -> int:
+    """Keys of a tile of attention over a cache."""
+    return max(16, min(64, 32768 // (d * itemsize))) if little_memory() else 64
 
 
 def attention_options(d: int, itemsize: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops import spaces
+from jtile.ops import gpu_tiles, spaces
 from jtile.ops._shapes import check_rank, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.flash_attention import NOTHING, attention, attention_reference, check_operands, normalised, online
@@ -177,7 +177,8 @@ def decode_attention(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6, 7))
 def _decode(q, k, v, lengths, scale: float, softcap: float | None, window: int | None, splits: int):
-    kernel, bk = decode_splits, fit(k.shape[1], 128 if machine().whole else 64)
+    keys = 128 if machine().whole else gpu_tiles.keys_of_cache(q.shape[3], q.dtype.itemsize)
+    kernel, bk = decode_splits, fit(k.shape[1], keys)
     if not machine().whole and q.dtype.itemsize == 2 and splits > 1:
         bk = fit(k.shape[1], 32) if known(k.shape[1]) // splits > 2048 else bk
         kernel = tuned(decode_splits, num_warps=2)
