@@ -163,7 +163,7 @@ def _checked(name: str, value: Any) -> Any:
         raise KernelValueError(f"option {name}={value!r}: expected {' or '.join(_kind_name(k) for k in kinds)}")
     if isinstance(value, int) and value < 0:
         raise KernelValueError(f"option {name}={value!r}: expected a number that is not negative")
-    if name == "arch" and value and not all(a.startswith(("sm_", "gfx")) for a in value.split(",")):
+    if name == "arch" and value and not all(a.startswith(("sm_", "gfx")) for a in str(value).split(",")):
         raise KernelValueError(
             f"option arch={value!r}: expected an architecture of GPUs, such as 'sm_90' or 'gfx942', or one for each "
             "platform of an export: 'sm_90,gfx942'"
