@@ -130,7 +130,7 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False
     elif d <= 128:  # padded to a power of two: masks take registers
         (q1, k1), (q2, k2) = (32, 128), (128, 64)
     elif d <= 256 or not little:
-        (q1, k1), (q2, k2) = (32, 64), (64, 32)
+        (q1, k1), (q2, k2) = (32, 32 if little else 64), (64, 32)
     else:
         (q1, k1), (q2, k2) = (16, 16), (16, 16)
     keys, queries = ({"bq": _side(t, q), "bk": _side(s, k)} for q, k in ((q1, k1), (q2, k2)))
