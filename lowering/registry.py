@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import collections
-import functools
 import hashlib
 import importlib
-import importlib.metadata
 import sys
 import threading
 import traceback
@@ -62,7 +60,7 @@ def compile(
     """
     texts = texts or bool(current().dump)  # a dump shows the work of the compiler, so the work has to be done
     options = {k: v for k, v in (options or {}).items() if v is not None}
-    extra = [sorted(options.items()), _triton()] if target.platform != "cpu" else []
+    extra = [sorted(options.items()), _cache.version("triton")] if target.platform != "cpu" else []
     key = _cache.key(key or ir.print_kernel(kernel, locations=True), target, *extra)
     if not texts:
         artifact = _memory.get(key) or _stored(key, target)
@@ -107,7 +105,6 @@ def _cpu(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Ar
 def _gpu(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
     from jtile.lowering.triton.compile import compile_kernel
 
-    texts = texts or bool(current().dump)
     return _lower(kernel, lambda k: compile_kernel(k, target.arch, options, texts=texts))
 
 
@@ -121,15 +118,6 @@ def _lower(kernel: ir.Kernel, compile: Callable[[ir.Kernel], Artifact]) -> Artif
     for number, (name, text) in enumerate(artifact.texts.items() if folder else (), len(passes.TILE) + 1):
         passes.dump(folder, number, name, text)
     return artifact
-
-
-@functools.cache
-def _triton() -> str:
-    """The version of triton that is installed, read without importing it."""
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _failure(kernel: ir.Kernel, target: Target, error: Exception) -> CompileError:

@@ -31,18 +31,6 @@ def version() -> tuple[int, int]:
     return found[0], found[1]
 
 
-def load_policy(cache: str = "", eviction: str = "") -> str:
-    """What follows the operands of a load or store that hints at caches; `cache`: "", "ca", "cg"; `eviction`: "",
-    "evict_first", "evict_last"."""
-    if not cache and not eviction:
-        return ""
-    if version() < (3, 9):
-        words = [f"cacheModifier = {cache}"] * bool(cache) + [f"evictionPolicy = {eviction}"] * bool(eviction)
-        return " " + " ".join(words)
-    words = [f"cache_modifier = {cache}"] * bool(cache) + [f"eviction_policy = {eviction}"] * bool(eviction)
-    return f" {{cachePolicy = #tt.cache_policy<{', '.join(words)}>}}"
-
-
 def tensordesc(shape: tuple[int, ...], elem: str) -> str:
     """The type of a tensor descriptor for tiles of a shape."""
     text = "x".join([*map(str, shape), elem])
