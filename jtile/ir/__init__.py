@@ -1,5 +1,26 @@
 """Tile IR: the SSA form between the language and the back ends. See docs/ir.md."""
 
+from .block import (
+    AllocBarriers,
+    AllocShared,
+    Arrive,
+    AsyncLoad,
+    AsyncStore,
+    Clock,
+    DotAsync,
+    DotWait,
+    Expect,
+    FenceShared,
+    LoadShared,
+    RoleBarrier,
+    Roles,
+    SliceShared,
+    Slot,
+    StoreShared,
+    StoreWait,
+    TransposeShared,
+    Wait,
+)
 from .builder import Builder, build
 from .control import For, If, While
 from .core import (
@@ -59,7 +80,7 @@ from .shapes import (
     Slice,
     Transpose,
 )
-from .types import BOOL, DTYPES, INDEX, DType, RefType, TileType, Type, dtype_info
+from .types import BOOL, DTYPES, INDEX, BarrierType, DType, RefType, SharedType, TileType, Type, dtype_info
 from .verifier import stage_grammar, verify
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -1,8 +1,8 @@
 """The skeleton of Tile IR: values, op cards, blocks, kernels, and the one traversal that every pass uses.
 
 An op is a dataclass (a "card"). What a field means follows from its annotation: `Value` and `Value | None` are
-operands, `tuple[Value, ...]` is a list of operands, `Index` is the index of a Ref, `Block` is a region, anything else
-is a static attribute. Printer, parser, hashing, cloning and traversal are derived from that.
+operands, `tuple[Value, ...]` is a list of operands, `Index` is the index of a Ref, `Block` is a region (a tuple of them:
+several), anything else is a static attribute. Printer, parser, hashing, cloning and traversal are derived from that.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ _KINDS = {
     "tuple[Value, ...]": "operands",
     "Index": "index",
     "Block": "block",
+    "tuple[Block, ...]": "blocks",
 }
 
 
@@ -145,8 +146,8 @@ class Op:
 
     mnemonic: ClassVar[str] = ""
     effect: ClassVar[str] = "none"
-    level: ClassVar[str] = "tile"
-    # field name -> "operand" | "optional" | "operands" | "index" | "block" | "attr"
+    level: ClassVar[str] = "any"
+    # field name -> "operand" | "optional" | "operands" | "index" | "block" | "blocks" | "attr"
     fields: ClassVar[dict[str, str]] = {}
     mapped: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are no attributes
 
@@ -192,7 +193,10 @@ class Op:
         return out
 
     def blocks(self) -> list[Block]:
-        return [getattr(self, n) for n, k in self.fields.items() if k == "block"]
+        out: list[Block] = []
+        for name, kind in self.fields.items():
+            out += [getattr(self, name)] if kind == "block" else getattr(self, name) if kind == "blocks" else []
+        return out
 
     def attributes(self) -> dict[str, Any]:
         return {n: getattr(self, n) for n, k in self.fields.items() if k == "attr"}
@@ -212,6 +216,8 @@ class Op:
                 v = tuple(map(env, v))
             elif kind == "index":
                 v = tuple(with_dim_value(d, env(dim_value(d))) for d in v)
+            elif kind == "blocks":
+                v = tuple(block(b) if block else copy_block(b, env) for b in v)
             else:
                 v = block(v) if block else copy_block(v, env)
             setattr(new, name, v)

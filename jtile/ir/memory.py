@@ -16,7 +16,7 @@ def ref(v: Value) -> RefType:
     return v.type
 
 
-def _access(r: Value, index: Index, mask: Value | None) -> TileType:
+def access(r: Value, index: Index, mask: Value | None) -> TileType:
     """Type of the tile that an access reads or writes; checks index and mask."""
     t = ref(r)
     if len(index) != t.rank:
@@ -53,7 +53,7 @@ class Load(Op):
     effect = "read"
 
     def infer(self):
-        return (_access(self.ref, self.index, self.mask),)
+        return (access(self.ref, self.index, self.mask),)
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,7 +70,7 @@ class Store(Op):
     effect = "write"
 
     def infer(self):
-        t = _access(self.ref, self.index, self.mask)
+        t = access(self.ref, self.index, self.mask)
         if tile(self.value) != t:
             raise TypeError(f"this store writes {t}, got {self.value.type}")
         return ()
@@ -95,7 +95,7 @@ class Atomic(Op):
     effect = "write"
 
     def infer(self):
-        t = _access(self.ref, self.index, self.mask)
+        t = access(self.ref, self.index, self.mask)
         if self.fn not in ATOMICS or (self.fn == "cas") != (self.compare is not None):
             raise ValueError(f"unknown atomic {self.fn!r}, or a compare value where none belongs")
         if self.fn in ("and", "or", "xor") and DTYPES[t.dtype].kind == "f":
@@ -114,6 +114,7 @@ class Alloc(Op):
 
     mnemonic = "alloc"
     effect = "write"
+    level = "tile"
 
     def infer(self):
         return (RefType(self.shape, self.dtype, "scratch"),)
@@ -128,7 +129,6 @@ class Print(Op):
 
     mnemonic = "print"
     effect = "io"
-    level = "any"
 
     def infer(self):
         names = [name for _, name, _, _ in string.Formatter().parse(self.format) if name is not None]
@@ -146,7 +146,6 @@ class Assert(Op):
 
     mnemonic = "assert"
     effect = "io"
-    level = "any"
 
     def infer(self):
         if tile(self.cond).dtype != "bool":

@@ -258,6 +258,7 @@ class Dot(Op):
     precision: str = "default"
 
     mnemonic = "dot"
+    level = "tile"
 
     def sizes(self) -> tuple[tuple[int, ...], int, int, int]:
         """(batch axes, m, n, k)."""
@@ -310,6 +311,7 @@ class DotScaled(Op):
     acc: Value | None
 
     mnemonic = "dot_scaled"
+    level = "tile"
 
     def infer(self):
         a, b = tile(self.a), tile(self.b)

@@ -106,7 +106,48 @@ class RefType:
         return f"ref<{spell(self.shape, self.dtype)}{'' if self.role == 'in' else ', ' + self.role}>"
 
 
-Type = TileType | RefType
+@dataclasses.dataclass(frozen=True)
+class SharedType:
+    """Memory shared by the threads of a block: one buffer, or a ring of `slots` of them."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    slots: int | None = None
+
+    @property
+    def info(self) -> DType:
+        return DTYPES[self.dtype]
+
+    @property
+    def size(self) -> int:
+        """Elements of one buffer."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        ring = "" if self.slots is None else f", slots {self.slots}"
+        return f"shared<{spell(self.shape, self.dtype)}{ring}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class BarrierType:
+    """`count` barriers, each of which ends a phase after `arrivals` arrivals."""
+
+    count: int
+    arrivals: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count,)
+
+    @property
+    def dtype(self) -> str:
+        return "uint64"
+
+    def __str__(self) -> str:
+        return f"barrier<{self.count}, arrivals {self.arrivals}>"
+
+
+Type = TileType | RefType | SharedType | BarrierType
 INDEX = TileType((), "int32")
 BOOL = TileType((), "bool")
 

@@ -1,0 +1,435 @@
+"""Cards of the block level: memory shared by the roles of a block, asynchronous copies and products, barriers, roles.
+
+A block-level kernel says where tiles live and who does what. Everything of the tile level that neither names a memory
+nor hides a schedule (arithmetic, shapes, reductions, loops, loads and stores of Refs) stands there too, inside roles.
+Each card has the meaning of one hardware mechanism of Hopper: tensor-map copies, mbarriers, warpgroup products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .core import Block, Index, Op, Value, tile
+from .memory import access
+from .reductions import accumulator_dtype
+from .types import BOOL, DTYPES, INDEX, BarrierType, SharedType, TileType
+
+
+def shared(v: Value) -> SharedType:
+    """The type of a value that must be one buffer of shared memory (not a ring of several)."""
+    if not isinstance(v.type, SharedType):
+        raise TypeError(f"expected a buffer of shared memory, got {v.type}")
+    if v.type.slots is not None:
+        raise TypeError(f"expected one buffer, got a ring of {v.type.slots}: take a slot of it")
+    return v.type
+
+
+def _barrier(v: Value, at: Value) -> BarrierType:
+    if not isinstance(v.type, BarrierType):
+        raise TypeError(f"expected barriers, got {v.type}")
+    if at.type != INDEX:
+        raise TypeError(f"the number of a barrier is an i32, got {at.type}")
+    return v.type
+
+
+def _predicate(v: Value | None) -> None:
+    if v is not None and v.type != BOOL:
+        raise TypeError(f"a predicate is a bool scalar, got {v.type}")
+
+
+def nbytes(t: SharedType) -> int:
+    """Bytes of one buffer."""
+    return -(-t.size * DTYPES[t.dtype].bits // 8)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class AllocShared(Op):
+    """`slots` buffers of one shape in the memory of the block (None: one buffer); undefined at first. Stands outside
+    roles: all of them see it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    slots: int | None = None
+
+    mnemonic = "alloc_shared"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"a ring has one slot at least, got {self.slots}")
+        return (SharedType(self.shape, self.dtype, self.slots),)
+
+
+@dataclasses.dataclass(eq=False)
+class Slot(Op):
+    """Buffer number `at` of a ring: `0 <= at < slots`."""
+
+    buffer: Value
+    at: Value
+
+    mnemonic = "slot"
+    level = "block"
+
+    def infer(self):
+        t = self.buffer.type
+        if not isinstance(t, SharedType) or t.slots is None:
+            raise TypeError(f"expected a ring of buffers, got {t}")
+        if self.at.type != INDEX:
+            raise TypeError(f"the number of a slot is an i32, got {self.at.type}")
+        return (SharedType(t.shape, t.dtype),)
+
+
+@dataclasses.dataclass(eq=False)
+class TransposeShared(Op):
+    """The same buffer of two axes, seen with its axes swapped."""
+
+    buffer: Value
+
+    mnemonic = "transpose_shared"
+    level = "block"
+
+    def infer(self):
+        t = shared(self.buffer)
+        if len(t.shape) != 2:
+            raise TypeError(f"a buffer of two axes can be transposed, got {t}")
+        return (SharedType(t.shape[::-1], t.dtype),)
+
+
+@dataclasses.dataclass(eq=False)
+class SliceShared(Op):
+    """Part of a buffer: `shape` elements from `starts`, both static."""
+
+    buffer: Value
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    mnemonic = "slice_shared"
+    level = "block"
+
+    def infer(self):
+        t = shared(self.buffer)
+        if not len(self.starts) == len(self.sizes) == len(t.shape):
+            raise TypeError(f"a slice of {t} takes {len(t.shape)} starts and sizes")
+        if any(s < 0 or n < 1 or s + n > m for s, n, m in zip(self.starts, self.sizes, t.shape, strict=True)):
+            raise ValueError(f"the slice of {self.sizes} from {self.starts} leaves {t}")
+        return (SharedType(tuple(self.sizes), t.dtype),)
+
+
+@dataclasses.dataclass(eq=False)
+class LoadShared(Op):
+    """The tile that a buffer holds."""
+
+    buffer: Value
+
+    mnemonic = "load_shared"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        t = shared(self.buffer)
+        return (TileType(t.shape, t.dtype),)
+
+
+@dataclasses.dataclass(eq=False)
+class StoreShared(Op):
+    """Write a tile to a buffer. Asynchronous copies and products see it after a `fence_shared`, other roles after a
+    barrier besides."""
+
+    buffer: Value
+    value: Value
+
+    mnemonic = "store_shared"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        t = shared(self.buffer)
+        if tile(self.value) != TileType(t.shape, t.dtype):
+            raise TypeError(f"this buffer holds {TileType(t.shape, t.dtype)}, got {self.value.type}")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class FenceShared(Op):
+    """What this role stored to shared memory before is seen by asynchronous copies and products started after."""
+
+    mnemonic = "fence_shared"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        return ()
+
+
+# -- barriers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class AllocBarriers(Op):
+    """`count` mbarriers. A phase of one ends when `arrivals` arrivals and all bytes that were announced have come;
+    phases are counted from 0. Stands outside roles."""
+
+    count: int
+    arrivals: int = 1
+
+    mnemonic = "alloc_barriers"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        if self.count < 1 or self.arrivals < 1:
+            raise ValueError(f"barriers need count >= 1 and arrivals >= 1, got {self.count} and {self.arrivals}")
+        return (BarrierType(self.count, self.arrivals),)
+
+
+@dataclasses.dataclass(eq=False)
+class Expect(Op):
+    """One arrival, which announces `bytes` to come by asynchronous copies in this phase."""
+
+    barrier: Value
+    at: Value
+    bytes: int
+    when: Value | None = None
+
+    mnemonic = "expect"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        _barrier(self.barrier, self.at)
+        _predicate(self.when)
+        if self.bytes < 0:
+            raise ValueError(f"a number of bytes is not negative, got {self.bytes}")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class Arrive(Op):
+    """`count` arrivals of this role as one (where `when` holds): all that it did before is seen by those who wait."""
+
+    barrier: Value
+    at: Value
+    count: int = 1
+    when: Value | None = None
+
+    mnemonic = "arrive"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        b = _barrier(self.barrier, self.at)
+        _predicate(self.when)
+        if not 1 <= self.count <= b.arrivals:
+            raise ValueError(f"{b} takes 1 to {b.arrivals} arrivals at once, got {self.count}")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class Wait(Op):
+    """Wait until the phase of parity `parity` (i32, 0 or 1) has ended: a barrier that has ended no phase counts as one
+    that has just ended a phase of parity 1."""
+
+    barrier: Value
+    at: Value
+    parity: Value
+    when: Value | None = None
+
+    mnemonic = "wait"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        _barrier(self.barrier, self.at)
+        _predicate(self.when)
+        if self.parity.type != INDEX:
+            raise TypeError(f"a parity is an i32, got {self.parity.type}")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class RoleBarrier(Op):
+    """The threads of this role meet: what each stored before is seen by all of them after."""
+
+    mnemonic = "role_barrier"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        return ()
+
+
+# -- asynchronous copies ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class AsyncLoad(Op):
+    """Start to copy a tile of a Ref into a buffer by a tensor map; its bytes, all of the buffer's, count on
+    `barrier[at]` when they have come. Lanes outside the array give zeros (`pad=nan`: NaN)."""
+
+    ref: Value
+    index: Index
+    buffer: Value
+    barrier: Value
+    at: Value
+    pad: float | int | bool = 0
+    checked: bool = True
+    when: Value | None = None
+
+    mnemonic = "async_load"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        t, b = access(self.ref, self.index, None), shared(self.buffer)
+        _barrier(self.barrier, self.at)
+        _predicate(self.when)
+        if (t.shape, t.dtype) != (b.shape, b.dtype):
+            raise TypeError(f"this copy brings {t}, the buffer is {b}")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class AsyncStore(Op):
+    """Start to copy a buffer to a tile of a Ref, or to combine it with what is there (`fn`: add, min, max; atomic for
+    each element). Lanes outside the array are not written. Copies of one role are counted for `store_wait`."""
+
+    ref: Value
+    index: Index
+    buffer: Value
+    fn: str = "set"
+    checked: bool = True
+
+    mnemonic = "async_store"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        t, b = access(self.ref, self.index, None), shared(self.buffer)
+        if self.fn not in ("set", "add", "min", "max"):
+            raise ValueError(f"an asynchronous store sets, adds, or takes min or max; got {self.fn!r}")
+        if (t.shape, t.dtype) != (b.shape, b.dtype):
+            raise TypeError(f"this copy writes {t}, the buffer is {b}")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class StoreWait(Op):
+    """Wait until at most `pending` of the asynchronous stores of this role have still to read their buffers."""
+
+    pending: int = 0
+
+    mnemonic = "store_wait"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        if self.pending < 0:
+            raise ValueError(f"a number of copies is not negative, got {self.pending}")
+        return ()
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class DotAsync(Op):
+    """Start `acc + a @ b` on the tensor cores: a [m, k] in registers (a tile) or shared memory, b [k, n] in shared
+    memory, acc a tile or None for zero; where `keep` (bool scalar) is false, acc counts as zero. The result may only be
+    the accumulator of a further product, a carried value, or waited for; buffers may not be overwritten before that.
+
+    `fast`: 8-bit floats are summed in the tensor cores' own accumulators, of about 22 bits; else they are added up in
+    float32 every 128 terms.
+    """
+
+    a: Value
+    b: Value
+    acc: Value | None
+    keep: Value | None = None
+    fast: bool = False
+
+    mnemonic = "dot_async"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        a = tile(self.a) if isinstance(self.a.type, TileType) else shared(self.a)
+        b = shared(self.b)
+        _predicate(self.keep)
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+            raise TypeError(f"dot_async cannot contract {a} with {b}")
+        out = TileType((a.shape[0], b.shape[1]), accumulator_dtype(a.dtype, b.dtype))
+        if self.acc is not None and tile(self.acc) != out:
+            raise TypeError(f"the accumulator of this product is {out}, got {self.acc.type}")
+        if self.keep is not None and self.acc is None:
+            raise TypeError("a product without accumulator has nothing to keep")
+        return (out,)
+
+
+@dataclasses.dataclass(eq=False)
+class DotWait(Op):
+    """Wait until at most `pending` products of this role run (they end in the order of their start); gives `values`,
+    finished. Values that are not finished by then may not be among them."""
+
+    values: tuple[Value, ...]
+    pending: int = 0
+
+    mnemonic = "dot_wait"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        if self.pending < 0:
+            raise ValueError(f"a number of products is not negative, got {self.pending}")
+        return tuple(tile(v) for v in self.values)
+
+
+# -- roles ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Roles(Op):
+    """The warps of a block part: role i is `warps[i]` warps that run `bodies[i]`, with `registers[i]` registers a
+    thread (0: what is left). All run at once and meet at the end. The last op of a kernel's body that does anything.
+
+    The first role takes the warps that the kernel started with: 4 or 8. Producers come last.
+    """
+
+    names: tuple[str, ...]
+    warps: tuple[int, ...]
+    registers: tuple[int, ...]
+    bodies: tuple[Block, ...]
+
+    mnemonic = "roles"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        n = len(self.bodies)
+        if not n or not n == len(self.names) == len(self.warps) == len(self.registers):
+            raise ValueError("every role has a name, a number of warps, a number of registers and a body")
+        if len(set(self.names)) != n:
+            raise ValueError(f"roles have different names, got {', '.join(self.names)}")
+        if self.warps[0] not in (4, 8) or any(w not in (1, 2, 4, 8) for w in self.warps):
+            raise ValueError(f"a role has 1, 2, 4 or 8 warps, the first 4 or 8; got {self.warps}")
+        if any(r and (r % 8 or not 24 <= r <= 240) for r in self.registers):
+            raise ValueError(f"registers are a multiple of 8 between 24 and 240, or 0; got {self.registers}")
+        if any(b.params or b.yields for b in self.bodies):
+            raise TypeError("a role takes and yields nothing")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class Clock(Op):
+    """A running counter of this processor's time in nanoseconds, as i64; only its differences mean anything."""
+
+    mnemonic = "clock"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        return (TileType((), "int64"),)
+
