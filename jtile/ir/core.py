@@ -1,8 +1,9 @@
 """The skeleton of Tile IR: values, op cards, blocks, kernels, and the one traversal that every pass uses.
 
 An op is a dataclass (a "card"). What a field means follows from its annotation: `Value` and `Value | None` are
-operands, `tuple[Value, ...]` is a list of operands, `Index` is the index of a Ref, `Block` is a region (a tuple of them:
-several), anything else is a static attribute. Printer, parser, hashing, cloning and traversal are derived from that.
+operands, `tuple[Value, ...]` is a list of operands, `Index` is the index of a Ref, `Block` is a region (a tuple of
+them: several), anything else is a static attribute. Printer, parser, hashing, cloning and traversal are derived from
+that.
 """
 
 from __future__ import annotations

@@ -10,23 +10,24 @@ from typing import Any
 
 from jtile._errors import JtileError, ParseError
 
+from .block import Roles
 from .builder import build
 from .control import For, If, While
 from .core import NOWHERE, OPS, At, Block, Dim, Kernel, Loc, Op, Span, Take, Tile, Value
 from .elementwise import ELEMENTWISE, Map
-from .extents import Size, parse_size
+from .extents import Extent, Size, parse_size
 from .printer import Layout, layout
-from .types import BY_SHORT, ROLES, RefType, TileType, Type
+from .types import BY_SHORT, ROLES, BarrierType, RefType, SharedType, TileType, Type
 
 _TOKENS = re.compile(
     r"""(?P<space>[ \t\r\n]+|//[^\n]*)
-      | (?P<type>(?:tile|ref)<[^>\n]*>)
+      | (?P<type>(?:tile|ref|shared|barrier)<[^>\n]*>)
       | (?P<size>\{(?=[\w-])[^{}%\n]*\})
       | (?P<value>%[A-Za-z0-9_]+)
       | (?P<string>"(?:[^"\\\n]|\\.)*")
       | (?P<number>-?(?:inf\b|nan\b|(?:\d+\.(?!\.)\d*|\d+)(?:[eE][+-]?\d+)?))
       | (?P<word>[A-Za-z_][A-Za-z0-9_]*)
-      | (?P<punct>\.\.|:\+|[@(){}\[\],:=])""",
+      | (?P<punct>\.\.|:\+|->|<-|[@(){}\[\],:=])""",
     re.VERBOSE,
 )
 _SIZE = re.compile(r"\d+|\{[^{}]*\}")
@@ -145,14 +146,29 @@ class _Parser:
 
     def type(self) -> Type:
         t = self.next()
+        if t.text.startswith("barrier<"):
+            return self._barrier(t)
         body = t.text[t.text.index("<") + 1 : -1] if t.kind == "type" else t.text
-        dims, role = (s.strip() for s in [*re.split(r",(?![^{]*\})", body, maxsplit=1), ""][:2])
+        dims, extra = (s.strip() for s in [*re.split(r",(?![^{]*\})", body, maxsplit=1), ""][:2])
         *shape, short = re.split(r"x(?![^{]*\})", dims)
-        known = short in BY_SHORT and all(map(_SIZE.fullmatch, shape)) and role in ("", *ROLES)
-        if not known or (t.kind != "type" and t.kind != "word") or (role and not t.text.startswith("ref<")):
-            raise self.error(f"expected a type such as tile<8x4xf32>, f32 or ref<8xf32, out>, got {t.text!r}", t)
+        word = t.text.split("<")[0]
+        fits = {"ref": extra in ("", *ROLES), "shared": re.fullmatch(r"(slots \d+)?", extra)}.get(word, not extra)
+        if short not in BY_SHORT or not all(map(_SIZE.fullmatch, shape)) or t.kind not in ("type", "word") or not fits:
+            want = "tile<8x4xf32>, f32, ref<8xf32, out>, shared<8x4xf32, slots 2> or barrier<2, arrivals 1>"
+            raise self.error(f"expected a type such as {want}, got {t.text!r}", t)
         size, dtype = tuple(self._size(n, t) for n in shape), BY_SHORT[short].name
-        return RefType(size, dtype, role or "in") if t.text.startswith("ref<") else TileType(size, dtype)
+        if word == "shared":
+            if any(isinstance(n, Extent) for n in size):
+                raise self.error(f"memory of a block has a static shape, got {t.text!r}", t)
+            return SharedType(size, dtype, int(extra.split()[1]) if extra else None)
+        return RefType(size, dtype, extra or "in") if word == "ref" else TileType(size, dtype)
+
+    def _barrier(self, t: Token) -> BarrierType:
+        """`barrier<4, arrivals 2>`; without arrivals: 1."""
+        m = re.fullmatch(r"barrier<\s*(\d+)\s*(?:,\s*arrivals (\d+)\s*)?>", t.text)
+        if not m:
+            raise self.error(f"expected barriers such as barrier<4, arrivals 2>, got {t.text!r}", t)
+        return BarrierType(int(m[1]), int(m[2] or 1))
 
     def _size(self, text: str, token: Token) -> Size:
         """`128`, or `{cdiv(n, 128)}`."""
@@ -283,7 +299,8 @@ class _Parser:
                 names.append(self.defined())
             self.expect("=")
         word = self.kind("word", "an op")
-        special = {"for": self._for, "while": self._while, "if": self._if}.get(word.text)
+        forms = {"for": self._for, "while": self._while, "if": self._if, "roles": self._roles}
+        special = forms.get(word.text)
         if special:
             op, types = special(word), []
         else:
@@ -323,7 +340,7 @@ class _Parser:
         if form.typed:
             if not types:
                 raise self.error(f"{word.text} needs its result type: the shape or the dtype stands there", word)
-            kw |= {n: getattr(types[0], n) for n in form.typed}
+            kw |= {n: getattr(types[0], n) for n in form.typed if hasattr(types[0], n)}
         loc = self.location()
         for n in form.blocks:
             self.expect(n)
@@ -337,15 +354,13 @@ class _Parser:
         return op, types
 
     def _positional(self, card: type[Op], form: Layout, kw: dict[str, Any], word: Token) -> None:
-        first = True
         for n, kind in form.positional:
             if kind == "operands" and form.single_list:
                 here = self.peek.kind == "value" and self.peek.line == word.line
                 kw[n] = tuple(self._some_values()) if here else ()
                 continue
-            if not first:
-                self.expect(",")
-            first = False
+            if form.before[n]:
+                self.expect(form.before[n].strip())
             if kind == "operands":
                 self.expect("[")
                 kw[n] = tuple(self.listed(self.use, "]"))
@@ -354,6 +369,10 @@ class _Parser:
             if n in form.indexed:
                 self.expect("[")
                 kw[form.indexed[n]] = tuple(self.listed(self.dim, "]"))
+            if n in form.numbered:
+                self.expect("[")
+                kw[form.numbered[n]] = self.use()
+                self.expect("]")
         kw |= dict.fromkeys(form.optional)
 
     def _named(self, form: Layout, kw: dict[str, Any]) -> None:
@@ -410,3 +429,29 @@ class _Parser:
         op = If(cond, then, self.block([]) if self.take("else") else Block())
         op.loc = loc
         return op
+
+    def _roles(self, word: Token) -> Op:
+        """`{ role name warps=4 registers=240 { ... } ... }`."""
+        loc = self.location()
+        self.expect("{")
+        heads, bodies = [], []
+        while not self.take("}"):
+            self.expect("role")
+            heads.append(self._role_head())
+            bodies.append(self.block([]))
+        op = Roles(*map(tuple, zip(*heads, strict=True)), tuple(bodies)) if heads else Roles((), (), (), ())
+        op.loc = loc
+        return op
+
+    def _role_head(self) -> tuple[str, int, int]:
+        name = self.next()
+        if name.kind not in ("word", "string"):
+            raise self.error(f"expected the name of a role, got {name.text or 'the end of the text'!r}", name)
+        counts = {"warps": -1, "registers": 0}
+        while self.peek.text in counts:
+            key = self.next().text
+            self.expect("=")
+            counts[key] = self.integer()
+        if counts["warps"] < 0:
+            raise self.error("a role needs its number of warps: role name warps=4 { ... }", name)
+        return json.loads(name.text) if name.kind == "string" else name.text, counts["warps"], counts["registers"]

@@ -3,8 +3,10 @@
     %r0, %r1 = mnemonic BARE %operand[index], [%list, %of], ... name=value ... : type, type
 
 BARE are the attributes that say what the op is: `fn`, `format`, or the first attribute of a card without operands. The
-attributes `shape` and `dtype` stand in the result type. Attributes that have their default are left out. Loops and
-branches have a form of their own.
+attributes `shape` and `dtype` stand in the result type, and so do `slots`, `count` and `arrivals` of memory. Attributes
+that have their default are left out. An operand called `at` says which one of those of the operand before it:
+`%full[%s]`. Behind the place of an asynchronous copy an arrow says which way it goes. Loops, branches and roles have a
+form of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from .block import AsyncLoad, AsyncStore, Roles
 from .control import For, If, While
 from .core import NOWHERE, At, Block, Dim, Index, Kernel, Loc, Op, Span, Take, Tile, Value
 from .elementwise import Map
@@ -125,7 +128,7 @@ class _Printer:
         self.lines.append("  " * depth + text)
 
     def op(self, op: Op, depth: int) -> None:
-        form = {For: self._for, While: self._while, If: self._if}.get(type(op))
+        form = {For: self._for, While: self._while, If: self._if, Roles: self._roles}.get(type(op))
         if form:
             # The results are named after the body, in the order of the text they stand first: fix that here.
             form(op, f"{self.values(op.results)} = " if op.results else "", depth)
@@ -156,12 +159,21 @@ class _Printer:
             self.block(op.orelse, depth + 1)
         self.line(depth, "}")
 
+    def _roles(self, op: Roles, results: str, depth: int) -> None:
+        self.line(depth, f"roles{self.location(op.loc)} {{")
+        for name, warps, registers, b in zip(op.names, op.warps, op.registers, op.bodies, strict=True):
+            text = f"role {literal(name, bare=True)} warps={warps}" + (f" registers={registers}" if registers else "")
+            self.line(depth + 1, text + " {")
+            self.block(b, depth + 2)
+            self.line(depth + 1, "}")
+        self.line(depth, "}")
+
     def _plain(self, op: Op, depth: int) -> None:
         form = layout(type(op))
         results = f"{self.values(op.results)} = " if op.results else ""
         words = [op.fn if isinstance(op, Map) else op.mnemonic]
         words += [literal(getattr(op, n), bare=n == "fn") for n in form.bare]
-        operands = ", ".join(self._operand(op, n, kind, form) for n, kind in form.positional)
+        operands = "".join(form.before[n] + self._operand(op, n, kind, form) for n, kind in form.positional)
         words += [operands] if operands else []
         words += [f"{n}={self.name(getattr(op, n))}" for n in form.optional if getattr(op, n) is not None]
         words += [f"{n}={literal(v)}" for n, v in shown_attributes(op)]
@@ -179,8 +191,9 @@ class _Printer:
         v = getattr(op, field)
         if kind == "operands":
             return self.values(v) if form.single_list else f"[{self.values(v)}]"
-        follow = form.indexed.get(field)
-        return self.name(v) + (self.index(getattr(op, follow)) if follow else "")
+        index, at = form.indexed.get(field), form.numbered.get(field)
+        text = self.name(v) + (self.index(getattr(op, index)) if index else "")
+        return text + (f"[{self.name(getattr(op, at))}]" if at else "")
 
     def index(self, index: Index) -> str:
         return "[" + ", ".join(map(self.dim, index)) + "]"
@@ -206,34 +219,45 @@ class Layout:
 
     bare: tuple[str, ...]
     positional: tuple[tuple[str, str], ...]  # (field, "operand" | "operands")
+    before: dict[str, str]  # field of `positional` -> what stands before it: nothing, a comma, an arrow
     indexed: dict[str, str]  # Ref operand -> the index field that is printed behind it
+    numbered: dict[str, str]  # operand -> the operand `at` that is printed behind it
     optional: tuple[str, ...]
     named: tuple[str, ...]
-    typed: tuple[str, ...]  # shape, dtype: read off the result type
+    typed: tuple[str, ...]  # shape, dtype, slots, count, arrivals: read off the result type
     blocks: tuple[str, ...]
     single_list: bool  # a list of operands alone needs no brackets
+
+
+ARROWS = {AsyncLoad: " -> ", AsyncStore: " <- "}
 
 
 @functools.cache
 def layout(card: type[Op]) -> Layout:
     """The layout of a card, derived from its fields."""
     fields = card.fields
+    names = list(fields)
     attrs = [n for n, k in fields.items() if k == "attr"]
-    positional = tuple((n, k) for n, k in fields.items() if k in ("operand", "operands"))
-    typed = tuple(n for n in attrs if n in ("shape", "dtype"))
+    indexed = {names[i - 1]: n for i, n in enumerate(names) if fields[n] == "index"}
+    numbered = {names[i - 1]: n for i, n in enumerate(names) if n == "at" and fields[n] == "operand"}
+    positional = [(n, k) for n, k in fields.items() if k in ("operand", "operands") and n not in numbered.values()]
+    typed = [n for n in attrs if n in ("shape", "dtype") or (n in ("slots", "count", "arrivals") and not positional)]
     rest = [n for n in attrs if n not in typed]
-    bare = [n for n in rest if n in ("fn", "format")] if card is not Map else []
+    bare = [n for n in rest if n in ("fn", "format") and n not in _defaults(card)] if card is not Map else []
     if not positional and not bare:
         bare = rest[:1]
-    names = list(fields)
-    indexed = {names[names.index(n) - 1]: n for n, k in fields.items() if k == "index"}
+    before = {n: ", " if i else "" for i, (n, _) in enumerate(positional)}
+    if card in ARROWS:
+        before[positional[1][0]] = ARROWS[card]
     return Layout(
         bare=tuple(bare),
-        positional=positional,
+        positional=tuple(positional),
+        before=before,
         indexed=indexed,
+        numbered=numbered,
         optional=tuple(n for n, k in fields.items() if k == "optional"),
         named=tuple(n for n in rest if n not in bare and not (card is Map and n == "fn")),
-        typed=typed,
+        typed=tuple(typed),
         blocks=tuple(n for n, k in fields.items() if k == "block"),
         single_list=len(positional) == 1 and positional[0][1] == "operands",
     )

@@ -13,13 +13,16 @@ from jtile._errors import ParseError
 from jtile.ir import (
     ELEMENTWISE,
     OPS,
+    BarrierType,
     Builder,
     Full,
     Kernel,
     Loc,
     Map,
     RefType,
+    SharedType,
     Value,
+    copy_block,
     parse_kernel,
     parse_size,
     print_kernel,
@@ -27,7 +30,7 @@ from jtile.ir import (
 )
 from jtile.ir.types import DTYPES
 
-# In the printer's own spelling; every card but Map stands here.
+# In the printer's own spelling; every card but Map stands here or, if it belongs to the block level, below.
 EVERYTHING = """\
 kernel @everything(
     %x: ref<64x48xf32>,
@@ -128,11 +131,70 @@ kernel @everything(
 """
 
 
+BLOCK = """\
+kernel @block(%a: ref<256x128xbf16>, %o: ref<256x64xf32, out>) grid(2) {
+  %i = program_id 0 : i32
+  %c0 = full 0 : i32
+  %c1 = full 1 : i32
+  %ctrue = full true : bool
+  %A = alloc_shared : shared<64x64xbf16, slots 2> @"f.py":3
+  %B = alloc_shared : shared<64x64xbf16>
+  %C = alloc_shared : shared<64x64xf32>
+  %full = alloc_barriers : barrier<2, arrivals 1>
+  %free = alloc_barriers : barrier<1, arrivals 4>
+  roles @"f.py":4 {
+    role consumer warps=4 registers=240 {
+      %t0 = clock : i64
+      wait %full[%c0], %c0 @"f.py":12
+      %A0 = slot %A[%c0] : shared<64x64xbf16>
+      %Bt = transpose_shared %B : shared<64x64xbf16>
+      %0 = dot_async %A0, %Bt : tile<64x64xf32>
+      %1 = dot_async %A0, %B acc=%0 keep=%ctrue fast=true : tile<64x64xf32>
+      dot_wait pending=1
+      %2 = dot_wait %1 : tile<64x64xf32>
+      arrive %free[%c0] when=%ctrue count=4
+      store_shared %C, %2
+      fence_shared
+      role_barrier
+      async_store %o[tile(%i, 64), %c0:+64] <- %C fn="add" checked=false
+      async_store %o[tile(%i, 64), %c0:+64] <- %C
+      store_wait 1
+      store_wait 0
+      %part = slice_shared %C starts=(0, 32) sizes=(8, 16) : shared<8x16xf32>
+      %3 = load_shared %part : tile<8x16xf32>
+    }
+    role "the producer" warps=1 {
+      wait %free[%c0], %c1 when=%ctrue
+      expect %full[%c0] bytes=16384
+      %A1 = slot %A[%c0] : shared<64x64xbf16>
+      async_load %a[tile(%i, 64), tile(%c0, 64)] -> %A1, %full[%c0]
+      async_load %a[tile(%i, 64), tile(%c1, 64)] -> %B, %full[%c0] when=%ctrue pad=nan checked=false
+    }
+  }
+}
+"""
+
+
 def test_every_card_round_trips():
-    k = parse_kernel(EVERYTHING)
-    assert print_kernel(k, locations=True) == EVERYTHING
-    assert {op.mnemonic for op in k.body.walk()} == set(OPS)
-    verify(k)
+    found = set()
+    for text, level in (EVERYTHING, "tile"), (BLOCK, "block"):
+        k = parse_kernel(text)
+        assert print_kernel(k, locations=True) == text
+        verify(k, level)
+        found |= {op.mnemonic for op in k.body.walk()}
+    assert found == set(OPS)
+
+
+def test_what_the_parser_read_of_roles():
+    k = parse_kernel(BLOCK)
+    roles = k.body.ops[-1]
+    assert (roles.names, roles.warps, roles.registers) == (("consumer", "the producer"), (4, 1), (240, 0))
+    assert k.body.ops[4].result.type == SharedType((64, 64), "bfloat16", 2)
+    assert k.body.ops[8].result.type == BarrierType(1, 4)
+    assert (roles.loc, roles.bodies[0].ops[1].loc) == (Loc("f.py", 4), Loc("f.py", 12))
+    copied = copy_block(k.body, lambda v: v)
+    assert print_kernel(k.with_body(copied), locations=True) == BLOCK
+    assert not set(copied.walk()) & set(k.body.walk())
 
 
 def test_what_the_parser_read():
@@ -245,6 +307,17 @@ ERRORS = [
     ("  %a = full 1.5 : i32 %b = load %x[tile(%a, 4, step=2.5)]\n}", "expected a whole number", (2, 53)),
     ("  %v = while () { } do () { }\n}", "condition of a while", (2, 8)),
     ("  %f = full 0.0 : f32 for %k in %f..%f step %f { }\n}", "loop bounds", (2, 23)),
+    ("  %A = alloc_shared : shared<8xf32, slot 2>\n}", "expected a type", (2, 23)),
+    ("  %A = alloc_shared : shared<{n}xf32>\n}", "has a static shape", (2, 23)),
+    ("  %A = alloc_shared : barrier<2>\n}", "gives shared<2xu64>, the text says barrier<2, arrivals 1>", (2, 8)),
+    ("  %A = alloc_shared : tile<8xf32>\n}", "gives shared<8xf32>, the text says tile<8xf32>", (2, 8)),
+    ("  %b = alloc_barriers : barrier<2, arrivals x>\n}", "expected barriers such as", (2, 25)),
+    ("  %b = alloc_barriers : tile<2xf32>\n}", "needs count", (2, 8)),
+    ("  %b = alloc_barriers : barrier<0>\n}", "count >= 1", (2, 8)),
+    ("  roles { role x { } }\n}", "needs its number of warps", (2, 16)),
+    ("  roles { role x warps=4 { } role x warps=1 { } }\n}", "roles have different names, got x, x", (2, 3)),
+    ("  roles { }\n}", "every role has a name", (2, 3)),
+    ("  roles { warps=4 { } }\n}", "expected 'role', got 'warps'", (2, 11)),
 ]
 
 
