@@ -1,0 +1,1 @@
+"""From tile level to block level, and passes on kernels at block level."""

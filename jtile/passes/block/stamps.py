@@ -1,0 +1,212 @@
+"""The timeline of a block-level kernel: each role notes the time when it starts and ends to wait, and when it starts
+copies and products, in a further output of the kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jtile.ir import (
+    AsyncLoad,
+    AsyncStore,
+    At,
+    Block,
+    Builder,
+    Clock,
+    DotAsync,
+    DotWait,
+    For,
+    If,
+    Kernel,
+    Loc,
+    NumPrograms,
+    Op,
+    ProgramId,
+    RefType,
+    Roles,
+    Store,
+    StoreWait,
+    Value,
+    Wait,
+    While,
+)
+from jtile.ir.block import nbytes
+
+INSTANT, BEGIN, END = 0, 1, 2
+PHASES = 4  # a stamp is `site * PHASES + phase`
+_SPANS: dict[type[Op], str] = {Wait: "wait", DotWait: "wait for products", StoreWait: "wait for stores"}
+_INSTANTS: dict[type[Op], str] = {AsyncLoad: "load", AsyncStore: "store", DotAsync: "product"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A place in a kernel that is stamped.
+
+    Attributes:
+      role: number of the role, and `name` its name.
+      kind: `role` (all of it), `wait`, `wait for products`, `wait for stores`, `load`, `store`, `product`.
+      about: the barrier, buffer or array that it concerns.
+      amount: bytes of a copy, multiply-adds of a product, else 0.
+      loc: the user's source line.
+    """
+
+    role: int
+    name: str
+    kind: str
+    about: str
+    amount: int
+    loc: Loc
+
+
+def stamped(kernel: Kernel, blocks: int, capacity: int) -> tuple[Kernel, tuple[Site, ...]]:
+    """The kernel with one more output `stamps`, int64 [blocks, roles, capacity, 2]: for each of the first `blocks`
+    programs and each role, pairs of (nanoseconds, stamp) in the order of time, up to a time of 0.
+
+    Args:
+      kernel: at block level.
+      capacity: stamps of a role of a program; later ones are dropped.
+    """
+    (roles,) = [op for op in kernel.body.ops if isinstance(op, Roles)]
+    stamps = Value(RefType((blocks, len(roles.bodies), capacity, 2), "int64", "out"), "stamps")
+    b = Builder(Block(kernel.body.params))
+    env: dict[Value, Value] = {}
+    for op in kernel.body.ops:
+        if op is not roles:
+            new = op.clone(lambda v: env.get(v, v))
+            env.update(zip(op.results, new.results, strict=True))
+            b.block.ops.append(new)
+    program = _linear_program(b, len(kernel.grid))
+    into = _Into(stamps, program, [])
+    bodies = []
+    for number, name in enumerate(roles.names):
+        with b.region() as body:
+            _Stamper(b, into, number, name, env).role(roles.bodies[number])
+        bodies.append(body)
+    with b.at(roles.loc):
+        b.add(dataclasses.replace(roles, bodies=tuple(bodies)))
+    params = (*kernel.inputs, *kernel.outputs, stamps, *kernel.scratch)
+    inits = (*kernel.inits, None) if kernel.inits else ()
+    return dataclasses.replace(kernel, params=params, body=b.block, inits=inits), tuple(into.sites)
+
+
+def _linear_program(b: Builder, axes: int) -> Value:
+    linear = b.index(0)
+    for axis in range(axes):
+        linear = b.map("add", b.map("mul", linear, b.value(NumPrograms(axis))), b.value(ProgramId(axis)))
+    return linear
+
+
+@dataclasses.dataclass
+class _Into:
+    """Where stamps go: the output, the number of the program, and the sites so far."""
+
+    stamps: Value
+    program: Value
+    sites: list[Site]
+
+
+class _Stamper:
+    """Copies the body of one role with stamps; the number of stamps so far is carried through its loops."""
+
+    def __init__(self, b: Builder, into: _Into, number: int, name: str, env: dict[Value, Value]):
+        self.b, self.into, self.number, self.name, self.env = b, into, number, name, dict(env)
+        self.count = self.one = into.program  # set by `role`
+
+    def role(self, body: Block) -> None:
+        self.count, self.one = self.b.index(0), self.b.index(1)
+        site = self._site(Site(self.number, self.name, "role", self.name, 0, Loc()))
+        self._stamp(site, BEGIN)
+        self._ops(body.ops)
+        self._stamp(site, END)
+        self._store(0, self.b.full(0, (), "int64"))
+
+    def _look(self, v: Value) -> Value:
+        return self.env.get(v, v)
+
+    def _ops(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            self.b.loc = op.loc
+            if op.blocks():
+                self._region(op)
+                continue
+            span, instant = _SPANS.get(type(op)), _INSTANTS.get(type(op))
+            site = self._site(self._describe(op, span or instant or "")) if span or instant else 0
+            if span:
+                self._stamp(site, BEGIN)
+            new = op.clone(self._look)
+            self.b.block.ops.append(new)
+            self.env.update(zip(op.results, new.results, strict=True))
+            if span or instant:
+                self._stamp(site, END if span else INSTANT)
+
+    def _site(self, site: Site) -> int:
+        self.into.sites.append(site)
+        return len(self.into.sites) - 1
+
+    def _describe(self, op: Op, kind: str) -> Site:
+        about, amount = "", 0
+        if isinstance(op, Wait):
+            about = op.barrier.name
+        elif isinstance(op, AsyncLoad | AsyncStore):
+            about, amount = op.ref.name, nbytes(op.buffer.type)
+        elif isinstance(op, DotAsync):
+            (m, k), n = op.a.shape, op.b.shape[1]
+            about, amount = f"{m}x{n}x{k}", m * n * k
+        return Site(self.number, self.name, kind, about, amount, op.loc)
+
+    def _stamp(self, site: int, phase: int) -> None:
+        self._store(0, self.b.value(Clock()))
+        self._store(1, self.b.full(site * PHASES + phase, (), "int64"))
+        self.count = self.b.map("add", self.count, self.one)
+
+    def _store(self, part: int, value: Value) -> None:
+        b, into = self.b, self.into
+        at = (into.program, b.index(self.number), self.count, b.index(part))
+        b.add(Store(into.stamps, tuple(map(At, at)), value))
+
+    # -- control flow -------------------------------------------------------------------------------------------------
+
+    def _region(self, op: Op) -> None:
+        form = {For: self._for, While: self._while, If: self._if}.get(type(op))
+        if form is None:  # a combiner: it waits for nothing
+            new = op.clone(self._look)
+            self.b.block.ops.append(new)
+        else:
+            new = form(op)
+            self.count = new.results[-1]
+        self.env.update(zip(op.results, new.results, strict=False))
+
+    def _block(self, old: Block, *, counted: bool = True) -> Block:
+        """A copy of a region that takes (where it takes parameters) and yields the count besides."""
+        types = [p.type for p in old.params] + [self.count.type] * counted
+        names = (*(p.name for p in old.params), *["stamp"] * counted)
+        with self.b.region(types, names) as new:
+            self.env.update(zip(old.params, new.params, strict=False))
+            if counted:
+                self.count = new.params[-1]
+            self._ops(old.ops)
+            new.yields = (*map(self._look, old.yields), self.count)
+        return new
+
+    def _for(self, op: For) -> Op:
+        lo, hi, step = map(self._look, (op.lo, op.hi, op.step))
+        inits = (*map(self._look, op.inits), self.count)
+        body = self._block(op.body)
+        with self.b.at(op.loc):
+            return self.b.add(dataclasses.replace(op, lo=lo, hi=hi, step=step, inits=inits, body=body))
+
+    def _while(self, op: While) -> Op:
+        inits = (*map(self._look, op.inits), self.count)
+        cond = self._block(op.cond)
+        cond.yields = cond.yields[:1]
+        body = self._block(op.body)
+        with self.b.at(op.loc):
+            return self.b.add(While(inits, cond, body))
+
+    def _if(self, op: If) -> Op:
+        before = self.count
+        then = self._block(op.then, counted=False)
+        self.count = before
+        orelse = self._block(op.orelse, counted=False)
+        with self.b.at(op.loc):
+            return self.b.add(If(self._look(op.cond), then, orelse))
