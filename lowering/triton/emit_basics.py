@@ -7,7 +7,7 @@ import math
 
 from jtile import ir
 from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
-from jtile.lowering.triton.order import GROUP, grouped_axes
+from jtile.passes.order import GROUP, grouped_axes
 from jtile.lowering.triton.ttir import Val
 
 
