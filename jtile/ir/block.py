@@ -371,8 +371,9 @@ class DotAsync(Op):
 
 @dataclasses.dataclass(eq=False)
 class DotWait(Op):
-    """Wait until at most `pending` products of this role run (they end in the order of their start); gives `values`,
-    finished. Values that are not finished by then may not be among them."""
+    """Wait until at most `pending` products of this role run (they end in the order of their start); gives `values`.
+    One whose product may still run comes out as it went in, in flight: an accumulator, a carried value, or waited for
+    again, but nothing else."""
 
     values: tuple[Value, ...]
     pending: int = 0
@@ -432,4 +433,3 @@ class Clock(Op):
 
     def infer(self):
         return (TileType((), "int64"),)
-
