@@ -7,8 +7,8 @@ import math
 
 from jtile import ir
 from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
-from jtile.passes.order import GROUP, grouped_axes
 from jtile.lowering.triton.ttir import Val
+from jtile.passes.order import GROUP, grouped_axes
 
 
 @emits(ir.ProgramId)
