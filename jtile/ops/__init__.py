@@ -12,6 +12,7 @@ from jtile.ops.elementwise import bias_gelu_residual as bias_gelu_residual
 from jtile.ops.embeddings import embedding as embedding
 from jtile.ops.flash_attention import attention as attention
 from jtile.ops.gated_mlp import gated_mlp as gated_mlp
+from jtile.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from jtile.ops.histograms import histogram as histogram
 from jtile.ops.layout import transpose as transpose
 from jtile.ops.losses import cross_entropy as cross_entropy

@@ -1,0 +1,175 @@
+"""Products of groups of rows, each group with its own matrix: a mixture of experts (MegaBlocks, Gale et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelValueError
+from jtile.ops import gpu_tiles
+from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, sums_in, tuned
+
+
+def _places(sizes, t, bm: int, rows: int):
+    """(group, first row, row behind the last, whether a group has it) of tile t of `bm` rows: tiles count on from group
+    to group, and the rows behind the last group come last."""
+    count = (sizes + (bm - 1)) // bm
+    last = jnp.cumsum(count)
+    g = (last <= t).sum(dtype=jnp.int32)
+    here = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    before = jnp.where(here < g, sizes, 0).sum()
+    tile = t - jnp.where(here < g, count, 0).sum()
+    inside = g < sizes.shape[0]
+    end = jnp.where(inside, before + jnp.where(here == g, sizes, 0).sum(), rows)
+    return jnp.minimum(g, sizes.shape[0] - 1), before + tile * bm, jnp.minimum(end, rows), inside
+
+
+def _out_type(x, w, sizes, *, out_dtype, tw, **_):
+    return jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if tw else 2]), out_dtype)
+
+
+def _grid(x, w, sizes, *, tw, bm, bn, **_):
+    # every group has a tile that it does not fill, and so have the rows behind the groups
+    return x.shape[0] // bm + w.shape[0] + 1, jt.cdiv(w.shape[1 if tw else 2], bn)
+
+
+@jt.kernel(out_type=_out_type, grid=_grid)
+def grouped_rows(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4):
+    """x [rows, k], w [groups, k, n] (`tw`: [groups, n, k]), sizes int32 [groups] -> y [rows, n]."""
+    # y_r = x_r W_g     for the rows r of group g; zero behind the groups
+    t, j = jt.program_id(0), jt.program_id(1)
+    rows, k = x.shape
+    g, first, end, inside = _places(sizes[...], t, bm, rows)
+    W = w.tiles(None, bn, bk) if tw else w.tiles(None, bk, bn)
+    acc = jt.zeros((bm, bn), sums_in(x))
+    if first < end:
+        for p in jt.range(jnp.where(inside, jt.cdiv(k, bk), 0), stages=stages):
+            a = x[jt.ds(first, bm), jt.ds(p * bk, bk)]
+            acc = jt.dot(a, W[g, j, p].T if tw else W[g, p, j], acc)
+        mine = (first + jt.arange(bm) < end)[:, None]
+        jt.store(y, (jt.ds(first, bm), jt.ds(j * bn, bn)), acc.astype(out_dtype), mask=jnp.broadcast_to(mine, (bm, bn)))
+
+
+def _outer_type(x, dy, sizes, *, out_dtype, **_):
+    return jax.ShapeDtypeStruct((sizes.shape[0], x.shape[1], dy.shape[1]), out_dtype)
+
+
+def _outer_grid(x, dy, sizes, *, bm, bn, **_):
+    return sizes.shape[0], jt.cdiv(x.shape[1], bm), jt.cdiv(dy.shape[1], bn)
+
+
+@jt.kernel(out_type=_outer_type, grid=_outer_grid)
+def grouped_outer(x, dy, sizes, dw, *, out_dtype, bm: int, bn: int, bk: int, stages: int = 3):
+    """x [rows, k], dy [rows, n], sizes int32 [groups] -> dw [groups, k, n]: the products of each group's rows."""
+    # dW_g = sum over the rows r of group g of x_r^T dy_r
+    g, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    size = sizes[g]
+    first = jnp.where(jt.arange(sizes.shape[0]) < g, sizes[...], 0).sum()
+    end = jnp.minimum(first + size, x.shape[0])
+    whole = jnp.maximum(end - first, 0) // bk
+    part = lambda r: (x[jt.ds(r, bk), jt.ds(i * bm, bm)], dy[jt.ds(r, bk), jt.ds(j * bn, bn)])
+    acc = jt.zeros((bm, bn), sums_in(x))
+    for p in jt.range(whole, stages=stages):
+        a, b = part(first + p * bk)
+        acc = jt.dot(a.T, b, acc)
+    rest = first + whole * bk
+    if rest < end:
+        a, b = part(rest)
+        mine = (rest + jt.arange(bk) < end)[:, None]
+        # both: what the next group's rows hold may be no number
+        acc = jt.dot(jnp.where(mine, a, 0).T, jnp.where(mine, b, 0), acc)
+    dw.tiles(None, bm, bn)[g, i, j] = acc.astype(out_dtype)
+
+
+def _tiles(rows: int, groups: int, n: int, k: int, itemsize: int) -> dict[str, int]:
+    """Of a product of groups of about rows / groups rows."""
+    each = jt.cdiv(known(rows), max(groups, 1))
+    if jt.platform() == "cpu":
+        return {"bm": fit(each, 64), "bn": fit(n, 256), "bk": fit(k, 256)}
+    sides = gpu_tiles.product(min(known(rows), max(each, 65)), n, k, itemsize)
+    return sides | {"bm": 64 if each <= 96 and itemsize <= 2 else sides["bm"]}
+
+
+def _rows(x, w, sizes, *, out_dtype: str, tw: bool):
+    n, k = (w.shape[1], w.shape[2]) if tw else (w.shape[2], w.shape[1])
+    return _with_warps(
+        x, w, sizes, out_dtype=out_dtype, tw=tw, **_tiles(x.shape[0], w.shape[0], n, k, x.dtype.itemsize)
+    )
+
+
+def _with_warps(x, w, sizes, *, bm: int, bn: int, **meta):
+    kernel = tuned(grouped_rows, **gpu_tiles.product_options(bm, bn, x.dtype.itemsize))
+    return kernel(x, w, sizes, bm=bm, bn=bn, **meta)
+
+
+def _forward(x, w, sizes, **meta):
+    return _with_warps(x, w, sizes, **meta), (x, w, sizes)
+
+
+def _backward(residuals, dy, *, tw: bool, **_):
+    x, w, sizes = residuals
+    dy = dy.astype(x.dtype)
+    left, right = (dy, x) if tw else (x, dy)
+    tiles = _tiles(left.shape[1], 1, right.shape[1], jt.cdiv(known(x.shape[0]), w.shape[0]), x.dtype.itemsize)
+    tiles["bk"] = max(min(tiles["bk"], 64), 16)
+    kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], x.dtype.itemsize))
+    dw = kernel(left, right, sizes, out_dtype=w.dtype.name, **tiles)
+    return _rows(dy, w, sizes, out_dtype=x.dtype.name, tw=not tw), dw, None
+
+
+grouped_rows.defvjp(_forward, _backward)
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool = False, out_dtype=None
+) -> jax.Array:
+    """`y[r] = x[r] @ w[g]` for the rows r of group g; rows stand in the order of their groups.
+
+    The sizes stay on the device: no step waits for them, and one compiled program serves all of them. Differentiable in
+    x and w. What `jax.lax.ragged_dot` computes.
+
+    Args:
+      x: float array [rows, k].
+      w: [groups, k, n] of x's dtype; [groups, n, k] with `transpose_w`.
+      group_sizes: int [groups], none negative; their sum is at most `rows`.
+      out_dtype: dtype of the result; default that of x.
+
+    Returns:
+      [rows, n], summed in float32 (float64 for float64); zero in the rows behind the last group.
+
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes that do not fit.
+    """
+    x, w, sizes = map(jnp.asarray, (x, w, group_sizes))
+    check_float("grouped_matmul", x=x, w=w)
+    check_int("grouped_matmul", group_sizes=sizes)
+    check_rank("grouped_matmul", "x", x, 2, "[rows, k]")
+    check_rank("grouped_matmul", "w", w, 3, "[groups, n, k]" if transpose_w else "[groups, k, n]")
+    if x.dtype != w.dtype:
+        raise jt.errors.KernelTypeError(
+            f"grouped_matmul: x and w have one dtype, got {x.dtype.name} and {w.dtype.name}; cast one"
+        )
+    groups, k, n = w.shape[0], *(w.shape[:0:-1] if transpose_w else w.shape[1:])
+    if x.shape[1] != k or sizes.shape != (groups,):
+        raise KernelValueError(
+            f"grouped_matmul: x {x.shape} and group_sizes {sizes.shape} do not fit {groups} matrices of {k} rows "
+            f"and {n} columns: x is [rows, {k}], group_sizes [{groups}]"
+        )
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if 0 in (groups, k) or math.prod((x.shape[0], n)) == 0:
+        return jnp.zeros((x.shape[0], n), out_dtype)
+    return _rows(x, w, sizes.astype(jnp.int32), out_dtype=out_dtype.name, tw=transpose_w)
+
+
+def grouped_matmul_reference(x, w, group_sizes, *, transpose_w: bool = False, out_dtype=None) -> jax.Array:
+    """The same in `jnp`: every row with every matrix, and the right one chosen."""
+    wide = sums_in(x)
+    ends = jnp.cumsum(group_sizes)
+    rows = jnp.arange(x.shape[0])[:, None]
+    mine = (rows < ends[None, :]) & (rows >= (ends - group_sizes)[None, :])
+    spelling = "rk,gnk,rg->rn" if transpose_w else "rk,gkn,rg->rn"
+    y = jnp.einsum(spelling, x.astype(wide), w.astype(wide), mine.astype(wide), precision="highest")
+    return y.astype(out_dtype or x.dtype)

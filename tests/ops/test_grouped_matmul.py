@@ -1,0 +1,92 @@
+"""Products of groups of rows against their `jnp` reference and `jax.lax.ragged_dot`, forwards and backwards."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import agree, normal, slopes_agree
+
+from jtile import ops
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.grouped_matmul import grouped_matmul_reference
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3}
+SIZES = [(5, 0, 9, 70, 3), (0, 0, 87, 0, 0), (17, 17, 17, 17, 17), (0, 0, 0, 0, 0)]
+
+
+def operands(rows, k, n, groups, dtype="float32", transpose=False):
+    return normal(0, rows, k, dtype=dtype), normal(1, groups, *((n, k) if transpose else (k, n)), dtype=dtype)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_sizes(sizes, transpose):
+    x, w = operands(87, 35, 21, 5, transpose=transpose)
+    agree(ops.grouped_matmul, grouped_matmul_reference, x, w, jnp.asarray(sizes), tolerance=2e-6, transpose_w=transpose)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_dtypes(dtype):
+    x, w = operands(150, 96, 40, 3, dtype)
+    agree(ops.grouped_matmul, grouped_matmul_reference, x, w, jnp.asarray([64, 1, 80]), tolerance=TOLERANCE[dtype])
+
+
+def test_rows_behind_the_groups_are_zero_and_one_program_serves_all_sizes():
+    x, w = operands(40, 16, 24, 3)
+    f = jax.jit(ops.grouped_matmul)
+    for sizes in ([3, 4, 5], [0, 12, 0], [40, 0, 0]):
+        y, total = f(x, w, jnp.asarray(sizes)), sum(sizes)
+        np.testing.assert_array_equal(y[total:], 0)
+        np.testing.assert_allclose(y, jax.lax.ragged_dot(x, w, jnp.asarray(sizes)), rtol=1e-5, atol=1e-5)
+    assert f._cache_size() == 1
+
+
+def test_what_is_no_number_stays_in_its_group():
+    x, w = operands(40, 16, 24, 2)
+    x = x.at[20:].set(np.nan)
+    sizes = jnp.asarray([20, 20])
+    y, back = jax.vjp(lambda x, w: ops.grouped_matmul(x, w, sizes), x, w)
+    assert not jnp.isnan(y[:20]).any() and jnp.isnan(y[20:]).all()
+    dx, dw = back(jnp.ones_like(y))
+    assert not jnp.isnan(dx).any() and not jnp.isnan(dw[0]).any() and jnp.isnan(dw[1]).all()
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slopes(dtype, transpose):
+    sizes = jnp.asarray([21, 0, 64, 2])
+    ours, theirs = (
+        lambda x, w, f=f: f(x, w, sizes, transpose_w=transpose) for f in (ops.grouped_matmul, grouped_matmul_reference)
+    )
+    slopes_agree(ours, theirs, *operands(90, 33, 47, 4, dtype, transpose))
+
+
+def test_slopes_differ_by_out_dtype():
+    sizes = jnp.asarray([10, 20])
+    ours, theirs = (
+        lambda x, w, f=f: f(x, w, sizes, out_dtype=jnp.float32) for f in (ops.grouped_matmul, grouped_matmul_reference)
+    )
+    slopes_agree(ours, theirs, *operands(30, 16, 24, 2, "bfloat16"))
+
+
+def test_vmap_over_layers():
+    x, w = normal(0, 2, 30, 16), normal(1, 2, 3, 16, 8)
+    sizes = jnp.asarray([[10, 5, 15], [0, 30, 0]])
+    got = jax.vmap(ops.grouped_matmul)(x, w, sizes)
+    for k in range(2):
+        np.testing.assert_allclose(got[k], grouped_matmul_reference(x[k], w[k], sizes[k]), rtol=1e-5, atol=1e-5)
+
+
+def test_refuses():
+    x, w = operands(10, 4, 6, 2)
+    with pytest.raises(KernelTypeError, match="one dtype"):
+        ops.grouped_matmul(x, w.astype(jnp.bfloat16), jnp.asarray([1, 2]))
+    with pytest.raises(KernelTypeError):
+        ops.grouped_matmul(x, w, jnp.asarray([1.0, 2.0]))
+    with pytest.raises(KernelValueError, match=r"\[rows, 4\]"):
+        ops.grouped_matmul(x[:, :3], w, jnp.asarray([1, 2]))
+    with pytest.raises(KernelValueError):
+        ops.grouped_matmul(x, w, jnp.asarray([1, 2, 3]))
+    assert ops.grouped_matmul(x[:0], w, jnp.asarray([0, 0])).shape == (0, 6)
