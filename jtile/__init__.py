@@ -34,12 +34,17 @@ if TYPE_CHECKING:
     from jtile._export import export_checks as export_checks
     from jtile._platform import architecture as architecture
     from jtile._platform import platform as platform
+    from jtile.language import Barrier as Barrier
+    from jtile.language import BarrierRound as BarrierRound
+    from jtile.language import BarrierSlot as BarrierSlot
     from jtile.language import Ref as Ref
+    from jtile.language import Shared as Shared
     from jtile.language import TileView as TileView
     from jtile.language import alloc as alloc
     from jtile.language import arange as arange
     from jtile.language import assert_ as assert_
     from jtile.language import associative_scan as associative_scan
+    from jtile.language import async_copy as async_copy
     from jtile.language import atomic_add as atomic_add
     from jtile.language import atomic_and as atomic_and
     from jtile.language import atomic_cas as atomic_cas
@@ -48,11 +53,16 @@ if TYPE_CHECKING:
     from jtile.language import atomic_or as atomic_or
     from jtile.language import atomic_xchg as atomic_xchg
     from jtile.language import atomic_xor as atomic_xor
+    from jtile.language import barrier as barrier
     from jtile.language import cdiv as cdiv
+    from jtile.language import clock as clock
     from jtile.language import cond as cond
     from jtile.language import dot as dot
+    from jtile.language import dot_async as dot_async
     from jtile.language import dot_scaled as dot_scaled
+    from jtile.language import dot_wait as dot_wait
     from jtile.language import ds as ds
+    from jtile.language import fence_shared as fence_shared
     from jtile.language import fori as fori
     from jtile.language import full as full
     from jtile.language import like as like
@@ -64,7 +74,10 @@ if TYPE_CHECKING:
     from jtile.language import program_id as program_id
     from jtile.language import range as range
     from jtile.language import reduce as reduce
+    from jtile.language import role as role
+    from jtile.language import role_barrier as role_barrier
     from jtile.language import store as store
+    from jtile.language import store_wait as store_wait
     from jtile.language import swizzle as swizzle
     from jtile.language import when as when
     from jtile.language import zeros as zeros
@@ -78,10 +91,11 @@ if TYPE_CHECKING:
 # Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
 _MODULES = ("interpret", "ir", "models", "ops", "testing", "tune")
 _LANGUAGE = [
-    "Ref", "TileView", "alloc", "arange", "assert_", "associative_scan", "atomic_add", "atomic_and", "atomic_cas",
-    "atomic_max", "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor", "cdiv", "cond", "dot", "dot_scaled", "ds",
-    "fori", "full", "like", "load", "next_power_of_2", "num_programs", "ones", "print", "program_id", "range", "reduce",
-    "store", "swizzle", "when", "zeros",
+    "Barrier", "BarrierRound", "BarrierSlot", "Ref", "Shared", "TileView", "alloc", "arange", "assert_",
+    "associative_scan", "async_copy", "atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min", "atomic_or",
+    "atomic_xchg", "atomic_xor", "barrier", "cdiv", "clock", "cond", "dot", "dot_async", "dot_scaled", "dot_wait", "ds",
+    "fence_shared", "fori", "full", "like", "load", "next_power_of_2", "num_programs", "ones", "print", "program_id",
+    "range", "reduce", "role", "role_barrier", "store", "store_wait", "swizzle", "when", "zeros",
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",

@@ -14,12 +14,21 @@ from jtile.language.basics import (
     program_id,
     zeros,
 )
+from jtile.language.block import (
+    async_copy,
+    clock,
+    dot_async,
+    dot_wait,
+    fence_shared,
+    role,
+    role_barrier,
+    store_wait,
+)
 from jtile.language.compute import associative_scan, dot, dot_scaled, reduce
 from jtile.language.control import Range, cond, fori, range_, when
 from jtile.language.refs import (
     Ref,
     TileView,
-    alloc,
     atomic_add,
     atomic_and,
     atomic_cas,
@@ -31,19 +40,25 @@ from jtile.language.refs import (
     load,
     store,
 )
+from jtile.language.shared import Barrier, BarrierRound, BarrierSlot, Shared, alloc, barrier
 from jtile.language.swizzle import swizzle
 
 print = print_
 range = range_
 
 __all__ = [
+    "Barrier",
+    "BarrierRound",
+    "BarrierSlot",
     "Range",
     "Ref",
+    "Shared",
     "TileView",
     "alloc",
     "arange",
     "assert_",
     "associative_scan",
+    "async_copy",
     "atomic_add",
     "atomic_and",
     "atomic_cas",
@@ -52,11 +67,16 @@ __all__ = [
     "atomic_or",
     "atomic_xchg",
     "atomic_xor",
+    "barrier",
     "cdiv",
+    "clock",
     "cond",
     "dot",
+    "dot_async",
     "dot_scaled",
+    "dot_wait",
     "ds",
+    "fence_shared",
     "fori",
     "full",
     "like",
@@ -68,7 +88,10 @@ __all__ = [
     "program_id",
     "range",
     "reduce",
+    "role",
+    "role_barrier",
     "store",
+    "store_wait",
     "swizzle",
     "when",
     "zeros",

@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching
 
 from jtile._errors import TransformError
 from jtile.ir.types import dtype_info
+from jtile.language import _block_primitives as block
 from jtile.language import _primitives as prims
 from jtile.language import _recurrences, _vmap
 from jtile.language._place import user_place
@@ -27,8 +28,21 @@ def register() -> None:
         ad.primitive_transposes[p] = transpose
     for p, batch in _BATCHERS.items():
         batching.primitive_batchers[p] = batch
+    for p in block.PRIMITIVES:
+        ad.primitive_jvps[p] = _no_rule(p, "differentiated")
+        batching.primitive_batchers[p] = _no_rule(p, "batched by jax.vmap")
     _recurrences.register()
     _vmap.register()
+
+
+def _no_rule(p, what: str):
+    """The rule of a primitive of the block level: schedules are written, not derived."""
+
+    def refuse(*_, **__):
+        name = p.name.removeprefix("jtile_")
+        raise TransformError(f"{name} is of the block level and cannot be {what} inside of a kernel", user_place())
+
+    return refuse
 
 
 def zero(t) -> bool:

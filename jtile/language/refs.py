@@ -108,11 +108,17 @@ def _no_arithmetic(name: str):
     return run
 
 
-for _op in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]:
-    setattr(Ref, f"__{_op}__", _no_arithmetic(f"__{_op}__"))
-    setattr(Ref, f"__r{_op}__", _no_arithmetic(f"__r{_op}__"))
-for _op in ["neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "int"]:
-    setattr(Ref, f"__{_op}__", _no_arithmetic(f"__{_op}__"))
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_OTHER = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "int")
+
+
+def refuse_arithmetic(kind: type) -> None:
+    """Make arithmetic with objects of a class, which are memory, the error that its `__jax_array__` raises."""
+    for op in (*_BINARY, *[f"r{op}" for op in _BINARY], *_OTHER):
+        setattr(kind, f"__{op}__", _no_arithmetic(f"__{op}__"))
+
+
+refuse_arithmetic(Ref)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,9 +456,3 @@ class Place:
 
     def set(self, value, mask=None) -> None:
         store(self.x, self.index, value, mask)
-
-
-def alloc(shape, dtype) -> Ref:
-    """A scratch Ref of this program, made inside the kernel; undefined at first."""
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    return Ref(jax.empty_ref(jax.ShapeDtypeStruct(shape, np.dtype(dtype))), "this scratch", "scratch")

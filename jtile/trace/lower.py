@@ -18,6 +18,7 @@ from jtile import ir
 from jtile._errors import KernelTypeError, UnsupportedError, VerificationError
 from jtile.ir.builder import Builder
 from jtile.language._place import place_of
+from jtile.trace.roles import RoleBuilder
 
 RULES: dict[str, Callable[..., Any]] = {}
 
@@ -49,6 +50,7 @@ class Lowering:
     def __init__(self, name: str, grid: Sequence[int]):
         self.name, self.grid = name, tuple(grid)
         self.b = Builder()
+        self.roles = RoleBuilder(self.b)
         self.eqn: Any = None
         self._words = False  # whether a rule runs on one word of its keys: the dtype of keys then reads as uint32
         self._pinned: Any = None  # source place of everything inside a call of JAX's own functions
@@ -179,6 +181,7 @@ class Lowering:
                 "jnp functions"
             )
         place = self.place
+        self.roles.check(values, self.b.loc)
         try:
             keys = any(isinstance(v, Keys) for v in values)
             out = self._keys(name, values) if keys else RULES[name](self, *values, **eqn.params)
@@ -279,6 +282,7 @@ def to_tile_ir(
     loc = loc if isinstance(loc, ir.Loc) else ir.Loc(*loc) if loc else ir.NOWHERE
     with c.b.at(loc):
         c.run(jaxpr.jaxpr, [c.literal(x) for x in jaxpr.consts], params)
+        c.roles.finish()
     inits = tuple(inits) or (None,) * n_out
     return ir.Kernel(name, tuple(params), sizes(grid), c.b.block, tuple(map(tuple, aliases)), inits, loc)
 

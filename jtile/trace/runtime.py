@@ -19,6 +19,7 @@ from jax import core, lax
 from jtile._errors import JtileError, KernelSyntaxError, KernelTypeError
 from jtile.language.control import Range, _adapts, checked_carry, counted, scalar_condition, spell
 from jtile.language.refs import Ref, TileView
+from jtile.language.shared import Barrier, BarrierRound, BarrierSlot, Shared
 
 Place = tuple[str, int, int]  # file, line, column
 
@@ -69,8 +70,11 @@ class Cells:
             del self.cells[name].cell_contents
 
 
+_OBJECTS = (Ref, TileView, Range, Shared, Barrier, BarrierSlot, BarrierRound)  # what is no array and does not change
+
+
 def _is_leaf(v: Any) -> bool:
-    return isinstance(v, Ref | TileView | Range | np.ndarray) or v is UNBOUND
+    return isinstance(v, (*_OBJECTS, np.ndarray)) or v is UNBOUND
 
 
 @dataclasses.dataclass
@@ -95,7 +99,7 @@ _SLOT = _Slot()
 
 
 def _is_number(x: Any) -> bool:
-    if isinstance(x, Ref | TileView | Range):
+    if isinstance(x, _OBJECTS):
         return False
     return isinstance(x, bool | int | float | np.generic | np.ndarray) or (
         isinstance(x, jax.Array) and not isinstance(x, jax.Ref)

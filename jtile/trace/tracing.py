@@ -12,6 +12,7 @@ from jax import core
 from jax.ref import AbstractRef
 
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile.language._level import BlockLevelError, Level, tracing
 from jtile.language._place import hide_own_frames, place_of
 from jtile.language._primitives import allow_effects
 from jtile.language.refs import Ref
@@ -69,7 +70,7 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
 
     avals = [AbstractRef(core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
     try:
-        closed = jax.make_jaxpr(body)(*avals)
+        closed = _made(body, avals)
     except _CONCRETIZATION as e:
         raise KernelTypeError(_concretization(e), _place_in(e, fn)) from e
     except (jax.errors.InconclusiveDimensionOperation, TypeError) as e:
@@ -85,6 +86,21 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
     _check_consts(fn, name, closed)
     _check_axes(closed, len(grid), name)
     return closed
+
+
+def _made(body, avals):
+    """The jaxpr, traced a second time where the kernel turns out to be at block level only after memory was made."""
+    try:
+        with tracing(Level()):
+            return jax.make_jaxpr(body)(*avals)
+    except BlockLevelError as e:
+        otherwise = e.otherwise
+    with tracing(Level(block=True)) as level:
+        try:
+            return jax.make_jaxpr(body)(*avals)
+        finally:
+            if otherwise is not None and not level.roles:
+                raise otherwise
 
 
 def ref_names(fn, params) -> list[str]:

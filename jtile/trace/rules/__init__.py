@@ -1,6 +1,7 @@
 """How each JAX primitive becomes Tile IR; one file per family."""
 
 from jtile.trace.rules import (
+    block,
     calls,
     control,
     dots,
@@ -15,6 +16,7 @@ from jtile.trace.rules import (
 )
 
 __all__ = [
+    "block",
     "calls",
     "control",
     "dots",
