@@ -14,6 +14,7 @@ from jtile.ops.flash_attention import attention as attention
 from jtile.ops.gated_mlp import gated_mlp as gated_mlp
 from jtile.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from jtile.ops.histograms import histogram as histogram
+from jtile.ops.latent_attention import mla_decode as mla_decode
 from jtile.ops.layout import transpose as transpose
 from jtile.ops.losses import cross_entropy as cross_entropy
 from jtile.ops.matmul import matmul as matmul
@@ -24,6 +25,7 @@ from jtile.ops.quantized_tensor import QuantizedTensor as QuantizedTensor
 from jtile.ops.quantized_tensor import from_gguf_blocks as from_gguf_blocks
 from jtile.ops.quantized_tensor import quantize as quantize
 from jtile.ops.rotary import rope as rope
+from jtile.ops.scaled_matmul import scaled_matmul as scaled_matmul
 from jtile.ops.scans import cumsum as cumsum
 from jtile.ops.softmaxes import log_softmax as log_softmax
 from jtile.ops.softmaxes import softmax as softmax

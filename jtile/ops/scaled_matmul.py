@@ -1,0 +1,141 @@
+"""Products of narrow numbers with scales, as training and inference in 8 bits use them: one scale for an array, or
+scales for 1 x 128 activations and 128 x 128 weights (DeepSeek-V3, 2024)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import gpu_tiles
+from jtile.ops._shapes import check_float, check_rank, known, tuned
+from jtile.ops.matmul import tiles
+
+
+def _out_type(a, b, *scales, out_dtype, tb, **_):
+    return jax.ShapeDtypeStruct((a.shape[0], b.shape[0 if tb else 1]), out_dtype)
+
+
+def _grid(a, b, *scales, tb, bm, bn, **_):
+    return jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[0 if tb else 1], bn)
+
+
+@jt.kernel(out_type=_out_type, grid=_grid)
+def products_times(a, b, scale, y, *, tb: bool, out_dtype, bm: int, bn: int, bk: int, stages: int = 4):
+    """a [m, k], b [k, n] (`tb`: [n, k]), scale f32 [] -> y [m, n]."""
+    # y_ij = scale sum_t a_it b_tj
+    i, j = jt.program_id(0), jt.program_id(1)
+    A, B = a.tiles(bm, bk), b.tiles(bn, bk) if tb else b.tiles(bk, bn)
+    acc = jt.zeros((bm, bn), jnp.float32)
+    for p in jt.range(A.shape[1], stages=stages):
+        acc = jt.dot(A[i, p], B[j, p].T if tb else B[p, j], acc)
+    y.tiles(bm, bn)[i, j] = (acc * scale[...]).astype(out_dtype)
+
+
+@jt.kernel(out_type=_out_type, grid=_grid)
+def scaled_products(a, b, sa, sb, y, *, tb: bool, out_dtype, block: int, bm: int, bn: int, bk: int, stages: int = 4):
+    """a [m, k], b [k, n] (`tb`: [n, k]), sa f32 [k / block, m], sb f32 [k / block, n / block] -> y [m, n].
+
+    `bk` divides `block`, and so does `bn`, or it is a multiple of it.
+    """
+    # y_ij = sum_q sa_qi sb_qj sum over the terms t of block q of a_it b_tj
+    i, j = jt.program_id(0), jt.program_id(1)
+    A, B = a.tiles(bm, bk), b.tiles(bn, bk) if tb else b.tiles(bk, bn)
+    rows = sa.tiles(None, bm)
+    acc = jt.zeros((bm, bn), jnp.float32)
+    for p in jt.range(A.shape[1], stages=stages):
+        q = p // (block // bk)
+        product = jt.dot(A[i, p], B[j, p].T if tb else B[p, j])
+        if block % bn == 0:
+            s = (rows[q, i] * sb[q, j * bn // block])[:, None]
+        else:
+            s = rows[q, i][:, None] * sb[q, (j * bn + jt.arange(bn)) // block][None, :]
+        acc = acc + product * s
+    y.tiles(bm, bn)[i, j] = acc.astype(out_dtype)
+
+
+def _tiles(m: int, n: int, k: int, itemsize: int, block: int | None) -> dict[str, int]:
+    """Of a product with scales for blocks, or with one scale (None)."""
+    if block is None:
+        return tiles(m, n, k, itemsize) | {"bk": _tiles(m, n, k, itemsize, 128)["bk"]}
+    side = lambda most: next(d for d in (128, 64, 32, 16, 8, 4, 2, 1) if d <= most and block % d == 0)
+    m, n = known(m), known(n)
+    if jt.platform() == "cpu":
+        return {"bm": min(m, 64), "bn": min(n, side(128)), "bk": side(128)}
+    bn = side(128) if side(128) >= 16 else 64
+    bm = 128 if m > 64 and itemsize <= 2 else 64
+    bk = side(max(128 // itemsize, 1))
+    return {"bm": min(bm, jt.next_power_of_2(m)), "bn": min(bn, jt.next_power_of_2(n)), "bk": bk}
+
+
+def scaled_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    block: int = 128,
+    transpose_b: bool = False,
+    out_dtype=jnp.bfloat16,
+) -> jax.Array:
+    """`(a * a_scale) @ (b * b_scale)`, each scale repeated over its block; sums in float32.
+
+    Args:
+      a: float [m, k], mostly float8_e4m3fn.
+      b: float [k, n]; [n, k] with `transpose_b`.
+      a_scale: float32, a scalar or [m, ceil(k / block)]: one for `block` terms of a row.
+      b_scale: float32, a scalar or [ceil(k / block), ceil(n / block)]: one for a square of `block`; with `transpose_b`
+        [ceil(n / block), ceil(k / block)].
+      out_dtype: of the result.
+
+    Returns:
+      [m, n].
+
+    Raises:
+      KernelTypeError, KernelValueError: dtypes or shapes that do not fit.
+    """
+    a, b, sa, sb = map(jnp.asarray, (a, b, a_scale, b_scale))
+    check_float("scaled_matmul", a=a, b=b)
+    check_rank("scaled_matmul", "a", a, 2, "[m, k]")
+    check_rank("scaled_matmul", "b", b, 2, "[n, k]" if transpose_b else "[k, n]")
+    (m, k), (k2, n) = a.shape, b.shape[::-1] if transpose_b else b.shape
+    if k != k2:
+        raise KernelValueError(f"scaled_matmul cannot contract {a.shape} with {b.shape} (transpose_b={transpose_b})")
+    parts, columns = jt.cdiv(k, block), jt.cdiv(n, block)
+    _check_scale("a_scale", sa, (m, parts))
+    _check_scale("b_scale", sb, (columns, parts) if transpose_b else (parts, columns))
+    options = {"tb": transpose_b, "out_dtype": jnp.dtype(out_dtype).name}
+    if 0 in (m, n, k):
+        return jnp.zeros((m, n), out_dtype)
+    if sa.ndim == sb.ndim == 0:
+        return _run(products_times, a, b, sa * sb, **options, **_tiles(m, n, k, a.dtype.itemsize, None))
+    sa = jnp.broadcast_to(sa.T, (parts, m))  # the scales of a tile's rows lie together
+    sb = jnp.broadcast_to(sb.T if transpose_b else sb, (parts, columns))
+    sides = _tiles(m, n, k, a.dtype.itemsize, block)
+    return _run(scaled_products, a, b, sa, sb, block=block, **options, **sides)
+
+
+def _run(kernel, a, *args, bm: int, bn: int, **meta):
+    return tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize))(a, *args, bm=bm, bn=bn, **meta)
+
+
+def _check_scale(name: str, x, shape: tuple[int, int]) -> None:
+    if x.dtype != jnp.float32:
+        raise KernelTypeError(f"scaled_matmul: {name} is float32, got {x.dtype.name}; cast it")
+    if x.shape not in ((), shape):
+        raise KernelValueError(f"scaled_matmul: {name} is a scalar or has shape {shape}, got {x.shape}")
+
+
+def scaled_matmul_reference(
+    a, b, a_scale, b_scale, *, block: int = 128, transpose_b: bool = False, out_dtype=jnp.bfloat16
+) -> jax.Array:
+    """The same in `jnp`, at the highest precision."""
+
+    def spread(x, scale, *sides: int):
+        for axis, side in enumerate(sides if scale.ndim else ()):
+            scale = jnp.repeat(scale, side, axis)
+        return x.astype(jnp.float32) * (scale[: x.shape[0], : x.shape[1]] if scale.ndim else scale)
+
+    b = spread(b, b_scale, block, block)
+    return jnp.matmul(spread(a, a_scale, 1, block), b.T if transpose_b else b, precision="highest").astype(out_dtype)
