@@ -1,5 +1,6 @@
 """`python -m benchmarks gpu`: jtile's kernels on a GPU against what JAX and torch users have there."""
 
 WORKLOADS = (
-    "gemm", "gemv", "fp8", "attention", "backward", "decode", "rows", "losses", "gated", "quantized", "launch", "llm",
+    "gemm", "gemv", "fp8", "grouped", "attention", "backward", "decode", "rows", "losses", "gated", "quantized", "launch",
+    "llm",
 )  # fmt: skip

@@ -1,31 +1,18 @@
-"""Matrix products of float8_e4m3fn with one scale, into bf16: a kernel as a user writes it."""
+"""Matrix products of float8_e4m3fn into bf16: with one scale, and with scales of blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 
-import jtile as jt
 from benchmarks.data import normal
 from benchmarks.gpu.case import Case, Torch
+from jtile import ops
+from jtile.ops.scaled_matmul import scaled_matmul_reference
 
 SCALE = 0.25
-
-
-@jt.kernel(
-    out_type=lambda a, b, scale, **_: jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.bfloat16),
-    grid=lambda a, b, scale, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[0], bn)),
-)
-def scaled_product(a, b, scale, o, *, bm=128, bn=256, bk=128):
-    """scale a bᵀ of a [m, k] and b [n, k], summed in float32."""
-    i, j = jt.swizzle(jt.program_id(0), jt.program_id(1), jt.num_programs(0), jt.num_programs(1), group=8)
-    A, B, O = a.tiles(bm, bk), b.tiles(bn, bk), o.tiles(bm, bn)
-    acc = jnp.zeros((bm, bn), jnp.float32)
-    for p in jt.range(A.shape[1], stages=3):  # pyright: ignore[reportGeneralTypeIssues]
-        acc = jt.dot(A[i, p], B[j, p].T, acc)
-    O[i, j] = (acc * scale[0]).astype(o.dtype)
+BLOCK = 128
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
@@ -36,10 +23,17 @@ def cases(tiny: bool = False) -> Iterator[Case]:
             peers={"xla": _xla, "cublas": Torch(_cublas)}, reference=_reference, bytes=4 * n * n, flops=2 * n**3,
             unit="fp8",
         )  # fmt: skip
+    for m, n, k in ((64, 128, 256),) if tiny else ((8192, 8192, 8192), (4096, 4096, 4096), (4096, 7168, 2048)):
+        yield Case(
+            workload="gemm_fp8_blocks", config=f"{m}x{n}x{k} NT" if not m == n == k else f"{m} NT",
+            dtype="float8_e4m3fn", make=lambda seed, sizes=(m, n, k): _blocks(seed, *sizes), ours=_ours_blocks,
+            peers={"torch": Torch(_torch_blocks)}, reference=_reference_blocks,
+            bytes=m * k + n * k + 2 * m * n, flops=2 * m * n * k, unit="fp8",
+        )  # fmt: skip
 
 
 def _ours(a, b):
-    return scaled_product.with_options(num_warps=8)(a, b, jnp.full((1,), SCALE, jnp.float32))
+    return ops.scaled_matmul(a, b, jnp.float32(SCALE), jnp.float32(1), transpose_b=True)
 
 
 def _xla(a, b):
@@ -55,3 +49,23 @@ def _cublas(torch, a, b):
 
 def _reference(a, b):
     return SCALE * jnp.matmul(a.astype(jnp.float32), b.T.astype(jnp.float32), precision="highest")
+
+
+def _blocks(seed, m: int, n: int, k: int):
+    """a [m, k], b [n, k]; scales of 1 x 128 for a, of 128 x 128 for b."""
+    a, b = normal(4 * seed, m, k, dtype="float8_e4m3fn"), normal(4 * seed + 1, n, k, dtype="float8_e4m3fn")
+    scales = (normal(4 * seed + 2, m, k // BLOCK), normal(4 * seed + 3, n // BLOCK, k // BLOCK))
+    return a, b, *(jnp.exp2(s) for s in scales)
+
+
+def _ours_blocks(a, b, sa, sb):
+    return ops.scaled_matmul(a, b, sa, sb, block=BLOCK, transpose_b=True)
+
+
+def _torch_blocks(torch, a, b, sa, sb):
+    outer = sa.t().contiguous().t()  # the scales of a column of blocks lie together, as cuBLAS wants them
+    return torch._scaled_mm(a, b.t(), scale_a=outer, scale_b=sb.t(), out_dtype=torch.bfloat16)
+
+
+def _reference_blocks(a, b, sa, sb):
+    return scaled_matmul_reference(a, b, sa, sb, block=BLOCK, transpose_b=True, out_dtype=jnp.float32)
