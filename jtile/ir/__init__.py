@@ -48,6 +48,7 @@ from .elementwise import ELEMENTWISE, Bitcast, Cast, Map, Select
 from .extents import Extent, Size, UndecidedError, at_least, calls_of, evaluate, parse_size, symbol, symbols_of
 from .memory import ATOMICS, Alloc, Assert, Atomic, Load, Print, Store
 from .parser import parse_kernel
+from .placement import roles_of, shared_bytes
 from .printer import print_kernel, print_op
 from .reductions import (
     REDUCERS,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
-from jtile._errors import KernelValueError, VerificationError
+from jtile._errors import KernelValueError
 
-from .core import OPS, Block, Index, Kernel, Loc, Op, Span, Value
+from .block import AsyncLoad, AsyncStore
+from .core import OPS, Block, Index, Kernel, Op, Span, Value
 from .dynamic import sources, used_symbols
 from .extents import Extent
 from .memory import Atomic, Load, Store
-from .printer import print_op
+from .placement import check_copy, check_memory, check_roles, refuse
 from .shapes import Dense, Full, NumPrograms, ProgramId
 from .types import DTYPES, ROLES, RefType, TileType
 
@@ -29,10 +30,13 @@ def verify(kernel: Kernel, level: str = "tile") -> None:
 
     Checked: result types against a second `infer`; every value defined once, before its use and in scope; regions yield
     what their op says; Refs are only read and written, inputs without an alias never written; constants fit their
-    dtype; the ops belong to `level`; grid, aliases and inits fit the parameters.
+    dtype; the ops belong to `level`; grid, aliases and inits fit the parameters. At block level besides: allocations
+    and roles stand where they belong, and registers suffice (`placement.py`).
     """
     _verify_head(kernel)
     _Scope(kernel, level).block(kernel.body, set(kernel.params), ())
+    if level == "block":
+        check_roles(kernel)
 
 
 def _verify_head(k: Kernel) -> None:
@@ -93,11 +97,8 @@ class _Scope:
         aliased = {kernel.inputs[i] for i, _ in kernel.aliases}
         self.read_only = {v for v in kernel.inputs if v not in aliased} - writable
 
-    def fail(self, op: Op | None, message: str) -> None:
-        loc: Loc = op.loc if op is not None else self.kernel.loc
-        shown = f"\n  in {print_op(op).splitlines()[0]}" if op is not None else ""
-        where = (loc.file, loc.line) if loc.file else None
-        raise VerificationError(f"kernel {self.kernel.name}: {message}{shown}", where)
+    def fail(self, op: Op | None, message: str) -> NoReturn:
+        refuse(self.kernel, op, message)
 
     def define(self, values: Iterable[Value], op: Op | None) -> None:
         for v in values:
@@ -145,16 +146,12 @@ class _Scope:
         self.define(op.results, op)
 
     def refs(self, op: Op) -> None:
-        """Refs are used by memory ops only."""
-        kinds = op.fields
-        for name, kind in kinds.items():
-            v = getattr(op, name)
-            values = v if kind == "operands" else (v,) if kind in ("operand", "optional") and v is not None else ()
-            for x in values:
-                if isinstance(x.type, RefType) and name != "ref":
-                    self.fail(op, f"a Ref is memory, not a value: {x!r}")
-        if isinstance(op, Store | Atomic) and op.ref in self.read_only:
+        """Memory is used by memory ops only."""
+        check_memory(self.kernel, op)
+        if isinstance(op, Store | Atomic | AsyncStore) and op.ref in self.read_only:
             self.fail(op, f"{op.ref.name} is an input, which cannot be written: alias it to an output")
+        if isinstance(op, AsyncLoad | AsyncStore):
+            check_copy(self.kernel, op)
 
     def constants(self, op: Op) -> None:
         if isinstance(op, Full) and not fits(op.value, op.dtype):
@@ -165,7 +162,7 @@ class _Scope:
             self.fail(op, f"the pad {op.pad!r} is no {op.ref.dtype}")
         if isinstance(op, ProgramId | NumPrograms) and op.axis < 0:
             self.fail(op, f"a grid axis is not negative, got {op.axis}")
-        if isinstance(op, Load | Store | Atomic):
+        if isinstance(op, Load | Store | Atomic | AsyncLoad | AsyncStore):
             self.spans(op, op.index)
 
     def spans(self, op: Op, index: Index) -> None:

@@ -227,9 +227,12 @@ def test_stage_grammar():
     grammar = stage_grammar()
     assert set(grammar) == {"tile", "block"}
     assert {"print", "assert"} <= set(grammar["tile"]) & set(grammar["block"])
-    assert "dot" in grammar["tile"]
-    with pytest.raises(VerificationError, match="stands at tile level, this kernel is at block level"):
-        verify(good(), "block")
+    assert "dot" in grammar["tile"] and "dot" not in grammar["block"]
+    assert "dot_async" in grammar["block"] and "dot_async" not in grammar["tile"]
+    k = parse_kernel("kernel @k() { %x = full 1.0 : tile<16x16xf32> %d = dot %x, %x : tile<16x16xf32> }")
+    verify(k)
+    with pytest.raises(VerificationError, match="dot stands at tile level, this kernel is at block level"):
+        verify(k, "block")
 
 
 def test_every_card_has_a_known_level_and_effect():

@@ -1,0 +1,153 @@
+"""Where ops and values of the block level may stand: memory as operands, allocations, roles; what a block takes."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+from jtile._errors import VerificationError
+
+from .block import (
+    AllocBarriers,
+    AllocShared,
+    Arrive,
+    AsyncLoad,
+    AsyncStore,
+    DotAsync,
+    DotWait,
+    Expect,
+    FenceShared,
+    LoadShared,
+    RoleBarrier,
+    Roles,
+    SliceShared,
+    Slot,
+    StoreShared,
+    StoreWait,
+    TransposeShared,
+    Wait,
+    nbytes,
+)
+from .core import Block, Kernel, Op, Take, Value
+from .printer import print_op
+from .reductions import UserReduce, UserScan
+from .types import DTYPES, BarrierType, RefType, SharedType
+
+REGISTERS = 65536  # of a multiprocessor
+IN_ROLES = (
+    LoadShared,
+    StoreShared,
+    FenceShared,
+    Expect,
+    Arrive,
+    Wait,
+    RoleBarrier,
+    AsyncLoad,
+    AsyncStore,
+    StoreWait,
+    DotAsync,
+    DotWait,
+)
+# The fields that take memory, per type; everything else takes tiles.
+_FIELDS = {RefType: ("ref",), SharedType: ("buffer", "a", "b"), BarrierType: ("barrier",)}
+_WHAT = {RefType: "a Ref", SharedType: "a buffer", BarrierType: "a barrier"}
+
+
+def refuse(kernel: Kernel, op: Op | None, message: str, role: str = "") -> NoReturn:
+    """Raise the VerificationError that names kernel, role, op and source line."""
+    loc = op.loc if op is not None else kernel.loc
+    shown = f"\n  in {print_op(op).splitlines()[0]}" if op is not None else ""
+    who = f"kernel {kernel.name}" + (f", role {role}" if role else "")
+    raise VerificationError(f"{who}: {message}{shown}", (loc.file, loc.line) if loc.file else None)
+
+
+def check_memory(kernel: Kernel, op: Op) -> None:
+    """Refs, buffers and barriers are used only by the ops that access them."""
+    for name, kind in op.fields.items():
+        v = getattr(op, name)
+        values = v if kind == "operands" else (v,) if kind in ("operand", "optional") and v is not None else ()
+        for x in values:
+            if type(x.type) in _FIELDS and name not in _FIELDS[type(x.type)]:
+                refuse(kernel, op, f"{_WHAT[type(x.type)]} is memory, not a value: {x!r}")
+    if isinstance(op, UserReduce | UserScan) and any(x.level == "block" for x in op.body.walk()):
+        refuse(kernel, op, "a combiner computes on scalars: memory and barriers of the block have no place in it")
+
+
+def check_copy(kernel: Kernel, op: AsyncLoad | AsyncStore) -> None:
+    """What a tensor map cannot say, whatever the target: gathers, pads other than 0 and NaN."""
+    if any(isinstance(d, Take) for d in op.index):
+        refuse(kernel, op, "an asynchronous copy takes rectangles, not gathered rows: use load and store_shared")
+    if isinstance(op, AsyncLoad):
+        nan = isinstance(op.pad, float) and math.isnan(op.pad)
+        if not nan and op.pad != 0:
+            refuse(kernel, op, f"an asynchronous copy pads with 0 or nan, got {op.pad!r}: mask what was loaded")
+        if nan and DTYPES[op.ref.dtype].kind != "f":
+            refuse(kernel, op, f"the pad nan is no {op.ref.dtype}")
+
+
+def check_roles(kernel: Kernel) -> None:
+    """A block-level kernel allocates, then hands over to its roles: once, at the end, within the register file."""
+    ops = kernel.body.ops
+    found = [op for op in kernel.body.walk() if isinstance(op, Roles)]
+    if len(found) != 1 or not ops or found[0] is not ops[-1]:
+        last = found[-1] if found else None
+        if last is not None and len(found) > 1:
+            refuse(kernel, last, f"a kernel has its roles once, here are {len(found)}: put the bodies into one")
+        why = "a block-level kernel ends in its roles, and nothing comes after them or around them"
+        refuse(kernel, last, f"{why}: {'move this to the end' if last else 'there are none'}")
+    _check_outside(kernel, Block((), ops[:-1]), True)
+    for name, body in zip(found[0].names, found[0].bodies, strict=True):
+        for op in body.walk():
+            if isinstance(op, AllocShared | AllocBarriers):
+                refuse(kernel, op, "memory of the block is allocated before the roles, for all of them", name)
+    _check_registers(kernel, found[0])
+
+
+def _check_outside(kernel: Kernel, block: Block, top: bool) -> None:
+    for op in block.ops:
+        if isinstance(op, IN_ROLES):
+            refuse(
+                kernel, op, f"{op.mnemonic} stands in a role: only allocations and arithmetic come before"
+            )
+        if isinstance(op, AllocShared | AllocBarriers) and not top:
+            refuse(kernel, op, "memory of the block is allocated once, not in a loop or a branch")
+        for b in op.blocks():
+            _check_outside(kernel, b, False)
+
+
+def _check_registers(kernel: Kernel, op: Roles) -> None:
+    """Registers are given to whole warpgroups: a role of one warp counts as four."""
+    threads = [-(-w // 4) * 128 for w in op.warps]
+    given = sum(n * r for n, r in zip(threads, op.registers, strict=True))
+    rest = sum(n for n, r in zip(threads, op.registers, strict=True) if not r)
+    if given + 24 * rest > REGISTERS:
+        parts = " + ".join(f"{n} x {r or 24}" for n, r in zip(threads, op.registers, strict=True))
+        least = ", with 24 at least for roles that take what is left" if rest else ""
+        refuse(
+            kernel,
+            op,
+            f"the roles take {parts} = {given + 24 * rest} registers (threads of whole warpgroups{least}), a "
+            f"multiprocessor has {REGISTERS}: give some of them fewer",
+        )
+
+
+def root(v: Value) -> Value:
+    """The allocation that a buffer or a view of one belongs to."""
+    while isinstance(v.op, Slot | TransposeShared | SliceShared):
+        v = v.op.buffer
+    return v
+
+
+def roles_of(kernel: Kernel) -> Roles:
+    """The roles of a verified block-level kernel."""
+    (op,) = (op for op in kernel.body.ops if isinstance(op, Roles))
+    return op
+
+
+def shared_bytes(kernel: Kernel) -> int:
+    """Bytes of shared memory that a block-level kernel allocates, 8 for each barrier; without padding between them and
+    without what a back end needs besides (conversions between layouts)."""
+    allocs = [op for op in kernel.body.walk() if isinstance(op, AllocShared)]
+    barriers = [op for op in kernel.body.walk() if isinstance(op, AllocBarriers)]
+    total = sum((op.slots or 1) * nbytes(op.result.type) for op in allocs)  # type: ignore[arg-type]
+    return total + 8 * sum(op.count for op in barriers)
