@@ -33,7 +33,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
 
 
 def _ours(a, b):
-    return ops.scaled_matmul(a, b, jnp.float32(SCALE), jnp.float32(1), transpose_b=True)
+    return ops.scaled_matmul(a, b, jnp.float32(SCALE), jnp.float32(1), transpose_b=True, precision="fast")
 
 
 def _xla(a, b):

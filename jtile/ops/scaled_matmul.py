@@ -22,14 +22,14 @@ def _grid(a, b, *scales, tb, bm, bn, **_):
 
 
 @jt.kernel(out_type=_out_type, grid=_grid)
-def products_times(a, b, scale, y, *, tb: bool, out_dtype, bm: int, bn: int, bk: int, stages: int = 4):
+def products_times(a, b, scale, y, *, tb: bool, out_dtype, precision, bm: int, bn: int, bk: int, stages: int = 4):
     """a [m, k], b [k, n] (`tb`: [n, k]), scale f32 [] -> y [m, n]."""
     # y_ij = scale sum_t a_it b_tj
     i, j = jt.program_id(0), jt.program_id(1)
     A, B = a.tiles(bm, bk), b.tiles(bn, bk) if tb else b.tiles(bk, bn)
     acc = jt.zeros((bm, bn), jnp.float32)
     for p in jt.range(A.shape[1], stages=stages):
-        acc = jt.dot(A[i, p], B[j, p].T if tb else B[p, j], acc)
+        acc = jt.dot(A[i, p], B[j, p].T if tb else B[p, j], acc, precision=precision)
     y.tiles(bm, bn)[i, j] = (acc * scale[...]).astype(out_dtype)
 
 
@@ -78,6 +78,7 @@ def scaled_matmul(
     block: int = 128,
     transpose_b: bool = False,
     out_dtype=jnp.bfloat16,
+    precision: str | None = None,
 ) -> jax.Array:
     """`(a * a_scale) @ (b * b_scale)`, each scale repeated over its block; sums in float32.
 
@@ -88,6 +89,7 @@ def scaled_matmul(
       b_scale: float32, a scalar or [ceil(k / block), ceil(n / block)]: one for a square of `block`; with `transpose_b`
         [ceil(n / block), ceil(k / block)].
       out_dtype: of the result.
+      precision: of products with one scale, as in `jt.dot`: "fast" leaves the sums of 8-bit floats to the tensor cores.
 
     Returns:
       [m, n].
@@ -109,7 +111,8 @@ def scaled_matmul(
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     if sa.ndim == sb.ndim == 0:
-        return _run(products_times, a, b, sa * sb, **options, **_tiles(m, n, k, a.dtype.itemsize, None))
+        sides = _tiles(m, n, k, a.dtype.itemsize, None)
+        return _run(products_times, a, b, sa * sb, precision=precision, **options, **sides)
     sa = jnp.broadcast_to(sa.T, (parts, m))  # the scales of a tile's rows lie together
     sb = jnp.broadcast_to(sb.T if transpose_b else sb, (parts, columns))
     sides = _tiles(m, n, k, a.dtype.itemsize, block)

@@ -14,6 +14,7 @@ from jtile.lowering.triton.ttir import Code, Val, bits, spell
 
 NARROW = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # every value of theirs is one of float16 and of bfloat16
 PROMOTE = 128  # elements of k after which the short accumulators of Hopper's fp8 products go to f32, as in cuBLAS
+ALWAYS = 2**30
 PRODUCTS = 1 << 16  # elements of a tensor of products, before their sum
 FP8 = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}
 
@@ -27,6 +28,7 @@ class Form:
       out: element type of the accumulator.
       how: the precision of `tt.dot`, or "" to multiply and add in the dtype of the accumulator.
       least: the smallest k of the instruction.
+      fast: whether 8-bit floats stay in the accumulators of the tensor cores from step to step.
     """
 
     a: str
@@ -34,6 +36,7 @@ class Form:
     out: str
     how: str = "ieee"
     least: int = 1
+    fast: bool = False
 
 
 @emits(ir.Dot)
@@ -78,8 +81,8 @@ def form_of(f: Features, a: str, b: str, out: str, precision: str = "default") -
         return _integer_form(f, a, b, out)
     if out == "f64":
         return Form("float64", "float64", out, least=16)
-    if a in f.fp8 and b in f.fp8 and precision == "default" and (f.cuda or a == b):
-        return Form(a, b, out, least=32)
+    if a in f.fp8 and b in f.fp8 and precision in ("fast", "default") and (f.cuda or a == b):
+        return Form(a, b, out, least=32, fast=precision == "fast")
     kinds = [{x} if x not in NARROW else {"float16", "bfloat16"} for x in _widened(a, b)]
     both = sorted(kinds[0] & kinds[1], reverse=True)
     if both and both[0] != "float32":
@@ -88,6 +91,8 @@ def form_of(f: Features, a: str, b: str, out: str, precision: str = "default") -
         return Form("float32", "float32", out, "tf32" if f.capability >= 80 else "ieee", least=8)
     # Three products of tf32 parts are as accurate as float32 sums of float32 products (errors of 2^-22, infinities
     # kept), run on the matrix units, and compile ten times faster than unrolled multiply-adds.
+    if precision == "fast" and f.capability >= 80:
+        return Form("float32", "float32", out, "tf32", least=8)
     high = "tf32x3" if f.capability >= 80 else "bf16x3" if f.arch.startswith("gfx9") and precision == "high" else "ieee"
     return Form("float32", "float32", out, "ieee" if precision == "highest" else high, least=8)
 
@@ -185,7 +190,7 @@ def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
     acc = acc or code.const(0, form.out, shape)
     kind = f", inputPrecision = {form.how}" if form.how != "ieee" else ""
     if form.a in FP8:
-        kind += f" {{maxNumImpreciseAcc = {min(PROMOTE, a.shape[-1])} : i32}}"
+        kind += f" {{maxNumImpreciseAcc = {ALWAYS if form.fast else min(PROMOTE, a.shape[-1])} : i32}}"
     right = f"tt.dot {a.name}, {b.name}, {acc.name}{kind} : {a.type} * {b.type} -> {spell(shape, form.out)}"
     return code.let(right, shape, form.out)
 

@@ -186,6 +186,14 @@ INSTRUCTIONS = [
 ]
 
 
+def test_fast_products_keep_their_sums_in_the_tensor_cores():
+    products = lambda p, kind: dot(64, 64, 256, kind, kind, "f32", trans=(False, True), precision=p)
+    count = lambda p, kind: compile_kernel(products(p, kind), "sm_90", texts=True).texts["ptx"]
+    assert count("fast", "f8e4m3fn").count("add.f32") == 0 < count("default", "f8e4m3fn").count("add.f32")
+    terms = [count(p, "f32").count("m64n64k8.f32.tf32.tf32") for p in ("fast", "default")]
+    assert terms[1] == 3 * terms[0] > 0
+
+
 @pytest.mark.parametrize(("arch", "k", "instruction"), INSTRUCTIONS, ids=lambda x: x if isinstance(x, str) else "")
 def test_matrix_instructions(arch, k, instruction):
     texts = compile_kernel(k, arch, texts=True).texts
