@@ -74,6 +74,26 @@ class RaceError(InterpreterError):
     """Two programs wrote one element, neither atomically."""
 
 
+class SharedRaceError(RaceError):
+    """Two roles, or a role and an asynchronous copy or product, touch one buffer or element of an array, one of them
+    writes, and nothing orders them."""
+
+
+class ProtocolError(InterpreterError):
+    """A barrier, a copy or a product used against its rules: more arrivals than a phase takes, bytes that nobody
+    announced, a result used before it was waited for, a role that ends before its copies have."""
+
+
+class DeadlockError(InterpreterError):
+    """Every role waits for a barrier whose phase cannot end.
+
+    Attributes:
+      stuck: one `(role, barrier, slot, parity, where)` for each role that waits; `where` is `(file, line)` or None.
+    """
+
+    stuck: tuple[tuple[str, str, int, int, tuple[str, int] | None], ...] = ()
+
+
 class UninitializedReadError(InterpreterError):
     """A read of an element that nobody wrote."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,15 +20,20 @@ def _run(m: Machine, b: Block, args: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [m.env[v] for v in b.yields]
 
 
-@rule(For)
-def _for(m: Machine, op: For):
+def rounds(m: Machine, op: For) -> Iterator[np.ndarray]:
+    """The index of each round of a loop."""
     lo, hi, step = (int(m.env[v]) for v in (op.lo, op.hi, op.step))
     if step == 0:
         raise m.error(InterpreterError, op, "the step of a loop is 0")
     index = DTYPES[op.lo.dtype].numpy
+    return (np.asarray(k, index) for k in range(lo, hi, step))
+
+
+@rule(For)
+def _for(m: Machine, op: For):
     carry = [m.env[v] for v in op.inits]
-    for k in range(lo, hi, step):
-        carry = _run(m, op.body, [np.asarray(k, index), *carry])
+    for k in rounds(m, op):
+        carry = _run(m, op.body, [k, *carry])
     return carry
 
 

@@ -48,9 +48,13 @@ def _atomic(m: Machine, op: Atomic):
             if old.tobytes() == compare[lane].tobytes():
                 buffer.data[at] = new[lane]
         else:
-            one = slice(at, at + 1)
-            buffer.data[one] = compute(ELEMENTWISE[op.fn], [buffer.data[one], new[lane : lane + 1]])
+            update(buffer, op.fn, slice(at, at + 1), new[lane : lane + 1])
     return out.reshape(lanes.shape)
+
+
+def update(buffer: Buffer, fn: str, at: np.ndarray | slice, new: np.ndarray) -> None:
+    """Combine elements, each of which `at` names once, with new ones by an elementwise function."""
+    buffer.data[at] = compute(ELEMENTWISE[fn], [buffer.data[at], new])
 
 
 @rule(Alloc)

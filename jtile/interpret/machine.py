@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,10 @@ from jtile.ir import Kernel, Op, Value
 from jtile.ir.shapes import full_array
 from jtile.ir.types import DTYPES
 
-from .memory import SEVERAL, Buffer, Lanes, index_values, poison, resolve, violation
+from .memory import SEVERAL, Buffer, Handle, Lanes, index_values, poison, resolve, violation
+
+if TYPE_CHECKING:
+    from .block import Crew
 
 RULES: dict[type[Op], Callable[[Machine, Any], Sequence[np.ndarray]]] = {}
 
@@ -35,10 +38,11 @@ def rule(*cards: type[Op]):
 
 
 class Machine:
-    """One call: the memory, and the values of the program that runs."""
+    """One call: the memory, the values of the program that runs, and its roles while they run."""
 
-    def __init__(self, kernel: Kernel, inputs: list[np.ndarray], check: bool):
-        self.kernel, self.check = kernel, check
+    def __init__(self, kernel: Kernel, inputs: list[np.ndarray], check: bool, seed: int = 0):
+        self.kernel, self.check, self.seed = kernel, check, seed
+        self.crew: Crew | None = None
         self.env: dict[Value, Any] = {}
         self.pid: tuple[int, ...] = ()
         self.linear = 0
@@ -79,7 +83,7 @@ class Machine:
                 raise self.error(InterpreterError, op, f"{op.mnemonic} failed: {e}") from e
         out = out if isinstance(out, tuple | list) else (out,)
         for v, x in zip(op.results, out, strict=True):
-            if not isinstance(x, Buffer):
+            if not isinstance(x, Handle):
                 x = np.asarray(x)
                 if x.shape != v.shape or x.dtype != DTYPES[v.dtype].numpy:
                     got = f"{x.dtype.name}{list(x.shape)}"
@@ -88,6 +92,7 @@ class Machine:
 
     def error(self, kind: type[InterpreterError], op: Op, message: str, ref: Value | None = None) -> InterpreterError:
         about = f", Ref {ref.name or '_'}" if ref is not None else ""
+        about = (f", role {self.crew.role.name}" if self.crew and self.crew.role else "") + about
         where = (op.loc.file, op.loc.line) if op.loc.file else None
         return kind(f"kernel {self.kernel.name}, program {self.kernel.program_text(self.pid)}{about}: {message}", where)
 
@@ -96,7 +101,7 @@ class Machine:
         """The memory that a load, store or atomic touches; raises OutOfBoundsError."""
         buffer: Buffer = self.env[op.ref]
         values = index_values(op.index, self.env)
-        mask = None if op.mask is None else self.env[op.mask]
+        mask = None if getattr(op, "mask", None) is None else self.env[op.mask]
         lanes = resolve(op.index, values, buffer.shape, mask)
         if self.check and (mask.any() if mask is not None else math.prod(lanes.shape)):
             why = violation(op.index, values, buffer.shape)
@@ -119,6 +124,8 @@ class Machine:
             self._flag(self.written, op.ref, at)
         if not self.check:
             return
+        if self.crew:
+            self.crew.touch(op, at, kind)
         conflict = buffer.access(at, self.linear, kind)
         if conflict:
             element, other, did = conflict

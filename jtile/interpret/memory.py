@@ -27,7 +27,11 @@ def poison(shape, dtype: str) -> np.ndarray:
     return np.full(math.prod(shape) * d.bits // 8, 0xAA, np.uint8).view(d.numpy).reshape(shape)
 
 
-class Buffer:
+class Handle:
+    """What stands in the place of a value that is no tile: memory, barriers, a product under way."""
+
+
+class Buffer(Handle):
     """The elements of one array, row-major and flat, and for each of them who wrote and read it.
 
     Attributes:

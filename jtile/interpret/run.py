@@ -13,7 +13,7 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ir import Kernel, bind_sizes, concrete, is_dynamic
 from jtile.ir.types import DTYPES
 
-from . import control, effects  # noqa: F401  (their rules)
+from . import block, block_ops, control, effects  # noqa: F401  (their rules)
 from .machine import Machine
 
 
@@ -32,10 +32,11 @@ def interpret(
     """Run a kernel on NumPy arrays.
 
     Args:
-      kernel: Tile IR at tile level.
+      kernel: Tile IR at tile level or at block level.
       inputs: one array per input Ref, of its shape and dtype; they are not changed. They say what the dynamic sizes
         of the kernel are.
-      seed: order of the programs. A kernel without races gives the same for every seed.
+      seed: order of the programs, and at block level how the roles of a program and their asynchronous copies and
+        products take turns. A kernel without races gives the same for every seed.
       check: raise on what the language forbids. Without, such lanes read the pad (or poison) and are not written.
       trace_accesses: return `(outputs, Accesses)`.
 
@@ -45,10 +46,11 @@ def interpret(
     Raises:
       KernelTypeError, KernelValueError: the inputs do not fit the kernel.
       OutOfBoundsError, RaceError, UninitializedReadError, KernelAssertionError: see there.
+      SharedRaceError, ProtocolError, DeadlockError: at block level, see there.
       InterpreterError: an op failed in NumPy.
     """
     kernel = _at_sizes(kernel, inputs)
-    m = Machine(kernel, _checked_inputs(kernel, inputs), check)
+    m = Machine(kernel, _checked_inputs(kernel, inputs), check, seed)
     programs = math.prod(kernel.grid)
     for linear in np.random.default_rng(seed).permutation(programs).tolist():
         m.program(linear)
