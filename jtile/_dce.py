@@ -41,10 +41,11 @@ def _smaller(program: Program, used: tuple[bool, ...]) -> tuple[Program, tuple[b
 
     Kept are outputs that share the buffer of an input or that the kernel reads for something live. A sharding rule
     given by hand counts operands and results, so all of them stay, and so do the operands of a reverse rule. A kernel
-    that asserts keeps its results where no other is used: partitioning over devices finds the call by them.
+    that asserts keeps its results where no other is used: partitioning over devices finds the call by them. A schedule
+    at block level is what was written: nothing of it is taken out.
     """
     spec = program.spec
-    if program.hand or program.dynamic or not any(used):
+    if program.hand or program.dynamic or program.block or not any(used):
         return None
     shared = {o for _, o in spec.aliases}
     idle = {k for k, u in enumerate(used) if not u and k not in shared}

@@ -65,8 +65,9 @@ class Rule:
 
 @functools.lru_cache(maxsize=1024)
 def _factors(program: Program) -> Factors | None:
-    """None: a kernel that must run as a whole (it prints, asserts, or has sizes that are not known yet)."""
-    if program.io or ir.is_dynamic(program.kernel) or not program.programs:
+    """None: a kernel that must run as a whole (it prints, asserts, is at block level, or has sizes that are not known
+    yet)."""
+    if program.io or program.block or ir.is_dynamic(program.kernel) or not program.programs:
         return None
     return factors(program.kernel)
 

@@ -20,8 +20,10 @@ from jtile._compat import is_symbolic
 from jtile._sharding import Hand
 from jtile._signature import Options
 from jtile._sizes import sized, values_of
+from jtile.ir.block import level_of
 
 Number = int | float | bool
+_SPEAKING = ir.Print | ir.Assert  # what is seen beside the results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +152,12 @@ class Program:
     @functools.cached_property
     def io(self) -> bool:
         """The kernel prints or asserts, so that its call may not be removed."""
-        return any(op.effect == "io" for op in self.kernel.body.walk())
+        return any(isinstance(op, _SPEAKING) for op in self.kernel.body.walk())
+
+    @functools.cached_property
+    def block(self) -> bool:
+        """The kernel is at block level: it has roles, and compiles for the architectures that have what they use."""
+        return level_of(self.base) == "block"
 
     @property
     def where(self) -> tuple[str, int] | None:
@@ -237,5 +244,5 @@ def ref_dtype(v: ir.Value) -> np.dtype:
 
 def _canonical_text(kernel: ir.Kernel) -> str:
     """Text that is equal for equal kernels: source places stand in it only where compiled code shows them."""
-    sites = [f"; {op.mnemonic} {op.loc}" for op in kernel.body.walk() if op.effect == "io"]
+    sites = [f"; {op.mnemonic} {op.loc}" for op in kernel.body.walk() if isinstance(op, _SPEAKING)]
     return "\n".join([ir.print_kernel(kernel), *sites])

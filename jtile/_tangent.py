@@ -90,8 +90,11 @@ def _body(program: Program) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def active(program: Program, perturbed: tuple[bool, ...]) -> tuple[int, ...]:
-    """The outputs that have a tangent."""
+    """The outputs that have a tangent; of a kernel at block level, whose body is not looked into, all of floats."""
     spec = program.spec
+    if program.block:
+        floats = [dtypes.issubdtype(o.dtype, np.inexact) for o in program.out_avals]
+        return tuple(k for k, f in enumerate(floats) if f)
     return active_outputs(_body(program).jaxpr, spec.n_in, spec.n_out, spec.aliases, perturbed)
 
 
@@ -101,9 +104,19 @@ def _forward_body(program: Program, perturbed: tuple[bool, ...]) -> Tangents:
     return jvp(_body(program), spec.n_in, spec.n_out, spec.aliases, perturbed)
 
 
+def _refuse_block(program: Program, mode: str) -> None:
+    if program.block:
+        raise TransformError(
+            f"kernel {program.name} is at block level, and a schedule has no {mode}: give its reverse mode with "
+            f"{program.name}.defvjp(fwd, bwd), or differentiate the kernel written at tile level",
+            program.where,
+        )
+
+
 @functools.lru_cache(maxsize=1024)
 def forward_program(lin: Linear) -> Program:
     """The kernel of forward mode: `(primals, tangents) -> (tangents of the active outputs, outputs it needs again)`."""
+    _refuse_block(lin.program, "forward mode")
     program, spec = lin.program, lin.program.spec
     body = _forward_body(program, lin.perturbed)
     n_tangents = sum(lin.perturbed)
@@ -165,6 +178,7 @@ def _hand(lin: Linear, ins: Sequence[int], outs: Sequence[int], make: Callable[[
 def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cotangents]:
     """The kernel of reverse mode: `(primals, cotangents of the active outputs that are given) -> (cotangents of the
     perturbed inputs, and memory that only the kernel needs)`."""
+    _refuse_block(lin.program, "automatic reverse mode")
     program, spec = lin.program, lin.program.spec
     body = vjp(_body(program), spec, lin.perturbed, given)
     levels = []
@@ -189,6 +203,8 @@ def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cota
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Program):
     perturbed = [type(t) is not ad.Zero and t.dtype != dtypes.float0 for t in tangents]
     if program.vjp is None:
+        if any(perturbed):
+            _refuse_block(program, "automatic derivative")
         outs, residuals = bind(program, primals), ()
     else:
         results = list(program.vjp.fwd(*primals))
@@ -229,7 +245,8 @@ mlir.register_lowering(jtile_tangent_p, mlir.lower_fun(_tangent_call, multiple_r
 @jtile_tangent_p.def_abstract_eval
 def _(*avals: Any, linear: Linear) -> list[ShapedArray]:
     moved = active(linear.program, linear.perturbed)
-    if any(not a.sharding.mesh.empty for a in avals):  # the types name shardings: those of the kernel's rule
+    named = any(not a.sharding.mesh.empty for a in avals)  # the types name shardings: those of the kernel's rule
+    if named and not linear.program.block:
         return result_types(avals, forward_program(linear))[: len(moved)]
     outs = _outs(linear, avals[: linear.n_in])
     like = max(avals, key=lambda a: len(a.manual_axis_type.varying))

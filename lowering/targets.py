@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jtile import _cache, ir
 from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
+from jtile.ir.block import level_of
 
 if TYPE_CHECKING:
     from jtile.lowering.cpu.isa import Isa
@@ -136,6 +137,10 @@ def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
     Raises:
       UnsupportedError: names the op, the dtype, the target, the source line, and the nearest form that is supported.
     """
+    if level_of(kernel) == "block" and not (target.platform == "cuda" and target.arch.startswith("sm_90")):
+        instead = "run it in the interpreter (fallback='interpret', interpret=True), or write the kernel at tile level"
+        what = "a kernel at block level, whose ops are those of NVIDIA's sm_90"
+        _refuse(kernel, target, what, instead, kernel.loc)
     for ref in kernel.params:
         _check_dtype(kernel, target, f"Ref {ref.name!r}", ref.dtype, kernel.loc)
         rank = target.limit("rank")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .core import Block, Index, Op, Value, tile
+from .core import Block, Index, Kernel, Op, Value, tile
 from .memory import access
 from .reductions import accumulator_dtype
 from .types import BOOL, DTYPES, INDEX, BarrierType, SharedType, TileType
@@ -421,6 +421,11 @@ class Roles(Op):
         if any(b.params or b.yields for b in self.bodies):
             raise TypeError("a role takes and yields nothing")
         return ()
+
+
+def level_of(kernel: Kernel) -> str:
+    """`"block"` for a kernel with roles, else `"tile"`."""
+    return "block" if any(isinstance(op, Roles) for op in kernel.body.ops) else "tile"
 
 
 @dataclasses.dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jtile.ir import Block, Broadcast, For, Full, Gather, Iota, Kernel, Load, Op, Reshape, Value
+from jtile.ir.block import level_of
 from jtile.ir.shapes import full_array
 
 from .pipeline import Pass
@@ -13,6 +14,8 @@ FREE = (Full, Iota, Broadcast, Reshape)
 
 
 def run(kernel: Kernel) -> Kernel:
+    if level_of(kernel) == "block":  # where things stand there is the schedule, and registers are budgeted
+        return kernel
     return kernel.with_body(_Hoister(kernel).block(kernel.body, lambda v: v))
 
 

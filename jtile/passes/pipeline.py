@@ -11,6 +11,7 @@ from pathlib import Path
 from jtile._config import current
 from jtile._errors import JtileError, KernelValueError, VerificationError
 from jtile.ir import Kernel, print_kernel, verify
+from jtile.ir.block import level_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Pass:
 Pipeline = tuple[Pass, ...]
 
 
-def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str = "tile") -> Kernel:
-    """The kernel after every pass of `pipeline`, in order.
+def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str | None = None) -> Kernel:
+    """The kernel after every pass of `pipeline`, in order; `level` is checked (None: that of the kernel).
 
     With the option `dump`, the text before the first and after every pass goes to numbered files in a folder of this
     kernel. With the option `verify`, the kernel is checked before the first and after every pass.
@@ -44,6 +45,7 @@ def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str = "tile") 
       VerificationError: a pass (named in the message) broke a rule of the IR at `level`.
     """
     options = current()
+    level = level or level_of(kernel)
     if options.verify:
         verify(kernel, level)
     folder = dump_folder(kernel) if options.dump else None

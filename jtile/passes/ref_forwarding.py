@@ -27,6 +27,7 @@ from jtile.ir import (
     While,
     dim_value,
 )
+from jtile.ir.block import level_of
 from jtile.ir.builder import build
 from jtile.ir.shapes import full_array
 
@@ -36,6 +37,8 @@ from .rewrite import buffers, use_counts, written
 
 
 def run(kernel: Kernel) -> Kernel:
+    if level_of(kernel) == "block":  # its roles run at once: what one stores another may load
+        return kernel
     promoted = whole_refs(kernel)
     kernel = kernel.with_body(_Promote(promoted).block(kernel.body)) if promoted else kernel
     return _drop_unread(_forward(kernel))

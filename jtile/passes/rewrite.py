@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jtile.ir import Atomic, Block, Builder, Kernel, Load, Op, Store, Value
+from jtile.ir import AsyncStore, Atomic, Block, Builder, Kernel, Load, Op, Store, Value, Wait
 from jtile.ir.builder import build
 
 # A rule looks at an op whose operands are already rewritten, and gives the values that stand for its results, or None.
@@ -152,11 +152,19 @@ def buffers(kernel: Kernel) -> dict[Value, Value]:
 
 
 def written(op_or_block: Op | Block, roots: Mapping[Value, Value]) -> list[Value]:
-    """Buffers that an op, or any op inside a region, writes; in program order, each once."""
-    if isinstance(op_or_block, Op) and not op_or_block.blocks() and not isinstance(op_or_block, Store | Atomic):
+    """Buffers that an op, or any op inside a region, writes; in program order, each once. After a wait, what other
+    roles wrote is seen: that counts as a write of everything."""
+    writers = Store | Atomic | AsyncStore | Wait
+    if isinstance(op_or_block, Op) and not op_or_block.blocks() and not isinstance(op_or_block, writers):
         return []
     ops = op_or_block.walk() if isinstance(op_or_block, Block) else Block((), [op_or_block]).walk()
-    return list(dict.fromkeys(roots.get(op.ref, op.ref) for op in ops if isinstance(op, Store | Atomic)))
+    refs: list[Value] = []
+    for op in ops:
+        if isinstance(op, Wait):
+            refs += roots.values()
+        elif isinstance(op, writers):
+            refs.append(roots.get(op.ref, op.ref))
+    return list(dict.fromkeys(refs))
 
 
 def is_pure(op: Op) -> bool:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jtile import ir
-from jtile._errors import KernelTypeError, UnsupportedError, VerificationError
+from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError, VerificationError
 from jtile.ir.builder import Builder
 from jtile.language._place import place_of
 from jtile.trace.roles import RoleBuilder
@@ -284,7 +284,17 @@ def to_tile_ir(
         c.run(jaxpr.jaxpr, [c.literal(x) for x in jaxpr.consts], params)
         c.roles.finish()
     inits = tuple(inits) or (None,) * n_out
-    return ir.Kernel(name, tuple(params), sizes(grid), c.b.block, tuple(map(tuple, aliases)), inits, loc)
+    kernel = ir.Kernel(name, tuple(params), sizes(grid), c.b.block, tuple(map(tuple, aliases)), inits, loc)
+    return _verified(kernel) if c.roles.roles else kernel
+
+
+def _verified(kernel: ir.Kernel) -> ir.Kernel:
+    """A kernel at block level, whose schedule is the user's and may be wrong in more ways than its cards see."""
+    try:
+        ir.verify(kernel, "block")
+    except VerificationError as e:
+        raise KernelValueError(e.message, e.where) from e
+    return kernel
 
 
 def sizes(shape: Sequence[Any]) -> tuple[ir.Size, ...]:

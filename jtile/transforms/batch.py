@@ -58,7 +58,7 @@ class _Batch:
         match new:
             case ir.ProgramId() | ir.NumPrograms():
                 new.axis += 1
-            case ir.Load() | ir.Store() | ir.Atomic() if new.ref in self.wide:
+            case ir.Load() | ir.Store() | ir.Atomic() | ir.AsyncLoad() | ir.AsyncStore() if new.ref in self.wide:
                 new.index = (ir.At(self.lane), *new.index)
         self.env.update(zip(old.results, new.results, strict=True))
         return new
