@@ -157,24 +157,24 @@ def _custom_call(
 
     kernel = pieces_of(program).kernels[piece]
     artifact = compile_piece(program, piece, _target(platform))
-    whole, extra = _with_starts(kernel)
-    tables = () if platform == "cpu" else _with_tables(kernel)[1]
+    whole, extra = with_starts(kernel)
+    tables = () if platform == "cpu" else with_tables(kernel)[1]
     ffi.register(platform)
     extra = [dataclasses.replace(s, shape=_shape(s, values)) for s in extra]
     avals = [ShapedArray(s.shape, s.dtype) for s in extra]
-    filled = mlir.lower_fun(lambda: _fill(extra), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
+    started = mlir.lower_fun(lambda: filled(extra), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
     numbers = symbol_values(kernel, values)
     sizes = [evaluate_expression(n, numbers) for n in artifact.launch.get("extra", ())]
     more = [ShapedArray((n,), np.dtype(np.uint8)) for n in sizes]
     avals += [ShapedArray(x.shape, x.dtype) for x in tables]
-    filled = [*filled, *map(mlir.ir_constant, tables)]
+    started = [*started, *map(mlir.ir_constant, tables)]
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals), avals_out=(*ctx.avals_out, *more))
     if platform == "cpu":
         name, attributes = ffi.TARGET_CPU, _cpu_attributes(artifact, kernel, values)
     else:  # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
         name, attributes = f"jtile_{platform}{'_io' * program.io}", _gpu_attributes(artifact)
     rule = jax.ffi.ffi_lowering(name, operand_output_aliases=dict(whole.aliases), has_side_effect=program.io)
-    return rule(wide, *operands, *filled, **attributes)[: len(ctx.avals_out)]
+    return rule(wide, *operands, *started, **attributes)[: len(ctx.avals_out)]
 
 
 def _target(platform: str) -> Any:
@@ -200,26 +200,29 @@ def compile_piece(program: Program, piece: int, target: Any, *, texts: bool = Fa
     from jtile.lowering import registry
 
     pieces = pieces_of(program).kernels
-    kernel, extra = _with_starts(pieces[piece])
-    kernel = kernel if target.platform == "cpu" else _with_tables(kernel)[0]
+    kernel, extra = with_starts(pieces[piece])
+    kernel = kernel if target.platform == "cpu" else with_tables(kernel)[0]
     own = program.fingerprint if len(pieces) == 1 else f"{program.fingerprint} piece={piece}"
     key = f"{own} poison={current().poison and bool(extra)} debug={current().debug}"
     return registry.compile(kernel, target, key=key, texts=texts, options=program.options.compiler)
 
 
-def _with_starts(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[Any]]:
+def with_starts(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[Any]]:
+    """The kernel with an input for each output that starts from a number; and these numbers, for `filled`."""
     from jtile.lowering import starts
 
     return starts.with_starts(kernel, poison=current().poison)
 
 
-def _with_tables(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[np.ndarray]]:
+def with_tables(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[np.ndarray]]:
+    """The kernel with an input for each table of literals, and these tables: what a GPU has no constants for."""
     from jtile.lowering import literals
 
     return literals.as_inputs(kernel)
 
 
-def _fill(starts: Sequence[Any]) -> list[Any]:
+def filled(starts: Sequence[Any]) -> list[Any]:
+    """Arrays of the numbers that outputs start from."""
     return [jnp.full(s.shape, s.value, s.dtype) for s in starts]
 
 
@@ -240,12 +243,27 @@ def _gpu_attributes(artifact: Any) -> dict[str, Any]:
     return {"image": artifact.image, "record": artifact.launch["record"]}
 
 
+def call_gpu(platform: str, kernel: ir.Kernel, artifact: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The outputs of a compiled kernel of static sizes, called as it is, beside its primitive; for use under jit.
+
+    Args:
+      kernel: what `artifact` was compiled from: its starts and tables are inputs.
+    """
+    from jtile import ffi
+
+    ffi.register(platform)
+    types = [jax.ShapeDtypeStruct(v.shape, v.type.info.numpy) for v in kernel.outputs]
+    types += [jax.ShapeDtypeStruct((n,), np.uint8) for n in artifact.launch.get("extra", ())]
+    call = jax.ffi.ffi_call(f"jtile_{platform}", types, input_output_aliases=dict(kernel.aliases))
+    return call(*operands, **_gpu_attributes(artifact))[: len(kernel.outputs)]
+
+
 def _without_programs(*operands: Any, program: Program) -> Sequence[Any]:
     """An empty grid: outputs keep what they start from; undefined ones are zero, or poisoned."""
     shapes = [x.shape for x in operands]
     values = program.sizes(shapes)
-    kernel, extra = _with_starts(program.kernel)
-    inputs = [*operands, *_fill([dataclasses.replace(s, shape=_shape(s, values)) for s in extra])]
+    kernel, extra = with_starts(program.kernel)
+    inputs = [*operands, *filled([dataclasses.replace(s, shape=_shape(s, values)) for s in extra])]
     source = {o: inputs[i] for i, o in kernel.aliases}
     return [source.get(k, jnp.zeros(o.shape)).astype(o.dtype) for k, o in enumerate(program.results(shapes))]
 
