@@ -32,6 +32,7 @@ def peak(name: str, length: int) -> int:
     """Bytes by which the resident memory of a fresh process grows during one call, at most."""
     command = [sys.executable, "-m", "benchmarks.memory", name, str(length)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}  # memory goes back when freed
+    environment["JAX_PLATFORMS"] = "cpu"
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

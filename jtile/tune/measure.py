@@ -22,7 +22,7 @@ from jtile.testing import TOLERANCES
 
 SETS = 64  # argument sets in one program at most
 MEMORY = 8 << 30  # bytes that they take at most
-SAMPLE_S = 2e-3  # of one sample at least
+SAMPLE_S = 4e-3  # of one sample at least: many times what waiting for the device costs
 SLACK = 8  # how many times `TOLERANCES` two candidates may be apart: they add in different orders
 
 
@@ -90,9 +90,11 @@ class Runner:
         self._calls: dict[Any, int] = {}
 
     def warm(self, name: Any, run: Callable[[Any], Any]) -> Any:
-        """Run a program twice, and note how many calls make a sample; gives its results for the first set."""
+        """Run a program some times, and note how many calls make a sample; gives its results for the first set."""
         first = jax.block_until_ready(run(self.sets))
-        seconds = self._seconds(run, 1)
+        # The first calls wait for much that has nothing to do with the kernel, and one call mostly for its launch.
+        for calls in (1, 1, 4):
+            seconds = self._seconds(run, calls) / calls
         self._calls[name] = min(max(1, math.ceil(SAMPLE_S / max(seconds, 1e-7))), 1000)
         return first[0]
 
@@ -114,22 +116,19 @@ class Runner:
 
 
 def compile_all(jobs: dict[Any, Callable[[], Any]], deadline: float, tick: Callable[[], None]) -> dict[Any, Any]:
-    """What the jobs give, run in parallel: the result, or the exception; those not done at the deadline are left
-    out."""
+    """What the jobs give, run in parallel in their order: the result, or the exception; those that have not begun at
+    the deadline are left out, and the others waited for: they would disturb whatever is timed next."""
     workers = max(1, min(len(os.sched_getaffinity(0)), 16, len(jobs)))
     pool = ThreadPoolExecutor(workers, thread_name_prefix="jtile-tune")
     try:
         futures: dict[Any, Future[Any]] = {k: pool.submit(here(job)) for k, job in jobs.items()}
-        out = {}
-        for k, future in futures.items():
+        for future in futures.values():
             with contextlib.suppress(TimeoutError):
-                left = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
-                error = future.exception(left)
-                out[k] = future.result() if error is None else error
+                future.exception(None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0))
                 tick()
-        return out
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+    return {k: future.exception() or future.result() for k, future in futures.items() if not future.cancelled()}
 
 
 def in_thread(job: Callable[[], Any]) -> Any:

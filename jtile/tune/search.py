@@ -104,11 +104,14 @@ class _Search:
             else:
                 self.bound[k] = bound
         best = min(cost[k] for k in self.bound)
-        ranked = sorted(self.bound, key=lambda k: (k >= 0, cost[k]))
+        # What is predicted to be best is compiled first; of equals the later one, whose tiles are larger mostly.
+        ranked = sorted(self.bound, key=lambda k: (k >= 0, cost[k], -k))
         for place, k in enumerate(ranked):
+            bound = self.bound.pop(k)
             if k >= 0 and (cost[k] > WORSE * best or place >= MOST):
                 self.fate[k] = "pruned", f"predicted {cost[k]:.1f} us, the best {best:.1f} us"
-                del self.bound[k]
+            else:
+                self.bound[k] = bound
 
     def compile(self) -> None:
         """Compile in parallel: the default first, since nothing is compared without it."""

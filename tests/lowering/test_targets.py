@@ -151,7 +151,7 @@ def test_lowering_follows_the_isa_option():
     x = jnp.arange(16, dtype=jnp.float32)
     texts = {}
     for isa in ("sse2", "avx2"):
-        with jt.config(isa=isa):
+        with jt.config(isa=isa), jax.default_device(jax.devices("cpu")[0]):
             np.testing.assert_array_equal(jax.jit(k)(x), x * 2)
             texts[isa] = jax.jit(k).lower(x).as_text()
     assert texts["sse2"] != texts["avx2"]

@@ -59,7 +59,8 @@ def check():
 
     def go(fn, *inputs, tol=2e-5):
         inputs = [np.asarray(x) for x in inputs]
-        want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*inputs))]
+        with jax.default_device(jax.devices("cpu")[0]):  # XLA's int8 products are wrong on some GPUs
+            want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*inputs))]
 
         def kernel(*refs):
             tiles = jax.tree.leaves(fn(*[r[...] for r in refs[: len(inputs)]]))

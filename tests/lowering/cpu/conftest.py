@@ -76,13 +76,15 @@ class Elementwise:
         code.finish()
 
     @staticmethod
-    def compile(module: Module, isa: Isa, optimise: bool = True) -> tuple[llvm.TargetMachine, bytes]:
-        """The target machine and the object; fails on an undefined symbol."""
+    def compile(module: Module, isa: Isa, optimise: bool = True, near: bool = True) -> tuple[llvm.TargetMachine, bytes]:
+        """The target machine and the object, its code and its tables near each other or anywhere; fails on an undefined
+        symbol."""
         parsed = llvm.parse_assembly(module.text())
         target = llvm.Target.from_triple(isa.triple)
         machine = target.create_target_machine(
-            cpu=isa.cpu, features=isa.feature_string, opt=1, reloc="pic", codemodel="small"
-        )
+            cpu=isa.cpu, features=isa.feature_string, opt=1,
+            reloc="pic" if near else "static", codemodel="small" if near else "large",
+        )  # fmt: skip
         if optimise:
             builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
             builder.getModulePassManager().run(parsed, builder)
@@ -97,7 +99,8 @@ class Elementwise:
         new = [w for w in wanted if (isa_name, *w, lanes) not in self._compiled]
         for i, (fn, dtypes, out) in enumerate(new):
             self.emit(module, isa, f"k{i}", fn, dtypes, out, lanes or self._lanes(isa, dtypes))
-        machine, image = self.compile(module, isa)
+        # Where a GPU's driver holds most addresses, MCJIT puts them gigabytes apart.
+        machine, image = self.compile(module, isa, near=False)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(image))
         engine.finalize_object()
