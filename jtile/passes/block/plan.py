@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jtile.ir import NOWHERE, Loc, Op
 
@@ -36,7 +36,7 @@ class NoPlan:
         return f"{self.reason} ({self.loc})" if self.loc.file else self.reason
 
 
-class Refusal(Exception):
+class Refusal(Exception):  # noqa: N818  an outcome, no error
     """Ends the making of a plan; `block_level` gives what it carries as a value."""
 
     def __init__(self, no_plan: NoPlan):
@@ -47,3 +47,51 @@ class Refusal(Exception):
 def refuse(reason: str, op: Op | None = None) -> NoReturn:
     """No plan, for a reason that concerns `op`."""
     raise Refusal(NoPlan(reason, NOWHERE if op is None else op.loc))
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """How the rows of one consumer leave through shared memory: `columns` at a time, in `buffers` buffers."""
+
+    columns: int
+    buffers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The shape of a block-level kernel.
+
+    Attributes:
+      consumers, warps: how many roles compute, and the warps of each.
+      registers: of a thread of a consumer (0: what is left) and of the producer.
+      blocks: of the grid; fewer than `tiles`: each takes several.
+      stages: slots of a ring; resident: slots of rings whose tiles stay for a loop.
+      rings: what they hold, for readers.
+      outputs: position of a parameter -> how its store goes through shared memory; others go through pointers.
+      shared: bytes that all of this takes.
+    """
+
+    consumers: int
+    warps: int
+    registers: tuple[int, int]
+    tiles: int
+    blocks: int
+    stages: int
+    resident: int
+    rings: tuple[str, ...]
+    outputs: Mapping[int, Output]
+    shared: int
+
+    @property
+    def persistent(self) -> bool:
+        return self.blocks < self.tiles
+
+    def __str__(self) -> str:
+        roles = f"{self.consumers} consumer{'s' * (self.consumers > 1)} of {self.warps} warps"
+        order = f"{self.blocks} blocks{' for ' + str(self.tiles) + ' tiles' if self.persistent else ''}"
+        slots = f"{self.stages} slots" + (f", resident {self.resident}" if "resident" in " ".join(self.rings) else "")
+        out = ", ".join(f"{o.buffers} of {o.columns} columns" for o in self.outputs.values()) or "by pointers"
+        return (
+            f"{roles}, {self.registers[0] or 'the other'} registers; {order}; rings of {slots}: "
+            f"{'; '.join(self.rings)}; stores: {out}; {self.shared} bytes shared"
+        )

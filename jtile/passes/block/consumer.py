@@ -1,0 +1,173 @@
+"""A consumer: its share of the work on operands that wait in shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jtile.ir import (
+    Arrive,
+    Block,
+    Dot,
+    DotAsync,
+    DotWait,
+    FenceShared,
+    Load,
+    LoadShared,
+    Op,
+    Store,
+    StoreShared,
+    StoreWait,
+    Transpose,
+    TransposeShared,
+    Value,
+    Wait,
+)
+
+from ..rewrite import free_values
+from .epilogue import Leaving, store
+from .feeds import untransposed
+from .rings import Held, Place, Role, Site
+
+Scratch = Mapping[object, Value]  # (shape, dtype) of a computed right operand -> its buffer
+
+
+@dataclasses.dataclass(eq=False)
+class _Use:
+    """The ops of a block that use the loads of a site: numbers of the first and of the last; the slot between them."""
+
+    held: Held
+    site: Site
+    loads: dict[int, Load]
+    first: int
+    last: int
+    at: Value | None = None
+
+
+def consumer(
+    body: Block, place: dict[Load, Place], w: int, leaving: Mapping[Value, Leaving], scratch: Scratch
+) -> Block:
+    """The body of consumer `w`: its share `body`, whose operand loads have a `place`.
+
+    Every product is waited for at once, and a slot is given back right behind its last use.
+    """
+    return _Consumer(place, w, leaving, scratch).run(body)
+
+
+class _Consumer(Role):
+    def __init__(self, place: dict[Load, Place], w: int, leaving: Mapping[Value, Leaving], scratch: Scratch):
+        super().__init__(place)
+        self.w, self.leaving, self.scratch = w, leaving, scratch
+        self.slots: dict[Load, Value] = {}
+        self.tiles: dict[Value, Value] = {}  # operands that were loaded to registers
+
+    def finish(self) -> None:
+        if self.leaving:
+            self.b.add(StoreWait(0))
+
+    def look(self, v: Value) -> Value:
+        """The value of this role; of an operand, its tile in registers."""
+        view = self.view(v)
+        if view is None:
+            return super().look(v)
+        if v not in self.tiles:
+            tile = self.b.value(LoadShared(view[0]))
+            self.tiles[v] = self.b.value(Transpose(tile, (1, 0))) if view[1] else tile
+        return self.tiles[v]
+
+    def view(self, v: Value) -> tuple[Value, bool] | None:
+        """(buffer, whether transposed) of an operand or of its transpose; None of other values."""
+        base, flipped = untransposed(v)
+        return (self.slots[base.op], flipped) if isinstance(base.op, Load) and base.op in self.slots else None
+
+    def _inside(self, old: Block, keep: list[int], rounds: dict[int, Value]) -> tuple[Value, ...]:
+        outer, self.tiles = self.tiles, dict(self.tiles)
+        out = super()._inside(old, keep, rounds)
+        self.tiles = outer
+        return out
+
+    def ops(self, b: Block) -> None:
+        sites = self.sites(b)
+        uses = [_use(b, held, site, self._loads(b, site)) for site, held in sites.items()]
+        for i, op in enumerate(b.ops):
+            self.b.loc = op.loc
+            for use in uses:
+                if use.first == i:
+                    self.open(use, b)
+            self.b.loc = op.loc
+            self.op(op)
+            for use in uses:
+                if use.last == i and use.at is not None:
+                    self.b.add(Arrive(use.held.empty, use.at, 1, None))
+        self.next_round(sites)
+
+    def _loads(self, b: Block, site: Site) -> dict[int, Load]:
+        return {self.place[op][2]: op for op in b.ops if isinstance(op, Load) and op in self.place
+                and self.place[op][1] is site}  # fmt: skip
+
+    def open(self, use: _Use, b: Block) -> None:
+        """Wait until the operands of a site are there."""
+        use.at, parity = self.slot(use.held)
+        self.b.add(Wait(use.held.full, use.at, parity, None))
+        for k, op in use.loads.items():
+            self.slots[op] = self.buffer(use.held, k, self.w, use.at)
+        for v in b.yields:
+            self.look(v)  # an operand that goes on to the next round leaves its slot
+
+    def op(self, op: Op) -> None:
+        if (isinstance(op, Load) and op in self.place) or (isinstance(op, Transpose) and self.view(op.result)):
+            return
+        if isinstance(op, Dot):
+            self.env[op.result] = self.dot(op)
+        elif isinstance(op, Store) and op.ref in self.leaving:
+            store(self.b, op, self.look(op.value), self.look, self.leaving[op.ref])
+        elif op.blocks():
+            self.region(op)
+        else:
+            self.append(op.clone(self.look), op)
+
+    # -- products -----------------------------------------------------------------------------------------------------
+    def dot(self, op: Dot) -> Value:
+        a = self.left(op.a, op.trans_a)
+        b = self.right(op.b, op.trans_b)
+        acc = None if op.acc is None else self.look(op.acc)
+        running = self.b.value(DotAsync(a, b, acc, None), op.result.name)
+        (done,) = self.b.add(DotWait((running,), 0)).results
+        done.name = op.result.name
+        return done
+
+    def left(self, v: Value, across: bool) -> Value:
+        view = self.view(v)
+        if view is None:
+            x = self.look(v)
+            return self.b.value(Transpose(x, (1, 0))) if across else x
+        return self.turned(view[0], view[1] != across)
+
+    def right(self, v: Value, across: bool) -> Value:
+        view = self.view(v)
+        if view is None:  # products take their right operand from shared memory
+            v, flipped = untransposed(v)
+            buffer = self.scratch[v.shape, v.dtype]
+            self.b.add(StoreShared(buffer, self.look(v)))
+            self.b.add(FenceShared())
+            view = buffer, flipped
+        return self.turned(view[0], view[1] != across)
+
+    def turned(self, buffer: Value, across: bool) -> Value:
+        return self.b.value(TransposeShared(buffer)) if across else buffer
+
+
+def _use(b: Block, held: Held, site: Site, loads: dict[int, Load]) -> _Use:
+    """Where a block uses loads of its own."""
+    values = {op.result for op in loads.values()}
+    views: set[int] = set()
+    for i, op in enumerate(b.ops):
+        if isinstance(op, Transpose) and untransposed(op.result)[0] in values:
+            values.add(op.result)
+            views.add(i)
+    users = [i for i, op in enumerate(b.ops) if i not in views and not values.isdisjoint(free_values(op))]
+    last = len(b.ops) - 1
+    if not values.isdisjoint(b.yields):
+        users = [*users, last]
+    first = min(users, default=last)
+    return _Use(held, site, loads, first, max(users, default=last))

@@ -1,0 +1,181 @@
+"""Makes the plan of a kernel, from its products and loads, and from what the machine has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, Kernel, Load, Store, is_dynamic
+from jtile.ir.types import DTYPES, TileType
+
+from .feeds import Feeds, feeds, operand, tile_bytes
+from .maps import store_obstacle
+from .plan import Machine, NoPlan, Output, Plan, refuse
+from .split_rows import Split, split
+
+ROWS = 64  # of a warpgroup's product
+RESERVE = 3072  # bytes of shared memory for barriers, and for what conversions between layouts need
+ACCUMULATORS = 200  # registers of a thread for the products of a loop, and for operands that are computed
+MOST = 8  # slots of a ring
+LINE = 128  # bytes of a row of a box that shared memory swizzles
+REGISTERS = {2: (240, 24), 3: (160, 24)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What the user or the tuner wants; None leaves it to the plan."""
+
+    consumers: int | None = None
+    stages: int | None = None
+    persistent: bool | None = None
+    specialize: bool | None = None
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> Wish:
+        """From compiler options: `consumers`, `num_stages`, `persistent`, `specialize`."""
+        names = {"consumers": "consumers", "stages": "num_stages", "persistent": "persistent"}
+        return Wish(specialize=options.get("specialize"), **{k: options.get(n) for k, n in names.items()})
+
+
+def plan(kernel: Kernel, machine: Machine, wish: Wish) -> Plan:
+    """The plan of a tile-level kernel.
+
+    Raises:
+      Refusal: there is none, with the reason.
+    """
+    found = feeds(kernel)
+    why: NoPlan | None = None
+    for consumers, warps in _teams(found.dots, wish):
+        shares = split(kernel, consumers)
+        if isinstance(shares, Split):
+            return _sized(kernel, machine, wish, found, shares, warps)
+        why = why or shares
+    refuse(why.reason if why else "no number of warpgroups shares its products", None if why else found.dots[0])
+
+
+def check(kernel: Kernel, wish: Wish) -> None:
+    """Refuse at once what no analysis would plan."""
+    if wish.specialize is False:
+        refuse("specialize=False asks for the tile level")
+    if not any(isinstance(op, Dot | DotScaled) for op in kernel.body.walk()):
+        refuse("it has no matrix product to feed")
+    if is_dynamic(kernel):
+        refuse("it has sizes that are known only when it runs")
+    if math.prod(kernel.grid) == 0:
+        refuse("its grid has no programs")
+    private = [op for op in kernel.body.walk() if isinstance(op, Alloc)]
+    if private or kernel.scratch:
+        refuse("it has private memory", private[0] if private else None)
+
+
+def _teams(dots: list[Dot], wish: Wish) -> Iterator[tuple[int, int]]:
+    """(consumers, warps of each) to try, the best first."""
+    rows = {d.result.shape[0] for d in dots}
+    if (wish.consumers or 1) > 1:
+        yield wish.consumers or 1, 4
+        return
+    m = min(rows)
+    if not wish.consumers and len(rows) == 1 and m > ROWS:
+        yield 3 if m == 3 * ROWS else 2, 4
+    yield 1, 8 if m >= 2 * ROWS else 4
+
+
+def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: Split, warps: int) -> Plan:
+    """Slots and buffers for the memory there is."""
+    n = shares.consumers
+    body, _ = shares.body(0)
+    _check_shapes(body)
+    _check_registers(found, n * warps * 32)
+    room = machine.shared - RESERVE - _scratch_bytes(found) * n
+    resident = sum(r.bytes for r in found.rings if r.resident)
+    slot = sum(r.bytes for r in found.rings if not r.resident)
+    outputs = _outputs(kernel, shares)
+    taken = _output_bytes(kernel, outputs)
+    if (room - resident - taken) // slot < 2:
+        outputs, taken = {}, 0
+    room -= resident + taken
+    stages = min(room // slot, MOST, wish.stages or MOST)
+    if stages < 2:
+        need = machine.shared - room + 2 * slot
+        refuse(
+            f"two rounds of its operands take {need} bytes of shared memory, a block has {machine.shared}",
+            found.dots[0],
+        )
+    tiles = math.prod(kernel.grid)
+    blocks = min(tiles, machine.processors) if _persistent(kernel, wish) else tiles
+    room -= stages * slot
+    slots = 2 if resident and blocks < tiles and room >= resident else 1
+    room -= (slots - 1) * resident
+    return Plan(
+        consumers=n,
+        warps=warps,
+        registers=REGISTERS.get(n, (0, 24)),
+        tiles=tiles,
+        blocks=blocks,
+        stages=stages,
+        resident=slots,
+        rings=tuple(map(str, found.rings)),
+        outputs=outputs,
+        shared=machine.shared - room,
+    )
+
+
+def _check_shapes(share: Block) -> None:
+    """Tiles of threads have sides that are powers of two."""
+    for op in share.walk():
+        for v in op.results:
+            if isinstance(v.type, TileType) and any(n & (n - 1) or n == 0 for n in v.shape):
+                refuse(f"a consumer would hold {v.type}: sides are powers of two", op)
+
+
+def _check_registers(found: Feeds, threads: int) -> None:
+    """The products of a block of ops are in registers at about the same time."""
+    for block in dict.fromkeys(id(found.home[d]) for d in found.dots):
+        dots = [d for d in found.dots if id(found.home[d]) == block]
+        words = sum(tile_bytes(d.result) // 4 for d in dots)
+        words += sum(tile_bytes(d.a) // 4 for d in dots if not isinstance(operand(d, False)[0].op, Load))
+        if words > ACCUMULATORS * threads:
+            have = f"{words // threads} of a thread's registers"
+            refuse(f"its products take {have}, of which they may take {ACCUMULATORS}", dots[0])
+
+
+def _scratch_bytes(found: Feeds) -> int:
+    """Of computed right operands, each shape once."""
+    kinds = {(d.b.shape, d.b.dtype): tile_bytes(d.b) for d in found.computed}
+    return sum(kinds.values())
+
+
+def _outputs(kernel: Kernel, shares: Split) -> dict[int, Output]:
+    """The stores behind all loops that a tensor map can say."""
+    out: dict[int, Output] = {}
+    for op in kernel.body.ops:
+        whole = shares.consumers > 1 and shares.cut.get(op) != 0
+        if not isinstance(op, Store) or whole or len(op.value.shape) != 2 or store_obstacle(kernel, op):
+            continue
+        columns, width = op.value.shape[1], DTYPES[op.value.dtype].bits // 8
+        if columns & (columns - 1) or tile_bytes(op.value) < 2048 * shares.consumers:
+            continue
+        small = columns * width <= 2 * LINE
+        out[kernel.params.index(op.ref)] = Output(columns, 1) if small else Output(LINE // width, 2)
+    return out
+
+
+def _output_bytes(kernel: Kernel, outputs: Mapping[int, Output]) -> int:
+    """Of the buffers of all consumers; stores of one dtype and width share theirs."""
+    stores = {op.ref: op for op in kernel.body.ops if isinstance(op, Store)}
+    kinds: dict[tuple, int] = {}
+    for place, o in outputs.items():
+        v = stores[kernel.params[place]].value
+        kinds[v.shape[0], v.dtype, o] = o.buffers * v.shape[0] * o.columns * DTYPES[v.dtype].bits // 8
+    return sum(kinds.values())
+
+
+def _persistent(kernel: Kernel, wish: Wish) -> bool:
+    """Blocks that take several tiles each overlap the end of one with the start of the next. Where tiles take
+    different times, the hardware gives the next tile to the block that is done first."""
+    if wish.persistent is not None:
+        return wish.persistent
+    loops = [op for op in kernel.body.walk() if isinstance(op, For)]
+    return all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step))

@@ -1,0 +1,206 @@
+"""Which loads of a tile-level kernel bring operands of matrix products, and which of them share a ring of buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+
+from jtile.ir import Bitcast, Block, Cast, Dot, DotScaled, Kernel, Load, Map, Op, Reshape, Select, Transpose, Value
+from jtile.ir.types import DTYPES
+
+from ..cse import index_form
+from .maps import load_obstacle
+from .plan import refuse
+
+_PATH = (Cast, Bitcast, Reshape, Map, Select)  # ops, element by element, between a load and the product that it feeds
+_SMALLEST = 2048  # bytes of a tile that is worth a copy of its own
+HALF, BYTE = ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(eq=False)
+class Site:
+    """Loads of one block that arrive together; `resident`: loops inside the block use them."""
+
+    block: Block
+    loads: tuple[Load, ...]
+    depth: int
+    resident: bool
+
+
+@dataclasses.dataclass(eq=False)
+class Ring:
+    """Buffers for sites that load the same arrays in tiles of the same shapes, in different blocks."""
+
+    sites: list[Site]
+
+    @property
+    def resident(self) -> bool:
+        return self.sites[0].resident
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The blocks that fill it: rings that the same blocks fill go around together."""
+        return tuple(id(s.block) for s in self.sites)
+
+    @property
+    def bytes(self) -> int:
+        """Of one slot, for all consumers."""
+        return sum(tile_bytes(x.result) for x in self.sites[0].loads)
+
+    def __str__(self) -> str:
+        tiles = " + ".join(f"{x.ref.name} {x.result.type}" for x in self.sites[0].loads)
+        return f"{tiles}{', resident' if self.resident else ''}"
+
+
+@dataclasses.dataclass(eq=False)
+class Feeds:
+    """Rings of a kernel, its products, and those of them whose right operand is computed."""
+
+    rings: list[Ring]
+    dots: list[Dot]
+    computed: list[Dot]
+    home: dict[Op, Block]
+
+    @property
+    def loads(self) -> set[Load]:
+        return {x for r in self.rings for s in r.sites for x in s.loads}
+
+
+def tile_bytes(v: Value) -> int:
+    """Bytes of a tile."""
+    return v.type.size * DTYPES[v.dtype].bits // 8  # type: ignore[union-attr]
+
+
+def untransposed(v: Value) -> tuple[Value, bool]:
+    """What a value is the transpose of (of two axes, any number of times), and whether it is."""
+    flipped = False
+    while isinstance(v.op, Transpose) and v.op.perm == (1, 0):
+        v, flipped = v.op.x, not flipped
+    return v, flipped
+
+
+def operand(dot: Dot, right: bool) -> tuple[Value, bool]:
+    """The left or right operand of a product, without transposes, and whether it is transposed."""
+    v, flipped = untransposed(dot.b if right else dot.a)
+    return v, flipped != (dot.trans_b if right else dot.trans_a)
+
+
+def feeds(kernel: Kernel) -> Feeds:
+    """The rings of a kernel.
+
+    Raises:
+      Refusal: no products, products that warpgroups do not do, operands that tensor maps do not bring.
+    """
+    home, depth = _homes(kernel.body)
+    dots = [op for op in home if isinstance(op, Dot)]
+    scaled = [op for op in home if isinstance(op, DotScaled)]
+    if scaled:
+        refuse("products with block scales are not planned", scaled[0])
+    if not dots:
+        refuse("it has no matrix product to feed")
+    groups: list[list[tuple[Load, bool]]] = []
+    for dot in dots:
+        _check_product(dot)
+        found = [(x, home[x] is not home[dot]) for x in _operands(kernel, dot, home)]
+        _join(groups, found, home)
+    sites = [_site(g, home, depth) for g in groups]
+    computed = [d for d in dots if not isinstance(operand(d, True)[0].op, Load)]
+    rings = _rings(kernel, sites)
+    if not any(not s.resident and s.depth for r in rings for s in r.sites):
+        refuse("no loop loads the operands of its matrix products", dots[0])
+    return Feeds(rings, dots, computed, home)
+
+
+def _homes(body: Block) -> tuple[dict[Op, Block], dict[int, int]]:
+    """The block of every op in program order, and how many regions are around each block."""
+    home: dict[Op, Block] = {}
+    depth: dict[int, int] = {}
+
+    def block(b: Block, around: int) -> None:
+        depth[id(b)] = around
+        for op in b.ops:
+            home[op] = b
+            for inner in op.blocks():
+                block(inner, around + 1)
+
+    block(body, 0)
+    return home, depth
+
+
+def _operands(kernel: Kernel, dot: Dot, home: dict[Op, Block]) -> Iterator[Load]:
+    """The loads that a product takes from shared memory, in order of its operands."""
+    for right in (False, True):
+        v, _ = operand(dot, right)
+        if isinstance(v.op, Load):
+            why = load_obstacle(kernel, v.op)
+            if why:
+                refuse(f"an operand of a matrix product has no tensor map: {why}", v.op)
+            yield v.op
+        else:
+            yield from (x for x in _computed_from(v) if home[x] is home[dot] and _worth(kernel, x))
+
+
+def _computed_from(v: Value) -> Iterator[Load]:
+    """Loads of tiles that a computed operand is made of, element by element."""
+    size, todo, seen = v.type.size, [v], set()  # type: ignore[union-attr]
+    while todo:
+        x = todo.pop()
+        if x in seen or not x.shape or x.type.size != size:  # type: ignore[union-attr]
+            continue
+        seen.add(x)
+        if isinstance(x.op, Load):
+            yield x.op
+        elif isinstance(x.op, (*_PATH, Transpose)):
+            todo += x.op.operands()
+
+
+def _worth(kernel: Kernel, op: Load) -> bool:
+    return len(op.result.shape) == 2 and tile_bytes(op.result) >= _SMALLEST and load_obstacle(kernel, op) is None
+
+
+def _check_product(dot: Dot) -> None:
+    """What warpgroup products take: 16-bit floats, 8-bit floats and int8, in tiles of 64 rows and 8 columns."""
+    a, b = dot.a.dtype, dot.b.dtype
+    batch, m, n, k = dot.sizes()
+    if batch:
+        refuse("a batched matrix product stands in it", dot)
+    byte = (a in BYTE and b in BYTE and dot.precision == "default") or a == b == "int8"
+    if not (a == b and a in HALF) and not byte:
+        refuse(f"its matrix product of {a} and {b} is none of warpgroups", dot)
+    least = 32 if byte else 16
+    if m % 64 or n % 8 or k % least:
+        refuse(f"its matrix product is {m}x{n}x{k}, of warpgroups a multiple of 64x8x{least}", dot)
+    (x, across), (y, along) = operand(dot, False), operand(dot, True)
+    if byte and (not isinstance(y.op, Load) or not along or (isinstance(x.op, Load) and across)):
+        refuse("products of 8-bit elements take operands that lie along k in memory", dot)
+
+
+def _join(groups: list[list[tuple[Load, bool]]], found: Sequence[tuple[Load, bool]], home: dict[Op, Block]) -> None:
+    """Add the loads of a product: those of one block are of one group."""
+    for block in dict.fromkeys(id(home[x]) for x, _ in found):
+        own = [f for f in found if id(home[f[0]]) == block]
+        names = {x for x, _ in own}
+        met = [g for g in groups if any(x in names for x, _ in g)]
+        groups[:] = [g for g in groups if g not in met]
+        groups.append([f for g in met for f in g] + own)
+
+
+def _site(group: list[tuple[Load, bool]], home: dict[Op, Block], depth: dict[int, int]) -> Site:
+    block = home[group[0][0]]
+    loads = {x for x, _ in group}
+    ordered = tuple(op for op in block.ops if isinstance(op, Load) and op in loads)
+    return Site(block, ordered, depth[id(block)], any(far for _, far in group))
+
+
+def _rings(kernel: Kernel, sites: list[Site]) -> list[Ring]:
+    """One ring for sites that load the same, in blocks of which none is inside another."""
+    place = {p: k for k, p in enumerate(kernel.params)}
+    rings: dict[Hashable, Ring] = {}
+    for s in sites:
+        form = lambda x: (place[x.ref], str(index_form(x.index)), str(x.pad))
+        s.loads = tuple(sorted(s.loads, key=form))
+        key: Hashable = (s.depth, s.resident, *map(form, s.loads))
+        while key in rings and any(t.block is s.block for t in rings[key].sites):
+            key = (key, "again")
+        rings.setdefault(key, Ring([])).sites.append(s)
+    return list(rings.values())

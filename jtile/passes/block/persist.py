@@ -1,0 +1,79 @@
+"""One axis of blocks for all axes of a grid, in an order that caches like; few blocks that take many tiles each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jtile.ir import Builder, For, Full, Kernel, NumPrograms, ProgramId, Value
+from jtile.ir.types import INDEX
+
+from ..order import GROUP, grouped_axes
+from ..rewrite import Rewriter, Rules
+
+
+def persist(kernel: Kernel, blocks: int) -> Kernel:
+    """The kernel as a grid of `blocks` programs: each takes every `blocks`-th of the tiles, which are the programs of
+    the old grid; one each where there are no more tiles than blocks."""
+    tiles = math.prod(kernel.grid)
+    banded = grouped_axes(kernel)
+    walk = Rewriter(kernel, Rules())
+    b = walk.b
+    b.loc = kernel.loc
+    first = b.value(ProgramId(0), "tile")
+    if blocks >= tiles:
+        _program(walk, kernel, first, banded)
+        return dataclasses.replace(kernel, grid=(tiles,), body=b.block, lanes=0)
+    bounds = first, b.index(tiles), b.index(blocks)
+    with b.region([INDEX], ("t",)) as body:
+        _program(walk, kernel, body.params[0], banded)
+    b.loc = kernel.loc
+    b.add(For(*bounds, (), body))
+    return dataclasses.replace(kernel, grid=(blocks,), body=b.block, lanes=0)
+
+
+def _program(walk: Rewriter, kernel: Kernel, tile: Value, banded: tuple[int, int] | None) -> None:
+    """The body of the kernel for one tile."""
+    ids = _ids(walk.b, kernel.grid, tile, banded)
+    rules = Rules()
+    rules(ProgramId)(lambda op, w: ids[op.axis] if op.axis < len(ids) else w.new(Full(0, (), "int32")))
+    rules(NumPrograms)(lambda op, w: w.new(Full(int((*kernel.grid, 1, 1, 1)[op.axis]), (), "int32")))
+    walk.rules = rules
+    walk.inline(kernel.body)
+
+
+def _ids(b: Builder, grid: tuple[int, ...], tile: Value, banded: tuple[int, int] | None) -> list[Value]:
+    """The program ids of a tile: the last axis fastest, or bands of the rows of a matrix product."""
+    ids: dict[int, Value] = {}
+    rest = tile
+    if banded:
+        i, j = banded
+        rest, inner = _divided(b, tile, grid[i] * grid[j], math.prod(grid[:i]))
+        ids[i], ids[j] = _banded(b, inner, grid[i], grid[j])
+    for axis in reversed(range(len(grid))):
+        if axis not in ids:
+            before = math.prod(n for k, n in enumerate(grid[:axis]) if k not in ids)
+            rest, ids[axis] = _divided(b, rest, grid[axis], before)
+    return [ids[axis] for axis in range(len(grid))]
+
+
+def _divided(b: Builder, v: Value, side: int, before: int) -> tuple[Value, Value]:
+    """Quotient and remainder of `v < before * side`."""
+    if side == 1:
+        return v, b.index(0)
+    if before == 1:
+        return b.index(0), v
+    n = b.index(side)
+    return b.map("div", v, n), b.map("rem", v, n)
+
+
+def _banded(b: Builder, v: Value, rows: int, columns: int) -> tuple[Value, Value]:
+    """(row, column) of a tile: bands of `GROUP` rows, column after column inside a band."""
+    if rows <= GROUP:
+        n = b.index(rows)
+        return b.map("rem", v, n), b.map("div", v, n)
+    width = b.index(GROUP * columns)
+    first = b.map("mul", b.map("div", v, width), b.index(GROUP))
+    inside = b.map("rem", v, width)
+    side = b.index(GROUP) if rows % GROUP == 0 else b.map("min", b.map("sub", b.index(rows), first), b.index(GROUP))
+    return b.map("add", first, b.map("rem", inside, side)), b.map("div", inside, side)

@@ -1,0 +1,68 @@
+"""Warp specialisation: a producer that copies operands into rings, and consumers that multiply what waits there."""
+
+from __future__ import annotations
+
+from jtile.ir import AllocShared, Builder, Kernel, Load, Roles, Store, Value
+
+from . import epilogue
+from .consumer import consumer
+from .feeds import Feeds, feeds, untransposed
+from .plan import NoPlan, Plan, Refusal
+from .producer import producer
+from .rings import Held, Loads, Place, allocate
+from .split_rows import Split, split
+
+
+def specialise(kernel: Kernel, plan: Plan) -> Kernel:
+    """A tile-level kernel of one grid axis as a block-level kernel of the roles of a plan.
+
+    Raises:
+      Refusal: its operands cannot be brought by a role of their own.
+    """
+    shares = split(kernel, plan.consumers)
+    if isinstance(shares, NoPlan):
+        raise Refusal(shares)
+    found = feeds(kernel)
+    bodies = [shares.body(w) for w in range(plan.consumers)]
+    b = Builder()
+    b.loc = kernel.loc
+    rings = allocate(b, found, plan, shares, bodies[0][1])
+    place = _places(rings)
+    roles = [
+        consumer(
+            body,
+            {loads[x]: p for x, p in place.items()},
+            w,
+            epilogue.allocate(b, _stores(kernel, plan, body), str(w)),
+            _scratch(b, found, shares, loads, w),
+        )
+        for w, (body, loads) in enumerate(bodies)
+    ]
+    roles.append(producer(kernel, place, plan.consumers))
+    many, few = plan.registers
+    b.loc = kernel.loc
+    names = (*(f"consumer{w}" for w in range(plan.consumers)), "producer")
+    warps = (*(plan.warps for _ in bodies), 1)
+    b.add(Roles(names, warps, (*(many for _ in bodies), few), tuple(roles)))
+    return kernel.with_body(b.block)
+
+
+def _places(rings: list[Held]) -> dict[Load, Place]:
+    return {op: (held, site, k) for held in rings for site in held.ring.sites for k, op in enumerate(site.loads)}
+
+
+def _stores(kernel: Kernel, plan: Plan, body) -> list[tuple[Store, epilogue.Output]]:
+    """The stores of a share that leave through shared memory."""
+    refs = {kernel.params[k]: out for k, out in plan.outputs.items()}
+    return [(op, refs[op.ref]) for op in body.walk() if isinstance(op, Store) and op.ref in refs]
+
+
+def _scratch(b: Builder, found: Feeds, shares: Split, loads: Loads, w: int) -> dict[object, Value]:
+    """A buffer for each shape of computed right operands: every share has all columns of a product."""
+    out: dict[object, Value] = {}
+    for dot in found.computed:
+        v, _ = untransposed(dot.b)
+        if (v.shape, v.dtype) not in out:
+            b.loc = dot.loc
+            out[v.shape, v.dtype] = b.value(AllocShared(v.shape, v.dtype), f"right{w}")
+    return out
