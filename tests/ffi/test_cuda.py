@@ -383,7 +383,8 @@ def test_compiling_needs_no_driver(call_on_cpu):
 def test_importing_opens_no_driver(run_python):
     script = """
         import jtile
-        print(sorted({line.split()[-1] for line in open("/proc/self/maps") if "libcuda.so" in line or "amdhip" in line}))
+        maps = open("/proc/self/maps").read().splitlines()
+        print(sorted({line.split()[-1] for line in maps if "libcuda.so" in line or "amdhip" in line}))
         print(jtile.ffi.TARGETS if hasattr(jtile, "ffi") else __import__("jtile.ffi").ffi.TARGETS)
     """
     out = run_python(script).splitlines()
