@@ -281,7 +281,7 @@ class Crew:
             return
         role = self.role
         line, epoch, clock = self.actor or (role.number, int(role.clock[role.number]), role.clock)
-        found = elements.touch(at, kind, line, epoch, clock)
+        found = elements.touch(at, kind, line, epoch, clock, self.actor is not None)
         if found is None:
             return
         element, by, did = found

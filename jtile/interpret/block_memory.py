@@ -195,12 +195,15 @@ class Elements:
         self.line = {kind: np.zeros(size, np.int32) for kind in _DID}
         self.epoch = {kind: np.zeros(size, np.int64) for kind in _DID}
 
-    def touch(self, at: np.ndarray, kind: str, line: int, epoch: int, clock: np.ndarray) -> tuple[int, int, str] | None:
+    def touch(
+        self, at: np.ndarray, kind: str, line: int, epoch: int, clock: np.ndarray, asynchronous: bool
+    ) -> tuple[int, int, str] | None:
         """Record an access to the flat elements `at`. Returns None, or a conflict: element, line of the other, and what
-        that one did."""
+        that one did. No order holds between what a program wrote to an array and its asynchronous copies later on: they
+        take another way to memory, and no fence of this level reaches arrays."""
         for other in _CONFLICTS[kind]:
             lines = self.line[other][at]
-            bad = self.epoch[other][at] > clock[lines]
+            bad = self.epoch[other][at] > (0 if asynchronous and other != "read" else clock[lines])
             if bad.any():
                 first = int(np.argmax(bad))
                 return int(at[first]), int(lines[first]), _DID[other]
