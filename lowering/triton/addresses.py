@@ -81,7 +81,7 @@ def ranges(em: Emitter) -> dict[int, list[Interval | None]]:
         found = em.memo["ranges"] = {}
 
         def look(op: ir.Op, known: Intervals) -> None:
-            if isinstance(op, ir.Load | ir.Store | ir.Atomic):
+            if isinstance(op, ir.Load | ir.Store | ir.Atomic | ir.AsyncLoad | ir.AsyncStore):
                 found[id(op.index)] = [known(ir.dim_value(d)) for d in op.index]
 
         walk(em.kernel, look)
@@ -120,8 +120,9 @@ def resolve(em: Emitter, buf: Buffer, found: Sequence[Line], shape: tuple[int, .
     for line in found:
         if line.size is not None:
             start = first_element(em, line, checked)
-            inside = _span_mask(em, line, start, checked)
-            offset = _offsets(em, line)
+            with code.vector(line.axis, full):
+                inside = _span_mask(em, line, start, checked)
+                offset = _offsets(em, line)
             lanes += [] if offset is None else [(offset, line.axis)]
         else:
             start = None if line.first.shape else line.first
@@ -170,14 +171,10 @@ def offsets(em: Emitter, places: Places) -> Val:
 
 def lay(em: Emitter, v: Val, axis: int, full: Sequence[int], *, repeat: bool = True) -> Val:
     """A vector or tile laid over the axes of a tensor, from `axis` on, and repeated over the others."""
-    code = em.code
     if not v.shape:
-        return code.splat(v, full)
-    for _ in range(axis):
-        v = code.expand_dims(v, 0)
-    while len(v.shape) < len(full):
-        v = code.expand_dims(v, len(v.shape))
-    return code.broadcast(v, full) if repeat else v
+        return em.code.splat(v, full)
+    v = em.code.laid(v, axis, len(full))
+    return em.code.broadcast(v, full) if repeat else v
 
 
 def _sum(em: Emitter, parts: Sequence[tuple[Val, int]], full: tuple[int, ...]) -> Val:

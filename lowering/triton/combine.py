@@ -54,7 +54,8 @@ def _region(em: Emitter, name: str, attributes: str, xs: Sequence[Val], shape: S
         low = [[code.to_int(v, "i1") if bool_ else v for v, bool_ in zip(vs, as_bool, strict=True)] for vs in (a, b)]
         ys = [code.to_int(y, "i32", signed=False) if y.elem == "i1" else y for y in body(*low)]
         code.do(f"{name}.return {', '.join(y.name for y in ys)} : {', '.join(y.elem for y in ys)}")
-    out = [Val(result if len(xs) == 1 else f"{result}#{k}", tuple(shape), x.elem) for k, x in enumerate(carried)]
+    names = [result if len(xs) == 1 else f"{result}#{k}" for k in range(len(xs))]
+    out = [Val(n, tuple(shape), x.elem, layout=code.layout(shape)) for n, x in zip(names, carried, strict=True)]
     code.do(f"}}) : ({', '.join(x.type for x in carried)}) -> {_types(out)}")
     return [code.to_int(v, "i1") if x.elem == "i1" else v for v, x in zip(out, xs, strict=True)]
 

@@ -52,7 +52,7 @@ def emit_kernel(
     """
     record = Record()
     em = Emitter(kernel, f, record, isolate=isolate, num_stages=num_stages)
-    _parameters(em)
+    parameters(em)
     scratch = _scratch(em)
     blocks = _blocks(kernel, sum(map(buffer_bytes, scratch)))
     record.grid = blocks if isinstance(blocks, int) else expression(blocks, _numbers(kernel))
@@ -86,7 +86,7 @@ def _numbers(kernel: ir.Kernel) -> dict[str, int]:
     return {name: k for k, name in enumerate(n for n in ir.sources(kernel) if n in used)}
 
 
-def _parameters(em: Emitter) -> None:
+def parameters(em: Emitter) -> None:
     """Arrays, then the symbols of dynamic sizes."""
     kernel = em.kernel
     refs = [*kernel.inputs, *kernel.outputs]

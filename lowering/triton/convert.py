@@ -216,7 +216,7 @@ def _encode_hardware(x: X, fmt: Small) -> X:
     """The instruction saturates; what rounds beyond the largest number is infinite, or NaN where there is no such."""
     code = x.code
     fp8 = code.let(
-        f"tt.fp_to_fp {x.v.name}, rounding = rtne : {x.v.type} -> {Val('', x.v.shape, fmt.elem).type}",
+        f"tt.fp_to_fp {x.v.name}, rounding = rtne : {x.v.type} -> {x.code.spell(x.v.shape, fmt.elem)}",
         x.v.shape,
         fmt.elem,
     )

@@ -35,7 +35,7 @@ class Range:
 @emits(ir.For)
 def _for(em: Emitter, op: ir.For) -> list[Val]:
     code = em.code
-    r = _range(em, op)
+    r = range_of(em, op)
     inits = [em.val(v) for v in op.inits]
     counter, params = Val(code.name(), (), r.elem), [_fresh(em, v) for v in inits]
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(params, inits, strict=True))
@@ -43,7 +43,7 @@ def _for(em: Emitter, op: ir.For) -> list[Val]:
     head = f"scf.for {counter.name} = {r.lo.name} to {r.hi.name} step {r.step.name}{carry} : {r.elem} {{"
     results = _open(em, head, inits)
     with code.region():
-        yields = em.block(op.body, [_index(em, op, r, counter), *params])
+        yields = em.block(op.body, [index_of(em, op, r, counter), *params])
         _yield(em, yields)
     code.do("}" + _attributes(em, op))
     return _agreed(results, inits, yields)
@@ -59,7 +59,7 @@ def _attributes(em: Emitter, op: ir.For) -> str:
     return f" {{{', '.join(out)}}}" if out else ""
 
 
-def _range(em: Emitter, op: ir.For) -> Range:
+def range_of(em: Emitter, op: ir.For) -> Range:
     """The cheapest form of a loop: as it stands, in wider integers, or by counting its iterations."""
     code = em.code
     lo, hi, step = (em.val(v) for v in (op.lo, op.hi, op.step))
@@ -71,7 +71,8 @@ def _range(em: Emitter, op: ir.For) -> Range:
     if by is None or by <= 0 or (info.bits == 64 and not (signed and by == 1)):
         return _counted(em, op)
     # A wider counter does not overflow past the last index, and holds every unsigned bound.
-    wide = "i32" if info.bits < 32 or (info.bits == 32 and signed and by == 1) else "i64"
+    ends = by == 1 or (hi.number is not None and _exact(hi, op) + by < 2**31)
+    wide = "i32" if info.bits < 32 or (info.bits == 32 and signed and ends) else "i64"
     return Range(*(code.to_int(v, wide, signed=signed) for v in (lo, hi, step)))
 
 
@@ -115,7 +116,7 @@ def _index_elem(op: ir.For) -> str:
     return "i64" if ir.DTYPES[op.lo.dtype].bits == 64 else "i32"
 
 
-def _index(em: Emitter, op: ir.For, r: Range, counter: Val) -> Val:
+def index_of(em: Emitter, op: ir.For, r: Range, counter: Val) -> Val:
     """The index of an iteration, in the loop's own dtype."""
     code = em.code
     elem = elem_of(op.lo.dtype)
@@ -173,7 +174,7 @@ def _if(em: Emitter, op: ir.If) -> list[Val]:
 
 def _fresh(em: Emitter, like: Val) -> Val:
     """A parameter of a region: what its lanes beyond the tile hold is not known, for it changes from turn to turn."""
-    return Val(em.code.name(), like.shape, like.elem)
+    return dataclasses.replace(like, name=em.code.name(), fill=None, number=None)
 
 
 def _open(em: Emitter, head: str, results: Sequence[Val]) -> list[Val]:

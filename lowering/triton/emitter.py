@@ -146,7 +146,9 @@ class Emitter:
     def iota(self, shape: Sequence[int], axis: int) -> Val:
         """0, 1, 2 along an axis of the tensor of a tile of this shape, as i32."""
         full = padded(shape)
-        return self.code.along(self.code.arange(full[axis]), axis, full)
+        with self.code.vector(axis, full):
+            lanes = self.code.arange(full[axis])
+        return self.code.along(lanes, axis, full)
 
     def zeros(self, v: ir.Value) -> Val:
         """Zero in every lane of a tensor like that of `v`."""

@@ -15,7 +15,7 @@ def fold(em: Emitter, x: Val, op: str, axis: int | None = None) -> Val:
         return x
     x, axis = (code.reshape(x, (x.size,)), 0) if axis is None else (x, axis)
     x = code.isolated(x)
-    out = Val(code.name(), (*x.shape[:axis], *x.shape[axis + 1 :]), x.elem)
+    out = code.new((*x.shape[:axis], *x.shape[axis + 1 :]), x.elem)
     a, b, c = (code.name() for _ in range(3))
     code.do(f'{out.name} = "tt.reduce"({x.name}) <{{axis = {axis} : i32}}> ({{')
     code.do(f"^bb0({a}: {x.elem}, {b}: {x.elem}):")

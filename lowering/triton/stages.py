@@ -44,8 +44,10 @@ class Built:
     resources: dict[str, Any]
 
 
-def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bool = False) -> Built:
-    """Compile TTIR text; fewer pipeline stages are tried where so many take too much shared memory, unless the user
+def build(
+    text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bool = False, level: str = "ttir"
+) -> Built:
+    """Compile TTIR text, or that of another `level`; fewer pipeline stages are tried where so many take too much shared memory, unless the user
     gave their number.
 
     Raises:
@@ -56,7 +58,7 @@ def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bo
     given = "num_stages" in choice.fixed
     asked = max(map(int, _LOOP_STAGES.findall(text)), default=1)
     while True:
-        built = _build(text, f, choice, texts)
+        built = _build(text, f, choice, texts, level)
         if choice.registers and 2 * (built.shared + 1024) > f.multiprocessor_shared:
             choice = dataclasses.replace(choice, registers=0)  # no second block fits anyway
             continue
@@ -74,14 +76,17 @@ def build(text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bo
         choice = dataclasses.replace(choice, num_stages=min(choice.num_stages, asked))
 
 
-def _build(text: str, f: Features, choice: Choice, texts: bool) -> Built:
+def _build(text: str, f: Features, choice: Choice, texts: bool, level: str) -> Built:
     backend, module, context, path = _parse(text, f)
     options = backend.parse_options(_options(f, choice))
     metadata: dict[str, Any] = {"target": backend.target, **options.__dict__}
     levels: dict[str, str] = {}
+    if level == "ttgir":  # the stage that is left out would have said so
+        metadata["tensordesc_meta"] = module.get_tensordesc_metadata()
+        levels = {"ttgir": text} if texts else {}
     value: Any = module
     with _quiet():
-        for name, stage in _stages(backend, options).items():
+        for name, stage in _stages(backend, options, level).items():
             value = stage(value, metadata)
             if name == "ttgir" and not versions.reduces_any_layout():
                 layouts.check(str(value))
@@ -163,9 +168,11 @@ def _parse(text: str, f: Features) -> tuple[Any, Any, Any, str]:
     return backend, module, context, path
 
 
-def _stages(backend: Any, options: Any) -> dict[str, Any]:
+def _stages(backend: Any, options: Any, level: str) -> dict[str, Any]:
+    """The stages that text of a level goes through: TTIR through all of them, others through those behind theirs."""
     from triton.backends.compiler import Language
 
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, Language.TRITON)
-    return stages
+    names = list(stages)
+    return {n: stages[n] for n in names[names.index(level) + (level != "ttir") :]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from jtile import ir
 from jtile.lowering.triton import versions
@@ -42,16 +43,18 @@ def load(em: Emitter, buf: Buffer, op: ir.Load) -> Val | None:
     if not em.features.tma or op not in _operands(em) or not _plain(buf, op):
         return None
     found = lines(em, buf, op.index)
-    axes = _axes(found, op.checked)
-    if axes is None or not _expressible(axes, bits(memory_elem(buf.dtype)) // 8) or not _fits(axes, op.checked):
+    axes, width = axes_of(found, op.checked), bits(memory_elem(buf.dtype)) // 8
+    if axes is None or obstacle(axes, width) or math.prod(a.box for a in axes) * width < SMALLEST:
+        return None
+    if not fits(axes, op.checked):
         return None
     # Codes of 8-bit floats come in their own type, so that nothing stands between shared memory and the product.
     own = FP8.get(buf.dtype) if buf.dtype in em.features.fp8 else None
     elem, full = own or memory_elem(buf.dtype), padded(op.result.shape)
-    handle = _descriptor(em, buf, axes, elem, math.isnan(op.pad) and op.checked)
+    handle = descriptor(em, buf, axes, elem, nan=math.isnan(op.pad) and op.checked)
     if handle is None:
         return None
-    where = ", ".join(_coordinate(em, a, op.checked).name for a in axes)
+    where = ", ".join(coordinate(em, a, op.checked).name for a in axes)
     right = f"tt.descriptor_load {handle.name}[{where}] : {handle.elem} -> {spell(full, elem)}"
     return em.code.bitcast(em.code.let(right, full, elem), memory_elem(buf.dtype))
 
@@ -93,8 +96,8 @@ def _plain(buf: Buffer, op: ir.Load) -> bool:
     return not op.checked or zero or nan
 
 
-def _axes(found: list[Line], checked: bool) -> list[Axis] | None:
-    """The axes of a map. A single element of a dimension is a side of 1 of the box, or, where nothing can hang over,
+def axes_of(found: list[Line], checked: bool) -> list[Axis] | None:
+    """The axes of a map, None where it has none. A single element of a dimension is a side of 1 of the box, or, where nothing can hang over,
     it is counted along the next axis, so that the map has no more axes than the tile."""
     out: list[Axis] = []
     waiting: list[Line] = []
@@ -113,21 +116,21 @@ def _axes(found: list[Line], checked: bool) -> list[Axis] | None:
     return None if waiting or not out else out
 
 
-def _expressible(axes: list[Axis], width: int) -> bool:
-    """The limits of a tensor map."""
+def obstacle(axes: list[Axis], width: int, *, box: int = BOX) -> str:
+    """Why a tensor map cannot say a box of elements of `width` bytes; "" where it can."""
     last = axes[-1]
-    return (
-        len(axes) <= RANK
-        and last.stride == 1
-        and last.lines[-1].size is not None
-        and last.box * width >= 16
-        and math.prod(a.box for a in axes) * width >= SMALLEST
-        and all(a.box <= BOX and a.size < BIG for a in axes)
-        and all(a.stride * width % 16 == 0 for a in axes[:-1])
-    )
+    reasons = {
+        f"more than {RANK} axes": len(axes) > RANK,
+        "an innermost axis that is not contiguous": last.stride != 1 or last.lines[-1].size is None,
+        "rows of less than 16 bytes": last.box * width < 16,
+        f"more than {box} elements along an axis": any(a.box > box for a in axes),
+        "an axis of 2^31 elements": any(a.size >= BIG for a in axes),
+        "rows that are not whole multiples of 16 bytes apart": any(a.stride * width % 16 for a in axes[:-1]),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _fits(axes: list[Axis], checked: bool) -> bool:
+def fits(axes: list[Axis], checked: bool) -> bool:
     """Whether all coordinates fit 32 bits."""
     every = [line for a in axes for line in a.lines]
     if not checked:
@@ -140,7 +143,7 @@ def _fits(axes: list[Axis], checked: bool) -> bool:
     )
 
 
-def _coordinate(em: Emitter, axis: Axis, checked: bool) -> Val:
+def coordinate(em: Emitter, axis: Axis, checked: bool) -> Val:
     """The first element of the box along an axis, as i32."""
     code, at = em.code, em.code.i32(0)
     for line in axis.lines:
@@ -149,11 +152,11 @@ def _coordinate(em: Emitter, axis: Axis, checked: bool) -> Val:
     return at
 
 
-def _descriptor(em: Emitter, buf: Buffer, axes: list[Axis], elem: str, nan: bool) -> Val | None:
-    """The tensor map of an array for boxes of a shape: a parameter of the kernel, one for all loads that agree. None
-    where the kernel has as many as it may."""
+def descriptor(em: Emitter, buf: Buffer, axes: list[Axis], elem: str, *, nan: bool, layout: Any = "") -> Val | None:
+    """The tensor map of an array for boxes of a shape: a parameter of the kernel, one for all accesses that agree. None
+    where the kernel has as many as it may. `layout`: of the boxes in shared memory, at the block level."""
     maps = em.memo.setdefault("maps", {})
-    key = (buf.param, tuple((a.size, a.stride, a.box) for a in axes), nan)
+    key = (buf.param, tuple((a.size, a.stride, a.box) for a in axes), nan, layout)
     if key not in maps and len(maps) == MAPS:
         return None
     if key not in maps:
@@ -165,5 +168,5 @@ def _descriptor(em: Emitter, buf: Buffer, axes: list[Axis], elem: str, nan: bool
             "strides": [a.stride * width for a in reversed(axes[:-1])],
             "fill": "nan" if nan else "zero",
         }
-        maps[key] = em.param(record, versions.tensordesc(tuple(a.box for a in axes), elem))
+        maps[key] = em.param(record, versions.tensordesc(tuple(a.box for a in axes), elem, layout))
     return maps[key]

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 Number = int | float | bool
 
@@ -30,6 +31,7 @@ class Val:
       elem: element type, `f32`, `i1`, `!tt.ptr<f32>`.
       fill: what the lanes beyond the logical shape of a tile hold, where that is known; None: anything.
       number: what every lane holds, of a constant.
+      layout: how the lanes of a tensor lie over threads, at the block level; "" where the compiler chooses it.
     """
 
     name: str
@@ -37,10 +39,11 @@ class Val:
     elem: str
     fill: Number | None = dataclasses.field(default=None, compare=False)
     number: Number | None = dataclasses.field(default=None, compare=False)
+    layout: Any = ""
 
     @property
     def type(self) -> str:
-        return spell(self.shape, self.elem)
+        return spell(self.shape, self.elem, self.layout)
 
     @property
     def size(self) -> int:
@@ -59,8 +62,10 @@ def bits(elem: str) -> int:
     return FLOATS[elem] if elem in FLOATS else 64 if elem.startswith("!") else int(elem[1:])
 
 
-def spell(shape: Sequence[int], elem: str) -> str:
-    return f"tensor<{'x'.join([*map(str, shape), elem])}>" if shape else elem
+def spell(shape: Sequence[int], elem: str, layout: Any = "") -> str:
+    if not shape:
+        return elem
+    return f"tensor<{'x'.join([*map(str, shape), elem])}{f', {layout}' if layout else ''}>"
 
 
 def literal(value: Number, elem: str) -> str:
@@ -108,15 +113,32 @@ class Code:
 
     def let(self, right: str, shape: Sequence[int], elem: str, fill: Number | None = None) -> Val:
         """`%n = right`, a value of the given type (which `right` spells where its op wants it)."""
-        v = Val(self.name(), _possible(shape), elem, fill)
+        v = self.new(_possible(shape), elem, fill)
         self.do(f"{v.name} = {right}")
         return v
+
+    def new(self, shape: Sequence[int], elem: str, fill: Number | None = None) -> Val:
+        """A name for a value to come."""
+        return Val(self.name(), tuple(shape), elem, fill, None, self.layout(shape))
+
+    def layout(self, shape: Sequence[int]) -> Any:  # noqa: ARG002  what this is for needs it
+        """How a tensor that the current op makes lies over threads; at the level of TTIR nobody says so."""
+        return ""
+
+    def vector(self, axis: int, full: Sequence[int]) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+        """Vectors that are made inside will be laid along `axis` of a tensor."""
+        return contextlib.nullcontext()
+
+    def spell(self, shape: Sequence[int], elem: str) -> str:
+        """The type of such a tensor."""
+        return spell(shape, elem, self.layout(shape))
 
     def let_many(self, right: str, types: Sequence[tuple[Sequence[int], str]]) -> list[Val]:
         """`%n:2 = right`: the results of an op that has `types` of them."""
         name = self.name()
         self.do(f"{name}:{len(types)} = {right}" if len(types) != 1 else f"{name} = {right}")
-        return [Val(f"{name}#{k}" if len(types) != 1 else name, tuple(s), e) for k, (s, e) in enumerate(types)]
+        names = [f"{name}#{k}" if len(types) != 1 else name for k in range(len(types))]
+        return [Val(n, tuple(s), e, layout=self.layout(s)) for n, (s, e) in zip(names, types, strict=True)]
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
@@ -130,7 +152,7 @@ class Code:
     def const(self, value: Number, elem: str, shape: Sequence[int] = ()) -> Val:
         """A number, or a tensor of it; a number that an integer cannot hold wraps."""
         text = literal(value, elem)
-        text = f"dense<{text}> : {spell(shape, elem)}" if shape else text if elem == "i1" else f"{text} : {elem}"
+        text = f"dense<{text}> : {self.spell(shape, elem)}" if shape else text if elem == "i1" else f"{text} : {elem}"
         return self._constant(f"arith.constant {text}", tuple(shape), elem, value)
 
     def i32(self, value: int) -> Val:
@@ -140,12 +162,15 @@ class Code:
         """0, 1, ... n - 1 as i32; n is a power of two."""
         if n == 1:
             return self.const(0, "i32", (1,))
-        return self._constant(f"tt.make_range {{end = {n} : i32, start = 0 : i32}} : tensor<{n}xi32>", (n,), "i32")
+        return self._constant(
+            f"tt.make_range {{end = {n} : i32, start = 0 : i32}} : {self.spell((n,), 'i32')}", (n,), "i32"
+        )
 
     def _constant(self, right: str, shape: tuple[int, ...], elem: str, number: Number | None = None) -> Val:
         key = (right, elem)
         if key not in self._constants:
-            v = self._constants[key] = Val(self.name(), _possible(shape), elem, number, number)
+            v = dataclasses.replace(self.new(_possible(shape), elem, number), number=number)
+            self._constants[key] = v
             self.head.append(f"    {v.name} = {right}")
         return self._constants[key]
 
@@ -156,7 +181,7 @@ class Code:
         first = args[0]
         right = f"{name} {', '.join(a.name for a in args)} : {first.type}"
         if elem is not None and elem != first.elem and not name.startswith("arith.cmp"):
-            right += f" to {spell(first.shape, elem)}"
+            right += f" to {self.spell(first.shape, elem)}"
         return self.let(right, first.shape, elem or first.elem)
 
     def cmp(self, predicate: str, a: Val, b: Val) -> Val:
@@ -172,14 +197,14 @@ class Code:
     def cast(self, name: str, a: Val, elem: str) -> Val:
         """`arith.extsi` and its kin, `tt.int_to_ptr`: `name` from the type of `a` to `elem`."""
         arrow = "->" if name.startswith("tt.") else "to"
-        return self.let(f"{name} {a.name} : {a.type} {arrow} {spell(a.shape, elem)}", a.shape, elem)
+        return self.let(f"{name} {a.name} : {a.type} {arrow} {self.spell(a.shape, elem)}", a.shape, elem)
 
     def bitcast(self, a: Val, elem: str) -> Val:
         """The same bits as another element type of the same width; of a bitcast the value that it came from."""
         before = self._bitcasts.get(a.name, a)
         if elem in (a.elem, before.elem):
             return a if a.elem == elem else before
-        v = self.let(f"tt.bitcast {a.name} : {a.type} -> {spell(a.shape, elem)}", a.shape, elem, None)
+        v = self.let(f"tt.bitcast {a.name} : {a.type} -> {self.spell(a.shape, elem)}", a.shape, elem, None)
         self._bitcasts[v.name] = a
         return v
 
@@ -189,19 +214,19 @@ class Code:
         """A tensor of one scalar."""
         if not shape:
             return a
-        return self.let(f"tt.splat {a.name} : {a.type} -> {spell(shape, a.elem)}", shape, a.elem)
+        return self.let(f"tt.splat {a.name} : {a.type} -> {self.spell(shape, a.elem)}", shape, a.elem)
 
     def expand_dims(self, a: Val, axis: int) -> Val:
         """A new axis of length 1 at `axis`."""
         shape = (*a.shape[:axis], 1, *a.shape[axis:])
-        kind = f"{{axis = {axis} : i32}} : {a.type} -> {spell(shape, a.elem)}"
+        kind = f"{{axis = {axis} : i32}} : {a.type} -> {self.spell(shape, a.elem)}"
         return self.let(f"tt.expand_dims {a.name} {kind}", shape, a.elem)
 
     def broadcast(self, a: Val, shape: Sequence[int]) -> Val:
         """Axes of length 1 repeated; the rank stays."""
         if tuple(shape) == a.shape:
             return a
-        return self.let(f"tt.broadcast {a.name} : {a.type} -> {spell(shape, a.elem)}", shape, a.elem)
+        return self.let(f"tt.broadcast {a.name} : {a.type} -> {self.spell(shape, a.elem)}", shape, a.elem)
 
     def along(self, a: Val, axis: int, shape: Sequence[int]) -> Val:
         """A vector laid along `axis` of `shape` and repeated over the other axes."""
@@ -211,6 +236,14 @@ class Code:
                 a = self.expand_dims(a, k)
         return self.broadcast(a, shape)
 
+    def laid(self, a: Val, axis: int, rank: int) -> Val:
+        """A tensor on the axes from `axis` on of a tensor of a higher rank, whose other axes have length 1."""
+        for _ in range(axis):
+            a = self.expand_dims(a, 0)
+        while len(a.shape) < rank:
+            a = self.expand_dims(a, len(a.shape))
+        return a
+
     def reshape(self, a: Val, shape: Sequence[int]) -> Val:
         """The same lanes in row-major order."""
         if tuple(shape) == a.shape:
@@ -219,7 +252,7 @@ class Code:
             return self.splat(a, shape)
         if not shape:
             return self.unsplat(a)
-        return self.let(f"tt.reshape {a.name} : {a.type} -> {spell(shape, a.elem)}", shape, a.elem)
+        return self.let(f"tt.reshape {a.name} : {a.type} -> {self.spell(shape, a.elem)}", shape, a.elem)
 
     def unsplat(self, a: Val) -> Val:
         """The only element of a tensor of one lane."""
@@ -234,7 +267,7 @@ class Code:
             return a
         shape = tuple(a.shape[p] for p in perm)
         order = ", ".join(map(str, perm))
-        right = f"tt.trans {a.name} {{order = array<i32: {order}>}} : {a.type} -> {spell(shape, a.elem)}"
+        right = f"tt.trans {a.name} {{order = array<i32: {order}>}} : {a.type} -> {self.spell(shape, a.elem)}"
         return self.let(right, shape, a.elem)
 
     def isolated(self, a: Val) -> Val:

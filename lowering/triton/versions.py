@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+from typing import Any
 
 from jtile._errors import UnsupportedError
 
@@ -31,10 +32,15 @@ def version() -> tuple[int, int]:
     return found[0], found[1]
 
 
-def tensordesc(shape: tuple[int, ...], elem: str) -> str:
-    """The type of a tensor descriptor for tiles of a shape."""
-    text = "x".join([*map(str, shape), elem])
+def tensordesc(shape: tuple[int, ...], elem: str, layout: Any = "") -> str:
+    """The type of a tensor descriptor for tiles of a shape, at the block level with their layout in shared memory."""
+    text = "x".join([*map(str, shape), elem]) + (f", {layout}" if layout else "")
     return f"!tt.tensordesc<tensor<{text}>>" if version() < (3, 9) else f"!tt.tensordesc<{text}>"
+
+
+def store_wait(pending: int) -> str:
+    """Waiting until asynchronous stores have read their buffers."""
+    return f"ttng.async_tma_store_wait {{pendings = {pending} : i32{', read_only' if version() >= (3, 9) else ''}}}"
 
 
 def gather_layout() -> str:

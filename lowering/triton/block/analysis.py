@@ -1,0 +1,256 @@
+"""Which layout each tile of a role lives in.
+
+Products fix the layouts of their accumulators. From there layouts flow along: arithmetic takes that of its operands,
+reductions what is left of it, loops that of what they carry. What nothing has reached takes what its users want (loads,
+masks), or neighbours for each thread. Constants, counters and broadcasts live nowhere: each use makes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from jtile import ir
+from jtile.lowering.triton.block.layouts import (
+    Blocked,
+    Layout,
+    Mma,
+    Operand,
+    Sliced,
+    blocked,
+    mma,
+    sliced,
+    unsliced,
+)
+from jtile.lowering.triton.emitter import elem_of
+from jtile.lowering.triton.ttir import bits
+
+POINTWISE = (ir.Map, ir.Select, ir.Cast, ir.Bitcast)
+
+
+def is_free(v: ir.Value) -> bool:
+    """Whether a tile is made anew for each layout that somebody wants it in."""
+    op = v.op
+    return isinstance(op, ir.Full | ir.Iota | ir.Broadcast) or (isinstance(op, ir.Reshape) and spread(op) is not None)
+
+
+def spread(op: ir.Reshape) -> tuple[int, ...] | None:
+    """The axes of the operand in the result of a reshape that only adds axes of length 1; None of any other."""
+    dims, at = [], 0
+    for n in op.x.shape:
+        while at < len(op.shape) and op.shape[at] != n and op.shape[at] == 1:
+            at += 1
+        if at == len(op.shape) or op.shape[at] != n:
+            return None
+        dims.append(at)
+        at += 1
+    return tuple(dims) if len(op.shape) > len(dims) and all(n == 1 for n in op.shape[at:]) else None
+
+
+def dims_of(op: ir.Broadcast | ir.Reshape) -> tuple[int, ...]:
+    """Where the axes of the operand of a free op stand in its result."""
+    return op.dims if isinstance(op, ir.Broadcast) else spread(op) or ()
+
+
+def product_layout(op: ir.DotAsync, warps: int) -> Mma | None:
+    """The layout of the accumulator of a product; None where warpgroups cannot compute it."""
+    return mma(*op.result.shape, elem=f"i{ir.DTYPES[op.a.dtype].bits}", warps=warps)
+
+
+def operand_layout(op: ir.DotAsync, warps: int) -> Operand | None:
+    """The layout of the left operand of a product in registers."""
+    out = product_layout(op, warps)
+    return None if out is None else Operand(out, 32 // ir.DTYPES[op.a.dtype].bits)
+
+
+class Homes:
+    """The layouts of one role's tiles: `homes[v]`."""
+
+    def __init__(self, body: ir.Block, warps: int):
+        self.warps = warps
+        self._ops = list(body.walk())
+        self._same: dict[ir.Value, ir.Value] = {}
+        self._home: dict[ir.Value, Layout] = {}
+        self._users: dict[ir.Value, list[tuple[ir.Op, int]]] = {}
+        for op in self._ops:
+            for k, v in enumerate(op.operands()):
+                self._users.setdefault(v, []).append((op, k))
+            self._tie(op)
+        self._solve()
+
+    def __getitem__(self, v: ir.Value) -> Layout:
+        found = self._home.get(self._root(v))
+        return blocked(v.shape, elem_of(v.dtype), self.warps) if found is None else found
+
+    def get(self, v: ir.Value) -> Layout | None:
+        """The layout of a tile, None while it has none, and of free ones."""
+        return self._home.get(self._root(v))
+
+    # -- values that share a layout -----------------------------------------------------------------------------------
+
+    def _root(self, v: ir.Value) -> ir.Value:
+        while v in self._same:
+            v = self._same[v]
+        return v
+
+    def _union(self, a: ir.Value, b: ir.Value) -> None:
+        a, b = self._root(a), self._root(b)
+        if a is not b:
+            self._same[b] = a
+
+    def _tie(self, op: ir.Op) -> None:
+        """A carry has one layout in a loop and behind it; waiting changes nothing."""
+        if isinstance(op, ir.For):
+            for p, r in zip(op.body.params[1:], op.results, strict=True):
+                self._union(p, r)
+        elif isinstance(op, ir.While):
+            for p, q, r in zip(op.cond.params, op.body.params, op.results, strict=True):
+                self._union(p, q)
+                self._union(p, r)
+        elif isinstance(op, ir.DotWait):
+            for a, b in zip(op.values, op.results, strict=True):
+                self._union(a, b)
+
+    def _set(self, v: ir.Value, layout: Layout | None) -> bool:
+        v = self._root(v)
+        if layout is None or not v.shape or v in self._home or is_free(v):
+            return False
+        self._home[v] = layout
+        return True
+
+    # -- the fixpoint -------------------------------------------------------------------------------------------------
+
+    def _solve(self) -> None:
+        for op in self._ops:
+            if isinstance(op, ir.DotAsync):
+                self._set(op.result, product_layout(op, self.warps))
+        for op in self._ops:
+            for v in self._operands_carried(op):
+                self._set(v, self._wanted_operand(v))
+        while self._round(self._forward) or self._round(self._backward) or self._default():
+            pass
+
+    def _round(self, rule: Callable[[ir.Op], bool]) -> bool:
+        ops = self._ops if rule == self._forward else reversed(self._ops)
+        return any([rule(op) for op in ops])
+
+    def _operands_carried(self, op: ir.Op) -> Iterator[ir.Value]:
+        if isinstance(op, ir.For):
+            yield from op.body.params[1:]
+
+    def _wanted_operand(self, v: ir.Value) -> Layout | None:
+        """What a carry should be that only products take, as their left operands."""
+        wants = set()
+        for u in self._tied(v):
+            for op, k in self._users.get(u, []):
+                wants.add(operand_layout(op, self.warps) if isinstance(op, ir.DotAsync) and k == 0 else None)
+        return wants.pop() if len(wants) == 1 else None
+
+    def _tied(self, v: ir.Value) -> list[ir.Value]:
+        root = self._root(v)
+        return [root, *(u for u in self._same if self._root(u) is root)]
+
+    def _forward(self, op: ir.Op) -> bool:
+        """Layouts of results from those of operands."""
+        if isinstance(op, ir.For | ir.While):
+            inits = zip(op.results, op.body.yields, op.inits, strict=True)
+            return any([self._set(r, self.get(y) or self.get(i)) for r, y, i in inits])
+        if isinstance(op, ir.If):
+            pairs = zip(op.results, op.then.yields, op.orelse.yields, strict=True)
+            return any([self._set(r, self.get(a) or self.get(b)) for r, a, b in pairs])
+        if not op.results or not isinstance(op.results[0].type, ir.TileType) or not op.results[0].shape:
+            return False
+        r = op.results[0]
+        if isinstance(op, POINTWISE):
+            found = [h for v in op.operands() if v.shape == r.shape and (h := self.get(v)) is not None]
+            return self._set(r, max(found, key=_weight)) if found else False
+        if isinstance(op, ir.Reduce | ir.ArgReduce):
+            h = self.get(op.x)
+            axes = op.axes if isinstance(op, ir.Reduce) else (op.axis,)
+            return h is not None and self._set(r, sliced(h, axes))
+        return self._set(r, self._moved(op))
+
+    def _moved(self, op: ir.Op) -> Layout | None:
+        """What a tile lives in after its elements were moved, where that is as good as free."""
+        if isinstance(op, ir.Transpose):
+            h = self.get(op.x)
+            return transposed(h, op.perm) if isinstance(h, Blocked) else None
+        if isinstance(op, ir.Slice) and isinstance(h := self.get(op.x), Mma):
+            return Mma(h.warps, min(h.n, op.result.shape[1] // h.warps[1]), h.k) if _is_part(op, h) else None
+        return None
+
+    def _backward(self, op: ir.Op) -> bool:
+        """Layouts of results from what their users want."""
+        values = [*op.results, *(p for b in op.blocks() for p in b.params)]
+        return any([self._set(v, self._wanted(v)) for v in values if isinstance(v.type, ir.TileType)])
+
+    def _wanted(self, v: ir.Value, depth: int = 8) -> Layout | None:
+        if not v.shape or not depth or (self.get(v) is not None and not is_free(v)):
+            return None
+        found = [w for u in self._tied(v) for op, k in self._users.get(u, []) if (w := self._want(op, u, k, depth))]
+        found += [w for u in self._tied(v) for w in self._carried(u) if w]
+        return max(found, key=_weight) if found else None
+
+    def _want(self, op: ir.Op, v: ir.Value, k: int, depth: int) -> Layout | None:
+        if isinstance(op, ir.DotAsync):
+            return operand_layout(op, self.warps) if v is op.a else self.get(op.result)
+        if isinstance(op, POINTWISE) and op.results[0].shape == v.shape:
+            r = op.results[0]
+            return self.get(r)
+        if isinstance(op, ir.Broadcast | ir.Reshape) and is_free(op.result):
+            r, dims = op.result, dims_of(op)
+            want = self._wanted(r, depth - 1)
+            return None if want is None else sliced(want, [a for a in range(len(r.shape)) if a not in dims])
+        if isinstance(op, ir.Reduce) and (h := self.get(op.result)) is not None:
+            return unsliced(h, op.axes)
+        if isinstance(op, ir.Transpose) and isinstance(h := self.get(op.result), Blocked):
+            return transposed(h, [op.perm.index(a) for a in range(len(op.perm))])
+        if isinstance(op, ir.For | ir.While):
+            inits = op.operands()[-len(op.inits) :] if op.inits else []
+            first = len(op.operands()) - len(inits)
+            return self.get(op.results[k - first]) if k >= first else None
+        if isinstance(op, ir.Store | ir.Atomic) and op.mask is v:
+            return self.get(op.value)
+        return None
+
+    def _carried(self, v: ir.Value) -> Iterator[Layout | None]:
+        """The layouts of the carries that a value is yielded to."""
+        for op in self._ops:
+            for b in op.blocks():
+                for r, y in zip(op.results, b.yields, strict=False):
+                    if y is v and not isinstance(op, ir.While):
+                        yield self.get(r)
+                    elif y is v and b is op.blocks()[-1]:
+                        yield self.get(r)
+
+    def _default(self) -> bool:
+        """The first tile that has no layout yet lies as loads and stores like it."""
+        for op in self._ops:
+            for v in op.results:
+                if isinstance(v.type, ir.TileType) and v.shape and not is_free(v) and self.get(v) is None:
+                    return self._set(v, blocked(v.shape, elem_of(v.dtype), self.warps))
+        return False
+
+
+def _weight(h: Layout) -> int:
+    """Which of several layouts arithmetic takes: conversions of accumulators cost most."""
+    if isinstance(h, Sliced):
+        return _weight(h.parent)
+    return 3 if isinstance(h, Mma) else 2 if isinstance(h, Operand) else 1
+
+
+def transposed(h: Blocked, perm) -> Blocked:
+    """The layout whose axis k is axis `perm[k]` of another."""
+    pick = lambda xs: tuple(xs[p] for p in perm)
+    back = [list(perm).index(a) for a in range(len(perm))]
+    return Blocked(pick(h.per_thread), pick(h.lanes), pick(h.warps), tuple(back[a] for a in h.order))
+
+
+def _is_part(op: ir.Slice, h: Mma) -> bool:
+    """Whether a slice is one of 2, 4, 8 ... equal parts of the columns, which lie in registers of their own."""
+    (m, n), (rows, part) = op.x.shape, op.result.shape
+    whole = rows == m and set(op.strides) == {1} and op.starts[0] == 0
+    fits = n % part == 0 and op.starts[1] % part == 0 and part >= 8
+    return whole and fits and h.warps[1] == 1 and not part & (part - 1)
+
+
+__all__ = ["Homes", "bits", "dims_of", "is_free", "operand_layout", "product_layout"]

@@ -1,0 +1,80 @@
+"""Block-level kernels: TTGIR text and launch record, and the compiled image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jtile import ir
+from jtile.lowering.artifact import Artifact
+from jtile.lowering.triton import stages
+from jtile.lowering.triton.block import (  # noqa: F401  emitters register
+    emit_control,
+    emit_copies,
+    emit_dots,
+    emit_roles,
+    emit_shared,
+)
+from jtile.lowering.triton.block.emit_roles import roles_of
+from jtile.lowering.triton.block.emitter import BlockEmitter
+from jtile.lowering.triton.block.layouts import aliased
+from jtile.lowering.triton.compile import MAX_BLOCKS, parameters, symbol
+from jtile.lowering.triton.features import Features, features
+from jtile.lowering.triton.heuristics import Choice
+from jtile.lowering.triton.record import Record
+
+
+def is_block_level(kernel: ir.Kernel) -> bool:
+    """Whether a kernel has placed its tiles and split its work into roles."""
+    return any(type(op).level == "block" for op in kernel.body.walk())
+
+
+def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record]:
+    """TTGIR text of a kernel at the block level, and its launch record. Equal kernels give equal text.
+
+    Raises:
+      UnsupportedError: an op of the kernel has no form in a role; the message says which and what to do.
+    """
+    record = Record()
+    em = BlockEmitter(kernel, f, record)
+    parameters(em)
+    programs = math.prod(kernel.grid) if all(isinstance(n, int) for n in kernel.grid) else None
+    if programs is None or programs > MAX_BLOCKS:
+        em.refuse(kernel.body.ops[0], f"grids of at most {MAX_BLOCKS} blocks, known when it is compiled")
+    record.grid = programs
+    warps = emit_roles.emit_body(em)
+    params = ", ".join(f"{p.name}: {p.elem}{p_attrs}" for p, p_attrs in em.params)
+    body, names = aliased(f"  tt.func public @{symbol(kernel)}({params}) {{\n{em.code.text()}\n    tt.return\n  }}\n")
+    head = "".join(f"{name} = {layout}\n" for name, layout in names.items())
+    numbers = {"num-ctas": 1, "num-warps": warps, "threads-per-warp": f.lanes}
+    attributes = ", ".join(f'"ttg.{k}" = {v} : i32' for k, v in numbers.items())
+    target = f'ttg.target = "cuda:{f.capability}"'
+    return f"{head}module attributes {{{attributes}, {target}}} {{\n{body}}}\n", record
+
+
+def compile_block_kernel(
+    kernel: ir.Kernel, arch: str, options: Mapping[str, Any] | None = None, *, texts: bool = False
+) -> Artifact:
+    """Compile a kernel at the block level for Hopper.
+
+    Args:
+      kernel: Tile IR at the block level.
+      arch: `sm_90`.
+      options: none of the block level: warps and registers stand in the roles, depths in the buffers.
+      texts: keep the text of every level: `ttgir`, `llir`, `ptx`, `sass`.
+
+    Raises:
+      UnsupportedError: another architecture, an op without a form in a role, or more shared memory than a block has.
+    """
+    f = features(arch)
+    text, record = emit_block_kernel(kernel, f)
+    choice = Choice(roles_of(kernel).warps[0], 1, 1, ("num_stages",))
+    built = stages.build(text, f, choice, where=kernel, texts=texts, level="ttgir")
+    launch = {
+        "name": kernel.name,
+        "record": record.finish(kernel.name, symbol(kernel), f.arch, built),
+        "extra": record.extra,
+        "resources": built.resources,
+    }
+    return Artifact(f"cuda:{arch}", built.image, built.texts, launch)

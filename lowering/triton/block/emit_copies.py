@@ -1,0 +1,81 @@
+"""Asynchronous copies between arrays and shared memory, through tensor maps."""
+
+from __future__ import annotations
+
+import math
+
+from jtile import ir
+from jtile.lowering.triton import tma, versions
+from jtile.lowering.triton.addresses import lines
+from jtile.lowering.triton.block.code import Mem
+from jtile.lowering.triton.block.emitter import BlockEmitter, emits
+from jtile.lowering.triton.block.layouts import Swizzled
+from jtile.lowering.triton.ttir import bits
+
+BOX = 1 << 20  # elements along an axis: larger boxes than a map can say are split into several copies
+REDUCED = {"add": ("float16", "bfloat16", "float32", "int32", "uint32", "int64", "uint64")}
+REDUCED |= dict.fromkeys(("min", "max"), ("float16", "bfloat16", "int32", "int64"))
+
+
+@emits(ir.AsyncLoad)
+def _async_load(em: BlockEmitter, op: ir.AsyncLoad) -> None:
+    nan = op.checked and isinstance(op.pad, float) and math.isnan(op.pad)
+    if op.checked and not nan and (op.pad != 0 or math.copysign(1.0, op.pad) < 0):
+        em.refuse(op, f"asynchronous loads with zeros or NaN outside the array, not {op.pad}")
+    handle, where = _box(em, op, nan=nan)
+    m, ring = em.env[op.buffer], em.env[op.barrier]
+    from jtile.lowering.triton.block.emit_shared import slot
+
+    b = slot(em, ring, em.env[op.at])
+    go = em.code.const(True, "i1") if op.when is None else em.env[op.when]
+    names = f"{handle.name}[{where}] {m.name}, {b.name}, {go.name}"
+    em.code.do(f"ttng.async_tma_copy_global_to_local {names} : {handle.elem}, {b.type} -> {m.type}")
+
+
+@emits(ir.AsyncStore)
+def _async_store(em: BlockEmitter, op: ir.AsyncStore) -> None:
+    if op.fn != "set" and op.ref.dtype not in REDUCED[op.fn]:
+        em.refuse(op, f"asynchronous stores with {op.fn} of {', '.join(REDUCED[op.fn])}, got {op.ref.dtype}")
+    handle, where = _box(em, op, nan=False)
+    m = em.env[op.buffer]
+    kind = "copy_local_to_global" if op.fn == "set" else f"reduce {op.fn},"
+    em.code.do(f"ttng.async_tma_{kind} {handle.name}[{where}] {m.name} : {handle.elem}, {m.type}")
+
+
+@emits(ir.StoreWait)
+def _store_wait(em: BlockEmitter, op: ir.StoreWait) -> None:
+    em.code.do(versions.store_wait(op.pending))
+
+
+def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
+    """The tensor map of a copy, and where its box begins.
+
+    Raises:
+      UnsupportedError: a tensor map cannot say it.
+    """
+    buf, m = em.refs[op.ref], em.env[op.buffer]
+    what = "asynchronous copies through tensor maps only, and none can say this one:"
+    if buf.param is None or not all(isinstance(n, int) for n in buf.shape):
+        em.refuse(op, f"{what} the array has no static sizes; use plain loads and stores")
+    if any(isinstance(d, ir.Take) for d in op.index):
+        em.refuse(op, f"{what} it gathers; use plain loads and stores")
+    axes = tma.axes_of(lines(em, buf, op.index), op.checked)
+    width = bits(m.elem) // 8
+    reason = "steps over elements" if axes is None else tma.obstacle(axes, width, box=BOX)
+    if axes is not None and not reason and not tma.fits(axes, op.checked):
+        reason = "coordinates of more than 32 bits"
+    if reason or axes is None:
+        em.refuse(op, f"{what} it has {reason}; use plain loads and stores")
+    handle = tma.descriptor(em, buf, axes, m.elem, nan=nan, layout=_layout(em, op, m, len(axes)))
+    if handle is None:
+        em.refuse(op, f"at most {tma.MAPS} tensor maps, one for each array and shape of box that is copied")
+    where = ", ".join(tma.coordinate(em, a, op.checked).name for a in axes)
+    return em.use(handle), where
+
+
+def _layout(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, m: Mem, rank: int) -> Swizzled:
+    if not isinstance(m.layout, Swizzled) or m.layout.transposed:
+        em.refuse(
+            op, f"no copy between an array and this view of {op.buffer.type}: take the buffer as it was allocated"
+        )
+    return Swizzled(m.layout.width, m.layout.elem_bits, rank)

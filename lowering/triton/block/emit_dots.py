@@ -1,0 +1,143 @@
+"""Asynchronous products of a warpgroup, and waiting for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jtile import ir
+from jtile.lowering.triton.block.analysis import operand_layout, product_layout
+from jtile.lowering.triton.block.code import Mem
+from jtile.lowering.triton.block.emitter import BlockEmitter, emits
+from jtile.lowering.triton.block.emit_shared import shared_elem
+from jtile.lowering.triton.block.layouts import Mma, Swizzled
+from jtile.lowering.triton.emit_dot import PROMOTE
+from jtile.lowering.triton.emitter import elem_of
+from jtile.lowering.triton.ttir import Val
+
+OPERANDS = ("float16", "bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+EXACT = 1 << 30  # terms that are summed in the tensor cores before they go to float32
+
+
+@emits(ir.DotAsync)
+def _dot_async(em: BlockEmitter, op: ir.DotAsync) -> Val:
+    out = _checked(em, op)
+    a, b = _left(em, op), em.env[op.b]
+    em.flying = [v for v in em.flying if v is not op.acc] + [op.result]
+    if ir.DTYPES[op.a.dtype].bits == 8 and op.result.dtype == "float32" and not op.fast:
+        return _promoted(em, op, a, b, out)
+    with em.code.within({2: out}):
+        zero = em.code.const(0, elem_of(op.result.dtype), op.result.shape)
+    acc = zero if op.acc is None else em.tile(op.acc, out)
+    keep = em.code.const(op.acc is not None, "i1") if op.keep is None else em.env[op.keep]
+    return product(em, op, a, b, acc, keep)
+
+
+def product(em: BlockEmitter, op: ir.DotAsync, a: Val | Mem, b: Mem, acc: Val, keep: Val) -> Val:
+    """`keep ? acc : 0` plus a @ b, started."""
+    attributes = "inputPrecision = 0 : i32, isAsync = true"  # 0: tf32 of float32, nothing of others
+    if ir.DTYPES[op.a.dtype].bits == 8 and op.result.dtype == "float32":
+        attributes += f", maxNumImpreciseAcc = {EXACT} : i32"
+    out = dataclasses.replace(acc, name=em.code.name(), fill=None, number=None)
+    operands = f"{a.name}, {b.name}, {acc.name}, {keep.name} {{{attributes}}}"
+    em.code.do(f"{out.name} = ttng.warp_group_dot {operands} : {a.type} * {b.type} -> {out.type}")
+    return out
+
+
+def _promoted(em: BlockEmitter, op: ir.DotAsync, a: Val | Mem, b: Mem, out: Mma) -> Val:
+    """Products of `PROMOTE` terms each, added up in float32. They are waited for at once: what waits for the result
+    later finds it finished."""
+    code, k = em.code, op.a.shape[1]
+    with code.within({2: out}):
+        zero = code.const(0.0, "f32", op.result.shape)
+        total = zero if op.acc is None else em.tile(op.acc, out)
+        if op.keep is not None:
+            total = code.select(em.env[op.keep], total, zero)
+        for first in range(0, k, PROMOTE):
+            part = min(PROMOTE, k - first)
+            x = a if part == k or isinstance(a, Val) else _columns(em, a, first, part, 1)
+            y = b if part == k else _columns(em, b, first, part, 0)
+            if part != k and isinstance(a, Val):
+                em.refuse(op, f"exact products of 8-bit floats in registers up to {PROMOTE} columns, got {k}")
+            flying = product(em, op, x, y, zero, code.const(False, "i1"))
+            (done,) = wait(em, [flying], 0)
+            total = done if op.acc is None and not first else code.op("arith.addf", total, done)
+    return total
+
+
+def _columns(em: BlockEmitter, m: Mem, first: int, part: int, axis: int) -> Mem:
+    """Part of a buffer along an axis."""
+    shape = tuple(part if k == axis else n for k, n in enumerate(m.shape))
+    starts = ", ".join(str(first if k == axis else 0) for k in range(2))
+    out = dataclasses.replace(m, name=em.code.name(), shape=shape, whole=m.whole or m.shape)
+    em.code.do(f"{out.name} = ttg.memdesc_subslice {m.name}[{starts}] : {m.type} -> {out.type}")
+    return out
+
+
+def _left(em: BlockEmitter, op: ir.DotAsync) -> Val | Mem:
+    if isinstance(op.a.type, ir.SharedType):
+        return em.env[op.a]
+    layout = operand_layout(op, em.warps)
+    assert layout is not None
+    v = em.tile(op.a, layout)
+    elem = shared_elem(op.a.dtype, em.features)
+    with em.code.within({2: layout}):
+        return em.code.bitcast(v, elem)
+
+
+def _checked(em: BlockEmitter, op: ir.DotAsync) -> Mma:
+    """The layout of the result.
+
+    Raises:
+      UnsupportedError: warpgroups cannot compute this product.
+    """
+    (m, k), n, dtype = op.a.shape, op.b.shape[1], op.a.dtype
+    width = ir.DTYPES[dtype].bits
+    out = product_layout(op, em.warps)
+    if dtype not in OPERANDS or (op.b.dtype != dtype and not {dtype, op.b.dtype} <= set(OPERANDS[4:])):
+        em.refuse(op, f"asynchronous products of {', '.join(OPERANDS)}, got {dtype} and {op.b.dtype}: cast them")
+    if out is None:
+        em.refuse(op, f"asynchronous products of 64 rows for each four warps and 8 columns or more, got {m} x {n} in a "
+                      f"role of {em.warps} warps")  # fmt: skip
+    if k * width % 256:
+        em.refuse(op, f"asynchronous products over multiples of {256 // width} {dtype} elements, got {k}")
+    for v, axis, what in ((op.a, 1, "left"), (op.b, 0, "right")):
+        mem = em.env[v] if isinstance(v.type, ir.SharedType) else None
+        if mem is None:
+            continue
+        if not isinstance(mem.layout, Swizzled) or mem.layout.width == 0:
+            em.refuse(op, f"products from buffers with rows of 32 bytes or more, got {v.type}")
+        if width != 16 and mem.layout.transposed != (axis == 0):
+            how = "as it is" if axis else "transposed (stored [n, k])"
+            em.refuse(op, f"products of {dtype} whose {what} operand has its summed axis innermost in memory: take the "
+                          f"buffer {how}")  # fmt: skip
+    assert out is not None
+    return out
+
+
+# -- waiting ----------------------------------------------------------------------------------------------------------
+
+
+@emits(ir.DotWait)
+def _dot_wait(em: BlockEmitter, op: ir.DotWait) -> list[Val]:
+    values = list(op.values)
+    tied = [*values, *(v for v in em.flying if v not in values)] if not values else values
+    if not tied:
+        if op.pending == 0:
+            em.refuse(op, "nothing to wait for here: a dot_wait without values stands behind the products that it is "
+                          "meant for, in the same block")  # fmt: skip
+        return []
+    done = wait(em, [em.env[v] for v in tied], op.pending)
+    for v, d in zip(tied, done, strict=True):
+        em.env[v] = d  # those still running go on under this name
+    em.flying = [v for v in em.flying if v not in values]
+    return done[: len(values)]
+
+
+def wait(em: BlockEmitter, values: list[Val], pending: int) -> list[Val]:
+    """Wait until at most `pending` products run; the values behind it."""
+    code = em.code
+    name, many = code.name(), len(values) > 1
+    names, types = ", ".join(v.name for v in values), ", ".join(v.type for v in values)
+    left = f"{name}:{len(values)}" if many else name
+    code.do(f"{left} = ttng.warp_group_dot_wait {names} {{pendings = {pending} : i32}} : {types}")
+    return [dataclasses.replace(v, name=f"{name}#{k}" if many else name) for k, v in enumerate(values)]

@@ -1,0 +1,77 @@
+"""The roles of a block: the first runs in the warps that the kernel started with, the others in partitions of a
+`ttg.warp_specialize`, which see of the function what they capture."""
+
+from __future__ import annotations
+
+from jtile import ir
+from jtile.lowering.triton.block.code import LaidCode
+from jtile.lowering.triton.block.emitter import BLOCK, BlockEmitter
+from jtile.lowering.triton.ttir import Val
+
+
+def roles_of(kernel: ir.Kernel) -> ir.Roles:
+    """The roles of a kernel; one of 4 warps that does everything where it has none."""
+    found = [op for op in kernel.body.ops if isinstance(op, ir.Roles)]
+    if found:
+        return found[0]
+    ops = [op for op in kernel.body.ops if not isinstance(op, ir.AllocShared | ir.AllocBarriers)]
+    return ir.build(ir.Roles(("all",), (4,), (0,), (ir.Block((), ops),)), kernel.loc)  # type: ignore[return-value]
+
+
+def emit_body(em: BlockEmitter) -> int:
+    """Emit what the kernel's function does; gives the warps that it starts with."""
+    roles = roles_of(em.kernel)
+    barriers = False
+    for op in em.kernel.body.ops:
+        if isinstance(op, ir.AllocShared | ir.AllocBarriers):
+            em.check_sides(op)
+            em.env[op.result] = BLOCK[type(op)](em, op)
+            barriers |= isinstance(op, ir.AllocBarriers)
+    if barriers:  # asynchronous copies count on them
+        em.code.do("ttng.fence_async_shared {bCluster = false}")
+    parts = [_role(em, roles, k) for k in range(len(roles.bodies))]
+    if len(parts) == 1:
+        em.code.do("gpu.barrier")
+        em.code.lines += parts[0][0].text().split("\n")
+    else:
+        _specialise(em, roles, parts)
+    return roles.warps[0]
+
+
+def _role(em: BlockEmitter, roles: ir.Roles, k: int) -> tuple[LaidCode, dict]:
+    with em.role(roles.bodies[k], roles.warps[k], isolated=k > 0) as code:
+        em.block(roles.bodies[k])
+        return code, em.captures or {}
+
+
+def _specialise(em: BlockEmitter, roles: ir.Roles, parts: list[tuple[LaidCode, dict]]) -> None:
+    code = em.code
+    outside = ", ".join(v.name for v in em.captured)
+    workers = roles.registers[1:]
+    attributes = ""
+    if any(workers):
+        asked = ", ".join(map(str, workers))
+        attributes = f" attributes {{requestedRegisters = array<i32: {asked}>}}"
+    code.do(f"ttg.warp_specialize({outside}){attributes}")
+    _region(code, f"default {{  // {roles.names[0]}", parts[0][0], "ttg.warp_yield")
+    for k, (part, captures) in enumerate(parts[1:]):
+        args = []
+        for v in em.captured:
+            inside = captures.get(v)
+            name = part.name() if inside is None else inside.name
+            args.append(f"{name}: {_type(v)}")
+        head = f"partition{k}({', '.join(args)}) num_warps({roles.warps[k + 1]}) {{  // {roles.names[k + 1]}"
+        _region(code, head, part, "ttg.warp_return")
+    code.do(f": ({', '.join(map(_type, em.captured))}) -> ()")
+
+
+def _region(code: LaidCode, head: str, part: LaidCode, last: str) -> None:
+    code.do(head)
+    code.lines += [line for line in part.text().split("\n") if line]
+    with code.region():
+        code.do(last)
+    code.do("}")
+
+
+def _type(v) -> str:
+    return v.type if not isinstance(v, Val) else v.elem

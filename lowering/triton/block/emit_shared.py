@@ -1,0 +1,147 @@
+"""Shared memory, barriers and fences."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jtile import ir
+from jtile.lowering.triton.block.code import Mem
+from jtile.lowering.triton.block.emitter import BlockEmitter, emits
+from jtile.lowering.triton.block.layouts import Plain, Swizzled, swizzled
+from jtile.lowering.triton.emitter import memory_elem
+from jtile.lowering.triton.features import Features
+from jtile.lowering.triton.tma import FP8
+from jtile.lowering.triton.ttir import Val
+
+
+def shared_elem(dtype: str, f: Features) -> str:
+    """The element type of buffers of a dtype: 8-bit floats in their own type, which products read."""
+    return FP8[dtype] if dtype in FP8 and dtype in f.fp8 else memory_elem(dtype)
+
+
+@emits(ir.AllocShared)
+def _alloc_shared(em: BlockEmitter, op: ir.AllocShared) -> Mem:
+    elem = shared_elem(op.dtype, em.features)
+    if ir.DTYPES[op.dtype].bits < 8:
+        em.refuse(op, f"no buffers of {op.dtype}: two elements share a byte; take buffers of uint8, and unpack them")
+    return _allocated(em, Mem("", op.shape, elem, swizzled(op.shape, elem), op.slots))
+
+
+def _allocated(em: BlockEmitter, mem: Mem) -> Mem:
+    mem = dataclasses.replace(mem, name=em.code.name())
+    em.code.do(f"{mem.name} = ttg.local_alloc : () -> {mem.type}")
+    return mem
+
+
+@emits(ir.AllocBarriers)
+def _alloc_barriers(em: BlockEmitter, op: ir.AllocBarriers) -> Mem:
+    ring = _allocated(em, Mem("", (1,), "i64", Plain(), op.count))
+    for k in range(op.count):
+        one = slot(em, ring, em.code.i32(k))
+        em.code.do(f"ttng.init_barrier {one.name}, {op.arrivals} : {one.type}")
+    return ring
+
+
+def slot(em: BlockEmitter, ring: Mem, at: Val) -> Mem:
+    """One buffer or barrier of several."""
+    one = dataclasses.replace(ring, name=em.code.name(), slots=None)
+    em.code.do(f"{one.name} = ttg.memdesc_index {ring.name}[{at.name}] : {ring.type} -> {one.type}")
+    return one
+
+
+@emits(ir.Slot)
+def _slot(em: BlockEmitter, op: ir.Slot) -> Mem:
+    return slot(em, em.env[op.buffer], em.env[op.at])
+
+
+@emits(ir.TransposeShared)
+def _transpose_shared(em: BlockEmitter, op: ir.TransposeShared) -> Mem:
+    m = em.env[op.buffer]
+    if not isinstance(m.layout, Swizzled):
+        em.refuse(op, f"no transposed view of a buffer of {op.buffer.type}: its elements are wider than 32 bits")
+    layout = dataclasses.replace(m.layout, transposed=not m.layout.transposed)
+    whole = None if m.whole is None else m.whole[::-1]
+    out = dataclasses.replace(m, name=em.code.name(), shape=m.shape[::-1], layout=layout, whole=whole)
+    em.code.do(f"{out.name} = ttg.memdesc_trans {m.name} {{order = array<i32: 1, 0>}} : {m.type} -> {out.type}")
+    return out
+
+
+@emits(ir.SliceShared)
+def _slice_shared(em: BlockEmitter, op: ir.SliceShared) -> Mem:
+    """Rows and columns must begin and end where the pattern of the swizzle does: 8 rows, its width in bytes."""
+    m = em.env[op.buffer]
+    if op.sizes == m.shape:
+        return m
+    if isinstance(m.layout, Swizzled) and len(m.shape) == 2:
+        per = max(m.layout.width * 8 // m.layout.elem_bits, 1)
+        units = (per, 8) if m.layout.transposed else (8, per)
+        if any(x % u for x, u in zip((*op.starts, *op.sizes), (*units, *units), strict=True)):
+            em.refuse(op, f"slices of {op.buffer.type} in multiples of {units[0]} x {units[1]} elements only, "
+                          f"got {op.sizes} from {op.starts}")  # fmt: skip
+    whole = m.whole or m.shape
+    out = dataclasses.replace(m, name=em.code.name(), shape=tuple(op.sizes), whole=whole)
+    starts = ", ".join(map(str, op.starts))
+    em.code.do(f"{out.name} = ttg.memdesc_subslice {m.name}[{starts}] : {m.type} -> {out.type}")
+    return out
+
+
+@emits(ir.LoadShared)
+def _load_shared(em: BlockEmitter, op: ir.LoadShared) -> Val:
+    m, code = em.env[op.buffer], em.code
+    assert em.homes is not None
+    with code.within({len(m.shape): em.homes[op.result]}):
+        v = code.let(f"ttg.local_load {m.name} : {m.type} -> {code.spell(m.shape, m.elem)}", m.shape, m.elem)
+        v = code.bitcast(v, memory_elem(op.result.dtype))
+        return code.cmp("ne", v, code.const(0, "i8", v.shape)) if op.result.dtype == "bool" else v
+
+
+@emits(ir.StoreShared)
+def _store_shared(em: BlockEmitter, op: ir.StoreShared) -> None:
+    m, code = em.env[op.buffer], em.code
+    assert em.homes is not None
+    with code.within({len(m.shape): em.homes[op.value]}):
+        v = em.val(op.value)
+        v = code.to_int(v, "i8", signed=False) if op.value.dtype == "bool" else code.bitcast(v, m.elem)
+        code.do(f"ttg.local_store {v.name}, {m.name} : {v.type} -> {m.type}")
+
+
+@emits(ir.FenceShared)
+def _fence_shared(em: BlockEmitter, op: ir.FenceShared) -> None:
+    em.code.do("ttng.fence_async_shared {bCluster = false}")
+
+
+# -- barriers ---------------------------------------------------------------------------------------------------------
+
+
+def _when(em: BlockEmitter, when: ir.Value | None) -> Val:
+    return em.code.const(True, "i1") if when is None else em.env[when]
+
+
+@emits(ir.Expect)
+def _expect(em: BlockEmitter, op: ir.Expect) -> None:
+    b = slot(em, em.env[op.barrier], em.env[op.at])
+    em.code.do(f"ttng.barrier_expect {b.name}, {op.bytes}, {_when(em, op.when).name} : {b.type}")
+
+
+@emits(ir.Arrive)
+def _arrive(em: BlockEmitter, op: ir.Arrive) -> None:
+    b = slot(em, em.env[op.barrier], em.env[op.at])
+    em.code.do(f"ttng.arrive_barrier {b.name}, {op.count}, {_when(em, op.when).name} : {b.type}")
+
+
+@emits(ir.Wait)
+def _wait(em: BlockEmitter, op: ir.Wait) -> None:
+    b = slot(em, em.env[op.barrier], em.env[op.at])
+    names = f"{b.name}, {em.env[op.parity].name}, {_when(em, op.when).name}"
+    em.code.do(f"ttng.wait_barrier {names} : {b.type}")
+
+
+@emits(ir.RoleBarrier)
+def _role_barrier(em: BlockEmitter, op: ir.RoleBarrier) -> None:
+    em.code.do("gpu.barrier")
+
+
+@emits(ir.Clock)
+def _clock(em: BlockEmitter, op: ir.Clock) -> Val:
+    asm = '"mov.u64 $0, %globaltimer;" {constraints = "=l", packed_element = 1 : i32, pure = false}'
+    return em.code.let(f"tt.elementwise_inline_asm {asm} -> i64", (), "i64")

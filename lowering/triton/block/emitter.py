@@ -1,0 +1,248 @@
+"""From a kernel at the block level to the text of one TTGIR function: roles, what they take from outside, and tiles in
+the layouts that their uses want."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jtile import ir
+from jtile.lowering.triton.block.analysis import Homes, dims_of, is_free
+from jtile.lowering.triton.block.code import LaidCode, Mem
+from jtile.lowering.triton.block.layouts import Layout, sliced
+from jtile.lowering.triton.emit_basics import start_program
+from jtile.lowering.triton.emitter import EMITTERS, Buffer, Emitter, elem_of, padded
+from jtile.lowering.triton.features import Features
+from jtile.lowering.triton.record import Record
+from jtile.lowering.triton.ttir import Val
+
+BLOCK: dict[type[ir.Op], Callable[[BlockEmitter, Any], Any]] = {}  # emitters of the block level
+SHARED_WITH_TILES = (
+    ir.ProgramId, ir.NumPrograms, ir.SizeOf, ir.Full, ir.Iota, ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Reduce,
+    ir.ArgReduce, ir.Load, ir.Store, ir.Atomic, ir.Dense,
+)  # fmt: skip  # those whose emitters for TTIR serve here
+
+
+def emits(*cards: type[ir.Op]):
+    """Register an emitter of the block level."""
+
+    def add(fn):
+        for card in cards:
+            BLOCK[card] = fn
+        return fn
+
+    return add
+
+
+class BlockEmitter(Emitter):
+    """State of one kernel's emission. `env` maps values of the current role; `outer` those outside of roles."""
+
+    code: LaidCode
+
+    def __init__(self, kernel: ir.Kernel, features: Features, record: Record):
+        super().__init__(kernel, features, record)
+        self.count = [0]
+        self.code = LaidCode(self.count, 2)
+        self.homes: Homes | None = None
+        self.warps = 4
+        self.captures: dict[Val | Mem, Val | Mem] | None = None  # of a partition: what is outside -> its name inside
+        self.captured: list[Val | Mem] = []  # by any partition, in order
+        self.laid: dict[tuple[ir.Value, Layout], Val] = {}
+        self.places: dict[ir.Value, tuple[ir.Block | None, tuple[list[Any], int]]] = {}
+        self.within: ir.Block | None = None  # the block whose ops are being emitted
+        self.flying: list[ir.Value] = []  # products of the current block that nobody has waited for
+
+    # -- values from outside ------------------------------------------------------------------------------------------
+
+    def use(self, v: Any) -> Any:
+        """A value of the function's own block, by its name in the current role."""
+        if self.captures is None or v is None:
+            return v
+        if v not in self.captures:
+            if v not in self.captured:
+                self.captured.append(v)
+            self.captures[v] = dataclasses.replace(v, name=f"{self.code.name()}")
+        return self.captures[v]
+
+    # -- tiles --------------------------------------------------------------------------------------------------------
+
+    def val(self, v: ir.Value) -> Any:
+        """A value; a tile in the layout that the current op has for its rank."""
+        if not isinstance(v.type, ir.TileType) or not v.shape:
+            return self.env[v]
+        return self.tile(v, self.code.layout(v.shape))
+
+    def tile(self, v: ir.Value, layout: Layout) -> Val:
+        """A tile in a layout: made or converted where it was defined, once."""
+        own = None if is_free(v) else self.env[v]
+        if own is not None and (own.layout == layout or own.number is not None):
+            return own if own.layout == layout else self.code_in(layout, own)
+        key = (v, layout)
+        if key not in self.laid:
+            block, place = self.places[v]
+            here = contextlib.nullcontext() if block is self.within else self.code.writing(place)
+            with here:
+                self.laid[key] = self.code.convert(own, layout) if own is not None else self._made(v, layout)
+        return self.laid[key]
+
+    def code_in(self, layout: Layout, own: Val) -> Val:
+        with self.code.within({len(own.shape): layout}):
+            return self.code.const(own.number, own.elem, own.shape)  # type: ignore[arg-type]
+
+    def _made(self, v: ir.Value, layout: Layout) -> Val:
+        """A free tile in a layout."""
+        op, rank = v.op, len(v.shape)
+        with self.code.within({rank: layout}):
+            if not isinstance(op, ir.Broadcast | ir.Reshape):
+                return EMITTERS[type(op)](self, op)  # type: ignore[index, return-value]
+            if not op.x.shape:
+                return self.code.splat(self.env[op.x], v.shape)
+            missing = [k for k in range(rank) if k not in dims_of(op)]
+            out = self.tile(op.x, sliced(layout, missing))
+            if out.number is not None:
+                return self.code.const(out.number, out.elem, v.shape)
+            for k in missing:
+                out = self.code.expand_dims(out, k)
+            return self.code.broadcast(out, v.shape)
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def block(self, block: ir.Block, args: Sequence[Any] = (), layouts: Sequence[Any] = ()) -> list[Any]:
+        """Emit the ops of a block here, its parameters bound to `args`; gives what it yields in `layouts`."""
+        outer, flying = self.within, self.flying
+        self.within, self.flying = block, []
+        for p, a in zip(block.params, args, strict=True):
+            self.define(p, a)
+        for op in block.ops:
+            self.op(op)
+        wants = layouts or [None] * len(block.yields)
+        out = [self.env[y] if h is None else self.tile(y, h) for y, h in zip(block.yields, wants, strict=True)]
+        self.within, self.flying = outer, flying
+        return out
+
+    def define(self, v: ir.Value, val: Any) -> None:
+        self.env[v] = val
+        if isinstance(v.type, ir.TileType) and v.shape:
+            self.places[v] = (self.within, self.code.place())
+
+    def op(self, op: ir.Op) -> None:
+        self.check_sides(op)
+        if len(op.results) == 1 and isinstance(op.result.type, ir.TileType) and op.result.shape and is_free(op.result):
+            results = Val("", op.result.shape, elem_of(op.result.dtype))  # made where it is used
+        elif isinstance(op, ir.Broadcast | ir.Reshape) and not op.result.shape:
+            results = self.env[op.x]
+        elif type(op) in BLOCK:
+            results = BLOCK[type(op)](self, op)
+        elif type(op) in SHARED_WITH_TILES:
+            results = self._as_tile(op)
+        else:
+            what = f"no code for {op.mnemonic!r} inside a role"
+            self.refuse(op, f"{what}: do this in a kernel of the tile level, before or after this one")
+        results = () if results is None else results if isinstance(results, tuple | list) else (results,)
+        for r, v in zip((r for r in op.results), results, strict=True):
+            self.define(r, v)
+
+    def _as_tile(self, op: ir.Op) -> Any:
+        """An op whose emitter for TTIR serves: everything in it lies as its result, or as its operand."""
+        main, layout = self._main(op)
+        if main is None or not main.shape:
+            return EMITTERS[type(op)](self, op)
+        rank = len(main.shape)
+        layouts = {rank: layout}
+        if isinstance(op, ir.Reduce | ir.ArgReduce):
+            axes = op.axes if isinstance(op, ir.Reduce) else (op.axis,)
+            for k, axis in enumerate(sorted(axes, reverse=True)):
+                layouts[rank - k - 1] = sliced(layouts[rank - k], [axis])
+        for axis, q in _taken(op):
+            layouts.setdefault(q, sliced(layout, [k for k in range(rank) if not axis <= k < axis + q]))
+        with self.code.within(layouts):
+            return EMITTERS[type(op)](self, op)
+
+    def _main(self, op: ir.Op) -> tuple[ir.Value | None, Layout | None]:
+        """The tile by which an op lies over threads, and its layout."""
+        assert self.homes is not None
+        if isinstance(op, ir.Reduce | ir.ArgReduce):
+            v = op.x
+        elif isinstance(op, ir.Store):
+            v = op.value
+        else:
+            v = op.results[0] if op.results else None
+        return (v, self.homes[v] if v.shape else None) if v is not None else (None, None)
+
+    def check_sides(self, op: ir.Op) -> None:
+        for v in op.results:
+            shape = v.shape if isinstance(v.type, ir.TileType | ir.SharedType) else ()
+            if shape != padded(shape):
+                self.refuse(op, f"tiles and buffers with sides of powers of two at the block level, got {v.type}")
+
+    # -- roles --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def role(self, body: ir.Block, warps: int, *, isolated: bool) -> Iterator[LaidCode]:
+        """Emit a role inside: its own code, values and layouts. `isolated`: it sees nothing but what it captures."""
+        names = ("code", "env", "refs", "program", "symbols", "homes", "warps", "captures", "laid", "places",
+                 "within")  # fmt: skip
+        old = {n: getattr(self, n) for n in names}
+        self.code, self.laid, self.places, self.program = LaidCode(self.count, 3), {}, {}, {}
+        self.captures = {} if isolated else None
+        self.homes, self.warps, self.within = Homes(body, warps), warps, body
+        self.env = _Outside(self, old["env"])
+        self.refs = {r: _Lazy(self, b) for r, b in old["refs"].items()}  # type: ignore[assignment]
+        self.symbols = {n: self.use(v) for n, v in old["symbols"].items()}
+        start_program(self, self.code.let("tt.get_program_id x : i32", (), "i32"))
+        self._remake(body)
+        yield self.code
+        for n, v in old.items():
+            setattr(self, n, v)
+
+    def _remake(self, body: ir.Block) -> None:
+        """Arithmetic that stands before the roles: each role that needs it does it again."""
+        wanted = {v for op in body.walk() for b in (op,) for v in _uses(b)} | set(body.yields)
+        chosen: list[ir.Op] = []
+        for op in reversed(self.kernel.body.ops):
+            if any(r in wanted for r in op.results) and not isinstance(op, ir.AllocShared | ir.AllocBarriers):
+                chosen.append(op)
+                wanted.update(v for inner in (op, *(o for b in op.blocks() for o in b.walk())) for v in _uses(inner))
+        for op in reversed(chosen):
+            self.op(op)
+
+
+def _uses(op: ir.Op) -> list[ir.Value]:
+    return [*op.operands(), *(y for b in op.blocks() for y in b.yields)]
+
+
+def _taken(op: ir.Op) -> Iterator[tuple[int, int]]:
+    """The first axis and the rank of the gathered part of an access."""
+    axis = 0
+    for d in getattr(op, "index", ()):
+        if isinstance(d, ir.Take):
+            yield axis, len(d.indices.shape)
+            return
+        axis += not isinstance(d, ir.At)
+
+
+class _Outside(dict):
+    """The values of a role; memory that stands outside is captured when it is first used."""
+
+    def __init__(self, em: BlockEmitter, outer: dict[ir.Value, Any]):
+        super().__init__()
+        self._em, self._outer = em, outer
+
+    def __missing__(self, v: ir.Value) -> Any:
+        self[v] = self._em.use(self._outer[v])
+        return self[v]
+
+
+class _Lazy:
+    """A `Buffer` whose pointer and strides are captured when they are first used."""
+
+    def __init__(self, em: BlockEmitter, buf: Buffer):
+        self._em, self._buf = em, buf
+
+    def __getattr__(self, name: str) -> Any:
+        v = getattr(self._buf, name)
+        if isinstance(v, tuple):
+            return tuple(self._em.use(x) if isinstance(x, Val) else x for x in v)
+        return self._em.use(v) if isinstance(v, Val) else v
