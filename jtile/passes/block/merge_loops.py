@@ -1,0 +1,198 @@
+"""Merges adjoining loops that do the same but for masks: `for j in lo..mid: f(j)` and `for j in mid..hi: masked f(j)`
+are one loop over lo..hi that masks where `j >= mid`, so that one pipelined loop serves all rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jtile.ir import Block, Builder, For, Kernel, Load, Map, Op, Select, Value
+from jtile.ir.builder import build
+from jtile.ir.printer import literal
+from jtile.passes.affine import ranges
+from jtile.passes.cse import index_form
+from jtile.passes.fold import number
+from jtile.passes.intervals import Intervals
+from jtile.passes.rewrite import is_pure, reads_only, use_counts
+
+# Copies a loop's body with some masks in branches (`masks.guarded`).
+Guarded = Callable[[Block, Mapping[Select, Any], Callable[[Value], Value]], Block]
+
+
+def merge_loops(kernel: Kernel, guarded: Guarded) -> Kernel:
+    """The kernel with one loop for every run of adjoining loops that can be merged."""
+    return kernel.with_body(_Merger(kernel, guarded).block(kernel.body, lambda v: v))
+
+
+class _Merger:
+    def __init__(self, kernel: Kernel, guarded: Guarded):
+        self.guarded = guarded
+        self.known = ranges(kernel)
+        self.uses = use_counts(kernel.body)
+
+    def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
+        local: dict[Value, Value] = {}
+        look = lambda v: local[v] if v in local else env(v)
+        params = tuple(Value(p.type, p.name) for p in old.params)
+        local.update(zip(old.params, params, strict=True))
+        runs = {run.loops[-1]: run for run in self.runs(old)}
+        gone = {loop for run in runs.values() for loop in run.loops[:-1]}
+        b = Builder(Block(params))
+        for op in old.ops:
+            if op in gone:
+                continue
+            if op in runs:
+                new: Op = runs[op].merged(b, look, self)
+            else:
+                new = op.clone(look, lambda inner: self.block(inner, look))
+                b.block.ops.append(new)
+            local.update(zip(op.results, new.results, strict=True))
+        b.block.yields = tuple(map(look, old.yields))
+        return b.block
+
+    def runs(self, b: Block) -> list[_Run]:
+        """Runs of two or more loops that can be merged."""
+        out: list[_Run] = []
+        chain: list[For] = []
+        for op in [*b.ops, None]:
+            if isinstance(op, For) and chain and self.adjoins(chain[-1], op):
+                chain.append(op)
+            elif op is None or not is_pure(op):
+                out += self.of(chain)
+                chain = [op] if isinstance(op, For) else []
+            elif isinstance(op, For):
+                out += self.of(chain)
+                chain = [op]
+        return out
+
+    def adjoins(self, a: For, b: For) -> bool:
+        """Whether b goes on where a ends, with what a gives, which nobody else uses."""
+        return (
+            b.lo is a.hi
+            and number(a.step) == number(b.step) == 1
+            and bool(a.results)
+            and b.inits == a.results
+            and all(self.uses.get(r, 0) == 1 for r in a.results)
+            and all(reads_only(x) for loop in (a, b) for x in loop.body.ops)
+        )
+
+    def of(self, chain: list[For]) -> list[_Run]:
+        """The run of all loops of the chain, if it can be one."""
+        if len(chain) < 2 or not all(_at_most(x.lo, x.hi, self.known) for x in chain[1:-1]):
+            return []
+        template = max(chain, key=lambda loop: len(loop.body.ops))
+        sites = [_Same(loop.body, template.body).masks() for loop in chain]
+        found = [s for s in sites if s is not None]
+        return [_Run(chain, template, found)] if len(found) == len(chain) else []
+
+
+def _at_most(a: Value, b: Value, known: Intervals) -> bool:
+    """Whether a <= b, from the bounds of both and from `min` and `max`."""
+    x, y = known(a), known(b)
+    if a is b or (x is not None and y is not None and x.hi <= y.lo):
+        return True
+    return (isinstance(b.op, Map) and b.op.fn == "max" and any(_at_most(a, v, known) for v in b.op.args)) or (
+        isinstance(a.op, Map) and a.op.fn == "min" and any(_at_most(v, b, known) for v in a.op.args)
+    )
+
+
+@dataclasses.dataclass
+class _Run:
+    """Loops to merge: `template` has all masks, `unmasked` says for each loop which of them it lacks."""
+
+    loops: list[For]
+    template: For
+    unmasked: list[set[Select]]
+
+    def merged(self, b: Builder, look: Callable[[Value], Value], merger: _Merger) -> For:
+        b.loc = self.template.loc
+        first, last = self.loops[0], self.loops[-1]
+        # A loop that makes no round may have its bounds in the wrong order.
+        lo, hi = look(first.lo), look(last.hi)
+        if not _at_most(first.lo, first.hi, merger.known):
+            lo = b.map("min", lo, look(first.hi))
+        if not _at_most(last.lo, last.hi, merger.known):
+            hi = b.map("max", look(last.lo), hi)
+        sites = {}
+        for mask in set().union(*self.unmasked):
+            sites[mask] = self.needed(mask)
+        body = merger.guarded(self.template.body, sites, look)
+        stages = [loop.stages for loop in self.loops if loop.stages is not None]
+        new = dataclasses.replace(
+            self.template,
+            lo=lo,
+            hi=hi,
+            step=look(first.step),
+            inits=tuple(map(look, first.inits)),
+            body=body,
+            stages=max(stages, default=None),
+        )
+        b.block.ops.append(build(new, self.template.loc, tuple(r.name for r in last.results)))
+        return new
+
+    def needed(self, mask: Select) -> Callable[[Builder, Callable[[Value], Value]], Value]:
+        """The condition on the round under which one of the loops that have the mask would have run it."""
+        k = self.template.body.params[0]
+        masked = [loop for loop, sites in zip(self.loops, self.unmasked, strict=True) if mask not in sites]
+
+        def build_(b: Builder, look: Callable[[Value], Value]) -> Value:
+            out: Value | None = None
+            for loop in masked:
+                parts = [b.map("ge", look(k), look(loop.lo))] if loop is not self.loops[0] else []
+                parts += [b.map("lt", look(k), look(loop.hi))] if loop is not self.loops[-1] else []
+                both = parts[0] if len(parts) == 1 else b.map("and", *parts)
+                out = both if out is None else b.map("or", out, both)
+            assert out is not None  # the template has the mask
+            return out
+
+        return build_
+
+
+class _Same:
+    """Compares two bodies, value by value from what they yield; `template` may mask where `body` does not."""
+
+    def __init__(self, body: Block, template: Block):
+        self.body, self.template = body, template
+        self.equal: dict[tuple[Value, Value], bool] = {}
+        self.inside = {r for op in body.ops for r in op.results}
+        for v, w in zip(body.params, template.params, strict=True):
+            self.equal[v, w] = True
+        self.sites: set[Select] = set()
+
+    def masks(self) -> set[Select] | None:
+        """The masks that only the template has; None where the bodies differ in more."""
+        if [p.type for p in self.body.params] != [p.type for p in self.template.params]:
+            return None
+        pairs = zip(self.body.yields, self.template.yields, strict=True)
+        return self.sites if all(self.same(v, w) for v, w in pairs) else None
+
+    def same(self, v: Value, w: Value) -> bool:
+        if (v, w) not in self.equal:
+            self.equal[v, w] = self.compare(v, w)
+        return self.equal[v, w]
+
+    def compare(self, v: Value, w: Value) -> bool:
+        if v not in self.inside:
+            return v is w
+        before = set(self.sites)
+        if v.op is not None and w.op is not None and self.same_op(v.op, w.op):
+            return v.op.results.index(v) == w.op.results.index(w)
+        self.sites = before
+        if isinstance(w.op, Select) and self.same(v, w.op.a):
+            self.sites.add(w.op)
+            return True
+        return False
+
+    def same_op(self, a: Op, b: Op) -> bool:
+        if type(a) is not type(b) or a.blocks() or b.blocks() or _shape(a) != _shape(b):
+            return False
+        return all(self.same(v, w) for v, w in zip(a.operands(), b.operands(), strict=True))
+
+
+def _shape(op: Op) -> tuple[Any, ...]:
+    """All of an op but its operands."""
+    attributes = tuple((n, literal(x)) for n, x in op.attributes().items() if n != "checked")
+    present = tuple(n for n, k in op.fields.items() if k == "optional" and getattr(op, n) is not None)
+    lengths = tuple(len(getattr(op, n)) for n, k in op.fields.items() if k == "operands")
+    return attributes, present, lengths, index_form(op.index) if isinstance(op, Load) else ()
