@@ -1,0 +1,153 @@
+"""The asynchronous products of a loop and how they hang together through its accumulators."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jtile.ir import (
+    AllocShared,
+    AsyncLoad,
+    Block,
+    Builder,
+    DotAsync,
+    DotWait,
+    For,
+    Kernel,
+    Op,
+    SliceShared,
+    Slot,
+    StoreShared,
+    TransposeShared,
+    Value,
+)
+from jtile.passes.rewrite import is_pure
+
+VIEWS = (Slot, TransposeShared, SliceShared)  # of shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Products that add to one carry of a loop, in order.
+
+    Attributes:
+      carry: its number.
+      before: what is done to the accumulator before the first product, in order.
+      dots: the products; each but the first adds to what the one before gives.
+    """
+
+    carry: int
+    before: tuple[Op, ...]
+    dots: tuple[DotAsync, ...]
+
+
+class Products:
+    """The products that stand in the body of a loop itself, each waited for at once.
+
+    Attributes:
+      waits: the wait for each product; empty where the body has another form.
+      chains: the accumulators whose values nobody else in the loop sees.
+    """
+
+    def __init__(self, loop: For):
+        self.loop, self.body = loop, loop.body
+        self.users = users_of(loop.body)
+        self.waits: dict[DotAsync, DotWait] = {}
+        self.chains: list[Chain] = []
+        dots = [op for op in self.body.ops if isinstance(op, DotAsync)]
+        waits = [op for op in self.body.ops if isinstance(op, DotWait)]
+        inner = sum(isinstance(op, DotAsync | DotWait) for op in self.body.walk())
+        if inner != len(dots) + len(waits) or len(dots) != len(waits):
+            return
+        for d in dots:
+            found = [w for w in waits if w.values == (d.result,) and w.pending == 0]
+            if len(found) != 1 or len(self.users[d.result]) != 1:
+                self.waits = {}
+                return
+            self.waits[d] = found[0]
+        carries = range(len(loop.inits))
+        self.chains = [c for i in carries if (c := self._chain(i)) is not None]
+
+    def _chain(self, carry: int) -> Chain | None:
+        """The chain from a carry to its next value."""
+        at = self.body.params[1 + carry]
+        before: list[Op] = []
+        dots: list[DotAsync] = []
+        while True:
+            users = self.users.get(at, [])
+            if users == [None] and dots:
+                return Chain(carry, tuple(before), tuple(dots)) if self.body.yields[carry] is at else None
+            if len(users) != 1 or users[0] is None:
+                return None
+            (op,) = users
+            if isinstance(op, DotAsync):
+                if op.acc is not at or at in (op.a, op.b):
+                    return None
+                dots.append(op)
+                at = self.waits[op].results[0]
+            elif not dots and op in self.body.ops and is_pure(op) and len(op.results) == 1 and not op.blocks():
+                before.append(op)
+                at = op.results[0]
+            else:
+                return None
+
+    def reached(self, start: list[Value]) -> set[Value]:
+        """All values of the body that depend on one of `start`."""
+        out = set(start)
+        for op in self.body.ops:
+            inner = [v for b in op.blocks() for v in [*b.yields, *(x for o in b.walk() for x in o.operands())]]
+            if any(v in out for v in [*op.operands(), *inner]):
+                out.update(op.results)
+        return out
+
+    def stored(self) -> set[Op]:
+        """The allocations that the loop stores to."""
+        return {root for op in self.body.walk() if isinstance(op, StoreShared) and (root := root_of(op.buffer))}
+
+
+def users_of(b: Block) -> dict[Value, list[Op | None]]:
+    """The ops of a block (itself or through their regions) that use each value, once a use; None: its yields."""
+    out: dict[Value, list[Op | None]] = {}
+    for op in b.ops:
+        inner = [v for r in op.blocks() for v in [*r.yields, *(x for o in r.walk() for x in o.operands())]]
+        inner += [v for r in op.blocks() for o in r.walk() for q in o.blocks() for v in q.yields]
+        for v in [*op.operands(), *inner]:
+            out.setdefault(v, []).append(op)
+    for y in b.yields:
+        out.setdefault(y, []).append(None)
+    return out
+
+
+def root_of(buffer: Value) -> AllocShared | None:
+    """The allocation that a buffer is (part of)."""
+    op = buffer.op
+    while isinstance(op, VIEWS):
+        op = op.buffer.op
+    return op if isinstance(op, AllocShared) else None
+
+
+def filled_by(kernel: Kernel) -> dict[Op, set[Value]]:
+    """For each allocation the barriers on which copies into it count."""
+    out: dict[Op, set[Value]] = {}
+    for op in kernel.body.walk():
+        if isinstance(op, AsyncLoad) and (root := root_of(op.buffer)):
+            out.setdefault(root, set()).add(op.barrier)
+    return out
+
+
+class Copier:
+    """Copies ops into a builder; `env` gives the values that stand for those from outside."""
+
+    def __init__(self, b: Builder, env: Callable[[Value], Value]):
+        self.b, self.env = b, env
+        self.local: dict[Value, Value] = {}
+
+    def look(self, v: Value) -> Value:
+        return self.local[v] if v in self.local else self.env(v)
+
+    def op(self, op: Op) -> Op:
+        self.b.loc = op.loc
+        new = op.clone(self.look)
+        self.b.block.ops.append(new)
+        self.local.update(zip(op.results, new.results, strict=True))
+        return new

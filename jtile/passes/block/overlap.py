@@ -1,0 +1,158 @@
+"""Keeps the tensor cores busy: products of a loop are waited for a round later.
+
+The plain form of a loop waits for every product at once. Here loops of independent accumulations (a matrix product, or
+several) leave the products of one round in flight while the next round starts its own, and give the buffers back a
+round later. Loops in which one product needs the result of another (attention) are rotated, see `rotate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jtile.ir import Arrive, BarrierType, Block, Builder, DotAsync, DotWait, For, Kernel, Op, Value
+from jtile.passes.affine import ranges
+from jtile.passes.fold import number
+from jtile.passes.intervals import Intervals
+from jtile.passes.pipeline import Pass
+
+from .chains import Copier, Products, filled_by, root_of
+from .rotate import Rotation
+
+
+def run(kernel: Kernel) -> Kernel:
+    overlap = _Overlap(ranges(kernel), filled_by(kernel))
+    return kernel.with_body(overlap.block(kernel.body, lambda v: v))
+
+
+@dataclasses.dataclass
+class _Overlap:
+    """Copies a kernel with its loops of products overlapped; `filled`: the barriers of each allocation."""
+
+    known: Intervals
+    filled: dict[Op, set[Value]]
+
+    def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
+        b = Builder(Block(tuple(Value(p.type, p.name) for p in old.params)))
+        copy = Copier(b, env)
+        copy.local.update(zip(old.params, b.block.params, strict=True))
+        for op in old.ops:
+            if isinstance(op, For) and (results := self.loop(op, b, copy.look)) is not None:
+                copy.local.update(zip(op.results, results, strict=True))
+                continue
+            new = op.clone(copy.look, lambda inner: self.block(inner, copy.look))
+            b.block.ops.append(new)
+            copy.local.update(zip(op.results, new.results, strict=True))
+        b.block.yields = tuple(map(copy.look, old.yields))
+        return b.block
+
+    def loop(self, op: For, b: Builder, env: Callable[[Value], Value]) -> tuple[Value, ...] | None:
+        """Builds the overlapped form of a loop, if it has one; gives what stands for its results."""
+        products = Products(op)
+        if not products.waits:
+            return None
+        rotation = Rotation.of(products, self.filled)
+        if rotation is not None:
+            return rotation.build(b, env, self.runs(op))
+        accumulation = _Accumulation.of(products)
+        return None if accumulation is None else accumulation.build(b, env, self.runs(op))
+
+    def runs(self, op: For) -> bool:
+        """Whether a loop surely makes a round."""
+        lo, hi = self.known(op.lo), self.known(op.hi)
+        return lo is not None and hi is not None and lo.hi < hi.lo
+
+
+# -- accumulations ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Accumulation:
+    """A loop all of whose products add to carries; `late`: the arrivals that give their buffers back."""
+
+    products: Products
+    late: list[Arrive]
+
+    @staticmethod
+    def of(products: Products) -> _Accumulation | None:
+        """None where a product needs more than its accumulator from the round before, or a buffer would be filled
+        again while it is read."""
+        dots, chains = products.waits, products.chains
+        if sum(len(c.dots) for c in chains if not c.before) != len(dots):
+            return None
+        stored = products.stored()
+        slots: set[Value] = set()
+        for d in dots:
+            for buffer in (d.a, d.b):
+                if root_of(buffer) in stored and root_of(buffer) is not None:
+                    return None
+                slots |= set(_slot_numbers(buffer))
+        late = [op for op in products.body.ops if isinstance(op, Arrive) and op.at in slots]
+        if any(op.when is not None or _count(op) < 2 for op in late):
+            return None
+        return _Accumulation(products, late)
+
+    def build(self, b: Builder, env: Callable[[Value], Value], runs: bool) -> tuple[Value, ...]:
+        loop = self.products.loop
+        b.loc = loop.loc
+        outside = Copier(b, env)
+        inits = [*map(env, loop.inits), *[b.index(0)] * len(self.late)]
+        lo, hi, step = map(env, (loop.lo, loop.hi, loop.step))
+        types = [p.type for p in loop.body.params] + [op.at.type for op in self.late]
+        names = (*(p.name for p in loop.body.params), *["before"] * len(self.late))
+        with b.region(types, names) as body:
+            copy = Copier(b, env)
+            copy.local.update(zip(loop.body.params, body.params, strict=False))
+            before = body.params[len(loop.body.params) :]
+            self.body(copy, lo, before)
+            body.yields = (*map(copy.look, loop.body.yields), *(copy.look(op.at) for op in self.late))
+        names = (*(r.name for r in loop.results), *["last"] * len(self.late))
+        b.loc = loop.loc
+        new = b.add(dataclasses.replace(loop, lo=lo, hi=hi, step=step, inits=tuple(inits), body=body), *names)
+        n = len(loop.results)
+        outside.local.update(zip(loop.results, new.results, strict=False))
+        running = [c.carry for c in self.products.chains]
+        done = b.add(DotWait(tuple(new.results[i] for i in running)), *(loop.results[i].name for i in running))
+        outside.local.update((loop.results[i], r) for i, r in zip(running, done.results, strict=True))
+        ran = None if runs or not self.late else b.map("lt", lo, hi)
+        for op, at in zip(self.late, new.results[n:], strict=True):
+            b.add(Arrive(env(op.barrier), at, op.count, ran))
+        return tuple(map(outside.look, loop.results))
+
+    def body(self, copy: Copier, lo: Value, before: tuple[Value, ...]) -> None:
+        """One round: products, the wait for those of the round before, the arrivals for their buffers."""
+        b, products = copy.b, self.products
+        waits = set(products.waits.values())
+        first = {c.dots[0]: products.loop.inits[c.carry] for c in products.chains}
+        later = b.map("ne", copy.look(products.body.params[0]), lo)
+        for op in products.body.ops:
+            if op in waits:
+                copy.local[op.results[0]] = copy.look(op.values[0])  # type: ignore[attr-defined]
+            elif op not in self.late:
+                new = copy.op(op)
+                if isinstance(new, DotAsync) and op in first and number(first[op]) == 0 and new.keep is None:
+                    new.keep = later
+        b.loc = products.loop.loc
+        ends = [products.waits[c.dots[-1]].results[0] for c in products.chains]
+        done = b.add(DotWait(tuple(map(copy.look, ends)), len(products.waits)))
+        copy.local.update(zip(ends, done.results, strict=True))
+        for op, at in zip(self.late, before, strict=True):
+            b.loc = op.loc
+            b.add(Arrive(copy.look(op.barrier), at, op.count, later))
+
+
+def _slot_numbers(buffer: Value) -> list[Value]:
+    """The numbers of the slots that a view of shared memory goes through."""
+    out, op = [], buffer.op
+    while op is not None and hasattr(op, "buffer"):
+        out += [op.at] if hasattr(op, "at") else []
+        op = op.buffer.op
+    return out
+
+
+def _count(op: Arrive) -> int:
+    t = op.barrier.type
+    return t.count if isinstance(t, BarrierType) else 0
+
+
+overlap = Pass("overlap", "Products of a loop run while the next round is prepared.", run)
