@@ -1,1 +1,68 @@
-"""From tile level to block level, and passes on kernels at block level."""
+"""From tile level to block level, and passes on kernels at block level.
+
+`block_level` is the way from a tile-level kernel, unchanged, to roles that work at the same time on Hopper: a plan, a
+grid of blocks that take tiles, a producer and consumers, products that overlap with the rest. Each step is a function
+of one file, and each may refuse, with a reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jtile.ir import Kernel, verify
+
+from ..cse import cse
+from ..dce import dce
+from .decide import Wish, check, plan
+from .masks import masks
+from .persist import persist
+from .plan import Machine, NoPlan, Plan, Refusal
+from .specialise import specialise
+
+__all__ = ["Machine", "NoPlan", "Plan", "block_level", "steps"]
+
+Step = tuple[str, str, Kernel]  # name, level ("tile" or "block"), the kernel after it
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A block-level kernel, its plan, and the kernel after each step."""
+
+    kernel: Kernel
+    plan: Plan
+    steps: tuple[Step, ...]
+
+
+def block_level(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Kernel | NoPlan:
+    """A tile-level kernel, after the passes of that level, as a block-level kernel, or why it stays where it is.
+
+    Args:
+      options: of the compiler: `consumers` (warpgroups that compute), `num_stages` (slots of the rings), `persistent`
+        (blocks that take several tiles each), `specialize` (False: never); None or absent leaves it to the plan.
+    """
+    planned = steps(kernel, machine, options)
+    return planned if isinstance(planned, NoPlan) else planned.kernel
+
+
+def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Planned | NoPlan:
+    """The same, with the plan and the kernel after each step."""
+    done: list[Step] = []
+
+    def step(name: str, level: str, run: Callable[[Kernel], Kernel]) -> Kernel:
+        after = run(done[-1][2] if done else kernel)
+        verify(after, level)
+        done.append((name, level, after))
+        return after
+
+    try:
+        wish = Wish.of(options)
+        check(kernel, wish)
+        chosen = plan(step("masks", "tile", masks.run), machine, wish)
+        step("persist", "tile", lambda k: cse.run(persist(k, chosen.blocks)))
+        step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
+        final = step("clean", "block", lambda k: dce.run(cse.run(k)))
+    except Refusal as e:
+        return e.no_plan
+    return Planned(final, chosen, tuple(done))
