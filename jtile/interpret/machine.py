@@ -104,7 +104,7 @@ class Machine:
         mask = None if getattr(op, "mask", None) is None else self.env[op.mask]
         lanes = resolve(op.index, values, buffer.shape, mask)
         if self.check and (mask.any() if mask is not None else math.prod(lanes.shape)):
-            why = violation(op.index, values, buffer.shape)
+            why = violation(op.index, values, buffer.shape, beyond=bool(self.crew and self.crew.role))
             if why:
                 raise self.error(OutOfBoundsError, op, f"{op.mnemonic} out of bounds: {why}", op.ref)
         if (
