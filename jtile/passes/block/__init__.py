@@ -17,6 +17,7 @@ from ..cse import cse
 from ..dce import dce
 from .decide import Wish, check, plan
 from .masks import masks
+from .overlap import overlap
 from .persist import persist
 from .plan import Machine, NoPlan, Plan, Refusal
 from .specialise import specialise
@@ -62,6 +63,7 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         chosen = plan(step("masks", "tile", masks.run), machine, wish)
         step("persist", "tile", lambda k: cse.run(persist(k, chosen.blocks)))
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
+        step("overlap", "block", overlap.run)
         final = step("clean", "block", lambda k: dce.run(cse.run(k)))
     except Refusal as e:
         return e.no_plan

@@ -12,6 +12,7 @@ from jtile.ir import (
     DotAsync,
     DotWait,
     FenceShared,
+    If,
     Load,
     LoadShared,
     Op,
@@ -26,7 +27,7 @@ from jtile.ir import (
 
 from ..rewrite import free_values
 from .epilogue import Leaving, store
-from .feeds import untransposed
+from .feeds import choices, untransposed
 from .rings import Held, Place, Role, Site
 
 Scratch = Mapping[object, Value]  # (shape, dtype) of a computed right operand -> its buffer
@@ -58,8 +59,15 @@ class _Consumer(Role):
     def __init__(self, place: dict[Load, Place], w: int, leaving: Mapping[Value, Leaving], scratch: Scratch):
         super().__init__(place)
         self.w, self.leaving, self.scratch = w, leaving, scratch
+        self.choices: dict[Op, tuple[Load, int]] = {}
         self.slots: dict[Load, Value] = {}
+        self.numbers: dict[Load, Value] = {}  # of those slots
+        self.chosen: dict[Value, Value] = {}  # result of a choice -> the buffer
         self.tiles: dict[Value, Value] = {}  # operands that were loaded to registers
+
+    def run(self, body: Block) -> Block:
+        self.choices = {op: c for op, c in choices(body).items() if c[0] in self.place}
+        return super().run(body)
 
     def finish(self) -> None:
         if self.leaving:
@@ -78,6 +86,8 @@ class _Consumer(Role):
     def view(self, v: Value) -> tuple[Value, bool] | None:
         """(buffer, whether transposed) of an operand or of its transpose; None of other values."""
         base, flipped = untransposed(v)
+        if base in self.chosen:
+            return self.chosen[base], flipped
         return (self.slots[base.op], flipped) if isinstance(base.op, Load) and base.op in self.slots else None
 
     def _inside(self, old: Block, keep: list[int], rounds: dict[int, Value]) -> tuple[Value, ...]:
@@ -88,7 +98,7 @@ class _Consumer(Role):
 
     def ops(self, b: Block) -> None:
         sites = self.sites(b)
-        uses = [_use(b, held, site, self._loads(b, site)) for site, held in sites.items()]
+        uses = [_use(b, held, site, self._loads(b, site), self.choices) for site, held in sites.items()]
         for i, op in enumerate(b.ops):
             self.b.loc = op.loc
             for use in uses:
@@ -111,6 +121,7 @@ class _Consumer(Role):
         self.b.add(Wait(use.held.full, use.at, parity, None))
         for k, op in use.loads.items():
             self.slots[op] = self.buffer(use.held, k, self.w, use.at)
+            self.numbers[op] = use.at
         for v in b.yields:
             self.look(v)  # an operand that goes on to the next round leaves its slot
 
@@ -121,10 +132,33 @@ class _Consumer(Role):
             self.env[op.result] = self.dot(op)
         elif isinstance(op, Store) and op.ref in self.leaving:
             store(self.b, op, self.look(op.value), self.look, self.leaving[op.ref])
+        elif op in self.choices:
+            self.choice(op, *self.choices[op])  # type: ignore[arg-type]
         elif op.blocks():
             self.region(op)
         else:
             self.append(op.clone(self.look), op)
+
+    def choice(self, op: If, load: Load, plain: int) -> None:
+        """A branch that gives the number of a slot: that of the load, or of a spare one with what is computed."""
+        held, _, k = self.place[load]
+        spare = held.slots + (self.w if len(held.buffers[k]) == 1 else 0)
+        cond, new = self.look(op.cond), []
+        for number, old in enumerate(op.blocks()):
+            with self.b.region() as block:
+                if number == plain:
+                    block.yields = (self.numbers[load],)
+                else:
+                    tiles = dict(self.tiles)
+                    self.ops(old)
+                    at = self.b.index(spare)
+                    self.b.add(StoreShared(self.buffer(held, k, self.w, at), self.look(old.yields[0])))
+                    self.b.add(FenceShared())
+                    block.yields, self.tiles = (at,), tiles
+            new.append(block)
+        self.b.loc = op.loc
+        at = self.b.value(If(cond, *new), "slot")
+        self.chosen[op.result] = self.buffer(held, k, self.w, at)
 
     # -- products -----------------------------------------------------------------------------------------------------
     def dot(self, op: Dot) -> Value:
@@ -157,9 +191,10 @@ class _Consumer(Role):
         return self.b.value(TransposeShared(buffer)) if across else buffer
 
 
-def _use(b: Block, held: Held, site: Site, loads: dict[int, Load]) -> _Use:
+def _use(b: Block, held: Held, site: Site, loads: dict[int, Load], choices: Mapping[Op, tuple[Load, int]]) -> _Use:
     """Where a block uses loads of its own."""
     values = {op.result for op in loads.values()}
+    values |= {op.results[0] for op, (load, _) in choices.items() if load.result in values}
     views: set[int] = set()
     for i, op in enumerate(b.ops):
         if isinstance(op, Transpose) and untransposed(op.result)[0] in values:

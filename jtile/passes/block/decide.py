@@ -142,9 +142,12 @@ def _check_registers(found: Feeds, threads: int) -> None:
 
 
 def _scratch_bytes(found: Feeds) -> int:
-    """Of computed right operands, each shape once."""
+    """Of computed right operands, each shape once, and of spare slots."""
     kinds = {(d.b.shape, d.b.dtype): tile_bytes(d.b) for d in found.computed}
-    return sum(kinds.values())
+    spare = [s.loads for r in found.rings for s in r.sites[:1]]
+    replaced = {(x.ref, x.result.type) for x in found.replaced}
+    spares = [tile_bytes(x.result) for loads in spare for x in loads if (x.ref, x.result.type) in replaced]
+    return sum(kinds.values()) + sum(spares)
 
 
 def _outputs(kernel: Kernel, shares: Split) -> dict[int, Output]:

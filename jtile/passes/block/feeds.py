@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
-from jtile.ir import Bitcast, Block, Cast, Dot, DotScaled, Kernel, Load, Map, Op, Reshape, Select, Transpose, Value
+from jtile.ir import Bitcast, Block, Cast, Dot, DotScaled, If, Kernel, Load, Map, Op, Reshape, Select, Transpose, Value
 from jtile.ir.types import DTYPES
 
 from ..cse import index_form
@@ -54,11 +54,13 @@ class Ring:
 
 @dataclasses.dataclass(eq=False)
 class Feeds:
-    """Rings of a kernel, its products, and those of them whose right operand is computed."""
+    """Rings of a kernel, its products, those of them whose right operand is computed, and loads that are replaced in
+    some rounds (see `choices`)."""
 
     rings: list[Ring]
     dots: list[Dot]
     computed: list[Dot]
+    replaced: set[Load]
     home: dict[Op, Block]
 
     @property
@@ -104,11 +106,14 @@ def feeds(kernel: Kernel) -> Feeds:
         found = [(x, home[x] is not home[dot]) for x in _operands(kernel, dot, home)]
         _join(groups, found, home)
     sites = [_site(g, home, depth) for g in groups]
-    computed = [d for d in dots if not isinstance(operand(d, True)[0].op, Load)]
+    either = choices(kernel.body)
+    computed = [
+        d for d in dots if not isinstance(operand(d, True)[0].op, Load) and operand(d, True)[0].op not in either
+    ]
     rings = _rings(kernel, sites)
     if not any(not s.resident and s.depth for r in rings for s in r.sites):
         refuse("no loop loads the operands of its matrix products", dots[0])
-    return Feeds(rings, dots, computed, home)
+    return Feeds(rings, dots, computed, {x for x, _ in either.values()}, home)
 
 
 def _homes(body: Block) -> tuple[dict[Op, Block], dict[int, int]]:
@@ -150,8 +155,42 @@ def _computed_from(v: Value) -> Iterator[Load]:
         seen.add(x)
         if isinstance(x.op, Load):
             yield x.op
+        elif isinstance(x.op, If):
+            i = x.op.results.index(x)
+            todo += [x.op.then.yields[i], x.op.orelse.yields[i]]
         elif isinstance(x.op, (*_PATH, Transpose)):
             todo += x.op.operands()
+
+
+def choices(body: Block) -> dict[Op, tuple[Load, int]]:
+    """Branches that give products a loaded tile as it is, or something that is computed: with that load, and the number
+    of the region that yields it. Products take the one from its slot, and the other from a spare slot of the ring."""
+    users: dict[Value, list[Op]] = {}
+    for op in body.walk():
+        for v in op.operands():
+            users.setdefault(v, []).append(op)
+        for b in op.blocks():
+            for v in b.yields:
+                users.setdefault(v, []).append(op)
+    found: dict[Op, tuple[Load, int]] = {}
+    for op in body.walk():
+        if isinstance(op, If) and len(op.results) == 1 and _rights(op.result, users):
+            plain = [k for k, b in enumerate(op.blocks()) if isinstance(b.yields[0].op, Load)]
+            outside = [k for k in plain if op.blocks()[k].yields[0].op not in op.blocks()[k].ops]
+            if len(plain) == 1 and outside:
+                load = op.blocks()[plain[0]].yields[0].op
+                found[op] = load, plain[0]  # type: ignore[assignment]
+    return found
+
+
+def _rights(v: Value, users: dict[Value, list[Op]]) -> bool:
+    """Whether all users of a value are products that take it, or its transpose, as their right operand."""
+    for op in users.get(v, []):
+        turned = isinstance(op, Transpose) and _rights(op.result, users)
+        right = isinstance(op, Dot) and v is op.b and v not in (op.a, op.acc)
+        if not turned and not right:
+            return False
+    return v in users
 
 
 def _worth(kernel: Kernel, op: Load) -> bool:

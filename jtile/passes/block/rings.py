@@ -21,6 +21,7 @@ class Held:
 
     Attributes:
       buffers: for each load of a site a ring of buffers, or, where a tile is cut, one for each consumer.
+        Behind its slots a ring has spare ones where its tiles are replaced: one for each consumer that it serves.
       axes: for each load the axis along which its tile is cut, or None.
       full, empty: barriers, one a slot.
       clock: which counter of rounds it goes by: rings that the same blocks fill share one.
@@ -47,14 +48,15 @@ def allocate(b: Builder, found: Feeds, plan: Plan, shares: Split, loads: Loads) 
         clock = clocks.setdefault(ring.blocks, len(clocks))
         axes = tuple(_axis(ring, k, loads) for k in range(len(ring.sites[0].loads)))
         b.loc = ring.sites[0].loads[0].loc
-        buffers = tuple(
-            tuple(_buffer(b, loads[x], slots, w) for w in ([None] if axis is None else range(plan.consumers)))
-            for x, axis in zip(ring.sites[0].loads, axes, strict=True)
-        )
+        buffers = []
+        for k, (x, axis) in enumerate(zip(ring.sites[0].loads, axes, strict=True)):
+            spare = any(s.loads[k] in found.replaced for s in ring.sites) * (plan.consumers if axis is None else 1)
+            several = [None] if axis is None else range(plan.consumers)
+            buffers.append(tuple(_buffer(b, loads[x], slots + spare, w) for w in several))
         name = ring.sites[0].loads[0].ref.name
         full = b.value(AllocBarriers(slots, 1), f"{name}_full")
         empty = b.value(AllocBarriers(slots, plan.consumers), f"{name}_empty")
-        held.append(Held(ring, slots, buffers, axes, full, empty, clock))
+        held.append(Held(ring, slots, tuple(buffers), axes, full, empty, clock))
     return held
 
 
