@@ -83,9 +83,11 @@ class Role:
     def ready(self) -> bool:
         return self.waits is None or self.waits[1].passes(self.waits[2])
 
-    def advance(self) -> None:
-        """What this role does from now on is not known to those who know what it did."""
+    def advance(self) -> np.ndarray:
+        """What this role knows; what it does from now on is not known to those who know this."""
+        known = self.clock.copy()
         self.clock[self.number] += 1
+        return known
 
 
 class Crew:
@@ -216,8 +218,8 @@ class Crew:
         for v in uses:
             x = env[v]
             if type(x) is Product:
-                why = f"{op.mnemonic} reads the result of dot_async ({place(x.op)}), which may still run: take what "
-                why += f"a dot_wait gives, with `pending` at most {x.role.started - x.number}"
+                why = f"{getattr(op, 'fn', op.mnemonic)} reads the result of dot_async ({place(x.op)}), which may "
+                why += f"still run: take what a dot_wait gives, with `pending` at most {x.role.started - x.number}"
                 raise self.error(ProtocolError, op, why)
 
     # -- for the rules ------------------------------------------------------------------------------------------
@@ -240,8 +242,7 @@ class Crew:
             why = f"too many arrivals: {count} at {barrier.name}, whose phase {barrier.phase} waits for "
             why += f"{barrier.pending} of {barrier.owner.arrivals}"
             raise self.error(ProtocolError, op, why)
-        barrier.arrive(count, self.role.clock)
-        self.role.advance()
+        barrier.arrive(count, self.role.advance())
         self.account(op, barrier)
 
     def account(self, op: Op, barrier: Barrier) -> None:

@@ -152,7 +152,7 @@ def _async_load(m: Machine, op: AsyncLoad):
     buffer, lanes = m.lanes(op)
     access = Access(barrier.line, UNDER_WAY, view.box, op, role.name)
     crew.use(op, view, access, writes=True, asynchronous=True)
-    crew.agents.append(CopyIn(op, role, view, barrier, access, buffer, lanes, role.clock.copy()))
+    crew.agents.append(CopyIn(op, role, view, barrier, access, buffer, lanes, role.advance()))
     return ()
 
 
@@ -165,7 +165,7 @@ def _async_store(m: Machine, op: AsyncStore):
     access = Access(3 * len(crew.roles) + role.number, role.sent, view.box, op, role.name)
     crew.use(op, view, access, writes=False, asynchronous=True)
     crew.filled(op, view)
-    copy = CopyOut(op, role, role.sent, view, buffer, lanes, role.clock.copy())
+    copy = CopyOut(op, role, role.sent, view, buffer, lanes, role.advance())
     role.stores.append(copy)
     crew.agents.append(copy)
     return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from block_kernels import attention, gemm
+from block_kernels import attention, block, gemm
 
 from jtile._errors import KernelAssertionError
 from jtile.interpret import interpret
@@ -122,14 +122,6 @@ def test_sizes_of_hopper():
 
 
 # -- single ops -------------------------------------------------------------------------------------------------------
-
-
-def block(params: str, allocs: str, *roles: str, grid: str = "") -> str:
-    """A kernel of roles r0, r1, ... with constants %c0 to %c3 and `%yes`, `%no`."""
-    head = "".join(f"%c{k} = full {k} : i32\n" for k in range(4))
-    head += "%yes = full true : bool\n%no = full false : bool\n"
-    bodies = "".join(f"role r{k} warps={4 if k == 0 else 1} registers=0 {{\n{r}\n}}\n" for k, r in enumerate(roles))
-    return f"kernel @k({params}) {grid} {{\n{head}{allocs}\nroles {{\n{bodies}}}\n}}"
 
 
 def run(text: str, *inputs, **kw):

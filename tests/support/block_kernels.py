@@ -301,3 +301,11 @@ def attention(
     bodies = "".join(map(role, range(consumers))).rstrip("\n")
     copies = "".join(_ATTENTION_COPY.substitute(v, w=w) for w in range(consumers)).rstrip("\n")
     return _ATTENTION.substitute(v, bodies=bodies, copies=copies)
+
+
+def block(params: str, allocs: str, *roles: str, grid: str = "") -> str:
+    """A kernel of roles r0, r1, ... with constants %c0 to %c3 and `%yes`, `%no`."""
+    head = "".join(f"%c{k} = full {k} : i32\n" for k in range(4))
+    head += "%yes = full true : bool\n%no = full false : bool\n"
+    bodies = "".join(f"role r{k} warps={4 if k == 0 else 1} registers=0 {{\n{r}\n}}\n" for k, r in enumerate(roles))
+    return f"kernel @k({params}) {grid} {{\n{head}{allocs}\nroles {{\n{bodies}}}\n}}"
