@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from benchmarks.gpu import ONLY as GPU_ONLY
 from benchmarks.gpu import WORKLOADS as GPU_WORKLOADS
 
 WORKLOADS = (
@@ -70,7 +71,7 @@ def _on_cpu(options: argparse.Namespace) -> None:
 def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     devices = parser.add_subparsers(dest="device", required=True)
-    for device, names, repeats in (("cpu", WORKLOADS, 30), ("gpu", GPU_WORKLOADS, 15)):
+    for device, names, repeats in (("cpu", WORKLOADS, 30), ("gpu", (*GPU_WORKLOADS, *GPU_ONLY), 15)):
         sub = devices.add_parser(device)
         sub.add_argument(
             "--only", nargs="+", action="extend", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}"
