@@ -1,4 +1,5 @@
-"""The command `jtile`: info, generate, inspect, tune, explain, cache, demo. Each imports what it needs when it runs."""
+"""The command `jtile`: info, generate, inspect, tune, explain, profile, cache, demo. Each imports what it needs when
+it runs."""
 
 from __future__ import annotations
 
@@ -117,6 +118,21 @@ def explain(
     from jtile.tools import tuning
 
     tuning.show_explanation(what, args=args, meta=meta or [])
+
+
+@app.command()
+def profile(
+    what: Annotated[str, typer.Argument(help="module:function, such as jtile.ops:matmul.")],
+    args: Args,
+    meta: Meta = None,
+    trace: Annotated[str | None, typer.Option(help="A file for https://ui.perfetto.dev.")] = None,
+    picture: Annotated[str | None, typer.Option(help="A file for the picture: PNG, SVG or PDF.")] = None,
+    interpret: Annotated[bool, typer.Option(help="In the interpreter: no GPU, and steps for times.")] = False,
+) -> None:
+    """What the roles of a function's block-level kernels do when."""
+    from jtile.tools import tuning
+
+    tuning.show_profile(what, args=args, meta=meta or [], trace=trace, picture=picture, interpret=interpret)
 
 
 @app.command()

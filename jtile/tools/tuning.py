@@ -1,4 +1,4 @@
-"""`jtile tune`: search for the kernels of a function, show what was found, merge files; and `jtile explain`."""
+"""`jtile tune`: search for a function's kernels, show what was found, merge files; `jtile explain` and `profile`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jtile.tune import device
 from jtile.tune.api import tune
 from jtile.tune.roofline import explain
 from jtile.tune.store import RECORDS, Entries, merge, read, store, user_path, write
+from jtile.tune.watch import profile
 
 
 def run(what: str, rest: list[str], *, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:
@@ -28,6 +29,20 @@ def run(what: str, rest: list[str], *, args: str, meta: list[str], time_limit: f
 def show_explanation(what: str, *, args: str, meta: list[str]) -> None:
     """Print `jt.explain` of "module:function" for arguments of these types."""
     sys.stdout.write(f"{explain(_function(what, meta), *levels.parse_types(args))}\n")
+
+
+def show_profile(
+    what: str, *, args: str, meta: list[str], trace: str | None, picture: str | None, interpret: bool
+) -> None:
+    """Print `jt.profile` of "module:function"; its first kernel with roles goes to the files."""
+    found = profile(_function(what, meta), *levels.parse_types(args), interpret=interpret)
+    sys.stdout.write(f"{found}\n")
+    if (trace or picture) and not found.timelines:
+        raise KernelValueError(f"{what} has no kernel with roles: there is nothing to write")
+    if trace:
+        found.timelines[0].save(trace)
+    if picture:
+        found.timelines[0].picture(picture)
 
 
 def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:

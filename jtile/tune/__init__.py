@@ -1,8 +1,9 @@
-"""Tuning: what can be chosen for a kernel, a cost model, a measured search, and a cache of winners; and `jt.explain`.
+"""Tuning: what can be chosen for a kernel, a cost model, a measured search, and a cache of winners; `jt.explain` and
+`jt.profile`.
 
 `space.py` (a search space, one call), `choose.py` (what a call gets), `search.py` (pruned by `prune.py`, timed by
 `measure.py`), `store.py` (the files), `cost.py` (bytes and operations of a kernel), `roofline.py`
-(`jt.explain`), `api.py`.
+(`jt.explain`), `watch.py` and `timeline.py` (`jt.profile`), `api.py`.
 
 The module can be called: `jt.tune(f, *args)` is `jtile.tune.api.tune`.
 """
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from jtile.tune.api import tune as tune
     from jtile.tune.roofline import Explanation as Explanation
     from jtile.tune.roofline import explain as explain
+    from jtile.tune.watch import Profile as Profile
+    from jtile.tune.watch import profile as profile
 
-_NAMES = {"Report": "api", "Tuned": "api", "autotune": "api", "tune": "api"} | dict.fromkeys(
-    ("Explanation", "explain"), "roofline"
-)
+_NAMES = {"Report": "api", "Tuned": "api", "autotune": "api", "tune": "api"}
+_NAMES |= {"Explanation": "roofline", "explain": "roofline", "Profile": "watch", "profile": "watch"}
 
 
 class _Room(types.ModuleType):

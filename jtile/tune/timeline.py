@@ -216,6 +216,12 @@ def _draw(line: Timeline, path: str | os.PathLike[str], program: int | None) -> 
     axes.invert_yaxis()
     axes.set_xlabel(f"{line.unit} ({line.kernel}, program {chosen}; products run {line.busy():.0%} of the time)")
     labels = {"role": "works", **{k: k for k in list(_COLOURS)[1:]}}
-    axes.legend([Patch(color=_COLOURS[k]) for k in labels], list(labels.values()), loc="upper right", ncols=4)
+    axes.legend(
+        [Patch(color=_COLOURS[k]) for k in labels],
+        list(labels.values()),
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=4,
+    )
     figure.tight_layout()
     figure.savefig(path)

@@ -161,8 +161,11 @@ class _Stamper:
 
     def _store(self, part: int, value: Value) -> None:
         b, into = self.b, self.into
+        programs, _, capacity, _ = into.stamps.shape
+        room = b.map("lt", self.count, b.index(capacity))
+        watched = b.map("and", b.map("lt", into.program, b.index(programs)), room)
         at = (into.program, b.index(self.number), self.count, b.index(part))
-        b.add(Store(into.stamps, tuple(map(At, at)), value))
+        b.add(Store(into.stamps, tuple(map(At, at)), value, watched))
 
     # -- control flow -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,130 @@
+"""`jt.profile`: what the roles of the block-level kernels of a function do when."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtile import _lowering, passes
+from jtile._errors import KernelValueError, UnsupportedError
+from jtile.ir import Kernel
+from jtile.ir.block import level_of
+from jtile.passes.block import NoPlan, block_level
+from jtile.passes.block.plan import Machine
+from jtile.passes.block.stamps import Site, stamped
+from jtile.tune import device, measure
+from jtile.tune.programs import trace
+from jtile.tune.timeline import Timeline, timeline
+
+ARCH = "sm_90"
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What `jt.profile` found; prints as a table.
+
+    Attributes:
+      timelines: of each block-level kernel, in the order of their first calls.
+      without: (kernel, reason) of the kernels that have none, since they stay at tile level.
+    """
+
+    timelines: tuple[Timeline, ...]
+    without: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [str(t) for t in self.timelines]
+        return "\n".join([*lines, *(f"{name}: no timeline: {reason}" for name, reason in self.without)])
+
+    def __getitem__(self, name: str) -> Timeline:
+        """The timeline of the kernel of a name."""
+        found = [t for t in self.timelines if t.kernel == name]
+        if not found:
+            known = ", ".join(t.kernel for t in self.timelines) or "none"
+            raise KernelValueError(f"no kernel {name!r} has a timeline here; those that have: {known}\n{self}")
+        return found[0]
+
+
+def profile(
+    f: Callable[..., Any], *args: Any, programs: int = 4, capacity: int = 4096, interpret: bool = False, seed: int = 0
+) -> Profile:
+    """Run every kernel of `f(*args)` that has roles once, with a clock in each role, and give their timelines.
+
+    A role notes the time when it starts and ends to wait, and when it starts a copy or a product; that costs it some
+    tens of nanoseconds each time. Kernels run on data of their own, normal random numbers, one after the other.
+
+    Args:
+      f: a JAX function, jitted or not.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`.
+      programs: blocks of a grid that are watched, the first ones.
+      capacity: notes of a role in a block, at most.
+      interpret: run in the interpreter, at the sizes given: times are its steps, which say what waits for what, but
+        nothing of speed. Needs no GPU.
+      seed: of the interpreter's order of steps.
+
+    Raises:
+      KernelTypeError: called inside of a trace. UnsupportedError: there is no GPU of sm_90 here.
+    """
+    if not interpret and (jax.default_backend() != "gpu" or str(device.target().arch).rstrip("a") != ARCH):
+        raise UnsupportedError(
+            f"jt.profile watches kernels on a GPU of {ARCH}, which this machine has not: interpret=True"
+        )
+    found, calls = trace(f, *args)
+    data = {call.bound({}).program: call.data for call in calls}
+    lines: list[Timeline] = []
+    without: list[tuple[str, str]] = []
+    for program in found:
+        for piece in _lowering.pieces_of(program).kernels:
+            arrays = _arrays(piece, data.get(program, lambda: None)())
+            kernel, arrays = _with_starts(piece, arrays)
+            plan = _block_kernel(kernel, program.options.compiler)
+            if isinstance(plan, NoPlan):
+                without.append((program.name, str(plan)))
+                continue
+            watched, sites = stamped(plan, min(programs, math.prod(plan.grid)), capacity)
+            stamps = _interpreted(watched, arrays, seed) if interpret else _measured(watched, arrays)
+            lines.append(timeline(program.name, stamps, sites, "steps" if interpret else "ns"))
+    return Profile(tuple(lines), tuple(without))
+
+
+def _arrays(kernel: Kernel, given: Sequence[Any] | None) -> list[Any]:
+    if given is not None:
+        return list(given)
+    types = [jax.ShapeDtypeStruct(v.shape, v.type.info.numpy) for v in kernel.inputs]
+    return [measure.random_array(x, k) for k, x in enumerate(types)]
+
+
+def _with_starts(kernel: Kernel, arrays: list[Any]) -> tuple[Kernel, list[Any]]:
+    """The kernel as it is compiled, and its inputs: what outputs start from, and tables of literals, are inputs too."""
+    kernel, starts = _lowering.with_starts(kernel)
+    kernel, tables = _lowering.with_tables(kernel)
+    return kernel, [*arrays, *_lowering.filled(starts), *tables]
+
+
+def _block_kernel(kernel: Kernel, options: Mapping[str, Any]) -> Kernel | NoPlan:
+    kernel = passes.run_pipeline(kernel, passes.TILE)
+    return kernel if level_of(kernel) == "block" else block_level(kernel, Machine(), options)
+
+
+def _interpreted(kernel: Kernel, arrays: Sequence[Any], seed: int) -> np.ndarray:
+    from jtile.interpret import interpret
+
+    return interpret(kernel, [np.asarray(x) for x in arrays], seed=seed)[-1]
+
+
+def _measured(kernel: Kernel, arrays: Sequence[Any]) -> np.ndarray:
+    """The stamps of the second of two runs: the first one loads the kernel."""
+    from jtile.lowering.triton.block.compile import compile_block_kernel
+
+    artifact = compile_block_kernel(kernel, ARCH)
+    call = jax.jit(lambda *arrays: _lowering.call_gpu("cuda", kernel, artifact, arrays)[-1])
+    with jax.enable_x64(True):
+        call(*arrays).block_until_ready()
+        return np.asarray(call(*arrays))
+
+
+__all__ = ["Profile", "Site", "profile"]

@@ -1,0 +1,78 @@
+"""jt.profile: the timelines of kernels with roles, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jtile as jt
+from jtile.errors import KernelValueError, UnsupportedError
+
+
+@jt.kernel(
+    out_type=lambda a, b, **_: jt.like(a, shape=(a.shape[0], b.shape[1])),
+    grid=lambda a, b, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)),
+)
+def product(a, b, o, *, bm=128, bn=128, bk=64):
+    i, j = jt.program_id(0), jt.program_id(1)
+    A, B = a.tiles(bm, bk), b.tiles(bk, bn)
+    acc = jt.zeros((bm, bn), jnp.float32)
+    for k in jt.range(A.shape[1], stages=3):
+        acc = jt.dot(A[i, k], B[k, j], acc)
+    o.tiles(bm, bn)[i, j] = acc.astype(o.dtype)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: (1,))
+def double(x, o):
+    o[...] = x[...] * 2
+
+
+MATRIX = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+
+
+def test_a_kernel_with_roles_has_a_timeline():
+    found = jt.profile(lambda a, b: double(product(a, b)), MATRIX, MATRIX, interpret=True, programs=2)
+    (line,) = found.timelines
+    assert (line.kernel, line.unit, line.dropped) == ("product", "steps", False)
+    roles = {r.name: r for r in line.roles()}
+    consumers = [r for name, r in roles.items() if name.startswith("consumer")]
+    assert "producer" in roles and consumers
+    # two of the four programs: each multiplies 128 x 128 x 256, and copies what that takes
+    assert sum(r.multiplied for r in consumers) == 2 * 128 * 128 * 256
+    assert roles["producer"].copied == 2 * (128 + 128) * 256 * 2
+    assert 0 < line.busy() < 1 and all(0 < r.products < 1 for r in consumers)
+    assert all("wait for products" in r.waits for r in consumers)
+    assert found["product"] is line
+    ((name, why),) = found.without
+    assert name == "double" and why
+    with pytest.raises(KernelValueError, match="no kernel 'double'"):
+        found["double"]
+
+
+def test_time_goes_on():
+    (line,) = jt.profile(product, MATRIX, MATRIX, interpret=True, programs=1, seed=3).timelines
+    whole = {s.site.role: s for s in line.spans if s.site.kind == "role"}
+    for s in line.spans:
+        assert whole[s.site.role].start <= s.start <= s.end <= whole[s.site.role].end
+
+
+def test_room_for_few_notes():
+    (line,) = jt.profile(product, MATRIX, MATRIX, interpret=True, programs=1, capacity=6).timelines
+    assert line.dropped and len([s for s in line.spans if s.site.role == 0]) <= 6
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_without_a_gpu():
+    with pytest.raises(UnsupportedError, match="interpret=True"):
+        jt.profile(product, MATRIX, MATRIX)
+
+
+@pytest.mark.gpu
+def test_on_the_device():
+    big = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+    (line,) = jt.profile(product, big, big).timelines
+    assert line.unit == "ns" and not line.dropped
+    total = max(r.total for r in line.roles())
+    assert 1e3 < total < 1e8  # microseconds, not hours
+    assert 0.05 < line.busy() <= 1
