@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from jtile.trace import function as function
     from jtile.tune import autotune as autotune
     from jtile.tune import explain as explain
+    from jtile.tune import profile as profile
     from jtile.tune import tune as tune
 
 # Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
@@ -106,6 +107,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "function": "jtile.trace",
     "host_target": "jtile.lowering.targets",
     "platform": "jtile._platform",
+    "profile": "jtile.tune",
 }
 
 
