@@ -13,6 +13,7 @@ from typing import Any
 
 from jtile.ir import Kernel, verify
 
+from ..canonicalise import canonicalise
 from ..cse import cse
 from ..dce import dce
 from .decide import Wish, check, plan
@@ -20,6 +21,7 @@ from .masks import masks
 from .overlap import overlap
 from .persist import persist
 from .plan import Machine, NoPlan, Plan, Refusal
+from .scales import scales
 from .specialise import specialise
 
 __all__ = ["Machine", "NoPlan", "Plan", "block_level", "steps"]
@@ -60,11 +62,12 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
     try:
         wish = Wish.of(options)
         check(kernel, wish)
+        step("scales", "tile", lambda k: dce.run(scales.run(k)))
         chosen = plan(step("masks", "tile", masks.run), machine, wish)
         step("persist", "tile", lambda k: cse.run(persist(k, chosen.blocks)))
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
         step("overlap", "block", overlap.run)
-        final = step("clean", "block", lambda k: dce.run(cse.run(k)))
+        final = step("clean", "block", lambda k: dce.run(cse.run(canonicalise.run(k))))
     except Refusal as e:
         return e.no_plan
     return Planned(final, chosen, tuple(done))
