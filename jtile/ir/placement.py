@@ -106,9 +106,7 @@ def check_roles(kernel: Kernel) -> None:
 def _check_outside(kernel: Kernel, block: Block, top: bool) -> None:
     for op in block.ops:
         if isinstance(op, IN_ROLES):
-            refuse(
-                kernel, op, f"{op.mnemonic} stands in a role: only allocations and arithmetic come before"
-            )
+            refuse(kernel, op, f"{op.mnemonic} stands in a role: only allocations and arithmetic come before")
         if isinstance(op, AllocShared | AllocBarriers) and not top:
             refuse(kernel, op, "memory of the block is allocated once, not in a loop or a branch")
         for b in op.blocks():

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,13 @@ WIDTH = 120
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
-def print_kernel(kernel: Kernel, locations: bool = False) -> str:
-    """The kernel as text that `parse_kernel` reads back.
+def print_kernel(kernel: Kernel, locations: bool = False, note: Callable[[Op], str] | None = None) -> str:
+    """The kernel as text that `parse_kernel` reads back; `note` gives a comment behind an op, or "".
 
     The text is canonical: it depends on the kernel alone (ops, types, attributes, name hints), not on the process.
     With `locations`, every op that has one ends in its source location `@"file":line`.
     """
-    p = _Printer(locations)
+    p = _Printer(locations, note)
     params = [f"{p.name(v)}: {v.type}" for v in kernel.params]
     tail = ""
     if kernel.grid:
@@ -104,8 +104,8 @@ def _hint(v: Value) -> str:
 
 
 class _Printer:
-    def __init__(self, locations: bool):
-        self.locations = locations
+    def __init__(self, locations: bool, note: Callable[[Op], str] | None = None):
+        self.locations, self.note = locations, note
         self.lines: list[str] = []
         self.name = Namer()
 
@@ -128,12 +128,14 @@ class _Printer:
         self.lines.append("  " * depth + text)
 
     def op(self, op: Op, depth: int) -> None:
-        form = {For: self._for, While: self._while, If: self._if, Roles: self._roles}.get(type(op))
+        form, first = {For: self._for, While: self._while, If: self._if, Roles: self._roles}.get(type(op)), len(self.lines)
         if form:
             # The results are named after the body, in the order of the text they stand first: fix that here.
             form(op, f"{self.values(op.results)} = " if op.results else "", depth)
         else:
             self._plain(op, depth)
+        if self.note and (text := self.note(op)):
+            self.lines[first] += f"  // {text}"
 
     def _for(self, op: For, results: str, depth: int) -> None:
         k, *carry = op.body.params

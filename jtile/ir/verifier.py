@@ -14,6 +14,7 @@ from .dynamic import sources, used_symbols
 from .extents import Extent
 from .memory import Atomic, Load, Store
 from .placement import check_copy, check_memory, check_roles, refuse
+from .protocol import check_protocol
 from .shapes import Dense, Full, NumPrograms, ProgramId
 from .types import DTYPES, ROLES, RefType, TileType
 
@@ -31,12 +32,14 @@ def verify(kernel: Kernel, level: str = "tile") -> None:
     Checked: result types against a second `infer`; every value defined once, before its use and in scope; regions yield
     what their op says; Refs are only read and written, inputs without an alias never written; constants fit their
     dtype; the ops belong to `level`; grid, aliases and inits fit the parameters. At block level besides: allocations
-    and roles stand where they belong, and registers suffice (`placement.py`).
+    and roles stand where they belong, registers suffice (`placement.py`), nothing that still runs is used
+    (`in_flight.py`), and no role waits for ever (`protocol.py`).
     """
     _verify_head(kernel)
     _Scope(kernel, level).block(kernel.body, set(kernel.params), ())
     if level == "block":
         check_roles(kernel)
+        check_protocol(kernel)
 
 
 def _verify_head(k: Kernel) -> None:

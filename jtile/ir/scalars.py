@@ -1,0 +1,163 @@
+"""Scalars along one path through a kernel: numbers where they are known, terms over what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+
+from .core import Kernel, Op, Value
+from .dynamic import SizeOf
+from .elementwise import Cast, Map, Select
+from .extents import Extent, UndecidedError, evaluate
+from .shapes import Full, NumPrograms, ProgramId
+from .types import DTYPES, TileType
+
+
+def _div(a: int, b: int) -> int | None:
+    """C division."""
+    return None if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def _rem(a: int, b: int) -> int | None:
+    return None if b == 0 else a - b * (_div(a, b) or 0)
+
+
+def _shift(a: int, n: int) -> int | None:
+    return a << n if 0 <= n < 64 else None
+
+
+_INTS: dict[str, Callable[..., int | None]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": _div,
+    "rem": _rem,
+    "min": min,
+    "max": max,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "shl": _shift,
+    "shr": lambda a, n: a >> n if 0 <= n < 64 else None,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "neg": lambda a: -a,
+    "abs": abs,
+    "sign": lambda a: (a > 0) - (a < 0),
+    "not": lambda a: not a if isinstance(a, bool) else ~a,
+    "clamp": lambda lo, x, hi: min(max(x, lo), hi),
+}
+
+
+class Scalars:
+    """What integer scalars are on the way of one program: an int or bool, or a term over unknowns. Equal terms are
+    equal numbers; different ones may be equal too.
+
+    `pid`: the program's id; `sizes`: values of the kernel's symbols, where they are assumed.
+    """
+
+    def __init__(self, kernel: Kernel, pid: tuple[Hashable, ...], sizes: Mapping[str, int] | None = None):
+        self.kernel, self.pid, self.sizes = kernel, pid, sizes
+        self.env: dict[Value, Hashable] = {}
+        self.terms: dict[Hashable, Hashable] = {}
+        self.unknowns = 0
+
+    @classmethod
+    def in_roles(cls, kernel: Kernel) -> Scalars:
+        """What every program of a block-level kernel knows when its roles begin."""
+        out = cls(kernel, ())
+        out.pid = tuple(out.fresh() for _ in kernel.grid)
+        for op in kernel.body.ops:
+            out.run(op)
+        return out
+
+    def of(self, v: Value) -> Hashable:
+        """The number or term of a scalar; whatever has none becomes an unknown of its own."""
+        return self.env[v] if v in self.env else self.env.setdefault(v, self.fresh())
+
+    def known(self, v: Value | None, default: bool = True) -> int | bool | None:
+        """The number of a scalar, None where it is not known; `default` stands for no value at all."""
+        if v is None:
+            return default
+        x = self.of(v)
+        return x if isinstance(x, int) else None
+
+    def fresh(self) -> Hashable:
+        self.unknowns += 1
+        return ("?", self.unknowns)
+
+    def bind(self, values, to) -> None:
+        self.env.update(zip(values, to, strict=True))
+
+    def forget(self, values) -> None:
+        """New unknowns."""
+        for v in values:
+            self.env[v] = self.fresh()
+
+    def run(self, op: Op) -> None:
+        """Note the results of an op without regions."""
+        for v in op.results:
+            scalar = isinstance(v.type, TileType) and not v.shape and DTYPES[v.dtype].kind in "iub"
+            self.env[v] = self._result(op) if scalar and len(op.results) == 1 else self.fresh()
+
+    def _result(self, op: Op) -> Hashable:
+        match op:
+            case Full():
+                return bool(op.value) if op.dtype == "bool" else int(op.value)
+            case ProgramId():
+                return self.pid[op.axis] if op.axis < len(self.pid) else 0
+            case NumPrograms():
+                return self._size(self.kernel.grid[op.axis] if op.axis < len(self.kernel.grid) else 1)
+            case SizeOf():
+                return self._size(op.size)
+            case Select():
+                cond = self.of(op.cond)
+                if isinstance(cond, int):
+                    return self.of(op.a if cond else op.b)
+                return self._term("select", op.result.dtype, cond, self.of(op.a), self.of(op.b))
+            case Cast():
+                return self._cast(op)
+            case Map():
+                return self._map(op)
+        return self.fresh()
+
+    def _size(self, n: int | Extent) -> Hashable:
+        if not isinstance(n, Extent):
+            return n
+        try:
+            return self._term("size", n) if self.sizes is None else evaluate(n, self.sizes)
+        except (KeyError, UndecidedError):
+            return self._term("size", n)
+
+    def _term(self, *key: Hashable) -> Hashable:
+        """The number of an expression: terms have no depth, however long the path."""
+        return self.terms.setdefault(key, ("term", len(self.terms)))
+
+    def _cast(self, op: Cast) -> Hashable:
+        x = self.of(op.x)
+        if DTYPES[op.x.dtype].kind == "f":
+            return self.fresh()
+        if not isinstance(x, int):
+            return self._term("cast", op.dtype, x)
+        return bool(x) if op.dtype == "bool" else self._fits(int(x), op.dtype)
+
+    def _map(self, op: Map) -> Hashable:
+        args = [self.of(a) for a in op.args]
+        if any(DTYPES[a.dtype].kind == "f" for a in op.args):
+            return self.fresh()
+        fn = _INTS.get(op.fn)
+        if fn is None or not all(isinstance(a, int) for a in args):
+            return self._term(op.fn, op.args[0].dtype, *args)
+        out = fn(*args)
+        if out is None or op.result.dtype == "bool":
+            return self.fresh() if out is None else bool(out)
+        return self._fits(int(out), op.result.dtype)
+
+    def _fits(self, x: int, dtype: str) -> Hashable:
+        """A number that its dtype holds; what would wrap is an unknown."""
+        d = DTYPES[dtype]
+        low = -(1 << (d.bits - 1)) if d.kind == "i" else 0
+        return x if low <= x < low + (1 << d.bits) else self.fresh()
