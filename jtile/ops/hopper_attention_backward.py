@@ -1,0 +1,275 @@
+"""Reverse mode of attention for Hopper, at the block level: two roles of 64 keys each and one that copies.
+
+dk and dv stay in registers. dS goes through shared memory, so that each role makes half of every tile of dq, which
+asynchronous copies add up in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import attention_slopes
+from jtile.ops._shapes import tuned
+from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
+
+KEYS = 64  # of a role; a program has two
+EMPTY = 1e30  # the log-sum-exp of no scores
+NEAR = 32 << 20  # bytes of queries, cotangents and slopes that the second cache holds beside keys and values
+
+
+@jt.kernel(
+    out_type=lambda o, g, lse, ct, *, n, **_: (
+        *[jax.ShapeDtypeStruct((*lse.shape[:2], jt.cdiv(lse.shape[2], n) * n), jnp.float32) for _ in range(2)],
+        jax.ShapeDtypeStruct(o.shape, jnp.float32),
+    ),
+    grid=lambda o, g, lse, ct, *, n, **_: (*lse.shape[:2], jt.cdiv(lse.shape[2], n)),
+)
+def attention_backward_start(o, g, lse, ct, s, dp, dq, *, n: int, unit: float):
+    """What the sums of s and dp start from, [batch, heads, t rounded up to n], so that p = 2^(unit s) and ds = p dp;
+    and dq = 0.
+
+    o, g [batch, t, heads, d]; lse [batch, heads, t]; ct: its cotangent in a tuple, or (). Queries behind t get p = 0.
+    """
+    # s_i = -lse_i / unit     dp_i = log2(e) ct_i - sum_d g_id o_id
+    b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    O, G = (x.tiles(None, n, None, o.shape[3])[b, i, h, 0].astype(jnp.float32) for x in (o, g))
+    row = -(O * G).sum(1)
+    top = jnp.where(i * n + jt.arange(n) < o.shape[1], lse.tiles(None, None, n)[b, h, i], EMPTY)
+    s.tiles(None, None, n)[b, h, i] = top * (-1.0 / unit)
+    dp.tiles(None, None, n)[b, h, i] = row + LOG2_E * ct[0].tiles(None, None, n)[b, h, i] if ct else row
+    dq.tiles(None, n, None, o.shape[3])[b, i, h, 0] = jnp.zeros(O.shape, jnp.float32)
+
+
+def _place(q, k, window: Window):
+    """Row, kv head and block of keys of this program: programs that run at the same time share what they read."""
+    (batch, t, kvs, group, d), keys = q.shape, k.shape[1]
+    n, blocks = jt.program_id(0), jt.cdiv(keys, 2 * KEYS)
+    near = 1  # heads whose blocks run side by side: the first block of keys has the most queries, the last the fewest
+    if window[0] is None and window[1] is not None:
+        held = max(1, NEAR // (t * group * d * (2 * q.dtype.itemsize + 4)))
+        near = max(x for x in range(1, min(batch * kvs, held) + 1) if batch * kvs % x == 0)
+    n, side = jnp.divmod(n, near)
+    n, j = jnp.divmod(n, blocks)
+    b, kv = jnp.divmod(n * near + side, kvs)
+    return b, kv, j
+
+
+@jt.kernel(
+    out_type=lambda q, k, v, *_, **__: (jax.ShapeDtypeStruct(q.shape, jnp.float32), jt.like(k), jt.like(v)),
+    grid=lambda q, k, *_, **__: k.shape[0] * k.shape[2] * jt.cdiv(k.shape[1], 2 * KEYS),
+    alias={"zeros": "dq"},
+    sharding="b _ h _ _, b _ h _, b _ h _, b _ h _ _, b h _ _, b h _ _, b, b, b _ h _ _ -> b _ h _ _, b _ h _, b _ h _",
+)
+def hopper_attention_backward(
+    q, k, v, g, s0, dp0, lengths, offsets, zeros, dq, dk, dv,
+    *, bq: int, scale: float, window: Window, counted: bool,
+):  # fmt: skip
+    """A program: the keys `[j * 128, j * 128 + 128)` of one row and kv head, against all queries that see them.
+
+    q, g [batch, t, kv heads, group, d]; k, v [batch, keys, kv heads, d]; s0, dp0 [batch, kv heads, group, t or more]
+    and zeros as `attention_backward_start` gives them; lengths, offsets [batch], as in `flash_attention` if `counted`.
+    dq is still to be multiplied with the scale.
+    """
+    # p_ij = 2^(unit s_ij)   s_ij = q_i . k_j + s0_i   dp_ij = g_i . v_j + dp0_i   ds_ij = p_ij dp_ij
+    # dv_j = sum_i p_ij g_i   dk_j = scale sum_i ds_ij q_i   dq_i = sum_j ds_ij k_j     tiles are transposed: [keys, bq]
+    b, kv, j = _place(q, k, window)
+    t, group, d, keys, dtype = q.shape[1], q.shape[3], q.shape[4], k.shape[1], q.dtype
+    masked = counted or window != (None, None) or keys % (2 * KEYS) != 0
+    Q, G = jt.alloc((bq, d), dtype, slots=2), jt.alloc((bq, d), dtype, slots=2)
+    S0, DP0 = jt.alloc((bq,), jnp.float32, slots=2), jt.alloc((bq,), jnp.float32, slots=2)
+    K, V = jt.alloc((2 * KEYS, d), dtype), jt.alloc((2 * KEYS, d), dtype)
+    DS, DQ = jt.alloc((KEYS, bq), dtype, slots=4), jt.alloc((64, 64), jnp.float32, slots=2)
+    k_full, v_full, clean, shared = jt.barrier(1), jt.barrier(1), jt.barrier(1, arrivals=2), jt.barrier(1, arrivals=2)
+    q_full, g_full = jt.barrier(2), jt.barrier(2)
+    q_empty, g_empty = jt.barrier(2, arrivals=2), jt.barrier(2, arrivals=2)
+
+    def half(w):  # the keys of a role
+        return slice(w * KEYS, (w + 1) * KEYS)
+
+    def of_keys(w):
+        return (2 * j + w) * KEYS + jt.arange(KEYS)[:, None]
+
+    def rows(x):  # the same number in every key's row
+        return jnp.broadcast_to(x.load()[None, :], (KEYS, bq))
+
+    def bounds():
+        length = jnp.minimum(lengths[b], keys) if counted else keys
+        offset = offsets[b] if counted else 0
+        return length, offset, *query_blocks(j * 2 * KEYS, 2 * KEYS, bq, t, offset, length, window)
+
+    def zero_behind(length, w):  # what stands behind the length may be anything
+        if (j + 1) * 2 * KEYS > length:
+            for X in (K, V):
+                X[half(w)].store(jnp.where(of_keys(w) < length, X[half(w)].load(), jnp.zeros((), dtype)))
+            jt.fence_shared()
+            clean[0].arrive()
+            clean[0].wait(0)
+
+    def seen(w, i, p, length, offset, inner_lo, inner_hi):  # p without the keys that a query does not see
+        if (i < inner_lo) | (i >= inner_hi):
+            queries = offset + i * bq + jt.arange(bq)[None, :]
+            p = jnp.where(visible(queries, of_keys(w), length, window), p, 0.0)
+        return p
+
+    def product_of_dq(h, w, r):  # half w of the tile of dq: of its columns, or, of short heads, of its queries
+        ds, k_h, part = DS[(r & 1) * 2 + h], K[half(h)], slice(w * 64, w * 64 + 64)
+        return (ds.T, k_h[:, part]) if d == 128 else (ds[:, part].T, k_h)
+
+    def add_to_dq(w, x, i):
+        row, column = (i, w) if d == 128 else (2 * i + w, 0)
+        may_miss = d != 128 and w == 1 and 0 < t % bq <= 64
+        at = dq.tiles(None, 64, None, None, 64).at[b, row, kv, x, column]
+        jt.when(row < jt.cdiv(t, 64) if may_miss else True)(lambda: jt.async_copy(DQ[w], at, fn="add"))
+
+    def step(w, r, x, i, s, dk_j, dv_j, edges):
+        """Round r of role w: query block i of head x of the group; s: its products, finished. Gives those of the next
+        round too."""
+        slot = r & 1
+        g_full.at(r).wait()
+        dp = jt.dot_async(V[half(w)], G[slot].T, rows(DP0[slot]))
+        p = jnp.exp2(s * (scale * LOG2_E))
+        p = seen(w, i, p, *edges) if masked else p
+        dv_j = jt.dot_async(p.astype(dtype), G[slot], dv_j)
+        ds = (p * jt.dot_wait(dp, pending=1)).astype(dtype)
+        dk_j = jt.dot_async(ds, Q[slot], dk_j)
+        DS[slot * 2 + w].store(ds)
+        jt.fence_shared()
+        shared[0].arrive()
+        dv_j = jt.dot_wait(dv_j, pending=1)
+        g_empty[slot].arrive()
+        dq_i = jt.dot_async(*product_of_dq(w, w, r))
+        shared[0].wait(slot)
+        dq_i = jt.dot_async(*product_of_dq(1 - w, w, r), dq_i)
+        dk_j = jt.dot_wait(dk_j, pending=2)
+        q_empty[slot].arrive()
+        q_full.at(r + 1).wait()
+        s = jt.dot_async(K[half(w)], Q[slot ^ 1].T, rows(S0[slot ^ 1]))
+        dq_i = jt.dot_wait(dq_i, pending=1)
+        jt.store_wait(0)
+        DQ[w].store(dq_i)
+        jt.fence_shared()
+        jt.role_barrier()
+        add_to_dq(w, x, i)
+        return jt.dot_wait(s, pending=0), dk_j, dv_j
+
+    def give(w, x, out):
+        V[half(w)].store(x.astype(out.dtype))
+        jt.fence_shared()
+        jt.role_barrier()
+        block, may_miss = 2 * j + w, w == 1 and 0 < keys % (2 * KEYS) <= KEYS
+        at = out.tiles(None, KEYS, None, d).at[b, block, kv, 0]
+        jt.when(block < jt.cdiv(keys, KEYS) if may_miss else True)(lambda: jt.async_copy(V[half(w)], at))
+        jt.store_wait(0)
+
+    for w in range(2):
+        with jt.role(f"keys_{w}", warps=4, registers=240):
+            length, offset, lo, inner_lo, inner_hi, hi = bounds()
+            r, dk_j, dv_j = jnp.int32(0), jt.zeros((KEYS, d), jnp.float32), jt.zeros((KEYS, d), jnp.float32)
+            k_full[0].wait(0)
+            if counted:
+                v_full[0].wait(0)
+                zero_behind(length, w)
+            q_full[0].wait(0)
+            s = jt.dot_wait(jt.dot_async(K[half(w)], Q[0].T, rows(S0[0])), pending=0)
+            v_full[0].wait(0)
+            for x in jt.range(group):
+                for i in jt.range(lo, hi):
+                    s, dk_j, dv_j = step(w, r, x, i, s, dk_j, dv_j, (length, offset, inner_lo, inner_hi))
+                    r = r + 1
+            give(w, dv_j, dv)
+            give(w, dk_j * scale, dk)
+
+    def fetch(r, x, i, array, ring, start, starts, full, empty):
+        empty.at(r).wait(before=True)
+        full.at(r).expect(ring.nbytes + starts.nbytes)
+        jt.async_copy(array.tiles(None, bq, None, None, d).at[b, i, kv, x, 0], ring.at(r), full.at(r))
+        jt.async_copy(start.tiles(None, None, None, bq).at[b, kv, x, i], starts.at(r), full.at(r))
+
+    def fetch_keys(array, buffer, full):
+        full[0].expect(buffer.nbytes)
+        jt.async_copy(array.tiles(None, 2 * KEYS, None, d).at[b, j, kv, 0], buffer, full[0])
+
+    with jt.role("copies", warps=1, registers=24):
+        length, offset, lo, inner_lo, inner_hi, hi = bounds()
+        r = jnp.int32(0)
+        fetch_keys(k, K, k_full)
+        fetch(r, 0, jnp.minimum(lo, jt.cdiv(t, bq) - 1), q, Q, s0, S0, q_full, q_empty)
+        fetch_keys(v, V, v_full)
+        for x in jt.range(group):
+            for i in jt.range(lo, hi):
+                fetch(r, x, i, g, G, dp0, DP0, g_full, g_empty)
+                r = r + 1  # behind the last round one more block of queries is multiplied, which nobody uses
+                last = i + 1 >= hi
+                ahead = jnp.where(last, jnp.minimum(x + 1, group - 1), x), jnp.where(last, lo, i + 1)
+                fetch(r, *ahead, q, Q, s0, S0, q_full, q_empty)
+
+
+def fits(q, k, *, softcap: float | None, scale: float) -> bool:
+    """Whether `slopes` can make those of this call."""
+    known = all(isinstance(n, int) for n in (*q.shape, *k.shape))
+    return (
+        known and softcap is None and scale > 0 and q.shape[3] in (64, 128) and q.dtype in (jnp.bfloat16, jnp.float16)
+    )
+
+
+def slopes(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, window: Window):
+    """(dq, dk, dv) for the cotangents g of o and ct of lse, a tuple of one or none; as `attention_backward`."""
+    return _slopes(q, k, v, o, lse, g, ct, lengths, offsets, scale, window)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(9, 10))
+def _slopes(q, k, v, o, lse, g, ct, lengths, offsets, scale: float, window: Window):
+    args = q, k, v, o, lse, g, ct, lengths, offsets
+    # The platform was a guess: only the lowering knows it.
+    return jax.lax.platform_dependent(*args, cuda=_of_rows(scale, window), default=_elsewhere(scale, window))
+
+
+@_slopes.defjvp
+def _slopes_jvp(scale: float, window: Window, primals, tangents):
+    """Of the kernels at tile level, which can be differentiated."""
+    moved, rest = primals[:7], primals[7:]
+    return jax.jvp(lambda *x: _elsewhere(scale, window)(*x, *rest), moved, tangents[:7])
+
+
+def _elsewhere(scale: float, window: Window):
+    return functools.partial(attention_slopes.slopes, scale=scale, softcap=None, window=window)
+
+
+@functools.cache
+def _of_rows(scale: float, window: Window):
+    """The slopes by the kernel above. Batches of vmap become rows: a tensor map has five axes, and all are in use."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*args):
+        return of_batch(*args, scale=scale, window=window)
+
+    @run.def_vmap
+    def _(size: int, batched, *args):
+        def fold(x, there):
+            x = x if there else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        out = run(*jax.tree.map(fold, args, tuple(batched)))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True, True, True)
+
+    return run
+
+
+def of_batch(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, window: Window):
+    """As `slopes`, by the kernel above, wherever it runs."""
+    (batch, t, heads, d), (keys, groups) = q.shape, k.shape[1:3]
+    bq = 64 if d == 128 else 128
+    length = jt.cdiv(t, bq) * bq
+    start = tuned(attention_backward_start, num_warps=8)
+    s0, dp0, zeros = start(o, g, lse, ct, n=bq, unit=scale * LOG2_E)
+    counts = (lengths or (jnp.full((batch,), keys, jnp.int32),)) + (offsets or (jnp.zeros((batch,), jnp.int32),))
+    of_group = lambda x: x.reshape(batch, t, groups, heads // groups, d)
+    s0, dp0 = (x.reshape(batch, groups, heads // groups, length) for x in (s0, dp0))
+    args = of_group(q), k, v, of_group(g), s0, dp0, *counts, of_group(zeros)
+    options = {"bq": bq, "scale": scale, "window": window, "counted": bool(lengths or offsets)}
+    dq, dk, dv = hopper_attention_backward(*args, **options)
+    return (dq.reshape(q.shape) * scale).astype(q.dtype), dk, dv

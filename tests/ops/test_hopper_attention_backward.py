@@ -1,0 +1,104 @@
+"""Reverse mode of attention at the block level: in the interpreter, roles interleaved by seeds, against the kernels at
+tile level; what it is called from, without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import normal
+
+import jtile as jt
+from jtile.ops import attention_slopes
+from jtile.ops import hopper_attention_backward as hopper
+from jtile.ops.flash_attention import attention_reference, flash_attention
+from jtile.testing import relative_error
+
+CASES = {  # batch, queries, keys, heads, kv heads, head dimension; options
+    "full": ((1, 192, 128, 2, 1, 128), {}),
+    "causal": ((2, 256, 256, 2, 2, 64), {"window": (None, 0)}),
+    "ragged": ((1, 100, 150, 2, 1, 64), {"window": (None, 0), "ct": True}),
+    "more keys": ((1, 70, 310, 2, 2, 128), {"window": (None, 0)}),
+    "window": ((1, 300, 260, 1, 1, 128), {"window": (70, 0)}),
+    "two-sided": ((1, 200, 190, 1, 1, 64), {"window": (30, 50), "ct": True}),
+    "lengths": ((3, 190, 300, 2, 1, 128), {"lengths": (170, 0, 256)}),
+    "all": ((2, 130, 300, 4, 2, 64), {"lengths": (130, 299), "offsets": (60, 3), "window": (90, 0)}),
+}
+
+
+def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=None, offsets=None):
+    """Of `slopes`. What stands behind a length is NaN."""
+    batch, t, keys, heads, groups, d = sizes
+    q, g = (normal(s, batch, t, heads, d, dtype=dtype) for s in (0, 3))
+    k, v = (normal(s, batch, keys, groups, d, dtype=dtype) for s in (1, 2))
+    lengths, offsets = (() if x is None else (jnp.array(x, jnp.int32),) for x in (lengths, offsets))
+    if lengths:
+        behind = jnp.arange(keys)[None, :, None, None] >= lengths[0][:, None, None, None]
+        k, v = (jnp.where(behind, jnp.nan, x) for x in (k, v))
+    o, lse = flash_attention(
+        q, k, v, lengths, offsets, bq=64, bk=64, scale=d**-0.5, softcap=None, window=window, save=True
+    )
+    cts = (normal(4, batch, heads, t),) if ct else ()
+    return (q, k, v, o, lse, g, cts, lengths, offsets), {"scale": d**-0.5, "window": window}
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    with jt.config(interpret=True):
+        yield
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_the_interpreter(name, monkeypatch):
+    sizes, given = CASES[name]
+    args, options = arguments(sizes, **given)
+    want, kernel = attention_slopes.slopes(*args, softcap=None, **options), hopper.hopper_attention_backward
+    for seed in range(3):
+        monkeypatch.setattr(hopper, "hopper_attention_backward", functools.partial(kernel.interpret, seed=seed))
+        for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            assert relative_error(ours, theirs) < 1e-3  # the same roundings, other orders of sums
+
+
+def test_float16_and_the_form_with_all_scores():
+    args, options = arguments((1, 130, 140, 2, 1, 64), "float16", window=(None, 0))
+    q, k, v, *_ = args
+    want = jax.vjp(lambda *x: attention_reference(*x, causal=True), q, k, v)[1](args[5])
+    for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
+        assert relative_error(ours, theirs) < 1e-3
+
+
+def test_blocks_of_heads_side_by_side(monkeypatch):
+    """Every block of keys of every head has one program, in any order of them."""
+    args, options = arguments((2, 70, 260, 3, 3, 64), window=(None, 0))
+    want = attention_slopes.slopes(*args, softcap=None, **options)
+    for bytes_ in (1, 1 << 16, 1 << 30):
+        monkeypatch.setattr(hopper, "NEAR", bytes_)
+        spread = hopper.hopper_attention_backward.with_options()
+        monkeypatch.setattr(hopper, "hopper_attention_backward", spread)  # traced anew
+        for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
+            assert relative_error(ours, theirs) < 1e-3
+
+
+def test_what_fits():
+    x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+    assert hopper.fits(x, x, softcap=None, scale=0.1)
+    assert not hopper.fits(x, x, softcap=3.0, scale=0.1)
+    assert not hopper.fits(x, x, softcap=None, scale=0.0)
+    for shape, dtype in (((1, 8, 2, 80), jnp.bfloat16), ((1, 8, 2, 64), jnp.float32)):
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        assert not hopper.fits(x, x, softcap=None, scale=0.1)
+
+
+def test_batches_of_vmap_become_rows(monkeypatch):
+    (q, k, v, o, lse, g, _, lengths, _), _ = arguments((2, 100, 140, 2, 1, 64), lengths=(140, 140))
+    seen = []
+    monkeypatch.setattr(hopper, "of_batch", lambda *x, **_: seen.append([y.shape for y in x[:3]]) or x[:3])
+    run = hopper._of_rows(0.77, (None, None))
+    lone = lambda q, k: run(q, k, v, o, lse, g, (), lengths, ())
+    dq, dk, dv = jax.vmap(jax.vmap(lone, (0, None)), (0, 0))(jnp.stack([jnp.stack([q] * 3)] * 2), jnp.stack([k] * 2))
+    assert seen[-1] == [(12, *q.shape[1:]), (12, *k.shape[1:]), (12, *v.shape[1:])]
+    np.testing.assert_array_equal(dq, jnp.broadcast_to(q, (2, 3, *q.shape)))
+    np.testing.assert_array_equal(dk, jnp.broadcast_to(k, (2, 3, *k.shape)))
+    np.testing.assert_array_equal(dv, jnp.broadcast_to(v, (2, 3, *v.shape)))
