@@ -119,12 +119,6 @@ def hopper_attention_backward(
         ds, k_h, part = DS[(r & 1) * 2 + h], K[half(h)], slice(w * 64, w * 64 + 64)
         return (ds.T, k_h[:, part]) if d == 128 else (ds[:, part].T, k_h)
 
-    def add_to_dq(w, x, i):
-        row, column = (i, w) if d == 128 else (2 * i + w, 0)
-        may_miss = d != 128 and w == 1 and 0 < t % bq <= 64
-        at = dq.tiles(None, 64, None, None, 64).at[b, row, kv, x, column]
-        jt.when(row < jt.cdiv(t, 64) if may_miss else True)(lambda: jt.async_copy(DQ[w], at, fn="add"))
-
     def step(w, r, x, i, s, dk_j, dv_j, edges):
         """Round r of role w: query block i of head x of the group; s: its products, finished. Gives those of the next
         round too."""
@@ -153,16 +147,15 @@ def hopper_attention_backward(
         DQ[w].store(dq_i)
         jt.fence_shared()
         jt.role_barrier()
-        add_to_dq(w, x, i)
+        row, column = (i, w) if d == 128 else (2 * i + w, 0)
+        jt.async_copy(DQ[w], dq.tiles(None, 64, None, None, 64).at[b, row, kv, x, column], fn="add")
         return jt.dot_wait(s, pending=0), dk_j, dv_j
 
     def give(w, x, out):
         V[half(w)].store(x.astype(out.dtype))
         jt.fence_shared()
         jt.role_barrier()
-        block, may_miss = 2 * j + w, w == 1 and 0 < keys % (2 * KEYS) <= KEYS
-        at = out.tiles(None, KEYS, None, d).at[b, block, kv, 0]
-        jt.when(block < jt.cdiv(keys, KEYS) if may_miss else True)(lambda: jt.async_copy(V[half(w)], at))
+        jt.async_copy(V[half(w)], out.tiles(None, KEYS, None, d).at[b, 2 * j + w, kv, 0])
         jt.store_wait(0)
 
     for w in range(2):
@@ -197,7 +190,7 @@ def hopper_attention_backward(
         length, offset, lo, inner_lo, inner_hi, hi = bounds()
         r = jnp.int32(0)
         fetch_keys(k, K, k_full)
-        fetch(r, 0, jnp.minimum(lo, jt.cdiv(t, bq) - 1), q, Q, s0, S0, q_full, q_empty)
+        fetch(r, 0, lo, q, Q, s0, S0, q_full, q_empty)
         fetch_keys(v, V, v_full)
         for x in jt.range(group):
             for i in jt.range(lo, hi):
