@@ -203,7 +203,7 @@ def _check_product(dot: Dot) -> None:
     batch, m, n, k = dot.sizes()
     if batch:
         refuse("a batched matrix product stands in it", dot)
-    byte = (a in BYTE and b in BYTE and dot.precision == "default") or a == b == "int8"
+    byte = (a in BYTE and b in BYTE and dot.precision in ("default", "fast")) or a == b == "int8"
     if not (a == b and a in HALF) and not byte:
         refuse(f"its matrix product of {a} and {b} is none of warpgroups", dot)
     least = 32 if byte else 16

@@ -1,0 +1,193 @@
+"""Golden text: a grid becomes one axis of blocks; a kernel becomes a producer and consumers."""
+
+from __future__ import annotations
+
+from jtile.ir import parse_kernel, print_kernel, verify
+from jtile.passes.block import Machine
+from jtile.passes.block.decide import Wish, plan
+from jtile.passes.block.persist import persist
+from jtile.passes.block.specialise import specialise
+from jtile.passes.cse import cse
+from jtile.passes.dce import dce
+
+GRID = """\
+kernel @k(%a: ref<2x80x4xf32>, %b: ref<2x4x5xf32>, %o: ref<2x80x5xf32, out>) grid(2, 10, 5) {
+  %e = program_id 0 : i32
+  %i = program_id 1 : i32
+  %j = program_id 2 : i32
+  %c0 = full 0 : i32
+  %x = load %a[%e, tile(%i, 8), tile(%c0, 4)] : tile<8x4xf32>
+  %y = load %b[%e, tile(%c0, 4), tile(%j, 1)] : tile<4x1xf32>
+  %d = dot %x, %y : tile<8x1xf32>
+  store %o[%e, tile(%i, 8), tile(%j, 1)], %d
+}
+"""
+
+BLOCKS = """\
+kernel @k(%a: ref<2x80x4xf32>, %b: ref<2x4x5xf32>, %o: ref<2x80x5xf32, out>) grid(7) {
+  %tile = program_id 0 : i32
+  %c100 = full 100 : i32
+  %c7 = full 7 : i32
+  for %t in %tile..%c100 step %c7 {
+    %c50 = full 50 : i32
+    %e = div %t, %c50 : i32
+    %0 = rem %t, %c50 : i32
+    %c40 = full 40 : i32
+    %1 = div %0, %c40 : i32
+    %c8 = full 8 : i32
+    %2 = mul %1, %c8 : i32
+    %3 = rem %0, %c40 : i32
+    %c10 = full 10 : i32
+    %4 = sub %c10, %2 : i32
+    %5 = min %4, %c8 : i32
+    %6 = rem %3, %5 : i32
+    %i = add %2, %6 : i32
+    %j = div %3, %5 : i32
+    %c0 = full 0 : i32
+    %x = load %a[%e, tile(%i, 8), tile(%c0, 4)] : tile<8x4xf32>
+    %y = load %b[%e, tile(%c0, 4), tile(%j, 1)] : tile<4x1xf32>
+    %d = dot %x, %y : tile<8x1xf32>
+    store %o[%e, tile(%i, 8), tile(%j, 1)], %d
+  }
+}
+"""
+
+PRODUCT = """\
+kernel @k(%a: ref<128x96xbf16>, %b: ref<64x96xbf16>, %o: ref<128x64xbf16, out>) {
+  %c0 = full 0 : i32
+  %c1 = full 1 : i32
+  %c3 = full 3 : i32
+  %z = full 0.0 : tile<128x64xf32>
+  %r = for %k in %c0..%c3 step %c1 carry (%acc = %z) {
+    %x = load %a[tile(%c0, 128), tile(%k, 32)] : tile<128x32xbf16>
+    %y = load %b[tile(%c0, 64), tile(%k, 32)] : tile<64x32xbf16>
+    %d = dot %x, %y acc=%acc trans_b=true : tile<128x64xf32>
+    yield %d
+  }
+  %w = cast %r : tile<128x64xbf16>
+  store %o[tile(%c0, 128), tile(%c0, 64)], %w
+}
+"""
+
+ROLES = """\
+kernel @k(%a: ref<128x96xbf16>, %b: ref<64x96xbf16>, %o: ref<128x64xbf16, out>) grid(1) {
+  %a0 = alloc_shared : shared<64x32xbf16, slots 2>
+  %a1 = alloc_shared : shared<64x32xbf16, slots 2>
+  %b_1 = alloc_shared : shared<64x32xbf16, slots 2>
+  %a_full = alloc_barriers : barrier<2, arrivals 1>
+  %a_empty = alloc_barriers : barrier<2, arrivals 2>
+  %o0 = alloc_shared : shared<64x64xbf16, slots 1>
+  %o1 = alloc_shared : shared<64x64xbf16, slots 1>
+  roles {
+    role consumer0 warps=4 registers=240 {
+      %c0 = full 0 : i32
+      %c1 = full 1 : i32
+      %c3 = full 3 : i32
+      %z = full 0.0 : tile<64x64xf32>
+      %0, %1 = for %k in %c0..%c3 step %c1 carry (%acc = %z, %round = %c0) {
+        %c2 = full 2 : i32
+        %2 = rem %round, %c2 : i32
+        %3 = div %round, %c2 : i32
+        %4 = and %3, %c1 : i32
+        wait %a_full[%2], %4
+        %a_1 = slot %a0[%2] : shared<64x32xbf16>
+        %b_2 = slot %b_1[%2] : shared<64x32xbf16>
+        %5 = transpose_shared %b_2 : shared<32x64xbf16>
+        %d = dot_async %a_1, %5 acc=%acc : tile<64x64xf32>
+        %d_1 = dot_wait %d : tile<64x64xf32>
+        arrive %a_empty[%2]
+        %6 = add %round, %c1 : i32
+        yield %d_1, %6
+      }
+      %w = cast %0 : tile<64x64xbf16>
+      %c2_1 = full 2 : i32
+      %7 = mul %c0, %c2_1 : i32
+      store_wait 0
+      %o_1 = slot %o0[%c0] : shared<64x64xbf16>
+      store_shared %o_1, %w
+      fence_shared
+      async_store %o[tile(%7, 64), tile(%c0, 64)] <- %o_1
+      store_wait 0
+    }
+    role consumer1 warps=4 registers=240 {
+      %c0_1 = full 0 : i32
+      %c1_1 = full 1 : i32
+      %c3_1 = full 3 : i32
+      %z_1 = full 0.0 : tile<64x64xf32>
+      %8, %9 = for %k_1 in %c0_1..%c3_1 step %c1_1 carry (%acc_1 = %z_1, %round_1 = %c0_1) {
+        %c2_2 = full 2 : i32
+        %10 = rem %round_1, %c2_2 : i32
+        %11 = div %round_1, %c2_2 : i32
+        %12 = and %11, %c1_1 : i32
+        wait %a_full[%10], %12
+        %a_2 = slot %a1[%10] : shared<64x32xbf16>
+        %b_3 = slot %b_1[%10] : shared<64x32xbf16>
+        %13 = transpose_shared %b_3 : shared<32x64xbf16>
+        %d_2 = dot_async %a_2, %13 acc=%acc_1 : tile<64x64xf32>
+        %d_3 = dot_wait %d_2 : tile<64x64xf32>
+        arrive %a_empty[%10]
+        %14 = add %round_1, %c1_1 : i32
+        yield %d_3, %14
+      }
+      %w_1 = cast %8 : tile<64x64xbf16>
+      %c2_3 = full 2 : i32
+      %15 = mul %c0_1, %c2_3 : i32
+      %16 = add %15, %c1_1 : i32
+      store_wait 0
+      %o_2 = slot %o1[%c0_1] : shared<64x64xbf16>
+      store_shared %o_2, %w_1
+      fence_shared
+      async_store %o[tile(%16, 64), tile(%c0_1, 64)] <- %o_2
+      store_wait 0
+    }
+    role producer warps=1 registers=24 {
+      %c0_2 = full 0 : i32
+      %c1_2 = full 1 : i32
+      %c3_2 = full 3 : i32
+      %17 = for %k_2 in %c0_2..%c3_2 step %c1_2 carry (%round_2 = %c0_2) {
+        %c2_4 = full 2 : i32
+        %18 = rem %round_2, %c2_4 : i32
+        %19 = div %round_2, %c2_4 : i32
+        %20 = and %19, %c1_2 : i32
+        %21 = xor %20, %c1_2 : i32
+        wait %a_empty[%18], %21
+        expect %a_full[%18] bytes=12288
+        %22 = mul %c0_2, %c2_4 : i32
+        %23 = add %22, %c0_2 : i32
+        %a_3 = slot %a0[%18] : shared<64x32xbf16>
+        async_load %a[tile(%23, 64), tile(%k_2, 32)] -> %a_3, %a_full[%18]
+        %24 = add %22, %c1_2 : i32
+        %a_4 = slot %a1[%18] : shared<64x32xbf16>
+        async_load %a[tile(%24, 64), tile(%k_2, 32)] -> %a_4, %a_full[%18]
+        %b_4 = slot %b_1[%18] : shared<64x32xbf16>
+        async_load %b[tile(%c0_2, 64), tile(%k_2, 32)] -> %b_4, %a_full[%18]
+        %25 = add %round_2, %c1_2 : i32
+        yield %25
+      }
+    }
+  }
+}
+"""
+
+
+def test_seven_blocks_take_the_tiles_of_a_product_in_bands_of_eight_rows():
+    """The last band has two rows."""
+    kernel = dce.run(cse.run(persist(parse_kernel(GRID), 7)))
+    verify(kernel)
+    assert print_kernel(kernel) == BLOCKS
+
+
+def test_every_tile_has_a_block_of_its_own():
+    kernel = persist(parse_kernel(GRID), 100)
+    verify(kernel)
+    assert kernel.grid == (100,)
+    assert not any(op.mnemonic == "for" for op in kernel.body.walk())
+
+
+def test_a_producer_and_two_consumers():
+    """Two slots; products are waited for at once, and a slot is given back right behind its last use."""
+    kernel = parse_kernel(PRODUCT)
+    chosen = plan(kernel, Machine(), Wish(stages=2))
+    made = dce.run(cse.run(specialise(persist(kernel, 1), chosen)))
+    verify(made, "block")
+    assert print_kernel(made) == ROLES

@@ -1,0 +1,156 @@
+"""From tile level to block level: the same results for every order in which the roles take turns."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tile_kernels as tk
+
+from jtile.interpret import interpret
+from jtile.ir import Kernel, parse_kernel, verify
+from jtile.passes.block import Machine, NoPlan, steps
+
+
+def compare(kernel: Kernel, *, seeds=(0, 1), inputs=None, tolerance=0.0, machine=None, every=False, **options):
+    """The plan of a kernel, whose last step (`every`: every step) gives what the kernel gives."""
+    planned = steps(kernel, machine or Machine(), options)
+    assert not isinstance(planned, NoPlan), str(planned)
+    inputs = inputs or tk.operands(kernel)
+    want = interpret(kernel, inputs)
+    for name, level, step in planned.steps if every else planned.steps[-1:]:
+        verify(step, level)
+        for seed in seeds if name == "clean" else seeds[:1]:
+            for w, g in zip(want, interpret(step, inputs, seed=seed), strict=True):
+                w, g = (np.nan_to_num(x.astype(np.float64), posinf=1e30, neginf=-1e30) for x in (w, g))
+                assert np.abs(w - g).max() <= tolerance * max(np.abs(w).max(), 1.0), f"{name}, seed {seed}"
+    return planned.plan
+
+
+@pytest.mark.parametrize("ta", [False, True])
+@pytest.mark.parametrize("tb", [False, True])
+def test_operand_orders_and_edges(ta, tb):
+    """Rows, columns and terms of the sum hang over; two blocks take four tiles."""
+    p = compare(tk.matmul(200, 136, 72, ta=ta, tb=tb), machine=Machine(processors=2))
+    assert (p.consumers, p.blocks, p.tiles) == (2, 2, 4)
+
+
+@pytest.mark.parametrize("terms", [40, 96, 416])
+def test_fewer_and_more_rounds_than_slots(terms):
+    p = compare(tk.matmul(128, 64, terms, tile=(128, 64, 32)), seeds=(0, 1, 2), num_stages=3, every=True)
+    assert p.stages == 3
+
+
+def test_batch():
+    p = compare(tk.matmul(128, 128, 64, batch=3), machine=Machine(processors=2))
+    assert p.persistent
+
+
+def test_bias_activation_and_two_outputs():
+    """A bias by pointers; a float32 and a bfloat16 result, in pieces of 128 bytes."""
+    p = compare(tk.matmul(200, 136, 72, bias=True, activation="silu", save=True), machine=Machine(processors=3))
+    assert sorted((o.columns, o.buffers) for o in p.outputs.values()) == [(32, 2), (128, 1)]
+
+
+@pytest.mark.parametrize(("m", "consumers", "warps"), [(64, 1, 4), (128, 2, 4), (192, 3, 4), (256, 2, 4)])
+def test_rows_are_shared(m, consumers, warps):
+    p = compare(tk.matmul(m, 64, 64, tile=(m, 64, 32)))
+    assert (p.consumers, p.warps) == (consumers, warps)
+
+
+def test_one_consumer_of_eight_warps_by_request():
+    p = compare(tk.matmul(128, 64, 64, tile=(128, 64, 32)), consumers=1)
+    assert (p.consumers, p.warps) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out"), [(jnp.float16, "float16"), (jnp.float8_e4m3fn, "bfloat16"), (jnp.int8, "int32")]
+)
+def test_other_dtypes(dtype, out):
+    compare(tk.matmul(128, 128, 96, dtype=dtype, tb=True, out=out))
+
+
+@pytest.mark.parametrize("tb", [False, True])
+def test_two_products_share_an_operand(tb):
+    p = compare(tk.gated(100, 72, 80, tb=tb, save=True), tolerance=1e-6)
+    assert len(p.rings) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"groups": 2, "softcap": 20.0},
+        {"window": (None, 0), "save": True},
+        {"window": (100, 0), "heads": 1},
+        {"window": (40, 70), "batch": 2, "heads": 1},
+    ],
+)
+def test_attention(options):
+    compare(tk.attention(256, 192, **options), tolerance=1e-2, every="save" in options)
+
+
+def test_attention_with_edges():
+    compare(tk.attention(200, 136), tolerance=1e-2)
+
+
+@pytest.mark.parametrize("lengths", [(100, 256), (0, 20)])
+@pytest.mark.parametrize("window", [(None, None), (100, 0)])
+def test_attention_with_lengths(lengths, window):
+    """Values behind the length are NaN: they must not reach a product."""
+    kernel = tk.attention(128, 256, batch=2, heads=1, lengths=True, save=True, window=window)
+    inputs = tk.operands(kernel)
+    inputs[3] = np.array(lengths, np.int32)
+    for row, n in enumerate(lengths):
+        inputs[2][row, n:] = np.nan
+    compare(kernel, inputs=inputs, tolerance=1e-2)
+
+
+def test_attention_of_persistent_blocks():
+    p = compare(
+        tk.attention(256, 256, window=(None, 0)), tolerance=1e-2, persistent=True, machine=Machine(processors=3)
+    )
+    assert p.persistent
+    assert p.resident == 2
+
+
+def test_a_right_operand_that_is_computed():
+    """Weights in 8 bits are widened by the consumers, and go through shared memory."""
+    text = """kernel @k(%x: ref<128x64xbf16>, %w: ref<64x64xi8>, %o: ref<128x64xf32, out>) grid(1) {
+      %c0 = full 0 : i32
+      %c1 = full 1 : i32
+      %c2 = full 2 : i32
+      %z = full 0.0 : tile<128x64xf32>
+      %r = for %k in %c0..%c2 step %c1 carry (%acc = %z) {
+        %a = load %x[tile(%c0, 128), tile(%k, 32)]
+        %q = load %w[tile(%k, 32), tile(%c0, 64)]
+        %b = cast %q : tile<32x64xbf16>
+        %d = dot %a, %b acc=%acc
+        yield %d
+      }
+      store %o[tile(%c0, 128), tile(%c0, 64)], %r
+    }"""
+    p = compare(parse_kernel(text))
+    assert "w tile<32x64xi8>" in p.rings[0]
+
+
+def test_an_operand_that_products_and_others_use():
+    """Sums of the rows of an operand, from its slot."""
+    text = """kernel @k(%x: ref<128x96xbf16>, %w: ref<96x64xbf16>, %o: ref<128x64xf32, out>, %s: ref<128xf32, out>)
+        grid(1) {
+      %c0 = full 0 : i32
+      %c1 = full 1 : i32
+      %c3 = full 3 : i32
+      %z = full 0.0 : tile<128x64xf32>
+      %y = full 0.0 : tile<128xf32>
+      %r, %t = for %k in %c0..%c3 step %c1 carry (%acc = %z, %sum = %y) {
+        %a = load %x[tile(%c0, 128), tile(%k, 32)]
+        %b = load %w[tile(%k, 32), tile(%c0, 64)]
+        %d = dot %a, %b acc=%acc
+        %f = cast %a : tile<128x32xf32>
+        %p = reduce sum %f axes=(1)
+        %n = add %sum, %p
+        yield %d, %n
+      }
+      store %o[tile(%c0, 128), tile(%c0, 64)], %r
+      store %s[tile(%c0, 128)], %t
+    }"""
+    compare(parse_kernel(text), tolerance=1e-6)

@@ -1,0 +1,63 @@
+"""Kernels of the library at tile level, for any shape and tile, as Tile IR after the target-independent passes."""
+
+from __future__ import annotations
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+from jtile.ir import Kernel
+from jtile.ops.attention_windows import Window
+
+_products = importlib.import_module("jtile.ops.matmul")
+_attention = importlib.import_module("jtile.ops.flash_attention")
+_gates = importlib.import_module("jtile.ops.gated_mlp")
+_MATMUL = jt.kernel(out_type=_products._out_type, grid=_products._grid, name="matmul")(_products._tile)
+_ATTENTION = jt.kernel(out_type=_attention._types, grid=_attention._grid, name="attention")(
+    _attention.flash_attention._fn
+)
+_GATED = jt.kernel(out_type=_gates._types, grid=_gates._grid, name="gated")(_gates._tile)
+
+
+def matmul(
+    m: int, n: int, k: int, *, tile=(128, 128, 32), dtype=jnp.bfloat16, ta=False, tb=False, batch=1, bias=False,
+    activation=None, save=False, out="bfloat16",
+) -> Kernel:  # fmt: skip
+    bm, bn, bk = tile
+    a = jax.ShapeDtypeStruct((batch, k, m) if ta else (batch, m, k), dtype)
+    b = jax.ShapeDtypeStruct((batch, n, k) if tb else (batch, k, n), dtype)
+    extra = [jax.ShapeDtypeStruct((1, n), dtype)] if bias else []
+    meta = {"activation": activation, "ta": ta, "tb": tb, "out_dtype": out, "bm": bm, "bn": bn, "bk": bk, "save": save}
+    return _MATMUL.lower(a, b, *extra, **meta).kernel
+
+
+def attention(
+    queries: int, keys: int, *, tile=(128, 64), d=64, batch=1, heads=2, groups=1, window: Window = (None, None),
+    lengths=False, save=False, softcap=None, dtype=jnp.bfloat16,
+) -> Kernel:  # fmt: skip
+    q = jax.ShapeDtypeStruct((batch, queries, heads, d), dtype)
+    kv = jax.ShapeDtypeStruct((batch, keys, groups, d), dtype)
+    rows = (jax.ShapeDtypeStruct((batch,), jnp.int32),) if lengths else ()
+    meta = {"bq": tile[0], "bk": tile[1], "scale": d**-0.5, "softcap": softcap, "window": window, "save": save}
+    return _ATTENTION.lower(q, kv, kv, rows, (), **meta).kernel
+
+
+def gated(m: int, n: int, k: int, *, tile=(128, 64, 32), tb=False, save=False) -> Kernel:
+    bm, bn, bk = tile
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((m, k), (n, k) if tb else (k, n)))
+    return _GATED.lower(x, w, w, activation="silu", tb=tb, bm=bm, bn=bn, bk=bk, save=save).kernel
+
+
+def operands(kernel: Kernel, seed: int = 0) -> list[np.ndarray]:
+    """Normal floats, and small integers."""
+    rng = np.random.default_rng(seed)
+    draw = {"i": lambda s: rng.integers(-8, 8, s), "u": lambda s: rng.integers(0, 8, s)}
+    return [
+        np.asarray(draw.get(v.type.info.kind, lambda s: rng.standard_normal(s).astype(np.float32))(v.shape)).astype(
+            v.type.info.numpy
+        )
+        for v in kernel.inputs
+    ]
