@@ -200,7 +200,7 @@ class Shared:
         raise KernelTypeError("a buffer cannot be iterated; loop over its slots: A[s]", user_place())
 
     def __jax_array__(self):
-        raise KernelTypeError(f"{self.type} is memory, not a value; X.load() gives its tile", user_place())
+        raise KernelTypeError(f"{self!r} is memory, not a value; .load() of one buffer gives its tile", user_place())
 
     def __repr__(self) -> str:
         ring = "" if self.slots is None else f", slots={self.slots}"

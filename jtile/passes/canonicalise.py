@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
-from jtile.ir import Assert, Atomic, For, Full, If, Kernel, Load, Select, Store, Value, While
+import dataclasses
+
+from jtile.ir import (
+    Arrive,
+    Assert,
+    AsyncLoad,
+    Atomic,
+    DotAsync,
+    Expect,
+    For,
+    Full,
+    If,
+    Kernel,
+    Load,
+    Select,
+    Store,
+    Value,
+    Wait,
+    While,
+)
 from jtile.ir.core import Block
 
 from . import algebra, fold, layouts
@@ -107,6 +126,22 @@ def _atomic(op: Atomic, rw: Rewriter):
     if not number(op.mask):
         return rw.new(Full(0, op.result.shape, op.result.dtype))
     return rw.new(Atomic(op.fn, op.ref, op.index, op.value, op.compare))
+
+
+@control(Arrive, AsyncLoad, Expect, Wait)
+def _predicate(op: Arrive | AsyncLoad | Expect | Wait, rw: Rewriter):
+    """A predicate that is one bool: none, or nothing happens."""
+    if op.when is None or number(op.when) is None:
+        return None
+    return rw.add(dataclasses.replace(op, when=None)) if number(op.when) else ()
+
+
+@control(DotAsync)
+def _kept(op: DotAsync, rw: Rewriter):
+    """An accumulator that surely counts, or surely does not."""
+    if op.keep is None or number(op.keep) is None:
+        return None
+    return rw.new(DotAsync(op.a, op.b, op.acc if number(op.keep) else None, None, op.fast))
 
 
 @control(Assert)

@@ -74,7 +74,7 @@ class RoleBuilder:
             made = next((op for op in ops if op.level == "block"), None)
             if made is not None:
                 raise _error(
-                    f"{made.mnemonic} belongs to a kernel with roles, and this one has none: put what the warps do "
+                    f"{_NAMES.get(made.mnemonic, made.mnemonic)} belongs to a kernel with roles, and this one has none: put what the warps do "
                     "under `with jt.role(name, warps=4):`",
                     made.loc,
                     KernelSyntaxError,
@@ -98,6 +98,9 @@ _INSTEAD = {
     "dot_scaled": "jt.dot_async on the elements, and the scales multiplied in",
     "alloc": "jt.alloc outside of roles",
 }
+
+
+_NAMES = {"alloc_shared": "jt.alloc with slots", "alloc_barriers": "jt.barrier"}
 
 
 def _check_role(role: Role) -> None:

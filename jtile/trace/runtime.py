@@ -245,7 +245,7 @@ def _show(v: Any) -> str:
         "unbound"
         if v is UNBOUND
         else repr(v)
-        if isinstance(v, Ref | TileView | int | float | str)
+        if isinstance(v, (*_OBJECTS, int, float, str))
         else type(v).__name__
     )
 

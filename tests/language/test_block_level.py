@@ -1,0 +1,436 @@
+"""The block level of the language: the Tile IR that it is traced to, and the errors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+from jtile import ir
+from jtile.errors import KernelSyntaxError, KernelTypeError, KernelValueError, TransformError
+
+BF16 = jnp.bfloat16
+X = jax.ShapeDtypeStruct((64, 64), BF16)
+
+
+def traced(body, *inputs, out=X, grid=(1,)) -> ir.Kernel:
+    return jt.call(body, out_type=out, grid=grid).lower(*(inputs or (X,))).program.kernel
+
+
+def body_of(body, *inputs, **options) -> list[str]:
+    """The lines of a kernel after the passes, without head and indentation."""
+    kernel = jt.call(body, **({"out_type": X, "grid": (1,)} | options)).lower(*(inputs or (X,))).kernel
+    ir.verify(kernel, "block")
+    return [line.strip() for line in ir.print_kernel(kernel).splitlines()[1:-1]]
+
+
+# -- what it is traced to ---------------------------------------------------------------------------------------------
+
+
+def test_copies_products_and_barriers_become_their_cards():
+    def kernel(x, o):
+        i = jt.program_id(0)
+        A, C = jt.alloc((64, 32), x.dtype, slots=2), jt.alloc((64, 64), o.dtype)
+        full, empty = jt.barrier(2), jt.barrier(1, arrivals=2)
+        with jt.role("consumer", warps=8):
+            full[i].wait(0)
+            s = jt.dot_async(A[i], A[i].T, fast=True)
+            s = jt.dot_wait(jt.dot_async(A[i], A[i].T, s, keep=i > 0))
+            empty[0].arrive(2)
+            C.store(s.astype(o.dtype))
+            jt.role_barrier()
+            C[0:32, :].store(C.load()[32:])
+            jt.fence_shared()
+            jt.async_copy(C, o.at[:, jt.ds(0, 64)], fn="add")
+            jt.store_wait(0)
+        with jt.role("producer", warps=1, registers=24):
+            full[i].expect(A.nbytes)
+            jt.async_copy(x.tiles(64, 32, pad=jnp.nan).at[0, i], A[i], full[i], when=i >= 0)
+            empty.at(0).wait(when=i > 0)
+
+    lines = body_of(kernel, grid=(2,))
+    assert lines == EXPECTED.splitlines()
+
+
+EXPECTED = """\
+%0 = program_id 0 : i32
+%1 = alloc_shared : shared<64x32xbf16, slots 2>
+%2 = alloc_shared : shared<64x64xbf16>
+%3 = alloc_barriers : barrier<2, arrivals 1>
+%4 = alloc_barriers : barrier<1, arrivals 2>
+roles {
+role consumer warps=8 {
+%c0 = full 0 : i32
+wait %3[%0], %c0
+%5 = slot %1[%0] : shared<64x32xbf16>
+%6 = transpose_shared %5 : shared<32x64xbf16>
+%7 = dot_async %5, %6 fast=true : tile<64x64xf32>
+%8 = gt %0, %c0 : bool
+%9 = dot_async %5, %6 acc=%7 keep=%8 : tile<64x64xf32>
+%10 = dot_wait %9 : tile<64x64xf32>
+arrive %4[%c0] count=2
+%11 = cast %10 : tile<64x64xbf16>
+store_shared %2, %11
+role_barrier
+%12 = slice_shared %2 starts=(0, 0) sizes=(32, 64) : shared<32x64xbf16>
+%13 = load_shared %2 : tile<64x64xbf16>
+%14 = slice %13 starts=(32, 0) stops=(64, 64) strides=(1, 1) : tile<32x64xbf16>
+store_shared %12, %14
+fence_shared
+async_store %o[%c0:+64, %c0:+64] <- %2 fn="add"
+store_wait 0
+}
+role producer warps=1 registers=24 {
+expect %3[%0] bytes=4096
+%15 = slot %1[%0] : shared<64x32xbf16>
+%c0_1 = full 0 : i32
+async_load %x[tile(%c0_1, 64), tile(%0, 32)] -> %15, %3[%0] pad=nan
+%16 = gt %0, %c0_1 : bool
+wait %4[%c0_1], %c0_1 when=%16
+}
+}
+"""
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_rounds_name_slot_and_parity(slots):
+    def kernel(x, o):
+        A, full, empty = jt.alloc((64, 64), x.dtype, slots=slots), jt.barrier(slots), jt.barrier(slots)
+        with jt.role("reader"):
+            for k in jt.range(10):
+                full.at(k).wait()
+                o[...] = A.at(k).load()
+                empty.at(k).arrive()
+        with jt.role("writer"):
+            for k in jt.range(10):
+                empty.at(k).wait(before=True)
+                A.at(k).store(x[...])
+                full.at(k).arrive()
+
+    kernel = traced(kernel)
+    full, empty = (op for op in kernel.body.walk() if isinstance(op, ir.Wait))
+    slots_of = [op for op in kernel.body.walk() if isinstance(op, ir.Slot)]
+    loops = [op for op in kernel.body.walk() if isinstance(op, ir.For)]
+    for k in (0, 1, slots, 2 * slots - 1, 7):
+        value = lambda v, k=k: _evaluate(v, {loop.body.params[0]: k for loop in loops})
+        assert [value(op.at) for op in (full, empty, *slots_of)] == [k % slots] * 4
+        assert (value(full.parity), value(empty.parity)) == ((k // slots) & 1, 1 - ((k // slots) & 1))
+
+
+def _evaluate(v, known) -> int:
+    if v in known:
+        return known[v]
+    args = [np.asarray(_evaluate(x, known), x.dtype) for x in v.op.operands()]
+    out = v.op.reference(*args)
+    return int(out[0] if isinstance(out, tuple) else out)
+
+
+def test_rounds_that_are_python_numbers():
+    def kernel(x, o):
+        A, full = jt.alloc((64, 64), x.dtype, slots=3), jt.barrier(3)
+        with jt.role("all"):
+            for k in (7, -1):
+                A[k % 3 if k > 0 else k].store(x[...])
+            full.at(7).arrive()
+            full.at(7).wait()
+            full.at(10).wait(before=True)
+            o[...] = A.at(7).load() + A[-1].load()
+
+    kernel = traced(kernel)
+    waits = [(op.at.op.value, op.parity.op.value) for op in kernel.body.walk() if isinstance(op, ir.Wait)]
+    assert [op.at.op.value for op in kernel.body.walk() if isinstance(op, ir.Slot)] == [1, 2, 1, 2]
+    assert waits == [(1, 0), (1, 0)]
+
+
+def test_loops_branches_and_helpers_inside_of_roles():
+    @jt.function
+    def copy(A, full, empty, x, n):
+        for k in jt.range(n):
+            empty.at(k).wait(before=True)
+            if k > 1:
+                full.at(k).expect(A.nbytes)
+                jt.async_copy(x.at[jt.ds(0, 64), :], A.at(k), full.at(k))
+            else:
+                A.at(k).store(x[...])
+                full.at(k).arrive()
+
+    def kernel(x, o):
+        A, full, empty = jt.alloc((64, 64), x.dtype, slots=2), jt.barrier(2), jt.barrier(2, arrivals=2)
+        for w in range(2):
+            with jt.role(f"reader{w}"):
+                total, k = jt.zeros((64, 64), jnp.float32), jt.program_id(0) * 0
+                while k < 5:
+                    full.at(k).wait()
+                    total += A.at(k).load().astype(jnp.float32)
+                    empty.at(k).arrive()
+                    k += 1
+                o[...] = total.astype(o.dtype)
+        with jt.role("writer", warps=1):
+            copy(A, full, empty, x, 5)
+
+    kernel = traced(kernel)
+    (roles,) = (op for op in kernel.body.ops if isinstance(op, ir.Roles))
+    inside = [[op.mnemonic for op in b.walk()] for b in roles.bodies]
+    assert roles.names == ("reader0", "reader1", "writer")
+    assert inside[0] == inside[1] and {"for", "wait", "load_shared", "store"} <= set(inside[0])
+    assert inside[2].index("for") < inside[2].index("if") < inside[2].index("expect") < inside[2].index("async_load")
+
+
+def test_memory_is_shared_where_there_are_roles_and_scratch_elsewhere():
+    def with_roles(x, o):
+        A = jt.alloc((64, 64), x.dtype)
+        B = A.T
+        with jt.role("all"):
+            A.store(x[...])
+            o[...] = B.load()
+
+    def without(x, o):
+        A = jt.alloc((64, 64), x.dtype)
+        A[...] = x[...]
+        o[...] = A[...].T
+
+    kinds = lambda kernel: {op.mnemonic for op in traced(kernel).body.walk()}
+    assert {"alloc_shared", "transpose_shared"} <= kinds(with_roles) and "alloc" not in kinds(with_roles)
+    assert "alloc" in kinds(without) and "alloc_shared" not in kinds(without)
+
+
+def test_tiles_computed_before_the_roles_are_computed_in_each():
+    def kernel(x, o):
+        n = jt.program_id(0) * 2
+        y = jt.arange(64)[:, None] + np.arange(64)[None, :]
+        unused = y * 2
+        del unused
+        with jt.role("a"):
+            o[...] = (y + n).astype(o.dtype)
+        with jt.role("b", warps=1):
+            o[...] = y.astype(o.dtype)
+        with jt.role("c", warps=1):
+            o[0, 0] = x[0, 0]
+
+    kernel = traced(kernel)
+    (roles,) = (op for op in kernel.body.ops if isinstance(op, ir.Roles))
+    assert all(not v.shape for op in kernel.body.ops for v in op.results)
+    assert [sum(op.mnemonic == "iota" for op in b.ops) for b in roles.bodies] == [1, 1, 0]
+
+
+def test_vmap_adds_an_axis_to_copies():
+    def kernel(x, o):
+        A, full = jt.alloc((64, 64), x.dtype), jt.barrier()
+        with jt.role("all"):
+            full[0].expect(A.nbytes)
+            jt.async_copy(x.tiles(64, 64).at[0, 0], A, full[0])
+            full[0].wait(0)
+            jt.async_copy(A, o.tiles(64, 64).at[0, 0])
+            jt.store_wait()
+
+    call = jt.call(kernel, out_type=X, grid=(1,)).with_options(interpret=True)
+    x = np.random.default_rng(0).standard_normal((3, 2, 64, 64)).astype(BF16)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(call)))(x), x)
+    np.testing.assert_array_equal(call(x[0, 0]), x[0, 0])
+
+
+def test_clocks_are_numbers():
+    def kernel(x, o):
+        with jt.role("all"):
+            t = jt.clock()
+            o[0] = (jt.clock() - t).astype(jnp.int32)
+
+    out = jt.call(kernel, out_type=jax.ShapeDtypeStruct((1,), jnp.int32), grid=(1,)).interpret(np.zeros((64, 64), BF16))
+    assert out[0] >= 0
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def _in_role(action, *allocations):
+    """A kernel whose one role does `action(x, o, A, full)`."""
+
+    def kernel(x, o):
+        A, full = jt.alloc((64, 64), x.dtype, **dict(allocations)), jt.barrier(2)
+        with jt.role("all"):
+            action(x, o, A, full)
+
+    return kernel
+
+
+def nested(x, o):
+    with jt.role("a"), jt.role("b"):
+        o[...] = x[...]
+
+
+def in_a_loop(x, o):
+    for k in jt.range(3):
+        with jt.role("a"):
+            o[k, 0] = x[0, 0]
+
+
+def in_a_branch(x, o):
+    if jt.program_id(0) > 0:
+        with jt.role("a"):
+            o[...] = x[...]
+
+
+def same_name(x, o):
+    for _ in range(2):
+        with jt.role("a"):
+            o[...] = x[...]
+
+
+def of_another_role(x, o):
+    with jt.role("a"):
+        y = x[0, 0]
+    with jt.role("b", warps=1):
+        for k in jt.range(3):
+            o[k, 0] = y
+
+
+def of_a_role_after_it(x, o):
+    with jt.role("a"):
+        y = x[0, 0]
+    o[0, 0] = y
+
+
+def store_outside(x, o):
+    with jt.role("a"):
+        o[...] = x[...]
+    o[0, 0] = 1
+
+
+def load_outside(x, o):
+    y = x[0, 0]
+    with jt.role("a"):
+        o[0, 0] = y
+
+
+def wait_outside(x, o):
+    jt.barrier()[0].wait(0)
+
+
+def alloc_inside(x, o):
+    with jt.role("a"):
+        jt.alloc((64, 64), x.dtype)
+
+
+def ring_without_roles(x, o):
+    jt.alloc((64, 64), x.dtype, slots=2)
+    o[...] = x[...]
+
+
+def view_of_scratch(x, o):
+    A = jt.alloc((64, 64), x.dtype)
+    o[...] = A.T.load()
+
+
+def one_warp_first(x, o):
+    with jt.role("a", warps=1):
+        o[...] = x[...]
+
+
+def odd_registers(x, o):
+    with jt.role("a", registers=20):
+        o[...] = x[...]
+
+
+def too_many_registers(x, o):
+    for n in "abcd":
+        with jt.role(n, registers=240):
+            o[...] = x[...]
+
+
+def changed_buffer(x, o):
+    A = jt.alloc((64, 64), x.dtype, slots=2)
+    with jt.role("a"):
+        b = A[0]
+        for k in jt.range(3):
+            o[...] = b.load()
+            b = A.at(k)
+
+
+def copy(src, dst, **more):
+    return lambda x, o, A, full: jt.async_copy(
+        *(v(x, o, A) for v in (src, dst)), **{k: v(full) if callable(v) else v for k, v in more.items()}
+    )
+
+
+first = lambda full: full[0]
+tile, buffer = lambda x, o, A: x.tiles(64, 64).at[0, 0], lambda x, o, A: A
+RING = ("slots", 2)
+
+REFUSED = {
+    "nested": (nested, KernelSyntaxError, "role 'b' stands inside of role 'a'"),
+    "in a loop": (in_a_loop, KernelSyntaxError, "role 'a' stands in a loop or branch"),
+    "in a branch": (in_a_branch, KernelSyntaxError, "role 'a' stands in a loop or branch"),
+    "same name": (same_name, KernelValueError, "two roles are called 'a'"),
+    "of another role": (of_another_role, KernelSyntaxError, "role 'b' uses a value of role 'a'"),
+    "of a role after it": (of_a_role_after_it, KernelSyntaxError, "code outside of roles uses a value of role 'a'"),
+    "store outside": (store_outside, KernelSyntaxError, "store stands outside of roles"),
+    "load outside": (load_outside, KernelSyntaxError, "load .* stands outside of roles"),
+    "wait outside": (wait_outside, KernelSyntaxError, "wait belongs to the warps of a role"),
+    "alloc inside": (alloc_inside, KernelSyntaxError, "jt.alloc stands outside of roles"),
+    "ring without roles": (ring_without_roles, KernelSyntaxError, "jt.alloc with slots belongs to a kernel with roles"),
+    "view of scratch": (view_of_scratch, KernelTypeError, r"scratch of a tile-level kernel has no \.T"),
+    "one warp first": (one_warp_first, KernelValueError, "the first 4 or 8"),
+    "odd registers": (odd_registers, KernelValueError, "a multiple of 8 between 24 and 240"),
+    "too many registers": (too_many_registers, KernelValueError, "122880 registers"),
+    "changed buffer": (changed_buffer, KernelTypeError, "'b' changes its kind in this loop: it was Shared"),
+    "jt.dot": (_in_role(lambda x, o, A, f: jt.dot(x[...], x[...])), KernelTypeError, "write jt.dot_async"),
+    "jnp product": (_in_role(lambda x, o, A, f: x[...] @ x[...]), KernelTypeError, "write jt.dot_async"),
+    "no barrier": (_in_role(copy(tile, buffer)), KernelTypeError, "names the barrier that counts its bytes"),
+    "whole barrier": (_in_role(copy(tile, buffer, barrier=lambda f: f)), KernelTypeError, "names the barrier"),
+    "two arrays": (_in_role(copy(tile, tile)), KernelTypeError, "to a buffer of shared memory or back"),
+    "barrier of a store": (
+        _in_role(copy(buffer, lambda x, o, A: o.at[:, :], barrier=first)), KernelTypeError, "waited for with",
+    ),
+    "combining load": (_in_role(copy(tile, buffer, barrier=first, fn="add")), KernelValueError, "for copies to arrays"),
+    "combine": (_in_role(copy(buffer, lambda x, o, A: o.at[:, :], fn="mul")), KernelValueError, "fn is set, add"),
+    "to an input": (_in_role(copy(buffer, lambda x, o, A: x.at[:, :])), KernelTypeError, "x is an input"),
+    "shape": (
+        _in_role(copy(lambda x, o, A: x.tiles(32, 64).at[0, 0], buffer, barrier=first)), KernelTypeError, "32, 64",
+    ),
+    "gather": (
+        _in_role(copy(lambda x, o, A: x.at[jt.arange(64), :], buffer, barrier=first)), KernelTypeError, "no gather",
+    ),
+    "backwards": (_in_role(copy(lambda x, o, A: x.at[::-1, :], buffer, barrier=first)), KernelTypeError, "forwards"),
+    "pad": (
+        _in_role(copy(lambda x, o, A: x.tiles(64, 64, pad=1).at[0, 0], buffer, barrier=first)), KernelValueError, "0 or",
+    ),
+    "ring as a buffer": (_in_role(copy(tile, buffer, barrier=first), RING), KernelTypeError, "got a ring of 2"),
+    "no such slot": (_in_role(lambda x, o, A, f: A[2].load(), RING), KernelValueError, "there is no number 2"),
+    "no ring": (_in_role(lambda x, o, A, f: A.at(0)), KernelTypeError, "is for a ring"),
+    "element": (_in_role(lambda x, o, A, f: A[0, :]), KernelTypeError, "with slices only"),
+    "traced part": (_in_role(lambda x, o, A, f: A[jt.program_id(0) :, :]), KernelTypeError, "are Python ints"),
+    "empty part": (_in_role(lambda x, o, A, f: A[64:, :]), KernelValueError, "leaves"),
+    "assignment": (_in_role(lambda x, o, A, f: A.__setitem__(..., 0)), KernelTypeError, "X.store"),
+    "arithmetic": (_in_role(lambda x, o, A, f: A + 1), KernelTypeError, "is memory, not a value"),
+    "stored dtype": (_in_role(lambda x, o, A, f: A.store(jt.zeros((64, 64)))), KernelTypeError, "x.astype"),
+    "stored shape": (_in_role(lambda x, o, A, f: A.store(x[0:32, :])), KernelTypeError, "this buffer holds"),
+    "parity": (_in_role(lambda x, o, A, f: f[0].wait(2)), KernelValueError, "a parity is 0 or 1"),
+    "arrivals": (_in_role(lambda x, o, A, f: f[0].arrive(2)), KernelValueError, "takes 1 to 1 arrivals"),
+    "when": (_in_role(lambda x, o, A, f: f[0].arrive(when=jt.arange(2) > 0)), KernelTypeError, "a bool scalar"),
+    "bytes": (_in_role(lambda x, o, A, f: f[0].expect(jt.program_id(0))), KernelValueError, "a Python int"),
+    "contraction": (_in_role(lambda x, o, A, f: jt.dot_async(A, A[0:32, :])), KernelTypeError, "cannot contract"),
+    "accumulator": (_in_role(lambda x, o, A, f: jt.dot_async(A, A, x[...])), KernelTypeError, "the accumulator of"),
+    "tile on the right": (_in_role(lambda x, o, A, f: jt.dot_async(A, x[...])), KernelTypeError, "b is a buffer"),
+    "Ref": (_in_role(lambda x, o, A, f: jt.dot_async(x, A)), KernelTypeError, "is the Ref x; copy it"),
+    "keep": (_in_role(lambda x, o, A, f: jt.dot_async(A, A, keep=True)), KernelTypeError, "nothing to keep"),
+    "pending": (_in_role(lambda x, o, A, f: jt.dot_wait(pending=-1)), KernelValueError, "not negative"),
+    "inner vmap": (
+        _in_role(lambda x, o, A, f: jax.vmap(lambda i: A[i].load())(jt.arange(2)), RING), TransformError, "block level",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    body, error, match = REFUSED[name]
+    with pytest.raises(error, match=match) as e:
+        traced(body)
+    assert e.value.where[0] == __file__
+
+
+def test_outside_of_a_kernel():
+    for action in (jt.barrier, lambda: jt.alloc((4,), BF16, slots=2), lambda: jt.role("a").__enter__(), jt.clock):
+        with pytest.raises(KernelSyntaxError, match="only inside of a kernel"):
+            action()
