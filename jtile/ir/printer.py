@@ -128,7 +128,10 @@ class _Printer:
         self.lines.append("  " * depth + text)
 
     def op(self, op: Op, depth: int) -> None:
-        form, first = {For: self._for, While: self._while, If: self._if, Roles: self._roles}.get(type(op)), len(self.lines)
+        form, first = (
+            {For: self._for, While: self._while, If: self._if, Roles: self._roles}.get(type(op)),
+            len(self.lines),
+        )
         if form:
             # The results are named after the body, in the order of the text they stand first: fix that here.
             form(op, f"{self.values(op.results)} = " if op.results else "", depth)

@@ -193,18 +193,28 @@ def _private(em: Emitter, scratch: list[ir.Value], block: Val) -> None:
 def compile_kernel(
     kernel: ir.Kernel, arch: str, options: Mapping[str, Any] | None = None, *, texts: bool = False
 ) -> Artifact:
-    """Compile a kernel (after the passes) for a GPU.
+    """Compile a kernel (after the passes) for a GPU: on Hopper at the block level where it has a plan there.
 
     Args:
-      kernel: Tile IR at tile level.
+      kernel: Tile IR at tile level, or at the block level for `sm_90`.
       arch: `sm_90`, `gfx942`; see `features.architectures`.
-      options: `num_warps`, `num_stages`, `num_ctas`; what is missing or None is chosen by `heuristics`.
-      texts: keep the text of every level: `ttir`, `ttgir`, `llir`, `ptx` and `sass`, or `amdgcn`.
+      options: `num_warps`, `num_stages`, `num_ctas`; what is missing or None is chosen by `heuristics`; those of
+        `passes.block.block_level`.
+      texts: keep the text of every level: `ttir`, `ttgir`, `llir`, `ptx` and `sass`, or `amdgcn`; on Hopper `schedule`,
+        the plan at the block level or why there is none, and `block`, the kernel at that level.
 
     Raises:
       UnsupportedError: triton is missing, or the kernel needs more shared memory than a block may have.
     """
     f = features(arch)
+    schedule: dict[str, str] = {}
+    if f.capability == 90:
+        from jtile.lowering.triton.block import specialised
+
+        found = specialised(kernel, arch, options or {}, texts=texts)
+        if isinstance(found, Artifact):
+            return found
+        schedule = {"schedule": found} if texts else {}
     choice = heuristics.choose(kernel, f, options or {})
     depth = choice.num_stages if "num_stages" in choice.fixed else None
     text, record = emit_kernel(kernel, f, num_stages=depth)
@@ -221,4 +231,4 @@ def compile_kernel(
         "extra": record.extra,
         "resources": built.resources,
     }
-    return Artifact(f"cuda:{arch}" if f.cuda else f"rocm:{arch}", built.image, built.texts, launch)
+    return Artifact(f"cuda:{arch}" if f.cuda else f"rocm:{arch}", built.image, schedule | built.texts, launch)

@@ -21,8 +21,8 @@ from jtile.lowering.triton.block.layouts import (
     sliced,
     unsliced,
 )
+from jtile.lowering.triton.block.linear import linear, permuted, reshaped
 from jtile.lowering.triton.emitter import elem_of
-from jtile.lowering.triton.ttir import bits
 
 POINTWISE = (ir.Map, ir.Select, ir.Cast, ir.Bitcast)
 
@@ -173,9 +173,14 @@ class Homes:
         """What a tile lives in after its elements were moved, where that is as good as free."""
         if isinstance(op, ir.Transpose):
             h = self.get(op.x)
-            return transposed(h, op.perm) if isinstance(h, Blocked) else None
+            if h is None or isinstance(h, Blocked):
+                return h and transposed(h, op.perm)
+            return permuted(linear(h, op.x.shape), op.perm)
+        if isinstance(op, ir.Reshape):
+            h = self.get(op.x)
+            return h and reshaped(linear(h, op.x.shape), op.x.shape, op.shape)
         if isinstance(op, ir.Slice) and isinstance(h := self.get(op.x), Mma):
-            return Mma(h.warps, min(h.n, op.result.shape[1] // h.warps[1]), h.k) if _is_part(op, h) else None
+            return Mma(h.warps, min(h.n, op.result.shape[1]), h.k) if _is_part(op, h) else None
         return None
 
     def _backward(self, op: ir.Op) -> bool:
@@ -251,6 +256,3 @@ def _is_part(op: ir.Slice, h: Mma) -> bool:
     whole = rows == m and set(op.strides) == {1} and op.starts[0] == 0
     fits = n % part == 0 and op.starts[1] % part == 0 and part >= 8
     return whole and fits and h.warps[1] == 1 and not part & (part - 1)
-
-
-__all__ = ["Homes", "bits", "dims_of", "is_free", "operand_layout", "product_layout"]

@@ -13,6 +13,7 @@ from jtile.lowering.triton.block import (  # noqa: F401  emitters register
     emit_control,
     emit_copies,
     emit_dots,
+    emit_moves,
     emit_roles,
     emit_shared,
 )
@@ -30,8 +31,9 @@ def is_block_level(kernel: ir.Kernel) -> bool:
     return any(type(op).level == "block" for op in kernel.body.walk())
 
 
-def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record]:
-    """TTGIR text of a kernel at the block level, and its launch record. Equal kernels give equal text.
+def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]:
+    """TTGIR text of a kernel at the block level, its launch record, and the kernel's own text with the layout of every
+    value. Equal kernels give equal text.
 
     Raises:
       UnsupportedError: an op of the kernel has no form in a role; the message says which and what to do.
@@ -45,12 +47,16 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record]:
     record.grid = programs
     warps = emit_roles.emit_body(em)
     params = ", ".join(f"{p.name}: {p.elem}{p_attrs}" for p, p_attrs in em.params)
+    text = ir.print_kernel(kernel, note=lambda op: ", ".join(em.layouts[r] for r in op.results if r in em.layouts))
     body, names = aliased(f"  tt.func public @{symbol(kernel)}({params}) {{\n{em.code.text()}\n    tt.return\n  }}\n")
     head = "".join(f"{name} = {layout}\n" for name, layout in names.items())
     numbers = {"num-ctas": 1, "num-warps": warps, "threads-per-warp": f.lanes}
     attributes = ", ".join(f'"ttg.{k}" = {v} : i32' for k, v in numbers.items())
     target = f'ttg.target = "cuda:{f.capability}"'
-    return f"{head}module attributes {{{attributes}, {target}}} {{\n{body}}}\n", record
+    module = f"{head}module attributes {{{attributes}, {target}}} {{\n{body}}}\n"
+    for name, layout in names.items():
+        text = text.replace(layout, name)
+    return module, record, "".join(f"// {line}\n" for line in head.split("\n") if line) + text
 
 
 def compile_block_kernel(
@@ -68,7 +74,7 @@ def compile_block_kernel(
       UnsupportedError: another architecture, an op without a form in a role, or more shared memory than a block has.
     """
     f = features(arch)
-    text, record = emit_block_kernel(kernel, f)
+    text, record, block = emit_block_kernel(kernel, f)
     choice = Choice(roles_of(kernel).warps[0], 1, 1, ("num_stages",))
     built = stages.build(text, f, choice, where=kernel, texts=texts, level="ttgir")
     launch = {
@@ -77,4 +83,5 @@ def compile_block_kernel(
         "extra": record.extra,
         "resources": built.resources,
     }
-    return Artifact(f"cuda:{arch}", built.image, built.texts, launch)
+    levels = {"block": block} | built.texts if texts else {}
+    return Artifact(f"cuda:{arch}", built.image, levels, launch)

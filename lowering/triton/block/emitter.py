@@ -52,6 +52,7 @@ class BlockEmitter(Emitter):
         self.laid: dict[tuple[ir.Value, Layout], Val] = {}
         self.places: dict[ir.Value, tuple[ir.Block | None, tuple[list[Any], int]]] = {}
         self.within: ir.Block | None = None  # the block whose ops are being emitted
+        self.layouts: dict[ir.Value, str] = {}  # of everything that was defined, for people
         self.flying: list[ir.Value] = []  # products of the current block that nobody has waited for
 
     # -- values from outside ------------------------------------------------------------------------------------------
@@ -124,6 +125,8 @@ class BlockEmitter(Emitter):
 
     def define(self, v: ir.Value, val: Any) -> None:
         self.env[v] = val
+        if val.name and getattr(val, "layout", ""):
+            self.layouts[v] = str(val.layout)
         if isinstance(v.type, ir.TileType) and v.shape:
             self.places[v] = (self.within, self.code.place())
 

@@ -1,0 +1,114 @@
+"""Layouts as what they are: linear maps over bits. They say where a tile's elements are after it was reshaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jtile.lowering.triton.block.layouts import LANES, Blocked, Layout, Linear, Mma, Operand, Sliced
+
+Basis = tuple[int, ...]
+
+
+def linear(layout: Layout, shape: Sequence[int]) -> Linear:
+    """The layout of a tile of a shape as a linear one, as triton reads it."""
+    if isinstance(layout, Linear):
+        return layout
+    if isinstance(layout, Sliced):
+        k = layout.axis
+        whole = linear(layout.parent, (*shape[:k], 1, *shape[k:]))
+        drop = lambda bases: tuple((*b[:k], *b[k + 1 :]) for b in bases)
+        return Linear(tuple(b for b in drop(whole.register) if any(b)), drop(whole.lane), drop(whole.warp))
+    if isinstance(layout, Mma):
+        register, lane, sides = _fragment(2, layout.n)
+        warp, order = _warps(layout.warps, sides), (1, 0)
+    elif isinstance(layout, Operand):
+        register, lane, sides = _fragment(layout.width, 8 * layout.width)
+        warp, order = _warps((layout.parent.warps[0], 1), sides), (1, 0)
+        warp += [(0, 0)] * (layout.parent.warps[1].bit_length() - 1)
+    else:
+        assert isinstance(layout, Blocked)
+        sides, order = [1] * len(shape), layout.order
+        register, lane, warp = (
+            _steps(n, sides, order) for n in (layout.per_thread, layout.lanes, layout.warps)
+        )  # fmt: skip
+    register += _steps([-(-n // s) for n, s in zip(shape, sides, strict=True)], sides, order)
+    cut = lambda bases: tuple(tuple(x if x < n else 0 for x, n in zip(b, shape, strict=True)) for b in bases)
+    return Linear(cut(register), cut(lane), cut(warp))
+
+
+def _steps(counts: Sequence[int], sides: list[int], order: Sequence[int]) -> list[Basis]:
+    """Bits that walk over `counts[axis]` boxes along each axis; `sides`: of the box so far, which grows."""
+    out: list[Basis] = []
+    for axis in order:
+        for _ in range(counts[axis].bit_length() - 1):
+            out.append(tuple(sides[axis] if k == axis else 0 for k in range(len(sides))))
+            sides[axis] *= 2
+    return out
+
+
+def _fragment(width: int, columns: int) -> tuple[list[Basis], list[Basis], list[int]]:
+    """Registers and lanes of 16 rows of a product: `width` neighbours a register, four lanes a row."""
+    sides = [1, 1]
+    register = _steps((1, width), sides, (1, 0))
+    lane = _steps((LANES // 4, 4), sides, (1, 0))
+    register += _steps((2, 1), sides, (1, 0)) + _steps((1, columns // (4 * width)), sides, (1, 0))
+    return register, lane, sides
+
+
+def _warps(warps: Sequence[int], sides: list[int]) -> list[Basis]:
+    return _steps(warps, sides, (0, 1))
+
+
+# -- what moves do ----------------------------------------------------------------------------------------------------
+
+
+def _each(h: Linear, move) -> Linear:
+    return Linear(*(tuple(map(move, bases)) for bases in (h.register, h.lane, h.warp)))
+
+
+def reshaped(h: Linear, old: Sequence[int], new: Sequence[int]) -> Linear:
+    """The same elements in the row-major order of another shape."""
+
+    def move(b: Basis) -> Basis:
+        flat = 0
+        for x, n in zip(b, old, strict=True):
+            flat = flat * n + x
+        out: list[int] = []
+        for n in reversed(new):
+            out.insert(0, flat % n)
+            flat //= n
+        return tuple(out)
+
+    return _each(h, move)
+
+
+def permuted(h: Linear, perm: Sequence[int]) -> Linear:
+    """The layout whose axis k is axis `perm[k]`."""
+    return _each(h, lambda b: tuple(b[p] for p in perm))
+
+
+def halved(h: Linear) -> Linear | None:
+    """One of the two tiles along the last axis, of length 2; None where they do not lie in registers of their own."""
+    unit = (*(0,) * (len(h.register[0]) - 1), 1)
+    if unit not in h.register or any(b[-1] for b in (*h.lane, *h.warp)):
+        return None
+    drop = lambda bases: tuple(b[:-1] for b in bases)
+    at = h.register.index(unit)
+    return Linear(drop(h.register[:at] + h.register[at + 1 :]), drop(h.lane), drop(h.warp))
+
+
+def registers_along(shape: Sequence[int], axis: int, warps: int) -> Blocked:
+    """A layout in which each thread holds all of an axis."""
+    rest = [n for k, n in enumerate(shape) if k != axis]
+    sides, out = list(rest), []
+    for many in (LANES, warps):
+        line = []
+        for k in reversed(range(len(rest))):
+            n = min(sides[k], many)
+            line.insert(0, n)
+            sides[k], many = sides[k] // n, many // n
+        line[0] *= many
+        out.append(line)
+    put = lambda xs, x: (*xs[:axis], x, *xs[axis:])
+    order = (axis, *(k for k in reversed(range(len(shape))) if k != axis))
+    return Blocked(put((1,) * len(rest), shape[axis]), put(tuple(out[0]), 1), put(tuple(out[1]), 1), order)
