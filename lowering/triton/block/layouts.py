@@ -161,7 +161,7 @@ class Plain:
 def swizzled(shape: Sequence[int], elem: str) -> Swizzled | Plain:
     """The layout of a buffer: the widest swizzle that its rows fill."""
     row = shape[-1] * bits(elem) // 8
-    if len(shape) == 1 or bits(elem) > 32:
+    if bits(elem) > 32:
         return Plain(len(shape))
     rows = math.prod(shape[:-1])
     width = next((w for w in (128, 64, 32) if row % w == 0 and rows >= 8), 0)
