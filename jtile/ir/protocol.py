@@ -22,7 +22,7 @@ from .scalars import Scalars
 from .shapes import Full
 from .types import SharedType
 
-STEPS = 20_000  # ops of scalars and barriers that a role is followed for
+STEPS = 3_000  # ops of scalars and barriers that a role is followed for
 SIZE = 1024  # what a symbol counts for while the roles are played through
 
 
