@@ -110,7 +110,7 @@ def hopper_attention_backward(
             clean[0].wait(0)
 
     def seen(w, i, p, length, offset, inner_lo, inner_hi):  # p without the keys that a query does not see
-        if (i < inner_lo) | (i >= inner_hi):
+        if i < inner_lo if window[0] is None else (i < inner_lo) | (i >= inner_hi):
             queries = offset + i * bq + jt.arange(bq)[None, :]
             p = jnp.where(visible(queries, of_keys(w), length, window), p, 0.0)
         return p

@@ -18,7 +18,7 @@ from jtile.ops.flash_attention import NOTHING, attention, attention_reference, c
 _SHORTEST_SPLIT = 256  # keys of a program
 
 
-def _splits(parts: int, slots: int) -> int:
+def splits_of(parts: int, slots: int) -> int:
     """Programs that share the keys of one of `parts`: enough for the machine; on a GPU no more than run at a time."""
     m = machine()
     if m.whole:
@@ -121,7 +121,7 @@ def combine_splits_of_rows(acc, m, l, o, *, dtype: str):
     o[b, g, i, h] = y.astype(o.dtype)
 
 
-def _combined(parts, dtype: str):
+def combined(parts, dtype: str):
     """o [batch, t, heads, d] of the parts of the splits."""
     if machine().whole:
         return combine_splits(*parts, dtype=dtype)
@@ -168,7 +168,7 @@ def decode_attention(
     if q.size == 0 or k.size == 0:
         return jnp.zeros(q.shape, q.dtype)
     batch, slots, groups = k.shape[:3]
-    splits = _splits(batch * groups, slots) if splits is None else splits
+    splits = splits_of(batch * groups, slots) if splits is None else splits
     if splits < 1:
         raise KernelValueError(f"decode_attention: splits is at least 1, got {splits}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -183,7 +183,7 @@ def _decode(q, k, v, lengths, scale: float, softcap: float | None, window: int |
         bk = fit(k.shape[1], 32) if known(k.shape[1]) // splits > 2048 else bk
         kernel = tuned(decode_splits, num_warps=2)
     parts = kernel(q, k, v, lengths, splits=splits, bk=bk, softcap=softcap, window=window, scale=scale)
-    return parts if splits == 1 else _combined(parts, q.dtype.name)
+    return parts if splits == 1 else combined(parts, q.dtype.name)
 
 
 @_decode.defjvp

@@ -1,0 +1,208 @@
+"""Decode attention over a cache of latent vectors, which are keys and values at once (MLA: DeepSeek-V2, 2024)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import gpu_tiles
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
+from jtile.ops.attention_windows import LOG2_E, floordiv, scores
+from jtile.ops.flash_attention import NOTHING, normalised, online
+from jtile.ops.split_attention import combined, splits_of
+
+
+def _types(q, cache, lengths, table, *, splits: int, rank: int, **_):
+    """acc, m and l of every split, [batch, splits, rows(, rank)]; with one split just the output."""
+    batch, rows, _ = q.shape
+    if splits == 1:
+        return jt.like(q, shape=(batch, rows, rank))
+    part = (batch, splits, rows)
+    return tuple(jax.ShapeDtypeStruct(s, sums_in(q)) for s in ((*part, rank), part, part))
+
+
+def _grid(q, cache, lengths, table, *, splits: int, bm: int, **_):
+    return q.shape[0], jt.cdiv(q.shape[1], bm), splits
+
+
+@jt.kernel(out_type=_types, grid=_grid)
+def mla_splits(
+    q, cache, lengths, table, *out,
+    heads: int, rank: int, splits: int, bm: int, bk: int, scale: float, stages: int = 2,
+):  # fmt: skip
+    """q [batch, t * heads, rank + rope]; cache [batch, slots, rank + rope], or [pages, slots of a page, rank + rope]
+    and table [batch, pages of a row] in a tuple; lengths int32 [batch]."""
+    # s_ij = q_i . c_j     o_i = sum_j p_ij c_j[:rank] / l_i     as in flash_attention, for keys [lo, hi) of this split
+    b, i, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    rows, rope = q.shape[1], cache.shape[2] - rank
+    parts = lambda x, side: (x.tiles(None, side, rank), x.tiles(None, side, rope, step=(None, side, rank)))
+    (C, R), (Q, QR) = parts(cache, bk), parts(q, bm)
+    q_i, qr_i = Q[b, i, 0], QR[b, i, 1]
+    slots = cache.shape[1] * (table[0].shape[1] if table else 1)
+    length = jnp.clip(lengths[b], 0, slots)
+    t = rows // heads
+    position = length - t + (i * bm + jt.arange(bm)[:, None]) // heads
+    blocks = jt.cdiv(length, bk)
+    share = jt.cdiv(blocks, splits)
+    lo = jnp.minimum(n * share, blocks)
+    hi = jnp.minimum(lo + share, blocks)
+    plain = jnp.clip(floordiv(jnp.maximum(length - t + 1, 0), bk), lo, hi)  # blocks that every query sees whole
+
+    def step(j, m, l, acc, edge: bool):
+        row = b
+        if table:
+            j_of_page = jnp.int32(cache.shape[1] // bk)
+            row, at = table[0][b, jax.lax.div(j, j_of_page)], jax.lax.rem(j, j_of_page)
+        else:
+            at = j
+        c_j = C[row, at, 0]
+        s = scores(jt.dot(qr_i, R[row, at, 1].T, jt.dot(q_i, c_j.T)), scale * LOG2_E, None)
+        if edge:
+            columns = j * bk + jt.arange(bk)[None, :]
+            s = jnp.where(columns <= position, s, -math.inf)
+            c_j = jnp.where(length > columns.T, c_j, jnp.zeros((), c_j.dtype))
+        return online(s, c_j, m, l, acc)
+
+    wide = sums_in(q)
+    m, l, acc = jt.full((bm,), NOTHING, wide), jt.zeros((bm,), wide), jt.zeros((bm, rank), wide)
+    for j in jt.range(lo, plain, stages=stages):
+        m, l, acc = step(j, m, l, acc, edge=False)
+    for j in jt.range(plain, hi):
+        m, l, acc = step(j, m, l, acc, edge=True)
+    if splits == 1:
+        out[0].tiles(None, bm, rank)[b, i, 0] = normalised(acc, l).astype(q.dtype)
+    else:
+        out[0].tiles(None, None, bm, rank)[b, n, i, 0] = acc
+        out[1].tiles(None, None, bm)[b, n, i] = m
+        out[2].tiles(None, None, bm)[b, n, i] = l
+
+
+@functools.partial(jax.jit, static_argnames=("rank", "scale", "splits"), inline=True)
+def mla_decode(
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    rank: int = 512,
+    pages: jax.Array | None = None,
+    scale: float | None = None,
+    splits: int | None = None,
+) -> jax.Array:
+    """Causal attention of the newest tokens over a cache of latent vectors that holds them already (DeepSeek's MLA,
+    the projections from and to the latent space absorbed into those around it).
+
+    Differentiable in q and cache, not in lengths and pages; backwards with the whole matrix of scores.
+
+    Args:
+      q: float array [batch, heads, rank + rope], one token a row, or [batch, t, heads, rank + rope], the last t.
+      cache: float array of q's dtype [batch, slots, rank + rope]: latent vectors, and behind them the keys' part with
+        the rotary embedding, which all heads share; with `pages` [pages, slots of a page, rank + rope].
+      lengths: int [batch], slots in use, the new tokens included; token i of t stands in slot lengths - t + i.
+      rank: how many elements in front of a cache entry are values.
+      pages: int [batch, n], the pages of each row in order; those behind the length may be anything.
+      scale: of the scores; default 1 / sqrt(rank + rope). A model scales by the size of its heads before absorption.
+      splits: programs that share the keys of one row; default by shape.
+    Returns:
+      [batch, (t,) heads, rank] of q's dtype, computed in float32 (float64 for float64); zeros where a token sees no
+      key.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
+    """
+    if q.ndim == 3:
+        options = {"rank": rank, "pages": pages, "scale": scale, "splits": splits}
+        return mla_decode(q[:, None], cache, lengths, **options)[:, 0]
+    _check(q, cache, lengths, pages, rank, splits)
+    batch, t, heads, width = q.shape
+    if q.size == 0 or cache.size == 0 or (pages is not None and pages.size == 0):
+        return jnp.zeros((batch, t, heads, rank), q.dtype)
+    scale = width**-0.5 if scale is None else float(scale)
+    table = () if pages is None else (pages.astype(jnp.int32),)
+    return _decode(q, cache, lengths.astype(jnp.int32), table, rank, scale, splits)
+
+
+def _check(q, cache, lengths, pages, rank: int, splits: int | None) -> None:
+    check_float("mla_decode", q=q, cache=cache)
+    check_int("mla_decode", lengths=lengths, pages=pages)
+    check_rank("mla_decode", "q", q, 4, "[batch, heads, rank + rope] or [batch, t, heads, rank + rope]")
+    check_rank(
+        "mla_decode", "cache", cache, 3, "[batch, slots, rank + rope], or with pages [pages, slots, rank + rope]"
+    )
+    if q.dtype != cache.dtype:
+        raise KernelTypeError(f"mla_decode: q and cache have one dtype, got {q.dtype.name} and {cache.dtype.name}")
+    check_shape("mla_decode", "lengths", lengths, q.shape[:1])
+    if pages is None:
+        check_shape("mla_decode", "cache", cache, (q.shape[0], cache.shape[1], q.shape[3]))
+    else:
+        check_rank("mla_decode", "pages", pages, 2, "[batch, pages of a row]")
+        check_shape("mla_decode", "pages", pages, (q.shape[0], pages.shape[1]))
+        check_shape("mla_decode", "cache", cache, (*cache.shape[:2], q.shape[3]))
+    if not 1 <= rank < q.shape[3]:
+        raise KernelValueError(
+            f"mla_decode: of an entry of {q.shape[3]} elements 1 to {q.shape[3] - 1} are values, got rank={rank}"
+        )
+    if splits is not None and splits < 1:
+        raise KernelValueError(f"mla_decode: splits is at least 1, got {splits}")
+
+
+def _tiles(rows: int, slots: int, rank: int, itemsize: int, paged: bool) -> dict[str, int]:
+    """Rows and keys of a tile; a block of keys lies in one page."""
+    if machine().whole:
+        sides = {"bm": fit(rows, 64), "bk": fit(slots, 64)}
+    else:  # the sums of a tile of rows fill the registers of 8 warps
+        held = (32768 if gpu_tiles.little_memory() else 65536) // max(rank * itemsize, 1)
+        sides = {"bm": max(16, min(fit(rows, 64), held)), "bk": max(16, min(32, held // 2))}
+    if paged:
+        sides["bk"] = max(x for x in range(1, min(sides["bk"], slots) + 1) if slots % x == 0)
+    return sides
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
+def _decode(q, cache, lengths, table, rank: int, scale: float, splits: int | None):
+    batch, t, heads, width = q.shape
+    page, rows = cache.shape[1], t * heads
+    tiles = _tiles(known(rows), page, rank, q.dtype.itemsize, bool(table))
+    slots = page * (table[0].shape[1] if table else 1)
+    splits = splits_of(batch * jt.cdiv(rows, tiles["bm"]), slots) if splits is None else splits
+    kernel = mla_splits if tiles["bm"] < 64 else tuned(mla_splits, num_warps=8)
+    options = {"heads": heads, "rank": rank, "scale": scale, "splits": splits}
+    parts = kernel(q.reshape(batch, rows, width), cache, lengths, table, **options, **tiles)
+    if splits == 1:
+        return parts.reshape(batch, t, heads, rank)
+    acc, m, l = (x.reshape(batch, 1, splits, t, heads, *x.shape[3:]) for x in parts)
+    return combined((acc, m, l), q.dtype.name)
+
+
+@_decode.defjvp
+def _decode_jvp(rank, scale, splits, primals, tangents):
+    """Of the form with all scores: the new tokens are few."""
+    del splits
+    q, cache, lengths, table = primals
+    pages = table[0] if table else None
+    same = lambda q, cache: mla_decode_reference(q, cache, lengths, rank=rank, pages=pages, scale=scale)
+    return jax.jvp(same, (q, cache), tangents[:2])
+
+
+def mla_decode_reference(q, cache, lengths, *, rank=512, pages=None, scale=None, splits=None):
+    """`mla_decode` in jnp, with the whole matrix of scores."""
+    del splits
+    if q.ndim == 3:
+        return mla_decode_reference(q[:, None], cache, lengths, rank=rank, pages=pages, scale=scale)[:, 0]
+    batch, t, _, width = q.shape
+    dtype, wide = q.dtype, sums_in(q)
+    if pages is not None:
+        cache = cache[jnp.clip(pages, 0, cache.shape[0] - 1)].reshape(batch, -1, width)
+    slots = cache.shape[1]
+    lengths = jnp.clip(lengths, 0, slots).astype(jnp.int32)[:, None, None]
+    column = jnp.arange(slots, dtype=jnp.int32)[None, None, :]
+    seen = column <= lengths - t + jnp.arange(t, dtype=jnp.int32)[None, :, None]
+    cache = jnp.where((column < lengths).reshape(batch, slots, 1), cache, jnp.zeros((), dtype)).astype(wide)
+    s = jnp.einsum("bthd,bsd->bhts", q.astype(wide), cache, precision="highest")
+    s = s * (width**-0.5 if scale is None else scale)
+    s = jnp.where(seen[:, None], s, -jnp.inf)
+    p = jnp.nan_to_num(jax.nn.softmax(s, -1))  # a token without keys
+    return jnp.einsum("bhts,bsr->bthr", p, cache[..., :rank], precision="highest").astype(dtype)
