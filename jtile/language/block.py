@@ -6,6 +6,8 @@ Each function is one mechanism of Hopper and one card of `jtile.ir.block`, whose
 from __future__ import annotations
 
 import math
+import sys
+from types import FrameType
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from jtile.language import _level
 from jtile.language._index import Access, Span, Take
 from jtile.language._place import user_place
 from jtile.language.refs import Place, Ref, TileView, _operands, _tracer, _writable, as_ref
-from jtile.language.shared import BarrierRound, BarrierSlot, Shared, checked, condition, typed
+from jtile.language.shared import Barrier, BarrierRound, BarrierSlot, Shared, checked, condition, typed
 
 # -- roles ------------------------------------------------------------------------------------------------------------
 
@@ -56,7 +58,10 @@ class role:  # noqa: N801 (`with jt.role(...)`)
         lead = [("", 4, 0)] if level.roles else []  # the first role has rules of its own
         names, warps, registers = zip(*lead, (self.name, self.warps, self.registers), strict=True)
         checked(f"role {self.name!r}", ir.Roles(names, warps, registers, tuple(ir.Block() for _ in names)))
-        prims.role_begin_p.bind(name=self.name, warps=self.warps, registers=self.registers)
+        named = _memory_of(sys._getframe(1))
+        handles = [handle for _, handle in named]
+        names = tuple(name for name, _ in named)
+        prims.role_begin_p.bind(*handles, name=self.name, warps=self.warps, registers=self.registers, names=names)
         level.role = self.name
         level.roles.append(self.name)
 
@@ -64,6 +69,17 @@ class role:  # noqa: N801 (`with jt.role(...)`)
         if kind is None:
             prims.role_end_p.bind()
             _level.at_block_level("jt.role").role = None
+
+
+def _memory_of(frame: FrameType) -> list[tuple[str, Any]]:
+    """Names and handles of the buffers and barriers that a function's variables hold, for errors and printed IR."""
+    out = []
+    for name, value in frame.f_locals.items():
+        many = isinstance(value, list | tuple)
+        for k, x in enumerate(value if many else (value,)):
+            if isinstance(x, Shared | Barrier):
+                out.append((f"{name}{k}" if many else name, x.memory))
+    return out
 
 
 def role_barrier() -> None:
@@ -152,7 +168,7 @@ def _async_load(src: Place, dst: Shared, barrier: Any, fn: str, when: Any) -> No
             user_place(),
         )
     prims.async_load_p.bind(
-        _tracer(x), *_operands(a), handle, barrier.barrier.handle, barrier.at, *condition(when, "when"), dims=a.dims,
+        _tracer(x), *_operands(a), handle, barrier.barrier.memory, barrier.at, *condition(when, "when"), dims=a.dims,
         pad=pad,
     )  # fmt: skip
 

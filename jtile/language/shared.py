@@ -75,10 +75,13 @@ def round_of(it: Any, count: int) -> tuple[Any, Any]:
     if isinstance(it, int | np.integer):
         return np.int32(it % count), np.int32((it // count) & 1)
     it = index_value(it, "the number of a round")
-    n, one = np.int32(count), np.int32(1)
+    one = np.int32(1)
+    if count == 1:
+        return np.int32(0), lax.bitwise_and(it, one)
     if count & (count - 1) == 0:
-        slot = lax.bitwise_and(it, np.int32(count - 1)) if count > 1 else np.int32(0)
-        return slot, lax.bitwise_and(lax.shift_right_logical(it, np.int32(count.bit_length() - 1)), one)
+        turns = lax.shift_right_arithmetic(it, np.int32(count.bit_length() - 1))
+        return lax.bitwise_and(it, np.int32(count - 1)), lax.bitwise_and(turns, one)
+    n = np.int32(count)
     return lax.rem(it, n), lax.bitwise_and(lax.div(it, n), one)
 
 
@@ -94,10 +97,10 @@ class Shared:
       nbytes: bytes of one buffer: what one copy of it brings.
     """
 
-    __slots__ = ("_handle", "type")
+    __slots__ = ("memory", "type")
 
     def __init__(self, handle: Any, type: ir.SharedType):
-        self._handle, self.type = handle, type
+        self.memory, self.type = handle, type
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,7 +133,7 @@ class Shared:
             raise KernelTypeError(
                 f"expected one buffer, got a ring of {self.slots}: take one of them, A[s] or A.at(round)", user_place()
             )
-        return self._handle
+        return self.memory
 
     @property
     def T(self) -> Shared:
@@ -148,7 +151,7 @@ class Shared:
         if isinstance(index, tuple | slice) or index is Ellipsis:
             raise KernelTypeError(f"a ring of {self.slots} buffers is indexed by one number: A[s]", user_place())
         at = slot_number(index, self.slots, "the ring")
-        return Shared(prims.slot_p.bind(self._handle, at), ir.SharedType(self.shape, self.type.dtype))
+        return Shared(prims.slot_p.bind(self.memory, at), ir.SharedType(self.shape, self.type.dtype))
 
     def _part(self, index: tuple[Any, ...]) -> Shared:
         if index == (Ellipsis,) or len(index) > self.ndim or not all(isinstance(s, slice) for s in index):
@@ -275,10 +278,10 @@ def alloc(shape: Any, dtype: Any, slots: int | None = None) -> Any:
 class Barrier:
     """`count` barriers of the block: `bar[s]` is one of them, `bar.at(it)` that of round `it` of a ring."""
 
-    __slots__ = ("handle", "type")
+    __slots__ = ("memory", "type")
 
     def __init__(self, handle: Any, type: ir.BarrierType):
-        self.handle, self.type = handle, type
+        self.memory, self.type = handle, type
 
     @property
     def count(self) -> int:
@@ -315,17 +318,17 @@ class _OneBarrier:
         _level.in_role("bar[s].arrive")
         count = _number(count, "the number of arrivals", 1)
         checked("bar[s].arrive", ir.Arrive(typed(self.barrier), _INDEX, count))
-        prims.arrive_p.bind(self.barrier.handle, self.at, *condition(when, "when"), count=count)
+        prims.arrive_p.bind(self.barrier.memory, self.at, *condition(when, "when"), count=count)
 
     def expect(self, nbytes: int, when: Any = None) -> None:
         """One arrival, which announces `nbytes` to come by asynchronous copies in this phase."""
         _level.in_role("bar[s].expect")
         nbytes = _number(nbytes, "the number of bytes to expect", 0)
-        prims.expect_p.bind(self.barrier.handle, self.at, *condition(when, "when"), bytes=nbytes)
+        prims.expect_p.bind(self.barrier.memory, self.at, *condition(when, "when"), bytes=nbytes)
 
     def _wait(self, parity: Any, when: Any) -> None:
         _level.in_role("bar[s].wait")
-        prims.wait_p.bind(self.barrier.handle, self.at, parity, *condition(when, "when"))
+        prims.wait_p.bind(self.barrier.memory, self.at, parity, *condition(when, "when"))
 
 
 class BarrierSlot(_OneBarrier):

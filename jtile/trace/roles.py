@@ -73,9 +73,10 @@ class RoleBuilder:
         if not self.roles:
             made = next((op for op in ops if op.level == "block"), None)
             if made is not None:
+                what = _NAMES.get(made.mnemonic, made.mnemonic)
                 raise _error(
-                    f"{_NAMES.get(made.mnemonic, made.mnemonic)} belongs to a kernel with roles, and this one has none: put what the warps do "
-                    "under `with jt.role(name, warps=4):`",
+                    f"{what} belongs to a kernel with roles, and this one has none: put what the warps do under "
+                    "`with jt.role(name, warps=4):`",
                     made.loc,
                     KernelSyntaxError,
                 )

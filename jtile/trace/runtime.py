@@ -241,13 +241,7 @@ def _show(v: Any) -> str:
         return spell(v)
     if isinstance(v, tuple | list):
         return "(" + ", ".join(map(_show, v)) + ")"
-    return (
-        "unbound"
-        if v is UNBOUND
-        else repr(v)
-        if isinstance(v, (*_OBJECTS, int, float, str))
-        else type(v).__name__
-    )
+    return "unbound" if v is UNBOUND else repr(v) if isinstance(v, (*_OBJECTS, int, float, str)) else type(v).__name__
 
 
 # -- branches ------------------------------------------------------------------------------------------------------

@@ -56,39 +56,39 @@ def test_copies_products_and_barriers_become_their_cards():
 
 EXPECTED = """\
 %0 = program_id 0 : i32
-%1 = alloc_shared : shared<64x32xbf16, slots 2>
-%2 = alloc_shared : shared<64x64xbf16>
-%3 = alloc_barriers : barrier<2, arrivals 1>
-%4 = alloc_barriers : barrier<1, arrivals 2>
+%A = alloc_shared : shared<64x32xbf16, slots 2>
+%C = alloc_shared : shared<64x64xbf16>
+%full = alloc_barriers : barrier<2, arrivals 1>
+%empty = alloc_barriers : barrier<1, arrivals 2>
 roles {
 role consumer warps=8 {
 %c0 = full 0 : i32
-wait %3[%0], %c0
-%5 = slot %1[%0] : shared<64x32xbf16>
-%6 = transpose_shared %5 : shared<32x64xbf16>
-%7 = dot_async %5, %6 fast=true : tile<64x64xf32>
-%8 = gt %0, %c0 : bool
-%9 = dot_async %5, %6 acc=%7 keep=%8 : tile<64x64xf32>
-%10 = dot_wait %9 : tile<64x64xf32>
-arrive %4[%c0] count=2
-%11 = cast %10 : tile<64x64xbf16>
-store_shared %2, %11
+wait %full[%0], %c0
+%1 = slot %A[%0] : shared<64x32xbf16>
+%2 = transpose_shared %1 : shared<32x64xbf16>
+%3 = dot_async %1, %2 fast=true : tile<64x64xf32>
+%4 = gt %0, %c0 : bool
+%5 = dot_async %1, %2 acc=%3 keep=%4 : tile<64x64xf32>
+%6 = dot_wait %5 : tile<64x64xf32>
+arrive %empty[%c0] count=2
+%7 = cast %6 : tile<64x64xbf16>
+store_shared %C, %7
 role_barrier
-%12 = slice_shared %2 starts=(0, 0) sizes=(32, 64) : shared<32x64xbf16>
-%13 = load_shared %2 : tile<64x64xbf16>
-%14 = slice %13 starts=(32, 0) stops=(64, 64) strides=(1, 1) : tile<32x64xbf16>
-store_shared %12, %14
+%8 = slice_shared %C starts=(0, 0) sizes=(32, 64) : shared<32x64xbf16>
+%9 = load_shared %C : tile<64x64xbf16>
+%10 = slice %9 starts=(32, 0) stops=(64, 64) strides=(1, 1) : tile<32x64xbf16>
+store_shared %8, %10
 fence_shared
-async_store %o[%c0:+64, %c0:+64] <- %2 fn="add"
+async_store %o[%c0:+64, %c0:+64] <- %C fn="add"
 store_wait 0
 }
 role producer warps=1 registers=24 {
-expect %3[%0] bytes=4096
-%15 = slot %1[%0] : shared<64x32xbf16>
+expect %full[%0] bytes=4096
+%11 = slot %A[%0] : shared<64x32xbf16>
 %c0_1 = full 0 : i32
-async_load %x[tile(%c0_1, 64), tile(%0, 32)] -> %15, %3[%0] pad=nan
-%16 = gt %0, %c0_1 : bool
-wait %4[%c0_1], %c0_1 when=%16
+async_load %x[tile(%c0_1, 64), tile(%0, 32)] -> %11, %full[%0] pad=nan
+%12 = gt %0, %c0_1 : bool
+wait %empty[%c0_1], %c0_1 when=%12
 }
 }
 """
@@ -394,7 +394,7 @@ REFUSED = {
     ),
     "backwards": (_in_role(copy(lambda x, o, A: x.at[::-1, :], buffer, barrier=first)), KernelTypeError, "forwards"),
     "pad": (
-        _in_role(copy(lambda x, o, A: x.tiles(64, 64, pad=1).at[0, 0], buffer, barrier=first)), KernelValueError, "0 or",
+        _in_role(copy(lambda x, o, A: x.tiles(64, 64, pad=1).at[0, 0], buffer, barrier=first)), KernelValueError, "0 o",
     ),
     "ring as a buffer": (_in_role(copy(tile, buffer, barrier=first), RING), KernelTypeError, "got a ring of 2"),
     "no such slot": (_in_role(lambda x, o, A, f: A[2].load(), RING), KernelValueError, "there is no number 2"),

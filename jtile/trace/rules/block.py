@@ -112,7 +112,9 @@ def _(c: Lowering):
 
 
 @rule("jtile_role_begin")
-def _(c: Lowering, *, name, warps, registers):
+def _(c: Lowering, *memory, name, warps, registers, names):
+    for v, known in zip(memory, names, strict=True):
+        v.name = v.name or known
     c.roles.begin(name, warps, registers)
     return []
 
