@@ -64,7 +64,7 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         check(kernel, wish)
         step("scales", "tile", lambda k: dce.run(scales.run(k)))
         chosen = plan(step("masks", "tile", masks.run), machine, wish)
-        step("persist", "tile", lambda k: cse.run(persist(k, chosen.blocks)))
+        step("persist", "tile", lambda k: cse.run(persist(k, chosen.blocks, machine.cache)))
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
         step("overlap", "block", overlap.run)
         final = step("clean", "block", lambda k: dce.run(cse.run(canonicalise.run(k))))

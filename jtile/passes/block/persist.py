@@ -10,31 +10,38 @@ from jtile.ir.types import INDEX
 
 from ..order import GROUP, grouped_axes
 from ..rewrite import Rewriter, Rules
+from .plan import Machine
+from .uneven import Uneven, snake, uneven
+from .uneven import ids as uneven_ids
+
+Order = Uneven | tuple[int, int] | None  # by length, in bands along two axes, as they come
 
 
-def persist(kernel: Kernel, blocks: int) -> Kernel:
+def persist(kernel: Kernel, blocks: int, cache: int = Machine.cache) -> Kernel:
     """The kernel as a grid of `blocks` programs: each takes every `blocks`-th of the tiles, which are the programs of
-    the old grid; one each where there are no more tiles than blocks."""
+    the old grid; one each where there are no more tiles than blocks. `cache`: see `Machine`."""
     tiles = math.prod(kernel.grid)
-    banded = grouped_axes(kernel)
+    order = uneven(kernel, cache) or grouped_axes(kernel)
     walk = Rewriter(kernel, Rules())
     b = walk.b
     b.loc = kernel.loc
     first = b.value(ProgramId(0), "tile")
     if blocks >= tiles:
-        _program(walk, kernel, first, banded)
+        _program(walk, kernel, first, order)
         return dataclasses.replace(kernel, grid=(tiles,), body=b.block, lanes=0)
     bounds = first, b.index(tiles), b.index(blocks)
     with b.region([INDEX], ("t",)) as body:
-        _program(walk, kernel, body.params[0], banded)
+        t = body.params[0]
+        _program(walk, kernel, snake(b, t, tiles, blocks) if isinstance(order, Uneven) else t, order)
     b.loc = kernel.loc
     b.add(For(*bounds, (), body))
     return dataclasses.replace(kernel, grid=(blocks,), body=b.block, lanes=0)
 
 
-def _program(walk: Rewriter, kernel: Kernel, tile: Value, banded: tuple[int, int] | None) -> None:
+def _program(walk: Rewriter, kernel: Kernel, tile: Value, order: Order) -> None:
     """The body of the kernel for one tile."""
-    ids = _ids(walk.b, kernel.grid, tile, banded)
+    b, grid = walk.b, kernel.grid
+    ids = uneven_ids(b, grid, tile, order) if isinstance(order, Uneven) else _ids(b, grid, tile, order)
     rules = Rules()
     rules(ProgramId)(lambda op, w: ids[op.axis] if op.axis < len(ids) else w.new(Full(0, (), "int32")))
     rules(NumPrograms)(lambda op, w: w.new(Full(int((*kernel.grid, 1, 1, 1)[op.axis]), (), "int32")))

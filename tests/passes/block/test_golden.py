@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from jtile.ir import parse_kernel, print_kernel, verify
+import tile_kernels as tk
+
+from jtile.ir import Builder, parse_kernel, print_kernel, verify
 from jtile.passes.block import Machine
 from jtile.passes.block.decide import Wish, plan
 from jtile.passes.block.persist import persist
 from jtile.passes.block.specialise import specialise
+from jtile.passes.block.uneven import Uneven, ids, snake, uneven
 from jtile.passes.cse import cse
 from jtile.passes.dce import dce
 
@@ -191,3 +194,28 @@ def test_a_producer_and_two_consumers():
     made = dce.run(cse.run(specialise(persist(kernel, 1), chosen)))
     verify(made, "block")
     assert print_kernel(made) == ROLES
+
+
+def numbers(make) -> list[int]:
+    """What scalar values are that `make` builds."""
+    b = Builder()
+    wanted = make(b)
+    found = {}
+    for op in b.block.ops:
+        found[op.result] = op.reference(*(found[v] for v in op.operands()))
+    return [int(found[v]) for v in wanted]
+
+
+def test_long_tiles_first():
+    """Causal attention: the last queries see the most keys. Two heads are worked on together."""
+    kernel = tk.attention(512, 512, heads=4, window=(None, 0))
+    order = uneven(kernel, 2 * 512 * 64 * 2 * 2 // 4)
+    assert order == Uneven(axis=2, grows=True, group=2)
+    taken = [numbers(lambda b, t=t: ids(b, kernel.grid, b.index(t), order))[1:] for t in range(16)]
+    assert taken == [[h + two, i] for h in (0, 2) for i in (3, 2, 1, 0) for two in (0, 1)]
+    assert uneven(tk.attention(512, 512), 1 << 20) is None
+
+
+def test_blocks_go_back_and_forth_but_for_a_last_round_that_is_not_full():
+    taken = [numbers(lambda b, t=t: [snake(b, b.index(t), 32, 10)])[0] for t in range(32)]
+    assert taken == [*range(10), *range(19, 9, -1), *range(20, 30), 30, 31]
