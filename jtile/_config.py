@@ -38,7 +38,7 @@ class Config:
       verify: check types and the stage grammar of the IR after every pass.
       poison: fill outputs that have no `init` with NaN (integers: a pattern) before a kernel runs.
       interpret: run every kernel in the reference interpreter.
-      seed: order of the programs in the interpreter.
+      seed: order of the programs in the interpreter, and of what the roles of a block do.
       isa: CPU instruction set to emit for (`"sse2"`, `"avx2"`, ...); None: this machine's.
       arch: GPU architecture to compile for (`"sm_90"`, `"gfx942"`; for an export to both platforms
         `"sm_90,gfx942"`), and, the first, what library kernels choose their tiles for; None: that of JAX's devices.

@@ -190,7 +190,8 @@ class Kernel:
         """Run in the reference interpreter, with every check on; results are NumPy arrays.
 
         Args:
-          seed: order in which the programs of the grid run.
+          seed: order in which the programs of the grid run, and in which roles, copies and products of a block-level
+            kernel take turns.
         Raises:
           InterpreterError: an access out of bounds, a race, a read of what nobody wrote, a failed assert.
         """
