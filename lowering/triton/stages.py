@@ -47,8 +47,9 @@ class Built:
 def build(
     text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bool = False, level: str = "ttir"
 ) -> Built:
-    """Compile TTIR text, or that of another `level`; fewer pipeline stages are tried where so many take too much shared memory, unless the user
-    gave their number.
+    """Compile TTIR text, or that of another `level`.
+
+    Fewer pipeline stages are tried where so many take too much shared memory, unless the user gave their number.
 
     Raises:
       UnsupportedError: triton is missing, or one block needs more shared memory than it may have.

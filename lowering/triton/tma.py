@@ -97,8 +97,11 @@ def _plain(buf: Buffer, op: ir.Load) -> bool:
 
 
 def axes_of(found: list[Line], checked: bool) -> list[Axis] | None:
-    """The axes of a map, None where it has none. A single element of a dimension is a side of 1 of the box, or, where nothing can hang over,
-    it is counted along the next axis, so that the map has no more axes than the tile."""
+    """The axes of a map, None where it has none.
+
+    A single element of a dimension is a side of 1 of the box, or, where nothing can hang over, it is counted along the
+    next axis, so that the map has no more axes than the tile.
+    """
     out: list[Axis] = []
     waiting: list[Line] = []
     for line in found:

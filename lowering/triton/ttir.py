@@ -121,11 +121,11 @@ class Code:
         """A name for a value to come."""
         return Val(self.name(), tuple(shape), elem, fill, None, self.layout(shape))
 
-    def layout(self, shape: Sequence[int]) -> Any:  # noqa: ARG002  what this is for needs it
+    def layout(self, shape: Sequence[int]) -> Any:
         """How a tensor that the current op makes lies over threads; at the level of TTIR nobody says so."""
         return ""
 
-    def vector(self, axis: int, full: Sequence[int]) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+    def vector(self, axis: int, full: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Vectors that are made inside will be laid along `axis` of a tensor."""
         return contextlib.nullcontext()
 

@@ -53,7 +53,8 @@ def dims_of(op: ir.Broadcast | ir.Reshape) -> tuple[int, ...]:
 
 def product_layout(op: ir.DotAsync, warps: int) -> Mma | None:
     """The layout of the accumulator of a product; None where warpgroups cannot compute it."""
-    return mma(*op.result.shape, elem=f"i{ir.DTYPES[op.a.dtype].bits}", warps=warps)
+    widest = 128 if op.a.dtype == "int8" else 256  # triton knows integer instructions of up to 224 columns
+    return mma(*op.result.shape, ir.DTYPES[op.a.dtype].bits, warps, widest=widest)
 
 
 def operand_layout(op: ir.DotAsync, warps: int) -> Operand | None:
@@ -131,7 +132,7 @@ class Homes:
 
     def _round(self, rule: Callable[[ir.Op], bool]) -> bool:
         ops = self._ops if rule == self._forward else reversed(self._ops)
-        return any([rule(op) for op in ops])
+        return sum(map(rule, ops)) > 0  # all of them, each time
 
     def _operands_carried(self, op: ir.Op) -> Iterator[ir.Value]:
         if isinstance(op, ir.For):
@@ -153,10 +154,10 @@ class Homes:
         """Layouts of results from those of operands."""
         if isinstance(op, ir.For | ir.While):
             inits = zip(op.results, op.body.yields, op.inits, strict=True)
-            return any([self._set(r, self.get(y) or self.get(i)) for r, y, i in inits])
+            return sum(self._set(r, self.get(y) or self.get(i)) for r, y, i in inits) > 0
         if isinstance(op, ir.If):
             pairs = zip(op.results, op.then.yields, op.orelse.yields, strict=True)
-            return any([self._set(r, self.get(a) or self.get(b)) for r, a, b in pairs])
+            return sum(self._set(r, self.get(a) or self.get(b)) for r, a, b in pairs) > 0
         if not op.results or not isinstance(op.results[0].type, ir.TileType) or not op.results[0].shape:
             return False
         r = op.results[0]
@@ -186,7 +187,7 @@ class Homes:
     def _backward(self, op: ir.Op) -> bool:
         """Layouts of results from what their users want."""
         values = [*op.results, *(p for b in op.blocks() for p in b.params)]
-        return any([self._set(v, self._wanted(v)) for v in values if isinstance(v.type, ir.TileType)])
+        return sum(self._set(v, self._wanted(v)) for v in values if isinstance(v.type, ir.TileType)) > 0
 
     def _wanted(self, v: ir.Value, depth: int = 8) -> Layout | None:
         if not v.shape or not depth or (self.get(v) is not None and not is_free(v)):
@@ -222,9 +223,7 @@ class Homes:
         for op in self._ops:
             for b in op.blocks():
                 for r, y in zip(op.results, b.yields, strict=False):
-                    if y is v and not isinstance(op, ir.While):
-                        yield self.get(r)
-                    elif y is v and b is op.blocks()[-1]:
+                    if y is v and (not isinstance(op, ir.While) or b is op.body):
                         yield self.get(r)
 
     def _default(self) -> bool:

@@ -7,8 +7,8 @@ import dataclasses
 from jtile import ir
 from jtile.lowering.triton.block.analysis import operand_layout, product_layout
 from jtile.lowering.triton.block.code import Mem
-from jtile.lowering.triton.block.emitter import BlockEmitter, emits
 from jtile.lowering.triton.block.emit_shared import shared_elem
+from jtile.lowering.triton.block.emitter import BlockEmitter, emits
 from jtile.lowering.triton.block.layouts import Mma, Swizzled
 from jtile.lowering.triton.emit_dot import PROMOTE
 from jtile.lowering.triton.emitter import elem_of
@@ -120,7 +120,7 @@ def _checked(em: BlockEmitter, op: ir.DotAsync) -> Mma:
 @emits(ir.DotWait)
 def _dot_wait(em: BlockEmitter, op: ir.DotWait) -> list[Val]:
     values = list(op.values)
-    tied = [*values, *(v for v in em.flying if v not in values)] if not values else values
+    tied = values or em.flying
     if not tied:
         if op.pending == 0:
             em.refuse(op, "nothing to wait for here: a dot_wait without values stands behind the products that it is "

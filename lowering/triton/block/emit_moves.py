@@ -1,4 +1,4 @@
-"""Tiles reshaped, transposed and cut in a role: elements stay in their registers, and the layout says where they are."""
+"""Tiles reshaped, transposed and cut in a role: elements stay in their registers, and the layout says where."""
 
 from __future__ import annotations
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jtile import ir
+from jtile.lowering.triton import versions
 from jtile.lowering.triton.block.analysis import Homes, dims_of, is_free
 from jtile.lowering.triton.block.code import LaidCode, Mem
-from jtile.lowering.triton.block.layouts import Layout, sliced
+from jtile.lowering.triton.block.layouts import Layout, Linear, blocked, origin, sliced
 from jtile.lowering.triton.emit_basics import start_program
 from jtile.lowering.triton.emitter import EMITTERS, Buffer, Emitter, elem_of, padded
 from jtile.lowering.triton.features import Features
@@ -167,8 +168,11 @@ class BlockEmitter(Emitter):
         """The tile by which an op lies over threads, and its layout."""
         assert self.homes is not None
         if isinstance(op, ir.Reduce | ir.ArgReduce):
-            v = op.x
-        elif isinstance(op, ir.Store):
+            home = self.homes[op.x] if op.x.shape else None
+            if isinstance(origin(home), Linear) and not versions.reduces_any_layout():
+                home = blocked(op.x.shape, elem_of(op.x.dtype), self.warps)
+            return op.x, home
+        if isinstance(op, ir.Store):
             v = op.value
         else:
             v = op.results[0] if op.results else None

@@ -34,7 +34,7 @@ class Blocked(Layout):
 
 @dataclasses.dataclass(frozen=True)
 class Mma(Layout):
-    """The accumulator of a warpgroup product: `warps` along the two axes, instructions of 64 x n x k for a warpgroup."""
+    """The accumulator of a warpgroup product: `warps` along the two axes, instructions of 64 x n x k."""
 
     warps: tuple[int, int]
     n: int
@@ -92,6 +92,11 @@ def sliced(layout: Layout, axes: Iterable[int]) -> Layout:
     return layout
 
 
+def origin(layout: Layout | None) -> Layout | None:
+    """The layout that slices were taken of."""
+    return origin(layout.parent) if isinstance(layout, Sliced) else layout
+
+
 def unsliced(layout: Layout, axes: Iterable[int]) -> Layout | None:
     """The layout of which `sliced` with these axes gives `layout`, if there is one."""
     for axis in sorted(axes):
@@ -117,14 +122,15 @@ def blocked(shape: Sequence[int], elem: str, warps: int) -> Blocked:
     return Blocked((*ones, per), tuple(out[0]), tuple(out[1]), tuple(reversed(range(len(shape)))))
 
 
-def mma(m: int, n: int, elem: str, warps: int) -> Mma | None:
-    """The accumulator of an m x n product of operands of a type by a role of `warps`; None where there is none."""
+def mma(m: int, n: int, width: int, warps: int, *, widest: int = 256) -> Mma | None:
+    """The accumulator of an m x n product of operands of `width` bits by a role of `warps`, with instructions of up to
+    `widest` columns; None where there is none."""
     along_m = min(warps, m // 16)
     along_n = warps // max(along_m, 1)
     part = n // along_n
     if warps % 4 or m % 64 or along_m % 4 or part < 8 or part & (part - 1):
         return None
-    return Mma((along_m, along_n), min(part, 256), 256 // bits(elem))
+    return Mma((along_m, along_n), min(part, widest), 256 // width)
 
 
 # -- shared memory ----------------------------------------------------------------------------------------------------
