@@ -149,6 +149,24 @@ def _assert(op: Assert, rw: Rewriter):
     return () if number(op.cond) else None
 
 
+@control(Arrive, AsyncLoad, Expect, Wait)
+def _predicated(op: Arrive | AsyncLoad | Expect | Wait, rw: Rewriter):
+    """What happens always, or never. The op itself stays where it stands: others wait for it."""
+    when = None if op.when is None else number(op.when)
+    if when is None:
+        return None
+    return rw.add(dataclasses.replace(op, when=None)) if when else ()
+
+
+@control(DotAsync)
+def _kept(op: DotAsync, rw: Rewriter):
+    """An accumulator that always counts, or never."""
+    keep = None if op.keep is None else number(op.keep)
+    if keep is None:
+        return None
+    return rw.new(dataclasses.replace(op, keep=None, acc=op.acc if keep else None))
+
+
 RULES = Rules(fold.rules, algebra.rules, layouts.rules, control)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jtile.ir import AsyncStore, Atomic, Block, Builder, Kernel, Load, Op, Store, Value, Wait
+from jtile.ir import AsyncStore, Atomic, Block, Builder, Kernel, Load, Op, Store, StoreWait, Value, Wait
 from jtile.ir.builder import build
 
 # A rule looks at an op whose operands are already rewritten, and gives the values that stand for its results, or None.
@@ -151,20 +151,24 @@ def buffers(kernel: Kernel) -> dict[Value, Value]:
     return out
 
 
+# What changes a Ref by itself, and where a role may find what others, or its own asynchronous stores, have changed.
+WRITES = (Store, Atomic, AsyncStore)
+MEETS = (Wait, StoreWait)
+
+
 def written(op_or_block: Op | Block, roots: Mapping[Value, Value]) -> list[Value]:
-    """Buffers that an op, or any op inside a region, writes; in program order, each once. After a wait, what other
-    roles wrote is seen: that counts as a write of everything."""
-    writers = Store | Atomic | AsyncStore | Wait
-    if isinstance(op_or_block, Op) and not op_or_block.blocks() and not isinstance(op_or_block, writers):
+    """Buffers that an op, or any op inside a region, may change as far as this role sees; each once. After a wait they
+    are all those that any role may write."""
+    if isinstance(op_or_block, Op) and not op_or_block.blocks() and not isinstance(op_or_block, WRITES + MEETS):
         return []
     ops = op_or_block.walk() if isinstance(op_or_block, Block) else Block((), [op_or_block]).walk()
-    refs: list[Value] = []
+    out: dict[Value, None] = {}
     for op in ops:
-        if isinstance(op, Wait):
-            refs += roots.values()
-        elif isinstance(op, writers):
-            refs.append(roots.get(op.ref, op.ref))
-    return list(dict.fromkeys(refs))
+        if isinstance(op, WRITES):
+            out[roots.get(op.ref, op.ref)] = None
+        elif isinstance(op, MEETS):
+            out |= {r: None for r in roots.values() if r.type.role != "in"}  # type: ignore[union-attr]
+    return list(out)
 
 
 def is_pure(op: Op) -> bool:
