@@ -128,22 +128,6 @@ def _atomic(op: Atomic, rw: Rewriter):
     return rw.new(Atomic(op.fn, op.ref, op.index, op.value, op.compare))
 
 
-@control(Arrive, AsyncLoad, Expect, Wait)
-def _predicate(op: Arrive | AsyncLoad | Expect | Wait, rw: Rewriter):
-    """A predicate that is one bool: none, or nothing happens."""
-    if op.when is None or number(op.when) is None:
-        return None
-    return rw.add(dataclasses.replace(op, when=None)) if number(op.when) else ()
-
-
-@control(DotAsync)
-def _kept(op: DotAsync, rw: Rewriter):
-    """An accumulator that surely counts, or surely does not."""
-    if op.keep is None or number(op.keep) is None:
-        return None
-    return rw.new(DotAsync(op.a, op.b, op.acc if number(op.keep) else None, None, op.fast))
-
-
 @control(Assert)
 def _assert(op: Assert, rw: Rewriter):
     return () if number(op.cond) else None
