@@ -26,6 +26,7 @@ from jtile.ir import (
     Value,
 )
 from jtile.passes.affine import ranges
+from jtile.passes.cse import cse
 from jtile.passes.dce import dce
 from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
@@ -38,7 +39,7 @@ Needed = Callable[[Builder, Callable[[Value], Value]], Value]
 
 
 def run(kernel: Kernel) -> Kernel:
-    kernel = merge_loops(kernel, guarded)
+    kernel = merge_loops(cse(kernel), guarded)  # equal values outside of loops are one
     known = ranges(kernel)
     return dce(kernel.with_body(_Guards(known).block(kernel.body, lambda v: v)))
 
@@ -68,8 +69,8 @@ class _Guards:
         ]
         if len(bounds) < len(parts) or not mask.result.shape or not all(a.exists and b.exists for _, a, b in bounds):
             return None
-        k = body.params[0]
-        if not any(k in side.scalars for _, *sides in bounds for side in sides):
+        inside = {body.params[0], *(r for op in body.ops for r in op.results)}
+        if not any(inside & side.scalars for _, *sides in bounds for side in sides):
             return None
 
         def build(b: Builder, look: Callable[[Value], Value]) -> Value:
@@ -199,7 +200,7 @@ def _branch(b: Builder, mask: Select, needed: Needed, look: Callable[[Value], Va
 
 
 def _own(mask: Select, body: Block, sites: Mapping[Select, Needed]) -> list[Op]:
-    """Ops of the body that make the mask, in order, and are needed for masks alone."""
+    """Ops of the body that make the mask, in order, and are needed for masks alone; scalars cost nothing."""
     users: dict[Value, list[Op | None]] = {}
     for op in body.ops:
         for v in _uses(op):
@@ -208,7 +209,7 @@ def _own(mask: Select, body: Block, sites: Mapping[Select, Needed]) -> list[Op]:
         users.setdefault(y, []).append(None)
     masking: set[Op] = set()
     for op in reversed(body.ops):
-        pure = is_pure(op) and not op.blocks() and not isinstance(op, Dot)
+        pure = is_pure(op) and not op.blocks() and not isinstance(op, Dot) and any(r.shape for r in op.results)
         only = all(
             u in masking or (u in sites and r is not u.a)
             for r in op.results

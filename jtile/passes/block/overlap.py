@@ -134,7 +134,7 @@ class _Accumulation:
                     new.keep = later
         b.loc = products.loop.loc
         ends = [products.waits[c.dots[-1]].results[0] for c in products.chains]
-        done = b.add(DotWait(tuple(map(copy.look, ends)), len(products.waits)))
+        done = b.add(DotWait(tuple(map(copy.look, ends)), len(products.waits)), *(v.name for v in ends))
         copy.local.update(zip(ends, done.results, strict=True))
         for op, at in zip(self.late, before, strict=True):
             b.loc = op.loc

@@ -56,7 +56,14 @@ class Rotation:
         if any(op.when is not None or _count(op) < 2 for op in arrivals):
             return None
         views, scales = parts.views(), [op for c in chains for op in c.before]
-        gone: set[Op] = {*waits, *arrivals, *views, *scales, *delayed, *(products.waits[d] for d in delayed)}
+        gone: set[Op] = {
+            *waits,
+            *arrivals,
+            *parts.own_views(),
+            *scales,
+            *delayed,
+            *(products.waits[d] for d in delayed),
+        }
         head = [op for op in products.body.ops if op not in gone]
         kept = parts.kept([*waits, *views, *arrivals, *delayed])
         return Rotation(products, chains, head, waits, views, arrivals, scales, kept)
@@ -181,16 +188,27 @@ class _Parts:
         self.chains = chains
 
     def views(self) -> list[Op]:
-        """Views of shared memory that only the delayed products use, in order."""
-        out: set[Op] = set()
+        """Views of shared memory that the delayed products use, in order: they are made again, for a buffer cannot be
+        carried."""
+        needed = {v for d in self.delayed for v in (d.a, d.b)}
+        out: list[Op] = []
         for op in reversed(self.body.ops):
-            if isinstance(op, VIEWS) and all(u in self.delayed or u in out for u in self.users.get(op.results[0], ())):
+            if isinstance(op, VIEWS) and op.results[0] in needed:
+                needed.add(op.buffer)
+                out.append(op)
+        return out[::-1]
+
+    def own_views(self) -> set[Op]:
+        """Those of them that nobody else uses."""
+        out: set[Op] = set()
+        for op in reversed(self.views()):
+            if all(u in self.delayed or u in out for u in self.users.get(op.results[0], ())):
                 out.add(op)
-        return [op for op in self.body.ops if op in out]
+        return out
 
     def waits(self, filled: dict[Op, set[Value]]) -> list[Op]:
         """Waits on barriers of buffers that only the delayed products read."""
-        views = set(self.views())
+        views = self.own_views()
         own = {r for d in self.delayed for v in (d.a, d.b) if (r := root_of(v))}
         others = {
             r
