@@ -214,11 +214,15 @@ class _Role:
             raise _LostError
         return int(n)
 
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps > STEPS:
+            raise _LostError
+
     def block(self, b: Block) -> Iterator[Op]:
+        self.step()
         for op in b.ops:
-            self.steps += 1
-            if self.steps > STEPS:
-                raise _LostError
+            self.step()
             if op.blocks():
                 if any(id(x) in self.relevant for x in op.blocks()):
                     yield from self.region(op)

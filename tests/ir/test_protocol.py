@@ -281,3 +281,74 @@ def test_sizes_that_are_known_when_the_kernel_runs():
     text = changed(text, "%tiles = full 8 : i32", "%tiles = size {4*n} : i32")
     accepted(text)
     assert "waits for ever" in refused(changed(text, "arrive %empty[%s_1]", ""))
+
+
+EXCHANGE = """
+%me = full {me} : i32
+%other = full {other} : i32
+%zero = full 0.0 : tile<64x64xf32>
+%mine = slot %A[%me] : shared<64x64xbf16>
+%theirs = slot %A[%other] : shared<64x64xbf16>
+%b0 = full 0 : i32
+%sum = for %k in %c0..%n step %c1 carry (%acc = %zero) {{
+  %p = and %k, %c1 : i32
+  %before = xor %p, %c1 : i32
+  wait %read[%me], %before
+  %t = cast %acc : tile<64x64xbf16>
+  store_shared %mine, %t
+  fence_shared
+  arrive %ready[%me]
+  %d = dot_async %mine, %B : tile<64x64xf32>
+  wait %ready[%other], %p
+  %e = dot_async %theirs, %B acc=%d : tile<64x64xf32>
+  %w = dot_wait %e : tile<64x64xf32>
+  arrive %read[%other]
+  yield %w
+}}
+"""
+
+
+def test_roles_that_exchange_tiles():
+    """Each computes with what it and the other one have stored: known rounds, loaded rounds, and with a fault."""
+    fill = f"expect %full[%c0] bytes=8192\n{FILL} %B, %full[%c0]"
+    bodies = [("wait %full[%c0], %c0" + EXCHANGE.format(me=w, other=1 - w)) for w in (0, 1)]
+    barriers = "%ready = alloc_barriers : barrier<2>\n  %read = alloc_barriers : barrier<2>\n  roles {"
+    text = kernel(a=bodies[0], b=bodies[1], c=fill).replace("roles {", barriers).replace("warps=1", "warps=4", 1)
+    accepted(text)
+    known = changed(text, "%n = load %lens[%c0]", "%n = full 5")
+    accepted(known)
+    assert "waits for ever at %re" in refused(changed(known, "wait %read[%me], %before", "wait %read[%me], %p"))
+    assert "put fence_shared between" in refused(changed(text, "  fence_shared\n", "", 1))
+    early = changed(text, "  arrive %ready[%me]\n", "", 1)
+    early = changed(early, "wait %ready[%other], %p", "wait %ready[%other], %p\n  arrive %ready[%me]", 1)
+    accepted(early)  # one of them may wait first
+    both = changed(known, "  arrive %ready[%me]\n", "")
+    both = changed(both, "wait %ready[%other], %p", "wait %ready[%other], %p\n  arrive %ready[%me]")
+    assert "role a: waits for ever at %ready[1]" in refused(both)
+    assert "role b waits at %ready[0]" in refused(both)
+
+
+def test_a_result_in_pieces():
+    """Two buffers that take turns, one store under way: the store before the last must have read its buffer."""
+    piece = """
+%z{k} = full {k}.0 : tile<64x64xbf16>
+%s{k} = full {slot} : i32
+%b{k} = slot %A[%s{k}] : shared<64x64xbf16>
+store_wait {pending}
+store_shared %b{k}, %z{k}
+fence_shared
+async_store %o[tile(%c0, 64), tile(%c0, 64)] <- %b{k}
+"""
+    body = lambda pending, slots: "".join(piece.format(k=k, slot=k % slots, pending=pending) for k in range(4))
+    loop = "for %t in %c0..%n step %c1 {{\n{}}}\nstore_wait 0"
+    accepted(kernel(a=loop.format(body(1, 2))))
+    accepted(kernel(a=loop.format(body(0, 1))))
+    assert "store_wait for it first" in refused(kernel(a=loop.format(body(2, 2))))
+    assert "store_wait for it first" in refused(kernel(a=loop.format(body(1, 1))))
+
+
+def test_counting_is_bounded():
+    """A loop without barriers that counts far ends nothing but what is known."""
+    count = "%big = full 2000000000 : i32\n%r = for %k in %c0..%big step %c1 carry (%q = %c0) {\n"
+    count += "%q1 = add %q, %c1 : i32 yield %q1 }\n%p = and %r, %c1 : i32\nwait %full[%c0], %p"
+    accepted(kernel(a=count, b="arrive %full[%c0]"))
