@@ -10,6 +10,7 @@ import functools
 
 import jtile as jt
 from jtile import cdiv
+from jtile.ops import hopper_tiles
 
 PROCESSORS = 132  # multiprocessors of an H200
 
@@ -22,15 +23,23 @@ class Choice:
     options: dict[str, int]
 
 
-@functools.cache
-def product(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False) -> dict[str, int]:
+def product(
+    m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, fast: bool = False
+) -> dict[str, int]:
     """Of `gates` matrix products [m, k] [k, n] of elements of `itemsize` bytes in one kernel.
 
     Args:
       transposed: the right operand lies in memory as [n, k].
+      fast: products of precision "fast".
     Returns:
       `bm`, `bn` and `bk`.
     """
+    own = hopper_tiles.product(m, n, k, itemsize, gates, transposed, fast) if warpgroups() else None
+    return own or _product(m, n, k, itemsize, gates, transposed)
+
+
+@functools.cache
+def _product(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool) -> dict[str, int]:
     if itemsize >= 4:  # no tensor cores for exact float32: registers are the limit
         bm, bn = (32, 32) if itemsize == 8 else (64, 64)
         return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(min(_power(k), 16), 1)}
@@ -89,10 +98,20 @@ def little_memory() -> bool:
     return str(jt.architecture()).rstrip("a") not in ("sm_80", "sm_87", "sm_90", "sm_100", "sm_103", "gfx950")
 
 
-@functools.cache
+def warpgroups() -> bool:
+    """Whether the GPU at hand has warpgroup products, so that kernels run at the block level there."""
+    return str(jt.architecture()).rstrip("a") == "sm_90"
+
+
 def attention(t: int, s: int, d: int, itemsize: int, causal: bool, little: bool = False) -> dict[str, int]:
     """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; `little`: see
     `little_memory`."""
+    own = hopper_tiles.attention(t, s, d, itemsize) if warpgroups() else None
+    return own or _attention(t, s, d, itemsize, causal, little)
+
+
+@functools.cache
+def _attention(t: int, s: int, d: int, itemsize: int, causal: bool, little: bool) -> dict[str, int]:
     if itemsize >= 4:  # operands of three times the size: float32 products are sums of tf32 ones
         bq, bk = (64, 32) if d <= 64 else (32, 32) if d <= 128 else (16 if little and d > 256 else 32, 16)
     elif d <= 64:

@@ -115,14 +115,16 @@ def _check_kinds(a, b, activation) -> None:
         )
 
 
-def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False) -> dict[str, int]:
+def tiles(
+    m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, fast: bool = False
+) -> dict[str, int]:
     """The tile sizes of `gates` products [m, k] [k, n] of elements of `itemsize` bytes, on the platform at hand.
 
-    `transposed`: the right operand lies in memory as [n, k].
+    `transposed`: the right operand lies in memory as [n, k]; `fast`: products of precision "fast".
     """
     m, n, k = known(m), known(n), known(k)
     if jt.platform() != "cpu":
-        return gpu_tiles.product(m, n, k, itemsize, gates, transposed)
+        return gpu_tiles.product(m, n, k, itemsize, gates, transposed, fast)
     return {**_cpu_tiles(m, n, k), "bk": 0}
 
 

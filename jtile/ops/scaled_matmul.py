@@ -55,10 +55,10 @@ def scaled_products(a, b, sa, sb, y, *, tb: bool, out_dtype, block: int, bm: int
     y.tiles(bm, bn)[i, j] = acc.astype(out_dtype)
 
 
-def _tiles(m: int, n: int, k: int, itemsize: int, block: int | None) -> dict[str, int]:
-    """Of a product with scales for blocks, or with one scale (None)."""
+def _tiles(m: int, n: int, k: int, itemsize: int, block: int | None, **of) -> dict[str, int]:
+    """Of a product with scales for blocks, or with one scale (None, `of`: see `matmul.tiles`)."""
     if block is None:
-        return tiles(m, n, k, itemsize) | {"bk": _tiles(m, n, k, itemsize, 128)["bk"]}
+        return tiles(m, n, k, itemsize, **of) | {"bk": _tiles(m, n, k, itemsize, 128)["bk"]}
     side = lambda most: next(d for d in (128, 64, 32, 16, 8, 4, 2, 1) if d <= most and block % d == 0)
     m, n = known(m), known(n)
     if jt.platform() == "cpu":
@@ -111,7 +111,7 @@ def scaled_matmul(
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     if sa.ndim == sb.ndim == 0:
-        sides = _tiles(m, n, k, a.dtype.itemsize, None)
+        sides = _tiles(m, n, k, a.dtype.itemsize, None, transposed=transpose_b, fast=precision == "fast")
         return _run(products_times, a, b, sa * sb, precision=precision, **options, **sides)
     sa = jnp.broadcast_to(sa.T, (parts, m))  # the scales of a tile's rows lie together
     sb = jnp.broadcast_to(sb.T if transpose_b else sb, (parts, columns))
