@@ -11,6 +11,7 @@ import pytest
 import jtile as jt
 from jtile import errors
 from jtile._config import Config
+from jtile.language import block
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,6 +34,17 @@ def run(code, tmp_path):
 def test_the_quickstart_runs(tmp_path, capsys):
     run("\n".join(python_blocks("docs/quickstart.md")), tmp_path)
     assert "tile_ir" in capsys.readouterr().out
+
+
+def test_the_page_on_the_block_level_runs(tmp_path):
+    module = run("\n".join(python_blocks("docs/block_level.md")), tmp_path)
+    assert (module.o.astype("f") == 320).all()
+
+
+def test_the_page_on_the_block_level_names_every_function():
+    text = (ROOT / "docs" / "block_level.md").read_text()
+    names = {"alloc", "barrier", *block.__all__}
+    assert [n for n in names if f"jt.{n}(" not in text] == []
 
 
 def test_the_tuning_page_runs(tmp_path, capsys):
