@@ -30,6 +30,7 @@ from jtile.ops import (
     stencils,
 )
 from jtile.ops.gated_mlp import gated_mlp_reference
+from jtile.ops.grouped_matmul import grouped_matmul_reference
 from jtile.ops.matmul import matmul_reference
 
 FROZEN = "quantised weights are frozen"
@@ -133,6 +134,9 @@ CASES: dict[str, LibraryCase] = {
         with_bias(ops.matmul), with_bias(matmul_reference), f(5, 7), f(7, 6), f(6)
     ),
     "gated_mlp": case(ops.gated_mlp, gated_mlp_reference, f(3, 7), f(7, 5), f(7, 5, seed=1)),
+    "grouped_matmul": case(
+        ops.grouped_matmul, grouped_matmul_reference, f(7, 5), f(3, 5, 4), lambda: jnp.asarray([3, 0, 2], jnp.int32)
+    ),
     "quantized_matmul": case(
         ops.quantized_matmul, quantized.quantized_matmul_reference, f(3, 32), weights("q8_0", 5, 32),
         constant={"weight": FROZEN}, tolerance=1e-5, derivative_tolerance=1e-5,
