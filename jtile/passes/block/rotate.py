@@ -12,7 +12,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from jtile.ir import Arrive, BarrierType, Builder, DotAsync, DotWait, If, Op, TileType, Value, Wait
+from jtile.ir import (
+    Arrive,
+    BarrierType,
+    Block,
+    Builder,
+    DotAsync,
+    DotWait,
+    FenceShared,
+    If,
+    LoadShared,
+    Op,
+    SharedType,
+    StoreShared,
+    Value,
+    Wait,
+)
+from jtile.passes.rewrite import free_values, is_pure
 
 from .chains import VIEWS, Chain, Copier, Products, root_of
 
@@ -24,8 +40,8 @@ class Rotation:
     Attributes:
       chains: the delayed products.
       head: what stays in its round, in order.
-      waits, views, arrivals: what the delayed products take with them: waits for their buffers, the buffers, and the
-        arrivals that give them back.
+      before: what the delayed products take with them: waits for their buffers, the views of these, what fills them.
+      arrivals: those that give their buffers back.
       scales: what is done to the accumulators before the delayed products.
       kept: values of the round that the delayed ops need.
     """
@@ -33,9 +49,8 @@ class Rotation:
     products: Products
     chains: list[Chain]
     head: list[Op]
-    waits: list[Op]
-    views: list[Op]
-    arrivals: list[Op]
+    before: list[Op]
+    arrivals: list[Arrive]
     scales: list[Op]
     kept: list[Value]
 
@@ -47,26 +62,18 @@ class Rotation:
         heads = [d for d in products.waits if d not in accumulated]
         reached = products.reached([products.waits[d].results[0] for d in heads])
         chains = [c for c in products.chains if any(v in reached for d in c.dots for v in (d.a, d.b))]
-        delayed = [d for c in chains for d in c.dots]
-        if not chains or not heads or any(_too_early(d, products.stored()) for d in delayed):
+        if not chains or not heads:
             return None
-        parts = _Parts(products, chains, delayed)
-        waits = parts.waits(filled)
+        parts = _Parts(products, chains, filled)
         arrivals = parts.arrivals()
-        if any(op.when is not None or _count(op) < 2 for op in arrivals):
+        if parts.written_early() or any(op.when is not None or _count(op) < 2 for op in arrivals):
             return None
-        views, scales = parts.views(), [op for c in chains for op in c.before]
-        gone: set[Op] = {
-            *waits,
-            *arrivals,
-            *parts.own_views(),
-            *scales,
-            *delayed,
-            *(products.waits[d] for d in delayed),
-        }
+        scales = [op for c in chains for op in c.before]
+        ends = (products.waits[d] for d in parts.dots)
+        gone = {*parts.waits, *parts.own, *arrivals, *scales, *parts.dots, *ends}
         head = [op for op in products.body.ops if op not in gone]
-        kept = parts.kept([*waits, *views, *arrivals, *delayed])
-        return Rotation(products, chains, head, waits, views, arrivals, scales, kept)
+        before = [op for op in products.body.ops if op in parts.waits | parts.late]
+        return Rotation(products, chains, head, before, arrivals, scales, parts.kept([*before, *parts.dots, *arrivals]))
 
     @property
     def dots(self) -> list[DotAsync]:
@@ -138,7 +145,7 @@ class Rotation:
 
     def issue(self, late: Copier) -> None:
         """Start the delayed products."""
-        for op in (*self.waits, *self.views):
+        for op in self.before:
             late.op(op)
         for d in self.dots:
             late.op(d)
@@ -179,47 +186,61 @@ class Rotation:
 
 
 class _Parts:
-    """What belongs to the delayed products."""
+    """What belongs to the delayed products.
 
-    def __init__(self, products: Products, chains: list[Chain], delayed: list[DotAsync]):
-        self.body, self.users = products.body, products.users
-        self.delayed = set(delayed)
-        self.ends = {products.waits[d] for d in delayed}
-        self.chains = chains
+    Attributes:
+      dots: the products.
+      late: views of their buffers, what fills these in the loop itself, and what is made for that alone.
+      own: those of `late` that nobody else needs; a view that others use too is made twice, for it cannot be carried.
+      waits: waits on barriers of buffers that only the products and `late` read.
+    """
 
-    def views(self) -> list[Op]:
-        """Views of shared memory that the delayed products use, in order: they are made again, for a buffer cannot be
-        carried."""
-        needed = {v for d in self.delayed for v in (d.a, d.b)}
-        out: list[Op] = []
+    def __init__(self, products: Products, chains: list[Chain], filled: dict[Op, set[Value]]):
+        self.body, self.chains, self.users = products.body, chains, products.users
+        self.dots = {d for c in chains for d in c.dots}
+        self.ends = {products.waits[d] for d in self.dots}
+        self.roots = {r for d in self.dots for v in (d.a, d.b) if (r := root_of(v))}
+        self.late: set[Op] = set()
+        self.own: set[Op] = set()
+        needed = {v for d in self.dots for v in (d.a, d.b) if isinstance(v.type, SharedType)}
         for op in reversed(self.body.ops):
-            if isinstance(op, VIEWS) and op.results[0] in needed:
-                needed.add(op.buffer)
-                out.append(op)
-        return out[::-1]
+            self._visit(op, needed)
+        self.waits = self._waits(filled)
 
-    def own_views(self) -> set[Op]:
-        """Those of them that nobody else uses."""
-        out: set[Op] = set()
-        for op in reversed(self.views()):
-            if all(u in self.delayed or u in out for u in self.users.get(op.results[0], ())):
-                out.add(op)
-        return out
+    def _visit(self, op: Op, needed: set[Value]) -> None:
+        """Whether an op is late, from the last one to the first; `needed`: what late ops take."""
+        users = [(r, u) for r in op.results for u in self.users.get(r, ())]
+        alone = all(u in self.own or (u in self.dots and r in needed) for r, u in users)
+        made = any(r in needed for r in op.results)
+        plain = is_pure(op) or isinstance(op, LoadShared)
+        if not (made and isinstance(op, VIEWS)) and not (alone and (self.fills(op) or (made and plain))):
+            return
+        self.late.add(op)
+        needed.update(free_values(op))
+        if alone:
+            self.own.add(op)
 
-    def waits(self, filled: dict[Op, set[Value]]) -> list[Op]:
-        """Waits on barriers of buffers that only the delayed products read."""
-        views = self.own_views()
-        own = {r for d in self.delayed for v in (d.a, d.b) if (r := root_of(v))}
-        others = {
-            r
-            for op in self.body.walk()
-            if op not in self.delayed and op not in views
-            for v in op.operands()
-            if (r := root_of(v))
-        }
-        barriers = set().union(*(filled.get(r, set()) for r in own - others))
-        barriers -= set().union(*(filled.get(r, set()) for r in others))
-        return [op for op in self.body.ops if isinstance(op, Wait) and op.barrier in barriers]
+    def fills(self, op: Op) -> bool:
+        """Whether an op writes buffers of the products, itself or inside, or is the fence behind such stores."""
+        inner = list(Block((), [op]).walk())
+        if isinstance(op, FenceShared):
+            inner = [x for x in self.body.ops if isinstance(x, StoreShared)]
+            return bool(inner) and all(root_of(x.buffer) in self.roots for x in inner)
+        return any(isinstance(x, StoreShared) and root_of(x.buffer) in self.roots for x in inner)
+
+    def _waits(self, filled: dict[Op, set[Value]]) -> set[Op]:
+        others = [op for op in self.body.ops if op not in self.dots and op not in self.own]
+        shared = {r for op in others for x in Block((), [op]).walk() for v in x.operands() if (r := root_of(v))}
+        barriers = set().union(*(filled.get(r, set()) for r in self.roots - shared))
+        barriers -= set().union(*(filled.get(r, set()) for r in shared))
+        return {op for op in self.body.ops if isinstance(op, Wait) and op.barrier in barriers}
+
+    def written_early(self) -> bool:
+        """Whether the loop writes a buffer of the products in their own round, or they read one of unknown origin."""
+        rest = Block((), [op for op in self.body.ops if op not in self.late])
+        written = {root_of(op.buffer) for op in rest.walk() if isinstance(op, StoreShared)}
+        buffers = [v for d in self.dots for v in (d.a, d.b) if isinstance(v.type, SharedType)]
+        return any(root_of(v) in written | {None} for v in buffers)
 
     def arrivals(self) -> list[Arrive]:
         """Arrivals after the first delayed product has ended."""
@@ -232,12 +253,7 @@ class _Parts:
         own = {r for op in ops for r in op.results} | {w.results[0] for w in self.ends}
         own |= {acc for c in self.chains if (acc := c.dots[0].acc) is not None}
         inside = {*self.body.params, *(r for op in self.body.ops for r in op.results)}
-        return [v for v in dict.fromkeys(v for op in ops for v in op.operands()) if v in inside and v not in own]
-
-
-def _too_early(d: DotAsync, stored: set[Op]) -> bool:
-    """Whether the loop writes a buffer that the product reads."""
-    return any(not isinstance(v.type, TileType) and root_of(v) in stored | {None} for v in (d.a, d.b))
+        return [v for v in dict.fromkeys(v for op in ops for v in free_values(op)) if v in inside and v not in own]
 
 
 def _count(op: Arrive) -> int:

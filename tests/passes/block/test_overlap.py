@@ -5,10 +5,12 @@ import textwrap
 
 import numpy as np
 import pytest
+import tile_kernels as tk
 
 from jtile.errors import JtileError
 from jtile.interpret import interpret
 from jtile.ir import Arrive, Block, DotAsync, DotWait, For, Kernel, Op, Wait, parse_kernel, print_kernel, verify
+from jtile.passes.block import Machine, NoPlan, steps
 from jtile.passes.block.overlap import overlap
 
 PRODUCT = """kernel @product(%a: ref<64x128xf32>, %b: ref<128x32xf32>, %n: ref<i32>, %o: ref<64x32xf32, out>) {
@@ -305,3 +307,26 @@ def test_two_accumulators_and_a_chain():
     inputs = operands(kernel, 4)
     for seed in range(3):
         np.testing.assert_array_equal(interpret(after, inputs, seed=seed)[0], interpret(kernel, inputs)[0])
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda: tk.attention(128, 192, heads=1, lengths=True),
+        lambda: tk.attention(192, 192, tile=(192, 64), heads=1, window=(70, 0), softcap=3.0),
+    ],
+    ids=["masked values", "three consumers"],
+)
+def test_attention_is_rotated(kernel):
+    """V masked in a spare buffer goes with the delayed product; a sequence may have no keys."""
+    kernel = kernel()
+    planned = steps(kernel, Machine(), {})
+    assert not isinstance(planned, NoPlan), str(planned)
+    waits = [op.pending for op in planned.kernel.body.walk() if isinstance(op, DotWait)]
+    assert waits.count(1) == planned.plan.consumers
+    inputs = operands(kernel, 0)
+    for length in (0, 70, 192) if len(inputs) == 4 else (0,):
+        inputs[3:] = [np.array([length], np.int32)] * len(inputs[3:])
+        want = interpret(kernel, inputs)[0]
+        for seed in range(3):
+            np.testing.assert_array_equal(interpret(planned.kernel, inputs, seed=seed)[0], want)
