@@ -143,6 +143,10 @@ class BarrierType:
     def dtype(self) -> str:
         return "uint64"
 
+    @property
+    def info(self) -> DType:
+        return DTYPES[self.dtype]
+
     def __str__(self) -> str:
         return f"barrier<{self.count}, arrivals {self.arrivals}>"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,7 @@ def _axis(axis) -> int:
     return int(axis)
 
 
-def cdiv(a, b):
+def cdiv(a, b) -> Any:
     """`a / b` rounded up, for non-negative ints, Python's, traced, or dynamic sizes."""
     if isinstance(a, int | np.integer) and isinstance(b, int | np.integer):
         return -(-int(a) // int(b))
@@ -67,12 +69,12 @@ def arange(start, stop=None, step=1, dtype=None):
     return jnp.arange(start, stop, step, dtype)
 
 
-def zeros(shape, dtype=np.float32):
+def zeros(shape, dtype: Any = np.float32):
     """A tile of zeros."""
     return jnp.zeros(shape, dtype)
 
 
-def ones(shape, dtype=np.float32):
+def ones(shape, dtype: Any = np.float32):
     """A tile of ones."""
     return jnp.ones(shape, dtype)
 

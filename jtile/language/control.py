@@ -8,7 +8,7 @@ about pipelining stands on the counter as `loop_hint`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ class Range:
     def static(self) -> bool:
         return isinstance(self.lo, int) and isinstance(self.hi, int)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         raise KernelSyntaxError(
             "jt.range loops need the source of the function around them, and jtile has not rewritten this one: "
             "decorate a "

@@ -121,7 +121,7 @@ in_interpreter = double.with_options(fallback="interpret")
 
 
 def test_elsewhere_it_is_refused_or_interpreted():
-    x = normal(64, 64, dtype=np.float16)
+    x = jax.device_put(normal(64, 64, dtype=np.float16), jax.devices("cpu")[0])
     with pytest.raises(UnsupportedError, match=r"block level.*sm_90.*fallback='interpret'"):
         jax.jit(double)(x)
     np.testing.assert_array_equal(jax.jit(in_interpreter)(x), 2 * x)
@@ -159,6 +159,16 @@ def test_derivatives_are_given_not_derived():
     np.testing.assert_array_equal(got[1], -(8 * wide(x)).astype(np.float16))
     with pytest.raises(TransformError, match="forward mode"):
         jax.jit(lambda x: jax.jvp(given, (x,), (x,)))(x)
+
+
+def test_export_for_a_gpu_that_is_not_here():
+    export = pytest.importorskip("jax.export")
+    pytest.importorskip("flatbuffers", reason="flatbuffers, which jax.export needs, is not installed")
+    pytest.importorskip("triton", reason="triton compiles kernels for GPUs")
+    types = [jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)] * 2
+    with jt.config(arch="sm_90"):
+        made = export.export(jax.jit(tutorial.producer), platforms=["cuda"], disabled_checks=jt.export_checks())(*types)
+    assert "jtile_cuda" in made.mlir_module() and "jtile_cuda_io" not in made.mlir_module()
 
 
 def test_it_is_kept_whole_on_several_devices():
