@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jtile import ir
-from jtile._errors import UnsupportedError
+from jtile._errors import UnsupportedError, VerificationError
 from jtile.ir.block import level_of
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton.block.compile import compile_block_kernel, emit_block_kernel
@@ -27,7 +27,10 @@ def specialised(kernel: ir.Kernel, arch: str, options: Mapping[str, Any], *, tex
         return compile_block_kernel(kernel, arch, options, texts=texts)
     if (options.get("num_ctas") or 1) > 1:
         return "tile level: num_ctas shares a program among several blocks\n"
-    planned = steps(kernel, Machine(), options)
+    try:
+        planned = steps(kernel, Machine(), options)
+    except VerificationError as e:
+        return f"tile level: the plan of the block level is wrong, a defect of jtile: {e}\n"
     if isinstance(planned, NoPlan):
         return f"tile level: {planned}\n"
     try:

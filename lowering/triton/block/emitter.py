@@ -22,7 +22,7 @@ from jtile.lowering.triton.ttir import Val
 BLOCK: dict[type[ir.Op], Callable[[BlockEmitter, Any], Any]] = {}  # emitters of the block level
 SHARED_WITH_TILES = (
     ir.ProgramId, ir.NumPrograms, ir.SizeOf, ir.Full, ir.Iota, ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Reduce,
-    ir.ArgReduce, ir.Load, ir.Store, ir.Atomic, ir.Dense,
+    ir.ArgReduce, ir.Load, ir.Store, ir.Atomic, ir.Dense, ir.Cumulative, ir.UserScan,
 )  # fmt: skip  # those whose emitters for TTIR serve here
 
 
@@ -172,6 +172,9 @@ class BlockEmitter(Emitter):
             if isinstance(origin(home), Linear) and not versions.reduces_any_layout():
                 home = blocked(op.x.shape, elem_of(op.x.dtype), self.warps)
             return op.x, home
+        if isinstance(op, ir.Cumulative | ir.UserScan):
+            r = op.results[0]
+            return r, blocked(r.shape, elem_of(r.dtype), self.warps)  # scans know no other layouts
         if isinstance(op, ir.Store):
             v = op.value
         else:
