@@ -96,13 +96,14 @@ class State:
         return State(*(x.copy() for x in vars(self).values()))
 
 
-def check_in_flight(kernel: Kernel, role: str, body: Block) -> None:
-    """Refuse a role that uses a product before it has ended, or memory that a product or a copy still reads.
+def check_in_flight(kernel: Kernel, role: str, body: Block, pid: tuple[int, ...]) -> None:
+    """Refuse a role that, in program `pid`, uses a product before it has ended, or memory that a product or a copy
+    still reads.
 
     Raises:
       VerificationError: with the op that comes too early, and what to put before it.
     """
-    flow = _Flow(kernel, role)
+    flow = _Flow(kernel, role, pid)
     flow.block(body)
     if flow.state.open:
         why = "the memory of the block is gone when its roles have ended: put store_wait 0 at the end of the role"
@@ -110,9 +111,9 @@ def check_in_flight(kernel: Kernel, role: str, body: Block) -> None:
 
 
 class _Flow:
-    def __init__(self, kernel: Kernel, role: str):
+    def __init__(self, kernel: Kernel, role: str, pid: tuple[int, ...]):
         self.kernel, self.role = kernel, role
-        self.scalars = Scalars.in_roles(kernel)
+        self.scalars = Scalars.in_roles(kernel, pid)
         self.state = State([], {}, {}, [], [], [])
 
     def refuse(self, op: Op, message: str) -> None:

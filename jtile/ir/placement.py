@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NoReturn
 
 from jtile._errors import VerificationError
@@ -134,6 +135,19 @@ def root(v: Value) -> Value:
     while isinstance(v.op, Slot | TransposeShared | SliceShared):
         v = v.op.buffer
     return v
+
+
+def named(v: Value) -> str:
+    """How messages call a barrier or a buffer."""
+    return f"%{v.name}" if v.name else "what has no name"
+
+
+def blocks_of(b: Block) -> Iterator[Block]:
+    """A block and all regions inside it."""
+    yield b
+    for op in b.ops:
+        for inner in op.blocks():
+            yield from blocks_of(inner)
 
 
 def roles_of(kernel: Kernel) -> Roles:

@@ -38,6 +38,7 @@ _INTS: dict[str, Callable[..., int | None]] = {
     "xor": lambda a, b: a ^ b,
     "shl": _shift,
     "shr": lambda a, n: a >> n if 0 <= n < 64 else None,
+    "shr_logical": lambda a, n: a >> n if a >= 0 and 0 <= n < 64 else None,
     "eq": lambda a, b: a == b,
     "ne": lambda a, b: a != b,
     "lt": lambda a, b: a < b,
@@ -66,10 +67,11 @@ class Scalars:
         self.unknowns = 0
 
     @classmethod
-    def in_roles(cls, kernel: Kernel) -> Scalars:
-        """What every program of a block-level kernel knows when its roles begin."""
-        out = cls(kernel, ())
-        out.pid = tuple(out.fresh() for _ in kernel.grid)
+    def in_roles(cls, kernel: Kernel, pid: tuple[int, ...] | None = None) -> Scalars:
+        """What program `pid` (None: any) of a block-level kernel knows when its roles begin."""
+        out = cls(kernel, pid or ())
+        if pid is None:
+            out.pid = tuple(out.fresh() for _ in kernel.grid)
         for op in kernel.body.ops:
             out.run(op)
         return out

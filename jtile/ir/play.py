@@ -1,0 +1,244 @@
+"""The roles of one program played through on numbers alone: a wait that nobody can end is an error.
+
+A role is followed along its scalars; tiles and buffers do not matter. Where its way depends on what is not known (a
+loaded number) it may do anything from there on, and nobody is accused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from .block import Arrive, AsyncLoad, Expect, Roles, Wait, nbytes
+from .control import For, If, While
+from .core import Block, Kernel, Op, Value
+from .placement import blocks_of, named, refuse
+from .scalars import Scalars
+from .shapes import Full
+
+STEPS = 2_000  # ops of scalars and barriers that a role is followed for
+Event = Wait | Arrive | Expect | AsyncLoad
+# What a fault does depends on who is first: the roles go on in their order (1) or the other way round (-1), copies end
+# at once or (True) when nothing else can go on.
+Order = tuple[int, bool]
+ORDERS: tuple[Order, ...] = ((1, False), (-1, False), (-1, True))
+
+
+class _LostError(Exception):
+    """The way of a role depends on what is not known, or is too long to follow."""
+
+
+@dataclasses.dataclass
+class _Barrier:
+    """One barrier: phases that have ended, and what the phase that runs still lacks."""
+
+    arrivals: int
+    phase: int = 0
+    missing: int = 0
+    bytes: int = 0
+
+    def __post_init__(self):
+        self.missing = self.arrivals
+
+    def settle(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.phase, self.missing = self.phase + 1, self.arrivals
+
+    def passes(self, parity: int) -> bool:
+        return self.phase & 1 != parity
+
+
+class _Role:
+    """A role on its way: the ops of barriers that it does, one after the other."""
+
+    def __init__(self, play: Play, name: str, body: Block):
+        self.play, self.name, self.steps = play, name, 0
+        self.scalars = Scalars(play.kernel, play.pid, play.sizes)
+        self.relevant = {id(b) for b in blocks_of(body) if any(isinstance(op, Event) for op in b.walk())}
+        arrivals = [op for op in body.walk() if isinstance(op, Event) and not isinstance(op, Wait)]
+        self.arrives = {(op.barrier, _constant(op.at)) for op in arrivals}
+        self.way = self.block(body)
+        self.waits: Wait | None = None
+        self.lost = self.done = False
+
+    def number(self, v: Value | None) -> int:
+        n = self.scalars.known(v)
+        if n is None:
+            raise _LostError
+        return int(n)
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps > STEPS:
+            raise _LostError
+
+    def block(self, b: Block) -> Iterator[Op]:
+        self.step()
+        for op in b.ops:
+            self.step()
+            if op.blocks():
+                if any(id(x) in self.relevant for x in op.blocks()):
+                    yield from self.region(op)
+                else:
+                    self.count(op)
+            elif not isinstance(op, Event):
+                self.scalars.run(op)
+            elif self.number(op.when):
+                yield op
+
+    def count(self, op: Op) -> None:
+        """A region without barriers: only the scalars that it gives may matter."""
+        if isinstance(op, For | While | If) and any(not r.shape for r in op.results):
+            try:
+                list(self.region(op))
+                return
+            except _LostError:
+                pass
+        self.scalars.forget(op.results)
+
+    def region(self, op: Op) -> Iterator[Op]:
+        if isinstance(op, If):
+            taken = op.then if self.number(op.cond) else op.orelse
+            yield from self.block(taken)
+            return self.give(taken.yields, op.results)
+        if isinstance(op, While):
+            self.give(op.inits, op.cond.params)
+            while True:
+                yield from self.block(op.cond)
+                if not self.number(op.cond.yields[0]):
+                    return self.give(op.cond.params, op.results)
+                self.give(op.cond.params, op.body.params)
+                yield from self.block(op.body)
+                self.give(op.body.yields, op.cond.params)
+        k, *carry = op.body.params
+        self.give(op.inits, carry)
+        lo, hi, step = (self.number(v) for v in (op.lo, op.hi, op.step))
+        if not step:
+            raise _LostError
+        for i in range(lo, hi, step):
+            self.scalars.env[k] = i
+            yield from self.block(op.body)
+            self.give(op.body.yields, carry)
+        self.give(carry, op.results)
+
+    def give(self, values, to) -> None:
+        self.scalars.bind(to, [self.scalars.of(v) for v in values])
+
+    def may_arrive(self, other: _Role) -> bool:
+        """Whether any op of this role may arrive where the other waits."""
+        op = other.waits
+        return op is not None and not self.arrives.isdisjoint({(op.barrier, None), (op.barrier, other.number(op.at))})
+
+    def advance(self) -> bool:
+        """Go on until the role must wait; whether it did anything."""
+        moved = False
+        while not (self.lost or self.done):
+            try:
+                if self.waits is None:
+                    op = next(self.way, None)
+                    self.done = op is None
+                    self.waits = op if isinstance(op, Wait) else None
+                if self.waits is not None:
+                    if not self.play.barrier(self, self.waits).passes(self.play.parity(self, self.waits)):
+                        return moved
+                    self.waits = None
+                elif not self.done:
+                    self.play.event(self, op)  # type: ignore[arg-type]
+                moved = True
+            except _LostError:
+                self.lost = True
+        return moved
+
+
+def _constant(v: Value) -> int | None:
+    return int(v.op.value) if isinstance(v.op, Full) else None
+
+
+class Play:
+    """All roles of one program, side by side: each goes on as far as it can."""
+
+    def __init__(self, kernel: Kernel, roles: Roles, pid: tuple[int, ...], sizes: dict[str, int], order: Order):
+        self.kernel, self.pid, self.sizes = kernel, pid, sizes
+        self.turn, self.lazy = order
+        self.under_way: list[tuple[_Role, AsyncLoad, _Barrier]] = []
+        self.barriers: dict[tuple[Value, int], _Barrier] = {}
+        self.roles = [_Role(self, name, body) for name, body in zip(roles.names, roles.bodies, strict=True)]
+        for op in kernel.body.ops[:-1]:
+            for role in self.roles:
+                role.scalars.run(op)
+
+    def run(self) -> None:
+        order = self.roles[:: self.turn]
+        while True:
+            if any(list(map(_Role.advance, order))):  # all of them, whatever the first did
+                continue
+            if not self.under_way:
+                break
+            self.landed(*self.under_way.pop(0))
+        stuck = [r for r in self.roles if r.waits is not None and not r.lost]
+        free = [r for r in self.roles if r.lost]
+        while stuck:  # those for whom somebody that may do anything can still arrive
+            helped = [r for r in stuck if any(f.may_arrive(r) for f in free)]
+            if not helped:
+                return self.deadlock(stuck)
+            free += helped
+            stuck = [r for r in stuck if r not in helped]
+
+    def barrier(self, role: _Role, op: Wait | Arrive | Expect | AsyncLoad) -> _Barrier:
+        at, t = role.number(op.at), op.barrier.type
+        if not 0 <= at < t.count:  # type: ignore[union-attr]
+            refuse(self.kernel, op, f"{named(op.barrier)} has no slot {at}: it is {t}", role.name)
+        return self.barriers.setdefault((op.barrier, at), _Barrier(t.arrivals))  # type: ignore[union-attr]
+
+    def parity(self, role: _Role, op: Wait) -> int:
+        parity = role.number(op.parity)
+        if parity not in (0, 1):
+            refuse(self.kernel, op, f"a parity is 0 or 1, got {parity}: (round // slots) & 1", role.name)
+        return parity
+
+    def event(self, role: _Role, op: Arrive | Expect | AsyncLoad) -> None:
+        b = self.barrier(role, op)
+        if isinstance(op, AsyncLoad):
+            if self.lazy:
+                return self.under_way.append((role, op, b))
+            return self.landed(role, op, b)
+        count = op.count if isinstance(op, Arrive) else 1
+        b.bytes += op.bytes if isinstance(op, Expect) else 0
+        b.missing -= count
+        if b.missing < 0:
+            why = f"its phase {b.phase} takes {b.arrivals} arrivals and has had {b.arrivals - b.missing - count}"
+            refuse(self.kernel, op, f"arrives {count} times at {named(op.barrier)}, but {why}", role.name)
+        self.settle(role, op, b)
+
+    def landed(self, role: _Role, op: AsyncLoad, b: _Barrier) -> None:
+        b.bytes -= nbytes(op.buffer.type)  # type: ignore[arg-type]
+        self.settle(role, op, b)
+
+    def settle(self, role: _Role, op: Arrive | Expect | AsyncLoad, b: _Barrier) -> None:
+        if b.missing == 0 and b.bytes < 0:
+            message = f"copies brought {-b.bytes} bytes more to {named(op.barrier)} than were announced"
+            refuse(self.kernel, op, f"{message}: expect the bytes of all copies of a phase", role.name)
+        b.settle()
+
+    def deadlock(self, stuck: list[_Role]) -> None:
+        """Report the first of the roles that wait for ever."""
+        first = stuck[0]
+        op = first.waits
+        assert op is not None
+        b, at, parity = self.barrier(first, op), first.number(op.at), self.parity(first, op)
+        has = f"{b.arrivals - b.missing} of {b.arrivals} arrivals"
+        has += f" and lacks {b.bytes} of the bytes that were announced" if b.bytes else ""
+        lines = [
+            f"waits for ever at {named(op.barrier)}[{at}] for a phase of parity {parity}: phase {b.phase} has {has}"
+        ]
+        for r in self.roles:
+            if r is first:
+                continue
+            where = r.waits
+            if r in stuck and where is not None:
+                line = f" ({where.loc})" if where.loc.file else ""
+                lines.append(f"role {r.name} waits at {named(where.barrier)}[{r.number(where.at)}]{line}")
+            else:
+                lines.append(f"role {r.name} has ended" if r.done else f"role {r.name} does not arrive there")
+        way = "check who arrives, the order of waits and arrivals, and the parities (it // slots) & 1"
+        refuse(self.kernel, op, "; ".join(lines) + f": {way}", first.name)
