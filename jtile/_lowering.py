@@ -174,7 +174,23 @@ def _custom_call(
     else:  # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
         name, attributes = f"jtile_{platform}{'_io' * program.io}", _gpu_attributes(artifact)
     rule = jax.ffi.ffi_lowering(name, operand_output_aliases=dict(whole.aliases), has_side_effect=program.io)
-    return rule(wide, *operands, *started, **attributes)[: len(ctx.avals_out)]
+    shared = {i for i, _ in whole.aliases}
+    if platform == "cpu" or not shared:
+        return rule(wide, *operands, *started, **attributes)[: len(ctx.avals_out)]
+    alone = lambda i, x: x if i in shared else _behind_barrier(ctx, wide.avals_in[i], x)
+    outs = rule(wide, *(alone(i, x) for i, x in enumerate([*operands, *started])), **attributes)
+    return [_behind_barrier(ctx, a, x) for a, x in zip(ctx.avals_out, outs)]
+
+
+def _behind_barrier(ctx: mlir.LoweringRuleContext, aval: Any, value: Any) -> Any:
+    """A value that XLA does not look through.
+
+    Its GPU compiler fuses slices before a custom call, and updates of slices behind it, with the call
+    (DynamicSliceFusion), and forgets that a result shares the buffer of an operand: it would start from anything.
+    """
+    inner = ctx.replace(avals_in=(aval,), avals_out=(aval,))
+    (out,) = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)(inner, value)
+    return out
 
 
 def _target(platform: str) -> Any:

@@ -253,3 +253,38 @@ def test_fallback_interprets_what_the_target_cannot_run(monkeypatch):
     np.testing.assert_array_equal(k.with_options(fallback="interpret")(X), X * 3 + 0.125)
     with jt.config(fallback="interpret"):
         np.testing.assert_array_equal(jax.jit(k)(X), X * 3 + 0.125)
+
+
+# -- outputs that share a buffer with an operand, where XLA fuses slices with custom calls ------------------------------
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0], init=1.0)
+def one_more(x, o):
+    i = jt.program_id(0)
+    o[i, :] = o[i, :] + x[i, :]
+
+
+@jt.kernel(out_type=lambda x, z: jt.like(z), grid=lambda x, z: z.shape[0], alias={"z": "o"})
+def added_to(x, z, o):
+    i = jt.program_id(0)
+    o[i, :] = o[i, :] + x[i, :]
+
+
+def test_slices_before_and_behind_a_kernel_in_place():
+    x = jax.random.normal(jax.random.key(0), (3, 64, 64))
+    np.testing.assert_array_equal(jax.jit(lambda x: one_more(x[1]))(x), 1 + x[1])
+    _, rows = jax.jit(lambda x: jax.lax.scan(lambda c, row: (c, one_more(row)), 0, x))(x)
+    np.testing.assert_array_equal(rows, 1 + x)
+    turn = lambda k, z: z.at[k].set(added_to(x[k], z[2 - k]))
+    z = jax.jit(lambda z: jax.lax.fori_loop(0, 3, turn, z))(2 * x)
+    np.testing.assert_array_equal(z[0], x[0] + 2 * x[2])
+    np.testing.assert_array_equal(z[2], x[2] + z[0])
+
+
+def test_xla_for_gpus_sees_no_slice_beside_a_kernel_in_place():
+    x = jnp.zeros((3, 64, 64))
+    with jt.config(arch="sm_90"):
+        make = jax.export.export(
+            jax.jit(lambda x: one_more(x[1])), platforms=["cuda"], disabled_checks=jt.export_checks()
+        )
+        assert str(make(x).mlir_module()).count("stablehlo.optimization_barrier") == 2
