@@ -255,7 +255,7 @@ def test_fallback_interprets_what_the_target_cannot_run(monkeypatch):
         np.testing.assert_array_equal(jax.jit(k)(X), X * 3 + 0.125)
 
 
-# -- outputs in the buffer of an operand, where XLA fuses slices with custom calls --------------------------------------
+# -- outputs in the buffer of an operand, where XLA fuses slices with custom calls -----------------------------------
 
 
 @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0], init=1.0)
