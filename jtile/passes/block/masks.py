@@ -148,7 +148,9 @@ class _Extreme:
                 return b.map("neg", self._build(x, not largest, b, look))
             case Map(fn, args):
                 return b.map(fn, *(self._build(x, largest, b, look) for x in args))
-        return self._build(v.op.x, largest, b, look)
+            case Broadcast(x) | Reshape(x) | Transpose(x):
+                return self._build(x, largest, b, look)
+        raise AssertionError(f"{v} has no extreme")  # `exists` is asked first
 
 
 # -- masks in branches ------------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ def guarded(
         local.update(zip(old.params, new.params, strict=True))
         for op in old.ops:
             b.loc = op.loc
-            if op in sites:
+            if isinstance(op, Select) and op in sites:
                 out = _branch(b, op, sites[op], look, _own(op, old, sites))
             else:
                 out = op.clone(look, lambda r: inner(r, look) if inner else guarded(r, {}, look))
@@ -211,7 +213,7 @@ def _own(mask: Select, body: Block, sites: Mapping[Select, Needed]) -> list[Op]:
     for op in reversed(body.ops):
         pure = is_pure(op) and not op.blocks() and not isinstance(op, Dot) and any(r.shape for r in op.results)
         only = all(
-            u in masking or (u in sites and r is not u.a)
+            u in masking or (isinstance(u, Select) and u in sites and r is not u.a)
             for r in op.results
             for u in users.get(r, ())
             if op not in sites

@@ -42,7 +42,7 @@ class _Merger:
         for op in old.ops:
             if op in gone:
                 continue
-            if op in runs:
+            if isinstance(op, For) and op in runs:
                 new: Op = runs[op].merged(b, look, self)
             else:
                 new = op.clone(look, lambda inner: self.block(inner, look))

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jtile.ir import Arrive, BarrierType, Block, Builder, DotAsync, DotWait, For, Kernel, Op, Value
+from jtile.ir import Arrive, BarrierType, Block, Builder, DotAsync, DotWait, For, Kernel, Op, Slot, Value
 from jtile.passes.affine import ranges
 from jtile.passes.fold import number
 from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
 
-from .chains import Copier, Products, filled_by, root_of
+from .chains import VIEWS, Copier, Products, filled_by, root_of
 from .rotate import Rotation
 
 
@@ -130,7 +130,9 @@ class _Accumulation:
                 copy.local[op.results[0]] = copy.look(op.values[0])  # type: ignore[attr-defined]
             elif op not in self.late:
                 new = copy.op(op)
-                if isinstance(new, DotAsync) and op in first and number(first[op]) == 0 and new.keep is None:
+                if not isinstance(op, DotAsync) or not isinstance(new, DotAsync) or op not in first:
+                    continue
+                if number(first[op]) == 0 and new.keep is None:
                     new.keep = later
         b.loc = products.loop.loc
         ends = [products.waits[c.dots[-1]].results[0] for c in products.chains]
@@ -144,8 +146,8 @@ class _Accumulation:
 def _slot_numbers(buffer: Value) -> list[Value]:
     """The numbers of the slots that a view of shared memory goes through."""
     out, op = [], buffer.op
-    while op is not None and hasattr(op, "buffer"):
-        out += [op.at] if hasattr(op, "at") else []
+    while isinstance(op, VIEWS):
+        out += [op.at] if isinstance(op, Slot) else []
         op = op.buffer.op
     return out
 

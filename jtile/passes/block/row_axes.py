@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jtile.ir import (
@@ -42,11 +42,11 @@ from jtile.ir import (
 )
 
 Axis = int | None  # of a tile that is cut, None for one that every share has whole
-Rule = Callable[[Any, int], "list[Axis] | None"]
+Rule = Callable[[Any, int], "Sequence[Axis] | None"]
 RULES: dict[type[Op], Rule] = {}
 
 
-def operand_axes(op: Op, axis: int) -> list[Axis] | None:
+def operand_axes(op: Op, axis: int) -> Sequence[Axis] | None:
     """The axis to cut of every operand, in the order of `op.operands()`, for shares along `axis` of its result (for a
     store, of the value that it stores); None where the shares would need more than their own part."""
     rule = RULES.get(type(op))
@@ -174,6 +174,6 @@ def _atomic(op: Atomic, axis: int):
     return [None, *_index(op.index, axis), *[axis] * len(rest)]
 
 
-def _index(index: Index, axis: int) -> list[Axis]:
+def _index(index: Index, axis: int) -> Sequence[Axis]:
     _, inside = index_axes(index)[axis]
     return [inside if isinstance(d, Take) else None for d in index]

@@ -8,6 +8,7 @@ sum over them, is a reason not to cut.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from jtile.ir import (
     Alloc,
@@ -16,6 +17,7 @@ from jtile.ir import (
     Block,
     Broadcast,
     Builder,
+    Dim,
     Dot,
     DotScaled,
     For,
@@ -25,12 +27,15 @@ from jtile.ir import (
     Iota,
     Kernel,
     Load,
+    Map,
     Op,
     Reshape,
     Slice,
     Span,
     Store,
     Tile,
+    TileType,
+    Type,
     Value,
     While,
     copy_block,
@@ -193,7 +198,7 @@ class _Rows:
                 refuse(f"the tile of this {op.mnemonic} is needed whole and by rows", op)
 
     def operands(self, op: Op, axis: Axis) -> None:
-        needed: list[Axis] | None = [None] * len(op.operands())
+        needed: Sequence[Axis] | None = [None] * len(op.operands())
         if axis is not None:
             needed = [axis] if isinstance(op, Assert) else operand_axes(op, axis)
         if needed is None:
@@ -260,9 +265,9 @@ class _Share:
         """The form of a value that is needed in one at most."""
         return next(iter(self.plan.wanted.get(v, ())), None)
 
-    def type(self, v: Value):
+    def type(self, v: Value) -> Type:
         axis = self.form(v)
-        return v.type if axis is None else v.type.with_shape(self.shape(v.shape, axis))
+        return v.type if axis is None else TileType(self.shape(v.shape, axis), v.dtype)
 
     def shape(self, shape: tuple[int, ...], axis: Axis) -> tuple[int, ...]:
         return tuple(n // self.n if k == axis else n for k, n in enumerate(shape))
@@ -310,7 +315,7 @@ class _Share:
     def cut(self, op: Op, axis: Axis) -> Op:
         """The op in the share, with its result along `axis`."""
         if axis is None or self.n == 1:
-            needed: list[Axis] = [None] * len(op.operands())
+            needed: Sequence[Axis] = [None] * len(op.operands())
         else:
             needed = [axis] if isinstance(op, Assert) else operand_axes(op, axis) or []
         given = iter(needed)
@@ -318,9 +323,9 @@ class _Share:
         if axis is not None and self.n > 1:
             self.place(op, new, axis)
         self.b.block.ops.append(build(new, op.loc, tuple(r.name for r in op.results)))
-        if isinstance(op, Load):
+        if isinstance(op, Load) and isinstance(new, Load):
             self.loads[op] = new
-        return self.shifted(new) if isinstance(op, Iota) and op.axis == axis and self.w else new
+        return self.shifted(new) if isinstance(new, Iota) and new.axis == axis and self.w else new
 
     def place(self, op: Op, new: Op, axis: int) -> None:
         """Shapes and places of the share."""
@@ -336,7 +341,8 @@ class _Share:
         k, inside = index_axes(index)[axis]
         return tuple(self.part(d) if j == k and inside is None else d for j, d in enumerate(index))
 
-    def part(self, d: Span | Tile) -> Span | Tile:
+    def part(self, d: Dim) -> Dim:
+        assert isinstance(d, Span | Tile)  # an axis of the tile
         size, i = d.size // self.n, dim_value(d)
         if isinstance(d, Span):
             return Span(self.affine(i, 1, self.w * size * d.stride), size, d.stride)
@@ -350,7 +356,6 @@ class _Share:
         i = b.map("mul", i, b.full(factor, (), i.dtype)) if factor != 1 else i
         return b.map("add", i, b.full(offset, (), i.dtype)) if offset else i
 
-    def shifted(self, iota: Op) -> Op:
-        t = iota.result.type
-        first = self.b.full(self.w * t.shape[iota.axis], t.shape, t.dtype)
-        return self.b.map("add", iota.result, first).op
+    def shifted(self, iota: Iota) -> Op:
+        first = self.b.full(self.w * iota.shape[iota.axis], iota.shape, iota.dtype)
+        return self.b.add(Map("add", (iota.result, first)))
