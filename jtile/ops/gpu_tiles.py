@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jtile as jt
 from jtile import cdiv
@@ -24,17 +25,19 @@ class Choice:
 
 
 def product(
-    m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, fast: bool = False
+    m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, **of: Any
 ) -> dict[str, int]:
     """Of `gates` matrix products [m, k] [k, n] of elements of `itemsize` bytes in one kernel.
 
     Args:
       transposed: the right operand lies in memory as [n, k].
-      fast: products of precision "fast".
+      of: `batch`: so many of them; `fast`: products of precision "fast".
     Returns:
       `bm`, `bn` and `bk`.
     """
-    own = hopper_tiles.product(m, n, k, itemsize, gates, transposed, fast) if warpgroups() else None
+    own = None
+    if warpgroups():
+        own = hopper_tiles.product(m, n, k, itemsize, gates=gates, transposed=transposed, **of)
     return own or _product(m, n, k, itemsize, gates, transposed)
 
 

@@ -14,8 +14,18 @@ GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}
 
 
 @functools.cache
-def product(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool, fast: bool) -> dict[str, int] | None:
-    """Of `gates` products [m, k] [k, n]: `bm`, `bn`, `bk`.
+def product(
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    *,
+    gates: int = 1,
+    transposed: bool = False,
+    fast: bool = False,
+    batch: int = 1,
+) -> dict[str, int] | None:
+    """Of `batch` times `gates` products [m, k] [k, n]: `bm`, `bn`, `bk`.
 
     Args:
       transposed: the right operand lies in memory as [n, k].
@@ -29,7 +39,8 @@ def product(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool,
     rates = GATED if gates > 1 else RATES
     slow = byte and not fast
     sides = [(bm, bn) for bm, bn in rates if not slow or bm * bn <= 128 * 128]
-    bm, bn = min(sides, key=lambda s: cdiv(cdiv(m, s[0]) * cdiv(n, s[1]), PROCESSORS) * s[0] * s[1] / rates[s])
+    waves = lambda bm, bn: cdiv(batch * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
+    bm, bn = min(sides, key=lambda s: waves(*s) * s[0] * s[1] / rates[s])
     return {"bm": bm, "bn": bn, "bk": bk}
 
 

@@ -66,7 +66,7 @@ def matmul(
         ta=transpose_a,
         tb=transpose_b,
         out_dtype=out_dtype.name,
-        **tiles(rows, n, k, A.dtype.itemsize, transposed=transpose_b),
+        **tiles(rows, n, k, A.dtype.itemsize, transposed=transpose_b, batch=known(A.shape[0])),
     )
     return y.reshape(*batch, m, n)
 
@@ -115,16 +115,14 @@ def _check_kinds(a, b, activation) -> None:
         )
 
 
-def tiles(
-    m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, fast: bool = False
-) -> dict[str, int]:
+def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, **of) -> dict[str, int]:
     """The tile sizes of `gates` products [m, k] [k, n] of elements of `itemsize` bytes, on the platform at hand.
 
-    `transposed`: the right operand lies in memory as [n, k]; `fast`: products of precision "fast".
+    `transposed`: the right operand lies in memory as [n, k]; `of`: see `gpu_tiles.product`.
     """
     m, n, k = known(m), known(n), known(k)
     if jt.platform() != "cpu":
-        return gpu_tiles.product(m, n, k, itemsize, gates, transposed, fast)
+        return gpu_tiles.product(m, n, k, itemsize, gates, transposed, **of)
     return {**_cpu_tiles(m, n, k), "bk": 0}
 
 
@@ -258,7 +256,7 @@ def _parts(a, b, ta: bool, tb: bool) -> tuple[int, dict[str, int]]:
 def product(a, b, out_dtype, *, ta: bool = False, tb: bool = False):
     """`op(a) op(b)` of arrays [batch or 1, rows, columns], without checks; `ta`, `tb`: op transposes."""
     m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
-    sizes = tiles(m, n, k, a.dtype.itemsize, transposed=tb)
+    sizes = tiles(m, n, k, a.dtype.itemsize, transposed=tb, batch=known(max(a.shape[0], b.shape[0])))
     return _run(a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **sizes)
 
 
