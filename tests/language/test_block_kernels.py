@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,12 @@ def close(got, want, tol=1e-2):
     assert np.linalg.norm(wide(got) - want) <= tol * np.linalg.norm(want)
 
 
+def plain_attention(q, k, v):
+    scores = np.einsum("hmd,hnd->hmn", wide(q), wide(k)) / np.sqrt(q.shape[-1])
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hmn,hnd->hmd", p / p.sum(-1, keepdims=True), wide(v))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("at", [False, True])
 @pytest.mark.parametrize("bt", [False, True])
@@ -37,10 +45,7 @@ def test_gemm(at, bt, dtype):
 @pytest.mark.parametrize("seed", range(3))
 def test_attention(seed):
     q, k, v = (normal(2, n, 64, seed=s) for s, n in enumerate((200, 150, 150)))
-    scores = np.einsum("hmd,hnd->hmn", wide(q), wide(k)) / 8
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    want = np.einsum("hmn,hnd->hmd", p / p.sum(-1, keepdims=True), wide(v))
-    close(attention.interpret(q, k, v, seed=seed), want)
+    close(attention.interpret(q, k, v, seed=seed), plain_attention(q, k, v))
 
 
 @pytest.mark.parametrize("step", tutorial.STEPS[1:], ids=lambda step: step.name)
@@ -49,6 +54,33 @@ def test_steps_of_the_tutorial(step):
     more = {"blocks": 3} if "blocks" in step.__signature__.parameters else {}
     for seed in range(2):
         close(step.interpret(a, b, seed=seed, **more), wide(a) @ wide(b))
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", tutorial.STEPS, ids=lambda step: step.name)
+def test_steps_on_a_gpu(step):
+    for m, n, k in ((512, 768, 320), (1000, 1544, 712)):
+        a, b = normal(m, k), normal(k, n, seed=1)
+        runs = [np.asarray(jax.jit(step)(a, b)) for _ in range(3)]
+        close(runs[0], wide(a) @ wide(b))
+        assert all((x == runs[0]).all() for x in runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", [False, True])
+@pytest.mark.parametrize("bt", [False, True])
+def test_gemm_on_a_gpu(at, bt):
+    a, b = normal(520, 264, dtype=np.float16), normal(264, 392, dtype=np.float16, seed=1)
+    close(jax.jit(functools.partial(gemm, at=at, bt=bt))(a.T if at else a, b.T if bt else b), wide(a) @ wide(b))
+
+
+@pytest.mark.gpu
+def test_attention_on_a_gpu():
+    q, k, v = (normal(3, n, 128, seed=s) for s, n in enumerate((1000, 700, 700)))
+    close(jax.jit(attention)(q, k, v), plain_attention(q, k, v))
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
