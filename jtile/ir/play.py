@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from .block import Arrive, AsyncLoad, Expect, Roles, Wait, nbytes
+from .block import Arrive, AsyncLoad, Expect, Wait, nbytes
 from .control import For, If, While
 from .core import Block, Kernel, Op, Value
 from .placement import blocks_of, named, refuse
 from .scalars import Scalars
 from .shapes import Full
 
-STEPS = 2_000  # ops of scalars and barriers that a role is followed for
+STEPS = 1_000  # ops of scalars and barriers that a role is followed for: some hundred rounds of a ring
 Event = Wait | Arrive | Expect | AsyncLoad
 # What a fault does depends on who is first: the roles go on in their order (1) or the other way round (-1), copies end
 # at once or (True) when nothing else can go on.
@@ -48,16 +48,75 @@ class _Barrier:
         return self.phase & 1 != parity
 
 
+class Skeleton:
+    """What barriers depend on in a role: for each block the ops that do something to a barrier, and those that bounds,
+    branches, slots and parities come from."""
+
+    def __init__(self, name: str, body: Block):
+        self.name, self.body = name, body
+        self.events = [op for op in body.walk() if isinstance(op, Event)]
+        eventful = {id(b) for b in blocks_of(body) if any(isinstance(op, Event) for op in b.walk())}
+        # ops with barriers in a region
+        self.acts = {op for op in body.walk() if any(id(b) in eventful for b in op.blocks())}
+        self.arrives = {(op.barrier, _constant(op.at)) for op in self.events if not isinstance(op, Wait)}
+        self.needed = self._closure()
+        self.ops = {id(b): [op for op in b.ops if self._matters(op)] for b in blocks_of(body)}
+
+    def _matters(self, op: Op) -> bool:
+        return isinstance(op, Event) or op in self.acts or any(r in self.needed for r in op.results)
+
+    def _closure(self) -> set[Value]:
+        sources: dict[Value, tuple[Value, ...]] = {}
+        todo: list[Value] = []
+        for op in self.body.walk():
+            sources |= _sources(op)
+            if isinstance(op, Event):
+                todo += [v for v in (op.at, op.when, getattr(op, "parity", None)) if v is not None]
+            elif op in self.acts:
+                todo += _ways(op)
+        needed: set[Value] = set()
+        while todo:
+            v = todo.pop()
+            if v not in needed:
+                needed.add(v)
+                todo += sources.get(v, ())
+        return needed
+
+
+def _ways(op: Op) -> tuple[Value, ...]:
+    """What decides which way a region goes."""
+    if isinstance(op, For):
+        return (op.lo, op.hi, op.step)
+    return op.cond.yields if isinstance(op, While) else (op.cond,) if isinstance(op, If) else ()
+
+
+def _sources(op: Op) -> dict[Value, tuple[Value, ...]]:
+    """What the results of an op and the parameters of its regions come from."""
+    out: dict[Value, tuple[Value, ...]] = {}
+    if isinstance(op, For | While):
+        first = op.body.params[-len(op.inits) :] if isinstance(op, For) else op.cond.params
+        for p, init, y, r in zip(first if op.inits else (), op.inits, op.body.yields, op.results, strict=True):
+            out[p] = (init, y)
+            out[r] = (p, init, *_ways(op))
+        if isinstance(op, For):
+            out[op.body.params[0]] = (op.lo, op.step)
+        else:
+            out |= {q: (p,) for p, q in zip(op.cond.params, op.body.params, strict=True)}
+    elif isinstance(op, If):
+        pairs = zip(op.results, op.then.yields, op.orelse.yields, strict=True)
+        out = {r: (a, b, op.cond) for r, a, b in pairs}
+    else:
+        out = {r: tuple(op.operands()) for r in op.results}
+    return out
+
+
 class _Role:
     """A role on its way: the ops of barriers that it does, one after the other."""
 
-    def __init__(self, play: Play, name: str, body: Block):
-        self.play, self.name, self.steps = play, name, 0
+    def __init__(self, play: Play, skeleton: Skeleton):
+        self.play, self.skeleton, self.name, self.steps = play, skeleton, skeleton.name, 0
         self.scalars = Scalars(play.kernel, play.pid, play.sizes)
-        self.relevant = {id(b) for b in blocks_of(body) if any(isinstance(op, Event) for op in b.walk())}
-        arrivals = [op for op in body.walk() if isinstance(op, Event) and not isinstance(op, Wait)]
-        self.arrives = {(op.barrier, _constant(op.at)) for op in arrivals}
-        self.way = self.block(body)
+        self.way = self.block(skeleton.body)
         self.waits: Wait | None = None
         self.lost = self.done = False
 
@@ -72,31 +131,28 @@ class _Role:
         if self.steps > STEPS:
             raise _LostError
 
-    def block(self, b: Block) -> Iterator[Op]:
+    def block(self, b: Block) -> Iterator[Event]:
         self.step()
-        for op in b.ops:
+        for op in self.skeleton.ops[id(b)]:
             self.step()
-            if op.blocks():
-                if any(id(x) in self.relevant for x in op.blocks()):
-                    yield from self.region(op)
-                else:
-                    self.count(op)
-            elif not isinstance(op, Event):
+            if isinstance(op, Event):
+                if self.number(op.when):
+                    yield op
+            elif op in self.skeleton.acts:
+                yield from self.region(op)
+            elif op.blocks():
+                self.count(op)
+            else:
                 self.scalars.run(op)
-            elif self.number(op.when):
-                yield op
 
     def count(self, op: Op) -> None:
-        """A region without barriers: only the scalars that it gives may matter."""
-        if isinstance(op, For | While | If) and any(not r.shape for r in op.results):
-            try:
-                list(self.region(op))
-                return
-            except _LostError:
-                pass
-        self.scalars.forget(op.results)
+        """A region without barriers: only the scalars that it gives matter."""
+        try:
+            list(self.region(op))
+        except _LostError:
+            self.scalars.forget(op.results)
 
-    def region(self, op: Op) -> Iterator[Op]:
+    def region(self, op: Op) -> Iterator[Event]:
         if isinstance(op, If):
             taken = op.then if self.number(op.cond) else op.orelse
             yield from self.block(taken)
@@ -110,6 +166,8 @@ class _Role:
                 self.give(op.cond.params, op.body.params)
                 yield from self.block(op.body)
                 self.give(op.body.yields, op.cond.params)
+        if not isinstance(op, For):
+            raise _LostError
         k, *carry = op.body.params
         self.give(op.inits, carry)
         lo, hi, step = (self.number(v) for v in (op.lo, op.hi, op.step))
@@ -122,12 +180,15 @@ class _Role:
         self.give(carry, op.results)
 
     def give(self, values, to) -> None:
-        self.scalars.bind(to, [self.scalars.of(v) for v in values])
+        pairs = [(v, t) for v, t in zip(values, to, strict=True) if t in self.skeleton.needed]
+        self.scalars.bind([t for _, t in pairs], [self.scalars.of(v) for v, _ in pairs])
 
     def may_arrive(self, other: _Role) -> bool:
         """Whether any op of this role may arrive where the other waits."""
         op = other.waits
-        return op is not None and not self.arrives.isdisjoint({(op.barrier, None), (op.barrier, other.number(op.at))})
+        return op is not None and not self.skeleton.arrives.isdisjoint(
+            {(op.barrier, None), (op.barrier, other.number(op.at))}
+        )
 
     def advance(self) -> bool:
         """Go on until the role must wait; whether it did anything."""
@@ -157,12 +218,14 @@ def _constant(v: Value) -> int | None:
 class Play:
     """All roles of one program, side by side: each goes on as far as it can."""
 
-    def __init__(self, kernel: Kernel, roles: Roles, pid: tuple[int, ...], sizes: dict[str, int], order: Order):
+    def __init__(
+        self, kernel: Kernel, roles: list[Skeleton], pid: tuple[int, ...], sizes: dict[str, int], order: Order
+    ):
         self.kernel, self.pid, self.sizes = kernel, pid, sizes
         self.turn, self.lazy = order
         self.under_way: list[tuple[_Role, AsyncLoad, _Barrier]] = []
         self.barriers: dict[tuple[Value, int], _Barrier] = {}
-        self.roles = [_Role(self, name, body) for name, body in zip(roles.names, roles.bodies, strict=True)]
+        self.roles = [_Role(self, skeleton) for skeleton in roles]
         for op in kernel.body.ops[:-1]:
             for role in self.roles:
                 role.scalars.run(op)

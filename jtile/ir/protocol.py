@@ -16,7 +16,7 @@ from .dynamic import used_symbols
 from .extents import evaluate
 from .in_flight import check_in_flight
 from .placement import blocks_of, named, refuse, roles_of, root
-from .play import ORDERS, Play
+from .play import ORDERS, Play, Skeleton
 from .scalars import Scalars
 from .shapes import Full
 from .types import SharedType
@@ -38,11 +38,13 @@ def check_protocol(kernel: Kernel) -> None:
     sides = [evaluate(n, sizes) for n in kernel.grid]
     if not all(sides):
         return
-    for pid in dict.fromkeys([(0,) * len(sides), tuple(n - 1 for n in sides)]):
+    skeletons = [Skeleton(name, body) for name, body in zip(roles.names, roles.bodies, strict=True)]
+    first, last = (0,) * len(sides), tuple(n - 1 for n in sides)
+    for pid, orders in ((first, ORDERS), (last, ORDERS[-1:] if last != first else ())):
         for name, body in zip(roles.names, roles.bodies, strict=True):
             check_in_flight(kernel, name, body, pid)
-        for order in ORDERS:
-            Play(kernel, roles, pid, sizes, order).run()
+        for order in orders:
+            Play(kernel, skeletons, pid, sizes, order).run()
 
 
 def _each(roles: Roles) -> Iterator[tuple[str, Op]]:
