@@ -82,6 +82,8 @@ def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, program
     if interpreted(program):
         return _lower_on_host(ctx, operands, program)
     try:
+        if program.block:  # before XLA cuts the program: a callback into the interpreter cannot run in its shards
+            _check_target(platform, program)
         whole = _partition.lower(ctx, operands, program)
         return _custom_calls(platform, ctx, operands, program) if whole is None else whole
     except UnsupportedError:
@@ -199,6 +201,12 @@ def _target(platform: str) -> Any:
     if platform == "cpu":
         return targets.resolve(current().isa and f"cpu:{current().isa}")
     return targets.resolve(f"{platform}:{gpu_arch(platform)}")
+
+
+def _check_target(platform: str, program: Program) -> None:
+    from jtile.lowering import targets
+
+    targets.check_capabilities(program.kernel, _target(platform))
 
 
 def _cost(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]:

@@ -106,9 +106,13 @@ def _forward_body(program: Program, perturbed: tuple[bool, ...]) -> Tangents:
 
 def _refuse_block(program: Program, mode: str) -> None:
     if program.block:
+        way = (
+            f"give its reverse mode with {program.name}.defvjp(fwd, bwd)" if program.vjp is None else
+            "its reverse mode is the one given by defvjp"
+        )  # fmt: skip
         raise TransformError(
-            f"kernel {program.name} is at block level, and a schedule has no {mode}: give its reverse mode with "
-            f"{program.name}.defvjp(fwd, bwd), or differentiate the kernel written at tile level",
+            f"kernel {program.name} is at block level, and a schedule has no {mode}: {way}, or differentiate the kernel "
+            "written at tile level",
             program.where,
         )
 

@@ -210,3 +210,11 @@ def test_it_is_kept_whole_on_several_devices():
     assert str(rule_of(double.lower(x).program)) == "_ _ -> _ _"
     cut = jt.kernel(out_type=lambda x: jt.like(x), grid=1, sharding="m n -> m n")(double.__wrapped__)
     assert str(rule_of(cut.lower(x).program)) == "m n -> m n"
+
+
+def test_every_transform():
+    """But forward mode, and the export of what runs in this process."""
+    kernel = double.with_options(fallback="interpret")
+    kernel.defvjp(lambda x: (kernel(x), None), lambda _, ct: (2 * ct,))
+    why = {"jvp": "a schedule has none", "export": "see test_export_for_a_gpu_that_is_not_here"}
+    jt.testing.check_kernel(kernel, lambda x: 2 * x, [normal(64, 64, dtype=np.float16)], skip=why)
