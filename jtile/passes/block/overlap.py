@@ -10,18 +10,39 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jtile.ir import Arrive, BarrierType, Block, Builder, DotAsync, DotWait, For, Kernel, Op, Slot, Value
+from jtile.ir import (
+    AllocBarriers,
+    Arrive,
+    BarrierType,
+    Block,
+    Builder,
+    DotAsync,
+    DotWait,
+    For,
+    Kernel,
+    Op,
+    Roles,
+    Slot,
+    Value,
+)
 from jtile.passes.affine import ranges
 from jtile.passes.fold import number
 from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
 
 from .chains import VIEWS, Copier, Products, filled_by, root_of
-from .rotate import Rotation
+from .rotate import Rotation, Style, Turn
 
 
-def run(kernel: Kernel) -> Kernel:
-    overlap = _Overlap(ranges(kernel), filled_by(kernel))
+def run(kernel: Kernel, hold: bool = False, turns: bool = False) -> Kernel:
+    """The kernel with its loops of products overlapped.
+
+    Args:
+      hold: see `rotate.Style`.
+      turns: consumers with rotated loops start their products in turns, so that one computes while the other's products
+        run, where each of them has one such loop.
+    """
+    overlap = _Overlap(ranges(kernel), filled_by(kernel), hold, turns)
     return kernel.with_body(overlap.block(kernel.body, lambda v: v))
 
 
@@ -31,12 +52,17 @@ class _Overlap:
 
     known: Intervals
     filled: dict[Op, set[Value]]
+    hold: bool
+    turns: bool
+    turn: dict[For, Turn] = dataclasses.field(default_factory=dict)
 
     def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
         b = Builder(Block(tuple(Value(p.type, p.name) for p in old.params)))
         copy = Copier(b, env)
         copy.local.update(zip(old.params, b.block.params, strict=True))
         for op in old.ops:
+            if isinstance(op, Roles) and self.turns:
+                self.plan_turns(op, b)
             if isinstance(op, For) and (results := self.loop(op, b, copy.look)) is not None:
                 copy.local.update(zip(op.results, results, strict=True))
                 continue
@@ -53,9 +79,27 @@ class _Overlap:
             return None
         rotation = Rotation.of(products, self.filled)
         if rotation is not None:
-            return rotation.build(b, env, self.runs(op))
+            return rotation.build(b, env, self.runs(op), Style(self.hold, self.turn.get(op)))
         accumulation = _Accumulation.of(products)
         return None if accumulation is None else accumulation.build(b, env, self.runs(op))
+
+    def plan_turns(self, roles: Roles, b: Builder) -> None:
+        """Give every consumer its turns, in the order of the roles."""
+        found: list[tuple[For, Value]] = []
+        for body in roles.bodies:
+            loops = [
+                op for op in body.walk() if isinstance(op, For) and any(isinstance(x, DotAsync) for x in op.body.ops)
+            ]
+            rotations = [r for op in loops if (r := Rotation.of(Products(op), self.filled)) is not None]
+            if len(loops) > 1 or len(rotations) < len(loops):
+                return
+            found += [(r.products.loop, r.counter) for r in rotations if r.counter is not None]
+            if len(rotations) != sum(r.counter is not None for r in rotations):
+                return
+        if len(found) > 1:
+            barriers = b.value(AllocBarriers(len(found)), "turns")
+            for n, (loop, counter) in enumerate(found):
+                self.turn[loop] = Turn(barriers, n, (n + 1) % len(found), counter)
 
     def runs(self, op: For) -> bool:
         """Whether a loop surely makes a round."""

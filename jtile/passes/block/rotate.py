@@ -22,15 +22,47 @@ from jtile.ir import (
     FenceShared,
     If,
     LoadShared,
+    Map,
     Op,
     SharedType,
     StoreShared,
     Value,
     Wait,
 )
+from jtile.passes.fold import number
 from jtile.passes.rewrite import free_values, is_pure
 
 from .chains import VIEWS, Chain, Copier, Products, root_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Consumers that start their products one after the other.
+
+    Attributes:
+      barriers: one for each consumer; a phase of one ends when its turn comes.
+      own, next: the numbers of this consumer and of the one whose turn comes after.
+      round: the value of the loop's body that counts rounds from 0.
+    """
+
+    barriers: Value
+    own: int
+    next: int
+    round: Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """Choices of a rotated loop.
+
+    Attributes:
+      hold: wait for the delayed products behind all that does not need them, also after ptxas: it moves that wait up,
+        in front of the exponentials, unless a branch is in the way. A second wait for their buffers is one.
+      turn: this consumer's turns, None without.
+    """
+
+    hold: bool = False
+    turn: Turn | None = None
 
 
 @dataclasses.dataclass
@@ -53,6 +85,7 @@ class Rotation:
     arrivals: list[Arrive]
     scales: list[Op]
     kept: list[Value]
+    style: Style = Style()
 
     @staticmethod
     def of(products: Products, filled: dict[Op, set[Value]]) -> Rotation | None:
@@ -76,14 +109,35 @@ class Rotation:
         return Rotation(products, chains, head, before, arrivals, scales, parts.kept([*before, *parts.dots, *arrivals]))
 
     @property
+    def counter(self) -> Value | None:
+        """The carry that counts the rounds of the ring that the first product reads, through all loops around it; None
+        where that is not seen."""
+        body = self.products.body
+        waits = [op for op in self.head[: self.head.index(self.first_dot)] if isinstance(op, Wait)]
+        match waits[-1].at.op if waits else None:
+            case Map("rem", (it, _)) if it in body.params[1:]:
+                match body.yields[body.params.index(it) - 1].op:
+                    case Map("add", (x, one)) if x is it and number(one) == 1:
+                        return it
+        return None
+
+    @property
+    def first_dot(self) -> Op:
+        return next(op for op in self.head if isinstance(op, DotAsync))
+
+    @property
+    def first_wait(self) -> Op:
+        return next(op for op in self.head if isinstance(op, DotWait))
+
+    @property
     def dots(self) -> list[DotAsync]:
         """The delayed products, in the order of the body."""
         delayed = {d for c in self.chains for d in c.dots}
         return [op for op in self.products.body.ops if isinstance(op, DotAsync) and op in delayed]
 
-    def build(self, b: Builder, env: Callable[[Value], Value], runs: bool) -> tuple[Value, ...]:
+    def build(self, b: Builder, env: Callable[[Value], Value], runs: bool, style: Style) -> tuple[Value, ...]:
         """Builds the rotated loop; gives what stands for its results. `runs`: it makes a round at least."""
-        loop = self.products.loop
+        self.style, loop = style, self.products.loop
         b.loc = loop.loc
         if runs:
             return self.rounds(b, env)
@@ -101,6 +155,7 @@ class Rotation:
         first = Copier(b, env)
         first.local.update(zip(body.params, (env(loop.lo), *map(env, loop.inits)), strict=True))
         for op in [*self.head, *self.scales]:
+            self.turns(first, op, lambda: None)
             first.op(op)
         inits = (*self.next_carries(first), *map(first.look, self.kept))
         b.loc = loop.loc
@@ -160,16 +215,27 @@ class Rotation:
         for op in self.arrivals:
             late.op(op)
 
+    def turns(self, copy: Copier, op: Op, issue: Callable[[], None]) -> None:
+        """What stands in front of an op of the head: before the first product the wait for this consumer's turn, before
+        the first wait the delayed products (`issue`) and the end of the turn."""
+        turn, b = self.style.turn, copy.b
+        b.loc = op.loc
+        if op is self.first_dot and turn is not None:
+            odd = b.map("and", copy.look(turn.round), b.index(1))
+            # The first turn of the first consumer needs no signal.
+            b.add(Wait(turn.barriers, b.index(turn.own), odd if turn.own else b.map("xor", odd, b.index(1))))
+        if op is self.first_wait:
+            issue()
+            if turn is not None:
+                b.add(Arrive(turn.barriers, b.index(turn.next)))
+
     def round(self, copy: Copier, late: Copier) -> None:
         """One round of the rotated loop. Products end in the order of their start, so a wait leaves all in flight that
         started after the one it is for."""
         started: list[DotAsync] = []
-        issued = False
         for op in self.head:
-            if isinstance(op, DotWait) and not issued:
-                self.issue(late)
-                started += self.dots
-                issued = True
+            self.turns(copy, op, lambda: self.issue(late))
+            started += self.dots if op is self.first_wait else []
             new = copy.op(op)
             if isinstance(op, DotAsync):
                 started.append(op)
@@ -177,6 +243,9 @@ class Rotation:
                 of = next(k for k, d in enumerate(started) if d.result is op.values[0])
                 new.pending = len(started) - 1 - of
                 started = started[of + 1 :]
+        for op in self.before if self.style.hold else ():
+            if isinstance(op, Wait):
+                late.op(op)
         self.finish(late)
         body = self.products.body
         for c in self.chains:
