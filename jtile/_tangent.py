@@ -111,7 +111,7 @@ def _refuse_block(program: Program, mode: str) -> None:
             "its reverse mode is the one given by defvjp"
         )  # fmt: skip
         raise TransformError(
-            f"kernel {program.name} is at block level, and a schedule has no {mode}: {way}, or differentiate the kernel "
+            f"kernel {program.name} is at block level, and a schedule has no {mode}: {way}, or differentiate a kernel "
             "written at tile level",
             program.where,
         )
