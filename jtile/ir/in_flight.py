@@ -256,7 +256,7 @@ class _Flow:
         buffers = [v for v in (op.a, op.b) if isinstance(v.type, SharedType)]
         use = Use(op, tuple(place(v, self.scalars) for v in buffers))
         self.check_fence(use)
-        if self.runs(op.acc):
+        if op.acc is not None and self.runs(op.acc):
             self.state.spent[op.acc] = op
         self.state.products.append(use)
         self.state.raw[op.result] = use
@@ -270,9 +270,9 @@ class _Flow:
             if self.runs(v):
                 self.state.raw[r] = self.state.raw[v]
 
-    def runs(self, v: Value | None) -> bool:
+    def runs(self, v: Value) -> bool:
         """Whether a product that is in flight writes this value."""
-        use = self.state.raw.get(v)  # type: ignore[arg-type]
+        use = self.state.raw.get(v)
         return use is not None and any(u is use for u in self.state.products)
 
     def check_fence(self, use: Use) -> None:

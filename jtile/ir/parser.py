@@ -439,7 +439,8 @@ class _Parser:
             self.expect("role")
             heads.append(self._role_head())
             bodies.append(self.block([]))
-        op = Roles(*map(tuple, zip(*heads, strict=True)), tuple(bodies)) if heads else Roles((), (), (), ())
+        names, warps, registers = (tuple(h[i] for h in heads) for i in range(3))
+        op = Roles(names, warps, registers, tuple(bodies))
         op.loc = loc
         return op
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 from .core import Kernel, Op, Value
 from .dynamic import SizeOf
@@ -25,7 +26,7 @@ def _shift(a: int, n: int) -> int | None:
     return a << n if 0 <= n < 64 else None
 
 
-_INTS: dict[str, Callable[..., int | None]] = {
+_INTS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
