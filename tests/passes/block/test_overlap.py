@@ -9,9 +9,23 @@ import tile_kernels as tk
 
 from jtile.errors import JtileError
 from jtile.interpret import interpret
-from jtile.ir import Arrive, Block, DotAsync, DotWait, For, Kernel, Op, Wait, parse_kernel, print_kernel, verify
+from jtile.ir import (
+    AllocBarriers,
+    Arrive,
+    Block,
+    DotAsync,
+    DotWait,
+    For,
+    Kernel,
+    Op,
+    Wait,
+    parse_kernel,
+    print_kernel,
+    verify,
+)
 from jtile.passes.block import Machine, NoPlan, steps
 from jtile.passes.block.overlap import overlap
+from jtile.passes.block.overlap import run as overlapped
 
 PRODUCT = """kernel @product(%a: ref<64x128xf32>, %b: ref<128x32xf32>, %n: ref<i32>, %o: ref<64x32xf32, out>) {
   %c0 = full 0 : i32
@@ -330,3 +344,47 @@ def test_attention_is_rotated(kernel):
         want = interpret(kernel, inputs)[0]
         for seed in range(3):
             np.testing.assert_array_equal(interpret(planned.kernel, inputs, seed=seed)[0], want)
+
+
+def naive(kernel: Kernel, processors: int = 132, **options) -> Kernel:
+    """The kernel in roles, each product waited for at once."""
+    planned = steps(kernel, Machine(processors=processors), options)
+    assert not isinstance(planned, NoPlan), str(planned)
+    return next(step for name, _, step in planned.steps if name == "specialise")
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((128, 128), {}), ((192, 192), {"persistent": True, "processors": 2})],
+    ids=["two", "three, persistent"],
+)
+def test_consumers_take_turns(shape, options):
+    """One barrier for each; the count of turns goes on over tiles."""
+    kernel = tk.attention(*shape, tile=(shape[0], 64), heads=3 if options else 1, window=(None, 0))
+    plain = naive(kernel, **options)
+    after = overlapped(plain, turns=True, hold=True)
+    verify(after, "block")
+    consumers = len(after.body.ops[-1].names) - 1
+    (turns,) = [op for op in after.body.ops if isinstance(op, AllocBarriers) and op.result.name == "turns"]
+    assert turns.count == consumers == shape[0] // 64
+    inputs = operands(kernel, 0)
+    want = interpret(kernel, inputs)[0]
+    for seed in range(4):
+        np.testing.assert_array_equal(interpret(after, inputs, seed=seed)[0], want)
+    (first, *_) = [op for op in after.body.walk() if isinstance(op, Arrive) and op.barrier is turns.result]
+    with pytest.raises(JtileError):
+        interpret(without(after, first), inputs)
+
+
+def test_a_held_wait_stands_behind_a_branch():
+    """The second wait is for the buffer that the product reads, which nobody has given back yet."""
+    lines = consumer(overlapped(parse_kernel(SURE), hold=True), " = for ", "}")
+    at = lines.index("%O = dot_wait %orun : tile<64x16xf32>")
+    assert lines[at - 1] == "wait %vfull[%s_before], %p_before" and lines.count(lines[at - 1]) == 2
+
+
+def test_no_turns_where_consumers_differ():
+    """One loop of products is no dependent one: counting its rounds would not be enough."""
+    for kernel in (parse_kernel(PRODUCT), parse_kernel(SURE), naive(tk.gated(128, 64, 64))):
+        after = overlapped(kernel, turns=True)
+        assert not any(v.result.name == "turns" for v in after.body.ops if isinstance(v, AllocBarriers))
