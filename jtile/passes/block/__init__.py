@@ -17,6 +17,7 @@ from ..canonicalise import canonicalise
 from ..cse import cse
 from ..dce import dce
 from .decide import Wish, check, plan
+from .feeds import sink
 from .masks import masks
 from .overlap import overlap
 from .persist import persist
@@ -63,7 +64,7 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         wish = Wish.of(options)
         check(kernel, wish)
         step("scales", "tile", lambda k: dce.run(scales.run(k)))
-        chosen = plan(step("masks", "tile", masks.run), machine, wish)
+        chosen = plan(step("masks", "tile", lambda k: sink(masks.run(k))), machine, wish)
         step("persist", "tile", lambda k: cse.run(persist(k, chosen.blocks, machine.cache)))
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
         step("overlap", "block", overlap.run)

@@ -119,6 +119,7 @@ class _Consumer(Role):
         """Wait until the operands of a site are there."""
         use.at, parity = self.slot(use.held)
         self.b.add(Wait(use.held.full, use.at, parity, None))
+        self.advance(use.held)
         for k, op in use.loads.items():
             self.slots[op] = self.buffer(use.held, k, self.w, use.at)
             self.numbers[op] = use.at

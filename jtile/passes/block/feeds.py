@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from jtile.ir import Bitcast, Block, Cast, Dot, DotScaled, If, Kernel, Load, Map, Op, Reshape, Select, Transpose, Value
+from jtile.ir import (
+    Bitcast,
+    Block,
+    Cast,
+    Dot,
+    DotScaled,
+    If,
+    Kernel,
+    Load,
+    Map,
+    Op,
+    Reshape,
+    Select,
+    Transpose,
+    Value,
+    copy_block,
+)
 from jtile.ir.types import DTYPES
 
 from ..cse import index_form
+from ..rewrite import free_values
 from .maps import load_obstacle
 from .plan import refuse
 
@@ -29,9 +46,14 @@ class Site:
 
 @dataclasses.dataclass(eq=False)
 class Ring:
-    """Buffers for sites that load the same arrays in tiles of the same shapes, in different blocks."""
+    """Buffers for sites that load the same arrays in tiles of the same shapes.
+
+    `eager`: one site stands in a block with another, or around it, so that every site goes on to the next slot by
+    itself; others go on at the end of their block, all rings of the block together.
+    """
 
     sites: list[Site]
+    eager: bool = False
 
     @property
     def resident(self) -> bool:
@@ -100,12 +122,14 @@ def feeds(kernel: Kernel) -> Feeds:
         refuse("products with block scales are not planned", scaled[0])
     if not dots:
         refuse("it has no matrix product to feed")
-    groups: list[list[tuple[Load, bool]]] = []
     for dot in dots:
         _check_product(dot)
-        found = [(x, home[x] is not home[dot]) for x in _operands(kernel, dot, home)]
-        _join(groups, found, home)
-    sites = [_site(g, home, depth) for g in groups]
+    found = [(dot, tuple(_operands(kernel, dot, home))) for dot in dots]
+    far = {x for dot, loads in found for x in loads if home[x] is not home[dot]}
+    groups: list[list[Load]] = []
+    for _, loads in found:
+        _join(groups, loads, lambda x: (id(home[x]), x in far))
+    sites = [_site(g, home, depth, g[0] in far) for g in groups]
     either = choices(kernel.body)
     computed = [
         d for d in dots if not isinstance(operand(d, True)[0].op, Load) and operand(d, True)[0].op not in either
@@ -214,32 +238,63 @@ def _check_product(dot: Dot) -> None:
         refuse("products of 8-bit elements take operands that lie along k in memory", dot)
 
 
-def _join(groups: list[list[tuple[Load, bool]]], found: Sequence[tuple[Load, bool]], home: dict[Op, Block]) -> None:
-    """Add the loads of a product: those of one block are of one group."""
-    for block in dict.fromkeys(id(home[x]) for x, _ in found):
-        own = [f for f in found if id(home[f[0]]) == block]
-        names = {x for x, _ in own}
-        met = [g for g in groups if any(x in names for x, _ in g)]
+def _join(groups: list[list[Load]], loads: Sequence[Load], kind: Callable[[Load], Hashable]) -> None:
+    """Add the loads of a product: those of one kind are of one group."""
+    for wanted in dict.fromkeys(map(kind, loads)):
+        own = [x for x in loads if kind(x) == wanted]
+        met = [g for g in groups if not set(own).isdisjoint(g)]
         groups[:] = [g for g in groups if g not in met]
-        groups.append([f for g in met for f in g] + own)
+        groups.append([x for g in met for x in g] + own)
 
 
-def _site(group: list[tuple[Load, bool]], home: dict[Op, Block], depth: dict[int, int]) -> Site:
-    block = home[group[0][0]]
-    loads = {x for x, _ in group}
+def _site(group: list[Load], home: dict[Op, Block], depth: dict[int, int], resident: bool) -> Site:
+    block = home[group[0]]
+    loads = set(group)
     ordered = tuple(op for op in block.ops if isinstance(op, Load) and op in loads)
-    return Site(block, ordered, depth[id(block)], any(far for _, far in group))
+    return Site(block, ordered, depth[id(block)], resident)
 
 
 def _rings(kernel: Kernel, sites: list[Site]) -> list[Ring]:
-    """One ring for sites that load the same, in blocks of which none is inside another."""
+    """One ring for sites that load the same."""
     place = {p: k for k, p in enumerate(kernel.params)}
     rings: dict[Hashable, Ring] = {}
     for s in sites:
         form = lambda x: (place[x.ref], str(index_form(x.index)), str(x.pad))
         s.loads = tuple(sorted(s.loads, key=form))
-        key: Hashable = (s.depth, s.resident, *map(form, s.loads))
-        while key in rings and any(t.block is s.block for t in rings[key].sites):
-            key = (key, "again")
-        rings.setdefault(key, Ring([])).sites.append(s)
+        rings.setdefault((s.resident, *map(form, s.loads)), Ring([])).sites.append(s)
+    for ring in rings.values():
+        inside = [{id(b) for op in s.block.ops for b in _blocks(op)} | {id(s.block)} for s in ring.sites]
+        ring.eager = any(id(t.block) in inside[k] for k, s in enumerate(ring.sites) for t in ring.sites if t is not s)
     return list(rings.values())
+
+
+def _blocks(op: Op) -> Iterator[Block]:
+    """All blocks inside an op."""
+    for b in op.blocks():
+        yield b
+        for x in b.ops:
+            yield from _blocks(x)
+
+
+def sink(kernel: Kernel) -> Kernel:
+    """The kernel with the loads of operands right in front of their first use, so that all roles meet them in one
+    order. Nobody writes what they read."""
+    kernel = kernel.with_body(copy_block(kernel.body, lambda v: v))
+    for ring in feeds(kernel).rings:
+        for site in ring.sites:
+            _sink(site)
+    return kernel
+
+
+def _sink(site: Site) -> None:
+    moved: list[Op] = list(site.loads)
+    values = {op.result for op in site.loads}
+    ops = site.block.ops
+    for op in ops:
+        if isinstance(op, Transpose) and op.x in values:
+            moved.append(op)
+            values.add(op.result)
+    rest = [op for op in ops if op not in moved]
+    users = (k for k, op in enumerate(rest) if not values.isdisjoint(free_values(op)))
+    at = next(users, len(rest))
+    ops[:] = [*rest[:at], *(op for op in ops if op in moved), *rest[at:]]

@@ -131,6 +131,7 @@ class _Producer(Role):
                 pad = op.pad if math.isnan(op.pad) else 0
                 buffer = self.buffer(held, k, w, at)
                 b.add(AsyncLoad(op.ref, tuple(index), buffer, held.full, at, pad, op.checked, None))
+        self.advance(held)
 
     def dim(self, d: Dim) -> Dim:
         match d:

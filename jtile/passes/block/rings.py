@@ -41,11 +41,11 @@ Place = tuple[Held, Site, int]  # of a load: its ring, its site, its number in t
 
 def allocate(b: Builder, found: Feeds, plan: Plan, shares: Split, loads: Loads) -> list[Held]:
     """The rings of a plan; `loads` are those of the first share."""
-    clocks: dict[tuple[int, ...], int] = {}
+    clocks: dict[object, int] = {}
     held = []
     for ring in found.rings:
         slots = plan.resident if ring.resident else plan.stages
-        clock = clocks.setdefault(ring.blocks, len(clocks))
+        clock = clocks.setdefault(ring if ring.eager else ring.blocks, len(clocks))
         axes = tuple(_axis(ring, k, loads) for k in range(len(ring.sites[0].loads)))
         b.loc = ring.sites[0].loads[0].loc
         buffers = []
@@ -136,9 +136,18 @@ class Role:
         rings = held.buffers[k]
         return self.b.value(Slot(rings[w if len(rings) > 1 else 0], at), held.ring.sites[0].loads[k].ref.name)
 
+    def advance(self, held: Held) -> None:
+        """Go on to the next slot, where a site does so by itself."""
+        if held.ring.eager:
+            self._tick(held.clock)
+
     def next_round(self, sites: dict[Site, Held]) -> None:
-        for clock in dict.fromkeys(held.clock for held in sites.values()):
-            self.rounds[clock] = self.b.map("add", self.rounds[clock], self.b.index(1))
+        """Go on to the next slots at the end of a block."""
+        for clock in dict.fromkeys(held.clock for held in sites.values() if not held.ring.eager):
+            self._tick(clock)
+
+    def _tick(self, clock: int) -> None:
+        self.rounds[clock] = self.b.map("add", self.rounds[clock], self.b.index(1))
 
     # -- regions ------------------------------------------------------------------------------------------------------
     def region(self, op: Op) -> None:
