@@ -108,13 +108,18 @@ class _Counter:
                 self.block(op.body, times * TRIPS)
             case ir.If():
                 self._branch(op, times)
-            case ir.Load():
+            case ir.Roles():
+                for body in op.bodies:
+                    self.block(body, times)
+            case ir.Load() | ir.AsyncLoad():
                 self._move(self.loads, op.ref, op.index, times)
-            case ir.Store():
+            case ir.Store() | ir.AsyncStore(fn="set"):
                 self._move(self.stores, op.ref, op.index, times)
-            case ir.Atomic():
+            case ir.Atomic() | ir.AsyncStore():
                 self._move(self.loads, op.ref, op.index, times)
                 self._move(self.stores, op.ref, op.index, times)
+            case ir.DotAsync():
+                self._product(op.a.dtype, 2 * math.prod(op.result.shape) * op.a.shape[1], times)
             case ir.Dot():
                 batch, m, n, k = op.sizes()
                 self._product(op.a.dtype, 2 * math.prod(batch) * m * n * k, times)
@@ -206,7 +211,7 @@ def _deciding(kernel: ir.Kernel) -> set[int]:
             used |= of(op.lo, op.hi, op.step)
         elif isinstance(op, ir.If):
             used |= of(op.cond)
-        elif isinstance(op, ir.Load | ir.Store | ir.Atomic):
+        elif isinstance(op, ir.Load | ir.Store | ir.Atomic | ir.AsyncLoad | ir.AsyncStore):
             tiles = [(d, n) for d, n in zip(op.index, op.ref.shape) if isinstance(d, ir.Tile)]
             used |= of(*(d.index for d, n in tiles if d.size != d.step or not d.size or n % d.size))
         elif len(op.results) == 1:

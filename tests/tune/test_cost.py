@@ -7,6 +7,7 @@ import tunable as kernels
 from products import tiled_matmul
 
 import jtile as jt
+from benchmarks.gpu import tutorial
 from jtile import ops
 from jtile.tune import cost, prune
 from jtile.tune.cost import work
@@ -32,6 +33,14 @@ def test_a_matrix_product_that_hangs_over_counts_bytes_inside():
     assert (w.read, w.written) == (2 * (m * k + k * n), 2 * m * n)
     assert w.stored == 2 * m * n
     assert w.products == {"bfloat16": 2 * 128 * 64 * 48}
+
+
+@pytest.mark.parametrize("step", [tutorial.producer, tutorial.overlapped], ids=lambda step: step.name)
+def test_a_schedule_moves_and_computes_what_the_kernel_at_tile_level_does(step):
+    a, b = S((512, 320), BF16), S((320, 768), BF16)
+    got = work(step.lower(a, b).kernel)
+    want = work(tutorial.tile_level.lower(a, b, bn=128 if step is tutorial.producer else 256).kernel)
+    assert got.exact and got == want
 
 
 def test_softmax():
