@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import attention_slopes
+from jtile.ops import attention_slopes, hopper_attention_backward
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible, weights
 
@@ -107,6 +107,9 @@ def attention_backward(
     """(dq, dk, dv) for the cotangents g [batch, t, heads, d] of o and ct_lse [batch, heads, t] (or None) of lse."""
     batch, s, groups = k.shape[:3]
     ct = () if ct_lse is None else (ct_lse,)
+    if jt.architecture() == "sm_90" and hopper_attention_backward.fits(q, k, softcap=softcap, scale=scale):
+        args = q, k, v, o, lse, g, ct, lengths, offsets
+        return hopper_attention_backward.slopes(*args, scale=scale, window=window)
     if jt.platform() != "cpu":
         options = {"scale": scale, "softcap": softcap, "window": window}
         return attention_slopes.slopes(q, k, v, o, lse, g, ct, lengths, offsets, **options)

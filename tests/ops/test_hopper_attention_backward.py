@@ -10,6 +10,7 @@ import pytest
 from library import normal
 
 import jtile as jt
+from jtile import ops
 from jtile.ops import attention_slopes
 from jtile.ops import hopper_attention_backward as hopper
 from jtile.ops.flash_attention import attention_reference, flash_attention
@@ -102,3 +103,19 @@ def test_batches_of_vmap_become_rows(monkeypatch):
     np.testing.assert_array_equal(dq, jnp.broadcast_to(q, (2, 3, *q.shape)))
     np.testing.assert_array_equal(dk, jnp.broadcast_to(k, (2, 3, *k.shape)))
     np.testing.assert_array_equal(dv, jnp.broadcast_to(v, (2, 3, *v.shape)))
+
+
+def test_the_op_in_every_transformation():
+    """A machine without the GPU that the call was made for runs the kernels at tile level."""
+    q, k, v = (normal(s, 2, 1, 70, 2, 64, dtype="bfloat16") for s in range(3))
+    loss = lambda op: lambda q, k, v: (op(q, k, v, causal=True).astype(jnp.float32) ** 2).sum()
+    slopes = lambda op: jax.grad(loss(op), (0, 1, 2))
+    mapped = lambda op: jax.jit(jax.vmap(slopes(op), (0, None, 0)))(q, k[0], v)
+    twice = lambda op: jax.grad(lambda q: (slopes(op)(q, k[0], v[0])[0].astype(jnp.float32) ** 2).sum())(q[0])
+    with jt.config(arch="sm_90", interpret=False):
+        text = str(jax.make_jaxpr(slopes(ops.attention))(q[0], k[0], v[0]))
+        got, second = mapped(ops.attention), twice(ops.attention)
+    assert "hopper_attention_backward" in text
+    for ours, theirs in zip(got, mapped(attention_reference), strict=True):
+        assert relative_error(ours, theirs) < 2e-2
+    assert relative_error(second, twice(attention_reference)) < 5e-2
