@@ -160,11 +160,12 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False
 
 
 @functools.cache
-def warps_of_rows(elements: int) -> int:
-    """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more."""
+def warps_of_rows(elements: int, weighted: bool = False) -> int:
+    """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more; half as
+    much where every row is `weighted`, since weights take registers too."""
     if elements > 16384:
         return min(_power(elements) // 2048, 32) if elements > 32768 else 8
-    return min(max(_power(elements) // 512, 1), 4)
+    return min(max(_power(elements) // (256 if weighted else 512), 1), 8 if weighted else 4)
 
 
 def _side(n: int, limit: int) -> int:

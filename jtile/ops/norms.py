@@ -61,7 +61,7 @@ def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float)
 
 
 def _layer_forward(x, params, **meta):
-    return of_rows(layer_norm_rows, x, meta["br"])(x, params, **meta), (x, params)
+    return of_rows(layer_norm_rows, x, meta["br"], weighted=True)(x, params, **meta), (x, params)
 
 
 def _layer_backward(residuals, g, *, eps: float, has_weight: bool, **_):
@@ -73,7 +73,7 @@ def _layer_backward(residuals, g, *, eps: float, has_weight: bool, **_):
 
 
 def _rms_forward(x, w, **meta):
-    return of_rows(rms_norm_rows, x, meta["br"])(x, w, **meta), (x, w)
+    return of_rows(rms_norm_rows, x, meta["br"], weighted=True)(x, w, **meta), (x, w)
 
 
 def _rms_backward(residuals, g, *, eps: float, offset: float, **_):
@@ -83,7 +83,7 @@ def _rms_backward(residuals, g, *, eps: float, offset: float, **_):
 
 
 def _rms_residual_forward(x, r, w, **meta):
-    return of_rows(rms_norm_residual_rows, x, meta["br"])(x, r, w, **meta), (x, r, w)
+    return of_rows(rms_norm_residual_rows, x, meta["br"], weighted=True)(x, r, w, **meta), (x, r, w)
 
 
 def _rms_residual_backward(residuals, cts, *, eps: float, offset: float, **_):
@@ -122,7 +122,7 @@ def layer_norm(
         return x
     rows, params = as_rows(x), tuple(p for p in (weight, bias) if p is not None)
     meta = {"br": rows_per_tile(*rows.shape), "eps": float(eps), "has_weight": weight is not None}
-    out = of_rows(layer_norm_rows, rows, meta["br"])(rows, params, **meta)
+    out = of_rows(layer_norm_rows, rows, meta["br"], weighted=True)(rows, params, **meta)
     return out.reshape(x.shape)
 
 
@@ -159,8 +159,8 @@ def rms_norm(
     rows = as_rows(x)
     meta = {"br": rows_per_tile(*rows.shape), "eps": float(eps), "offset": float(weight_offset)}
     if residual is None:
-        return of_rows(rms_norm_rows, rows, meta["br"])(rows, weight, **meta).reshape(x.shape)
-    y, total = of_rows(rms_norm_residual_rows, rows, meta["br"])(rows, as_rows(residual), weight, **meta)
+        return of_rows(rms_norm_rows, rows, meta["br"], weighted=True)(rows, weight, **meta).reshape(x.shape)
+    y, total = of_rows(rms_norm_residual_rows, rows, meta["br"], weighted=True)(rows, as_rows(residual), weight, **meta)
     return y.reshape(x.shape), total.reshape(x.shape)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jtile._config import current
 from jtile._errors import CacheWarning, JtileError
+from jtile._lowering import compile_piece, pieces_of
 from jtile.tune import device
 from jtile.tune.space import Call, recorder
 from jtile.tune.store import Entry, store
@@ -25,8 +26,10 @@ def choose(kernel: Any, tree: Any, leaves: Sequence[Any], given: Mapping[str, An
         entry = _search(call)
     if entry is not None:
         try:
-            return call.bound(entry.config)
-        except JtileError as e:  # what the kernel calls has changed since
+            bound = call.bound(entry.config)
+            _check(bound, entry)
+            return bound
+        except JtileError as e:  # what the kernel calls has changed since, or the compiler
             message = (
                 f"the tuner's entry {call.name!r} does not fit the kernel any more, defaults are taken: {e.message}"
             )
@@ -35,11 +38,23 @@ def choose(kernel: Any, tree: Any, leaves: Sequence[Any], given: Mapping[str, An
 
 
 def lookup(call: Call) -> Entry | None:
-    """The entry of a call on the device at hand; one that today's space does not have is none."""
+    """The entry of a call on the device at hand; one with names or types of values that today's space does not have is
+    none."""
     if not call.name:
         return None
     entry = store.lookup(device.kind(), call.name)
-    return entry if entry and set(entry.config) <= set(call.tuned) else None
+    if entry is None:
+        return None
+    kinds = {(name, type(value)) for config in call.candidates for name, value in config.items()}
+    return entry if {(name, type(value)) for name, value in entry.config.items()} <= kinds else None
+
+
+def _check(bound: Any, entry: Entry) -> None:
+    """Compile a choice of `num_stages`, which is never lowered where memory is short, and how much is needed depends on
+    the compiler; raises UnsupportedError."""
+    if "num_stages" in entry.config and device.target().platform != "cpu":
+        for piece in range(len(pieces_of(bound.program).kernels)):
+            compile_piece(bound.program, piece, device.target())
 
 
 def _wanted(kernel: Any) -> bool:

@@ -122,6 +122,33 @@ def test_an_entry_that_the_space_does_not_have_is_none():
     assert bm_of(double, X) == 2
 
 
+@pytest.mark.parametrize("value", [(4,), "16", 16.0])
+def test_an_entry_with_a_value_of_another_type_is_none(value):
+    double = kernels.double_kernel()
+    keep(double, X, bm=value)
+    assert bm_of(double, X) == 2
+
+
+def test_stages_that_the_compiler_at_hand_refuses_are_a_warning():
+    x = jnp.zeros((2048, 2048), jnp.bfloat16)
+    with jt.config(arch="sm_80"):
+        (call,) = trace(deep_product, x)[1]
+        store.put(device.kind(), call.name, Entry({"num_stages": 9}, 1.0, 2.0))
+        with pytest.warns(CacheWarning, match="defaults are taken: .*shared memory"):
+            (program,) = trace(deep_product, x)[0]
+        assert program.options.num_stages is None
+
+
+@jt.autotune(space={"num_stages": [3, 9]})
+@jt.kernel(out_type=lambda x: jt.like(x), grid=(16, 16))
+def deep_product(x, o):
+    i, j = jt.program_id(0), jt.program_id(1)
+    X, acc = x.tiles(128, 128), jt.zeros((128, 128))
+    for k in jt.range(16):
+        acc = jt.dot(X[i, k], X[k, j], acc)
+    o.tiles(128, 128)[i, j] = acc.astype(o.dtype)
+
+
 def test_transforms_take_entries_too():
     double = kernels.double_kernel()
     keep(double, X, bm=16)

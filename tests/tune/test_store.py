@@ -3,11 +3,16 @@
 import json
 import threading
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jtile as jt
+from jtile import ops
 from jtile._errors import CacheError, CacheWarning
+from jtile.tune import choose, device
 from jtile.tune import store as module
+from jtile.tune.programs import trace
 from jtile.tune.store import Entry, Store, merge, read, user_path, write
 
 
@@ -90,6 +95,16 @@ def test_shipped_records_are_sound():
         assert device == path.stem
         assert all(e.time_us <= e.default_us and "#" in name for name, e in entries.items())
         assert json.loads(path.read_text())["format"] == module.FORMAT
+
+
+def test_shipped_records_are_used(monkeypatch):
+    monkeypatch.setattr(device, "kind", lambda: "nvidia-h200")
+    x, w = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
+    with jt.config(arch="sm_90"), jax.default_matmul_precision(None):
+        (call,) = trace(ops.rms_norm, x, w)[1]
+        shipped = read(module.RECORDS / "nvidia-h200.json")[1]
+        assert call.name in shipped, "rms_norm_rows has changed: tune it again (docs/tuning.md)"
+        assert choose.lookup(call) == shipped[call.name]
 
 
 def test_without_a_cache_folder_entries_live_in_memory():
