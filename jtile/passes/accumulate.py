@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from jtile.ir import Atomic, Kernel, UndecidedError, Value, is_dynamic
+from jtile.ir.block import level_of
 from jtile.ir.types import DTYPES
 
 from .affine import Forms, Site, accumulators, sites
@@ -69,15 +70,15 @@ def accumulate(kernel: Kernel, narrow: Sequence[str | None] = ()) -> Pieces:
     """The kernel as one or more kernels that add up in registers instead of memory, as far as that can be proved.
 
     Args:
-      kernel: Tile IR at tile level. Outputs that start from 0 in float32 or float64 and are touched by `atomic add`
-        alone are accumulators; all other memory stays as it is.
+      kernel: Tile IR; a schedule at block level stays as it is. Outputs that start from 0 in float32 or float64 and are
+        touched by `atomic add` alone are accumulators; all other memory stays as it is.
       narrow: for each output the dtype that the caller rounds it to in the end, or None.
 
     Returns:
       The pieces. An accumulator that is stored once has the dtype of `narrow`; one of which every element is stored has
       no init; one with partial sums has a leading axis more. The same kernel always gives the same pieces.
     """
-    if not _adds(kernel) or not accumulators(kernel) or 0 in kernel.grid:
+    if level_of(kernel) == "block" or not _adds(kernel) or not accumulators(kernel) or 0 in kernel.grid:
         return _whole(kernel)
     try:
         return _pieces(kernel, tuple(narrow) or (None,) * _outputs(kernel))

@@ -202,6 +202,27 @@ def test_export_for_a_gpu_that_is_not_here():
     assert "jtile_cuda" in made.mlir_module() and "jtile_cuda_io" not in made.mlir_module()
 
 
+def test_additions_stay_where_they_were_written():
+    """The kernel of an output that starts from 0 is one piece, and adds both ways."""
+
+    def kernel(x, o):
+        A = jt.alloc((64, 64), x.dtype)
+        with jt.role("all"):
+            A.store(x[...])
+            jt.fence_shared()
+            jt.role_barrier()
+            jt.async_copy(A, o.at[:, :], fn="add")
+            jt.store_wait()
+            jt.atomic_add(o, (0, 0), 1)
+
+    x = normal(64, 64, dtype=np.float32)
+    add = jt.call(kernel, out_type=jt.like(x), grid=3, init=0).with_options(fallback="interpret")
+    want = 3 * x
+    want[0, 0] += 3
+    np.testing.assert_allclose(jax.jit(add)(x), want, rtol=1e-6)
+    assert len(add.lower(x).pieces) == 1
+
+
 def test_it_is_kept_whole_on_several_devices():
     from jtile._partition import rule_of
 
