@@ -19,6 +19,10 @@ _MATMUL = jt.kernel(out_type=_products._out_type, grid=_products._grid, name="ma
 _ATTENTION = jt.kernel(out_type=_attention._types, grid=_attention._grid, name="attention")(
     _attention.flash_attention._fn
 )
+_GROUPS = importlib.import_module("jtile.ops.grouped_matmul").grouped_rows
+_SCALES = importlib.import_module("jtile.ops.scaled_matmul").scaled_products
+_GROUPED = jt.kernel(out_type=_GROUPS._spec.out_type, grid=_GROUPS._spec.grid, name="grouped")(_GROUPS._fn)
+_SCALED = jt.kernel(out_type=_SCALES._spec.out_type, grid=_SCALES._spec.grid, name="scaled")(_SCALES._fn)
 _GATED = jt.kernel(out_type=_gates._types, grid=_gates._grid, name="gated")(_gates._tile)
 
 
@@ -61,3 +65,19 @@ def operands(kernel: Kernel, seed: int = 0) -> list[np.ndarray]:
         )
         for v in kernel.inputs
     ]
+
+
+def grouped(rows: int, groups: int, n: int, k: int, *, tile=(128, 64, 32), tw=False) -> Kernel:
+    bm, bn, bk = tile
+    x, w = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16), (groups, n, k) if tw else (groups, k, n)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    meta = {"out_dtype": "bfloat16", "tw": tw, "bm": bm, "bn": bn, "bk": bk}
+    return _GROUPED.lower(x, jax.ShapeDtypeStruct(w, jnp.bfloat16), sizes, **meta).kernel
+
+
+def scaled(m: int, n: int, k: int, *, tile=(128, 128, 128)) -> Kernel:
+    bm, bn, bk = tile
+    a, b = (jax.ShapeDtypeStruct(s, jnp.float8_e4m3fn) for s in ((m, k), (n, k)))
+    sa, sb = (jax.ShapeDtypeStruct((-(-k // 128), x), jnp.float32) for x in (m, -(-n // 128)))
+    meta = {"tb": True, "out_dtype": "bfloat16", "block": 128, "bm": bm, "bn": bn, "bk": bk}
+    return _SCALED.lower(a, b, sa, sb, **meta).kernel

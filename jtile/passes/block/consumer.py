@@ -16,6 +16,7 @@ from jtile.ir import (
     Load,
     LoadShared,
     Op,
+    Reduce,
     Store,
     StoreShared,
     StoreWait,
@@ -28,6 +29,7 @@ from jtile.ir import (
 from ..rewrite import free_values
 from .epilogue import Leaving, store
 from .feeds import choices, untransposed
+from .maps import unspread
 from .rings import Held, Place, Role, Site
 
 Scratch = Mapping[object, Value]  # (shape, dtype) of a computed right operand -> its buffer
@@ -132,7 +134,7 @@ class _Consumer(Role):
         if isinstance(op, Dot):
             self.env[op.result] = self.dot(op)
         elif isinstance(op, Store) and op.ref in self.leaving:
-            store(self.b, op, self.look(op.value), self.look, self.leaving[op.ref])
+            self.store(op)
         elif op in self.choices:
             self.choice(op, *self.choices[op])  # type: ignore[arg-type]
         elif op.blocks():
@@ -160,6 +162,21 @@ class _Consumer(Role):
         self.b.loc = op.loc
         at = self.b.value(If(cond, *new), "slot")
         self.chosen[op.result] = self.buffer(held, k, self.w, at)
+
+    def store(self, op: Store) -> None:
+        """Through shared memory; where a mask does not hold for all, through pointers."""
+        value, leaving = self.look(op.value), self.leaving[op.ref]
+        if op.mask is None:
+            store(self.b, op, value, self.look, leaving)
+            return
+        mask = unspread(op.mask)
+        whole = self.b.value(Reduce(self.look(mask), "and", tuple(range(len(mask.shape)))))
+        some = self.look(op.mask)
+        with self.b.region() as then:
+            store(self.b, op, value, self.look, leaving)
+        with self.b.region() as orelse:
+            self.b.add(Store(op.ref, tuple(map(self.dim, op.index)), value, some, op.checked))
+        self.b.add(If(whole, then, orelse))
 
     # -- products -----------------------------------------------------------------------------------------------------
     def dot(self, op: Dot) -> Value:

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, Kernel, Load, Store, is_dynamic
+from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, If, Kernel, Load, Store, is_dynamic
 from jtile.ir.types import DTYPES, TileType
 
 from .feeds import BYTE, Feeds, feeds, operand, tile_bytes
 from .maps import store_obstacle
 from .plan import Machine, NoPlan, Output, Plan, refuse
 from .split_rows import Split, split
+from .uneven import uneven
 
 ROWS = 64  # of a warpgroup's product
 RESERVE = 3072  # bytes of shared memory for barriers, and for what conversions between layouts need
@@ -104,7 +105,7 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
             found.dots[0],
         )
     tiles = math.prod(kernel.grid)
-    blocks = min(tiles, machine.processors) if _persistent(kernel, wish) else tiles
+    blocks = min(tiles, machine.processors) if _persistent(kernel, machine, found, wish) else tiles
     room -= stages * slot
     slots = 2 if resident and blocks < tiles and room >= resident else 1
     room -= (slots - 1) * resident
@@ -158,9 +159,9 @@ def _scratch_bytes(found: Feeds) -> int:
 def _outputs(kernel: Kernel, shares: Split) -> dict[int, Output]:
     """The stores behind all loops that a tensor map can say."""
     out: dict[int, Output] = {}
-    for op in kernel.body.ops:
+    for op in _stores(kernel.body):
         whole = shares.consumers > 1 and shares.cut.get(op) != 0
-        if not isinstance(op, Store) or whole or len(op.value.shape) != 2 or store_obstacle(kernel, op):
+        if whole or len(op.value.shape) != 2 or store_obstacle(kernel, op):
             continue
         columns, width = op.value.shape[1], DTYPES[op.value.dtype].bits // 8
         if columns & (columns - 1) or tile_bytes(op.value) < 2048 * shares.consumers:
@@ -170,9 +171,19 @@ def _outputs(kernel: Kernel, shares: Split) -> dict[int, Output]:
     return out
 
 
+def _stores(b: Block) -> Iterator[Store]:
+    """The stores of a block that stand in no loop."""
+    for op in b.ops:
+        if isinstance(op, Store):
+            yield op
+        elif isinstance(op, If):
+            for inner in op.blocks():
+                yield from _stores(inner)
+
+
 def _output_bytes(kernel: Kernel, outputs: Mapping[int, Output]) -> int:
     """Of the buffers of all consumers; stores of one dtype and width share theirs."""
-    stores = {op.ref: op for op in kernel.body.ops if isinstance(op, Store)}
+    stores = {op.ref: op for op in _stores(kernel.body)}
     kinds: dict[tuple, int] = {}
     for place, o in outputs.items():
         v = stores[kernel.params[place]].value
@@ -180,10 +191,12 @@ def _output_bytes(kernel: Kernel, outputs: Mapping[int, Output]) -> int:
     return sum(kinds.values())
 
 
-def _persistent(kernel: Kernel, wish: Wish) -> bool:
+def _persistent(kernel: Kernel, machine: Machine, found: Feeds, wish: Wish) -> bool:
     """Blocks that take several tiles each overlap the end of one with the start of the next. Where tiles take
     different times, the hardware gives the next tile to the block that is done first."""
     if wish.persistent is not None:
         return wish.persistent
     loops = [op for op in kernel.body.walk() if isinstance(op, For)]
-    return all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step))
+    fixed = all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step))
+    chain = any(not isinstance(operand(d, False)[0].op, Load) for d in found.dots)
+    return fixed or (not chain and uneven(kernel, machine.cache) is None)

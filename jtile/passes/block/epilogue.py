@@ -32,15 +32,13 @@ class Leaving:
     """Buffers of one consumer through which stores of one shape leave.
 
     Attributes:
-      at: the number of the next buffer.
-      even: whether the stores behind each other take the buffers an even number of times, so that the last of one tile
-        and the first of the next one differ.
+      even: whether every store takes the buffers an even number of times, so that the last one that a store took is not
+        the first that the next one takes.
     """
 
     ring: Value
     output: Output
     even: bool
-    at: int = 0
 
 
 def allocate(b: Builder, stores: list[tuple[Store, Output]], name: str) -> dict[Value, Leaving]:
@@ -51,12 +49,12 @@ def allocate(b: Builder, stores: list[tuple[Store, Output]], name: str) -> dict[
     found: dict[Value, Leaving] = {}
     for same in kinds.values():
         op, out = same[0]
-        chunks = sum(x.value.shape[1] // out.columns for x, _ in same)
+        even = all(x.value.shape[1] // out.columns % 2 == 0 for x, _ in same)
         b.loc = op.loc
         ring = b.value(
             AllocShared((op.value.shape[0], out.columns), op.value.dtype, out.buffers), f"{op.ref.name}{name}"
         )
-        leaving = Leaving(ring, out, chunks % 2 == 0)
+        leaving = Leaving(ring, out, even)
         found |= {x.ref: leaving for x, _ in same}
     return found
 
@@ -68,11 +66,10 @@ def store(b: Builder, op: Store, value: Value, look: Look, leaving: Leaving) -> 
     for k, piece in enumerate(pieces):
         free = out.buffers - 1 if k or leaving.even else 0
         b.add(StoreWait(free))
-        buffer = b.value(Slot(leaving.ring, b.index(leaving.at)), op.ref.name)
+        buffer = b.value(Slot(leaving.ring, b.index(k % out.buffers)), op.ref.name)
         b.add(StoreShared(buffer, piece))
         b.add(FenceShared())
         b.add(AsyncStore(op.ref, _columns(b, op.index, look, k, len(pieces)), buffer, "set", op.checked))
-        leaving.at = (leaving.at + 1) % out.buffers
 
 
 def _pieces(b: Builder, v: Value, n: int) -> list[Value]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jtile.ir import At, Index, Kernel, Load, Span, Store, Take, Tile, Value
+from jtile.ir import At, Broadcast, Index, Kernel, Load, Reshape, Span, Store, Take, Tile, Value
 from jtile.ir.core import index_shape
 from jtile.ir.types import DTYPES
 
@@ -14,6 +14,7 @@ KINDS = ("float16", "bfloat16", "float32", "int8", "uint8", "int32", "float8_e4m
 BOX, RANK = 256, 5  # elements along an axis of a box, axes of a map
 LINE = 16  # bytes: of a row of a box at least, and what strides are multiples of
 BIG = 2**31
+FEW = 1024  # lanes of a mask that are asked all together
 
 
 def load_obstacle(kernel: Kernel, op: Load) -> str | None:
@@ -32,15 +33,23 @@ def load_obstacle(kernel: Kernel, op: Load) -> str | None:
 
 
 def store_obstacle(kernel: Kernel, op: Store) -> str | None:
-    """Why a store goes through pointers; None: a tensor map can say it, and nothing else touches the array."""
+    """Why a store goes through pointers; None: a tensor map can say it (where its mask, of few lanes, holds for all),
+    and nothing else touches the array."""
     roots = buffers(kernel)
     root = roots.get(op.ref, op.ref)
     same = [x for x in kernel.body.walk() if hasattr(x, "ref") and roots.get(x.ref, x.ref) is root]
     if len(same) > 1:
         return "something else touches the array"
-    if op.mask is not None:
+    if op.mask is not None and unspread(op.mask).type.size > FEW:  # type: ignore[union-attr]
         return "it has a mask"
     return box_obstacle(op.ref, op.index)
+
+
+def unspread(v: Value) -> Value:
+    """A tile before its elements were repeated."""
+    while isinstance(v.op, Broadcast | Reshape):
+        v = v.op.x
+    return v
 
 
 def box_obstacle(ref: Value, index: Index) -> str | None:

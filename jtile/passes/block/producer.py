@@ -133,16 +133,6 @@ class _Producer(Role):
                 b.add(AsyncLoad(op.ref, tuple(index), buffer, held.full, at, pad, op.checked, None))
         self.advance(held)
 
-    def dim(self, d: Dim) -> Dim:
-        match d:
-            case At(v):
-                return At(self.look(v))
-            case Tile(v, size, step):
-                return Tile(self.look(v), size, step)
-            case Span(v, size, stride):
-                return Span(self.look(v), size, stride)
-        raise TypeError(f"a tensor map takes no {type(d).__name__}")
-
 
 def share(b: Builder, d: Dim, w: int, consumers: int) -> Dim:
     """Part `w` of the elements of an index dimension."""

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
-from jtile.ir import AllocBarriers, AllocShared, Block, Builder, For, If, Load, Op, Slot, Value
+from jtile.ir import (
+    AllocBarriers,
+    AllocShared,
+    Block,
+    Builder,
+    Dim,
+    For,
+    If,
+    Load,
+    Op,
+    Slot,
+    Value,
+    dim_value,
+    with_dim_value,
+)
 from jtile.ir.types import INDEX
 
 from ..rewrite import is_pure
@@ -113,6 +127,9 @@ class Role:
 
     def look(self, v: Value) -> Value:
         return self.env.get(v, v)
+
+    def dim(self, d: Dim) -> Dim:
+        return with_dim_value(d, self.look(dim_value(d)))
 
     def sites(self, b: Block) -> dict[Site, Held]:
         """The sites among the ops of a block."""

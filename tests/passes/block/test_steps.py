@@ -156,3 +156,18 @@ def test_an_operand_that_products_and_others_use():
       store %s[tile(%c0, 128)], %t
     }"""
     compare(parse_kernel(text), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(70, 0, 130, 56), (128, 128, 0, 0), (5, 6, 7, 8)])
+def test_groups_of_rows(sizes):
+    """Tiles that a group fills leave through shared memory, others through pointers; some tiles have no group."""
+    kernel = tk.grouped(256, 4, 64, 96)
+    inputs = tk.operands(kernel)
+    inputs[2] = np.array(sizes, np.int32)
+    p = compare(kernel, inputs=inputs, machine=Machine(processors=2))
+    assert p.persistent
+    assert len(p.outputs) == 1
+
+
+def test_scales_of_blocks():
+    compare(tk.scaled(128, 128, 256), tolerance=1e-6)
