@@ -78,13 +78,22 @@ class _Merger:
         )
 
     def of(self, chain: list[For]) -> list[_Run]:
-        """The run of all loops of the chain, if it can be one."""
-        if len(chain) < 2 or not all(_at_most(x.lo, x.hi, self.known) for x in chain[1:-1]):
-            return []
+        """The longest runs in a chain of adjoining loops."""
+        for size in range(len(chain), 1, -1):
+            for i in range(len(chain) - size + 1):
+                run = self.whole(chain[i : i + size])
+                if run is not None:
+                    return [*self.of(chain[:i]), run, *self.of(chain[i + size :])]
+        return []
+
+    def whole(self, chain: list[For]) -> _Run | None:
+        """All loops of a chain as one run."""
+        if not all(_at_most(x.lo, x.hi, self.known) for x in chain[1:-1]):
+            return None
         template = max(chain, key=lambda loop: len(loop.body.ops))
         sites = [_Same(loop.body, template.body).masks() for loop in chain]
         found = [s for s in sites if s is not None]
-        return [_Run(chain, template, found)] if len(found) == len(chain) else []
+        return _Run(chain, template, found) if len(found) == len(chain) else None
 
 
 def _at_most(a: Value, b: Value, known: Intervals) -> bool:
