@@ -9,6 +9,7 @@ from __future__ import annotations
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.math_expr import Formula, X
 from jtile.lowering.triton.math_special import digamma
+from jtile.lowering.triton.math_special import erf as short_erf
 
 LOG2_E = 1.4426950408889634
 
@@ -17,7 +18,7 @@ VENDOR = {
     name: name
     for name in (
         "exp", "exp2", "expm1", "log", "log2", "log1p", "cbrt", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
-        "cosh", "tanh", "asinh", "acosh", "atanh", "rsqrt", "erf", "erfc", "lgamma", "pow", "atan2",
+        "cosh", "tanh", "asinh", "acosh", "atanh", "rsqrt", "erfc", "lgamma", "pow", "atan2",
     )
 } | {"erf_inv": "erfinv", "rem": "fmod", "round": "rint"}  # fmt: skip
 
@@ -116,5 +117,6 @@ def _logistic(f: Features, x: X, narrow: bool) -> X:
 _FORMULAS: dict[str, Formula] = {
     "exp2": exp2,
     "sqrt": sqrt,
+    "erf": lambda f, x: vendor(f, "erf", x) if x.elem == "f64" else short_erf(x, lambda y: exp2(f, y)),
     "digamma": lambda f, x: digamma(x, lambda name, *a: vendor(f, name, *a)),
 }
