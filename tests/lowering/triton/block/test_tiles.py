@@ -30,7 +30,7 @@ kernel @added(%x: ref<{n}x64x64xf32>, %s: ref<64x64xf32>, %o: ref<64x64xf32, out
 
 # Boxes of arrays of any rank that hang over, and copies that do not happen.
 COPIES = """
-kernel @copies(%x: ref<3x5x100x80x{dt}>, %v: ref<300x{dt}>, %o: ref<3x5x100x80x{dt}, out>, %w: ref<300x{dt}, out>)
+kernel @copies(%x: ref<3x5x100x80x{dt}>, %v: ref<304x{dt}>, %o: ref<3x5x100x80x{dt}, out>, %w: ref<3x5x304x{dt}, out>)
     grid(3, 5) {{
   %i = program_id 0 : i32
   %j = program_id 1 : i32
@@ -48,7 +48,7 @@ kernel @copies(%x: ref<3x5x100x80x{dt}>, %v: ref<300x{dt}>, %o: ref<3x5x100x80x{
         %X_k = slot %X[%k] : shared<64x128x{dt}>
         %V_k = slot %V[%k] : shared<256x{dt}>
         async_store %o[%i, %j, tile(%k, 64), tile(%c0, 128)] <- %X_k
-        async_store %w[tile(%k, 256)] <- %V_k
+        async_store %w[%i, %j, tile(%k, 256)] <- %V_k
       }}
       store_wait 0
     }}
