@@ -156,15 +156,16 @@ def attention(
     if q.size == 0 or k.size == 0:
         return jnp.zeros(q.shape, q.dtype)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    tiles = _tiles(known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize, bounds[1] is not None)
+    sizes = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
+    tiles = _tiles(*sizes, bounds[1] is not None, lengths is not None)
     lengths, offsets = (() if x is None else (x.astype(jnp.int32),) for x in (lengths, offsets))
     return _run(q, k, v, lengths, offsets, scale=scale, softcap=softcap, window=bounds, **tiles)
 
 
-def _tiles(t: int, s: int, d: int, itemsize: int, causal: bool) -> dict[str, int]:
+def _tiles(t: int, s: int, d: int, itemsize: int, causal: bool, lengths: bool) -> dict[str, int]:
     """Queries and keys of a tile, on the platform at hand."""
     if jt.platform() != "cpu":
-        return gpu_tiles.attention(t, s, d, itemsize, causal, gpu_tiles.little_memory())
+        return gpu_tiles.attention(t, s, d, itemsize, causal, gpu_tiles.little_memory(), lengths)
     return {"bq": fit(t, 128), "bk": fit(s, 256)}
 
 

@@ -106,10 +106,12 @@ def warpgroups() -> bool:
     return str(jt.architecture()).rstrip("a") == "sm_90"
 
 
-def attention(t: int, s: int, d: int, itemsize: int, causal: bool, little: bool = False) -> dict[str, int]:
+def attention(
+    t: int, s: int, d: int, itemsize: int, causal: bool, little: bool = False, lengths: bool = False
+) -> dict[str, int]:
     """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; `little`: see
-    `little_memory`."""
-    own = hopper_tiles.attention(t, s, d, itemsize) if warpgroups() else None
+    `little_memory`; `lengths`: not all keys of a row count."""
+    own = hopper_tiles.attention(t, s, d, itemsize, lengths) if warpgroups() else None
     return own or _attention(t, s, d, itemsize, causal, little)
 
 

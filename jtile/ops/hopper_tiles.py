@@ -45,9 +45,11 @@ def product(
 
 
 @functools.cache
-def attention(t: int, s: int, d: int, itemsize: int) -> dict[str, int] | None:
-    """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile."""
+def attention(t: int, s: int, d: int, itemsize: int, lengths: bool = False) -> dict[str, int] | None:
+    """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; with `lengths` of
+    keys, every consumer has a tile of values of its own besides, with zeros behind the length."""
     if itemsize != 2 or d not in (64, 128, 256) or t < 64 or s < 64:
         return None
     bq = 64 if t <= 64 else 192 if d == 64 and t > 256 else 128
-    return {"bq": bq, "bk": min(64 if d == 256 else 128, 1 << (s - 1).bit_length())}
+    bk = (64 if d == 256 else 128) // (2 if lengths and d > 64 else 1)
+    return {"bq": 128 if lengths and bq > 128 else bq, "bk": min(bk, 1 << (s - 1).bit_length())}
