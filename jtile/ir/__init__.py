@@ -43,7 +43,7 @@ from .core import (
     tile,
     with_dim_value,
 )
-from .dynamic import MAX_SIZE, SizeOf, Source, bind_sizes, concrete, is_dynamic, sources, used_symbols
+from .dynamic import MAX_SIZE, SizeOf, Source, bind_sizes, concrete, is_dynamic, launch_symbols, sources, used_symbols
 from .elementwise import ELEMENTWISE, Bitcast, Cast, Map, Select
 from .extents import Extent, Size, UndecidedError, at_least, calls_of, evaluate, parse_size, symbol, symbols_of
 from .memory import ATOMICS, Alloc, Assert, Atomic, Load, Print, Store

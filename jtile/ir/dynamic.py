@@ -74,6 +74,12 @@ def used_symbols(kernel: Kernel) -> set[str]:
     return set().union(*(symbols_of(n) for n in sizes if isinstance(n, Extent)))
 
 
+def launch_symbols(kernel: Kernel) -> list[str]:
+    """The symbols that a launch passes, in the order in which it numbers them."""
+    used = used_symbols(kernel)
+    return [name for name in sources(kernel) if name in used]
+
+
 def bind_sizes(kernel: Kernel, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
     """The values of a kernel's symbols for input arrays of these shapes.
 

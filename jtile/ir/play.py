@@ -1,7 +1,7 @@
 """The roles of one program played through on numbers alone: a wait that nobody can end is an error.
 
-A role is followed along its scalars; tiles and buffers do not matter. Where its way depends on what is not known (a
-loaded number) it may do anything from there on, and nobody is accused.
+A role is followed along its scalars; what tiles and buffers hold does not matter. Where its way depends on what is not
+known (a loaded number) it may do anything from there on, and nobody is accused.
 """
 
 from __future__ import annotations
@@ -12,16 +12,30 @@ from collections.abc import Iterator
 from .block import Arrive, AsyncLoad, Expect, Wait, nbytes
 from .control import For, If, While
 from .core import Block, Kernel, Op, Value
-from .placement import blocks_of, named, refuse
+from .placement import named, refuse
 from .scalars import Scalars
-from .shapes import Full
+from .skeleton import Buffer, Event, Skeleton, Touch, fills, reads
 
 STEPS = 1_000  # ops of scalars and barriers that a role is followed for: some hundred rounds of a ring
-Event = Wait | Arrive | Expect | AsyncLoad
-# What a fault does depends on who is first: the roles go on in their order (1) or the other way round (-1), copies end
-# at once or (True) when nothing else can go on.
-Order = tuple[int, bool]
-ORDERS: tuple[Order, ...] = ((1, False), (-1, False), (-1, True))
+Key = tuple[Value, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Who comes first where no barrier says so; what a fault does depends on it.
+
+    Attributes:
+      turn: 1: roles go on in their order; -1: the other way round.
+      copies: `now`: they end at once; `oldest`, `newest`: that one ends when nothing else can go on.
+      pauses: a role lets the others go on after each of its arrivals, else only where it must wait.
+    """
+
+    turn: int
+    copies: str
+    pauses: bool = False
+
+
+ORDERS = (Order(1, "now"), Order(-1, "now"), Order(1, "oldest", pauses=True), Order(-1, "newest"))
 
 
 class _LostError(Exception):
@@ -46,68 +60,6 @@ class _Barrier:
 
     def passes(self, parity: int) -> bool:
         return self.phase & 1 != parity
-
-
-class Skeleton:
-    """What barriers depend on in a role: for each block the ops that do something to a barrier, and those that bounds,
-    branches, slots and parities come from."""
-
-    def __init__(self, name: str, body: Block):
-        self.name, self.body = name, body
-        self.events = [op for op in body.walk() if isinstance(op, Event)]
-        eventful = {id(b) for b in blocks_of(body) if any(isinstance(op, Event) for op in b.walk())}
-        # ops with barriers in a region
-        self.acts = {op for op in body.walk() if any(id(b) in eventful for b in op.blocks())}
-        self.arrives = {(op.barrier, _constant(op.at)) for op in self.events if not isinstance(op, Wait)}
-        self.needed = self._closure()
-        self.ops = {id(b): [op for op in b.ops if self._matters(op)] for b in blocks_of(body)}
-
-    def _matters(self, op: Op) -> bool:
-        return isinstance(op, Event) or op in self.acts or any(r in self.needed for r in op.results)
-
-    def _closure(self) -> set[Value]:
-        sources: dict[Value, tuple[Value, ...]] = {}
-        todo: list[Value] = []
-        for op in self.body.walk():
-            sources |= _sources(op)
-            if isinstance(op, Event):
-                todo += [v for v in (op.at, op.when, getattr(op, "parity", None)) if v is not None]
-            elif op in self.acts:
-                todo += _ways(op)
-        needed: set[Value] = set()
-        while todo:
-            v = todo.pop()
-            if v not in needed:
-                needed.add(v)
-                todo += sources.get(v, ())
-        return needed
-
-
-def _ways(op: Op) -> tuple[Value, ...]:
-    """What decides which way a region goes."""
-    if isinstance(op, For):
-        return (op.lo, op.hi, op.step)
-    return op.cond.yields if isinstance(op, While) else (op.cond,) if isinstance(op, If) else ()
-
-
-def _sources(op: Op) -> dict[Value, tuple[Value, ...]]:
-    """What the results of an op and the parameters of its regions come from."""
-    out: dict[Value, tuple[Value, ...]] = {}
-    if isinstance(op, For | While):
-        first = op.body.params[-len(op.inits) :] if isinstance(op, For) else op.cond.params
-        for p, init, y, r in zip(first if op.inits else (), op.inits, op.body.yields, op.results, strict=True):
-            out[p] = (init, y)
-            out[r] = (p, init, *_ways(op))
-        if isinstance(op, For):
-            out[op.body.params[0]] = (op.lo, op.step)
-        else:
-            out |= {q: (p,) for p, q in zip(op.cond.params, op.body.params, strict=True)}
-    elif isinstance(op, If):
-        pairs = zip(op.results, op.then.yields, op.orelse.yields, strict=True)
-        out = {r: (a, b, op.cond) for r, a, b in pairs}
-    else:
-        out = {r: tuple(op.operands()) for r in op.results}
-    return out
 
 
 class _Role:
@@ -138,6 +90,8 @@ class _Role:
             if isinstance(op, Event):
                 if self.number(op.when):
                     yield op
+            elif isinstance(op, Touch):
+                self.play.touch(self, op)
             elif op in self.skeleton.acts:
                 yield from self.region(op)
             elif op.blocks():
@@ -146,11 +100,12 @@ class _Role:
                 self.scalars.run(op)
 
     def count(self, op: Op) -> None:
-        """A region without barriers: only the scalars that it gives matter."""
+        """A region without barriers: what it gives, and what it does to the memory of the block."""
         try:
             list(self.region(op))
         except _LostError:
             self.scalars.forget(op.results)
+            self.play.unsure |= {root for b in op.blocks() for x in b.walk() for root, _ in fills(x)}
 
     def region(self, op: Op) -> Iterator[Event]:
         if isinstance(op, If):
@@ -195,6 +150,7 @@ class _Role:
         moved = False
         while not (self.lost or self.done):
             try:
+                op = None
                 if self.waits is None:
                     op = next(self.way, None)
                     self.done = op is None
@@ -206,13 +162,11 @@ class _Role:
                 elif not self.done:
                     self.play.event(self, op)  # type: ignore[arg-type]
                 moved = True
+                if self.play.order.pauses and isinstance(op, Arrive | Expect):
+                    return moved
             except _LostError:
                 self.lost = True
         return moved
-
-
-def _constant(v: Value) -> int | None:
-    return int(v.op.value) if isinstance(v.op, Full) else None
 
 
 class Play:
@@ -222,8 +176,10 @@ class Play:
         self, kernel: Kernel, roles: list[Skeleton], pid: tuple[int, ...], sizes: dict[str, int], order: Order
     ):
         self.kernel, self.pid, self.sizes = kernel, pid, sizes
-        self.turn, self.lazy = order
-        self.under_way: list[tuple[_Role, AsyncLoad, _Barrier]] = []
+        self.order = order
+        self.under_way: list[tuple[_Role, AsyncLoad, _Barrier, Key]] = []
+        self.filled: set[Key] = set()
+        self.unsure: set[Value] = set()  # allocations of which nobody knows what is filled
         self.barriers: dict[tuple[Value, int], _Barrier] = {}
         self.roles = [_Role(self, skeleton) for skeleton in roles]
         for op in kernel.body.ops[:-1]:
@@ -231,13 +187,13 @@ class Play:
                 role.scalars.run(op)
 
     def run(self) -> None:
-        order = self.roles[:: self.turn]
+        roles = self.roles[:: self.order.turn]
         while True:
-            if any(list(map(_Role.advance, order))):  # all of them, whatever the first did
+            if any(list(map(_Role.advance, roles))):  # all of them, whatever the first did
                 continue
             if not self.under_way:
                 break
-            self.landed(*self.under_way.pop(0))
+            self.landed(*self.under_way.pop(0 if self.order.copies == "oldest" else -1))
         stuck = [r for r in self.roles if r.waits is not None and not r.lost]
         free = [r for r in self.roles if r.lost]
         while stuck:  # those for whom somebody that may do anything can still arrive
@@ -259,12 +215,30 @@ class Play:
             refuse(self.kernel, op, f"a parity is 0 or 1, got {parity}: (round // slots) & 1", role.name)
         return parity
 
+    def key(self, role: _Role, buffer: Buffer) -> Key:
+        """The buffer by its number; one whose number is not known may be any."""
+        root, at = buffer
+        number = role.scalars.known(at, False)
+        if number is None:
+            self.unsure.add(root)
+        return root, int(number or 0)
+
+    def touch(self, role: _Role, op: Touch) -> None:
+        """Note what is filled, refuse to read what is not: in this order of the roles it could happen."""
+        self.filled.update(self.key(role, b) for b in fills(op))
+        for root, at in reads(op):
+            number = role.scalars.known(at, False)
+            if number is None or root in self.unsure or (root, int(number)) in self.filled:
+                continue
+            slot = f"[{int(number)}]" if at is not None else ""
+            why = "nothing makes sure that it has been filled: wait for its copies, or for who stores to it"
+            refuse(self.kernel, op, f"reads {named(root)}{slot} where {why}", role.name)
+
     def event(self, role: _Role, op: Arrive | Expect | AsyncLoad) -> None:
         b = self.barrier(role, op)
         if isinstance(op, AsyncLoad):
-            if self.lazy:
-                return self.under_way.append((role, op, b))
-            return self.landed(role, op, b)
+            start = (role, op, b, self.key(role, fills(op)[0]))
+            return self.landed(*start) if self.order.copies == "now" else self.under_way.append(start)
         count = op.count if isinstance(op, Arrive) else 1
         b.bytes += op.bytes if isinstance(op, Expect) else 0
         b.missing -= count
@@ -273,7 +247,8 @@ class Play:
             refuse(self.kernel, op, f"arrives {count} times at {named(op.barrier)}, but {why}", role.name)
         self.settle(role, op, b)
 
-    def landed(self, role: _Role, op: AsyncLoad, b: _Barrier) -> None:
+    def landed(self, role: _Role, op: AsyncLoad, b: _Barrier, key: Key) -> None:
+        self.filled.add(key)
         b.bytes -= nbytes(op.buffer.type)  # type: ignore[arg-type]
         self.settle(role, op, b)
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .block import Arrive, AsyncLoad, AsyncStore, DotAsync, Expect, LoadShared, Roles, StoreShared, Wait, nbytes
+from .block import Arrive, AsyncLoad, Expect, Roles, Wait, nbytes
 from .control import For, While
 from .core import Block, Kernel, Op, Value
 from .dynamic import used_symbols
 from .extents import evaluate
 from .in_flight import check_in_flight
-from .placement import blocks_of, named, refuse, roles_of, root
-from .play import ORDERS, Play, Skeleton
+from .placement import blocks_of, named, refuse, roles_of
+from .play import ORDERS, Play
 from .scalars import Scalars
 from .shapes import Full
-from .types import SharedType
+from .skeleton import Skeleton, fills, reads
 
 SIZE = 1024  # what a symbol counts for while the roles are played through
 
@@ -97,29 +97,21 @@ def _first_parity(kernel: Kernel, body: Block, op: Wait) -> int | None:
     return None
 
 
-def _reads(op: Op) -> list[Value]:
-    """Buffers whose contents an op reads."""
-    if isinstance(op, LoadShared | AsyncStore):
-        return [op.buffer]
-    return [v for v in (op.a, op.b) if isinstance(v.type, SharedType)] if isinstance(op, DotAsync) else []
-
-
 def _check_fills(kernel: Kernel, roles: Roles) -> None:
     """What is read has been filled: by another role, or by the same one before."""
-    fills: dict[Value, list[tuple[str, int]]] = {}
+    filled: dict[Value, list[tuple[str, int]]] = {}
     for at, (name, op) in enumerate(_each(roles)):
-        if isinstance(op, AsyncLoad | StoreShared):
-            fills.setdefault(root(op.buffer), []).append((name, at))
+        for root, _ in fills(op):
+            filled.setdefault(root, []).append((name, at))
     sure = {id(op) for b in roles.bodies for op in _first_path(b)}
     for at, (name, op) in enumerate(_each(roles)):
-        for v in _reads(op):
-            who = fills.get(root(v), [])
-            text = named(root(v))
+        for root, _ in reads(op):
+            who = filled.get(root, [])
             if not who:
-                message = f"reads {text}, which no role ever fills"
+                message = f"reads {named(root)}, which no role ever fills"
                 refuse(kernel, op, f"{message}: async_load or store_shared to it is missing", name)
             if id(op) in sure and all(n == name and k > at for n, k in who):
-                message = f"reads {text} before this role, the only one that fills it, has done so"
+                message = f"reads {named(root)} before this role, the only one that fills it, has done so"
                 refuse(kernel, op, f"{message}: move the read behind the fill", name)
 
 

@@ -76,6 +76,8 @@ BROKEN = [
     (gemm(), "arrive %empty[%done] when=%later", "", "role producer waits at %empty[0]"),
     (gemm(), "%full[%s]", "%full[%c0]", "waits for ever at %full[0]"),
     (gemm(slots=1), "roles {", "roles {", "role producer waits at %empty[0]"),  # the slot is in use
+    (gemm(), "wait %full[%s], %odd", "", "role consumer0: reads %A0[0] where nothing makes sure that"),
+    (attention(), "wait %qfull[%c0], %c0", "", "role consumer0: reads %Q[0] where"),
     # parities
     (gemm(), "wait %empty[%s], %before", "wait %empty[%s], %odd", "role producer waits at %empty[0]"),
     (gemm(), "wait %full[%s], %odd", "wait %full[%s], %turn", "a parity is 0 or 1, got 2: (round // slots) & 1"),
@@ -143,7 +145,20 @@ SMALL = [
     (dict(a="for %k in %c0..%n step %c1 { %t = load_shared %B : tile<64x64xbf16>\nstore_shared %B, %t }"), "move the"),
     (dict(a="for %k in %c0..%n step %c1 { if %some { %t = load_shared %B : tile<64x64xbf16> }\n"
             "%z = full 0.0 : tile<64x64xbf16>\nstore_shared %B, %z }"), None),
-    (dict(a="%t = load_shared %B : tile<64x64xbf16>", b="%z = full 0.0 : tile<64x64xbf16> store_shared %B, %z"), None),
+    (dict(a="%t = load_shared %B : tile<64x64xbf16>", b="%z = full 0.0 : tile<64x64xbf16> store_shared %B, %z"),
+     "role a: reads %B where nothing makes sure that it has been filled: wait for its copies, or for who stores to it"),
+    (dict(a="wait %full[%c0], %c0\n%t = load_shared %B : tile<64x64xbf16>",
+          b="%z = full 0.0 : tile<64x64xbf16> store_shared %B, %z\narrive %full[%c0]"), None),
+    (dict(a="wait %full[%c0], %c0\n%t = load_shared %B : tile<64x64xbf16>",
+          b="arrive %full[%c0]\n%z = full 0.0 : tile<64x64xbf16> store_shared %B, %z"), "reads %B where"),
+    (dict(a="wait %full[%c0], %c0\n%t = load_shared %B : tile<64x64xbf16>",
+          b="if %some { %z = full 0.0 : tile<64x64xbf16> store_shared %B, %z }\narrive %full[%c0]"), None),
+    (dict(a="wait %full[%c0], %c0\n%s = slot %A[%c1] : shared<64x64xbf16>\n%t = load_shared %s : tile<64x64xbf16>",
+          b="%s = slot %A[%c0] : shared<64x64xbf16>\n%z = full 0.0 : tile<64x64xbf16> store_shared %s, %z\n"
+            "arrive %full[%c0]"), "reads %A[1] where"),
+    (dict(a="wait %full[%c0], %c0\n%s = slot %A[%c1] : shared<64x64xbf16>\n%t = load_shared %s : tile<64x64xbf16>",
+          b="%s = slot %A[%n] : shared<64x64xbf16>\n%z = full 0.0 : tile<64x64xbf16> store_shared %s, %z\n"
+            "arrive %full[%c0]"), None),
     # what is not known is nobody's error
     (dict(a="wait %full[%c0], %c0", b="if %some { arrive %full[%c0] }"), None),
     (dict(a="wait %full[%c0], %c0 arrive %full[%c1]", b="wait %full[%c1], %c0 arrive %full[%c0]",

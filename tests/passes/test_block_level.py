@@ -67,6 +67,7 @@ def test_views_are_one_and_loads_of_buffers_are_not():
     checked(
         cse,
         """
+      wait %b[%c0], %c0
       %s = slot %B[%c0] : shared<8xi32>
       %t = slot %B[%c0] : shared<8xi32>
       %u = load_shared %s : tile<8xi32>
@@ -76,6 +77,7 @@ def test_views_are_one_and_loads_of_buffers_are_not():
       fence_shared
       fence_shared""",
         """
+      wait %b[%c0], %c0
       %s = slot %B[%c0] : shared<8xi32>
       %u = load_shared %s : tile<8xi32>
       %w = load_shared %s : tile<8xi32>
@@ -167,14 +169,14 @@ def test_what_is_dead():
       %t = clock : i64
       %u = neg %t : i64
       %s = slot %B[%c0] : shared<8xi32>
+      wait %b[%c0], %c0
       %l = load_shared %A : tile<8xi32>
-      role_barrier
-      wait %b[%c0], %c0""",
+      role_barrier""",
         """
       %t = clock : i64
+      wait %b[%c0], %c0
       %l = load_shared %A : tile<8xi32>
-      role_barrier
-      wait %b[%c0], %c0""",
+      role_barrier""",
     )
 
 
