@@ -13,11 +13,13 @@ from jtile import ir
 from jtile.lowering.triton.block.layouts import (
     Blocked,
     Layout,
+    Linear,
     Mma,
     Operand,
     Sliced,
     blocked,
     mma,
+    origin,
     sliced,
     unsliced,
 )
@@ -210,6 +212,8 @@ class Homes:
             return unsliced(h, op.axes)
         if isinstance(op, ir.Transpose) and isinstance(h := self.get(op.result), Blocked):
             return transposed(h, [op.perm.index(a) for a in range(len(op.perm))])
+        if isinstance(op, ir.Transpose | ir.Reshape | ir.Slice) and (h := self.get(op.result)) is not None:
+            return unmoved(op, h)
         if isinstance(op, ir.For | ir.While):
             inits = op.operands()[-len(op.inits) :] if op.inits else []
             first = len(op.operands()) - len(inits)
@@ -233,6 +237,23 @@ class Homes:
                 if isinstance(v.type, ir.TileType) and v.shape and not is_free(v) and self.get(v) is None:
                     return self._set(v, blocked(v.shape, elem_of(v.dtype), self.warps))
         return False
+
+
+def unmoved(op: ir.Transpose | ir.Reshape | ir.Slice, h: Layout) -> Linear | None:
+    """What a tile lives in whose elements move to a layout of products' operands without leaving their registers."""
+    if not isinstance(origin(h), Linear | Operand):
+        return None
+    out = linear(h, op.result.shape)
+    if isinstance(op, ir.Transpose):
+        return permuted(out, [op.perm.index(a) for a in range(len(op.perm))])
+    if isinstance(op, ir.Reshape):
+        return reshaped(out, op.result.shape, op.x.shape)
+    more = []
+    for axis, (part, n) in enumerate(zip(op.result.shape, op.x.shape, strict=True)):
+        while part < n:  # the parts lie in registers of their own
+            more.append(tuple(part if k == axis else 0 for k in range(len(op.x.shape))))
+            part *= 2
+    return Linear((*out.register, *more), out.lane, out.warp)
 
 
 def _weight(h: Layout) -> int:

@@ -14,6 +14,7 @@ from jtile.lowering.triton.block import (  # noqa: F401  emitters register
     emit_copies,
     emit_dots,
     emit_moves,
+    emit_pairs,
     emit_roles,
     emit_shared,
 )

@@ -140,7 +140,7 @@ class BlockEmitter(Emitter):
         elif type(op) in BLOCK:
             results = BLOCK[type(op)](self, op)
         elif type(op) in SHARED_WITH_TILES:
-            results = self._as_tile(op)
+            results = self.as_tile(op)
         else:
             what = f"no code for {op.mnemonic!r} inside a role"
             self.refuse(op, f"{what}: do this in a kernel of the tile level, before or after this one")
@@ -148,7 +148,7 @@ class BlockEmitter(Emitter):
         for r, v in zip((r for r in op.results), results, strict=True):
             self.define(r, v)
 
-    def _as_tile(self, op: ir.Op) -> Any:
+    def as_tile(self, op: ir.Op) -> Any:
         """An op whose emitter for TTIR serves: everything in it lies as its result, or as its operand."""
         main, layout = self._main(op)
         if main is None or not main.shape:
