@@ -96,7 +96,8 @@ class Program:
       options: see `Options`.
       fingerprint: sha256 of the Tile IR text, the options and the names of `hand`; equality and hashing go by it and by
         `vjp`.
-      hand: the sharding rule that the user gave, or None: derived.
+      hand: the sharding rule that the user gave, or None: derived. Of a kernel at block level: one that cuts no
+        dimension of its own.
     """
 
     jaxpr: Any
@@ -220,7 +221,11 @@ def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand) -> Pro
     symbolic = [str(level.size) for level in levels if is_symbolic(level.size)]
     rule = [f"{hand.inputs} -> {hand.outputs}"] if hand else []
     fingerprint = fingerprint_of(kernel, narrow, options, *symbolic, *rule)
-    return Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint, hand)
+    made = Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint, hand)
+    if hand is None and not levels and made.block:  # nobody looks into a schedule: it is cut along vmaps only
+        rows = lambda refs: tuple((None,) * len(v.shape) for v in refs)
+        return dataclasses.replace(made, hand=Hand(rows(base.inputs), rows(base.outputs), lambda _: made))
+    return made
 
 
 def fingerprint_of(kernel: ir.Kernel, narrow: tuple[str | None, ...], options: Options, *more: str) -> str:

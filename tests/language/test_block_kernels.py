@@ -223,11 +223,16 @@ def test_additions_stay_where_they_were_written():
     assert len(add.lower(x).pieces) == 1
 
 
-def test_it_is_kept_whole_on_several_devices():
-    from jtile._partition import rule_of
+def test_several_devices_cut_lanes_and_what_a_rule_says():
+    from jtile._partition import can_cut, rule_of, shard_program
 
     x = normal(64, 64, dtype=np.float16)
     assert str(rule_of(double.lower(x).program)) == "_ _ -> _ _"
+    (call,) = jax.make_jaxpr(jax.vmap(double))(np.stack([x] * 4)).eqns
+    lanes = call.params["program"]
+    assert str(rule_of(lanes)) == "vmap0 _ _ -> vmap0 _ _"
+    assert can_cut(lanes, "vmap0", 2)
+    assert shard_program(lanes, (("vmap0", 2),)).kernel.grid == (2, 1)
     cut = jt.kernel(out_type=lambda x: jt.like(x), grid=1, sharding="m n -> m n")(double.__wrapped__)
     assert str(rule_of(cut.lower(x).program)) == "m n -> m n"
 
