@@ -6,6 +6,7 @@ in several programs is put together at the end.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -44,6 +45,34 @@ def _types(q, cache, lengths, ends, shares, table, *, rank: int, **_):
     return jt.like(q, shape=(batch, rows, rank)), *part
 
 
+def _share(ends, shares, part):
+    """Of a part: its rows from and to, its units from and to."""
+    total = ends[ends.shape[0] - 1]
+    size = jt.cdiv(total, shares.shape[0])
+    begin = jnp.minimum(part * size, total)
+    return shares[part, 0], shares[part, 1], begin, jnp.minimum(begin + size, total)
+
+
+@jt.function
+def _seen(s, key, length, t: int, query, heads: int):
+    """The scores of the keys from `key` on and the queries from `query` on, -inf where a query does not see a key."""
+    if key + KEYS > length - t + 1:
+        position = length - t + (query + jt.arange(ROWS)[:, None]) // heads
+        s = jnp.where(key + jt.arange(KEYS)[None, :] <= position, s, -math.inf)
+    return s
+
+
+@jt.function
+def _zero_behind(buffer, key, length):
+    """What stands behind the length may be anything, and 0 times it too: zeros instead."""
+    if key + KEYS > length:
+        inside = key + jt.arange(KEYS)[:, None] < length
+        for k in range(0, buffer.shape[1], 64):
+            piece = buffer[:, k : k + 64]
+            piece.store(jnp.where(inside, piece.load(), jnp.zeros((), buffer.dtype)))
+        jt.fence_shared()
+
+
 @jt.kernel(
     out_type=_types, grid=lambda q, cache, lengths, ends, shares, *_, **__: shares.shape[0] * jt.cdiv(q.shape[1], ROWS)
 )
@@ -53,7 +82,7 @@ def hopper_mla(
     """q [batch, t * heads, rank + 64]; cache, lengths and table as in `mla_splits`; ends and shares: `schedule`."""
     # s_ij = q_i . c_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij c_j[:rank] / l_i     l_i = sum_j p_ij
     # Role w: the scores of keys [64 w, 64 w + 64) of a unit, columns [w rank / 2, ...) of the outputs of all its keys.
-    tiles, parts, half, dtype = jt.cdiv(q.shape[1], ROWS), shares.shape[0], rank // 2, q.dtype
+    tiles, half, dtype = jt.cdiv(q.shape[1], ROWS), rank // 2, q.dtype
     part, tile = jax.lax.div(jt.program_id(0), tiles), jax.lax.rem(jt.program_id(0), tiles)
     t, slots = q.shape[1] // heads, cache.shape[1] * (table[0].shape[1] if table else 1)
     Q, QR = jt.alloc((ROWS, half), dtype, slots=2), jt.alloc((ROWS, ROPE), dtype, slots=1)
@@ -62,11 +91,6 @@ def hopper_mla(
     M, L = jt.alloc((ROWS,), jnp.float32, slots=2), jt.alloc((ROWS,), jnp.float32, slots=2)
     full, empty, q_full, q_empty = jt.barrier(4), jt.barrier(4), jt.barrier(1), jt.barrier(1, arrivals=2)
     maximum, weights, sums = jt.barrier(2), jt.barrier(2), jt.barrier(2)
-
-    def share():
-        size = jt.cdiv(ends[q.shape[0]], parts)
-        begin = jnp.minimum(part * size, ends[q.shape[0]])
-        return shares[part, 0], shares[part, 1], begin, jnp.minimum(begin + size, ends[q.shape[0]])
 
     def fetch(c, b, k, x, h):
         """Half h of the keys of role x, which are block k of row b; with those that the other role owns, the rotary
@@ -93,7 +117,7 @@ def hopper_mla(
     with jt.role(
         "copies", warps=4, registers=24
     ):  # the first role: the others address buffers cheaper where they are not
-        first, last, begin, end = share()
+        first, last, begin, end = _share(ends, shares, part)
         c = jnp.int32(0)
         for b in jt.range(first, last):
             lo, hi = jnp.maximum(begin, ends[b]), jnp.minimum(end, ends[b + 1])
@@ -111,24 +135,11 @@ def hopper_mla(
         s = jt.dot_async(Q[h + z], C[2 * w + h + z].T, s)
         return s if h == w else jt.dot_async(QR[z], R[w + z].T, s)
 
-    def clean(i, key, length):  # what stands behind the length may be anything, and 0 times it too
-        if key + KEYS > length:
-            inside = key + jt.arange(KEYS)[:, None] < length
-            for k in range(0, half, 64):
-                piece = C[i][:, k : k + 64]
-                piece.store(jnp.where(inside, piece.load(), jnp.zeros((), dtype)))
-            jt.fence_shared()
-
-    def seen(w, s, key, length):
-        if key + KEYS > length - t + 1:
-            position = length - t + (tile * ROWS + jt.arange(ROWS)[:, None]) // heads
-            s = jnp.where(key + jt.arange(KEYS)[None, :] <= position, s, -math.inf)
-        return s
-
     def step(w, c, key, length, s, o_i, l, m, last: bool):
         """A unit of keys from `key` on; s: its finished scores. Gives the next unit's too, but for the last one."""
         own, other, z = 3 * w, 2 - w, c >> 30  # of this role's columns: its keys, the other role's
-        s = seen(w, s, key + w * KEYS, length)
+        if last or t > 1:
+            s = _seen(s, key + w * KEYS, length, t, tile * ROWS, heads)
         top = s.max(1) * (scale * LOG2_E)
         if w == 1:
             maximum[0].wait(c & 1)
@@ -137,7 +148,8 @@ def hopper_mla(
         maximum[w].arrive()
         p, fade = jnp.exp2(s * (scale * LOG2_E) - m_w[:, None]), jnp.exp2(m - m_w)
         l, m = l * fade + p.sum(1), m_w
-        clean(own, key + w * KEYS, length)
+        if last:
+            _zero_behind(C[own], key + w * KEYS, length)
         if w == 0:
             o_i = jt.dot_async(p.astype(dtype), C[own + z], o_i * fade[:, None])
             maximum[1].wait(c & 1)
@@ -155,7 +167,8 @@ def hopper_mla(
             weights[1].arrive()
             o_i = jt.dot_async(p.astype(dtype), C[own + z], o_i * fade[:, None])
         weights[1 - w].wait(c & 1)
-        clean(other, key + (1 - w) * KEYS, length)
+        if last:
+            _zero_behind(C[other], key + (1 - w) * KEYS, length)
         o_i = jt.dot_async(R[1 - w + z], C[other + z], o_i)
         if last:
             o_i = jt.dot_wait(o_i, pending=0)
@@ -191,7 +204,7 @@ def hopper_mla(
 
     for w in range(2):
         with jt.role(f"values_{w}", warps=4, registers=240):
-            first, last, begin, end = share()
+            first, last, begin, end = _share(ends, shares, part)
             c = jnp.int32(0)
             for b in jt.range(first, last):
                 lo, hi, turn = jnp.maximum(begin, ends[b]), jnp.minimum(end, ends[b + 1]), b - first
@@ -222,7 +235,8 @@ def combine_shares(whole, o_part, lse_part, ends, o, *, n: int):
     first, last = jax.lax.div(ends[b], size), jax.lax.div(ends[b + 1] - 1, size)
     rank = whole.shape[2]
     if last > first:
-        m, l, acc = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32), jt.zeros((n, rank), jnp.float32)
+        m, l = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32)
+        acc = jt.zeros((n, rank), jnp.float32)
         for p in jt.range(first, last + 1):
             at = 2 * p + (p == first).astype(jnp.int32)
             x = lse_part.tiles(None, n)[at, i]
@@ -237,11 +251,37 @@ def fits(q, cache, table, rank: int, scale: float) -> bool:
     """Whether `decode` can run this call: q [batch, t, heads, rank + rope]."""
     sizes = all(isinstance(n, int) for n in (*q.shape, *cache.shape, *(table[0].shape if table else ())))
     entry = rank in (128, 256, 512) and q.shape[3] == rank + ROPE and q.dtype in (jnp.bfloat16, jnp.float16)
-    return sizes and entry and scale > 0 and (not table or cache.shape[1] % KEYS == 0)
+    # Automatic partitioning cuts only kernels whose programs know which row of the batch is theirs.
+    whole = jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return whole and sizes and entry and scale > 0 and (not table or cache.shape[1] % KEYS == 0)
 
 
-def decode(q, cache, lengths, table, *, rank: int, scale: float):
-    """As `mla_decode`, wherever it runs: q [batch, t, heads, rank + 64], the pages of each row in a tuple, or ()."""
+@functools.cache
+def decode(rank: int, scale: float):
+    """A function as `mla_decode` of q [batch, t, heads, rank + 64], cache, lengths, and the pages of each row in a
+    tuple, or (). Batches of vmap become rows, whose keys are shared out together."""
+
+    @jax.custom_batching.custom_vmap
+    def run(q, cache, lengths, table):
+        return of_batch(q, cache, lengths, table, rank=rank, scale=scale)
+
+    @run.def_vmap
+    def _(size: int, batched, q, cache, lengths, table):
+        wide = lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape))
+        fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
+        table = tuple(map(wide, table, batched[3]))
+        if table and batched[1]:  # pools of pages, one behind the other
+            table = (table[0] + cache.shape[1] * jnp.arange(size, dtype=jnp.int32)[:, None, None],)
+        if not table or batched[1]:
+            cache = fold(wide(cache, batched[1]))
+        o = run(fold(wide(q, batched[0])), cache, fold(wide(lengths, batched[2])), tuple(map(fold, table)))
+        return o.reshape(size, -1, *o.shape[1:]), True
+
+    return run
+
+
+def of_batch(q, cache, lengths, table, *, rank: int, scale: float):
+    """As `decode`, without its rule for vmap."""
     batch, t, heads, width = q.shape
     rows, slots = t * heads, cache.shape[1] * (table[0].shape[1] if table else 1)
     ends, shares = schedule(lengths, slots, max(1, PROCESSORS // jt.cdiv(rows, ROWS)))

@@ -1,0 +1,90 @@
+"""MLA's decode attention at the block level: in the interpreter, roles interleaved by seeds, against the form with all
+scores; shares of the keys; what it is called from, without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import normal
+
+import jtile as jt
+from jtile.ops import hopper_mla
+from jtile.ops.latent_attention import mla_decode_reference
+from jtile.testing import relative_error
+
+CASES = {  # batch, new tokens, heads, slots, rank, lengths; processors, slots of a page
+    "one row, one part": ((1, 1, 64, 256, 128, (256,)), 1, None),
+    "rows in parts": ((3, 1, 64, 512, 128, (500, 0, 129)), 4, None),
+    "parts without work": ((2, 2, 48, 640, 128, (600, 65)), 9, None),
+    "pages": ((2, 1, 64, 512, 128, (511, 300)), 3, 64),
+    "large pages": ((1, 1, 16, 512, 128, (385,)), 2, 128),
+    "few heads": ((1, 3, 16, 256, 256, (129,)), 4, None),
+    "DeepSeek": ((1, 1, 64, 512, 512, (460,)), 3, None),
+    "hardly any keys": ((2, 2, 64, 512, 128, (1, 2)), 4, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    with jt.config(interpret=True):
+        yield
+
+
+def arguments(batch, t, heads, slots, rank, lengths, page=None, dtype="bfloat16"):
+    """q, cache, lengths, table; what stands behind a length is NaN."""
+    q, cache = normal(0, batch, t, heads, rank + 64, dtype=dtype), normal(1, batch, slots, rank + 64, dtype=dtype)
+    lengths = jnp.array(lengths, jnp.int32)
+    cache = jnp.where(jnp.arange(slots)[None, :, None] >= lengths[:, None, None], jnp.nan, cache)
+    if page is None:
+        return q, cache, lengths, ()
+    order = np.random.default_rng(0).permutation(batch * slots // page)
+    pool = jnp.zeros((len(order), page, rank + 64), cache.dtype).at[order].set(cache.reshape(-1, page, rank + 64))
+    return q, pool, lengths, (jnp.asarray(order.reshape(batch, -1), jnp.int32),)
+
+
+def reference(q, cache, lengths, table, rank):
+    pages = table[0] if table else None
+    return mla_decode_reference(q, jnp.nan_to_num(cache), lengths, rank=rank, pages=pages, scale=0.07)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_the_interpreter(name, monkeypatch):
+    sizes, processors, page = CASES[name]
+    args, rank, kernel = arguments(*sizes, page=page), sizes[4], hopper_mla.hopper_mla
+    monkeypatch.setattr(hopper_mla, "PROCESSORS", processors * jt.cdiv(sizes[1] * sizes[2], 64))
+    want = reference(*args, rank)
+    for seed in range(3):
+        monkeypatch.setattr(hopper_mla, "hopper_mla", functools.partial(kernel.interpret, seed=seed))
+        got = hopper_mla.of_batch(*args, rank=rank, scale=0.07)
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert relative_error(got, want) < 4e-3
+
+
+@pytest.mark.parametrize("lengths", [(1000, 0, 129, 1, 1024), (7,), (5000,) * 40])
+@pytest.mark.parametrize("parts", [1, 7, 66])
+def test_every_unit_has_one_part(lengths, parts):
+    ends, shares = map(np.asarray, hopper_mla.schedule(jnp.array(lengths, jnp.int32), 1024, parts))
+    units = [max(-(-min(n, 1024) // 128), 1) for n in lengths]
+    np.testing.assert_array_equal(ends, np.cumsum([0, *units]))
+    share, seen = -(-ends[-1] // parts), []
+    for p, (first, last) in enumerate(shares):
+        begin, end = (min(x * share, ends[-1]) for x in (p, p + 1))
+        for b in range(first, last):
+            lo, hi = max(begin, ends[b]), min(end, ends[b + 1])
+            assert lo < hi
+            seen += range(lo, hi)
+    assert seen == [*range(ends[-1])]
+
+
+@pytest.mark.parametrize("page", [None, 64])
+def test_batches_of_vmap_become_rows(page, monkeypatch):
+    monkeypatch.setattr(hopper_mla, "PROCESSORS", 3)
+    q, cache, lengths, table = arguments(2, 1, 16, 128, 128, (128, 100), page=page)
+    run = lambda q, cache, n: hopper_mla.decode(128, 0.07)(q, cache, n, table)
+    want = jnp.stack([reference(x, y, lengths, table, 128) for x, y in ((q, cache), (-q, -cache))])
+    got = jax.vmap(run, (0, 0, None))(jnp.stack([q, -q]), jnp.stack([cache, -cache]), lengths)
+    assert relative_error(got, want) < 4e-3
+    got = jax.vmap(run, (0, None, 0))(jnp.stack([q, -q]), cache, jnp.stack([lengths, lengths]))
+    assert relative_error(got, jnp.stack([reference(x, cache, lengths, table, 128) for x in (q, -q)])) < 4e-3
