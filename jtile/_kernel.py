@@ -62,7 +62,8 @@ def kernel(
         `"m k, k n -> m n"`, a name for each dimension of each input and output (leaves of pytrees in their order), `_`
         for one that is never cut. An axis that an output lacks is summed over. A shard runs the kernel as it is for
         arrays of the shard's shape, with the same meta-parameters.
-      **options: see `Options`: `interpret`, `fallback`, `num_warps`, `num_stages`, `num_ctas`.
+      **options: see `Options`: `interpret`, `fallback`, `num_warps`, `num_stages`, `num_ctas`, `consumers`,
+        `persistent`, `specialize`.
 
     Raises:
       KernelTypeError, KernelValueError: at decoration for a bad signature, at the call for arguments that do not fit.
@@ -392,6 +393,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "num_warps": (1, 2, 4, 8, 16, 32),
     "num_stages": tuple(range(1, 17)),
     "num_ctas": (1, 2, 4, 8, 16),
+    "consumers": (1, 2, 3, 4),
+    "persistent": (True, False),
+    "specialize": (True, False),
 }
 
 
@@ -401,7 +405,7 @@ def _options(old: Options, given: Mapping[str, Any], where: Any) -> Options:
             raise KernelValueError(f"a kernel has no option {name!r}{nearest(name, _CHOICES)}", where)
         known = _CHOICES[name]
         if value is not None and not any(type(value) is type(v) and value == v for v in known):
-            numbers = name.startswith("num_")
+            numbers = isinstance(known[0], int) and not isinstance(known[0], bool)
             these = f"from {known[0]} to {known[-1]}" if name == "num_stages" else " or ".join(map(repr, known))
             raise KernelValueError(
                 f"{name}={value!r}: this option of a kernel is {'a Python int, ' * numbers}{these}; leave it out, and "

@@ -144,6 +144,9 @@ def _kernel_name(fn: Callable[..., Any]) -> str:
     return re.sub(r"\W+", "_", name).strip("_") or "kernel"
 
 
+COMPILER = ("num_warps", "num_stages", "num_ctas", "consumers", "persistent", "specialize")
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What `@jt.kernel(...)` and `.with_options(...)` take besides the language; None leaves the choice to jtile.
@@ -154,6 +157,9 @@ class Options:
       num_warps: warps of one program on a GPU.
       num_stages: depth of the software pipeline of every loop, whatever `jt.range(stages=)` says.
       num_ctas: blocks of one cluster on a GPU.
+      consumers: warpgroups that share the rows of a program's products, where a kernel runs at the block level (sm_90).
+      persistent: whether blocks take several programs there, one after the other.
+      specialize: False: no plan of roles is made for this kernel.
     """
 
     interpret: bool | None = None
@@ -161,11 +167,14 @@ class Options:
     num_warps: int | None = None
     num_stages: int | None = None
     num_ctas: int | None = None
+    consumers: int | None = None
+    persistent: bool | None = None
+    specialize: bool | None = None
 
     @property
     def compiler(self) -> dict[str, int | None]:
         """What the compiler of a GPU kernel is told."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "num_ctas": self.num_ctas}
+        return {n: getattr(self, n) for n in COMPILER}
 
     def __str__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

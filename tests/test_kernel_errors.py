@@ -303,6 +303,9 @@ def test_names_and_options():
         ("num_warps", [3, 0, 64, "8", True, 8.0], "a Python int, 1 or 2 or 4 or 8 or 16 or 32; leave it out"),
         ("num_stages", [0, 17, "2", True, -1], "a Python int, from 1 to 16; leave it out"),
         ("num_ctas", [3, 0, 32, "2"], "a Python int, 1 or 2 or 4 or 8 or 16; leave it out"),
+        ("consumers", [0, 5, True], "a Python int, 1 or 2 or 3 or 4; leave it out"),
+        ("persistent", [1, "no"], "True or False; leave it out"),
+        ("specialize", [0, "never"], "True or False; leave it out"),
         ("interpret", [1, "yes"], "True or False; leave it out"),
     ],
 )

@@ -26,8 +26,9 @@ def autotune(
     call searches. A parameter that is given at the call, or by `with_options`, is not tuned.
 
     Args:
-      space: a dict from names of meta-parameters and options (`num_warps`, `num_stages`, `num_ctas`) to lists of
-        values; a list of dicts; or a function of the abstract inputs and meta-parameters that gives one of these.
+      space: a dict from names of meta-parameters and options of the compiler (`num_warps`, `num_stages`, `consumers`,
+        ...) to lists of values; a list of dicts; or a function of the abstract inputs and meta-parameters that gives
+        one of these.
       key: what the choice depends on: names of inputs (their shapes and dtypes) and of meta-parameters, or a function
         of the abstract inputs and meta-parameters to something printable. Default: all inputs, and all meta-parameters
         that are not tuned.

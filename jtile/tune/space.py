@@ -19,13 +19,13 @@ from jtile._config import current
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._marks import strip
 from jtile._platform import platform
-from jtile._signature import REQUIRED, nearest
+from jtile._signature import COMPILER, REQUIRED, nearest
 from jtile.tune.store import store
 
 # The calls that a trace makes, in a `Recorder`, while `jt.tune` looks for them.
 recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("jtile_tune_recorder", default=None)
 
-OPTIONS = ("num_warps", "num_stages", "num_ctas")
+OPTIONS = COMPILER
 Config = dict[str, Any]
 
 

@@ -98,6 +98,8 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
         outputs, taken = {}, 0
     room -= resident + taken
     stages = min(room // slot, MOST, wish.stages or MOST)
+    if wish.stages == 1:
+        refuse("num_stages=1 asks for one buffer")
     if stages < 2:
         need = machine.shared - room + 2 * slot
         refuse(
