@@ -9,6 +9,7 @@ from __future__ import annotations
 from jtile.lowering.triton import math_special
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.math_expr import Formula, X
+from jtile.lowering.triton.ttir import Val
 
 LOG2_E = 1.4426950408889634
 
@@ -17,7 +18,7 @@ VENDOR = {
     name: name
     for name in (
         "exp", "exp2", "expm1", "log", "log2", "log1p", "cbrt", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
-        "cosh", "tanh", "asinh", "acosh", "atanh", "rsqrt", "lgamma", "pow", "atan2",
+        "cosh", "tanh", "asinh", "acosh", "atanh", "rsqrt", "erf", "erfc", "lgamma", "pow", "atan2",
     )
 } | {"erf_inv": "erfinv", "rem": "fmod", "round": "rint"}  # fmt: skip
 
@@ -75,6 +76,8 @@ def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
         return exp2(f, xs[0] * LOG2_E)
     if fn == "logistic":
         return _logistic(f, xs[0], narrow)
+    if fn in _LONG and xs[0].elem == "f32":
+        return each(xs[0], lambda x: _LONG[fn](x, lambda y: exp2(f, y)))
     if fn in _FORMULAS:
         return _FORMULAS[fn](f, *xs)
     return vendor(f, VENDOR[fn], *xs)
@@ -83,6 +86,22 @@ def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
 def names() -> set[str]:
     """What `transcendental` takes."""
     return set(VENDOR) | set(_FORMULAS) | {"logistic"}
+
+
+def each(x: X, formula: Formula) -> X:
+    """A formula on one element of a tensor after the other: done step by step on all of them, a long one holds several
+    numbers for each in registers."""
+    code = x.code
+    if not x.v.shape:
+        return formula(x)
+    one, out = Val(code.name(), (), x.elem), code.new(x.v.shape, x.elem)
+    code.do(f'{out.name} = "tt.map_elementwise"({x.v.name}) <{{pack = 1 : i32}}> ({{')
+    code.do(f"^bb0({one.name}: {one.elem}):")
+    with code.region():
+        y = formula(x.new(one))
+        code.do(f"tt.map_elementwise.return {y.v.name} : {y.elem}")
+    code.do(f"}}) : ({x.v.type}) -> {out.type}")
+    return x.new(out)
 
 
 def exp2(f: Features, x: X) -> X:
@@ -113,10 +132,9 @@ def _logistic(f: Features, x: X, narrow: bool) -> X:
     return x.lt(0.0).where(e, 1.0) / (e + 1.0)
 
 
+_LONG: dict[str, Formula] = {"erf": math_special.erf, "erfc": math_special.erfc}  # of f32
 _FORMULAS: dict[str, Formula] = {
     "exp2": exp2,
     "sqrt": sqrt,
-    "erf": lambda f, x: vendor(f, "erf", x) if x.elem == "f64" else math_special.erf(x, lambda y: exp2(f, y)),
-    "erfc": lambda f, x: vendor(f, "erfc", x) if x.elem == "f64" else math_special.erfc(x, lambda y: exp2(f, y)),
     "digamma": lambda f, x: math_special.digamma(x, lambda name, *a: vendor(f, name, *a)),
 }

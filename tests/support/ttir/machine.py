@@ -14,7 +14,7 @@ from .types import TtirError
 
 MAX_STEPS = 20_000_000  # statements of all blocks: a loop that does not end is an error
 
-ENDS = ("scf.yield", "scf.condition", "tt.reduce.return", "tt.scan.return", "tt.return")
+ENDS = ("scf.yield", "scf.condition", "tt.reduce.return", "tt.scan.return", "tt.map_elementwise.return", "tt.return")
 
 
 class Machine:

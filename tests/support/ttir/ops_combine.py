@@ -54,6 +54,18 @@ def _scan(m, s: Stmt, *xs):
     return tuple(np.moveaxis(x[:: -1 if back else 1], 0, axis) for x in xs)
 
 
+def _each_rule(stmt: Stmt, args: list[Type]) -> Types:
+    demand(stmt, len(stmt.regions) == 1, "one region")
+    got = [t for _, t in stmt.regions[0].params]
+    demand(stmt, got == [Type((), a.elem) for a in args], f"the region takes {', '.join(map(str, got))}")
+    return [Type(args[0].shape, t.elem) for t in stmt.regions[0].body[-1].arg_types]
+
+
+@op("tt.map_elementwise", rule=_each_rule, form=arrow)
+def _each(m, s: Stmt, *xs):
+    return tuple(m.lifted(s.regions[0], xs))
+
+
 # -- dots --------------------------------------------------------------------------------------------------------------
 
 _PAIRS = {"f32": ("f16", "bf16", "f32", "f8E4M3FN", "f8E5M2"), "f16": ("f16", "f8E4M3FN", "f8E5M2"),

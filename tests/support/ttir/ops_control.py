@@ -107,7 +107,15 @@ def _if(m, s: Stmt, cond):
     return tuple(m.region(s.regions[k], [])) if k < len(s.regions) else ()
 
 
-@op("scf.yield", "tt.reduce.return", "tt.scan.return", "tt.return", rule=nothing, form=listed)
+@op(
+    "scf.yield",
+    "tt.reduce.return",
+    "tt.scan.return",
+    "tt.map_elementwise.return",
+    "tt.return",
+    rule=nothing,
+    form=listed,
+)
 def _yield(m, s: Stmt, *args):
     m.yields = args
 
