@@ -31,6 +31,7 @@ from jtile.ops import (
 )
 from jtile.ops.gated_mlp import gated_mlp_reference
 from jtile.ops.grouped_matmul import grouped_matmul_reference
+from jtile.ops.latent_attention import mla_decode_reference
 from jtile.ops.matmul import matmul_reference
 
 FROZEN = "quantised weights are frozen"
@@ -76,6 +77,7 @@ n = lambda high, *shape: lambda: ints(high, *shape)
 weights = lambda kind, *shape: lambda: ops.quantize(floats(*shape), kind)
 POSITIVE = {"low": 0.5, "high": 1.5}
 ATTENTION = (f(2, 5, 4, 6), f(2, 7, 2, 6, seed=1), f(2, 7, 2, 6, seed=2))
+LATENT = (f(2, 4, 8), f(2, 9, 8, seed=1), lambda: jnp.asarray([9, 4], jnp.int32))
 CACHE = (f(2, 4, 6), f(2, 9, 2, 6, seed=1), f(2, 9, 2, 6, seed=2), lambda: jnp.asarray([9, 4], jnp.int32))
 
 
@@ -158,6 +160,7 @@ CASES: dict[str, LibraryCase] = {
         lambda: jnp.asarray([7, 6], jnp.int32),
     ),
     "decode_attention": case(ops.decode_attention, split_attention.decode_attention_reference, *CACHE),
+    "mla_decode": case(ops.mla_decode, mla_decode_reference, *LATENT, meta={"rank": 6}),
     "convolution": case(ops.convolution, convolutions.convolution_reference, f(2, 5, 6, 3), f(3, 2, 3, 4)),
     "convolution, strided, grouped": case(
         ops.convolution, convolutions.convolution_reference, f(1, 7, 6, 4), f(3, 3, 2, 4),
