@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jtile._config import current
 from jtile.ir import Kernel, verify
 
 from ..canonicalise import canonicalise
@@ -22,11 +23,13 @@ from .masks import masks
 from .overlap import overlap
 from .persist import persist
 from .plan import Machine, NoPlan, Plan, Refusal
+from .prefetch import prefetch
 from .scales import scales
 from .specialise import specialise
 
 __all__ = ["Machine", "NoPlan", "Plan", "block_level", "steps"]
 
+LAST = "clean"  # the step whose kernel is always verified; those before it with the option `verify`
 Step = tuple[str, str, Kernel]  # name, level ("tile" or "block"), the kernel after it
 
 
@@ -56,7 +59,8 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
 
     def step(name: str, level: str, run: Callable[[Kernel], Kernel]) -> Kernel:
         after = run(done[-1][2] if done else kernel)
-        verify(after, level)
+        if current().verify or name == LAST:
+            verify(after, level)
         done.append((name, level, after))
         return after
 
@@ -67,8 +71,9 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         chosen = plan(step("masks", "tile", lambda k: sink(masks.run(k))), machine, wish)
         step("persist", "tile", lambda k: cse.run(persist(k, chosen.blocks, machine.cache)))
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
+        step("prefetch", "block", prefetch.run)
         step("overlap", "block", overlap.run)
-        final = step("clean", "block", lambda k: dce.run(cse.run(canonicalise.run(k))))
+        final = step(LAST, "block", lambda k: dce.run(cse.run(canonicalise.run(k))))
     except Refusal as e:
         return e.no_plan
     return Planned(final, chosen, tuple(done))
