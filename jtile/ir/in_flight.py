@@ -7,7 +7,6 @@ nobody's error here: the interpreter sees it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 
 from .block import (
     AsyncLoad,
@@ -15,57 +14,14 @@ from .block import (
     DotAsync,
     DotWait,
     FenceShared,
-    SliceShared,
-    Slot,
     StoreShared,
     StoreWait,
-    TransposeShared,
 )
 from .control import For, If, While
 from .core import Block, Kernel, Op, Value
 from .placement import refuse
+from .places import Place, place, reads
 from .scalars import Scalars
-from .types import SharedType
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Part of an allocation: the slot of a ring (`at` is the value that says which), a box of its axes."""
-
-    root: Value
-    slot: Hashable
-    at: Value | None
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def overlaps(self, other: Place) -> bool:
-        """Whether both surely share elements."""
-        if self.root is not other.root or self.slot != other.slot:
-            return False
-        boxes = zip(self.starts, self.sizes, other.starts, other.sizes, strict=True)
-        return all(a < b + m and b < a + n for a, n, b, m in boxes)
-
-
-def place(v: Value, scalars: Scalars) -> Place:
-    """The part of an allocation that a buffer or a view is."""
-    views: list[Op] = []
-    while isinstance(v.op, Slot | TransposeShared | SliceShared):
-        views.append(v.op)
-        v = v.op.buffer
-    starts, sizes = [0] * len(v.shape), list(v.shape)
-    axes = list(range(len(sizes)))  # axis of the view -> axis of the allocation
-    slot: Hashable = None
-    at = None
-    for op in reversed(views):
-        if isinstance(op, Slot):
-            slot, at = scalars.of(op.at), op.at
-        elif isinstance(op, TransposeShared):
-            axes.reverse()
-        elif isinstance(op, SliceShared):
-            for axis, start, size in zip(axes, op.starts, op.sizes, strict=True):
-                starts[axis] += start
-                sizes[axis] = size
-    return Place(v, slot, at, tuple(starts), tuple(sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,8 +209,7 @@ class _Flow:
             self.refuse(op, f"{what}; the result itself is an accumulator or a carried value and nothing else")
 
     def product(self, op: DotAsync) -> None:
-        buffers = [v for v in (op.a, op.b) if isinstance(v.type, SharedType)]
-        use = Use(op, tuple(place(v, self.scalars) for v in buffers))
+        use = Use(op, tuple(place(v, self.scalars) for v in reads(op)))
         self.check_fence(use)
         if op.acc is not None and self.runs(op.acc):
             self.state.spent[op.acc] = op

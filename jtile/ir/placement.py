@@ -21,11 +21,8 @@ from .block import (
     LoadShared,
     RoleBarrier,
     Roles,
-    SliceShared,
-    Slot,
     StoreShared,
     StoreWait,
-    TransposeShared,
     Wait,
     nbytes,
 )
@@ -128,13 +125,6 @@ def _check_registers(kernel: Kernel, op: Roles) -> None:
             f"the roles take {parts} = {given + 24 * rest} registers (threads of whole warpgroups{least}), a "
             f"multiprocessor has {REGISTERS}: give some of them fewer",
         )
-
-
-def root(v: Value) -> Value:
-    """The allocation that a buffer or a view of one belongs to."""
-    while isinstance(v.op, Slot | TransposeShared | SliceShared):
-        v = v.op.buffer
-    return v
 
 
 def named(v: Value) -> str:

@@ -7,17 +7,17 @@ known (a loaded number) it may do anything from there on, and nobody is accused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
-from .block import Arrive, AsyncLoad, Expect, Wait, nbytes
+from .block import Arrive, AsyncLoad, AsyncStore, DotAsync, DotWait, Expect, StoreWait, Wait, nbytes
 from .control import For, If, While
 from .core import Block, Kernel, Op, Value
 from .placement import named, refuse
+from .places import Place, fills, place, reads, root
 from .scalars import Scalars
-from .skeleton import Buffer, Event, Skeleton, Touch, fills, reads
+from .skeleton import Event, Skeleton, Touch
 
 STEPS = 1_000  # ops of scalars and barriers that a role is followed for: some hundred rounds of a ring
-Key = tuple[Value, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Order:
     Attributes:
       turn: 1: roles go on in their order; -1: the other way round.
       copies: `now`: they end at once; `oldest`, `newest`: that one ends when nothing else can go on.
-      pauses: a role lets the others go on after each of its arrivals, else only where it must wait.
+      pauses: a role lets the others go on after each arrival, else only where it must wait.
     """
 
     turn: int
@@ -35,7 +35,7 @@ class Order:
     pauses: bool = False
 
 
-ORDERS = (Order(1, "now"), Order(-1, "now"), Order(1, "oldest", pauses=True), Order(-1, "newest"))
+ORDERS = (Order(1, "now"), Order(-1, "now"), Order(1, "oldest", pauses=True), Order(-1, "newest", pauses=True))
 
 
 class _LostError(Exception):
@@ -70,6 +70,9 @@ class _Role:
         self.scalars = Scalars(play.kernel, play.pid, play.sizes)
         self.way = self.block(skeleton.body)
         self.waits: Wait | None = None
+        # What products and asynchronous stores that are not waited for yet read, in the order of their start.
+        self.products: list[list[Place]] = []
+        self.stores: list[list[Place]] = []
         self.lost = self.done = False
 
     def number(self, v: Value | None) -> int:
@@ -105,7 +108,8 @@ class _Role:
             list(self.region(op))
         except _LostError:
             self.scalars.forget(op.results)
-            self.play.unsure |= {root for b in op.blocks() for x in b.walk() for root, _ in fills(x)}
+            self.play.unsure |= {root(v) for b in op.blocks() for x in b.walk() for v in fills(x)}
+            self.products, self.stores = [], []
 
     def region(self, op: Op) -> Iterator[Event]:
         if isinstance(op, If):
@@ -162,7 +166,7 @@ class _Role:
                 elif not self.done:
                     self.play.event(self, op)  # type: ignore[arg-type]
                 moved = True
-                if self.play.order.pauses and isinstance(op, Arrive | Expect):
+                if self.play.order.pauses and isinstance(op, Arrive):
                     return moved
             except _LostError:
                 self.lost = True
@@ -177,8 +181,8 @@ class Play:
     ):
         self.kernel, self.pid, self.sizes = kernel, pid, sizes
         self.order = order
-        self.under_way: list[tuple[_Role, AsyncLoad, _Barrier, Key]] = []
-        self.filled: set[Key] = set()
+        self.under_way: list[tuple[_Role, AsyncLoad, _Barrier, Place]] = []
+        self.filled: set[tuple[Value, Hashable]] = set()
         self.unsure: set[Value] = set()  # allocations of which nobody knows what is filled
         self.barriers: dict[tuple[Value, int], _Barrier] = {}
         self.roles = [_Role(self, skeleton) for skeleton in roles]
@@ -215,29 +219,54 @@ class Play:
             refuse(self.kernel, op, f"a parity is 0 or 1, got {parity}: (round // slots) & 1", role.name)
         return parity
 
-    def key(self, role: _Role, buffer: Buffer) -> Key:
-        """The buffer by its number; one whose number is not known may be any."""
-        root, at = buffer
-        number = role.scalars.known(at, False)
-        if number is None:
-            self.unsure.add(root)
-        return root, int(number or 0)
-
     def touch(self, role: _Role, op: Touch) -> None:
-        """Note what is filled, refuse to read what is not: in this order of the roles it could happen."""
-        self.filled.update(self.key(role, b) for b in fills(op))
-        for root, at in reads(op):
-            number = role.scalars.known(at, False)
-            if number is None or root in self.unsure or (root, int(number)) in self.filled:
-                continue
-            slot = f"[{int(number)}]" if at is not None else ""
+        """What an op does to the memory of the block: in this order of the roles it could happen."""
+        if isinstance(op, DotWait):
+            role.products = role.products[-op.pending :] if op.pending else []
+        elif isinstance(op, StoreWait):
+            role.stores = role.stores[-op.pending :] if op.pending else []
+        for v in fills(op):
+            self.fill(self.write(role, op, v))
+        here = [place(v, role.scalars) for v in reads(op)]
+        for p in here:
+            self.read(role, op, p)
+        if isinstance(op, DotAsync):
+            role.products.append(here)
+        elif isinstance(op, AsyncStore):
+            role.stores.append(here)
+
+    def read(self, role: _Role, op: Op, p: Place) -> None:
+        if not p.known:
+            return
+        if p.root not in self.unsure and (p.root, p.slot) not in self.filled:
             why = "nothing makes sure that it has been filled: wait for its copies, or for who stores to it"
-            refuse(self.kernel, op, f"reads {named(root)}{slot} where {why}", role.name)
+            refuse(self.kernel, op, f"reads {p} where {why}", role.name)
+        for other, _, _, target in self.under_way:
+            if p.overlaps(target):
+                why = f"a copy that role {other.name} has started may still write it: wait for the copy's barrier"
+                refuse(self.kernel, op, f"reads {p} while {why}", role.name)
+
+    def write(self, role: _Role, op: Op, v: Value) -> Place:
+        """The place of a write; other roles must have ended what reads it."""
+        p = place(v, role.scalars)
+        for other in self.roles:
+            for what, uses in (("a product", other.products), ("an asynchronous store", other.stores)):
+                if other is not role and p.known and any(q.known and p.overlaps(q) for use in uses for q in use):
+                    why = f"{what} of role {other.name} may still read it"
+                    way = "that role arrives before it has waited, or this one does not wait for it"
+                    refuse(self.kernel, op, f"writes {p} while {why}: {way}", role.name)
+        return p
+
+    def fill(self, p: Place) -> None:
+        if p.known:
+            self.filled.add((p.root, p.slot))
+        else:
+            self.unsure.add(p.root)
 
     def event(self, role: _Role, op: Arrive | Expect | AsyncLoad) -> None:
         b = self.barrier(role, op)
         if isinstance(op, AsyncLoad):
-            start = (role, op, b, self.key(role, fills(op)[0]))
+            start = (role, op, b, self.write(role, op, op.buffer))
             return self.landed(*start) if self.order.copies == "now" else self.under_way.append(start)
         count = op.count if isinstance(op, Arrive) else 1
         b.bytes += op.bytes if isinstance(op, Expect) else 0
@@ -247,8 +276,8 @@ class Play:
             refuse(self.kernel, op, f"arrives {count} times at {named(op.barrier)}, but {why}", role.name)
         self.settle(role, op, b)
 
-    def landed(self, role: _Role, op: AsyncLoad, b: _Barrier, key: Key) -> None:
-        self.filled.add(key)
+    def landed(self, role: _Role, op: AsyncLoad, b: _Barrier, p: Place) -> None:
+        self.fill(p)
         b.bytes -= nbytes(op.buffer.type)  # type: ignore[arg-type]
         self.settle(role, op, b)
 

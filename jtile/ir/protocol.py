@@ -16,10 +16,11 @@ from .dynamic import used_symbols
 from .extents import evaluate
 from .in_flight import check_in_flight
 from .placement import blocks_of, named, refuse, roles_of
+from .places import fills, reads, root
 from .play import ORDERS, Play
 from .scalars import Scalars
 from .shapes import Full
-from .skeleton import Skeleton, fills, reads
+from .skeleton import Skeleton
 
 SIZE = 1024  # what a symbol counts for while the roles are played through
 
@@ -101,17 +102,17 @@ def _check_fills(kernel: Kernel, roles: Roles) -> None:
     """What is read has been filled: by another role, or by the same one before."""
     filled: dict[Value, list[tuple[str, int]]] = {}
     for at, (name, op) in enumerate(_each(roles)):
-        for root, _ in fills(op):
-            filled.setdefault(root, []).append((name, at))
+        for v in fills(op):
+            filled.setdefault(root(v), []).append((name, at))
     sure = {id(op) for b in roles.bodies for op in _first_path(b)}
     for at, (name, op) in enumerate(_each(roles)):
-        for root, _ in reads(op):
-            who = filled.get(root, [])
+        for v in reads(op):
+            who = filled.get(root(v), [])
             if not who:
-                message = f"reads {named(root)}, which no role ever fills"
+                message = f"reads {named(root(v))}, which no role ever fills"
                 refuse(kernel, op, f"{message}: async_load or store_shared to it is missing", name)
             if id(op) in sure and all(n == name and k > at for n, k in who):
-                message = f"reads {named(root)} before this role, the only one that fills it, has done so"
+                message = f"reads {named(root(v))} before this role, the only one that fills it, has done so"
                 refuse(kernel, op, f"{message}: move the read behind the fill", name)
 
 

@@ -9,44 +9,21 @@ from .block import (
     AsyncLoad,
     AsyncStore,
     DotAsync,
+    DotWait,
     Expect,
     LoadShared,
-    SliceShared,
-    Slot,
     StoreShared,
-    TransposeShared,
+    StoreWait,
     Wait,
 )
 from .control import For, If, While
 from .core import Block, Op, Value
 from .placement import blocks_of
+from .places import fills, reads, slot_number
 from .shapes import Full
-from .types import SharedType
 
 Event = Wait | Arrive | Expect | AsyncLoad
-Touch = LoadShared | StoreShared | AsyncStore | DotAsync
-Buffer = tuple[Value, Value | None]  # an allocation, and the number of the slot
-
-
-def buffer_of(v: Value) -> Buffer:
-    """Which buffer a view is part of."""
-    at = None
-    while isinstance(v.op, Slot | TransposeShared | SliceShared):
-        at = v.op.at if isinstance(v.op, Slot) else at
-        v = v.op.buffer
-    return v, at
-
-
-def reads(op: Op) -> list[Buffer]:
-    """Buffers whose contents an op reads."""
-    if isinstance(op, LoadShared | AsyncStore):
-        return [buffer_of(op.buffer)]
-    return [buffer_of(v) for v in (op.a, op.b) if isinstance(v.type, SharedType)] if isinstance(op, DotAsync) else []
-
-
-def fills(op: Op) -> list[Buffer]:
-    """Buffers that an op writes, in part or whole."""
-    return [buffer_of(op.buffer)] if isinstance(op, AsyncLoad | StoreShared) else []
+Touch = LoadShared | StoreShared | AsyncStore | StoreWait | DotAsync | DotWait
 
 
 class Skeleton:
@@ -85,7 +62,7 @@ class Skeleton:
                 todo += [v for v in (op.at, op.when, getattr(op, "parity", None)) if v is not None]
             elif op in self.acts or op in self.touches:
                 todo += _ways(op)
-            todo += [at for _, at in (*reads(op), *fills(op)) if at is not None]
+            todo += [at for v in (*reads(op), *fills(op)) if (at := slot_number(v)) is not None]
         needed: set[Value] = set()
         while todo:
             v = todo.pop()
