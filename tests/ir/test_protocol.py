@@ -367,3 +367,42 @@ def test_counting_is_bounded():
     count = "%big = full 2000000000 : i32\n%r = for %k in %c0..%big step %c1 carry (%q = %c0) {\n"
     count += "%q1 = add %q, %c1 : i32 yield %q1 }\n%p = and %r, %c1 : i32\nwait %full[%c0], %p"
     accepted(kernel(a=count, b="arrive %full[%c0]"))
+
+
+RACES = [
+    # given back before the product that reads it has ended
+    (gemm(), "dot_wait %running pending=1", "dot_wait %running pending=2", "] while a product of role consumer0 may "
+     "still read it: that role arrives before it has waited, or this one does not wait for it"),
+    (attention(), "%s_1 = dot_wait %s_0 : tile<64x128xf32>\n      arrive %kempty[%c0]",
+     "arrive %kempty[%c0]\n      %s_1 = dot_wait %s_0 : tile<64x128xf32>", "role producer: writes %K[0] while a"),
+    (attention(), "wait %kempty[%s], %before", "", "role consumer0: waits for ever at %kfull[0]"),
+    (attention(), "wait %kempty[%s], %before\n        expect %kfull[%s] bytes=16384",
+     "expect %kfull[%s] bytes=16384\n        wait %kempty[%s], %before", "role producer: arrives 1 times at %kfull,"),
+    (gemm(), "wait %full[%s], %odd\n", "", "role consumer0: reads %A0[0] where nothing makes sure"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "old", "new", "message"), RACES)
+def test_races_that_an_order_of_the_roles_shows(text, old, new, message):
+    assert message in refused(changed(text, old, new))
+
+
+def test_a_store_of_another_role_is_a_reader():
+    send = "%z = full 0.0 : tile<64x64xbf16>\nstore_shared %B, %z\nfence_shared\n" + f"{SEND} %B\n"
+    late = send + "store_wait 0\narrive %full[%c0]"
+    early = send + "arrive %full[%c0]\nstore_wait 0"
+    other = "wait %full[%c0], %c0\n%z = full 1.0 : tile<64x64xbf16>\nstore_shared %B, %z"
+    accepted(kernel(a=late, b=other))
+    assert "role b: writes %B while an asynchronous store of role a may still read it" in refused(
+        kernel(a=early, b=other)
+    )
+
+
+def test_halves_of_a_buffer_are_apart():
+    """One role computes from the left half while another fills the right one."""
+    half = "%h = slice_shared %B starts=(0, {}) sizes=(64, 32) : shared<64x32xbf16>\n%y = full 0.0 : tile<64x32xbf16>\n"
+    a = START + "store_shared %a, %z\n" + half.format(0) + "store_shared %h, %y\nfence_shared\n"
+    a += "%d = dot_async %a, %h : tile<64x32xf32>\narrive %full[%c0]\ndot_wait"
+    b = "wait %full[%c0], %c0\n" + half + "store_shared %h, %y"
+    accepted(kernel(a=a, b=b.format(32)))
+    assert "role b: writes %B while a product of role a may" in refused(kernel(a=a, b=b.format(0)))
