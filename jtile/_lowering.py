@@ -176,12 +176,11 @@ def _custom_call(
     else:  # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
         name, attributes = f"jtile_{platform}{'_io' * program.io}", _gpu_attributes(artifact)
     rule = jax.ffi.ffi_lowering(name, operand_output_aliases=dict(whole.aliases), has_side_effect=program.io)
-    shared = {i for i, _ in whole.aliases}
-    if platform == "cpu" or not shared:
+    if platform == "cpu" or not whole.aliases:
         return rule(wide, *operands, *started, **attributes)[: len(ctx.avals_out)]
-    alone = lambda i, x: x if i in shared else _behind_barrier(ctx, wide.avals_in[i], x)
-    outs = rule(wide, *(alone(i, x) for i, x in enumerate([*operands, *started])), **attributes)
-    return [_behind_barrier(ctx, a, x) for a, x in zip(ctx.avals_out, outs)]
+    apart = functools.partial(_behind_barrier, ctx)
+    outs = rule(wide, *map(apart, wide.avals_in, [*operands, *started]), **attributes)
+    return [apart(a, x) for a, x in zip(ctx.avals_out, outs)]
 
 
 def _behind_barrier(ctx: mlir.LoweringRuleContext, aval: Any, value: Any) -> Any:
