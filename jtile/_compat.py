@@ -51,6 +51,11 @@ def is_partitioned(ctx: Any) -> bool:
     return several and mesh is not None and not mesh.empty and not is_exported(ctx)
 
 
+def platforms_of(ctx: Any) -> tuple[str, ...]:
+    """The platforms that the program is being lowered for: several where `jax.export` was asked for several."""
+    return tuple(ctx.module_context.platforms)
+
+
 def is_exported(ctx: Any) -> bool:
     """Whether the program that is being lowered is for `jax.export`."""
     return ctx.module_context.lowering_parameters.for_export

@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 from jax.interpreters import mlir
 
 from jtile import _partition, ir
-from jtile._compat import is_exported, is_symbolic
+from jtile._compat import is_exported, is_symbolic, platforms_of
 from jtile._config import current
 from jtile._errors import TransformError, UnsupportedError
 from jtile._platform import gpu_arch
@@ -81,6 +81,8 @@ def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, program
         return mlir.lower_fun(_without_programs, multiple_results=True)(ctx, *operands, program=program)
     if interpreted(program):
         return _lower_on_host(ctx, operands, program)
+    if program.block and "cuda" in platforms_of(ctx):
+        platform = "cuda"  # in an export for several, a branch for one is lowered for all, which do not take it
     try:
         if program.block:  # before XLA cuts the program: a callback into the interpreter cannot run in its shards
             _check_target(platform, program)
