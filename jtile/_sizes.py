@@ -37,8 +37,7 @@ _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 def symbol_values(kernel: ir.Kernel, values: Mapping[str, Any]) -> list[Any]:
     """The values of a kernel's symbols, in the order in which launch records number them."""
-    used = ir.used_symbols(kernel)
-    return [values[name] for name in ir.sources(kernel) if name in used]
+    return [values[name] for name in ir.launch_symbols(kernel)]
 
 
 def evaluate_expression(expression: Any, numbers: Sequence[Any]) -> Any:

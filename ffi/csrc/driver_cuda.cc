@@ -130,6 +130,7 @@ class CudaDriver final : public Driver {
   void unload(int ordinal, const Loaded& loaded) noexcept override {
     try {
       Current current(*this, ordinal);
+      RelaxedCapture relaxed(cu_.capture_mode);  // another thread may be recording a graph
       cu_.module_unload(loaded.module);
     } catch (const Error&) {  // the process ends, and the driver with it
     }

@@ -95,6 +95,7 @@ class HipDriver final : public Driver {
   void unload(int ordinal, const Loaded& loaded) noexcept override {
     try {
       Current current(*this, ordinal);
+      RelaxedCapture relaxed(hip_.capture_mode);  // another thread may be recording a graph
       hip_.module_unload(loaded.module);
     } catch (const Error&) {  // the process ends, and the driver with it
     }

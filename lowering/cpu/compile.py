@@ -39,7 +39,7 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]
     params = [Val("ptr" if r in shared else "ptr noalias", f"%r{k}") for k, r in enumerate(refs)]
     names = [Val("i64", f"%p{k}") for k in range(len(kernel.grid))]
     ws = Val("ptr noalias", "%ws")
-    symbols = {n: Val("i64", f"%d{k}") for k, n in enumerate(sizes.symbols_of(kernel))}
+    symbols = {n: Val("i64", f"%d{k}") for k, n in enumerate(ir.launch_symbols(kernel))}
     code = Code(module, "jtile_program", [*params, *names, *symbols.values(), ws, Val("ptr", "%host")])
     em = Emitter(kernel, isa, module, code)
     em.program = {k: i64(0) if n == 1 else v for k, (n, v) in enumerate(zip(kernel.grid, names, strict=True))}

@@ -19,14 +19,8 @@ def sizes_of(kernel: ir.Kernel) -> list[ir.Extent]:
     return list(dict.fromkeys(n for n in sizes if isinstance(n, ir.Extent)))
 
 
-def symbols_of(kernel: ir.Kernel) -> list[str]:
-    """A kernel's symbols in the order of `dims`."""
-    used = ir.used_symbols(kernel)
-    return [name for name in ir.sources(kernel) if name in used]
-
-
 def load_symbols(code: Code, kernel: ir.Kernel, dims: Val) -> dict[str, Val]:
-    return {n: code.load("i64", code.gep("i64", dims, k), align=8) for k, n in enumerate(symbols_of(kernel))}
+    return {n: code.load("i64", code.gep("i64", dims, k), align=8) for k, n in enumerate(ir.launch_symbols(kernel))}
 
 
 def emit_size(code: Code, n: ir.Size, symbols: dict[str, Val]) -> Val:
@@ -75,7 +69,7 @@ def emit_grid(module: Module, kernel: ir.Kernel) -> None:
 
 def dims_attribute(kernel: ir.Kernel) -> list[int]:
     """What fills `dims`: four numbers a dynamic dimension of an input: input, axis, place in `dims`, multiple."""
-    places = {name: k for k, name in enumerate(symbols_of(kernel))}
+    places = {name: k for k, name in enumerate(ir.launch_symbols(kernel))}
     if len(places) > MAX_SYMBOLS or len(kernel.grid) > MAX_AXES:
         raise UnsupportedError(
             f"kernel {kernel.name} has {len(places)} dynamic sizes on a grid of {len(kernel.grid)} axes: cpu code "

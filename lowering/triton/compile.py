@@ -82,8 +82,7 @@ def buffer_bytes(ref: ir.Value) -> int:
 
 def _numbers(kernel: ir.Kernel) -> dict[str, int]:
     """The number of each symbol of a kernel with dynamic sizes."""
-    used = ir.used_symbols(kernel)
-    return {name: k for k, name in enumerate(n for n in ir.sources(kernel) if n in used)}
+    return {name: k for k, name in enumerate(ir.launch_symbols(kernel))}
 
 
 def parameters(em: Emitter) -> None:

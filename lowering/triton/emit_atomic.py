@@ -79,12 +79,11 @@ class _Access:
         fn = _BOOL.get(op.fn, op.fn) if buf.dtype == "bool" else op.fn
         value, compare = em.val(op.value), None if op.compare is None else em.val(op.compare)
         a = cls(op, buf, fn, buf.pointer, None, None, value, compare)
-        mask = None if op.mask is None else em.val(op.mask)
         if _native(em, a):
             pointers, inside = addresses(em, buf, op.index)
-            return dataclasses.replace(a, pointers=pointers, mask=em.code.both(inside, mask))
+            return dataclasses.replace(a, pointers=pointers, mask=em.code.both(inside, em.mask(op)))
         places = resolve(em, buf, lines(em, buf, op.index), ir.index_shape(op.index))
-        return dataclasses.replace(a, offset=offsets(em, places), mask=em.code.both(places.mask, mask))
+        return dataclasses.replace(a, offset=offsets(em, places), mask=em.code.both(places.mask, em.mask(op)))
 
 
 def _native(em: Emitter, a: _Access) -> str | None:

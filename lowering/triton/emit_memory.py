@@ -39,7 +39,7 @@ def _load(em: Emitter, op: ir.Load) -> Val:
         return load_packed(em, buf, found, op, int(pad))
     places = resolve(em, buf, found, shape, op.checked)
     where = pointers(em, buf.pointer, places)
-    mask = code.both(places.mask, None if op.mask is None else em.val(op.mask))
+    mask = code.both(places.mask, em.mask(op))
     elem = memory_elem(buf.dtype)
     if mask is None:
         return from_memory(em, code.let(f"tt.load {where.name} : {where.type}", where.shape, elem), buf.dtype)
@@ -88,7 +88,7 @@ def _write(em: Emitter, buf: Buffer, found: list[Line], op: ir.Store, extra: Val
         store_packed(em, buf, found, op, extra)
         return
     places = resolve(em, buf, found, ir.index_shape(op.index), op.checked)
-    mask = code.both(code.both(places.mask, None if op.mask is None else em.val(op.mask)), extra)
+    mask = code.both(code.both(places.mask, em.mask(op)), extra)
     operands = [pointers(em, buf.pointer, places), to_memory(em, em.val(op.value), buf.dtype)]
     operands += [] if mask is None else [mask]
     code.do(f"tt.store {', '.join(v.name for v in operands)} : {operands[0].type}")

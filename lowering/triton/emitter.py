@@ -125,6 +125,10 @@ class Emitter:
     def val(self, v: ir.Value) -> Val:
         return self.env[v]
 
+    def mask(self, op: ir.Load | ir.Store | ir.Atomic) -> Val | None:
+        """The mask that an access was given."""
+        return None if op.mask is None else self.val(op.mask)
+
     def valid(self, shape: Sequence[int]) -> Val | None:
         """The mask of a tile's own lanes; None where its tensor has no others."""
         full, mask = padded(shape), None

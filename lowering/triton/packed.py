@@ -20,7 +20,7 @@ def load_packed(em: Emitter, buf: Buffer, found: list[Line], op: ir.Load, pad: i
     """The tile of a load, one element an i8."""
     code, shape = em.code, ir.index_shape(op.index)
     places = resolve(em, buf, found, shape, op.checked)
-    mask = code.both(places.mask, None if op.mask is None else em.val(op.mask))
+    mask = code.both(places.mask, em.mask(op))
     half = _halves(op.index, found, buf)
     if half is None:
         at = offsets(em, places)
@@ -158,7 +158,7 @@ def _store_bits(em: Emitter, buf: Buffer, places: Places, op: ir.Store, value: V
     """Change four bits of a 32-bit word each, in two atomic steps: clear, set."""
     code = em.code
     at = offsets(em, places)
-    mask = code.both(code.both(places.mask, None if op.mask is None else em.val(op.mask)), extra)
+    mask = code.both(code.both(places.mask, em.mask(op)), extra)
     mask = code.const(True, "i1", at.shape) if mask is None else mask
     base = code.splat(code.bitcast(buf.pointer, "!tt.ptr<i32>"), at.shape)
     word = code.op("arith.shrui", at, code.const(3, at.elem, at.shape))

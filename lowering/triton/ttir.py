@@ -138,7 +138,7 @@ class Code:
         name = self.name()
         self.do(f"{name}:{len(types)} = {right}" if len(types) != 1 else f"{name} = {right}")
         names = [f"{name}#{k}" if len(types) != 1 else name for k in range(len(types))]
-        return [Val(n, tuple(s), e, layout=self.layout(s)) for n, (s, e) in zip(names, types, strict=True)]
+        return [Val(n, _possible(s), e, layout=self.layout(s)) for n, (s, e) in zip(names, types, strict=True)]
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:

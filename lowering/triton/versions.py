@@ -9,7 +9,7 @@ from typing import Any
 
 from jtile._errors import UnsupportedError
 
-OLDEST, NEWEST = (3, 6), (3, 9)
+OLDEST = (3, 6)
 
 
 @functools.cache
