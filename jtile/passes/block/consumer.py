@@ -183,7 +183,9 @@ class _Consumer(Role):
         a = self.left(op.a, op.trans_a)
         b = self.right(op.b, op.trans_b)
         acc = None if op.acc is None else self.look(op.acc)
-        running = self.b.value(DotAsync(a, b, acc, None, op.precision == "fast"), op.result.name)
+        # Up to 128 terms have one accumulator in any case.
+        fast = op.precision == "fast" or (acc is None and op.sizes()[-1] <= 128)
+        running = self.b.value(DotAsync(a, b, acc, None, fast), op.result.name)
         (done,) = self.b.add(DotWait((running,), 0)).results
         done.name = op.result.name
         return done
