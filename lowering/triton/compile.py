@@ -39,6 +39,7 @@ from jtile.lowering.triton.ttir import Val
 MAX_BLOCKS = 2**31 - 1  # along x, on every architecture
 RESIDENT = 2048  # blocks of a kernel with private memory: each runs many programs, so that the memory is bounded
 WORKSPACE = 256 << 20  # bytes of private memory of all blocks, where one block does not need more
+MAX_PARAMETERS = 512  # of a launch, as ffi/csrc/record.h has it; two of them are triton's own
 
 
 def emit_kernel(
@@ -65,6 +66,11 @@ def emit_kernel(
         start_program(em, block)
         em.block(kernel.body)
     code.do("tt.return")
+    if len(em.params) > MAX_PARAMETERS - 2:
+        raise UnsupportedError(
+            f"kernel {kernel.name} has {len(em.params)} parameters (arrays, tensor maps and dynamic sizes); a launch "
+            f"on a GPU takes {MAX_PARAMETERS - 2}: stack arrays of equal shapes, or split the kernel"
+        )
     params = ", ".join(f"{p.name}: {p.elem}{p_attrs}" for p, p_attrs in em.params)
     text = f"module {{\n  tt.func public @{symbol(kernel)}({params}) {{\n{code.text()}\n  }}\n}}\n"
     return text, record

@@ -89,6 +89,14 @@ def test_products_of_fp8_that_hardware_lacks(dtype):
         matmul.lower(*shapes, target="cuda:sm_80").image
 
 
+def test_more_arrays_than_a_launch_takes():
+    last = jt.call(
+        lambda *refs: refs[-1].__setitem__(..., refs[0][...]), out_type=lambda *xs: jt.like(xs[0]), grid=1, name="last"
+    )
+    with pytest.raises(UnsupportedError, match=r"kernel last has 51\d parameters .* takes 510: stack arrays"):
+        last.lower(*[floats(4)] * 510, target="cuda:sm_80").image
+
+
 def test_shared_memory():
     shapes = (floats(128, 512, dtype=jnp.bfloat16), floats(512, 32, dtype=jnp.bfloat16))
     with pytest.raises(UnsupportedError, match=r"bytes of shared memory, but sm_86 has 101376; use smaller tiles"):
