@@ -21,7 +21,8 @@ RESERVE = 3072  # bytes of shared memory for barriers, and for what conversions 
 ACCUMULATORS = 200  # registers of a thread for the products of a loop, and for operands that are computed
 MOST = 8  # slots of a ring
 LINE = 128  # bytes of a row of a box that shared memory swizzles
-REGISTERS = {2: (240, 24), 3: (160, 24)}
+# Of a thread of a consumer and of the producer, by (consumers, warps); 0: what is left.
+REGISTERS = {(1, 4): (240, 96), (1, 8): (0, 24), (2, 4): (240, 24), (3, 4): (160, 24)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
     return Plan(
         consumers=n,
         warps=warps,
-        registers=REGISTERS.get(n, (0, 24)),
+        registers=REGISTERS.get((n, warps), (0, 24)),
         tiles=tiles,
         blocks=blocks,
         stages=stages,
