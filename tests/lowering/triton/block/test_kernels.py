@@ -1,0 +1,233 @@
+"""Kernels at the block level as TTGIR: golden text, machine code, registers, and the way there from tile level."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import block_kernels
+import numpy as np
+import pytest
+from device import run_artifact
+
+from jtile import ir
+from jtile._errors import UnsupportedError
+from jtile.interpret import interpret
+from jtile.lowering.triton.block import compile_block_kernel, emit_block_kernel
+from jtile.lowering.triton.compile import compile_kernel
+from jtile.lowering.triton.features import features
+
+MACHINE = ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG")
+
+PAIR = """kernel @pair(%x: ref<64x64xbf16>, %o: ref<64x64xf32, out>) grid(1) {
+  %c0 = full 0 : i32
+  %X = alloc_shared : shared<64x64xbf16>
+  %full = alloc_barriers : barrier<1, arrivals 1>
+  roles {
+    role worker warps=4 {
+      wait %full[%c0], %c0
+      %Xt = transpose_shared %X : shared<64x64xbf16>
+      %d = dot_async %X, %Xt : tile<64x64xf32>
+      %y = dot_wait %d : tile<64x64xf32>
+      %m = reduce max %y axes=(1) : tile<64xf32>
+      %mb = broadcast %m dims=(0) : tile<64x64xf32>
+      %z = sub %y, %mb : tile<64x64xf32>
+      store %o[tile(%c0, 64), tile(%c0, 64)], %z
+    }
+    role loader warps=1 registers=24 {
+      expect %full[%c0] bytes=8192
+      async_load %x[tile(%c0, 64), tile(%c0, 64)] -> %X, %full[%c0]
+    }
+  }
+}"""
+
+
+GOLDEN = """\
+%0 = ttg.local_alloc : () -> !ttg.memdesc<64x64xbf16, #shared, #ttg.shared_memory, mutable>
+%1 = ttg.local_alloc : () -> !ttg.memdesc<1x1xi64, #plain, #ttg.shared_memory, mutable>
+%2 = ttg.memdesc_index %1[%3]
+ttng.init_barrier %2, 1
+ttng.fence_async_shared {bCluster = false}
+ttg.warp_specialize(%1, %0, %4) attributes {requestedRegisters = array<i32: 24>}
+%5 = tt.make_range {end = 64 : i32, start = 0 : i32}
+%6 = tt.make_range {end = 64 : i32, start = 0 : i32}
+%7 = tt.get_program_id x
+%8 = ttg.memdesc_index %1[%9]
+ttng.wait_barrier %8, %9, %10
+%11 = ttg.memdesc_trans %0 {order = array<i32: 1, 0>}
+%12 = ttng.warp_group_dot %0, %11, %13, %14 {inputPrecision = 0 : i32, isAsync = true}
+%15 = ttng.warp_group_dot_wait %12 {pendings = 0 : i32}
+%16 = "tt.reduce"(%15) <{axis = 1 : i32}> ({
+tt.reduce.return %17
+%18 = tt.expand_dims %16 {axis = 1 : i32}
+%19 = tt.broadcast %18
+%20 = arith.subf %15, %19
+%21 = arith.muli %5, %22
+%23 = tt.splat %24
+%25 = tt.expand_dims %21 {axis = 1 : i32}
+%26 = tt.expand_dims %6 {axis = 0 : i32}
+%27 = tt.broadcast %25
+%28 = tt.broadcast %26
+%29 = tt.addptr %23, %30
+tt.store %29, %20
+ttg.warp_yield
+%31 = tt.get_program_id x
+%32 = ttg.memdesc_index %33[%34]
+ttng.barrier_expect %32, 8192, %35
+%36 = ttg.memdesc_index %33[%34]
+ttng.async_tma_copy_global_to_local %37[%34, %34] %38, %36, %35
+ttg.warp_return
+tt.return"""
+
+
+def normal(text: str) -> list[str]:
+    """The lines of the function by order of appearance of their names, without types and constants."""
+    names: dict[str, str] = {}
+    lines = [re.sub(r" : (![a-z]|tensor<|\(tensor|[if]\d+$).*", "", x).strip() for x in text.split("\n")]
+    kept = [
+        x for x in lines if re.match(r"(%\d+ = )?\"?(tt|ttg|ttng|arith\.(sub|mul))[.a-z]", x) and "tt.func" not in x
+    ]
+    return [re.sub(r"%[p\d]\d*", lambda n: names.setdefault(n[0], f"%{len(names)}"), x) for x in kept]
+
+
+def test_golden_text():
+    text, _, _ = emit_block_kernel(ir.parse_kernel(PAIR), features("sm_90"))
+    assert "\n".join(normal(text)) == GOLDEN
+    assert text.count("ttg.convert_layout") == 0
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_a_product_of_matrices(consumers):
+    kernel = ir.parse_kernel(block_kernels.gemm(consumers=consumers))
+    artifact = compile_block_kernel(kernel, "sm_90", texts=True)
+    for name in MACHINE[: 4 + (consumers == 2)]:
+        assert name in artifact.texts["sass"], name
+    assert artifact.launch["resources"]["spills"] == 0
+    record = json.loads(artifact.launch["record"])
+    assert (record["threads"], record["grid"]) == (384, 3)
+    assert "#mma" in artifact.texts["block"]
+    assert ir.print_kernel(ir.parse_kernel(artifact.texts["block"])) == ir.print_kernel(kernel)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_attention(d):
+    artifact = compile_block_kernel(ir.parse_kernel(block_kernels.attention(d=d)), "sm_90", texts=True)
+    assert all(name in artifact.texts["sass"] for name in MACHINE)
+    assert artifact.launch["resources"]["spills"] == 0
+    block = artifact.texts["block"]
+    assert re.search(r"%hl?.*for .*// .*#ttg.dot_op<\{opIdx = 0", block)  # the probabilities are carried as an operand
+    moved = re.findall(r"ttg.convert_layout %\d+ : tensor<64x\d+x(\w+), ", artifact.texts["ttgir"])
+    assert set(moved) == {"bf16"}  # and nothing else moves but vectors, in registers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", [block_kernels.gemm(), block_kernels.gemm(300, 392, 200, dtype="f16")])
+def test_products_on_the_gpu(text):
+    kernel, rng = ir.parse_kernel(text), np.random.default_rng(0)
+    inputs = [rng.integers(-2, 3, r.shape).astype(np.float32).astype(r.type.info.numpy) for r in kernel.inputs]
+    artifact = compile_block_kernel(kernel, "sm_90")
+    for _ in range(3):
+        (got,) = run_artifact(artifact, kernel, inputs).outputs()
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(interpret(kernel, inputs)[0], np.float32))
+
+
+@pytest.mark.gpu
+def test_attention_on_the_gpu():
+    kernel, rng = ir.parse_kernel(block_kernels.attention()), np.random.default_rng(0)
+    inputs = [rng.normal(size=r.shape).astype(np.float32).astype(r.type.info.numpy) for r in kernel.inputs]
+    (got,) = run_artifact(compile_block_kernel(kernel, "sm_90"), kernel, inputs).outputs()
+    want = np.asarray(interpret(kernel, inputs)[0], np.float32)
+    assert np.linalg.norm(np.asarray(got, np.float32) - want) <= 4e-3 * np.linalg.norm(want)
+
+
+# -- from tile level --------------------------------------------------------------------------------------------------
+
+PRODUCT = """kernel @mm(%a: ref<{m}x{k}xbf16>, %b: ref<{k}x{n}xbf16>, %o: ref<{m}x{n}xbf16, out>) grid({gm}, {gn}) {{
+  %i = program_id 0
+  %j = program_id 1
+  %c0 = full 0 : i32
+  %c1 = full 1 : i32
+  %n = full {trips} : i32
+  %z = full 0.0 : tile<128x128xf32>
+  %r = for %k in %c0..%n step %c1 stages=3 carry (%acc = %z) {{
+    %x = load %a[tile(%i, 128), tile(%k, 64)] : tile<128x64xbf16>
+    %y = load %b[tile(%k, 64), tile(%j, 128)] : tile<64x128xbf16>
+    %d = dot %x, %y acc=%acc : tile<128x128xf32>
+    yield %d
+  }}
+  %h = cast %r : tile<128x128xbf16>
+  store %o[tile(%i, 128), tile(%j, 128)], %h
+}}"""
+
+
+def product(m: int, n: int, k: int) -> ir.Kernel:
+    return ir.parse_kernel(PRODUCT.format(m=m, n=n, k=k, gm=-(-m // 128), gn=-(-n // 128), trips=-(-k // 64)))
+
+
+def test_a_kernel_of_the_tile_level_compiles_at_the_block_level():
+    texts = compile_kernel(product(512, 512, 512), "sm_90", texts=True).texts
+    assert texts["schedule"].startswith("block level: ")
+    assert "role producer" in texts["block"]
+    assert "ttir" not in texts
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"specialize": False}, "specialize=False"), ({"num_ctas": 2}, "num_ctas shares")],
+)
+def test_a_kernel_that_stays_says_why(options, why):
+    texts = compile_kernel(product(512, 512, 512), "sm_90", options, texts=True).texts
+    assert texts["schedule"].startswith("tile level: ")
+    assert why in texts["schedule"]
+    assert "ttir" in texts
+
+
+def test_other_architectures_have_no_schedule():
+    assert "schedule" not in compile_kernel(product(256, 256, 256), "sm_80", texts=True).texts
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("%z = sub %y, %mb", "%z = reverse %y axes=(1)", "no code for 'reverse' inside a role"),
+        (
+            "%c0 = full 0 : i32",
+            "%c0 = full 0 : i32\n  %A = alloc_shared : shared<64x48xbf16>",
+            "sides of powers of two",
+        ),
+        ("%c0 = full 0 : i32", "%c0 = full 0 : i32\n  %A = alloc_shared : shared<64x64xi4>", "take buffers of uint8"),
+        ("-> %X, %full[%c0]", "-> %X, %full[%c0] pad=1.0", "with zeros or NaN"),
+        ("tile(%c0, 64), tile(%c0, 64)] -> %X", "tile(%c0, 64), %c0:+64:2] -> %X", "it has steps over elements"),
+    ],
+)
+def test_what_a_role_cannot_do(old, new, message):
+    assert old in PAIR
+    with pytest.raises(UnsupportedError, match=message):
+        compile_block_kernel(ir.parse_kernel(PAIR.replace(old, new)), "sm_90")
+
+
+def test_a_store_that_would_write_behind_its_array():
+    """A tensor map writes whole words of 16 bytes."""
+    text = """kernel @end(%o: ref<{n}xbf16, out>) grid(1) {{
+      %c0 = full 0 : i32
+      %X = alloc_shared : shared<256xbf16>
+      roles {{
+        role all warps=4 {{
+          %z = full 0.0 : tile<256xbf16>
+          store_shared %X, %z
+          fence_shared
+          async_store %o[tile(%c0, 256)] <- %X
+          store_wait 0
+        }}
+      }}
+    }}"""
+    assert compile_block_kernel(ir.parse_kernel(text.format(n=304)), "sm_90").image
+    with pytest.raises(UnsupportedError, match="ends within 16 bytes"):
+        compile_block_kernel(ir.parse_kernel(text.format(n=300)), "sm_90")
+
+
+def test_too_much_shared_memory():
+    text = PAIR.replace("%c0 = full 0 : i32", "%c0 = full 0 : i32\n  %A = alloc_shared : shared<256x256xf32>")
+    text = text.replace("wait %full", "%s = full 0.0 : tile<256x256xf32>\n      store_shared %A, %s\n      wait %full")
+    with pytest.raises(UnsupportedError, match="bytes of shared memory, but sm_90 has 232448"):
+        compile_block_kernel(ir.parse_kernel(text), "sm_90")
