@@ -65,7 +65,7 @@ class Buffer:
       shape: sides; i32 or i64 scalars where they are known when the kernel runs.
       strides: likewise.
       param: position among the kernel's arrays (operands, then results), or None for scratch.
-      mutable: the kernel both reads and writes it, so that its threads must meet between accesses.
+      mutable: the kernel both reads and writes it, through this Ref or an aliased one: no tensor map reads it.
     """
 
     pointer: Val
