@@ -13,6 +13,7 @@ from jtile.ir import (
     DotWait,
     FenceShared,
     If,
+    Kernel,
     Load,
     LoadShared,
     Op,
@@ -26,7 +27,7 @@ from jtile.ir import (
     Wait,
 )
 
-from ..rewrite import free_values
+from ..rewrite import buffers, free_values, written
 from .epilogue import Leaving, store
 from .feeds import choices, untransposed
 from .maps import unspread
@@ -48,19 +49,29 @@ class _Use:
 
 
 def consumer(
-    body: Block, place: dict[Load, Place], w: int, leaving: Mapping[Value, Leaving], scratch: Scratch
+    kernel: Kernel,
+    body: Block,
+    place: dict[Load, Place],
+    w: int,
+    leaving: Mapping[Value, Leaving],
+    scratch: Scratch,
 ) -> Block:
-    """The body of consumer `w`: its share `body`, whose operand loads have a `place`.
+    """The body of consumer `w` of a kernel: its share `body`, whose operand loads have a `place`.
 
     Every product is waited for at once, and a slot is given back right behind its last use.
     """
-    return _Consumer(place, w, leaving, scratch).run(body)
+    role = _Consumer(place, w, leaving, scratch)
+    role.roots = buffers(kernel)
+    role.written = set(written(kernel.body, role.roots))
+    return role.run(body)
 
 
 class _Consumer(Role):
     def __init__(self, place: dict[Load, Place], w: int, leaving: Mapping[Value, Leaving], scratch: Scratch):
         super().__init__(place)
         self.w, self.leaving, self.scratch = w, leaving, scratch
+        self.roots: dict[Value, Value] = {}
+        self.written: set[Value] = set()
         self.choices: dict[Op, tuple[Load, int]] = {}
         self.slots: dict[Load, Value] = {}
         self.numbers: dict[Load, Value] = {}  # of those slots
@@ -165,18 +176,21 @@ class _Consumer(Role):
 
     def store(self, op: Store) -> None:
         """Through shared memory; where a mask does not hold for all, through pointers."""
-        value, leaving = self.look(op.value), self.leaving[op.ref]
+        leaving, own = self.leaving[op.ref], op.clone(self.look)
+        assert isinstance(own, Store)
         if op.mask is None:
-            store(self.b, op, value, self.look, leaving)
+            store(self.b, own, leaving, self.read_only)
             return
         mask = unspread(op.mask)
         whole = self.b.value(Reduce(self.look(mask), "and", tuple(range(len(mask.shape)))))
-        some = self.look(op.mask)
         with self.b.region() as then:
-            store(self.b, op, value, self.look, leaving)
+            store(self.b, own, leaving, self.read_only)
         with self.b.region() as orelse:
-            self.b.add(Store(op.ref, tuple(map(self.dim, op.index)), value, some, op.checked))
+            self.b.block.ops.append(own)
         self.b.add(If(whole, then, orelse))
+
+    def read_only(self, op: Load) -> bool:
+        return self.roots.get(op.ref, op.ref) not in self.written
 
     # -- products -----------------------------------------------------------------------------------------------------
     def dot(self, op: Dot) -> Value:

@@ -8,8 +8,6 @@ from jtile.ir import (
     AsyncLoad,
     At,
     Block,
-    Builder,
-    Dim,
     Dot,
     DotScaled,
     Expect,
@@ -18,14 +16,13 @@ from jtile.ir import (
     Kernel,
     Load,
     Op,
-    Span,
-    Tile,
     Value,
     Wait,
     dim_value,
 )
 
 from ..rewrite import buffers, free_values, written
+from .narrow import part
 from .plan import refuse
 from .rings import Held, Place, Role, Site
 
@@ -127,23 +124,8 @@ class _Producer(Role):
                 index = [self.dim(d) for d in op.index]
                 if axis is not None:
                     place = [i for i, d in enumerate(index) if not isinstance(d, At)][axis]
-                    index[place] = share(b, index[place], w, self.consumers)
+                    index[place] = part(b, index[place], w, self.consumers)
                 pad = op.pad if math.isnan(op.pad) else 0
                 buffer = self.buffer(held, k, w, at)
                 b.add(AsyncLoad(op.ref, tuple(index), buffer, held.full, at, pad, op.checked, None))
         self.advance(held)
-
-
-def share(b: Builder, d: Dim, w: int, consumers: int) -> Dim:
-    """Part `w` of the elements of an index dimension."""
-    match d:
-        case Tile(v, size, step) if size == step:
-            n = size // consumers
-            return Tile(b.map("add", b.map("mul", v, b.index(consumers)), b.index(w)), n, n)
-        case Tile(v, size, step):
-            n = size // consumers
-            return Span(b.map("add", b.map("mul", v, b.index(step)), b.index(w * n)), n)
-        case Span(v, size):
-            n = size // consumers
-            return Span(b.map("add", v, b.index(w * n)), n)
-    raise TypeError(f"an index dimension of {d} has no parts")

@@ -30,6 +30,7 @@ def specialise(kernel: Kernel, plan: Plan) -> Kernel:
     place = _places(rings)
     roles = [
         consumer(
+            kernel,
             body,
             {loads[x]: p for x, p in place.items()},
             w,

@@ -6,7 +6,7 @@ import pytest
 import tile_kernels as tk
 
 from jtile.interpret import interpret
-from jtile.ir import Kernel, parse_kernel, verify
+from jtile.ir import Broadcast, Cast, Kernel, Map, parse_kernel, verify
 from jtile.passes.block import Machine, NoPlan, steps
 
 
@@ -171,3 +171,13 @@ def test_groups_of_rows(sizes):
 
 def test_scales_of_blocks():
     compare(tk.scaled(128, 128, 256), tolerance=1e-6)
+
+
+def test_an_epilogue_is_computed_piece_by_piece():
+    """64 columns of bias, activation and cast at a time: registers hold the sums, and little besides."""
+    kernel = tk.matmul(128, 256, 64, tile=(128, 256, 32), bias=True, activation="silu")
+    compare(kernel)
+    planned = steps(kernel, Machine(), {})
+    assert not isinstance(planned, NoPlan)
+    made = [op.result for op in planned.kernel.body.walk() if isinstance(op, Map | Cast | Broadcast)]
+    assert {v.shape[1] for v in made if len(v.shape) == 2} == {64}
