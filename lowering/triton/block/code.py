@@ -45,7 +45,6 @@ class LaidCode(Code):
     def __init__(self, count: list[int], depth: int):
         super().__init__()
         self._counter, self._depth = count, depth
-        self._top = depth
         self.ambient: dict[int, Layout] = {}
         self._target: list[Any] = self.lines
 

@@ -8,6 +8,7 @@ from jtile import ir
 from jtile.lowering.triton import tma, versions
 from jtile.lowering.triton.addresses import lines
 from jtile.lowering.triton.block.code import Mem
+from jtile.lowering.triton.block.emit_shared import slot
 from jtile.lowering.triton.block.emitter import BlockEmitter, emits
 from jtile.lowering.triton.block.layouts import Swizzled
 from jtile.lowering.triton.ttir import bits
@@ -24,8 +25,6 @@ def _async_load(em: BlockEmitter, op: ir.AsyncLoad) -> None:
         em.refuse(op, f"asynchronous loads with zeros or NaN outside the array, not {op.pad}")
     handle, where = _box(em, op, nan=nan)
     m, ring = em.env[op.buffer], em.env[op.barrier]
-    from jtile.lowering.triton.block.emit_shared import slot
-
     b = slot(em, ring, em.env[op.at])
     go = em.code.const(True, "i1") if op.when is None else em.env[op.when]
     names = f"{handle.name}[{where}] {m.name}, {b.name}, {go.name}"
