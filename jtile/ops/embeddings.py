@@ -136,6 +136,9 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
     meta = {"bn": fit(flat.shape[0], max(1, machine().tile // features)), "dtype": jnp.dtype(dtype).name}
     if not quantized:
         return embedding_rows(table, flat, **meta).reshape(shape)
+    if table.is_packed:  # those rows that are asked for
+        rows = jnp.where((flat >= 0) & (flat < table.shape[0]), flat, 0)
+        table, flat = table.rows(rows).unpacked(), jnp.where(rows == flat, jnp.arange(flat.shape[0]), -1)
     vocab, blocks = table.shape[0], 1 if table.kind == "int8" else features // BLOCK
     q = {"codes": table.codes.reshape(vocab, blocks, -1), "scale": table.scale}
     q |= {} if table.minimum is None else {"minimum": table.minimum}

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops import quantized_lanes
+from jtile.ops import hopper_quantized, quantized_lanes
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation, gate_slope
-from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
+from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor, unpack_codes
 
 HALF = BLOCK // 2
 
@@ -54,8 +54,12 @@ def quantized_matmul(
     extra = [] if bias is None else [jnp.asarray(bias, jnp.float32).reshape(1, out)]
     extra += [] if residual is None else [jnp.asarray(residual, jnp.float32).reshape(m, out)]
     options = dict(kind=weight.kind, activation=activation, has_bias=bias is not None)
-    if _in_lanes(m, out, inner):
-        y = quantized_lanes.product(rows, _arrays(weight), extra, **options)
+    if hopper_quantized.takes(rows, weight.codes, inner, weight.kind) and m > 2:
+        y = _on_hopper(rows, weight)
+        y = ACTIVATIONS[activation](y if bias is None else y + extra[0])
+        y = y if residual is None else y + extra[-1]
+    elif _in_lanes(m, out, inner):
+        y = quantized_lanes.product(rows, _arrays(weight, m), extra, **options)
     else:
         kernel = _gemv if m <= 2 else _gemm
         y = kernel(rows.astype(jnp.float32), *_arrays(weight), *extra, **options, **_tiles(m, out, inner))
@@ -112,9 +116,17 @@ def _epilogue(y, refs, r, rows: int, i, bm: int, *, activation, has_bias: bool):
     return y + refs.pop(0).tiles(bm, rows)[i, r] if refs else y
 
 
-def _arrays(weight: QuantizedTensor) -> list[jax.Array]:
-    """The weight's arrays; nothing differentiates by them, forwards or backwards: quantised weights are frozen."""
+def _arrays(weight: QuantizedTensor, m: int = 0) -> list[jax.Array]:
+    """The weight's arrays; nothing differentiates by them, forwards or backwards: quantised weights are frozen. Packed
+    codes stay so for products of one or two rows on GPUs."""
+    weight = weight if known(m) in (1, 2) else weight.unpacked()
     return [jax.lax.stop_gradient(x) for x in (weight.codes, weight.scale, weight.minimum) if x is not None]
+
+
+def _on_hopper(rows, weight: QuantizedTensor):
+    frozen = jax.lax.stop_gradient(weight)
+    arrays = [x for x in (frozen.codes, frozen.scale, frozen.minimum) if x is not None]
+    return hopper_quantized.product(rows, arrays, weight.kind)
 
 
 def _split(refs, kind: str):
@@ -248,6 +260,7 @@ def quantized_dx_tiles(g, *refs, kind: str, inner: int, rows: int, bm: int, chun
 
 
 def _dx(g, arrays, kind: str, inner: int):
+    arrays = [unpack_codes(arrays[0], kind), *arrays[1:]]
     units = inner if kind == "int8" else inner // BLOCK  # what a chunk is made of
     width, tall, rows = (512, 512, _divisor(g.shape[1], 64)) if machine().whole else (64, 64, 32)
     chunks = next(n for n in range(jt.cdiv(inner, width), units + 1) if units % n == 0) if units else 1
@@ -332,6 +345,17 @@ def _grouped_backward(residuals, ct, **meta):
     return grads[0], *(None if g is None else g.reshape(g.shape[0], *ct.shape[1:]) for g in grads[1:])
 
 
+def _hopper_forward(x, *arrays, **meta):
+    return hopper_quantized.hopper_quantized_product(x, *arrays, **meta), (x, *arrays)
+
+
+def _hopper_backward(residuals, ct, *, kind, **_):
+    """All splits have the cotangent of their sum."""
+    x, *arrays = residuals
+    return _dx(ct[0], arrays, kind, x.shape[1]).astype(x.dtype), *(None for _ in arrays)
+
+
+hopper_quantized.hopper_quantized_product.defvjp(_hopper_forward, _hopper_backward)
 quantized_lanes.quantized_gemv_lanes.defvjp(_grouped_forward, _grouped_backward)
 quantized_lanes.quantized_gemm_lanes.defvjp(_lanes_forward, _lanes_backward)
 for _kernel in (_gemv, _gemm):
@@ -348,8 +372,14 @@ def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation
         raise jt.errors.KernelValueError(f"gated_mlp: gate {list(gate.shape)} and up {list(up.shape)} differ")
     out, inner = gate.shape
     rows = x.reshape(math.prod(x.shape[:-1]), inner)
-    if _in_lanes(rows.shape[0], out, inner):
-        arrays = [*_arrays(gate), *_arrays(up)]
+    m = rows.shape[0]
+    if gate.is_packed != up.is_packed:
+        gate, up = gate.unpacked(), up.unpacked()
+    if hopper_quantized.takes(rows, gate.codes, inner, gate.kind) and m > 2:
+        y = ACTIVATIONS[activation](_on_hopper(rows, gate)) * _on_hopper(rows, up)
+        return y.reshape(*x.shape[:-1], out)
+    if _in_lanes(m, out, inner):
+        arrays = [*_arrays(gate, m), *_arrays(up, m)]
         y = quantized_lanes.product(rows, arrays, [], kind=gate.kind, activation=activation, gated=True)
         return y.reshape(*x.shape[:-1], out)
     rows = rows.astype(jnp.float32)

@@ -1,10 +1,12 @@
 """Products with quantised weights on GPUs; the formulas and the public functions are in quantized.py.
 
-One or two rows of x: each thread multiplies a few codes of several rows of W with x in registers and keeps sums of its
-own to the end. Codes become float32 without a conversion, as the bits of subnormal numbers, with x scaled up.
+One or two rows of x: each thread loads 16 bytes of codes of several rows of W, takes them as four 32-bit words, and
+multiplies them with x in registers. Fields of a word become float32 without a conversion, as the bits of subnormal
+numbers, with x scaled up: an and-instruction and a multiply-add for each code, and no shift for most.
 
 More rows: blocks of W are dequantised between memory and the matrix units. In float32 where x is; for a 16-bit x as the
-sum of two bfloat16, which holds 16 bits of a weight: all of them for int8 and Q4_0.
+sum of two bfloat16, which holds 16 bits of a weight: all of them for int8 and Q4_0. (On Hopper, packed weights take
+another way: hopper_quantized.py.)
 """
 
 from __future__ import annotations
@@ -34,38 +36,82 @@ _LARGE, _SMALL = (
     2.0**51,
     2.0**-29,
 )  # the largest |x| of a row for which nothing overflows, and nothing that counts is lost
+_ZERO = {"q4_0": 8.0, "q4_1": 0.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
+
+# x of a block as its words hold the codes: axes [blocks, *these] (True: packed words, see `QuantizedTensor.packed`)
+_VIEWS = {(True, False): (2, 4, 4), (True, True): (2, 2, 4, 2), (False, False): (8, 4), (False, True): (2, 2, 4, 2)}
 
 
-def _bits(codes):
-    """Non-negative int32 codes as float32 without a conversion: the subnormal numbers codes 2^-149."""
-    return jax.lax.bitcast_convert_type(codes, jnp.float32)
+def _planes(x, i: int, c, four: bool, packed: bool, blocks: int):
+    """Chunk c of row i of x, as the numbers that the fields of words are multiplied with, lowest field first: each
+    [blocks, words of a block]."""
+    dims = _VIEWS[four, packed]
+    t = x.tiles(None, blocks, *dims)[(i, c, *(0 for _ in dims))].astype(jnp.float32)
+    if four:
+        if packed:
+            return [t[:, s, h, :, e] for e in range(2) for s in range(2) for h in range(2)]
+        return [t[:, h, :, b] for b in range(4) for h in range(2)]
+    if packed:
+        return [t[:, :, h, :, e].reshape(blocks, 8) for e in range(2) for h in range(2)]
+    return [t[:, :, b] for b in range(4)]
 
 
-def _halves(x, i: int, c, kind: str, blocks: int):
-    """Chunk c of row i of x, in the parts that codes of one byte are multiplied with: [blocks, width] each."""
-    if kind in FOUR_BIT:
-        X = x.tiles(None, blocks, None, HALF)
-        return X[i, c, 0, 0].astype(jnp.float32), X[i, c, 1, 0].astype(jnp.float32)
-    return (x.tiles(None, blocks, BLOCK)[i, c, 0].astype(jnp.float32),)
+def _words(codes, r, c, kind: str, blocks: int):
+    """Chunk c of some rows of W: uint32 [rows, blocks, words of a block]; fields of 8 bits count from -128."""
+    rows, width = codes.shape[1], codes.shape[3]
+    q = codes.tiles(None, rows, blocks, width)[r, 0, c, 0]
+    if q.dtype != jnp.uint32:
+        q = jax.lax.bitcast_convert_type(q.reshape(rows, blocks, width // 4, 4), jnp.uint32)
+    return q if kind in FOUR_BIT else q ^ np.uint32(0x80808080)
 
 
-def _terms(weight, row, c, kind: str, blocks: int, xs):
-    """What chunk c of a row of W adds to its products with the rows of x, as tiles [blocks, width] to be summed."""
+def _scaled(planes, four: bool):
+    """x for the numbers of `_scaled_fields`, and its sum over a word's fields in the same scale."""
+    shifts = (0, 4, 8, 12, 16, 20, 0, 0) if four else (0, 8, 16, 0)
+    out = [t * (_UP * 2.0**-s) for t, s in zip(planes, shifts)]
+    if four:  # the two highest: first + 16 second, and first
+        out[7] = out[7] * 2.0**-4
+        out[6] = out[6] - out[7]
+    return out, functools.reduce(jnp.add, planes) * (1 / _DOWN)
+
+
+def _scaled_fields(w, four: bool):
+    """The fields of words as float32, 2^-149 times their place in the word; the highest ones were moved down."""
+    top = w >> np.uint32(24)
+    bits = 4 if four else 8
+    fields = [w & np.uint32(((1 << bits) - 1) << k) for k in range(0, 24, bits)]
+    fields += [top & np.uint32(15), top] if four else [top]
+    return [jax.lax.bitcast_convert_type(t, jnp.float32) for t in fields]
+
+
+def _plain(planes, _):
+    return planes, functools.reduce(jnp.add, planes)
+
+
+def _plain_fields(w, four: bool):
+    """The fields of words as numbers, converted."""
+    bits = 4 if four else 8
+    fields = [(w >> np.uint32(k)) & np.uint32((1 << bits) - 1) for k in range(0, 32, bits)]
+    return [t.astype(jnp.int32).astype(jnp.float32) for t in fields]
+
+
+def _terms(weight, r, c, kind: str, blocks: int, xs, fields_of):
+    """What chunk c of rows of W adds to its products with the rows of x: tiles [rows, blocks, words of a block]."""
     codes, scale, *low = weight
-    width = codes.shape[3]
-    q = codes.tiles(None, None, blocks, width)[*row, c, 0]
-    d = None if kind == "int8" else scale.tiles(None, None, blocks)[*row, c].astype(jnp.float32)[:, None]
-    if kind not in FOUR_BIT:  # q = (q + 128) - 128
-        bits = _bits(jax.lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.int32) ^ np.int32(128))
-        terms = [x * (-128 / _DOWN) + x * _UP * bits for (x,) in xs]
-        return terms if d is None else [d * t for t in terms]
-    q = q.astype(jnp.int32)  # a byte: first + 16 second; a first + b second = b / 16 byte + (a - b / 16) first
-    byte, first = _bits(q), _bits(q & np.int32(15))
-    sums = [(b * (_UP / 16)) * byte + (a * _UP - b * (_UP / 16)) * first for a, b in xs]
-    if kind == "q4_0":
-        return [d * ((a + b) * (-8 / _DOWN) + t) for (a, b), t in zip(xs, sums)]
-    m = low[0].tiles(None, None, blocks)[*row, c].astype(jnp.float32)[:, None] * (1 / _DOWN)
-    return [d * t + m * (a + b) for (a, b), t in zip(xs, sums)]
+    rows, four = codes.shape[1], kind in FOUR_BIT
+    of_block = lambda a: a.tiles(None, rows, blocks)[r, 0, c].astype(jnp.float32)[:, :, None]
+    fields = fields_of(_words(codes, r, c, kind, blocks), four)
+    d = None if kind == "int8" else of_block(scale)
+    m = of_block(low[0]) if low else None
+    out = []
+    for x, total in xs:
+        t = fields[0] * x[0][None]
+        t = t - (total * _ZERO[kind])[None] if _ZERO[kind] else t
+        for a, b in zip(fields[1:], x[1:]):
+            t = t + a * b[None]
+        t = t if d is None else d * t
+        out.append(t if m is None else t + m * total[None])
+    return out
 
 
 @jt.kernel(
@@ -73,12 +119,12 @@ def _terms(weight, row, c, kind: str, blocks: int, xs):
     grid=lambda x, codes, *_, **__: codes.shape[0],
     name="quantized_gemv_lanes",
 )
-def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated: bool, rows: int, blocks: int):
-    """`rows` rows of W in a program, `blocks` blocks of 32 weights at a time.
+def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated: bool, blocks: int, stages: int):
+    """A group of rows of W in a program, `blocks` blocks of 32 weights at a time.
 
-    x [m, blocks, 2, 16] for 4-bit codes [groups, rows, blocks, 16], [m, blocks, 32] for others [groups, rows, blocks,
-    32], groups * rows = out; scale (and minimum) [groups, rows, blocks or 1]. `gated`: a second weight, y = act(x Gᵀ) *
-    (x Uᵀ). Then bias [1, groups, rows], residual [m, groups, rows], as y.
+    x [m, blocks, ...] as `_VIEWS` cuts its blocks; codes [groups, rows, blocks, bytes or words of a block], groups *
+    rows = out; scale (and minimum) [groups, rows, blocks or 1]. `gated`: a second weight, y = act(x Gᵀ) * (x Uᵀ). Then
+    bias [1, groups, rows], residual [m, groups, rows], as y.
     """
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     # One dimension walks with the grid and one is counted out: `groups` can be cut over devices.
@@ -86,48 +132,36 @@ def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated:
     arrays, m, r = 3 if kind == "q4_1" else 2, x.shape[0], jt.program_id(0)
     weights = [refs[k * arrays : (k + 1) * arrays] for k in range(1 + gated)]
     extra = list(refs[arrays * (1 + gated) :])
-    tile, chunks = (blocks, weights[0][0].shape[3]), jt.cdiv(weights[0][0].shape[2], blocks)
-    none = tuple(jnp.zeros(tile, jnp.float32) for _ in range(m * rows * len(weights)))
+    codes, four = weights[0][0], kind in FOUR_BIT
+    packed, rows, words = codes.dtype == jnp.uint32, codes.shape[1], 4 if four else 8
 
-    def added(terms, sums, c, xs):
-        parts = [t for w in weights for k in range(rows) for t in terms(w, (r, k), c, kind, blocks, xs)]
-        return tuple(s + t for s, t in zip(sums, parts))
+    def summed(blocks, stages, scaled, fields_of):
+        """For each weight and row of x its products with the rows of W, and the largest |x| in lanes."""
+        sums = tuple(jnp.zeros((rows, blocks, words), jnp.float32) for _ in range(m * len(weights)))
+        top = jnp.zeros((blocks, words), jnp.float32)
+        for c in jt.range(jt.cdiv(codes.shape[2], blocks), stages=stages):
+            xs = [_planes(x, i, c, four, packed, blocks) for i in range(m)]
+            top = functools.reduce(jnp.maximum, [abs(t) for row_of_x in xs for t in row_of_x], top)
+            parts = [scaled(t, four) for t in xs]
+            terms = [t for w in weights for t in _terms(w, r, c, kind, blocks, parts, fields_of)]
+            sums = tuple(s + t for s, t in zip(sums, terms))
+        return tuple(t.sum(axis=(1, 2)) for t in sums), top
 
-    sums, top = none, jnp.zeros(tile, jnp.float32)
-    for c in jt.range(chunks, unroll=2):
-        xs = [_halves(x, i, c, kind, blocks) for i in range(m)]
-        top = functools.reduce(jnp.maximum, [abs(t) for row_of_x in xs for t in row_of_x], top)
-        sums = added(_terms, sums, c, xs)
+    sums, top = summed(blocks, stages, _scaled, _scaled_fields)
+    sums = tuple(t * jnp.float32(_DOWN) for t in sums)
     peak = top.max()
-    back = jnp.float32(_DOWN)
     if (peak >= _LARGE) | ((peak > 0) & (peak < _SMALL)):  # out of the range of the scaled numbers: once more
-        back, sums = jnp.float32(1.0), none
-        for c in jt.range(chunks):
-            sums = added(_plain_terms, sums, c, [_halves(x, i, c, kind, blocks) for i in range(m)])
-    for k in range(rows):
-        for i in range(m):
-            Y = [sums[(n * rows + k) * m + i].sum() * back for n in range(len(weights))]
-            Y = [t * w[1][r, k, 0] for t, w in zip(Y, weights)] if kind == "int8" else Y
-            Y[0] = Y[0] + extra[0][0, r, k] if has_bias else Y[0]
-            out = ACTIVATIONS[activation](Y[0]) * (Y[1] if gated else 1.0)
-            y[i, r, k] = out + extra[-1][i, r, k] if len(extra) > has_bias else out
-
-
-def _plain_terms(weight, row, c, kind: str, blocks: int, xs):
-    """The same as `_terms` for x of any size, unscaled: codes are converted."""
-    codes, scale, *low = weight
-    q = codes.tiles(None, None, blocks, codes.shape[3])[*row, c, 0]
-    parts = (q & np.uint8(15), q >> np.uint8(4)) if kind in FOUR_BIT else (q,)
-    parts = [t.astype(jnp.float32) - (8.0 if kind == "q4_0" else 0.0) for t in parts]
-    terms = [functools.reduce(jnp.add, [x * t for x, t in zip(row_of_x, parts)]) for row_of_x in xs]
-    if kind == "int8":
-        return terms
-    d = scale.tiles(None, None, blocks)[*row, c].astype(jnp.float32)[:, None]
-    terms = [d * t for t in terms]
-    if not low:
-        return terms
-    m = low[0].tiles(None, None, blocks)[*row, c].astype(jnp.float32)[:, None]
-    return [t + m * (a + b) for t, (a, b) in zip(terms, xs)]
+        sums, _ = summed(max(blocks // 4, 1), 1, _plain, _plain_fields)  # in tiles that take few registers
+    for i in range(m):
+        Y = [sums[n * m + i] for n in range(len(weights))]
+        if kind == "int8":
+            Y = [t * w[1].tiles(None, rows, 1)[r, 0, 0][:, 0] for t, w in zip(Y, weights)]
+        Y[0] = Y[0] + extra[0].tiles(None, None, rows)[0, r, 0] if has_bias else Y[0]
+        out = ACTIVATIONS[activation](Y[0]) * (Y[1] if gated else 1.0)
+        place = (i, r, 0)
+        y.tiles(None, None, rows)[place] = (
+            out + extra[-1].tiles(None, None, rows)[place] if len(extra) > has_bias else out
+        )
 
 
 def _dequantized(weight, r, c, kind: str, rows: int, blocks: int, dtype):
@@ -195,11 +229,18 @@ def _side(n: int, limit: int) -> int:
 
 
 @functools.cache
-def gemv_choice(m: int, out: int, nb: int, kind: str, gated: bool) -> tuple[dict[str, int], int]:
-    """Meta-parameters and warps of the kernel for few rows."""
+def gemv_choice(m: int, out: int, nb: int, kind: str, gated: bool) -> tuple[int, dict[str, int], int]:
+    """Rows of W of a program, meta-parameters and warps of the kernel for few rows of x.
+
+    A thread has 16 bytes of codes of each row: all of rows of 4096 is on its way at once, in registers.
+    """
     four = kind in FOUR_BIT
-    rows = next(r for r in ((4, 2, 1) if four and m == 1 and not gated else (2, 1)) if out % r == 0)
-    return {"rows": rows, "blocks": min(8, jt.next_power_of_2(nb))}, 1
+    most = (8 if four else 4) // (m * (1 + gated))
+    rows = next(r for r in (8, 4, 2, 1) if r <= max(most, 1) and out % r == 0)
+    of_warp = 32 if four else 16
+    warps = min(4 if four else 8, max(1, jt.next_power_of_2(nb) // of_warp))
+    blocks = min(of_warp * warps, jt.next_power_of_2(nb))
+    return rows, {"blocks": blocks, "stages": 2 if nb > blocks else 1}, warps
 
 
 def product(x, arrays, extra, *, kind: str, activation, has_bias: bool = False, gated: bool = False) -> jax.Array:
@@ -210,16 +251,16 @@ def product(x, arrays, extra, *, kind: str, activation, has_bias: bool = False, 
     if inner % BLOCK:  # int8 takes any size
         more = ((0, 0), (0, blocks * BLOCK - inner))
         x, arrays = jnp.pad(x, more), [jnp.pad(a, more) if k % per == 0 else a for k, a in enumerate(arrays)]
-    width = HALF if kind in FOUR_BIT else BLOCK
-    arrays = [a.reshape(out, blocks, width) if k % per == 0 else a for k, a in enumerate(arrays)]
+    arrays = [a.reshape(out, blocks, -1) if k % per == 0 else a for k, a in enumerate(arrays)]
     options = {"kind": kind, "activation": activation, "has_bias": has_bias, "gated": gated}
-    shape = (m, blocks, 2, HALF) if kind in FOUR_BIT else (m, blocks, BLOCK)
     if isinstance(m, int) and m <= 2:
-        tiles, warps = gemv_choice(m, out, blocks, kind, gated)
+        rows, tiles, warps = gemv_choice(m, out, blocks, kind, gated)
         kernel = tuned(quantized_gemv_lanes, num_warps=warps)
         x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
-        grouped = [_grouped(a, tiles["rows"]) for a in arrays], [_grouped(a, tiles["rows"], 1) for a in extra]
-        return kernel(x.reshape(shape), *grouped[0], *grouped[1], **options, **tiles).reshape(m, out)
+        x = x.reshape(m, blocks, *_VIEWS[kind in FOUR_BIT, arrays[0].dtype == jnp.uint32])
+        grouped = [_grouped(a, rows) for a in arrays], [_grouped(a, rows, 1) for a in extra]
+        return kernel(x, *grouped[0], *grouped[1], **options, **tiles).reshape(m, out)
+    shape = (m, blocks, 2, HALF) if kind in FOUR_BIT else (m, blocks, BLOCK)
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     wide = x.dtype == jnp.float32
     tiles = {"rows": _side(out, 64), "bm": _side(known(m), 64 if wide or gated else 128), "blocks": 1 if wide else 2}

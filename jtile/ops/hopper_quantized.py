@@ -1,0 +1,196 @@
+"""Products of several rows with packed quantised weights on Hopper, at the block level: yᵀ = W xᵀ.
+
+Words of codes come through tensor maps; warps make numbers of them between shared memory and the tensor cores, two at a
+time and without a conversion (a code or-ed into the mantissa of a number), and multiply from registers; x is the other
+operand. So rows of W are the rows of the product, of which an instruction has 64, and the rows of x are its columns:
+any number from 8 on.
+
+Weights are rounded to the dtype of x before they are multiplied, as they would be if they were stored dequantised.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+from jtile.ops import gpu_tiles
+from jtile.ops.quantized_tensor import BLOCK
+
+FOUR_BIT = ("q4_0", "q4_1")
+ROWS = 64  # of W, of a consumer
+DEPTH = 256  # weights of a row, of a round
+WORDS = 32  # of a row of a buffer: 128 bytes
+PIECE = 64  # weights of a row that are made and multiplied at once
+
+
+def _numbers(words, kind: str, dtype):
+    """The codes of words [rows, units, 4] as floats, exact: [rows, units, 4, parts, 2].
+
+    A number of which the mantissa ends with the code is 128 + code (1024 + code in float16).
+    """
+    half, four = dtype == jnp.float16, kind in FOUR_BIT
+    parts = 4 if four else 2
+    rank4 = (*words.shape, parts)
+    shifts = jax.lax.broadcasted_iota(jnp.uint32, rank4, 3) * np.uint32(4 if four else 8)
+    u = jnp.broadcast_to(words[:, :, :, None], rank4) >> shifts
+    magic = np.uint32(0x64006400 if half else 0x43004300)
+    pair = lambda v: jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(v, jnp.uint16), dtype)
+    if four:
+        return pair(u & np.uint32(0x000F000F) | magic) - dtype(1032 if half else 136)
+    if half:
+        return pair((u ^ np.uint32(0x00800080)) & np.uint32(0x00FF00FF) | magic) - dtype(1152)
+    # 7 bits fit: 128 + (code mod 128), less 256 for a negative code and 128 for others
+    return pair(u & np.uint32(0x007F007F) | magic) - pair(u & np.uint32(0x00800080) | magic)
+
+
+def _operand(words, scale, shift, kind: str, dtype):
+    """64 columns of W [rows, 64] from words [rows, units, 4], and the scales and shifts of two blocks [rows, 2]."""
+    rows, units, _ = words.shape
+    a = _numbers(words, kind, dtype)
+    if scale is not None:
+        blocks = a.reshape(rows, 2, units // 2, *a.shape[2:])
+        of_block = lambda t: t.reshape(rows, 2, 1, 1, 1, 1)
+        blocks = blocks * of_block(scale)
+        a = (blocks if shift is None else blocks + of_block(shift)).reshape(a.shape)
+    return a.transpose(0, 1, 3, 2, 4).reshape(rows, PIECE)
+
+
+def _scales(tiles, dtype) -> list:
+    """What codes - 8, or codes of 8 bits, are multiplied with, and what is added (Q4_1: the minimum and 8 steps)."""
+    d, *low = (t.astype(jnp.float32) for t in tiles)
+    return [t.astype(dtype) for t in (d, *(m + 8 * d for m in low))]
+
+
+def _columns(x, n: int) -> list:
+    """The tile in parts of at most n columns."""
+    if x.shape[1] <= n:
+        return [x]
+    half = x.shape[1] // 2
+    return [*_columns(x[:, :half], n), *_columns(x[:, half:], n)]
+
+
+def _type(x, codes, *_, splits, **__):
+    return jax.ShapeDtypeStruct((splits, x.shape[0], codes.shape[0]), jnp.float32)
+
+
+def _grid(x, codes, *_, high, columns, splits, **__):
+    return jt.cdiv(codes.shape[0], high * ROWS), jt.cdiv(x.shape[0], columns), splits
+
+
+@jt.kernel(out_type=_type, grid=_grid)
+def hopper_quantized_product(
+    x, codes, *refs, kind: str, high: int, deep: int, columns: int, splits: int, slots: int, x_slots: int,
+    pieces: int, registers: int,
+):  # fmt: skip
+    """Sums [splits, m, out] of x [m, in] and words of codes [out, words], scales (and minima) [out, in / 32 or 1].
+
+    A program has `high * 64` rows of W, `columns` of x and a part of the rounds. Consumer (j, i) takes the i-th 64 of
+    the rows and every `deep`-th round from the j-th on: always the same slots, for a barrier tells only one phase from
+    the next. x comes `pieces` pieces of 64 at a time.
+    """
+    # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
+    *refs, y = refs
+    tile, column, split = (jt.program_id(k) for k in range(3))
+    dtype, wide, blocks = x.dtype.type, (1 if kind in FOUR_BIT else 2), [] if kind == "int8" else refs
+    W = [[jt.alloc((ROWS, WORDS), jnp.uint32, slots=slots) for _ in range(wide)] for _ in range(high)]
+    D = [[jt.alloc((ROWS, DEPTH // BLOCK), a.dtype, slots=slots) for a in blocks] for _ in range(high)]
+    X = jt.alloc((columns, PIECE * pieces), x.dtype, slots=x_slots)
+    P = [[jt.alloc((ROWS, columns), jnp.float32) for _ in range(high)] for _ in range(deep - 1)]
+    full, empty = jt.barrier(slots), jt.barrier(slots, arrivals=high)
+    x_full, x_empty = jt.barrier(x_slots), jt.barrier(x_slots, arrivals=high)
+    done = jt.barrier(max(high * (deep - 1), 1))
+    rounds, each = jt.cdiv(codes.shape[1], WORDS * wide) // splits, DEPTH // PIECE // pieces
+
+    def consume(j: int, i: int):
+        acc = jt.zeros((ROWS, columns), jnp.float32)
+        for k in jt.range(j, rounds, deep):
+            full.at(k).wait()
+            words = [t.at(k).load().reshape(ROWS, 8, 4) for t in W[i]]
+            scales = _scales([t.at(k).load() for t in D[i]], dtype) if blocks else []
+            for p in range(DEPTH // PIECE):
+                first, at = 2 * wide * p % 8, k * each + p // pieces
+                own = [t[:, 2 * p : 2 * p + 2] for t in scales] + [None, None]
+                a = _operand(words[p * wide // 4][:, first : first + 2 * wide], *own[:2], kind, dtype)
+                if p % pieces == 0:
+                    x_full.at(at).wait()
+                b = X.at(at)
+                b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
+                acc = jt.dot_async(a, b.T, acc)
+                if p % pieces == pieces - 1:
+                    acc = jt.dot_wait(acc)
+                    x_empty.at(at).arrive()
+            empty.at(k).arrive()
+        return acc
+
+    def finish(acc, i: int):
+        for j in range(deep - 1):
+            done[j * high + i].wait(0)
+            acc = acc + P[j][i].load()
+        if kind == "int8":
+            acc = acc * refs[0].tiles(ROWS, 1)[tile * high + i, 0]
+        parts = _columns(acc, 64)
+        for n, part in enumerate(parts):
+            y.tiles(None, columns // len(parts), ROWS)[split, column * len(parts) + n, tile * high + i] = part.T
+
+    for j in range(deep):
+        for i in range(high):
+            with jt.role(f"consumer{j}{i}", warps=4, registers=registers):
+                acc = consume(j, i)
+                if j:
+                    P[j - 1][i].store(acc)
+                    done[(j - 1) * high + i].arrive()
+                else:
+                    finish(acc, i)
+    with jt.role("producer", warps=1, registers=24):
+        for k in jt.range(rounds):
+            at = split * rounds + k
+            empty.at(k).wait(before=True)
+            full.at(k).expect(high * (wide * W[0][0].nbytes + sum(t.nbytes for t in D[0])))
+            for i in range(high):
+                for n, ring in enumerate(W[i]):
+                    jt.async_copy(codes.tiles(ROWS, WORDS).at[tile * high + i, at * wide + n], ring.at(k), full.at(k))
+                for a, ring in zip(blocks, D[i]):
+                    jt.async_copy(a.tiles(ROWS, DEPTH // BLOCK).at[tile * high + i, at], ring.at(k), full.at(k))
+            for n in range(each):
+                x_empty.at(k * each + n).wait(before=True)
+                x_full.at(k * each + n).expect(X.nbytes)
+                place = x.tiles(columns, PIECE * pieces).at[column, at * each + n]
+                jt.async_copy(place, X.at(k * each + n), x_full.at(k * each + n))
+
+
+@functools.cache
+def choice(m: int, out: int, inner: int, kind: str) -> dict[str, int]:
+    """Meta-parameters: for few rows of x four consumers, which share the rounds; for many two, with all registers.
+
+    Splits where programs would be less than half of the processors.
+    """
+    columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
+    if columns > 64:
+        slots, x_slots = 3 if four else 2, 4 if columns == 256 else 8
+        return dict(high=2, deep=1, columns=columns, splits=1, slots=slots, x_slots=x_slots, pieces=1, registers=240)
+    high = 2 if jt.cdiv(out, 2 * ROWS) >= gpu_tiles.PROCESSORS // 2 else 1
+    deep = 2 if columns == 64 else 4 // high
+    rounds, tiles = jt.cdiv(inner, DEPTH), jt.cdiv(out, high * ROWS)
+    fits = [n for n in (1, 2, 4) if rounds % n == 0 and n * tiles <= gpu_tiles.PROCESSORS and n * deep <= rounds]
+    pieces, x_slots = (1, 8) if columns == 64 else (4, 4)
+    slots = 4 if four or columns < 64 else 2
+    return dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), slots=slots, x_slots=x_slots,
+                pieces=pieces, registers=112)  # fmt: skip
+
+
+def takes(x, codes, inner: int, kind: str) -> bool:
+    """Whether the kernel computes a product of these: packed weights, 16-bit floats, rows that tensor maps can say."""
+    if codes.dtype != jnp.uint32 or x.dtype not in (jnp.bfloat16, jnp.float16) or not gpu_tiles.warpgroups():
+        return False
+    return isinstance(x.shape[0], int) and inner % (BLOCK if kind == "int8" else DEPTH) == 0 and inner > 0
+
+
+def product(x, arrays, kind: str) -> jax.Array:
+    """float32 [m, out] of x [m, in] and the arrays of a packed weight."""
+    meta = choice(x.shape[0], arrays[0].shape[0], x.shape[1], kind)
+    y = hopper_quantized_product(x, *arrays, kind=kind, **meta)
+    return y[0] if meta["splits"] == 1 else y.sum(0)

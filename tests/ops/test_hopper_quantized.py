@@ -1,0 +1,122 @@
+"""Products with packed quantised weights: at the block level in the interpreter, roles interleaved by seeds, and what
+is called where that kernel does not go."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import normal
+
+import jtile as jt
+from jtile import ops
+from jtile.ops import hopper_quantized, quantized
+from jtile.ops.quantized_tensor import KINDS, QuantizedTensor
+from jtile.testing import relative_error
+
+
+def weight(kind, out=128, inner=512, seed=1):
+    return QuantizedTensor.quantize(normal(seed, out, inner), kind)
+
+
+def rounded(w, dtype):
+    """The weights as the kernel multiplies them: codes times scales in `dtype` (int8: scaled at the end)."""
+    near = lambda t: t.astype(dtype).astype(jnp.float32)
+    if w.kind == "int8":
+        return w.dequantize()
+    scale = w.scale.astype(jnp.float32)
+    zero = 8 if w.is_4bit else 0
+    plain = QuantizedTensor(w.codes, jnp.ones_like(w.scale), None, "q4_0" if w.is_4bit else "q8_0").dequantize()
+    out = near(plain * jnp.repeat(near(scale), 32, axis=1))
+    if w.minimum is None:
+        return out
+    return near(out + jnp.repeat(near(w.minimum.astype(jnp.float32) + zero * scale), 32, axis=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing(kind):
+    w = weight(kind, 6, 96)
+    p = w.packed()
+    assert p.is_packed and p.shape == w.shape and p.nbytes == w.nbytes and p.packed().codes is p.codes
+    back = p.unpacked()
+    assert back.codes.dtype == w.codes.dtype and bool((back.codes == w.codes).all())
+    np.testing.assert_array_equal(p.dequantize(), w.dequantize())
+    np.testing.assert_array_equal(p.rows([4, 0]).dequantize(), w.rows([4, 0]).dequantize())
+    ids = jnp.array([[5, 0], [-1, 9]])
+    np.testing.assert_array_equal(ops.embedding(p, ids), ops.embedding(w, ids))
+    with pytest.raises(jt.errors.KernelTypeError, match=f"packed {kind}, {kind}|{kind}, packed {kind}"):
+        QuantizedTensor.concatenate([p, w])
+
+
+def test_where_words_hold_codes():
+    """The table at the head of quantized_tensor.py."""
+    k = np.arange(32)
+    s, h, t, e = k >> 4, k >> 3 & 1, k >> 1 & 3, k & 1
+    four = QuantizedTensor(
+        jnp.asarray((k[:16] % 16 | k[16:] % 16 << 4)[None], jnp.uint8), jnp.ones((1, 1)), None, "q4_0"
+    )
+    words = np.asarray(four.packed().codes)[0]
+    np.testing.assert_array_equal(words[t] >> (4 * (2 * s + h) + 16 * e) & 15, k % 16)
+    eight = QuantizedTensor(jnp.asarray(k[None] - 16, jnp.int8), jnp.ones((1, 1)), None, "q8_0")
+    words = np.asarray(eight.packed().codes)[0]
+    np.testing.assert_array_equal((words[4 * s + t] >> (8 * h + 16 * e) & 255).astype(np.uint8).view(np.int8), k - 16)
+
+
+CASES = {  # rows of x; of W, in; what is chosen otherwise
+    "few": (3, 128, 512, {}),
+    "ragged": (16, 200, 512, {"high": 2, "deep": 2}),
+    "split": (20, 64, 1024, {"deep": 2, "splits": 2}),
+    "pieces": (50, 128, 512, {"high": 2, "deep": 2}),
+    "many": (150, 128, 512, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_products(kind, case):
+    m, out, inner, options = CASES[case]
+    dtype = jnp.float16 if case == "ragged" else jnp.bfloat16
+    w, x = weight(kind, out, inner), normal(2, m, inner).astype(dtype)
+    meta = hopper_quantized.choice(m, out, inner, kind) | options
+    arrays = [a for a in (w.packed().codes, w.scale, w.minimum) if a is not None]
+    y = hopper_quantized.hopper_quantized_product.interpret(x, *arrays, kind=kind, seed=len(case), **meta)
+    want = jnp.matmul(x.astype(jnp.float32), rounded(w, dtype).T, precision="highest")
+    assert relative_error(np.asarray(y).sum(0), want) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "int8"])
+def test_the_op_calls_it(kind):
+    w, up = weight(kind, 64, 256), weight(kind, 64, 256, seed=3)
+    x, bias, residual = normal(2, 5, 256, dtype="bfloat16"), normal(4, 64), normal(5, 5, 64)
+    reference = quantized.quantized_matmul_reference
+    op = lambda x, w: ops.quantized_matmul(x, w, bias=bias, activation="silu", residual=residual)
+    with jt.config(arch="sm_90", interpret=True):
+        y = op(x, w.packed())
+        g = jax.grad(lambda x: (op(x, w.packed()) ** 2).sum())(x)
+        gated = ops.gated_mlp(x, w.packed(), up.packed())
+    want = reference(x, w, bias=bias, activation="silu", residual=residual)
+    assert relative_error(y, want) < 3e-3 and relative_error(y, op(x, w)) > 0  # another kernel made it
+    total = lambda x: (reference(x, w, bias=bias, activation="silu", residual=residual) ** 2).sum()
+    assert g.dtype == x.dtype and relative_error(g, jax.grad(total)(x)) < 1e-2
+    assert relative_error(gated, jax.nn.silu(reference(x, w)) * reference(x, up)) < 6e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_of_one_row(kind):
+    """GPUs take the words themselves."""
+    w, x = weight(kind, 12, 320), normal(2, 1, 320, dtype="bfloat16")
+    with jt.config(arch="sm_90"):
+        got, large = (ops.quantized_matmul(x * scale, w.packed()) for scale in (1, 1e30))
+    want = quantized.quantized_matmul_reference(x, w)
+    assert relative_error(got, want) < 3e-6 and relative_error(large, want * 1e30) < 3e-3
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90"])
+def test_packed_weights_elsewhere(arch):
+    """What has no kernel for words unpacks them: CPUs, float32 of several rows, reverse mode."""
+    w, up, x = weight("q4_1", 12, 96), weight("q4_1", 12, 96, seed=3), normal(2, 4, 96)
+    f = lambda x, w: ops.quantized_matmul(x, w, activation="silu")
+    g = jax.grad(lambda x, w: (f(x, w) ** 2).sum())
+    with jt.config(arch=arch):
+        assert relative_error(f(x, w.packed()), f(x, w)) < 1e-6
+        assert relative_error(g(x[:1], w.packed()), g(x[:1], w)) < 1e-6
+        assert relative_error(ops.gated_mlp(x, w.packed(), up), ops.gated_mlp(x, w, up)) < 1e-6
