@@ -130,7 +130,8 @@ def feeds(kernel: Kernel) -> Feeds:
     for _, loads in found:
         _join(groups, loads, lambda x: (id(home[x]), x in far))
     sites = [_site(g, home, depth, g[0] in far) for g in groups]
-    either = choices(kernel.body)
+    brought = {x for _, loads in found for x in loads}
+    either = {op: c for op, c in choices(kernel.body).items() if c[0] in brought}
     computed = [
         d for d in dots if not isinstance(operand(d, True)[0].op, Load) and operand(d, True)[0].op not in either
     ]

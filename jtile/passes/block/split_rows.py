@@ -8,7 +8,7 @@ sum over them, is a reason not to cut.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from jtile.ir import (
     Alloc,
@@ -48,6 +48,7 @@ from .plan import NoPlan, Refusal, refuse
 from .row_axes import Axis, index_axes, operand_axes
 
 ROWS = 64  # of one warpgroup's product
+_COMMUTING = ("add", "max", "min", "and", "or", "xor")
 
 
 def split(kernel: Kernel, consumers: int) -> Split | NoPlan:
@@ -104,6 +105,7 @@ class _Rows:
         if consumers > 1:
             _check_memory(kernel)
             self._until_stable(lambda: self.forward(kernel.body), self.natural)
+            _check_order(kernel, self.cut)
         self._until_stable(lambda: self.backward(kernel.body), self.wanted)
 
     @staticmethod
@@ -244,6 +246,30 @@ def _check_memory(kernel: Kernel) -> None:
             refuse("the kernel reads an array that it writes", op)
         if isinstance(op, Alloc):
             refuse("the kernel has scratch memory", op)
+
+
+def _check_order(kernel: Kernel, cut: dict[Op, Axis]) -> None:
+    """What one op writes after another must be written by one share: all ops on an array are cut in one way."""
+    roots = buffers(kernel)
+    found: dict[Value, list[Store | Atomic]] = {}
+    for op in kernel.body.walk():
+        if isinstance(op, Store | Atomic):
+            found.setdefault(roots.get(op.ref, op.ref), []).append(op)
+    for ops in found.values():
+        combined = all(isinstance(op, Atomic) and op.fn in _COMMUTING for op in ops)
+        if not (combined and len({op.fn for op in ops}) == 1) and len({_part(op, cut.get(op)) for op in ops}) > 1:
+            refuse(f"several ops write {ops[1].ref.name or 'an array'}, not all of them cut alike", ops[1])
+
+
+def _part(op: Store | Atomic, axis: Axis) -> Hashable:
+    """Which rows of an array a share writes: the same for two ops whose shares never meet."""
+    if axis is None:
+        return None
+    k, inside = index_axes(op.index)[axis]
+    d = op.index[k]
+    whole = isinstance(d, Tile) and d.step == d.size  # tiles are equal or apart
+    static = getattr(d, "size", None), getattr(d, "stride", None)
+    return k, inside, type(d), *static, None if whole else dim_value(d)
 
 
 # -- the shares -------------------------------------------------------------------------------------------------------

@@ -132,6 +132,11 @@ def test_what_all_shares_have_alike_is_written_once():
     assert stores == [["o", "p"], ["o"]]
 
 
+def test_a_tile_that_is_written_again():
+    text = "%d = dot %a, %b\nstore %o[tile(%i, 128), %c0:+64], %d\n%e = exp %d\nstore %o[tile(%i, 128), %c0:+64], %e\n}"
+    assert isinstance(split(parse_kernel(HEAD + text), 2), Split)
+
+
 @pytest.mark.parametrize(
     ("rest", "reason"),
     [
@@ -147,6 +152,10 @@ def test_what_all_shares_have_alike_is_written_once():
          "  store %o[tile(%i, 128), %c0:+64], %e", "is needed whole and by rows"),
         ("%d = dot %a, %b  %e = load %o[tile(%i, 128), %c0:+64]  %f = add %d, %e"
          "  store %o[tile(%i, 128), %c0:+64], %f", "reads an array that it writes"),
+        ("%z = full 0.0 : tile<128x64xf32>  store %o[tile(%i, 128), %c0:+64], %z  %d = dot %a, %b"
+         "  store %o[tile(%i, 128), %c0:+64], %d", "several ops write o, not all of them cut alike"),
+        ("%d = dot %a, %b  store %o[%c0:+128, %c0:+64], %d  %n = full 64 : i32  store %o[%n:+128, %c0:+64], %d",
+         "several ops write o, not all of them cut alike"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut(rest, reason):

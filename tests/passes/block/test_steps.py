@@ -134,6 +134,34 @@ def test_a_right_operand_that_is_computed():
     assert "w tile<32x64xi8>" in p.rings[0]
 
 
+def test_a_right_operand_that_is_masked_in_some_rounds_and_too_small_for_a_ring():
+    text = """kernel @k(%x: ref<128x40xbf16>, %w: ref<40x16xbf16>, %o: ref<128x16xf32, out>) grid(1) {
+      %c0 = full 0 : i32
+      %c1 = full 1 : i32
+      %c2 = full 2 : i32
+      %c32 = full 32 : i32
+      %n = full 40 : tile<32xi32>
+      %zero = full 0.0 : tile<32x16xbf16>
+      %z = full 0.0 : tile<128x16xf32>
+      %r = for %k in %c0..%c2 step %c1 carry (%acc = %z) {
+        %a = load %x[tile(%c0, 128), tile(%k, 32)]
+        %b = load %w[tile(%k, 32), tile(%c0, 16)]
+        %first = mul %k, %c32
+        %f = broadcast %first dims=() : tile<32xi32>
+        %i = iota 0 : tile<32xi32>
+        %row = add %i, %f
+        %m = lt %row, %n
+        %mine = broadcast %m dims=(0) : tile<32x16xbool>
+        %c = select %mine, %b, %zero
+        %d = dot %a, %c acc=%acc
+        yield %d
+      }
+      store %o[tile(%c0, 128), tile(%c0, 16)], %r
+    }"""
+    p = compare(parse_kernel(text))
+    assert p.rings == ("x tile<128x32xbf16>",)
+
+
 def test_an_operand_that_products_and_others_use():
     """Sums of the rows of an operand, from its slot."""
     text = """kernel @k(%x: ref<128x96xbf16>, %w: ref<96x64xbf16>, %o: ref<128x64xf32, out>, %s: ref<128xf32, out>)
