@@ -1,4 +1,7 @@
-"""One and two rows times a 4-bit or 8-bit weight matrix, against products with the same weights in bf16."""
+"""A 4-bit or 8-bit weight matrix times rows of bf16, against products with the same weights in bf16.
+
+One and two rows are bound by reading the weights, 256 by the tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,34 @@ from benchmarks.gpu.case import Case, Torch
 from jtile import ops
 
 KINDS = ("q4_0", "q4_1", "q8_0", "int8")
+ROWS = {"quantized_gemv": (1, 2), "quantized_gemm": (16, 64, 256)}
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
     outputs, inputs = (256, 64) if tiny else (14336, 4096)
-    for rows in (1, 2):
+    for workload, rows in ((w, r) for w, many in ROWS.items() for r in many):
         for kind in KINDS:
             make = lambda seed, rows=rows, kind=kind: (
-                normal(2 * seed, rows, inputs),
+                normal(2 * seed, rows, inputs, dtype="bfloat16"),
                 ops.quantize(normal(2 * seed + 1, outputs, inputs, scale=inputs**-0.5), kind),
             )
             yield Case(
-                workload="quantized_gemv", config=f"{rows}x{outputs}x{inputs}", dtype=kind, make=make,
+                workload=workload, config=f"{rows}x{outputs}x{inputs}", dtype=kind, make=make,
                 ours=ops.quantized_matmul,
                 peers={"xla bf16": lambda x, w: x @ w.T, "cublas bf16": Torch(lambda torch, x, w: x @ w.T)},
-                prepare={"xla bf16": _in_bf16, "cublas bf16": _in_bf16}, reference=_reference,
+                prepare={"ours": _packed, "xla bf16": _in_bf16, "cublas bf16": _in_bf16}, reference=_reference,
                 bytes=size(jax.eval_shape(make, 0)) + 4 * rows * outputs, flops=2 * rows * outputs * inputs,
             )  # fmt: skip
 
 
+def _packed(x, weight):
+    return x, weight.packed()
+
+
 @jax.jit
 def _in_bf16(x, weight):
-    return x.astype(jnp.bfloat16), weight.dequantize().astype(jnp.bfloat16)
+    return x, weight.dequantize().astype(jnp.bfloat16)
 
 
 def _reference(x, weight):
-    return jnp.matmul(x, weight.dequantize().T, precision="highest")
+    return jnp.matmul(x.astype(jnp.float32), weight.dequantize().T, precision="highest")
