@@ -60,18 +60,22 @@ def consumer(
 
     Every product is waited for at once, and a slot is given back right behind its last use.
     """
-    role = _Consumer(place, w, leaving, scratch)
-    role.roots = buffers(kernel)
-    role.written = set(written(kernel.body, role.roots))
-    return role.run(body)
+    return _Consumer(kernel, place, w, leaving, scratch).run(body)
 
 
 class _Consumer(Role):
-    def __init__(self, place: dict[Load, Place], w: int, leaving: Mapping[Value, Leaving], scratch: Scratch):
+    def __init__(
+        self,
+        kernel: Kernel,
+        place: dict[Load, Place],
+        w: int,
+        leaving: Mapping[Value, Leaving],
+        scratch: Scratch,
+    ):
         super().__init__(place)
         self.w, self.leaving, self.scratch = w, leaving, scratch
-        self.roots: dict[Value, Value] = {}
-        self.written: set[Value] = set()
+        self.roots = buffers(kernel)
+        self.written = set(written(kernel.body, self.roots))
         self.choices: dict[Op, tuple[Load, int]] = {}
         self.slots: dict[Load, Value] = {}
         self.numbers: dict[Load, Value] = {}  # of those slots
