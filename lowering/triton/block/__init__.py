@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jtile import ir
-from jtile._errors import UnsupportedError, VerificationError
+from jtile._config import current
+from jtile._errors import UnsupportedError
 from jtile.ir.block import level_of
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton.block.compile import compile_block_kernel, emit_block_kernel
@@ -24,18 +25,26 @@ def specialised(kernel: ir.Kernel, arch: str, options: Mapping[str, Any], *, tex
       UnsupportedError: a kernel that was written at the block level has no form there.
     """
     if level_of(kernel) == "block":
-        return compile_block_kernel(kernel, arch, options, texts=texts)
+        given = [n for n in ("num_warps", "num_stages", "num_ctas") if options.get(n)]
+        if given:
+            raise UnsupportedError(
+                f"kernel {kernel.name}: {given[0]} means nothing at the block level, where roles name their warps and "
+                "buffers their slots: call it without",
+                (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+            )
+        return compile_block_kernel(kernel, arch, texts=texts)
     if (options.get("num_ctas") or 1) > 1:
         return "tile level: num_ctas shares a program among several blocks\n"
     try:
         planned = steps(kernel, Machine(), options)
-    except VerificationError as e:
-        return f"tile level: the plan of the block level is wrong, a defect of jtile: {e}\n"
-    if isinstance(planned, NoPlan):
-        return f"tile level: {planned}\n"
-    try:
-        artifact = compile_block_kernel(planned.kernel, arch, options, texts=texts)
+        if isinstance(planned, NoPlan):
+            return f"tile level: {planned}\n"
+        artifact = compile_block_kernel(planned.kernel, arch, texts=texts)
     except UnsupportedError as e:
         return f"tile level: the plan of the block level does not compile: {e}\n"
+    except Exception as e:  # no reason to fail, for the kernel has a form at tile level
+        if current().verify:
+            raise
+        return f"tile level: a defect of jtile at the block level: {type(e).__name__}: {e}\n"
     levels = {"schedule": f"block level: {planned.plan}\n"} | artifact.texts if texts else {}
     return dataclasses.replace(artifact, texts=levels)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from jtile import ir
+from jtile._errors import UnsupportedError
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton import stages
 from jtile.lowering.triton.block import (  # noqa: F401  emitters register
@@ -60,21 +59,24 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]
     return module, record, "".join(f"// {line}\n" for line in head.split("\n") if line) + text
 
 
-def compile_block_kernel(
-    kernel: ir.Kernel, arch: str, options: Mapping[str, Any] | None = None, *, texts: bool = False
-) -> Artifact:
+def compile_block_kernel(kernel: ir.Kernel, arch: str, *, texts: bool = False) -> Artifact:
     """Compile a kernel at the block level for Hopper.
 
     Args:
       kernel: Tile IR at the block level.
       arch: `sm_90`.
-      options: none of the block level: warps and registers stand in the roles, depths in the buffers.
-      texts: keep the text of every level: `ttgir`, `llir`, `ptx`, `sass`.
+      texts: keep the text of every level: `block`, `ttgir`, `llir`, `ptx`, `sass`.
 
     Raises:
       UnsupportedError: another architecture, an op without a form in a role, or more shared memory than a block has.
     """
     f = features(arch)
+    if f.capability != 90:
+        raise UnsupportedError(
+            f"kernel {kernel.name}: it is at the block level, whose ops are those of sm_90, not of {f.arch}: write it "
+            "at tile level",
+            (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+        )
     text, record, block = emit_block_kernel(kernel, f)
     choice = Choice(roles_of(kernel).warps[0], 1, 1, ("num_stages",))
     built = stages.build(text, f, choice, where=kernel, texts=texts, level="ttgir")

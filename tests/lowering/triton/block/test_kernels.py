@@ -11,8 +11,10 @@ import pytest
 from device import run_artifact
 
 from jtile import ir
+from jtile._config import config
 from jtile._errors import UnsupportedError
 from jtile.interpret import interpret
+from jtile.lowering.triton import block
 from jtile.lowering.triton.block import compile_block_kernel, emit_block_kernel
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.lowering.triton.features import features
@@ -114,8 +116,9 @@ def test_attention(d):
     artifact = compile_block_kernel(ir.parse_kernel(block_kernels.attention(d=d)), "sm_90", texts=True)
     assert all(name in artifact.texts["sass"] for name in MACHINE)
     assert artifact.launch["resources"]["spills"] == 0
-    block = artifact.texts["block"]
-    assert re.search(r"%hl?.*for .*// .*#ttg.dot_op<\{opIdx = 0", block)  # the probabilities are carried as an operand
+    assert re.search(
+        r"%hl?.*for .*// .*#ttg.dot_op<\{opIdx = 0", artifact.texts["block"]
+    )  # the probabilities are carried as an operand
     moved = re.findall(r"ttg.convert_layout %\d+ : tensor<64x\d+x(\w+), ", artifact.texts["ttgir"])
     assert set(moved) == {"bf16"}  # and nothing else moves but vectors, in registers
 
@@ -231,3 +234,26 @@ def test_too_much_shared_memory():
     text = text.replace("wait %full", "%s = full 0.0 : tile<256x256xf32>\n      store_shared %A, %s\n      wait %full")
     with pytest.raises(UnsupportedError, match="bytes of shared memory, but sm_90 has 232448"):
         compile_block_kernel(ir.parse_kernel(text), "sm_90")
+
+
+@pytest.mark.parametrize("option", ["num_warps", "num_stages", "num_ctas"])
+def test_options_of_the_tile_level_mean_nothing_here(option):
+    with pytest.raises(UnsupportedError, match=f"{option} means nothing at the block level"):
+        compile_kernel(ir.parse_kernel(PAIR), "sm_90", {option: 4})
+
+
+def test_other_architectures_have_no_block_level():
+    with pytest.raises(UnsupportedError, match="those of sm_90, not of sm_80"):
+        compile_block_kernel(ir.parse_kernel(PAIR), "sm_80")
+
+
+def test_a_defect_of_a_plan_leaves_the_kernel_at_tile_level(monkeypatch):
+    def stumble(*_):
+        raise KeyError("x")
+
+    monkeypatch.setattr(block, "steps", stumble)
+    with pytest.raises(KeyError):
+        compile_kernel(product(512, 512, 512), "sm_90")
+    with config(verify=False):
+        texts = compile_kernel(product(512, 512, 512), "sm_90", texts=True).texts
+    assert "a defect of jtile at the block level: KeyError: 'x'" in texts["schedule"]
