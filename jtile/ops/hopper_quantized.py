@@ -25,44 +25,63 @@ ROWS = 64  # of W, of a consumer
 DEPTH = 256  # weights of a row, of a round
 WORDS = 32  # of a row of a buffer: 128 bytes
 PIECE = 64  # weights of a row that are made and multiplied at once
+_UP, _DOWN = 2.0**110, 2.0**23  # both bring codes times 2^-133 back; a float16 times the first is a bfloat16
 
 
-def _numbers(words, kind: str, dtype):
-    """The codes of words [rows, units, 4] as floats, exact: [rows, units, 4, parts, 2].
+def _codes(words, kind: str, dtype):
+    """The codes of words [rows, units, 4] as floats, exact: [rows, units, 4, parts, 2]; bfloat16: times 2^-133.
 
-    A number of which the mantissa ends with the code is 128 + code (1024 + code in float16).
+    In bfloat16 the bits of a code are a subnormal number: the field's, less that of 0. Of two fields of 4 bits in a
+    byte the upper one stays where it is, and counts 16 times. In float16 a code ends the mantissa of 1024 + code.
     """
-    half, four = dtype == jnp.float16, kind in FOUR_BIT
-    parts = 4 if four else 2
-    rank4 = (*words.shape, parts)
-    shifts = jax.lax.broadcasted_iota(jnp.uint32, rank4, 3) * np.uint32(4 if four else 8)
-    u = jnp.broadcast_to(words[:, :, :, None], rank4) >> shifts
-    magic = np.uint32(0x64006400 if half else 0x43004300)
-    pair = lambda v: jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(v, jnp.uint16), dtype)
-    if four:
-        return pair(u & np.uint32(0x000F000F) | magic) - dtype(1032 if half else 136)
+    four, half = kind in FOUR_BIT, dtype == jnp.float16
+    words = words if four else words ^ np.uint32(0x80808080)
+    shape = (*words.shape, 4 if four else 2)
+    part = jax.lax.broadcasted_iota(jnp.uint32, shape, 3)
+    number = lambda v: jax.lax.bitcast_convert_type(v, dtype)
+    pair = lambda v: number(jax.lax.bitcast_convert_type(v, jnp.uint16))
+    u = jnp.broadcast_to(words[:, :, :, None], shape)
     if half:
-        return pair((u ^ np.uint32(0x00800080)) & np.uint32(0x00FF00FF) | magic) - dtype(1152)
-    # 7 bits fit: 128 + (code mod 128), less 256 for a negative code and 128 for others
-    return pair(u & np.uint32(0x007F007F) | magic) - pair(u & np.uint32(0x00800080) | magic)
+        field, more = (0x000F000F, 1032) if four else (0x00FF00FF, 1152)
+        u = u >> part * np.uint32(4 if four else 8)
+        return pair(u & np.uint32(field) | np.uint32(0x64006400)) - dtype(more)
+    if not four:
+        return pair(u >> part * np.uint32(8) & np.uint32(0x00FF00FF)) - number(jnp.full((), 128, jnp.uint16))
+    upper = part % np.uint32(2) == 1
+    u = u >> part // np.uint32(2) * np.uint32(8) & jnp.where(upper, np.uint32(0x00F000F0), np.uint32(0x000F000F))
+    zero = jnp.where(upper, np.uint32(128), np.uint32(8)).astype(jnp.uint16)
+    return pair(u) - jnp.broadcast_to(number(zero)[..., None], (*shape, 2))
 
 
 def _operand(words, scale, shift, kind: str, dtype):
-    """64 columns of W [rows, 64] from words [rows, units, 4], and the scales and shifts of two blocks [rows, 2]."""
+    """64 columns of W [rows, 64] from words [rows, units, 4], and `_scales` of two blocks; bfloat16: times 2^-23."""
     rows, units, _ = words.shape
-    a = _numbers(words, kind, dtype)
+    a = _codes(words, kind, dtype)
+    parts = a.shape[3] // 2
+    a = a.reshape(rows, 2, units // 2, 4, parts, 2, 2)
     if scale is not None:
-        blocks = a.reshape(rows, 2, units // 2, *a.shape[2:])
-        of_block = lambda t: t.reshape(rows, 2, 1, 1, 1, 1)
-        blocks = blocks * of_block(scale)
-        a = (blocks if shift is None else blocks + of_block(shift)).reshape(a.shape)
-    return a.transpose(0, 1, 3, 2, 4).reshape(rows, PIECE)
+        a = a * scale.reshape(rows, 2, 1, 1, 1, *(scale.shape[2:] or (1,)), 1)
+    elif dtype == jnp.bfloat16:
+        a = a * dtype(_UP)
+    if shift is not None:
+        a = a + shift.reshape(rows, 2, 1, 1, 1, 1, 1)
+    return a.reshape(rows, units, 4, 2 * parts, 2).transpose(0, 1, 3, 2, 4).reshape(rows, PIECE)
 
 
-def _scales(tiles, dtype) -> list:
-    """What codes - 8, or codes of 8 bits, are multiplied with, and what is added (Q4_1: the minimum and 8 steps)."""
+def _scales(tiles, kind: str, dtype) -> list:
+    """What codes of blocks are multiplied with and, for Q4_1, what is added, from scales (and minima) [rows, blocks].
+
+    [rows, blocks]; of 4-bit codes times 2^-133 the former is [rows, blocks, 2], the second for fields that count more.
+    """
     d, *low = (t.astype(jnp.float32) for t in tiles)
-    return [t.astype(dtype) for t in (d, *(m + 8 * d for m in low))]
+    shift = [m + 8 * d for m in low]  # of q - 8
+    if dtype == jnp.float16:
+        return [t.astype(dtype) for t in (d, *shift)]
+    d = d * _UP
+    if kind in FOUR_BIT:
+        upper = jax.lax.broadcasted_iota(jnp.int32, (*d.shape, 2), 2) == 1
+        d = jnp.broadcast_to(d[:, :, None], upper.shape) * jnp.where(upper, jnp.float32(1 / 16), jnp.float32(1))
+    return [d.astype(dtype), *((m * (1 / _DOWN)).astype(dtype) for m in shift)]
 
 
 def _columns(x, n: int) -> list:
@@ -110,7 +129,7 @@ def hopper_quantized_product(
         for k in jt.range(j, rounds, deep):
             full.at(k).wait()
             words = [t.at(k).load().reshape(ROWS, 8, 4) for t in W[i]]
-            scales = _scales([t.at(k).load() for t in D[i]], dtype) if blocks else []
+            scales = _scales([t.at(k).load() for t in D[i]], kind, dtype) if blocks else []
             for p in range(DEPTH // PIECE):
                 first, at = 2 * wide * p % 8, k * each + p // pieces
                 own = [t[:, 2 * p : 2 * p + 2] for t in scales] + [None, None]
@@ -130,6 +149,7 @@ def hopper_quantized_product(
         for j in range(deep - 1):
             done[j * high + i].wait(0)
             acc = acc + P[j][i].load()
+        acc = acc * jnp.float32(_DOWN) if dtype == jnp.bfloat16 else acc
         if kind == "int8":
             acc = acc * refs[0].tiles(ROWS, 1)[tile * high + i, 0]
         parts = _columns(acc, 64)
