@@ -17,14 +17,16 @@ from jtile.ops.flash_attention import attention_reference, flash_attention
 from jtile.testing import relative_error
 
 CASES = {  # batch, queries, keys, heads, kv heads, head dimension; options
-    "full": ((1, 192, 128, 2, 1, 128), {}),
-    "causal": ((2, 256, 256, 2, 2, 64), {"window": (None, 0)}),
+    "full": ((1, 70, 128, 1, 1, 128), {}),
+    "causal": ((1, 140, 256, 1, 1, 64), {"window": (None, 0)}),
     "ragged": ((1, 100, 150, 2, 1, 64), {"window": (None, 0), "ct": True}),
-    "more keys": ((1, 70, 310, 2, 2, 128), {"window": (None, 0)}),
-    "window": ((1, 300, 260, 1, 1, 128), {"window": (70, 0)}),
-    "two-sided": ((1, 200, 190, 1, 1, 64), {"window": (30, 50), "ct": True}),
-    "lengths": ((3, 190, 300, 2, 1, 128), {"lengths": (170, 0, 256)}),
-    "all": ((2, 130, 300, 4, 2, 64), {"lengths": (130, 299), "offsets": (60, 3), "window": (90, 0)}),
+    "more keys": ((1, 40, 300, 1, 1, 128), {"window": (None, 0)}),
+    "window": ((1, 200, 190, 1, 1, 64), {"window": (30, 50), "ct": True}),
+    "lengths": ((2, 40, 200, 1, 1, 128), {"lengths": (170, 0)}),
+    "all": (
+        (2, 70, 160, 2, 1, 64),
+        {"lengths": (130, 159), "offsets": (60, 3), "window": (90, 0), "dtype": "float16"},
+    ),
 }
 
 
@@ -55,26 +57,18 @@ def test_in_the_interpreter(name, monkeypatch):
     sizes, given = CASES[name]
     args, options = arguments(sizes, **given)
     want, kernel = attention_slopes.slopes(*args, softcap=None, **options), hopper.hopper_attention_backward
-    for seed in range(3):
+    for seed in range(3 if name == "ragged" else 1):
         monkeypatch.setattr(hopper, "hopper_attention_backward", functools.partial(kernel.interpret, seed=seed))
         for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
             assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
             assert relative_error(ours, theirs) < 1e-3  # the same roundings, other orders of sums
 
 
-def test_float16_and_the_form_with_all_scores():
-    args, options = arguments((1, 130, 140, 2, 1, 64), "float16", window=(None, 0))
-    q, k, v, *_ = args
-    want = jax.vjp(lambda *x: attention_reference(*x, causal=True), q, k, v)[1](args[5])
-    for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
-        assert relative_error(ours, theirs) < 1e-3
-
-
 def test_blocks_of_heads_side_by_side(monkeypatch):
     """Every block of keys of every head has one program, in any order of them."""
-    args, options = arguments((2, 70, 260, 3, 3, 64), window=(None, 0))
+    args, options = arguments((1, 40, 140, 2, 2, 64), window=(None, 0))
     want = attention_slopes.slopes(*args, softcap=None, **options)
-    for bytes_ in (1, 1 << 16, 1 << 30):
+    for bytes_ in (1, 1 << 30):
         monkeypatch.setattr(hopper, "NEAR", bytes_)
         spread = hopper.hopper_attention_backward.with_options()
         monkeypatch.setattr(hopper, "hopper_attention_backward", spread)  # traced anew
@@ -107,7 +101,7 @@ def test_batches_of_vmap_become_rows(monkeypatch):
 
 def test_the_op_in_every_transformation():
     """A machine without the GPU that the call was made for runs the kernels at tile level."""
-    q, k, v = (normal(s, 2, 1, 70, 2, 64, dtype="bfloat16") for s in range(3))
+    q, k, v = (normal(s, 2, 1, 40, 1, 64, dtype="bfloat16") for s in range(3))
     loss = lambda op: lambda q, k, v: (op(q, k, v, causal=True).astype(jnp.float32) ** 2).sum()
     slopes = lambda op: jax.grad(loss(op), (0, 1, 2))
     mapped = lambda op: jax.jit(jax.vmap(slopes(op), (0, None, 0)))(q, k[0], v)

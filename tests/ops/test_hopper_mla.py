@@ -15,14 +15,11 @@ from jtile.ops.latent_attention import mla_decode_reference
 from jtile.testing import relative_error
 
 CASES = {  # batch, new tokens, heads, slots, rank, lengths; processors, slots of a page
-    "one row, one part": ((1, 1, 64, 256, 128, (256,)), 1, None),
-    "rows in parts": ((3, 1, 64, 512, 128, (500, 0, 129)), 4, None),
-    "parts without work": ((2, 2, 48, 640, 128, (600, 65)), 9, None),
-    "pages": ((2, 1, 64, 512, 128, (511, 300)), 3, 64),
-    "large pages": ((1, 1, 16, 512, 128, (385,)), 2, 128),
-    "few heads": ((1, 3, 16, 256, 256, (129,)), 4, None),
-    "DeepSeek": ((1, 1, 64, 512, 512, (460,)), 3, None),
-    "hardly any keys": ((2, 2, 64, 512, 128, (1, 2)), 4, None),
+    "rows in parts": ((3, 1, 16, 512, 128, (500, 0, 129)), 4, None),
+    "parts without work": ((2, 2, 48, 256, 128, (230, 65)), 5, None),
+    "pages": ((2, 1, 16, 384, 128, (383, 200)), 2, 64),
+    "large pages": ((1, 3, 16, 256, 256, (129,)), 2, 128),
+    "DeepSeek": ((1, 1, 16, 256, 512, (200,)), 2, None),
 }
 
 
@@ -55,15 +52,15 @@ def test_in_the_interpreter(name, monkeypatch):
     args, rank, kernel = arguments(*sizes, page=page), sizes[4], hopper_mla.hopper_mla
     monkeypatch.setattr(hopper_mla, "PROCESSORS", processors * jt.cdiv(sizes[1] * sizes[2], 64))
     want = reference(*args, rank)
-    for seed in range(3):
+    for seed in range(3 if page == 64 else 1):
         monkeypatch.setattr(hopper_mla, "hopper_mla", functools.partial(kernel.interpret, seed=seed))
         got = hopper_mla.of_batch(*args, rank=rank, scale=0.07)
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         assert relative_error(got, want) < 4e-3
 
 
-@pytest.mark.parametrize("lengths", [(1000, 0, 129, 1, 1024), (7,), (5000,) * 40])
-@pytest.mark.parametrize("parts", [1, 7, 66])
+@pytest.mark.parametrize("lengths", [(1000, 0, 129, 1, 1024), (7,), (5000,) * 5])
+@pytest.mark.parametrize("parts", [1, 7])
 def test_every_unit_has_one_part(lengths, parts):
     ends, shares = map(np.asarray, hopper_mla.schedule(jnp.array(lengths, jnp.int32), 1024, parts))
     units = [max(-(-min(n, 1024) // 128), 1) for n in lengths]
@@ -81,7 +78,7 @@ def test_every_unit_has_one_part(lengths, parts):
 @pytest.mark.parametrize("page", [None, 64])
 def test_batches_of_vmap_become_rows(page, monkeypatch):
     monkeypatch.setattr(hopper_mla, "PROCESSORS", 3)
-    q, cache, lengths, table = arguments(2, 1, 16, 128, 128, (128, 100), page=page)
+    q, cache, lengths, table = arguments(1, 1, 16, 128, 128, (100,), page=page)
     run = lambda q, cache, n: hopper_mla.decode(128, 0.07)(q, cache, n, table)
     want = jnp.stack([reference(x, y, lengths, table, 128) for x, y in ((q, cache), (-q, -cache))])
     got = jax.vmap(run, (0, 0, None))(jnp.stack([q, -q]), jnp.stack([cache, -cache]), lengths)

@@ -18,19 +18,15 @@ def operands(batch, t, heads, slots, rank, rope, dtype="float32"):
     return normal(0, batch, t, heads, rank + rope, dtype=dtype), normal(1, batch, slots, rank + rope, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype"), shapes_and_dtypes([(1, 1, 16, 700, 64, 16), (2, 3, 5, 40, 24, 5), (3, 2, 48, 300, 12, 4)])
-)
-@pytest.mark.parametrize("splits", [None, 1, 3])
-def test_sizes(sizes, dtype, splits):
+@pytest.mark.parametrize(("sizes", "dtype"), shapes_and_dtypes([(1, 1, 16, 700, 64, 16), (2, 3, 5, 40, 24, 5)]))
+def test_sizes(sizes, dtype):
     q, cache = operands(*sizes, dtype=dtype)
-    options = {"rank": sizes[4], "splits": splits, "tolerance": TOLERANCE[dtype]}
+    options = {"rank": sizes[4], "splits": {40: 1}.get(sizes[3]), "tolerance": TOLERANCE[dtype]}
     lengths = jnp.array([sizes[3], sizes[3] // 3, 7][: sizes[0]], jnp.int32)
     agree(ops.mla_decode, mla_decode_reference, q, cache, lengths, **options)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("splits", "paged"), [(1, False), (2, True)])
 def test_in_the_interpreter(splits, paged):
     q, cache = operands(2, 2, 3, 48, 8, 2)
     pages = jnp.array([[5, 0, 3], [1, 99, -7]], jnp.int32) if paged else None
@@ -41,14 +37,14 @@ def test_in_the_interpreter(splits, paged):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
 
 
-def test_pages_are_a_cache_in_pieces():
+def test_pages_are_a_cache_in_pieces_and_what_stands_behind_the_length_does_not_matter():
     q, cache = operands(2, 1, 20, 192, 32, 8)
+    cache = cache.at[1, 65:].set(jnp.nan)
     order = np.random.default_rng(0).permutation(6)
     pool = jnp.zeros((6, 64, 40)).at[order].set(cache.reshape(6, 64, 40))
-    for lengths in (jnp.array([192, 65]), jnp.array([1, 128])):
-        pages = jnp.asarray(order.reshape(2, 3))
-        got = ops.mla_decode(q, pool, lengths, rank=32, pages=pages)
-        np.testing.assert_allclose(got, ops.mla_decode(q, cache, lengths, rank=32), rtol=2e-5, atol=1e-6)
+    pages, lengths = jnp.asarray(order.reshape(2, 3)), jnp.array([192, 65])
+    got = ops.mla_decode(q, pool, lengths, rank=32, pages=pages)
+    np.testing.assert_allclose(got, ops.mla_decode(q, cache, lengths, rank=32), rtol=2e-5, atol=1e-6)
 
 
 def test_one_token_without_its_axis_and_rows_of_no_length():
@@ -59,13 +55,6 @@ def test_one_token_without_its_axis_and_rows_of_no_length():
     assert ops.mla_decode(q[:0], cache[:0], lengths[:0], rank=8).shape == (0, 1, 4, 8)
 
 
-def test_what_stands_behind_the_length_does_not_matter():
-    q, cache = operands(1, 2, 4, 300, 8, 4)
-    lengths = jnp.array([170], jnp.int32)
-    spoiled = ops.mla_decode(q, cache.at[:, 170:].set(jnp.nan), lengths, rank=8)
-    assert np.array_equal(spoiled, ops.mla_decode(q, cache, lengths, rank=8))
-
-
 def test_slopes_vmap_and_a_gpus_tiles():
     q, cache = operands(2, 2, 3, 70, 8, 4)
     lengths = jnp.array([70, 11], jnp.int32)
@@ -74,13 +63,6 @@ def test_slopes_vmap_and_a_gpus_tiles():
     np.testing.assert_allclose(each(ops.mla_decode), each(mla_decode_reference), rtol=2e-5, atol=1e-6)
     with jt.config(arch="sm_90"):
         agree(ops.mla_decode, mla_decode_reference, q, cache, lengths, rank=8, tolerance=2e-6)
-
-
-def test_as_attention_of_one_head():
-    q, cache = operands(1, 3, 4, 90, 8, 4)
-    keys, values = cache[:, :, None], jnp.pad(cache[..., :8], [(0, 0), (0, 0), (0, 4)])[:, :, None]
-    want = ops.attention(q, keys, values, causal=True, offsets=jnp.array([87]))[..., :8]
-    np.testing.assert_allclose(ops.mla_decode(q, cache, jnp.array([90]), rank=8), want, rtol=2e-5, atol=1e-6)
 
 
 def test_errors():
