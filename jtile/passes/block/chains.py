@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from jtile.ir import (
     AllocShared,
+    Arrive,
     AsyncLoad,
+    BarrierType,
     Block,
     Builder,
     DotAsync,
@@ -124,6 +126,12 @@ def root_of(buffer: Value) -> AllocShared | None:
     while isinstance(op, VIEWS):
         op = op.buffer.op
     return op if isinstance(op, AllocShared) else None
+
+
+def slots_given(op: Arrive) -> int:
+    """The number of slots of the ring that an arrival gives buffers of back to."""
+    t = op.barrier.type
+    return t.count if isinstance(t, BarrierType) else 0
 
 
 def filled_by(kernel: Kernel) -> dict[Op, set[Value]]:

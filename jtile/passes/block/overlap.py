@@ -14,7 +14,6 @@ from collections.abc import Callable
 from jtile.ir import (
     AllocBarriers,
     Arrive,
-    BarrierType,
     Block,
     Builder,
     DotAsync,
@@ -31,7 +30,7 @@ from jtile.passes.fold import number
 from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
 
-from .chains import VIEWS, Copier, Products, filled_by, root_of
+from .chains import VIEWS, Copier, Products, filled_by, root_of, slots_given
 from .pairs import Pairs
 from .rotate import Rotation, Style, Turn
 
@@ -150,7 +149,7 @@ class _Accumulation:
                     return None
                 slots |= set(_slot_numbers(buffer))
         late = [op for op in products.body.ops if isinstance(op, Arrive) and op.at in slots]
-        if any(op.when is not None or _count(op) < 2 for op in late):
+        if any(op.when is not None or slots_given(op) < 2 for op in late):
             return None
         return _Accumulation(products, late)
 
@@ -212,11 +211,6 @@ def _slot_numbers(buffer: Value) -> list[Value]:
         out += [op.at] if isinstance(op, Slot) else []
         op = op.buffer.op
     return out
-
-
-def _count(op: Arrive) -> int:
-    t = op.barrier.type
-    return t.count if isinstance(t, BarrierType) else 0
 
 
 overlap = Pass("overlap", "Products of a loop run while the next round is prepared.", run)

@@ -10,11 +10,11 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from jtile.ir import Arrive, BarrierType, Block, Builder, DotAsync, DotWait, Op, TileType, Value
+from jtile.ir import Arrive, Block, Builder, DotAsync, DotWait, Op, TileType, Value
 from jtile.passes.fold import number
 from jtile.passes.rewrite import free_values, is_pure
 
-from .chains import Copier, Products
+from .chains import Copier, Products, slots_given
 
 ROUNDS = 2  # at a time
 REGISTERS = 200  # of a thread for sums and products
@@ -46,7 +46,7 @@ class Pairs:
         reached = products.reached([r for w in ends for r in w.results])
         first = min(body.ops.index(w) for w in ends)
         arrivals = [op for op in body.ops[first:] if isinstance(op, Arrive)]
-        if any(op.when is not None or _slots(op) <= ROUNDS for op in arrivals):
+        if any(op.when is not None or slots_given(op) <= ROUNDS for op in arrivals):
             return None
         folding = [op for op in body.ops if op not in ends and any(r in reached for r in op.results)]
         sums = {i for i, y in enumerate(body.yields) if y in reached}
@@ -146,8 +146,3 @@ def _needed(body: Block, late: set[Op], sums: set[int]) -> set[Op]:
 def _last(ops: list[Op]) -> int:
     """The place of the last product."""
     return max(n for n, op in enumerate(ops) if isinstance(op, DotAsync))
-
-
-def _slots(op: Arrive) -> int:
-    t = op.barrier.type
-    return t.count if isinstance(t, BarrierType) else 0

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 
 from jtile.ir import (
     Arrive,
-    BarrierType,
     Block,
     Builder,
     DotAsync,
@@ -32,7 +31,7 @@ from jtile.ir import (
 from jtile.passes.fold import number
 from jtile.passes.rewrite import free_values, is_pure
 
-from .chains import VIEWS, Chain, Copier, Products, root_of
+from .chains import VIEWS, Chain, Copier, Products, root_of, slots_given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Rotation:
             return None
         parts = _Parts(products, chains, filled)
         arrivals = parts.arrivals()
-        if parts.written_early() or any(op.when is not None or _count(op) < 2 for op in arrivals):
+        if parts.written_early() or any(op.when is not None or slots_given(op) < 2 for op in arrivals):
             return None
         scales = [op for c in chains for op in c.before]
         ends = (products.waits[d] for d in parts.dots)
@@ -323,8 +322,3 @@ class _Parts:
         own |= {acc for c in self.chains if (acc := c.dots[0].acc) is not None}
         inside = {*self.body.params, *(r for op in self.body.ops for r in op.results)}
         return [v for v in dict.fromkeys(v for op in ops for v in free_values(op)) if v in inside and v not in own]
-
-
-def _count(op: Arrive) -> int:
-    t = op.barrier.type
-    return t.count if isinstance(t, BarrierType) else 0
