@@ -115,6 +115,8 @@ def _backward(residuals, dy, *, tw: bool, **_):
     left, right = (dy, x) if tw else (x, dy)
     tiles = _tiles(left.shape[1], 1, right.shape[1], jt.cdiv(known(x.shape[0]), w.shape[0]), x.dtype.itemsize)
     tiles["bk"] = max(min(tiles["bk"], 64), 16)
+    if jt.platform() != "cpu" and gpu_tiles.warpgroups():
+        tiles["bn"] = min(tiles["bn"], 128)  # the last rows of a group take memory of their own for every consumer
     kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], x.dtype.itemsize))
     dw = kernel(left, right, sizes, out_dtype=w.dtype.name, **tiles)
     return _rows(dy, w, sizes, out_dtype=x.dtype.name, tw=not tw), dw, None

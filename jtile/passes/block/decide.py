@@ -201,5 +201,7 @@ def _persistent(kernel: Kernel, machine: Machine, found: Feeds, wish: Wish) -> b
         return wish.persistent
     loops = [op for op in kernel.body.walk() if isinstance(op, For)]
     fixed = all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step))
-    chain = any(not isinstance(operand(d, False)[0].op, Load) for d in found.dots)
+    bodies = {id(op.body) for op in loops}
+    inside = [d for d in found.dots if id(found.home[d]) in bodies]
+    chain = any(not isinstance(operand(d, False)[0].op, Load) for d in inside)  # of one product after the other
     return fixed or (not chain and uneven(kernel, machine.cache) is None)

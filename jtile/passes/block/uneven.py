@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jtile.ir import Builder, Dot, For, Full, Kernel, Load, ProgramId, Select, Value
+from jtile.ir import Builder, Cast, Dot, For, Full, Kernel, Load, Map, ProgramId, Select, Value
 from jtile.ir.types import DTYPES
 
 from ..affine import ranges
@@ -33,8 +33,9 @@ def uneven(kernel: Kernel, cache: int) -> Uneven | None:
     loops = [op for op in kernel.body.walk() if isinstance(op, For) and any(isinstance(x, Dot) for x in op.body.walk())]
     if all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi)):
         return None
+    axes = set().union(*(_axes(v) for op in loops for v in (op.lo, op.hi)))
     for axis, n in enumerate(kernel.grid):
-        if n == 1:
+        if n == 1 or axis not in axes:
             continue
         first, last = _rounds(kernel, axis, 0), _rounds(kernel, axis, n - 1)
         if first != last:
@@ -44,6 +45,23 @@ def uneven(kernel: Kernel, cache: int) -> Uneven | None:
             fits = [g for g in range(1, others + 1) if others % g == 0 and g * held <= cache]
             return Uneven(axis, first < last, max(fits, default=1))
     return None
+
+
+def _axes(bound: Value) -> set[int]:
+    """The grid axes that a bound follows from by arithmetic; what is loaded says nothing of the order of programs."""
+    found: set[int] = set()
+    seen: set[Value] = set()
+    todo = [bound]
+    while todo:
+        v = todo.pop()
+        if v in seen or v.shape or v.op is None:
+            continue
+        seen.add(v)
+        if isinstance(v.op, ProgramId):
+            found.add(v.op.axis)
+        elif isinstance(v.op, Map | Select | Cast):
+            todo += v.op.operands()
+    return found
 
 
 def _rounds(kernel: Kernel, axis: int, at: int) -> int:

@@ -214,6 +214,7 @@ def test_long_tiles_first():
     taken = [numbers(lambda b, t=t: ids(b, kernel.grid, b.index(t), order))[1:] for t in range(16)]
     assert taken == [[h + two, i] for h in (0, 2) for i in (3, 2, 1, 0) for two in (0, 1)]
     assert uneven(tk.attention(512, 512), 1 << 20) is None
+    assert uneven(tk.grouped(256, 4, 64, 96), 1 << 20) is None  # sizes that are loaded
 
 
 def test_blocks_go_back_and_forth_but_for_a_last_round_that_is_not_full():
