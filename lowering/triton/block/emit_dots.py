@@ -128,7 +128,8 @@ def _dot_wait(em: BlockEmitter, op: ir.DotWait) -> list[Val]:
         return []
     done = wait(em, [em.env[v] for v in tied], op.pending)
     for v, d in zip(tied, done, strict=True):
-        em.env[v] = d  # those still running go on under this name
+        if em.places[v][0] is em.within:  # those still running go on under this name
+            em.env[v] = d
     em.flying = [v for v in em.flying if v not in values]
     return done[: len(values)]
 
