@@ -84,11 +84,10 @@ def in_role(what: str) -> Level:
 def scratch_at_tile_level() -> bool:
     """Whether `jt.alloc` gives scratch: so unless the kernel is known to be at block level."""
     level = _LEVEL.get()
-    if level is None or not level.block:
-        if level is not None:
-            level.scratch = True
-        return True
-    return False
+    if level is None:
+        raise KernelSyntaxError("jt.alloc means something only inside of a kernel", user_place())
+    level.scratch |= not level.block
+    return not level.block
 
 
 def perhaps_block_level(otherwise: JtileError) -> Any:

@@ -104,6 +104,8 @@ def scaled_matmul(
     (m, k), (k2, n) = a.shape, b.shape[::-1] if transpose_b else b.shape
     if k != k2:
         raise KernelValueError(f"scaled_matmul cannot contract {a.shape} with {b.shape} (transpose_b={transpose_b})")
+    if not isinstance(block, int) or block < 1:
+        raise KernelValueError(f"scaled_matmul: block is a Python int of at least 1, got {block!r}")
     parts, columns = jt.cdiv(k, block), jt.cdiv(n, block)
     _check_scale("a_scale", sa, (m, parts))
     _check_scale("b_scale", sb, (columns, parts) if transpose_b else (parts, columns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jtile import Kernel, Lowered
+from jtile._config import config
 from jtile._errors import KernelTypeError, KernelValueError
 
 _SHORT = {
@@ -75,7 +77,9 @@ def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) ->
         return [function.lower(*types, target=target, **meta)]
     import jax
 
-    programs = dict.fromkeys(_programs(jax.make_jaxpr(lambda *args: function(*args, **meta))(*types)))
+    platform, _, arch = target.partition(":")
+    with config(arch=arch) if platform in ("cuda", "rocm") and arch else contextlib.nullcontext():  # tiles go by it
+        programs = dict.fromkeys(_programs(jax.make_jaxpr(lambda *args: function(*args, **meta))(*types)))
     if not programs:
         raise KernelValueError(f"{getattr(function, '__name__', function)!r} calls no kernel for these arguments")
     return [Lowered(program, target) for program in programs]

@@ -68,7 +68,11 @@ def profile(
 
     Raises:
       KernelTypeError: called inside of a trace. UnsupportedError: there is no GPU of sm_90 here.
+      KernelValueError: `programs` or `capacity` is none of 1, 2, ...
     """
+    for name, n in {"programs": programs, "capacity": capacity}.items():
+        if not isinstance(n, int) or n < 1:
+            raise KernelValueError(f"jt.profile: {name} is a Python int of at least 1, got {n!r}")
     if not interpret and (jax.default_backend() != "gpu" or str(device.target().arch).rstrip("a") != ARCH):
         raise UnsupportedError(
             f"jt.profile watches kernels on a GPU of {ARCH}, which this machine has not: interpret=True"

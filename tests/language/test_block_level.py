@@ -431,6 +431,7 @@ def test_refused(name):
 
 
 def test_outside_of_a_kernel():
-    for action in (jt.barrier, lambda: jt.alloc((4,), BF16, slots=2), lambda: jt.role("a").__enter__(), jt.clock):
+    alloc = lambda **slots: lambda: jt.alloc((4,), BF16, **slots)
+    for action in (jt.barrier, alloc(), alloc(slots=2), lambda: jt.role("a").__enter__(), jt.clock):
         with pytest.raises(KernelSyntaxError, match="only inside of a kernel"):
             action()

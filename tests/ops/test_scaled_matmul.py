@@ -53,4 +53,7 @@ def test_refuses():
         ops.scaled_matmul(a, b, sa, sb[:1])
     with pytest.raises(KernelValueError, match="contract"):
         ops.scaled_matmul(a[:, :4], b, sa, sb)
+    for block in (0, -128, 64.0):
+        with pytest.raises(KernelValueError, match="block is a Python int"):
+            ops.scaled_matmul(a, b, sa, sb, block=block)
     assert ops.scaled_matmul(a[:0], b, sa[:0], sb).shape == (0, 140)

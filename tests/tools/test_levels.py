@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jtile as jt
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.tools import levels
 
@@ -91,6 +92,14 @@ def test_the_kernels_of_a_function_are_found_once_each(module):
     assert [low.program.kernel.grid for low in found] == [(4,), (2,)]
     with pytest.raises(KernelValueError, match="'plain' calls no kernel"):
         levels.lower(levels.find(f"{module}:plain"), types, "cpu", {})
+
+
+def test_tiles_of_a_function_are_those_of_the_target():
+    types = levels.parse_types("bf16[4096,4096],bf16[4096,4096]")
+    find = lambda target: levels.lower(levels.find("jtile.ops:matmul"), types, target, {})[0].program.kernel.grid
+    with jt.config(arch="sm_90"):
+        expected = find("cpu")
+    assert find("cuda:sm_90") == expected != find("cpu")
 
 
 def test_show_prints_every_level(module, capsys):

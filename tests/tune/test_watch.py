@@ -50,6 +50,12 @@ def test_a_kernel_with_roles_has_a_timeline():
         found["double"]
 
 
+@pytest.mark.parametrize("options", [{"programs": 0}, {"capacity": 0}, {"capacity": 1.5}])
+def test_bad_counts(options):
+    with pytest.raises(KernelValueError, match="is a Python int of at least 1"):
+        jt.profile(product, MATRIX, MATRIX, interpret=True, **options)
+
+
 def test_time_goes_on():
     (line,) = jt.profile(product, MATRIX, MATRIX, interpret=True, programs=1, seed=3).timelines
     whole = {s.site.role: s for s in line.spans if s.site.kind == "role"}
