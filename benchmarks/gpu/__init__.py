@@ -1,7 +1,7 @@
 """`python -m benchmarks gpu`: jtile's kernels on a GPU against what JAX and torch users have there."""
 
 WORKLOADS = (
-    "gemm", "gemv", "fp8", "grouped", "attention", "backward", "decode", "rows", "losses", "gated", "quantized",
+    "gemm", "gemv", "fp8", "grouped", "attention", "backward", "decode", "mla", "rows", "losses", "gated", "quantized",
     "launch", "llm",
 )  # fmt: skip
 ONLY = ("tutorial",)  # run where they are asked for by name
