@@ -45,8 +45,7 @@ _VIEWS = {(True, False): (2, 4, 4), (True, True): (2, 2, 4, 2), (False, False): 
 def _planes(x, i: int, c, four: bool, packed: bool, blocks: int):
     """Chunk c of row i of x, as the numbers that the fields of words are multiplied with, lowest field first: each
     [blocks, words of a block]."""
-    dims = _VIEWS[four, packed]
-    t = x.tiles(None, blocks, *dims)[(i, c, *(0 for _ in dims))].astype(jnp.float32)
+    t = x.tiles(None, blocks * BLOCK)[i, c].astype(jnp.float32).reshape(blocks, *_VIEWS[four, packed])
     if four:
         if packed:
             return [t[:, s, h, :, e] for e in range(2) for s in range(2) for h in range(2)]
@@ -58,10 +57,14 @@ def _planes(x, i: int, c, four: bool, packed: bool, blocks: int):
 
 def _words(codes, r, c, kind: str, blocks: int):
     """Chunk c of some rows of W: uint32 [rows, blocks, words of a block]; fields of 8 bits count from -128."""
-    rows, width = codes.shape[1], codes.shape[3]
-    q = codes.tiles(None, rows, blocks, width)[r, 0, c, 0]
-    if q.dtype != jnp.uint32:
-        q = jax.lax.bitcast_convert_type(q.reshape(rows, blocks, width // 4, 4), jnp.uint32)
+    # Tiles of rows in memory, then reshaped: what lies in a row side by side is then what a thread or a warp has.
+    rows, words = codes.shape[1], 4 if kind in FOUR_BIT else 8
+    if codes.dtype == jnp.uint32:
+        q = codes.tiles(None, rows, blocks * words)[r, 0, c].reshape(rows, blocks, words)
+    else:
+        q = codes.tiles(None, rows, blocks * words * 4)[r, 0, c].reshape(rows, blocks, words, 4)
+        q = jax.lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.uint32)
+        q = functools.reduce(jnp.bitwise_or, [q[:, :, :, b] << np.uint32(8 * b) for b in range(4)])
     return q if kind in FOUR_BIT else q ^ np.uint32(0x80808080)
 
 
@@ -122,9 +125,9 @@ def _terms(weight, r, c, kind: str, blocks: int, xs, fields_of):
 def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated: bool, blocks: int, stages: int):
     """A group of rows of W in a program, `blocks` blocks of 32 weights at a time.
 
-    x [m, blocks, ...] as `_VIEWS` cuts its blocks; codes [groups, rows, blocks, bytes or words of a block], groups *
-    rows = out; scale (and minimum) [groups, rows, blocks or 1]. `gated`: a second weight, y = act(x Gᵀ) * (x Uᵀ). Then
-    bias [1, groups, rows], residual [m, groups, rows], as y.
+    x [m, in], in a multiple of 32; codes [groups, rows, bytes or words], groups * rows = out; scale (and minimum)
+    [groups, rows, blocks or 1]. `gated`: a second weight, y = act(x Gᵀ) * (x Uᵀ). Then bias [1, groups, rows], residual
+    [m, groups, rows], as y.
     """
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     # One dimension walks with the grid and one is counted out: `groups` can be cut over devices.
@@ -139,7 +142,7 @@ def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated:
         """For each weight and row of x its products with the rows of W, and the largest |x| in lanes."""
         sums = tuple(jnp.zeros((rows, blocks, words), jnp.float32) for _ in range(m * len(weights)))
         top = jnp.zeros((blocks, words), jnp.float32)
-        for c in jt.range(jt.cdiv(codes.shape[2], blocks), stages=stages):
+        for c in jt.range(jt.cdiv(x.shape[1], blocks * BLOCK), stages=stages):
             xs = [_planes(x, i, c, four, packed, blocks) for i in range(m)]
             top = functools.reduce(jnp.maximum, [abs(t) for row_of_x in xs for t in row_of_x], top)
             parts = [scaled(t, four) for t in xs]
@@ -251,16 +254,15 @@ def product(x, arrays, extra, *, kind: str, activation, has_bias: bool = False, 
     if inner % BLOCK:  # int8 takes any size
         more = ((0, 0), (0, blocks * BLOCK - inner))
         x, arrays = jnp.pad(x, more), [jnp.pad(a, more) if k % per == 0 else a for k, a in enumerate(arrays)]
-    arrays = [a.reshape(out, blocks, -1) if k % per == 0 else a for k, a in enumerate(arrays)]
     options = {"kind": kind, "activation": activation, "has_bias": has_bias, "gated": gated}
     if isinstance(m, int) and m <= 2:
         rows, tiles, warps = gemv_choice(m, out, blocks, kind, gated)
         kernel = tuned(quantized_gemv_lanes, num_warps=warps)
         x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
-        x = x.reshape(m, blocks, *_VIEWS[kind in FOUR_BIT, arrays[0].dtype == jnp.uint32])
         grouped = [_grouped(a, rows) for a in arrays], [_grouped(a, rows, 1) for a in extra]
         return kernel(x, *grouped[0], *grouped[1], **options, **tiles).reshape(m, out)
     shape = (m, blocks, 2, HALF) if kind in FOUR_BIT else (m, blocks, BLOCK)
+    arrays = [a.reshape(out, blocks, -1) if k % per == 0 else a for k, a in enumerate(arrays)]
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     wide = x.dtype == jnp.float32
     tiles = {"rows": _side(out, 64), "bm": _side(known(m), 64 if wide or gated else 128), "blocks": 1 if wide else 2}
