@@ -61,6 +61,8 @@ def _one(q, cache, length, **precision):
 
 
 def _xla(q, cache, lengths):
+    if jax.default_backend() == "cpu":  # which has no batched products of bfloat16 that give float32
+        return jax.vmap(_one)(q.astype(jnp.float32), cache.astype(jnp.float32), lengths).astype(q.dtype)
     return jax.vmap(_one)(q, cache, lengths).astype(q.dtype)
 
 
