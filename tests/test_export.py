@@ -247,6 +247,25 @@ def test_one_program_for_every_platform():
     assert exported.call(jax.device_put(X, jax.devices("cpu")[0]))[0] == 1
 
 
+def test_a_block_level_kernel_in_the_branch_of_its_platform():
+    @jt.kernel(out_type=lambda x: x, grid=1)
+    def copied(x, o):
+        A, full = jt.alloc((64, 64), x.dtype), jt.barrier(1)
+        with jt.role("all", warps=4):
+            full[0].expect(A.nbytes)
+            jt.async_copy(x.tiles(64, 64).at[0, 0], A, full[0])
+            full[0].wait(0)
+            jt.async_copy(A, o.tiles(64, 64).at[0, 0])
+            jt.store_wait(0)
+
+    x, double = jnp.ones((64, 64)), lambda x: 2 * x
+    f = jax.jit(lambda x: jax.lax.platform_dependent(x, cuda=copied, default=double))
+    with jt.config(arch="sm_90"):
+        exported = export.export(f, disabled_checks=jt.export_checks(), platforms=["cpu", "cuda"])(x)
+    assert "@jtile_cuda(" in str(exported.mlir_module())
+    assert exported.call(jax.device_put(x, jax.devices("cpu")[0]))[0, 0] == 2
+
+
 def test_tables_of_a_kernel_for_gpus_are_operands_of_its_calls():
     table = np.random.default_rng(0).integers(-8, 8, (64, 64)).astype(np.float32)
 
