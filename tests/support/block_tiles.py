@@ -21,7 +21,7 @@ kernel @case(%a: ref<64x{k}x{dt}>, %b: ref<{b}x{dt}>, %v: ref<{n}xf32>, %t: ref<
 {allocs}  roles {{
     role worker warps={warps} {{
       wait %full[%c0], %c0
-      {turned}%d = dot_async %A, %B{t} : tile<64x{n}xf32>
+      {turned}%d = dot_async {left}, %B{t} : tile<64x{n}xf32>
       %x = dot_wait %d : tile<64x{n}xf32>
 {body}
     }}
@@ -39,7 +39,8 @@ kernel @case(%a: ref<64x{k}x{dt}>, %b: ref<{b}x{dt}>, %v: ref<{n}xf32>, %t: ref<
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What the worker does with `%x`, its 64 x n product, and with `%V`, a vector of n numbers in shared memory; what
-    it stores has shape and dtype `out`. `exact`: all numbers are whole, so that the interpreter gives the same."""
+    it stores has shape and dtype `out`. `exact`: all numbers are whole, so that the interpreter gives the same.
+    `registers`: the left operand of the product comes from there."""
 
     body: str
     out: str
@@ -49,6 +50,7 @@ class Case:
     warps: int = 4
     allocs: str = ""
     exact: bool = True
+    registers: bool = False
 
     @property
     def kernel(self) -> ir.Kernel:
@@ -59,7 +61,8 @@ class Case:
         sides = (self.n, self.k) if width != 2 else (self.k, self.n)  # only 16-bit types multiply in any order
         values |= {"b": "x".join(map(str, sides)), "k0": sides[0], "n0": sides[1], "t": "t" * (width != 2)}
         view = f"%Bt = transpose_shared %B : shared<{self.k}x{self.n}x{self.dt}>\n      "
-        values["turned"] = view if width != 2 else ""
+        load = f"%l = load_shared %A : tile<64x{self.k}x{self.dt}>\n      " if self.registers else ""
+        values |= {"turned": (view if width != 2 else "") + load, "left": "%l" if self.registers else "%A"}
         values["bytes"] = (64 + self.n) * self.k * width + self.n * 4
         kernel = ir.parse_kernel(_KERNEL.format(**values))
         ir.verify(kernel, "block")
@@ -277,5 +280,7 @@ CASES: dict[str, Case] = {
         "64x64xf32",
     ),
 }
-for short, more in (("f16", {}), ("f8e4m3fn", {"k": 256}), ("f32", {"k": 32})):
-    CASES[f"product of {short}"] = Case("store %o[tile(%c0, 64), tile(%c0, 64)], %x", "64x64xf32", dt=short, **more)
+for short, k in (("f16", 64), ("f8e4m3fn", 256), ("f8e5m2", 128), ("f32", 32)):
+    _plain = Case("store %o[tile(%c0, 64), tile(%c0, 64)], %x", "64x64xf32", k=k, dt=short)
+    CASES[f"product of {short}"] = _plain
+    CASES[f"product of {short} from registers"] = dataclasses.replace(_plain, k=min(k, 128), registers=True)

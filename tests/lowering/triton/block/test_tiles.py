@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from block_tiles import CASES
@@ -69,6 +71,25 @@ kernel @copies(%x: ref<3x5x100x80x{dt}>, %v: ref<304x{dt}>, %o: ref<3x5x100x80x{
 """.replace("%never = lt", "%two = full 2 : i32\n  %never = lt")
 
 
+TALL = """
+kernel @tall(%x: ref<600x32xbf16>, %o: ref<600x32xbf16, out>) grid(2) {
+  %i = program_id 0 : i32
+  %c0 = full 0 : i32
+  %X = alloc_shared : shared<512x32xbf16>
+  %full = alloc_barriers : barrier<1, arrivals 1>
+  roles {
+    role all warps=4 {
+      expect %full[%c0] bytes=32768
+      async_load %x[tile(%i, 512), tile(%c0, 32)] -> %X, %full[%c0]
+      wait %full[%c0], %c0
+      async_store %o[tile(%i, 512), tile(%c0, 32)] <- %X
+      store_wait 0
+    }
+  }
+}
+"""
+
+
 def check(kernel: ir.Kernel, inputs: list[np.ndarray], *, exact: bool = True) -> None:
     """The numbers of the GPU are those of the interpreter."""
     got = run_artifact(compile_block_kernel(kernel, "sm_90"), kernel, inputs).outputs()
@@ -104,6 +125,8 @@ def test_a_role_computes_what_the_interpreter_does(name):
 
 
 def test_copies_compile():
+    record = json.loads(compile_block_kernel(ir.parse_kernel(TALL), "sm_90").launch["record"])
+    assert [p["box"] for p in record["params"] if p["kind"] == "tensormap"] == [[32, 256]] * 2  # several copies
     assert compile_block_kernel(added(), "sm_90").image
     for dt, pad in (("f32", "nan"), ("bf16", "0"), ("i8", "0")):
         assert compile_block_kernel(copies(dt, pad), "sm_90").image
@@ -116,6 +139,12 @@ def test_boxes_that_hang_over(dt, pad):
     rng = np.random.default_rng(0)
     numpy = kernel.inputs[0].type.info.numpy
     check(kernel, [rng.integers(-9, 9, r.shape).astype(np.float32).astype(numpy) for r in kernel.inputs])
+
+
+@pytest.mark.gpu
+def test_boxes_of_more_than_256_rows():
+    kernel = ir.parse_kernel(TALL)
+    check(kernel, [np.arange(600 * 32).reshape(600, 32).astype(np.float32).astype(kernel.inputs[0].type.info.numpy)])
 
 
 @pytest.mark.gpu
