@@ -113,3 +113,21 @@ def test_the_op_in_every_transformation():
     for ours, theirs in zip(got, mapped(attention_reference), strict=True):
         assert relative_error(ours, theirs) < 2e-2
     assert relative_error(second, twice(attention_reference)) < 5e-2
+
+
+SLOW = [(64, (None, 0), False), (64, (100, 0), False), (128, (None, None), False), (128, (None, 0), True)]
+
+
+@pytest.mark.parametrize(
+    ("d", "window", "counted"), [(128, (None, 0), False), *[pytest.param(*c, marks=pytest.mark.slow) for c in SLOW]]
+)
+def test_what_it_compiles_to(d, window, counted):
+    pytest.importorskip("triton")
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    q, k, s = of("bfloat16", 2, 512, 4, 2, d), of("bfloat16", 2, 512, 4, d), of("float32", 2, 4, 2, 512)
+    args = q, k, k, q, s, s, of("int32", 2), of("int32", 2), of("float32", *q.shape)
+    options = {"bq": 8192 // d, "scale": 0.1, "window": window, "counted": counted}
+    found = hopper.hopper_attention_backward.lower(*args, target="cuda:sm_90", **options)
+    assert found.launch["resources"]["spills"] <= 128  # bytes a thread, outside of what every round does
+    for what in ("HGMMA", "UTMALDG", "UTMAREDG", "UTMASTG", "SYNCS", "USETMAXREG"):
+        assert what in found.texts["sass"]

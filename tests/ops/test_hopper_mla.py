@@ -85,3 +85,17 @@ def test_batches_of_vmap_become_rows(page, monkeypatch):
     assert relative_error(got, want) < 4e-3
     got = jax.vmap(run, (0, None, 0))(jnp.stack([q, -q]), cache, jnp.stack([lengths, lengths]))
     assert relative_error(got, jnp.stack([reference(x, cache, lengths, table, 128) for x in (q, -q)])) < 4e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("t", "page"), [(1, None), (2, None), (1, 64)])
+def test_what_it_compiles_to(t, page):
+    pytest.importorskip("triton")
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    cache = of("bfloat16", 8, 1024, 576) if page is None else of("bfloat16", 128, page, 576)
+    table = () if page is None else (of("int32", 8, 16),)
+    args = of("bfloat16", 8, t * 128, 576), cache, of("int32", 8), of("int32", 9), of("int32", 66 // t, 2), table
+    found = hopper_mla.hopper_mla.lower(*args, heads=128, rank=512, scale=0.1, target="cuda:sm_90")
+    assert found.launch["resources"]["spills"] <= 256
+    for what in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG"):
+        assert what in found.texts["sass"]
