@@ -21,11 +21,12 @@ from jtile.ir import (
     Transpose,
     Value,
     copy_block,
+    dim_value,
 )
 from jtile.ir.types import DTYPES
 
 from ..cse import index_form
-from ..rewrite import free_values
+from ..rewrite import free_values, reads_only
 from .maps import load_obstacle
 from .plan import refuse
 
@@ -298,4 +299,19 @@ def _sink(site: Site) -> None:
     rest = [op for op in ops if op not in moved]
     users = (k for k, op in enumerate(rest) if not values.isdisjoint(free_values(op)))
     at = next(users, len(rest))
-    ops[:] = [*rest[:at], *(op for op in ops if op in moved), *rest[at:]]
+    places = _places(site, rest[at:], values)
+    ops[:] = [*rest[:at], *places, *(op for op in ops if op in moved), *(op for op in rest[at:] if op not in places)]
+
+
+def _places(site: Site, later: list[Op], values: set[Value]) -> list[Op]:
+    """Of the ops behind the first use of the loads of a site, those that say where the others of its loads are."""
+    wanted = {dim_value(d) for op in site.loads for d in op.index}
+    found: list[Op] = []
+    for op in reversed(later):
+        if not wanted.isdisjoint(op.results):
+            free = free_values(op)
+            if not reads_only(op) or isinstance(op, Dot | DotScaled) or not values.isdisjoint(free):
+                refuse("where its operands lie depends on its products", op)
+            wanted |= set(free)
+            found.insert(0, op)
+    return found

@@ -162,6 +162,41 @@ def test_a_right_operand_that_is_masked_in_some_rounds_and_too_small_for_a_ring(
     assert p.rings == ("x tile<128x32xbf16>",)
 
 
+def forwards_and_backwards(place: str) -> Kernel:
+    """A product of each tile of x with a tile of w, and with another whose place is computed after that."""
+    return parse_kernel(f"""kernel @k(%x: ref<128x96xbf16>, %w: ref<96x64xbf16>, %o: ref<128x64xf32, out>) grid(1) {{
+      %c0 = full 0 : i32
+      %c1 = full 1 : i32
+      %c2 = full 2 : i32
+      %c3 = full 3 : i32
+      %z = full 0.0 : tile<128x64xf32>
+      %r, %t = for %k in %c0..%c3 step %c1 carry (%acc = %z, %sum = %z) {{
+        %a = load %x[tile(%c0, 128), tile(%k, 32)]
+        %b = load %w[tile(%k, 32), tile(%c0, 64)]
+        %d = dot %a, %b acc=%acc
+        {place}
+        %c = load %w[tile(%n, 32), tile(%c0, 64)]
+        %e = dot %a, %c acc=%sum
+        yield %d, %e
+      }}
+      %s = sub %r, %t
+      store %o[tile(%c0, 128), tile(%c0, 64)], %s
+    }}""")
+
+
+def test_places_that_are_computed_behind_the_first_product():
+    compare(forwards_and_backwards("%n = sub %c2, %k"))
+
+
+def test_places_that_depend_on_products():
+    kernel = forwards_and_backwards(
+        "%m = reduce max %d axes=(0, 1)  %l = cast %m : i32  %n = and %l, %c1".replace("  ", "\n")
+    )
+    planned = steps(kernel, Machine(), {})
+    assert isinstance(planned, NoPlan)
+    assert "depends on its products" in planned.reason
+
+
 def test_an_operand_that_products_and_others_use():
     """Sums of the rows of an operand, from its slot."""
     text = """kernel @k(%x: ref<128x96xbf16>, %w: ref<96x64xbf16>, %o: ref<128x64xf32, out>, %s: ref<128xf32, out>)
