@@ -160,6 +160,24 @@ CASES: dict[str, Case] = {
         "64x64xf32",
         n=128,
     ),
+    "halves exchanged": Case(
+        """%p = slice %x starts=(0, 0) stops=(64, 32) strides=(1, 1) : tile<64x32xf32>
+        %q = slice %x starts=(0, 32) stops=(64, 64) strides=(1, 1) : tile<64x32xf32>
+        %m = neg %q : tile<64x32xf32>
+        %r = concat %m, %p axis=1 : tile<64x64xf32>
+        %y = add %r, %x : tile<64x64xf32>
+        """
+        + _64,
+        "64x64xf32",
+    ),
+    "four rows of tiles": Case(
+        """%p = slice %x starts=(0, 0) stops=(64, 16) strides=(1, 1) : tile<64x16xf32>
+        %q = slice %x starts=(0, 16) stops=(64, 32) strides=(1, 1) : tile<64x16xf32>
+        %y = concat %p, %q, %q, %p axis=0 : tile<256x16xf32>
+        """
+        + STORE.format(m=256, n=16),
+        "256x16xf32",
+    ),
     "rows": Case(
         "%y = slice %x starts=(32, 0) stops=(64, 64) strides=(1, 1) : tile<32x64xf32>\n" + STORE.format(m=32, n=64),
         "32x64xf32",

@@ -184,6 +184,8 @@ class Homes:
             return h and reshaped(linear(h, op.x.shape), op.x.shape, op.shape)
         if isinstance(op, ir.Slice) and isinstance(h := self.get(op.x), Mma):
             return Mma(h.warps, min(h.n, op.result.shape[1]), h.k) if _is_part(op, h) else None
+        if isinstance(op, ir.Concat) and isinstance(h := self.get(op.xs[0]), Mma) and h.warps[1] == 1:
+            return Mma(h.warps, min(op.result.shape[1], 256), h.k)
         return None
 
     def _backward(self, op: ir.Op) -> bool:

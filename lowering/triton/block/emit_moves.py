@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jtile import ir
 from jtile.lowering.triton.block.emitter import BlockEmitter, emits
 from jtile.lowering.triton.block.layouts import Layout
-from jtile.lowering.triton.block.linear import halved, linear, permuted, registers_along, reshaped
+from jtile.lowering.triton.block.linear import doubled, halved, linear, permuted, registers_along, reshaped
 from jtile.lowering.triton.ttir import Val
 
 
@@ -100,4 +100,27 @@ def _halves(em: BlockEmitter, v: Val) -> list[Val]:
     name = em.code.name()
     out = [_as(v, v.shape[:-1], layout, f"{name}#{k}") for k in range(2)]
     em.code.do(f"{name}:2 = tt.split {v.name} : {v.type} -> {out[0].type}")
+    return out
+
+
+@emits(ir.Concat)
+def _emit_concat(em: BlockEmitter, op: ir.Concat) -> Val:
+    """As many tiles of one shape as a power of two, each in registers of its own."""
+    first, count, axis = op.xs[0], len(op.xs), op.axis
+    if count & (count - 1) or any(x.shape != first.shape for x in op.xs):
+        em.refuse(op, "concatenations of 2, 4, 8 ... tiles of one shape inside a role: go through shared memory")
+    assert em.homes is not None
+    parts = [em.tile(x, em.homes[first]) for x in op.xs]
+    rank, steps = len(first.shape), 0
+    while len(parts) > 1:  # the highest bit of a part's number is the first of the new axes
+        half = len(parts) // 2
+        parts = [_join(em, a, b) for a, b in zip(parts[:half], parts[half:], strict=True)]
+        steps += 1
+    v = _transpose(em, parts[0], [*range(axis), *range(rank, rank + steps), *range(axis, rank)])
+    return em.code.convert(_reshape(em, v, op.result.shape), em.homes[op.result])
+
+
+def _join(em: BlockEmitter, a: Val, b: Val) -> Val:
+    out = _as(a, (*a.shape, 2), doubled(linear(a.layout, a.shape)), em.code.name())
+    em.code.do(f"{out.name} = tt.join {a.name}, {b.name} : {a.type} -> {out.type}")
     return out

@@ -97,6 +97,13 @@ def halved(h: Linear) -> Linear | None:
     return Linear(drop(h.register[:at] + h.register[at + 1 :]), drop(h.lane), drop(h.warp))
 
 
+def doubled(h: Linear) -> Linear:
+    """Two tiles side by side along a new last axis, in registers of their own."""
+    more = lambda bases: tuple((*b, 0) for b in bases)
+    rank = len(h.lane[0])
+    return Linear(((*(0,) * rank, 1), *more(h.register)), more(h.lane), more(h.warp))
+
+
 def registers_along(shape: Sequence[int], axis: int, warps: int) -> Blocked:
     """A layout in which each thread holds all of an axis."""
     rest = [n for k, n in enumerate(shape) if k != axis]
