@@ -100,21 +100,25 @@ def _grid(x, codes, *_, high, columns, splits, **__):
     return jt.cdiv(codes.shape[0], high * ROWS), jt.cdiv(x.shape[0], columns), splits
 
 
-@jt.kernel(out_type=_type, grid=_grid)
+@jt.kernel(out_type=_type, grid=_grid, sharding="m _, o _, o _, o _ -> _ m o")
 def hopper_quantized_product(
-    x, codes, *refs, kind: str, high: int, deep: int, columns: int, splits: int, slots: int, x_slots: int,
-    pieces: int, registers: int,
+    x, codes, scale, minimum, y, *, kind: str, high: int, deep: int, columns: int, splits: int, slots: int,
+    x_slots: int, pieces: int, registers: int,
 ):  # fmt: skip
-    """Sums [splits, m, out] of x [m, in] and words of codes [out, words], scales (and minima) [out, in / 32 or 1].
+    """Sums [splits, m, out] of x [m, in] and words of codes [out, words], scale [out, in / 32 or 1] and minimum, an
+    array like it that is read for Q4_1 alone.
 
     A program has `high * 64` rows of W, `columns` of x and a part of the rounds. Consumer (j, i) takes the i-th 64 of
     the rows and every `deep`-th round from the j-th on: always the same slots, for a barrier tells only one phase from
     the next. x comes `pieces` pieces of 64 at a time.
     """
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
-    *refs, y = refs
     tile, column, split = (jt.program_id(k) for k in range(3))
-    dtype, wide, blocks = x.dtype.type, (1 if kind in FOUR_BIT else 2), [] if kind == "int8" else refs
+    dtype, wide, blocks = (
+        x.dtype.type,
+        (1 if kind in FOUR_BIT else 2),
+        [] if kind == "int8" else [scale, minimum][: 1 + (kind == "q4_1")],
+    )
     W = [[jt.alloc((ROWS, WORDS), jnp.uint32, slots=slots) for _ in range(wide)] for _ in range(high)]
     D = [[jt.alloc((ROWS, DEPTH // BLOCK), a.dtype, slots=slots) for a in blocks] for _ in range(high)]
     X = jt.alloc((columns, PIECE * pieces), x.dtype, slots=x_slots)
@@ -151,7 +155,7 @@ def hopper_quantized_product(
             acc = acc + P[j][i].load()
         acc = acc * jnp.float32(_DOWN) if dtype == jnp.bfloat16 else acc
         if kind == "int8":
-            acc = acc * refs[0].tiles(ROWS, 1)[tile * high + i, 0]
+            acc = acc * scale.tiles(ROWS, 1)[tile * high + i, 0]
         parts = _columns(acc, 64)
         for n, part in enumerate(parts):
             y.tiles(None, columns // len(parts), ROWS)[split, column * len(parts) + n, tile * high + i] = part.T
@@ -212,5 +216,6 @@ def takes(x, codes, inner: int, kind: str) -> bool:
 def product(x, arrays, kind: str) -> jax.Array:
     """float32 [m, out] of x [m, in] and the arrays of a packed weight."""
     meta = choice(x.shape[0], arrays[0].shape[0], x.shape[1], kind)
-    y = hopper_quantized_product(x, *arrays, kind=kind, **meta)
+    codes, scale, *low = arrays
+    y = hopper_quantized_product(x, codes, scale, low[0] if low else scale, kind=kind, **meta)
     return y[0] if meta["splits"] == 1 else y.sum(0)

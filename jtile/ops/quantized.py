@@ -345,14 +345,16 @@ def _grouped_backward(residuals, ct, **meta):
     return grads[0], *(None if g is None else g.reshape(g.shape[0], *ct.shape[1:]) for g in grads[1:])
 
 
-def _hopper_forward(x, *arrays, **meta):
-    return hopper_quantized.hopper_quantized_product(x, *arrays, **meta), (x, *arrays)
+def _hopper_forward(x, codes, scale, minimum, **meta):
+    y = hopper_quantized.hopper_quantized_product(x, codes, scale, minimum, **meta)
+    return y, (x, codes, scale, minimum)
 
 
 def _hopper_backward(residuals, ct, *, kind, **_):
     """All splits have the cotangent of their sum."""
-    x, *arrays = residuals
-    return _dx(ct[0], arrays, kind, x.shape[1]).astype(x.dtype), *(None for _ in arrays)
+    x, codes, scale, minimum = residuals
+    dx = _dx(ct[0], [codes, scale, minimum] if kind == "q4_1" else [codes, scale], kind, x.shape[1])
+    return dx.astype(x.dtype), None, None, None
 
 
 hopper_quantized.hopper_quantized_product.defvjp(_hopper_forward, _hopper_backward)

@@ -16,7 +16,7 @@ SHAPE = jax.ShapeDtypeStruct
 def test_dequantised_weights_stay_in_registers(kind):
     out, inner, four = 128, 512, kind in ("q4_0", "q4_1")
     scale = SHAPE((out, 1), jnp.float32) if kind == "int8" else SHAPE((out, inner // 32), jnp.float16)
-    arrays = [SHAPE((out, inner // (8 if four else 4)), jnp.uint32), *[scale] * (1 + (kind == "q4_1"))]
+    arrays = SHAPE((out, inner // (8 if four else 4)), jnp.uint32), scale, scale
     meta = hopper_quantized.choice(16, out, inner, kind) | {"high": 1, "deep": 1, "splits": 1}
     x = SHAPE((16, inner), jnp.bfloat16)
     kernel = hopper_quantized.hopper_quantized_product.lower(x, *arrays, kind=kind, **meta).program.kernel
