@@ -190,6 +190,19 @@ CASES: dict[str, Case] = {
         + STORE.format(m=32, n=64),
         "32x64xf32",
     ),
+    "groups of columns": Case(
+        f"""%s = reshape %x : tile<64x2x32xf32>
+        %u = reduce max %s axes=(2) : tile<64x2xf32>
+        %k = reshape %u : tile<64x2x1x1xf32>
+        %two = full 2.0 : tile<64x2x1x1xf32>
+        %kk = mul %k, %two : tile<64x2x1x1xf32>
+        %w = broadcast %kk dims=(0, 1, 2, 3) : tile<64x2x4x8xf32>
+        %xr = reshape %x : tile<64x2x4x8xf32>
+        %d_1 = sub %xr, %w : tile<64x2x4x8xf32>
+        %y = reshape %d_1 : tile<64x64xf32>
+        {_64}""",
+        "64x64xf32",
+    ),
     "axes of length 1": Case(
         f"""%m = reduce max %x axes=(1) : tile<64xf32>
         %mk = reshape %m : tile<64x1xf32>

@@ -11,8 +11,9 @@ Basis = tuple[int, ...]
 
 def linear(layout: Layout, shape: Sequence[int]) -> Linear:
     """The layout of a tile of a shape as a linear one, as triton reads it."""
+    cut = lambda bases: tuple(tuple(x if x < n else 0 for x, n in zip(b, shape, strict=True)) for b in bases)
     if isinstance(layout, Linear):
-        return layout
+        return Linear(cut(layout.register), cut(layout.lane), cut(layout.warp))
     if isinstance(layout, Sliced):
         k = layout.axis
         whole = linear(layout.parent, (*shape[:k], 1, *shape[k:]))
@@ -32,7 +33,6 @@ def linear(layout: Layout, shape: Sequence[int]) -> Linear:
             _steps(n, sides, order) for n in (layout.per_thread, layout.lanes, layout.warps)
         )  # fmt: skip
     register += _steps([-(-n // s) for n, s in zip(shape, sides, strict=True)], sides, order)
-    cut = lambda bases: tuple(tuple(x if x < n else 0 for x, n in zip(b, shape, strict=True)) for b in bases)
     return Linear(cut(register), cut(lane), cut(warp))
 
 

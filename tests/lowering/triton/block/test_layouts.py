@@ -77,6 +77,15 @@ def test_moves_follow_the_elements():
     assert halved(permuted(h, (1, 0))) is None  # of 64 columns
 
 
+def test_an_axis_of_length_1():
+    """It has no bits, whatever layout a broadcast along it is to have."""
+    whole = linear(ACC, (64, 64))
+    assert set(places(linear(whole, (64, 1)))) == {(r, 0) for r in range(64)}
+    assert set(places(reshaped(linear(whole, (64, 1)), (64, 1), (32, 2)))) == set(
+        itertools.product(range(32), range(2))
+    )
+
+
 def test_slices():
     assert unsliced(sliced(ACC, (0, 1)), (0, 1)) == ACC
     assert unsliced(sliced(ACC, (1,)), (0,)) is None
