@@ -62,7 +62,7 @@ def _place(q, k, window: Window):
     out_type=lambda q, k, v, *_, **__: (jax.ShapeDtypeStruct(q.shape, jnp.float32), jt.like(k), jt.like(v)),
     grid=lambda q, k, *_, **__: k.shape[0] * k.shape[2] * jt.cdiv(k.shape[1], 2 * KEYS),
     alias={"zeros": "dq"},
-    sharding="b _ h _ _, b _ h _, b _ h _, b _ h _ _, b h _ _, b h _ _, b, b, b _ h _ _ -> b _ h _ _, b _ h _, b _ h _",
+    sharding="b _ h n _, b _ h _, b _ h _, b _ h n _, b h n _, b h n _, b, b, b _ h n _ -> b _ h n _, b _ h _, b _ h _",
 )
 def hopper_attention_backward(
     q, k, v, g, s0, dp0, lengths, offsets, zeros, dq, dk, dv,

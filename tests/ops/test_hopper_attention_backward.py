@@ -10,7 +10,7 @@ import pytest
 from library import normal
 
 import jtile as jt
-from jtile import ops
+from jtile import _partition, ops
 from jtile.ops import attention_slopes
 from jtile.ops import hopper_attention_backward as hopper
 from jtile.ops.flash_attention import attention_reference, flash_attention
@@ -113,6 +113,19 @@ def test_the_op_in_every_transformation():
     for ours, theirs in zip(got, mapped(attention_reference), strict=True):
         assert relative_error(ours, theirs) < 2e-2
     assert relative_error(second, twice(attention_reference)) < 5e-2
+
+
+def test_along_what_devices_may_cut_it():
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    q, k, s = of("bfloat16", 4, 200, 2, 3, 64), of("bfloat16", 4, 200, 2, 64), of("float32", 4, 2, 3, 256)
+    args = q, k, k, q, s, s, of("int32", 4), of("int32", 4), of("float32", *q.shape)
+    options = {"bq": 128, "scale": 0.1, "window": (None, 0), "counted": False}
+    program = hopper.hopper_attention_backward.lower(*args, **options).program
+    assert not program.io
+    shard = _partition.shard_program(program, (("b", 2), ("h", 2), ("n", 3))).kernel
+    assert [v.shape for v in shard.outputs] == [(2, 200, 1, 1, 64), (2, 200, 1, 64), (2, 200, 1, 64)]
+    rule = _partition.rule_of(program)
+    assert [set(p) for p in rule.partial] == [set(), {"n"}, {"n"}]  # of a group's heads: slopes of keys are sums
 
 
 SLOW = [(64, (None, 0), False), (64, (100, 0), False), (128, (None, None), False), (128, (None, 0), True)]
