@@ -25,7 +25,8 @@ def specialised(kernel: ir.Kernel, arch: str, options: Mapping[str, Any], *, tex
       UnsupportedError: a kernel that was written at the block level has no form there.
     """
     if level_of(kernel) == "block":
-        given = [n for n in ("num_warps", "num_stages", "num_ctas") if options.get(n)]
+        names = ("num_warps", "num_stages", "num_ctas", "consumers", "persistent")
+        given = [n for n in names if options.get(n) is not None]
         if given:
             raise UnsupportedError(
                 f"kernel {kernel.name}: {given[0]} means nothing at the block level, where roles name their warps and "
