@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jtile import ir
 from jtile._errors import UnsupportedError
@@ -185,7 +185,7 @@ class Emitter:
                 raise AssertionError(f"emitter of {op.mnemonic} gave {v.type} for {r.type}")
             self.env[r] = v
 
-    def refuse(self, op: ir.Op, what: str) -> None:
+    def refuse(self, op: ir.Op, what: str) -> NoReturn:
         """UnsupportedError at the line of an op."""
         loc = op.loc if op.loc.file else self.kernel.loc
         raise UnsupportedError(

@@ -59,7 +59,7 @@ def load(em: Emitter, buf: Buffer, op: ir.Load) -> Val | None:
     return em.code.bitcast(em.code.let(right, full, elem), memory_elem(buf.dtype))
 
 
-def _operands(em: Emitter) -> set[ir.Op]:
+def _operands(em: Emitter) -> set[ir.Load]:
     """The loads of a kernel that feed a matrix product in the body of their loop."""
     if "operands" not in em.memo:
         users: dict[ir.Value, list[ir.Op]] = {}

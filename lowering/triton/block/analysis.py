@@ -56,7 +56,8 @@ def dims_of(op: ir.Broadcast | ir.Reshape) -> tuple[int, ...]:
 def product_layout(op: ir.DotAsync, warps: int) -> Mma | None:
     """The layout of the accumulator of a product; None where warpgroups cannot compute it."""
     widest = 128 if op.a.dtype == "int8" else 256  # triton knows integer instructions of up to 224 columns
-    return mma(*op.result.shape, ir.DTYPES[op.a.dtype].bits, warps, widest=widest)
+    m, n = op.result.shape
+    return mma(m, n, ir.DTYPES[op.a.dtype].bits, warps, widest=widest)
 
 
 def operand_layout(op: ir.DotAsync, warps: int) -> Operand | None:

@@ -41,6 +41,7 @@ class BlockEmitter(Emitter):
     """State of one kernel's emission. `env` maps values of the current role; `outer` those outside of roles."""
 
     code: LaidCode
+    env: dict[ir.Value, Any]  # type: ignore[reportIncompatibleVariableOverride]  # tiles, and memory
 
     def __init__(self, kernel: ir.Kernel, features: Features, record: Record):
         super().__init__(kernel, features, record)
@@ -151,7 +152,7 @@ class BlockEmitter(Emitter):
     def as_tile(self, op: ir.Op) -> Any:
         """An op whose emitter for TTIR serves: everything in it lies as its result, or as its operand."""
         main, layout = self._main(op)
-        if main is None or not main.shape:
+        if main is None or layout is None or not main.shape:
             return EMITTERS[type(op)](self, op)
         rank = len(main.shape)
         layouts = {rank: layout}
