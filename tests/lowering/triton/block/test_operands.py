@@ -4,25 +4,48 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from device import run_artifact
 
+from jtile.interpret import interpret
 from jtile.lowering.triton.block import compile_block_kernel
-from jtile.ops import hopper_quantized
+from jtile.ops import QuantizedTensor, hopper_quantized
+from jtile.testing import relative_error
 
-SHAPE = jax.ShapeDtypeStruct
+KINDS = ("q4_0", "q4_1", "q8_0", "int8")
 
 
-@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "int8"])
+def arguments(kind, m, out, inner, dtype=jnp.bfloat16):
+    random = np.random.default_rng(m)
+    w = QuantizedTensor.quantize(jnp.asarray(random.normal(size=(out, inner))), kind).packed()
+    x = jnp.asarray(random.normal(size=(m, inner))).astype(dtype)
+    return [x, w.codes, w.scale, w.scale if w.minimum is None else w.minimum]
+
+
+def kernel_of(args, kind, **options):
+    meta = hopper_quantized.choice(args[0].shape[0], args[1].shape[0], args[0].shape[1], kind) | options
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    return hopper_quantized.hopper_quantized_product.lower(*structs, kind=kind, **meta).program.kernel
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_dequantised_weights_stay_in_registers(kind):
-    out, inner, four = 128, 512, kind in ("q4_0", "q4_1")
-    scale = SHAPE((out, 1), jnp.float32) if kind == "int8" else SHAPE((out, inner // 32), jnp.float16)
-    arrays = SHAPE((out, inner // (8 if four else 4)), jnp.uint32), scale, scale
-    meta = hopper_quantized.choice(16, out, inner, kind) | {"high": 1, "deep": 1, "splits": 1}
-    x = SHAPE((16, inner), jnp.bfloat16)
-    kernel = hopper_quantized.hopper_quantized_product.lower(x, *arrays, kind=kind, **meta).program.kernel
+    kernel = kernel_of(arguments(kind, 16, 128, 512), kind, high=1, deep=1, splits=1)
     artifact = compile_block_kernel(kernel, "sm_90", texts=True)
     sass = artifact.texts["sass"]
     loop = sass[: sass.rindex("HGMMA")].split("SYNCS.PHASECHK")[-1]  # from the last wait to the last product of a round
     assert len(re.findall("HGMMA", sass)) == 16
     assert not re.search(r"\b(STS|STSM|SHFL|F2F|I2F\w*)\b", loop)
     assert re.search("HMUL2.BF16|HFMA2.BF16", sass) and artifact.launch["resources"]["spills"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [3, 20, 50, 150])
+def test_products_with_them(kind, m):
+    args = arguments(kind, m, 200, 1024, jnp.float16 if m == 20 else jnp.bfloat16)
+    kernel = kernel_of(args, kind)
+    inputs = [np.asarray(a) for a in args]
+    (got,) = run_artifact(compile_block_kernel(kernel, "sm_90"), kernel, inputs).outputs()
+    assert relative_error(got, interpret(kernel, inputs)[0]) < 1e-5
