@@ -13,7 +13,7 @@ from jtile.ir.types import DTYPES, TileType
 from .feeds import BYTE, Feeds, feeds, operand, tile_bytes
 from .maps import store_obstacle
 from .plan import Machine, NoPlan, Output, Plan, refuse
-from .split_rows import Split, split
+from .split_rows import Split, apart, split
 from .uneven import uneven
 
 ROWS = 64  # of a warpgroup's product
@@ -51,6 +51,8 @@ def plan(kernel: Kernel, machine: Machine, wish: Wish) -> Plan:
     why: NoPlan | None = None
     for consumers, warps in _teams(found.dots, wish):
         shares = split(kernel, consumers)
+        if isinstance(shares, Split):
+            shares = apart(shares)
         if isinstance(shares, Split):
             return _sized(kernel, machine, wish, found, shares, warps)
         why = why or shares

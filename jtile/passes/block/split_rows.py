@@ -261,10 +261,29 @@ def _check_order(kernel: Kernel, cut: dict[Op, Axis]) -> None:
             refuse(f"several ops write {ops[1].ref.name or 'an array'}, not all of them cut alike", ops[1])
 
 
-def _part(op: Store | Atomic, axis: Axis) -> Hashable:
+def apart(shares: Split) -> Split | NoPlan:
+    """The shares, or why a later round of a loop may write what another share wrote in an earlier one: shares go around
+    loops at their own speed. (Programs write different elements, so a loop over programs needs no such check.)"""
+    if shares.consumers == 1:
+        return shares
+    for loop in (op for op in shares.kernel.body.walk() if isinstance(op, For | While)):
+        inside = [x for b in loop.blocks() for x in b.walk()]
+        own = {p for op in (loop, *inside) for b in op.blocks() for p in b.params} | {
+            r for x in inside for r in x.results
+        }
+        for op in inside:
+            axis = shares.cut.get(op)
+            if axis is None or not isinstance(op, Store | Atomic) or (isinstance(op, Atomic) and op.fn in _COMMUTING):
+                continue
+            if _part(op, axis)[-1] in own:
+                return NoPlan(f"rounds of a loop may write the same rows of {op.ref.name or 'an array'}", op.loc)
+    return shares
+
+
+def _part(op: Store | Atomic, axis: Axis) -> tuple[Hashable, ...]:
     """Which rows of an array a share writes: the same for two ops whose shares never meet."""
     if axis is None:
-        return None
+        return ()
     k, inside = index_axes(op.index)[axis]
     d = op.index[k]
     whole = isinstance(d, Tile) and d.step == d.size  # tiles are equal or apart

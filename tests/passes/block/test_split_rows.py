@@ -9,7 +9,7 @@ import tile_kernels as tk
 from jtile.interpret import interpret
 from jtile.ir import Block, Kernel, parse_kernel, print_kernel, verify
 from jtile.passes.block.plan import NoPlan
-from jtile.passes.block.split_rows import Split, split
+from jtile.passes.block.split_rows import Split, apart, split
 
 HEAD = """kernel @k(%x: ref<256x32xbf16>, %y: ref<32x64xbf16>, %s: ref<256xf32>, %o: ref<256x64xf32, out>) grid(2) {
   %i = program_id 0
@@ -160,6 +160,30 @@ def test_a_tile_that_is_written_again():
 )  # fmt: skip
 def test_what_cannot_be_cut(rest, reason):
     assert reason in refused(HEAD + "\n".join(rest.split("  ")) + "\n}")
+
+
+@pytest.mark.parametrize(
+    ("place", "meet"),
+    [("tile(%k, 128)", False), ("tile(%k, 128, step=64)", True), ("%k:+128", True), ("%i:+128", False)],
+)
+def test_rows_that_are_written_in_several_rounds(place, meet):
+    """A share may be a round ahead: no round may write rows that another share has in another round."""
+    kernel = parse_kernel(
+        HEAD
+        + f"""  %c1 = full 1 : i32
+  %c2 = full 2 : i32
+  for %k in %c0..%c2 step %c1 {{
+    %d = dot %a, %b
+    store %o[{place}, %c0:+64], %d
+  }}
+}}"""
+    )
+    shares = split(kernel, 2)
+    assert isinstance(shares, Split)
+    found = apart(shares)
+    assert isinstance(found, NoPlan) == meet
+    if meet:
+        assert found.reason == "rounds of a loop may write the same rows of o"
 
 
 def test_rows_of_a_warpgroup():
