@@ -10,7 +10,9 @@ Weights are rounded to the dtype of x before they are multiplied, as they would 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +102,71 @@ def _grid(x, codes, *_, high, columns, splits, **__):
     return jt.cdiv(codes.shape[0], high * ROWS), jt.cdiv(x.shape[0], columns), splits
 
 
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Buffers and barriers of a program: rings of words and scales (of each 64 rows), and of x; `partial`: sums of
+    consumers that have some of the rounds, and `done` for each."""
+
+    words: list
+    scales: list
+    x: Any
+    partial: list
+    full: Any
+    empty: Any
+    x_full: Any
+    x_empty: Any
+    done: Any
+
+
+def _memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: int, x_slots: int, pieces: int):
+    return _Memory(
+        words=[[jt.alloc((ROWS, WORDS), jnp.uint32, slots=slots) for _ in range(wide)] for _ in range(high)],
+        scales=[[jt.alloc((ROWS, DEPTH // BLOCK), a.dtype, slots=slots) for a in blocks] for _ in range(high)],
+        x=jt.alloc((columns, PIECE * pieces), x.dtype, slots=x_slots),
+        partial=[[jt.alloc((ROWS, columns), jnp.float32) for _ in range(high)] for _ in range(deep - 1)],
+        full=jt.barrier(slots),
+        empty=jt.barrier(slots, arrivals=high),
+        x_full=jt.barrier(x_slots),
+        x_empty=jt.barrier(x_slots, arrivals=high),
+        done=jt.barrier(max(high * (deep - 1), 1)),
+    )
+
+
+@jt.function
+def _consume(word_rings, scale_rings, x, full, empty, x_full, x_empty, first_round: int, rounds: int, step: int, kind):
+    """The sums [64, columns] of 64 rows over every `step`-th round."""
+    wide, pieces, dtype = len(word_rings), x.shape[1] // PIECE, x.dtype.type
+    each = DEPTH // PIECE // pieces
+    acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
+    for k in jt.range(first_round, rounds, step):
+        full.at(k).wait()
+        words = [t.at(k).load().reshape(ROWS, 8, 4) for t in word_rings]
+        tiles = [t.at(k).load() for t in scale_rings]
+        scales = _scales(tiles, kind, dtype) if tiles else []
+        for p in range(DEPTH // PIECE):
+            first, at = 2 * wide * p % 8, k * each + p // pieces
+            own = [t[:, 2 * p : 2 * p + 2] for t in scales] + [None, None]
+            a = _operand(words[p * wide // 4][:, first : first + 2 * wide], *own[:2], kind, dtype)
+            if p % pieces == 0:
+                x_full.at(at).wait()
+            b = x.at(at)
+            b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
+            acc = jt.dot_async(a, b.T, acc)
+            if p % pieces == pieces - 1:
+                acc = jt.dot_wait(acc)
+                x_empty.at(at).arrive()
+        empty.at(k).arrive()
+    return acc
+
+
+def _together(mem: _Memory, acc, i: int):
+    """With the sums of the consumers that had the other rounds."""
+    for j, partial in enumerate(mem.partial):
+        mem.done[j * len(partial) + i].wait(0)
+        acc = acc + partial[i].load()
+    return acc
+
+
 @jt.kernel(out_type=_type, grid=_grid, sharding="m _, o _, o _, o _ -> _ m o")
 def hopper_quantized_product(
     x, codes, scale, minimum, y, *, kind: str, high: int, deep: int, columns: int, splits: int, slots: int,
@@ -114,76 +181,53 @@ def hopper_quantized_product(
     """
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
     tile, column, split = (jt.program_id(k) for k in range(3))
-    dtype, wide, blocks = (
-        x.dtype.type,
-        (1 if kind in FOUR_BIT else 2),
-        [] if kind == "int8" else [scale, minimum][: 1 + (kind == "q4_1")],
-    )
-    W = [[jt.alloc((ROWS, WORDS), jnp.uint32, slots=slots) for _ in range(wide)] for _ in range(high)]
-    D = [[jt.alloc((ROWS, DEPTH // BLOCK), a.dtype, slots=slots) for a in blocks] for _ in range(high)]
-    X = jt.alloc((columns, PIECE * pieces), x.dtype, slots=x_slots)
-    P = [[jt.alloc((ROWS, columns), jnp.float32) for _ in range(high)] for _ in range(deep - 1)]
-    full, empty = jt.barrier(slots), jt.barrier(slots, arrivals=high)
-    x_full, x_empty = jt.barrier(x_slots), jt.barrier(x_slots, arrivals=high)
-    done = jt.barrier(max(high * (deep - 1), 1))
+    dtype, wide = x.dtype.type, 1 if kind in FOUR_BIT else 2
+    blocks = {"int8": [], "q4_1": [scale, minimum]}.get(kind, [scale])
+    mem = _memory(x, blocks, wide=wide, high=high, deep=deep, columns=columns, slots=slots, x_slots=x_slots,
+                  pieces=pieces)  # fmt: skip
     rounds, each = jt.cdiv(codes.shape[1], WORDS * wide) // splits, DEPTH // PIECE // pieces
-
-    def consume(j: int, i: int):
-        acc = jt.zeros((ROWS, columns), jnp.float32)
-        for k in jt.range(j, rounds, deep):
-            full.at(k).wait()
-            words = [t.at(k).load().reshape(ROWS, 8, 4) for t in W[i]]
-            scales = _scales([t.at(k).load() for t in D[i]], kind, dtype) if blocks else []
-            for p in range(DEPTH // PIECE):
-                first, at = 2 * wide * p % 8, k * each + p // pieces
-                own = [t[:, 2 * p : 2 * p + 2] for t in scales] + [None, None]
-                a = _operand(words[p * wide // 4][:, first : first + 2 * wide], *own[:2], kind, dtype)
-                if p % pieces == 0:
-                    x_full.at(at).wait()
-                b = X.at(at)
-                b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
-                acc = jt.dot_async(a, b.T, acc)
-                if p % pieces == pieces - 1:
-                    acc = jt.dot_wait(acc)
-                    x_empty.at(at).arrive()
-            empty.at(k).arrive()
-        return acc
-
-    def finish(acc, i: int):
-        for j in range(deep - 1):
-            done[j * high + i].wait(0)
-            acc = acc + P[j][i].load()
-        acc = acc * jnp.float32(_DOWN) if dtype == jnp.bfloat16 else acc
-        if kind == "int8":
-            acc = acc * scale.tiles(ROWS, 1)[tile * high + i, 0]
-        parts = _columns(acc, 64)
-        for n, part in enumerate(parts):
-            y.tiles(None, columns // len(parts), ROWS)[split, column * len(parts) + n, tile * high + i] = part.T
-
     for j in range(deep):
         for i in range(high):
             with jt.role(f"consumer{j}{i}", warps=4, registers=registers):
-                acc = consume(j, i)
+                acc = _consume(
+                    mem.words[i],
+                    mem.scales[i],
+                    mem.x,
+                    mem.full,
+                    mem.empty,
+                    mem.x_full,
+                    mem.x_empty,
+                    j,
+                    rounds,
+                    deep,
+                    kind,
+                )
                 if j:
-                    P[j - 1][i].store(acc)
-                    done[(j - 1) * high + i].arrive()
+                    mem.partial[j - 1][i].store(acc)
+                    mem.done[(j - 1) * high + i].arrive()
                 else:
-                    finish(acc, i)
+                    acc = _together(mem, acc, i)
+                    acc = acc * jnp.float32(_DOWN) if dtype == jnp.bfloat16 else acc
+                    acc = acc * scale.tiles(ROWS, 1)[tile * high + i, 0] if kind == "int8" else acc
+                    parts = _columns(acc, 64)
+                    view = y.tiles(None, columns // len(parts), ROWS)
+                    for n, part in enumerate(parts):
+                        view[split, column * len(parts) + n, tile * high + i] = part.T
     with jt.role("producer", warps=1, registers=24):
         for k in jt.range(rounds):
-            at = split * rounds + k
-            empty.at(k).wait(before=True)
-            full.at(k).expect(high * (wide * W[0][0].nbytes + sum(t.nbytes for t in D[0])))
+            at, full = split * rounds + k, mem.full.at(k)
+            mem.empty.at(k).wait(before=True)
+            full.expect(sum(t.nbytes for rings in (*mem.words, *mem.scales) for t in rings))
             for i in range(high):
-                for n, ring in enumerate(W[i]):
-                    jt.async_copy(codes.tiles(ROWS, WORDS).at[tile * high + i, at * wide + n], ring.at(k), full.at(k))
-                for a, ring in zip(blocks, D[i]):
-                    jt.async_copy(a.tiles(ROWS, DEPTH // BLOCK).at[tile * high + i, at], ring.at(k), full.at(k))
+                for n, ring in enumerate(mem.words[i]):
+                    jt.async_copy(codes.tiles(ROWS, WORDS).at[tile * high + i, at * wide + n], ring.at(k), full)
+                for a, ring in zip(blocks, mem.scales[i]):
+                    jt.async_copy(a.tiles(ROWS, DEPTH // BLOCK).at[tile * high + i, at], ring.at(k), full)
             for n in range(each):
-                x_empty.at(k * each + n).wait(before=True)
-                x_full.at(k * each + n).expect(X.nbytes)
+                mem.x_empty.at(k * each + n).wait(before=True)
+                mem.x_full.at(k * each + n).expect(mem.x.nbytes)
                 place = x.tiles(columns, PIECE * pieces).at[column, at * each + n]
-                jt.async_copy(place, X.at(k * each + n), x_full.at(k * each + n))
+                jt.async_copy(place, mem.x.at(k * each + n), mem.x_full.at(k * each + n))
 
 
 @functools.cache
