@@ -20,6 +20,7 @@ ROWS = 64  # of a warpgroup's product
 RESERVE = 3072  # bytes of shared memory for barriers, and for what conversions between layouts need
 ACCUMULATORS = 200  # registers of a thread for the products of a loop, and for operands that are computed
 MOST = 8  # slots of a ring
+MOST_TILES = 2**31 - 2**16  # a counter goes beyond it by as many as there are blocks
 LINE = 128  # bytes of a row of a box that shared memory swizzles
 # Of a thread of a consumer and of the producer, by (consumers, warps); 0: what is left.
 REGISTERS = {(1, 4): (240, 96), (1, 8): (0, 24), (2, 4): (240, 24), (3, 4): (160, 24)}
@@ -69,6 +70,8 @@ def check(kernel: Kernel, wish: Wish) -> None:
         refuse("it has sizes that are known only when it runs")
     if math.prod(kernel.grid) == 0:
         refuse("its grid has no programs")
+    if math.prod(kernel.grid) > MOST_TILES:
+        refuse(f"its grid has {math.prod(kernel.grid)} programs, which roles count in 32 bits")
     private = [op for op in kernel.body.walk() if isinstance(op, Alloc)]
     if private or kernel.scratch:
         refuse("it has private memory", private[0] if private else None)

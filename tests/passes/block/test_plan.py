@@ -115,6 +115,16 @@ def test_a_place_that_depends_on_the_products_is_refused():
     assert "where its operands lie depends on its products" in found.reason
 
 
+def test_more_programs_than_roles_can_count():
+    few, many = (
+        text("load %b[tile(%k, 32), tile(%c0, 64)]").replace("grid(1)", f"grid({n})") for n in (70000, "70000, 70000")
+    )
+    assert not isinstance(block_level(parse_kernel(few), Machine(), {}), NoPlan)
+    found = block_level(parse_kernel(many), Machine(), {})
+    assert isinstance(found, NoPlan)
+    assert "4900000000 programs" in found.reason
+
+
 def test_a_reason_names_the_line():
     found = block_level(tk.matmul(128, 128, 64, dtype=jnp.float32, out="float32"), Machine(), {})
     assert isinstance(found, NoPlan)
