@@ -13,7 +13,7 @@ from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, sums_in, tuned
 
 
-def _places(sizes, t, bm: int, rows: int):
+def _places(sizes, groups: int, t, bm: int, rows: int):
     """(group, first row, row behind the last, whether a group has it) of tile t of `bm` rows: tiles count on from group
     to group, and the rows behind the last group come last."""
     count = (sizes + (bm - 1)) // bm
@@ -24,7 +24,7 @@ def _places(sizes, t, bm: int, rows: int):
     tile = t - jnp.where(here < g, count, 0).sum()
     inside = g < sizes.shape[0]
     end = jnp.where(inside, before + jnp.where(here == g, sizes, 0).sum(), rows)
-    return jnp.minimum(g, sizes.shape[0] - 1), before + tile * bm, jnp.minimum(end, rows), inside
+    return jnp.minimum(g, groups - 1), before + tile * bm, jnp.minimum(end, rows), inside
 
 
 def _out_type(x, w, sizes, *, out_dtype, tw, **_):
@@ -38,11 +38,14 @@ def _grid(x, w, sizes, *, tw, bm, bn, **_):
 
 @jt.kernel(out_type=_out_type, grid=_grid)
 def grouped_rows(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4):
-    """x [rows, k], w [groups, k, n] (`tw`: [groups, n, k]), sizes int32 [groups] -> y [rows, n]."""
+    """x [rows, k], w [groups, k, n] (`tw`: [groups, n, k]), sizes int32 [groups or more] -> y [rows, n].
+
+    Sizes behind those of the groups are 0: a power of two of them is a tile that every target has.
+    """
     # y_r = x_r W_g     for the rows r of group g; zero behind the groups
     t, j = jt.program_id(0), jt.program_id(1)
     rows, k = x.shape
-    g, first, end, inside = _places(sizes[...], t, bm, rows)
+    g, first, end, inside = _places(sizes[...], w.shape[0], t, bm, rows)
     W = w.tiles(None, bn, bk) if tw else w.tiles(None, bk, bn)
     acc = jt.zeros((bm, bn), sums_in(x))
     if first < end:
@@ -53,16 +56,16 @@ def grouped_rows(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: i
         jt.store(y, (jt.ds(first, bm), jt.ds(j * bn, bn)), acc.astype(out_dtype), mask=jnp.broadcast_to(mine, (bm, bn)))
 
 
-def _outer_type(x, dy, sizes, *, out_dtype, **_):
-    return jax.ShapeDtypeStruct((sizes.shape[0], x.shape[1], dy.shape[1]), out_dtype)
+def _outer_type(x, dy, sizes, *, groups, out_dtype, **_):
+    return jax.ShapeDtypeStruct((groups, x.shape[1], dy.shape[1]), out_dtype)
 
 
-def _outer_grid(x, dy, sizes, *, bm, bn, **_):
-    return sizes.shape[0], jt.cdiv(x.shape[1], bm), jt.cdiv(dy.shape[1], bn)
+def _outer_grid(x, dy, sizes, *, groups, bm, bn, **_):
+    return groups, jt.cdiv(x.shape[1], bm), jt.cdiv(dy.shape[1], bn)
 
 
 @jt.kernel(out_type=_outer_type, grid=_outer_grid)
-def grouped_outer(x, dy, sizes, dw, *, out_dtype, bm: int, bn: int, bk: int, stages: int = 3):
+def grouped_outer(x, dy, sizes, dw, *, groups: int, out_dtype, bm: int, bn: int, bk: int, stages: int = 3):
     """x [rows, k], dy [rows, n], sizes int32 [groups] -> dw [groups, k, n]: the products of each group's rows."""
     # dW_g = sum over the rows r of group g of x_r^T dy_r
     g, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
@@ -118,7 +121,7 @@ def _backward(residuals, dy, *, tw: bool, **_):
     if jt.platform() != "cpu" and gpu_tiles.warpgroups():
         tiles["bn"] = min(tiles["bn"], 128)  # the last rows of a group take memory of their own for every consumer
     kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], x.dtype.itemsize))
-    dw = kernel(left, right, sizes, out_dtype=w.dtype.name, **tiles)
+    dw = kernel(left, right, sizes, groups=w.shape[0], out_dtype=w.dtype.name, **tiles)
     return _rows(dy, w, sizes, out_dtype=x.dtype.name, tw=not tw), dw, None
 
 
@@ -163,7 +166,8 @@ def grouped_matmul(
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if 0 in (groups, k) or math.prod((x.shape[0], n)) == 0:
         return jnp.zeros((x.shape[0], n), out_dtype)
-    return _rows(x, w, sizes.astype(jnp.int32), out_dtype=out_dtype.name, tw=transpose_w)
+    sizes = jnp.pad(sizes.astype(jnp.int32), (0, jt.next_power_of_2(groups) - groups))
+    return _rows(x, w, sizes, out_dtype=out_dtype.name, tw=transpose_w)
 
 
 def grouped_matmul_reference(x, w, group_sizes, *, transpose_w: bool = False, out_dtype=None) -> jax.Array:

@@ -22,7 +22,7 @@ def _grid(a, b, *scales, tb, bm, bn, **_):
 
 
 @jt.kernel(out_type=_out_type, grid=_grid)
-def products_times(a, b, scale, y, *, tb: bool, out_dtype, precision, bm: int, bn: int, bk: int, stages: int = 4):
+def products_times(a, b, scale, y, *, tb: bool, out_dtype, precision=None, bm: int, bn: int, bk: int, stages: int = 4):
     """a [m, k], b [k, n] (`tb`: [n, k]), scale f32 [] -> y [m, n]."""
     # y_ij = scale sum_t a_it b_tj
     i, j = jt.program_id(0), jt.program_id(1)
@@ -34,7 +34,9 @@ def products_times(a, b, scale, y, *, tb: bool, out_dtype, precision, bm: int, b
 
 
 @jt.kernel(out_type=_out_type, grid=_grid)
-def scaled_products(a, b, sa, sb, y, *, tb: bool, out_dtype, block: int, bm: int, bn: int, bk: int, stages: int = 4):
+def scaled_products(
+    a, b, sa, sb, y, *, tb: bool, out_dtype, precision=None, block: int, bm: int, bn: int, bk: int, stages: int = 4
+):
     """a [m, k], b [k, n] (`tb`: [n, k]), sa f32 [k / block, m], sb f32 [k / block, n / block] -> y [m, n].
 
     `bk` divides `block`, and so does `bn`, or it is a multiple of it.
@@ -46,7 +48,7 @@ def scaled_products(a, b, sa, sb, y, *, tb: bool, out_dtype, block: int, bm: int
     acc = jt.zeros((bm, bn), jnp.float32)
     for p in jt.range(A.shape[1], stages=stages):
         q = p // (block // bk)
-        product = jt.dot(A[i, p], B[j, p].T if tb else B[p, j])
+        product = jt.dot(A[i, p], B[j, p].T if tb else B[p, j], precision=precision)
         if block % bn == 0:
             s = (rows[q, i] * sb[q, j * bn // block])[:, None]
         else:
@@ -89,7 +91,7 @@ def scaled_matmul(
       b_scale: float32, a scalar or [ceil(k / block), ceil(n / block)]: one for a square of `block`; with `transpose_b`
         [ceil(n / block), ceil(k / block)].
       out_dtype: of the result.
-      precision: of products with one scale, as in `jt.dot`: "fast" leaves the sums of 8-bit floats to the tensor cores.
+      precision: as in `jt.dot`: "fast" leaves the sums of 8-bit floats (with scales: of a block) to the tensor cores.
 
     Returns:
       [m, n].
@@ -109,12 +111,12 @@ def scaled_matmul(
     parts, columns = jt.cdiv(k, block), jt.cdiv(n, block)
     _check_scale("a_scale", sa, (m, parts))
     _check_scale("b_scale", sb, (columns, parts) if transpose_b else (parts, columns))
-    options = {"tb": transpose_b, "out_dtype": jnp.dtype(out_dtype).name}
+    options = {"tb": transpose_b, "out_dtype": jnp.dtype(out_dtype).name, "precision": precision}
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     if sa.ndim == sb.ndim == 0:
         sides = _tiles(m, n, k, a.dtype.itemsize, None, transposed=transpose_b, fast=precision == "fast")
-        return _run(products_times, a, b, sa * sb, precision=precision, **options, **sides)
+        return _run(products_times, a, b, sa * sb, **options, **sides)
     sa = jnp.broadcast_to(sa.T, (parts, m))  # the scales of a tile's rows lie together
     sb = jnp.broadcast_to(sb.T if transpose_b else sb, (parts, columns))
     sides = _tiles(m, n, k, a.dtype.itemsize, block)

@@ -51,6 +51,8 @@ def test_refuses():
         ops.scaled_matmul(a, b, sa.astype(jnp.bfloat16), sb)
     with pytest.raises(KernelValueError, match=r"shape \(2, 2\), got"):
         ops.scaled_matmul(a, b, sa, sb[:1])
+    with pytest.raises(KernelValueError, match="precision 'bogus'"):
+        ops.scaled_matmul(a, b, sa, sb, precision="bogus")
     with pytest.raises(KernelValueError, match="contract"):
         ops.scaled_matmul(a[:, :4], b, sa, sb)
     for block in (0, -128, 64.0):
