@@ -31,9 +31,13 @@ sides count as powers of two.
 {gaps}
 ## Ops of Tile IR
 
-The compiler's own ops, all of which have code for every target:
+The compiler's own ops. At tile level all of them have code for every target:
 
 {ops}
+
+At [block level](block_level.md), which is for sm_90, besides:
+
+{block_ops}
 """
 
 
@@ -41,12 +45,14 @@ def page() -> str:
     """The text of docs/support.md."""
     from jtile import ir
 
+    grammar = ir.stage_grammar()
     return _PAGE.format(
         primitives="".join(_item(f"**{family}**: {_names(names)}") for family, names in primitives().items()),
         refused="".join(_item(f"{_names(names)}: {why}") for why, names in refused().items()),
         targets="".join(f"| {' | '.join(row)} |\n" for row in _table()),
         gaps="".join(map(_item, gaps())),
-        ops=textwrap.fill(_names(ir.OPS), 118, break_on_hyphens=False),
+        ops=textwrap.fill(_names(grammar["tile"]), 118, break_on_hyphens=False),
+        block_ops=textwrap.fill(_names(set(grammar["block"]) - set(grammar["tile"])), 118, break_on_hyphens=False),
     )
 
 
