@@ -6,7 +6,21 @@ from __future__ import annotations
 import math
 from string import Template
 
+import numpy as np
+
+from jtile.ir import Kernel
 from jtile.ir.types import BY_SHORT
+
+
+def operands(kernel: Kernel, rounds: int) -> list[np.ndarray]:
+    """Normal floats; every int32 input is the number of rounds that loops make."""
+    rng = np.random.default_rng(0)
+    return [
+        np.full(v.shape, rounds, np.int32)
+        if v.dtype == "int32"
+        else rng.standard_normal(v.shape).astype(v.type.info.numpy)
+        for v in kernel.inputs
+    ]
 
 
 def _bytes(dtype: str, *shape: int) -> int:

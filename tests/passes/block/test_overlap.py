@@ -6,6 +6,7 @@ import textwrap
 import numpy as np
 import pytest
 import tile_kernels as tk
+from block_kernels import operands
 
 from jtile.errors import JtileError
 from jtile.interpret import interpret
@@ -144,16 +145,6 @@ ATTENTION = """kernel @attention(
 }"""
 SURE = ATTENTION.replace("ROUNDS", "full 4 : i32")
 MAYBE = ATTENTION.replace("ROUNDS", "load %n[]")
-
-
-def operands(kernel: Kernel, rounds: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [
-        np.full(v.shape, rounds, np.int32)
-        if v.dtype == "int32"
-        else rng.standard_normal(v.shape).astype(v.type.info.numpy)
-        for v in kernel.inputs
-    ]
 
 
 def consumer(kernel: Kernel, after: str, until: str) -> list[str]:

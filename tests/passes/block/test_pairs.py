@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from block_kernels import operands
 
 from jtile.errors import JtileError
 from jtile.interpret import interpret
-from jtile.ir import DotWait, For, Kernel, parse_kernel, print_kernel, verify
+from jtile.ir import DotWait, For, parse_kernel, print_kernel, verify
 from jtile.passes.block import Machine, NoPlan, steps
 from jtile.passes.block.overlap import overlap
 
@@ -60,12 +61,6 @@ TEXT = """kernel @k(%a: ref<64x256xf32>, %b: ref<256x16xf32>, %n: ref<i32>, %o: 
     }
   }
 }"""
-
-
-def operands(kernel: Kernel, rounds: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    shapes = [(v.shape, v.type.info.numpy) for v in kernel.inputs]
-    return [np.full(s, rounds, t) if t == np.int32 else rng.standard_normal(s).astype(t) for s, t in shapes]
 
 
 def test_two_rounds_in_one():
