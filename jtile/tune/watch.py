@@ -16,7 +16,7 @@ from jtile.ir import Kernel
 from jtile.ir.block import level_of
 from jtile.passes.block import NoPlan, block_level
 from jtile.passes.block.plan import Machine
-from jtile.passes.block.stamps import Site, stamped
+from jtile.passes.block.stamps import stamped
 from jtile.tune import device, measure
 from jtile.tune.programs import trace
 from jtile.tune.timeline import Timeline, timeline
@@ -129,6 +129,3 @@ def _measured(kernel: Kernel, arrays: Sequence[Any]) -> np.ndarray:
     with jax.enable_x64(True):
         call(*arrays).block_until_ready()
         return np.asarray(call(*arrays))
-
-
-__all__ = ["Profile", "Site", "profile"]

@@ -37,14 +37,14 @@ def _for(em: Emitter, op: ir.For) -> list[Val]:
     code = em.code
     r = range_of(em, op)
     inits = [em.val(v) for v in op.inits]
-    counter, params = Val(code.name(), (), r.elem), [_fresh(em, v) for v in inits]
+    counter, params = Val(code.name(), (), r.elem), [fresh(em, v) for v in inits]
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(params, inits, strict=True))
-    carry = f" iter_args({carry}) -> ({_types(inits)})" if inits else ""
+    carry = f" iter_args({carry}) -> ({types_of(inits)})" if inits else ""
     head = f"scf.for {counter.name} = {r.lo.name} to {r.hi.name} step {r.step.name}{carry} : {r.elem} {{"
     results = _open(em, head, inits)
     with code.region():
         yields = em.block(op.body, [index_of(em, op, r, counter), *params])
-        _yield(em, yields)
+        yield_values(em, yields)
     code.do("}" + _attributes(em, op))
     return _agreed(results, inits, yields)
 
@@ -133,9 +133,9 @@ def index_of(em: Emitter, op: ir.For, r: Range, counter: Val) -> Val:
 def _while(em: Emitter, op: ir.While) -> list[Val]:
     code = em.code
     inits = [em.val(v) for v in op.inits]
-    tested, params = [[_fresh(em, v) for v in inits] for _ in range(2)]
+    tested, params = [[fresh(em, v) for v in inits] for _ in range(2)]
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(tested, inits, strict=True))
-    carry, kinds = f" ({carry})" if inits else "", _types(inits)
+    carry, kinds = f" ({carry})" if inits else "", types_of(inits)
     results = _open(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
     with code.region():
         (go,) = em.block(op.cond, tested)
@@ -149,7 +149,7 @@ def _while(em: Emitter, op: ir.While) -> list[Val]:
         code.do(f"^bb0({', '.join(f'{p.name}: {p.type}' for p in params)}):")
     with code.region():
         yields = em.block(op.body, params)
-        _yield(em, yields, always=True)
+        yield_values(em, yields, always=True)
     code.do("}")
     return _agreed(results, inits, yields)
 
@@ -158,13 +158,13 @@ def _while(em: Emitter, op: ir.While) -> list[Val]:
 def _if(em: Emitter, op: ir.If) -> list[Val]:
     code = em.code
     kinds = [Val("", padded(v.shape), elem_of(v.dtype)) for v in op.results]
-    returns = f" -> ({_types(kinds)})" if kinds else ""
+    returns = f" -> ({types_of(kinds)})" if kinds else ""
     results = _open(em, f"scf.if {em.val(op.cond).name}{returns} {{", kinds)
     branches = []
     for text, block in (("} else {", op.then), ("}", op.orelse)):
         with code.region():
             branches.append(em.block(block))
-            _yield(em, branches[-1])
+            yield_values(em, branches[-1])
         code.do(text)
     return _agreed(results, *branches)
 
@@ -172,7 +172,7 @@ def _if(em: Emitter, op: ir.If) -> list[Val]:
 # ---- regions --------------------------------------------------------------------------------------------------------
 
 
-def _fresh(em: Emitter, like: Val) -> Val:
+def fresh(em: Emitter, like: Val) -> Val:
     """A parameter of a region: what its lanes beyond the tile hold is not known, for it changes from turn to turn."""
     return dataclasses.replace(like, name=em.code.name(), fill=None, number=None)
 
@@ -184,14 +184,16 @@ def _open(em: Emitter, head: str, results: Sequence[Val]) -> list[Val]:
     return em.code.let_many(head, [(v.shape, v.elem) for v in results])
 
 
-def _yield(em: Emitter, values: Sequence[Val], *, always: bool = False) -> None:
+def yield_values(em: Emitter, values: Sequence[Val], *, always: bool = False) -> None:
+    """The end of a region; one that yields nothing says so only where it must (`always`)."""
     if values:
-        em.code.do(f"scf.yield {', '.join(v.name for v in values)} : {_types(values)}")
+        em.code.do(f"scf.yield {', '.join(v.name for v in values)} : {types_of(values)}")
     elif always:
         em.code.do("scf.yield")
 
 
-def _types(values: Sequence[Val]) -> str:
+def types_of(values: Sequence[Val]) -> str:
+    """The types of values, as a list in text."""
     return ", ".join(v.type for v in values)
 
 

@@ -106,14 +106,14 @@ class _Into:
 
 
 class _Stamper:
-    """Copies the body of one role with stamps; the number of stamps so far is carried through its loops."""
+    """Copies the body of one role with stamps, into the open region of `b`; the number of stamps so far is carried
+    through its loops."""
 
     def __init__(self, b: Builder, into: _Into, number: int, name: str, env: dict[Value, Value]):
         self.b, self.into, self.number, self.name, self.env = b, into, number, name, dict(env)
-        self.count = self.one = into.program  # set by `role`
+        self.count, self.one = b.index(0), b.index(1)
 
     def role(self, body: Block) -> None:
-        self.count, self.one = self.b.index(0), self.b.index(1)
         site = self._site(Site(self.number, self.name, "role", self.name, 0, Loc()))
         self._stamp(site, BEGIN)
         self._ops(body.ops)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jtile import ir
 from jtile.lowering.triton.block.emitter import BlockEmitter, emits
-from jtile.lowering.triton.emit_control import index_of, range_of
+from jtile.lowering.triton.emit_control import fresh, index_of, range_of, types_of, yield_values
 from jtile.lowering.triton.emitter import elem_of
 from jtile.lowering.triton.ttir import Val
 
@@ -19,14 +19,14 @@ def _for(em: BlockEmitter, op: ir.For) -> list[Val]:
     r = range_of(em, op)
     layouts = _layouts(em, op.results)
     inits = _in(em, op.inits, layouts)
-    counter, params = Val(code.name(), (), r.elem), [_fresh(em, v) for v in inits]
+    counter, params = Val(code.name(), (), r.elem), [fresh(em, v) for v in inits]
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(params, inits, strict=True))
-    carry = f" iter_args({carry}) -> ({_types(inits)})" if inits else ""
+    carry = f" iter_args({carry}) -> ({types_of(inits)})" if inits else ""
     head = f"scf.for {counter.name} = {r.lo.name} to {r.hi.name} step {r.step.name}{carry} : {r.elem} {{"
     results = _open(em, head, inits)
     with code.region():
         index = index_of(em, op, r, counter)
-        _yield(em, em.block(op.body, [index, *params], layouts))
+        yield_values(em, em.block(op.body, [index, *params], layouts))
     code.do("}")
     return results
 
@@ -36,9 +36,9 @@ def _while(em: BlockEmitter, op: ir.While) -> list[Val]:
     code = em.code
     layouts = _layouts(em, op.results)
     inits = _in(em, op.inits, layouts)
-    tested, params = [[_fresh(em, v) for v in inits] for _ in range(2)]
+    tested, params = [[fresh(em, v) for v in inits] for _ in range(2)]
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(tested, inits, strict=True))
-    carry, kinds = f" ({carry})" if inits else "", _types(inits)
+    carry, kinds = f" ({carry})" if inits else "", types_of(inits)
     results = _open(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
     with code.region():
         (go,) = em.block(op.cond, tested)
@@ -48,7 +48,7 @@ def _while(em: BlockEmitter, op: ir.While) -> list[Val]:
     if inits:
         code.do(f"^bb0({', '.join(f'{p.name}: {p.type}' for p in params)}):")
     with code.region():
-        _yield(em, em.block(op.body, params, layouts), always=True)
+        yield_values(em, em.block(op.body, params, layouts), always=True)
     code.do("}")
     return results
 
@@ -58,13 +58,13 @@ def _if(em: BlockEmitter, op: ir.If) -> list[Val]:
     code = em.code
     layouts = _layouts(em, op.results)
     kinds = [Val("", v.shape, elem_of(v.dtype), layout=h or "") for v, h in zip(op.results, layouts, strict=True)]
-    returns = f" -> ({_types(kinds)})" if kinds else ""
+    returns = f" -> ({types_of(kinds)})" if kinds else ""
     results = _open(em, f"scf.if {em.env[op.cond].name}{returns} {{", kinds)
     for text, block in (("} else {", op.then), ("}", op.orelse)):
         if block is op.orelse and not (block.ops or kinds):
             break
         with code.region():
-            _yield(em, em.block(block, (), layouts))
+            yield_values(em, em.block(block, (), layouts))
         code.do(text if op.orelse.ops or kinds else "}")
     return results
 
@@ -79,10 +79,6 @@ def _in(em: BlockEmitter, values: Sequence[ir.Value], layouts: Sequence[Any]) ->
     return [em.env[v] if h is None else em.tile(v, h) for v, h in zip(values, layouts, strict=True)]
 
 
-def _fresh(em: BlockEmitter, like: Val) -> Val:
-    return dataclasses.replace(like, name=em.code.name(), fill=None, number=None)
-
-
 def _open(em: BlockEmitter, head: str, kinds: Sequence[Val]) -> list[Val]:
     if not kinds:
         em.code.do(head)
@@ -92,14 +88,3 @@ def _open(em: BlockEmitter, head: str, kinds: Sequence[Val]) -> list[Val]:
     em.code.do(f"{name}:{len(kinds)} = {head}" if many else f"{name} = {head}")
     new = lambda k, v: dataclasses.replace(v, name=f"{name}#{k}" if many else name, fill=None, number=None)
     return [new(k, v) for k, v in enumerate(kinds)]
-
-
-def _yield(em: BlockEmitter, values: Sequence[Val], *, always: bool = False) -> None:
-    if values:
-        em.code.do(f"scf.yield {', '.join(v.name for v in values)} : {_types(values)}")
-    elif always:
-        em.code.do("scf.yield")
-
-
-def _types(values: Sequence[Val]) -> str:
-    return ", ".join(v.type for v in values)
