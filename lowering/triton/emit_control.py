@@ -139,11 +139,7 @@ def _while(em: Emitter, op: ir.While) -> list[Val]:
     results = _open(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
     with code.region():
         (go,) = em.block(op.cond, tested)
-        if not versions.constant_conditions():  # no analysis knows that this is false
-            never = code.cmp("slt", code.let("tt.get_program_id x : i32", (), "i32"), code.i32(0))
-            go = code.op("arith.ori", go, never)
-        passed = f" {', '.join(t.name for t in tested)} : {kinds}" if inits else ""
-        code.do(f"scf.condition({go.name}){passed}")
+        end_of_test(em, go, tested)
     code.do("} do {")
     if inits:
         code.do(f"^bb0({', '.join(f'{p.name}: {p.type}' for p in params)}):")
@@ -152,6 +148,16 @@ def _while(em: Emitter, op: ir.While) -> list[Val]:
         yield_values(em, yields, always=True)
     code.do("}")
     return _agreed(results, inits, yields)
+
+
+def end_of_test(em: Emitter, go: Val, passed: Sequence[Val]) -> None:
+    """The end of the condition of a `scf.while`: whether it goes on, and what it hands to its body."""
+    code = em.code
+    if not versions.constant_conditions():  # no analysis knows that this is false
+        never = code.cmp("slt", code.let("tt.get_program_id x : i32", (), "i32"), code.i32(0))
+        go = code.op("arith.ori", go, never)
+    handed = f" {', '.join(v.name for v in passed)} : {types_of(passed)}" if passed else ""
+    code.do(f"scf.condition({go.name}){handed}")
 
 
 @emits(ir.If)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jtile import ir
 from jtile.lowering.triton.block.emitter import BlockEmitter, emits
-from jtile.lowering.triton.emit_control import fresh, index_of, range_of, types_of, yield_values
+from jtile.lowering.triton.emit_control import end_of_test, fresh, index_of, range_of, types_of, yield_values
 from jtile.lowering.triton.emitter import elem_of
 from jtile.lowering.triton.ttir import Val
 
@@ -42,8 +42,7 @@ def _while(em: BlockEmitter, op: ir.While) -> list[Val]:
     results = _open(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
     with code.region():
         (go,) = em.block(op.cond, tested)
-        passed = f" {', '.join(t.name for t in tested)} : {kinds}" if inits else ""
-        code.do(f"scf.condition({go.name}){passed}")
+        end_of_test(em, go, tested)
     code.do("} do {")
     if inits:
         code.do(f"^bb0({', '.join(f'{p.name}: {p.type}' for p in params)}):")

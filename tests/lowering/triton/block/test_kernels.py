@@ -257,3 +257,29 @@ def test_a_defect_of_a_plan_leaves_the_kernel_at_tile_level(monkeypatch):
     with config(verify=False):
         texts = compile_kernel(product(512, 512, 512), "sm_90", texts=True).texts
     assert "a defect of jtile at the block level: KeyError: 'x'" in texts["schedule"]
+
+
+NEVER = """kernel @w(%a: ref<128xf32>, %o: ref<128xf32, out>) grid(1) {
+  %c0 = full 0 : i32
+  %c1 = full 1 : i32
+  roles {
+    role all warps=4 {
+      %z = full 0.0 : tile<128xf32>
+      %no = lt %c1, %c0 : bool
+      %r = while (%x = %z) {
+        yield %no
+      } do (%y) {
+        %t = load %a[tile(%c0, 128)] : tile<128xf32>
+        %s = add %y, %t
+        yield %s
+      }
+      store %o[tile(%c0, 128)], %r
+    }
+  }
+}
+"""
+
+
+def test_a_loop_that_is_known_never_to_run():
+    """Triton 3.6 fails on the loads of its body, where it knows."""
+    assert compile_block_kernel(ir.parse_kernel(NEVER), "sm_90").image
