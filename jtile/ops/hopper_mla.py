@@ -21,19 +21,34 @@ from jtile.ops.hopper_tiles import PROCESSORS
 ROWS = 64  # queries of a program
 KEYS = 64  # of one role in a round; a unit of keys is those of both roles
 UNIT, ROPE = 2 * KEYS, 64
+_SEARCHED = 8192  # comparisons of the schedule at a time
 
 
-def schedule(lengths, slots: int, parts: int):
+def _tables(lengths, *, slots: int, parts: int):
+    return tuple(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((lengths.shape[0] + 1,), (parts, 2)))
+
+
+@jt.kernel(out_type=_tables, grid=1)
+def schedule(lengths, ends, shares, *, slots: int, parts: int):
     """Equal shares of the units of all rows: where each row's units begin, int32 [batch + 1], and the rows from and to
     which each of the `parts` goes, int32 [parts, 2]. A row of no length has a unit too, which writes its zeros."""
-    units = jnp.maximum(jt.cdiv(jnp.clip(lengths, 0, slots), UNIT), 1)
-    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(units, dtype=jnp.int32)])
-    share = jt.cdiv(ends[-1], parts)
-    begin = jnp.minimum(jnp.arange(parts, dtype=jnp.int32) * share, ends[-1])
-    end = jnp.minimum(begin + share, ends[-1])
-    row_of = lambda unit: jnp.searchsorted(ends[1:], unit, side="right").astype(jnp.int32)
-    first = row_of(begin)
-    return ends, jnp.stack([first, jnp.where(end > begin, row_of(end - 1) + 1, first)], 1)
+    batch = lengths.shape[0]
+    n = jt.next_power_of_2(batch)
+    some = max(1, min(jt.next_power_of_2(parts), _SEARCHED // n))
+    row = jt.arange(n)
+    units = jnp.maximum(jt.cdiv(jnp.clip(lengths.tiles(n)[0], 0, slots), UNIT), 1)
+    of_row = jnp.cumsum(jnp.where(row < batch, units, 0))
+    total = of_row.max()
+    ends[0] = jnp.int32(0)
+    jt.store(ends, (row + 1,), of_row)
+    share = jt.cdiv(total, parts)
+    row_of = lambda unit: (of_row[None, :] <= unit[:, None]).astype(jnp.int32).sum(1)
+    for p in jt.range(jt.cdiv(parts, some)):
+        begin = jnp.minimum((p * some + jt.arange(some)) * share, total)
+        end = jnp.minimum(begin + share, total)
+        first = row_of(begin)
+        shares.tiles(some, 1)[p, 0] = first[:, None]
+        shares.tiles(some, 1)[p, 1] = jnp.where(end > begin, row_of(end - 1) + 1, first)[:, None]
 
 
 def _types(q, cache, lengths, ends, shares, table, *, rank: int, **_):
@@ -284,7 +299,7 @@ def of_batch(q, cache, lengths, table, *, rank: int, scale: float):
     """As `decode`, without its rule for vmap."""
     batch, t, heads, width = q.shape
     rows, slots = t * heads, cache.shape[1] * (table[0].shape[1] if table else 1)
-    ends, shares = schedule(lengths, slots, max(1, PROCESSORS // jt.cdiv(rows, ROWS)))
+    ends, shares = schedule(lengths, slots=slots, parts=max(1, PROCESSORS // jt.cdiv(rows, ROWS)))
     args = q.reshape(batch, rows, width), cache, lengths, ends, shares, table
     whole, o_part, lse_part = hopper_mla(*args, heads=heads, rank=rank, scale=scale)
     o = tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, ends, n=4)

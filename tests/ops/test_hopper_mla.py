@@ -62,7 +62,7 @@ def test_in_the_interpreter(name, monkeypatch):
 @pytest.mark.parametrize("lengths", [(1000, 0, 129, 1, 1024), (7,), (5000,) * 5])
 @pytest.mark.parametrize("parts", [1, 7])
 def test_every_unit_has_one_part(lengths, parts):
-    ends, shares = map(np.asarray, hopper_mla.schedule(jnp.array(lengths, jnp.int32), 1024, parts))
+    ends, shares = map(np.asarray, hopper_mla.schedule(jnp.array(lengths, jnp.int32), slots=1024, parts=parts))
     units = [max(-(-min(n, 1024) // 128), 1) for n in lengths]
     np.testing.assert_array_equal(ends, np.cumsum([0, *units]))
     share, seen = -(-ends[-1] // parts), []
