@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles
+from jtile.ops import gpu_tiles, hopper_mla
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.flash_attention import NOTHING, normalised, online
@@ -163,6 +163,14 @@ def _tiles(rows: int, slots: int, rank: int, itemsize: int, paged: bool) -> dict
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
 def _decode(q, cache, lengths, table, rank: int, scale: float, splits: int | None):
+    in_splits = functools.partial(_in_splits, rank=rank, scale=scale, splits=splits)
+    if splits is None and jt.architecture() == "sm_90" and hopper_mla.fits(q, cache, table, rank, scale):
+        of_keys = hopper_mla.decode(rank, scale)  # the platform was a guess: only the lowering knows it
+        return jax.lax.platform_dependent(q, cache, lengths, table, cuda=of_keys, default=in_splits)
+    return in_splits(q, cache, lengths, table)
+
+
+def _in_splits(q, cache, lengths, table, *, rank: int, scale: float, splits: int | None):
     batch, t, heads, width = q.shape
     page, rows = cache.shape[1], t * heads
     tiles = _tiles(known(rows), page, rank, q.dtype.itemsize, bool(table))

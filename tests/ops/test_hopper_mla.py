@@ -10,6 +10,7 @@ import pytest
 from library import normal
 
 import jtile as jt
+from jtile import ops
 from jtile.ops import hopper_mla
 from jtile.ops.latent_attention import mla_decode_reference
 from jtile.testing import relative_error
@@ -99,3 +100,13 @@ def test_what_it_compiles_to(t, page):
     assert found.launch["resources"]["spills"] <= 256
     for what in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG"):
         assert what in found.texts["sass"]
+
+
+def test_the_op_without_the_gpu():
+    """A machine without the GPU that the call was made for runs the kernel at tile level."""
+    q, cache, lengths, _ = arguments(2, 1, 16, 192, 128, (192, 100))
+    run = jax.jit(functools.partial(ops.mla_decode, rank=128, scale=0.07))
+    with jt.config(arch="sm_90", interpret=False):
+        assert "hopper_mla" in str(jax.make_jaxpr(run)(q, cache, lengths))
+        got = run(q, cache, lengths)
+    assert relative_error(got, reference(q, cache, lengths, (), 128)) < 4e-3
