@@ -29,7 +29,7 @@ from jtile.ir import (
 
 from ..rewrite import buffers, free_values, written
 from .epilogue import Leaving, store
-from .feeds import choices, untransposed
+from .feeds import choices, promoted, untransposed
 from .maps import unspread
 from .rings import Held, Place, Role, Site
 
@@ -201,10 +201,13 @@ class _Consumer(Role):
         a = self.left(op.a, op.trans_a)
         b = self.right(op.b, op.trans_b)
         acc = None if op.acc is None else self.look(op.acc)
-        # Up to 128 terms have one accumulator in any case.
-        fast = op.precision == "fast" or (acc is None and op.sizes()[-1] <= 128)
-        running = self.b.value(DotAsync(a, b, acc, None, fast), op.result.name)
+        few = op.sizes()[-1] <= 128  # terms, which have one accumulator in any case
+        apart = acc is not None and few and promoted(op)  # so that the addition overlaps with the next product
+        fast = op.precision == "fast" or (few and (acc is None or apart))
+        running = self.b.value(DotAsync(a, b, None if apart else acc, None, fast), op.result.name)
         (done,) = self.b.add(DotWait((running,), 0)).results
+        if apart:
+            done = self.b.map("add", acc, done)
         done.name = op.result.name
         return done
 

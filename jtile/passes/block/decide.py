@@ -10,7 +10,7 @@ from typing import Any
 from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, If, Kernel, Load, Store, is_dynamic
 from jtile.ir.types import DTYPES, TileType
 
-from .feeds import BYTE, Feeds, feeds, operand, tile_bytes
+from .feeds import Feeds, feeds, operand, promoted, tile_bytes
 from .maps import store_obstacle
 from .plan import Machine, NoPlan, Output, Plan, refuse
 from .split_rows import Split, apart, split
@@ -143,16 +143,11 @@ def _check_registers(found: Feeds, threads: int) -> None:
     """The products of a block of ops are in registers at about the same time."""
     for block in dict.fromkeys(id(found.home[d]) for d in found.dots):
         dots = [d for d in found.dots if id(found.home[d]) == block]
-        words = sum(tile_bytes(d.result) // 4 * (2 if _promoted(d) else 1) for d in dots)
+        words = sum(tile_bytes(d.result) // 4 * (2 if promoted(d) else 1) for d in dots)
         words += sum(tile_bytes(d.a) // 4 for d in dots if not isinstance(operand(d, False)[0].op, Load))
         if words > ACCUMULATORS * threads:
             have = f"{words // threads} of a thread's registers"
             refuse(f"its products take {have}, of which they may take {ACCUMULATORS}", dots[0])
-
-
-def _promoted(dot: Dot) -> bool:
-    """Whether the sums of a product go from the tensor cores' short accumulators to others."""
-    return dot.a.dtype in BYTE and dot.precision != "fast"
 
 
 def _scratch_bytes(found: Feeds) -> int:

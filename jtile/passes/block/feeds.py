@@ -110,6 +110,11 @@ def operand(dot: Dot, right: bool) -> tuple[Value, bool]:
     return v, flipped != (dot.trans_b if right else dot.trans_a)
 
 
+def promoted(dot: Dot) -> bool:
+    """Whether the sums of a product go from the tensor cores' short accumulators to others."""
+    return dot.a.dtype in BYTE and dot.precision != "fast"
+
+
 def feeds(kernel: Kernel) -> Feeds:
     """The rings of a kernel.
 

@@ -143,10 +143,25 @@ def test_what_stays(old, new):
     assert print_kernel(overlap(kernel)) == print_kernel(kernel)
 
 
+def test_exact_products_of_bytes():
+    """Their sums leave the tensor cores after 128 terms: the addition of one round overlaps with the next product."""
+    f8 = jnp.float8_e4m3fn
+    operands_ = [((128, 384), f8), ((128, 384), f8), ((), jnp.float32)]
+    options = {"tb": True, "out_dtype": "float32", "bm": 128, "bn": 128, "bk": 128}
+    products = importlib.import_module("jtile.ops.scaled_matmul").products_times
+    kernel = products.lower(*(jax.ShapeDtypeStruct(s, t) for s, t in operands_), **options).kernel
+    planned = steps(kernel, Machine(), {})
+    assert not isinstance(planned, NoPlan), str(planned)
+    waits = [op.pending for op in planned.kernel.body.walk() if isinstance(op, DotWait)]
+    assert waits == [1, 0, 0] * planned.plan.consumers
+    inputs = operands(kernel, 0)
+    np.testing.assert_allclose(interpret(planned.kernel, inputs)[0], interpret(kernel, inputs)[0], rtol=1e-5, atol=1e-4)
+
+
 def test_products_with_scales_for_blocks():
     """The library's kernel: two products in flight, scales loaded a round ahead."""
     f8, f32 = jnp.float8_e4m3fn, jnp.float32
-    operands_ = [((128, 384), f8), ((128, 384), f8), ((3, 128), f32), ((3, 1), f32)]
+    operands_ = [((128, 384), f8), ((128, 384), f8), ((128, 3), f32), ((1, 3), f32)]
     options = {"tb": True, "out_dtype": "bfloat16", "block": 128, "bm": 128, "bn": 128, "bk": 128}
     products = importlib.import_module("jtile.ops.scaled_matmul").scaled_products
     kernel = products.lower(*(jax.ShapeDtypeStruct(s, t) for s, t in operands_), **options).kernel
