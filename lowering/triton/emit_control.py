@@ -41,7 +41,7 @@ def _for(em: Emitter, op: ir.For) -> list[Val]:
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(params, inits, strict=True))
     carry = f" iter_args({carry}) -> ({types_of(inits)})" if inits else ""
     head = f"scf.for {counter.name} = {r.lo.name} to {r.hi.name} step {r.step.name}{carry} : {r.elem} {{"
-    results = _open(em, head, inits)
+    results = opened(em, head, inits)
     with code.region():
         yields = em.block(op.body, [index_of(em, op, r, counter), *params])
         yield_values(em, yields)
@@ -136,7 +136,7 @@ def _while(em: Emitter, op: ir.While) -> list[Val]:
     tested, params = [[fresh(em, v) for v in inits] for _ in range(2)]
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(tested, inits, strict=True))
     carry, kinds = f" ({carry})" if inits else "", types_of(inits)
-    results = _open(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
+    results = opened(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
     with code.region():
         (go,) = em.block(op.cond, tested)
         end_of_test(em, go, tested)
@@ -165,7 +165,7 @@ def _if(em: Emitter, op: ir.If) -> list[Val]:
     code = em.code
     kinds = [Val("", padded(v.shape), elem_of(v.dtype)) for v in op.results]
     returns = f" -> ({types_of(kinds)})" if kinds else ""
-    results = _open(em, f"scf.if {em.val(op.cond).name}{returns} {{", kinds)
+    results = opened(em, f"scf.if {em.val(op.cond).name}{returns} {{", kinds)
     branches = []
     for text, block in (("} else {", op.then), ("}", op.orelse)):
         with code.region():
@@ -183,11 +183,12 @@ def fresh(em: Emitter, like: Val) -> Val:
     return dataclasses.replace(like, name=em.code.name(), fill=None, number=None)
 
 
-def _open(em: Emitter, head: str, results: Sequence[Val]) -> list[Val]:
+def opened(em: Emitter, head: str, results: Sequence[Val]) -> list[Val]:
+    """The first line of an op with regions; its results are of the types of `results`."""
     if not results:
         em.code.do(head)
         return []
-    return em.code.let_many(head, [(v.shape, v.elem) for v in results])
+    return em.code.let_many(head, [(v.shape, v.elem) for v in results], [v.layout for v in results])
 
 
 def yield_values(em: Emitter, values: Sequence[Val], *, always: bool = False) -> None:

@@ -133,12 +133,16 @@ class Code:
         """The type of such a tensor."""
         return spell(shape, elem, self.layout(shape))
 
-    def let_many(self, right: str, types: Sequence[tuple[Sequence[int], str]]) -> list[Val]:
-        """`%n:2 = right`: the results of an op that has `types` of them."""
+    def let_many(
+        self, right: str, types: Sequence[tuple[Sequence[int], str]], layouts: Sequence[Any] | None = None
+    ) -> list[Val]:
+        """`%n:2 = right`: the results of an op that has `types` of them, which lie as others that the op makes where
+        `layouts` does not say it."""
         name = self.name()
         self.do(f"{name}:{len(types)} = {right}" if len(types) != 1 else f"{name} = {right}")
         names = [f"{name}#{k}" if len(types) != 1 else name for k in range(len(types))]
-        return [Val(n, _possible(s), e, layout=self.layout(s)) for n, (s, e) in zip(names, types, strict=True)]
+        layouts = layouts or [self.layout(s) for s, _ in types]
+        return [Val(n, _possible(s), e, layout=h) for n, (s, e), h in zip(names, types, layouts, strict=True)]
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:

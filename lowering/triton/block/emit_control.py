@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from jtile import ir
 from jtile.lowering.triton.block.emitter import BlockEmitter, emits
-from jtile.lowering.triton.emit_control import end_of_test, fresh, index_of, range_of, types_of, yield_values
+from jtile.lowering.triton.emit_control import end_of_test, fresh, index_of, opened, range_of, types_of, yield_values
 from jtile.lowering.triton.emitter import elem_of
 from jtile.lowering.triton.ttir import Val
 
@@ -23,7 +22,7 @@ def _for(em: BlockEmitter, op: ir.For) -> list[Val]:
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(params, inits, strict=True))
     carry = f" iter_args({carry}) -> ({types_of(inits)})" if inits else ""
     head = f"scf.for {counter.name} = {r.lo.name} to {r.hi.name} step {r.step.name}{carry} : {r.elem} {{"
-    results = _open(em, head, inits)
+    results = opened(em, head, inits)
     with code.region():
         index = index_of(em, op, r, counter)
         yield_values(em, em.block(op.body, [index, *params], layouts))
@@ -39,7 +38,7 @@ def _while(em: BlockEmitter, op: ir.While) -> list[Val]:
     tested, params = [[fresh(em, v) for v in inits] for _ in range(2)]
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(tested, inits, strict=True))
     carry, kinds = f" ({carry})" if inits else "", types_of(inits)
-    results = _open(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
+    results = opened(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
     with code.region():
         (go,) = em.block(op.cond, tested)
         end_of_test(em, go, tested)
@@ -58,7 +57,7 @@ def _if(em: BlockEmitter, op: ir.If) -> list[Val]:
     layouts = _layouts(em, op.results)
     kinds = [Val("", v.shape, elem_of(v.dtype), layout=h or "") for v, h in zip(op.results, layouts, strict=True)]
     returns = f" -> ({types_of(kinds)})" if kinds else ""
-    results = _open(em, f"scf.if {em.env[op.cond].name}{returns} {{", kinds)
+    results = opened(em, f"scf.if {em.env[op.cond].name}{returns} {{", kinds)
     for text, block in (("} else {", op.then), ("}", op.orelse)):
         if block is op.orelse and not (block.ops or kinds):
             break
@@ -76,14 +75,3 @@ def _layouts(em: BlockEmitter, values: Sequence[ir.Value]) -> list[Any]:
 
 def _in(em: BlockEmitter, values: Sequence[ir.Value], layouts: Sequence[Any]) -> list[Val]:
     return [em.env[v] if h is None else em.tile(v, h) for v, h in zip(values, layouts, strict=True)]
-
-
-def _open(em: BlockEmitter, head: str, kinds: Sequence[Val]) -> list[Val]:
-    if not kinds:
-        em.code.do(head)
-        return []
-    name = em.code.name()
-    many = len(kinds) > 1
-    em.code.do(f"{name}:{len(kinds)} = {head}" if many else f"{name} = {head}")
-    new = lambda k, v: dataclasses.replace(v, name=f"{name}#{k}" if many else name, fill=None, number=None)
-    return [new(k, v) for k, v in enumerate(kinds)]
