@@ -11,7 +11,7 @@ from benchmarks.data import normal
 from benchmarks.gpu.case import Case, Torch
 from jtile import ops
 
-SIZES = ((4096, 4096, 14336), (512, 4096, 14336), (8192, 1024, 4096))  # m, k, n
+SIZES = ((4096, 4096, 14336), (128, 4096, 14336), (512, 4096, 14336), (8192, 1024, 4096))  # m, k, n
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:

@@ -1,4 +1,5 @@
-"""Matrix products of bf16: square, and those of a language model's feed-forward layers."""
+"""Matrix products of bf16 in every order of operands: square, those of a language model's feed-forward layers, and a
+small grid with a long sum."""
 
 from __future__ import annotations
 
@@ -13,31 +14,32 @@ from jtile import ops
 
 SIZES = (  # m, n, k
     (4096, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048), (8192, 28672, 4096), (8192, 4096, 14336),
-    (128, 28672, 4096),
+    (128, 28672, 4096), (512, 2048, 8192),
 )  # fmt: skip
 TINY = ((64, 128, 32),)
 
 
+ORDERS = ("NN", "NT", "TN", "TT")  # T: the array is the transposed operand, [k, m] or [n, k]
+
+
 def cases(tiny: bool = False) -> Iterator[Case]:
     for m, n, k in TINY if tiny else SIZES:
-        for transposed in (False, True):
-            yield product("gemm", m, n, k, transposed, pallas=m >= 2048 and not transposed)
+        for order in ORDERS:
+            yield product("gemm", m, n, k, order, pallas=m >= 2048 and order == "NN")
 
 
-def product(workload: str, m: int, n: int, k: int, transposed: bool, pallas: bool = False) -> Case:
-    """a [m, k] times b [k, n], or times the transposed b [n, k]."""
-    make = lambda seed: (
-        normal(2 * seed, m, k, dtype="bfloat16"),
-        normal(2 * seed + 1, *((n, k) if transposed else (k, n)), dtype="bfloat16"),
-    )
-    turned = (lambda b: b.T) if transposed else (lambda b: b)
+def product(workload: str, m: int, n: int, k: int, order: str, pallas: bool = False) -> Case:
+    """The product of an [m, k] and a [k, n] operand, which lie in memory as `order` says."""
+    sides = tuple(side[:: -1 if letter == "T" else 1] for side, letter in zip(((m, k), (k, n)), order, strict=True))
+    make = lambda seed: tuple(normal(2 * seed + i, *side, dtype="bfloat16") for i, side in enumerate(sides))
+    left, right = (((lambda x: x.T) if letter == "T" else (lambda x: x)) for letter in order)
     wide = lambda x: x.astype(jnp.float32)
-    peers = {"xla": lambda a, b: a @ turned(b), "cublas": Torch(lambda torch, a, b: a @ turned(b))}
+    peers = {"xla": lambda a, b: left(a) @ right(b), "cublas": Torch(lambda torch, a, b: left(a) @ right(b))}
     if pallas:
         peers |= {"mosaic 256x128": mosaic.matmul(True), "mosaic 128x256": mosaic.matmul(False)}
     return Case(
-        workload=workload, config=(f"{m}x{n}x{k}" if not m == n == k else f"{m}") + (" NT" if transposed else " NN"),
-        dtype="bfloat16", make=make, ours=lambda a, b: ops.matmul(a, b, transpose_b=transposed), peers=peers,
-        reference=lambda a, b: jnp.matmul(wide(a), wide(turned(b)), precision="highest"),
+        workload=workload, config=(f"{m}x{n}x{k}" if not m == n == k else f"{m}") + f" {order}", dtype="bfloat16",
+        make=make, ours=lambda a, b: ops.matmul(a, b, transpose_a=order[0] == "T", transpose_b=order[1] == "T"),
+        peers=peers, reference=lambda a, b: jnp.matmul(wide(left(a)), wide(right(b)), precision="highest"),
         bytes=2 * (m * k + k * n + m * n), flops=2 * m * n * k,
     )  # fmt: skip

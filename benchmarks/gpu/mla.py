@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,38 +15,67 @@ from benchmarks.data import normal
 from benchmarks.gpu.case import Case
 from jtile import ops
 
-# batch, slots, new tokens, ragged; TileLang's example gives 434 TFLOP/s for the first on an H200
+
+class Size(NamedTuple):
+    """New tokens of `batch` rows, each against a cache of `slots`."""
+
+    batch: int
+    slots: int
+    tokens: int = 1
+    ragged: bool = False
+    paged: bool = False
+
+    @property
+    def note(self) -> str:
+        return f", {self.tokens} tokens" * (self.tokens > 1) + ", ragged" * self.ragged + ", paged" * self.paged
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Slots of each row in use."""
+        rng = np.random.default_rng(0)
+        full = np.full(self.batch, self.slots)
+        return rng.integers(self.tokens, self.slots + 1, self.batch) if self.ragged else full
+
+
+# TileLang's example gives 434 TFLOP/s for the first on an H200
 SIZES = (
-    (132, 8192, 1, False), (64, 4096, 1, False), (64, 32768, 1, False), (64, 1024, 1, False), (16, 8192, 1, False),
-    (132, 8192, 2, False), (128, 8192, 1, True),
+    Size(132, 8192), Size(64, 4096), Size(64, 32768), Size(64, 1024), Size(16, 8192), Size(132, 8192, tokens=2),
+    Size(128, 8192, ragged=True), Size(132, 8192, paged=True),
 )  # fmt: skip
+TINY = (Size(2, 96, tokens=2, ragged=True), Size(2, 128, paged=True))
+PAGE = 64
 HEADS, RANK, ROPE = 128, 512, 64
 SCALE = (128 + 64) ** -0.5  # by the heads before the projections are absorbed
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
-    for batch, slots, tokens, ragged in ((2, 96, 2, True),) if tiny else SIZES:
+    for size in TINY if tiny else SIZES:
         heads = 4 if tiny else HEADS
-        lengths = _lengths(batch, slots, tokens, ragged)
-        keys, width = int(lengths.sum()), RANK + ROPE
-        more = f", {tokens} tokens" * (tokens > 1) + ", ragged" * ragged
+        keys, width, rows = int(size.lengths.sum()), RANK + ROPE, size.batch * size.tokens * heads
         yield Case(
-            workload="mla_decode", config=f"B{batch} H{heads} S{slots} {RANK}+{ROPE}{more}", dtype="bfloat16",
-            make=functools.partial(_make, heads=heads, tokens=tokens, slots=slots, lengths=lengths),
-            ours=functools.partial(ops.mla_decode, scale=SCALE), peers={"xla": _xla}, reference=_reference,
-            bytes=2 * (keys * width + batch * tokens * heads * (width + RANK)),
-            flops=2 * keys * tokens * heads * (width + RANK),
+            workload="mla_decode", config=f"B{size.batch} H{heads} S{size.slots} {RANK}+{ROPE}{size.note}",
+            dtype="bfloat16", make=functools.partial(_make, size=size, heads=heads), ours=_ours, peers={"xla": _xla},
+            reference=_reference, bytes=2 * (keys * width + rows * (width + RANK)),
+            flops=2 * keys * size.tokens * heads * (width + RANK),
         )  # fmt: skip
 
 
-def _lengths(batch: int, slots: int, tokens: int, ragged: bool) -> np.ndarray:
-    rng = np.random.default_rng(0)
-    return rng.integers(tokens, slots + 1, batch) if ragged else np.full(batch, slots)
+def _make(seed, size: Size, heads: int):
+    q = normal(2 * seed, size.batch, size.tokens, heads, RANK + ROPE, dtype="bfloat16")
+    count = size.batch * size.slots // PAGE
+    shape = (count, PAGE) if size.paged else (size.batch, size.slots)
+    cache = normal(2 * seed + 1, *shape, RANK + ROPE, dtype="bfloat16")
+    pages = jax.random.permutation(jax.random.key(seed), count).reshape(size.batch, -1).astype(jnp.int32)
+    return q, cache, jnp.asarray(size.lengths, jnp.int32), *((pages,) if size.paged else ())
 
 
-def _make(seed, heads: int, tokens: int, slots: int, lengths: np.ndarray):
-    q = normal(2 * seed, len(lengths), tokens, heads, RANK + ROPE, dtype="bfloat16")
-    return q, normal(2 * seed + 1, len(lengths), slots, RANK + ROPE, dtype="bfloat16"), jnp.asarray(lengths, jnp.int32)
+def _ours(q, cache, lengths, pages=None):
+    return ops.mla_decode(q, cache, lengths, pages=pages, scale=SCALE)
+
+
+def _rows(cache, pages):
+    """The cache row by row, whatever page it lies in."""
+    return cache if pages is None else cache[pages].reshape(pages.shape[0], -1, cache.shape[2])
 
 
 def _seen(q, cache, length):
@@ -60,12 +90,14 @@ def _one(q, cache, length, **precision):
     return jnp.einsum("hts,sr->thr", p, cache[:, :RANK], preferred_element_type=jnp.float32, **precision)
 
 
-def _xla(q, cache, lengths):
+def _xla(q, cache, lengths, pages=None):
+    cache = _rows(cache, pages)
     if jax.default_backend() == "cpu":  # which has no batched products of bfloat16 that give float32
         return jax.vmap(_one)(q.astype(jnp.float32), cache.astype(jnp.float32), lengths).astype(q.dtype)
     return jax.vmap(_one)(q, cache, lengths).astype(q.dtype)
 
 
-def _reference(q, cache, lengths):
+def _reference(q, cache, lengths, pages=None):
+    cache = _rows(cache, pages)
     wide = lambda x: x.astype(jnp.float32)
     return lax.map(lambda row: _one(wide(row[0]), wide(row[1]), row[2], precision="highest"), (q, cache, lengths))
