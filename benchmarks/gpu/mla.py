@@ -64,9 +64,11 @@ def _make(seed, size: Size, heads: int):
     q = normal(2 * seed, size.batch, size.tokens, heads, RANK + ROPE, dtype="bfloat16")
     count = size.batch * size.slots // PAGE
     shape = (count, PAGE) if size.paged else (size.batch, size.slots)
-    cache = normal(2 * seed + 1, *shape, RANK + ROPE, dtype="bfloat16")
-    pages = jax.random.permutation(jax.random.key(seed), count).reshape(size.batch, -1).astype(jnp.int32)
-    return q, cache, jnp.asarray(size.lengths, jnp.int32), *((pages,) if size.paged else ())
+    arrays = q, normal(2 * seed + 1, *shape, RANK + ROPE, dtype="bfloat16"), jnp.asarray(size.lengths, jnp.int32)
+    if not size.paged:
+        return arrays
+    pages = jax.random.permutation(jax.random.key(seed), count).astype(jnp.int32)
+    return *arrays, pages.reshape(size.batch, -1)
 
 
 def _ours(q, cache, lengths, pages=None):
