@@ -37,8 +37,8 @@ def products_times(a, b, scale, y, *, tb: bool, out_dtype, precision=None, bm: i
 def scaled_products(
     a, b, sa, sb, y, *, tb: bool, out_dtype, precision=None, block: int, bm: int, bn: int, bk: int, stages: int = 4
 ):
-    """a [m, k], b [k, n] (`tb`: [n, k]), sa f32 [m, k / block], sb f32 [k / block, n / block] (`tb`: the other way) -> y
-    [m, n].
+    """a [m, k], b [k, n] (`tb`: [n, k]), sa f32 [m, k / block], sb f32 [k / block, n / block] (`tb`: the other way)
+    -> y [m, n].
 
     `bk` divides `block`, and so does `bn`, or it is a multiple of it.
     """

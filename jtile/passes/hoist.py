@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from jtile.ir import Block, Broadcast, For, Full, Gather, Iota, Kernel, Load, Op, Reshape, Value
+import math
+
+from jtile.ir import Block, Broadcast, For, Full, Gather, Iota, Kernel, Load, Op, ProgramId, Reshape, Value
 from jtile.ir.block import level_of
 from jtile.ir.shapes import full_array
 
@@ -19,9 +21,17 @@ def run(kernel: Kernel) -> Kernel:
     return kernel.with_body(_Hoister(kernel).block(kernel.body, lambda v: v))
 
 
+def small(kernel: Kernel, most: int) -> Kernel:
+    """The same for tiles of at most `most` elements, whose registers count for little."""
+    return kernel.with_body(_Hoister(kernel, most).block(kernel.body, lambda v: v))
+
+
 class _Hoister:
-    def __init__(self, kernel: Kernel):
-        self.roots = buffers(kernel)
+    """`most`: elements of a tile that may move; None: any number."""
+
+    def __init__(self, kernel: Kernel, most: int | None = None):
+        self.roots, self.most = buffers(kernel), most
+        self.grid = kernel.grid
 
     def block(self, b: Block, env) -> Block:
         """A copy of the block in which every loop has given up its invariant ops."""
@@ -52,16 +62,26 @@ class _Hoister:
             for b in op.blocks():
                 inside.update(b.params)
         wrote = written(loop.body, self.roots)
-        runs = trips(loop)
+        runs = trips(loop) or self.first_runs(loop)
         candidates: list[Op] = []
         for op in loop.body.ops:
             # Loads and gathers can leave their array: they move only where the loop would have run them.
             still = is_pure(op) and (runs or not any(isinstance(x, Gather) for x in Block((), [op]).walk()))
             load = isinstance(op, Load) and runs and self.roots.get(op.ref, op.ref) not in wrote
+            if self.most is not None and any(math.prod(r.shape) > self.most for r in op.results):
+                continue
             if (still or load) and not any(v in inside for v in free_values(op)):
                 candidates.append(op)
                 inside.difference_update(op.results)
         return _worth(candidates)
+
+    def first_runs(self, loop: For) -> bool:
+        """Whether a loop over the tiles of a program, from its own number on, surely makes a round."""
+        lo, hi, step = loop.lo.op, loop.hi.op, loop.step.op
+        if not isinstance(lo, ProgramId) or not isinstance(hi, Full) or not isinstance(step, Full):
+            return False
+        programs = self.grid[lo.axis] if lo.axis < len(self.grid) else 1
+        return isinstance(programs, int) and programs <= hi.value and step.value > 0
 
 
 def _worth(candidates: list[Op]) -> list[Op]:

@@ -1,8 +1,11 @@
 """Loop-invariant code: text in, expected text out."""
 
+import pytest
 from golden import check
 
+from jtile.ir import For, Load, parse_kernel
 from jtile.passes import hoist
+from jtile.passes.hoist import small
 
 
 def test_pure_ops_and_loads_of_constant_loops():
@@ -139,3 +142,21 @@ def test_a_load_through_an_alias_stays():
           }
         }"""
     check(hoist, text, text)
+
+
+@pytest.mark.parametrize(("programs", "most", "moves"), [(3, 8, True), (4, 8, False), (3, 4, False)])
+def test_loops_over_the_tiles_of_a_program(programs, most, moves):
+    """A loop from the program's own number on makes a round if no program's number is beyond its end; tiles of more
+    than `most` elements stay."""
+    kernel = parse_kernel(f"""kernel @k(%x: ref<8xf32>, %o: ref<3x8xf32, out>) grid({programs}) {{
+      %t = program_id 0 : i32
+      %c0 = full 0 : i32
+      %c3 = full 3 : i32
+      %s = full 3 : i32
+      for %k in %t..%c3 step %s {{
+        %b = load %x[%c0:+8]
+        store %o[%k, %c0:+8], %b
+      }}
+    }}""")
+    (loop,) = (op for op in small(kernel, most).body.ops if isinstance(op, For))
+    assert any(isinstance(op, Load) for op in loop.body.ops) != moves

@@ -17,6 +17,7 @@ from jtile.ir import Kernel, verify
 from ..canonicalise import canonicalise
 from ..cse import cse
 from ..dce import dce
+from ..hoist import small
 from .decide import Wish, check, plan
 from .feeds import sink
 from .masks import masks
@@ -29,6 +30,7 @@ from .specialise import specialise
 
 __all__ = ["Machine", "NoPlan", "Plan", "block_level", "steps"]
 
+SMALL = 256  # elements of a tile that a block keeps for all its tiles: a register of a thread or two
 LAST = "clean"  # the step whose kernel is always verified; those before it with the option `verify`
 Step = tuple[str, str, Kernel]  # name, level ("tile" or "block"), the kernel after it
 
@@ -69,7 +71,7 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         check(kernel, wish)
         step("scales", "tile", lambda k: dce.run(scales.run(k)))
         chosen = plan(step("masks", "tile", lambda k: sink(masks.run(k))), machine, wish)
-        step("persist", "tile", lambda k: cse.run(persist(k, chosen.blocks, machine.cache)))
+        step("persist", "tile", lambda k: small(cse.run(persist(k, chosen.blocks, machine.cache)), SMALL))
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
         step("prefetch", "block", prefetch.run)
         step("overlap", "block", overlap.run)

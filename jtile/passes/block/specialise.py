@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jtile.ir import AllocShared, Builder, Kernel, Load, Roles, Store, Value
+from jtile.ir import AllocShared, Block, Builder, Kernel, Load, Roles, Store, TileType, Value
 
 from . import epilogue
 from .consumer import consumer
@@ -11,6 +11,8 @@ from .plan import NoPlan, Plan, Refusal
 from .producer import producer
 from .rings import Held, Loads, Place, allocate
 from .split_rows import Split, split
+
+WITH_TILES = 40  # registers of a thread of a producer that computes with tiles
 
 
 def specialise(kernel: Kernel, plan: Plan) -> Kernel:
@@ -40,12 +42,21 @@ def specialise(kernel: Kernel, plan: Plan) -> Kernel:
         for w, (body, loads) in enumerate(bodies)
     ]
     roles.append(producer(kernel, place, plan.consumers))
-    many, few = plan.registers
+    many, few = _registers(plan, roles[-1])
     b.loc = kernel.loc
     names = (*(f"consumer{w}" for w in range(plan.consumers)), "producer")
     warps = (*(plan.warps for _ in bodies), 1)
     b.add(Roles(names, warps, (*(many for _ in bodies), few), tuple(roles)))
     return kernel.with_body(b.block)
+
+
+def _registers(plan: Plan, producer: Block) -> tuple[int, int]:
+    """Of a thread of a consumer and of the producer, which needs more where it computes with tiles."""
+    many, few = plan.registers
+    tiles = any(isinstance(r.type, TileType) and r.shape for op in producer.walk() for r in op.results)
+    if not tiles or few >= WITH_TILES:
+        return many, few
+    return max(many - (WITH_TILES - few) // 2, 0), WITH_TILES
 
 
 def _places(rings: list[Held]) -> dict[Load, Place]:
