@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 
 import jtile as jt
 from jtile.ops._shapes import as_rows, fit, machine, rows_per_tile, wide
 
+
+def _gelu_tanh(y):
+    # y (1 + tanh(u)) / 2 = y / (1 + exp(-2 u))     u = sqrt(2 / pi) (y + 0.044715 y^3)
+    # The second form takes fewer operations, and loses no digits where tanh(u) is close to -1.
+    return y * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (y + 0.044715 * y * y * y))
+
+
 ACTIVATIONS = {
     None: lambda y: y,
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_tanh": _gelu_tanh,
 }
 
 

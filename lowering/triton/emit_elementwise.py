@@ -26,18 +26,22 @@ from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.math import divide, names, transcendental
 from jtile.lowering.triton.math_expr import X
+from jtile.lowering.triton.rounding import rounded
 from jtile.lowering.triton.ttir import Number, Val
 
 
 @emits(ir.Map)
 def _map(em: Emitter, op: ir.Map) -> Val:
     xs = [X(em.code, em.val(a)) for a in op.args]
-    y = emit_function(em.features, op.fn, xs, op.args[0].dtype)
+    if "rounded" not in em.memo:
+        em.memo["rounded"] = rounded(em.kernel)
+    y = emit_function(em.features, op.fn, xs, op.args[0].dtype, narrow=op.result in em.memo["rounded"])
     return dataclasses.replace(y.v, fill=_fill(op, [x.v for x in xs]))
 
 
-def emit_function(f: Features, fn: str, xs: list[X], dtype: str) -> X:
-    """An elementwise function of operands of dtype in register form."""
+def emit_function(f: Features, fn: str, xs: list[X], dtype: str, *, narrow: bool = False) -> X:
+    """An elementwise function of operands of dtype in register form; `narrow`: a float32 result that is rounded to 16
+    bits or less."""
     if fn in _COMPARISONS:
         return _compare(f, fn, xs, dtype)
     if dtype == "bool":
@@ -51,7 +55,9 @@ def emit_function(f: Features, fn: str, xs: list[X], dtype: str) -> X:
     if dtype not in ("float32", "float64"):
         xs = [X(x.code, to_f32(x.code, f, x.v, dtype)) for x in xs]
     if fn in names():
-        y = transcendental(f, fn, xs, narrow=ir.DTYPES[dtype].bits < 32)
+        y = transcendental(f, fn, xs, narrow=narrow or ir.DTYPES[dtype].bits < 32)
+    elif fn == "div" and narrow:
+        y = xs[0] / xs[1]
     else:
         y = (_NATIVE | _FLOAT)[fn](*xs)
     wide = dtype in ("float32", "float64") or y.elem == "i1"

@@ -1,7 +1,8 @@
 """The transcendental functions: which instruction, vendor function or formula computes each, and its error bound.
 
-`ULP_BOUNDS` is in units in the last place of the result. Narrower floats than f32 use the f32 functions and are
-rounded, so that their error is that of one rounding, but for rare ties.
+`ULP_BOUNDS` is in units in the last place of the result. Narrower floats than f32 use functions of f32 that are exact
+to 2^-16 and are rounded, so that their error is that of one rounding, but for rare ties; so do f32 functions whose
+results are only multiplied and then rounded to such floats (see `rounding.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
     if fn == "exp" and narrow:
         return exp2(f, xs[0] * LOG2_E)
     if fn == "logistic":
-        return _logistic(f, xs[0], narrow)
+        return reciprocal(f, exp2(f, xs[0] * -LOG2_E) + 1.0) if narrow else _logistic(f, xs[0])
+    if fn == "erfc" and narrow and xs[0].elem == "f32":
+        return each(xs[0], lambda x: math_special.short_erfc(x, lambda y: exp2(f, y), lambda y: reciprocal(f, y)))
     if fn in _LONG and xs[0].elem == "f32":
         return each(xs[0], lambda x: _LONG[fn](x, lambda y: exp2(f, y)))
     if fn in _FORMULAS:
@@ -109,11 +112,18 @@ def exp2(f: Features, x: X) -> X:
     three more, and the softmax of attention is made of these."""
     if x.elem == "f64":
         return vendor(f, "exp2", x)
-    if not f.cuda:
-        return x.unary("math.exp2")
-    asm = '"ex2.approx.ftz.f32 $0, $1;" {constraints = "=f,f", packed_element = 1 : i32, pure = true}'
-    right = f"tt.elementwise_inline_asm {asm} {x.v.name} : {x.v.type} -> {x.v.type}"
-    return x.new(x.code.let(right, x.v.shape, "f32"))
+    return _instruction(x, "ex2.approx.ftz.f32") if f.cuda else x.unary("math.exp2")
+
+
+def reciprocal(f: Features, x: X) -> X:
+    """1 / x in f32 within 1 ulp; one instruction on NVIDIA, which takes subnormal numbers and results for zeros."""
+    return _instruction(x, "rcp.approx.ftz.f32") if f.cuda and x.elem == "f32" else 1.0 / x
+
+
+def _instruction(x: X, name: str) -> X:
+    """An instruction of NVIDIA from f32 to f32."""
+    asm = f'"{name} $0, $1;" {{constraints = "=f,f", packed_element = 1 : i32, pure = true}}'
+    return x.new(x.code.let(f"tt.elementwise_inline_asm {asm} {x.v.name} : {x.v.type} -> {x.v.type}", x.v.shape, "f32"))
 
 
 def sqrt(_: Features, x: X) -> X:
@@ -126,9 +136,9 @@ def divide(x: X, y: X) -> X:
     return x.binary("tt.precise_divf", y) if x.elem == "f32" else x / y
 
 
-def _logistic(f: Features, x: X, narrow: bool) -> X:
+def _logistic(f: Features, x: X) -> X:
     """1 / (1 + exp(-x)), of exp(-|x|), which cannot overflow: exp(x) / (1 + exp(x)) of negative numbers."""
-    e = transcendental(f, "exp", [-x.abs()], narrow=narrow)
+    e = transcendental(f, "exp", [-x.abs()], narrow=False)
     return x.lt(0.0).where(e, 1.0) / (e + 1.0)
 
 

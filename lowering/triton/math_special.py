@@ -22,6 +22,9 @@ ERFC = (
     0.76618703, -0.2599748, 0.037813697, 0.04253506, -0.025239246, -0.00050413603, 0.0039051558, 8.4155163e-05,
     -0.00060428484, -3.5039152e-05,
 )  # fmt: skip
+# erfc(x) exp(x^2) in u = 1 / (1 + SHORT x), without a constant term, for 0 <= x <= 9.4: relative error 7e-6.
+SHORT = 0.425
+ERFC_SHORT = (0.24059223709, 0.22765237010, 0.28938180777, -0.03445696517, 0.43201760821, -0.15518011395)
 LOG2_E, LOG2_E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # a float32, and what it leaves of the number
 
 
@@ -50,6 +53,15 @@ def erfc(x: X, exp2: Formula) -> X:
     y = (y * math.log(2.0)).fma(low, y)
     y = tiny.where(y * 2.0**-64, y)
     return x.abs().lt(0.5).where(1.0 - _near(x), x.lt(0.0).where(2.0 - y, y))
+
+
+def short_erfc(x: X, exp2: Formula, reciprocal: Formula) -> X:
+    """In f32 to 2^-16: what is rounded to 16 bits afterwards. The code of a product's epilogue has it for every element
+    of a thread, and instructions that a loop does not repeat come from memory."""
+    a = x.abs()
+    u = reciprocal(a.fma(SHORT, 1.0))
+    y = exp2(a * -LOG2_E * a) * (horner(u, ERFC_SHORT) * u)
+    return x.lt(0.0).where(2.0 - y, y)
 
 
 def digamma(x: X, vendor: Formula) -> X:

@@ -1,7 +1,8 @@
 """Measures the error of every math function on the GPU of this machine: `python tests/lowering/triton/gpu_math.py`.
 
 Prints the largest error of each in units in the last place, over 2^20 arguments of all magnitudes and 2^20 of the size
-of 1, beside the bound of `lowering.triton.math.ULP_BOUNDS`; ends with 1 where one is exceeded.
+of 1, beside the bound of `lowering.triton.math.ULP_BOUNDS`, and that of the short forms whose results are rounded to
+float16; ends with 1 where one is exceeded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jtile.ir.elementwise import ELEMENTWISE
 from jtile.lowering.triton.math import ULP_BOUNDS
 
 N, TILE = 1 << 21, 1024
+ROUNDED, SHORT = ("erfc", "logistic", "exp", "div"), 0.54  # functions with short forms, and their bound in float16
 NEAR_ZEROS = ("lgamma", "digamma")  # the error is absolute there, as is that of SciPy
 
 
@@ -34,15 +36,17 @@ def arguments(dtype: str, seed: int) -> np.ndarray:
     return np.concatenate([bits, rng.normal(0, 4, N // 2).astype(dtype)])
 
 
-def kernel(fn: str, dtype: str) -> ir.Kernel:
-    """`fn` over vectors of N numbers."""
-    short = ir.DTYPES[dtype].short
+def kernel(fn: str, dtype: str, out: str) -> ir.Kernel:
+    """`fn` over vectors of N numbers of dtype, rounded to `out`."""
+    short, last = ir.DTYPES[dtype].short, ir.DTYPES[out].short
     names = [f"%x{k}" for k in range(ELEMENTWISE[fn].arity)]
     refs = ", ".join(f"{n}: ref<{N}x{short}>" for n in names)
     lines = [f"  %a{k} = load {n}[tile(%i, {TILE})] : tile<{TILE}x{short}>" for k, n in enumerate(names)]
     args = ", ".join(f"%a{k}" for k in range(len(names)))
-    body = "\n".join(["  %i = program_id 0", *lines, f"  %y = {fn} {args}", f"  store %o[tile(%i, {TILE})], %y"])
-    return ir.parse_kernel(f"kernel @{fn}({refs}, %o: ref<{N}x{short}, out>) grid({N // TILE}) {{\n{body}\n}}")
+    lines = ["  %i = program_id 0", *lines, f"  %y = {fn} {args}"]
+    lines += [] if out == dtype else [f"  %z = cast %y : tile<{TILE}x{last}>"]
+    body = "\n".join([*lines, f"  store %o[tile(%i, {TILE})], {'%y' if out == dtype else '%z'}"])
+    return ir.parse_kernel(f"kernel @{fn}({refs}, %o: ref<{N}x{last}, out>) grid({N // TILE}) {{\n{body}\n}}")
 
 
 def wanted(fn: str, xs: list[np.ndarray]) -> np.ndarray:
@@ -68,10 +72,10 @@ def ulps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
         return np.where(same | small, 0, np.abs(got.astype(want.dtype) - want) / unit).astype(np.float64)
 
 
-def measure(fn: str, dtype: str) -> tuple[float, float]:
+def measure(fn: str, dtype: str, out: str = "") -> tuple[float, float]:
     """(the largest error, where)."""
     xs = [arguments(dtype, k) for k in range(ELEMENTWISE[fn].arity)]
-    (got,) = run_device(kernel(fn, dtype), xs, {"num_warps": 4})
+    (got,) = run_device(kernel(fn, dtype, out or dtype), xs, {"num_warps": 4})
     want = wanted(fn, xs)
     error = np.nan_to_num(ulps(got, want), nan=np.inf)
     if fn in NEAR_ZEROS:
@@ -91,6 +95,10 @@ def main() -> int:
             bad += error > bound
             parts.append(f"{dtype} {error:9.3g} of {bound:4} at {place:12.5g}{' !!' if error > bound else ''}")
         print(f"{fn:10} " + "   ".join(parts), flush=True)
+    for fn in ROUNDED:
+        error, place = measure(fn, "float32", "float16")
+        bad += error > SHORT
+        print(f"{fn:10} float16 {error:9.3g} of {SHORT:4} at {place:12.5g}{' !!' if error > SHORT else ''}", flush=True)
     return int(bad > 0)
 
 
