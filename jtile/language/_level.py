@@ -25,12 +25,14 @@ class Level:
       scratch: whether `jt.alloc` gave scratch of the tile level.
       role: the name of the role whose body is being traced.
       roles: the names of all roles so far.
+      left: traced values that variables hold at the end of a role that gave them, each with the name of the role.
     """
 
     block: bool = False
     scratch: bool = False
     role: str | None = None
     roles: list[str] = dataclasses.field(default_factory=list)
+    left: list[tuple[Any, str]] = dataclasses.field(default_factory=list)
 
 
 class BlockLevelError(Exception):
@@ -79,6 +81,14 @@ def in_role(what: str) -> Level:
             f"{what} belongs to the warps of a role; put it under `with jt.role(name, ...):`", user_place()
         )
     return level
+
+
+def giver(value: Any) -> tuple[str, str] | None:
+    """This role and the finished one that gave a variable its value; None where no other role did."""
+    level = _LEVEL.get()
+    if level is None or level.role is None:
+        return None
+    return next(((level.role, role) for v, role in level.left if v is value), None)
 
 
 def scratch_at_tile_level() -> bool:

@@ -64,11 +64,20 @@ class role:  # noqa: N801 (`with jt.role(...)`)
         prims.role_begin_p.bind(*handles, name=self.name, warps=self.warps, registers=self.registers, names=names)
         level.role = self.name
         level.roles.append(self.name)
+        self._before = _traced(sys._getframe(1))
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
             prims.role_end_p.bind()
-            _level.at_block_level("jt.role").role = None
+            level = _level.at_block_level("jt.role")
+            level.role = None
+            new = [v for v in _traced(sys._getframe(1)) if not any(v is old for old in self._before)]
+            level.left += [(v, self.name) for v in new]
+
+
+def _traced(frame: FrameType) -> list[Any]:
+    """The traced values that a function's variables hold."""
+    return [v for v in frame.f_locals.values() if isinstance(v, jax.core.Tracer)]
 
 
 def _memory_of(frame: FrameType) -> list[tuple[str, Any]]:

@@ -17,6 +17,7 @@ import numpy as np
 from jax import core, lax
 
 from jtile._errors import JtileError, KernelSyntaxError, KernelTypeError
+from jtile.language._level import giver
 from jtile.language.control import Range, _adapts, checked_carry, counted, scalar_condition, spell
 from jtile.language.refs import Ref, TileView
 from jtile.language.shared import Barrier, BarrierRound, BarrierSlot, Shared
@@ -197,6 +198,13 @@ def _start(cells: Cells, carry: tuple[str, ...], place: Place, what: str) -> Pac
                 f"{name!r} gets its value only inside this {what}, which may run no round, and is read after it or "
                 "before it is "
                 f"assigned: give {name!r} a value of the same shape and dtype before the {what}",
+                place,
+            )
+        roles = giver(v)
+        if roles is not None:
+            raise _error(
+                f"this {what} of role {roles[0]!r} goes on with the value that role {roles[1]!r} gave to {name!r}; "
+                f"roles share buffers and barriers only: give {name!r} a value in this role before the {what}",
                 place,
             )
     return pack(carry, values)

@@ -286,6 +286,17 @@ def of_another_role(x, o):
             o[k, 0] = y
 
 
+def carried_from_another_role(x, o):
+    y = 0
+    with jt.role("a"):
+        for k in jt.range(3):
+            y = y + k
+    with jt.role("b", warps=1):
+        for k in jt.range(3):
+            y = y + k
+        o[0, 0] = y.astype(o.dtype)
+
+
 def of_a_role_after_it(x, o):
     with jt.role("a"):
         y = x[0, 0]
@@ -364,6 +375,7 @@ REFUSED = {
     "in a branch": (in_a_branch, KernelSyntaxError, "role 'a' stands in a loop or branch"),
     "same name": (same_name, KernelValueError, "two roles are called 'a'"),
     "of another role": (of_another_role, KernelSyntaxError, "role 'b' uses a value of role 'a'"),
+    "carried on": (carried_from_another_role, KernelSyntaxError, "role 'b' goes on with .* role 'a' gave to 'y'"),
     "of a role after it": (of_a_role_after_it, KernelSyntaxError, "code outside of roles uses a value of role 'a'"),
     "store outside": (store_outside, KernelSyntaxError, "store stands outside of roles"),
     "load outside": (load_outside, KernelSyntaxError, "load .* stands outside of roles"),

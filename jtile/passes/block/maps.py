@@ -42,7 +42,14 @@ def store_obstacle(kernel: Kernel, op: Store) -> str | None:
         return "something else touches the array"
     if op.mask is not None and unspread(op.mask).type.size > FEW:  # type: ignore[union-attr]
         return "it has a mask"
-    return box_obstacle(op.ref, op.index)
+    return box_obstacle(op.ref, op.index) or _rest(root)
+
+
+def _rest(ref: Value) -> str | None:
+    """Such a store writes whole lines: what of the last one lies behind an array of one axis becomes 0 (seen on an
+    H200). Rows of more axes have whole lines."""
+    length = ref.shape[0] * DTYPES[ref.dtype].bits // 8 if len(ref.shape) == 1 else 0
+    return f"{ref.name or 'the array'} has {length} bytes, not whole lines of {LINE}" if length % LINE else None
 
 
 def unspread(v: Value) -> Value:
