@@ -1,0 +1,233 @@
+"""Decode attention for Hopper, at the block level: the cache streams through shared memory, in equal shares of all
+rows' keys. The queries that share a kv head are rows of one tile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops._shapes import tuned
+from jtile.ops.attention_windows import LOG2_E, scores
+from jtile.ops.flash_attention import NOTHING
+from jtile.ops.hopper_shares import Units, combine_shares, part_types, place_of_part, row_of, share_of
+from jtile.ops.hopper_tiles import PROCESSORS
+
+ROWS = 64  # queries of a tile: those of the new tokens and of the heads of a group
+_RING = 96 << 10  # bytes of keys that are on their way or looked at, and of values
+
+
+def _types(q, k, v, lengths, table, *, parts: int, **_):
+    (rows, queries, d), (o, lse) = q.shape, part_types(*q.shape[1:], parts)
+    return jax.ShapeDtypeStruct((rows, queries, d), q.dtype), o, lse
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What the roles of a program know alike: Refs, memory and barriers."""
+
+    q: Any
+    k: Any
+    v: Any
+    lengths: Any
+    table: Any
+    units: Units
+    parts: int
+    t: int
+    Q: Any
+    K: Any
+    V: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+    def share(self):
+        return share_of(self.lengths, jt.program_id(0), self.parts, self.units)
+
+    def place(self, b, j):
+        """Where unit j of row b lies: its page, and which unit of the page it is."""
+        if not self.table:
+            return b, j
+        of_page = jnp.int32(self.k.shape[1] // self.units.size)
+        page = self.table[0][b, jax.lax.div(j, of_page)]
+        return jnp.clip(page, 0, self.k.shape[0] - 1), jax.lax.rem(j, of_page)
+
+
+@jt.function
+def _copies(w: _Work):
+    """The role that copies."""
+    d, bk, heads = w.q.shape[2], w.units.size, w.units.heads
+    begin, end, r, start = w.share()
+    c, turn = jnp.int32(0), jnp.int32(0)
+    while start < end:
+        b = row_of(r, w.units)
+        head, n = r - b * heads, w.units.of(w.lengths[b])
+        lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
+        for u in jt.range(lo, hi):
+            row, j = w.place(b, u - start)
+            w.k_empty.at(c).wait(before=True)
+            w.k_full.at(c).expect(w.K.nbytes)
+            jt.async_copy(w.k.tiles(None, bk, None, d).at[row, j, head, 0], w.K.at(c), w.k_full.at(c))
+            if u == lo:
+                w.q_empty.at(turn).wait(before=True)
+                w.q_full.at(turn).expect(w.Q.nbytes)
+                jt.async_copy(w.q.tiles(None, ROWS, d).at[r, 0, 0], w.Q, w.q_full.at(turn))
+            w.v_empty.at(c).wait(before=True)
+            w.v_full.at(c).expect(w.V.nbytes)
+            jt.async_copy(w.v.tiles(None, bk, None, d).at[row, j, head, 0], w.V.at(c), w.v_full.at(c))
+            c = c + 1
+        r, start, turn = r + 1, start + n, turn + 1
+
+
+@jt.function
+def _seen(s, key, length, w: _Work):
+    """The scores of the keys from `key` on, -inf where a query does not see a key."""
+    rows, bk = s.shape
+    if key + bk > length - w.t + 1:
+        position = length - w.t + jt.arange(rows)[:, None] // (w.q.shape[1] // w.t)
+        s = jnp.where(key + jt.arange(bk)[None, :] <= position, s, -math.inf)
+    return s
+
+
+@jt.function
+def _zero_behind(buffer, key, length):
+    """What stands behind the length may be anything, and 0 times it too: zeros instead."""
+    bk, d = buffer.shape
+    if key + bk > length:
+        inside = key + jt.arange(bk)[:, None] < length
+        for i in range(0, d, 64):
+            piece = buffer[:, i : i + 64]
+            piece.store(jnp.where(inside, piece.load(), jnp.zeros((), buffer.dtype)))
+        jt.fence_shared()
+
+
+def _weights(s, key, length, m, l, w: _Work, scale: float, softcap: float | None):
+    """The weights of finished scores s, in the dtype of the values; the new maxima and sums, and what older ones
+    fade to."""
+    unit = scale * LOG2_E if softcap is None else 1.0
+    s = _seen(s if softcap is None else scores(s, scale, softcap), key, length, w)
+    top = jnp.maximum(m, s.max(1) * unit)
+    p, fade = jnp.exp2(s * unit - top[:, None]), jnp.exp2(m - top)
+    return p.astype(w.q.dtype), top, l * fade + p.sum(1), fade
+
+
+@jt.function
+def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | None):
+    """The role that multiplies: the scores of a unit run beside the weighted values of the one before."""
+    d, bk = w.q.shape[2], w.units.size
+    begin, end, r, start = w.share()
+    c, turn = jnp.int32(0), jnp.int32(0)
+    while start < end:
+        b = row_of(r, w.units)
+        length = jnp.clip(w.lengths[b], 0, w.units.slots)
+        n = w.units.of(length)
+        lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
+        w.q_full.at(turn).wait()
+        w.k_full.at(c).wait()
+        s = jt.dot_wait(jt.dot_async(w.Q, w.K.at(c).T), pending=0)
+        w.k_empty.at(c).arrive()
+        m, l = jt.full((ROWS,), NOTHING, jnp.float32), jt.zeros((ROWS,), jnp.float32)
+        acc = jt.zeros((ROWS, d), jnp.float32)
+        p, m, l, _ = _weights(s, (lo - start) * bk, length, m, l, w, scale, softcap)
+        for u in jt.range(lo + 1, hi):
+            w.k_full.at(c + 1).wait()
+            s = jt.dot_async(w.Q, w.K.at(c + 1).T)
+            w.v_full.at(c).wait()
+            acc = jt.dot_async(p, w.V.at(c), acc)
+            s = jt.dot_wait(s, pending=1)
+            w.k_empty.at(c + 1).arrive()
+            p_next, m, l, fade = _weights(s, (u - start) * bk, length, m, l, w, scale, softcap)
+            acc = jt.dot_wait(acc, pending=0) * fade[:, None]
+            w.v_empty.at(c).arrive()
+            p, c = p_next, c + 1
+        w.q_empty.at(turn).arrive()
+        w.v_full.at(c).wait()
+        _zero_behind(w.V.at(c), (hi - 1 - start) * bk, length)
+        acc = jt.dot_wait(jt.dot_async(p, w.V.at(c), acc), pending=0)
+        w.v_empty.at(c).arrive()
+        acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[:, None]
+        if (lo == start) & (hi == start + n):
+            o.tiles(None, ROWS, d)[r, 0, 0] = acc.astype(o.dtype)
+        else:
+            at = place_of_part(jt.program_id(0), lo == start)
+            o_part.tiles(None, ROWS, d)[at, 0, 0] = acc
+            lse_part.tiles(None, ROWS)[at, 0] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
+        r, start, c, turn = r + 1, start + n, c + 1, turn + 1
+
+
+@jt.kernel(out_type=_types, grid=lambda *_, parts, **__: parts)
+def hopper_decode(
+    q, k, v, lengths, table, o, o_part, lse_part,
+    *, parts: int, units: Units, t: int, scale: float, softcap: float | None,
+):  # fmt: skip
+    """q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
+    and table [batch, pages of a row] in a tuple; lengths int32 [batch]."""
+    # s_ij = q_i . k_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij v_j / l_i     l_i = sum_j p_ij
+    d, dtype = q.shape[2], q.dtype
+    slots = _RING // (units.size * d * dtype.itemsize)
+    Q = jt.alloc((ROWS, d), dtype)
+    K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
+    q_full, q_empty = jt.barrier(1), jt.barrier(1)
+    k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
+    w = _Work(q, k, v, lengths, table, units, parts, t, Q, K, V, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    with jt.role("products", warps=4):
+        _products(w, o, o_part, lse_part, scale=scale, softcap=softcap)
+    with jt.role("copies", warps=1, registers=40):
+        _copies(w)
+
+
+def fits(q, k, table, window: int | None, scale: float) -> bool:
+    """Whether `decode` can run this call: q [batch, t, heads, d]."""
+    sizes = all(isinstance(n, int) for n in (*q.shape, *k.shape, *(table[0].shape if table else ())))
+    if not sizes or window is not None or scale <= 0 or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    (_, t, heads, d), kvs = q.shape, k.shape[2]
+    # Automatic partitioning cuts only kernels whose programs know which row of the batch is theirs.
+    whole = jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return whole and d in (64, 128, 256) and t * heads // kvs <= ROWS and (not table or k.shape[1] % 64 == 0)
+
+
+@functools.cache
+def decode(scale: float, softcap: float | None):
+    """A function as `decode_attention` of q [batch, t, heads, d], k, v, lengths, and the pages of each row in a tuple,
+    or (). Batches of vmap become rows, whose keys are shared out together."""
+
+    @jax.custom_batching.custom_vmap
+    def run(q, k, v, lengths, table):
+        return of_batch(q, k, v, lengths, table, scale=scale, softcap=softcap)
+
+    @run.def_vmap
+    def _(size: int, batched, q, k, v, lengths, table):
+        wide = lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape))
+        fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
+        table, cached = tuple(map(wide, table, batched[4])), batched[1] or batched[2]
+        if table and cached:  # pools of pages, one behind the other
+            pages = k.shape[1] if batched[1] else k.shape[0]
+            table = (table[0] + pages * jnp.arange(size, dtype=jnp.int32)[:, None, None],)
+        if not table or cached:
+            k, v = fold(wide(k, batched[1])), fold(wide(v, batched[2]))
+        o = run(fold(wide(q, batched[0])), k, v, fold(wide(lengths, batched[3])), tuple(map(fold, table)))
+        return o.reshape(size, -1, *o.shape[1:]), True
+
+    return run
+
+
+def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None):
+    """As `decode`, without its rule for vmap."""
+    (batch, t, heads, d), (page, kvs) = q.shape, k.shape[1:3]
+    size = 128 if d < 256 and (not table or page % 128 == 0) else 64
+    units = Units(slots=page * (table[0].shape[1] if table else 1), size=size, heads=kvs)
+    group = heads // kvs
+    grouped = q.reshape(batch, t, kvs, group, d).swapaxes(1, 2).reshape(batch * kvs, t * group, d)
+    options = {"parts": PROCESSORS, "units": units, "t": t, "scale": scale, "softcap": softcap}
+    whole, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
+    o = tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, lengths, units=units, n=min(4, t * group))
+    return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)

@@ -1,0 +1,122 @@
+"""Attention of few queries over the keys of many rows, in equal shares (stream-K): a program takes some units of keys,
+whichever rows they belong to, and what a row's keys give in several programs is put together at the end.
+
+Nothing is planned ahead: every program finds its share from the lengths. Keys are counted in units, in the order of
+the rows, and within a row once for each of its `heads`; a row of no length has a unit too, which writes its zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops.flash_attention import NOTHING
+
+_ROWS = 128  # whose lengths are looked at together
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """How keys are counted: `slots` of a row at most, `size` keys a unit, `heads` times."""
+
+    slots: int
+    size: int
+    heads: int = 1
+
+    def of(self, length):
+        """Units of a row and head."""
+        return jnp.maximum(jt.cdiv(jnp.clip(length, 0, self.slots), self.size), 1)
+
+    def of_rows(self, lengths, k):
+        """Block k of the rows: their numbers, and the units of all of their heads, both int32 [rows]."""
+        n = min(jt.next_power_of_2(lengths.shape[0]), _ROWS)
+        row = k * n + jt.arange(n)
+        return row, jnp.where(row < lengths.shape[0], self.of(lengths.tiles(n)[k]) * self.heads, 0)
+
+
+def _sums(lengths, one, count: int):
+    """The sums of `one(k, sums)`, `count` numbers, over the blocks k of the rows; it sees the sums before."""
+    blocks = jt.cdiv(lengths.shape[0], _ROWS)
+    sums = (jnp.int32(0),) * count
+    return one(0, sums) if blocks == 1 else _fold(blocks, one, sums)
+
+
+@jt.function
+def _fold(blocks: int, one, sums):
+    for k in jt.range(blocks):
+        sums = tuple(a + b for a, b in zip(sums, one(k, sums), strict=True))
+    return sums
+
+
+def share_of(lengths, part, parts: int, units: Units):
+    """Where a part begins and ends, the row times heads that it begins in, and where that begins; all in units."""
+    (total,) = _sums(lengths, lambda k, _: (units.of_rows(lengths, k)[1].sum(),), 1)
+    size = jt.cdiv(total, parts)
+    begin = jnp.minimum(part * size, total)
+
+    def before(k, sums):  # units, rows and their units that lie in front of the part
+        _, n = units.of_rows(lengths, k)
+        inside = sums[0] + jnp.cumsum(n) <= begin
+        return n.sum(), (inside & (n > 0)).astype(jnp.int32).sum(), jnp.where(inside, n, 0).sum()
+
+    _, row, start = _sums(lengths, before, 3)
+    first = row * units.heads
+    if units.heads > 1:
+        n = units.of(lengths[jnp.minimum(row, lengths.shape[0] - 1)])
+        head = jax.lax.div(begin - start, n)
+        first, start = first + head, start + head * n
+    return begin, jnp.minimum(begin + size, total), first, start
+
+
+def row_of(row_and_head, units: Units):
+    """The row of a row times heads."""
+    return row_and_head if units.heads == 1 else jax.lax.div(row_and_head, jnp.int32(units.heads))
+
+
+def part_types(rows: int, d: int, parts: int) -> list[jax.ShapeDtypeStruct]:
+    """Of rows that several parts share, the outputs and logarithms of sums, two of each part: of the row that ends or
+    goes on in it, and of the one that begins in it and goes on behind it."""
+    return [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2 * parts, rows, d), (2 * parts, rows))]
+
+
+def place_of_part(part, begins):
+    """Where a part writes a row that it shares; `begins`: the row begins in it."""
+    return 2 * part + begins.astype(jnp.int32)
+
+
+@jt.kernel(
+    out_type=lambda whole, *_, **__: jt.like(whole),
+    grid=lambda whole, *_, n, **__: (whole.shape[0], jt.cdiv(whole.shape[1], n)),
+    alias={"whole": "o"},
+)
+def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int):
+    """The output [rows times heads, queries, d] of rows that several parts share, over those that one part gave, `n`
+    queries in a program."""
+    # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p
+    b, i, d = jt.program_id(0), jt.program_id(1), whole.shape[2]
+    row = row_of(b, units)
+
+    def count(k, _):
+        rows, size = units.of_rows(lengths, k)
+        return size.sum(), jnp.where(rows < row, size, 0).sum()
+
+    total, begin = _sums(lengths, count, 2)
+    of_row = units.of(lengths[row])
+    begin = begin + (b - row * units.heads) * of_row
+    size = jt.cdiv(total, o_part.shape[0] // 2)
+    first, last = jax.lax.div(begin, size), jax.lax.div(begin + of_row - 1, size)
+    if last > first:
+        m, l = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32)
+        acc = jt.zeros((n, d), jnp.float32)
+        for p in jt.range(first, last + 1):
+            at = place_of_part(p, p == first)
+            x = lse_part.tiles(None, n)[at, i]
+            top = jnp.maximum(m, x)
+            fade, w = jnp.exp2(m - top), jnp.exp2(x - top)
+            acc = acc * fade[:, None] + w[:, None] * o_part.tiles(None, n, d)[at, i, 0]
+            l, m = l * fade + w, top
+        o.tiles(None, n, d)[b, i, 0] = (acc / l[:, None]).astype(o.dtype)
+
