@@ -7,18 +7,19 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, If, Kernel, Load, Store, is_dynamic
+from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, If, Kernel, Load, Store, Value, is_dynamic
 from jtile.ir.types import DTYPES, TileType
 
-from .feeds import Feeds, feeds, operand, promoted, tile_bytes
+from ..hoist import FREE
+from ..rewrite import free_values
+from .feeds import Feeds, feeds, operand, promoted, tile_bytes, untransposed
 from .maps import store_obstacle
-from .plan import Machine, NoPlan, Output, Plan, refuse
+from .plan import Machine, NoPlan, Output, Plan, for_tiles, refuse
 from .split_rows import Split, apart, split
 from .uneven import uneven
 
 ROWS = 64  # of a warpgroup's product
 RESERVE = 3072  # bytes of shared memory for barriers, and for what conversions between layouts need
-ACCUMULATORS = 200  # registers of a thread for the products of a loop, and for operands that are computed
 MOST = 8  # slots of a ring
 MOST_TILES = 2**31 - 2**16  # a counter goes beyond it by as many as there are blocks
 LINE = 128  # bytes of a row of a box that shared memory swizzles
@@ -94,7 +95,8 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
     n = shares.consumers
     body, _ = shares.body(0)
     _check_shapes(body)
-    _check_registers(found, n * warps * 32)
+    registers = REGISTERS.get((n, warps), (0, 24))
+    _check_registers(kernel, found, n * warps * 32, registers[0])
     room = machine.shared - RESERVE - _scratch_bytes(found) * n
     resident = sum(r.bytes for r in found.rings if r.resident)
     slot = sum(r.bytes for r in found.rings if not r.resident)
@@ -120,7 +122,7 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
     return Plan(
         consumers=n,
         warps=warps,
-        registers=REGISTERS.get((n, warps), (0, 24)),
+        registers=registers,
         tiles=tiles,
         blocks=blocks,
         stages=stages,
@@ -139,15 +141,49 @@ def _check_shapes(share: Block) -> None:
                 refuse(f"a consumer would hold {v.type}: sides are powers of two", op)
 
 
-def _check_registers(found: Feeds, threads: int) -> None:
-    """The products of a block of ops are in registers at about the same time."""
+def _check_registers(kernel: Kernel, found: Feeds, threads: int, registers: int) -> None:
+    """The products of a block of ops are in registers at about the same time, and with each of them whatever is needed
+    behind it."""
+    most = for_tiles(registers)
+    held = _held(kernel.body, found, 0)
     for block in dict.fromkeys(id(found.home[d]) for d in found.dots):
         dots = [d for d in found.dots if id(found.home[d]) == block]
         words = sum(tile_bytes(d.result) // 4 * (2 if promoted(d) else 1) for d in dots)
         words += sum(tile_bytes(d.a) // 4 for d in dots if not isinstance(operand(d, False)[0].op, Load))
-        if words > ACCUMULATORS * threads:
+        words = max(words, *(held[d] for d in dots))
+        if words > most * threads:
             have = f"{words // threads} of a thread's registers"
-            refuse(f"its products take {have}, of which they may take {ACCUMULATORS}", dots[0])
+            refuse(f"its products take {have} with what else it holds, of which they may take {most}", dots[0])
+
+
+def _held(b: Block, found: Feeds, around: int) -> dict[Dot, int]:
+    """For each product the words of the tiles that are in registers while it runs; `around`: of those from outside."""
+    last = dict.fromkeys(b.yields, len(b.ops))
+    for i, op in reversed(list(enumerate(b.ops))):
+        for v in free_values(op):
+            last.setdefault(v, i)
+    words = {v: _words(v, found) for v in (*b.params, *(r for op in b.ops for r in op.results))}
+    alive = dict.fromkeys(v for v in b.params if v in last)
+    out: dict[Dot, int] = {}
+    for i, op in enumerate(b.ops):
+        alive = {v: None for v in alive if last[v] >= i}
+        later = around + sum(words[v] for v in alive if last[v] > i)
+        if isinstance(op, Dot):
+            left = 0 if last.get(op.a, 0) > i else words.get(op.a, 0)
+            out[op] = later + left + tile_bytes(op.result) // 4 * (2 if promoted(op) and op.acc is not None else 1)
+        inside = set(free_values(op)).difference(op.operands())
+        for inner in op.blocks():
+            out |= _held(inner, found, later + sum(words[v] for v in alive if last[v] == i and v in inside))
+        alive |= dict.fromkeys(r for r in op.results if r in last)
+    return out
+
+
+def _words(v: Value, found: Feeds) -> int:
+    """Registers of a tile, of all threads; operands wait in shared memory, and some tiles cost nothing."""
+    base, _ = untransposed(v)
+    if not isinstance(v.type, TileType) or isinstance(base.op, FREE) or base.op in found.loads:
+        return 0
+    return tile_bytes(v) // 4
 
 
 def _scratch_bytes(found: Feeds) -> int:

@@ -32,6 +32,7 @@ from jtile.passes.pipeline import Pass
 
 from .chains import VIEWS, Copier, Products, filled_by, root_of, slots_given
 from .pairs import Pairs
+from .plan import for_tiles
 from .rotate import Rotation, Style, Turn
 
 
@@ -56,7 +57,7 @@ class _Overlap:
     hold: bool
     turns: bool
     turn: dict[For, Turn] = dataclasses.field(default_factory=dict)
-    threads: int = 128  # of the role at hand
+    room: int = 128 * for_tiles(0)  # registers for tiles, of the role at hand
 
     def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
         b = Builder(Block(tuple(Value(p.type, p.name) for p in old.params)))
@@ -86,16 +87,16 @@ class _Overlap:
         accumulation = _Accumulation.of(products)
         if accumulation is not None:
             return accumulation.build(b, env, self.runs(op))
-        pairs = Pairs.of(products, self.threads)
+        pairs = Pairs.of(products, self.room)
         return None if pairs is None else pairs.build(b, env)
 
     def roles(self, op: Roles, b: Builder, copy: Copier) -> None:
-        """A copy of the roles, each with its number of threads."""
+        """A copy of the roles, each with its registers."""
         if self.turns:
             self.plan_turns(op, b)
         bodies = []
-        for warps, body in zip(op.warps, op.bodies, strict=True):
-            self.threads = 32 * warps
+        for warps, registers, body in zip(op.warps, op.registers, op.bodies, strict=True):
+            self.room = 32 * warps * for_tiles(registers)
             bodies.append(self.block(body, copy.look))
         b.loc = op.loc
         b.add(dataclasses.replace(op, bodies=tuple(bodies)))

@@ -17,7 +17,6 @@ from jtile.passes.rewrite import free_values, is_pure
 from .chains import Copier, Products, slots_given
 
 ROUNDS = 2  # at a time
-REGISTERS = 200  # of a thread for sums and products
 
 
 @dataclasses.dataclass
@@ -36,9 +35,9 @@ class Pairs:
     sums: set[int]
 
     @staticmethod
-    def of(products: Products, threads: int) -> Pairs | None:
+    def of(products: Products, room: int) -> Pairs | None:
         """None where a product adds to another one, where the rounds depend on each other in more than their sums, or
-        where `threads` threads have too few registers."""
+        where they need more than `room` registers, of all threads."""
         body, dots = products.body, list(products.waits)
         if any(d.acc is not None and number(d.acc) != 0 for d in dots):
             return None
@@ -61,7 +60,7 @@ class Pairs:
             return None
         values = [*(d.result for d in dots)] * ROUNDS + [body.params[1 + i] for i in sums]
         tiles = sum(math.prod(v.shape) for v in values if isinstance(v.type, TileType))
-        return Pairs(products, head, tail, sums) if tiles <= REGISTERS * threads else None
+        return Pairs(products, head, tail, sums) if tiles <= room else None
 
     def build(self, b: Builder, env: Callable[[Value], Value]) -> tuple[Value, ...]:
         """Builds the loop of pairs and, where the number of rounds may be odd, a loop for the rest."""

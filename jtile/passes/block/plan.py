@@ -38,6 +38,11 @@ class NoPlan:
         return f"{self.reason} ({self.loc})" if self.loc.file else self.reason
 
 
+def for_tiles(registers: int) -> int:
+    """Of the registers of a thread (0: what is left for one role), those that tiles may take."""
+    return (registers or 240) * 5 // 6
+
+
 class Refusal(Exception):  # noqa: N818  an outcome, no error
     """Ends the making of a plan; `block_level` gives what it carries as a value."""
 

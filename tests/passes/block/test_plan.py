@@ -129,3 +129,31 @@ def test_a_reason_names_the_line():
     found = block_level(tk.matmul(128, 128, 64, dtype=jnp.float32, out="float32"), Machine(), {})
     assert isinstance(found, NoPlan)
     assert "ops/matmul.py:" in str(found)
+
+
+@pytest.mark.parametrize("wide", [128, 256])
+def test_sums_beside_the_products_take_registers(wide):
+    """A loop that folds products into sums itself holds both, and the sums of an outer loop as well."""
+    text = f"""kernel @k(%a: ref<128x512xbf16>, %b: ref<512x{wide}xbf16>, %o: ref<128x{wide}xf32, out>) {{
+      %c0 = full 0 : i32
+      %c1 = full 1 : i32
+      %c4 = full 4 : i32
+      %z = full 0.0 : tile<128x{wide}xf32>
+      %s = for %q in %c0..%c4 step %c1 carry (%sum = %z) {{
+        %i = mul %q, %c4
+        %e = add %i, %c4
+        %p = for %k in %i..%e step %c1 carry (%acc = %z) {{
+          %x = load %a[tile(%c0, 128), tile(%k, 32)]
+          %y = load %b[tile(%k, 32), tile(%c0, {wide})]
+          %d = dot %x, %y acc=%acc
+          yield %d
+        }}
+        %t = add %sum, %p
+        yield %t
+      }}
+      store %o[tile(%c0, 128), tile(%c0, {wide})], %s
+    }}"""
+    found = block_level(parse_kernel(text), Machine(), {})
+    assert isinstance(found, NoPlan) == (wide == 256)
+    if isinstance(found, NoPlan):
+        assert "its products take 256 of a thread's registers" in str(found)
