@@ -190,7 +190,8 @@ def test_wheel_has_one_top_level_name(tmp_path):
     (wheel,) = tmp_path.glob("jtile-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"jtile"}
-    missing = {"jtile/lowering/__init__.py", "jtile/ffi/__init__.py", "jtile/models/__init__.py"} - set(names)
+    packages = {f"jtile/{name}/__init__.py" for name in MAPPED}
+    missing = (packages | {"jtile/tune/records/nvidia-h200.json"}) - set(names)
     assert not missing
     assert any(name.startswith("jtile/ffi/_jtile") and name.endswith(".so") for name in names), names
     assert not [name for name in names if name.endswith((".cc", ".h", "CMakeLists.txt", ".pyc"))]
