@@ -8,6 +8,9 @@ from jtile.lowering.triton.block.code import LaidCode
 from jtile.lowering.triton.block.emitter import BLOCK, BlockEmitter
 from jtile.lowering.triton.ttir import Val
 
+REGISTERS = 65536  # of a block on sm_90
+LEAST, MOST = 24, 240  # that a thread may ask for
+
 
 def roles_of(kernel: ir.Kernel) -> ir.Roles:
     """The roles of a kernel; one of 4 warps that does everything where it has none."""
@@ -47,11 +50,8 @@ def _role(em: BlockEmitter, roles: ir.Roles, k: int) -> tuple[LaidCode, dict]:
 def _specialise(em: BlockEmitter, roles: ir.Roles, parts: list[tuple[LaidCode, dict]]) -> None:
     code = em.code
     outside = ", ".join(v.name for v in em.captured)
-    workers = roles.registers[1:]
-    attributes = ""
-    if any(workers):
-        asked = ", ".join(map(str, workers))
-        attributes = f" attributes {{requestedRegisters = array<i32: {asked}>}}"
+    asked = ", ".join(map(str, worker_registers(roles)))
+    attributes = f" attributes {{requestedRegisters = array<i32: {asked}>}}" if asked else ""
     code.do(f"ttg.warp_specialize({outside}){attributes}")
     _region(code, f"default {{  // {roles.names[0]}", parts[0][0], "ttg.warp_yield")
     for k, (part, captures) in enumerate(parts[1:]):
@@ -63,6 +63,19 @@ def _specialise(em: BlockEmitter, roles: ir.Roles, parts: list[tuple[LaidCode, d
         head = f"partition{k}({', '.join(args)}) num_warps({roles.warps[k + 1]}) {{  // {roles.names[k + 1]}"
         _region(code, head, part, "ttg.warp_return")
     code.do(f": ({', '.join(map(_type, em.captured))}) -> ()")
+
+
+def worker_registers(roles: ir.Roles) -> tuple[int, ...]:
+    """What the roles behind the first ask for. Where some do, those that name no number share with the first what is
+    left; where none does, nobody asks: all threads have the same."""
+    if not any(roles.registers[1:]):
+        return ()
+    whole = [-(-w // 4) * 128 for w in roles.warps]  # threads of the warpgroups that a role takes part in
+    pool = REGISTERS // sum(whole) // 8 * 8 * sum(whole)  # a kernel starts with the same number for every thread
+    left = pool - sum(n * r for n, r in zip(whole, roles.registers, strict=True))
+    sharing = sum(n for n, r in zip(whole, roles.registers, strict=True) if not r)
+    share = max(LEAST, min(MOST, left // max(sharing, 1) // 8 * 8))
+    return tuple(r or share for r in roles.registers[1:])
 
 
 def _region(code: LaidCode, head: str, part: LaidCode, last: str) -> None:

@@ -16,6 +16,7 @@ from jtile._errors import UnsupportedError
 from jtile.interpret import interpret
 from jtile.lowering.triton import block
 from jtile.lowering.triton.block import compile_block_kernel, emit_block_kernel
+from jtile.lowering.triton.block.emit_roles import worker_registers
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.lowering.triton.features import features
 
@@ -283,3 +284,18 @@ NEVER = """kernel @w(%a: ref<128xf32>, %o: ref<128xf32, out>) grid(1) {
 def test_a_loop_that_is_known_never_to_run():
     """Triton 3.6 fails on the loads of its body, where it knows."""
     assert compile_block_kernel(ir.parse_kernel(NEVER), "sm_90").image
+
+
+@pytest.mark.parametrize(
+    ("warps", "registers", "asked"),
+    [
+        ((4, 4, 1), (240, 240, 24), (240, 24)),
+        ((4, 4, 1), (0, 0, 0), ()),
+        ((8, 8, 1), (0, 0, 24), (112, 24)),  # a thread of 640 starts with 96; 72 of each producer's are left
+        ((4, 4, 1), (0, 0, 24), (240, 24)),
+        ((4, 8, 1), (128, 0, 40), (168, 40)),
+    ],
+)
+def test_roles_that_name_no_registers_share_what_is_left(warps, registers, asked):
+    names = tuple(f"r{k}" for k in range(len(warps)))
+    assert worker_registers(ir.Roles(names, warps, registers, tuple(ir.Block() for _ in warps))) == asked
