@@ -85,6 +85,9 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     sub.add_argument(
         "--limit", type=float, default=530, metavar="SECONDS", help="start no case after this (default 530)"
     )
+    sub.add_argument(
+        "--budget", type=float, default=3, metavar="SECONDS", help="of samples a case, but three rounds (default 3)"
+    )
     sub.add_argument("--tiny", action="store_true", help="tiny sizes and no torch: tries the code, on the CPU too")
     return parser.parse_args(argv)
 

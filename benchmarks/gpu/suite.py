@@ -1,4 +1,4 @@
-"""All workloads in one run, within a time limit; records are written after every workload."""
+"""All workloads in one run, within a time limit; each record is written as it comes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(arguments: Any) -> None:
     machine = measure_machine(arguments.tiny)
     rates = ", ".join(f"{unit} {rate / 1e12:.0f} TFLOP/s" for unit, rate in machine.peaks.items())
     say(f"{machine.device}, jax {jax.__version__}: copies {machine.copy_rate / 1e9:.0f} GB/s, {rates}")
-    options = Options(arguments.repeats, without=tuple(arguments.without))
+    options = Options(arguments.repeats, arguments.budget, tuple(arguments.without))
     if arguments.tiny:
         options = Options(2, budget_s=0.1, without=("torch", "cublas", *options.without), cold_bytes=1 << 16)
     folder = RECORDS / machine.device
@@ -43,10 +43,12 @@ def main(arguments: Any) -> None:
         except ImportError as missing:  # models need flax, which a machine for kernels may lack
             say(f"{name} is left out: {missing}")
             continue
-        got = list(suite.run(module))
-        done += got
+        for got in suite.run(module):
+            done.append(got)
+            if json_file:
+                report.merge([got], json_file)
         if json_file:
-            report.merge(got, json_file, without=suite.failed)
+            report.merge([], json_file, without=suite.failed)
     if sys.stdout.isatty():
         report.table(done)
     else:

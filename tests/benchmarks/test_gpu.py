@@ -131,6 +131,7 @@ def test_records_merge_by_line(tmp_path):
 def test_the_command_line():
     got = command._arguments(["gpu", "--only", "gemm", "rows", "--only", "llm", "--without", "torch", "--limit", "60"])
     assert (got.device, got.only, got.without, got.limit) == ("gpu", ["gemm", "rows", "llm"], ["torch"], 60)
+    assert command._arguments(["gpu", "--budget", "1.5"]).budget == 1.5
     assert command._arguments(["cpu"]).repeats == 30
     with pytest.raises(SystemExit):
         command._arguments(["gpu", "--only", "chain"])
