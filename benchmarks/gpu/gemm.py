@@ -1,10 +1,12 @@
-"""Matrix products of bf16 in every order of operands: square, those of a language model's feed-forward layers, and a
-small grid with a long sum."""
+"""Matrix products of bf16: square, those of a language model's feed-forward layers, and those with few tiles; in every
+order of the operands in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
+import jax
 import jax.numpy as jnp
 
 from benchmarks.data import normal
@@ -16,30 +18,56 @@ SIZES = (  # m, n, k
     (4096, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048), (8192, 28672, 4096), (8192, 4096, 14336),
     (128, 28672, 4096), (512, 2048, 8192),
 )  # fmt: skip
+ODD = ((4000, 3000, 2000), (1000, 1000, 1000))
+EPILOGUES = ("gelu", "silu")
 TINY = ((64, 128, 32),)
 
 
-ORDERS = ("NN", "NT", "TN", "TT")  # T: the array is the transposed operand, [k, m] or [n, k]
-
-
 def cases(tiny: bool = False) -> Iterator[Case]:
-    for m, n, k in TINY if tiny else SIZES:
-        for order in ORDERS:
-            yield product("gemm", m, n, k, order, pallas=m >= 2048 and order == "NN")
+    """Those with a transposed left operand come last: gradients have them."""
+    for ta, tb in itertools.product((False, True), repeat=2):
+        for m, n, k in TINY if tiny else SIZES:
+            yield product("gemm", m, n, k, tb, pallas=m >= 2048 and not (ta or tb), ta=ta)
+    for m, n, k in () if tiny else ODD:
+        yield product("gemm", m, n, k, False)
+    for activation in EPILOGUES:
+        yield with_epilogue(*(TINY[0] if tiny else SIZES[0]), activation)
 
 
-def product(workload: str, m: int, n: int, k: int, order: str, pallas: bool = False) -> Case:
-    """The product of an [m, k] and a [k, n] operand, which lie in memory as `order` says."""
-    sides = tuple(side[:: -1 if letter == "T" else 1] for side, letter in zip(((m, k), (k, n)), order, strict=True))
-    make = lambda seed: tuple(normal(2 * seed + i, *side, dtype="bfloat16") for i, side in enumerate(sides))
-    left, right = (((lambda x: x.T) if letter == "T" else (lambda x: x)) for letter in order)
+def product(workload: str, m: int, n: int, k: int, tb: bool, pallas: bool = False, ta: bool = False) -> Case:
+    """a [m, k] times b [k, n]; with `ta`, `tb` they lie in memory as [k, m], [n, k]."""
+    make = lambda seed: (
+        normal(2 * seed, *((k, m) if ta else (m, k)), dtype="bfloat16"),
+        normal(2 * seed + 1, *((n, k) if tb else (k, n)), dtype="bfloat16"),
+    )
+    left, right = ((lambda x: x.T) if t else (lambda x: x) for t in (ta, tb))
     wide = lambda x: x.astype(jnp.float32)
     peers = {"xla": lambda a, b: left(a) @ right(b), "cublas": Torch(lambda torch, a, b: left(a) @ right(b))}
     if pallas:
         peers |= {"mosaic 256x128": mosaic.matmul(True), "mosaic 128x256": mosaic.matmul(False)}
     return Case(
-        workload=workload, config=(f"{m}x{n}x{k}" if not m == n == k else f"{m}") + f" {order}", dtype="bfloat16",
-        make=make, ours=lambda a, b: ops.matmul(a, b, transpose_a=order[0] == "T", transpose_b=order[1] == "T"),
-        peers=peers, reference=lambda a, b: jnp.matmul(wide(left(a)), wide(right(b)), precision="highest"),
+        workload=workload, config=f"{_size(m, n, k)} {'NT'[ta]}{'NT'[tb]}",
+        dtype="bfloat16", make=make, ours=lambda a, b: ops.matmul(a, b, transpose_a=ta, transpose_b=tb), peers=peers,
+        reference=lambda a, b: jnp.matmul(wide(left(a)), wide(right(b)), precision="highest"),
         bytes=2 * (m * k + k * n + m * n), flops=2 * m * n * k,
     )  # fmt: skip
+
+
+def with_epilogue(m: int, n: int, k: int, activation: str) -> Case:
+    """activation(a b + bias), against XLA's fusion of it behind its product."""
+    act: Callable = {"gelu": lambda y: jax.nn.gelu(y, approximate=False), "silu": jax.nn.silu}[activation]
+    wide = lambda x: x.astype(jnp.float32)
+    fused = lambda a, b, c: act(jnp.matmul(a, b, preferred_element_type=jnp.float32) + wide(c)).astype(a.dtype)
+    return Case(
+        workload="gemm", config=f"{_size(m, n, k)} NN bias {activation}", dtype="bfloat16",
+        make=lambda seed: tuple(
+            normal(3 * seed + j, *shape, dtype="bfloat16") for j, shape in enumerate(((m, k), (k, n), (n,)))
+        ),
+        ours=lambda a, b, c: ops.matmul(a, b, bias=c, activation=activation), peers={"xla": fused},
+        reference=lambda a, b, c: act(jnp.matmul(wide(a), wide(b), precision="highest") + wide(c)),
+        bytes=2 * (m * k + k * n + m * n + n), flops=2 * m * n * k,
+    )  # fmt: skip
+
+
+def _size(m: int, n: int, k: int) -> str:
+    return f"{m}" if m == n == k else f"{m}x{n}x{k}"
