@@ -11,5 +11,5 @@ from benchmarks.gpu.gemm import product
 def cases(tiny: bool = False) -> Iterator[Case]:
     n, k = (256, 64) if tiny else (14336, 4096)
     for m in (1, 16, 64):
-        for order in ("NT", "NN"):
-            yield product("gemv", m, n, k, order)
+        for transposed in (True, False):
+            yield product("gemv", m, n, k, transposed)
