@@ -14,6 +14,7 @@ from typing import Any
 from jtile._config import current
 from jtile.ir import Kernel, verify
 
+from ..bounds import bounds
 from ..canonicalise import canonicalise
 from ..cse import cse
 from ..dce import dce
@@ -75,7 +76,7 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
         step("prefetch", "block", prefetch.run)
         step("overlap", "block", overlap.run)
-        final = step(LAST, "block", lambda k: dce.run(cse.run(canonicalise.run(k))))
+        final = step(LAST, "block", lambda k: dce.run(cse.run(canonicalise.run(bounds.run(k)))))
     except Refusal as e:
         return e.no_plan
     return Planned(final, chosen, tuple(done))

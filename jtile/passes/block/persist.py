@@ -11,7 +11,7 @@ from jtile.ir.types import INDEX
 from ..order import GROUP, grouped_axes
 from ..rewrite import Rewriter, Rules
 from .plan import Machine
-from .uneven import Uneven, snake, uneven
+from .uneven import Uneven, shared, uneven
 from .uneven import ids as uneven_ids
 
 Order = Uneven | tuple[int, int] | None  # by length, in bands along two axes, as they come
@@ -32,7 +32,11 @@ def persist(kernel: Kernel, blocks: int, cache: int = Machine.cache) -> Kernel:
     bounds = first, b.index(tiles), b.index(blocks)
     with b.region([INDEX], ("t",)) as body:
         t = body.params[0]
-        _program(walk, kernel, snake(b, t, tiles, blocks) if isinstance(order, Uneven) else t, order)
+        if isinstance(order, Uneven):
+            turn = b.map("div", t, b.index(blocks))
+            _inlined(walk, kernel, shared(b, kernel.grid, turn, first, blocks, order))
+        else:
+            _program(walk, kernel, t, order)
     b.loc = kernel.loc
     b.add(For(*bounds, (), body))
     return dataclasses.replace(kernel, grid=(blocks,), body=b.block, lanes=0)
@@ -42,6 +46,11 @@ def _program(walk: Rewriter, kernel: Kernel, tile: Value, order: Order) -> None:
     """The body of the kernel for one tile."""
     b, grid = walk.b, kernel.grid
     ids = uneven_ids(b, grid, tile, order) if isinstance(order, Uneven) else _ids(b, grid, tile, order)
+    _inlined(walk, kernel, ids)
+
+
+def _inlined(walk: Rewriter, kernel: Kernel, ids: list[Value]) -> None:
+    """The body of the kernel for the program of these ids."""
     rules = Rules()
     rules(ProgramId)(lambda op, w: ids[op.axis] if op.axis < len(ids) else w.new(Full(0, (), "int32")))
     rules(NumPrograms)(lambda op, w: w.new(Full(int((*kernel.grid, 1, 1, 1)[op.axis]), (), "int32")))

@@ -81,29 +81,79 @@ def _rounds(kernel: Kernel, axis: int, at: int) -> int:
 def ids(b: Builder, grid: tuple[int, ...], tile: Value, order: Uneven) -> list[Value]:
     """The program ids of a tile: groups one after the other, in a group the longest programs first."""
     n = grid[order.axis]
-    group = b.index(order.group)
-    width = b.index(order.group * n)
-    inside = b.map("rem", tile, width)
-    place = b.map("div", inside, group)
-    own = b.map("sub", b.index(n - 1), place) if order.grows else place
-    rest = b.map("add", b.map("mul", b.map("div", tile, width), group), b.map("rem", inside, group))
+    group, width = b.index(order.group), b.index(order.group * n)
+    place, side = _split(b, b.map("rem", tile, width), group)
+    rest = b.map("add", b.map("mul", b.map("div", tile, width), group), side)
+    return _ids(b, grid, rest, place, order)
+
+
+def shared(b: Builder, grid: tuple[int, ...], turn: Value, block: Value, blocks: int, order: Uneven) -> list[Value]:
+    """The program ids of what a block takes in its `turn`, so that all blocks have as much to do.
+
+    Most turns come in pairs, a long program and then the short one that makes up for it, of neighbours on the other
+    axes, so that what blocks load at the same time is in the second-level cache. The rest, `LAST` pairs of turns and
+    what is over, goes from the longest to the shortest program, there and back over the blocks.
+    """
+    n, others = grid[order.axis], math.prod(grid) // grid[order.axis]
+    half, tiles = n // 2, n * others
+    if n % 2:
+        tile = b.map("add", b.map("mul", turn, b.index(blocks)), block)
+        return ids(b, grid, _there_and_back(b, turn, block, tiles, blocks, tile), order)
+    paired = max(tiles // 2 // blocks - LAST, 0)  # pairs of turns
+    pair = b.map("add", b.map("mul", b.map("div", turn, b.index(2)), b.index(blocks)), block)
+    rest, at = _split(b, pair, b.index(half))
+    second = b.map("eq", b.map("and", turn, b.index(1)), b.index(1))
+    place = b.value(Select(second, b.map("sub", b.index(n - 1), at), at))
+    first, whole, cut = paired * blocks // half, -(-paired * blocks // half), paired * blocks % half
+    heads, between = others - whole, n - 2 * cut if cut else 0
+    # In order: the long half of each program that no pair has had, those between of the one that is cut, short halves.
+    turn = b.map("sub", turn, b.index(2 * paired))
+    tile = b.map("add", b.map("mul", turn, b.index(blocks)), block)
+    s = _there_and_back(b, turn, block, tiles - 2 * paired * blocks, blocks, tile)
+    behind = b.map("sub", s, b.index(heads * half + between))
+    is_behind = b.map("le", b.index(0), behind)
+    long, own = _split(b, b.value(Select(is_behind, behind, s)), b.index(max(heads, 1)))
+    last = b.map("add", long, b.value(Select(is_behind, b.index(half), b.index(0))))
+    own = b.map("add", own, b.index(whole))
+    if between:
+        middle = b.map("sub", s, b.index(heads * half))
+        inside = b.map("and", b.map("le", b.index(0), middle), b.map("lt", behind, b.index(0)))
+        last = b.value(Select(inside, b.map("add", middle, b.index(cut)), last))
+        own = b.value(Select(inside, b.index(first), own))
+    if paired:
+        early = b.map("lt", turn, b.index(0))
+        last, own = b.value(Select(early, place, last)), b.value(Select(early, rest, own))
+    return _ids(b, grid, _inside(b, own, others), _inside(b, last, n), order)
+
+
+LAST = 3  # pairs of turns of a block, at the end, that are shared out by length: what is left over is small then
+
+
+def _ids(b: Builder, grid: tuple[int, ...], rest: Value, place: Value, order: Uneven) -> list[Value]:
+    """From the number of a program on the other axes, the last of them fastest, and its place from the longest."""
+    own = b.map("sub", b.index(grid[order.axis] - 1), place) if order.grows else place
     out = {order.axis: own}
     for axis in reversed(range(len(grid))):
         if axis not in out:
-            side = b.index(grid[axis])
-            out[axis] = b.map("rem", rest, side)
-            rest = b.map("div", rest, side)
+            rest, out[axis] = _split(b, rest, b.index(grid[axis]))
     return [out[axis] for axis in range(len(grid))]
 
 
-def snake(b: Builder, tile: Value, tiles: int, blocks: int) -> Value:
-    """The tile that a block takes in place of `tile`: every other round of the blocks goes backwards, so that the block
-    that had the longest tile has the shortest one next. A last round that is not full goes forwards."""
-    n = b.index(blocks)
-    turn = b.map("div", tile, n)
-    back = b.map(
-        "sub", b.map("mul", b.map("add", b.map("add", turn, turn), b.index(1)), n), b.map("add", tile, b.index(1))
+def _inside(b: Builder, v: Value, n: int) -> Value:
+    """The same number, of which the analysis of ranges knows then that it is in [0, n)."""
+    return b.map("min", b.map("max", v, b.index(0)), b.index(n - 1))
+
+
+def _split(b: Builder, v: Value, n: Value) -> tuple[Value, Value]:
+    return b.map("div", v, n), b.map("rem", v, n)
+
+
+def _there_and_back(b: Builder, turn: Value, block: Value, tiles: int, blocks: int, tile: Value) -> Value:
+    """`tile`, the one that is `block`-th in its turn, or the `block`-th from behind in every other turn: the block that
+    had the longest one has the shortest one next. A last turn that is not full goes forwards."""
+    behind = b.map(
+        "sub", b.map("mul", b.map("add", turn, b.index(1)), b.index(blocks)), b.map("add", block, b.index(1))
     )
     odd = b.map("eq", b.map("and", turn, b.index(1)), b.index(1))
     full = b.map("lt", turn, b.index(tiles // blocks))
-    return b.value(Select(b.map("and", odd, full), back, tile))
+    return b.value(Select(b.map("and", odd, full), behind, tile))

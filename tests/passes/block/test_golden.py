@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+
+import pytest
 import tile_kernels as tk
 
 from jtile.ir import Builder, parse_kernel, print_kernel, verify
@@ -9,7 +14,7 @@ from jtile.passes.block import Machine
 from jtile.passes.block.decide import Wish, plan
 from jtile.passes.block.persist import persist
 from jtile.passes.block.specialise import specialise
-from jtile.passes.block.uneven import Uneven, ids, snake, uneven
+from jtile.passes.block.uneven import Uneven, ids, shared, uneven
 from jtile.passes.cse import cse
 from jtile.passes.dce import dce
 
@@ -217,6 +222,23 @@ def test_long_tiles_first():
     assert uneven(tk.grouped(256, 4, 64, 96), 1 << 20) is None  # sizes that are loaded
 
 
-def test_blocks_go_back_and_forth_but_for_a_last_round_that_is_not_full():
-    taken = [numbers(lambda b, t=t: [snake(b, b.index(t), 32, 10)])[0] for t in range(32)]
-    assert taken == [*range(10), *range(19, 9, -1), *range(20, 30), 30, 31]
+def place_of(grid, turn, block, blocks, order, b):
+    return shared(b, grid, b.index(turn), b.index(block), blocks, order)
+
+
+@pytest.mark.parametrize(
+    ("grid", "grows", "blocks", "most"),
+    [((2, 8, 8), True, 7, 1.04), ((1, 16, 16), False, 12, 1.04), ((3, 2, 7), True, 5, 1.15), ((1, 1, 4), True, 3, 1.5)],
+)
+def test_blocks_have_as_much_to_do(grid, grows, blocks, most):
+    """Every program is taken once; the sums of what lasts 1 .. n differ little among the blocks."""
+    axis, n = 2, grid[2]
+    taken, work = [], [0] * blocks
+    for t in range(math.prod(grid)):
+        turn, block = divmod(t, blocks)
+        at = functools.partial(place_of, grid, turn, block, blocks, Uneven(axis, grows, 2))
+        ids = numbers(at)
+        taken.append(tuple(ids))
+        work[block] += ids[axis] + 1 if grows else n - ids[axis]
+    assert sorted(taken) == list(itertools.product(*map(range, grid)))
+    assert max(work) <= most * sum(work) / blocks
