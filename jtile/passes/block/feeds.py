@@ -229,20 +229,22 @@ def _worth(kernel: Kernel, op: Load) -> bool:
 
 
 def _check_product(dot: Dot) -> None:
-    """What warpgroup products take: 16-bit floats, 8-bit floats and int8, in tiles of 64 rows and 8 columns."""
+    """What warpgroup products take: 16-bit floats, 8-bit floats, int8, and float32 as tf32 where that is precise enough
+    for the user, in tiles of 64 rows and 8 columns."""
     a, b = dot.a.dtype, dot.b.dtype
     batch, m, n, k = dot.sizes()
     if batch:
         refuse("a batched matrix product stands in it", dot)
     byte = (a in BYTE and b in BYTE and dot.precision in ("default", "fast")) or a == b == "int8"
-    if not (a == b and a in HALF) and not byte:
+    tf32 = a == b == "float32" and dot.precision == "fast"
+    if not (a == b and a in HALF) and not byte and not tf32:
         refuse(f"its matrix product of {a} and {b} is none of warpgroups", dot)
-    least = 32 if byte else 16
+    least = 32 if byte else 8 if tf32 else 16
     if m % 64 or n % 8 or k % least:
         refuse(f"its matrix product is {m}x{n}x{k}, of warpgroups a multiple of 64x8x{least}", dot)
     (x, across), (y, along) = operand(dot, False), operand(dot, True)
-    if byte and (not isinstance(y.op, Load) or not along or (isinstance(x.op, Load) and across)):
-        refuse("products of 8-bit elements take operands that lie along k in memory", dot)
+    if a not in HALF and (not isinstance(y.op, Load) or not along or (isinstance(x.op, Load) and across)):
+        refuse(f"products of {a} take operands that lie along k in memory", dot)
 
 
 def _join(groups: list[list[Load]], loads: Sequence[Load], kind: Callable[[Load], Hashable]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from device import run_artifact
 
+import jtile as jt
 from jtile.interpret import interpret
 from jtile.lowering.triton.block import compile_block_kernel
 from jtile.ops import QuantizedTensor, hopper_quantized
@@ -49,3 +50,29 @@ def test_products_with_them(kind, m):
     inputs = [np.asarray(a) for a in args]
     (got,) = run_artifact(compile_block_kernel(kernel, "sm_90"), kernel, inputs).outputs()
     assert relative_error(got, interpret(kernel, inputs)[0]) < 1e-5
+
+
+@jt.kernel(
+    out_type=lambda a, b: jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.float32),
+    grid=lambda a, b: (jt.cdiv(a.shape[0], 128), jt.cdiv(b.shape[0], 64)),
+)
+def tf32_product(a, b, o):
+    i, j = jt.program_id(0), jt.program_id(1)
+    A, B = a.tiles(128, 32), b.tiles(64, 32)
+    acc = jt.zeros((128, 64), jnp.float32)
+    for k in jt.range(A.shape[1], stages=3):
+        acc = jt.dot(A[i, k], B[j, k].T, acc, precision="fast")
+    o.tiles(128, 64)[i, j] = acc
+
+
+def test_float32_as_tf32():
+    texts = tf32_product.lower(*[jax.ShapeDtypeStruct((300, 200), jnp.float32)] * 2, target="cuda:sm_90").texts
+    assert texts["schedule"].startswith("block level: ")
+    assert "m64n64k8.f32.tf32.tf32" in texts["ptx"]
+
+
+@pytest.mark.gpu
+def test_float32_as_tf32_on_the_gpu():
+    a, b = (jax.random.normal(jax.random.key(k), (n, 200)) for k, n in enumerate((300, 200)))
+    error = relative_error(tf32_product(a, b), np.asarray(a, np.float64) @ np.asarray(b, np.float64).T)
+    assert 1e-5 < error < 2e-3
