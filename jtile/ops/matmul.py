@@ -13,6 +13,8 @@ import jtile as jt
 from jtile.ops import gpu_tiles, spaces
 from jtile.ops._shapes import known, tuned
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
+from jtile.ops.parts import panels as _panels
+from jtile.ops.parts import product_in_parts
 
 BLOCK = 256  # terms of a sum at a time, where their number is not known
 TILE = 256  # side of a tile of the result: A and B panels of one program stay in the second-level cache
@@ -188,43 +190,6 @@ def _tile(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, stages=3, sa
     y.tiles(None, bm, bn)[e, i, j] = ACTIVATIONS[activation](Y).astype(out_dtype)
 
 
-def _panels(a, b, rows, columns, ta: bool, tb: bool, bm: int, bn: int, bk: int):
-    """Functions of p: tile p of rows i of op(a[e]), rows = (e, i), and of columns j of op(b[e])."""
-    (ea, i), (eb, j) = rows, columns
-    A = lambda p: a.tiles(None, bk, bm)[ea, p, i].T if ta else a.tiles(None, bm, bk)[ea, i, p]
-    B = lambda p: b.tiles(None, bn, bk)[eb, j, p].T if tb else b.tiles(None, bk, bn)[eb, p, j]
-    return A, B
-
-
-@functools.cache
-def _matmul_parts(ta: bool, tb: bool) -> jt.Kernel:
-    """[1, m, k], [1, k, n] -> sums over equal parts of k, [parts, m, n]: more programs than tiles of the result."""
-
-    def part(a, b, y, *, parts, bm, bn, bk):
-        # Y_s[i, j] = sum_p A[i, p] B[p, j] over part s of p; beyond the arrays all is 0
-        s, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-        count = jt.cdiv(jt.cdiv(a.shape[1 if ta else 2], bk), parts)
-        A, B = _panels(a, b, (0, i), (0, j), ta, tb, bm, bn, bk)
-        Y = jnp.zeros((bm, bn), jnp.float32)
-        for p in jt.range(count, stages=3):
-            Y = jt.dot(A(s * count + p), B(s * count + p), Y)
-        y.tiles(None, bm, bn)[s, i, j] = Y
-
-    sides = lambda a, b: (a.shape[2 if ta else 1], b.shape[1 if tb else 2])
-    kernel = jt.kernel(
-        out_type=lambda a, b, *, parts, **_: jax.ShapeDtypeStruct((parts, *sides(a, b)), jnp.float32),
-        grid=lambda a, b, *, parts, bm, bn, **_: (parts, *map(jt.cdiv, sides(a, b), (bm, bn))),
-        sharding=f"_ {'k m' if ta else 'm k'}, _ {'n k' if tb else 'k n'} -> _ m n",
-        name="matmul_parts",
-    )(part)
-    # The parts are summed at once (see `_run`), so that they all have one cotangent.
-    kernel.defvjp(
-        lambda a, b, **meta: (kernel(a, b, **meta), (a, b)),
-        lambda residuals, ct, **_: cotangents(*residuals, ct[:1], ta=ta, tb=tb),
-    )
-    return kernel
-
-
 _matmul = jt.kernel(out_type=_out_type, grid=_grid, name="matmul")(_tile)
 _matmul = _matmul.autotune(space=spaces.products, key=spaces.PRODUCT, override=True)
 
@@ -235,11 +200,7 @@ def _run(a, b, *bias, ta, tb, bm, bn, bk, save=False, **meta):
     if jt.platform() != "cpu":
         parts, sides = _parts(a, b, ta, tb)
         if parts > 1:
-            kernel = tuned(_matmul_parts(ta, tb), **gpu_tiles.product_options(sides["bm"], sides["bn"], 2))
-            z = kernel(a, b, parts=parts, **sides).sum(0, keepdims=True)
-            z = z + bias[0][None].astype(z.dtype) if bias else z
-            y = ACTIVATIONS[meta["activation"]](z).astype(meta["out_dtype"])
-            return (y, z) if save else y
+            return product_in_parts(a, b, *bias, parts=parts, ta=ta, tb=tb, **sides, save=save, **meta)
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize))
     return kernel(a, b, *bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
 
