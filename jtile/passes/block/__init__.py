@@ -21,6 +21,7 @@ from ..dce import dce
 from ..hoist import small
 from .decide import Wish, check, plan
 from .feeds import sink
+from .join import join
 from .masks import masks
 from .overlap import overlap
 from .persist import persist
@@ -74,6 +75,7 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         chosen = plan(step("masks", "tile", lambda k: sink(masks.run(k))), machine, wish)
         step("persist", "tile", lambda k: small(cse.run(persist(k, chosen.blocks, machine.cache)), SMALL))
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
+        step("join", "block", lambda k: dce.run(join.run(k)))
         step("prefetch", "block", prefetch.run)
         step("overlap", "block", overlap.run)
         final = step(LAST, "block", lambda k: dce.run(cse.run(canonicalise.run(bounds.run(k)))))
