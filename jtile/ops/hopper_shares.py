@@ -32,7 +32,7 @@ class Units:
 
     def of_rows(self, lengths, k):
         """Block k of the rows: their numbers, and the units of all of their heads, both int32 [rows]."""
-        n = min(jt.next_power_of_2(lengths.shape[0]), _ROWS)
+        n = min(max(jt.next_power_of_2(lengths.shape[0]), 32), _ROWS)
         row = k * n + jt.arange(n)
         return row, jnp.where(row < lengths.shape[0], self.of(lengths.tiles(n)[k]) * self.heads, 0)
 
@@ -119,4 +119,3 @@ def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int)
             acc = acc * fade[:, None] + w[:, None] * o_part.tiles(None, n, d)[at, i, 0]
             l, m = l * fade + w, top
         o.tiles(None, n, d)[b, i, 0] = (acc / l[:, None]).astype(o.dtype)
-

@@ -70,10 +70,12 @@ def splits(q, k, *_, **__) -> Points:
     return _all(bk=_sides(k.shape[1], 16, 32, 64, 128, 256), num_warps=[1, 2, 4, 8], stages=[2, 3, 4])
 
 
-def full_cache(q, k, v, lengths, **_) -> Any:
+def full_cache(q, k, v, lengths, table, **_) -> Any:
     """Data of `decode_splits`: every slot is in use."""
     ones = (jnp.full(x.shape, 0.5, x.dtype) for x in (q, k, v))
-    return (*ones, jnp.full(lengths.shape, k.shape[1], lengths.dtype))
+    slots = k.shape[1] * (table[0].shape[1] if table else 1)
+    pages = tuple(jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) % k.shape[0] for x in table)
+    return (*ones, jnp.full(lengths.shape, slots, lengths.dtype), pages)
 
 
 def rows(x, *_, **__) -> Points:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops import gpu_tiles, spaces
-from jtile.ops._shapes import check_rank, fit, known, machine, sums_in, tuned
+from jtile.ops import gpu_tiles, hopper_decode, spaces
+from jtile.ops._shapes import check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.flash_attention import NOTHING, attention, attention_reference, check_operands, normalised, online
 
@@ -26,7 +26,20 @@ def splits_of(parts: int, slots: int) -> int:
     return min(max(m.programs // 4 // parts, 1), jt.cdiv(slots, 2 * _SHORTEST_SPLIT))
 
 
-def _types(q, k, v, lengths, *, splits, **_):
+def slots_of(cache, table) -> int:
+    """Slots of a row; `table`: the pages of each row in a tuple, or ()."""
+    return cache.shape[1] * (table[0].shape[1] if table else 1)
+
+
+def place(b, j, bk: int, cache, table):
+    """Where block j of `bk` keys of row b lies in a cache: its row, or its page, and which block that is there."""
+    if not table:
+        return b, j
+    of_page = jnp.int32(cache.shape[1] // bk)
+    return table[0][b, jax.lax.div(j, of_page)], jax.lax.rem(j, of_page)
+
+
+def _types(q, k, v, lengths, table, *, splits, **_):
     """acc, m and l of every split, [batch, kv heads, splits, t, group(, d)]; with one split just the output."""
     batch, t, heads, d = q.shape
     if splits == 1:
@@ -35,23 +48,24 @@ def _types(q, k, v, lengths, *, splits, **_):
     return tuple(jax.ShapeDtypeStruct(s, sums_in(q)) for s in ((*part, d), part, part))
 
 
-def _grid(q, k, v, lengths, *, splits, **_):
+def _grid(q, k, v, lengths, table, *, splits, **_):
     return q.shape[0], k.shape[2], splits
 
 
 @jt.autotune(space=spaces.splits, data=spaces.full_cache, override=True)
 @jt.kernel(out_type=_types, grid=_grid)
 def decode_splits(
-    q, k, v, lengths, *out,
+    q, k, v, lengths, table, *out,
     splits: int, bk: int, scale: float, softcap: float | None, window: int | None, stages: int = 3,
 ):  # fmt: skip
-    """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d]; lengths int32 [batch]."""
+    """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d] and table
+    [batch, pages of a row] in a tuple; lengths int32 [batch]."""
     # as in flash_attention, for keys [lo, hi) of this split; the query of token i stands at position length - t + i
     b, g, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     t, d, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
     K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
     Q = q.tiles(None, t, group, d)[b, 0, g, 0].reshape(t * group, d)
-    length = jnp.clip(lengths[b], 0, k.shape[1])
+    length = jnp.clip(lengths[b], 0, slots_of(k, table))
     position = length - t + jt.arange(t * group)[:, None] // group
     begin = 0 if window is None else floordiv(jnp.maximum(length - t + 1 - window, 0), bk)
     end = jt.cdiv(length, bk)
@@ -63,8 +77,9 @@ def decode_splits(
     )  # blocks that every query sees whole
 
     def step(j, m, l, acc, edge: bool):
-        s = scores(jt.dot(Q, K[b, j, g, 0].T), scale if softcap is not None else scale * LOG2_E, softcap)
-        v_j = V[b, j, g, 0]
+        row, at = place(b, j, bk, k, table)
+        s = scores(jt.dot(Q, K[row, at, g, 0].T), scale if softcap is not None else scale * LOG2_E, softcap)
+        v_j = V[row, at, g, 0]
         if edge:
             columns = j * bk + jt.arange(bk)[None, :]
             seen = columns <= position
@@ -136,6 +151,7 @@ def decode_attention(
     v: jax.Array,
     lengths: jax.Array,
     *,
+    pages: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
@@ -143,12 +159,14 @@ def decode_attention(
 ) -> jax.Array:
     """Causal attention of the newest tokens over a key-value cache that holds them already.
 
-    Differentiable in q, k and v, not in lengths; as `attention` over the slots in use.
+    Differentiable in q, k and v, not in lengths and pages; as `attention` over the slots in use.
 
     Args:
       q: float array [batch, heads, d], one token a row, or [batch, t, heads, d], the last t tokens.
-      k, v: the cache, float arrays [batch, slots, kv_heads, d]; kv_heads divides heads.
+      k, v: the cache, float arrays [batch, slots, kv_heads, d]; with `pages` [pages, slots of a page, kv_heads, d];
+        kv_heads divides heads.
       lengths: int [batch], slots in use, the new tokens included; token i of t stands in slot lengths - t + i.
+      pages: int [batch, n], the pages of each row in order; those behind the length may be anything.
       scale: default 1 / sqrt(d).
       softcap: scores become `softcap * tanh(score / softcap)`.
       window: a token sees its `window` newest keys, itself included.
@@ -159,30 +177,56 @@ def decode_attention(
       KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
     """
     if q.ndim == 3:
-        options = {"scale": scale, "softcap": softcap, "window": window, "splits": splits}
+        options = {"pages": pages, "scale": scale, "softcap": softcap, "window": window, "splits": splits}
         return decode_attention(q[:, None], k, v, lengths, **options)[:, 0]
     check_rank("decode_attention", "q", q, 4, "[batch, heads, d] or [batch, t, heads, d]")
-    check_operands("decode_attention", q, k, v, lengths=lengths)
+    if pages is None:
+        check_operands("decode_attention", q, k, v, lengths=lengths)
+    else:
+        _check_pages(q, k, v, lengths, pages)
     if window is not None and window < 1:
         raise KernelValueError(f"decode_attention: a window is at least 1, got {window}")
-    if q.size == 0 or k.size == 0:
-        return jnp.zeros(q.shape, q.dtype)
-    batch, slots, groups = k.shape[:3]
-    splits = splits_of(batch * groups, slots) if splits is None else splits
-    if splits < 1:
+    if splits is not None and splits < 1:
         raise KernelValueError(f"decode_attention: splits is at least 1, got {splits}")
+    if q.size == 0 or k.size == 0 or (pages is not None and pages.size == 0):
+        return jnp.zeros(q.shape, q.dtype)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    return _decode(q, k, v, lengths.astype(jnp.int32), scale, softcap, window, splits)
+    table = () if pages is None else (pages.astype(jnp.int32),)
+    return _decode(q, k, v, lengths.astype(jnp.int32), table, scale, softcap, window, splits)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6, 7))
-def _decode(q, k, v, lengths, scale: float, softcap: float | None, window: int | None, splits: int):
+def _check_pages(q, k, v, lengths, pages) -> None:
+    check_int("decode_attention", lengths=lengths, pages=pages)
+    check_rank("decode_attention", "pages", pages, 2, "[batch, pages of a row]")
+    check_rank("decode_attention", "k", k, 4, "[pages, slots of a page, kv_heads, d]")
+    check_shape("decode_attention", "lengths", lengths, q.shape[:1])
+    check_shape("decode_attention", "pages", pages, (q.shape[0], pages.shape[1]))
+    of_row = lambda x: jax.ShapeDtypeStruct((q.shape[0], *x.shape[1:]), x.dtype)
+    check_shape("decode_attention", "v", v, k.shape)
+    check_operands("decode_attention", q, of_row(k), of_row(v))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7, 8))
+def _decode(q, k, v, lengths, table, scale: float, softcap: float | None, window: int | None, splits: int | None):
+    in_splits = functools.partial(_in_splits, scale=scale, softcap=softcap, window=window, splits=splits)
+    if splits is None and jt.architecture() == "sm_90" and hopper_decode.fits(q, k, table, window, scale):
+        in_shares = hopper_decode.decode(scale, softcap)  # the platform was a guess: only the lowering knows it
+        return jax.lax.platform_dependent(q, k, v, lengths, table, cuda=in_shares, default=in_splits)
+    return in_splits(q, k, v, lengths, table)
+
+
+def _in_splits(q, k, v, lengths, table, *, scale: float, softcap: float | None, window: int | None, splits: int | None):
+    slots, page = slots_of(k, table), k.shape[1]
+    splits = splits_of(q.shape[0] * k.shape[2], slots) if splits is None else splits
     keys = 128 if machine().whole else gpu_tiles.keys_of_cache(q.shape[3], q.dtype.itemsize)
-    kernel, bk = decode_splits, fit(k.shape[1], keys)
+    kernel, bk = decode_splits, fit(page, keys)
     if not machine().whole and q.dtype.itemsize == 2 and splits > 1:
-        bk = fit(k.shape[1], 32) if known(k.shape[1]) // splits > 2048 else bk
+        bk = fit(page, 32) if known(slots) // splits > 2048 else bk
         kernel = tuned(decode_splits, num_warps=2)
-    parts = kernel(q, k, v, lengths, splits=splits, bk=bk, softcap=softcap, window=window, scale=scale)
+    if table:
+        bk = max(x for x in range(1, min(bk, page) + 1) if page % x == 0)
+    options = {"splits": splits, "bk": bk, "softcap": softcap, "window": window, "scale": scale}
+    parts = kernel(q, k, v, lengths, table, **options)
     return parts if splits == 1 else combined(parts, q.dtype.name)
 
 
@@ -190,18 +234,32 @@ def _decode(q, k, v, lengths, scale: float, softcap: float | None, window: int |
 def _decode_jvp(scale, softcap, window, splits, primals, tangents):
     """Of the same result as `attention` over the slots in use, which has a reverse mode for any number of keys."""
     del splits
-    q, k, v, lengths = primals
-    lengths = jnp.clip(lengths, 0, k.shape[1])
+    q, k, v, lengths, table = primals
+    slots = slots_of(k, table)
+    lengths = jnp.clip(lengths, 0, slots)
     options = {"scale": scale, "softcap": softcap, "window": window, "causal": True}
-    same = lambda q, k, v: attention(q, k, v, lengths=lengths, offsets=lengths - q.shape[1], **options)
+
+    def same(q, k, v):
+        k, v = (in_one_piece(x, table) for x in (k, v))
+        return attention(q, k, v, lengths=lengths, offsets=lengths - q.shape[1], **options)
+
     return jax.jvp(same, (q, k, v), tangents[:3])
 
 
-def decode_attention_reference(q, k, v, lengths, *, scale=None, softcap=None, window=None, splits=None):
+def in_one_piece(cache, table):
+    """The cache of each row in one piece: [batch, slots, ...]."""
+    if not table:
+        return cache
+    pages = jnp.clip(table[0], 0, cache.shape[0] - 1)
+    return cache[pages].reshape(len(pages), -1, *cache.shape[2:])
+
+
+def decode_attention_reference(q, k, v, lengths, *, pages=None, scale=None, softcap=None, window=None, splits=None):
     """`decode_attention` in jnp."""
     del splits
+    options = {"scale": scale, "softcap": softcap, "window": window}
     if q.ndim == 3:
-        return decode_attention_reference(q[:, None], k, v, lengths, scale=scale, softcap=softcap, window=window)[:, 0]
+        return decode_attention_reference(q[:, None], k, v, lengths, pages=pages, **options)[:, 0]
+    k, v = (in_one_piece(x, () if pages is None else (pages,)) for x in (k, v))
     lengths = jnp.clip(lengths, 0, k.shape[1]).astype(jnp.int32)
-    options = {"scale": scale, "softcap": softcap, "window": window, "lengths": lengths}
-    return attention_reference(q, k, v, causal=True, offsets=lengths - q.shape[1], **options)
+    return attention_reference(q, k, v, causal=True, offsets=lengths - q.shape[1], lengths=lengths, **options)
