@@ -11,6 +11,8 @@ import jtile as jt
 COUNTED = "reverse mode goes through loops that count their rounds"
 ATOMIC = "what this atomic leaves depends on the order of the programs"
 WHOLE = "a kernel that prints or asserts runs as a whole on every device: its operands are gathered"
+SCHEDULE = "a schedule has no forward mode; its reverse mode is the one it is given"
+FOR_HOPPER = "exported for sm_90 only: elsewhere it runs in the interpreter, a callback"
 REVERSE = ("vjp", "numeric", "checkpoint", "grad of vmap", "vmap of grad", "second order")
 
 
@@ -192,6 +194,20 @@ def own_rule(x, o):
 own_rule.defvjp(lambda x: (own_rule(x),) * 2, lambda y, g: (y * g,))
 
 
+@jt.kernel(out_type=same, grid=1, fallback="interpret")
+def in_roles(x, o):
+    X, full = jt.alloc(x.shape, x.dtype), jt.barrier()
+    with jt.role("consumer"):
+        full[0].wait(0)
+        o[...] = jnp.exp(X.load())
+    with jt.role("producer", warps=1):
+        full[0].expect(X.nbytes)
+        jt.async_copy(x.tiles(*x.shape).at[0, 0], X, full[0])
+
+
+in_roles.defvjp(lambda x: (in_roles(x),) * 2, lambda y, g: (y * g,))
+
+
 def matmul_reference(a, b):
     return jnp.matmul(a, b, precision="highest")
 
@@ -229,4 +245,7 @@ CASES: dict[str, LibraryCase] = {
     "casts to bfloat16": case(narrow, stop, f(4, 3), derivative_tolerance=1e-2,
                               skip={"numeric": "the kernel is a step function"}),
     "a rule of its own (defvjp)": case(own_rule, jnp.exp, f(4, 3)),
+    "roles (block level), defvjp": case(in_roles, jnp.exp, f(4, 8), skip={
+        **dict.fromkeys(("jvp", "second order"), SCHEDULE), "export": FOR_HOPPER,
+    }),
 }  # fmt: skip
