@@ -49,7 +49,7 @@ def measure(case: Case, machine: Machine, options: Options, say: Callable[[str],
     began = time.monotonic()
     bound = machine.bound_us(case.bytes, case.flops, case.unit)
     sets = [case.make(seed) for seed in range(set_count(case, options))]
-    calls = timing.call_count(bound, len(sets))
+    calls = timing.call_count(bound, len(sets), size(jax.eval_shape(case.reference, *sets[0])))
     runners = _runners(case, sets, calls, options, say)
     errors = _errors(case, sets[0], runners, say)
     samplers = {name: timing.sampler(runner) for name, runner in runners.items()}

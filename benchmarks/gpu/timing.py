@@ -13,14 +13,18 @@ from jax import lax
 
 from jtile.testing import Timing
 
-_PROGRAM_US = 500.0  # device time of one program: many times what its dispatch costs the host
-_SAMPLE_US = 10_000.0  # of one sample: many times what waiting for the device costs
-_MOST_CALLS = 32
+# Device time of one program. A device idles 20 to 50 us in front of each program of XLA's, and the host may need 0.5 ms
+# for one: results have moved, and its command buffer is recorded again.
+_PROGRAM_US = 4_000.0
+_SAMPLE_US = 20_000.0
+_MOST_CALLS = 96
+_MOST_BYTES = 8 << 30  # of the results of one program, all of which are kept
 
 
-def call_count(estimate_us: float, sets: int) -> int:
+def call_count(estimate_us: float, sets: int, result_bytes: int = 0) -> int:
     """Calls in one program of work that takes at least `estimate_us`: whole rounds over the `sets` of arguments."""
-    wanted = min(_MOST_CALLS, math.ceil(_PROGRAM_US / max(estimate_us, 1e-3)))
+    room = max(1, _MOST_BYTES // max(result_bytes, 1))
+    wanted = min(_MOST_CALLS, room, math.ceil(_PROGRAM_US / max(estimate_us, 1e-3)))
     return sets * math.ceil(wanted / sets)
 
 
@@ -50,12 +54,20 @@ class JaxRunner:
         self.output = jax.block_until_ready(program(sets))[0]  # of the first set; whoever checks it drops it
 
     def run(self, turns: int) -> float:
-        """Microseconds of one call, over `turns` programs that the host does not wait for in between."""
+        """Microseconds of one call, over `turns` programs that the host does not wait for in between.
+
+        One program more is timed alone and its time taken off: the start of the first and the wait for the last cost
+        0.2 ms, which are no part of the work.
+        """
+        alone = self._seconds(1)
+        return 1e6 * max(self._seconds(turns + 1) - alone, 1e-9) / (turns * self.calls)
+
+    def _seconds(self, turns: int) -> float:
         start = time.perf_counter()
         for _ in range(turns):
             y = self._program(self._sets)
         jax.block_until_ready(y)
-        return 1e6 * (time.perf_counter() - start) / (turns * self.calls)
+        return time.perf_counter() - start
 
 
 def sampler(runner: Any) -> Callable[[], float]:
