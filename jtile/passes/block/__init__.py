@@ -24,6 +24,7 @@ from .feeds import sink
 from .join import join
 from .masks import masks
 from .overlap import overlap
+from .pairs import pairs
 from .persist import persist
 from .plan import Machine, NoPlan, Plan, Refusal
 from .prefetch import prefetch
@@ -76,6 +77,7 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         step("persist", "tile", lambda k: small(cse.run(persist(k, chosen.blocks, machine.cache)), SMALL))
         step("specialise", "block", lambda k: dce.run(cse.run(specialise(k, chosen))))
         step("join", "block", lambda k: dce.run(join.run(k)))
+        step("pairs", "block", pairs.run)
         step("prefetch", "block", prefetch.run)
         step("overlap", "block", overlap.run)
         final = step(LAST, "block", lambda k: dce.run(cse.run(canonicalise.run(bounds.run(k)))))

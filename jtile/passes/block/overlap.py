@@ -3,7 +3,7 @@
 The plain form of a loop waits for every product at once. Here loops of independent accumulations (a matrix product, or
 several) leave the products of one round in flight while the next round starts its own, and give the buffers back a
 round later. Loops in which one product needs the result of another (attention) are rotated, see `rotate`; loops that
-fold products into sums themselves take rounds in pairs, see `pairs`.
+fold products into sums themselves are in pairs of rounds by now, see `pairs`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
 
 from .chains import VIEWS, Copier, Products, filled_by, root_of, slots_given
-from .pairs import Pairs
-from .plan import for_tiles
 from .rotate import Rotation, Style, Turn
 
 
@@ -57,16 +55,14 @@ class _Overlap:
     hold: bool
     turns: bool
     turn: dict[For, Turn] = dataclasses.field(default_factory=dict)
-    room: int = 128 * for_tiles(0)  # registers for tiles, of the role at hand
 
     def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
         b = Builder(Block(tuple(Value(p.type, p.name) for p in old.params)))
         copy = Copier(b, env)
         copy.local.update(zip(old.params, b.block.params, strict=True))
         for op in old.ops:
-            if isinstance(op, Roles):
-                self.roles(op, b, copy)
-                continue
+            if isinstance(op, Roles) and self.turns:
+                self.plan_turns(op, b)
             if isinstance(op, For) and (results := self.loop(op, b, copy.look)) is not None:
                 copy.local.update(zip(op.results, results, strict=True))
                 continue
@@ -85,21 +81,7 @@ class _Overlap:
         if rotation is not None:
             return rotation.build(b, env, self.runs(op), Style(self.hold, self.turn.get(op)))
         accumulation = _Accumulation.of(products)
-        if accumulation is not None:
-            return accumulation.build(b, env, self.runs(op))
-        pairs = Pairs.of(products, self.room)
-        return None if pairs is None else pairs.build(b, env)
-
-    def roles(self, op: Roles, b: Builder, copy: Copier) -> None:
-        """A copy of the roles, each with its registers."""
-        if self.turns:
-            self.plan_turns(op, b)
-        bodies = []
-        for warps, registers, body in zip(op.warps, op.registers, op.bodies, strict=True):
-            self.room = 32 * warps * for_tiles(registers)
-            bodies.append(self.block(body, copy.look))
-        b.loc = op.loc
-        b.add(dataclasses.replace(op, bodies=tuple(bodies)))
+        return None if accumulation is None else accumulation.build(b, env, self.runs(op))
 
     def plan_turns(self, roles: Roles, b: Builder) -> None:
         """Give every consumer its turns, in the order of the roles."""

@@ -10,13 +10,52 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from jtile.ir import Arrive, Block, Builder, DotAsync, DotWait, Op, TileType, Value
+from jtile.ir import Arrive, Block, Builder, DotAsync, DotWait, For, Kernel, Op, Roles, TileType, Value
 from jtile.passes.fold import number
+from jtile.passes.pipeline import Pass
 from jtile.passes.rewrite import free_values, is_pure
 
 from .chains import Copier, Products, slots_given
+from .plan import for_tiles
 
 ROUNDS = 2  # at a time
+
+
+def run(kernel: Kernel) -> Kernel:
+    return kernel.with_body(_InPairs().block(kernel.body, lambda v: v))
+
+
+@dataclasses.dataclass
+class _InPairs:
+    """Copies a kernel; `room`: registers for tiles, of all threads of the role at hand."""
+
+    room: int = 128 * for_tiles(0)
+
+    def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
+        b = Builder(Block(tuple(Value(p.type, p.name) for p in old.params)))
+        copy = Copier(b, env)
+        copy.local.update(zip(old.params, b.block.params, strict=True))
+        for op in old.ops:
+            pairs = Pairs.of(Products(op), self.room) if isinstance(op, For) else None
+            if pairs is not None:
+                copy.local.update(zip(op.results, pairs.build(b, copy.look), strict=True))
+            elif isinstance(op, Roles):
+                self.roles(op, b, copy)
+            else:
+                new = op.clone(copy.look, lambda inner: self.block(inner, copy.look))
+                b.block.ops.append(new)
+                copy.local.update(zip(op.results, new.results, strict=True))
+        b.block.yields = tuple(map(copy.look, old.yields))
+        return b.block
+
+    def roles(self, op: Roles, b: Builder, copy: Copier) -> None:
+        """A copy of the roles, each with its registers."""
+        bodies = []
+        for warps, registers, body in zip(op.warps, op.registers, op.bodies, strict=True):
+            self.room = 32 * warps * for_tiles(registers)
+            bodies.append(self.block(body, copy.look))
+        b.loc = op.loc
+        b.add(dataclasses.replace(op, bodies=tuple(bodies)))
 
 
 @dataclasses.dataclass
@@ -39,7 +78,7 @@ class Pairs:
         """None where a product adds to another one, where the rounds depend on each other in more than their sums, or
         where they need more than `room` registers, of all threads."""
         body, dots = products.body, list(products.waits)
-        if any(d.acc is not None and number(d.acc) != 0 for d in dots):
+        if not dots or any(d.acc is not None and number(d.acc) != 0 for d in dots):
             return None
         ends = [products.waits[d] for d in dots]
         reached = products.reached([r for w in ends for r in w.results])
@@ -67,7 +106,9 @@ class Pairs:
         old = self.products.loop
         b.loc = old.loc
         lo, hi, step = map(env, (old.lo, old.hi, old.step))
-        several = b.map("mul", step, b.full(ROUNDS, (), step.dtype))
+        one = number(old.step)
+        several = b.full(ROUNDS if one is None else ROUNDS * one, (), step.dtype)
+        several = b.map("mul", step, several) if one is None else several
         rounds = None if None in (number(old.lo), number(old.hi)) else number(old.hi) - number(old.lo)
         even = rounds is not None and number(old.step) == 1 and rounds % ROUNDS == 0
         until = hi if even else b.map("sub", hi, b.map("sub", several, step))
@@ -145,3 +186,6 @@ def _needed(body: Block, late: set[Op], sums: set[int]) -> set[Op]:
 def _last(ops: list[Op]) -> int:
     """The place of the last product."""
     return max(n for n, op in enumerate(ops) if isinstance(op, DotAsync))
+
+
+pairs = Pass("pairs", "No product of a loop waits until arithmetic has added the one before to its sums.", run)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from jtile.ir import Block, Builder, DotAsync, For, Kernel, Load, Op, Select, Value
+from jtile.ir import Block, Builder, DotAsync, DotWait, For, Kernel, Load, Op, Select, Value
 from jtile.passes.affine import ranges
 from jtile.passes.fold import number
 from jtile.passes.intervals import Intervals
@@ -75,20 +75,31 @@ class _Ahead:
             copy = Copier(b, env)
             copy.local.update(zip(old.body.params, body.params, strict=False))
             copy.local.update(zip((op.result for op in loads), body.params[1 + len(params) :], strict=True))
-            b.loc = old.loc
-            after = b.map("add", body.params[0], step)
-            ahead = b.value(Select(b.map("lt", after, hi), after, body.params[0]))
-            following = [_load(op, old, Copier(b, env), ahead) for op in loads]
+            following: list[Value] = []
             for op in old.body.ops:
+                if isinstance(op, DotWait) and not following:
+                    following = self.following(old, loads, copy, hi)
                 if op not in loads:
                     new = op.clone(copy.look, lambda inner: self.block(inner, copy.look))
                     b.block.ops.append(new)
                     copy.local.update(zip(op.results, new.results, strict=True))
+            following = following or self.following(old, loads, copy, hi)
             body.yields = (*map(copy.look, old.body.yields), *following)
         b.loc = old.loc
         inits = (*map(env, old.inits), *first)
         new = dataclasses.replace(old, lo=lo, hi=hi, step=step, inits=inits, body=body)
         return b.add(new, *(r.name for r in old.results), *(op.result.name for op in loads))
+
+    @staticmethod
+    def following(old: For, loads: list[Load], copy: Copier, hi: Value) -> list[Value]:
+        """The loads of the next round, asked for when the products of this one are under way: what a loop carries is
+        copied from register to register, and a copy in front of a product would wait for its load."""
+        b, k = copy.b, old.body.params[0]
+        b.loc = old.loc
+        after = b.map("add", copy.look(k), copy.look(old.step))
+        ahead = b.value(Select(b.map("lt", after, hi), after, copy.look(k)))
+        inner = Copier(b, copy.look)
+        return [_load(op, old, inner, ahead) for op in loads]
 
 
 def _places(load: Load, loop: For) -> list[Op] | None:

@@ -13,7 +13,7 @@ from jtile.errors import JtileError
 from jtile.interpret import interpret
 from jtile.ir import DotWait, For, parse_kernel, print_kernel, verify
 from jtile.passes.block import Machine, NoPlan, steps
-from jtile.passes.block.overlap import overlap
+from jtile.passes.block.pairs import pairs
 
 TEXT = """kernel @k(%a: ref<64x256xf32>, %b: ref<256x16xf32>, %n: ref<i32>, %o: ref<64x16xf32, out>) {
   %c0 = full 0 : i32
@@ -65,13 +65,12 @@ TEXT = """kernel @k(%a: ref<64x256xf32>, %b: ref<256x16xf32>, %n: ref<i32>, %o: 
 
 def test_two_rounds_in_one():
     """An even number of rounds needs no loop for the rest."""
-    kernel = overlap(parse_kernel(TEXT.replace("ROUNDS", "full 4 : i32")))
+    kernel = pairs(parse_kernel(TEXT.replace("ROUNDS", "full 4 : i32")))
     verify(kernel, "block")
     text = print_kernel(kernel).split("%zero = full 0.0 : tile<64x16xf32>\n")[1].split("store %o")[0]
     expected = """\
       %c2 = full 2 : i32
-      %0 = mul %c1, %c2 : i32
-      %sum, %end = for %k in %c0..%rounds step %0 carry (%acc = %zero, %it = %c0) {
+      %sum, %end = for %k in %c0..%rounds step %c2 carry (%acc = %zero, %it = %c0) {
         %s = rem %it, %c3 : i32
         %t = div %it, %c3 : i32
         %p = and %t, %c1 : i32
@@ -80,7 +79,7 @@ def test_two_rounds_in_one():
         %Bs = slot %B[%s] : shared<32x16xf32>
         %run = dot_async %As, %Bs : tile<64x16xf32>
         %it1 = add %it, %c1 : i32
-        %1 = add %k, %c1 : i32
+        %0 = add %k, %c1 : i32
         %s_1 = rem %it1, %c3 : i32
         %t_1 = div %it1, %c3 : i32
         %p_1 = and %t_1, %c1 : i32
@@ -106,7 +105,7 @@ def test_two_rounds_in_one():
 @pytest.mark.parametrize("known", [True, False])
 def test_any_number_of_rounds(rounds, known):
     kernel = parse_kernel(TEXT.replace("ROUNDS", f"full {rounds} : i32" if known else "load %n[]"))
-    after = overlap(kernel)
+    after = pairs(kernel)
     verify(after, "block")
     consumer = after.body.ops[-1].blocks()[0]
     assert sum(isinstance(op, For) for op in consumer.ops) == (1 if known and rounds % 2 == 0 else 2)
@@ -118,7 +117,7 @@ def test_any_number_of_rounds(rounds, known):
 
 def test_the_waits_are_needed():
     """A product that runs is no tile yet."""
-    kernel = overlap(parse_kernel(TEXT.replace("ROUNDS", "full 4 : i32")))
+    kernel = pairs(parse_kernel(TEXT.replace("ROUNDS", "full 4 : i32")))
     faulty = parse_kernel(print_kernel(kernel).replace("dot_wait %run_1 :", "dot_wait %run_1 pending=1 :"))
     with pytest.raises(JtileError):
         interpret(faulty, operands(faulty, 4))
@@ -140,7 +139,7 @@ def test_what_stays(old, new):
     if new == "64x256":
         text = text.replace("256x16x", "256x256x").replace("32x16x", "32x256x").replace("+16]", "+256]")
     kernel = parse_kernel(text)
-    assert print_kernel(overlap(kernel)) == print_kernel(kernel)
+    assert print_kernel(pairs(kernel)) == print_kernel(kernel)
 
 
 def test_exact_products_of_bytes():
