@@ -6,8 +6,10 @@ in several programs is put together at the end.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,56 +18,109 @@ import jtile as jt
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.flash_attention import NOTHING
+from jtile.ops.hopper_shares import Units, combine_shares, part_types, place_of_part, share_of
 from jtile.ops.hopper_tiles import PROCESSORS
 
 ROWS = 64  # queries of a program
 KEYS = 64  # of one role in a round; a unit of keys is those of both roles
 UNIT, ROPE = 2 * KEYS, 64
-_SEARCHED = 8192  # comparisons of the schedule at a time
 
 
-def _tables(lengths, *, slots: int, parts: int):
-    return tuple(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((lengths.shape[0] + 1,), (parts, 2)))
+def _types(q, cache, lengths, table, *, parts: int, rank: int, **_):
+    """The output, and the parts of rows that several programs share."""
+    batch, rows, _ = q.shape
+    return jt.like(q, shape=(batch, rows, rank)), *part_types(jt.cdiv(rows, ROWS) * ROWS, rank, parts)
 
 
-@jt.kernel(out_type=_tables, grid=1)
-def schedule(lengths, ends, shares, *, slots: int, parts: int):
-    """Equal shares of the units of all rows: where each row's units begin, int32 [batch + 1], and the rows from and to
-    which each of the `parts` goes, int32 [parts, 2]. A row of no length has a unit too, which writes its zeros."""
-    batch = lengths.shape[0]
-    n = jt.next_power_of_2(batch)
-    some = max(1, min(jt.next_power_of_2(parts), _SEARCHED // n))
-    row = jt.arange(n)
-    units = jnp.maximum(jt.cdiv(jnp.clip(lengths.tiles(n)[0], 0, slots), UNIT), 1)
-    of_row = jnp.cumsum(jnp.where(row < batch, units, 0))
-    total = of_row.max()
-    ends[0] = jnp.int32(0)
-    jt.store(ends, (row + 1,), of_row)
-    share = jt.cdiv(total, parts)
-    row_of = lambda unit: (of_row[None, :] <= unit[:, None]).astype(jnp.int32).sum(1)
-    for p in jt.range(jt.cdiv(parts, some)):
-        begin = jnp.minimum((p * some + jt.arange(some)) * share, total)
-        end = jnp.minimum(begin + share, total)
-        first = row_of(begin)
-        shares.tiles(some, 1)[p, 0] = first[:, None]
-        shares.tiles(some, 1)[p, 1] = jnp.where(end > begin, row_of(end - 1) + 1, first)[:, None]
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What the roles of a program know alike: Refs, memory and barriers.
+
+    C[2 x + h]: columns [h rank / 2, ...) of the keys of role x. R[x]: their rotary part; when it is used up, the
+    weights of these keys. M, L: running maxima and sums of the roles.
+    """
+
+    q: Any
+    cache: Any
+    lengths: Any
+    table: Any
+    units: Units
+    parts: int
+    heads: int
+    rank: int
+    scale: float
+    Q: Any
+    QR: Any
+    C: Any
+    R: Any
+    M: Any
+    L: Any
+    full: Any
+    empty: Any
+    q_full: Any
+    q_empty: Any
+    maximum: Any
+    weights: Any
+    sums: Any
+
+    @property
+    def t(self) -> int:
+        return self.q.shape[1] // self.heads
+
+    def here(self):
+        """The part and the tile of queries of this program."""
+        tiles = jt.cdiv(self.q.shape[1], ROWS)
+        return jax.lax.div(jt.program_id(0), tiles), jax.lax.rem(jt.program_id(0), tiles)
+
+    def share(self):
+        return share_of(self.lengths, self.here()[0], self.parts, self.units)
+
+    def place(self, b, k, last):
+        """Row, or page, and block of keys there, of block k of row b, whose last block is `last`."""
+        if not self.table:
+            return b, k
+        inside, of_page = jnp.minimum(k, last), jnp.int32(self.cache.shape[1] // KEYS)
+        page = jnp.clip(self.table[0][b, jax.lax.div(inside, of_page)], 0, self.cache.shape[0] - 1)
+        return page, jax.lax.rem(inside, of_page)
 
 
-def _types(q, cache, lengths, ends, shares, table, *, rank: int, **_):
-    """The output, and of rows that several programs share their outputs and logarithms of sums, two for a part: of the
-    row that ends or goes on in it, and of the one that begins in it and goes on behind it."""
-    (batch, rows, _), parts = q.shape, 2 * shares.shape[0]
-    padded = jt.cdiv(rows, ROWS) * ROWS
-    part = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((parts, padded, rank), (parts, padded))]
-    return jt.like(q, shape=(batch, rows, rank)), *part
+def _fetch(w: _Work, c, row, k, x: int, h: int):
+    """Half h of the keys of role x; with those that the other role owns, the rotary part."""
+    i, (_, keys, half) = 2 * x + h, (None, *w.C.shape)
+    w.empty[i].wait((c & 1) ^ 1)
+    w.full[i].expect(w.C.nbytes if x == h else w.C.nbytes + w.R.nbytes)
+    jt.async_copy(w.cache.tiles(None, keys, half).at[row, k, h], w.C[i], w.full[i])
+    if x != h:
+        jt.async_copy(w.cache.tiles(None, keys, ROPE).at[row, k, w.rank // ROPE], w.R[x], w.full[i])
 
 
-def _share(ends, shares, part):
-    """Of a part: its rows from and to, its units from and to."""
-    total = ends[ends.shape[0] - 1]
-    size = jt.cdiv(total, shares.shape[0])
-    begin = jnp.minimum(part * size, total)
-    return shares[part, 0], shares[part, 1], begin, jnp.minimum(begin + size, total)
+def _fetch_queries(w: _Work, turn, b):
+    half, (_, tile) = w.C.shape[1], w.here()
+    w.q_empty[0].wait((turn & 1) ^ 1)
+    w.q_full[0].expect(2 * w.Q.nbytes + w.QR.nbytes)
+    for h in range(2):
+        jt.async_copy(w.q.tiles(None, ROWS, half).at[b, tile, h], w.Q[h], w.q_full[0])
+    jt.async_copy(w.q.tiles(None, ROWS, ROPE).at[b, tile, w.rank // ROPE], w.QR[0], w.q_full[0])
+
+
+@jt.function
+def _copies(w: _Work):
+    """The role that copies."""
+    begin, end, b, start = w.share()
+    c, turn = jnp.int32(0), jnp.int32(0)
+    while start < end:
+        length = jnp.clip(w.lengths[b], 0, w.units.slots)
+        n, last = w.units.of(length), jnp.maximum(jt.cdiv(length, KEYS) - 1, 0)
+        lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
+        ahead = [w.place(b, 2 * (lo - start) + x, last) for x in range(2)]
+        for u in jt.range(lo, hi):
+            places, ahead = ahead, [w.place(b, 2 * (u + 1 - start) + x, last) for x in range(2)]  # found a round early
+            for x, h in ((0, 0), (1, 1), (1, 0), (0, 1)):  # as they become free
+                _fetch(w, c, *places[x], x, h)
+            if u == lo:
+                _fetch_queries(w, turn, b)
+            c = c + 1
+        b, start, turn = b + 1, start + n, turn + 1
 
 
 @jt.function
@@ -88,178 +143,144 @@ def _zero_behind(buffer, key, length):
         jt.fence_shared()
 
 
-@jt.kernel(
-    out_type=_types, grid=lambda q, cache, lengths, ends, shares, *_, **__: shares.shape[0] * jt.cdiv(q.shape[1], ROWS)
-)
+def _scores(w: _Work, x: int, c, h: int, s=None):
+    """The scores' part from half h of the entries, in flight; the half of the other role brings the rotary part."""
+    z = c >> 30  # 0, but nobody knows: else addresses move out of the loop, and there are not registers for all
+    w.full[2 * x + h].wait(c & 1)
+    s = jt.dot_async(w.Q[h + z], w.C[2 * x + h + z].T, s)
+    return s if h == x else jt.dot_async(w.QR[z], w.R[x + z].T, s)
+
+
+def _first(w: _Work, c, s, key, length, acc, l, m, last: bool):
+    """The weights of role 0 and their product with its own keys; its maximum goes to role 1 and comes back."""
+    unit, z, dtype = w.scale * LOG2_E, c >> 30, w.q.dtype
+    mine = jnp.maximum(m, s.max(1) * unit)
+    w.M[0].store(mine)
+    w.maximum[0].arrive()
+    p, fade = jnp.exp2(s * unit - mine[:, None]), jnp.exp2(m - mine)
+    l = l * fade + p.sum(1)
+    if last:
+        _zero_behind(w.C[0], key, length)
+    acc = jt.dot_async(p.astype(dtype), w.C[z], acc * fade[:, None])
+    w.maximum[1].wait(c & 1)
+    m = w.M[1].load()
+    fade = jnp.exp2(mine - m)
+    w.R[0].store((p * fade[:, None]).astype(dtype))
+    jt.fence_shared()
+    w.weights[0].arrive()
+    acc = jt.dot_wait(acc, pending=0) * fade[:, None]
+    w.empty[0].arrive()
+    return acc, l * fade, m
+
+
+def _second(w: _Work, c, s, key, length, acc, l, m, last: bool):
+    """The weights of role 1, by the maximum of both, and their product with its own keys, in flight."""
+    unit, z, dtype = w.scale * LOG2_E, c >> 30, w.q.dtype
+    top = s.max(1) * unit
+    w.maximum[0].wait(c & 1)
+    mine = jnp.maximum(w.M[0].load(), top)
+    w.M[1].store(mine)
+    w.maximum[1].arrive()
+    p, fade = jnp.exp2(s * unit - mine[:, None]), jnp.exp2(m - mine)
+    l = l * fade + p.sum(1)
+    if last:
+        _zero_behind(w.C[3], key, length)
+    w.R[1].store(p.astype(dtype))
+    jt.fence_shared()
+    w.weights[1].arrive()
+    return jt.dot_async(p.astype(dtype), w.C[3 + z], acc * fade[:, None]), l, mine
+
+
+def _step(w: _Work, x: int, c, key, length, s, acc, l, m, last: bool):
+    """A unit of keys from `key` on; s: its finished scores. Gives the next unit's too, but for the last one."""
+    own, other, z = 3 * x, 2 - x, c >> 30  # of this role's columns: its keys, the other role's
+    if last or w.t > 1:
+        s = _seen(s, key + x * KEYS, length, w.t, w.here()[1] * ROWS + z, w.heads)
+    acc, l, m = (_first, _second)[x](w, c, s, key + x * KEYS, length, acc, l, m, last)
+    w.weights[1 - x].wait(c & 1)
+    if last:
+        _zero_behind(w.C[other], key + (1 - x) * KEYS, length)
+    acc = jt.dot_async(w.R[1 - x + z], w.C[other + z], acc)
+    if last:
+        acc = jt.dot_wait(acc, pending=0)
+        for i in (other, own)[: 1 + x]:
+            w.empty[i].arrive()
+        return s, acc, l, m
+    if x == 1:
+        acc = jt.dot_wait(acc, pending=1)
+        w.empty[own].arrive()
+    s = _scores(w, x, c + 1, x)
+    acc = jt.dot_wait(acc, pending=1)
+    w.empty[other].arrive()
+    return jt.dot_wait(_scores(w, x, c + 1, 1 - x, s), pending=0), acc, l, m
+
+
+@jt.function
+def _give(w: _Work, x: int, b, turn, begins, ends, acc, l, m, o, o_part, lse_part):
+    """Write what the keys of this part gave a row that begins in it, ends in it, both or neither."""
+    half, (part, tile) = w.C.shape[1], w.here()
+    w.L[x].store(l)
+    w.sums[x].arrive()
+    w.sums[1 - x].wait(turn & 1)
+    l = l + w.L[1 - x].load()
+    acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[:, None]
+    if begins & ends:
+        w.Q[x].store(acc.astype(o.dtype))
+        jt.fence_shared()
+        jt.role_barrier()
+        jt.async_copy(w.Q[x], o.tiles(None, ROWS, half).at[b, tile, x])
+        jt.store_wait(0)
+    else:
+        at = place_of_part(part, begins)
+        o_part.tiles(None, ROWS, half)[at, tile, x] = acc
+        if x == 0:
+            lse_part.tiles(None, ROWS)[at, tile] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
+    w.q_empty[0].arrive()
+
+
+@jt.function
+def _values(w: _Work, x: int, o, o_part, lse_part):
+    """Role x: the scores of keys [64 x, 64 x + 64) of a unit, columns [x rank / 2, ...) of the outputs of all."""
+    begin, end, b, start = w.share()
+    c, turn = jnp.int32(0), jnp.int32(0)
+    while start < end:
+        length = jnp.clip(w.lengths[b], 0, w.units.slots)
+        n = w.units.of(length)
+        lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
+        w.q_full[0].wait(turn & 1)
+        s = jt.dot_wait(_scores(w, x, c, 1 - x, _scores(w, x, c, x)), pending=0)
+        acc = jt.zeros((ROWS, w.C.shape[1]), jnp.float32)
+        l, m = jt.zeros((ROWS,), jnp.float32), jt.full((ROWS,), NOTHING, jnp.float32)
+        for u in jt.range(lo, hi - 1):
+            s, acc, l, m = _step(w, x, c, (u - start) * UNIT, length, s, acc, l, m, last=False)
+            c = c + 1
+        s, acc, l, m = _step(w, x, c, (hi - 1 - start) * UNIT, length, s, acc, l, m, last=True)
+        _give(w, x, b, turn, lo == start, hi == start + n, acc, l, m, o, o_part, lse_part)
+        b, start, c, turn = b + 1, start + n, c + 1, turn + 1
+
+
+@jt.kernel(out_type=_types, grid=lambda q, *_, parts, **__: parts * jt.cdiv(q.shape[1], ROWS))
 def hopper_mla(
-    q, cache, lengths, ends, shares, table, o, o_part, lse_part, *, heads: int, rank: int, scale: float
+    q, cache, lengths, table, o, o_part, lse_part,
+    *, parts: int, units: Units, heads: int, rank: int, scale: float,
 ):  # fmt: skip
-    """q [batch, t * heads, rank + 64]; cache, lengths and table as in `mla_splits`; ends and shares: `schedule`."""
+    """q [batch, t * heads, rank + 64]; cache, lengths and table as in `mla_splits`."""
     # s_ij = q_i . c_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij c_j[:rank] / l_i     l_i = sum_j p_ij
-    # Role w: the scores of keys [64 w, 64 w + 64) of a unit, columns [w rank / 2, ...) of the outputs of all its keys.
-    tiles, half, dtype = jt.cdiv(q.shape[1], ROWS), rank // 2, q.dtype
-    part, tile = jax.lax.div(jt.program_id(0), tiles), jax.lax.rem(jt.program_id(0), tiles)
-    t, slots = q.shape[1] // heads, cache.shape[1] * (table[0].shape[1] if table else 1)
+    half, dtype = rank // 2, q.dtype
     Q, QR = jt.alloc((ROWS, half), dtype, slots=2), jt.alloc((ROWS, ROPE), dtype, slots=1)
-    C = jt.alloc((KEYS, half), dtype, slots=4)  # 2 x + h: columns [h rank / 2, ...) of the keys of role x
-    R = jt.alloc((KEYS, ROPE), dtype, slots=2)  # their rotary part; when it is used up, the weights of these keys
+    C, R = jt.alloc((KEYS, half), dtype, slots=4), jt.alloc((KEYS, ROPE), dtype, slots=2)
     M, L = jt.alloc((ROWS,), jnp.float32, slots=2), jt.alloc((ROWS,), jnp.float32, slots=2)
     full, empty, q_full, q_empty = jt.barrier(4), jt.barrier(4), jt.barrier(1), jt.barrier(1, arrivals=2)
     maximum, weights, sums = jt.barrier(2), jt.barrier(2), jt.barrier(2)
-
-    def fetch(c, b, k, x, h):
-        """Half h of the keys of role x, which are block k of row b; with those that the other role owns, the rotary
-        part."""
-        row, at, i = b, k, 2 * x + h
-        if table:
-            inside = jnp.minimum(k, jnp.maximum(jt.cdiv(jnp.minimum(lengths[b], slots), KEYS) - 1, 0))
-            of_page = jnp.int32(cache.shape[1] // KEYS)
-            row = jnp.clip(table[0][b, jax.lax.div(inside, of_page)], 0, cache.shape[0] - 1)
-            at = jax.lax.rem(inside, of_page)
-        empty[i].wait((c & 1) ^ 1)
-        full[i].expect(C.nbytes if x == h else C.nbytes + R.nbytes)
-        jt.async_copy(cache.tiles(None, KEYS, half).at[row, at, h], C[i], full[i])
-        if x != h:
-            jt.async_copy(cache.tiles(None, KEYS, ROPE).at[row, at, rank // ROPE], R[x], full[i])
-
-    def fetch_queries(turn, b):
-        q_empty[0].wait((turn & 1) ^ 1)
-        q_full[0].expect(2 * Q.nbytes + QR.nbytes)
-        for h in range(2):
-            jt.async_copy(q.tiles(None, ROWS, half).at[b, tile, h], Q[h], q_full[0])
-        jt.async_copy(q.tiles(None, ROWS, ROPE).at[b, tile, rank // ROPE], QR[0], q_full[0])
-
-    with jt.role(
-        "copies", warps=4, registers=24
-    ):  # the first role: the others address buffers cheaper where they are not
-        first, last, begin, end = _share(ends, shares, part)
-        c = jnp.int32(0)
-        for b in jt.range(first, last):
-            lo, hi = jnp.maximum(begin, ends[b]), jnp.minimum(end, ends[b + 1])
-            for u in jt.range(lo, hi):
-                for x, h in ((0, 0), (1, 1), (1, 0), (0, 1)):  # as they become free
-                    fetch(c, b, 2 * (u - ends[b]) + x, x, h)
-                if u == lo:
-                    fetch_queries(b - first, b)
-                c = c + 1
-
-    def scores(w, c, h, s=None):
-        """The scores' part from half h of the entries, in flight; the half of the other role brings the rotary part."""
-        z = c >> 30  # 0, but nobody knows: else addresses move out of the loop, and there are not registers for all
-        full[2 * w + h].wait(c & 1)
-        s = jt.dot_async(Q[h + z], C[2 * w + h + z].T, s)
-        return s if h == w else jt.dot_async(QR[z], R[w + z].T, s)
-
-    def step(w, c, key, length, s, o_i, l, m, last: bool):
-        """A unit of keys from `key` on; s: its finished scores. Gives the next unit's too, but for the last one."""
-        own, other, z = 3 * w, 2 - w, c >> 30  # of this role's columns: its keys, the other role's
-        if last or t > 1:
-            s = _seen(s, key + w * KEYS, length, t, tile * ROWS, heads)
-        top = s.max(1) * (scale * LOG2_E)
-        if w == 1:
-            maximum[0].wait(c & 1)
-        m_w = jnp.maximum(m if w == 0 else M[0].load(), top)
-        M[w].store(m_w)
-        maximum[w].arrive()
-        p, fade = jnp.exp2(s * (scale * LOG2_E) - m_w[:, None]), jnp.exp2(m - m_w)
-        l, m = l * fade + p.sum(1), m_w
-        if last:
-            _zero_behind(C[own], key + w * KEYS, length)
-        if w == 0:
-            o_i = jt.dot_async(p.astype(dtype), C[own + z], o_i * fade[:, None])
-            maximum[1].wait(c & 1)
-            m = M[1].load()
-            fade = jnp.exp2(m_w - m)
-            R[0].store((p * fade[:, None]).astype(dtype))
-            jt.fence_shared()
-            weights[0].arrive()
-            l = l * fade
-            o_i = jt.dot_wait(o_i, pending=0) * fade[:, None]
-            empty[own].arrive()
-        else:
-            R[1].store(p.astype(dtype))
-            jt.fence_shared()
-            weights[1].arrive()
-            o_i = jt.dot_async(p.astype(dtype), C[own + z], o_i * fade[:, None])
-        weights[1 - w].wait(c & 1)
-        if last:
-            _zero_behind(C[other], key + (1 - w) * KEYS, length)
-        o_i = jt.dot_async(R[1 - w + z], C[other + z], o_i)
-        if last:
-            o_i = jt.dot_wait(o_i, pending=0)
-            for i in (other, own)[: 1 + w]:
-                empty[i].arrive()
-            return s, o_i, l, m
-        if w == 1:
-            o_i = jt.dot_wait(o_i, pending=1)
-            empty[own].arrive()
-        s = scores(w, c + 1, w)
-        o_i = jt.dot_wait(o_i, pending=1)
-        empty[other].arrive()
-        return jt.dot_wait(scores(w, c + 1, 1 - w, s), pending=0), o_i, l, m
-
-    def give(w, b, turn, lo, hi, o_i, l, m):
-        L[w].store(l)
-        sums[w].arrive()
-        sums[1 - w].wait(turn & 1)
-        l = l + L[1 - w].load()
-        o_i = o_i * jnp.where(l > 0, 1.0 / l, 0.0)[:, None]
-        if (lo == ends[b]) & (hi == ends[b + 1]):
-            Q[w].store(o_i.astype(dtype))
-            jt.fence_shared()
-            jt.role_barrier()
-            jt.async_copy(Q[w], o.tiles(None, ROWS, half).at[b, tile, w])
-            jt.store_wait(0)
-        else:
-            at = 2 * part + (lo == ends[b]).astype(jnp.int32)
-            o_part.tiles(None, ROWS, half)[at, tile, w] = o_i
-            if w == 0:
-                lse_part.tiles(None, ROWS)[at, tile] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
-        q_empty[0].arrive()
-
-    for w in range(2):
-        with jt.role(f"values_{w}", warps=4, registers=240):
-            first, last, begin, end = _share(ends, shares, part)
-            c = jnp.int32(0)
-            for b in jt.range(first, last):
-                lo, hi, turn = jnp.maximum(begin, ends[b]), jnp.minimum(end, ends[b + 1]), b - first
-                length = jnp.clip(lengths[b], 0, slots)
-                q_full[0].wait(turn & 1)
-                s = jt.dot_wait(scores(w, c, 1 - w, scores(w, c, w)), pending=0)
-                o_i = jt.zeros((ROWS, half), jnp.float32)
-                l, m = jt.zeros((ROWS,), jnp.float32), jt.full((ROWS,), NOTHING, jnp.float32)
-                for u in jt.range(lo, hi - 1):
-                    s, o_i, l, m = step(w, c, (u - ends[b]) * UNIT, length, s, o_i, l, m, last=False)
-                    c = c + 1
-                s, o_i, l, m = step(w, c, (hi - 1 - ends[b]) * UNIT, length, s, o_i, l, m, last=True)
-                c = c + 1
-                give(w, b, turn, lo, hi, o_i, l, m)
-
-
-@jt.kernel(
-    out_type=lambda whole, *_, **__: jt.like(whole),
-    grid=lambda whole, *_, n, **__: (whole.shape[0], jt.cdiv(whole.shape[1], n)),
-    alias={"whole": "o"},
-)
-def combine_shares(whole, o_part, lse_part, ends, o, *, n: int):
-    """The output [batch, rows, rank] of rows that several parts share, over those that one part gave, `n` of them in a
-    program."""
-    # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p
-    b, i, parts = jt.program_id(0), jt.program_id(1), o_part.shape[0] // 2
-    size = jt.cdiv(ends[whole.shape[0]], parts)
-    first, last = jax.lax.div(ends[b], size), jax.lax.div(ends[b + 1] - 1, size)
-    rank = whole.shape[2]
-    if last > first:
-        m, l = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32)
-        acc = jt.zeros((n, rank), jnp.float32)
-        for p in jt.range(first, last + 1):
-            at = 2 * p + (p == first).astype(jnp.int32)
-            x = lse_part.tiles(None, n)[at, i]
-            top = jnp.maximum(m, x)
-            fade, w = jnp.exp2(m - top), jnp.exp2(x - top)
-            acc = acc * fade[:, None] + w[:, None] * o_part.tiles(None, n, rank)[at, i, 0]
-            l, m = l * fade + w, top
-        o.tiles(None, n, rank)[b, i, 0] = (acc / l[:, None]).astype(o.dtype)
+    w = _Work(
+        q, cache, lengths, table, units, parts, heads, rank, scale,
+        Q, QR, C, R, M, L, full, empty, q_full, q_empty, maximum, weights, sums,
+    )  # fmt: skip
+    with jt.role("copies", warps=4, registers=24):  # the first role: others address buffers cheaper where they are not
+        _copies(w)
+    for x in range(2):
+        with jt.role(f"values_{x}", warps=4, registers=240):
+            _values(w, x, o, o_part, lse_part)
 
 
 def fits(q, cache, table, rank: int, scale: float) -> bool:
@@ -299,8 +320,8 @@ def of_batch(q, cache, lengths, table, *, rank: int, scale: float):
     """As `decode`, without its rule for vmap."""
     batch, t, heads, width = q.shape
     rows, slots = t * heads, cache.shape[1] * (table[0].shape[1] if table else 1)
-    ends, shares = schedule(lengths, slots=slots, parts=max(1, PROCESSORS // jt.cdiv(rows, ROWS)))
-    args = q.reshape(batch, rows, width), cache, lengths, ends, shares, table
-    whole, o_part, lse_part = hopper_mla(*args, heads=heads, rank=rank, scale=scale)
-    o = tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, ends, n=4)
+    units, parts = Units(slots=slots, size=UNIT), max(1, PROCESSORS // jt.cdiv(rows, ROWS))
+    options = {"parts": parts, "units": units, "heads": heads, "rank": rank, "scale": scale}
+    whole, o_part, lse_part = hopper_mla(q.reshape(batch, rows, width), cache, lengths, table, **options)
+    o = tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, lengths, units=units, n=4)
     return o.reshape(batch, t, heads, rank)

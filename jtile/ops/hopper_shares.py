@@ -33,8 +33,8 @@ class Units:
     def of_rows(self, lengths, k):
         """Block k of the rows: their numbers, and the units of all of their heads, both int32 [rows]."""
         n = min(max(jt.next_power_of_2(lengths.shape[0]), 32), _ROWS)
-        row = k * n + jt.arange(n)
-        return row, jnp.where(row < lengths.shape[0], self.of(lengths.tiles(n)[k]) * self.heads, 0)
+        row, rows = k * n + jt.arange(n), lengths.shape[0]
+        return row, jnp.where(row < rows, self.of(lengths[jnp.minimum(row, rows - 1)]) * self.heads, 0)
 
 
 def _sums(lengths, one, count: int):

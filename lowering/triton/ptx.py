@@ -1,4 +1,4 @@
-"""A defect of ptxas to go around in the PTX that triton makes."""
+"""Defects to go around in the PTX that triton makes, and of ptxas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,27 @@ _ADD = re.compile(r"^(\s*)add\.[su]16x2 (\s*)(%\w+), (%\w+), (%\w+|-?\w+);", re.
 _CONSTANT = re.compile(r"^\s*mov\.[bus]32 \s*(%\w+), -?\w+;", re.M)
 
 
+_SOME_LANES = re.compile(r"^(\s*)(@!?%p\d+ ld\.shared\.\w+ (%r[sd]?)(\d+),)", re.M)
+_BITS = {"%rs": 16, "%r": 32, "%rd": 64}
+
+
 def mended(text: str) -> str:
+    """PTX of a kernel, mended."""
+    return _defined(_sums_of_halves(text))
+
+
+def _defined(text: str) -> str:
+    """PTX of a kernel with roles where what some lanes load (a sum over several warps, say) is zero in the others.
+
+    Left undefined, it would be what another role had in that register: roles are branches of a loop, so that ptxas
+    keeps such a value over all of them, in local memory.
+    """
+    if "setmaxnreg" not in text:
+        return text
+    return _SOME_LANES.sub(lambda m: f"{m[1]}mov.b{_BITS[m[3]]} {m[3]}{m[4]}, 0;\n{m[1]}{m[2]}", text)
+
+
+def _sums_of_halves(text: str) -> str:
     """PTX with the sums of two 16-bit halves and a constant done half by half.
 
     Of `add.s16x2 d, a, constant` ptxas 12.8 and 12.9 (triton 3.6 to 3.9, for some architectures) drop the low half of

@@ -100,3 +100,13 @@ def test_a_loop_that_never_runs():
     }"""
     kernel = ir.parse_kernel(text)
     assert compile_kernel(kernel, "sm_90").image
+
+
+def test_what_some_lanes_load_is_defined_in_all_lanes_of_a_role():
+    load = "\t@%p129 ld.shared.b32 %r3423, [ %r3424 + 0 ];\n"
+    role = "\tsetmaxnreg.dec.sync.aligned.u32 24;\n"
+    assert mended(load) == load
+    assert mended(role + load) == role + "\tmov.b32 %r3423, 0;\n" + load
+    assert mended(role + load.replace("b32 %r", "b16 %rs")) == role + "\tmov.b16 %rs3423, 0;\n" + load.replace(
+        "b32 %r", "b16 %rs"
+    )
