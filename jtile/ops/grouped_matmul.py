@@ -13,18 +13,22 @@ from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, sums_in, tuned
 
 
-def _places(sizes, groups: int, t, bm: int, rows: int):
-    """(group, first row, row behind the last, whether a group has it) of tile t of `bm` rows: tiles count on from group
-    to group, and the rows behind the last group come last."""
-    count = (sizes + (bm - 1)) // bm
-    last = jnp.cumsum(count)
-    g = (last <= t).sum(dtype=jnp.int32)
-    here = jnp.arange(sizes.shape[0], dtype=jnp.int32)
-    before = jnp.where(here < g, sizes, 0).sum()
-    tile = t - jnp.where(here < g, count, 0).sum()
-    inside = g < sizes.shape[0]
-    end = jnp.where(inside, before + jnp.where(here == g, sizes, 0).sum(), rows)
-    return jnp.minimum(g, groups - 1), before + tile * bm, jnp.minimum(end, rows), inside
+def _tiles_of_groups(sizes, bm: int, rows: int):
+    """How tiles of `bm` rows go on from group to group: (the first tile behind each group, the first row behind it, the
+    number of all tiles); the rows behind the last group come last."""
+    last, ends = (jnp.cumsum(x, dtype=jnp.int32) for x in ((sizes + (bm - 1)) // bm, sizes))
+    behind = jnp.maximum(rows - ends.max(), 0)
+    return last, ends, last.max() + (behind + (bm - 1)) // bm
+
+
+def _place(last, ends, groups: int, t, bm: int, rows: int):
+    """(group, first row, row behind the last, whether a group has it) of tile t. Independent of each other, for the
+    sake of time: groups before that of tile t are those that `last` is not behind t for."""
+    before = last <= t
+    g = before.sum(dtype=jnp.int32)
+    first = jnp.where(before, ends, 0).max() + (t - jnp.where(before, last, 0).max()) * bm
+    end = jnp.where(before, rows, jnp.minimum(ends, rows)).min()
+    return jnp.minimum(g, groups - 1), first, end, g < last.shape[0]
 
 
 def _out_type(x, w, sizes, *, out_dtype, tw, **_):
@@ -45,10 +49,11 @@ def grouped_rows(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: i
     # y_r = x_r W_g     for the rows r of group g; zero behind the groups
     t, j = jt.program_id(0), jt.program_id(1)
     rows, k = x.shape
-    g, first, end, inside = _places(sizes[...], w.shape[0], t, bm, rows)
+    last, ends, tiles = _tiles_of_groups(sizes[...], bm, rows)
     W = w.tiles(None, bn, bk) if tw else w.tiles(None, bk, bn)
     acc = jt.zeros((bm, bn), sums_in(x))
-    if first < end:
+    if t < tiles:
+        g, first, end, inside = _place(last, ends, w.shape[0], t, bm, rows)
         for p in jt.range(jnp.where(inside, jt.cdiv(k, bk), 0), stages=stages):
             a = x[jt.ds(first, bm), jt.ds(p * bk, bk)]
             acc = jt.dot(a, W[g, j, p].T if tw else W[g, p, j], acc)
@@ -93,7 +98,7 @@ def _tiles(rows: int, groups: int, n: int, k: int, itemsize: int) -> dict[str, i
     if jt.platform() == "cpu":
         return {"bm": fit(each, 64), "bn": fit(n, 256), "bk": fit(k, 256)}
     sides = gpu_tiles.product(min(known(rows), max(each, 65)), n, k, itemsize)
-    return sides | {"bm": 64 if each <= 96 and itemsize <= 2 else sides["bm"]}
+    return sides | {"bm": 64 if each <= 32 and itemsize <= 2 else sides["bm"]}
 
 
 def _rows(x, w, sizes, *, out_dtype: str, tw: bool):

@@ -10,6 +10,8 @@ from jtile import cdiv
 PROCESSORS = 132  # of an H200
 # Tiles of products, and how much of the speed of the best one they reach: operands for one product after the other.
 RATES = {(128, 256): 1.0, (256, 128): 0.97, (128, 128): 0.86, (64, 256): 0.78, (64, 128): 0.62}
+# Of 8-bit floats whose sums stay in the tensor cores; three consumers share the rows of the first.
+BYTES = RATES | {(192, 128): 1.01}
 GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}
 
 
@@ -36,9 +38,8 @@ def product(
     apart = k * itemsize % 16 or n * itemsize % 16  # rows that tensor maps do not take
     if m <= 64 or n < 64 or k <= bk or itemsize > 2 or (byte and not transposed) or apart:
         return None
-    rates = GATED if gates > 1 else RATES
-    slow = byte and not fast
-    sides = [(bm, bn) for bm, bn in rates if not slow or bm * bn <= 128 * 128]
+    rates = GATED if gates > 1 else BYTES if byte and fast else RATES
+    sides = [(bm, bn) for bm, bn in rates if not byte or fast or (bm <= 128 and bn <= 128)]
     waves = lambda bm, bn: cdiv(batch * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
     bm, bn = min(sides, key=lambda s: waves(*s) * s[0] * s[1] / rates[s])
     return {"bm": bm, "bn": bn, "bk": bk}

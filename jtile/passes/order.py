@@ -24,7 +24,8 @@ def grouped_axes(kernel: ir.Kernel) -> tuple[int, int] | None:
 
 
 def _axes(load: ir.Load) -> set[int]:
-    """The grid axes that the place of a load depends on."""
+    """The grid axes that the place of a load moves with: not those that a search goes by (which group a row is of),
+    whose result is the same for many programs."""
     found: set[int] = set()
     seen: set[ir.Value] = set()
     todo = [ir.dim_value(d) for d in load.index]
@@ -35,6 +36,6 @@ def _axes(load: ir.Load) -> set[int]:
         seen.add(v)
         if isinstance(v.op, ir.ProgramId):
             found.add(v.op.axis)
-        elif v.op is not None and not isinstance(v.op, ir.Load):
+        elif v.op is not None and not isinstance(v.op, ir.Load | ir.Reduce):
             todo += [a for a in v.op.operands() if isinstance(a.type, ir.TileType)]
     return found
