@@ -15,8 +15,8 @@ from jtile._lowering import pieces_of
 
 def whole(seed, *shape):
     """Small whole numbers, so that sums are exact in any order."""
-    x = (jnp.arange(np.prod(shape, dtype=int), dtype=jnp.float32) * 7 + seed) % 11 - 5
-    return x.reshape(shape)
+    x = (np.arange(np.prod(shape, dtype=int), dtype=np.float32) * 7 + seed) % 11 - 5
+    return jnp.asarray(x.reshape(shape))
 
 
 matmul = tiled_matmul(4, 3, 2)

@@ -151,12 +151,14 @@ class Op:
     # field name -> "operand" | "optional" | "operands" | "index" | "block" | "blocks" | "attr"
     fields: ClassVar[dict[str, str]] = {}
     mapped: ClassVar[tuple[tuple[str, str], ...]] = ()  # the fields that are no attributes
+    inner: ClassVar[tuple[tuple[str, str], ...]] = ()  # those that are regions
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
         names = inspect.get_annotations(cls)
         cls.fields = {n: _KINDS.get(t, "attr") for n, t in names.items() if not t.startswith("ClassVar")}
         cls.mapped = tuple((n, k) for n, k in cls.fields.items() if k != "attr")
+        cls.inner = tuple((n, k) for n, k in cls.mapped if k in ("block", "blocks"))
         if cls.mnemonic:
             OPS[cls.mnemonic] = cls
 
@@ -183,7 +185,7 @@ class Op:
     def operands(self) -> list[Value]:
         """Every value used by the op itself (not by its regions), in field order; Refs included."""
         out: list[Value] = []
-        for name, kind in self.fields.items():
+        for name, kind in self.mapped:
             v = getattr(self, name)
             if kind == "operand" or (kind == "optional" and v is not None):
                 out.append(v)
@@ -195,8 +197,8 @@ class Op:
 
     def blocks(self) -> list[Block]:
         out: list[Block] = []
-        for name, kind in self.fields.items():
-            out += [getattr(self, name)] if kind == "block" else getattr(self, name) if kind == "blocks" else []
+        for name, kind in self.inner:
+            out += [getattr(self, name)] if kind == "block" else getattr(self, name)
         return out
 
     def attributes(self) -> dict[str, Any]:

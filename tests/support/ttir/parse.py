@@ -52,6 +52,9 @@ class Function:
     results: list[Type]
 
 
+_NESTING = re.compile(r'["()\[\]{}<>]')
+
+
 @functools.cache
 def _marks(separators: tuple[str, ...]) -> re.Pattern:
     """Strings, arrows, brackets, and the separators, which come first."""
@@ -61,6 +64,8 @@ def _marks(separators: tuple[str, ...]) -> re.Pattern:
 
 def split(text: str, *separators: str) -> list[str]:
     """Parts between separators that stand outside brackets and strings."""
+    if len(separators) == 1 and not _NESTING.search(text):
+        return [part.strip() for part in text.split(separators[0])]
     parts, depth, start = [], 0, 0
     for found in _marks(separators).finditer(text):
         kind = found.lastgroup
