@@ -14,7 +14,7 @@ from typing import Any
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.triton import contraction, layouts, ptx, resources, versions
+from jtile.lowering.triton import contraction, layouts, ptx, ptxas, resources, versions
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.heuristics import Choice
 
@@ -45,9 +45,10 @@ class Built:
 
 
 def build(
-    text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bool = False, level: str = "ttir"
-) -> Built:
-    """Compile TTIR text, or that of another `level`.
+    text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bool = False, level: str = "ttir",
+    tool: Any = None,
+) -> Built:  # fmt: skip
+    """Compile TTIR text, or that of another `level`. `tool`: the ptxas for it, None for triton's choice.
 
     Fewer pipeline stages are tried where so many take too much shared memory, unless the user gave their number.
 
@@ -59,7 +60,8 @@ def build(
     given = "num_stages" in choice.fixed
     asked = max(map(int, _LOOP_STAGES.findall(text)), default=1)
     while True:
-        built = _build(text, f, choice, texts, level)
+        with ptxas.assembled_by(tool) if f.cuda else contextlib.nullcontext():
+            built = _build(text, f, choice, texts, level)
         if choice.registers and 2 * (built.shared + 1024) > f.multiprocessor_shared:
             choice = dataclasses.replace(choice, registers=0)  # no second block fits anyway
             continue

@@ -7,7 +7,7 @@ import math
 from jtile import ir
 from jtile._errors import UnsupportedError
 from jtile.lowering.artifact import Artifact
-from jtile.lowering.triton import stages
+from jtile.lowering.triton import ptxas, stages
 from jtile.lowering.triton.block import (  # noqa: F401  emitters register
     emit_control,
     emit_copies,
@@ -78,8 +78,11 @@ def compile_block_kernel(kernel: ir.Kernel, arch: str, *, texts: bool = False) -
             (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
         )
     text, record, block = emit_block_kernel(kernel, f)
-    choice = Choice(roles_of(kernel).warps[0], 1, 1, ("num_stages",))
-    built = stages.build(text, f, choice, where=kernel, texts=texts, level="ttgir")
+    roles = roles_of(kernel)
+    choice = Choice(roles.warps[0], 1, 1, ("num_stages",))
+    others = [body for body in roles.bodies[1:] if any(isinstance(op, ir.DotAsync) for op in body.walk())]
+    tool = ptxas.mended() if len(others) > 1 else None
+    built = stages.build(text, f, choice, where=kernel, texts=texts, level="ttgir", tool=tool)
     launch = {
         "name": kernel.name,
         "record": record.finish(kernel.name, symbol(kernel), f.arch, built),

@@ -1,0 +1,86 @@
+"""Uniform registers that SASS reads where, on some path, nothing has written them: what ptxas mixed up among roles."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+LABEL = re.compile(r"^\s*(\.L_x_\d+|\$[\w$.]+):")
+LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;]*)(.*)")
+TARGET = re.compile(r"\.L_x_\d+")
+PREDICATE = re.compile(r"^@!?U?P\w+\s+")
+REGISTER = re.compile(r"(gdesc\[)?UR(\d+)\b")
+NO_RESULT = ("UTMA", "USETMAXREG", "UBLKCP", "UTMACMD")  # uniform instructions that write no register
+ZERO = 63
+
+
+class Instruction(NamedTuple):
+    place: str
+    text: str
+    after: list[int]
+    writes: set[int]
+    reads: set[int]
+
+
+def unwritten(text: str) -> list[str]:
+    """The instructions of a kernel, by place, that read a uniform register which some path to them has not written."""
+    program = _program(text)
+    written: list[frozenset[int] | None] = [None] * len(program)
+    written[0], todo = frozenset(), [0]
+    while todo:
+        i = todo.pop()
+        known = written[i]
+        assert known is not None
+        for k in program[i].after:
+            before = written[k]
+            now = known | program[i].writes if before is None else before & (known | program[i].writes)
+            if now != before:
+                written[k] = now
+                todo.append(k)
+    reached = [(x, w) for x, w in zip(program, written, strict=True) if w is not None]
+    return [f"{x.place} {x.text}: UR{min(x.reads - w)}" for x, w in reached if x.reads - w]
+
+
+def _program(text: str) -> list[Instruction]:
+    lines, labels = [], {}
+    for line in text.split("\n"):
+        if label := LABEL.match(line):
+            labels[label[1]] = len(lines)
+        elif found := LINE.search(line):
+            lines.append((found[1], found[2].strip(), found[3]))
+    out = []
+    for i, (place, body, rest) in enumerate(lines):
+        op = PREDICATE.sub("", body)
+        following = [i + 1] if i + 1 < len(lines) else []
+        if op.startswith("BRX"):
+            after = [labels[x] for x in TARGET.findall(body + rest)]
+        elif op.startswith("BRA"):
+            after = [labels[x] for x in TARGET.findall(body)] + (following if op != body else [])
+        else:
+            ends = op.startswith(("EXIT", "RET")) and op == body
+            after = [] if ends else following
+        out.append(Instruction(place, body, after, *_registers(op)))
+    return out
+
+
+def _registers(op: str) -> tuple[set[int], set[int]]:
+    """Uniform registers that an instruction writes and reads."""
+    name, _, rest = op.partition(" ")
+    args = [a.strip() for a in rest.split(",")] if rest else []
+    if name.startswith("R2UR") and len(args) == 3:  # a predicate first
+        args = args[1:]
+    writes: set[int] = set()
+    uniform = name.startswith(("U", "S2UR", "R2UR", "REDUX")) and not name.startswith(NO_RESULT)
+    if uniform and args and (first := re.fullmatch(r"UR(\d+)", args[0])):
+        count = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+        writes, args = {int(first[1]) + n for n in range(count)}, args[1:]
+    reads: set[int] = set()
+    for a in args:
+        for descriptor, number in REGISTER.findall(a):
+            at = int(number)
+            if descriptor:  # of the right operand, and of the left one where it is in memory too
+                left = len(args) > 1 and args[1] == a
+                reads |= {at + 2, at + 3} | ({at, at + 1} if left else set())
+            else:
+                reads |= {at, at + 1} if ".64" in name and not a.startswith("[") else {at}
+    return writes, reads - {ZERO}
