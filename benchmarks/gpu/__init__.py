@@ -4,4 +4,4 @@ WORKLOADS = (
     "gemm", "gemv", "fp8", "grouped", "attention", "backward", "decode", "mla", "rows", "losses", "gated", "quantized",
     "launch", "llm",
 )  # fmt: skip
-ONLY = ("tutorial",)  # run where they are asked for by name
+ONLY = ("tutorial", "choices")  # run where they are asked for by name

@@ -1,5 +1,9 @@
 """Tile sizes for GPUs with warpgroup products (sm_90), where kernels run at the block level: one block a processor, a
-producer, and a consumer for every 64 rows. None: what other GPUs take is as good."""
+producer, and a consumer for every 64 rows. None: what other GPUs take is as good.
+
+Products take the tiles of the shortest predicted time. The numbers of the model are fitted to times on an H200;
+`python -m benchmarks gpu --only choices` says how far the choices are from the best ones.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,24 @@ import functools
 from jtile import cdiv
 
 PROCESSORS = 132  # of an H200
-# Tiles of products, and how much of the speed of the best one they reach: operands for one product after the other.
-RATES = {(128, 256): 1.0, (256, 128): 0.97, (128, 128): 0.86, (64, 256): 0.78, (64, 128): 0.62}
-# Of 8-bit floats whose sums stay in the tensor cores; three consumers share the rows of the first.
-BYTES = RATES | {(192, 128): 1.01}
-GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}
+# Sides of a tile -> microseconds of a block for 64 terms of 16 bits, and for all of a tile besides.
+TILES = {
+    (128, 256): (0.73, 2.0),
+    (256, 128): (0.75, 2.0),
+    (192, 128): (0.54, 1.7),
+    (128, 128): (0.42, 1.5),
+    (64, 256): (0.45, 1.5),
+    (64, 128): (0.28, 1.2),
+    (128, 64): (0.28, 1.2),
+    (64, 64): (0.2, 1.0),
+}
+START = 3.0  # microseconds: the launch, and the first operands
+READ, KEPT = 4.1e6, 10e6  # bytes of operands in a microsecond from memory; of sums, from the second-level cache
+SECOND = 2.5  # microseconds: the kernel that adds parts up, besides its reading
+LEAST = 512  # terms of a part
+GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}  # share of the speed of the best
 
 
-@functools.cache
 def product(
     m: int,
     n: int,
@@ -33,16 +47,52 @@ def product(
       transposed: the right operand lies in memory as [n, k].
       fast: sums stay in the accumulators of the tensor cores; those of 8-bit floats take twice the registers otherwise.
     """
-    bk = 128 // max(itemsize, 1)
+    sides = candidates(m, n, k, itemsize, gates=gates, transposed=transposed, fast=fast)
+    if not sides:
+        return None
+    if gates > 1:
+        waves = lambda bm, bn: cdiv(batch * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
+        bm, bn = min(sides, key=lambda s: waves(*s) * s[0] * s[1] / GATED[s])
+    else:
+        bm, bn = min(sides, key=lambda s: predicted_us(m, n, k, itemsize, *s, batch=batch))
+    return {"bm": bm, "bn": bn, "bk": 128 // itemsize}
+
+
+@functools.cache
+def candidates(
+    m: int, n: int, k: int, itemsize: int, *, gates: int = 1, transposed: bool = False, fast: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """The sides of tiles of such products; none where they stay at tile level."""
     byte = itemsize == 1
     apart = k * itemsize % 16 or n * itemsize % 16  # rows that tensor maps do not take
-    if m <= 64 or n < 64 or k <= bk or itemsize > 2 or (byte and not transposed) or apart:
-        return None
-    rates = GATED if gates > 1 else BYTES if byte and fast else RATES
-    sides = [(bm, bn) for bm, bn in rates if not byte or fast or (bm <= 128 and bn <= 128)]
-    waves = lambda bm, bn: cdiv(batch * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
-    bm, bn = min(sides, key=lambda s: waves(*s) * s[0] * s[1] / rates[s])
-    return {"bm": bm, "bn": bn, "bk": bk}
+    if m <= 64 or n < 64 or itemsize > 2 or k <= 128 // itemsize or (byte and not transposed) or apart:
+        return ()
+    sides = GATED if gates > 1 else TILES
+    return tuple((bm, bn) for bm, bn in sides if not byte or fast or (bm <= 128 and bn <= 128))
+
+
+def predicted_us(m: int, n: int, k: int, itemsize: int, bm: int, bn: int, *, batch: int = 1, parts: int = 1) -> float:
+    """Of a product in tiles [bm, bn], summed in `parts`, each of which is a tile for a block."""
+    step, rest = TILES[bm, bn]
+    terms = cdiv(k * itemsize, 128 * parts)
+    rounds = cdiv(batch * parts * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
+    read = batch * itemsize * (m * k + k * n) / READ
+    sums = SECOND + 8 * parts * m * n / KEPT if parts > 1 else 0.0
+    return START + max(rounds * (terms * step + rest), read) + sums
+
+
+@functools.cache
+def parts_of_product(m: int, n: int, k: int, itemsize: int) -> tuple[int, dict[str, int]]:
+    """In how many parts the sums of a product are made, 1 for whole, and the tiles of the parts."""
+    whole = candidates(m, n, k, itemsize, transposed=True)
+    if not whole or itemsize != 2:
+        return 1, {}
+    forms = [(1, *s) for s in whole]
+    for bm, bn in whole:
+        most = min(PROCESSORS // max(cdiv(m, bm) * cdiv(n, bn), 1), k // LEAST)
+        forms += [(1 << p, bm, bn) for p in range(1, most.bit_length())]
+    parts, bm, bn = min(forms, key=lambda f: predicted_us(m, n, k, itemsize, *f[1:], parts=f[0]))
+    return (parts, {"bm": bm, "bn": bn, "bk": 64}) if parts > 1 else (1, {})
 
 
 @functools.cache

@@ -12,7 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops import gpu_tiles, hopper_tiles
 
+LINES = 128, 256  # bytes of a row of operands in shared memory
 Points = list[dict[str, Any]]
 
 # What a choice depends on; not on the rest of what the heuristic says.
@@ -33,24 +35,29 @@ def _sides(n: int, *lengths: int) -> list[int]:
 def products(a, b, *_, ta: bool, tb: bool, bk: int, **__) -> Points:
     """Of `matmul`: a [e, m, k], b [e, k, n]."""
     m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
-    return _products(m, n, k, a.dtype.itemsize, whole=bk == 0)
+    return _products(m, n, k, a.dtype.itemsize, whole=bk == 0, transposed=tb)
 
 
 def gated_products(x, gate, *_, tb: bool, bk: int, **__) -> Points:
     """Of `gated_mlp`: x [m, k], gate [k, n]."""
-    return _products(x.shape[0], gate.shape[0 if tb else 1], x.shape[1], x.dtype.itemsize, whole=bk == 0, widest=128)
+    n = gate.shape[0 if tb else 1]
+    return _products(x.shape[0], n, x.shape[1], x.dtype.itemsize, whole=bk == 0, transposed=tb, gates=2)
 
 
-def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, widest: int = 256) -> Points:
+def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, transposed: bool, gates: int = 1) -> Points:
     if jt.platform() == "cpu":
         sides = _all(bm=_sides(m, 32, 64, 128, 256, 512), bn=_sides(n, 64, 128, 256, 512))
         return [{**p, "bm": min(p["bm"], m), "bn": min(p["bn"], n)} for p in sides] if whole else []
+    sides = gpu_tiles.warpgroups() and hopper_tiles.candidates(m, n, k, itemsize, gates=gates, transposed=transposed)
+    if sides:  # the plan of the block level has its own warps and stages
+        terms = lambda bm, bn: _sides(k, *(x // itemsize for x in LINES[: 2 if bm * bn <= 128 * 128 else 1]))
+        return [{"bm": bm, "bn": bn, "bk": bk} for bm, bn in sides for bk in terms(bm, bn)]
     terms = _sides(k, *(x // itemsize for x in (64, 128, 256, 512, 1024)))
     if m == 1:
         return _all(bn=_sides(n, 16, 32, 64, 128), bk=terms, num_warps=[1, 2, 4, 8], stages=[2, 3, 5])
     if m <= 64:
         return _all(bn=_sides(n, 16, 32, 64, 128), bk=terms, num_warps=[2, 4, 8], stages=[2, 3, 4])
-    rows, columns = _sides(m, 64, 128, 256), _sides(n, *(x for x in (64, 128, 256) if x <= widest))
+    rows, columns = _sides(m, 64, 128, 256), _sides(n, *(x for x in (64, 128, 256) if x <= 256 // gates))
     return _all(bm=rows, bn=columns, bk=[x for x in terms if x * itemsize <= 256], num_warps=[4, 8], stages=[2, 3, 4])
 
 
