@@ -1,5 +1,5 @@
-"""How far the tiles that `ops.matmul` chooses by shape are from the best that a search finds, on shapes that the shipped
-tuning records do not have. The peer is the tuned kernel, and a ratio of 0.95 means that tuning gains 5 %."""
+"""How far the tiles that `ops.matmul` chooses by shape are from the best that a search finds, on shapes that the
+shipped tuning records do not have. The peer is the tuned kernel: a ratio of 0.95 means that tuning gains 5 %."""
 
 from __future__ import annotations
 
