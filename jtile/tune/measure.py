@@ -23,6 +23,8 @@ from jtile.testing import TOLERANCES
 SETS = 64  # argument sets in one program at most
 MEMORY = 8 << 30  # bytes that they take at most
 SAMPLE_S = 4e-3  # of one sample at least: many times what waiting for the device costs
+PROGRAM_US = 2000.0  # of one program on a GPU: the host needs up to 0.5 ms to start one
+CALLS = 128  # in one program at most
 SLACK = 8  # how many times `TOLERANCES` two candidates may be apart: they add in different orders
 
 
@@ -48,10 +50,29 @@ def random_array(x: Any, seed: int) -> jax.Array:
     return jax.jit(lambda k: jax.random.randint(k, x.shape, 0, 8, jnp.int32).astype(x.dtype))(key)
 
 
-def program_of(bound: Any, sets: Sequence[Any]) -> Callable[[Any], Any]:
-    """One XLA program that calls a kernel on every set, compiled: times hold no launches from Python."""
-    run = jax.jit(lambda sets: [bound.run(arrays) for arrays in sets])
-    return run.lower(sets).compile()
+def rounds_of(sets: Sequence[Any], outputs: Sequence[Any], cache: int, predicted_us: float) -> int:
+    """How often a program goes over its sets: on a GPU (`cache` is not 0) so often that its start is hidden behind the
+    program before, as far as memory holds the results."""
+    if not cache:
+        return 1
+    room = MEMORY // max(len(sets) * sum(map(_bytes, outputs)), 1)
+    wanted = math.ceil(PROGRAM_US / max(len(sets) * predicted_us, 1e-3))
+    return max(1, min(room, wanted, CALLS // len(sets)))
+
+
+def program_of(bound: Any, sets: Sequence[Any], rounds: int = 1) -> Callable[[Any], Any]:
+    """One compiled XLA program that calls a kernel on every set, `rounds` times: times hold no launches from Python."""
+
+    def calls(sets: Sequence[Any]) -> list[Any]:
+        out: list[Any] = []
+        for k in range(rounds * len(sets)):
+            arrays = sets[k % len(sets)]
+            if k >= len(sets):  # the same arguments as before: without the barrier XLA takes the result that it has
+                arrays, _ = jax.lax.optimization_barrier((arrays, jax.tree.leaves(out[-1])[0]))
+            out.append(bound.run(arrays))
+        return out
+
+    return jax.jit(calls).lower(sets).compile()
 
 
 def difference(got: Any, expected: Any) -> float:
@@ -81,11 +102,11 @@ class Runner:
     """Times programs of one shape against each other.
 
     Attributes:
-      sets: the arguments that each program takes.
+      sets: the arguments that each program takes; it calls the kernel `rounds` times on each.
     """
 
-    def __init__(self, sets: list[list[Any]]):
-        self.sets = sets
+    def __init__(self, sets: list[list[Any]], rounds: int = 1):
+        self.sets, self._rounds = sets, rounds
         self.samples: dict[Any, list[float]] = {}
         self._calls: dict[Any, int] = {}
 
@@ -100,8 +121,9 @@ class Runner:
 
     def round(self, name: Any, run: Callable[[Any], Any]) -> None:
         """One more sample of a program."""
-        calls = self._calls[name]
-        self.samples.setdefault(name, []).append(self._seconds(run, calls) / calls / len(self.sets) * 1e6)
+        programs = self._calls[name]
+        calls = programs * self._rounds * len(self.sets)
+        self.samples.setdefault(name, []).append(self._seconds(run, programs) / calls * 1e6)
 
     def time_us(self, name: Any) -> float:
         """Of one kernel call: the median of the samples."""

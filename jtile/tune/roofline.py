@@ -130,9 +130,11 @@ def _time(program: Any, target: Any, data: Any) -> float:
 
     types = [v.type.info.numpy for v in program.kernel.inputs]
     inputs = [_Type(v.shape, d) for v, d in zip(program.kernel.inputs, types)]
-    sets = measure.argument_sets(inputs, program.out_avals, prune.cache_bytes(target), data)
-    run = measure.program_of(_Run(lambda arrays: bind(program, arrays)), sets)
-    runner = measure.Runner(sets)
+    cache = prune.cache_bytes(target)
+    sets = measure.argument_sets(inputs, program.out_avals, cache, data)
+    rounds = measure.rounds_of(sets, program.out_avals, cache, prune.predicted_us(program.kernel, target))
+    run = measure.program_of(_Run(lambda arrays: bind(program, arrays)), sets, rounds)
+    runner = measure.Runner(sets, rounds)
     runner.warm(0, run)
     for _ in range(_ROUNDS):
         runner.round(0, run)

@@ -78,6 +78,7 @@ class _Search:
         self.fate: dict[int, tuple[str, str]] = {}  # number -> (state, detail) of those that are out
         self.bound: dict[int, Any] = {}
         self.programs: dict[int, Any] = {}
+        self.predicted_us = math.inf  # of the best by the cost model
         self.runner: measure.Runner | None = None
 
     def prepare(self) -> None:
@@ -103,7 +104,7 @@ class _Search:
                 self.fate[k] = "pruned", why
             else:
                 self.bound[k] = bound
-        best = min(cost[k] for k in self.bound)
+        best = self.predicted_us = min(cost[k] for k in self.bound)
         # What is predicted to be best is compiled first; of equals the later one, whose tiles are larger mostly.
         ranked = sorted(self.bound, key=lambda k: (k >= 0, cost[k], -k))
         for place, k in enumerate(ranked):
@@ -116,12 +117,12 @@ class _Search:
     def compile(self) -> None:
         """Compile in parallel: the default first, since nothing is compared without it."""
         first = self.bound[-1]
-        sets = measure.argument_sets(
-            self.call.types, first.program.out_avals, prune.cache_bytes(device.target()), self.call.data()
-        )
-        self.runner = measure.Runner(sets)
-        self.programs[-1] = measure.program_of(first, sets)
-        jobs = {k: lambda b=b: measure.program_of(b, sets) for k, b in self.bound.items() if k >= 0}
+        outputs, cache = first.program.out_avals, prune.cache_bytes(device.target())
+        sets = measure.argument_sets(self.call.types, outputs, cache, self.call.data())
+        rounds = measure.rounds_of(sets, outputs, cache, self.predicted_us)
+        self.runner = measure.Runner(sets, rounds)
+        self.programs[-1] = measure.program_of(first, sets, rounds)
+        jobs = {k: lambda b=b: measure.program_of(b, sets, rounds) for k, b in self.bound.items() if k >= 0}
         until = self.start + COMPILING * (self.deadline - self.start)
         for k, done in measure.compile_all(jobs, until, self._tick("compile", len(jobs))).items():
             if isinstance(done, Exception):

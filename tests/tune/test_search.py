@@ -1,5 +1,6 @@
 """The measured search: what it finds is right and fast, what is wrong or broken is dropped, an interrupt keeps."""
 
+import types
 from pathlib import Path
 
 import jax
@@ -121,6 +122,18 @@ def test_random_arguments_are_as_asked():
     sets = measure.argument_sets([jax.ShapeDtypeStruct((256,), jnp.float32)], [], cache=4096)
     assert len(sets) == 9  # twice the cache, and one
     assert not np.array_equal(sets[0][0], sets[1][0])
+
+
+def test_short_kernels_on_a_gpu_are_called_often_in_one_program():
+    out = [jax.ShapeDtypeStruct((1 << 20,), jnp.float32)]
+    assert measure.rounds_of([[X]], out, cache=0, predicted_us=1) == 1
+    assert measure.rounds_of([[X]] * 4, out, cache=1 << 20, predicted_us=100) == 5
+    assert measure.rounds_of([[X]] * 4, out, cache=1 << 20, predicted_us=0) == 32
+    assert measure.rounds_of([[X]] * 4, out * 256, cache=1 << 20, predicted_us=0) == 2
+    bound = types.SimpleNamespace(run=lambda arrays: (jnp.sort(arrays[0]),))
+    program = measure.program_of(bound, [[X], [2 * X]], rounds=3)
+    assert program.as_text().count(" sort(") == 6
+    assert np.array_equal(program([[X], [2 * X]])[3][0], jnp.sort(2 * X))
 
 
 @pytest.mark.parametrize(
