@@ -13,16 +13,17 @@ from jtile import ops
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
-    for size in TINY if tiny else SIZES:
-        yield _case(size)
+    for dtype in ("bfloat16", "float16"):
+        for size in TINY if tiny else SIZES:
+            yield _case(size, dtype)
 
 
-def _case(size: Size) -> Case:
+def _case(size: Size, dtype: str) -> Case:
     ours, peer = (functools.partial(f, causal=size.causal) for f in (ops.attention, cudnn))
     q, k = size.elements
     return Case(
-        workload="attention_backward", config=size.config, dtype="bfloat16",
-        make=lambda seed: size.make(seed, "bfloat16", ct=True), ours=_pull, peers={"cudnn": _pull},
+        workload="attention_backward", config=size.config, dtype=dtype,
+        make=lambda seed: size.make(seed, dtype, ct=True), ours=_pull, peers={"cudnn": _pull},
         prepare={"ours": _saving(ours), "cudnn": _saving(peer)},
         reference=functools.partial(exact_gradient, causal=size.causal), bytes=2 * (4 * q + 4 * k),
         flops=10 * size.pairs * size.d, tolerance=2e-2,
