@@ -68,7 +68,7 @@ def matmul(
         ta=transpose_a,
         tb=transpose_b,
         out_dtype=out_dtype.name,
-        **tiles(rows, n, k, A.dtype.itemsize, transposed=transpose_b, batch=known(A.shape[0])),
+        **tiles(rows, n, k, A.dtype.itemsize, transposed=transpose_b, batch=known(A.shape[0]), fast=_whole(A)),
     )
     return y.reshape(*batch, m, n)
 
@@ -149,9 +149,14 @@ def _even(n: int, limit: int) -> int:
     return next((d for d in range(limit, part - 1, -1) if n % d == 0), -(-part // 16) * 16)
 
 
+def _whole(a) -> bool:
+    """Whether an array holds integers, whose sums are exact."""
+    return not jnp.issubdtype(a.dtype, jnp.floating)
+
+
 def _sums(a, b):
     """The dtype of the sums."""
-    if not jnp.issubdtype(a.dtype, jnp.floating):
+    if _whole(a):
         return jnp.dtype(jnp.int32)
     return jnp.dtype(jnp.float64 if jnp.float64 in (a.dtype, b.dtype) else jnp.float32)
 
@@ -217,7 +222,8 @@ def _parts(a, b, ta: bool, tb: bool) -> tuple[int, dict[str, int]]:
 def product(a, b, out_dtype, *, ta: bool = False, tb: bool = False):
     """`op(a) op(b)` of arrays [batch or 1, rows, columns], without checks; `ta`, `tb`: op transposes."""
     m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
-    sizes = tiles(m, n, k, a.dtype.itemsize, transposed=tb, batch=known(max(a.shape[0], b.shape[0])))
+    batch = known(max(a.shape[0], b.shape[0]))
+    sizes = tiles(m, n, k, a.dtype.itemsize, transposed=tb, batch=batch, fast=_whole(a))
     return _run(a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **sizes)
 
 
