@@ -72,6 +72,8 @@ class Homes:
     def __init__(self, body: ir.Block, warps: int):
         self.warps = warps
         self._ops = list(body.walk())
+        products = any(isinstance(op, ir.DotAsync) for op in self._ops)
+        self._by_depth = self._ops if products else sorted(self._ops, key=lambda op, at=_depths(body): -at[op])
         self._same: dict[ir.Value, ir.Value] = {}
         self._home: dict[ir.Value, Layout] = {}
         self._users: dict[ir.Value, list[tuple[ir.Op, int]]] = {}
@@ -183,8 +185,10 @@ class Homes:
         if isinstance(op, ir.Reshape):
             h = self.get(op.x)
             return h and reshaped(linear(h, op.x.shape), op.x.shape, op.shape)
-        if isinstance(op, ir.Slice) and isinstance(h := self.get(op.x), Mma):
-            return Mma(h.warps, min(h.n, op.result.shape[1]), h.k) if _is_part(op, h) else None
+        if isinstance(op, ir.Slice) and (h := self.get(op.x)) is not None:
+            if isinstance(h, Mma):
+                return Mma(h.warps, min(h.n, op.result.shape[1]), h.k) if _is_part(op, h) else None
+            return apart(op, h)
         if isinstance(op, ir.Concat) and isinstance(h := self.get(op.xs[0]), Mma) and h.warps[1] == 1:
             return Mma(h.warps, min(op.result.shape[1], 256), h.k)
         return None
@@ -234,12 +238,37 @@ class Homes:
                         yield self.get(r)
 
     def _default(self) -> bool:
-        """The first tile that has no layout yet lies as loads and stores like it."""
-        for op in self._ops:
+        """The first tile that has no layout yet lies as loads and stores like it; where nothing is multiplied by
+        warpgroups, the first one of the innermost loops, where most of the work is."""
+        for op in self._by_depth:
             for v in op.results:
                 if isinstance(v.type, ir.TileType) and v.shape and not is_free(v) and self.get(v) is None:
                     return self._set(v, blocked(v.shape, elem_of(v.dtype), self.warps))
         return False
+
+
+def _depths(body: ir.Block, depth: int = 0) -> dict[ir.Op, int]:
+    """In how many loops each op of a block stands."""
+    out: dict[ir.Op, int] = {}
+    for op in body.ops:
+        out[op] = depth
+        for b in op.blocks():
+            out |= _depths(b, depth + isinstance(op, ir.For | ir.While))
+    return out
+
+
+def apart(op: ir.Slice, h: Layout) -> Linear | None:
+    """What a part of a tile lives in where the parts, of a power of two of each axis, lie in registers of their own."""
+    whole = linear(h, op.x.shape)
+    for axis, (first, part, n) in enumerate(zip(op.starts, op.result.shape, op.x.shape, strict=True)):
+        if part == n:
+            continue
+        if op.strides[axis] != 1 or first % part or part & (part - 1):
+            return None
+        if any(b[axis] >= part for b in (*whole.lane, *whole.warp)):
+            return None
+        whole = Linear(tuple(b for b in whole.register if b[axis] < part), whole.lane, whole.warp)
+    return whole
 
 
 def unmoved(op: ir.Transpose | ir.Reshape | ir.Slice, h: Layout) -> Linear | None:
@@ -252,8 +281,9 @@ def unmoved(op: ir.Transpose | ir.Reshape | ir.Slice, h: Layout) -> Linear | Non
     if isinstance(op, ir.Reshape):
         return reshaped(out, op.result.shape, op.x.shape)
     more = []
-    for axis, (part, n) in enumerate(zip(op.result.shape, op.x.shape, strict=True)):
-        while part < n:  # the parts lie in registers of their own
+    for axis in reversed(range(len(op.x.shape))):
+        part = op.result.shape[axis]
+        while part < op.x.shape[axis]:  # the parts lie in registers of their own
             more.append(tuple(part if k == axis else 0 for k in range(len(op.x.shape))))
             part *= 2
     return Linear((*out.register, *more), out.lane, out.warp)

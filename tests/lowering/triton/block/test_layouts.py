@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 
 import block_kernels
+import jax
+import jax.numpy as jnp
 import pytest
 from block_tiles import CASES
 
+import jtile as jt
 from jtile import ir
 from jtile.lowering.triton.block.analysis import Homes
 from jtile.lowering.triton.block.layouts import (
@@ -146,3 +149,29 @@ def test_what_nothing_reaches_lies_as_its_users_want():
     assert homes[named(body, "v_r")] == Sliced(0, Mma((4, 1), 64, 16))
     body, homes = role_of(CASES["rows by pointers"].kernel)
     assert isinstance(homes[named(body, "i")], Blocked)
+
+
+@jt.kernel(out_type=jax.ShapeDtypeStruct((16, 32), "float32"), grid=1)
+def in_words(x, o):
+    words, numbers = jt.alloc((16, 128), jnp.uint32), jt.alloc((32, 4), jnp.float32)
+    with jt.role("one"):
+        numbers.store(x.tiles(32, 4)[0, 0])
+        words.store(jnp.full((16, 128), 7, jnp.uint32))
+        jt.role_barrier()
+        factors = numbers.load()
+        for k in jt.range(3):
+            w = words.load().reshape(16, 32, 4)
+            o[:, :] = sum((w[:, :, n] + jnp.uint32(k)).astype(jnp.float32) * factors[:, n][None] for n in range(4))
+
+
+def test_parts_stay_in_their_registers():
+    """Of a tile in a loop of a role without products, which lies as its load wants it; what stands before the loop comes
+    as the loop takes it."""
+    artifact = in_words.lower(jax.ShapeDtypeStruct((32, 4), "float32"), target="cuda:sm_90")
+    body, homes = role_of(artifact.kernel)
+    loads = [op.result for op in body.walk() if isinstance(op, ir.LoadShared)]
+    words, factors = (next(v for v in loads if v.shape == shape) for shape in ((16, 128), (32, 4)))
+    assert homes[words] == Blocked((1, 4), (1, 32), (4, 1), (1, 0))
+    assert linear(homes[factors], (32, 4)).lane == tuple((2**k, 0) for k in range(5))
+    moved = [line for line in artifact.texts["ttgir"].splitlines() if "ttg.convert_layout" in line]
+    assert all("tensor<32xf32" in line for line in moved), moved  # the same by another name
