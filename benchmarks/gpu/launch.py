@@ -26,11 +26,14 @@ from benchmarks.harness import Result, result
 from jtile.testing import Timing
 
 LINKS = 200
-# what makes XLA put custom calls and loops into command buffers (CUDA graphs), and short runs of kernels too
-COMMAND_BUFFERS = (
-    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
-    " --xla_gpu_graph_min_graph_size=1"
-)
+# XLA puts five or more kernels in a row into a command buffer (a CUDA graph), ours too; loops only where it is asked to
+FLAGS = {
+    ", loops in command buffers": (
+        "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+        " --xla_gpu_graph_min_graph_size=1"
+    ),
+    ", no command buffers": "--xla_gpu_enable_command_buffer=",
+}
 
 
 @jt.kernel(out_type=lambda x: jt.like(x), grid=1)
@@ -39,11 +42,10 @@ def sine(x, y):
 
 
 def results(machine: Machine, options: Options, say: Callable[[str], None], tiny: bool = False) -> Iterator[Result]:
-    """Microseconds, host to host or of the host alone, with XLA's default flags and with command buffers."""
-    child = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {COMMAND_BUFFERS}"}
+    """Microseconds, host to host or of the host alone, with XLA's default flags and with others."""
     runs: list[tuple[str, Callable]] = [("", lambda: measure(options.repeats, tiny))]
     if jax.default_backend() != "cpu":
-        runs.append((", command buffers", lambda: _in_child(options.repeats, child)))
+        runs += [(suffix, lambda flags=flags: _in_child(options.repeats, flags)) for suffix, flags in FLAGS.items()]
     for suffix, run in runs:
         try:
             numbers = run()
@@ -68,30 +70,34 @@ def measure(repeats: int, tiny: bool = False) -> dict[str, dict[str, tuple[float
     programs = {f"{kind} {n}": f[n] for kind, f in (("one", one), ("chain", chain), ("loop", loop)) for n in links}
     busy = jax.jit(lambda a: a @ a @ a @ a)
     a = normal(0, *((64, 64) if tiny else (8192, 8192)), dtype="bfloat16")
-    waits, enqueues = ({name: [] for name in programs} for _ in range(2))
-    for turn in range(max(repeats, 5) + 2):
-        for name, program in programs.items():
-            waiting, enqueuing = _host_to_host(program, x), _enqueue(program, x, busy, a)
-            if turn >= 2:
-                waits[name].append(waiting)
-                enqueues[name].append(enqueuing)
-    return _summary(waits, enqueues, tuple(links))
+    how = {"wait": lambda f: _host_to_host(f, x), "enqueue": lambda f: _enqueue(f, x, busy, a)}
+    rounds = max(repeats, 5)
+    samples = {
+        kind: {name: [take(f) for _ in range(rounds + 2)][2:] for name, f in programs.items()}
+        for kind, take in how.items()
+    }
+    turns = [{name: _host_to_host(f, x) for name, f in programs.items()} for _ in range(rounds + 1)][1:]
+    samples["moved"] = {name: [turn[name] for turn in turns] for name in programs}
+    return _summary(samples, tuple(links))
 
 
-def _summary(waits: dict, enqueues: dict, names: tuple[str, ...]) -> dict[str, dict[str, tuple[float, float]]]:
+def _summary(
+    samples: dict[str, dict[str, list[float]]], names: tuple[str, ...]
+) -> dict[str, dict[str, tuple[float, float]]]:
     """The cost of one link of a chain: the difference to a program of one, over the number of the others."""
     both = lambda values: (statistics.median(values), min(values))
 
-    def slope(samples, kind, name):
-        many, single = both(samples[f"{kind} {name}"]), both(samples[f"one {name}"])
+    def slope(kind, name, of="wait"):
+        many, single = both(samples[of][f"{kind} {name}"]), both(samples[of][f"one {name}"])
         median, least = (max((m - s) / (LINKS - 1), 1e-3) for m, s in zip(many, single))
         return median, least
 
     return {
-        "one jitted kernel, host to host": {n: both(waits[f"one {n}"]) for n in names},
-        f"a kernel of {LINKS} in one jit": {n: slope(waits, "chain", n) for n in names},
-        f"a kernel of {LINKS} in one jit, host only": {n: slope(enqueues, "chain", n) for n in names},
-        f"a kernel of {LINKS} in a fori_loop": {n: slope(waits, "loop", n) for n in names},
+        "one jitted kernel, host to host": {n: both(samples["wait"][f"one {n}"]) for n in names},
+        f"a kernel of {LINKS} in one jit": {n: slope("chain", n) for n in names},
+        f"a kernel of {LINKS} in one jit, other programs between": {n: slope("chain", n, "moved") for n in names},
+        f"a kernel of {LINKS} in one jit, host only": {n: slope("chain", n, "enqueue") for n in names},
+        f"a kernel of {LINKS} in a fori_loop": {n: slope("loop", n) for n in names},
     }
 
 
@@ -117,7 +123,8 @@ def _enqueue(program: Callable, x, busy: Callable, a) -> float:
     return us
 
 
-def _in_child(repeats: int, env: dict[str, str]) -> dict:
+def _in_child(repeats: int, flags: str) -> dict:
+    env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"}
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "benchmarks.gpu.launch", str(repeats)]
     done = subprocess.run(

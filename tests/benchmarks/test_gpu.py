@@ -142,7 +142,7 @@ def test_the_cost_of_a_link():
     names, links = ("ours", "xla"), launch.LINKS - 1
     single = {f"one {n}": [10.0, 12.0, 14.0] for n in names}
     many = {f"{kind} {n}": [10.0 + 3 * links, 12.0 + 2 * links] for kind in ("chain", "loop") for n in names}
-    got = launch._summary(single | many, single | many, names)
+    got = launch._summary(dict.fromkeys(("wait", "enqueue", "moved"), single | many), names)
     assert got["one jitted kernel, host to host"]["ours"] == (12, 10)
     median, least = got[f"a kernel of {launch.LINKS} in a fori_loop"]["xla"]
     assert median == pytest.approx(2.5, rel=1e-2)
