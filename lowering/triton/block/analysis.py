@@ -72,8 +72,8 @@ class Homes:
     def __init__(self, body: ir.Block, warps: int):
         self.warps = warps
         self._ops = list(body.walk())
-        products = any(isinstance(op, ir.DotAsync) for op in self._ops)
-        self._by_depth = self._ops if products else sorted(self._ops, key=lambda op, at=_depths(body): -at[op])
+        products, depth = any(isinstance(op, ir.DotAsync) for op in self._ops), _depths(body)
+        self._by_depth = self._ops if products else sorted(self._ops, key=lambda op: -depth[op])
         self._same: dict[ir.Value, ir.Value] = {}
         self._home: dict[ir.Value, Layout] = {}
         self._users: dict[ir.Value, list[tuple[ir.Op, int]]] = {}

@@ -165,8 +165,8 @@ def in_words(x, o):
 
 
 def test_parts_stay_in_their_registers():
-    """Of a tile in a loop of a role without products, which lies as its load wants it; what stands before the loop comes
-    as the loop takes it."""
+    """Those of a tile in a loop of a role without products, which lies as loads do; what stands before the loop comes as
+    the loop takes it."""
     artifact = in_words.lower(jax.ShapeDtypeStruct((32, 4), "float32"), target="cuda:sm_90")
     body, homes = role_of(artifact.kernel)
     loads = [op.result for op in body.walk() if isinstance(op, ir.LoadShared)]
