@@ -15,6 +15,7 @@ from jtile.ops.gated_mlp import gated_mlp as gated_mlp
 from jtile.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from jtile.ops.histograms import histogram as histogram
 from jtile.ops.latent_attention import mla_decode as mla_decode
+from jtile.ops.latent_prefill import mla_attention as mla_attention
 from jtile.ops.layout import transpose as transpose
 from jtile.ops.losses import cross_entropy as cross_entropy
 from jtile.ops.matmul import matmul as matmul

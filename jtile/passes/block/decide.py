@@ -130,6 +130,7 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
         rings=tuple(map(str, found.rings)),
         outputs=outputs,
         shared=machine.shared - room,
+        turns=n > 2 and _chained(kernel, found),
     )
 
 
@@ -148,7 +149,9 @@ def _check_registers(kernel: Kernel, found: Feeds, threads: int, registers: int)
     held = _held(kernel.body, found, 0)
     for block in dict.fromkeys(id(found.home[d]) for d in found.dots):
         dots = [d for d in found.dots if id(found.home[d]) == block]
-        words = sum(tile_bytes(d.result) // 4 * (2 if promoted(d) else 1) for d in dots)
+        further = {d.acc for d in dots}  # sums that a product goes on with stay in their registers
+        ends = [d for d in dots if d.result not in further]
+        words = sum(tile_bytes(d.result) // 4 * (2 if promoted(d) else 1) for d in ends)
         words += sum(tile_bytes(d.a) // 4 for d in dots if not isinstance(operand(d, False)[0].op, Load))
         words = max(words, *(held[d] for d in dots))
         if words > most * threads:
@@ -236,8 +239,13 @@ def _persistent(kernel: Kernel, machine: Machine, found: Feeds, wish: Wish) -> b
     if wish.persistent is not None:
         return wish.persistent
     loops = [op for op in kernel.body.walk() if isinstance(op, For)]
-    fixed = all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step))
-    bodies = {id(op.body) for op in loops}
+    if all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step)):
+        return True
+    return not _chained(kernel, found) and uneven(kernel, machine.cache) is None
+
+
+def _chained(kernel: Kernel, found: Feeds) -> bool:
+    """Whether a product in a loop needs the result of another."""
+    bodies = {id(op.body) for op in kernel.body.walk() if isinstance(op, For)}
     inside = [d for d in found.dots if id(found.home[d]) in bodies]
-    chain = any(not isinstance(operand(d, False)[0].op, Load) for d in inside)  # of one product after the other
-    return fixed or (not chain and uneven(kernel, machine.cache) is None)
+    return any(not isinstance(operand(d, False)[0].op, Load) for d in inside)

@@ -10,6 +10,7 @@ next round is started before it, and both run while the vector units work on the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 
 from jtile.ir import (
@@ -75,6 +76,7 @@ class Rotation:
       arrivals: those that give their buffers back.
       scales: what is done to the accumulators before the delayed products.
       kept: values of the round that the delayed ops need.
+      links: waits of the head for sums that the next product goes on with at once: that one's wait is enough.
     """
 
     products: Products
@@ -84,6 +86,7 @@ class Rotation:
     arrivals: list[Arrive]
     scales: list[Op]
     kept: list[Value]
+    links: set[Op]
     style: Style = Style()
 
     @staticmethod
@@ -105,7 +108,9 @@ class Rotation:
         gone = {*parts.waits, *parts.own, *arrivals, *scales, *parts.dots, *ends}
         head = [op for op in products.body.ops if op not in gone]
         before = [op for op in products.body.ops if op in parts.waits | parts.late]
-        return Rotation(products, chains, head, before, arrivals, scales, parts.kept([*before, *parts.dots, *arrivals]))
+        kept = parts.kept([*before, *parts.dots, *arrivals])
+        links = _links(head, products)
+        return Rotation(products, chains, _linked(head, links), before, arrivals, scales, kept, links)
 
     @property
     def counter(self) -> Value | None:
@@ -126,7 +131,7 @@ class Rotation:
 
     @property
     def first_wait(self) -> Op:
-        return next(op for op in self.head if isinstance(op, DotWait))
+        return next(op for op in self.head if isinstance(op, DotWait) and op not in self.links)
 
     @property
     def dots(self) -> list[DotAsync]:
@@ -155,7 +160,7 @@ class Rotation:
         first.local.update(zip(body.params, (env(loop.lo), *map(env, loop.inits)), strict=True))
         for op in [*self.head, *self.scales]:
             self.turns(first, op, lambda: None)
-            first.op(op)
+            self.copy(first, op)
         inits = (*self.next_carries(first), *map(first.look, self.kept))
         b.loc = loop.loc
         lo = b.map("add", env(loop.lo), env(loop.step))
@@ -214,6 +219,13 @@ class Rotation:
         for op in self.arrivals:
             late.op(op)
 
+    def copy(self, copy: Copier, op: Op) -> Op | None:
+        """An op of the head; sums of a link stay in flight."""
+        if op not in self.links:
+            return copy.op(op)
+        copy.local[op.results[0]] = copy.look(op.operands()[0])
+        return None
+
     def turns(self, copy: Copier, op: Op, issue: Callable[[], None]) -> None:
         """What stands in front of an op of the head: before the first product the wait for this consumer's turn, before
         the first wait the delayed products (`issue`) and the end of the turn."""
@@ -235,7 +247,7 @@ class Rotation:
         for op in self.head:
             self.turns(copy, op, lambda: self.issue(late))
             started += self.dots if op is self.first_wait else []
-            new = copy.op(op)
+            new = self.copy(copy, op)
             if isinstance(op, DotAsync):
                 started.append(op)
             elif isinstance(op, DotWait) and isinstance(new, DotWait):
@@ -251,6 +263,30 @@ class Rotation:
             copy.local[body.params[1 + c.carry]] = late.look(self.products.waits[c.dots[-1]].results[0])
         for op in self.scales:
             copy.op(op)
+
+
+def _links(head: list[Op], products: Products) -> set[Op]:
+    """The waits for sums that nobody needs but the next product of the head."""
+    dots = [op for op in head if isinstance(op, DotAsync)]
+    ends = ((products.waits[d], after) for d, after in itertools.pairwise(dots))
+    return {w for w, after in ends if w.results[0] is after.acc and len(products.users[w.results[0]]) == 1}
+
+
+def _linked(head: list[Op], links: set[Op]) -> list[Op]:
+    """The head with the arrivals behind a link moved behind the next wait that is none."""
+    out: list[Op] = []
+    moved: list[Op] | None = None
+    for op in head:
+        if moved is not None and isinstance(op, Arrive):
+            moved.append(op)
+            continue
+        out.append(op)
+        if op in links:
+            moved = moved or []
+        elif isinstance(op, DotWait):
+            out += moved or []
+            moved = None
+    return out
 
 
 class _Parts:

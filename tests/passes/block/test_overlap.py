@@ -179,6 +179,19 @@ def test_a_product_is_waited_for_a_round_later():
     assert consumer(kernel, "%zero", "store %o") == textwrap.dedent(expected).splitlines()
 
 
+def test_scores_of_two_products_are_in_flight_together():
+    """A key in two parts: the sums of the first go on in the second, and neither waits for the delayed product."""
+    first = "%S = dot_wait %srun\n        arrive %kempty[%s]"
+    two = first.replace("%S =", "%S0 =") + "\n        %more = dot_async %Q, %KT acc=%S0\n        %S = dot_wait %more"
+    lines = consumer(overlap(parse_kernel(SURE.replace(first, two))), " = for ", "}")
+    products = [x.strip().split(" :")[0] for x in lines if "dot_" in x or "arrive" in x]
+    assert products == [
+        "%srun_1 = dot_async %Q, %KT_1", "%more_1 = dot_async %Q, %KT_1 acc=%srun_1",
+        "%orun = dot_async %P_before, %Vs acc=%acc", "%S_1 = dot_wait %more_1 pending=1", "arrive %kempty[%s_2]",
+        "%O = dot_wait %orun", "arrive %vempty[%s_before]",
+    ]  # fmt: skip
+
+
 def test_dependent_products_are_rotated():
     kernel = overlap(parse_kernel(SURE))
     expected = """\
