@@ -1,0 +1,67 @@
+"""Which tiles products get on a GPU with warpgroup products."""
+
+import jax.numpy as jnp
+import pytest
+
+import jtile as jt
+from jtile.ops import gpu_tiles, hopper_tiles, spaces
+from jtile.ops.hopper_tiles import TILES, candidates, parts_of_product, predicted_us, product
+
+LARGE = [(8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048), (8192, 28672, 4096), (8192, 4096, 14336)]
+
+
+@pytest.mark.parametrize("sizes", LARGE, ids=str)
+def test_large_products_take_the_largest_tiles(sizes):
+    assert product(*sizes, 2) == {"bm": 128, "bn": 256, "bk": 64}
+    assert parts_of_product(*sizes, 2)[0] == 1
+
+
+@pytest.mark.parametrize("sizes", [(300, 504, 704), (1000, 1000, 1000), (100, 20000, 512), (70, 64, 70000)], ids=str)
+def test_the_choice_has_the_shortest_predicted_time(sizes):
+    best = product(*sizes, 2)
+    assert (best["bm"], best["bn"]) in candidates(*sizes, 2)
+    times = [predicted_us(*sizes, 2, *s) for s in candidates(*sizes, 2)]
+    assert predicted_us(*sizes, 2, best["bm"], best["bn"]) == min(times) > 0
+
+
+def test_few_tiles_and_long_sums_are_made_in_parts():
+    parts, tiles = parts_of_product(512, 2048, 8192, 2)
+    assert 2 <= parts * -(-512 // tiles["bm"]) * -(-2048 // tiles["bn"]) <= hopper_tiles.PROCESSORS
+    assert parts_of_product(512, 2048, 512, 2) == parts_of_product(512, 2048, 8192, 4) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("why", "sizes", "of"),
+    [
+        ("few rows", (64, 512, 512, 2), {}),
+        ("few columns", (512, 32, 512, 2), {}),
+        ("few terms", (512, 512, 64, 2), {}),
+        ("wide elements", (512, 512, 512, 4), {}),
+        ("rows of no whole 16 bytes", (512, 500, 512, 2), {}),
+        ("terms of no whole 16 bytes", (512, 512, 500, 2), {}),
+        ("bytes in the wrong order", (512, 512, 512, 1), {}),
+    ],
+)
+def test_what_stays_at_tile_level(why, sizes, of):
+    assert product(*sizes, **of) is None, why
+    assert not candidates(*sizes, **of)
+
+
+def test_bytes():
+    """Sums that leave the tensor cores take registers of their own."""
+    exact, fast = (candidates(4096, 4096, 4096, 1, transposed=True, fast=f) for f in (False, True))
+    assert max(bm * bn for bm, bn in exact) == 128 * 128 < max(bm * bn for bm, bn in fast)
+    assert product(4096, 4096, 4096, 1, transposed=True)["bk"] == 128
+
+
+def test_gates_share_the_registers():
+    assert max(bm * bn for bm, bn in candidates(4096, 4096, 4096, 2, gates=2)) == 128 * 128
+    assert product(4096, 14336, 4096, 2, gates=2) == {"bm": 128, "bn": 128, "bk": 64}
+
+
+def test_the_tuner_has_the_same_tiles():
+    with jt.config(arch="sm_90"):
+        a, b = (jnp.zeros(s, jnp.bfloat16) for s in ((1, 256, 512), (1, 512, 384)))
+        points = spaces.products(a, b, ta=False, tb=False, bk=64)
+        assert {(p["bm"], p["bn"]) for p in points} == set(TILES)
+        assert gpu_tiles.product(256, 384, 512, 2) in points
