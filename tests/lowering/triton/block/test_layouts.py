@@ -165,7 +165,7 @@ def in_words(x, o):
 
 
 def test_parts_stay_in_their_registers():
-    """Those of a tile in a loop of a role without products, which lies as loads do; what stands before the loop comes as
+    """Those of a tile in a loop of a role without products, which lies as loads do; what stands before it comes as
     the loop takes it."""
     artifact = in_words.lower(jax.ShapeDtypeStruct((32, 4), "float32"), target="cuda:sm_90")
     body, homes = role_of(artifact.kernel)
