@@ -56,8 +56,6 @@ def emit_function(f: Features, fn: str, xs: list[X], dtype: str, *, narrow: bool
         xs = [X(x.code, to_f32(x.code, f, x.v, dtype)) for x in xs]
     if fn in names():
         y = transcendental(f, fn, xs, narrow=narrow or ir.DTYPES[dtype].bits < 32)
-    elif fn == "div" and narrow:
-        y = xs[0] / xs[1]
     else:
         y = (_NATIVE | _FLOAT)[fn](*xs)
     wide = dtype in ("float32", "float64") or y.elem == "i1"

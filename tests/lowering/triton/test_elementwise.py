@@ -141,7 +141,7 @@ def test_functions_that_are_rounded(arch, half):
     """Results of float32 that only a cast to a half sees come from short forms: rounded right but near ties."""
     xs = [np.concatenate([values("float32", 400, seed=k), np.linspace(-10, 10, 1000, dtype="f4")]) for k in range(2)]
     bench = Bench(*xs)
-    for fn in ("erfc", "logistic", "exp", "div"):
+    for fn in ("erfc", "logistic", "exp"):
         n = ELEMENTWISE[fn].arity
         y = bench.b.value(ir.Map(fn, tuple(bench.xs[:n])))
         bench.add(ir.Cast(y, half), y.op.reference(*xs[:n]))
