@@ -23,7 +23,7 @@ from .decide import Wish, check, plan
 from .feeds import sink
 from .join import join
 from .masks import masks
-from .overlap import overlap
+from .overlap import run as overlapped
 from .pairs import pairs
 from .persist import persist
 from .plan import Machine, NoPlan, Plan, Refusal
@@ -79,7 +79,7 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         step("join", "block", lambda k: dce.run(join.run(k)))
         step("pairs", "block", pairs.run)
         step("prefetch", "block", prefetch.run)
-        step("overlap", "block", overlap.run)
+        step("overlap", "block", lambda k: overlapped(k, turns=chosen.turns))
         final = step(LAST, "block", lambda k: dce.run(cse.run(canonicalise.run(bounds.run(k)))))
     except Refusal as e:
         return e.no_plan

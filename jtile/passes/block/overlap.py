@@ -84,14 +84,15 @@ class _Overlap:
         return None if accumulation is None else accumulation.build(b, env, self.runs(op))
 
     def plan_turns(self, roles: Roles, b: Builder) -> None:
-        """Give every consumer its turns, in the order of the roles."""
+        """Give every consumer its turns, in the order of the roles, if all of its products are those of one loop."""
         found: list[tuple[For, Value]] = []
         for body in roles.bodies:
             loops = [
                 op for op in body.walk() if isinstance(op, For) and any(isinstance(x, DotAsync) for x in op.body.ops)
             ]
             rotations = [r for op in loops if (r := Rotation.of(Products(op), self.filled)) is not None]
-            if len(loops) > 1 or len(rotations) < len(loops):
+            apart = sum(isinstance(op, DotAsync) for op in body.walk()) - sum(len(r.products.waits) for r in rotations)
+            if len(loops) > 1 or len(rotations) < len(loops) or apart:  # what stands apart goes through the rings too
                 return
             found += [(r.products.loop, r.counter) for r in rotations if r.counter is not None]
             if len(rotations) != sum(r.counter is not None for r in rotations):

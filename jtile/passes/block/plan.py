@@ -74,6 +74,7 @@ class Plan:
       blocks: of the grid; fewer than `tiles`: each takes several.
       stages: slots of a ring; resident: slots of rings whose tiles stay for a loop.
       rings: what they hold, for readers.
+      turns: consumers start their products one after the other, where one waits for the other's.
       outputs: position of a parameter -> how its store goes through shared memory; others go through pointers.
       shared: bytes that all of this takes.
     """
@@ -88,6 +89,7 @@ class Plan:
     rings: tuple[str, ...]
     outputs: Mapping[int, Output]
     shared: int
+    turns: bool = False
 
     @property
     def persistent(self) -> bool:
@@ -95,6 +97,7 @@ class Plan:
 
     def __str__(self) -> str:
         roles = f"{self.consumers} consumer{'s' * (self.consumers > 1)} of {self.warps} warps"
+        roles += " in turns" * self.turns
         order = f"{self.blocks} blocks{' for ' + str(self.tiles) + ' tiles' if self.persistent else ''}"
         slots = f"{self.stages} slots" + (f", resident {self.resident}" if "resident" in " ".join(self.rings) else "")
         out = ", ".join(f"{o.buffers} of {o.columns} columns" for o in self.outputs.values()) or "by pointers"

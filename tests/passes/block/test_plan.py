@@ -30,6 +30,13 @@ def test_attention_of_heads_of_128():
     )
 
 
+def test_attention_of_heads_of_64():
+    p = plan_of(tk.attention(1024, 1024, d=64, tile=(192, 128), window=(None, 0)))
+    assert str(p).startswith(
+        "3 consumers of 4 warps in turns, 160 registers; 12 blocks; rings of 5 slots, resident 1: "
+    )
+
+
 def test_little_memory_leaves_stores_to_pointers():
     p = plan_of(tk.matmul(128, 256, 256, tile=(128, 256, 64)), Machine(shared=110 << 10))
     assert (p.stages, p.outputs) == (2, {})
