@@ -13,7 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtile._check import devices
-from jtile._check.compare import Measured, MismatchError, SkippedError, dot, error_of, skip, stack_rows, where_off, wide
+from jtile._check.compare import (
+    Measured,
+    MismatchError,
+    SkippedError,
+    dot,
+    error_of,
+    skip,
+    stack_rows,
+    stacked,
+    summed,
+    turned,
+    where_off,
+    wide,
+)
 from jtile._config import config
 from jtile._report import INTEGERS, TRANSFORMS, Check, Report
 from jtile.testing import TOLERANCES
@@ -184,7 +197,7 @@ class Checker:
         return run
 
     def direction(self, x: Any) -> jax.Array:
-        return jnp.asarray(self.rng.uniform(-1, 1, x.shape).astype(np.float32)).astype(x.dtype)
+        return jnp.asarray(self.rng.uniform(-1, 1, x.shape).astype(np.float32).astype(x.dtype))
 
     @functools.cached_property
     def tangents(self) -> list[jax.Array]:
@@ -260,7 +273,7 @@ class Checker:
         def along(t: float) -> float:
             full = list(leaves)
             for k, d in zip(self.floats, self.tangents, strict=True):
-                full[k] = leaves[k] + _in_float32(d) * jnp.asarray(t, leaves[k].dtype)
+                full[k] = np.asarray(leaves[k]) + np.asarray(_in_float32(d)) * np.asarray(t, leaves[k].dtype)
             outs = run(*full)
             return sum(dot(outs[k], c) for k, c in zip(self.float_outs, cotangents, strict=True))
 
@@ -298,7 +311,7 @@ class Checker:
     def slices(self, batched: Sequence[bool]) -> list[list[Any]]:
         """Arguments of each slice of a batch: every batched leaf with its own elements in another order, so that what
         is legal (an index, a positive scale) stays so."""
-        turn = lambda x, k: jnp.roll(x.reshape(-1), k * max(1, x.size // _SLICES)).reshape(x.shape)
+        turn = lambda x, k: turned(x, k * max(1, x.size // _SLICES))
         rows = range(_SLICES)
         return [[turn(jnp.asarray(x), k) if b else x for x, b in zip(self.leaves, batched, strict=True)] for k in rows]
 
@@ -311,7 +324,7 @@ class Checker:
         slices = self.slices(batched)
         axes = [min(axis, np.ndim(x)) if b else None for x, b in zip(self.leaves, batched, strict=True)]
         batch = [
-            x if a is None else jnp.stack([s[k] for s in slices], a) for k, (x, a) in enumerate(zip(self.leaves, axes))
+            x if a is None else stacked([s[k] for s in slices], a) for k, (x, a) in enumerate(zip(self.leaves, axes))
         ]
         got = jax.jit(jax.vmap(self.kernel, axes, out_axes=-1))(*batch)
         return self.compare(got, stack_rows([self.expect(*s) for s in slices], -1))
@@ -323,17 +336,18 @@ class Checker:
         batched = [k != shared for k in range(len(self.leaves))]
         slices = self.slices(batched)
         axes = [0 if b else None for b in batched]
-        batch = [jnp.stack([s[k] for s in slices]) if b else x for k, (x, b) in enumerate(zip(self.leaves, batched))]
-        cotangents = [jnp.stack([c * jnp.asarray(1 + k, c.dtype) for k in range(_SLICES)]) for c in self.cotangents]
+        batch = [stacked([s[k] for s in slices]) if b else x for k, (x, b) in enumerate(zip(self.leaves, batched))]
+        times = lambda c, k: np.asarray(c) * np.asarray(1 + k, c.dtype)
+        cotangents = [stacked([times(c, k) for k in range(_SLICES)]) for c in self.cotangents]
         got = jax.jit(self.pull(jax.vmap(self.kernel, axes)))(batch, cotangents)
         each = [self.expect_pull(s, [c[k] for c in cotangents]) for k, s in enumerate(slices)]
         want = list(stack_rows(each, 0))
         if shared >= 0:
-            want[0] = jnp.sum(want[0].astype(jnp.float32), 0).astype(want[0].dtype)
+            want[0] = summed(want[0])
         return self.compare(got, tuple(want), derivative=True)
 
     def vmap_of_grad(self) -> Measured:
-        leaves = [jnp.stack([s[k] for s in self.everything]) for k in range(len(self.leaves))]
+        leaves = [stacked([s[k] for s in self.everything]) for k in range(len(self.leaves))]
         got = jax.jit(jax.vmap(self.pull(self.kernel), (0, None)))(leaves, list(self.cotangents))
         return self.compare(got, stack_rows([self.expect_pull(s, self.cotangents) for s in self.everything], 0), True)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 
 from jtile.testing import relative_error
 
@@ -35,8 +36,30 @@ def skip(why: str) -> Measured:
     raise SkippedError(why)
 
 
+def turned(x: Any, by: int) -> Any:
+    """The elements of an array in another order. By NumPy, as all data of the checks: each `jnp` function would compile
+    a program for each shape."""
+    where, x = (jnp, x) if _opaque(x) else (np, np.asarray(x))
+    return where.roll(x.reshape(-1), by).reshape(x.shape)
+
+
+def stacked(xs: Sequence[Any], axis: int = 0) -> Any:
+    return jnp.stack(xs, axis) if _opaque(xs[0]) else np.stack([np.asarray(x) for x in xs], axis)
+
+
+def _opaque(x: Any) -> bool:
+    """Whether an array holds what NumPy does not know: random keys."""
+    return dtypes.issubdtype(x.dtype, dtypes.extended)
+
+
 def stack_rows(rows: Sequence[Sequence[Any]], axis: int) -> tuple[Any, ...]:
-    return tuple(jnp.stack(leaf, axis) for leaf in zip(*rows, strict=True))
+    return tuple(stacked(leaf, axis) for leaf in zip(*rows, strict=True))
+
+
+def summed(x: Any) -> np.ndarray:
+    """The sum along axis 0, in float32, in the dtype of the array."""
+    x = np.asarray(x)
+    return x.astype(np.float32).sum(0).astype(x.dtype)
 
 
 def wide(x: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jtile._check.compare import Measured, MismatchError, SkippedError, stack_rows
+from jtile._check.compare import Measured, MismatchError, SkippedError, stack_rows, stacked, summed, turned
 
 if TYPE_CHECKING:
     from jtile._check.checker import Checker
@@ -55,11 +55,10 @@ def _rows(c: Checker) -> _Rows:
     if count < 2:
         raise SkippedError(ONE_DEVICE)
     shared = c.floats[0] if c.floats and len(c.leaves) > 1 else -1
-    turn = lambda x, k: jnp.roll(x.reshape(-1), k).reshape(x.shape)
     leaves = [jnp.asarray(x) for x in c.leaves]
-    rows = [[x if j == shared else turn(x, k) for j, x in enumerate(leaves)] for k in range(count)]
-    batch = [x if j == shared else jnp.stack([r[j] for r in rows]) for j, x in enumerate(leaves)]
-    cotangents = [jnp.stack([ct] * count) for ct in c.cotangents] if c.reverse else []
+    rows = [[x if j == shared else turned(x, k) for j, x in enumerate(leaves)] for k in range(count)]
+    batch = [x if j == shared else stacked([r[j] for r in rows]) for j, x in enumerate(leaves)]
+    cotangents = [stacked([ct] * count) for ct in c.cotangents] if c.reverse else []
     return _Rows(rows, shared, batch, cotangents)
 
 
@@ -67,7 +66,7 @@ def _gradients(c: Checker, r: _Rows) -> tuple[Any, ...]:
     """What the reference says: a cotangent for each call, summed for the shared leaf."""
     want = list(stack_rows([c.expect_pull(row, list(c.cotangents)) for row in r.rows], 0))
     if r.shared >= 0:
-        want[0] = jnp.sum(want[0].astype(jnp.float32), 0).astype(want[0].dtype)
+        want[0] = summed(want[0])
     return tuple(want)
 
 
