@@ -43,7 +43,7 @@ class Case:
 class Record:
     """One line of the results, as `--json` writes it. Times are medians in microseconds; `ratio` is the best peer's
     time over ours; `bound_us` is what the roofline allows, `bound_frac` how much of that we reach; `error` is the
-    relative error against the reference."""
+    relative error against the reference; `timed` says how XLA ran the calls of one program, where that matters."""
 
     workload: str
     config: str
@@ -55,6 +55,7 @@ class Record:
     bound_us: float | None
     bound_frac: float | None
     error: float | None
+    timed: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +88,9 @@ def measure(case: Case, roofline: Any, *, repeats: int) -> Result:
 
 
 def result(
-    workload: str, config: str, dtype: str, device: str, times: Mapping[str, Timing], *, bound_us=None, error=None
-) -> Result:
+    workload: str, config: str, dtype: str, device: str, times: Mapping[str, Timing], *, bound_us=None, error=None,
+    timed: str | None = None,
+) -> Result:  # fmt: skip
     """The result of `times`, in which the entry "ours" is ours and every other a peer."""
     ours = times["ours"]
     peers = {name: t for name, t in times.items() if name != "ours"}
@@ -105,6 +107,7 @@ def result(
         bound_us=None if not bound_us else _digits(bound_us),
         bound_frac=None if not bound_us else _digits(bound_us / ours.median_us),
         error=None if error is None else _digits(error),
+        timed=timed,
     )
     return Result(record, None if best_min is None else _digits(best_min / ours.min_us))
 

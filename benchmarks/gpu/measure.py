@@ -56,7 +56,9 @@ def measure(case: Case, machine: Machine, options: Options, say: Callable[[str],
     for sample in samplers.values():
         sample()  # after a pause a card is quicker than it stays
     samples = timing.alternate(samplers, repeats=options.repeats, budget_s=options.budget_s)
-    got = result(*case.key, machine.device, timing.timings(samples), bound_us=bound, error=errors["ours"])
+    times = timing.timings(samples)
+    how = {"bound_us": bound, "error": errors["ours"], "timed": timing.way(calls)}
+    got = result(*case.key, machine.device, times, **how)
     say(_line(case, got, samples, errors, time.monotonic() - began))
     return got
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from jtile.testing import Timing
 _PROGRAM_US = 4_000.0
 _SAMPLE_US = 20_000.0
 _MOST_CALLS = 96
+_GRAPH = 5  # xla_gpu_graph_min_graph_size
 _MOST_BYTES = 8 << 30  # of the results of one program, all of which are kept
 
 
@@ -26,6 +28,12 @@ def call_count(estimate_us: float, sets: int, result_bytes: int = 0) -> int:
     room = max(1, _MOST_BYTES // max(result_bytes, 1))
     wanted = min(_MOST_CALLS, room, math.ceil(_PROGRAM_US / max(estimate_us, 1e-3)))
     return sets * math.ceil(wanted / sets)
+
+
+def way(calls: int) -> str:
+    """How XLA runs a program of so many calls: five kernels in a row, its own or others', become a command buffer."""
+    off = "--xla_gpu_enable_command_buffer=" in os.environ.get("XLA_FLAGS", "").split()
+    return f"{calls} calls in a {'command buffer' if calls >= _GRAPH and not off else 'stream'}"
 
 
 def repeated(function: Callable, calls: int) -> Callable:

@@ -9,7 +9,19 @@ import pytest
 from benchmarks import harness, report, roofline
 from jtile.testing import Timing
 
-FIELDS = ["workload", "config", "dtype", "device", "ours_us", "peers", "ratio", "bound_us", "bound_frac", "error"]
+FIELDS = [
+    "workload",
+    "config",
+    "dtype",
+    "device",
+    "ours_us",
+    "peers",
+    "ratio",
+    "bound_us",
+    "bound_frac",
+    "error",
+    "timed",
+]
 
 
 class Machine:
