@@ -12,6 +12,7 @@ COUNTED = "reverse mode goes through loops that count their rounds"
 ATOMIC = "what this atomic leaves depends on the order of the programs"
 WHOLE = "a kernel that prints or asserts runs as a whole on every device: its operands are gathered"
 SCHEDULE = "a schedule has no forward mode; its reverse mode is the one it is given"
+UNCUT = "a schedule is not cut: it runs as a whole on every device, and its operands are gathered"
 FOR_HOPPER = "exported for sm_90 only: elsewhere it runs in the interpreter, a callback"
 REVERSE = ("vjp", "numeric", "checkpoint", "grad of vmap", "vmap of grad", "second order")
 
@@ -246,6 +247,6 @@ CASES: dict[str, LibraryCase] = {
                               skip={"numeric": "the kernel is a step function"}),
     "a rule of its own (defvjp)": case(own_rule, jnp.exp, f(4, 3)),
     "roles (block level), defvjp": case(in_roles, jnp.exp, f(4, 8), skip={
-        **dict.fromkeys(("jvp", "second order"), SCHEDULE), "export": FOR_HOPPER,
+        **dict.fromkeys(("jvp", "second order"), SCHEDULE), "export": FOR_HOPPER, "partitioned jit": UNCUT,
     }),
 }  # fmt: skip
