@@ -1,5 +1,6 @@
 """Decode attention against the form with all scores."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,6 +58,30 @@ def test_what_stands_behind_the_length_does_not_matter():
     assert np.array_equal(ops.decode_attention(q, *spoiled, lengths), ops.decode_attention(q, k, v, lengths))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 20, "splits": 3}], ids=str)
+def test_pages_are_a_cache_in_pieces(options):
+    q, k, v = operands(2, 120, 4, 2, 8, 2)
+    order = np.random.default_rng(0).permutation(6)
+    k_pool, v_pool = (jnp.zeros((6, 40, 2, 8)).at[order].set(x.reshape(6, 40, 2, 8)) for x in (k, v))
+    pages, lengths = jnp.asarray(order.reshape(2, 3)), jnp.array([120, 41])
+    wild = pages.at[1, 2].set(-7)  # behind the length
+    want = decode_attention_reference(q, k, v, lengths, window=options.get("window"))
+    got = ops.decode_attention(q, k_pool, v_pool, lengths, pages=wild, **options)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+
+
+def test_slopes_go_to_the_pages():
+    q, k, v = operands(2, 30, 4, 2, 8, 2)
+    order = np.random.default_rng(0).permutation(6)
+    k_pool, v_pool = (jnp.zeros((6, 10, 2, 8)).at[order].set(x.reshape(6, 10, 2, 8)) for x in (k, v))
+    pages, lengths = jnp.asarray(order.reshape(2, 3)), jnp.array([30, 11])
+    slope = lambda op, *x, **more: jax.grad(lambda *y: (op(*y, lengths, **more) ** 2).sum(), (0, 1))(*x)
+    dq, dk = slope(ops.decode_attention, q, k_pool, v_pool, pages=pages)
+    dq_want, dk_want = slope(decode_attention_reference, q, k, v)
+    np.testing.assert_allclose(dq, dq_want, rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(dk[pages].reshape(k.shape), dk_want, rtol=2e-4, atol=1e-5)
+
+
 def test_as_the_last_rows_of_attention():
     q, k, v = operands(1, 300, 4, 2, 8, 4)
     got = ops.decode_attention(q, k, v, jnp.array([300]))
@@ -72,3 +97,5 @@ def test_errors():
         ops.decode_attention(q, k, v, lengths, splits=0)
     with pytest.raises(KernelValueError, match="lengths has shape"):
         ops.decode_attention(q, k, v, jnp.array([8, 8]))
+    with pytest.raises(KernelValueError, match="pages has shape"):
+        ops.decode_attention(q, k, v, lengths, pages=jnp.zeros((2, 3), jnp.int32))

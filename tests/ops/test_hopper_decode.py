@@ -1,0 +1,103 @@
+"""Decode attention at the block level: in the interpreter, roles interleaved by seeds, against the form with all
+scores; what it is called from, without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import normal
+
+import jtile as jt
+from jtile import ops
+from jtile.ops import hopper_decode
+from jtile.ops.hopper_shares import Units
+from jtile.ops.split_attention import decode_attention_reference
+from jtile.testing import relative_error
+
+CASES = {  # batch, new tokens, heads, kv heads, slots, d, lengths; programs, slots of a page, softcap
+    "rows in parts": ((3, 1, 6, 2, 300, 64, (300, 0, 129)), 5, None, None),
+    "several tokens, a cap": ((2, 5, 8, 2, 200, 64, (129, 3)), 3, None, 3.0),
+    "pages": ((2, 1, 8, 1, 256, 128, (200, 1)), 2, 64, None),
+    "large pages": ((1, 3, 8, 2, 256, 64, (257,)), 3, 128, None),
+    "long heads": ((1, 1, 4, 1, 130, 256, (130,)), 4, None, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    with jt.config(interpret=True):
+        yield
+
+
+def arguments(batch, t, heads, kvs, slots, d, lengths, page=None, dtype="bfloat16"):
+    """q, k, v, lengths, table; what stands behind a length is NaN."""
+    q, k, v = (
+        normal(i, batch, n, h, d, dtype=dtype) for i, (n, h) in enumerate(((t, heads), (slots, kvs), (slots, kvs)))
+    )
+    lengths = jnp.array(lengths, jnp.int32)
+    behind = jnp.arange(slots)[None, :, None, None] >= lengths[:, None, None, None]
+    k, v = (jnp.where(behind, jnp.nan, x) for x in (k, v))
+    if page is None:
+        return q, k, v, lengths, ()
+    order = np.random.default_rng(0).permutation(batch * slots // page)
+    pool = lambda x: jnp.zeros((len(order), page, kvs, d), x.dtype).at[order].set(x.reshape(-1, page, kvs, d))
+    return q, pool(k), pool(v), lengths, (jnp.asarray(order.reshape(batch, -1), jnp.int32),)
+
+
+def reference(q, k, v, lengths, table, softcap=None):
+    k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+    pages = table[0] if table else None
+    return decode_attention_reference(q, k, v, lengths, pages=pages, scale=0.1, softcap=softcap)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_the_interpreter(name, monkeypatch):
+    sizes, programs, page, softcap = CASES[name]
+    args, kernel = arguments(*sizes, page=page), hopper_decode.hopper_decode
+    monkeypatch.setattr(hopper_decode, "PROCESSORS", programs)
+    want = reference(*args, softcap)
+    for seed in range(3 if page == 64 else 1):
+        monkeypatch.setattr(hopper_decode, "hopper_decode", functools.partial(kernel.interpret, seed=seed))
+        got = hopper_decode.of_batch(*args, scale=0.1, softcap=softcap)
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert relative_error(got, want) < 4e-3
+
+
+@pytest.mark.parametrize("page", [64])
+def test_batches_of_vmap_become_rows(page, monkeypatch):
+    monkeypatch.setattr(hopper_decode, "PROCESSORS", 3)
+    q, k, v, lengths, table = arguments(1, 1, 4, 2, 128, 64, (100,), page=page)
+    run = lambda q, k, v, n: hopper_decode.decode(0.1, None)(q, k, v, n, table)
+    both = lambda x: jnp.stack([x, -x])
+    want = jnp.stack([reference(x, y, v, lengths, table) for x, y in ((q, k), (-q, -k))])
+    assert relative_error(jax.vmap(run, (0, 0, None, None))(both(q), both(k), v, lengths), want) < 4e-3
+    want = jnp.stack([reference(x, k, v, lengths, table) for x in (q, -q)])
+    assert relative_error(jax.vmap(run, (0, None, None, 0))(both(q), k, v, jnp.stack([lengths] * 2)), want) < 4e-3
+
+
+def test_the_op_without_the_gpu():
+    """A machine without the GPU that the call was made for runs the kernel at tile level."""
+    q, k, v, lengths, table = arguments(2, 1, 4, 2, 128, 64, (128, 100), page=64)
+    run = jax.jit(functools.partial(ops.decode_attention, pages=table[0], scale=0.1))
+    with jt.config(arch="sm_90", interpret=False):
+        assert "hopper_decode" in str(jax.make_jaxpr(run)(q, k, v, lengths))
+        got = run(q, k, v, lengths)
+    assert relative_error(got, reference(q, k, v, lengths, table)) < 4e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "page"), [(128, None), (256, None), (128, 64)])
+def test_what_it_compiles_to(d, page):
+    pytest.importorskip("triton")
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    cache = of("bfloat16", 8, 1024, 2, d) if page is None else of("bfloat16", 128, page, 2, d)
+    table = () if page is None else (of("int32", 8, 16),)
+    args = of("bfloat16", 16, 4, d), cache, cache, of("int32", 8), table
+    units = Units(1024, 128 if d < 256 and page is None else 64, 2)
+    options = {"parts": 132, "units": units, "t": 1, "scale": 0.1, "softcap": None}
+    found = hopper_decode.hopper_decode.lower(*args, **options, target="cuda:sm_90")
+    assert found.launch["resources"]["spills"] == 0
+    for what in ("HGMMA", "UTMALDG", "SYNCS", "USETMAXREG"):
+        assert what in found.texts["sass"]
