@@ -192,3 +192,12 @@ def test_a_case_lowers_for_cuda():
     with jt.config(arch="sm_90"):
         text = jax.jit(one.ours).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.custom_call" in text
+
+
+def test_choices_are_compared_with_a_search():
+    said = []
+    (got,) = importlib.import_module("benchmarks.gpu.choices").results(MACHINE, QUICK, said.append, tiny=True)
+    assert got.record.config == "96x96x64 NN"
+    assert got.record.ratio == pytest.approx(got.record.peers["tuned"] / got.record.ours_us)
+    assert 0 < got.record.ratio <= 1
+    assert "tuned" in said[0]
