@@ -46,7 +46,8 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     for size in TINY if tiny else SIZES:
         rows, k, n, groups = size
         yield Case(
-            workload="grouped", config=size.config, dtype="bfloat16", make=functools.partial(_make, size), ours=_ours,
+            workload="grouped", config=size.config, dtype="bfloat16", make=functools.partial(_make, size, False),
+            ours=_ours,
             peers={
                 "xla": lambda x, w, sizes: lax.ragged_dot(x, w.swapaxes(1, 2), sizes),
                 "torch grouped": Torch(_torch_grouped),
@@ -54,12 +55,20 @@ def cases(tiny: bool = False) -> Iterator[Case]:
             },
             reference=_reference, bytes=2 * (rows * k + groups * n * k + rows * n), flops=2 * rows * n * k,
         )  # fmt: skip
+        yield Case(
+            workload="grouped_gradient", config=size.config, dtype="bfloat16",
+            make=functools.partial(_make, size, True),
+            ours=lambda x, w, sizes, dy: jax.vjp(lambda x, w: _ours(x, w, sizes), x, w)[1](dy),
+            peers={"torch grouped": Torch(_torch_gradient)}, reference=_reference_gradient,
+            bytes=2 * (2 * rows * k + 2 * groups * n * k + rows * n), flops=4 * rows * n * k,
+        )  # fmt: skip
 
 
-def _make(size: Size, seed):
-    x = normal(2 * seed, size.rows, size.k, dtype="bfloat16")
-    w = normal(2 * seed + 1, size.groups, size.n, size.k, dtype="bfloat16")
-    return x, w, jnp.asarray(size.sizes, jnp.int32)
+def _make(size: Size, gradient, seed):
+    x = normal(3 * seed, size.rows, size.k, dtype="bfloat16")
+    w = normal(3 * seed + 1, size.groups, size.n, size.k, dtype="bfloat16")
+    dy = (normal(3 * seed + 2, size.rows, size.n, dtype="bfloat16"),) if gradient else ()
+    return x, w, jnp.asarray(size.sizes, jnp.int32), *dy
 
 
 def _ours(x, w, sizes):
@@ -68,6 +77,11 @@ def _ours(x, w, sizes):
 
 def _torch_grouped(torch, x, w, sizes):
     return torch._grouped_mm(x, w.transpose(1, 2), offs=torch.cumsum(sizes, 0, dtype=torch.int32))
+
+
+def _torch_gradient(torch, x, w, sizes, dy):
+    ends = torch.cumsum(sizes, 0, dtype=torch.int32)
+    return torch._grouped_mm(dy, w, offs=ends), torch._grouped_mm(dy.t(), x, offs=ends)
 
 
 def _loop(counts: tuple[int, ...], torch, x, w, sizes):
@@ -93,3 +107,17 @@ def _reference(x, w, sizes):
 
     start = jnp.zeros((x.shape[0], w.shape[1]), jnp.float32)
     return jax.lax.scan(add, start, (w, ends, sizes))[0]
+
+
+def _reference_gradient(x, w, sizes, dy):
+    """In bfloat16 from float32 products, expert by expert over all rows."""
+    ends = jnp.cumsum(sizes)
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    product = functools.partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
+
+    def add(dx, group):
+        matrix, end, count = group
+        own = jnp.where((rows < end) & (rows >= end - count), dy, 0).astype(jnp.float32)
+        return dx + product(own, matrix.astype(jnp.float32)), product(own.T, x.astype(jnp.float32)).astype(w.dtype)
+
+    return jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), (w, ends, sizes))
