@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops import hopper_quantized, quantized_lanes
+from jtile.ops import hopper_gemv, hopper_quantized, quantized_lanes
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation, gate_slope
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor, unpack_codes
@@ -58,6 +58,8 @@ def quantized_matmul(
         y = _on_hopper(rows, weight)
         y = ACTIVATIONS[activation](y if bias is None else y + extra[0])
         y = y if residual is None else y + extra[-1]
+    elif hopper_gemv.takes(rows, weight.codes, weight.kind):
+        y = hopper_gemv.product(rows, _arrays(weight, m), extra, **options, rules=_RULES)
     elif _in_lanes(m, out, inner):
         y = quantized_lanes.product(rows, _arrays(weight, m), extra, **options)
     else:
@@ -330,6 +332,9 @@ def _lanes_backward(residuals, ct, *, gated, **meta):
     return dx.reshape(x.shape).astype(x.dtype), *more
 
 
+_RULES = _lanes_forward, _lanes_backward  # of `hopper_gemv`, whose x has a further axis
+
+
 def _grouped_forward(x, *refs, kind, has_bias, gated, **meta):
     """Of rows in groups: y [m, groups, rows]."""
     weights = (3 if kind == "q4_1" else 2) * (1 + gated)
@@ -380,9 +385,12 @@ def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation
     if hopper_quantized.takes(rows, gate.codes, inner, gate.kind) and m > 2:
         y = ACTIVATIONS[activation](_on_hopper(rows, gate)) * _on_hopper(rows, up)
         return y.reshape(*x.shape[:-1], out)
+    options = dict(kind=gate.kind, activation=activation, gated=True)
+    if hopper_gemv.takes(rows, gate.codes, gate.kind, gated=True):
+        y = hopper_gemv.product(rows, [*_arrays(gate, m), *_arrays(up, m)], **options, rules=_RULES)
+        return y.reshape(*x.shape[:-1], out)
     if _in_lanes(m, out, inner):
-        arrays = [*_arrays(gate, m), *_arrays(up, m)]
-        y = quantized_lanes.product(rows, arrays, [], kind=gate.kind, activation=activation, gated=True)
+        y = quantized_lanes.product(rows, [*_arrays(gate, m), *_arrays(up, m)], [], **options)
         return y.reshape(*x.shape[:-1], out)
     rows = rows.astype(jnp.float32)
     kernel = _gated_gemv if rows.shape[0] <= 2 else _gated_gemm

@@ -1,0 +1,92 @@
+"""One or two rows of x times a matrix, at the block level: in the interpreter, roles interleaved by seeds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import normal
+
+import jtile as jt
+from jtile import ops
+from jtile.ops import gpu_tiles, hopper_gemv, quantized
+from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.testing import relative_error
+
+CASES = {  # kind, rows of x, out, in, meta-parameters
+    "q4_0": ("q4_0", 1, 20, 512, {"rows": 4}),
+    "q4_1, two rows": ("q4_1", 2, 12, 768, {}),
+    "q8_0, rounds": ("q8_0", 1, 12, 1280, {"roles": 1, "rows": 4}),
+    "int8, ragged": ("int8", 1, 24, 1056, {}),
+    "bfloat16": ("bfloat16", 2, 20, 520, {"rows": 4}),
+    "float16, rounds": ("float16", 1, 8, 2056, {"roles": 1, "slots": 3}),
+}
+
+
+def weights(kind, out, inner, seed=1):
+    """Arrays, and the matrix that they say."""
+    w = normal(seed, out, inner)
+    if hopper_gemv.bits_of(kind) == 16:
+        return [w.astype(kind)], w.astype(kind).astype(jnp.float32)
+    w = QuantizedTensor.quantize(w, kind)
+    return [a for a in jax.tree.leaves(w.packed())], w.dequantize()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products(case, monkeypatch):
+    monkeypatch.setattr(gpu_tiles, "PROCESSORS", 2)  # several tiles a program
+    kind, m, out, inner, options = CASES[case]
+    x = normal(2, m, inner).astype("float16" if kind == "float16" else "bfloat16")
+    arrays, matrix = weights(kind, out, inner)
+    made, n = hopper_gemv.kernel(len(arrays), False, False), 128 // hopper_gemv.bits_of(kind)
+    meta = dict(kind=kind, activation=None, has_bias=False, gated=False, out_dtype="float32")
+    meta |= hopper_gemv.choice(m, inner, kind) | options
+    y = made.interpret(x.reshape(m, inner // n, n), *arrays, seed=len(case), **meta)
+    want = jnp.matmul(x.astype(jnp.float32), matrix.T, precision="highest")
+    assert relative_error(y, want) < 3e-6
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "int8"])
+def test_the_ops_call_it(kind):
+    w, up = (QuantizedTensor.quantize(normal(seed, 24, 256), kind).packed() for seed in (1, 3))
+    x, bias, residual = normal(2, 1, 256), normal(4, 24), normal(5, 1, 24)
+    more = dict(bias=bias, activation="gelu_tanh", residual=residual)
+    op = lambda x, w=w: ops.quantized_matmul(x, w, **more)
+    total = lambda f: lambda x: (f(x, w, **more) ** 2).sum()
+    gated = lambda x: ops.gated_mlp(x, w, up)
+    with jt.config(arch="sm_90", interpret=True):
+        called = str(jax.make_jaxpr(lambda x: (op(x), gated(x)))(x)).count("hopper_gemv")
+        y, g = op(x), jax.grad(total(ops.quantized_matmul))(x)
+        z, gz = gated(x), jax.grad(lambda x: gated(x).sum())(x)
+        rows = jax.vmap(op)(normal(6, 2, 1, 256))
+    reference = quantized.quantized_matmul_reference
+    assert called >= 2
+    assert relative_error(y, reference(x, w, **more)) < 3e-6
+    assert relative_error(g, jax.grad(total(reference))(x)) < 1e-5
+    assert relative_error(rows, jax.vmap(lambda x: reference(x, w, **more))(normal(6, 2, 1, 256))) < 3e-6
+    want = lambda x: jax.nn.silu(reference(x, w)) * reference(x, up)
+    assert relative_error(z, want(x)) < 3e-6
+    assert relative_error(gz, jax.grad(lambda x: want(x).sum())(x)) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e30, 1e-30, 0.0, np.inf])
+def test_any_size_of_x(scale):
+    """x is brought to the range of the numbers that codes become."""
+    w, x = QuantizedTensor.quantize(normal(1, 8, 256), "q4_0").packed(), normal(2, 1, 256)
+    with jt.config(arch="sm_90", interpret=True):
+        y = ops.quantized_matmul(x.at[0, 3].set(scale) if np.isinf(scale) else x * scale, w)
+    if np.isinf(scale):
+        assert not np.isfinite(y).any()
+    else:
+        assert float(abs(y - quantized.quantized_matmul_reference(x, w) * scale).max()) <= 1e-4 * scale
+
+
+def test_what_it_does_not_take():
+    """Codes as bytes, three rows, rows that tensor maps cannot say, x longer than shared memory."""
+    of = lambda m, inner, dtype="uint32": (jnp.ones((m, inner), jnp.bfloat16), jnp.zeros((8, inner // 8), dtype))
+    with jt.config(arch="sm_90"):
+        assert hopper_gemv.takes(*of(1, 512), "q4_0")
+        for x, w in (of(3, 512), of(1, 512, "uint8"), of(1, 288), of(1, 1 << 17)):
+            assert not hopper_gemv.takes(x, w, "q4_0")
+        assert not hopper_gemv.takes(jnp.ones((1, 8)), jnp.ones((8, 8)), "float32")
+    with jt.config(arch="sm_80"):
+        assert not hopper_gemv.takes(*of(1, 512), "q4_0")
