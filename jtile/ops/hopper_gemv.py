@@ -62,8 +62,8 @@ def _exponent(x, i: int):
 
 
 def _planes(x, kind: str):
-    """x [lanes * groups, of a lane] as [8, lanes, 4]: for each word of a lane's 16 bytes the numbers that its fields are
-    multiplied with."""
+    """x [lanes * groups, of a lane] as [8, lanes, 4]: for each word of a lane's 16 bytes what its fields are multiplied
+    with."""
     bits = bits_of(kind)
     if bits < 16:
         at = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -122,7 +122,7 @@ def _numbers(planes, totals) -> _Numbers:
 
 
 def _sums(qs, scales, x: _Numbers, kind: str):
-    """What one round adds to the products of some rows of W, the 512 bytes of `qs`, with each row of x: [rows, lanes]."""
+    """What one round adds to the products of rows of W, the 512 bytes of `qs`, with each row of x: [rows, lanes]."""
     bits, out = bits_of(kind), []
     fields = 32 // bits if bits < 16 else 1
     for g, q in enumerate(qs):
@@ -246,8 +246,8 @@ def _outputs(x, *refs, kind, gated, has_bias, activation, out_dtype, **_):
 
 def _body(x, *refs, kind: str, gated: bool, has_bias: bool, activation, out_dtype: str, rows: int, roles: int,
           slots: int):  # fmt: skip
-    """y [m, out] of x [m, in / n, n], n weights to a lane, codes [out, words] (or W [out, in]), scale [out, in / 32 or 1], for Q4_1 minimum; `gated`:
-    a second weight, y = act(x Gᵀ) * (x Uᵀ); then bias [1, out] and residual [m, out], if any.
+    """y [m, out] of x [m, in / n, n], n weights to a lane, codes [out, words] (or W [out, in]), scale [out, in / 32 or 1],
+    for Q4_1 minimum; `gated`: a second weight, y = act(x Gᵀ) * (x Uᵀ); then bias [1, out] and residual [m, out], if any.
 
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
@@ -334,7 +334,7 @@ def takes(x, weight, kind: str, gated: bool = False) -> bool:
 def product(
     x, arrays, extra=(), *, kind: str, activation=None, has_bias=False, gated=False, out_dtype=jnp.float32, rules=None
 ) -> jax.Array:
-    """[m, out] of x [m, in] and the arrays of one weight or of two; `extra`: bias [1, out] and residual [m, out], if any."""
+    """[m, out] of x [m, in] and the arrays of one weight or of two; `extra`: bias [1, out] and residual [m, out]."""
     meta = choice(*x.shape, kind, gated)
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
     n = 128 // bits_of(kind)

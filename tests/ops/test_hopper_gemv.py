@@ -28,7 +28,7 @@ def weights(kind, out, inner, seed=1):
     if hopper_gemv.bits_of(kind) == 16:
         return [w.astype(kind)], w.astype(kind).astype(jnp.float32)
     w = QuantizedTensor.quantize(w, kind)
-    return [a for a in jax.tree.leaves(w.packed())], w.dequantize()
+    return jax.tree.leaves(w.packed()), w.dequantize()
 
 
 @pytest.mark.parametrize("case", CASES)
