@@ -246,8 +246,10 @@ def _outputs(x, *refs, kind, gated, has_bias, activation, out_dtype, **_):
 
 def _body(x, *refs, kind: str, gated: bool, has_bias: bool, activation, out_dtype: str, rows: int, roles: int,
           slots: int):  # fmt: skip
-    """y [m, out] of x [m, in / n, n], n weights to a lane, codes [out, words] (or W [out, in]), scale [out, in / 32 or 1],
-    for Q4_1 minimum; `gated`: a second weight, y = act(x Gᵀ) * (x Uᵀ); then bias [1, out] and residual [m, out], if any.
+    """y [m, out] of x [m, in / n, n], n weights to a lane.
+
+    Of each weight codes [out, words] or W [out, in], scale [out, in / 32 or 1] and, for Q4_1, minimum. `gated`: of two,
+    y = act(x Gᵀ) * (x Uᵀ). Behind them bias [1, out] and residual [m, out], if any.
 
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
