@@ -248,12 +248,10 @@ def overlapped(a, b, o, *, bm=128, bn=256, bk=64, slots=4, blocks=BLOCKS, band=8
             for t in jt.range(*mine):
                 i, j = banded(t, rows, columns, band)
                 it, acc = consume(A[w], B, full, empty, rounds, it, jt.zeros((half, bn), jnp.float32))
-                for p, piece in enumerate(pieces(acc.astype(o.dtype), width)):
+                for p, piece in enumerate(pieces(acc, width)):
                     jt.store_wait(1)  # the copy before the last one has read its buffer
-                    jt.role_barrier()
-                    C[w][p % 2].store(piece)
+                    C[w][p % 2].store(piece.astype(o.dtype))
                     jt.fence_shared()
-                    jt.role_barrier()
                     jt.async_copy(C[w][p % 2], o.tiles(half, width).at[2 * i + w, j * (bn // width) + p])
             jt.store_wait(0)
     with jt.role("producer", warps=1, registers=24):
