@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.flash_attention import NOTHING
-from jtile.ops.hopper_shares import Units, combine_shares, part_types, place_of_part, row_of, share_of
+from jtile.ops.hopper_shares import Units, combined, part_types, place_of_part, row_of, share_of
 from jtile.ops.hopper_tiles import PROCESSORS
 
 ROWS = 64  # queries of a tile: those of the new tokens and of the heads of a group
@@ -229,5 +228,5 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None):
     grouped = q.reshape(batch, t, kvs, group, d).swapaxes(1, 2).reshape(batch * kvs, t * group, d)
     options = {"parts": PROCESSORS, "units": units, "t": t, "scale": scale, "softcap": softcap}
     whole, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
-    o = tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, lengths, units=units, n=min(4, t * group))
+    o = combined(whole, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)

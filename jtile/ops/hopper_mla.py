@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.flash_attention import NOTHING
-from jtile.ops.hopper_shares import Units, combine_shares, part_types, place_of_part, share_of
+from jtile.ops.hopper_shares import Units, combined, part_types, place_of_part, share_of
 from jtile.ops.hopper_tiles import PROCESSORS
 
 ROWS = 64  # queries of a program
@@ -323,5 +322,4 @@ def of_batch(q, cache, lengths, table, *, rank: int, scale: float):
     units, parts = Units(slots=slots, size=UNIT), max(1, PROCESSORS // jt.cdiv(rows, ROWS))
     options = {"parts": parts, "units": units, "heads": heads, "rank": rank, "scale": scale}
     whole, o_part, lse_part = hopper_mla(q.reshape(batch, rows, width), cache, lengths, table, **options)
-    o = tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, lengths, units=units, n=4)
-    return o.reshape(batch, t, heads, rank)
+    return combined(whole, o_part, lse_part, lengths, units).reshape(batch, t, heads, rank)

@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops._shapes import tuned
 from jtile.ops.flash_attention import NOTHING
 
 _ROWS = 128  # whose lengths are looked at together
+_PROGRAMS = 1056  # at most, that put parts together
+_TILE = 4096  # numbers of parts that one of them holds at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +95,11 @@ def place_of_part(part, begins):
     grid=lambda whole, *_, n, **__: (whole.shape[0], jt.cdiv(whole.shape[1], n)),
     alias={"whole": "o"},
 )
-def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int):
-    """The output [rows times heads, queries, d] of rows that several parts share, over those that one part gave, `n`
-    queries in a program."""
+def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int, side: int):
+    """The output [rows times heads, queries, d] of rows that several parts share, over those that one part gave: `n`
+    queries in a program, one after the other, `side` parts at a time."""
     # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p
-    b, i, d = jt.program_id(0), jt.program_id(1), whole.shape[2]
+    b, d = jt.program_id(0), whole.shape[2]
     row = row_of(b, units)
 
     def count(k, _):
@@ -109,13 +112,22 @@ def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int)
     size = jt.cdiv(total, o_part.shape[0] // 2)
     first, last = jax.lax.div(begin, size), jax.lax.div(begin + of_row - 1, size)
     if last > first:
-        m, l = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32)
-        acc = jt.zeros((n, d), jnp.float32)
-        for p in jt.range(first, last + 1):
-            at = place_of_part(p, p == first)
-            x = lse_part.tiles(None, n)[at, i]
-            top = jnp.maximum(m, x)
-            fade, w = jnp.exp2(m - top), jnp.exp2(x - top)
-            acc = acc * fade[:, None] + w[:, None] * o_part.tiles(None, n, d)[at, i, 0]
-            l, m = l * fade + w, top
-        o.tiles(None, n, d)[b, i, 0] = (acc / l[:, None]).astype(o.dtype)
+        for i in jt.range(jt.program_id(1) * n, jnp.minimum(jt.program_id(1) * n + n, whole.shape[1])):
+            m, l, acc = jnp.float32(2 * NOTHING), jnp.float32(0), jt.zeros((d,), jnp.float32)
+            for c in jt.range(jt.cdiv(last + 1 - first, side)):
+                p = first + c * side + jt.arange(side)
+                at = place_of_part(p, p == first)
+                x = jt.load(lse_part, (at, i), mask=p <= last, other=2 * NOTHING)
+                o_p = jt.load(o_part, (at[:, None], i, jt.arange(d)[None, :]), mask=(p <= last)[:, None])
+                top = jnp.maximum(m, x.max())
+                fade, w = jnp.exp2(m - top), jnp.where(p <= last, jnp.exp2(x - top), 0.0)
+                acc, l, m = acc * fade + (w[:, None] * o_p).sum(0), l * fade + w.sum(), top
+            o.tiles(None, None, d)[b, i, 0] = (acc / l).astype(o.dtype)
+
+
+def combined(whole, o_part, lse_part, lengths, units: Units):
+    """The output: the rows that one part gave, and those of several parts put together."""
+    rows, queries, d = whole.shape
+    n = min(max(rows * queries // _PROGRAMS, 1), 16, queries)
+    side = max(_TILE // d, 1)
+    return tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, lengths, units=units, n=n, side=side)
