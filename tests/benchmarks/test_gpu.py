@@ -34,13 +34,20 @@ def run(a_case, options=QUICK):
     return measure.measure(a_case, MACHINE, options, said.append), said
 
 
-def test_rounds_turn_and_the_peers_come_last():
-    order, clock = [], iter(range(1000))
-    samplers = {n: lambda n=n: order.append(n) or float(len(order)) for n in ("ours", "a", "b")}
-    samples = timing.alternate(samplers, repeats=4, budget_s=100, clock=lambda: next(clock))
-    assert order == [*("ours", "a", "b"), *("b", "a", "ours"), *("a", "b", "ours"), *("ours", "b", "a"), "a", "b"]
-    assert samples["ours"] == [1, 6, 9, 10]
-    assert timing.timings(samples)["ours"] == Timing(7.5, 1)
+def test_rounds_have_orders_of_their_own_and_the_peers_come_last():
+    def run():
+        order, clock = [], iter(range(1000))
+        samplers = {n: lambda n=n: order.append(n) or float(len(order)) for n in ("ours", "a", "b")}
+        return timing.alternate(samplers, repeats=9, budget_s=100, clock=lambda: next(clock)), order
+
+    samples, order = run()
+    rounds = [tuple(order[3 * k : 3 * k + 3]) for k in range(9)]
+    assert all(sorted(r) == ["a", "b", "ours"] for r in rounds)
+    assert len(set(rounds)) >= 4
+    assert order[27:] == ["a", "b"]
+    assert order == run()[1]
+    assert samples["ours"] == [i + 1 for i, name in enumerate(order) if name == "ours"]
+    assert timing.timings({"ours": [1.0, 6.0, 9.0, 10.0]})["ours"] == Timing(7.5, 1)
 
 
 def test_the_budget_ends_the_rounds_but_three():
