@@ -20,7 +20,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1100")  # where emission take
 CHUNKS, CHUNK = 50, 10  # of kernels for a GPU: a chunk compiles in threads, chunks spread over pytest's workers
 
 
-@settings(max_examples=500, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(kernels(), st.sampled_from(ARCHS), st.integers(0, 9))
 def test_evaluated(case: Case, arch: str, seed: int):
     inputs, accesses, want = spoiled_inputs(case)
