@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,11 @@ import jax.numpy as jnp
 
 def normal(seed: int, *shape: int, dtype: str = "float32", scale: float = 1.0) -> jax.Array:
     """Normal random numbers of `shape`; equal seeds, equal numbers."""
+    return _normal(seed, shape, dtype, scale)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(seed: int, shape: tuple[int, ...], dtype: str, scale: float) -> jax.Array:
     return (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
 
 

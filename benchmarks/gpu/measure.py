@@ -50,8 +50,8 @@ def measure(case: Case, machine: Machine, options: Options, say: Callable[[str],
     bound = machine.bound_us(case.bytes, case.flops, case.unit)
     sets = [case.make(seed) for seed in range(set_count(case, options))]
     calls = timing.call_count(bound, len(sets), size(jax.eval_shape(case.reference, *sets[0])))
-    runners = _runners(case, sets, calls, options, say)
-    errors = _errors(case, sets[0], runners, say)
+    runners, reference = _runners(case, sets, calls, options, say)
+    errors = _errors(case, reference(*sets[0]), runners, say)
     samplers = {name: timing.sampler(runner) for name, runner in runners.items()}
     for sample in samplers.values():
         sample()  # after a pause a card is quicker than it stays
@@ -63,8 +63,10 @@ def measure(case: Case, machine: Machine, options: Options, say: Callable[[str],
     return got
 
 
-def _runners(case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable) -> dict[str, Any]:
-    """By name, compiled and run once.
+def _runners(
+    case: Case, sets: Sequence[tuple], calls: int, options: Options, say: Callable
+) -> tuple[dict[str, Any], Callable]:
+    """By name, compiled and run once; and the reference, compiled.
 
     Programs of JAX compile side by side and nothing runs meanwhile: XLA times its candidates while it compiles.
     """
@@ -76,8 +78,9 @@ def _runners(case: Case, sets: Sequence[tuple], calls: int, options: Options, sa
             own[name] = _prepared(case, name, sets)
     in_jax = {name: f for name in own if not isinstance(f := functions[name], Torch)}
     build = lambda name: timing.repeated(in_jax[name], calls).lower(own[name]).compile()
-    with concurrent.futures.ThreadPoolExecutor(len(in_jax)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(in_jax) + 1) as pool:
         programs = {name: pool.submit(build, name) for name in in_jax}
+        reference = pool.submit(lambda: jax.jit(case.reference).lower(*sets[0]).compile())
     for name, args in own.items():
         with _left_out_on_error(case, name, say):
             f = functions[name]
@@ -85,7 +88,7 @@ def _runners(case: Case, sets: Sequence[tuple], calls: int, options: Options, sa
                 out[name] = torch_peers.TorchRunner(f, args, calls)
             else:
                 out[name] = timing.JaxRunner(programs[name].result(), args, calls)
-    return out
+    return out, reference.result()
 
 
 @contextlib.contextmanager
@@ -114,9 +117,8 @@ def _prepared(case: Case, name: str, sets: Sequence[tuple]) -> Sequence[tuple]:
     return jax.block_until_ready([prepare(*args) for args in sets]) if prepare else sets
 
 
-def _errors(case: Case, args: tuple, runners: dict[str, Any], say: Callable) -> dict[str, float]:
+def _errors(case: Case, expected: Any, runners: dict[str, Any], say: Callable) -> dict[str, float]:
     """Relative errors by name; wrong peers leave `runners`."""
-    expected = jax.block_until_ready(jax.jit(case.reference)(*args))
     errors = {}
     for name in list(runners):
         errors[name] = error = relative_error(runners[name].output, expected)
