@@ -90,8 +90,7 @@ def _words(q, kind: str):
     """512 bytes of each of some rows as tiles [rows, lanes]: the words of a lane's 16 bytes, or its weights."""
     rows, bits = q.shape[0], bits_of(kind)
     q = q ^ np.uint32(0x80808080) if bits == 8 else q
-    t = q.reshape(rows, LANES, q.shape[1] // LANES)
-    return [t[:, :, k] for k in range(t.shape[2])]
+    return _along(q.reshape(rows, LANES, q.shape[1] // LANES), 2)
 
 
 def _fields(w, kind: str):
@@ -116,9 +115,18 @@ class _Numbers:
 def _numbers(planes, totals) -> _Numbers:
     tiles, sums = [x.load() for x in planes], [t.load() for t in totals]
     return _Numbers(
-        [[[t[k, :, n] for n in range(4)] for k in range(8)] for t in tiles],
-        [[t[g] for g in range(t.shape[0])] for t in sums],
+        [[_along(row, 1) for row in _along(t, 0)] for t in tiles],
+        [_along(t, 0) for t in sums],
     )
+
+
+def _along(t, axis: int) -> list:
+    """The tile cut along an axis, which goes; halves of halves, as registers are told apart."""
+    if t.shape[axis] == 1:
+        return [t.reshape(*t.shape[:axis], *t.shape[axis + 1 :])]
+    half = t.shape[axis] // 2
+    cut = lambda first: jax.lax.slice_in_dim(t, first, first + half, axis=axis)
+    return [*_along(cut(0), axis), *_along(cut(half), axis)]
 
 
 def _sums(qs, scales, x: _Numbers, kind: str):
