@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jtile.testing import Timing
@@ -18,7 +20,7 @@ from jtile.testing import Timing
 # Device time of one program. A device idles 20 to 50 us in front of each program of XLA's, and the host may need 0.5 ms
 # for one: results have moved, and its command buffer is recorded again.
 _PROGRAM_US = 4_000.0
-_SAMPLE_US = 20_000.0
+_SAMPLE_US = 30_000.0  # of one sample: many times what the first program's start and the wait for the last cost
 _MOST_CALLS = 96
 _GRAPH = 5  # xla_gpu_graph_min_graph_size
 _MOST_BYTES = 8 << 30  # of the results of one program, all of which are kept
@@ -63,20 +65,27 @@ class JaxRunner:
         self.output = jax.block_until_ready(program(sets))[0]  # of the first set; whoever checks it drops it
 
     def run(self, turns: int) -> float:
-        """Microseconds of one call, over `turns` programs that the host does not wait for in between.
+        """Microseconds of one call, over `turns` programs that the host does not wait for in between."""
+        seconds = _seconds(self._program, self._sets, turns)
+        return 1e6 * (seconds - min(_empty_seconds(), seconds / 2)) / (turns * self.calls)
 
-        One program more is timed alone and its time taken off: the start of the first and the wait for the last cost
-        0.2 ms, which are no part of the work.
-        """
-        alone = self._seconds(1)
-        return 1e6 * max(self._seconds(turns + 1) - alone, 1e-9) / (turns * self.calls)
 
-    def _seconds(self, turns: int) -> float:
-        start = time.perf_counter()
-        for _ in range(turns):
-            y = self._program(self._sets)
-        jax.block_until_ready(y)
-        return time.perf_counter() - start
+def _seconds(program: Callable, argument: Any, turns: int) -> float:
+    start = time.perf_counter()
+    for _ in range(turns):
+        y = program(argument)
+    jax.block_until_ready(y)
+    return time.perf_counter() - start
+
+
+@functools.cache
+def _empty_seconds() -> float:
+    """What starting a program and waiting for it costs at least, which is no part of the work: 0.1 ms on some machines.
+
+    The quickest of many, so that what is left of a sample is never less than the work.
+    """
+    program, x = jax.jit(lambda x: x + 1), jnp.float32(0)
+    return min(_seconds(program, x, 1) for _ in range(50))
 
 
 def sampler(runner: Any) -> Callable[[], float]:
