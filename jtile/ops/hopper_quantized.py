@@ -133,8 +133,22 @@ def _memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: 
 
 
 @jt.function
-def _consume(word_rings, scale_rings, x, full, empty, x_full, x_empty, first_round: int, rounds: int, step: int, kind):
-    """The sums [64, columns] of 64 rows over every `step`-th round."""
+def _consume(
+    word_rings,
+    scale_rings,
+    x,
+    full,
+    empty,
+    x_full,
+    x_empty,
+    first_round: int,
+    rounds: int,
+    step: int,
+    kind,
+    ahead: bool,
+):
+    """The sums [64, columns] of 64 rows over every `step`-th round; `ahead`: numbers of the next piece of a round are made
+    while one is multiplied."""
     wide, pieces, dtype = len(word_rings), x.shape[1] // PIECE, x.dtype.type
     each = DEPTH // PIECE // pieces
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
@@ -152,7 +166,10 @@ def _consume(word_rings, scale_rings, x, full, empty, x_full, x_empty, first_rou
             b = x.at(at)
             b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
             acc = jt.dot_async(a, b.T, acc)
-            if p % pieces == pieces - 1:
+            if ahead and p:
+                acc = jt.dot_wait(acc, pending=1)
+                x_empty.at(at - 1).arrive()
+            if p == DEPTH // PIECE - 1 or (not ahead and p % pieces == pieces - 1):
                 acc = jt.dot_wait(acc)
                 x_empty.at(at).arrive()
         empty.at(k).arrive()
@@ -170,14 +187,14 @@ def _together(mem: _Memory, acc, i: int):
 @jt.kernel(out_type=_type, grid=_grid, sharding="m _, o _, o _, o _ -> _ m o")
 def hopper_quantized_product(
     x, codes, scale, minimum, y, *, kind: str, high: int, deep: int, columns: int, splits: int, slots: int,
-    x_slots: int, pieces: int, registers: int,
+    x_slots: int, pieces: int, registers: int, ahead: bool = False,
 ):  # fmt: skip
     """Sums [splits, m, out] of x [m, in] and words of codes [out, words], scale [out, in / 32 or 1] and minimum, an
     array like it that is read for Q4_1 alone.
 
     A program has `high * 64` rows of W, `columns` of x and a part of the rounds. Consumer (j, i) takes the i-th 64 of
     the rows and every `deep`-th round from the j-th on: always the same slots, for a barrier tells only one phase from
-    the next. x comes `pieces` pieces of 64 at a time.
+    the next. x comes `pieces` pieces of 64 at a time; `ahead` (one piece at a time): see `_consume`.
     """
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
     tile, column, split = (jt.program_id(k) for k in range(3))
@@ -201,6 +218,7 @@ def hopper_quantized_product(
                     rounds,
                     deep,
                     kind,
+                    ahead,
                 )
                 if j:
                     mem.partial[j - 1][i].store(acc)
@@ -231,7 +249,7 @@ def hopper_quantized_product(
 
 
 @functools.cache
-def choice(m: int, out: int, inner: int, kind: str) -> dict[str, int]:
+def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     """Meta-parameters: for few rows of x four consumers, which share the rounds; for many two, with all registers.
 
     Splits where programs would be less than half of the processors.
@@ -239,7 +257,8 @@ def choice(m: int, out: int, inner: int, kind: str) -> dict[str, int]:
     columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
     if columns > 64:
         slots, x_slots = 3 if four else 2, 4 if columns == 256 else 8
-        return dict(high=2, deep=1, columns=columns, splits=1, slots=slots, x_slots=x_slots, pieces=1, registers=240)
+        return dict(high=2, deep=1, columns=columns, splits=1, slots=slots, x_slots=x_slots, pieces=1, registers=240,
+                    ahead=True)  # fmt: skip
     high = 2 if jt.cdiv(out, 2 * ROWS) >= gpu_tiles.PROCESSORS // 2 else 1
     deep = 2 if columns == 64 else 4 // high
     rounds, tiles = jt.cdiv(inner, DEPTH), jt.cdiv(out, high * ROWS)
