@@ -147,8 +147,10 @@ def _consume(
     kind,
     ahead: bool,
 ):
-    """The sums [64, columns] of 64 rows over every `step`-th round; `ahead`: numbers of the next piece of a round are made
-    while one is multiplied."""
+    """The sums [64, columns] of 64 rows over every `step`-th round.
+
+    `ahead`: the numbers of the next piece of a round are made while one is multiplied.
+    """
     wide, pieces, dtype = len(word_rings), x.shape[1] // PIECE, x.dtype.type
     each = DEPTH // PIECE // pieces
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
