@@ -16,7 +16,7 @@ from .feeds import Feeds, feeds, operand, promoted, tile_bytes, untransposed
 from .maps import store_obstacle
 from .plan import Machine, NoPlan, Output, Plan, for_tiles, refuse
 from .split_rows import Split, apart, split
-from .uneven import uneven
+from .uneven import balances, uneven
 
 ROWS = 64  # of a warpgroup's product
 RESERVE = 3072  # bytes of shared memory for barriers, and for what conversions between layouts need
@@ -241,7 +241,10 @@ def _persistent(kernel: Kernel, machine: Machine, found: Feeds, wish: Wish) -> b
     loops = [op for op in kernel.body.walk() if isinstance(op, For)]
     if all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step)):
         return True
-    return not _chained(kernel, found) and uneven(kernel, machine.cache) is None
+    order = uneven(kernel, machine.cache)
+    if order is not None:
+        return balances(kernel, order, machine.processors)
+    return not _chained(kernel, found)
 
 
 def _chained(kernel: Kernel, found: Feeds) -> bool:

@@ -49,19 +49,21 @@ def uneven(kernel: Kernel, cache: int) -> Uneven | None:
 
 def _axes(bound: Value) -> set[int]:
     """The grid axes that a bound follows from by arithmetic; what is loaded says nothing of the order of programs."""
-    found: set[int] = set()
+    return {v.op.axis for v in _behind([bound]) if isinstance(v.op, ProgramId)}
+
+
+def _behind(bounds: list[Value]) -> set[Value]:
+    """The scalars that these follow from by arithmetic, and they themselves."""
     seen: set[Value] = set()
-    todo = [bound]
+    todo = list(bounds)
     while todo:
         v = todo.pop()
         if v in seen or v.shape or v.op is None:
             continue
         seen.add(v)
-        if isinstance(v.op, ProgramId):
-            found.add(v.op.axis)
-        elif isinstance(v.op, Map | Select | Cast):
+        if isinstance(v.op, Map | Select | Cast):
             todo += v.op.operands()
-    return found
+    return seen
 
 
 def _rounds(kernel: Kernel, axis: int, at: int) -> int:
@@ -96,15 +98,13 @@ def shared(b: Builder, grid: tuple[int, ...], turn: Value, block: Value, blocks:
     """
     n, others = grid[order.axis], math.prod(grid) // grid[order.axis]
     half, tiles = n // 2, n * others
-    if n % 2:
-        tile = b.map("add", b.map("mul", turn, b.index(blocks)), block)
-        return ids(b, grid, _there_and_back(b, turn, block, tiles, blocks, tile), order)
-    paired = max(tiles // 2 // blocks - LAST, 0)  # pairs of turns
+    paired = 0 if n % 2 else max(tiles // 2 // blocks - LAST, 0)  # pairs of turns
     pair = b.map("add", b.map("mul", b.map("div", turn, b.index(2)), b.index(blocks)), block)
-    rest, at = _split(b, pair, b.index(half))
+    rest, at = _split(b, pair, b.index(max(half, 1)))
     second = b.map("eq", b.map("and", turn, b.index(1)), b.index(1))
     place = b.value(Select(second, b.map("sub", b.index(n - 1), at), at))
-    first, whole, cut = paired * blocks // half, -(-paired * blocks // half), paired * blocks % half
+    first, cut = divmod(paired * blocks, max(half, 1))
+    whole = first + (cut > 0)
     heads, between = others - whole, n - 2 * cut if cut else 0
     # In order: the long half of each program that no pair has had, those between of the one that is cut, short halves.
     turn = b.map("sub", turn, b.index(2 * paired))
@@ -150,10 +150,20 @@ def _split(b: Builder, v: Value, n: Value) -> tuple[Value, Value]:
 
 def _there_and_back(b: Builder, turn: Value, block: Value, tiles: int, blocks: int, tile: Value) -> Value:
     """`tile`, the one that is `block`-th in its turn, or the `block`-th from behind in every other turn: the block that
-    had the longest one has the shortest one next. A last turn that is not full goes forwards."""
+    had the longest one has the shortest one next. A last turn that is not full is of the first blocks, forwards; the
+    turn before it gives them the shortest tiles."""
+    full = tiles // blocks
     behind = b.map(
         "sub", b.map("mul", b.map("add", turn, b.index(1)), b.index(blocks)), b.map("add", block, b.index(1))
     )
-    odd = b.map("eq", b.map("and", turn, b.index(1)), b.index(1))
-    full = b.map("lt", turn, b.index(tiles // blocks))
-    return b.value(Select(b.map("and", odd, full), behind, tile))
+    back = b.map("eq", b.map("and", turn, b.index(1)), b.index((full - 1) & 1))
+    return b.value(Select(b.map("and", back, b.map("lt", turn, b.index(full))), behind, tile))
+
+
+def balances(kernel: Kernel, order: Uneven, blocks: int) -> bool:
+    """Whether `shared` gives all blocks as much to do: how long a program takes follows from its number alone, and long
+    ones have short ones as partners, or there are few."""
+    loops = [op for op in kernel.body.walk() if isinstance(op, For) and any(isinstance(x, Dot) for x in op.body.walk())]
+    bounds = [v for op in loops for v in (op.lo, op.hi)]
+    few = math.prod(kernel.grid) <= 2 * (LAST + 1) * blocks
+    return (few or kernel.grid[order.axis] % 2 == 0) and not any(isinstance(v.op, Load) for v in _behind(bounds))
