@@ -52,7 +52,7 @@ def scaled_products(
         q = p // (block // bk)
         product = jt.dot(A[i, p], B[j, p].T if tb else B[p, j], precision=precision)
         if block % bn == 0:
-            s = (rows[i, q] * scale(q, j * bn // block))[:, None]
+            s = (rows[i, q] * scale(q, j // (block // bn)))[:, None]
         else:
             s = rows[i, q][:, None] * scale(q, (j * bn + jt.arange(bn)) // block)[None, :]
         acc = acc + product * s

@@ -76,10 +76,14 @@ class _Ahead:
             copy.local.update(zip(old.body.params, body.params, strict=False))
             copy.local.update(zip((op.result for op in loads), body.params[1 + len(params) :], strict=True))
             following: list[Value] = []
+            early: list[Op] = []
             for op in old.body.ops:
                 if isinstance(op, DotWait) and not following:
+                    early = _ready(old.body, op, loads)
+                    for x in early:
+                        copy.op(x)
                     following = self.following(old, loads, copy, hi)
-                if op not in loads:
+                if op not in loads and op not in early:
                     new = op.clone(copy.look, lambda inner: self.block(inner, copy.look))
                     b.block.ops.append(new)
                     copy.local.update(zip(op.results, new.results, strict=True))
@@ -92,14 +96,31 @@ class _Ahead:
 
     @staticmethod
     def following(old: For, loads: list[Load], copy: Copier, hi: Value) -> list[Value]:
-        """The loads of the next round, asked for when the products of this one are under way: what a loop carries is
-        copied from register to register, and a copy in front of a product would wait for its load."""
+        """The loads of the next round, asked for when the products of this one are under way, and when those of this
+        round are no more needed: else they would go from register to register, and each copy wait for its load."""
         b, k = copy.b, old.body.params[0]
         b.loc = old.loc
         after = b.map("add", copy.look(k), copy.look(old.step))
         ahead = b.value(Select(b.map("lt", after, hi), after, copy.look(k)))
         inner = Copier(b, copy.look)
         return [_load(op, old, inner, ahead) for op in loads]
+
+
+def _ready(body: Block, at: Op, loads: list[Load]) -> list[Op]:
+    """Small tiles that are made of what is loaded, by ops from `at` on that need nothing of the others of them."""
+    place = body.ops.index(at)
+    known = {*body.params, *(r for op in body.ops[:place] for r in op.results), *(op.result for op in loads)}
+    inside = {r for op in body.ops for r in op.results}
+    made = {op.result for op in loads}
+    out: list[Op] = []
+    for op in body.ops[place:]:
+        small = all(math.prod(r.shape) <= ELEMENTS for r in op.results)
+        ready = all(v in known or v not in inside for v in op.operands())
+        if is_pure(op) and not op.blocks() and small and ready and not made.isdisjoint(op.operands()):
+            out.append(op)
+            known.update(op.results)
+            made.update(op.results)
+    return out
 
 
 def _places(load: Load, loop: For) -> list[Op] | None:
