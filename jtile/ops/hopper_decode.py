@@ -51,27 +51,33 @@ class _Work:
     def share(self):
         return share_of(self.lengths, jt.program_id(0), self.parts, self.units)
 
-    def place(self, b, j):
-        """Where unit j of row b lies: its page, and which unit of the page it is."""
+    def length(self, r):
+        """The length of a row times heads; of the last one behind it."""
+        last = self.lengths.shape[0] - 1
+        return jnp.clip(self.lengths[jnp.minimum(row_of(r, self.units), last)], 0, self.units.slots)
+
+    def place(self, b, j, n):
+        """Where unit j of the n of row b lies: its page, and which unit of the page it is."""
         if not self.table:
             return b, j
-        of_page = jnp.int32(self.k.shape[1] // self.units.size)
-        page = self.table[0][b, jax.lax.div(j, of_page)]
-        return jnp.clip(page, 0, self.k.shape[0] - 1), jax.lax.rem(j, of_page)
+        inside, of_page = jnp.minimum(j, n - 1), jnp.int32(self.k.shape[1] // self.units.size)
+        page = self.table[0][b, jax.lax.div(inside, of_page)]
+        return jnp.clip(page, 0, self.k.shape[0] - 1), jax.lax.rem(inside, of_page)
 
 
 @jt.function
 def _copies(w: _Work):
-    """The role that copies."""
+    """The role that copies. Lengths and pages are read ahead: nothing waits for them."""
     d, bk, heads = w.q.shape[2], w.units.size, w.units.heads
     begin, end, r, start = w.share()
-    c, turn = jnp.int32(0), jnp.int32(0)
+    c, turn, length = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
-        b = row_of(r, w.units)
-        head, n = r - b * heads, w.units.of(w.lengths[b])
+        b, n, length = row_of(r, w.units), w.units.of(length), w.length(r + 1)
+        head = r - b * heads
         lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
+        ahead = w.place(b, lo - start, n)
         for u in jt.range(lo, hi):
-            row, j = w.place(b, u - start)
+            (row, j), ahead = ahead, w.place(b, u + 1 - start, n)
             w.k_empty.at(c).wait(before=True)
             w.k_full.at(c).expect(w.K.nbytes)
             jt.async_copy(w.k.tiles(None, bk, None, d).at[row, j, head, 0], w.K.at(c), w.k_full.at(c))
@@ -123,10 +129,9 @@ def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | N
     """The role that multiplies: the scores of a unit run beside the weighted values of the one before."""
     d, bk = w.q.shape[2], w.units.size
     begin, end, r, start = w.share()
-    c, turn = jnp.int32(0), jnp.int32(0)
+    c, turn, ahead = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
-        b = row_of(r, w.units)
-        length = jnp.clip(w.lengths[b], 0, w.units.slots)
+        length, ahead = ahead, w.length(r + 1)
         n = w.units.of(length)
         lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
         w.q_full.at(turn).wait()
