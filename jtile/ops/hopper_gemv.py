@@ -86,38 +86,30 @@ def _choose(at, values: list[float]):
     return jnp.where(at >= half, _choose(at - half, values[half:]), _choose(at, values[:half]))
 
 
-def _words(q, kind: str):
-    """512 bytes of each of some rows as tiles [rows, lanes]: the words of a lane's 16 bytes, or its weights."""
+def _fields(q, kind: str) -> list:
+    """What 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], four 32-bit words of a lane: 2^-149 times a
+    field's bits where it lies, or 8 or 24 bits further down; or the weights, four at a time."""
     rows, bits = q.shape[0], bits_of(kind)
-    q = q ^ np.uint32(0x80808080) if bits == 8 else q
-    return _along(q.reshape(rows, LANES, q.shape[1] // LANES), 2)
-
-
-def _fields(w, kind: str):
-    """What a word holds, as float32: 2^-149 times its bits where it lies, or 8 or 24 bits further down."""
-    bits = bits_of(kind)
     if bits == 16:
-        return [w.astype(jnp.float32)]
+        return [t.astype(jnp.float32) for t in _along(q.reshape(rows, LANES, 2, 4), 2)]
+    w = q.reshape(rows, LANES, 4)
     if bits == 8:
+        w = w ^ np.uint32(0x80808080)
         return [*(_real(w & np.uint32(255 << k)) for k in (0, 8, 16)), _real(w >> np.uint32(24))]
-    low, u = (0, 4), w >> np.uint32(8)
-    return [*(_real(w & np.uint32(15 << k)) for k in low), *(_real(u & np.uint32(15 << k)) for k in range(0, 24, 4))]
+    u = w >> np.uint32(8)
+    return [*(_real(w & np.uint32(15 << k)) for k in (0, 4)), *(_real(u & np.uint32(15 << k)) for k in range(0, 24, 4))]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Numbers:
-    """x of one role and round, in registers: for each row of x, plane and word [lanes]; its sums by group, or None."""
+    """x of one role and round, in registers: for each row of x its planes [lanes, 4]; and its sums [lanes] by group."""
 
     planes: list
     totals: list
 
 
 def _numbers(planes, totals) -> _Numbers:
-    tiles, sums = [x.load() for x in planes], [t.load() for t in totals]
-    return _Numbers(
-        [[_along(row, 1) for row in _along(t, 0)] for t in tiles],
-        [_along(t, 0) for t in sums],
-    )
+    return _Numbers(*([_along(x.load(), 0) for x in rings] for rings in (planes, totals)))
 
 
 def _along(t, axis: int) -> list:
@@ -131,19 +123,17 @@ def _along(t, axis: int) -> list:
 
 def _sums(qs, scales, x: _Numbers, kind: str):
     """What one round adds to the products of rows of W, the 512 bytes of `qs`, with each row of x: [rows, lanes]."""
-    bits, out = bits_of(kind), []
-    fields = 32 // bits if bits < 16 else 1
+    out: list = [None] * len(x.planes)
     for g, q in enumerate(qs):
+        fields = _fields(q, kind)
         for i, planes in enumerate(x.planes):
-            t = None if kind not in _ZERO else (x.totals[i][g] * jnp.float32(-_ZERO[kind]))[None]
-            for n, w in enumerate(_words(q, kind)):
-                for k, field in enumerate(_fields(w, kind)):
-                    plane, word = (2 * g + n // 4, n % 4) if bits == 16 else (g * fields + k, n)
-                    product = field * planes[plane][word][None]
-                    t = product if t is None else t + product
+            own = planes[g * len(fields) : (g + 1) * len(fields)]
+            t = functools.reduce(jnp.add, [field * plane[None] for field, plane in zip(fields, own)])
+            t = functools.reduce(jnp.add, _along(t, 2))
+            t = t + (x.totals[i][g] * jnp.float32(-_ZERO[kind]))[None] if kind in _ZERO else t
             t = t * scales[0][g] if scales else t
             t = t + x.totals[i][g][None] * scales[1][g] if kind == "q4_1" else t
-            out = [*out, t] if g == 0 else [*out[:i], out[i] + t, *out[i + 1 :]]
+            out[i] = t if out[i] is None else out[i] + t
     return out
 
 
