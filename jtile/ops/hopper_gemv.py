@@ -87,8 +87,8 @@ def _choose(at, values: list[float]):
 
 
 def _fields(q, kind: str) -> list:
-    """What 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], four 32-bit words of a lane: 2^-149 times a
-    field's bits where it lies, or 8 or 24 bits further down; or the weights, four at a time."""
+    """What 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], for four words of a lane: 2^-149 times the
+    bits of a field where it lies, or 8 or 24 bits further down; or the weights, four at a time."""
     rows, bits = q.shape[0], bits_of(kind)
     if bits == 16:
         return [t.astype(jnp.float32) for t in _along(q.reshape(rows, LANES, 2, 4), 2)]
