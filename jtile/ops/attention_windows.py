@@ -13,8 +13,15 @@ LOG2_E = math.log2(math.e)
 Window = tuple[int | None, int | None]  # keys that a query sees to its left and to its right, None: all
 
 
-def scores(s, unit: float, softcap: float | None):
-    """Scores in powers of two, so that the softmax takes exp2 (softcap: `c tanh(s / c)`, Gemma 2)."""
+def scores(s, unit: float, softcap: float | None, short: bool = False):
+    """Scores in powers of two, so that the softmax takes exp2 (softcap: `c tanh(s / c)`, Gemma 2).
+
+    `short`: of operands of 16 bits, whose products are further from the truth than a tanh in few instructions is: it is
+    right to 1e-6 of its largest value.
+    """
+    if softcap is not None and short:  # tanh x = 1 - 2 / (1 + e^2x)
+        half = jax.lax.rsqrt(1.0 + jnp.exp2(s * (2 * LOG2_E * unit / softcap)))
+        return softcap * LOG2_E - half * half * (2 * softcap * LOG2_E)
     if softcap is not None:
         return jnp.tanh(s * (unit / softcap)) * (softcap * LOG2_E)
     return s if unit == 1.0 else s * unit

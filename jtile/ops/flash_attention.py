@@ -52,7 +52,7 @@ def flash_attention(
     rows = first + jt.arange(bq)[:, None]
 
     def step(j, m, l, acc, edge: bool):
-        s = scores(jt.dot(Q, K[b, j, kv, 0].T), unit, softcap)
+        s = scores(jt.dot(Q, K[b, j, kv, 0].T), unit, softcap, short=q.dtype.itemsize == 2)
         v_j = V[b, j, kv, 0]
         if edge:
             columns = j * bk + jt.arange(bk)[None, :]
