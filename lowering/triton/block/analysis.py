@@ -77,10 +77,18 @@ class Homes:
         self._same: dict[ir.Value, ir.Value] = {}
         self._home: dict[ir.Value, Layout] = {}
         self._users: dict[ir.Value, list[tuple[ir.Op, int]]] = {}
+        self._yielded: dict[ir.Value, list[ir.Value]] = {}  # value -> the results of regions that it is yielded to
         for op in self._ops:
             for k, v in enumerate(op.operands()):
                 self._users.setdefault(v, []).append((op, k))
+            for b in op.blocks():
+                for r, y in zip(op.results, b.yields, strict=False):
+                    if not isinstance(op, ir.While) or b is op.body:
+                        self._yielded.setdefault(y, []).append(r)
             self._tie(op)
+        self._group: dict[ir.Value, list[ir.Value]] = {}  # root -> the others that share its layout
+        for v in self._same:
+            self._group.setdefault(self._root(v), []).append(v)
         self._solve()
 
     def __getitem__(self, v: ir.Value) -> Layout:
@@ -132,12 +140,18 @@ class Homes:
         for op in self._ops:
             for v in self._operands_carried(op):
                 self._set(v, self._wanted_operand(v))
+        self._open = self._ops  # those that may still give a layout to something
         while self._round(self._forward) or self._round(self._backward) or self._default():
             pass
 
     def _round(self, rule: Callable[[ir.Op], bool]) -> bool:
-        ops = self._ops if rule == self._forward else reversed(self._ops)
+        self._open = [op for op in self._open if any(map(self._lacks, _defined(op)))]
+        ops = self._open if rule == self._forward else reversed(self._open)
         return sum(map(rule, ops)) > 0  # all of them, each time
+
+    def _lacks(self, v: ir.Value) -> bool:
+        """Whether a value is a tile that has no layout yet."""
+        return isinstance(v.type, ir.TileType) and bool(v.shape) and self.get(v) is None and not is_free(v)
 
     def _operands_carried(self, op: ir.Op) -> Iterator[ir.Value]:
         if isinstance(op, ir.For):
@@ -153,7 +167,7 @@ class Homes:
 
     def _tied(self, v: ir.Value) -> list[ir.Value]:
         root = self._root(v)
-        return [root, *(u for u in self._same if self._root(u) is root)]
+        return [root, *self._group.get(root, ())]
 
     def _forward(self, op: ir.Op) -> bool:
         """Layouts of results from those of operands."""
@@ -195,8 +209,7 @@ class Homes:
 
     def _backward(self, op: ir.Op) -> bool:
         """Layouts of results from what their users want."""
-        values = [*op.results, *(p for b in op.blocks() for p in b.params)]
-        return sum(self._set(v, self._wanted(v)) for v in values if isinstance(v.type, ir.TileType)) > 0
+        return sum(self._set(v, self._wanted(v)) for v in _defined(op) if isinstance(v.type, ir.TileType)) > 0
 
     def _wanted(self, v: ir.Value, depth: int = 8) -> Layout | None:
         if not v.shape or not depth or (self.get(v) is not None and not is_free(v)):
@@ -231,20 +244,20 @@ class Homes:
 
     def _carried(self, v: ir.Value) -> Iterator[Layout | None]:
         """The layouts of the carries that a value is yielded to."""
-        for op in self._ops:
-            for b in op.blocks():
-                for r, y in zip(op.results, b.yields, strict=False):
-                    if y is v and (not isinstance(op, ir.While) or b is op.body):
-                        yield self.get(r)
+        return map(self.get, self._yielded.get(v, ()))
 
     def _default(self) -> bool:
         """The first tile that has no layout yet lies as loads and stores like it; where nothing is multiplied by
         warpgroups, the first one of the innermost loops, where most of the work is."""
         for op in self._by_depth:
-            for v in op.results:
-                if isinstance(v.type, ir.TileType) and v.shape and not is_free(v) and self.get(v) is None:
-                    return self._set(v, blocked(v.shape, elem_of(v.dtype), self.warps))
+            for v in filter(self._lacks, op.results):
+                return self._set(v, blocked(v.shape, elem_of(v.dtype), self.warps))
         return False
+
+
+def _defined(op: ir.Op) -> list[ir.Value]:
+    """The values that an op defines, those of its regions' heads too."""
+    return [*op.results, *(p for b in op.blocks() for p in b.params)]
 
 
 def _depths(body: ir.Block, depth: int = 0) -> dict[ir.Op, int]:
