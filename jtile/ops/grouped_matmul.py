@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops import gpu_tiles
+from jtile.ops import gpu_tiles, hopper_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, sums_in, tuned
 
 
@@ -97,8 +97,15 @@ def _tiles(rows: int, groups: int, n: int, k: int, itemsize: int) -> dict[str, i
     each = jt.cdiv(known(rows), max(groups, 1))
     if jt.platform() == "cpu":
         return {"bm": fit(each, 64), "bn": fit(n, 256), "bk": fit(k, 256)}
-    sides = gpu_tiles.product(min(known(rows), max(each, 65)), n, k, itemsize)
-    return sides | {"bm": 64 if each <= 32 and itemsize <= 2 else sides["bm"]}
+    if each <= 96 and itemsize == 2 and k >= 128:  # as fast as their matrices are read, in lines of 256 bytes
+        return {"bm": 64, "bn": min(128, max(16, jt.next_power_of_2(n))), "bk": 128}
+    sides = hopper_tiles.candidates(max(each, 65), n, k, itemsize) if gpu_tiles.warpgroups() else ()
+    if not sides:
+        return gpu_tiles.product(min(known(rows), max(each, 65)), n, k, itemsize)
+    # the last tile of a group is half full
+    time = lambda bm, bn: hopper_tiles.predicted_us(groups * (each + bm // 2), n, k, itemsize, bm, bn)
+    bm, bn = min(sides, key=lambda s: time(*s))
+    return {"bm": bm, "bn": bn, "bk": 64}
 
 
 def _rows(x, w, sizes, *, out_dtype: str, tw: bool):
@@ -121,10 +128,13 @@ def _backward(residuals, dy, *, tw: bool, **_):
     x, w, sizes = residuals
     dy = dy.astype(x.dtype)
     left, right = (dy, x) if tw else (x, dy)
-    tiles = _tiles(left.shape[1], 1, right.shape[1], jt.cdiv(known(x.shape[0]), w.shape[0]), x.dtype.itemsize)
+    each = jt.cdiv(known(x.shape[0]), w.shape[0])
+    tiles = _tiles(left.shape[1], 1, right.shape[1], each, x.dtype.itemsize)
     tiles["bk"] = max(min(tiles["bk"], 64), 16)
     if jt.platform() != "cpu" and gpu_tiles.warpgroups():
-        tiles["bn"] = min(tiles["bn"], 128)  # the last rows of a group take memory of their own for every consumer
+        # The last rows of a group take memory of their own for every consumer; few rows, and the tile is soon written.
+        most = 256 if each >= 512 else 128
+        tiles |= {"bm": min(tiles["bm"] if tiles["bm"] != 192 else 256, most), "bn": min(tiles["bn"], 128)}
     kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], x.dtype.itemsize))
     dw = kernel(left, right, sizes, groups=w.shape[0], out_dtype=w.dtype.name, **tiles)
     return _rows(dy, w, sizes, out_dtype=x.dtype.name, tw=not tw), dw, None
