@@ -21,6 +21,7 @@ CASES = {  # batch, new tokens, heads, kv heads, slots, d, lengths; programs, sl
     "several tokens, a cap": ((2, 5, 8, 2, 200, 64, (129, 3)), 3, None, 3.0),
     "pages": ((2, 1, 8, 1, 256, 128, (200, 1)), 2, 64, None),
     "large pages": ((1, 3, 8, 2, 256, 64, (257,)), 3, 128, None),
+    "a unit a row": ((2, 1, 4, 1, 60, 64, (60, 7)), 2, None, None),
     "long heads": ((1, 1, 4, 1, 130, 256, (130,)), 4, None, None),
 }
 
