@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jtile import ir
+from jtile.lowering.triton.block.analysis import is_free, unmoved
 from jtile.lowering.triton.block.emitter import BlockEmitter, emits
 from jtile.lowering.triton.block.layouts import Layout
 from jtile.lowering.triton.block.linear import doubled, halved, linear, permuted, registers_along, reshaped
@@ -48,10 +49,11 @@ def _emit_transpose(em: BlockEmitter, op: ir.Transpose) -> Val:
 
 @emits(ir.Reshape)
 def _emit_reshape(em: BlockEmitter, op: ir.Reshape) -> Val:
-    v = own(em, op.x)
     if not op.result.shape:
         em.refuse(op, "no scalar from a tile of one element inside a role: reduce it instead")
-    return _reshape(em, v, op.shape)
+    assert em.homes is not None
+    made = unmoved(op, em.homes[op.result]) if is_free(op.x) else None  # anew, where the result wants it
+    return _reshape(em, own(em, op.x) if made is None else em.tile(op.x, made), op.shape)
 
 
 @emits(ir.Slice)

@@ -153,15 +153,19 @@ def test_what_nothing_reaches_lies_as_its_users_want():
 
 @jt.kernel(out_type=jax.ShapeDtypeStruct((16, 32), "float32"), grid=1)
 def in_words(x, o):
-    words, numbers = jt.alloc((16, 128), jnp.uint32), jt.alloc((32, 4), jnp.float32)
+    words, numbers, pairs = (
+        jt.alloc(s, d) for s, d in (((16, 128), "uint32"), ((32, 4), "float32"), ((16, 16), "float32"))
+    )
     with jt.role("one"):
         numbers.store(x.tiles(32, 4)[0, 0])
         words.store(jnp.full((16, 128), 7, jnp.uint32))
+        pairs.store(jnp.full((16, 16), 3.0))
         jt.role_barrier()
         factors = numbers.load()
         for k in jt.range(3):
             w = words.load().reshape(16, 32, 4)
-            o[:, :] = sum((w[:, :, n] + jnp.uint32(k)).astype(jnp.float32) * factors[:, n][None] for n in range(4))
+            t = sum((w[:, :, n] + jnp.uint32(k)).astype(jnp.float32) * factors[:, n][None] for n in range(4))
+            o[:, :] = t * jnp.broadcast_to(pairs.load()[:, :, None], (16, 16, 2)).reshape(16, 32)
 
 
 def test_parts_stay_in_their_registers():
