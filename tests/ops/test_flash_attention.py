@@ -9,6 +9,7 @@ from library import agree, shapes_and_dtypes
 
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.flash_attention import attention_reference, flash_attention, window_of
 from jtile.testing import relative_error
 
@@ -89,3 +90,9 @@ def test_errors():
         ops.attention(q, k.astype(jnp.bfloat16), v)
     with pytest.raises(KernelTypeError, match="lengths is an integer array"):
         ops.attention(q, k, v, lengths=jnp.zeros(1))
+
+
+def test_a_cap_in_few_instructions():
+    s = jnp.concatenate([jnp.linspace(-80, 80, 999), jnp.array([-1e30, -3e3, 0, 1e-6, 3e3, 1e30])]).astype(jnp.float32)
+    short, long = (scores(s, 0.7, 20.0, short=short) for short in (True, False))
+    np.testing.assert_allclose(short, long, atol=1e-6 * 20 * LOG2_E, rtol=0)
