@@ -31,7 +31,7 @@ def product(
 
     Args:
       transposed: the right operand lies in memory as [n, k].
-      of: `batch`: so many of them; `fast`: products of precision "fast".
+      of: `batch`: so many of them; `fast`: products of precision "fast"; more: see `hopper_tiles.product`.
     Returns:
       `bm`, `bn` and `bk`.
     """
@@ -56,13 +56,19 @@ def _product(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool
     return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(bk, 16)}
 
 
-@functools.cache
-def parts_of_product(m: int, n: int, k: int, itemsize: int) -> tuple[int, dict[str, int]]:
-    """In how many parts the sums of a product are best made, 1 for whole, and the tiles of the parts.
+def parts_of_product(m: int, n: int, k: int, itemsize: int, **of: bool) -> tuple[int, dict[str, int]]:
+    """In how many parts the sums of a product are best made, 1 for whole, and the tiles of the parts; `of`: where the
+    operands lie transposed in memory, see `hopper_tiles`.
 
     Where large tiles leave half of the GPU idle. Each part takes the writing and reading of its float32 sums, hence
     parts of 4096 terms or more.
     """
+    own = hopper_tiles.parts_of_product(m, n, k, itemsize, **of) if warpgroups() else None
+    return own or _parts(m, n, k, itemsize)
+
+
+@functools.cache
+def _parts(m: int, n: int, k: int, itemsize: int) -> tuple[int, dict[str, int]]:
     tiles = cdiv(m, 128) * cdiv(n, 128)
     parts = min(PROCESSORS // max(tiles, 1), k // 4096, 4)
     if itemsize > 2 or m <= 64 or n <= 64 or parts < 2:

@@ -12,24 +12,29 @@ import functools
 from jtile import cdiv
 
 PROCESSORS = 132  # of an H200
-# Sides of a tile -> microseconds of a block for 64 terms of 16 bits, and for all of a tile besides.
+# Sides of a tile -> microseconds of a block for 128 bytes of terms, and for all of a tile besides.
 TILES = {
-    (128, 256): (0.73, 2.0),
-    (256, 128): (0.75, 2.0),
-    (192, 128): (0.57, 1.7),
-    (128, 128): (0.42, 1.5),
-    (64, 256): (0.45, 1.5),
-    (64, 128): (0.28, 1.2),
-    (128, 64): (0.28, 1.2),
-    (64, 64): (0.2, 1.0),
+    (128, 256): (0.563, 1.44),
+    (256, 128): (0.646, 1.44),
+    (192, 128): (0.438, 1.27),
+    (128, 128): (0.288, 0.89),
+    (64, 256): (0.292, 0.97),
+    (64, 128): (0.161, 0.60),
+    (128, 64): (0.177, 0.59),
+    (64, 64): (0.139, 0.20),
 }
+BYTES = TILES | {(192, 128): (0.415, 1.27)}  # of 8-bit operands
 START = 3.0  # microseconds: the launch, and the first operands
-READ, KEPT = 4.1e6, 10e6  # bytes of operands in a microsecond from memory; of sums, from the second-level cache
-SECOND = 2.5  # microseconds: the kernel that adds parts up, besides its reading
-LEAST = 512  # terms of a part
+READ = 4.2e6  # bytes of operands in a microsecond from memory
+SECOND, KEPT = 0.9, 20e6  # microseconds of the kernel that adds parts up; bytes that it and the parts move in one
+LEAST = 4096  # terms of a part
+# Bytes of operands that a block gets in a microsecond; where rows in memory start inside of lines, each is read twice.
+EVEN, UNEVEN = 150e3, 58e3
+LINE = 128
 GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}  # share of the speed of the best
 
 
+@functools.cache
 def product(
     m: int,
     n: int,
@@ -38,13 +43,14 @@ def product(
     *,
     gates: int = 1,
     transposed: bool = False,
+    left: bool = False,
     fast: bool = False,
     batch: int = 1,
 ) -> dict[str, int] | None:
     """Of `batch` times `gates` products [m, k] [k, n]: `bm`, `bn`, `bk`.
 
     Args:
-      transposed: the right operand lies in memory as [n, k].
+      transposed: the right operand lies in memory as [n, k]; left: the left one as [k, m].
       fast: sums stay in the accumulators of the tensor cores; those of 8-bit floats take twice the registers otherwise.
     """
     sides = candidates(m, n, k, itemsize, gates=gates, transposed=transposed, fast=fast)
@@ -54,7 +60,8 @@ def product(
         waves = lambda bm, bn: cdiv(batch * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
         bm, bn = min(sides, key=lambda s: waves(*s) * s[0] * s[1] / GATED[s])
     else:
-        bm, bn = min(sides, key=lambda s: predicted_us(m, n, k, itemsize, *s, batch=batch))
+        of = dict(transposed=transposed, left=left, batch=batch)
+        bm, bn = min(sides, key=lambda s: predicted_us(m, n, k, itemsize, *s, **of))
     return {"bm": bm, "bn": bn, "bk": 128 // itemsize}
 
 
@@ -71,27 +78,46 @@ def candidates(
     return tuple((bm, bn) for bm, bn in sides if not byte or fast or (bm <= 128 and bn <= 128))
 
 
-def predicted_us(m: int, n: int, k: int, itemsize: int, bm: int, bn: int, *, batch: int = 1, parts: int = 1) -> float:
-    """Of a product in tiles [bm, bn], summed in `parts`, each of which is a tile for a block."""
-    step, rest = TILES[bm, bn]
-    terms = cdiv(k * itemsize, 128 * parts)
-    rounds = cdiv(batch * parts * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
+def predicted_us(
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    bm: int,
+    bn: int,
+    *,
+    transposed: bool = False,
+    left: bool = False,
+    batch: int = 1,
+    parts: int = 1,
+) -> float:
+    """Of products in tiles [bm, bn], each summed in `parts`, which are tiles of their own; else as of `product`."""
+    step, rest = (BYTES if itemsize == 1 else TILES)[bm, bn]
+    pitches = (m if left else k) * itemsize, (k if transposed else n) * itemsize
+    brought = sum(side * LINE / (UNEVEN if pitch % LINE else EVEN) for side, pitch in zip((bm, bn), pitches))
+    terms = cdiv(k * itemsize, LINE * parts)
+    rounds = cdiv(parts * batch * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
     read = batch * itemsize * (m * k + k * n) / READ
     sums = SECOND + 8 * parts * m * n / KEPT if parts > 1 else 0.0
-    return START + max(rounds * (terms * step + rest), read) + sums
+    work = rounds * (terms * max(step, brought) + rest)
+    return START + (work**4 + read**4) ** 0.25 + sums  # the longer one, and a little more where they are alike
 
 
 @functools.cache
-def parts_of_product(m: int, n: int, k: int, itemsize: int) -> tuple[int, dict[str, int]]:
+def parts_of_product(
+    m: int, n: int, k: int, itemsize: int, *, transposed: bool = False, left: bool = False
+) -> tuple[int, dict[str, int]] | None:
     """In how many parts the sums of a product are made, 1 for whole, and the tiles of the parts."""
-    whole = candidates(m, n, k, itemsize, transposed=True)
-    if not whole or itemsize != 2:
-        return 1, {}
+    whole = candidates(m, n, k, itemsize) if itemsize == 2 else ()
+    if not whole:
+        return None
     forms = [(1, *s) for s in whole]
     for bm, bn in whole:
-        most = min(PROCESSORS // max(cdiv(m, bm) * cdiv(n, bn), 1), k // LEAST)
+        most = min(PROCESSORS // (cdiv(m, bm) * cdiv(n, bn)), k // LEAST)
         forms += [(1 << p, bm, bn) for p in range(1, most.bit_length())]
-    parts, bm, bn = min(forms, key=lambda f: predicted_us(m, n, k, itemsize, *f[1:], parts=f[0]))
+    of = dict(transposed=transposed, left=left)
+    time = lambda f: predicted_us(m, n, k, itemsize, *f[1:], parts=f[0], **of)
+    parts, bm, bn = min(forms, key=time)
     return (parts, {"bm": bm, "bn": bn, "bk": 64}) if parts > 1 else (1, {})
 
 

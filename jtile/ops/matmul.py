@@ -59,7 +59,6 @@ def matmul(
     B = b.reshape(math.prod(b.shape[:-2]), *b.shape[-2:])
     out_dtype = jnp.dtype(out_dtype or (_promoted(a, b) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.int32))
     extra = [] if bias is None else [jnp.asarray(bias).reshape(1, n)]
-    rows = A.shape[1] if not transpose_a else m
     y = _run(
         A,
         B,
@@ -68,7 +67,7 @@ def matmul(
         ta=transpose_a,
         tb=transpose_b,
         out_dtype=out_dtype.name,
-        **tiles(rows, n, k, A.dtype.itemsize, transposed=transpose_b, batch=known(A.shape[0]), fast=_whole(A)),
+        **_tiles(A, B, transpose_a, transpose_b),
     )
     return y.reshape(*batch, m, n)
 
@@ -126,6 +125,14 @@ def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: boo
     if jt.platform() != "cpu":
         return gpu_tiles.product(m, n, k, itemsize, gates, transposed, **of)
     return {**_cpu_tiles(m, n, k), "bk": 0}
+
+
+def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:
+    """Those of op(a) op(b) for arrays [batch or 1, rows, columns]."""
+    m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
+    of = dict(transposed=tb, batch=known(max(a.shape[0], b.shape[0])))
+    of |= {} if jt.platform() == "cpu" else dict(left=ta, fast=_whole(a))
+    return tiles(m, n, k, a.dtype.itemsize, **of)
 
 
 @functools.cache
@@ -216,15 +223,12 @@ def _parts(a, b, ta: bool, tb: bool) -> tuple[int, dict[str, int]]:
     matrices = all(x.shape[0] == 1 and jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b))
     if not matrices or not all(isinstance(n, int) for n in sizes):
         return 1, {}
-    return gpu_tiles.parts_of_product(*sizes, max(a.dtype.itemsize, b.dtype.itemsize))
+    return gpu_tiles.parts_of_product(*sizes, max(a.dtype.itemsize, b.dtype.itemsize), transposed=tb, left=ta)
 
 
 def product(a, b, out_dtype, *, ta: bool = False, tb: bool = False):
     """`op(a) op(b)` of arrays [batch or 1, rows, columns], without checks; `ta`, `tb`: op transposes."""
-    m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
-    batch = known(max(a.shape[0], b.shape[0]))
-    sizes = tiles(m, n, k, a.dtype.itemsize, transposed=tb, batch=batch, fast=_whole(a))
-    return _run(a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **sizes)
+    return _run(a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **_tiles(a, b, ta, tb))
 
 
 def cotangents(a, b, g, *, ta: bool, tb: bool):
