@@ -42,8 +42,10 @@ def way(calls: int) -> str:
 def repeated(function: Callable, calls: int) -> Callable:
     """One jitted function of a list of argument sets that calls `function` `calls` times in a row, the sets in turn.
 
-    Every call waits for the one before through a barrier: else XLA may merge equal calls, or fuse neighbours.
+    Every call waits for the one before through a barrier: else XLA may merge equal calls, or fuse neighbours. It is
+    traced once, and XLA puts it in place of every call.
     """
+    function = jax.jit(function)
 
     def program(sets: Sequence[tuple[Any, ...]]):
         out = []
