@@ -28,7 +28,7 @@ from jtile.ops.quantized_tensor import BLOCK
 FOUR_BIT = ("q4_0", "q4_1")
 LANES = 32
 PIECE = 1024  # weights of a row, of a role, of a round
-_SHARED = 225 << 10  # bytes of shared memory for buffers; barriers and exchanges between warps take the rest
+_SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barriers and exchanges between warps
 _UP, _DOWN = 2.0**76, 2.0**73  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
 _ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
 _SHIFTS = {4: (0, 4, 0, 4, 8, 12, 16, 20), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
@@ -313,7 +313,7 @@ def choice(m: int, inner: int, kind: str, gated: bool = False) -> dict[str, int]
     row += {"q4_1": 2, "q4_0": 1, "q8_0": 1}.get(kind, 0) * roles * 2 * LANES * (1 + gated)
     for rows in (16, 8, 4):
         sums = 2 * roles * (1 + gated) * m * rows * LANES * 4
-        slots = (_SHARED - numbers - sums) // (row * rows)
+        slots = (_SHARED - 2048 * m - numbers - sums) // (row * rows)
         if slots >= 3:
             return dict(rows=rows, roles=roles, slots=min(slots, 16))
     return None
