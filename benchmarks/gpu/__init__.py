@@ -1,7 +1,7 @@
 """`python -m benchmarks gpu`: jtile's kernels on a GPU against what JAX and torch users have there."""
 
 WORKLOADS = (
-    "gemm", "gemv", "fp8", "grouped", "attention", "backward", "decode", "mla", "mla_prefill", "rows", "losses", "gated",
-    "quantized", "launch", "llm",
+    "gemm", "gemv", "fp8", "grouped", "attention", "backward", "decode", "mla", "mla_prefill", "rows", "losses",
+    "gated", "quantized", "launch", "llm",
 )  # fmt: skip
 ONLY = ("tutorial", "choices")  # run where they are asked for by name
