@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, If, Kernel, Load, Store, Value, is_dynamic
@@ -159,25 +159,33 @@ def _check_registers(kernel: Kernel, found: Feeds, threads: int, registers: int)
             refuse(f"its products take {have} with what else it holds, of which they may take {most}", dots[0])
 
 
-def _held(b: Block, found: Feeds, around: int) -> dict[Dot, int]:
-    """For each product the words of the tiles that are in registers while it runs; `around`: of those from outside."""
+def _held(b: Block, found: Feeds, around: int, entering: Iterable[Value] = ()) -> dict[Dot, int]:
+    """For each product the words of the tiles that are in registers while it runs.
+
+    Args:
+      around: words of tiles from outside that stay; `entering`: tiles from outside that nobody needs behind the block.
+    """
     last = dict.fromkeys(b.yields, len(b.ops))
     for i, op in reversed(list(enumerate(b.ops))):
         for v in free_values(op):
             last.setdefault(v, i)
-    words = {v: _words(v, found) for v in (*b.params, *(r for op in b.ops for r in op.results))}
-    alive = dict.fromkeys(v for v in b.params if v in last)
+    words = {v: _words(v, found) for v in (*entering, *b.params, *(r for op in b.ops for r in op.results))}
+    alive = [v for v in (*entering, *b.params) if v in last]
     out: dict[Dot, int] = {}
     for i, op in enumerate(b.ops):
-        alive = {v: None for v in alive if last[v] >= i}
+        alive = [v for v in alive if last[v] >= i]
         later = around + sum(words[v] for v in alive if last[v] > i)
         if isinstance(op, Dot):
             left = 0 if last.get(op.a, 0) > i else words.get(op.a, 0)
             out[op] = later + left + tile_bytes(op.result) // 4 * (2 if promoted(op) and op.acc is not None else 1)
-        inside = set(free_values(op)).difference(op.operands())
+        used = set(free_values(op)).difference(op.operands())
+        ending = [v for v in alive if last[v] == i and v in used]
         for inner in op.blocks():
-            out |= _held(inner, found, later + sum(words[v] for v in alive if last[v] == i and v in inside))
-        alive |= dict.fromkeys(r for r in op.results if r in last)
+            if isinstance(op, If):
+                out |= _held(inner, found, later, ending)
+            else:  # every round needs them
+                out |= _held(inner, found, later + sum(words[v] for v in ending))
+        alive += [r for r in op.results if r in last]
     return out
 
 
