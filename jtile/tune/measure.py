@@ -63,13 +63,15 @@ def rounds_of(sets: Sequence[Any], outputs: Sequence[Any], cache: int, predicted
 def program_of(bound: Any, sets: Sequence[Any], rounds: int = 1) -> Callable[[Any], Any]:
     """One compiled XLA program that calls a kernel on every set, `rounds` times: times hold no launches from Python."""
 
+    run = jax.jit(bound.run)  # one copy of the kernel in the program's text
+
     def calls(sets: Sequence[Any]) -> list[Any]:
         out: list[Any] = []
         for k in range(rounds * len(sets)):
             arrays = sets[k % len(sets)]
             if k >= len(sets):  # the same arguments as before: without the barrier XLA takes the result that it has
                 arrays, _ = jax.lax.optimization_barrier((arrays, jax.tree.leaves(out[-1])[0]))
-            out.append(bound.run(arrays))
+            out.append(run(arrays))
         return out
 
     return jax.jit(calls).lower(sets).compile()
