@@ -31,18 +31,17 @@ from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
 
 from .chains import VIEWS, Copier, Products, filled_by, root_of, slots_given
-from .rotate import Rotation, Style, Turn
+from .rotate import Rotation, Turn
 
 
-def run(kernel: Kernel, hold: bool = False, turns: bool = False) -> Kernel:
+def run(kernel: Kernel, turns: bool = False) -> Kernel:
     """The kernel with its loops of products overlapped.
 
     Args:
-      hold: see `rotate.Style`.
       turns: consumers with rotated loops start their products in turns, so that one computes while the other's products
         run, where each of them has one such loop.
     """
-    overlap = _Overlap(ranges(kernel), filled_by(kernel), hold, turns)
+    overlap = _Overlap(ranges(kernel), filled_by(kernel), turns)
     return kernel.with_body(overlap.block(kernel.body, lambda v: v))
 
 
@@ -52,7 +51,6 @@ class _Overlap:
 
     known: Intervals
     filled: dict[Op, set[Value]]
-    hold: bool
     turns: bool
     turn: dict[For, Turn] = dataclasses.field(default_factory=dict)
 
@@ -79,7 +77,7 @@ class _Overlap:
             return None
         rotation = Rotation.of(products, self.filled)
         if rotation is not None:
-            return rotation.build(b, env, self.runs(op), Style(self.hold, self.turn.get(op)))
+            return rotation.build(b, env, self.runs(op), self.turn.get(op))
         accumulation = _Accumulation.of(products)
         return None if accumulation is None else accumulation.build(b, env, self.runs(op))
 

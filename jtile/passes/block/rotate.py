@@ -51,20 +51,6 @@ class Turn:
     round: Value
 
 
-@dataclasses.dataclass(frozen=True)
-class Style:
-    """Choices of a rotated loop.
-
-    Attributes:
-      hold: wait for the delayed products behind all that does not need them, also after ptxas: it moves that wait up,
-        in front of the exponentials, unless a branch is in the way. A second wait for their buffers is one.
-      turn: this consumer's turns, None without.
-    """
-
-    hold: bool = False
-    turn: Turn | None = None
-
-
 @dataclasses.dataclass
 class Rotation:
     """How the body of a loop is taken apart.
@@ -77,6 +63,7 @@ class Rotation:
       scales: what is done to the accumulators before the delayed products.
       kept: values of the round that the delayed ops need.
       links: waits of the head for sums that the next product goes on with at once: that one's wait is enough.
+      turn: this consumer's turns, None without.
     """
 
     products: Products
@@ -87,7 +74,7 @@ class Rotation:
     scales: list[Op]
     kept: list[Value]
     links: set[Op]
-    style: Style = Style()
+    turn: Turn | None = None
 
     @staticmethod
     def of(products: Products, filled: dict[Op, set[Value]]) -> Rotation | None:
@@ -139,9 +126,9 @@ class Rotation:
         delayed = {d for c in self.chains for d in c.dots}
         return [op for op in self.products.body.ops if isinstance(op, DotAsync) and op in delayed]
 
-    def build(self, b: Builder, env: Callable[[Value], Value], runs: bool, style: Style) -> tuple[Value, ...]:
+    def build(self, b: Builder, env: Callable[[Value], Value], runs: bool, turn: Turn | None) -> tuple[Value, ...]:
         """Builds the rotated loop; gives what stands for its results. `runs`: it makes a round at least."""
-        self.style, loop = style, self.products.loop
+        self.turn, loop = turn, self.products.loop
         b.loc = loop.loc
         if runs:
             return self.rounds(b, env)
@@ -229,7 +216,7 @@ class Rotation:
     def turns(self, copy: Copier, op: Op, issue: Callable[[], None]) -> None:
         """What stands in front of an op of the head: before the first product the wait for this consumer's turn, before
         the first wait the delayed products (`issue`) and the end of the turn."""
-        turn, b = self.style.turn, copy.b
+        turn, b = self.turn, copy.b
         b.loc = op.loc
         if op is self.first_dot and turn is not None:
             odd = b.map("and", copy.look(turn.round), b.index(1))
@@ -254,9 +241,6 @@ class Rotation:
                 of = next(k for k, d in enumerate(started) if d.result is op.values[0])
                 new.pending = len(started) - 1 - of
                 started = started[of + 1 :]
-        for op in self.before if self.style.hold else ():
-            if isinstance(op, Wait):
-                late.op(op)
         self.finish(late)
         body = self.products.body
         for c in self.chains:

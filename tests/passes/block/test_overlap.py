@@ -366,7 +366,7 @@ def test_consumers_take_turns(shape, options):
     """One barrier for each; the count of turns goes on over tiles."""
     kernel = tk.attention(*shape, tile=(shape[0], 64), heads=3 if options else 1, window=(None, 0))
     plain = naive(kernel, **options)
-    after = overlapped(plain, turns=True, hold=True)
+    after = overlapped(plain, turns=True)
     verify(after, "block")
     consumers = len(after.body.ops[-1].names) - 1
     (turns,) = [op for op in after.body.ops if isinstance(op, AllocBarriers) and op.result.name == "turns"]
@@ -378,13 +378,6 @@ def test_consumers_take_turns(shape, options):
     (first, *_) = [op for op in after.body.walk() if isinstance(op, Arrive) and op.barrier is turns.result]
     with pytest.raises(JtileError):
         interpret(without(after, first), inputs)
-
-
-def test_a_held_wait_stands_behind_a_branch():
-    """The second wait is for the buffer that the product reads, which nobody has given back yet."""
-    lines = consumer(overlapped(parse_kernel(SURE), hold=True), " = for ", "}")
-    at = lines.index("%O = dot_wait %orun : tile<64x16xf32>")
-    assert lines[at - 1] == "wait %vfull[%s_before], %p_before" and lines.count(lines[at - 1]) == 2
 
 
 def test_no_turns_where_consumers_differ():
