@@ -13,7 +13,7 @@ from jtile.ops._shapes import tuned
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope
 from jtile.ops.gpu_tiles import product_options
 
-ROWS, COLUMNS, WARPS = 4, 512, 4  # of a tile of the second kernel: many small ones, all of the GPU
+ELEMENTS, COLUMNS, WARPS = 2048, 512, 4  # of a tile of the second kernel: many small ones, all of the GPU
 
 
 def product_in_parts(a, b, *bias, parts: int, ta: bool, tb: bool, bm: int, bn: int, bk: int, **last):
@@ -23,7 +23,8 @@ def product_in_parts(a, b, *bias, parts: int, ta: bool, tb: bool, bm: int, bn: i
     """
     kernel = tuned(_products(ta, tb), **product_options(bm, bn, 2))
     z = kernel(a, b, parts=parts, bm=bm, bn=bn, bk=bk)
-    return tuned(sum_of_parts, num_warps=WARPS)(z, *bias, br=ROWS, bn=COLUMNS, **last)
+    columns = min(COLUMNS, jt.next_power_of_2(z.shape[2]))
+    return tuned(sum_of_parts, num_warps=WARPS)(z, *bias, br=ELEMENTS // columns, bn=columns, **last)
 
 
 def panels(a, b, rows, columns, ta: bool, tb: bool, bm: int, bn: int, bk: int):
