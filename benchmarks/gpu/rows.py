@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +21,18 @@ EPS = norms.EPS
 
 def cases(tiny: bool = False) -> Iterator[Case]:
     for rows, columns in ((64, 256),) if tiny else SIZES:
-        fixed = _fixed(rows, columns, warm=False)
-        for f in (_softmax, _rms_norm, _layer_norm, _rms_norm_gradient, _layer_norm_gradient):
-            yield f(rows, columns, fixed)
+        for f in (_softmax, _rms_norm, _layer_norm):
+            yield f(rows, columns, _fixed(rows, columns))
+        for f in (_rms_norm_gradient, _layer_norm_gradient):
+            yield f(rows, columns, _fixed(rows, columns, arrays=3))
     rows, columns = (32, 256) if tiny else WARM
     for f in (_softmax, _rms_norm, _layer_norm):
         yield f(rows, columns, _fixed(rows, columns, warm=True))
 
 
-def _fixed(rows: int, columns: int, warm: bool) -> dict:
+def _fixed(rows: int, columns: int, *, arrays: int = 2, warm: bool = False) -> dict[str, Any]:
     config = f"{rows}x{columns}" + ", warm L2" * warm
-    return {"config": config, "dtype": "bfloat16", "bytes": 4 * rows * columns, "warm": warm}
+    return {"config": config, "dtype": "bfloat16", "bytes": 2 * arrays * rows * columns, "warm": warm}
 
 
 def _peers(xla, torch) -> dict:
@@ -105,5 +107,5 @@ def _gradient(name: str, ours: Callable, xla: Callable, torch: Callable, rows: i
     return Case(
         name, make=_arrays(rows, columns, 2, weights), ours=pulled(ours, 1 + weights), reference=reference,
         peers={"xla": pulled(xla, 1 + weights), "torch.compile": Torch(of_torch, compiled=True)},
-        **fixed | {"bytes": 6 * rows * columns},
+        **fixed,
     )  # fmt: skip
