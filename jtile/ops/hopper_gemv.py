@@ -31,6 +31,7 @@ PIECE = 1024  # weights of a row, of a role, of a round
 _SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barriers and exchanges between warps
 _UP, _DOWN = 2.0**76, 2.0**73  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
 _ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
+_KEY = ("x", "refs", "kind", "gated", "has_bias", "activation", "out_dtype")  # what tuning depends on
 _SHIFTS = {4: (0, 4, 0, 4, 8, 12, 16, 20), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
 
 
@@ -299,24 +300,30 @@ def kernel(arrays: int, has_bias: bool, has_residual: bool, rules: tuple | None 
     )(_body)
     if rules is not None:
         made.defvjp(*rules)
-    return made
+    return made.autotune(space=_points, key=_KEY, override=True)
 
 
 @functools.cache
-def choice(m: int, inner: int, kind: str, gated: bool = False) -> dict[str, int] | None:
-    """Meta-parameters: tiles small enough for all processors to get about as many, and as many of them on their way as
-    shared memory holds; None where x is too long to lie beside them."""
+def choices(m: int, inner: int, kind: str, gated: bool = False) -> list[dict[str, int]]:
+    """Meta-parameters that fit, those of the tallest tiles first: as many tiles on their way as there is
+    room for, at least three."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
     chunks = jt.cdiv(inner, PIECE * roles)
     numbers = m * chunks * roles * (PIECE + (LANES * _groups(kind) if bits_of(kind) < 16 else 0)) * 4
     row = roles * 512 * _groups(kind) * (1 + gated)
     row += {"q4_1": 2, "q4_0": 1, "q8_0": 1}.get(kind, 0) * roles * 2 * LANES * (1 + gated)
+    out = []
     for rows in (16, 8, 4):
         sums = 2 * roles * (1 + gated) * m * rows * LANES * 4
         slots = (_SHARED - 2048 * m - numbers - sums) // (row * rows)
         if slots >= 3:
-            return dict(rows=rows, roles=roles, slots=min(slots, 16))
-    return None
+            out.append(dict(rows=rows, roles=roles, slots=min(slots, 16)))
+    return out
+
+
+def _points(x, *_, kind: str, gated: bool, **__) -> list[dict[str, int]]:
+    """For the tuner."""
+    return choices(x.shape[0], x.shape[1] * x.shape[2], kind, gated)
 
 
 def takes(x, weight, kind: str, gated: bool = False) -> bool:
@@ -328,14 +335,14 @@ def takes(x, weight, kind: str, gated: bool = False) -> bool:
         fits = weight.dtype == x.dtype and x.dtype in (jnp.bfloat16, jnp.float16) and inner % 8 == 0
     else:
         fits = weight.dtype == jnp.uint32 and inner % (BLOCK if kind == "int8" else 8 * BLOCK) == 0
-    return fits and choice(m, inner, kind, gated) is not None
+    return fits and bool(choices(m, inner, kind, gated))
 
 
 def product(
     x, arrays, extra=(), *, kind: str, activation=None, has_bias=False, gated=False, out_dtype=jnp.float32, rules=None
 ) -> jax.Array:
     """[m, out] of x [m, in] and the arrays of one weight or of two; `extra`: bias [1, out] and residual [m, out]."""
-    meta = choice(*x.shape, kind, gated)
+    meta = choices(*x.shape, kind, gated)[0]
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
     n = 128 // bits_of(kind)
     made = kernel(len(arrays), has_bias, len(extra) > has_bias, rules)

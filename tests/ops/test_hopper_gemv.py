@@ -9,6 +9,7 @@ from library import normal
 import jtile as jt
 from jtile import ops
 from jtile.ops import gpu_tiles, hopper_gemv, quantized
+from jtile.ops.matmul import matmul_reference
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
 
@@ -39,7 +40,7 @@ def test_products(case, monkeypatch):
     arrays, matrix = weights(kind, out, inner)
     made, n = hopper_gemv.kernel(len(arrays), False, False), 128 // hopper_gemv.bits_of(kind)
     meta = dict(kind=kind, activation=None, has_bias=False, gated=False, out_dtype="float32")
-    meta |= hopper_gemv.choice(m, inner, kind) | options
+    meta |= hopper_gemv.choices(m, inner, kind)[0] | options
     y = made.interpret(x.reshape(m, inner // n, n), *arrays, seed=len(case), **meta)
     want = jnp.matmul(x.astype(jnp.float32), matrix.T, precision="highest")
     assert relative_error(y, want) < 3e-6
@@ -66,6 +67,23 @@ def test_the_ops_call_it(kind):
     want = lambda x: jax.nn.silu(reference(x, w)) * reference(x, up)
     assert relative_error(z, want(x)) < 3e-6
     assert relative_error(gz, jax.grad(lambda x: want(x).sum())(x)) < 1e-5
+
+
+def test_rows_of_matmul():
+    x, w, bias = (
+        normal(seed, *shape).astype(jnp.bfloat16) for seed, shape in ((1, (1, 1, 128)), (2, (24, 128)), (3, (24,)))
+    )
+    of = lambda f: lambda x, w, bias: f(x, w, bias=bias, activation="silu", transpose_b=True, out_dtype="float32")
+    total = lambda f: jax.grad(lambda *args: (of(f)(*args) ** 2).sum(), (0, 1, 2))
+    with jt.config(arch="sm_90", interpret=True):
+        assert "hopper_gemv" in str(jax.make_jaxpr(of(ops.matmul))(x, w, bias))
+        y, got = of(ops.matmul)(x, w, bias), total(ops.matmul)(x, w, bias)
+        plain = ops.matmul(x, w, transpose_b=True)
+    assert y.shape == (1, 1, 24) and relative_error(y, of(matmul_reference)(x, w, bias)) < 1e-6
+    assert plain.dtype == jnp.bfloat16
+    assert relative_error(plain, matmul_reference(x, w, transpose_b=True)) < 3e-3
+    for g, want in zip(got, total(matmul_reference)(x, w, bias), strict=True):
+        assert g.shape == want.shape and g.dtype == want.dtype and relative_error(g, want) < 4e-3
 
 
 @pytest.mark.parametrize("scale", [1e30, 1e-30, 0.0, np.inf])
