@@ -18,7 +18,7 @@ def calls(dtype):
     m = lambda *shape: S(shape, dtype)
     return {
         "matmul": (ops.matmul, m(256, 192), m(192, 320)),
-        "one row": (lambda a, b: ops.matmul(a, b, transpose_b=True), m(1, 256), m(320, 256)),
+        "one row": (ops.matmul, m(1, 256), m(256, 320)),
         "few rows": (ops.matmul, m(16, 256), m(256, 320)),
         "gated_mlp": (ops.gated_mlp, m(256, 128), m(128, 320), m(128, 320)),
         "attention": (lambda q: ops.attention(q, q, q, causal=True), m(1, 100, 2, 64)),
