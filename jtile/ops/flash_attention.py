@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles, spaces
+from jtile.ops import gpu_tiles, hopper_tiles, spaces
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, sums_in, tuned
 from jtile.ops.attention_backward import attention_backward
 from jtile.ops.attention_windows import LOG2_E, Window, blocks, scores, visible
@@ -34,16 +34,18 @@ def _types(q, *_, save: bool = False, **__):
 def flash_attention(
     q, k, v, lengths, offsets, o, *lse,
     bq: int, bk: int, scale: float, softcap: float | None, window: Window, save: bool = False, stages: int = 2,
+    side: int | None = None,
 ):  # fmt: skip
     """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch] in a tuple, or ().
 
+    `side`: of tiles along the features, at least d: what lies behind d reads as zeros.
     `save`: also lse [batch, heads, t], the log-sum-exp of the scores in powers of two, `EMPTY` for a query that sees
     no key.
     """
     # o_i = sum_j p_ij v_j / l_i     p_ij = exp(s_ij - m_i)     s_ij = scale q_i . k_j     lse_i = m_i + log2 l_i
     # m_i = max_j s_ij     l_i = sum_j p_ij
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    d, keys, kv = q.shape[3], k.shape[1], h // (q.shape[2] // k.shape[2])
+    d, keys, kv = side or q.shape[3], k.shape[1], h // (q.shape[2] // k.shape[2])
     K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
     Q, unit = _scaled(q.tiles(None, bq, None, d)[b, i, h, 0], scale, softcap)
     length = jnp.minimum(lengths[0][b], keys) if lengths else keys
@@ -172,6 +174,11 @@ def attention(
 def _tiles(t: int, s: int, d: int, itemsize: int, causal: bool, lengths: bool) -> dict[str, int]:
     """Queries and keys of a tile, on the platform at hand."""
     if jt.platform() != "cpu":
+        side = hopper_tiles.head(d)
+        if side != d and d > 32 and d % 8 == 0 and gpu_tiles.warpgroups():
+            wide = hopper_tiles.attention(t, s, side, itemsize, lengths)
+            if wide is not None:
+                return wide | {"side": side}
         return gpu_tiles.attention(t, s, d, itemsize, causal, gpu_tiles.little_memory(), lengths)
     return {"bq": fit(t, 128), "bk": fit(s, 256)}
 

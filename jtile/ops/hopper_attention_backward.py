@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import attention_slopes
+from jtile.ops import attention_slopes, hopper_tiles
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
 
@@ -204,9 +204,8 @@ def hopper_attention_backward(
 def fits(q, k, *, softcap: float | None, scale: float) -> bool:
     """Whether `slopes` can make those of this call."""
     known = all(isinstance(n, int) for n in (*q.shape, *k.shape))
-    return (
-        known and softcap is None and scale > 0 and q.shape[3] in (64, 128) and q.dtype in (jnp.bfloat16, jnp.float16)
-    )
+    right = known and 32 < q.shape[3] <= 128 and q.dtype in (jnp.bfloat16, jnp.float16)
+    return right and softcap is None and scale > 0
 
 
 def slopes(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, window: Window):
@@ -255,6 +254,10 @@ def _of_rows(scale: float, window: Window):
 def of_batch(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, window: Window):
     """As `slopes`, by the kernel above, wherever it runs."""
     (batch, t, heads, d), (keys, groups) = q.shape, k.shape[1:3]
+    if d != hopper_tiles.head(d):  # rows of the next power of two; zeros add nothing
+        wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, hopper_tiles.head(d) - d),))
+        args = *map(wide, (q, k, v, o)), lse, wide(g), ct, lengths, offsets
+        return tuple(x[..., :d] for x in of_batch(*args, scale=scale, window=window))
     bq = 64 if d == 128 else 128
     length = jt.cdiv(t, bq) * bq
     start = tuned(attention_backward_start, num_warps=8)

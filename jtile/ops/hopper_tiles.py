@@ -121,6 +121,11 @@ def parts_of_product(
     return (parts, {"bm": bm, "bn": bn, "bk": 64}) if parts > 1 else (1, {})
 
 
+def head(d: int) -> int:
+    """The side of tiles that hold rows of d features: at the block level a power of two, with zeros behind the row."""
+    return max(64, 1 << (d - 1).bit_length())
+
+
 @functools.cache
 def attention(t: int, s: int, d: int, itemsize: int, lengths: bool = False) -> dict[str, int] | None:
     """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; with `lengths` of

@@ -5,13 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_modes import OPTIONS, of_batch, operands
-from library import agree, shapes_and_dtypes
+from library import agree, normal, shapes_and_dtypes
 
+import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.flash_attention import attention_reference, flash_attention, window_of
+from jtile.passes import TILE, run_pipeline
+from jtile.passes.block import Machine, NoPlan, block_level
 from jtile.testing import relative_error
+from jtile.tune.programs import trace
 
 TOLERANCE = {
     "float32": 2e-6,
@@ -67,6 +71,16 @@ def test_what_stands_behind_the_length_does_not_matter():
     expected = ops.attention(q, k[:, :170], v[:, :170])
     spoiled = (x.at[:, 170:].set(jnp.nan) for x in (k, v))
     np.testing.assert_allclose(ops.attention(q, *spoiled, lengths=lengths), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_heads_between_powers_of_two_on_hopper():
+    """Tiles of the next power of two, with zeros behind the features."""
+    q, k, v = (normal(i, 1, n, 1, 40, dtype="bfloat16") for i, n in enumerate((70, 300, 300)))
+    with jt.config(arch="sm_90", interpret=True):
+        (program,), _ = trace(ops.attention, q, k, v)
+        y = ops.attention(q, k, v)
+    assert not isinstance(block_level(run_pipeline(program.kernel, TILE), Machine(), {}), NoPlan)
+    assert relative_error(y, attention_reference(q, k, v)) < 5e-3
 
 
 def test_scores_of_any_size():
