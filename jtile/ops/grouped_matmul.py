@@ -132,9 +132,8 @@ def _backward(residuals, dy, *, tw: bool, **_):
     tiles = _tiles(left.shape[1], 1, right.shape[1], each, x.dtype.itemsize)
     tiles["bk"] = max(min(tiles["bk"], 64), 16)
     if jt.platform() != "cpu" and gpu_tiles.warpgroups():
-        # The last rows of a group take memory of their own for every consumer; few rows, and the tile is soon written.
-        most = 256 if each >= 512 else 128
-        tiles |= {"bm": min(tiles["bm"] if tiles["bm"] != 192 else 256, most), "bn": min(tiles["bn"], 128)}
+        # the last rows of a group take memory of their own for every consumer
+        tiles |= {"bm": min(tiles["bm"], 128), "bn": min(tiles["bn"], 128)}
     kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], x.dtype.itemsize))
     dw = kernel(left, right, sizes, groups=w.shape[0], out_dtype=w.dtype.name, **tiles)
     return _rows(dy, w, sizes, out_dtype=x.dtype.name, tw=not tw), dw, None

@@ -37,24 +37,24 @@ def products_times(a, b, scale, y, *, tb: bool, out_dtype, precision=None, bm: i
 def scaled_products(
     a, b, sa, sb, y, *, tb: bool, out_dtype, precision=None, block: int, bm: int, bn: int, bk: int, stages: int = 4
 ):
-    """a [m, k], b [k, n] (`tb`: [n, k]), sa f32 [m, k / block], sb f32 [k / block, n / block] (`tb`: the other way)
+    """a [m, k], b [k, n] (`tb`: [n, k]), sa f32 [k / block, m], sb f32 [k / block, n / block] (`tb`: the other way)
     -> y [m, n].
 
     `bk` divides `block`, and so does `bn`, or it is a multiple of it.
     """
-    # y_ij = sum_q sa_iq sb_qj sum over the terms t of block q of a_it b_tj
+    # y_ij = sum_q sa_qi sb_qj sum over the terms t of block q of a_it b_tj
     i, j = jt.program_id(0), jt.program_id(1)
     A, B = a.tiles(bm, bk), b.tiles(bn, bk) if tb else b.tiles(bk, bn)
-    rows = sa.tiles(bm, None)
+    rows = sa.tiles(None, bm)
     scale = lambda q, c: sb[c, q] if tb else sb[q, c]
     acc = jt.zeros((bm, bn), jnp.float32)
     for p in jt.range(A.shape[1], stages=stages):
         q = p // (block // bk)
         product = jt.dot(A[i, p], B[j, p].T if tb else B[p, j], precision=precision)
         if block % bn == 0:
-            s = (rows[i, q] * scale(q, j // (block // bn)))[:, None]
+            s = (rows[q, i] * scale(q, j // (block // bn)))[:, None]
         else:
-            s = rows[i, q][:, None] * scale(q, (j * bn + jt.arange(bn)) // block)[None, :]
+            s = rows[q, i][:, None] * scale(q, (j * bn + jt.arange(bn)) // block)[None, :]
         acc = acc + product * s
     y.tiles(bm, bn)[i, j] = acc.astype(out_dtype)
 
@@ -119,7 +119,8 @@ def scaled_matmul(
     if sa.ndim == sb.ndim == 0:
         sides = _tiles(m, n, k, a.dtype.itemsize, None, transposed=transpose_b, fast=precision == "fast")
         return _run(products_times, a, b, sa * sb, **options, **sides)
-    sa = jnp.broadcast_to(sa, (m, parts))
+    # The scales of a tile's rows lie together: of a column they would take the bandwidth of eight rows from products.
+    sa = jnp.broadcast_to(sa.T, (parts, m))
     sb = jnp.broadcast_to(sb, (columns, parts) if transpose_b else (parts, columns))
     sides = _tiles(m, n, k, a.dtype.itemsize, block)
     return _run(scaled_products, a, b, sa, sb, block=block, **options, **sides)

@@ -78,6 +78,7 @@ def grouped(rows: int, groups: int, n: int, k: int, *, tile=(128, 64, 32), tw=Fa
 def scaled(m: int, n: int, k: int, *, tile=(128, 128, 128)) -> Kernel:
     bm, bn, bk = tile
     a, b = (jax.ShapeDtypeStruct(s, jnp.float8_e4m3fn) for s in ((m, k), (n, k)))
-    sa, sb = (jax.ShapeDtypeStruct((x, -(-k // 128)), jnp.float32) for x in (m, -(-n // 128)))
+    parts = -(-k // 128)
+    sa, sb = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((parts, m), (-(-n // 128), parts)))
     meta = {"tb": True, "out_dtype": "bfloat16", "block": 128, "bm": bm, "bn": bn, "bk": bk}
     return _SCALED.lower(a, b, sa, sb, **meta).kernel

@@ -160,7 +160,7 @@ def test_exact_products_of_bytes():
 def test_products_with_scales_for_blocks():
     """The library's kernel: two products in flight, scales loaded a round ahead."""
     f8, f32 = jnp.float8_e4m3fn, jnp.float32
-    operands_ = [((128, 384), f8), ((128, 384), f8), ((128, 3), f32), ((1, 3), f32)]
+    operands_ = [((128, 384), f8), ((128, 384), f8), ((3, 128), f32), ((1, 3), f32)]
     options = {"tb": True, "out_dtype": "bfloat16", "block": 128, "bm": 128, "bn": 128, "bk": 128}
     products = importlib.import_module("jtile.ops.scaled_matmul").scaled_products
     kernel = products.lower(*(jax.ShapeDtypeStruct(s, t) for s, t in operands_), **options).kernel
