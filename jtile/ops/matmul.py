@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, spaces
+from jtile.ops import gpu_tiles, hopper_gemv, spaces
 from jtile.ops._shapes import known, tuned
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 from jtile.ops.parts import panels as _panels
@@ -59,6 +59,14 @@ def matmul(
     B = b.reshape(math.prod(b.shape[:-2]), *b.shape[-2:])
     out_dtype = jnp.dtype(out_dtype or (_promoted(a, b) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.int32))
     extra = [] if bias is None else [jnp.asarray(bias).reshape(1, n)]
+    if (
+        transpose_b
+        and A.shape[0] == B.shape[0] == 1
+        and not transpose_a
+        and hopper_gemv.takes(A[0], B[0], A.dtype.name)
+    ):
+        options = dict(kind=A.dtype.name, activation=activation, has_bias=bias is not None, out_dtype=out_dtype)
+        return hopper_gemv.product(A[0], [B[0]], extra, **options, rules=_ROW_RULES).reshape(*batch, m, n)
     y = _run(
         A,
         B,
@@ -257,3 +265,22 @@ def _backward(residuals, ct, *, activation, ta, tb, save, **_):
 
 
 _matmul.defvjp(_forward, _backward)
+
+
+def _row_forward(x, w, *bias, activation, out_dtype, kind, **_):
+    """Of `hopper_gemv`: x [m, k / n, n], w [n, k]."""
+    rows = x.reshape(x.shape[0], -1)
+    options = dict(kind=kind, has_bias=bool(bias), out_dtype=jnp.float32 if activation else out_dtype)
+    z = hopper_gemv.product(rows, [w], bias, **options, rules=_ROW_RULES)
+    return ACTIVATIONS[activation](z).astype(out_dtype), (x, w, bias, z if activation else None)
+
+
+def _row_backward(residuals, ct, *, activation, **_):
+    x, w, bias, z = residuals
+    g = ct if activation is None else activation_slope(z, ct, activation)
+    db = (g.astype(jnp.float32).sum(0, keepdims=True).astype(bias[0].dtype),) if bias else ()
+    dx, dw = cotangents(x.reshape(1, x.shape[0], -1), w[None], g[None], ta=False, tb=True)
+    return dx.reshape(x.shape), dw[0], *db
+
+
+_ROW_RULES = _row_forward, _row_backward

@@ -54,7 +54,7 @@ def quantized_matmul(
     extra = [] if bias is None else [jnp.asarray(bias, jnp.float32).reshape(1, out)]
     extra += [] if residual is None else [jnp.asarray(residual, jnp.float32).reshape(m, out)]
     options = dict(kind=weight.kind, activation=activation, has_bias=bias is not None)
-    if hopper_quantized.takes(rows, weight.codes, inner, weight.kind) and m > 2:
+    if hopper_quantized.takes(rows, weight.codes, inner, weight.kind) and m > 1:
         y = _on_hopper(rows, weight)
         y = ACTIVATIONS[activation](y if bias is None else y + extra[0])
         y = y if residual is None else y + extra[-1]
@@ -382,7 +382,7 @@ def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation
     m = rows.shape[0]
     if gate.is_packed != up.is_packed:
         gate, up = gate.unpacked(), up.unpacked()
-    if hopper_quantized.takes(rows, gate.codes, inner, gate.kind) and m > 2:
+    if hopper_quantized.takes(rows, gate.codes, inner, gate.kind) and m > 1:
         y = ACTIVATIONS[activation](_on_hopper(rows, gate)) * _on_hopper(rows, up)
         return y.reshape(*x.shape[:-1], out)
     options = dict(kind=gate.kind, activation=activation, gated=True)
