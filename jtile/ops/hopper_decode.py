@@ -56,38 +56,50 @@ class _Work:
         last = self.lengths.shape[0] - 1
         return jnp.clip(self.lengths[jnp.minimum(row_of(r, self.units), last)], 0, self.units.slots)
 
-    def place(self, b, j, n):
-        """Where unit j of the n of row b lies: its page, and which unit of the page it is."""
+    @property
+    def side(self) -> int:
+        """Keys of a copy: a unit, or a page where that is less."""
+        return min(self.units.size, self.k.shape[1]) if self.table else self.units.size
+
+    def places(self, b, j, n):
+        """Where the keys of unit j of the n of row b lie, copy by copy: the page, and which `side` keys of it."""
         if not self.table:
-            return b, j
-        inside, of_page = jnp.minimum(j, n - 1), jnp.int32(self.k.shape[1] // self.units.size)
-        page = self.table[0][b, jax.lax.div(inside, of_page)]
-        return jnp.clip(page, 0, self.k.shape[0] - 1), jax.lax.rem(inside, of_page)
+            return [(b, j)]
+        (table,), copies, inside = self.table, self.units.size // self.side, jnp.minimum(j, n - 1)
+        of_page, last = jnp.int32(self.k.shape[1] // self.side), self.k.shape[0] - 1
+        blocks = [jnp.minimum(inside * copies + x, table.shape[1] * of_page - 1) for x in range(copies)]
+        page = lambda block: jnp.clip(table[b, jax.lax.div(block, of_page)], 0, last)
+        return [(page(block), jax.lax.rem(block, of_page)) for block in blocks]
+
+    def fetch(self, x, places, head, buffer, full):
+        """Start the copies of a unit of keys or values."""
+        full.expect(buffer.nbytes)
+        for i, (row, j) in enumerate(places):
+            part = buffer if len(places) == 1 else buffer[i * self.side : (i + 1) * self.side, :]
+            jt.async_copy(x.tiles(None, self.side, None, buffer.shape[1]).at[row, j, head, 0], part, full)
 
 
 @jt.function
 def _copies(w: _Work):
     """The role that copies. Lengths and pages are read ahead: nothing waits for them."""
-    d, bk, heads = w.q.shape[2], w.units.size, w.units.heads
+    d, heads = w.q.shape[2], w.units.heads
     begin, end, r, start = w.share()
     c, turn, length = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
         b, n, length = row_of(r, w.units), w.units.of(length), w.length(r + 1)
         head = r - b * heads
         lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
-        ahead = w.place(b, lo - start, n)
+        ahead = w.places(b, lo - start, n)
         for u in jt.range(lo, hi):
-            (row, j), ahead = ahead, w.place(b, u + 1 - start, n)
+            places, ahead = ahead, w.places(b, u + 1 - start, n)
             w.k_empty.at(c).wait(before=True)
-            w.k_full.at(c).expect(w.K.nbytes)
-            jt.async_copy(w.k.tiles(None, bk, None, d).at[row, j, head, 0], w.K.at(c), w.k_full.at(c))
+            w.fetch(w.k, places, head, w.K.at(c), w.k_full.at(c))
             if u == lo:
                 w.q_empty.at(turn).wait(before=True)
                 w.q_full.at(turn).expect(w.Q.nbytes)
                 jt.async_copy(w.q.tiles(None, ROWS, d).at[r, 0, 0], w.Q, w.q_full.at(turn))
             w.v_empty.at(c).wait(before=True)
-            w.v_full.at(c).expect(w.V.nbytes)
-            jt.async_copy(w.v.tiles(None, bk, None, d).at[row, j, head, 0], w.V.at(c), w.v_full.at(c))
+            w.fetch(w.v, places, head, w.V.at(c), w.v_full.at(c))
             c = c + 1
         r, start, turn = r + 1, start + n, turn + 1
 

@@ -20,6 +20,7 @@ CASES = {  # batch, new tokens, heads, kv heads, slots, d, lengths; programs, sl
     "rows in parts": ((3, 1, 6, 2, 300, 64, (300, 0, 129)), 5, None, None),
     "several tokens, a cap": ((2, 5, 8, 2, 200, 64, (129, 3)), 3, None, 3.0),
     "pages": ((2, 1, 8, 1, 256, 128, (200, 1)), 2, 64, None),
+    "small pages": ((2, 1, 4, 1, 208, 64, (203, 17)), 3, 16, None),
     "large pages": ((1, 3, 8, 2, 256, 64, (257,)), 3, 128, None),
     "a unit a row": ((2, 1, 4, 1, 60, 64, (60, 7)), 2, None, None),
     "long heads": ((1, 1, 4, 1, 130, 256, (130,)), 4, None, None),
@@ -76,6 +77,17 @@ def test_batches_of_vmap_become_rows(page, monkeypatch):
     assert relative_error(jax.vmap(run, (0, 0, None, None))(both(q), both(k), v, lengths), want) < 4e-3
     want = jnp.stack([reference(x, k, v, lengths, table) for x in (q, -q)])
     assert relative_error(jax.vmap(run, (0, None, None, 0))(both(q), k, v, jnp.stack([lengths] * 2)), want) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [None, 16, 32, 64])
+def test_on_the_gpu(page):
+    args = arguments(3, 2, 8, 2, 640, 128, (640, 77, 333), page=page)
+    with jt.config(interpret=False):
+        run = jax.jit(functools.partial(hopper_decode.of_batch, scale=0.1, softcap=None))
+        got = run(*args)
+        assert all(np.array_equal(run(*args), got) for _ in range(5))
+    assert relative_error(got, reference(*args)) < 4e-3
 
 
 def test_the_op_without_the_gpu():
