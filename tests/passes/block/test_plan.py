@@ -164,3 +164,31 @@ def test_sums_beside_the_products_take_registers(wide):
     assert isinstance(found, NoPlan) == (wide == 256)
     if isinstance(found, NoPlan):
         assert "its products take 256 of a thread's registers" in str(found)
+
+
+def test_sums_that_go_through_a_branch_count_once():
+    """Half of a thread's registers: what a branch adds to is not held beside what it gives."""
+    text = """kernel @k(%a: ref<128x512xbf16>, %b: ref<512x256xbf16>, %n: ref<i32>, %o: ref<128x256xf32, out>) {
+      %c0 = full 0 : i32
+      %c1 = full 1 : i32
+      %c15 = full 15 : i32
+      %z = full 0.0 : tile<128x256xf32>
+      %s = for %k in %c0..%c15 step %c1 carry (%acc = %z) {
+        %x = load %a[tile(%c0, 128), tile(%k, 32)]
+        %y = load %b[tile(%k, 32), tile(%c0, 256)]
+        %d = dot %x, %y acc=%acc
+        yield %d
+      }
+      %m = load %n[]
+      %rest = gt %m, %c0
+      %t = if %rest {
+        %x = load %a[tile(%c0, 128), tile(%c15, 32)]
+        %y = load %b[tile(%c15, 32), tile(%c0, 256)]
+        %d = dot %x, %y acc=%s
+        yield %d
+      } else {
+        yield %s
+      }
+      store %o[tile(%c0, 128), tile(%c0, 256)], %t
+    }"""
+    assert not isinstance(block_level(parse_kernel(text), Machine(), {}), NoPlan)
