@@ -64,7 +64,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
             if dtype == "float16" and size.d <= 128:  # what Mosaic's kernel takes
                 peers["mosaic"] = mosaic.attention(*size[4:])
             if dtype == "bfloat16" and size.d == 128:
-                peers["torch sdpa"] = Torch(functools.partial(_sdpa, causal=size.causal))
+                peers["torch flash"] = Torch(functools.partial(_sdpa, causal=size.causal))
             yield Case(
                 workload="attention", config=size.config, dtype=dtype,
                 make=lambda seed, size=size, dtype=dtype: size.make(seed, dtype),
