@@ -19,7 +19,7 @@ TILES = {
     (192, 128): (0.438, 1.27),
     (128, 128): (0.288, 0.89),
     (64, 256): (0.292, 0.97),
-    (64, 128): (0.161, 0.60),
+    (64, 128): (0.161, 0.59),
     (128, 64): (0.177, 0.59),
     (64, 64): (0.139, 0.20),
 }
@@ -62,7 +62,9 @@ def product(
     else:
         of = dict(transposed=transposed, left=left, batch=batch)
         bm, bn = min(sides, key=lambda s: predicted_us(m, n, k, itemsize, *s, **of))
-    return {"bm": bm, "bn": bn, "bk": 128 // itemsize}
+    # What a round costs besides its products is much for a small tile.
+    lines = 2 if bm * bn <= 64 * 128 and itemsize == 2 and gates == 1 and k >= 512 else 1
+    return {"bm": bm, "bn": bn, "bk": lines * LINE // itemsize}
 
 
 @functools.cache
