@@ -81,7 +81,7 @@ def _runners(
     build = lambda name: timing.repeated(in_jax[name], calls).lower(own[name]).compile()
     with concurrent.futures.ThreadPoolExecutor(len(in_jax) + 1) as pool:
         programs = {name: pool.submit(build, name) for name in in_jax}
-        reference = pool.submit(lambda: jax.jit(case.reference).lower(*sets[0]).compile(_UNTUNED))
+        reference = pool.submit(lambda: jax.jit(case.reference).lower(*sets[0]).compile(compiler_options=_UNTUNED))
     for name, args in own.items():
         with _left_out_on_error(case, name, say):
             f = functions[name]

@@ -18,9 +18,10 @@ from jtile.testing import Timing
 # Device time of one program. A device idles 20 to 50 us in front of each program of XLA's, and the host may need 0.5 ms
 # for one: results have moved, and its command buffer is recorded again.
 _PROGRAM_US = 4_000.0
-_SAMPLE_US = 20_000.0
+_SAMPLE_US = 10_000.0  # timed in one sample, or four programs
+_FRONT_US = 25_000.0  # of the programs in front of those
 _MOST_CALLS = 96
-_MOST_TURNS = 15  # twice as many programs are under way, and XLA lets no more than 32
+_MOST_TURNS, _MOST_FRONT = 4, 26  # XLA lets 32 programs be under way
 _GRAPH = 5  # xla_gpu_graph_min_graph_size
 _MOST_BYTES = 8 << 30  # of the results of one program, all of which are kept
 
@@ -65,33 +66,34 @@ class JaxRunner:
         self._program, self._sets, self.calls = program, sets, calls
         self.output = jax.block_until_ready(program(sets))[0]  # of the first set; whoever checks it drops it
 
-    def run(self, turns: int) -> float:
-        """Microseconds of one call, over `turns` programs.
+    def run(self, turns: int, front: int = 1) -> float:
+        """Microseconds of one call, over `turns` programs behind `front` others.
 
-        As many stand in front of them: while those run, the host gets ahead of the device, and what it needs to start
-        a program (a millisecond, where arrays have moved) is in nobody's way. If it is behind, its time counts.
+        While those run, the host gets ahead of the device, and what it needs to start a program (up to a millisecond,
+        since results have moved) is in nobody's way. If it is behind, its time counts.
         """
         begin = time.perf_counter()
+        for _ in range(front):
+            y = self._program(self._sets)
+        before = y
         for _ in range(turns):
             y = self._program(self._sets)
-        front = y
-        for _ in range(turns):
-            y = self._program(self._sets)
-        behind = jax.tree.leaves(front)[0].is_ready()
-        jax.block_until_ready(front)
+        behind = jax.tree.leaves(before)[0].is_ready()
+        jax.block_until_ready(before)
         start = time.perf_counter()
         jax.block_until_ready(y)
         end = time.perf_counter()
-        seconds = (end - begin) / 2 if behind else end - start
-        return 1e6 * seconds / (turns * self.calls)
+        seconds = (end - begin) / (front + turns) if behind else (end - start) / turns
+        return 1e6 * seconds / self.calls
 
 
 def sampler(runner: Any) -> Callable[[], float]:
     """A function that takes one sample, in microseconds a call, after a warm-up that says how long a sample must be."""
-    runner.run(1)
-    us = runner.run(2) * runner.calls
-    turns = max(1, min(_MOST_TURNS, math.ceil(_SAMPLE_US / max(us, 1e-3))))
-    return lambda: runner.run(turns)
+    runner.run(1, 1)
+    us = max(runner.run(2, 2) * runner.calls, 1e-3)
+    turns = max(1, min(_MOST_TURNS, math.ceil(_SAMPLE_US / us)))
+    front = max(turns, min(_MOST_FRONT, math.ceil(_FRONT_US / us)))
+    return lambda: runner.run(turns, front)
 
 
 def alternate(
