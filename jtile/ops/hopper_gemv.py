@@ -289,8 +289,8 @@ def _body(x, *refs, kind: str, gated: bool, has_bias: bool, activation, out_dtyp
 
 
 @functools.cache
-def kernel(arrays: int, has_bias: bool, has_residual: bool, rules: tuple | None = None) -> jt.Kernel:
-    """The kernel for so many arrays of weights; `rules`: of its reverse mode, for `defvjp`."""
+def kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
+    """The kernel for so many arrays of weights."""
     specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual]
     made = jt.kernel(
         out_type=_outputs,
@@ -298,8 +298,6 @@ def kernel(arrays: int, has_bias: bool, has_residual: bool, rules: tuple | None 
         sharding=f"{', '.join(specs)} -> m o",
         name="hopper_gemv",
     )(_body)
-    if rules is not None:
-        made.defvjp(*rules)
     return made.autotune(space=_points, key=_KEY, override=True)
 
 
@@ -339,13 +337,13 @@ def takes(x, weight, kind: str, gated: bool = False) -> bool:
 
 
 def product(
-    x, arrays, extra=(), *, kind: str, activation=None, has_bias=False, gated=False, out_dtype=jnp.float32, rules=None
+    x, arrays, extra=(), *, kind: str, activation=None, has_bias=False, gated=False, out_dtype=jnp.float32
 ) -> jax.Array:
     """[m, out] of x [m, in] and the arrays of one weight or of two; `extra`: bias [1, out] and residual [m, out]."""
     meta = choices(*x.shape, kind, gated)[0]
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
     n = 128 // bits_of(kind)
-    made = kernel(len(arrays), has_bias, len(extra) > has_bias, rules)
+    made = kernel(len(arrays), has_bias, len(extra) > has_bias)
     options = dict(kind=kind, activation=activation, has_bias=has_bias, gated=gated)
     x = x.reshape(x.shape[0], x.shape[1] // n, n)
     return made(x, *arrays, *extra, **options, out_dtype=jnp.dtype(out_dtype).name, **meta)

@@ -15,6 +15,7 @@ from jtile.ops._shapes import known, tuned
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 from jtile.ops.parts import panels as _panels
 from jtile.ops.parts import product_in_parts
+from jtile.ops.platforms import on_cuda
 
 BLOCK = 256  # terms of a sum at a time, where their number is not known
 TILE = 256  # side of a tile of the result: A and B panels of one program stay in the second-level cache
@@ -65,8 +66,8 @@ def matmul(
         and not transpose_a
         and hopper_gemv.takes(A[0], B[0], A.dtype.name)
     ):
-        options = dict(kind=A.dtype.name, activation=activation, has_bias=bias is not None, out_dtype=out_dtype)
-        return hopper_gemv.product(A[0], [B[0]], extra, **options, rules=_ROW_RULES).reshape(*batch, m, n)
+        y = on_cuda(*_streamed(A.dtype.name, activation, out_dtype.name), (A[0], B[0], extra), ())
+        return y.reshape(*batch, m, n)
     y = _run(
         A,
         B,
@@ -225,6 +226,23 @@ def _run(a, b, *bias, ta, tb, bm, bn, bk, save=False, **meta):
     return kernel(a, b, *bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
 
 
+@functools.cache
+def _streamed(kind: str, activation: str | None, out_dtype: str):
+    """For `on_cuda`: one or two rows a [m, k] times b [n, k], and a bias, if any."""
+
+    def here(operands, _):
+        a, b, bias = operands
+        options = dict(kind=kind, activation=activation, has_bias=bool(bias), out_dtype=out_dtype)
+        return hopper_gemv.product(a, [b], bias, **options)
+
+    def elsewhere(operands, _):
+        a, b, bias = operands
+        sides = gpu_tiles.product(a.shape[0], *b.shape, a.dtype.itemsize, transposed=True)
+        return _run(a[None], b[None], *bias, activation=activation, ta=False, tb=True, out_dtype=out_dtype, **sides)[0]
+
+    return here, elsewhere
+
+
 def _parts(a, b, ta: bool, tb: bool) -> tuple[int, dict[str, int]]:
     """In how many parts a product of two matrices is summed on a GPU, and the tiles; 1 for what is not split."""
     sizes = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
@@ -265,22 +283,3 @@ def _backward(residuals, ct, *, activation, ta, tb, save, **_):
 
 
 _matmul.defvjp(_forward, _backward)
-
-
-def _row_forward(x, w, *bias, activation, out_dtype, kind, **_):
-    """Of `hopper_gemv`: x [m, k / n, n], w [n, k]."""
-    rows = x.reshape(x.shape[0], -1)
-    options = dict(kind=kind, has_bias=bool(bias), out_dtype=jnp.float32 if activation else out_dtype)
-    z = hopper_gemv.product(rows, [w], bias, **options, rules=_ROW_RULES)
-    return ACTIVATIONS[activation](z).astype(out_dtype), (x, w, bias, z if activation else None)
-
-
-def _row_backward(residuals, ct, *, activation, **_):
-    x, w, bias, z = residuals
-    g = ct if activation is None else activation_slope(z, ct, activation)
-    db = (g.astype(jnp.float32).sum(0, keepdims=True).astype(bias[0].dtype),) if bias else ()
-    dx, dw = cotangents(x.reshape(1, x.shape[0], -1), w[None], g[None], ta=False, tb=True)
-    return dx.reshape(x.shape), dw[0], *db
-
-
-_ROW_RULES = _row_forward, _row_backward

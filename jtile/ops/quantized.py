@@ -22,6 +22,7 @@ import jtile as jt
 from jtile.ops import hopper_gemv, hopper_quantized, quantized_lanes
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation, gate_slope
+from jtile.ops.platforms import on_cuda
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor, unpack_codes
 
 HALF = BLOCK // 2
@@ -59,7 +60,7 @@ def quantized_matmul(
         y = ACTIVATIONS[activation](y if bias is None else y + extra[0])
         y = y if residual is None else y + extra[-1]
     elif hopper_gemv.takes(rows, weight.codes, weight.kind):
-        y = hopper_gemv.product(rows, _arrays(weight, m), extra, **options, rules=_RULES)
+        y = on_cuda(*_streamed(**options), (rows, extra), _arrays(weight, m))
     elif _in_lanes(m, out, inner):
         y = quantized_lanes.product(rows, _arrays(weight, m), extra, **options)
     else:
@@ -128,7 +129,23 @@ def _arrays(weight: QuantizedTensor, m: int = 0) -> list[jax.Array]:
 def _on_hopper(rows, weight: QuantizedTensor):
     frozen = jax.lax.stop_gradient(weight)
     arrays = [x for x in (frozen.codes, frozen.scale, frozen.minimum) if x is not None]
-    return hopper_quantized.product(rows, arrays, weight.kind)
+    return on_cuda(*_many_rows(weight.kind), rows, arrays)
+
+
+@functools.cache
+def _many_rows(kind: str):
+    """For `on_cuda`: x, and the arrays of a packed weight."""
+    plain = lambda arrays: [unpack_codes(arrays[0], kind), *arrays[1:]]
+    elsewhere = lambda x, arrays: quantized_lanes.product(x, plain(arrays), [], kind=kind, activation=None)
+    return (lambda x, arrays: hopper_quantized.product(x, arrays, kind)), elsewhere
+
+
+@functools.cache
+def _streamed(**options):
+    """For `on_cuda`: x and what stands behind the product, and the arrays of the weights."""
+    here, elsewhere = (functools.partial(m.product, **options) for m in (hopper_gemv, quantized_lanes))
+    call = lambda f: lambda moved, arrays: f(moved[0], arrays, moved[1])
+    return call(here), call(elsewhere)
 
 
 def _split(refs, kind: str):
@@ -332,9 +349,6 @@ def _lanes_backward(residuals, ct, *, gated, **meta):
     return dx.reshape(x.shape).astype(x.dtype), *more
 
 
-_RULES = _lanes_forward, _lanes_backward  # of `hopper_gemv`, whose x has a further axis
-
-
 def _grouped_forward(x, *refs, kind, has_bias, gated, **meta):
     """Of rows in groups: y [m, groups, rows]."""
     weights = (3 if kind == "q4_1" else 2) * (1 + gated)
@@ -387,7 +401,7 @@ def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation
         return y.reshape(*x.shape[:-1], out)
     options = dict(kind=gate.kind, activation=activation, gated=True)
     if hopper_gemv.takes(rows, gate.codes, gate.kind, gated=True):
-        y = hopper_gemv.product(rows, [*_arrays(gate, m), *_arrays(up, m)], **options, rules=_RULES)
+        y = on_cuda(*_streamed(**options), (rows, []), [*_arrays(gate, m), *_arrays(up, m)])
         return y.reshape(*x.shape[:-1], out)
     if _in_lanes(m, out, inner):
         y = quantized_lanes.product(rows, [*_arrays(gate, m), *_arrays(up, m)], [], **options)
