@@ -93,6 +93,11 @@ def rows_per_tile(rows: int, width: int, elements: int | None = None) -> int:
     return fit(rows, min(max(1, elements // max(width, 1)), max(1, jt.cdiv(rows, m.programs))))
 
 
+def weighted_rows(rows: int, width: int) -> int:
+    """`rows_per_tile` where every row is weighted: on a GPU two rows, or more, share the registers of their weights."""
+    return rows_per_tile(rows, width, machine().row * (1 if machine().whole else 2))
+
+
 def sums_in(x: Any) -> Any:
     """The dtype that a float array is computed in: float32, float64 for float64."""
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)

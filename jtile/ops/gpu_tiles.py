@@ -169,11 +169,25 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False
 
 @functools.cache
 def warps_of_rows(elements: int, weighted: bool = False) -> int:
-    """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more; half as
-    much where every row is `weighted`, since weights take registers too."""
+    """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more, since
+    many warps wait long for each other at a reduction; rows that are `weighted` have weights in registers too."""
     if elements > 16384:
         return min(_power(elements) // 2048, 32) if elements > 32768 else 8
-    return min(max(_power(elements) // (256 if weighted else 512), 1), 8 if weighted else 4)
+    return min(max(_power(elements) // 512, 1), 8 if weighted else 4)
+
+
+@functools.cache
+def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | None:
+    """Of the reverse mode of a norm (`centre`: with means), whose programs hold tiles of rows of n elements, sums over
+    all of their rows, and the tiles that come next if `ahead`: `br` rows of a tile, `per` tiles of a program. None
+    where registers do not hold the sums beside the rows."""
+    side = _power(n)
+    if side * itemsize > (16384 if centre else 32768):
+        return None
+    br = min(max(2048 // side, 1), _power(max(rows // PROCESSORS, 1)))
+    per = cdiv(cdiv(rows, br), PROCESSORS * min(max(8192 // side, 1), 4))
+    warps = min(max(br * side // 512, 1), 16)
+    return Choice({"br": br, "per": max(per, 1), "ahead": side * itemsize <= 16384}, {"num_warps": warps})
 
 
 def _side(n: int, limit: int) -> int:

@@ -8,7 +8,16 @@ import jax
 
 import jtile as jt
 from jtile.ops import spaces
-from jtile.ops._shapes import as_rows, check_float, check_shape, of_rows, rows_per_tile, wide
+from jtile.ops._shapes import (
+    as_rows,
+    check_float,
+    check_shape,
+    known,
+    machine,
+    of_rows,
+    weighted_rows,
+    wide,
+)
 from jtile.ops.norms_backward import norm_backward
 
 
@@ -92,6 +101,11 @@ def _rms_residual_backward(residuals, cts, *, eps: float, offset: float, **_):
     return dx, dr, dw.astype(w.dtype)
 
 
+def _is_long(x) -> bool:
+    """Whether the rows are longer than what a GPU's program holds: several programs should share one, as XLA's do."""
+    return not machine().whole and known(x.shape[-1]) > machine().one_tile
+
+
 layer_norm_rows.defvjp(_layer_forward, _layer_backward)
 rms_norm_rows.defvjp(_rms_forward, _rms_backward)
 rms_norm_residual_rows.defvjp(_rms_residual_forward, _rms_residual_backward)
@@ -103,7 +117,7 @@ def layer_norm(
 ) -> jax.Array:
     """`(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, computed in float32 without cancellation.
 
-    Differentiable in x, weight and bias.
+    Differentiable in x, weight and bias. On a GPU rows of more than 32768 elements are left to XLA.
 
     Args:
       x: float array [..., n].
@@ -120,8 +134,10 @@ def layer_norm(
             check_shape("layer_norm", name, p, x.shape[-1:])
     if x.size == 0:
         return x
+    if _is_long(x):
+        return layer_norm_reference(x, weight, bias, eps=eps)
     rows, params = as_rows(x), tuple(p for p in (weight, bias) if p is not None)
-    meta = {"br": rows_per_tile(*rows.shape), "eps": float(eps), "has_weight": weight is not None}
+    meta = {"br": weighted_rows(*rows.shape), "eps": float(eps), "has_weight": weight is not None}
     out = of_rows(layer_norm_rows, rows, meta["br"], weighted=True)(rows, params, **meta)
     return out.reshape(x.shape)
 
@@ -137,7 +153,7 @@ def rms_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last axis, computed in float32.
 
-    Differentiable in x, weight and residual.
+    Differentiable in x, weight and residual. On a GPU rows of more than 32768 elements are left to XLA.
 
     Args:
       x: float array [..., n].
@@ -156,8 +172,10 @@ def rms_norm(
         check_shape("rms_norm", "residual", residual, x.shape)
     if x.size == 0:
         return x if residual is None else (x, residual)
+    if _is_long(x):
+        return rms_norm_reference(x, weight, eps=eps, residual=residual, weight_offset=weight_offset)
     rows = as_rows(x)
-    meta = {"br": rows_per_tile(*rows.shape), "eps": float(eps), "offset": float(weight_offset)}
+    meta = {"br": weighted_rows(*rows.shape), "eps": float(eps), "offset": float(weight_offset)}
     if residual is None:
         return of_rows(rms_norm_rows, rows, meta["br"], weighted=True)(rows, weight, **meta).reshape(x.shape)
     y, total = of_rows(rms_norm_residual_rows, rows, meta["br"], weighted=True)(rows, as_rows(residual), weight, **meta)

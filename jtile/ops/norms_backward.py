@@ -6,64 +6,153 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import fit, machine, rows_per_tile, sums_in, wide
+from jtile.ops import gpu_tiles
+from jtile.ops._shapes import fit, known, machine, rows_per_tile, sums_in, tuned, wide
 
 _TILES = 32  # tiles a program where the number of rows is not known
+_UNKNOWN = 8192  # rows that a GPU's choices assume then
+_COLUMNS, _ROWS, _LONGEST = 1024, 4, 32  # of a tile of the kernel of sums alone, and how many tiles it adds up
 
 
 def _chunks(xs, weight, cts, *, br, per, **_):
     return jt.cdiv(jt.cdiv(xs[0].shape[0], br), per)
 
 
-def _types(xs, weight, cts, *, br, per, sums, **_):
+def _types(xs, weight, cts, *, br, per, sums, centre, statistics=False, **_):
     part = jax.ShapeDtypeStruct((_chunks(xs, weight, cts, br=br, per=per), xs[0].shape[1]), sums_in(xs[0]))
-    return *(jt.like(x) for x in xs), *(part for _ in range(sums))
+    statistic = jax.ShapeDtypeStruct(xs[0].shape[:1], sums_in(xs[0]))
+    return *(jt.like(x) for x in xs), *[part] * sums, *[statistic] * (statistics * (1 + centre))
+
+
+def _slope(t, g, w, centre: bool, eps: float):
+    """Of rows t and the cotangents g of their norms: those of t, the normalised rows, the factors, the means."""
+    # u = t / sqrt(mean(t^2) + eps)     t = x - mean(x) for the layer norm     h = g w
+    # dx = (h - mean(h) - u mean(h u)) / sqrt(...)     without mean(h) for the RMS norm
+    n = t.shape[1]
+    mean = t.sum(1, keepdims=True) * (1.0 / n) if centre else None
+    t = t if mean is None else t - mean
+    r = jax.lax.rsqrt((t * t).sum(1, keepdims=True) * (1.0 / n) + eps)
+    u = t * r
+    h = g * w.astype(g.dtype) if w is not None else g
+    slope = h - u * ((h * u).sum(1, keepdims=True) * (1.0 / n))
+    slope = slope - h.sum(1, keepdims=True) * (1.0 / n) if centre else slope
+    return slope * r, u, r, mean
+
+
+def _total(terms):
+    """The sum of the terms of x, as it is computed with."""
+    t = wide(terms[0])
+    for other in terms[1:]:
+        t = t + other.astype(t.dtype)
+    return t
 
 
 @jt.kernel(out_type=_types, grid=_chunks)
 def norm_backward_rows(
-    xs, weight, cts, *out, br: int, per: int, sums: int, centre: bool, eps: float, offset: float
+    xs, weight, cts, *out, br: int, per: int, sums: int, centre: bool, eps: float, offset: float,
+    statistics: bool = False, apart: bool = False, ahead: bool = False, stages: int | None = None,
 ):  # fmt: skip
     """Rows [n] of y = norm(x_1 + ...) w + b and s = x_1 + ...; `per` tiles of `br` rows in a program.
 
     Args:
       xs, weight, cts: tuples of Refs: the terms of the sum [rows, n]; w [n] or none; the cotangents of y and perhaps s.
-      out: a cotangent for each of `xs`, then `sums` arrays [chunks, n]: shares of those of w, and of b.
+      out: a cotangent for each of `xs`, then `sums` arrays [chunks, n]: shares of those of w, and of b; then, with
+        `statistics`, the factors of the rows [rows], and their means [rows] where `centre`.
       centre: layer norm, else RMS norm.
+      apart: the sums of the rows of a tile are kept apart until the end: neighbouring rows are in different threads.
+      ahead: the next tile is fetched into registers while one is worked on; stages: into shared memory.
     """
-    # u = t / sqrt(mean(t^2) + eps)     t = x - mean(x) for the layer norm     h = g w
-    # dx = (h - mean(h) - u mean(h u)) / sqrt(...)     without mean(h) for the RMS norm     dw = sum g u     db = sum g
+    # dw = sum g u     db = sum g
     c, n = jt.program_id(0), xs[0].shape[1]
     X, CT, DX = ([ref.tiles(br, n) for ref in refs] for refs in (xs, cts, out[: len(xs)]))
+    first = c * per
+    count = jnp.minimum(X[0].shape[0] - first, per)
+    fetch = lambda i: tuple(view[i, 0] for view in (*X, *CT))
     w = wide(weight[0][...])[None, :] + offset if weight else None
-    dw, db = (jnp.zeros((n,), sums_in(xs[0])) for _ in range(2))
-    for k in jt.range(jnp.minimum(X[0].shape[0] - c * per, per)):
-        i = c * per + k
-        t, g = wide(X[0][i, 0]), wide(CT[0][i, 0])
-        for other in X[1:]:
-            t = t + other[i, 0].astype(t.dtype)
-        t = t - t.sum(1, keepdims=True) * (1.0 / n) if centre else t
-        r = jax.lax.rsqrt((t * t).sum(1, keepdims=True) * (1.0 / n) + eps)
-        u = t * r
-        h = g * w.astype(g.dtype) if w is not None else g
-        slope = h - u * ((h * u).sum(1, keepdims=True) * (1.0 / n))
-        slope = slope - h.sum(1, keepdims=True) * (1.0 / n) if centre else slope
-        slope = slope * r
-        for ct in CT[1:]:
-            slope = slope + ct[i, 0].astype(slope.dtype)
+    added = lambda x: x if apart else x.sum(0)
+    dw, db = (jnp.zeros((br, n) if apart else (n,), sums_in(xs[0])) for _ in range(2))
+    ragged = not isinstance(xs[0].shape[0], int) or xs[0].shape[0] % br
+    tiles = fetch(first) if ahead else ()
+    for k in jt.range(count, stages=stages):
+        i = first + k
+        then = fetch(first + jnp.minimum(k + 1, count - 1)) if ahead else ()
+        tiles = tiles if ahead else fetch(i)
+        g = wide(tiles[len(xs)])
+        slope, u, *found = _slope(_total(tiles[: len(xs)]), g, w, centre, eps)
+        for ct in tiles[len(xs) + 1 :]:
+            slope = slope + ct.astype(slope.dtype)
         for ref, view in zip(out, DX):
             view[i, 0] = slope.astype(ref.dtype)
-        dw = dw + (g * u).sum(0) if sums else dw
+        for ref, value in zip(out[len(xs) + sums :], found):
+            ref.tiles(br)[i] = value.reshape(br)
+        if ragged:  # with eps = 0 the rows behind the last one are no numbers
+            u = jnp.where((i * br + jt.arange(br) < xs[0].shape[0])[:, None], u, jnp.zeros((), u.dtype))
+        dw = dw + added(g * u) if sums else dw
+        db = db + added(g) if sums > 1 else db
+        tiles = then
+    for ref, total in zip(out[len(xs) : len(xs) + sums], (dw, db)):
+        ref[c, :] = total.sum(0) if apart else total
+
+
+def _sum_grid(xs, ct, statistics, *, br, bc, per, **_):
+    return jt.cdiv(jt.cdiv(xs[0].shape[0], br), per), jt.cdiv(xs[0].shape[1], bc)
+
+
+def _sum_types(xs, ct, statistics, *, br, bc, per, sums):
+    chunks, _ = _sum_grid(xs, ct, statistics, br=br, bc=bc, per=per)
+    return tuple(jax.ShapeDtypeStruct((chunks, xs[0].shape[1]), sums_in(xs[0])) for _ in range(sums))
+
+
+@jt.kernel(out_type=_sum_types, grid=_sum_grid)
+def norm_backward_sums(xs, ct, statistics, *out, br: int, bc: int, per: int, sums: int):
+    """The `sums` of `norm_backward_rows` from the statistics that it wrote; `per` tiles [br, bc] in a program."""
+    c, j = jt.program_id(0), jt.program_id(1)
+    X, CT = [ref.tiles(br, bc) for ref in xs], ct.tiles(br, bc)
+    factors, *means = (ref.tiles(br) for ref in statistics)
+    dw, db = (jnp.zeros((bc,), sums_in(xs[0])) for _ in range(2))
+    for k in jt.range(jnp.minimum(CT.shape[0] - c * per, per), stages=3):
+        i = c * per + k
+        t, g = _total([view[i, j] for view in X]), wide(CT[i, j])
+        t = t - means[0][i][:, None] if means else t
+        dw = dw + (g * t * factors[i][:, None]).sum(0)
         db = db + g.sum(0) if sums > 1 else db
-    for ref, total in zip(out[len(xs) :], (dw, db)):
-        ref[c, :] = total
+    for ref, total in zip(out, (dw, db)):
+        ref.tiles(None, bc)[c, j] = total
 
 
 def norm_backward(xs, weight, cts, *, sums: int, centre: bool, eps: float, offset: float = 0.0):
     """The cotangents of xs (a tuple), and `sums` of those of weight and bias (float32 [n], float64 for float64)."""
     rows, n = xs[0].shape
-    br = rows_per_tile(rows, n)
-    tiles = jt.cdiv(rows, br)
-    per = fit(tiles, jt.cdiv(tiles, machine().sums)) if isinstance(tiles, int) else _TILES
-    out = norm_backward_rows(xs, weight, cts, br=br, per=per, sums=sums, centre=centre, eps=eps, offset=offset)
+    options = {"centre": centre, "eps": eps, "offset": offset}
+    if machine().whole:
+        br = rows_per_tile(rows, n)
+        tiles = jt.cdiv(rows, br)
+        per = fit(tiles, jt.cdiv(tiles, machine().sums)) if isinstance(tiles, int) else _TILES
+        out = norm_backward_rows(xs, weight, cts, br=br, per=per, sums=sums, **options)
+    elif how := gpu_tiles.slopes_of_rows(_count(rows), known(n), xs[0].dtype.itemsize, centre):
+        apart = how.tiles["br"] > 2
+        kernel = tuned(norm_backward_rows, **how.options)
+        out = kernel(xs, weight, cts, sums=sums, apart=apart, **how.tiles, **options)
+    else:
+        return _wide_backward(xs, weight, cts, sums=sums, **options)
     return out[: len(xs)], [part.sum(0) for part in out[len(xs) :]]
+
+
+def _count(rows) -> int:
+    return rows if isinstance(rows, int) else _UNKNOWN
+
+
+def _wide_backward(xs, weight, cts, *, sums: int, **options):
+    """On a GPU, of rows that leave no registers for sums: those by themselves, from what the rows had in common."""
+    rows = _count(xs[0].shape[0])
+    warps = min(gpu_tiles.warps_of_rows(2 * known(xs[0].shape[1]), weighted=True), 16)
+    per = jt.cdiv(rows, gpu_tiles.PROCESSORS)
+    kernel = tuned(norm_backward_rows, num_warps=warps)
+    out = kernel(xs, weight, cts, br=1, per=per, sums=0, statistics=bool(sums), stages=3, **options)
+    dxs, statistics = out[: len(xs)], out[len(xs) :]
+    if not sums:
+        return dxs, []
+    tiles = jt.cdiv(rows, _ROWS)
+    per = min(jt.next_power_of_2(jt.cdiv(tiles, 32)), _LONGEST)
+    parts = tuned(norm_backward_sums, num_warps=4)(xs, cts[0], statistics, br=_ROWS, bc=_COLUMNS, per=per, sums=sums)
+    return dxs, [part.sum(0) for part in parts]

@@ -12,7 +12,7 @@ import jtile as jt
 from jtile.ops import spaces
 from jtile.ops._shapes import as_rows, check_axis, check_float, fit, machine, of_rows, rows_per_tile, wide
 
-_BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backward, the first pass is a sum only: blocks pay off sooner
+_BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backward, the first pass is a sum only: blocks pay off sooner on a CPU
 _AGAIN = 8192  # backward, rows up to this long, of 32 bits or more, start from x: exp costs no more than the bytes of y
 
 
@@ -133,7 +133,8 @@ def _rows_backward(y, g, *, log: bool = False, br: int = 1, **_):
         return (_run(softmax_backward_again, y, g),)
     if n < _BLOCKS_FROM or (not machine().whole and n <= machine().one_tile):
         return (_run(softmax_backward_rows, y, g, br=br, log=log),)
-    return (softmax_backward_blocks(y, g, bn=fit(n, _BACKWARD_BLOCK), log=log),)
+    block = _BACKWARD_BLOCK if machine().whole else machine().block // 2
+    return (softmax_backward_blocks(y, g, bn=fit(n, block), log=log),)
 
 
 def _columns_backward(y, g, **meta):

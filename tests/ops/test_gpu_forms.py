@@ -9,7 +9,7 @@ from library import integers, normal
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import embeddings, flash_attention, losses, quantized, scans, sorting, split_attention
+from jtile.ops import embeddings, flash_attention, gpu_tiles, losses, norms, quantized, scans, sorting, split_attention
 from jtile.testing import relative_error
 
 # the functions of these names hide the modules in jtile.ops
@@ -17,7 +17,7 @@ gated_mlp, matmul = (importlib.import_module(f"jtile.ops.{name}") for name in ("
 
 
 @pytest.fixture(autouse=True)
-def gpu_tiles():
+def tiles_of_a_gpu():
     with jt.config(arch="sm_90"):
         yield
 
@@ -101,6 +101,21 @@ def test_cross_entropy_of_a_long_row(smoothing):
     if not smoothing:  # most threads see nothing but -inf
         hole = jnp.full((3, 20000), -jnp.inf).at[:, 19998:].set(1.0)
         close(op(hole)[1:], jnp.log(jnp.array([2.0, 1.0])), 1e-6)
+
+
+def test_slopes_of_norms_in_tiles_of_rows():
+    x, r, w = normal(0, 601, 20), normal(1, 601, 20), normal(2, 20)  # a last tile of one row, and no help from eps
+    rms = lambda f: lambda x, r, w: jnp.stack(f(x, w, residual=r, weight_offset=1.0, eps=0.0))
+    assert gpu_tiles.slopes_of_rows(601, 20, 4, False).tiles["br"] > 2
+    same(rms(ops.rms_norm), rms(norms.rms_norm_reference), x, r, w)
+
+
+def test_slopes_of_norms_of_wide_rows():
+    x, r, w, b = normal(0, 9, 4500), normal(1, 9, 4500), normal(2, 4500), normal(3, 4500)
+    assert gpu_tiles.slopes_of_rows(9, 4500, 4, True) is None
+    slope = lambda f: jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))
+    ours, wanted = slope(ops.layer_norm), slope(norms.layer_norm_reference)
+    close(jax.jvp(ours, (x, w, b), (r, b, w)), jax.jvp(wanted, (x, w, b), (r, b, w)), 1e-5)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": 9, "softcap": 2.0}], ids=str)
