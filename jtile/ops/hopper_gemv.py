@@ -166,7 +166,7 @@ class _Memory:
 def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots: int) -> _Memory:
     m, each, groups = range(x.shape[0]), range(roles), range(_groups(kind))
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
-    wide = 512 * 8 // jnp.dtype(weights[0][0].dtype).itemsize // 8
+    wide = 512 // jnp.dtype(weights[0][0].dtype).itemsize
     block = (rows, LANES // len(groups))
     totals = m if bits_of(kind) < 16 else ()
     return _Memory(
