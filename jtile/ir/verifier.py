@@ -92,6 +92,9 @@ def fits(x: Any, dtype: str) -> bool:
     return isinstance(x, int) and low <= x < low + (1 << d.bits)
 
 
+_NUMBERED = (Full, Dense, ProgramId, NumPrograms, Load, Store, Atomic, AsyncLoad, AsyncStore)  # those with own numbers
+
+
 class _Scope:
     def __init__(self, kernel: Kernel, level: str):
         self.kernel, self.level = kernel, level
@@ -157,6 +160,8 @@ class _Scope:
             check_copy(self.kernel, op)
 
     def constants(self, op: Op) -> None:
+        if not isinstance(op, _NUMBERED):
+            return
         if isinstance(op, Full) and not fits(op.value, op.dtype):
             self.fail(op, f"{op.value!r} is no {op.dtype}")
         if isinstance(op, Dense) and not all(fits(x, op.dtype) for x in op.data):

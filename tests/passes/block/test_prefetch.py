@@ -63,8 +63,8 @@ def loop(kernel: Kernel) -> For:
 
 
 def test_the_tile_of_the_next_round():
-    """The first one is loaded in front of the loop, the next ones behind the product of a round; the last round asks for
-    its own once more."""
+    """The first one is loaded in front of the loop, the next ones behind the product of a round; the last round asks
+    for its own once more."""
     kernel = prefetch(parse_kernel(PLAIN))
     verify(kernel, "block")
     text = print_kernel(kernel).split("%zero = full 0.0 : tile<64x16xf32>\n")[1].split("store %o")[0]
