@@ -29,9 +29,9 @@ def test_the_choice_has_the_shortest_predicted_time(sizes):
 
 
 def test_few_tiles_and_long_sums_are_made_in_parts():
-    parts, tiles = parts_of_product(512, 2048, 8192, 2)
-    assert 2 <= parts * -(-512 // tiles["bm"]) * -(-2048 // tiles["bn"]) <= hopper_tiles.PROCESSORS
-    assert parts_of_product(512, 2048, 512, 2) == (1, {})
+    parts, tiles = parts_of_product(256, 1024, 16384, 2)
+    assert 2 <= parts * -(-256 // tiles["bm"]) * -(-1024 // tiles["bn"]) <= hopper_tiles.PROCESSORS
+    assert parts_of_product(256, 1024, 4096, 2) == (1, {})
     assert parts_of_product(512, 2048, 8192, 4) is None  # as on other GPUs
 
 
