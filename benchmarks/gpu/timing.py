@@ -51,8 +51,12 @@ def repeated(function: Callable, calls: int) -> Callable:
         out = []
         for i in range(calls):
             args = sets[i % len(sets)]
-            if out:
-                args, _ = lax.optimization_barrier((args, jax.tree.leaves(out[-1])[0]))
+            if (
+                out
+            ):  # what the barrier gives of the result is used too: else XLA takes it out, and calls are equal again
+                leaves, tree = jax.tree.flatten(out[-1])
+                args, leaves[0] = lax.optimization_barrier((args, leaves[0]))
+                out[-1] = jax.tree.unflatten(tree, leaves)
             out.append(function(*args))
         return out
 

@@ -70,6 +70,10 @@ def test_equal_calls_in_a_program_are_not_merged():
     program = timing.repeated(lambda x: jnp.sort(x), 4)
     compiled = program.lower([(x,)]).compile().as_text()
     assert compiled.count(" sort(") == 4
+    q, cache = normal(0, 4, 8, 16), normal(1, 4, 64, 16)
+    attend = lambda q, c: jax.nn.softmax(jnp.einsum("bhd,bsd->bhs", q, c)) @ c
+    text = timing.repeated(attend, 5).lower([(q, cache)]).compile().as_text()
+    assert text.count(" exponential(") == 5
     one, two = timing.repeated(lambda x: x + 1, 3)([(x,), (2 * x,)])[:2]
     assert relative_error(one, x + 1) == relative_error(two, 2 * x + 1) == 0
 
