@@ -159,7 +159,7 @@ class Options:
       num_ctas: blocks of one cluster on a GPU.
       consumers: warpgroups that share the rows of a program's products, where a kernel runs at the block level (sm_90).
       persistent: whether blocks take several programs there, one after the other.
-      specialize: False: no plan of roles is made for this kernel.
+      specialize: False: no plan of roles is made for this kernel; True: also for float32 products as tf32.
     """
 
     interpret: bool | None = None

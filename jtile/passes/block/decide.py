@@ -65,8 +65,12 @@ def check(kernel: Kernel, wish: Wish) -> None:
     """Refuse at once what no analysis would plan."""
     if wish.specialize is False:
         refuse("specialize=False asks for the tile level")
-    if not any(isinstance(op, Dot | DotScaled) for op in kernel.body.walk()):
+    dots = [op for op in kernel.body.walk() if isinstance(op, Dot | DotScaled)]
+    if not dots:
         refuse("it has no matrix product to feed")
+    single = [dot for dot in dots if isinstance(dot, Dot) and dot.a.dtype == "float32" and dot.precision == "fast"]
+    if single and not wish.specialize:  # no device has run such a plan yet
+        refuse("its product of float32 as tf32 takes roles only with specialize=True", single[0])
     if is_dynamic(kernel):
         refuse("it has sizes that are known only when it runs")
     if math.prod(kernel.grid) == 0:

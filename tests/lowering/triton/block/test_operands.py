@@ -55,6 +55,7 @@ def test_products_with_them(kind, m):
 @jt.kernel(
     out_type=lambda a, b: jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.float32),
     grid=lambda a, b: (jt.cdiv(a.shape[0], 128), jt.cdiv(b.shape[0], 64)),
+    specialize=True,
 )
 def tf32_product(a, b, o):
     i, j = jt.program_id(0), jt.program_id(1)
@@ -66,7 +67,10 @@ def tf32_product(a, b, o):
 
 
 def test_float32_as_tf32():
-    texts = tf32_product.lower(*[jax.ShapeDtypeStruct((300, 200), jnp.float32)] * 2, target="cuda:sm_90").texts
+    types = [jax.ShapeDtypeStruct((300, 200), jnp.float32)] * 2
+    texts = tf32_product.with_options(specialize=None).lower(*types, target="cuda:sm_90").texts
+    assert "specialize=True" in texts["schedule"]
+    texts = tf32_product.lower(*types, target="cuda:sm_90").texts
     assert texts["schedule"].startswith("block level: ")
     assert "m64n64k8.f32.tf32.tf32" in texts["ptx"]
 
