@@ -161,9 +161,16 @@ def _there_and_back(b: Builder, turn: Value, block: Value, tiles: int, blocks: i
 
 
 def balances(kernel: Kernel, order: Uneven, blocks: int) -> bool:
-    """Whether `shared` gives all blocks as much to do: how long a program takes follows from its number alone, and long
-    ones have short ones as partners, or there are few."""
+    """Whether `shared` gives all blocks as much to do: how long a program takes follows from its number alone, long
+    ones have short ones as partners (not so under a window: most are as long), or there are few."""
     loops = [op for op in kernel.body.walk() if isinstance(op, For) and any(isinstance(x, Dot) for x in op.body.walk())]
     bounds = [v for op in loops for v in (op.lo, op.hi)]
+    n = kernel.grid[order.axis]
     few = math.prod(kernel.grid) <= 2 * (LAST + 1) * blocks
-    return (few or kernel.grid[order.axis] % 2 == 0) and not any(isinstance(v.op, Load) for v in _behind(bounds))
+    if any(isinstance(v.op, Load) for v in _behind(bounds)) or (n % 2 and not few):
+        return False
+    outer, inner = (sum(_rounds(kernel, order.axis, i) for i in (k, n - 1 - k)) for k in (0, (n - 1) // 2))
+    return abs(outer - inner) <= SLACK
+
+
+SLACK = 2  # rounds by which pairs of programs may differ

@@ -224,12 +224,18 @@ def test_long_tiles_first():
 
 @pytest.mark.parametrize(
     ("options", "blocks", "right"),
-    [({}, 3, True), ({"lengths": True}, 3, False), ({"t": 448}, 3, True), ({"t": 448}, 1, False)],
-    ids=["pairs", "lengths that are loaded", "few tiles", "many tiles, one without a partner"],
+    [
+        ({}, 3, True),
+        ({"lengths": True}, 3, False),
+        ({"t": 448}, 3, True),
+        ({"t": 448}, 1, False),
+        ({"t": 1024, "window": (300, 0)}, 3, False),
+    ],
+    ids=["pairs", "lengths that are loaded", "few tiles", "many tiles, one without a partner", "most are as long"],
 )
 def test_where_blocks_have_as_much_to_do(options, blocks, right):
     t = options.pop("t", 512)
-    kernel = tk.attention(t, 512, heads=2, tile=(64, 64), window=(None, 0), **options)
+    kernel = tk.attention(t, max(t, 512), heads=2, tile=(64, 64), **{"window": (None, 0), **options})
     order = uneven(kernel, 1 << 20)
     assert order is not None
     assert balances(kernel, order, blocks) is right
