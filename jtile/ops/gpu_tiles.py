@@ -184,8 +184,9 @@ def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | N
     side = _power(n)
     if side * itemsize > (16384 if centre else 32768):
         return None
-    br = min(max(2048 // side, 1), _power(max(rows // PROCESSORS, 1)))
-    per = cdiv(cdiv(rows, br), PROCESSORS * min(max(8192 // side, 1), 4))
+    short = side < 1024  # rows of a tile are in several warps, which meet to add them: the fewer the better
+    br = min(max((1024 if short else 2048) // side, 1), _power(max(rows // PROCESSORS, 1)))
+    per = cdiv(cdiv(rows, br), PROCESSORS * min(max(8192 // side, 1), 8 if short else 4))
     warps = min(max(br * side // 512, 1), 16)
     return Choice({"br": br, "per": max(per, 1), "ahead": side * itemsize <= 16384}, {"num_warps": warps})
 

@@ -50,7 +50,7 @@ def _total(terms):
 @jt.kernel(out_type=_types, grid=_chunks)
 def norm_backward_rows(
     xs, weight, cts, *out, br: int, per: int, sums: int, centre: bool, eps: float, offset: float,
-    statistics: bool = False, apart: bool = False, ahead: bool = False, stages: int | None = None,
+    statistics: bool = False, ahead: bool = False, stages: int | None = None,
 ):  # fmt: skip
     """Rows [n] of y = norm(x_1 + ...) w + b and s = x_1 + ...; `per` tiles of `br` rows in a program.
 
@@ -59,7 +59,6 @@ def norm_backward_rows(
       out: a cotangent for each of `xs`, then `sums` arrays [chunks, n]: shares of those of w, and of b; then, with
         `statistics`, the factors of the rows [rows], and their means [rows] where `centre`.
       centre: layer norm, else RMS norm.
-      apart: the sums of the rows of a tile are kept apart until the end: neighbouring rows are in different threads.
       ahead: the next tile is fetched into registers while one is worked on; stages: into shared memory.
     """
     # dw = sum g u     db = sum g
@@ -69,8 +68,7 @@ def norm_backward_rows(
     count = jnp.minimum(X[0].shape[0] - first, per)
     fetch = lambda i: tuple(view[i, 0] for view in (*X, *CT))
     w = wide(weight[0][...])[None, :] + offset if weight else None
-    added = lambda x: x if apart else x.sum(0)
-    dw, db = (jnp.zeros((br, n) if apart else (n,), sums_in(xs[0])) for _ in range(2))
+    dw, db = (jnp.zeros((n,), sums_in(xs[0])) for _ in range(2))
     ragged = not isinstance(xs[0].shape[0], int) or xs[0].shape[0] % br
     tiles = fetch(first) if ahead else ()
     for k in jt.range(count, stages=stages):
@@ -87,11 +85,11 @@ def norm_backward_rows(
             ref.tiles(br)[i] = value.reshape(br)
         if ragged:  # with eps = 0 the rows behind the last one are no numbers
             u = jnp.where((i * br + jt.arange(br) < xs[0].shape[0])[:, None], u, jnp.zeros((), u.dtype))
-        dw = dw + added(g * u) if sums else dw
-        db = db + added(g) if sums > 1 else db
+        dw = dw + (g * u).sum(0) if sums else dw
+        db = db + g.sum(0) if sums > 1 else db
         tiles = then
     for ref, total in zip(out[len(xs) : len(xs) + sums], (dw, db)):
-        ref[c, :] = total.sum(0) if apart else total
+        ref[c, :] = total
 
 
 def _sum_grid(xs, ct, statistics, *, br, bc, per, **_):
@@ -130,9 +128,7 @@ def norm_backward(xs, weight, cts, *, sums: int, centre: bool, eps: float, offse
         per = fit(tiles, jt.cdiv(tiles, machine().sums)) if isinstance(tiles, int) else _TILES
         out = norm_backward_rows(xs, weight, cts, br=br, per=per, sums=sums, **options)
     elif how := gpu_tiles.slopes_of_rows(_count(rows), known(n), xs[0].dtype.itemsize, centre):
-        apart = how.tiles["br"] > 2
-        kernel = tuned(norm_backward_rows, **how.options)
-        out = kernel(xs, weight, cts, sums=sums, apart=apart, **how.tiles, **options)
+        out = tuned(norm_backward_rows, **how.options)(xs, weight, cts, sums=sums, **how.tiles, **options)
     else:
         return _wide_backward(xs, weight, cts, sums=sums, **options)
     return out[: len(xs)], [part.sum(0) for part in out[len(xs) :]]
