@@ -126,27 +126,44 @@ def check_axis(axis: Any, ndim: int, op: str) -> int:
     return axis % ndim
 
 
+def _check_has(attribute: str, op: str, name: str, x: Any) -> None:
+    """Raises KernelTypeError for what is no array: a list or tuple, a Python number, None."""
+    if not hasattr(x, attribute):
+        raise KernelTypeError(f"{op}: {name} is an array, got {type(x).__name__}; convert it: jnp.asarray(...)")
+
+
 def check_float(op: str, **arrays: Any) -> None:
-    """Raises KernelTypeError for an array that is not of a float dtype."""
+    """Raises KernelTypeError for what is no array of a float dtype; None stands for an array that is not given."""
     for name, x in arrays.items():
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+        if x is None:
+            continue
+        _check_has("dtype", op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             raise KernelTypeError(f"{op}: {name} is a float array, got {x.dtype.name}; convert it: {name}.astype(...)")
 
 
 def check_int(op: str, **arrays: Any) -> None:
-    """Raises KernelTypeError for an array that is not of an integer dtype."""
+    """Raises KernelTypeError for what is no array of an integer dtype; None stands for an array that is not given."""
     for name, x in arrays.items():
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+        if x is None:
+            continue
+        _check_has("dtype", op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
             raise KernelTypeError(f"{op}: {name} is an integer array, got {x.dtype.name}")
 
 
 def check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Raises KernelValueError where `x` has another shape."""
+    """Raises KernelValueError where `x` has another shape, KernelTypeError where it is no array."""
+    _check_has("shape", op, name, x)
     if tuple(x.shape) != tuple(shape):
         raise KernelValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
 
 
 def check_rank(op: str, name: str, x: Any, rank: int, meaning: str) -> None:
-    """Raises KernelValueError where `x` has another rank; `meaning` names the axes, as in "[batch, length]"."""
+    """Raises KernelValueError where `x` has another rank; `meaning` names the axes, as in "[batch, length]".
+
+    KernelTypeError where it is no array.
+    """
+    _check_has("shape", op, name, x)
     if x.ndim != rank:
         raise KernelValueError(f"{op}: {name} is {meaning}, got shape {tuple(x.shape)}")

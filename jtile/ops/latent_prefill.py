@@ -135,13 +135,13 @@ def _check(q, k, rope, v, lengths, offsets) -> None:
     op, like = "mla_attention", {"q": q, "k": k, "rope": rope, "v": v}
     check_float(op, **like)
     check_int(op, lengths=lengths, offsets=offsets)
-    if len({x.dtype for x in like.values()}) > 1:
-        got = ", ".join(f"{name} {x.dtype.name}" for name, x in like.items())
-        raise KernelTypeError(f"{op}: q, k, rope and v have one dtype, got {got}")
     check_rank(op, "q", q, 4, "[batch, t, heads, d + r]")
     check_rank(op, "k", k, 4, "[batch, s, heads, d]")
     check_rank(op, "rope", rope, 3, "[batch, s, r]")
     check_rank(op, "v", v, 4, "[batch, s, heads, d_v]")
+    if len({x.dtype for x in like.values()}) > 1:
+        got = ", ".join(f"{name} {x.dtype.name}" for name, x in like.items())
+        raise KernelTypeError(f"{op}: q, k, rope and v have one dtype, got {got}")
     (batch, t, heads), s = q.shape[:3], k.shape[1]
     check_shape(op, "k", k, (batch, s, heads, k.shape[3]))
     check_shape(op, "rope", rope, (batch, s, rope.shape[2]))

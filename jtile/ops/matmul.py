@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles, hopper_gemv, spaces
-from jtile.ops._shapes import known, tuned
+from jtile.ops._shapes import check_shape, known, tuned
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 from jtile.ops.parts import panels as _panels
 from jtile.ops.parts import product_in_parts
@@ -47,19 +47,22 @@ def matmul(
 
     Raises:
       KernelTypeError: dtypes of different kinds.
-      KernelValueError: shapes that do not fit, or an unknown activation.
+      KernelValueError: shapes that do not fit, those of bias too, or an unknown activation.
     """
     a, b = jnp.asarray(a), jnp.asarray(b)
     m, n, k = _sizes(a, b, transpose_a, transpose_b)
     check_activation("matmul", activation)
     _check_kinds(a, b, activation)
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        check_shape("matmul", "bias", bias, (n,))
     batch = a.shape[:-2]
     if b.ndim == 2 and batch and not transpose_a:
         a = a.reshape(1, math.prod(batch) * m, k)  # one weight for all rows: a single tall product
     A = a.reshape(math.prod(a.shape[:-2]), *a.shape[-2:])
     B = b.reshape(math.prod(b.shape[:-2]), *b.shape[-2:])
     out_dtype = jnp.dtype(out_dtype or (_promoted(a, b) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.int32))
-    extra = [] if bias is None else [jnp.asarray(bias).reshape(1, n)]
+    extra = [] if bias is None else [bias.reshape(1, n)]
     if (
         transpose_b
         and A.shape[0] == B.shape[0] == 1

@@ -20,7 +20,7 @@ import numpy as np
 
 import jtile as jt
 from jtile.ops import hopper_gemv, hopper_quantized, quantized_lanes
-from jtile.ops._shapes import fit, known, machine
+from jtile.ops._shapes import check_float, check_shape, fit, known, machine
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation, gate_slope
 from jtile.ops.platforms import on_cuda
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor, unpack_codes
@@ -46,14 +46,19 @@ def quantized_matmul(
       float32 [..., out].
 
     Raises:
+      KernelTypeError: x is no float array, or the weight not quantised.
       KernelValueError: shapes that do not fit, or an unknown activation.
     """
-    out, inner = weight.shape
     _check(x, weight, activation)
+    out, inner = weight.shape
     rows = x.reshape(math.prod(x.shape[:-1]), inner)
     m = rows.shape[0]
-    extra = [] if bias is None else [jnp.asarray(bias, jnp.float32).reshape(1, out)]
-    extra += [] if residual is None else [jnp.asarray(residual, jnp.float32).reshape(m, out)]
+    extra = []
+    for name, y, shape in (("bias", bias, (out,)), ("residual", residual, (*x.shape[:-1], out))):
+        if y is not None:
+            y = jnp.asarray(y, jnp.float32)
+            check_shape("quantized_matmul", name, y, shape)
+            extra.append(y.reshape(1 if name == "bias" else m, out))
     options = dict(kind=weight.kind, activation=activation, has_bias=bias is not None)
     if hopper_quantized.takes(rows, weight.codes, inner, weight.kind) and m > 1:
         y = _on_hopper(rows, weight)
@@ -82,6 +87,7 @@ def _check(x, weight: QuantizedTensor, activation) -> None:
         raise jt.errors.KernelTypeError(
             f"quantized_matmul takes a QuantizedTensor as weight, got {type(weight).__name__}"
         )
+    check_float("quantized_matmul", x=x)
     if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise jt.errors.KernelValueError(
             f"quantized_matmul: x {tuple(x.shape)} does not fit weights [out, in] = {list(weight.shape)}; "

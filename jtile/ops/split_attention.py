@@ -180,6 +180,7 @@ def decode_attention(
         options = {"pages": pages, "scale": scale, "softcap": softcap, "window": window, "splits": splits}
         return decode_attention(q[:, None], k, v, lengths, **options)[:, 0]
     check_rank("decode_attention", "q", q, 4, "[batch, heads, d] or [batch, t, heads, d]")
+    check_shape("decode_attention", "lengths", lengths, q.shape[:1])
     if pages is None:
         check_operands("decode_attention", q, k, v, lengths=lengths)
     else:
@@ -199,7 +200,6 @@ def _check_pages(q, k, v, lengths, pages) -> None:
     check_int("decode_attention", lengths=lengths, pages=pages)
     check_rank("decode_attention", "pages", pages, 2, "[batch, pages of a row]")
     check_rank("decode_attention", "k", k, 4, "[pages, slots of a page, kv_heads, d]")
-    check_shape("decode_attention", "lengths", lengths, q.shape[:1])
     check_shape("decode_attention", "pages", pages, (q.shape[0], pages.shape[1]))
     of_row = lambda x: jax.ShapeDtypeStruct((q.shape[0], *x.shape[1:]), x.dtype)
     check_shape("decode_attention", "v", v, k.shape)

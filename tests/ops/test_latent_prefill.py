@@ -82,6 +82,8 @@ def test_errors():
         (KernelValueError, "rope has shape", (q, k, rope[:, :2], v), {}),
         (KernelValueError, "lengths has shape", (q, k, rope, v), {"lengths": jnp.array([1, 2])}),
         (KernelTypeError, "one dtype", (q, k, rope.astype("bfloat16"), v), {}),
+        (KernelTypeError, "lengths is an array, got list", (q, k, rope, v), {"lengths": [4]}),
+        (KernelTypeError, "rope is an array, got NoneType", (q, k, None, v), {}),
     ]:
         with pytest.raises(error, match=problem):
             ops.mla_attention(*args, **options)

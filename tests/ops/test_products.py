@@ -83,6 +83,9 @@ def test_matmul_refuses():
         ops.matmul(jnp.ones((3, 4)), jnp.ones((4, 5)), activation="swish")
     with pytest.raises(KernelTypeError, match="two float or two integer"):
         ops.matmul(jnp.ones((3, 4)), jnp.ones((4, 5), jnp.int8))
+    for bias in (jnp.ones(4), jnp.ones((5, 1)), 1.0):
+        with pytest.raises(KernelValueError, match="bias has shape"):
+            ops.matmul(jnp.ones((3, 4)), jnp.ones((4, 5)), bias=bias)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,6 +119,11 @@ def test_quantized_matmul_refuses():
         ops.quantized_matmul(normal(1, 3, 32), normal(0, 20, 32))
     with pytest.raises(KernelValueError, match="unknown activation"):
         ops.quantized_matmul(normal(1, 3, 64), weight, activation="swish")
+    with pytest.raises(KernelTypeError, match="x is a float array, got complex64"):
+        ops.quantized_matmul(normal(1, 3, 64).astype("complex64"), weight)
+    for options in ({"bias": normal(2, 20, 1)}, {"residual": normal(2, 20, 3)}):
+        with pytest.raises(KernelValueError, match=f"{next(iter(options))} has shape"):
+            ops.quantized_matmul(normal(1, 3, 64), weight, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from library import agree, normal, shapes_and_dtypes
 
 import jtile as jt
 from jtile import ops
-from jtile.errors import KernelValueError
+from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.split_attention import decode_attention_reference
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
@@ -99,3 +99,7 @@ def test_errors():
         ops.decode_attention(q, k, v, jnp.array([8, 8]))
     with pytest.raises(KernelValueError, match="pages has shape"):
         ops.decode_attention(q, k, v, lengths, pages=jnp.zeros((2, 3), jnp.int32))
+    with pytest.raises(KernelTypeError, match="lengths is an array, got NoneType"):
+        ops.decode_attention(q, k, v, None)
+    with pytest.raises(KernelTypeError, match="pages is an array, got list"):
+        ops.decode_attention(q, k, v, lengths, pages=[[0]])
