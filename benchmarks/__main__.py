@@ -88,6 +88,10 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     sub.add_argument(
         "--budget", type=float, default=3, metavar="SECONDS", help="of samples a case, but three rounds (default 3)"
     )
+    sub.add_argument(
+        "--match", nargs="+", action="extend", default=[], metavar="TEXT",
+        help="only lines whose size and dtype have one of these in them",
+    )  # fmt: skip
     sub.add_argument("--tiny", action="store_true", help="tiny sizes and no torch: tries the code, on the CPU too")
     return parser.parse_args(argv)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 import time
@@ -29,9 +30,10 @@ def main(arguments: Any) -> None:
     machine = measure_machine(arguments.tiny)
     rates = ", ".join(f"{unit} {rate / 1e12:.0f} TFLOP/s" for unit, rate in machine.peaks.items())
     say(f"{machine.device}, jax {jax.__version__}: copies {machine.copy_rate / 1e9:.0f} GB/s, {rates}")
-    options = Options(arguments.repeats, arguments.budget, tuple(arguments.without))
+    options = Options(arguments.repeats, arguments.budget, tuple(arguments.without), match=tuple(arguments.match))
     if arguments.tiny:
-        options = Options(2, budget_s=0.1, without=("torch", "cublas", *options.without), cold_bytes=1 << 16)
+        without = ("torch", "cublas", *options.without)
+        options = dataclasses.replace(options, repeats=2, budget_s=0.1, without=without, cold_bytes=1 << 16)
     folder = RECORDS / machine.device
     json_file = arguments.json or (None if arguments.tiny else folder / "records.json")
     plot_file = arguments.plot or (None if arguments.tiny or arguments.json else folder / "ratios.png")
@@ -79,8 +81,10 @@ class Suite:
         self.skipped: list[tuple[str, str, str]] = []
 
     def run(self, module: Any) -> Iterator[Result]:
-        """The results of one module: of its `cases(tiny)`, then what its `results(...)` gives."""
+        """The results of one module that are asked for: of its `cases(tiny)`, then what its `results(...)` gives."""
         for case in module.cases(self._tiny) if hasattr(module, "cases") else ():
+            if not self._options.takes(case.config, case.dtype):
+                continue
             if self._late():
                 self.skipped.append(case.key)
                 continue
@@ -96,7 +100,9 @@ class Suite:
             self.skipped.append((module.__name__, "", ""))
             return
         try:
-            yield from module.results(self._machine, self._options, say, self._tiny)
+            for got in module.results(self._machine, self._options, say, self._tiny):
+                if self._options.takes(got.record.config, got.record.dtype):
+                    yield got
         except Exception as error:
             self.failed.append((module.__name__, "", ""))
             say(f"{module.__name__}: FAILED, {short(error, 1500)}")

@@ -132,6 +132,18 @@ def test_the_suite_goes_on_after_a_failure_and_stops_in_time(capsys):
     assert "FAILED, WrongResultError: add wrong float32: relative error" in capsys.readouterr().err
 
 
+def test_lines_that_are_asked_for_by_size():
+    """Cases that do not match are not even made; of what `results` gives, the others are left out."""
+    right = case(lambda x: x + 1)
+    unmade = lambda seed: pytest.fail("this case was not asked for")
+    others = [dataclasses.replace(right, config=name, make=unmade) for name in ("5000", "640")]
+    given = [harness.result("w", config, "f16", "test", {"ours": Timing(1, 1)}) for config in ("a 500", "b")]
+    module = types.SimpleNamespace(cases=lambda tiny: [right, *others], results=lambda *_: iter(given))
+    runner = suite.Suite(MACHINE, dataclasses.replace(QUICK, match=("500 f",)), False, 1e9)
+    assert [r.record.config for r in runner.run(module)] == ["500", "a 500"]
+    assert not runner.failed and not runner.skipped
+
+
 def test_records_merge_by_line(tmp_path):
     file = tmp_path / "device" / "records.json"
     line = lambda config, us: harness.result("w", config, "f32", "test", {"ours": Timing(us, us)})
@@ -144,6 +156,7 @@ def test_the_command_line():
     got = command._arguments(["gpu", "--only", "gemm", "rows", "--only", "llm", "--without", "torch", "--limit", "60"])
     assert (got.device, got.only, got.without, got.limit) == ("gpu", ["gemm", "rows", "llm"], ["torch"], 60)
     assert command._arguments(["gpu", "--budget", "1.5"]).budget == 1.5
+    assert command._arguments(["gpu", "--match", "4096 N", "64"]).match == ["4096 N", "64"]
     assert command._arguments(["cpu"]).repeats == 30
     with pytest.raises(SystemExit):
         command._arguments(["gpu", "--only", "chain"])
