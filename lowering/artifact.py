@@ -16,6 +16,8 @@ class Artifact:
       texts: level name -> text of the levels below Tile IR (`"llvm"`, `"asm"`); empty when it came out of a cache.
       launch: what the custom call needs besides the image; only numbers and texts, so that it can be stored as JSON.
         CPU: `name`, `workspace` (bytes a worker), `cost` (nanoseconds a program), `isa`, `sites` (JSON text).
+        GPU: `name`, `record` (JSON text), `extra` (bytes of further results), `resources`, and the `level` whose form
+        was compiled, "tile" or "block".
     """
 
     target: str

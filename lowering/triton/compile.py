@@ -235,5 +235,6 @@ def compile_kernel(
         "record": record.finish(kernel.name, symbol(kernel), f.arch, built),
         "extra": record.extra,
         "resources": built.resources,
+        "level": "tile",
     }
     return Artifact(f"cuda:{arch}" if f.cuda else f"rocm:{arch}", built.image, schedule | built.texts, launch)

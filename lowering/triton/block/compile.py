@@ -88,6 +88,7 @@ def compile_block_kernel(kernel: ir.Kernel, arch: str, *, texts: bool = False) -
         "record": record.finish(kernel.name, symbol(kernel), f.arch, built),
         "extra": record.extra,
         "resources": built.resources,
+        "level": "block",
     }
     levels = {"block": block} | built.texts if texts else {}
     return Artifact(f"cuda:{arch}", built.image, levels, launch)

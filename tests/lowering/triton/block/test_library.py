@@ -59,6 +59,7 @@ def test_the_library_runs_at_the_block_level(name):
     options = {k: v for k, v in program.options.compiler.items() if v is not None}
     artifact = compile_kernel(passes.run_pipeline(kernel, passes.TILE), "sm_90", options, texts=True)
     assert artifact.texts["schedule"].startswith("block level: "), artifact.texts["schedule"]
+    assert artifact.launch["level"] == "block"
     for word in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG"):
         assert word in artifact.texts["sass"], word
     assert artifact.launch["resources"]["spills"] <= 8  # ptxas 13 keeps two registers of three consumers elsewhere
