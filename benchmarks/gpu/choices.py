@@ -1,45 +1,216 @@
-"""How far the tiles that `ops.matmul` chooses by shape are from the best that a search finds, on shapes that the
-shipped tuning records do not have. The peer is the tuned kernel: a ratio of 0.95 means that tuning gains 5 %."""
+"""How far the tiles that `ops.matmul` chooses by shape are from the best of a search, on shapes that neither the
+shipped tuning records nor `tiles.json`, which the choices are fitted to, have. The peer is the best form that was
+found, the choice among them: a ratio of 0.95 means that tuning gains 5 %."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import importlib
+import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from benchmarks.data import normal
+from benchmarks.gpu import timing
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.measure import Options
+from benchmarks.gpu.measure import Options, relative_error, short
 from benchmarks.harness import Result, result
 from jtile import ops
+from jtile.ops import hopper_tiles, spaces
 from jtile.testing import Timing
 
-SHAPES = (  # m, n, k, whether the right operand lies in memory as [n, k]
-    (1024, 1024, 1024, True), (1024, 4096, 1024, False), (1536, 4608, 1536, True), (2560, 2560, 2560, False),
-    (3072, 3072, 3072, True), (6144, 6144, 1024, False), (5000, 5000, 5000, True), (16384, 1024, 1024, False),
-    (1024, 16384, 2048, True), (384, 6144, 2048, False), (640, 5120, 5120, True), (768, 768, 768, False),
-    (896, 3584, 3584, True), (200, 11008, 4096, False), (256, 32000, 2048, True), (2000, 1200, 800, False),
-    (4096, 512, 4096, True), (3584, 7168, 512, False), (192, 8192, 1024, True), (12288, 3072, 768, False),
+_matmul: Any = importlib.import_module("jtile.ops.matmul")  # `ops.matmul` is its function
+Form = Mapping[str, int]  # keyword arguments of `in_tiles`
+
+USUAL = {"num_warps": 4, "stages": 3}  # of products of few rows; others are tried with the choice's tile
+ROUNDS, LAST_ROUNDS = 2, 4  # samples of every form, and more of those that are left then
+LEFT = 1.04  # times the shortest median
+SETS, CALLS = 16, 192  # of arguments; calls in one program of a short kernel, so that its start is no part of the time
+PROGRAM_US = 3000.0
+COMPILERS = 16  # threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product [m, k] [k, n], or `batch` of them: the order of its operands in memory, as in "NT", and their dtype."""
+
+    m: int
+    n: int
+    k: int
+    order: str = "NN"
+    dtype: str = "bfloat16"
+    batch: int = 1
+
+    @property
+    def config(self) -> str:
+        return f"{f'{self.batch}x' if self.batch > 1 else ''}{self.m}x{self.n}x{self.k} {self.order}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are integers."""
+        return self.dtype == "int8"
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def transposes(self) -> dict[str, bool]:
+        return {f"transpose_{name}": letter == "T" for name, letter in zip("ab", self.order)}
+
+    def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        swap = lambda letter, r, c: (self.batch, *((c, r) if letter == "T" else (r, c)))
+        return swap(self.order[0], self.m, self.k), swap(self.order[1], self.k, self.n)
+
+    def types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(s, jnp.dtype(self.dtype)) for s in self.shapes())
+
+    def make(self, seed: int) -> tuple[jax.Array, ...]:
+        scale = 40.0 if self.whole else 1.0  # integers from -128 to 127, mostly
+        return tuple(normal(2 * seed + j, *s, dtype=self.dtype, scale=scale) for j, s in enumerate(self.shapes()))
+
+    def ours(self, a, b):
+        """What a user calls."""
+        return ops.matmul(a, b, **self.transposes)
+
+    def formed(self, form: Form) -> Callable:
+        """The same in another form."""
+        more = dict(out_dtype="int32") if self.whole else {}
+        return lambda a, b: _matmul.in_tiles(a, b, **self.transposes, **more, **form)
+
+
+P = Product
+SHAPES = (
+    P(1792, 5376, 2048), P(2304, 2304, 6144, "NT"), P(1280, 8448, 3328), P(5504, 2048, 1536, "TN"),
+    P(704, 4864, 4096, "NT"), P(448, 13824, 5120, "NT"), P(160, 6400, 3072), P(96, 18944, 3584, "NT"),
+    P(2816, 640, 8192), P(1024, 1024, 16384, "TN"), P(1536, 6144, 9216, "TN"), P(7000, 1800, 2600),
+    P(3400, 3400, 3400, "NT"), P(512, 512, 2048), P(880, 2640, 880), P(4608, 4608, 4608, "TT"),
+    P(2176, 8704, 1088, "NN", "float16"), P(1152, 6912, 4608, "NT", "int8"), P(3840, 2560, 5120, "NT", "float8_e4m3fn"),
+    P(24, 9216, 3072, "NT"),
 )  # fmt: skip
-SECONDS = 8.0  # of a search at most
-TINY = ((96, 96, 64, False),)
+TINY = (P(96, 96, 64), P(96, 64, 64, "TT", "float16"))
 
 
 def results(machine: Machine, options: Options, say: Callable[[str], None], tiny: bool = False) -> Iterator[Result]:
-    """One a shape: the time of the choice, and of the winner of a search that is forgotten afterwards."""
-    for m, n, k, transposed in TINY if tiny else SHAPES:
-        a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((m, k), (n, k) if transposed else (k, n)))
-        with tempfile.TemporaryDirectory() as folder, jt.config(cache_dir=folder):
-            found = jt.tune(
-                lambda a, b, t=transposed: ops.matmul(a, b, transpose_b=t), a, b, time_limit=SECONDS, progress=False
-            ).kernels
-        if not found or found[0].best is None:
-            say(f"choices {m}x{n}x{k}: no search space")
+    """One a shape: the time of the choice, and of the best form, each checked against the choice's result.
+
+    All forms of all shapes compile first, side by side; nothing is timed meanwhile.
+    """
+    began = time.monotonic()
+    products = [p for p in (TINY if tiny else SHAPES) if options.takes(p.config, p.dtype)]
+    calls = {p: (2, 2) if tiny else calls_of(p, options) for p in products}
+    programs = _compiled({p: forms(p)[: 4 if tiny else None] for p in products}, calls)
+    say(f"choices: {sum(map(len, programs.values()))} programs compiled in {time.monotonic() - began:.0f} s")
+    for p in products:
+        yield _searched(p, programs.pop(p), calls[p], machine, say)
+
+
+def forms(p: Product) -> list[Form]:
+    """What is tried: all of the tuner's space, and sums in parts; of products of few rows, whose space is large, all
+    tiles in the usual form, and the choice's in all forms."""
+    a, b = p.types()
+    left, right = (letter == "T" for letter in p.order)
+    chosen = _matmul.tiles(
+        p.m, p.n, p.k, p.itemsize, transposed=right, batch=p.batch,
+        **({} if jt.platform() == "cpu" else dict(left=left, fast=p.whole)),
+    )  # fmt: skip
+    points = spaces.products(a, b, ta=left, tb=right, bk=chosen["bk"])
+    if "num_warps" in points[0]:
+        usual = [q for q in points if all(q[name] == value for name, value in USUAL.items())]
+        near = [q for q in points if all(q.get(name, chosen[name]) == chosen[name] for name in chosen)]
+        return [{**chosen, **q} for q in [*usual, *(q for q in near if q not in usual)]]
+    tried = [{**chosen, **q} for q in points]
+    if jt.platform() != "cpu":
+        of = dict(whole=False, batch=p.batch, fast=p.whole, left=left, transposed=right)
+        near = [dict(zip(("parts", "bm", "bn"), f)) for f in hopper_tiles.near(p.m, p.n, p.k, p.itemsize, **of)]
+        tried += [dict(**f, bk=hopper_tiles.LINE // p.itemsize) for f in near if f["parts"] > 1]
+    return tried
+
+
+def calls_of(p: Product, options: Options) -> tuple[int, int]:
+    """Sets of arguments that no cache holds together, and calls in a program."""
+    a, b = p.types()
+    size = (a.size + b.size) * p.itemsize
+    sets = max(1, min(SETS, -(-options.cold_bytes // size)))
+    rate = 700e6 if p.itemsize == 2 else 1300e6  # operations in a microsecond of an H200
+    us = max(2 * p.batch * p.m * p.n * p.k / rate, size / 4e6, 5.0)
+    return sets, sets * -(-min(CALLS, max(1, round(PROGRAM_US / us))) // sets)
+
+
+def _compiled(
+    tried: Mapping[Product, Sequence[Form]], calls: Mapping[Product, tuple[int, int]]
+) -> dict[Product, dict[str, Any]]:
+    """The programs of each product by name, "ours" and the forms; instead of one the error that it raised."""
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
+        build = lambda p, f: pool.submit(_compile, f, p, *calls[p], folder)
+        jobs = {
+            p: {"ours": build(p, p.ours), **{_name(f): build(p, p.formed(f)) for f in many}}
+            for p, many in tried.items()
+        }
+        return {p: {name: job.exception() or job.result() for name, job in of.items()} for p, of in jobs.items()}
+
+
+def _compile(function: Callable, p: Product, sets: int, calls: int, folder: str) -> Any:
+    with jt.config(cache_dir=folder):  # the user's own tuning entries do not count
+        return timing.repeated(function, calls).lower([p.types()] * sets).compile()
+
+
+def _threads() -> int:
+    return max(1, min(COMPILERS, len(os.sched_getaffinity(0))))
+
+
+def _name(form: Form) -> str:
+    sides = f"{form['parts']} parts " if form.get("parts", 1) > 1 else ""
+    sides += f"{form['bm']}x{form['bn']}"
+    return sides + "".join(f" {k} {v}" for k, v in form.items() if k not in ("parts", "bm", "bn"))
+
+
+def _searched(
+    p: Product, programs: Mapping[str, Any], calls: tuple[int, int], machine: Machine, say: Callable[[str], None]
+) -> Result:
+    """All forms in turns, then those close to the best, and the choice, some more."""
+    if isinstance(programs["ours"], Exception):
+        raise programs["ours"]
+    sets = [p.make(seed) for seed in range(calls[0])]
+    samplers, expected = {}, None
+    for name, program in programs.items():
+        try:
+            if isinstance(program, Exception):
+                raise program
+            runner = timing.JaxRunner(program, sets, calls[1])
+        except Exception as error:
+            say(f"    choices {p.config}: {name} is left out: {short(error)}")
             continue
-        best = found[0].best
-        times = {"ours": Timing(best.default_us, best.default_us), "tuned": Timing(best.time_us, best.time_us)}
-        got = result("choices", f"{m}x{n}x{k} N{'NT'[transposed]}", "bfloat16", machine.device, times)
-        say(f"choices {got.record.config}: {best.default_us:.1f} us, tuned {best.time_us:.1f} by {dict(best.config)}")
-        yield got
+        expected = runner.output if expected is None else expected
+        error = relative_error(runner.output, expected)
+        runner.output = None
+        if error > 1e-2:
+            say(f"    choices {p.config}: {name} is left out: relative error {error:.2g}")
+            continue
+        samplers[name] = timing.sampler(runner)
+    samples = timing.alternate(samplers, repeats=ROUNDS, budget_s=60.0)
+    times = timing.timings(samples)
+    most = LEFT * min(t.median_us for t in times.values())
+    left = {name: s for name, s in samplers.items() if name == "ours" or times[name].median_us <= most}
+    last = timing.timings(
+        {
+            name: samples[name] + more
+            for name, more in timing.alternate(left, repeats=LAST_ROUNDS, budget_s=60.0).items()
+        }
+    )
+    best = min(last, key=lambda name: last[name].median_us)
+    text = ", ".join(f"{name}: {t.median_us:.1f}" for name, t in sorted((times | last).items(), key=_by_time))
+    say(f"choices {p.config} {p.dtype}: {last['ours'].median_us / last[best].median_us:.3f} of the best; {text}")
+    both: dict[str, Timing] = {"ours": last["ours"], "tuned": last[best]}
+    return result("choices", p.config, p.dtype, machine.device, both, timed=timing.way(calls[1]))
+
+
+def _by_time(item: tuple[str, Timing]) -> float:
+    return item[1].median_us

@@ -8,6 +8,7 @@ Products take the tiles of the shortest predicted time. The numbers of the model
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from jtile import cdiv
 
@@ -31,6 +32,7 @@ LEAST = 4096  # terms of a part
 # Bytes of operands that a block gets in a microsecond; where rows in memory start inside of lines, each is read twice.
 EVEN, UNEVEN = 150e3, 58e3
 LINE = 128
+NEAR = 1.5  # how many times the shortest predicted time a form may take that a search tries
 GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}  # share of the speed of the best
 
 
@@ -110,17 +112,30 @@ def parts_of_product(
     m: int, n: int, k: int, itemsize: int, *, transposed: bool = False, left: bool = False
 ) -> tuple[int, dict[str, int]] | None:
     """In how many parts the sums of a product are made, 1 for whole, and the tiles of the parts."""
-    whole = candidates(m, n, k, itemsize) if itemsize == 2 else ()
-    if not whole:
+    times = forms(m, n, k, itemsize, transposed=transposed, left=left) if itemsize == 2 else {}
+    if not times:
         return None
-    forms = [(1, *s) for s in whole]
-    for bm, bn in whole:
-        most = min(PROCESSORS // (cdiv(m, bm) * cdiv(n, bn)), k // LEAST)
-        forms += [(1 << p, bm, bn) for p in range(1, most.bit_length())]
-    of = dict(transposed=transposed, left=left)
-    time = lambda f: predicted_us(m, n, k, itemsize, *f[1:], parts=f[0], **of)
-    parts, bm, bn = min(forms, key=time)
+    parts, bm, bn = min(times, key=times.__getitem__)
     return (parts, {"bm": bm, "bn": bn, "bk": 64}) if parts > 1 else (1, {})
+
+
+def forms(
+    m: int, n: int, k: int, itemsize: int, *, batch: int = 1, fast: bool = False, **of: bool
+) -> dict[tuple[int, int, int], float]:
+    """The forms of a product, (parts of the sums, sides of a tile), and the predicted microseconds of each; `of`:
+    `transposed`, `left`, see `product`."""
+    whole = candidates(m, n, k, itemsize, transposed=of.get("transposed", False), fast=fast)
+    found = [(1, *s) for s in whole]
+    for bm, bn in whole if itemsize == 2 and batch == 1 else ():
+        most = min(PROCESSORS // (cdiv(m, bm) * cdiv(n, bn)), k // LEAST)
+        found += [(1 << p, bm, bn) for p in range(1, most.bit_length())]
+    return {f: predicted_us(m, n, k, itemsize, *f[1:], parts=f[0], batch=batch, **of) for f in found}
+
+
+def near(*sizes: int, whole: bool, **of: Any) -> list[tuple[int, int, int]]:
+    """Those of the `forms`, of sums that are `whole` or in parts, that a search tries: what is near the best."""
+    times = {f: us for f, us in forms(*sizes, **of).items() if f[0] == 1 or not whole}
+    return [f for f, us in times.items() if us <= NEAR * min(times.values())]
 
 
 def head(d: int) -> int:

@@ -214,8 +214,8 @@ def _tile(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, stages=3, sa
     y.tiles(None, bm, bn)[e, i, j] = ACTIVATIONS[activation](Y).astype(out_dtype)
 
 
-_matmul = jt.kernel(out_type=_out_type, grid=_grid, name="matmul")(_tile)
-_matmul = _matmul.autotune(space=spaces.products, key=spaces.PRODUCT, override=True)
+_untuned = jt.kernel(out_type=_out_type, grid=_grid, name="matmul")(_tile)
+_matmul = _untuned.autotune(space=spaces.products, key=spaces.PRODUCT, override=True)
 
 
 def _run(a, b, *bias, ta, tb, bm, bn, bk, save=False, **meta):
@@ -227,6 +227,23 @@ def _run(a, b, *bias, ta, tb, bm, bn, bk, save=False, **meta):
             return product_in_parts(a, b, *bias, parts=parts, ta=ta, tb=tb, **sides, save=save, **meta)
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize))
     return kernel(a, b, *bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
+
+
+def in_tiles(
+    a, b, *, transpose_a: bool = False, transpose_b: bool = False, out_dtype=None, parts: int = 1, **given: int
+):
+    """`op(a) op(b)` of [e, m, k] and [e, k, n] as it is asked for, whatever `matmul` would choose: to measure choices.
+
+    Args:
+      parts: in how many parts the sums are made.
+      given: `bm`, `bn`, `bk` and other meta-parameters of the kernel, and options of the compiler such as `num_warps`.
+    """
+    options = dict(activation=None, ta=transpose_a, tb=transpose_b, out_dtype=jnp.dtype(out_dtype or a.dtype).name)
+    if parts > 1:
+        return product_in_parts(a, b, parts=parts, save=False, **options, **given)
+    warps = {k: given.pop(k) for k in ("num_warps",) if k in given}
+    kernel = _untuned.with_options(**warps) if warps else _untuned
+    return kernel(a, b, save=False, **options, **given)
 
 
 @functools.cache

@@ -33,22 +33,28 @@ def _sides(n: int, *lengths: int) -> list[int]:
 
 
 def products(a, b, *_, ta: bool, tb: bool, bk: int, **__) -> Points:
-    """Of `matmul`: a [e, m, k], b [e, k, n]."""
+    """Of `matmul`: a [e, m, k], b [e, k, n]; on Hopper, tiles whose predicted time is near the shortest."""
     m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
-    return _products(m, n, k, a.dtype.itemsize, whole=bk == 0, transposed=tb)
+    sides = None
+    if jt.platform() != "cpu" and gpu_tiles.warpgroups():
+        of = dict(batch=max(a.shape[0], b.shape[0]), fast=not jnp.issubdtype(a.dtype, jnp.floating))
+        forms = hopper_tiles.near(m, n, k, a.dtype.itemsize, whole=True, left=ta, transposed=tb, **of)
+        sides = [sides for _, *sides in forms]
+    return _products(m, n, k, a.dtype.itemsize, whole=bk == 0, sides=sides)
 
 
 def gated_products(x, gate, *_, tb: bool, bk: int, **__) -> Points:
     """Of `gated_mlp`: x [m, k], gate [k, n]."""
-    n = gate.shape[0 if tb else 1]
-    return _products(x.shape[0], n, x.shape[1], x.dtype.itemsize, whole=bk == 0, transposed=tb, gates=2)
+    m, k, n, sides = *x.shape, gate.shape[0 if tb else 1], None
+    if jt.platform() != "cpu" and gpu_tiles.warpgroups():
+        sides = hopper_tiles.candidates(m, n, k, x.dtype.itemsize, gates=2, transposed=tb)
+    return _products(m, n, k, x.dtype.itemsize, whole=bk == 0, sides=sides, gates=2)
 
 
-def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, transposed: bool, gates: int = 1) -> Points:
+def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, sides=None, gates: int = 1) -> Points:
     if jt.platform() == "cpu":
-        sides = _all(bm=_sides(m, 32, 64, 128, 256, 512), bn=_sides(n, 64, 128, 256, 512))
-        return [{**p, "bm": min(p["bm"], m), "bn": min(p["bn"], n)} for p in sides] if whole else []
-    sides = gpu_tiles.warpgroups() and hopper_tiles.candidates(m, n, k, itemsize, gates=gates, transposed=transposed)
+        tiles = _all(bm=_sides(m, 32, 64, 128, 256, 512), bn=_sides(n, 64, 128, 256, 512))
+        return [{**p, "bm": min(p["bm"], m), "bn": min(p["bn"], n)} for p in tiles] if whole else []
     if sides:  # the plan of the block level has its own warps and stages
         terms = lambda bm, bn: _sides(k, *(x // itemsize for x in LINES[: 2 if bm * bn <= 128 * 128 else 1]))
         return [{"bm": bm, "bn": bn, "bk": bk} for bm, bn in sides for bk in terms(bm, bn)]

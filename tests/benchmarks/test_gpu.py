@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ import jtile as jt
 from benchmarks import __main__ as command
 from benchmarks import harness, report
 from benchmarks.data import normal
-from benchmarks.gpu import WORKLOADS, attention, launch, measure, suite, timing
+from benchmarks.gpu import WORKLOADS, attention, choices, launch, measure, mosaic, suite, timing
 from benchmarks.gpu.case import Case, Torch
 from benchmarks.gpu.machine import Machine
 from jtile.testing import Timing, relative_error
+from jtile.tune.programs import trace
 
 MACHINE = Machine("test", copy_rate=1e9, peaks={"bf16": 1e12, "fp8": 2e12}, threads=1)
 QUICK = measure.Options(repeats=2, budget_s=0.05, cold_bytes=10_000)
@@ -209,6 +211,15 @@ def test_a_case_runs_at_a_tiny_size(name):
     assert got.record.error <= one.tolerance
 
 
+def test_scaled_operands_of_mosaic():
+    """Mosaic's kernel gives `softmax(q k^T) v`: of scaled operands that is what the others give."""
+    q, k, v = attention.TINY[1].make(0, "float32")
+    own = mosaic.scaled(q, k, v)
+    s = jnp.einsum("bqhd,bkhd->bhqk", *own[:2], precision="highest")
+    got = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), own[2], precision="highest")
+    assert relative_error(got, attention.exact(q, k, v, causal=False)) < 1e-6
+
+
 def test_a_case_lowers_for_cuda():
     pytest.importorskip("triton")
     one = next(iter(MODULES["rows"].cases()))
@@ -220,8 +231,33 @@ def test_a_case_lowers_for_cuda():
 
 def test_choices_are_compared_with_a_search():
     said = []
-    (got,) = importlib.import_module("benchmarks.gpu.choices").results(MACHINE, QUICK, said.append, tiny=True)
+    asked = dataclasses.replace(QUICK, match=("96x96",))
+    (got,) = choices.results(MACHINE, asked, said.append, tiny=True)
     assert got.record.config == "96x96x64 NN"
     assert got.record.ratio == pytest.approx(got.record.peers["tuned"] / got.record.ours_us)
     assert 0 < got.record.ratio <= 1
-    assert "tuned" in said[0]
+    assert "96x96x64 NN bfloat16" in said[-1]
+    assert not [line for line in said if "left out" in line]
+
+
+def test_choices_are_judged_on_shapes_that_nothing_is_fitted_to():
+    folder = Path(suite.RECORDS) / "h200"
+    fitted = {tuple(map(int, k.split("x"))) for k in json.loads((folder / "tiles.json").read_text())["times"]}
+    sample = {(p.m, p.n, p.k) for p in choices.SHAPES}
+    assert len(sample) == len(choices.SHAPES) == 20
+    assert not sample & fitted
+    shipped = json.loads((Path(jt.__file__).parent / "tune/records/nvidia-h200.json").read_text())["entries"]
+    for p in choices.SHAPES:
+        a, b = (f"{p.dtype}[{','.join(map(str, shape))}]" for shape in p.shapes())
+        assert not [name for name in shipped if name.startswith("matmul#") and f" a={a} b={b} " in name]
+
+
+@pytest.mark.parametrize("p", [*choices.SHAPES[::6], choices.Product(512, 512, 32768, "TN")], ids=str)
+def test_the_search_for_the_best_form_has_the_choice(p):
+    first = lambda f: dict(next(iter(trace(f, *p.types())[0])).meta)
+    tiles = lambda f: {name: first(f)[name] for name in ("bm", "bn", "bk")}
+    with jt.config(arch="sm_90"):
+        many = choices.forms(p)
+        assert len(many) > 1
+        assert tiles(p.ours) in [tiles(p.formed(f)) for f in many]
+        assert (p.k == 32768) <= any(f.get("parts", 1) > 1 for f in many)

@@ -4,12 +4,13 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import jtile as jt
-from jtile.ops import gpu_tiles, hopper_tiles, spaces
-from jtile.ops.hopper_tiles import TILES, candidates, parts_of_product, predicted_us, product
+from jtile.ops import hopper_tiles, spaces
+from jtile.ops.hopper_tiles import candidates, parts_of_product, predicted_us, product
 
 LARGE = [(8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048), (8192, 28672, 4096), (8192, 4096, 14336)]
 
@@ -85,9 +86,24 @@ def test_gates_share_the_registers():
     assert product(4096, 14336, 4096, 2, gates=2) == {"bm": 128, "bn": 128, "bk": 64}
 
 
-def test_the_tuner_has_the_same_tiles():
+def space(m, n, k, dtype=jnp.bfloat16, **of):
     with jt.config(arch="sm_90"):
-        a, b = (jnp.zeros(s, jnp.bfloat16) for s in ((1, 256, 512), (1, 512, 384)))
-        points = spaces.products(a, b, ta=False, tb=False, bk=64)
-        assert {(p["bm"], p["bn"]) for p in points} == set(TILES)
-        assert gpu_tiles.product(256, 384, 512, 2) in points
+        a, b = (jax.ShapeDtypeStruct(s, dtype) for s in ((1, m, k), (1, n, k)))
+        return spaces.products(a, b, ta=False, tb=True, bk=64)
+
+
+@pytest.mark.parametrize("sizes", [(256, 384, 512), (4096, 4096, 4096), (100, 20000, 512)], ids=str)
+def test_the_tuner_tries_what_is_near_the_choice(sizes):
+    points = space(*sizes)
+    assert product(*sizes, 2, transposed=True) in points
+    tried = {(p["bm"], p["bn"]) for p in points}
+    times = {s: predicted_us(*sizes, 2, *s, transposed=True) for s in candidates(*sizes, 2)}
+    worst, best = max(times[s] for s in tried), min(times.values())
+    assert worst <= hopper_tiles.NEAR * best < min((t for s, t in times.items() if s not in tried), default=math.inf)
+
+
+def test_the_tuner_has_the_large_tiles_of_whole_sums_in_bytes():
+    """Integers are exact in the accumulators of the tensor cores, 8-bit floats take registers besides."""
+    largest = lambda dtype: max(p["bm"] * p["bn"] for p in space(4096, 4096, 4096, dtype))
+    assert largest(jnp.int8) == 128 * 256
+    assert largest(jnp.float8_e4m3fn) == 128 * 128
