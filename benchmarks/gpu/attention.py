@@ -61,8 +61,10 @@ def cases(tiny: bool = False) -> Iterator[Case]:
         for size in TINY if tiny else (*SIZES, WIDE):
             q, k = size.elements
             peers: dict = {"cudnn": functools.partial(cudnn, causal=size.causal)}
+            prepare = {}
             if dtype == "float16" and size.d <= 128:  # what Mosaic's kernel takes
                 peers["mosaic"] = mosaic.attention(*size[4:])
+                prepare["mosaic"] = mosaic.scaled
             if dtype == "bfloat16" and size.d == 128:
                 peers["torch flash"] = Torch(functools.partial(_sdpa, causal=size.causal))
             yield Case(
@@ -70,7 +72,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
                 make=lambda seed, size=size, dtype=dtype: size.make(seed, dtype),
                 ours=functools.partial(ops.attention, causal=size.causal), peers=peers,
                 reference=functools.partial(exact, causal=size.causal), bytes=4 * (q + k),
-                flops=4 * size.pairs * size.d,
+                flops=4 * size.pairs * size.d, prepare=prepare,
             )  # fmt: skip
 
 

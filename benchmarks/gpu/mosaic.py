@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 
 def attention(d: int, causal: bool) -> Callable:
-    """Attention of heads of d; key blocks as large as shared memory takes."""
+    """Attention of heads of d; key blocks as large as shared memory takes. It takes the scores as they are: its queries
+    are `scaled`."""
 
     def run(q, k, v):
         from jax.experimental.pallas.ops.gpu import attention_mgpu
@@ -16,6 +17,11 @@ def attention(d: int, causal: bool) -> Callable:
         return attention_mgpu.attention(q, k, v, config)
 
     return run
+
+
+def scaled(q, k, v):
+    """Operands whose plain products are the scores of attention with the usual scale."""
+    return q * q.shape[3] ** -0.5, k, v
 
 
 def matmul(tall: bool) -> Callable:
