@@ -1,4 +1,4 @@
-"""Rewriting: one forward walk that copies a kernel and asks rules about every op on the way."""
+"""Rewriting: one forward walk that copies a kernel and, on the way, puts something else in the place of some ops."""
 
 from __future__ import annotations
 
@@ -31,23 +31,84 @@ class Rules:
         return register
 
 
-class Rewriter:
-    """One walk over `kernel`; `changed` counts the rules that fired."""
+# Builds something in the place of an op, and gives the values that stand for its results.
+Form = Callable[["Copier"], Sequence[Value]]
+
+
+class Copier:
+    """Copies ops into a builder, but for those that have another form.
+
+    Attributes:
+      forms: of some ops, their regions included.
+      b: where the copies go.
+      outside: what stands for a value that was not copied here; default: the value itself.
+      env: what stands for those that were.
+    """
+
+    def __init__(
+        self,
+        forms: Mapping[Any, Form] | None = None,
+        b: Builder | None = None,
+        outside: Callable[[Value], Value] | None = None,
+    ):
+        self.forms, self.b = forms or {}, b or Builder()
+        self.outside = outside or (lambda v: v)
+        self.env: dict[Value, Value] = {}
+
+    def whole(self, kernel: Kernel) -> Kernel:
+        return kernel.with_body(self.block(kernel.body))
+
+    def look(self, v: Value) -> Value:
+        """The value that stands for `v`."""
+        return self.env[v] if v in self.env else self.outside(v)
+
+    def replace(self, olds: Sequence[Value], news: Sequence[Value]) -> None:
+        """Let `news` stand for `olds`."""
+        self.env.update(zip(olds, news, strict=True))
+
+    def block(self, old: Block) -> Block:
+        """A copy of a region."""
+        with self.b.region([p.type for p in old.params], tuple(p.name for p in old.params)) as new:
+            self.replace(old.params, new.params)
+            for op in old.ops:
+                self.op(op)
+            new.yields = tuple(map(self.look, old.yields))
+        return new
+
+    def op(self, op: Op) -> None:
+        """Put what stands for an op into the current block."""
+        form = self.forms.get(op)
+        if form is None:
+            self.put(op)
+        else:
+            self.b.loc = op.loc
+            self.replace(op.results, form(self))
+
+    def put(self, op: Op) -> Op:
+        """Put a copy of an op, with its regions, into the current block."""
+        self.b.loc = op.loc
+        new = op.clone(self.look, self.block)
+        self.b.block.ops.append(new)
+        self.replace(op.results, new.results)
+        return new
+
+    def within(self) -> Copier:
+        """A plain copier that goes on where this one is, for what is copied more than once."""
+        return Copier(b=self.b, outside=self.look)
+
+
+class Rewriter(Copier):
+    """Asks rules about every op; `changed` counts those that fired."""
 
     def __init__(self, kernel: Kernel, rules: Rules):
+        super().__init__()
         self.kernel, self.rules = kernel, rules
-        self.b = Builder()
-        self.env: dict[Value, Value] = {}
         self.changed = 0
         self._uses = use_counts(kernel.body)
         self._new_uses: dict[Value, int] = {}
 
     def run(self) -> Kernel:
-        return self.kernel.with_body(self.block(self.kernel.body))
-
-    def look(self, v: Value) -> Value:
-        """The value that stands for `v` of the old kernel."""
-        return self.env.get(v, v)
+        return self.whole(self.kernel)
 
     def uses(self, v: Value) -> int:
         """How often the old kernel used what the new value `v` stands for."""
@@ -59,13 +120,6 @@ class Rewriter:
             self._new_uses[new] = self._new_uses.get(new, 0) + self._uses.get(old, 0)
             if not new.name:
                 new.name = old.name
-
-    def block(self, old: Block) -> Block:
-        """A rewritten copy of a region."""
-        with self.b.region([p.type for p in old.params], tuple(p.name for p in old.params)) as new:
-            self.replace(old.params, new.params)
-            new.yields = self.inline(old)
-        return new
 
     def inline(self, old: Block, args: Iterable[Value] | None = None) -> tuple[Value, ...]:
         """Rewrite the ops of a region into the current block; gives what it yields."""
@@ -85,9 +139,7 @@ class Rewriter:
             if out is not None:
                 self.changed += 1
                 return self.replace(op.results, out if isinstance(out, tuple) else (out,))
-        new = op.clone(self.look, self.block)
-        self.b.block.ops.append(new)
-        self.replace(op.results, new.results)
+        self.put(op)
 
     def emit(self, op: Op) -> tuple[Value, ...]:
         """Add an op without regions, unless a rule knows better."""
@@ -141,6 +193,19 @@ def use_counts(body: Block) -> dict[Value, int]:
             out[v] = out.get(v, 0) + 1
 
     count(body)
+    return out
+
+
+def users_of(b: Block) -> dict[Value, list[Op | None]]:
+    """The ops of a block (itself or through their regions) that use each value, once a use; None: its yields."""
+    out: dict[Value, list[Op | None]] = {}
+    for op in b.ops:
+        inner = [v for r in op.blocks() for v in [*r.yields, *(x for o in r.walk() for x in o.operands())]]
+        inner += [v for r in op.blocks() for o in r.walk() for q in o.blocks() for v in q.yields]
+        for v in [*op.operands(), *inner]:
+            out.setdefault(v, []).append(op)
+    for y in b.yields:
+        out.setdefault(y, []).append(None)
     return out
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from jtile.ir import (
     AllocShared,
     Arrive,
     AsyncLoad,
     BarrierType,
-    Block,
-    Builder,
     DotAsync,
     DotWait,
     For,
@@ -23,7 +20,7 @@ from jtile.ir import (
     TransposeShared,
     Value,
 )
-from jtile.passes.rewrite import is_pure
+from jtile.passes.rewrite import is_pure, users_of
 
 VIEWS = (Slot, TransposeShared, SliceShared)  # of shared memory
 
@@ -107,19 +104,6 @@ class Products:
         return {root for op in self.body.walk() if isinstance(op, StoreShared) and (root := root_of(op.buffer))}
 
 
-def users_of(b: Block) -> dict[Value, list[Op | None]]:
-    """The ops of a block (itself or through their regions) that use each value, once a use; None: its yields."""
-    out: dict[Value, list[Op | None]] = {}
-    for op in b.ops:
-        inner = [v for r in op.blocks() for v in [*r.yields, *(x for o in r.walk() for x in o.operands())]]
-        inner += [v for r in op.blocks() for o in r.walk() for q in o.blocks() for v in q.yields]
-        for v in [*op.operands(), *inner]:
-            out.setdefault(v, []).append(op)
-    for y in b.yields:
-        out.setdefault(y, []).append(None)
-    return out
-
-
 def root_of(buffer: Value) -> AllocShared | None:
     """The allocation that a buffer is (part of)."""
     op = buffer.op
@@ -141,21 +125,3 @@ def filled_by(kernel: Kernel) -> dict[Op, set[Value]]:
         if isinstance(op, AsyncLoad) and (root := root_of(op.buffer)):
             out.setdefault(root, set()).add(op.barrier)
     return out
-
-
-class Copier:
-    """Copies ops into a builder; `env` gives the values that stand for those from outside."""
-
-    def __init__(self, b: Builder, env: Callable[[Value], Value]):
-        self.b, self.env = b, env
-        self.local: dict[Value, Value] = {}
-
-    def look(self, v: Value) -> Value:
-        return self.local[v] if v in self.local else self.env(v)
-
-    def op(self, op: Op) -> Op:
-        self.b.loc = op.loc
-        new = op.clone(self.look)
-        self.b.block.ops.append(new)
-        self.local.update(zip(op.results, new.results, strict=True))
-        return new

@@ -7,13 +7,12 @@ are one tile, and what follows the loop takes its halves, which costs nothing in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 
 from jtile.ir import (
     AllocShared,
     AsyncLoad,
-    Block,
-    Builder,
     DotWait,
     For,
     Kernel,
@@ -28,8 +27,9 @@ from jtile.ir import (
 )
 from jtile.passes.fold import number
 from jtile.passes.pipeline import Pass
+from jtile.passes.rewrite import Copier, Form
 
-from .chains import Chain, Copier, Products
+from .chains import Chain, Products
 
 COLUMNS = 256  # of a warpgroup's product at most
 REGISTERS = 200  # that a thread needs for one
@@ -37,12 +37,14 @@ REGISTERS = 200  # that a thread needs for one
 
 def run(kernel: Kernel) -> Kernel:
     pairs = [p for loop in _loops(kernel) if (p := _Pair.of(loop)) is not None]
-    rings = {p.rings for p in pairs}
-    single = len({r for both in rings for r in both}) == 2 * len(rings)
+    joined = {(p.rings, p.transposed) for p in pairs}
+    single = len({r for rings, _ in joined for r in rings}) == 2 * len(joined)
     if not pairs or not single or not _only(kernel, pairs):
         return kernel
-    joining = _Joining({p.loop: p for p in pairs}, {})
-    return kernel.with_body(joining.block(kernel.body, lambda v: v))
+    forms: dict[Op, Form] = {p.loop: functools.partial(_loop, p) for p in pairs}
+    for rings, transposed in joined:
+        forms |= _Both(rings, 0 if transposed else 1).forms(kernel)
+    return Copier(forms).whole(kernel)
 
 
 def _loops(kernel: Kernel) -> Iterator[For]:
@@ -108,98 +110,77 @@ def _only(kernel: Kernel, pairs: list[_Pair]) -> bool:
 
 
 @dataclasses.dataclass
-class _Joining:
-    """Copies a kernel; `rings`: what an old ring is part of, and from which element on along which axis."""
+class _Both:
+    """One ring in the place of two, whose buffers lie side by side along `axis`."""
 
-    pairs: dict[For, _Pair]
-    rings: dict[Value, tuple[Value, int, int]]
+    rings: tuple[AllocShared, AllocShared]
+    axis: int
+    made: Value | None = None
 
-    def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
-        b = Builder(Block(tuple(Value(p.type, p.name) for p in old.params)))
-        copy = Copier(b, env)
-        copy.local.update(zip(old.params, b.block.params, strict=True))
-        for op in old.ops:
-            self.op(op, copy)
-        b.block.yields = tuple(map(copy.look, old.yields))
-        return b.block
+    def forms(self, kernel: Kernel) -> dict[Op, Form]:
+        out: dict[Op, Form] = dict.fromkeys(self.rings, self.allocate)
+        for half, ring in enumerate(self.rings):
+            slots = (op for op in kernel.body.walk() if isinstance(op, Slot) and op.buffer is ring.result)
+            out |= {op: functools.partial(self.part, op, half) for op in slots}
+        return out
 
-    def op(self, op: Op, copy: Copier) -> None:
-        b = copy.b
-        b.loc = op.loc
-        pair = self.pairs.get(op) if isinstance(op, For) else None
-        if isinstance(op, AllocShared) and (found := self.of_ring(op)):
-            self.allocate(b, found)
-        elif isinstance(op, Slot) and op.buffer in self.rings:
-            copy.local[op.result] = self.part(b, op, copy.look(op.at))
-        elif isinstance(op, For) and pair is not None:
-            self.loop(op, pair, copy)
-        else:
-            new = op.clone(copy.look, lambda inner: self.block(inner, copy.look))
-            b.block.ops.append(new)
-            copy.local.update(zip(op.results, new.results, strict=True))
+    def allocate(self, copier: Copier) -> tuple[Value]:
+        """The ring, where the first of the two stands."""
+        if self.made is None:
+            first = self.rings[0]
+            shape = tuple(2 * n if a == self.axis else n for a, n in enumerate(first.shape))
+            names = [r.result.name for r in self.rings]
+            self.made = copier.b.value(dataclasses.replace(first, shape=shape), "_".join(names) if all(names) else "")
+        return (self.made,)
 
-    def of_ring(self, ring: AllocShared) -> _Pair | None:
-        return next((p for p in self.pairs.values() if ring in p.rings), None)
+    def part(self, slot: Slot, half: int, copier: Copier) -> tuple[Value]:
+        """A buffer of one of the two: half of one of the ring."""
+        b, sizes = copier.b, slot.result.shape
+        whole = b.value(Slot(copier.look(slot.buffer), copier.look(slot.at)), slot.result.name)
+        starts = tuple(half * n if a == self.axis else 0 for a, n in enumerate(sizes))
+        return (b.value(SliceShared(whole, starts, sizes), slot.result.name),)
 
-    def allocate(self, b: Builder, pair: _Pair) -> None:
-        """One ring for both, where the first of them stands."""
-        if pair.rings[0].result in self.rings:
-            return
-        first = pair.rings[0]
-        axis = 0 if pair.transposed else 1
-        shape = tuple(2 * n if a == axis else n for a, n in enumerate(first.shape))
-        names = [r.result.name for r in pair.rings]
-        both = b.value(dataclasses.replace(first, shape=shape), "_".join(names) if all(names) else "")
-        for k, ring in enumerate(pair.rings):
-            self.rings[ring.result] = both, axis, k * first.shape[axis]
 
-    def part(self, b: Builder, slot: Slot, at: Value) -> Value:
-        both, axis, start = self.rings[slot.buffer]
-        whole = b.value(Slot(both, at), slot.result.name)
-        sizes = slot.result.shape
-        return b.value(SliceShared(whole, tuple(start if a == axis else 0 for a in range(2)), sizes), slot.result.name)
+def _loop(pair: _Pair, copier: Copier) -> tuple[Value, ...]:
+    """Builds the loop with one accumulator for the two; its results, with the halves of the sums."""
+    old, b = pair.loop, copier.b
+    gone = [c.carry for c in pair.chains]
+    keep = [i for i in range(len(old.inits)) if i not in gone]
+    first = pair.chains[0].dots[0]
+    rows, columns = first.result.shape
+    zeros = b.full(0.0, (rows, 2 * columns), first.result.dtype)
+    inits = (*(copier.look(old.inits[i]) for i in keep), zeros)
+    lo, hi, step = map(copier.look, (old.lo, old.hi, old.step))
+    params = [old.body.params[0], *(old.body.params[1 + i] for i in keep)]
+    names = (*(p.name for p in params), old.body.params[1 + gone[0]].name)
+    with b.region([*(p.type for p in params), zeros.type], names) as new:
+        copier.replace(params, new.params[:-1])
+        sums = _product(pair, copier, new.params[-1])
+        new.yields = (*(copier.look(old.body.yields[i]) for i in keep), sums)
+    b.loc = old.loc
+    loop = dataclasses.replace(old, lo=lo, hi=hi, step=step, inits=inits, body=new)
+    *kept, sums = b.add(loop, *(old.results[i].name for i in keep), "").results
+    results = dict(zip(keep, kept, strict=True))
+    for half, i in enumerate(gone):
+        bounds = (0, half * columns), (rows, (half + 1) * columns), (1, 1)
+        results[i] = b.value(Slice(sums, *bounds), old.results[i].name)
+    return tuple(results[i] for i in range(len(old.inits)))
 
-    def loop(self, old: For, pair: _Pair, copy: Copier) -> None:
-        """The loop with one accumulator for the two, and its halves."""
-        b, body = copy.b, old.body
-        gone = [c.carry for c in pair.chains]
-        keep = [i for i in range(len(old.inits)) if i not in gone]
-        first = pair.chains[0].dots[0]
-        rows, columns = first.result.shape
-        zeros = b.full(0.0, (rows, 2 * columns), first.result.dtype)
-        inits = (*(copy.look(old.inits[i]) for i in keep), zeros)
-        lo, hi, step = map(copy.look, (old.lo, old.hi, old.step))
-        params = [body.params[0], *(body.params[1 + i] for i in keep)]
-        names = (*(p.name for p in params), body.params[1 + gone[0]].name)
-        with b.region([*(p.type for p in params), zeros.type], names) as new:
-            inner = Copier(b, copy.look)
-            inner.local.update(zip(params, new.params, strict=False))
-            sums = self.products(pair, body, inner, new.params[-1])
-            new.yields = (*(inner.look(body.yields[i]) for i in keep), sums)
-        b.loc = old.loc
-        loop = dataclasses.replace(old, lo=lo, hi=hi, step=step, inits=inits, body=new)
-        results = b.add(loop, *(old.results[i].name for i in keep), "").results
-        copy.local.update((old.results[i], r) for i, r in zip(keep, results, strict=False))
-        for k, i in enumerate(gone):
-            bounds = (0, k * columns), (rows, (k + 1) * columns), (1, 1)
-            copy.local[old.results[i]] = b.value(Slice(results[-1], *bounds), old.results[i].name)
 
-    def products(self, pair: _Pair, body: Block, inner: Copier, sums: Value) -> Value:
-        """Copies a body with one product for the two; gives the sums after it."""
-        first, second = (c.dots[0] for c in pair.chains)
-        for op in body.ops:
-            if op is first:
-                inner.b.loc = op.loc
-                view = first.b.op.buffer.op if pair.transposed else first.b.op  # type: ignore[union-attr]
-                right = inner.b.value(Slot(self.rings[pair.rings[0].result][0], inner.look(view.at)))
-                right = inner.b.value(TransposeShared(right)) if pair.transposed else right
-                running = inner.b.value(dataclasses.replace(first, a=inner.look(first.a), b=right, acc=sums))
-                (sums,) = inner.b.add(DotWait((running,), 0)).results
-            elif op is second or (isinstance(op, DotWait) and op.values[0] in (first.result, second.result)):
-                continue
-            else:
-                self.op(op, inner)
-        return sums
+def _product(pair: _Pair, copier: Copier, sums: Value) -> Value:
+    """The body with one product for the two; gives the sums after it."""
+    b, (first, second) = copier.b, (c.dots[0] for c in pair.chains)
+    for op in pair.loop.body.ops:
+        if op is first:
+            b.loc = op.loc
+            view = first.b.op.buffer.op if pair.transposed else first.b.op  # type: ignore[union-attr]
+            right = b.value(Slot(copier.look(view.buffer), copier.look(view.at)))
+            right = b.value(TransposeShared(right)) if pair.transposed else right
+            running = b.value(dataclasses.replace(first, a=copier.look(first.a), b=right, acc=sums))
+            (sums,) = b.add(DotWait((running,), 0)).results
+        elif op is not second and not (isinstance(op, DotWait) and op.values[0] in (first.result, second.result)):
+            copier.op(op)
+    return sums
 
 
 join = Pass("join", "No loop has two products of one left operand whose right ones fit one instruction.", run)

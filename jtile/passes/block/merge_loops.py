@@ -4,52 +4,42 @@ are one loop over lo..hi that masks where `j >= mid`, so that one pipelined loop
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
 from typing import Any
 
-from jtile.ir import Block, Builder, For, Kernel, Load, Map, Op, Select, Value
-from jtile.ir.builder import build
+from jtile.ir import Block, For, Kernel, Load, Map, Op, Select, Value
 from jtile.ir.printer import literal
 from jtile.passes.affine import ranges
 from jtile.passes.cse import index_form
 from jtile.passes.fold import number
 from jtile.passes.intervals import Intervals
-from jtile.passes.rewrite import is_pure, reads_only, use_counts
+from jtile.passes.rewrite import Copier, Form, is_pure, reads_only, use_counts
 
-# Copies a loop's body with some masks in branches (`masks.guarded`).
-Guarded = Callable[[Block, Mapping[Select, Any], Callable[[Value], Value]], Block]
+from .branches import Needed, branches
 
 
-def merge_loops(kernel: Kernel, guarded: Guarded) -> Kernel:
+def merge_loops(kernel: Kernel) -> Kernel:
     """The kernel with one loop for every run of adjoining loops that can be merged."""
-    return kernel.with_body(_Merger(kernel, guarded).block(kernel.body, lambda v: v))
+    adjoining = _Adjoining(kernel)
+    blocks = [kernel.body, *(b for op in kernel.body.walk() for b in op.blocks())]
+    forms: dict[Op, Form] = {}
+    for run in (run for b in blocks for run in adjoining.runs(b)):
+        forms |= {loop: functools.partial(_left_out, loop) for loop in run.loops[:-1]}
+        forms[run.loops[-1]] = run.merged
+    return Copier(forms).whole(kernel)
 
 
-class _Merger:
-    def __init__(self, kernel: Kernel, guarded: Guarded):
-        self.guarded = guarded
+def _left_out(loop: For, copier: Copier) -> list[Value]:
+    """What a loop starts from is what the next one goes on with."""
+    return [copier.look(v) for v in loop.inits]
+
+
+class _Adjoining:
+    """The loops of a kernel that can be merged."""
+
+    def __init__(self, kernel: Kernel):
         self.known = ranges(kernel)
         self.uses = use_counts(kernel.body)
-
-    def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
-        local: dict[Value, Value] = {}
-        look = lambda v: local[v] if v in local else env(v)
-        params = tuple(Value(p.type, p.name) for p in old.params)
-        local.update(zip(old.params, params, strict=True))
-        runs = {run.loops[-1]: run for run in self.runs(old)}
-        gone = {loop for run in runs.values() for loop in run.loops[:-1]}
-        b = Builder(Block(params))
-        for op in old.ops:
-            if op in gone:
-                continue
-            if isinstance(op, For) and op in runs:
-                new: Op = runs[op].merged(b, look, self)
-            else:
-                new = op.clone(look, lambda inner: self.block(inner, look))
-                b.block.ops.append(new)
-            local.update(zip(op.results, new.results, strict=True))
-        b.block.yields = tuple(map(look, old.yields))
-        return b.block
 
     def runs(self, b: Block) -> list[_Run]:
         """Runs of two or more loops that can be merged."""
@@ -93,7 +83,7 @@ class _Merger:
         template = max(chain, key=lambda loop: len(loop.body.ops))
         sites = [_Same(loop.body, template.body).masks() for loop in chain]
         found = [s for s in sites if s is not None]
-        return _Run(chain, template, found) if len(found) == len(chain) else None
+        return _Run(chain, template, found, self.known) if len(found) == len(chain) else None
 
 
 def _at_most(a: Value, b: Value, known: Intervals) -> bool:
@@ -113,20 +103,21 @@ class _Run:
     loops: list[For]
     template: For
     unmasked: list[set[Select]]
+    known: Intervals
 
-    def merged(self, b: Builder, look: Callable[[Value], Value], merger: _Merger) -> For:
+    def merged(self, copier: Copier) -> tuple[Value, ...]:
+        b, look = copier.b, copier.look
         b.loc = self.template.loc
         first, last = self.loops[0], self.loops[-1]
         # A loop that makes no round may have its bounds in the wrong order.
         lo, hi = look(first.lo), look(last.hi)
-        if not _at_most(first.lo, first.hi, merger.known):
+        if not _at_most(first.lo, first.hi, self.known):
             lo = b.map("min", lo, look(first.hi))
-        if not _at_most(last.lo, last.hi, merger.known):
+        if not _at_most(last.lo, last.hi, self.known):
             hi = b.map("max", look(last.lo), hi)
-        sites = {}
-        for mask in set().union(*self.unmasked):
-            sites[mask] = self.needed(mask)
-        body = merger.guarded(self.template.body, sites, look)
+        old = self.template.body
+        masks = branches(old, {mask: self.needed(mask) for mask in set().union(*self.unmasked)})
+        body = Copier(masks, b, look).block(old)
         stages = [loop.stages for loop in self.loops if loop.stages is not None]
         new = dataclasses.replace(
             self.template,
@@ -137,25 +128,26 @@ class _Run:
             body=body,
             stages=max(stages, default=None),
         )
-        b.block.ops.append(build(new, self.template.loc, tuple(r.name for r in last.results)))
-        return new
+        b.loc = self.template.loc
+        return b.add(new, *(r.name for r in last.results)).results
 
-    def needed(self, mask: Select) -> Callable[[Builder, Callable[[Value], Value]], Value]:
+    def needed(self, mask: Select) -> Needed:
         """The condition on the round under which one of the loops that have the mask would have run it."""
         k = self.template.body.params[0]
         masked = [loop for loop, sites in zip(self.loops, self.unmasked, strict=True) if mask not in sites]
 
-        def build_(b: Builder, look: Callable[[Value], Value]) -> Value:
-            out: Value | None = None
+        def build(copier: Copier) -> Value:
+            b, look = copier.b, copier.look
+            parts: list[Value] = []
             for loop in masked:
-                parts = [b.map("ge", look(k), look(loop.lo))] if loop is not self.loops[0] else []
-                parts += [b.map("lt", look(k), look(loop.hi))] if loop is not self.loops[-1] else []
-                both = parts[0] if len(parts) == 1 else b.map("and", *parts)
-                out = both if out is None else b.map("or", out, both)
-            assert out is not None  # the template has the mask
-            return out
+                ends = [b.map("ge", look(k), look(loop.lo))] if loop is not self.loops[0] else []
+                ends += [b.map("lt", look(k), look(loop.hi))] if loop is not self.loops[-1] else []
+                parts.append(functools.reduce(lambda x, y: b.map("and", x, y), ends))
+                if len(parts) > 1:
+                    parts = [b.map("or", *parts)]
+            return parts[0]
 
-        return build_
+        return build
 
 
 class _Same:

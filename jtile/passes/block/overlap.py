@@ -9,12 +9,11 @@ fold products into sums themselves are in pairs of rounds by now, see `pairs`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 
 from jtile.ir import (
     AllocBarriers,
     Arrive,
-    Block,
     Builder,
     DotAsync,
     DotWait,
@@ -29,8 +28,9 @@ from jtile.passes.affine import ranges
 from jtile.passes.fold import number
 from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
+from jtile.passes.rewrite import Copier, Form
 
-from .chains import VIEWS, Copier, Products, filled_by, root_of, slots_given
+from .chains import VIEWS, Products, filled_by, root_of, slots_given
 from .rotate import Rotation, Turn
 
 
@@ -42,44 +42,42 @@ def run(kernel: Kernel, turns: bool = False) -> Kernel:
         run, where each of them has one such loop.
     """
     overlap = _Overlap(ranges(kernel), filled_by(kernel), turns)
-    return kernel.with_body(overlap.block(kernel.body, lambda v: v))
+    return Copier(overlap.forms(kernel)).whole(kernel)
 
 
 @dataclasses.dataclass
 class _Overlap:
-    """Copies a kernel with its loops of products overlapped; `filled`: the barriers of each allocation."""
+    """Overlaps the loops of products of a kernel; `filled`: the barriers of each allocation."""
 
     known: Intervals
     filled: dict[Op, set[Value]]
     turns: bool
     turn: dict[For, Turn] = dataclasses.field(default_factory=dict)
 
-    def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
-        b = Builder(Block(tuple(Value(p.type, p.name) for p in old.params)))
-        copy = Copier(b, env)
-        copy.local.update(zip(old.params, b.block.params, strict=True))
-        for op in old.ops:
-            if isinstance(op, Roles) and self.turns:
-                self.plan_turns(op, b)
-            if isinstance(op, For) and (results := self.loop(op, b, copy.look)) is not None:
-                copy.local.update(zip(op.results, results, strict=True))
-                continue
-            new = op.clone(copy.look, lambda inner: self.block(inner, copy.look))
-            b.block.ops.append(new)
-            copy.local.update(zip(op.results, new.results, strict=True))
-        b.block.yields = tuple(map(copy.look, old.yields))
-        return b.block
+    def forms(self, kernel: Kernel) -> dict[Op, Form]:
+        out: dict[Op, Form] = {}
+        for op in kernel.body.walk():
+            if isinstance(op, For) and (form := self.loop(op)) is not None:
+                out[op] = form
+            elif isinstance(op, Roles) and self.turns:
+                out[op] = functools.partial(self.roles, op)
+        return out
 
-    def loop(self, op: For, b: Builder, env: Callable[[Value], Value]) -> tuple[Value, ...] | None:
-        """Builds the overlapped form of a loop, if it has one; gives what stands for its results."""
+    def loop(self, op: For) -> Form | None:
+        """The overlapped form of a loop, if it has one."""
         products = Products(op)
         if not products.waits:
             return None
         rotation = Rotation.of(products, self.filled)
         if rotation is not None:
-            return rotation.build(b, env, self.runs(op), self.turn.get(op))
+            return lambda copier: rotation.build(copier, self.runs(op), self.turn.get(op))
         accumulation = _Accumulation.of(products)
-        return None if accumulation is None else accumulation.build(b, env, self.runs(op))
+        return None if accumulation is None else lambda copier: accumulation.build(copier, self.runs(op))
+
+    def roles(self, op: Roles, copier: Copier) -> tuple[()]:
+        self.plan_turns(op, copier.b)
+        copier.put(op)
+        return ()
 
     def plan_turns(self, roles: Roles, b: Builder) -> None:
         """Give every consumer its turns, in the order of the roles, if all of its products are those of one loop."""
@@ -135,32 +133,28 @@ class _Accumulation:
             return None
         return _Accumulation(products, late)
 
-    def build(self, b: Builder, env: Callable[[Value], Value], runs: bool) -> tuple[Value, ...]:
-        loop = self.products.loop
-        b.loc = loop.loc
-        outside = Copier(b, env)
-        inits = [*map(env, loop.inits), *[b.index(0)] * len(self.late)]
-        lo, hi, step = map(env, (loop.lo, loop.hi, loop.step))
+    def build(self, outer: Copier, runs: bool) -> tuple[Value, ...]:
+        loop, b = self.products.loop, outer.b
+        inits = [*map(outer.look, loop.inits), *[b.index(0)] * len(self.late)]
+        lo, hi, step = map(outer.look, (loop.lo, loop.hi, loop.step))
         types = [p.type for p in loop.body.params] + [op.at.type for op in self.late]
         names = (*(p.name for p in loop.body.params), *["before"] * len(self.late))
+        n = len(loop.inits)
         with b.region(types, names) as body:
-            copy = Copier(b, env)
-            copy.local.update(zip(loop.body.params, body.params, strict=False))
-            before = body.params[len(loop.body.params) :]
-            self.body(copy, lo, before)
+            copy = outer.within()
+            copy.replace(loop.body.params, body.params[: 1 + n])
+            self.body(copy, lo, body.params[1 + n :])
             body.yields = (*map(copy.look, loop.body.yields), *(copy.look(op.at) for op in self.late))
         names = (*(r.name for r in loop.results), *["last"] * len(self.late))
         b.loc = loop.loc
         new = b.add(dataclasses.replace(loop, lo=lo, hi=hi, step=step, inits=tuple(inits), body=body), *names)
-        n = len(loop.results)
-        outside.local.update(zip(loop.results, new.results, strict=False))
         running = [c.carry for c in self.products.chains]
         done = b.add(DotWait(tuple(new.results[i] for i in running)), *(loop.results[i].name for i in running))
-        outside.local.update((loop.results[i], r) for i, r in zip(running, done.results, strict=True))
+        results = dict(enumerate(new.results[:n])) | dict(zip(running, done.results, strict=True))
         ran = None if runs or not self.late else b.map("lt", lo, hi)
         for op, at in zip(self.late, new.results[n:], strict=True):
-            b.add(Arrive(env(op.barrier), at, op.count, ran))
-        return tuple(map(outside.look, loop.results))
+            b.add(Arrive(outer.look(op.barrier), at, op.count, ran))
+        return tuple(results.values())
 
     def body(self, copy: Copier, lo: Value, before: tuple[Value, ...]) -> None:
         """One round: products, the wait for those of the round before, the arrivals for their buffers."""
@@ -170,9 +164,9 @@ class _Accumulation:
         later = b.map("ne", copy.look(products.body.params[0]), lo)
         for op in products.body.ops:
             if op in waits:
-                copy.local[op.results[0]] = copy.look(op.values[0])  # type: ignore[attr-defined]
+                copy.env[op.results[0]] = copy.look(op.values[0])  # type: ignore[attr-defined]
             elif op not in self.late:
-                new = copy.op(op)
+                new = copy.put(op)
                 if not isinstance(op, DotAsync) or not isinstance(new, DotAsync) or op not in first:
                     continue
                 if number(first[op]) == 0 and new.keep is None:
@@ -180,7 +174,7 @@ class _Accumulation:
         b.loc = products.loop.loc
         ends = [products.waits[c.dots[-1]].results[0] for c in products.chains]
         done = b.add(DotWait(tuple(map(copy.look, ends)), len(products.waits)), *(v.name for v in ends))
-        copy.local.update(zip(ends, done.results, strict=True))
+        copy.replace(ends, done.results)
         for op, at in zip(self.late, before, strict=True):
             b.loc = op.loc
             b.add(Arrive(copy.look(op.barrier), at, op.count, later))

@@ -8,54 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
-from jtile.ir import Arrive, Block, Builder, DotAsync, DotWait, For, Kernel, Op, Roles, TileType, Value
+from jtile.ir import Arrive, Block, DotAsync, DotWait, For, Kernel, Op, Roles, TileType, Value
 from jtile.passes.fold import number
 from jtile.passes.pipeline import Pass
-from jtile.passes.rewrite import free_values, is_pure
+from jtile.passes.rewrite import Copier, free_values, is_pure
 
-from .chains import Copier, Products, slots_given
+from .chains import Products, slots_given
 from .plan import for_tiles
 
 ROUNDS = 2  # at a time
 
 
 def run(kernel: Kernel) -> Kernel:
-    return kernel.with_body(_InPairs().block(kernel.body, lambda v: v))
+    found = (Pairs.of(Products(loop), room) for loop, room in _loops(kernel))
+    return Copier({p.products.loop: p.build for p in found if p is not None}).whole(kernel)
 
 
-@dataclasses.dataclass
-class _InPairs:
-    """Copies a kernel; `room`: registers for tiles, of all threads of the role at hand."""
-
-    room: int = 128 * for_tiles(0)
-
-    def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
-        b = Builder(Block(tuple(Value(p.type, p.name) for p in old.params)))
-        copy = Copier(b, env)
-        copy.local.update(zip(old.params, b.block.params, strict=True))
-        for op in old.ops:
-            pairs = Pairs.of(Products(op), self.room) if isinstance(op, For) else None
-            if pairs is not None:
-                copy.local.update(zip(op.results, pairs.build(b, copy.look), strict=True))
-            elif isinstance(op, Roles):
-                self.roles(op, b, copy)
-            else:
-                new = op.clone(copy.look, lambda inner: self.block(inner, copy.look))
-                b.block.ops.append(new)
-                copy.local.update(zip(op.results, new.results, strict=True))
-        b.block.yields = tuple(map(copy.look, old.yields))
-        return b.block
-
-    def roles(self, op: Roles, b: Builder, copy: Copier) -> None:
-        """A copy of the roles, each with its registers."""
-        bodies = []
-        for warps, registers, body in zip(op.warps, op.registers, op.bodies, strict=True):
-            self.room = 32 * warps * for_tiles(registers)
-            bodies.append(self.block(body, copy.look))
-        b.loc = op.loc
-        b.add(dataclasses.replace(op, bodies=tuple(bodies)))
+def _loops(kernel: Kernel) -> Iterator[tuple[For, int]]:
+    """The loops of roles, and the registers for tiles of all threads of the role."""
+    for roles in kernel.body.walk():
+        if isinstance(roles, Roles):
+            for warps, registers, body in zip(roles.warps, roles.registers, roles.bodies, strict=True):
+                yield from ((op, 32 * warps * for_tiles(registers)) for op in body.walk() if isinstance(op, For))
 
 
 @dataclasses.dataclass
@@ -101,11 +77,10 @@ class Pairs:
         tiles = sum(math.prod(v.shape) for v in values if isinstance(v.type, TileType))
         return Pairs(products, head, tail, sums) if tiles <= room else None
 
-    def build(self, b: Builder, env: Callable[[Value], Value]) -> tuple[Value, ...]:
+    def build(self, outer: Copier) -> tuple[Value, ...]:
         """Builds the loop of pairs and, where the number of rounds may be odd, a loop for the rest."""
-        old = self.products.loop
-        b.loc = old.loc
-        lo, hi, step = map(env, (old.lo, old.hi, old.step))
+        old, b = self.products.loop, outer.b
+        lo, hi, step = map(outer.look, (old.lo, old.hi, old.step))
         one = number(old.step)
         several = b.full(ROUNDS if one is None else ROUNDS * one, (), step.dtype)
         several = b.map("mul", step, several) if one is None else several
@@ -113,17 +88,17 @@ class Pairs:
         even = rounds is not None and number(old.step) == 1 and rounds % ROUNDS == 0
         until = hi if even else b.map("sub", hi, b.map("sub", several, step))
         with b.region([p.type for p in old.body.params], tuple(p.name for p in old.body.params)) as body:
-            body.yields = self.pair(b, env, body.params, step)
+            body.yields = self.pair(outer, body.params, step)
         b.loc = old.loc
-        inits = tuple(map(env, old.inits))
+        inits = tuple(map(outer.look, old.inits))
         names = tuple(r.name for r in old.results)
         new = dataclasses.replace(old, lo=lo, hi=until, step=several, inits=inits, body=body)
         b.add(new, *names)
-        return new.results if even else self.rest(b, env, new.results, (lo, hi, step, several))
+        return new.results if even else self.rest(outer, new.results, (lo, hi, step, several))
 
-    def rest(self, b: Builder, env: Callable[[Value], Value], carries: tuple[Value, ...], bounds) -> tuple[Value, ...]:
+    def rest(self, outer: Copier, carries: tuple[Value, ...], bounds: tuple[Value, ...]) -> tuple[Value, ...]:
         """The rounds that are left, as they were."""
-        old = self.products.loop
+        old, b = self.products.loop, outer.b
         lo, hi, step, several = bounds
         b.loc = old.loc
         length = b.map("max", b.map("sub", hi, lo), b.full(0, (), lo.dtype))
@@ -131,26 +106,21 @@ class Pairs:
         whole = b.map("div", b.map("sub", b.map("add", length, step), one), step)  # rounds
         pairs = b.map("div", whole, b.full(ROUNDS, (), lo.dtype))
         done = b.map("add", lo, b.map("mul", pairs, several))
-        with b.region([p.type for p in old.body.params], tuple(p.name for p in old.body.params)) as body:
-            copy = Copier(b, env)
-            copy.local.update(zip(old.body.params, body.params, strict=True))
-            for op in old.body.ops:
-                copy.op(op)
-            body.yields = tuple(map(copy.look, old.body.yields))
+        body = outer.within().block(old.body)
         b.loc = old.loc
         new = dataclasses.replace(old, lo=done, hi=hi, step=step, inits=carries, body=body)
         return b.add(new, *(r.name for r in old.results)).results
 
-    def pair(self, b: Builder, env: Callable[[Value], Value], params: tuple[Value, ...], step: Value):
+    def pair(self, outer: Copier, params: tuple[Value, ...], step: Value) -> tuple[Value, ...]:
         """The rounds of one body; gives its yields."""
-        old = self.products.body
+        old, b = self.products.body, outer.b
         rounds: list[Copier] = []
         k, carries = params[0], list(params[1:])
         for n in range(ROUNDS):
-            copy = Copier(b, env)
-            copy.local.update(zip(old.params, (k, *carries), strict=True))
+            copy = outer.within()
+            copy.replace(old.params, (k, *carries))
             for op in self.head:
-                copy.op(op)
+                copy.put(op)
             carries = [c if i in self.sums else copy.look(old.yields[i]) for i, c in enumerate(carries)]
             rounds.append(copy)
             if n:
@@ -163,10 +133,10 @@ class Pairs:
     def finish(self, copy: Copier, carries: list[Value], pending: int) -> list[Value]:
         """The tail of a round while `pending` products of the next one run; gives the carries after it."""
         old = self.products.body
-        copy.local.update((old.params[1 + i], carries[i]) for i in self.sums)
+        copy.env.update((old.params[1 + i], carries[i]) for i in self.sums)
         waits = [op for op in self.tail if isinstance(op, DotWait)]
         for op in self.tail:
-            new = copy.op(op)
+            new = copy.put(op)
             if isinstance(new, DotWait) and isinstance(op, DotWait):
                 new.pending = pending + len(waits) - 1 - waits.index(op)
         return [copy.look(old.yields[i]) if i in self.sums else c for i, c in enumerate(carries)]

@@ -7,103 +7,81 @@ next round before it waits for anything of this one. The last round asks for its
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
 
-from jtile.ir import Block, Builder, DotAsync, DotWait, For, Kernel, Load, Op, Select, Value
+from jtile.ir import Block, DotAsync, DotWait, For, Kernel, Load, Op, Select, Value
 from jtile.passes.affine import ranges
 from jtile.passes.fold import number
 from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
-from jtile.passes.rewrite import buffers, is_pure, written
-
-from .chains import Copier
+from jtile.passes.rewrite import Copier, buffers, is_pure, written
 
 ELEMENTS = 256  # of a tile that may be carried: two registers a thread
 
 
 def run(kernel: Kernel) -> Kernel:
     roots = buffers(kernel)
-    ahead = _Ahead(ranges(kernel), roots, set(written(kernel.body, roots)))
-    return kernel.with_body(ahead.block(kernel.body, lambda v: v))
+    known, outputs = ranges(kernel), set(written(kernel.body, roots))
+    forms = {}
+    for op in kernel.body.walk():
+        if isinstance(op, For) and _is_of_products(op, known):
+            loads = [x for x in _loads(op) if roots.get(x.ref, x.ref) not in outputs]
+            forms |= {op: functools.partial(_ahead, op, loads)} if loads else {}
+    return Copier(forms).whole(kernel)
 
 
-@dataclasses.dataclass
-class _Ahead:
-    """Copies a kernel; loops of products load ahead what no part of the kernel writes."""
+def _is_of_products(loop: For, known: Intervals) -> bool:
+    """Whether a loop surely makes a round, with products in it."""
+    lo, hi, step = known(loop.lo), known(loop.hi), number(loop.step)
+    runs = lo is not None and hi is not None and lo.hi < hi.lo and step is not None and step > 0
+    return runs and any(isinstance(op, DotAsync) for op in loop.body.ops)
 
-    known: Intervals
-    roots: dict[Value, Value]
-    written: set[Value]
 
-    def block(self, old: Block, env: Callable[[Value], Value]) -> Block:
-        b = Builder(Block(tuple(Value(p.type, p.name) for p in old.params)))
-        copy = Copier(b, env)
-        copy.local.update(zip(old.params, b.block.params, strict=True))
-        for op in old.ops:
-            loads = self.loads(op) if isinstance(op, For) else []
-            if isinstance(op, For) and loads:
-                new: Op = self.loop(op, loads, b, copy.look)
-            else:
-                new = op.clone(copy.look, lambda inner: self.block(inner, copy.look))
-                b.block.ops.append(new)
-            copy.local.update(zip(op.results, new.results, strict=False))
-        b.block.yields = tuple(map(copy.look, old.yields))
-        return b.block
+def _loads(loop: For) -> list[Load]:
+    """The loads of a loop whose tiles can be carried, and whose places follow from its index."""
+    loads = [op for op in loop.body.ops if isinstance(op, Load) and math.prod(op.result.shape) <= ELEMENTS]
+    return [op for op in loads if _places(op, loop) is not None]
 
-    def loads(self, loop: For) -> list[Load]:
-        """The loads of a loop that can be carried: their places follow from the index of the loop."""
-        lo, hi, step = self.known(loop.lo), self.known(loop.hi), number(loop.step)
-        runs = lo is not None and hi is not None and lo.hi < hi.lo and step is not None and step > 0
-        if not runs or not any(isinstance(op, DotAsync) for op in loop.body.ops):
-            return []
-        out = []
-        for op in loop.body.ops:
-            if not isinstance(op, Load) or math.prod(op.result.shape) > ELEMENTS:
-                continue
-            if self.roots.get(op.ref, op.ref) not in self.written and _places(op, loop) is not None:
-                out.append(op)
-        return out
 
-    def loop(self, old: For, loads: list[Load], b: Builder, env: Callable[[Value], Value]) -> Op:
-        k, *params = old.body.params
-        b.loc = old.loc
-        lo, hi, step = map(env, (old.lo, old.hi, old.step))
-        first = [_load(op, old, Copier(b, env), lo) for op in loads]
-        names = (*(p.name for p in old.body.params), *(op.result.name for op in loads))
-        with b.region([v.type for v in (k, *params, *first)], names) as body:
-            copy = Copier(b, env)
-            copy.local.update(zip(old.body.params, body.params, strict=False))
-            copy.local.update(zip((op.result for op in loads), body.params[1 + len(params) :], strict=True))
-            following: list[Value] = []
-            early: list[Op] = []
-            for op in old.body.ops:
-                if isinstance(op, DotWait) and not following:
-                    early = _ready(old.body, op, loads)
-                    for x in early:
-                        copy.op(x)
-                    following = self.following(old, loads, copy, hi)
-                if op not in loads and op not in early:
-                    new = op.clone(copy.look, lambda inner: self.block(inner, copy.look))
-                    b.block.ops.append(new)
-                    copy.local.update(zip(op.results, new.results, strict=True))
-            following = following or self.following(old, loads, copy, hi)
-            body.yields = (*map(copy.look, old.body.yields), *following)
-        b.loc = old.loc
-        inits = (*map(env, old.inits), *first)
-        new = dataclasses.replace(old, lo=lo, hi=hi, step=step, inits=inits, body=body)
-        return b.add(new, *(r.name for r in old.results), *(op.result.name for op in loads))
+def _ahead(old: For, loads: list[Load], copier: Copier) -> tuple[Value, ...]:
+    """Builds the loop that carries `loads`; gives its results without those."""
+    b = copier.b
+    lo, hi, step = map(copier.look, (old.lo, old.hi, old.step))
+    first = [_load(op, old, copier.within(), lo) for op in loads]
+    b.loc = old.loc
+    names = (*(p.name for p in old.body.params), *(op.result.name for op in loads))
+    carried = len(old.inits)
+    with b.region([v.type for v in (*old.body.params, *first)], names) as body:
+        copier.replace(old.body.params, body.params[: 1 + carried])
+        copier.replace([op.result for op in loads], body.params[1 + carried :])
+        following: list[Value] = []
+        early: list[Op] = []
+        for op in old.body.ops:
+            if isinstance(op, DotWait) and not following:
+                early = _ready(old.body, op, loads)
+                for x in early:
+                    copier.put(x)
+                following = _following(old, loads, copier, hi)
+            if op not in loads and op not in early:
+                copier.op(op)
+        following = following or _following(old, loads, copier, hi)
+        body.yields = (*map(copier.look, old.body.yields), *following)
+    b.loc = old.loc
+    inits = (*map(copier.look, old.inits), *first)
+    new = dataclasses.replace(old, lo=lo, hi=hi, step=step, inits=inits, body=body)
+    return b.add(new, *(r.name for r in old.results), *(op.result.name for op in loads)).results[:carried]
 
-    @staticmethod
-    def following(old: For, loads: list[Load], copy: Copier, hi: Value) -> list[Value]:
-        """The loads of the next round, asked for when the products of this one are under way, and when those of this
-        round are no more needed: else they would go from register to register, and each copy wait for its load."""
-        b, k = copy.b, old.body.params[0]
-        b.loc = old.loc
-        after = b.map("add", copy.look(k), copy.look(old.step))
-        ahead = b.value(Select(b.map("lt", after, hi), after, copy.look(k)))
-        inner = Copier(b, copy.look)
-        return [_load(op, old, inner, ahead) for op in loads]
+
+def _following(old: For, loads: list[Load], copier: Copier, hi: Value) -> list[Value]:
+    """The loads of the next round, asked for when the products of this one are under way, and when those of this round
+    are no more needed: else they would go from register to register, and each copy wait for its load."""
+    b, k = copier.b, old.body.params[0]
+    b.loc = old.loc
+    after = b.map("add", copier.look(k), copier.look(old.step))
+    ahead = b.value(Select(b.map("lt", after, hi), after, copier.look(k)))
+    inner = copier.within()
+    return [_load(op, old, inner, ahead) for op in loads]
 
 
 def _ready(body: Block, at: Op, loads: list[Load]) -> list[Op]:
@@ -138,12 +116,12 @@ def _places(load: Load, loop: For) -> list[Op] | None:
     return out[::-1] if k in needed and not needed & set(carries) else None
 
 
-def _load(load: Load, loop: For, copy: Copier, k: Value) -> Value:
+def _load(load: Load, loop: For, copier: Copier, k: Value) -> Value:
     """The load of round k."""
-    copy.local[loop.body.params[0]] = k
+    copier.env[loop.body.params[0]] = k
     for op in _places(load, loop) or ():
-        copy.op(op)
-    return copy.op(load).results[0]
+        copier.put(op)
+    return copier.put(load).results[0]
 
 
 prefetch = Pass("prefetch", "No loop of products waits for a small tile whose place follows from its index.", run)

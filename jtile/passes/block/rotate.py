@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from jtile.ir import (
     Arrive,
     Block,
-    Builder,
     DotAsync,
     DotWait,
     FenceShared,
@@ -30,9 +29,9 @@ from jtile.ir import (
     Wait,
 )
 from jtile.passes.fold import number
-from jtile.passes.rewrite import free_values, is_pure
+from jtile.passes.rewrite import Copier, free_values, is_pure
 
-from .chains import VIEWS, Chain, Copier, Products, root_of, slots_given
+from .chains import VIEWS, Chain, Products, root_of, slots_given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Rotation:
     """How the body of a loop is taken apart.
 
     Attributes:
-      chains: the delayed products.
+      chains: the accumulators of the delayed products; dots: these products, in order.
       head: what stays in its round, in order.
       before: what the delayed products take with them: waits for their buffers, the views of these, what fills them.
       arrivals: those that give their buffers back.
@@ -68,6 +67,7 @@ class Rotation:
 
     products: Products
     chains: list[Chain]
+    dots: list[DotAsync]
     head: list[Op]
     before: list[Op]
     arrivals: list[Arrive]
@@ -97,7 +97,7 @@ class Rotation:
         before = [op for op in products.body.ops if op in parts.waits | parts.late]
         kept = parts.kept([*before, *parts.dots, *arrivals])
         links = _links(head, products)
-        return Rotation(products, chains, _linked(head, links), before, arrivals, scales, kept, links)
+        return Rotation(products, chains, parts.dots, _linked(head, links), before, arrivals, scales, kept, links)
 
     @property
     def counter(self) -> Value | None:
@@ -120,48 +120,40 @@ class Rotation:
     def first_wait(self) -> Op:
         return next(op for op in self.head if isinstance(op, DotWait) and op not in self.links)
 
-    @property
-    def dots(self) -> list[DotAsync]:
-        """The delayed products, in the order of the body."""
-        delayed = {d for c in self.chains for d in c.dots}
-        return [op for op in self.products.body.ops if isinstance(op, DotAsync) and op in delayed]
-
-    def build(self, b: Builder, env: Callable[[Value], Value], runs: bool, turn: Turn | None) -> tuple[Value, ...]:
+    def build(self, outer: Copier, runs: bool, turn: Turn | None) -> tuple[Value, ...]:
         """Builds the rotated loop; gives what stands for its results. `runs`: it makes a round at least."""
-        self.turn, loop = turn, self.products.loop
-        b.loc = loop.loc
+        self.turn, loop, b = turn, self.products.loop, outer.b
         if runs:
-            return self.rounds(b, env)
-        cond = b.map("lt", env(loop.lo), env(loop.hi))
+            return self.rounds(outer)
+        cond = b.map("lt", outer.look(loop.lo), outer.look(loop.hi))
         with b.region() as then:
-            then.yields = self.rounds(b, env)
+            then.yields = self.rounds(outer)
         with b.region() as orelse:
-            orelse.yields = tuple(map(env, loop.inits))
+            orelse.yields = tuple(map(outer.look, loop.inits))
         b.loc = loop.loc
         return b.add(If(cond, then, orelse), *(r.name for r in loop.results)).results
 
-    def rounds(self, b: Builder, env: Callable[[Value], Value]) -> tuple[Value, ...]:
+    def rounds(self, outer: Copier) -> tuple[Value, ...]:
         """The first round, the loop from the second round on, and the last delayed products."""
-        loop, body = self.products.loop, self.products.body
-        first = Copier(b, env)
-        first.local.update(zip(body.params, (env(loop.lo), *map(env, loop.inits)), strict=True))
+        loop, body, b = self.products.loop, self.products.body, outer.b
+        first, (lo, hi, step) = outer.within(), map(outer.look, (loop.lo, loop.hi, loop.step))
+        first.replace(body.params, (lo, *map(outer.look, loop.inits)))
         for op in [*self.head, *self.scales]:
             self.turns(first, op, lambda: None)
             self.copy(first, op)
         inits = (*self.next_carries(first), *map(first.look, self.kept))
         b.loc = loop.loc
-        lo = b.map("add", env(loop.lo), env(loop.step))
+        second = b.map("add", lo, step)
         names = (*(p.name for p in body.params), *(f"{v.name or 'kept'}_before" for v in self.kept))
         with b.region([body.params[0].type, *(v.type for v in inits)], names) as new:
-            copy = Copier(b, env)
-            copy.local.update(zip(body.params, new.params, strict=False))
-            late = self.late(b, env, new.params)
+            copy, late = outer.within(), self.late(outer, new.params)
+            copy.replace(body.params, new.params[: len(body.params)])
             self.round(copy, late)
             new.yields = (*self.next_carries(copy), *map(copy.look, self.kept))
         b.loc = loop.loc
-        new_loop = dataclasses.replace(loop, lo=lo, hi=env(loop.hi), step=env(loop.step), inits=inits, body=new)
+        new_loop = dataclasses.replace(loop, lo=second, hi=hi, step=step, inits=inits, body=new)
         b.add(new_loop, *(r.name for r in loop.results), *(v.name for v in self.kept))
-        last = self.late(b, env, (new.params[0], *new_loop.results))
+        last = self.late(outer, (new.params[0], *new_loop.results))
         self.issue(last)
         self.finish(last)
         results = list(new_loop.results[: len(loop.inits)])
@@ -178,39 +170,39 @@ class Rotation:
             out[c.carry] = copy.look(acc)
         return out
 
-    def late(self, b: Builder, env: Callable[[Value], Value], values: tuple[Value, ...]) -> Copier:
+    def late(self, outer: Copier, values: tuple[Value, ...]) -> Copier:
         """A copier for the delayed ops, from the round index, the carries and the kept values in `values`."""
         params = self.products.body.params
-        late = Copier(b, env)
-        late.local.update(zip(self.kept, values[len(params) :], strict=True))
+        late = outer.within()
+        late.replace(self.kept, values[len(params) :])
         for c in self.chains:
             acc = c.dots[0].acc
             assert acc is not None
-            late.local[acc] = values[1 + c.carry]
+            late.env[acc] = values[1 + c.carry]
         return late
 
     def issue(self, late: Copier) -> None:
         """Start the delayed products."""
         for op in self.before:
-            late.op(op)
+            late.put(op)
         for d in self.dots:
-            late.op(d)
-            late.local[self.products.waits[d].results[0]] = late.look(d.result)
+            late.put(d)
+            late.env[self.products.waits[d].results[0]] = late.look(d.result)
 
     def finish(self, late: Copier) -> None:
         """Wait for them and give their buffers back."""
         ends = [self.products.waits[c.dots[-1]].results[0] for c in self.chains]
         late.b.loc = self.dots[-1].loc
         done = late.b.add(DotWait(tuple(map(late.look, ends))), *(v.name for v in ends))
-        late.local.update(zip(ends, done.results, strict=True))
+        late.replace(ends, done.results)
         for op in self.arrivals:
-            late.op(op)
+            late.put(op)
 
     def copy(self, copy: Copier, op: Op) -> Op | None:
         """An op of the head; sums of a link stay in flight."""
         if op not in self.links:
-            return copy.op(op)
-        copy.local[op.results[0]] = copy.look(op.operands()[0])
+            return copy.put(op)
+        copy.env[op.results[0]] = copy.look(op.operands()[0])
         return None
 
     def turns(self, copy: Copier, op: Op, issue: Callable[[], None]) -> None:
@@ -244,9 +236,9 @@ class Rotation:
         self.finish(late)
         body = self.products.body
         for c in self.chains:
-            copy.local[body.params[1 + c.carry]] = late.look(self.products.waits[c.dots[-1]].results[0])
+            copy.env[body.params[1 + c.carry]] = late.look(self.products.waits[c.dots[-1]].results[0])
         for op in self.scales:
-            copy.op(op)
+            copy.put(op)
 
 
 def _links(head: list[Op], products: Products) -> set[Op]:
@@ -285,7 +277,8 @@ class _Parts:
 
     def __init__(self, products: Products, chains: list[Chain], filled: dict[Op, set[Value]]):
         self.body, self.chains, self.users = products.body, chains, products.users
-        self.dots = {d for c in chains for d in c.dots}
+        delayed = {d for c in chains for d in c.dots}
+        self.dots = [op for op in self.body.ops if op in delayed]  # in order: what they take is carried in this order
         self.ends = {products.waits[d] for d in self.dots}
         self.roots = {r for d in self.dots for v in (d.a, d.b) if (r := root_of(v))}
         self.late: set[Op] = set()

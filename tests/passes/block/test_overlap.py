@@ -327,6 +327,23 @@ def test_two_accumulators_and_a_chain():
         np.testing.assert_array_equal(interpret(after, inputs, seed=seed)[0], interpret(kernel, inputs)[0])
 
 
+def test_delayed_operands_are_carried_in_the_order_of_their_products():
+    """Equal kernels give equal text, in every process."""
+    more = range(6)
+    products = [
+        f"%P{n} = mul %P, %P\n%run{n} = dot_async %P{n}, %Vs acc=%more{n}\n%O{n} = dot_wait %run{n}\n" for n in more
+    ]
+    text = SURE.replace("arrive %vempty", "".join(products) + "arrive %vempty")
+    text = text.replace("%it = %c0)", ", ".join(["%it = %c0", *(f"%more{n} = %zero" for n in more)]) + ")")
+    text = text.replace("%top, %end =", ", ".join(["%top, %end", *(f"%sum{n}" for n in more)]) + " =")
+    text = text.replace("yield %O, %m1, %next", ", ".join(["yield %O, %m1, %next", *(f"%O{n}" for n in more)]))
+    after = overlap(parse_kernel(text))
+    loop = next(op for op in after.body.walk() if isinstance(op, For))
+    assert [p.name for p in loop.body.params if p.name.startswith("P")] == [
+        "P_before", *(f"P{n}_before" for n in more)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "kernel",
     [

@@ -11,7 +11,7 @@ from block_kernels import operands
 
 from jtile.errors import JtileError
 from jtile.interpret import interpret
-from jtile.ir import DotWait, For, parse_kernel, print_kernel, verify
+from jtile.ir import DotWait, For, Kernel, parse_kernel, print_kernel, verify
 from jtile.passes.block import Machine, NoPlan, steps
 from jtile.passes.block.pairs import pairs
 
@@ -142,33 +142,34 @@ def test_what_stays(old, new):
     assert print_kernel(pairs(kernel)) == print_kernel(kernel)
 
 
-def test_exact_products_of_bytes():
-    """Their sums leave the tensor cores after 128 terms: the addition of one round overlaps with the next product."""
-    f8 = jnp.float8_e4m3fn
-    operands_ = [((128, 384), f8), ((128, 384), f8), ((), jnp.float32)]
-    options = {"tb": True, "out_dtype": "float32", "bm": 128, "bn": 128, "bk": 128}
-    products = importlib.import_module("jtile.ops.scaled_matmul").products_times
-    kernel = products.lower(*(jax.ShapeDtypeStruct(s, t) for s, t in operands_), **options).kernel
+def in_pairs(name: str, operands_: list[tuple[tuple[int, ...], jnp.dtype]], **options) -> tuple[Kernel, Kernel]:
+    """A kernel of the library, of products of 128 x 128 x 384, and what the block level makes of it: two products in
+    flight."""
+    kernel = getattr(importlib.import_module("jtile.ops.scaled_matmul"), name)
+    options = {"tb": True, "bm": 128, "bn": 128, "bk": 128} | options
+    kernel = kernel.lower(*(jax.ShapeDtypeStruct(s, t) for s, t in operands_), **options).kernel
     planned = steps(kernel, Machine(), {})
     assert not isinstance(planned, NoPlan), str(planned)
     waits = [op.pending for op in planned.kernel.body.walk() if isinstance(op, DotWait)]
     assert waits == [1, 0, 0] * planned.plan.consumers
+    return kernel, planned.kernel
+
+
+F8 = ((128, 384), jnp.float8_e4m3fn)
+
+
+def test_exact_products_of_bytes():
+    """Their sums leave the tensor cores after 128 terms: the addition of one round overlaps with the next product."""
+    kernel, made = in_pairs("products_times", [F8, F8, ((), jnp.float32)], out_dtype="float32")
     inputs = operands(kernel, 0)
-    np.testing.assert_allclose(interpret(planned.kernel, inputs)[0], interpret(kernel, inputs)[0], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(interpret(made, inputs)[0], interpret(kernel, inputs)[0], rtol=1e-5, atol=1e-4)
 
 
 def test_products_with_scales_for_blocks():
-    """The library's kernel: two products in flight, scales loaded a round ahead."""
-    f8, f32 = jnp.float8_e4m3fn, jnp.float32
-    operands_ = [((128, 384), f8), ((128, 384), f8), ((3, 128), f32), ((1, 3), f32)]
-    options = {"tb": True, "out_dtype": "bfloat16", "block": 128, "bm": 128, "bn": 128, "bk": 128}
-    products = importlib.import_module("jtile.ops.scaled_matmul").scaled_products
-    kernel = products.lower(*(jax.ShapeDtypeStruct(s, t) for s, t in operands_), **options).kernel
-    planned = steps(kernel, Machine(), {})
-    assert not isinstance(planned, NoPlan), str(planned)
-    waits = [op.pending for op in planned.kernel.body.walk() if isinstance(op, DotWait)]
-    assert waits == [1, 0, 0] * planned.plan.consumers
+    """Scales are loaded a round ahead."""
+    scales = [((3, 128), jnp.float32), ((1, 3), jnp.float32)]
+    kernel, made = in_pairs("scaled_products", [F8, F8, *scales], out_dtype="bfloat16", block=128)
     inputs = operands(kernel, 0)
     want = interpret(kernel, inputs)[0]
     for seed in range(2):
-        np.testing.assert_array_equal(interpret(planned.kernel, inputs, seed=seed)[0], want)
+        np.testing.assert_array_equal(interpret(made, inputs, seed=seed)[0], want)
