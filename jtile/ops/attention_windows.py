@@ -44,6 +44,15 @@ def visible(rows, columns, length, window: Window):
     return jnp.broadcast_to(seen, jnp.broadcast_shapes(rows.shape, columns.shape))
 
 
+def at_edge(s, v, first, rows, length, window: Window, *, cut: bool):
+    """A block with an edge: scores s [bq, bk] of the queries at `rows` [bq, 1] and the keys from `first` on, -inf where
+    a query does not see a key; and the values v [bk, d] of these keys, with `cut` zeros behind the length, where may be
+    anything."""
+    columns = first + jt.arange(s.shape[1])[None, :]
+    s = jnp.where(visible(rows, columns, length, window), s, -math.inf)
+    return s, jnp.where(length > columns.T, v, jnp.zeros((), v.dtype)) if cut else v
+
+
 def blocks(first, bq: int, bk: int, length, window: Window):
     """Bounds of the key blocks that queries `first .. first + bq` see: `lo <= inner_lo <= inner_hi <= hi`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles, hopper_tiles, spaces
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, sums_in, tuned
 from jtile.ops.attention_backward import attention_backward
-from jtile.ops.attention_windows import LOG2_E, Window, blocks, scores, visible
+from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks, scores
 
 NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
 EMPTY = 1e30  # the log-sum-exp of no scores: 2^(s - EMPTY) is 0 for every score s
@@ -57,9 +56,7 @@ def flash_attention(
         s = scores(jt.dot(Q, K[b, j, kv, 0].T), unit, softcap, short=q.dtype.itemsize == 2)
         v_j = V[b, j, kv, 0]
         if edge:
-            columns = j * bk + jt.arange(bk)[None, :]
-            s = jnp.where(visible(rows, columns, length, window), s, -math.inf)
-            v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype)) if lengths else v_j
+            s, v_j = at_edge(s, v_j, j * bk, rows, length, window, cut=bool(lengths))
         return online(s, v_j, m, l, acc)
 
     wide = sums_in(q)

@@ -4,7 +4,6 @@ values of every head, and behind its own part a head's key has a rotary part tha
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import jtile as jt
 from jtile.errors import KernelTypeError
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, sums_in
-from jtile.ops.attention_windows import LOG2_E, blocks, visible
+from jtile.ops.attention_windows import LOG2_E, at_edge, blocks
 from jtile.ops.flash_attention import EMPTY, NOTHING, attention_reference, normalised, online
 from jtile.ops.latent_slopes import beside, slopes
 
@@ -47,9 +46,7 @@ def latent_prefill(
         s = jt.dot(qr_i, R[b, j, 0].T, jt.dot(q_i, K[b, j, h, 0].T)) * (scale * LOG2_E)
         v_j = V[b, j, h, 0]
         if edge:
-            columns = j * bk + jt.arange(bk)[None, :]
-            s = jnp.where(visible(rows, columns, length, window), s, -math.inf)
-            v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype)) if lengths else v_j
+            s, v_j = at_edge(s, v_j, j * bk, rows, length, window, cut=bool(lengths))
         return online(s, v_j, m, l, acc)
 
     wide = sums_in(q)
