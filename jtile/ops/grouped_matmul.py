@@ -40,25 +40,34 @@ def _grid(x, w, sizes, *, tw, bm, bn, **_):
     return x.shape[0] // bm + w.shape[0] + 1, jt.cdiv(w.shape[1 if tw else 2], bn)
 
 
-@jt.kernel(out_type=_out_type, grid=_grid)
-def grouped_rows(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4):
+def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4):
     """x [rows, k], w [groups, k, n] (`tw`: [groups, n, k]), sizes int32 [groups or more] -> y [rows, n].
 
     Sizes behind those of the groups are 0: a power of two of them is a tile that every target has.
     """
     # y_r = x_r W_g     for the rows r of group g; zero behind the groups
-    t, j = jt.program_id(0), jt.program_id(1)
     rows, k = x.shape
     last, ends, tiles = _tiles_of_groups(sizes[...], bm, rows)
     W = w.tiles(None, bn, bk) if tw else w.tiles(None, bk, bn)
     acc = jt.zeros((bm, bn), sums_in(x))
-    if t < tiles:
+    # bands of the rows that there are: programs without a tile come last, and no processor has more of the others
+    t, j = jt.swizzle(jt.program_id(0), jt.program_id(1), tiles)
+    if jt.program_id(0) * jt.num_programs(1) + jt.program_id(1) < tiles * jt.num_programs(1):
         g, first, end, inside = _place(last, ends, w.shape[0], t, bm, rows)
         for p in jt.range(jnp.where(inside, jt.cdiv(k, bk), 0), stages=stages):
             a = x[jt.ds(first, bm), jt.ds(p * bk, bk)]
             acc = jt.dot(a, W[g, j, p].T if tw else W[g, p, j], acc)
         mine = (first + jt.arange(bm) < end)[:, None]
         jt.store(y, (jt.ds(first, bm), jt.ds(j * bn, bn)), acc.astype(out_dtype), mask=jnp.broadcast_to(mine, (bm, bn)))
+
+
+# by `tw`; the order of the tiles hides from the compiler that columns of y are cut as those of w are
+grouped_rows = {
+    tw: jt.kernel(
+        out_type=_out_type, grid=_grid, name="grouped_rows", sharding=f"_ _, {'_ n _' if tw else '_ _ n'}, _ -> _ n"
+    )(_body)
+    for tw in (False, True)
+}
 
 
 def _outer_type(x, dy, sizes, *, groups, out_dtype, **_):
@@ -115,9 +124,9 @@ def _rows(x, w, sizes, *, out_dtype: str, tw: bool):
     )
 
 
-def _with_warps(x, w, sizes, *, bm: int, bn: int, **meta):
-    kernel = tuned(grouped_rows, **gpu_tiles.product_options(bm, bn, x.dtype.itemsize))
-    return kernel(x, w, sizes, bm=bm, bn=bn, **meta)
+def _with_warps(x, w, sizes, *, tw: bool, bm: int, bn: int, **meta):
+    kernel = tuned(grouped_rows[tw], **gpu_tiles.product_options(bm, bn, x.dtype.itemsize))
+    return kernel(x, w, sizes, tw=tw, bm=bm, bn=bn, **meta)
 
 
 def _forward(x, w, sizes, **meta):
@@ -139,7 +148,8 @@ def _backward(residuals, dy, *, tw: bool, **_):
     return _rows(dy, w, sizes, out_dtype=x.dtype.name, tw=not tw), dw, None
 
 
-grouped_rows.defvjp(_forward, _backward)
+for _kernel in grouped_rows.values():
+    _kernel.defvjp(_forward, _backward)
 
 
 def grouped_matmul(

@@ -19,7 +19,7 @@ _MATMUL = jt.kernel(out_type=_products._out_type, grid=_products._grid, name="ma
 _ATTENTION = jt.kernel(out_type=_attention._types, grid=_attention._grid, name="attention")(
     _attention.flash_attention._fn
 )
-_GROUPS = importlib.import_module("jtile.ops.grouped_matmul").grouped_rows
+_GROUPS = importlib.import_module("jtile.ops.grouped_matmul").grouped_rows[False]
 _SCALES = importlib.import_module("jtile.ops.scaled_matmul").scaled_products
 _GROUPED = jt.kernel(out_type=_GROUPS._spec.out_type, grid=_GROUPS._spec.grid, name="grouped")(_GROUPS._fn)
 _SCALED = jt.kernel(out_type=_SCALES._spec.out_type, grid=_SCALES._spec.grid, name="scaled")(_SCALES._fn)
