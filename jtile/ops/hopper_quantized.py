@@ -132,49 +132,74 @@ def _memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: 
     )
 
 
-@jt.function
-def _consume(
-    word_rings,
-    scale_rings,
-    x,
-    full,
-    empty,
-    x_full,
-    x_empty,
-    first_round: int,
-    rounds: int,
-    step: int,
-    kind,
-    ahead: bool,
-):
-    """The sums [64, columns] of 64 rows over every `step`-th round.
+def _round(word_rings, scale_rings, k, kind: str, dtype):
+    """Words [64, 8, 4] and scales of round k, in registers."""
+    words = [t.at(k).load().reshape(ROWS, 8, 4) for t in word_rings]
+    tiles = [t.at(k).load() for t in scale_rings]
+    return words, _scales(tiles, kind, dtype) if tiles else []
 
-    `ahead`: the numbers of the next piece of a round are made while one is multiplied.
-    """
-    wide, pieces, dtype = len(word_rings), x.shape[1] // PIECE, x.dtype.type
+
+def _piece(words, scales, p: int, kind: str, dtype):
+    """64 columns of W as numbers, the p-th of a round."""
+    units = 2 * len(words)
+    own = [t[:, 2 * p : 2 * p + 2] for t in scales] + [None, None]
+    return _operand(words[p * units // 8][:, p * units % 8 : p * units % 8 + units], *own[:2], kind, dtype)
+
+
+@jt.function
+def _consume(word_rings, scale_rings, x, full, empty, x_full, x_empty, first_round: int, rounds: int, step: int, kind):
+    """The sums [64, columns] of 64 rows over every `step`-th round."""
+    pieces, dtype = x.shape[1] // PIECE, x.dtype.type
     each = DEPTH // PIECE // pieces
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
     for k in jt.range(first_round, rounds, step):
         full.at(k).wait()
-        words = [t.at(k).load().reshape(ROWS, 8, 4) for t in word_rings]
-        tiles = [t.at(k).load() for t in scale_rings]
-        scales = _scales(tiles, kind, dtype) if tiles else []
+        words, scales = _round(word_rings, scale_rings, k, kind, dtype)
         for p in range(DEPTH // PIECE):
-            first, at = 2 * wide * p % 8, k * each + p // pieces
-            own = [t[:, 2 * p : 2 * p + 2] for t in scales] + [None, None]
-            a = _operand(words[p * wide // 4][:, first : first + 2 * wide], *own[:2], kind, dtype)
+            at = k * each + p // pieces
+            a = _piece(words, scales, p, kind, dtype)
             if p % pieces == 0:
                 x_full.at(at).wait()
             b = x.at(at)
             b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
             acc = jt.dot_async(a, b.T, acc)
-            if ahead and p:
-                acc = jt.dot_wait(acc, pending=1)
-                x_empty.at(at - 1).arrive()
-            if p == DEPTH // PIECE - 1 or (not ahead and p % pieces == pieces - 1):
+            if p % pieces == pieces - 1:
                 acc = jt.dot_wait(acc)
                 x_empty.at(at).arrive()
         empty.at(k).arrive()
+    return acc
+
+
+@jt.function
+def _consume_ahead(
+    word_rings, scale_rings, x, full, empty, x_full, x_empty, first_round: int, rounds: int, step: int, kind
+):
+    """`_consume` where the numbers of a piece are made while the one before is multiplied, from round to round; a slot
+    of x holds one piece."""
+    dtype, each = x.dtype.type, DEPTH // PIECE
+    acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
+    if first_round < rounds:
+        last = first_round + (rounds - 1 - first_round) // step * step
+        full.at(first_round).wait()
+        words, scales = _round(word_rings, scale_rings, first_round, kind, dtype)
+        a = _piece(words, scales, 0, kind, dtype)
+        for k in jt.range(first_round, rounds, step):
+            for p in range(each):
+                at = k * each + p
+                x_full.at(at).wait()
+                acc = jt.dot_async(a, x.at(at).T, acc)
+                if p < each - 1:
+                    a = _piece(words, scales, p + 1, kind, dtype)
+                if p:
+                    acc = jt.dot_wait(acc, pending=1)
+                    x_empty.at(at - 1).arrive()
+            then = jnp.minimum(k + step, last)  # behind the last round comes that round again, for nobody
+            full.at(then).wait()
+            words, scales = _round(word_rings, scale_rings, then, kind, dtype)
+            a = _piece(words, scales, 0, kind, dtype)
+            empty.at(k).arrive()
+            acc = jt.dot_wait(acc)
+            x_empty.at(k * each + each - 1).arrive()
     return acc
 
 
@@ -208,20 +233,9 @@ def hopper_quantized_product(
     for j in range(deep):
         for i in range(high):
             with jt.role(f"consumer{j}{i}", warps=4, registers=registers):
-                acc = _consume(
-                    mem.words[i],
-                    mem.scales[i],
-                    mem.x,
-                    mem.full,
-                    mem.empty,
-                    mem.x_full,
-                    mem.x_empty,
-                    j,
-                    rounds,
-                    deep,
-                    kind,
-                    ahead,
-                )
+                consume = _consume_ahead if ahead else _consume
+                rings = mem.words[i], mem.scales[i], mem.x
+                acc = consume(*rings, mem.full, mem.empty, mem.x_full, mem.x_empty, j, rounds, deep, kind)
                 if j:
                     mem.partial[j - 1][i].store(acc)
                     mem.done[(j - 1) * high + i].arrive()
