@@ -1,0 +1,30 @@
+"""Every block-level kernel at 50 random shapes: right, at the level it is meant for, and the same bits in 21 calls."""
+
+from __future__ import annotations
+
+import pytest
+from soak import Draw, check, check_levels, compiled, planned
+from soak_families import FAMILIES
+
+import jtile as jt
+
+SHAPES, CHUNK = 50, 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", range(SHAPES // CHUNK))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_soak(family, chunk):
+    number = list(FAMILIES).index(family)
+    for k in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        case = FAMILIES[family](Draw(number, k))
+        check(case, level_of=compiled if jt.architecture() == "sm_90" else None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_small(family):
+    """The families themselves: a small shape of each on this machine, and its plan on Hopper."""
+    case = FAMILIES[family](Draw(0, small=True))
+    check(case, times=2)
+    with jt.config(arch="sm_90"):
+        check_levels(case, case.arrays(), planned)
