@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jtile.ir import (
     At,
-    Block,
     Dense,
     Extent,
     Full,
@@ -24,28 +24,18 @@ from jtile.ir import (
     Value,
     dim_value,
 )
-from jtile.ir.builder import build
 
 from .intervals import TRUE, Intervals, walk
 from .pipeline import Pass
+from .rewrite import Copier, Form
 
 
 def run(kernel: Kernel) -> Kernel:
     plan = _Plan({}, {}, set())
     walk(kernel, plan.look_at)
-    env: dict[Value, Value] = {}
-
-    def block(b: Block) -> Block:
-        params = tuple(Value(p.type, p.name) for p in b.params)
-        env.update(zip(b.params, params, strict=True))
-        ops = []
-        for op in b.ops:
-            new = plan.apply(op, op.clone(lambda v: env.get(v, v), block))
-            env.update(zip(op.results, new.results, strict=True))
-            ops.append(new)
-        return Block(params, ops, tuple(env.get(y, y) for y in b.yields))
-
-    return kernel.with_body(block(kernel.body))
+    forms: dict[Op, Form] = {op: functools.partial(_constant, op, n) for op, n in plan.constants.items()}
+    forms |= {op: functools.partial(plan.access, op) for op in plan.inside}
+    return Copier(forms).whole(kernel)
 
 
 @dataclasses.dataclass
@@ -66,15 +56,17 @@ class _Plan:
             if i is not None and i.single:
                 self.constants[op] = i.lo
 
-    def apply(self, old: Op, new: Op) -> Op:
-        if old in self.constants:
-            t = old.result.type
-            value = bool(self.constants[old]) if t.dtype == "bool" else self.constants[old]
-            return build(Full(value, t.shape, t.dtype), old.loc, (old.result.name,))
-        if isinstance(new, Load | Store):
-            new.checked = new.checked and not self.inside[old]
-            new.mask = None if old in self.unmasked else new.mask
-        return new
+    def access(self, old: Op, copier: Copier) -> tuple[Value, ...]:
+        new = copier.put(old)
+        assert isinstance(new, Load | Store)
+        new.checked = new.checked and not self.inside[old]
+        new.mask = None if old in self.unmasked else new.mask
+        return new.results
+
+
+def _constant(op: Op, n: int, copier: Copier) -> tuple[Value, ...]:
+    t = op.result.type
+    return (copier.b.value(Full(bool(n) if t.dtype == "bool" else n, t.shape, t.dtype), op.result.name),)
 
 
 def _may_fold(op: Op) -> bool:

@@ -9,7 +9,7 @@ from jtile.ir.block import level_of
 from jtile.ir.shapes import full_array
 
 from .pipeline import Pass
-from .rewrite import buffers, free_values, is_pure, written
+from .rewrite import Copier, buffers, free_values, is_pure, written
 
 # Tiles that cost nothing to make where they are used, and registers to keep: they move only with what needs them.
 FREE = (Full, Iota, Broadcast, Reshape)
@@ -18,41 +18,31 @@ FREE = (Full, Iota, Broadcast, Reshape)
 def run(kernel: Kernel) -> Kernel:
     if level_of(kernel) == "block":  # where things stand there is the schedule, and registers are budgeted
         return kernel
-    return kernel.with_body(_Hoister(kernel).block(kernel.body, lambda v: v))
+    return _Hoister(kernel).whole(kernel)
 
 
 def small(kernel: Kernel, most: int) -> Kernel:
     """The same for tiles of at most `most` elements, whose registers count for little."""
-    return kernel.with_body(_Hoister(kernel, most).block(kernel.body, lambda v: v))
+    return _Hoister(kernel, most).whole(kernel)
 
 
-class _Hoister:
-    """`most`: elements of a tile that may move; None: any number."""
+class _Hoister(Copier):
+    """Copies a kernel whose loops give up their invariant ops. `most`: elements of a tile that may move; None: any
+    number."""
 
     def __init__(self, kernel: Kernel, most: int | None = None):
+        super().__init__()
         self.roots, self.most = buffers(kernel), most
         self.grid = kernel.grid
 
-    def block(self, b: Block, env) -> Block:
-        """A copy of the block in which every loop has given up its invariant ops."""
-        local: dict[Value, Value] = {}
-
-        def look(v: Value) -> Value:
-            return local[v] if v in local else env(v)
-
-        params = tuple(Value(p.type, p.name) for p in b.params)
-        local.update(zip(b.params, params, strict=True))
-        ops: list[Op] = []
-        for op in b.ops:
-            new = op.clone(look, lambda inner: self.block(inner, look))
-            local.update(zip(op.results, new.results, strict=True))
-            if isinstance(new, For):
-                moved = self.invariant(new)
-                ops += moved
-                gone = set(map(id, moved))
-                new.body.ops = [x for x in new.body.ops if id(x) not in gone]
-            ops.append(new)
-        return Block(params, ops, tuple(map(look, b.yields)))
+    def put(self, op: Op) -> Op:
+        new = super().put(op)
+        if isinstance(new, For):
+            moved = self.invariant(new)
+            gone = set(moved)
+            new.body.ops = [x for x in new.body.ops if x not in gone]
+            self.b.block.ops[-1:] = [*moved, new]
+        return new
 
     def invariant(self, loop: For) -> list[Op]:
         """The ops of the loop's body that can stand in front of it, in order."""

@@ -33,7 +33,7 @@ from jtile.ir.shapes import full_array
 
 from .cse import index_form
 from .pipeline import Pass
-from .rewrite import buffers, use_counts, written
+from .rewrite import Copier, buffers, use_counts, written
 
 
 def run(kernel: Kernel) -> Kernel:
@@ -41,7 +41,7 @@ def run(kernel: Kernel) -> Kernel:
         return kernel
     promoted = whole_refs(kernel)
     kernel = kernel.with_body(_Promote(promoted).block(kernel.body)) if promoted else kernel
-    return _drop_unread(_forward(kernel))
+    return _drop_unread(_Forward(kernel).whole(kernel))
 
 
 def local_refs(kernel: Kernel) -> list[Value]:
@@ -176,34 +176,31 @@ def tile_of(ref: Value) -> TileType:
 # -- straight-line forwarding for all other memory --------------------------------------------------------------------
 
 
-def _forward(kernel: Kernel) -> Kernel:
+class _Forward(Copier):
     """A load of exactly the lanes that the last store to the buffer wrote gives the stored value."""
-    roots = buffers(kernel)
-    env: dict[Value, Value] = {}
 
-    def look(v: Value) -> Value:
-        return env.get(v, v)
+    def __init__(self, kernel: Kernel):
+        super().__init__()
+        self.roots = buffers(kernel)
+        self.last: dict[Value, Store] = {}  # to each buffer, in the region at hand
 
-    def block(b: Block) -> Block:
-        params = tuple(Value(p.type, p.name) for p in b.params)
-        env.update(zip(b.params, params, strict=True))
-        last: dict[Value, Store] = {}
-        ops: list[Op] = []
-        for op in b.ops:
-            new = op.clone(look, block)
-            store = last.get(roots.get(new.ref, new.ref)) if isinstance(new, Load) else None
-            if store is not None and _same_lanes(store, new):
-                env[op.result] = store.value
-                continue
-            env.update(zip(op.results, new.results, strict=True))
-            for root in written(new, roots):
-                last.pop(root, None)
-            if isinstance(new, Store):
-                last[roots.get(new.ref, new.ref)] = new
-            ops.append(new)
-        return Block(params, ops, tuple(map(look, b.yields)))
+    def block(self, old: Block) -> Block:
+        outside, self.last = self.last, {}
+        new = super().block(old)
+        self.last = outside
+        return new
 
-    return kernel.with_body(block(kernel.body))
+    def op(self, op: Op) -> None:
+        new = self.put(op)
+        store = self.last.get(self.roots.get(new.ref, new.ref)) if isinstance(new, Load) else None
+        if store is not None and _same_lanes(store, new):
+            self.b.block.ops.pop()
+            self.env[op.result] = store.value
+            return
+        for root in written(new, self.roots):
+            self.last.pop(root, None)
+        if isinstance(new, Store):
+            self.last[self.roots.get(new.ref, new.ref)] = new
 
 
 def _same_lanes(store: Store, load: Load) -> bool:
@@ -225,7 +222,7 @@ def _drop_unread(kernel: Kernel) -> Kernel:
 
     def block(b: Block) -> Block:
         kept = [op for op in b.ops if not (isinstance(op, Store | Atomic | Alloc) and _ref(op) in dead)]
-        for op in kept:  # fresh copies, made by _forward
+        for op in kept:  # fresh copies, made by _Forward
             for name, kind in op.fields.items():
                 if kind == "block":
                     setattr(op, name, block(getattr(op, name)))

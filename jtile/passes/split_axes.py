@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from jtile.ir import Block, For, Kernel, Map, Op, ProgramId, Select, Value
+from jtile.ir import For, Kernel, Map, Op, ProgramId, Select, Value
 from jtile.ir.builder import build
 
 from .affine import ranges
 from .fold import number
 from .nests import tidy
-from .rewrite import Rewriter, Rules
+from .rewrite import Copier, Rewriter, Rules
 
 ROUNDS = 16  # each takes one variable apart
 
@@ -133,24 +133,8 @@ def _whole_division(kernel: Kernel) -> Kernel:
         i, by = known(x), number(c)
         return i is not None and i.lo >= 0 and by is not None and by > 0 and _correction(op.cond, x, c)
 
-    if not any(map(plain, kernel.body.walk())):
-        return kernel
-    env: dict[Value, Value] = {}
-
-    def block(old: Block) -> Block:
-        params = tuple(Value(p.type, p.name) for p in old.params)
-        env.update(zip(old.params, params, strict=True))
-        ops: list[Op] = []
-        for op in old.ops:
-            if plain(op):
-                env[op.results[0]] = env[op.b]  # type: ignore[attr-defined]
-                continue
-            new = op.clone(lambda v: env.get(v, v), block)
-            env.update(zip(op.results, new.results, strict=True))
-            ops.append(new)
-        return Block(params, ops, tuple(env.get(y, y) for y in old.yields))
-
-    return kernel.with_body(block(kernel.body))
+    found = [op for op in kernel.body.walk() if plain(op)]
+    return Copier({op: lambda copier, op=op: (copier.look(op.b),) for op in found}).whole(kernel) if found else kernel
 
 
 def _correction(cond: Value, x: Value, c: Value) -> bool:
