@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from jtile._errors import KernelTypeError
+from jtile._platform import platform
 from jtile.tune.space import Call, Recorder, recorder
 from jtile.tune.store import retracing
 
@@ -16,7 +17,8 @@ from jtile.tune.store import retracing
 def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
     """How often `f(*args)` calls each `Program`, in order of the first call, and the calls of tunable kernels.
 
-    The body of a `scan` counts as often as it runs, that of a `while` and the branches of a `cond` once.
+    The body of a `scan` counts as often as it runs, that of a `while` and the branches of a `cond` once; of what is
+    different on each platform, that of the platform at hand (`jt.platform()`).
 
     Raises:
       KernelTypeError: called inside of a trace.
@@ -43,5 +45,16 @@ def _programs(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
         if eqn.primitive.name == "jtile_call":
             yield eqn.params["program"], times
         inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for inner in jaxprs_in_params(eqn.params):
+        for inner in _here(eqn.params) or jaxprs_in_params(eqn.params):
             yield from _programs(inner, inside)
+
+
+def _here(params: Mapping[str, Any]) -> list[Any]:
+    """The branch of `lax.platform_dependent` for the platform at hand; nothing for other equations."""
+    platforms = params.get("branches_platforms")
+    if not platforms:
+        return []
+    here = platform()
+    return [b.jaxpr for b, names in zip(params["branches"], platforms, strict=True) if names is None or here in names][
+        :1
+    ]

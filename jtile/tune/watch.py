@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from jtile import _lowering, passes
+from jtile._config import config
 from jtile._errors import KernelValueError, UnsupportedError
 from jtile.ir import Kernel
 from jtile.ir.block import level_of
@@ -62,8 +64,8 @@ def profile(
       args: its arguments, arrays or `jax.ShapeDtypeStruct`.
       programs: blocks of a grid that are watched, the first ones.
       capacity: notes of a role in a block, at most.
-      interpret: run in the interpreter, at the sizes given: times are its steps, which say what waits for what, but
-        nothing of speed. Needs no GPU.
+      interpret: run in the interpreter what a GPU of sm_90 would, at the sizes given: times are its steps, which say
+        what waits for what, but nothing of speed. Needs no GPU.
       seed: of the interpreter's order of steps.
 
     Raises:
@@ -77,7 +79,8 @@ def profile(
         raise UnsupportedError(
             f"jt.profile watches kernels on a GPU of {ARCH}, which this machine has not: interpret=True"
         )
-    found, calls = trace(f, *args)
+    with config(arch=ARCH) if interpret else contextlib.nullcontext():  # tiles go by it
+        found, calls = trace(f, *args)
     data = {call.bound({}).program: call.data for call in calls}
     lines: list[Timeline] = []
     without: list[tuple[str, str]] = []

@@ -9,7 +9,7 @@ import pytest
 
 from jtile._errors import KernelValueError
 from jtile.ir import Loc
-from jtile.passes.block.stamps import BEGIN, END, INSTANT, PHASES, Site
+from jtile.passes.block.stamps import BEGIN, END, INSTANT, PHASES, SLOT, Site
 from jtile.tune.timeline import timeline
 
 SITES = (
@@ -30,8 +30,8 @@ def stamps(*roles, capacity=16):
     out = np.full((1, len(roles), capacity, 2), -7, np.int64)  # what nobody wrote is never read
     for number, events in enumerate(roles):
         events = events[:capacity]
-        for k, (at, site, phase) in enumerate(events):
-            out[0, number, k] = at, site * PHASES + phase
+        for k, (at, site, phase, *slot) in enumerate(events):
+            out[0, number, k] = at, sum(slot) * SLOT + site * PHASES + phase
         if len(events) < capacity:
             out[0, number, len(events), 0] = 0
     return out
@@ -63,14 +63,68 @@ def test_trace_is_perfetto_json(tmp_path):
     wait = next(e for e in events if e["name"] == "wait full")
     assert (wait["ph"], wait["ts"], wait["dur"]) == ("X", pytest.approx(0.01), pytest.approx(0.02))
     assert wait["args"]["source"] == "k.py:3"
-    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"consumer", "producer"}
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {"consumer", "producer", "products under way"}
+    (product,) = (e for e in events if e["name"] == "products")
+    assert (product["ts"], product["dur"]) == (pytest.approx(0.04), pytest.approx(0.05))
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+
+
+RING = (
+    Site(0, "consumer", "role", "consumer", 0, Loc()),
+    Site(0, "consumer", "wait", "full", 0, Loc(), 2),
+    Site(0, "consumer", "product", "64x8x16", 64 * 8 * 16, Loc()),
+    Site(0, "consumer", "wait for products", "", 0, Loc(), 1),  # leaves one running
+    Site(0, "consumer", "arrive", "empty", 0, Loc(), 2),
+    Site(0, "consumer", "wait for products", "", 0, Loc()),
+    Site(1, "producer", "role", "producer", 0, Loc()),
+    Site(1, "producer", "wait", "empty", 0, Loc(), 2),
+    Site(1, "producer", "expect", "full", 2048, Loc(), 2),
+)
+READS = [
+    (100, 0, BEGIN),
+    (100, 1, BEGIN, 0), (120, 1, END, 0), (120, 2, INSTANT), (120, 3, BEGIN), (120, 3, END),
+    (130, 1, BEGIN, 1), (135, 1, END, 1), (140, 2, INSTANT), (140, 3, BEGIN), (160, 3, END), (165, 4, INSTANT, 0),
+    (170, 5, BEGIN), (180, 5, END), (185, 4, INSTANT, 1),
+    (195, 1, BEGIN, 0), (195, 1, END, 0), (200, 0, END),
+]  # fmt: skip
+FILLS = [
+    (100, 6, BEGIN),
+    (101, 7, BEGIN, 0), (101, 7, END, 0), (102, 8, INSTANT, 0), (104, 7, BEGIN, 1), (104, 7, END, 1),
+    (105, 8, INSTANT, 1), (110, 7, BEGIN, 0), (170, 7, END, 0), (171, 8, INSTANT, 0), (172, 6, END),
+]  # fmt: skip
+
+
+def test_a_wait_may_leave_products_running():
+    """The clock cannot tell the start of the first product from the wait behind it, which leaves it running."""
+    line = timeline("gemm", stamps(READS, FILLS, capacity=32), RING, "ns")
+    assert line.products(0) == [(120, 180)]
+    assert line.roles()[0].products == pytest.approx(0.6)
+    assert line.busy() == pytest.approx(0.6) and line.length(0) == 100
+    assert line.rate() == pytest.approx(2 * 2 * 64 * 8 * 16 / 100)
+    assert "TFLOP/s a block" in str(line)
+
+
+def test_slots_of_rings():
+    line = timeline("gemm", stamps(READS, FILLS, capacity=32), RING, "ns")
+    stages = [(s.barrier, s.slot, s.asked, s.read, s.freed) for s in line.stages(0)]
+    assert stages == [("full", 0, 102, 120, 165), ("full", 1, 105, 135, 185), ("full", 0, 171, 195, 200)]
+    lanes = [e for e in line.trace_events() if e.get("cat") == "stage" and e["name"] != "products"]
+    assert [e["dur"] for e in lanes] == pytest.approx([0.018, 0.024, 0.045, 0.005, 0.03, 0.05])
 
 
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    line = timeline("gemm", stamps(CONSUMER, PRODUCER), SITES, "ns")
-    line.picture(tmp_path / "line.svg")
-    assert "consumer" in (tmp_path / "line.svg").read_text() or (tmp_path / "line.svg").stat().st_size > 1000
+    line = timeline("gemm", stamps(READS, FILLS, capacity=32), RING, "ns")
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words as words
+        line.picture(tmp_path / "line.svg", window=(10, 90))
+    drawn = (tmp_path / "line.svg").read_text()
+    for words in ("consumer", "producer", "full[1]", "wait empty", "products under way 60%", "starts a product"):
+        assert words in drawn
     with pytest.raises(KernelValueError, match="no program 3"):
         line.picture(tmp_path / "other.svg", program=3)
+    with pytest.raises(KernelValueError, match="a window is"):
+        line.picture(tmp_path / "other.svg", window=(5, 5))
+    assert not (tmp_path / "other.svg").exists()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jtile as jt
 from jtile.errors import KernelValueError, UnsupportedError
+from jtile.tune.programs import trace
 
 
 @jt.kernel(
@@ -61,6 +64,34 @@ def test_time_goes_on():
     whole = {s.site.role: s for s in line.spans if s.site.kind == "role"}
     for s in line.spans:
         assert whole[s.site.role].start <= s.start <= s.end <= whole[s.site.role].end
+
+
+def test_slots_of_the_ring():
+    """Each is asked for, read and given back, in turn; what is skipped by `when=` is not noted."""
+    (line,) = jt.profile(product, MATRIX, MATRIX, interpret=True, programs=1).timelines
+    rounds = {}
+    for s in line.stages(0):
+        rounds.setdefault(s.slot, []).append(s)
+        assert s.asked < s.read < s.freed
+    assert sum(map(len, rounds.values())) == 256 // 64 and len(rounds) > 1
+    for own in rounds.values():
+        assert all(a.freed <= b.asked for a, b in itertools.pairwise(own))
+    consumer = next(s.site.role for s in line.spans if s.site.name == "consumer0")
+    arrived = [s for s in line.spans if s.site.role == consumer and s.site.kind == "arrive"]
+    assert len(arrived) == 256 // 64  # one a round, though one stands in the loop and one behind it
+
+
+def test_kernels_are_those_of_the_gpu():
+    """Tiles and branches are chosen for sm_90, though the interpreter runs on any machine."""
+    (line,) = jt.profile(jt.ops.matmul, MATRIX, MATRIX, interpret=True, programs=1).timelines
+    assert line.kernel == "matmul"
+
+    def f(a, b):
+        return jax.lax.platform_dependent(a, b, cuda=product, default=lambda a, b: double(a) + double(b))
+
+    found = jt.profile(f, MATRIX, MATRIX, interpret=True, programs=1)
+    assert ([t.kernel for t in found.timelines], found.without) == (["product"], ())
+    assert {p.name for p in trace(f, MATRIX, MATRIX)[0]} == ({"product"} if jt.platform() == "cuda" else {"double"})
 
 
 def test_room_for_few_notes():

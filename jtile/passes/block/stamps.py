@@ -1,5 +1,5 @@
-"""The timeline of a block-level kernel: each role notes the time when it starts and ends to wait, and when it starts
-copies and products, in a further output of the kernel."""
+"""The timeline of a block-level kernel: each role notes the time when it starts and ends to wait, when it starts copies
+and products, and when it arrives at a barrier, in a further output of the kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jtile.ir import (
+    Arrive,
     AsyncLoad,
     AsyncStore,
     At,
@@ -15,6 +16,7 @@ from jtile.ir import (
     Clock,
     DotAsync,
     DotWait,
+    Expect,
     For,
     If,
     Kernel,
@@ -31,11 +33,19 @@ from jtile.ir import (
     While,
 )
 from jtile.ir.block import nbytes
+from jtile.ir.types import INDEX
 
 INSTANT, BEGIN, END = 0, 1, 2
-PHASES = 4  # a stamp is `site * PHASES + phase`
+PHASES = 4  # a stamp is `slot * SLOT + site * PHASES + phase`
+SLOT = 1 << 32
 _SPANS: dict[type[Op], str] = {Wait: "wait", DotWait: "wait for products", StoreWait: "wait for stores"}
-_INSTANTS: dict[type[Op], str] = {AsyncLoad: "load", AsyncStore: "store", DotAsync: "product"}
+_INSTANTS: dict[type[Op], str] = {
+    AsyncLoad: "load",
+    AsyncStore: "store",
+    DotAsync: "product",
+    Arrive: "arrive",
+    Expect: "expect",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +54,12 @@ class Site:
 
     Attributes:
       role: number of the role, and `name` its name.
-      kind: `role` (all of it), `wait`, `wait for products`, `wait for stores`, `load`, `store`, `product`.
-      about: the barrier, buffer or array that it concerns.
+      kind: `role` (all of it), `wait`, `wait for products`, `wait for stores`, `load`, `store`, `product`, `arrive`,
+        `expect`.
+      about: the barrier, array or shape of the product that it concerns.
       amount: bytes of a copy, multiply-adds of a product, else 0.
       loc: the user's source line.
+      count: slots of the barrier; of a wait for products or stores, how many it leaves running.
     """
 
     role: int
@@ -56,6 +68,7 @@ class Site:
     about: str
     amount: int
     loc: Loc
+    count: int = 0
 
 
 def stamped(kernel: Kernel, blocks: int, capacity: int) -> tuple[Kernel, tuple[Site, ...]]:
@@ -132,38 +145,49 @@ class _Stamper:
             span, instant = _SPANS.get(type(op)), _INSTANTS.get(type(op))
             site = self._site(self._describe(op, span or instant or "")) if span or instant else 0
             if span:
-                self._stamp(site, BEGIN)
+                self._stamp(site, BEGIN, op)
             new = op.clone(self._look)
             self.b.block.ops.append(new)
             self.env.update(zip(op.results, new.results, strict=True))
             if span or instant:
-                self._stamp(site, END if span else INSTANT)
+                self._stamp(site, END if span else INSTANT, op)
 
     def _site(self, site: Site) -> int:
         self.into.sites.append(site)
         return len(self.into.sites) - 1
 
     def _describe(self, op: Op, kind: str) -> Site:
-        about, amount = "", 0
-        if isinstance(op, Wait):
-            about = op.barrier.name
+        about, amount, count = "", 0, 0
+        if isinstance(op, Wait | Arrive | Expect):
+            about, count = op.barrier.name, op.barrier.type.count  # type: ignore[union-attr]
+        elif isinstance(op, DotWait | StoreWait):
+            count = op.pending
         elif isinstance(op, AsyncLoad | AsyncStore):
             about, amount = op.ref.name, nbytes(op.buffer.type)
         elif isinstance(op, DotAsync):
             (m, k), n = op.a.shape, op.b.shape[1]
             about, amount = f"{m}x{n}x{k}", m * n * k
-        return Site(self.number, self.name, kind, about, amount, op.loc)
+        return Site(self.number, self.name, kind, about, amount, op.loc, count)
 
-    def _stamp(self, site: int, phase: int) -> None:
-        self._store(0, self.b.value(Clock()))
-        self._store(1, self.b.full(site * PHASES + phase, (), "int64"))
-        self.count = self.b.map("add", self.count, self.one)
+    def _stamp(self, site: int, phase: int, op: Op | None = None) -> None:
+        """Note the time; where the op has a `when` that is false, nothing."""
+        b = self.b
+        code = b.full(site * PHASES + phase, (), "int64")
+        if isinstance(op, Wait | Arrive | Expect):
+            slot = b.cast(self._look(op.at), "int64")
+            code = b.map("add", b.map("mul", slot, b.full(SLOT, (), "int64")), code)
+        when = getattr(op, "when", None)
+        when = None if when is None else self._look(when)
+        self._store(0, b.value(Clock()), when)
+        self._store(1, code, when)
+        self.count = b.map("add", self.count, self.one if when is None else b.cast(when, INDEX.dtype))
 
-    def _store(self, part: int, value: Value) -> None:
+    def _store(self, part: int, value: Value, when: Value | None = None) -> None:
         b, into = self.b, self.into
         programs, _, capacity, _ = into.stamps.shape
         room = b.map("lt", self.count, b.index(capacity))
         watched = b.map("and", b.map("lt", into.program, b.index(programs)), room)
+        watched = watched if when is None else b.map("and", watched, when)
         at = (into.program, b.index(self.number), self.count, b.index(part))
         b.add(Store(into.stamps, tuple(map(At, at)), value, watched))
 
