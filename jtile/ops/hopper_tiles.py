@@ -32,6 +32,7 @@ LEAST = 4096  # terms of a part
 # Bytes of operands that a block gets in a microsecond; where rows in memory start inside of lines, each is read twice.
 EVEN, UNEVEN = 150e3, 58e3
 LINE = 128
+PITCH = 16  # bytes that the distance of an operand's rows in memory is a multiple of, where tensor maps take them
 NEAR = 1.5  # how many times the shortest predicted time a form may take that a search tries
 GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}  # share of the speed of the best
 
@@ -55,7 +56,7 @@ def product(
       transposed: the right operand lies in memory as [n, k]; left: the left one as [k, m].
       fast: sums stay in the accumulators of the tensor cores; those of 8-bit floats take twice the registers otherwise.
     """
-    sides = candidates(m, n, k, itemsize, gates=gates, transposed=transposed, fast=fast)
+    sides = candidates(m, n, k, itemsize, gates=gates, transposed=transposed, left=left, fast=fast)
     if not sides:
         return None
     if gates > 1:
@@ -71,11 +72,19 @@ def product(
 
 @functools.cache
 def candidates(
-    m: int, n: int, k: int, itemsize: int, *, gates: int = 1, transposed: bool = False, fast: bool = False
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    *,
+    gates: int = 1,
+    transposed: bool = False,
+    left: bool = False,
+    fast: bool = False,
 ) -> tuple[tuple[int, int], ...]:
     """The sides of tiles of such products; none where they stay at tile level."""
     byte = itemsize == 1
-    apart = k * itemsize % 16 or n * itemsize % 16  # rows that tensor maps do not take
+    apart = any(row * itemsize % PITCH for row in (m if left else k, k if transposed else n))
     if m <= 64 or n < 64 or itemsize > 2 or k <= 128 // itemsize or (byte and not transposed) or apart:
         return ()
     sides = GATED if gates > 1 else TILES
@@ -124,7 +133,7 @@ def forms(
 ) -> dict[tuple[int, int, int], float]:
     """The forms of a product, (parts of the sums, sides of a tile), and the predicted microseconds of each; `of`:
     `transposed`, `left`, see `product`."""
-    whole = candidates(m, n, k, itemsize, transposed=of.get("transposed", False), fast=fast)
+    whole = candidates(m, n, k, itemsize, fast=fast, **of)
     found = [(1, *s) for s in whole]
     for bm, bn in whole if itemsize == 2 and batch == 1 else ():
         most = min(PROCESSORS // (cdiv(m, bm) * cdiv(n, bn)), k // LEAST)

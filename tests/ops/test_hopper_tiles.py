@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import jtile as jt
+from jtile import ops
+from jtile._lowering import compile_piece
 from jtile.ops import hopper_tiles, spaces
 from jtile.ops.hopper_tiles import candidates, parts_of_product, predicted_us, product
+from jtile.tune import device
+from jtile.tune.programs import trace
 
 LARGE = [(8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048), (8192, 28672, 4096), (8192, 4096, 14336)]
 
@@ -64,14 +68,37 @@ def test_choices_are_close_to_the_best_that_was_measured():
         ("few columns", (512, 32, 512, 2), {}),
         ("few terms", (512, 512, 64, 2), {}),
         ("wide elements", (512, 512, 512, 4), {}),
-        ("rows of no whole 16 bytes", (512, 500, 512, 2), {}),
-        ("terms of no whole 16 bytes", (512, 512, 500, 2), {}),
+        ("rows of b of no whole 16 bytes", (512, 500, 512, 2), {}),
+        ("rows of b of no whole 16 bytes", (512, 512, 500, 2), {"transposed": True}),
+        ("rows of a of no whole 16 bytes", (512, 512, 500, 2), {}),
+        ("rows of a of no whole 16 bytes", (500, 512, 512, 2), {"left": True}),
         ("bytes in the wrong order", (512, 512, 512, 1), {}),
     ],
 )
 def test_what_stays_at_tile_level(why, sizes, of):
     assert product(*sizes, **of) is None, why
     assert not candidates(*sizes, **of)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of"),
+    [
+        ((512, 500, 512), {"transposed": True}),  # the words of a vocabulary
+        ((500, 512, 512), {}),
+        ((512, 512, 500), {"left": True}),  # sums over tokens
+    ],
+)
+def test_only_the_rows_of_operands_count(sizes, of):
+    """A block stores rows of the result, however they lie."""
+    pytest.importorskip("triton")
+    best = product(*sizes, 2, **of)
+    (m, n, k), left, right = sizes, of.get("left", False), of.get("transposed", False)
+    shapes = (1, k, m) if left else (1, m, k), (1, n, k) if right else (1, k, n)
+    a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    with jt.config(arch="sm_90"):
+        (program,) = trace(lambda a, b: ops.matmul(a, b, transpose_a=left, transpose_b=right), a, b)[0]
+        assert best.items() <= dict(program.meta).items()
+        assert compile_piece(program, 0, device.target()).launch["level"] == "block"
 
 
 def test_bytes():

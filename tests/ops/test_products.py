@@ -39,6 +39,24 @@ def test_matmul_transposes_and_dtypes(dtype, ta, tb):
     agree(ops.matmul, matmul_reference, a, b, tolerance=TOLERANCE[dtype], **options)
 
 
+ODD = [
+    (136, 251, 200, False, True),
+    (131, 264, 200, False, False),
+    (200, 264, 131, True, False),
+    (131, 133, 135, True, True),
+]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "ta", "tb"), ODD)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_matmul_of_rows_of_no_whole_16_bytes(m, n, k, ta, tb, dtype):
+    """Tensor maps take some of these operands; rows of the result end anywhere."""
+    a, b = operands(m, n, k, "bfloat16", ta, tb)
+    bias = {} if dtype == "int8" else {"bias": normal(2, n, dtype=dtype), "activation": "relu"}
+    a, b = ((20 * x).astype(dtype) for x in (a, b))
+    agree(ops.matmul, matmul_reference, a, b, tolerance=TOLERANCE.get(dtype, 0), transpose_a=ta, transpose_b=tb, **bias)
+
+
 def test_matmul_of_float64():
     with jax.enable_x64(True):
         a, b = (jnp.asarray(np.random.default_rng(s).normal(size=(19, 19))) for s in (0, 1))
