@@ -264,7 +264,7 @@ def _site(group: list[Load], home: dict[Op, Block], depth: dict[int, int], resid
 
 
 def _rings(kernel: Kernel, sites: list[Site]) -> list[Ring]:
-    """One ring for sites that load the same."""
+    """One ring for sites that load the same; tiles that stay for a loop, several of them at a time, have one each."""
     place = {p: k for k, p in enumerate(kernel.params)}
     rings: dict[Hashable, Ring] = {}
     for s in sites:
@@ -274,7 +274,8 @@ def _rings(kernel: Kernel, sites: list[Site]) -> list[Ring]:
     for ring in rings.values():
         inside = [{id(b) for op in s.block.ops for b in _blocks(op)} | {id(s.block)} for s in ring.sites]
         ring.eager = any(id(t.block) in inside[k] for k, s in enumerate(ring.sites) for t in ring.sites if t is not s)
-    return list(rings.values())
+    apart = lambda ring: [Ring([s]) for s in ring.sites] if ring.resident and ring.eager else [ring]
+    return [part for ring in rings.values() for part in apart(ring)]
 
 
 def _blocks(op: Op) -> Iterator[Block]:

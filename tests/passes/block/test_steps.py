@@ -229,6 +229,28 @@ def test_an_operand_that_products_and_others_use():
     compare(parse_kernel(text), tolerance=1e-6)
 
 
+def test_two_tiles_of_one_view_that_stay_for_the_loop():
+    """Both are there at a time, so that each has a buffer: a query, and its rotary part of the same size."""
+    text = """kernel @k(%q: ref<128x64xbf16>, %w: ref<192x32xbf16>, %o: ref<128x64xf32, out>) grid(1) {
+      %c0 = full 0 : i32
+      %c1 = full 1 : i32
+      %c3 = full 3 : i32
+      %z = full 0.0 : tile<128x64xf32>
+      %a = load %q[tile(%c0, 128), tile(%c0, 32)]
+      %b = load %q[tile(%c0, 128), tile(%c1, 32)]
+      %r = for %k in %c0..%c3 step %c1 carry (%acc = %z) {
+        %x = load %w[tile(%k, 64), tile(%c0, 32)]
+        %t = transpose %x perm=(1, 0)
+        %d = dot %a, %t acc=%acc
+        %e = dot %b, %t acc=%d
+        yield %e
+      }
+      store %o[tile(%c0, 128), tile(%c0, 64)], %r
+    }"""
+    p = compare(parse_kernel(text), tolerance=1e-6)
+    assert sum("resident" in ring for ring in p.rings) == 2
+
+
 @pytest.mark.parametrize("sizes", [(70, 0, 130, 56), (128, 128, 0, 0), (5, 6, 7, 8)])
 def test_groups_of_rows(sizes):
     """Tiles that a group fills leave through shared memory, others through pointers; some tiles have no group."""
