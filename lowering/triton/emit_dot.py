@@ -50,6 +50,8 @@ def _dot(em: Emitter, op: ir.Dot) -> Val:
         form = Form(wide, wide, out, "")
     elif out == "f64" and em.features.cuda and narrowest_load(em) <= 16:  # see `product`: no instruction at all
         form = Form("float64", "float64", out, "")
+    if form.how:
+        check_operands(em, op, form)
     a = operand(em, em.val(op.a), op.a, form.a, len(batch) + (0 if op.trans_a else 1))
     b = operand(em, em.val(op.b), op.b, form.b, len(batch) + (1 if op.trans_b else 0))
     acc = None if op.acc is None else em.val(op.acc)
@@ -73,6 +75,16 @@ def check_size(em: Emitter, op: ir.Dot | ir.DotScaled) -> None:
     if size > most:
         what = f"registers for products of at most {most} elements, and this one has {size}"
         em.refuse(op, f"{what} (sides count as powers of two): make the tiles of the kernel smaller")
+
+
+def check_operands(em: Emitter, op: ir.Dot, form: Form) -> None:
+    """Refuse a step of a sum that is far too long: matrix units take an operand from shared memory, and the compiler
+    says only after minutes that it is not there. One of twice its size might go through it in parts."""
+    batch, m, n, k = op.sizes()
+    size = math.prod(padded((*batch, min(m, n), k))) * ir.DTYPES[form.b].bits // 8
+    if size > 2 * em.features.shared:
+        what = f"{em.features.shared} bytes of shared memory for operands of a product"
+        em.refuse(op, f"{what}, and the smaller one of this takes {size}: sum over smaller tiles in a loop")
 
 
 def form_of(f: Features, a: str, b: str, out: str, precision: str = "default") -> Form:

@@ -62,16 +62,17 @@ def build(
     while True:
         with ptxas.assembled_by(tool) if f.cuda else contextlib.nullcontext():
             built = _build(text, f, choice, texts, level)
-        if choice.registers and 2 * (built.shared + 1024) > f.multiprocessor_shared:
-            choice = dataclasses.replace(choice, registers=0)  # no second block fits anyway
-            continue
-        if built.shared <= f.shared:
+        if isinstance(built, Built):
             return built
+        if built <= f.shared:
+            choice = dataclasses.replace(choice, registers=0)
+            continue
         most = max(asked, choice.num_stages)
         if given or most <= 1:
+            fewer = f" or fewer stages (num_stages={choice.num_stages})" if choice.num_stages > 1 else ""
             raise UnsupportedError(
-                f"kernel {where.name}: one block needs {built.shared} bytes of shared memory, but {f.arch} has "
-                f"{f.shared}; use smaller tiles or fewer stages (num_stages={choice.num_stages})",
+                f"kernel {where.name}: one block needs {built} bytes of shared memory, but {f.arch} has "
+                f"{f.shared}; use smaller tiles{fewer}",
                 (where.loc.file, where.loc.line) if where.loc.file else None,
             )
         asked = most - 1
@@ -79,7 +80,14 @@ def build(
         choice = dataclasses.replace(choice, num_stages=min(choice.num_stages, asked))
 
 
-def _build(text: str, f: Features, choice: Choice, texts: bool, level: str) -> Built:
+def _fits(shared: int, f: Features, choice: Choice) -> bool:
+    """Whether a block has so much shared memory; two of them where registers were limited to make room for a second."""
+    return shared <= f.shared and not (choice.registers and 2 * (shared + 1024) > f.multiprocessor_shared)
+
+
+def _build(text: str, f: Features, choice: Choice, texts: bool, level: str) -> Built | int:
+    """The compiled function; or the bytes of shared memory that it would need, where so many do not fit. That is known
+    before the assembler sees the text, which may take minutes over tiles that are much too large."""
     backend, module, context, path = _parse(text, f)
     options = backend.parse_options(_options(f, choice))
     metadata: dict[str, Any] = {"target": backend.target, **options.__dict__}
@@ -95,6 +103,8 @@ def _build(text: str, f: Features, choice: Choice, texts: bool, level: str) -> B
                 layouts.check(str(value))
             if name == "ptx":
                 value = ptx.mended(value)
+            if name == "llir" and not _fits(shared := int(metadata.get("shared") or 0), f, choice):
+                return shared
             if name == "llir":  # equal kernels are equal bytes: the image must not name the file that the text was in
                 value = contraction.rounded_products(_unplaced(value, path))
             if texts and not isinstance(value, bytes):

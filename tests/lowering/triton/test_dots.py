@@ -224,3 +224,9 @@ def test_a_product_that_no_registers_hold():
     """It compiled for minutes, once for each number of stages."""
     with pytest.raises(UnsupportedError, match="products of at most 262144 elements, and this one has 524288"):
         compile_kernel(dot(1024, 500, 64, "bf16", "bf16", "f32", acc=False), "sm_90")
+
+
+def test_operands_that_no_shared_memory_holds():
+    """The compiler took half an hour of ptxas to find that out."""
+    with pytest.raises(UnsupportedError, match="166912 bytes of shared memory for operands .* this takes 524288: sum"):
+        compile_kernel(dot(512, 512, 512, "bf16", "bf16", "f32", acc=False), "sm_80")

@@ -12,7 +12,7 @@ from op_matrix import Bench, array
 import jtile as jt
 from jtile import ir
 from jtile.errors import KernelValueError, UnsupportedError
-from jtile.lowering.triton import versions
+from jtile.lowering.triton import stages, versions
 from jtile.lowering.triton.compile import compile_kernel
 
 
@@ -100,6 +100,14 @@ def test_more_arrays_than_a_launch_takes():
 def test_shared_memory():
     shapes = (floats(128, 512, dtype=jnp.bfloat16), floats(512, 32, dtype=jnp.bfloat16))
     with pytest.raises(UnsupportedError, match=r"bytes of shared memory, but sm_86 has 101376; use smaller tiles"):
+        matmul.lower(*shapes, target="cuda:sm_86").image
+
+
+def test_shared_memory_is_known_before_the_assembler_runs(monkeypatch):
+    """ptxas took minutes over code that could not be launched, once for each number of stages."""
+    monkeypatch.setattr(stages.ptx, "mended", lambda text: pytest.fail("the assembler is reached"))
+    shapes = (floats(128, 512, dtype=jnp.bfloat16), floats(512, 32, dtype=jnp.bfloat16))
+    with pytest.raises(UnsupportedError, match=r"but sm_86 has 101376; use smaller tiles"):
         matmul.lower(*shapes, target="cuda:sm_86").image
 
 
