@@ -160,25 +160,25 @@ def _custom_call(
     from jtile import ffi
 
     kernel = pieces_of(program).kernels[piece]
-    artifact = compile_piece(program, piece, _target(platform))
-    whole, extra = with_starts(kernel)
-    tables = () if platform == "cpu" else with_tables(kernel)[1]
+    whole = complete(kernel, platform)
+    artifact = _compile(program, piece, whole, _target(platform))
     ffi.register(platform)
-    extra = [dataclasses.replace(s, shape=_shape(s, values)) for s in extra]
-    avals = [ShapedArray(s.shape, s.dtype) for s in extra]
-    started = mlir.lower_fun(lambda: filled(extra), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
+    starts = [dataclasses.replace(s, shape=_shape(s, values)) for s in whole.starts]
+    avals = [ShapedArray(s.shape, s.dtype) for s in starts]
+    started = mlir.lower_fun(lambda: filled(starts), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
     numbers = symbol_values(kernel, values)
     sizes = [evaluate_expression(n, numbers) for n in artifact.launch.get("extra", ())]
     more = [ShapedArray((n,), np.dtype(np.uint8)) for n in sizes]
-    avals += [ShapedArray(x.shape, x.dtype) for x in tables]
-    started = [*started, *map(mlir.ir_constant, tables)]
+    avals += [ShapedArray(x.shape, x.dtype) for x in whole.tables]
+    started = [*started, *map(mlir.ir_constant, whole.tables)]
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals), avals_out=(*ctx.avals_out, *more))
     if platform == "cpu":
         name, attributes = ffi.TARGET_CPU, _cpu_attributes(artifact, kernel, values)
     else:  # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
         name, attributes = f"jtile_{platform}{'_io' * program.io}", _gpu_attributes(artifact)
-    rule = jax.ffi.ffi_lowering(name, operand_output_aliases=dict(whole.aliases), has_side_effect=program.io)
-    if platform == "cpu" or not whole.aliases:
+    aliases = dict(whole.kernel.aliases)
+    rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=program.io)
+    if platform == "cpu" or not aliases:
         return rule(wide, *operands, *started, **attributes)[: len(ctx.avals_out)]
     apart = functools.partial(_behind_barrier, ctx)
     outs = rule(wide, *map(apart, wide.avals_in, [*operands, *started]), **attributes)
@@ -222,14 +222,37 @@ def _cost(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]:
 def compile_piece(program: Program, piece: int, target: Any, *, texts: bool = False) -> Any:
     """The `Artifact` of one of a program's kernels, from the caches where it is there; `texts` compiles anew, to show
     every level."""
+    whole = complete(pieces_of(program).kernels[piece], target.platform)
+    return _compile(program, piece, whole, target, texts=texts)
+
+
+def _compile(program: Program, piece: int, whole: Complete, target: Any, *, texts: bool = False) -> Any:
     from jtile.lowering import registry
 
-    pieces = pieces_of(program).kernels
-    kernel, extra = with_starts(pieces[piece])
-    kernel = kernel if target.platform == "cpu" else with_tables(kernel)[0]
-    own = program.fingerprint if len(pieces) == 1 else f"{program.fingerprint} piece={piece}"
-    key = f"{own} poison={current().poison and bool(extra)} debug={current().debug}"
-    return registry.compile(kernel, target, key=key, texts=texts, options=program.options.compiler)
+    several = len(pieces_of(program).kernels) > 1
+    own = f"{program.fingerprint} piece={piece}" if several else program.fingerprint
+    key = f"{own} poison={current().poison and bool(whole.starts)} debug={current().debug}"
+    return registry.compile(whole.kernel, target, key=key, texts=texts, options=program.options.compiler)
+
+
+@dataclasses.dataclass(frozen=True)
+class Complete:
+    """A kernel as it is compiled, with the inputs that it needs besides its operands.
+
+    Attributes:
+      starts: the numbers that outputs start from, for `filled`.
+      tables: literals that a GPU has no constants for; they stand behind `starts`.
+    """
+
+    kernel: ir.Kernel
+    starts: Sequence[Any]
+    tables: Sequence[np.ndarray]
+
+
+def complete(kernel: ir.Kernel, platform: str) -> Complete:
+    kernel, starts = with_starts(kernel)
+    kernel, tables = (kernel, ()) if platform == "cpu" else with_tables(kernel)
+    return Complete(kernel, starts, tables)
 
 
 def with_starts(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[Any]]:

@@ -95,8 +95,6 @@ def parameters(em: Emitter) -> None:
     """Arrays, then the symbols of dynamic sizes."""
     kernel = em.kernel
     refs = [*kernel.inputs, *kernel.outputs]
-    shared = {r for i, o in kernel.aliases for r in (kernel.inputs[i], kernel.outputs[o])}
-    reads, writes = _touched(kernel)
     pointers = [em.pointer_param(k, memory_elem(r.dtype)) for k, r in enumerate(refs)]
     numbers, sources = _numbers(kernel), ir.sources(kernel)
     for name, k in numbers.items():
@@ -104,15 +102,7 @@ def parameters(em: Emitter) -> None:
         em.record.dims += [x for s in sources[name] for x in (s.operand, s.axis, k, s.multiple)]
     for k, r in enumerate(refs):
         shape = tuple(n if isinstance(n, int) else emit_size(em, n) for n in r.shape)
-        mutable = (r in reads and r in writes) or r in shared
-        em.refs[r] = Buffer(pointers[k], shape, _strides(em, shape), r.dtype, k, mutable)
-
-
-def _touched(kernel: ir.Kernel) -> tuple[set[ir.Value], set[ir.Value]]:
-    """The Refs that a kernel reads and those that it writes."""
-    ops = list(kernel.body.walk())
-    reads = {op.ref for op in ops if isinstance(op, ir.Load)}
-    return reads, {op.ref for op in ops if isinstance(op, ir.Store | ir.Atomic)}
+        em.refs[r] = Buffer(pointers[k], shape, _strides(em, shape), r.dtype, k)
 
 
 def _strides(em: Emitter, shape: tuple[int | Val, ...]) -> tuple[int | Val, ...]:
@@ -191,7 +181,7 @@ def _private(em: Emitter, scratch: list[ir.Value], block: Val) -> None:
         kind = f"{em.workspace.elem}, i64"
         pointer = code.let(f"tt.addptr {em.workspace.name}, {offset.name} : {kind}", (), em.workspace.elem)
         pointer = code.bitcast(pointer, f"!tt.ptr<{memory_elem(r.dtype)}>")
-        em.refs[r] = Buffer(pointer, r.shape, _strides(em, r.shape), r.dtype, None, True)
+        em.refs[r] = Buffer(pointer, r.shape, _strides(em, r.shape), r.dtype)
         at += buffer_bytes(r)
 
 

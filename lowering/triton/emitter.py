@@ -65,7 +65,6 @@ class Buffer:
       shape: sides; i32 or i64 scalars where they are known when the kernel runs.
       strides: likewise.
       param: position among the kernel's arrays (operands, then results), or None for scratch.
-      mutable: the kernel both reads and writes it, through this Ref or an aliased one: no tensor map reads it.
     """
 
     pointer: Val
@@ -73,7 +72,6 @@ class Buffer:
     strides: tuple[int | Val, ...]
     dtype: str
     param: int | None = None
-    mutable: bool = False
 
 
 class Emitter:

@@ -47,18 +47,31 @@ def in_order(em: Emitter, body: ir.Block) -> bool:
     return any(watched.root.get(op.ref, op.ref) in watched.roots for op in loads)
 
 
+def changes(em: Emitter, ref: ir.Value) -> bool:
+    """Whether the kernel both reads and writes the memory of a Ref, through this one or an aliased one."""
+    watched = _watched_of(em)
+    return watched.root.get(ref, ref) in watched.changed
+
+
 class Watched:
     """Where a kernel's accesses stand, and which were emitted since the last barrier.
 
     Attributes:
       root: of a Ref that shares its memory: the Ref that stands for both.
       roots: the Refs with accesses that must be kept in order.
+      changed: those of them that are both read and written.
       block: of each access.
       at: the block of the last one; since: those after the last barrier.
     """
 
-    def __init__(self, root: dict[ir.Value, ir.Value], roots: set[ir.Value], block: dict[ir.Op, ir.Block]):
-        self.root, self.roots, self.block = root, roots, block
+    def __init__(
+        self,
+        root: dict[ir.Value, ir.Value],
+        roots: set[ir.Value],
+        changed: set[ir.Value],
+        block: dict[ir.Op, ir.Block],
+    ):
+        self.root, self.roots, self.changed, self.block = root, roots, changed, block
         self.at: ir.Block | None = None
         self.since: list[Access] = []
 
@@ -90,7 +103,7 @@ def _watched(em: Emitter) -> Watched:
         for ref, ops in writes.items()
         if ref in reads or len(ops) > 1 or (ops[0] in looped and not _same_or_apart(ops[0], fixed))
     }
-    return Watched(root, roots, block)
+    return Watched(root, roots, reads & set(writes), block)
 
 
 def _accesses(b: ir.Block, loop: bool) -> Iterator[tuple[Access, ir.Block, bool]]:

@@ -15,6 +15,7 @@ from jtile import ir
 from jtile.lowering.triton import versions
 from jtile.lowering.triton.addresses import BIG, Line, first_element, lines
 from jtile.lowering.triton.emitter import Buffer, Emitter, memory_elem, padded
+from jtile.lowering.triton.hazards import changes
 from jtile.lowering.triton.ttir import Val, bits, spell
 
 DTYPES = ("float16", "bfloat16", "float32", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
@@ -40,7 +41,7 @@ class Axis:
 
 def load(em: Emitter, buf: Buffer, op: ir.Load) -> Val | None:
     """The tile of a load through a tensor map; None where a map cannot say it, or would not pay."""
-    if not em.features.tma or op not in _operands(em) or not _plain(buf, op):
+    if not em.features.tma or op not in _operands(em) or not _plain(em, buf, op):
         return None
     found = lines(em, buf, op.index)
     axes, width = axes_of(found, op.checked), bits(memory_elem(buf.dtype)) // 8
@@ -85,9 +86,9 @@ def _fed(body: ir.Block, users: dict[ir.Value, list[ir.Op]]) -> Iterator[ir.Load
                 todo += [user.results[0]] if isinstance(user, _PATH) else []
 
 
-def _plain(buf: Buffer, op: ir.Load) -> bool:
+def _plain(em: Emitter, buf: Buffer, op: ir.Load) -> bool:
     """Memory that nobody writes, of a dtype that maps know, an unmasked box of it, and a pad that they can give."""
-    if buf.mutable or buf.param is None or buf.dtype not in DTYPES or op.mask is not None:
+    if changes(em, op.ref) or buf.param is None or buf.dtype not in DTYPES or op.mask is not None:
         return False
     if not all(isinstance(n, int) for n in buf.shape) or any(isinstance(d, ir.Take) for d in op.index):
         return False

@@ -44,20 +44,19 @@ def _custom_call(platform: str, ctx, operands: Sequence[Any], program, piece: in
     from ttir import evaluate
 
     from jtile import _lowering
-    from jtile.lowering import literals, targets
+    from jtile.lowering import targets
 
-    kernel, extra = _lowering._with_starts(_lowering.pieces_of(program).kernels[piece])
-    kernel, tables = literals.as_inputs(kernel)
-    kernel = dataclasses.replace(kernel, inits=(None,) * len(kernel.outputs))  # said by the aliases now
+    whole = _lowering.complete(_lowering.pieces_of(program).kernels[piece], "cuda")
+    kernel = dataclasses.replace(whole.kernel, inits=(None,) * len(whole.kernel.outputs))  # said by the aliases now
     targets.check_capabilities(kernel, targets.resolve(f"cuda:{ARCH}"))
     lowered, text, record = _emitted(kernel)
     narrow = _lowering._callback_dtype
     outs = [jax.ShapeDtypeStruct(a.shape, narrow(a.dtype)) for a in ctx.avals_out]
-    fills = [np.full(_lowering._shape(s, values), s.value, s.dtype) for s in extra]
+    fills = [np.full(_lowering._shape(s, values), s.value, s.dtype) for s in whole.starts]
 
     def callback(*arrays):
         arrays = [np.asarray(x).astype(v.type.info.numpy) for x, v in zip(arrays, kernel.inputs)]
-        got = evaluate(text, record, lowered, [*arrays, *fills, *tables]).outputs
+        got = evaluate(text, record, lowered, [*arrays, *fills, *whole.tables]).outputs
         return [x.astype(o.dtype) for x, o in zip(got, outs, strict=True)]
 
     def call(*operands):
