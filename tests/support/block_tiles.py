@@ -114,6 +114,20 @@ CASES: dict[str, Case] = {
         {_64}""",
         "64x64xf32",
     ),
+    "only elements": Case(
+        f"""%i = load %t[tile(%c0, 1)] : tile<1xi32>
+        %j = add %i, %i : tile<1xi32>
+        %p = reshape %j : i32
+        %f = cast %p : f32
+        %a1 = load %a[tile(%c0, 1), tile(%c0, 1)] : tile<1x1xbf16>
+        %a2 = cast %a1 : tile<1x1xf32>
+        %q = reshape %a2 : f32
+        %r = add %f, %q : f32
+        %rb = broadcast %r dims=() : tile<64x64xf32>
+        %y = add %x, %rb : tile<64x64xf32>
+        {_64}""",
+        "64x64xf32",
+    ),
     "place of the largest": Case(
         """%r = arg_reduce max %x axis=1 : tile<64xi32>
         store %o[tile(%c0, 64)], %r""",

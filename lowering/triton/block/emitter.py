@@ -13,6 +13,7 @@ from jtile.lowering.triton import versions
 from jtile.lowering.triton.block.analysis import Homes, dims_of, is_free
 from jtile.lowering.triton.block.code import LaidCode, Mem
 from jtile.lowering.triton.block.layouts import Layout, Linear, blocked, origin, sliced
+from jtile.lowering.triton.combine import reduce
 from jtile.lowering.triton.emit_basics import start_program
 from jtile.lowering.triton.emitter import EMITTERS, Buffer, Emitter, elem_of, padded
 from jtile.lowering.triton.features import Features
@@ -137,7 +138,7 @@ class BlockEmitter(Emitter):
         if len(op.results) == 1 and isinstance(op.result.type, ir.TileType) and op.result.shape and is_free(op.result):
             results = Val("", op.result.shape, elem_of(op.result.dtype))  # made where it is used
         elif isinstance(op, ir.Broadcast | ir.Reshape) and not op.result.shape:
-            results = self.env[op.x]
+            results = self._only(op.x)
         elif type(op) in BLOCK:
             results = BLOCK[type(op)](self, op)
         elif type(op) in SHARED_WITH_TILES:
@@ -148,6 +149,17 @@ class BlockEmitter(Emitter):
         results = () if results is None else results if isinstance(results, tuple | list) else (results,)
         for r, v in zip((r for r in op.results), results, strict=True):
             self.define(r, v)
+
+    def _only(self, v: ir.Value) -> Val:
+        """The element of a tile that has no other, or a scalar."""
+        if not v.shape:
+            return self.env[v]
+        assert self.homes is not None
+        out = self.tile(v, self.homes[v])
+        for axis in reversed(range(1, len(v.shape))):
+            with self.code.within({axis: sliced(out.layout, [axis])}):
+                (out,) = reduce(self, [out], axis, lambda a, _: a)
+        return self.code.unsplat(out)
 
     def as_tile(self, op: ir.Op) -> Any:
         """An op whose emitter for TTIR serves: everything in it lies as its result, or as its operand."""
