@@ -414,10 +414,11 @@ class Roles(Op):
             raise ValueError("every role has a name, a number of warps, a number of registers and a body")
         if len(set(self.names)) != n:
             raise ValueError(f"roles have different names, got {', '.join(self.names)}")
-        if self.warps[0] not in (4, 8) or any(w not in (1, 2, 4, 8) for w in self.warps):
-            raise ValueError(f"a role has 1, 2, 4 or 8 warps, the first 4 or 8; got {self.warps}")
-        if any(r and (r % 8 or not 24 <= r <= 240) for r in self.registers):
-            raise ValueError(f"registers are a multiple of 8 between 24 and 240, or 0; got {self.registers}")
+        for k, (w, r) in enumerate(zip(self.warps, self.registers, strict=True)):
+            if w not in (4, 8) and (w not in (1, 2) or not k):
+                raise ValueError(f"a role has 1, 2, 4 or 8 warps, the first 4 or 8; got {w}")
+            if r and (r % 8 or not 24 <= r <= 240):
+                raise ValueError(f"registers are a multiple of 8 between 24 and 240, or 0; got {r}")
         if any(b.params or b.yields for b in self.bodies):
             raise TypeError("a role takes and yields nothing")
         return ()

@@ -32,6 +32,7 @@ from .reductions import UserReduce, UserScan
 from .types import DTYPES, BarrierType, RefType, SharedType
 
 REGISTERS = 65536  # of a multiprocessor
+WARPS = 32  # of a block
 IN_ROLES = (
     LoadShared,
     StoreShared,
@@ -98,6 +99,7 @@ def check_roles(kernel: Kernel) -> None:
         for op in body.walk():
             if isinstance(op, AllocShared | AllocBarriers):
                 refuse(kernel, op, "memory of the block is allocated before the roles, for all of them", name)
+    _check_warps(kernel, found[0])
     _check_registers(kernel, found[0])
 
 
@@ -109,6 +111,16 @@ def _check_outside(kernel: Kernel, block: Block, top: bool) -> None:
             refuse(kernel, op, "memory of the block is allocated once, not in a loop or a branch")
         for b in op.blocks():
             _check_outside(kernel, b, False)
+
+
+def _check_warps(kernel: Kernel, op: Roles) -> None:
+    """A block has no more than 32 warps, in whole warpgroups."""
+    total = op.warps[0] + -(-sum(op.warps[1:]) // 4) * 4
+    if total > WARPS:
+        parts = " + ".join(map(str, op.warps))
+        refuse(
+            kernel, op, f"the roles have {parts} = {sum(op.warps)} warps, a block has {WARPS}: give some of them fewer"
+        )
 
 
 def _check_registers(kernel: Kernel, op: Roles) -> None:

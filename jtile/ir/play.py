@@ -294,7 +294,8 @@ class Play:
         assert op is not None
         b, at, parity = self.barrier(first, op), first.number(op.at), self.parity(first, op)
         has = f"{b.arrivals - b.missing} of {b.arrivals} arrivals"
-        has += f" and lacks {b.bytes} of the bytes that were announced" if b.bytes else ""
+        has += f" and lacks {b.bytes} of the bytes that were announced" if b.bytes > 0 else ""
+        has += f" and has got {-b.bytes} bytes that nobody announced" if b.bytes < 0 else ""
         lines = [
             f"waits for ever at {named(op.barrier)}[{at}] for a phase of parity {parity}: phase {b.phase} has {has}"
         ]

@@ -127,7 +127,12 @@ ROLES = [
         "warps=8 registers=232 { } role b warps=1 registers=56",
         "256 x 232 + 128 x 56 = 66560 registers (threads of whole warpgroups), a multiprocessor has 65536",
     ),
-    ("warps=8 registers=248", "between 24 and 240"),
+    ("warps=8 registers=248", "between 24 and 240, or 0; got 248"),
+    ("warps=4 { } role b warps=3", "the first 4 or 8; got 3"),
+    (
+        "warps=8 { } " + " } ".join(f"role r{k} warps=8 {{" for k in range(3)) + " } role z warps=1",
+        "the roles have 8 + 8 + 8 + 8 + 1 = 33 warps, a block has 32",
+    ),
     (
         "warps=8 registers=240 { } role b warps=4 registers=24 { } role c warps=2",
         "256 x 240 + 128 x 24 + 128 x 24 = 67584 registers (threads of whole warpgroups, with 24 at least",
