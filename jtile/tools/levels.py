@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from typing import Any
 
 from jtile import Kernel, Lowered
 from jtile._config import config
-from jtile._errors import KernelTypeError, KernelValueError
+from jtile._errors import JtileError, KernelTypeError, KernelValueError
 
 _SHORT = {
     "pred": "bool", "bool": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
@@ -30,10 +32,13 @@ def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str
     from rich.console import Console
     from rich.syntax import Syntax
 
-    console = Console()
-    found = lower(find(kernel), parse_types(args), target, parse_meta(meta))
-    for lowered in [piece for one in found for piece in derivative(one, transform).pieces]:
-        texts = lowered.texts
+    console, types = Console(), parse_types(args)
+    with as_wide_as(types):
+        function, options = checked(kernel, types, parse_meta(meta))
+        found = lower(function, types, target, options)
+        pieces = [piece for one in found for piece in derivative(one, transform).pieces]
+        named = [(piece.program.name, piece.texts) for piece in pieces]
+    for of, texts in named:
         missing = [name for name in only if name not in texts]
         if missing:
             raise KernelValueError(f"no level {missing[0]!r} for target {target!r}: it has {', '.join(texts)}")
@@ -41,7 +46,7 @@ def show(kernel: str, args: str, meta: list[str], *, target: str, only: list[str
             if only and name not in only:
                 continue
             if len(only) != 1:
-                console.rule(f"{lowered.program.name}: {name}")
+                console.rule(f"{of}: {name}")
             if console.is_terminal:
                 console.print(Syntax(text, "llvm" if "llvm" in name else "text", word_wrap=True))
             else:
@@ -65,10 +70,51 @@ def find(name: str) -> Any:
     for part in attribute.split("."):
         value = getattr(value, part, None)
     if not callable(value) or isinstance(value, type):
-        kernels = sorted(k for k, v in vars(module).items() if _is_kernel(v))
-        what = "is no kernel" if value is not None else "does not exist"
-        raise KernelValueError(f"{attribute!r} {what}; {module_name} has: {', '.join(kernels) or 'no kernels'}")
+        what = "is no kernel or function" if value is not None else "does not exist"
+        raise KernelValueError(f"{attribute!r} {what}; {module_name} has: {', '.join(_offered(module)) or 'none'}")
     return value
+
+
+def _offered(module: Any) -> list[str]:
+    """The kernels of a module, and the functions that are its own or its submodules'."""
+    own = lambda v: inspect.isroutine(v) and f"{getattr(v, '__module__', '')}.".startswith(f"{module.__name__}.")
+    return sorted(k for k, v in vars(module).items() if not k.startswith("_") and (_is_kernel(v) or own(v)))
+
+
+def checked(name: str, types: list[Any], meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What `find` finds, and `meta`. A function is one that takes these arguments, and its own errors are jtile's.
+
+    Raises:
+      KernelTypeError: the function takes other arguments.
+    """
+    function = find(name)
+    given = ", ".join([*(f"{t.dtype.name}{list(t.shape)}" for t in types), *(f"{k}={v!r}" for k, v in meta.items())])
+    if _is_kernel(function):  # says so itself, with its line
+        return function, meta
+    with contextlib.suppress(ValueError):  # of a function that has no signature
+        try:
+            inspect.signature(function).bind(*types, **meta)
+        except TypeError as error:
+            raise KernelTypeError(f"{name} does not take the arguments ({given}): {error}") from None
+
+    @functools.wraps(function)
+    def reported(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except JtileError:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".strip()
+            raise KernelValueError(f"{name} fails for ({given}): {text} (JTILE_DEBUG=1 shows where)") from error
+
+    return reported, meta
+
+
+def as_wide_as(types: list[Any]) -> Any:
+    """JAX's 64-bit types, where an argument has one: without them it would quietly become one of 32 bits."""
+    import jax
+
+    return jax.enable_x64(True) if any(t.dtype.itemsize == 8 for t in types) else contextlib.nullcontext()
 
 
 def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) -> list[Lowered]:
@@ -110,7 +156,7 @@ def _module(name: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does: the file may import its neighbours
-        spec.loader.exec_module(module)
+        spec.loader.exec_module(module)  # errors of the user's own file keep their traceback
         return module
     if "" not in sys.path:
         sys.path.insert(0, "")  # a console script does not look in the folder where it is called

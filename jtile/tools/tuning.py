@@ -14,6 +14,8 @@ from jtile.tune.roofline import explain
 from jtile.tune.store import RECORDS, Entries, merge, read, store, user_path, write
 from jtile.tune.watch import profile
 
+_NOTHING = "{} calls no kernel for these arguments"
+
 
 def run(what: str, rest: list[str], *, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:
     """`show`, `merge FILE...`, or a search for "module:function"."""
@@ -28,14 +30,21 @@ def run(what: str, rest: list[str], *, args: str, meta: list[str], time_limit: f
 
 def show_explanation(what: str, *, args: str, meta: list[str]) -> None:
     """Print `jt.explain` of "module:function" for arguments of these types."""
-    sys.stdout.write(f"{explain(_function(what, meta), *levels.parse_types(args))}\n")
+    types = levels.parse_types(args)
+    with levels.as_wide_as(types):
+        found = explain(_function(what, types, meta), *types)
+    if not found.kernels:
+        raise KernelValueError(_NOTHING.format(what))
+    sys.stdout.write(f"{found}\n")
 
 
 def show_profile(
     what: str, *, args: str, meta: list[str], trace: str | None, picture: str | None, interpret: bool
 ) -> None:
     """Print `jt.profile` of "module:function"; its first kernel with roles goes to the files."""
-    found = profile(_function(what, meta), *levels.parse_types(args), interpret=interpret)
+    types = levels.parse_types(args)
+    with levels.as_wide_as(types):
+        found = profile(_function(what, types, meta), *types, interpret=interpret)
     sys.stdout.write(f"{found}\n")
     if (trace or picture) and not found.timelines:
         raise KernelValueError(f"{what} has no kernel with roles: there is nothing to write")
@@ -46,9 +55,13 @@ def show_profile(
 
 
 def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:
-    before = dict(store.entries(device.kind()))
+    before, types = dict(store.entries(device.kind())), levels.parse_types(args)
+    function = _function(what, types, meta)
     try:
-        report = tune(_function(what, meta), *levels.parse_types(args), time_limit=time_limit)
+        with levels.as_wide_as(types):
+            report = tune(function, *types, time_limit=time_limit)
+        if not (report.kernels or report.fixed):
+            raise KernelValueError(_NOTHING.format(what))
     except KeyboardInterrupt:
         sys.stderr.write(f"jtile: interrupted; what was found is kept in {user_path(device.kind())}\n")
         return 130
@@ -60,8 +73,8 @@ def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: 
     return 0
 
 
-def _function(what: str, meta: list[str]) -> Any:
-    found, options = levels.find(what), levels.parse_meta(meta)
+def _function(what: str, types: list[Any], meta: list[str]) -> Any:
+    found, options = levels.checked(what, types, levels.parse_meta(meta))
     return lambda *args: found(*args, **options)
 
 

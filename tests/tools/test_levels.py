@@ -70,9 +70,9 @@ def module(tmp_path):
 
 def test_find_in_a_file(module):
     assert levels.find(f"{module}:double").name == "double"
-    with pytest.raises(KernelValueError, match=r"'other' is no kernel; .* has: double$"):
+    with pytest.raises(KernelValueError, match=r"'other' is no kernel or function; .* has: double, plain, twice$"):
         levels.find(f"{module}:other")
-    with pytest.raises(KernelValueError, match=r"'nothing' does not exist; .* has: double$"):
+    with pytest.raises(KernelValueError, match=r"'nothing' does not exist; .* has: double, plain, twice$"):
         levels.find(f"{module}:nothing")
 
 
@@ -125,3 +125,34 @@ def test_show_prints_every_level(module, capsys):
 def test_find_says_what_is_missing(name, message):
     with pytest.raises(KernelValueError, match=message):
         levels.find(name)
+
+
+def test_what_a_module_offers_is_named():
+    with pytest.raises(KernelValueError, match=r"'nope' does not exist; jtile.ops has: .*\bmatmul\b.*\bsoftmax\b"):
+        levels.find("jtile.ops:nope")
+
+
+@pytest.mark.parametrize(
+    ("types", "meta", "message"),
+    [
+        ("", [], r"twice does not take the arguments \(\): missing a required argument: 'x'"),
+        ("f32[3],f32[],f32[]", [], r"\(float32\[3\], float32\[\], float32\[\]\): too many positional arguments"),
+        ("f32[3]", ["nope=1"], r"\(float32\[3\], nope=1\): got an unexpected keyword argument 'nope'"),
+    ],
+)
+def test_arguments_that_a_function_does_not_take(module, types, meta, message):
+    with pytest.raises(KernelTypeError, match=message):
+        levels.show(f"{module}:twice", types, meta, target="cpu", only=[])
+
+
+def test_a_function_that_fails_is_one_sentence():
+    with pytest.raises(KernelValueError, match=r"^math:sin fails for \(float32\[3\]\): TypeError: Only scalar arrays"):
+        levels.show("math:sin", "f32[3]", [], target="cpu", only=[])
+
+
+def test_types_of_64_bits_stay(module, capsys):
+    """They became 32 bits with no more than a warning."""
+    levels.show(f"{module}:double", "f64[100]", [], target="cpu", only=["tile_ir"])
+    assert "ref<100xf64>" in capsys.readouterr().out
+    levels.show("jtile.ops:softmax", "f64[4,4]", [], target="cuda:sm_90", only=["tile_ir"])
+    assert "ref<4x4xf64>" in capsys.readouterr().out

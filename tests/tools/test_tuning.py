@@ -18,6 +18,8 @@ import sys
 sys.path.insert(0, {folder!r})
 import tunable
 double = tunable.double_kernel()
+run = lambda x: double(x)
+plain = lambda x: x + 1
 """
 
 
@@ -75,3 +77,14 @@ def test_a_missing_file_and_an_empty_cache(here, capsys):
     assert "cannot be read" in run("tune", "show", "none.json")
     assert run("tune", "show") == 0
     assert "nothing is kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["tune", "explain", "profile"])
+def test_arguments_that_do_not_fit(here, command):
+    message = "mine_tuned.py:run does not take the arguments (): missing a required argument: 'x'"
+    assert message in run(command, "mine_tuned.py:run", "--args", "")
+
+
+@pytest.mark.parametrize("command", ["tune", "explain"])
+def test_a_function_without_a_kernel(here, command):
+    assert "mine_tuned.py:plain calls no kernel" in run(command, "mine_tuned.py:plain", "--args", "f32[3]")

@@ -228,5 +228,5 @@ def test_a_product_that_no_registers_hold():
 
 def test_operands_that_no_shared_memory_holds():
     """The compiler took half an hour of ptxas to find that out."""
-    with pytest.raises(UnsupportedError, match="166912 bytes of shared memory for operands .* this takes 524288: sum"):
+    with pytest.raises(UnsupportedError, match=r"166912 bytes of shared memory for operands .* takes 524288: sum"):
         compile_kernel(dot(512, 512, 512, "bf16", "bf16", "f32", acc=False), "sm_80")
