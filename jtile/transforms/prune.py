@@ -94,9 +94,6 @@ class _Scope:
             scope.roots |= {v: v for v in e.outvars if is_ref(v)}
         return scope
 
-    def is_needed(self, v) -> bool:
-        return v in self.needed
-
     def flags(self, variables) -> list[bool]:
         return [not is_literal(v) and v in self.needed for v in variables]
 

@@ -20,6 +20,7 @@ from jtile.lowering.cpu.isa import Isa
 from jtile.lowering.cpu.llvm import Code, Module, Val, i64
 from jtile.lowering.cpu.nest import emit_nest
 from jtile.lowering.cpu.values import LAZY, Arena, Buffer, Lazy, Rep, dense_strides
+from jtile.lowering.emitting import into
 
 DEPTH = 64  # longer chains of lazy ops are cut by a buffer: Python's stack and LLVM's patience end somewhere
 REPEAT = 0.9  # the same for a reader that reads every element many times
@@ -28,17 +29,7 @@ RECOMPUTE = 2.0  # cheaper than this (vector instructions) is computed again rat
 Places = dict[ir.Value, tuple[ir.Value | None, Buffer]]
 
 EMITTERS: dict[type[ir.Op], Callable[[Emitter, ir.Op], None]] = {}
-
-
-def emits(*cards: type[ir.Op]):
-    """Register an emitter that defines `em.env` for the op's results."""
-
-    def add(fn):
-        for card in cards:
-            EMITTERS[card] = fn
-        return fn
-
-    return add
+emits = into(EMITTERS)  # emitters define `em.env` for the results of their op
 
 
 @dataclasses.dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jtile import ir
 from jtile.lowering.triton import versions
@@ -34,19 +34,31 @@ class Range:
 
 @emits(ir.For)
 def _for(em: Emitter, op: ir.For) -> list[Val]:
-    code = em.code
     r = range_of(em, op)
     inits = [em.val(v) for v in op.inits]
+    results, yields = for_loop(em, op, r, inits, lambda args: em.block(op.body, args), _attributes(em, op))
+    return _agreed(results, inits, yields)
+
+
+# Emits the body of a region from its arguments; gives what it yields.
+Body = Callable[[list[Val]], list[Val]]
+
+
+def for_loop(
+    em: Emitter, op: ir.For, r: Range, inits: Sequence[Val], body: Body, attributes: str = ""
+) -> tuple[list[Val], list[Val]]:
+    """A `scf.for` whose carries start from `inits`: its results, and what its body yields."""
+    code = em.code
     counter, params = Val(code.name(), (), r.elem), [fresh(em, v) for v in inits]
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(params, inits, strict=True))
     carry = f" iter_args({carry}) -> ({types_of(inits)})" if inits else ""
     head = f"scf.for {counter.name} = {r.lo.name} to {r.hi.name} step {r.step.name}{carry} : {r.elem} {{"
     results = opened(em, head, inits)
     with code.region():
-        yields = em.block(op.body, [index_of(em, op, r, counter), *params])
+        yields = body([index_of(em, op, r, counter), *params])
         yield_values(em, yields)
-    code.do("}" + _attributes(em, op))
-    return _agreed(results, inits, yields)
+    code.do("}" + attributes)
+    return results, yields
 
 
 def _attributes(em: Emitter, op: ir.For) -> str:
@@ -131,26 +143,32 @@ def index_of(em: Emitter, op: ir.For, r: Range, counter: Val) -> Val:
 
 @emits(ir.While)
 def _while(em: Emitter, op: ir.While) -> list[Val]:
-    code = em.code
     inits = [em.val(v) for v in op.inits]
+    results, yields = while_loop(em, op, inits, lambda args: em.block(op.body, args))
+    return _agreed(results, inits, yields)
+
+
+def while_loop(em: Emitter, op: ir.While, inits: Sequence[Val], body: Body) -> tuple[list[Val], list[Val]]:
+    """A `scf.while` whose carries start from `inits`: its results, and what its body yields."""
+    code = em.code
     tested, params = [[fresh(em, v) for v in inits] for _ in range(2)]
     carry = ", ".join(f"{p.name} = {v.name}" for p, v in zip(tested, inits, strict=True))
     carry, kinds = f" ({carry})" if inits else "", types_of(inits)
     results = opened(em, f"scf.while{carry} : ({kinds}) -> ({kinds}) {{", inits)
     with code.region():
         (go,) = em.block(op.cond, tested)
-        end_of_test(em, go, tested)
+        _end_of_test(em, go, tested)
     code.do("} do {")
     if inits:
         code.do(f"^bb0({', '.join(f'{p.name}: {p.type}' for p in params)}):")
     with code.region():
-        yields = em.block(op.body, params)
+        yields = body(params)
         yield_values(em, yields, always=True)
     code.do("}")
-    return _agreed(results, inits, yields)
+    return results, yields
 
 
-def end_of_test(em: Emitter, go: Val, passed: Sequence[Val]) -> None:
+def _end_of_test(em: Emitter, go: Val, passed: Sequence[Val]) -> None:
     """The end of the condition of a `scf.while`: whether it goes on, and what it hands to its body."""
     code = em.code
     if not versions.constant_conditions():  # no analysis knows that this is false

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jtile import ir
 from jtile._errors import UnsupportedError
+from jtile.lowering.emitting import into
 from jtile.lowering.triton.ttir import MAX_TILE, Code, Number, TensorTooLargeError, Val
 
 if TYPE_CHECKING:
@@ -28,17 +29,7 @@ _ELEMS = {
     "float64": "f64", "float8_e4m3fn": "i8", "float8_e5m2": "i8", "float8_e8m0fnu": "i8", "float4_e2m1fn": "i8",
 }  # fmt: skip
 PACKED = ("int4", "uint4", "float4_e2m1fn")  # two a byte in memory, the first in the low half
-
-
-def emits(*cards: type[ir.Op]):
-    """Register an emitter: `(em, op) -> its results`."""
-
-    def add(fn):
-        for card in cards:
-            EMITTERS[card] = fn
-        return fn
-
-    return add
+emits = into(EMITTERS)  # emitters are functions `(em, op) -> its results`
 
 
 def elem_of(dtype: str) -> str:

@@ -8,8 +8,6 @@ import re
 
 from jtile._errors import KernelValueError
 
-WAVE32 = ("gfx10", "gfx11", "gfx12")  # consumer parts; the CDNA ones run 64 lanes a wavefront
-
 
 @dataclasses.dataclass(frozen=True)
 class Features:

@@ -26,11 +26,6 @@ from jtile.lowering.triton.heuristics import Choice
 from jtile.lowering.triton.record import Record
 
 
-def is_block_level(kernel: ir.Kernel) -> bool:
-    """Whether a kernel has placed its tiles and split its work into roles."""
-    return any(type(op).level == "block" for op in kernel.body.walk())
-
-
 def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]:
     """TTGIR text of a kernel at the block level, its launch record, and the kernel's own text with the layout of every
     value. Equal kernels give equal text.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jtile import ir
+from jtile.lowering.emitting import into
 from jtile.lowering.triton import versions
 from jtile.lowering.triton.block.analysis import Homes, dims_of, is_free
 from jtile.lowering.triton.block.code import LaidCode, Mem
@@ -25,17 +26,7 @@ SHARED_WITH_TILES = (
     ir.ProgramId, ir.NumPrograms, ir.SizeOf, ir.Full, ir.Iota, ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Reduce,
     ir.ArgReduce, ir.Load, ir.Store, ir.Atomic, ir.Dense, ir.Cumulative, ir.UserScan,
 )  # fmt: skip  # those whose emitters for TTIR serve here
-
-
-def emits(*cards: type[ir.Op]):
-    """Register an emitter of the block level."""
-
-    def add(fn):
-        for card in cards:
-            BLOCK[card] = fn
-        return fn
-
-    return add
+emits = into(BLOCK)
 
 
 class BlockEmitter(Emitter):
