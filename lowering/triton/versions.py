@@ -17,16 +17,25 @@ def version() -> tuple[int, int]:
     """Of the installed triton.
 
     Raises:
-      UnsupportedError: it is missing, or older than 3.6.
+      UnsupportedError: it is missing, cannot be imported, or is older than 3.6.
     """
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedError(
             "kernels for a GPU are compiled by the package triton, which is not installed: "
             "pip install 'jtile[cuda13]' (NVIDIA) or 'jtile[rocm]' (AMD)"
         )
-    import triton
+    try:
+        import triton
 
-    found = tuple(int(re.match(r"\d+", part)[0]) for part in triton.__version__.split(".")[:2])  # type: ignore[index]
+        found = tuple(int(re.match(r"\d+", part)[0]) for part in triton.__version__.split(".")[:2])  # type: ignore[index]
+        if found >= OLDEST:
+            import triton.backends.compiler
+            import triton.compiler.compiler  # noqa: F401
+    except Exception as error:
+        raise UnsupportedError(
+            f"the package triton is installed, but cannot be imported ({type(error).__name__}: {error}): "
+            "pip install --force-reinstall 'triton>=3.6', or move what hides it: a folder named triton"
+        ) from error
     if found < OLDEST:
         raise UnsupportedError(f"triton {triton.__version__} is too old for jtile: pip install -U 'triton>=3.6'")
     return found[0], found[1]

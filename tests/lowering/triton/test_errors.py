@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,30 @@ def test_no_triton(monkeypatch):
             double.lower(floats(71), target="cuda:sm_90").image
     finally:
         versions.version.cache_clear()
+
+
+BROKEN = {
+    "raise ImportError('libtriton.so: cannot open')": r"cannot be imported \(ImportError: libtriton.so: cannot open\)",
+    "__version__ = '3.6.0'": r"cannot be imported \(ModuleNotFoundError: No module named 'triton.backends'\)",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_triton_that_cannot_be_imported(monkeypatch, tmp_path, text):
+    """It was called a defect of jtile."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(text + "\n")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    versions.version.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match=BROKEN[text]):
+            double.lower(floats(72), target="cuda:sm_90").image
+    finally:
+        versions.version.cache_clear()
+        for name in [n for n in sys.modules if n.partition(".")[0] == "triton"]:
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("name", ["cuda:sm_70", "cuda:sm_91", "rocm:gfx906"])
