@@ -1,4 +1,5 @@
-"""Uniform registers that SASS reads where, on some path, nothing has written them: what ptxas mixed up among roles."""
+"""What machine code must not do: read uniform registers that, on some path, nothing has written (what ptxas mixed up
+among roles), and keep registers on the stack in inner loops."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;]*)(.*)")
 TARGET = re.compile(r"\.L_x_\d+")
 PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 REGISTER = re.compile(r"(gdesc\[)?UR(\d+)\b")
+SPILL = re.compile(r"(@!?U?P\w+\s+)?(LDL|STL)\b")
 NO_RESULT = ("UTMA", "USETMAXREG", "UBLKCP", "UTMACMD")  # uniform instructions that write no register
 ZERO = 63
 
@@ -84,3 +86,15 @@ def _registers(op: str) -> tuple[set[int], set[int]]:
             else:
                 reads |= {at, at + 1} if ".64" in name and not a.startswith("[") else {at}
     return writes, reads - {ZERO}
+
+
+def spills_of_products(text: str) -> list[str]:
+    """The instructions, by place, that read or write the stack inside the innermost loops that multiply matrices."""
+    program = _program(text)
+    loops = {(k, i) for i, x in enumerate(program) for k in x.after if k <= i}
+    multiplies = lambda loop: any("GMMA" in x.text for x in program[loop[0] : loop[1] + 1])
+    inside = lambda a, b: a != b and b[0] <= a[0] and a[1] <= b[1]
+    busy = [loop for loop in loops if multiplies(loop)]
+    inner = [b for b in busy if not any(inside(a, b) for a in busy)]
+    found = [x for first, last in sorted(inner) for x in program[first : last + 1] if SPILL.match(x.text)]
+    return [f"{x.place} {x.text}" for x in found]

@@ -137,9 +137,9 @@ def _errors(got: Any, arrays: tuple[Any, ...], case: Case) -> list[jax.Array]:
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), case.text
         want, wide = theirs.astype(jnp.float32), jnp.issubdtype(ours.dtype, jnp.floating)
         off = jnp.abs(ours.astype(jnp.float32) - want if wide else (ours - theirs).astype(jnp.float32))
-        whole, mean = jnp.sqrt((want**2).sum()), jnp.sqrt((want**2).mean())
-        norm = jnp.where(whole == 0, off.max(), jnp.sqrt((off**2).sum()) / whole)
-        rows = jnp.sqrt((want**2).mean(-1, keepdims=True))
+        mean, rows = (jnp.sqrt((want**2).mean(axis, keepdims=True)) for axis in (None, -1))
+        mean = jnp.where(mean == 0, 1.0, mean)  # slopes of weights that cannot change
+        norm = jnp.sqrt((off**2).mean()) / mean.reshape(())
         allowed = FAR * case.tolerance * (jnp.abs(want) + jnp.maximum(rows, mean))
         out.append(jnp.stack([norm, jnp.where(off == 0, 0.0, off / allowed).max()]))
     return out

@@ -25,6 +25,7 @@ from jtile.ops.scaled_matmul import scaled_matmul_reference
 from jtile.ops.split_attention import decode_attention_reference
 
 ROUNDED = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 3e-5, "int32": 0.0}  # sums of a tensor core
+ROUGH = 3e-4  # sums of 8-bit floats: 128 terms at a time in a tensor core's own accumulator
 WEIGHTS = {"bfloat16": 5e-3, "float16": 1e-3}  # weights of values are rounded too
 SLOPES = {"bfloat16": 1e-2, "float16": 2e-3}  # and the slopes of scores
 SCORES = 1 << 25  # elements of the largest matrix of scores of a reference
@@ -75,6 +76,19 @@ def products(draw: Draw) -> Case:
     return Case(run, reference, of, what, ROUNDED[options["out_dtype"]], PRODUCTS, level)
 
 
+def long_sums(draw: Draw) -> Case:
+    """Few tiles and many terms: sums in parts, where that is predicted to be quicker."""
+    dtype, ta, tb = draw.of("bfloat16", "float16"), draw.of(False, True), draw.of(False, True)
+    m, n, k = draw.size(72, 400, 8), draw.size(64, 400, 8), draw.size(8192, 40000, 8, small=16384)
+    activation, bias = draw.of(*ACTIVATIONS), draw.chance(0.5)
+    options = dict(transpose_a=ta, transpose_b=tb, activation=activation)
+    run, reference = (lambda a, b, *c, f=f: f(a, b, bias=c[0] if c else None, **options)
+                      for f in (ops.matmul, matmul_reference))  # fmt: skip
+    of = lambda: (*operands(draw, m, n, k, dtype, ta, tb), *([draw.numbers(n, dtype=dtype)] if bias else []))
+    what = text("matmul", m=m, n=n, k=k, dtype=dtype, bias=bias, **options)
+    return Case(run, reference, of, what, ROUNDED[dtype], PRODUCTS)
+
+
 def products_of_bytes(draw: Draw) -> Case:
     """int8 and 8-bit floats: at the block level where both operands lie along k."""
     dtype = draw.of("float8_e4m3fn", "int8", "float8_e5m2")
@@ -93,7 +107,8 @@ def products_of_bytes(draw: Draw) -> Case:
     level = "tile" if not mapped else "block" if n % 16 == 0 else None
     return Case(
         run, reference, lambda: tuple(operands(draw, m, n, k, dtype, ta, tb)),
-        text("matmul", m=m, n=n, k=k, dtype=dtype, **options), ROUNDED[out], PRODUCTS, level,
+        text("matmul", m=m, n=n, k=k, dtype=dtype, **options), max(ROUNDED[out], ROUGH * (out == "float32")), PRODUCTS,
+        level,
     )  # fmt: skip
 
 
@@ -128,7 +143,7 @@ def scaled_products(draw: Draw) -> Case:
     return Case(
         run, functools.partial(scaled_matmul_reference, **options), of,
         text("scaled_matmul", m=m, n=n, k=k, dtype=dtype, blocks=blocks, fast=fast, **options),
-        max(ROUNDED[out], 3e-3 * narrow), ("scaled_products", "products_times"),
+        max(ROUNDED[out], 3e-3 if narrow else ROUGH), ("scaled_products", "products_times"),
         "block" if tb or dtype == "bfloat16" else "tile",
     )  # fmt: skip
 
@@ -497,7 +512,7 @@ def _packed(draw: Draw, rows: int, kernels: tuple[str, ...]) -> Case:
 
 def quantized_rows(draw: Draw) -> Case:
     """One or two rows of x."""
-    return _packed(draw, draw.of(1, 2), ("hopper_gemv",))
+    return _packed(draw, draw.of(1, 2), ("hopper_gemv", "hopper_quantized_product"))
 
 
 def quantized_products(draw: Draw) -> Case:
@@ -505,11 +520,12 @@ def quantized_products(draw: Draw) -> Case:
     return _packed(draw, draw.of(16, 64, 256, draw.size(3, 600)), ("hopper_quantized_product",))
 
 
+# New ones go to the end: a family's number is the seed of its shapes.
 FAMILIES: dict[str, Callable[[Draw], Case]] = {
     f.__name__: f
     for f in (
         products, products_of_bytes, scaled_products, few_rows, gated, grouped, grouped_slopes, attention,
         attention_saved, attention_slopes, decode, latent_decode, latent_prefill, latent_slopes, quantized_rows,
-        quantized_products,
+        quantized_products, long_sums,
     )
 }  # fmt: skip
