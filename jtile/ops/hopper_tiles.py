@@ -13,24 +13,26 @@ from typing import Any
 from jtile import cdiv
 
 PROCESSORS = 132  # of an H200
-# Sides of a tile -> microseconds of a block for 128 bytes of terms, and for all of a tile besides.
+# Sides of a tile -> microseconds of a block for 128 bytes of terms while few blocks work, and for the rest of a tile.
 TILES = {
-    (128, 256): (0.563, 1.44),
-    (256, 128): (0.646, 1.44),
-    (192, 128): (0.438, 1.27),
-    (128, 128): (0.288, 0.89),
-    (64, 256): (0.292, 0.97),
-    (64, 128): (0.161, 0.59),
-    (128, 64): (0.177, 0.59),
-    (64, 64): (0.139, 0.20),
+    (128, 256): (0.584, 1.26),
+    (256, 128): (0.642, 1.50),
+    (192, 128): (0.447, 0.95),
+    (128, 128): (0.301, 0.80),
+    (64, 256): (0.303, 1.10),
+    (64, 128): (0.161, 0.39),
+    (128, 64): (0.176, 0.51),
+    (64, 64): (0.130, 0.17),
 }
-BYTES = TILES | {(192, 128): (0.415, 1.27)}  # of 8-bit operands
-START = 3.0  # microseconds: the launch, and the first operands
+BYTES = TILES | {(192, 128): (0.415, 0.95)}  # of 8-bit operands
+CLOCK = 1.21  # how many times that the products of all tiles take where all blocks work: power lowers the clock
+SHARP = 5.5  # of two things at once that take as long, how much longer they take than one: 2 ** (1 / SHARP)
+START = 2.6  # microseconds: the launch, and the first operands
 READ = 4.2e6  # bytes of operands in a microsecond from memory
 SECOND, KEPT = 5.0, 20e6  # microseconds of the kernel that adds parts up; bytes that it and the parts move in one
 LEAST = 4096  # terms of a part
 # Bytes of operands that a block gets in a microsecond; where rows in memory start inside of lines, each is read twice.
-EVEN, UNEVEN = 150e3, 58e3
+EVEN, UNEVEN = 150e3, 71e3
 LINE = 128
 PITCH = 16  # bytes that the distance of an operand's rows in memory is a multiple of, where tensor maps take them
 NEAR = 1.5  # how many times the shortest predicted time a form may take that a search tries
@@ -65,9 +67,15 @@ def product(
     else:
         of = dict(transposed=transposed, left=left, batch=batch)
         bm, bn = min(sides, key=lambda s: predicted_us(m, n, k, itemsize, *s, **of))
-    # What a round costs besides its products is much for a small tile.
-    lines = 2 if bm * bn <= 64 * 128 and itemsize == 2 and gates == 1 and k >= 512 else 1
+    rows = (m if left else k) * itemsize, (k if transposed else n) * itemsize
+    lines = 2 if gates == 1 and itemsize == 2 and k >= 512 and two_lines(bm, bn, *rows) else 1
     return {"bm": bm, "bn": bn, "bk": lines * LINE // itemsize}
+
+
+def two_lines(bm: int, bn: int, *pitches: int) -> bool:
+    """Whether a step of a tile takes 256 bytes of each row, not 128. What a step costs besides its products is much for
+    the smallest tile; and of rows that start inside of lines, three lines are read for two then, not four."""
+    return bm * bn <= (64 * 128 if any(p % LINE for p in pitches) else 64 * 64)
 
 
 @functools.cache
@@ -109,11 +117,19 @@ def predicted_us(
     pitches = (m if left else k) * itemsize, (k if transposed else n) * itemsize
     brought = sum(side * LINE / (UNEVEN if pitch % LINE else EVEN) for side, pitch in zip((bm, bn), pitches))
     terms = cdiv(k * itemsize, LINE * parts)
-    rounds = cdiv(parts * batch * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
-    read = batch * itemsize * (m * k + k * n) / READ
+    tiles = parts * batch * cdiv(m, bm) * cdiv(n, bn)
+    read = batch * itemsize * (m * k + k * n) / READ / tiles
+    one = terms * max(step, brought) + rest
+    full, left = divmod(tiles, PROCESSORS)  # rounds of all blocks; the last one reads little
+    rounds = full * _at_once(one, PROCESSORS * read) + (_at_once(one, left * read) if left else 0.0)
+    powered = CLOCK * tiles / PROCESSORS * terms * max(step, brought)
     sums = SECOND + 8 * parts * m * n / KEPT if parts > 1 else 0.0
-    work = rounds * (terms * max(step, brought) + rest)
-    return START + (work**4 + read**4) ** 0.25 + sums  # the longer one, and a little more where they are alike
+    return START + _at_once(rounds, powered) + sums
+
+
+def _at_once(*times: float) -> float:
+    """Of things that share a machine: the longest time, and a little more where they are alike."""
+    return sum(t**SHARP for t in times) ** (1 / SHARP)
 
 
 @functools.cache
