@@ -30,7 +30,7 @@ def version() -> tuple[int, int]:
         found = tuple(int(re.match(r"\d+", part)[0]) for part in triton.__version__.split(".")[:2])  # type: ignore[index]
         if found >= OLDEST:
             import triton.backends.compiler
-            import triton.compiler.compiler  # noqa: F401
+            import triton.compiler.compiler
     except Exception as error:
         raise UnsupportedError(
             f"the package triton is installed, but cannot be imported ({type(error).__name__}: {error}): "
