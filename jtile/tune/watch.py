@@ -107,14 +107,18 @@ def _arrays(kernel: Kernel, given: Sequence[Any] | None) -> list[Any]:
 
 def _with_starts(kernel: Kernel, arrays: list[Any]) -> tuple[Kernel, list[Any]]:
     """The kernel as it is compiled, and its inputs: what outputs start from, and tables of literals, are inputs too."""
-    kernel, starts = _lowering.with_starts(kernel)
+    kernel, numbers = _lowering.with_starts(kernel)
     kernel, tables = _lowering.with_tables(kernel)
-    return kernel, [*arrays, *_lowering.filled(starts), *tables]
+    return kernel, [*arrays, *_lowering.filled(numbers), *tables]
 
 
 def _block_kernel(kernel: Kernel, options: Mapping[str, Any]) -> Kernel | NoPlan:
-    kernel = passes.run_pipeline(kernel, passes.TILE)
-    return kernel if level_of(kernel) == "block" else block_level(kernel, Machine(), options)
+    """The kernel at the block level, of the same inputs; outputs start from those that are aliased to them."""
+    from jtile.lowering import starts
+
+    plain = passes.run_pipeline(starts.without_idle_aliases(kernel), passes.TILE)
+    plan = plain if level_of(plain) == "block" else block_level(plain, Machine(), options)
+    return plan if isinstance(plan, NoPlan) else dataclasses.replace(plan, aliases=kernel.aliases, inits=())
 
 
 def _interpreted(kernel: Kernel, arrays: Sequence[Any], seed: int) -> np.ndarray:

@@ -94,6 +94,20 @@ def test_kernels_are_those_of_the_gpu():
     assert {p.name for p in trace(f, MATRIX, MATRIX)[0]} == ({"product"} if jt.platform() == "cuda" else {"double"})
 
 
+def test_outputs_that_start_from_a_number():
+    @jt.kernel(out_type=lambda a, b: jt.like(a, shape=(a.shape[0], b.shape[1])), grid=(2, 2), init=0)
+    def added(a, b, o):
+        i, j = jt.program_id(0), jt.program_id(1)
+        acc = jt.zeros((64, 64), jnp.float32)
+        for k in jt.range(2, stages=2):
+            acc = jt.dot(a.tiles(64, 64)[i, k], b.tiles(64, 64)[k, j], acc)
+        o.tiles(64, 64)[i, j] += acc.astype(o.dtype)
+
+    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    (line,) = jt.profile(added, x, x, interpret=True, programs=1).timelines
+    assert line.busy() > 0
+
+
 def test_room_for_few_notes():
     (line,) = jt.profile(product, MATRIX, MATRIX, interpret=True, programs=1, capacity=6).timelines
     assert line.dropped and len([s for s in line.spans if s.site.role == 0]) <= 6
