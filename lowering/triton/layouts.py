@@ -8,6 +8,7 @@ then folds lanes 0, 1 and 2 and gives wrong numbers, without a word. What the co
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _LINEAR = re.compile(r"^(#\w+) = #ttg\.linear<\{(.*)\}>", re.M)
 _REDUCE = re.compile(r'"tt\.reduce"\([^)]*\) <\{axis = (\d+) : i32\}>.*?\n\s*\}\) : \(tensor<[^,]*, ([^()]*)', re.S)
@@ -24,7 +25,7 @@ def check(ttgir: str) -> None:
     for axis, kind in _REDUCE.findall(ttgir) if layouts else ():
         slices, name = _PLACE.match(kind).groups()  # type: ignore[union-attr]
         gone = [int(d) for d in re.findall(r"dim = (\d+)", slices)]
-        if name in layouts and not all(_in_order(b, gone) for b in layouts[name].values()):
+        if name in layouts and not all(in_order(b, gone) for b in layouts[name].values()):
             raise ScatteredLanesError(f"reduction along {axis} of {kind}")
 
 
@@ -34,13 +35,13 @@ def _bases(body: str, dim: str) -> list[list[int]]:
     return [[int(x) for x in b.split(",")] for b in re.findall(r"\[([^\]]*)\]", text[1])] if text else []
 
 
-def _in_order(bases: list[list[int]], gone: list[int]) -> bool:
+def in_order(bases: Sequence[Sequence[int]], gone: Sequence[int] = ()) -> bool:
     """Whether each bit moves along one axis at most, and those of one axis stand together; the axes of slices, the last
     one taken first, do not count."""
     seen: list[int] = []
     for base in bases:
         for dim in reversed(gone):
-            base = base[:dim] + base[dim + 1 :]
+            base = [*base[:dim], *base[dim + 1 :]]
         moved = [k for k, x in enumerate(base) if x] or [-1]
         if len(moved) > 1 or (moved[0] in seen and seen[-1] != moved[0] and moved[0] >= 0):
             return False

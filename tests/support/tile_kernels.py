@@ -40,12 +40,13 @@ def matmul(
 
 def attention(
     queries: int, keys: int, *, tile=(128, 64), d=64, batch=1, heads=2, groups=1, window: Window = (None, None),
-    lengths=False, save=False, softcap=None, dtype=jnp.bfloat16,
+    lengths=False, save=False, softcap=None, sums=None, dtype=jnp.bfloat16,
 ) -> Kernel:  # fmt: skip
     q = jax.ShapeDtypeStruct((batch, queries, heads, d), dtype)
     kv = jax.ShapeDtypeStruct((batch, keys, groups, d), dtype)
     rows = (jax.ShapeDtypeStruct((batch,), jnp.int32),) if lengths else ()
     meta = {"bq": tile[0], "bk": tile[1], "scale": d**-0.5, "softcap": softcap, "window": window, "save": save}
+    meta["sums"] = sums
     return _ATTENTION.lower(q, kv, kv, rows, (), **meta).kernel
 
 
@@ -82,3 +83,25 @@ def scaled(m: int, n: int, k: int, *, tile=(128, 128, 128)) -> Kernel:
     sa, sb = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((parts, m), (-(-n // 128), parts)))
     meta = {"tb": True, "out_dtype": "bfloat16", "block": 128, "bm": bm, "bn": bn, "bk": bk}
     return _SCALED.lower(a, b, sa, sb, **meta).kernel
+
+
+@jt.kernel(out_type=lambda q, *_: jt.like(q), grid=lambda q, *_: (jt.cdiv(q.shape[0], 128),))
+def _plain_attention(q, k, v, o):
+    i, d = jt.program_id(0), q.shape[1]
+    Q, K, V, O = q.tiles(128, d), k.tiles(64, d), v.tiles(64, d), o.tiles(128, d)
+    top, total = jnp.full((128,), -jnp.inf, jnp.float32), jnp.zeros((128,), jnp.float32)
+    acc, x = jnp.zeros((128, d), jnp.float32), Q[i, 0]
+    for j in jt.range(K.shape[0], stages=2):
+        s = jt.dot(x, K[j, 0].T) * d**-0.5
+        most = jnp.maximum(top, s.max(1))
+        p, fade = jnp.exp(s - most[:, None]), jnp.exp(top - most)
+        total = total * fade + p.sum(1)
+        acc = jt.dot(p.astype(v.dtype), V[j, 0], acc * fade[:, None])
+        top = most
+    O[i, 0] = (acc / total[:, None]).astype(o.dtype)
+
+
+def plain_attention(queries: int, keys: int, d: int) -> Kernel:
+    """One head, in tiles of all `d` features. `keys`: a multiple of 64."""
+    q, kv = (jax.ShapeDtypeStruct((n, d), jnp.bfloat16) for n in (queries, keys))
+    return _plain_attention.lower(q, kv, kv).kernel

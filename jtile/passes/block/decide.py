@@ -24,7 +24,7 @@ MOST = 8  # slots of a ring
 MOST_TILES = 2**31 - 2**16  # a counter goes beyond it by as many as there are blocks
 LINE = 128  # bytes of a row of a box that shared memory swizzles
 # Of a thread of a consumer and of the producer, by (consumers, warps); 0: what is left.
-REGISTERS = {(1, 4): (240, 96), (1, 8): (0, 24), (2, 4): (240, 24), (3, 4): (160, 24)}
+REGISTERS = {(1, 4): (240, 96), (1, 8): (0, 24), (2, 4): (240, 24), (3, 4): (160, 24), (4, 4): (112, 24)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def plan(kernel: Kernel, machine: Machine, wish: Wish) -> Plan:
     """
     found = feeds(kernel)
     why: NoPlan | None = None
-    for consumers, warps in _teams(found.dots, wish):
+    for consumers, warps in _teams(kernel, found, wish):
         shares = split(kernel, consumers)
         if isinstance(shares, Split):
             shares = apart(shares)
@@ -82,14 +82,16 @@ def check(kernel: Kernel, wish: Wish) -> None:
         refuse("it has private memory", private[0] if private else None)
 
 
-def _teams(dots: list[Dot], wish: Wish) -> Iterator[tuple[int, int]]:
+def _teams(kernel: Kernel, found: Feeds, wish: Wish) -> Iterator[tuple[int, int]]:
     """(consumers, warps of each) to try, the best first."""
-    rows = {d.result.shape[0] for d in dots}
+    rows = {d.result.shape[0] for d in found.dots}
     if (wish.consumers or 1) > 1:
         yield wish.consumers or 1, 4
         return
     m = min(rows)
     if not wish.consumers and len(rows) == 1 and m > ROWS:
+        if m == 4 * ROWS and _chained(kernel, found) and not _too_much(kernel, found, 4 * 128, REGISTERS[4, 4][0]):
+            yield 4, 4  # while one computes with its product, those of three can run
         yield 3 if m == 3 * ROWS else 2, 4
     yield 1, 8 if m >= 2 * ROWS else 4
 
@@ -147,9 +149,15 @@ def _check_shapes(share: Block) -> None:
 
 
 def _check_registers(kernel: Kernel, found: Feeds, threads: int, registers: int) -> None:
-    """The products of a block of ops are in registers at about the same time, and with each of them whatever is needed
-    behind it."""
-    most = for_tiles(registers)
+    if (much := _too_much(kernel, found, threads, registers)) is not None:
+        words, dot = much
+        have = f"{words // threads} of a thread's registers"
+        refuse(f"its products take {have} with what else it holds, of which they may take {for_tiles(registers)}", dot)
+
+
+def _too_much(kernel: Kernel, found: Feeds, threads: int, registers: int) -> tuple[int, Dot] | None:
+    """Words that products take and registers do not hold: those of a block of ops are in registers at about the same
+    time, and with each of them whatever is needed behind it."""
     held = _held(kernel.body, found, 0)
     for block in dict.fromkeys(id(found.home[d]) for d in found.dots):
         dots = [d for d in found.dots if id(found.home[d]) == block]
@@ -158,9 +166,9 @@ def _check_registers(kernel: Kernel, found: Feeds, threads: int, registers: int)
         words = sum(tile_bytes(d.result) // 4 * (2 if promoted(d) else 1) for d in ends)
         words += sum(tile_bytes(d.a) // 4 for d in dots if not isinstance(operand(d, False)[0].op, Load))
         words = max(words, *(held[d] for d in dots))
-        if words > most * threads:
-            have = f"{words // threads} of a thread's registers"
-            refuse(f"its products take {have} with what else it holds, of which they may take {most}", dots[0])
+        if words > for_tiles(registers) * threads:
+            return words, dots[0]
+    return None
 
 
 def _held(b: Block, found: Feeds, around: int, entering: Iterable[Value] = ()) -> dict[Dot, int]:

@@ -14,10 +14,12 @@ from jtile.lowering.triton import versions
 from jtile.lowering.triton.block.analysis import Homes, dims_of, is_free
 from jtile.lowering.triton.block.code import LaidCode, Mem
 from jtile.lowering.triton.block.layouts import Layout, Linear, blocked, origin, sliced
+from jtile.lowering.triton.block.linear import linear
 from jtile.lowering.triton.combine import reduce
 from jtile.lowering.triton.emit_basics import start_program
 from jtile.lowering.triton.emitter import EMITTERS, Buffer, Emitter, elem_of, padded
 from jtile.lowering.triton.features import Features
+from jtile.lowering.triton.layouts import in_order
 from jtile.lowering.triton.record import Record
 from jtile.lowering.triton.ttir import Val
 
@@ -173,7 +175,7 @@ class BlockEmitter(Emitter):
         assert self.homes is not None
         if isinstance(op, ir.Reduce | ir.ArgReduce):
             home = self.homes[op.x] if op.x.shape else None
-            if isinstance(origin(home), Linear) and not versions.reduces_any_layout():
+            if isinstance(origin(home), Linear) and not self._folds(op, home):
                 home = blocked(op.x.shape, elem_of(op.x.dtype), self.warps)
             return op.x, home
         if isinstance(op, ir.Cumulative | ir.UserScan):
@@ -184,6 +186,11 @@ class BlockEmitter(Emitter):
         else:
             v = op.results[0] if op.results else None
         return (v, self.homes[v] if v.shape else None) if v is not None else (None, None)
+
+    def _folds(self, op: ir.Reduce | ir.ArgReduce, home: Layout) -> bool:
+        """Whether triton folds the right threads; see `triton/layouts.py`."""
+        h = linear(home, op.x.shape)
+        return versions.reduces_any_layout() or (in_order(h.lane) and in_order(h.warp))
 
     def check_sides(self, op: ir.Op) -> None:
         for v in op.results:

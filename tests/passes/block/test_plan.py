@@ -37,6 +37,14 @@ def test_attention_of_heads_of_64():
     )
 
 
+def test_four_consumers_where_registers_hold_what_a_chain_needs():
+    p = plan_of(tk.attention(1024, 1024, d=64, tile=(256, 64), window=(None, 0)))
+    assert str(p).startswith("4 consumers of 4 warps in turns, 112 registers; 8 blocks; rings of 8 slots, resident 1: ")
+    more = block_level(tk.attention(1024, 1024, d=64, tile=(256, 128)), Machine(), {})
+    assert "take 256 of a thread's registers with what else it holds, of which they may take 200" in str(more)
+    assert plan_of(tk.matmul(4096, 4096, 4096, tile=(256, 128, 64))).consumers == 2
+
+
 def test_little_memory_leaves_stores_to_pointers():
     p = plan_of(tk.matmul(128, 256, 256, tile=(128, 256, 64)), Machine(shared=110 << 10))
     assert (p.stages, p.outputs) == (2, {})

@@ -122,6 +122,14 @@ def test_attention_of_three_consumers_in_turns():
     assert (p.consumers, p.turns, p.persistent) == (3, True, True)
 
 
+def test_attention_of_four_consumers_whose_threads_add_up_their_own_weights():
+    p = compare(
+        tk.attention(300, 128, tile=(256, 64), window=(None, 0), heads=1, sums=8),
+        tolerance=1e-2, persistent=True, machine=Machine(processors=1),
+    )  # fmt: skip
+    assert (p.consumers, p.turns, p.persistent) == (4, True, True)
+
+
 def test_a_right_operand_that_is_computed():
     """Weights in 8 bits are widened by the consumers, and go through shared memory."""
     text = """kernel @k(%x: ref<128x64xbf16>, %w: ref<64x64xi8>, %o: ref<128x64xf32, out>) grid(1) {

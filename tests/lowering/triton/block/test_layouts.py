@@ -8,11 +8,14 @@ import block_kernels
 import jax
 import jax.numpy as jnp
 import pytest
+import tile_kernels as tk
 from block_tiles import CASES
 
 import jtile as jt
 from jtile import ir
+from jtile.lowering.triton import layouts, versions
 from jtile.lowering.triton.block.analysis import Homes
+from jtile.lowering.triton.block.compile import emit_block_kernel
 from jtile.lowering.triton.block.layouts import (
     Blocked,
     Linear,
@@ -27,6 +30,8 @@ from jtile.lowering.triton.block.layouts import (
     unsliced,
 )
 from jtile.lowering.triton.block.linear import halved, linear, permuted, registers_along, reshaped
+from jtile.lowering.triton.features import features
+from jtile.passes.block import Machine, steps
 
 ACC = Mma((4, 1), 64, 16)
 LAYOUTS = [
@@ -142,6 +147,17 @@ def test_what_attention_carries():
     for name, want in {"m": Sliced(1, scores), "l": Sliced(1, scores), "acc": out, "p": Operand(out, 2),
                        "pj": scores, "hn": scores, "alpha": Sliced(1, scores), "of": out}.items():  # fmt: skip
         assert homes[named(body, name)] == want, name
+
+
+def test_sums_of_threads_stay_in_their_registers(monkeypatch):
+    """Also where triton folds the wrong threads of other layouts."""
+    monkeypatch.setattr(versions, "reduces_any_layout", lambda: False)
+    planned = steps(tk.attention(1024, 1024, d=64, tile=(256, 64), sums=8), Machine(), {})
+    text = emit_block_kernel(planned.kernel, features("sm_90"))[0]
+    assert "-> tensor<64x8x8xf32" in text
+    moved = [line for line in text.splitlines() if "ttg.convert_layout" in line]
+    assert moved and not any("tensor<64x8" in line or "#blocked" in line for line in moved)
+    layouts.check(text)
 
 
 def test_what_nothing_reaches_lies_as_its_users_want():
