@@ -38,8 +38,7 @@ def flash_attention(
     """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch] in a tuple, or ().
 
     `side`: of tiles along the features, at least d: what lies behind d reads as zeros.
-    `sums`: so many of a row's weights, each of every sums-th key, meet at the end only: with 8, a thread adds up weights
-    of its own in every step. Default: one.
+    `sums`: of the weights of a row, each of every sums-th key; they meet at the end. With 8, threads add up their own.
     `save`: also lse [batch, heads, t], the log-sum-exp of the scores in powers of two, `EMPTY` for a query that sees
     no key.
     """
