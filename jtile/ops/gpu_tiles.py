@@ -56,6 +56,11 @@ def _product(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool
     return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(bk, 16)}
 
 
+def extended(m: int, n: int, k: int, itemsize: int, **of: Any) -> tuple[int, int, int]:
+    """The sizes that a product's operands are best extended to, with zeros, mostly its own; `of`: see `product`."""
+    return hopper_tiles.extended(m, n, k, itemsize, **of) if warpgroups() else (m, n, k)
+
+
 def parts_of_product(m: int, n: int, k: int, itemsize: int, **of: bool) -> tuple[int, dict[str, int]]:
     """In how many parts the sums of a product are best made, 1 for whole, and the tiles of the parts; `of`: where the
     operands lie transposed in memory, see `hopper_tiles`.

@@ -31,6 +31,9 @@ START = 2.6  # microseconds: the launch, and the first operands
 READ = 4.2e6  # bytes of operands in a microsecond from memory
 SECOND, KEPT = 5.0, 20e6  # microseconds of the kernel that adds parts up; bytes that it and the parts move in one
 LEAST = 4096  # terms of a part
+# Operations in a microsecond of 16-bit products at tile level, in the largest tiles and in small ones; and what a copy
+# costs besides what it moves.
+PLAIN, PLAIN_FEW, COPY = 190e6, 75e6, 2.0
 # Bytes of operands that a block gets in a microsecond; where rows in memory start inside of lines, each is read twice.
 EVEN, UNEVEN = 150e3, 71e3
 LINE = 128
@@ -155,6 +158,34 @@ def forms(
         most = min(PROCESSORS // (cdiv(m, bm) * cdiv(n, bn)), k // LEAST)
         found += [(1 << p, bm, bn) for p in range(1, most.bit_length())]
     return {f: predicted_us(m, n, k, itemsize, *f[1:], parts=f[0], batch=batch, **of) for f in found}
+
+
+@functools.cache
+def extended(
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    *,
+    batch: int = 1,
+    fast: bool = False,
+    transposed: bool = False,
+    left: bool = False,
+) -> tuple[int, int, int]:
+    """The sizes whose rows of operands are whole `PITCH`es, where a copy to there takes less time than it saves."""
+    of = dict(batch=batch, fast=fast, transposed=transposed, left=left)
+    up = lambda size: cdiv(size * itemsize, PITCH) * PITCH // itemsize
+    rows = {"m" if left else "k", "k" if transposed else "n"}  # what lies along the rows of an operand
+    sizes = m2, n2, k2 = tuple(up(x) if name in rows else x for name, x in (("m", m), ("n", n), ("k", k)))
+    times = forms(*sizes, itemsize, **of) if sizes != (m, n, k) else {}
+    if not times:
+        return m, n, k
+    changed = (m2, k2) != (m, k), (k2, n2) != (k, n), (m2, n2) != (m, n)  # of the result what is behind is cut off
+    moved = [s for s, c in zip(((m2, k2), (k2, n2), (m2, n2)), changed) if c]
+    copies = sum(COPY + 2 * batch * itemsize * x * y / READ for x, y in moved)
+    few = cdiv(m, 128) * cdiv(n, 256) * batch < PROCESSORS
+    plain = 2 * batch * m * n * k / (PLAIN_FEW if few else PLAIN) * itemsize / 2
+    return sizes if min(times.values()) + copies < plain else (m, n, k)
 
 
 def near(*sizes: int, whole: bool, **of: Any) -> list[tuple[int, int, int]]:

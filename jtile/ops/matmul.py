@@ -71,16 +71,7 @@ def matmul(
     ):
         y = on_cuda(*_streamed(A.dtype.name, activation, out_dtype.name), (A[0], B[0], extra), ())
         return y.reshape(*batch, m, n)
-    y = _run(
-        A,
-        B,
-        *extra,
-        activation=activation,
-        ta=transpose_a,
-        tb=transpose_b,
-        out_dtype=out_dtype.name,
-        **_tiles(A, B, transpose_a, transpose_b),
-    )
+    y = _extended(A, B, extra, activation=activation, ta=transpose_a, tb=transpose_b, out_dtype=out_dtype.name)
     return y.reshape(*batch, m, n)
 
 
@@ -227,6 +218,22 @@ def _run(a, b, *bias, ta, tb, bm, bn, bk, save=False, **meta):
             return product_in_parts(a, b, *bias, parts=parts, ta=ta, tb=tb, **sides, save=save, **meta)
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize))
     return kernel(a, b, *bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
+
+
+def _extended(a, b, bias, *, ta: bool, tb: bool, **meta):
+    """The product with what follows it. Rows that no tensor map takes are first copied, with zeros behind them, where
+    that costs less than it saves."""
+    sizes = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
+    m, n, k = wide = sizes
+    if a.dtype == b.dtype and all(isinstance(x, int) for x in (*a.shape, *sizes)):
+        of = dict(left=ta, transposed=tb, batch=max(a.shape[0], b.shape[0]), fast=_whole(a))
+        m, n, k = wide = gpu_tiles.extended(*sizes, a.dtype.itemsize, **of)
+    if wide != sizes:
+        behind = lambda x, *shape: jnp.pad(x, [(0, 0), *((0, s - have) for s, have in zip(shape, x.shape[1:]))])
+        a, b = behind(a, *((k, m) if ta else (m, k))), behind(b, *((n, k) if tb else (k, n)))
+        bias = [jnp.pad(x, [(0, 0), (0, n - x.shape[1])]) for x in bias]
+    y = _run(a, b, *bias, ta=ta, tb=tb, **meta, **_tiles(a, b, ta, tb))
+    return y if wide == sizes else y[:, : sizes[0], : sizes[1]]
 
 
 def in_tiles(

@@ -12,7 +12,7 @@ import jtile as jt
 from jtile import ops
 from jtile._lowering import compile_piece
 from jtile.ops import hopper_tiles, spaces
-from jtile.ops.hopper_tiles import TILES, candidates, parts_of_product, predicted_us, product
+from jtile.ops.hopper_tiles import TILES, candidates, extended, parts_of_product, predicted_us, product
 from jtile.tune import device
 from jtile.tune.programs import trace
 
@@ -121,6 +121,33 @@ def test_only_the_rows_of_operands_count(sizes, of):
         (program,) = trace(lambda a, b: ops.matmul(a, b, transpose_a=left, transpose_b=right), a, b)[0]
         assert best.items() <= dict(program.meta).items()
         assert compile_piece(program, 0, device.target()).launch["level"] == "block"
+
+
+def test_rows_of_no_whole_16_bytes_are_copied_where_that_costs_less_than_it_saves():
+    assert extended(4001, 3001, 2001, 2) == (4001, 3008, 2008)
+    assert extended(4001, 3001, 2001, 2, transposed=True) == (4001, 3001, 2008)
+    assert extended(4001, 3001, 2001, 2, left=True) == (4008, 3008, 2001)
+    assert extended(3000, 3001, 3003, 1, transposed=True) == (3000, 3001, 3008)
+    for same in ((4000, 3000, 2000, 2), (301, 203, 105, 2), (4001, 3001, 2001, 4), (64, 3001, 2001, 2)):
+        assert extended(*same) == same[:3]
+    assert extended(4001, 3001, 2000, 2, transposed=True) == (4001, 3001, 2000)  # however long rows of the result are
+
+
+@pytest.mark.parametrize(("left", "right"), [(False, False), (False, True), (True, False)])
+def test_a_product_of_copied_rows(left, right):
+    """The kernel has the longer rows; the result, and what flows back, have the sizes of the call."""
+    m, n, k = 1601, 1203, 1805
+    shapes = (k, m) if left else (m, k), (n, k) if right else (k, n), (n,)
+    f = lambda a, b, c: ops.matmul(a, b, bias=c, activation="silu", transpose_a=left, transpose_b=right)
+    types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    with jt.config(arch="sm_90"):
+        (program,) = trace(f, *types)[0]
+        wide = extended(m, n, k, 2, left=left, transposed=right)
+        assert wide != (m, n, k) and program.out_avals[0].shape == (1, *wide[:2])
+        assert compile_piece(program, 0, device.target()).launch["level"] == "block"
+        assert jax.eval_shape(f, *types).shape == (m, n)
+        back = jax.eval_shape(jax.grad(lambda *args: f(*args).astype(jnp.float32).sum(), (0, 1, 2)), *types)
+    assert [x.shape for x in back] == list(shapes)
 
 
 def test_bytes():

@@ -10,6 +10,7 @@ from library import agree, integers, normal
 
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import gpu_tiles
 from jtile.ops.gated_mlp import gated_mlp_reference
 from jtile.ops.matmul import matmul_reference
 from jtile.ops.quantized import quantized_matmul_reference
@@ -55,6 +56,19 @@ def test_matmul_of_rows_of_no_whole_16_bytes(m, n, k, ta, tb, dtype):
     bias = {} if dtype == "int8" else {"bias": normal(2, n, dtype=dtype), "activation": "relu"}
     a, b = ((20 * x).astype(dtype) for x in (a, b))
     agree(ops.matmul, matmul_reference, a, b, tolerance=TOLERANCE.get(dtype, 0), transpose_a=ta, transpose_b=tb, **bias)
+
+
+@pytest.mark.parametrize(("ta", "tb"), [(False, False), (True, False), (False, True)])
+def test_matmul_of_copied_rows(monkeypatch, ta, tb):
+    """What lies behind the rows adds nothing, and nothing flows back from there."""
+    monkeypatch.setattr(gpu_tiles, "extended", lambda m, n, k, *_, **__: (m + 3, n + 2, k + 5))
+    options = {"transpose_a": ta, "transpose_b": tb, "activation": "gelu"}
+    f, reference = (lambda a, b, bias, g=g: g(a, b, bias=bias, **options) for g in (ops.matmul, matmul_reference))
+    args = (*operands(13, 7, 9, "float32", ta, tb, batch=(2,)), normal(2, 7))
+    np.testing.assert_allclose(f(*args), reference(*args), rtol=2e-5, atol=2e-5)
+    both = (jax.grad(lambda *args, g=g: (g(*args) ** 2).sum(), argnums=(0, 1, 2))(*args) for g in (f, reference))
+    for ours, theirs in zip(*both):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
 def test_matmul_of_float64():
