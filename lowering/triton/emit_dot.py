@@ -199,12 +199,34 @@ def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
     )
     times = max(form.least * steps // a.shape[-1], 1)
     a, b = interleaved(code, a, rank - 1, times), interleaved(code, b, rank - 2, times)
+    rows, columns = (_unit_sides(em.features, form) // n for n in shape[-2:])
+    if max(rows, columns) > 1:
+        a, b = interleaved(code, a, rank - 2, max(rows, 1)), interleaved(code, b, rank - 1, max(columns, 1))
+        v = product(em, form, a, b, None)
+        v = picked(code, picked(code, v, rank - 1, max(columns, 1)), rank - 2, max(rows, 1))
+        return v if acc is None else code.op("arith.addf" if v.is_float else "arith.addi", acc, v)
     acc = acc or code.const(0, form.out, shape)
     kind = f", inputPrecision = {form.how}" if form.how != "ieee" else ""
     if form.a in FP8:
         kind += f" {{maxNumImpreciseAcc = {ALWAYS if form.fast else min(PROMOTE, a.shape[-1])} : i32}}"
     right = f"tt.dot {a.name}, {b.name}, {acc.name}{kind} : {a.type} * {b.type} -> {spell(shape, form.out)}"
     return code.let(right, shape, form.out)
+
+
+def _unit_sides(f: Features, form: Form) -> int:
+    """The least sides of a product in AMD's matrix units, where triton multiplies smaller ones without them; else 0."""
+    units = form.a in ("float16", "bfloat16", "int8", *f.fp8) or (form.a == "float32" and f.arch.startswith("gfx9"))
+    return 16 if not f.cuda and units else 0
+
+
+def picked(code: Code, t: Val, axis: int, times: int) -> Val:
+    """The first of every `times` elements along an axis: what `interleaved` put there."""
+    if times == 1:
+        return t
+    wide = (*t.shape[:axis], t.shape[axis] // times, times, *t.shape[axis + 1 :])
+    first = code.cmp("eq", code.arange(times), code.const(0, "i32", (times,)))
+    kept = code.select(code.along(first, axis + 1, wide), code.reshape(t, wide), code.const(0, t.elem, wide))
+    return total(code, kept, axis + 1)
 
 
 def narrowest_load(em: Emitter) -> int:

@@ -168,6 +168,23 @@ def test_products_on_the_device(k, garbage):
     check(k, tolerance=3e-4 if narrow else 2e-6, run=lambda k, inputs, _: run_device(k, inputs))
 
 
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
+@pytest.mark.parametrize("sizes", [(4, 64, 32), (64, 2, 20), (3, 5, 7), (8, 9, 33)], ids=str)
+@pytest.mark.parametrize(("a", "out"), [("bf16", "f32"), ("f32", "f32"), ("i8", "i32"), ("u8", "i32")])
+def test_sides_shorter_than_the_units_of_amd(arch, sizes, a, out, garbage):
+    for batch, acc, trans in (((), True, (False, True)), ((3,), False, (True, False))):
+        check(dot(*sizes, a, a, out, batch=batch, acc=acc, trans=trans), arch)
+
+
+def test_the_zeros_beside_short_sides_meet_no_infinity(garbage):
+    k = dot(4, 4, 16, "bf16", "bf16", "f32", acc=False)
+    a, b = numbers(k)
+    a[0, 0], b[1, 1] = np.inf, np.nan
+    (got,), (want,) = run_ttir(k, [a, b], "gfx942"), interpret(k, [a, b])
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    assert np.isfinite(got).sum() == 9
+
+
 # ---- instructions ---------------------------------------------------------------------------------------------------
 
 INSTRUCTIONS = [
@@ -183,7 +200,15 @@ INSTRUCTIONS = [
     ("gfx942", dot(64, 64, 64, "bf16", "bf16", "f32"), "v_mfma_f32_32x32x8_bf16"),
     ("gfx942", dot(64, 64, 32, "i8", "u8", "i32"), "v_mfma_i32"),
     ("gfx1100", dot(64, 64, 64, "f16", "f16", "f32"), "v_wmma_f32_16x16x16_f16"),
-]
+    *(
+        (arch, dot(m, n, 32, a, a, out), f"v_{unit}_{out}_16x16x")
+        for m, n in ((4, 64), (64, 2), (3, 5))
+        for arch, a, out, unit in (
+            ("gfx90a", "f16", "f32", "mfma"), ("gfx942", "bf16", "f32", "mfma"), ("gfx942", "f32", "f32", "mfma"),
+            ("gfx950", "i8", "i32", "mfma"), ("gfx1100", "bf16", "f32", "wmma"), ("gfx1201", "i8", "i32", "wmma"),
+        )
+    ),
+]  # fmt: skip
 
 
 def test_fast_products_keep_their_sums_in_the_tensor_cores():
