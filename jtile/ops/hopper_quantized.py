@@ -268,21 +268,23 @@ def hopper_quantized_product(
 def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     """Meta-parameters: for few rows of x four consumers, which share the rounds; for many two, with all registers.
 
-    Splits where programs would be less than half of the processors.
+    Splits where programs would be less than half of the processors. The slots of rings are multiples of `deep`.
     """
     columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
-    if columns > 64:
-        slots, x_slots = 3 if four else 2, 4 if columns == 256 else 8
+    if columns > 64:  # of x as many slots as there is room for
+        slots, x_slots = ((2, 5) if four else (2, 4)) if columns == 256 else (3 if four else 2, 8)
         return dict(high=2, deep=1, columns=columns, splits=1, slots=slots, x_slots=x_slots, pieces=1, registers=240,
                     ahead=True)  # fmt: skip
     high = 2 if jt.cdiv(out, 2 * ROWS) >= gpu_tiles.PROCESSORS // 2 else 1
     deep = 2 if columns == 64 else 4 // high
     rounds, tiles = jt.cdiv(inner, DEPTH), jt.cdiv(out, high * ROWS)
     fits = [n for n in (1, 2, 4) if rounds % n == 0 and n * tiles <= gpu_tiles.PROCESSORS and n * deep <= rounds]
-    pieces, x_slots = (1, 8) if columns == 64 else (4, 4)
-    slots = 4 if four or columns < 64 else 2
-    return dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), slots=slots, x_slots=x_slots,
-                pieces=pieces, registers=112)  # fmt: skip
+    sizes = dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), registers=112)
+    if columns == 64:
+        return sizes | dict(slots=2 if kind == "q8_0" else 4, x_slots=8, pieces=1, ahead=kind != "q8_0")
+    if columns <= 16 and four:
+        return sizes | dict(slots=6 if high == 2 else 8, x_slots=8, pieces=4)
+    return sizes | dict(slots=4, x_slots=4, pieces=4)
 
 
 def takes(x, codes, inner: int, kind: str) -> bool:

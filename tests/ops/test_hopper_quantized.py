@@ -65,12 +65,12 @@ CASES = {  # rows of x; of W, in; what is chosen otherwise
     "few": (3, 128, 512, {}),
     "ragged": (16, 200, 512, {"high": 2, "deep": 2}),
     "split": (20, 64, 1024, {"deep": 2, "splits": 2}),
-    "pieces": (50, 128, 512, {"high": 2, "deep": 2}),
-    "many": (150, 128, 512, {}),
+    "rounds": (50, 128, 1536, {"high": 2, "deep": 2}),
+    "many": (150, 128, 1280, {}),
 }
 
 
-COMBINED = [("q4_1", c) for c in CASES] + [(k, "pieces") for k in KINDS if k != "q4_1"] + [("int8", "ragged")]
+COMBINED = [("q4_1", c) for c in CASES] + [(k, "rounds") for k in KINDS if k != "q4_1"] + [("int8", "ragged")]
 
 
 @pytest.mark.parametrize(("kind", "case"), COMBINED)
