@@ -30,7 +30,8 @@ _matmul: Any = importlib.import_module("jtile.ops.matmul")  # `ops.matmul` is it
 Form = Mapping[str, int]  # keyword arguments of `in_tiles`
 
 USUAL = {"num_warps": 4, "stages": 3}  # of products of few rows; others are tried with the choice's tile
-ROUNDS, LAST_ROUNDS = 2, 4  # samples of every form, and more of those that are left then
+LINES = 256, 512  # bytes of a row that a step of these takes
+ROUNDS, LAST_ROUNDS = 4, 8  # samples of every form, and more of those that are left then
 LEFT = 1.04  # times the shortest median
 SETS, CALLS = 16, 192  # of arguments; calls in one program of a short kernel, so that its start is no part of the time
 PROGRAM_US = 3000.0
@@ -88,12 +89,12 @@ class Product:
 
 P = Product
 SHAPES = (
-    P(1792, 5376, 2048), P(2304, 2304, 6144, "NT"), P(1280, 8448, 3328), P(5504, 2048, 1536, "TN"),
-    P(704, 4864, 4096, "NT"), P(448, 13824, 5120, "NT"), P(160, 6400, 3072), P(96, 18944, 3584, "NT"),
-    P(2816, 640, 8192), P(1024, 1024, 16384, "TN"), P(1536, 6144, 9216, "TN"), P(7000, 1800, 2600),
-    P(3400, 3400, 3400, "NT"), P(512, 512, 2048), P(880, 2640, 880), P(4608, 4608, 4608, "TT"),
-    P(2176, 8704, 1088, "NN", "float16"), P(1152, 6912, 4608, "NT", "int8"), P(3840, 2560, 5120, "NT", "float8_e4m3fn"),
-    P(24, 9216, 3072, "NT"),
+    P(2432, 4352, 1664), P(3328, 3328, 5376, "NT"), P(960, 10240, 2304), P(6656, 1792, 2816, "TN"),
+    P(576, 7936, 6144, "NT"), P(352, 16896, 3584), P(144, 5632, 4608, "NT"), P(80, 22016, 2560),
+    P(1920, 896, 10240), P(768, 1280, 24576, "TN"), P(2816, 5120, 7168, "TN"), P(6000, 2200, 3104),
+    P(2600, 2600, 2600, "NT"), P(640, 640, 1536), P(1120, 3360, 1120), P(5376, 5376, 2688, "TT"),
+    P(1664, 9728, 896, "NN", "float16"), P(2304, 4608, 6912, "NT", "int8"), P(1536, 3584, 7168, "NT", "float8_e4m3fn"),
+    P(28, 10240, 2560, "NT"),
 )  # fmt: skip
 TINY = (P(96, 96, 64), P(96, 64, 64, "TT", "float16"))
 
@@ -124,6 +125,7 @@ def forms(p: Product) -> list[Form]:
     points = spaces.products(a, b, ta=left, tb=right, bk=chosen["bk"])
     if "num_warps" in points[0]:
         usual = [q for q in points if all(q[name] == value for name, value in USUAL.items())]
+        usual = [q for q in usual if q["bk"] * p.itemsize in LINES]
         near = [q for q in points if all(q.get(name, chosen[name]) == chosen[name] for name in chosen)]
         return [{**chosen, **q} for q in [*usual, *(q for q in near if q not in usual)]]
     tried = [{**chosen, **q} for q in points]
@@ -194,7 +196,7 @@ def _searched(
         if error > 1e-2:
             say(f"    choices {p.config}: {name} is left out: relative error {error:.2g}")
             continue
-        samplers[name] = timing.sampler(runner)
+        samplers[name] = _sampler(runner)
     samples = timing.alternate(samplers, repeats=ROUNDS, budget_s=60.0)
     times = timing.timings(samples)
     most = LEFT * min(t.median_us for t in times.values())
@@ -210,6 +212,12 @@ def _searched(
     say(f"choices {p.config} {p.dtype}: {last['ours'].median_us / last[best].median_us:.3f} of the best; {text}")
     both: dict[str, Timing] = {"ours": last["ours"], "tuned": last[best]}
     return result("choices", p.config, p.dtype, machine.device, both, timed=timing.way(calls[1]))
+
+
+def _sampler(runner: timing.JaxRunner) -> Callable[[], float]:
+    """Short samples, and many of them: what a card's power allows changes from one tenth of a second to the next."""
+    runner.run(1, 1)
+    return lambda: runner.run(2, 2)
 
 
 def _by_time(item: tuple[str, Timing]) -> float:

@@ -38,7 +38,8 @@ PLAIN, PLAIN_FEW, COPY = 190e6, 75e6, 2.0
 EVEN, UNEVEN = 150e3, 71e3
 LINE = 128
 PITCH = 16  # bytes that the distance of an operand's rows in memory is a multiple of, where tensor maps take them
-NEAR = 1.5  # how many times the shortest predicted time a form may take that a search tries
+# How many times the shortest predicted time a form may take that a search tries; and so many it tries always.
+NEAR, ALWAYS = 1.25, 4
 GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}  # share of the speed of the best
 
 
@@ -191,7 +192,8 @@ def extended(
 def near(*sizes: int, whole: bool, **of: Any) -> list[tuple[int, int, int]]:
     """Those of the `forms`, of sums that are `whole` or in parts, that a search tries: what is near the best."""
     times = {f: us for f, us in forms(*sizes, **of).items() if f[0] == 1 or not whole}
-    return [f for f, us in times.items() if us <= NEAR * min(times.values())]
+    ranked = sorted(times, key=times.__getitem__)
+    return [f for place, f in enumerate(ranked) if place < ALWAYS or times[f] <= NEAR * times[ranked[0]]]
 
 
 def head(d: int) -> int:

@@ -56,7 +56,7 @@ def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, sides=None,
         tiles = _all(bm=_sides(m, 32, 64, 128, 256, 512), bn=_sides(n, 64, 128, 256, 512))
         return [{**p, "bm": min(p["bm"], m), "bn": min(p["bn"], n)} for p in tiles] if whole else []
     if sides:  # the plan of the block level has its own warps and stages
-        terms = lambda bm, bn: _sides(k, *(x // itemsize for x in LINES[: 2 if bm * bn <= 128 * 128 else 1]))
+        terms = lambda bm, bn: _sides(k, *(x // itemsize for x in LINES[: 2 if bm == 64 and bn <= 128 else 1]))
         return [{"bm": bm, "bn": bn, "bk": bk} for bm, bn in sides for bk in terms(bm, bn)]
     terms = _sides(k, *(x // itemsize for x in (64, 128, 256, 512, 1024)))
     if m == 1:
