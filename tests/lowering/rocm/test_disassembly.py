@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
+from library_cases import CASES
 
 import jtile as jt
 from jtile import ops, passes
@@ -15,47 +18,77 @@ from jtile.lowering.triton.features import features
 from jtile.tools.levels import _programs
 
 bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
 PRODUCTS = {
     "matmul": (ops.matmul, [bf16(256, 192), bf16(192, 320)]),
     "gated_mlp": (ops.gated_mlp, [bf16(128, 192), bf16(192, 256), bf16(192, 256)]),
     "attention": (lambda q: ops.attention(q, q, q, causal=True), [bf16(1, 256, 2, 64)]),
+    "decode_attention": (ops.decode_attention, [bf16(2, 4, 64), bf16(2, 96, 2, 64), bf16(2, 96, 2, 64), LENGTHS]),
+    "convolution": (ops.convolution, [bf16(1, 9, 9, 3), bf16(3, 3, 3, 4)]),
     "gradient": (jax.grad(lambda a, b: ops.matmul(a, b).astype(jnp.float32).sum()), [bf16(128, 64), bf16(64, 96)]),
 }
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 
-def artifacts(name: str, arch: str):
-    """The compiled kernels of a function, with their texts, and the TTIR's products in each."""
-    fn, types = PRODUCTS[name]
+_DOT = re.compile(r"tt\.dot(?:_scaled)? .*: tensor<[\dx]*x(\w+)>")
+
+
+def artifacts(fn, args, arch: str):
+    """The compiled kernels of a function, with their texts."""
     with jt.config(arch=arch):
-        programs = dict.fromkeys(_programs(jax.make_jaxpr(fn)(*types)))
+        programs = dict.fromkeys(_programs(jax.make_jaxpr(fn)(*args)))
     for kernel in (k for p in programs for k in pieces_of(p).kernels):
         yield compile_kernel(passes.run_pipeline(kernel, passes.TILE), arch, texts=True)
 
 
-def check(name: str, arch: str):
+def units(elem: str, arch: str) -> bool:
+    """Whether an architecture has matrix instructions for operands of an element type of TTIR."""
+    return elem in ("bf16", "f16", "i8") or elem.startswith("f8") or (elem == "f32" and arch.startswith("gfx9"))
+
+
+def check(fn, args, arch: str) -> int:
+    """How many kernels of a function have products; each of them in matrix instructions, all within the LDS."""
     products = 0
-    for artifact in artifacts(name, arch):
-        text = artifact.texts["amdgcn"]
-        wanted = "tt.dot" in artifact.texts["ttir"]
-        assert bool(matrix_instructions(text)) == wanted
+    for artifact in artifacts(fn, args, arch):
+        text, kinds = artifact.texts["amdgcn"], _DOT.findall(artifact.texts["ttir"])
+        wanted = any(units(kind, arch) for kind in kinds)
+        assert bool(matrix_instructions(text)) == wanted, (artifact.launch["name"], kinds)
         assert artifact.launch["resources"]["shared"] <= features(arch).shared
         assert facts(text).registers > 0
         assert artifact.image[:4] == b"\x7fELF"
-        products += wanted
-    assert products
+        products += bool(kinds)
+    return products
 
 
-@pytest.mark.parametrize(("name", "arch"), [*zip(PRODUCTS, ARCHS, strict=False), ("matmul", "gfx1201")])
+@pytest.mark.parametrize(("name", "arch"), [*zip(PRODUCTS, [*ARCHS, "gfx942"], strict=True)])
 def test_products_use_matrix_instructions(name, arch):
-    check(name, arch)
+    assert check(*PRODUCTS[name], arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_on_every_architecture(name, arch):
-    check(name, arch)
+    assert check(*PRODUCTS[name], arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_library_in_bfloat16(name, arch):
+    """The op and its gradients, where it has any."""
+    half = lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+    args = tuple(half(a) if isinstance(a, jax.Array) else a for a in CASES[name].args())
+    of = [k for k, a in enumerate(args) if isinstance(a, jax.Array) and a.dtype == jnp.bfloat16]
+
+    def total(*moved):
+        out = CASES[name].op(*(moved[of.index(k)] if k in of else a for k, a in enumerate(args)))
+        return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating))
+
+    check(lambda *xs: CASES[name].op(*xs), args, arch)
+    floats = tuple(args[k] for k in of)
+    if isinstance(jax.eval_shape(total, *floats), jax.ShapeDtypeStruct):  # not the number 0: it has float results
+        check(jax.grad(total, tuple(range(len(of)))), floats, arch)
 
 
 def test_the_text_is_read():
