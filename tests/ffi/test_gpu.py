@@ -234,3 +234,29 @@ def test_errors(changes, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(bare(lowered, **changes)(x))
     np.testing.assert_array_equal(np.asarray(bare(lowered)(x)), 2)  # the device still works
+
+
+@pytest.mark.parametrize("attributes", [{"cooperative": True}, {"programmatic": True}])
+def test_attributes_of_a_launch_on_the_device(attributes):
+    """Launches in a row, so that a programmatic one has a kernel before it."""
+    x = jnp.arange(1000.0)
+    with jt.config(poison=False):
+        lowered = double.lower(x, target=f"cuda:{gpu_arch('cuda')}")
+        assert lowered.image
+    call = bare(lowered, attributes=attributes)
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(call(call(call(x)))), np.arange(1000.0) * 8)
+
+
+def test_clusters_on_the_device():
+    @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: jt.cdiv(x.shape[0], 256))
+    def halves(x, o):
+        i = jt.program_id(0)
+        o.tiles(256)[i] = x.tiles(256)[i] * 2 + 1
+
+    if int(gpu_arch("cuda").removeprefix("sm_")) < 90:
+        pytest.skip("no clusters before sm_90")
+    x = jnp.arange(10_000.0)
+    kernel = halves.with_options(num_ctas=2)
+    assert json.loads(kernel.lower(x, target=f"cuda:{gpu_arch('cuda')}").launch["record"])["cluster"] == 2
+    np.testing.assert_array_equal(np.asarray(jax.jit(kernel)(x)), np.arange(10_000.0) * 2 + 1)
