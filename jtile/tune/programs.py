@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jtile._errors import KernelTypeError
 from jtile._platform import platform
+from jtile.transforms.evaluate import bind
 from jtile.tune.space import Call, Recorder, recorder
 from jtile.tune.store import retracing
 
@@ -23,19 +25,37 @@ def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
     Raises:
       KernelTypeError: called inside of a trace.
     """
+    jaxpr, found = _traced(f, args)
+    programs: Counter[Any] = Counter()
+    for program, times in _programs(jaxpr, 1):
+        programs[program] += times
+    return programs, list(found.calls.values())
+
+
+def operands(f: Callable[..., Any], *args: Any) -> dict[Any, list[Any]]:
+    """What each `Program` that `f(*args)` calls is given in its first call outside of loops: lengths, sizes of groups.
+
+    No kernel is run: what one gives counts as zeros. Nothing where an argument is a type alone.
+    """
+    leaves = jax.tree.leaves(args)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        return {}
+    jaxpr, _ = _traced(f, args)
+    found: dict[Any, list[Any]] = {}
+    _evaluated(jaxpr, [jnp.asarray(x, a.dtype) for x, a in zip(leaves, jaxpr.in_avals, strict=True)], found)
+    return found
+
+
+def _traced(f: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recorder]:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
         raise KernelTypeError("jt.tune and jt.explain measure, so call them outside of jax.jit and other transforms")
     found = Recorder()
     token = recorder.set(found)
     try:
         with retracing():
-            jaxpr = jax.make_jaxpr(lambda *args: f(*args))(*args)
+            return jax.make_jaxpr(lambda *args: f(*args))(*args), found
     finally:
         recorder.reset(token)
-    programs: Counter[Any] = Counter()
-    for program, times in _programs(jaxpr, 1):
-        programs[program] += times
-    return programs, list(found.calls.values())
 
 
 def _programs(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
@@ -45,16 +65,43 @@ def _programs(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
         if eqn.primitive.name == "jtile_call":
             yield eqn.params["program"], times
         inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for inner in _here(eqn.params) or jaxprs_in_params(eqn.params):
+        here = _here(eqn.params)
+        for inner in [here.jaxpr] if here else jaxprs_in_params(eqn.params):
             yield from _programs(inner, inside)
 
 
-def _here(params: Mapping[str, Any]) -> list[Any]:
-    """The branch of `lax.platform_dependent` for the platform at hand; nothing for other equations."""
-    platforms = params.get("branches_platforms")
-    if not platforms:
-        return []
+def _here(params: Mapping[str, Any]) -> Any:
+    """The branch of `lax.platform_dependent` for the platform at hand, a closed jaxpr; None for other equations."""
     here = platform()
-    return [b.jaxpr for b, names in zip(params["branches"], platforms, strict=True) if names is None or here in names][
-        :1
-    ]
+    branches = zip(params.get("branches", ()), params.get("branches_platforms") or (), strict=False)
+    return next((b for b, names in branches if names is None or here in names), None)
+
+
+def _evaluated(closed: Any, args: Sequence[Any], found: dict[Any, list[Any]]) -> list[Any]:
+    env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
+    read = lambda v: v.val if hasattr(v, "val") else env[v]
+    for eqn in closed.jaxpr.eqns:
+        env |= zip(eqn.outvars, _results(eqn, [read(v) for v in eqn.invars], found), strict=True)
+    return [read(v) for v in closed.jaxpr.outvars]
+
+
+def _results(eqn: Any, values: list[Any], found: dict[Any, list[Any]]) -> list[Any]:
+    from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+
+    zeros = lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    if eqn.primitive.name == "jtile_call":
+        found.setdefault(eqn.params["program"], values)
+        return zeros()
+    if not any(True for inner in jaxprs_in_params(eqn.params) for _ in _programs(inner, 1)):
+        return bind(eqn, values)
+    here = _here(eqn.params)
+    if here is not None:
+        return _evaluated(here, values[1:], found)
+    inner = next((eqn.params[name] for name in _CALLED if name in eqn.params), None)
+    if eqn.primitive.name in _LOOPS or inner is None:
+        return zeros()
+    return _evaluated(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values, found)
+
+
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # what `jit`, `remat` and derivatives of the user's call their body
+_LOOPS = ("scan", "while", "cond")

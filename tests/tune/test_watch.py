@@ -94,6 +94,27 @@ def test_kernels_are_those_of_the_gpu():
     assert {p.name for p in trace(f, MATRIX, MATRIX)[0]} == ({"product"} if jt.platform() == "cuda" else {"double"})
 
 
+@jt.kernel(out_type=lambda a, b, n: jt.like(a, shape=(a.shape[0], b.shape[1])), grid=(2, 2))
+def first_terms(a, b, n, o):
+    i, j = jt.program_id(0), jt.program_id(1)
+    acc = jt.zeros((64, 64), jnp.float32)
+    for k in jt.range(n[i], stages=2):
+        acc = jt.dot(a.tiles(64, 64)[i, k], b.tiles(64, 64)[k, j], acc)
+    o.tiles(64, 64)[i, j] = acc.astype(o.dtype)
+
+
+def test_arrays_are_those_of_the_function():
+    """How many rounds there are is computed from an argument, behind another kernel, in a jitted function."""
+
+    @jax.jit
+    def f(a, b, n):
+        return first_terms(a, double(b), jnp.minimum(n, 3))
+
+    a, b = jnp.ones((128, 512), jnp.bfloat16), jnp.ones((512, 128), jnp.bfloat16)
+    line = jt.profile(f, a, b, jnp.array([7, 2]), interpret=True, programs=4)["first_terms"]
+    assert sorted(len(line.stages(p)) for p in line.programs) == [2, 2, 3, 3]
+
+
 def test_outputs_that_start_from_a_number():
     @jt.kernel(out_type=lambda a, b: jt.like(a, shape=(a.shape[0], b.shape[1])), grid=(2, 2), init=0)
     def added(a, b, o):
