@@ -260,3 +260,18 @@ def test_clusters_on_the_device():
     kernel = halves.with_options(num_ctas=2)
     assert json.loads(kernel.lower(x, target=f"cuda:{gpu_arch('cuda')}").launch["record"])["cluster"] == 2
     np.testing.assert_array_equal(np.asarray(jax.jit(kernel)(x)), np.arange(10_000.0) * 2 + 1)
+
+
+@pytest.mark.parametrize("grid", [(70_000, 3), (3, 70_000, 1), (2, 3, 70_001), (1 << 21,), (5, 0, 3)])
+def test_grids_on_the_device(grid):
+    """More blocks than an axis of y or z has, of every rank, and none."""
+
+    @jt.kernel(out_type=jax.ShapeDtypeStruct(grid, jnp.int32), grid=grid)
+    def numbered(o):
+        at = [jt.program_id(k) for k in range(len(grid))]
+        number = at[0]
+        for n, i in zip(grid[1:], at[1:], strict=True):
+            number = number * n + i
+        o[tuple(at)] = number
+
+    np.testing.assert_array_equal(np.asarray(jax.jit(numbered)()), np.arange(np.prod(grid)).reshape(grid))
