@@ -100,17 +100,19 @@ def product_options(bm: int, bn: int, itemsize: int, gates: int = 1) -> dict[str
     if bm == 1:
         return {"num_warps": 2}
     if bm <= 64 and bn * gates <= 128:
-        return {"num_warps": 2 if bm <= 32 and bn * gates >= 64 else 4}
+        return {"num_warps": 4}
     if gates == 2:
         return {"num_warps": 8 if bm * bn >= 128 * 128 else 4}
     return {}
 
 
-def stages_of_few_rows(bm: int, bn: int, bk: int, itemsize: int) -> dict[str, int]:
-    """Stages of the loop of a product that is bound by reading the right operand, where the usual three have too few
-    bytes of it on their way: a block each has a processor nearly to itself."""
-    short = 1 < bm <= 64 and bn * bk * itemsize <= 16384
-    return {"stages": 4} if short and jt.platform() == "cuda" else {}
+def few_rows(bm: int, bn: int, bk: int, itemsize: int) -> Choice:
+    """What a product of few rows takes besides: no more warps than 32 rows have work for, and stages for as many bytes
+    of the right operand on their way as such a product needs, which is bound by reading it."""
+    if not 1 < bm <= 64 or jt.platform() != "cuda":
+        return Choice({}, {})
+    stages = {"stages": 4} if bn * bk * itemsize <= 16384 else {}
+    return Choice(stages, {"num_warps": 2} if bm <= 32 and 64 <= bn <= 128 and itemsize <= 2 else {})
 
 
 def little_memory() -> bool:

@@ -216,8 +216,9 @@ def _run(a, b, *bias, ta, tb, bm, bn, bk, save=False, **meta):
         parts, sides = _parts(a, b, ta, tb)
         if parts > 1:
             return product_in_parts(a, b, *bias, parts=parts, ta=ta, tb=tb, **sides, save=save, **meta)
-        kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize))
-        meta |= gpu_tiles.stages_of_few_rows(bm, bn, bk, a.dtype.itemsize)
+        few = gpu_tiles.few_rows(bm, bn, bk, a.dtype.itemsize)
+        kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize) | few.options)
+        meta |= few.tiles
     return kernel(a, b, *bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
 
 
