@@ -12,6 +12,7 @@ TARGET = re.compile(r"\.L_x_\d+")
 PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 REGISTER = re.compile(r"(gdesc\[)?UR(\d+)\b")
 SPILL = re.compile(r"(@!?U?P\w+\s+)?(LDL|STL)\b")
+COPY = re.compile(r"UMOV UR(\d+), UR(\d+)")  # of what nothing has written: no fault, if nothing reads the copy
 NO_RESULT = ("UTMA", "USETMAXREG", "UBLKCP", "UTMACMD")  # uniform instructions that write no register
 ZERO = 63
 
@@ -33,14 +34,16 @@ def unwritten(text: str) -> list[str]:
         i = todo.pop()
         known = written[i]
         assert known is not None
+        copy = COPY.fullmatch(program[i].text)
+        after = known - {int(copy[1])} if copy and int(copy[2]) not in known else known | program[i].writes
         for k in program[i].after:
             before = written[k]
-            now = known | program[i].writes if before is None else before & (known | program[i].writes)
+            now = after if before is None else before & after
             if now != before:
                 written[k] = now
                 todo.append(k)
     reached = [(x, w) for x, w in zip(program, written, strict=True) if w is not None]
-    return [f"{x.place} {x.text}: UR{min(x.reads - w)}" for x, w in reached if x.reads - w]
+    return [f"{x.place} {x.text}: UR{min(x.reads - w)}" for x, w in reached if x.reads - w and not COPY.match(x.text)]
 
 
 def _program(text: str) -> list[Instruction]:
@@ -69,10 +72,10 @@ def _registers(op: str) -> tuple[set[int], set[int]]:
     """Uniform registers that an instruction writes and reads."""
     name, _, rest = op.partition(" ")
     args = [a.strip() for a in rest.split(",")] if rest else []
-    if name.startswith("R2UR") and len(args) == 3:  # a predicate first
+    if name.startswith(("R2UR", "ELECT")) and len(args) == 3:  # a predicate first
         args = args[1:]
     writes: set[int] = set()
-    uniform = name.startswith(("U", "S2UR", "R2UR", "REDUX")) and not name.startswith(NO_RESULT)
+    uniform = name.startswith(("U", "S2UR", "R2UR", "REDUX", "ELECT", "VOTEU")) and not name.startswith(NO_RESULT)
     if uniform and args and (first := re.fullmatch(r"UR(\d+)", args[0])):
         count = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
         writes, args = {int(first[1]) + n for n in range(count)}, args[1:]
