@@ -30,7 +30,6 @@ _matmul: Any = importlib.import_module("jtile.ops.matmul")  # `ops.matmul` is it
 Form = Mapping[str, int]  # keyword arguments of `in_tiles`
 
 USUAL = {"num_warps": 4, "stages": 3}  # of products of few rows; others are tried with the choice's tile
-LINES = 256, 512  # bytes of a row that a step of these takes
 ROUNDS, LAST_ROUNDS = 4, 8  # samples of every form, and more of those that are left then
 LEFT = 1.04  # times the shortest median
 SETS, CALLS = 16, 192  # of arguments; calls in one program of a short kernel, so that its start is no part of the time
@@ -125,7 +124,6 @@ def forms(p: Product) -> list[Form]:
     points = spaces.products(a, b, ta=left, tb=right, bk=chosen["bk"])
     if "num_warps" in points[0]:
         usual = [q for q in points if all(q[name] == value for name, value in USUAL.items())]
-        usual = [q for q in usual if q["bk"] * p.itemsize in LINES]
         near = [q for q in points if all(q.get(name, chosen[name]) == chosen[name] for name in chosen)]
         return [{**chosen, **q} for q in [*usual, *(q for q in near if q not in usual)]]
     tried = [{**chosen, **q} for q in points]

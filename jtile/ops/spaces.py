@@ -61,8 +61,9 @@ def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, sides=None,
     terms = _sides(k, *(x // itemsize for x in (64, 128, 256, 512, 1024)))
     if m == 1:
         return _all(bn=_sides(n, 16, 32, 64, 128), bk=terms, num_warps=[1, 2, 4, 8], stages=[2, 3, 5])
-    if m <= 64:
-        return _all(bn=_sides(n, 16, 32, 64, 128), bk=terms, num_warps=[2, 4, 8], stages=[2, 3, 4])
+    if m <= 64:  # bound by reading: shorter lines, or fewer of them on their way, were never close to the best
+        terms = _sides(k, *(x // itemsize for x in (256, 512)))
+        return _all(bn=_sides(n, 16, 32, 64, 128), bk=terms, num_warps=[2, 4], stages=[3, 4])
     rows, columns = _sides(m, 64, 128, 256), _sides(n, *(x for x in (64, 128, 256) if x <= 256 // gates))
     return _all(bm=rows, bn=columns, bk=[x for x in terms if x * itemsize <= 256], num_warps=[4, 8], stages=[2, 3, 4])
 
