@@ -30,6 +30,7 @@ from .plan import Machine, NoPlan, Plan, Refusal
 from .prefetch import prefetch
 from .scales import scales
 from .specialise import specialise
+from .widen import widen
 
 __all__ = ["Machine", "NoPlan", "Plan", "block_level", "steps"]
 
@@ -52,7 +53,8 @@ def block_level(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) ->
 
     Args:
       options: of the compiler: `consumers` (warpgroups that compute), `num_stages` (slots of the rings), `persistent`
-        (blocks that take several tiles each), `specialize` (False: never); None or absent leaves it to the plan.
+        (blocks that take several tiles each), `specialize` (False: never; True: also tf32 products, and with wider
+        tiles, see `widen`); None or absent leaves it to the plan.
     """
     planned = steps(kernel, machine, options)
     return planned if isinstance(planned, NoPlan) else planned.kernel
@@ -72,6 +74,8 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
     try:
         wish = Wish.of(options)
         check(kernel, wish)
+        if wish.specialize:  # whether it pays for every kernel has not been measured
+            step("widen", "tile", widen.run)
         step("scales", "tile", lambda k: dce.run(scales.run(k)))
         chosen = plan(step("masks", "tile", lambda k: sink(masks.run(k))), machine, wish)
         step("persist", "tile", lambda k: small(cse.run(persist(k, chosen.blocks, machine.cache)), SMALL))

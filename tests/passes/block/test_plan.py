@@ -66,6 +66,7 @@ def test_options_go_before_the_plan():
         (lambda: tk.matmul(128, 128, 68, tile=(128, 128, 32)), {}, "rows of a are 136 bytes apart"),
         (lambda: tk.gated(128, 256, 64, tile=(128, 256, 32)), {}, "its products take 256 of a thread's registers"),
         (lambda: tk.attention(128, 128, d=96), {}, "64x96x"),
+        (lambda: tk.matmul(128, 192, 64, tile=(128, 96, 32)), {"specialize": True}, "96xf32>: sides are powers of two"),
         (lambda: tk.matmul(128, 128, 64), {"specialize": False}, "specialize=False asks for the tile level"),
         (lambda: tk.matmul(128, 128, 64), {"consumers": 3}, "128 rows of a product are not 3 shares"),
     ],

@@ -10,18 +10,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import tile_kernels as tk
+from device import run_artifact
 from jax.extend import core
 from library import normal
 from sass import unwritten
 from triton.backends.nvidia import compiler
 
 import jtile as jt
-from jtile import ops, passes
+from jtile import ir, ops, passes
 from jtile._lowering import pieces_of
 from jtile.errors import UnsupportedError
+from jtile.interpret import interpret
 from jtile.lowering.triton import ptxas
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.ops.flash_attention import attention_reference
+from jtile.testing import relative_error
 
 S = jax.ShapeDtypeStruct
 
@@ -101,3 +105,28 @@ def test_three_consumers_have_their_own_operands():
     error = jnp.linalg.norm(found[0].astype("float32") - wanted) / jnp.linalg.norm(wanted)
     assert error < 5e-3
     assert all((x == found[0]).all() for x in found)
+
+
+def with_heads_of(d: int) -> ir.Kernel:
+    return passes.run_pipeline(tk.plain_attention(500, 320, d), passes.TILE)
+
+
+@pytest.mark.parametrize("d", [24, 96])
+def test_heads_of_other_sizes_are_at_the_block_level(d):
+    artifact = compile_kernel(with_heads_of(d), "sm_90", {"specialize": True}, texts=True)
+    assert artifact.texts["schedule"].startswith("block level: "), artifact.texts["schedule"]
+    assert artifact.launch["resources"]["spills"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [24, 96, 192])
+def test_heads_of_other_sizes(d):
+    """Tiles of powers of two hang over arrays of other sides."""
+    kernel = with_heads_of(d)
+    inputs = tk.operands(kernel)
+    found = [
+        run_artifact(compile_kernel(kernel, "sm_90", {"specialize": True}), kernel, inputs).outputs()[0]
+        for _ in range(2)
+    ]
+    assert relative_error(found[0], interpret(kernel, inputs)[0]) < 1e-2
+    assert (found[0] == found[1]).all()
