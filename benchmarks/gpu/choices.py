@@ -23,7 +23,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.measure import Options, relative_error, short
 from benchmarks.harness import Result, result
 from jtile import ops
-from jtile.ops import hopper_tiles, spaces
+from jtile.ops import gpu_tiles, hopper_tiles, spaces
 from jtile.testing import Timing
 
 _matmul: Any = importlib.import_module("jtile.ops.matmul")  # `ops.matmul` is its function
@@ -112,26 +112,41 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
         yield _searched(p, programs.pop(p), calls[p], machine, say)
 
 
+def choice(p: Product) -> Form:
+    """The form that `ours` has."""
+    left, right = (letter == "T" for letter in p.order)
+    of = {} if jt.platform() == "cpu" else dict(left=left, fast=p.whole)
+    tiles = _matmul.tiles(p.m, p.n, p.k, p.itemsize, transposed=right, batch=p.batch, **of)
+    if jt.platform() == "cpu":
+        return tiles
+    split = not p.whole and p.batch == 1
+    sizes = p.m, p.n, p.k, p.itemsize
+    parts, sides = gpu_tiles.parts_of_product(*sizes, left=left, transposed=right) if split else (1, {})
+    if parts > 1:
+        return dict(parts=parts, **sides)
+    if p.m > 64:  # the block level has its own warps and stages
+        return tiles
+    few = gpu_tiles.few_rows(**tiles, itemsize=p.itemsize)
+    return tiles | USUAL | gpu_tiles.product_options(tiles["bm"], tiles["bn"], p.itemsize) | few.options | few.tiles
+
+
 def forms(p: Product) -> list[Form]:
-    """What is tried: all of the tuner's space, and sums in parts; of products of few rows, whose space is large, all
-    tiles in the usual form, and the choice's in all forms."""
+    """What is tried besides the choice: all of the tuner's space, and sums in parts; of products of few rows, whose
+    space is larger, all tiles in the usual form, and the choice's in all forms."""
     a, b = p.types()
     left, right = (letter == "T" for letter in p.order)
-    chosen = _matmul.tiles(
-        p.m, p.n, p.k, p.itemsize, transposed=right, batch=p.batch,
-        **({} if jt.platform() == "cpu" else dict(left=left, fast=p.whole)),
-    )  # fmt: skip
-    points = spaces.products(a, b, ta=left, tb=right, bk=chosen["bk"])
+    chosen = choice(p)
+    tiles = {name: x for name, x in chosen.items() if name in ("bm", "bn", "bk")}
+    points = spaces.products(a, b, ta=left, tb=right, bk=tiles["bk"])
+    tried = [{**tiles, **q} for q in points]
     if "num_warps" in points[0]:
-        usual = [q for q in points if all(q[name] == value for name, value in USUAL.items())]
-        near = [q for q in points if all(q.get(name, chosen[name]) == chosen[name] for name in chosen)]
-        return [{**chosen, **q} for q in [*usual, *(q for q in near if q not in usual)]]
-    tried = [{**chosen, **q} for q in points]
-    if jt.platform() != "cpu":
+        like = lambda q, names: all(q[name] == {**USUAL, **tiles}[name] for name in names)
+        tried = [q for q in tried if like(q, USUAL) or like(q, tiles)]
+    elif jt.platform() != "cpu":
         of = dict(whole=False, batch=p.batch, fast=p.whole, left=left, transposed=right)
         near = [dict(zip(("parts", "bm", "bn"), f)) for f in hopper_tiles.near(p.m, p.n, p.k, p.itemsize, **of)]
         tried += [dict(**f, bk=hopper_tiles.LINE // p.itemsize) for f in near if f["parts"] > 1]
-    return tried
+    return [q for q in tried if q != chosen]
 
 
 def calls_of(p: Product, options: Options) -> tuple[int, int]:
@@ -207,7 +222,10 @@ def _searched(
     )
     best = min(last, key=lambda name: last[name].median_us)
     text = ", ".join(f"{name}: {t.median_us:.1f}" for name, t in sorted((times | last).items(), key=_by_time))
-    say(f"choices {p.config} {p.dtype}: {last['ours'].median_us / last[best].median_us:.3f} of the best; {text}")
+    say(
+        f"choices {p.config} {p.dtype}: {last['ours'].median_us / last[best].median_us:.3f} of the best; "
+        f"ours is {_name(choice(p))}; {text}"
+    )
     both: dict[str, Timing] = {"ours": last["ours"], "tuned": last[best]}
     return result("choices", p.config, p.dtype, machine.device, both, timed=timing.way(calls[1]))
 

@@ -252,12 +252,19 @@ def test_choices_are_judged_on_shapes_that_nothing_is_fitted_to():
         assert not [name for name in shipped if name.startswith("matmul#") and f" a={a} b={b} " in name]
 
 
-@pytest.mark.parametrize("p", [*choices.SHAPES[::6], choices.Product(512, 512, 32768, "TN")], ids=str)
-def test_the_search_for_the_best_form_has_the_choice(p):
-    first = lambda f: dict(next(iter(trace(f, *p.types())[0])).meta)
-    tiles = lambda f: {name: first(f)[name] for name in ("bm", "bn", "bk")}
+@pytest.mark.parametrize("p", [*choices.SHAPES, choices.Product(512, 512, 32768, "TN")], ids=lambda p: p.config)
+def test_the_search_for_the_best_form_has_others_than_the_choice(p):
+    def form(f):
+        program = next(iter(trace(f, *p.types())[0]))
+        known = {**program.options.compiler, **dict(program.meta)}
+        return {name: known.get(name) for name in ("parts", "bm", "bn", "bk", "stages", "num_warps")}
+
     with jt.config(arch="sm_90"):
-        many = choices.forms(p)
-        assert len(many) > 1
-        assert tiles(p.ours) in [tiles(p.formed(f)) for f in many]
-        assert (p.k == 32768) <= any(f.get("parts", 1) > 1 for f in many)
+        ours, named = form(p.ours), form(p.formed(choices.choice(p)))
+        few = p.m <= 64  # else warps and stages are the plan's
+        same = lambda x, y: all(x[k] == y[k] for k in x if few or k not in ("stages", "num_warps"))
+        assert same(ours, named)
+        others = [form(p.formed(f)) for f in choices.forms(p)]
+        assert len(others) >= 3
+        assert not any(same(ours, x) for x in others)
+        assert p.k < 32768 or any(x["parts"] for x in others)
