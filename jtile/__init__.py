@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from jtile.language import Barrier as Barrier
     from jtile.language import BarrierRound as BarrierRound
     from jtile.language import BarrierSlot as BarrierSlot
+    from jtile.language import Counters as Counters
     from jtile.language import Ref as Ref
     from jtile.language import Shared as Shared
     from jtile.language import TileView as TileView
     from jtile.language import alloc as alloc
     from jtile.language import arange as arange
+    from jtile.language import arrive as arrive
     from jtile.language import assert_ as assert_
     from jtile.language import associative_scan as associative_scan
     from jtile.language import async_copy as async_copy
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from jtile.language import cdiv as cdiv
     from jtile.language import clock as clock
     from jtile.language import cond as cond
+    from jtile.language import counters as counters
     from jtile.language import dot as dot
     from jtile.language import dot_async as dot_async
     from jtile.language import dot_scaled as dot_scaled
@@ -92,11 +95,12 @@ if TYPE_CHECKING:
 # Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
 _MODULES = ("interpret", "ir", "models", "ops", "testing", "tune")
 _LANGUAGE = [
-    "Barrier", "BarrierRound", "BarrierSlot", "Ref", "Shared", "TileView", "alloc", "arange", "assert_",
-    "associative_scan", "async_copy", "atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min", "atomic_or",
-    "atomic_xchg", "atomic_xor", "barrier", "cdiv", "clock", "cond", "dot", "dot_async", "dot_scaled", "dot_wait", "ds",
-    "fence_shared", "fori", "full", "like", "load", "next_power_of_2", "num_programs", "ones", "print", "program_id",
-    "range", "reduce", "role", "role_barrier", "store", "store_wait", "swizzle", "when", "zeros",
+    "Barrier", "BarrierRound", "BarrierSlot", "Counters", "Ref", "Shared", "TileView", "alloc", "arange", "arrive",
+    "assert_", "associative_scan", "async_copy", "atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min",
+    "atomic_or", "atomic_xchg", "atomic_xor", "barrier", "cdiv", "clock", "cond", "counters", "dot", "dot_async",
+    "dot_scaled", "dot_wait", "ds", "fence_shared", "fori", "full", "like", "load", "next_power_of_2", "num_programs",
+    "ones", "print", "program_id", "range", "reduce", "role", "role_barrier", "store", "store_wait", "swizzle", "when",
+    "zeros",
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",

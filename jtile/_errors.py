@@ -81,7 +81,8 @@ class SharedRaceError(RaceError):
 
 class ProtocolError(InterpreterError):
     """A barrier, a copy or a product used against its rules: more arrivals than a phase takes, bytes that nobody
-    announced, a result used before it was waited for, a role that ends before its copies have."""
+    announced, a result used before it was waited for, a role that ends before its copies have; a counter at which
+    fewer programs arrive than they say, or at which they say different numbers."""
 
 
 class DeadlockError(InterpreterError):

@@ -32,6 +32,9 @@ struct LaunchConfig {
   void* stream;
 };
 
+// The stream of the calling thread, in CUDA and HIP: it waits for no other, nor another for it.
+inline void* const kThreadStream = reinterpret_cast<void*>(2);
+
 // A CUtensorMap, and what it is made from (a TensorMap of the record at the sizes of one call).
 struct alignas(128) MapData {
   uint64_t words[16];
@@ -58,6 +61,9 @@ class Driver {
   virtual void unload(int ordinal, const Loaded& loaded) noexcept = 0;
 
   virtual void encode(const TensorMap& map, const MapShape& shape, MapData* out) = 0;
+  // Memory of the device that holds zeros when this returns, on every stream. Fine while another thread records a graph.
+  virtual void* allocate_zeros(int ordinal, size_t bytes) = 0;
+  virtual void release(int ordinal, void* data) noexcept = 0;
   virtual void zero(int ordinal, void* data, size_t bytes, void* stream) = 0;
   virtual void launch(int ordinal, const Loaded& loaded, const LaunchConfig& config, void** params) = 0;
   // Copies from the device and waits for the stream.

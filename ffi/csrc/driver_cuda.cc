@@ -57,6 +57,8 @@ struct Functions {
   Status (*function_set)(void*, int, int);
   Status (*function_load)(void*);  // optional: CUDA 12.4
   Status (*launch)(const LaunchParams*, void*, void**, void**);
+  Status (*allocate)(uint64_t*, size_t);
+  Status (*release)(uint64_t);
   Status (*memset)(uint64_t, unsigned char, size_t, void*);
   Status (*copy)(void*, uint64_t, size_t, void*);
   Status (*synchronize)(void*);
@@ -81,6 +83,8 @@ struct Functions {
     library.bind(function_set, "cuFuncSetAttribute");
     library.bind(function_load, "cuFuncLoad", true);
     library.bind(launch, "cuLaunchKernelEx");
+    library.bind(allocate, "cuMemAlloc_v2");
+    library.bind(release, "cuMemFree_v2");
     library.bind(memset, "cuMemsetD8Async");
     library.bind(copy, "cuMemcpyDtoHAsync_v2");
     library.bind(synchronize, "cuStreamSynchronize");
@@ -144,6 +148,30 @@ class CudaDriver final : public Driver {
                                shape.dims, shape.strides, map.box, kOnes, /*interleave=*/0,
                                static_cast<int>(map.swizzle), kL2Promotion128, map.nan_fill);
     if (status != 0) check(status, concat("cuTensorMapEncodeTiled of ", describe(map, shape)));
+  }
+
+  void* allocate_zeros(int ordinal, size_t bytes) override {
+    Current current(*this, ordinal);
+    RelaxedCapture relaxed(cu_.capture_mode);
+    uint64_t data = 0;
+    check(cu_.allocate(&data, bytes), "cuMemAlloc");
+    try {
+      check(cu_.memset(data, 0, bytes, kThreadStream), "cuMemsetD8Async");
+      check(cu_.synchronize(kThreadStream), "cuStreamSynchronize");
+    } catch (...) {
+      cu_.release(data);
+      throw;
+    }
+    return reinterpret_cast<void*>(data);
+  }
+
+  void release(int ordinal, void* data) noexcept override {
+    try {
+      Current current(*this, ordinal);
+      RelaxedCapture relaxed(cu_.capture_mode);
+      cu_.release(reinterpret_cast<uint64_t>(data));
+    } catch (const Error&) {  // the process ends, and the driver with it
+    }
   }
 
   void zero(int ordinal, void* data, size_t bytes, void* stream) override {

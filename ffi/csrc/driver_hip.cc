@@ -25,6 +25,8 @@ struct Functions {
   Status (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   Status (*launch_cooperative)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
                                void**);
+  Status (*allocate)(void**, size_t);
+  Status (*release)(void*);
   Status (*memset)(void*, unsigned char, size_t, void*);
   Status (*copy)(void*, const void*, size_t, void*);
   Status (*synchronize)(void*);
@@ -43,6 +45,8 @@ struct Functions {
     library.bind(module_function, "hipModuleGetFunction");
     library.bind(launch, "hipModuleLaunchKernel");
     library.bind(launch_cooperative, "hipModuleLaunchCooperativeKernel");
+    library.bind(allocate, "hipMalloc");
+    library.bind(release, "hipFree");
     library.bind(memset, "hipMemsetD8Async");
     library.bind(copy, "hipMemcpyDtoHAsync");
     library.bind(synchronize, "hipStreamSynchronize");
@@ -103,6 +107,30 @@ class HipDriver final : public Driver {
 
   void encode(const TensorMap&, const MapShape&, MapData*) override {
     fail(Code::kInvalidArgument, "AMD's GPUs have no tensor maps");
+  }
+
+  void* allocate_zeros(int ordinal, size_t bytes) override {
+    Current current(*this, ordinal);
+    RelaxedCapture relaxed(hip_.capture_mode);
+    void* data = nullptr;
+    check(hip_.allocate(&data, bytes), "hipMalloc");
+    try {
+      check(hip_.memset(data, 0, bytes, kThreadStream), "hipMemsetD8Async");
+      check(hip_.synchronize(kThreadStream), "hipStreamSynchronize");
+    } catch (...) {
+      hip_.release(data);
+      throw;
+    }
+    return data;
+  }
+
+  void release(int ordinal, void* data) noexcept override {
+    try {
+      Current current(*this, ordinal);
+      RelaxedCapture relaxed(hip_.capture_mode);
+      hip_.release(data);
+    } catch (const Error&) {  // the process ends, and the driver with it
+    }
   }
 
   void zero(int ordinal, void* data, size_t bytes, void* stream) override {

@@ -11,6 +11,7 @@ namespace {
 constexpr uint64_t kMaxSize = uint64_t{256} << 20;  // of the file and of the linked object
 constexpr std::string_view kEntry = "jtile_entry";
 constexpr std::string_view kGrid = "jtile_grid";
+constexpr std::string_view kCounters = "jtile_counters";
 
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
@@ -43,6 +44,7 @@ Object::Object(std::string_view bytes, Machine machine, uint64_t page_size)
   entry_ = find_function(kEntry);
   if (entry_ == kNone) refuse("it does not define the function '", kEntry, "'");
   grid_ = find_function(kGrid);
+  counters_ = find_function(kCounters);
 }
 
 // -- checked access ---------------------------------------------------------------------------------------------------

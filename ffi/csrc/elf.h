@@ -44,6 +44,8 @@ class Object {
   // Offset of the function `jtile_grid`, which only kernels with dynamic sizes have; kNone where there is none.
   static constexpr uint64_t kNone = ~uint64_t{0};
   uint64_t grid_offset() const { return grid_; }
+  // Likewise of `jtile_counters`, of kernels whose programs arrive.
+  uint64_t counters_offset() const { return counters_; }
   // Whether it holds 32-bit absolute addresses, so that it must lie in the lowest 2 GiB.
   bool needs_low_address() const { return low_; }
 
@@ -84,7 +86,7 @@ class Object {
   uint64_t symbol_table_ = 0;                   // index of the symbol table's section
   std::unordered_map<uint64_t, uint64_t> got_;  // symbol index -> offset of its slot in the linked object
   uint64_t offset_[kSegments + 1] = {};
-  uint64_t entry_ = kNone, grid_ = kNone;
+  uint64_t entry_ = kNone, grid_ = kNone, counters_ = kNone;
   bool low_ = false;
 };
 

@@ -28,6 +28,23 @@ class Module {
   Loaded loaded_;
 };
 
+// The counters of a call site on a device. Kernels leave them at zero, so that they are set to it only once: no call
+// has to, and a graph that was recorded finds them where they are.
+class Counters {
+ public:
+  Counters(Driver& driver, int device, size_t count)
+      : driver_(driver), device_(device), data_(driver.allocate_zeros(device, count * sizeof(int32_t))) {}
+  ~Counters() { driver_.release(device_, data_); }
+  Counters(const Counters&) = delete;
+  Counters& operator=(const Counters&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  Driver& driver_;
+  int device_;
+  void* data_;
+};
+
 SharedTable<Module>& modules() {
   static auto* const table = new SharedTable<Module>;
   return *table;
@@ -68,6 +85,7 @@ struct Launcher::OnDevice {
   Driver* driver;
   int device;
   std::shared_ptr<const Module> module;
+  std::unique_ptr<const Counters> counters;  // null where the kernel has none
   // The maps of the last call: XLA keeps buffers in place from run to run. Whoever finds them in use makes its own.
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
   std::vector<Map> maps = {};
@@ -134,7 +152,9 @@ std::unique_ptr<Launcher::OnDevice> Launcher::load(int device) {
   auto module = modules().acquire(key, [&] {
     return std::make_unique<const Module>(driver, device, *image_, record_, config(0, nullptr));
   });
-  return std::unique_ptr<OnDevice>(new OnDevice{&driver, device, std::move(module)});
+  std::unique_ptr<const Counters> counters;
+  if (record_.counters != 0) counters = std::make_unique<const Counters>(driver, device, record_.counters);
+  return std::unique_ptr<OnDevice>(new OnDevice{&driver, device, std::move(module), std::move(counters)});
 }
 
 void Launcher::initialize(int device) {
@@ -201,6 +221,9 @@ void Launcher::run(OnDevice& on, uint32_t grid, void* stream, const Array* array
         break;
       case Param::Kind::kTensorMap:
         params[k] = &maps[param.index];
+        break;
+      case Param::Kind::kCounters:
+        values[k].pointer = on.counters->data();
         break;
       case Param::Kind::kNull:
         values[k].pointer = nullptr;

@@ -33,7 +33,7 @@ class Launcher {
 
   const Record& record() const { return record_; }
 
-  // Loads the image for a device, unless that is done. Not while a stream is captured. Throws Error.
+  // Loads the image for a device, and makes its counters, unless that is done. Not while a stream is captured. Throws Error.
   void initialize(int device);
 
   // Puts one call on a stream. `sizes` are those of the record's dynamic dimensions, in their order. Throws Error.

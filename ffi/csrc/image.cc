@@ -61,6 +61,8 @@ Image::Image(std::string_view bytes) {
   __builtin___clear_cache(code, code + object.segment_size(kExecute));
   entry_ = reinterpret_cast<jtile_entry*>(memory_ + object.entry_offset());
   if (object.grid_offset() != Object::kNone) grid_ = reinterpret_cast<jtile_grid*>(memory_ + object.grid_offset());
+  if (object.counters_offset() != Object::kNone)
+    counters_ = reinterpret_cast<jtile_counters*>(memory_ + object.counters_offset())();
 }
 
 Image::~Image() { munmap(memory_, size_); }

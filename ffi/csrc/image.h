@@ -14,6 +14,8 @@ struct jtile_host {
   void (*print)(struct jtile_host*, int64_t site, const int64_t* pid, void* const* args);
   // Records a failed assertion; returns, the kernel goes on.
   void (*fail)(struct jtile_host*, int64_t site, const int64_t* pid);
+  // Where the programs of this call arrive: `jtile_counters()` of them, all zero at first.
+  int32_t* counters;
 };
 
 // Runs the programs [begin, end) of the grid; 0, or a number that tells of an internal error.
@@ -23,6 +25,9 @@ using jtile_entry = int32_t(void* const* bufs, const int64_t* dims, int64_t begi
 // Only of kernels with dynamic sizes: writes the number of programs on each axis of the grid (at most 16) to `sides`, and
 // gives the number of axes.
 using jtile_grid = int64_t(const int64_t* dims, int64_t* sides);
+
+// Only of kernels whose programs arrive: how many counters a call has.
+using jtile_counters = int64_t();
 }
 
 // A loaded object: its pages are mapped read-only, executable or writable, never both of the latter.
@@ -35,12 +40,14 @@ class Image {
 
   jtile_entry* entry() const { return entry_; }
   jtile_grid* grid() const { return grid_; }  // null where the image has none
+  int64_t counters() const { return counters_; }
 
  private:
   uint8_t* memory_ = nullptr;
   uint64_t size_ = 0;
   jtile_entry* entry_ = nullptr;
   jtile_grid* grid_ = nullptr;
+  int64_t counters_ = 0;
 };
 
 // The image of these bytes: a new one, or that of an earlier call with equal bytes that somebody still holds.

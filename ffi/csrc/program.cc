@@ -17,6 +17,7 @@ constexpr int64_t kSerialNs = 10'000;  // less work than this is not worth a wak
 constexpr int64_t kWorkerNs = 5'000;   // work that pays for one more worker
 constexpr int64_t kChunkNs = 4'000;    // the least work of one chunk
 constexpr int64_t kMaxSide = (int64_t{1} << 31) - 1;  // of a grid axis: ids are int32
+constexpr int64_t kMaxCounters = 1 << 24;
 constexpr int64_t kMaxWorkspace = int64_t{1} << 36;
 constexpr size_t kKeptWorkspace = size_t{64} << 20;  // a thread keeps a buffer of at most this between calls
 
@@ -96,7 +97,13 @@ class Workspace {
 class Run {
  public:
   Run(const Program& program, const Launch& launch, void* const* bufs, int64_t workers)
-      : program_(program), launch_(launch), bufs_(bufs), workers_(workers) {}
+      : program_(program),
+        launch_(launch),
+        bufs_(bufs),
+        workers_(workers),
+        counters_(static_cast<size_t>(program.image_->counters())) {
+    host_.callbacks.counters = counters_.data();
+  }
 
   // Takes chunks until none is left. Safe on any thread while the caller waits in `finish`.
   void drain();
@@ -123,12 +130,14 @@ class Run {
   void print(int64_t site, const int64_t* pid, void* const* args);
   void record(int64_t site, const int64_t* pid);
   void stop(const std::string& message);
+  void check_counters() const;
 
   const Program& program_;
   const Launch& launch_;
   void* const* bufs_;
   int64_t workers_;
-  Host host_{{on_print, on_fail}, this};
+  std::vector<int32_t> counters_;
+  Host host_{{on_print, on_fail, nullptr}, this};
   std::atomic<int64_t> next_{0};
 
   std::atomic<bool> bad_{false};  // whether anything below was written
@@ -207,11 +216,20 @@ void Run::record(int64_t site, const int64_t* pid) {
 }
 
 void Run::check() const {
-  if (!bad_.load()) return;
+  if (!bad_.load()) return check_counters();
   std::lock_guard lock(mutex_);
   if (!broken_.empty()) fail(Code::kInternal, "kernel ", program_.name_, ": ", broken_);
   if (!failed_) return;
   fail_assertion(program_.name_, program_.sites_[static_cast<size_t>(failed_site_)], failed_pid_.data());
+}
+
+// Whoever arrives last sets its counter back to zero.
+void Run::check_counters() const {
+  for (size_t k = 0; k < counters_.size(); ++k) {
+    if (counters_[k] != 0)
+      fail(Code::kFailedPrecondition, "kernel ", program_.name_, ": ", counters_[k], " programs have arrived at counter ",
+           k, " when the call ends, fewer than the count they gave: none of them was the last");
+  }
 }
 
 // -- program ----------------------------------------------------------------------------------------------------------
@@ -229,6 +247,8 @@ Program::Program(const Attributes& attributes)
     check_isa(attributes.isa);
     sites_ = parse_sites(attributes.sites);
     image_ = acquire_image(attributes.image);
+    if (image_->counters() < 0 || image_->counters() > kMaxCounters)
+      fail(Code::kInvalidArgument, "it has ", image_->counters(), " counters; a kernel has at most ", kMaxCounters);
     if (!dimensions_.empty() && image_->grid() == nullptr)
       fail(Code::kInvalidArgument, "its image does not compute a grid from dynamic sizes");
   } catch (const Error& error) {

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kMaxArrays = 4096;
 constexpr int64_t kMaxThreads = 1024, kMaxShared = 1 << 24, kMaxCluster = 16, kMaxBox = 256;
+constexpr int64_t kMaxCounters = 1 << 24;
 constexpr int64_t kLeastLog = 32, kMaxLog = int64_t{1} << 32;
 constexpr size_t kMaxAxes = 256;
 
@@ -83,6 +84,10 @@ class Reader {
       record_.params.push_back({Param::Kind::kI32, 0, expression(json.at("value"))});
     } else if (kind == "i64") {
       record_.params.push_back({Param::Kind::kI64, 0, expression(json.at("value"))});
+    } else if (kind == "counters") {
+      if (record_.counters != 0) fail(Code::kInvalidArgument, "the kernel has counters in two parameters");
+      record_.counters = static_cast<size_t>(number(json.at("count"), "number of counters", 1, kMaxCounters));
+      record_.params.push_back({Param::Kind::kCounters, 0, {}});
     } else if (kind == "null") {
       record_.params.push_back({Param::Kind::kNull, 0, {}});
     } else {

@@ -30,7 +30,7 @@ struct TensorMap {
 };
 
 struct Param {
-  enum class Kind : uint8_t { kBuffer, kTensorMap, kI32, kI64, kNull };
+  enum class Kind : uint8_t { kBuffer, kTensorMap, kI32, kI64, kCounters, kNull };
   Kind kind;
   size_t index = 0;  // of an array, or of a tensor map
   Expression value;
@@ -54,7 +54,8 @@ struct Record {
   std::vector<size_t> zeroed;
   std::optional<SitesLog> sites;
   std::vector<Dimension> dims;
-  size_t arrays = 0;  // how many the call has at least
+  size_t arrays = 0;    // how many the call has at least
+  size_t counters = 0;  // int32 at which programs arrive; zero before and after every call
 };
 
 // Throws Error for text that is no launch record.

@@ -26,6 +26,7 @@ from jtile.ir import (
     FenceShared,
     For,
     If,
+    LastArrival,
     Load,
     LoadShared,
     Op,
@@ -47,7 +48,7 @@ from .machine import Machine, rule
 Steps = Generator[None, None, Any]
 # A role stops before these; other roles and agents may come in between.
 _SWITCHES = frozenset(
-    {LoadShared, StoreShared, FenceShared, RoleBarrier, Expect, Arrive, Wait, Clock}
+    {LoadShared, StoreShared, FenceShared, RoleBarrier, Expect, Arrive, Wait, Clock, LastArrival}
     | {AsyncLoad, AsyncStore, StoreWait, DotAsync, DotWait}
 )
 _CONTROL = (For, While, If)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jtile._errors import OutOfBoundsError
-from jtile.ir import Alloc, Assert, Atomic, Gather, Load, NumPrograms, Print, ProgramId, Store
+from jtile.ir import Alloc, Assert, Atomic, Gather, LastArrival, Load, NumPrograms, Print, ProgramId, Store
 from jtile.ir.elementwise import ELEMENTWISE, compute
 from jtile.ir.shapes import full_array
 
@@ -55,6 +55,12 @@ def _atomic(m: Machine, op: Atomic):
 def update(buffer: Buffer, fn: str, at: np.ndarray | slice, new: np.ndarray) -> None:
     """Combine elements, each of which `at` names once, with new ones by an elementwise function."""
     buffer.data[at] = compute(ELEMENTWISE[fn], [buffer.data[at], new])
+
+
+@rule(LastArrival)
+def _last_arrival(m: Machine, op: LastArrival):
+    assert m.arrivals is not None
+    return np.asarray(m.arrivals.arrive(op))
 
 
 @rule(Alloc)

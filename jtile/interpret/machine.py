@@ -19,6 +19,7 @@ from jtile.ir import Kernel, Op, Value
 from jtile.ir.shapes import full_array
 from jtile.ir.types import DTYPES
 
+from .arrivals import arrivals
 from .memory import SEVERAL, Buffer, Handle, Lanes, index_values, poison, resolve, violation
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Machine:
         self.read = [np.zeros(math.prod(v.shape), np.bool_) for v in kernel.params]
         self.written = [np.zeros(math.prod(v.shape), np.bool_) for v in kernel.params]
         self.position = {v: k for k, v in enumerate(kernel.params)}
+        self.arrivals = arrivals(self)
 
     def program(self, linear: int) -> None:
         grid = self.kernel.grid
@@ -126,10 +128,10 @@ class Machine:
             return
         if self.crew:
             self.crew.touch(op, at, kind)
-        conflict = buffer.access(at, self.linear, kind)
+        conflict = buffer.access(at, self.linear, kind, self.arrivals)
         if conflict:
             element, other, did = conflict
-            who = "several other programs" if other == SEVERAL else f"program {self._named(other)}"
+            who = "several other programs" if other == SEVERAL else f"program {self.named(other)}"
             verb = {"read": "reads", "write": "writes", "atomic": "updates atomically"}[kind]
             why = f"race: it {verb} element {buffer.unravel(element)}, which {who} {did}"
             raise self.error(RaceError, op, why, op.ref)
@@ -142,7 +144,7 @@ class Machine:
         if ref in self.position:
             flags[self.position[ref]][at] = True
 
-    def _named(self, linear: int) -> str:
+    def named(self, linear: int) -> str:
         return self.kernel.program_text(self._pid_of(linear))
 
     def _pid_of(self, linear: int) -> tuple[int, ...]:

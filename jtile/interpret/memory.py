@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jtile.ir import At, Index, Span, Take, Tile, dim_value, index_shape
 from jtile.ir.types import DTYPES
+
+if TYPE_CHECKING:
+    from .arrivals import Arrivals
 
 NOBODY, SEVERAL = -1, -2
 # What another program must not have done to an element before an access of this kind.
@@ -55,8 +59,11 @@ class Buffer(Handle):
     def unravel(self, flat: int) -> tuple[int, ...]:
         return tuple(int(i) for i in np.unravel_index(flat, self.shape))
 
-    def access(self, at: np.ndarray, program: int, kind: str) -> tuple[int, int, str] | None:
-        """Record that `program` does a `kind` ("read", "write", "atomic") access to the elements `at`.
+    def access(
+        self, at: np.ndarray, program: int, kind: str, order: Arrivals | None = None
+    ) -> tuple[int, int, str] | None:
+        """Record that `program` does a `kind` ("read", "write", "atomic") access to the elements `at`; `order` says
+        what arrivals put before it.
 
         Returns None, or a conflict: the flat element, the other program (or SEVERAL), and what that one did.
         """
@@ -64,13 +71,17 @@ class Buffer(Handle):
             return None
         for name in _CONFLICTS[kind]:
             other = getattr(self, name)[at]
-            bad = (other != NOBODY) & (other != program)
+            bad = (other != NOBODY) & (other != program) if order is None else order.unknown(other)
             if bad.any():
                 first = int(np.argmax(bad))
                 did = {"plain": "wrote", "atomic": "wrote atomically", "reader": "read"}[name]
-                return int(at[first]), int(other[first]), did
+                who = int(other[first])
+                return int(at[first]), who if order is None else order.stranger(who), did
         mine = {"read": self.reader, "write": self.plain, "atomic": self.atomic}[kind]
         before = mine[at]
+        if order is not None:
+            mine[at] = order.joined(before)
+            return None
         mine[at] = np.where((before == NOBODY) | (before == program), program, SEVERAL)
         return None
 

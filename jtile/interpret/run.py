@@ -46,6 +46,7 @@ def interpret(
     Raises:
       KernelTypeError, KernelValueError: the inputs do not fit the kernel.
       OutOfBoundsError, RaceError, UninitializedReadError, KernelAssertionError: see there.
+      ProtocolError: programs that arrive at a counter name other counts, or too few of them come.
       SharedRaceError, ProtocolError, DeadlockError: at block level, see there.
       InterpreterError: an op failed in NumPy.
     """
@@ -54,6 +55,8 @@ def interpret(
     programs = math.prod(kernel.grid)
     for linear in np.random.default_rng(seed).permutation(programs).tolist():
         m.program(linear)
+    if m.arrivals is not None and check:
+        m.arrivals.end()
     outputs = [m.env[v].array.copy() for v in kernel.outputs]
     if not trace_accesses:
         return outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import string
 
-from .core import Index, Op, Take, Tile, Value, index_shape, tile
+from .core import Index, Kernel, Op, Take, Tile, Value, index_shape, tile
 from .types import DTYPES, RefType, TileType
 
 
@@ -105,6 +105,34 @@ class Atomic(Op):
         return (t,)
 
 
+MOST_COUNTERS = 1 << 24  # of a kernel, as ffi/csrc has it
+
+
+@dataclasses.dataclass(eq=False)
+class LastArrival(Op):
+    """Arrive at counter `index` of the `size` called `counters`; true in the program that comes last of `count`.
+
+    Counters of one name are one memory of the kernel, all zero at first; the last one sets its counter back to zero.
+    What a program did to Refs before it arrived has happened for the last one: the others release, it acquires.
+    """
+
+    counters: str
+    size: int
+    index: Value
+    count: Value
+
+    mnemonic = "last_arrival"
+    effect = "write"
+
+    def infer(self):
+        scalar = TileType((), "int32")
+        if tile(self.index) != scalar or tile(self.count) != scalar:
+            raise TypeError(f"this takes two {scalar}, got {self.index.type} and {self.count.type}")
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or not 1 <= self.size <= MOST_COUNTERS:
+            raise ValueError(f"a kernel has 1 to {MOST_COUNTERS} counters, got {self.size}")
+        return (TileType((), "bool"),)
+
+
 @dataclasses.dataclass(eq=False)
 class Alloc(Op):
     """A Ref private to this program and to this execution of the op; undefined at first."""
@@ -151,3 +179,26 @@ class Assert(Op):
         if tile(self.cond).dtype != "bool":
             raise TypeError(f"assert takes a bool, got {self.cond.type}")
         return ()
+
+
+def counters_of(kernel: Kernel) -> dict[str, tuple[int, int]]:
+    """The counters of a kernel: where those of each name begin, and how many they are; in the order of the text.
+
+    Raises:
+      ValueError: one name has two sizes, or they are too many in all.
+    """
+    out: dict[str, tuple[int, int]] = {}
+    total = 0
+    for op in kernel.body.walk():
+        if not isinstance(op, LastArrival):
+            continue
+        if op.counters not in out:
+            out[op.counters] = total, op.size
+            total += op.size
+        elif out[op.counters][1] != op.size:
+            raise ValueError(
+                f"counters {op.counters!r} are {out[op.counters][1]} in one place and {op.size} in another"
+            )
+    if total > MOST_COUNTERS:
+        raise ValueError(f"a kernel has at most {MOST_COUNTERS} counters, got {total}")
+    return out

@@ -12,7 +12,7 @@ from .block import AsyncLoad, AsyncStore
 from .core import OPS, Block, Index, Kernel, Op, Span, Value
 from .dynamic import sources, used_symbols
 from .extents import Extent
-from .memory import Atomic, Load, Store
+from .memory import Atomic, Load, Store, counters_of
 from .placement import check_copy, check_memory, check_roles, refuse
 from .protocol import check_protocol
 from .shapes import Dense, Full, NumPrograms, ProgramId
@@ -37,6 +37,10 @@ def verify(kernel: Kernel, level: str = "tile") -> None:
     """
     _verify_head(kernel)
     _Scope(kernel, level).block(kernel.body, set(kernel.params), ())
+    try:
+        counters_of(kernel)
+    except ValueError as e:
+        refuse(kernel, None, str(e))
     if level == "block":
         check_roles(kernel)
         check_protocol(kernel)

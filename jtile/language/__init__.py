@@ -1,6 +1,7 @@
 """What a kernel body may say: Refs and views, loads and stores, dots, reductions, control flow, atomics, debugging."""
 
 from jtile.language._index import ds
+from jtile.language.arrivals import Counters, arrive, counters
 from jtile.language.basics import (
     arange,
     assert_,
@@ -50,12 +51,14 @@ __all__ = [
     "Barrier",
     "BarrierRound",
     "BarrierSlot",
+    "Counters",
     "Range",
     "Ref",
     "Shared",
     "TileView",
     "alloc",
     "arange",
+    "arrive",
     "assert_",
     "associative_scan",
     "async_copy",
@@ -71,6 +74,7 @@ __all__ = [
     "cdiv",
     "clock",
     "cond",
+    "counters",
     "dot",
     "dot_async",
     "dot_scaled",

@@ -256,6 +256,19 @@ def _atomic_jvp(primals, tangents, **params):
     return out, zero_of(out)
 
 
+def _arrive_jvp(primals, tangents, **params):
+    del tangents  # of ints
+    out = prims.last_arrival_p.bind(*primals, **params)
+    return out, zero_of(out)
+
+
+def _arrive_batch(*_, **__):
+    raise TransformError(
+        "jt.arrive under jax.vmap inside of a kernel: a program arrives as one; arrive outside of the mapped function",
+        user_place(),
+    )
+
+
 def _check_lost(what: str, tangents) -> None:
     if any(not zero(t) for t in tangents):
         raise TransformError(
@@ -279,6 +292,7 @@ _JVPS: dict[Any, Any] = {
     prims.load_p: _load_jvp,
     prims.store_p: _store_jvp,
     prims.atomic_p: _atomic_jvp,
+    prims.last_arrival_p: _arrive_jvp,
     prims.print_p: _shown_jvp(prims.print_p),
     prims.assert_p: _shown_jvp(prims.assert_p),
     prims.loop_hint_p: lambda primals, tangents, **p: (prims.loop_hint_p.bind(*primals, **p), tangents[0]),
@@ -294,4 +308,5 @@ _BATCHERS: dict[Any, Any] = {
     prims.take_p: _take_batch,
     prims.put_p: _put_batch,
     prims.loop_hint_p: _hint_batch,
+    prims.last_arrival_p: _arrive_batch,
 }

@@ -55,12 +55,12 @@ def allow_effects() -> None:
     _derivatives.register()
 
 
-def _primitive(name: str, multiple: bool = False) -> jexc.Primitive:
+def _primitive(name: str, multiple: bool = False, says: str = "") -> jexc.Primitive:
     p = jexc.Primitive("jtile_" + name)
     p.multiple_results = multiple
 
     def outside(*_, **__):
-        raise KernelTypeError(f"jt.{name} means something only inside of a kernel", user_place())
+        raise KernelTypeError(f"jt.{says or name} means something only inside of a kernel", user_place())
 
     p.def_impl(outside)
     return p
@@ -73,6 +73,7 @@ def _aval(shape, dtype):
 load_p = _primitive("load")
 store_p = _primitive("store", multiple=True)
 atomic_p = _primitive("atomic")
+last_arrival_p = _primitive("last_arrival", says="arrive")
 program_id_p = _primitive("program_id")
 num_programs_p = _primitive("num_programs")
 loop_hint_p = _primitive("loop_hint")
@@ -105,6 +106,13 @@ def _(ref, *rest, fn, dims, masked):
     """`(ref, *index, value, compare?, mask?) -> old values`."""
     del masked, fn
     return _aval(dims_shape(dims, [v.shape for v in rest[: len(dims)]]), ref.dtype), {READ, WRITE}
+
+
+@last_arrival_p.def_effectful_abstract_eval
+def _(index, count, *, counters, size):
+    """`(index, count) -> bool`."""
+    del index, count, counters, size
+    return _aval((), np.bool_), {READ, WRITE}
 
 
 @program_id_p.def_abstract_eval

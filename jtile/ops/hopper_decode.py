@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.flash_attention import NOTHING
-from jtile.ops.hopper_shares import Units, combined, part_types, place_of_part, row_of, share_of
+from jtile.ops.hopper_shares import (
+    Units,
+    by_the_last,
+    combined,
+    part_types,
+    parts_of,
+    place_of_part,
+    put_together,
+    row_of,
+    share_of,
+    side_of,
+)
 from jtile.ops.hopper_tiles import PROCESSORS
 
 ROWS = 64  # queries of a tile: those of the new tokens and of the heads of a group
@@ -83,7 +94,7 @@ class _Work:
 def _copies(w: _Work):
     """The role that copies. Lengths and pages are read ahead: nothing waits for them."""
     d, heads = w.q.shape[2], w.units.heads
-    begin, end, r, start = w.share()
+    begin, end, r, start, _ = w.share()
     c, turn, length = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
         b, n, length = row_of(r, w.units), w.units.of(length), w.length(r + 1)
@@ -137,10 +148,10 @@ def _weights(s, key, length, m, l, w: _Work, scale: float, softcap: float | None
 
 
 @jt.function
-def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | None):
+def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | None, last: bool):
     """The role that multiplies: the scores of a unit run beside the weighted values of the one before."""
     d, bk = w.q.shape[2], w.units.size
-    begin, end, r, start = w.share()
+    begin, end, r, start, size = w.share()
     c, turn, ahead = jnp.int32(0), jnp.int32(0), w.length(r)
     while start < end:
         length, ahead = ahead, w.length(r + 1)
@@ -176,15 +187,28 @@ def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | N
             at = place_of_part(jt.program_id(0), lo == start)
             o_part.tiles(None, ROWS, d)[at, 0, 0] = acc
             lse_part.tiles(None, ROWS)[at, 0] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
+            if last:
+                _meet(w, r, *parts_of(start, n, size), o, o_part, lse_part)
         r, start, c, turn = r + 1, start + n, c + 1, turn + 1
+
+
+@jt.function
+def _meet(w: _Work, r, first, last, o, o_part, lse_part):
+    """Whoever comes last of the programs with keys of a row puts together what they gave."""
+    _, queries, d = o.shape
+    if jt.arrive(jt.counters("rows", o.shape[0]), r, last - first + 1):
+        whole = put_together(o_part, lse_part, first, last, side_of(queries, d))
+        o.tiles(None, whole.shape[0], d)[r, 0, 0] = whole.astype(o.dtype)
 
 
 @jt.kernel(out_type=_types, grid=lambda *_, parts, **__: parts)
 def hopper_decode(
     q, k, v, lengths, table, o, o_part, lse_part,
-    *, parts: int, units: Units, t: int, scale: float, softcap: float | None,
+    *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
 ):  # fmt: skip
-    """q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
+    """Rows of several parts are whole where the `last` program puts them together, else those parts are results.
+
+    q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
     and table [batch, pages of a row] in a tuple; lengths int32 [batch]."""
     # s_ij = q_i . k_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij v_j / l_i     l_i = sum_j p_ij
     d, dtype = q.shape[2], q.dtype
@@ -195,7 +219,7 @@ def hopper_decode(
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
     w = _Work(q, k, v, lengths, table, units, parts, t, Q, K, V, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     with jt.role("products", warps=4):
-        _products(w, o, o_part, lse_part, scale=scale, softcap=softcap)
+        _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last)
     with jt.role("copies", warps=1, registers=40):
         _copies(w)
 
@@ -243,7 +267,8 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None):
     units = Units(slots=page * (table[0].shape[1] if table else 1), size=size, heads=kvs)
     group = heads // kvs
     grouped = q.reshape(batch, t, kvs, group, d).swapaxes(1, 2).reshape(batch * kvs, t * group, d)
-    options = {"parts": PROCESSORS, "units": units, "t": t, "scale": scale, "softcap": softcap}
-    whole, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
-    o = combined(whole, o_part, lse_part, lengths, units)
+    last = by_the_last(batch * kvs, t * group, d, PROCESSORS)
+    options = {"parts": PROCESSORS, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last}
+    o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
+    o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)

@@ -105,7 +105,7 @@ def _fetch_queries(w: _Work, turn, b):
 @jt.function
 def _copies(w: _Work):
     """The role that copies."""
-    begin, end, b, start = w.share()
+    begin, end, b, start, _ = w.share()
     c, turn = jnp.int32(0), jnp.int32(0)
     while start < end:
         length = jnp.clip(w.lengths[b], 0, w.units.slots)
@@ -240,7 +240,7 @@ def _give(w: _Work, x: int, b, turn, begins, ends, acc, l, m, o, o_part, lse_par
 @jt.function
 def _values(w: _Work, x: int, o, o_part, lse_part):
     """Role x: the scores of keys [64 x, 64 x + 64) of a unit, columns [x rank / 2, ...) of the outputs of all."""
-    begin, end, b, start = w.share()
+    begin, end, b, start, _ = w.share()
     c, turn = jnp.int32(0), jnp.int32(0)
     while start < end:
         length = jnp.clip(w.lengths[b], 0, w.units.slots)

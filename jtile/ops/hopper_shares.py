@@ -19,6 +19,7 @@ from jtile.ops.flash_attention import NOTHING
 _ROWS = 128  # whose lengths are looked at together
 _PROGRAMS = 1056  # at most, that put parts together
 _TILE = 4096  # numbers of parts that one of them holds at a time
+_LAST = 160 << 10  # bytes of a row's parts that one program reads as fast as many do after another launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,8 @@ def _fold(blocks: int, one, sums):
 
 
 def share_of(lengths, part, parts: int, units: Units):
-    """Where a part begins and ends, the row times heads that it begins in, and where that begins; all in units."""
+    """Where a part begins and ends, the row times heads that it begins in, where that begins, and how large parts are;
+    all in units."""
     (total,) = _sums(lengths, lambda k, _: (units.of_rows(lengths, k)[1].sum(),), 1)
     size = jt.cdiv(total, parts)
     begin = jnp.minimum(part * size, total)
@@ -71,7 +73,12 @@ def share_of(lengths, part, parts: int, units: Units):
         n = units.of(lengths[jnp.minimum(row, lengths.shape[0] - 1)])
         head = jax.lax.div(begin - start, n)
         first, start = first + head, start + head * n
-    return begin, jnp.minimum(begin + size, total), first, start
+    return begin, jnp.minimum(begin + size, total), first, start, size
+
+
+def parts_of(start, n, size):
+    """The first and the last part that have units of a row which begins at `start` and has n."""
+    return jax.lax.div(start, size), jax.lax.div(start + n - 1, size)
 
 
 def row_of(row_and_head, units: Units):
@@ -88,6 +95,34 @@ def part_types(rows: int, d: int, parts: int) -> list[jax.ShapeDtypeStruct]:
 def place_of_part(part, begins):
     """Where a part writes a row that it shares; `begins`: the row begins in it."""
     return 2 * part + begins.astype(jnp.int32)
+
+
+@jt.function
+def put_together(o_part, lse_part, first, last, side: int):
+    """What the parts from `first` to `last` gave one row, [queries, d], `side` of them at a time: for few queries."""
+    # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p
+    n, d = jt.next_power_of_2(o_part.shape[1]), o_part.shape[2]
+    m, l, acc = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32), jt.zeros((n, d), jnp.float32)
+    for c in jt.range(jt.cdiv(last + 1 - first, side)):
+        p = first + c * side + jt.arange(side)
+        at, there = place_of_part(p, p == first), (p <= last)[:, None]
+        x = jt.load(lse_part, (at, jt.ds(0, n)), mask=there, other=2 * NOTHING)
+        o_p = jt.load(o_part, (at, jt.ds(0, n), jt.ds(0, d)), mask=there[:, :, None])
+        top = jnp.maximum(m, x.max(0))
+        fade, w = jnp.exp2(m - top), jnp.where(there, jnp.exp2(x - top[None, :]), 0.0)
+        acc, l, m = acc * fade[:, None] + (w[:, :, None] * o_p).sum(0), l * fade + w.sum(0), top
+    return acc / l[:, None]
+
+
+def side_of(queries: int, d: int) -> int:
+    """Parts of a row that `put_together` takes at a time: as many as registers hold."""
+    return max(2 * _TILE // (jt.next_power_of_2(queries) * d), 1)
+
+
+def by_the_last(rows: int, queries: int, d: int, parts: int) -> bool:
+    """Whether the last program that has units of a row puts its parts together, instead of a kernel behind: one
+    multiprocessor reads them, which is soon done where they are few bytes."""
+    return queries * d * 4 * (-(-parts // rows) + 1) <= _LAST
 
 
 @jt.kernel(

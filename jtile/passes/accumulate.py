@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jtile.ir import Atomic, Kernel, UndecidedError, Value, is_dynamic
+from jtile.ir import Atomic, Kernel, LastArrival, UndecidedError, Value, is_dynamic
 from jtile.ir.block import level_of
 from jtile.ir.types import DTYPES
 
@@ -107,7 +107,10 @@ def _outputs(kernel: Kernel) -> int:
 
 
 def _adds(kernel: Kernel) -> bool:
-    return any(isinstance(op, Atomic) and op.fn == "add" for op in kernel.body.walk())
+    ops = list(kernel.body.walk())
+    if any(isinstance(op, LastArrival) for op in ops):  # programs are counted as they stand
+        return False
+    return any(isinstance(op, Atomic) and op.fn == "add" for op in ops)
 
 
 def _where(kernel: Kernel) -> dict[Value, list[Site]]:

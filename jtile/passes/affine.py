@@ -19,6 +19,7 @@ from jtile.ir import (
     Index,
     Iota,
     Kernel,
+    LastArrival,
     Load,
     Map,
     Op,
@@ -146,12 +147,12 @@ class Forms:
         return self._uniform[v]
 
     def _uniform_op(self, op: Op) -> bool:
-        if isinstance(op, ProgramId | Alloc | Atomic):
+        if isinstance(op, ProgramId | Alloc | Atomic | LastArrival):
             return False
         if isinstance(op, Load) and self.roots.get(op.ref, op.ref) in self.written | set(self.kernel.scratch):
             return False
         inner = [x for b in op.blocks() for x in b.walk()]
-        if any(isinstance(x, ProgramId | Alloc | Atomic | Load) for x in inner):
+        if any(isinstance(x, ProgramId | Alloc | Atomic | LastArrival | Load) for x in inner):
             return False
         return all(isinstance(v.type, RefType) or self.uniform(v) for v in free_values(op))
 

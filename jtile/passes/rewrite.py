@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jtile.ir import AsyncStore, Atomic, Block, Builder, Kernel, Load, Op, Store, StoreWait, Value, Wait
+from jtile.ir import AsyncStore, Atomic, Block, Builder, Kernel, LastArrival, Load, Op, Store, StoreWait, Value, Wait
 from jtile.ir.builder import build
 
 # A rule looks at an op whose operands are already rewritten, and gives the values that stand for its results, or None.
@@ -216,14 +216,15 @@ def buffers(kernel: Kernel) -> dict[Value, Value]:
     return out
 
 
-# What changes a Ref by itself, and where a role may find what others, or its own asynchronous stores, have changed.
+# What changes a Ref by itself, and where a role may find what others, its own asynchronous stores, or programs that
+# arrived before have changed.
 WRITES = (Store, Atomic, AsyncStore)
-MEETS = (Wait, StoreWait)
+MEETS = (Wait, StoreWait, LastArrival)
 
 
 def written(op_or_block: Op | Block, roots: Mapping[Value, Value]) -> list[Value]:
-    """Buffers that an op, or any op inside a region, may change as far as this role sees; each once. After a wait they
-    are all those that any role may write."""
+    """Buffers that an op, or any op inside a region, may change as far as this role sees; each once. After a wait, or
+    an arrival, they are all those that anyone may write."""
     if isinstance(op_or_block, Op) and not op_or_block.blocks() and not isinstance(op_or_block, WRITES + MEETS):
         return []
     ops = op_or_block.walk() if isinstance(op_or_block, Block) else Block((), [op_or_block]).walk()

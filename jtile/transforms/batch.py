@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jtile import ir
+from jtile._errors import TransformError
 from jtile.ir.builder import build
 
 
@@ -18,7 +19,7 @@ def batch(kernel: ir.Kernel, size: int, batched: Sequence[bool]) -> ir.Kernel:
         new axis indexes. All programs along the axis share a Ref that is not; they may only accumulate into it.
     """
     lane = build(ir.ProgramId(0), kernel.loc, ("lane",))
-    walk = _Batch(lane.results[0])
+    walk = _Batch(lane.results[0], size)
     flags = [*batched, *[False] * len(kernel.scratch)]
     params = tuple(walk.param(p, size if b else None) for p, b in zip(kernel.params, flags, strict=True))
     body = walk.block(kernel.body)
@@ -30,8 +31,8 @@ def batch(kernel: ir.Kernel, size: int, batched: Sequence[bool]) -> ir.Kernel:
 class _Batch:
     """Copies a body with indices and program ids shifted."""
 
-    def __init__(self, lane: ir.Value):
-        self.lane = lane
+    def __init__(self, lane: ir.Value, size: ir.Size):
+        self.lane, self.size = lane, size
         self.env: dict[ir.Value, ir.Value] = {}
         self.wide: set[ir.Value] = set()  # new Refs with a leading dimension
 
@@ -50,7 +51,10 @@ class _Batch:
     def block(self, old: ir.Block) -> ir.Block:
         params = tuple(ir.Value(p.type, p.name) for p in old.params)
         self.env.update(zip(old.params, params, strict=True))
-        ops = [self.op(op) for op in old.ops]
+        ops: list[ir.Op] = []
+        for op in old.ops:
+            new = self.op(op)
+            ops += [*self.counter(new), new] if isinstance(new, ir.LastArrival) else [new]
         return ir.Block(params, ops, tuple(map(self.look, old.yields)))
 
     def op(self, old: ir.Op) -> ir.Op:
@@ -62,3 +66,17 @@ class _Batch:
                 new.index = (ir.At(self.lane), *new.index)
         self.env.update(zip(old.results, new.results, strict=True))
         return new
+
+    def counter(self, op: ir.LastArrival) -> list[ir.Op]:
+        """Give each lane counters of its own: the ops that say which."""
+        if not isinstance(self.size, int):
+            raise TransformError(
+                f"a kernel whose programs arrive at counters ({op.counters!r}) has one more set of them for each lane "
+                "of jax.vmap, so that the number of lanes must be known: it cannot be dynamic",
+                (op.loc.file, op.loc.line) if op.loc.file else None,
+            )
+        each = build(ir.Full(op.size, (), "int32"), op.loc)
+        first = build(ir.Map("mul", (self.lane, each.result)), op.loc)
+        at = build(ir.Map("add", (first.result, op.index)), op.loc)
+        op.index, op.size = at.result, op.size * max(self.size, 1)
+        return [each, first, at]

@@ -106,3 +106,14 @@ def argument(aval: Any) -> Any:
     if isinstance(aval, AbstractRef):
         return ref_aval(aval.shape, aval.dtype)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def check_arrivals(equations: Iterator[Any]) -> None:
+    """Kernels whose programs arrive have no derivative: their cotangents would run the other way."""
+    for eqn in equations:
+        if eqn.primitive.name == "jtile_last_arrival":
+            raise refuse(
+                "a derivative is asked for of a kernel whose programs arrive at counters (jt.arrive): what the last of "
+                "them does with the parts of all has none here; give the kernel a rule of its own (defvjp)",
+                eqn,
+            )

@@ -148,6 +148,9 @@ class _Finder:
                 found.append(self._factor(root, dims, _name(len(found))))
             except NotLinearError as e:
                 reasons |= dict.fromkeys(dims, str(e))
+        if any(isinstance(op, ir.LastArrival) for op in self.kernel.body.walk()):
+            reasons |= {dim: "its programs arrive at counters" for f in found for dim in f.dims}
+            found = []
         return Factors(self.kernel, tuple(found), self.classes, reasons)
 
     def _join(self, use: Use) -> None:

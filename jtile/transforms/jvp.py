@@ -18,7 +18,7 @@ from jtile.language._primitives import atomic_p, load_p, store_p
 from jtile.trace.rules.control import scan_counts
 from jtile.trace.tracing import equations
 from jtile.transforms.activity import Activity, is_float, is_literal
-from jtile.transforms.evaluate import bind, place, ref_aval, refuse
+from jtile.transforms.evaluate import bind, check_arrivals, place, ref_aval, refuse
 from jtile.transforms.prune import prune
 
 ORDER = (
@@ -54,6 +54,7 @@ class Tangents:
 def jvp(closed: Any, n_in: int, n_out: int, aliases: Sequence[tuple[int, int]], perturbed: Sequence[bool]) -> Tangents:
     """The tangent kernel of a pruned kernel jaxpr; `perturbed`: which inputs are differentiated."""
     jaxpr = closed.jaxpr
+    check_arrivals(equations(jaxpr))
     refs = jaxpr.invars
     ins, outs, scratch = refs[:n_in], refs[n_in : n_in + n_out], refs[n_in + n_out :]
     shared = [(ins[i], outs[o]) for i, o in aliases]

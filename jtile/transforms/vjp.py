@@ -17,7 +17,7 @@ from jtile import ir
 from jtile.language._index import At, Span, Tile
 from jtile.trace.tracing import equations
 from jtile.transforms.activity import Activity, is_literal
-from jtile.transforms.evaluate import as_loop, ref_aval, refuse
+from jtile.transforms.evaluate import as_loop, check_arrivals, ref_aval, refuse
 from jtile.transforms.prune import prune
 from jtile.transforms.ranges import Ranges
 from jtile.transforms.reverse import Mode, Reverse, Slot, new_ref, wide
@@ -79,6 +79,7 @@ def vjp(closed: Any, spec: Spec, perturbed: Sequence[bool], given: Sequence[bool
       TransformError: an atomic other than add, the old value of one, a loop that does not count its rounds, or one that
         must save its carry and has no bound; with the source line.
     """
+    check_arrivals(equations(closed.jaxpr))
     unseen = frozenset[int]()
     while True:
         roles, activity = _roles(closed.jaxpr, spec, perturbed, given)

@@ -9,6 +9,7 @@ import math
 from jtile import ir
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.cpu import (  # noqa: F401  their emitters register themselves
+    emit_arrivals,
     emit_atomic,
     emit_control,
     emit_debug,
@@ -36,6 +37,7 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]
     module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
     refs = [*kernel.inputs, *kernel.outputs]
     shared = {r for i, o in kernel.aliases for r in (kernel.inputs[i], kernel.outputs[o])}
+    shared |= emit_arrivals.shared_refs(kernel)
     params = [Val("ptr" if r in shared else "ptr noalias", f"%r{k}") for k, r in enumerate(refs)]
     names = [Val("i64", f"%p{k}") for k in range(len(kernel.grid))]
     ws = Val("ptr noalias", "%ws")
@@ -56,6 +58,7 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]
     code.finish()
     workspace = em.arena.assign()
     _entry(module, kernel, len(refs))
+    emit_arrivals.emit_number(module, kernel)
     launch = {
         "name": kernel.name,
         "programs": AT_RUN_TIME if symbols else math.prod(kernel.grid),

@@ -244,6 +244,8 @@ def _buffer_group(kernel: ir.Kernel, ref: ir.Value) -> set[ir.Value]:
 def _writes(op: ir.Op, group: set[ir.Value]) -> bool:
     if isinstance(op, ir.Store | ir.Atomic):
         return op.ref in group
+    if isinstance(op, ir.LastArrival):  # from here on others' stores are seen
+        return True
     return any(_writes(inner, group) for b in op.blocks() for inner in b.ops)
 
 

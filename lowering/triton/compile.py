@@ -12,6 +12,7 @@ from jtile._errors import UnsupportedError
 from jtile.ir.extents import call
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton import (  # noqa: F401  emitters register
+    emit_arrivals,
     emit_atomic,
     emit_basics,
     emit_control,
@@ -92,7 +93,7 @@ def _numbers(kernel: ir.Kernel) -> dict[str, int]:
 
 
 def parameters(em: Emitter) -> None:
-    """Arrays, then the symbols of dynamic sizes."""
+    """Arrays, then the symbols of dynamic sizes, then the counters."""
     kernel = em.kernel
     refs = [*kernel.inputs, *kernel.outputs]
     pointers = [em.pointer_param(k, memory_elem(r.dtype)) for k, r in enumerate(refs)]
@@ -103,6 +104,9 @@ def parameters(em: Emitter) -> None:
     for k, r in enumerate(refs):
         shape = tuple(n if isinstance(n, int) else emit_size(em, n) for n in r.shape)
         em.refs[r] = Buffer(pointers[k], shape, _strides(em, shape), r.dtype, k)
+    counters = sum(size for _, size in ir.counters_of(kernel).values())
+    if counters:
+        em.counters = em.param({"kind": "counters", "count": counters}, "!tt.ptr<i32>", " {tt.divisibility = 16 : i32}")
 
 
 def _strides(em: Emitter, shape: tuple[int | Val, ...]) -> tuple[int | Val, ...]:

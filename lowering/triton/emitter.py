@@ -88,6 +88,7 @@ class Emitter:
         self.params: list[tuple[Val, str]] = []  # of the function: a scalar, and the attributes behind its type
         self.workspace: Val | None = None  # memory of all blocks for private Refs
         self.memo: dict[str, Any] = {}  # what emitters of one family keep from op to op
+        self.counters: Val | None = None  # where programs arrive, see `emit_arrivals.py`
         self.log: Val | None = None  # of print and assert, see `emit_debug.py`
 
     # -- parameters of the function -----------------------------------------------------------------------------------
@@ -113,6 +114,10 @@ class Emitter:
 
     def val(self, v: ir.Value) -> Val:
         return self.env[v]
+
+    def use(self, v: Val) -> Val:
+        """A value of the function's own block, by its name here."""
+        return v
 
     def mask(self, op: ir.Load | ir.Store | ir.Atomic) -> Val | None:
         """The mask that an access was given."""

@@ -14,6 +14,8 @@ A record is an object with
              "strides": [bytes, expressions, without the innermost], "box": [innermost first], "swizzle": 0..3,
              "fill": "zero" | "nan"}                 a CUtensorMap by value
             {"kind": "i32" | "i64", "value": expression}
+            {"kind": "counters", "count": n}         the address of n int32 of the launcher, one such parameter at most:
+                                                     zeros, which every launch leaves as zeros
             {"kind": "null"}                         a null pointer
   zeroed    arrays whose bytes the launcher sets to zero before the launch: [k, ...]
   sites     null, or {"buffer": k, "bytes": n, "grid": [expressions], "list": [...]}: see `emit_debug.py`

@@ -18,6 +18,7 @@ static const void *kernel_from;
 static size_t kernel_bytes;
 static __thread void *contexts[8];
 static __thread int depth;
+static int alive; /* allocations */
 
 static void say(const char *format, ...) {
   if (silent) return;
@@ -52,6 +53,7 @@ void fake_log_clear(void) {
   if (text) text[0] = 0;
 }
 int fake_depth(void) { return depth; }
+int fake_alive(void) { return alive; }
 
 /* Nanoseconds of one of n launches. */
 double fake_time(int32_t (*launch)(void *, int32_t, void *, const void *, int64_t, const int64_t *, char *, int64_t),
@@ -135,6 +137,14 @@ int cuFuncSetAttribute(void *function, int attribute, int value) {
   return (void)function, say("attribute %d = %d", attribute, value), 0;
 }
 int cuFuncLoad(void *function) { return (void)function, say("ready"), 0; }
+int cuMemAlloc_v2(uint64_t *out, size_t bytes) {
+  FAILING("cuMemAlloc");
+  *out = (uint64_t)(uintptr_t)memset(malloc(bytes), 0x7f, bytes), ++alive;
+  return say("allocate %zu on %d", bytes, current()), 0;
+}
+int cuMemFree_v2(uint64_t data) {
+  return free((void *)(uintptr_t)data), --alive, say("free on %d", current()), 0;
+}
 int cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, void *stream) {
   say("memset %llu %d x %zu stream %zu on %d", (unsigned long long)to, value, bytes, (size_t)stream, current());
   return memset((void *)to, value, bytes), 0;
@@ -238,6 +248,12 @@ int hipModuleLaunchCooperativeKernel(void *f, unsigned gx, unsigned gy, unsigned
                                      unsigned bz, unsigned shared, void *stream, void **params) {
   return hip_launch(f ? "launch together" : "wrong", gx, gy, gz, bx, by, bz, shared, stream, params);
 }
+int hipMalloc(void **out, size_t bytes) {
+  FAILING("hipMalloc");
+  *out = memset(malloc(bytes), 0x7f, bytes), ++alive;
+  return say("allocate %zu on %d", bytes, hip_device), 0;
+}
+int hipFree(void *data) { return free(data), --alive, say("free on %d", hip_device), 0; }
 int hipMemsetD8Async(void *to, unsigned char value, size_t bytes, void *stream) {
   say("memset %zu %d x %zu stream %zu on %d", (size_t)to, value, bytes, (size_t)stream, hip_device);
   return memset(to, value, bytes), 0;

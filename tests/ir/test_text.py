@@ -69,6 +69,7 @@ kernel @everything(
   %old = atomic add %low[%c0:+4], %four : tile<4xf32>
   %cas = atomic cas %low[%c0], %f compare=%f mask=%ctrue : f32
   %mem = alloc : ref<4x4xi4, scratch>
+  %last = last_arrival %i, %c0 counters="a \\"b\\"" size=7 : bool
   print "plain"
   print "x {} {:.3f} \\u00e9\\n" %f, %i
   assert %ctrue message="must hold, 100%"

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from library import normal
+from sass import spills_of_products
 
 import jtile as jt
 from jtile import ops
 from jtile.ops import hopper_decode
-from jtile.ops.hopper_shares import Units, combined
+from jtile.ops.hopper_shares import Units, by_the_last, combined
 from jtile.ops.split_attention import decode_attention_reference
 from jtile.testing import relative_error
 
@@ -52,9 +53,13 @@ def reference(q, k, v, lengths, table, softcap=None):
     return decode_attention_reference(q, k, v, lengths, pages=pages, scale=0.1, softcap=softcap)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_in_the_interpreter(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "last"), [*((name, True) for name in CASES), ("rows in parts", False), ("small pages", False)]
+)
+def test_in_the_interpreter(name, last, monkeypatch):
     sizes, programs, page, softcap = CASES[name]
+    if not last:  # a second kernel puts the parts together
+        monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: False)
     args, kernel = arguments(*sizes, page=page), hopper_decode.hopper_decode
     monkeypatch.setattr(hopper_decode, "PROCESSORS", programs)
     want = reference(*args, softcap)
@@ -82,9 +87,17 @@ def test_rows_of_one_unit_are_whole():
     assert combined(whole, jnp.ones((4, 2, 64)), jnp.ones((4, 2)), jnp.array([60, 7]), Units(60, 128, 2)) is whole
 
 
+def test_who_puts_parts_together():
+    """The last program, where it is few bytes: 17 parts of 4 queries, not of 64."""
+    assert by_the_last(8, 4, 128, 132) and by_the_last(32, 8, 128, 132) and by_the_last(128, 16, 256, 132)
+    assert not by_the_last(8, 64, 128, 132)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("page", [None, 16, 32, 64])
-def test_on_the_gpu(page):
+def test_on_the_gpu(page, last, monkeypatch):
+    monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: last)
     args = arguments(3, 2, 8, 2, 640, 128, (640, 77, 333), page=page)
     with jt.config(interpret=False):
         run = jax.jit(functools.partial(hopper_decode.of_batch, scale=0.1, softcap=None))
@@ -112,8 +125,8 @@ def test_what_it_compiles_to(d, page):
     table = () if page is None else (of("int32", 8, 16),)
     args = of("bfloat16", 16, 4, d), cache, cache, of("int32", 8), table
     units = Units(1024, 128 if d < 256 and page is None else 64, 2)
-    options = {"parts": 132, "units": units, "t": 1, "scale": 0.1, "softcap": None}
+    options = {"parts": 132, "units": units, "t": 1, "scale": 0.1, "softcap": None, "last": True}
     found = hopper_decode.hopper_decode.lower(*args, **options, target="cuda:sm_90")
-    assert found.launch["resources"]["spills"] == 0
-    for what in ("HGMMA", "UTMALDG", "SYNCS", "USETMAXREG"):
+    assert not spills_of_products(found.texts["sass"])
+    for what in ("HGMMA", "UTMALDG", "SYNCS", "USETMAXREG", "ATOMG", "CCTL.IVALL"):
         assert what in found.texts["sass"]

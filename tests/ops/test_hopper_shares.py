@@ -9,7 +9,7 @@ from jtile.ops.hopper_shares import Units, share_of
 
 
 @jt.kernel(
-    out_type=lambda lengths, *, parts, **_: jt.like(lengths, shape=(parts, 4)), grid=lambda *_, parts, **__: parts
+    out_type=lambda lengths, *, parts, **_: jt.like(lengths, shape=(parts, 5)), grid=lambda *_, parts, **__: parts
 )
 def shares(lengths, o, *, parts: int, units: Units):
     for k, x in enumerate(share_of(lengths, jt.program_id(0), parts, units)):
@@ -23,7 +23,10 @@ def test_every_unit_has_one_part(lengths, parts, heads):
     of_row = [max(-(-min(n, 1024) // 128), 1) for n in lengths for _ in range(heads)]
     begins = np.cumsum([0, *of_row])
     seen = []
-    for begin, end, row, start in np.asarray(shares.interpret(jnp.array(lengths, jnp.int32), parts=parts, units=units)):
+    for begin, end, row, start, size in np.asarray(
+        shares.interpret(jnp.array(lengths, jnp.int32), parts=parts, units=units)
+    ):
         assert begin == end or (start == begins[row] and start <= begin < begins[row + 1])
+        assert end - begin == size or end == begins[-1]
         seen += range(begin, end)
     assert seen == [*range(begins[-1])]

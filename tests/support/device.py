@@ -104,6 +104,8 @@ def argument(p: dict[str, Any], arrays: Sequence[Array], symbols: Sequence[int])
     """The bytes of one parameter."""
     if p["kind"] == "tensormap":
         return tensor_map(p, arrays[p["buffer"]].address + p.get("offset", 0), symbols)
+    if p["kind"] == "counters":
+        return np.array([arrays[-1].address], np.uint64)
     if p["kind"] == "buffer":
         return np.array([arrays[p["buffer"]].address], np.uint64)
     value = 0 if p["kind"] == "null" else value_of(p["value"], symbols)
@@ -120,12 +122,15 @@ def run_artifact(artifact: Artifact, kernel: Kernel, inputs: Sequence[np.ndarray
     unique = {id(x): x for x in b.all}
     on_device = {key: Array(x) for key, x in unique.items()}
     arrays = [on_device[id(x)] for x in b.all]
-    params = [argument(p, arrays, b.symbols) for p in record["params"]]
+    counters = np.zeros(sum(p.get("count", 0) for p in record["params"]), np.int32)
+    on_device["counters"] = Array(counters)
+    params = [argument(p, [*arrays, on_device["counters"]], b.symbols) for p in record["params"]]
     blocks = value_of(record["grid"], b.symbols)
     if blocks:
         _launch(artifact.image, record, blocks, params)
     for x in on_device.values():
         x.fetch()
+    assert not counters.any(), "counters that are not at zero again"
     return b
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, If, Kernel, Load, Store, Value, is_dynamic
+from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, If, Kernel, LastArrival, Load, Store, Value, is_dynamic
 from jtile.ir.types import DTYPES, TileType
 
 from ..hoist import FREE
@@ -77,6 +77,9 @@ def check(kernel: Kernel, wish: Wish) -> None:
         refuse("its grid has no programs")
     if math.prod(kernel.grid) > MOST_TILES:
         refuse(f"its grid has {math.prod(kernel.grid)} programs, which roles count in 32 bits")
+    arrivals = [op for op in kernel.body.walk() if isinstance(op, LastArrival)]
+    if arrivals:  # copies and stores of several roles would have to be over before
+        refuse("its programs arrive at counters", arrivals[0])
     private = [op for op in kernel.body.walk() if isinstance(op, Alloc)]
     if private or kernel.scratch:
         refuse("it has private memory", private[0] if private else None)

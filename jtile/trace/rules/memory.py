@@ -47,6 +47,11 @@ def _(c: Lowering, ref, *rest, fn, dims, masked):
     return c.add(ir.Atomic(fn, ref, to_index(dims, rest[:n]), value, compare, more[0] if masked else None))
 
 
+@rule("jtile_last_arrival")
+def _(c: Lowering, index, count, *, counters, size):
+    return c.add(ir.LastArrival(counters, size, index, count))
+
+
 @rule("jtile_program_id")
 def _(c: Lowering, *, axis):
     return c.add(ir.ProgramId(axis))

@@ -26,7 +26,7 @@ from jtile.lowering.triton.ttir import Val
 BLOCK: dict[type[ir.Op], Callable[[BlockEmitter, Any], Any]] = {}  # emitters of the block level
 SHARED_WITH_TILES = (
     ir.ProgramId, ir.NumPrograms, ir.SizeOf, ir.Full, ir.Iota, ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Reduce,
-    ir.ArgReduce, ir.Load, ir.Store, ir.Atomic, ir.Dense, ir.Cumulative, ir.UserScan,
+    ir.ArgReduce, ir.Load, ir.Store, ir.Atomic, ir.LastArrival, ir.Dense, ir.Cumulative, ir.UserScan,
 )  # fmt: skip  # those whose emitters for TTIR serve here
 emits = into(BLOCK)
 

@@ -122,21 +122,27 @@ def evaluate(text: str, record: Record, kernel: Kernel, inputs: Sequence[np.ndar
     arrays, unique = b.all, {}
     for x in arrays:  # aliased operands and results are one buffer
         unique.setdefault(id(x), (len(unique), x))
-    memory = Memory([x for _, x in unique.values()])
+    counters = np.zeros(sum(p.get("count", 0) for p in record.params), np.int32)
+    memory = Memory([*(x for _, x in unique.values()), counters])
     base = [memory.base(unique[id(x)][0]) for x in arrays]
     (function,) = (f for f in functions.values() if re.search(rf"public @{re.escape(f.name)}\b", text))
     descriptors: list[Any] = []
+    base.append(memory.base(len(unique)))
     args = [_argument(p, base, b.symbols, descriptors) for p in record.params]
     _check_params(function, record)
     machine = Machine(functions, memory, value_of(record.grid, b.symbols), descriptors, seed)
     machine.launch(function, args)
     memory.finish()
+    if counters.any():
+        raise TtirError(f"counters that are not at zero again: {np.flatnonzero(counters).tolist()}")
     return Launch(b.outputs(), b.extra, text, record, machine.printed)
 
 
 def _argument(p: dict[str, Any], base: Sequence[int], symbols: Sequence[int], descriptors: list[Any]) -> int:
     if p["kind"] == "buffer":
         return base[p["buffer"]]
+    if p["kind"] == "counters":
+        return base[-1]
     if p["kind"] == "tensormap":
         dims = [value_of(d, symbols) for d in reversed(p["dims"])]
         strides = [value_of(d, symbols) for d in reversed(p["strides"])]
@@ -150,6 +156,7 @@ def _argument(p: dict[str, Any], base: Sequence[int], symbols: Sequence[int], de
 def _check_params(function: Function, record: Record) -> None:
     """The record's parameters must be those that the function declares."""
     kinds = {"buffer": "!tt.ptr<", "tensormap": "!tt.tensordesc<", "i32": "i32", "i64": "i64", "null": "!tt.ptr<"}
+    kinds["counters"] = "!tt.ptr<i32"
     if len(function.params) != len(record.params):
         raise TtirError(f"{len(record.params)} parameters in the record, {len(function.params)} of the function")
     for p, (name, t) in zip(record.params, function.params, strict=True):

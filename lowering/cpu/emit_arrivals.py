@@ -1,0 +1,44 @@
+"""Arrivals: an atomic addition to a counter of the call, in memory of the host (see ffi/csrc/program.cc)."""
+
+from __future__ import annotations
+
+from jtile import ir
+from jtile.lowering.cpu.emit_debug import HOST
+from jtile.lowering.cpu.emitter import Emitter, emits
+from jtile.lowering.cpu.llvm import Code, Module, Val, i64
+
+COUNTERS_SLOT = 2  # position in struct jtile_host
+NUMBER = "jtile_counters"
+
+
+def emit_number(module: Module, kernel: ir.Kernel) -> None:
+    """`int64_t jtile_counters()`: how many counters a call has; of kernels that have any."""
+    sizes = [size for _, size in ir.counters_of(kernel).values()]
+    if sizes:
+        Code(module, NUMBER, [], ret="i64", linkage="dso_local").finish(i64(sum(sizes)))
+
+
+def shared_refs(kernel: ir.Kernel) -> set[ir.Value]:
+    """Refs through which programs of a kernel with arrivals tell each other: what they read and write."""
+    ops = list(kernel.body.walk())
+    if not any(isinstance(op, ir.LastArrival) for op in ops):
+        return set()
+    reads = {op.ref for op in ops if isinstance(op, ir.Load | ir.Atomic)}
+    return reads & {op.ref for op in ops if isinstance(op, ir.Store | ir.Atomic)}
+
+
+@emits(ir.LastArrival)
+def _last_arrival(em: Emitter, op: ir.LastArrival) -> None:
+    code = em.code
+    index, count = em.scalar(op.index), em.scalar(op.count)
+    first, _ = ir.counters_of(em.kernel)[op.counters]
+    at = code.add(code.cast("sext", index, "i64"), i64(first))
+    base = code.load("ptr", code.gep("ptr", HOST, COUNTERS_SLOT), align=8)
+    counter = code.gep("i32", base, at)
+    old = code.let("i32", f"atomicrmw add {counter}, i32 1 acq_rel")
+    come = code.binary("add", old, Val("i32", "1"))
+    # Of programs that go round and round, some may come again before the last has taken its own off.
+    last = code.cmp("icmp", "eq", code.binary("srem", come, count), Val("i32", "0"))
+    with code.when(last):
+        code.let("i32", f"atomicrmw sub {counter}, {count} monotonic")
+    em.env[op.result] = last
