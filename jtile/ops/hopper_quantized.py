@@ -271,8 +271,8 @@ def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     Splits where programs would be less than half of the processors. The slots of rings are multiples of `deep`.
     """
     columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
-    if columns > 64:  # of x as many slots as there is room for
-        slots, x_slots = ((2, 5) if four else (2, 4)) if columns == 256 else (3 if four else 2, 8)
+    if columns > 64:
+        slots, x_slots = 4 if four else 2, 4 if columns == 256 else 8
         return dict(high=2, deep=1, columns=columns, splits=1, slots=slots, x_slots=x_slots, pieces=1, registers=240,
                     ahead=True)  # fmt: skip
     high = 2 if jt.cdiv(out, 2 * ROWS) >= gpu_tiles.PROCESSORS // 2 else 1
