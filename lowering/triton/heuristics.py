@@ -16,6 +16,9 @@ from jtile.lowering.triton.features import Features
 ACCUMULATORS = 128 * 128  # elements of products alive at once that 128 threads no longer hold in registers
 GATHERED = 512  # lanes of a gather that one warp alone would make by shuffles: minutes of compiling
 _GATHER = re.compile(r"tt\.gather .* : \(tensor<(\d+)x")
+HELD = (
+    1 << 16
+)  # elements of a tile that the registers of 16 warps hold; of more, 32 spill half as much and compile faster
 ELEMENTS = 16  # of a tile, for each thread: several loads of 16 bytes are in flight
 
 
@@ -60,7 +63,8 @@ def _warps(kernel: ir.Kernel, f: Features) -> int:
     if products:
         return (8 if products >= ACCUMULATORS else 4 if widest >= 1024 else 2) // wide
     least = min(4, max(widest // 32, 1))
-    return max(min(max(widest // (ELEMENTS * 32), least), 16) // wide, 1)
+    most = 16 if widest <= HELD else 32
+    return max(min(max(widest // (ELEMENTS * 32), least), most) // wide, 1)
 
 
 def _registers(kernel: ir.Kernel, f: Features, warps: int) -> int:

@@ -1,5 +1,6 @@
 """`jtile inspect`: how it reads types, meta-parameters and names."""
 
+import re
 import sys
 
 import jax
@@ -156,3 +157,26 @@ def test_types_of_64_bits_stay(module, capsys):
     assert "ref<100xf64>" in capsys.readouterr().out
     levels.show("jtile.ops:softmax", "f64[4,4]", [], target="cuda:sm_90", only=["tile_ir"])
     assert "ref<4x4xf64>" in capsys.readouterr().out
+
+
+FORMS = ("ttir", "ttgir", "llir")
+RESOURCES = (
+    r"\n\d+ registers, \d+ bytes spilled, \d+ bytes of shared memory, \d+ threads a block, \d+ blocks a multip.*%"
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "names", "code"),
+    [
+        ("cuda:sm_90", ("schedule", *FORMS, "ptx", "sass"), ("tt.func", "ttg.", "define", ".target sm_90", "EXIT")),
+        ("rocm:gfx942", (*FORMS, "amdgcn"), ("tt.func", "ttg.", "define", "s_endpgm")),
+    ],
+)  # fmt: skip
+def test_the_levels_of_a_gpu(module, capsys, target, names, code):
+    levels.show(f"{module}:double", "f32[100]", [], target=target, only=[])
+    out = capsys.readouterr().out
+    for name in names:
+        assert f"double: {name} " in out
+    for text in code:
+        assert text in out
+    assert re.search(RESOURCES, out)

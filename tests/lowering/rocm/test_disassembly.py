@@ -87,7 +87,7 @@ def test_the_library_in_bfloat16(name, arch):
 
     check(lambda *xs: CASES[name].op(*xs), args, arch)
     floats = tuple(args[k] for k in of)
-    if isinstance(jax.eval_shape(total, *floats), jax.ShapeDtypeStruct):  # not the number 0: it has float results
+    if jnp.issubdtype(jax.eval_shape(total, *floats).dtype, jnp.floating):
         check(jax.grad(total, tuple(range(len(of)))), floats, arch)
 
 
