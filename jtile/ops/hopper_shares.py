@@ -8,6 +8,7 @@ the rows, and within a row once for each of its `heads`; a row of no length has 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -104,19 +105,23 @@ def put_together(o_part, lse_part, first, last, side: int):
     n, d = jt.next_power_of_2(o_part.shape[1]), o_part.shape[2]
     m, l, acc = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32), jt.zeros((n, d), jnp.float32)
     for c in jt.range(jt.cdiv(last + 1 - first, side)):
-        p = first + c * side + jt.arange(side)
-        at, there = place_of_part(p, p == first), (p <= last)[:, None]
-        x = jt.load(lse_part, (at, jt.ds(0, n)), mask=there, other=2 * NOTHING)
-        o_p = jt.load(o_part, (at, jt.ds(0, n), jt.ds(0, d)), mask=there[:, :, None])
-        top = jnp.maximum(m, x.max(0))
-        fade, w = jnp.exp2(m - top), jnp.where(there, jnp.exp2(x - top[None, :]), 0.0)
-        acc, l, m = acc * fade[:, None] + (w[:, :, None] * o_p).sum(0), l * fade + w.sum(0), top
-    return acc / l[:, None]
+        x, o_p = [], []
+        for p in (first + c * side + k for k in range(side)):  # each a tile of its own: threads keep what they load
+            at, there = place_of_part(p, p == first), p <= last
+            x.append(jt.load(lse_part, (at, jt.ds(0, n)), mask=there, other=2 * NOTHING))
+            o_p.append(jt.load(o_part, (at, jt.ds(0, n), jt.ds(0, d)), mask=there))
+        top = functools.reduce(jnp.maximum, x, m)
+        fade = jnp.exp2(m - top)
+        acc, l, m = acc * fade[:, None], l * fade, top
+        for x_p, part in zip(x, o_p, strict=True):
+            w = jnp.exp2(x_p - top)  # 0 behind the last part
+            acc, l = acc + w[:, None] * part, l + w
+    return acc * (1.0 / l)[:, None]
 
 
 def side_of(queries: int, d: int) -> int:
     """Parts of a row that `put_together` takes at a time: as many as registers hold."""
-    return max(2 * _TILE // (jt.next_power_of_2(queries) * d), 1)
+    return min(max(2 * _TILE // (jt.next_power_of_2(queries) * d), 1), 16)
 
 
 def by_the_last(rows: int, queries: int, d: int, parts: int) -> bool:
