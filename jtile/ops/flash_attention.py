@@ -33,12 +33,11 @@ def _types(q, *_, save: bool = False, **__):
 def flash_attention(
     q, k, v, lengths, offsets, o, *lse,
     bq: int, bk: int, scale: float, softcap: float | None, window: Window, save: bool = False, stages: int = 2,
-    side: int | None = None, sums: int | None = None,
+    side: int | None = None,
 ):  # fmt: skip
     """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch] in a tuple, or ().
 
     `side`: of tiles along the features, at least d: what lies behind d reads as zeros.
-    `sums`: of the weights of a row, each of every sums-th key; they meet at the end. With 8, threads add up their own.
     `save`: also lse [batch, heads, t], the log-sum-exp of the scores in powers of two, `EMPTY` for a query that sees
     no key.
     """
@@ -61,7 +60,7 @@ def flash_attention(
         return online(s, v_j, m, l, acc)
 
     wide = sums_in(q)
-    m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq, sums) if sums else (bq,), wide), jt.zeros((bq, d), wide)
+    m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
     # From the last block of keys to the first. Under a causal mask the last block alone has an edge, if no tile of
     # queries stands beside two: the first round of the loop, which a schedule takes apart anyway.
     one = not lengths and not offsets and window == (None, 0) and bk % bq == 0
@@ -75,7 +74,6 @@ def flash_attention(
     if window[0] is not None:
         for r in jt.range(inner, hi - lo):
             m, l, acc = step(block(r), m, l, acc, edge=True)
-    l = l.sum(1) if sums else l
     o.tiles(None, bq, None, d)[b, i, h, 0] = normalised(acc, l).astype(o.dtype)
     if save:
         lse[0].tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
@@ -112,18 +110,11 @@ def _scaled(q, scale: float, softcap: float | None):
 
 
 def online(s, v, m, l, acc):
-    """One step of the online softmax: maxima m, sums l [bq] and weighted values acc [bq, d] after scores s [bq, bk].
-
-    Sums l [bq, n] are of every n-th weight.
-    """
+    """One step of the online softmax: maxima m, sums l [bq] and weighted values acc [bq, d] after scores s [bq, bk]."""
     top = jnp.maximum(m, s.max(1))
     p = jnp.exp2(s - top[:, None])
     fade = jnp.exp2(m - top)
-    if l.ndim == 2:
-        l = l * fade[:, None] + p.reshape(p.shape[0], -1, l.shape[1]).sum(1)
-    else:
-        l = l * fade + p.sum(1)
-    return top, l, jt.dot(p.astype(v.dtype), v, acc * fade[:, None])
+    return top, l * fade + p.sum(1), jt.dot(p.astype(v.dtype), v, acc * fade[:, None])
 
 
 def normalised(acc, l):
@@ -182,7 +173,7 @@ def _tiles(t: int, s: int, d: int, itemsize: int, causal: bool, lengths: bool) -
     if jt.platform() != "cpu":
         side = hopper_tiles.head(d)
         if side != d and d > 32 and d % 8 == 0 and gpu_tiles.warpgroups():
-            wide = hopper_tiles.attention(t, s, side, itemsize, lengths)
+            wide = hopper_tiles.attention(t, s, side, itemsize, causal, lengths)
             if wide is not None:
                 return wide | {"side": side}
         return gpu_tiles.attention(t, s, d, itemsize, causal, gpu_tiles.little_memory(), lengths)

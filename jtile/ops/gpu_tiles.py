@@ -131,7 +131,7 @@ def attention(
 ) -> dict[str, int]:
     """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; `little`: see
     `little_memory`; `lengths`: not all keys of a row count."""
-    own = hopper_tiles.attention(t, s, d, itemsize, lengths) if warpgroups() else None
+    own = hopper_tiles.attention(t, s, d, itemsize, causal, lengths) if warpgroups() else None
     return own or _attention(t, s, d, itemsize, causal, little)
 
 

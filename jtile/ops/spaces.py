@@ -76,7 +76,7 @@ def attention(q, k, v, *_, **__) -> Points:
         return [{"bq": min(p["bq"], t), "bk": min(p["bk"], s)} for p in tiles]
     d = q.shape[3]
     if gpu_tiles.warpgroups() and q.dtype.itemsize == 2 and d in (64, 128, 256) and min(t, s) >= 64:
-        rows = (64, 128, 192) if d == 64 else (64, 128)
+        rows = (64, 128, 192, 256) if d == 64 else (64, 128)
         return _all(bq=_sides(t, *rows), bk=_sides(s, 64, 128), persistent=[True, False])
     return _all(bq=_sides(t, 16, 32, 64, 128), bk=_sides(s, 16, 32, 64, 128), num_warps=[4, 8], stages=[1, 2, 3])
 

@@ -40,13 +40,12 @@ def matmul(
 
 def attention(
     queries: int, keys: int, *, tile=(128, 64), d=64, batch=1, heads=2, groups=1, window: Window = (None, None),
-    lengths=False, save=False, softcap=None, sums=None, dtype=jnp.bfloat16,
+    lengths=False, save=False, softcap=None, dtype=jnp.bfloat16,
 ) -> Kernel:  # fmt: skip
     q = jax.ShapeDtypeStruct((batch, queries, heads, d), dtype)
     kv = jax.ShapeDtypeStruct((batch, keys, groups, d), dtype)
     rows = (jax.ShapeDtypeStruct((batch,), jnp.int32),) if lengths else ()
     meta = {"bq": tile[0], "bk": tile[1], "scale": d**-0.5, "softcap": softcap, "window": window, "save": save}
-    meta["sums"] = sums
     return _ATTENTION.lower(q, kv, kv, rows, (), **meta).kernel
 
 

@@ -20,7 +20,7 @@ from .uneven import balances, uneven
 
 ROWS = 64  # of a warpgroup's product
 RESERVE = 3072  # bytes of shared memory for barriers, and for what conversions between layouts need
-MOST = 8  # slots of a ring
+MOST, ENOUGH = 8, 4  # slots of a ring; so many hide how long a copy takes
 MOST_TILES = 2**31 - 2**16  # a counter goes beyond it by as many as there are blocks
 LINE = 128  # bytes of a row of a box that shared memory swizzles
 # Of a thread of a consumer and of the producer, by (consumers, warps); 0: what is left.
@@ -126,6 +126,9 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
     tiles = math.prod(kernel.grid)
     blocks = min(tiles, machine.processors) if _persistent(kernel, machine, found, wish) else tiles
     room -= stages * slot
+    fewer = -(-(resident - room) // slot)
+    if resident and blocks < tiles and not wish.stages and fewer > 0 and stages - fewer >= ENOUGH:
+        stages, room = stages - fewer, room + fewer * slot  # those of the next tile are there when it begins
     slots = 2 if resident and blocks < tiles and room >= resident else 1
     room -= (slots - 1) * resident
     return Plan(

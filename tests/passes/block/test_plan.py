@@ -45,6 +45,12 @@ def test_four_consumers_where_registers_hold_what_a_chain_needs():
     assert plan_of(tk.matmul(4096, 4096, 4096, tile=(256, 128, 64))).consumers == 2
 
 
+def test_a_slot_less_where_the_next_tile_can_begin_early():
+    kernel = tk.attention(1024, 1024, d=64, tile=(128, 128))
+    p, asked = (plan_of(kernel, Machine(processors=3), **options) for options in ({}, {"num_stages": 6}))
+    assert ((p.stages, p.resident), (asked.stages, asked.resident)) == ((5, 2), (6, 1))
+
+
 def test_little_memory_leaves_stores_to_pointers():
     p = plan_of(tk.matmul(128, 256, 256, tile=(128, 256, 64)), Machine(shared=110 << 10))
     assert (p.stages, p.outputs) == (2, {})

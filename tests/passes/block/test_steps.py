@@ -122,9 +122,9 @@ def test_attention_of_three_consumers_in_turns():
     assert (p.consumers, p.turns, p.persistent) == (3, True, True)
 
 
-def test_attention_of_four_consumers_whose_threads_add_up_their_own_weights():
+def test_attention_of_four_consumers_in_turns():
     p = compare(
-        tk.attention(300, 128, tile=(256, 64), window=(None, 0), heads=1, sums=8),
+        tk.attention(300, 128, tile=(256, 64), window=(None, 0), heads=1),
         tolerance=1e-2, persistent=True, machine=Machine(processors=1),
     )  # fmt: skip
     assert (p.consumers, p.turns, p.persistent) == (4, True, True)

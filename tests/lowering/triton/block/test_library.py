@@ -66,7 +66,8 @@ def test_the_library_runs_at_the_block_level(name):
     assert artifact.launch["level"] == "block"
     for word in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG"):
         assert word in artifact.texts["sass"], word
-    assert artifact.launch["resources"]["spills"] <= 8  # ptxas 13 keeps two registers of three consumers elsewhere
+    # ptxas 13 keeps two registers of three consumers elsewhere, and of four what a tile begins with.
+    assert artifact.launch["resources"]["spills"] <= (8 if "4 consumers" not in artifact.texts["schedule"] else 112)
     assert unwritten(artifact.texts["sass"]) == []
 
 
@@ -98,7 +99,7 @@ def test_the_choice_is_of_one_thread_and_ends():
 
 
 @pytest.mark.gpu
-def test_three_consumers_have_their_own_operands():
+def test_consumers_have_their_own_operands():
     q, k, v = (normal(seed, 2, 1024, h, 64, dtype="bfloat16") for seed, h in enumerate((8, 4, 4)))
     wanted = attention_reference(*(x.astype("float32") for x in (q, k, v)))
     found = [ops.attention(q, k, v) for _ in range(3)]
