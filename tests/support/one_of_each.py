@@ -33,22 +33,25 @@ PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")  # of 16-bit floats, of 8-bit ones, of in
 OTHERS = ("UTMALDG", "SYNCS", "USETMAXREG")
 WITHOUT_PRODUCTS = ("hopper_gemv",)  # one or two rows: plain multiplications, as many as memory brings numbers for
 
-# Role `reads` does not wait for what role `writes` stores.
+# Role `reads` does not wait for what role `writes` stores, or does.
 PLANTED = """
-kernel @planted(%x: ref<64x64xf32>, %o: ref<64x64xf32, out>) grid(1) {
+kernel @planted(%x: ref<64x64xf32>, %o: ref<64x64xf32, out>) grid(1) {{
   %c0 = full 0 : i32
   %C = alloc_shared : shared<64x64xf32>
-  roles {
-    role writes warps=4 {
+  %full = alloc_barriers : barrier<1, arrivals 1>
+  roles {{
+    role writes warps=4 {{
       %v = load %x[tile(%c0, 64), tile(%c0, 64)] : tile<64x64xf32>
       store_shared %C, %v
-    }
-    role reads warps=4 {
+      {arrive}
+    }}
+    role reads warps=4 {{
+      {wait}
       %w = load_shared %C : tile<64x64xf32>
       store %o[tile(%c0, 64), tile(%c0, 64)], %w
-    }
-  }
-}
+    }}
+  }}
+}}
 """
 
 
@@ -82,12 +85,17 @@ def run(families: Sequence[str]) -> None:
         print(f"ran {case.text}", flush=True)
 
 
-def planted() -> None:
+def planted(ordered: bool) -> ir.Kernel:
+    arrive, wait = ("arrive %full[%c0]", "wait %full[%c0], %c0") if ordered else ("", "")
+    return ir.parse_kernel(PLANTED.format(arrive=arrive, wait=wait))
+
+
+def run_planted(ordered: bool) -> None:
     from device import run_artifact
 
-    kernel = ir.parse_kernel(PLANTED)
+    kernel = planted(ordered)
     run_artifact(compile_block_kernel(kernel, "sm_90"), kernel, [np.ones((64, 64), np.float32)])
-    print("ran the planted race", flush=True)
+    print("ran two roles,", "in order" if ordered else "with a race", flush=True)
 
 
 def report(families: Sequence[str]) -> None:
@@ -114,4 +122,7 @@ def _cpu_seconds() -> float:
 
 if __name__ == "__main__":
     verb, *names = sys.argv[1:]
-    {"run": run, "compile": report, "planted": lambda _: planted()}[verb](names or list(FAMILIES))
+    if verb == "planted":
+        run_planted(names == ["ordered"])
+    else:
+        {"run": run, "compile": report}[verb](names or list(FAMILIES))

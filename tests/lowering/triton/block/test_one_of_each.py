@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import pytest
 import triton
-from one_of_each import compiled, kernels, missing
+from one_of_each import compiled, kernels, missing, planted
 from sass import spills_of_products, unwritten
 from soak_families import FAMILIES
+
+from jtile import ir
+from jtile.errors import VerificationError
 
 LOOP = """
 .L_x_0:
@@ -53,3 +56,9 @@ def test_machine_code(family):
         assert unwritten(sass) == []
         allowed = SPILLS | ({} if triton.__version__.startswith("3.6") else OF_PTXAS_13)
         assert len(spills_of_products(sass)) <= allowed.get(program.name, 0)
+
+
+def test_the_verifier_sees_the_race_that_racecheck_is_tried_with():
+    ir.verify(planted(ordered=True), "block")
+    with pytest.raises(VerificationError):
+        ir.verify(planted(ordered=False), "block")
