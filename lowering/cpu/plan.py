@@ -47,7 +47,6 @@ class BlockPlan:
     block: ir.Block
     uses: dict[ir.Value, list[int]]
     defined: set[ir.Value]
-    positions: dict[ir.Op, int]
 
     def last(self, v: ir.Value) -> int:
         return self.uses[v][-1] if v in self.uses else -1
@@ -66,15 +65,13 @@ def used_by(op: ir.Op) -> list[ir.Value]:
 def plan_block(block: ir.Block) -> BlockPlan:
     uses: dict[ir.Value, list[int]] = {}
     defined = set(block.params)
-    positions = {}
     for k, op in enumerate(block.ops):
-        positions[op] = k
         for v in used_by(op):
             uses.setdefault(v, []).append(k)
         defined.update(op.results)
     for v in block.yields:
         uses.setdefault(v, []).append(len(block.ops))
-    return BlockPlan(block, uses, defined, positions)
+    return BlockPlan(block, uses, defined)
 
 
 def written_refs(kernel: ir.Kernel) -> set[ir.Value]:

@@ -17,13 +17,11 @@ class Machine:
     Attributes:
       shared: bytes of shared memory that a block may have.
       processors: multiprocessors, each of which runs one block of a plan at a time.
-      registers: of a multiprocessor, 32 bits each.
       cache: bytes of the second-level cache that the operands of one wave of blocks may take.
     """
 
     shared: int = 232448
     processors: int = 132
-    registers: int = 65536
     cache: int = 32 << 20
 
 

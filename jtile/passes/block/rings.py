@@ -24,7 +24,6 @@ from jtile.ir.types import INDEX
 from ..rewrite import is_pure
 from .feeds import Feeds, Ring, Site
 from .plan import Plan, refuse
-from .split_rows import Split
 
 Loads = dict[Load, Load]  # of the kernel -> of the share of one consumer
 
@@ -53,7 +52,7 @@ class Held:
 Place = tuple[Held, Site, int]  # of a load: its ring, its site, its number in the site
 
 
-def allocate(b: Builder, found: Feeds, plan: Plan, shares: Split, loads: Loads) -> list[Held]:
+def allocate(b: Builder, found: Feeds, plan: Plan, loads: Loads) -> list[Held]:
     """The rings of a plan; `loads` are those of the first share."""
     clocks: dict[object, int] = {}
     held = []

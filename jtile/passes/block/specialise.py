@@ -9,8 +9,8 @@ from .consumer import consumer
 from .feeds import Feeds, feeds, untransposed
 from .plan import NoPlan, Plan, Refusal
 from .producer import producer
-from .rings import Held, Loads, Place, allocate
-from .split_rows import Split, split
+from .rings import Held, Place, allocate
+from .split_rows import split
 
 WITH_TILES = 40  # registers of a thread of a producer that computes with tiles
 
@@ -28,7 +28,7 @@ def specialise(kernel: Kernel, plan: Plan) -> Kernel:
     bodies = [shares.body(w) for w in range(plan.consumers)]
     b = Builder()
     b.loc = kernel.loc
-    rings = allocate(b, found, plan, shares, bodies[0][1])
+    rings = allocate(b, found, plan, bodies[0][1])
     place = _places(rings)
     roles = [
         consumer(
@@ -37,7 +37,7 @@ def specialise(kernel: Kernel, plan: Plan) -> Kernel:
             {loads[x]: p for x, p in place.items()},
             w,
             epilogue.allocate(b, _stores(kernel, plan, body), str(w)),
-            _scratch(b, found, shares, loads, w),
+            _scratch(b, found, w),
         )
         for w, (body, loads) in enumerate(bodies)
     ]
@@ -69,7 +69,7 @@ def _stores(kernel: Kernel, plan: Plan, body) -> list[tuple[Store, epilogue.Outp
     return [(op, refs[op.ref]) for op in body.walk() if isinstance(op, Store) and op.ref in refs]
 
 
-def _scratch(b: Builder, found: Feeds, shares: Split, loads: Loads, w: int) -> dict[object, Value]:
+def _scratch(b: Builder, found: Feeds, w: int) -> dict[object, Value]:
     """A buffer for each shape of computed right operands: every share has all columns of a product."""
     out: dict[object, Value] = {}
     for dot in found.computed:

@@ -366,13 +366,13 @@ class _Share:
         given = iter(needed)
         new = op.clone(lambda v: self.look(v, next(given)), lambda b: copy_block(b, self.look))
         if axis is not None and self.n > 1:
-            self.place(op, new, axis)
+            self.place(new, axis)
         self.b.block.ops.append(build(new, op.loc, tuple(r.name for r in op.results)))
         if isinstance(op, Load) and isinstance(new, Load):
             self.loads[op] = new
         return self.shifted(new) if isinstance(new, Iota) and new.axis == axis and self.w else new
 
-    def place(self, op: Op, new: Op, axis: int) -> None:
+    def place(self, new: Op, axis: int) -> None:
         """Shapes and places of the share."""
         match new:
             case Full() | Iota() | Broadcast() | Reshape():

@@ -120,7 +120,7 @@ class _Wide(Copier):
             case Store():
                 self.access(old, new)
             case Dot():
-                self.product(old, new)
+                self.product(old)
             case Full() | Iota():
                 new.shape = self.shape(new.shape)
                 return self.grown(old.result) if isinstance(new, Full) and new.value == 0 else frozenset()
@@ -152,7 +152,7 @@ class _Wide(Copier):
             return frozenset.intersection(*(self.zeros[x] for x in args))
         return frozenset()
 
-    def product(self, old: Op, new: Dot) -> None:
+    def product(self, old: Op) -> None:
         assert isinstance(old, Dot)
         last = len(old.result.shape) - 1
         sums = [(old.a, last - old.trans_a), (old.b, last - 1 + old.trans_b)]
