@@ -9,7 +9,7 @@ from typing import Any
 from jtile._errors import VerificationError
 
 from .control import For, If, While
-from .core import NOWHERE, At, Block, Loc, Op, Value
+from .core import NOWHERE, Block, Loc, Op, Value
 from .elementwise import Cast, Map
 from .shapes import Broadcast, Full, Reshape
 from .types import INDEX, TileType, Type
@@ -65,9 +65,6 @@ class Builder:
 
     def index(self, value: int) -> Value:
         return self.full(int(value), (), INDEX.dtype)
-
-    def at_index(self, value: int) -> At:
-        return At(self.index(value))
 
     def map(self, fn: str, *args: Value) -> Value:
         return self.value(Map(fn, args))

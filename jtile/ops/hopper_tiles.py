@@ -29,6 +29,7 @@ CLOCK = 1.21  # how many times that the products of all tiles take where all blo
 SHARP = 5.5  # of two things at once that take as long, how much longer they take than one: 2 ** (1 / SHARP)
 START = 2.6  # microseconds: the launch, and the first operands
 READ = 4.2e6  # bytes of operands in a microsecond from memory
+AGAIN = 0.15  # share of the right operand that is read again where several rows of tiles want it at once
 SECOND, KEPT = 5.0, 20e6  # microseconds of the kernel that adds parts up; bytes that it and the parts move in one
 LEAST = 4096  # terms of a part
 # Operations in a microsecond of 16-bit products at tile level, in the largest tiles and in small ones; and what a copy
@@ -122,10 +123,11 @@ def predicted_us(
     brought = sum(side * LINE / (UNEVEN if pitch % LINE else EVEN) for side, pitch in zip((bm, bn), pitches))
     terms = cdiv(k * itemsize, LINE * parts)
     tiles = parts * batch * cdiv(m, bm) * cdiv(n, bn)
-    read = batch * itemsize * (m * k + k * n) / READ / tiles
+    again = 1 + AGAIN * (m > bm)
+    read = batch * itemsize * (m * k + k * n * again) / READ / tiles
     one = terms * max(step, brought) + rest
-    full, left = divmod(tiles, PROCESSORS)  # rounds of all blocks; the last one reads little
-    rounds = full * _at_once(one, PROCESSORS * read) + (_at_once(one, left * read) if left else 0.0)
+    full, last = divmod(tiles, PROCESSORS)  # rounds of all blocks; the last one reads little
+    rounds = full * _at_once(one, PROCESSORS * read) + (_at_once(one, last * read) if last else 0.0)
     powered = CLOCK * tiles / PROCESSORS * terms * max(step, brought)
     sums = SECOND + 8 * parts * m * n / KEPT if parts > 1 else 0.0
     return START + _at_once(rounds, powered) + sums

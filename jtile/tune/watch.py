@@ -89,8 +89,9 @@ def profile(
     for program in found:
         for piece in _lowering.pieces_of(program).kernels:
             arrays = _arrays(piece, given.get(program) or data.get(program, lambda: None)())
-            kernel, arrays = _with_starts(piece, arrays)
-            plan = _block_kernel(kernel, program.options.compiler)
+            made = _lowering.complete(piece, "cuda")
+            arrays += [*_lowering.filled(made.starts), *made.tables]
+            plan = _block_kernel(made.kernel, program.options.compiler)
             if isinstance(plan, NoPlan):
                 without.append((program.name, str(plan)))
                 continue
@@ -105,13 +106,6 @@ def _arrays(kernel: Kernel, given: Sequence[Any] | None) -> list[Any]:
         return list(given)
     types = [jax.ShapeDtypeStruct(v.shape, v.type.info.numpy) for v in kernel.inputs]
     return [measure.random_array(x, k) for k, x in enumerate(types)]
-
-
-def _with_starts(kernel: Kernel, arrays: list[Any]) -> tuple[Kernel, list[Any]]:
-    """The kernel as it is compiled, and its inputs: what outputs start from, and tables of literals, are inputs too."""
-    kernel, numbers = _lowering.with_starts(kernel)
-    kernel, tables = _lowering.with_tables(kernel)
-    return kernel, [*arrays, *_lowering.filled(numbers), *tables]
 
 
 def _block_kernel(kernel: Kernel, options: Mapping[str, Any]) -> Kernel | NoPlan:

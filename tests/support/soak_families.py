@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from library import ROUGH
 from soak import Case, Draw
 
 from jtile import ops
@@ -25,7 +26,6 @@ from jtile.ops.scaled_matmul import scaled_matmul_reference
 from jtile.ops.split_attention import decode_attention_reference
 
 ROUNDED = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 3e-5, "int32": 0.0}  # sums of a tensor core
-ROUGH = 3e-4  # sums of 8-bit floats: 128 terms at a time in a tensor core's own accumulator
 CODES = {"bfloat16": 1e-2, "float16": 1.5e-3}  # quantised weights are rounded to the dtype of many rows
 WEIGHTS = {"bfloat16": 5e-3, "float16": 1e-3}  # weights of values are rounded too
 SLOPES = {"bfloat16": 1e-2, "float16": 2e-3}  # and the slopes of scores
