@@ -133,7 +133,10 @@ def test_rows_of_no_whole_16_bytes_are_copied_where_that_costs_less_than_it_save
     assert extended(4001, 3001, 2000, 2, transposed=True) == (4001, 3001, 2000)  # however long rows of the result are
 
 
-@pytest.mark.parametrize(("left", "right"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(False, False), *(pytest.param(*order, marks=pytest.mark.slow) for order in [(False, True), (True, False)])],
+)
 def test_a_product_of_copied_rows(left, right):
     """The kernel has the longer rows; the result, and what flows back, have the sizes of the call."""
     m, n, k = 1601, 1203, 1805
