@@ -1,7 +1,7 @@
 """Soak of the block level: random shapes, each against float32 sums by XLA and against itself, many times.
 
-`soak_families.py` says which ops and shapes; `tests/ops/test_soak.py` runs them on a GPU, and `sanitize.py` one small
-shape of each under a checker of memory.
+`soak_families.py` says which ops and shapes; `tests/ops/test_soak.py` runs them on a GPU, and `one_of_each.py` one
+small shape of each under a checker of memory.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from jtile.passes.block import Machine, NoPlan, steps
 
 TIMES = 20  # calls whose results have the bits of the first one's
 FAR = 16  # how much farther off one element may be, by its own size and that of its row, than all are by their norms
+ROUNDED = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 3e-5, "int32": 0.0}  # sums of a tensor core
+LARGEST = 1 << 25  # elements of what a reference holds besides, such as a matrix of scores
 POOL = (1 << 22) + 15  # random numbers of a dtype, which arrays begin in somewhere
 
 
@@ -178,3 +180,21 @@ def check(case: Case, *, times: int = TIMES, level_of: Callable[[Any, int], str]
         changed = _differing(first, run(*arrays), changed)
     for k, n in enumerate(changed):
         assert k in case.unordered or not n, f"{case.text}: result {k}: {n} other elements in {times} calls"
+
+
+def text(op: str, **of: Any) -> str:
+    return f"{op} " + ", ".join(f"{k} {v}" for k, v in of.items())
+
+
+def both(op: Callable, reference: Callable, **options: Any) -> tuple[Callable, Callable]:
+    return functools.partial(op, **options), functools.partial(reference, **options)
+
+
+def slopes_of(f: Callable, moved: int) -> Callable:
+    """The result of `f` and its slopes by the first arguments, for a cotangent that stands in front of them."""
+
+    def run(ct, *args):
+        y, back = jax.vjp(lambda *x: f(*x, *args[moved:]), *args[:moved])
+        return y, *back(ct)
+
+    return run
