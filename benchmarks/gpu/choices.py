@@ -62,7 +62,7 @@ class Product:
         return jnp.dtype(self.dtype).itemsize
 
     @property
-    def transposes(self) -> dict[str, bool]:
+    def transposes(self) -> dict[str, Any]:
         return {f"transpose_{name}": letter == "T" for name, letter in zip("ab", self.order)}
 
     def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -143,7 +143,7 @@ def forms(p: Product) -> list[Form]:
         like = lambda q, names: all(q[name] == {**USUAL, **tiles}[name] for name in names)
         tried = [q for q in tried if like(q, USUAL) or like(q, tiles)]
     elif jt.platform() != "cpu":
-        of = dict(whole=False, batch=p.batch, fast=p.whole, left=left, transposed=right)
+        of: dict[str, Any] = dict(whole=False, batch=p.batch, fast=p.whole, left=left, transposed=right)
         near = [dict(zip(("parts", "bm", "bn"), f)) for f in hopper_tiles.near(p.m, p.n, p.k, p.itemsize, **of)]
         tried += [dict(**f, bk=hopper_tiles.LINE // p.itemsize) for f in near if f["parts"] > 1]
     return [q for q in tried if q != chosen]
