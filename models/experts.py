@@ -1,0 +1,61 @@
+"""A mixture of experts: every token goes through a few of many gated MLPs (Shazeer et al. 2017).
+
+Tokens are sorted by expert, and every expert's rows stand together for `ops.grouped_matmul`. The sizes of the groups
+stay on the device, so one compiled program serves every routing. The routers stand with their models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jtile import ops
+from jtile._errors import ModelError
+from jtile.ops import QuantizedTensor
+
+
+def mixture(x, experts, weights, gate_up, down):
+    """sum_j weights[t, j] MLP_e(x[t]) with e = experts[t, j] and MLP_e(x) = down_e (silu(gate_e x) * (up_e x)).
+
+    Operands of the products have the dtype of the experts' weights, sums are float32. Differentiable in x, weights,
+    gate_up and down.
+
+    Args:
+      x: float32 [tokens, hidden].
+      experts: int32 [tokens, k], in [0, E). weights: float32 [tokens, k].
+      gate_up: [E, 2 f, hidden], the gate's rows before those of up. down: [E, hidden, f].
+    Returns:
+      float32 [tokens, hidden].
+    """
+    tokens, k = experts.shape
+    chosen = experts.reshape(tokens * k)
+    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # row r of the sorted ones is token order[r] // k
+    sizes = jnp.zeros((gate_up.shape[0],), jnp.int32).at[chosen].add(1)
+    rows = x.astype(gate_up.dtype)[order // k]
+    product = lambda x, w: ops.grouped_matmul(x.astype(w.dtype), w, sizes, transpose_w=True, out_dtype=jnp.float32)
+    y = product(ops.swiglu(product(rows, gate_up)), down)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
+    return (y[place].reshape(tokens, k, -1) * weights[:, :, None]).sum(1)
+
+
+def load_experts(weight: Callable, prefix: str, count: int, features: int, hidden: int):
+    """(gate_up [count, 2 features, hidden], down [count, hidden, features]) of the tensors
+    `{prefix}{expert}.{gate,up,down}_proj.weight`, which `weight(name, shape)` reads.
+
+    Raises:
+      ModelError: a tensor is missing, or the experts' weights are quantised.
+    """
+
+    def read(expert: int, name: str, shape: tuple[int, int]) -> jax.Array:
+        tensor = weight(f"{prefix}{expert}.{name}_proj.weight", shape)
+        if isinstance(tensor, QuantizedTensor):
+            raise ModelError(
+                f"the weights of {prefix}{expert} are quantised ({tensor.kind}); jtile runs experts of float weights"
+            )
+        return tensor
+
+    wide, narrow = (features, hidden), (hidden, features)
+    gate_up = [jnp.concatenate([read(e, name, wide) for name in ("gate", "up")]) for e in range(count)]
+    return jnp.stack(gate_up), jnp.stack([read(e, "down", narrow) for e in range(count)])
