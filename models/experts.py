@@ -10,10 +10,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jtile import ops
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
+
+WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
 
 
 def mixture(x, experts, weights, gate_up, down):
@@ -40,22 +43,28 @@ def mixture(x, experts, weights, gate_up, down):
     return (y[place].reshape(tokens, k, -1) * weights[:, :, None]).sum(1)
 
 
-def load_experts(weight: Callable, prefix: str, count: int, features: int, hidden: int):
-    """(gate_up [count, 2 features, hidden], down [count, hidden, features]) of the tensors
-    `{prefix}{expert}.{gate,up,down}_proj.weight`, which `weight(name, shape)` reads.
+class Experts(nnx.Module):
+    """The gated MLPs of a mixture, in one array each for what goes in and what comes out."""
 
-    Raises:
-      ModelError: a tensor is missing, or the experts' weights are quantised.
-    """
+    def __init__(self, weight: WeightSource, prefix: str, count: int, features: int, hidden: int):
+        """Of the tensors `{prefix}{expert}.{gate,up,down}_proj.weight`, which `weight(name, shape)` reads.
 
-    def read(expert: int, name: str, shape: tuple[int, int]) -> jax.Array:
-        tensor = weight(f"{prefix}{expert}.{name}_proj.weight", shape)
-        if isinstance(tensor, QuantizedTensor):
-            raise ModelError(
-                f"the weights of {prefix}{expert} are quantised ({tensor.kind}); jtile runs experts of float weights"
-            )
-        return tensor
+        Raises:
+          ModelError: a tensor is missing, or the experts' weights are quantised.
+        """
 
-    wide, narrow = (features, hidden), (hidden, features)
-    gate_up = [jnp.concatenate([read(e, name, wide) for name in ("gate", "up")]) for e in range(count)]
-    return jnp.stack(gate_up), jnp.stack([read(e, "down", narrow) for e in range(count)])
+        def read(expert: int, name: str, shape: tuple[int, int]) -> jax.Array:
+            tensor = weight(f"{prefix}{expert}.{name}_proj.weight", shape)
+            if isinstance(tensor, QuantizedTensor):
+                raise ModelError(
+                    f"the weights of {prefix}{expert} are {tensor.kind}; jtile runs experts of float weights"
+                )
+            return tensor
+
+        into = [jnp.concatenate([read(e, name, (features, hidden)) for name in ("gate", "up")]) for e in range(count)]
+        self.gate_up = nnx.Param(jnp.stack(into))
+        self.down = nnx.Param(jnp.stack([read(e, "down", (hidden, features)) for e in range(count)]))
+
+    def __call__(self, x, experts, weights):
+        """See `mixture`."""
+        return mixture(x, experts, weights, self.gate_up.get_value(), self.down.get_value())
