@@ -123,12 +123,21 @@ def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) ->
         return [function.lower(*types, target=target, **meta)]
     import jax
 
-    platform, _, arch = target.partition(":")
-    with config(arch=arch) if platform in ("cuda", "rocm") and arch else contextlib.nullcontext():  # tiles go by it
+    with _place(target):  # library functions choose tiles by it
         programs = dict.fromkeys(_programs(jax.make_jaxpr(lambda *args: function(*args, **meta))(*types)))
     if not programs:
         raise KernelValueError(f"{getattr(function, '__name__', function)!r} calls no kernel for these arguments")
     return [Lowered(program, target) for program in programs]
+
+
+def _place(target: str) -> contextlib.AbstractContextManager[Any]:
+    """Where a function called inside takes itself to be: on the target, whatever devices this machine has."""
+    import jax
+
+    platform, _, arch = target.partition(":")
+    if platform in ("cuda", "rocm"):
+        return config(arch=arch) if arch else contextlib.nullcontext()
+    return jax.default_device("cpu")
 
 
 def _programs(jaxpr: Any) -> Iterator[Any]:
