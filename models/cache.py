@@ -13,28 +13,27 @@ SMALLEST_BUCKET = 16
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer; row b holds `lengths[b]` tokens in its first slots, slot = position.
+    """What every layer keeps of the tokens; row b holds `lengths[b]` of them in its first slots, slot = position.
 
-    keys, values: one float32 array [batch, slots, kv_heads, head_dim] per layer (apart: no step copies a layer);
-    lengths: int32 [batch].
+    entries: per layer a tuple of float32 arrays [batch, slots, ...], keys and values [batch, slots, kv_heads, head_dim]
+    of grouped-query attention (apart: no step copies a layer); lengths: int32 [batch].
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    entries: tuple[tuple[jax.Array, ...], ...]
     lengths: jax.Array
 
     @property
     def slots(self) -> int:
-        return self.keys[0].shape[1]
+        return self.entries[0][0].shape[1]
 
 
-def from_prefill(pairs, lengths, slots: int) -> KVCache:
-    """A cache with `slots` slots from per-layer (key, value) [batch, length, kv_heads, head_dim], length <= slots."""
+def from_prefill(entries, lengths, slots: int) -> KVCache:
+    """A cache with `slots` slots from each layer's arrays [batch, length, ...], length <= slots."""
 
     def place(x):
-        return jnp.pad(x, ((0, 0), (0, slots - x.shape[1]), (0, 0), (0, 0)))
+        return jnp.pad(x, ((0, 0), (0, slots - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
 
-    return KVCache(tuple(place(k) for k, _ in pairs), tuple(place(v) for _, v in pairs), lengths)
+    return KVCache(tuple(tuple(place(x) for x in entry) for entry in entries), lengths)
 
 
 def bucket(length: int, limit: int | None = None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from jtile._errors import ModelError
-from jtile.models.llama import LlamaConfig
+from jtile.models.config import DecoderConfig
 from jtile.models.tokenizer import Tokenizer
 from jtile.ops import QuantizedTensor
 
@@ -18,7 +18,7 @@ class Checkpoint:
     """An opened model file or folder. `tensors` maps the tensor names of transformers to functions that read them."""
 
     source: str
-    config: LlamaConfig
+    config: DecoderConfig
     tensors: Mapping[str, Callable[[], jax.Array | QuantizedTensor]]
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...] = ()

@@ -12,23 +12,20 @@ from safetensors import SafetensorError, safe_open
 
 from jtile._errors import ModelError
 from jtile.models.checkpoint import Checkpoint
-from jtile.models.llama import LlamaConfig
+from jtile.models.families import read_config
 from jtile.models.tokenizer import Tokenizer
 
 INDEX = "model.safetensors.index.json"
-CONFIGS = {"llama": LlamaConfig}
 
 
 def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     """Opens a folder with a configuration and one or more safetensors files; tensors are read when they are asked for.
 
     Raises:
-      ModelError: a file is missing or damaged, or the architecture is not a Llama.
+      ModelError: a file is missing or damaged, or the architecture is not one of `families`.
     """
     config = _json(path / config_file)
-    kind = config.get("model_type")
-    if kind not in CONFIGS:
-        raise ModelError(f"{path} holds a model of the type {kind!r}; jtile runs {', '.join(map(repr, CONFIGS))}")
+    parsed = read_config(config, str(path))
     files = _files(path)
     tensors = {name: functools.partial(_tensor, file, name) for name, file in files.items()}
     if config.get("tie_word_embeddings"):
@@ -42,7 +39,7 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
     eos = extra.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    return Checkpoint(str(path), CONFIGS[kind].from_hf(config), tensors, tokenizer, eos_ids)
+    return Checkpoint(str(path), parsed, tensors, tokenizer, eos_ids)
 
 
 def _json(path: Path) -> dict:

@@ -156,7 +156,7 @@ def _name(name: str) -> str:
 def _tensor(info, config: LlamaConfig):
     kind, shape = info.tensor_type.name, tuple(int(n) for n in reversed(info.shape))
     data = info.data.reshape(shape[0], -1) if len(shape) == 2 else info.data
-    for name, heads in (("attn_q.weight", config.num_heads), ("attn_k.weight", config.num_kv_heads)):
+    for name, heads in (("attn_q.weight", config.attention.heads), ("attn_k.weight", config.attention.kv_heads)):
         if info.name.endswith(name):
             data = data[_plain_order(shape[0], heads)]
     if kind in DENSE:

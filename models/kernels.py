@@ -11,6 +11,21 @@ import jax.numpy as jnp
 import jtile as jt
 
 
+def _normed(x, weight, eps: float):
+    """x [..., head_dim] / sqrt(mean(x^2) + eps) * weight."""
+    return (
+        x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+    )
+
+
+def _heads(x, norms, heads: int, kv_heads: int, eps: float):
+    """Queries and keys of x [..., heads + 2 kv_heads, head_dim], normalised by `norms`, two weights or ()."""
+    if not norms:
+        return x[..., : heads + kv_heads, :]
+    Q, K = x[..., :heads, :], x[..., heads : heads + kv_heads, :]
+    return jnp.concatenate([_normed(Q, norms[0][:], eps), _normed(K, norms[1][:], eps)], axis=-2)
+
+
 def _rotate(x, cos, sin):
     """The pairs (i, i + half) of x [..., heads, head_dim] turned by the angles of cos, sin [..., 1, half]."""
     half = x.shape[-1] // 2
@@ -24,19 +39,21 @@ def _split_types(qkv, cos, sin, *, heads, kv_heads, **_):
 
 
 @jt.kernel(out_type=_split_types, grid=lambda qkv, *_, bt, **__: (qkv.shape[0], jt.cdiv(qkv.shape[1], bt)))
-def rope_split(qkv, cos, sin, q, k, v, *, heads: int, kv_heads: int, bt: int = 16):
-    """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin [length, head_dim / 2] -> q and k rotated, v."""
+def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps: float = 0.0, bt: int = 16):
+    """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin [length, head_dim / 2] -> q and k rotated, v.
+
+    norms: () or the weights [head_dim] of the RMS norms of queries and keys, which come before the rotation."""
     b, t = jt.program_id(0), jt.program_id(1)
     n, half = cos.shape[-1] * 2, cos.shape[-1]
     X = qkv.tiles(None, bt, qkv.shape[2], n)[b, t, 0, 0]
     C, S = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
-    R = _rotate(X[:, : heads + kv_heads], C, S)
+    R = _rotate(_heads(X, norms, heads, kv_heads, eps), C, S)
     q.tiles(None, bt, heads, n)[b, t, 0, 0] = R[:, :heads]
     k.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = R[:, heads:]
     v.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = X[:, heads + kv_heads :]
 
 
-def _step_types(qkv, cos, sin, lengths, keys, values, *, heads, **_):
+def _step_types(qkv, cos, sin, lengths, keys, values, norms, *, heads, **_):
     return jax.ShapeDtypeStruct((qkv.shape[0], heads, qkv.shape[2]), jnp.float32), jt.like(keys), jt.like(values)
 
 
@@ -45,12 +62,16 @@ def _step_types(qkv, cos, sin, lengths, keys, values, *, heads, **_):
     grid=lambda qkv, *_, **__: (qkv.shape[0],),
     alias={"keys": "new_keys", "values": "new_values"},
 )
-def rope_append(qkv, cos, sin, lengths, keys, values, q, new_keys, new_values, *, heads: int, kv_heads: int):
+def rope_append(
+    qkv, cos, sin, lengths, keys, values, norms, q, new_keys, new_values,
+    *, heads: int, kv_heads: int, eps: float = 0.0,
+):  # fmt: skip
     """One token a row: rotates q and k of qkv [batch, heads + 2 kv_heads, head_dim] by cos, sin [batch, head_dim / 2],
-    and writes k and v into slot lengths[b] of the caches [batch, slots, kv_heads, head_dim], in place."""
+    and writes k and v into slot lengths[b] of the caches [batch, slots, kv_heads, head_dim], in place. `norms`: see
+    `rope_split`."""
     b = jt.program_id(0)
     at, X = lengths[b], qkv[b, :, :]
-    R = _rotate(X[: heads + kv_heads], cos[b, :][None], sin[b, :][None])
+    R = _rotate(_heads(X, norms, heads, kv_heads, eps), cos[b, :][None], sin[b, :][None])
     q[b, :, :] = R[:heads]
     new_keys[b, at, :, :] = R[heads:]
     new_values[b, at, :, :] = X[heads + kv_heads :]

@@ -28,6 +28,15 @@ class Adapted:
     scale: float = dataclasses.field(metadata=dict(static=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms of each head's queries and keys before they are rotated: weights float32 [head_dim]."""
+
+    q: jax.Array
+    k: jax.Array
+    eps: float
+
+
 Weight = jax.Array | QuantizedTensor | tuple | Adapted
 
 
@@ -61,30 +70,37 @@ def rope_angles(positions, inverse_frequencies):
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def split_heads(qkv, cos, sin, heads: int, kv_heads: int):
+def split_heads(qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | None = None):
     """Rotated q [batch, length, heads, head_dim], rotated k and v [..., kv_heads, head_dim] of the projection qkv
     [batch, length, (heads + 2 kv_heads) head_dim]; cos and sin [length, head_dim / 2] are those of each position."""
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
-    return kernels.rope_split(qkv, cos, sin, heads=heads, kv_heads=kv_heads)
+    weights, eps = _norm_arguments(norms)
+    return kernels.rope_split(qkv, cos, sin, weights, heads=heads, kv_heads=kv_heads, eps=eps)
 
 
-def append_heads(qkv, cos, sin, lengths, keys, values, heads: int, kv_heads: int):
+def append_heads(qkv, cos, sin, lengths, keys, values, heads: int, kv_heads: int, norms: HeadNorms | None = None):
     """The same for one token a row, qkv [batch, ...], cos and sin [batch, head_dim / 2]: returns
     q [batch, heads, head_dim] and the caches [batch, slots, kv_heads, head_dim], in which slot lengths[b] of row b now
     holds k and v, written in place."""
     qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
-    return kernels.rope_append(qkv, cos, sin, lengths, keys, values, heads=heads, kv_heads=kv_heads)
+    weights, eps = _norm_arguments(norms)
+    return kernels.rope_append(qkv, cos, sin, lengths, keys, values, weights, heads=heads, kv_heads=kv_heads, eps=eps)
 
 
-def attention(q, k, v):
-    """Causal attention of q [batch, length, heads, head_dim] over k, v [batch, length, kv_heads, head_dim]."""
-    return ops.attention(q, k, v, causal=True)
+def _norm_arguments(norms: HeadNorms | None):
+    return ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
 
 
-def decode_attention(q, keys, values, lengths):
+def attention(q, k, v, window: int | None = None):
+    """Causal attention of q [batch, length, heads, head_dim] over k, v [batch, length, kv_heads, head_dim]; with a
+    window a token sees its newest `window` keys, itself included."""
+    return ops.attention(q, k, v, causal=True, window=window)
+
+
+def decode_attention(q, keys, values, lengths, window: int | None = None):
     """One query per row, q [batch, heads, head_dim], over the first `lengths` (int [batch]) slots of the cache
     [batch, slots, kv_heads, head_dim]; the result has q's shape."""
-    return ops.decode_attention(q, keys, values, lengths)
+    return ops.decode_attention(q, keys, values, lengths, window=window)
 
 
 def gated_mlp(x, gate: Weight, up: Weight, down: Weight, residual):

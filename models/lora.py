@@ -10,7 +10,7 @@ from flax import nnx
 
 from jtile._errors import ModelError
 from jtile.models import layers
-from jtile.models.llama import Block, Llama
+from jtile.models.decoder import Block, Decoder
 from jtile.ops import QuantizedTensor
 
 TARGETS = ("qkv", "output", "gate", "up", "down")
@@ -35,12 +35,12 @@ class LoRA(nnx.Module):
 
 
 def add_lora(
-    model: Llama,
+    model: Decoder,
     rank: int = 8,
     alpha: float = 16.0,
     targets: Sequence[str] = ("qkv", "output"),
     key: jax.Array | None = None,
-) -> Llama:
+) -> Decoder:
     """Gives `targets` of every block an update of rank `rank`, scaled by alpha / rank; until it is trained, it is zero.
 
     Weights may be quantised: they stay so, and gradients flow through them to the layers before.
@@ -52,14 +52,14 @@ def add_lora(
     Returns:
       The model.
     Raises:
-      ModelError: an unknown target, a rank below 1, or a weight that has an update already.
+      ModelError: an unknown target, a rank below 1, a weight that a block does not have or that has an update already.
     """
     unknown = [name for name in targets if name not in TARGETS]
     if unknown or not targets:
         raise ModelError(f"LoRA takes targets of {', '.join(TARGETS)}; got {', '.join(unknown) or 'none'}")
     if rank < 1:
         raise ModelError(f"LoRA needs a rank of at least 1, got {rank}")
-    places = [_place(block, name) for block in model.blocks for name in dict.fromkeys(targets)]
+    places = [_place(i, block, name) for i, block in enumerate(model.blocks) for name in dict.fromkeys(targets)]
     taken = next((name for holder, name in places if isinstance(getattr(holder, name), LoRA)), None)
     if taken:
         raise ModelError(f"the weights {taken!r} have a LoRA update already; load the model anew, or train that one")
@@ -69,8 +69,14 @@ def add_lora(
     return model
 
 
-def _place(block: Block, name: str) -> tuple[nnx.Module, str]:
-    return (block.attention if name in ("qkv", "output") else block), name
+def _place(index: int, block: Block, name: str) -> tuple[nnx.Module, str]:
+    for holder in (block.attention, block.mlp):
+        if hasattr(holder, name):
+            return holder, name
+    raise ModelError(
+        f"block {index} has no weights {name!r} of its own ({type(block.attention).__name__} and "
+        f"{type(block.mlp).__name__}); leave them out of the targets"
+    )
 
 
 def _shape(weight: layers.Weight) -> tuple[int, int]:

@@ -16,13 +16,13 @@ from flax import nnx
 
 import jtile.models
 from jtile.models import LanguageModel
-from jtile.models.llama import Llama
+from jtile.models.decoder import Decoder
 from jtile.models.lora import add_lora
 
 
 @nnx.jit
-def train_step(model: Llama, optimizer: nnx.Optimizer, ids) -> jax.Array:
-    loss, gradient = nnx.value_and_grad(Llama.loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, ids)
+def train_step(model: Decoder, optimizer: nnx.Optimizer, ids) -> jax.Array:
+    loss, gradient = nnx.value_and_grad(Decoder.loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, ids)
     optimizer.update(model, gradient)
     return loss
 

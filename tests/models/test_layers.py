@@ -24,7 +24,7 @@ def rotated(x, cos, sin):
 def test_rope_split(batch, length, heads, kv_heads, head_dim):
     qkv = normal(batch, length, heads + 2 * kv_heads, head_dim)
     cos, sin = normal(length, head_dim // 2, seed=1), normal(length, head_dim // 2, seed=2)
-    q, k, v = jax.jit(lambda *a: kernels.rope_split(*a, heads=heads, kv_heads=kv_heads))(qkv, cos, sin)
+    q, k, v = jax.jit(lambda *a: kernels.rope_split(*a, (), heads=heads, kv_heads=kv_heads))(qkv, cos, sin)
     expected = rotated(qkv, jnp.stack([cos] * batch), jnp.stack([sin] * batch))
     np.testing.assert_allclose(q, expected[:, :, :heads], atol=2e-6)
     np.testing.assert_allclose(k, expected[:, :, heads : heads + kv_heads], atol=2e-6)
@@ -52,7 +52,7 @@ def test_gradients_of_rope_split():
         turned = rotated(qkv, jnp.stack([cos] * 2), jnp.stack([sin] * 2))
         return turned[:, :, :heads], turned[:, :, heads:6], qkv[:, :, 6:]
 
-    assert_gradients(lambda *a: kernels.rope_split(*a, heads=heads, kv_heads=kv_heads), reference, arrays)
+    assert_gradients(lambda *a: kernels.rope_split(*a, (), heads=heads, kv_heads=kv_heads), reference, arrays)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def step():
 
 def test_rope_append_writes_one_slot_of_each_row(step):
     (qkv, cos, sin, lengths, keys, values), sizes = step
-    q, new_keys, new_values = jax.jit(lambda *a: kernels.rope_append(*a, **sizes))(*step[0])
+    q, new_keys, new_values = jax.jit(lambda *a: kernels.rope_append(*a, (), **sizes))(*step[0])
     expected, rows = rotated(qkv, cos, sin), jnp.arange(3)
     np.testing.assert_allclose(q, expected[:, :4], atol=2e-6)
     np.testing.assert_allclose(new_keys, keys.at[rows, lengths].set(expected[:, 4:6]), atol=2e-6)
@@ -83,14 +83,14 @@ def test_gradients_of_rope_append(step):
         caches = keys.at[rows, lengths].set(turned[:, 4:6]), values.at[rows, lengths].set(qkv[:, 6:])
         return turned[:, :4], *caches
 
-    kernel = lambda q, c, s, k, v: kernels.rope_append(q, c, s, lengths, k, v, **sizes)
+    kernel = lambda q, c, s, k, v: kernels.rope_append(q, c, s, lengths, k, v, (), **sizes)
     assert_gradients(kernel, reference, (qkv, cos, sin, keys, values))
 
 
 def test_rope_append_means_the_same_in_the_interpreter(step):
     arrays, sizes = step
-    native = kernels.rope_append(*arrays, **sizes)
-    for a, b in zip(native, kernels.rope_append.interpret(*arrays, **sizes), strict=True):
+    native = kernels.rope_append(*arrays, (), **sizes)
+    for a, b in zip(native, kernels.rope_append.interpret(*arrays, (), **sizes), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
@@ -100,7 +100,7 @@ def test_the_cache_is_updated_in_place(step):
     def loop(qkv, cos, sin, lengths, keys, values):
         def body(carry):
             i, keys, values, total = carry
-            q, keys, values = kernels.rope_append(qkv, cos, sin, lengths, keys, values, **sizes)
+            q, keys, values = kernels.rope_append(qkv, cos, sin, lengths, keys, values, (), **sizes)
             return i + 1, keys, values, total + q.sum()
 
         return jax.lax.while_loop(lambda carry: carry[0] < 4, body, (0, keys, values, 0.0))

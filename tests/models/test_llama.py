@@ -9,7 +9,8 @@ import pytest
 
 import jtile.models
 from jtile._errors import ModelError
-from jtile.models.llama import LlamaConfig, RopeScaling, inverse_frequencies
+from jtile.models.llama import LlamaConfig
+from jtile.models.rope import Rope, RopeScaling
 
 TOLERANCE = 1e-4  # float32 noise is 4e-5; the smallest wrong feature moves logits by 0.87
 
@@ -64,7 +65,7 @@ def test_both_spellings_of_the_configuration(tiny_folder, tmp_path, golden, spel
     shutil.copy(tiny_folder / spelling, tmp_path / "config.json")
     shutil.copy(tiny_folder / "model.safetensors", tmp_path)
     lm = jtile.models.load(tmp_path)
-    scaling = lm.config.rope_scaling
+    scaling = lm.config.attention.rope.scaling
     assert dataclasses.asdict(scaling) == dict(
         kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_length=64, factors=()
     )
@@ -78,20 +79,18 @@ def config(tiny_folder):
 
 def test_old_checkpoints_without_rope_scaling(config):
     del config["rope_scaling"], config["rope_theta"], config["head_dim"], config["num_key_value_heads"]
-    parsed = LlamaConfig.from_hf(config)
-    assert (parsed.rope_theta, parsed.rope_scaling, parsed.head_dim, parsed.num_kv_heads) == (10000.0, None, 16, 4)
+    parsed = LlamaConfig.from_hf(config).attention
+    assert (parsed.rope, parsed.head_dim, parsed.kv_heads) == (Rope(16, 10000.0), 16, 4)
 
 
 def test_rope_scalings():
-    plain = LlamaConfig(256, 64, 160, 3, 4, 2, 16, 1e-6, 512, 10000.0)
-    base = inverse_frequencies(plain)
+    frequencies = lambda *scaling: Rope(16, 10000.0, RopeScaling(*scaling)).frequencies()
+    base = Rope(16, 10000.0).frequencies()
     assert np.allclose(base, 10000.0 ** (-np.arange(8) / 8))
-    linear = dataclasses.replace(plain, rope_scaling=RopeScaling("linear", 4.0))
-    assert np.allclose(inverse_frequencies(linear), base / 4)
-    factors = dataclasses.replace(plain, rope_scaling=RopeScaling("factors", factors=tuple(range(1, 9))))
-    assert np.allclose(inverse_frequencies(factors), base / np.arange(1, 9))
-    llama3 = dataclasses.replace(plain, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64))
-    ratio = base / inverse_frequencies(llama3)
+    assert np.allclose(frequencies("linear", 4.0), base / 4)
+    factors = Rope(16, 10000.0, RopeScaling("factors", factors=tuple(range(1, 9))))
+    assert np.allclose(factors.frequencies(), base / np.arange(1, 9))
+    ratio = base / frequencies("llama3", 8.0, 1.0, 4.0, 64)
     assert ratio[0] == 1
     assert np.allclose(ratio[-3:], 8)
     assert np.all(np.diff(ratio) > -1e-6)

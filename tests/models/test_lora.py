@@ -11,7 +11,7 @@ from reference_layers import LAYERS, mean_loss
 
 import jtile.models
 from jtile._errors import ModelError
-from jtile.models import LanguageModel, llama
+from jtile.models import LanguageModel, decoder
 from jtile.models.lora import TARGETS, LoRA, add_lora
 from jtile.ops import QuantizedTensor
 from jtile.testing import relative_error
@@ -19,7 +19,7 @@ from jtile.testing import relative_error
 
 @nnx.jit
 def train_step(model, optimizer, ids):
-    loss, gradient = nnx.value_and_grad(llama.Llama.loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, ids)
+    loss, gradient = nnx.value_and_grad(decoder.Decoder.loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, ids)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         optimizer.update(model, gradient)
     return loss
@@ -55,15 +55,15 @@ def quantised(write_gguf, tmp_path):
 
 
 def test_the_gradient_of_an_update(quantised, ids, monkeypatch):
-    assert isinstance(quantised.blocks[0].gate.get_value(), QuantizedTensor)
+    assert isinstance(quantised.blocks[0].mlp.gate.get_value(), QuantizedTensor)
     model = perturbed(add_lora(quantised, rank=4, targets=TARGETS))
 
     def gradient(loss):
         found = nnx.jit(lambda m, ids: nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(m, ids))(model, ids)
         return nnx.to_pure_dict(found)
 
-    got = gradient(llama.Llama.loss)
-    monkeypatch.setattr(llama, "layers", LAYERS)
+    got = gradient(decoder.Decoder.loss)
+    monkeypatch.setattr(decoder, "layers", LAYERS)
     errors = jax.tree.map(relative_error, got, gradient(mean_loss))
     assert len(jax.tree.leaves(errors)) == len(TARGETS) * 2
     assert max(jax.tree.leaves(errors)) < 5e-5, errors
@@ -101,7 +101,7 @@ def test_updates_that_it_cannot_make(tiny):
     model = add_lora(tiny.model)
     with pytest.raises(ModelError, match="'output' have a LoRA update already"):
         add_lora(model, targets=("up", "output"))
-    assert not any(isinstance(block.up, LoRA) for block in model.blocks)
+    assert not any(isinstance(block.mlp.up, LoRA) for block in model.blocks)
 
 
 def test_smollm2_learns_a_sentence(smollm2):

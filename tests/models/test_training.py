@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from reference_layers import LAYERS, mean_loss
 
-from jtile.models import llama
+from jtile.models import decoder
 from jtile.testing import relative_error
 
 
@@ -30,9 +30,9 @@ def cross_entropy(logits, labels):
 
 
 def test_gradients_of_every_weight(tiny, ids, monkeypatch):
-    losses = llama.Llama.loss, lambda m, ids: m.loss(ids, remat=True)
+    losses = decoder.Decoder.loss, lambda m, ids: m.loss(ids, remat=True)
     found = [gradients(tiny.model, ids, loss) for loss in losses]
-    monkeypatch.setattr(llama, "layers", LAYERS)
+    monkeypatch.setattr(decoder, "layers", LAYERS)
     loss, expected = gradients(tiny.model, ids, mean_loss)
     for got_loss, got in found:
         np.testing.assert_allclose(got_loss, loss, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""The layers of `jtile.models` in jnp, with dequantised weights: set in the place of `llama.layers`, the same model
+"""The layers of `jtile.models` in jnp, with dequantised weights: set in the place of `decoder.layers`, the same model
 without a kernel."""
 
 import types
@@ -32,18 +32,24 @@ def linear(x, weight, residual=None):
     return y if residual is None else y + residual
 
 
-def split_heads(qkv, cos, sin, heads, kv_heads):
+def split_heads(qkv, cos, sin, heads, kv_heads, norms=None):
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
+    if norms is not None:
+        q, k = (
+            rms_norm(x, w, norms.eps) for x, w in ((qkv[:, :, :heads], norms.q), (qkv[:, :, heads:-kv_heads], norms.k))
+        )
+        qkv = jnp.concatenate([q, k, qkv[:, :, -kv_heads:]], axis=2)
     low, high = jnp.split(qkv[:, :, : heads + kv_heads], 2, axis=-1)
     cos, sin = cos[None, :, None], sin[None, :, None]
     turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
     return turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + kv_heads :]
 
 
-def attention(q, k, v):
+def attention(q, k, v, window=None):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * q.shape[-1] ** -0.5
-    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
+    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    seen = (seen if window is None else seen & ~jnp.tril(seen, -window))[None, None]
     p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
     return jnp.einsum("bhts,bshd->bthd", p, v, precision="highest")
 
@@ -56,6 +62,7 @@ LAYERS = types.SimpleNamespace(
     rms_norm=rms_norm,
     linear=linear,
     embedding=lambda table, ids: dense(table)[ids],
+    HeadNorms=layers.HeadNorms,
     rope_angles=layers.rope_angles,
     split_heads=split_heads,
     attention=attention,
@@ -64,6 +71,6 @@ LAYERS = types.SimpleNamespace(
 
 
 def mean_loss(model, ids):
-    """`Llama.loss` in jnp, for a model that computes with `LAYERS`."""
+    """`Decoder.loss` in jnp, for a model that computes with `LAYERS`."""
     logits = jax.nn.log_softmax(model(ids[:, :-1]))
     return -jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1).mean()

@@ -1,0 +1,81 @@
+"""What the configurations of all decoders have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+from flax import nnx
+
+from jtile._errors import ModelError
+from jtile.models.entries import number
+from jtile.models.rope import Rope, read_rope
+from jtile.ops import QuantizedTensor
+
+WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The sizes that every decoder has; `max_length` is the longest sequence that it was trained for, in tokens."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    norm_eps: float
+    max_length: int
+
+    def block(self, index: int, weight: WeightSource) -> nnx.Module:
+        """Layer `index` with its weights: `weight(name, shape)` gives the tensor of that (transformers) name."""
+        raise NotImplementedError(type(self).__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Grouped-query attention. `window`: a token sees its newest `window` keys, itself included (None: all);
+    `norm_eps`: of the RMS norms of each head's queries and keys before they are rotated (None: no such norms)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int | None = None
+    norm_eps: float | None = None
+
+    def __post_init__(self):
+        if self.heads % self.kv_heads:
+            raise ModelError(f"{self.heads} attention heads do not divide into {self.kv_heads} key-value heads")
+
+
+def read_decoder(config: Mapping) -> dict:
+    """The fields of `DecoderConfig` from a `config.json`.
+
+    Raises:
+      ModelError: a required key is missing or no number, or biases or another activation than SiLU are asked for.
+    """
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise ModelError(f"this model has {key}, which jtile.models does not implement; use a model without")
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelError(f"this model's MLP uses {config['hidden_act']!r}; jtile.models implements 'silu' here")
+    return dict(
+        vocab_size=number(config, "vocab_size"),
+        hidden_size=number(config, "hidden_size"),
+        num_layers=number(config, "num_hidden_layers"),
+        norm_eps=number(config, "rms_norm_eps", 1e-6, float),
+        max_length=number(config, "max_position_embeddings", 2048),
+    )
+
+
+def read_attention(config: Mapping, **more) -> AttentionConfig:
+    """The attention of a `config.json`; `more`: fields that only some models have.
+
+    Raises:
+      ModelError: as `read_decoder`.
+    """
+    heads = number(config, "num_attention_heads")
+    head_dim = number(config, "head_dim", number(config, "hidden_size") // heads)
+    kv_heads = number(config, "num_key_value_heads", heads)
+    rope = read_rope(config, head_dim)
+    return AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, **more)

@@ -1,0 +1,197 @@
+"""The decoder that every model of this package is: an embedding, blocks of attention and MLP, a norm, an output head.
+
+A model's file says which attention and which MLP its blocks have; `Attention` and `GatedMLP` are those of most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jtile import ops
+from jtile.models import cache as kv
+from jtile.models import layers
+from jtile.models.config import AttentionConfig, DecoderConfig, WeightSource
+from jtile.ops import QuantizedTensor
+
+IGNORED = -100  # the label of a token that is not to be predicted
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention; the query, key and value weights are one matrix, so that one kernel call serves."""
+
+    def __init__(self, config: AttentionConfig, hidden: int, weight: WeightSource, prefix: str):
+        q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        shapes = {"q": (q_rows, hidden), "k": (kv_rows, hidden), "v": (kv_rows, hidden), "o": (hidden, q_rows)}
+        *qkv, output = (weight(f"{prefix}{name}_proj.weight", shape) for name, shape in shapes.items())
+        self.config, self.rope = config, config.rope
+        self.qkv, self.output = nnx.Param(fuse(qkv)), nnx.Param(output)
+        self.q_norm = self.k_norm = None
+        if config.norm_eps is not None:
+            self.q_norm, self.k_norm = (
+                nnx.Param(as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,)))) for name in "qk"
+            )
+
+    def _norms(self) -> layers.HeadNorms | None:
+        if self.q_norm is None:
+            return None
+        return layers.HeadNorms(self.q_norm.get_value(), self.k_norm.get_value(), self.config.norm_eps)
+
+    def prefill(self, x, residual, cos, sin):
+        """x [batch, length, hidden]; returns (residual plus output [batch, length, hidden], (k, v))."""
+        c, qkv = self.config, layers.linear(x, self.qkv.get_value())
+        q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
+        mixed = layers.attention(q, k, v, c.window)
+        return layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value(), residual), (k, v)
+
+    def step(self, x, residual, cos, sin, entry, lengths):
+        """x [batch, hidden] against this layer's entry of the cache; returns (residual plus output, the entry)."""
+        c, qkv = self.config, layers.linear(x, self.qkv.get_value())
+        q, *entry = layers.append_heads(qkv, cos, sin, lengths, *entry, c.heads, c.kv_heads, self._norms())
+        mixed = layers.decode_attention(q, *entry, lengths + 1, c.window)
+        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value(), residual), tuple(entry)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, features: int, weight: WeightSource, prefix: str):
+        self.gate = nnx.Param(weight(f"{prefix}gate_proj.weight", (features, hidden)))
+        self.up = nnx.Param(weight(f"{prefix}up_proj.weight", (features, hidden)))
+        self.down = nnx.Param(weight(f"{prefix}down_proj.weight", (hidden, features)))
+
+    def __call__(self, x, residual):
+        """x, residual [..., hidden] -> residual plus output."""
+        weights = self.gate.get_value(), self.up.get_value(), self.down.get_value()
+        return layers.gated_mlp(x, *weights, residual)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    attention: a module with `rope`, and with `prefill` and `step` as `Attention` has; what it keeps of each token, a
+    tuple of float32 arrays [batch, length, ...], is this layer's entry of the cache. mlp: called as `GatedMLP`.
+    """
+
+    def __init__(self, config: DecoderConfig, weight: WeightSource, prefix: str, attention: Any, mlp: Any):
+        norm = lambda name: nnx.Param(as_float32(weight(f"{prefix}{name}.weight", (config.hidden_size,))))
+        self.eps, self.rope = config.norm_eps, attention.rope
+        self.attention_norm, self.attention = norm("input_layernorm"), attention
+        self.mlp_norm, self.mlp = norm("post_attention_layernorm"), mlp
+
+    def _mlp(self, x):
+        return self.mlp(layers.rms_norm(x, self.mlp_norm.get_value(), self.eps), x)
+
+    def prefill(self, x, cos, sin):
+        """x [batch, length, hidden]; returns (x after this block, what the cache keeps of these tokens)."""
+        normed = layers.rms_norm(x, self.attention_norm.get_value(), self.eps)
+        x, entry = self.attention.prefill(normed, x, cos, sin)
+        return self._mlp(x), entry
+
+    def step(self, x, cos, sin, entry, lengths):
+        """x [batch, hidden], one token a row, which goes to slot lengths[b]; returns (x, the longer entry)."""
+        normed = layers.rms_norm(x, self.attention_norm.get_value(), self.eps)
+        x, entry = self.attention.step(normed, x, cos, sin, entry, lengths)
+        return self._mlp(x), entry
+
+
+class Decoder(nnx.Module):
+    """A language model. Rows of a batch are right-padded: row b holds `lengths[b]` tokens from position 0 on.
+
+    Causality keeps the padding out of every real position, so no mask travels through the layers.
+    """
+
+    def __init__(self, config: DecoderConfig, weight: WeightSource, tied: bool):
+        """`weight(name, shape)` gives the checkpoint's tensor of that (transformers) name, checked against `shape`;
+        `tied`: the embedding serves as the output head."""
+        table = (config.vocab_size, config.hidden_size)
+        self.config = config
+        self.embedding = nnx.Param(weight("model.embed_tokens.weight", table))
+        self.blocks = nnx.List([config.block(i, weight) for i in range(config.num_layers)])
+        self.norm = nnx.Param(as_float32(weight("model.norm.weight", (config.hidden_size,))))
+        self.output = None if tied else nnx.Param(weight("lm_head.weight", table))
+
+    def _enter(self, ids, positions):
+        """(the embeddings of ids, for every rope of the blocks the cos and sin of the positions)."""
+        x = layers.embedding(self.embedding.get_value(), ids)
+        ropes = dict.fromkeys(block.rope for block in self.blocks)
+        return x, {rope: layers.rope_angles(positions, jnp.asarray(rope.frequencies())) for rope in ropes}
+
+    def _norm(self, hidden):
+        return layers.rms_norm(hidden, self.norm.get_value(), self.config.norm_eps)
+
+    def _logits(self, normed):
+        return layers.linear(normed, (self.embedding if self.output is None else self.output).get_value())
+
+    def head(self, hidden):
+        """Logits float32 [..., vocab] of hidden states [..., hidden]."""
+        return self._logits(self._norm(hidden))
+
+    def prefill(self, ids):
+        """Runs whole prompts: ids int32 [batch, length].
+
+        Returns (hidden [batch, length, hidden_size] before the final norm, each layer's entry of the cache)."""
+        x, angles = self._enter(ids, _positions(ids))
+        entries = []
+        for block in self.blocks:
+            x, entry = block.prefill(x, *angles[block.rope])
+            entries.append(entry)
+        return x, entries
+
+    def __call__(self, ids, *, remat: bool = False):
+        """Logits float32 [batch, length, vocab] after every token of ids int32 [batch, length], without a cache.
+
+        `remat`: reverse mode keeps only the input of each block, and computes the block again (`jax.checkpoint`).
+        """
+        return self._logits(self.hidden_states(ids, remat=remat)[-1])
+
+    def hidden_states(self, ids, *, remat: bool = False) -> list[jax.Array]:
+        """Of ids int32 [batch, length] the embeddings, then what each block but the last gives, then the last block's
+        output behind the final norm: num_layers + 1 arrays float32 [batch, length, hidden]. `remat`: see `__call__`."""
+        x, angles = self._enter(ids, _positions(ids))
+        states = [x]
+        for block in self.blocks:
+            run = lambda x, block=block: block.prefill(x, *angles[block.rope])[0]
+            states.append((jax.checkpoint(run) if remat else run)(states[-1]))
+        return [*states[:-1], self._norm(states[-1])]
+
+    def loss(self, ids, lengths=None, remat: bool = False):
+        """Mean loss of the next token, in nats: ids int32 [batch, length], right-padded; `lengths` int [batch] counts
+        the tokens of each row (default: all). Row b gives `lengths[b] - 1` predictions; at least one in all."""
+        targets = ids[:, 1:]
+        if lengths is not None:
+            real = jnp.arange(1, ids.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]
+            targets = jnp.where(real, targets, IGNORED)
+        losses = ops.cross_entropy(self(ids[:, :-1], remat=remat), targets, ignore=IGNORED)
+        return losses.sum() / (targets != IGNORED).sum().astype(losses.dtype)
+
+    def step(self, tokens, cache: kv.KVCache):
+        """One token per row: tokens int32 [batch] -> (logits float32 [batch, vocab], the cache one token longer)."""
+        x, angles = self._enter(tokens, cache.lengths)
+        entries = []
+        for block, entry in zip(self.blocks, cache.entries, strict=True):
+            x, entry = block.step(x, *angles[block.rope], entry, cache.lengths)
+            entries.append(entry)
+        return self.head(x), kv.KVCache(tuple(entries), cache.lengths + 1)
+
+
+def _positions(ids):
+    return jnp.arange(ids.shape[1], dtype=jnp.int32)
+
+
+def as_float32(x):
+    """A weight as a dense float32 array."""
+    return x.dequantize() if isinstance(x, QuantizedTensor) else jnp.asarray(x, jnp.float32)
+
+
+def fuse(parts: Sequence) -> layers.Weight:
+    """One matrix out of several that share their input, if their storage is alike; otherwise the parts themselves."""
+    if all(isinstance(p, QuantizedTensor) for p in parts) and len({p.kind for p in parts}) == 1:
+        return QuantizedTensor.concatenate(parts)
+    if not any(isinstance(p, QuantizedTensor) for p in parts) and len({p.dtype for p in parts}) == 1:
+        return jnp.concatenate(parts, axis=0)
+    return tuple(parts)

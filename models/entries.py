@@ -1,0 +1,21 @@
+"""Entries of a model's configuration, checked as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jtile._errors import ModelError
+
+
+def number(config: Mapping, key: str, default: float | None = None, kind: type = int):
+    """The positive number `key` of a configuration; the default stands in for an absent or null entry.
+
+    Raises:
+      ModelError: neither an entry nor a default, or no positive number of that kind.
+    """
+    value = default if config.get(key) is None else config[key]
+    if value is None:
+        raise ModelError(f"the model's configuration lacks {key!r}; the file is of another model, or it is damaged")
+    if not isinstance(value, (int, float)) or not 0 < value < float("inf") or kind(value) != value:
+        raise ModelError(f"the model's configuration has {key!r} = {value!r}; expected a positive {kind.__name__}")
+    return kind(value)

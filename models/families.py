@@ -1,0 +1,35 @@
+"""The architectures that `jtile.models` runs, by the names that checkpoints give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from jtile._errors import ModelError
+from jtile.models.config import DecoderConfig
+from jtile.models.llama import LlamaConfig
+
+# `model_type` of a config.json -> (the class of transformers, what reads its configuration)
+FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
+    "llama": ("LlamaForCausalLM", LlamaConfig.from_hf),
+}
+
+
+def read_config(config: Mapping, source: str) -> DecoderConfig:
+    """The configuration of the model that a `config.json` describes.
+
+    Raises:
+      ModelError: neither its `model_type` nor its `architectures` are known, or they ask for another head than that of
+        a language model, or an entry is wrong.
+    """
+    kind, classes = config.get("model_type"), config.get("architectures") or []
+    by_class = {name: kind for kind, (name, _) in FAMILIES.items()}
+    kind = kind or next((by_class[name] for name in classes if name in by_class), None)
+    if kind not in FAMILIES:
+        raise ModelError(
+            f"{source} holds a model of the type {kind!r} ({', '.join(map(str, classes)) or 'no architectures'}); "
+            f"jtile runs {', '.join(map(repr, FAMILIES))}"
+        )
+    name, read = FAMILIES[kind]
+    if classes and name not in classes:
+        raise ModelError(f"{source} holds a {', '.join(map(str, classes))}; of the type {kind!r} jtile runs {name}")
+    return read(config)
