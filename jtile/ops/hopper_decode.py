@@ -197,8 +197,9 @@ def _meet(w: _Work, r, first, last, o, o_part, lse_part):
     """Whoever comes last of the programs with keys of a row puts together what they gave."""
     _, queries, d = o.shape
     if jt.arrive(jt.counters("rows", o.shape[0]), r, last - first + 1):
-        whole = put_together(o_part, lse_part, first, last, side_of(queries, d))
-        o.tiles(None, whole.shape[0], d)[r, 0, 0] = whole.astype(o.dtype)
+        n = jt.next_power_of_2(queries)
+        whole = put_together(o_part, lse_part, first, last, 0, n, side_of(n, d))
+        o.tiles(None, n, d)[r, 0, 0] = whole.astype(o.dtype)
 
 
 @jt.kernel(out_type=_types, grid=lambda *_, parts, **__: parts)

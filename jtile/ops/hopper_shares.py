@@ -19,7 +19,7 @@ from jtile.ops.flash_attention import NOTHING
 
 _ROWS = 128  # whose lengths are looked at together
 _PROGRAMS = 1056  # at most, that put parts together
-_TILE = 4096  # numbers of parts that one of them holds at a time
+_TILE = 4096  # numbers of a part that one of them holds at a time
 _LAST = 160 << 10  # bytes of a row's parts that one program reads as fast as many do after another launch
 
 
@@ -99,17 +99,18 @@ def place_of_part(part, begins):
 
 
 @jt.function
-def put_together(o_part, lse_part, first, last, side: int):
-    """What the parts from `first` to `last` gave one row, [queries, d], `side` of them at a time: for few queries."""
+def put_together(o_part, lse_part, first, last, query, n: int, side: int):
+    """What the parts from `first` to `last` gave one row: of the `n` queries from `query` on, [n, d], `side` parts at a
+    time."""
     # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p
-    n, d = jt.next_power_of_2(o_part.shape[1]), o_part.shape[2]
+    d = o_part.shape[2]
     m, l, acc = jt.full((n,), 2 * NOTHING, jnp.float32), jt.zeros((n,), jnp.float32), jt.zeros((n, d), jnp.float32)
     for c in jt.range(jt.cdiv(last + 1 - first, side)):
         x, o_p = [], []
         for p in (first + c * side + k for k in range(side)):  # each a tile of its own: threads keep what they load
             at, there = place_of_part(p, p == first), p <= last
-            x.append(jt.load(lse_part, (at, jt.ds(0, n)), mask=there, other=2 * NOTHING))
-            o_p.append(jt.load(o_part, (at, jt.ds(0, n), jt.ds(0, d)), mask=there))
+            x.append(jt.load(lse_part, (at, jt.ds(query, n)), mask=there, other=2 * NOTHING))
+            o_p.append(jt.load(o_part, (at, jt.ds(query, n), jt.ds(0, d)), mask=there))
         top = functools.reduce(jnp.maximum, x, m)
         fade = jnp.exp2(m - top)
         acc, l, m = acc * fade[:, None], l * fade, top
@@ -120,14 +121,14 @@ def put_together(o_part, lse_part, first, last, side: int):
 
 
 def side_of(queries: int, d: int) -> int:
-    """Parts of a row that `put_together` takes at a time: as many as registers hold."""
+    """Parts of a row that `put_together` takes at a time, of so many queries: as many as registers hold."""
     return min(max(2 * _TILE // (jt.next_power_of_2(queries) * d), 1), 16)
 
 
 def by_the_last(rows: int, queries: int, d: int, parts: int) -> bool:
     """Whether the last program that has units of a row puts its parts together, instead of a kernel behind: one
     multiprocessor reads them, which is soon done where they are few bytes."""
-    return queries * d * 4 * (-(-parts // rows) + 1) <= _LAST
+    return queries * d * 4 * (jt.cdiv(parts, rows) + 1) <= _LAST
 
 
 @jt.kernel(
@@ -135,10 +136,9 @@ def by_the_last(rows: int, queries: int, d: int, parts: int) -> bool:
     grid=lambda whole, *_, n, **__: (whole.shape[0], jt.cdiv(whole.shape[1], n)),
     alias={"whole": "o"},
 )
-def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int, side: int):
+def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int):
     """The output [rows times heads, queries, d] of rows that several parts share, over those that one part gave: `n`
-    queries in a program, one after the other, `side` parts at a time."""
-    # o = sum_p 2^(lse_p - M) o_p / sum_p 2^(lse_p - M)     M = max_p lse_p
+    queries in a program."""
     b, d = jt.program_id(0), whole.shape[2]
     row = row_of(b, units)
 
@@ -148,21 +148,10 @@ def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int,
 
     total, begin = _sums(lengths, count, 2)
     of_row = units.of(lengths[row])
-    begin = begin + (b - row * units.heads) * of_row
-    size = jt.cdiv(total, o_part.shape[0] // 2)
-    first, last = jax.lax.div(begin, size), jax.lax.div(begin + of_row - 1, size)
+    first, last = parts_of(begin + (b - row * units.heads) * of_row, of_row, jt.cdiv(total, o_part.shape[0] // 2))
     if last > first:
-        for i in jt.range(jt.program_id(1) * n, jnp.minimum(jt.program_id(1) * n + n, whole.shape[1])):
-            m, l, acc = jnp.float32(2 * NOTHING), jnp.float32(0), jt.zeros((d,), jnp.float32)
-            for c in jt.range(jt.cdiv(last + 1 - first, side)):
-                p = first + c * side + jt.arange(side)
-                at = place_of_part(p, p == first)
-                x = jt.load(lse_part, (at, i), mask=p <= last, other=2 * NOTHING)
-                o_p = jt.load(o_part, (at[:, None], i, jt.arange(d)[None, :]), mask=(p <= last)[:, None])
-                top = jnp.maximum(m, x.max())
-                fade, w = jnp.exp2(m - top), jnp.where(p <= last, jnp.exp2(x - top), 0.0)
-                acc, l, m = acc * fade + (w[:, None] * o_p).sum(0), l * fade + w.sum(), top
-            o.tiles(None, None, d)[b, i, 0] = (acc / l).astype(o.dtype)
+        found = put_together(o_part, lse_part, first, last, jt.program_id(1) * n, n, side_of(n, d))
+        o.tiles(None, n, d)[b, jt.program_id(1), 0] = found.astype(o.dtype)
 
 
 def combined(whole, o_part, lse_part, lengths, units: Units):
@@ -170,6 +159,6 @@ def combined(whole, o_part, lse_part, lengths, units: Units):
     rows, queries, d = whole.shape
     if units.slots <= units.size or o_part.shape[0] == 2:  # a unit a row, or one part: nothing is shared
         return whole
-    n = min(max(rows * queries // _PROGRAMS, 1), 16, queries)
-    side = max(_TILE // d, 1)
-    return tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, lengths, units=units, n=n, side=side)
+    most = max(min(rows * queries // _PROGRAMS, _TILE // d, queries), 1)  # a loop over queries would wait for each
+    n = 1 << (most.bit_length() - 1)
+    return tuned(combine_shares, num_warps=4)(whole, o_part, lse_part, lengths, units=units, n=n)
