@@ -30,11 +30,8 @@ class Attention(nnx.Module):
         *qkv, output = (weight(f"{prefix}{name}_proj.weight", shape) for name, shape in shapes.items())
         self.config, self.rope = config, config.rope
         self.qkv, self.output = nnx.Param(fuse(qkv)), nnx.Param(output)
-        self.q_norm = self.k_norm = None
-        if config.norm_eps is not None:
-            self.q_norm, self.k_norm = (
-                nnx.Param(as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,)))) for name in "qk"
-            )
+        norm = lambda name: nnx.Param(as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,))))
+        self.q_norm, self.k_norm = (None, None) if config.norm_eps is None else (norm("q"), norm("k"))
 
     def _norms(self) -> layers.HeadNorms | None:
         if self.q_norm is None:
@@ -119,7 +116,8 @@ class Decoder(nnx.Module):
         """(the embeddings of ids, for every rope of the blocks the cos and sin of the positions)."""
         x = layers.embedding(self.embedding.get_value(), ids)
         ropes = dict.fromkeys(block.rope for block in self.blocks)
-        return x, {rope: layers.rope_angles(positions, jnp.asarray(rope.frequencies())) for rope in ropes}
+        angles = lambda rope: layers.rope_angles(positions, jnp.asarray(rope.frequencies()), rope.attention_factor)
+        return x, {rope: angles(rope) for rope in ropes}
 
     def _norm(self, hidden):
         return layers.rms_norm(hidden, self.norm.get_value(), self.config.norm_eps)

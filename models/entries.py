@@ -19,3 +19,9 @@ def number(config: Mapping, key: str, default: float | None = None, kind: type =
     if not isinstance(value, (int, float)) or not 0 < value < float("inf") or kind(value) != value:
         raise ModelError(f"the model's configuration has {key!r} = {value!r}; expected a positive {kind.__name__}")
     return kind(value)
+
+
+def count(config: Mapping, key: str, default: int) -> int:
+    """As `number`, of an entry that may be 0."""
+    value = default if config.get(key) is None else config[key]
+    return 0 if value == 0 else number({key: value}, key)

@@ -6,7 +6,7 @@ stay on the device, so one compiled program serves every routing. The routers st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,8 @@ from flax import nnx
 
 from jtile import ops
 from jtile._errors import ModelError
+from jtile.models.config import WeightSource
 from jtile.ops import QuantizedTensor
-
-WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
 
 
 def mixture(x, experts, weights, gate_up, down):
@@ -68,3 +67,18 @@ class Experts(nnx.Module):
     def __call__(self, x, experts, weights):
         """See `mixture`."""
         return mixture(x, experts, weights, self.gate_up.get_value(), self.down.get_value())
+
+
+class Mixture(nnx.Module):
+    """The weighted sum of the experts that a router chooses, and the output of `shared`, an MLP for every token.
+
+    router: x [tokens, hidden] -> (experts int32 [tokens, k], their weights float32 [tokens, k])."""
+
+    def __init__(self, router: Any, experts: Experts, shared: Any = None):
+        self.router, self.experts, self.shared = router, experts, shared
+
+    def __call__(self, x, residual):
+        """x, residual [..., hidden] -> residual plus output."""
+        rows = x.reshape(-1, x.shape[-1])
+        y = residual + self.experts(rows, *self.router(rows)).reshape(x.shape)
+        return y if self.shared is None else self.shared(x, y)

@@ -63,11 +63,12 @@ def embedding(table: Weight, ids):
     return ops.embedding(table, ids, dtype=jnp.float32)
 
 
-def rope_angles(positions, inverse_frequencies):
-    """cos and sin [..., head_dim / 2] for integer positions [...]."""
+def rope_angles(positions, inverse_frequencies, factor: float = 1.0):
+    """cos and sin [..., head_dim / 2] for integer positions [...], times `factor`."""
     frequencies = inverse_frequencies.reshape((1,) * positions.ndim + (-1,))
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def split_heads(qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | None = None):

@@ -14,8 +14,10 @@ from jtile.models.entries import number
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched: "linear" (all by `factor`), "llama3" (low frequencies by `factor`), or
-    "factors" (frequency i by `factors[i]`, as GGUF files store it)."""
+    """How rotary frequencies are stretched: "linear" (all by `factor`), "llama3" (low frequencies by `factor`), "yarn"
+    (as llama3, with a ramp over pairs between those that turn `beta_fast` and `beta_slow` times in the original
+    context; cos and sin are multiplied by `attention_factor`), or "factors" (frequency i by `factors[i]`, as GGUF files
+    store it)."""
 
     kind: str
     factor: float = 1.0
@@ -23,6 +25,9 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_length: int = 8192
     factors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +45,38 @@ class Rope:
     def frequencies(self) -> np.ndarray:
         """float32 [size / 2]: radians that pair i turns per position: theta^(-2i / size), stretched as asked."""
         base = 1.0 / self.theta ** (np.arange(0, self.size, 2, dtype=np.float64) / self.size)
-        return (base if self.scaling is None else _stretched(base, self.scaling)).astype(np.float32)
+        return (base if self.scaling is None else self._stretched(base, self.scaling)).astype(np.float32)
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0 if self.scaling is None else self.scaling.attention_factor
+
+    def _stretched(self, base: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+        if scaling.kind == "factors":
+            return base / np.asarray(scaling.factors)
+        if scaling.kind == "linear":
+            return base / scaling.factor
+        if scaling.kind == "yarn":
+            slowed = self._slowed(scaling)
+            return base * (1 - slowed) + base / scaling.factor * slowed
+        # llama3: keep short wavelengths, divide long ones by the factor, blend between them (in periods per context)
+        periods = scaling.original_max_length * base / (2 * math.pi)
+        keep = np.clip((periods - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+        return base * (keep + (1 - keep) / scaling.factor)
+
+    def _slowed(self, scaling: RopeScaling) -> np.ndarray:
+        """float64 [size / 2] in [0, 1]: how much YaRN slows each pair (Peng et al. 2023)."""
+        # pair i turns L theta^(-2i / size) / 2 pi times in L positions
+        pair = lambda turns: self.size * math.log(scaling.original_max_length / (turns * 2 * math.pi), self.theta) / 2
+        low = max(math.floor(pair(scaling.beta_fast)), 0)
+        high = min(math.ceil(pair(scaling.beta_slow)), self.size - 1)
+        return np.clip((np.arange(self.size // 2) - low) / max(high - low, 1e-3), 0, 1)
 
 
-def _stretched(base: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    if scaling.kind == "factors":
-        return base / np.asarray(scaling.factors)
-    if scaling.kind == "linear":
-        return base / scaling.factor
-    # llama3: keep short wavelengths, divide long ones by the factor, blend linearly in between (in periods per context)
-    periods = scaling.original_max_length * base / (2 * math.pi)
-    keep = np.clip((periods - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
-    return base * (keep + (1 - keep) / scaling.factor)
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's scale of queries and keys for a context that is `factor` times longer: 0.1 mscale ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def read_rope(config: Mapping, size: int) -> Rope:
@@ -76,4 +101,23 @@ def read_scaling(rope: Mapping, config: Mapping) -> RopeScaling | None:
         factor, low, high = (number(rope, key, kind=float) for key in ("factor", "low_freq_factor", "high_freq_factor"))
         longest = number(config, "max_position_embeddings", 8192)
         return RopeScaling(kind, factor, low, high, number(rope, "original_max_position_embeddings", longest))
-    raise ModelError(f"unknown rope scaling {kind!r}; jtile.models implements 'default', 'linear' and 'llama3'")
+    if kind == "yarn":
+        return _read_yarn(rope, config)
+    raise ModelError(f"unknown rope scaling {kind!r}; jtile.models implements 'default', 'linear', 'llama3' and 'yarn'")
+
+
+def _read_yarn(rope: Mapping, config: Mapping) -> RopeScaling:
+    factor = number(rope, "factor", kind=float)
+    attention = yarn_scale(factor)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        of_rotated, of_all = (number(rope, key, kind=float) for key in ("mscale", "mscale_all_dim"))
+        attention = yarn_scale(factor, of_rotated) / yarn_scale(factor, of_all)
+    longest = number(config, "max_position_embeddings", 8192)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_length=number(rope, "original_max_position_embeddings", longest),
+        beta_fast=number(rope, "beta_fast", 32.0, float),
+        beta_slow=number(rope, "beta_slow", 1.0, float),
+        attention_factor=number(rope, "attention_factor", attention, float),
+    )

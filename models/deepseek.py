@@ -1,0 +1,154 @@
+"""DeepSeek-V3: latent attention, and after the first layers a mixture of many small experts (DeepSeek-AI, 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jtile._errors import ModelError
+from jtile.models import layers
+from jtile.models.config import DecoderConfig, WeightSource, read_decoder
+from jtile.models.decoder import Block, GatedMLP, as_float32
+from jtile.models.entries import count, number
+from jtile.models.experts import Experts, Mixture
+from jtile.models.latent import LatentAttention, LatentConfig
+from jtile.models.rope import Rope, read_rope, yarn_scale
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtureConfig:
+    """Sizes of a mixture. Experts stand in `groups` of equal size, of which the best `chosen_groups` take part; of the
+    experts in these a token goes through the best `chosen`, weighted by their scores times `scale`, which are divided
+    by their sum if `normalised`. `shared`: experts that every token goes through; `features`: of one expert."""
+
+    experts: int
+    chosen: int
+    groups: int
+    chosen_groups: int
+    normalised: bool
+    scale: float
+    shared: int
+    features: int
+
+    def __post_init__(self):
+        if self.experts % self.groups or self.experts // self.groups < 2:
+            raise ModelError(f"{self.experts} experts do not make {self.groups} groups of equal size, of two or more")
+        if self.chosen_groups > self.groups:
+            raise ModelError(f"the router chooses topk_group = {self.chosen_groups} of n_group = {self.groups} groups")
+        if self.chosen > self.chosen_groups * (self.experts // self.groups):
+            raise ModelError(
+                f"the router chooses {self.chosen} experts, but its {self.chosen_groups} groups hold "
+                f"{self.chosen_groups * (self.experts // self.groups)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekConfig(DecoderConfig):
+    """The sizes of one DeepSeek-V3. `dense`: how many layers in front have a plain MLP, of `features`."""
+
+    attention: LatentConfig
+    mixture: MixtureConfig
+    dense: int
+    features: int
+
+    @classmethod
+    def from_hf(cls, config: Mapping) -> DeepseekConfig:
+        """From a `config.json` of transformers 5 or of the hub.
+
+        Raises:
+          ModelError: a required key is missing, or the model uses a variant that this file does not implement.
+        """
+        implemented = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+        for key, value in implemented.items():
+            if config.get(key, value) != value:
+                raise ModelError(
+                    f"this DeepSeek has {key} = {config[key]!r}; jtile.models.deepseek implements {value!r}"
+                )
+        return cls(
+            **read_decoder(config),
+            attention=_attention(config),
+            mixture=_mixture(config),
+            dense=count(config, "first_k_dense_replace", 3),
+            features=number(config, "intermediate_size"),
+        )
+
+    def block(self, index: int, weight: WeightSource) -> nnx.Module:
+        prefix, hidden = f"model.layers.{index}.", self.hidden_size
+        attention = LatentAttention(self.attention, hidden, weight, f"{prefix}self_attn.")
+        if index < self.dense:
+            mlp = GatedMLP(hidden, self.features, weight, f"{prefix}mlp.")
+        else:
+            mlp = _experts(self.mixture, hidden, weight, f"{prefix}mlp.")
+        return Block(self, weight, prefix, attention, mlp)
+
+
+def _attention(config: Mapping) -> LatentConfig:
+    rope = read_rope(config, number(config, "qk_rope_head_dim"))
+    plain = number(config, "qk_nope_head_dim")
+    return LatentConfig(
+        heads=number(config, "num_attention_heads"),
+        query_rank=None if config.get("q_lora_rank") is None else number(config, "q_lora_rank"),
+        rank=number(config, "kv_lora_rank"),
+        plain=plain,
+        value=number(config, "v_head_dim"),
+        rope=rope,
+        scale=_score_scale(plain + rope.size, rope, config),
+        adjacent=bool(config.get("rope_interleave", True)),
+    )
+
+
+def _score_scale(size: int, rope: Rope, config: Mapping) -> float:
+    """1 / sqrt(size), times the square of YaRN's factor for `mscale_all_dim`, if the model has one."""
+    entries = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.scaling is None or not entries.get("mscale_all_dim"):
+        return size**-0.5
+    return size**-0.5 * yarn_scale(rope.scaling.factor, number(entries, "mscale_all_dim", kind=float)) ** 2
+
+
+def _mixture(config: Mapping) -> MixtureConfig:
+    return MixtureConfig(
+        experts=number(config, "n_routed_experts"),
+        chosen=number(config, "num_experts_per_tok"),
+        groups=number(config, "n_group", 1),
+        chosen_groups=number(config, "topk_group", 1),
+        normalised=bool(config.get("norm_topk_prob", True)),
+        scale=number(config, "routed_scaling_factor", 1.0, float),
+        shared=count(config, "n_shared_experts", 0),
+        features=number(config, "moe_intermediate_size"),
+    )
+
+
+def _experts(config: MixtureConfig, hidden: int, weight: WeightSource, prefix: str) -> Mixture:
+    """The experts, and the shared ones as one gated MLP."""
+    experts = Experts(weight, f"{prefix}experts.", config.experts, config.features, hidden)
+    shared = config.shared * config.features
+    together = GatedMLP(hidden, shared, weight, f"{prefix}shared_experts.") if shared else None
+    return Mixture(Router(config, hidden, weight, f"{prefix}gate."), experts, together)
+
+
+class Router(nnx.Module):
+    """Which experts a token goes through. A learned bias, which balances their load, takes part in the choice only."""
+
+    def __init__(self, config: MixtureConfig, hidden: int, weight: WeightSource, prefix: str):
+        self.config = config
+        self.weight = nnx.Param(as_float32(weight(f"{prefix}weight", (config.experts, hidden))))
+        self.bias = nnx.Param(as_float32(weight(f"{prefix}e_score_correction_bias", (config.experts,))))
+
+    def __call__(self, x):
+        """x float32 [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
+        c, tokens = self.config, x.shape[0]
+        scores = jax.nn.sigmoid(layers.linear(x, self.weight.get_value()))
+        ranking = (scores + self.bias.get_value()[None, :]).reshape(tokens, c.groups, -1)
+        of_group = jax.lax.top_k(ranking, 2)[0].sum(-1)  # a group is as good as its two best experts
+        best = jax.lax.top_k(of_group, c.chosen_groups)[1]
+        allowed = (best[:, :, None] == jnp.arange(c.groups, dtype=best.dtype)[None, None, :]).any(1)
+        ranking = jnp.where(allowed[:, :, None], ranking, -jnp.inf).reshape(tokens, c.experts)
+        experts = jax.lax.top_k(ranking, c.chosen)[1]
+        weights = jnp.take_along_axis(scores, experts, axis=1)
+        if c.normalised:
+            weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
+        return experts, weights * c.scale

@@ -1,0 +1,170 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one small vector per token.
+
+A prompt expands the latent vectors to keys and values of every head. A decoding step attends to the latent vectors
+themselves: the expansion is absorbed into the query and into the output. The cache holds, per token, the normalised
+latent vector and behind it the rotated part of the keys, which all heads share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jtile as jt
+from jtile import ops
+from jtile._errors import ModelError
+from jtile.models import layers
+from jtile.models.config import WeightSource
+from jtile.models.decoder import fuse
+from jtile.models.kernels import rotated
+from jtile.models.rope import Rope
+from jtile.ops import QuantizedTensor
+
+NORM_EPS = 1e-6  # of the norms of queries and latent vectors, whatever the configuration says of the others
+HEADS = 8  # of one program of the kernels below
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Sizes of a latent attention. `query_rank`: of the queries' own latent vector (None: they are projected at once);
+    `rank`: of keys and values; `plain`: a head's features without position, before the `rope.size` rotated ones;
+    `value`: of a head's values; `scale`: of the scores; `adjacent`: the checkpoint rotates the pairs (2i, 2i + 1), else
+    (i, i + size / 2)."""
+
+    heads: int
+    query_rank: int | None
+    rank: int
+    plain: int
+    value: int
+    rope: Rope
+    scale: float
+    adjacent: bool = True
+
+
+def _tail_type(x, cos, sin, *, dtype, **_):
+    return jax.ShapeDtypeStruct(x.shape, dtype)
+
+
+def _tail_grid(x, *_, bt, **__):
+    return x.shape[0], jt.cdiv(x.shape[1], bt), jt.cdiv(x.shape[2], HEADS)
+
+
+@jt.kernel(out_type=_tail_type, grid=_tail_grid)
+def rotate_tail(x, cos, sin, y, *, dtype: str, bt: int = 8):
+    """x [batch, length, heads, d + r] with the last r features of each head turned; cos, sin [length, r / 2]."""
+    b, t, h = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    half, d = cos.shape[1], x.shape[3] - 2 * cos.shape[1]
+    C, S = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
+    tokens, heads = jt.ds(t * bt, bt), jt.ds(h * HEADS, HEADS)
+    if d:
+        y[b, tokens, heads, :d] = x[b, tokens, heads, :d].astype(dtype)
+    y[b, tokens, heads, d:] = rotated(x[b, tokens, heads, d:], C, S).astype(dtype)
+
+
+def _append_types(q, absorbed, entry, weight, cos, sin, lengths, cache, **_):
+    return jax.ShapeDtypeStruct((*q.shape[:2], cache.shape[2]), cache.dtype), jt.like(cache)
+
+
+@jt.kernel(
+    out_type=_append_types,
+    grid=lambda q, *_, **__: (q.shape[0], jt.cdiv(q.shape[1], HEADS)),
+    alias={"cache": "new_cache"},
+)
+def latent_append(q, absorbed, entry, weight, cos, sin, lengths, cache, query, new_cache, *, eps: float):
+    """One token a row. query [batch, heads, rank + r]: `absorbed` [batch, heads, rank], and behind it the last r
+    features of q [batch, heads, d + r], turned by cos, sin [batch, r / 2]. Slot lengths[b] of the cache
+    [batch, slots, rank + r] gets entry [batch, rank + r], normalised in front and turned behind, in place."""
+    b, h = jt.program_id(0), jt.program_id(1)
+    rank, dtype = absorbed.shape[2], cache.dtype
+    d = q.shape[2] - (cache.shape[2] - rank)
+    C, S = cos[b, :][None], sin[b, :][None]
+    heads = jt.ds(h * HEADS, HEADS)
+    query[b, heads, :rank] = absorbed[b, heads, :].astype(dtype)
+    query[b, heads, rank:] = rotated(q[b, heads, d:], C, S).astype(dtype)
+    if h == 0:
+        at, c = lengths[b], entry[b, :rank]
+        c = c * jax.lax.rsqrt((c * c).sum() * (1.0 / rank) + eps) * weight[:]
+        new_cache[b, at, :rank] = c.astype(dtype)
+        new_cache[b, at, rank:] = rotated(entry[b, rank:][None], C, S)[0].astype(dtype)
+
+
+class LatentAttention(nnx.Module):
+    """Latent self-attention. Keys, values and the cache have the dtype of the weights that expand them.
+
+    Rotated rows of the weights are reordered from adjacent pairs to halves on loading: scores, the product of queries
+    and keys that are both so reordered, stay the same.
+    """
+
+    def __init__(self, config: LatentConfig, hidden: int, weight: WeightSource, prefix: str):
+        """Of the tensors `{prefix}{q_a,q_b,q,kv_a,kv_b,o}_proj…`, which `weight(name, shape)` reads."""
+        rope, heads = config.rope.size, config.heads
+        rows = heads * (config.plain + rope)
+        read = lambda name, *shape: _dense(weight(f"{prefix}{name}.weight", shape), f"{prefix}{name}")
+        halves = (lambda w, heads: _halves(w, heads, rope)) if config.adjacent else lambda w, heads: w
+        entry = halves(read("kv_a_proj_with_mqa", config.rank + rope, hidden), 1)
+        if config.query_rank is None:
+            first, self.query_norm, self.query = halves(read("q_proj", rows, hidden), heads), None, None
+        else:
+            first = read("q_a_proj", config.query_rank, hidden)
+            self.query_norm = nnx.Param(read("q_a_layernorm", config.query_rank).astype(jnp.float32))
+            self.query = nnx.Param(halves(read("q_b_proj", rows, config.query_rank), heads))
+        self.down = nnx.Param(fuse([first, entry]))
+        self.norm = nnx.Param(read("kv_a_layernorm", config.rank).astype(jnp.float32))
+        both = read("kv_b_proj", heads * (config.plain + config.value), config.rank)
+        both = both.reshape(heads, config.plain + config.value, config.rank)
+        self.key, self.value = nnx.Param(both[:, : config.plain]), nnx.Param(both[:, config.plain :])
+        self.output = nnx.Param(read("o_proj", hidden, heads * config.value))
+        self.config, self.rope = config, config.rope
+
+    def _project(self, x):
+        """q [..., heads, plain + rope], and what the cache's entries are made of, [..., rank + rope]; not rotated."""
+        config = self.config
+        y = layers.linear(x, self.down.get_value())
+        q, entry = jnp.split(y, [y.shape[-1] - config.rank - config.rope.size], axis=-1)
+        if self.query is not None:
+            q = layers.linear(layers.rms_norm(q, self.query_norm.get_value(), NORM_EPS), self.query.get_value())
+        return q.reshape(*x.shape[:-1], config.heads, -1), entry
+
+    def prefill(self, x, residual, cos, sin):
+        """x [batch, length, hidden]; returns (residual plus output [batch, length, hidden], (entries of the cache
+        [batch, length, rank + rope],))."""
+        key, value, config = self.key.get_value(), self.value.get_value(), self.config
+        q, entry = self._project(x)
+        q = rotate_tail(q, cos, sin, dtype=key.dtype.name)
+        rope = rotate_tail(entry[:, :, None, config.rank :], cos, sin, dtype=key.dtype.name)[:, :, 0]
+        latent = layers.rms_norm(entry[:, :, : config.rank], self.norm.get_value(), NORM_EPS).astype(key.dtype)
+        k, v = (ops.matmul(latent, w.reshape(-1, config.rank), transpose_b=True) for w in (key, value))
+        k, v = (y.reshape(*x.shape[:2], config.heads, -1) for y in (k, v))
+        mixed = ops.mla_attention(q, k, rope, v, scale=config.scale).astype(jnp.float32)
+        x = layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value(), residual)
+        return x, (jnp.concatenate([latent, rope], axis=-1),)
+
+    def step(self, x, residual, cos, sin, entry, lengths):
+        """x [batch, hidden] against the cache of this layer; returns (residual plus output, the cache)."""
+        key, value, config = self.key.get_value(), self.value.get_value(), self.config
+        q, new = self._project(x)
+        # q . (W c) = (W^T q) . c, and sum_j p_j (W c_j) = W sum_j p_j c_j
+        plain = q[:, :, : config.plain].swapaxes(0, 1).astype(key.dtype)
+        absorbed = ops.matmul(plain, key, out_dtype=jnp.float32).swapaxes(0, 1)
+        args = q, absorbed, new, self.norm.get_value(), cos, sin, lengths, *entry
+        query, cache = latent_append(*args, eps=NORM_EPS)
+        mixed = ops.mla_decode(query, cache, lengths + 1, rank=config.rank, scale=config.scale)
+        mixed = ops.matmul(mixed.swapaxes(0, 1), value, transpose_b=True, out_dtype=jnp.float32).swapaxes(0, 1)
+        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value(), residual), (cache,)
+
+
+def _halves(weight, heads: int, rope: int):
+    """The rows [heads (d + rope), in] with the last `rope` of each head from adjacent pairs to halves: those of even
+    index first."""
+    rows = weight.reshape(heads, -1, weight.shape[1])
+    plain, turned = jnp.split(rows, [rows.shape[1] - rope], axis=1)
+    return jnp.concatenate([plain, turned[:, ::2], turned[:, 1::2]], axis=1).reshape(weight.shape)
+
+
+def _dense(weight: layers.Weight, name: str) -> jax.Array:
+    if isinstance(weight, QuantizedTensor):
+        raise ModelError(f"the weights {name} are {weight.kind}; latent attention runs on float weights")
+    return weight
