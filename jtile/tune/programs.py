@@ -20,7 +20,8 @@ def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
     """How often `f(*args)` calls each `Program`, in order of the first call, and the calls of tunable kernels.
 
     The body of a `scan` counts as often as it runs, that of a `while` and the branches of a `cond` once; of what is
-    different on each platform, that of the platform at hand (`jt.platform()`).
+    different on each platform, that of the platform at hand (`jt.platform()`); kernels that only other platforms run
+    are not among the calls.
 
     Raises:
       KernelTypeError: called inside of a trace.
@@ -29,7 +30,8 @@ def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
     programs: Counter[Any] = Counter()
     for program, times in _programs(jaxpr, 1):
         programs[program] += times
-    return programs, list(found.calls.values())
+    elsewhere = {p.name for p, _ in _programs(jaxpr, 1, lambda _: None)} - {p.name for p in programs}
+    return programs, [call for call in found.calls.values() if call.kernel.name not in elsewhere]
 
 
 def operands(f: Callable[..., Any], *args: Any) -> dict[Any, list[Any]]:
@@ -58,16 +60,18 @@ def _traced(f: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recorder]:
         recorder.reset(token)
 
 
-def _programs(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+def _programs(jaxpr: Any, times: int, branch: Callable[..., Any] | None = None) -> Iterator[tuple[Any, int]]:
+    """Each program, and how often it is called; `branch`: of the parameters of an equation, which branch counts, None
+    for all. Default: that of the platform at hand."""
     from jax.extend.core import jaxprs_in_params
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jtile_call":
             yield eqn.params["program"], times
         inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        here = _here(eqn.params)
+        here = (branch or _here)(eqn.params)
         for inner in [here.jaxpr] if here else jaxprs_in_params(eqn.params):
-            yield from _programs(inner, inside)
+            yield from _programs(inner, inside, branch)
 
 
 def _here(params: Mapping[str, Any]) -> Any:
