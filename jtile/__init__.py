@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jtile import ops as ops
     from jtile import testing as testing
     from jtile._export import export_checks as export_checks
+    from jtile._partitioned import partitioned as partitioned
     from jtile._platform import architecture as architecture
     from jtile._platform import platform as platform
     from jtile.language import Barrier as Barrier
@@ -109,6 +110,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "explain": "jtile.tune",
     "export_checks": "jtile._export",
     "function": "jtile.trace",
+    "partitioned": "jtile._partitioned",
     "host_target": "jtile.lowering.targets",
     "platform": "jtile._platform",
     "profile": "jtile.tune",

@@ -8,57 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jexc
 import jax.numpy as jnp
-from jax.core import ShapedArray
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jtile import ir
+from jtile import _shards, ir
 from jtile._compat import is_partitioned
 from jtile._errors import KernelValueError
 from jtile._program import Program, fingerprint_of, lane_name
 from jtile._sharding import Hand
+from jtile._shards import Axes, Rule
 from jtile.transforms.factors import Factors, factors
 from jtile.transforms.localise import localise
-
-Axes = tuple[str, ...]  # of a mesh
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Along what a program can be cut.
-
-    Attributes:
-      inputs, outputs: per array, the factor of each dimension, or None: it is gathered.
-      partial: per output, the factors over whose shards it must be summed.
-    """
-
-    inputs: tuple[tuple[str | None, ...], ...]
-    outputs: tuple[tuple[str | None, ...], ...]
-    partial: tuple[frozenset[str], ...]
-
-    @property
-    def arrays(self) -> tuple[tuple[str | None, ...], ...]:
-        return (*self.inputs, *self.outputs)
-
-    @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(n for dims in self.arrays for n in dims if n))
-
-    def __str__(self) -> str:
-        """`a b, b c -> a c; sum over b`; `_` is a dimension that is gathered, `()` an array without dimensions."""
-        spell = lambda arrays: ", ".join(" ".join(n or "_" for n in dims) or "()" for dims in arrays)
-        sums = sorted(frozenset().union(*self.partial))
-        end = f"; sum over {', '.join(sums)}" if sums else ""
-        return f"{spell(self.inputs)} -> {spell(self.outputs)}{end}".strip()
-
 
 # -- rules and the programs of shards ---------------------------------------------------------------------------------
 
@@ -161,49 +126,13 @@ def _check_shard(program: Program, kernel: ir.Kernel, parts: Mapping[str, int]) 
 
 
 def assign(program: Program, mesh: Mapping[str, int], specs: Sequence[Any]) -> dict[str, Axes]:
-    """The mesh axes that each factor is cut along.
-
-    Args:
-      mesh: sizes of the mesh axes.
-      specs: a `PartitionSpec` per array, outputs first; the first array that says something about a factor decides.
-    """
-    rule = rule_of(program)
-    out: dict[str, Axes] = {}
-    taken: set[str] = set()
-    wanted = {n for dims in rule.outputs for n in dims}.union(*rule.partial)
-    entries = [
-        (name, (entry,) if isinstance(entry, str) else tuple(entry or ()))
-        for dims, spec in zip((*rule.outputs, *rule.inputs), specs)
-        for name, entry in zip(dims, tuple(spec))
-        if name
-    ]
-    for name, axes in sorted(entries, key=lambda e: e[0] not in wanted):  # what no result depends on comes last
-        if name in out:
-            continue
-        axes = tuple(a for a in axes if a not in taken and mesh[a] > 1)
-        while axes and not can_cut(program, name, math.prod(mesh[a] for a in axes)):
-            axes = axes[:-1]
-        if axes:
-            out[name] = axes
-            taken.update(axes)
-    return out
-
-
-def spec_of(dims: Sequence[str | None], cut: Mapping[str, Axes]) -> PartitionSpec:
-    """The sharding of an array with these factors."""
-    axes = [cut.get(name or "", ()) for name in dims]
-    return PartitionSpec(*[a[0] if len(a) == 1 else a or None for a in axes])
+    """`_shards.assign` of a program."""
+    return _shards.assign(rule_of(program), functools.partial(can_cut, program), mesh, specs)
 
 
 def result_specs(program: Program, shardings: Sequence[NamedSharding]) -> list[PartitionSpec]:
     """How the results are sharded, given how the operands are (in their types: on axes of an explicit mesh)."""
-    outs = program.kernel.outputs
-    specs = [s.spec if isinstance(s, NamedSharding) else () for s in shardings]
-    if not any(entry for spec in specs for entry in spec):
-        return [PartitionSpec(*[None] * len(v.shape)) for v in outs]
-    mesh = next(s.mesh for s in shardings if any(s.spec))
-    cut = assign(program, dict(mesh.shape), [*[()] * len(outs), *specs])
-    return [spec_of(dims, cut) for dims in rule_of(program).outputs]
+    return _shards.result_specs(rule_of(program), functools.partial(can_cut, program), shardings)
 
 
 # -- lowering ---------------------------------------------------------------------------------------------------------
@@ -217,16 +146,24 @@ def lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Progr
         return None
     _try_hand(program)
     assert ctx.primitive is not None
-    bind = functools.partial(ctx.primitive.bind, program=program)
-    call = custom_partitioning(lambda *xs: bind(*xs))
-    call.def_partition(
-        functools.partial(_partition, program, ctx.primitive),
-        functools.partial(_infer, program),
-        sharding_rule=shardy_rule(program),
-    )
-    out = mlir.lower_fun(lambda *xs: call(*_read(program, xs)), multiple_results=True)(ctx, *operands)
-    _mark(out, program)
-    return out
+    call = functools.partial(ctx.primitive.bind, program=program)
+
+    def shard(cut: Mapping[str, Axes], parts: Mapping[str, int]) -> _shards.Shard:
+        local = shard_program(program, tuple(sorted(parts.items()))) if parts else program
+        sums = [tuple(a for name in sorted(names & set(cut)) for a in cut[name]) for names in rule_of(program).partial]
+        types = [jax.ShapeDtypeStruct(v.shape, o.dtype) for v, o in zip(local.kernel.outputs, program.out_avals)]
+        return _shards.Shard(functools.partial(_summed, ctx.primitive, local, sums, program), tuple(types))
+
+    cutting = _shards.Cutting(rule_of(program), functools.partial(can_cut, program), call, shard)
+    read = lambda *xs: cutting(*_read(program, xs))
+    return _shards.lower(ctx, read, operands, program.fingerprint, effect=program.io)
+
+
+def _summed(call: Any, local: Program, sums: Sequence[Axes], whole: Program, *operands: Any) -> list[Any]:
+    """The results of one shard, in the types of those of the whole."""
+    outs = call.bind(*operands, program=local)
+    summed = [jax.lax.psum(y, axes) if axes else y for y, axes in zip(outs, sums, strict=True)]
+    return [y.astype(o.dtype) for y, o in zip(summed, whole.out_avals, strict=True)]
 
 
 def _read(program: Program, operands: Sequence[Any]) -> list[Any]:
@@ -243,76 +180,3 @@ def _try_hand(program: Program) -> None:
         parts = next((p for p in (2, 3, 5, 7) if can_cut(program, name, p)), None)
         if parts:
             shard_program(program, ((name, parts),))
-
-
-def _mark(results: Sequence[Any], program: Program) -> None:
-    """Name the program in the call: JAX may be told to leave the callback out of the key of its compilation cache."""
-    text = mlir.ir.StringAttr.get(program.fingerprint)
-    owner = results[0].owner
-    if program.io:
-        owner.attributes["has_side_effect"] = mlir.ir.BoolAttr.get(True)
-    owner.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get({"jtile_program": text})
-
-
-def shardy_rule(program: Program) -> SdyShardingRule:
-    """The rule as Shardy takes it: dimensions that cannot be cut are factors that need replication."""
-    rule = rule_of(program)
-    fixed = lambda k, d: f"fixed{k}_{d}"
-    arrays = [ArrayMapping(*[n or fixed(k, d) for d, n in enumerate(dims)]) for k, dims in enumerate(rule.arrays)]
-    gathered = tuple(fixed(k, d) for k, dims in enumerate(rule.arrays) for d, n in enumerate(dims) if n is None)
-    kept = {n for dims in rule.outputs for n in dims}
-    summed = frozenset().union(*rule.partial) - kept
-    n_in = len(rule.inputs)
-    return SdyShardingRule(
-        tuple(arrays[:n_in]),
-        tuple(arrays[n_in:]),
-        reduction_factors=tuple(n for n in rule.names if n in summed),
-        need_replication_factors=gathered,
-    )
-
-
-def _spec(x: Any) -> Any:
-    sharding = x.sharding
-    return sharding.spec if isinstance(sharding, NamedSharding) else ()
-
-
-def _partition(program: Program, call: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]):
-    """What one shard runs, and the shardings that it wants: `custom_partitioning` moves the arrays there."""
-    cut = assign(program, dict(mesh.shape), [*map(_spec, results), *map(_spec, args)])
-    rule, shardings = rule_of(program), lambda arrays: tuple(NamedSharding(mesh, spec_of(d, cut)) for d in arrays)
-    parts = tuple(sorted((name, math.prod(mesh.shape[a] for a in axes)) for name, axes in cut.items()))
-    local = shard_program(program, parts) if parts else program
-    sums = tuple(tuple(a for name in sorted(names & set(cut)) for a in cut[name]) for names in rule.partial)
-    shard = functools.partial(jtile_shard_p.bind, call=call, program=local, sums=sums, whole=program)
-    return mesh, shard, [*shardings(rule.outputs)], shardings(rule.inputs)
-
-
-# What one shard runs, as a primitive: XLA asks for it while the mesh of the user's program is still set, and with
-# explicit axes JAX would then annotate the shard's own values, and the sum inside of a psum, with shardings.
-jtile_shard_p = jexc.Primitive("jtile_shard")
-jtile_shard_p.multiple_results = True
-
-
-@jtile_shard_p.def_abstract_eval
-def _(*avals: Any, call: Any, program: Program, sums: Sequence[Axes], whole: Program) -> list[ShapedArray]:
-    return [ShapedArray(v.shape, o.dtype) for v, o in zip(program.kernel.outputs, whole.out_avals, strict=True)]
-
-
-def _lower_shard(ctx: mlir.LoweringRuleContext, *operands: Any, call, program, sums, whole) -> Sequence[Any]:
-    def run(*xs: Any) -> list[Any]:
-        outs = call.bind(*xs, program=program)
-        summed = [jax.lax.psum(y, axes) if axes else y for y, axes in zip(outs, sums, strict=True)]
-        return [y.astype(o.dtype) for y, o in zip(summed, whole.out_avals, strict=True)]
-
-    plain = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        inner = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
-        return mlir.lower_fun(run, multiple_results=True)(inner, *operands)
-
-
-mlir.register_lowering(jtile_shard_p, _lower_shard)
-
-
-def _infer(program: Program, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> list[NamedSharding]:
-    """Shardings of the results, for XLA's older propagation, which reads no rule."""
-    return [NamedSharding(mesh, s) for s in result_specs(program, [x.sharding for x in args])]

@@ -70,11 +70,15 @@ def _abstract_eval(*avals: Any, program: Program):
 def result_types(avals: Sequence[Any], program: Program) -> list[ShapedArray]:
     """Types of the results of a program on operands of types `avals`."""
     outs = program.results([a.shape for a in avals])
+    return typed(avals, outs, result_specs(program, [a.sharding for a in avals]))
+
+
+def typed(avals: Sequence[Any], outs: Sequence[Any], specs: Sequence[Any]) -> list[ShapedArray]:
+    """Types of results of these shapes and dtypes, sharded by `specs`, of a call on operands of types `avals`."""
     if not avals:
         return [ShapedArray(o.shape, o.dtype) for o in outs]
     # An update of an operand's type keeps what shard_map tracks: which mesh axes the value varies over.
     like = max(avals, key=lambda a: len(a.manual_axis_type.varying))
-    specs = result_specs(program, [a.sharding for a in avals])
     return [
         like.update(shape=o.shape, dtype=o.dtype, weak_type=False, sharding=NamedSharding(like.sharding.mesh, s))
         for o, s in zip(outs, specs, strict=True)

@@ -231,9 +231,7 @@ def fits(q, k, table, window: int | None, scale: float) -> bool:
     if not sizes or window is not None or scale <= 0 or q.dtype not in (jnp.bfloat16, jnp.float16):
         return False
     (_, t, heads, d), kvs = q.shape, k.shape[2]
-    # Automatic partitioning cuts only kernels whose programs know which row of the batch is theirs.
-    whole = jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return whole and d in (64, 128, 256) and t * heads // kvs <= ROWS and (not table or k.shape[1] % 64 == 0)
+    return d in (64, 128, 256) and t * heads // kvs <= ROWS and (not table or k.shape[1] % 64 == 0)
 
 
 @functools.cache

@@ -286,9 +286,7 @@ def fits(q, cache, table, rank: int, scale: float) -> bool:
     """Whether `decode` can run this call: q [batch, t, heads, rank + rope]."""
     sizes = all(isinstance(n, int) for n in (*q.shape, *cache.shape, *(table[0].shape if table else ())))
     entry = rank in (128, 256, 512) and q.shape[3] == rank + ROPE and q.dtype in (jnp.bfloat16, jnp.float16)
-    # Automatic partitioning cuts only kernels whose programs know which row of the batch is theirs.
-    whole = jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return whole and sizes and entry and scale > 0 and (not table or cache.shape[1] % KEYS == 0)
+    return sizes and entry and scale > 0 and (not table or cache.shape[1] % KEYS == 0)
 
 
 @functools.cache

@@ -163,11 +163,24 @@ def _tiles(rows: int, slots: int, rank: int, itemsize: int, paged: bool) -> dict
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
 def _decode(q, cache, lengths, table, rank: int, scale: float, splits: int | None):
-    in_splits = functools.partial(_in_splits, rank=rank, scale=scale, splits=splits)
     if splits is None and jt.architecture() == "sm_90" and hopper_mla.fits(q, cache, table, rank, scale):
+        entries, pages = ("_ _ _", ", b _") if table else ("b _ _", "")
+        return jt.partitioned(_of_keys(rank, scale), f"b _ h _, {entries}, b{pages} -> b _ h _")(
+            q, cache, lengths, table
+        )
+    return _in_splits(q, cache, lengths, table, rank=rank, scale=scale, splits=splits)
+
+
+@functools.cache
+def _of_keys(rank: int, scale: float):
+    """The kernel whose programs share out all rows' keys; on several devices, those of each."""
+    in_splits = functools.partial(_in_splits, rank=rank, scale=scale, splits=None)
+
+    def mla_of_keys(q, cache, lengths, table):
         of_keys = hopper_mla.decode(rank, scale)  # the platform was a guess: only the lowering knows it
         return jax.lax.platform_dependent(q, cache, lengths, table, cuda=of_keys, default=in_splits)
-    return in_splits(q, cache, lengths, table)
+
+    return mla_of_keys
 
 
 def _in_splits(q, cache, lengths, table, *, rank: int, scale: float, splits: int | None):

@@ -208,11 +208,26 @@ def _check_pages(q, k, v, lengths, pages) -> None:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7, 8))
 def _decode(q, k, v, lengths, table, scale: float, softcap: float | None, window: int | None, splits: int | None):
-    in_splits = functools.partial(_in_splits, scale=scale, softcap=softcap, window=window, splits=splits)
     if splits is None and jt.architecture() == "sm_90" and hopper_decode.fits(q, k, table, window, scale):
+        cache, pages = ("_ _ h _", ", b _") if table else ("b _ h _", "")
+        rule = f"b _ h _ _, {cache}, {cache}, b{pages} -> b _ h _ _"
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+        return jt.partitioned(_in_shares(scale, softcap), rule)(grouped, k, v, lengths, table).reshape(q.shape)
+    return _in_splits(q, k, v, lengths, table, scale=scale, softcap=softcap, window=window, splits=splits)
+
+
+@functools.cache
+def _in_shares(scale: float, softcap: float | None):
+    """The kernel whose programs share out all rows' keys; on several devices, those of each. The queries of kv heads
+    apart, q [batch, t, kv heads, group, d], as they are cut."""
+    in_splits = functools.partial(_in_splits, scale=scale, softcap=softcap, window=None, splits=None)
+
+    def decode_in_shares(q, k, v, lengths, table):
+        args = q.reshape(*q.shape[:2], -1, q.shape[4]), k, v, lengths, table
         in_shares = hopper_decode.decode(scale, softcap)  # the platform was a guess: only the lowering knows it
-        return jax.lax.platform_dependent(q, k, v, lengths, table, cuda=in_shares, default=in_splits)
-    return in_splits(q, k, v, lengths, table)
+        return jax.lax.platform_dependent(*args, cuda=in_shares, default=in_splits).reshape(q.shape)
+
+    return decode_in_shares
 
 
 def _in_splits(q, k, v, lengths, table, *, scale: float, softcap: float | None, window: int | None, splits: int | None):

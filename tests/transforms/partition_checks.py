@@ -341,3 +341,101 @@ def check_two_programs_never_share_a_cache_key():
         module = f.lower(put(A, P("x")), put(B, P())).as_text()
         texts.add(module[module.index("jtile_program") :][:100])
     assert len(texts) == 2
+
+
+# -- functions that are cut as a whole --------------------------------------------------------------------------------
+
+
+def total(x, w):
+    """Rows of x times the sums of w [rows of x, 8]: two kernels, of which the first shares out all rows."""
+    rows = scale(w, jnp.ones(w.shape[1])).sum(1)
+    return {"y": x * rows[:, None], "rows": rows}
+
+
+ROWS = jt.partitioned(total, "r _, r _ -> r, r _")  # leaves of a dict stand in the order of its keys
+
+
+def check_a_function_that_is_cut():
+    w = array(32, 8, seed=3)
+    check(ROWS, (A, P("x")), (w, P("x")), out=(P("x"), P("x")))
+    check(ROWS, (A, P(("x", "y"))), (w, P(("x", "y"))), out=(P(("x", "y")),) * 2)
+    check(ROWS, (A, P("x")), (w, P()), out=(P("x"), P("x")))
+    check(ROWS, (A, P("x", "y")), (w, P("x")), allowed=GATHER)  # a row is never cut
+    check(ROWS, (A[:6], P("y")), (w[:6], P("y")), out=(P("y"), P("y")))
+
+
+def check_a_function_that_is_cut_under_vmap_and_grad():
+    w = array(32, 8, seed=3)
+    both, wide = jnp.stack([A, -A, A + 1, A - 1]), P("x", "y")
+    check(jax.vmap(ROWS, (0, None)), (both, wide), (w, P("y")), out=(P("x", "y"),) * 2)
+    check(jax.vmap(jax.vmap(ROWS, (1, None)), (None, 0)), (both[0, :, None], P("y")), (jnp.stack([w] * 4), P("x", "y")))
+    check(grad(ROWS, 0, 1), (A, P("x")), (w, P("x")), out=(P("x"), P("x")))
+
+
+def check_a_function_inside_of_shard_map():
+    w = array(32, 8, seed=3)
+    shards = jax.shard_map(ROWS, mesh=MESH, in_specs=(P("x"), P("x")), out_specs={"y": P("x"), "rows": P("x")})
+    check(shards, (A, P("x")), (w, P("x")), want=total(A, w), out=(P("x"), P("x")))
+
+
+def check_explicit_axes_of_a_function():
+    mesh = mesh_of(4, 2, kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        got = jax.jit(ROWS)(put(A, P("x"), mesh), put(array(32, 8, seed=3), P("x"), mesh))
+    assert jax.typeof(got["y"]).sharding.spec == P("x", None)
+    equal(got, total(A, array(32, 8, seed=3)))
+
+
+def check_a_function_on_one_of_several_devices():
+    text = jax.jit(ROWS).lower(A, A).as_text()
+    assert "CustomSPMDPartitioning" not in text
+    equal(ROWS(A, A), total(A, A))
+    there = [jax.device_put(x, jax.devices()[5]) for x in (A, A)]
+    assert jax.jit(ROWS)(*there)["y"].devices() == {jax.devices()[5]}
+
+
+def decoding(paged: bool):
+    """q, k, v, lengths (and pages) of `ops.decode_attention`, eight rows of up to 256 keys, with their shardings."""
+    q, n = normal(8, 8, 64, dtype="bfloat16"), jnp.arange(20, 256, 30, dtype=jnp.int32)
+    k, v = (normal(8, 256, 4, 64, seed=s, dtype="bfloat16") for s in (1, 2))
+    if not paged:
+        return (q, P("x", "y")), (k, P("x", None, "y")), (v, P("x", None, "y")), (n, P("x"))
+    k, v = (x.reshape(32, 64, 4, 64) for x in (k, v))
+    pages = jnp.arange(32, dtype=jnp.int32).reshape(8, 4)
+    return (q, P("x", "y")), (k, P(None, None, "y")), (v, P(None, None, "y")), (n, P("x")), (pages, P("x"))
+
+
+def check_decoding_as_on_a_gpu():
+    """A kernel whose programs share out the keys of all rows: each device those of its own, over batch and heads."""
+    with jt.config(arch="sm_90"):
+        for paged in (False, True):
+            decode = lambda q, k, v, n, *pages: ops.decode_attention(q, k, v, n, pages=pages[0] if pages else None)
+            args = decoding(paged)
+            assert "hopper_decode" in str(jax.make_jaxpr(decode)(*[a for a, _ in args]))
+            check(decode, *args, out=P("x", "y"), tolerance=1e-2)
+        q, k, v, n = decoding(False)
+        wide = (jnp.stack([q[0], -q[0]]), P(None, "x", "y"))
+        check(jax.vmap(decode, (0, None, None, None)), wide, k, v, n, out=P(None, "x", "y"), tolerance=1e-2)
+
+
+def check_latent_decoding_as_on_a_gpu():
+    q, cache = normal(8, 16, 192, dtype="bfloat16"), normal(8, 128, 192, seed=1, dtype="bfloat16")
+    n, pages = jnp.arange(16, 128, 14, dtype=jnp.int32), jnp.arange(16, dtype=jnp.int32).reshape(8, 2)
+    decode = lambda q, c, n, p=None: ops.mla_decode(q, c, n, rank=128, pages=p)
+    with jt.config(arch="sm_90"):
+        assert "hopper_mla" in str(jax.make_jaxpr(decode)(q, cache, n))
+        rows = (q, P("x", "y")), (cache, P("x")), (n, P("x"))
+        check(decode, *rows, out=P("x", "y"), tolerance=1e-2)
+        paged = rows[0], (cache.reshape(16, 64, 192), P()), rows[2], (pages, P("x"))
+        check(decode, *paged, out=P("x", "y"), tolerance=1e-2)
+
+
+def check_the_block_level_is_taken_where_several_gpus_are():
+    """What is lowered for CUDA on one of several devices, and on all of them, holds the kernel at block level."""
+    pytest.importorskip("triton")
+    for spec, mesh in ((None, None), (P("x"), MESH)):
+        args = [jnp.asarray(a) if mesh is None else put(a, spec) for a, _ in decoding(False)]
+        with jt.config(arch="sm_90"):
+            text = jax.jit(ops.decode_attention).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("CustomSPMDPartitioning" if mesh else "hopper_decode") in text
+        assert "decode_splits" not in text

@@ -95,3 +95,28 @@ def test_the_page_is_true(tmp_path, subprocess_env):
     done = subprocess.run([sys.executable, script], env=subprocess_env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "a b, b c -> a c; sum over b"
+
+
+def identity(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("r n", "needs one '->'"),
+        ("r k -> r _", "axis 'k' is an axis of no output, and shards are not summed here; write _ for it"),
+        ("r -> r", "it gives argument 0 the axes 'r', but argument 0 has 2: shape (4, 3)"),
+        ("r _ -> r", "it gives result 0 the axes 'r', but result 0 has 2: shape (4, 3)"),
+        ("r _, _ -> r _", "it names 2 inputs, this call has 1"),
+    ],
+)
+def test_rules_of_functions_that_do_not_fit(rule, message):
+    with pytest.raises(KernelValueError) as e:
+        jt.partitioned(identity, rule)(jnp.ones((4, 3)))
+    assert message in str(e.value) and "identity" in str(e.value) and "test_partition.py:" in str(e.value)
+
+
+def test_the_rule_of_a_function_is_text():
+    with pytest.raises(KernelTypeError, match="give text"):
+        jt.partitioned(identity, ("r _",))
