@@ -12,6 +12,7 @@ from typing import Any
 import jtile as jt
 from jtile import cdiv
 from jtile.ops import hopper_tiles
+from jtile.ops.hopper_tiles import Product
 
 PROCESSORS = 132  # multiprocessors of an H200
 
@@ -31,13 +32,13 @@ def product(
 
     Args:
       transposed: the right operand lies in memory as [n, k].
-      of: `batch`: so many of them; `fast`: products of precision "fast"; more: see `hopper_tiles.product`.
+      of: `batch`: so many of them; `fast`: products of precision "fast"; more: see `hopper_tiles.Product`.
     Returns:
       `bm`, `bn` and `bk`.
     """
     own = None
     if warpgroups():
-        own = hopper_tiles.product(m, n, k, itemsize, gates=gates, transposed=transposed, **of)
+        own = hopper_tiles.tiles(Product(m, n, k, itemsize, gates=gates, transposed=transposed, **of))
     return own or _product(m, n, k, itemsize, gates, transposed)
 
 
@@ -58,7 +59,7 @@ def _product(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool
 
 def extended(m: int, n: int, k: int, itemsize: int, **of: Any) -> tuple[int, int, int]:
     """The sizes that a product's operands are best extended to, with zeros, mostly its own; `of`: see `product`."""
-    return hopper_tiles.extended(m, n, k, itemsize, **of) if warpgroups() else (m, n, k)
+    return hopper_tiles.extended(Product(m, n, k, itemsize, **of)) if warpgroups() else (m, n, k)
 
 
 def parts_of_product(m: int, n: int, k: int, itemsize: int, **of: bool) -> tuple[int, dict[str, int]]:
@@ -68,7 +69,7 @@ def parts_of_product(m: int, n: int, k: int, itemsize: int, **of: bool) -> tuple
     Where large tiles leave half of the GPU idle. Each part takes the writing and reading of its float32 sums, hence
     parts of 4096 terms or more.
     """
-    own = hopper_tiles.parts_of_product(m, n, k, itemsize, **of) if warpgroups() else None
+    own = hopper_tiles.parts_of_product(Product(m, n, k, itemsize, **of)) if warpgroups() else None
     return own or _parts(m, n, k, itemsize)
 
 

@@ -11,6 +11,7 @@ import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import gpu_tiles, hopper_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, sums_in, tuned
+from jtile.ops.hopper_tiles import Form, Product
 
 
 def _tiles_of_groups(sizes, bm: int, rows: int):
@@ -108,12 +109,12 @@ def _tiles(rows: int, groups: int, n: int, k: int, itemsize: int) -> dict[str, i
         return {"bm": fit(each, 64), "bn": fit(n, 256), "bk": fit(k, 256)}
     if each <= 96 and itemsize == 2 and k >= 128:  # as fast as their matrices are read, in lines of 256 bytes
         return {"bm": 64, "bn": min(128, max(16, jt.next_power_of_2(n))), "bk": 128}
-    sides = hopper_tiles.candidates(max(each, 65), n, k, itemsize) if gpu_tiles.warpgroups() else ()
+    sides = hopper_tiles.candidates(Product(max(each, 65), n, k, itemsize)) if gpu_tiles.warpgroups() else ()
     if not sides:
         return gpu_tiles.product(min(known(rows), max(each, 65)), n, k, itemsize)
     # the last tile of a group is half full
-    time = lambda bm, bn: hopper_tiles.predicted_us(groups * (each + bm // 2), n, k, itemsize, bm, bn)
-    bm, bn = min(sides, key=lambda s: time(*s))
+    filled = lambda bm: Product(groups * (each + bm // 2), n, k, itemsize)
+    bm, bn = min(sides, key=lambda s: hopper_tiles.predicted_us(filled(s[0]), Form(1, *s)))
     return {"bm": bm, "bn": bn, "bk": 64}
 
 

@@ -7,8 +7,9 @@ Products take the tiles of the shortest predicted time. The numbers of the model
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
 from jtile import cdiv
 
@@ -44,37 +45,57 @@ NEAR, ALWAYS = 1.25, 4
 GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}  # share of the speed of the best
 
 
-@functools.cache
-def product(
-    m: int,
-    n: int,
-    k: int,
-    itemsize: int,
-    *,
-    gates: int = 1,
-    transposed: bool = False,
-    left: bool = False,
-    fast: bool = False,
-    batch: int = 1,
-) -> dict[str, int] | None:
-    """Of `batch` times `gates` products [m, k] [k, n]: `bm`, `bn`, `bk`.
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """`batch` times `gates` products [m, k] [k, n] of elements of `itemsize` bytes.
 
-    Args:
+    Attributes:
       transposed: the right operand lies in memory as [n, k]; left: the left one as [k, m].
       fast: sums stay in the accumulators of the tensor cores; those of 8-bit floats take twice the registers otherwise.
     """
-    sides = candidates(m, n, k, itemsize, gates=gates, transposed=transposed, left=left, fast=fast)
+
+    m: int
+    n: int
+    k: int
+    itemsize: int = 2
+    batch: int = 1
+    gates: int = 1
+    transposed: bool = False
+    left: bool = False
+    fast: bool = False
+
+    @property
+    def pitches(self) -> tuple[int, int]:
+        """Bytes from row to row of the two operands in memory."""
+        along = self.m if self.left else self.k, self.k if self.transposed else self.n
+        return along[0] * self.itemsize, along[1] * self.itemsize
+
+    def tiles(self, bm: int, bn: int) -> int:
+        """How many tiles [bm, bn] the results have."""
+        return self.batch * cdiv(self.m, bm) * cdiv(self.n, bn)
+
+
+class Form(NamedTuple):
+    """Tiles [bm, bn] of a result, whose sums are made in `parts`."""
+
+    parts: int
+    bm: int
+    bn: int
+
+
+@functools.cache
+def tiles(p: Product) -> dict[str, int] | None:
+    """`bm`, `bn`, `bk`; None for what is as good at tile level."""
+    sides = candidates(p)
     if not sides:
         return None
-    if gates > 1:
-        waves = lambda bm, bn: cdiv(batch * cdiv(m, bm) * cdiv(n, bn), PROCESSORS)
+    if p.gates > 1:
+        waves = lambda bm, bn: cdiv(p.tiles(bm, bn), PROCESSORS)
         bm, bn = min(sides, key=lambda s: waves(*s) * s[0] * s[1] / GATED[s])
     else:
-        of = dict(transposed=transposed, left=left, batch=batch)
-        bm, bn = min(sides, key=lambda s: predicted_us(m, n, k, itemsize, *s, **of))
-    rows = (m if left else k) * itemsize, (k if transposed else n) * itemsize
-    lines = 2 if gates == 1 and itemsize == 2 and k >= 512 and two_lines(bm, bn, *rows) else 1
-    return {"bm": bm, "bn": bn, "bk": lines * LINE // itemsize}
+        bm, bn = min(sides, key=lambda s: predicted_us(p, Form(1, *s)))
+    lines = 2 if p.gates == 1 and p.itemsize == 2 and p.k >= 512 and two_lines(bm, bn, *p.pitches) else 1
+    return {"bm": bm, "bn": bn, "bk": lines * LINE // p.itemsize}
 
 
 def two_lines(bm: int, bn: int, *pitches: int) -> bool:
@@ -83,53 +104,30 @@ def two_lines(bm: int, bn: int, *pitches: int) -> bool:
     return bm * bn <= (64 * 128 if any(p % LINE for p in pitches) else 64 * 64)
 
 
-@functools.cache
-def candidates(
-    m: int,
-    n: int,
-    k: int,
-    itemsize: int,
-    *,
-    gates: int = 1,
-    transposed: bool = False,
-    left: bool = False,
-    fast: bool = False,
-) -> tuple[tuple[int, int], ...]:
+def candidates(p: Product) -> tuple[tuple[int, int], ...]:
     """The sides of tiles of such products; none where they stay at tile level."""
-    byte = itemsize == 1
-    apart = any(row * itemsize % PITCH for row in (m if left else k, k if transposed else n))
-    if m <= 64 or n < 64 or itemsize > 2 or k <= 128 // itemsize or (byte and not transposed) or apart:
+    byte = p.itemsize == 1
+    apart = any(pitch % PITCH for pitch in p.pitches)
+    if p.m <= 64 or p.n < 64 or p.itemsize > 2 or p.k <= 128 // p.itemsize or (byte and not p.transposed) or apart:
         return ()
-    sides = GATED if gates > 1 else TILES
-    return tuple((bm, bn) for bm, bn in sides if not byte or fast or (bm <= 128 and bn <= 128))
+    sides = GATED if p.gates > 1 else TILES
+    return tuple((bm, bn) for bm, bn in sides if not byte or p.fast or (bm <= 128 and bn <= 128))
 
 
-def predicted_us(
-    m: int,
-    n: int,
-    k: int,
-    itemsize: int,
-    bm: int,
-    bn: int,
-    *,
-    transposed: bool = False,
-    left: bool = False,
-    batch: int = 1,
-    parts: int = 1,
-) -> float:
-    """Of products in tiles [bm, bn], each summed in `parts`, which are tiles of their own; else as of `product`."""
-    step, rest = (BYTES if itemsize == 1 else TILES)[bm, bn]
-    pitches = (m if left else k) * itemsize, (k if transposed else n) * itemsize
-    brought = sum(side * LINE / (UNEVEN if pitch % LINE else EVEN) for side, pitch in zip((bm, bn), pitches))
-    terms = cdiv(k * itemsize, LINE * parts)
-    tiles = parts * batch * cdiv(m, bm) * cdiv(n, bn)
-    again = 1 + AGAIN * (m > bm)
-    read = batch * itemsize * (m * k + k * n * again) / READ / tiles
+def predicted_us(p: Product, form: Form) -> float:
+    """Of products in this form; a part of a sum is a tile of its own."""
+    parts, bm, bn = form
+    step, rest = (BYTES if p.itemsize == 1 else TILES)[bm, bn]
+    brought = sum(side * LINE / (UNEVEN if pitch % LINE else EVEN) for side, pitch in zip((bm, bn), p.pitches))
+    terms = cdiv(p.k * p.itemsize, LINE * parts)
+    count = parts * p.tiles(bm, bn)
+    again = 1 + AGAIN * (p.m > bm)
+    read = p.batch * p.itemsize * (p.m * p.k + p.k * p.n * again) / READ / count
     one = terms * max(step, brought) + rest
-    full, last = divmod(tiles, PROCESSORS)  # rounds of all blocks; the last one reads little
+    full, last = divmod(count, PROCESSORS)  # rounds of all blocks; the last one reads little
     rounds = full * _at_once(one, PROCESSORS * read) + (_at_once(one, last * read) if last else 0.0)
-    powered = CLOCK * tiles / PROCESSORS * terms * max(step, brought)
-    sums = SECOND + 8 * parts * m * n / KEPT if parts > 1 else 0.0
+    powered = CLOCK * count / PROCESSORS * terms * max(step, brought)
+    sums = SECOND + 8 * parts * p.m * p.n / KEPT if parts > 1 else 0.0
     return START + _at_once(rounds, powered) + sums
 
 
@@ -139,61 +137,46 @@ def _at_once(*times: float) -> float:
 
 
 @functools.cache
-def parts_of_product(
-    m: int, n: int, k: int, itemsize: int, *, transposed: bool = False, left: bool = False
-) -> tuple[int, dict[str, int]] | None:
+def parts_of_product(p: Product) -> tuple[int, dict[str, int]] | None:
     """In how many parts the sums of a product are made, 1 for whole, and the tiles of the parts."""
-    times = forms(m, n, k, itemsize, transposed=transposed, left=left) if itemsize == 2 else {}
+    times = forms(p) if p.itemsize == 2 else {}
     if not times:
         return None
     parts, bm, bn = min(times, key=times.__getitem__)
     return (parts, {"bm": bm, "bn": bn, "bk": 64}) if parts > 1 else (1, {})
 
 
-def forms(
-    m: int, n: int, k: int, itemsize: int, *, batch: int = 1, fast: bool = False, **of: bool
-) -> dict[tuple[int, int, int], float]:
-    """The forms of a product, (parts of the sums, sides of a tile), and the predicted microseconds of each; `of`:
-    `transposed`, `left`, see `product`."""
-    whole = candidates(m, n, k, itemsize, fast=fast, **of)
-    found = [(1, *s) for s in whole]
-    for bm, bn in whole if itemsize == 2 and batch == 1 else ():
-        most = min(PROCESSORS // (cdiv(m, bm) * cdiv(n, bn)), k // LEAST)
-        found += [(1 << p, bm, bn) for p in range(1, most.bit_length())]
-    return {f: predicted_us(m, n, k, itemsize, *f[1:], parts=f[0], batch=batch, **of) for f in found}
+def forms(p: Product) -> dict[Form, float]:
+    """The forms of a product, and the predicted microseconds of each."""
+    whole = candidates(p)
+    found = [Form(1, *s) for s in whole]
+    for bm, bn in whole if p.itemsize == 2 and p.batch == 1 else ():
+        most = min(PROCESSORS // p.tiles(bm, bn), p.k // LEAST)
+        found += [Form(1 << x, bm, bn) for x in range(1, most.bit_length())]
+    return {form: predicted_us(p, form) for form in found}
 
 
 @functools.cache
-def extended(
-    m: int,
-    n: int,
-    k: int,
-    itemsize: int,
-    *,
-    batch: int = 1,
-    fast: bool = False,
-    transposed: bool = False,
-    left: bool = False,
-) -> tuple[int, int, int]:
+def extended(p: Product) -> tuple[int, int, int]:
     """The sizes whose rows of operands are whole `PITCH`es, where a copy to there takes less time than it saves."""
-    of = dict(batch=batch, fast=fast, transposed=transposed, left=left)
-    up = lambda size: cdiv(size * itemsize, PITCH) * PITCH // itemsize
-    rows = {"m" if left else "k", "k" if transposed else "n"}  # what lies along the rows of an operand
-    sizes = m2, n2, k2 = tuple(up(x) if name in rows else x for name, x in (("m", m), ("n", n), ("k", k)))
-    times = forms(*sizes, itemsize, **of) if sizes != (m, n, k) else {}
+    up = lambda size: cdiv(size * p.itemsize, PITCH) * PITCH // p.itemsize
+    rows = {"m" if p.left else "k", "k" if p.transposed else "n"}  # what lies along the rows of an operand
+    m, n, k = sizes = p.m, p.n, p.k
+    m2, n2, k2 = wide = tuple(up(x) if name in rows else x for name, x in (("m", m), ("n", n), ("k", k)))
+    times = forms(dataclasses.replace(p, m=m2, n=n2, k=k2)) if wide != sizes else {}
     if not times:
-        return m, n, k
+        return sizes
     changed = (m2, k2) != (m, k), (k2, n2) != (k, n), (m2, n2) != (m, n)  # of the result what is behind is cut off
     moved = [s for s, c in zip(((m2, k2), (k2, n2), (m2, n2)), changed) if c]
-    copies = sum(COPY + 2 * batch * itemsize * x * y / READ for x, y in moved)
-    few = cdiv(m, 128) * cdiv(n, 256) * batch < PROCESSORS
-    plain = 2 * batch * m * n * k / (PLAIN_FEW if few else PLAIN) * itemsize / 2
-    return sizes if min(times.values()) + copies < plain else (m, n, k)
+    copies = sum(COPY + 2 * p.batch * p.itemsize * x * y / READ for x, y in moved)
+    few = p.tiles(128, 256) < PROCESSORS
+    plain = 2 * p.batch * m * n * k / (PLAIN_FEW if few else PLAIN) * p.itemsize / 2
+    return wide if min(times.values()) + copies < plain else sizes
 
 
-def near(*sizes: int, whole: bool, **of: Any) -> list[tuple[int, int, int]]:
+def near(p: Product, *, whole: bool) -> list[Form]:
     """Those of the `forms`, of sums that are `whole` or in parts, that a search tries: what is near the best."""
-    times = {f: us for f, us in forms(*sizes, **of).items() if f[0] == 1 or not whole}
+    times = {f: us for f, us in forms(p).items() if f.parts == 1 or not whole}
     ranked = sorted(times, key=times.__getitem__)
     return [f for place, f in enumerate(ranked) if place < ALWAYS or times[f] <= NEAR * times[ranked[0]]]
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles, hopper_tiles
+from jtile.ops.hopper_tiles import Product
 
 LINES = 128, 256  # bytes of a row of operands in shared memory
 Points = list[dict[str, Any]]
@@ -38,8 +39,8 @@ def products(a, b, *_, ta: bool, tb: bool, bk: int, **__) -> Points:
     sides = None
     if jt.platform() != "cpu" and gpu_tiles.warpgroups():
         of = dict(batch=max(a.shape[0], b.shape[0]), fast=not jnp.issubdtype(a.dtype, jnp.floating))
-        forms = hopper_tiles.near(m, n, k, a.dtype.itemsize, whole=True, left=ta, transposed=tb, **of)
-        sides = [sides for _, *sides in forms]
+        product = Product(m, n, k, a.dtype.itemsize, left=ta, transposed=tb, **of)
+        sides = [(form.bm, form.bn) for form in hopper_tiles.near(product, whole=True)]
     return _products(m, n, k, a.dtype.itemsize, whole=bk == 0, sides=sides)
 
 
@@ -47,7 +48,7 @@ def gated_products(x, gate, *_, tb: bool, bk: int, **__) -> Points:
     """Of `gated_mlp`: x [m, k], gate [k, n]."""
     m, k, n, sides = *x.shape, gate.shape[0 if tb else 1], None
     if jt.platform() != "cpu" and gpu_tiles.warpgroups():
-        sides = hopper_tiles.candidates(m, n, k, x.dtype.itemsize, gates=2, transposed=tb)
+        sides = hopper_tiles.candidates(Product(m, n, k, x.dtype.itemsize, gates=2, transposed=tb))
     return _products(m, n, k, x.dtype.itemsize, whole=bk == 0, sides=sides, gates=2)
 
 

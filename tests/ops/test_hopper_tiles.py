@@ -12,7 +12,7 @@ import jtile as jt
 from jtile import ops
 from jtile._lowering import compile_piece
 from jtile.ops import hopper_tiles, spaces
-from jtile.ops.hopper_tiles import TILES, candidates, extended, parts_of_product, predicted_us, product
+from jtile.ops.hopper_tiles import TILES, Form, Product, candidates, extended, parts_of_product, predicted_us, tiles
 from jtile.tune import device
 from jtile.tune.programs import trace
 
@@ -21,30 +21,32 @@ LARGE = [(8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048), (8192, 2867
 
 @pytest.mark.parametrize("sizes", LARGE, ids=str)
 def test_large_products_take_the_largest_tiles(sizes):
-    assert product(*sizes, 2) == {"bm": 128, "bn": 256, "bk": 64}
-    assert parts_of_product(*sizes, 2)[0] == 1
+    assert tiles(Product(*sizes)) == {"bm": 128, "bn": 256, "bk": 64}
+    assert parts_of_product(Product(*sizes))[0] == 1
 
 
 @pytest.mark.parametrize("sizes", [(300, 504, 704), (1000, 1000, 1000), (100, 20000, 512), (70, 64, 70000)], ids=str)
 def test_the_choice_has_the_shortest_predicted_time(sizes):
-    best = product(*sizes, 2)
-    assert (best["bm"], best["bn"]) in candidates(*sizes, 2)
-    times = [predicted_us(*sizes, 2, *s) for s in candidates(*sizes, 2)]
-    assert predicted_us(*sizes, 2, best["bm"], best["bn"]) == min(times) > 0
+    p = Product(*sizes)
+    best = tiles(p)
+    assert (best["bm"], best["bn"]) in candidates(p)
+    times = [predicted_us(p, Form(1, *s)) for s in candidates(p)]
+    assert predicted_us(p, Form(1, best["bm"], best["bn"])) == min(times) > 0
 
 
 def test_few_tiles_and_long_sums_are_made_in_parts():
-    parts, tiles = parts_of_product(256, 1024, 16384, 2)
-    assert 2 <= parts * -(-256 // tiles["bm"]) * -(-1024 // tiles["bn"]) <= hopper_tiles.PROCESSORS
-    assert parts_of_product(256, 1024, 4096, 2) == (1, {})
-    assert parts_of_product(512, 2048, 8192, 4) is None  # as on other GPUs
+    p = Product(256, 1024, 16384)
+    parts, sides = parts_of_product(p)
+    assert 2 <= parts * p.tiles(sides["bm"], sides["bn"]) <= hopper_tiles.PROCESSORS
+    assert parts_of_product(Product(256, 1024, 4096)) == (1, {})
+    assert parts_of_product(Product(512, 2048, 8192, 4)) is None  # as on other GPUs
 
 
 def test_rows_in_memory_that_start_inside_of_lines_cost_more():
     """Then what is read once for many products is worth more: larger tiles."""
-    side = lambda **of: math.prod(product(3008, 3008, 3000, 2, **of)[x] for x in ("bm", "bn"))
+    side = lambda **of: math.prod(tiles(Product(3008, 3008, 3000, **of))[x] for x in ("bm", "bn"))
     assert side() >= side(left=True, transposed=False) >= side(left=True, transposed=True)
-    times = [predicted_us(3000, n, n, 2, 64, 128) for n in (3008, 3000)]
+    times = [predicted_us(Product(3000, n, n), Form(1, 64, 128)) for n in (3008, 3000)]
     assert times[1] > 1.3 * times[0]
 
 
@@ -55,7 +57,7 @@ def measured(name):
         sizes, order, dtype = [*key.split(), *("NN", "bfloat16")[len(key.split()) - 1 :]]
         left, right = (letter == "T" for letter in order)
         itemsize = jnp.dtype(dtype).itemsize
-        best = product(*map(int, sizes.split("x")), itemsize, left=left, transposed=right, fast=dtype == "int8")
+        best = tiles(Product(*map(int, sizes.split("x")), itemsize, left=left, transposed=right, fast=dtype == "int8"))
         tile = f"{best['bm']}x{best['bn']}"
         yield min(of.values()) / of.get(f"{tile} k {best['bk']}", of[tile])
 
@@ -71,13 +73,13 @@ def test_choices_are_close_to_the_best_that_was_measured(name, close):
 
 def test_power_lowers_the_clock_where_all_blocks_work():
     """Half of the blocks are idle: they take no power, and the others are quicker."""
-    few, many = (predicted_us(64 * tiles, 256, 4096, 2, 64, 256) for tiles in (66, 132))
+    few, many = (predicted_us(Product(64 * count, 256, 4096), Form(1, 64, 256)) for count in (66, 132))
     assert many > 1.15 * few
 
 
 def test_a_last_round_of_few_tiles_reads_little():
     """What the first round reads, it reads at the memory's rate, however quick the last one is."""
-    one, two = (predicted_us(128, 128 * tiles, 8192, 2, 128, 128) for tiles in (132, 133))
+    one, two = (predicted_us(Product(128, 128 * count, 8192), Form(1, 128, 128)) for count in (132, 133))
     bytes_of_one = 2 * 8192 * 128 * 133
     assert one > bytes_of_one / hopper_tiles.READ
     assert two - one > 0.9 * 128 * TILES[128, 128][0]
@@ -98,8 +100,8 @@ def test_a_last_round_of_few_tiles_reads_little():
     ],
 )
 def test_what_stays_at_tile_level(why, sizes, of):
-    assert product(*sizes, **of) is None, why
-    assert not candidates(*sizes, **of)
+    assert tiles(Product(*sizes, **of)) is None, why
+    assert not candidates(Product(*sizes, **of))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_what_stays_at_tile_level(why, sizes, of):
 def test_only_the_rows_of_operands_count(sizes, of):
     """A block stores rows of the result, however they lie."""
     pytest.importorskip("triton")
-    best = product(*sizes, 2, **of)
+    best = tiles(Product(*sizes, **of))
     (m, n, k), left, right = sizes, of.get("left", False), of.get("transposed", False)
     shapes = (1, k, m) if left else (1, m, k), (1, n, k) if right else (1, k, n)
     a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
@@ -124,13 +126,17 @@ def test_only_the_rows_of_operands_count(sizes, of):
 
 
 def test_rows_of_no_whole_16_bytes_are_copied_where_that_costs_less_than_it_saves():
-    assert extended(4001, 3001, 2001, 2) == (4001, 3008, 2008)
-    assert extended(4001, 3001, 2001, 2, transposed=True) == (4001, 3001, 2008)
-    assert extended(4001, 3001, 2001, 2, left=True) == (4008, 3008, 2001)
-    assert extended(3000, 3001, 3003, 1, transposed=True) == (3000, 3001, 3008)
+    assert extended(Product(4001, 3001, 2001)) == (4001, 3008, 2008)
+    assert extended(Product(4001, 3001, 2001, transposed=True)) == (4001, 3001, 2008)
+    assert extended(Product(4001, 3001, 2001, left=True)) == (4008, 3008, 2001)
+    assert extended(Product(3000, 3001, 3003, 1, transposed=True)) == (3000, 3001, 3008)
     for same in ((4000, 3000, 2000, 2), (301, 203, 105, 2), (4001, 3001, 2001, 4), (64, 3001, 2001, 2)):
-        assert extended(*same) == same[:3]
-    assert extended(4001, 3001, 2000, 2, transposed=True) == (4001, 3001, 2000)  # however long rows of the result are
+        assert extended(Product(*same)) == same[:3]
+    assert extended(Product(4001, 3001, 2000, transposed=True)) == (
+        4001,
+        3001,
+        2000,
+    )  # the result has any rows
 
 
 @pytest.mark.parametrize(
@@ -145,7 +151,7 @@ def test_a_product_of_copied_rows(left, right):
     types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
     with jt.config(arch="sm_90"):
         (program,) = trace(f, *types)[0]
-        wide = extended(m, n, k, 2, left=left, transposed=right)
+        wide = extended(Product(m, n, k, left=left, transposed=right))
         assert wide != (m, n, k) and program.out_avals[0].shape == (1, *wide[:2])
         assert compile_piece(program, 0, device.target()).launch["level"] == "block"
         assert jax.eval_shape(f, *types).shape == (m, n)
@@ -155,14 +161,14 @@ def test_a_product_of_copied_rows(left, right):
 
 def test_bytes():
     """Sums that leave the tensor cores take registers of their own."""
-    exact, fast = (candidates(4096, 4096, 4096, 1, transposed=True, fast=f) for f in (False, True))
+    exact, fast = (candidates(Product(4096, 4096, 4096, 1, transposed=True, fast=f)) for f in (False, True))
     assert max(bm * bn for bm, bn in exact) == 128 * 128 < max(bm * bn for bm, bn in fast)
-    assert product(4096, 4096, 4096, 1, transposed=True)["bk"] == 128
+    assert tiles(Product(4096, 4096, 4096, 1, transposed=True))["bk"] == 128
 
 
 def test_gates_share_the_registers():
-    assert max(bm * bn for bm, bn in candidates(4096, 4096, 4096, 2, gates=2)) == 128 * 128
-    assert product(4096, 14336, 4096, 2, gates=2) == {"bm": 128, "bn": 128, "bk": 64}
+    assert max(bm * bn for bm, bn in candidates(Product(4096, 4096, 4096, gates=2))) == 128 * 128
+    assert tiles(Product(4096, 14336, 4096, gates=2)) == {"bm": 128, "bn": 128, "bk": 64}
 
 
 def space(m, n, k, dtype=jnp.bfloat16, **of):
@@ -174,9 +180,10 @@ def space(m, n, k, dtype=jnp.bfloat16, **of):
 @pytest.mark.parametrize("sizes", [(256, 384, 512), (4096, 4096, 4096), (100, 20000, 512)], ids=str)
 def test_the_tuner_tries_what_is_near_the_choice(sizes):
     points = space(*sizes)
-    assert product(*sizes, 2, transposed=True) in points
-    tried = {(p["bm"], p["bn"]) for p in points}
-    times = {s: predicted_us(*sizes, 2, *s, transposed=True) for s in candidates(*sizes, 2)}
+    p = Product(*sizes, transposed=True)
+    assert tiles(p) in points
+    tried = {(point["bm"], point["bn"]) for point in points}
+    times = {s: predicted_us(p, Form(1, *s)) for s in candidates(p)}
     left = min((t for s, t in times.items() if s not in tried), default=math.inf)
     assert max(times[s] for s in tried) <= left > hopper_tiles.NEAR * min(times.values())
     assert len(tried) >= min(hopper_tiles.ALWAYS, len(times))
