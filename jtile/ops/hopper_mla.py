@@ -229,12 +229,12 @@ def _give(w: _Work, x: int, b, turn, begins, ends, acc, l, m, o, o_part, lse_par
         jt.role_barrier()
         jt.async_copy(w.Q[x], o.tiles(None, ROWS, half).at[b, tile, x])
         jt.store_wait(0)
+        w.q_empty[0].arrive()
     else:
         at = place_of_part(part, begins)
         o_part.tiles(None, ROWS, half)[at, tile, x] = acc
         if x == 0:
             lse_part.tiles(None, ROWS)[at, tile] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
-    w.q_empty[0].arrive()
 
 
 @jt.function
@@ -253,8 +253,10 @@ def _values(w: _Work, x: int, o, o_part, lse_part):
         for u in jt.range(lo, hi - 1):
             s, acc, l, m = _step(w, x, c, (u - start) * UNIT, length, s, acc, l, m, last=False)
             c = c + 1
+        begins, ends = lo == start, hi == start + n
+        w.q_empty[0].arrive(when=~(begins & ends))  # a row's part needs the queries no more; a whole row goes there
         s, acc, l, m = _step(w, x, c, (hi - 1 - start) * UNIT, length, s, acc, l, m, last=True)
-        _give(w, x, b, turn, lo == start, hi == start + n, acc, l, m, o, o_part, lse_part)
+        _give(w, x, b, turn, begins, ends, acc, l, m, o, o_part, lse_part)
         b, start, c, turn = b + 1, start + n, c + 1, turn + 1
 
 
