@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from safetensors import SafetensorError, safe_open
 
 from jtile._errors import ModelError
+from jtile.models.block_scales import block_sides, read_float8, without_scales
 from jtile.models.checkpoint import Checkpoint
 from jtile.models.families import read_config
 from jtile.models.tokenizer import Tokenizer
@@ -22,12 +23,14 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     """Opens a folder with a configuration and one or more safetensors files; tensors are read when they are asked for.
 
     Raises:
-      ModelError: a file is missing or damaged, or the architecture is not one of `families`.
+      ModelError: a file is missing or damaged, the architecture is not one of `families`, or the weights are quantised
+        in a way that jtile does not read.
     """
     config = _json(path / config_file)
     parsed = read_config(config, str(path))
     files = _files(path)
-    tensors = {name: functools.partial(_tensor, file, name) for name, file in files.items()}
+    stored = {name: functools.partial(_tensor, file, name) for name, file in files.items()}
+    tensors = without_scales(stored, block_sides(config, str(path)))
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     elif "lm_head.weight" not in tensors:
@@ -81,6 +84,11 @@ def _open(file: Path):
 def _tensor(file: Path, name: str):
     try:
         with _open(file) as handle:
+            kind = handle.get_slice(name).get_dtype()
+            if kind == "F8_E4M3":
+                return read_float8(file, name)
+            if kind.startswith(("F4", "F6", "F8")):
+                raise ModelError(f"the tensor {name} of {file} is {kind}; of the small floats jtile reads F8_E4M3")
             return jnp.asarray(handle.get_tensor(name))
     except SafetensorError as error:
         raise ModelError(f"{file} lacks the tensor {name} ({error}); download it again") from error
