@@ -9,6 +9,7 @@ from jtile.ir import (
     Arrive,
     AsyncLoad,
     BarrierType,
+    Block,
     DotAsync,
     DotWait,
     For,
@@ -112,10 +113,12 @@ def root_of(buffer: Value) -> AllocShared | None:
     return op if isinstance(op, AllocShared) else None
 
 
-def slots_given(op: Arrive) -> int:
-    """The number of slots of the ring that an arrival gives buffers of back to."""
+def rounds_held(op: Arrive, body: Block) -> int:
+    """Of how many rounds of a loop, whose body has an arrival that gives buffers of a ring back, the ring holds what
+    they copy: a round may take several slots."""
     t = op.barrier.type
-    return t.count if isinstance(t, BarrierType) else 0
+    taken = sum(isinstance(x, Arrive) and x.barrier is op.barrier for x in body.walk())
+    return t.count // taken if isinstance(t, BarrierType) else 0
 
 
 def filled_by(kernel: Kernel) -> dict[Op, set[Value]]:

@@ -27,9 +27,9 @@ from jtile.ir import (
     Wait,
 )
 
-from ..rewrite import buffers, free_values, written
+from ..rewrite import buffers, written
 from .epilogue import Leaving, store
-from .feeds import choices, promoted, untransposed
+from .feeds import choices, promoted, untransposed, users
 from .maps import unspread
 from .rings import Held, Place, Role, Site
 
@@ -236,14 +236,5 @@ def _use(b: Block, held: Held, site: Site, loads: dict[int, Load], choices: Mapp
     """Where a block uses loads of its own."""
     values = {op.result for op in loads.values()}
     values |= {op.results[0] for op, (load, _) in choices.items() if load.result in values}
-    views: set[int] = set()
-    for i, op in enumerate(b.ops):
-        if isinstance(op, Transpose) and untransposed(op.result)[0] in values:
-            values.add(op.result)
-            views.add(i)
-    users = [i for i, op in enumerate(b.ops) if i not in views and not values.isdisjoint(free_values(op))]
-    last = len(b.ops) - 1
-    if not values.isdisjoint(b.yields):
-        users = [*users, last]
-    first = min(users, default=last)
-    return _Use(held, site, loads, first, max(users, default=last))
+    found = users(b, values) or [len(b.ops) - 1]
+    return _Use(held, site, loads, min(found), max(found))

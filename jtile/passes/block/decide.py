@@ -123,11 +123,14 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
             f"two rounds of its operands take {need} bytes of shared memory, a block has {machine.shared}",
             found.dots[0],
         )
+    span = max(r.span for r in found.rings)
+    if stages < span:
+        refuse(f"it needs {span} tiles of one array at a time, and its rings have {stages} slots", found.dots[0])
     tiles = math.prod(kernel.grid)
     blocks = min(tiles, machine.processors) if _persistent(kernel, machine, found, wish) else tiles
     room -= stages * slot
     fewer = -(-(resident - room) // slot)
-    if resident and blocks < tiles and not wish.stages and fewer > 0 and stages - fewer >= ENOUGH:
+    if resident and blocks < tiles and not wish.stages and fewer > 0 and stages - fewer >= max(ENOUGH, span):
         stages, room = stages - fewer, room + fewer * slot  # those of the next tile are there when it begins
     slots = 2 if resident and blocks < tiles and room >= resident else 1
     room -= (slots - 1) * resident

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from jtile.ir import (
     Bitcast,
@@ -50,11 +50,13 @@ class Ring:
     """Buffers for sites that load the same arrays in tiles of the same shapes.
 
     `eager`: one site stands in a block with another, or around it, so that every site goes on to the next slot by
-    itself; others go on at the end of their block, all rings of the block together.
+    itself; others go on at the end of their block, all rings of the block together. `span`: the slots that sites of one
+    block take before the first of them is given back; slots are filled in turn, so a ring has as many at least.
     """
 
     sites: list[Site]
     eager: bool = False
+    span: int = 1
 
     @property
     def resident(self) -> bool:
@@ -141,7 +143,7 @@ def feeds(kernel: Kernel) -> Feeds:
     computed = [
         d for d in dots if not isinstance(operand(d, True)[0].op, Load) and operand(d, True)[0].op not in either
     ]
-    rings = _rings(kernel, sites)
+    rings = _rings(kernel, sites, either)
     if not any(not s.resident and s.depth for r in rings for s in r.sites):
         refuse("no loop loads the operands of its matrix products", dots[0])
     return Feeds(rings, dots, computed, {x for x, _ in either.values()}, home)
@@ -263,8 +265,9 @@ def _site(group: list[Load], home: dict[Op, Block], depth: dict[int, int], resid
     return Site(block, ordered, depth[id(block)], resident)
 
 
-def _rings(kernel: Kernel, sites: list[Site]) -> list[Ring]:
-    """One ring for sites that load the same; tiles that stay for a loop, several of them at a time, have one each."""
+def _rings(kernel: Kernel, sites: list[Site], either: Mapping[Op, tuple[Load, int]]) -> list[Ring]:
+    """One ring for sites that load the same; tiles that stay for a loop, several of them at a time, have one each, and
+    so do those of which one is needed before and after regions that go around the ring."""
     place = {p: k for k, p in enumerate(kernel.params)}
     rings: dict[Hashable, Ring] = {}
     for s in sites:
@@ -274,8 +277,43 @@ def _rings(kernel: Kernel, sites: list[Site]) -> list[Ring]:
     for ring in rings.values():
         inside = [{id(b) for op in s.block.ops for b in _blocks(op)} | {id(s.block)} for s in ring.sites]
         ring.eager = any(id(t.block) in inside[k] for k, s in enumerate(ring.sites) for t in ring.sites if t is not s)
-    apart = lambda ring: [Ring([s]) for s in ring.sites] if ring.resident and ring.eager else [ring]
-    return [part for ring in rings.values() for part in apart(ring)]
+    apart = lambda ring: ring.eager and (ring.resident or not _spanned(ring, either))
+    return [part for ring in rings.values() for part in (map(_alone, ring.sites) if apart(ring) else [ring])]
+
+
+def _alone(site: Site) -> Ring:
+    return Ring([site])
+
+
+def _spanned(ring: Ring, either: Mapping[Op, tuple[Load, int]]) -> bool:
+    """Note the span of a ring; false where a site keeps its slot while others inside its block go around."""
+    first: dict[Site, int] = {}
+    last: dict[Site, int] = {}
+    for s in ring.sites:
+        values = {x.result for x in s.loads}
+        values |= {op.results[0] for op, (load, _) in either.items() if load in s.loads}
+        found = users(s.block, values) or [len(s.block.ops) - 1]
+        first[s], last[s] = min(found), max(found)
+    for s in ring.sites:
+        during = s.block.ops[first[s] : last[s] + 1]
+        inside = {id(b) for op in during for b in _blocks(op)}
+        if any(id(t.block) in inside for t in ring.sites):
+            return False
+        taken = [t for t in ring.sites if t.block is s.block and first[s] <= first[t] <= last[s]]
+        ring.span = max(ring.span, len(taken))
+    return True
+
+
+def users(b: Block, tiles: Iterable[Value]) -> list[int]:
+    """The numbers of the ops of a block that use tiles of operands; transposes of these are views, and what the block
+    yields is used by its last op."""
+    values, views = set(tiles), set()
+    for i, op in enumerate(b.ops):
+        if isinstance(op, Transpose) and untransposed(op.result)[0] in values:
+            values.add(op.result)
+            views.add(i)
+    found = [i for i, op in enumerate(b.ops) if i not in views and not values.isdisjoint(free_values(op))]
+    return found if values.isdisjoint(b.yields) else [*found, len(b.ops) - 1]
 
 
 def _blocks(op: Op) -> Iterator[Block]:

@@ -81,9 +81,10 @@ class _Adjoining:
         if not all(_at_most(x.lo, x.hi, self.known) for x in chain[1:-1]):
             return None
         template = max(chain, key=lambda loop: len(loop.body.ops))
-        sites = [_Same(loop.body, template.body).masks() for loop in chain]
-        found = [s for s in sites if s is not None]
-        return _Run(chain, template, found, self.known) if len(found) == len(chain) else None
+        bodies = [_Same(loop.body, template.body) for loop in chain]
+        found = [s for s in (body.masks() for body in bodies) if s is not None]
+        hanging = set().union(*(body.hanging for body in bodies))
+        return _Run(chain, template, found, hanging, self.known) if len(found) == len(chain) else None
 
 
 def _at_most(a: Value, b: Value, known: Intervals) -> bool:
@@ -98,11 +99,13 @@ def _at_most(a: Value, b: Value, known: Intervals) -> bool:
 
 @dataclasses.dataclass
 class _Run:
-    """Loops to merge: `template` has all masks, `unmasked` says for each loop which of them it lacks."""
+    """Loops to merge: `template` has all masks, `unmasked` says for each loop which of them it lacks; its `hanging`
+    loads may leave their arrays in the rounds of another loop."""
 
     loops: list[For]
     template: For
     unmasked: list[set[Select]]
+    hanging: set[Load]
     known: Intervals
 
     def merged(self, copier: Copier) -> tuple[Value, ...]:
@@ -117,7 +120,8 @@ class _Run:
             hi = b.map("max", look(last.lo), hi)
         old = self.template.body
         masks = branches(old, {mask: self.needed(mask) for mask in set().union(*self.unmasked)})
-        body = Copier(masks, b, look).block(old)
+        checks = {op: functools.partial(_checked, op) for op in self.hanging}
+        body = Copier(masks | checks, b, look).block(old)
         stages = [loop.stages for loop in self.loops if loop.stages is not None]
         new = dataclasses.replace(
             self.template,
@@ -150,6 +154,13 @@ class _Run:
         return build
 
 
+def _checked(load: Load, copier: Copier) -> tuple[Value, ...]:
+    new = copier.put(load)
+    assert isinstance(new, Load)
+    new.checked = True
+    return new.results
+
+
 class _Same:
     """Compares two bodies, value by value from what they yield; `template` may mask where `body` does not."""
 
@@ -160,6 +171,7 @@ class _Same:
         for v, w in zip(body.params, template.params, strict=True):
             self.equal[v, w] = True
         self.sites: set[Select] = set()
+        self.hanging: set[Load] = set()  # of the template, where only the loads of the body are checked
 
     def masks(self) -> set[Select] | None:
         """The masks that only the template has; None where the bodies differ in more."""
@@ -188,6 +200,8 @@ class _Same:
     def same_op(self, a: Op, b: Op) -> bool:
         if type(a) is not type(b) or a.blocks() or b.blocks() or _shape(a) != _shape(b):
             return False
+        if isinstance(a, Load) and isinstance(b, Load) and a.checked and not b.checked:
+            self.hanging.add(b)
         return all(self.same(v, w) for v, w in zip(a.operands(), b.operands(), strict=True))
 
 

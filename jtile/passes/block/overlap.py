@@ -30,7 +30,7 @@ from jtile.passes.intervals import Intervals
 from jtile.passes.pipeline import Pass
 from jtile.passes.rewrite import Copier, Form
 
-from .chains import VIEWS, Products, filled_by, root_of, slots_given
+from .chains import VIEWS, Products, filled_by, root_of, rounds_held
 from .rotate import Rotation, Turn
 
 
@@ -129,7 +129,7 @@ class _Accumulation:
                     return None
                 slots |= set(_slot_numbers(buffer))
         late = [op for op in products.body.ops if isinstance(op, Arrive) and op.at in slots]
-        if any(op.when is not None or slots_given(op) < 2 for op in late):
+        if any(op.when is not None or rounds_held(op, products.body) < 2 for op in late):
             return None
         return _Accumulation(products, late)
 

@@ -15,7 +15,7 @@ from jtile.passes.fold import number
 from jtile.passes.pipeline import Pass
 from jtile.passes.rewrite import Copier, free_values, is_pure
 
-from .chains import Products, slots_given
+from .chains import Products, rounds_held
 from .plan import for_tiles
 
 ROUNDS = 2  # at a time
@@ -60,7 +60,7 @@ class Pairs:
         reached = products.reached([r for w in ends for r in w.results])
         first = min(body.ops.index(w) for w in ends)
         arrivals = [op for op in body.ops[first:] if isinstance(op, Arrive)]
-        if any(op.when is not None or slots_given(op) <= ROUNDS for op in arrivals):
+        if any(op.when is not None or rounds_held(op, body) <= ROUNDS for op in arrivals):
             return None
         folding = [op for op in body.ops if op not in ends and any(r in reached for r in op.results)]
         sums = {i for i, y in enumerate(body.yields) if y in reached}

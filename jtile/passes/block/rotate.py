@@ -31,7 +31,7 @@ from jtile.ir import (
 from jtile.passes.fold import number
 from jtile.passes.rewrite import Copier, free_values, is_pure
 
-from .chains import VIEWS, Chain, Products, root_of, slots_given
+from .chains import VIEWS, Chain, Products, root_of, rounds_held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Rotation:
             return None
         parts = _Parts(products, chains, filled)
         arrivals = parts.arrivals()
-        if parts.written_early() or any(op.when is not None or slots_given(op) < 2 for op in arrivals):
+        if parts.written_early() or any(op.when is not None or rounds_held(op, products.body) < 2 for op in arrivals):
             return None
         scales = [op for c in chains for op in c.before]
         ends = (products.waits[d] for d in parts.dots)
