@@ -94,8 +94,8 @@ def _columns(x, n: int) -> list:
     return [*_columns(x[:, :half], n), *_columns(x[:, half:], n)]
 
 
-def _type(x, codes, *_, splits, **__):
-    return jax.ShapeDtypeStruct((splits, x.shape[0], codes.shape[0]), jnp.float32)
+def _type(x, codes, *_, splits, out_dtype, **__):
+    return jax.ShapeDtypeStruct((splits, x.shape[0], codes.shape[0]), jnp.dtype(out_dtype))
 
 
 def _grid(x, codes, *_, high, columns, splits, **__):
@@ -174,9 +174,9 @@ def _consume(word_rings, scale_rings, x, full, empty, x_full, x_empty, first_rou
 def _consume_ahead(
     word_rings, scale_rings, x, full, empty, x_full, x_empty, first_round: int, rounds: int, step: int, kind
 ):
-    """`_consume` where the numbers of a piece are made while the one before is multiplied, from round to round; a slot
-    of x holds one piece."""
-    dtype, each = x.dtype.type, DEPTH // PIECE
+    """`_consume` where the numbers of a piece are made while the one before is multiplied, from round to round."""
+    pieces, dtype, parts = x.shape[1] // PIECE, x.dtype.type, DEPTH // PIECE
+    each = parts // pieces
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
     if first_round < rounds:
         last = first_round + (rounds - 1 - first_round) // step * step
@@ -184,20 +184,26 @@ def _consume_ahead(
         words, scales = _round(word_rings, scale_rings, first_round, kind, dtype)
         a = _piece(words, scales, 0, kind, dtype)
         for k in jt.range(first_round, rounds, step):
-            for p in range(each):
-                at = k * each + p
-                x_full.at(at).wait()
-                acc = jt.dot_async(a, x.at(at).T, acc)
-                if p < each - 1:
+            empty.at(k).arrive()  # its words are in registers
+            for p in range(parts):
+                at = k * each + p // pieces
+                if p % pieces == 0:
+                    x_full.at(at).wait()
+                b = x.at(at)
+                b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
+                acc = jt.dot_async(a, b.T, acc)
+                if p < parts - 1:
                     a = _piece(words, scales, p + 1, kind, dtype)
                 if p:
                     acc = jt.dot_wait(acc, pending=1)
-                    x_empty.at(at - 1).arrive()
-            then = jnp.minimum(k + step, last)  # behind the last round comes that round again, for nobody
+                    if p % pieces == 0:
+                        x_empty.at(at - 1).arrive()
+            then = jnp.minimum(
+                k + step, last
+            )  # behind the last round comes that round again, for nobody: its slot stays
             full.at(then).wait()
             words, scales = _round(word_rings, scale_rings, then, kind, dtype)
             a = _piece(words, scales, 0, kind, dtype)
-            empty.at(k).arrive()
             acc = jt.dot_wait(acc)
             x_empty.at(k * each + each - 1).arrive()
     return acc
@@ -211,10 +217,27 @@ def _together(mem: _Memory, acc, i: int):
     return acc
 
 
+def _write(acc, mem: _Memory, y, split, column, row, i: int, rounds: int):
+    """Sums [64, columns] as y: by a copy out of a buffer of x that everybody has read, if y is as wide as x."""
+    columns, pieces = mem.x.shape[0], mem.x.shape[1] // PIECE
+    if pieces == 1 and y.dtype == mem.x.dtype and y.shape[2] * y.dtype.itemsize % 16 == 0:
+        at = rounds * (DEPTH // PIECE) + i
+        mem.x_empty.at(at).wait(before=True)
+        mem.x.at(at).store(acc.T.astype(y.dtype))
+        jt.fence_shared()
+        jt.async_copy(mem.x.at(at), y.tiles(None, columns, ROWS).at[split, column, row])
+        jt.store_wait()
+        return
+    parts = _columns(acc, 64)
+    view = y.tiles(None, columns // len(parts), ROWS)
+    for n, part in enumerate(parts):
+        view[split, column * len(parts) + n, row] = part.T.astype(y.dtype)
+
+
 @jt.kernel(out_type=_type, grid=_grid, sharding="m _, o _, o _, o _ -> _ m o")
 def hopper_quantized_product(
     x, codes, scale, minimum, y, *, kind: str, high: int, deep: int, columns: int, splits: int, slots: int,
-    x_slots: int, pieces: int, registers: int, ahead: bool = False,
+    x_slots: int, pieces: int, registers: int, ahead: bool = False, out_dtype: str = "float32",
 ):  # fmt: skip
     """Sums [splits, m, out] of x [m, in] and words of codes [out, words], scale [out, in / 32 or 1] and minimum, an
     array like it that is read for Q4_1 alone.
@@ -243,10 +266,7 @@ def hopper_quantized_product(
                     acc = _together(mem, acc, i)
                     acc = acc * jnp.float32(_DOWN) if dtype == jnp.bfloat16 else acc
                     acc = acc * scale.tiles(ROWS, 1)[tile * high + i, 0] if kind == "int8" else acc
-                    parts = _columns(acc, 64)
-                    view = y.tiles(None, columns // len(parts), ROWS)
-                    for n, part in enumerate(parts):
-                        view[split, column * len(parts) + n, tile * high + i] = part.T
+                    _write(acc, mem, y, split, column, tile * high + i, i, rounds)
     with jt.role("producer", warps=1, registers=24):
         for k in jt.range(rounds):
             at, full = split * rounds + k, mem.full.at(k)
@@ -294,9 +314,11 @@ def takes(x, codes, inner: int, kind: str) -> bool:
     return isinstance(x.shape[0], int) and inner % (BLOCK if kind == "int8" else DEPTH) == 0 and inner > 0
 
 
-def product(x, arrays, kind: str) -> jax.Array:
-    """float32 [m, out] of x [m, in] and the arrays of a packed weight."""
+def product(x, arrays, kind: str, out_dtype=jnp.float32) -> jax.Array:
+    """[m, out] of x [m, in] and the arrays of a packed weight."""
     meta = choice(x.shape[0], arrays[0].shape[0], x.shape[1], kind)
     codes, scale, *low = arrays
+    whole = meta["splits"] == 1
+    meta |= {"out_dtype": jnp.dtype(out_dtype if whole else jnp.float32).name}
     y = hopper_quantized_product(x, codes, scale, low[0] if low else scale, kind=kind, **meta)
-    return y[0] if meta["splits"] == 1 else y.sum(0)
+    return y[0] if whole else y.sum(0).astype(out_dtype)

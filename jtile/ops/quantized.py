@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ HALF = BLOCK // 2
 
 
 def quantized_matmul(
-    x, weight: QuantizedTensor, *, bias=None, activation: str | None = None, residual=None
+    x, weight: QuantizedTensor, *, bias=None, activation: str | None = None, residual=None, out_dtype=jnp.float32
 ) -> jax.Array:
     """`activation(x @ weight.T + bias) + residual`, with sums in float32.
 
@@ -41,15 +42,21 @@ def quantized_matmul(
       bias: None or [out].
       activation: None, "relu", "silu", "gelu" (erf) or "gelu_tanh".
       residual: None or [..., out], added last.
+      out_dtype: of the result, a float; bias, activation and residual come before it is rounded.
 
     Returns:
-      float32 [..., out].
+      [..., out].
 
     Raises:
-      KernelTypeError: x is no float array, or the weight not quantised.
+      KernelTypeError: x is no float array, the weight not quantised, or out_dtype no float.
       KernelValueError: shapes that do not fit, or an unknown activation.
     """
     _check(x, weight, activation)
+    out_dtype = jnp.dtype(out_dtype)
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise jt.errors.KernelTypeError(
+            f"quantized_matmul: out_dtype {out_dtype.name}; expected a float, for instance {x.dtype.name}"
+        )
     out, inner = weight.shape
     rows = x.reshape(math.prod(x.shape[:-1]), inner)
     m = rows.shape[0]
@@ -61,25 +68,27 @@ def quantized_matmul(
             extra.append(y.reshape(1 if name == "bias" else m, out))
     options = dict(kind=weight.kind, activation=activation, has_bias=bias is not None)
     if hopper_quantized.takes(rows, weight.codes, inner, weight.kind) and m > 1:
-        y = _on_hopper(rows, weight)
+        y = _on_hopper(rows, weight, jnp.float32 if extra or activation else out_dtype)
         y = ACTIVATIONS[activation](y if bias is None else y + extra[0])
         y = y if residual is None else y + extra[-1]
     elif hopper_gemv.takes(rows, weight.codes, weight.kind):
-        y = on_cuda(*_streamed(**options), (rows, extra), _arrays(weight, m))
+        y = on_cuda(*_streamed(**options, out_dtype=out_dtype), (rows, extra), _arrays(weight, m))
     elif _in_lanes(m, out, inner):
         y = quantized_lanes.product(rows, _arrays(weight, m), extra, **options)
     else:
         kernel = _gemv if m <= 2 else _gemm
         y = kernel(rows.astype(jnp.float32), *_arrays(weight), *extra, **options, **_tiles(m, out, inner))
-    return y.reshape(*x.shape[:-1], out)
+    return y.reshape(*x.shape[:-1], out).astype(out_dtype)
 
 
-def quantized_matmul_reference(x, weight: QuantizedTensor, *, bias=None, activation=None, residual=None) -> jax.Array:
+def quantized_matmul_reference(
+    x, weight: QuantizedTensor, *, bias=None, activation=None, residual=None, out_dtype=jnp.float32
+) -> jax.Array:
     """The same in `jnp`: the dequantised weights in a float32 product."""
     y = jnp.matmul(x.astype(jnp.float32), weight.dequantize().T, precision="highest")
     y = y if bias is None else y + jnp.asarray(bias).reshape((1,) * (y.ndim - 1) + (-1,))
     y = ACTIVATIONS[activation](y)
-    return y if residual is None else y + residual
+    return (y if residual is None else y + residual).astype(out_dtype)
 
 
 def _check(x, weight: QuantizedTensor, activation) -> None:
@@ -132,24 +141,26 @@ def _arrays(weight: QuantizedTensor, m: int = 0) -> list[jax.Array]:
     return [jax.lax.stop_gradient(x) for x in (weight.codes, weight.scale, weight.minimum) if x is not None]
 
 
-def _on_hopper(rows, weight: QuantizedTensor):
+def _on_hopper(rows, weight: QuantizedTensor, out_dtype: Any = jnp.float32):
     frozen = jax.lax.stop_gradient(weight)
     arrays = [x for x in (frozen.codes, frozen.scale, frozen.minimum) if x is not None]
-    return on_cuda(*_many_rows(weight.kind), rows, arrays)
+    return on_cuda(*_many_rows(weight.kind, out_dtype), rows, arrays)
 
 
 @functools.cache
-def _many_rows(kind: str):
+def _many_rows(kind: str, out_dtype):
     """For `on_cuda`: x, and the arrays of a packed weight."""
     plain = lambda arrays: [unpack_codes(arrays[0], kind), *arrays[1:]]
-    elsewhere = lambda x, arrays: quantized_lanes.product(x, plain(arrays), [], kind=kind, activation=None)
-    return (lambda x, arrays: hopper_quantized.product(x, arrays, kind)), elsewhere
+    lanes = functools.partial(quantized_lanes.product, kind=kind, activation=None)
+    elsewhere = lambda x, arrays: lanes(x, plain(arrays), []).astype(out_dtype)
+    return (lambda x, arrays: hopper_quantized.product(x, arrays, kind, out_dtype)), elsewhere
 
 
 @functools.cache
-def _streamed(**options):
+def _streamed(*, out_dtype=jnp.float32, **options):
     """For `on_cuda`: x and what stands behind the product, and the arrays of the weights."""
-    here, elsewhere = (functools.partial(m.product, **options) for m in (hopper_gemv, quantized_lanes))
+    here = functools.partial(hopper_gemv.product, out_dtype=out_dtype, **options)
+    elsewhere = lambda *given: quantized_lanes.product(*given, **options).astype(out_dtype)
     call = lambda f: lambda moved, arrays: f(moved[0], arrays, moved[1])
     return call(here), call(elsewhere)
 
@@ -378,7 +389,7 @@ def _hopper_forward(x, codes, scale, minimum, **meta):
 def _hopper_backward(residuals, ct, *, kind, **_):
     """All splits have the cotangent of their sum."""
     x, codes, scale, minimum = residuals
-    dx = _dx(ct[0], [codes, scale, minimum] if kind == "q4_1" else [codes, scale], kind, x.shape[1])
+    dx = _dx(ct[0].astype(jnp.float32), [codes, scale, minimum] if kind == "q4_1" else [codes, scale], kind, x.shape[1])
     return dx.astype(x.dtype), None, None, None
 
 
