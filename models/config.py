@@ -79,3 +79,20 @@ def read_attention(config: Mapping, **more) -> AttentionConfig:
     kv_heads = number(config, "num_key_value_heads", heads)
     rope = read_rope(config, head_dim)
     return AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, **more)
+
+
+def read_layer_types(
+    config: Mapping, num_layers: int, window: int | None, slides: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """The window of each layer by `layer_types`; where the file has none, layer i has one if `slides(i)`.
+
+    Raises:
+      ModelError: an unknown type of layer, another number of them than layers, or windows of unknown size.
+    """
+    windows = {"sliding_attention": window, "full_attention": None}
+    types = config.get("layer_types") or [("full_attention", "sliding_attention")[slides(i)] for i in range(num_layers)]
+    if len(types) != num_layers or not set(types) <= set(windows):
+        raise ModelError(f"the configuration's layer_types {types} are not {num_layers} of {', '.join(windows)}")
+    if "sliding_attention" in types and window is None:
+        raise ModelError("the configuration's layer_types ask for sliding_attention, but it has no sliding_window")
+    return tuple(windows[kind] for kind in types)

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from jtile._errors import ModelError
+from jtile.models import mistral
 from jtile.models.config import DecoderConfig
+from jtile.models.deepseek import DeepseekConfig
 from jtile.models.llama import LlamaConfig
+from jtile.models.qwen3 import Qwen3Config
 
 # `model_type` of a config.json -> (the class of transformers, what reads its configuration)
 FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
+    "deepseek_v3": ("DeepseekV3ForCausalLM", DeepseekConfig.from_hf),
     "llama": ("LlamaForCausalLM", LlamaConfig.from_hf),
+    "mistral": ("MistralForCausalLM", mistral.from_hf),
+    "qwen3": ("Qwen3ForCausalLM", Qwen3Config.from_hf),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", Qwen3Config.from_hf),
 }
 
 
@@ -32,4 +39,4 @@ def read_config(config: Mapping, source: str) -> DecoderConfig:
     name, read = FAMILIES[kind]
     if classes and name not in classes:
         raise ModelError(f"{source} holds a {', '.join(map(str, classes))}; of the type {kind!r} jtile runs {name}")
-    return read(config)
+    return read({**config, "model_type": kind})

@@ -26,7 +26,7 @@ def _heads(x, norms, heads: int, kv_heads: int, eps: float):
     return jnp.concatenate([_normed(Q, norms[0][:], eps), _normed(K, norms[1][:], eps)], axis=-2)
 
 
-def _rotate(x, cos, sin):
+def rotated(x, cos, sin):
     """The pairs (i, i + half) of x [..., heads, head_dim] turned by the angles of cos, sin [..., 1, half]."""
     half = x.shape[-1] // 2
     low, high = x[..., :half], x[..., half:]
@@ -47,7 +47,7 @@ def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps:
     n, half = cos.shape[-1] * 2, cos.shape[-1]
     X = qkv.tiles(None, bt, qkv.shape[2], n)[b, t, 0, 0]
     C, S = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
-    R = _rotate(_heads(X, norms, heads, kv_heads, eps), C, S)
+    R = rotated(_heads(X, norms, heads, kv_heads, eps), C, S)
     q.tiles(None, bt, heads, n)[b, t, 0, 0] = R[:, :heads]
     k.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = R[:, heads:]
     v.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = X[:, heads + kv_heads :]
@@ -71,7 +71,7 @@ def rope_append(
     `rope_split`."""
     b = jt.program_id(0)
     at, X = lengths[b], qkv[b, :, :]
-    R = _rotate(_heads(X, norms, heads, kv_heads, eps), cos[b, :][None], sin[b, :][None])
+    R = rotated(_heads(X, norms, heads, kv_heads, eps), cos[b, :][None], sin[b, :][None])
     q[b, :, :] = R[:heads]
     new_keys[b, at, :, :] = R[heads:]
     new_values[b, at, :, :] = X[heads + kv_heads :]

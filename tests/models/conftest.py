@@ -1,8 +1,10 @@
-"""Models for the tests: the tiny Llama of tests/data, the same one as a GGUF, and SmolLM2 if it is installed."""
+"""Models for the tests: the tiny ones of tests/data, the Llama as a GGUF too, and SmolLM2 if it is installed."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -12,7 +14,7 @@ from safetensors.numpy import load_file
 
 import jtile.models
 from jtile._errors import ModelError
-from jtile.models import gguf_file
+from jtile.models import LanguageModel, experts, gguf_file
 from jtile.models.load import default_model
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -21,19 +23,53 @@ HEADS, KV_HEADS, LAYERS, VOCAB = 4, 2, 3, 256
 
 
 @pytest.fixture(scope="session")
+def data() -> Path:
+    return DATA
+
+
+@pytest.fixture(scope="session")
 def tiny_folder() -> Path:
     return TINY
 
 
 @pytest.fixture(scope="session")
-def golden() -> dict[str, np.ndarray]:
-    """Inputs and outputs of the tiny Llama, by transformers in float32."""
-    return dict(np.load(TINY / "io.npz"))
+def outputs() -> Callable[[str], dict[str, np.ndarray]]:
+    """Inputs and outputs of the tiny model of a name, by transformers in float32."""
+    return functools.cache(lambda name: dict(np.load(DATA / name / "io.npz")))
 
 
 @pytest.fixture(scope="session")
-def tiny():
-    return jtile.models.load(TINY)
+def golden(outputs) -> dict[str, np.ndarray]:
+    return outputs("llama")
+
+
+@pytest.fixture(scope="session")
+def model() -> Callable[[str], LanguageModel]:
+    """The tiny model of a name."""
+    return functools.cache(lambda name: jtile.models.load(DATA / name))
+
+
+@pytest.fixture(scope="session")
+def tiny(model):
+    return model("llama")
+
+
+@pytest.fixture
+def chosen_experts(monkeypatch):
+    """chosen_experts(lm, ids): the experts of every token, ascending, int [mixtures, batch, length, k]."""
+
+    def run(lm, ids):
+        found, mixture = [], experts.mixture
+
+        def recorded(x, chosen, *rest):
+            found.append(chosen)
+            return mixture(x, chosen, *rest)
+
+        monkeypatch.setattr(experts, "mixture", recorded)
+        lm.model.hidden_states(ids)
+        return np.sort(np.stack([np.asarray(chosen).reshape(*ids.shape, -1) for chosen in found]))
+
+    return run
 
 
 @pytest.fixture(scope="session")

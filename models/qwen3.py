@@ -1,0 +1,105 @@
+"""Qwen3: Llama's decoder with norms of each head's queries and keys, dense or with mixtures of experts (Qwen 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+
+from jtile import ops
+from jtile._errors import ModelError
+from jtile.models import layers
+from jtile.models.config import (
+    AttentionConfig,
+    DecoderConfig,
+    WeightSource,
+    read_attention,
+    read_decoder,
+    read_layer_types,
+)
+from jtile.models.decoder import Attention, Block, GatedMLP, as_float32
+from jtile.models.entries import count, number
+from jtile.models.experts import Experts, Mixture
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtureConfig:
+    """Every token goes through `chosen` of `experts` MLPs of `features` each, weighted by their probabilities, which
+    are divided by their sum if `normalised`. `layers`: those that have experts and not one MLP."""
+
+    experts: int
+    chosen: int
+    features: int
+    normalised: bool
+    layers: tuple[int, ...]
+
+    def __post_init__(self):
+        if self.chosen > self.experts:
+            raise ModelError(f"the router chooses {self.chosen} experts of {self.experts}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config(DecoderConfig):
+    """The sizes of one Qwen3; `windows`: of each layer's attention (None: it sees all keys)."""
+
+    intermediate_size: int
+    attention: AttentionConfig
+    windows: tuple[int | None, ...]
+    mixture: MixtureConfig | None = None
+
+    @classmethod
+    def from_hf(cls, config: Mapping) -> Qwen3Config:
+        """From a `config.json` of transformers 5 or of the hub.
+
+        Raises:
+          ModelError: a required key is missing, or the model uses a variant that this file does not implement.
+        """
+        sizes, mixed = read_decoder(config), config.get("model_type") == "qwen3_moe"
+        window = number(config, "sliding_window", 4096) if config.get("use_sliding_window") else None
+        # the dense models slide from some layer on, those with experts everywhere
+        start = 0 if mixed else count(config, "max_window_layers", 28)
+        return cls(
+            **sizes,
+            intermediate_size=number(config, "intermediate_size"),
+            attention=read_attention(config, norm_eps=sizes["norm_eps"]),
+            windows=read_layer_types(config, sizes["num_layers"], window, lambda i: window is not None and i >= start),
+            mixture=_read_mixture(config, sizes["num_layers"]) if mixed else None,
+        )
+
+    def block(self, index: int, weight: WeightSource) -> Block:
+        prefix, hidden = f"model.layers.{index}.", self.hidden_size
+        attention = dataclasses.replace(self.attention, window=self.windows[index])
+        if self.mixture is not None and index in self.mixture.layers:
+            router = Router(self.mixture, hidden, weight, f"{prefix}mlp.gate.")
+            experts = Experts(weight, f"{prefix}mlp.experts.", self.mixture.experts, self.mixture.features, hidden)
+            mlp = Mixture(router, experts)
+        else:
+            mlp = GatedMLP(hidden, self.intermediate_size, weight, f"{prefix}mlp.")
+        return Block(self, weight, prefix, Attention(attention, hidden, weight, f"{prefix}self_attn."), mlp)
+
+
+def _read_mixture(config: Mapping, num_layers: int) -> MixtureConfig:
+    every, dense = number(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    return MixtureConfig(
+        experts=number(config, "num_experts", config.get("num_local_experts")),
+        chosen=number(config, "num_experts_per_tok", 8),
+        features=number(config, "moe_intermediate_size", 768),
+        normalised=bool(config.get("norm_topk_prob", False)),
+        layers=tuple(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense),
+    )
+
+
+class Router(nnx.Module):
+    """The most probable experts of each token."""
+
+    def __init__(self, config: MixtureConfig, hidden: int, weight: WeightSource, prefix: str):
+        self.config = config
+        self.weight = nnx.Param(as_float32(weight(f"{prefix}weight", (config.experts, hidden))))
+
+    def __call__(self, x) -> tuple[jax.Array, jax.Array]:
+        """x float32 [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
+        probabilities = ops.softmax(layers.linear(x, self.weight.get_value()))
+        weights, experts = ops.top_k(probabilities, self.config.chosen)
+        return experts, weights / weights.sum(1, keepdims=True) if self.config.normalised else weights
