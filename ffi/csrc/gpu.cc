@@ -28,21 +28,63 @@ class Module {
   Loaded loaded_;
 };
 
-// The counters of a call site on a device. Kernels leave them at zero, so that they are set to it only once: no call
-// has to, and a graph that was recorded finds them where they are.
+// The counters of a call site on a device: a set for each stream that launches it, so that launches that run at the same
+// time have their own. Kernels leave them at zero, so that they are set to it only once: no call has to, and a graph that
+// was recorded finds those of the stream that it was recorded on where they are.
 class Counters {
  public:
-  Counters(Driver& driver, int device, size_t count)
-      : driver_(driver), device_(device), data_(driver.allocate_zeros(device, count * sizeof(int32_t))) {}
-  ~Counters() { driver_.release(device_, data_); }
+  Counters(Driver& driver, int device, size_t count) : driver_(driver), device_(device), bytes_(count * sizeof(int32_t)) {
+    for (int k = 0; k < kReady; ++k) add(unclaimed());
+  }
   Counters(const Counters&) = delete;
   Counters& operator=(const Counters&) = delete;
-  void* data() const { return data_; }
+
+  void* of(void* stream) {
+    if (Set* set = find(stream)) return set->data;
+    std::lock_guard lock(mutex_);
+    Set* set = find(stream);
+    if (set == nullptr && (set = find(unclaimed())) != nullptr) set->stream.store(stream, std::memory_order_relaxed);
+    return (set != nullptr ? set : add(stream))->data;
+  }
 
  private:
+  static constexpr int kReady = 2;  // XLA launches on one stream and records on another; both find theirs made
+  struct Set {
+    Set(Counters& of, void* stream)
+        : driver(of.driver_), device(of.device_), data(driver.allocate_zeros(device, of.bytes_)), stream(stream),
+          next(of.first_) {}
+    ~Set() { driver.release(device, data); }
+    Driver& driver;
+    int device;
+    void* data;
+    std::atomic<void*> stream;
+    Set* next;
+  };
+
+  // What no stream's handle is.
+  static void* unclaimed() {
+    static char place;
+    return &place;
+  }
+
+  Set* find(void* stream) {
+    Set* set = first_.load(std::memory_order_acquire);
+    while (set != nullptr && set->stream.load(std::memory_order_relaxed) != stream) set = set->next;
+    return set;
+  }
+
+  Set* add(void* stream) {
+    Set* set = sets_.emplace_back(std::make_unique<Set>(*this, stream)).get();
+    first_.store(set, std::memory_order_release);  // for those who look without the lock
+    return set;
+  }
+
   Driver& driver_;
   int device_;
-  void* data_;
+  size_t bytes_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Set>> sets_;
+  std::atomic<Set*> first_{nullptr};
 };
 
 SharedTable<Module>& modules() {
@@ -85,7 +127,7 @@ struct Launcher::OnDevice {
   Driver* driver;
   int device;
   std::shared_ptr<const Module> module;
-  std::unique_ptr<const Counters> counters;  // null where the kernel has none
+  std::unique_ptr<Counters> counters;  // null where the kernel has none
   // The maps of the last call: XLA keeps buffers in place from run to run. Whoever finds them in use makes its own.
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
   std::vector<Map> maps = {};
@@ -152,8 +194,8 @@ std::unique_ptr<Launcher::OnDevice> Launcher::load(int device) {
   auto module = modules().acquire(key, [&] {
     return std::make_unique<const Module>(driver, device, *image_, record_, config(0, nullptr));
   });
-  std::unique_ptr<const Counters> counters;
-  if (record_.counters != 0) counters = std::make_unique<const Counters>(driver, device, record_.counters);
+  std::unique_ptr<Counters> counters;
+  if (record_.counters != 0) counters = std::make_unique<Counters>(driver, device, record_.counters);
   return std::unique_ptr<OnDevice>(new OnDevice{&driver, device, std::move(module), std::move(counters)});
 }
 
@@ -223,7 +265,7 @@ void Launcher::run(OnDevice& on, uint32_t grid, void* stream, const Array* array
         params[k] = &maps[param.index];
         break;
       case Param::Kind::kCounters:
-        values[k].pointer = on.counters->data();
+        values[k].pointer = on.counters->of(stream);
         break;
       case Param::Kind::kNull:
         values[k].pointer = nullptr;

@@ -1,10 +1,12 @@
-"""Counters of kernels whose programs arrive: memory of a call site on a device, zeroed once, gone with the site."""
+"""Counters of kernels whose programs arrive: memory of a call site on a device and of a stream there, zeroed once, gone
+with the site."""
 
+import concurrent.futures
 import re
 
 import numpy as np
 import pytest
-from fake_driver import record
+from fake_driver import call_launch, record
 
 from jtile import ffi
 from jtile.ffi._run import run_image
@@ -28,15 +30,16 @@ def test_zeroed_once_before_any_call(driver, platform):
     kernel = opened(driver, platform)
     kernel.initialize()
     made = [x for x in driver.lines() if not x.startswith(("load", "function", "ready"))]
-    assert re.fullmatch(r"allocate 20 on 0\nmemset \d+ 0 x 20 stream 2 on 0\nwait 2", "\n".join(made))
+    one = r"allocate 20 on 0\nmemset \d+ 0 x 20 stream 2 on 0\nwait 2"  # two sets: of what launches and of what records
+    assert re.fullmatch(rf"{one}\n{one}", "\n".join(made))
     first = kernel.launch((4096, 16))
     assert len(first) == 1  # nothing but the launch: no memset stands in a call
-    assert address(first) == int(re.search(r"memset (\d+)", made[1])[1])
+    assert address(first) in [int(re.search(r"memset (\d+)", made[k])[1]) for k in (1, 4)]
     assert kernel.launch((4096, 16)) == first  # where it was: a recorded graph finds it
     kernel.initialize()
     assert driver.lines() == []
     kernel.close()
-    assert sorted(driver.lines()) == ["free on 0", "unload on 0"]
+    assert sorted(driver.lines()) == ["free on 0", "free on 0", "unload on 0"]
     assert driver.lib.fake_alive() == 0
 
 
@@ -45,6 +48,38 @@ def test_each_device_and_each_site_has_its_own(driver):
     places = {address(kernel.launch((4096, 16), device=device)) for kernel in (a, b) for device in (0, 1)}
     assert len(places) == 4
     a.close(), b.close()
+    assert driver.lib.fake_alive() == 0
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_each_stream_has_its_own(driver, platform):
+    """Launches of one call that run at the same time, on any number of streams, 0 (the usual one) included."""
+    kernel = opened(driver, platform)
+    kernel.initialize()
+    driver.lines()
+    lines = {stream: kernel.launch((4096, 16), stream=stream) for stream in (7, 9, 0, 11)}
+    assert [len(x) for x in lines.values()] == [1, 1, 4, 4]  # two are ready; a further one is made when it comes
+    places = {stream: address(x) for stream, x in lines.items()}
+    assert len(set(places.values())) == 4
+    for stream in (11, 0, 7, 9, 7):
+        assert address(kernel.launch((4096, 16), stream=stream)) == places[stream]
+    assert driver.lib.fake_alive() == 4
+    kernel.close()
+    assert driver.lib.fake_alive() == 0
+
+
+def test_streams_of_many_threads(driver):
+    kernel = opened(driver)
+    streams = [100 + k % 16 for k in range(400)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda stream: call_launch(kernel, (4096, 16), stream=stream), streams))
+    found: dict[str, set[str]] = {}
+    for line in driver.lines():
+        if line.startswith("launch"):
+            found.setdefault(re.search(r"stream (\d+)", line)[1], set()).add(re.search(r"(\d+)$", line)[1])
+    assert len(found) == 16 and all(len(x) == 1 for x in found.values())
+    assert len(set.union(*found.values())) == 16
+    kernel.close()
     assert driver.lib.fake_alive() == 0
 
 
@@ -59,6 +94,12 @@ def test_no_memory(driver):
     assert driver.lib.fake_alive() == 0
     driver.lib.fake_fail(b"", 0)
     kernel.initialize()
+    kernel.launch((4096, 16), stream=1), kernel.launch((4096, 16), stream=2)
+    driver.lib.fake_fail(b"cuMemAlloc", 2)
+    with pytest.raises(ffi.FfiError, match="kernel k: cuMemAlloc failed"):
+        kernel.launch((4096, 16), stream=3)
+    driver.lib.fake_fail(b"", 0)
+    assert len(kernel.launch((4096, 16), stream=3)) == 4
     kernel.close()
     assert driver.lib.fake_alive() == 0
 

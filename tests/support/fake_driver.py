@@ -105,7 +105,7 @@ class FakeKernel:
         return packed, ctypes.c_int64(len(arrays)), (ctypes.c_int64 * max(1, len(sizes)))(*sizes)
 
 
-def call_launch(kernel: FakeKernel, *arrays: tuple[int, int], device: int = 0) -> None:
+def call_launch(kernel: FakeKernel, *arrays: tuple[int, int], device: int = 0, stream: int = 7) -> None:
     """A launch that leaves the log alone, for use on many threads."""
     args = kernel.arguments(arrays, ())
-    call("jtile_gpu_launch", kernel.handle, device, ctypes.c_void_p(7), *args)
+    call("jtile_gpu_launch", kernel.handle, device, ctypes.c_void_p(stream), *args)
