@@ -67,7 +67,7 @@ class _Role:
 
     def __init__(self, play: Play, skeleton: Skeleton):
         self.play, self.skeleton, self.name, self.steps = play, skeleton, skeleton.name, 0
-        self.scalars = Scalars(play.kernel, play.pid, play.sizes)
+        self.scalars = Scalars(play.kernel, play.pid, play.sizes, play.loaded)
         self.way = self.block(skeleton.body)
         self.waits: Wait | None = None
         # What products and asynchronous stores that are not waited for yet read, in the order of their start.
@@ -174,12 +174,18 @@ class _Role:
 
 
 class Play:
-    """All roles of one program, side by side: each goes on as far as it can."""
+    """All roles of one program, side by side: each goes on as far as it can. `sizes`, `loaded`: see `Scalars`."""
 
     def __init__(
-        self, kernel: Kernel, roles: list[Skeleton], pid: tuple[int, ...], sizes: dict[str, int], order: Order
+        self,
+        kernel: Kernel,
+        roles: list[Skeleton],
+        pid: tuple[int, ...],
+        sizes: dict[str, int],
+        order: Order,
+        loaded: int | None = None,
     ):
-        self.kernel, self.pid, self.sizes = kernel, pid, sizes
+        self.kernel, self.pid, self.sizes, self.loaded = kernel, pid, sizes, loaded
         self.order = order
         self.under_way: list[tuple[_Role, AsyncLoad, _Barrier, Place]] = []
         self.filled: set[tuple[Value, Hashable]] = set()

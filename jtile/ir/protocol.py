@@ -15,6 +15,7 @@ from .core import Block, Kernel, Op, Value
 from .dynamic import used_symbols
 from .extents import evaluate
 from .in_flight import check_in_flight
+from .memory import Load
 from .placement import blocks_of, named, refuse, roles_of
 from .places import fills, reads, root
 from .play import ORDERS, Play
@@ -23,6 +24,7 @@ from .shapes import Full
 from .skeleton import Skeleton
 
 SIZE = 1024  # what a symbol counts for while the roles are played through
+LOADED = (3, 20)  # numbers below these: few rounds and branches of both kinds, and more rounds than rings have slots
 
 
 def check_protocol(kernel: Kernel) -> None:
@@ -46,6 +48,22 @@ def check_protocol(kernel: Kernel) -> None:
             check_in_flight(kernel, name, body, pid)
         for order in orders:
             Play(kernel, skeletons, pid, sizes, order).run()
+
+
+def check_loaded(kernel: Kernel) -> None:
+    """Refuse a kernel whose roles would wait for ever for some numbers that decide rounds and branches and are loaded.
+
+    For roles that were made of one program: those go the same way, whatever the numbers are. Roles by hand may rely on
+    more than the kernel says.
+
+    Raises:
+      VerificationError: see `check_protocol`.
+    """
+    roles = roles_of(kernel)
+    skeletons = [Skeleton(name, body) for name, body in zip(roles.names, roles.bodies, strict=True)]
+    if any(isinstance(v.op, Load) for s in skeletons for v in s.needed):
+        for loaded in LOADED:
+            Play(kernel, skeletons, (0,) * len(kernel.grid), {}, ORDERS[0], loaded).run()
 
 
 def _each(roles: Roles) -> Iterator[tuple[str, Op]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from jtile._config import current
 from jtile.ir import Kernel, verify
+from jtile.ir.protocol import check_loaded
 
 from ..bounds import bounds
 from ..canonicalise import canonicalise
@@ -68,6 +69,8 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         after = run(done[-1][2] if done else kernel)
         if current().verify or name == LAST:
             verify(after, level)
+        if name == LAST:
+            check_loaded(after)
         done.append((name, level, after))
         return after
 

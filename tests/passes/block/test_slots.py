@@ -3,6 +3,8 @@
 The rounds are numbers that the kernel loads: the verifier does not know them, and would let a kernel that hangs pass.
 """
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import jtile as jt
 from jtile import _lowering, passes
+from jtile._errors import VerificationError
 from jtile.interpret import interpret
 from jtile.passes.block import Machine, NoPlan, steps
 
@@ -153,3 +156,10 @@ def test_merged_loops_keep_the_bounds_of_all():
     assert not isinstance(planned, NoPlan), str(planned)
     want = masked_and_then_hanging_over.interpret(*inputs)
     np.testing.assert_array_equal(interpret(planned.kernel, inputs)[0], want)
+
+
+def test_what_would_wait_for_ever_is_found(monkeypatch):
+    """A step of the pipeline that gives slots back too late is a defect that is found, though the rounds are loaded."""
+    monkeypatch.setattr(importlib.import_module("jtile.passes.block.overlap"), "rounds_held", lambda op, body: 2)
+    with pytest.raises(VerificationError, match="consumer0: waits for ever at %a_full"):
+        planned_of(two_sums_in_a_round, operands(3), num_stages=2)
