@@ -5,8 +5,10 @@ found, the choice among them: a ratio of 0.95 means that tuning gains 5 %."""
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib
+import multiprocessing
 import os
 import tempfile
 import time
@@ -164,12 +166,33 @@ def _compiled(
 ) -> dict[Product, dict[str, Any]]:
     """The programs of each product by name, "ours" and the forms; instead of one the error that it raised."""
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
+        if jt.platform() != "cpu":
+            _compile_kernels(tried, folder)
         build = lambda p, f: pool.submit(_compile, f, p, *calls[p], folder)
         jobs = {
             p: {"ours": build(p, p.ours), **{_name(f): build(p, p.formed(f)) for f in many}}
             for p, many in tried.items()
         }
         return {p: {name: job.exception() or job.result() for name, job in of.items()} for p, of in jobs.items()}
+
+
+def _compile_kernels(tried: Mapping[Product, Sequence[Form]], folder: str) -> None:
+    """Fill the cache of compiled kernels: in processes, for the passes of all threads share one interpreter."""
+    jobs = [(p, form, jt.platform(), jt.architecture(), folder) for p, many in tried.items() for form in (None, *many)]
+    new = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(_threads(), new, _without_gpu) as pool:
+        list(pool.map(_compile_kernel, jobs, chunksize=2))
+
+
+def _without_gpu() -> None:
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _compile_kernel(job: tuple[Product, Form | None, str, str, str]) -> None:
+    p, form, platform, arch, folder = job
+    with jt.config(arch=arch, cache_dir=folder), contextlib.suppress(Exception):  # which the program will raise
+        function = p.ours if form is None else p.formed(form)
+        jax.jit(function).trace(*p.types()).lower(lowering_platforms=(platform,))
 
 
 def _compile(function: Callable, p: Product, sets: int, calls: int, folder: str) -> Any:
