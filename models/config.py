@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import jax
 from flax import nnx
@@ -18,13 +19,24 @@ WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The sizes that every decoder has; `max_length` is the longest sequence that it was trained for, in tokens."""
+    """The sizes that every decoder has; `max_length` is the longest sequence that it was trained for, in tokens.
+
+    Embeddings are multiplied by `embedding_scale`; logits x become softcap * tanh(x / softcap), if that is given.
+    `tied`: whether the embedding is the output head where the file does not say.
+    """
 
     vocab_size: int
     hidden_size: int
     num_layers: int
     norm_eps: float
     max_length: int
+    embedding_scale: float = 1.0
+    softcap: float | None = None
+    tied: ClassVar[bool] = False
+
+    def stored(self, weight: WeightSource) -> WeightSource:
+        """The source of tensors as the modules take them, from that of tensors as the checkpoint stores them."""
+        return weight
 
     def block(self, index: int, weight: WeightSource) -> nnx.Module:
         """Layer `index` with its weights: `weight(name, shape)` gives the tensor of that (transformers) name."""
@@ -34,7 +46,8 @@ class DecoderConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Grouped-query attention. `window`: a token sees its newest `window` keys, itself included (None: all);
-    `norm_eps`: of the RMS norms of each head's queries and keys before they are rotated (None: no such norms)."""
+    `norm_eps`: of the RMS norms of each head's queries and keys before they are rotated (None: no such norms);
+    `scale`: of the scores (None: 1 / sqrt(head_dim)), which become softcap * tanh(score / softcap), if given."""
 
     heads: int
     kv_heads: int
@@ -42,23 +55,26 @@ class AttentionConfig:
     rope: Rope
     window: int | None = None
     norm_eps: float | None = None
+    scale: float | None = None
+    softcap: float | None = None
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} attention heads do not divide into {self.kv_heads} key-value heads")
 
 
-def read_decoder(config: Mapping) -> dict:
-    """The fields of `DecoderConfig` from a `config.json`.
+def read_decoder(config: Mapping, activation: str = "silu") -> dict:
+    """The fields of `DecoderConfig` from a `config.json`; `activation`: what its MLP must use, if the file says it.
 
     Raises:
-      ModelError: a required key is missing or no number, or biases or another activation than SiLU are asked for.
+      ModelError: a required key is missing or no number, or biases or another activation are asked for.
     """
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise ModelError(f"this model has {key}, which jtile.models does not implement; use a model without")
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"this model's MLP uses {config['hidden_act']!r}; jtile.models implements 'silu' here")
+    asked = config.get("hidden_activation") or config.get("hidden_act") or activation
+    if (asked, activation) != ("swish", "silu") and asked != activation:
+        raise ModelError(f"this model's MLP uses {asked!r}; jtile.models implements {activation!r} here")
     return dict(
         vocab_size=number(config, "vocab_size"),
         hidden_size=number(config, "hidden_size"),
@@ -77,8 +93,8 @@ def read_attention(config: Mapping, **more) -> AttentionConfig:
     heads = number(config, "num_attention_heads")
     head_dim = number(config, "head_dim", number(config, "hidden_size") // heads)
     kv_heads = number(config, "num_key_value_heads", heads)
-    rope = read_rope(config, head_dim)
-    return AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, **more)
+    fields = {"rope": more.get("rope") or read_rope(config, head_dim)} | more
+    return AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **fields)
 
 
 def read_layer_types(

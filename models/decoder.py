@@ -39,32 +39,33 @@ class Attention(nnx.Module):
         return layers.HeadNorms(self.q_norm.get_value(), self.k_norm.get_value(), self.config.norm_eps)
 
     def prefill(self, x, residual, cos, sin):
-        """x [batch, length, hidden]; returns (residual plus output [batch, length, hidden], (k, v))."""
+        """x [batch, length, hidden]; returns (residual (None for none) plus output [batch, length, hidden], (k, v))."""
         c, qkv = self.config, layers.linear(x, self.qkv.get_value())
         q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
-        mixed = layers.attention(q, k, v, c.window)
+        mixed = layers.attention(q, k, v, c.window, c.scale, c.softcap)
         return layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value(), residual), (k, v)
 
     def step(self, x, residual, cos, sin, entry, lengths):
         """x [batch, hidden] against this layer's entry of the cache; returns (residual plus output, the entry)."""
         c, qkv = self.config, layers.linear(x, self.qkv.get_value())
         q, *entry = layers.append_heads(qkv, cos, sin, lengths, *entry, c.heads, c.kv_heads, self._norms())
-        mixed = layers.decode_attention(q, *entry, lengths + 1, c.window)
+        mixed = layers.decode_attention(q, *entry, lengths + 1, c.window, c.scale, c.softcap)
         return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value(), residual), tuple(entry)
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, hidden: int, features: int, weight: WeightSource, prefix: str):
+    def __init__(self, hidden: int, features: int, weight: WeightSource, prefix: str, activation: str = "silu"):
+        self.activation = activation
         self.gate = nnx.Param(weight(f"{prefix}gate_proj.weight", (features, hidden)))
         self.up = nnx.Param(weight(f"{prefix}up_proj.weight", (features, hidden)))
         self.down = nnx.Param(weight(f"{prefix}down_proj.weight", (hidden, features)))
 
     def __call__(self, x, residual):
-        """x, residual [..., hidden] -> residual plus output."""
+        """x, residual [..., hidden] -> residual (None for none) plus output."""
         weights = self.gate.get_value(), self.up.get_value(), self.down.get_value()
-        return layers.gated_mlp(x, *weights, residual)
+        return layers.gated_mlp(x, *weights, residual, self.activation)
 
 
 class Block(nnx.Module):
@@ -106,7 +107,7 @@ class Decoder(nnx.Module):
         """`weight(name, shape)` gives the checkpoint's tensor of that (transformers) name, checked against `shape`;
         `tied`: the embedding serves as the output head."""
         table = (config.vocab_size, config.hidden_size)
-        self.config = config
+        self.config, weight = config, config.stored(weight)
         self.embedding = nnx.Param(weight("model.embed_tokens.weight", table))
         self.blocks = nnx.List([config.block(i, weight) for i in range(config.num_layers)])
         self.norm = nnx.Param(as_float32(weight("model.norm.weight", (config.hidden_size,))))
@@ -114,7 +115,7 @@ class Decoder(nnx.Module):
 
     def _enter(self, ids, positions):
         """(the embeddings of ids, for every rope of the blocks the cos and sin of the positions)."""
-        x = layers.embedding(self.embedding.get_value(), ids)
+        x = layers.embedding(self.embedding.get_value(), ids) * self.config.embedding_scale
         ropes = dict.fromkeys(block.rope for block in self.blocks)
         angles = lambda rope: layers.rope_angles(positions, jnp.asarray(rope.frequencies()), rope.attention_factor)
         return x, {rope: angles(rope) for rope in ropes}
@@ -123,7 +124,9 @@ class Decoder(nnx.Module):
         return layers.rms_norm(hidden, self.norm.get_value(), self.config.norm_eps)
 
     def _logits(self, normed):
-        return layers.linear(normed, (self.embedding if self.output is None else self.output).get_value())
+        logits = layers.linear(normed, (self.embedding if self.output is None else self.output).get_value())
+        cap = self.config.softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def head(self, hidden):
         """Logits float32 [..., vocab] of hidden states [..., hidden]."""

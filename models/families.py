@@ -8,12 +8,15 @@ from jtile._errors import ModelError
 from jtile.models import mistral
 from jtile.models.config import DecoderConfig
 from jtile.models.deepseek import DeepseekConfig
+from jtile.models.gemma import GemmaConfig
 from jtile.models.llama import LlamaConfig
 from jtile.models.qwen3 import Qwen3Config
 
 # `model_type` of a config.json -> (the class of transformers, what reads its configuration)
 FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", DeepseekConfig.from_hf),
+    "gemma2": ("Gemma2ForCausalLM", GemmaConfig.from_hf),
+    "gemma3_text": ("Gemma3ForCausalLM", GemmaConfig.from_hf),
     "llama": ("LlamaForCausalLM", LlamaConfig.from_hf),
     "mistral": ("MistralForCausalLM", mistral.from_hf),
     "qwen3": ("Qwen3ForCausalLM", Qwen3Config.from_hf),

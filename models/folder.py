@@ -31,7 +31,7 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     files = _files(path)
     stored = {name: functools.partial(_tensor, file, name) for name, file in files.items()}
     tensors = without_scales(stored, block_sides(config, str(path)))
-    if config.get("tie_word_embeddings"):
+    if parsed.tied if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     elif "lm_head.weight" not in tensors:
         raise ModelError(

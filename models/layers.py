@@ -8,6 +8,7 @@ whatever the weight is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -92,24 +93,29 @@ def _norm_arguments(norms: HeadNorms | None):
     return ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
 
 
-def attention(q, k, v, window: int | None = None):
+def attention(q, k, v, window: int | None = None, scale: float | None = None, softcap: float | None = None):
     """Causal attention of q [batch, length, heads, head_dim] over k, v [batch, length, kv_heads, head_dim]; with a
-    window a token sees its newest `window` keys, itself included."""
-    return ops.attention(q, k, v, causal=True, window=window)
+    window a token sees its newest `window` keys, itself included; `scale` and `softcap`: see `ops.attention`."""
+    return ops.attention(q, k, v, causal=True, window=window, scale=scale, softcap=softcap)
 
 
-def decode_attention(q, keys, values, lengths, window: int | None = None):
+def decode_attention(
+    q, keys, values, lengths, window: int | None = None, scale: float | None = None, softcap: float | None = None
+):
     """One query per row, q [batch, heads, head_dim], over the first `lengths` (int [batch]) slots of the cache
     [batch, slots, kv_heads, head_dim]; the result has q's shape."""
-    return ops.decode_attention(q, keys, values, lengths, window=window)
+    return ops.decode_attention(q, keys, values, lengths, window=window, scale=scale, softcap=softcap)
 
 
-def gated_mlp(x, gate: Weight, up: Weight, down: Weight, residual):
-    """residual + down(silu(gate(x)) * up(x))."""
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
+
+def gated_mlp(x, gate: Weight, up: Weight, down: Weight, residual, activation: str = "silu"):
+    """down(activation(gate(x)) * up(x)), plus the residual if there is one; of `ACTIVATIONS`."""
     storages = {w.kind if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
     adapted = any(isinstance(w, Adapted) for w in (gate, up))
     if adapted or len(storages) == 2:  # the latter: a file that mixes them
-        hidden = jax.nn.silu(linear(x, gate)) * linear(x, up)
+        hidden = ACTIVATIONS[activation](linear(x, gate)) * linear(x, up)
     else:
-        hidden = ops.gated_mlp(x, gate, up, transpose=True)
+        hidden = ops.gated_mlp(x, gate, up, activation=activation, transpose=True)
     return linear(hidden, down, residual)

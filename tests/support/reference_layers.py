@@ -45,17 +45,20 @@ def split_heads(qkv, cos, sin, heads, kv_heads, norms=None):
     return turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + kv_heads :]
 
 
-def attention(q, k, v, window=None):
+def attention(q, k, v, window=None, scale=None, softcap=None):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * q.shape[-1] ** -0.5
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     seen = (seen if window is None else seen & ~jnp.tril(seen, -window))[None, None]
     p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
     return jnp.einsum("bhts,bshd->bthd", p, v, precision="highest")
 
 
-def gated_mlp(x, gate, up, down, residual):
-    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down, residual)
+def gated_mlp(x, gate, up, down, residual, activation="silu"):
+    return linear(layers.ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down, residual)
 
 
 LAYERS = types.SimpleNamespace(
