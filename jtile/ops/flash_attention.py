@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +159,7 @@ def attention(
     """
     check_rank("attention", "q", q, 4, "[batch, t, heads, d]")
     check_operands("attention", q, k, v, lengths=lengths, offsets=offsets)
+    check_softcap("attention", softcap)
     bounds = window_of("attention", window, causal)
     if q.size == 0 or k.size == 0:
         return jnp.zeros(q.shape, q.dtype)
@@ -196,11 +198,20 @@ def check_operands(op: str, q, k, v, **per_row) -> None:
             check_shape(op, name, x, q.shape[:1])
 
 
+def check_softcap(op: str, softcap: float | None) -> None:
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise KernelValueError(f"{op}: softcap is a positive number, got {softcap}; None leaves scores as they are")
+
+
 def window_of(op: str, window, causal: bool) -> Window:
     """(left, right): how many keys a query sees on either side, None for all."""
-    if isinstance(window, int) and not isinstance(window, bool):
+    whole = lambda n: isinstance(n, int) and not isinstance(n, bool)
+    if whole(window):
         window = (window - 1, 0 if causal else window - 1)
-    left, right = (None, None) if window is None else window
+    pair = (None, None) if window is None else window
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(n is None or whole(n) for n in pair):
+        raise KernelTypeError(f"{op}: a window is an int, or a pair of ints or None, got {window!r}")
+    left, right = pair
     if causal:
         right = 0 if right is None else min(right, 0)
     if any(n is not None and n < 0 for n in (left, right)):

@@ -10,6 +10,7 @@ import jtile as jt
 from jtile.ops import spaces
 from jtile.ops._shapes import (
     as_rows,
+    check_axis,
     check_float,
     check_shape,
     known,
@@ -129,6 +130,7 @@ def layer_norm(
       KernelTypeError: an array is not of a float dtype. KernelValueError: a weight or bias does not fit.
     """
     check_float("layer_norm", x=x, weight=weight, bias=bias)
+    check_axis(-1, x.ndim, "layer_norm")
     for name, p in (("weight", weight), ("bias", bias)):
         if p is not None:
             check_shape("layer_norm", name, p, x.shape[-1:])
@@ -167,6 +169,7 @@ def rms_norm(
       KernelTypeError: an array is not of a float dtype. KernelValueError: weight or residual does not fit.
     """
     check_float("rms_norm", x=x, weight=weight, residual=residual)
+    check_axis(-1, x.ndim, "rms_norm")
     check_shape("rms_norm", "weight", weight, x.shape[-1:])
     if residual is not None:
         check_shape("rms_norm", "residual", residual, x.shape)

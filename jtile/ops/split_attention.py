@@ -13,7 +13,15 @@ from jtile.errors import KernelValueError
 from jtile.ops import gpu_tiles, hopper_decode, spaces
 from jtile.ops._shapes import check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
-from jtile.ops.flash_attention import NOTHING, attention, attention_reference, check_operands, normalised, online
+from jtile.ops.flash_attention import (
+    NOTHING,
+    attention,
+    attention_reference,
+    check_operands,
+    check_softcap,
+    normalised,
+    online,
+)
 
 _SHORTEST_SPLIT = 256  # keys of a program
 
@@ -185,6 +193,7 @@ def decode_attention(
         check_operands("decode_attention", q, k, v, lengths=lengths)
     else:
         _check_pages(q, k, v, lengths, pages)
+    check_softcap("decode_attention", softcap)
     if window is not None and window < 1:
         raise KernelValueError(f"decode_attention: a window is at least 1, got {window}")
     if splits is not None and splits < 1:

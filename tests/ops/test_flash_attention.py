@@ -95,6 +95,7 @@ def test_errors():
         (r"v has shape", (q, k, v[:, :2]), {}),
         (r"k has shape", (q, k[..., :4], v[..., :4]), {}),
         ("window holds at least", (q, k, v), {"window": 0}),
+        ("softcap is a positive number, got 0", (q, k, v), {"softcap": 0.0}),
         (r"lengths has shape \(2,\)", (q, k, v), {"lengths": jnp.zeros(2, jnp.int32)}),
         (r"\[batch, t, heads, d\]", (q[0], k, v), {}),
     ]:
@@ -102,6 +103,9 @@ def test_errors():
             ops.attention(*args, **kw)
     with pytest.raises(KernelTypeError, match="one dtype"):
         ops.attention(q, k.astype(jnp.bfloat16), v)
+    for window in (2.5, True, (1, 2, 3), (1, 2.0)):
+        with pytest.raises(KernelTypeError, match="a window is an int, or a pair"):
+            ops.attention(q, k, v, window=window)
     with pytest.raises(KernelTypeError, match="lengths is an integer array"):
         ops.attention(q, k, v, lengths=jnp.zeros(1))
 

@@ -48,6 +48,9 @@ def test_errors():
         ops.rms_norm(x, jnp.ones(4, jnp.int32))
     with pytest.raises(KernelValueError, match=r"weight has shape \(3,\), expected \(4,\)"):
         ops.rms_norm(x, jnp.ones(3))
+    for norm in (ops.layer_norm, lambda x: ops.rms_norm(x, x)):
+        with pytest.raises(KernelValueError, match="no axis of an array of rank 0"):
+            norm(jnp.float32(1))
     with pytest.raises(KernelValueError, match="residual"):
         ops.rms_norm(x, jnp.ones(4), residual=jnp.zeros((4, 2)))
     with pytest.raises(KernelValueError, match="bias"):
