@@ -267,7 +267,7 @@ STEPS = (
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
-    """A case a size and step, which takes turns with cuBLAS alone: on a card whose clock follows its power, each step is
+    """A case a size and step, in turns with cuBLAS alone: on a card whose clock follows its power, each step is
     measured beside the same neighbour."""
     steps = [(j, step) for j, step in enumerate(STEPS) if not tiny or j in (0, 1, len(STEPS) - 1)]
     for m, n, k in TINY if tiny else SIZES:

@@ -1,4 +1,4 @@
-"""Two kernels in flight on two streams of an NVIDIA GPU. That they are is seen by the kernels themselves: each says that
+"""Two kernels in flight on two streams of an NVIDIA GPU. That they are, the kernels see themselves: each says that
 it is there, and waits until the other is."""
 
 import concurrent.futures
