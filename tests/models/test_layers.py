@@ -55,6 +55,33 @@ def test_gradients_of_rope_split():
     assert_gradients(lambda *a: kernels.rope_split(*a, (), heads=heads, kv_heads=kv_heads), reference, arrays)
 
 
+def normalised(qkv, norms, heads, kv_heads, eps):
+    """qkv [..., heads + 2 kv_heads, head_dim] with each head's queries and keys behind their RMS norm."""
+    q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)
+    unit = lambda x: x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    weights = [w.reshape((1,) * (qkv.ndim - 1) + (-1,)) for w in norms]
+    return jnp.concatenate([unit(q) * weights[0], unit(k) * weights[1], v], axis=-2)
+
+
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_rope_split_with_norms_of_heads_and_its_gradients(head_dim):
+    sizes, half, eps = dict(heads=4, kv_heads=2), head_dim // 2, 0.1
+    arrays = normal(2, 21, 8, head_dim), normal(21, half, seed=1), normal(21, half, seed=2)
+    norms = normal(head_dim, seed=3), normal(head_dim, seed=4)
+
+    def kernel(qkv, cos, sin, *norms):
+        return kernels.rope_split(qkv, cos, sin, norms, eps=eps, **sizes)
+
+    def reference(qkv, cos, sin, *norms):
+        x = normalised(qkv, norms, eps=eps, **sizes)
+        turned = rotated(x, jnp.stack([cos] * 2), jnp.stack([sin] * 2))
+        return turned[:, :, :4], turned[:, :, 4:6], x[:, :, 6:]
+
+    for a, b in zip(jax.jit(kernel)(*arrays, *norms), reference(*arrays, *norms), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+    assert_gradients(kernel, reference, (*arrays, *norms))
+
+
 @pytest.fixture
 def step():
     """The arguments of rope_append for three rows of different lengths."""
@@ -85,6 +112,19 @@ def test_gradients_of_rope_append(step):
 
     kernel = lambda q, c, s, k, v: kernels.rope_append(q, c, s, lengths, k, v, (), **sizes)
     assert_gradients(kernel, reference, (qkv, cos, sin, keys, values))
+
+
+def test_rope_append_with_norms_of_heads(step):
+    (qkv, cos, sin, lengths, keys, values), sizes = step
+    norms, rows = (normal(16, seed=5), normal(16, seed=6)), jnp.arange(3)
+    q, new_keys, new_values = jax.jit(lambda *a: kernels.rope_append(*a, norms, eps=0.1, **sizes))(*step[0])
+    expected = rotated(normalised(qkv, norms, eps=0.1, **sizes), cos, sin)
+    np.testing.assert_allclose(q, expected[:, :4], atol=5e-6)
+    np.testing.assert_allclose(new_keys, keys.at[rows, lengths].set(expected[:, 4:6]), atol=5e-6)
+    np.testing.assert_array_equal(new_values, values.at[rows, lengths].set(qkv[:, 6:]))
+    interpreted = kernels.rope_append.interpret(*step[0], norms, eps=0.1, **sizes)
+    for a, b in zip((q, new_keys, new_values), interpreted, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
 
 
 def test_rope_append_means_the_same_in_the_interpreter(step):

@@ -1,11 +1,11 @@
-"""The Llama as a function to differentiate: gradients of every weight against the same model in jnp."""
+"""Decoders as functions to differentiate: gradients of every weight against the same model in jnp."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference_layers import LAYERS, mean_loss
+from reference_layers import mean_loss, without_kernels
 
 from jtile.models import decoder
 from jtile.testing import relative_error
@@ -32,13 +32,24 @@ def cross_entropy(logits, labels):
 def test_gradients_of_every_weight(tiny, ids, monkeypatch):
     losses = decoder.Decoder.loss, lambda m, ids: m.loss(ids, remat=True)
     found = [gradients(tiny.model, ids, loss) for loss in losses]
-    monkeypatch.setattr(decoder, "layers", LAYERS)
+    without_kernels(monkeypatch)
     loss, expected = gradients(tiny.model, ids, mean_loss)
     for got_loss, got in found:
         np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
         errors = jax.tree.map(relative_error, got, expected)
         assert len(jax.tree.leaves(errors)) == 3 + 3 * 7  # embedding, norm and output; seven weights a block
         assert max(jax.tree.leaves(errors)) < 2e-5, errors
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "qwen3_moe"])
+def test_gradients_of_every_weight_of_other_models(model, outputs, name, monkeypatch):
+    net, ids = model(name).model, jnp.asarray(outputs(name)["input_ids"][:, :17], jnp.int32)
+    got_loss, got = gradients(net, ids, decoder.Decoder.loss)
+    without_kernels(monkeypatch)
+    loss, expected = gradients(net, ids, mean_loss)
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+    errors = jax.tree.map(relative_error, got, expected)
+    assert max(jax.tree.leaves(errors)) < 1e-4, errors
 
 
 def test_padding_counts_for_nothing(tiny, golden, ids):

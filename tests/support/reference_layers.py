@@ -1,12 +1,11 @@
-"""The layers of `jtile.models` in jnp, with dequantised weights: set in the place of `decoder.layers`, the same model
-without a kernel."""
+"""The layers of `jtile.models` in jnp, with dequantised weights: `without_kernels` puts them in the place of those."""
 
 import types
 
 import jax
 import jax.numpy as jnp
 
-from jtile.models import layers
+from jtile.models import decoder, experts, gemma, layers, qwen3
 from jtile.ops import QuantizedTensor
 
 
@@ -61,6 +60,14 @@ def gated_mlp(x, gate, up, down, residual, activation="silu"):
     return linear(layers.ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down, residual)
 
 
+def mixture(x, chosen, weights, gate_up, down):
+    """Every token through every expert."""
+    gate, up = jnp.split(jnp.einsum("th,efh->tef", x, gate_up, precision="highest"), 2, axis=-1)
+    y = jnp.einsum("tef,ehf->teh", jax.nn.silu(gate) * up, down, precision="highest")
+    share = (jax.nn.one_hot(chosen, len(down)) * weights[:, :, None]).sum(1)
+    return jnp.einsum("te,teh->th", share, y, precision="highest")
+
+
 LAYERS = types.SimpleNamespace(
     rms_norm=rms_norm,
     linear=linear,
@@ -71,6 +78,13 @@ LAYERS = types.SimpleNamespace(
     attention=attention,
     gated_mlp=gated_mlp,
 )
+
+
+def without_kernels(monkeypatch) -> None:
+    """Decoders (of grouped-query attention) compute with these from now on."""
+    for module in (decoder, gemma, qwen3):
+        monkeypatch.setattr(module, "layers", LAYERS)
+    monkeypatch.setattr(experts, "mixture", mixture)
 
 
 def mean_loss(model, ids):
