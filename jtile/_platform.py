@@ -56,8 +56,9 @@ def gpu_arch(platform: str) -> str:
     except RuntimeError as e:
         some = "sm_90" if platform == "cuda" else "gfx942"
         raise UnsupportedError(
-            f"this machine has no GPU of platform {platform!r}, and the option arch={asked!r} names none: set "
-            f"JTILE_ARCH={some}, or write `with jt.config(arch={some!r}):` around the export"
+            f"this machine has no GPU of platform {platform!r}, and "
+            + (f"the option arch={asked!r} names none" if asked else "the option arch is not set")
+            + f": set JTILE_ARCH={some}, or write `with jt.config(arch={some!r}):` around the export"
         ) from e
 
 

@@ -80,7 +80,10 @@ def features(arch: str) -> Features:
     name = arch.rstrip("a") if arch.startswith("sm_") else arch
     known = {f"sm_{k}": f for k, f in _CUDA.items()} | _ROCM
     if name not in known:
-        raise KernelValueError(f"unknown GPU architecture {arch!r}: jtile compiles for {', '.join(known)}")
+        raise KernelValueError(
+            f"unknown GPU architecture {arch!r}: jtile compiles for {', '.join(known)}; on another GPU, run kernels on "
+            "the CPU (JAX_PLATFORMS=cpu)"
+        )
     return known[name]
 
 
