@@ -25,12 +25,14 @@ from jtile.ir import (
     Value,
     Wait,
 )
+from jtile.ir.types import DTYPES
 from jtile.passes.fold import number
 from jtile.passes.pipeline import Pass
 from jtile.passes.rewrite import Copier, Form
 
 from .chains import Chain, Products
 
+LINE = 128  # bytes: buffers are cut side by side where their swizzle begins anew
 COLUMNS = 256  # of a warpgroup's product at most
 REGISTERS = 200  # that a thread needs for one
 
@@ -76,12 +78,13 @@ class _Pair:
         if first.a is not second.a or first.fast != second.fast or None in rights:
             return None
         (one, at, flipped), (two, at2, flipped2) = rights  # type: ignore[misc]
+        line = flipped or one.shape[1] * DTYPES[one.dtype].bits // 8 % LINE == 0
         same = (one.shape, one.dtype, one.slots) == (two.shape, two.dtype, two.slots) and one is not two
         wide = 2 * first.result.shape[1] <= COLUMNS and first.result.type == second.result.type
         ops = loop.body.ops
         between = ops[ops.index(first) : ops.index(second)]
         zeros = all(number(loop.inits[c.carry]) == 0 for c in chains)
-        if not (same and wide and zeros and at is at2 and flipped == flipped2):
+        if not (same and line and wide and zeros and at is at2 and flipped == flipped2):
             return None
         if any(isinstance(op, Wait) for op in between) or any(d.keep is not None for d in (first, second)):
             return None
