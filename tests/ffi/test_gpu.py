@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import tiled_matmul
 
 import jtile as jt
 from jtile import ffi, ir
 from jtile._platform import gpu_arch
 from jtile.lowering.triton.compile import compile_kernel
+from jtile.testing import relative_error
 
 pytestmark = pytest.mark.gpu
+PRODUCT = tiled_matmul(128, 128, 64)
 
 SCRIPT = """
     import jax, jax.numpy as jnp, numpy as np
@@ -248,18 +251,28 @@ def test_attributes_of_a_launch_on_the_device(attributes):
         np.testing.assert_array_equal(np.asarray(call(call(call(x)))), np.arange(1000.0) * 8)
 
 
-def test_clusters_on_the_device():
-    @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: jt.cdiv(x.shape[0], 256))
-    def halves(x, o):
-        i = jt.program_id(0)
-        o.tiles(256)[i] = x.tiles(256)[i] * 2 + 1
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: jt.cdiv(x.shape[0], 16))
+def softmax_of_rows(x, o):
+    i, X, O = jt.program_id(0), x.tiles(16, x.shape[1]), o.tiles(16, x.shape[1])
+    e = jnp.exp(X[i, 0] - X[i, 0].max(1, keepdims=True))
+    O[i, 0] = e / e.sum(1, keepdims=True)
 
+
+@pytest.mark.parametrize("blocks", [2, 4])
+@pytest.mark.parametrize("name", ["elements", "rows", "product"])
+def test_clusters_on_the_device(name, blocks):
+    """Programs of several blocks: elements apart, sums and maxima over a cluster, and a product."""
     if int(gpu_arch("cuda").removeprefix("sm_")) < 90:
         pytest.skip("no clusters before sm_90")
-    x = jnp.arange(10_000.0)
-    kernel = halves.with_options(num_ctas=2)
-    assert json.loads(kernel.lower(x, target=f"cuda:{gpu_arch('cuda')}").launch["record"])["cluster"] == 2
-    np.testing.assert_array_equal(np.asarray(jax.jit(kernel)(x)), np.arange(10_000.0) * 2 + 1)
+    x, a = jnp.arange(10_000.0), jax.random.normal(jax.random.key(0), (300, 260), jnp.float32)
+    b = a.astype(jnp.bfloat16)
+    kernel, args = {"elements": (double, (x,)), "rows": (softmax_of_rows, (a,)), "product": (PRODUCT, (b, b.T))}[name]
+    kernel = kernel.with_options(num_ctas=blocks)
+    want = kernel.with_options(interpret=True, num_ctas=None)(*args)
+    assert json.loads(kernel.lower(*args, target=f"cuda:{gpu_arch('cuda')}").launch["record"])["cluster"] == blocks
+    call = jax.jit(kernel)
+    for _ in range(3):
+        assert relative_error(call(*args), want) < {"elements": 1e-9, "rows": 1e-6, "product": 4e-3}[name]
 
 
 @pytest.mark.parametrize("grid", [(70_000, 3), (3, 70_000, 1), (2, 3, 70_001), (1 << 21,), (5, 0, 3)])
