@@ -51,6 +51,7 @@ class Lowering:
         self.name, self.grid = name, tuple(grid)
         self.b = Builder()
         self.roles = RoleBuilder(self.b)
+        self.counters: dict[str, int] = {}  # how many of each name
         self.eqn: Any = None
         self._words = False  # whether a rule runs on one word of its keys: the dtype of keys then reads as uint32
         self._pinned: Any = None  # source place of everything inside a call of JAX's own functions

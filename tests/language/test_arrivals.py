@@ -168,7 +168,7 @@ def test_two_sizes_of_one_name():
         jt.arrive(jt.counters("c", 3), 0, 2)
         jt.arrive(jt.counters("c", 4), 0, 2)
 
-    refused(body, Exception, "'c' are 3 in one place and 4 in another")
+    refused(body, KernelValueError, "'c' are 3 in one place and 4 in another.*names of their own")
 
 
 @jt.kernel(out_type=lambda x: (jt.like(x), jt.like(x, shape=(1,))), grid=lambda x: x.shape[0])

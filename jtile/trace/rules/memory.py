@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from jtile import ir
+from jtile._errors import KernelValueError
 from jtile.language import _index
 from jtile.trace.lower import Lowering, rule
 from jtile.trace.rules.shapes import transpose
@@ -49,6 +50,9 @@ def _(c: Lowering, ref, *rest, fn, dims, masked):
 
 @rule("jtile_last_arrival")
 def _(c: Lowering, index, count, *, counters, size):
+    if (other := c.counters.setdefault(counters, size)) != size:
+        why = f"counters {counters!r} are {other} in one place and {size} in another: those of one name are one memory"
+        raise KernelValueError(f"{why}; give them names of their own", c.place)
     return c.add(ir.LastArrival(counters, size, index, count))
 
 
