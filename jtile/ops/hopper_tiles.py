@@ -14,30 +14,30 @@ from typing import NamedTuple
 from jtile import cdiv
 
 PROCESSORS = 132  # of an H200
-# Sides of a tile -> microseconds of a block for 128 bytes of terms while few blocks work, and for the rest of a tile.
+# Sides of a tile -> microseconds of a block for 128 bytes of terms at the highest clock, and for the rest of a tile.
 TILES = {
-    (128, 256): (0.584, 1.26),
-    (256, 128): (0.642, 1.50),
-    (192, 128): (0.447, 0.95),
-    (128, 128): (0.301, 0.80),
-    (64, 256): (0.303, 1.10),
-    (64, 128): (0.161, 0.39),
-    (128, 64): (0.176, 0.51),
-    (64, 64): (0.130, 0.17),
+    (128, 256): (0.576, 1.58),
+    (256, 128): (0.637, 1.52),
+    (192, 128): (0.448, 0.84),
+    (128, 128): (0.300, 0.63),
+    (64, 256): (0.299, 0.97),
+    (64, 128): (0.161, 0.35),
+    (128, 64): (0.177, 0.48),
+    (64, 64): (0.129, 0.17),
 }
-BYTES = TILES | {(192, 128): (0.415, 0.95)}  # of 8-bit operands
-CLOCK = 1.21  # how many times that the products of all tiles take where all blocks work: power lowers the clock
-SHARP = 5.5  # of two things at once that take as long, how much longer they take than one: 2 ** (1 / SHARP)
-START = 2.6  # microseconds: the launch, and the first operands
-READ = 4.2e6  # bytes of operands in a microsecond from memory
-AGAIN = 0.15  # share of the right operand that is read again where several rows of tiles want it at once
-SECOND, KEPT = 5.0, 20e6  # microseconds of the kernel that adds parts up; bytes that it and the parts move in one
+BYTES = 1.08  # how many times as long 128 bytes of 8-bit operands take
+CLOCK = 0.24  # what rounds take in addition where all blocks work all the time: power lowers the clock
+SHARP = 5.1  # of two things at once that take as long, how much longer they take than one: 2 ** (1 / SHARP)
+START = 2.4  # microseconds: the launch, and the first operands
+READ = 4.5e6  # bytes of operands in a microsecond from memory
+AGAIN = 0.14  # share of the right operand that is read again where several rows of tiles want it at once
+SECOND, KEPT = 4.6, 20e6  # microseconds of the kernel that adds parts up; bytes that it and the parts move in one
 LEAST = 4096  # terms of a part
 # Operations in a microsecond of 16-bit products at tile level, in the largest tiles and in small ones; and what a copy
 # costs besides what it moves.
 PLAIN, PLAIN_FEW, COPY = 190e6, 75e6, 2.0
 # Bytes of operands that a block gets in a microsecond; where rows in memory start inside of lines, each is read twice.
-EVEN, UNEVEN = 150e3, 71e3
+EVEN, UNEVEN = 152e3, 79e3
 LINE = 128
 PITCH = 16  # bytes that the distance of an operand's rows in memory is a multiple of, where tensor maps take them
 # How many times the shortest predicted time a form may take that a search tries; and so many it tries always.
@@ -117,18 +117,18 @@ def candidates(p: Product) -> tuple[tuple[int, int], ...]:
 def predicted_us(p: Product, form: Form) -> float:
     """Of products in this form; a part of a sum is a tile of its own."""
     parts, bm, bn = form
-    step, rest = (BYTES if p.itemsize == 1 else TILES)[bm, bn]
+    step, rest = TILES[bm, bn]
+    step *= BYTES if p.itemsize == 1 else 1
     brought = sum(side * LINE / (UNEVEN if pitch % LINE else EVEN) for side, pitch in zip((bm, bn), p.pitches))
-    terms = cdiv(p.k * p.itemsize, LINE * parts)
+    one = cdiv(p.k * p.itemsize, LINE * parts) * max(step, brought) + rest
     count = parts * p.tiles(bm, bn)
     again = 1 + AGAIN * (p.m > bm)
     read = p.batch * p.itemsize * (p.m * p.k + p.k * p.n * again) / READ / count
-    one = terms * max(step, brought) + rest
     full, last = divmod(count, PROCESSORS)  # rounds of all blocks; the last one reads little
     rounds = full * _at_once(one, PROCESSORS * read) + (_at_once(one, last * read) if last else 0.0)
-    powered = CLOCK * count / PROCESSORS * terms * max(step, brought)
+    busy = count / PROCESSORS / cdiv(count, PROCESSORS)  # share of the blocks
     sums = SECOND + 8 * parts * p.m * p.n / KEPT if parts > 1 else 0.0
-    return START + _at_once(rounds, powered) + sums
+    return START + rounds * (1 + CLOCK * busy) + sums
 
 
 def _at_once(*times: float) -> float:
