@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import collections
+import errno
 import hashlib
 import importlib
+import shutil
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -132,11 +135,25 @@ def _failure(kernel: ir.Kernel, target: Target, error: Exception) -> CompileErro
         kept = f"its Tile IR is kept in {path}; `{_again(path, target)}` compiles it again"
     except OSError as e:
         kept = f"its Tile IR could not be kept ({e})"
+    why = _no_room(error) or f"this is a defect of jtile: {kept}"
     return CompileError(
         f"kernel {kernel.name}: the compiler for target {target.name!r} failed with "
-        f"{type(error).__name__}: {error}; this is a defect of jtile: {kept}",
+        f"{type(error).__name__}: {error}; {why}",
         (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
     )
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_ROOM = 1 << 20  # bytes that the files of one kernel may take
+
+
+def _no_room(error: Exception) -> str | None:
+    """What to do where a compiler could not write its files; the assemblers of GPUs do not always say why."""
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if not (isinstance(error, OSError) and error.errno in _FULL) and free >= _ROOM:
+        return None
+    return f"its temporary files go to {folder}, where {free} bytes are free: make room, or set TMPDIR to another"
 
 
 def _again(path: Path, target: Target) -> str:

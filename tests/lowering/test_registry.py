@@ -1,5 +1,6 @@
 """The way to an artifact: memory, disk, back end; failures; and outputs that start from something."""
 
+import errno
 import json
 import sys
 import types
@@ -44,6 +45,27 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_memory", registry._Memory())
     with jt.config(cache_dir=str(tmp_path)):
         yield module
+
+
+def test_a_compiler_without_room(toy, monkeypatch):
+    """No defect of anybody's: neither where it says so, nor where an assembler just fails."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def silent(*_):
+        raise RuntimeError("ptxas failed with error code -25")
+
+    monkeypatch.setattr(toy, "compile_toy", full)
+    with pytest.raises(CompileError, match=r"No space left on device.*make room, or set TMPDIR") as e:
+        registry.compile(kernel(), TOY)
+    assert "defect" not in str(e.value)
+    monkeypatch.setattr(toy, "compile_toy", silent)
+    with pytest.raises(CompileError, match="defect of jtile"):
+        registry.compile(kernel(), TOY)
+    monkeypatch.setattr(registry.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100))
+    with pytest.raises(CompileError, match="where 100 bytes are free: make room, or set TMPDIR"):
+        registry.compile(kernel(), TOY)
 
 
 def test_memory_then_disk_then_back_end(toy):
