@@ -29,7 +29,7 @@ FOUR_BIT = ("q4_0", "q4_1")
 LANES = 32
 PIECE = 1024  # weights of a row, of a role, of a round
 _SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barriers and exchanges between warps
-_UP, _DOWN = 2.0**76, 2.0**73  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
+_UP, _DOWN = 2.0**126, 2.0**23  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
 _ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
 _KEY = ("x", "refs", "kind", "gated", "has_bias", "activation", "out_dtype")  # what tuning depends on
 _SHIFTS = {4: (0, 4, 0, 4, 8, 12, 16, 20), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
@@ -50,14 +50,12 @@ def _real(x) -> jax.Array:
 
 
 @jt.function
-def _exponent(x, i: int):
-    """The power of two, as bits, of the largest |x| of row i, within those that have an inverse."""
-    n, each = x.shape[1:]
-    side = min(jt.next_power_of_2(n), 4096 // each)
-    view = x.tiles(None, side, each)
-    top = jnp.zeros((side, each), jnp.float32)
-    for c in jt.range(view.shape[1]):
-        top = jnp.maximum(top, abs(view[i, c, 0].astype(jnp.float32)))
+def _exponent(x, i: int, j: int, roles: int, chunks: int):
+    """The power of two, as bits, of the largest |x| of row i in role j's part, within those that have an inverse."""
+    view = x.tiles(None, PIECE // x.shape[2], x.shape[2])
+    top = jnp.zeros((PIECE // x.shape[2], x.shape[2]), jnp.float32)
+    for c in jt.range(chunks):
+        top = jnp.maximum(top, abs(view[i, c * roles + j, 0].astype(jnp.float32)))
     e = jax.lax.bitcast_convert_type(top.max(), jnp.uint32) & np.uint32(0x7F800000)
     return jnp.minimum(jnp.maximum(e, np.uint32(1 << 23)), np.uint32(253 << 23))
 
@@ -149,14 +147,13 @@ def _spread(t, rows: int):
 class _Memory:
     """Buffers and barriers of a program. By role, `words` and `scales`: of each weight rings of 512 bytes of some rows,
     and of what belongs to them; `planes` and `totals`: of each row of x what `_planes` says, a slot for each round of a
-    row; `sums`: by weight and row of x. `back`: the power of two of each row of x."""
+    row; `sums`: by weight and row of x."""
 
     words: list
     scales: list
     planes: list
     totals: list
     sums: list
-    back: list
     full: Any
     empty: Any
     done: Any
@@ -175,7 +172,6 @@ def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots:
         planes=[[ring((8, LANES, 4), jnp.float32, chunks) for _ in m] for _ in each],
         totals=[[ring((len(groups), LANES), jnp.float32, chunks) for _ in totals] for _ in each],
         sums=[[[ring((rows, LANES), jnp.float32, 2) for _ in m] for _ in weights] for _ in each],
-        back=[jt.alloc((rows,), jnp.float32) for _ in totals],
         full=jt.barrier(slots),
         empty=jt.barrier(slots, arrivals=roles),
         done=jt.barrier(2, arrivals=roles),
@@ -183,25 +179,26 @@ def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots:
     )
 
 
-def _prepare(x, mem: _Memory, j: int, kind: str, roles: int, chunks: int):
-    """Puts role j's part of x into shared memory as its rounds take it."""
+def _prepare(x, mem: _Memory, j: int, kind: str, roles: int, chunks: int) -> list:
+    """Puts role j's part of x into shared memory as its rounds take it; gives what brings sums back, by row of x."""
+    back = []
     for i, ring in enumerate(mem.planes[j]):
-        e = _exponent(x, i) if mem.back else None
-        if mem.back and j == 0:
-            mem.back[i].store(jnp.full(mem.back[i].shape, _real(e)))
+        e = _exponent(x, i, j, roles, chunks) if bits_of(kind) < 16 else None
+        back += [] if e is None else [_real(e)]
         for c in range(chunks):
             t = x.tiles(None, PIECE // x.shape[2], x.shape[2])[i, c * roles + j, 0].astype(jnp.float32)
             t = t if e is None else t * _real(np.uint32(254 << 23) - e)
             ring.at(c).store(_planes(t, kind))
-            if mem.back:
+            if e is not None:
                 sums = t.sum(1).reshape(_groups(kind), LANES) * jnp.float32(1 / _DOWN)
                 mem.totals[j][i].at(c).store(sums)
     jt.role_barrier()
+    return back
 
 
 @jt.function
-def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles):
-    """Role j: the sums of its lanes of each tile of rows."""
+def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles, back):
+    """Role j: the sums of its lanes of each tile of rows; `back`: see `_prepare`."""
     words, scales, planes, totals = mem.words[j], mem.scales[j], mem.planes[j], mem.totals[j]
     at = lambda rings, k: [r.at(k) for r in rings]
     x = _numbers(at(planes, 0), at(totals, 0)) if chunks == 1 else None
@@ -218,8 +215,8 @@ def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles):
             found = [t for q, d in zip(qs, ds) for t in _sums(q, d, now, kind)]
             sums = tuple(a + b for a, b in zip(sums, found))
         mem.taken.at(n).wait(before=True)
-        for ring, t in zip([r for w in mem.sums[j] for r in w], sums):
-            ring.at(n).store(t)
+        for ring, t, e in zip([r for w in mem.sums[j] for r in w], sums, (back or [None]) * len(sums)):
+            ring.at(n).store(t if e is None else t * e)
         mem.done.at(n).arrive()
 
 
@@ -244,7 +241,7 @@ def _outputs(x, *refs, kind, gated, has_bias, activation, out_dtype, **_):
 
 
 def _body(x, *refs, kind: str, gated: bool, has_bias: bool, activation, out_dtype: str, rows: int, roles: int,
-          slots: int):  # fmt: skip
+          slots: int, writers: int = 1):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
     Of each weight codes [out, words] or W [out, in], scale [out, in / 32 or 1] and, for Q4_1, minimum. `gated`: of two,
@@ -264,11 +261,11 @@ def _body(x, *refs, kind: str, gated: bool, has_bias: bool, activation, out_dtyp
     mem = _memory(x, copied, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4):
-            _prepare(x, mem, j, kind, roles, chunks)
-            _consume(mem, j, kind, rows, chunks, tiles)
+            back = _prepare(x, mem, j, kind, roles, chunks)
+            _consume(mem, j, kind, rows, chunks, tiles, back)
     with jt.role("producer", warps=1, registers=24):
         _produce(mem, copied, rows, roles, chunks, tiles, first, programs)
-    with jt.role("writer", warps=1):
+    with jt.role("writer", warps=writers):
         for n in jt.range(tiles):
             t = first + n * programs
             factor = [w[1].tiles(rows, 1)[t, 0][:, 0] for w in weights] if kind == "int8" else [1.0] * len(weights)
@@ -279,9 +276,8 @@ def _body(x, *refs, kind: str, gated: bool, has_bias: bool, activation, out_dtyp
             mem.taken.at(n).arrive()
             for i in range(m):
                 Y = [s[i].sum(1) for s in found]
-                if mem.back:
-                    back = mem.back[i].load()  # not both factors in one: a number has less range than that
-                    Y = [t * jnp.float32(_DOWN) * back * f for t, f in zip(Y, factor)]
+                if bits_of(kind) < 16:  # not both factors in one: a number has less range than that
+                    Y = [t * jnp.float32(_DOWN) * f for t, f in zip(Y, factor)]
                 Z = ACTIVATIONS[activation](Y[0] if bias is None else Y[0] + bias)
                 Z = Z * Y[1] if gated else Z
                 Z = Z + extra[-1].tiles(None, rows)[i, t].astype(jnp.float32) if len(extra) > has_bias else Z

@@ -277,11 +277,12 @@ def hopper_quantized_product(
                     jt.async_copy(codes.tiles(ROWS, WORDS).at[tile * high + i, at * wide + n], ring.at(k), full)
                 for a, ring in zip(blocks, mem.scales[i]):
                     jt.async_copy(a.tiles(ROWS, DEPTH // BLOCK).at[tile * high + i, at], ring.at(k), full)
-            for n in range(each):
-                mem.x_empty.at(k * each + n).wait(before=True)
-                mem.x_full.at(k * each + n).expect(mem.x.nbytes)
-                place = x.tiles(columns, PIECE * pieces).at[column, at * each + n]
-                jt.async_copy(place, mem.x.at(k * each + n), mem.x_full.at(k * each + n))
+    with jt.role("feeder", warps=1, registers=24):  # of x, which has fewer rounds in its ring: words do not wait for it
+        for k in jt.range(rounds * each):
+            mem.x_empty.at(k).wait(before=True)
+            mem.x_full.at(k).expect(mem.x.nbytes)
+            place = x.tiles(columns, PIECE * pieces).at[column, split * rounds * each + k]
+            jt.async_copy(place, mem.x.at(k), mem.x_full.at(k))
 
 
 @functools.cache
@@ -293,7 +294,7 @@ def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
     if columns > 64:
         slots, x_slots = 4 if four else 2, 4 if columns == 256 else 8
-        return dict(high=2, deep=1, columns=columns, splits=1, slots=slots, x_slots=x_slots, pieces=1, registers=240,
+        return dict(high=2, deep=1, columns=columns, splits=1, slots=slots, x_slots=x_slots, pieces=1, registers=232,
                     ahead=True)  # fmt: skip
     high = 2 if jt.cdiv(out, 2 * ROWS) >= gpu_tiles.PROCESSORS // 2 else 1
     deep = 2 if columns == 64 else 4 // high
