@@ -149,8 +149,19 @@ def _options(f: Features, choice: Choice) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": choice.num_warps, "num_stages": choice.num_stages, "enable_fp_fusion": True}
     if f.cuda:
         options["enable_reflect_ftz"] = False  # the functions of libdevice keep subnormal numbers, as arithmetic does
+        options |= _without_lines()
     options |= {"maxnreg": choice.registers} if choice.registers else {}
     return options | ({"num_ctas": choice.num_ctas} if choice.num_ctas != 1 else {})
+
+
+def _without_lines() -> dict[str, Any]:
+    """The assembler's options of the user, and that an image holds no lines of a text that nobody has: with them and
+    the PTX, which it copies beside them, an image is three or four times as large."""
+    from triton import knobs
+
+    if knobs.compilation.disable_line_info or knobs.nvidia.disable_ptxas_opt:
+        return {}
+    return {"ptx_options": " ".join(filter(None, (knobs.nvidia.ptxas_options, "-suppress-debug-info")))}
 
 
 def _unplaced(llir: str, path: str) -> str:
