@@ -107,5 +107,6 @@ def _results(eqn: Any, values: list[Any], found: dict[Any, list[Any]]) -> list[A
     return _evaluated(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values, found)
 
 
-_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # what `jit`, `remat` and derivatives of the user's call their body
+# What `jit`, `remat`, partitioned functions, and rules of the user's for derivatives and vmap call their body.
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 _LOOPS = ("scan", "while", "cond")

@@ -10,7 +10,7 @@ import pytest
 
 import jtile as jt
 from jtile.errors import KernelValueError, UnsupportedError
-from jtile.tune.programs import trace
+from jtile.tune.programs import operands, trace
 
 
 @jt.kernel(
@@ -92,6 +92,16 @@ def test_kernels_are_those_of_the_gpu():
     found = jt.profile(f, MATRIX, MATRIX, interpret=True, programs=1)
     assert ([t.kernel for t in found.timelines], found.without) == (["product"], ())
     assert {p.name for p in trace(f, MATRIX, MATRIX)[0]} == ({"product"} if jt.platform() == "cuda" else {"double"})
+
+
+def test_kernels_inside_of_an_op_get_its_arguments():
+    """Behind a function that is partitioned as a whole, a choice by platform, and a rule for vmap."""
+    q, k = jnp.ones((4, 8, 64), jnp.bfloat16), jnp.ones((4, 256, 4, 64), jnp.bfloat16)
+    lengths = jnp.array([20, 30, 40, 50], jnp.int32)
+    with jt.config(arch="sm_90"):
+        ((program, given),) = operands(jt.ops.decode_attention, q, k, k, lengths).items()
+    assert program.name == "hopper_decode"
+    np.testing.assert_array_equal(given[3], lengths)
 
 
 @jt.kernel(out_type=lambda a, b, n: jt.like(a, shape=(a.shape[0], b.shape[1])), grid=(2, 2))
