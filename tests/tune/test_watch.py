@@ -101,7 +101,7 @@ def test_kernels_inside_of_an_op_get_its_arguments():
     with jt.config(arch="sm_90"):
         ((program, given),) = operands(jt.ops.decode_attention, q, k, k, lengths).items()
     assert program.name == "hopper_decode"
-    np.testing.assert_array_equal(given[3], lengths)
+    assert given[3].tolist() == lengths.tolist()
 
 
 @jt.kernel(out_type=lambda a, b, n: jt.like(a, shape=(a.shape[0], b.shape[1])), grid=(2, 2))
