@@ -191,6 +191,19 @@ def warps_of_rows(elements: int, weighted: bool = False) -> int:
     return min(max(_power(elements) // 512, 1), 8 if weighted else 4)
 
 
+def rows_ahead(rows: Any, n: Any) -> Choice | None:
+    """Of layer norm of rows of n elements: `per` rows of a program, the next ones on their way into shared memory.
+
+    Where registers of a multiprocessor hold two rows: while their sums are made, one after the other, nothing is read.
+    None for others, and for GPUs where this was not measured.
+    """
+    if not (warpgroups() and isinstance(rows, int) and isinstance(n, int)):
+        return None
+    if not 8192 < n <= 16384 or rows < 2 * PROCESSORS:
+        return None
+    return Choice({"br": 1, "per": cdiv(rows, PROCESSORS)}, {"num_warps": 16})
+
+
 @functools.cache
 def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | None:
     """Of the reverse mode of a norm (`centre`: with means), whose programs hold tiles of rows of n elements, sums over
