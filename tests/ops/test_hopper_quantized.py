@@ -1,6 +1,8 @@
 """Products with packed quantised weights: at the block level in the interpreter, roles interleaved by seeds, and what
 is called where that kernel does not go."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,47 @@ def test_products(kind, case):
     y = hopper_quantized.hopper_quantized_product.interpret(x, *arrays, kind=kind, seed=len(case), **meta)
     want = jnp.matmul(x.astype(jnp.float32), rounded(w, dtype).T, precision="highest")
     assert relative_error(np.asarray(y).sum(0), want) < 2e-6
+
+
+STORED = {  # rows of x; of W, in; what is chosen otherwise: results copied out of a buffer of x, or stored
+    "copied": (150, 200, 512, {}),
+    "copied, few rounds": (40, 136, 256, {"high": 2, "deep": 1}),
+    "copied, rounds in turns": (50, 200, 1536, {"high": 2, "deep": 2, "splits": 1}),
+    "rows of no multiple of 16 bytes": (130, 100, 512, {}),
+    "x in larger pieces": (16, 128, 512, {"high": 2, "deep": 2}),
+}
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_results_in_the_dtype_of_x(case):
+    m, out, inner, options = STORED[case]
+    w, x = weight("q4_0", out, inner), normal(2, m, inner, dtype="bfloat16")
+    meta = dict(kind="q4_0", **hopper_quantized.choice(m, out, inner, "q4_0") | options)
+    arrays = x, w.packed().codes, w.scale, w.scale
+    y, z = (
+        hopper_quantized.hopper_quantized_product.interpret(*arrays, out_dtype=dtype, seed=len(case), **meta)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert z.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(z, y.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("m", [1, 5, 70])
+@pytest.mark.parametrize("arch", [None, "sm_90"])
+def test_out_dtype(m, arch):
+    w, x, bias = weight("q4_0", 64, 256).packed(), normal(2, m, 256, dtype="bfloat16"), normal(4, 64)
+    with jt.config(arch=arch, interpret=True):
+        for more in ({}, {"bias": bias, "activation": "silu"}):
+            op = functools.partial(ops.quantized_matmul, x, w, **more)
+            y, z = op(out_dtype=jnp.float32), op(out_dtype="bfloat16")
+            assert z.dtype == jnp.bfloat16 and relative_error(z, y) < 3e-3
+            total = lambda x, dtype, more=more: ops.quantized_matmul(x, w, out_dtype=dtype, **more).sum(
+                dtype=jnp.float32
+            )
+            g, h = (jax.grad(total)(x, dtype) for dtype in (jnp.float32, "bfloat16"))
+            assert h.dtype == x.dtype and relative_error(h, g) < 1e-2
+    with pytest.raises(jt.errors.KernelTypeError, match="out_dtype int8; expected a float, for instance bfloat16"):
+        ops.quantized_matmul(x, w, out_dtype="int8")
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "int8"])
