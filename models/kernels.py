@@ -33,6 +33,12 @@ def rotated(x, cos, sin):
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
+def rows_of_split(heads: int, head_dim: int) -> int:
+    """How many positions of `heads` heads, those of keys and values too, a program of `rope_split` takes: what the
+    registers of a GPU's block hold."""
+    return max(1, min(16, 16384 // (jt.next_power_of_2(heads) * jt.next_power_of_2(head_dim))))
+
+
 def _split_types(qkv, cos, sin, *, heads, kv_heads, **_):
     lead, head_dim = qkv.shape[:-2], qkv.shape[-1]
     return tuple(jax.ShapeDtypeStruct((*lead, n, head_dim), jnp.float32) for n in (heads, kv_heads, kv_heads))

