@@ -22,6 +22,7 @@ from .play import ORDERS, Play
 from .scalars import Scalars
 from .shapes import Full
 from .skeleton import Skeleton
+from .way import Way
 
 SIZE = 1024  # what a symbol counts for while the roles are played through
 LOADED = (3, 20)  # numbers below these: few rounds and branches of both kinds, and more rounds than rings have slots
@@ -46,8 +47,9 @@ def check_protocol(kernel: Kernel) -> None:
     for pid, orders in ((first, ORDERS), (last, ORDERS[-1:] if last != first else ())):
         for name, body in zip(roles.names, roles.bodies, strict=True):
             check_in_flight(kernel, name, body, pid)
+        ways = [Way(kernel, s, pid, sizes) for s in skeletons]
         for order in orders:
-            Play(kernel, skeletons, pid, sizes, order).run()
+            Play(kernel, ways, order).run()
 
 
 def check_loaded(kernel: Kernel) -> None:
@@ -63,7 +65,8 @@ def check_loaded(kernel: Kernel) -> None:
     skeletons = [Skeleton(name, body) for name, body in zip(roles.names, roles.bodies, strict=True)]
     if any(isinstance(v.op, Load) for s in skeletons for v in s.needed):
         for loaded in LOADED:
-            Play(kernel, skeletons, (0,) * len(kernel.grid), {}, ORDERS[0], loaded).run()
+            ways = [Way(kernel, s, (0,) * len(kernel.grid), {}, loaded) for s in skeletons]
+            Play(kernel, ways, ORDERS[0]).run()
 
 
 def _each(roles: Roles) -> Iterator[tuple[str, Op]]:

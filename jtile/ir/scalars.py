@@ -111,39 +111,38 @@ class Scalars:
 
     def run(self, op: Op) -> None:
         """Note the results of an op without regions."""
+        rule = _RULES.get(type(op))
         for v in op.results:
-            scalar = isinstance(v.type, TileType) and not v.shape and DTYPES[v.dtype].kind in "iub"
-            self.env[v] = self._result(op) if scalar and len(op.results) == 1 else self.fresh()
+            t = v.type
+            scalar = rule is not None and isinstance(t, TileType) and not t.shape and DTYPES[t.dtype].kind in "iub"
+            self.env[v] = rule(self, op) if rule is not None and scalar else self.fresh()
 
-    def _result(self, op: Op) -> Hashable:
-        match op:
-            case Full():
-                return bool(op.value) if op.dtype == "bool" else int(op.value)
-            case ProgramId():
-                return self.pid[op.axis] if op.axis < len(self.pid) else 0
-            case NumPrograms():
-                return self._size(self.kernel.grid[op.axis] if op.axis < len(self.kernel.grid) else 1)
-            case SizeOf():
-                return self._size(op.size)
-            case Select():
-                cond = self.of(op.cond)
-                if isinstance(cond, int):
-                    return self.of(op.a if cond else op.b)
-                return self._term("select", op.result.dtype, cond, self.of(op.a), self.of(op.b))
-            case Cast():
-                return self._cast(op)
-            case Map():
-                return self._map(op)
-            case Load() if self.loaded is not None:
-                return self._load(op, self.loaded)
-        return self.fresh()
+    def _full(self, op: Full) -> Hashable:
+        return bool(op.value) if op.dtype == "bool" else int(op.value)
 
-    def _load(self, op: Load, below: int) -> Hashable:
+    def _program_id(self, op: ProgramId) -> Hashable:
+        return self.pid[op.axis] if op.axis < len(self.pid) else 0
+
+    def _num_programs(self, op: NumPrograms) -> Hashable:
+        return self._size(self.kernel.grid[op.axis] if op.axis < len(self.kernel.grid) else 1)
+
+    def _size_of(self, op: SizeOf) -> Hashable:
+        return self._size(op.size)
+
+    def _select(self, op: Select) -> Hashable:
+        cond = self.of(op.cond)
+        if isinstance(cond, int):
+            return self.of(op.a if cond else op.b)
+        return self._term("select", op.result.dtype, cond, self.of(op.a), self.of(op.b))
+
+    def _load(self, op: Load) -> Hashable:
+        if self.loaded is None:
+            return self.fresh()
         where = [self.known(dim_value(d)) for d in op.index]
         if None in where or op.mask is not None or op.ref not in self.kernel.params:
             return self.fresh()
         text = f"{self.kernel.params.index(op.ref)} {[int(n) for n in where if n is not None]}"
-        n = zlib.crc32(text.encode()) % below
+        n = zlib.crc32(text.encode()) % self.loaded
         return bool(n & 1) if op.result.dtype == "bool" else n
 
     def _size(self, n: int | Extent) -> Hashable:
@@ -168,10 +167,10 @@ class Scalars:
 
     def _map(self, op: Map) -> Hashable:
         args = [self.of(a) for a in op.args]
-        if any(DTYPES[a.dtype].kind == "f" for a in op.args):
-            return self.fresh()
         fn = _INTS.get(op.fn)
         if fn is None or not all(isinstance(a, int) for a in args):
+            if any(DTYPES[a.dtype].kind == "f" for a in op.args):
+                return self.fresh()
             return self._term(op.fn, op.args[0].dtype, *args)
         out = fn(*args)
         if out is None or op.result.dtype == "bool":
@@ -183,3 +182,16 @@ class Scalars:
         d = DTYPES[dtype]
         low = -(1 << (d.bits - 1)) if d.kind == "i" else 0
         return x if low <= x < low + (1 << d.bits) else self.fresh()
+
+
+# Of ops with one scalar result.
+_RULES: dict[type[Op], Callable[[Scalars, Any], Hashable]] = {
+    Full: Scalars._full,
+    ProgramId: Scalars._program_id,
+    NumPrograms: Scalars._num_programs,
+    SizeOf: Scalars._size_of,
+    Select: Scalars._select,
+    Cast: Scalars._cast,
+    Map: Scalars._map,
+    Load: Scalars._load,
+}
