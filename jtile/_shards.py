@@ -170,8 +170,8 @@ def lower(ctx: Any, call: Callable, operands: Sequence[Any], mark: str, *, effec
     owner = results[0].owner
     if effect:
         owner.attributes["has_side_effect"] = mlir.ir.BoolAttr.get(True)
-    attributes = {"jtile_program": mlir.ir.StringAttr.get(mark)}
-    owner.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get(attributes)
+    name = mlir.ir.StringAttr.get(mark)
+    owner.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get({"jtile_program": name})
     return results
 
 
