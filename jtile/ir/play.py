@@ -139,12 +139,15 @@ class Play:
     def barrier(self, role: _Role, step: Step) -> _Barrier | None:
         """The barrier that a step is about, None where nobody knows which."""
         op, at = step.op, step.at
-        t = op.barrier.type  # type: ignore[attr-defined]
         if at is None:
             return None
-        if not 0 <= at < t.count:
-            refuse(self.kernel, op, f"{named(op.barrier)} has no slot {at}: it is {t}", role.name)  # type: ignore[attr-defined]
-        return self.barriers.setdefault((op.barrier, at), _Barrier(t.arrivals))  # type: ignore[attr-defined]
+        found = self.barriers.get((op.barrier, at))  # type: ignore[attr-defined]
+        if found is None:
+            t = op.barrier.type  # type: ignore[attr-defined]
+            if not 0 <= at < t.count:
+                refuse(self.kernel, op, f"{named(op.barrier)} has no slot {at}: it is {t}", role.name)  # type: ignore[attr-defined]
+            found = self.barriers[op.barrier, at] = _Barrier(t.arrivals)  # type: ignore[attr-defined]
+        return found
 
     def parity(self, role: _Role, step: Step) -> int | None:
         parity = step.parity
