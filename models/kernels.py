@@ -13,9 +13,8 @@ import jtile as jt
 
 def _normed(x, weight, eps: float):
     """x [..., head_dim] / sqrt(mean(x^2) + eps) * weight."""
-    return (
-        x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
-    )
+    unit = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return unit * weight.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def _heads(x, norms, heads: int, kv_heads: int, eps: float):
