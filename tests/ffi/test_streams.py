@@ -37,12 +37,26 @@ def meeting(there, x, here, seen, parts, total):
         total[0] = parts[...].sum()
 
 
+@jt.kernel(out_type=lambda there: (there, jt.like(there, shape=(2,))), grid=1, alias={"there": "here"})
+def stamped(there, here, stamps):
+    """The same without sums; the time when it begins and when it has met the other, nanoseconds modulo 2^32."""
+    with jt.role("all", warps=4):
+        stamps[0] = jt.clock().astype(jnp.int32)
+        jt.atomic_add(here, 0, 1)
+        n, tries = jt.atomic_max(here, 0, 0), jnp.int32(0)
+        while (n < 2) & (tries < PATIENCE):
+            n, tries = jt.atomic_max(here, 0, 0), tries + 1
+        stamps[1] = jt.clock().astype(jnp.int32)
+
+
+def launcher_of(kernel, *args) -> cuda_streams.Launcher:
+    with jt.config(poison=False):  # whose start would be one more operand
+        return cuda_streams.Launcher(kernel.lower(*args, target=f"cuda:{gpu_arch('cuda')}"))
+
+
 @pytest.fixture(scope="module")
 def launcher():
-    there, x = jnp.zeros(1, jnp.int32), jnp.zeros((PROGRAMS, 256))
-    with jt.config(poison=False):  # whose start would be one more operand
-        lowered = meeting.lower(there, x, target=f"cuda:{gpu_arch('cuda')}")
-        made = cuda_streams.Launcher(lowered)
+    made = launcher_of(meeting, jnp.zeros(1, jnp.int32), jnp.zeros((PROGRAMS, 256)))
     yield made
     made.close()
 
@@ -103,3 +117,24 @@ def test_a_graph_and_a_launch_at_the_same_time(launcher):
             cuda_streams.wait(stream)
         for k in range(4):
             check(args[k], k, seen=2)
+
+
+def test_what_the_clock_says():
+    """Both run at once for most of their time; on one stream, one begins when the other has ended."""
+    if gpu_arch("cuda") != "sm_90":
+        pytest.skip("roles need sm_90")
+    kernel = launcher_of(stamped, jnp.zeros(1, jnp.int32))
+    with cuda_streams.streams(2) as pair:
+        for two in (pair, [pair[0], pair[0]]):
+            meet, (a, b) = jnp.zeros(1, jnp.int32), [jnp.zeros(2, jnp.int32) for _ in range(2)]
+            jax.block_until_ready((meet, a, b))
+            for stream, stamps in zip(two, (a, b), strict=True):
+                kernel.launch(stream, meet, meet, stamps)
+            for stream in pair:
+                cuda_streams.wait(stream)
+            since = lambda t, first=int(a[0]): (int(t) - first + 2**31) % 2**32 - 2**31
+            begin, end = zip(map(since, a), map(since, b), strict=True)
+            shared = min(end) - max(begin)
+            print(f"both run for {shared} ns, of {end[0] - begin[0]} and {end[1] - begin[1]} ns")
+            assert (shared > 0) == (two is pair)
+    kernel.close()
