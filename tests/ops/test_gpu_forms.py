@@ -103,6 +103,12 @@ def test_cross_entropy_of_a_long_row(smoothing):
         close(op(hole)[1:], jnp.log(jnp.array([2.0, 1.0])), 1e-6)
 
 
+def test_layer_norm_of_long_rows_one_after_the_other():
+    x, w, b = normal(0, 269, 8200), normal(1, 8200), normal(2, 8200)
+    assert gpu_tiles.rows_ahead(269, 8200).tiles == {"br": 1, "per": 3}  # the last program has two
+    same(ops.layer_norm, norms.layer_norm_reference, x, w, b)
+
+
 def test_slopes_of_norms_in_tiles_of_rows():
     x, r, w = normal(0, 601, 20), normal(1, 601, 20), normal(2, 20)  # a last tile of one row, and no help from eps
     rms = lambda f: lambda x, r, w: jnp.stack(f(x, w, residual=r, weight_offset=1.0, eps=0.0))
