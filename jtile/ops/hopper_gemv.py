@@ -32,7 +32,7 @@ _SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barri
 _UP, _DOWN = 2.0**126, 2.0**23  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
 _ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
 _KEY = ("x", "refs", "kind", "gated", "has_bias", "activation", "out_dtype")  # what tuning depends on
-_SHIFTS = {4: (0, 4, 0, 4, 8, 12, 16, 20), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
+_SHIFTS = {4: (0, 4, 8, 12, 16, 20, 0, 4), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
 
 
 def bits_of(kind: str) -> int:
@@ -87,16 +87,15 @@ def _choose(at, values: list[float]):
 
 def _fields(q, kind: str) -> list:
     """What 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], for four words of a lane: 2^-149 times the
-    bits of a field where it lies, or 8 or 24 bits further down; or the weights, four at a time."""
+    bits of a field where it lies, or 24 bits further down (of 4 bits the last is the two highest together); or the
+    weights, four at a time."""
     rows, bits = q.shape[0], bits_of(kind)
     if bits == 16:
         return [t.astype(jnp.float32) for t in _along(q.reshape(rows, LANES, 2, 4), 2)]
     w = q.reshape(rows, LANES, 4)
-    if bits == 8:
-        w = w ^ np.uint32(0x80808080)
-        return [*(_real(w & np.uint32(255 << k)) for k in (0, 8, 16)), _real(w >> np.uint32(24))]
-    u = w >> np.uint32(8)
-    return [*(_real(w & np.uint32(15 << k)) for k in (0, 4)), *(_real(u & np.uint32(15 << k)) for k in range(0, 24, 4))]
+    top = w >> np.uint32(24)
+    fields = [_real(w & np.uint32(((1 << bits) - 1) << k)) for k in range(0, 24, bits)]
+    return [*fields, _real(top)] if bits == 8 else [*fields, _real(top & np.uint32(15)), _real(top)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +106,11 @@ class _Numbers:
     totals: list
 
 
-def _numbers(planes, totals) -> _Numbers:
-    return _Numbers(*([_along(x.load(), 0) for x in rings] for rings in (planes, totals)))
+def _numbers(planes, totals, kind: str) -> _Numbers:
+    found = [_along(x.load(), 0) for x in planes]
+    if bits_of(kind) == 4:  # the last field of a word is the one before, plus 16 times its own
+        found = [[*p[:6], p[6] - p[7], p[7]] for p in found]
+    return _Numbers(found, [_along(x.load(), 0) for x in totals])
 
 
 def _along(t, axis: int) -> list:
@@ -201,7 +203,7 @@ def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles, back):
     """Role j: the sums of its lanes of each tile of rows; `back`: see `_prepare`."""
     words, scales, planes, totals = mem.words[j], mem.scales[j], mem.planes[j], mem.totals[j]
     at = lambda rings, k: [r.at(k) for r in rings]
-    x = _numbers(at(planes, 0), at(totals, 0)) if chunks == 1 else None
+    x = _numbers(at(planes, 0), at(totals, 0), kind) if chunks == 1 else None
     zero = lambda: jnp.zeros((rows, LANES), jnp.float32)
     for n in jt.range(tiles):
         sums = tuple(zero() for _ in words for _ in planes)
@@ -211,7 +213,7 @@ def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles, back):
             qs = [[r.at(k).load() for r in w] for w in words]
             ds = [[[_spread(r.at(k).load(), rows) for r in a] for a in w] for w in scales]
             mem.empty.at(k).arrive()
-            now = _numbers(at(planes, c), at(totals, c)) if x is None else x
+            now = _numbers(at(planes, c), at(totals, c), kind) if x is None else x
             found = [t for q, d in zip(qs, ds) for t in _sums(q, d, now, kind)]
             sums = tuple(a + b for a, b in zip(sums, found))
         mem.taken.at(n).wait(before=True)

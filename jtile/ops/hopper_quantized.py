@@ -37,7 +37,6 @@ def _codes(words, kind: str, dtype):
     byte the upper one stays where it is, and counts 16 times. In float16 a code ends the mantissa of 1024 + code.
     """
     four, half = kind in FOUR_BIT, dtype == jnp.float16
-    words = words if four else words ^ np.uint32(0x80808080)
     shape = (*words.shape, 4 if four else 2)
     part = jax.lax.broadcasted_iota(jnp.uint32, shape, 3)
     number = lambda v: jax.lax.bitcast_convert_type(v, dtype)

@@ -56,15 +56,14 @@ def _planes(x, i: int, c, four: bool, packed: bool, blocks: int):
 
 
 def _words(codes, r, c, kind: str, blocks: int):
-    """Chunk c of some rows of W: uint32 [rows, blocks, words of a block]; fields of 8 bits count from -128."""
+    """Chunk c of some rows of W: uint32 [rows, blocks, words of a block]; fields of 8 bits are codes plus 128."""
     # Tiles of rows in memory, then reshaped: what lies in a row side by side is then what a thread or a warp has.
     rows, words = codes.shape[1], 4 if kind in FOUR_BIT else 8
     if codes.dtype == jnp.uint32:
-        q = codes.tiles(None, rows, blocks * words)[r, 0, c].reshape(rows, blocks, words)
-    else:
-        q = codes.tiles(None, rows, blocks * words * 4)[r, 0, c].reshape(rows, blocks, words, 4)
-        q = jax.lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.uint32)
-        q = functools.reduce(jnp.bitwise_or, [q[:, :, :, b] << np.uint32(8 * b) for b in range(4)])
+        return codes.tiles(None, rows, blocks * words)[r, 0, c].reshape(rows, blocks, words)
+    q = codes.tiles(None, rows, blocks * words * 4)[r, 0, c].reshape(rows, blocks, words, 4)
+    q = jax.lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.uint32)
+    q = functools.reduce(jnp.bitwise_or, [q[:, :, :, b] << np.uint32(8 * b) for b in range(4)])
     return q if kind in FOUR_BIT else q ^ np.uint32(0x80808080)
 
 

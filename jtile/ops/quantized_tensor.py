@@ -15,7 +15,7 @@ codes and scales are separate arrays so that both stay aligned for vector loads.
 `packed()` gives the same weights with their codes as uint32 words, in the order in which Hopper's tensor cores take
 numbers from registers: [out, in/8] for 4 bits, [out, in/4] for 8. With weight 16 s + 8 h + 2 t + e of a block of 32
 (t in 0..3, the others 0 or 1): its word of four is t, its bits 4 (2 s + h) + 16 e and on; of 8 bits, its word of eight
-is 4 s + t, its bits 8 h + 16 e and on.
+is 4 s + t, its bits 8 h + 16 e and on, and what stands there is the code plus 128.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def pack_codes(codes, kind: str) -> jax.Array:
         pairs = codes.reshape(*lead, -1, 2, 4, 2).astype(jnp.uint32)  # of s = 0 and 1, by block, h, t, e
         parts, step = (pairs & 15) | (pairs >> 4) << 8, 4
     else:
-        eights = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        eights = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ np.uint8(128)
         parts, step = eights.reshape(*lead, -1, 2, 4, 2).astype(jnp.uint32), 8  # by block and s, h, t, e
     words = (parts << _places(step, parts.ndim)).sum((-3, -1), dtype=jnp.uint32)
     return words.reshape(*lead, -1)
@@ -166,7 +166,8 @@ def unpack_codes(codes, kind: str) -> jax.Array:
     parts = parts >> _places(4 if four else 8, parts.ndim)
     if four:
         return (parts & 15 | (parts >> 8 & 15) << 4).astype(jnp.uint8).reshape(*lead, -1)
-    return jax.lax.bitcast_convert_type((parts & 255).astype(jnp.uint8), jnp.int8).reshape(*lead, -1)
+    eights = (parts & 255).astype(jnp.uint8) ^ np.uint8(128)
+    return jax.lax.bitcast_convert_type(eights, jnp.int8).reshape(*lead, -1)
 
 
 def _places(step: int, rank: int):
