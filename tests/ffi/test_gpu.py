@@ -22,6 +22,7 @@ from jtile.testing import relative_error
 pytestmark = pytest.mark.gpu
 PRODUCT = tiled_matmul(128, 128, 64)
 
+RUN_FILE = "import runpy; runpy.run_path('kernel.py', run_name='__main__')"
 SCRIPT = """
     import jax, jax.numpy as jnp, numpy as np
     import jtile as jt
@@ -36,6 +37,21 @@ SCRIPT = """
         for _ in range(20):
             x = step(x)
         return jax.lax.fori_loop(0, 30, lambda _, x: step(step(x)), x)
+
+    @jt.kernel(out_type=lambda x: (jt.like(x, shape=(8,)), jt.like(x, shape=(1,))), grid=8)
+    def total(x, parts, o):
+        i = jt.program_id(0)
+        parts[i] = x.tiles(125)[i].sum()
+        if jt.arrive(jt.counters("all", 1), 0, 8):
+            o[0] = parts[...].sum()
+
+    @jax.jit
+    def apart(x):  # independent kernels, which may run at the same time
+        return [total(x + k)[1] for k in range(12)]
+
+    for n in range(4):
+        for k, y in enumerate(apart(jnp.full(1000, float(n)))):
+            np.testing.assert_array_equal(np.asarray(y), [1000.0 * (n + k)])
 
     for n in range(4):  # XLA records a command buffer on the second run, and again where buffers have moved
         x = jnp.full(1000, float(n))
@@ -125,9 +141,8 @@ CACHED = """
 
 def test_a_fresh_process_takes_the_image_from_the_disk(run_python, tmp_path):
     (tmp_path / "kernel.py").write_text(textwrap.dedent(CACHED))
-    script = "import runpy; runpy.run_path('kernel.py', run_name='__main__')"
     env = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JTILE_CACHE_DIR": str(tmp_path / "c")}
-    assert [run_python(script, **env).splitlines()[-1] for _ in range(2)] == ["built 1", "built 0"]
+    assert [run_python(RUN_FILE, **env).splitlines()[-1] for _ in range(2)] == ["built 1", "built 0"]
 
 
 def test_a_thousand_compilations_leave_no_memory_behind():
@@ -178,11 +193,13 @@ def test_modules_go_with_their_programs():
         "",
         "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL,WHILE,CONDITIONAL --xla_gpu_graph_min_graph_size=1",
         "--xla_gpu_enable_command_buffer=",
+        "--xla_gpu_graph_enable_concurrent_region=true",
     ],
 )
-def test_with_and_without_command_buffers(run_python, flags):
+def test_with_and_without_command_buffers(run_python, tmp_path, flags):
+    (tmp_path / "kernel.py").write_text(textwrap.dedent(SCRIPT))  # a kernel with an `if` needs its source
     env = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    assert run_python(SCRIPT, **env).splitlines()[-1] == "right"
+    assert run_python(RUN_FILE, **env).splitlines()[-1] == "right"
 
 
 def test_programs_on_many_threads():
