@@ -68,7 +68,7 @@ class _Work:
 
     def here(self):
         """The part and the tile of queries of this program."""
-        tiles = jt.cdiv(self.q.shape[1], ROWS)
+        tiles = jnp.int32(jt.cdiv(self.q.shape[1], ROWS))
         return jax.lax.div(jt.program_id(0), tiles), jax.lax.rem(jt.program_id(0), tiles)
 
     def share(self):
@@ -173,7 +173,7 @@ def _first(w: _Work, c, s, key, length, acc, l, m, last: bool):
 
 
 def _second(w: _Work, c, s, key, length, acc, l, m, last: bool):
-    """The weights of role 1, by the maximum of both, and their product with its own keys, in flight."""
+    """The weights of role 1, by the maximum of both, and their product with its own keys."""
     unit, z, dtype = w.scale * LOG2_E, c >> 30, w.q.dtype
     top = s.max(1) * unit
     w.maximum[0].wait(c & 1)
@@ -187,31 +187,26 @@ def _second(w: _Work, c, s, key, length, acc, l, m, last: bool):
     w.R[1].store(p.astype(dtype))
     jt.fence_shared()
     w.weights[1].arrive()
-    return jt.dot_async(p.astype(dtype), w.C[3 + z], acc * fade[:, None]), l, mine
+    acc = jt.dot_wait(jt.dot_async(p.astype(dtype), w.C[3 + z], acc * fade[:, None]), pending=0)
+    w.empty[3].arrive()
+    return acc, l, mine
 
 
 def _step(w: _Work, x: int, c, key, length, s, acc, l, m, last: bool):
     """A unit of keys from `key` on; s: its finished scores. Gives the next unit's too, but for the last one."""
-    own, other, z = 3 * x, 2 - x, c >> 30  # of this role's columns: its keys, the other role's
+    other, z = 2 - x, c >> 30  # the other role's keys, of this role's columns
     if last or w.t > 1:
         s = _seen(s, key + x * KEYS, length, w.t, w.here()[1] * ROWS + z, w.heads)
     acc, l, m = (_first, _second)[x](w, c, s, key + x * KEYS, length, acc, l, m, last)
     w.weights[1 - x].wait(c & 1)
     if last:
         _zero_behind(w.C[other], key + (1 - x) * KEYS, length)
-    acc = jt.dot_async(w.R[1 - x + z], w.C[other + z], acc)
+    acc = jt.dot_wait(jt.dot_async(w.R[1 - x + z], w.C[other + z], acc), pending=0)
+    w.empty[other].arrive()  # before the next scores: a copy takes a quarter of a unit's time, and roles wait for it
     if last:
-        acc = jt.dot_wait(acc, pending=0)
-        for i in (other, own)[: 1 + x]:
-            w.empty[i].arrive()
         return s, acc, l, m
-    if x == 1:
-        acc = jt.dot_wait(acc, pending=1)
-        w.empty[own].arrive()
-    s = _scores(w, x, c + 1, x)
-    acc = jt.dot_wait(acc, pending=1)
-    w.empty[other].arrive()
-    return jt.dot_wait(_scores(w, x, c + 1, 1 - x, s), pending=0), acc, l, m
+    s = _scores(w, x, c + 1, 1 - x, _scores(w, x, c + 1, x))
+    return jt.dot_wait(s, pending=0), acc, l, m
 
 
 @jt.function
