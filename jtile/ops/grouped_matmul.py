@@ -85,7 +85,7 @@ def grouped_outer(x, dy, sizes, dw, *, groups: int, out_dtype, bm: int, bn: int,
     # dW_g = sum over the rows r of group g of x_r^T dy_r
     g, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     size = sizes[g]
-    first = jnp.where(jt.arange(sizes.shape[0]) < g, sizes[...], 0).sum()
+    first = jnp.sum(jnp.where(jt.arange(sizes.shape[0]) < g, sizes[...], 0), dtype=jnp.int32)
     end = jnp.minimum(first + size, x.shape[0])
     whole = jnp.maximum(end - first, 0) // bk
     part = lambda r: (x[jt.ds(r, bk), jt.ds(i * bm, bm)], dy[jt.ds(r, bk), jt.ds(j * bn, bn)])

@@ -42,6 +42,11 @@ class Units:
         return row, jnp.where(row < rows, self.of(lengths[jnp.minimum(row, rows - 1)]) * self.heads, 0)
 
 
+def _sum(x):
+    """Of int32 numbers, in int32: `jnp` takes 64 bits where they are enabled."""
+    return jnp.sum(x, dtype=jnp.int32)
+
+
 def _sums(lengths, one, count: int):
     """The sums of `one(k, sums)`, `count` numbers, over the blocks k of the rows; it sees the sums before."""
     blocks = jt.cdiv(lengths.shape[0], _ROWS)
@@ -59,14 +64,14 @@ def _fold(blocks: int, one, sums):
 def share_of(lengths, part, parts: int, units: Units):
     """Where a part begins and ends, the row times heads that it begins in, where that begins, and how large parts are;
     all in units."""
-    (total,) = _sums(lengths, lambda k, _: (units.of_rows(lengths, k)[1].sum(),), 1)
+    (total,) = _sums(lengths, lambda k, _: (_sum(units.of_rows(lengths, k)[1]),), 1)
     size = jt.cdiv(total, parts)
     begin = jnp.minimum(part * size, total)
 
     def before(k, sums):  # units, rows and their units that lie in front of the part
         _, n = units.of_rows(lengths, k)
-        inside = sums[0] + jnp.cumsum(n) <= begin
-        return n.sum(), (inside & (n > 0)).astype(jnp.int32).sum(), jnp.where(inside, n, 0).sum()
+        inside = sums[0] + jnp.cumsum(n, dtype=jnp.int32) <= begin
+        return _sum(n), _sum(inside & (n > 0)), _sum(jnp.where(inside, n, 0))
 
     _, row, start = _sums(lengths, before, 3)
     first = row * units.heads
@@ -144,7 +149,7 @@ def combine_shares(whole, o_part, lse_part, lengths, o, *, units: Units, n: int)
 
     def count(k, _):
         rows, size = units.of_rows(lengths, k)
-        return size.sum(), jnp.where(rows < row, size, 0).sum()
+        return _sum(size), _sum(jnp.where(rows < row, size, 0))
 
     total, begin = _sums(lengths, count, 2)
     of_row = units.of(lengths[row])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 from soak import Draw, check, check_levels, compiled, planned
 from soak_families import FAMILIES
@@ -31,9 +32,10 @@ def test_small(family):
         check(FAMILIES[family](Draw(0, small=True)), times=1)
 
 
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plan_of_small(family):
-    """And at the level where Hopper runs it."""
+def test_plan_of_small(family, x64):
+    """And at the level where Hopper runs it, also where sums of int32 are 64 bits wide (`jax_enable_x64`)."""
     case = FAMILIES[family](Draw(0, small=True))
-    with jt.config(arch="sm_90", verify=False):
+    with jax.enable_x64(x64), jt.config(arch="sm_90", verify=False):
         check_levels(case, case.arrays(), planned)
