@@ -62,10 +62,10 @@ def tuned(kernel: jt.Kernel, **options: int) -> jt.Kernel:
     return _variant(kernel, tuple(sorted(options.items()))) if options and jt.platform() == "cuda" else kernel
 
 
-def of_rows(kernel: jt.Kernel, x: jax.Array, br: int = 1, arrays: int = 1, *, weighted: bool = False) -> jt.Kernel:
-    """`tuned` for a kernel that passes over `br` rows of x [rows, n], and of more `arrays`, held in registers; over
-    `weighted` rows, if so."""
-    return tuned(kernel, num_warps=gpu_tiles.warps_of_rows(br * arrays * known(x.shape[1]), weighted))
+def of_rows(kernel: jt.Kernel, x: jax.Array, br: int = 1, arrays: int = 1, **of: bool) -> jt.Kernel:
+    """`tuned` for a kernel that passes over `br` rows of x [rows, n], and of more `arrays`, held in registers; `of`:
+    see `gpu_tiles.warps_of_rows`."""
+    return tuned(kernel, num_warps=gpu_tiles.warps_of_rows(br * arrays * known(x.shape[1]), **of))
 
 
 LARGE = 1 << 20

@@ -88,7 +88,8 @@ def _few_rows(m: int, n: int, k: int, itemsize: int, gates: int, transposed: boo
         bn, bk = (16, 256) if transposed else (32, 128)
     else:
         bn = (64 if m <= 16 else 128) // gates
-        while bn > 16 and cdiv(n, bn) < PROCESSORS * 3 // 4:
+        least = PROCESSORS * 2 // 3 if m > 32 else PROCESSORS * 3 // 4  # taller tiles are worth some idle blocks
+        while bn > 16 and cdiv(n, bn) < least:
             bn //= 2
         bk = 256 if transposed and m <= 16 else 128
     return {"bm": 1 if m == 1 else _side(m, 64), "bn": _side(n, bn), "bk": max(min(_power(k), bk * 2 // itemsize), 16)}
@@ -183,25 +184,15 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False
 
 
 @functools.cache
-def warps_of_rows(elements: int, weighted: bool = False) -> int:
+def warps_of_rows(elements: int, weighted: bool = False, centred: bool = False) -> int:
     """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more, since
-    many warps wait long for each other at a reduction; rows that are `weighted` have weights in registers too."""
+    many warps wait long for each other at a reduction; rows that are `weighted` have weights in registers too, and long
+    ones that are `centred` wait for two sums one after the other, which more threads make sooner."""
+    if centred and elements in (16384, 32768):  # none masked: of 12288 eight warps are quicker
+        return 16
     if elements > 16384:
         return min(_power(elements) // 2048, 32) if elements > 32768 else 8
     return min(max(_power(elements) // 512, 1), 8 if weighted else 4)
-
-
-def rows_ahead(rows: Any, n: Any) -> Choice | None:
-    """Of layer norm of rows of n elements: `per` rows of a program, the next ones on their way into shared memory.
-
-    Where registers of a multiprocessor hold two rows: while their sums are made, one after the other, nothing is read.
-    None for others, and for GPUs where this was not measured.
-    """
-    if not (warpgroups() and isinstance(rows, int) and isinstance(n, int)):
-        return None
-    if not 8192 < n <= 16384 or rows < 2 * PROCESSORS:
-        return None
-    return Choice({"br": 1, "per": cdiv(rows, PROCESSORS)}, {"num_warps": 16})
 
 
 @functools.cache

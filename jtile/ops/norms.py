@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, spaces
+from jtile.ops import spaces
 from jtile.ops._shapes import (
     as_rows,
     check_axis,
@@ -17,16 +16,20 @@ from jtile.ops._shapes import (
     known,
     machine,
     of_rows,
-    tuned,
     weighted_rows,
     wide,
 )
 from jtile.ops.norms_backward import norm_backward
 
 
-def _layer(t, params, eps: float, has_weight: bool):
+@jt.autotune(space=spaces.rows, override=True)
+@jt.kernel(out_type=lambda x, params, **_: jt.like(x), grid=lambda x, params, *, br, **_: jt.cdiv(x.shape[0], br))
+def layer_norm_rows(x, params, y, *, br: int, eps: float, has_weight: bool):
+    """`params` holds the weight [n], the bias [n], both or neither."""
     # y = (x - mean) / sqrt(var + eps) * w + b
-    n = t.shape[1]
+    i, n = jt.program_id(0), x.shape[1]
+    X, Y = x.tiles(br, n), y.tiles(br, n)
+    t = wide(X[i, 0])
     centred = t - t.sum(1, keepdims=True) * (1.0 / n)
     variance = (centred * centred).sum(1, keepdims=True) * (1.0 / n)
     out = centred * jax.lax.rsqrt(variance + eps)
@@ -34,23 +37,7 @@ def _layer(t, params, eps: float, has_weight: bool):
         out = out * params[0][...].astype(t.dtype)[None, :]
     if len(params) > has_weight:
         out = out + params[-1][...].astype(t.dtype)[None, :]
-    return out
-
-
-@jt.autotune(space=spaces.rows, override=True)
-@jt.kernel(
-    out_type=lambda x, params, **_: jt.like(x),
-    grid=lambda x, params, *, br, per=1, **_: jt.cdiv(jt.cdiv(x.shape[0], br), per),
-)
-def layer_norm_rows(x, params, y, *, br: int, eps: float, has_weight: bool, per: int = 1):
-    """`params` holds the weight [n], the bias [n], both or neither; `per` tiles of `br` rows in a program."""
-    p, n = jt.program_id(0), x.shape[1]
-    X, Y = x.tiles(br, n), y.tiles(br, n)
-    if per == 1:
-        Y[p, 0] = _layer(wide(X[p, 0]), params, eps, has_weight).astype(y.dtype)
-    else:
-        for k in jt.range(jnp.minimum(X.shape[0] - p * per, per), stages=3):
-            Y[p * per + k, 0] = _layer(wide(X[p * per + k, 0]), params, eps, has_weight).astype(y.dtype)
+    Y[i, 0] = out.astype(y.dtype)
 
 
 def _rms(t, w, eps: float, offset: float):
@@ -83,16 +70,8 @@ def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float)
     Y[i, 0] = _rms(t, w[...], eps, offset).astype(y.dtype)
 
 
-def _layer_rows(x, params, **meta):
-    """The kernel for these rows."""
-    how = gpu_tiles.rows_ahead(*x.shape) if jt.platform() == "cuda" else None
-    if how is not None:
-        return tuned(layer_norm_rows, **how.options)(x, params, **{**meta, **how.tiles})
-    return of_rows(layer_norm_rows, x, meta["br"], weighted=True)(x, params, **meta)
-
-
 def _layer_forward(x, params, **meta):
-    return _layer_rows(x, params, **meta), (x, params)
+    return of_rows(layer_norm_rows, x, meta["br"], weighted=True, centred=True)(x, params, **meta), (x, params)
 
 
 def _layer_backward(residuals, g, *, eps: float, has_weight: bool, **_):
@@ -161,7 +140,8 @@ def layer_norm(
         return layer_norm_reference(x, weight, bias, eps=eps)
     rows, params = as_rows(x), tuple(p for p in (weight, bias) if p is not None)
     meta = {"br": weighted_rows(*rows.shape), "eps": float(eps), "has_weight": weight is not None}
-    return _layer_rows(rows, params, **meta).reshape(x.shape)
+    out = of_rows(layer_norm_rows, rows, meta["br"], weighted=True, centred=True)(rows, params, **meta)
+    return out.reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "weight_offset"), inline=True)

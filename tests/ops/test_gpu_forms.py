@@ -103,9 +103,10 @@ def test_cross_entropy_of_a_long_row(smoothing):
         close(op(hole)[1:], jnp.log(jnp.array([2.0, 1.0])), 1e-6)
 
 
-def test_layer_norm_of_long_rows_one_after_the_other():
-    x, w, b = normal(0, 269, 8200), normal(1, 8200), normal(2, 8200)
-    assert gpu_tiles.rows_ahead(269, 8200).tiles == {"br": 1, "per": 3}  # the last program has two
+@pytest.mark.parametrize(("n", "warps"), [(16384, 16), (12288, 8)])
+def test_layer_norm_of_long_rows(n, warps):
+    x, w, b = normal(0, 5, n), normal(1, n), normal(2, n)
+    assert gpu_tiles.warps_of_rows(n, weighted=True, centred=True) == warps
     same(ops.layer_norm, norms.layer_norm_reference, x, w, b)
 
 
