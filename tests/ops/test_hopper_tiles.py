@@ -175,7 +175,7 @@ def test_gates_share_the_registers():
     assert of_two == of_one
 
 
-# Rows, terms and columns of gated products, and tiles that took at most 1.04 of the time of the best on an H200 (the mean
+# Rows, terms and columns of gated products, and tiles that took at most 1.04 of the time of the best on an H200 (mean
 # of two runs for 512 rows).
 GATED = [
     ((512, 4096, 14336), {(128, 64), (64, 128), (64, 64)}),
