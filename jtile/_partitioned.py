@@ -40,7 +40,8 @@ def partitioned(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
         shards, so that a name of an input stands in an output.
 
     Raises:
-      KernelTypeError: `rule` is no text. KernelValueError: text that is no rule or, at a call, does not fit the arrays.
+      KernelTypeError: `rule` is no text. KernelValueError: text that is no rule; at a call, one that does not fit the
+        arrays, or `fn` prints or asserts.
     """
     name, where = getattr(fn, "__name__", "fn"), place_of(fn)
     pattern = parse(rule, name, where)
@@ -58,24 +59,31 @@ def partitioned(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten(args)
         leaves = [jnp.asarray(x) for x in leaves]
         flat = _flat(fn, tree)
-        outs = _traced(flat, leaves).out_avals
+        jaxpr, out = _traced(flat.whole, leaves)
+        if jaxpr.effects:
+            raise KernelValueError(
+                f"{name} prints, asserts or has other effects ({', '.join(map(str, jaxpr.effects))}), and "
+                "jt.partitioned takes functions of their arrays alone: call those kernels outside of it",
+                where,
+            )
+        outs = jaxpr.out_avals
         names = [f"argument {k}" for k in range(len(leaves))] + [f"result {k}" for k in range(len(outs))]
         check_ranks(pattern, name, [*leaves, *outs], len(leaves), names, where)
         cut = Rule(pattern.inputs, pattern.outputs, (frozenset(),) * len(outs))
-        return jax.tree.unflatten(flat.out, _bind(flat, cut, leaves))
+        results = partitioned_p.bind(*joint_varying(leaves), flat=flat, rule=cut, jaxpr=jaxpr)
+        return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return call
 
 
 class _Flat:
-    """`fn` over the leaves of its arguments, giving those of its result; `out` is their tree, known after a trace."""
+    """`fn` over the leaves of its arguments: `whole` gives its result, a call the leaves of that."""
 
     def __init__(self, fn: Callable[..., Any], tree: Any):
-        self.fn, self.tree, self.out = fn, tree, None
+        self.whole = lambda *leaves: fn(*jax.tree.unflatten(tree, leaves))
 
     def __call__(self, *leaves: Any) -> list[Any]:
-        results, self.out = jax.tree.flatten(self.fn(*jax.tree.unflatten(self.tree, leaves)))
-        return results
+        return jax.tree.leaves(self.whole(*leaves))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -83,10 +91,10 @@ def _flat(fn: Callable[..., Any], tree: Any) -> _Flat:
     return _Flat(fn, tree)
 
 
-def _traced(flat: Callable[..., Sequence[Any]], leaves: Sequence[Any]) -> Any:
-    """Its closed jaxpr for leaves of these shapes, as on one device."""
+def _traced(f: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any]:
+    """Its closed jaxpr for leaves of these shapes, as on one device, and the tree of types that it gives."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+        return jax.make_jaxpr(f, return_shape=True)(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
 
 
 # -- the primitive: `flat` as above, its `jaxpr` for these shapes, which tools look into, and the `rule` -------------
@@ -97,7 +105,7 @@ need_devices(partitioned_p)
 
 
 def _bind(flat: Any, rule: Rule, operands: Sequence[Any]) -> list[Any]:
-    return partitioned_p.bind(*joint_varying(operands), flat=flat, rule=rule, jaxpr=_traced(flat, operands))
+    return partitioned_p.bind(*joint_varying(operands), flat=flat, rule=rule, jaxpr=_traced(flat, operands)[0])
 
 
 @partitioned_p.def_abstract_eval

@@ -120,3 +120,23 @@ def test_rules_of_functions_that_do_not_fit(rule, message):
 def test_the_rule_of_a_function_is_text():
     with pytest.raises(KernelTypeError, match="give text"):
         jt.partitioned(identity, ("r _",))
+
+
+def test_functions_that_print():
+    @jt.kernel(out_type=lambda x: jt.like(x))
+    def talk(x, o):
+        jt.print("{}", x[0, 0])
+        o[...] = x[...]
+
+    with pytest.raises(KernelValueError, match="talk prints, asserts or has other effects"):
+        jt.partitioned(talk, "r _ -> r _")(jnp.ones((4, 3)))
+
+
+def test_results_of_any_tree():
+    """Also one that depends on the shapes, called in turns."""
+    parts = jt.partitioned(lambda x: {str(k): x[k] for k in range(x.shape[0])}, "_ r -> r, r")
+    pair = parts(jnp.ones((2, 4)))
+    assert sorted(pair) == ["0", "1"] and pair["0"].shape == (4,)
+    with pytest.raises(KernelValueError, match="it names 2 outputs, this call has 3"):
+        parts(jnp.ones((3, 4)))
+    assert sorted(parts(jnp.zeros((2, 4)))) == ["0", "1"]
