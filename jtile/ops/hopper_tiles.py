@@ -42,7 +42,8 @@ LINE = 128
 PITCH = 16  # bytes that the distance of an operand's rows in memory is a multiple of, where tensor maps take them
 # How many times the shortest predicted time a form may take that a search tries; and so many it tries always.
 NEAR, ALWAYS = 1.25, 4
-GATED = {(128, 128): 1.0, (128, 64): 0.8, (64, 128): 0.7, (64, 64): 0.55}  # share of the speed of the best
+GATED = tuple((bm, bn // 2) for bm, bn in TILES if bn >= 128)  # a tile of two products is as one of twice the columns
+FULL = 1.03  # how many times as long the largest of those take, one after the other: their rings have few slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +90,7 @@ def tiles(p: Product) -> dict[str, int] | None:
     sides = candidates(p)
     if not sides:
         return None
-    if p.gates > 1:
-        waves = lambda bm, bn: cdiv(p.tiles(bm, bn), PROCESSORS)
-        bm, bn = min(sides, key=lambda s: waves(*s) * s[0] * s[1] / GATED[s])
-    else:
-        bm, bn = min(sides, key=lambda s: predicted_us(p, Form(1, *s)))
+    bm, bn = min(sides, key=lambda s: predicted_us(p, Form(1, *s)))
     lines = 2 if p.gates == 1 and p.itemsize == 2 and p.k >= 512 and two_lines(bm, bn, *p.pitches) else 1
     return {"bm": bm, "bn": bn, "bk": lines * LINE // p.itemsize}
 
@@ -117,13 +114,15 @@ def candidates(p: Product) -> tuple[tuple[int, int], ...]:
 def predicted_us(p: Product, form: Form) -> float:
     """Of products in this form; a part of a sum is a tile of its own."""
     parts, bm, bn = form
-    step, rest = TILES[bm, bn]
+    step, rest = TILES[bm, bn * p.gates]
     step *= BYTES if p.itemsize == 1 else 1
-    brought = sum(side * LINE / (UNEVEN if pitch % LINE else EVEN) for side, pitch in zip((bm, bn), p.pitches))
-    one = cdiv(p.k * p.itemsize, LINE * parts) * max(step, brought) + rest
+    sides = zip((bm, bn * p.gates), p.pitches)
+    brought = sum(side * LINE / (UNEVEN if pitch % LINE else EVEN) for side, pitch in sides)
     count = parts * p.tiles(bm, bn)
+    step *= FULL if p.gates > 1 and (bm, bn) == GATED[0] and count > PROCESSORS else 1
+    one = cdiv(p.k * p.itemsize, LINE * parts) * max(step, brought) + rest
     again = 1 + AGAIN * (p.m > bm)
-    read = p.batch * p.itemsize * (p.m * p.k + p.k * p.n * again) / READ / count
+    read = p.batch * p.itemsize * (p.m * p.k + p.gates * p.k * p.n * again) / READ / count
     full, last = divmod(count, PROCESSORS)  # rounds of all blocks; the last one reads little
     rounds = full * _at_once(one, PROCESSORS * read) + (_at_once(one, last * read) if last else 0.0)
     busy = count / PROCESSORS / cdiv(count, PROCESSORS)  # share of the blocks
