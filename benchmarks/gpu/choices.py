@@ -32,8 +32,8 @@ _matmul: Any = importlib.import_module("jtile.ops.matmul")  # `ops.matmul` is it
 Form = Mapping[str, int]  # keyword arguments of `in_tiles`
 
 USUAL = {"num_warps": 4, "stages": 3}  # of products of few rows; others are tried with the choice's tile
-ROUNDS, LAST_ROUNDS = 4, 8  # samples of every form, and more of those that are left then
-LEFT = 1.04  # times the shortest median
+ROUNDS, LAST_ROUNDS = 6, 8  # samples of every form, and more of those that are left then
+LEFT = 1.08  # times the shortest median
 SETS, CALLS = 16, 192  # of arguments; calls in one program of a short kernel, so that its start is no part of the time
 PROGRAM_US = 3000.0
 COMPILERS = 16  # threads

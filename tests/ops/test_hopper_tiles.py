@@ -11,7 +11,7 @@ import pytest
 import jtile as jt
 from jtile import ops
 from jtile._lowering import compile_piece
-from jtile.ops import hopper_tiles, spaces
+from jtile.ops import gpu_tiles, hopper_tiles, spaces
 from jtile.ops.hopper_tiles import TILES, Form, Product, candidates, extended, parts_of_product, predicted_us, tiles
 from jtile.tune import device
 from jtile.tune.programs import trace
@@ -220,3 +220,9 @@ def test_the_tuner_has_the_large_tiles_of_whole_sums_in_bytes():
     largest = lambda dtype: max(p["bm"] * p["bn"] for p in space(4096, 4096, 4096, dtype))
     assert largest(jnp.int8) == 128 * 256
     assert largest(jnp.float8_e4m3fn) == 128 * 128
+
+
+def test_few_rows_leave_some_blocks_idle_for_wider_tiles():
+    """40x12288x3072 took 21.5 us in 96 tiles of 128 columns and 26.3 in 192 of 64; 16 rows gain nothing by it."""
+    assert gpu_tiles.product(40, 12288, 3072, 2, transposed=True)["bn"] == 128
+    assert gpu_tiles.product(16, 6144, 4096, 2, transposed=True)["bn"] == 32
