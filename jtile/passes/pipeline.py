@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from jtile._collector import paused
 from jtile._config import current
 from jtile._errors import JtileError, KernelValueError, VerificationError
 from jtile.ir import Kernel, print_kernel, verify
@@ -52,7 +53,8 @@ def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str | None = N
     if folder:
         dump(folder, 0, "traced.tile", print_kernel(kernel))
     for number, step in enumerate(pipeline, 1):
-        kernel = step.run(kernel)
+        with paused():
+            kernel = step.run(kernel)
         if folder:
             dump(folder, number, f"{step.name}.tile", print_kernel(kernel))
         if options.verify:

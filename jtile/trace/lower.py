@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jtile import ir
+from jtile._collector import paused
 from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError, VerificationError
 from jtile.ir.builder import Builder
 from jtile.language._place import place_of
@@ -281,7 +282,7 @@ def to_tile_ir(
         role = "in" if k < n_in else "out" if k < n_in + n_out else "scratch"
         params.append(ir.Value(ir.RefType(sizes(var.aval.shape), c.dtype(var.aval.dtype), role), names[k]))
     loc = loc if isinstance(loc, ir.Loc) else ir.Loc(*loc) if loc else ir.NOWHERE
-    with c.b.at(loc):
+    with paused(), c.b.at(loc):
         c.run(jaxpr.jaxpr, [c.literal(x) for x in jaxpr.consts], params)
         c.roles.finish()
     inits = tuple(inits) or (None,) * n_out

@@ -11,6 +11,7 @@ import numpy as np
 from jax import core
 from jax.ref import AbstractRef
 
+from jtile._collector import paused
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.language._level import BlockLevelError, Level, tracing
 from jtile.language._place import hide_own_frames, place_of
@@ -70,7 +71,8 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
 
     avals = [AbstractRef(core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
     try:
-        closed = _made(body, avals)
+        with paused():
+            closed = _made(body, avals)
     except _CONCRETIZATION as e:
         raise KernelTypeError(_concretization(e), _place_in(e, fn)) from e
     except (jax.errors.InconclusiveDimensionOperation, TypeError) as e:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jtile._collector import paused
 from jtile._config import current
 from jtile.ir import Kernel, verify
 from jtile.ir.protocol import check_loaded
@@ -66,11 +67,12 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
     done: list[Step] = []
 
     def step(name: str, level: str, run: Callable[[Kernel], Kernel]) -> Kernel:
-        after = run(done[-1][2] if done else kernel)
-        if current().verify or name == LAST:
-            verify(after, level)
-        if name == LAST:
-            check_loaded(after)
+        with paused():
+            after = run(done[-1][2] if done else kernel)
+            if current().verify or name == LAST:
+                verify(after, level)
+            if name == LAST:
+                check_loaded(after)
         done.append((name, level, after))
         return after
 

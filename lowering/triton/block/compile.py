@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from jtile import ir
+from jtile._collector import paused
 from jtile._errors import UnsupportedError
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton import ptxas, stages
@@ -40,7 +41,8 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]
     if programs is None or programs > MAX_BLOCKS:
         em.refuse(kernel.body.ops[0], f"grids of at most {MAX_BLOCKS} blocks, known when it is compiled")
     record.grid = programs
-    warps = emit_roles.emit_body(em)
+    with paused():
+        warps = emit_roles.emit_body(em)
     params = ", ".join(f"{p.name}: {p.elem}{p_attrs}" for p, p_attrs in em.params)
     text = ir.print_kernel(kernel, note=lambda op: ", ".join(em.layouts[r] for r in op.results if r in em.layouts))
     body, names = aliased(f"  tt.func public @{symbol(kernel)}({params}) {{\n{em.code.text()}\n    tt.return\n  }}\n")
