@@ -243,7 +243,7 @@ def _outputs(x, *refs, kind, gated, has_bias, activation, out_dtype, **_):
 
 
 def _body(x, *refs, kind: str, gated: bool, has_bias: bool, activation, out_dtype: str, rows: int, roles: int,
-          slots: int, writers: int = 1):  # fmt: skip
+          slots: int):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
     Of each weight codes [out, words] or W [out, in], scale [out, in / 32 or 1] and, for Q4_1, minimum. `gated`: of two,
@@ -267,7 +267,7 @@ def _body(x, *refs, kind: str, gated: bool, has_bias: bool, activation, out_dtyp
             _consume(mem, j, kind, rows, chunks, tiles, back)
     with jt.role("producer", warps=1, registers=24):
         _produce(mem, copied, rows, roles, chunks, tiles, first, programs)
-    with jt.role("writer", warps=writers):
+    with jt.role("writer", warps=2):
         for n in jt.range(tiles):
             t = first + n * programs
             factor = [w[1].tiles(rows, 1)[t, 0][:, 0] for w in weights] if kind == "int8" else [1.0] * len(weights)
@@ -301,15 +301,15 @@ def kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
 
 @functools.cache
 def choices(m: int, inner: int, kind: str, gated: bool = False) -> list[dict[str, int]]:
-    """Meta-parameters that fit, those of the tallest tiles first: as many tiles on their way as there is
-    room for, at least three."""
+    """Meta-parameters that fit, the best first: of tall tiles (of 4 bits 8 rows, the last of which is sooner done), as
+    many on their way as there is room for, at least three."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
     chunks = jt.cdiv(inner, PIECE * roles)
     numbers = m * chunks * roles * (PIECE + (LANES * _groups(kind) if bits_of(kind) < 16 else 0)) * 4
     row = roles * 512 * _groups(kind) * (1 + gated)
     row += {"q4_1": 2, "q4_0": 1, "q8_0": 1}.get(kind, 0) * roles * 2 * LANES * (1 + gated)
     out = []
-    for rows in (16, 8, 4):
+    for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
         sums = 2 * roles * (1 + gated) * m * rows * LANES * 4
         slots = (_SHARED - 2048 * m - numbers - sums) // (row * rows)
         if slots >= 3:

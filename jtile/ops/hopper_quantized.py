@@ -146,65 +146,30 @@ def _piece(words, scales, p: int, kind: str, dtype):
 
 
 @jt.function
-def _consume(word_rings, scale_rings, x, full, empty, x_full, x_empty, first_round: int, rounds: int, step: int, kind):
-    """The sums [64, columns] of 64 rows over every `step`-th round."""
-    pieces, dtype = x.shape[1] // PIECE, x.dtype.type
-    each = DEPTH // PIECE // pieces
+def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, ahead: bool):
+    """The sums [64, columns] of 64 rows over every `step`-th round; `ahead`: the numbers of a piece are made while the
+    one before is multiplied."""
+    x, dtype, count = mem.x, mem.x.dtype.type, DEPTH // PIECE
+    pieces = x.shape[1] // PIECE
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
     for k in jt.range(first_round, rounds, step):
-        full.at(k).wait()
-        words, scales = _round(word_rings, scale_rings, k, kind, dtype)
-        for p in range(DEPTH // PIECE):
-            at = k * each + p // pieces
+        mem.full.at(k).wait()
+        words, scales = _round(mem.words[i], mem.scales[i], k, kind, dtype)
+        mem.empty.at(k).arrive()  # they are in registers
+        for p in range(count):
+            at = k * (count // pieces) + p // pieces
             a = _piece(words, scales, p, kind, dtype)
             if p % pieces == 0:
-                x_full.at(at).wait()
+                if ahead and p:
+                    acc = jt.dot_wait(acc)
+                    mem.x_empty.at(at - 1).arrive()
+                mem.x_full.at(at).wait()
             b = x.at(at)
             b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
             acc = jt.dot_async(a, b.T, acc)
-            if p % pieces == pieces - 1:
+            if p == count - 1 or (not ahead and p % pieces == pieces - 1):
                 acc = jt.dot_wait(acc)
-                x_empty.at(at).arrive()
-        empty.at(k).arrive()
-    return acc
-
-
-@jt.function
-def _consume_ahead(
-    word_rings, scale_rings, x, full, empty, x_full, x_empty, first_round: int, rounds: int, step: int, kind
-):
-    """`_consume` where the numbers of a piece are made while the one before is multiplied, from round to round."""
-    pieces, dtype, parts = x.shape[1] // PIECE, x.dtype.type, DEPTH // PIECE
-    each = parts // pieces
-    acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
-    if first_round < rounds:
-        last = first_round + (rounds - 1 - first_round) // step * step
-        full.at(first_round).wait()
-        words, scales = _round(word_rings, scale_rings, first_round, kind, dtype)
-        a = _piece(words, scales, 0, kind, dtype)
-        for k in jt.range(first_round, rounds, step):
-            empty.at(k).arrive()  # its words are in registers
-            for p in range(parts):
-                at = k * each + p // pieces
-                if p % pieces == 0:
-                    x_full.at(at).wait()
-                b = x.at(at)
-                b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
-                acc = jt.dot_async(a, b.T, acc)
-                if p < parts - 1:
-                    a = _piece(words, scales, p + 1, kind, dtype)
-                if p:
-                    acc = jt.dot_wait(acc, pending=1)
-                    if p % pieces == 0:
-                        x_empty.at(at - 1).arrive()
-            then = jnp.minimum(
-                k + step, last
-            )  # behind the last round comes that round again, for nobody: its slot stays
-            full.at(then).wait()
-            words, scales = _round(word_rings, scale_rings, then, kind, dtype)
-            a = _piece(words, scales, 0, kind, dtype)
-            acc = jt.dot_wait(acc)
-            x_empty.at(k * each + each - 1).arrive()
+                mem.x_empty.at(at).arrive()
     return acc
 
 
@@ -243,7 +208,7 @@ def hopper_quantized_product(
 
     A program has `high * 64` rows of W, `columns` of x and a part of the rounds. Consumer (j, i) takes the i-th 64 of
     the rows and every `deep`-th round from the j-th on: always the same slots, for a barrier tells only one phase from
-    the next. x comes `pieces` pieces of 64 at a time; `ahead` (one piece at a time): see `_consume`.
+    the next. x comes `pieces` pieces of 64 at a time; `ahead`: see `_consume`.
     """
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
     tile, column, split = (jt.program_id(k) for k in range(3))
@@ -255,9 +220,7 @@ def hopper_quantized_product(
     for j in range(deep):
         for i in range(high):
             with jt.role(f"consumer{j}{i}", warps=4, registers=registers):
-                consume = _consume_ahead if ahead else _consume
-                rings = mem.words[i], mem.scales[i], mem.x
-                acc = consume(*rings, mem.full, mem.empty, mem.x_full, mem.x_empty, j, rounds, deep, kind)
+                acc = _consume(mem, i, j, rounds, deep, kind, ahead)
                 if j:
                     mem.partial[j - 1][i].store(acc)
                     mem.done[(j - 1) * high + i].arrive()
@@ -292,19 +255,15 @@ def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     """
     columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
     if columns > 64:
-        slots, x_slots = 4 if four else 2, 4 if columns == 256 else 8
-        return dict(high=2, deep=1, columns=columns, splits=1, slots=slots, x_slots=x_slots, pieces=1, registers=232,
-                    ahead=True)  # fmt: skip
+        return dict(high=2, deep=1, columns=columns, splits=1, slots=4 if four else 2, x_slots=1024 // columns,
+                    pieces=1, registers=232, ahead=True)  # fmt: skip
     high = 2 if jt.cdiv(out, 2 * ROWS) >= gpu_tiles.PROCESSORS // 2 else 1
     deep = 2 if columns == 64 else 4 // high
     rounds, tiles = jt.cdiv(inner, DEPTH), jt.cdiv(out, high * ROWS)
     fits = [n for n in (1, 2, 4) if rounds % n == 0 and n * tiles <= gpu_tiles.PROCESSORS and n * deep <= rounds]
-    sizes = dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), registers=112)
-    if columns == 64:
-        return sizes | dict(slots=2 if kind == "q8_0" else 4, x_slots=8, pieces=1, ahead=kind != "q8_0")
-    if columns <= 16 and four:
-        return sizes | dict(slots=6 if high == 2 else 8, x_slots=8, pieces=4)
-    return sizes | dict(slots=4, x_slots=4, pieces=4)
+    slots = 6 if four and high == 2 else 2 if kind == "q8_0" and columns == 64 else 4
+    rings = dict(slots=slots, x_slots=4 if columns == 32 else 8, pieces=1 if columns == 64 else 4)
+    return rings | dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), registers=112, ahead=False)
 
 
 def takes(x, codes, inner: int, kind: str) -> bool:
