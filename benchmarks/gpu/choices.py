@@ -145,8 +145,10 @@ def forms(p: Product) -> list[Form]:
         like = lambda q, names: all(q[name] == {**USUAL, **tiles}[name] for name in names)
         tried = [q for q in tried if like(q, USUAL) or like(q, tiles)]
     elif jt.platform() != "cpu":
-        of = dict(batch=p.batch, fast=p.whole, left=left, transposed=right)
-        near = hopper_tiles.near(hopper_tiles.Product(p.m, p.n, p.k, p.itemsize, **of), whole=False)
+        product = hopper_tiles.Product(
+            p.m, p.n, p.k, p.itemsize, batch=p.batch, fast=p.whole, left=left, transposed=right
+        )
+        near = hopper_tiles.near(product, whole=False)
         tried += [dict(**f._asdict(), bk=hopper_tiles.LINE // p.itemsize) for f in near if f.parts > 1]
     return [q for q in tried if q != chosen]
 
