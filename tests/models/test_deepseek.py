@@ -15,9 +15,12 @@ from flax import nnx
 from safetensors.flax import save_file as save_flax
 from safetensors.numpy import load_file, save_file
 
+import jtile as jt
 import jtile.models
 from jtile._errors import ModelError
+from jtile.models import cache as kv
 from jtile.models import lora
+from jtile.models.decoder import Decoder
 from jtile.models.deepseek import DeepseekConfig
 from jtile.models.rope import Rope, RopeScaling
 
@@ -200,6 +203,31 @@ def test_8_bit_checkpoints_that_do_not_fit(tmp_path, config, tensors):
     for entries in ({"quant_method": "gptq"}, fp8 | {"fmt": "e5m2"}, fp8 | {"weight_block_size": None}):
         message = refused(tmp_path, config | {"quantization_config": entries}, stored)
         assert "take a checkpoint in bfloat16" in message
+
+
+@pytest.mark.slow
+def test_the_published_sizes_compile_for_hopper(config):
+    """Two layers of DeepSeek-V3, without its weights: a prompt and a step, which attends at the block level."""
+    sizes = {
+        "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 2, "num_attention_heads": 128,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+    }  # fmt: skip
+    parsed = DeepseekConfig.from_hf(config | sizes)
+    blank = lambda name, shape: jnp.zeros(shape, jnp.bfloat16)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(parsed, blank, tied=False)))
+    prefill = jax.jit(lambda s, ids: nnx.merge(graph, s).prefill(ids))
+    step = jax.jit(lambda s, tokens, cache: nnx.merge(graph, s).step(tokens, cache))
+    ids, tokens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 1024), (4,)))
+    cache = jax.eval_shape(
+        lambda s, ids, lengths: kv.from_prefill(prefill(s, ids)[1], lengths, 1152), state, ids, tokens
+    )
+    with jt.config(arch="sm_90"):
+        text = prefill.trace(state, ids).lower(lowering_platforms=("cuda",)).as_text()
+        assert "jtile_latent_prefill" in text
+        assert "jtile_grouped_rows" in text
+        assert "jtile_hopper_mla" in step.trace(state, tokens, cache).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_loss_and_gradients(lm, golden):
