@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jtile.lowering.triton.combine import reduce
 from jtile.lowering.triton.emit_basics import start_program
 from jtile.lowering.triton.emitter import EMITTERS, Buffer, Emitter, elem_of, padded
 from jtile.lowering.triton.features import Features
+from jtile.lowering.triton.hazards import PAIRS, may_repeat
 from jtile.lowering.triton.layouts import in_order
 from jtile.lowering.triton.record import Record
 from jtile.lowering.triton.ttir import Val
@@ -156,6 +158,7 @@ class BlockEmitter(Emitter):
 
     def as_tile(self, op: ir.Op) -> Any:
         """An op whose emitter for TTIR serves: everything in it lies as its result, or as its operand."""
+        self.check_turns(op)
         main, layout = self._main(op)
         if main is None or layout is None or not main.shape:
             return EMITTERS[type(op)](self, op)
@@ -197,6 +200,16 @@ class BlockEmitter(Emitter):
             shape = v.shape if isinstance(v.type, ir.TileType | ir.SharedType) else ()
             if shape != padded(shape):
                 self.refuse(op, f"tiles and buffers with sides of powers of two at the block level, got {v.type}")
+
+    def check_turns(self, op: ir.Op) -> None:
+        """Lanes of a scatter that may name one element take turns, for which the threads of a role have no loop."""
+        if not isinstance(op, ir.Store) or not may_repeat(op.index):
+            return
+        lanes = math.prod(padded(next(d.indices for d in op.index if isinstance(d, ir.Take)).shape))
+        if lanes > PAIRS or op.mask is not None:
+            kind = "masked " if op.mask is not None else ""
+            what = f"no {kind}scatter in a role by {lanes} places of which two may be the same"
+            self.refuse(op, f"{what}: store whole rows by at most {PAIRS} numbers of rows, o[rows, :], without a mask")
 
     # -- roles --------------------------------------------------------------------------------------------------------
 

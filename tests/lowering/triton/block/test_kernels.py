@@ -299,3 +299,27 @@ def test_a_loop_that_is_known_never_to_run():
 def test_roles_that_name_no_registers_share_what_is_left(warps, registers, asked):
     names = tuple(f"r{k}" for k in range(len(warps)))
     assert worker_registers(ir.Roles(names, warps, registers, tuple(ir.Block() for _ in warps))) == asked
+
+
+SCATTER = """
+kernel @scatter(%x: ref<64x64xf32>, %t: ref<64xi32>, %o: ref<64x64xf32, out>) grid(1) {{
+  %c0 = full 0 : i32
+  roles {{
+    role all warps=4 {{
+      %v = load %x[tile(%c0, 64), tile(%c0, 64)] : tile<64x64xf32>
+      %i = load %t[tile(%c0, 64)] : tile<64xi32>
+      %r = broadcast %i dims=(0) : tile<64x64xi32>
+      %c = iota 1 : tile<64x64xi32>
+      store %o[{where}], %v
+    }}
+  }}
+}}
+"""
+
+
+def test_scatters_whose_lanes_may_meet():
+    """Numbers of rows are compared with each other; for more places than that there is no code in roles."""
+    rows = compile_block_kernel(ir.parse_kernel(SCATTER.format(where="take(%i), tile(%c0, 64)")), "sm_90")
+    assert rows.image
+    with pytest.raises(UnsupportedError, match=r"no scatter in a role by 4096 places.*o\[rows, :\]"):
+        compile_block_kernel(ir.parse_kernel(SCATTER.format(where="take(%r), take(%c)")), "sm_90")
