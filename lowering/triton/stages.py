@@ -89,12 +89,22 @@ def _build(text: str, f: Features, choice: Choice, texts: bool, level: str) -> B
     """The compiled function; or the bytes of shared memory that it would need, where so many do not fit. That is known
     before the assembler sees the text, which may take minutes over tiles that are much too large."""
     backend, module, context, path = _parse(text, f)
+    body = module.get_function(module.get_entry_func_name()).get_operation().get_block()
+    levels = {"ttgir": text} if texts and level == "ttgir" else {}
+    built = _staged(backend, module, path, f, choice, levels, texts, level)
+    body.erase()  # triton's modules own nothing: all of the kernel's ops would stay, as long as the process lives
+    del context
+    return built
+
+
+def _staged(
+    backend: Any, module: Any, path: str, f: Features, choice: Choice, levels: dict[str, str], texts: bool, level: str
+) -> Built | int:
+    """The same of a parsed module. `path`: of the file that it was in; `levels`: texts that there are already."""
     options = backend.parse_options(_options(f, choice))
     metadata: dict[str, Any] = {"target": backend.target, **options.__dict__}
-    levels: dict[str, str] = {}
     if level == "ttgir":  # the stage that is left out would have said so
         metadata["tensordesc_meta"] = module.get_tensordesc_metadata()
-        levels = {"ttgir": text} if texts else {}
     value: Any = module
     with _quiet():
         for name, stage in _stages(backend, options, level).items():
@@ -109,7 +119,6 @@ def _build(text: str, f: Features, choice: Choice, texts: bool, level: str) -> B
                 value = contraction.rounded_products(_unplaced(value, path))
             if texts and not isinstance(value, bytes):
                 levels[name] = str(value)
-    del context
     threads = f.lanes * int(metadata["num_warps"])
     shared = int(metadata.get("shared") or 0)
     found: dict[str, Any] = {}
