@@ -146,7 +146,7 @@ def _backward(residuals, dy, *, tw: bool, **_):
         sides = known(left.shape[1]), known(right.shape[1])
         large = each >= 512 and x.dtype.itemsize == 2 and sides[0] >= 128 and sides[1] >= 256
         small = {"bm": min(tiles["bm"], 128), "bn": min(tiles["bn"], 128)}
-        tiles |= {"bm": 128, "bn": 256, "bk": 32} if large else small
+        tiles |= {"bm": 128, "bn": 256, "bk": 32, "stages": 4} if large else small
     kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], x.dtype.itemsize))
     dw = kernel(left, right, sizes, groups=w.shape[0], out_dtype=w.dtype.name, **tiles)
     return _rows(dy, w, sizes, out_dtype=x.dtype.name, tw=not tw), dw, None
