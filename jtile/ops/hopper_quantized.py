@@ -146,9 +146,9 @@ def _piece(words, scales, p: int, kind: str, dtype):
 
 
 @jt.function
-def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, ahead: bool):
-    """The sums [64, columns] of 64 rows over every `step`-th round; `ahead`: the numbers of a piece are made while the
-    one before is multiplied."""
+def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str):
+    """The sums [64, columns] of 64 rows over every `step`-th round. Numbers are made while other roles' products run;
+    making those of the next piece behind a product of the own gained nothing for 16, 64 and 256 rows of x."""
     x, dtype, count = mem.x, mem.x.dtype.type, DEPTH // PIECE
     pieces = x.shape[1] // PIECE
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
@@ -160,14 +160,11 @@ def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, a
             at = k * (count // pieces) + p // pieces
             a = _piece(words, scales, p, kind, dtype)
             if p % pieces == 0:
-                if ahead and p:
-                    acc = jt.dot_wait(acc)
-                    mem.x_empty.at(at - 1).arrive()
                 mem.x_full.at(at).wait()
             b = x.at(at)
             b = b if pieces == 1 else b[:, PIECE * (p % pieces) : PIECE * (p % pieces + 1)]
             acc = jt.dot_async(a, b.T, acc)
-            if p == count - 1 or (not ahead and p % pieces == pieces - 1):
+            if p % pieces == pieces - 1:
                 acc = jt.dot_wait(acc)
                 mem.x_empty.at(at).arrive()
     return acc
@@ -201,14 +198,14 @@ def _write(acc, mem: _Memory, y, split, column, row, i: int, rounds: int):
 @jt.kernel(out_type=_type, grid=_grid, sharding="m _, o _, o _, o _ -> _ m o")
 def hopper_quantized_product(
     x, codes, scale, minimum, y, *, kind: str, high: int, deep: int, columns: int, splits: int, slots: int,
-    x_slots: int, pieces: int, registers: int, ahead: bool = False, out_dtype: str = "float32",
+    x_slots: int, pieces: int, registers: int, out_dtype: str = "float32",
 ):  # fmt: skip
     """Sums [splits, m, out] of x [m, in] and words of codes [out, words], scale [out, in / 32 or 1] and minimum, an
     array like it that is read for Q4_1 alone.
 
     A program has `high * 64` rows of W, `columns` of x and a part of the rounds. Consumer (j, i) takes the i-th 64 of
     the rows and every `deep`-th round from the j-th on: always the same slots, for a barrier tells only one phase from
-    the next. x comes `pieces` pieces of 64 at a time; `ahead`: see `_consume`.
+    the next. x comes `pieces` pieces of 64 at a time.
     """
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
     tile, column, split = (jt.program_id(k) for k in range(3))
@@ -220,7 +217,7 @@ def hopper_quantized_product(
     for j in range(deep):
         for i in range(high):
             with jt.role(f"consumer{j}{i}", warps=4, registers=registers):
-                acc = _consume(mem, i, j, rounds, deep, kind, ahead)
+                acc = _consume(mem, i, j, rounds, deep, kind)
                 if j:
                     mem.partial[j - 1][i].store(acc)
                     mem.done[(j - 1) * high + i].arrive()
@@ -256,14 +253,14 @@ def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
     if columns > 64:
         return dict(high=2, deep=1, columns=columns, splits=1, slots=4 if four else 2, x_slots=1024 // columns,
-                    pieces=1, registers=232, ahead=True)  # fmt: skip
+                    pieces=1, registers=232)  # fmt: skip
     high = 2 if jt.cdiv(out, 2 * ROWS) >= gpu_tiles.PROCESSORS // 2 else 1
     deep = 2 if columns == 64 else 4 // high
     rounds, tiles = jt.cdiv(inner, DEPTH), jt.cdiv(out, high * ROWS)
     fits = [n for n in (1, 2, 4) if rounds % n == 0 and n * tiles <= gpu_tiles.PROCESSORS and n * deep <= rounds]
     slots = 6 if four and high == 2 else 2 if kind == "q8_0" and columns == 64 else 4
     rings = dict(slots=slots, x_slots=4 if columns == 32 else 8, pieces=1 if columns == 64 else 4)
-    return rings | dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), registers=112, ahead=False)
+    return rings | dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), registers=112)
 
 
 def takes(x, codes, inner: int, kind: str) -> bool:
