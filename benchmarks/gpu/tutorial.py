@@ -42,7 +42,20 @@ def tile_level(a, b, o, *, bm=128, bn=256, bk=64):
     o.tiles(bm, bn)[i, j] = acc.astype(o.dtype)
 
 
-# -- step 1: everything in turn, through registers --------------------------------------------------------------------
+# -- step 1: no tensor cores: every multiply-add is an instruction of a thread ----------------------------------------
+
+
+@jt.kernel(out_type=_product, grid=_tiles)
+def multiply_adds(a, b, o, *, bm=64, bn=64, bk=16):
+    i, j = jt.program_id(0), jt.program_id(1)
+    A, B = a.tiles(bm, bk), b.tiles(bk, bn)
+    acc = jt.zeros((bm, bn), jnp.float32)
+    for k in jt.range(A.shape[1], stages=3):
+        acc = jt.dot(A[i, k].astype(jnp.float32), B[k, j].astype(jnp.float32), acc, precision="highest")
+    o.tiles(bm, bn)[i, j] = acc.astype(o.dtype)
+
+
+# -- step 2: everything in turn, through registers --------------------------------------------------------------------
 
 
 @jt.kernel(out_type=_product, grid=_tiles)
@@ -61,7 +74,7 @@ def through_registers(a, b, o, *, bm=128, bn=128, bk=64):
         o.tiles(bm, bn)[i, j] = acc.astype(o.dtype)
 
 
-# -- step 2: tensor maps bring the tiles, and nobody's registers are in the way ---------------------------------------
+# -- step 3: tensor maps bring the tiles, and nobody's registers are in the way ---------------------------------------
 
 
 @jt.kernel(out_type=_product, grid=_tiles)
@@ -81,7 +94,7 @@ def tensor_maps(a, b, o, *, bm=128, bn=128, bk=64):
         o.tiles(bm, bn)[i, j] = acc.astype(o.dtype)
 
 
-# -- step 3: a ring of buffers, filled ahead of the products ----------------------------------------------------------
+# -- step 4: a ring of buffers, filled ahead of the products ----------------------------------------------------------
 
 
 @jt.kernel(out_type=_product, grid=_tiles)
@@ -109,7 +122,7 @@ def ring(a, b, o, *, bm=128, bn=128, bk=64, slots=4):
         o.tiles(bm, bn)[i, j] = jt.dot_wait(acc).astype(o.dtype)
 
 
-# -- step 4: a warp of its own for the copies -------------------------------------------------------------------------
+# -- step 5: a warp of its own for the copies -------------------------------------------------------------------------
 
 
 @jt.kernel(out_type=_product, grid=_tiles)
@@ -133,7 +146,7 @@ def producer(a, b, o, *, bm=128, bn=128, bk=64, slots=4):
             jt.async_copy(b.tiles(bk, bn).at[k, j], B.at(k), full.at(k))
 
 
-# -- step 5: two consumers, which share the tiles of b ----------------------------------------------------------------
+# -- step 6: two consumers, which share the tiles of b ----------------------------------------------------------------
 
 
 @jt.kernel(out_type=_product, grid=_tiles)
@@ -161,7 +174,7 @@ def two_consumers(a, b, o, *, bm=128, bn=256, bk=64, slots=4):
             jt.async_copy(b.tiles(bk, bn).at[k, j], B.at(k), full.at(k))
 
 
-# -- step 6: blocks that stay, and tiles in an order that finds its operands in the cache -----------------------------
+# -- step 7: blocks that stay, and tiles in an order that finds its operands in the cache -----------------------------
 
 
 def banded(t, rows: int, columns: int, band: int):
@@ -224,7 +237,7 @@ def persistent(a, b, o, *, bm=128, bn=256, bk=64, slots=4, blocks=BLOCKS, band=8
             it = fill(a.tiles(half, bk), b.tiles(bk, bn), i, j, A, B, full, empty, rounds, it)
 
 
-# -- step 7: results leave while the next tile is computed ------------------------------------------------------------
+# -- step 8: results leave while the next tile is computed ------------------------------------------------------------
 
 
 def pieces(x, width: int) -> list:
@@ -262,14 +275,14 @@ def overlapped(a, b, o, *, bm=128, bn=256, bk=64, slots=4, blocks=BLOCKS, band=8
 
 
 STEPS = (
-    tile_level, through_registers, tensor_maps, ring, producer, two_consumers, persistent, overlapped,
+    tile_level, multiply_adds, through_registers, tensor_maps, ring, producer, two_consumers, persistent, overlapped,
 )  # fmt: skip
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
     """A case a size and step, in turns with cuBLAS alone: on a card whose clock follows its power, each step is
     measured beside the same neighbour."""
-    steps = [(j, step) for j, step in enumerate(STEPS) if not tiny or j in (0, 1, len(STEPS) - 1)]
+    steps = [(j, step) for j, step in enumerate(STEPS) if not tiny or j in (0, 2, len(STEPS) - 1)]
     for m, n, k in TINY if tiny else SIZES:
         for number, step in steps:
             yield _case(m, n, k, number, step.with_options(interpret=True) if tiny and number else step)
