@@ -1,4 +1,4 @@
-"""The matmul of docs/block_level.md in graded steps, from everything in turn to a full schedule: one kernel a step.
+"""The matmul of docs/block_level.md in graded steps, from no tensor cores to a full schedule: one kernel a step.
 
 `python -m benchmarks gpu --only tutorial` measures them all, next to cuBLAS. Every step computes a @ b for bfloat16 or
 float16, a [m, k] and b [k, n], and keeps what the step before it has found.
