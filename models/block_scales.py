@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jtile import cdiv
 from jtile._errors import ModelError
 
 SCALES = "_scale_inv"  # behind the name of a matrix: the name of its scales
@@ -41,7 +42,7 @@ def without_scales(tensors: Mapping[str, Callable], sides: tuple[int, int] | Non
 
     def scaled(name: str) -> jax.Array:
         weight, scales = tensors[name](), tensors[name + SCALES]()
-        expected = tuple(-(-n // side) for n, side in zip(weight.shape, sides or SIDES, strict=False))
+        expected = tuple(cdiv(n, side) for n, side in zip(weight.shape, sides or SIDES, strict=False))
         if weight.ndim != 2 or scales.shape != expected:
             raise ModelError(
                 f"the tensor {name} {weight.shape} has scales {scales.shape}; expected a matrix and {expected}, one a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -18,7 +19,7 @@ WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(abc.ABC):
     """The sizes that every decoder has; `max_length` is the longest sequence that it was trained for, in tokens.
 
     Embeddings are multiplied by `embedding_scale`; logits x become softcap * tanh(x / softcap), if that is given.
@@ -38,9 +39,9 @@ class DecoderConfig:
         """The source of tensors as the modules take them, from that of tensors as the checkpoint stores them."""
         return weight
 
+    @abc.abstractmethod
     def block(self, index: int, weight: WeightSource) -> nnx.Module:
         """Layer `index` with its weights: `weight(name, shape)` gives the tensor of that (transformers) name."""
-        raise NotImplementedError(type(self).__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,7 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
 
     avals = [AbstractRef(core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
     try:
-        with paused():
-            closed = _made(body, avals)
+        closed = _made(body, avals)
     except _CONCRETIZATION as e:
         raise KernelTypeError(_concretization(e), _place_in(e, fn)) from e
     except (jax.errors.InconclusiveDimensionOperation, TypeError) as e:
@@ -90,6 +89,7 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
     return closed
 
 
+@paused()
 def _made(body, avals):
     """The jaxpr, traced a second time where the kernel turns out to be at block level only after memory was made."""
     try:
