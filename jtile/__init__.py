@@ -127,7 +127,17 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("jtile")
-    raise AttributeError(f"module 'jtile' has no attribute {name!r}")
+    raise AttributeError(f"module 'jtile' has no attribute {name!r}{_elsewhere(name)}")
+
+
+def _elsewhere(name: str) -> str:
+    """Where a function that jtile does not repeat is to be found: inside of a kernel, tiles are JAX arrays."""
+    if name.startswith("_"):
+        return ""
+    for module in ("jax.numpy", "jax.lax", "jax.nn"):
+        if callable(getattr(importlib.import_module(module), name, None)):
+            return f": tiles are JAX arrays, so take {module}.{name}"
+    return ""
 
 
 def __dir__() -> list[str]:

@@ -466,3 +466,15 @@ def test_a_corrupt_cache_file_is_compiled_anew(tmp_path):
         with pytest.warns(CacheWarning, match="is damaged"):
             np.testing.assert_array_equal(jax.jit(lambda x: k(x))(X), X * 3)
         assert entry.read_bytes() == good
+
+
+@pytest.mark.parametrize(("name", "place"), [("sum", "jax.numpy"), ("fori_loop", "jax.lax"), ("gelu", "jax.nn")])
+def test_functions_of_jax_are_pointed_at(name, place):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': tiles are JAX arrays, so take {place}\.{name}$"):
+        getattr(jt, name)
+
+
+def test_names_that_nobody_has():
+    with pytest.raises(AttributeError, match=r"no attribute 'no_such_thing'$"):
+        _ = jt.no_such_thing
+    assert not hasattr(jt, "__wrapped__")
