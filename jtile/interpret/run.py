@@ -50,6 +50,8 @@ def interpret(
       SharedRaceError, ProtocolError, DeadlockError: at block level, see there.
       InterpreterError: an op failed in NumPy.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise KernelValueError(f"kernel {kernel.name}: seed is an int of at least 0, got {seed!r}")
     kernel = _at_sizes(kernel, inputs)
     m = Machine(kernel, _checked_inputs(kernel, inputs), check, seed)
     programs = math.prod(kernel.grid)

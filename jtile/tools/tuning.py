@@ -57,6 +57,8 @@ def show_profile(
 def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:
     before, types = dict(store.entries(device.kind())), levels.parse_types(args)
     function = _function(what, types, meta)
+    if out:
+        _add(Path(out), device.kind(), {})  # what cannot be written is said before the search
     try:
         with levels.as_wide_as(types):
             report = tune(function, *types, time_limit=time_limit)
@@ -80,7 +82,7 @@ def _function(what: str, types: list[Any], meta: list[str]) -> Any:
 
 def _add(path: Path, kind: str, entries: Entries) -> None:
     """Add entries to a file, which need not be there."""
-    write(path, kind, (_checked([path], kind)[1] if path.exists() else {}) | entries)
+    _write(path, kind, (_checked([path], kind)[1] if path.exists() else {}) | entries)
 
 
 def _show(paths: list[str]) -> int:
@@ -104,7 +106,7 @@ def _merge(paths: list[str], out: str | None) -> int:
             "jtile tune merge takes files, and where to write: jtile tune merge a.json b.json -o c.json"
         )
     kind, entries = _checked([Path(p) for p in paths])
-    write(Path(out), kind, entries)
+    _write(Path(out), kind, entries)
     sys.stdout.write(f"{out}: {len(entries)} entries for {kind}\n")
     return 0
 
@@ -116,6 +118,13 @@ def _checked(paths: list[Path], kind: str | None = None) -> tuple[str, Entries]:
     if len(kinds) != 1:
         raise KernelValueError(f"these files are for different devices ({', '.join(sorted(kinds))}): merge one kind")
     return kinds.pop(), merge(*(e for _, e in found))
+
+
+def _write(path: Path, kind: str, entries: Entries) -> None:
+    try:
+        write(path, kind, entries)
+    except OSError as e:
+        raise CacheError(f"the tuning file {path} cannot be written: {e.strerror}") from e
 
 
 def _read(path: Path) -> tuple[str, Entries]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jtile._config import current
-from jtile._errors import CacheWarning, JtileError
+from jtile._errors import CacheWarning
 from jtile._lowering import compile_piece, pieces_of
 from jtile.tune import device
 from jtile.tune.space import Call, recorder
@@ -29,10 +29,9 @@ def choose(kernel: Any, tree: Any, leaves: Sequence[Any], given: Mapping[str, An
             bound = call.bound(entry.config)
             _check(bound, entry)
             return bound
-        except JtileError as e:  # what the kernel calls has changed since, or the compiler
-            message = (
-                f"the tuner's entry {call.name!r} does not fit the kernel any more, defaults are taken: {e.message}"
-            )
+        except Exception as e:  # what the kernel calls has changed since, or the compiler
+            why = getattr(e, "message", f"{type(e).__name__}: {e}")
+            message = f"the tuner's entry {call.name!r} does not fit the kernel any more, defaults are taken: {why}"
             warnings.warn(message, CacheWarning, stacklevel=2)
     return call.bound({})
 

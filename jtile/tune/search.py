@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jtile import _cache
-from jtile._errors import JtileError
 from jtile._lowering import pieces_of
 from jtile.tune import device, measure, prune
 from jtile.tune.space import Call
@@ -19,6 +18,7 @@ from jtile.tune.store import Entry, store
 WORSE = 4.0  # how many times the best predicted time a candidate may take
 MOST = 128  # candidates that are compiled
 WORTH = 0.02  # a winner that gains less over the default is noise
+TRACING = 0.3  # share of a time limit after which no further candidate is traced
 COMPILING = 0.6  # share of a time limit after which nothing more is compiled, so that the rest is measured
 ROUNDS = 7  # samples of those that are left in the end
 Progress = Callable[[str, int, int], None]  # (what, done, of how many)
@@ -84,7 +84,11 @@ class _Search:
     def prepare(self) -> None:
         """Trace every candidate; leave out equal ones and those that the cost model rules out."""
         target, seen, cost = device.target(), {}, {}
+        tick = self._tick("trace", len(self.configs))
         for k, config in self.configs.items():
+            tick()
+            if k >= 0 and time.monotonic() > self.start + TRACING * (self.deadline - self.start):
+                break  # the rest is late
             try:
                 bound = self.call.bound(config)
                 kernel, why = _kernel(bound), ""
@@ -94,8 +98,8 @@ class _Search:
                 options = bound.program.options.compiler
                 why = "" if k < 0 else prune.unfit(kernel, target, options)
                 cost[k] = prune.predicted_us(kernel, target)
-            except JtileError as e:
-                self.fate[k] = "failed", e.message
+            except Exception as e:  # of the kernel's own functions too: an assertion about its tiles
+                self.fate[k] = "failed", getattr(e, "message", f"{type(e).__name__}: {e}")
                 if k < 0:  # the call itself is wrong
                     raise
                 continue

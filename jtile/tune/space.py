@@ -8,10 +8,11 @@ import functools
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from jtile._compat import is_symbolic
@@ -52,7 +53,13 @@ class Tuning:
                 check_names(sig, config)
         if self.key is None or callable(self.key):
             return
-        known = {*sig.refs, sig.variadic, *sig.meta}
+        if isinstance(self.key, str) or not isinstance(self.key, Collection):
+            raise KernelTypeError(
+                f"autotune: key is {self.key!r}: expected a tuple of names, such as ('x', 'causal'), or a function of "
+                "the abstract inputs and meta-parameters",
+                sig.where,
+            )
+        known = {*sig.refs, *sig.meta} | ({sig.variadic} if sig.variadic else set())
         for name in self.key:
             if name not in known:
                 raise KernelValueError(f"autotune: kernel {sig.name} has no {name!r}{nearest(name, known)}", sig.where)
@@ -67,14 +74,30 @@ class Tuning:
                 raise KernelTypeError(
                     f"autotune: space[{bad!r}] is {space[bad]!r}: expected a list of values", sig.where
                 )
+            lists = {k: [_kept(k, v, sig) for v in values or ()] for k, values in lists.items()}
             return [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
         if isinstance(space, list | tuple) and space and all(isinstance(c, Mapping) for c in space):
-            return [dict(c) for c in space]
+            return [{k: _kept(k, v, sig) for k, v in c.items()} for c in space]
         raise KernelTypeError(
             f"autotune: space is {space!r}: expected a dict from names to lists of values, a list of dicts, or a "
             "function that gives one of them",
             sig.where,
         )
+
+
+def _kept(name: str, value: Any, sig: Any) -> Any:
+    """A value of a space, as the file of winners gives it back; raises KernelTypeError for what a file cannot hold."""
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    if isinstance(value, tuple):
+        return tuple(_kept(name, v, sig) for v in value)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise KernelTypeError(
+        f"autotune: space[{name!r}] has the value {value!r}: winners are kept in a file, so values are None, bools, "
+        "numbers, strings and tuples of them; name the choice by one of these, and look it up in the kernel",
+        sig.where,
+    )
 
 
 def check_names(sig: Any, config: Mapping[str, Any]) -> None:
@@ -157,10 +180,11 @@ class Call:
         inputs, _ = strip(tree_unflatten(self.tree, self.types))
         given = make(*inputs, **{**_known(self.kernel._signature.meta), **self.defaults, **self.given})
         leaves = tree_flatten(given)[0]
-        if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in self.types]:
+        facts = lambda xs: [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in xs]
+        if facts(leaves) != facts(self.types):
+            show = lambda xs: ", ".join(_types(x) if hasattr(x, "dtype") else repr(x) for x in xs) or "none"
             raise KernelValueError(
-                f"autotune: data= of kernel {self.kernel.name} gives arrays {[jax.typeof(x) for x in leaves]}, "
-                f"expected {[str(x) for x in self.types]}"
+                f"autotune: data= of kernel {self.kernel.name} gives arrays {show(leaves)}, expected {show(self.types)}"
             )
         return leaves
 

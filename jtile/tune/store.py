@@ -57,7 +57,7 @@ def read(path: Path) -> tuple[str, Entries]:
         if data["format"] != FORMAT:
             raise CacheError(f"the file {path} has format {data['format']!r}: this jtile reads {FORMAT!r}")
         return str(data["device"]), {str(k): _entry(v) for k, v in data["entries"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CacheError(f"the tuning file {path} is damaged ({type(e).__name__}: {e})") from e
 
 
@@ -88,8 +88,9 @@ def user_path(kind: str) -> Path | None:
 def _entry(data: Mapping[str, Any]) -> Entry:
     known = {f.name for f in dataclasses.fields(Entry)}
     entry = Entry(**{k: v for k, v in data.items() if k in known})
-    if not isinstance(entry.config, dict) or not isinstance(entry.time_us, int | float):
-        raise TypeError("an entry without configuration or time")
+    times = entry.time_us, entry.default_us
+    if not isinstance(entry.config, dict) or not all(isinstance(t, int | float) and t >= 0 for t in times):
+        raise TypeError("an entry without configuration or times")
     return dataclasses.replace(entry, config={k: _value(v) for k, v in entry.config.items()})
 
 

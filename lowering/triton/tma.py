@@ -152,7 +152,8 @@ def coordinate(em: Emitter, axis: Axis, checked: bool) -> Val:
     code, at = em.code, em.code.i32(0)
     for line in axis.lines:
         start = code.to_int(first_element(em, line, checked), "i32")
-        at = code.add(code.scale(start, int(line.stride) // axis.stride), at)  # type: ignore[arg-type]
+        scale = int(line.stride) // max(axis.stride, 1)  # type: ignore[arg-type] # an array without elements has steps of 0
+        at = code.add(code.scale(start, scale), at)
     return at
 
 

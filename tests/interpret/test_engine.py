@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from jtile._errors import InterpreterError, KernelAssertionError, OutOfBoundsError
+from jtile._errors import InterpreterError, KernelAssertionError, KernelValueError, OutOfBoundsError
 from jtile.interpret import interpret
 from jtile.ir import parse_kernel
 
@@ -18,6 +18,12 @@ def run(head: str, body: str, *inputs, **kw):
 
 def numbers(**values) -> str:
     return "".join(f"%{n} = full {v} : i32\n" for n, v in values.items())
+
+
+@pytest.mark.parametrize("seed", [-1, "a", 1.5, True, None])
+def test_a_seed_that_is_none(seed):
+    with pytest.raises(KernelValueError, match="kernel k: seed is an int of at least 0"):
+        run("(%o: ref<i32, out>)", "%a = full 1 : i32\nstore %o[], %a", seed=seed)
 
 
 @pytest.mark.parametrize(("lo", "hi", "step"), [(0, 5, 1), (2, 11, 3), (3, 3, 1), (5, 2, 1), (5, -2, -3), (-3, 3, 2)])

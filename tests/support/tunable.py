@@ -17,6 +17,18 @@ def double_kernel(**options):
     return double
 
 
+def choosy_kernel():
+    """A kernel whose author refuses some tiles of its own space."""
+
+    @jt.autotune(space={"bm": [4, 16, 48]})
+    @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, bm, **_: jt.cdiv(x.shape[0], bm))
+    def copy(x, y, *, bm=8):
+        assert x.shape[0] % bm == 0, f"tiles of {bm}"
+        y.tiles(bm)[jt.program_id(0)] = x.tiles(bm)[jt.program_id(0)]
+
+    return copy
+
+
 def slow_kernel(space):
     """`turns` says how often the same is computed; results of odd numbers of turns are wrong."""
 

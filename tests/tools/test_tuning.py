@@ -59,6 +59,14 @@ def test_tune_show_and_merge(here, capsys):
     assert run("tune", "show", "a.json") == 0
 
 
+@pytest.mark.parametrize("where", ["/proc/none/a.json", "."])
+def test_a_file_that_cannot_be_written_is_known_before_the_search(here, where, monkeypatch):
+    monkeypatch.setattr(tuning, "tune", lambda *_, **__: pytest.fail("it searched"))
+    assert "the tuning file" in run("tune", "mine_tuned.py:double", "--args", "f32[64]", "--out", where)
+    write(here / "a.json", "d", {"x": Entry({}, 1.0, 1.0)})
+    assert "the tuning file" in run("tune", "merge", "a.json", "-o", where)
+
+
 def test_explain(here, capsys):
     assert run("explain", "mine_tuned.py:double", "--args", "f32[64]", "--meta", "bm=4") == 0
     assert "double" in capsys.readouterr().out

@@ -103,6 +103,13 @@ def test_an_entry_that_the_kernel_refuses_is_a_warning():
         np.testing.assert_array_equal(double(X), 2 * X)
 
 
+def test_an_entry_that_the_authors_own_code_refuses_is_a_warning():
+    choosy = kernels.choosy_kernel()
+    keep(choosy, X, bm=48)
+    with pytest.warns(CacheWarning, match="defaults are taken: AssertionError: tiles of 48"):
+        np.testing.assert_array_equal(choosy(X), X)
+
+
 def test_the_name_knows_what_a_function_closes_over():
     def make(factor):
         @jt.autotune(space={"bm": [4, 8]})
@@ -240,11 +247,26 @@ def test_the_name_changes_with_the_source():
         ({"bm": []}, KernelTypeError, "list of values"),
         (3, KernelTypeError, "a dict from names"),
         ([{"bm": 2}, {"num_warp": 3}], KernelValueError, "did you mean 'num_warps'"),
+        ({"bm": [[1, 2], [3, 4]]}, KernelTypeError, "winners are kept in a file"),
+        ({"bm": [jnp.float32]}, KernelTypeError, "winners are kept in a file"),
+        ([{"bm": jnp.int32(4)}], KernelTypeError, "winners are kept in a file"),
+        ({"plus": [(1.0, abs)]}, KernelTypeError, "winners are kept in a file"),
     ],
 )
 def test_a_space_that_does_not_fit_is_refused(space, error, match):
     with pytest.raises(error, match=match):
         kernels.double_kernel()._variant({}).autotune(space=space)
+
+
+def test_numbers_of_numpy_are_numbers_of_a_file():
+    double = kernels.double_kernel()._variant({}).autotune(space={"bm": [*np.arange(4, 6), 8]})
+    assert [type(c["bm"]) for c in double._tuning.configs(double._signature, (), {})] == [int] * 3
+
+
+@pytest.mark.parametrize("key", ["x", 3])
+def test_a_key_that_is_no_tuple_of_names_is_refused(key):
+    with pytest.raises(KernelTypeError, match="a tuple of names"):
+        kernels.double_kernel(key=key)
 
 
 def test_autotune_decorates_kernels_only():

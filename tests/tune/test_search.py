@@ -1,5 +1,6 @@
 """The measured search: what it finds is right and fast, what is wrong or broken is dropped, an interrupt keeps."""
 
+import time
 import types
 from pathlib import Path
 
@@ -49,6 +50,39 @@ def test_wrong_and_failing_candidates_are_dropped_and_reported():
     assert "tolerance" in state[1].detail
     assert state["many"].state == "failed"
     assert found.best.config["turns"] in (2, 600)
+
+
+def test_candidates_that_the_authors_own_code_refuses_are_reported():
+    (found,) = jt.tune(kernels.choosy_kernel(), X, progress=False).kernels
+    failed = [c for c in found.candidates if c.state == "failed"]
+    assert [(c.config, c.detail) for c in failed] == [({"bm": 48}, "AssertionError: tiles of 48")]
+    assert found.best is not None
+
+
+def test_a_space_that_takes_long_to_trace_keeps_to_the_limit(monkeypatch):
+    monkeypatch.setattr("jtile.tune.prune.predicted_us", lambda *_: time.sleep(0.05) or 1.0)
+    many = kernels.slow_kernel({"turns": list(range(2, 2000, 2))})
+    start = time.monotonic()
+    (found,) = jt.tune(many, jnp.ones((4, 256)), progress=False, time_limit=4).kernels
+    assert time.monotonic() - start < 40  # 999 candidates would be traced for more than 50 s
+    assert found.best is not None
+    assert sum(c.state == "late" for c in found.candidates) > 800
+
+
+@pytest.mark.parametrize("limit", ["5", -1, float("nan")])
+def test_a_time_limit_that_is_none(limit):
+    with pytest.raises(KernelValueError, match="number of seconds"):
+        jt.tune(kernels.double_kernel(), X, time_limit=limit)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(KernelTypeError, match="takes a function"):
+        jt.tune(X)
+
+
+def test_data_that_are_no_arrays_are_refused():
+    with pytest.raises(KernelValueError, match=r"gives arrays 1.0, expected float32\[64\]"):
+        jt.tune(kernels.double_kernel(data=lambda x, **_: 1.0), X, progress=False)
 
 
 def test_an_interrupt_keeps_what_was_found(monkeypatch, folder):

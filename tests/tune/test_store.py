@@ -48,6 +48,9 @@ def test_merge_takes_the_faster():
         '{"format": "another", "device": "d", "entries": {}}',
         '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": 3, "time_us": 1, "default_us": 1}}}',
         '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": {}}}}',
+        '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": {}, "time_us": 1, "default_us": ""}}}',
+        '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": {}, "time_us": NaN, "default_us": 1}}}',
+        "[" * 100000,
     ],
 )
 def test_a_damaged_file_is_ignored_with_a_warning_and_replaced(text, folder):

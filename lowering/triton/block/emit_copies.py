@@ -61,6 +61,8 @@ def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
     axes = tma.axes_of(lines(em, buf, op.index), op.checked)
     width = bits(m.elem) // 8
     reason = "steps over elements" if axes is None else tma.obstacle(axes, width, box=BOX)
+    if 0 in buf.shape and math.prod(em.kernel.grid):
+        reason = "no elements"
     if axes is not None and not reason and not tma.fits(axes, op.checked):
         reason = "coordinates of more than 32 bits"
     if isinstance(op, ir.AsyncStore) and axes and axes[-1].size * width % 16:

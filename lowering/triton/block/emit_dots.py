@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jtile import ir
-from jtile.lowering.triton.block.analysis import operand_layout, product_layout
+from jtile.lowering.triton.block.analysis import is_free, operand_layout, product_layout
 from jtile.lowering.triton.block.code import Mem
 from jtile.lowering.triton.block.emit_shared import shared_elem
 from jtile.lowering.triton.block.emitter import BlockEmitter, emits
@@ -126,9 +126,11 @@ def _dot_wait(em: BlockEmitter, op: ir.DotWait) -> list[Val]:
             em.refuse(op, "nothing to wait for here: a dot_wait without values stands behind the products that it is "
                           "meant for, in the same block")  # fmt: skip
         return []
-    done = wait(em, [em.env[v] for v in tied], op.pending)
+    assert em.homes is not None
+    made = [em.tile(v, em.homes[v]) if is_free(v) else em.env[v] for v in tied]  # zeros: a loop that never ran
+    done = wait(em, made, op.pending)
     for v, d in zip(tied, done, strict=True):
-        if em.places[v][0] is em.within:  # those still running go on under this name
+        if em.places[v][0] is em.within and not is_free(v):  # those still running go on under this name
             em.env[v] = d
     em.flying = [v for v in em.flying if v not in values]
     return done[: len(values)]

@@ -6,6 +6,8 @@ import json
 import re
 
 import block_kernels
+import block_language
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from device import run_artifact
@@ -323,3 +325,17 @@ def test_scatters_whose_lanes_may_meet():
     assert rows.image
     with pytest.raises(UnsupportedError, match=r"no scatter in a role by 4096 places.*o\[rows, :\]"):
         compile_block_kernel(ir.parse_kernel(SCATTER.format(where="take(%r), take(%c)")), "sm_90")
+
+
+@pytest.mark.parametrize("sizes", [(0, 64, 64), (64, 0, 64), (64, 64, 0)])
+def test_products_without_elements(sizes):
+    """An array of no columns has rows that are 0 elements apart."""
+    m, n, k = sizes
+    a, b = jnp.zeros((m, k), jnp.bfloat16), jnp.zeros((k, n), jnp.bfloat16)
+    assert block_language.gemm.lower(a, b, target="cuda:sm_90").image
+
+
+def test_a_copy_of_an_array_without_elements_is_refused():
+    """No tensor map is empty: the driver would refuse it at the call."""
+    with pytest.raises(UnsupportedError, match=r"no elements; use plain loads"):
+        compile_block_kernel(ir.parse_kernel(PAIR.replace("%x: ref<64x64xbf16>", "%x: ref<0x64xbf16>")), "sm_90")
