@@ -41,7 +41,7 @@ def _grid(x, w, sizes, *, tw, bm, bn, **_):
     return x.shape[0] // bm + w.shape[0] + 1, jt.cdiv(w.shape[1 if tw else 2], bn)
 
 
-def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4):
+def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4, band: int = 8):
     """x [rows, k], w [groups, k, n] (`tw`: [groups, n, k]), sizes int32 [groups or more] -> y [rows, n].
 
     Sizes behind those of the groups are 0: a power of two of them is a tile that every target has.
@@ -52,7 +52,7 @@ def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, sta
     W = w.tiles(None, bn, bk) if tw else w.tiles(None, bk, bn)
     acc = jt.zeros((bm, bn), sums_in(x))
     # bands of the rows that there are: programs without a tile come last, and no processor has more of the others
-    t, j = jt.swizzle(jt.program_id(0), jt.program_id(1), tiles)
+    t, j = jt.swizzle(jt.program_id(0), jt.program_id(1), tiles, group=band)
     if jt.program_id(0) * jt.num_programs(1) + jt.program_id(1) < tiles * jt.num_programs(1):
         g, first, end, inside = _place(last, ends, w.shape[0], t, bm, rows)
         for p in jt.range(jnp.where(inside, jt.cdiv(k, bk), 0), stages=stages):
@@ -127,6 +127,8 @@ def _rows(x, w, sizes, *, out_dtype: str, tw: bool):
 
 def _with_warps(x, w, sizes, *, tw: bool, bm: int, bn: int, **meta):
     kernel = tuned(grouped_rows[tw], **gpu_tiles.product_options(bm, bn, x.dtype.itemsize))
+    if bn >= 2 * bm and jt.platform() != "cpu":
+        meta = {"band": 16} | meta  # tiles that are worked on together are about square
     return kernel(x, w, sizes, tw=tw, bm=bm, bn=bn, **meta)
 
 

@@ -43,7 +43,7 @@ PITCH = 16  # bytes that the distance of an operand's rows in memory is a multip
 # How many times the shortest predicted time a form may take that a search tries; and so many it tries always.
 NEAR, ALWAYS = 1.25, 4
 GATED = tuple((bm, bn // 2) for bm, bn in TILES if bn >= 128)  # a tile of two products is as one of twice the columns
-FULL = 1.03  # how many times as long the largest of those take, one after the other: their rings have few slots
+FULL = 1.01  # how many times as long the largest of those take, one after the other: their rings have few slots
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,11 @@ def grouped_axes(kernel: ir.Kernel) -> tuple[int, int] | None:
     i, j = axes[-2:]
     if j != len(kernel.grid) - 1 and any(n != 1 for n in kernel.grid[j + 1 :]):
         return None
-    moves = [_axes(op) & {i, j} for op in ops if isinstance(op, ir.Load)]
+    moves = [axes_of(op) & {i, j} for op in ops if isinstance(op, ir.Load)]
     return (i, j) if {i} in moves and {j} in moves else None
 
 
-def _axes(load: ir.Load) -> set[int]:
+def axes_of(load: ir.Load) -> set[int]:
     """The grid axes that the place of a load moves with: not those that a search goes by (which group a row is of),
     whose result is the same for many programs."""
     found: set[int] = set()

@@ -11,6 +11,7 @@ from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, If, Kernel, LastAr
 from jtile.ir.types import DTYPES, TileType
 
 from ..hoist import FREE
+from ..order import grouped_axes
 from ..rewrite import free_values
 from .feeds import Feeds, feeds, operand, promoted, tile_bytes, untransposed
 from .maps import store_obstacle
@@ -127,7 +128,7 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
     if stages < span:
         refuse(f"it needs {span} tiles of one array at a time, and its rings have {stages} slots", found.dots[0])
     tiles = math.prod(kernel.grid)
-    blocks = min(tiles, machine.processors) if _persistent(kernel, machine, found, wish) else tiles
+    blocks = _blocks(kernel, machine, tiles) if _persistent(kernel, machine, found, wish) else tiles
     room -= stages * slot
     fewer = -(-(resident - room) // slot)
     if resident and blocks < tiles and not wish.stages and fewer > 0 and stages - fewer >= max(ENOUGH, span):
@@ -262,13 +263,28 @@ def _output_bytes(kernel: Kernel, outputs: Mapping[int, Output]) -> int:
     return sum(kinds.values())
 
 
+def _blocks(kernel: Kernel, machine: Machine, tiles: int) -> int:
+    """Those that take all tiles by turns. Of a matrix product, where all take equally long, no more than it needs for
+    its rounds: the last one is full then, and more rounds work on a whole rectangle of tiles."""
+    most = min(tiles, machine.processors)
+    if not grouped_axes(kernel) or not _even(kernel):
+        return most
+    rounds = -(-tiles // most)
+    return -(-tiles // rounds)
+
+
+def _even(kernel: Kernel) -> bool:
+    """Whether all loops have bounds that the kernel says."""
+    loops = [op for op in kernel.body.walk() if isinstance(op, For)]
+    return all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step))
+
+
 def _persistent(kernel: Kernel, machine: Machine, found: Feeds, wish: Wish) -> bool:
     """Blocks that take several tiles each overlap the end of one with the start of the next. Where tiles take
     different times, the hardware gives the next tile to the block that is done first."""
     if wish.persistent is not None:
         return wish.persistent
-    loops = [op for op in kernel.body.walk() if isinstance(op, For)]
-    if all(isinstance(v.op, Full) for op in loops for v in (op.lo, op.hi, op.step)):
+    if _even(kernel):
         return True
     order = uneven(kernel, machine.cache)
     if order is not None:

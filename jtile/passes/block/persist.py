@@ -5,23 +5,53 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jtile.ir import Builder, For, Full, Kernel, NumPrograms, ProgramId, Value
+from jtile.ir import Builder, For, Full, Kernel, Load, NumPrograms, ProgramId, Value
 from jtile.ir.types import INDEX
 
-from ..order import GROUP, grouped_axes
+from ..order import axes_of, grouped_axes
 from ..rewrite import Rewriter, Rules
+from .feeds import tile_bytes
 from .plan import Machine
 from .uneven import Uneven, shared, uneven
 from .uneven import ids as uneven_ids
 
-Order = Uneven | tuple[int, int] | None  # by length, in bands along two axes, as they come
+LONGER = 1.5  # how many times the bytes along the rows of a wave of tiles may be those along its columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Bands:
+    """Tiles of a matrix product: bands of `rows` rows, column by column inside a band; i, j: the axes of the grid."""
+
+    i: int
+    j: int
+    rows: int
+
+
+Order = Uneven | Bands | None  # by length, in bands, as they come
+
+
+def bands(kernel: Kernel, blocks: int) -> Bands | None:
+    """Those of a matrix product of which `blocks` tiles are worked on at a time: these read about as many bytes along
+    the rows as along the columns, which is least. None: the kernel is no such product."""
+    axes = grouped_axes(kernel)
+    if axes is None:
+        return None
+    moved = dict.fromkeys(axes, 0)
+    for op in kernel.body.walk():
+        if isinstance(op, Load) and len(along := axes_of(op) & moved.keys()) == 1:
+            moved[along.pop()] += tile_bytes(op.result)
+    row, column = moved.values()
+    rows = 1
+    while (2 * rows) ** 2 * row <= LONGER * blocks * column:
+        rows *= 2
+    return Bands(*axes, rows)
 
 
 def persist(kernel: Kernel, blocks: int, cache: int = Machine.cache) -> Kernel:
     """The kernel as a grid of `blocks` programs: each takes every `blocks`-th of the tiles, which are the programs of
     the old grid; one each where there are no more tiles than blocks. `cache`: see `Machine`."""
     tiles = math.prod(kernel.grid)
-    order = uneven(kernel, cache) or grouped_axes(kernel)
+    order = uneven(kernel, cache) or bands(kernel, min(blocks, tiles))
     walk = Rewriter(kernel, Rules())
     b = walk.b
     b.loc = kernel.loc
@@ -58,14 +88,14 @@ def _inlined(walk: Rewriter, kernel: Kernel, ids: list[Value]) -> None:
     walk.inline(kernel.body)
 
 
-def _ids(b: Builder, grid: tuple[int, ...], tile: Value, banded: tuple[int, int] | None) -> list[Value]:
+def _ids(b: Builder, grid: tuple[int, ...], tile: Value, banded: Bands | None) -> list[Value]:
     """The program ids of a tile: the last axis fastest, or bands of the rows of a matrix product."""
     ids: dict[int, Value] = {}
     rest = tile
     if banded:
-        i, j = banded
+        i, j = banded.i, banded.j
         rest, inner = _divided(b, tile, grid[i] * grid[j], math.prod(grid[:i]))
-        ids[i], ids[j] = _banded(b, inner, grid[i], grid[j])
+        ids[i], ids[j] = _banded(b, inner, grid[i], grid[j], banded.rows)
     for axis in reversed(range(len(grid))):
         if axis not in ids:
             before = math.prod(n for k, n in enumerate(grid[:axis]) if k not in ids)
@@ -83,13 +113,13 @@ def _divided(b: Builder, v: Value, side: int, before: int) -> tuple[Value, Value
     return b.map("div", v, n), b.map("rem", v, n)
 
 
-def _banded(b: Builder, v: Value, rows: int, columns: int) -> tuple[Value, Value]:
-    """(row, column) of a tile: bands of `GROUP` rows, column after column inside a band."""
-    if rows <= GROUP:
+def _banded(b: Builder, v: Value, rows: int, columns: int, band: int) -> tuple[Value, Value]:
+    """(row, column) of a tile: bands of `band` rows, column after column inside a band."""
+    if rows <= band:
         n = b.index(rows)
         return b.map("rem", v, n), b.map("div", v, n)
-    width = b.index(GROUP * columns)
-    first = b.map("mul", b.map("div", v, width), b.index(GROUP))
+    width = b.index(band * columns)
+    first = b.map("mul", b.map("div", v, width), b.index(band))
     inside = b.map("rem", v, width)
-    side = b.index(GROUP) if rows % GROUP == 0 else b.map("min", b.map("sub", b.index(rows), first), b.index(GROUP))
+    side = b.index(band) if rows % band == 0 else b.map("min", b.map("sub", b.index(rows), first), b.index(band))
     return b.map("add", first, b.map("rem", inside, side)), b.map("div", inside, side)

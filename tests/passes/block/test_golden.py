@@ -12,27 +12,27 @@ import tile_kernels as tk
 from jtile.ir import Builder, parse_kernel, print_kernel, verify
 from jtile.passes.block import Machine
 from jtile.passes.block.decide import Wish, plan
-from jtile.passes.block.persist import persist
+from jtile.passes.block.persist import Bands, bands, persist
 from jtile.passes.block.specialise import specialise
 from jtile.passes.block.uneven import Uneven, balances, ids, shared, uneven
 from jtile.passes.cse import cse
 from jtile.passes.dce import dce
 
 GRID = """\
-kernel @k(%a: ref<2x80x4xf32>, %b: ref<2x4x5xf32>, %o: ref<2x80x5xf32, out>) grid(2, 10, 5) {
+kernel @k(%a: ref<2x80x4xf32>, %b: ref<2x4x80xf32>, %o: ref<2x80x80xf32, out>) grid(2, 10, 5) {
   %e = program_id 0 : i32
   %i = program_id 1 : i32
   %j = program_id 2 : i32
   %c0 = full 0 : i32
   %x = load %a[%e, tile(%i, 8), tile(%c0, 4)] : tile<8x4xf32>
-  %y = load %b[%e, tile(%c0, 4), tile(%j, 1)] : tile<4x1xf32>
-  %d = dot %x, %y : tile<8x1xf32>
-  store %o[%e, tile(%i, 8), tile(%j, 1)], %d
+  %y = load %b[%e, tile(%c0, 4), tile(%j, 16)] : tile<4x16xf32>
+  %d = dot %x, %y : tile<8x16xf32>
+  store %o[%e, tile(%i, 8), tile(%j, 16)], %d
 }
 """
 
 BLOCKS = """\
-kernel @k(%a: ref<2x80x4xf32>, %b: ref<2x4x5xf32>, %o: ref<2x80x5xf32, out>) grid(7) {
+kernel @k(%a: ref<2x80x4xf32>, %b: ref<2x4x80xf32>, %o: ref<2x80x80xf32, out>) grid(7) {
   %tile = program_id 0 : i32
   %c100 = full 100 : i32
   %c7 = full 7 : i32
@@ -40,22 +40,22 @@ kernel @k(%a: ref<2x80x4xf32>, %b: ref<2x4x5xf32>, %o: ref<2x80x5xf32, out>) gri
     %c50 = full 50 : i32
     %e = div %t, %c50 : i32
     %0 = rem %t, %c50 : i32
-    %c40 = full 40 : i32
-    %1 = div %0, %c40 : i32
-    %c8 = full 8 : i32
-    %2 = mul %1, %c8 : i32
-    %3 = rem %0, %c40 : i32
+    %c20 = full 20 : i32
+    %1 = div %0, %c20 : i32
+    %c4 = full 4 : i32
+    %2 = mul %1, %c4 : i32
+    %3 = rem %0, %c20 : i32
     %c10 = full 10 : i32
     %4 = sub %c10, %2 : i32
-    %5 = min %4, %c8 : i32
+    %5 = min %4, %c4 : i32
     %6 = rem %3, %5 : i32
     %i = add %2, %6 : i32
     %j = div %3, %5 : i32
     %c0 = full 0 : i32
     %x = load %a[%e, tile(%i, 8), tile(%c0, 4)] : tile<8x4xf32>
-    %y = load %b[%e, tile(%c0, 4), tile(%j, 1)] : tile<4x1xf32>
-    %d = dot %x, %y : tile<8x1xf32>
-    store %o[%e, tile(%i, 8), tile(%j, 1)], %d
+    %y = load %b[%e, tile(%c0, 4), tile(%j, 16)] : tile<4x16xf32>
+    %d = dot %x, %y : tile<8x16xf32>
+    store %o[%e, tile(%i, 8), tile(%j, 16)], %d
   }
 }
 """
@@ -178,11 +178,23 @@ kernel @k(%a: ref<128x96xbf16>, %b: ref<64x96xbf16>, %o: ref<128x64xbf16, out>) 
 """
 
 
-def test_seven_blocks_take_the_tiles_of_a_product_in_bands_of_eight_rows():
-    """The last band has two rows."""
+def test_seven_blocks_take_the_tiles_of_a_product_in_bands():
+    """Of four rows, as the tiles of the right operand have twice the bytes; the last band has two."""
     kernel = dce.run(cse.run(persist(parse_kernel(GRID), 7)))
     verify(kernel)
     assert print_kernel(kernel) == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows"), [((128, 256, 64), 16), ((256, 128, 64), 8), ((128, 128, 64), 8), ((64, 128, 64), 16)], ids=str
+)
+def test_a_wave_of_tiles_is_about_square(tile, rows):
+    """128 tiles of 128 x 256 are 2048 x 2048 elements of a result, in 16 rows."""
+    assert bands(tk.matmul(8192, 8192, 256, tile=tile), 128) == Bands(1, 2, rows)
+
+
+def test_bands_count_both_matrices_of_a_gated_layer():
+    assert bands(tk.gated(4096, 14336, 256, tile=(128, 128, 64)), 128) == Bands(0, 1, 16)
 
 
 def test_every_tile_has_a_block_of_its_own():

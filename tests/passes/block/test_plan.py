@@ -17,9 +17,24 @@ def plan_of(kernel, machine=None, **options):
 def test_matmul_of_4096():
     p = plan_of(tk.matmul(4096, 4096, 4096, tile=(128, 256, 64)))
     assert str(p) == (
-        "2 consumers of 4 warps, 240 registers; 132 blocks for 512 tiles; rings of 4 slots: "
+        "2 consumers of 4 warps, 240 registers; 128 blocks for 512 tiles; rings of 4 slots: "
         "a tile<128x64xbf16> + b tile<64x256xbf16>; stores: 2 of 64 columns; 232448 bytes shared"
     )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tiles", "blocks"),
+    [
+        (tk.matmul(8192, 28672, 256, tile=(128, 256, 64)), 7168, 131),  # 55 rounds; 132 would take as many
+        (tk.matmul(1024, 4096, 256, tile=(128, 256, 64)), 128, 128),
+        (tk.gated(4096, 14336, 256, tile=(128, 128, 64)), 3584, 128),
+        (tk.grouped(4096, 4, 4096, 256, tile=(128, 256, 64)), 592, 132),  # tiles of groups are not all there
+    ],
+    ids=["a product", "a tile each", "a gated layer", "groups"],
+)
+def test_no_more_blocks_than_the_rounds_need(kernel, tiles, blocks):
+    p = plan_of(kernel)
+    assert (p.tiles, p.blocks) == (tiles, blocks)
 
 
 def test_attention_of_heads_of_128():
