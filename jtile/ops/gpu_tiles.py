@@ -198,8 +198,9 @@ def warps_of_rows(elements: int, weighted: bool = False, centred: bool = False) 
 @functools.cache
 def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | None:
     """Of the reverse mode of a norm (`centre`: with means), whose programs hold tiles of rows of n elements, sums over
-    all of their rows, and the tiles that come next if `ahead`: `br` rows of a tile, `per` tiles of a program. None
-    where registers do not hold the sums beside the rows."""
+    all of their rows, and the tiles that come next if `ahead`: `br` rows of a tile, `per` tiles of a program. Where
+    those leave no registers for the next ones, they come to shared memory, and the weights with them. None where
+    registers do not hold the sums beside the rows."""
     side = _power(n)
     if side * itemsize > (16384 if centre else 32768):
         return None
@@ -207,7 +208,8 @@ def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | N
     br = min(max((1024 if short else 2048) // side, 1), _power(max(rows // PROCESSORS, 1)))
     per = cdiv(cdiv(rows, br), PROCESSORS * min(max(8192 // side, 1), 8 if short else 4))
     warps = min(max(br * side // 512, 1), 16)
-    return Choice({"br": br, "per": max(per, 1), "ahead": side * itemsize <= 16384}, {"num_warps": warps})
+    way = {"ahead": True} if side * itemsize <= 16384 else {"again": True, "stages": 3}
+    return Choice({"br": br, "per": max(per, 1), **way}, {"num_warps": warps})
 
 
 def _side(n: int, limit: int) -> int:

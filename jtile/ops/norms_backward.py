@@ -31,10 +31,11 @@ def _slope(t, g, w, centre: bool, eps: float):
     n = t.shape[1]
     mean = t.sum(1, keepdims=True) * (1.0 / n) if centre else None
     t = t if mean is None else t - mean
-    r = jax.lax.rsqrt((t * t).sum(1, keepdims=True) * (1.0 / n) + eps)
-    u = t * r
     h = g * w.astype(g.dtype) if w is not None else g
-    slope = h - u * ((h * u).sum(1, keepdims=True) * (1.0 / n))
+    squares, products = (t * t).sum(1, keepdims=True), (h * t).sum(1, keepdims=True)  # neither waits for the other
+    r = jax.lax.rsqrt(squares * (1.0 / n) + eps)
+    u = t * r
+    slope = h - u * (products * r * (1.0 / n))
     slope = slope - h.sum(1, keepdims=True) * (1.0 / n) if centre else slope
     return slope * r, u, r, mean
 
@@ -50,7 +51,7 @@ def _total(terms):
 @jt.kernel(out_type=_types, grid=_chunks)
 def norm_backward_rows(
     xs, weight, cts, *out, br: int, per: int, sums: int, centre: bool, eps: float, offset: float,
-    statistics: bool = False, ahead: bool = False, stages: int | None = None,
+    statistics: bool = False, ahead: bool = False, again: bool = False, stages: int | None = None,
 ):  # fmt: skip
     """Rows [n] of y = norm(x_1 + ...) w + b and s = x_1 + ...; `per` tiles of `br` rows in a program.
 
@@ -60,6 +61,7 @@ def norm_backward_rows(
         `statistics`, the factors of the rows [rows], and their means [rows] where `centre`.
       centre: layer norm, else RMS norm.
       ahead: the next tile is fetched into registers while one is worked on; stages: into shared memory.
+      again: so is w, with every tile: registers hold no copy of it.
     """
     # dw = sum g u     db = sum g
     c, n = jt.program_id(0), xs[0].shape[1]
@@ -67,7 +69,8 @@ def norm_backward_rows(
     first = c * per
     count = jnp.minimum(X[0].shape[0] - first, per)
     fetch = lambda i: tuple(view[i, 0] for view in (*X, *CT))
-    w = wide(weight[0][...])[None, :] + offset if weight else None
+    weights = lambda: wide(weight[0][...])[None, :] + offset if weight else None
+    held = None if again else weights()
     dw, db = (jnp.zeros((n,), sums_in(xs[0])) for _ in range(2))
     ragged = not isinstance(xs[0].shape[0], int) or xs[0].shape[0] % br
     tiles = fetch(first) if ahead else ()
@@ -76,17 +79,17 @@ def norm_backward_rows(
         then = fetch(first + jnp.minimum(k + 1, count - 1)) if ahead else ()
         tiles = tiles if ahead else fetch(i)
         g = wide(tiles[len(xs)])
-        slope, u, *found = _slope(_total(tiles[: len(xs)]), g, w, centre, eps)
+        slope, u, *found = _slope(_total(tiles[: len(xs)]), g, weights() if again else held, centre, eps)
         for ct in tiles[len(xs) + 1 :]:
             slope = slope + ct.astype(slope.dtype)
-        for ref, view in zip(out, DX):
-            view[i, 0] = slope.astype(ref.dtype)
         for ref, value in zip(out[len(xs) + sums :], found):
             ref.tiles(br)[i] = value.reshape(br)
         if ragged:  # with eps = 0 the rows behind the last one are no numbers
             u = jnp.where((i * br + jt.arange(br) < xs[0].shape[0])[:, None], u, jnp.zeros((), u.dtype))
         dw = dw + (g * u).sum(0) if sums else dw
         db = db + g.sum(0) if sums > 1 else db
+        for ref, view in zip(out, DX):  # behind the sums: a store in front of them keeps more registers in use
+            view[i, 0] = slope.astype(ref.dtype)
         tiles = then
     for ref, total in zip(out[len(xs) : len(xs) + sums], (dw, db)):
         ref[c, :] = total
@@ -144,7 +147,7 @@ def _wide_backward(xs, weight, cts, *, sums: int, **options):
     warps = min(gpu_tiles.warps_of_rows(2 * known(xs[0].shape[1]), weighted=True), 16)
     per = jt.cdiv(rows, gpu_tiles.PROCESSORS)
     kernel = tuned(norm_backward_rows, num_warps=warps)
-    out = kernel(xs, weight, cts, br=1, per=per, sums=0, statistics=bool(sums), stages=3, **options)
+    out = kernel(xs, weight, cts, br=1, per=per, sums=0, statistics=bool(sums), again=True, stages=3, **options)
     dxs, statistics = out[: len(xs)], out[len(xs) :]
     if not sums:
         return dxs, []
