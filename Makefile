@@ -42,9 +42,11 @@ $(VENV)/.run: $(NATIVE)
 	@.ci/setup run $(VENV)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
-	@.ci/setup dev $(VENV)
-	@touch $@
+# On top of an environment that `make demo` made, or all at once.
+RUN := $(wildcard $(VENV)/.run)
+$(VENV)/.dev: $(NATIVE) $(RUN)
+	@.ci/setup $(if $(RUN),dev,all) $(VENV)
+	@touch $(VENV)/.run $@
 
 $(VENV)/.gpu: $(VENV)/.dev
 	@.ci/setup gpu $(VENV)
