@@ -184,15 +184,18 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False
 
 
 @functools.cache
-def warps_of_rows(elements: int, weighted: bool = False, centred: bool = False) -> int:
+def warps_of_rows(elements: int, weighted: bool = False) -> int:
     """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more, since
-    many warps wait long for each other at a reduction; rows that are `weighted` have weights in registers too, and long
-    ones that are `centred` wait for two sums one after the other, which more threads make sooner."""
-    if centred and elements in (16384, 32768):  # none masked: of 12288 eight warps are quicker
-        return 16
+    many warps wait long for each other at a reduction; rows that are `weighted` have weights in registers too."""
     if elements > 16384:
         return min(_power(elements) // 2048, 32) if elements > 32768 else 8
     return min(max(_power(elements) // 512, 1), 8 if weighted else 4)
+
+
+def long_rows(n: int) -> Choice | None:
+    """Of a layer norm of rows of n elements that are read twice: blocks `bn` of the second time. None where registers
+    hold enough rows: shorter ones, which two sums do not keep waiting for longer than their bytes."""
+    return Choice({"bn": 4096}, {"num_warps": 16}) if n > 8192 and jt.platform() == "cuda" else None
 
 
 @functools.cache

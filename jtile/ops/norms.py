@@ -7,7 +7,7 @@ import functools
 import jax
 
 import jtile as jt
-from jtile.ops import spaces
+from jtile.ops import gpu_tiles, spaces
 from jtile.ops._shapes import (
     as_rows,
     check_axis,
@@ -16,6 +16,7 @@ from jtile.ops._shapes import (
     known,
     machine,
     of_rows,
+    tuned,
     weighted_rows,
     wide,
 )
@@ -33,11 +34,30 @@ def layer_norm_rows(x, params, y, *, br: int, eps: float, has_weight: bool):
     centred = t - t.sum(1, keepdims=True) * (1.0 / n)
     variance = (centred * centred).sum(1, keepdims=True) * (1.0 / n)
     out = centred * jax.lax.rsqrt(variance + eps)
-    if has_weight:
-        out = out * params[0][...].astype(t.dtype)[None, :]
-    if len(params) > has_weight:
-        out = out + params[-1][...].astype(t.dtype)[None, :]
-    Y[i, 0] = out.astype(y.dtype)
+    Y[i, 0] = _weighted(out, [p[...][None, :] for p in params], has_weight).astype(y.dtype)
+
+
+@jt.kernel(out_type=lambda x, params, **_: jt.like(x), grid=lambda x, params, **_: x.shape[0])
+def layer_norm_long_rows(x, params, y, *, bn: int, eps: float, has_weight: bool):
+    """`layer_norm_rows`, one row in a program: held for its sums, and read again, in blocks of `bn`, for its result.
+
+    The second time it comes from the cache; half of the registers do, and more rows are on their way at a time.
+    """
+    i, n = jt.program_id(0), x.shape[1]
+    t = wide(x.tiles(None, n)[i, 0])
+    mean = t.sum() * (1.0 / n)
+    centred = t - mean
+    scale = jax.lax.rsqrt((centred * centred).sum() * (1.0 / n) + eps)
+    X, Y, P = x.tiles(None, bn), y.tiles(None, bn), [p.tiles(bn) for p in params]
+    for j in jt.range(X.shape[1]):
+        out = (wide(X[i, j]) - mean) * scale
+        Y[i, j] = _weighted(out, [p[j] for p in P], has_weight).astype(y.dtype)
+
+
+def _weighted(t, params, has_weight: bool):
+    """t w + b, of those that are given."""
+    t = t * params[0].astype(t.dtype) if has_weight else t
+    return t + params[-1].astype(t.dtype) if len(params) > has_weight else t
 
 
 def _rms(t, w, eps: float, offset: float):
@@ -70,8 +90,16 @@ def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float)
     Y[i, 0] = _rms(t, w[...], eps, offset).astype(y.dtype)
 
 
-def _layer_forward(x, params, **meta):
-    return of_rows(layer_norm_rows, x, meta["br"], weighted=True, centred=True)(x, params, **meta), (x, params)
+def _layer(x, params, **options):
+    """`layer_norm` of x [rows, n] by the kernel that suits the length of the rows."""
+    if how := gpu_tiles.long_rows(known(x.shape[1])):
+        return tuned(layer_norm_long_rows, **how.options)(x, params, **how.tiles, **options)
+    br = weighted_rows(*x.shape)
+    return of_rows(layer_norm_rows, x, br, weighted=True)(x, params, br=br, **options)
+
+
+def _layer_forward(x, params, *, eps: float, has_weight: bool, **_):
+    return _layer(x, params, eps=eps, has_weight=has_weight), (x, params)
 
 
 def _layer_backward(residuals, g, *, eps: float, has_weight: bool, **_):
@@ -108,6 +136,7 @@ def _is_long(x) -> bool:
 
 
 layer_norm_rows.defvjp(_layer_forward, _layer_backward)
+layer_norm_long_rows.defvjp(_layer_forward, _layer_backward)
 rms_norm_rows.defvjp(_rms_forward, _rms_backward)
 rms_norm_residual_rows.defvjp(_rms_residual_forward, _rms_residual_backward)
 
@@ -139,9 +168,7 @@ def layer_norm(
     if _is_long(x):
         return layer_norm_reference(x, weight, bias, eps=eps)
     rows, params = as_rows(x), tuple(p for p in (weight, bias) if p is not None)
-    meta = {"br": weighted_rows(*rows.shape), "eps": float(eps), "has_weight": weight is not None}
-    out = of_rows(layer_norm_rows, rows, meta["br"], weighted=True, centred=True)(rows, params, **meta)
-    return out.reshape(x.shape)
+    return _layer(rows, params, eps=float(eps), has_weight=weight is not None).reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "weight_offset"), inline=True)

@@ -24,7 +24,16 @@ def _types(xs, weight, cts, *, br, per, sums, centre, statistics=False, **_):
     return *(jt.like(x) for x in xs), *[part] * sums, *[statistic] * (statistics * (1 + centre))
 
 
-def _slope(t, g, w, centre: bool, eps: float):
+def _sums_of_rows(tiles, together: bool):
+    """Of each of the tiles [rows, n], as [rows, 1]; `together`: in one reduction, so that warps which share rows wait
+    for each other once."""
+    if not together:
+        return [t.sum(1, keepdims=True) for t in tiles]
+    add = lambda a, b: tuple(x + y for x, y in zip(a, b))
+    return [total[:, None] for total in jt.reduce(tuple(tiles), 1, add, (0.0,) * len(tiles))]
+
+
+def _slope(t, g, w, centre: bool, eps: float, together: bool):
     """Of rows t and the cotangents g of their norms: those of t, the normalised rows, the factors, the means."""
     # u = t / sqrt(mean(t^2) + eps)     t = x - mean(x) for the layer norm     h = g w
     # dx = (h - mean(h) - u mean(h u)) / sqrt(...)     without mean(h) for the RMS norm
@@ -32,11 +41,11 @@ def _slope(t, g, w, centre: bool, eps: float):
     mean = t.sum(1, keepdims=True) * (1.0 / n) if centre else None
     t = t if mean is None else t - mean
     h = g * w.astype(g.dtype) if w is not None else g
-    squares, products = (t * t).sum(1, keepdims=True), (h * t).sum(1, keepdims=True)  # neither waits for the other
+    squares, products, *shifts = _sums_of_rows((t * t, h * t, *[h] * centre), together)
     r = jax.lax.rsqrt(squares * (1.0 / n) + eps)
     u = t * r
     slope = h - u * (products * r * (1.0 / n))
-    slope = slope - h.sum(1, keepdims=True) * (1.0 / n) if centre else slope
+    slope = slope - shifts[0] * (1.0 / n) if centre else slope
     return slope * r, u, r, mean
 
 
@@ -51,7 +60,8 @@ def _total(terms):
 @jt.kernel(out_type=_types, grid=_chunks)
 def norm_backward_rows(
     xs, weight, cts, *out, br: int, per: int, sums: int, centre: bool, eps: float, offset: float,
-    statistics: bool = False, ahead: bool = False, again: bool = False, stages: int | None = None,
+    statistics: bool = False, together: bool = False, ahead: bool = False, again: bool = False,
+    stages: int | None = None,
 ):  # fmt: skip
     """Rows [n] of y = norm(x_1 + ...) w + b and s = x_1 + ...; `per` tiles of `br` rows in a program.
 
@@ -60,6 +70,7 @@ def norm_backward_rows(
       out: a cotangent for each of `xs`, then `sums` arrays [chunks, n]: shares of those of w, and of b; then, with
         `statistics`, the factors of the rows [rows], and their means [rows] where `centre`.
       centre: layer norm, else RMS norm.
+      together: see `_sums_of_rows`.
       ahead: the next tile is fetched into registers while one is worked on; stages: into shared memory.
       again: so is w, with every tile: registers hold no copy of it.
     """
@@ -79,7 +90,7 @@ def norm_backward_rows(
         then = fetch(first + jnp.minimum(k + 1, count - 1)) if ahead else ()
         tiles = tiles if ahead else fetch(i)
         g = wide(tiles[len(xs)])
-        slope, u, *found = _slope(_total(tiles[: len(xs)]), g, weights() if again else held, centre, eps)
+        slope, u, *found = _slope(_total(tiles[: len(xs)]), g, weights() if again else held, centre, eps, together)
         for ct in tiles[len(xs) + 1 :]:
             slope = slope + ct.astype(slope.dtype)
         for ref, value in zip(out[len(xs) + sums :], found):
