@@ -36,6 +36,7 @@ class Pass:
 Pipeline = tuple[Pass, ...]
 
 
+@paused()
 def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str | None = None) -> Kernel:
     """The kernel after every pass of `pipeline`, in order; `level` is checked (None: that of the kernel).
 
@@ -53,8 +54,7 @@ def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str | None = N
     if folder:
         dump(folder, 0, "traced.tile", print_kernel(kernel))
     for number, step in enumerate(pipeline, 1):
-        with paused():
-            kernel = step.run(kernel)
+        kernel = step.run(kernel)
         if folder:
             dump(folder, number, f"{step.name}.tile", print_kernel(kernel))
         if options.verify:

@@ -126,6 +126,12 @@ def _instruction(x: X, name: str) -> X:
     return x.new(x.code.let(f"tt.elementwise_inline_asm {asm} {x.v.name} : {x.v.type} -> {x.v.type}", x.v.shape, "f32"))
 
 
+def rsqrt(f: Features, x: X) -> X:
+    """The instruction that libdevice's function is of f32: that one asks for each element what happens to subnormal
+    numbers, eight branches and blocks more that LLVM takes along up to its code generator."""
+    return _instruction(x, "rsqrt.approx.f32") if f.cuda and x.elem == "f32" else vendor(f, "rsqrt", x)
+
+
 def sqrt(_: Features, x: X) -> X:
     """Rounded to nearest."""
     return x.unary("tt.precise_sqrt" if x.elem == "f32" else "math.sqrt")
@@ -145,6 +151,7 @@ def _logistic(f: Features, x: X) -> X:
 _LONG: dict[str, Formula] = {"erf": math_special.erf, "erfc": math_special.erfc}  # of f32
 _FORMULAS: dict[str, Formula] = {
     "exp2": exp2,
+    "rsqrt": rsqrt,
     "sqrt": sqrt,
     "digamma": lambda f, x: math_special.digamma(x, lambda name, *a: vendor(f, name, *a)),
 }

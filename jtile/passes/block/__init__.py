@@ -62,17 +62,17 @@ def block_level(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) ->
     return planned if isinstance(planned, NoPlan) else planned.kernel
 
 
+@paused()
 def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Planned | NoPlan:
     """The same, with the plan and the kernel after each step."""
     done: list[Step] = []
 
     def step(name: str, level: str, run: Callable[[Kernel], Kernel]) -> Kernel:
-        with paused():
-            after = run(done[-1][2] if done else kernel)
-            if current().verify or name == LAST:
-                verify(after, level)
-            if name == LAST:
-                check_loaded(after)
+        after = run(done[-1][2] if done else kernel)
+        if current().verify or name == LAST:
+            verify(after, level)
+        if name == LAST:
+            check_loaded(after)
         done.append((name, level, after))
         return after
 

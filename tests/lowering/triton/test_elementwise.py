@@ -426,12 +426,16 @@ def test_conversions_compile(arch):
 
 
 def test_fast_paths():
-    """One instruction for exp2; integers of 8 bits to bf16 without the slow conversion instruction."""
+    """One instruction for exp2 and for rsqrt, without libdevice's branches up to the code generator; integers of 8 bits
+    to bf16 without the slow conversion instruction."""
     pytest.importorskip("triton")
     x = values("int8", 256)
     bench = Bench(x, values("float32", 256))
     bench.add(ir.Cast(bench.xs[0], "bfloat16"), x)
     bench.add(ir.Map("exp2", (bench.xs[1],)))
-    ptx = compile_kernel(bench.kernel, "sm_90", {"num_warps": 4}, texts=True).texts["ptx"]
+    bench.add(ir.Map("rsqrt", (bench.xs[1],)))
+    texts = compile_kernel(bench.kernel, "sm_90", {"num_warps": 4}, texts=True).texts
+    ptx = texts["ptx"]
+    assert "rsqrt.approx.f32" in ptx and "br " not in texts["llir"]
     assert "cvt.rn.f32.s" not in ptx and "cvt.rn.bf16.s" not in ptx and "cvt.rn.bf16x2.f32" in ptx
     assert "ex2.approx.ftz.f32" in ptx

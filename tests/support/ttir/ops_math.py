@@ -136,20 +136,6 @@ def _extern(m, s: Stmt, *args):
     return in_double(fn, dtype, *args)
 
 
-_ASM = {'"ex2.approx.ftz.f32 $0, $1;"': np.exp2}
-
-
-def _asm_rule(stmt: Stmt, args: list[Type]) -> Types:
-    demand(stmt, stmt.words[0] in _ASM, "an instruction that the evaluator knows")
-    demand(stmt, stmt.outs == args[:1] and args[0].elem == "f32", "operands of f32")
-    return stmt.outs
-
-
-@op("tt.elementwise_inline_asm", rule=_asm_rule, form=arrow)
-def _inline_asm(m, s: Stmt, a):
-    return in_double(_ASM[s.words[0]], a.dtype, a)
-
-
 def _nextafter(a, b):
     return np.nextafter(a, b)
 
@@ -176,7 +162,8 @@ def flushed(fn):
 PTX = {
     "ex2.approx.ftz.f32 $0, $1;": flushed(np.exp2), "lg2.approx.ftz.f32 $0, $1;": flushed(np.log2),
     "tanh.approx.f32 $0, $1;": lambda x: in_double(np.tanh, x.dtype, x),
-    "rcp.approx.ftz.f32 $0, $1;": flushed(np.reciprocal), "rsqrt.approx.ftz.f32 $0, $1;": flushed(UNARY["rsqrt"]),
+    "rcp.approx.ftz.f32 $0, $1;": flushed(np.reciprocal),
+    "rsqrt.approx.f32 $0, $1;": lambda x: in_double(UNARY["rsqrt"], x.dtype, x),
 }  # fmt: skip
 
 
