@@ -27,6 +27,7 @@ FORMAT = "jtile-cache-1"
 SUFFIX = ".jtile"
 _STALE_SECONDS = 3600  # of a temporary file whose writer died
 _KEEP = 0.9  # of the limit, after an eviction: the next writes need none
+_SHARE = 16  # of the room that is left, a process fills one part before it looks at the folder again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def put(key: str, header: dict[str, Any], payload: bytes) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # machine code: nobody else may write it
         made = True
         write(path, data)
-        _evict(path.parent, current().cache_size)
+        _evict(path.parent, current().cache_size, len(data))
     except OSError as e:
         if made and isinstance(e, FileNotFoundError):
             return  # another process has emptied the folder meanwhile
@@ -186,18 +187,27 @@ def _entries(folder: Path) -> list[tuple[float, int, str]]:
     return out
 
 
-def _evict(folder: Path, limit: int) -> None:
-    """Delete the entries that were not used for longest until the rest fits the limit with room to spare."""
-    entries = _entries(folder)
-    total = sum(size for _, size, _ in entries)
-    if total <= limit:
-        return
-    for _, size, path in sorted(entries):
-        if total <= limit * _KEEP:
-            return
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        total -= size
+_unwatched: dict[tuple[Path, int], int] = {}  # folder and limit -> bytes that may be written before the next look
+
+
+def _evict(folder: Path, limit: int, written: int) -> None:
+    """Delete the entries that were not used for longest until the rest fits the limit with room to spare.
+
+    Looking takes time for every entry there is. So a process looks before it has `written` a share of the room that it
+    found: a dozen of them at once stay within the limit.
+    """
+    left = _unwatched.get((folder, limit), 0) - written
+    if left <= 0:
+        entries = _entries(folder)
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries) if total > limit else ():
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            total -= size
+            if total <= limit * _KEEP:
+                break
+        left = (limit - total) // _SHARE
+    _unwatched[folder, limit] = left
 
 
 _warned: set[str] = set()

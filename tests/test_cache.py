@@ -159,8 +159,22 @@ def test_files_of_dead_writers_go(folder):
         path.write_bytes(b"half")
         now = path.stat().st_mtime
         os.utime(path, (now - age, now - age))
-    _cache.put("k2", {}, b"x")
+    _cache.put("k2", {}, bytes(1 << 17))  # so much that it looks at the folder
     assert stored(folder) == [".young.tmp", "k.jtile", "k2.jtile"]
+
+
+def test_the_folder_is_not_looked_at_for_every_entry(tmp_path, monkeypatch):
+    looks, entries = [], _cache._entries
+    monkeypatch.setattr(_cache, "_entries", lambda folder: looks.append(folder) or entries(folder))
+    with config(cache_dir=str(tmp_path), cache_size=1 << 20):
+        for k in range(100):
+            _cache.put(f"k{k}", {}, bytes(3000))
+        assert 3 < len(looks) < 15
+        before = len(looks)
+        for k in range(100, 500):
+            _cache.put(f"k{k}", {}, bytes(3000))
+            assert sum(f.stat().st_size for f in (tmp_path / "kernels").iterdir()) <= 1 << 20
+        assert len(looks) > before + 20  # ever more often
 
 
 def test_clear_and_info(folder):
