@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -23,6 +24,9 @@ os.environ.setdefault(
 # What kernels are compared with rounds where it says so: XLA's GPU code leaves casts to bfloat16 out.
 if "cuda" in os.environ["JAX_PLATFORMS"] and "xla_allow_excess_precision" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+# It runs once, so that optimising it would be half of the time to compile it. Kernels do not go through XLA's compiler.
+if "cuda" not in os.environ["JAX_PLATFORMS"] and "xla_backend_optimization" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -34,9 +38,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")  # of what kernels are compared with: a GPU would take tf32
 
-# `ci` draws the same examples on every run; `explore` (--explore) draws new ones.
+# `ci` draws the same examples on every run, `slow` (--runslow) twice as many; `explore` (--explore) draws new ones.
 _SETTINGS = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, **_SETTINGS)
+hypothesis.settings.register_profile("slow", max_examples=200, derandomize=True, database=None, **_SETTINGS)
 hypothesis.settings.register_profile("explore", max_examples=1000, **_SETTINGS)
 
 
@@ -50,7 +55,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--gpu") and gpu_missing():
         raise pytest.UsageError(gpu_missing())
-    hypothesis.settings.load_profile("explore" if config.getoption("--explore") else "ci")
+    profile = "explore" if config.getoption("--explore") else "slow" if config.getoption("--runslow") else "ci"
+    hypothesis.settings.load_profile(profile)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -63,6 +69,11 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: give --runslow to run it"))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # ten thousand tests and the modules of JAX, which every later collection would walk through
 
 
 def gpu_missing() -> str:

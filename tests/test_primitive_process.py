@@ -40,11 +40,12 @@ def child(tmp_path, subprocess_env):
     """Runs code after KERNELS in a fresh Python; gives the last line that it prints."""
     script = tmp_path / "child.py"  # a file, so that the kernels have source
 
-    def run(code, **environment):
+    def run(code, devices=1, **environment):
+        flags = f"{subprocess_env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
         script.write_text(KERNELS + textwrap.dedent(code))
         done = subprocess.run(
             [sys.executable, str(script)],
-            env=subprocess_env | environment,
+            env=subprocess_env | {"XLA_FLAGS": flags.strip()} | environment,
             capture_output=True,
             text=True,
             check=False,
@@ -164,7 +165,7 @@ for interpret in (False, True):
 print("done")
 """
     )
-    assert child(code, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "done"
+    assert child(code, devices=8) == "done"
 
 
 def test_gradients_under_shard_map_equal_the_unsharded_ones(child):
@@ -191,7 +192,7 @@ for wrap in (lambda f: f, jax.jit):
 print("done")
 """
     )
-    assert child(code, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "done"
+    assert child(code, devices=8) == "done"
 
 
 def test_vmap_inside_and_around_shard_map(child):
@@ -225,7 +226,7 @@ with jax.set_mesh(explicit):
 print("done")
 """
     )
-    assert child(code, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "done"
+    assert child(code, devices=8) == "done"
 
 
 def test_sharded_operands_under_jit_and_explicit_axes(child):
@@ -246,7 +247,7 @@ assert scale(x, jax.device_put(W, jax.devices()[3])).devices() == {jax.devices()
 print("done")
 """
     )
-    assert child(code, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "done"
+    assert child(code, devices=8) == "done"
 
 
 COST = """

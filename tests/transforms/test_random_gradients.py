@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draws
 from functional import functional
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_gradients import Case, gradient_kernels
 
-# 200 gradients in a minute of processor time; `--explore` draws 1000 for each test.
-SUPPRESS = list(HealthCheck)
 FAST = {"xla_backend_optimization_level": 0}  # of the reference: compiling it takes most of the time
 
 
@@ -36,13 +35,13 @@ def differences(got: Any, want: Any) -> list[float]:
 class Derivatives:
     """A kernel of the float arguments of a case, beside its functional form, and random directions for both."""
 
-    def __init__(self, case: Case, interpret: bool):
-        self.case, self.kernel = case, case.define().with_options(interpret=interpret)
+    def __init__(self, case: Case):
+        self.case, self.kernel = case, case.define()
         self.floats = [k for k, a in enumerate(case.args) if jnp.issubdtype(a.dtype, np.floating)]
         self.primals = [case.args[k] for k in self.floats]
         self.rng = np.random.default_rng(len(case.source))
         self.tangents = [self.like(x) for x in self.primals]
-        self.cotangents = tuple(self.like(x) for x in jax.eval_shape(self.ours, *self.primals))
+        self.cotangents = tuple(self.like(x) for x in jax.eval_shape(self.ours(interpret=False), *self.primals))
 
     def like(self, x: Any) -> jax.Array:
         return jnp.asarray(self.rng.uniform(-1, 1, x.shape).astype(np.float32).astype(x.dtype))
@@ -53,8 +52,9 @@ class Derivatives:
             args[k] = x
         return args
 
-    def ours(self, *floats: Any) -> Any:
-        return self.kernel(*self.with_floats(floats))
+    def ours(self, interpret: bool) -> Callable[..., Any]:
+        kernel = self.kernel.with_options(interpret=interpret)
+        return lambda *floats: kernel(*self.with_floats(floats))
 
     def reference(self, *floats: Any) -> Any:
         return functional(self.kernel, *self.with_floats(floats))
@@ -69,13 +69,18 @@ class Derivatives:
     def jvp(self, f: Callable[..., Any]) -> Any:
         return lambda primals, tangents: jax.jvp(f, primals, tangents), (self.primals, self.tangents)
 
-    def agree(self, transform: Callable[..., Any]) -> None:
+    def agree(self, transform: Callable[..., Any], *interpret: bool) -> None:
+        """One program computes both: most of the time goes into what XLA does for each."""
         expected, args = transform(self.reference)
-        want = jax.jit(expected).lower(*args).compile(FAST)(*args)
-        got = jax.jit(transform(self.ours)[0]).lower(*args).compile(FAST)(*args)
-        errors, limit = differences(got, want), 3e-2 if self.case.narrow else 1e-4
-        if not all(e <= limit for e in errors):
-            pytest.fail(f"relative errors {errors} of outputs, then cotangents, of {self.case}")
+        ours = [transform(self.ours(i))[0] for i in interpret]
+        both = jax.jit(lambda *args: (expected(*args), [f(*args) for f in ours]))
+        want, results = both.lower(*args).compile(FAST)(*args)
+        limit = 3e-2 if self.case.narrow else 1e-4
+        for i, got in zip(interpret, results, strict=True):
+            errors = differences(got, want)
+            if not all(e <= limit for e in errors):
+                where = "in the interpreter" if i else "of native code"
+                pytest.fail(f"relative errors {errors} {where} of outputs, then cotangents, of {self.case}")
 
 
 def batch(case: Case, sizes: list[bool], place: int) -> tuple[list[Any], list[int | None]]:
@@ -88,28 +93,22 @@ def batch(case: Case, sizes: list[bool], place: int) -> tuple[list[Any], list[in
     return args, axes
 
 
-@settings(max_examples=60, suppress_health_check=SUPPRESS)
-@given(gradient_kernels())
-def test_vjp_of_native_code(case: Case):
-    d = Derivatives(case, interpret=False)
-    d.agree(d.vjp)
+@draws(70)
+@given(gradient_kernels(), st.sampled_from([(True, False), (True,)]))
+def test_vjp(case: Case, interpret: tuple[bool, ...]):
+    """In the interpreter, and of native code too in every other case."""
+    d = Derivatives(case)
+    d.agree(d.vjp, *interpret)
 
 
-@settings(max_examples=140, suppress_health_check=SUPPRESS)
-@given(gradient_kernels())
-def test_vjp_in_the_interpreter(case: Case):
-    d = Derivatives(case, interpret=True)
-    d.agree(d.vjp)
-
-
-@settings(max_examples=25, suppress_health_check=SUPPRESS)
+@draws(25)
 @given(gradient_kernels(), st.booleans())
 def test_jvp(case: Case, interpret: bool):
-    d = Derivatives(case, interpret)
-    d.agree(d.jvp)
+    d = Derivatives(case)
+    d.agree(d.jvp, interpret)
 
 
-@settings(max_examples=20, suppress_health_check=SUPPRESS)
+@draws(20)
 @given(gradient_kernels(), st.booleans(), st.lists(st.booleans(), min_size=3, max_size=8), st.integers(0, 2))
 def test_vmap(case: Case, interpret: bool, sizes: list[bool], place: int):
     kernel = case.define().with_options(interpret=interpret)
@@ -120,7 +119,7 @@ def test_vmap(case: Case, interpret: bool, sizes: list[bool], place: int):
     assert all(e <= (2e-2 if case.narrow else 1e-4) for e in errors), f"{errors} with axes {axes} of {case}"
 
 
-@settings(max_examples=20, suppress_health_check=SUPPRESS)
+@draws(20)
 @given(gradient_kernels())
 def test_the_functional_form_is_what_the_interpreter_computes(case: Case):
     kernel = case.define()

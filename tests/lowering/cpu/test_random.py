@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from access_checks import check_outputs, spoiled_inputs
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import given
 from hypothesis import strategies as st
 from native import run_native
 from random_kernels import Case, kernels
@@ -16,7 +17,6 @@ HOST = host_isa()
 RUNNABLE = {"host": HOST} | {
     name: isa for name, isa in ISAS.items() if isa.arch == HOST.arch and set(isa.features) <= set(HOST.features)
 }
-SUPPRESS = list(HealthCheck)
 
 
 def check(case: Case, kernel: Kernel, isa) -> None:
@@ -24,13 +24,13 @@ def check(case: Case, kernel: Kernel, isa) -> None:
     check_outputs(case, inputs, accesses, run_native(kernel, inputs, isa), want)
 
 
-@settings(max_examples=300, suppress_health_check=SUPPRESS)
+@draws(150)
 @given(kernels())
 def test_optimised_kernels(case: Case):
     check(case, run_pipeline(case.kernel, TILE), HOST)
 
 
-@settings(max_examples=200, suppress_health_check=SUPPRESS)
+@draws(100)
 @given(kernels(), st.sampled_from(list(RUNNABLE)))
 def test_kernels_as_they_are_on_every_instruction_set(case: Case, isa: str):
     check(case, case.kernel, RUNNABLE[isa])

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import device
 import pytest
 from access_checks import check_outputs, spoiled_inputs
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import given
 from hypothesis import strategies as st
 from random_kernels import Case, kernel, kernels
 from ttir import run_ttir
@@ -20,7 +21,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1100")  # where emission take
 CHUNKS, CHUNK = 50, 10  # of kernels for a GPU: a chunk compiles in threads, chunks spread over pytest's workers
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@draws(150)
 @given(kernels(), st.sampled_from(ARCHS), st.integers(0, 9))
 def test_evaluated(case: Case, arch: str, seed: int):
     inputs, accesses, want = spoiled_inputs(case)
