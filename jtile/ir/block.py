@@ -268,7 +268,11 @@ class RoleBarrier(Op):
 @dataclasses.dataclass(eq=False)
 class AsyncLoad(Op):
     """Start to copy a tile of a Ref into a buffer by a tensor map; its bytes, all of the buffer's, count on
-    `barrier[at]` when they have come. Lanes outside the array give zeros (`pad=nan`: NaN)."""
+    `barrier[at]` when they have come. Lanes outside the array give zeros (`pad=nan`: NaN).
+
+    `evict`: how soon a cache of the device may forget what was read, before other things ("first") or after them
+    ("last"); results do not depend on it.
+    """
 
     ref: Value
     index: Index
@@ -278,6 +282,7 @@ class AsyncLoad(Op):
     pad: float | int | bool = 0
     checked: bool = True
     when: Value | None = None
+    evict: str | None = None
 
     mnemonic = "async_load"
     effect = "io"
@@ -287,6 +292,8 @@ class AsyncLoad(Op):
         t, b = access(self.ref, self.index, None), shared(self.buffer)
         _barrier(self.barrier, self.at)
         _predicate(self.when)
+        if self.evict not in (None, "first", "last"):
+            raise ValueError(f"what a copy read is forgotten 'first' or 'last' (None: as usual), got {self.evict!r}")
         if (t.shape, t.dtype) != (b.shape, b.dtype):
             raise TypeError(f"this copy brings {t}, the buffer is {b}")
         return ()

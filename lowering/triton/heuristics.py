@@ -29,6 +29,7 @@ class Choice:
     Attributes:
       fixed: names of those that the user gave, which are not lowered on lack of memory.
       registers: of a thread at most, so that two blocks share a multiprocessor; 0: no limit.
+      evict: (position of a parameter, "first" or "last") of tensor maps; see `ptx.py`.
     """
 
     num_warps: int
@@ -36,6 +37,7 @@ class Choice:
     num_ctas: int = 1
     fixed: tuple[str, ...] = ()
     registers: int = 0
+    evict: tuple[tuple[int, str], ...] = ()
 
 
 def choose(kernel: ir.Kernel, f: Features, options: Mapping[str, Any]) -> Choice:

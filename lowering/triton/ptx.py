@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _ADD = re.compile(r"^(\s*)add\.[su]16x2 (\s*)(%\w+), (%\w+), (%\w+|-?\w+);", re.M)
 _CONSTANT = re.compile(r"^\s*mov\.[bus]32 \s*(%\w+), -?\w+;", re.M)
 
 
+_MAP = r"mov\.b(?:32|64)\s+(%rd?\d+), \w+_param_{};"
+_SAME = re.compile(r"^\s*(?:cvta\.param\.u64|cvt\.u64\.u32)\s+(%rd\d+), (%rd?\d+);", re.M)
+_LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.[\w:.]+) (\[%r\d+\], \[(%rd\d+), [^;]*);")
+_START = re.compile(r"^\{\n", re.M)
 _SOME_LANES = re.compile(r"^(\s*)(@!?%p\d+ ld\.shared\.\w+ (%r[sd]?)(\d+),)", re.M)
 _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 
@@ -15,6 +20,26 @@ _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 def mended(text: str) -> str:
     """PTX of a kernel, mended."""
     return _defined(_sums_of_halves(text))
+
+
+def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
+    """PTX whose copies by some tensor maps say when the second-level cache forgets what they read; triton has no words
+    for it. `evict`: (position of the map among the parameters, "first" or "last")."""
+    policies: dict[str, str] = {}  # register with the address of a map -> when
+    for position, when in evict:
+        policies |= dict.fromkeys(re.findall(_MAP.format(position), text), when)
+    for to, of in _SAME.findall(text) if policies else ():
+        policies |= {to: policies[of]} if of in policies else {}
+    if not policies:
+        return text
+    text = _LOAD.sub(
+        lambda m: f"{m[1]}.L2::cache_hint {m[2]}, %evict_{policies[m[3]]};" if m[3] in policies else m[0], text
+    )
+    made = [
+        f"\t.reg .b64 %evict_{when};\n\tcreatepolicy.fractional.L2::evict_{when}.b64 %evict_{when}, 1.0;\n"
+        for when in sorted(set(policies.values()))
+    ]
+    return _START.sub(lambda m: m[0] + "".join(made), text, count=1)
 
 
 def _defined(text: str) -> str:

@@ -44,6 +44,7 @@ class Record:
     Attributes:
       params, grid, zeroed, sites, dims, attributes: see the module.
       extra: bytes of each further result (an expression): workspace, sites.
+      evict: position of a parameter, a tensor map -> how soon the cache forgets what its copies read; see `ptx.py`.
     """
 
     params: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -53,6 +54,7 @@ class Record:
     sites: dict[str, Any] | None = None
     dims: list[int] = dataclasses.field(default_factory=list)
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    evict: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def finish(self, name: str, symbol: str, arch: str, built: Any) -> str:
         """The record as JSON text, with what compiling decided (a `stages.Built`)."""

@@ -112,7 +112,7 @@ def _staged(
             if name == "ttgir" and not versions.reduces_any_layout():
                 layouts.check(str(value))
             if name == "ptx":
-                value = ptx.mended(value)
+                value = ptx.evicting(ptx.mended(value), choice.evict)
             if name == "llir" and not _fits(shared := int(metadata.get("shared") or 0), f, choice):
                 return shared
             if name == "llir":  # equal kernels are equal bytes: the image must not name the file that the text was in

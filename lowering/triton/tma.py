@@ -157,11 +157,14 @@ def coordinate(em: Emitter, axis: Axis, checked: bool) -> Val:
     return at
 
 
-def descriptor(em: Emitter, buf: Buffer, axes: list[Axis], elem: str, *, nan: bool, layout: Any = "") -> Val | None:
+def descriptor(
+    em: Emitter, buf: Buffer, axes: list[Axis], elem: str, *, nan: bool, layout: Any = "", evict: str | None = None
+) -> Val | None:
     """The tensor map of an array for boxes of a shape: a parameter of the kernel, one for all accesses that agree. None
-    where the kernel has as many as it may. `layout`: of the boxes in shared memory, at the block level."""
+    where the kernel has as many as it may. At the block level, `layout`: of the boxes in shared memory; `evict`: see
+    `ir.AsyncLoad`."""
     maps = em.memo.setdefault("maps", {})
-    key = (buf.param, tuple((a.size, a.stride, a.box) for a in axes), nan, layout)
+    key = (buf.param, tuple((a.size, a.stride, a.box) for a in axes), nan, layout, evict)
     if key not in maps and len(maps) == MAPS:
         return None
     if key not in maps:
@@ -173,5 +176,7 @@ def descriptor(em: Emitter, buf: Buffer, axes: list[Axis], elem: str, *, nan: bo
             "strides": [a.stride * width for a in reversed(axes[:-1])],
             "fill": "nan" if nan else "zero",
         }
+        if evict:
+            em.record.evict[len(em.params)] = evict
         maps[key] = em.param(record, versions.tensordesc(tuple(a.box for a in axes), elem, layout))
     return maps[key]

@@ -68,6 +68,7 @@ MEMORY = [
     ("async_load %x[tile(%c0, 64), tile(%c0, 64)] -> %C, %full[%c0] pad=1.0", "pads with 0 or nan, got 1.0"),
     ("async_load %n[tile(%c0, 64)] -> %I, %full[%c0] pad=nan", "the pad nan is no int32"),
     ("async_load %x[%c0:+64:0, tile(%c0, 64)] -> %C, %full[%c0]", "a span needs size >= 0 and stride >= 1"),
+    ('async_load %x[tile(%c0, 64), tile(%c0, 64)] -> %C, %full[%c0] evict="never"', "is forgotten 'first' or 'last'"),
     ("%m = alloc_shared : shared<64xi32>", "role main: memory of the block is allocated before the roles"),
     ("for %k in %c0..%c1 step %c1 { %m = alloc_barriers : barrier<2> }", "role main: memory of the block is allocated"),
     ("roles { role a warps=4 { } }", "a kernel has its roles once, here are 2"),

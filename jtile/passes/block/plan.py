@@ -74,6 +74,7 @@ class Plan:
       rings: what they hold, for readers.
       turns: consumers start their products one after the other, where one waits for the other's.
       outputs: position of a parameter -> how its store goes through shared memory; others go through pointers.
+      evict: position of a parameter -> how soon the second-level cache forgets what copies read of it; see `evict.py`.
       shared: bytes that all of this takes.
     """
 
@@ -88,6 +89,7 @@ class Plan:
     outputs: Mapping[int, Output]
     shared: int
     turns: bool = False
+    evict: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def persistent(self) -> bool:
@@ -102,4 +104,7 @@ class Plan:
         return (
             f"{roles}, {self.registers[0] or 'the other'} registers; {order}; rings of {slots}: "
             f"{'; '.join(self.rings)}; stores: {out}; {self.shared} bytes shared"
-        )
+        ) + (f"; evicted first: {self._evicted('first')}, last: {self._evicted('last')}" if self.evict else "")
+
+    def _evicted(self, when: str) -> str:
+        return " ".join(f"parameter {k}" for k, w in self.evict.items() if w == when)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from jtile.ir import (
     AsyncLoad,
@@ -27,9 +28,9 @@ from .plan import refuse
 from .rings import Held, Place, Role, Site
 
 
-def producer(kernel: Kernel, place: dict[Load, Place], consumers: int) -> Block:
-    """The body of the producer for a kernel whose operand loads have a `place`."""
-    return _Producer(place, wanted(kernel, place), consumers).run(kernel.body)
+def producer(kernel: Kernel, place: dict[Load, Place], consumers: int, evict: Mapping[Value, str]) -> Block:
+    """The body of the producer for a kernel whose operand loads have a `place`; `evict`: of a Ref, see `AsyncLoad`."""
+    return _Producer(place, wanted(kernel, place), consumers, evict).run(kernel.body)
 
 
 def wanted(kernel: Kernel, place: dict[Load, Place]) -> set[Value]:
@@ -88,9 +89,9 @@ class _Wanted:
 
 
 class _Producer(Role):
-    def __init__(self, place: dict[Load, Place], values: set[Value], consumers: int):
+    def __init__(self, place: dict[Load, Place], values: set[Value], consumers: int, evict: Mapping[Value, str]):
         super().__init__(place)
-        self.values, self.consumers = values, consumers
+        self.values, self.consumers, self.evict = values, consumers, evict
 
     def kept(self, op: Op) -> list[int]:
         return [i for i, r in enumerate(op.results) if r in self.values]
@@ -127,5 +128,6 @@ class _Producer(Role):
                     index[place] = part(b, index[place], w, self.consumers)
                 pad = op.pad if math.isnan(op.pad) else 0
                 buffer = self.buffer(held, k, w, at)
-                b.add(AsyncLoad(op.ref, tuple(index), buffer, held.full, at, pad, op.checked, None))
+                hint = self.evict.get(op.ref)
+                b.add(AsyncLoad(op.ref, tuple(index), buffer, held.full, at, pad, op.checked, None, hint))
         self.advance(held)

@@ -41,7 +41,8 @@ def specialise(kernel: Kernel, plan: Plan) -> Kernel:
         )
         for w, (body, loads) in enumerate(bodies)
     ]
-    roles.append(producer(kernel, place, plan.consumers))
+    evict = {kernel.params[k]: hint for k, hint in plan.evict.items()}
+    roles.append(producer(kernel, place, plan.consumers, evict))
     many, few = _registers(plan, roles[-1])
     b.loc = kernel.loc
     names = (*(f"consumer{w}" for w in range(plan.consumers)), "producer")

@@ -76,7 +76,7 @@ def compile_block_kernel(kernel: ir.Kernel, arch: str, *, texts: bool = False) -
         )
     text, record, block = emit_block_kernel(kernel, f)
     roles = roles_of(kernel)
-    choice = Choice(roles.warps[0], 1, 1, ("num_stages",))
+    choice = Choice(roles.warps[0], 1, 1, ("num_stages",), evict=tuple(sorted(record.evict.items())))
     others = [body for body in roles.bodies[1:] if any(isinstance(op, ir.DotAsync) for op in body.walk())]
     tool = ptxas.mended() if len(others) > 1 else None
     built = stages.build(text, f, choice, where=kernel, texts=texts, level="ttgir", tool=tool)

@@ -69,7 +69,8 @@ def _box(em: BlockEmitter, op: ir.AsyncLoad | ir.AsyncStore, *, nan: bool):
         reason = "an axis that ends within 16 bytes, all of which such a store writes"  # seen on an H200
     if reason or axes is None:
         em.refuse(op, f"{what} it has {reason}; use plain loads and stores")
-    handle = tma.descriptor(em, buf, axes, m.elem, nan=nan, layout=_layout(em, op, m, len(axes)))
+    evict = op.evict if isinstance(op, ir.AsyncLoad) else None
+    handle = tma.descriptor(em, buf, axes, m.elem, nan=nan, layout=_layout(em, op, m, len(axes)), evict=evict)
     if handle is None:
         em.refuse(op, f"at most {tma.MAPS} tensor maps, one for each array and shape of box that is copied")
     where = ", ".join(tma.coordinate(em, a, op.checked).name for a in axes)

@@ -1,0 +1,43 @@
+"""What the second-level cache should keep of the operands of a matrix product."""
+
+from __future__ import annotations
+
+import math
+
+from jtile.ir import Kernel, Load, Value
+from jtile.ir.types import DTYPES
+
+from ..order import axes_of
+from .persist import bands
+from .plan import Machine
+
+
+def evictions(kernel: Kernel, blocks: int, machine: Machine) -> dict[int, str]:
+    """Position of a parameter of a tile-level product -> "last" or "first": how soon the second-level cache should
+    forget what `blocks` blocks, which take several tiles each, read of it. Empty where that is left to the cache.
+
+    All waves of blocks of a band of tiles read the same rows of the left operand, and each of them columns of its own
+    of the right one. Where the rows of a band are half of what the cache has for operands, or less, they stay if the
+    columns, which nobody reads again before the next band, go first. Operands that fit as a whole stay by themselves.
+    """
+    order = bands(kernel, blocks) if blocks < math.prod(kernel.grid) else None
+    if order is None:
+        return {}
+    moves: dict[Value, set[int]] = {}
+    for op in kernel.body.walk():
+        if isinstance(op, Load):
+            moves.setdefault(op.ref, set()).update(axes_of(op) & {order.i, order.j})
+    rows = [r for r, axes in moves.items() if axes == {order.i}]
+    columns = [r for r, axes in moves.items() if axes == {order.j}]
+    lanes = math.prod(kernel.grid[: order.i])  # products, one after the other
+    band = sum(map(_bytes, rows)) * min(order.rows, kernel.grid[order.i]) // kernel.grid[order.i] // lanes
+    whole = sum(map(_bytes, rows + columns)) // lanes
+    if 2 * band > machine.cache or whole <= machine.cache:
+        return {}
+    position = {r: k for k, r in enumerate(kernel.params)}
+    hints = dict.fromkeys(rows, "last") | dict.fromkeys(columns, "first")
+    return {position[r]: hint for r, hint in hints.items() if r in position}
+
+
+def _bytes(ref: Value) -> int:
+    return math.prod(ref.shape) * DTYPES[ref.dtype].bits // 8
