@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jtile.ffi._library import library_path
+
 ROOT = Path(__file__).resolve().parent.parent
 MAPPED = ("lowering", "ffi", "models")
 
@@ -186,9 +188,14 @@ def test_private_jax_only_in_compat():
     assert not bad
 
 
-def test_wheel_has_one_top_level_name(tmp_path):
+@pytest.mark.parametrize("native", ["built before", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_wheel_has_one_top_level_name(native, tmp_path):
+    """With the library of this environment; with --runslow, which takes half a minute more, compiled for the wheel."""
     pytest.importorskip("scikit_build_core", reason="scikit-build-core, which builds the wheel, is not installed")
     command = ["wheel", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", tmp_path, ROOT]
+    if native == "built before":
+        settings = ("source-dir=tests/support/built", f"define.JTILE_BUILT={library_path()}")
+        command += [f"--config-settings=cmake.{s}" for s in settings]
     done = subprocess.run([sys.executable, "-m", "pip", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("jtile-*.whl")
