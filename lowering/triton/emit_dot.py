@@ -8,7 +8,7 @@ import math
 from jtile import ir
 from jtile.lowering.triton import moves
 from jtile.lowering.triton.convert import convert
-from jtile.lowering.triton.emitter import Emitter, elem_of, emits, memory_elem, padded
+from jtile.lowering.triton.emitter import PACKED, Emitter, elem_of, emits, memory_elem, padded
 from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.ttir import Code, Val, bits, spell
 
@@ -63,6 +63,8 @@ def _dot(em: Emitter, op: ir.Dot) -> Val:
     else:
         a, b = (swapped(em.code, x) if t else x for x, t in ((a, op.trans_a), (b, op.trans_b)))
         unsigned = tuple(form.a == "int8" and v.dtype == "uint8" for v in (op.a, op.b))
+        if em.features.capability >= 90:
+            a, b = (veiled(em.code, x) if _is_reshaped(v) else x for x, v in ((a, op.a), (b, op.b)))
         v = batched(em, form, a, b, acc)
         if any(unsigned):
             v = shifted_back(em.code, v, a, b, unsigned, k)
@@ -134,6 +136,21 @@ def operand(em: Emitter, t: Val, v: ir.Value, dtype: str, axis: int) -> Val:
         t = convert(em.code, em.features, t, v.dtype, dtype)
     t = cut(em.code, t, v.shape[axis], axis)
     return em.code.bitcast(t, FP8.get(dtype, t.elem))
+
+
+def _is_reshaped(v: ir.Value) -> bool:
+    """Whether a tile comes from a reshape of one with a short last axis, as that of halves of bytes does."""
+    while isinstance(v.op, ir.Cast | ir.Bitcast | ir.Transpose) and v.dtype not in PACKED:
+        v = v.op.x
+    short = isinstance(v.op, ir.Reshape) and v.op.x.shape[-1:] < (16,)
+    return short or v.dtype in PACKED
+
+
+def veiled(code: Code, t: Val) -> Val:
+    """The same tensor behind a selection that only LLVM sees through. Triton puts a reshaped operand into shared memory
+    as it was before, and fails where the last axis was shorter than 16 bytes (triton 3.6; of bytes 3.9 too)."""
+    here = code.cmp("sge", code.let("tt.get_program_id x : i32", (), "i32"), code.i32(0))
+    return code.select(here, t, code.const(0, t.elem, t.shape))
 
 
 def cut(code: Code, t: Val, n: int, axis: int) -> Val:

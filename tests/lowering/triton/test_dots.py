@@ -255,3 +255,51 @@ def test_operands_that_no_shared_memory_holds():
     """The compiler took half an hour of ptxas to find that out."""
     with pytest.raises(UnsupportedError, match=r"166912 bytes of shared memory for operands .* takes 524288: sum"):
         compile_kernel(dot(512, 512, 512, "bf16", "bf16", "f32", acc=False), "sm_80")
+
+
+def of_reshaped(dtype: str, side: int, left: bool) -> ir.Kernel:
+    """A product of 64 x 64 matrices; one was loaded with a last axis of `side` elements."""
+    wide, out = f"64x{64 // side}x{side}x{dtype}", "i32" if dtype[0] in "iu" else "f32"
+    at = f"tile(%z, 64), tile(%z, {64 // side}), tile(%z, {side})"
+    sides = ("%w", "%s") if left else ("%s", "%w")
+    return ir.parse_kernel(f"""kernel @d(%x: ref<{wide}>, %y: ref<64x64x{dtype}>, %o: ref<64x64x{out}, out>) grid(1) {{
+      %z = full 0 : i32
+      %v = load %x[{at}] : tile<{wide}>
+      %w = reshape %v : tile<64x64x{dtype}>
+      %s = load %y[tile(%z, 64), tile(%z, 64)] : tile<64x64x{dtype}>
+      %d = dot {", ".join(sides)} precision="default" : tile<64x64x{out}>
+      store %o[tile(%z, 64), tile(%z, 64)], %d
+    }}""")
+
+
+SHORT = [(dtype, side, left) for dtype in ("bf16", "i8") for side in (2, 4) for left in (False, True)]
+NARROW_INTS = [(a, b) for a in ("i4", "u4", "i8", "u8") for b in ("i4", "u4", "i8", "u8")]
+
+
+@pytest.mark.parametrize(("dtype", "side", "left"), SHORT)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_operands_with_a_short_last_axis_compile(dtype, side, left, arch):
+    """Triton 3.6 fails on those of bf16, triton 3.9 on bytes, where nothing stands between reshape and product."""
+    k = of_reshaped(dtype, side, left)
+    assert compile_kernel(k, arch).image
+    check(k, arch)
+
+
+@pytest.mark.parametrize("a", ["i4", "u4", "i8"])
+@pytest.mark.parametrize("b", ["i4", "u4"])
+def test_halves_of_bytes_in_wgmma(a, b):
+    artifact = compile_kernel(dot(64, 64, 64, a, b, "i32", acc=False), "sm_90", texts=True)
+    assert "IGMMA" in artifact.texts["sass"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("a", "b"), NARROW_INTS)
+def test_narrow_integers_in_large_tiles_on_a_gpu(a, b):
+    for m, n, k in ((64, 64, 64), (128, 16, 96), (100, 70, 130)):
+        check(dot(m, n, k, a, b, "i32", trans=(n == 16, n == 70)), run=lambda k, inputs, _: run_device(k, inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "side", "left"), SHORT)
+def test_operands_with_a_short_last_axis_on_a_gpu(dtype, side, left):
+    check(of_reshaped(dtype, side, left), tolerance=2e-6, run=lambda k, inputs, _: run_device(k, inputs))
