@@ -71,35 +71,56 @@ grouped_rows = {
 }
 
 
-def _outer_type(x, dy, sizes, *, groups, out_dtype, **_):
+def _outer_type(x, dy, sizes, *_, groups, out_dtype, **__):
     return jax.ShapeDtypeStruct((groups, x.shape[1], dy.shape[1]), out_dtype)
 
 
-def _outer_grid(x, dy, sizes, *, groups, bm, bn, **_):
+def _outer_grid(x, dy, sizes, *_, groups, bm, bn, **__):
     return groups, jt.cdiv(x.shape[1], bm), jt.cdiv(dy.shape[1], bn)
 
 
 @jt.kernel(out_type=_outer_type, grid=_outer_grid)
-def grouped_outer(x, dy, sizes, dw, *, groups: int, out_dtype, bm: int, bn: int, bk: int, stages: int = 3):
-    """x [rows, k], dy [rows, n], sizes int32 [groups] -> dw [groups, k, n]: the products of each group's rows."""
+def grouped_outer(
+    x, dy, sizes, *refs, groups: int, out_dtype, bm: int, bn: int, bk: int, stages: int = 3, step: int = 0
+):
+    """x [rows, k], dy [rows, n], sizes int32 [groups] -> dw [groups, k, n]: the products of each group's rows.
+
+    With `step`, refs begin with the rows of x and of dy behind the last whole `bk` of each group, which `last_rows`
+    gives: they are taken `step` at a time, as they are. Else they are masked here.
+    """
     # dW_g = sum over the rows r of group g of x_r^T dy_r
+    *last, dw = refs
     g, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     size = sizes[g]
     first = jnp.sum(jnp.where(jt.arange(sizes.shape[0]) < g, sizes[...], 0), dtype=jnp.int32)
     end = jnp.minimum(first + size, x.shape[0])
-    whole = jnp.maximum(end - first, 0) // bk
+    count = jnp.maximum(end - first, 0)
+    whole = count // bk
     part = lambda r: (x[jt.ds(r, bk), jt.ds(i * bm, bm)], dy[jt.ds(r, bk), jt.ds(j * bn, bn)])
     acc = jt.zeros((bm, bn), sums_in(x))
     for p in jt.range(whole, stages=stages):
         a, b = part(first + p * bk)
         acc = jt.dot(a.T, b, acc)
     rest = first + whole * bk
-    if rest < end:
+    if step:
+        A, B = last[0].tiles(None, step, bm), last[1].tiles(None, step, bn)
+        for q in jt.range(jt.cdiv(count - whole * bk, step), stages=stages):
+            acc = jt.dot(A[g, q, i].T, B[g, q, j], acc)
+    elif rest < end:
         a, b = part(rest)
         mine = (rest + jt.arange(bk) < end)[:, None]
         # both: what the next group's rows hold may be no number
         acc = jt.dot(jnp.where(mine, a, 0).T, jnp.where(mine, b, 0), acc)
     dw.tiles(None, bm, bn)[g, i, j] = acc.astype(out_dtype)
+
+
+def last_rows(x, sizes, bk: int):
+    """Of x [rows, n] the rows of each group behind its last whole `bk`, and zeros behind them: [groups, bk, n]."""
+    ends = jnp.cumsum(sizes)
+    starts = jnp.minimum(ends - sizes, x.shape[0])
+    ends = jnp.minimum(ends, x.shape[0])
+    at = (ends - (ends - starts) % bk)[:, None] + jnp.arange(bk, dtype=sizes.dtype)[None, :]
+    return jnp.where((at < ends[:, None])[..., None], jnp.take(x, at, axis=0, mode="clip"), 0)
 
 
 def _tiles(rows: int, groups: int, n: int, k: int, itemsize: int) -> dict[str, int]:
@@ -136,21 +157,29 @@ def _forward(x, w, sizes, **meta):
     return _with_warps(x, w, sizes, **meta), (x, w, sizes)
 
 
+def _slopes(left, right, sizes, groups: int, out_dtype: str):
+    """Those of the matrices: [groups, n, k] for left [rows, n] and right [rows, k], or the other way round."""
+    each = jt.cdiv(known(left.shape[0]), groups)
+    tiles = _tiles(left.shape[1], 1, right.shape[1], each, left.dtype.itemsize)
+    tiles["bk"] = max(min(tiles["bk"], 64), 16)
+    last = ()
+    if jt.platform() != "cpu" and gpu_tiles.warpgroups():
+        sides = known(left.shape[1]), known(right.shape[1])
+        if each >= 512 and left.dtype.itemsize == 2 and sides[0] >= 128 and sides[1] >= 256:
+            # masks would take shared memory for every consumer, and time at the end of every tile
+            tiles |= {"bm": 128, "bn": 256, "bk": 64, "step": 16}
+            last = tuple(last_rows(r, sizes[:groups], tiles["bk"]) for r in (left, right))
+        else:
+            tiles |= {"bm": min(tiles["bm"], 128), "bn": min(tiles["bn"], 128)}
+    kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], left.dtype.itemsize))
+    return kernel(left, right, sizes, *last, groups=groups, out_dtype=out_dtype, **tiles)
+
+
 def _backward(residuals, dy, *, tw: bool, **_):
     x, w, sizes = residuals
     dy = dy.astype(x.dtype)
     left, right = (dy, x) if tw else (x, dy)
-    each = jt.cdiv(known(x.shape[0]), w.shape[0])
-    tiles = _tiles(left.shape[1], 1, right.shape[1], each, x.dtype.itemsize)
-    tiles["bk"] = max(min(tiles["bk"], 64), 16)
-    if jt.platform() != "cpu" and gpu_tiles.warpgroups():
-        # the last rows of a group take memory of their own for every consumer: large tiles are 32 rows deep
-        sides = known(left.shape[1]), known(right.shape[1])
-        large = each >= 512 and x.dtype.itemsize == 2 and sides[0] >= 128 and sides[1] >= 256
-        small = {"bm": min(tiles["bm"], 128), "bn": min(tiles["bn"], 128)}
-        tiles |= {"bm": 128, "bn": 256, "bk": 32, "stages": 4} if large else small
-    kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], x.dtype.itemsize))
-    dw = kernel(left, right, sizes, groups=w.shape[0], out_dtype=w.dtype.name, **tiles)
+    dw = _slopes(left, right, sizes, w.shape[0], w.dtype.name)
     return _rows(dy, w, sizes, out_dtype=x.dtype.name, tw=not tw), dw, None
 
 

@@ -10,7 +10,7 @@ from library import agree, normal, slopes_agree
 
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops.grouped_matmul import grouped_matmul_reference
+from jtile.ops.grouped_matmul import grouped_matmul_reference, grouped_outer, last_rows
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3}
 SIZES = [(5, 0, 9, 70, 3), (0, 0, 87, 0, 0), (17, 17, 17, 17, 17), (0, 0, 0, 0, 0)]
@@ -69,6 +69,23 @@ def test_slopes_differ_by_out_dtype():
         lambda x, w, f=f: f(x, w, sizes, out_dtype=jnp.float32) for f in (ops.grouped_matmul, grouped_matmul_reference)
     )
     slopes_agree(ours, theirs, *operands(30, 16, 24, 2, "bfloat16"))
+
+
+@pytest.mark.parametrize("sizes", [(3, 70, 0, 100), (32, 0, 64, 16), (0, 0, 0, 0), (150, 100, 7, 0)], ids=str)
+def test_slopes_of_large_groups(sizes):
+    """The rows behind a whole step come apart, whatever stands behind them; the last sizes go beyond the rows."""
+    x, dy = normal(0, 200, 64, dtype="bfloat16"), normal(1, 200, 128, dtype="bfloat16")
+    ends = np.minimum(np.cumsum(sizes), 200)
+    x, dy = (v.at[int(ends[-1]) :].set(np.nan) for v in (x, dy))
+    n = jnp.asarray(sizes, jnp.int32)
+    about = dict(groups=4, out_dtype="float32", bm=64, bn=64)
+    last = last_rows(x, n, 32), last_rows(dy, n, 32)
+    got = grouped_outer.interpret(x, dy, n, *last, bk=32, step=16, **about)
+    masked = grouped_outer.interpret(x, dy, n, bk=32, **about)
+    for g, (start, end) in enumerate(zip((0, *ends), ends)):
+        want = np.asarray(x[start:end], np.float32).T @ np.asarray(dy[start:end], np.float32)
+        np.testing.assert_allclose(got[g], want, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(masked[g], want, rtol=1e-5, atol=1e-4)
 
 
 def test_vmap_over_layers():
