@@ -184,49 +184,65 @@ def quantize(x, kind: str) -> QuantizedTensor:
     Raises:
       KernelValueError: unknown kind, `x` is no matrix, or `in` is no multiple of 32 (int8: any).
     """
-    x = jnp.asarray(x)
+    x = x if isinstance(x, (np.ndarray, jax.Array)) else jnp.asarray(x)
     _check(kind, x.shape)
-    x = x.astype(jnp.float32)
+    if not _on_host(x):
+        return _quantize(jnp, x, kind)
+    there = x.sharding if isinstance(x, jax.Array) and x.committed else None
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, there), _quantize(np, np.asarray(x), kind))
+
+
+def _on_host(x) -> bool:
+    """Whether the elements of `x` are known, and lie in the host's memory alone."""
+    if isinstance(x, np.ndarray):
+        return True
+    return not isinstance(x, jax.core.Tracer) and [d.platform for d in x.devices()] == ["cpu"]
+
+
+def _quantize(xp, x, kind: str) -> QuantizedTensor:
+    """With the functions of `xp`: NumPy's for what lies in the host's memory, where `jnp` would compile two dozen
+    programs for every shape, to the same bits."""
+    x = x.astype(np.float32)
     if kind == "int8":
-        scale = jnp.max(jnp.abs(x), axis=1, keepdims=True) / 127.0
-        return QuantizedTensor(_round_to_int8(x * _inverse(scale)), scale, None, kind)
+        scale = xp.max(xp.abs(x), axis=1, keepdims=True) / 127.0
+        return QuantizedTensor(_round_to_int8(xp, x * _inverse(xp, scale)), scale, None, kind)
     out, inner = x.shape
-    blocks = x.reshape(out, inner // BLOCK, BLOCK)
-    codes, scale, minimum = _QUANTIZERS[kind](blocks)
-    scale = scale[..., 0].astype(jnp.float16)
-    minimum = None if minimum is None else minimum[..., 0].astype(jnp.float16)
+    with np.errstate(over="ignore", invalid="ignore"):  # of scales beyond float16, and of what is no number
+        codes, scale, minimum = _QUANTIZERS[kind](xp, x.reshape(out, inner // BLOCK, BLOCK))
+        scale = scale[..., 0].astype(np.float16)
+        minimum = None if minimum is None else minimum[..., 0].astype(np.float16)
     if kind != "q8_0":
         codes = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << np.uint8(4))
     return QuantizedTensor(codes.reshape(out, -1), scale, minimum, kind)
 
 
-def _quantize_q8_0(blocks):
-    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127.0
-    return _round_to_int8(blocks * _inverse(scale)), scale, None
+def _quantize_q8_0(xp, blocks):
+    scale = xp.max(xp.abs(blocks), axis=-1, keepdims=True) / 127.0
+    return _round_to_int8(xp, blocks * _inverse(xp, scale)), scale, None
 
 
-def _quantize_q4_0(blocks):
-    at = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
-    scale = jnp.take_along_axis(blocks, at, axis=-1) / -8.0
-    return jnp.clip(jnp.trunc(blocks * _inverse(scale) + 8.5), 0, 15).astype(jnp.uint8), scale, None
+def _quantize_q4_0(xp, blocks):
+    at = xp.argmax(xp.abs(blocks), axis=-1, keepdims=True)
+    scale = xp.take_along_axis(blocks, at, axis=-1) / -8.0
+    return xp.clip(xp.trunc(blocks * _inverse(xp, scale) + 8.5), 0, 15).astype(np.uint8), scale, None
 
 
-def _quantize_q4_1(blocks):
-    low, high = jnp.min(blocks, axis=-1, keepdims=True), jnp.max(blocks, axis=-1, keepdims=True)
+def _quantize_q4_1(xp, blocks):
+    low, high = xp.min(blocks, axis=-1, keepdims=True), xp.max(blocks, axis=-1, keepdims=True)
     scale = (high - low) / 15.0
-    return jnp.clip(jnp.trunc((blocks - low) * _inverse(scale) + 0.5), 0, 15).astype(jnp.uint8), scale, low
+    return xp.clip(xp.trunc((blocks - low) * _inverse(xp, scale) + 0.5), 0, 15).astype(np.uint8), scale, low
 
 
 _QUANTIZERS = {"q8_0": _quantize_q8_0, "q4_0": _quantize_q4_0, "q4_1": _quantize_q4_1}
 
 
-def _inverse(scale):
-    return jnp.where(scale == 0, 0.0, 1.0 / jnp.where(scale == 0, 1.0, scale))
+def _inverse(xp, scale):
+    return xp.where(scale == 0, 0.0, 1.0 / xp.where(scale == 0, 1.0, scale))
 
 
-def _round_to_int8(x):
-    """Rounds half away from zero, as ggml does (jnp.round goes to even)."""
-    return (jnp.sign(x) * jnp.floor(jnp.abs(x) + 0.5)).astype(jnp.int8)
+def _round_to_int8(xp, x):
+    """Rounds half away from zero, as ggml does (round goes to even)."""
+    return (xp.sign(x) * xp.floor(xp.abs(x) + 0.5)).astype(np.int8)
 
 
 def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:

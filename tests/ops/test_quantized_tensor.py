@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile.ops import quantized_tensor
 from jtile.ops.quantized_tensor import BLOCK_BYTES, QuantizedTensor
 
 gguf = pytest.importorskip("gguf", reason="the reference of the block layouts is the gguf package")
@@ -39,12 +40,17 @@ def test_blocks_of_gguf(kind, shape):
     np.testing.assert_allclose(under_jit, expected, rtol=1e-6, atol=1e-6)  # may fuse multiply and add
 
 
+@pytest.mark.parametrize("where", ["NumPy", "host", "elsewhere"])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_quantize_rounds_as_ggml_does(kind):
+def test_quantize_rounds_as_ggml_does(kind, where, monkeypatch):
     x = weights((64, 256), seed=1)
     raw, _ = reference(kind, x)
-    expected, got = QuantizedTensor.from_gguf_blocks(raw, kind, x.shape), QuantizedTensor.quantize(x, kind)
+    given = x if where == "NumPy" else jnp.asarray(x)
+    if where == "elsewhere":  # as what lies on a GPU: by `jnp`
+        monkeypatch.setattr(quantized_tensor, "_on_host", lambda x: False)
+    expected, got = QuantizedTensor.from_gguf_blocks(raw, kind, x.shape), QuantizedTensor.quantize(given, kind)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert isinstance(ours, jax.Array)
         assert ours.dtype == theirs.dtype
         assert np.array_equal(np.asarray(ours), np.asarray(theirs))
 
