@@ -108,7 +108,7 @@ def read_layer_types(
     """
     windows = {"sliding_attention": window, "full_attention": None}
     types = config.get("layer_types") or [("full_attention", "sliding_attention")[slides(i)] for i in range(num_layers)]
-    if len(types) != num_layers or not set(types) <= set(windows):
+    if not isinstance(types, list) or len(types) != num_layers or not all(kind in list(windows) for kind in types):
         raise ModelError(f"the configuration's layer_types {types} are not {num_layers} of {', '.join(windows)}")
     if "sliding_attention" in types and window is None:
         raise ModelError("the configuration's layer_types ask for sliding_attention, but it has no sliding_window")

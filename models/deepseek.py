@@ -13,7 +13,7 @@ from jtile._errors import ModelError
 from jtile.models import layers
 from jtile.models.config import DecoderConfig, WeightSource, read_decoder
 from jtile.models.decoder import Block, GatedMLP, as_float32
-from jtile.models.entries import count, number
+from jtile.models.entries import count, number, table
 from jtile.models.experts import Experts, Mixture
 from jtile.models.latent import LatentAttention, LatentConfig
 from jtile.models.rope import Rope, read_rope, yarn_scale
@@ -103,7 +103,7 @@ def _attention(config: Mapping) -> LatentConfig:
 
 def _score_scale(size: int, rope: Rope, config: Mapping) -> float:
     """1 / sqrt(size), times the square of YaRN's factor for `mscale_all_dim`, if the model has one."""
-    entries = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    entries = table(config, "rope_parameters", "rope_scaling")
     if rope.scaling is None or not entries.get("mscale_all_dim"):
         return size**-0.5
     return size**-0.5 * yarn_scale(rope.scaling.factor, number(entries, "mscale_all_dim", kind=float)) ** 2

@@ -25,3 +25,16 @@ def count(config: Mapping, key: str, default: int) -> int:
     """As `number`, of an entry that may be 0."""
     value = default if config.get(key) is None else config[key]
     return 0 if value == 0 else number({key: value}, key)
+
+
+def table(config: Mapping, *keys: str) -> Mapping:
+    """The first of these entries that is neither absent nor null nor empty, an object; else an empty one.
+
+    Raises:
+      ModelError: it is something else.
+    """
+    key = next((key for key in keys if config.get(key) not in (None, {}, [])), None)
+    value = {} if key is None else config[key]
+    if not isinstance(value, Mapping):
+        raise ModelError(f"the model's configuration has {key!r} = {value!r}; expected an object")
+    return value

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from jtile._errors import ModelError
 from jtile.models.block_scales import block_sides, read_float8, without_scales
 from jtile.models.checkpoint import Checkpoint
+from jtile.models.entries import table
 from jtile.models.families import read_config
 from jtile.models.tokenizer import Tokenizer
 
@@ -42,6 +43,8 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
     eos = extra.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in eos_ids):
+        raise ModelError(f"{path} has 'eos_token_id' = {eos!r}; expected the number of a token, or a list of them")
     return Checkpoint(str(path), parsed, tensors, tokenizer, eos_ids)
 
 
@@ -52,7 +55,7 @@ def _json(path: Path) -> dict:
         raise ModelError(
             f"{path.parent} has no {path.name}; a model folder holds config.json and safetensors files"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}; download it again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a JSON {type(content).__name__}, not an object; download it again")
@@ -62,7 +65,10 @@ def _json(path: Path) -> dict:
 def _files(path: Path) -> Mapping[str, Path]:
     """The safetensors file of each tensor name."""
     if (path / INDEX).exists():
-        return {name: path / file for name, file in _json(path / INDEX).get("weight_map", {}).items()}
+        files = table(_json(path / INDEX), "weight_map")
+        if not all(isinstance(file, str) for file in files.values()):
+            raise ModelError(f"the weight_map of {path / INDEX} names no files; download it again")
+        return {name: path / file for name, file in files.items()}
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{path} has no .safetensors file; a model folder holds config.json and safetensors files")

@@ -19,7 +19,7 @@ from jtile.models.config import (
     read_layer_types,
 )
 from jtile.models.decoder import Attention, GatedMLP, as_float32
-from jtile.models.entries import number
+from jtile.models.entries import number, table
 from jtile.models.rope import Rope, read_rope
 
 
@@ -89,7 +89,7 @@ def _bound(config: Mapping, key: str, default: float | None) -> float | None:
 
 def _ropes(config: Mapping, size: int, third: bool) -> tuple[Rope, Rope]:
     """The rotations of layers that see all keys, and of those with a window."""
-    parameters = config.get("rope_parameters") or {}
+    parameters = table(config, "rope_parameters")
     kinds = ("full_attention", "sliding_attention")
     if all(kind in parameters for kind in kinds):
         full, sliding = (read_rope({**config, "rope_parameters": parameters[kind]}, size) for kind in kinds)

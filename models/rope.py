@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jtile._errors import ModelError
-from jtile.models.entries import number
+from jtile.models.entries import number, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def read_rope(config: Mapping, size: int) -> Rope:
     Raises:
       ModelError: an unknown kind of scaling, or one that lacks a number.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = table(config, "rope_parameters", "rope_scaling")
     theta = number(config, "rope_theta", 10000.0, float)
     return Rope(size, number(rope, "rope_theta", theta, float), read_scaling(rope, config))
 

@@ -98,7 +98,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
             path = folder / "tokenizer_config.json"
-            config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            config = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
         except Exception as error:  # the tokenizers package raises bare Exception
             raise ModelError(f"cannot read the tokenizer in {folder} ({error}); download it again") from error
         template = config.get("chat_template")

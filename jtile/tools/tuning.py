@@ -43,6 +43,9 @@ def show_profile(
 ) -> None:
     """Print `jt.profile` of "module:function"; its first kernel with roles goes to the files."""
     types = levels.parse_types(args)
+    for path in filter(None, (trace, picture)):
+        if not Path(path).parent.is_dir():
+            raise KernelValueError(f"{path} cannot be written: there is no folder {Path(path).parent}")
     with levels.as_wide_as(types):
         found = profile(_function(what, types, meta), *types, interpret=interpret)
     sys.stdout.write(f"{found}\n")
@@ -65,7 +68,10 @@ def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: 
         if not (report.kernels or report.fixed):
             raise KernelValueError(_NOTHING.format(what))
     except KeyboardInterrupt:
-        sys.stderr.write(f"jtile: interrupted; what was found is kept in {user_path(device.kind())}\n")
+        now = store.entries(device.kind())
+        found = sum(before.get(k) is not v for k, v in now.items())
+        kept = f"{found} entries are kept in {user_path(device.kind())}" if found else "nothing was found yet"
+        sys.stderr.write(f"jtile: interrupted; {kept}\n")
         return 130
     finally:
         if out:

@@ -122,8 +122,6 @@ def tune(f: Callable[..., Any], *args: Any, time_limit: float | None = None, pro
       KernelTypeError, KernelValueError: what is no function, or no number of seconds; the device that kernels are
         compiled for is not here. KeyboardInterrupt: what was found is kept.
     """
-    if not callable(f):
-        raise KernelTypeError(f"jt.tune takes a function and its arguments, got {f!r}")
     if time_limit is not None and (isinstance(time_limit, str) or not float(time_limit) >= 0):
         raise KernelValueError(f"time_limit is a number of seconds, at least 0, or None; got {time_limit!r}")
     if not device.is_here():

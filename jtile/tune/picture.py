@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jtile._errors import KernelValueError
@@ -54,6 +55,9 @@ def draw(line: Timeline, path: str | os.PathLike[str], program: int | None, wind
     axes.set_title(f"{line.kernel}, program {chosen}: {length} {line.unit}, products under way {share:.0%}", loc="left")
     _legend(axes, spans)
     figure.tight_layout()
+    ending, known = Path(path).suffix[1:].lower(), figure.canvas.get_supported_filetypes()
+    if ending and ending not in known:
+        raise KernelValueError(f"a picture is written as one of {', '.join(sorted(known))}, got {os.fspath(path)!r}")
     figure.savefig(path)
 
 

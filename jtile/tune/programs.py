@@ -24,7 +24,7 @@ def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
     are not among the calls.
 
     Raises:
-      KernelTypeError: called inside of a trace.
+      KernelTypeError: called inside of a trace, or `f` is no function.
     """
     jaxpr, found = _traced(f, args)
     programs: Counter[Any] = Counter()
@@ -51,6 +51,8 @@ def operands(f: Callable[..., Any], *args: Any) -> dict[Any, list[Any]]:
 def _traced(f: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recorder]:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
         raise KernelTypeError("jt.tune and jt.explain measure, so call them outside of jax.jit and other transforms")
+    if not callable(f):
+        raise KernelTypeError(f"jt.tune, jt.explain and jt.profile take a function and its arguments, got {f!r}")
     found = Recorder()
     token = recorder.set(found)
     try:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jtile import passes
-from jtile._errors import UnsupportedError
+from jtile._errors import KernelValueError, UnsupportedError
 from jtile._lowering import compile_piece, pieces_of
+from jtile.ir.types import DTYPES
 from jtile.tune import device, measure, prune
 from jtile.tune.choose import lookup
 from jtile.tune.cost import Work, work
@@ -86,8 +87,10 @@ def explain(
       run: measure, where the device is here.
 
     Raises:
-      KernelTypeError: called inside of a trace.
+      KernelTypeError: called inside of a trace, or `f` is no function.
+      KernelValueError: `rates` names neither memory nor a dtype, or a rate is no positive number.
     """
+    _check(rates)
     programs, calls = trace(f, *args)
     target = device.target()
     given = {}
@@ -100,6 +103,16 @@ def explain(
         for program, times in programs.items()
     ]
     return Explanation(device.kind() if device.is_here() else target.name, tuple(kernels))
+
+
+def _check(rates: Mapping[str, float] | None) -> None:
+    good = lambda rate: isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0
+    whole = rates is None or isinstance(rates, Mapping)
+    if not whole or not all(name in ("memory", *DTYPES) and good(rate) for name, rate in (rates or {}).items()):
+        raise KernelValueError(
+            f"jt.explain: rates is {rates!r}; expected 'memory' (bytes a second) and dtypes (operations a second) with "
+            "numbers above 0, such as {'memory': 3.3e12, 'bfloat16': 8e14}"
+        )
 
 
 def _cost(program: Any, calls: int, target: Any, rates: Any, data: Any, run: bool) -> KernelCost:

@@ -6,13 +6,13 @@ import dataclasses
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jtile import _cache
 from jtile.passes.block.stamps import BEGIN, END, PHASES, SLOT, Site
 
 
@@ -160,10 +160,7 @@ class Timeline:
         """Write the trace as JSON for https://ui.perfetto.dev, whole or not at all."""
         text = json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ns"})
         target = Path(path)
-        handle, name = tempfile.mkstemp(dir=target.parent, suffix=".json")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, target)
+        _cache.write(target, text.encode())
 
     def picture(
         self,

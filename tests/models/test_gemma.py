@@ -72,6 +72,8 @@ def test_only_layers_that_see_all_keys_are_stretched(third):
         ({"hidden_activation": "gelu"}, "uses 'gelu'; jtile.models implements 'gelu_pytorch_tanh'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"layer_types": ["full_attention"]}, "are not 4 of"),
+        ({"layer_types": 4}, "layer_types 4 are not 4 of"),
+        ({"rope_parameters": "default"}, "expected an object"),
         ({"query_pre_attn_scalar": -1}, "'query_pre_attn_scalar' = -1"),
     ],
 )

@@ -142,17 +142,28 @@ def test_damaged_folders(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no \.safetensors file"):
         jtile.models.load(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
-        jtile.models.load(folder)
+    for text in ("{", "[" * 100_000):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+            jtile.models.load(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config\.json"):
+        jtile.models.load(folder)
+
+
+@pytest.mark.parametrize("files", [["a.safetensors"], {"model.embed_tokens.weight": 3}])
+def test_an_index_that_names_no_files(folder, files):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ModelError, match="weight_map"):
         jtile.models.load(folder)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"model_type": "mamba"}, "type 'mamba'"), ({"vocab_size": 300}, r"asks for \(300, 64\)"),
+     ({"rope_parameters": 3}, "'rope_parameters' = 3; expected an object"),
+     ({"rope_parameters": None, "rope_scaling": "yarn"}, "'rope_scaling' = 'yarn'; expected an object"),
+     ({"eos_token_id": ["</s>"]}, "the number of a token"), ({"eos_token_id": True}, "the number of a token"),
      ({"intermediate_size": 32}, "gate_proj.weight"), ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3")],
 )  # fmt: skip
 def test_configurations_that_do_not_fit_the_weights(folder, change, message):

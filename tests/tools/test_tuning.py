@@ -67,6 +67,22 @@ def test_a_file_that_cannot_be_written_is_known_before_the_search(here, where, m
     assert "the tuning file" in run("tune", "merge", "a.json", "-o", where)
 
 
+@pytest.mark.parametrize("option", ["--trace", "--picture"])
+def test_a_folder_that_is_not_there_is_known_before_the_profile(here, option, monkeypatch):
+    monkeypatch.setattr(tuning, "profile", lambda *_, **__: pytest.fail("it ran"))
+    message = run("profile", "mine_tuned.py:double", "--args", "f32[64]", "--interpret", option, "none/x.svg")
+    assert "none/x.svg cannot be written: there is no folder none" in message
+
+
+def test_an_interrupt_says_what_is_kept(here, monkeypatch, capsys):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "tune", stopped)
+    assert run("tune", "mine_tuned.py:double", "--args", "f32[64]") == 130
+    assert "nothing was found yet" in capsys.readouterr().err
+
+
 def test_explain(here, capsys):
     assert run("explain", "mine_tuned.py:double", "--args", "f32[64]", "--meta", "bm=4") == 0
     assert "double" in capsys.readouterr().out

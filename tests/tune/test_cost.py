@@ -9,6 +9,7 @@ from products import tiled_matmul
 import jtile as jt
 from benchmarks.gpu import tutorial
 from jtile import ops
+from jtile.errors import KernelTypeError, KernelValueError
 from jtile.tune import cost, prune
 from jtile.tune.cost import work
 from jtile.tune.programs import trace
@@ -120,6 +121,18 @@ def test_explain_counts_calls_and_bounds():
     assert line.bound_us == pytest.approx(65.536)
     assert line.limit == "memory"
     assert "65.5k" in str(found)
+
+
+@pytest.mark.parametrize("rates", [{"memry": 1e9}, {"memory": -1}, {"memory": 0}, {"float32": "fast"}, [1e9]])
+def test_rates_that_say_nothing_are_refused(rates):
+    with pytest.raises(KernelValueError, match="expected 'memory'"):
+        jt.explain(kernels.double_kernel(), kernels.X, rates=rates)
+
+
+@pytest.mark.parametrize("call", [jt.explain, lambda f, x: jt.profile(f, x, interpret=True)])
+def test_what_is_no_function_is_refused(call):
+    with pytest.raises(KernelTypeError, match="take a function and its arguments, got None"):
+        call(None, kernels.X)
 
 
 def test_explain_measures_on_this_device():

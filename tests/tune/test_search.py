@@ -76,7 +76,7 @@ def test_a_time_limit_that_is_none(limit):
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(KernelTypeError, match="takes a function"):
+    with pytest.raises(KernelTypeError, match="take a function"):
         jt.tune(X)
 
 

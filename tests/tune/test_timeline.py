@@ -127,4 +127,6 @@ def test_picture(tmp_path):
         line.picture(tmp_path / "other.svg", program=3)
     with pytest.raises(KernelValueError, match="a window is"):
         line.picture(tmp_path / "other.svg", window=(5, 5))
+    with pytest.raises(KernelValueError, match="a picture is written as one of"):
+        line.picture(tmp_path / "other.words")
     assert not (tmp_path / "other.svg").exists()
