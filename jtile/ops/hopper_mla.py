@@ -36,7 +36,8 @@ class _Work:
     """What the roles of a program know alike: Refs, memory and barriers.
 
     C[2 x + h]: columns [h rank / 2, ...) of the keys of role x. R[x]: their rotary part; when it is used up, the
-    weights of these keys. M, L: running maxima and sums of the roles.
+    weights of these keys. M, L: running maxima and sums of the roles. S: what of all keys is this program's, which the
+    role that copies works out for all.
     """
 
     q: Any
@@ -54,6 +55,7 @@ class _Work:
     R: Any
     M: Any
     L: Any
+    S: Any
     full: Any
     empty: Any
     q_full: Any
@@ -61,6 +63,7 @@ class _Work:
     maximum: Any
     weights: Any
     sums: Any
+    known: Any
 
     @property
     def t(self) -> int:
@@ -105,7 +108,10 @@ def _fetch_queries(w: _Work, turn, b):
 @jt.function
 def _copies(w: _Work):
     """The role that copies."""
-    begin, end, b, start, _ = w.share()
+    begin, end, b, start = share = w.share()[:4]
+    for i in range(4):
+        w.S[i].store(jnp.full((1,), share[i], jnp.int32))
+    w.known[0].arrive()
     c, turn = jnp.int32(0), jnp.int32(0)
     while start < end:
         length = jnp.clip(w.lengths[b], 0, w.units.slots)
@@ -123,34 +129,37 @@ def _copies(w: _Work):
 
 
 @jt.function
-def _seen(s, key, length, t: int, query, heads: int):
-    """The scores of the keys from `key` on and the queries from `query` on, -inf where a query does not see a key."""
-    if key + KEYS > length - t + 1:
-        position = length - t + (query + jt.arange(ROWS)[:, None]) // heads
-        s = jnp.where(key + jt.arange(KEYS)[None, :] <= position, s, -math.inf)
-    return s
+def _scores(w: _Work, x: int, c):
+    """The scores of a unit's keys of role x. One code for both halves of the entries: a sixth of the instructions."""
+    z = c >> 30  # 0, but nobody knows: else addresses move out of the loop, and there are not registers for all
+    s = jt.zeros((ROWS, KEYS), jnp.float32)
+    for i in jt.range(2):
+        h = x ^ i  # the half of the other role brings the rotary part
+        w.full[2 * x + h].wait(c & 1)
+        s = jt.dot_async(w.Q[h], w.C[2 * x + h].T, s)
+    return jt.dot_wait(jt.dot_async(w.QR[z], w.R[x + z].T, s), pending=0)
 
 
 @jt.function
-def _zero_behind(buffer, key, length):
-    """What stands behind the length may be anything, and 0 times it too: zeros instead."""
-    if key + KEYS > length:
+def _edge(w: _Work, x: int, s, key, length, query):
+    """The scores of the keys of role x, from `key` on, of the queries from `query` on: -inf where a query does not see
+    a key. What stands behind the length may be anything, and 0 times it too: zeros instead.
+
+    One branch in the loop for both, behind the scores, where it costs nothing: among the weights it would keep their
+    exponentials and the sums' rescaling apart."""
+    if key + KEYS > length - w.t + 1:
+        seen = length - w.t + (query + jt.arange(ROWS)[:, None]) // w.heads
+        s = jnp.where(key + jt.arange(KEYS)[None, :] <= seen, s, -math.inf)
         inside = key + jt.arange(KEYS)[:, None] < length
-        for k in range(0, buffer.shape[1], 64):
-            piece = buffer[:, k : k + 64]
-            piece.store(jnp.where(inside, piece.load(), jnp.zeros((), buffer.dtype)))
+        for h in jt.range(2):
+            for k in range(0, w.C.shape[1], 64):
+                piece = w.C[2 * x + h][:, k : k + 64]
+                piece.store(jnp.where(inside, piece.load(), jnp.zeros((), w.C.dtype)))
         jt.fence_shared()
+    return s
 
 
-def _scores(w: _Work, x: int, c, h: int, s=None):
-    """The scores' part from half h of the entries, in flight; the half of the other role brings the rotary part."""
-    z = c >> 30  # 0, but nobody knows: else addresses move out of the loop, and there are not registers for all
-    w.full[2 * x + h].wait(c & 1)
-    s = jt.dot_async(w.Q[h + z], w.C[2 * x + h + z].T, s)
-    return s if h == x else jt.dot_async(w.QR[z], w.R[x + z].T, s)
-
-
-def _first(w: _Work, c, s, key, length, acc, l, m, last: bool):
+def _first(w: _Work, c, s, acc, l, m):
     """The weights of role 0 and their product with its own keys; its maximum goes to role 1 and comes back."""
     unit, z, dtype = w.scale * LOG2_E, c >> 30, w.q.dtype
     mine = jnp.maximum(m, s.max(1) * unit)
@@ -158,8 +167,6 @@ def _first(w: _Work, c, s, key, length, acc, l, m, last: bool):
     w.maximum[0].arrive()
     p, fade = jnp.exp2(s * unit - mine[:, None]), jnp.exp2(m - mine)
     l = l * fade + p.sum(1)
-    if last:
-        _zero_behind(w.C[0], key, length)
     acc = jt.dot_async(p.astype(dtype), w.C[z], acc * fade[:, None])
     w.maximum[1].wait(c & 1)
     m = w.M[1].load()
@@ -172,7 +179,7 @@ def _first(w: _Work, c, s, key, length, acc, l, m, last: bool):
     return acc, l * fade, m
 
 
-def _second(w: _Work, c, s, key, length, acc, l, m, last: bool):
+def _second(w: _Work, c, s, acc, l, m):
     """The weights of role 1, by the maximum of both, and their product with its own keys."""
     unit, z, dtype = w.scale * LOG2_E, c >> 30, w.q.dtype
     top = s.max(1) * unit
@@ -182,8 +189,6 @@ def _second(w: _Work, c, s, key, length, acc, l, m, last: bool):
     w.maximum[1].arrive()
     p, fade = jnp.exp2(s * unit - mine[:, None]), jnp.exp2(m - mine)
     l = l * fade + p.sum(1)
-    if last:
-        _zero_behind(w.C[3], key, length)
     w.R[1].store(p.astype(dtype))
     jt.fence_shared()
     w.weights[1].arrive()
@@ -192,21 +197,15 @@ def _second(w: _Work, c, s, key, length, acc, l, m, last: bool):
     return acc, l, mine
 
 
-def _step(w: _Work, x: int, c, key, length, s, acc, l, m, last: bool):
-    """A unit of keys from `key` on; s: its finished scores. Gives the next unit's too, but for the last one."""
+def _step(w: _Work, x: int, c, key, length, acc, l, m):
+    """A unit of keys from `key` on."""
     other, z = 2 - x, c >> 30  # the other role's keys, of this role's columns
-    if last or w.t > 1:
-        s = _seen(s, key + x * KEYS, length, w.t, w.here()[1] * ROWS + z, w.heads)
-    acc, l, m = (_first, _second)[x](w, c, s, key + x * KEYS, length, acc, l, m, last)
+    s = _edge(w, x, _scores(w, x, c), key + x * KEYS, length, w.here()[1] * ROWS + z)
+    acc, l, m = (_first, _second)[x](w, c, s, acc, l, m)
     w.weights[1 - x].wait(c & 1)
-    if last:
-        _zero_behind(w.C[other], key + (1 - x) * KEYS, length)
     acc = jt.dot_wait(jt.dot_async(w.R[1 - x + z], w.C[other + z], acc), pending=0)
     w.empty[other].arrive()  # before the next scores: a copy takes a quarter of a unit's time, and roles wait for it
-    if last:
-        return s, acc, l, m
-    s = _scores(w, x, c + 1, 1 - x, _scores(w, x, c + 1, x))
-    return jt.dot_wait(s, pending=0), acc, l, m
+    return acc, l, m
 
 
 @jt.function
@@ -235,24 +234,23 @@ def _give(w: _Work, x: int, b, turn, begins, ends, acc, l, m, o, o_part, lse_par
 @jt.function
 def _values(w: _Work, x: int, o, o_part, lse_part):
     """Role x: the scores of keys [64 x, 64 x + 64) of a unit, columns [x rank / 2, ...) of the outputs of all."""
-    begin, end, b, start, _ = w.share()
+    w.known[0].wait(0)
+    begin, end, b, start = (w.S[i].load().reshape(()) for i in range(4))
     c, turn = jnp.int32(0), jnp.int32(0)
     while start < end:
         length = jnp.clip(w.lengths[b], 0, w.units.slots)
         n = w.units.of(length)
         lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
         w.q_full[0].wait(turn & 1)
-        s = jt.dot_wait(_scores(w, x, c, 1 - x, _scores(w, x, c, x)), pending=0)
         acc = jt.zeros((ROWS, w.C.shape[1]), jnp.float32)
         l, m = jt.zeros((ROWS,), jnp.float32), jt.full((ROWS,), NOTHING, jnp.float32)
-        for u in jt.range(lo, hi - 1):
-            s, acc, l, m = _step(w, x, c, (u - start) * UNIT, length, s, acc, l, m, last=False)
+        for u in jt.range(lo, hi):
+            acc, l, m = _step(w, x, c, (u - start) * UNIT, length, acc, l, m)
             c = c + 1
         begins, ends = lo == start, hi == start + n
         w.q_empty[0].arrive(when=~(begins & ends))  # a row's part needs the queries no more; a whole row goes there
-        s, acc, l, m = _step(w, x, c, (hi - 1 - start) * UNIT, length, s, acc, l, m, last=True)
         _give(w, x, b, turn, begins, ends, acc, l, m, o, o_part, lse_part)
-        b, start, c, turn = b + 1, start + n, c + 1, turn + 1
+        b, start, turn = b + 1, start + n, turn + 1
 
 
 @jt.kernel(out_type=_types, grid=lambda q, *_, parts, **__: parts * jt.cdiv(q.shape[1], ROWS))
@@ -266,11 +264,12 @@ def hopper_mla(
     Q, QR = jt.alloc((ROWS, half), dtype, slots=2), jt.alloc((ROWS, ROPE), dtype, slots=1)
     C, R = jt.alloc((KEYS, half), dtype, slots=4), jt.alloc((KEYS, ROPE), dtype, slots=2)
     M, L = jt.alloc((ROWS,), jnp.float32, slots=2), jt.alloc((ROWS,), jnp.float32, slots=2)
+    S, known = jt.alloc((1,), jnp.int32, slots=4), jt.barrier(1)
     full, empty, q_full, q_empty = jt.barrier(4), jt.barrier(4), jt.barrier(1), jt.barrier(1, arrivals=2)
     maximum, weights, sums = jt.barrier(2), jt.barrier(2), jt.barrier(2)
     w = _Work(
         q, cache, lengths, table, units, parts, heads, rank, scale,
-        Q, QR, C, R, M, L, full, empty, q_full, q_empty, maximum, weights, sums,
+        Q, QR, C, R, M, L, S, full, empty, q_full, q_empty, maximum, weights, sums, known,
     )  # fmt: skip
     with jt.role("copies", warps=4, registers=24):  # the first role: others address buffers cheaper where they are not
         _copies(w)
