@@ -124,6 +124,17 @@ def _reassociated(op: Map, rw: Rewriter):
     return rw.new(Map(op.fn, (inner.args[0], rw.new(Map(op.fn, (inner.args[1], c))))))
 
 
+@rules(Map)
+def _sign_of_constant(op: Map, rw: Rewriter):
+    """(-x) * c = x * (-c), and likewise a quotient, of floats."""
+    if op.fn not in ("mul", "div") or DTYPES[op.args[0].dtype].kind != "f" or not isinstance(op.args[1].op, Full):
+        return None
+    x, c = op.args
+    if not isinstance(x.op, Map) or x.op.fn != "neg":
+        return None
+    return rw.new(Map(op.fn, (x.op.args[0], rw.new(Map("neg", (c,))))))
+
+
 @rules(Select)
 def _select(op: Select, rw: Rewriter):
     if op.a is op.b:
