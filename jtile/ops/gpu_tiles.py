@@ -184,26 +184,31 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False
 
 
 @functools.cache
-def warps_of_rows(elements: int, weighted: bool = False) -> int:
+def warps_of_rows(elements: int, weighted: bool = False, centred: bool = False) -> int:
     """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more, since
-    many warps wait long for each other at a reduction; rows that are `weighted` have weights in registers too."""
+    many warps wait long for each other at a reduction; rows that are `weighted` have weights in registers too, and long
+    ones that are `centred` wait for two sums one after the other, which more threads make sooner."""
+    if centred and elements in (16384, 32768):  # none masked: of 12288 eight warps are quicker
+        return 16
     if elements > 16384:
         return min(_power(elements) // 2048, 32) if elements > 32768 else 8
     return min(max(_power(elements) // 512, 1), 8 if weighted else 4)
 
 
-def long_rows(n: int) -> Choice | None:
-    """Of a layer norm of rows of n elements that are read twice: blocks `bn` of the second time. None where registers
-    hold enough rows: shorter ones, which two sums do not keep waiting for longer than their bytes."""
-    return Choice({"bn": 4096}, {"num_warps": 16}) if n > 8192 and jt.platform() == "cuda" else None
+def long_rows(n: int, itemsize: int) -> Choice | None:
+    """Of a layer norm of rows of n elements that are read twice: blocks `bn` of the second time. None where that saves
+    no registers that further rows could be held in: shorter rows, which leave some, longer ones and those of 32 bits,
+    of which a multiprocessor holds one or two either way."""
+    suits = 8192 < n <= 16384 and itemsize == 2 and jt.platform() == "cuda"
+    return Choice({"bn": 4096}, {"num_warps": 16}) if suits else None
 
 
 @functools.cache
 def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | None:
     """Of the reverse mode of a norm (`centre`: with means), whose programs hold tiles of rows of n elements, sums over
     all of their rows, and the tiles that come next if `ahead`: `br` rows of a tile, `per` tiles of a program. Where
-    those leave no registers for the next ones, they come to shared memory, and the weights with them. None where
-    registers do not hold the sums beside the rows."""
+    that takes a second program the registers, those come to shared memory, in front of long rows with the weights.
+    None where registers do not hold the sums beside the rows."""
     side = _power(n)
     if side * itemsize > (16384 if centre else 32768):
         return None
@@ -211,7 +216,10 @@ def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | N
     br = min(max((1024 if short else 2048) // side, 1), _power(max(rows // PROCESSORS, 1)))
     per = cdiv(cdiv(rows, br), PROCESSORS * min(max(8192 // side, 1), 8 if short else 4))
     warps = min(max(br * side // 512, 1), 16)
-    way = {"ahead": True} if side * itemsize <= 16384 else {"again": True, "stages": 3}
+    if side * itemsize > 16384:
+        way = {"again": True, "apart": True, "stages": 3}
+    else:
+        way = {"together": True, "stages": 3} if centre and not short else {"ahead": True}
     return Choice({"br": br, "per": max(per, 1), **way}, {"num_warps": warps})
 
 

@@ -41,7 +41,7 @@ def layer_norm_rows(x, params, y, *, br: int, eps: float, has_weight: bool):
 def layer_norm_long_rows(x, params, y, *, bn: int, eps: float, has_weight: bool):
     """`layer_norm_rows`, one row in a program: held for its sums, and read again, in blocks of `bn`, for its result.
 
-    The second time it comes from the cache; half of the registers do, and more rows are on their way at a time.
+    The second time it comes from the cache: registers of the first are free then, and further rows are on their way.
     """
     i, n = jt.program_id(0), x.shape[1]
     t = wide(x.tiles(None, n)[i, 0])
@@ -92,10 +92,10 @@ def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float)
 
 def _layer(x, params, **options):
     """`layer_norm` of x [rows, n] by the kernel that suits the length of the rows."""
-    if how := gpu_tiles.long_rows(known(x.shape[1])):
+    if how := gpu_tiles.long_rows(known(x.shape[1]), x.dtype.itemsize):
         return tuned(layer_norm_long_rows, **how.options)(x, params, **how.tiles, **options)
     br = weighted_rows(*x.shape)
-    return of_rows(layer_norm_rows, x, br, weighted=True)(x, params, br=br, **options)
+    return of_rows(layer_norm_rows, x, br, weighted=True, centred=True)(x, params, br=br, **options)
 
 
 def _layer_forward(x, params, *, eps: float, has_weight: bool, **_):

@@ -49,6 +49,10 @@ def _slope(t, g, w, centre: bool, eps: float, together: bool):
     return slope * r, u, r, mean
 
 
+def _shifted(w, offset: float):
+    return w + offset if offset else w  # adding 0 is an addition: it makes 0 of -0
+
+
 def _total(terms):
     """The sum of the terms of x, as it is computed with."""
     t = wide(terms[0])
@@ -60,7 +64,7 @@ def _total(terms):
 @jt.kernel(out_type=_types, grid=_chunks)
 def norm_backward_rows(
     xs, weight, cts, *out, br: int, per: int, sums: int, centre: bool, eps: float, offset: float,
-    statistics: bool = False, together: bool = False, ahead: bool = False, again: bool = False,
+    statistics: bool = False, together: bool = False, ahead: bool = False, again: bool = False, apart: bool = False,
     stages: int | None = None,
 ):  # fmt: skip
     """Rows [n] of y = norm(x_1 + ...) w + b and s = x_1 + ...; `per` tiles of `br` rows in a program.
@@ -73,34 +77,37 @@ def norm_backward_rows(
       together: see `_sums_of_rows`.
       ahead: the next tile is fetched into registers while one is worked on; stages: into shared memory.
       again: so is w, with every tile: registers hold no copy of it.
+      apart: a program's tiles lie as many apart as there are programs, not side by side: all programs read one stretch
+        of memory at a time, and not places that are a power of two apart.
     """
     # dw = sum g u     db = sum g
     c, n = jt.program_id(0), xs[0].shape[1]
     X, CT, DX = ([ref.tiles(br, n) for ref in refs] for refs in (xs, cts, out[: len(xs)]))
-    first = c * per
-    count = jnp.minimum(X[0].shape[0] - first, per)
+    first, step = (c, _chunks(xs, weight, cts, br=br, per=per)) if apart else (c * per, 1)
+    count = jt.cdiv(X[0].shape[0] - c, step) if apart else jnp.minimum(X[0].shape[0] - first, per)
+    place = lambda k: first + k * step
     fetch = lambda i: tuple(view[i, 0] for view in (*X, *CT))
-    weights = lambda: wide(weight[0][...])[None, :] + offset if weight else None
+    weights = lambda: _shifted(wide(weight[0][...])[None, :], offset) if weight else None
     held = None if again else weights()
     dw, db = (jnp.zeros((n,), sums_in(xs[0])) for _ in range(2))
     ragged = not isinstance(xs[0].shape[0], int) or xs[0].shape[0] % br
     tiles = fetch(first) if ahead else ()
     for k in jt.range(count, stages=stages):
-        i = first + k
-        then = fetch(first + jnp.minimum(k + 1, count - 1)) if ahead else ()
+        i = place(k)
+        then = fetch(place(jnp.minimum(k + 1, count - 1))) if ahead else ()
         tiles = tiles if ahead else fetch(i)
         g = wide(tiles[len(xs)])
         slope, u, *found = _slope(_total(tiles[: len(xs)]), g, weights() if again else held, centre, eps, together)
         for ct in tiles[len(xs) + 1 :]:
             slope = slope + ct.astype(slope.dtype)
+        for ref, view in zip(out, DX):
+            view[i, 0] = slope.astype(ref.dtype)
         for ref, value in zip(out[len(xs) + sums :], found):
             ref.tiles(br)[i] = value.reshape(br)
         if ragged:  # with eps = 0 the rows behind the last one are no numbers
             u = jnp.where((i * br + jt.arange(br) < xs[0].shape[0])[:, None], u, jnp.zeros((), u.dtype))
         dw = dw + (g * u).sum(0) if sums else dw
         db = db + g.sum(0) if sums > 1 else db
-        for ref, view in zip(out, DX):  # behind the sums: a store in front of them keeps more registers in use
-            view[i, 0] = slope.astype(ref.dtype)
         tiles = then
     for ref, total in zip(out[len(xs) : len(xs) + sums], (dw, db)):
         ref[c, :] = total
@@ -158,7 +165,9 @@ def _wide_backward(xs, weight, cts, *, sums: int, **options):
     warps = min(gpu_tiles.warps_of_rows(2 * known(xs[0].shape[1]), weighted=True), 16)
     per = jt.cdiv(rows, gpu_tiles.PROCESSORS)
     kernel = tuned(norm_backward_rows, num_warps=warps)
-    out = kernel(xs, weight, cts, br=1, per=per, sums=0, statistics=bool(sums), again=True, stages=3, **options)
+    out = kernel(
+        xs, weight, cts, br=1, per=per, sums=0, statistics=bool(sums), again=True, apart=True, stages=3, **options
+    )
     dxs, statistics = out[: len(xs)], out[len(xs) :]
     if not sums:
         return dxs, []

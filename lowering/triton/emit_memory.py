@@ -8,10 +8,11 @@ import math
 
 from jtile import ir
 from jtile.ir.shapes import full_array
-from jtile.lowering.triton import tma
+from jtile.lowering.triton import tma, versions
 from jtile.lowering.triton.addresses import Line, addresses, lines, pointers, resolve, touches_nothing
 from jtile.lowering.triton.emit_basics import code_of
 from jtile.lowering.triton.emitter import PACKED, Buffer, Emitter, elem_of, emits, memory_elem, padded
+from jtile.lowering.triton.eviction import evictions
 from jtile.lowering.triton.hazards import PAIRS, last_lanes, may_repeat, meet
 from jtile.lowering.triton.packed import load_packed, store_packed
 from jtile.lowering.triton.ttir import Number, Val, bits
@@ -40,16 +41,27 @@ def _load(em: Emitter, op: ir.Load) -> Val:
     places = resolve(em, buf, found, shape, op.checked)
     where = pointers(em, buf.pointer, places)
     mask = code.both(places.mask, em.mask(op))
-    elem = memory_elem(buf.dtype)
+    elem, policy = memory_elem(buf.dtype), _policy(em, op)
     if mask is None:
-        return from_memory(em, code.let(f"tt.load {where.name} : {where.type}", where.shape, elem), buf.dtype)
+        return from_memory(em, code.let(f"tt.load {where.name}{policy} : {where.type}", where.shape, elem), buf.dtype)
     other = code.const(pad, elem, where.shape)
     extended = _sign_extended(pad, elem)
     start = code.const(0, elem, where.shape) if extended else other
-    v = code.let(f"tt.load {where.name}, {mask.name}, {start.name} : {where.type}", where.shape, elem, pad)
+    operands = ", ".join(v.name for v in (where, mask, start))
+    v = code.let(f"tt.load {operands}{policy} : {where.type}", where.shape, elem, pad)
     if extended:
         v = dataclasses.replace(code.select(mask, v, other), fill=pad)
     return from_memory(em, v, buf.dtype)
+
+
+def _policy(em: Emitter, op: ir.Load) -> str:
+    """When the cache should forget what is loaded, see `eviction.py`: empty for most."""
+    if not em.features.cuda:
+        return ""
+    if "evictions" not in em.memo:
+        em.memo["evictions"] = evictions(em.kernel)
+    hint = em.memo["evictions"].get(op)
+    return versions.eviction(hint) if hint else ""
 
 
 def _sign_extended(pad: Number, elem: str) -> bool:

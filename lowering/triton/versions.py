@@ -47,6 +47,13 @@ def tensordesc(shape: tuple[int, ...], elem: str, layout: Any = "") -> str:
     return f"!tt.tensordesc<tensor<{text}>>" if version() < (3, 9) else f"!tt.tensordesc<{text}>"
 
 
+def eviction(policy: str) -> str:
+    """The attribute of a `tt.load` that says when the cache forgets what it reads: "evict_last", "evict_first"."""
+    if version() < (3, 9):
+        return f" evictionPolicy = {policy}"
+    return f" {{cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = {policy}>}}"
+
+
 def store_wait(pending: int) -> str:
     """Waiting until asynchronous stores have read their buffers."""
     return f"ttng.async_tma_store_wait {{pendings = {pending} : i32{', read_only' if version() >= (3, 9) else ''}}}"

@@ -106,17 +106,32 @@ def test_cross_entropy_of_a_long_row(smoothing):
 @pytest.mark.parametrize(("n", "given"), [(16384, "weight bias"), (9001, "weight"), (9001, "bias"), (9001, "")])
 def test_layer_norm_of_long_rows(n, given):
     x, params = normal(0, 5, n) + 3, [normal(1 + k, n) for k in range(len(given.split()))]
-    assert gpu_tiles.long_rows(n).tiles["bn"] < n  # the last block of 9001 is not whole
     call = lambda f: lambda x, *params: f(x, **dict(zip(given.split(), params, strict=True)))
+    bn = gpu_tiles.long_rows(n, 2).tiles["bn"]
+    assert bn < n  # the last block of 9001 is not whole
+    kernel = lambda x, weight=None, bias=None: norms.layer_norm_long_rows(
+        x, tuple(p for p in (weight, bias) if p is not None), bn=bn, eps=1e-5, has_weight=weight is not None
+    )
+    same(call(kernel), call(norms.layer_norm_reference), x, *params, grad=False)
     # without a weight the sum of squares is the same for all x
-    same(call(ops.layer_norm), call(norms.layer_norm_reference), x, *params, tolerance=1e-5, grad="weight" in given)
+    halves = [v.astype(jnp.float16) for v in (x, *params)]
+    same(call(ops.layer_norm), call(norms.layer_norm_reference), *halves, tolerance=1e-3, grad="weight" in given)
+
+
+def test_slopes_of_layer_norm_take_the_sums_of_a_row_together():
+    x, w, b = normal(0, 300, 1100) + 3, normal(1, 1100), normal(2, 1100)
+    assert gpu_tiles.slopes_of_rows(300, 1100, 4, True).tiles["together"]
+    same(ops.layer_norm, norms.layer_norm_reference, x, w, b, tolerance=1e-5)
+    slope = lambda f: jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))
+    ours, wanted = slope(ops.layer_norm), slope(norms.layer_norm_reference)
+    close(jax.jvp(ours, (x, w, b), (x, b, w)), jax.jvp(wanted, (x, w, b), (x, b, w)), 2e-5)
 
 
 @pytest.mark.parametrize(
     ("rows", "n", "way"),
     [
         (601, 20, {"br": 4, "ahead": True}),  # a last tile of one row, and no help from eps
-        (9, 4500, {"br": 1, "again": True, "stages": 3}),
+        (9, 4500, {"br": 1, "again": True, "apart": True, "stages": 3}),
     ],
 )
 def test_slopes_of_norms_in_tiles_of_rows(rows, n, way):
