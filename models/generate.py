@@ -149,15 +149,17 @@ class LanguageModel:
 
         Its `stats` hold the token counts and speeds so far. Errors in the arguments are raised here, not on iteration.
         """
-        if max_new_tokens < 0:
-            raise PromptError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+        if not _is_int(max_new_tokens) or max_new_tokens < 0:
+            raise PromptError(f"max_new_tokens is an int of at least 0, got {max_new_tokens!r}")
         prompt = self._prompt(ids, attention_mask)
         if isinstance(eos, str):
             if eos != "model":
                 raise PromptError(f"eos is 'model', a token id, several, or None; got {eos!r}")
             ends = self.eos_ids
         else:
-            ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+            ends = () if eos is None else tuple(eos) if np.iterable(eos) else (eos,)
+            if not all(map(_is_int, ends)):
+                raise PromptError(f"eos is 'model', a token id, several, or None; got {eos!r}")
         room = self.config.max_length - int(prompt.lengths.max())
         return Generation(self, prompt, min(max_new_tokens, room), Sampling(temperature, top_k, top_p, seed), ends)
 
@@ -279,6 +281,10 @@ def _is_end(tokens, ends):
 def _widen(x: np.ndarray, length: int) -> np.ndarray:
     """Pads [batch, n] with zeros on the right to [batch, length]."""
     return np.pad(x, ((0, 0), (0, length - x.shape[1])))
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_single(ids) -> bool:

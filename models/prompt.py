@@ -60,7 +60,7 @@ def _rows(ids, name: str = "prompt ids") -> tuple[list[np.ndarray], bool]:
     if array is not None and array.ndim <= 2 and array.dtype != object:
         rows, single = ([array], True) if array.ndim <= 1 else (list(array), False)
     else:
-        rows, single = [np.asarray(row) for row in ids], False
+        rows, single = [np.asarray(row) for row in ids] if np.iterable(ids) else [array], False
     for row in rows:
         if row.ndim != 1 or (row.size and row.dtype.kind not in "iub"):
             raise PromptError(

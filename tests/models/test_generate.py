@@ -64,6 +64,10 @@ def test_bad_arguments_raise_before_the_first_token(tiny, row):
         (row, {"temperature": -0.1}, "temperature"),
         ("text", {}, "encode it first"),
         (row, {"eos": "<end>"}, "eos is 'model'"),
+        (row, {"eos": 1.5}, "eos is 'model'"),
+        (row, {"eos": ["<end>"]}, "eos is 'model'"),
+        (row, {"max_new_tokens": 2.5}, "max_new_tokens is an int"),
+        (None, {}, "prompt ids must be integers"),
     ):
         with pytest.raises(PromptError, match=message):
             tiny.stream(ids, **options)
