@@ -218,7 +218,8 @@ def test_over_devices(subprocess_env):
         found = failures(local, scaled_reference, X, W, only=("shard_map",))
         assert "relative error" in found["shard_map"].detail
     """
-    env = subprocess_env | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(HERE)}
+    flags = subprocess_env.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    env = subprocess_env | {"XLA_FLAGS": flags, "PYTHONPATH": str(HERE)}
     run = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(run, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr

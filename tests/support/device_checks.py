@@ -14,7 +14,7 @@ DEVICES = ("shard_map", "partitioned jit")
 
 
 def run(module: str, names: list[str]) -> None:
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     from jtile.testing import check_kernel
 
     cases = importlib.import_module(module).CASES
