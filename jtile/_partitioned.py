@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jtile import _shards
 from jtile._compat import is_partitioned, need_devices
-from jtile._errors import KernelValueError
+from jtile._errors import KernelTypeError, KernelValueError
 from jtile._primitive import joint_varying, typed
 from jtile._sharding import Names, check_ranks, parse
 from jtile._shards import Axes, Rule
@@ -40,9 +40,11 @@ def partitioned(fn: Callable[..., Any], rule: str) -> Callable[..., Any]:
         shards, so that a name of an input stands in an output.
 
     Raises:
-      KernelTypeError: `rule` is no text. KernelValueError: text that is no rule; at a call, one that does not fit the
-        arrays, or `fn` prints or asserts.
+      KernelTypeError: `fn` is no function, or `rule` no text. KernelValueError: text that is no rule; at a call, one
+        that does not fit the arrays, or `fn` prints or asserts.
     """
+    if not callable(fn):
+        raise KernelTypeError(f"jt.partitioned takes a function and a rule, got {fn!r}")
     name, where = getattr(fn, "__name__", "fn"), place_of(fn)
     pattern = parse(rule, name, where)
     kept = {n for dims in pattern.outputs for n in dims}

@@ -65,7 +65,7 @@ def slot_number(at: Any, count: int, what: str) -> Any:
     """The number of one of `count`: a Python int is checked and counts from the end where negative."""
     if isinstance(at, int | np.integer) and not isinstance(at, bool):
         if not -count <= at < count:
-            raise KernelValueError(f"{what} has {count}, so there is no number {at}", user_place())
+            raise KernelValueError(f"there is no number {at} of {what}: the count is {count}", user_place())
         return np.int32(at % count)
     return index_value(at, f"the number of one of {what}")
 

@@ -243,7 +243,9 @@ REFUSED = {
         _in_role(copy(lambda x, o, A: x.tiles(64, 64, pad=1).at[0, 0], buffer, barrier=first)), KernelValueError, "0 o",
     ),
     "ring as a buffer": (_in_role(copy(tile, buffer, barrier=first), RING), KernelTypeError, "got a ring of 2"),
-    "no such slot": (_in_role(lambda x, o, A, f: A[2].load(), RING), KernelValueError, "there is no number 2"),
+    "no such slot": (
+        _in_role(lambda x, o, A, f: A[2].load(), RING), KernelValueError, "no number 2 of the ring: the count is 2",
+    ),
     "no ring": (_in_role(lambda x, o, A, f: A.at(0)), KernelTypeError, "is for a ring"),
     "element": (_in_role(lambda x, o, A, f: A[0, :]), KernelTypeError, "with slices only"),
     "traced part": (_in_role(lambda x, o, A, f: A[jt.program_id(0) :, :]), KernelTypeError, "are Python ints"),

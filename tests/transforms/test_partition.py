@@ -120,6 +120,8 @@ def test_rules_of_functions_that_do_not_fit(rule, message):
 def test_the_rule_of_a_function_is_text():
     with pytest.raises(KernelTypeError, match="give text"):
         jt.partitioned(identity, ("r _",))
+    with pytest.raises(KernelTypeError, match="takes a function and a rule, got 'r _ -> r _'"):
+        jt.partitioned("r _ -> r _", identity)  # type: ignore[arg-type]
 
 
 def test_functions_that_print():
