@@ -19,7 +19,7 @@ def evictions(kernel: Kernel, blocks: int, machine: Machine) -> dict[int, str]:
     All waves of blocks of a band of tiles read the same rows of the left operand, and each of them columns of its own
     of the right ones. Where the rows of a band are half of what the cache has for operands, or less, they stay if the
     columns, which nobody reads again before the next band, go first. Operands that fit as a whole stay by themselves.
-    That gains where several products have one left operand, a gated layer; on an H200 single products lose or gain as
+    That gains where several products have one left operand, a gated layer (docs/tuning.md); single ones lose or gain as
     little as runs differ, and those with scales of blocks lose.
     """
     order = bands(kernel, blocks) if blocks < math.prod(kernel.grid) else None
