@@ -6,6 +6,9 @@ PYTEST_ARGS ?=
 NATIVE := pyproject.toml .ci/setup $(wildcard ffi/CMakeLists.txt ffi/csrc/*)
 TEST   := -m pytest -n auto --maxprocesses 4 --dist worksteal -q $(PYTEST_ARGS)
 
+# Bytecode is written, whatever the shell says: the suite starts some two hundred processes that import jtile.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo test test-oldest test-gpu lint format bench clean
 help:
 	@echo "make demo          kernels against jnp, then text from SmolLM2"
