@@ -9,10 +9,11 @@ TEST   := -m pytest -n auto --maxprocesses 4 --dist worksteal -q $(PYTEST_ARGS)
 # Bytecode is written, whatever the shell says: the suite starts some two hundred processes that import jtile.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-oldest test-gpu lint format bench clean
+.PHONY: help demo test test-all test-oldest test-gpu lint format bench clean
 help:
 	@echo "make demo          kernels against jnp, then text from SmolLM2"
 	@echo "make test          the test-suite"
+	@echo "make test-all      the test-suite with its slow tests, and XLA's optimisations on"
 	@echo "make test-oldest   the test-suite with the oldest supported JAX"
 	@echo "make test-gpu      the test-suite on an NVIDIA GPU"
 	@echo "make lint          ruff and pyright"
@@ -23,6 +24,10 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.dev
 	@$(VENV)/bin/python $(TEST)
+
+# What continuous integration leaves out to be quick: for every night.
+test-all: $(VENV)/.dev
+	@XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" $(VENV)/bin/python $(TEST) --runslow
 
 test-oldest: $(OLDEST)/.oldest
 	@$(OLDEST)/bin/python $(TEST)
