@@ -270,8 +270,8 @@ def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
     if kind == "q8_0":
         codes = codes.view(np.int8)
     scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
-    minimum = jnp.asarray(np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0]) if kind == "q4_1" else None
-    return QuantizedTensor(jnp.asarray(codes), jnp.asarray(scale), minimum, kind)
+    minimum = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0] if kind == "q4_1" else None
+    return jax.device_put(QuantizedTensor(codes, scale, minimum, kind))  # jnp.asarray compiles a copy for each shape
 
 
 def _check(kind: str, shape: Sequence[int]) -> None:

@@ -20,8 +20,8 @@ def shapes_and_dtypes(shapes):
 
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
-    """Drawn by NumPy: `jax.random` compiles a program for each shape."""
-    return jnp.asarray(
+    """Drawn by NumPy, and put: `jax.random` and `jnp.asarray` compile a program for each shape."""
+    return jax.device_put(
         np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
     )
 
@@ -32,7 +32,7 @@ def of_sums(dtype: str, exact: float) -> float:
 
 
 def integers(seed: int, low: int, high: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng([seed, *shape]).integers(low, high, shape, np.int32))
+    return jax.device_put(np.random.default_rng([seed, *shape]).integers(low, high, shape, np.int32))
 
 
 def agree(op, reference, *args, tolerance: float | None = None, interpret: bool = False, **options) -> None:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -58,11 +59,11 @@ def floats(*shape: int, low: float = -1, high: float = 1, seed: int = 0) -> Any:
     """Numbers that all differ by much more than a step of the differences, in random order."""
     n = int(np.prod(shape))
     steps = np.random.default_rng([seed, *shape]).permutation(n)
-    return jnp.asarray((low + (high - low) * (steps + 0.5) / max(n, 1)).reshape(shape).astype(np.float32))
+    return jax.device_put((low + (high - low) * (steps + 0.5) / max(n, 1)).reshape(shape).astype(np.float32))
 
 
 def ints(high: int, *shape: int, seed: int = 0) -> Any:
-    return jnp.asarray(np.random.default_rng([seed, high, *shape]).integers(0, high, shape).astype(np.int32))
+    return jax.device_put(np.random.default_rng([seed, high, *shape]).integers(0, high, shape).astype(np.int32))
 
 
 def case(op: Any, reference: Any, *args: Callable[[], Any], meta: Mapping[str, Any] | None = None, **options: Any):

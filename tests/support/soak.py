@@ -67,7 +67,7 @@ class Draw:
         turned = pool[at : at + count]
         while turned.size < count:
             turned = np.concatenate([turned, pool[: count - turned.size]])
-        return jnp.asarray(turned.reshape(shape))
+        return jax.device_put(turned.reshape(shape))
 
 
 @dataclasses.dataclass(frozen=True)

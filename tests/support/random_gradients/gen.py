@@ -173,7 +173,9 @@ class Gen:
     def new_input(self, shape: Sequence[int], dtype: str = "float32") -> str:
         data = self.rng.uniform(-2, 2, shape)
         self.narrow = self.narrow or dtype != "float32"
-        self.inputs.append(Argument(self.fresh("x"), jnp.asarray(np.asarray(data, np.float32)).astype(dtype)))
+        self.inputs.append(
+            Argument(self.fresh("x"), jax.device_put(np.asarray(data, np.float32).astype(jnp.dtype(dtype))))
+        )
         return self.inputs[-1].name
 
     def new_ints(self, low: int, high: int, shape: Sequence[int] = ()) -> str:
