@@ -10,6 +10,7 @@ from jtile.lowering.triton.ttir import Val
 
 REGISTERS = 65536  # of a block on sm_90
 LEAST, MOST = 24, 240  # that a thread may ask for
+ROLES = 13  # triton has barriers for 14 partitions besides the first role, and 3.6 fills warpgroups up with some
 
 
 def roles_of(kernel: ir.Kernel) -> ir.Roles:
@@ -24,6 +25,8 @@ def roles_of(kernel: ir.Kernel) -> ir.Roles:
 def emit_body(em: BlockEmitter) -> int:
     """Emit what the kernel's function does; gives the warps that it starts with."""
     roles = roles_of(em.kernel)
+    if len(roles.bodies) > ROLES:
+        em.refuse(roles, f"blocks of at most {ROLES} roles, got {len(roles.bodies)}: give one the work of several")
     barriers = False
     for op in em.kernel.body.ops:
         if isinstance(op, ir.AllocShared | ir.AllocBarriers):

@@ -339,3 +339,21 @@ def test_a_copy_of_an_array_without_elements_is_refused():
     """No tensor map is empty: the driver would refuse it at the call."""
     with pytest.raises(UnsupportedError, match=r"no elements; use plain loads"):
         compile_block_kernel(ir.parse_kernel(PAIR.replace("%x: ref<64x64xbf16>", "%x: ref<0x64xbf16>")), "sm_90")
+
+
+def many_roles(count: int) -> ir.Kernel:
+    """Each role copies eight rows."""
+    role = """    role r{k} warps={warps} {{
+      %n{k} = full {k} : i32
+      %v{k} = load %x[tile(%n{k}, 8), tile(%c0, 64)] : tile<8x64xf32>
+      store %o[tile(%n{k}, 8), tile(%c0, 64)], %v{k}
+    }}"""
+    bodies = "\n".join(role.format(k=k, warps=1 if k else 4) for k in range(count))
+    head = f"kernel @many(%x: ref<{8 * count}x64xf32>, %o: ref<{8 * count}x64xf32, out>) grid(1)"
+    return ir.parse_kernel(f"{head} {{\n  %c0 = full 0 : i32\n  roles {{\n{bodies}\n  }}\n}}")
+
+
+def test_as_many_roles_as_triton_has_barriers_for():
+    assert compile_block_kernel(many_roles(13), "sm_90").image
+    with pytest.raises(UnsupportedError, match="at most 13 roles, got 14: give one the work of several"):
+        compile_block_kernel(many_roles(14), "sm_90")
