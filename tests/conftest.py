@@ -59,7 +59,14 @@ def pytest_configure(config):
     hypothesis.settings.load_profile(profile)
 
 
+# Files with tests of ten seconds and more: begun last, one of them would leave the other workers without work.
+LONG = {
+    f"test_{name}.py" for name in ("partition", "random_gradients", "shard_map", "deepseek", "random", "transforms")
+}
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.name not in LONG)
     if any("gpu" in item.keywords for item in items):
         reason = gpu_missing()
         for item in items:
