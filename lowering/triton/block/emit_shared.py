@@ -13,6 +13,8 @@ from jtile.lowering.triton.features import Features
 from jtile.lowering.triton.tma import FP8
 from jtile.lowering.triton.ttir import Val
 
+ARRIVALS = 1 << 20  # what an mbarrier cannot count any more
+
 
 def shared_elem(dtype: str, f: Features) -> str:
     """The element type of buffers of a dtype: 8-bit floats in their own type, which products read."""
@@ -24,6 +26,8 @@ def _alloc_shared(em: BlockEmitter, op: ir.AllocShared) -> Mem:
     elem = shared_elem(op.dtype, em.features)
     if ir.DTYPES[op.dtype].bits < 8:
         em.refuse(op, f"no buffers of {op.dtype}: two elements share a byte; take buffers of uint8, and unpack them")
+    if not op.shape:
+        em.refuse(op, "buffers of one axis or more, got one element: take a buffer of shape (1,)")
     return _allocated(em, Mem("", op.shape, elem, swizzled(op.shape, elem), op.slots))
 
 
@@ -35,6 +39,9 @@ def _allocated(em: BlockEmitter, mem: Mem) -> Mem:
 
 @emits(ir.AllocBarriers)
 def _alloc_barriers(em: BlockEmitter, op: ir.AllocBarriers) -> Mem:
+    if op.arrivals >= ARRIVALS or 8 * op.count > em.features.shared:
+        what = f"barriers of less than {ARRIVALS} arrivals, and shared memory for {em.features.shared // 8} of them"
+        em.refuse(op, f"{what}; got {op.count} of {op.arrivals}")
     ring = _allocated(em, Mem("", (1,), "i64", Plain(), op.count))
     for k in range(op.count):
         one = slot(em, ring, em.code.i32(k))

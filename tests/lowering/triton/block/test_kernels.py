@@ -202,6 +202,21 @@ def test_other_architectures_have_no_schedule():
             "sides of powers of two",
         ),
         ("%c0 = full 0 : i32", "%c0 = full 0 : i32\n  %A = alloc_shared : shared<64x64xi4>", "take buffers of uint8"),
+        (
+            "%c0 = full 0 : i32",
+            "%c0 = full 0 : i32\n  %A = alloc_shared : shared<f32>",
+            r"take a buffer of shape \(1,\)",
+        ),
+        (
+            "%c0 = full 0 : i32",
+            "%c0 = full 0 : i32\n  %b = alloc_barriers : barrier<1, arrivals 1048576>",
+            "less than 1048576 arrivals",
+        ),
+        (
+            "%c0 = full 0 : i32",
+            "%c0 = full 0 : i32\n  %b = alloc_barriers : barrier<40000, arrivals 1>",
+            "got 40000 of 1",
+        ),
         ("-> %X, %full[%c0]", "-> %X, %full[%c0] pad=1.0", "with zeros or NaN"),
         ("tile(%c0, 64), tile(%c0, 64)] -> %X", "tile(%c0, 64), %c0:+64:2] -> %X", "it has steps over elements"),
     ],
