@@ -40,7 +40,7 @@ def bands(kernel: Kernel, blocks: int) -> Bands | None:
     for op in kernel.body.walk():
         if isinstance(op, Load) and len(along := axes_of(op) & moved.keys()) == 1:
             moved[along.pop()] += tile_bytes(op.result)
-    row, column = moved.values()
+    row, column = (max(n, 1) for n in moved.values())  # half a byte is not nothing
     rows = 1
     while (2 * rows) ** 2 * row <= LONGER * blocks * column:
         rows *= 2

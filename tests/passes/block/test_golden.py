@@ -193,6 +193,21 @@ def test_a_wave_of_tiles_is_about_square(tile, rows):
     assert bands(tk.matmul(8192, 8192, 256, tile=tile), 128) == Bands(1, 2, rows)
 
 
+def test_bands_of_tiles_of_half_a_byte():
+    kernel = parse_kernel("""kernel @k(%a: ref<4xi4>, %b: ref<4x64xi32>, %o: ref<4x4x16xi32, out>) grid(4, 4) {
+      %i = program_id 0
+      %j = program_id 1
+      %c0 = full 0 : i32
+      %s = load %a[%i] : i4
+      %n = cast %s : i32
+      %y = load %b[tile(%c0, 4), tile(%j, 16)] : tile<4x16xi32>
+      %x = broadcast %n dims=() : tile<4x4xi32>
+      %d = dot %x, %y precision="default" : tile<4x16xi32>
+      store %o[%i, tile(%c0, 4), %j:+16], %d
+    }""")
+    assert bands(kernel, 4).rows == 32
+
+
 def test_bands_count_both_matrices_of_a_gated_layer():
     assert bands(tk.gated(4096, 14336, 256, tile=(128, 128, 64)), 128) == Bands(0, 1, 16)
 
