@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -202,18 +203,18 @@ def _on_host(x) -> bool:
 def _quantize(xp, x, kind: str) -> QuantizedTensor:
     """With the functions of `xp`: NumPy's for what lies in the host's memory, where `jnp` would compile two dozen
     programs for every shape, to the same bits."""
-    x = x.astype(np.float32)
-    if kind == "int8":
-        scale = xp.max(xp.abs(x), axis=1, keepdims=True) / 127.0
-        return QuantizedTensor(_round_to_int8(xp, x * _inverse(xp, scale)), scale, None, kind)
     out, inner = x.shape
     with np.errstate(over="ignore", invalid="ignore"):  # of scales beyond float16, and of what is no number
+        x = x.astype(np.float32)
+        if kind == "int8":
+            scale = xp.max(xp.abs(x), axis=1, keepdims=True, initial=0) / 127.0
+            return QuantizedTensor(_round_to_int8(xp, x * _inverse(xp, scale)), scale, None, kind)
         codes, scale, minimum = _QUANTIZERS[kind](xp, x.reshape(out, inner // BLOCK, BLOCK))
         scale = scale[..., 0].astype(np.float16)
         minimum = None if minimum is None else minimum[..., 0].astype(np.float16)
     if kind != "q8_0":
         codes = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << np.uint8(4))
-    return QuantizedTensor(codes.reshape(out, -1), scale, minimum, kind)
+    return QuantizedTensor(codes.reshape(out, math.prod(codes.shape[1:])), scale, minimum, kind)
 
 
 def _quantize_q8_0(xp, blocks):

@@ -55,6 +55,16 @@ def test_quantize_rounds_as_ggml_does(kind, where, monkeypatch):
         assert np.array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+@pytest.mark.parametrize("where", ["host", "elsewhere"])
+@pytest.mark.parametrize("kind", ["int8", *BLOCKS])
+def test_what_is_no_number_gives_no_warning_and_empty_matrices_no_error(kind, where, monkeypatch):
+    monkeypatch.setattr(quantized_tensor, "_on_host", lambda x: where == "host")
+    for value in (np.nan, np.inf, 1e-44):  # warnings are errors here
+        assert QuantizedTensor.quantize(np.full((2, 64), value, np.float32), kind).shape == (2, 64)
+    for shape in ((0, 64), (2, 0)):
+        assert QuantizedTensor.quantize(np.zeros(shape, np.float32), kind).shape == shape
+
+
 @pytest.mark.parametrize(("kind", "steps"), [("int8", 127), ("q8_0", 127), ("q4_0", 8), ("q4_1", 7.5)])
 def test_the_error_is_at_most_half_a_step(kind, steps):
     x = np.random.default_rng(2).uniform(-1, 1, (8, 64)).astype(np.float32)
