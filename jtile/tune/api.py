@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import time
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +123,7 @@ def tune(f: Callable[..., Any], *args: Any, time_limit: float | None = None, pro
       KernelTypeError, KernelValueError: what is no function, or no number of seconds; the device that kernels are
         compiled for is not here. KeyboardInterrupt: what was found is kept.
     """
-    if time_limit is not None and (isinstance(time_limit, str) or not float(time_limit) >= 0):
+    if time_limit is not None and (not isinstance(time_limit, numbers.Real) or not time_limit >= 0):
         raise KernelValueError(f"time_limit is a number of seconds, at least 0, or None; got {time_limit!r}")
     if not device.is_here():
         raise KernelValueError(

@@ -69,7 +69,7 @@ def test_a_space_that_takes_long_to_trace_keeps_to_the_limit(monkeypatch):
     assert sum(c.state == "late" for c in found.candidates) > 800
 
 
-@pytest.mark.parametrize("limit", ["5", -1, float("nan")])
+@pytest.mark.parametrize("limit", ["5", -1, float("nan"), [5], 1j])
 def test_a_time_limit_that_is_none(limit):
     with pytest.raises(KernelValueError, match="number of seconds"):
         jt.tune(kernels.double_kernel(), X, time_limit=limit)
