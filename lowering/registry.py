@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import errno
 import hashlib
 import importlib
@@ -177,6 +178,8 @@ class _Memory:
             return self._entries.get(key)
 
     def put(self, key: str, artifact: Artifact) -> None:
+        if artifact.texts:  # several times the image, and nobody asks a cache for them
+            artifact = dataclasses.replace(artifact, texts={})
         with self._lock:
             old = self._entries.pop(key, None)
             self._entries[key] = artifact

@@ -143,7 +143,7 @@ def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = F
     isa = isa or host_isa()
     text, launch = emit_kernel(kernel, isa)
     image, levels = assemble(text, isa, texts)
-    return Artifact("cpu", image, {"llvm": text, **levels}, launch)
+    return Artifact("cpu", image, {"llvm": text, **levels} if texts else {}, launch)
 
 
 def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str, str]]:

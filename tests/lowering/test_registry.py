@@ -87,6 +87,13 @@ def test_texts_compile_anew_and_are_not_served_from_the_disk(toy):
     assert [c[2] for c in toy.calls] == [False, True]
 
 
+@pytest.mark.parametrize("target", [TOY, host_target()], ids=lambda t: t.platform)
+def test_memory_holds_no_texts(toy, target):
+    assert registry.compile(kernel(), target, texts=True).texts
+    assert registry.compile(kernel(), target).texts == {}
+    assert registry.compile(kernel(3.0), target).texts == {}
+
+
 def test_targets_share_nothing(toy):
     registry.compile(kernel(), TOY)
     registry.compile(kernel(), Target("toy-2", "toy", ""))
