@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 from jtile import ir
 from jtile.lowering.artifact import Artifact
@@ -155,10 +156,21 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
     tm = machine(isa)
     module.triple = isa.triple
     module.data_layout = str(tm.target_data)
-    builder = llvm.create_pass_builder(tm, _tuning())
-    builder.getModulePassManager().run(module, builder)
+    _optimise(module, tm)
     levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
     return tm.emit_object(module), levels
+
+
+def _optimise(module: Any, tm: Any) -> None:
+    import llvmlite.binding as llvm
+    from llvmlite.binding.newpassmanagers import NewPassManager
+
+    builder = llvm.create_pass_builder(tm, _tuning())
+    manager = builder.getModulePassManager()
+    manager.run(module, builder)
+    # Its class inherits a `_dispose` that does nothing before this one: 60 KiB of every compilation would stay.
+    NewPassManager._dispose(manager)
+    manager.detach()
 
 
 __all__ = ["ENTRY", "compile_kernel", "emit_kernel"]
