@@ -12,7 +12,7 @@ from jtile.lowering.triton import tma, versions
 from jtile.lowering.triton.addresses import Line, addresses, lines, pointers, resolve, touches_nothing
 from jtile.lowering.triton.emit_basics import code_of
 from jtile.lowering.triton.emitter import PACKED, Buffer, Emitter, elem_of, emits, memory_elem, padded
-from jtile.lowering.triton.eviction import evictions
+from jtile.lowering.triton.eviction import load_hints
 from jtile.lowering.triton.hazards import PAIRS, last_lanes, may_repeat, meet
 from jtile.lowering.triton.packed import load_packed, store_packed
 from jtile.lowering.triton.ttir import Number, Val, bits
@@ -58,9 +58,9 @@ def _policy(em: Emitter, op: ir.Load) -> str:
     """When the cache should forget what is loaded, see `eviction.py`: empty for most."""
     if not em.features.cuda:
         return ""
-    if "evictions" not in em.memo:
-        em.memo["evictions"] = evictions(em.kernel)
-    hint = em.memo["evictions"].get(op)
+    if "load_hints" not in em.memo:
+        em.memo["load_hints"] = load_hints(em.kernel)
+    hint = em.memo["load_hints"].get(op)
     return versions.eviction(hint) if hint else ""
 
 

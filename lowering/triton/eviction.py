@@ -6,7 +6,7 @@ from jtile import ir
 from jtile.passes.order import axes_of
 
 
-def evictions(kernel: ir.Kernel) -> dict[ir.Load, str]:
+def load_hints(kernel: ir.Kernel) -> dict[ir.Load, str]:
     """Load -> "evict_last" or "evict_first" in kernels that load a tile and then parts of it again; empty for others.
 
     What is read again should stay until then, and go afterwards; what does not move with the program, such as weights,

@@ -13,7 +13,7 @@ from jtile.ir.types import DTYPES, TileType
 from ..hoist import FREE
 from ..order import grouped_axes
 from ..rewrite import free_values
-from .evict import evictions
+from .evict import copy_hints
 from .feeds import Feeds, feeds, operand, promoted, tile_bytes, untransposed
 from .maps import store_obstacle
 from .plan import Machine, NoPlan, Output, Plan, for_tiles, refuse
@@ -148,7 +148,7 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
         outputs=outputs,
         shared=machine.shared - room,
         turns=n > 2 and _chained(kernel, found),
-        evict=evictions(kernel, blocks, machine),
+        evict=copy_hints(kernel, blocks, machine),
     )
 
 

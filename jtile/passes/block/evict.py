@@ -10,9 +10,10 @@ from jtile.ir.types import DTYPES
 from ..order import axes_of
 from .persist import bands
 from .plan import Machine
+from .uneven import uneven
 
 
-def evictions(kernel: Kernel, blocks: int, machine: Machine) -> dict[int, str]:
+def copy_hints(kernel: Kernel, blocks: int, machine: Machine) -> dict[int, str]:
     """Position of a parameter of a tile-level product -> "last" or "first": how soon the second-level cache should
     forget what `blocks` blocks, which take several tiles each, read of it. Empty where that is left to the cache.
 
@@ -22,7 +23,8 @@ def evictions(kernel: Kernel, blocks: int, machine: Machine) -> dict[int, str]:
     That gains where several products have one left operand, a gated layer (docs/tuning.md); single ones lose or gain as
     little as runs differ, and those with scales of blocks lose.
     """
-    order = bands(kernel, blocks) if blocks < math.prod(kernel.grid) else None
+    plain = blocks < math.prod(kernel.grid) and not uneven(kernel, machine.cache)
+    order = bands(kernel, blocks) if plain else None
     dots = [op for op in kernel.body.walk() if isinstance(op, Dot)]
     if order is None or kernel.grid[order.i] <= order.rows or len({op.a for op in dots}) == len(dots):
         return {}

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jtile as jt
 
@@ -43,6 +44,7 @@ def test_other_places_are_not_read_again():
     assert not any(policies(other_rows, 8, 1024))
 
 
+@pytest.mark.gpu
 def test_results_are_the_same():
     x, w = jnp.arange(3 * 1024.0).reshape(3, 1024) % 17, jnp.arange(1024.0) % 5
     assert jnp.array_equal(read_again(x, w), x * w[None] * x.sum(1, keepdims=True))

@@ -9,7 +9,7 @@ from jtile.ir import AsyncLoad, Load, parse_kernel, print_kernel
 from jtile.lowering.triton import ptx
 from jtile.lowering.triton.block import compile_block_kernel
 from jtile.passes.block import Machine, steps
-from jtile.passes.block.evict import evictions
+from jtile.passes.block.evict import copy_hints
 
 SMALL = Machine(processors=4, cache=96 << 10)  # a wave of 2 x 2 tiles
 STAYS, GOES = "last", "first"
@@ -36,14 +36,14 @@ def evicted(kernel, machine=SMALL, **options):
     ids=["gated", "gated transposed", "many terms", "one band", "few terms", "one product", "attention"],
 )
 def test_what_stays_in_the_cache_of_an_h200(kernel, expected):
-    assert evictions(kernel, 128, Machine()) == expected
+    assert copy_hints(kernel, 128, Machine()) == expected
 
 
 def test_one_array_on_both_sides_is_left_to_the_cache():
     text = print_kernel(tk.gated(1024, 1024, 1024, tile=(128, 64, 64), tb=True))
     kernel = parse_kernel(text.replace("load %gate", "load %x").replace("load %up", "load %x"))
     assert {op.ref.name for op in kernel.body.walk() if isinstance(op, Load)} == {"x"}
-    assert evictions(kernel, 4, SMALL) == {}
+    assert copy_hints(kernel, 4, SMALL) == {}
 
 
 def test_copies_say_it_and_results_stay():
