@@ -190,7 +190,7 @@ GATED = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "best"), GATED, ids=str)
+@pytest.mark.parametrize(("sizes", "best"), GATED, ids=[str(sizes) for sizes, _ in GATED])
 def test_gates_take_tiles_near_the_best_that_was_measured(sizes, best):
     m, k, n = sizes
     chosen = tiles(Product(m, n, k, gates=2))
