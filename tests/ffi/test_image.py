@@ -69,6 +69,7 @@ def test_workspaces_are_aligned_and_private(images, workspace, threads):
 
 
 def test_equal_images_are_loaded_once(images):
+    gc.collect()  # what other tests left
     alive, loads = ffi.images_alive(), ffi.images_loaded()
     first = [ffi.LoadedImage(images["vadd"], programs=n) for n in range(50)]
     other = ffi.LoadedImage(images["linked"], programs=1)
