@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 from jtile.ir import Dot, Kernel, Load, Value
-from jtile.ir.types import DTYPES
 
 from ..order import axes_of
 from .persist import bands
 from .plan import Machine
-from .uneven import uneven
+from .uneven import array_bytes, uneven
 
 
 def copy_hints(kernel: Kernel, blocks: int, machine: Machine) -> dict[int, str]:
@@ -35,14 +34,10 @@ def copy_hints(kernel: Kernel, blocks: int, machine: Machine) -> dict[int, str]:
     rows = [r for r, axes in moves.items() if axes == {order.i}]
     columns = [r for r, axes in moves.items() if axes == {order.j}]
     lanes = math.prod(kernel.grid[: order.i])  # products, one after the other
-    band = sum(map(_bytes, rows)) * order.rows // kernel.grid[order.i] // lanes
-    whole = sum(map(_bytes, rows + columns)) // lanes
+    band = sum(map(array_bytes, rows)) * order.rows // kernel.grid[order.i] // lanes
+    whole = sum(map(array_bytes, rows + columns)) // lanes
     if 2 * band > machine.cache or whole <= machine.cache:
         return {}
     position = {r: k for k, r in enumerate(kernel.params)}
     hints = dict.fromkeys(rows, "last") | dict.fromkeys(columns, "first")
     return {position[r]: hint for r, hint in hints.items() if r in position}
-
-
-def _bytes(ref: Value) -> int:
-    return math.prod(ref.shape) * DTYPES[ref.dtype].bits // 8

@@ -41,10 +41,15 @@ def uneven(kernel: Kernel, cache: int) -> Uneven | None:
         if first != last:
             others = math.prod(kernel.grid) // n
             refs = {op.ref for loop in loops for op in loop.body.walk() if isinstance(op, Load)}
-            held = sum(math.prod(r.shape) * DTYPES[r.dtype].bits // 8 for r in refs) // others
+            held = sum(map(array_bytes, refs)) // others
             fits = [g for g in range(1, others + 1) if others % g == 0 and g * held <= cache]
             return Uneven(axis, first < last, max(fits, default=1))
     return None
+
+
+def array_bytes(ref: Value) -> int:
+    """Of the array of a Ref."""
+    return math.prod(ref.shape) * DTYPES[ref.dtype].bits // 8
 
 
 def _axes(bound: Value) -> set[int]:
