@@ -50,8 +50,8 @@ $(VENV)/.run: $(NATIVE)
 	@.ci/setup run $(VENV)
 	@touch $@
 
-# On top of an environment that `make demo` made, or all at once.
-RUN := $(wildcard $(VENV)/.run)
+# On top of an environment that `make demo` made, or makes in the same call; or all at once.
+RUN := $(or $(wildcard $(VENV)/.run),$(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.run))
 $(VENV)/.dev: $(NATIVE) $(RUN)
 	@.ci/setup $(if $(RUN),dev,all) $(VENV)
 	@touch $(VENV)/.run $@
