@@ -109,7 +109,7 @@ class Crew:
         for b in barriers:
             b.start(lines, total)
             lines += b.count
-        self.barriers = [one for b in barriers for one in b.each]
+        self.barriers = barriers
         self.roles = [Role(k, name, total) for k, name in enumerate(op.names)]
         self.role: Role | None = None
         self.actor: tuple[int, int, np.ndarray] | None = None
@@ -236,7 +236,7 @@ class Crew:
             name = barriers.value.name or "barrier"
             why = f"there is no barrier {name}[{at}]: {name} has {barriers.count}"
             raise self.error(OutOfBoundsError, op, why)
-        return barriers.each[at]
+        return barriers.one(at)
 
     def arrive(self, op: Op, barrier: Barrier, count: int) -> None:
         if count > barrier.pending:
@@ -308,7 +308,7 @@ class Crew:
         while self.agents:
             self.act(self.rng.choice(self.agents))
         self.role = None
-        for b in self.barriers:
+        for b in (one for group in self.barriers for one in group.used.values()):
             if b.last is not None and all(not b.last.known(r.clock) for r in self.roles):
                 why = f"the block ends while this copy to {b.name} may be under way: nobody waits for it"
                 raise self.error(ProtocolError, b.last.op, why)

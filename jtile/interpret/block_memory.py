@@ -174,14 +174,21 @@ class Barrier:
 
 
 class Barriers(Handle):
-    """The mbarriers of one `alloc_barriers`; they come to be when the roles start and the clocks' size is known."""
+    """The mbarriers of one `alloc_barriers`. One comes to be when it is first used: each has clocks as long as there
+    are barriers."""
 
     def __init__(self, value: Value, count: int, arrivals: int):
         self.value, self.count, self.arrivals = value, count, arrivals
-        self.each: list[Barrier] = []
+        self.used: dict[int, Barrier] = {}
 
     def start(self, line: int, lines: int) -> None:
-        self.each = [Barrier(self, k, line + k, lines) for k in range(self.count)]
+        """The roles begin: the clocks have `lines` lines, those of these barriers from `line` on."""
+        self.line, self.lines, self.used = line, lines, {}
+
+    def one(self, at: int) -> Barrier:
+        if at not in self.used:
+            self.used[at] = Barrier(self, at, self.line + at, self.lines)
+        return self.used[at]
 
 
 _CONFLICTS = {"read": ("write", "atomic"), "write": ("write", "atomic", "read"), "atomic": ("write", "read")}

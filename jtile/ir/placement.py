@@ -33,6 +33,7 @@ from .types import DTYPES, BarrierType, RefType, SharedType
 
 REGISTERS = 65536  # of a multiprocessor
 WARPS = 32  # of a block
+SLOTS = 4096  # barriers of a block, and buffers of a ring: more than 227 KiB have room for buffers of 64 bytes
 IN_ROLES = (
     LoadShared,
     StoreShared,
@@ -99,6 +100,7 @@ def check_roles(kernel: Kernel) -> None:
         for op in body.walk():
             if isinstance(op, AllocShared | AllocBarriers):
                 refuse(kernel, op, "memory of the block is allocated before the roles, for all of them", name)
+    _check_slots(kernel)
     _check_warps(kernel, found[0])
     _check_registers(kernel, found[0])
 
@@ -111,6 +113,17 @@ def _check_outside(kernel: Kernel, block: Block, top: bool) -> None:
             refuse(kernel, op, "memory of the block is allocated once, not in a loop or a branch")
         for b in op.blocks():
             _check_outside(kernel, b, False)
+
+
+def _check_slots(kernel: Kernel) -> None:
+    """There is a bound on barriers and buffers: the interpreter's clocks have a line for each."""
+    barriers = 0
+    for op in kernel.body.ops:
+        barriers += op.count if isinstance(op, AllocBarriers) else 0
+        if barriers > SLOTS:
+            refuse(kernel, op, f"{barriers} barriers, at most {SLOTS} are possible: give one to each slot of a ring")
+        if isinstance(op, AllocShared) and (op.slots or 1) > SLOTS:
+            refuse(kernel, op, f"a ring of {op.slots} slots, at most {SLOTS} are possible: take slots in turns, A.at(k)")
 
 
 def _check_warps(kernel: Kernel, op: Roles) -> None:

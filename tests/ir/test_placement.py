@@ -146,6 +146,13 @@ def test_warps_and_registers(roles, message):
     assert message in refused("", roles=roles)
 
 
+def test_barriers_and_slots_are_bounded():
+    """The interpreter keeps a clock for each barrier that is used, with a line for each that there is."""
+    assert "4098 barriers, at most 4096" in refused("", before="%b = alloc_barriers : barrier<4096, arrivals 1>")
+    assert "a ring of 4097 slots" in refused("", before="%r = alloc_shared : shared<8xf32, slots 4097>")
+    verify(kernel("", before="%b = alloc_barriers : barrier<4094, arrivals 1>"), "block")
+
+
 def test_a_role_sees_nothing_of_another():
     with pytest.raises(ParseError, match="%t is not defined here"):
         kernel("%t = clock : i64 } role b warps=1 { %u = add %t, %t : i64")
