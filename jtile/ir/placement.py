@@ -123,7 +123,7 @@ def _check_slots(kernel: Kernel) -> None:
         if barriers > SLOTS:
             refuse(kernel, op, f"{barriers} barriers, at most {SLOTS} are possible: give one to each slot of a ring")
         if isinstance(op, AllocShared) and (op.slots or 1) > SLOTS:
-            refuse(kernel, op, f"a ring of {op.slots} slots, at most {SLOTS} are possible: take slots in turns, A.at(k)")
+            refuse(kernel, op, f"a ring of {op.slots} slots, at most {SLOTS} are possible: take them in turns, A.at(k)")
 
 
 def _check_warps(kernel: Kernel, op: Roles) -> None:
