@@ -51,7 +51,7 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Prefill and decode speed, on standard error.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Generate text with a Llama-architecture model whose every operation is a jtile kernel."""
+    """Generate text with a language model whose every operation is a jtile kernel."""
     options = dict(model=model, prompt_ids=prompt_ids, chat=not raw, system=system, json=as_json, stats=stats)
     options |= dict(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed)
     options |= dict(temperature=temperature, top_k=top_k, top_p=top_p)

@@ -126,8 +126,18 @@ def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) ->
     with _place(target):  # library functions choose tiles by it
         programs = dict.fromkeys(_programs(jax.make_jaxpr(lambda *args: function(*args, **meta))(*types)))
     if not programs:
-        raise KernelValueError(f"{getattr(function, '__name__', function)!r} calls no kernel for these arguments")
+        raise no_kernel(repr(getattr(function, "__name__", function)), function, types)
     return [Lowered(program, target) for program in programs]
+
+
+def no_kernel(name: str, function: Any, types: list[Any]) -> KernelValueError:
+    """The error of a function that calls no kernel: why there is nothing to look at."""
+    said = re.search(r"(?:^|(?<=\. ))[^.]*\bXLA\b[^.]*\.", " ".join((function.__doc__ or "").split()))
+    why = "XLA compiles all that it does" + (f'; its documentation says "{said[0]}"' if said else "")
+    empty = any(0 in t.shape for t in types)
+    return KernelValueError(
+        f"{name} calls no kernel for these arguments: {'one of them has no elements' if empty else why}"
+    )
 
 
 def _place(target: str) -> contextlib.AbstractContextManager[Any]:

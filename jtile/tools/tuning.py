@@ -14,8 +14,6 @@ from jtile.tune.roofline import explain
 from jtile.tune.store import RECORDS, Entries, merge, read, store, user_path, write
 from jtile.tune.watch import profile
 
-_NOTHING = "{} calls no kernel for these arguments"
-
 
 def run(what: str, rest: list[str], *, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:
     """`show`, `merge FILE...`, or a search for "module:function"."""
@@ -32,9 +30,10 @@ def show_explanation(what: str, *, args: str, meta: list[str]) -> None:
     """Print `jt.explain` of "module:function" for arguments of these types."""
     types = levels.parse_types(args)
     with levels.as_wide_as(types):
-        found = explain(_function(what, types, meta), *types)
+        function = _function(what, types, meta)
+        found = explain(function, *types)
     if not found.kernels:
-        raise KernelValueError(_NOTHING.format(what))
+        raise levels.no_kernel(what, function, types)
     sys.stdout.write(f"{found}\n")
 
 
@@ -66,7 +65,7 @@ def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: 
         with levels.as_wide_as(types):
             report = tune(function, *types, time_limit=time_limit)
         if not (report.kernels or report.fixed):
-            raise KernelValueError(_NOTHING.format(what))
+            raise levels.no_kernel(what, function, types)
     except KeyboardInterrupt:
         now = store.entries(device.kind())
         found = sum(before.get(k) is not v for k, v in now.items())
@@ -83,7 +82,12 @@ def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: 
 
 def _function(what: str, types: list[Any], meta: list[str]) -> Any:
     found, options = levels.checked(what, types, levels.parse_meta(meta))
-    return lambda *args: found(*args, **options)
+
+    def call(*args: Any) -> Any:
+        return found(*args, **options)
+
+    call.__doc__ = found.__doc__
+    return call
 
 
 def _add(path: Path, kind: str, entries: Entries) -> None:

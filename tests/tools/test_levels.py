@@ -91,8 +91,17 @@ def test_the_kernels_of_a_function_are_found_once_each(module):
     types = levels.parse_types("f32[100]")
     found = levels.lower(levels.find(f"{module}:twice"), types, "cpu", {})
     assert [low.program.kernel.grid for low in found] == [(4,), (2,)]
-    with pytest.raises(KernelValueError, match="'plain' calls no kernel"):
+    with pytest.raises(KernelValueError, match=r"'plain' calls no kernel .*: XLA compiles all that it does$"):
         levels.lower(levels.find(f"{module}:plain"), types, "cpu", {})
+    with pytest.raises(KernelValueError, match="one of them has no elements"):
+        levels.lower(levels.find("jtile.ops:softmax"), levels.parse_types("f32[0,3]"), "cpu", {})
+
+
+def test_rows_that_are_left_to_xla_say_so():
+    types = levels.parse_types("bf16[8,65536],bf16[65536]")
+    with pytest.raises(KernelValueError, match=r'says "On a GPU rows of more than 32768 elements are left to XLA\."$'):
+        levels.lower(levels.find("jtile.ops:rms_norm"), types, "cuda:sm_90", {})
+    assert levels.lower(levels.find("jtile.ops:rms_norm"), types, "cpu", {})
 
 
 def test_tiles_of_a_function_are_those_of_the_target():
