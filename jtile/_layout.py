@@ -98,8 +98,11 @@ def _arity(sig: Signature, n_in: int, n_out: int | None, n_scratch: int | None) 
     if n_out is not None:
         got += f" and out_type makes {n_out} output{'s' * (n_out != 1)}"
         got += f" and {n_scratch} scratch" if n_scratch else ""
+    is_method = sig.refs[:1] == ("self",)
+    method = "; a kernel is no method: make it a staticmethod, without self" if is_method else ""
     return KernelTypeError(
-        f"kernel {sig.name} has {len(sig.refs)} Refs ({refs}), inputs then outputs then scratch; the call gives {got}",
+        f"kernel {sig.name} has {len(sig.refs)} Refs ({refs}), inputs then outputs then scratch; the call gives {got}"
+        f"{method}",
         sig.where,
     )
 

@@ -50,9 +50,17 @@ class Signature:
         for name, value in given.items():
             if name not in self.meta and not self.open:
                 raise KernelTypeError(
-                    f"kernel {self.name} has no meta-parameter {name!r}{nearest(name, self.meta)}", self.where
+                    f"kernel {self.name} has no meta-parameter {name!r}{self._instead(name, value)}", self.where
                 )
             self._check_static(name, value)
+
+    def _instead(self, name: str, value: Any) -> str:
+        """What a keyword that is no meta-parameter was likely meant for."""
+        if name in self.refs:
+            return f": {name!r} is a Ref of it, and the arrays of a call are given by position"
+        if name in _OPTIONS:
+            return f": {name} is an option, {self.name}.with_options({name}={value!r})(...)"
+        return nearest(name, self.meta)
 
     def bind_meta(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The meta-parameters of one call, defaults filled in; sorted by the order of the signature."""
@@ -179,6 +187,9 @@ class Options:
     def __str__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None)
+
+
+_OPTIONS = {f.name for f in dataclasses.fields(Options)}
 
 
 def check_dtype(sig: Signature, what: str, dtype: Any) -> None:

@@ -61,6 +61,8 @@ def test_too_few_arguments():
 def test_too_many_arguments():
     fails(KernelTypeError, r"kernel copy has 2 Refs \(x, o\).* gives 3 arguments", lambda: make()(X, X, X))
     fails(KernelTypeError, r"kernel copy has 2 Refs .* gives 2 arguments and out_type makes 1", lambda: make()(X, X))
+    method = jt.call(lambda self, x, o: None, out_type=S)
+    fails(KernelTypeError, "a kernel is no method: make it a staticmethod", lambda: method(X), line="lambda")
 
 
 def test_out_type_and_scratch_of_another_number():
@@ -119,7 +121,8 @@ def test_a_dlpack_object_that_cannot_be_imported():
 def test_missing_and_unknown_meta_parameters():
     fails(KernelTypeError, "kernel plus needs the meta-parameter 'bm'", lambda: plus(X, X))
     fails(KernelTypeError, "kernel plus has no meta-parameter 'bmm'; did you mean 'bm'", lambda: plus(X, X, bmm=2))
-    fails(KernelTypeError, "kernel plus has no meta-parameter 'interpret'", lambda: plus(X, X, bm=2, interpret=True))
+    fails(KernelTypeError, r"an option, plus.with_options\(interpret=True\)", lambda: plus(X, X, bm=2, interpret=True))
+    fails(KernelTypeError, "'a' is a Ref of it, .* given by position", lambda: plus(a=X, b=X))
 
 
 def test_meta_parameters_that_are_not_static():

@@ -28,6 +28,7 @@ from jtile._check.compare import (
     wide,
 )
 from jtile._config import config
+from jtile._errors import KernelValueError
 from jtile._report import INTEGERS, TRANSFORMS, Check, Report
 from jtile.testing import TOLERANCES
 
@@ -102,7 +103,7 @@ class Checker:
         unknown = set(self.s.only) - set(TRANSFORMS) | {n for n in self.s.skip if not any(_named(j, n) for j in jobs)}
         if unknown:
             known = ", ".join(dict.fromkeys(f"{t} {subject}".strip() for t, subject, _ in jobs))
-            raise ValueError(f"check_kernel has no check {sorted(unknown)}; there are {known}")
+            raise KernelValueError(f"check_kernel has no check {sorted(unknown)}; there are {known}")
         jobs = [j for j in jobs if not self.s.only or j[0] in self.s.only]
         return Report(name, tuple(self._check(j) for j in jobs))
 

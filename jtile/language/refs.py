@@ -20,6 +20,10 @@ from jtile.language._primitives import atomic_p, load_p, store_p
 from jtile.language._sizes import as_value, is_dynamic, static
 
 
+class MissingAttributeError(KernelTypeError, AttributeError):
+    """A method of arrays asked of memory; an AttributeError too, for `hasattr`."""
+
+
 class Ref:
     """Memory of an array, as a kernel body sees it: `x[...]` loads, `x[...] = v` stores, `x.tiles(bm, bk)` is the
     tile view. To `jax.tree` it is a leaf, so a pytree of Refs can be mapped over.
@@ -93,7 +97,8 @@ class Ref:
 
     def __getattr__(self, name: str):
         if not name.startswith("_") and hasattr(jax.Array, name):
-            raise AttributeError(f"{self.name} is a Ref and has no .{name}; load it first: {self.name}[...].{name}")
+            why = f"{self.name} is a Ref and has no .{name}; load it first: {self.name}[...].{name}"
+            raise MissingAttributeError(why, user_place())
         raise AttributeError(f"a Ref has no attribute {name!r}")
 
     def __repr__(self) -> str:
@@ -101,7 +106,7 @@ class Ref:
 
 
 def _no_arithmetic(name: str):
-    def run(self, *_):
+    def run(self, *_, **__):
         return self.__jax_array__()
 
     run.__name__ = name
@@ -109,11 +114,11 @@ def _no_arithmetic(name: str):
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
-_OTHER = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "int")
+_OTHER = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "int", "array")  # array: NumPy's functions
 
 
 def refuse_arithmetic(kind: type) -> None:
-    """Make arithmetic with objects of a class, which are memory, the error that its `__jax_array__` raises."""
+    """Make arithmetic and NumPy on a class of memory the error that its `__jax_array__` raises."""
     for op in (*_BINARY, *[f"r{op}" for op in _BINARY], *_OTHER):
         setattr(kind, f"__{op}__", _no_arithmetic(f"__{op}__"))
 

@@ -12,19 +12,13 @@ from jax import core
 from jax.ref import AbstractRef
 
 from jtile._collector import paused
-from jtile._errors import KernelTypeError, KernelValueError
+from jtile._errors import JtileError, KernelTypeError, KernelValueError
 from jtile.language._level import BlockLevelError, Level, tracing
 from jtile.language._place import hide_own_frames, place_of
 from jtile.language._primitives import allow_effects
 from jtile.language.refs import Ref
 
 CONST_LIMIT = 4096  # elements of a captured NumPy array that still become a literal of the kernel
-
-_CONCRETIZATION = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-)
 
 
 def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), aliases=(), inits=()):
@@ -72,18 +66,14 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
     avals = [AbstractRef(core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
     try:
         closed = _made(body, avals)
-    except _CONCRETIZATION as e:
-        raise KernelTypeError(_concretization(e), _place_in(e, fn)) from e
-    except (jax.errors.InconclusiveDimensionOperation, TypeError) as e:
-        if isinstance(e, TypeError) and "_DimExpr" not in str(e):
-            raise
-        raise KernelTypeError(_size_needed(e), _place_in(e, fn)) from e
-    except ValueError as e:
-        if "__jax_array__" not in str(e) or isinstance(e, KernelValueError):
-            raise
-        raise KernelTypeError("a Ref is used as a value here; load it first: x[...]", _place_in(e, fn)) from e
-    except jax.errors.UnexpectedTracerError as e:
-        raise KernelTypeError("a value of a finished loop or branch is used: " + _LEAK, _place_in(e, fn)) from e
+    except Exception as e:
+        if (why := _explained(e)) is not None:
+            raise KernelTypeError(why, _place_in(e, fn)) from e
+        if not isinstance(e, JtileError):
+            refs = [f"{n}: {np.dtype(x.dtype).name}{list(x.shape)}" for n, x in zip(names, leaves, strict=True)]
+            file, line = _place_in(e, fn) or ("?", 0)
+            e.add_note(f"jtile: while kernel {name} was traced for {', '.join(refs)}, at {file}:{line}")
+        raise
     _check_consts(fn, name, closed)
     _check_axes(closed, len(grid), name)
     return closed
@@ -133,12 +123,26 @@ def _definition(fn) -> tuple[str, int] | None:
     return (code.co_filename, code.co_firstlineno) if code else None
 
 
-def _concretization(e: Exception) -> str:
-    return (
-        "a traced value is needed as a Python value here: "
-        f"{str(e).splitlines()[0].rstrip('.')}; write jnp.where, jt.when or jt.cond for a choice, "
-        "jt.range for a loop bound, jt.ds for the start of a slice, or make the number a meta-parameter"
-    )
+def _explained(e: Exception) -> str | None:
+    """What an error of JAX means in a kernel, and the way out; None for one that says it as well itself."""
+    if isinstance(e, jax.errors.TracerArrayConversionError):
+        return (
+            "a tile is given to NumPy, which computes on arrays that are there while the kernel is traced; take the "
+            "function of jnp, or compute with NumPy on what is no tile"
+        )
+    if isinstance(e, jax.errors.ConcretizationTypeError | jax.errors.TracerIntegerConversionError):
+        return (
+            f"a traced value is needed as a Python value here: {str(e).splitlines()[0].rstrip('.')}; write jnp.where, "
+            "jt.when or jt.cond for a choice, jt.range for a loop bound, jt.ds for the start of a slice, or make the "
+            "number a meta-parameter"
+        )
+    if isinstance(e, jax.errors.InconclusiveDimensionOperation) or (isinstance(e, TypeError) and "_DimExpr" in str(e)):
+        return _size_needed(e)
+    if isinstance(e, ValueError) and "__jax_array__" in str(e) and not isinstance(e, KernelValueError):
+        return "a Ref is used as a value here; load it first: x[...]"
+    if isinstance(e, jax.errors.UnexpectedTracerError):
+        return "a value of a finished loop or branch is used: " + _LEAK
+    return None
 
 
 def _size_needed(e: Exception) -> str:

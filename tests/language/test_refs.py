@@ -190,6 +190,9 @@ WRONG = {
     "atomic on an input": (_atomic_input, KernelTypeError, "atomic_add on an output"),
     "ref as value": (_bare, KernelTypeError, "a Ref is used as a value"),
     "ref arithmetic": (_arithmetic, KernelTypeError, r"load it with x\[...\]"),
+    "ref in NumPy": (lambda x, o: np.exp(x), KernelTypeError, r"load it with x\[...\]"),
+    "ref as NumPy array": (lambda x, o: np.asarray(x, dtype=F32), KernelTypeError, r"load it with x\[...\]"),
+    "sum of a ref": (lambda x, o: x.sum(), KernelTypeError, r"has no .sum; load it first: x\[...\].sum"),
     "ref stored": (lambda x, o: o.__setitem__(..., x), KernelTypeError, "load it before"),
     "dtype of a store": (
         lambda x, o: o.__setitem__(..., x[...].astype(jnp.int32)),

@@ -228,7 +228,7 @@ REFUSED = {
     bad_assert: (KernelTypeError, "needed as a Python value", "assert x[0, 0] > 0"),
     bad_bound: (KernelTypeError, "jt.range for a loop bound", "for _ in range("),
     bad_list_index: (KernelTypeError, "needed as a Python value", "[1.0, 2.0]"),
-    bad_numpy: (KernelTypeError, "needed as a Python value", "np.sin"),
+    bad_numpy: (KernelTypeError, "given to NumPy.* take the function of jnp", "np.sin"),
 }
 
 

@@ -33,6 +33,17 @@ def test_returning_a_value(lower):
     assert "def kernel(x, o):" in str(e.value)
 
 
+def test_errors_that_are_not_of_jtile_name_the_kernel_and_its_line(lower):
+    def kernel(x, o):
+        o[...] = x[...] + jnp.ones(5)
+
+    with pytest.raises(TypeError, match="incompatible shapes") as e:
+        lower(kernel, [X], [OUT])
+    (note,) = (n for n in e.value.__notes__ if n.startswith("jtile"))
+    line = kernel.__code__.co_firstlineno + 1
+    assert note == f"jtile: while kernel kernel was traced for x: float32[6], o: float32[6], at {__file__}:{line}"
+
+
 def test_small_constants(run, lower):
     local = np.array([1.0, 2, 3, 4, 5, 6], "f")
 
