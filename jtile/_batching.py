@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
+from jtile._memo import memo
 from jtile._program import CustomVjp, Level, Program, batched
-
-_MAX_LEVELS = 1024  # remembered (program, level) pairs: an eager vmap asks again at every call
 
 
 def register(primitive: Any) -> None:
@@ -48,7 +46,7 @@ def to_front(
     return size, flags, moved
 
 
-@functools.lru_cache(maxsize=_MAX_LEVELS)
+@memo()  # an eager vmap asks again at every call
 def _batched(program: Program, level: Level, axis_name: Any) -> Program:
     vjp = program.vjp and _batched_vjp(program.vjp, level, program.spec.n_in, axis_name)
     return batched(program, level, vjp)

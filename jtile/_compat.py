@@ -38,6 +38,13 @@ def need_devices(primitive: Any) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+def clear_with_jax(cache: Any) -> None:
+    """Let `jax.clear_caches()` call the `cache_clear()` of a cache too; the cache is held weakly."""
+    from jax._src import util
+
+    util.register_cache(cache, "jtile")
+
+
 def is_partitioned(ctx: Any) -> bool:
     """Whether XLA will split the program that is being lowered over the devices of a mesh.
 

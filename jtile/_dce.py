@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jax import core
 
 from jtile._compat import register_dce
+from jtile._memo import memo
 from jtile._program import CustomVjp, Program, make_program
 from jtile.transforms.evaluate import ref_aval
 from jtile.transforms.prune import prune
@@ -35,7 +35,7 @@ def _rule(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     return list(ins), eqn.replace(invars=invars, outvars=outvars, params={"program": made})
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def _smaller(program: Program, used: tuple[bool, ...]) -> tuple[Program, tuple[bool, ...], tuple[bool, ...]] | None:
     """The program without unused outputs that no other needs, and which inputs and outputs it keeps; None: no such.
 

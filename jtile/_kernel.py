@@ -19,6 +19,7 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile._layout import Layout, Spec, lay_out
 from jtile._lowered import Lowered
 from jtile._marks import declared, strip
+from jtile._memo import Recent
 from jtile._sharding import Hand, check_ranks, parse
 from jtile._signature import Options, Structure, nearest, place_of, read_signature, source_lines
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from jtile._program import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
     from jtile.tune.space import Tuning
 
-_MAX_CALLS = 2048  # remembered (types, meta-parameters) per kernel
+_TRACED = 128  # remembered (types, meta-parameters) per kernel: each keeps what was traced for it
+_SIZES = 2048  # likewise of sizes that share one traced program
 
 
 def kernel(
@@ -114,8 +116,9 @@ class Kernel:
         self._signature = read_signature(fn, name)
         rule = spec.sharding
         self._pattern = None if rule is None else parse(rule, self._signature.name, self._signature.where)
-        self._bound: dict[Any, _Bound] = {}
-        self._families: dict[Any, Family] = {}  # of calls with dynamic dimensions, by all but their sizes
+        self._bound: Recent[Any, _Bound] = Recent(_TRACED)
+        self._sized: Recent[Any, _Bound] = Recent(_SIZES)  # the same of calls with dynamic dimensions
+        self._families: Recent[Any, Family] = Recent(_TRACED)  # of those calls, by all but their sizes
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._tuning: Tuning | None = None
         self._variants: dict[Any, Kernel] = {}  # this kernel untuned, by options
@@ -218,8 +221,8 @@ class Kernel:
         """
         self._vjp = fwd, bwd
         self._variants.clear()
-        self._bound.clear()
-        self._families.clear()
+        for calls in (self._bound, self._sized, self._families):
+            calls.cache_clear()
 
     # -- from a call to a program -----------------------------------------------------------------------------------
     def _seen(
@@ -233,7 +236,8 @@ class Kernel:
             if type(x) is not _ARRAY.type and type(x) is not np.ndarray:
                 return None
         try:
-            return self._bound.get(self._key(tree, leaves, meta, defaults))
+            key = self._key(tree, leaves, meta, defaults)
+            return self._bound.get(key) or self._sized.get(key)
         except TypeError:  # a meta-parameter that cannot be hashed: the slow path names it
             return None
 
@@ -242,12 +246,10 @@ class Kernel:
     ) -> _Bound:
         self._signature.check_meta(meta)
         key = self._key(tree, leaves, meta, defaults)
-        bound = self._bound.get(key)
+        bound = self._bound.get(key) or self._sized.get(key)
         if bound is None:
             bound = self._choose(tree, leaves, meta, defaults or {}, key)
-            if len(self._bound) >= _MAX_CALLS:
-                self._bound.pop(next(iter(self._bound)), None)
-            self._bound[key] = bound
+            (self._sized if bound.program.dynamic else self._bound).put(key, bound)
         for x in leaves:
             _ARRAY.learn(x)
         return bound
@@ -298,7 +300,7 @@ class Kernel:
             tuple(n if s is None else s for n, s in zip(x.shape, row)) for x, row in zip(leaves, found.places)
         )
         signature = tree, static, tuple(x.dtype for x in leaves), *key[2:]
-        family = self._families.setdefault(signature, Family(tuple(found.sizes), make))
+        family = self._families.get(signature) or self._families.put(signature, Family(tuple(found.sizes), make))
         bound, values = family.pick(found.sizes)
         check(self._signature, bound.layout, layout, values)
         return bound

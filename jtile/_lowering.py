@@ -20,6 +20,7 @@ from jtile import _partition, ir
 from jtile._compat import is_exported, is_symbolic, platforms_of
 from jtile._config import current
 from jtile._errors import TransformError, UnsupportedError
+from jtile._memo import memo
 from jtile._platform import gpu_arch
 from jtile._program import Program
 from jtile._sizes import evaluate_expression, sized, symbol_values
@@ -115,7 +116,7 @@ def _without_work(ctx: mlir.LoweringRuleContext, program: Program) -> bool:
     return 0 in [n for n in sides if not is_symbolic(n)]
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def pieces_of(program: Program) -> Pieces:
     """The kernels that run for a program: one, or as many as its accumulated outputs are best computed by."""
     return accumulate(program.kernel, program.narrow)

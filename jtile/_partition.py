@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jtile import _shards, ir
 from jtile._compat import is_partitioned
 from jtile._errors import KernelValueError
+from jtile._memo import memo
 from jtile._program import Program, fingerprint_of, lane_name
 from jtile._sharding import Hand
 from jtile._shards import Axes, Rule
@@ -28,7 +29,7 @@ from jtile.transforms.localise import localise
 # -- rules and the programs of shards ---------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def _factors(program: Program) -> Factors | None:
     """None: a kernel that must run as a whole (it prints, asserts, is at block level, or has sizes that are not known
     yet)."""
@@ -37,7 +38,7 @@ def _factors(program: Program) -> Factors | None:
     return factors(program.kernel)
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def rule_of(program: Program) -> Rule:
     """The sharding rule of a program."""
     if program.hand is not None and not program.io and not ir.is_dynamic(program.kernel):
@@ -89,7 +90,7 @@ def can_cut(program: Program, name: str, parts: int) -> bool:
     return found is not None and found.named(name).cuts(parts) is not None
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def shard_program(program: Program, parts: tuple[tuple[str, int], ...]) -> Program:
     """The program of one shard. Outputs that are summed over the shards are not rounded yet."""
     rule = rule_of(program)

@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from jtile import _shards
 from jtile._compat import is_partitioned, need_devices
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile._memo import JITTED, memo
 from jtile._primitive import joint_varying, typed
 from jtile._sharding import Names, check_ranks, parse
 from jtile._shards import Axes, Rule
@@ -88,7 +89,7 @@ class _Flat:
         return jax.tree.leaves(self.whole(*leaves))
 
 
-@functools.lru_cache(maxsize=1024)
+@memo(entries=JITTED)
 def _flat(fn: Callable[..., Any], tree: Any) -> _Flat:
     return _Flat(fn, tree)
 
@@ -126,7 +127,7 @@ def _impl(*operands: Any, flat: Any, rule: Rule, jaxpr: Any) -> Sequence[Any]:
     return _jitted(flat, rule)(*operands)
 
 
-@functools.lru_cache(maxsize=1024)
+@memo(entries=JITTED)
 def _jitted(flat: Any, rule: Rule) -> Callable[..., Sequence[Any]]:
     return jax.jit(lambda *operands: _bind(flat, rule, operands))
 
@@ -164,7 +165,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[int | None], *, flat: Any, ru
     return outs, [0] * len(outs)
 
 
-@functools.lru_cache(maxsize=1024)
+@memo(entries=JITTED)
 def _mapped(flat: Any, axes: tuple[int | None, ...]) -> Callable[..., Sequence[Any]]:
     return jax.vmap(flat, in_axes=axes)
 

@@ -6,7 +6,6 @@ caches see one kernel where there is one.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from jtile._compat import need_devices
 from jtile._effect import KERNEL_EFFECT
 from jtile._errors import KernelAssertionError
 from jtile._lowering import interpreted, lower_elsewhere, lowering_for, run_interpreter
+from jtile._memo import JITTED, memo
 from jtile._partition import result_specs
 from jtile._program import Program
 
@@ -99,7 +99,7 @@ def _impl(*operands: Any, program: Program) -> Sequence[Any]:
     return _jitted(program)(*operands)
 
 
-@functools.lru_cache(maxsize=4096)
+@memo(entries=JITTED)
 def _jitted(program: Program) -> Callable[..., Sequence[Any]]:
     """One jit for every eager call of a program: a new jit per call would cost milliseconds."""
 

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jtile._batching import over_lanes, to_front
 from jtile._compat import need_devices
 from jtile._errors import TransformError
+from jtile._memo import memo
 from jtile._primitive import bind, joint_varying, jtile_call_p, result_types
 from jtile._program import CustomVjp, Level, Program, Spec, lane_name, make_program
 from jtile._sharding import Hand
@@ -82,13 +83,13 @@ def linear(program: Program, perturbed: Sequence[bool], residuals: int) -> Linea
     return Linear(program, tuple(perturbed), tuple(lanes), program.vjp, residuals)
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def _body(program: Program) -> Any:
     """The jaxpr in the form that derivatives start from: pruned, every Ref touched by the language's primitives."""
     return prune(program.jaxpr, own_refs=True)
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def active(program: Program, perturbed: tuple[bool, ...]) -> tuple[int, ...]:
     """The outputs that have a tangent; of a kernel at block level, whose body is not looked into, all of floats."""
     spec = program.spec
@@ -98,7 +99,7 @@ def active(program: Program, perturbed: tuple[bool, ...]) -> tuple[int, ...]:
     return active_outputs(_body(program).jaxpr, spec.n_in, spec.n_out, spec.aliases, perturbed)
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def _forward_body(program: Program, perturbed: tuple[bool, ...]) -> Tangents:
     spec = program.spec
     return jvp(_body(program), spec.n_in, spec.n_out, spec.aliases, perturbed)
@@ -117,7 +118,7 @@ def _refuse_block(program: Program, mode: str) -> None:
         )
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def forward_program(lin: Linear) -> Program:
     """The kernel of forward mode: `(primals, tangents) -> (tangents of the active outputs, outputs it needs again)`."""
     _refuse_block(lin.program, "forward mode")
@@ -178,7 +179,7 @@ def _hand(lin: Linear, ins: Sequence[int], outs: Sequence[int], make: Callable[[
     return Hand((*hand.inputs, *further), tuple(names), shard)
 
 
-@functools.lru_cache(maxsize=1024)
+@memo()
 def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cotangents]:
     """The kernel of reverse mode: `(primals, cotangents of the active outputs that are given) -> (cotangents of the
     perturbed inputs, and memory that only the kernel needs)`."""

@@ -161,10 +161,13 @@ def _again(path: Path, target: Target) -> str:
     return f"python -m jtile.lowering.registry {path} {target.name}"
 
 
-class _Memory:
-    """The artifacts used last, at most `_LIMIT` bytes of them; safe from any thread."""
+def _limit() -> int:
+    """Bytes of images to hold: few where those that are dropped are read from the disk again."""
+    return (8 if current().cache_dir else 128) << 20
 
-    _LIMIT = 256 << 20
+
+class _Memory:
+    """The artifacts used last, at most `_limit()` bytes of them; safe from any thread."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -184,7 +187,8 @@ class _Memory:
             old = self._entries.pop(key, None)
             self._entries[key] = artifact
             self._size += len(artifact.image) - (len(old.image) if old else 0)
-            while self._size > self._LIMIT and len(self._entries) > 1:
+            limit = _limit()
+            while self._size > limit and len(self._entries) > 1:
                 self._size -= len(self._entries.popitem(last=False)[1].image)
 
     def clear(self) -> None:

@@ -16,13 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPPED = ("lowering", "ffi", "models")
 
 # Part of jtile -> the parts that it may import, besides itself. `PUBLIC` is `import jtile` and what it exports.
-BASE = {"_errors", "_config", "_compat", "_cache", "_collector"}
+BASE = {"_errors", "_config", "_compat", "_cache", "_collector", "_memo"}
 PUBLIC = {"", "errors", "_errors", "testing", "ops", "models"}  # _errors: the same classes as jtile.errors
 EVERYTHING_BELOW = BASE | {"ir", "language", "trace", "passes", "transforms", "interpret", "lowering", "ffi", "tune"}
 MAY_IMPORT = {
     "_errors": set(),
     "_config": {"_errors"},
     "_compat": {"_errors"},
+    "_memo": {"_compat"},
     "_cache": {"_errors", "_config"},
     "_collector": set(),
     "_signature": BASE | {"ir"},
