@@ -202,7 +202,7 @@ def _not_negative(x: Size) -> bool:
     return all(k >= 0 for k in shifted.values())
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _call_not_negative(c: Call) -> bool:
     signs = [_not_negative(a) for a in c.args]
     return any(signs) if c.fn == "max" else signs[1] if c.fn == "mod" else all(signs)

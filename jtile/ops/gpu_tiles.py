@@ -42,7 +42,7 @@ def product(
     return own or _product(m, n, k, itemsize, gates, transposed)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _product(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool) -> dict[str, int]:
     if itemsize >= 4:  # no tensor cores for exact float32: registers are the limit
         bm, bn = (32, 32) if itemsize == 8 else (64, 64)
@@ -73,7 +73,7 @@ def parts_of_product(m: int, n: int, k: int, itemsize: int, **of: bool) -> tuple
     return own or _parts(m, n, k, itemsize)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _parts(m: int, n: int, k: int, itemsize: int) -> tuple[int, dict[str, int]]:
     tiles = cdiv(m, 128) * cdiv(n, 128)
     parts = min(PROCESSORS // max(tiles, 1), k // 4096, 4)
@@ -137,7 +137,7 @@ def attention(
     return own or _attention(t, s, d, itemsize, causal, little)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _attention(t: int, s: int, d: int, itemsize: int, causal: bool, little: bool) -> dict[str, int]:
     if itemsize >= 4:  # operands of three times the size: float32 products are sums of tf32 ones
         bq, bk = (64, 32) if d <= 64 else (32, 32) if d <= 128 else (16 if little and d > 256 else 32, 16)
@@ -162,7 +162,7 @@ def attention_options(d: int, itemsize: int) -> dict[str, int]:
     return {"num_warps": 8} if itemsize >= 4 and 64 < d <= 128 else {}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False) -> tuple[Choice, Choice]:
     """Of the two kernels of its reverse mode: that of the keys, and that of the queries; `little`: see
     `little_memory`."""
@@ -183,7 +183,7 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False
     return Choice(keys, options), Choice(queries, options)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def warps_of_rows(elements: int, weighted: bool = False, centred: bool = False) -> int:
     """Of a kernel that holds `elements` of one or more rows in registers: 32 bytes of them a thread, or more, since
     many warps wait long for each other at a reduction; rows that are `weighted` have weights in registers too, and long
@@ -203,7 +203,7 @@ def long_rows(n: int, itemsize: int) -> Choice | None:
     return Choice({"bn": 4096}, {"num_warps": 16}) if suits else None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | None:
     """Of the reverse mode of a norm (`centre`: with means), whose programs hold tiles of rows of n elements, sums over
     all of their rows, and the tiles that come next if `ahead`: `br` rows of a tile, `per` tiles of a program. Where

@@ -231,7 +231,7 @@ def _elsewhere(scale: float, window: Window):
     return functools.partial(attention_slopes.slopes, scale=scale, softcap=None, window=window)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def _of_rows(scale: float, window: Window):
     """The slopes by the kernel above. Batches of vmap become rows: a tensor map has five axes, and all are in use."""
 

@@ -234,7 +234,7 @@ def fits(q, k, table, window: int | None, scale: float) -> bool:
     return d in (64, 128, 256) and t * heads // kvs <= ROWS and (not table or k.shape[1] % 64 == 0)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def decode(scale: float, softcap: float | None):
     """A function as `decode_attention` of q [batch, t, heads, d], k, v, lengths, and the pages of each row in a tuple,
     or (). Batches of vmap become rows, whose keys are shared out together."""

@@ -299,7 +299,7 @@ def kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
     return made.autotune(space=_points, key=_KEY, override=True)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def choices(m: int, inner: int, kind: str, gated: bool = False) -> list[dict[str, int]]:
     """Meta-parameters that fit, the best first: of tall tiles (of 4 bits 8 rows, the last of which is sooner done), as
     many on their way as there is room for, at least three."""

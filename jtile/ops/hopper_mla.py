@@ -285,7 +285,7 @@ def fits(q, cache, table, rank: int, scale: float) -> bool:
     return sizes and entry and scale > 0 and (not table or cache.shape[1] % KEYS == 0)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def decode(rank: int, scale: float):
     """A function as `mla_decode` of q [batch, t, heads, rank + 64], cache, lengths, and the pages of each row in a
     tuple, or (). Batches of vmap become rows, whose keys are shared out together."""

@@ -244,7 +244,7 @@ def hopper_quantized_product(
             jt.async_copy(place, mem.x.at(k), mem.x_full.at(k))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     """Meta-parameters: for few rows of x four consumers, which share the rounds; for many two, with all registers.
 

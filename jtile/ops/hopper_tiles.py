@@ -84,7 +84,7 @@ class Form(NamedTuple):
     bn: int
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def tiles(p: Product) -> dict[str, int] | None:
     """`bm`, `bn`, `bk`; None for what is as good at tile level."""
     sides = candidates(p)
@@ -135,7 +135,7 @@ def _at_once(*times: float) -> float:
     return sum(t**SHARP for t in times) ** (1 / SHARP)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def parts_of_product(p: Product) -> tuple[int, dict[str, int]] | None:
     """In how many parts the sums of a product are made, 1 for whole, and the tiles of the parts."""
     times = forms(p) if p.itemsize == 2 else {}
@@ -155,7 +155,7 @@ def forms(p: Product) -> dict[Form, float]:
     return {form: predicted_us(p, form) for form in found}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def extended(p: Product) -> tuple[int, int, int]:
     """The sizes whose rows of operands are whole `PITCH`es, where a copy to there takes less time than it saves."""
     up = lambda size: cdiv(size * p.itemsize, PITCH) * PITCH // p.itemsize
@@ -185,7 +185,7 @@ def head(d: int) -> int:
     return max(64, 1 << (d - 1).bit_length())
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def attention(
     t: int, s: int, d: int, itemsize: int, causal: bool = False, lengths: bool = False
 ) -> dict[str, int] | None:

@@ -171,7 +171,7 @@ def _decode(q, cache, lengths, table, rank: int, scale: float, splits: int | Non
     return _in_splits(q, cache, lengths, table, rank=rank, scale=scale, splits=splits)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def _of_keys(rank: int, scale: float):
     """The kernel whose programs share out all rows' keys; on several devices, those of each."""
     in_splits = functools.partial(_in_splits, rank=rank, scale=scale, splits=None)

@@ -138,7 +138,7 @@ def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:
     return tiles(m, n, k, a.dtype.itemsize, **of)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _cpu_tiles(m: int, n: int, k: int) -> dict[str, int]:
     """Near `TILE`, dividing the sides evenly where they can, and small enough to give every thread work."""
     bm, bn = _even(m, TILE), _even(n, TILE)

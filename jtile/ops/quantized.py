@@ -118,7 +118,7 @@ def _tiles(m: int, out: int, inner: int) -> dict:
     return {"rows": _divisor(out, 64), "bm": m if m <= 512 else math.ceil(m / math.ceil(m / 512))}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _divisor(n: int, limit: int) -> int:
     """The largest divisor of n up to the limit; the limit itself if that is much smaller."""
     best = max((d for d in range(1, min(n, limit) + 1) if n % d == 0), default=1)
@@ -147,7 +147,7 @@ def _on_hopper(rows, weight: QuantizedTensor, out_dtype: Any = jnp.float32):
     return on_cuda(*_many_rows(weight.kind, out_dtype), rows, arrays)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def _many_rows(kind: str, out_dtype):
     """For `on_cuda`: x, and the arrays of a packed weight."""
     plain = lambda arrays: [unpack_codes(arrays[0], kind), *arrays[1:]]
@@ -156,7 +156,7 @@ def _many_rows(kind: str, out_dtype):
     return (lambda x, arrays: hopper_quantized.product(x, arrays, kind, out_dtype)), elsewhere
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def _streamed(*, out_dtype=jnp.float32, **options):
     """For `on_cuda`: x and what stands behind the product, and the arrays of the weights."""
     here = functools.partial(hopper_gemv.product, out_dtype=out_dtype, **options)

@@ -230,7 +230,7 @@ def _side(n: int, limit: int) -> int:
     return min(max(jt.next_power_of_2(n), 16), limit)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def gemv_choice(m: int, out: int, nb: int, kind: str, gated: bool) -> tuple[int, dict[str, int], int]:
     """Rows of W of a program, meta-parameters and warps of the kernel for few rows of x.
 

@@ -225,7 +225,7 @@ def _decode(q, k, v, lengths, table, scale: float, softcap: float | None, window
     return _in_splits(q, k, v, lengths, table, scale=scale, softcap=softcap, window=window, splits=splits)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def _in_shares(scale: float, softcap: float | None):
     """The kernel whose programs share out all rows' keys; on several devices, those of each. The queries of kv heads
     apart, q [batch, t, kv heads, group, d], as they are cut."""
