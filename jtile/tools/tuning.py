@@ -64,7 +64,7 @@ def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: 
     try:
         with levels.as_wide_as(types):
             report = tune(function, *types, time_limit=time_limit)
-        if not (report.kernels or report.fixed):
+        if not (report.kernels or report.fixed or report.skipped):
             raise levels.no_kernel(what, function, types)
     except KeyboardInterrupt:
         now = store.entries(device.kind())

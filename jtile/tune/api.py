@@ -96,7 +96,9 @@ class Report:
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, [*widths, 0])).rstrip() for r in rows]
         lines += [f"no search space: {', '.join(self.fixed)}"] if self.fixed else []
         lines += [f"time was up: {name}" for name in self.skipped]
-        return "\n".join([*lines, f"kept for {self.device}" + (f" in {self.path}" if self.path else "")])
+        if any(t.best for t in self.kernels):
+            lines.append(f"kept for {self.device}" + (f" in {self.path}" if self.path else ""))
+        return "\n".join(lines)
 
 
 def _row(t: Tuned) -> tuple[str, ...]:

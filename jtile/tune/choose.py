@@ -10,6 +10,7 @@ from typing import Any
 from jtile._config import current
 from jtile._errors import CacheWarning
 from jtile._lowering import compile_piece, pieces_of
+from jtile.lowering.targets import check_capabilities
 from jtile.tune import device
 from jtile.tune.space import Call, recorder
 from jtile.tune.store import Entry, store
@@ -49,11 +50,13 @@ def lookup(call: Call) -> Entry | None:
 
 
 def _check(bound: Any, entry: Entry) -> None:
-    """Compile a choice of `num_stages`, which is never lowered where memory is short, and how much is needed depends on
-    the compiler; raises UnsupportedError."""
-    if "num_stages" in entry.config and device.target().platform != "cpu":
-        for piece in range(len(pieces_of(bound.program).kernels)):
-            compile_piece(bound.program, piece, device.target())
+    """Raises UnsupportedError for a choice that the device's target refuses. One of `num_stages` is compiled to see it:
+    it is never lowered where memory is short, and how much is needed depends on the compiler."""
+    target = device.target()
+    for piece, kernel in enumerate(pieces_of(bound.program).kernels):
+        check_capabilities(kernel, target)
+        if "num_stages" in entry.config and target.platform != "cpu":
+            compile_piece(bound.program, piece, target)
 
 
 def _wanted(kernel: Any) -> bool:

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,12 @@ class Tuning:
         if not callable(self.space):
             for config in self.configs(sig, (), {}):
                 check_names(sig, config)
+        if self.data is not None and not callable(self.data):
+            raise KernelTypeError(
+                f"autotune: data is {self.data!r}: expected a function of the abstract inputs and meta-parameters that "
+                "gives the arrays",
+                sig.where,
+            )
         if self.key is None or callable(self.key):
             return
         if isinstance(self.key, str) or not isinstance(self.key, Collection):
@@ -193,7 +200,7 @@ class Call:
         meta = {**_known(sig.meta), **self.given, **self.options}
         meta = {k: v for k, v in meta.items() if k not in self.tuned}
         if callable(key):
-            what = [_text(key(*inputs, **meta))]
+            what = [_lasting(key(*inputs, **meta), sig)]
         else:
             names = [sig.ref_name(k) for k in range(len(inputs))]
             wanted = lambda name: key is None or name in key or (name not in sig.refs and sig.variadic in key)
@@ -256,6 +263,18 @@ def _types(x: Any) -> str:
     leaves = tree_flatten(x)[0]
     texts = [f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in leaves]
     return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def _lasting(v: Any, sig: Any) -> str:
+    """What a `key` function gives, as text that is the same in every process."""
+    text = _text(v)
+    if re.search(r" at 0x[0-9a-f]+>", text):
+        raise KernelTypeError(
+            f"autotune: key gives {text}, which prints its address: no other process would find the entry; give "
+            "numbers, strings or tuples of them",
+            sig.where,
+        )
+    return text
 
 
 def _text(v: Any) -> str:

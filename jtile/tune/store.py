@@ -12,6 +12,8 @@ import fcntl
 import functools
 import itertools
 import json
+import math
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -89,7 +91,7 @@ def _entry(data: Mapping[str, Any]) -> Entry:
     known = {f.name for f in dataclasses.fields(Entry)}
     entry = Entry(**{k: v for k, v in data.items() if k in known})
     times = entry.time_us, entry.default_us
-    if not isinstance(entry.config, dict) or not all(isinstance(t, int | float) and t >= 0 for t in times):
+    if not isinstance(entry.config, dict) or not all(isinstance(t, int | float) and 0 <= t < math.inf for t in times):
         raise TypeError("an entry without configuration or times")
     return dataclasses.replace(entry, config={k: _value(v) for k, v in entry.config.items()})
 
@@ -130,7 +132,7 @@ class Store:
             return
         try:
             with _locked(path):
-                write(path, kind, _sound(path, kind) | {name: entry})
+                write(path, kind, _sound(path, kind, aside=True) | {name: entry})
         except OSError as e:
             warnings.warn(f"the tuning file {path} cannot be written: {e}", CacheWarning, stacklevel=2)
 
@@ -141,19 +143,25 @@ class Store:
             self.version = next(self._count)
 
 
-def _sound(path: Path, kind: str) -> Entries:
-    """The entries of a file; none where there is none, or it is damaged or another device's."""
+def _sound(path: Path, kind: str, *, aside: bool = False) -> Entries:
+    """The entries of a file; none where there is none, or it is damaged or another device's. `aside`: such a file gets
+    another name, as it is about to be replaced: it may hold hours of measurements, and a person may save them."""
     try:
         device, entries = read(path)
     except FileNotFoundError:
         return {}
     except (CacheError, OSError) as e:
-        warnings.warn(f"{getattr(e, 'message', e)}; it is ignored", CacheWarning, stacklevel=2)
-        return {}
-    if device != kind:
-        warnings.warn(f"the tuning file {path} is of device {device!r}; it is ignored", CacheWarning, stacklevel=2)
-        return {}
-    return entries
+        why = getattr(e, "message", str(e))
+    else:
+        if device == kind:
+            return entries
+        why = f"the tuning file {path} is of device {device!r}"
+    kept = ""
+    if aside and path.is_file():
+        os.replace(path, other := path.with_suffix(".damaged"))
+        kept = f", and kept as {other}"
+    warnings.warn(f"{why}; it is ignored{kept}", CacheWarning, stacklevel=3)
+    return {}
 
 
 @contextlib.contextmanager

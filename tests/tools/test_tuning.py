@@ -59,6 +59,13 @@ def test_tune_show_and_merge(here, capsys):
     assert run("tune", "show", "a.json") == 0
 
 
+def test_no_time_at_all(here, capsys):
+    assert run("tune", "mine_tuned.py:double", "--args", "f32[64]", "--time-limit", "0") == 0
+    said = capsys.readouterr().out
+    assert "time was up: double#" in said
+    assert "kept for" not in said
+
+
 @pytest.mark.parametrize("where", ["/proc/none/a.json", "."])
 def test_a_file_that_cannot_be_written_is_known_before_the_search(here, where, monkeypatch):
     monkeypatch.setattr(tuning, "tune", lambda *_, **__: pytest.fail("it searched"))

@@ -103,6 +103,20 @@ def test_an_entry_that_the_kernel_refuses_is_a_warning():
         np.testing.assert_array_equal(double(X), 2 * X)
 
 
+def test_an_entry_that_the_target_refuses_is_a_warning():
+    double = kernels.double_kernel()
+    with jt.config(arch="sm_90"):
+        keep(double, X, bm=1 << 21)
+        with pytest.warns(CacheWarning, match="defaults are taken: .*a tile of 2097152 elements"):
+            assert bm_of(double, X) == 2
+
+
+def test_a_key_that_no_other_process_would_find_is_refused():
+    lost = kernels.double_kernel(key=lambda x, **_: object())
+    with pytest.raises(KernelTypeError, match="which prints its address"):
+        lost(X)
+
+
 def test_an_entry_that_the_authors_own_code_refuses_is_a_warning():
     choosy = kernels.choosy_kernel()
     keep(choosy, X, bm=48)

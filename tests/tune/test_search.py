@@ -80,6 +80,11 @@ def test_what_is_no_function_is_refused():
         jt.tune(X)
 
 
+def test_data_that_are_no_function_are_refused():
+    with pytest.raises(KernelTypeError, match="autotune: data is 5: expected a function"):
+        kernels.double_kernel(data=5)
+
+
 def test_data_that_are_no_arrays_are_refused():
     with pytest.raises(KernelValueError, match=r"gives arrays 1.0, expected float32\[64\]"):
         jt.tune(kernels.double_kernel(data=lambda x, **_: 1.0), X, progress=False)

@@ -50,6 +50,7 @@ def test_merge_takes_the_faster():
         '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": {}}}}',
         '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": {}, "time_us": 1, "default_us": ""}}}',
         '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": {}, "time_us": NaN, "default_us": 1}}}',
+        '{"format": "jtile-tune-1", "device": "d", "entries": {"a": {"config": {}, "time_us": 1e999, "default_us":1}}}',
         "[" * 100000,
     ],
 )
@@ -58,11 +59,13 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_replaced(text, folder):
     (folder / "d.json").write_text(text)
     with pytest.raises(CacheError):
         read(folder / "d.json")
+    own = Store()
     with pytest.warns(CacheWarning, match="ignored"):
-        assert Store().lookup("d", "a") is None
-    with pytest.warns(CacheWarning, match="ignored"):
-        Store().put("d", "a", entry(1.0))
+        assert own.lookup("d", "a") is None
+    with pytest.warns(CacheWarning, match=r"ignored, and kept as .*d\.damaged"):
+        own.put("d", "a", entry(1.0))
     assert read(folder / "d.json")[1] == {"a": entry(1.0)}
+    assert (folder / "d.damaged").read_text() == text
 
 
 def test_a_file_of_another_device_is_ignored(folder):
