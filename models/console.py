@@ -71,13 +71,16 @@ def run_generate(
 
 
 def _ids(lm: LanguageModel, prompt: str | None, prompt_ids, chat: bool, system: str | None) -> list[int]:
+    template = lm.tokenizer.chat_template if lm.tokenizer and chat and prompt is not None else None
+    if system is not None and template is None:
+        raise PromptError("a system prompt is part of a chat: --system takes a prompt, a chat template, and no --raw")
     if prompt_ids is not None and prompt is None:
         return _parse_ids(prompt_ids) if isinstance(prompt_ids, str) else [int(i) for i in prompt_ids]
     if prompt is None or prompt_ids is not None:
         raise PromptError("give either a prompt or --prompt-ids")
     if lm.tokenizer is None:
         raise ModelError(f"{lm.source} has no tokenizer; pass --prompt-ids")
-    if not chat or lm.tokenizer.chat_template is None:
+    if template is None:
         return lm.tokenizer.encode(prompt)
     messages = [{"role": "system", "content": system}] if system else []
     return lm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": prompt}])

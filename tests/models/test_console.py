@@ -55,6 +55,8 @@ def test_text_from_a_gguf(write_gguf, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["ids"] == with_template["ids"]
     assert run_generate("ab", model=path, max_new_tokens=4, ignore_eos=True) == 0
     assert capsys.readouterr().out.startswith(with_template["text"])
+    assert run_generate("ab", model=path, system="be brief", chat=False) == 1
+    assert "and no --raw" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,7 @@ def test_text_from_a_gguf(write_gguf, tmp_path, capsys):
         ({"prompt_ids": ""}, "the prompt is empty"),
         ({"prompt_ids": "999"}, "outside the vocabulary"),
         ({"prompt": "hi"}, "has no tokenizer"),
+        ({"prompt_ids": "1", "system": "be brief"}, "a system prompt is part of a chat"),
         ({"prompt_ids": "1", "model": "/nowhere"}, "there is no model at /nowhere"),
     ],
 )
