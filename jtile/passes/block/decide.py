@@ -16,7 +16,7 @@ from ..rewrite import free_values
 from .evict import copy_hints
 from .feeds import Feeds, feeds, operand, promoted, tile_bytes, untransposed
 from .maps import store_obstacle
-from .plan import Machine, NoPlan, Output, Plan, for_tiles, refuse
+from .plan import Machine, NoPlan, Output, Plan, Refusal, for_tiles, refuse
 from .split_rows import Split, apart, split
 from .uneven import balances, uneven
 
@@ -57,6 +57,8 @@ def plan(kernel: Kernel, machine: Machine, wish: Wish) -> Plan:
         shares = split(kernel, consumers)
         if isinstance(shares, Split):
             shares = apart(shares)
+        if isinstance(shares, Split):
+            shares = _too_large(kernel, found, shares, warps) or shares
         if isinstance(shares, Split):
             return _sized(kernel, machine, wish, found, shares, warps)
         why = why or shares
@@ -104,10 +106,7 @@ def _teams(kernel: Kernel, found: Feeds, wish: Wish) -> Iterator[tuple[int, int]
 def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: Split, warps: int) -> Plan:
     """Slots and buffers for the memory there is."""
     n = shares.consumers
-    body, _ = shares.body(0)
-    _check_shapes(body)
     registers = REGISTERS.get((n, warps), (0, 24))
-    _check_registers(kernel, found, n * warps * 32, registers[0])
     room = machine.shared - RESERVE - _scratch_bytes(found) * n
     resident = sum(r.bytes for r in found.rings if r.resident)
     slot = sum(r.bytes for r in found.rings if not r.resident)
@@ -150,6 +149,18 @@ def _sized(kernel: Kernel, machine: Machine, wish: Wish, found: Feeds, shares: S
         turns=n > 2 and _chained(kernel, found),
         evict=copy_hints(kernel, blocks, machine),
     )
+
+
+def _too_large(kernel: Kernel, found: Feeds, shares: Split, warps: int) -> NoPlan | None:
+    """Why the consumers of a team do not hold the tiles of their shares, if so."""
+    n = shares.consumers
+    body, _ = shares.body(0)
+    try:
+        _check_shapes(body)
+        _check_registers(kernel, found, n * warps * 32, REGISTERS.get((n, warps), (0, 24))[0])
+    except Refusal as e:
+        return e.no_plan
+    return None
 
 
 def _check_shapes(share: Block) -> None:

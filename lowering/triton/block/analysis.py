@@ -26,6 +26,7 @@ from jtile.lowering.triton.block.layouts import (
 from jtile.lowering.triton.block.linear import linear, permuted, reshaped
 from jtile.lowering.triton.emitter import elem_of
 
+COLUMNS = 256  # of an instruction for products, at most
 POINTWISE = (ir.Map, ir.Select, ir.Cast, ir.Bitcast)
 
 
@@ -53,24 +54,25 @@ def dims_of(op: ir.Broadcast | ir.Reshape) -> tuple[int, ...]:
     return op.dims if isinstance(op, ir.Broadcast) else spread(op) or ()
 
 
-def product_layout(op: ir.DotAsync, warps: int) -> Mma | None:
-    """The layout of the accumulator of a product; None where warpgroups cannot compute it."""
-    widest = 128 if op.a.dtype == "int8" else 256  # triton knows integer instructions of up to 224 columns
+def product_layout(op: ir.DotAsync, warps: int, widest: int) -> Mma | None:
+    """The layout of the accumulator of a product, of instructions of up to `widest` columns; None where warpgroups
+    cannot compute it."""
+    widest = min(widest, 128) if op.a.dtype == "int8" else widest  # triton knows integer ones of up to 224 columns
     m, n = op.result.shape
     return mma(m, n, ir.DTYPES[op.a.dtype].bits, warps, widest=widest)
 
 
-def operand_layout(op: ir.DotAsync, warps: int) -> Operand | None:
+def operand_layout(op: ir.DotAsync, warps: int, widest: int) -> Operand | None:
     """The layout of the left operand of a product in registers."""
-    out = product_layout(op, warps)
+    out = product_layout(op, warps, widest)
     return None if out is None else Operand(out, 32 // ir.DTYPES[op.a.dtype].bits)
 
 
 class Homes:
-    """The layouts of one role's tiles: `homes[v]`."""
+    """The layouts of one role's tiles: `homes[v]`; `widest`: columns that an instruction of its products may have."""
 
-    def __init__(self, body: ir.Block, warps: int):
-        self.warps = warps
+    def __init__(self, body: ir.Block, warps: int, widest: int = COLUMNS):
+        self.warps, self.widest = warps, widest
         self._ops = list(body.walk())
         products, depth = any(isinstance(op, ir.DotAsync) for op in self._ops), _depths(body)
         self._by_depth = self._ops if products else sorted(self._ops, key=lambda op: -depth[op])
@@ -136,7 +138,7 @@ class Homes:
     def _solve(self) -> None:
         for op in self._ops:
             if isinstance(op, ir.DotAsync):
-                self._set(op.result, product_layout(op, self.warps))
+                self._set(op.result, product_layout(op, self.warps, self.widest))
         for op in self._ops:
             for v in self._operands_carried(op):
                 self._set(v, self._wanted_operand(v))
@@ -162,7 +164,9 @@ class Homes:
         wants = set()
         for u in self._tied(v):
             for op, k in self._users.get(u, []):
-                wants.add(operand_layout(op, self.warps) if isinstance(op, ir.DotAsync) and k == 0 else None)
+                wants.add(
+                    operand_layout(op, self.warps, self.widest) if isinstance(op, ir.DotAsync) and k == 0 else None
+                )
         return wants.pop() if len(wants) == 1 else None
 
     def _tied(self, v: ir.Value) -> list[ir.Value]:
@@ -220,7 +224,7 @@ class Homes:
 
     def _want(self, op: ir.Op, v: ir.Value, k: int, depth: int) -> Layout | None:
         if isinstance(op, ir.DotAsync):
-            return operand_layout(op, self.warps) if v is op.a else self.get(op.result)
+            return operand_layout(op, self.warps, self.widest) if v is op.a else self.get(op.result)
         if isinstance(op, POINTWISE) and op.results[0].shape == v.shape:
             r = op.results[0]
             return self.get(r)

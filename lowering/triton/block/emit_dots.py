@@ -76,7 +76,7 @@ def _columns(em: BlockEmitter, m: Mem, first: int, part: int, axis: int) -> Mem:
 def _left(em: BlockEmitter, op: ir.DotAsync) -> Val | Mem:
     if isinstance(op.a.type, ir.SharedType):
         return em.env[op.a]
-    layout = operand_layout(op, em.warps)
+    layout = operand_layout(op, em.warps, em.widest)
     assert layout is not None
     v = em.tile(op.a, layout)
     elem = shared_elem(op.a.dtype, em.features)
@@ -92,7 +92,7 @@ def _checked(em: BlockEmitter, op: ir.DotAsync) -> Mma:
     """
     (m, k), n, dtype = op.a.shape, op.b.shape[1], op.a.dtype
     width = ir.DTYPES[dtype].bits
-    out = product_layout(op, em.warps)
+    out = product_layout(op, em.warps, em.widest)
     if dtype not in OPERANDS or (op.b.dtype != dtype and not {dtype, op.b.dtype} <= set(OPERANDS[4:])):
         em.refuse(op, f"asynchronous products of {', '.join(OPERANDS)}, got {dtype} and {op.b.dtype}: cast them")
     if out is None:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from jtile import ir
+from jtile.lowering.triton.block.analysis import COLUMNS
 from jtile.lowering.triton.block.code import LaidCode
 from jtile.lowering.triton.block.emitter import BLOCK, BlockEmitter
 from jtile.lowering.triton.ttir import Val
 
 REGISTERS = 65536  # of a block on sm_90
 LEAST, MOST = 24, 240  # that a thread may ask for
+AROUND = 26  # that an instruction for products takes besides those of its sums
 ROLES = 13  # triton has barriers for 14 partitions besides the first role, and 3.6 fills warpgroups up with some
 
 
@@ -27,7 +29,7 @@ def emit_body(em: BlockEmitter) -> int:
     roles = roles_of(em.kernel)
     if len(roles.bodies) > ROLES:
         em.refuse(roles, f"blocks of at most {ROLES} roles, got {len(roles.bodies)}: give one the work of several")
-    barriers = False
+    barriers, em.widest = False, columns_of_products(roles)
     for op in em.kernel.body.ops:
         if isinstance(op, ir.AllocShared | ir.AllocBarriers):
             em.check_sides(op)
@@ -73,12 +75,31 @@ def worker_registers(roles: ir.Roles) -> tuple[int, ...]:
     left; where none does, nobody asks: all threads have the same."""
     if not any(roles.registers[1:]):
         return ()
-    whole = [-(-w // 4) * 128 for w in roles.warps]  # threads of the warpgroups that a role takes part in
-    pool = REGISTERS // sum(whole) // 8 * 8 * sum(whole)  # a kernel starts with the same number for every thread
+    whole = _threads(roles)
+    pool = _start(roles) * sum(whole)
     left = pool - sum(n * r for n, r in zip(whole, roles.registers, strict=True))
     sharing = sum(n for n, r in zip(whole, roles.registers, strict=True) if not r)
     share = max(LEAST, min(MOST, left // max(sharing, 1) // 8 * 8))
     return tuple(r or share for r in roles.registers[1:])
+
+
+def columns_of_products(roles: ir.Roles) -> int:
+    """Of an instruction, at most: ptxas wants its registers to be there when the kernel starts, whatever a role asks
+    for later. Found by trying: half of the columns and `AROUND` more, which is 154, 90, 58 for 256, 128, 64 columns."""
+    columns = COLUMNS
+    while columns > 8 and columns // 2 + AROUND > _start(roles):
+        columns //= 2
+    return columns
+
+
+def _threads(roles: ir.Roles) -> list[int]:
+    """Of the warpgroups that each role takes part in."""
+    return [-(-w // 4) * 128 for w in roles.warps]
+
+
+def _start(roles: ir.Roles) -> int:
+    """Registers of a thread when a kernel starts, which are as many for every thread."""
+    return REGISTERS // sum(_threads(roles)) // 8 * 8
 
 
 def _region(code: LaidCode, head: str, part: LaidCode, last: str) -> None:

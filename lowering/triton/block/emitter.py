@@ -12,7 +12,7 @@ from typing import Any
 from jtile import ir
 from jtile.lowering.emitting import into
 from jtile.lowering.triton import versions
-from jtile.lowering.triton.block.analysis import Homes, dims_of, is_free
+from jtile.lowering.triton.block.analysis import COLUMNS, Homes, dims_of, is_free
 from jtile.lowering.triton.block.code import LaidCode, Mem
 from jtile.lowering.triton.block.layouts import Layout, Linear, blocked, origin, sliced
 from jtile.lowering.triton.block.linear import linear
@@ -44,7 +44,7 @@ class BlockEmitter(Emitter):
         self.count = [0]
         self.code = LaidCode(self.count, 2)
         self.homes: Homes | None = None
-        self.warps = 4
+        self.warps, self.widest = 4, COLUMNS  # of a role; columns of an instruction for its products, at most
         self.captures: dict[Val | Mem, Val | Mem] | None = None  # of a partition: what is outside -> its name inside
         self.captured: list[Val | Mem] = []  # by any partition, in order
         self.laid: dict[tuple[ir.Value, Layout], Val] = {}
@@ -221,7 +221,7 @@ class BlockEmitter(Emitter):
         old = {n: getattr(self, n) for n in names}
         self.code, self.laid, self.places, self.program = LaidCode(self.count, 3), {}, {}, {}
         self.captures = {} if isolated else None
-        self.homes, self.warps, self.within = Homes(body, warps), warps, body
+        self.homes, self.warps, self.within = Homes(body, warps, self.widest), warps, body
         self.env = _Outside(self, old["env"])
         self.refs = {r: _Lazy(self, b) for r, b in old["refs"].items()}  # type: ignore[assignment]
         self.symbols = {n: self.use(v) for n, v in old["symbols"].items()}

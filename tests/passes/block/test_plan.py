@@ -98,6 +98,12 @@ def test_reasons(kernel, options, reason):
     assert reason in str(found)
 
 
+def test_the_reason_is_that_of_the_best_team():
+    """One consumer of 8 warps comes next, and cannot have 192 rows."""
+    kernel = tk.matmul(768, 768, 512, tile=(192, 256, 128), dtype=jnp.float8_e4m3fn, tb=True)
+    assert "take 256 of a thread's registers" in str(block_level(kernel, Machine(), {}))
+
+
 def text(load: str, extra: str = "", params: str = "") -> str:
     return f"""kernel @k(%a: ref<128x64xbf16>, %b: ref<64x64xbf16>{params}, %o: ref<128x64xf32, out>) grid(1) {{
       %c0 = full 0 : i32

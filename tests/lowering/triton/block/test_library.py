@@ -3,6 +3,7 @@ registers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +24,7 @@ from jtile._lowering import pieces_of
 from jtile.errors import UnsupportedError
 from jtile.interpret import interpret
 from jtile.lowering.triton import ptxas
+from jtile.lowering.triton.block.emit_roles import columns_of_products
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.ops.flash_attention import attention_reference
 from jtile.testing import relative_error
@@ -69,6 +71,34 @@ def test_the_library_runs_at_the_block_level(name):
     # ptxas 13 keeps two registers of three consumers elsewhere, and of four what a tile begins with.
     assert artifact.launch["resources"]["spills"] <= (8 if "4 consumers" not in artifact.texts["schedule"] else 112)
     assert unwritten(artifact.texts["sass"]) == []
+
+
+@pytest.mark.parametrize(
+    ("warps", "columns"),
+    [((4, 4, 1), 256), ((4, 4, 4, 1), 128), ((4, 4, 4, 4, 1), 128), ((8, 1), 256), ((4,) * 6, 64), ((8, 8, 8, 4), 64)],
+)
+def test_columns_of_a_product_that_registers_hold_from_the_start(warps, columns):
+    roles = ir.Roles(tuple(map(str, warps)), warps, (0,) * len(warps), tuple(ir.Block() for _ in warps))
+    assert columns_of_products(roles) == columns
+
+
+@pytest.mark.parametrize("tb", [False, True])
+def test_three_consumers_of_256_columns(tb):
+    """ptxas gives 128 registers to threads of 512, and wants 154 for a product of 256 columns."""
+    kernel = passes.run_pipeline(tk.matmul(384, 512, 256, tile=(192, 256, 64), tb=tb), passes.TILE)
+    artifact = compile_kernel(kernel, "sm_90", {}, texts=True)
+    assert artifact.texts["schedule"].startswith("block level: 3 consumers"), artifact.texts["schedule"]
+    assert set(re.findall(r"wgmma\.mma_async\S*m64(n\d+)k16", artifact.texts["ptx"])) == {"n128"}
+    assert artifact.launch["resources"]["spills"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(384, 512, 256), (1000, 900, 320)])
+def test_three_consumers_of_256_columns_compute_what_is_meant(sizes):
+    kernel = passes.run_pipeline(tk.matmul(*sizes, tile=(192, 256, 64)), passes.TILE)
+    inputs = tk.operands(kernel)
+    found = run_artifact(compile_kernel(kernel, "sm_90", {}), kernel, inputs).outputs()[0]
+    assert relative_error(found, interpret(kernel, inputs)[0]) < 1e-2
 
 
 class Tool:
