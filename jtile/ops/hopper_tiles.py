@@ -18,6 +18,7 @@ PROCESSORS = 132  # of an H200
 TILES = {
     (128, 256): (0.576, 1.58),
     (256, 128): (0.637, 1.52),
+    (192, 256): (0.845, 2.2),
     (192, 128): (0.448, 0.84),
     (128, 128): (0.300, 0.63),
     (64, 256): (0.299, 0.97),
@@ -43,6 +44,9 @@ PITCH = 16  # bytes that the distance of an operand's rows in memory is a multip
 # How many times the shortest predicted time a form may take that a search tries; and so many it tries always.
 NEAR, ALWAYS = 1.25, 4
 GATED = tuple((bm, bn // 2) for bm, bn in TILES if bn >= 128)  # a tile of two products is as one of twice the columns
+# Three consumers make 256 columns of two products, but of one they are no quicker than two with 128 rows (8192^3), and
+# slower where there are few tiles.
+SINGLE = tuple(sides for sides in TILES if sides != (192, 256))
 FULL = 1.01  # how many times as long the largest of those take, one after the other: their rings have few slots
 
 
@@ -107,7 +111,7 @@ def candidates(p: Product) -> tuple[tuple[int, int], ...]:
     apart = any(pitch % PITCH for pitch in p.pitches)
     if p.m <= 64 or p.n < 64 or p.itemsize > 2 or p.k <= 128 // p.itemsize or (byte and not p.transposed) or apart:
         return ()
-    sides = GATED if p.gates > 1 else TILES
+    sides = GATED if p.gates > 1 else SINGLE
     return tuple((bm, bn) for bm, bn in sides if not byte or p.fast or (bm <= 128 and bn <= 128))
 
 

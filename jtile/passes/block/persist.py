@@ -32,7 +32,8 @@ Order = Uneven | Bands | None  # by length, in bands, as they come
 
 def bands(kernel: Kernel, blocks: int) -> Bands | None:
     """Those of a matrix product of which `blocks` tiles are worked on at a time: these read about as many bytes along
-    the rows as along the columns, which is least. None: the kernel is no such product."""
+    the rows as along the columns, which is least; and all bands are about as high. None: the kernel is no such
+    product."""
     axes = grouped_axes(kernel)
     if axes is None:
         return None
@@ -44,7 +45,8 @@ def bands(kernel: Kernel, blocks: int) -> Bands | None:
     rows = 1
     while (2 * rows) ** 2 * row <= LONGER * blocks * column:
         rows *= 2
-    return Bands(*axes, rows)
+    height = kernel.grid[axes[0]]
+    return Bands(*axes, -(-height // -(-height // rows)))
 
 
 def persist(kernel: Kernel, blocks: int, cache: int = Machine.cache) -> Kernel:

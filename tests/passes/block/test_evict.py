@@ -27,13 +27,14 @@ def evicted(kernel, machine=SMALL, **options):
     [
         (tk.gated(4096, 14336, 4096, tile=(128, 128, 64)), {0: STAYS, 1: GOES, 2: GOES}),
         (tk.gated(4096, 14336, 4096, tile=(128, 128, 64), tb=True), {0: STAYS, 1: GOES, 2: GOES}),
+        (tk.gated(4096, 14336, 4096, tile=(192, 128, 64)), {0: STAYS, 1: GOES, 2: GOES}),  # 11 rows of tiles: 16.5 MiB
         (tk.gated(4096, 14336, 8192, tile=(128, 128, 64)), {}),  # 16 rows of tiles are 32 MiB
         (tk.gated(2048, 14336, 4096, tile=(128, 128, 64)), {}),  # one band: columns are read once
         (tk.gated(4096, 2048, 1024, tile=(128, 128, 64)), {}),  # all operands fit
         (tk.matmul(4096, 4096, 4096, tile=LARGE), {}),  # a single product
         (tk.attention(1024, 1024, d=128, tile=(128, 128)), {}),
     ],
-    ids=["gated", "gated transposed", "many terms", "one band", "few terms", "one product", "attention"],
+    ids=["gated", "gated transposed", "3 consumers", "many terms", "one band", "few terms", "one product", "attention"],
 )
 def test_what_stays_in_the_cache_of_an_h200(kernel, expected):
     assert copy_hints(kernel, 128, Machine()) == expected

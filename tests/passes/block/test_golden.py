@@ -205,11 +205,19 @@ def test_bands_of_tiles_of_half_a_byte():
       %d = dot %x, %y precision="default" : tile<4x16xi32>
       store %o[%i, tile(%c0, 4), %j:+16], %d
     }""")
-    assert bands(kernel, 4).rows == 32
+    assert bands(kernel, 4).rows == 4  # of 32 that would be as wide as high
 
 
 def test_bands_count_both_matrices_of_a_gated_layer():
     assert bands(tk.gated(4096, 14336, 256, tile=(128, 128, 64)), 128) == Bands(0, 1, 16)
+
+
+@pytest.mark.parametrize(("m", "height", "rows"), [(4096, 22, 11), (8192, 43, 15), (1536, 8, 8), (3264, 17, 9)])
+def test_no_band_is_much_lower_than_the_others(m, height, rows):
+    """Where a wave of tiles is square in 16 rows, 22 rows are two bands of 11, not 16 and 6."""
+    kernel = tk.gated(m, 14336, 256, tile=(192, 128, 64))
+    assert kernel.grid[0] == height
+    assert bands(kernel, 130) == Bands(0, 1, rows)
 
 
 def test_every_tile_has_a_block_of_its_own():
