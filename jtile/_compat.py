@@ -45,6 +45,15 @@ def clear_with_jax(cache: Any) -> None:
     util.register_cache(cache, "jtile")
 
 
+def held_weakly[T: type](parameter: T) -> T:
+    """Decorates the class of a parameter of a primitive, so that JAX's cache of result types, which keeps the last 2048
+    calls of all primitives, does not keep it alive."""
+    from jax._src import util
+
+    util.weakref_cache_key_types.add(parameter)
+    return parameter
+
+
 def is_partitioned(ctx: Any) -> bool:
     """Whether XLA will split the program that is being lowered over the devices of a mesh.
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jtile import ir
-from jtile._compat import is_symbolic
+from jtile._compat import held_weakly, is_symbolic
 from jtile._sharding import Hand
 from jtile._signature import Options
 from jtile._sizes import sized, values_of
@@ -80,6 +80,7 @@ class CustomVjp:
     key: Any
 
 
+@held_weakly
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A kernel with everything fixed: the one parameter of `jtile_call`.

@@ -15,6 +15,8 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jtile._compat import held_weakly
+
 Axes = tuple[str, ...]  # of a mesh
 
 
@@ -116,6 +118,7 @@ def shardy_rule(rule: Rule) -> SdyShardingRule:
 # -- the call that XLA cuts -------------------------------------------------------------------------------------------
 
 
+@held_weakly
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
     """What one shard runs, `(*arrays) -> list of arrays`, and the types of its results."""

@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from jtile._batching import over_lanes, to_front
-from jtile._compat import need_devices
+from jtile._compat import held_weakly, need_devices
 from jtile._errors import TransformError
 from jtile._memo import memo
 from jtile._primitive import bind, joint_varying, jtile_call_p, result_types
@@ -45,6 +45,7 @@ class Lanes:
     out_tangents: tuple[bool, ...]
 
 
+@held_weakly
 @dataclasses.dataclass(frozen=True)
 class Linear:
     """The derivative of a program at the primals that the primitive takes.
