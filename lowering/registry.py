@@ -162,8 +162,15 @@ def _again(path: Path, target: Target) -> str:
 
 
 def _limit() -> int:
-    """Bytes of images to hold: few where those that are dropped are read from the disk again."""
-    return (8 if current().cache_dir else 128) << 20
+    """Bytes of artifacts to hold: few where those that are dropped are read from the disk again."""
+    return (4 if current().cache_dir else 128) << 20
+
+
+_ENTRY = 2048  # bytes of an entry besides its image: its key, its launch record
+
+
+def _bytes(artifact: Artifact) -> int:
+    return len(artifact.image) + _ENTRY
 
 
 class _Memory:
@@ -186,10 +193,10 @@ class _Memory:
         with self._lock:
             old = self._entries.pop(key, None)
             self._entries[key] = artifact
-            self._size += len(artifact.image) - (len(old.image) if old else 0)
+            self._size += _bytes(artifact) - (_bytes(old) if old else 0)
             limit = _limit()
             while self._size > limit and len(self._entries) > 1:
-                self._size -= len(self._entries.popitem(last=False)[1].image)
+                self._size -= _bytes(self._entries.popitem(last=False)[1])
 
     def clear(self) -> None:
         with self._lock:

@@ -148,7 +148,7 @@ def test_errors_of_a_back_end(toy, tmp_path):
 
 def test_the_memory_forgets_what_was_used_longest_ago(monkeypatch):
     memory = registry._Memory()
-    monkeypatch.setattr(registry, "_limit", lambda: 250)
+    monkeypatch.setattr(registry, "_limit", lambda: 250 + 2 * registry._ENTRY)
     for k in "abc":
         memory.put(k, Artifact("t", bytes(100), {}, {}))
         memory.get("a")
