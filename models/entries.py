@@ -38,3 +38,15 @@ def table(config: Mapping, *keys: str) -> Mapping:
     if not isinstance(value, Mapping):
         raise ModelError(f"the model's configuration has {key!r} = {value!r}; expected an object")
     return value
+
+
+def items(config: Mapping, key: str, kind: type) -> list:
+    """The list `key` of a configuration, empty where the entry is absent or null.
+
+    Raises:
+      ModelError: it is no list, or something in it is of another kind.
+    """
+    value = [] if config.get(key) is None else config[key]
+    if not isinstance(value, list) or not all(type(x) is kind for x in value):
+        raise ModelError(f"the model's configuration has {key!r} = {value!r}; expected a list of {kind.__name__}")
+    return value

@@ -8,6 +8,7 @@ from jtile._errors import ModelError
 from jtile.models import mistral
 from jtile.models.config import DecoderConfig
 from jtile.models.deepseek import DeepseekConfig
+from jtile.models.entries import items
 from jtile.models.gemma import GemmaConfig
 from jtile.models.llama import LlamaConfig
 from jtile.models.qwen3 import Qwen3Config
@@ -31,15 +32,15 @@ def read_config(config: Mapping, source: str) -> DecoderConfig:
       ModelError: neither its `model_type` nor its `architectures` are known, or they ask for another head than that of
         a language model, or an entry is wrong.
     """
-    kind, classes = config.get("model_type"), config.get("architectures") or []
+    kind, classes = config.get("model_type"), items(config, "architectures", str)
     by_class = {name: kind for kind, (name, _) in FAMILIES.items()}
     kind = kind or next((by_class[name] for name in classes if name in by_class), None)
-    if kind not in FAMILIES:
+    if kind not in list(FAMILIES):  # of any type: it comes from a file
         raise ModelError(
-            f"{source} holds a model of the type {kind!r} ({', '.join(map(str, classes)) or 'no architectures'}); "
+            f"{source} holds a model of the type {kind!r} ({', '.join(classes) or 'no architectures'}); "
             f"jtile runs {', '.join(map(repr, FAMILIES))}"
         )
     name, read = FAMILIES[kind]
     if classes and name not in classes:
-        raise ModelError(f"{source} holds a {', '.join(map(str, classes))}; of the type {kind!r} jtile runs {name}")
+        raise ModelError(f"{source} holds a {', '.join(classes)}; of the type {kind!r} jtile runs {name}")
     return read({**config, "model_type": kind})

@@ -20,7 +20,7 @@ from jtile.models.config import (
     read_layer_types,
 )
 from jtile.models.decoder import Attention, Block, GatedMLP, as_float32
-from jtile.models.entries import count, number
+from jtile.models.entries import count, items, number
 from jtile.models.experts import Experts, Mixture
 
 
@@ -81,7 +81,7 @@ class Qwen3Config(DecoderConfig):
 
 
 def _read_mixture(config: Mapping, num_layers: int) -> MixtureConfig:
-    every, dense = number(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    every, dense = number(config, "decoder_sparse_step", 1), items(config, "mlp_only_layers", int)
     return MixtureConfig(
         experts=number(config, "num_experts", config.get("num_local_experts")),
         chosen=number(config, "num_experts_per_tok", 8),

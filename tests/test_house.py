@@ -50,7 +50,7 @@ MAY_IMPORT = {
         "testing",
     },
     "testing": EVERYTHING_BELOW | {"", "_kernel", "_primitive", "_program", "_lowering", "_check", "_report"},
-    "_check": {"_config", "_report", "_export", "testing"},
+    "_check": {"_errors", "_config", "_report", "_export", "testing"},
     "_report": set(),
     "errors": {"_errors"},
     "ir": BASE,

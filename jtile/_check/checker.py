@@ -28,7 +28,7 @@ from jtile._check.compare import (
     wide,
 )
 from jtile._config import config
-from jtile.errors import KernelValueError
+from jtile._errors import KernelValueError
 from jtile._report import INTEGERS, TRANSFORMS, Check, Report
 from jtile.testing import TOLERANCES
 

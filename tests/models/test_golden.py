@@ -70,6 +70,8 @@ def test_both_spellings_of_the_configuration_say_the_same(name):
     [
         ({"model_type": "mamba"}, "of the type 'mamba' (no architectures); jtile runs 'deepseek_v3'"),
         ({"architectures": ["GPT2LMHeadModel"]}, "of the type None (GPT2LMHeadModel)"),
+        ({"model_type": ["llama"]}, "of the type ['llama']"),
+        ({"architectures": "LlamaForCausalLM"}, "'architectures' = 'LlamaForCausalLM'; expected a list of str"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "jtile runs LlamaForCausalLM"),
     ],
 )

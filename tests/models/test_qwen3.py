@@ -60,6 +60,8 @@ def read(change, config):
     ],
 )
 def test_which_layers_have_experts(moe, change, layers):
+    with pytest.raises(ModelError, match="'mlp_only_layers' = 2; expected a list of int"):
+        read({"mlp_only_layers": 2}, moe)
     config = read(change, moe)
     assert config.mixture.layers == layers
     zeros = lambda name, shape: jnp.zeros(shape)
