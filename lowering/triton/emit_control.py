@@ -62,9 +62,8 @@ def for_loop(
 
 
 def _attributes(em: Emitter, op: ir.For) -> str:
-    """What the pipeliner and the unroller of triton read on a loop. AMD's keeps one stage in registers and one in its
-    small shared memory; `num_stages` of the user is taken at its word."""
-    asked = em.num_stages or min(op.stages or 0, 16 if em.features.cuda else 2)
+    """What the pipeliner and the unroller of triton read on a loop. `num_stages` of the user is taken at its word."""
+    asked = em.num_stages or min(op.stages or 0, em.features.stages)
     stages = 1 if in_order(em, op.body) else asked
     out = [f"tt.num_stages = {stages} : i32"] * bool(stages)
     out += [f"tt.loop_unroll_factor = {op.unroll} : i32"] * (op.unroll > 1)

@@ -41,6 +41,12 @@ class Features:
         return self.shared + 1024 * self.cuda
 
     @property
+    def stages(self) -> int:
+        """How deep a pipeline may be that a loop asks for. AMD's has one stage in registers, one in its small shared
+        memory."""
+        return 16 if self.cuda else 2
+
+    @property
     def cuda(self) -> bool:
         return self.arch.startswith("sm_")
 

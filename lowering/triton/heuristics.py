@@ -131,6 +131,4 @@ def _lanes(op: ir.Op) -> int:
 
 def _stages(kernel: ir.Kernel, f: Features) -> int:
     asked = max((op.stages or 0 for op in kernel.body.walk() if isinstance(op, ir.For)), default=0)
-    if not f.cuda:  # one stage in registers, one in shared memory, of which there is little
-        return min(asked or 2, 2)
-    return asked or 3
+    return min(asked or 3, f.stages)

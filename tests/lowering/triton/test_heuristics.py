@@ -31,3 +31,18 @@ def test_warps_by_the_widest_tile(n, arch, warps):
 
 def test_what_is_given_is_taken():
     assert heuristics.choose(copied(1 << 18), features("sm_90"), {"num_warps": 4}).num_warps == 4
+
+
+@pytest.mark.parametrize(("arch", "asked", "stages"), [("sm_80", "", 3), ("sm_80", "stages=1000000000", 16),
+                                                       ("gfx942", "", 2), ("gfx942", "stages=9", 2)])  # fmt: skip
+def test_the_depth_of_a_pipeline_is_bounded(arch, asked, stages):
+    """Of a thousand million stages each would have been tried, down to those that fit."""
+    kernel = ir.parse_kernel(f"""kernel @k(%x: ref<4xf32>, %o: ref<4xf32, out>) {{
+      %z = full 0 : i32
+      %n = full 4 : i32
+      for %k in %z..%n step %n {asked} {{
+        %t = load %x[tile(%z, 4)] : tile<4xf32>
+        store %o[tile(%z, 4)], %t
+      }}
+    }}""")
+    assert heuristics.choose(kernel, features(arch), {}).num_stages == stages
