@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -76,17 +77,23 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
         sub.add_argument(
             "--only", nargs="+", action="extend", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}"
         )
-        sub.add_argument("--json", type=Path, metavar="FILE", help="where the records go (default: benchmarks/records)")
-        sub.add_argument("--plot", type=Path, metavar="FILE", help="where the plot goes (default: benchmarks/records)")
-        sub.add_argument("--repeats", type=int, default=repeats, help=f"samples of each function (default {repeats})")
+        sub.add_argument(
+            "--json", type=_records, metavar="FILE", help="where the records go (default: benchmarks/records)"
+        )
+        sub.add_argument(
+            "--plot", type=_picture, metavar="FILE", help="where the plot goes (default: benchmarks/records)"
+        )
+        sub.add_argument(
+            "--repeats", type=_count, default=repeats, help=f"samples of each function (default {repeats})"
+        )
     sub.add_argument(
         "--without", nargs="+", action="extend", default=[], metavar="PEER", help="leave out peers that start so"
     )
     sub.add_argument(
-        "--limit", type=float, default=530, metavar="SECONDS", help="start no case after this (default 530)"
+        "--limit", type=_seconds, default=530, metavar="SECONDS", help="start no case after this (default 530)"
     )
     sub.add_argument(
-        "--budget", type=float, default=3, metavar="SECONDS", help="of samples a case, but three rounds (default 3)"
+        "--budget", type=_seconds, default=3, metavar="SECONDS", help="of samples a case, but three rounds (default 3)"
     )
     sub.add_argument(
         "--match", nargs="+", action="extend", default=[], metavar="TEXT",
@@ -94,6 +101,42 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     sub.add_argument("--tiny", action="store_true", help="tiny sizes and no torch: tries the code, on the CPU too")
     return parser.parse_args(argv)
+
+
+# What a file or number cannot be is said before the benchmarks run, which takes minutes.
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
+
+
+def _records(text: str) -> Path:
+    """A file that is not there yet, or holds records to put others into."""
+    path = Path(text)
+    try:
+        if path.exists() and not isinstance(json.loads(path.read_text()), list):
+            raise ValueError("no list")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text} holds no records ({error})") from error
+    return path
+
+
+def _picture(text: str) -> Path:
+    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} is no .png, .svg or .pdf")
+    return Path(text)
 
 
 if __name__ == "__main__":

@@ -59,9 +59,13 @@ def main(arguments: Any) -> None:
         say(f"FAILED: {' '.join(key)}")
     for key in suite.skipped:
         say(f"left out, no time: {' '.join(key)}")
-    if json_file and plot_file:
+    if json_file and plot_file and done:
         report.plot_file(json_file, plot_file)
     say(f"{len(done)} records in {time.monotonic() - began:.0f} s, {json_file or 'not kept'}")
+    if arguments.match and not (done or suite.failed or suite.skipped):
+        sys.exit(f"no line has one of {', '.join(map(repr, arguments.match))} in its size and dtype")
+    if suite.failed:
+        sys.exit(1)
 
 
 class Suite:

@@ -164,6 +164,36 @@ def test_the_command_line():
         command._arguments(["gpu", "--only", "chain"])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--repeats", "0", "no whole number from 1"), ("--repeats", "-3", "no whole number from 1"),
+        ("--budget", "nan", "no number of seconds"), ("--limit", "-1", "no number of seconds"),
+        ("--json", ".", "holds no records"), ("--json", __file__, "holds no records"), ("--plot", "x.foo", "no .png"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_before_the_benchmarks_run(option, value, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command._arguments(["gpu", option, value])
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_with_a_failure_does_not_end_well(monkeypatch, tmp_path):
+    cases = [case(lambda x: x + 1), dataclasses.replace(case(lambda x: x + 3), config="wrong")]
+    monkeypatch.setattr(suite, "measure_machine", lambda tiny: MACHINE)
+    monkeypatch.setattr(suite.importlib, "import_module", lambda name: types.SimpleNamespace(cases=lambda tiny: cases))
+    file = tmp_path / "records.json"
+    run = lambda *more: suite.main(command._arguments(["gpu", "--tiny", "--only", "rows", "--json", str(file), *more]))
+    with pytest.raises(SystemExit) as stop:
+        run()
+    assert stop.value.code == 1
+    assert [r["config"] for r in json.loads(file.read_text())] == ["500"]
+    run("--match", "500 f")
+    with pytest.raises(SystemExit, match="no line has one of 'zzz'"):
+        run("--match", "zzz")
+
+
 def test_the_cost_of_a_link():
     names, links = ("ours", "xla"), launch.LINKS - 1
     single = {f"one {n}": [10.0, 12.0, 14.0] for n in names}
