@@ -1,4 +1,4 @@
-"""Differentiation of kernels in JAX: the jvp rule of `jtile_call`, and `jtile_tangent`, the linear map that it binds.
+"""Differentiation of kernels in JAX: the rules of `jtile_call`, and of `jtile_tangent`, the linear map that jvp binds.
 
 `jtile_tangent` takes the kernel's operands and the tangents of those that are differentiated, and gives the tangents of
 its outputs. As a kernel it is the forward-mode kernel; transposed it is the reverse-mode kernel, built from the same
@@ -20,6 +20,7 @@ import numpy as np
 from jax import dtypes
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
 from jtile._batching import over_lanes, to_front
 from jtile._compat import held_weakly, need_devices
@@ -295,19 +296,20 @@ def _as_sharded(ct: Any, aval: Any) -> Any:
 
 
 def _automatic_transpose(linear: Linear, cts: Sequence[Any], primals: Sequence[Any]) -> list[Any]:
-    given = tuple(type(ct) is not ad.Zero for ct in cts)
-    n = sum(linear.perturbed)
+    given = _given(linear, cts)
     if not any(given):
-        return [None] * n
-    moved = active(linear.program, linear.perturbed)
-    by_output = [False] * linear.program.spec.n_out
-    for k, g in zip(moved, given, strict=True):
-        by_output[k] = g
-    program, body = reverse_program(linear, tuple(by_output))
-    known = [ct for ct, g in zip(cts, given, strict=True) if g]
+        return [None] * sum(linear.perturbed)
+    program, body = reverse_program(linear, given)
+    known = [ct for ct in cts if type(ct) is not ad.Zero]
     known = [ct.astype(d) for ct, d in zip(known, body.dtypes, strict=True)]
     outs = bind(program, [*primals, *known])
     return [outs[k] for k in body.results]
+
+
+def _given(linear: Linear, cts: Sequence[Any]) -> tuple[bool, ...]:
+    """Which outputs of the kernel have a cotangent; `cts` has an entry for each active one."""
+    given = {k for k, ct in zip(active(linear.program, linear.perturbed), cts, strict=True) if type(ct) is not ad.Zero}
+    return tuple(k in given for k in range(linear.program.spec.n_out))
 
 
 def _custom_transpose(
@@ -373,3 +375,64 @@ def _batched_vjp(
 
 
 batching.fancy_primitive_batchers[jtile_tangent_p] = _tangent_batch
+
+
+# -- the transpose of a kernel that is linear itself -----------------------------------------------------------------
+
+
+def _call_transpose(cts: Sequence[Any], *operands: Any, program: Program) -> list[Any]:
+    """Of a call that JAX takes for linear in some operands: tangents in a rule of `jax.custom_jvp`, what
+    `jax.linear_transpose` and linear solvers turn round. It is the reverse mode at zero, if that does not ask where.
+
+    Raises:
+      TransformError: the reverse mode asks for an operand, so the kernel is not linear in it.
+    """
+    unknown = tuple(ad.is_undefined_primal(x) for x in operands)
+    primals = [ad.instantiate_zeros(ad.Zero(x.aval)) if u else x for x, u in zip(operands, unknown, strict=True)]
+    moved = [cts[k] for k in active(program, unknown)]
+    found, asked = (_transposed if program.vjp is None else _transposed_by_rule)(program, unknown, moved, primals)
+    bad = [program.spec.ref_names[k] for k, (u, a) in enumerate(zip(unknown, asked)) if u and a]
+    if bad:
+        raise TransformError(
+            f"kernel {program.name} is not linear in {', '.join(bad)}, so it cannot be transposed: differentiate it "
+            "with jax.grad or jax.vjp, and call it on tangents only where it is linear in them",
+            program.where,
+        )
+    each = iter(found)
+    found = [next(each) if u else None for u in unknown]
+    return [ct if ct is None else _as_sharded(ct, x.aval) for ct, x in zip(found, operands, strict=True)]
+
+
+Transposed = tuple[list[Any], Sequence[bool]]  # a cotangent (or None) of each unknown operand; operands asked for
+
+
+def _transposed(program: Program, unknown: tuple[bool, ...], cts: Sequence[Any], primals: Sequence[Any]) -> Transposed:
+    lin = linear(program, unknown, 0)
+    found = _automatic_transpose(lin, cts, primals)
+    if all(ct is None for ct in found):
+        return found, [False] * len(unknown)
+    jaxpr = reverse_program(lin, _given(lin, cts))[0].jaxpr.jaxpr
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not hasattr(v, "val")}
+    return found, [v in read for v in jaxpr.invars[: len(unknown)]]
+
+
+def _transposed_by_rule(
+    program: Program, unknown: tuple[bool, ...], cts: Sequence[Any], primals: Sequence[Any]
+) -> Transposed:
+    rule, n = program.vjp, len(primals)
+    assert rule is not None
+
+    def back(*values: Any) -> list[Any]:
+        residuals = list(rule.fwd(*values[:n]))[program.spec.n_out :]
+        given = iter(values[n:])
+        full = [ct if type(ct) is ad.Zero else next(given) for ct in cts]
+        return _custom_transpose(rule, linear(program, unknown, len(residuals)), full, residuals, values[:n])
+
+    known = [ct for ct in cts if type(ct) is not ad.Zero]
+    closed, shapes = jax.make_jaxpr(back, return_shape=True)(*primals, *known)
+    asked = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1][:n]
+    found = jexc.jaxpr_as_fun(closed)(*primals, *known)
+    return jax.tree.unflatten(jax.tree.structure(shapes), found), asked
+
+
+ad.primitive_transposes[jtile_call_p] = _call_transpose
