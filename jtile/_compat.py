@@ -38,6 +38,18 @@ def need_devices(primitive: Any) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.make_jaxpr` of what runs in a kernel: also in `jax.ensure_compile_time_eval()` nothing of it runs at once,
+    the primitives without operands, such as the number of a program, included."""
+    from jax._src import config
+
+    def trace(*args: Any) -> Any:
+        with config.eager_constant_folding(False):
+            return jax.make_jaxpr(fn)(*args)
+
+    return trace
+
+
 def clear_with_jax(cache: Any) -> None:
     """Let `jax.clear_caches()` call the `cache_clear()` of a cache too; the cache is held weakly."""
     from jax._src import util

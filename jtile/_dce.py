@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from jtile._compat import register_dce
+from jtile._compat import make_jaxpr, register_dce
 from jtile._memo import memo
 from jtile._program import CustomVjp, Program, make_program
 from jtile.transforms.evaluate import ref_aval
@@ -110,4 +110,4 @@ def _without(closed: Any, kept: Sequence[bool]) -> Any:
         return core.eval_jaxpr(closed.jaxpr, closed.consts, *[next(it) if k else None for k in kept])
 
     variables = _picked(closed.jaxpr.invars, kept)
-    return jax.make_jaxpr(body)(*[ref_aval(v.aval.shape, v.aval.dtype) for v in variables])
+    return make_jaxpr(body)(*[ref_aval(v.aval.shape, v.aval.dtype) for v in variables])

@@ -48,6 +48,20 @@ def test_one_equation_that_takes_and_returns_arrays():
     assert eqn.primitive is jtile_call_p
     assert [v.aval for v in eqn.invars] == [jax.typeof(X)] * 2
     assert list(eqn.params) == ["program"]
+
+
+def test_at_once_while_another_function_is_traced():
+    """`jax.ensure_compile_time_eval` runs what has no traced operands, such as the number of a program."""
+
+    @jax.jit
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            once, slope = add(X, Y), jax.grad(lambda x: (add(x, Y) ** 2).sum())(X)
+            many = jax.vmap(add, (0, None))(jnp.stack([X, X]), Y)
+        assert not any(isinstance(y, jax.core.Tracer) for y in (once, slope, many))
+        return x + once + slope + many[1]
+
+    np.testing.assert_array_equal(f(X), X + 4 * (X + 1))
     assert str(eqn.params["program"]).startswith("add(3,)#")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jtile import ir
 from jtile._collector import paused
+from jtile._compat import make_jaxpr
 from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError, VerificationError
 from jtile.ir.builder import Builder
 from jtile.language._place import place_of
@@ -135,7 +136,7 @@ class Lowering:
     def call(self, fn: Callable[..., Any], *args: ir.Value) -> list[ir.Value]:
         """Inline a jnp function of tiles: it is traced and lowered at this place."""
         structs = [jax.ShapeDtypeStruct(a.type.shape, ir.DTYPES[a.type.dtype].numpy) for a in args]
-        closed = jax.make_jaxpr(fn)(*structs)
+        closed = make_jaxpr(fn)(*structs)
         with self._pin():
             return self.run(closed.jaxpr, [self.literal(c) for c in closed.consts], list(args))
 

@@ -12,6 +12,7 @@ from jax import core
 from jax.ref import AbstractRef
 
 from jtile._collector import paused
+from jtile._compat import make_jaxpr
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
 from jtile.language._level import BlockLevelError, Level, tracing
 from jtile.language._place import hide_own_frames, place_of
@@ -84,12 +85,12 @@ def _made(body, avals):
     """The jaxpr, traced a second time where the kernel turns out to be at block level only after memory was made."""
     try:
         with tracing(Level()):
-            return jax.make_jaxpr(body)(*avals)
+            return make_jaxpr(body)(*avals)
     except BlockLevelError as e:
         otherwise = e.otherwise
     with tracing(Level(block=True)) as level:
         try:
-            return jax.make_jaxpr(body)(*avals)
+            return make_jaxpr(body)(*avals)
         finally:
             if otherwise is not None and not level.roles:
                 raise otherwise

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jtile._compat import make_jaxpr
 from jtile.language._primitives import atomic_p, load_p, store_p
 from jtile.trace.rules.control import scan_counts
 from jtile.trace.tracing import equations
@@ -76,7 +77,7 @@ def jvp(closed: Any, n_in: int, n_out: int, aliases: Sequence[tuple[int, int]], 
         walk = _Forward(activity)
         walk.run(jaxpr, closed.consts, [Dual(primals.get(v), tangents.get(v)) for v in refs])
 
-    traced = jax.make_jaxpr(body)(*[ref_aval(v.aval.shape, v.aval.dtype) for v in variables])
+    traced = make_jaxpr(body)(*[ref_aval(v.aval.shape, v.aval.dtype) for v in variables])
     n_seen = len(variables) - len(scratch) - len(private)
     made = prune(traced, frozenset(range(n_seen, len(variables))))
     _check_order(made.jaxpr, n_seen)

@@ -12,10 +12,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
+from jtile._compat import make_jaxpr
 from jtile.trace.lower import is_jax_function
 from jtile.trace.rules.calls import INLINED, own_platform
 from jtile.trace.rules.control import counters, scan_counts
@@ -47,7 +47,7 @@ def prune(closed_jaxpr, scratch: frozenset[int] = frozenset(), *, own_refs: bool
             top.roots[v] = v
             top.kept |= set() if k in scratch else {v}
     _Liveness().settle(top, [True] * len(top.jaxpr.outvars))
-    return jax.make_jaxpr(lambda *args: tuple(_evaluate(top, args)))(*[argument(v.aval) for v in top.jaxpr.invars])
+    return make_jaxpr(lambda *args: tuple(_evaluate(top, args)))(*[argument(v.aval) for v in top.jaxpr.invars])
 
 
 # -- what is live --------------------------------------------------------------------------------------------------

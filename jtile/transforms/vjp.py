@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jtile import ir
+from jtile._compat import make_jaxpr
 from jtile.language._index import At, Span, Tile
 from jtile.trace.tracing import equations
 from jtile.transforms.activity import Activity, is_literal
@@ -138,7 +138,7 @@ def _trace(closed: Any, spec: Spec, roles: _Roles, activity: Activity, aliases: 
         _, pull = walk.sweep(closed.jaxpr, closed.consts, slots, Mode(True, True))
         pull([])
 
-    return jax.make_jaxpr(body)(*types)
+    return make_jaxpr(body)(*types)
 
 
 def _ct_dtype(roles: _Roles, k: int) -> np.dtype:
