@@ -6,8 +6,10 @@ so that the emitters above this file never build a phi by hand.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -50,6 +52,10 @@ def const(ty: str, literal: str) -> Val:
     return Val(ty, literal if lanes_of(ty) == 1 else f"splat ({scalar_of(ty)} {literal})")
 
 
+_CALLED = re.compile(r"\bcall [^@\n]*@([\w.]+)\(")
+_SHORT = 12  # lines of a function that costs less than its call
+
+
 @dataclasses.dataclass
 class Module:
     """An LLVM module under construction: declarations and functions, each emitted once, in a deterministic order."""
@@ -65,10 +71,18 @@ class Module:
         self.declarations.setdefault(name, "declare " + signature.format(name))
 
     def text(self) -> str:
-        parts = [f'target triple = "{self.triple}"', *self.globals.values(), *self.functions.values()]
+        parts = [f'target triple = "{self.triple}"', *self.globals.values(), *self._functions()]
         parts += [self.declarations[k] for k in sorted(self.declarations)]
         parts.append(f"attributes #0 = {{ {self.attributes} }}")
         return "\n".join(parts) + "\n"
+
+    def _functions(self) -> Iterator[str]:
+        """The functions; those that are called in one place, or are short, are to be inlined there."""
+        texts = list(self.functions.values())
+        calls = collections.Counter(name for text in texts for name in _CALLED.findall(text))
+        for name, text in self.functions.items():
+            inline = text.startswith("define internal") and (calls[name] == 1 or text.count("\n") <= _SHORT)
+            yield text.replace(" #0 ", " #0 alwaysinline ", 1) if inline else text
 
 
 def intrinsic_suffix(ty: str) -> str:
