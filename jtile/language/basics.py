@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
+from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.language._place import user_place
 from jtile.language._primitives import assert_p, num_programs_p, print_p, program_id_p
@@ -87,9 +88,24 @@ def full(shape, value, dtype=None):
 
 
 def like(x, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
-    """The type of array `x`, with another shape or dtype: what `out_type` gives."""
-    shape = x.shape if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
-    return jax.ShapeDtypeStruct(shape, np.dtype(x.dtype if dtype is None else dtype))
+    """The type of array `x`, with another shape or dtype: what `out_type` gives.
+
+    Raises:
+      KernelTypeError: `x` is no array, `shape` no shape, or `dtype` no dtype.
+    """
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise KernelTypeError(f"jt.like takes an array or the type of one, got {x!r}; {_TYPE}", user_place())
+    sizes = x.shape if shape is None else tuple(shape) if np.iterable(shape) else (shape,)
+    if bad := [n for n in sizes if not (is_symbolic(n) or (isinstance(n, int | np.integer) and n >= 0))]:
+        raise KernelTypeError(f"jt.like: shape={shape!r}: {bad[0]!r} is no size of a dimension; {_TYPE}", user_place())
+    dtype = x.dtype if dtype is None else dtype
+    try:
+        return jax.ShapeDtypeStruct(sizes, np.dtype(dtype))
+    except TypeError:
+        raise KernelTypeError(f"jt.like: {dtype!r} is no dtype of arrays; write jnp.float32", user_place()) from None
+
+
+_TYPE = "a type is made from nothing by jax.ShapeDtypeStruct((4, 8), jnp.float32)"
 
 
 def print_(format, *args) -> None:

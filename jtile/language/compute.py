@@ -64,7 +64,10 @@ def dot(a, b, acc=None, *, precision=None):
         for x in (a, b)
     }
     if "?" in kinds or len(kinds) > 1:
-        raise KernelTypeError(f"jt.dot takes two float or two int tiles, got {a.dtype} and {b.dtype}", user_place())
+        raise KernelTypeError(
+            f"jt.dot takes two float or two int tiles, got {a.dtype} and {b.dtype}; convert one: b.astype(a.dtype)",
+            user_place(),
+        )
     if a.shape[-1] != b.shape[-2]:
         raise KernelTypeError(
             f"jt.dot cannot contract {a.shape} with {b.shape}: {a.shape[-1]} != {b.shape[-2]}", user_place()
@@ -88,7 +91,9 @@ def _accumulator(acc, shape, dtype: str) -> list:
         acc = lax.broadcast(acc, shape)
     if acc.shape != tuple(shape) or acc.dtype != dtype:
         raise KernelTypeError(
-            f"the accumulator of this dot is {dtype}{list(shape)}, got {acc.dtype}{list(acc.shape)}", user_place()
+            f"the accumulator of this dot is {dtype}{list(shape)}, got {acc.dtype}{list(acc.shape)}; start it with "
+            f"jt.zeros({tuple(shape)}, jnp.{dtype})",
+            user_place(),
         )
     return [acc]
 

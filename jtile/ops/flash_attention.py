@@ -205,7 +205,7 @@ def check_softcap(op: str, softcap: float | None) -> None:
 
 def window_of(op: str, window, causal: bool) -> Window:
     """(left, right): how many keys a query sees on either side, None for all."""
-    whole = lambda n: isinstance(n, int) and not isinstance(n, bool)
+    given, whole = window, lambda n: isinstance(n, int) and not isinstance(n, bool)
     if whole(window):
         window = (window - 1, 0 if causal else window - 1)
     pair = (None, None) if window is None else window
@@ -215,7 +215,7 @@ def window_of(op: str, window, causal: bool) -> Window:
     if causal:
         right = 0 if right is None else min(right, 0)
     if any(n is not None and n < 0 for n in (left, right)):
-        raise KernelValueError(f"{op}: a window holds at least the query's own position, got window={window}")
+        raise KernelValueError(f"{op}: a window holds at least the query's own position, got window={given}")
     return left, right
 
 
