@@ -129,8 +129,8 @@ def _failure(kernel: ir.Kernel, target: Target, error: Exception) -> CompileErro
     text = ir.print_kernel(kernel, locations=True)
     trace = "".join(traceback.format_exception(error))
     notes = [f"target {target.name} {target.arch}", f"config {current()}", *trace.splitlines()]
-    path = _cache.failures() / f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.tile_ir"
     try:
+        path = _cache.failures() / f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.tile_ir"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(f"// {line}" for line in notes) + "\n" + text)
         kept = f"its Tile IR is kept in {path}; `{_again(path, target)}` compiles it again"
@@ -150,7 +150,10 @@ _ROOM = 1 << 20  # bytes that the files of one kernel may take
 
 def _no_room(error: Exception) -> str | None:
     """What to do where a compiler could not write its files; the assemblers of GPUs do not always say why."""
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as e:
+        return f"no folder for temporary files can be written ({e}): make room, or set TMPDIR to another"
     free = shutil.disk_usage(folder).free
     if not (isinstance(error, OSError) and error.errno in _FULL) and free >= _ROOM:
         return None

@@ -75,7 +75,8 @@ def build(
                 f"{f.shared}; use smaller tiles{fewer}",
                 (where.loc.file, where.loc.line) if where.loc.file else None,
             )
-        asked = most - 1
+        # each stage but one takes as much, so that this skips none that fits: every attempt is a whole compilation
+        asked = max(1, min(most - 1, 1 + (most - 1) * f.shared // built))
         text = _LOOP_STAGES.sub(lambda n, most=asked: f"tt.num_stages = {min(int(n[1]), most)} :", text)
         choice = dataclasses.replace(choice, num_stages=min(choice.num_stages, asked))
 

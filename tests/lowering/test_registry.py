@@ -67,6 +67,15 @@ def test_a_compiler_without_room(toy, monkeypatch):
     with pytest.raises(CompileError, match="where 100 bytes are free: make room, or set TMPDIR"):
         registry.compile(kernel(), TOY)
 
+    def nowhere():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(registry.tempfile, "gettempdir", nowhere)
+    with pytest.raises(CompileError, match=r"no folder for temporary files can be written .* or set TMPDIR"):
+        registry.compile(kernel(), TOY)
+    with jt.config(cache_dir=""), pytest.raises(CompileError, match="set TMPDIR"):
+        registry.compile(kernel(), TOY)
+
 
 def test_memory_then_disk_then_back_end(toy):
     first = registry.compile(kernel(), TOY)

@@ -136,17 +136,29 @@ def test_shared_memory_is_known_before_the_assembler_runs(monkeypatch):
         matmul.lower(*shapes, target="cuda:sm_86").image
 
 
+@jt.kernel(out_type=lambda a, b, **_: jt.like(a, shape=(128, 128), dtype=jnp.float32), grid=(1,))
+def deep(a, b, o, *, stages=5):
+    A, B = a.tiles(128, 64), b.tiles(64, 128)
+    acc = jt.zeros((128, 128), jnp.float32)
+    for k in jt.range(A.shape[1], stages=stages):
+        acc = jt.dot(A[0, k], B[k, 0], acc)
+    o[...] = acc
+
+
+def test_the_deepest_pipeline_that_fits_is_found_at_once(monkeypatch):
+    """Each attempt is a whole compilation, and there were as many as stages too many."""
+    attempts, build = [], stages._build
+    monkeypatch.setattr(stages, "_build", lambda *args: attempts.append(args) or build(*args))
+    shapes = (floats(128, 1024, dtype=jnp.bfloat16), floats(1024, 128, dtype=jnp.bfloat16))
+    low = deep.lower(*shapes, stages=12, target="cuda:sm_86")
+    assert "tt.num_stages = 4 :" in low.texts["ttir"]  # 32 KiB each but for one; it has 99
+    assert len(attempts) == 2
+    with pytest.raises(UnsupportedError, match="but sm_86 has 101376"):
+        deep.with_options(num_stages=5).lower(*shapes, target="cuda:sm_86").image
+
+
 def test_an_option_that_does_not_fit_is_no_hint():
     """Loops give way where shared memory is short, a number that the user gave does not; it goes before theirs."""
-
-    @jt.kernel(out_type=lambda a, b: jt.like(a, shape=(128, 128), dtype=jnp.float32), grid=(1,))
-    def deep(a, b, o):
-        A, B = a.tiles(128, 64), b.tiles(64, 128)
-        acc = jt.zeros((128, 128), jnp.float32)
-        for k in jt.range(A.shape[1], stages=5):
-            acc = jt.dot(A[0, k], B[k, 0], acc)
-        o[...] = acc
-
     shapes = (floats(128, 1024, dtype=jnp.bfloat16), floats(1024, 128, dtype=jnp.bfloat16))
     assert deep.lower(*shapes, target="cuda:sm_86").image
     low = deep.with_options(num_stages=2).lower(*shapes, target="cuda:sm_86")
