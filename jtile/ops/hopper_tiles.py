@@ -40,6 +40,7 @@ PLAIN, PLAIN_FEW, COPY = 190e6, 75e6, 2.0
 # Bytes of operands that a block gets in a microsecond; where rows in memory start inside of lines, each is read twice.
 EVEN, UNEVEN = 152e3, 79e3
 LINE = 128
+FEW, HANGING = 256, 16  # of so few rows, those outside of the left operand take time, if tiles have two lines
 PITCH = 16  # bytes that the distance of an operand's rows in memory is a multiple of, where tensor maps take them
 # How many times the shortest predicted time a form may take that a search tries; and so many it tries always.
 NEAR, ALWAYS = 1.25, 4
@@ -96,6 +97,8 @@ def tiles(p: Product) -> dict[str, int] | None:
         return None
     bm, bn = min(sides, key=lambda s: predicted_us(p, Form(1, *s)))
     lines = 2 if p.gates == 1 and p.itemsize == 2 and p.k >= 512 and two_lines(bm, bn, *p.pitches) else 1
+    few = p.m <= FEW and -p.m % bm >= HANGING and not p.left
+    lines = 1 if few and not any(pitch % LINE for pitch in p.pitches) else lines
     return {"bm": bm, "bn": bn, "bk": lines * LINE // p.itemsize}
 
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from jtile.ir import (
     AsyncLoad,
     At,
     Block,
+    Dim,
     Dot,
     DotScaled,
     Expect,
     For,
     If,
+    Index,
     Kernel,
     Load,
     Op,
+    SliceShared,
     Value,
     Wait,
     dim_value,
 )
 
 from ..rewrite import buffers, free_values, written
+from .hanging import boxes, hanging, row_dimension
 from .narrow import part
 from .plan import refuse
 from .rings import Held, Place, Role, Site
@@ -30,7 +34,8 @@ from .rings import Held, Place, Role, Site
 
 def producer(kernel: Kernel, place: dict[Load, Place], consumers: int, evict: Mapping[Value, str]) -> Block:
     """The body of the producer for a kernel whose operand loads have a `place`; `evict`: of a Ref, see `AsyncLoad`."""
-    return _Producer(place, wanted(kernel, place), consumers, evict).run(kernel.body)
+    made = _Producer(place, wanted(kernel, place), consumers, evict, hanging(kernel, consumers))
+    return made.run(kernel.body)
 
 
 def wanted(kernel: Kernel, place: dict[Load, Place]) -> set[Value]:
@@ -89,9 +94,12 @@ class _Wanted:
 
 
 class _Producer(Role):
-    def __init__(self, place: dict[Load, Place], values: set[Value], consumers: int, evict: Mapping[Value, str]):
+    def __init__(
+        self, place: dict[Load, Place], values: set[Value], consumers: int, evict: Mapping[Value, str],
+        hanging: Mapping[Load, int],
+    ):  # fmt: skip
         super().__init__(place)
-        self.values, self.consumers, self.evict = values, consumers, evict
+        self.values, self.consumers, self.evict, self.hanging = values, consumers, evict, hanging
 
     def kept(self, op: Op) -> list[int]:
         return [i for i, r in enumerate(op.results) if r in self.values]
@@ -127,7 +135,19 @@ class _Producer(Role):
                     place = [i for i, d in enumerate(index) if not isinstance(d, At)][axis]
                     index[place] = part(b, index[place], w, self.consumers)
                 pad = op.pad if math.isnan(op.pad) else 0
-                buffer = self.buffer(held, k, w, at)
-                hint = self.evict.get(op.ref)
-                b.add(AsyncLoad(op.ref, tuple(index), buffer, held.full, at, pad, op.checked, None, hint))
+                for buffer, where in self.boxes(op, self.buffer(held, k, w, at), index):
+                    hint = self.evict.get(op.ref)
+                    b.add(AsyncLoad(op.ref, where, buffer, held.full, at, pad, op.checked, None, hint))
         self.advance(held)
+
+    def boxes(self, op: Load, buffer: Value, index: list[Dim]) -> Iterator[tuple[Value, Index]]:
+        """What a copy to a buffer comes in: parts of the buffer, and where they lie in the array."""
+        if op not in self.hanging:
+            yield buffer, tuple(index)
+            return
+        rows = self.hanging[op]
+        place, sizes = row_dimension(op.index), (rows, *op.result.shape[1:])
+        for first, d in boxes(self.b, index[place], op.ref.type.shape[place], rows):
+            whole = rows == index[place].size
+            inner = buffer if whole else self.b.value(SliceShared(buffer, (first, 0), sizes), buffer.name)
+            yield inner, (*index[:place], d, *index[place + 1 :])

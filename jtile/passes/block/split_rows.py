@@ -64,6 +64,16 @@ def split(kernel: Kernel, consumers: int) -> Split | NoPlan:
         return e.no_plan
 
 
+def by_rows(kernel: Kernel) -> Split | NoPlan:
+    """The kernel as one share that knows of all values the axis along which the rows of its products lie, or which op
+    mixes rows."""
+    try:
+        rows = _Rows(kernel, 1, analyse=True)
+        return Split(kernel, 1, rows.wanted, rows.cut)
+    except Refusal as e:
+        return e.no_plan
+
+
 @dataclasses.dataclass(frozen=True)
 class Split:
     """The shares of a kernel.
@@ -97,12 +107,12 @@ class Split:
 class _Rows:
     """Which axis of each value lies along the rows, and in which forms each value is needed."""
 
-    def __init__(self, kernel: Kernel, consumers: int):
+    def __init__(self, kernel: Kernel, consumers: int, *, analyse: bool = False):
         self.consumers = consumers
         self.natural: dict[Value, int] = {}
         self.wanted: dict[Value, set[Axis]] = {}
         self.cut: dict[Op, Axis] = {}
-        if consumers > 1:
+        if consumers > 1 or analyse:
             _check_memory(kernel)
             self._until_stable(lambda: self.forward(kernel.body), self.natural)
             _check_order(kernel, self.cut)

@@ -31,7 +31,8 @@ def test_a_gated_layer(tb, save):
     """Both weights arrive in the halves of one buffer; rows, columns and terms hang over."""
     made = joined(tk.gated(200, 136, 72, tb=tb, save=save))
     assert products(made) == {(64, 128)}
-    halves = {op.starts for op in made.body.walk() if isinstance(op, SliceShared)}
+    slices = [op for op in made.body.walk() if isinstance(op, SliceShared)]
+    halves = {op.starts for op in slices if op.sizes[0] > 16}  # rows of x come in boxes of 16
     assert halves == ({(0, 0), (64, 0)} if tb else {(0, 0), (0, 64)})
 
 
