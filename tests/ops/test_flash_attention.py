@@ -94,7 +94,7 @@ def test_errors():
         ("2 query heads do not divide", (q, *(jnp.zeros((1, 4, 3, 8)),) * 2), {}),
         (r"v has shape", (q, k, v[:, :2]), {}),
         (r"k has shape", (q, k[..., :4], v[..., :4]), {}),
-        ("window holds at least .*, got window=0$", (q, k, v), {"window": 0}),
+        ("window holds at least .*, got window=0", (q, k, v), {"window": 0}),
         ("softcap is a positive number, got 0", (q, k, v), {"softcap": 0.0}),
         (r"lengths has shape \(2,\)", (q, k, v), {"lengths": jnp.zeros(2, jnp.int32)}),
         (r"\[batch, t, heads, d\]", (q[0], k, v), {}),
