@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tile_kernels as tk
 from device import run_artifact
@@ -99,6 +100,24 @@ def test_three_consumers_of_256_columns_compute_what_is_meant(sizes):
     inputs = tk.operands(kernel)
     found = run_artifact(compile_kernel(kernel, "sm_90", {}), kernel, inputs).outputs()[0]
     assert relative_error(found, interpret(kernel, inputs)[0]) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "tile"),
+    [(72, (64, 128, 64)), (72, (128, 256, 64)), (96, (64, 64, 32)), (144, (192, 128, 64)), (200, (128, 64, 64))],
+)
+def test_rows_outside_of_the_left_operand(m, tile):
+    """They come in boxes of few rows, or not at all: what comes instead spoils nothing."""
+    kernel = passes.run_pipeline(tk.matmul(m, 264, 320, tile=tile, batch=2, bias=True), passes.TILE)
+    inputs = [np.array(x) for x in tk.operands(kernel)]
+    inputs[0][:, :16] = np.nan
+    artifact = compile_kernel(kernel, "sm_90", {}, texts=True)
+    assert artifact.texts["schedule"].startswith("block level: "), artifact.texts["schedule"]
+    found = np.asarray(run_artifact(artifact, kernel, inputs).outputs()[0], np.float32)
+    want = np.asarray(interpret(kernel, inputs)[0], np.float32)
+    assert np.isnan(found[:, :16]).all()
+    assert relative_error(found[:, 16:], want[:, 16:]) < 1e-2
 
 
 class Tool:
