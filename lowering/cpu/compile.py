@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -154,21 +155,40 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
     import llvmlite.binding as llvm
 
     initialize(isa)
-    module = llvm.parse_assembly(text)
-    tm = machine(isa)
-    module.triple = isa.triple
-    module.data_layout = str(tm.target_data)
-    _optimise(module, tm)
-    levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
-    return tm.emit_object(module), levels
+    module = llvm.parse_assembly(text, llvm.create_context())  # what the common one is given stays in it
+    with _compiler(isa) as (tm, builder):
+        module.triple = isa.triple
+        module.data_layout = str(tm.target_data)
+        _optimise(module, builder)
+        levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
+        return tm.emit_object(module), levels
 
 
-def _optimise(module: Any, tm: Any) -> None:
+_idle: dict[Isa, list[tuple[Any, Any]]] = collections.defaultdict(list)
+
+
+@contextlib.contextmanager
+def _compiler(isa: Isa) -> Iterator[tuple[Any, Any]]:
+    """A target machine and its pass builder, for one thread at a time. They are used again, as long as the process
+    lives: llvmlite frees a builder, and not the 1.5 KiB of callbacks that it made for it."""
+    import llvmlite.binding as llvm
+
+    try:
+        both = _idle[isa].pop()
+    except IndexError:
+        tm = machine(isa)
+        both = tm, llvm.create_pass_builder(tm, _tuning())
+    try:
+        yield both
+    finally:
+        _idle[isa].append(both)
+
+
+def _optimise(module: Any, builder: Any) -> None:
     """Inline first (the text says what), then simplify every function once. LLVM's own order simplifies a function
     before and after it is inlined into its caller: twice the time for the same machine code."""
     import llvmlite.binding as llvm
 
-    builder = llvm.create_pass_builder(tm, _tuning())
     with _freed(llvm.create_new_module_pass_manager()) as inliner:
         inliner.add_always_inliner_pass()
         inliner.add_ipsccp_pass()  # what all calls of a function pass alike
