@@ -77,3 +77,19 @@ def test_a_chain_of_a_thousand_operations_runs():
         art.image, [x, out, other], **{k: art.launch[k] for k in ("programs", "workspace", "isa", "sites", "name")}
     )
     np.testing.assert_array_equal(out, interpret(kernel, [x])[0])
+
+
+def test_what_is_called_in_one_place_is_inlined():
+    """The optimiser is only asked to inline what the text marks."""
+    kernel = ir.parse_kernel("""kernel @product(
+    %a: ref<20x30xf32>, %b: ref<30x40xf32>, %o: ref<20x40xf32, out>) grid() {
+    %c0 = full 0 : i32
+    %x = load %a[%c0:+20, %c0:+30] : tile<20x30xf32>
+    %y = load %b[%c0:+30, %c0:+40] : tile<30x40xf32>
+    %z = full 0.0 : tile<20x40xf32>
+    %p = dot %x, %y acc=%z : tile<20x40xf32>
+    store %o[%c0:+20, %c0:+40], %p
+    }""")
+    texts = compile_kernel(kernel, texts=True).texts
+    assert texts["llvm"].count("\ndefine ") > 2
+    assert texts["llvm_opt"].count("\ndefine ") == 1, texts["llvm_opt"]
