@@ -59,14 +59,9 @@ def pytest_configure(config):
     hypothesis.settings.load_profile(profile)
 
 
-# Files with tests of ten seconds and more: begun last, one of them would leave the other workers without work.
-LONG = {
-    f"test_{name}.py" for name in ("partition", "random_gradients", "shard_map", "deepseek", "random", "transforms")
-}
-
-
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: item.path.name not in LONG)
+    # Begun last, a long test would leave the other workers without work.
+    items.sort(key=lambda item: "long" not in item.keywords)
     if any("gpu" in item.keywords for item in items):
         reason = gpu_missing()
         for item in items:
@@ -95,6 +90,17 @@ def gpu_missing() -> str:
     if jax.default_backend() != "gpu":
         return "gpu: JAX has no CUDA plugin here (pip install 'jtile[cuda13]')"
     return ""
+
+
+LONG = 20.0  # seconds
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name the tests that took long and are not begun first: a list by hand would go stale unseen."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
+    late = [r for r in reports if r.duration > LONG and not {"long", "slow"} & set(r.keywords)]
+    for r in sorted(late, key=lambda r: -r.duration):
+        terminalreporter.write_line(f"{r.nodeid} took {r.duration:.0f} s: mark it long, so that it is begun first")
 
 
 def pytest_unconfigure(config):

@@ -30,6 +30,7 @@ def test_every_transform(name, request):
     composition.agree(request.config, "kinds", list(CASES), here)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
 def test_over_eight_devices(names, request, subprocess_env):
     env = subprocess_env | {"PYTHONPATH": str(SUPPORT)}

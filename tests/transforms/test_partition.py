@@ -17,6 +17,7 @@ from jtile.errors import KernelTypeError, KernelValueError
 CHECKS = Path(__file__).with_name("partition_checks.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", devices.names(CHECKS))
 def test_partition(name, tmp_path_factory):
     failed = devices.outcome(CHECKS, name, tmp_path_factory)

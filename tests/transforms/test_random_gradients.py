@@ -93,6 +93,7 @@ def batch(case: Case, sizes: list[bool], place: int) -> tuple[list[Any], list[in
     return args, axes
 
 
+@pytest.mark.long
 @draws(70)
 @given(gradient_kernels(), st.sampled_from([(True, False), (True,)]))
 def test_vjp(case: Case, interpret: tuple[bool, ...]):
@@ -101,6 +102,7 @@ def test_vjp(case: Case, interpret: tuple[bool, ...]):
     d.agree(d.vjp, *interpret)
 
 
+@pytest.mark.long
 @draws(25)
 @given(gradient_kernels(), st.booleans())
 def test_jvp(case: Case, interpret: bool):
@@ -119,6 +121,7 @@ def test_vmap(case: Case, interpret: bool, sizes: list[bool], place: int):
     assert all(e <= (2e-2 if case.narrow else 1e-4) for e in errors), f"{errors} with axes {axes} of {case}"
 
 
+@pytest.mark.long
 @draws(20)
 @given(gradient_kernels())
 def test_the_functional_form_is_what_the_interpreter_computes(case: Case):

@@ -8,6 +8,7 @@ import pytest
 CHECKS = Path(__file__).with_name("shard_map_checks.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", devices.names(CHECKS))
 def test_shard_map(name, tmp_path_factory):
     failed = devices.outcome(CHECKS, name, tmp_path_factory)
