@@ -46,39 +46,45 @@ def verify(kernel: Kernel, level: str = "tile") -> None:
         check_protocol(kernel)
 
 
-def _verify_head(k: Kernel) -> None:
-    def fail(message: str) -> None:
-        raise KernelValueError(f"kernel {k.name}: {message}", (k.loc.file, k.loc.line) if k.loc.file else None)
+def _refuse(k: Kernel, message: str) -> NoReturn:
+    raise KernelValueError(f"kernel {k.name}: {message}", (k.loc.file, k.loc.line) if k.loc.file else None)
 
+
+def _verify_head(k: Kernel) -> None:
+    """What stands before the body: parameters, grid, sizes, lanes, what outputs start from, shared buffers."""
     roles = [p.type.role if isinstance(p.type, RefType) else "tile" for p in k.params]
     if any(r not in ROLES for r in roles) or [ROLES.index(r) for r in roles] != sorted(ROLES.index(r) for r in roles):
-        fail(f"parameters are Refs: inputs, outputs, scratch, in that order; got {', '.join(roles)}")
+        _refuse(k, f"parameters are Refs: inputs, outputs, scratch, in that order; got {', '.join(roles)}")
     if len(set(map(id, k.params))) != len(k.params):
-        fail("a parameter stands twice")
+        _refuse(k, "a parameter stands twice")
     sides = [n for n in k.grid if not isinstance(n, Extent)]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sides):
-        fail(f"a grid has whole numbers of programs, none negative; got {k.grid}")
+        _refuse(k, f"a grid has whole numbers of programs, none negative; got {k.grid}")
     unbound = used_symbols(k) - set(sources(k))
     if unbound:
-        fail(f"no dimension of an input says what {min(unbound)} is")
+        _refuse(k, f"no dimension of an input says what {min(unbound)} is")
     if k.lanes < 0:
-        fail(f"the number of lanes is not negative, got {k.lanes}")
+        _refuse(k, f"the number of lanes is not negative, got {k.lanes}")
     if k.inits and len(k.inits) != len(k.outputs):
-        fail(f"it has {len(k.outputs)} outputs, but inits for {len(k.inits)}")
+        _refuse(k, f"it has {len(k.outputs)} outputs, but inits for {len(k.inits)}")
     for v, x in zip(k.outputs, k.inits, strict=False):
         if x is not None and not fits(x, v.dtype):
-            fail(f"output {v.name} is {v.type}, which cannot start from {x!r}")
+            _refuse(k, f"output {v.name} is {v.type}, which cannot start from {x!r}")
+    _verify_aliases(k)
+
+
+def _verify_aliases(k: Kernel) -> None:
     for i, o in k.aliases:
         if not (0 <= i < len(k.inputs) and 0 <= o < len(k.outputs)):
-            fail(f"alias ({i}, {o}) names an input or output that it has not")
+            _refuse(k, f"alias ({i}, {o}) names an input or output that it has not")
         a, b = k.inputs[i], k.outputs[o]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            fail(f"input {a.name} ({a.type}) cannot share its buffer with output {b.name} ({b.type})")
+            _refuse(k, f"input {a.name} ({a.type}) cannot share its buffer with output {b.name} ({b.type})")
         if k.inits and k.inits[o] is not None:
-            fail(f"output {b.name} starts from input {a.name}, so it takes no init")
+            _refuse(k, f"output {b.name} starts from input {a.name}, so it takes no init")
     for side in (0, 1):
         if len({pair[side] for pair in k.aliases}) != len(k.aliases):
-            fail("an input or output stands in two aliases")
+            _refuse(k, "an input or output stands in two aliases")
 
 
 def fits(x: Any, dtype: str) -> bool:

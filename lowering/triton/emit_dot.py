@@ -39,17 +39,23 @@ class Form:
     fast: bool = False
 
 
+def _form(em: Emitter, op: ir.Dot) -> Form:
+    """How this product is computed; an empty `how`: by multiply-adds, without the instructions for matrices."""
+    _, m, n, k = op.sizes()
+    out = elem_of(op.result.dtype)
+    if min(m, n, k) == 1:  # no use of a matrix: rows and columns that are not there would cost as much
+        wide = op.result.dtype if out != "f32" else "float32"
+        return Form(wide, wide, out, "")
+    if out == "f64" and em.features.cuda and narrowest_load(em) <= 16:  # see `product`: no instruction at all
+        return Form("float64", "float64", out, "")
+    return form_of(em.features, op.a.dtype, op.b.dtype, out, op.precision)
+
+
 @emits(ir.Dot)
 def _dot(em: Emitter, op: ir.Dot) -> Val:
     check_size(em, op)
-    batch, m, n, k = op.sizes()
-    out = elem_of(op.result.dtype)
-    form = form_of(em.features, op.a.dtype, op.b.dtype, out, op.precision)
-    if min(m, n, k) == 1:  # no use of a matrix: rows and columns that are not there would cost as much
-        wide = op.result.dtype if out != "f32" else "float32"
-        form = Form(wide, wide, out, "")
-    elif out == "f64" and em.features.cuda and narrowest_load(em) <= 16:  # see `product`: no instruction at all
-        form = Form("float64", "float64", out, "")
+    batch, _, _, k = op.sizes()
+    form = _form(em, op)
     if form.how:
         check_operands(em, op, form)
     a = operand(em, em.val(op.a), op.a, form.a, len(batch) + (0 if op.trans_a else 1))
