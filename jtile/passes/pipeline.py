@@ -54,10 +54,10 @@ def run_pipeline(kernel: Kernel, pipeline: Iterable[Pass], level: str | None = N
     if folder:
         dump(folder, 0, "traced.tile", print_kernel(kernel))
     for number, step in enumerate(pipeline, 1):
-        kernel = step.run(kernel)
+        before, kernel = kernel, step.run(kernel)
         if folder:
             dump(folder, number, f"{step.name}.tile", print_kernel(kernel))
-        if options.verify:
+        if options.verify and kernel is not before:
             _verify_after(step, kernel, level)
     return kernel
 

@@ -167,12 +167,13 @@ class Rewriter(Copier):
 
 
 def rewrite(kernel: Kernel, rules: Rules, rounds: int = 8) -> Kernel:
-    """Apply rules until none fires (at most `rounds` walks)."""
+    """Apply rules until none fires (at most `rounds` walks); where none does, the kernel itself comes back."""
     for _ in range(rounds):
         walk = Rewriter(kernel, rules)
-        kernel = walk.run()
+        after = walk.run()
         if not walk.changed:
             break
+        kernel = after
     return kernel
 
 
