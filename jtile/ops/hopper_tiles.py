@@ -31,7 +31,6 @@ CLOCK = 0.24  # what rounds take in addition where all blocks work all the time:
 SHARP = 5.1  # of two things at once that take as long, how much longer they take than one: 2 ** (1 / SHARP)
 START = 2.4  # microseconds: the launch, and the first operands
 READ = 4.5e6  # bytes of operands in a microsecond from memory
-AGAIN = 0.14  # share of the right operand that is read again where several rows of tiles want it at once
 SECOND, KEPT = 4.6, 20e6  # microseconds of the kernel that adds parts up; bytes that it and the parts move in one
 LEAST = 4096  # terms of a part
 # Operations in a microsecond of 16-bit products at tile level, in the largest tiles and in small ones; and what a copy
@@ -128,13 +127,12 @@ def predicted_us(p: Product, form: Form) -> float:
     count = parts * p.tiles(bm, bn)
     step *= FULL if p.gates > 1 and (bm, bn) == GATED[0] and count > PROCESSORS else 1
     one = cdiv(p.k * p.itemsize, LINE * parts) * max(step, brought) + rest
-    again = 1 + AGAIN * (p.m > bm)
-    read = p.batch * p.itemsize * (p.m * p.k + p.gates * p.k * p.n * again) / READ / count
+    one *= 1 + CLOCK * count / PROCESSORS / cdiv(count, PROCESSORS)  # by the share of the blocks that work
+    read = p.batch * p.itemsize * (p.m * p.k + p.gates * p.k * p.n) / READ / count
     full, last = divmod(count, PROCESSORS)  # rounds of all blocks; the last one reads little
     rounds = full * _at_once(one, PROCESSORS * read) + (_at_once(one, last * read) if last else 0.0)
-    busy = count / PROCESSORS / cdiv(count, PROCESSORS)  # share of the blocks
     sums = SECOND + 8 * parts * p.m * p.n / KEPT if parts > 1 else 0.0
-    return START + rounds * (1 + CLOCK * busy) + sums
+    return START + rounds + sums
 
 
 def _at_once(*times: float) -> float:

@@ -58,19 +58,27 @@ def measured(name):
         left, right = (letter == "T" for letter in order)
         itemsize = jnp.dtype(dtype).itemsize
         p = Product(*map(int, sizes.split("x")), itemsize, left=left, transposed=right, fast=dtype == "int8")
+        if p.m <= hopper_tiles.FEW and -p.m % 64 >= hopper_tiles.HANGING:
+            continue  # times from when rows outside of an array were brought, see `jtile/passes/block/hanging.py`
         parts, sides = (parts_of_product(p) if name == "third" else None) or (1, {})
         best = sides or tiles(p)
         tile = f"{f'{parts} parts ' if parts > 1 else ''}{best['bm']}x{best['bn']}"
         yield min(of.values()) / of.get(f"{tile} k {best['bk']}", of[tile])
 
 
-@pytest.mark.parametrize(("name", "close", "least"), [("times", 13, 0.92), ("later", 22, 0.92), ("third", 28, 0.86)])
+@pytest.mark.parametrize(("name", "close", "least"), [("times", 13, 0.92), ("later", 22, 0.92), ("third", 26, 0.92)])
 def test_choices_are_close_to_the_best_that_was_measured(name, close, least):
     """The model follows the times that its numbers are fitted to: most choices are the best ones, none is far off."""
     shares = list(measured(name))
     assert min(shares) > least
     assert sum(s >= 0.95 for s in shares) >= close
     assert sum(shares) / len(shares) > 0.98
+
+
+def test_few_rows_that_hang_over_come_in_lines_that_boxes_can_leave_out():
+    """Those of 256 bytes are two boxes each already."""
+    assert tiles(Product(96, 4096, 4096, transposed=True)) == {"bm": 64, "bn": 64, "bk": 64}
+    assert tiles(Product(128, 4096, 4096, transposed=True)) == {"bm": 64, "bn": 64, "bk": 128}
 
 
 def test_power_lowers_the_clock_where_all_blocks_work():
