@@ -137,13 +137,14 @@ def _evaluate(sig: Signature, what: str, value: Any, args: tuple[Any, ...], meta
         )
     try:
         return value(*inputs, **given)
-    except JtileError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-        kind = KernelTypeError if isinstance(e, AttributeError | TypeError) else KernelValueError
+    except (JtileError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         given_as = [_type_text(x) for x in inputs] + [f"{k}={v!r}" for k, v in given.items()]
+        fails = f"{what} of kernel {sig.name} fails for ({', '.join(given_as)}):"
+        if isinstance(e, JtileError):
+            raise type(e)(f"{fails} {e.message}", e.where) from e
+        kind = KernelTypeError if isinstance(e, AttributeError | TypeError) else KernelValueError
         raise kind(
-            f"{what} of kernel {sig.name} fails for ({', '.join(given_as)}): {type(e).__name__}: {e}",
+            f"{fails} {type(e).__name__}: {e}",
             place_of(value) or sig.where,
         ) from e
 

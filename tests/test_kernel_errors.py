@@ -181,7 +181,9 @@ def test_out_type_that_is_no_type():
 def test_functions_of_the_specification_that_raise():
     k = jt.call(copy, out_type=lambda x: jt.like(x), grid=lambda x: x.shape[1])
     fails(KernelValueError, r"grid of kernel copy fails for \(float32\[6\]\): IndexError", lambda: k(X), "k = ")
-    fails(KernelTypeError, r"out_type of kernel copy fails for \(NoneType\): AttributeError", lambda: k(None), "k = ")
+    fails(KernelTypeError, r"out_type of kernel copy fails for \(NoneType\): jt.like takes", lambda: k(None), "k = ")
+    k = jt.call(copy, out_type=lambda x: x.nothing)
+    fails(KernelTypeError, r"out_type of kernel copy fails for \(.*\): AttributeError", lambda: k(X), "k = ")
     with pytest.raises(KernelValueError, match="ZeroDivisionError"):
         plus(X, X, bm=0)
 
