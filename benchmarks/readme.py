@@ -105,8 +105,10 @@ def update(readme: str, records: list[dict]) -> str:
 
 def main(argv: list[str]) -> None:
     files = [Path(name) for name in argv] or sorted(RECORDS.glob("*/records.json"), reverse=True)
-    if not files:
-        sys.exit(f"usage: python -m benchmarks.readme [RECORDS.json ...] (found none under {RECORDS})")
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing or not files:
+        found = f"there is no file {missing[0]}" if missing else f"found none under {RECORDS}"
+        sys.exit(f"usage: python -m benchmarks.readme [RECORDS.json ...] ({found})")
     path = ROOT / "README.md"
     path.write_text(update(path.read_text(), [row for file in files for row in json.loads(file.read_text())]))
     print(f"{path.name}: speeds from {', '.join(map(str, files))}")

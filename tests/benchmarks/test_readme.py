@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import readme
 
 RECORD = {
@@ -24,3 +26,8 @@ def test_the_table_replaces_what_stood_there():
 def test_the_readme_has_the_marks():
     text = (Path(readme.ROOT) / "README.md").read_text()
     assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+
+
+def test_a_missing_file_is_said():
+    with pytest.raises(SystemExit, match=r"usage: .* \(there is no file --help\)"):
+        readme.main(["--help"])
