@@ -146,14 +146,15 @@ def lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Progr
     if not is_partitioned(ctx) or not (rule_of(program).names or program.io):
         return None
     _try_hand(program)
-    assert ctx.primitive is not None
-    call = functools.partial(ctx.primitive.bind, program=program)
+    primitive = ctx.primitive  # `shard` must not hold `ctx`: it would be in a key of a cache of ctx, and both stay
+    assert primitive is not None
+    call = functools.partial(primitive.bind, program=program)
 
     def shard(cut: Mapping[str, Axes], parts: Mapping[str, int]) -> _shards.Shard:
         local = shard_program(program, tuple(sorted(parts.items()))) if parts else program
         sums = [tuple(a for name in sorted(names & set(cut)) for a in cut[name]) for names in rule_of(program).partial]
         types = [jax.ShapeDtypeStruct(v.shape, o.dtype) for v, o in zip(local.kernel.outputs, program.out_avals)]
-        return _shards.Shard(functools.partial(_summed, ctx.primitive, local, sums, program), tuple(types))
+        return _shards.Shard(functools.partial(_summed, primitive, local, sums, program), tuple(types))
 
     cutting = _shards.Cutting(rule_of(program), functools.partial(can_cut, program), call, shard)
     read = lambda *xs: cutting(*_read(program, xs))

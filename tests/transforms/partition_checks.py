@@ -1,5 +1,7 @@
 """Automatic partitioning on eight devices; run by test_partition.py."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,7 @@ from sharded import (
 
 import jtile as jt
 from jtile import ops
+from jtile._program import Program
 from jtile.errors import KernelValueError
 
 SUM, GATHER = {"all-reduce"}, {"all-gather"}
@@ -341,6 +344,21 @@ def check_two_programs_never_share_a_cache_key():
         module = f.lower(put(A, P("x")), put(B, P())).as_text()
         texts.add(module[module.index("jtile_program") :][:100])
     assert len(texts) == 2
+
+
+def check_what_was_compiled_is_forgotten():
+    """A lowering context in what JAX keeps as a key of that context kept both, and the kernel, for ever."""
+
+    def alive() -> int:
+        jax.clear_caches()
+        for _ in range(3):  # a compiled program goes first, then what its callbacks held
+            gc.collect()
+        return sum(type(o) is Program for o in gc.get_objects())
+
+    before = alive()
+    jax.jit(lambda a, b: grad(matmul, 0, 1)(a, b)).lower(put(A, P("x")), put(B, P())).compile()
+    jax.jit(lambda x, w: ROWS(x, w)).lower(put(A, P("x")), put(A, P("x"))).compile()
+    assert alive() <= before
 
 
 # -- functions that are cut as a whole --------------------------------------------------------------------------------
