@@ -164,24 +164,44 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
         return tm.emit_object(module), levels
 
 
-_idle: dict[Isa, list[tuple[Any, Any]]] = collections.defaultdict(list)
+_USES = 16  # of one pass builder
+
+
+@dataclasses.dataclass
+class _Compiler:
+    """A target machine, and a pass builder for its next compilations.
+
+    llvmlite frees a builder, but not the 1.5 KiB of callbacks that it made for it, so one is used again. Every run of a
+    pass manager leaves a callback in it, which each later pass asks: not for ever.
+    """
+
+    tm: Any
+    builder: Any = None
+    left: int = 0
+
+    def next(self) -> tuple[Any, Any]:
+        import llvmlite.binding as llvm
+
+        if not self.left:
+            self.builder, self.left = llvm.create_pass_builder(self.tm, _tuning()), _USES
+        self.left -= 1
+        return self.tm, self.builder
+
+
+_idle: dict[Isa, list[_Compiler]] = collections.defaultdict(list)
 
 
 @contextlib.contextmanager
 def _compiler(isa: Isa) -> Iterator[tuple[Any, Any]]:
-    """A target machine and its pass builder, for one thread at a time. They are used again, as long as the process
-    lives: llvmlite frees a builder, and not the 1.5 KiB of callbacks that it made for it."""
-    import llvmlite.binding as llvm
-
+    """A target machine and its pass builder, for one thread at a time."""
     try:
-        both = _idle[isa].pop()
+        compiler = _idle[isa].pop()
     except IndexError:
-        tm = machine(isa)
-        both = tm, llvm.create_pass_builder(tm, _tuning())
+        compiler = _Compiler(machine(isa))
     try:
-        yield both
+        yield compiler.next()
     finally:
-        _idle[isa].append(both)
+        _idle[isa].append(compiler)
 
 
 def _optimise(module: Any, builder: Any) -> None:
