@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError
 from jtile._program import CustomVjp
 from jtile._signature import Signature, Structure, describe
 
+if TYPE_CHECKING:
+    from jtile._layout import Layout
+
 
 def custom_vjp(
     sig: Signature,
     rule: tuple[Callable[..., Any], Callable[..., Any]],
     in_tree: Structure,
-    out_tree: Structure,
+    layout: Layout,
     operands: Sequence[Any],
     meta: dict[str, Any],
     key: Any,
 ) -> CustomVjp:
-    """The rule `(fwd, bwd)` of one call: `in_tree` and `out_tree` are the structures of its arguments and results,
-    `operands` the types of the former."""
+    """The rule `(fwd, bwd)` of one call: `in_tree` is the structure of its arguments, `operands` their types."""
     fwd, bwd = rule
+    out_tree, results = layout.out_tree, tree_leaves(layout.outputs)
     seen: dict[str, Structure] = {}  # the structure of the residuals, which fwd decides
 
     def flat_fwd(*arrays: Any) -> Sequence[Any]:
-        given = fwd(*tree_unflatten(in_tree, arrays), **meta)
+        args = tree_unflatten(in_tree, arrays)
+        _takes(sig, "fwd", fwd, args, meta)
+        given = fwd(*args, **meta)
         if not isinstance(given, tuple) or len(given) != 2:
             raise KernelTypeError(
                 f"fwd of kernel {sig.name} gives {type(given).__name__}: expected a pair (result, residuals)", sig.where
@@ -40,16 +46,41 @@ def custom_vjp(
                 f"fwd of kernel {sig.name} gives a result of structure {tree}: expected {out_tree}",
                 sig.where,
             )
+        for out, result in zip(outs, results, strict=True):
+            if not _fits(jnp.shape(out), result.shape) or jnp.result_type(out) != result.dtype:
+                got = f"{jnp.result_type(out)}{list(jnp.shape(out))}"
+                raise KernelTypeError(
+                    f"fwd of kernel {sig.name} gives {got} where the kernel gives {describe(result)}", sig.where
+                )
         residuals, seen["residuals"] = tree_flatten(given[1])
         return [*outs, *map(jnp.asarray, residuals)]
 
     def flat_bwd(*arrays: Any) -> Sequence[Any]:
         n = seen["residuals"].num_leaves
         residuals = tree_unflatten(seen["residuals"], arrays[:n])
-        back = bwd(residuals, tree_unflatten(out_tree, arrays[n:]), **meta)
+        args = residuals, tree_unflatten(out_tree, arrays[n:])
+        _takes(sig, "bwd", bwd, args, meta)
+        back = bwd(*args, **meta)
         return _cotangents(sig, back, in_tree, operands)
 
     return CustomVjp(flat_fwd, flat_bwd, (fwd, bwd, in_tree, key))
+
+
+def _takes(sig: Signature, what: str, rule: Callable[..., Any], args: Sequence[Any], meta: dict[str, Any]) -> None:
+    """Refuse a rule that has no place for what it is called with, the meta-parameters most of all."""
+    try:
+        signature = inspect.signature(rule)
+    except ValueError:  # a builtin
+        return
+    try:
+        signature.bind(*args, **meta)
+    except TypeError as e:
+        given = ", ".join(["*args" if what == "fwd" else "residuals, cotangent", *[f"{k}=" for k in meta]])
+        raise KernelTypeError(
+            f"{what} of kernel {sig.name} does not take its call, {what}({given}): {e}; meta-parameters that it does "
+            "not need are **_",
+            sig.where,
+        ) from None
 
 
 def _cotangents(sig: Signature, back: Any, in_tree: Structure, operands: Sequence[Any]) -> list[Any]:

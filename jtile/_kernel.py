@@ -219,6 +219,10 @@ class Kernel:
         Raises:
           KernelTypeError: when one of them gives what does not fit; at differentiation.
         """
+        for rule, what in ((fwd, "fwd"), (bwd, "bwd")):
+            if not callable(rule):
+                where = self._signature.where
+                raise KernelTypeError(f"{what} of kernel {self.name} is a function, got {rule!r}", where)
         self._vjp = fwd, bwd
         self._variants.clear()
         for calls in (self._bound, self._sized, self._families):
@@ -340,7 +344,7 @@ class Kernel:
             layout.names, ir.Loc(*where) if where else ir.NOWHERE,
         )  # fmt: skip
         types = tree_flatten(layout.inputs)[0]
-        vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout.out_tree, types, meta, key)
+        vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout, types, meta, key)
         program = make_program(
             jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options, vjp=vjp,
             hand=self._hand(layout, tree, meta),

@@ -477,3 +477,11 @@ def test_what_a_rule_gives_is_checked():
     k.defvjp(lambda x, w: k(x, w), lambda r, g: (g, None))
     with pytest.raises(jt.errors.KernelTypeError, match="pair"):
         jax.grad(lambda x: k(x, w).sum())(x)
+    k.defvjp(lambda x, w: (k(x, w)[0], None), lambda r, g: (g, None))
+    with pytest.raises(jt.errors.KernelTypeError, match=r"gives float32\[3\] where the kernel gives float32\[4, 3\]"):
+        jax.grad(lambda x: k(x, w).sum())(x)
+    k.defvjp(lambda x: (k(x, w), None), lambda r, g: (g, None))
+    with pytest.raises(jt.errors.KernelTypeError, match=r"fwd of kernel k does not take its call, .*too many"):
+        jax.grad(lambda x: k(x, w).sum())(x)
+    with pytest.raises(jt.errors.KernelTypeError, match="bwd of kernel k is a function, got None"):
+        k.defvjp(lambda x, w: (k(x, w), None), None)
