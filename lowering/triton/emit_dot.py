@@ -293,12 +293,15 @@ def multiply_add(code: Code, a: Val, b: Val, acc: Val | None, trans_a: bool, tra
     """`acc + a @ b` of tensors of rank 2 or 3 as the sum of a tensor of products, with no axis of length 1 in it."""
     if trans_a and trans_b:
         a, trans_a = swapped(code, a), False
+    n, k = b.shape[-2 if trans_b else -1], a.shape[-2 if trans_a else -1]
+    parts = max(1, min(k, math.prod(a.shape) * n // PRODUCTS))
+    if trans_b and parts > 1 and min(a.shape[-2], n) > 1:  # with k last, AMD's compiler (of triton 3.9) takes minutes
+        b, trans_b = swapped(code, b), False
     axes_a, axes_b = ("B" * (len(a.shape) - 2) + s for s in ("km" if trans_a else "mk", "nk" if trans_b else "kn"))
     sides = dict(zip(axes_a, a.shape, strict=True)) | dict(zip(axes_b, b.shape, strict=True))
     shape = tuple(sides[x] for x in "Bmn" if x in sides)
     order = "Bkmn" if trans_a else "Bmnk" if trans_b else "Bmkn"
     order = "".join(x for x in order if x == "k" or sides.get(x, 1) > 1)
-    parts = max(1, min(sides["k"], math.prod(sides.values()) // PRODUCTS))
     if parts == 1:
         v = _sum_of_products(code, _laid(code, a, axes_a, order, sides), _laid(code, b, axes_b, order, sides), order)
         v = code.reshape(v, shape)
