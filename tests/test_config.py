@@ -111,6 +111,14 @@ def test_environment_texts(environment):
     assert got == Config(cache_dir="/x", dump=None, isa="avx2", fallback="interpret", seed=5)
 
 
+@pytest.mark.parametrize("name", ["cache_dir", "dump"])
+def test_folders_of_the_environment_stay_where_they_are(environment, monkeypatch, tmp_path, name):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for text, path in (("here", tmp_path / "here"), ("~/there", tmp_path / "home" / "there"), ("", "")):
+        assert (getattr(environment(**{f"JTILE_{name.upper()}": text}), name) or "") == str(path)
+
+
 def test_default_cache_folder_follows_xdg(environment):
     assert environment(XDG_CACHE_HOME="/somewhere").cache_dir == "/somewhere/jtile"
 
