@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jtile.lowering.cpu.compile import _optimise, _tuning
 from jtile.lowering.cpu.convert import emit_cast, from_memory, memory_type, to_memory
 from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.isa import ISAS, Isa, host_isa
@@ -86,8 +87,7 @@ class Elementwise:
             reloc="pic" if near else "static", codemodel="small" if near else "large",
         )  # fmt: skip
         if optimise:
-            builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
-            builder.getModulePassManager().run(parsed, builder)
+            _optimise(parsed, llvm.create_pass_builder(machine, _tuning()))  # as kernels are
         image = machine.emit_object(parsed)
         assert undefined_symbols(image) == []
         return machine, image
