@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -156,52 +155,14 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
 
     initialize(isa)
     module = llvm.parse_assembly(text, llvm.create_context())  # what the common one is given stays in it
-    with _compiler(isa) as (tm, builder):
-        module.triple = isa.triple
-        module.data_layout = str(tm.target_data)
-        _optimise(module, builder)
-        levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
-        return tm.emit_object(module), levels
-
-
-_USES = 16  # of one pass builder
-
-
-@dataclasses.dataclass
-class _Compiler:
-    """A target machine, and a pass builder for its next compilations.
-
-    llvmlite frees a builder, but not the 1.5 KiB of callbacks that it made for it, so one is used again. Every run of a
-    pass manager leaves a callback in it, which each later pass asks: not for ever.
-    """
-
-    tm: Any
-    builder: Any = None
-    left: int = 0
-
-    def next(self) -> tuple[Any, Any]:
-        import llvmlite.binding as llvm
-
-        if not self.left:
-            self.builder, self.left = llvm.create_pass_builder(self.tm, _tuning()), _USES
-        self.left -= 1
-        return self.tm, self.builder
-
-
-_idle: dict[Isa, list[_Compiler]] = collections.defaultdict(list)
-
-
-@contextlib.contextmanager
-def _compiler(isa: Isa) -> Iterator[tuple[Any, Any]]:
-    """A target machine and its pass builder, for one thread at a time."""
-    try:
-        compiler = _idle[isa].pop()
-    except IndexError:
-        compiler = _Compiler(machine(isa))
-    try:
-        yield compiler.next()
-    finally:
-        _idle[isa].append(compiler)
+    tm = machine(isa)
+    module.triple = isa.triple
+    module.data_layout = str(tm.target_data)
+    # A builder of its own, though 2 to 3 KiB of each stay when llvmlite frees it: every run leaves callbacks in it,
+    # which all later ones call.
+    _optimise(module, llvm.create_pass_builder(tm, _tuning()))
+    levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
+    return tm.emit_object(module), levels
 
 
 def _optimise(module: Any, builder: Any) -> None:
