@@ -5,14 +5,33 @@ tiles of 128 have 56 outside, took a fifth longer than one of 128. Where nobody 
 in boxes that hardly hang over, and what a box that is outside as a whole brings instead is the first rows of the array.
 
 Nobody needs them where no op mixes the rows of a product, and all that is stored of a row is stored in the same row of
-an array that ends where this one does: then no value of a row outside leaves the kernel.
+an array that ends where this one does: then no value of a row outside leaves the kernel, unless a loop that goes from
+tile to tile carries it to another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jtile.ir import Assert, At, Atomic, Builder, Dim, Index, Kernel, Load, Op, Select, Span, Store, Tile
+from jtile.ir import (
+    Assert,
+    At,
+    Atomic,
+    Builder,
+    Dim,
+    For,
+    Index,
+    Kernel,
+    Load,
+    Op,
+    Select,
+    Span,
+    Store,
+    Tile,
+    Value,
+    While,
+    dim_value,
+)
 from jtile.ir.types import DTYPES
 
 from .row_axes import index_axes
@@ -55,7 +74,22 @@ def _only_inside(shares: Split, load: Load) -> bool:
     """Whether everything that is written of rows is outside where rows of the load are."""
     place = row_dimension(load.index)
     d, n = load.index[place], load.ref.type.shape[place]
-    return all(_same_rows(op, shares.cut[op], d, n) for op in _writes(shares.kernel) if op in shares.cut)
+    same = all(_same_rows(op, shares.cut[op], d, n) for op in _writes(shares.kernel) if op in shares.cut)
+    return same and not _moves(shares, dim_value(d))
+
+
+def _moves(shares: Split, at: Value) -> bool:
+    """Whether a loop that carries rows goes to others: `at`, which says where they are, is made inside."""
+    loops = [op for op in shares.kernel.body.walk() if isinstance(op, For | While)]
+    carrying = [op for op in loops if any(a is not None for r in op.results for a in shares.wanted.get(r, ()))]
+    return any(at in _made_in(loop) for loop in carrying)
+
+
+def _made_in(loop: For | While) -> set[Value]:
+    """The values of the regions of a loop."""
+    inside = [x for b in loop.blocks() for x in b.walk()]
+    params = {p for op in (loop, *inside) for b in op.blocks() for p in b.params}
+    return params | {r for op in inside for r in op.results}
 
 
 def _writes(kernel: Kernel) -> Iterator[Op]:

@@ -75,8 +75,8 @@ def worker_registers(roles: ir.Roles) -> tuple[int, ...]:
     left; where none does, nobody asks: all threads have the same."""
     if not any(roles.registers[1:]):
         return ()
-    whole = _threads(roles)
-    pool = _start(roles) * sum(whole)
+    whole = [-(-w // 4) * 128 for w in roles.warps]  # threads of the warpgroups that a role takes part in
+    pool = REGISTERS // sum(whole) // 8 * 8 * sum(whole)  # a kernel starts with the same number for every thread
     left = pool - sum(n * r for n, r in zip(whole, roles.registers, strict=True))
     sharing = sum(n for n, r in zip(whole, roles.registers, strict=True) if not r)
     share = max(LEAST, min(MOST, left // max(sharing, 1) // 8 * 8))
@@ -86,20 +86,12 @@ def worker_registers(roles: ir.Roles) -> tuple[int, ...]:
 def columns_of_products(roles: ir.Roles) -> int:
     """Of an instruction, at most: ptxas wants its registers to be there when the kernel starts, whatever a role asks
     for later. Found by trying: half of the columns and `AROUND` more, which is 154, 90, 58 for 256, 128, 64 columns."""
+    first, *others = roles.warps
+    threads = 32 * (first + -(-sum(others) // 4) * 4)  # roles behind the first share warpgroups
     columns = COLUMNS
-    while columns > 8 and columns // 2 + AROUND > _start(roles):
+    while columns > 8 and columns // 2 + AROUND > REGISTERS // threads // 8 * 8:
         columns //= 2
     return columns
-
-
-def _threads(roles: ir.Roles) -> list[int]:
-    """Of the warpgroups that each role takes part in."""
-    return [-(-w // 4) * 128 for w in roles.warps]
-
-
-def _start(roles: ir.Roles) -> int:
-    """Registers of a thread when a kernel starts, which are as many for every thread."""
-    return REGISTERS // sum(_threads(roles)) // 8 * 8
 
 
 def _region(code: LaidCode, head: str, part: LaidCode, last: str) -> None:

@@ -76,7 +76,17 @@ def test_the_library_runs_at_the_block_level(name):
 
 @pytest.mark.parametrize(
     ("warps", "columns"),
-    [((4, 4, 1), 256), ((4, 4, 4, 1), 128), ((4, 4, 4, 4, 1), 128), ((8, 1), 256), ((4,) * 6, 64), ((8, 8, 8, 4), 64)],
+    [
+        *[
+            ((4, 4, 1), 256),
+            ((4, 4, 4, 1), 128),
+            ((4, 4, 4, 4, 1), 128),
+            ((8, 1), 256),
+            ((4,) * 6, 64),
+            ((8, 8, 8, 4), 64),
+        ],
+        *[((4, 4, 1, 1), 256), ((8, 1, 1), 256), ((4, 1, 1, 1), 256), ((4, 4, 4, 1, 1), 128)],  # they share a warpgroup
+    ],
 )
 def test_columns_of_a_product_that_registers_hold_from_the_start(warps, columns):
     roles = ir.Roles(tuple(map(str, warps)), warps, (0,) * len(warps), tuple(ir.Block() for _ in warps))
