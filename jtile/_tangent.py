@@ -29,7 +29,7 @@ from jtile._memo import memo
 from jtile._primitive import bind, joint_varying, jtile_call_p, result_types
 from jtile._program import CustomVjp, Level, Program, Spec, lane_name, make_program
 from jtile._sharding import Hand
-from jtile.transforms.activity import active_outputs
+from jtile.transforms.activity import active_outputs, is_literal
 from jtile.transforms.jvp import Tangents, jvp
 from jtile.transforms.prune import prune
 from jtile.transforms.vjp import Cotangents, vjp
@@ -411,9 +411,23 @@ def _transposed(program: Program, unknown: tuple[bool, ...], cts: Sequence[Any],
     found = _automatic_transpose(lin, cts, primals)
     if all(ct is None for ct in found):
         return found, [False] * len(unknown)
-    jaxpr = reverse_program(lin, _given(lin, cts))[0].jaxpr.jaxpr
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not hasattr(v, "val")}
-    return found, [v in read for v in jaxpr.invars[: len(unknown)]]
+    return found, _asked(lin, _given(lin, cts))
+
+
+@memo()
+def _asked(lin: Linear, given: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which inputs the cotangents depend on.
+
+    Reverse mode computes again every output that the kernel reads back, and so asks for what goes into it; only the
+    dead code of that computation says whether a cotangent needs it.
+    """
+    made, body = reverse_program(lin, given)
+    idle = frozenset(made.spec.n_in + k for k in range(made.spec.n_out) if k not in body.results)
+    jaxpr = prune(made.jaxpr, idle, own_refs=True).jaxpr
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not is_literal(v)}
+    # An aliased input is what its output holds at first: a kernel reads it through either Ref.
+    read |= {jaxpr.invars[i] for i, o in made.spec.aliases if jaxpr.invars[made.spec.n_in + o] in read}
+    return tuple(v in read for v in jaxpr.invars[: lin.n_in])
 
 
 def _transposed_by_rule(
@@ -430,9 +444,11 @@ def _transposed_by_rule(
 
     known = [ct for ct in cts if type(ct) is not ad.Zero]
     closed, shapes = jax.make_jaxpr(back, return_shape=True)(*primals, *known)
-    asked = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1][:n]
-    found = jexc.jaxpr_as_fun(closed)(*primals, *known)
-    return jax.tree.unflatten(jax.tree.structure(shapes), found), asked
+    # Run as it is, it would compute the result of the kernel, and the cotangents that nobody asked for.
+    alive, used = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    needed = [x for x, u in zip([*primals, *known], used, strict=True) if u]
+    found = jexc.jaxpr_as_fun(jexc.ClosedJaxpr(alive, closed.consts))(*needed)
+    return jax.tree.unflatten(jax.tree.structure(shapes), found), used[:n]
 
 
 ad.primitive_transposes[jtile_call_p] = _call_transpose

@@ -33,6 +33,34 @@ def tripled(x, o):
     o[...] = o[...] * 3
 
 
+@jt.kernel(out_type=lambda x, y: jt.like(y), alias={"y": "o"})
+def added(x, y, o):
+    o[...] = o[...] + 2 * x[...]
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), init=0)
+def three_times(x, o):
+    for _ in jt.range(3):
+        o[...] = o[...] + x[...]
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), init=0)
+def three_squares(x, o):
+    for _ in jt.range(3):
+        o[...] = o[...] + x[...] * x[...]
+
+
+@jt.kernel(out_type=lambda y: jt.like(y), alias={"y": "o"})
+def squared_in_place(y, o):
+    o[...] = o[...] * o[...]
+
+
+@jt.kernel(out_type=lambda x: jt.like(x))
+def rectified(x, o):
+    o[...] = x[...]
+    o[...] = jnp.where(o[...] > 0, o[...], 0)
+
+
 @jt.kernel(out_type=lambda x: jt.like(x))
 def exponential(x, o):
     o[...] = jnp.exp(x[...])
@@ -94,6 +122,26 @@ def test_some_results_and_a_shared_buffer():
     close(jax.linear_transpose(lambda x: twice_and_sums(x)[1], x)(one)[0], [4, 3, 2, 1])
     close(jax.linear_transpose(twice_and_sums, x)((one, one))[0], [6, 5, 4, 3])
     close(jax.linear_transpose(tripled, x)(one)[0], 3 * one)
+
+
+def test_a_kernel_that_reads_back_its_output():
+    x, y, one = normal(4), normal(4) + 1, jnp.ones(4)
+    for got, want in zip(jax.linear_transpose(added, x, y)(one), (2 * one, one), strict=True):
+        close(got, want)
+    close(jax.linear_transpose(lambda x: added(x, jnp.zeros(4)), x)(one)[0], 2 * one)
+    close(jax.linear_transpose(three_times, x)(one)[0], 3 * one)
+
+
+@pytest.mark.parametrize("kernel", [three_squares, squared_in_place, rectified], ids=lambda k: k.name)
+def test_one_that_is_not_linear_in_what_it_reads_back_is_refused(kernel):
+    with pytest.raises(TransformError, match=f"kernel {kernel.name} is not linear in"):
+        jax.linear_transpose(kernel, normal(4))(jnp.ones(4))
+
+
+def test_only_the_cotangent_that_is_asked_for_is_computed(mm):
+    calls = lambda f, like: str(jax.make_jaxpr(jax.linear_transpose(f, like))(G)).count(" = jtile_call[")
+    assert calls(lambda a: mm(a, B), A) == 1
+    assert calls(lambda b: mm(A, b), B) == 1
 
 
 def test_what_is_not_linear_is_refused(mm):
