@@ -76,17 +76,18 @@ def get(key: str) -> Entry | None:
     return entry
 
 
-def put(key: str, header: dict[str, Any], payload: bytes) -> None:
-    """Store an entry. A folder that cannot be written is reported once, and is no error."""
+def put(key: str, header: dict[str, Any], payload: bytes) -> bool:
+    """Store an entry; whether it is on the disk now. A folder that cannot be written is reported once, and is no
+    error."""
     path = _path(key)
     if path is None:
-        return
+        return False
     body = json.dumps(header, sort_keys=True)
     digest = hashlib.sha256(body.encode() + payload).hexdigest()
     head = json.dumps({"format": FORMAT, "key": key, "sha256": digest, "size": len(payload), "header": body})
     data = head.encode() + b"\n" + payload
     if len(data) > current().cache_size:
-        return
+        return False
     made = False
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # machine code: nobody else may write it
@@ -95,8 +96,10 @@ def put(key: str, header: dict[str, Any], payload: bytes) -> None:
         _evict(path.parent, current().cache_size, len(data))
     except OSError as e:
         if made and isinstance(e, FileNotFoundError):
-            return  # another process has emptied the folder meanwhile
+            return False  # another process has emptied the folder meanwhile
         _warn_once(path.parent, f"the kernel cache cannot be written: {e}; set JTILE_CACHE_DIR to a folder that can")
+        return False
+    return True
 
 
 def read(path: Path) -> Entry:

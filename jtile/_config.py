@@ -26,7 +26,9 @@ _PATHS = ("cache_dir", "dump")
 
 
 def _default_cache_dir() -> str:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification: a relative one is invalid, and to be ignored
+        base = os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "jtile")
 
 
@@ -153,8 +155,8 @@ def _field_types() -> dict[str, Any]:
 def _checked(name: str, value: Any) -> Any:
     """`value` as option `name` keeps it; raises KernelValueError where it does not fit."""
     wanted = _field_types()[name]
-    if isinstance(value, Path) and name in _PATHS:
-        value = str(value)
+    if isinstance(value, str | Path) and name in _PATHS and value:  # the process may go to another folder
+        value = os.path.abspath(value)
     choices = typing.get_args(wanted)
     if typing.get_origin(wanted) is Literal:
         if value not in choices:
@@ -205,8 +207,8 @@ def _parse(variable: str, field: str, text: str) -> Any:
             example = "bytes, such as 1073741824 or 512M" if field == "cache_size" else "a whole number"
             raise KernelValueError(f"{variable}={text!r}: expected {example}")
         return int(number.removesuffix(unit)) * _UNITS[unit]
-    if field in _PATHS and text:  # no shell has read it, and the process may go to another folder
-        text = os.path.abspath(os.path.expanduser(text))
+    if field in _PATHS and text:  # no shell has read it
+        text = os.path.expanduser(text)
     if types.NoneType in typing.get_args(wanted):
         return text or None
     return text

@@ -47,8 +47,9 @@ class Recent[K, V]:
     def put(self, key: K, value: V) -> V:
         """Keep a value; gives the one that is kept: that of another thread, where it was first."""
         with self._lock:
-            while len(self._values) >= self._limit:
-                del self._values[next(iter(self._values))]
+            if key not in self._values:  # else nothing is added, and nothing has to go
+                while len(self._values) >= self._limit:
+                    del self._values[next(iter(self._values))]
             return self._values.setdefault(key, value)
 
     def cache_clear(self) -> None:

@@ -67,14 +67,15 @@ def compile(
     extra = [sorted(options.items()), _cache.version("triton")] if target.platform != "cpu" else []
     key = _cache.key(key or ir.print_kernel(kernel, locations=True), target, *extra)
     if not texts:
-        artifact = _memory.get(key) or _stored(key, target)
+        artifact = _memory.get(key)
+        if artifact is None and (artifact := _stored(key, target)):
+            _memory.put(key, artifact, on_disk=True)
         if artifact is not None:
-            _memory.put(key, artifact)
             return artifact
     targets.check_capabilities(kernel, target)
     artifact = _compile(kernel, target, options, texts)
-    _memory.put(key, artifact)
-    _cache.put(key, {"target": artifact.target, "launch": artifact.launch}, artifact.image)
+    on_disk = _cache.put(key, {"target": artifact.target, "launch": artifact.launch}, artifact.image)
+    _memory.put(key, artifact, on_disk=on_disk)
     return artifact
 
 
@@ -164,9 +165,13 @@ def _again(path: Path, target: Target) -> str:
     return f"python -m jtile.lowering.registry {path} {target.name}"
 
 
-def _limit() -> int:
-    """Bytes of artifacts to hold: few where those that are dropped are read from the disk again."""
-    return (4 if current().cache_dir else 128) << 20
+_FEW, _MANY = 4 << 20, 128 << 20  # bytes of artifacts
+
+
+def _limit(on_disk: bool) -> int:
+    """Bytes of artifacts to hold: few where those that are dropped are read from the disk again, which takes all of
+    them to be there, and a disk cache with no less room than the memory would have."""
+    return _FEW if on_disk and current().cache_size >= _MANY else _MANY
 
 
 _ENTRY = 2048  # bytes of an entry besides its image: its key, its launch record
@@ -177,12 +182,13 @@ def _bytes(artifact: Artifact) -> int:
 
 
 class _Memory:
-    """The artifacts used last, at most `_limit()` bytes of them; safe from any thread."""
+    """The artifacts used last, at most `_limit` bytes of them; safe from any thread."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._entries: collections.OrderedDict[str, Artifact] = collections.OrderedDict()
         self._size = 0
+        self._on_disk = True  # all that was put, until one was not
 
     def get(self, key: str) -> Artifact | None:
         with self._lock:
@@ -190,14 +196,15 @@ class _Memory:
                 self._entries.move_to_end(key)
             return self._entries.get(key)
 
-    def put(self, key: str, artifact: Artifact) -> None:
+    def put(self, key: str, artifact: Artifact, *, on_disk: bool) -> None:
         if artifact.texts:  # several times the image, and nobody asks a cache for them
             artifact = dataclasses.replace(artifact, texts={})
         with self._lock:
             old = self._entries.pop(key, None)
             self._entries[key] = artifact
             self._size += _bytes(artifact) - (_bytes(old) if old else 0)
-            limit = _limit()
+            self._on_disk &= on_disk
+            limit = _limit(self._on_disk)
             while self._size > limit and len(self._entries) > 1:
                 self._size -= _bytes(self._entries.popitem(last=False)[1])
 
@@ -205,6 +212,7 @@ class _Memory:
         with self._lock:
             self._entries.clear()
             self._size = 0
+            self._on_disk = True
 
 
 _memory = _Memory()

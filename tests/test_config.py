@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,12 @@ def test_default_cache_folder_follows_xdg(environment):
     assert environment(XDG_CACHE_HOME="/somewhere").cache_dir == "/somewhere/jtile"
 
 
+@pytest.mark.parametrize("text", ["", "relative", "./x"])
+def test_a_relative_xdg_folder_is_ignored(environment, monkeypatch, text):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert environment(XDG_CACHE_HOME=text).cache_dir == "/home/somebody/.cache/jtile"
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
@@ -163,6 +170,16 @@ def test_bad_options(options, message):
 def test_paths_are_kept_as_text(tmp_path):
     with config(dump=tmp_path, cache_dir=tmp_path) as c:
         assert c.dump == c.cache_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cache_dir", "dump"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_folders_that_are_set_stay_where_they_are(monkeypatch, tmp_path, name, kind):
+    monkeypatch.chdir(tmp_path)
+    with config(**{name: kind("here")}) as c:
+        assert getattr(c, name) == str(tmp_path / "here")
+    with config(cache_dir="") as c:
+        assert c.cache_dir == ""
 
 
 def test_import_leaves_jax_alone(subprocess_env):

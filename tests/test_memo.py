@@ -35,6 +35,15 @@ def test_entries_made_last_are_kept():
     assert recent.get("b") is None
 
 
+def test_a_key_that_is_there_takes_no_others_place():
+    recent = Recent(2)
+    for k in "ab":
+        recent.put(k, k.upper())
+    for k in "ba":  # the newest and the oldest
+        assert recent.put(k, "other") == k.upper()
+    assert [recent.get(k) for k in "ab"] == ["A", "B"]
+
+
 def test_a_cache_that_nobody_has_any_more_is_not_kept():
     recent = Recent(2)
     recent.put(1, 2)

@@ -96,13 +96,17 @@ def like(x, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise KernelTypeError(f"jt.like takes an array or the type of one, got {x!r}; {_TYPE}", user_place())
     sizes = x.shape if shape is None else tuple(shape) if np.iterable(shape) else (shape,)
-    if bad := [n for n in sizes if not (is_symbolic(n) or (isinstance(n, int | np.integer) and n >= 0))]:
+    if bad := [n for n in sizes if not (is_symbolic(n) or _is_size(n))]:
         raise KernelTypeError(f"jt.like: shape={shape!r}: {bad[0]!r} is no size of a dimension; {_TYPE}", user_place())
     dtype = x.dtype if dtype is None else dtype
     try:
         return jax.ShapeDtypeStruct(sizes, np.dtype(dtype))
     except TypeError:
         raise KernelTypeError(f"jt.like: {dtype!r} is no dtype of arrays; write jnp.float32", user_place()) from None
+
+
+def _is_size(n: Any) -> bool:
+    return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n >= 0)
 
 
 _TYPE = "a type is made from nothing by jax.ShapeDtypeStruct((4, 8), jnp.float32)"

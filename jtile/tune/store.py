@@ -134,7 +134,7 @@ class Store:
             with _locked(path):
                 write(path, kind, _sound(path, kind, aside=True) | {name: entry})
         except OSError as e:
-            warnings.warn(f"the tuning file {path} cannot be written: {e}", CacheWarning, stacklevel=2)
+            warnings.warn(f"nothing can be added to the tuning file {path}: {e}", CacheWarning, stacklevel=2)
 
     def forget(self) -> None:
         """Read the files anew when next asked."""
@@ -144,24 +144,37 @@ class Store:
 
 
 def _sound(path: Path, kind: str, *, aside: bool = False) -> Entries:
-    """The entries of a file; none where there is none, or it is damaged or another device's. `aside`: such a file gets
-    another name, as it is about to be replaced: it may hold hours of measurements, and a person may save them."""
+    """The entries of a file; none where there is none, or it is damaged or another device's.
+
+    `aside`: such a file gets a name of its own, as it is about to be replaced: it may hold hours of measurements, and a
+    person may save them. One that cannot be read now may be sound, so this raises OSError, and it is not replaced.
+    """
     try:
         device, entries = read(path)
     except FileNotFoundError:
         return {}
-    except (CacheError, OSError) as e:
-        why = getattr(e, "message", str(e))
+    except OSError as e:
+        if aside:
+            raise
+        why = f"the tuning file {path} cannot be read: {e}"
+    except CacheError as e:
+        why = e.message
     else:
         if device == kind:
             return entries
         why = f"the tuning file {path} is of device {device!r}"
     kept = ""
-    if aside and path.is_file():
-        os.replace(path, other := path.with_suffix(".damaged"))
+    if aside:
+        os.replace(path, other := _free(path.with_suffix(".damaged")))
         kept = f", and kept as {other}"
     warnings.warn(f"{why}; it is ignored{kept}", CacheWarning, stacklevel=3)
     return {}
+
+
+def _free(path: Path) -> Path:
+    """The path, with a number where there is such a file: `x.damaged`, `x.damaged-1`, ..."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(1)))
+    return next(p for p in names if not os.path.lexists(p))
 
 
 @contextlib.contextmanager

@@ -295,7 +295,7 @@ def multiply_add(code: Code, a: Val, b: Val, acc: Val | None, trans_a: bool, tra
         a, trans_a = swapped(code, a), False
     n, k = b.shape[-2 if trans_b else -1], a.shape[-2 if trans_a else -1]
     parts = max(1, min(k, math.prod(a.shape) * n // PRODUCTS))
-    if trans_b and parts > 1 and min(a.shape[-2], n) > 1:  # with k last, AMD's compiler (of triton 3.9) takes minutes
+    if trans_b and parts > 1 and min(a.shape[-2], n) > 1:  # with k last, AMD's compiler (of triton 3.9) took 32 s
         b, trans_b = swapped(code, b), False
     axes_a, axes_b = ("B" * (len(a.shape) - 2) + s for s in ("km" if trans_a else "mk", "nk" if trans_b else "kn"))
     sides = dict(zip(axes_a, a.shape, strict=True)) | dict(zip(axes_b, b.shape, strict=True))

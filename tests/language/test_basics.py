@@ -47,6 +47,8 @@ def test_like():
         (lambda: jt.like(3), "takes an array or the type of one, got 3; .* jax.ShapeDtypeStruct"),
         (lambda: jt.like(x, shape=(2, -1)), "-1 is no size of a dimension"),
         (lambda: jt.like(x, shape=2.5), "2.5 is no size of a dimension"),
+        (lambda: jt.like(x, shape=True), "True is no size of a dimension"),
+        (lambda: jt.like(x, shape=(2, False)), "False is no size of a dimension"),
         (lambda: jt.like(x, dtype="float31"), "'float31' is no dtype"),
     ):
         with pytest.raises(KernelTypeError, match=message):

@@ -33,7 +33,10 @@ class _Mallinfo(ctypes.Structure):
 
 def in_use() -> int:
     """Bytes that are allocated: exact, where resident memory counts what the allocator has not given back."""
-    mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
+    try:
+        mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
+    except (OSError, AttributeError):
+        pytest.skip("mallinfo2 needs glibc 2.33: the older mallinfo counts 32 bits")
     mallinfo.restype = _Mallinfo
     gc.collect()
     found = mallinfo()
@@ -47,6 +50,18 @@ def left_by(compile, times: int = 7) -> float:
         compile()
         sizes.append(in_use())
     return statistics.median(b - a for a, b in itertools.pairwise(sizes[2:]))
+
+
+@pytest.mark.parametrize("libc", ["older", "none"])
+def test_a_libc_without_counts_skips(monkeypatch, libc):
+    def load(name):
+        if libc == "none":
+            raise OSError(name)
+        return object()
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(pytest.skip.Exception, match=r"glibc 2\.33"):
+        in_use()
 
 
 @pytest.mark.parametrize(
@@ -102,9 +117,10 @@ def test_calls_that_were_traced_are_forgotten():
         return sum(type(o) is Program and o.name == "scaled_softmax" for o in gc.get_objects())
 
     before = alive()
-    for n in range(_memo.PROGRAMS + 20):
+    most = max(_kernel._TRACED, _memo.PROGRAMS)
+    for n in range(most + 20):
         jax.make_jaxpr(functools.partial(kernel, factor=1000.0 + n))(X)
     assert len(kernel._bound) == _kernel._TRACED
-    assert _kernel._TRACED <= alive() - before <= _memo.PROGRAMS
+    assert _kernel._TRACED <= alive() - before <= most
     jax.clear_caches()
     assert alive() == 0

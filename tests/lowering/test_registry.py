@@ -157,14 +157,43 @@ def test_errors_of_a_back_end(toy, tmp_path):
 
 def test_the_memory_forgets_what_was_used_longest_ago(monkeypatch):
     memory = registry._Memory()
-    monkeypatch.setattr(registry, "_limit", lambda: 250 + 2 * registry._ENTRY)
+    monkeypatch.setattr(registry, "_limit", lambda on_disk: 250 + 2 * registry._ENTRY)
     for k in "abc":
-        memory.put(k, Artifact("t", bytes(100), {}, {}))
+        memory.put(k, Artifact("t", bytes(100), {}, {}), on_disk=True)
         memory.get("a")
     assert [memory.get(k) is not None for k in "abc"] == [True, False, True]
-    memory.put("d", Artifact("t", bytes(1000), {}, {}))
+    memory.put("d", Artifact("t", bytes(1000), {}, {}), on_disk=True)
     assert memory.get("d") is not None
     assert memory.get("a") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [({}, 3), ({"cache_dir": ""}, 3), ({"cache_dir": "/dev/null/x"}, 3), ({"cache_size": 4096}, 3)],
+    ids=["on disk", "off", "not writable", "too small"],
+)
+@pytest.mark.filterwarnings("ignore:the kernel cache cannot be")
+def test_what_the_memory_drops_is_not_compiled_again(toy, monkeypatch, options, calls):
+    """It holds little only where the disk holds the rest."""
+    monkeypatch.setattr(registry, "_FEW", 1)
+    with jt.config(**options):
+        for scale in (2.0, 3.0, 4.0, 2.0, 3.0, 4.0):
+            registry.compile(kernel(scale), TOY)
+    assert len(toy.calls) == calls
+    assert len(registry._memory._entries) == (3 if options else 1)
+
+
+def test_the_memory_holds_little_of_what_was_read_from_the_disk(toy, monkeypatch):
+    monkeypatch.setattr(registry, "_FEW", 1)
+    for _ in range(2):
+        for scale in (2.0, 3.0):
+            registry.compile(kernel(scale), TOY)
+        assert len(registry._memory._entries) == 1
+        registry.forget()
+    with jt.config(cache_dir=""):
+        registry.compile(kernel(5.0), TOY)
+    registry.compile(kernel(2.0), TOY)
+    assert len(registry._memory._entries) == 2, "the one that is nowhere else has to stay"
 
 
 def test_main_says_how_to_be_called(capsys, tmp_path):

@@ -13,6 +13,7 @@ from jtile import ops
 from jtile._lowering import compile_piece
 from jtile.ops import gpu_tiles, hopper_tiles, spaces
 from jtile.ops.hopper_tiles import TILES, Form, Product, candidates, extended, parts_of_product, predicted_us, tiles
+from jtile.passes.block import hanging
 from jtile.tune import device
 from jtile.tune.programs import trace
 
@@ -48,6 +49,10 @@ def test_rows_in_memory_that_start_inside_of_lines_cost_more():
     assert side() >= side(left=True, transposed=False) >= side(left=True, transposed=True)
     times = [predicted_us(Product(3000, n, n), Form(1, 64, 128)) for n in (3008, 3000)]
     assert times[1] > 1.3 * times[0]
+
+
+def test_rows_that_hang_over_are_counted_as_the_compiler_does():
+    assert hopper_tiles.HANGING == hanging.LEAST
 
 
 def measured(name):

@@ -1,6 +1,7 @@
 """Files of entries: merged, shipped ones under the user's, damaged ones ignored, written at once."""
 
 import ast
+import errno
 import importlib
 import json
 import re
@@ -66,6 +67,38 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_replaced(text, folder):
         own.put("d", "a", entry(1.0))
     assert read(folder / "d.json")[1] == {"a": entry(1.0)}
     assert (folder / "d.damaged").read_text() == text
+
+
+def test_every_damaged_file_is_kept(folder):
+    """Each may hold hours of measurements."""
+    folder.mkdir()
+    for text, name in (("one", "d.damaged"), ("two", "d.damaged-1"), ("three", "d.damaged-2")):
+        (folder / "d.json").write_text(text)
+        with pytest.warns(CacheWarning) as said:
+            Store().put("d", "a", entry(1.0))
+        assert str(said[-1].message).endswith(f"kept as {folder / name}")
+        assert (folder / name).read_text() == text
+    assert (folder / "d.damaged").read_text() == "one"
+
+
+@pytest.mark.parametrize("why", [errno.EMFILE, errno.EIO, errno.EACCES])
+def test_a_file_that_cannot_be_read_now_is_left_alone(folder, monkeypatch, why):
+    write(folder / "d.json", "d", {"a": entry(1.0)})
+
+    def fails(path):
+        raise OSError(why, "passing")
+
+    own = Store()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "read", fails)
+        with pytest.warns(CacheWarning) as said:
+            own.put("d", "b", entry(2.0))
+    assert "nothing can be added to the tuning file" in str(said[-1].message)
+    assert own.lookup("d", "b") == entry(2.0)
+    assert read(folder / "d.json")[1] == {"a": entry(1.0)}
+    own.put("d", "c", entry(3.0))
+    assert set(read(folder / "d.json")[1]) == {"a", "c"}
+    assert not list(folder.glob("*.damaged*"))
 
 
 def test_a_file_of_another_device_is_ignored(folder):
