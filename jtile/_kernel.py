@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jtile._program import Program  # jax.extend costs 30 ms: it is loaded with the first call, not at import
     from jtile.tune.space import Tuning
 
-_TRACED = 512  # remembered (types, meta-parameters) per kernel: each keeps what was traced for it
+_TRACED = 128  # remembered (types, meta-parameters) per kernel: each keeps what was traced for it
 _SIZES = 2048  # likewise of sizes that share one traced program
 
 
