@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
+from jtile.interpret import interpret
 from jtile.ir import Kernel
 from jtile.ops.attention_windows import Window
+from jtile.passes.block import Machine, NoPlan, steps
 
 _products = importlib.import_module("jtile.ops.matmul")
 _attention = importlib.import_module("jtile.ops.flash_attention")
@@ -65,6 +67,18 @@ def operands(kernel: Kernel, seed: int = 0) -> list[np.ndarray]:
         )
         for v in kernel.inputs
     ]
+
+
+def block_level(kernel: Kernel, processors: int, **options) -> Kernel:
+    """The block-level kernel of a plan for so many processors, which gives what the kernel gives."""
+    planned = steps(kernel, Machine(processors=processors), options)
+    assert not isinstance(planned, NoPlan), str(planned)
+    inputs = operands(kernel)
+    want = interpret(kernel, inputs)
+    for seed in range(2):
+        for w, g in zip(want, interpret(planned.kernel, inputs, seed=seed), strict=True):
+            np.testing.assert_array_equal(g, w)
+    return planned.kernel
 
 
 def grouped(rows: int, groups: int, n: int, k: int, *, tile=(128, 64, 32), tw=False) -> Kernel:
