@@ -35,7 +35,7 @@ from jtile.ir import (
 from jtile.ir.types import DTYPES
 
 from .row_axes import index_axes
-from .split_rows import Split, by_rows
+from .split_rows import Split, by_rows, made_in
 
 LEAST = 16  # rows of a box; as many may hang over, less one
 LINE = 128  # bytes of a row of a buffer: more are several boxes already
@@ -82,14 +82,7 @@ def _moves(shares: Split, at: Value) -> bool:
     """Whether a loop that carries rows goes to others: `at`, which says where they are, is made inside."""
     loops = [op for op in shares.kernel.body.walk() if isinstance(op, For | While)]
     carrying = [op for op in loops if any(a is not None for r in op.results for a in shares.wanted.get(r, ()))]
-    return any(at in _made_in(loop) for loop in carrying)
-
-
-def _made_in(loop: For | While) -> set[Value]:
-    """The values of the regions of a loop."""
-    inside = [x for b in loop.blocks() for x in b.walk()]
-    params = {p for op in (loop, *inside) for b in op.blocks() for p in b.params}
-    return params | {r for op in inside for r in op.results}
+    return any(at in made_in(loop) for loop in carrying)
 
 
 def _writes(kernel: Kernel) -> Iterator[Op]:

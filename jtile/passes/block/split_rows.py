@@ -57,19 +57,19 @@ def split(kernel: Kernel, consumers: int) -> Split | NoPlan:
     The shares touch different elements of the outputs, in the order in which the kernel does, so that all results are
     the same bit for bit.
     """
-    try:
-        rows = _Rows(kernel, consumers)
-        return Split(kernel, consumers, rows.wanted, rows.cut)
-    except Refusal as e:
-        return e.no_plan
+    return _split(kernel, consumers, analyse=consumers > 1)
 
 
 def by_rows(kernel: Kernel) -> Split | NoPlan:
     """The kernel as one share that knows of all values the axis along which the rows of its products lie, or which op
     mixes rows."""
+    return _split(kernel, 1, analyse=True)
+
+
+def _split(kernel: Kernel, consumers: int, *, analyse: bool) -> Split | NoPlan:
     try:
-        rows = _Rows(kernel, 1, analyse=True)
-        return Split(kernel, 1, rows.wanted, rows.cut)
+        rows = _Rows(kernel, consumers, analyse)
+        return Split(kernel, consumers, rows.wanted, rows.cut)
     except Refusal as e:
         return e.no_plan
 
@@ -107,12 +107,12 @@ class Split:
 class _Rows:
     """Which axis of each value lies along the rows, and in which forms each value is needed."""
 
-    def __init__(self, kernel: Kernel, consumers: int, *, analyse: bool = False):
+    def __init__(self, kernel: Kernel, consumers: int, analyse: bool):
         self.consumers = consumers
         self.natural: dict[Value, int] = {}
         self.wanted: dict[Value, set[Axis]] = {}
         self.cut: dict[Op, Axis] = {}
-        if consumers > 1 or analyse:
+        if analyse:
             _check_memory(kernel)
             self._until_stable(lambda: self.forward(kernel.body), self.natural)
             _check_order(kernel, self.cut)
@@ -277,17 +277,21 @@ def apart(shares: Split) -> Split | NoPlan:
     if shares.consumers == 1:
         return shares
     for loop in (op for op in shares.kernel.body.walk() if isinstance(op, For | While)):
-        inside = [x for b in loop.blocks() for x in b.walk()]
-        own = {p for op in (loop, *inside) for b in op.blocks() for p in b.params} | {
-            r for x in inside for r in x.results
-        }
-        for op in inside:
+        own = made_in(loop)
+        for op in (x for b in loop.blocks() for x in b.walk()):
             axis = shares.cut.get(op)
             if axis is None or not isinstance(op, Store | Atomic) or (isinstance(op, Atomic) and op.fn in _COMMUTING):
                 continue
             if _part(op, axis)[-1] in own:
                 return NoPlan(f"rounds of a loop may write the same rows of {op.ref.name or 'an array'}", op.loc)
     return shares
+
+
+def made_in(loop: For | While) -> set[Value]:
+    """The values of the regions of a loop, which may be others in another round."""
+    inside = [x for b in loop.blocks() for x in b.walk()]
+    params = {p for op in (loop, *inside) for b in op.blocks() for p in b.params}
+    return params | {r for op in inside for r in op.results}
 
 
 def _part(op: Store | Atomic, axis: Axis) -> tuple[Hashable, ...]:
