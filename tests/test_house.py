@@ -17,7 +17,7 @@ MAPPED = ("lowering", "ffi", "models")
 
 # Part of jtile -> the parts that it may import, besides itself. `PUBLIC` is `import jtile` and what it exports.
 BASE = {"_errors", "_config", "_compat", "_cache", "_collector", "_memo"}
-PUBLIC = {"", "errors", "_errors", "testing", "ops", "models"}  # _errors: the same classes as jtile.errors
+PUBLIC = {"", "errors", "_errors", "testing", "tune", "ops", "models"}  # _errors: the same classes as jtile.errors
 EVERYTHING_BELOW = BASE | {"ir", "language", "trace", "passes", "transforms", "interpret", "lowering", "ffi", "tune"}
 MAY_IMPORT = {
     "_errors": set(),

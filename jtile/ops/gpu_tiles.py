@@ -13,6 +13,8 @@ import jtile as jt
 from jtile import cdiv
 from jtile.ops import hopper_tiles
 from jtile.ops.hopper_tiles import Product
+from jtile.tune import products
+from jtile.tune.products import power, side
 
 PROCESSORS = 132  # multiprocessors of an H200
 
@@ -39,22 +41,7 @@ def product(
     own = None
     if warpgroups():
         own = hopper_tiles.tiles(Product(m, n, k, itemsize, gates=gates, transposed=transposed, **of))
-    return own or _product(m, n, k, itemsize, gates, transposed)
-
-
-@functools.lru_cache(maxsize=1024)
-def _product(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool) -> dict[str, int]:
-    if itemsize >= 4:  # no tensor cores for exact float32: registers are the limit
-        bm, bn = (32, 32) if itemsize == 8 else (64, 64)
-        return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(min(_power(k), 16), 1)}
-    if m <= 64:
-        return _few_rows(m, n, k, itemsize, gates, transposed)
-    bk = min(_power(k), 128 // itemsize)
-    sides = ((128, 256), (128, 128), (64, 128), (64, 64)) if gates == 1 else ((128, 128), (128, 64), (64, 64))
-    for bm, bn in sides:
-        if cdiv(m, bm) * cdiv(n, bn) >= (PROCESSORS if gates == 1 else PROCESSORS * 3 // 4):
-            break
-    return {"bm": _side(m, bm), "bn": _side(n, bn), "bk": max(bk, 16)}
+    return own or products.on_gpu(m, n, k, itemsize, gates, transposed, PROCESSORS)
 
 
 def extended(m: int, n: int, k: int, itemsize: int, **of: Any) -> tuple[int, int, int]:
@@ -82,39 +69,13 @@ def _parts(m: int, n: int, k: int, itemsize: int) -> tuple[int, dict[str, int]]:
     return 1 << parts.bit_length() - 1, {"bm": 128, "bn": 128, "bk": 128 // itemsize}
 
 
-def _few_rows(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool) -> dict[str, int]:
-    """A product that is bound by reading the right operand: tiles of long lines, enough of them for all of the GPU."""
-    if m == 1:
-        bn, bk = (16, 256) if transposed else (32, 128)
-    else:
-        bn = (64 if m <= 16 else 128) // gates
-        least = PROCESSORS * 2 // 3 if m > 32 else PROCESSORS * 3 // 4  # taller tiles are worth some idle blocks
-        while bn > 16 and cdiv(n, bn) < least:
-            bn //= 2
-        bk = 256 if transposed and m <= 16 else 128
-    return {"bm": 1 if m == 1 else _side(m, 64), "bn": _side(n, bn), "bk": max(min(_power(k), bk * 2 // itemsize), 16)}
-
-
-def product_options(bm: int, bn: int, itemsize: int, gates: int = 1) -> dict[str, int]:
-    """Warps of such a kernel."""
-    if itemsize >= 4:
-        return {}
-    if bm == 1:
-        return {"num_warps": 2}
-    if bm <= 64 and bn * gates <= 128:
-        return {"num_warps": 4}
-    if gates == 2:
-        return {"num_warps": 8 if bm * bn >= 128 * 128 else 4}
-    return {}
+product_options = products.warps
 
 
 def few_rows(bm: int, bn: int, bk: int, itemsize: int) -> Choice:
-    """What a product of few rows takes besides: no more warps than 32 rows have work for, and stages for as many bytes
-    of the right operand on their way as such a product needs, which is bound by reading it."""
-    if not 1 < bm <= 64 or jt.platform() != "cuda":
-        return Choice({}, {})
-    stages = {"stages": 4} if bn * bk * itemsize <= 16384 else {}
-    return Choice(stages, {"num_warps": 2} if bm <= 32 and 64 <= bn <= 128 and itemsize <= 2 else {})
+    """What a product of few rows takes besides; see `products.stages_of_few_rows`."""
+    found = products.stages_of_few_rows(bm, bn, bk, itemsize) if jt.platform() == "cuda" else ({}, {})
+    return Choice(*found)
 
 
 def little_memory() -> bool:
@@ -134,22 +95,7 @@ def attention(
     """Of attention of t queries over s keys with heads of d: queries `bq` and keys `bk` of a tile; `little`: see
     `little_memory`; `lengths`: not all keys of a row count."""
     own = hopper_tiles.attention(t, s, d, itemsize, causal, lengths) if warpgroups() else None
-    return own or _attention(t, s, d, itemsize, causal, little)
-
-
-@functools.lru_cache(maxsize=1024)
-def _attention(t: int, s: int, d: int, itemsize: int, causal: bool, little: bool) -> dict[str, int]:
-    if itemsize >= 4:  # operands of three times the size: float32 products are sums of tf32 ones
-        bq, bk = (64, 32) if d <= 64 else (32, 32) if d <= 128 else (16 if little and d > 256 else 32, 16)
-    elif d <= 64:
-        bq, bk = 64, 64
-    elif d <= 128:
-        bq, bk = (64, 32) if causal else (128, 128)
-    elif d <= 256:
-        bq, bk = (64, 32) if little else (128, 64)
-    else:
-        bq, bk = (16, 16) if little else (32, 32)
-    return {"bq": _side(t, bq), "bk": _side(s, bk)}
+    return own or products.attention_on_gpu(t, s, d, itemsize, causal, little)
 
 
 def keys_of_cache(d: int, itemsize: int) -> int:
@@ -168,7 +114,7 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False
     `little_memory`."""
     options = {"num_warps": 8}
     if itemsize == 2 and d in (64, 128):
-        sides = {"bq": _side(t, 64), "bk": _side(s, 64)}, {"bq": _side(t, 64 if d == 64 else 128), "bk": _side(s, 64)}
+        sides = {"bq": side(t, 64), "bk": side(s, 64)}, {"bq": side(t, 64 if d == 64 else 128), "bk": side(s, 64)}
         return Choice(sides[0], {"num_warps": 4}), Choice(sides[1], {"num_warps": 4 if d == 64 else 8})
     if itemsize >= 4:
         small, large, huge = ((32, 32), (64, 32)), ((16, 32), (32, 16)), ((16, 16), (16, 16))
@@ -179,7 +125,7 @@ def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False
         (q1, k1), (q2, k2) = (32, 32 if little else 64), (64, 32)
     else:
         (q1, k1), (q2, k2) = (16, 16), (16, 16)
-    keys, queries = ({"bq": _side(t, q), "bk": _side(s, k)} for q, k in ((q1, k1), (q2, k2)))
+    keys, queries = ({"bq": side(t, q), "bk": side(s, k)} for q, k in ((q1, k1), (q2, k2)))
     return Choice(keys, options), Choice(queries, options)
 
 
@@ -191,8 +137,8 @@ def warps_of_rows(elements: int, weighted: bool = False, centred: bool = False) 
     if centred and elements in (16384, 32768):  # none masked: of 12288 eight warps are quicker
         return 16
     if elements > 16384:
-        return min(_power(elements) // 2048, 32) if elements > 32768 else 8
-    return min(max(_power(elements) // 512, 1), 8 if weighted else 4)
+        return min(power(elements) // 2048, 32) if elements > 32768 else 8
+    return min(max(power(elements) // 512, 1), 8 if weighted else 4)
 
 
 def long_rows(n: int, itemsize: int) -> Choice | None:
@@ -209,11 +155,11 @@ def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | N
     all of their rows, and the tiles that come next if `ahead`: `br` rows of a tile, `per` tiles of a program. Where
     that takes a second program the registers, those come to shared memory, in front of long rows with the weights.
     None where registers do not hold the sums beside the rows."""
-    side = _power(n)
+    side = power(n)
     if side * itemsize > (16384 if centre else 32768):
         return None
     short = side < 1024  # rows of a tile are in several warps, which meet to add them: the fewer the better
-    br = min(max((1024 if short else 2048) // side, 1), _power(max(rows // PROCESSORS, 1)))
+    br = min(max((1024 if short else 2048) // side, 1), power(max(rows // PROCESSORS, 1)))
     per = cdiv(cdiv(rows, br), PROCESSORS * min(max(8192 // side, 1), 8 if short else 4))
     warps = min(max(br * side // 512, 1), 16)
     if side * itemsize > 16384:
@@ -221,12 +167,3 @@ def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | N
     else:
         way = {"together": True, "stages": 3} if centre and not short else {"ahead": True}
     return Choice({"br": br, "per": max(per, 1), **way}, {"num_warps": warps})
-
-
-def _side(n: int, limit: int) -> int:
-    """A power of two that covers n, from 16 (what matrix instructions need) to the limit."""
-    return min(max(_power(n), 16), limit)
-
-
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

@@ -16,9 +16,9 @@ from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 from jtile.ops.parts import panels as _panels
 from jtile.ops.parts import product_in_parts
 from jtile.ops.platforms import on_cuda
+from jtile.tune import products
 
 BLOCK = 256  # terms of a sum at a time, where their number is not known
-TILE = 256  # side of a tile of the result: A and B panels of one program stay in the second-level cache
 
 
 def matmul(
@@ -127,7 +127,7 @@ def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: boo
     m, n, k = known(m), known(n), known(k)
     if jt.platform() != "cpu":
         return gpu_tiles.product(m, n, k, itemsize, gates, transposed, **of)
-    return {**_cpu_tiles(m, n, k), "bk": 0}
+    return {**products.on_cpu(m, n, k, os.cpu_count() or 1), "bk": 0}
 
 
 def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:
@@ -136,27 +136,6 @@ def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:
     of = dict(transposed=tb, batch=known(max(a.shape[0], b.shape[0])))
     of |= {} if jt.platform() == "cpu" else dict(left=ta, fast=_whole(a))
     return tiles(m, n, k, a.dtype.itemsize, **of)
-
-
-@functools.lru_cache(maxsize=1024)
-def _cpu_tiles(m: int, n: int, k: int) -> dict[str, int]:
-    """Near `TILE`, dividing the sides evenly where they can, and small enough to give every thread work."""
-    bm, bn = _even(m, TILE), _even(n, TILE)
-    for wider in ((bm, _even(n, 2 * TILE)), (_even(m, 2 * TILE), _even(n, 2 * TILE))):
-        # a larger tile packs its operands less often; but every core wants several
-        if jt.cdiv(m, wider[0]) * jt.cdiv(n, wider[1]) >= 4 * (os.cpu_count() or 1):
-            bm, bn = wider
-    if m <= 16:
-        bn = _even(n, max(64, (256 << 10) // max(k, 1)))
-    return {"bm": bm, "bn": bn}
-
-
-def _even(n: int, limit: int) -> int:
-    """A side that covers n in equal parts of at most `limit`, rounded up to whole vectors."""
-    if n <= limit:
-        return max(n, 1)
-    part = math.ceil(n / math.ceil(n / limit))
-    return next((d for d in range(limit, part - 1, -1) if n % d == 0), -(-part // 16) * 16)
 
 
 def _whole(a) -> bool:

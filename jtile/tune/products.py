@@ -1,0 +1,121 @@
+"""Tile sizes of products and attention where no model of time chooses them: on CPUs, and on GPUs at tile level, by rules
+measured on an H200 (`benchmarks/records` has the numbers). Warps and stages count for NVIDIA's GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from jtile.tune.warpgroups import cdiv
+
+SIDE = 256  # of a tile of the result on a CPU: panels of both operands stay in the second-level cache
+
+
+@functools.lru_cache(maxsize=1024)
+def on_gpu(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool, processors: int) -> dict[str, int]:
+    """`bm`, `bn` and `bk` of `gates` products [m, k] [k, n] of elements of `itemsize` bytes in one kernel.
+
+    Args:
+      transposed: the right operand lies in memory as [n, k].
+      processors: multiprocessors of the GPU.
+    """
+    if itemsize >= 4:  # no tensor cores for exact float32: registers are the limit
+        bm, bn = (32, 32) if itemsize == 8 else (64, 64)
+        return {"bm": side(m, bm), "bn": side(n, bn), "bk": max(min(power(k), 16), 1)}
+    if m <= 64:
+        return _few_rows(m, n, k, itemsize, gates, transposed, processors)
+    bk = min(power(k), 128 // itemsize)
+    sides = ((128, 256), (128, 128), (64, 128), (64, 64)) if gates == 1 else ((128, 128), (128, 64), (64, 64))
+    for bm, bn in sides:
+        if cdiv(m, bm) * cdiv(n, bn) >= (processors if gates == 1 else processors * 3 // 4):
+            break
+    return {"bm": side(m, bm), "bn": side(n, bn), "bk": max(bk, 16)}
+
+
+def _few_rows(m: int, n: int, k: int, itemsize: int, gates: int, transposed: bool, processors: int) -> dict[str, int]:
+    """A product that is bound by reading the right operand: tiles of long lines, enough of them for all of the GPU."""
+    if m == 1:
+        bn, bk = (16, 256) if transposed else (32, 128)
+    else:
+        bn = (64 if m <= 16 else 128) // gates
+        least = processors * 2 // 3 if m > 32 else processors * 3 // 4  # taller tiles are worth some idle blocks
+        while bn > 16 and cdiv(n, bn) < least:
+            bn //= 2
+        bk = 256 if transposed and m <= 16 else 128
+    return {"bm": 1 if m == 1 else side(m, 64), "bn": side(n, bn), "bk": max(min(power(k), bk * 2 // itemsize), 16)}
+
+
+def warps(bm: int, bn: int, itemsize: int, gates: int = 1) -> dict[str, int]:
+    """`num_warps` of a product in such tiles on a GPU of NVIDIA, where the compiler's own choice is worse."""
+    if itemsize >= 4:
+        return {}
+    if bm == 1:
+        return {"num_warps": 2}
+    if bm <= 64 and bn * gates <= 128:
+        return {"num_warps": 4}
+    if gates == 2:
+        return {"num_warps": 8 if bm * bn >= 128 * 128 else 4}
+    return {}
+
+
+def stages_of_few_rows(bm: int, bn: int, bk: int, itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
+    """What a product of few rows takes besides on a GPU of NVIDIA, `stages` and `num_warps`: stages for as many bytes
+    of the right operand on their way as such a product needs, which is bound by reading it, and no more warps than 32
+    rows have work for."""
+    if not 1 < bm <= 64:
+        return {}, {}
+    stages = {"stages": 4} if bn * bk * itemsize <= 16384 else {}
+    return stages, {"num_warps": 2} if bm <= 32 and 64 <= bn <= 128 and itemsize <= 2 else {}
+
+
+@functools.lru_cache(maxsize=1024)
+def attention_on_gpu(t: int, s: int, d: int, itemsize: int, causal: bool, little: bool) -> dict[str, int]:
+    """Queries `bq` and keys `bk` of a tile of attention of t queries over s keys with heads of d.
+
+    Args:
+      little: a block has 100 KB of shared memory or less.
+    """
+    if itemsize >= 4:  # operands of three times the size: float32 products are sums of tf32 ones
+        bq, bk = (64, 32) if d <= 64 else (32, 32) if d <= 128 else (16 if little and d > 256 else 32, 16)
+    elif d <= 64:
+        bq, bk = 64, 64
+    elif d <= 128:
+        bq, bk = (64, 32) if causal else (128, 128)
+    elif d <= 256:
+        bq, bk = (64, 32) if little else (128, 64)
+    else:
+        bq, bk = (16, 16) if little else (32, 32)
+    return {"bq": side(t, bq), "bk": side(s, bk)}
+
+
+@functools.lru_cache(maxsize=1024)
+def on_cpu(m: int, n: int, k: int, cores: int) -> dict[str, int]:
+    """`bm` and `bn` of a product on a CPU: near `SIDE`, dividing the sides evenly where they can, and small enough to
+    give every core work."""
+    bm, bn = even(m, SIDE), even(n, SIDE)
+    for wider in ((bm, even(n, 2 * SIDE)), (even(m, 2 * SIDE), even(n, 2 * SIDE))):
+        # a larger tile packs its operands less often; but every core wants several
+        if cdiv(m, wider[0]) * cdiv(n, wider[1]) >= 4 * cores:
+            bm, bn = wider
+    if m <= 16:
+        bn = even(n, max(64, (256 << 10) // max(k, 1)))
+    return {"bm": bm, "bn": bn}
+
+
+def even(n: int, limit: int) -> int:
+    """A side that covers n in equal parts of at most `limit`, rounded up to whole vectors."""
+    if n <= limit:
+        return max(n, 1)
+    part = math.ceil(n / math.ceil(n / limit))
+    return next((d for d in range(limit, part - 1, -1) if n % d == 0), -(-part // 16) * 16)
+
+
+def side(n: int, limit: int) -> int:
+    """A power of two that covers n, from 16 (what matrix instructions need) to the limit."""
+    return min(max(power(n), 16), limit)
+
+
+def power(n: int) -> int:
+    """The power of two that covers n."""
+    return 1 << max(n - 1, 0).bit_length()
