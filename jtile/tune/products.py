@@ -1,5 +1,5 @@
-"""Tile sizes of products and attention where no model of time chooses them: on CPUs, and on GPUs at tile level, by rules
-measured on an H200 (`benchmarks/records` has the numbers). Warps and stages count for NVIDIA's GPUs.
+"""Tile sizes of products and attention where no model of time chooses them: on CPUs, and on GPUs at tile level, by
+rules measured on an H200 (`benchmarks/records` has the numbers). Warps and stages count for NVIDIA's GPUs.
 """
 
 from __future__ import annotations
