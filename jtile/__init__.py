@@ -7,11 +7,21 @@ docs/language.md for what a kernel body may say, `jtile.ops` for the kernel libr
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from jtile import _effect as _effect
 from jtile import errors as errors
-from jtile import ffi as _ffi
+
+try:
+    from jtile import ffi as _ffi
+except ImportError as e:
+    if importlib.util.find_spec("jtile.ffi") is None:  # a checkout: only an installation maps the folders beside jtile/
+        raise ImportError(
+            "jtile is imported from a checkout that is not installed, so that its folders ffi, lowering and models are "
+            "not found: run `pip install -e .` there (`make test` does it in .venv), or leave the folder"
+        ) from None
+    raise e
 from jtile._config import Config as Config
 from jtile._config import config as config
 from jtile._config import configure as configure

@@ -1,5 +1,6 @@
 """Options: keyword, environment and context manager, their checks, and their part in jit's cache key."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -185,3 +186,15 @@ def test_folders_that_are_set_stay_where_they_are(monkeypatch, tmp_path, name, k
 def test_import_leaves_jax_alone(subprocess_env):
     code = "import jtile._config as c; c.current(); assert c._new_jit_context.cache_info().currsize == 0"
     subprocess.run([sys.executable, "-c", code], check=True, env=subprocess_env)
+
+
+def test_a_checkout_that_is_not_installed_says_so(subprocess_env):
+    """-S reads no .pth file, so that the installation which maps the folders is not there."""
+    env = subprocess_env | {"PYTHONPATH": os.path.dirname(os.path.dirname(jax.__file__))}
+    root = Path(__file__).parents[1]
+    run = [sys.executable, "-S", "-c", "import jtile"]
+    done = subprocess.run(run, cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith(
+        "ImportError: jtile is imported from a checkout that is not installed"
+    )
+    assert "pip install -e ." in done.stderr

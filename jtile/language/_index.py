@@ -16,7 +16,7 @@ from jax import core, lax
 
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.language._place import user_place
-from jtile.language._sizes import as_value, is_dynamic, static
+from jtile.language._sizes import as_value, integer, is_dynamic, side, static
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,7 @@ def ds(start, size: int, stride: int = 1) -> DynamicSpan:
     size, stride = _static(size, "the size of jt.ds"), _static(stride, "the stride of jt.ds")
     if size < 0 or stride < 1:
         raise KernelValueError(f"jt.ds takes size >= 0 and stride >= 1, got {size} and {stride}", user_place())
+    side(size, "the size of jt.ds")
     if isinstance(start, int | np.integer) and start < 0:
         raise KernelValueError(f"jt.ds takes a start >= 0, got {start}", user_place())
     return DynamicSpan(start, size, stride)
@@ -226,30 +227,36 @@ def _slice(n: int, s: slice, what: str) -> tuple[Dim, Any, bool]:
     if s.step == 0:
         raise KernelValueError(f"{what}: the step of a slice cannot be 0", user_place())
     r = range(static(n, f"a dimension of {what}, sliced here,"))[s]
-    if r.step > 0:
-        return Span(len(r), r.step), np.int32(r.start if len(r) else 0), False
-    return Span(len(r), -r.step), np.int32(r[-1] if len(r) else 0), True
+    count = side(len(r), f"a slice of {what}")
+    first = 0 if not count else r.start if r.step > 0 else r[-1]
+    return Span(count, abs(r.step)), _position(first, what), r.step < 0
 
 
 def _static_take(n: int, e: np.ndarray, what: str) -> tuple[Dim, Any, bool]:
     if e.dtype == np.bool_ or (e.size and not np.issubdtype(e.dtype, np.integer)):
         return _entry(n, jnp.asarray(e), what)
-    e = e.astype(np.int32)
     if e.ndim == 0:
         return _entry(n, int(e), what)
+    for i in (e.min(initial=0), e.max(initial=0)):
+        _position(int(i), what)
     if is_dynamic(n) and (e < 0).any():
         raise KernelTypeError(f"{what}: indices of a dynamic dimension count from its start, got {e}", user_place())
-    return Take(), jnp.asarray(np.where(e < 0, e + n, e).astype(np.int32)), False
+    at = np.where(e < 0, e + np.int64(n), e) if (e < 0).any() else e
+    return Take(), jnp.asarray(at.astype(_position(int(at.max(initial=0)), what).dtype)), False
 
 
 def static_index(i: int, n: int, what: str) -> np.integer:
     """A Python int as an element number: negative ones count from the end. An empty dimension has no elements, and
     a kernel over it no programs, so every index is let through; so is every index of a dynamic one."""
     if is_dynamic(n):
-        return as_value(i + n) if i < 0 else np.int32(i)
+        return as_value(i + n) if i < 0 else _position(i, what)
     if n and not -n <= i < n:
         raise KernelValueError(f"{what}: index {i} leaves a dimension of {n}", user_place())
-    return np.int32(i + n if i < 0 else i) if n <= 2**31 - 1 else np.int64(i + n if i < 0 else i)
+    return _position(i + n if i < 0 else i, what)
+
+
+def _position(i: int, what: str) -> np.integer:
+    return integer(i, f"{what}: index", "count in larger tiles, as v = x.tiles(4096) and v[k] do")
 
 
 def scalar_index(v, what: str):
@@ -258,7 +265,7 @@ def scalar_index(v, what: str):
     if isinstance(v, bool | np.bool_) or not (isinstance(v, int | np.integer) or hasattr(v, "dtype")):
         raise KernelTypeError(f"{what}: an index is an integer, got {v!r}", user_place())
     if isinstance(v, int | np.integer):
-        return np.int32(v) if v <= 2**31 - 1 else np.int64(v)
+        return _position(int(v), what)
     if not jnp.issubdtype(v.dtype, np.integer) or jnp.ndim(v):
         raise KernelTypeError(f"{what}: expected an integer scalar, got {v.dtype}{list(jnp.shape(v))}", user_place())
     return v

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jtile._compat import is_symbolic
-from jtile._errors import KernelTypeError
+from jtile._errors import KernelTypeError, KernelValueError
 from jtile.language._place import user_place
 
 
@@ -31,3 +33,29 @@ def static(v: Any, what: str) -> Any:
             user_place(),
         )
     return v
+
+
+MAX_SIDE = 2**31 - 1  # elements along one side of a tile
+
+
+def integer(i: Any, what: str, instead: str) -> np.integer:
+    """A Python int as a constant of a kernel: an int32, or an int64 where it takes that and JAX has it."""
+    if -(2**31) <= i < 2**31:
+        return np.int32(i)
+    if jax.config.jax_enable_x64 and -(2**63) <= i < 2**63:
+        return np.int64(i)
+    if not -(2**63) <= i < 2**63:
+        raise KernelValueError(f"{what} {i} does not fit an int64", user_place())
+    raise KernelValueError(
+        f"{what} {i} takes an int64, which JAX has where jax_enable_x64 is set: set it, or {instead}", user_place()
+    )
+
+
+def side(n: int, what: str) -> int:
+    """The side of a tile, as a Python int that a compiler can count to."""
+    if n > MAX_SIDE:
+        raise KernelValueError(
+            f"{what} is {n}, and a tile has at most {MAX_SIDE} elements along one side: loop over smaller tiles",
+            user_place(),
+        )
+    return n

@@ -47,7 +47,13 @@ def _same_int(a, b):
     """Two ints as values of one dtype: that of the traced one."""
     like = a if hasattr(a, "dtype") and not getattr(a, "weak_type", False) else b
     dtype = like.dtype if hasattr(like, "dtype") else np.dtype(np.int32)
-    return jnp.asarray(a, dtype), jnp.asarray(b, dtype)
+    return _as(a, dtype), _as(b, dtype)
+
+
+def _as(v, dtype):
+    if isinstance(v, int | np.integer) and not jnp.iinfo(dtype).min <= v <= jnp.iinfo(dtype).max:
+        raise KernelValueError(f"{v} does not fit {dtype}, the dtype of the other number of jt.cdiv", user_place())
+    return jnp.asarray(v, dtype)
 
 
 def next_power_of_2(n: int) -> int:
@@ -67,7 +73,14 @@ def arange(start, stop=None, step=1, dtype=None):
         raise KernelTypeError("the bounds of jt.arange are Python numbers; write start + jt.arange(n)", user_place())
     if dtype is None and all(isinstance(v, int | np.integer) for v in (start, stop, step)):
         dtype = np.int32
+        for v in (start, stop - step):
+            _fits_int32(v, "jt.arange")
     return jnp.arange(start, stop, step, dtype)
+
+
+def _fits_int32(v, what: str) -> None:
+    if isinstance(v, int | np.integer) and not -(2**31) <= v < 2**31:
+        raise KernelValueError(f"{what}: {v} does not fit int32, the dtype of ints: give dtype=jnp.int64", user_place())
 
 
 def zeros(shape, dtype: Any = np.float32):
@@ -84,6 +97,7 @@ def full(shape, value, dtype=None):
     """A tile of one number; float32, int32 or bool by the number's kind unless `dtype` says."""
     if dtype is None and isinstance(value, bool | int | float):
         dtype = np.bool_ if isinstance(value, bool) else np.int32 if isinstance(value, int) else np.float32
+        _fits_int32(value, "jt.full")
     return jnp.full(shape, value, dtype)
 
 

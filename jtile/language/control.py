@@ -19,7 +19,7 @@ from jax import core, lax
 from jtile._errors import KernelSyntaxError, KernelTypeError, KernelValueError
 from jtile.language._place import user_place
 from jtile.language._primitives import loop_hint_p
-from jtile.language._sizes import as_value
+from jtile.language._sizes import as_value, integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def range_(*bounds, stages: int | None = None, unroll: int = 1) -> Range:
 def _bound(v) -> Any:
     v = as_value(v)
     if isinstance(v, int | np.integer) and not isinstance(v, bool):
-        return int(v)
+        return int(v) if -(2**31) <= v < 2**31 else int(integer(v, "a bound of jt.range", "nest two loops"))
     if isinstance(v, bool) or not hasattr(v, "dtype") or not jnp.issubdtype(v.dtype, np.integer) or jnp.ndim(v):
         raise KernelTypeError(f"a bound of jt.range is an integer scalar, got {getattr(v, 'aval', v)!r}", user_place())
     return v

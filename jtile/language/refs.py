@@ -17,7 +17,7 @@ from jtile.language import _index
 from jtile.language._index import Access, At, Tile
 from jtile.language._place import user_place
 from jtile.language._primitives import atomic_p, load_p, store_p
-from jtile.language._sizes import as_value, is_dynamic, static
+from jtile.language._sizes import as_value, is_dynamic, side, static
 
 
 class MissingAttributeError(KernelTypeError, AttributeError):
@@ -230,6 +230,7 @@ def _view(ref: Ref, sizes, step, pad) -> TileView:
             if v is not None and v < low:
                 raise KernelValueError(f"{what} of {ref.name} is at least {low}, got {v}", user_place())
         out.append(1 if size is None else int(s or size or 1))
+        side(size or 0, f"a tile size of {ref.name}")
     return TileView(ref, tuple(None if n is None else int(n) for n in sizes), tuple(out), _pad(pad, ref.dtype, "pad"))
 
 

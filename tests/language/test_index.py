@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jtile import ir
 from jtile import language as jt
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.language._index import At, Span, Take, Tile
 
 X = np.arange(7 * 5 * 6, dtype="f").reshape(7, 5, 6)
 IDX = np.array([3, 0, 6, 2], "i4")
@@ -173,4 +175,62 @@ def test_refused(lower, name):
 
     with pytest.raises(kind, match=message) as e:
         lower(kernel, [X], [jax.ShapeDtypeStruct((), np.float32)], grid=(1,))
+    assert "test_index.py" in str(e.value)
+
+
+HUGE = jax.ShapeDtypeStruct((2**33,), np.int8)
+B = 3_000_000_000  # more than an int32 holds
+INTS = {
+    "element": (lambda x: x[B], At(), B),
+    "element from the end": (lambda x: x[-B], At(), 2**33 - B),
+    "slice": (lambda x: x[B : B + 4], Span(4), B),
+    "slice backwards": (lambda x: x[B : B - 4 : -2], Span(2, 2), B - 2),
+    "ds": (lambda x: x[jt.ds(B, 4)], Span(4), B),
+    "list": (lambda x: x[[B, -1]], Take(), [B, 2**33 - 1]),
+    "array": (lambda x: x[np.array([1, B])], Take(), [1, B]),
+    "tile": (lambda x: x.tiles(2)[B], Tile(2, 2), B),
+}
+
+
+@pytest.mark.parametrize("name", INTS)
+def test_indices_that_leave_int32(lower, name):
+    """They are int64 constants where JAX has those, and never cut."""
+    fn, dim, value = INTS[name]
+
+    def kernel(x, o):
+        o[...] = fn(x).sum(dtype=np.int8)
+
+    out = [jax.ShapeDtypeStruct((), np.int8)]
+    with jax.enable_x64(True):
+        body = lower(kernel, [HUGE], out).body
+    load = next(op for op in body.walk() if op.mnemonic == "load")
+    assert type(load.index[0]).__name__ == type(dim).__name__
+    constant = ir.dim_value(load.index[0])
+    assert constant.dtype == "int64"
+    assert np.asarray(constant.op.reference()).tolist() == value
+    with pytest.raises(KernelValueError, match=r"x.*: index \d+ takes an int64, .* or count in larger tiles"):
+        lower(kernel, [HUGE], out)
+
+
+WIDE = {
+    "ds": (lambda x: x[jt.ds(0, B)], "the size of jt.ds is 3000000000, and a tile has at most 2147483647 elements"),
+    "slice": (lambda x: x[:B], "a slice of x is 3000000000"),
+    "tiles": (lambda x: x.tiles(B)[0], "a tile size of x is 3000000000"),
+    "no int64": (lambda x: x[jt.ds(2**70, 4)], "x: index 1180591620717411303424 does not fit an int64"),
+    "range": (lambda x: jt.fori(B, lambda i, c: c, jnp.zeros(4)), "a bound of jt.range 3000000000 takes an int64"),
+    "full": (lambda x: jt.full((4,), B), "jt.full: 3000000000 does not fit int32, .* dtype=jnp.int64"),
+    "arange": (lambda x: jt.arange(B - 2, B), "jt.arange: 2999999998 does not fit int32"),
+    "cdiv": (lambda x: x[jt.cdiv(jt.program_id(0), B)], "3000000000 does not fit int32, .* of jt.cdiv"),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_numbers_that_leave_int32(lower, name):
+    fn, message = WIDE[name]
+
+    def kernel(x, o):
+        o[...] = fn(x).sum(dtype=np.int8)
+
+    with pytest.raises(KernelValueError, match=message) as e:
+        lower(kernel, [HUGE], [jax.ShapeDtypeStruct((), np.int8)], grid=(1,))
     assert "test_index.py" in str(e.value)
