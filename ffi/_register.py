@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from jtile.ffi._library import FfiError, library
+from ._library import FfiError, library
 
 TARGET_CPU = "jtile_cpu"
 TARGET_CUDA, TARGET_CUDA_IO = "jtile_cuda", "jtile_cuda_io"

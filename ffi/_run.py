@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jtile.ffi._library import FfiError, call, library
+from ._library import FfiError, call, library
 
 _MACHINES = {"x86_64": 62, "aarch64": 183}
 

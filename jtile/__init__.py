@@ -25,13 +25,13 @@ except ImportError as e:
 from jtile._config import Config as Config
 from jtile._config import config as config
 from jtile._config import configure as configure
-from jtile._kernel import Kernel as Kernel
-from jtile._kernel import call as call
-from jtile._kernel import kernel as kernel
-from jtile._kernel import tuned as tuned
-from jtile._lowered import Lowered as Lowered
-from jtile._marks import dynamic as dynamic
-from jtile._signature import Options as Options
+from jtile.calls.kernel import Kernel as Kernel
+from jtile.calls.kernel import call as call
+from jtile.calls.kernel import kernel as kernel
+from jtile.calls.kernel import tuned as tuned
+from jtile.calls.lowered import Lowered as Lowered
+from jtile.calls.marks import dynamic as dynamic
+from jtile.primitive.options import Options as Options
 
 _ffi.register_early()
 
@@ -41,10 +41,9 @@ if TYPE_CHECKING:
     from jtile import models as models
     from jtile import ops as ops
     from jtile import testing as testing
-    from jtile._export import export_checks as export_checks
-    from jtile._partitioned import partitioned as partitioned
     from jtile._platform import architecture as architecture
     from jtile._platform import platform as platform
+    from jtile.calls.partitioned import partitioned as partitioned
     from jtile.language import Barrier as Barrier
     from jtile.language import BarrierRound as BarrierRound
     from jtile.language import BarrierSlot as BarrierSlot
@@ -97,6 +96,7 @@ if TYPE_CHECKING:
     from jtile.language import zeros as zeros
     from jtile.lowering.targets import Target as Target
     from jtile.lowering.targets import host_target as host_target
+    from jtile.primitive.export import export_checks as export_checks
     from jtile.trace import function as function
     from jtile.tune import autotune as autotune
     from jtile.tune import explain as explain
@@ -118,9 +118,9 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "architecture": "jtile._platform",
     "autotune": "jtile.tune",
     "explain": "jtile.tune",
-    "export_checks": "jtile._export",
+    "export_checks": "jtile.primitive.export",
     "function": "jtile.trace",
-    "partitioned": "jtile._partitioned",
+    "partitioned": "jtile.calls.partitioned",
     "host_target": "jtile.lowering.targets",
     "platform": "jtile._platform",
     "profile": "jtile.tune",

@@ -1,4 +1,7 @@
-"""The effect of kernels that print or assert. Exported programs name its class, so `import jtile` makes it known."""
+"""The effect of kernels that print or assert.
+
+Exported programs name its class and this module, so `import jtile` makes it known, and it stays in this file.
+"""
 
 from __future__ import annotations
 

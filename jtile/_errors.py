@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import linecache
 
+Place = tuple[str, int] | None  # file and line of the user's source
+
 
 class JtileError(Exception):
     """Base of every error that jtile raises.

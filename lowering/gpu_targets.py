@@ -10,9 +10,10 @@ import dataclasses
 import functools
 
 from jtile._errors import KernelValueError, UnsupportedError
-from jtile.lowering.targets import Gap, Memory, Scale, Target
-from jtile.lowering.triton.features import Features, architectures, features
-from jtile.lowering.triton.ttir import MAX_TILE
+
+from .targets import Gap, Memory, Scale, Target
+from .triton.features import Features, architectures, features
+from .triton.ttir import MAX_TILE
 
 
 @dataclasses.dataclass(frozen=True)

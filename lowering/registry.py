@@ -22,9 +22,10 @@ from typing import Any
 from jtile import _cache, ir
 from jtile._config import current
 from jtile._errors import CompileError, JtileError, UnsupportedError
-from jtile.lowering import starts, targets
-from jtile.lowering.artifact import Artifact
-from jtile.lowering.targets import Target
+
+from . import starts, targets
+from .artifact import Artifact
+from .targets import Target
 
 Options = Mapping[str, Any]
 Backend = Callable[[ir.Kernel, Target, Options, bool], Artifact]
@@ -102,13 +103,13 @@ def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -
 
 
 def _cpu(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
-    from jtile.lowering.cpu import compile_kernel
+    from .cpu import compile_kernel
 
     return _lower(kernel, lambda k: compile_kernel(k, targets.parse_isa(target.arch), texts=texts))
 
 
 def _gpu(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
-    from jtile.lowering.triton.compile import compile_kernel
+    from .triton.compile import compile_kernel
 
     return _lower(kernel, lambda k: compile_kernel(k, target.arch, options, texts=texts))
 

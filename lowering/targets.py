@@ -18,7 +18,7 @@ from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.ir.block import level_of
 
 if TYPE_CHECKING:
-    from jtile.lowering.cpu.isa import Isa
+    from .cpu.isa import Isa
 
 LEVELS = ("thread", "warp", "warpgroup", "block", "cluster", "device", "node")
 
@@ -231,7 +231,7 @@ def cpu_target(isa: str | None) -> Target:
     """The CPU target of an instruction set that `jtile.lowering.cpu.isa` names; None: this machine's."""
     if isa in (None, "host"):
         return _cpu_target("cpu", _host_arch(), _host_memories())
-    from jtile.lowering.cpu.isa import ISAS
+    from .cpu.isa import ISAS
 
     if isa not in ISAS:
         raise KernelValueError(f"unknown instruction set {isa!r}: expected host, {', '.join(sorted(ISAS))}")
@@ -248,7 +248,7 @@ def resolve(target: Target | str | None) -> Target:
         raise KernelTypeError(f"target={target!r}: expected a Target or the name of one")
     platform_name, _, isa = target.partition(":")
     if platform_name in ("cuda", "rocm"):
-        from jtile.lowering import gpu_targets
+        from . import gpu_targets
 
         return gpu_targets.resolve(target)
     if platform_name != "cpu":
@@ -258,8 +258,8 @@ def resolve(target: Target | str | None) -> Target:
 
 def names() -> list[str]:
     """The targets that have a name."""
-    from jtile.lowering import gpu_targets
-    from jtile.lowering.cpu.isa import ISAS
+    from . import gpu_targets
+    from .cpu.isa import ISAS
 
     return ["cpu", *(f"cpu:{name}" for name in sorted(ISAS)), *gpu_targets.names()]
 
@@ -297,7 +297,7 @@ def spell_isa(isa: Isa) -> str:
 
 def parse_isa(arch: str) -> Isa:
     """The reverse of `spell_isa`; raises KernelValueError."""
-    from jtile.lowering.cpu.isa import Isa
+    from .cpu.isa import Isa
 
     parts = arch.split(":")
     if len(parts) != 4 or not parts[2].isdecimal():
@@ -312,7 +312,7 @@ def _host_arch() -> str:
     entry = _cache.get(key)
     if entry is not None:
         return str(entry.header["arch"])
-    from jtile.lowering.cpu.isa import host_isa
+    from .cpu.isa import host_isa
 
     arch = spell_isa(host_isa())
     _cache.put(key, {"arch": arch}, b"")

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 import jax
 
 from jtile._errors import ModelError
-from jtile.models.config import DecoderConfig
-from jtile.models.tokenizer import Tokenizer
 from jtile.ops import QuantizedTensor
+
+from .config import DecoderConfig
+from .tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,10 @@ import jax
 from flax import nnx
 
 from jtile._errors import ModelError
-from jtile.models.entries import number
-from jtile.models.rope import Rope, read_rope
 from jtile.ops import QuantizedTensor
+
+from .entries import number
+from .rope import Rope, read_rope
 
 WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
 

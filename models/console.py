@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import jax
 
 from jtile._errors import JtileError, ModelError, PromptError
-from jtile.models.generate import Generation, LanguageModel, Stats
-from jtile.models.load import load
+
+from .generate import Generation, LanguageModel, Stats
+from .load import load
 
 SUCCESS, FAILURE, INTERRUPTED = 0, 1, 130
 

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtile import ops
-from jtile.models import cache as kv
-from jtile.models import layers
-from jtile.models.config import AttentionConfig, DecoderConfig, WeightSource
 from jtile.ops import QuantizedTensor
+
+from . import cache as kv
+from . import layers
+from .config import AttentionConfig, DecoderConfig, WeightSource
 
 IGNORED = -100  # the label of a token that is not to be predicted
 

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtile._errors import ModelError
-from jtile.models import layers
-from jtile.models.config import DecoderConfig, WeightSource, read_decoder
-from jtile.models.decoder import Block, GatedMLP, as_float32
-from jtile.models.entries import count, number, table
-from jtile.models.experts import Experts, Mixture
-from jtile.models.latent import LatentAttention, LatentConfig
-from jtile.models.rope import Rope, read_rope, yarn_scale
+
+from . import layers
+from .config import DecoderConfig, WeightSource, read_decoder
+from .decoder import Block, GatedMLP, as_float32
+from .entries import count, number, table
+from .experts import Experts, Mixture
+from .latent import LatentAttention, LatentConfig
+from .rope import Rope, read_rope, yarn_scale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

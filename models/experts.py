@@ -14,8 +14,9 @@ from flax import nnx
 
 from jtile import ops
 from jtile._errors import ModelError
-from jtile.models.config import WeightSource
 from jtile.ops import QuantizedTensor
+
+from .config import WeightSource
 
 
 def mixture(x, experts, weights, gate_up, down):

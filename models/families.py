@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from jtile._errors import ModelError
-from jtile.models import mistral
-from jtile.models.config import DecoderConfig
-from jtile.models.deepseek import DeepseekConfig
-from jtile.models.entries import items
-from jtile.models.gemma import GemmaConfig
-from jtile.models.llama import LlamaConfig
-from jtile.models.qwen3 import Qwen3Config
+
+from . import mistral
+from .config import DecoderConfig
+from .deepseek import DeepseekConfig
+from .entries import items
+from .gemma import GemmaConfig
+from .llama import LlamaConfig
+from .qwen3 import Qwen3Config
 
 # `model_type` of a config.json -> (the class of transformers, what reads its configuration)
 FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from safetensors import SafetensorError, safe_open
 
 from jtile._errors import ModelError
-from jtile.models.block_scales import block_sides, read_float8, without_scales
-from jtile.models.checkpoint import Checkpoint
-from jtile.models.entries import table
-from jtile.models.families import read_config
-from jtile.models.tokenizer import Tokenizer
+
+from .block_scales import block_sides, read_float8, without_scales
+from .checkpoint import Checkpoint
+from .entries import table
+from .families import read_config
+from .tokenizer import Tokenizer
 
 INDEX = "model.safetensors.index.json"
 

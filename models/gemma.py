@@ -9,8 +9,9 @@ from typing import ClassVar
 from flax import nnx
 
 from jtile._errors import ModelError
-from jtile.models import layers
-from jtile.models.config import (
+
+from . import layers
+from .config import (
     AttentionConfig,
     DecoderConfig,
     WeightSource,
@@ -18,9 +19,9 @@ from jtile.models.config import (
     read_decoder,
     read_layer_types,
 )
-from jtile.models.decoder import Attention, GatedMLP, as_float32
-from jtile.models.entries import number, table
-from jtile.models.rope import Rope, read_rope
+from .decoder import Attention, GatedMLP, as_float32
+from .entries import number, table
+from .rope import Rope, read_rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

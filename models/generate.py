@@ -13,12 +13,13 @@ import numpy as np
 from flax import nnx
 
 from jtile._errors import PromptError
-from jtile.models import cache as kv
-from jtile.models.checkpoint import Checkpoint
-from jtile.models.decoder import Decoder
-from jtile.models.prompt import Prompt, read_prompt
-from jtile.models.sampling import Sampling, choose
-from jtile.models.tokenizer import Tokenizer
+
+from . import cache as kv
+from .checkpoint import Checkpoint
+from .decoder import Decoder
+from .prompt import Prompt, read_prompt
+from .sampling import Sampling, choose
+from .tokenizer import Tokenizer
 
 CHUNK = 8  # tokens per dispatch: Python's share is one call in eight, and Ctrl-C waits for at most eight tokens
 

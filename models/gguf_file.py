@@ -15,10 +15,11 @@ from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
 from jtile._errors import JtileError, ModelError
-from jtile.models.checkpoint import Checkpoint
-from jtile.models.llama import LlamaConfig
-from jtile.models.tokenizer import Tokenizer
 from jtile.ops import from_gguf_blocks, quantize
+
+from .checkpoint import Checkpoint
+from .llama import LlamaConfig
+from .tokenizer import Tokenizer
 
 NATIVE = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}  # kept bit for bit; other block types become q8_0
 DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}

@@ -16,12 +16,13 @@ from flax import nnx
 import jtile as jt
 from jtile import ops
 from jtile._errors import ModelError
-from jtile.models import layers
-from jtile.models.config import WeightSource
-from jtile.models.decoder import fuse
-from jtile.models.kernels import rotated
-from jtile.models.rope import Rope
 from jtile.ops import QuantizedTensor
+
+from . import layers
+from .config import WeightSource
+from .decoder import fuse
+from .kernels import rotated
+from .rope import Rope
 
 NORM_EPS = 1e-6  # of the norms of queries and latent vectors, whatever the configuration says of the others
 HEADS = 8  # of one program of the kernels below

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jtile import ops
-from jtile.models import kernels
 from jtile.ops import QuantizedTensor
+
+from . import kernels
 
 
 @jax.tree_util.register_dataclass

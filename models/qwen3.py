@@ -10,8 +10,9 @@ from flax import nnx
 
 from jtile import ops
 from jtile._errors import ModelError
-from jtile.models import layers
-from jtile.models.config import (
+
+from . import layers
+from .config import (
     AttentionConfig,
     DecoderConfig,
     WeightSource,
@@ -19,9 +20,9 @@ from jtile.models.config import (
     read_decoder,
     read_layer_types,
 )
-from jtile.models.decoder import Attention, Block, GatedMLP, as_float32
-from jtile.models.entries import count, items, number
-from jtile.models.experts import Experts, Mixture
+from .decoder import Attention, Block, GatedMLP, as_float32
+from .entries import count, items, number
+from .experts import Experts, Mixture
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jtile._errors import ModelError
-from jtile.models.entries import number, table
+
+from .entries import number, table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jtile.transforms.reverse import Mode, Reverse, Slot, new_ref, wide
 from jtile.transforms.reverse_control import UNBOUNDED
 
 if TYPE_CHECKING:
-    from jtile._program import Spec
+    from jtile.primitive.program import Spec
 
 
 @dataclasses.dataclass(frozen=True)

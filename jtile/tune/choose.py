@@ -9,8 +9,8 @@ from typing import Any
 
 from jtile._config import current
 from jtile._errors import CacheWarning
-from jtile._lowering import compile_piece, pieces_of
 from jtile.lowering.targets import check_capabilities
+from jtile.primitive.lowering import compile_piece, pieces_of
 from jtile.tune import device
 from jtile.tune.space import Call, recorder
 from jtile.tune.store import Entry, store

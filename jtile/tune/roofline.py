@@ -10,8 +10,8 @@ from typing import Any
 
 from jtile import passes
 from jtile._errors import KernelValueError, UnsupportedError
-from jtile._lowering import compile_piece, pieces_of
 from jtile.ir.types import DTYPES
+from jtile.primitive.lowering import compile_piece, pieces_of
 from jtile.tune import device, measure, prune
 from jtile.tune.choose import lookup
 from jtile.tune.cost import Work, work
@@ -139,7 +139,7 @@ def _resources(program: Any, piece: int, target: Any) -> Mapping[str, Any]:
 
 def _time(program: Any, target: Any, data: Any) -> float:
     """Microseconds of one call, with a cold cache on a GPU."""
-    from jtile._tangent import bind
+    from jtile.primitive.tangent import bind
 
     types = [v.type.info.numpy for v in program.kernel.inputs]
     inputs = [_Type(v.shape, d) for v, d in zip(program.kernel.inputs, types)]

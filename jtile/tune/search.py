@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jtile import _cache
-from jtile._lowering import pieces_of
+from jtile.primitive.lowering import pieces_of
 from jtile.tune import device, measure, prune
 from jtile.tune.space import Call
 from jtile.tune.store import Entry, store

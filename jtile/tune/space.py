@@ -19,9 +19,10 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from jtile._compat import is_symbolic
 from jtile._config import current
 from jtile._errors import KernelTypeError, KernelValueError
-from jtile._marks import strip
 from jtile._platform import platform
-from jtile._signature import COMPILER, REQUIRED, nearest
+from jtile.calls.marks import strip
+from jtile.calls.signature import REQUIRED, nearest
+from jtile.primitive.options import COMPILER
 from jtile.tune.store import store
 
 # The calls that a trace makes, in a `Recorder`, while `jt.tune` looks for them.

@@ -1,4 +1,4 @@
-"""What the roles of a block-level kernel did when: the spans behind the stamps of `passes.block.stamps`."""
+"""What the roles of a block-level kernel did when: the spans behind what `stamps.py` of the block level stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jtile import _cache
-from jtile.passes.block.stamps import BEGIN, END, PHASES, SLOT, Site
+from jtile.lowering.triton.block.passes.stamps import BEGIN, END, PHASES, SLOT, Site
 
 
 @dataclasses.dataclass(frozen=True)

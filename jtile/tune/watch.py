@@ -11,14 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jtile import _lowering, passes
+from jtile import passes
 from jtile._config import config
 from jtile._errors import KernelValueError, UnsupportedError
 from jtile.ir import Kernel
 from jtile.ir.block import level_of
-from jtile.passes.block import NoPlan, block_level
-from jtile.passes.block.plan import Machine
-from jtile.passes.block.stamps import stamped
+from jtile.lowering.triton.block.passes import NoPlan, block_level
+from jtile.lowering.triton.block.passes.plan import Machine
+from jtile.lowering.triton.block.passes.stamps import stamped
+from jtile.primitive import lowering
 from jtile.tune import device, measure
 from jtile.tune.programs import operands, trace
 from jtile.tune.timeline import Timeline, timeline
@@ -87,10 +88,10 @@ def profile(
     lines: list[Timeline] = []
     without: list[tuple[str, str]] = []
     for program in found:
-        for piece in _lowering.pieces_of(program).kernels:
+        for piece in lowering.pieces_of(program).kernels:
             arrays = _arrays(piece, given.get(program) or data.get(program, lambda: None)())
-            made = _lowering.complete(piece, "cuda")
-            arrays += [*_lowering.filled(made.starts), *made.tables]
+            made = lowering.complete(piece, "cuda")
+            arrays += [*lowering.filled(made.starts), *made.tables]
             plan = _block_kernel(made.kernel, program.options.compiler)
             if isinstance(plan, NoPlan):
                 without.append((program.name, str(plan)))
@@ -128,7 +129,7 @@ def _measured(kernel: Kernel, arrays: Sequence[Any]) -> np.ndarray:
     from jtile.lowering.triton.block.compile import compile_block_kernel
 
     artifact = compile_block_kernel(kernel, ARCH)
-    call = jax.jit(lambda *arrays: _lowering.call_gpu("cuda", kernel, artifact, arrays)[-1])
+    call = jax.jit(lambda *arrays: lowering.call_gpu("cuda", kernel, artifact, arrays)[-1])
     with jax.enable_x64(True):
         call(*arrays).block_until_ready()
         return np.asarray(call(*arrays))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jtile import ir
-    from jtile.lowering.artifact import Artifact
-    from jtile.lowering.cpu.isa import Isa
+
+    from ..artifact import Artifact
+    from .isa import Isa
 
 
 def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = False) -> Artifact:
     """Compile a kernel (after the passes) for an instruction set; see `jtile.lowering.cpu.compile.compile_kernel`."""
-    from jtile.lowering.cpu import compile
+    from . import compile
 
     return compile.compile_kernel(kernel, isa, texts=texts)

@@ -6,11 +6,12 @@ import dataclasses
 
 from jtile import ir
 from jtile.ir.shapes import full_array
-from jtile.lowering.cpu.convert import from_memory, memory_type, register_type, to_memory
-from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, like, scalar_of, vec
-from jtile.lowering.cpu.math_expr import literal
-from jtile.lowering.cpu.values import Buffer, Ix
+
+from .convert import from_memory, memory_type, register_type, to_memory
+from .isa import Isa
+from .llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, like, scalar_of, vec
+from .math_expr import literal
+from .values import Buffer, Ix
 
 _BYTES = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "half": 2, "bfloat": 2, "float": 4, "double": 8}
 

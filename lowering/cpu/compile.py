@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jtile import ir
-from jtile.lowering.artifact import Artifact
-from jtile.lowering.cpu import (  # noqa: F401  their emitters register themselves
+
+from ..artifact import Artifact
+from . import (  # noqa: F401  their emitters register themselves
     emit_arrivals,
     emit_atomic,
     emit_control,
@@ -24,11 +25,11 @@ from jtile.lowering.cpu import (  # noqa: F401  their emitters register themselv
     emit_sort,
     sizes,
 )
-from jtile.lowering.cpu.cost import program_cost_ns
-from jtile.lowering.cpu.emitter import Emitter
-from jtile.lowering.cpu.isa import Isa, host_isa
-from jtile.lowering.cpu.llvm import Code, Module, Val, i64
-from jtile.lowering.cpu.values import Buffer, dense_strides
+from .cost import program_cost_ns
+from .emitter import Emitter
+from .isa import Isa, host_isa
+from .llvm import Code, Module, Val, i64
+from .values import Buffer, dense_strides
 
 ENTRY = "jtile_entry"
 AT_RUN_TIME = -1  # the number of programs of a kernel whose grid is not known yet

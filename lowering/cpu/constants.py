@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from jtile import ir
-from jtile.lowering.cpu.access import elem_bytes
-from jtile.lowering.cpu.llvm import Module, Val
-from jtile.lowering.cpu.values import Buffer, dense_strides
+
+from .access import elem_bytes
+from .llvm import Module, Val
+from .values import Buffer, dense_strides
 
 
 def dense_global(module: Module, op: ir.Dense) -> Buffer:

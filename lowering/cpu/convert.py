@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Val, intrinsic_suffix, like, vec
-from jtile.lowering.cpu.math_expr import X
+from .isa import Isa
+from .llvm import Code, Val, intrinsic_suffix, like, vec
+from .math_expr import X
 
 
 class SmallFloat(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from jtile import ir
-from jtile.lowering.cpu import plan
+
+from . import plan
 
 ELEMENTS_PER_NS = 8.0  # one elementwise instruction, vectorised
 FLOPS_PER_NS = 200.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jtile.lowering.cpu import math as cpu_math
-from jtile.lowering.cpu.convert import (
+from . import math as cpu_math
+from .convert import (
     INT_BITS,
     SMALL_FLOATS,
     from_memory,
@@ -20,9 +20,9 @@ from jtile.lowering.cpu.convert import (
     to_memory,
     wrap,
 )
-from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Val, intrinsic_suffix
-from jtile.lowering.cpu.math_expr import X, ceil, floor, pow2, round_even
+from .isa import Isa
+from .llvm import Code, Val, intrinsic_suffix
+from .math_expr import X, ceil, floor, pow2, round_even
 
 COMPARISONS = {
     "eq": ("oeq", "eq", "eq"),

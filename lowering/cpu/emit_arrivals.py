@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.cpu.emit_debug import HOST
-from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.llvm import Code, Module, Val, i64
+
+from .emit_debug import HOST
+from .emitter import Emitter, emits
+from .llvm import Code, Module, Val, i64
 
 COUNTERS_SLOT = 2  # position in struct jtile_host
 NUMBER = "jtile_counters"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.cpu import access, plan
-from jtile.lowering.cpu.access import Lanes, const_value
-from jtile.lowering.cpu.convert import from_memory, memory_type, to_memory
-from jtile.lowering.cpu.elementwise import emit_elementwise
-from jtile.lowering.cpu.emit_memory import Spot, locate
-from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.evaluate import Point
-from jtile.lowering.cpu.llvm import Val, i64
-from jtile.lowering.cpu.nest import emit_nest
-from jtile.lowering.cpu.values import Lazy
+
+from . import access, plan
+from .access import Lanes, const_value
+from .convert import from_memory, memory_type, to_memory
+from .elementwise import emit_elementwise
+from .emit_memory import Spot, locate
+from .emitter import Emitter, emits
+from .evaluate import Point
+from .llvm import Val, i64
+from .nest import emit_nest
+from .values import Lazy
 
 _NATIVE = {"add": "add", "and": "and", "or": "or", "xor": "xor", "xchg": "xchg"}
 _WORD = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}

@@ -4,14 +4,15 @@ nothing."""
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.cpu import access
-from jtile.lowering.cpu.access import to_i64
-from jtile.lowering.cpu.convert import register_type
-from jtile.lowering.cpu.emitter import Emitter, Places, emits
-from jtile.lowering.cpu.llvm import Val, i64, scalar_of
-from jtile.lowering.cpu.nest import emit_nest
-from jtile.lowering.cpu.plan import used_by
-from jtile.lowering.cpu.values import Buffer, Lazy
+
+from . import access
+from .access import to_i64
+from .convert import register_type
+from .emitter import Emitter, Places, emits
+from .llvm import Val, i64, scalar_of
+from .nest import emit_nest
+from .plan import used_by
+from .values import Buffer, Lazy
 
 
 class Carry:

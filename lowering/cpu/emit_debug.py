@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.evaluate import Point
-from jtile.lowering.cpu.llvm import Val, i64
-from jtile.lowering.cpu.nest import emit_nest
+
+from .emitter import Emitter, emits
+from .evaluate import Point
+from .llvm import Val, i64
+from .nest import emit_nest
 
 HOST = Val("ptr", "%host")
 PRINT_SLOT, FAIL_SLOT = 0, 1  # positions in struct jtile_host

@@ -6,15 +6,16 @@ from __future__ import annotations
 import math
 
 from jtile import ir
-from jtile.lowering.cpu import plan
-from jtile.lowering.cpu.access import elem_bytes
-from jtile.lowering.cpu.convert import memory_type
-from jtile.lowering.cpu.emit_memory import affine_axes, sub_buffer
-from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm
-from jtile.lowering.cpu.gemm_modes import STORAGE
-from jtile.lowering.cpu.llvm import Val, i64
-from jtile.lowering.cpu.values import Buffer
+
+from . import plan
+from .access import elem_bytes
+from .convert import memory_type
+from .emit_memory import affine_axes, sub_buffer
+from .emitter import Emitter, emits
+from .gemm import GemmSpec, emit_gemm
+from .gemm_modes import STORAGE
+from .llvm import Val, i64
+from .values import Buffer
 
 # A product is summed in its Ref only while those rows stay in the second-level cache and its TLB: at 2048 x 2048,
 # summing in the arena and copying once is a quarter faster.

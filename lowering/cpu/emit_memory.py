@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 
 from jtile import ir
-from jtile.lowering.cpu import access, plan
-from jtile.lowering.cpu.access import Lanes, const_value, to_i64
-from jtile.lowering.cpu.convert import from_memory, memory_type, to_memory
-from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.evaluate import Index, Point, rule, scalar_i64
-from jtile.lowering.cpu.llvm import Val, i64, lanes_of, like
-from jtile.lowering.cpu.nest import Bounds, emit_nest, vector_axis
-from jtile.lowering.cpu.values import Buffer, Ix, dense_strides
+
+from . import access, plan
+from .access import Lanes, const_value, to_i64
+from .convert import from_memory, memory_type, to_memory
+from .emitter import Emitter, emits
+from .evaluate import Index, Point, rule, scalar_i64
+from .llvm import Val, i64, lanes_of, like
+from .nest import Bounds, emit_nest, vector_axis
+from .values import Buffer, Ix, dense_strides
 
 
 @dataclasses.dataclass

@@ -6,15 +6,16 @@ import dataclasses
 import math
 
 from jtile import ir
-from jtile.lowering.cpu import access, plan
-from jtile.lowering.cpu.access import Lanes, const_value, constant_mask
-from jtile.lowering.cpu.convert import emit_cast, register_type
-from jtile.lowering.cpu.elementwise import emit_elementwise
-from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.evaluate import Point
-from jtile.lowering.cpu.llvm import Val, i64, lanes_of, scalar_of, vec
-from jtile.lowering.cpu.nest import emit_nest, vector_axis, width
-from jtile.lowering.cpu.values import Buffer, Ix
+
+from . import access, plan
+from .access import Lanes, const_value, constant_mask
+from .convert import emit_cast, register_type
+from .elementwise import emit_elementwise
+from .emitter import Emitter, emits
+from .evaluate import Point
+from .llvm import Val, i64, lanes_of, scalar_of, vec
+from .nest import emit_nest, vector_axis, width
+from .values import Buffer, Ix
 
 CHAINS = 4  # independent accumulators per row, to hide the latency of an add
 COPIED = 64  # vector instructions of all copies of the expression in an unrolled reduction

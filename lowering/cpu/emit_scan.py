@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.cpu import access, plan
-from jtile.lowering.cpu.access import Lanes
-from jtile.lowering.cpu.convert import emit_cast, register_type
-from jtile.lowering.cpu.elementwise import emit_elementwise
-from jtile.lowering.cpu.emit_shape import combine_scalars
-from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.evaluate import RULES, Point
-from jtile.lowering.cpu.llvm import Val, lanes_of
-from jtile.lowering.cpu.nest import emit_nest, vector_axis
-from jtile.lowering.cpu.values import Ix
+
+from . import access, plan
+from .access import Lanes
+from .convert import emit_cast, register_type
+from .elementwise import emit_elementwise
+from .emit_shape import combine_scalars
+from .emitter import Emitter, emits
+from .evaluate import RULES, Point
+from .llvm import Val, lanes_of
+from .nest import emit_nest, vector_axis
+from .values import Ix
 
 Step = Callable[[list[Val], list[Val], Lanes], list[Val]]
 
@@ -75,7 +76,7 @@ def _along(
 
 
 def _position(em: Emitter, i, n: int, reverse: bool) -> Val:
-    from jtile.lowering.cpu.llvm import i64
+    from .llvm import i64
 
     i = i64(i) if isinstance(i, int) else i
     return em.code.sub(n - 1, i) if reverse else i
@@ -107,8 +108,8 @@ def _logaddexp(em: Emitter, a: Val, b: Val, dtype: str) -> Val:
 
 
 def _constant(like: Val, value: float) -> Val:
-    from jtile.lowering.cpu.llvm import const, scalar_of
-    from jtile.lowering.cpu.math_expr import literal
+    from .llvm import const, scalar_of
+    from .math_expr import literal
 
     return const(like.ty, literal(scalar_of(like.ty), value))
 

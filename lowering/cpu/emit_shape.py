@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from jtile import ir
-from jtile.lowering.cpu import access, plan
-from jtile.lowering.cpu.convert import memory_type, register_type
-from jtile.lowering.cpu.elementwise import emit_elementwise
-from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.evaluate import clamped_start
-from jtile.lowering.cpu.llvm import Val, i64
-from jtile.lowering.cpu.nest import emit_nest
-from jtile.lowering.cpu.values import Buffer
+
+from . import access, plan
+from .convert import memory_type, register_type
+from .elementwise import emit_elementwise
+from .emitter import Emitter, emits
+from .evaluate import clamped_start
+from .llvm import Val, i64
+from .nest import emit_nest
+from .values import Buffer
 
 
 def part(em: Emitter, buf: Buffer, starts: list[Val | int], shape, steps=None) -> Buffer:
@@ -62,7 +63,7 @@ def _dynamic_update(em: Emitter, op: ir.DynamicUpdate) -> None:
     else:
         out = em.copy(op.x, em.result_buffer(op.result))
     starts = [clamped_start(em, s, k, n) for s, k, n in zip(op.starts, op.update.shape, op.x.shape, strict=True)]
-    from jtile.lowering.cpu.emit_control import copy_buffer
+    from .emit_control import copy_buffer
 
     copy_buffer(em, update, part(em, out, starts, op.update.shape))
     em.set_buffer(op.result, out)

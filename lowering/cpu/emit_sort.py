@@ -7,14 +7,15 @@ that a comparison is one integer comparison per key.
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.cpu import access
-from jtile.lowering.cpu.access import Lanes
-from jtile.lowering.cpu.convert import emit_cast
-from jtile.lowering.cpu.emitter import Emitter, emits
-from jtile.lowering.cpu.evaluate import Point
-from jtile.lowering.cpu.llvm import Val, const, i64, like
-from jtile.lowering.cpu.nest import emit_nest
-from jtile.lowering.cpu.values import Buffer, Ix
+
+from . import access
+from .access import Lanes
+from .convert import emit_cast
+from .emitter import Emitter, emits
+from .evaluate import Point
+from .llvm import Val, const, i64, like
+from .nest import emit_nest
+from .values import Buffer, Ix
 
 
 @emits(ir.Sort)

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.cpu import access, plan
-from jtile.lowering.cpu.access import Lanes
-from jtile.lowering.cpu.evaluate import RULES, Point, lazy_reshape
-from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Module, Val, i64
-from jtile.lowering.cpu.nest import emit_nest
-from jtile.lowering.cpu.values import LAZY, Arena, Buffer, Lazy, Rep, dense_strides
-from jtile.lowering.emitting import into
+
+from ..emitting import into
+from . import access, plan
+from .access import Lanes
+from .evaluate import RULES, Point, lazy_reshape
+from .isa import Isa
+from .llvm import Code, Module, Val, i64
+from .nest import emit_nest
+from .values import LAZY, Arena, Buffer, Lazy, Rep, dense_strides
 
 DEPTH = 64  # longer chains of lazy ops are cut by a buffer: Python's stack and LLVM's patience end somewhere
 REPEAT = 0.9  # the same for a reader that reads every element many times
@@ -189,7 +190,7 @@ class Emitter:
         self.env[op.result] = Buffer(src.ptr, op.shape, dense_strides(op.shape), src.dtype, src.alloc, owned=False)
 
     def _dense(self, op: ir.Dense) -> Rep:
-        from jtile.lowering.cpu.constants import dense_global
+        from .constants import dense_global
 
         buf = dense_global(self.module, op)
         return access.read(self.code, self.isa, buf, (), Lanes(1)) if not op.shape else buf
@@ -341,6 +342,6 @@ class Emitter:
 
 
 def _zeros(shape):
-    from jtile.lowering.cpu.values import Ix
+    from .values import Ix
 
     return tuple(Ix(i64(0)) for _ in shape)

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jtile import ir
-from jtile.lowering.cpu import access
-from jtile.lowering.cpu.access import Lanes, const_value, iota_vector, to_i64
-from jtile.lowering.cpu.convert import emit_cast, from_memory, memory_type, register_type, to_memory
-from jtile.lowering.cpu.elementwise import emit_elementwise
-from jtile.lowering.cpu.llvm import Code, Val, i64, lanes_of, like, scalar_of
-from jtile.lowering.cpu.values import Buffer, Ix
+
+from . import access
+from .access import Lanes, const_value, iota_vector, to_i64
+from .convert import emit_cast, from_memory, memory_type, register_type, to_memory
+from .elementwise import emit_elementwise
+from .llvm import Code, Val, i64, lanes_of, like, scalar_of
+from .values import Buffer, Ix
 
 if TYPE_CHECKING:
-    from jtile.lowering.cpu.emitter import Emitter
+    from .emitter import Emitter
 
 Index = tuple[Ix, ...]
 

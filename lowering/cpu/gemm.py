@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from jtile.lowering.cpu import gemm_pack as pack
-from jtile.lowering.cpu.gemm_kernels import DotShape, PanelShape, dot_kernel, panel_kernel
-from jtile.lowering.cpu.gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
-from jtile.lowering.cpu.gemm_plan import Columns, Plan, Rows, make_plan
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, call, offset, store_part, zeros
-from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
+from . import gemm_pack as pack
+from .gemm_kernels import DotShape, PanelShape, dot_kernel, panel_kernel
+from .gemm_modes import ACCUMULATORS, BYTES, STORAGE, choose_mode
+from .gemm_plan import Columns, Plan, Rows, make_plan
+from .gemm_vector import ATTRIBUTES, call, offset, store_part, zeros
+from .isa import Isa
+from .llvm import Code, Module, Val, i64, vec
 
 _MAX_ROWS = 256  # taller products go in parts of this, so that a k block of A stays in L2
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
-from jtile.lowering.cpu.gemm_pack import lanes_step, rows_step
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, load_part, offset, slice_lanes, store_part, sums, zeros
-from jtile.lowering.cpu.llvm import Code, Module, Val, i64, vec
+from .gemm_modes import BYTES, STORAGE, Mode
+from .gemm_pack import lanes_step, rows_step
+from .gemm_vector import ATTRIBUTES, load_part, offset, slice_lanes, store_part, sums, zeros
+from .llvm import Code, Module, Val, i64, vec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-from jtile.lowering.cpu.convert import SMALL_FLOATS, from_memory
-from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Val, const, lanes_of, like, scalar_of, vec
-from jtile.lowering.cpu.math_expr import X
+from .convert import SMALL_FLOATS, from_memory
+from .isa import Isa
+from .llvm import Code, Val, const, lanes_of, like, scalar_of, vec
+from .math_expr import X
 
 STORAGE = {
     **{dtype: f"i{fmt.storage}" for dtype, fmt in SMALL_FLOATS.items()},

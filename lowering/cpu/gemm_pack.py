@@ -10,9 +10,9 @@ is a whole number of vectors, or that plus the static tail `k_tail` (the last bl
 
 from __future__ import annotations
 
-from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
-from jtile.lowering.cpu.gemm_vector import ATTRIBUTES, interleave, load_part, offset, transpose, zeros
-from jtile.lowering.cpu.llvm import Code, Module, Val, vec
+from .gemm_modes import BYTES, STORAGE, Mode
+from .gemm_vector import ATTRIBUTES, interleave, load_part, offset, transpose, zeros
+from .llvm import Code, Module, Val, vec
 
 _I64 = "i64"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jtile.lowering.cpu.gemm_modes import BYTES, STORAGE, Mode
-from jtile.lowering.cpu.isa import Isa
+from .gemm_modes import BYTES, STORAGE, Mode
+from .isa import Isa
 
 _THIN = 8  # up to this many rows a product reads B once, so packing B cannot pay
 _B_BLOCK_UNIT_BYTES = 1024  # bytes of one packed column of B in a k block: a 32-wide panel of 32 KiB stays in L1

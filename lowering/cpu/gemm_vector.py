@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jtile.lowering.cpu.gemm_modes import BYTES
-from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, scalar_of, vec
+from .gemm_modes import BYTES
+from .isa import Isa
+from .llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, scalar_of, vec
 
 # LLVM turns copy loops into memcpy calls unless told not to; an image may have no undefined symbol.
 ATTRIBUTES = 'nounwind "no-builtins"'

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jtile.lowering.cpu import math_exp, math_special, math_trig
-from jtile.lowering.cpu.math_expr import X
+from . import math_exp, math_special, math_trig
+from .math_expr import X
 
 UNARY: dict[str, Callable[[X], X]] = {
     "exp": math_exp.exp,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jtile.lowering.cpu import math_tables as tables
-from jtile.lowering.cpu.math_expr import (
+from . import math_tables as tables
+from .math_expr import (
     X,
     fast_two_sum,
     floor,

@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jtile.lowering.cpu.isa import Isa
-from jtile.lowering.cpu.llvm import Code, Val, const, lanes_of, like, scalar_of, vec
+from .isa import Isa
+from .llvm import Code, Val, const, lanes_of, like, scalar_of, vec
 
 
 class FloatFormat(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from jtile.lowering import digamma as psi
-from jtile.lowering.cpu import math_tables as tables
-from jtile.lowering.cpu.math_exp import INF, NAN, exp_parts, log
-from jtile.lowering.cpu.math_expr import X, floor, horner, round_even, scale, two_product
-from jtile.lowering.cpu.math_trig import PI, sin_cos_kernel
+from .. import digamma as psi
+from . import math_tables as tables
+from .math_exp import INF, NAN, exp_parts, log
+from .math_expr import X, floor, horner, round_even, scale, two_product
+from .math_trig import PI, sin_cos_kernel
 
 TWO_BY_SQRT_PI = 2.0 / math.sqrt(math.pi)
 ERFCX_CENTRE = {32: 2.0, 64: 3.0}

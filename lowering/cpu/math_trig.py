@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from jtile.lowering.cpu import math_tables as tables
-from jtile.lowering.cpu.llvm import Val, like, vec
-from jtile.lowering.cpu.math_expr import X, fast_two_sum, horner, magic_int, magic_round, two_product, two_sum
+from . import math_tables as tables
+from .llvm import Val, like, vec
+from .math_expr import X, fast_two_sum, horner, magic_int, magic_round, two_product, two_sum
 
 PI_2, PI_2_LO = float.fromhex("0x1.921fb54442d18p+0"), float.fromhex("0x1.1a62633145c07p-54")
 PI = 2 * PI_2

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jtile.lowering.cpu.access import Lanes, constant_mask, tail_mask
-from jtile.lowering.cpu.evaluate import Point
-from jtile.lowering.cpu.llvm import Val, i64
-from jtile.lowering.cpu.values import Ix
+from .access import Lanes, constant_mask, tail_mask
+from .evaluate import Point
+from .llvm import Val, i64
+from .values import Ix
 
 if TYPE_CHECKING:
-    from jtile.lowering.cpu.emitter import Emitter
+    from .emitter import Emitter
 
 Body = Callable[[Point], None]
 Bounds = dict[int, tuple[Val, Val]]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.cpu.llvm import Code, Module, Val, i64
+
+from .llvm import Code, Module, Val, i64
 
 GRID = "jtile_grid"
 MAX_SYMBOLS, MAX_AXES = 64, 16  # as ffi/csrc/program.h and program.cc have them

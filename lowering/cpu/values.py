@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jtile.lowering.cpu.llvm import Val
+from .llvm import Val
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,9 +12,10 @@ import math
 from collections.abc import Sequence
 
 from jtile import ir
-from jtile.lowering.triton.emitter import Buffer, Emitter, padded
-from jtile.lowering.triton.ttir import Val, bits
 from jtile.passes.intervals import Interval, Intervals, walk
+
+from .emitter import Buffer, Emitter, padded
+from .ttir import Val, bits
 
 BIG = 2**31  # what i32 cannot hold
 

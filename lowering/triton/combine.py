@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from jtile import ir
-from jtile.lowering.triton.emitter import Emitter, padded
-from jtile.lowering.triton.ttir import Number, Val
+
+from .emitter import Emitter, padded
+from .ttir import Number, Val
 
 Combiner = Callable[[list[Val], list[Val]], list[Val]]
 

@@ -10,8 +10,9 @@ from typing import Any
 from jtile import ir
 from jtile._errors import UnsupportedError
 from jtile.ir.extents import call
-from jtile.lowering.artifact import Artifact
-from jtile.lowering.triton import (  # noqa: F401  emitters register
+
+from ..artifact import Artifact
+from . import (  # noqa: F401  emitters register
     emit_arrivals,
     emit_atomic,
     emit_basics,
@@ -30,12 +31,12 @@ from jtile.lowering.triton import (  # noqa: F401  emitters register
     layouts,
     stages,
 )
-from jtile.lowering.triton.emit_basics import emit_size, start_program, static_programs
-from jtile.lowering.triton.emitter import Buffer, Emitter, memory_elem
-from jtile.lowering.triton.features import Features, features
-from jtile.lowering.triton.hazards import in_order
-from jtile.lowering.triton.record import Record, expression
-from jtile.lowering.triton.ttir import Val
+from .emit_basics import emit_size, start_program, static_programs
+from .emitter import Buffer, Emitter, memory_elem
+from .features import Features, features
+from .hazards import in_order
+from .record import Record, expression
+from .ttir import Val
 
 MAX_BLOCKS = 2**31 - 1  # along x, on every architecture
 RESIDENT = 2048  # blocks of a kernel with private memory: each runs many programs, so that the memory is bounded
@@ -198,7 +199,7 @@ def compile_kernel(
       kernel: Tile IR at tile level, or at the block level for `sm_90`.
       arch: `sm_90`, `gfx942`; see `features.architectures`.
       options: `num_warps`, `num_stages`, `num_ctas`; what is missing or None is chosen by `heuristics`; those of
-        `passes.block.block_level`.
+        `lowering.triton.block.passes.block_level`.
       texts: keep the text of every level: `ttir`, `ttgir`, `llir`, `ptx` and `sass`, or `amdgcn`; on Hopper `schedule`,
         the plan at the block level or why there is none, and `block`, the kernel at that level.
 
@@ -208,7 +209,7 @@ def compile_kernel(
     f = features(arch)
     schedule: dict[str, str] = {}
     if f.capability == 90:
-        from jtile.lowering.triton.block import specialised
+        from .block import specialised
 
         found = specialised(kernel, arch, options or {}, texts=texts)
         if isinstance(found, Artifact):

@@ -10,12 +10,13 @@ import dataclasses
 from typing import NamedTuple
 
 from jtile import ir
-from jtile.lowering.triton.emit_basics import code_of
-from jtile.lowering.triton.emitter import elem_of
-from jtile.lowering.triton.features import Features
-from jtile.lowering.triton.math_expr import X
-from jtile.lowering.triton.ttir import FLOATS, Code, Val
-from jtile.lowering.triton.versions import converts_fp8
+
+from .emit_basics import code_of
+from .emitter import elem_of
+from .features import Features
+from .math_expr import X
+from .ttir import FLOATS, Code, Val
+from .versions import converts_fp8
 
 
 class Small(NamedTuple):

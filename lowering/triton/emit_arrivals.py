@@ -9,8 +9,9 @@ acquire has thrown away the lines that the first-level cache holds.
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.triton.emitter import Emitter, emits
-from jtile.lowering.triton.ttir import Val
+
+from .emitter import Emitter, emits
+from .ttir import Val
 
 
 @emits(ir.LastArrival)

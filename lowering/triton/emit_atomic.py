@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Callable
 
 from jtile import ir
-from jtile.lowering.triton import versions
-from jtile.lowering.triton.addresses import addresses, lines, offsets, resolve, touches_nothing
-from jtile.lowering.triton.emitter import Buffer, Emitter, elem_of, emits, padded
-from jtile.lowering.triton.hazards import may_repeat, meet
-from jtile.lowering.triton.lanes import fold
-from jtile.lowering.triton.moves import gather
-from jtile.lowering.triton.ttir import Val, bits
+
+from . import versions
+from .addresses import addresses, lines, offsets, resolve, touches_nothing
+from .emitter import Buffer, Emitter, elem_of, emits, padded
+from .hazards import may_repeat, meet
+from .lanes import fold
+from .moves import gather
+from .ttir import Val, bits
 
 _BITWISE = ("and", "or", "xor")
 _BOOL = {"add": "or", "max": "or", "min": "and"}

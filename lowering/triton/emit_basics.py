@@ -6,9 +6,10 @@ import functools
 import math
 
 from jtile import ir
-from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
-from jtile.lowering.triton.ttir import Val
 from jtile.passes.order import GROUP, grouped_axes
+
+from .emitter import Emitter, elem_of, emits, padded
+from .ttir import Val
 
 
 @emits(ir.ProgramId)

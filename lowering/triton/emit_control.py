@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jtile import ir
-from jtile.lowering.triton import versions
-from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
-from jtile.lowering.triton.hazards import in_order
-from jtile.lowering.triton.ttir import Val
+
+from . import versions
+from .emitter import Emitter, elem_of, emits, padded
+from .hazards import in_order
+from .ttir import Val
 
 # ---- for ------------------------------------------------------------------------------------------------------------
 

@@ -24,11 +24,12 @@ from __future__ import annotations
 import math
 
 from jtile import ir
-from jtile.lowering.triton.emit_basics import emit_size, static_programs
-from jtile.lowering.triton.emitter import Emitter, emits, padded
-from jtile.lowering.triton.lanes import fold
-from jtile.lowering.triton.record import expression
-from jtile.lowering.triton.ttir import Val
+
+from .emit_basics import emit_size, static_programs
+from .emitter import Emitter, emits, padded
+from .lanes import fold
+from .record import expression
+from .ttir import Val
 
 HEADER, HEAD = 32, 16  # bytes: of the log, of a record
 USED, FAILURE, DROPPED = 0, 8, 16

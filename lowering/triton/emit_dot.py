@@ -6,11 +6,12 @@ import dataclasses
 import math
 
 from jtile import ir
-from jtile.lowering.triton import moves
-from jtile.lowering.triton.convert import convert
-from jtile.lowering.triton.emitter import PACKED, Emitter, elem_of, emits, memory_elem, padded
-from jtile.lowering.triton.features import Features
-from jtile.lowering.triton.ttir import Code, Val, bits, spell
+
+from . import moves
+from .convert import convert
+from .emitter import PACKED, Emitter, elem_of, emits, memory_elem, padded
+from .features import Features
+from .ttir import Code, Val, bits, spell
 
 NARROW = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # every value of theirs is one of float16 and of bfloat16
 PROMOTE = 128  # elements of k after which the short accumulators of Hopper's fp8 products go to f32, as in cuBLAS

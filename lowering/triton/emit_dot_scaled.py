@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 
 from jtile import ir
-from jtile.lowering.triton.convert import convert
-from jtile.lowering.triton.emit_dot import FP8, NARROW, Form, check_size, cut, form_of, multiply_add, product, swapped
-from jtile.lowering.triton.emitter import Emitter, emits, padded
-from jtile.lowering.triton.moves import gather
-from jtile.lowering.triton.ttir import Code, Val, spell
+
+from .convert import convert
+from .emit_dot import FP8, NARROW, Form, check_size, cut, form_of, multiply_add, product, swapped
+from .emitter import Emitter, emits, padded
+from .moves import gather
+from .ttir import Code, Val, spell
 
 POWER = "float8_e8m0fnu"
 FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1"}

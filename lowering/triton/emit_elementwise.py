@@ -9,8 +9,9 @@ from collections.abc import Callable
 import numpy as np
 
 from jtile import ir
-from jtile.lowering.literals import MAX_RUNS, line_of, runs
-from jtile.lowering.triton.convert import (
+
+from ..literals import MAX_RUNS, line_of, runs
+from .convert import (
     CODES,
     WIDE,
     convert,
@@ -21,13 +22,13 @@ from jtile.lowering.triton.convert import (
     to_f32,
     wrap,
 )
-from jtile.lowering.triton.emit_basics import code_of
-from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
-from jtile.lowering.triton.features import Features
-from jtile.lowering.triton.math import divide, names, transcendental
-from jtile.lowering.triton.math_expr import X
-from jtile.lowering.triton.rounding import rounded
-from jtile.lowering.triton.ttir import Number, Val
+from .emit_basics import code_of
+from .emitter import Emitter, elem_of, emits, padded
+from .features import Features
+from .math import divide, names, transcendental
+from .math_expr import X
+from .rounding import rounded
+from .ttir import Number, Val
 
 
 @emits(ir.Map)

@@ -8,14 +8,15 @@ import math
 
 from jtile import ir
 from jtile.ir.shapes import full_array
-from jtile.lowering.triton import tma, versions
-from jtile.lowering.triton.addresses import Line, addresses, lines, pointers, resolve, touches_nothing
-from jtile.lowering.triton.emit_basics import code_of
-from jtile.lowering.triton.emitter import PACKED, Buffer, Emitter, elem_of, emits, memory_elem, padded
-from jtile.lowering.triton.eviction import load_hints
-from jtile.lowering.triton.hazards import PAIRS, last_lanes, may_repeat, meet
-from jtile.lowering.triton.packed import load_packed, store_packed
-from jtile.lowering.triton.ttir import Number, Val, bits
+
+from . import tma, versions
+from .addresses import Line, addresses, lines, pointers, resolve, touches_nothing
+from .emit_basics import code_of
+from .emitter import PACKED, Buffer, Emitter, elem_of, emits, memory_elem, padded
+from .eviction import load_hints
+from .hazards import PAIRS, last_lanes, may_repeat, meet
+from .packed import load_packed, store_packed
+from .ttir import Number, Val, bits
 
 __all__ = ["addresses", "from_memory", "meet", "to_memory"]
 

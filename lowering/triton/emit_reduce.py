@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jtile import ir
-from jtile.lowering.triton import combine, keys, moves
-from jtile.lowering.triton.convert import convert, from_f32, is_float, is_signed, to_f32, wrap
-from jtile.lowering.triton.emit_basics import code_of
-from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
-from jtile.lowering.triton.lanes import fold
-from jtile.lowering.triton.math_expr import X
-from jtile.lowering.triton.ttir import Val, bits
-from jtile.lowering.triton.user_functions import commutes, neutral
+
+from . import combine, keys, moves
+from .convert import convert, from_f32, is_float, is_signed, to_f32, wrap
+from .emit_basics import code_of
+from .emitter import Emitter, elem_of, emits, padded
+from .lanes import fold
+from .math_expr import X
+from .ttir import Val, bits
+from .user_functions import commutes, neutral
 
 _INT = {"sum": "addi", "prod": "muli", "and": "andi", "or": "ori", "xor": "xori"}
 _FLOAT = {"sum": "addf", "prod": "mulf", "max": "maximumf", "min": "minimumf"}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 from jtile import ir
-from jtile.lowering.triton import combine
-from jtile.lowering.triton.emit_elementwise import emit_function
-from jtile.lowering.triton.emit_reduce import arith, narrow, wide
-from jtile.lowering.triton.emitter import Emitter, emits
-from jtile.lowering.triton.math_expr import X
-from jtile.lowering.triton.ttir import Val
+
+from . import combine
+from .emit_elementwise import emit_function
+from .emit_reduce import arith, narrow, wide
+from .emitter import Emitter, emits
+from .math_expr import X
+from .ttir import Val
 
 
 @emits(ir.Cumulative)

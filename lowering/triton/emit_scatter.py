@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.triton import moves
-from jtile.lowering.triton.emit_sort import network
-from jtile.lowering.triton.emitter import Emitter, emits
-from jtile.lowering.triton.lanes import fold
-from jtile.lowering.triton.ttir import Val
+
+from . import moves
+from .emit_sort import network
+from .emitter import Emitter, emits
+from .lanes import fold
+from .ttir import Val
 
 COMPARED = 16384  # lanes of the matrix updates x slots that is compared at a time
 SORTED = 1 << 17  # lanes of the whole matrix from which on the updates are sorted by their slots

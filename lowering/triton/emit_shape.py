@@ -10,9 +10,10 @@ import math
 from collections.abc import Sequence
 
 from jtile import ir
-from jtile.lowering.triton import moves
-from jtile.lowering.triton.emitter import Emitter, elem_of, emits, padded
-from jtile.lowering.triton.ttir import Val
+
+from . import moves
+from .emitter import Emitter, elem_of, emits, padded
+from .ttir import Val
 
 
 def _constant(em: Emitter, op: ir.Op, v: Val) -> Val | None:

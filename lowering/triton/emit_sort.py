@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 
 from jtile import ir
-from jtile.lowering.triton import combine, keys, moves
-from jtile.lowering.triton.convert import convert
-from jtile.lowering.triton.emitter import Emitter, emits, padded
-from jtile.lowering.triton.math_expr import X
-from jtile.lowering.triton.ttir import Val, bits
+
+from . import combine, keys, moves
+from .convert import convert
+from .emitter import Emitter, emits, padded
+from .math_expr import X
+from .ttir import Val, bits
 
 UNROLLED = 64  # longest axis whose network is written step by step: its exchanges stay in registers
 

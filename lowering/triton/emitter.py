@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.emitting import into
-from jtile.lowering.triton.ttir import MAX_TILE, Code, Number, TensorTooLargeError, Val
+
+from ..emitting import into
+from .ttir import MAX_TILE, Code, Number, TensorTooLargeError, Val
 
 if TYPE_CHECKING:
-    from jtile.lowering.triton.features import Features
-    from jtile.lowering.triton.record import Expression, Record
+    from .features import Features
+    from .record import Expression, Record
 
 Results = Val | Sequence[Val] | None
 EMITTERS: dict[type[ir.Op], Callable[[Emitter, ir.Op], Results]] = {}

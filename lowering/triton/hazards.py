@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from jtile import ir
-from jtile.lowering.triton.addresses import Line, lay
-from jtile.lowering.triton.emitter import Emitter, padded
-from jtile.lowering.triton.lanes import fold
-from jtile.lowering.triton.ttir import Val
+
+from .addresses import Line, lay
+from .emitter import Emitter, padded
+from .lanes import fold
+from .ttir import Val
 
 PAIRS = 256  # lanes of a scatter that are compared each with each; more lanes are stored one after another
 

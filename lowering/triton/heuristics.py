@@ -10,8 +10,9 @@ from typing import Any
 
 from jtile import ir
 from jtile._errors import KernelValueError
-from jtile.lowering.triton.emitter import padded
-from jtile.lowering.triton.features import Features
+
+from .emitter import padded
+from .features import Features
 
 ACCUMULATORS = 128 * 128  # elements of products alive at once that 128 threads no longer hold in registers
 GATHERED = 512  # lanes of a gather that one warp alone would make by shuffles: minutes of compiling

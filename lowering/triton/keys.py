@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.triton.emitter import Emitter, elem_of
-from jtile.lowering.triton.math_expr import X
-from jtile.lowering.triton.ttir import Val, bits
+
+from .emitter import Emitter, elem_of
+from .math_expr import X
+from .ttir import Val, bits
 
 # Largest magnitude of a float, as bits without the sign, that is no NaN.
 _INFINITE = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jtile.lowering.triton.emitter import Emitter
-from jtile.lowering.triton.ttir import Val
+from .emitter import Emitter
+from .ttir import Val
 
 
 def fold(em: Emitter, x: Val, op: str, axis: int | None = None) -> Val:

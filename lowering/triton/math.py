@@ -7,10 +7,10 @@ results are only multiplied and then rounded to such floats (see `rounding.py`).
 
 from __future__ import annotations
 
-from jtile.lowering.triton import math_special
-from jtile.lowering.triton.features import Features
-from jtile.lowering.triton.math_expr import Formula, X
-from jtile.lowering.triton.ttir import Val
+from . import math_special
+from .features import Features
+from .math_expr import Formula, X
+from .ttir import Val
 
 LOG2_E = 1.4426950408889634
 

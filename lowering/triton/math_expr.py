@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jtile.lowering.triton.ttir import FLOATS, Code, Number, Val, bits
+from .ttir import FLOATS, Code, Number, Val, bits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from jtile.lowering.digamma import MIDDLE, ROOT, SERIES, SHIFT
-from jtile.lowering.triton.math_expr import Formula, X, horner
+from ..digamma import MIDDLE, ROOT, SERIES, SHIFT
+from .math_expr import Formula, X, horner
 
 # Minimax polynomials, fitted to math.erf: (erf(x) - x) / x in x^2 below NEAR, log2(erfc(x)) in x from there to FAR;
 # erfc(x) exp(x^2) (1 + x) in (x - 2) / (x + 2) from 1/2 on, to where it leaves float32.

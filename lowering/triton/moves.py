@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from jtile.lowering.triton import versions
-from jtile.lowering.triton.emitter import Emitter
-from jtile.lowering.triton.ttir import Code, Val, bits, spell
+from . import versions
+from .emitter import Emitter
+from .ttir import Code, Val, bits, spell
 
 Coordinate = Callable[[Val], Val]
 TILED = 4  # up to this factor, a narrower or wider axis is split off or joined in registers

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 
 from jtile import ir
-from jtile.lowering.triton.addresses import Line, Places, offsets, pointers, resolve
-from jtile.lowering.triton.emitter import Buffer, Emitter, padded
-from jtile.lowering.triton.ttir import Val, spell
 from jtile.passes.intervals import Interval
+
+from .addresses import Line, Places, offsets, pointers, resolve
+from .emitter import Buffer, Emitter, padded
+from .ttir import Val, spell
 
 
 def load_packed(em: Emitter, buf: Buffer, found: list[Line], op: ir.Load, pad: int) -> Val:

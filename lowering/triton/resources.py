@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jtile.lowering.rocm.disassembly import facts
-from jtile.lowering.triton.features import Features
+from ..rocm.disassembly import facts
+from .features import Features
 
 _TIMEOUT = 60  # seconds for a disassembler
 

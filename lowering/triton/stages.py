@@ -14,9 +14,10 @@ from typing import Any
 
 from jtile import ir
 from jtile._errors import UnsupportedError
-from jtile.lowering.triton import contraction, layouts, ptx, ptxas, resources, versions
-from jtile.lowering.triton.features import Features
-from jtile.lowering.triton.heuristics import Choice
+
+from . import contraction, layouts, ptx, ptxas, resources, versions
+from .features import Features
+from .heuristics import Choice
 
 _LOOP_STAGES = re.compile(r"tt\.num_stages = (\d+) :")  # what a loop gets; where it says nothing, what the option says
 

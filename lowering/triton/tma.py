@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from jtile import ir
-from jtile.lowering.triton import versions
-from jtile.lowering.triton.addresses import BIG, Line, first_element, lines
-from jtile.lowering.triton.emitter import Buffer, Emitter, memory_elem, padded
-from jtile.lowering.triton.hazards import changes
-from jtile.lowering.triton.ttir import Val, bits, spell
+
+from . import versions
+from .addresses import BIG, Line, first_element, lines
+from .emitter import Buffer, Emitter, memory_elem, padded
+from .hazards import changes
+from .ttir import Val, bits, spell
 
 DTYPES = ("float16", "bfloat16", "float32", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 FP8 = {"float8_e4m3fn": "f8E4M3FN", "float8_e5m2": "f8E5M2"}

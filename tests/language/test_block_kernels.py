@@ -225,7 +225,7 @@ def test_additions_stay_where_they_were_written():
 
 
 def test_several_devices_cut_lanes_and_what_a_rule_says():
-    from jtile._partition import can_cut, rule_of, shard_program
+    from jtile.primitive.partition import can_cut, rule_of, shard_program
 
     x = normal(64, 64, dtype=np.float16)
     assert str(rule_of(double.lower(x).program)) == "_ _ -> _ _"

@@ -13,11 +13,11 @@ import pytest
 from soak import programs
 
 import jtile as jt
-from jtile import _kernel, _memo, ops, passes
-from jtile._lowering import pieces_of
-from jtile._program import Program
+from jtile import _memo, ops, passes
 from jtile.lowering import cpu, registry
 from jtile.lowering.triton.compile import compile_kernel
+from jtile.primitive.lowering import pieces_of
+from jtile.primitive.program import Program
 
 # Bytes: lld, in triton's `link_hsaco`, keeps some of every file: 2.4 KiB (triton 3.9) and 3.2 (3.6) of these, up to 4.3
 # where other tests ran before.
@@ -117,10 +117,10 @@ def test_calls_that_were_traced_are_forgotten():
         return sum(type(o) is Program and o.name == "scaled_softmax" for o in gc.get_objects())
 
     before = alive()
-    most = max(_kernel._TRACED, _memo.PROGRAMS)
+    most = max(kernel._TRACED, _memo.PROGRAMS)
     for n in range(most + 20):
         jax.make_jaxpr(functools.partial(kernel, factor=1000.0 + n))(X)
-    assert len(kernel._bound) == _kernel._TRACED
-    assert _kernel._TRACED <= alive() - before <= most
+    assert len(kernel._bound) == kernel._TRACED
+    assert kernel._TRACED <= alive() - before <= most
     jax.clear_caches()
     assert alive() == 0

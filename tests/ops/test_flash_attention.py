@@ -10,10 +10,10 @@ from library import agree, normal, shapes_and_dtypes
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.lowering.triton.block.passes import Machine, NoPlan, block_level
 from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.flash_attention import attention_reference, flash_attention, window_of
 from jtile.passes import TILE, run_pipeline
-from jtile.passes.block import Machine, NoPlan, block_level
 from jtile.testing import relative_error
 from jtile.tune.programs import trace
 

@@ -10,10 +10,11 @@ import pytest
 from library import normal
 
 import jtile as jt
-from jtile import _partition, ops
+from jtile import ops
 from jtile.ops import attention_slopes
 from jtile.ops import hopper_attention_backward as hopper
 from jtile.ops.flash_attention import attention_reference, flash_attention
+from jtile.primitive import partition
 from jtile.testing import relative_error
 
 CASES = {  # batch, queries, keys, heads, kv heads, head dimension; options
@@ -122,9 +123,9 @@ def test_along_what_devices_may_cut_it():
     options = {"bq": 128, "scale": 0.1, "window": (None, 0), "counted": False}
     program = hopper.hopper_attention_backward.lower(*args, **options).program
     assert not program.io
-    shard = _partition.shard_program(program, (("b", 2), ("h", 2), ("n", 3))).kernel
+    shard = partition.shard_program(program, (("b", 2), ("h", 2), ("n", 3))).kernel
     assert [v.shape for v in shard.outputs] == [(2, 200, 1, 1, 64), (2, 200, 1, 64), (2, 200, 1, 64)]
-    rule = _partition.rule_of(program)
+    rule = partition.rule_of(program)
     assert [set(p) for p in rule.partial] == [set(), {"n"}, {"n"}]  # of a group's heads: slopes of keys are sums
 
 

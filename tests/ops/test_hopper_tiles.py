@@ -10,10 +10,10 @@ import pytest
 
 import jtile as jt
 from jtile import ops
-from jtile._lowering import compile_piece
+from jtile.lowering.triton.block.passes import hanging
 from jtile.ops import gpu_tiles, hopper_tiles, spaces
 from jtile.ops.hopper_tiles import TILES, Form, Product, candidates, extended, parts_of_product, predicted_us, tiles
-from jtile.passes.block import hanging
+from jtile.primitive.lowering import compile_piece
 from jtile.tune import device
 from jtile.tune.programs import trace
 
@@ -64,7 +64,7 @@ def measured(name):
         itemsize = jnp.dtype(dtype).itemsize
         p = Product(*map(int, sizes.split("x")), itemsize, left=left, transposed=right, fast=dtype == "int8")
         if p.m <= hopper_tiles.FEW and -p.m % 64 >= hopper_tiles.HANGING:
-            continue  # times from when rows outside of an array were brought, see `jtile/passes/block/hanging.py`
+            continue  # times from when rows outside of an array were brought, see `passes/hanging.py`
         parts, sides = (parts_of_product(p) if name == "third" else None) or (1, {})
         best = sides or tiles(p)
         tile = f"{f'{parts} parts ' if parts > 1 else ''}{best['bm']}x{best['bn']}"

@@ -10,9 +10,9 @@ import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.interpret import interpret
+from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
 from jtile.ops.latent_prefill import latent_prefill, mla_attention_reference
 from jtile.ops.latent_slopes import latent_slopes_of_queries
-from jtile.passes.block import Machine, NoPlan, steps
 from jtile.testing import relative_error
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}

@@ -25,11 +25,11 @@ from soak import programs
 
 import jtile as jt
 from jtile import ops, passes
-from jtile._lowering import pieces_of
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton import block, stages
 from jtile.lowering.triton.block import compile as block_compile
 from jtile.lowering.triton.compile import compile_kernel
+from jtile.primitive.lowering import pieces_of
 
 BF16, FP8, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32
 Call = tuple[Callable[..., Any], tuple[Any, ...]]

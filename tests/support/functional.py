@@ -23,7 +23,7 @@ import numpy as np
 from functional_rules import RULES, Cell, concrete
 from jax import lax
 
-from jtile._kernel import Kernel
+from jtile.calls.kernel import Kernel
 from jtile.interpret import poison
 
 

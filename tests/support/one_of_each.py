@@ -24,10 +24,10 @@ from soak_families import FAMILIES
 
 import jtile as jt
 from jtile import ir, passes
-from jtile._lowering import pieces_of
 from jtile.lowering.artifact import Artifact
 from jtile.lowering.triton.block import compile_block_kernel
 from jtile.lowering.triton.compile import compile_kernel
+from jtile.primitive.lowering import pieces_of
 
 PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")  # of 16-bit floats, of 8-bit ones, of int8
 OTHERS = ("UTMALDG", "SYNCS", "USETMAXREG")

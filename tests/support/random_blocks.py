@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.passes.block import Machine
+from jtile.lowering.triton.block.passes import Machine
 
 N = 64  # columns of all tiles, and terms of all products
 BF16 = jnp.bfloat16

@@ -18,9 +18,9 @@ import numpy as np
 from jax.extend import core
 
 from jtile import passes
-from jtile._lowering import compile_piece, pieces_of
 from jtile.lowering import targets
-from jtile.passes.block import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.primitive.lowering import compile_piece, pieces_of
 
 TIMES = 20  # calls whose results have the bits of the first one's
 FAR = 16  # how much farther off one element may be, by its own size and that of its row, than all are by their norms

@@ -11,8 +11,8 @@ import numpy as np
 import jtile as jt
 from jtile.interpret import interpret
 from jtile.ir import Kernel
+from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
 from jtile.ops.attention_windows import Window
-from jtile.passes.block import Machine, NoPlan, steps
 
 _products = importlib.import_module("jtile.ops.matmul")
 _attention = importlib.import_module("jtile.ops.flash_attention")

@@ -22,9 +22,9 @@ ARCH = os.environ.get("JTILE_TTIR_ARCH", "sm_90")
 
 
 def pytest_configure(config) -> None:
-    from jtile import _lowering
+    from jtile.primitive import lowering
 
-    _lowering._custom_call = _custom_call  # type: ignore[assignment]
+    lowering._custom_call = _custom_call  # type: ignore[assignment]
 
 
 @functools.lru_cache(4096)
@@ -43,16 +43,16 @@ def _emitted(kernel: Any) -> tuple[Any, str, Any]:
 def _custom_call(platform: str, ctx, operands: Sequence[Any], program, piece: int, values) -> Sequence[Any]:
     from ttir import evaluate
 
-    from jtile import _lowering
     from jtile.lowering import targets
+    from jtile.primitive import lowering
 
-    whole = _lowering.complete(_lowering.pieces_of(program).kernels[piece], "cuda")
+    whole = lowering.complete(lowering.pieces_of(program).kernels[piece], "cuda")
     kernel = dataclasses.replace(whole.kernel, inits=(None,) * len(whole.kernel.outputs))  # said by the aliases now
     targets.check_capabilities(kernel, targets.resolve(f"cuda:{ARCH}"))
     lowered, text, record = _emitted(kernel)
-    narrow = _lowering._callback_dtype
+    narrow = lowering._callback_dtype
     outs = [jax.ShapeDtypeStruct(a.shape, narrow(a.dtype)) for a in ctx.avals_out]
-    fills = [np.full(_lowering._shape(s, values), s.value, s.dtype) for s in whole.starts]
+    fills = [np.full(lowering._shape(s, values), s.value, s.dtype) for s in whole.starts]
 
     def callback(*arrays):
         arrays = [np.asarray(x).astype(v.type.info.numpy) for x, v in zip(arrays, kernel.inputs)]

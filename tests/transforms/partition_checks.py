@@ -25,8 +25,8 @@ from sharded import (
 
 import jtile as jt
 from jtile import ops
-from jtile._program import Program
 from jtile.errors import KernelValueError
+from jtile.primitive.program import Program
 
 SUM, GATHER = {"all-reduce"}, {"all-gather"}
 A, B = array(32, 16), array(16, 24, seed=1)

@@ -9,8 +9,8 @@ from shards import run_shards
 
 import jtile as jt
 from jtile import ir
-from jtile._lowering import run_interpreter
-from jtile._partition import can_cut, rule_of, shard_program
+from jtile.primitive.lowering import run_interpreter
+from jtile.primitive.partition import can_cut, rule_of, shard_program
 from jtile.transforms.axes import regroup
 from jtile.transforms.factors import factors
 

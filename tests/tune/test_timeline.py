@@ -9,7 +9,7 @@ import pytest
 
 from jtile._errors import KernelValueError
 from jtile.ir import Loc
-from jtile.passes.block.stamps import BEGIN, END, INSTANT, PHASES, SLOT, Site
+from jtile.lowering.triton.block.passes.stamps import BEGIN, END, INSTANT, PHASES, SLOT, Site
 from jtile.tune.timeline import timeline
 
 SITES = (

@@ -10,10 +10,11 @@ from jtile import ir
 from jtile._config import current
 from jtile._errors import UnsupportedError
 from jtile.ir.block import level_of
-from jtile.lowering.artifact import Artifact
-from jtile.lowering.triton.block.compile import compile_block_kernel, emit_block_kernel
-from jtile.passes.block import NoPlan, steps
-from jtile.passes.block.plan import Machine
+
+from ...artifact import Artifact
+from .compile import compile_block_kernel, emit_block_kernel
+from .passes import NoPlan, steps
+from .passes.plan import Machine
 
 __all__ = ["compile_block_kernel", "emit_block_kernel", "specialised"]
 

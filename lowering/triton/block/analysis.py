@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jtile import ir
-from jtile.lowering.triton.block.layouts import (
+
+from ..emitter import elem_of
+from .layouts import (
     Blocked,
     Layout,
     Linear,
@@ -23,8 +25,7 @@ from jtile.lowering.triton.block.layouts import (
     sliced,
     unsliced,
 )
-from jtile.lowering.triton.block.linear import linear, permuted, reshaped
-from jtile.lowering.triton.emitter import elem_of
+from .linear import linear, permuted, reshaped
 
 COLUMNS = 256  # of an instruction for products, at most
 POINTWISE = (ir.Map, ir.Select, ir.Cast, ir.Bitcast)

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jtile.lowering.triton.block.layouts import Layout, Sliced, sliced
-from jtile.lowering.triton.ttir import Code, Val
+from ..ttir import Code, Val
+from .layouts import Layout, Sliced, sliced
 
 SHARED = "#ttg.shared_memory"
 

@@ -7,9 +7,14 @@ import math
 from jtile import ir
 from jtile._collector import paused
 from jtile._errors import UnsupportedError
-from jtile.lowering.artifact import Artifact
-from jtile.lowering.triton import ptxas, stages
-from jtile.lowering.triton.block import (  # noqa: F401  emitters register
+
+from ...artifact import Artifact
+from .. import ptxas, stages
+from ..compile import MAX_BLOCKS, parameters, symbol
+from ..features import Features, features
+from ..heuristics import Choice
+from ..record import Record
+from . import (  # noqa: F401  emitters register
     emit_control,
     emit_copies,
     emit_dots,
@@ -18,13 +23,9 @@ from jtile.lowering.triton.block import (  # noqa: F401  emitters register
     emit_roles,
     emit_shared,
 )
-from jtile.lowering.triton.block.emit_roles import roles_of
-from jtile.lowering.triton.block.emitter import BlockEmitter
-from jtile.lowering.triton.block.layouts import aliased
-from jtile.lowering.triton.compile import MAX_BLOCKS, parameters, symbol
-from jtile.lowering.triton.features import Features, features
-from jtile.lowering.triton.heuristics import Choice
-from jtile.lowering.triton.record import Record
+from .emit_roles import roles_of
+from .emitter import BlockEmitter
+from .layouts import aliased
 
 
 def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jtile import ir
-from jtile.lowering.triton.block.emitter import BlockEmitter, emits
-from jtile.lowering.triton.emit_control import for_loop, opened, range_of, types_of, while_loop, yield_values
-from jtile.lowering.triton.emitter import elem_of
-from jtile.lowering.triton.ttir import Val
+
+from ..emit_control import for_loop, opened, range_of, types_of, while_loop, yield_values
+from ..emitter import elem_of
+from ..ttir import Val
+from .emitter import BlockEmitter, emits
 
 
 @emits(ir.For)

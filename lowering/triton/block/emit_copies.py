@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 from jtile import ir
-from jtile.lowering.triton import tma, versions
-from jtile.lowering.triton.addresses import lines
-from jtile.lowering.triton.block.code import Mem
-from jtile.lowering.triton.block.emit_shared import slot
-from jtile.lowering.triton.block.emitter import BlockEmitter, emits
-from jtile.lowering.triton.block.layouts import Swizzled
-from jtile.lowering.triton.ttir import bits
+
+from .. import tma, versions
+from ..addresses import lines
+from ..ttir import bits
+from .code import Mem
+from .emit_shared import slot
+from .emitter import BlockEmitter, emits
+from .layouts import Swizzled
 
 BOX = 1 << 20  # elements along an axis: larger boxes than a map can say are split into several copies
 REDUCED = {"add": ("float16", "bfloat16", "float32", "int32", "uint32", "int64", "uint64")}

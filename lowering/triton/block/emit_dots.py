@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from jtile import ir
-from jtile.lowering.triton.block.analysis import is_free, operand_layout, product_layout
-from jtile.lowering.triton.block.code import Mem
-from jtile.lowering.triton.block.emit_shared import shared_elem
-from jtile.lowering.triton.block.emitter import BlockEmitter, emits
-from jtile.lowering.triton.block.layouts import Mma, Swizzled
-from jtile.lowering.triton.emit_dot import PROMOTE
-from jtile.lowering.triton.emitter import elem_of
-from jtile.lowering.triton.ttir import Val
+
+from ..emit_dot import PROMOTE
+from ..emitter import elem_of
+from ..ttir import Val
+from .analysis import is_free, operand_layout, product_layout
+from .code import Mem
+from .emit_shared import shared_elem
+from .emitter import BlockEmitter, emits
+from .layouts import Mma, Swizzled
 
 OPERANDS = ("float16", "bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 EXACT = 1 << 30  # terms that are summed in the tensor cores before they go to float32

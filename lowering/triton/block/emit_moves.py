@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from jtile import ir
-from jtile.lowering.triton.block.analysis import is_free, unmoved
-from jtile.lowering.triton.block.emitter import BlockEmitter, emits
-from jtile.lowering.triton.block.layouts import Layout
-from jtile.lowering.triton.block.linear import doubled, halved, linear, permuted, registers_along, reshaped
-from jtile.lowering.triton.ttir import Val
+
+from ..ttir import Val
+from .analysis import is_free, unmoved
+from .emitter import BlockEmitter, emits
+from .layouts import Layout
+from .linear import doubled, halved, linear, permuted, registers_along, reshaped
 
 
 def own(em: BlockEmitter, v: ir.Value) -> Val:

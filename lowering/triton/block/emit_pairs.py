@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 from jtile import ir
-from jtile.lowering.triton.block.emitter import BlockEmitter, emits
-from jtile.lowering.triton.ttir import Val
+
+from ..ttir import Val
+from .emitter import BlockEmitter, emits
 
 _PAIRED = {"add": "add", "sub": "sub", "mul": "mul"}
 _TYPES = {"bfloat16": "bf16x2", "float16": "f16x2"}

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from jtile import ir
-from jtile.lowering.triton.block.analysis import COLUMNS
-from jtile.lowering.triton.block.code import LaidCode
-from jtile.lowering.triton.block.emitter import BLOCK, BlockEmitter
-from jtile.lowering.triton.ttir import Val
+
+from ..ttir import Val
+from .analysis import COLUMNS
+from .code import LaidCode
+from .emitter import BLOCK, BlockEmitter
 
 REGISTERS = 65536  # of a block on sm_90
 LEAST, MOST = 24, 240  # that a thread may ask for

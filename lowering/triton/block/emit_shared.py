@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from jtile import ir
-from jtile.lowering.triton.block.code import Mem
-from jtile.lowering.triton.block.emitter import BlockEmitter, emits
-from jtile.lowering.triton.block.layouts import Plain, Swizzled, swizzled
-from jtile.lowering.triton.emitter import memory_elem
-from jtile.lowering.triton.features import Features
-from jtile.lowering.triton.tma import FP8
-from jtile.lowering.triton.ttir import Val
+
+from ..emitter import memory_elem
+from ..features import Features
+from ..tma import FP8
+from ..ttir import Val
+from .code import Mem
+from .emitter import BlockEmitter, emits
+from .layouts import Plain, Swizzled, swizzled
 
 ARRIVALS = 1 << 20  # what an mbarrier cannot count any more
 

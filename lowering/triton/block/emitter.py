@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jtile import ir
-from jtile.lowering.emitting import into
-from jtile.lowering.triton import versions
-from jtile.lowering.triton.block.analysis import COLUMNS, Homes, dims_of, is_free
-from jtile.lowering.triton.block.code import LaidCode, Mem
-from jtile.lowering.triton.block.layouts import Layout, Linear, blocked, origin, sliced
-from jtile.lowering.triton.block.linear import linear
-from jtile.lowering.triton.combine import reduce
-from jtile.lowering.triton.emit_basics import start_program
-from jtile.lowering.triton.emitter import EMITTERS, Buffer, Emitter, elem_of, padded
-from jtile.lowering.triton.features import Features
-from jtile.lowering.triton.hazards import PAIRS, may_repeat
-from jtile.lowering.triton.layouts import in_order
-from jtile.lowering.triton.record import Record
-from jtile.lowering.triton.ttir import Val
+
+from ...emitting import into
+from .. import versions
+from ..combine import reduce
+from ..emit_basics import start_program
+from ..emitter import EMITTERS, Buffer, Emitter, elem_of, padded
+from ..features import Features
+from ..hazards import PAIRS, may_repeat
+from ..layouts import in_order
+from ..record import Record
+from ..ttir import Val
+from .analysis import COLUMNS, Homes, dims_of, is_free
+from .code import LaidCode, Mem
+from .layouts import Layout, Linear, blocked, origin, sliced
+from .linear import linear
 
 BLOCK: dict[type[ir.Op], Callable[[BlockEmitter, Any], Any]] = {}  # emitters of the block level
 SHARED_WITH_TILES = (

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from jtile.lowering.triton.ttir import bits
+from ..ttir import bits
 
 LANES = 32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jtile.lowering.triton.block.layouts import LANES, Blocked, Layout, Linear, Mma, Operand, Sliced
+from .layouts import LANES, Blocked, Layout, Linear, Mma, Operand, Sliced
 
 Basis = tuple[int, ...]
 

@@ -11,10 +11,10 @@ from library_cases import CASES
 
 import jtile as jt
 from jtile import ops, passes
-from jtile._lowering import pieces_of
 from jtile.lowering.rocm.disassembly import facts, matrix_instructions
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.lowering.triton.features import features
+from jtile.primitive.lowering import pieces_of
 from jtile.tools.levels import _programs
 
 bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)

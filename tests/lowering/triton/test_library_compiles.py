@@ -14,8 +14,8 @@ from library_cases import CASES, LibraryCase
 
 import jtile as jt
 from jtile import ir, passes
-from jtile._lowering import pieces_of
 from jtile.lowering.triton.compile import compile_kernel
+from jtile.primitive.lowering import pieces_of
 
 ARCHS = ("sm_90", "gfx942")
 OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx90a", "gfx950", "gfx1100", "gfx1201")

@@ -29,8 +29,8 @@ from jtile.lowering.triton.block.layouts import (
     unsliced,
 )
 from jtile.lowering.triton.block.linear import halved, linear, permuted, registers_along, reshaped
+from jtile.lowering.triton.block.passes import Machine, steps
 from jtile.lowering.triton.features import features
-from jtile.passes.block import Machine, steps
 
 ACC = Mma((4, 1), 64, 16)
 LAYOUTS = [

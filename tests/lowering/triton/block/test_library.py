@@ -21,13 +21,13 @@ from triton.backends.nvidia import compiler
 
 import jtile as jt
 from jtile import ir, ops, passes
-from jtile._lowering import pieces_of
 from jtile.errors import UnsupportedError
 from jtile.interpret import interpret
 from jtile.lowering.triton import ptxas
 from jtile.lowering.triton.block.emit_roles import columns_of_products
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.ops.flash_attention import attention_reference
+from jtile.primitive.lowering import pieces_of
 from jtile.testing import relative_error
 
 S = jax.ShapeDtypeStruct

@@ -1,0 +1,122 @@
+"""`Kernel.defvjp`: a reverse rule of the user's, from pytrees to the flat arrays of the primitive."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from jtile._compat import is_symbolic
+from jtile._errors import KernelTypeError
+from jtile.calls.signature import Signature, Structure, describe
+from jtile.primitive.program import CustomVjp
+
+if TYPE_CHECKING:
+    from jtile.calls.layout import Layout
+
+
+def custom_vjp(
+    sig: Signature,
+    rule: tuple[Callable[..., Any], Callable[..., Any]],
+    in_tree: Structure,
+    layout: Layout,
+    operands: Sequence[Any],
+    meta: dict[str, Any],
+    key: Any,
+) -> CustomVjp:
+    """The rule `(fwd, bwd)` of one call: `in_tree` is the structure of its arguments, `operands` their types."""
+    fwd, bwd = rule
+    out_tree, results = layout.out_tree, tree_leaves(layout.outputs)
+    seen: dict[str, Structure] = {}  # the structure of the residuals, which fwd decides
+
+    def flat_fwd(*arrays: Any) -> Sequence[Any]:
+        args = tree_unflatten(in_tree, arrays)
+        _takes(sig, "fwd", fwd, args, meta)
+        given = fwd(*args, **meta)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise KernelTypeError(
+                f"fwd of kernel {sig.name} gives {type(given).__name__}: expected a pair (result, residuals)", sig.where
+            )
+        outs, tree = tree_flatten(given[0])
+        if tree != out_tree:
+            raise KernelTypeError(
+                f"fwd of kernel {sig.name} gives a result of structure {tree}: expected {out_tree}",
+                sig.where,
+            )
+        for out, result in zip(outs, results, strict=True):
+            if not _fits(jnp.shape(out), result.shape) or jnp.result_type(out) != result.dtype:
+                got = f"{jnp.result_type(out)}{list(jnp.shape(out))}"
+                raise KernelTypeError(
+                    f"fwd of kernel {sig.name} gives {got} where the kernel gives {describe(result)}", sig.where
+                )
+        residuals, seen["residuals"] = tree_flatten(given[1])
+        return [*outs, *map(jnp.asarray, residuals)]
+
+    def flat_bwd(*arrays: Any) -> Sequence[Any]:
+        n = seen["residuals"].num_leaves
+        residuals = tree_unflatten(seen["residuals"], arrays[:n])
+        args = residuals, tree_unflatten(out_tree, arrays[n:])
+        _takes(sig, "bwd", bwd, args, meta)
+        back = bwd(*args, **meta)
+        return _cotangents(sig, back, in_tree, operands)
+
+    return CustomVjp(flat_fwd, flat_bwd, (fwd, bwd, in_tree, key))
+
+
+def _takes(sig: Signature, what: str, rule: Callable[..., Any], args: Sequence[Any], meta: dict[str, Any]) -> None:
+    """Refuse a rule that has no place for what it is called with, the meta-parameters most of all."""
+    try:
+        signature = inspect.signature(rule)
+    except ValueError:  # a builtin
+        return
+    try:
+        signature.bind(*args, **meta)
+    except TypeError as e:
+        given = ", ".join(["*args" if what == "fwd" else "residuals, cotangent", *[f"{k}=" for k in meta]])
+        raise KernelTypeError(
+            f"{what} of kernel {sig.name} does not take its call, {what}({given}): {e}; meta-parameters that it does "
+            "not need are **_",
+            sig.where,
+        ) from None
+
+
+def _cotangents(sig: Signature, back: Any, in_tree: Structure, operands: Sequence[Any]) -> list[Any]:
+    """What bwd gave, as one cotangent or None per operand; its shapes and dtypes are checked."""
+    args = tree_unflatten(in_tree, operands)
+    if not isinstance(back, tuple) or len(back) != len(args):
+        got = f"{len(back)} entries" if isinstance(back, tuple | list) else type(back).__name__
+        raise KernelTypeError(
+            f"bwd of kernel {sig.name} gives {got}: expected a tuple of {len(args)}, one cotangent (or None) for each "
+            "argument",
+            sig.where,
+        )
+    out: list[Any] = []
+    for k, (ct, arg) in enumerate(zip(back, args, strict=True)):
+        leaves = tree_flatten_with_path(arg)[0]
+        if ct is None:
+            out += [None] * len(leaves)
+            continue
+        found, tree = tree_flatten(ct, is_leaf=lambda x: x is None)
+        if len(found) != len(leaves):
+            raise KernelTypeError(
+                f"bwd of kernel {sig.name} gives a cotangent of structure {tree} for {sig.ref_name(k)}: expected that "
+                "of the argument",
+                sig.where,
+            )
+        for (path, x), c in zip(leaves, found, strict=True):
+            if c is not None and not (_fits(c.shape, x.shape) and c.dtype == x.dtype):
+                raise KernelTypeError(
+                    f"bwd of kernel {sig.name} gives {describe(c)} for {sig.ref_name(k)}{keystr(path)}, which is "
+                    f"{describe(x)}: a cotangent has the shape and dtype of its argument",
+                    sig.where,
+                )
+            out.append(c)
+    return out
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[Any]) -> bool:
+    """Whether a cotangent has the shape of its argument; a dynamic dimension may have any size."""
+    return len(shape) == len(wanted) and all(n == m or is_symbolic(m) for n, m in zip(shape, wanted, strict=True))

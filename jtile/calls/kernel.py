@@ -1,0 +1,424 @@
+"""`@jt.kernel`, `jt.call` and `Kernel`: from a function over Refs to an ordinary JAX function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
+
+from jtile._compat import is_symbolic
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile._memo import Recent
+from jtile.calls.arguments import as_operand, as_type, key_of
+from jtile.calls.layout import Layout, Spec, lay_out
+from jtile.calls.lowered import Lowered
+from jtile.calls.marks import declared, strip
+from jtile.calls.signature import Structure, nearest, place_of, read_signature, source_lines
+from jtile.primitive.options import Options
+from jtile.primitive.sharding import Hand, check_ranks, parse
+
+if TYPE_CHECKING:
+    from jtile.calls.dynamic import Family
+    from jtile.primitive.program import (
+        Program,  # jax.extend costs 30 ms: it is loaded with the first call, not at import
+    )
+    from jtile.tune.space import Tuning
+
+_TRACED = 128  # remembered (types, meta-parameters) per kernel: each keeps what was traced for it
+_SIZES = 2048  # likewise of sizes that share one traced program
+
+
+def kernel(
+    *positional: Any,
+    out_type: Any = None,
+    grid: Any = (),
+    alias: Mapping[Any, Any] | None = None,
+    init: Any = None,
+    scratch: Any = None,
+    name: str | None = None,
+    dynamic: Mapping[Any, Any] | None = None,
+    sharding: Any = None,
+    **options: Any,
+) -> Callable[[Callable[..., None]], Kernel]:
+    """Make a JAX function of a kernel: a function over Refs of arrays that runs once for each program of a grid.
+
+    Positional parameters of the decorated function are Refs: inputs, then outputs, then scratch. Keyword-only
+    parameters are meta-parameters: Python values fixed at compile time, which a call may override.
+
+    Args:
+      out_type: what the kernel gives: a `jax.ShapeDtypeStruct` (or `jt.like(...)`), or a pytree of them. Each element
+        of a tuple or list is one output Ref parameter; any other pytree is one parameter. May be a function of the
+        abstract inputs (pytrees of `jax.ShapeDtypeStruct`) and of the meta-parameters that it names.
+      grid: number of programs, an int or a tuple of at most three; may be such a function too. 0 programs are legal.
+      alias: `{"x": "o"}`: output `o` shares the buffer of input `x` and starts with its values.
+      init: a number that outputs start from; a tuple (one for each output, None: undefined) or a dict by name.
+      scratch: shapes and dtypes of memory private to each program, given like `out_type`.
+      dynamic: dimensions of inputs whose sizes share one compiled image: `{"x": 0, "y": (0, 1)}`, an axis or axes by
+        input; see `jt.dynamic`, which marks them at a call.
+      name: what profilers show; default: the function's name.
+      sharding: along what automatic partitioning may cut the kernel, where the index maps do not show it:
+        `"m k, k n -> m n"`, a name for each dimension of each input and output (leaves of pytrees in their order), `_`
+        for one that is never cut. An axis that an output lacks is summed over. A shard runs the kernel as it is for
+        arrays of the shard's shape, with the same meta-parameters.
+      **options: see `Options`: `interpret`, `fallback`, `num_warps`, `num_stages`, `num_ctas`, `consumers`,
+        `persistent`, `specialize`.
+
+    Raises:
+      KernelTypeError, KernelValueError: at decoration for a bad signature, at the call for arguments that do not fit.
+    """
+    if positional or out_type is None:
+        raise KernelTypeError(
+            "jt.kernel takes keywords only, and needs out_type: write @jt.kernel(out_type=..., grid=...)",
+            place_of(positional[0]) if positional and callable(positional[0]) else None,
+        )
+    spec = Spec(out_type, grid, alias, init, scratch, dynamic, sharding)
+    return lambda fn: Kernel(fn, spec, name, _options(Options(), options, place_of(fn) if callable(fn) else None))
+
+
+def call(body: Callable[..., None], *, out_type: Any, **spec: Any) -> Kernel:
+    """`jt.call(body, out_type=..., grid=...)(*arrays)`: a kernel without the decorator; see `jt.kernel`."""
+    return kernel(out_type=out_type, **spec)(body)
+
+
+def tuned(kernel: Kernel, defaults: Mapping[str, Any], *args: Any, **meta: Any) -> Any:
+    """`kernel(*args, **meta)` with other defaults: meta-parameters, and options such as `num_warps`, that hold where
+    the tuner has no entry for the call; see `jt.autotune`. This is how a heuristic by shape and `jt.tune` go together.
+    """
+    return kernel._call(args, meta, defaults)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """A call with everything fixed but the arrays."""
+
+    program: Program
+    layout: Layout
+    out_tree: Structure
+    run: Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class Kernel:
+    """A kernel as a JAX function: `k(*arrays, **meta)`; see `kernel`.
+
+    Arguments may be JAX and NumPy arrays, Python scalars (rank-0 Refs of JAX's default dtype), objects with
+    `__dlpack__` (imported without a copy), and pytrees of those. Results follow the pytree of `out_type`.
+    """
+
+    def __init__(self, fn: Callable[..., None], spec: Spec, name: str | None, options: Options):
+        if not callable(fn):
+            raise KernelTypeError(f"jt.kernel decorates a function, got {fn!r}; write @jt.kernel(out_type=...)")
+        self._fn, self._spec, self._options = fn, spec, options
+        self._lines = source_lines(fn)  # an editor may change the file before the first call
+        self._signature = read_signature(fn, name)
+        rule = spec.sharding
+        self._pattern = None if rule is None else parse(rule, self._signature.name, self._signature.where)
+        self._bound: Recent[Any, _Bound] = Recent(_TRACED)
+        self._sized: Recent[Any, _Bound] = Recent(_SIZES)  # the same of calls with dynamic dimensions
+        self._families: Recent[Any, Family] = Recent(_TRACED)  # of those calls, by all but their sizes
+        self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._tuning: Tuning | None = None
+        self._variants: dict[Any, Kernel] = {}  # this kernel untuned, by options
+        functools.update_wrapper(self, fn)
+        meta = [
+            inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in self._signature.meta.items()
+        ]
+        self.__signature__ = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL), *meta])
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return self._signature.name
+
+    def __repr__(self) -> str:
+        return f"<jtile.Kernel {self.name}({', '.join(self._signature.refs)})>"
+
+    def __reduce__(self) -> str:
+        """A kernel is copied and pickled as functions are: by its name in its module."""
+        return vars(self)["__qualname__"]  # set by functools.update_wrapper
+
+    def __call__(self, *args: Any, **meta: Any) -> Any:
+        return self._call(args, meta, {})
+
+    def _call(self, args: tuple[Any, ...], meta: dict[str, Any], defaults: Mapping[str, Any]) -> Any:
+        leaves, tree = tree_flatten(args)
+        bound = self._seen(tree, leaves, meta, defaults)
+        if bound is None:
+            args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
+            leaves, tree = tree_flatten(args)
+            bound = self._resolve(tree, leaves, meta, defaults)
+        return tree_unflatten(bound.out_tree, bound.run(leaves))
+
+    def with_options(self, **options: Any) -> Kernel:
+        """The same kernel with other options: `interpret=True`, `num_warps=8`, ... (see `Options`), or another
+        `dynamic`."""
+        spec = dataclasses.replace(self._spec, dynamic=options.pop("dynamic", self._spec.dynamic))
+        out = Kernel(self._fn, spec, self._signature.name, _options(self._options, options, self._signature.where))
+        out._vjp, out._tuning = self._vjp, self._tuning
+        return out
+
+    def autotune(
+        self, *, space: Any, key: Any = None, data: Callable[..., Any] | None = None, override: bool = False
+    ) -> Kernel:
+        """The same kernel with a search space; see `jt.autotune`."""
+        from jtile.tune.space import Tuning
+
+        out = self.with_options()
+        out._tuning = Tuning(space, key, data, override)
+        out._tuning.check(out)
+        return out
+
+    def _variant(self, options: Mapping[str, Any]) -> Kernel:
+        """The same kernel without a search space, with these options."""
+        key = tuple(sorted(options.items()))
+        if key not in self._variants:
+            out = self.with_options(**options)
+            out._tuning = None
+            self._variants[key] = out
+        return self._variants[key]
+
+    def lower(self, *args: Any, target: Any = None, **meta: Any) -> Lowered:
+        """Compile for arguments of these types (arrays or `jax.ShapeDtypeStruct`), without running.
+
+        Args:
+          target: a `Target` or the name of one; default: this machine's CPU.
+        """
+        types = tree_map_with_path(functools.partial(as_type, self._signature), args)
+        leaves, tree = tree_flatten(types)
+        return Lowered(self._resolve(tree, leaves, meta).program, target)
+
+    def interpret(self, *args: Any, seed: int = 0, **meta: Any) -> Any:
+        """Run in the reference interpreter, with every check on; results are NumPy arrays.
+
+        Args:
+          seed: order in which the programs of the grid run, and in which roles, copies and products of a block-level
+            kernel take turns.
+        Raises:
+          InterpreterError: an access out of bounds, a race, a read of what nobody wrote, a failed assert.
+        """
+        from jtile.primitive.lowering import run_interpreter
+
+        args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
+        leaves, tree = tree_flatten(args)
+        bound = self._resolve(tree, leaves, meta)
+        return tree_unflatten(bound.out_tree, run_interpreter(bound.program, leaves, seed))
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Give the kernel a reverse mode of its own; `jax.grad` and `jax.vjp` use it, also under `jax.vmap`.
+
+        Forward mode stays automatic.
+
+        Args:
+          fwd: `fwd(*args, **meta) -> (result, residuals)`, an ordinary JAX function of the kernel's arguments; the
+            residuals are a pytree of arrays.
+          bwd: `bwd(residuals, cotangent, **meta) -> cotangents`, one for each argument and of its structure, None for
+            zero. The cotangent has the structure of the result, with None for what is not of floats.
+        Raises:
+          KernelTypeError: when one of them gives what does not fit; at differentiation.
+        """
+        for rule, what in ((fwd, "fwd"), (bwd, "bwd")):
+            if not callable(rule):
+                where = self._signature.where
+                raise KernelTypeError(f"{what} of kernel {self.name} is a function, got {rule!r}", where)
+        self._vjp = fwd, bwd
+        self._variants.clear()
+        for calls in (self._bound, self._sized, self._families):
+            calls.cache_clear()
+
+    # -- from a call to a program -----------------------------------------------------------------------------------
+    def _seen(
+        self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any]
+    ) -> _Bound | None:
+        """What an earlier call with the same types and meta-parameters resolved to, without looking any closer.
+
+        Only for leaves of exactly these types: a subclass or a tracer may be no array, or need a cast first.
+        """
+        for x in leaves:
+            if type(x) is not _ARRAY.type and type(x) is not np.ndarray:
+                return None
+        try:
+            key = self._key(tree, leaves, meta, defaults)
+            return self._bound.get(key) or self._sized.get(key)
+        except TypeError:  # a meta-parameter that cannot be hashed: the slow path names it
+            return None
+
+    def _resolve(
+        self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> _Bound:
+        self._signature.check_meta(meta)
+        key = self._key(tree, leaves, meta, defaults)
+        bound = self._bound.get(key) or self._sized.get(key)
+        if bound is None:
+            bound = self._choose(tree, leaves, meta, defaults or {}, key)
+            (self._sized if bound.program.dynamic else self._bound).put(key, bound)
+        for x in leaves:
+            _ARRAY.learn(x)
+        return bound
+
+    def _key(self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any] | None) -> Any:
+        """All that the result of `_resolve` depends on."""
+        key = _key(tree, leaves, meta)
+        if defaults:
+            key += key_of(dict(defaults))
+        return key if self._tuning is None else (*key, self._tuning.state())
+
+    def _choose(
+        self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any], key: Any
+    ) -> _Bound:
+        """Fill in what the call leaves out: from the tuner's entry, `defaults` (options among them), the signature."""
+        if self._tuning is not None:
+            from jtile.tune.choose import choose
+
+            return choose(self, tree, leaves, meta, defaults)
+        if defaults:
+            own = {k: v for k, v in defaults.items() if k not in _CHOICES and k not in meta}
+            options = {k: v for k, v in defaults.items() if k in _CHOICES and getattr(self._options, k) is None}
+            return self._variant(options)._resolve(tree, leaves, {**meta, **own})
+        return self._bind(tree, leaves, self._signature.bind_meta(meta), key)
+
+    def _bind(self, tree: Structure, leaves: list[Any], meta: dict[str, Any], key: Any) -> _Bound:
+        types, marks = strip(tree_unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]))
+        given = tuple(a + b for a, b in zip(marks, declared(self._signature, self._spec.dynamic, types), strict=True))
+        layout = lay_out(self._signature, self._spec, types, meta)
+        if not any(given) and not any(is_symbolic(n) for x in leaves for n in x.shape):
+            return self._trace(layout, meta, tree_flatten(types)[1], key)
+        return self._bind_dynamic(layout, given, meta, key)
+
+    def _bind_dynamic(self, layout: Layout, marks: Any, meta: dict[str, Any], key: Any) -> _Bound:
+        """The program of the sizes' family; `layout` is that of the sizes at hand."""
+        from jtile.calls.dynamic import Family, check, marked
+
+        leaves, tree = tree_flatten(layout.inputs)
+        found = marked(self._signature, layout.names[: len(leaves)], leaves, marks)
+        if found is None:
+            return self._trace(layout, meta, tree, key)
+
+        def make(multiples: dict[str, int]) -> _Bound:
+            types = [jax.ShapeDtypeStruct(found.shape(k, x.shape, multiples), x.dtype) for k, x in enumerate(leaves)]
+            return self._trace_dynamic(tree_unflatten(tree, types), meta, tree, (signature, tuple(multiples.values())))
+
+        static = tuple(
+            tuple(n if s is None else s for n, s in zip(x.shape, row)) for x, row in zip(leaves, found.places)
+        )
+        signature = tree, static, tuple(x.dtype for x in leaves), *key[2:]
+        family = self._families.get(signature) or self._families.put(signature, Family(tuple(found.sizes), make))
+        bound, values = family.pick(found.sizes)
+        check(self._signature, bound.layout, layout, values)
+        return bound
+
+    def _trace_dynamic(self, inputs: Any, meta: dict[str, Any], tree: Structure, key: Any) -> _Bound:
+        """A program whose sizes are symbols; errors say that this is why."""
+        try:
+            return self._trace(lay_out(self._signature, self._spec, inputs, meta), meta, tree, key)
+        except jax.errors.InconclusiveDimensionOperation as e:
+            raise KernelTypeError(
+                f"out_type, grid or scratch of kernel {self.name} asks for the size of a dynamic dimension: "
+                f"{str(e).splitlines()[0]} Compute with +, -, *, //, % and jt.cdiv, or mark fewer dimensions dynamic",
+                self._signature.where,
+            ) from e
+
+    @functools.cached_property
+    def _body(self) -> Callable[..., None]:
+        """The function with its tile loops rewritten into structured control flow."""
+        from jtile import trace
+
+        return trace.rewrite_loops(self._fn, self._lines)
+
+    def _trace(self, layout: Layout, meta: dict[str, Any], tree: Structure, key: Any) -> _Bound:
+        from jtile import ir, trace
+        from jtile.calls.custom_vjp import custom_vjp
+        from jtile.primitive.program import Spec as Around
+        from jtile.primitive.program import make_program
+        from jtile.primitive.tangent import bind
+
+        where = self._signature.where
+        jaxpr = trace.trace(
+            self._body, layout.inputs, layout.outputs, layout.scratch,
+            meta=meta, name=self.name, grid=layout.grid, aliases=layout.aliases, inits=layout.inits,
+        )  # fmt: skip
+        around = Around(
+            self.name, _leaves(layout.inputs), _leaves(layout.outputs), layout.grid, layout.aliases, layout.inits,
+            layout.names, ir.Loc(*where) if where else ir.NOWHERE,
+        )  # fmt: skip
+        types = tree_flatten(layout.inputs)[0]
+        vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout, types, meta, key)
+        program = make_program(
+            jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options, vjp=vjp,
+            hand=self._hand(layout, tree, meta),
+        )  # fmt: skip
+        return _Bound(program, layout, layout.out_tree, functools.partial(bind, program))
+
+    def _hand(self, layout: Layout, tree: Structure, meta: dict[str, Any]) -> Hand | None:
+        """The sharding rule that the user gave, checked against the arrays of this call."""
+        pattern = self._pattern
+        if pattern is None:
+            return None
+        inputs, outputs = tree_flatten(layout.inputs)[0], tree_flatten(layout.outputs)[0]
+        check_ranks(pattern, self.name, [*inputs, *outputs], len(inputs), layout.names, self._signature.where)
+
+        def shard(parts: Mapping[str, int]) -> Program:
+            cut = [
+                jax.ShapeDtypeStruct(tuple(n // parts.get(d or "", 1) for n, d in zip(x.shape, dims)), x.dtype)
+                for x, dims in zip(inputs, pattern.inputs)
+            ]
+            return self._resolve(tree, cut, meta).program
+
+        return Hand(pattern.inputs, pattern.outputs, shard)
+
+
+def _key(tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> Any:
+    """All that a call's `Program` depends on, JAX's options that change how a body is traced among them."""
+    config = jax.config
+    state = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
+    return tree, tuple([(x.shape, x.dtype) for x in leaves]), key_of(meta), state
+
+
+def _leaves(tree: Any) -> int:
+    return len(tree_flatten(tree)[0])
+
+
+class _ArrayType:
+    """The concrete class of JAX's arrays, learned from the first one: it has no public name."""
+
+    type: type | None = None
+
+    def learn(self, x: Any) -> None:
+        if self.type is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
+            self.type = type(x)
+
+
+_ARRAY = _ArrayType()
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "interpret": (True, False),
+    "fallback": ("raise", "interpret"),
+    "num_warps": (1, 2, 4, 8, 16, 32),
+    "num_stages": tuple(range(1, 17)),
+    "num_ctas": (1, 2, 4, 8, 16),
+    "consumers": (1, 2, 3, 4),
+    "persistent": (True, False),
+    "specialize": (True, False),
+}
+
+
+def _options(old: Options, given: Mapping[str, Any], where: Any) -> Options:
+    for name, value in given.items():
+        if name not in _CHOICES:
+            raise KernelValueError(f"a kernel has no option {name!r}{nearest(name, _CHOICES)}", where)
+        known = _CHOICES[name]
+        if value is not None and not any(type(value) is type(v) and value == v for v in known):
+            numbers = isinstance(known[0], int) and not isinstance(known[0], bool)
+            these = f"from {known[0]} to {known[-1]}" if name == "num_stages" else " or ".join(map(repr, known))
+            raise KernelValueError(
+                f"{name}={value!r}: this option of a kernel is {'a Python int, ' * numbers}{these}; leave it out, and "
+                f"{'jtile chooses' if numbers else 'the configuration decides'}",
+                where,
+            )
+    return dataclasses.replace(old, **given)

@@ -1,0 +1,150 @@
+"""`Kernel.lower(...)`: a kernel, or a derivative of one, compiled for a target without running it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax import dtypes
+
+from jtile._errors import KernelValueError
+
+if TYPE_CHECKING:
+    from jtile import ir
+    from jtile.primitive.program import Program
+
+
+class Lowered:
+    """A kernel compiled for one target; the work is done when a property is first read.
+
+    Attributes:
+      program: the kernel with everything fixed.
+      piece: which of the kernels that run for it `image`, `launch` and `texts` are of: more than one run for a kernel
+        that accumulates into outputs which are best computed apart, as reverse mode makes them.
+    """
+
+    def __init__(self, program: Program, target: Any, piece: int = 0):
+        from jtile.lowering import targets
+
+        self.program, self.piece = program, piece
+        self._target = targets.resolve(target)
+
+    @property
+    def pieces(self) -> tuple[Lowered, ...]:
+        """All kernels that run for the program."""
+        from jtile.primitive.lowering import pieces_of
+
+        return tuple(Lowered(self.program, self._target, k) for k in range(len(pieces_of(self.program).kernels)))
+
+    def jvp(self, wrt: int | Sequence[int] | None = None) -> Lowered:
+        """The kernel of forward mode: `(inputs, their tangents) -> tangents of the outputs`.
+
+        Args:
+          wrt: the flat inputs that are differentiated; default: all of floats.
+        """
+        from jtile.primitive import tangent
+
+        return Lowered(tangent.forward_program(self._linear(wrt)), self._target)
+
+    def vjp(self, wrt: int | Sequence[int] | None = None) -> Lowered:
+        """The automatic kernel of reverse mode: `(inputs, cotangents of the outputs) -> cotangents of the inputs`; a
+        rule given by `defvjp` is not asked.
+
+        Args:
+          wrt: the flat inputs that are differentiated; default: all of floats.
+        """
+        from jtile.primitive import tangent
+
+        given = (True,) * self.program.spec.n_out
+        return Lowered(tangent.reverse_program(self._linear(wrt), given)[0], self._target)
+
+    def _linear(self, wrt: int | Sequence[int] | None) -> Any:
+        from jtile.primitive import tangent
+
+        inputs = self.program.base.inputs
+        floats = [bool(dtypes.issubdtype(v.type.info.numpy, np.inexact)) for v in inputs]
+        chosen = [k for k, f in enumerate(floats) if f] if wrt is None else [wrt] if isinstance(wrt, int) else [*wrt]
+        bad = [k for k in chosen if not 0 <= k < len(inputs) or not floats[k]]
+        if bad or not chosen:
+            kinds = ", ".join(f"{v.name}: {v.dtype}" for v in inputs)
+            raise KernelValueError(
+                f"kernel {self.program.name} cannot be differentiated with respect to input {bad or 'None'}: "
+                f"its inputs are {kinds}",
+                self.program.where,
+            )
+        lin = tangent.linear(self.program, [k in chosen for k in range(len(inputs))], 0)
+        if not tangent.active(self.program, lin.perturbed):
+            outs = ", ".join(f"{v.name}: {v.dtype}" for v in self.program.base.outputs)
+            raise KernelValueError(
+                f"kernel {self.program.name} has no derivative: none of its outputs ({outs}) is of floats and depends "
+                f"on {', '.join(inputs[k].name for k in chosen)}",
+                self.program.where,
+            )
+        return lin
+
+    @functools.cached_property
+    def _artifact(self) -> Any:
+        from jtile.primitive.lowering import compile_piece
+
+        return compile_piece(self.program, self.piece, self._target, texts=True)
+
+    @functools.cached_property
+    def kernel(self) -> ir.Kernel:
+        """This piece in Tile IR, after the target-independent passes."""
+        from jtile import passes
+        from jtile.primitive.lowering import pieces_of
+
+        return passes.run_pipeline(pieces_of(self.program).kernels[self.piece], passes.TILE)
+
+    @property
+    def image(self) -> bytes:
+        """What the custom call embeds: an ELF object on the CPU."""
+        return self._artifact.image
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """What the custom call needs besides the image: workspace, cost, instruction set, print and assert sites."""
+        return self._artifact.launch
+
+    @functools.cached_property
+    def texts(self) -> dict[str, str]:
+        """Level name -> text: `jaxpr`, `tile_ir`, `tile_ir_opt` (this piece after the passes), `sharding` (along what
+        automatic partitioning cuts the program, and why not along the rest), `resources` (grid, and the scratch of one
+        program, which is where a reverse kernel saves the carry of its loops; on a GPU also registers, spills, shared
+        memory and occupancy), then those of the back end (CPU: `llvm`, `asm`; NVIDIA: `ttir`, `ttgir`, `llir`, `ptx`,
+        `sass`; AMD: `amdgcn` instead of the last two)."""
+        from jtile import ir
+        from jtile.primitive import partition
+
+        own = {
+            "jaxpr": str(self.program.jaxpr),
+            "tile_ir": ir.print_kernel(self.program.kernel),
+            "tile_ir_opt": ir.print_kernel(self.kernel),
+            "sharding": partition.describe(self.program),
+            "resources": "\n".join(_resources(self.kernel, self.launch)) + "\n",
+        }
+        return own | self._artifact.texts
+
+
+def _resources(kernel: ir.Kernel, launch: dict[str, Any]) -> Iterator[str]:
+    from jtile import ir
+
+    yield f"grid: {' x '.join(map(str, kernel.grid)) or 1}"
+    refs = [(p, kernel.loc) for p in kernel.scratch]
+    refs += [(op.results[0], op.loc) for op in kernel.body.walk() if isinstance(op, ir.Alloc)]
+    for v, loc in refs:
+        yield f"scratch: {v.dtype}{list(v.shape)}, {_bytes(v)} bytes a program, {loc}"
+    yield f"scratch in all: {sum(_bytes(v) for v, _ in refs)} bytes a program"
+    if "workspace" in launch:
+        yield f"workspace: {launch['workspace']} bytes a thread"
+    if launch.get("resources"):
+        from jtile.lowering.triton import resources
+
+        yield resources.line(launch["resources"])
+
+
+def _bytes(ref: ir.Value) -> int:
+    return -(-math.prod(ref.shape) * ref.type.info.bits // 8)

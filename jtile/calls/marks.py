@@ -1,0 +1,95 @@
+"""Marks of dynamic dimensions: `jt.dynamic(x, 0)` at a call, `dynamic={"x": 0}` at a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.tree_util import GetAttrKey, register_pytree_with_keys_class, tree_flatten, tree_map, tree_unflatten
+
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile.calls.signature import Signature, nearest
+
+Axes = Any  # an int, a tuple of ints, or a dict from axes to names
+
+
+@register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """An array some of whose dimensions are dynamic; `axes` are (axis, name or None) pairs. See `dynamic`."""
+
+    array: Any
+    axes: tuple[tuple[int, str | None], ...]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"an array that jt.dynamic marks is for kernels alone, and has no .{name}: mark it at the call of the "
+            "kernel itself, or give the kernel dynamic={...}"
+        )
+
+    def tree_flatten_with_keys(self) -> Any:
+        return ((GetAttrKey("array"), self.array),), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes: Any, children: Any) -> Dynamic:
+        return cls(children[0], axes)
+
+
+def dynamic(x: Any, axes: Axes = 0) -> Any:
+    """Mark dimensions of an argument of a kernel as dynamic: `kernel(jt.dynamic(x, 0), w)`.
+
+    One compiled image then serves every size of them, and one more those sizes that the kernel's tile steps divide. In
+    the kernel such a size computes and compares like an int where the answer is the same for all sizes, and is an int32
+    scalar elsewhere; tiles keep static shapes. Two dynamic dimensions of one size count as the same dimension, unless
+    they have names.
+
+    Args:
+      x: an array, or a pytree of arrays, all of them with these axes.
+      axes: an int, a tuple of ints, or a dict from axis to name: `{0: "rows"}`. Dimensions of one name have one size.
+    Returns:
+      `x` with its arrays marked; only kernels take it.
+    """
+    marks = marks_of(axes)
+    return tree_map(lambda a: Dynamic(a, marks), x)
+
+
+def marks_of(axes: Axes) -> tuple[tuple[int, str | None], ...]:
+    if isinstance(axes, Mapping):
+        pairs = list(axes.items())
+    else:
+        pairs = [(a, None) for a in (axes if isinstance(axes, tuple | list) else (axes,))]
+    for a, name in pairs:
+        if isinstance(a, bool) or not hasattr(a, "__index__"):
+            raise KernelTypeError(f"a dynamic axis is an int, got {a!r}")
+        if name is not None and not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+            raise KernelTypeError(f"the name of a dynamic dimension is an identifier, got {name!r}")
+    return tuple((operator.index(a), name) for a, name in pairs)
+
+
+def strip(args: Any) -> tuple[Any, list[tuple[tuple[int, str | None], ...]]]:
+    """Arguments without their marks, and the marks of every array."""
+    is_marked = lambda x: isinstance(x, Dynamic)
+    leaves, tree = tree_flatten(args, is_leaf=is_marked)
+    plain = [x.array if is_marked(x) else x for x in leaves]
+    return tree_unflatten(tree, plain), [x.axes if is_marked(x) else () for x in leaves]
+
+
+def declared(sig: Signature, dynamic: Mapping[Any, Axes] | None, args: Sequence[Any]) -> Iterator[Any]:
+    """The marks that the decorator gives, one for each array of the arguments."""
+    if dynamic is not None and not isinstance(dynamic, Mapping):
+        raise KernelTypeError(f'dynamic={dynamic!r}: expected a dict such as {{"x": 0}}', sig.where)
+    names = [sig.ref_name(k) for k in range(len(args))]
+    found: dict[int, Any] = {}
+    for key, axes in (dynamic or {}).items():
+        k = key if isinstance(key, int) and not isinstance(key, bool) else names.index(key) if key in names else -1
+        if not 0 <= k < len(names):
+            raise KernelValueError(
+                f"dynamic= of kernel {sig.name} names {key!r}, which is no input{nearest(key, names)}", sig.where
+            )
+        found[k] = marks_of(axes)
+    for k, arg in enumerate(args):
+        yield from [found.get(k, ())] * len(tree_flatten(arg)[0])

@@ -1,0 +1,330 @@
+"""How a `Program` gets into an XLA program: as a typed FFI custom call that carries its compiled object, or as the
+interpreter behind a host callback."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.experimental import io_callback
+from jax.interpreters import mlir
+
+from jtile import ir
+from jtile._compat import is_exported, is_symbolic, platforms_of
+from jtile._config import current
+from jtile._errors import TransformError, UnsupportedError
+from jtile._memo import memo
+from jtile._platform import gpu_arch
+from jtile.passes.accumulate import Pieces, accumulate
+from jtile.primitive import partition
+from jtile.primitive.program import Program
+from jtile.primitive.sizes import evaluate_expression, sized, symbol_values
+
+# -- the interpreter ------------------------------------------------------------------------------------------------
+
+
+def interpreted(program: Program) -> bool:
+    asked = program.options.interpret
+    return current().interpret if asked is None else asked
+
+
+def run_interpreter(program: Program, operands: Sequence[Any], seed: int | None = None) -> list[np.ndarray]:
+    """Run a program in the reference interpreter on the host; raises its typed errors."""
+    from jtile.interpret import interpret
+
+    seed = current().seed if seed is None else seed
+    outs = interpret(program.kernel, [np.asarray(x) for x in operands], seed=seed)
+    return [np.asarray(x).astype(o.dtype) for x, o in zip(outs, program.out_avals, strict=True)]
+
+
+def _host_call(*operands: Any, program: Program) -> Sequence[Any]:
+    """The interpreter behind a host callback, for use inside jit."""
+    narrow = _callback_dtype
+    results = program.results([x.shape for x in operands])
+    outs = [jax.ShapeDtypeStruct(o.shape, narrow(o.dtype)) for o in results]
+
+    def callback(*arrays):
+        arrays = [np.asarray(a).astype(v.type.info.numpy) for a, v in zip(arrays, program.kernel.inputs)]
+        return [np.asarray(x).astype(o.dtype) for x, o in zip(run_interpreter(program, arrays), outs)]
+
+    args = [x.astype(narrow(x.dtype)) for x in operands]
+    if program.io:
+        results = io_callback(callback, outs, *args, ordered=False)
+    else:
+        results = jax.pure_callback(callback, outs, *args)
+    return [r.astype(o.dtype) for r, o in zip(results, program.out_avals)]
+
+
+def _callback_dtype(dtype: Any) -> np.dtype:
+    """What carries `dtype` through a host callback: XLA's callbacks know no dtype narrower than a byte."""
+    info = ir.dtype_info(dtype)
+    if info.bits >= 8:
+        return info.numpy
+    return np.dtype({"i": "int8", "u": "uint8", "f": "float32"}[info.kind])
+
+
+# -- lowering -------------------------------------------------------------------------------------------------------
+
+
+def lowering_for(platform: str) -> Callable[..., Sequence[Any]]:
+    """The lowering rule of `jtile_call` for a platform: `"cpu"`, `"cuda"`, `"rocm"`."""
+    return functools.partial(_lower, platform)
+
+
+def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
+    if _without_work(ctx, program):
+        return mlir.lower_fun(_without_programs, multiple_results=True)(ctx, *operands, program=program)
+    if interpreted(program):
+        return _lower_on_host(ctx, operands, program)
+    if program.block and "cuda" in platforms_of(ctx):
+        platform = "cuda"  # in an export for several, a branch for one is lowered for all, which do not take it
+    try:
+        if program.block:  # before XLA cuts the program: a callback into the interpreter cannot run in its shards
+            _check_target(platform, program)
+        whole = partition.lower(ctx, operands, program)
+        return _custom_calls(platform, ctx, operands, program) if whole is None else whole
+    except UnsupportedError:
+        if (program.options.fallback or current().fallback) != "interpret":
+            raise
+        return _lower_on_host(ctx, operands, program)
+
+
+def _lower_on_host(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any]:
+    if is_exported(ctx):
+        raise TransformError(
+            f"kernel {program.name} runs in the interpreter, a callback into this Python process, which jax.export "
+            "cannot store: export it without interpret=True (or JTILE_INTERPRET) and without fallback='interpret'",
+            program.where,
+        )
+    return mlir.lower_fun(_host_call, multiple_results=True)(ctx, *operands, program=program)
+
+
+def _shapes(avals: Sequence[Any]) -> list[tuple[Any, ...]]:
+    return [a.shape for a in avals]
+
+
+def _without_work(ctx: mlir.LoweringRuleContext, program: Program) -> bool:
+    """Whether the grid is empty; one whose sizes are not known yet counts its programs when it runs."""
+    values = program.sizes(_shapes(ctx.avals_in))
+    sides = [sized(n, values) for n in program.kernel.grid]
+    return 0 in [n for n in sides if not is_symbolic(n)]
+
+
+@memo()
+def pieces_of(program: Program) -> Pieces:
+    """The kernels that run for a program: one, or as many as its accumulated outputs are best computed by."""
+    return accumulate(program.kernel, program.narrow)
+
+
+def _custom_calls(
+    platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program
+) -> Sequence[Any]:
+    """The kernels of a program as custom calls; partial sums are summed and wide ones rounded."""
+    pieces = pieces_of(program)
+    values = program.sizes(_shapes(ctx.avals_in))
+    found = []
+    for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
+        outs = [ShapedArray(_shape(v, values), v.type.info.numpy) for v in kernel.outputs]
+        inner = ctx.replace(avals_in=tuple(ctx.avals_in[i] for i in inputs), avals_out=outs)
+        found.append((outs, _custom_call(platform, inner, [operands[i] for i in inputs], program, k, values)))
+    chosen = [(found[r.piece][0][r.output], found[r.piece][1][r.output]) for r in pieces.results]
+    if all(not r.partials and a.dtype == o.dtype for r, (a, _), o in zip(pieces.results, chosen, program.out_avals)):
+        return [v for _, v in chosen]
+
+    def finish(*values: Any) -> list[Any]:
+        sums = [v.sum(tuple(range(r.partials))) for v, r in zip(values, pieces.results)]
+        return [v.astype(o.dtype) for v, o in zip(sums, program.out_avals)]
+
+    last = ctx.replace(avals_in=tuple(a for a, _ in chosen))
+    return mlir.lower_fun(finish, multiple_results=True)(last, *[v for _, v in chosen])
+
+
+def _shape(v: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(sized(n, values) for n in v.shape)
+
+
+def _custom_call(
+    platform: str,
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    program: Program,
+    piece: int,
+    values: Mapping[str, Any],
+) -> Sequence[Any]:
+    """One of the kernels of a program as a typed FFI custom call that carries its compiled object."""
+    from jtile import ffi
+
+    kernel = pieces_of(program).kernels[piece]
+    whole = complete(kernel, platform)
+    artifact = _compile(program, piece, whole, _target(platform))
+    ffi.register(platform)
+    starts = [dataclasses.replace(s, shape=_shape(s, values)) for s in whole.starts]
+    avals = [ShapedArray(s.shape, s.dtype) for s in starts]
+    started = mlir.lower_fun(lambda: filled(starts), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
+    numbers = symbol_values(kernel, values)
+    sizes = [evaluate_expression(n, numbers) for n in artifact.launch.get("extra", ())]
+    more = [ShapedArray((n,), np.dtype(np.uint8)) for n in sizes]
+    avals += [ShapedArray(x.shape, x.dtype) for x in whole.tables]
+    started = [*started, *map(mlir.ir_constant, whole.tables)]
+    wide = ctx.replace(avals_in=(*ctx.avals_in, *avals), avals_out=(*ctx.avals_out, *more))
+    if platform == "cpu":
+        name, attributes = ffi.TARGET_CPU, _cpu_attributes(artifact, kernel, values)
+    else:  # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
+        name, attributes = f"jtile_{platform}{'_io' * program.io}", _gpu_attributes(artifact)
+    aliases = dict(whole.kernel.aliases)
+    rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=program.io)
+    if platform == "cpu" or not aliases:
+        return rule(wide, *operands, *started, **attributes)[: len(ctx.avals_out)]
+    apart = functools.partial(_behind_barrier, ctx)
+    outs = rule(wide, *map(apart, wide.avals_in, [*operands, *started]), **attributes)
+    return [apart(a, x) for a, x in zip(ctx.avals_out, outs)]
+
+
+def _behind_barrier(ctx: mlir.LoweringRuleContext, aval: Any, value: Any) -> Any:
+    """A value that XLA does not look through.
+
+    Its GPU compiler fuses slices before a custom call, and updates of slices behind it, with the call
+    (DynamicSliceFusion), and forgets that a result shares the buffer of an operand: it would start from anything.
+    """
+    inner = ctx.replace(avals_in=(aval,), avals_out=(aval,))
+    (out,) = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)(inner, value)
+    return out
+
+
+def _target(platform: str) -> Any:
+    from jtile.lowering import targets
+
+    if platform == "cpu":
+        return targets.resolve(current().isa and f"cpu:{current().isa}")
+    return targets.resolve(f"{platform}:{gpu_arch(platform)}")
+
+
+def _check_target(platform: str, program: Program) -> None:
+    from jtile.lowering import targets
+
+    targets.check_capabilities(program.kernel, _target(platform))
+
+
+def _cost(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]:
+    """What one program costs at the sizes of this call; the image knows a guess only."""
+    from jtile.lowering.cpu.cost import program_cost_ns
+
+    if not values or any(is_symbolic(n) for n in values.values()) or not ir.is_dynamic(kernel):
+        return {}
+    return {"cost": program_cost_ns(ir.concrete(kernel, values))}
+
+
+def compile_piece(program: Program, piece: int, target: Any, *, texts: bool = False) -> Any:
+    """The `Artifact` of one of a program's kernels, from the caches where it is there; `texts` compiles anew, to show
+    every level."""
+    whole = complete(pieces_of(program).kernels[piece], target.platform)
+    return _compile(program, piece, whole, target, texts=texts)
+
+
+def _compile(program: Program, piece: int, whole: Complete, target: Any, *, texts: bool = False) -> Any:
+    from jtile.lowering import registry
+
+    several = len(pieces_of(program).kernels) > 1
+    own = f"{program.fingerprint} piece={piece}" if several else program.fingerprint
+    key = f"{own} poison={current().poison and bool(whole.starts)} debug={current().debug}"
+    return registry.compile(whole.kernel, target, key=key, texts=texts, options=program.options.compiler)
+
+
+@dataclasses.dataclass(frozen=True)
+class Complete:
+    """A kernel as it is compiled, with the inputs that it needs besides its operands.
+
+    Attributes:
+      starts: the numbers that outputs start from, for `filled`.
+      tables: literals that a GPU has no constants for; they stand behind `starts`.
+    """
+
+    kernel: ir.Kernel
+    starts: Sequence[Any]
+    tables: Sequence[np.ndarray]
+
+
+def complete(kernel: ir.Kernel, platform: str) -> Complete:
+    kernel, starts = with_starts(kernel)
+    kernel, tables = (kernel, ()) if platform == "cpu" else with_tables(kernel)
+    return Complete(kernel, starts, tables)
+
+
+def with_starts(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[Any]]:
+    """The kernel with an input for each output that starts from a number; and these numbers, for `filled`."""
+    from jtile.lowering import starts
+
+    return starts.with_starts(kernel, poison=current().poison)
+
+
+def with_tables(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[np.ndarray]]:
+    """The kernel with an input for each table of literals, and these tables: what a GPU has no constants for."""
+    from jtile.lowering import literals
+
+    return literals.as_inputs(kernel)
+
+
+def filled(starts: Sequence[Any]) -> list[Any]:
+    """Arrays of the numbers that outputs start from."""
+    return [jnp.full(s.shape, s.value, s.dtype) for s in starts]
+
+
+def _cpu_attributes(artifact: Any, kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of the custom call, as the handler in ffi/csrc/cpu.cc declares them."""
+    launch = artifact.launch | _cost(kernel, values)
+    numbers = {k: np.int64(launch[k]) for k in ("workspace", "cost")}
+    texts = {k: str(launch[k]) for k in ("name", "isa", "sites")}
+    if "dims" in launch:  # the image counts the programs itself
+        numbers |= {"programs": np.int64(-1), "dims": np.asarray(launch["dims"], np.int64)}
+    else:
+        numbers["programs"] = np.int64(math.prod(kernel.grid))
+    return {"image": artifact.image, **numbers, **texts}
+
+
+def _gpu_attributes(artifact: Any) -> dict[str, Any]:
+    """The same for ffi/csrc/cuda.cc and rocm.cc."""
+    return {"image": artifact.image, "record": artifact.launch["record"]}
+
+
+def call_gpu(platform: str, kernel: ir.Kernel, artifact: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The outputs of a compiled kernel of static sizes, called as it is, beside its primitive; for use under jit.
+
+    Args:
+      kernel: what `artifact` was compiled from: its starts and tables are inputs.
+    """
+    from jtile import ffi
+
+    ffi.register(platform)
+    types = [jax.ShapeDtypeStruct(v.shape, v.type.info.numpy) for v in kernel.outputs]
+    types += [jax.ShapeDtypeStruct((n,), np.uint8) for n in artifact.launch.get("extra", ())]
+    call = jax.ffi.ffi_call(f"jtile_{platform}", types, input_output_aliases=dict(kernel.aliases))
+    return call(*operands, **_gpu_attributes(artifact))[: len(kernel.outputs)]
+
+
+def _without_programs(*operands: Any, program: Program) -> Sequence[Any]:
+    """An empty grid: outputs keep what they start from; undefined ones are zero, or poisoned."""
+    shapes = [x.shape for x in operands]
+    values = program.sizes(shapes)
+    kernel, extra = with_starts(program.kernel)
+    inputs = [*operands, *filled([dataclasses.replace(s, shape=_shape(s, values)) for s in extra])]
+    source = {o: inputs[i] for i, o in kernel.aliases}
+    return [source.get(k, jnp.zeros(o.shape)).astype(o.dtype) for k, o in enumerate(program.results(shapes))]
+
+
+def lower_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
+    if interpreted(program):
+        return _lower_on_host(ctx, operands, program)
+    asked = ", ".join(ctx.platforms or ctx.module_context.platforms)
+    instead = "move the arrays with jax.device_put(x, jax.devices('cpu')[0]), or run it with interpret=True"
+    raise UnsupportedError(
+        f"kernel {program.name} cannot run on platform {asked!r}: jtile compiles kernels for 'cpu', 'cuda' and "
+        "'rocm'; " + ("export it with platforms=['cpu']" if is_exported(ctx) else instead),
+        program.where,
+    )

@@ -1,0 +1,254 @@
+"""`Program`: a kernel whose shapes, grid and meta-parameters are fixed; every rule of `jtile_call` maps it to another.
+
+The jaxpr over Refs is what differentiation works on; the Tile IR is what batching, partition and the compiler work on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtile import ir
+from jtile._compat import held_weakly, is_symbolic
+from jtile.ir.block import level_of
+from jtile.primitive.options import Options
+from jtile.primitive.sharding import Hand
+from jtile.primitive.sizes import sized, values_of
+
+Number = int | float | bool
+_SPEAKING = ir.Print | ir.Assert  # what is seen beside the results
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What stands around a kernel's body, before any vmap.
+
+    Attributes:
+      name: what profilers show.
+      n_in, n_out: how many of the body's Refs are inputs and outputs, in this order; the rest is scratch.
+      grid: number of programs per axis.
+      aliases: (input, output) pairs that share a buffer.
+      inits: per output, the number it starts from or None.
+      ref_names: one per Ref.
+      loc: the `def` of the kernel.
+    """
+
+    name: str
+    n_in: int
+    n_out: int
+    grid: tuple[int, ...]
+    aliases: tuple[tuple[int, int], ...] = ()
+    inits: tuple[Number | None, ...] = ()
+    ref_names: tuple[str, ...] = ()
+    loc: ir.Loc = ir.NOWHERE
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One `vmap` of a kernel: a leading grid axis.
+
+    Attributes:
+      size: programs along the new axis; while a program is exported, it may be a symbolic dimension of JAX's.
+      batched: per input and output Ref, whether it has a leading dimension of that size. Programs along the axis share
+        what has not.
+    """
+
+    size: int
+    batched: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomVjp:
+    """A reverse rule given by the user, over flat arrays.
+
+    Attributes:
+      fwd: `(*operands) -> (*outputs, *residuals)`.
+      bwd: `(*residuals, *output cotangents) -> (one cotangent or None per operand)`; the cotangent of an output that is
+        not of floats is None.
+      key: what equality goes by: the functions mean the same where this is equal.
+    """
+
+    fwd: Callable[..., Sequence[Any]] = dataclasses.field(compare=False)
+    bwd: Callable[..., Sequence[Any]] = dataclasses.field(compare=False)
+    key: Any
+
+
+@held_weakly
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A kernel with everything fixed: the one parameter of `jtile_call`.
+
+    Attributes:
+      jaxpr: the kernel's body over flat Refs (inputs, outputs, scratch), without the dimensions of vmap.
+      spec: what stands around the body.
+      levels: the vmaps of the kernel, innermost first.
+      narrow: per output, the dtype that its accumulator is rounded to in the end, or None: the dtype of its Ref stays.
+      vjp: the reverse rule that the user gave, or None: automatic.
+      base: Tile IR of the body, before the levels and before any pass.
+      kernel: the same with the levels applied: what the compiler works on.
+      meta: the meta-parameters, sorted by name.
+      options: see `Options`.
+      fingerprint: sha256 of the Tile IR text, the options and the names of `hand`; equality and hashing go by it and by
+        `vjp`.
+      hand: the sharding rule that the user gave, or None: derived. Of a kernel at block level: one that cuts no
+        dimension of its own.
+    """
+
+    jaxpr: Any
+    spec: Spec
+    levels: tuple[Level, ...]
+    narrow: tuple[str | None, ...]
+    vjp: CustomVjp | None
+    base: ir.Kernel
+    kernel: ir.Kernel
+    meta: tuple[tuple[str, Any], ...]
+    options: Options
+    fingerprint: str
+    hand: Hand | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.fingerprint == other.fingerprint and self.vjp == other.vjp
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.vjp))
+
+    def __repr__(self) -> str:
+        return f"{self.name}{self.kernel.grid}#{self.fingerprint[:8]}"
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @functools.cached_property
+    def dynamic(self) -> bool:
+        """Whether sizes are known only from the operands of a call."""
+        return ir.is_dynamic(self.kernel)
+
+    def sizes(self, shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """The values of the symbols for operands of these shapes, with any number of vmaps."""
+        if not self.dynamic:
+            return {}
+        lanes = {lane_symbol(k): w.size for k, w in enumerate(self.levels)}
+        return values_of(self.base, shapes) | lanes
+
+    def results(self, shapes: Sequence[Sequence[Any]]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each result for operands of these shapes."""
+        if not self.dynamic:
+            return self.out_avals
+        values = self.sizes(shapes)
+        return tuple(jax.ShapeDtypeStruct([sized(n, values) for n in o.shape], o.dtype) for o in self.out_avals)
+
+    @functools.cached_property
+    def out_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each result; sizes that are known only from the operands are those of Tile IR."""
+        dtypes = [ir.DTYPES[n].numpy if n else ref_dtype(v) for v, n in zip(self.kernel.outputs, self.narrow)]
+        return tuple(jax.ShapeDtypeStruct(v.shape, d) for v, d in zip(self.kernel.outputs, dtypes))
+
+    @functools.cached_property
+    def io(self) -> bool:
+        """The kernel prints or asserts, so that its call may not be removed."""
+        return any(isinstance(op, _SPEAKING) for op in self.kernel.body.walk())
+
+    @functools.cached_property
+    def block(self) -> bool:
+        """The kernel is at block level: it has roles, and compiles for the architectures that have what they use."""
+        return level_of(self.base) == "block"
+
+    @property
+    def where(self) -> tuple[str, int] | None:
+        loc = self.kernel.loc
+        return (loc.file, loc.line) if loc.file else None
+
+    @property
+    def programs(self) -> int:
+        """Number of programs of the grid, where it does not depend on the sizes of the operands."""
+        return math.prod(self.kernel.grid)
+
+
+def make_program(
+    jaxpr: Any,
+    spec: Spec,
+    *,
+    meta: tuple[tuple[str, Any], ...],
+    options: Options,
+    levels: tuple[Level, ...] = (),
+    narrow: tuple[str | None, ...] | None = None,
+    vjp: CustomVjp | None = None,
+    hand: Hand | None = None,
+) -> Program:
+    """A `Program` from a traced body; raises what the body cannot be expressed by in Tile IR."""
+    from jtile import trace
+
+    base = trace.to_tile_ir(
+        jaxpr, name=spec.name, n_in=spec.n_in, n_out=spec.n_out, grid=spec.grid, aliases=spec.aliases,
+        inits=spec.inits, ref_names=spec.ref_names, loc=spec.loc,
+    )  # fmt: skip
+    return _program(jaxpr, spec, levels, narrow or (None,) * spec.n_out, vjp, base, meta, options, hand)
+
+
+def batched(program: Program, level: Level, vjp: CustomVjp | None) -> Program:
+    """The program under one more vmap."""
+    levels = (*program.levels, level)
+    p = program
+    hand = p.hand and dataclasses.replace(p.hand, shard=functools.partial(_batched_shard, p, level))
+    return _program(p.jaxpr, p.spec, levels, p.narrow, vjp, p.base, p.meta, p.options, hand)
+
+
+def _batched_shard(program: Program, level: Level, parts: Mapping[str, int]) -> Program:
+    """The shard of a program under one more vmap, for a sharding rule given by hand."""
+    assert program.hand is not None
+    size = level.size // parts.get(lane_name(len(program.levels)), 1)
+    return batched(program.hand.shard(parts), dataclasses.replace(level, size=size), None)
+
+
+def lane_name(level: int) -> str:
+    """What sharding rules call the dimension of a vmap."""
+    return f"vmap{level}"
+
+
+def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand) -> Program:
+    from jtile.transforms.batch import batch
+
+    kernel = base
+    for k, level in enumerate(levels):
+        kernel = batch(kernel, _lanes(k, level.size), level.batched)
+    symbolic = [str(level.size) for level in levels if is_symbolic(level.size)]
+    rule = [f"{hand.inputs} -> {hand.outputs}"] if hand else []
+    fingerprint = fingerprint_of(kernel, narrow, options, *symbolic, *rule)
+    made = Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint, hand)
+    if hand is None and not levels and made.block:  # nobody looks into a schedule: it is cut along vmaps only
+        rows = lambda refs: tuple((None,) * len(v.shape) for v in refs)
+        return dataclasses.replace(made, hand=Hand(rows(base.inputs), rows(base.outputs), lambda _: made))
+    return made
+
+
+def fingerprint_of(kernel: ir.Kernel, narrow: tuple[str | None, ...], options: Options, *more: str) -> str:
+    """See `Program.fingerprint`."""
+    text = "\n".join([_canonical_text(kernel), str(narrow), str(options), *more])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _lanes(k: int, size: Any) -> ir.Size:
+    return ir.symbol(lane_symbol(k)) if is_symbolic(size) else size
+
+
+def lane_symbol(k: int) -> str:
+    """The symbol of the size of vmap k, where it is not a number."""
+    return f"lanes{k}"
+
+
+def ref_dtype(v: ir.Value) -> np.dtype:
+    return v.type.info.numpy
+
+
+def _canonical_text(kernel: ir.Kernel) -> str:
+    """Text that is equal for equal kernels: source places stand in it only where compiled code shows them."""
+    sites = [f"; {op.mnemonic} {op.loc}" for op in kernel.body.walk() if isinstance(op, _SPEAKING)]
+    return "\n".join([ir.print_kernel(kernel), *sites])

@@ -1,0 +1,363 @@
+"""Which loads of a tile-level kernel bring operands of matrix products, and which of them share a ring of buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+
+from jtile.ir import (
+    Bitcast,
+    Block,
+    Cast,
+    Dot,
+    DotScaled,
+    If,
+    Kernel,
+    Load,
+    Map,
+    Op,
+    Reshape,
+    Select,
+    Transpose,
+    Value,
+    copy_block,
+    dim_value,
+)
+from jtile.ir.types import DTYPES
+from jtile.passes.cse import index_form
+from jtile.passes.rewrite import free_values, reads_only
+
+from .maps import load_obstacle
+from .plan import refuse
+
+_PATH = (Cast, Bitcast, Reshape, Map, Select)  # ops, element by element, between a load and the product that it feeds
+_SMALLEST = 2048  # bytes of a tile that is worth a copy of its own
+HALF, BYTE = ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(eq=False)
+class Site:
+    """Loads of one block that arrive together; `resident`: loops inside the block use them."""
+
+    block: Block
+    loads: tuple[Load, ...]
+    depth: int
+    resident: bool
+
+
+@dataclasses.dataclass(eq=False)
+class Ring:
+    """Buffers for sites that load the same arrays in tiles of the same shapes.
+
+    `eager`: one site stands in a block with another, or around it, so that every site goes on to the next slot by
+    itself; others go on at the end of their block, all rings of the block together. `span`: the slots that sites of one
+    block take before the first of them is given back; slots are filled in turn, so a ring has as many at least.
+    """
+
+    sites: list[Site]
+    eager: bool = False
+    span: int = 1
+
+    @property
+    def resident(self) -> bool:
+        return self.sites[0].resident
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The blocks that fill it: rings that the same blocks fill go around together."""
+        return tuple(id(s.block) for s in self.sites)
+
+    @property
+    def bytes(self) -> int:
+        """Of one slot, for all consumers."""
+        return sum(tile_bytes(x.result) for x in self.sites[0].loads)
+
+    def __str__(self) -> str:
+        tiles = " + ".join(f"{x.ref.name} {x.result.type}" for x in self.sites[0].loads)
+        return f"{tiles}{', resident' if self.resident else ''}"
+
+
+@dataclasses.dataclass(eq=False)
+class Feeds:
+    """Rings of a kernel, its products, those of them whose right operand is computed, and loads that are replaced in
+    some rounds (see `choices`)."""
+
+    rings: list[Ring]
+    dots: list[Dot]
+    computed: list[Dot]
+    replaced: set[Load]
+    home: dict[Op, Block]
+
+    @property
+    def loads(self) -> set[Load]:
+        return {x for r in self.rings for s in r.sites for x in s.loads}
+
+
+def tile_bytes(v: Value) -> int:
+    """Bytes of a tile."""
+    return v.type.size * DTYPES[v.dtype].bits // 8  # type: ignore[union-attr]
+
+
+def untransposed(v: Value) -> tuple[Value, bool]:
+    """What a value is the transpose of (of two axes, any number of times), and whether it is."""
+    flipped = False
+    while isinstance(v.op, Transpose) and v.op.perm == (1, 0):
+        v, flipped = v.op.x, not flipped
+    return v, flipped
+
+
+def operand(dot: Dot, right: bool) -> tuple[Value, bool]:
+    """The left or right operand of a product, without transposes, and whether it is transposed."""
+    v, flipped = untransposed(dot.b if right else dot.a)
+    return v, flipped != (dot.trans_b if right else dot.trans_a)
+
+
+def promoted(dot: Dot) -> bool:
+    """Whether the sums of a product go from the tensor cores' short accumulators to others."""
+    return dot.a.dtype in BYTE and dot.precision != "fast"
+
+
+def feeds(kernel: Kernel) -> Feeds:
+    """The rings of a kernel.
+
+    Raises:
+      Refusal: no products, products that warpgroups do not do, operands that tensor maps do not bring.
+    """
+    home, depth = _homes(kernel.body)
+    dots = [op for op in home if isinstance(op, Dot)]
+    scaled = [op for op in home if isinstance(op, DotScaled)]
+    if scaled:
+        refuse("products with block scales are not planned", scaled[0])
+    if not dots:
+        refuse("it has no matrix product to feed")
+    for dot in dots:
+        _check_product(dot)
+    found = [(dot, tuple(_operands(kernel, dot, home))) for dot in dots]
+    far = {x for dot, loads in found for x in loads if home[x] is not home[dot]}
+    groups: list[list[Load]] = []
+    for _, loads in found:
+        _join(groups, loads, lambda x: (id(home[x]), x in far))
+    sites = [_site(g, home, depth, g[0] in far) for g in groups]
+    brought = {x for _, loads in found for x in loads}
+    either = {op: c for op, c in choices(kernel.body).items() if c[0] in brought}
+    computed = [
+        d for d in dots if not isinstance(operand(d, True)[0].op, Load) and operand(d, True)[0].op not in either
+    ]
+    rings = _rings(kernel, sites, either)
+    if not any(not s.resident and s.depth for r in rings for s in r.sites):
+        refuse("no loop loads the operands of its matrix products", dots[0])
+    return Feeds(rings, dots, computed, {x for x, _ in either.values()}, home)
+
+
+def _homes(body: Block) -> tuple[dict[Op, Block], dict[int, int]]:
+    """The block of every op in program order, and how many regions are around each block."""
+    home: dict[Op, Block] = {}
+    depth: dict[int, int] = {}
+
+    def block(b: Block, around: int) -> None:
+        depth[id(b)] = around
+        for op in b.ops:
+            home[op] = b
+            for inner in op.blocks():
+                block(inner, around + 1)
+
+    block(body, 0)
+    return home, depth
+
+
+def _operands(kernel: Kernel, dot: Dot, home: dict[Op, Block]) -> Iterator[Load]:
+    """The loads that a product takes from shared memory, in order of its operands."""
+    for right in (False, True):
+        v, _ = operand(dot, right)
+        if isinstance(v.op, Load):
+            why = load_obstacle(kernel, v.op)
+            if why:
+                refuse(f"an operand of a matrix product has no tensor map: {why}", v.op)
+            yield v.op
+        else:
+            yield from (x for x in _computed_from(v) if home[x] is home[dot] and _worth(kernel, x))
+
+
+def _computed_from(v: Value) -> Iterator[Load]:
+    """Loads of tiles that a computed operand is made of, element by element."""
+    size, todo, seen = v.type.size, [v], set()  # type: ignore[union-attr]
+    while todo:
+        x = todo.pop()
+        if x in seen or not x.shape or x.type.size != size:  # type: ignore[union-attr]
+            continue
+        seen.add(x)
+        if isinstance(x.op, Load):
+            yield x.op
+        elif isinstance(x.op, If):
+            i = x.op.results.index(x)
+            todo += [x.op.then.yields[i], x.op.orelse.yields[i]]
+        elif isinstance(x.op, (*_PATH, Transpose)):
+            todo += x.op.operands()
+
+
+def choices(body: Block) -> dict[Op, tuple[Load, int]]:
+    """Branches that give products a loaded tile as it is, or something that is computed: with that load, and the number
+    of the region that yields it. Products take the one from its slot, and the other from a spare slot of the ring."""
+    users: dict[Value, list[Op]] = {}
+    for op in body.walk():
+        for v in op.operands():
+            users.setdefault(v, []).append(op)
+        for b in op.blocks():
+            for v in b.yields:
+                users.setdefault(v, []).append(op)
+    found: dict[Op, tuple[Load, int]] = {}
+    for op in body.walk():
+        if isinstance(op, If) and len(op.results) == 1 and _rights(op.result, users):
+            plain = [k for k, b in enumerate(op.blocks()) if isinstance(b.yields[0].op, Load)]
+            outside = [k for k in plain if op.blocks()[k].yields[0].op not in op.blocks()[k].ops]
+            if len(plain) == 1 and outside:
+                load = op.blocks()[plain[0]].yields[0].op
+                found[op] = load, plain[0]  # type: ignore[assignment]
+    return found
+
+
+def _rights(v: Value, users: dict[Value, list[Op]]) -> bool:
+    """Whether all users of a value are products that take it, or its transpose, as their right operand."""
+    for op in users.get(v, []):
+        turned = isinstance(op, Transpose) and _rights(op.result, users)
+        right = isinstance(op, Dot) and v is op.b and v not in (op.a, op.acc)
+        if not turned and not right:
+            return False
+    return v in users
+
+
+def _worth(kernel: Kernel, op: Load) -> bool:
+    return len(op.result.shape) == 2 and tile_bytes(op.result) >= _SMALLEST and load_obstacle(kernel, op) is None
+
+
+def _check_product(dot: Dot) -> None:
+    """What warpgroup products take: 16-bit floats, 8-bit floats, int8, and float32 as tf32 where that is precise enough
+    for the user, in tiles of 64 rows and 8 columns."""
+    a, b = dot.a.dtype, dot.b.dtype
+    batch, m, n, k = dot.sizes()
+    if batch:
+        refuse("a batched matrix product stands in it", dot)
+    byte = (a in BYTE and b in BYTE and dot.precision in ("default", "fast")) or a == b == "int8"
+    tf32 = a == b == "float32" and dot.precision == "fast"
+    if not (a == b and a in HALF) and not byte and not tf32:
+        refuse(f"its matrix product of {a} and {b} is none of warpgroups", dot)
+    least = 32 if byte else 8 if tf32 else 16
+    if m % 64 or n % 8 or k % least:
+        refuse(f"its matrix product is {m}x{n}x{k}, of warpgroups a multiple of 64x8x{least}", dot)
+    (x, across), (y, along) = operand(dot, False), operand(dot, True)
+    if a not in HALF and (not isinstance(y.op, Load) or not along or (isinstance(x.op, Load) and across)):
+        refuse(f"products of {a} take operands that lie along k in memory", dot)
+
+
+def _join(groups: list[list[Load]], loads: Sequence[Load], kind: Callable[[Load], Hashable]) -> None:
+    """Add the loads of a product: those of one kind are of one group."""
+    for wanted in dict.fromkeys(map(kind, loads)):
+        own = [x for x in loads if kind(x) == wanted]
+        met = [g for g in groups if not set(own).isdisjoint(g)]
+        groups[:] = [g for g in groups if g not in met]
+        groups.append([x for g in met for x in g] + own)
+
+
+def _site(group: list[Load], home: dict[Op, Block], depth: dict[int, int], resident: bool) -> Site:
+    block = home[group[0]]
+    loads = set(group)
+    ordered = tuple(op for op in block.ops if isinstance(op, Load) and op in loads)
+    return Site(block, ordered, depth[id(block)], resident)
+
+
+def _rings(kernel: Kernel, sites: list[Site], either: Mapping[Op, tuple[Load, int]]) -> list[Ring]:
+    """One ring for sites that load the same; tiles that stay for a loop, several of them at a time, have one each, and
+    so do those of which one is needed before and after regions that go around the ring."""
+    place = {p: k for k, p in enumerate(kernel.params)}
+    rings: dict[Hashable, Ring] = {}
+    for s in sites:
+        form = lambda x: (place[x.ref], str(index_form(x.index)), str(x.pad))
+        s.loads = tuple(sorted(s.loads, key=form))
+        rings.setdefault((s.resident, *map(form, s.loads)), Ring([])).sites.append(s)
+    for ring in rings.values():
+        inside = [{id(b) for op in s.block.ops for b in _blocks(op)} | {id(s.block)} for s in ring.sites]
+        ring.eager = any(id(t.block) in inside[k] for k, s in enumerate(ring.sites) for t in ring.sites if t is not s)
+    apart = lambda ring: ring.eager and (ring.resident or not _spanned(ring, either))
+    return [part for ring in rings.values() for part in (map(_alone, ring.sites) if apart(ring) else [ring])]
+
+
+def _alone(site: Site) -> Ring:
+    return Ring([site])
+
+
+def _spanned(ring: Ring, either: Mapping[Op, tuple[Load, int]]) -> bool:
+    """Note the span of a ring; false where a site keeps its slot while others inside its block go around."""
+    first: dict[Site, int] = {}
+    last: dict[Site, int] = {}
+    for s in ring.sites:
+        values = {x.result for x in s.loads}
+        values |= {op.results[0] for op, (load, _) in either.items() if load in s.loads}
+        found = users(s.block, values) or [len(s.block.ops) - 1]
+        first[s], last[s] = min(found), max(found)
+    for s in ring.sites:
+        during = s.block.ops[first[s] : last[s] + 1]
+        inside = {id(b) for op in during for b in _blocks(op)}
+        if any(id(t.block) in inside for t in ring.sites):
+            return False
+        taken = [t for t in ring.sites if t.block is s.block and first[s] <= first[t] <= last[s]]
+        ring.span = max(ring.span, len(taken))
+    return True
+
+
+def users(b: Block, tiles: Iterable[Value]) -> list[int]:
+    """The numbers of the ops of a block that use tiles of operands; transposes of these are views, and what the block
+    yields is used by its last op."""
+    values, views = set(tiles), set()
+    for i, op in enumerate(b.ops):
+        if isinstance(op, Transpose) and untransposed(op.result)[0] in values:
+            values.add(op.result)
+            views.add(i)
+    found = [i for i, op in enumerate(b.ops) if i not in views and not values.isdisjoint(free_values(op))]
+    return found if values.isdisjoint(b.yields) else [*found, len(b.ops) - 1]
+
+
+def _blocks(op: Op) -> Iterator[Block]:
+    """All blocks inside an op."""
+    for b in op.blocks():
+        yield b
+        for x in b.ops:
+            yield from _blocks(x)
+
+
+def sink(kernel: Kernel) -> Kernel:
+    """The kernel with the loads of operands right in front of their first use, so that all roles meet them in one
+    order. Nobody writes what they read."""
+    kernel = kernel.with_body(copy_block(kernel.body, lambda v: v))
+    for ring in feeds(kernel).rings:
+        for site in ring.sites:
+            _sink(site)
+    return kernel
+
+
+def _sink(site: Site) -> None:
+    moved: list[Op] = list(site.loads)
+    values = {op.result for op in site.loads}
+    ops = site.block.ops
+    for op in ops:
+        if isinstance(op, Transpose) and op.x in values:
+            moved.append(op)
+            values.add(op.result)
+    rest = [op for op in ops if op not in moved]
+    users = (k for k, op in enumerate(rest) if not values.isdisjoint(free_values(op)))
+    at = next(users, len(rest))
+    places = _places(site, rest[at:], values)
+    ops[:] = [*rest[:at], *places, *(op for op in ops if op in moved), *(op for op in rest[at:] if op not in places)]
+
+
+def _places(site: Site, later: list[Op], values: set[Value]) -> list[Op]:
+    """Of the ops behind the first use of the loads of a site, those that say where the others of its loads are."""
+    wanted = {dim_value(d) for op in site.loads for d in op.index}
+    found: list[Op] = []
+    for op in reversed(later):
+        if not wanted.isdisjoint(op.results):
+            free = free_values(op)
+            if not reads_only(op) or isinstance(op, Dot | DotScaled) or not values.isdisjoint(free):
+                refuse("where its operands lie depends on its products", op)
+            wanted |= set(free)
+            found.insert(0, op)
+    return found
