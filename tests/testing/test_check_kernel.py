@@ -21,7 +21,7 @@ from jtile.testing.report import TRANSFORMS
 X = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (5, 7)).astype(np.float32))
 W = jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, 7).astype(np.float32))
 N = jnp.asarray([0, 4, 2, 2, 1], jnp.int32)
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 FEW = ("value", "jit")
 
 
