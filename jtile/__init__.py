@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from jtile.tune import explain as explain
     from jtile.tune import profile as profile
     from jtile.tune import tune as tune
+    from jtile.tune.device import target as target
 
 # Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
 _MODULES = ("interpret", "ir", "models", "ops", "testing", "tune")
@@ -124,6 +125,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "host_target": "jtile.lowering.targets",
     "platform": "jtile._platform",
     "profile": "jtile.tune",
+    "target": "jtile.tune.device",
 }
 
 

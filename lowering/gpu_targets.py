@@ -80,6 +80,7 @@ def gpu_target(arch: str) -> Target:
         limits=(("programs", 2**62), ("tile", MAX_TILE)),
         gaps=tuple(_gaps(f)),
         rates=tuple(rates.items()),
+        features=("warps", *(["warpgroup products"] if f.capability == 90 else [])),
     )
 
 

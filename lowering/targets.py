@@ -81,6 +81,9 @@ class Target:
         `"tile"`: elements of a tile.
       gaps: what it cannot run although the language has it.
       rates: pairs (dtype, operations a second of matrix products of it, on the whole device), where they are known.
+      features: what code may be chosen by instead of the name of an architecture. `"warps"`: a program is a block of
+        threads, whose registers hold its tiles, with sides of powers of two. `"warpgroup products"`: the ops of the
+        block level: roles, tensor maps and asynchronous products.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Target:
     limits: tuple[tuple[str, int], ...] = ()
     gaps: tuple[Gap, ...] = ()
     rates: tuple[tuple[str, float], ...] = ()
+    features: tuple[str, ...] = ()
 
     def __post_init__(self):
         unknown = [s.name for s in self.scales if s.name not in LEVELS]
@@ -137,7 +141,7 @@ def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
     Raises:
       UnsupportedError: names the op, the dtype, the target, the source line, and the nearest form that is supported.
     """
-    if level_of(kernel) == "block" and not (target.platform == "cuda" and target.arch.startswith("sm_90")):
+    if level_of(kernel) == "block" and "warpgroup products" not in target.features:
         instead = "run it in the interpreter (fallback='interpret', interpret=True), or write the kernel at tile level"
         what = "a kernel at block level, whose ops are those of NVIDIA's sm_90"
         _refuse(kernel, target, what, instead, kernel.loc)

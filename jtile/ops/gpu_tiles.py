@@ -17,6 +17,7 @@ from jtile.tune import products
 from jtile.tune.products import power, side
 
 PROCESSORS = 132  # multiprocessors of an H200
+LITTLE = 100 << 10  # bytes of shared memory of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +82,13 @@ def few_rows(bm: int, bn: int, bk: int, itemsize: int) -> Choice:
 def little_memory() -> bool:
     """Whether a block of the GPU at hand has 100 KB of shared memory or less: all but those made for data centres, and
     AMD's of before gfx950."""
-    return str(jt.architecture()).rstrip("a") not in ("sm_80", "sm_87", "sm_90", "sm_100", "sm_103", "gfx950")
+    shared = jt.target().memory("block")
+    return shared is None or shared.size is None or shared.size <= LITTLE
 
 
 def warpgroups() -> bool:
     """Whether the GPU at hand has warpgroup products, so that kernels run at the block level there."""
-    return str(jt.architecture()).rstrip("a") == "sm_90"
+    return "warpgroup products" in jt.target().features
 
 
 def attention(

@@ -5,22 +5,33 @@ from __future__ import annotations
 import functools
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from jtile._config import current
 from jtile._platform import gpu_arch, platform
 
+if TYPE_CHECKING:
+    from jtile.lowering.targets import Target
 
-def target() -> Any:
-    """The `Target` of the device that a kernel called here runs on."""
+
+def target() -> Target:
+    """The `Target` that a kernel called here will most likely be compiled for: that of `jt.platform()` and
+    `jt.architecture()`.
+
+    Implementations and tiles are chosen by what it has: `"warpgroup products" in jt.target().features`.
+    """
+    where = platform()
+    isa = current().isa if where == "cpu" else gpu_arch(where)
+    return _resolved(f"{where}:{isa}" if isa else where)
+
+
+@functools.cache
+def _resolved(name: str) -> Target:
     from jtile.lowering import targets
 
-    name = platform()
-    if name == "cpu":
-        return targets.resolve(current().isa and f"cpu:{current().isa}")
-    return targets.resolve(f"{name}:{gpu_arch(name)}")
+    return targets.resolve(name)
 
 
 def kind() -> str:

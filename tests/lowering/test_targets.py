@@ -172,3 +172,34 @@ def test_every_gpu_target_has_its_numbers():
 def test_resolve_refuses_gpus_that_it_does_not_know(bad):
     with pytest.raises((UnsupportedError, KernelValueError), match="architecture"):
         targets.resolve(bad)
+
+
+def test_the_target_of_calls_and_what_it_has():
+    assert jt.target() is targets.resolve(None) or jt.platform() != "cpu"
+    for arch, name, has in (
+        ("sm_90", "cuda:sm_90", {"warps", "warpgroup products"}),
+        ("sm_90a", "cuda:sm_90", {"warps", "warpgroup products"}),
+        ("sm_100", "cuda:sm_100", {"warps"}),
+        ("gfx942,sm_90", "rocm:gfx942", {"warps"}),
+    ):
+        with jt.config(arch=arch):
+            assert jt.target().name == name and set(jt.target().features) == has
+    assert targets.resolve("cpu").features == ()
+    if jt.platform() == "cpu":
+        with jt.config(isa="sse2"):
+            assert jt.target().name == "cpu:sse2"
+
+
+def test_kernels_at_the_block_level_need_a_feature():
+    """Not an architecture: a target that lacks it is refused, whatever its name."""
+
+    @jt.kernel(out_type=lambda x: x)
+    def roles(x, o):
+        with jt.role("one", warps=4):
+            o[...] = x[...]
+
+    (hopper, x) = targets.resolve("cuda:sm_90"), jax.ShapeDtypeStruct((64,), jnp.float32)
+    kernel = roles.lower(x).program.kernel
+    targets.check_capabilities(kernel, hopper)
+    with pytest.raises(jt.errors.UnsupportedError, match="cannot run a kernel at block level"):
+        targets.check_capabilities(kernel, dataclasses.replace(hopper, features=("warps",)))
