@@ -94,19 +94,21 @@ def _cotangents(sig: Signature, back: Any, in_tree: Structure, operands: Sequenc
             sig.where,
         )
     out: list[Any] = []
+    absent = lambda x: x is None  # a field of an argument without an array, or an array without a cotangent
     for k, (ct, arg) in enumerate(zip(back, args, strict=True)):
-        leaves = tree_flatten_with_path(arg)[0]
+        leaves = tree_flatten_with_path(arg, is_leaf=absent)[0]
+        found, tree = tree_flatten(ct, is_leaf=absent)
         if ct is None:
-            out += [None] * len(leaves)
-            continue
-        found, tree = tree_flatten(ct, is_leaf=lambda x: x is None)
-        if len(found) != len(leaves):
+            found = [None] * len(leaves)
+        if len(found) != len(leaves) or any(x is None and c is not None for (_, x), c in zip(leaves, found)):
             raise KernelTypeError(
                 f"bwd of kernel {sig.name} gives a cotangent of structure {tree} for {sig.ref_name(k)}: expected that "
                 "of the argument",
                 sig.where,
             )
         for (path, x), c in zip(leaves, found, strict=True):
+            if x is None:
+                continue
             if c is not None and not (_fits(c.shape, x.shape) and c.dtype == x.dtype):
                 raise KernelTypeError(
                     f"bwd of kernel {sig.name} gives {describe(c)} for {sig.ref_name(k)}{keystr(path)}, which is "

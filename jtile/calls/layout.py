@@ -74,7 +74,7 @@ def lay_out(sig: Signature, spec: Spec, args: tuple[Any, ...], meta: dict[str, A
     outs = _typed(sig, "out_type", out_type)
     scratch = _typed(sig, "scratch", _evaluate(sig, "scratch", spec.scratch, args, meta))
     params = (*args, *outs, *scratch)
-    if len(params) != len(sig.refs) and not (sig.variadic and len(params) > len(sig.refs)):
+    if not sig.takes(len(params)):
         raise _arity(sig, len(args), len(outs), len(scratch))
     names = tuple(n for k, p in enumerate(params) for n in _leaf_names(sig.ref_name(k), p))
     grid = _grid(sig, _evaluate(sig, "grid", spec.grid, args, meta))
@@ -93,7 +93,9 @@ def lay_out(sig: Signature, spec: Spec, args: tuple[Any, ...], meta: dict[str, A
 
 
 def _arity(sig: Signature, n_in: int, n_out: int | None, n_scratch: int | None) -> KernelTypeError:
-    refs = ", ".join([*sig.refs, *([f"*{sig.variadic}"] if sig.variadic else [])])
+    first = len(sig.refs) - sig.optional
+    refs = ", ".join([*sig.refs[:first], *(f"{n}=None" for n in sig.refs[first:])])
+    refs += f", *{sig.variadic}" if sig.variadic else ""
     got = f"{n_in} argument{'s' * (n_in != 1)}"
     if n_out is not None:
         got += f" and out_type makes {n_out} output{'s' * (n_out != 1)}"

@@ -30,6 +30,7 @@ class Signature:
       name: the kernel's name, for messages.
       refs: names of the positional parameters.
       variadic: name of `*refs`, or None.
+      optional: how many of `refs`, from the last, have the default None: a call may have none for them.
       meta: keyword-only parameters with their defaults (`REQUIRED` where there is none).
       open: the kernel takes `**meta` besides those.
       where: file and line of the `def`.
@@ -41,6 +42,12 @@ class Signature:
     meta: Mapping[str, Any]
     open: bool
     where: Place
+    optional: int = 0
+
+    def takes(self, count: int) -> bool:
+        """Whether the body can be called with so many Refs."""
+        least = len(self.refs) - self.optional
+        return count >= least if self.variadic else least <= count <= len(self.refs)
 
     def ref_name(self, k: int) -> str:
         return self.refs[k] if k < len(self.refs) else f"{self.variadic or 'ref'}{k - len(self.refs)}"
@@ -106,7 +113,7 @@ def read_signature(fn: Callable[..., Any], name: str | None) -> Signature:
     name = name or _kernel_name(fn)
     if not name.isidentifier():
         raise KernelValueError(f"name={name!r} is no name for a kernel: letters, digits and _ only", where)
-    refs, meta, variadic, is_open = [], {}, None, False
+    refs, meta, variadic, is_open, optional = [], {}, None, False, 0
     for p in inspect.signature(fn).parameters.values():
         if p.kind is p.VAR_POSITIONAL:
             variadic = p.name
@@ -114,15 +121,17 @@ def read_signature(fn: Callable[..., Any], name: str | None) -> Signature:
             is_open = True
         elif p.kind is p.KEYWORD_ONLY:
             meta[p.name] = p.default
-        elif p.default is not p.empty:
+        elif p.default is not p.empty and p.default is not None:
             raise KernelTypeError(
                 f"parameter {p.name}={p.default!r} of kernel {name} is positional, so it would be a Ref: "
-                f"write `*, {p.name}={p.default!r}` to make it a meta-parameter",
+                f"write `*, {p.name}={p.default!r}` to make it a meta-parameter (the default None alone marks a last "
+                "Ref that out_type or scratch may leave out)",
                 where,
             )
         else:
             refs.append(p.name)
-    return Signature(name, tuple(refs), variadic, meta, is_open, where)
+            optional += p.default is None
+    return Signature(name, tuple(refs), variadic, meta, is_open, where, optional)
 
 
 def place_of(fn: Callable[..., Any]) -> Place:
