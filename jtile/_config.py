@@ -99,6 +99,11 @@ def config(**options: Any) -> Iterator[Config]:
         _override.reset(token)
 
 
+def jit_key(more: Any) -> contextlib.AbstractContextManager[Any]:
+    """A block in which JAX's caches also go by `more`, besides the options in force."""
+    return _jit_context()((current().code_key, more))
+
+
 @functools.cache
 def from_environment() -> Config:
     """The defaults with what the `JTILE_...` variables say, read once; KernelValueError on a bad one."""

@@ -166,8 +166,12 @@ def check(sig: Signature, made: Layout, wanted: Layout, values: Mapping[str, Any
         for a, b in zip(tree_flatten(getattr(made, what))[0], tree_flatten(getattr(wanted, what))[0], strict=True):
             if tuple(map(at, a.shape)) != tuple(b.shape) or a.dtype != b.dtype:
                 raise _depends(sig, {"outputs": "out_type"}.get(what, what), a.shape, b.shape)
-    if tuple(map(at, made.grid)) != tuple(wanted.grid):
-        raise _depends(sig, "grid", made.grid, wanted.grid)
+    if (made.axes, tuple(map(at, made.grid))) != (wanted.axes, tuple(wanted.grid)):
+        raise _depends(sig, "grid", *(_sides(x.axes, x.grid) for x in (made, wanted)))
+
+
+def _sides(axes: Sequence[str], grid: Sequence[Any]) -> Sequence[Any]:
+    return [f"{name}: {n}" for name, n in zip(axes, grid, strict=True)] if axes else grid
 
 
 def _depends(sig: Signature, what: str, symbolic: Any, actual: Any) -> KernelTypeError:

@@ -56,7 +56,8 @@ def kernel(
       out_type: what the kernel gives: a `jax.ShapeDtypeStruct` (or `jt.like(...)`), or a pytree of them. Each element
         of a tuple or list is one output Ref parameter; any other pytree is one parameter. May be a function of the
         abstract inputs (pytrees of `jax.ShapeDtypeStruct`) and of the meta-parameters that it names.
-      grid: number of programs, an int or a tuple of at most three; may be such a function too. 0 programs are legal.
+      grid: number of programs, an int, a tuple of ints, or a dict that names its axes, `{"row": 4, "column": 8}`; may
+        be such a function too. 0 programs are legal.
       alias: `{"x": "o"}`: output `o` shares the buffer of input `x` and starts with its values.
       init: a number that outputs start from; a tuple (one for each output, None: undefined) or a dict by name.
       scratch: shapes and dtypes of memory private to each program, given like `out_type`.
@@ -340,7 +341,7 @@ class Kernel:
         where = self._signature.where
         jaxpr = trace.trace(
             self._body, layout.inputs, layout.outputs, layout.scratch,
-            meta=meta, name=self.name, grid=layout.grid, aliases=layout.aliases, inits=layout.inits,
+            meta=meta, name=self.name, grid=layout.grid, axes=layout.axes, aliases=layout.aliases, inits=layout.inits,
         )  # fmt: skip
         around = Around(
             self.name, _leaves(layout.inputs), _leaves(layout.outputs), layout.grid, layout.aliases, layout.inits,

@@ -25,7 +25,7 @@ from jtile.calls.signature import Signature, Structure, check_dtype, describe, n
 if TYPE_CHECKING:
     from jtile import ir  # Tile IR is loaded when the first kernel is called, not at import
 
-MAX_GRID_AXES = 3
+MAX_GRID_AXES = 16
 MAX_PROGRAMS_PER_AXIS = 2**31 - 1  # a program id is an int32
 
 
@@ -51,6 +51,7 @@ class Layout:
       names: one per flat Ref.
       out_tree: structure of the results.
       grid: number of programs per axis.
+      axes: the names of these, where they have some.
       aliases: (input, output) pairs, both flat.
       inits: per flat output, the number it starts from or None.
     """
@@ -61,6 +62,7 @@ class Layout:
     names: tuple[str, ...]
     out_tree: Structure
     grid: tuple[int, ...]
+    axes: tuple[str, ...]
     aliases: tuple[tuple[int, int], ...]
     inits: tuple[int | float | bool | None, ...]
 
@@ -77,7 +79,7 @@ def lay_out(sig: Signature, spec: Spec, args: tuple[Any, ...], meta: dict[str, A
     if not sig.takes(len(params)):
         raise _arity(sig, len(args), len(outs), len(scratch))
     names = tuple(n for k, p in enumerate(params) for n in _leaf_names(sig.ref_name(k), p))
-    grid = _grid(sig, _evaluate(sig, "grid", spec.grid, args, meta))
+    grid, axes = _grid(sig, _evaluate(sig, "grid", spec.grid, args, meta))
     groups = _Groups(sig, args, outs, names)
     aliases = _aliases(groups, spec.alias)
     return Layout(
@@ -87,6 +89,7 @@ def lay_out(sig: Signature, spec: Spec, args: tuple[Any, ...], meta: dict[str, A
         names=names,
         out_tree=tree_structure(out_type),
         grid=grid,
+        axes=axes,
         aliases=aliases,
         inits=_inits(groups, spec.init, {o for _, o in aliases}),
     )
@@ -197,12 +200,31 @@ def _size(sig: Signature, what: str, size: Any) -> Any:
     return n
 
 
-def _grid(sig: Signature, grid: Any) -> tuple[int, ...]:
-    axes = tuple(grid) if isinstance(grid, tuple | list) else (grid,)
-    if len(axes) > MAX_GRID_AXES:
-        raise KernelValueError(f"the grid of kernel {sig.name} has {len(axes)} axes: at most 3 are possible", sig.where)
+def _grid(sig: Signature, grid: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The number of programs per axis, and the names of the axes of a grid that is a dict."""
+    names = tuple(grid) if isinstance(grid, Mapping) else ()
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise KernelTypeError(
+                f"the grid of kernel {sig.name} calls an axis {name!r}: a name of letters, digits and _ was expected",
+                sig.where,
+            )
+    if isinstance(grid, Mapping):
+        sides = tuple(grid.values())
+    else:
+        sides = tuple(grid) if isinstance(grid, tuple | list) else (grid,)
+    if len(sides) > MAX_GRID_AXES:
+        raise KernelValueError(
+            f"the grid of kernel {sig.name} has {len(sides)} axes: at most {MAX_GRID_AXES} are possible, besides those "
+            "of vmap; compute several ids from one, with // and %",
+            sig.where,
+        )
+    return _sides(sig, sides, names or range(len(sides))), names
+
+
+def _sides(sig: Signature, sides: Sequence[Any], names: Sequence[str | int]) -> tuple[int, ...]:
     out = []
-    for k, n in enumerate(axes):
+    for k, n in zip(names, sides, strict=True):
         if is_symbolic(n):
             out.append(n)
             continue

@@ -11,26 +11,22 @@ from jax import core
 
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile.language._axes import axis_number
 from jtile.language._place import user_place
 from jtile.language._primitives import assert_p, num_programs_p, print_p, program_id_p
 from jtile.language._sizes import is_dynamic, static
 from jtile.language.refs import Ref
 
 
-def program_id(axis: int):
-    """The index of this program along grid axis `axis` (0, 1 or 2): an int32 scalar, never a Python int."""
-    return program_id_p.bind(axis=_axis(axis))
+def program_id(axis: int | str):
+    """The index of this program along grid axis `axis`, a number from 0 or a name that `grid` gives: an int32 scalar,
+    never a Python int."""
+    return program_id_p.bind(axis=axis_number(axis))
 
 
-def num_programs(axis: int):
-    """The number of programs along grid axis `axis`: an int32 scalar, never a Python int."""
-    return num_programs_p.bind(axis=_axis(axis))
-
-
-def _axis(axis) -> int:
-    if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not 0 <= axis <= 2:
-        raise KernelValueError(f"a grid axis is 0, 1 or 2, got {axis!r}", user_place())
-    return int(axis)
+def num_programs(axis: int | str):
+    """The number of programs along grid axis `axis`, a number or a name: an int32 scalar, never a Python int."""
+    return num_programs_p.bind(axis=axis_number(axis))
 
 
 def cdiv(a, b) -> Any:

@@ -14,6 +14,7 @@ from jax.ref import AbstractRef
 from jtile._collector import paused
 from jtile._compat import make_jaxpr
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
+from jtile.language._axes import named_axes
 from jtile.language._level import BlockLevelError, Level, tracing
 from jtile.language._place import hide_own_frames, place_of
 from jtile.language._primitives import allow_effects
@@ -22,7 +23,7 @@ from jtile.language.refs import Ref
 CONST_LIMIT = 4096  # elements of a captured NumPy array that still become a literal of the kernel
 
 
-def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), aliases=(), inits=()):
+def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=(), aliases=(), inits=()):
     """The jaxpr of a kernel body over Refs, flat in the order inputs, outputs, scratch.
 
     Args:
@@ -32,6 +33,7 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
       meta: keyword arguments of `fn`.
       name: of the kernel, for errors.
       grid: number of programs per axis; checked against the `program_id`s of the body.
+      axes: the names of these, for `program_id`s by name.
       aliases: pairs (flat input, flat output) that share a buffer: such an input can be stored to.
       inits: unused here; part of what identifies a kernel.
     Returns:
@@ -66,7 +68,8 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), alias
 
     avals = [AbstractRef(core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
     try:
-        closed = _made(body, avals)
+        with named_axes(tuple(axes)):
+            closed = _made(body, avals)
     except Exception as e:
         if (why := _explained(e)) is not None:
             raise KernelTypeError(why, _place_in(e, fn)) from e
@@ -233,7 +236,7 @@ def _check_axes(closed, rank: int, name: str) -> None:
     for eqn in equations(closed.jaxpr):
         if eqn.primitive.name in ("jtile_program_id", "jtile_num_programs") and eqn.params["axis"] >= rank:
             raise KernelValueError(
-                f"kernel {name} has a grid of {rank} axes, so there is no "
+                f"kernel {name} has a grid of {rank} {'axis' if rank == 1 else 'axes'}, so there is no "
                 f"{eqn.primitive.name.removeprefix('jtile_')}({eqn.params['axis']})",
                 place_of(eqn.source_info),
             )
