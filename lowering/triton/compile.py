@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -33,31 +34,36 @@ from . import (  # noqa: F401  emitters register
 )
 from .emit_basics import emit_size, start_program, static_programs
 from .emitter import Buffer, Emitter, memory_elem
-from .features import Features, features
+from .features import MAX_BLOCKS, Features, features
 from .hazards import in_order
 from .record import Record, expression
-from .ttir import Val
+from .ttir import Val, bits
 
-MAX_BLOCKS = 2**31 - 1  # along x, on every architecture
 RESIDENT = 2048  # blocks of a kernel with private memory: each runs many programs, so that the memory is bounded
 WORKSPACE = 256 << 20  # bytes of private memory of all blocks, where one block does not need more
 MAX_PARAMETERS = 512  # of a launch, as ffi/csrc/record.h has it; two of them are triton's own
 
 
 def emit_kernel(
-    kernel: ir.Kernel, f: Features, *, isolate: bool = False, num_stages: int | None = None
+    kernel: ir.Kernel,
+    f: Features,
+    *,
+    isolate: bool = False,
+    num_stages: int | None = None,
+    emitter: type[Emitter] = Emitter,
 ) -> tuple[str, Record]:
     """TTIR text of a kernel, and its launch record. Equal kernels give equal text.
 
     Args:
       isolate: see `layouts.py`.
       num_stages: of every loop, whatever it asks for itself; None leaves that to the loops.
+      emitter: a class of emitters for processors that are no GPUs.
     """
     record = Record()
-    em = Emitter(kernel, f, record, isolate=isolate, num_stages=num_stages)
+    em = emitter(kernel, f, record, isolate=isolate, num_stages=num_stages)
     parameters(em)
     scratch = _scratch(em)
-    blocks = _blocks(kernel, sum(map(buffer_bytes, scratch)))
+    blocks = _blocks(kernel, sum(map(buffer_bytes, scratch)), f)
     record.grid = blocks if isinstance(blocks, int) else expression(blocks, _numbers(kernel))
     _workspace(em, scratch, blocks)
     code = em.code
@@ -138,16 +144,22 @@ def _scratch(em: Emitter) -> list[ir.Value]:
     return refs
 
 
-def _blocks(kernel: ir.Kernel, private: int) -> ir.Size:
+def _blocks(kernel: ir.Kernel, private: int, f: Features) -> ir.Size:
     """How many blocks run the grid; fewer than programs where each block has private memory."""
     limit = max(1, min(RESIDENT, WORKSPACE // max(private, 1))) if private else MAX_BLOCKS
+    limit = min(limit, f.blocks)
     programs = math.prod(kernel.grid)
     return min(programs, limit) if isinstance(programs, int) else call("min", programs, limit)
 
 
 def _workspace(em: Emitter, scratch: list[ir.Value], blocks: ir.Size) -> None:
-    """Memory for private Refs: a further result of the call."""
+    """Memory for private Refs: a further result of the call; on an NPU one each, whose pointers keep their type."""
     if not scratch:
+        return
+    if em.features.npu:
+        for r in scratch:
+            size = expression(buffer_bytes(r) * blocks, _numbers(em.kernel))
+            em.refs[r] = Buffer(em.extra_result(size, memory_elem(r.dtype)), r.shape, _strides(em, r.shape), r.dtype)
         return
     size = sum(map(buffer_bytes, scratch)) * blocks
     em.workspace = em.extra_result(expression(size, _numbers(em.kernel)), "i8")
@@ -170,7 +182,7 @@ def _program_loop(em: Emitter, block: Val, scratch: list[ir.Value]) -> None:
         start_program(em, p)
         em.block(em.kernel.body)
         if scratch:
-            code.do("gpu.barrier")
+            em.barrier()
     code.do("} {tt.num_stages = 1 : i32}" if in_order(em, em.kernel.body) else "}")
 
 
@@ -179,6 +191,14 @@ def _private(em: Emitter, scratch: list[ir.Value], block: Val) -> None:
     if not scratch:
         return
     code, at = em.code, 0
+    if em.features.npu:
+        for r in scratch:
+            buf = em.refs[r]
+            first = code.scale(code.to_int(block, "i64"), 8 * buffer_bytes(r) // bits(memory_elem(r.dtype)))
+            kind = f"{buf.pointer.elem}, i64"
+            pointer = code.let(f"tt.addptr {buf.pointer.name}, {first.name} : {kind}", (), buf.pointer.elem)
+            em.refs[r] = dataclasses.replace(buf, pointer=pointer)
+        return
     size = code.const(sum(map(buffer_bytes, scratch)), "i64")
     base = code.mul(code.to_int(block, "i64"), size)
     for r in scratch:

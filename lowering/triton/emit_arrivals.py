@@ -22,9 +22,9 @@ def _last_arrival(em: Emitter, op: ir.LastArrival) -> Val:
     base, at = em.use(em.counters), code.shift(em.integer(op.index), first)
     counter = code.let(f"tt.addptr {base.name}, {at.name} : {base.elem}, i32", (), base.elem)
     count = em.integer(op.count)
-    code.do("gpu.barrier")
+    em.barrier()
     come = code.shift(_add(em, counter, code.i32(1), "acq_rel", code.const(True, "i1")), 1)
-    code.do("gpu.barrier")
+    em.barrier()
     # Of programs that go round and round, some may come again before the last has taken its own off.
     last = code.cmp("eq", code.op("arith.remsi", come, count), code.i32(0))
     _add(em, counter, code.op("arith.subi", code.i32(0), count), "relaxed", last)

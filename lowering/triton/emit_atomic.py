@@ -362,7 +362,7 @@ def _in_turns(em: Emitter, a: _Access, ranks: Val, used: bool) -> Val:
     with code.region():
         mine = code.cmp("eq", live, code.splat(turn, live.shape))
         old = _once(em, a, mine)
-        code.do("gpu.barrier")
+        em.barrier()
         if used:
             both = code.select(mine, old, acc)
             code.do(f"scf.yield {both.name} : {both.type}")

@@ -171,7 +171,7 @@ def while_loop(em: Emitter, op: ir.While, inits: Sequence[Val], body: Body) -> t
 def _end_of_test(em: Emitter, go: Val, passed: Sequence[Val]) -> None:
     """The end of the condition of a `scf.while`: whether it goes on, and what it hands to its body."""
     code = em.code
-    if not versions.constant_conditions():  # no analysis knows that this is false
+    if not (em.features.npu or versions.constant_conditions()):  # no analysis knows that this is false
         never = code.cmp("slt", code.let("tt.get_program_id x : i32", (), "i32"), code.i32(0))
         go = code.op("arith.ori", go, never)
     handed = f" {', '.join(v.name for v in passed)} : {types_of(passed)}" if passed else ""

@@ -49,7 +49,8 @@ def _form(em: Emitter, op: ir.Dot) -> Form:
         return Form(wide, wide, out, "")
     if out == "f64" and em.features.cuda and narrowest_load(em) <= 16:  # see `product`: no instruction at all
         return Form("float64", "float64", out, "")
-    return form_of(em.features, op.a.dtype, op.b.dtype, out, op.precision)
+    form = form_of(em.features, op.a.dtype, op.b.dtype, out, op.precision)
+    return dataclasses.replace(form, least=1) if em.features.npu else form  # whose compiler pads operands
 
 
 @emits(ir.Dot)
@@ -57,7 +58,7 @@ def _dot(em: Emitter, op: ir.Dot) -> Val:
     check_size(em, op)
     batch, _, _, k = op.sizes()
     form = _form(em, op)
-    if form.how:
+    if form.how and not em.features.npu:
         check_operands(em, op, form)
     a = operand(em, em.val(op.a), op.a, form.a, len(batch) + (0 if op.trans_a else 1))
     b = operand(em, em.val(op.b), op.b, form.b, len(batch) + (1 if op.trans_b else 0))
@@ -79,7 +80,10 @@ def _dot(em: Emitter, op: ir.Dot) -> Val:
 
 
 def check_size(em: Emitter, op: ir.Dot | ir.DotScaled) -> None:
-    """Refuse a product that the registers of several blocks would not hold: it compiles for minutes, in gigabytes."""
+    """Refuse a product that the registers of several blocks would not hold: it compiles for minutes, in gigabytes. (The
+    compiler of an NPU says by itself, and at once, what does not fit.)"""
+    if em.features.npu:
+        return
     most, size = 4 * em.features.registers, math.prod(padded(op.result.shape))
     if size > most:
         what = f"registers for products of at most {most} elements, and this one has {size}"
@@ -240,7 +244,7 @@ def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
 def _unit_sides(f: Features, form: Form) -> int:
     """The least sides of a product in AMD's matrix units, where triton multiplies smaller ones without them; else 0."""
     units = form.a in ("float16", "bfloat16", "int8", *f.fp8) or (form.a == "float32" and f.arch.startswith("gfx9"))
-    return 16 if not f.cuda and units else 0
+    return 16 if not (f.cuda or f.npu) and units else 0
 
 
 def picked(code: Code, t: Val, axis: int, times: int) -> Val:

@@ -123,7 +123,7 @@ def _one_by_one(em: Emitter, found: list[Line], shape: tuple[int, ...]):
     code.do(f"scf.for {turn.name} = {bounds[0]} to {bounds[1]} step {bounds[2]} : i32 {{")
     with code.region():
         yield code.cmp("eq", number, code.splat(turn, full))
-        code.do("gpu.barrier")
+        em.barrier()
     code.do("}")
 
 

@@ -80,7 +80,7 @@ class Emitter:
     ):
         self.kernel, self.features, self.record = kernel, features, record
         self.num_stages = num_stages  # of every loop, where the user said so
-        self.code = Code(isolate=isolate)
+        self.code = self.new_code(isolate)
         self.env: dict[ir.Value, Val] = {}
         self.refs: dict[ir.Value, Buffer] = {}
         self.program: dict[int, Val] = {}
@@ -91,6 +91,14 @@ class Emitter:
         self.memo: dict[str, Any] = {}  # what emitters of one family keep from op to op
         self.counters: Val | None = None  # where programs arrive, see `emit_arrivals.py`
         self.log: Val | None = None  # of print and assert, see `emit_debug.py`
+
+    def new_code(self, isolate: bool) -> Code:
+        """Where the text of the function is written."""
+        return Code(isolate=isolate)
+
+    def barrier(self) -> None:
+        """All threads of the block see what each of them has done to memory before."""
+        self.code.do("gpu.barrier")
 
     # -- parameters of the function -----------------------------------------------------------------------------------
 

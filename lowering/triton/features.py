@@ -8,6 +8,8 @@ import re
 
 from jtile._errors import KernelValueError
 
+MAX_BLOCKS = 2**31 - 1  # along x, on every GPU
+
 
 @dataclasses.dataclass(frozen=True)
 class Features:
@@ -23,6 +25,10 @@ class Features:
       max_threads: of a block.
       registers: 32-bit registers of one multiprocessor (on AMD: of one compute unit).
       warps: resident on one multiprocessor at most.
+      npu: a processor with a cube core and vector cores, for which another compiler places tiles and orders what they
+        do: no threads, no library of a GPU's vendor, no instructions in text. `shared` is then the memory of a vector
+        core, which holds all tiles of a program.
+      blocks: that one launch may start at most; further programs are shared out among them.
     """
 
     arch: str
@@ -34,6 +40,8 @@ class Features:
     max_threads: int = 1024
     registers: int = 65536
     warps: int = 64
+    npu: bool = False
+    blocks: int = MAX_BLOCKS
 
     @property
     def multiprocessor_shared(self) -> int:

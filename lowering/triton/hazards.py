@@ -32,10 +32,10 @@ def meet(em: Emitter, op: Access) -> None:
     if watched.at is not block:
         # Another block may have run in between, and this one may be a loop's body that ends in accesses.
         if watched.at is not None or block is not em.kernel.body:
-            em.code.do("gpu.barrier")
+            em.barrier()
         watched.at, watched.since = block, []
     elif any(_collide(watched, op, other) for other in watched.since):
-        em.code.do("gpu.barrier")
+        em.barrier()
         watched.since = []
     watched.since.append(op)
 

@@ -7,7 +7,7 @@ results are only multiplied and then rounded to such floats (see `rounding.py`).
 
 from __future__ import annotations
 
-from . import math_special
+from . import math_plain, math_special
 from .features import Features
 from .math_expr import Formula, X
 from .ttir import Val
@@ -60,6 +60,8 @@ ULP_BOUNDS: dict[str, tuple[float, float]] = {
 
 def vendor(f: Features, name: str, *args: X) -> X:
     """A function of the vendor's device library on operands of type f32 or f64."""
+    if f.npu:
+        return math_plain.function(name, *args)
     x = args[0]
     if f.cuda:
         symbol = f"__nv_{name}{'f' if x.elem == 'f32' else ''}"
@@ -78,9 +80,9 @@ def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
     if fn == "logistic":
         return reciprocal(f, exp2(f, xs[0] * -LOG2_E) + 1.0) if narrow else _logistic(f, xs[0])
     if fn == "erfc" and narrow and xs[0].elem == "f32":
-        return each(xs[0], lambda x: math_special.short_erfc(x, lambda y: exp2(f, y), lambda y: reciprocal(f, y)))
+        return each(f, xs[0], lambda x: math_special.short_erfc(x, lambda y: exp2(f, y), lambda y: reciprocal(f, y)))
     if fn in _LONG and xs[0].elem == "f32":
-        return each(xs[0], lambda x: _LONG[fn](x, lambda y: exp2(f, y)))
+        return each(f, xs[0], lambda x: _LONG[fn](x, lambda y: exp2(f, y)))
     if fn in _FORMULAS:
         return _FORMULAS[fn](f, *xs)
     return vendor(f, VENDOR[fn], *xs)
@@ -91,11 +93,11 @@ def names() -> set[str]:
     return set(VENDOR) | set(_FORMULAS) | {"logistic"}
 
 
-def each(x: X, formula: Formula) -> X:
+def each(f: Features, x: X, formula: Formula) -> X:
     """A formula on one element of a tensor after the other: done step by step on all of them, a long one holds several
     numbers for each in registers."""
     code = x.code
-    if not x.v.shape:
+    if not x.v.shape or f.npu:
         return formula(x)
     one, out = Val(code.name(), (), x.elem), code.new(x.v.shape, x.elem)
     code.do(f'{out.name} = "tt.map_elementwise"({x.v.name}) <{{pack = 1 : i32}}> ({{')

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from . import versions
 from .emitter import Emitter
 from .ttir import Code, Val, bits, spell
 
@@ -81,7 +80,7 @@ def pick(em: Emitter, v: Val, lanes: Val) -> Val:
         got = pick(em, code.to_int(flat, "i8", signed=False), lanes)
         return code.cmp("ne", got, code.const(0, "i8", got.shape))
     width = bits(v.elem)
-    if v.size * width // 8 > em.features.shared and width > 8:
+    if v.size * width // 8 > em.features.shared and width > 8 and not em.features.npu:
         return _pick_halves(em, flat, lanes)
     return gather(code, flat, lanes)
 
@@ -90,7 +89,7 @@ def gather(code: Code, v: Val, lanes: Val, axis: int = 0) -> Val:
     """`tt.gather` along an axis: `lanes` has the rank of `v`."""
     kind = f"({v.type}, {lanes.type}) -> {spell(lanes.shape, v.elem)}"
     return code.let(
-        f"tt.gather {v.name}[{lanes.name}] {{axis = {axis} : i32{versions.gather_layout()}}} : {kind}",
+        f"tt.gather {v.name}[{lanes.name}] {{axis = {axis} : i32{code.gather_attribute()}}} : {kind}",
         lanes.shape,
         v.elem,
     )

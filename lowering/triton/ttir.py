@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from . import versions
+
 Number = int | float | bool
 
 
@@ -128,6 +130,10 @@ class Code:
     def vector(self, axis: int, full: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Vectors that are made inside will be laid along `axis` of a tensor."""
         return contextlib.nullcontext()
+
+    def gather_attribute(self) -> str:
+        """What is written behind the axis of a `tt.gather`."""
+        return versions.gather_layout()
 
     def spell(self, shape: Sequence[int], elem: str) -> str:
         """The type of such a tensor."""

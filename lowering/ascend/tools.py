@@ -1,0 +1,85 @@
+"""The two programs of the vendor that compile for Ascend: where they are, and how they are run.
+
+    triton-adapter-opt      of triton-ascend 3.2.0 (MIT): TTIR to linalg         JTILE_TRITON_ADAPTER=/path/to/it
+    bishengir-compile       of ascendnpu-ir 1.2.0 (Apache-2.0): linalg to HIVM   JTILE_BISHENGIR=/path/to/it
+    bishengir-opt           of the same, beside it: only tests run it
+
+Each is looked for where its variable says, then in the folder that `make ascend-tools` fills, then on the PATH.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jtile._errors import CompileError, UnsupportedError
+
+ADAPTER, COMPILER, OPT = "triton-adapter-opt", "bishengir-compile", "bishengir-opt"
+VARIABLES = {ADAPTER: "JTILE_TRITON_ADAPTER", COMPILER: "JTILE_BISHENGIR"}
+SECONDS = 600  # that a tool may take for one kernel; most take a tenth of a second
+
+
+def folder() -> Path:
+    """Where `make ascend-tools` puts the tools: in the environment of the Python that runs."""
+    return Path(sys.prefix) / "ascend-tools"
+
+
+def find(name: str) -> Path | None:
+    """The path of a tool, or None.
+
+    Raises:
+      UnsupportedError: its variable names something that is no file.
+    """
+    variable = VARIABLES.get(name)
+    given = os.environ.get(variable) if variable else None
+    if given:
+        if not Path(given).is_file():
+            raise UnsupportedError(f"{variable}={given} is no file: it should be the path of {name}")
+        return Path(given)
+    beside = os.environ.get(VARIABLES[COMPILER]) if name == OPT else None
+    places = [Path(beside).parent / name] if beside else []
+    found = next((p for p in (*places, folder() / name) if p.is_file()), None) or shutil.which(name)
+    return Path(found) if found else None
+
+
+def needed(name: str) -> Path:
+    """The path of a tool; UnsupportedError, which says how to get it, where it is not there."""
+    path = find(name)
+    if path is None:
+        variable = VARIABLES.get(name, VARIABLES[COMPILER])
+        raise UnsupportedError(
+            f"kernels for Ascend are compiled by {name}, which was not found: `make ascend-tools` (or "
+            f"`python -m jtile.lowering.ascend.install`) fetches it from PyPI, or set {variable} to its path"
+        )
+    return path
+
+
+def versions() -> tuple[str, ...]:
+    """What tells the tools that are found from others: a digest of each, or "" where one is missing."""
+    return tuple(_digest(str(p), p.stat().st_mtime_ns) if p else "" for p in map(find, (ADAPTER, COMPILER)))
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(path: str, changed: int) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def run(name: str, arguments: Sequence[str], where: Path) -> subprocess.CompletedProcess[str]:
+    """Run a tool in a folder. It finds no other programs there: what the vendor's closed compiler (`hivmc`) would do
+    with the result is not part of an artifact, which must not depend on whether it is installed."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PATH", "BISHENG_INSTALL_PATH")} | {
+        "PATH": str(where)
+    }
+    try:
+        return subprocess.run([str(needed(name)), *arguments], cwd=where, env=environment, capture_output=True,
+                              text=True, errors="replace", timeout=SECONDS)  # fmt: skip
+    except subprocess.TimeoutExpired as e:
+        raise CompileError(
+            f"{name} has not ended after {SECONDS} seconds: make the tiles of the kernel smaller, or its loops shorter"
+        ) from e

@@ -1,0 +1,139 @@
+"""The transcendental functions where there is no library of a GPU's vendor: ops of the dialect math that every compiler
+of it knows (exp, log, sin, cos, tan, asin, acos, atan, sqrt, rsqrt), and formulas of these, in float32.
+
+The formulas of expm1 and log1p are Kahan's: what the rounded exponential (or logarithm) is off cancels in a quotient.
+Source: W. Kahan, in N. J. Higham, Accuracy and Stability of Numerical Algorithms, section 1.14.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from .math_expr import X
+
+_OPS = {
+    "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2", "sin": "sin", "cos": "cos", "tan": "tan",
+    "asin": "asin", "acos": "acos", "atan": "atan", "rsqrt": "rsqrt",
+}  # fmt: skip
+LARGE = 2.0**23  # from here on a float32 is a whole number
+MISSING = ("lgamma", "erf_inv")  # functions of the language that are neither
+
+
+def function(name: str, *args: X) -> X:
+    """A function, by its name in `math.VENDOR`, on operands of type f32."""
+    if name in _OPS:
+        return args[0].unary(f"math.{_OPS[name]}")
+    return _FORMULAS[name](*args)
+
+
+def _op(name: str, x: X) -> X:
+    return x.unary(f"math.{name}")
+
+
+def expm1(x: X) -> X:
+    """exp(x) - 1."""
+    u = _op("exp", x)
+    v = u - 1.0
+    y = v * (x / _op("log", u))
+    y = u.eq(1.0).where(x, y)
+    return v.eq(-1.0).where(-1.0, (u.eq(math.inf) | x.is_nan()).where(u, y))
+
+
+def log1p(x: X) -> X:
+    """log(1 + x)."""
+    u = x + 1.0
+    v = u - 1.0
+    y = _op("log", u) * (x / v)
+    y = v.eq(0.0).where(x, y)
+    return (u.eq(math.inf) | u.le(0.0)).where(_op("log", u), y)
+
+
+def tanh(x: X) -> X:
+    t = expm1(x.abs() * -2.0)
+    return ((0.0 - t) / (t + 2.0)).copysign(x)
+
+
+def sinh(x: X) -> X:
+    """Of large arguments exp(|x| / 2)^2 / 2: exp(|x|) would be infinite too early."""
+    a = x.abs()
+    t, half = expm1(a), _op("exp", a * 0.5)
+    y = a.gt(80.0).where(half * 0.5 * half, (t + t / (t + 1.0)) * 0.5)
+    return y.copysign(x)
+
+
+def cosh(x: X) -> X:
+    a = x.abs()
+    half, e = _op("exp", a * 0.5), _op("exp", a)
+    return a.gt(80.0).where(half * 0.5 * half, e * 0.5 + 0.5 / e)
+
+
+def asinh(x: X) -> X:
+    a = x.abs()
+    square = a * a
+    small = log1p(a + square / (_op("sqrt", square + 1.0) + 1.0))
+    return a.gt(2.0**20).where(_op("log", a) + math.log(2.0), small).copysign(x)
+
+
+def acosh(x: X) -> X:
+    """NaN below 1, where the root is NaN."""
+    t = x - 1.0
+    small = log1p(t + _op("sqrt", t * 2.0 + t * t))
+    return x.gt(2.0**20).where(_op("log", x) + math.log(2.0), small)
+
+
+def atanh(x: X) -> X:
+    a = x.abs()
+    return (log1p(a * 2.0 / (1.0 - a)) * 0.5).copysign(x)
+
+
+def cbrt(x: X) -> X:
+    """exp2(log2(|x|) / 3), and a step of Newton's method."""
+    a = x.abs()
+    y = _op("exp2", _op("log2", a) * (1.0 / 3.0))
+    y = y - (y - a / (y * y)) * (1.0 / 3.0)
+    return (a.eq(0.0) | a.eq(math.inf) | x.is_nan()).where(x, y.copysign(x))
+
+
+def rint(x: X) -> X:
+    """To the nearest whole number, ties to the even one: the sum with a number whose last place is 1 rounds."""
+    a = x.abs()
+    y = (a + LARGE) - LARGE
+    return a.lt(LARGE).where(y.copysign(x), x)
+
+
+def fmod(x: X, y: X) -> X:
+    return x.binary("arith.remf", y)
+
+
+def power(x: X, y: X) -> X:
+    return x.binary("math.powf", y)
+
+
+def atan2(y: X, x: X) -> X:
+    """By the quotient that is at most 1 in magnitude, and the quadrant."""
+    a, b = y.abs(), x.abs()
+    steep = a.gt(b)
+    low, high = steep.where(b, a), steep.where(a, b)
+    t = (high.eq(0.0) | (low.eq(math.inf))).where(high.eq(0.0).where(0.0, 1.0, "f32"), low / high)
+    r = _op("atan", t)
+    r = steep.where(math.pi / 2 - r, r)
+    r = x.bits().lt(0).where(math.pi - r, r)
+    return (x.is_nan() | y.is_nan()).where(x + y, r.copysign(y))
+
+
+_FORMULAS: dict[str, Callable[..., X]] = {
+    "expm1": expm1,
+    "log1p": log1p,
+    "tanh": tanh,
+    "sinh": sinh,
+    "cosh": cosh,
+    "asinh": asinh,
+    "acosh": acosh,
+    "atanh": atanh,
+    "cbrt": cbrt,
+    "rint": rint,
+    "fmod": fmod,
+    "pow": power,
+    "atan2": atan2,
+}
