@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from jtile.tune import profile as profile
     from jtile.tune import tune as tune
     from jtile.tune.device import target as target
+    from jtile.tune.totals import cost as cost
 
 # Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
 _MODULES = ("interpret", "ir", "models", "ops", "testing", "tune")
@@ -118,6 +119,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",
     "architecture": "jtile._platform",
     "autotune": "jtile.tune",
+    "cost": "jtile.tune.totals",
     "explain": "jtile.tune",
     "export_checks": "jtile.primitive.export",
     "function": "jtile.trace",

@@ -50,7 +50,7 @@ def test_the_page_on_the_block_level_names_every_function():
 def test_the_tuning_page_runs(tmp_path, capsys):
     with jt.config(cache_dir=str(tmp_path)):
         run("\n".join(python_blocks("docs/tuning.md")), tmp_path)
-    assert capsys.readouterr().out.count("scale_rows") == 2
+    assert capsys.readouterr().out.count("scale_rows") == 3
 
 
 def test_the_transforms_page_runs(tmp_path, capsys):

@@ -1,9 +1,9 @@
-"""Tuning: what can be chosen for a kernel, a cost model, a measured search, and a cache of winners; `jt.explain` and
-`jt.profile`.
+"""Tuning: what can be chosen for a kernel, a cost model, a measured search, and a cache of winners; `jt.explain`,
+`jt.cost` and `jt.profile`.
 
 `space.py` (a search space, one call), `choose.py` (what a call gets), `search.py` (pruned by `prune.py`, timed by
 `measure.py`), `store.py` (the files), `cost.py` (bytes and operations of a kernel), `roofline.py`
-(`jt.explain`), `watch.py` and `timeline.py` (`jt.profile`), `api.py`.
+(`jt.explain`), `totals.py` (`jt.cost`), `watch.py` and `timeline.py` (`jt.profile`), `api.py`.
 
 The module can be called: `jt.tune(f, *args)` is `jtile.tune.api.tune`.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,21 @@ def work(kernel: ir.Kernel) -> Work:
     counter = _Counter(kernel)
     counter.block(kernel.body, np.ones(counter.samples))
     return counter.result()
+
+
+def together(done: Sequence[Work]) -> Work:
+    """What the kernels of one program do together."""
+    if len(done) == 1:
+        return done[0]
+    products: dict[str, int] = {}
+    for w in done:
+        for dtype, n in w.products.items():
+            products[dtype] = products.get(dtype, 0) + n
+    add = lambda name: sum(getattr(w, name) for w in done)
+    return Work(
+        add("read"), add("written"), add("loaded"), add("stored"), products, add("elements"), add("special"),
+        add("programs"), all(w.exact for w in done),
+    )  # fmt: skip
 
 
 class _Counter:

@@ -26,7 +26,7 @@ def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
     Raises:
       KernelTypeError: called inside of a trace, or `f` is no function.
     """
-    jaxpr, found = _traced(f, args)
+    jaxpr, found = traced(f, args)
     programs: Counter[Any] = Counter()
     for program, times in _programs(jaxpr, 1):
         programs[program] += times
@@ -42,17 +42,23 @@ def operands(f: Callable[..., Any], *args: Any) -> dict[Any, list[Any]]:
     leaves = jax.tree.leaves(args)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return {}
-    jaxpr, _ = _traced(f, args)
+    jaxpr, _ = traced(f, args)
     found: dict[Any, list[Any]] = {}
     _evaluated(jaxpr, [jnp.asarray(x, a.dtype) for x, a in zip(leaves, jaxpr.in_avals, strict=True)], found)
     return found
 
 
-def _traced(f: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recorder]:
+def traced(f: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recorder]:
+    """The closed jaxpr of `f(*args)`, and the calls of tunable kernels in it; raises KernelTypeError as `trace`."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
-        raise KernelTypeError("jt.tune and jt.explain measure, so call them outside of jax.jit and other transforms")
+        raise KernelTypeError(
+            "jt.tune, jt.explain and jt.cost look at a function from outside: call them outside of jax.jit and other "
+            "transforms"
+        )
     if not callable(f):
-        raise KernelTypeError(f"jt.tune, jt.explain and jt.profile take a function and its arguments, got {f!r}")
+        raise KernelTypeError(
+            f"jt.tune, jt.explain, jt.cost and jt.profile take a function and its arguments, got {f!r}"
+        )
     found = Recorder()
     token = recorder.set(found)
     try:
@@ -71,12 +77,12 @@ def _programs(jaxpr: Any, times: int, branch: Callable[..., Any] | None = None) 
         if eqn.primitive.name == "jtile_call":
             yield eqn.params["program"], times
         inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        here = (branch or _here)(eqn.params)
+        here = (branch or chosen_branch)(eqn.params)
         for inner in [here.jaxpr] if here else jaxprs_in_params(eqn.params):
             yield from _programs(inner, inside, branch)
 
 
-def _here(params: Mapping[str, Any]) -> Any:
+def chosen_branch(params: Mapping[str, Any]) -> Any:
     """The branch of `lax.platform_dependent` for the platform at hand, a closed jaxpr; None for other equations."""
     here = platform()
     branches = zip(params.get("branches", ()), params.get("branches_platforms") or (), strict=False)
@@ -100,7 +106,7 @@ def _results(eqn: Any, values: list[Any], found: dict[Any, list[Any]]) -> list[A
         return zeros()
     if not any(True for inner in jaxprs_in_params(eqn.params) for _ in _programs(inner, 1)):
         return bind(eqn, values)
-    here = _here(eqn.params)
+    here = chosen_branch(eqn.params)
     if here is not None:
         return _evaluated(here, values[1:], found)
     inner = next((eqn.params[name] for name in _CALLED if name in eqn.params), None)

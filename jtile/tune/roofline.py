@@ -14,7 +14,7 @@ from jtile.ir.types import DTYPES
 from jtile.primitive.lowering import compile_piece, pieces_of
 from jtile.tune import device, measure, prune
 from jtile.tune.choose import lookup
-from jtile.tune.cost import Work, work
+from jtile.tune.cost import Work, together, work
 from jtile.tune.programs import trace
 
 LAUNCH_US = 4.0  # a kernel that is done sooner spends its time on starting
@@ -118,7 +118,7 @@ def _check(rates: Mapping[str, float] | None) -> None:
 def _cost(program: Any, calls: int, target: Any, rates: Any, data: Any, run: bool) -> KernelCost:
     pieces = pieces_of(program).kernels
     done = [work(passes.run_pipeline(piece, passes.TILE)) for piece in pieces]
-    total = _sum(done)
+    total = together(done)
     limits = prune.bound_us(total, target, rates)
     limits = {k: v for k, v in limits.items() if v}
     time_us = _time(program, target, data) if run else None
@@ -163,20 +163,6 @@ class _Type:
 @dataclasses.dataclass(frozen=True)
 class _Run:
     run: Callable[[Sequence[Any]], Any]
-
-
-def _sum(done: Sequence[Work]) -> Work:
-    if len(done) == 1:
-        return done[0]
-    products: dict[str, int] = {}
-    for w in done:
-        for dtype, n in w.products.items():
-            products[dtype] = products.get(dtype, 0) + n
-    add = lambda name: sum(getattr(w, name) for w in done)
-    return Work(
-        add("read"), add("written"), add("loaded"), add("stored"), products, add("elements"), add("special"),
-        add("programs"), all(w.exact for w in done),
-    )  # fmt: skip
 
 
 def _limit(
