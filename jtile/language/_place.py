@@ -38,12 +38,12 @@ def _outer_frame() -> tuple[str, int] | None:
     """The innermost Python frame outside of JAX and the language: JAX names none while it prepares a call of its
     own."""
     frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_hidden()):
+    while frame is not None and frame.f_code.co_filename.startswith(hidden()):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
 
 
 @functools.cache
-def _hidden() -> tuple[str, ...]:
+def hidden() -> tuple[str, ...]:
     jtile = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return (os.path.dirname(jax.__file__) + os.sep, *(os.path.join(jtile, n) + os.sep for n in ("language", "trace")))

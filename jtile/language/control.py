@@ -28,19 +28,19 @@ class Range:
 
     lo: Any
     hi: Any
-    step: int = 1
+    step: Any = 1
     stages: int | None = None
     unroll: int = 1
 
     @property
     def static(self) -> bool:
-        return isinstance(self.lo, int) and isinstance(self.hi, int)
+        return all(isinstance(v, int) for v in (self.lo, self.hi, self.step))
 
     def __iter__(self) -> Iterator[Any]:
         raise KernelSyntaxError(
             "jt.range loops need the source of the function around them, and jtile has not rewritten this one: "
-            "decorate a "
-            "helper with @jt.function; where there is no source (REPL, lambda, exec), write jt.fori(n, body, init)",
+            "decorate a helper with @jt.function; where there is no source (REPL, lambda, exec), write the function to "
+            "a file, or register its text with linecache, or write jt.fori(n, body, init)",
             user_place(),
         )
 
@@ -51,7 +51,9 @@ def range_(*bounds, stages: int | None = None, unroll: int = 1) -> Range:
     The names that the body assigns and that are used later are its carry; they keep shape and dtype.
 
     Args:
-      bounds: ints, Python's or traced int scalars; the step is a Python int other than 0. The counter is int32.
+      bounds: ints, Python's or traced int scalars, of either sign: the step too, as in the persistent loop
+        `jt.range(jt.program_id(0), n, jt.num_programs(0))`. A traced step of 0 runs no round. The counter is int32, or
+        int64 where a bound is.
       stages: ask for software pipelining with this many stages; never changes the meaning.
       unroll: ask for this many copies of the body.
     """
@@ -59,22 +61,21 @@ def range_(*bounds, stages: int | None = None, unroll: int = 1) -> Range:
         raise KernelTypeError(f"jt.range takes n, or lo, hi, or lo, hi, step; got {len(bounds)} bounds", user_place())
     lo, hi = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
     step = bounds[2] if len(bounds) == 3 else 1
-    if isinstance(step, bool) or not isinstance(step, int | np.integer):
-        raise KernelTypeError(f"the step of jt.range is a Python int, got {step!r}", user_place())
-    if step == 0:
+    step = _bound(step, "the step")
+    if isinstance(step, int) and step == 0:
         raise KernelValueError("the step of jt.range cannot be 0", user_place())
     for name, v in (("stages", stages), ("unroll", unroll)):
         if not (v is None and name == "stages") and (isinstance(v, bool) or not isinstance(v, int) or v < 1):
             raise KernelValueError(f"jt.range: {name} is a Python int of at least 1, got {v!r}", user_place())
-    return Range(_bound(lo), _bound(hi), int(step), stages, unroll)
+    return Range(_bound(lo), _bound(hi), step, stages, unroll)
 
 
-def _bound(v) -> Any:
+def _bound(v, what: str = "a bound") -> Any:
     v = as_value(v)
     if isinstance(v, int | np.integer) and not isinstance(v, bool):
         return int(v) if -(2**31) <= v < 2**31 else int(integer(v, "a bound of jt.range", "nest two loops"))
     if isinstance(v, bool) or not hasattr(v, "dtype") or not jnp.issubdtype(v.dtype, np.integer) or jnp.ndim(v):
-        raise KernelTypeError(f"a bound of jt.range is an integer scalar, got {getattr(v, 'aval', v)!r}", user_place())
+        raise KernelTypeError(f"{what} of jt.range is an integer scalar, got {getattr(v, 'aval', v)!r}", user_place())
     return v
 
 
@@ -87,6 +88,8 @@ def counted(r: Range, body: Callable[[Any, list], list], init: list) -> list:
 
     if r.static:
         return _static_loop(r, step, init)
+    if not isinstance(r.step, int):
+        return _stepped(r, body, init)
     if r.step < 0:
         return _downward(r, body, init)
     dtype = _counter_dtype(r.lo, r.hi)
@@ -124,6 +127,18 @@ def _downward(r: Range, body, init: list) -> list:
     rounds = lax.div(lax.max(lo - hi, dtype.type(0)) + size - dtype.type(1), size)
     up = Range(0, rounds, 1, r.stages, r.unroll)
     return counted(up, lambda t, c: body(lo - t * size, c), init)
+
+
+def _stepped(r: Range, body, init: list) -> list:
+    """A traced step: count the rounds up. Nothing here overflows where the last value of the counter does not."""
+    dtype = _counter_dtype(r.lo, r.hi, r.step)
+    lo, hi, step = (lax.convert_element_type(v, dtype) for v in (r.lo, r.hi, r.step))
+    zero, one = dtype.type(0), dtype.type(1)
+    gap = lax.select(lax.gt(step, zero), hi - lo, lo - hi)
+    full = lax.div(lax.max(gap, one) - one, lax.max(lax.abs(step), one)) + one
+    rounds = lax.select(lax.bitwise_and(lax.gt(gap, zero), lax.ne(step, zero)), full, lax.full_like(full, 0))
+    up = Range(0, rounds, 1, r.stages, r.unroll)
+    return counted(up, lambda t, c: body(lo + t * step, c), init)
 
 
 def _counter_dtype(*bounds) -> np.dtype:

@@ -1,5 +1,5 @@
 """The source rewrite: `for ... in jt.range(...)`, `while`, `if`, `and`, `or`, `not` of a kernel become calls of
-`runtime`.
+`runtime`, after `patterns` has made branches of `match` and `jumps` has made flags of `break`, `continue` and `return`.
 
     for k in jt.range(n):                 def for_line_7(target):
         acc = jt.dot(A[i, k], B, acc)         nonlocal k, acc
@@ -17,17 +17,21 @@ import __future__
 import ast
 import functools
 import inspect
+import itertools
 import linecache
 import types
 from collections.abc import Callable
 from typing import Any
 
 from jtile.trace import runtime
-from jtile.trace.names import Liveness, assigned, declared, inside, parameters, touched
+from jtile.trace.definite import always_bound
+from jtile.trace.jumps import RESULT, Jumps, placed
+from jtile.trace.names import NONE, Liveness, Names, assigned, declared, inside, parameters, touched
+from jtile.trace.patterns import Patterns
 
 _RUNTIME = "__jtile_runtime__"
 _MARK = "__jtile_rewritten__"
-_KINDS = (ast.For, ast.While, ast.If, ast.IfExp, ast.BoolOp, ast.Not)
+_KINDS = (ast.For, ast.While, ast.If, ast.Match, ast.IfExp, ast.BoolOp, ast.Not)
 
 
 def rewrite_loops(fn: Callable[..., Any], lines: list[str] | None = None) -> Callable[..., Any]:
@@ -40,12 +44,10 @@ def rewrite_loops(fn: Callable[..., Any], lines: list[str] | None = None) -> Cal
         return functools.partial(rewrite_loops(fn.func, lines), *fn.args, **fn.keywords)
     if isinstance(fn, types.MethodType):
         return types.MethodType(rewrite_loops(fn.__func__, lines), fn.__self__)
-    if not isinstance(fn, types.FunctionType) or getattr(fn, _MARK, False):
-        return fn
+    if not isinstance(fn, types.FunctionType) or getattr(fn, _MARK, False) or _RUNTIME in fn.__code__.co_freevars:
+        return fn  # (a function in a rewritten one was rewritten with it)
     file = fn.__code__.co_filename
-    if lines is None:
-        linecache.checkcache(file)
-        lines = linecache.getlines(file, fn.__globals__)
+    lines = _text(fn) if lines is None else lines
     code = _rewritten_code(fn.__code__, file, _Lines(lines))
     if code is None:
         return fn
@@ -63,6 +65,32 @@ def rewrite_loops(fn: Callable[..., Any], lines: list[str] | None = None) -> Cal
 def function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a helper of kernels that loops with `jt.range`, or branches over traced values, in plain Python."""
     return rewrite_loops(fn)
+
+
+def _text(fn: types.FunctionType) -> list[str]:
+    file = fn.__code__.co_filename
+    linecache.checkcache(file)
+    return linecache.getlines(file, fn.__globals__)
+
+
+NO_SOURCE = (
+    "jtile reads the source of a function to make tile loops and branches of its `for`, `while` and `if`, and this one "
+    "has none (it comes from exec or a REPL): write it to a file and import it, or register its text with linecache "
+    "under the file name that it is compiled with"
+)
+
+
+def why_plain(code: types.CodeType) -> str | None:
+    """Why the control flow of a function over traced values stays Python's; None where it does not, or has none."""
+    if _RUNTIME in code.co_freevars:
+        return None
+    text = linecache.getlines(code.co_filename)
+    if not text:
+        return NO_SOURCE
+    node = _definition("".join(text), code.co_name, code.co_firstlineno)
+    if node is None or not any(map(_matters, ast.walk(node))):
+        return None
+    return f"or decorate {code.co_name} with @jt.function, so that its `if`, `while` and `and` take traced values"
 
 
 class _Lines:
@@ -84,12 +112,22 @@ def _rewritten_code(code: types.CodeType, file: str, lines: _Lines) -> types.Cod
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return None
     node = _definition("".join(lines.value), code.co_name, code.co_firstlineno) if lines.value else None
-    if node is None or not any(isinstance(n, _KINDS) for n in ast.walk(node)):
+    if node is None or not any(map(_matters, ast.walk(node))):
         return None
     node = _Rewriter(file).function(node)
     node.decorator_list = []
     strip_annotations(node)
     return _compile(node, code, file)
+
+
+def _matters(n: ast.AST) -> bool:
+    """Whether a node is something to rewrite."""
+    match n:
+        case ast.Compare():
+            return len(n.ops) > 1
+        case ast.Name():
+            return n.id in runtime.BUILTINS
+    return isinstance(n, _KINDS)
 
 
 @functools.lru_cache(maxsize=16)
@@ -155,13 +193,24 @@ class _Rewriter:
     def __init__(self, file: str):
         self.file = file
         self.count = 0
+        self.numbers = itertools.count(1)  # of the names that are made
+        self.stops: dict[ast.stmt, str] = {}
 
     # -- scopes ----------------------------------------------------------------------------------------------------
     def function(self, fn: ast.FunctionDef) -> ast.FunctionDef:
+        if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in inside(fn.body)):
+            return fn  # a generator stays Python's: its loops cannot move
+        theirs = assigned(fn.body)
+        Patterns(self._call, self.numbers).generic_visit(fn)
+        jumps = Jumps(fn, self.numbers)
+        fillable = always_bound(fn) if jumps.matter else NONE
+        jumps.run()
+        self.stops |= jumps.stops
         live = Liveness(fn.body)
         outer = declared(fn.body, ast.Nonlocal)
         globals_ = declared(fn.body, ast.Global)
-        scope = _Scope(live, (assigned(fn.body) | parameters(fn)) - outer - globals_, outer, globals_)
+        local = (theirs | assigned(fn.body) | parameters(fn)) - outer - globals_
+        scope = _Scope(live, local, outer, globals_, fillable | ({RESULT} & local))
         own = sorted(scope.local - parameters(fn))
         has_doc = bool(fn.body) and isinstance(fn.body[0], ast.Expr) and isinstance(fn.body[0].value, ast.Constant)
         head = fn.body[:1] if has_doc else []
@@ -175,7 +224,7 @@ class _Rewriter:
         if not names:
             return []
         bind = ast.Assign([ast.Name(n, ast.Store()) for n in names], ast.Constant(None))
-        return [_at(at, ast.If(ast.Constant(False), [_at(at, bind)], []))]
+        return [placed(at, ast.If(ast.Constant(False), [placed(at, bind)], []))]
 
     def block(self, stmts: list[ast.stmt], scope: _Scope) -> list[ast.stmt]:
         return [new for s in stmts for new in self.statement(s, scope)]
@@ -210,14 +259,17 @@ class _Rewriter:
         if stuck:
             s.iter = self._call("plain_iter", s, it, ast.Constant(stuck[0]), self._place(stuck[1]))
             s.body, s.orelse = self.block(s.body, scope), self.block(s.orelse, scope)
+            if s in self.stops:
+                s.body.append(self._leave(s))
             return [s]
         names = scope.variables(s.target, *s.body)
         carry = names & (scope.live.head[s] | scope.live.after[s] | _first_reads(s.orelse, scope))
-        unpack = _at(s, ast.Assign([s.target], ast.Name("__target__", ast.Load())))
+        unpack = placed(s, ast.Assign([s.target], ast.Name("__target__", ast.Load())))
         moved = touched([s.target, *s.body])
         fn = self._function("for", s, ["__target__"], moved, [unpack, *self.block(s.body, scope)], scope)
-        run = self._call("for_loop", s, it, _name(fn), _strings(carry), _strings(names), self._place(s))
-        return [fn, _at(s, ast.Expr(run)), *self.block(s.orelse, scope)]
+        stop = ast.Constant(self.stops.get(s))
+        run = self._call("for_loop", s, it, _name(fn), *self._names(carry, names, scope), stop, self._place(s))
+        return [fn, placed(s, ast.Expr(run)), *self.block(s.orelse, scope)]
 
     def _while(self, s: ast.While, scope: _Scope) -> list[ast.stmt]:
         test = self.expression(s.test)
@@ -228,10 +280,11 @@ class _Rewriter:
             return [s]
         names = scope.variables(s.test, *s.body)
         carry = names & (scope.live.head[s] | scope.live.after[s] | _first_reads(s.orelse, scope))
-        cond = self._function("while", s, [], assigned([s.test]), [_at(s.test, ast.Return(test))], scope)
+        cond = self._function("while", s, [], assigned([s.test]), [placed(s.test, ast.Return(test))], scope)
         body = self._function("body", s, [], touched(s.body), self.block(s.body, scope), scope)
-        run = self._call("while_loop", s, _name(cond), _name(body), _strings(carry), _strings(names), self._place(s))
-        return [cond, body, _at(s, ast.Expr(run)), *self.block(s.orelse, scope)]
+        every = self._names(carry, names, scope)
+        run = self._call("while_loop", s, _name(cond), _name(body), *every, self._place(s))
+        return [cond, body, placed(s, ast.Expr(run)), *self.block(s.orelse, scope)]
 
     def _if(self, s: ast.If, scope: _Scope) -> list[ast.stmt]:
         test = self.expression(s.test)
@@ -245,33 +298,44 @@ class _Rewriter:
         then = self._function("then", s, [], sides[0], self.block(s.body, scope), scope)
         other = self._function("else", s, [], sides[1], self.block(s.orelse, scope), scope)
         live = names & scope.live.after[s]
-        run = self._call("if_", s, test, _name(then), _name(other), _strings(live), _strings(names), self._place(s))
-        return [then, other, _at(s, ast.Expr(run))]
+        every = self._names(live, names, scope)
+        run = self._call("if_", s, test, _name(then), _name(other), *every, self._place(s))
+        return [then, other, placed(s, ast.Expr(run))]
 
     # -- pieces ----------------------------------------------------------------------------------------------------
+    def _names(self, live: Names, names: Names, scope: _Scope) -> list[ast.expr]:
+        """What the runtime is told of names: those that go on, those that are assigned, those that may be filled."""
+        return [_strings(live), _strings(names), _strings(live & scope.fillable)]
+
+    def _leave(self, s: ast.stmt) -> ast.stmt:
+        """`if stopped: break` at the end of a loop that stays Python's."""
+        test = self._call("is_stopped", s, ast.Name(self.stops[s], ast.Load()))
+        return placed(s, ast.If(test, [placed(s, ast.Break())], []))
+
     def _function(self, kind: str, at: ast.stmt, params, names, body, scope: _Scope) -> ast.FunctionDef:
         """A nested function of moved statements, whose assigned names are the enclosing function's."""
         self.count += 1
         ours = sorted(n for n in names if n in scope.local or n in scope.outer)
         theirs = sorted(n for n in names if n in scope.globals)
-        head = [_at(at, ast.Nonlocal(ours))] if ours else []
-        head += [_at(at, ast.Global(theirs))] if theirs else []
+        head = [placed(at, ast.Nonlocal(ours))] if ours else []
+        head += [placed(at, ast.Global(theirs))] if theirs else []
         args = ast.arguments([], [ast.arg(p) for p in params], None, [], [], None, [])
-        body = [*head, *body] or [_at(at, ast.Pass())]
-        return _at(at, ast.FunctionDef(f"__{kind}_line_{at.lineno}_{self.count}__", args, body, [], type_params=[]))
+        body = [*head, *body] or [placed(at, ast.Pass())]
+        return placed(at, ast.FunctionDef(f"__{kind}_line_{at.lineno}_{self.count}__", args, body, [], type_params=[]))
 
     def _call(self, fn: str, at: ast.AST, *args: ast.expr) -> ast.Call:
-        return _at(at, ast.Call(ast.Attribute(ast.Name(_RUNTIME, ast.Load()), fn, ast.Load()), list(args), []))
+        return placed(at, ast.Call(ast.Attribute(ast.Name(_RUNTIME, ast.Load()), fn, ast.Load()), list(args), []))
 
     def _place(self, at: Any) -> ast.expr:
         return ast.Tuple([ast.Constant(v) for v in (self.file, at.lineno, at.col_offset)], ast.Load())
 
 
 class _Scope:
-    """One function: its liveness, its own names, and those that it declares nonlocal or global."""
+    """One function: its liveness, its own names, those that it declares nonlocal or global, and those that may be
+    filled where a jump leaves them without a value."""
 
-    def __init__(self, live: Liveness, local, outer, globals_):
-        self.live, self.local, self.outer, self.globals = live, local, outer, globals_
+    def __init__(self, live: Liveness, local: Names, outer: Names, globals_: Names, fillable: Names):
+        self.live, self.local, self.outer, self.globals, self.fillable = live, local, outer, globals_, fillable
 
     def variables(self, *nodes: ast.AST):
         """The names that these nodes change and that have a cell: all but globals."""
@@ -284,30 +348,23 @@ def _first_reads(stmts: list[ast.stmt], scope: _Scope):
 
 
 def _stuck(stmts: list[ast.stmt]) -> tuple[str, ast.AST] | None:
-    """What keeps these statements from moving into a function: `break` or `continue` of the loop around them,
-    `return`."""
+    """What keeps these statements from moving into a function: `raise` and `global` right among them, and the jumps
+    that `Jumps` leaves alone, such as one in a `finally`.
+
+    A `raise` under a further `if` keeps that one in Python, and not what is around it.
+    """
     for s in stmts:
         match s:
-            case ast.Return():
-                return "return", s
-            case ast.Raise():
-                return "raise", s
-            case ast.Global():
-                return "global", s
-            case ast.Break():
-                return "break", s
-            case ast.Continue():
-                return "continue", s
+            case ast.Return() | ast.Raise() | ast.Global() | ast.Break() | ast.Continue():
+                return type(s).__name__.lower(), s
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 continue
-        for inner, own_loop in _inner(s):
+        own = isinstance(s, ast.For | ast.While | ast.If)
+        for inner, loop in _inner(s):
             found = _stuck(inner)
-            if found and not (own_loop and found[0] in ("break", "continue")):
+            jump = {"return", "break", "continue"} - ({"break", "continue"} if loop else set())
+            if found and (not own or found[0] in jump or found[0] == "global"):
                 return found
-            if found and own_loop:
-                found = _returns(inner)
-                if found:
-                    return found
     return None
 
 
@@ -319,15 +376,8 @@ def _inner(s: Any) -> list[tuple[list[ast.stmt], bool]]:
     return out + [(p.body, False) for p in (*getattr(s, "handlers", ()), *getattr(s, "cases", ()))]
 
 
-def _returns(stmts: list[ast.stmt]) -> tuple[str, ast.AST] | None:
-    for n in inside(stmts):
-        if isinstance(n, ast.Return | ast.Global | ast.Raise):
-            return type(n).__name__.lower(), n
-    return None
-
-
 class _Expressions(ast.NodeTransformer):
-    """`a and b`, `a or b`, `not a`, `a if c else b`, `a < b < c` as calls of the runtime."""
+    """`a and b`, `a or b`, `not a`, `a if c else b`, `a < b < c`, `max(a, b)` as calls of the runtime."""
 
     def __init__(self, rewriter: _Rewriter):
         self.r = rewriter
@@ -363,12 +413,18 @@ class _Expressions(ast.NodeTransformer):
 
     def visit_Compare(self, n: ast.Compare):
         self.generic_visit(n)
-        middle = n.comparators[:-1]
-        if not middle or not all(isinstance(m, ast.Name | ast.Constant) for m in middle):
+        if len(n.ops) == 1 or _binds_or_waits(n):
             return n
-        lefts = [n.left, *[copy_tree(m) for m in middle]]
-        parts = [_at(n, ast.Compare(a, [op], [b])) for a, op, b in zip(lefts, n.ops, n.comparators, strict=True)]
-        return self.visit_BoolOp(_at(n, ast.BoolOp(ast.And(), parts)))
+        rest = [
+            ast.Tuple([ast.Constant(type(op).__name__), _thunk(right)], ast.Load())
+            for op, right in zip(n.ops, n.comparators, strict=True)
+        ]
+        return self.r._call("compare", n, n.left, ast.Tuple(rest, ast.Load()), self.r._place(n))
+
+    def visit_Name(self, n: ast.Name):
+        if n.id not in runtime.BUILTINS or not isinstance(n.ctx, ast.Load):
+            return n
+        return self.r._call("builtin", n, n, self.r._place(n))
 
 
 def _binds_or_waits(n: ast.AST) -> bool:
@@ -376,15 +432,7 @@ def _binds_or_waits(n: ast.AST) -> bool:
 
 
 def _thunk(e: ast.expr) -> ast.expr:
-    return _at(e, ast.Lambda(ast.arguments([], [], None, [], [], None, []), e))
-
-
-def _at(place: Any, node: Any) -> Any:
-    """`node` at the start of `place`. It ends on the same line: of a call over several lines Python reports the
-    last one."""
-    node.lineno = node.end_lineno = place.lineno
-    node.col_offset, node.end_col_offset = place.col_offset, place.col_offset + 1
-    return node
+    return placed(e, ast.Lambda(ast.arguments([], [], None, [], [], None, []), e))
 
 
 def _name(fn: ast.FunctionDef) -> ast.expr:

@@ -16,9 +16,10 @@ from jtile._compat import make_jaxpr
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
 from jtile.language._axes import named_axes
 from jtile.language._level import BlockLevelError, Level, tracing
-from jtile.language._place import hide_own_frames, place_of
+from jtile.language._place import hidden, hide_own_frames, place_of
 from jtile.language._primitives import allow_effects
 from jtile.language.refs import Ref
+from jtile.trace.rewrite import why_plain
 
 CONST_LIMIT = 4096  # elements of a captured NumPy array that still become a literal of the kernel
 
@@ -72,7 +73,7 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
             closed = _made(body, avals)
     except Exception as e:
         if (why := _explained(e)) is not None:
-            raise KernelTypeError(why, _place_in(e, fn)) from e
+            raise KernelTypeError(why + _plain(e), _place_in(e, fn)) from e
         if not isinstance(e, JtileError):
             refs = [f"{n}: {np.dtype(x.dtype).name}{list(x.shape)}" for n, x in zip(names, leaves, strict=True)]
             file, line = _place_in(e, fn) or ("?", 0)
@@ -147,6 +148,19 @@ def _explained(e: Exception) -> str | None:
     if isinstance(e, jax.errors.UnexpectedTracerError):
         return "a value of a finished loop or branch is used: " + _LEAK
     return None
+
+
+def _plain(e: Exception) -> str:
+    """What to add where a function asks for the truth of a traced value in Python, since it was not rewritten."""
+    if not isinstance(e, jax.errors.TracerBoolConversionError):
+        return ""
+    code, tb = None, e.__traceback__
+    while tb is not None:
+        if not tb.tb_frame.f_code.co_filename.startswith(hidden()):
+            code = tb.tb_frame.f_code
+        tb = tb.tb_next
+    why = code and why_plain(code)
+    return f"; {why}" if why else ""
 
 
 def _size_needed(e: Exception) -> str:

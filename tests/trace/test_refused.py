@@ -9,48 +9,91 @@ import pytest
 
 from jtile import language as jt
 from jtile.errors import KernelSyntaxError, KernelTypeError
+from jtile.trace import function
 
 F32, I32 = np.dtype("f"), np.dtype("i4")
 GLOBAL = 1
 X = np.arange(24, dtype="f").reshape(6, 4)
 
 
-def bad_break(x, o):
+def bad_break_in_finally(x, o):
     for k in jt.range(3):
-        if k > 1:
+        try:
+            o[k, 0] = x[k, 0]
+        finally:
+            break  # noqa: B012
+
+
+def bad_late_name_after_a_break(x, o):
+    for k in jt.range(3):
+        if x[k, 0] > 1:
+            y = x[k, 1]
             break
-        o[k, 0] = x[k, 0]
+    o[0, 0] = y
 
 
-def bad_continue(x, o):
-    for k in jt.range(3):
-        if GLOBAL < 0:
-            continue
-        o[k, 0] = x[k, 0]
+def bad_name_behind_a_break(x, o):
+    while True:
+        if x[0, 0] > 1:
+            break
+        y = x[0, 1]
+    o[0, 0] = y
 
 
-def bad_return(x, o):
-    for k in jt.range(3):
-        o[k, 0] = x[k, 0]
-        return
+@function
+def _sometimes(v):
+    if v > 0:
+        return v
 
 
-def bad_return_in_if(x, o):
+def bad_return_on_one_path(x, o):
+    o[0, 0] = _sometimes(x[0, 0])
+
+
+@function
+def _one_or_two(v):
+    if v > 0:
+        return v, v
+    return v
+
+
+def bad_return_kinds(x, o):
+    o[0, 0] = _one_or_two(x[0, 0])[0]
+
+
+@function
+def _row_or_element(x):
     if x[0, 0] > 0:
-        return
-    o[0, 0] = 1.0
+        return x[0]
+    return x[0, 0]
 
 
-def bad_break_in_while(x, o):
-    k = 0
-    while x[k, 0] < 3:
-        k += 1
-        break
+def bad_return_types(x, o):
+    o[0] = _row_or_element(x)
 
 
 def bad_raise(x, o):
     if x[0, 0] > 0:
         raise ValueError("positive")
+
+
+def bad_max_key(x, o):
+    o[0, 0] = max(x[0, 0], x[0, 1], key=abs)
+
+
+def bad_max_rank(x, o):
+    o[0, 0] = max(x[...])
+
+
+def bad_step(x, o):
+    for k in jt.range(0, 3, x[0, 0]):
+        o[k, 0] = 0.0
+
+
+def bad_tile_case(x, o):
+    match x[0]:
+        case 1:
+            o[0, 0] = 1.0
 
 
 def bad_one_branch(x, o):
@@ -195,11 +238,16 @@ def bad_float_counter(x, o):
 REFUSED = {
     bad_leak: (KernelTypeError, "appended to a list.*assign it to a name", "o[0] = rows[0] + 1.0"),
     bad_float_counter: (KernelTypeError, "'s' changes", "for k in jt.range(3):"),
-    bad_break: (KernelSyntaxError, "'break' cannot stand in a jt.range loop", "break"),
-    bad_continue: (KernelSyntaxError, "'continue'.*under an `if`", "continue"),
-    bad_return: (KernelSyntaxError, "'return'", "return"),
-    bad_return_in_if: (KernelSyntaxError, "'return' cannot depend on a traced condition", "return"),
-    bad_break_in_while: (KernelSyntaxError, "'break' cannot depend", "break"),
+    bad_break_in_finally: (KernelSyntaxError, "'break' cannot stand in a jt.range loop.*behind the `try`", "break"),
+    bad_late_name_after_a_break: (KernelSyntaxError, "'y' gets its value only inside", "for k in jt.range(3):"),
+    bad_name_behind_a_break: (KernelSyntaxError, "'y' is bound in one branch only", "if x[0, 0] > 1:"),
+    bad_return_on_one_path: (KernelTypeError, "ends without a return", "if v > 0:"),
+    bad_return_kinds: (KernelTypeError, "values of different kinds", "if v > 0:"),
+    bad_return_types: (KernelTypeError, "value that this function returns has another type", "if x[0, 0] > 0:"),
+    bad_max_key: (KernelTypeError, "max over traced values takes no key", "o[0, 0] = max("),
+    bad_max_rank: (KernelTypeError, r"rank 1, got shape \(6, 4\); write jnp.max", "o[0, 0] = max(x[...])"),
+    bad_step: (KernelTypeError, "the step of jt.range is an integer scalar", "for k in jt.range(0, 3, x[0, 0]):"),
+    bad_tile_case: (KernelTypeError, "if takes one bool", "case 1:"),
     bad_raise: (KernelSyntaxError, "jt.assert_", "raise ValueError"),
     bad_one_branch: (KernelSyntaxError, "'y' is bound in one branch only", "if x[0, 0] > 0:"),
     bad_other_branch: (KernelSyntaxError, "'y' is bound in one branch only", "if x[0, 0] > 0:"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jtile import language as jt
-from jtile.errors import KernelSyntaxError
+from jtile.errors import KernelSyntaxError, KernelTypeError
 from jtile.trace import function, rewrite_loops
 
 F32, I32 = np.dtype("f"), np.dtype("i4")
@@ -86,8 +86,49 @@ def test_methods_and_partials(run):
 def test_without_source(lower):
     space = {"jt": jt}
     exec("def kernel(o):\n    for k in jt.range(3):\n        o[...] = k\n", space)
-    with pytest.raises(KernelSyntaxError, match=r"jt\.fori"):
+    with pytest.raises(KernelSyntaxError, match=r"linecache, or write jt\.fori"):
         lower(space["kernel"], [], [jax.ShapeDtypeStruct((), I32)])
+    exec("def kernel(x, o):\n    if x[0, 0] > 0:\n        o[...] = 1.0\n", space)
+    with pytest.raises(KernelTypeError, match=r"this one has none \(it comes from exec.*write it to a file"):
+        lower(space["kernel"], [X], [jax.ShapeDtypeStruct((), F32)])
+
+
+def _undecorated(v):
+    if v > 0:
+        return v
+    return -v
+
+
+def test_a_helper_that_is_not_decorated(lower):
+    with pytest.raises(KernelTypeError, match=r"decorate _undecorated with @jt\.function"):
+        lower(lambda x, o: o.__setitem__(..., _undecorated(x[0, 0])), [X], [jax.ShapeDtypeStruct((), F32)])
+
+
+def test_decorated_functions_in_decorated_functions(run):
+    @function
+    def outer(x, n):
+        @function
+        def inner(v):
+            for k in jt.range(3):
+                v = v + x[k, 1]
+                if v > n:
+                    break
+            return v
+
+        @function
+        def plain(v):
+            return v + 1.0
+
+        @function
+        def numbers():  # a generator stays Python's
+            for k in range(2):
+                yield plain(k * 1.0)
+
+        for v in numbers():
+            n = n + v
+        return inner(0.0) + plain(n)
+
+    assert run(lambda x, o: o.__setitem__(..., outer(x, 2.5)), [X], [((), F32)])[0] == 6 + 6.5
 
 
 @function

@@ -1,0 +1,124 @@
+"""`match` whose patterns are values, sequences of them, `|`, captures and `_`, as a chain of `if`.
+
+So the subject may be traced. What else a pattern may say (classes, mappings, stars) is about Python objects, and such a
+`match` stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jtile.trace.jumps import placed
+
+Call = Callable[..., ast.expr]
+
+
+@dataclasses.dataclass
+class _Test:
+    """What a pattern asks of a value (None: nothing), and the names that it gives to parts of it."""
+
+    test: ast.expr | None
+    binds: list[tuple[str, ast.expr]]
+
+
+class _NoTestError(Exception):
+    """The pattern is about Python objects."""
+
+
+class Patterns(ast.NodeTransformer):
+    """Rewrites the `match` statements of one function, not those of the functions inside it.
+
+    Args:
+      call: `(name, place, *args)`: the call of a function of the runtime.
+    """
+
+    def __init__(self, call: Call, numbers: Iterator[int] | None = None):
+        self._call = call
+        self._numbers = itertools.count(1) if numbers is None else numbers
+
+    def visit_FunctionDef(self, n: ast.FunctionDef) -> ast.AST:
+        return n
+
+    def visit_AsyncFunctionDef(self, n: ast.AsyncFunctionDef) -> ast.AST:
+        return n
+
+    def visit_ClassDef(self, n: ast.ClassDef) -> ast.AST:
+        return n
+
+    def visit_Lambda(self, n: ast.Lambda) -> ast.AST:
+        return n
+
+    def visit_Match(self, s: ast.Match) -> Any:
+        self.generic_visit(s)
+        name = f"__subject_{next(self._numbers)}__"
+        subject = lambda: ast.Name(name, ast.Load())
+        try:
+            tests = [self._pattern(c.pattern, subject) for c in s.cases]
+        except _NoTestError:
+            return s
+        if any(_has_walrus(c.guard) for c in s.cases):
+            return s
+        chain: list[ast.stmt] = []
+        for case, found in zip(reversed(s.cases), reversed(tests), strict=True):
+            chain = self._case(case, found, chain)
+        return [placed(s, ast.Assign([ast.Name(name, ast.Store())], s.subject)), *chain]
+
+    def _pattern(self, p: ast.pattern, value: Callable[[], ast.expr]) -> _Test:
+        match p:
+            case ast.MatchValue():
+                return _Test(self._call("equals", p, value(), p.value), [])
+            case ast.MatchSingleton():
+                return _Test(self._call("is_singleton", p, value(), ast.Constant(p.value)), [])
+            case ast.MatchAs():
+                found = _Test(None, []) if p.pattern is None else self._pattern(p.pattern, value)
+                return _Test(found.test, found.binds + ([(p.name, value())] if p.name else []))
+            case ast.MatchOr():
+                found = [self._pattern(q, value) for q in p.patterns]
+                tests = [f.test for f in found if f.test is not None]
+                if any(f.binds for f in found):
+                    raise _NoTestError
+                return _Test(placed(p, ast.BoolOp(ast.Or(), tests)) if len(tests) == len(found) else None, [])
+            case ast.MatchSequence():
+                return self._sequence(p, value)
+        raise _NoTestError
+
+    def _sequence(self, p: ast.MatchSequence, value: Callable[[], ast.expr]) -> _Test:
+        tests = [self._call("is_sequence", p, value(), ast.Constant(len(p.patterns)))]
+        binds = []
+        for k, q in enumerate(p.patterns):
+            found = self._pattern(q, lambda k=k: ast.Subscript(value(), ast.Constant(k), ast.Load()))
+            tests += [found.test] if found.test is not None else []
+            binds += found.binds
+        return _Test(tests[0] if len(tests) == 1 else placed(p, ast.BoolOp(ast.And(), tests)), binds)
+
+    def _case(self, case: ast.match_case, found: _Test, others: list[ast.stmt]) -> list[ast.stmt]:
+        """One case in front of the chain of the later ones. A guard that fails leaves the names bound, as in Python."""
+        place, guard, test = case.pattern, case.guard, found.test
+        binds = lambda: [placed(place, ast.Assign([ast.Name(n, ast.Store())], v)) for n, v in found.binds]
+        if test is None:
+            return [*binds(), *([placed(place, ast.If(guard, case.body, others))] if guard is not None else case.body)]
+        first: list[ast.stmt] = []
+        if guard is not None and found.binds:
+            hit = f"__fits_{next(self._numbers)}__"
+            first = [placed(place, ast.Assign([ast.Name(hit, ast.Store())], test))]
+            first += [placed(place, ast.If(ast.Name(hit, ast.Load()), binds(), []))]
+            test, guard = ast.Name(hit, ast.Load()), _with_names(guard, found.binds)
+        if guard is not None:
+            test = placed(place, ast.BoolOp(ast.And(), [test, guard]))
+        return [*first, placed(place, ast.If(test, [*binds(), *case.body], others))]
+
+
+def _with_names(guard: ast.expr, binds: list[tuple[str, ast.expr]]) -> ast.expr:
+    """The guard of a case, in which its names stand for parts of the subject before they are bound."""
+    args = ast.arguments([], [ast.arg(n) for n, _ in binds], None, [], [], None, [])
+    return placed(guard, ast.Call(ast.Lambda(args, guard), [v for _, v in binds], []))
+
+
+def _has_walrus(n: ast.expr | None) -> bool:
+    return n is not None and any(
+        isinstance(k, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for k in ast.walk(n)
+    )
