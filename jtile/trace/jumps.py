@@ -69,7 +69,8 @@ def _ends(s: ast.stmt) -> Ends:
             out = Ends(other.normal, body.jumps | other.jumps) if body.normal else body
             for h in s.handlers:
                 out |= ends(h.body)
-            return Ends(out.normal and ends(s.finalbody).normal, out.jumps)
+            last = ends(s.finalbody)
+            return Ends(out.normal and last.normal, out.jumps | last.jumps)
         case ast.Match():
             out = Ends(not (s.cases and irrefutable(s.cases[-1])))
             for case in s.cases:
@@ -123,7 +124,10 @@ class Jumps:
         for k, s in enumerate(stmts):
             if isinstance(s, ast.Break | ast.Continue | ast.Return):
                 return [*out, *self._jump(s)]
-            rest, jumps = list(stmts[k + 1 :]), self._visible(_ends(s))
+            found = _ends(s)
+            if not found.normal:
+                return [*out, *self.statement(s)]  # nothing gets to what follows
+            rest, jumps = list(stmts[k + 1 :]), self._visible(found)
             if jumps and rest and isinstance(s, ast.If):
                 if not ends(s.body).normal:
                     return [*out, self._if(s, s.body, [*s.orelse, *rest])]
@@ -184,7 +188,7 @@ class Jumps:
         self._loops.append(loop)
         body = self.block(s.body)
         self._loops.pop()
-        orelse = self.block(s.orelse)
+        orelse = [] if isinstance(s, ast.While) and endless(s) else self.block(s.orelse)
         if "continue" in found:
             body = [placed(s, _assign(loop.skip, ast.Constant(False))), *body]
         if not found & {"break", "return"}:

@@ -361,14 +361,14 @@ def test_a_store_to_an_input():
     )
 
 
-def test_a_break_in_a_tile_loop():
-    def breaks(x, o):
+def test_a_raise_in_a_tile_loop():
+    def raises(x, o):
         for i in jt.range(6):
             if i > 3:
-                break
+                raise IndexError(i)
             o[i] = x[i]
 
-    fails(KernelSyntaxError, "break", lambda: jt.call(breaks, out_type=S, grid=1)(X), line="break")
+    fails(KernelSyntaxError, "jt.assert_", lambda: jt.call(raises, out_type=S, grid=1)(X), line="raise IndexError")
 
 
 def test_a_carry_that_changes_shape():

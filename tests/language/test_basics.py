@@ -116,7 +116,7 @@ WRONG = {
     ),
     "fori tree": (lambda t: jt.fori(3, lambda k, c: (c, c), t), KernelTypeError, "the body of jt.fori gives"),
     "range step": (lambda t: jt.fori((0, 4, 0), lambda k, c: c, t), KernelValueError, "cannot be 0"),
-    "range traced step": (lambda t: jt.fori((0, 4, t[0, 0]), lambda k, c: c, t), KernelTypeError, "step of jt.range"),
+    "range traced step": (lambda t: jt.fori((0, 4, t[0]), lambda k, c: c, t), KernelTypeError, "step of jt.range"),
     "range float": (lambda t: jt.fori(2.5, lambda k, c: c, t), KernelTypeError, "integer scalar"),
     "range stages": (lambda t: jt.range(4, stages=0), KernelValueError, "stages"),
     "range bounds": (lambda t: jt.range(), KernelTypeError, "0 bounds"),

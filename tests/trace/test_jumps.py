@@ -123,6 +123,23 @@ def test_a_loop_without_a_condition(run):
     assert run(kernel, [X], [((2,), F32)])[0].tolist() == [12, 3]
 
 
+def test_code_that_nothing_gets_to(run):
+    def kernel(x, o):
+        while True:
+            if x[0, 0] == 0:
+                break
+        else:
+            return
+        for k in jt.range(6):
+            if x[k, 0] > 9:
+                o[...] = k
+                return
+                o[...] = 7
+        return
+
+    assert run(kernel, [X], [((), I32)])[0] == 3
+
+
 def test_jumps_in_with_try_and_under_python_conditions(run):
     def kernel(x, o, *, mode):
         for k in jt.range(6):
