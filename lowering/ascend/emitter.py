@@ -5,7 +5,10 @@ from __future__ import annotations
 from ..triton.emitter import Emitter
 from ..triton.ttir import Code, Val, bits
 
-_SIGNED = {"arith.divui": "arith.divsi", "arith.remui": "arith.remsi"}
+_ORDERED = {"ult": "oge", "ule": "ogt", "ugt": "ole", "uge": "olt"}  # not the one is the other
+_UNSIGNED = ("ult", "ule", "ugt", "uge")
+_PLAIN = {"tt.precise_divf": "arith.divf", "tt.precise_sqrt": "math.sqrt"}  # the adapter crashes on these of scalars
+_DIVISIONS = ("arith.divui", "arith.remui", "arith.divsi")
 
 
 class NpuEmitter(Emitter):
@@ -19,19 +22,67 @@ class NpuEmitter(Emitter):
 
 
 class NpuCode(Code):
-    """TTIR whose ops on tensors the vector cores have. They know no unsigned integers of 16 bits and more: conversions
-    and divisions of those go through wider signed ones. Scalars are computed by the scalar unit, which has all."""
+    """TTIR whose ops on tensors the vector cores have, and which their compiler (1.2.0) translates as they are meant:
+    it takes unsigned integers of 16 bits and more for signed ones, without a word where it extends them or shifts them
+    to the right. Scalars are computed by the scalar unit, which has all."""
 
     def gather_attribute(self) -> str:
         return ""
 
     def op(self, name: str, *args: Val, elem: str | None = None) -> Val:
-        first = args[0]
-        if name in _SIGNED and first.shape:
-            wide = "i32" if bits(first.elem) < 32 else "i64"
-            a, b = (self.to_int(x, wide, signed=False) for x in args)
-            return self.to_int(super().op(_SIGNED[name], a, b), first.elem)
+        first, name = args[0], _PLAIN.get(name, name)
+        if not first.shape:
+            return super().op(name, *args, elem=elem)
+        if name in _DIVISIONS:
+            return self._divided(name, *args)
+        if name == "arith.shrui":
+            return self._shifted(*args)
+        if name in ("arith.minui", "arith.maxui"):
+            a, b = args
+            less = self.cmp("ult", a, b)
+            return self.select(less, a, b) if name == "arith.minui" else self.select(less, b, a)
         return super().op(name, *args, elem=elem)
+
+    def _divided(self, name: str, a: Val, b: Val) -> Val:
+        """In 64 bits: the compiler divides integers of 32 as floats of 32, which do not hold them."""
+        signed = name.endswith("si")
+        wide = "i32" if bits(a.elem) < 16 else "i64"
+        a64, b64 = (self.to_int(x, wide, signed=signed) for x in (a, b))
+        return self.to_int(super().op(name.removesuffix("ui").removesuffix("si") + "si", a64, b64), a.elem)
+
+    def _shifted(self, a: Val, by: Val) -> Val:
+        """A shift to the right that lets zeros in, of one that repeats the sign: the compiler makes no difference."""
+        width = bits(a.elem)
+        moved = super().op("arith.shrsi", a, by)
+        if by.number is not None:
+            kept = self.const((1 << (width - int(by.number))) - 1, a.elem, a.shape)
+        else:
+            left = super().op("arith.subi", self.const(width - 1, a.elem, a.shape), by)
+            top = super().op("arith.shli", self.const(1, a.elem, a.shape), left)
+            one = self.const(1, a.elem, a.shape)
+            kept = super().op("arith.subi", super().op("arith.shli", top, one), one)
+        return super().op("arith.andi", moved, kept)
+
+    def cmp(self, predicate: str, a: Val, b: Val) -> Val:
+        if not a.shape:
+            return super().cmp(predicate, a, b)
+        if a.is_float and predicate == "uno":  # NaN is what differs from itself
+            return super().op("arith.ori", super().cmp("une", a, a), super().cmp("une", b, b))
+        if a.is_float and predicate in _ORDERED:
+            less = super().cmp(_ORDERED[predicate], a, b)
+            return super().op("arith.xori", less, self.const(True, "i1", a.shape))
+        if not a.is_float and predicate in _UNSIGNED:
+            if bits(a.elem) < 32:
+                return super().cmp("s" + predicate[1:], *(self.to_int(x, "i32", signed=False) for x in (a, b)))
+            return super().cmp("s" + predicate[1:], self._biased(a), self._biased(b))
+        return super().cmp(predicate, a, b)
+
+    def _biased(self, a: Val) -> Val:
+        """An unsigned number as a signed one in the same order: less half of what the width holds."""
+        least = -(1 << (bits(a.elem) - 1))
+        if a.number is not None:
+            return self.const(int(a.number) ^ least, a.elem, a.shape)
+        return super().op("arith.xori", a, self.const(least, a.elem, a.shape))
 
     def cast(self, name: str, a: Val, elem: str) -> Val:
         if a.shape and name == "arith.extui" and bits(a.elem) in (16, 32):

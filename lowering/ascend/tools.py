@@ -22,6 +22,7 @@ from jtile._errors import CompileError, UnsupportedError
 
 ADAPTER, COMPILER, OPT = "triton-adapter-opt", "bishengir-compile", "bishengir-opt"
 VARIABLES = {ADAPTER: "JTILE_TRITON_ADAPTER", COMPILER: "JTILE_BISHENGIR"}
+_FILLS = ("85", "170", "0")  # bytes that freed memory is filled with (0: with none), from try to try
 SECONDS = 600  # that a tool may take for one kernel; most take a tenth of a second
 
 
@@ -71,15 +72,26 @@ def _digest(path: str, changed: int) -> str:
 
 
 def run(name: str, arguments: Sequence[str], where: Path) -> subprocess.CompletedProcess[str]:
-    """Run a tool in a folder. It finds no other programs there: what the vendor's closed compiler (`hivmc`) would do
-    with the result is not part of an artifact, which must not depend on whether it is installed."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PATH", "BISHENG_INSTALL_PATH")} | {
-        "PATH": str(where)
-    }
-    try:
-        return subprocess.run([str(needed(name)), *arguments], cwd=where, env=environment, capture_output=True,
-                              text=True, errors="replace", timeout=SECONDS)  # fmt: skip
-    except subprocess.TimeoutExpired as e:
-        raise CompileError(
-            f"{name} has not ended after {SECONDS} seconds: make the tiles of the kernel smaller, or its loops shorter"
-        ) from e
+    """Run a tool in a folder; once more, in another way, where it crashes.
+
+    It finds no other programs there: what the vendor's closed compiler (`hivmc`) would do with the result is not part
+    of an artifact, which must not depend on whether it is installed. The adapter of 3.2.0 reads memory that it has
+    freed, and crashes or not as chance has it: glibc fills such memory with a byte, so that it always does the same.
+    """
+    hidden = ("PATH", "BISHENG_INSTALL_PATH", "MALLOC_PERTURB_")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"PATH": str(where)}
+    command = [str(needed(name)), *arguments]
+    done = None
+    for fill in _FILLS:
+        try:
+            done = subprocess.run(command, cwd=where, env=environment | {"MALLOC_PERTURB_": fill}, capture_output=True,
+                                  text=True, errors="replace", timeout=SECONDS)  # fmt: skip
+        except subprocess.TimeoutExpired as e:
+            raise CompileError(
+                f"{name} has not ended after {SECONDS} seconds: make the tiles of the kernel smaller, or its loops "
+                "shorter"
+            ) from e
+        if done.returncode >= 0:
+            break
+    assert done
+    return done

@@ -75,6 +75,8 @@ def vendor(f: Features, name: str, *args: X) -> X:
 
 def transcendental(f: Features, fn: str, xs: list[X], *, narrow: bool) -> X:
     """`fn` of f32 or f64 operands; `narrow`: the result is rounded to 16 bits or less: 2^-16 is exact enough."""
+    if f.npu and fn in ("exp", "exp2"):
+        return math_plain.exp(xs[0]) if fn == "exp" else math_plain.exp2(xs[0], narrow=narrow)
     if fn == "exp" and narrow:
         return exp2(f, xs[0] * LOG2_E)
     if fn == "logistic":
@@ -114,6 +116,8 @@ def exp2(f: Features, x: X) -> X:
     three more, and the softmax of attention is made of these."""
     if x.elem == "f64":
         return vendor(f, "exp2", x)
+    if f.npu:
+        return math_plain.exp2(x)
     return _instruction(x, "ex2.approx.ftz.f32") if f.cuda else x.unary("math.exp2")
 
 

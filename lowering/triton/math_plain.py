@@ -13,7 +13,7 @@ from collections.abc import Callable
 from .math_expr import X
 
 _OPS = {
-    "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2", "sin": "sin", "cos": "cos", "tan": "tan",
+    "exp": "exp", "log": "log", "log2": "log2", "sin": "sin", "cos": "cos", "tan": "tan",
     "asin": "asin", "acos": "acos", "atan": "atan", "rsqrt": "rsqrt",
 }  # fmt: skip
 LARGE = 2.0**23  # from here on a float32 is a whole number
@@ -29,6 +29,25 @@ def function(name: str, *args: X) -> X:
 
 def _op(name: str, x: X) -> X:
     return x.unary(f"math.{name}")
+
+
+def exp(x: X) -> X:
+    return _op("exp", x)
+
+
+def exp2(x: X, *, narrow: bool = False) -> X:
+    """2^x: that of the nearest whole number in the exponent's bits (in two halves, for it may leave the range of one),
+    times exp of the rest. Of a compiler that makes exp(x log 2) of math.exp2 the error grows with x; `narrow`: 2^-16 is
+    exact enough, and the numbers that are kept are not far from 1."""
+    if narrow:
+        return _op("exp2", x)
+    a = x.binary("arith.maxnumf", -160.0).binary("arith.minnumf", 130.0)
+    whole = _op("floor", a + 0.5)
+    y = _op("exp", (a - whole) * math.log(2.0))
+    half = _op("floor", whole * 0.5)
+    for part in (half, whole - half):
+        y = y * ((part.cast("fptosi", "i32") + 127) << 23).as_float("f32")
+    return x.is_nan().where(x, y)
 
 
 def expm1(x: X) -> X:
@@ -90,7 +109,7 @@ def atanh(x: X) -> X:
 def cbrt(x: X) -> X:
     """exp2(log2(|x|) / 3), and a step of Newton's method."""
     a = x.abs()
-    y = _op("exp2", _op("log2", a) * (1.0 / 3.0))
+    y = exp2(_op("log2", a) * (1.0 / 3.0))
     y = y - (y - a / (y * y)) * (1.0 / 3.0)
     return (a.eq(0.0) | a.eq(math.inf) | x.is_nan()).where(x, y.copysign(x))
 
@@ -123,6 +142,7 @@ def atan2(y: X, x: X) -> X:
 
 
 _FORMULAS: dict[str, Callable[..., X]] = {
+    "exp2": exp2,
     "expm1": expm1,
     "log1p": log1p,
     "tanh": tanh,
