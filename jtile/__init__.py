@@ -31,6 +31,7 @@ from jtile.calls.kernel import kernel as kernel
 from jtile.calls.kernel import tuned as tuned
 from jtile.calls.lowered import Lowered as Lowered
 from jtile.calls.marks import dynamic as dynamic
+from jtile.calls.signature import auto as auto
 from jtile.primitive.options import Options as Options
 
 _ffi.register_early()

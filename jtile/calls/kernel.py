@@ -20,7 +20,7 @@ from jtile.calls.arguments import as_operand, as_type, key_of
 from jtile.calls.layout import Layout, Spec, lay_out
 from jtile.calls.lowered import Lowered
 from jtile.calls.marks import declared, strip
-from jtile.calls.signature import Structure, nearest, place_of, read_signature, source_lines
+from jtile.calls.signature import Structure, autos, nearest, place_of, read_signature, source_lines
 from jtile.primitive.options import Options
 from jtile.primitive.sharding import Hand, check_ranks, parse
 
@@ -126,6 +126,11 @@ class Kernel:
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._tuning: Tuning | None = None
         self._variants: dict[Any, Kernel] = {}  # this kernel untuned, by options
+        self._asks = bool(autos(self._signature.meta))
+        if self._asks:
+            from jtile.tune.space import around_choice
+
+            self._tuning = around_choice
         functools.update_wrapper(self, fn)
         meta = [
             inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in self._signature.meta.items()
@@ -267,12 +272,17 @@ class Kernel:
         key = _key(tree, leaves, meta)
         if defaults:
             key += key_of(dict(defaults))
-        return key if self._tuning is None else (*key, self._tuning.state())
+        if self._tuning is None and not self._asks and not autos(meta):
+            return key
+        from jtile.tune.space import state
+
+        return *key, state()
 
     def _choose(
         self, tree: Structure, leaves: list[Any], meta: dict[str, Any], defaults: Mapping[str, Any], key: Any
     ) -> _Bound:
-        """Fill in what the call leaves out: from the tuner's entry, `defaults` (options among them), the signature."""
+        """Fill in what the call leaves out: from the tuner's entry, `defaults` (options among them), the signature, and
+        the model of time where these say `jt.auto`."""
         if self._tuning is not None:
             from jtile.tune.choose import choose
 
@@ -281,7 +291,12 @@ class Kernel:
             own = {k: v for k, v in defaults.items() if k not in _CHOICES and k not in meta}
             options = {k: v for k, v in defaults.items() if k in _CHOICES and getattr(self._options, k) is None}
             return self._variant(options)._resolve(tree, leaves, {**meta, **own})
-        return self._bind(tree, leaves, self._signature.bind_meta(meta), key)
+        full = self._signature.bind_meta(meta)
+        if autos(full):
+            from jtile.tune.resolve import resolve
+
+            return resolve(self, tree, leaves, full)
+        return self._bind(tree, leaves, full, key)
 
     def _bind(self, tree: Structure, leaves: list[Any], meta: dict[str, Any], key: Any) -> _Bound:
         types, marks = strip(tree_unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]))

@@ -28,9 +28,10 @@ class Lowered:
 
     def __init__(self, program: Program, target: Any, piece: int = 0):
         from jtile.lowering import targets
+        from jtile.primitive.program import for_target
 
-        self.program, self.piece = program, piece
         self._target = targets.resolve(target)
+        self.program, self.piece = for_target(program, self._target), piece
 
     @property
     def pieces(self) -> tuple[Lowered, ...]:
@@ -111,15 +112,18 @@ class Lowered:
 
     @functools.cached_property
     def texts(self) -> dict[str, str]:
-        """Level name -> text: `jaxpr`, `tile_ir`, `tile_ir_opt` (this piece after the passes), `sharding` (along what
-        automatic partitioning cuts the program, and why not along the rest), `resources` (grid, and the scratch of one
-        program, which is where a reverse kernel saves the carry of its loops; on a GPU also registers, spills, shared
-        memory and occupancy), then those of the back end (CPU: `llvm`, `asm`; NVIDIA: `ttir`, `ttgir`, `llir`, `ptx`,
-        `sass`; AMD: `amdgcn` instead of the last two)."""
+        """Level name -> text: `choice` (of meta-parameters that are `jt.auto`: values, and why), `jaxpr`, `tile_ir`,
+        `tile_ir_opt` (this piece after the passes), `sharding` (along what automatic partitioning cuts the program, and
+        why not along the rest), `resources` (grid, and the scratch of one program, which is where a reverse kernel
+        saves the carry of its loops; on a GPU also registers, spills, shared memory and occupancy), then those of the
+        back end (CPU: `llvm`, `asm`; NVIDIA: `ttir`, `ttgir`, `llir`, `ptx`, `sass`; AMD: `amdgcn` instead of the last
+        two)."""
         from jtile import ir
         from jtile.primitive import partition
 
-        own = {
+        choice = self.program.choice
+        own = {} if choice is None else {"choice": f"{choice.why}\n"}
+        own |= {
             "jaxpr": str(self.program.jaxpr),
             "tile_ir": ir.print_kernel(self.program.kernel),
             "tile_ir_opt": ir.print_kernel(self.kernel),

@@ -22,6 +22,28 @@ Structure = Any  # a jax.tree_util.PyTreeDef
 REQUIRED = inspect.Parameter.empty
 
 
+class Auto:
+    """The type of `jt.auto`, which stands for a number that jtile chooses: the side of a tile, or `stages=` of a loop.
+
+    As the default of a meta-parameter, or given at a call: `def matmul(a, b, o, *, bm: int = jt.auto)`. The choice
+    depends on shapes, dtypes and the target alone; an entry of `jt.tune` goes before it.
+    """
+
+    def __repr__(self) -> str:
+        return "jt.auto"
+
+    def __reduce__(self) -> str:
+        return "auto"
+
+
+auto: Any = Auto()  # Any: it stands where a number is expected
+
+
+def autos(meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """The meta-parameters that are `jt.auto`."""
+    return tuple(name for name, value in meta.items() if value is auto)
+
+
 @dataclasses.dataclass(frozen=True)
 class Signature:
     """Names of a kernel's Refs and meta-parameters.

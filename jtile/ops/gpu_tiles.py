@@ -105,9 +105,7 @@ def keys_of_cache(d: int, itemsize: int) -> int:
     return max(16, min(64, 32768 // (d * itemsize))) if little_memory() else 64
 
 
-def attention_options(d: int, itemsize: int) -> dict[str, int]:
-    """Warps of it, where the compiler's own choice does not hold the tiles."""
-    return {"num_warps": 8} if itemsize >= 4 and 64 < d <= 128 else {}
+attention_options = products.warps_of_attention
 
 
 @functools.lru_cache(maxsize=1024)

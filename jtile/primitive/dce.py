@@ -12,7 +12,7 @@ from jax import core
 
 from jtile._compat import make_jaxpr, register_dce
 from jtile._memo import memo
-from jtile.primitive.program import CustomVjp, Program, make_program
+from jtile.primitive.program import CustomVjp, Program, derived_choice, make_program
 from jtile.transforms.evaluate import ref_aval
 from jtile.transforms.prune import prune
 
@@ -62,6 +62,7 @@ def _smaller(program: Program, used: tuple[bool, ...]) -> tuple[Program, tuple[b
     made = make_program(
         _without(closed, kept), _narrowed(spec, ins, outs, kept), meta=program.meta, options=program.options,
         levels=tuple(levels), narrow=_picked(program.narrow, outs), vjp=program.vjp and _vjp(program, outs),
+        choice=derived_choice(program, lambda p: (_smaller(p, used) or (p,))[0]),
     )  # fmt: skip
     return made, ins, outs
 

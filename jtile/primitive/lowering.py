@@ -24,7 +24,7 @@ from jtile._memo import memo
 from jtile._platform import gpu_arch
 from jtile.passes.accumulate import Pieces, accumulate
 from jtile.primitive import partition
-from jtile.primitive.program import Program
+from jtile.primitive.program import Program, for_target
 from jtile.primitive.sizes import evaluate_expression, sized, symbol_values
 
 # -- the interpreter ------------------------------------------------------------------------------------------------
@@ -83,6 +83,8 @@ def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, program
         return mlir.lower_fun(_without_programs, multiple_results=True)(ctx, *operands, program=program)
     if interpreted(program):
         return _lower_on_host(ctx, operands, program)
+    if program.choice is not None:  # only here is the target known for certain
+        program = for_target(program, _target(platform))
     if program.block and "cuda" in platforms_of(ctx):
         platform = "cuda"  # in an export for several, a branch for one is lowered for all, which do not take it
     try:

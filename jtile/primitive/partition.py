@@ -108,7 +108,8 @@ def shard_program(program: Program, parts: tuple[tuple[str, int], ...]) -> Progr
         raise KernelValueError(f"kernel {program.name} cannot be cut into shards of {dict(parts)}", program.where)
     narrow = tuple(None if s else n for s, n in zip(summed, program.narrow, strict=True))
     fingerprint = fingerprint_of(kernel, narrow, program.options)
-    return dataclasses.replace(program, kernel=kernel, narrow=narrow, vjp=None, fingerprint=fingerprint, hand=None)
+    own = dict(kernel=kernel, narrow=narrow, fingerprint=fingerprint)
+    return dataclasses.replace(program, **own, vjp=None, hand=None, choice=None)
 
 
 def _check_shard(program: Program, kernel: ir.Kernel, parts: Mapping[str, int]) -> None:

@@ -80,6 +80,23 @@ class CustomVjp:
     key: Any
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """How the meta-parameters of a program were chosen that its call gave as `jt.auto`.
+
+    Attributes:
+      target: the `Target` that they were chosen for.
+      why: which they are and how they were found, in a sentence.
+      key: what is chosen again, and from what: programs of which it differs are not equal.
+      again: `(target, levels)` to the program that is chosen for that target, under these vmaps.
+    """
+
+    target: Any
+    why: str
+    key: str
+    again: Callable[[Any, tuple[Level, ...]], Program]
+
+
 @held_weakly
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -99,6 +116,7 @@ class Program:
         `vjp`.
       hand: the sharding rule that the user gave, or None: derived. Of a kernel at block level: one that cuts no
         dimension of its own.
+      choice: how meta-parameters were chosen that are `jt.auto`, or None: the call gave them all.
     """
 
     jaxpr: Any
@@ -112,6 +130,7 @@ class Program:
     options: Options
     fingerprint: str
     hand: Hand | None = None
+    choice: Choice | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self.fingerprint == other.fingerprint and self.vjp == other.vjp
@@ -182,6 +201,7 @@ def make_program(
     narrow: tuple[str | None, ...] | None = None,
     vjp: CustomVjp | None = None,
     hand: Hand | None = None,
+    choice: Choice | None = None,
 ) -> Program:
     """A `Program` from a traced body; raises what the body cannot be expressed by in Tile IR."""
     from jtile import trace
@@ -190,22 +210,64 @@ def make_program(
         jaxpr, name=spec.name, n_in=spec.n_in, n_out=spec.n_out, grid=spec.grid, aliases=spec.aliases,
         inits=spec.inits, ref_names=spec.ref_names, loc=spec.loc,
     )  # fmt: skip
-    return _program(jaxpr, spec, levels, narrow or (None,) * spec.n_out, vjp, base, meta, options, hand)
+    return _program(jaxpr, spec, levels, narrow or (None,) * spec.n_out, vjp, base, meta, options, hand, choice)
 
 
 def batched(program: Program, level: Level, vjp: CustomVjp | None) -> Program:
-    """The program under one more vmap."""
-    levels = (*program.levels, level)
-    p = program
+    """The program under one more vmap; what is `jt.auto` is chosen again for all lanes together."""
+    if program.choice is None:
+        return under(program, level, vjp)
+    again = program.choice.again(program.choice.target, (*program.levels, level))
+    return dataclasses.replace(again, vjp=vjp)
+
+
+def under(program: Program, level: Level, vjp: CustomVjp | None) -> Program:
+    """The program under one more vmap, with the meta-parameters that it has."""
+    p, levels = program, (*program.levels, level)
     hand = p.hand and dataclasses.replace(p.hand, shard=functools.partial(_batched_shard, p, level))
-    return _program(p.jaxpr, p.spec, levels, p.narrow, vjp, p.base, p.meta, p.options, hand)
+    return _program(p.jaxpr, p.spec, levels, p.narrow, vjp, p.base, p.meta, p.options, hand, p.choice)
+
+
+def with_choice(program: Program, choice: Choice) -> Program:
+    """The program, with how its meta-parameters were chosen."""
+    p = program
+    return _program(p.jaxpr, p.spec, p.levels, p.narrow, p.vjp, p.base, p.meta, p.options, p.hand, choice)
+
+
+def for_target(program: Program, target: Any) -> Program:
+    """The program with what is `jt.auto` chosen for a target: where the call was traced, it was not known for certain.
+
+    One whose inputs or outputs would be others (memory that only a derivative needs, by tiles) stays as it is.
+    """
+    choice = program.choice
+    if choice is None or choice.target == target:
+        return program
+    again = choice.again(target, program.levels)
+    shapes = lambda p: [(v.shape, v.dtype) for v in (*p.kernel.inputs, *p.kernel.outputs)]
+    return dataclasses.replace(again, vjp=program.vjp) if shapes(again) == shapes(program) else program
+
+
+def derived_choice(source: Program, make: Callable[[Program], Program]) -> Choice | None:
+    """The choice of a program that is `make(source)`, a derivative say: it takes what is chosen for its source."""
+    choice = source.choice
+    if choice is None:
+        return None
+
+    def again(target: Any, levels: tuple[Level, ...]) -> Program:
+        made = make(for_target(source, target))
+        for level in levels[len(made.levels) :]:
+            made = under(made, level, None)
+        return made
+
+    why = choice.why if choice.why.startswith("as ") else f"as {source.name}: {choice.why}"
+    return dataclasses.replace(choice, again=again, why=why)
 
 
 def _batched_shard(program: Program, level: Level, parts: Mapping[str, int]) -> Program:
     """The shard of a program under one more vmap, for a sharding rule given by hand."""
     assert program.hand is not None
     size = level.size // parts.get(lane_name(len(program.levels)), 1)
-    return batched(program.hand.shard(parts), dataclasses.replace(level, size=size), None)
+    return under(program.hand.shard(parts), dataclasses.replace(level, size=size), None)
 
 
 def lane_name(level: int) -> str:
@@ -213,7 +275,7 @@ def lane_name(level: int) -> str:
     return f"vmap{level}"
 
 
-def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand) -> Program:
+def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand, choice) -> Program:
     from jtile.transforms.batch import batch
 
     kernel = base
@@ -221,8 +283,9 @@ def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand) -> Pro
         kernel = batch(kernel, _lanes(k, level.size), level.batched)
     symbolic = [str(level.size) for level in levels if is_symbolic(level.size)]
     rule = [f"{hand.inputs} -> {hand.outputs}"] if hand else []
-    fingerprint = fingerprint_of(kernel, narrow, options, *symbolic, *rule)
-    made = Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint, hand)
+    key = [choice.key] if choice else []
+    fingerprint = fingerprint_of(kernel, narrow, options, *symbolic, *rule, *key)
+    made = Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint, hand, choice)
     if hand is None and not levels and made.block:  # nobody looks into a schedule: it is cut along vmaps only
         rows = lambda refs: tuple((None,) * len(v.shape) for v in refs)
         return dataclasses.replace(made, hand=Hand(rows(base.inputs), rows(base.outputs), lambda _: made))

@@ -27,7 +27,7 @@ from jtile._errors import TransformError
 from jtile._memo import memo
 from jtile.primitive.batching import over_lanes, to_front
 from jtile.primitive.jtile_call import bind, joint_varying, jtile_call_p, result_types
-from jtile.primitive.program import CustomVjp, Level, Program, Spec, lane_name, make_program
+from jtile.primitive.program import Choice, CustomVjp, Level, Program, Spec, derived_choice, lane_name, make_program
 from jtile.primitive.sharding import Hand
 from jtile.transforms.activity import active_outputs, is_literal
 from jtile.transforms.jvp import Tangents, jvp
@@ -157,8 +157,14 @@ def forward_program(lin: Linear) -> Program:
     narrow = [program.narrow[k] for k in body.active] + [None] * len(body.again)
     hand = _hand(lin, [*place], [*body.active, *body.again], forward_program)
     return make_program(
-        body.jaxpr, around, meta=program.meta, options=program.options, levels=levels, narrow=tuple(narrow), hand=hand
-    )
+        body.jaxpr, around, meta=program.meta, options=program.options, levels=levels, narrow=tuple(narrow), hand=hand,
+        choice=_choice(lin, forward_program),
+    )  # fmt: skip
+
+
+def _choice(lin: Linear, make: Callable[[Linear], Program]) -> Choice | None:
+    """How the tiles of a derivative are chosen: they are those of the kernel."""
+    return derived_choice(lin.program, lambda p: make(dataclasses.replace(lin, program=p)))
 
 
 def _hand(lin: Linear, ins: Sequence[int], outs: Sequence[int], make: Callable[[Linear], Program], *, reverse=False):
@@ -199,7 +205,7 @@ def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cota
     hand = _hand(lin, body.cotangents, outs, lambda local: reverse_program(local, given)[0], reverse=True)
     made = make_program(
         body.jaxpr, body.spec, meta=program.meta, options=program.options, levels=tuple(levels), narrow=body.narrow,
-        hand=hand,
+        hand=hand, choice=_choice(lin, lambda other: reverse_program(other, given)[0]),
     )  # fmt: skip
     return made, body
 

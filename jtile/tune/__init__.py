@@ -1,9 +1,11 @@
-"""Tuning: what can be chosen for a kernel, a cost model, a measured search, and a cache of winners; `jt.explain`,
-`jt.cost` and `jt.profile`.
+"""Tuning: what can be chosen for a kernel, a cost model, a measured search, and a cache of winners; `jt.auto`,
+`jt.explain`, `jt.cost` and `jt.profile`.
 
-`space.py` (a search space, one call), `choose.py` (what a call gets), `search.py` (pruned by `prune.py`, timed by
-`measure.py`), `store.py` (the files), `cost.py` (bytes and operations of a kernel), `roofline.py`
-(`jt.explain`), `totals.py` (`jt.cost`), `watch.py` and `timeline.py` (`jt.profile`), `api.py`.
+`warpgroups.py` (the model of time of products), `products.py` (rules where there is none), `nature.py` (what a traced
+kernel computes), `guesses.py`, `auto.py` and `resolve.py` (`jt.auto`), `space.py` (a search space, one call),
+`choose.py` (what a call gets), `search.py` (pruned by `prune.py`, timed by `measure.py`), `store.py` (the files),
+`cost.py` (bytes and operations of a kernel), `roofline.py` (`jt.explain`), `totals.py` (`jt.cost`), `watch.py` and
+`timeline.py` (`jt.profile`), `api.py`.
 
 The module can be called: `jt.tune(f, *args)` is `jtile.tune.api.tune`.
 """

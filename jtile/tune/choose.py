@@ -11,7 +11,7 @@ from jtile._config import current
 from jtile._errors import CacheWarning
 from jtile.lowering.targets import check_capabilities
 from jtile.primitive.lowering import compile_piece, pieces_of
-from jtile.tune import device
+from jtile.tune import device, resolve
 from jtile.tune.space import Call, recorder
 from jtile.tune.store import Entry, store
 
@@ -29,7 +29,7 @@ def choose(kernel: Any, tree: Any, leaves: Sequence[Any], given: Mapping[str, An
         try:
             bound = call.bound(entry.config)
             _check(bound, entry)
-            return bound
+            return resolve.tuned(call, bound, entry)
         except Exception as e:  # what the kernel calls has changed since, or the compiler
             why = getattr(e, "message", f"{type(e).__name__}: {e}")
             message = f"the tuner's entry {call.name!r} does not fit the kernel any more, defaults are taken: {why}"
@@ -45,8 +45,7 @@ def lookup(call: Call) -> Entry | None:
     entry = store.lookup(device.kind(), call.name)
     if entry is None:
         return None
-    kinds = {(name, type(value)) for config in call.candidates for name, value in config.items()}
-    return entry if {(name, type(value)) for name, value in entry.config.items()} <= kinds else None
+    return entry if call.has(entry.config) else None
 
 
 def _check(bound: Any, entry: Entry) -> None:

@@ -61,9 +61,14 @@ class Work:
 def work(kernel: ir.Kernel) -> Work:
     """The `Work` of a kernel of static sizes; tiles that hang over an edge count their elements inside, products and
     operations on tiles all of theirs."""
-    counter = _Counter(kernel)
+    return counted(kernel).result()
+
+
+def counted(kernel: ir.Kernel) -> Counter:
+    """What `work` counts, and how often each product runs."""
+    counter = Counter(kernel)
     counter.block(kernel.body, np.ones(counter.samples))
-    return counter.result()
+    return counter
 
 
 def together(done: Sequence[Work]) -> Work:
@@ -81,9 +86,21 @@ def together(done: Sequence[Work]) -> Work:
     )  # fmt: skip
 
 
-class _Counter:
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """How often all programs together run an op, and how often the innermost loop around it does in one go."""
+
+    times: float
+    trips: float
+
+
+class Counter:
     """Walks a kernel with, for every sampled program at once, how often an op runs (`times`) and what the integer
-    scalars that decide this are (`known`)."""
+    scalars that decide this are (`known`).
+
+    Attributes:
+      runs: of each product.
+    """
 
     def __init__(self, kernel: ir.Kernel):
         self.kernel = kernel
@@ -96,6 +113,8 @@ class _Counter:
         self.products: dict[str, float] = {}
         self.elements = self.special = 0.0
         self.exact = True
+        self.runs: dict[ir.Op, Runs] = {}
+        self._trips_around = 1.0
 
     def result(self) -> Work:
         scale = self.programs / self.samples
@@ -116,7 +135,7 @@ class _Counter:
     def op(self, op: ir.Op, times: np.ndarray) -> None:
         match op:
             case ir.For():
-                self.block(op.body, times * self._trips(op))
+                self._loop(op, times)
             case ir.While():
                 self.exact = False
                 self.block(op.cond, times * (TRIPS + 1))
@@ -134,16 +153,24 @@ class _Counter:
                 self._move(self.loads, op.ref, op.index, times)
                 self._move(self.stores, op.ref, op.index, times)
             case ir.DotAsync():
-                self._product(op.a.dtype, 2 * math.prod(op.result.shape) * op.a.shape[1], times)
+                self._product(op, op.a.dtype, 2 * math.prod(op.result.shape) * op.a.shape[1], times)
             case ir.Dot():
                 batch, m, n, k = op.sizes()
-                self._product(op.a.dtype, 2 * math.prod(batch) * m * n * k, times)
+                self._product(op, op.a.dtype, 2 * math.prod(batch) * m * n * k, times)
             case ir.DotScaled():
-                self._product(op.a.dtype, 2 * math.prod(op.result.shape) * op.a.shape[1], times)
+                self._product(op, op.a.dtype, 2 * math.prod(op.result.shape) * op.a.shape[1], times)
             case _:
                 self._compute(op, times)
 
-    def _product(self, dtype: str, count: int, times: np.ndarray) -> None:
+    def _loop(self, op: ir.For, times: np.ndarray) -> None:
+        inside = times * self._trips(op)
+        around = self._trips_around
+        self._trips_around = float(inside.sum()) / max(float(times.sum()), 1e-9)
+        self.block(op.body, inside)
+        self._trips_around = around
+
+    def _product(self, op: ir.Op, dtype: str, count: int, times: np.ndarray) -> None:
+        self.runs[op] = Runs(float(times.sum()) * self.programs / self.samples, self._trips_around)
         self.products[dtype] = self.products.get(dtype, 0.0) + count * float(times.sum())
 
     def _compute(self, op: ir.Op, times: np.ndarray) -> None:

@@ -89,6 +89,11 @@ def attention_on_gpu(t: int, s: int, d: int, itemsize: int, causal: bool, little
     return {"bq": side(t, bq), "bk": side(s, bk)}
 
 
+def warps_of_attention(d: int, itemsize: int) -> dict[str, int]:
+    """`num_warps` of it on a GPU of NVIDIA, where the compiler's own choice does not hold the tiles."""
+    return {"num_warps": 8} if itemsize >= 4 and 64 < d <= 128 else {}
+
+
 @functools.lru_cache(maxsize=1024)
 def on_cpu(m: int, n: int, k: int, cores: int) -> dict[str, int]:
     """`bm` and `bn` of a product on a CPU: near `SIDE`, dividing the sides evenly where they can, and small enough to

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jtile import ir
+from jtile.lowering.triton.features import features
 from jtile.tune.cost import Work, work
 
 REGISTERS = 255  # of a thread, on every GPU; wider accumulators go to memory
@@ -30,7 +31,10 @@ def unfit(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> str:
     if held > SPILLED * most * threads:
         return f"{held // threads} registers of accumulators a thread"
     shared = target.memory("block")
-    need = max((_staged(op, options) for op in kernel.body.walk() if isinstance(op, ir.For)), default=0)
+    need = max(
+        (_staged(op, options, features(target.arch).stages) for op in kernel.body.walk() if isinstance(op, ir.For)),
+        default=0,
+    )
     if shared is not None and shared.size and need > shared.size:
         return f"{need} bytes of shared memory for its stages"
     return ""
@@ -102,7 +106,7 @@ def _carried(op: ir.For) -> int:
     return sum(v.type.size * max(v.type.info.bits, 32) // 8 for v in op.inits if isinstance(v.type, ir.TileType))
 
 
-def _staged(op: ir.For, options: Mapping[str, Any]) -> int:
+def _staged(op: ir.For, options: Mapping[str, Any], most: int) -> int:
     """Bytes of the operands of products that a loop's stages hold, but for the one that is being computed with."""
     loads = {
         v.op.result: v.op
@@ -111,5 +115,5 @@ def _staged(op: ir.For, options: Mapping[str, Any]) -> int:
         for v in dot.operands()
         if isinstance(v.op, ir.Load)
     }
-    stages = options.get("num_stages") or op.stages or 1
+    stages = min(options.get("num_stages") or op.stages or 1, most)
     return sum(math.prod(v.shape) * v.type.info.bits // 8 for v in loads) * max(stages - 1, 1)

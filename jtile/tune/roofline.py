@@ -12,7 +12,7 @@ from jtile import passes
 from jtile._errors import KernelValueError, UnsupportedError
 from jtile.ir.types import DTYPES
 from jtile.primitive.lowering import compile_piece, pieces_of
-from jtile.tune import device, measure, prune
+from jtile.tune import device, measure, prune, resolve
 from jtile.tune.choose import lookup
 from jtile.tune.cost import Work, together, work
 from jtile.tune.programs import trace
@@ -37,6 +37,7 @@ class KernelCost:
       time_us: measured, of one call; None where it was not.
       resources: registers, spills, shared memory and occupancy on a GPU, of each kernel that runs for it.
       limit: what limits it, in words.
+      choice: of meta-parameters that are `jt.auto`, their values and why, in a sentence; empty without any.
     """
 
     name: str
@@ -47,6 +48,7 @@ class KernelCost:
     time_us: float | None
     resources: tuple[Mapping[str, Any], ...]
     limit: str
+    choice: str = ""
 
     @property
     def bound_us(self) -> float:
@@ -71,7 +73,8 @@ class Explanation:
         rows = [head, *map(_row, self.kernels)]
         widths = [max(len(r[k]) for r in rows) for k in range(len(head))]
         ranged = lambda r: [c.ljust(w) if k in (0, 8) else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths))]
-        return "\n".join([f"on {self.device}", *("  ".join(ranged(r)).rstrip() for r in rows)])
+        chosen = [f"{k.name}: {k.choice}" for k in self.kernels if k.choice]
+        return "\n".join([f"on {self.device}", *("  ".join(ranged(r)).rstrip() for r in rows), *chosen])
 
 
 def explain(
@@ -96,7 +99,8 @@ def explain(
     given = {}
     for call in calls:
         entry = lookup(call)
-        given[call.bound(entry.config if entry else {}).program] = call
+        bound = call.bound(entry.config if entry else {})
+        given[(resolve.tuned(call, bound, entry) if entry else bound).program] = call
     data = lambda program: given[program].data() if program in given else None
     kernels = [
         _cost(program, times, target, rates, data(program) if run else None, run and device.is_here())
@@ -125,7 +129,8 @@ def _cost(program: Any, calls: int, target: Any, rates: Any, data: Any, run: boo
     found = tuple(_resources(program, k, target) for k in range(len(pieces)))
     resources = tuple(r for r in found if r)
     limit = _limit(total, limits, time_us, resources, target, rates)
-    return KernelCost(program.name, calls, program.kernel.grid, total, limits, time_us, resources, limit)
+    why = program.choice.why if program.choice else ""
+    return KernelCost(program.name, calls, program.kernel.grid, total, limits, time_us, resources, limit, why)
 
 
 def _resources(program: Any, piece: int, target: Any) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from jtile._config import current
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._platform import platform
 from jtile.calls.marks import strip
-from jtile.calls.signature import REQUIRED, nearest
+from jtile.calls.signature import REQUIRED, autos, nearest
 from jtile.primitive.options import COMPILER
 from jtile.tune.store import store
 
@@ -40,12 +40,6 @@ class Tuning:
     key: Any = None
     data: Callable[..., Any] | None = None
     override: bool = False
-
-    def state(self) -> Any:
-        """What a choice depends on besides the call: it is part of the keys that choices are remembered by."""
-        options = current()
-        device = options.arch, options.isa, options.cache_dir, jax.config.jax_default_device
-        return store.version, options.autotune, options.interpret, device, recorder.get()
 
     def check(self, kernel: Any) -> None:
         """Raises KernelTypeError, KernelValueError for a space or key that does not fit the kernel."""
@@ -93,6 +87,13 @@ class Tuning:
         )
 
 
+def state() -> Any:
+    """What a choice depends on besides the call: it is part of the keys that choices are remembered by."""
+    options = current()
+    device = options.arch, options.isa, options.cache_dir, jax.config.jax_default_device
+    return store.version, options.autotune, options.interpret, device, recorder.get()
+
+
 def _kept(name: str, value: Any, sig: Any) -> Any:
     """A value of a space, as the file of winners gives it back; raises KernelTypeError for what a file cannot hold."""
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
@@ -106,6 +107,10 @@ def _kept(name: str, value: Any, sig: Any) -> Any:
         "numbers, strings and tuples of them; name the choice by one of these, and look it up in the kernel",
         sig.where,
     )
+
+
+# The space of a kernel without `jt.autotune` that has meta-parameters which are `jt.auto`: what is near the choice.
+around_choice = Tuning(())
 
 
 def check_names(sig: Any, config: Mapping[str, Any]) -> None:
@@ -134,7 +139,6 @@ class Call:
       tree, types: structure of the arguments, and shape and dtype of each array.
       given: meta-parameters of the call, which are not tuned.
       defaults: what is taken where there is no entry.
-      candidates: the points of the space that agree with what is given, without the names given.
       name: what its entry is stored under; empty where a size is known only when the kernel runs.
     """
 
@@ -143,14 +147,19 @@ class Call:
     ):
         sig = kernel._signature
         check_names(sig, defaults)
-        self.kernel, self.tree, self.given = kernel, tree, dict(given)
+        asked = autos({**sig.meta, **given})
+        given, defaults = dict(given), dict(defaults)
+        defaults |= {name: given.pop(name) for name in asked if name in given}  # the model's, not the signature's
+        self.kernel, self.tree, self.given = kernel, tree, given
         self.types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         options = {n: v for n in OPTIONS if (v := getattr(kernel._options, n)) is not None}
         inputs, marks = strip(tree_unflatten(tree, self.types))
         static = not any(marks) and not kernel._spec.dynamic
         static = static and not any(is_symbolic(n) for x in self.types for n in x.shape)
         configs: list[Config] = []
-        if static:
+        if kernel._tuning is around_choice:
+            configs = [dict.fromkeys(asked, 1)] * static  # `candidates` has the values
+        elif static:
             configs = kernel._tuning.configs(sig, inputs, {**_known(sig.meta), **defaults, **given})
             for config in configs:
                 check_names(sig, config)
@@ -165,9 +174,23 @@ class Call:
         self.options = options
         fixed = options | self.given
         self.defaults = {k: v for k, v in defaults.items() if k not in fixed}
-        self.candidates = list(_agreeing(configs, fixed))
-        self.tuned = tuple(dict.fromkeys(name for config in self.candidates for name in config))
-        self.name = self._name(inputs) if self.candidates and self.tuned else ""
+        self._listed = list(_agreeing(configs, fixed))
+        self.tuned = tuple(dict.fromkeys(name for config in self._listed for name in config))
+        self.name = self._name(inputs) if self._listed and self.tuned else ""
+
+    @functools.cached_property
+    def candidates(self) -> list[Config]:
+        """The points of the space that agree with what is given, without the names given."""
+        if self.kernel._tuning is not around_choice or not self._listed:
+            return self._listed
+        from jtile.tune.resolve import around
+
+        return around(self.kernel._variant({}), self.tree, self.types, {**self.kernel._signature.meta, **self.given})
+
+    def has(self, config: Mapping[str, Any]) -> bool:
+        """Whether an entry sets names of today's space, to values of its types."""
+        kinds = {(name, type(value)) for point in self._listed for name, value in point.items()}
+        return {(name, type(value)) for name, value in config.items()} <= kinds
 
     def config(self, config: Mapping[str, Any]) -> Config:
         """The defaults with a point of the space on top."""

@@ -82,8 +82,8 @@ def at_hand() -> Gpu:
 
 
 def multiplies(target: Any) -> bool:
-    """Whether a `Target` has warpgroup products, of 64 rows in one instruction."""
-    return target.platform == "cuda" and any(m == 64 for m, *_ in target.matrix_shapes)
+    """Whether a `Target` has warpgroup products, so that kernels run at the block level."""
+    return "warpgroup products" in target.features
 
 
 @dataclasses.dataclass(frozen=True)
