@@ -12,11 +12,13 @@ namespace {
 
 constexpr DType kDTypes[] = {
     {"bool", Kind::kBool, 8},
+    {"int2", Kind::kSigned, 2},
     {"int4", Kind::kSigned, 4},
     {"int8", Kind::kSigned, 8},
     {"int16", Kind::kSigned, 16},
     {"int32", Kind::kSigned, 32},
     {"int64", Kind::kSigned, 64},
+    {"uint2", Kind::kUnsigned, 2},
     {"uint4", Kind::kUnsigned, 4},
     {"uint8", Kind::kUnsigned, 8},
     {"uint16", Kind::kUnsigned, 16},
@@ -28,6 +30,11 @@ constexpr DType kDTypes[] = {
     {"float64", Kind::kFloat, 64, 11, 52, 1023},
     {"float8_e4m3fn", Kind::kFloat, 8, 4, 3, 7, Special::kNanOnly},
     {"float8_e5m2", Kind::kFloat, 8, 5, 2, 15},
+    {"float8_e4m3", Kind::kFloat, 8, 4, 3, 7},
+    {"float8_e3m4", Kind::kFloat, 8, 3, 4, 3},
+    {"float8_e4m3fnuz", Kind::kFloat, 8, 4, 3, 8, Special::kUnsignedZero},
+    {"float8_e5m2fnuz", Kind::kFloat, 8, 5, 2, 16, Special::kUnsignedZero},
+    {"float8_e4m3b11fnuz", Kind::kFloat, 8, 4, 3, 11, Special::kUnsignedZero},
     {"float8_e8m0fnu", Kind::kFloat, 8, 8, 0, 127, Special::kScale},
     {"float4_e2m1fn", Kind::kFloat, 4, 2, 1, 1, Special::kNone},
 };
@@ -100,6 +107,7 @@ double float_value(const DType& dtype, uint64_t bits) {
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN(), kInf = std::numeric_limits<double>::infinity();
   if (dtype.special == Special::kScale)
     return bits == 255 ? kNan : std::ldexp(1.0, static_cast<int>(bits) - dtype.bias);
+  if (dtype.special == Special::kUnsignedZero && bits == uint64_t{1} << (dtype.bits - 1)) return kNan;
   uint64_t mantissa = bits & ((uint64_t{1} << dtype.mantissa_bits) - 1);
   uint64_t top = (uint64_t{1} << dtype.exponent_bits) - 1;
   uint64_t exponent = bits >> dtype.mantissa_bits & top;

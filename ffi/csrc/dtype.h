@@ -10,7 +10,8 @@ namespace jtile {
 enum class Kind { kBool, kSigned, kUnsigned, kFloat };
 
 // What the two largest exponent values of a float format encode.
-enum class Special { kIeee, kNanOnly, kNone, kScale };
+// kUnsignedZero: numbers, and one NaN in the place of -0.
+enum class Special { kIeee, kNanOnly, kNone, kScale, kUnsignedZero };
 
 struct DType {
   std::string_view name;

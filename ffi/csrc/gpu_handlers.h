@@ -51,6 +51,9 @@ struct GpuHandlers {
       case ffi::DataType::U4:
       case ffi::DataType::F4E2M1FN:
         return (buffer.element_count() + 1) / 2;
+      case ffi::DataType::S2:
+      case ffi::DataType::U2:
+        return (buffer.element_count() + 3) / 4;
       default:
         return buffer.size_bytes();
     }

@@ -39,11 +39,19 @@ _ALL = [
     _dtype("f64", "f", 64, np.float64),
     _dtype("f8e4m3fn", "f", 8, ml_dtypes.float8_e4m3fn),
     _dtype("f8e5m2", "f", 8, ml_dtypes.float8_e5m2),
+    _dtype("f8e4m3", "f", 8, ml_dtypes.float8_e4m3),
+    _dtype("f8e3m4", "f", 8, ml_dtypes.float8_e3m4),
+    _dtype("f8e4m3fnuz", "f", 8, ml_dtypes.float8_e4m3fnuz),
+    _dtype("f8e5m2fnuz", "f", 8, ml_dtypes.float8_e5m2fnuz),
+    _dtype("f8e4m3b11fnuz", "f", 8, ml_dtypes.float8_e4m3b11fnuz),
     _dtype("f8e8m0fnu", "f", 8, ml_dtypes.float8_e8m0fnu),
     _dtype("f4e2m1fn", "f", 4, ml_dtypes.float4_e2m1fn),
 ]
 DTYPES: dict[str, DType] = {d.name: d for d in _ALL}
 BY_SHORT: dict[str, DType] = {d.short: d for d in _ALL}
+
+# Floats of 8 bits with one zero, whose sign with nothing behind it is NaN, and without infinities.
+FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")
 
 
 def dtype_info(name) -> DType:

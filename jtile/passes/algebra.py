@@ -150,10 +150,13 @@ def _select(op: Select, rw: Rewriter):
 
 # -- casts ------------------------------------------------------------------------------------------------------------
 
-_SIGNIFICAND = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
+_BYTES = {
+    "float8_e4m3fn": 4, "float8_e5m2": 3, "float8_e4m3": 4, "float8_e3m4": 5, "float8_e4m3fnuz": 4,
+    "float8_e5m2fnuz": 3, "float8_e4m3b11fnuz": 4,
+}  # fmt: skip
+_SIGNIFICAND = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, **_BYTES}
 _EXACT_IN = {
-    "float8_e4m3fn": ("float16", "bfloat16", "float32", "float64"),
-    "float8_e5m2": ("float16", "bfloat16", "float32", "float64"),
+    **dict.fromkeys(_BYTES, ("float16", "bfloat16", "float32", "float64")),
     "bfloat16": ("float32", "float64"),
     "float16": ("float32", "float64"),
     "float32": ("float64",),

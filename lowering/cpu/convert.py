@@ -24,6 +24,7 @@ class SmallFloat(NamedTuple):
     largest: float
     overflow: float  # what a rounded value above `largest` becomes
     nan: float  # what NaN becomes
+    unsigned_zero: bool = False  # its only zero is 0, and NaN has the code of -0
 
 
 _INF, _NAN = float("inf"), float("nan")
@@ -32,6 +33,11 @@ SMALL_FLOATS = {
     "bfloat16": SmallFloat(16, 15, 7, 127, 3.3895313892515355e38, _INF, _NAN),
     "float8_e5m2": SmallFloat(8, 7, 2, 15, 57344.0, _INF, _NAN),
     "float8_e4m3fn": SmallFloat(8, 7, 3, 7, 448.0, _NAN, _NAN),
+    "float8_e4m3": SmallFloat(8, 7, 3, 7, 240.0, _INF, _NAN),
+    "float8_e3m4": SmallFloat(8, 7, 4, 3, 15.5, _INF, _NAN),
+    "float8_e4m3fnuz": SmallFloat(8, 7, 3, 8, 240.0, _NAN, _NAN, True),
+    "float8_e5m2fnuz": SmallFloat(8, 7, 2, 16, 57344.0, _NAN, _NAN, True),
+    "float8_e4m3b11fnuz": SmallFloat(8, 7, 3, 11, 30.0, _NAN, _NAN, True),
     "float4_e2m1fn": SmallFloat(8, 3, 1, 1, 6.0, 6.0, -0.0),
     "float8_e8m0fnu": SmallFloat(8, 8, 0, 127, 2.0**127, _NAN, _NAN),
 }
@@ -166,7 +172,10 @@ def _round_small(x: X, dtype: str) -> X:
     y = (y > fmt.largest).where(fmt.overflow, y)
     # Where there is no NaN, ml_dtypes gives zero with the sign flipped.
     nan = y.const(fmt.nan) if fmt.nan != fmt.nan else y.const(fmt.nan).xor_sign(x)
-    return x.is_nan().where(nan, y.copysign(x))
+    signed = y.copysign(x)
+    if fmt.unsigned_zero:
+        signed = signed + 0.0  # -0 becomes 0
+    return x.is_nan().where(nan, signed)
 
 
 def _round_bfloat16(x: X) -> X:
@@ -207,6 +216,8 @@ def _decode(x: X, dtype: str) -> X:
         top = (127 - fmt.bias) << 23
         special = magnitude >= ((2 * fmt.bias + 1) << 23)
         y = special.where((bits + top).as_float(), y)
+    elif fmt.unsigned_zero:
+        y = u.eq(1 << fmt.sign_bit).where(_NAN, y)
     elif fmt.nan != fmt.nan:
         y = magnitude.eq(((1 << fmt.sign_bit) - 1) << (23 - fmt.mantissa)).where(_NAN, y)
     sign = (u & (1 << fmt.sign_bit)) << (31 - fmt.sign_bit)
@@ -232,7 +243,9 @@ def _encode(x: X, dtype: str) -> X:
         infinity = (2 * fmt.bias + 1) << fmt.mantissa
         y = (a > fmt.largest).where(infinity, y)
         y = x.is_nan().where(infinity | 1 << (fmt.mantissa - 1), y)
-    elif fmt.nan != fmt.nan:
+    elif fmt.nan != fmt.nan and not fmt.unsigned_zero:
         y = x.is_nan().where((1 << fmt.sign_bit) - 1, y)
     y = y | (bits.lshr(31) << fmt.sign_bit)
+    if fmt.unsigned_zero:
+        y = x.is_nan().where(1 << fmt.sign_bit, a.eq(0.0).where(0, y))
     return y.cast("trunc", f"i{fmt.storage}")

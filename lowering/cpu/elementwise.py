@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from jtile import ir
+
 from . import math as cpu_math
 from .convert import (
     INT_BITS,
@@ -70,7 +72,8 @@ def _emit_float(xs: list[X], fn: str, dtype: str) -> X:
     if fn == "nextafter":
         return _next_after(xs[0], xs[1], dtype)
     y = _FLOAT[fn](*xs)
-    whole = dtype not in ("float8_e8m0fnu", "float4_e2m1fn")  # these lack a sign, zero or NaN that the result may need
+    # Others lack a sign, a zero or a NaN that the result may need.
+    whole = dtype not in ("float8_e8m0fnu", "float4_e2m1fn", *ir.FNUZ)
     if fn == "is_finite" or (fn in EXACT and whole):
         return y
     return round_to_dtype(y, dtype)
@@ -153,6 +156,8 @@ def _next_after(x: X, y: X, dtype: str) -> X:
     away = ((x < y) & (x > 0.0)) | ((y < x) & (x < 0.0))
     moved = away.where(bits + 1, bits - 1)
     moved = x.eq(0.0).where((y < 0.0).where(one | sign, one), moved)
+    if dtype in ir.FNUZ:
+        moved = moved.eq(sign).where(0, moved)  # behind the least negative number comes 0
     z = x.new(from_memory(x.code, x.isa, moved.v, dtype)) if small else moved.as_float()
     z = x.eq(y).where(y, z)
     return (x.is_nan() | y.is_nan()).where(float("nan"), z)

@@ -7,6 +7,7 @@ take few integer operations, exact for every code. The rules are those of `ir.el
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from jtile import ir
@@ -29,6 +30,7 @@ class Small(NamedTuple):
     overflow: int
     nan: int
     elem: str = ""  # triton's type for what hardware converts
+    unsigned_zero: bool = False  # its only zero is 0, and NaN has the code of -0
 
     @property
     def sign(self) -> int:
@@ -38,6 +40,11 @@ class Small(NamedTuple):
 SMALL = {
     "float8_e4m3fn": Small(8, 3, 7, 0x7E, 0x7F, 0x7F, "f8E4M3FN"),
     "float8_e5m2": Small(8, 2, 15, 0x7B, 0x7C, 0x7E, "f8E5M2"),
+    "float8_e4m3": Small(8, 3, 7, 0x77, 0x78, 0x7C),
+    "float8_e3m4": Small(8, 4, 3, 0x6F, 0x70, 0x78),
+    "float8_e4m3fnuz": Small(8, 3, 8, 0x7F, 0x80, 0x80, unsigned_zero=True),
+    "float8_e5m2fnuz": Small(8, 2, 16, 0x7F, 0x80, 0x80, unsigned_zero=True),
+    "float8_e4m3b11fnuz": Small(8, 3, 11, 0x7F, 0x80, 0x80, unsigned_zero=True),
     "float4_e2m1fn": Small(4, 1, 1, 7, 7, 8),  # without NaN: ml_dtypes makes it zero with the sign flipped
 }
 WIDE = ("float16", "bfloat16", "float32", "float64")
@@ -190,6 +197,12 @@ def _decode(x: X, dtype: str) -> X:
     magnitude = (u & (fmt.sign - 1)) << (23 - fmt.mantissa)
     sign = (u & fmt.sign) << (32 - fmt.width)
     y = (magnitude | sign).as_float("f32") * 2.0 ** (127 - fmt.bias)
+    if fmt.unsigned_zero:
+        return u.eq(0x80).where(math.nan, y)
+    if dtype in ("float8_e4m3", "float8_e3m4"):
+        code = u & (fmt.sign - 1)
+        y = code.eq(fmt.overflow).where((sign | 0x7F800000).as_float("f32"), y)
+        return code.gt(fmt.overflow).where(math.nan, y)
     if dtype == "float8_e4m3fn":
         y = (u & 0x7F).eq(0x7F).where((sign | 0x7FC00000).as_float("f32"), y)
     return y
@@ -206,6 +219,9 @@ def _encode(x: X, fmt: Small) -> X:
     magic = a.const(2.0 ** (1 - fmt.bias - fmt.mantissa + 23))
     subnormal = (a + magic).bits() - magic.bits()
     y = a.lt(2.0 ** (1 - fmt.bias)).where(subnormal, normal)
+    if fmt.unsigned_zero:
+        none = x.is_nan() | y.gt(fmt.largest)
+        return none.where(fmt.nan, y.eq(0).where(0, y | (bits.lshr(31) << 7))).to_int("i8")
     y = y.gt(fmt.largest).where(fmt.overflow, y)
     sign = bits.lshr(31) << (fmt.width - 1)
     if fmt.width == 4:

@@ -13,7 +13,8 @@ from .emitter import PACKED, Emitter, elem_of, emits, memory_elem, padded
 from .features import Features
 from .ttir import Code, Val, bits, spell
 
-NARROW = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # every value of theirs is one of float16 and of bfloat16
+# Every value of these is one of float16 and of bfloat16.
+NARROW = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float8_e3m4", "float4_e2m1fn", *ir.FNUZ)
 PROMOTE = 128  # elements of k after which the short accumulators of Hopper's fp8 products go to f32, as in cuBLAS
 ALWAYS = 2**30
 PRODUCTS = 1 << 16  # elements of a tensor of products, before their sum

@@ -163,6 +163,8 @@ def _next_after(f: Features, x: X, y: X, dtype: str) -> X:
     away = (up & positive) | (down & x.lt(0.0))
     moved = away.where(bits + 1, bits - 1)
     moved = x.eq(0.0).where(y.lt(0.0).where(bits.const(1 | sign), 1), moved)
+    if dtype in ir.FNUZ:
+        moved = moved.eq(sign).where(0, moved)  # behind the least negative number comes 0
     other = X(y.code, from_f32(y.code, f, y.v, dtype)).bits() if dtype != "float64" else y.bits()
     moved = x.eq(y).where(other, moved)
     nan = x.cmp("uno", y)

@@ -27,7 +27,7 @@ EMITTERS: dict[type[ir.Op], Callable[[Emitter, ir.Op], Results]] = {}
 # widened, floats of 8 and 4 bits as their codes.
 _ELEMS = {
     "bool": "i1", "int4": "i8", "uint4": "i8", "float16": "f16", "bfloat16": "bf16", "float32": "f32",
-    "float64": "f64", "float8_e4m3fn": "i8", "float8_e5m2": "i8", "float8_e8m0fnu": "i8", "float4_e2m1fn": "i8",
+    "float64": "f64", "float4_e2m1fn": "i8", **{d: "i8" for d in ir.DTYPES if d.startswith("float8_")},
 }  # fmt: skip
 PACKED = ("int4", "uint4", "float4_e2m1fn")  # two a byte in memory, the first in the low half
 emits = into(EMITTERS)  # emitters are functions `(em, op) -> its results`

@@ -11,7 +11,8 @@ from .ttir import Val, bits
 # Largest magnitude of a float, as bits without the sign, that is no NaN.
 _INFINITE = {
     "float64": 0x7FF0_0000_0000_0000, "float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80,
-    "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7E, "float8_e8m0fnu": 0xFE, "float4_e2m1fn": 7,
+    "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7E, "float8_e4m3": 0x78, "float8_e3m4": 0x70,
+    "float8_e8m0fnu": 0xFE, "float4_e2m1fn": 7,
 }  # fmt: skip
 
 
@@ -43,7 +44,8 @@ def order_key(em: Emitter, v: Val, dtype: str, *, descending: bool = False, nan_
     if dtype == "float4_e2m1fn":
         return key.v
     nan = -1 - highest if descending and not nan_high else highest
-    return magnitude.gt(_INFINITE[dtype]).where(nan, key).v
+    none = u.eq(sign) if dtype in ir.FNUZ else magnitude.gt(_INFINITE[dtype])
+    return none.where(nan, key).v
 
 
 def _integer_key(em: Emitter, v: Val, dtype: str) -> X:

@@ -10,7 +10,8 @@ import pytest
 from jtile import ffi
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-SMALL_FLOATS = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"]
+SMALL_FLOATS = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float8_e3m4", "float8_e4m3fnuz",
+                "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e8m0fnu", "float4_e2m1fn"]  # fmt: skip
 SHAPES = [(), (0,), (2, 0), (1,), (3,), (40,), (3, 4), (2, 3, 4), (30, 2), (2, 30), (1001,), (11, 100), (2, 2, 300)]
 
 
