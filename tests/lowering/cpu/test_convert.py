@@ -123,7 +123,9 @@ def test_objects_have_no_undefined_symbols(elementwise, any_isa):
     for lanes in (1, isa.lanes(32)):
         module = elementwise.module(isa)
         for src in DTYPES:
-            for dst in DTYPES if src not in RARE else ("float32", "int32", "bool"):
+            for dst in DTYPES:
+                if {src, dst} & {*RARE} and not {src, dst} & {"float32", "int32", "bool"}:
+                    continue  # the same steps, from and to float32
                 elementwise.emit(module, isa, f"k_{src}_{dst}", "cast", (src,), dst, lanes)
         elementwise.compile(module, isa, optimise=False)
 
