@@ -104,3 +104,17 @@ def special_function(name: str) -> Callable[..., Any]:
     from jax._src.lax import special
 
     return getattr(special, name + "_impl")
+
+
+def batch_jaxpr(closed: Any, axis: Any, batched: Sequence[bool], instantiate: Any) -> tuple[Any, Sequence[bool]]:
+    """A jaxpr under one more vmap, and which of its results have the axis; `axis` is what a batching rule is given."""
+    from jax._src.interpreters import batching
+
+    return batching.batch_jaxpr(closed, axis, batched, instantiate)
+
+
+def random_gamma(key: Any, a: Any, log_space: bool) -> Any:
+    """What the primitive `random_gamma` means, all elements at once: every one has its own rounds of rejection."""
+    from jax._src.random import core
+
+    return core._gamma_impl(key, a, log_space=log_space, use_vmap=True)

@@ -15,8 +15,8 @@ from jax.interpreters import ad, batching
 from jtile._errors import TransformError
 from jtile.ir.types import dtype_info
 from jtile.language import _block_primitives as block
+from jtile.language import _guards, _recurrences, _vmap
 from jtile.language import _primitives as prims
-from jtile.language import _recurrences, _vmap
 from jtile.language._place import user_place
 
 
@@ -33,6 +33,7 @@ def register() -> None:
         batching.primitive_batchers[p] = _no_rule(p, "batched by jax.vmap")
     _recurrences.register()
     _vmap.register()
+    _guards.register()
 
 
 def _no_rule(p, what: str):
@@ -309,4 +310,5 @@ _BATCHERS: dict[Any, Any] = {
     prims.put_p: _put_batch,
     prims.loop_hint_p: _hint_batch,
     prims.last_arrival_p: _arrive_batch,
+    prims.any_lane_p: lambda args, dims: (args[0].any(dims[0]), None),
 }

@@ -83,6 +83,7 @@ reduce_p = _primitive("reduce", multiple=True)
 scan_p = _primitive("associative_scan", multiple=True)
 print_p = _primitive("print", multiple=True)
 assert_p = _primitive("assert_", multiple=True)
+any_lane_p = _primitive("any_lane")
 take_p = _primitive("take")
 put_p = _primitive("put")
 
@@ -127,6 +128,12 @@ def _(k, *, stages, unroll):
     """The loop index, unchanged; carries what `jt.range` was told about the loop around it."""
     del stages, unroll
     return _aval(k.shape, k.dtype)
+
+
+@any_lane_p.def_abstract_eval
+def _(x):
+    """A bool scalar, unchanged; under `jax.vmap` inside of the kernel, whether it is true in any lane."""
+    return _aval((), x.dtype)
 
 
 @dot_p.def_abstract_eval

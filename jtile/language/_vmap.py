@@ -4,6 +4,7 @@ tile, so that a batched place in memory becomes a gather or a scatter."""
 from __future__ import annotations
 
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -100,15 +101,31 @@ def _load(args, batched, *, dims, pad, masked):
 
 def _store(args, batched, *, dims, masked):
     ref, *rest = args
+    n = len(dims)
     if _only_place(batched[1:], dims):
-        raise TransformError(
-            "a store of batched values at one place, under jax.vmap inside of the kernel: every element of the batch "
-            "would write the same elements; index the Ref by the element, or return the value and store it outside",
-            user_place(),
-        )
+        if not masked or batched[-1] is None:
+            raise TransformError(
+                "a store of batched values at one place, under jax.vmap inside of the kernel: every element of the "
+                "batch would write the same elements; index the Ref by the element, or return the value and store it "
+                "outside",
+                user_place(),
+            )
+        mask = jnp.moveaxis(rest[-1], batched[-1], 0)
+        value = rest[n] if batched[1 + n] is None else _last(jnp.moveaxis(rest[n], batched[1 + n], 0), mask)
+        prims.store_p.bind(ref, *rest[:n], value, mask.any(0), dims=dims, masked=True)
+        return [], []
     operands, new, _ = _access(ref, rest, dims, batched[1:])
     prims.store_p.bind(*operands, dims=new, masked=masked)
     return [], []
+
+
+def _last(values, mask):
+    """Of `values` [size, ...], each element from the last lane where `mask` is true; from the first where none is."""
+    lanes = lax.broadcasted_iota(np.dtype(np.int32), mask.shape, 0)
+    last = jnp.where(mask, lanes, jnp.zeros_like(lanes)).max(0)
+    count = math.prod(last.shape)
+    flat = last.reshape(-1) * np.int32(count) + lax.iota(np.dtype(np.int32), count)
+    return prims.take_p.bind(values.reshape(-1), flat).reshape(last.shape)
 
 
 def _atomic(args, batched, *, fn, dims, masked):

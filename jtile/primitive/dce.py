@@ -12,8 +12,8 @@ from jax import core
 
 from jtile._compat import make_jaxpr, register_dce
 from jtile._memo import memo
+from jtile.language._equations import ref_aval
 from jtile.primitive.program import CustomVjp, Program, derived_choice, make_program
-from jtile.transforms.evaluate import ref_aval
 from jtile.transforms.prune import prune
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import dtypes
 from jax.ref import AbstractRef
 
-from jtile.trace.rules.control import scan_counts
+from jtile.language._equations import scan_counts
 
 
 def is_ref(v: Any) -> bool:

@@ -1,40 +1,15 @@
-"""What every walk over a kernel's jaxpr needs: reading variables, binding an equation again, the loops it has."""
+"""What the walks over a kernel's jaxpr share: the loops it has, and what has no derivative."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-from jax import core
-from jax.extend import source_info_util
-from jax.ref import AbstractRef
-
 from jtile._errors import TransformError
+from jtile.language._equations import scan_counts
 from jtile.language._place import place_of
-from jtile.trace.rules.control import bounded, counters, scan_counts
-
-
-def ref_aval(shape: Sequence[int], dtype: Any) -> AbstractRef:
-    """A fresh type of a Ref: one object that comes twice would be an alias for JAX."""
-    return AbstractRef(core.ShapedArray(tuple(shape), dtype))
-
-
-@contextlib.contextmanager
-def place(eqn: Any, pin: Any = None) -> Iterator[None]:
-    """Equations that are traced inside get the source line of this one, or of the source info `pin`."""
-    info = pin or eqn.source_info
-    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=names), eqn.ctx.manager:
-        yield
-
-
-def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """The results of an equation for other operands."""
-    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
+from jtile.trace.rules.control import bounded, counters
 
 
 def refuse(message: str, eqn: Any) -> TransformError:
@@ -99,13 +74,6 @@ def as_loop(eqn: Any) -> Loop | None:
         eqn, closed.jaxpr, closed.consts, eqn.invars[n_cond : n_cond + n_body], init,
         counter=counter.place, step=counter.step, limit=limit,
     )  # fmt: skip
-
-
-def argument(aval: Any) -> Any:
-    """What to trace a jaxpr's invar of this type with."""
-    if isinstance(aval, AbstractRef):
-        return ref_aval(aval.shape, aval.dtype)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def check_arrivals(equations: Iterator[Any]) -> None:

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jtile._compat import make_jaxpr
+from jtile.language._equations import bind, place, ref_aval, scan_counts
 from jtile.language._primitives import atomic_p, load_p, store_p
-from jtile.trace.rules.control import scan_counts
 from jtile.trace.tracing import equations
 from jtile.transforms.activity import Activity, is_float, is_literal
-from jtile.transforms.evaluate import bind, check_arrivals, place, ref_aval, refuse
+from jtile.transforms.evaluate import check_arrivals, refuse
 from jtile.transforms.prune import prune
 
 ORDER = (

@@ -16,11 +16,12 @@ import numpy as np
 from jax import lax
 
 from jtile._compat import make_jaxpr
+from jtile.language._equations import argument, bind, place, scan_counts
+from jtile.trace import lanes
 from jtile.trace.lower import is_jax_function
 from jtile.trace.rules.calls import INLINED, own_platform
-from jtile.trace.rules.control import counters, scan_counts
+from jtile.trace.rules.control import counters, counting
 from jtile.transforms.activity import is_literal, is_ref
-from jtile.transforms.evaluate import argument, bind, place
 from jtile.transforms.own_refs import own
 
 # A Ref is changed by these, and read only by those of them whose result (the old value) is used.
@@ -358,6 +359,14 @@ def _(scope: _Scope, k: int, eqn, read) -> list[Any]:
         strict=True,
     )
     carried = [any(flags) for flags in needed]
+    if cond.jaxpr.outvars[0].aval.shape:
+        found = counting(cond.jaxpr, n_cond, body.jaxpr, n_body, cond_consts, init)
+        return lanes.run(
+            lambda carry: _evaluate(cond, [*cond_consts, *carry])[0],
+            lambda carry: _evaluate(body, [*body_consts, *carry]),
+            [x if c else None for x, c in zip(init, carried, strict=True)],
+            found,
+        )
     last = lax.while_loop(
         lambda c: _evaluate(cond, [*cond_consts, *_spread(carried, c)])[0],
         lambda c: tuple(_chosen(carried, _evaluate(body, [*body_consts, *_spread(carried, c)]))),

@@ -24,10 +24,11 @@ import numpy as np
 from jax import dtypes, lax
 
 from jtile import ir
+from jtile.language._equations import bind, place
 from jtile.language._index import At, Span, Take, dims_shape
 from jtile.language._primitives import atomic_p, dot_p, load_p, store_p
 from jtile.transforms.activity import Activity, is_float, is_literal, is_ref
-from jtile.transforms.evaluate import bind, place, refuse
+from jtile.transforms.evaluate import refuse
 from jtile.transforms.ranges import Ranges
 
 Pull = Callable[[Sequence[Any]], list[Any]]  # cotangents of results (None: zero) -> cotangents of operands

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 
+from jtile.language._equations import bind
 from jtile.language.control import Range, counted
 from jtile.trace.rules.control import counters, hint_of
 from jtile.trace.tracing import equations
 from jtile.transforms.activity import Activity, is_literal
-from jtile.transforms.evaluate import Loop, as_loop, bind, refuse
+from jtile.transforms.evaluate import Loop, as_loop, refuse
 from jtile.transforms.reverse import RULES, Mode, Pull, Reverse, Slot, new_ref, plus, read_row, wide, write_row
 
 # Rounds to make room for where no bound is known. Where that room turns out to be needed, `vjp` raises.

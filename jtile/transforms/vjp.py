@@ -14,10 +14,11 @@ import numpy as np
 
 from jtile import ir
 from jtile._compat import make_jaxpr
+from jtile.language._equations import ref_aval
 from jtile.language._index import At, Span, Tile
 from jtile.trace.tracing import equations
 from jtile.transforms.activity import Activity, is_literal
-from jtile.transforms.evaluate import as_loop, check_arrivals, ref_aval, refuse
+from jtile.transforms.evaluate import as_loop, check_arrivals, refuse
 from jtile.transforms.prune import prune
 from jtile.transforms.ranges import Ranges
 from jtile.transforms.reverse import Mode, Reverse, Slot, new_ref, wide

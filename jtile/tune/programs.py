@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jtile._errors import KernelTypeError
 from jtile._platform import platform
-from jtile.transforms.evaluate import bind
+from jtile.language._equations import bind
 from jtile.tune.space import Call, Recorder, recorder
 from jtile.tune.store import retracing
 

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from jtile import ir
+from jtile._compat import make_jaxpr
+from jtile.language._equations import argument, scan_counts
+from jtile.trace import lanes
 from jtile.trace.lower import AnyValue, Keys, Lowering, rule
 from jtile.trace.rules.calls import _takes_keys
 
@@ -41,8 +45,8 @@ class Hint:
     unroll: int = 1
 
 
-def counters(jaxpr, carries, outs) -> list[Counter]:
-    """The int scalar carries that every round adds a literal to."""
+def counters(jaxpr, carries, outs, shape: Sequence[int] = ()) -> list[Counter]:
+    """The int carries of this shape, scalars by default, that every round adds a literal to."""
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     out = []
     for k, (before, after) in enumerate(zip(carries, outs, strict=True)):
@@ -52,7 +56,7 @@ def counters(jaxpr, carries, outs) -> list[Counter]:
         x, y = eqn.invars
         if hasattr(x, "val") and eqn.primitive.name == "add":
             x, y = y, x
-        counts = not before.aval.shape and np.issubdtype(before.aval.dtype, np.integer)
+        counts = before.aval.shape == tuple(shape) and np.issubdtype(before.aval.dtype, np.integer)
         if counts and hasattr(y, "val") and _origin(x, made) is before:
             out.append(Counter(k, int(y.val) if eqn.primitive.name == "add" else -int(y.val)))
     return out
@@ -110,13 +114,6 @@ def _(c: Lowering, *args, jaxpr, length, reverse, unroll=1, **params):
     if counter is not None:
         return _counted_scan(c, jaxpr, consts, init, counter, length, hint)
     return _general_scan(c, jaxpr, consts, init, xs, length, reverse, hint)
-
-
-def scan_counts(params) -> tuple[int, int]:
-    if "ft_in" in params:
-        consts, carry, _ = params["ft_in"].unpack()
-        return len(list(consts)), len(list(carry))
-    return params["num_consts"], params["num_carry"]
 
 
 def _counted_scan(c: Lowering, jaxpr, consts, init, counter: Counter, length: int, hint: Hint):
@@ -195,6 +192,8 @@ def _(c: Lowering, *args, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts):
     cond_consts, body_consts = args[:cond_nconsts], args[cond_nconsts : cond_nconsts + body_nconsts]
     init = list(args[cond_nconsts + body_nconsts :])
     found = bounded(_open(cond_jaxpr), cond_nconsts, _open(body_jaxpr), body_nconsts)
+    if _open(cond_jaxpr).outvars[0].aval.shape:
+        return _lanes(c, args, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts)
     if found is not None:
         counter, limit = found
         hi = c.literal(limit.val) if hasattr(limit, "val") else _limit(limit, _open(cond_jaxpr), cond_consts, init)
@@ -208,15 +207,42 @@ def _(c: Lowering, *args, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts):
     return unflat(init, c.b.add(ir.While(tuple(words), cond, body)).results)
 
 
+def _lanes(c: Lowering, args, cond, n_cond: int, body, n_body: int) -> list[AnyValue]:
+    """A loop whose condition is a tile."""
+
+    def run(*values):
+        def of(closed, first, n):
+            return lambda carry: jaxpr_as_fun(closed)(*values[first : first + n], *carry)
+
+        init = list(values[n_cond + n_body :])
+        return lanes.run(
+            lambda carry: of(cond, 0, n_cond)(carry)[0], lambda carry: list(of(body, n_cond, n_body)(carry)), init,
+            counting(_open(cond), n_cond, _open(body), n_body, values[:n_cond], init),
+        )  # fmt: skip
+
+    return c.called(make_jaxpr(run)(*[argument(v.aval) for v in c.eqn.invars]), args)
+
+
+def counting(cond, n_cond: int, body, n_body: int, cond_consts, init) -> tuple[int, int, Any] | None:
+    """What `lanes.run` wants to know of a loop that counts; `cond_consts`, `init`: values."""
+    found = bounded(cond, n_cond, body, n_body)
+    if found is None:
+        return None
+    counter, limit = found
+    value = np.asarray(limit.val, limit.aval.dtype) if hasattr(limit, "val") else _limit(limit, cond, cond_consts, init)
+    return counter.place, counter.step, value
+
+
 def bounded(cond, n_cond: int, body, n_body: int):
-    """`(counter, limit)` of the form `while i < limit: ...; i += step`, where the body leaves the limit alone."""
-    carries = cond.invars[n_cond:]
+    """`(counter, limit)` of the form `while i < limit: ...; i += step`, where the body leaves the limit alone; `i` is a
+    tile where the condition is one."""
+    carries, shape = cond.invars[n_cond:], cond.outvars[0].aval.shape
     made = {v: e for e in cond.eqns for v in e.outvars}
     test = made.get(cond.outvars[0]) if not hasattr(cond.outvars[0], "val") else None
     if test is None or test.primitive.name != "lt" or cond.effects:
         return None
     tested, limit = (_origin(v, made) for v in test.invars)
-    counting = counters(body, body.invars[n_body:], body.outvars)
+    counting = counters(body, body.invars[n_body:], body.outvars, shape)
     counter = next((n for n in counting if n.step > 0 and carries[n.place] is tested), None)
     if counter is None:
         return None
@@ -302,3 +328,8 @@ def _as_bool(c: Lowering, index: ir.Value) -> ir.Value:
     if isinstance(index.op, ir.Cast) and index.op.x.type.dtype == "bool":
         return index.op.x
     return c.map("gt", index, c.b.full(0, (), index.type.dtype))
+
+
+@rule("jtile_any_lane")
+def _(c: Lowering, x):
+    return x

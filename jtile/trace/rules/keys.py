@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtile import ir
+from jtile import _compat, ir
 from jtile.trace.lower import Keys, Lowering, rule
 from jtile.trace.rules.calls import _takes_keys
 from jtile.trace.rules.shapes import slice_
@@ -82,6 +82,15 @@ def _(c: Lowering, keys, *, bit_width, shape, **_):
     (out,) = c.call(
         _each(lambda k: impl.random_bits(k, bit_width, tuple(shape)), keys.words[0].type.rank), join(c, keys)
     )
+    return out
+
+
+@rule("random_gamma")
+@_takes_keys
+def _(c: Lowering, keys, a, *, log_space):
+    name = _impl(c).name
+    gamma = lambda words, a: _compat.random_gamma(jax.random.wrap_key_data(words, impl=name), a, log_space)
+    (out,) = c.call(gamma, join(c, keys), a)
     return out
 
 
