@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import batching
+from jax.ref import AbstractRef
 
 from jtile import _compat
 from jtile._errors import TransformError
@@ -158,8 +159,7 @@ def _cond_batch(jax_rule: Callable[..., Any]) -> Callable[..., Any]:
             for k, b in enumerate(branches):
                 chosen = index if index.dtype == np.bool_ else lax.eq(index, index.dtype.type(k))
                 chosen = lax.bitwise_not(chosen) if index.dtype == np.bool_ and k == 0 else chosen
-                mine = [_stopped(chosen, x) if j + 1 in moving else x for j, x in enumerate(operands)]
-                outs.append(guarded(b, chosen, mine))
+                outs.append(guarded(b, chosen, [_stopped(chosen, x) for x in operands]))
             return tuple(lax.select_n(index, *cases) for cases in zip(*outs, strict=True))
 
         axes = tuple(dims[k] for k in moving)
@@ -169,9 +169,12 @@ def _cond_batch(jax_rule: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _stopped(chosen: Any, x: Any) -> Any:
-    """An operand of a branch. No derivative goes to lanes that the branch is not run for: theirs may be NaN."""
-    return lax.select_n(chosen, lax.stop_gradient(x), x) if jnp.issubdtype(x.dtype, np.inexact) else x
+def _stopped(when: Any, x: Any) -> Any:
+    """An operand of what runs under a condition. No derivative comes from lanes where it does not hold: theirs may be
+    NaN."""
+    if isinstance(jax.typeof(x), AbstractRef) or not jnp.issubdtype(x.dtype, np.inexact):
+        return x
+    return lax.select_n(when, lax.stop_gradient(x), x)
 
 
 def _put(args: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -195,7 +198,7 @@ def _while_batch(jax_rule: Callable[..., Any]) -> Callable[..., Any]:
         def body(*values):
             cond_consts, rest = values[:n], values[n:]
             (goes_on,) = guarded(cond_jaxpr, np.bool_(True), [*cond_consts, *rest[body_nconsts:]], silent=True)
-            return tuple(guarded(body_jaxpr, goes_on, rest))
+            return tuple(guarded(body_jaxpr, goes_on, [_stopped(goes_on, x) for x in rest]))
 
         closed = _compat.make_jaxpr(body)(*[argument(v.aval) for v in (*cond_vars, *jaxpr.invars)])
         args, dims = [*args[:n], *args], [*dims[:n], *dims]

@@ -91,7 +91,7 @@ def _rounds(start: Any, limit: Any, step: int) -> Any:
         gap = lax.sub(limit, lax.min(start, limit))
         return gap if step == 1 else lax.add(lax.div(gap, number(step)), more(lax.rem(gap, number(step)), number(0)))
     if step == 1:  # what is further below the limit than the largest number is never counted to the end
-        lowest = lax.sub(lax.max(limit, number(0)), number(info.max))
+        lowest = lax.sub(lax.max(limit, number(-1)), number(info.max))
         return lax.max(lax.sub(limit, lax.max(start, lowest)), number(0))
     whole = lax.sub(lax.div(limit, number(step)), lax.div(start, number(step)))
     left = lax.sub(lax.rem(limit, number(step)), lax.rem(start, number(step)))  # between -2 and 2 steps

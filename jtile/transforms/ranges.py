@@ -1,4 +1,5 @@
-"""Ranges of the integer scalars of a kernel's jaxpr: what bounds the rounds of a loop whose bounds are traced."""
+"""Ranges of the integers of a kernel's jaxpr, of a tile those of all its elements: what bounds the rounds of a loop
+whose bounds are traced."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Ranges:
         """The range, or that of the dtype: what bounds a number that is read from memory is `jnp.minimum(n, 8)`."""
         dtype = np.dtype(v.aval.dtype)
         found = self.of(v)
-        if found is None and dtype.kind in "iu" and not v.aval.shape:
+        if found is None and dtype.kind in "iu":
             return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
         return found
 
@@ -58,7 +59,7 @@ class Ranges:
                 self.known[eqn.outvars[0]] = (0, max(0, self._programs(eqn)[1] - 1))
             elif name == "jtile_num_programs":
                 self.known[eqn.outvars[0]] = self._programs(eqn)
-            elif name in _RULES and not eqn.outvars[0].aval.shape:
+            elif name in _RULES:
                 known = self.within if name in ("min", "max", "clamp") else self.of
                 out = _RULES[name](eqn.params, *[known(v) for v in eqn.invars])
                 if out is not None and _holds(eqn.outvars[0].aval.dtype, out):
@@ -174,9 +175,20 @@ def _(_, which, *cases):
     return min(c[0] for c in cases), max(c[1] for c in cases)
 
 
-@_rule("convert_element_type", "jtile_loop_hint", "squeeze", "reshape", "stop_gradient", "copy")
+@_rule("convert_element_type", "jtile_loop_hint", "stop_gradient", "copy", "squeeze", "reshape", "expand_dims")
+@_rule("broadcast_in_dim", "transpose", "slice", "rev", "reduce_max", "reduce_min")
 def _(_, a):
     return a
+
+
+@_rule("concatenate")
+def _(_, *parts):
+    return min(p[0] for p in parts), max(p[1] for p in parts)
+
+
+@_rule("iota")
+def _(params):
+    return 0, max(0, params["shape"][params["dimension"]] - 1)
 
 
 @_rule("eq", "ne", "lt", "le", "gt", "ge")
