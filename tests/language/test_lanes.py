@@ -298,6 +298,7 @@ def test_what_cannot_differ_by_lane():
         o[i] = ref[...]
 
     _refuse(swaps, "swap under a condition .* differs by lane .* jt.alloc")
+
     def arrives(x, o, i):
         jt.arrive(jt.counters("c", 1), 0, 1)
 
