@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from jtile import ir, passes
+from jtile.language._equations import bind
 from jtile.primitive.lowering import pieces_of
-from jtile.transforms.evaluate import bind
 from jtile.tune.cost import Work, together, work
 from jtile.tune.programs import chosen_branch, traced
 
