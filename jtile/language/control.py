@@ -130,7 +130,7 @@ def _downward(r: Range, body, init: list) -> list:
 
 
 def _stepped(r: Range, body, init: list) -> list:
-    """A traced step: count the rounds up. Nothing here overflows where the last value of the counter does not."""
+    """A traced step: count the rounds up. No value but those of the counter is greater than `hi - lo`."""
     dtype = _counter_dtype(r.lo, r.hi, r.step)
     lo, hi, step = (lax.convert_element_type(v, dtype) for v in (r.lo, r.hi, r.step))
     zero, one = dtype.type(0), dtype.type(1)

@@ -164,7 +164,7 @@ def _endless(eqn: Any, args: list[Any], slots: Sequence[Slot], touched: bool) ->
     if touched or any(x.changes for x in slots):
         raise refuse(
             "reverse mode goes through loops that count their rounds, and this while loop does not: write "
-            "`for k in jt.range(lo, hi)` with traced bounds and jnp.where for what must not happen, or give the kernel "
+            "`for k in jt.range(most)` and `break`, where `most` is the most rounds that there can be, or give the kernel "
             "a rule of its own (defvjp)",
             eqn,
         )
