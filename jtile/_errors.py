@@ -30,7 +30,8 @@ class KernelValueError(JtileError, ValueError):
 
 
 class KernelSyntaxError(JtileError, SyntaxError):
-    """The kernel's source says something that a tile loop cannot: `break`, a name bound in one branch only."""
+    """The kernel's source says something that a tile loop cannot: `raise` under a traced condition, a name bound in
+    one branch only."""
 
     def __str__(self) -> str:
         return self.args[0] if self.args else self.message

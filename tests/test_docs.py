@@ -36,6 +36,13 @@ def test_the_quickstart_runs(tmp_path, capsys):
     assert "tile_ir" in capsys.readouterr().out
 
 
+def test_the_control_flow_on_the_page_of_the_language_runs(tmp_path):
+    (code,) = [b for b in python_blocks("docs/language.md") if "def find" in b]
+    module = run(f"import jax.numpy as jnp\nimport jtile as jt\n{code}", tmp_path)
+    x, wanted = np.arange(24, dtype="f").reshape(6, 4), np.array([8, 7, -4, 20] * 3, "f")
+    np.testing.assert_array_equal(module.rows(x, wanted), [2, -1, -1, 5] * 3)
+
+
 def test_the_page_on_the_block_level_runs(tmp_path):
     module = run("\n".join(python_blocks("docs/block_level.md")), tmp_path)
     assert (module.o.astype("f") == 320).all()

@@ -14,6 +14,6 @@ TILE: Pipeline = (canonicalise, cse, ref_forwarding, canonicalise, cse, hoist, b
 PIPELINES: dict[str, Pipeline] = {"tile": TILE}
 
 __all__ = [
-    "PIPELINES", "TILE", "Pass", "Pipeline", "bounds", "canonicalise", "cse", "dce", "dump", "dump_folder", "early_exit",
-    "hoist", "ref_forwarding", "run_pipeline",
+    "PIPELINES", "TILE", "Pass", "Pipeline", "bounds", "canonicalise", "cse", "dce", "dump", "dump_folder",
+    "early_exit", "hoist", "ref_forwarding", "run_pipeline",
 ]  # fmt: skip

@@ -164,8 +164,8 @@ def _endless(eqn: Any, args: list[Any], slots: Sequence[Slot], touched: bool) ->
     if touched or any(x.changes for x in slots):
         raise refuse(
             "reverse mode goes through loops that count their rounds, and this while loop does not: write "
-            "`for k in jt.range(most)` and `break`, where `most` is the most rounds that there can be, or give the kernel "
-            "a rule of its own (defvjp)",
+            "`for k in jt.range(most)` and `break`, where `most` is the most rounds that there can be, or give the "
+            "kernel a rule of its own (defvjp)",
             eqn,
         )
     return bind(eqn, [x.primal if isinstance(x, Slot) else x for x in args]), None
