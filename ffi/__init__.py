@@ -13,12 +13,6 @@ from ._library import images_loaded as images_loaded
 from ._library import library_path as library_path
 from ._library import modules_alive as modules_alive
 from ._library import modules_loaded as modules_loaded
-from ._register import TARGET_CPU as TARGET_CPU
-from ._register import TARGET_CUDA as TARGET_CUDA
-from ._register import TARGET_CUDA_IO as TARGET_CUDA_IO
-from ._register import TARGET_ROCM as TARGET_ROCM
-from ._register import TARGET_ROCM_IO as TARGET_ROCM_IO
-from ._register import TARGETS as TARGETS
 from ._register import register as register
 from ._register import register_early as register_early
 from ._run import LoadedImage as LoadedImage

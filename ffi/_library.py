@@ -49,6 +49,7 @@ def library() -> ctypes.CDLL:
         "jtile_link": (i32, text, i64, i32, u64, text, i64, out_i64, out_i64, text, i64),
         "jtile_check_isa": (i32, text, text, i64),
         "jtile_sha256": (None, text, i64, text),
+        "jtile_handlers": (text,),
         "jtile_images_alive": (i64,),
         "jtile_images_loaded": (i64,),
         "jtile_gpu_open": (i32, text, text, text, i64, text, out, text, i64),

@@ -1,27 +1,35 @@
-"""Registering the handlers with XLA."""
+"""Registering the handlers with XLA. Which there are, the native library says: each of its handler files has a line."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+from typing import NamedTuple
 
 from ._library import FfiError, library
 
-TARGET_CPU = "jtile_cpu"
-TARGET_CUDA, TARGET_CUDA_IO = "jtile_cuda", "jtile_cuda_io"
-TARGET_ROCM, TARGET_ROCM_IO = "jtile_rocm", "jtile_rocm_io"
-TARGETS = (TARGET_CPU, TARGET_CUDA, TARGET_CUDA_IO, TARGET_ROCM, TARGET_ROCM_IO)
 
-# Of each platform: XLA's name for it, and its targets with the stages that they have.
-_GPU_STAGES = ("instantiate", "initialize", "execute")
-_PLATFORMS = {
-    "cpu": ("cpu", {TARGET_CPU: ("instantiate", "execute")}),
-    "cuda": ("CUDA", {TARGET_CUDA: _GPU_STAGES, TARGET_CUDA_IO: _GPU_STAGES}),
-    "rocm": ("ROCM", {TARGET_ROCM: _GPU_STAGES, TARGET_ROCM_IO: _GPU_STAGES}),
-}
+class Handlers(NamedTuple):
+    """The handlers of one custom call target: XLA's platform, the target's name, and the stages that it has."""
+
+    platform: str
+    target: str
+    stages: tuple[str, ...]
+
 
 _lock = threading.Lock()
 _registered: set[str] = set()
+
+
+@functools.cache
+def handlers() -> dict[str, tuple[Handlers, ...]]:
+    """Those of each of jtile's platforms. Raises FfiError when the native library is missing."""
+    found: dict[str, tuple[Handlers, ...]] = {}
+    for line in library().jtile_handlers().decode().splitlines():
+        name, platform, target, stages = line.split()
+        found[name] = (*found.get(name, ()), Handlers(platform, target, tuple(stages.split(","))))
+    return found
 
 
 def register(platform: str = "cpu") -> None:
@@ -30,33 +38,33 @@ def register(platform: str = "cpu") -> None:
     `import jtile` and the lowering call it; no backend is initialised and no driver is opened by it.
 
     Args:
-      platform: "cpu", "cuda" or "rocm".
+      platform: "cpu", "cuda", "rocm", or another that the native library has handlers for.
     Raises:
       FfiError: the platform has no handler, or the native library is missing.
     """
     if platform in _registered:
         return
-    if platform not in _PLATFORMS:
-        expected = ", ".join(map(repr, _PLATFORMS))
+    if platform not in handlers():
+        expected = ", ".join(map(repr, handlers()))
         raise FfiError(f"jtile has no custom call handler for platform {platform!r}; expected one of {expected}")
     with _lock:
         if platform not in _registered:
-            _register(*_PLATFORMS[platform])
+            for found in handlers()[platform]:
+                _register(found)
             _registered.add(platform)
 
 
 def register_early() -> None:
     """Register every target whose library is there. A missing one is an error of the first kernel that needs it."""
     with contextlib.suppress(FfiError):
-        for platform in _PLATFORMS:
+        for platform in handlers():
             register(platform)
 
 
-def _register(platform: str, targets: dict[str, tuple[str, ...]]) -> None:
+def _register(found: Handlers) -> None:
     import jax  # ctypes users of this package need no jax
 
     lib = library()
+    capsules = {stage: jax.ffi.pycapsule(getattr(lib, f"{found.target}_{stage}")) for stage in found.stages}
     # Before there is a backend, JAX keeps these and hands them on when it makes one.
-    for name, stages in targets.items():
-        handlers = {stage: jax.ffi.pycapsule(getattr(lib, f"{name}_{stage}")) for stage in stages}
-        jax.ffi.register_ffi_target(name, handlers, platform=platform)
+    jax.ffi.register_ffi_target(found.target, capsules, platform=found.platform)

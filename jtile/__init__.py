@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from jtile import models as models
     from jtile import ops as ops
     from jtile import testing as testing
-    from jtile._platform import architecture as architecture
-    from jtile._platform import platform as platform
     from jtile.calls.partitioned import partitioned as partitioned
     from jtile.language import Barrier as Barrier
     from jtile.language import BarrierRound as BarrierRound
@@ -95,6 +93,9 @@ if TYPE_CHECKING:
     from jtile.language import swizzle as swizzle
     from jtile.language import when as when
     from jtile.language import zeros as zeros
+    from jtile.lowering.here import architecture as architecture
+    from jtile.lowering.here import platform as platform
+    from jtile.lowering.here import target as target
     from jtile.lowering.targets import Target as Target
     from jtile.lowering.targets import host_target as host_target
     from jtile.primitive.export import export_checks as export_checks
@@ -103,7 +104,6 @@ if TYPE_CHECKING:
     from jtile.tune import explain as explain
     from jtile.tune import profile as profile
     from jtile.tune import tune as tune
-    from jtile.tune.device import target as target
     from jtile.tune.totals import cost as cost
 
 # Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
@@ -118,7 +118,7 @@ _LANGUAGE = [
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",
-    "architecture": "jtile._platform",
+    "architecture": "jtile.lowering.here",
     "autotune": "jtile.tune",
     "cost": "jtile.tune.totals",
     "explain": "jtile.tune",
@@ -126,9 +126,9 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "function": "jtile.trace",
     "partitioned": "jtile.calls.partitioned",
     "host_target": "jtile.lowering.targets",
-    "platform": "jtile._platform",
+    "platform": "jtile.lowering.here",
     "profile": "jtile.tune",
-    "target": "jtile.tune.device",
+    "target": "jtile.lowering.here",
 }
 
 

@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import difflib
 import functools
+import importlib
 import os
 import threading
 import types
@@ -45,7 +46,7 @@ class Config:
       interpret: run every kernel in the reference interpreter.
       seed: order of the programs in the interpreter, and of what the roles of a block do.
       isa: CPU instruction set to emit for (`"sse2"`, `"avx2"`, ...); None: this machine's.
-      arch: GPU architecture to compile for (`"sm_90"`, `"gfx942"`; for an export to both platforms
+      arch: architecture to compile for (`"sm_90"`, `"gfx942"`; for an export to several platforms
         `"sm_90,gfx942"`), and, the first, what library kernels choose their tiles for; None: that of JAX's devices.
       fallback: what happens to a kernel that its target cannot run: `"raise"`, or `"interpret"` it on the host.
       autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
@@ -60,7 +61,9 @@ class Config:
     interpret: bool = dataclasses.field(default=False, metadata=_CODE)
     seed: int = dataclasses.field(default=0, metadata=_CODE)
     isa: str | None = dataclasses.field(default=None, metadata=_CODE)
-    arch: str | None = dataclasses.field(default=None, metadata=_CODE)
+    arch: str | None = dataclasses.field(
+        default=None, metadata={"code": True, "check": "jtile.lowering.platforms:check_arch"}
+    )
     fallback: Literal["raise", "interpret"] = dataclasses.field(default="raise", metadata=_CODE)
     autotune: bool = dataclasses.field(default=False, metadata=_CODE)
     debug: bool = dataclasses.field(default=False, metadata=_CODE)
@@ -173,12 +176,16 @@ def _checked(name: str, value: Any) -> Any:
         raise KernelValueError(f"option {name}={value!r}: expected {' or '.join(_kind_name(k) for k in kinds)}")
     if isinstance(value, int) and value < 0:
         raise KernelValueError(f"option {name}={value!r}: expected a number that is not negative")
-    if name == "arch" and value and not all(a.startswith(("sm_", "gfx")) for a in str(value).split(",")):
-        raise KernelValueError(
-            f"option arch={value!r}: expected an architecture of GPUs, such as 'sm_90' or 'gfx942', or one for each "
-            "platform of an export: 'sm_90,gfx942'"
-        )
+    wrong = _wrong(name, value) if value else None
+    if wrong:
+        raise KernelValueError(wrong)
     return value
+
+
+def _wrong(name: str, value: Any) -> str | None:
+    """What is wrong with a value, as a function says that the field of the option names."""
+    module, _, function = Config.__dataclass_fields__[name].metadata.get("check", "").partition(":")
+    return getattr(importlib.import_module(module), function)(value) if module else None
 
 
 def _kind_name(kind: type) -> str:

@@ -65,6 +65,10 @@ class CacheWarning(UserWarning):
     """The disk cache cannot do its work, or held a damaged file; kernels are compiled anew."""
 
 
+class DefectWarning(UserWarning):
+    """A defect of jtile's compiler for which a kernel has another, slower form; names the file that keeps its IR."""
+
+
 class InterpreterError(JtileError, RuntimeError):
     """Base of what the interpreter finds wrong while it runs a kernel; names program id, kernel line and Ref."""
 

@@ -4,6 +4,7 @@ from jtile._errors import CacheError as CacheError
 from jtile._errors import CacheWarning as CacheWarning
 from jtile._errors import CompileError as CompileError
 from jtile._errors import DeadlockError as DeadlockError
+from jtile._errors import DefectWarning as DefectWarning
 from jtile._errors import InterpreterError as InterpreterError
 from jtile._errors import JtileError as JtileError
 from jtile._errors import KernelAssertionError as KernelAssertionError

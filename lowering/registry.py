@@ -8,44 +8,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import errno
-import hashlib
-import importlib
 import shutil
 import sys
 import tempfile
 import threading
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from jtile import _cache, ir
 from jtile._config import current
 from jtile._errors import CompileError, JtileError, UnsupportedError
 
-from . import starts, targets
+from . import failures, platforms, starts, targets
 from .artifact import Artifact
+from .platforms import Options
 from .targets import Target
-
-Options = Mapping[str, Any]
-Backend = Callable[[ir.Kernel, Target, Options, bool], Artifact]
-
-# platform -> "module:function"; imported when the first kernel is compiled for it
-_BACKENDS: dict[str, str] = {
-    "cpu": "jtile.lowering.registry:_cpu",
-    "cuda": "jtile.lowering.registry:_gpu",
-    "rocm": "jtile.lowering.registry:_gpu",
-}
-
-
-def register(platform: str, backend: str) -> None:
-    """Make `"module:function"` (kernel, target, options, with texts -> Artifact) the back end of a platform."""
-    _BACKENDS[platform] = backend
-
-
-def platforms() -> list[str]:
-    """The platforms that have a back end."""
-    return sorted(_BACKENDS)
 
 
 def compile(
@@ -60,12 +37,13 @@ def compile(
       options: `num_warps`, `num_stages`, `num_ctas` of a GPU kernel, where the user gave them.
 
     Raises:
-      UnsupportedError: the target has no back end, or lacks an op or dtype of the kernel.
+      UnsupportedError: there is no platform of the target's, or the target lacks an op or dtype of the kernel.
       CompileError: the compiler failed; the kernel's IR is kept in the file that the message names.
     """
     texts = texts or bool(current().dump)  # a dump shows the work of the compiler, so the work has to be done
     options = {k: v for k, v in (options or {}).items() if v is not None}
-    extra = [sorted(options.items()), _cache.version("triton")] if target.platform != "cpu" else []
+    tools = _platform(kernel, target).tools()
+    extra = [sorted(options.items()), *tools] if tools else []
     key = _cache.key(key or ir.print_kernel(kernel, locations=True), target, *extra)
     if not texts:
         artifact = _memory.get(key)
@@ -86,32 +64,21 @@ def _stored(key: str, target: Target) -> Artifact | None:
 
 
 def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
-    if target.platform not in _BACKENDS:
-        raise UnsupportedError(
-            f"kernel {kernel.name}: platform {target.platform!r} of target {target.name!r} has no back end; "
-            f"there is one for {', '.join(platforms())}",
-            (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
-        )
-    module, _, function = _BACKENDS[target.platform].partition(":")
+    backend = _platform(kernel, target).compile
     try:
-        backend: Backend = getattr(importlib.import_module(module), function)
-        return backend(kernel, target, options, texts)
+        return _lower(kernel, lambda k: backend(k, target, options, texts))
     except JtileError:
         raise
     except Exception as e:  # whatever a compiler trips over: the user gets one type, and the IR
         raise _failure(kernel, target, e) from e
 
 
-def _cpu(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
-    from .cpu import compile_kernel
-
-    return _lower(kernel, lambda k: compile_kernel(k, targets.parse_isa(target.arch), texts=texts))
-
-
-def _gpu(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
-    from .triton.compile import compile_kernel
-
-    return _lower(kernel, lambda k: compile_kernel(k, target.arch, options, texts=texts))
+def _platform(kernel: ir.Kernel, target: Target) -> platforms.Platform:
+    try:
+        return platforms.named(target.platform)
+    except UnsupportedError as e:
+        where = (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None
+        raise UnsupportedError(f"kernel {kernel.name}: {e.message}, but its target is {target.name!r}", where) from None
 
 
 def _lower(kernel: ir.Kernel, compile: Callable[[ir.Kernel], Artifact]) -> Artifact:
@@ -128,17 +95,7 @@ def _lower(kernel: ir.Kernel, compile: Callable[[ir.Kernel], Artifact]) -> Artif
 
 def _failure(kernel: ir.Kernel, target: Target, error: Exception) -> CompileError:
     """Keep the IR of a kernel that the compiler failed on, and say where it is and how to see it again."""
-    text = ir.print_kernel(kernel, locations=True)
-    trace = "".join(traceback.format_exception(error))
-    notes = [f"target {target.name} {target.arch}", f"config {current()}", *trace.splitlines()]
-    try:
-        path = _cache.failures() / f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.tile_ir"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(f"// {line}" for line in notes) + "\n" + text)
-        kept = f"its Tile IR is kept in {path}; `{_again(path, target)}` compiles it again"
-    except OSError as e:
-        kept = f"its Tile IR could not be kept ({e})"
-    why = _no_room(error) or f"this is a defect of jtile: {kept}"
+    why = _no_room(error) or f"this is a defect of jtile: {failures.kept(kernel, target, error)}"
     return CompileError(
         f"kernel {kernel.name}: the compiler for target {target.name!r} failed with "
         f"{type(error).__name__}: {error}; {why}",
@@ -160,10 +117,6 @@ def _no_room(error: Exception) -> str | None:
     if not (isinstance(error, OSError) and error.errno in _FULL) and free >= _ROOM:
         return None
     return f"its temporary files go to {folder}, where {free} bytes are free: make room, or set TMPDIR to another"
-
-
-def _again(path: Path, target: Target) -> str:
-    return f"python -m jtile.lowering.registry {path} {target.name}"
 
 
 _FEW, _MANY = 4 << 20, 128 << 20  # bytes of artifacts

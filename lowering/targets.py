@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import hashlib
-import json
-import os
-import platform
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jtile import _cache, ir
+from jtile import ir
 from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.ir.block import level_of
 
 if TYPE_CHECKING:
-    from .cpu.isa import Isa
+    pass
 
 LEVELS = ("thread", "warp", "warpgroup", "block", "cluster", "device", "node")
 
@@ -227,26 +219,12 @@ def _refuse(kernel: ir.Kernel, target: Target, what: str, instead: str, loc: ir.
     )
 
 
-# -- CPU targets ----------------------------------------------------------------------------------------------------
+# -- targets by their names -----------------------------------------------------------------------------------------
 
 
 def host_target() -> Target:
     """The CPU of this machine."""
-    return cpu_target(None)
-
-
-@functools.cache
-def cpu_target(isa: str | None) -> Target:
-    """The CPU target of an instruction set that `jtile.lowering.cpu.isa` names; None: this machine's."""
-    if isa in (None, "host"):
-        return _cpu_target("cpu", _host_arch(), _host_memories())
-    from .cpu.isa import ISAS
-
-    if isa not in ISAS:
-        raise KernelValueError(f"unknown instruction set {isa!r}: expected host, {', '.join(sorted(ISAS))}")
-    return _cpu_target(
-        f"cpu:{isa}", spell_isa(ISAS[isa]), (Memory("l1", 32 << 10), Memory("l2", 512 << 10), Memory("dram"))
-    )
+    return resolve("cpu")
 
 
 def resolve(target: Target | str | None) -> Target:
@@ -255,105 +233,16 @@ def resolve(target: Target | str | None) -> Target:
         return target or host_target()
     if not isinstance(target, str):
         raise KernelTypeError(f"target={target!r}: expected a Target or the name of one")
-    platform_name, _, isa = target.partition(":")
-    if platform_name in ("cuda", "rocm"):
-        from . import gpu_targets
+    from . import platforms
 
-        return gpu_targets.resolve(target)
-    if platform_name != "cpu":
+    name = target.partition(":")[0]
+    if name not in [p.name for p in platforms.every()]:
         raise UnsupportedError(f"there is no target {target!r}: this release compiles for {', '.join(names())}")
-    return cpu_target(isa or None)
+    return platforms.named(name).resolve(target)
 
 
 def names() -> list[str]:
     """The targets that have a name."""
-    from . import gpu_targets
-    from .cpu.isa import ISAS
+    from . import platforms
 
-    return ["cpu", *(f"cpu:{name}" for name in sorted(ISAS)), *gpu_targets.names()]
-
-
-def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
-    """A core is a block of one thread: programs are shared out to cores, and each runs on the vectors of one."""
-    has = {m.name for m in memories}
-    return Target(
-        name=name,
-        platform="cpu",
-        arch=arch,
-        scales=(
-            Scale("thread", memory="l1" if "l1" in has else None),
-            Scale("block", memory="l2" if "l2" in has else None),
-            Scale("device", units=os.cpu_count() or 1, memory="dram"),
-            Scale("node"),
-        ),
-        memories=memories,
-        matrix_shapes=_matrix_shapes(set(arch.split(":")[-1].split(","))),
-        limits=(("programs", 2**62),),
-    )
-
-
-def _matrix_shapes(features: set[str]) -> tuple[tuple[int, int, int, str], ...]:
-    """What one instruction does to one vector of accumulators: 16 columns, 2 or 4 products each."""
-    shapes = [(1, 16, 2, "bfloat16")] if "avx512bf16" in features else []
-    shapes += [(1, 16, 4, "int8")] if "avx512vnni" in features else []
-    return tuple(shapes)
-
-
-def spell_isa(isa: Isa) -> str:
-    """An instruction set as the `arch` of a target."""
-    return f"{isa.arch}:{isa.cpu}:{isa.vector_bits}:{','.join(sorted(isa.features))}"
-
-
-def parse_isa(arch: str) -> Isa:
-    """The reverse of `spell_isa`; raises KernelValueError."""
-    from .cpu.isa import Isa
-
-    parts = arch.split(":")
-    if len(parts) != 4 or not parts[2].isdecimal():
-        raise KernelValueError(f"arch {arch!r} of a CPU target: expected architecture:processor:vector bits:features")
-    return Isa(parts[0], parts[1], frozenset(filter(None, parts[3].split(","))), int(parts[2]))
-
-
-def _host_arch() -> str:
-    """This machine's instruction set. LLVM finds it once for each processor; afterwards it is read from the disk cache,
-    so that a process whose kernels are all cached never loads LLVM."""
-    key = _cache.key("host isa", _processor())
-    entry = _cache.get(key)
-    if entry is not None:
-        return str(entry.header["arch"])
-    from .cpu.isa import host_isa
-
-    arch = spell_isa(host_isa())
-    _cache.put(key, {"arch": arch}, b"")
-    return arch
-
-
-def _processor() -> str:
-    """What tells this machine's processor from another's."""
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU implementer",
-              "CPU architecture", "CPU variant", "CPU part", "CPU revision")  # fmt: skip
-    lines = {platform.machine(): platform.processor()}
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
-        for line in f:
-            if not line.strip():
-                break  # the first processor stands for all
-            name, _, value = line.partition(":")
-            if name.strip() in wanted:
-                lines[name.strip()] = value.strip()
-    return hashlib.sha256(json.dumps(lines, sort_keys=True).encode()).hexdigest()
-
-
-def _host_memories() -> tuple[Memory, ...]:
-    found = {m.name: m for m in _caches()}
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        found["dram"] = Memory("dram", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return tuple(found.setdefault(name, Memory(name)) for name in (*sorted(set(found) - {"dram"}), "dram"))
-
-
-def _caches() -> Iterator[Memory]:
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            kind, level, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
-            if kind in ("Data", "Unified"):
-                yield Memory(f"l{level}", int(size[:-1]) * units[size[-1]])
+    return [name for p in platforms.every() for name in p.names()]

@@ -157,7 +157,7 @@ def test_bad_environment(environment, variable, value, message):
         ({"seed": -1}, "expected a number that is not negative"),
         ({"dump": 3}, "option dump=3: expected str or None"),
         ({"fallback": "warn"}, "expected one of 'raise', 'interpret'"),
-        ({"arch": "hopper"}, "option arch='hopper': expected an architecture of GPUs, such as 'sm_90'"),
+        ({"arch": "hopper"}, "option arch='hopper': expected an architecture, such as 'sm_90'"),
     ],
 )
 def test_bad_options(options, message):

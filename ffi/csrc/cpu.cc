@@ -9,6 +9,7 @@ namespace jtile {
 namespace {
 
 constexpr std::string_view kTarget = "jtile_cpu";
+const HandlerLine line("cpu", "cpu", "jtile_cpu", "instantiate,execute");
 
 // The state of one call site; XLA deletes it with the executable.
 struct CpuState {

@@ -10,6 +10,9 @@ struct Platform {
 };
 using Handlers = GpuHandlers<Platform>;
 
+const HandlerLine plain("cuda", "CUDA", "jtile_cuda", "instantiate,initialize,execute");
+const HandlerLine waiting("cuda", "CUDA", "jtile_cuda_io", "instantiate,initialize,execute");
+
 }  // namespace
 
 #pragma GCC visibility push(default)

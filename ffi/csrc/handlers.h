@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -105,5 +106,11 @@ XLA_FFI_Error* register_state(XLA_FFI_CallFrame* frame, std::string_view name) {
   if (State::id.type_id != 0) return nullptr;
   return ffi::Ffi::RegisterTypeId(frame->api, name, &State::id, &info);
 }
+
+// A line of the table of handlers, for Python: jtile's platform, XLA's, the target, its stages. Each file of handlers has
+// one static value of this for each of its targets.
+struct HandlerLine {
+  HandlerLine(const char* platform, const char* xla, const char* target, const char* stages);
+};
 
 }  // namespace jtile

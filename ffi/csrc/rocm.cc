@@ -10,6 +10,9 @@ struct Platform {
 };
 using Handlers = GpuHandlers<Platform>;
 
+const HandlerLine plain("rocm", "ROCM", "jtile_rocm", "instantiate,initialize,execute");
+const HandlerLine waiting("rocm", "ROCM", "jtile_rocm_io", "instantiate,initialize,execute");
+
 }  // namespace
 
 #pragma GCC visibility push(default)

@@ -17,6 +17,7 @@ def export_checks() -> list[DisabledSafetyCheck]:
     """
     from jax.export import DisabledSafetyCheck
 
-    from jtile import ffi
+    from jtile.lowering import platforms
 
-    return [DisabledSafetyCheck.custom_call(target) for target in ffi.TARGETS]
+    calls = [call for p in platforms.every() for call in (p.call, p.io_call) if call]
+    return [DisabledSafetyCheck.custom_call(call) for call in calls]

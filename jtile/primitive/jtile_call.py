@@ -22,6 +22,7 @@ from jtile._compat import need_devices
 from jtile._effect import KERNEL_EFFECT
 from jtile._errors import KernelAssertionError
 from jtile._memo import JITTED, memo
+from jtile.lowering import platforms
 from jtile.primitive import batching, dce
 from jtile.primitive.lowering import interpreted, lower_elsewhere, lowering_for, run_interpreter
 from jtile.primitive.partition import result_specs
@@ -127,7 +128,7 @@ def _checked_call(program: Program, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 mlir.register_lowering(jtile_call_p, lower_elsewhere)
-for _platform in ("cpu", "cuda", "rocm"):
-    mlir.register_lowering(jtile_call_p, lowering_for(_platform), platform=_platform)
+for _host in platforms.hosts():
+    mlir.register_lowering(jtile_call_p, lowering_for(_host), platform=_host)
 batching.register(jtile_call_p)
 dce.register(jtile_call_p)

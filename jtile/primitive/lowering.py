@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,15 @@ from jtile._compat import is_exported, is_symbolic, platforms_of
 from jtile._config import current
 from jtile._errors import TransformError, UnsupportedError
 from jtile._memo import memo
-from jtile._platform import gpu_arch
 from jtile.passes.accumulate import Pieces, accumulate
 from jtile.primitive import partition
 from jtile.primitive.program import Program, for_target
 from jtile.primitive.sizes import evaluate_expression, sized, symbol_values
+
+if TYPE_CHECKING:
+    from jtile.lowering.artifact import Artifact
+    from jtile.lowering.platforms import Platform
+    from jtile.lowering.targets import Target
 
 # -- the interpreter ------------------------------------------------------------------------------------------------
 
@@ -73,29 +76,40 @@ def _callback_dtype(dtype: Any) -> np.dtype:
 # -- lowering -------------------------------------------------------------------------------------------------------
 
 
-def lowering_for(platform: str) -> Callable[..., Sequence[Any]]:
-    """The lowering rule of `jtile_call` for a platform: `"cpu"`, `"cuda"`, `"rocm"`."""
-    return functools.partial(_lower, platform)
+def lowering_for(host: str) -> Callable[..., Sequence[Any]]:
+    """The lowering rule of `jtile_call` for a platform of XLA."""
+    return functools.partial(_lower, host)
 
 
-def _lower(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
+def _lower(host: str, ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
     if _without_work(ctx, program):
         return mlir.lower_fun(_without_programs, multiple_results=True)(ctx, *operands, program=program)
     if interpreted(program):
         return _lower_on_host(ctx, operands, program)
+    platform = _platform(host, ctx, program)
     if program.choice is not None:  # only here is the target known for certain
-        program = for_target(program, _target(platform))
-    if program.block and "cuda" in platforms_of(ctx):
-        platform = "cuda"  # in an export for several, a branch for one is lowered for all, which do not take it
+        program = for_target(program, platform.here())
     try:
         if program.block:  # before XLA cuts the program: a callback into the interpreter cannot run in its shards
-            _check_target(platform, program)
+            _check_target(platform.here(), program)
         whole = partition.lower(ctx, operands, program)
         return _custom_calls(platform, ctx, operands, program) if whole is None else whole
     except UnsupportedError:
         if (program.options.fallback or current().fallback) != "interpret":
             raise
         return _lower_on_host(ctx, operands, program)
+
+
+def _platform(host: str, ctx: mlir.LoweringRuleContext, program: Program) -> Platform:
+    """Where a program that is lowered for a platform of XLA runs. In an export for several, a branch for one is lowered
+    for all of them, which do not take it: one at the block level comes to the platform that has it."""
+    from jtile.lowering import platforms
+
+    found = platforms.on(host)
+    if not program.block or found.block_level:
+        return found
+    others = map(platforms.on, platforms_of(ctx))
+    return next((p for p in others if p.block_level), found)
 
 
 def _lower_on_host(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program) -> Sequence[Any]:
@@ -126,7 +140,7 @@ def pieces_of(program: Program) -> Pieces:
 
 
 def _custom_calls(
-    platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program
+    platform: Platform, ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program
 ) -> Sequence[Any]:
     """The kernels of a program as custom calls; partial sums are summed and wide ones rounded."""
     pieces = pieces_of(program)
@@ -153,7 +167,7 @@ def _shape(v: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _custom_call(
-    platform: str,
+    platform: Platform,
     ctx: mlir.LoweringRuleContext,
     operands: Sequence[Any],
     program: Program,
@@ -161,12 +175,10 @@ def _custom_call(
     values: Mapping[str, Any],
 ) -> Sequence[Any]:
     """One of the kernels of a program as a typed FFI custom call that carries its compiled object."""
-    from jtile import ffi
-
     kernel = pieces_of(program).kernels[piece]
     whole = complete(kernel, platform)
-    artifact = _compile(program, piece, whole, _target(platform))
-    ffi.register(platform)
+    artifact = _compile(program, piece, whole, platform.here())
+    platform.register()
     starts = [dataclasses.replace(s, shape=_shape(s, values)) for s in whole.starts]
     avals = [ShapedArray(s.shape, s.dtype) for s in starts]
     started = mlir.lower_fun(lambda: filled(starts), multiple_results=True)(ctx.replace(avals_in=(), avals_out=avals))
@@ -176,13 +188,12 @@ def _custom_call(
     avals += [ShapedArray(x.shape, x.dtype) for x in whole.tables]
     started = [*started, *map(mlir.ir_constant, whole.tables)]
     wide = ctx.replace(avals_in=(*ctx.avals_in, *avals), avals_out=(*ctx.avals_out, *more))
-    if platform == "cpu":
-        name, attributes = ffi.TARGET_CPU, _cpu_attributes(artifact, kernel, values)
-    else:  # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
-        name, attributes = f"jtile_{platform}{'_io' * program.io}", _gpu_attributes(artifact)
+    attributes = platform.attributes(artifact, kernel, values)
+    # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
+    name = (platform.io_call if program.io else None) or platform.call
     aliases = dict(whole.kernel.aliases)
     rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=program.io)
-    if platform == "cpu" or not aliases:
+    if not platform.fuses_slices or not aliases:
         return rule(wide, *operands, *started, **attributes)[: len(ctx.avals_out)]
     apart = functools.partial(_behind_barrier, ctx)
     outs = rule(wide, *map(apart, wide.avals_in, [*operands, *started]), **attributes)
@@ -200,37 +211,22 @@ def _behind_barrier(ctx: mlir.LoweringRuleContext, aval: Any, value: Any) -> Any
     return out
 
 
-def _target(platform: str) -> Any:
+def _check_target(target: Target, program: Program) -> None:
     from jtile.lowering import targets
 
-    if platform == "cpu":
-        return targets.resolve(current().isa and f"cpu:{current().isa}")
-    return targets.resolve(f"{platform}:{gpu_arch(platform)}")
+    targets.check_capabilities(program.kernel, target)
 
 
-def _check_target(platform: str, program: Program) -> None:
-    from jtile.lowering import targets
-
-    targets.check_capabilities(program.kernel, _target(platform))
-
-
-def _cost(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]:
-    """What one program costs at the sizes of this call; the image knows a guess only."""
-    from jtile.lowering.cpu.cost import program_cost_ns
-
-    if not values or any(is_symbolic(n) for n in values.values()) or not ir.is_dynamic(kernel):
-        return {}
-    return {"cost": program_cost_ns(ir.concrete(kernel, values))}
-
-
-def compile_piece(program: Program, piece: int, target: Any, *, texts: bool = False) -> Any:
+def compile_piece(program: Program, piece: int, target: Target, *, texts: bool = False) -> Artifact:
     """The `Artifact` of one of a program's kernels, from the caches where it is there; `texts` compiles anew, to show
     every level."""
-    whole = complete(pieces_of(program).kernels[piece], target.platform)
+    from jtile.lowering import platforms
+
+    whole = complete(pieces_of(program).kernels[piece], platforms.named(target.platform))
     return _compile(program, piece, whole, target, texts=texts)
 
 
-def _compile(program: Program, piece: int, whole: Complete, target: Any, *, texts: bool = False) -> Any:
+def _compile(program: Program, piece: int, whole: Complete, target: Target, *, texts: bool = False) -> Artifact:
     from jtile.lowering import registry
 
     several = len(pieces_of(program).kernels) > 1
@@ -245,7 +241,7 @@ class Complete:
 
     Attributes:
       starts: the numbers that outputs start from, for `filled`.
-      tables: literals that a GPU has no constants for; they stand behind `starts`.
+      tables: literals that images of the platform do not hold; they stand behind `starts`.
     """
 
     kernel: ir.Kernel
@@ -253,9 +249,9 @@ class Complete:
     tables: Sequence[np.ndarray]
 
 
-def complete(kernel: ir.Kernel, platform: str) -> Complete:
+def complete(kernel: ir.Kernel, platform: Platform) -> Complete:
     kernel, starts = with_starts(kernel)
-    kernel, tables = (kernel, ()) if platform == "cpu" else with_tables(kernel)
+    kernel, tables = (kernel, ()) if platform.literals else with_tables(kernel)
     return Complete(kernel, starts, tables)
 
 
@@ -267,7 +263,7 @@ def with_starts(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[Any]]:
 
 
 def with_tables(kernel: ir.Kernel) -> tuple[ir.Kernel, Sequence[np.ndarray]]:
-    """The kernel with an input for each table of literals, and these tables: what a GPU has no constants for."""
+    """The kernel with an input for each table of literals, and these tables."""
     from jtile.lowering import literals
 
     return literals.as_inputs(kernel)
@@ -278,36 +274,17 @@ def filled(starts: Sequence[Any]) -> list[Any]:
     return [jnp.full(s.shape, s.value, s.dtype) for s in starts]
 
 
-def _cpu_attributes(artifact: Any, kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of the custom call, as the handler in ffi/csrc/cpu.cc declares them."""
-    launch = artifact.launch | _cost(kernel, values)
-    numbers = {k: np.int64(launch[k]) for k in ("workspace", "cost")}
-    texts = {k: str(launch[k]) for k in ("name", "isa", "sites")}
-    if "dims" in launch:  # the image counts the programs itself
-        numbers |= {"programs": np.int64(-1), "dims": np.asarray(launch["dims"], np.int64)}
-    else:
-        numbers["programs"] = np.int64(math.prod(kernel.grid))
-    return {"image": artifact.image, **numbers, **texts}
-
-
-def _gpu_attributes(artifact: Any) -> dict[str, Any]:
-    """The same for ffi/csrc/cuda.cc and rocm.cc."""
-    return {"image": artifact.image, "record": artifact.launch["record"]}
-
-
-def call_gpu(platform: str, kernel: ir.Kernel, artifact: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def call_as_is(platform: Platform, kernel: ir.Kernel, artifact: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """The outputs of a compiled kernel of static sizes, called as it is, beside its primitive; for use under jit.
 
     Args:
       kernel: what `artifact` was compiled from: its starts and tables are inputs.
     """
-    from jtile import ffi
-
-    ffi.register(platform)
+    platform.register()
     types = [jax.ShapeDtypeStruct(v.shape, v.type.info.numpy) for v in kernel.outputs]
     types += [jax.ShapeDtypeStruct((n,), np.uint8) for n in artifact.launch.get("extra", ())]
-    call = jax.ffi.ffi_call(f"jtile_{platform}", types, input_output_aliases=dict(kernel.aliases))
-    return call(*operands, **_gpu_attributes(artifact))[: len(kernel.outputs)]
+    call = jax.ffi.ffi_call(platform.call, types, input_output_aliases=dict(kernel.aliases))
+    return call(*operands, **platform.attributes(artifact, kernel, {}))[: len(kernel.outputs)]
 
 
 def _without_programs(*operands: Any, program: Program) -> Sequence[Any]:
@@ -325,8 +302,11 @@ def lower_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, program: Prog
         return _lower_on_host(ctx, operands, program)
     asked = ", ".join(ctx.platforms or ctx.module_context.platforms)
     instead = "move the arrays with jax.device_put(x, jax.devices('cpu')[0]), or run it with interpret=True"
+    from jtile.lowering import platforms
+
+    able = ", ".join(map(repr, platforms.hosts()))
     raise UnsupportedError(
-        f"kernel {program.name} cannot run on platform {asked!r}: jtile compiles kernels for 'cpu', 'cuda' and "
-        "'rocm'; " + ("export it with platforms=['cpu']" if is_exported(ctx) else instead),
+        f"kernel {program.name} cannot run on platform {asked!r}: jtile compiles kernels for {able}; "
+        + ("export it with platforms=['cpu']" if is_exported(ctx) else instead),
         program.where,
     )

@@ -27,6 +27,8 @@ def show(*, as_json: bool) -> None:
     for name, version in page["versions"].items():
         versions.add_row(name, version or "[dim]not installed[/dim]")
     console.print(versions)
+    told = ", ".join(name if status == "runs" else f"{name} ({status})" for name, status in page["platforms"].items())
+    console.print(f"platforms {told}", highlight=False)
     console.print(_targets(page["targets"]))
     for line in support.gaps():
         console.print(line, highlight=False)
@@ -52,12 +54,13 @@ def collect() -> dict[str, Any]:
     """Everything the page shows: versions, devices, targets with what they can run, cache."""
     import jax
 
-    from jtile.lowering import targets
+    from jtile.lowering import platforms, targets
 
     cache = _cache.info()
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "devices": [f"{d.platform}: {d.device_kind}" for d in jax.devices()],
+        "platforms": {p.name: p.status or "runs" for p in platforms.every()},
         "targets": {name: dataclasses.asdict(targets.resolve(name)) for name in targets.names()},
         "cache": {"folder": cache.folder, "kernels": cache.entries, "bytes": cache.size, "limit": cache.limit},
     }

@@ -17,6 +17,7 @@ from typing import Any
 from jtile import Kernel, Lowered
 from jtile._config import config
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
+from jtile.lowering import platforms
 
 _SHORT = {
     "pred": "bool", "bool": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
@@ -146,10 +147,10 @@ def _place(target: str) -> contextlib.AbstractContextManager[Any]:
     """Where a function called inside takes itself to be: on the target, whatever devices this machine has."""
     import jax
 
-    platform, _, arch = target.partition(":")
-    if platform in ("cuda", "rocm"):
-        return config(arch=arch) if arch else contextlib.nullcontext()
-    return jax.default_device("cpu")
+    name, _, arch = target.partition(":")
+    if not arch or not platforms.named(name).claims(arch):
+        return jax.default_device("cpu") if name == "cpu" else contextlib.nullcontext()
+    return config(arch=arch)
 
 
 def _programs(jaxpr: Any) -> Iterator[Any]:

@@ -204,12 +204,7 @@ def _fits(kernel: ir.Kernel | None, guess: Guess, target: Any, options: Mapping[
 
 def has_plan(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> bool:
     """Whether a kernel gets roles at the block level of a target."""
-    shared, cache = target.memory("block"), target.memory("device")
-    machine = Machine(
-        shared.size if shared and shared.size else Machine.shared, guesses.units(target),
-        min(cache.size * 16 // 25, Machine.cache) if cache and cache.size else Machine.cache,
-    )  # fmt: skip
-    return not isinstance(block_level(passes.run_pipeline(kernel, passes.TILE), machine, options), NoPlan)
+    return not isinstance(block_level(passes.run_pipeline(kernel, passes.TILE), Machine.of(target), options), NoPlan)
 
 
 def _by_bytes(

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jtile._errors import KernelTypeError
-from jtile._platform import platform
 from jtile.language._equations import bind
+from jtile.lowering.here import platform
 from jtile.tune.space import Call, Recorder, recorder
 from jtile.tune.store import retracing
 

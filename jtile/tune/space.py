@@ -19,9 +19,9 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from jtile._compat import is_symbolic
 from jtile._config import current
 from jtile._errors import KernelTypeError, KernelValueError
-from jtile._platform import platform
 from jtile.calls.marks import strip
 from jtile.calls.signature import REQUIRED, autos, nearest
+from jtile.lowering.here import platform
 from jtile.primitive.options import COMPILER
 from jtile.tune.store import store
 

@@ -16,6 +16,8 @@ from jtile._config import config
 from jtile._errors import KernelValueError, UnsupportedError
 from jtile.ir import Kernel
 from jtile.ir.block import level_of
+from jtile.lowering import platforms, targets
+from jtile.lowering.targets import Target
 from jtile.lowering.triton.block.passes import NoPlan, block_level
 from jtile.lowering.triton.block.passes.plan import Machine
 from jtile.lowering.triton.block.passes.stamps import stamped
@@ -23,8 +25,6 @@ from jtile.primitive import lowering
 from jtile.tune import device, measure
 from jtile.tune.programs import operands, trace
 from jtile.tune.timeline import Timeline, timeline
-
-ARCH = "sm_90"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +71,14 @@ def profile(
       seed: of the interpreter's order of steps.
 
     Raises:
-      KernelTypeError: called inside of a trace. UnsupportedError: there is no GPU of sm_90 here.
+      KernelTypeError: called inside of a trace. UnsupportedError: there is no GPU with warpgroup products here.
       KernelValueError: `programs` or `capacity` is none of 1, 2, ...
     """
     for name, n in {"programs": programs, "capacity": capacity}.items():
         if not isinstance(n, int) or n < 1:
             raise KernelValueError(f"jt.profile: {name} is a Python int of at least 1, got {n!r}")
-    if not interpret and (jax.default_backend() != "gpu" or str(device.target().arch).rstrip("a") != ARCH):
-        raise UnsupportedError(
-            f"jt.profile watches kernels on a GPU of {ARCH}, which this machine has not: interpret=True"
-        )
-    with config(arch=ARCH) if interpret else contextlib.nullcontext():  # tiles go by it
+    target = _target(interpret)
+    with config(arch=target.arch) if interpret else contextlib.nullcontext():  # tiles go by it
         found, calls = trace(f, *args)
         given = operands(f, *args)
     data = {call.bound({}).program: call.data for call in calls}
@@ -90,16 +87,30 @@ def profile(
     for program in found:
         for piece in lowering.pieces_of(program).kernels:
             arrays = _arrays(piece, given.get(program) or data.get(program, lambda: None)())
-            made = lowering.complete(piece, "cuda")
+            made = lowering.complete(piece, platforms.named(target.platform))
             arrays += [*lowering.filled(made.starts), *made.tables]
-            plan = _block_kernel(made.kernel, program.options.compiler)
+            plan = _block_kernel(made.kernel, target, program.options.compiler)
             if isinstance(plan, NoPlan):
                 without.append((program.name, str(plan)))
                 continue
             watched, sites = stamped(plan, min(programs, math.prod(plan.grid)), capacity)
-            stamps = _interpreted(watched, arrays, seed) if interpret else _measured(watched, arrays)
+            stamps = _interpreted(watched, arrays, seed) if interpret else _measured(watched, target, arrays)
             lines.append(timeline(program.name, stamps, sites, "steps" if interpret else "ns"))
     return Profile(tuple(lines), tuple(without))
+
+
+def _target(interpret: bool) -> Target:
+    """The target at hand, if kernels have roles there; for the interpreter also the common one that has them."""
+    found = device.target()
+    able = "warpgroup products" in found.features
+    if able and (interpret or device.is_here()):
+        return found
+    if interpret:
+        return targets.resolve("cuda:sm_90")
+    raise UnsupportedError(
+        "jt.profile watches kernels on a GPU with warpgroup products (sm_90), which this machine has not: "
+        "interpret=True"
+    )
 
 
 def _arrays(kernel: Kernel, given: Sequence[Any] | None) -> list[Any]:
@@ -109,12 +120,12 @@ def _arrays(kernel: Kernel, given: Sequence[Any] | None) -> list[Any]:
     return [measure.random_array(x, k) for k, x in enumerate(types)]
 
 
-def _block_kernel(kernel: Kernel, options: Mapping[str, Any]) -> Kernel | NoPlan:
+def _block_kernel(kernel: Kernel, target: Target, options: Mapping[str, Any]) -> Kernel | NoPlan:
     """The kernel at the block level, of the same inputs; outputs start from those that are aliased to them."""
     from jtile.lowering import starts
 
     plain = passes.run_pipeline(starts.without_idle_aliases(kernel), passes.TILE)
-    plan = plain if level_of(plain) == "block" else block_level(plain, Machine(), options)
+    plan = plain if level_of(plain) == "block" else block_level(plain, Machine.of(target), options)
     return plan if isinstance(plan, NoPlan) else dataclasses.replace(plan, aliases=kernel.aliases, inits=())
 
 
@@ -124,12 +135,12 @@ def _interpreted(kernel: Kernel, arrays: Sequence[Any], seed: int) -> np.ndarray
     return interpret(kernel, [np.asarray(x) for x in arrays], seed=seed)[-1]
 
 
-def _measured(kernel: Kernel, arrays: Sequence[Any]) -> np.ndarray:
+def _measured(kernel: Kernel, target: Target, arrays: Sequence[Any]) -> np.ndarray:
     """The stamps of the second of two runs: the first one loads the kernel."""
     from jtile.lowering.triton.block.compile import compile_block_kernel
 
-    artifact = compile_block_kernel(kernel, ARCH)
-    call = jax.jit(lambda *arrays: lowering.call_gpu("cuda", kernel, artifact, arrays)[-1])
+    artifact = compile_block_kernel(kernel, target)
+    call = jax.jit(lambda *arrays: lowering.call_as_is(platforms.named(target.platform), kernel, artifact, arrays)[-1])
     with jax.enable_x64(True):
         call(*arrays).block_until_ready()
         return np.asarray(call(*arrays))

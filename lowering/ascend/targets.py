@@ -87,7 +87,16 @@ def features(target: Target, *, products: bool) -> Features:
     vector cores. There are as many as cores: each starts once and loops, since starting costs more than a turn."""
     cubes, vectors = cores(target)
     ub = next(m.size for m in target.memories if m.name == "ub")
-    return Features(target.arch, 1, ub or UB, npu=True, blocks=cubes if products else vectors)
+    return Features(
+        arch=target.arch,
+        backend="npu",
+        processor=target.arch,
+        lanes=1,
+        shared=ub or UB,
+        library=None,
+        stages=2,
+        blocks=cubes if products else vectors,
+    )
 
 
 def _gaps() -> list[Gap]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from jtile import ir
+from jtile._compat import is_symbolic
 
 from . import plan
 
@@ -17,6 +20,14 @@ DEFAULT_TRIPS = 8
 def program_cost_ns(kernel: ir.Kernel) -> int:
     """Estimated nanoseconds of one program of a kernel."""
     return max(1, int(_block(kernel.body)))
+
+
+def cost_of_call(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]:
+    """What one program costs at the sizes of a call, where they are known; the image of a kernel with dynamic sizes has
+    a guess only."""
+    if not values or any(is_symbolic(n) for n in values.values()) or not ir.is_dynamic(kernel):
+        return {}
+    return {"cost": program_cost_ns(ir.concrete(kernel, values))}
 
 
 def _block(block: ir.Block) -> float:

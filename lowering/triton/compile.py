@@ -13,6 +13,7 @@ from jtile._errors import UnsupportedError
 from jtile.ir.extents import call
 
 from ..artifact import Artifact
+from ..targets import Target
 from . import (  # noqa: F401  emitters register
     emit_arrivals,
     emit_atomic,
@@ -34,9 +35,10 @@ from . import (  # noqa: F401  emitters register
 )
 from .emit_basics import emit_size, start_program, static_programs
 from .emitter import Buffer, Emitter, memory_elem
-from .features import MAX_BLOCKS, Features, features
+from .features import MAX_BLOCKS, Features
 from .hazards import in_order
 from .record import Record, expression
+from .targets import features_of
 from .ttir import Val, bits
 
 RESIDENT = 2048  # blocks of a kernel with private memory: each runs many programs, so that the memory is bounded
@@ -211,13 +213,12 @@ def _private(em: Emitter, scratch: list[ir.Value], block: Val) -> None:
 
 
 def compile_kernel(
-    kernel: ir.Kernel, arch: str, options: Mapping[str, Any] | None = None, *, texts: bool = False
+    kernel: ir.Kernel, target: Target, options: Mapping[str, Any] | None = None, *, texts: bool = False
 ) -> Artifact:
     """Compile a kernel (after the passes) for a GPU: on Hopper at the block level where it has a plan there.
 
     Args:
-      kernel: Tile IR at tile level, or at the block level for `sm_90`.
-      arch: `sm_90`, `gfx942`; see `features.architectures`.
+      kernel: Tile IR at tile level, or at the block level where the target has warpgroup products.
       options: `num_warps`, `num_stages`, `num_ctas`; what is missing or None is chosen by `heuristics`; those of
         `lowering.triton.block.passes.block_level`.
       texts: keep the text of every level: `ttir`, `ttgir`, `llir`, `ptx` and `sass`, or `amdgcn`; on Hopper `schedule`,
@@ -226,12 +227,12 @@ def compile_kernel(
     Raises:
       UnsupportedError: triton is missing, or the kernel needs more shared memory than a block may have.
     """
-    f = features(arch)
+    f = features_of(target)
     schedule: dict[str, str] = {}
-    if f.capability == 90:
+    if f.warpgroup_products:
         from .block import specialised
 
-        found = specialised(kernel, arch, options or {}, texts=texts)
+        found = specialised(kernel, target, options or {}, texts=texts)
         if isinstance(found, Artifact):
             return found
         schedule = {"schedule": found} if texts else {}
@@ -252,4 +253,4 @@ def compile_kernel(
         "resources": built.resources,
         "level": "tile",
     }
-    return Artifact(f"cuda:{arch}" if f.cuda else f"rocm:{arch}", built.image, schedule | built.texts, launch)
+    return Artifact(target.name, built.image, schedule | built.texts, launch)

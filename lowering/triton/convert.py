@@ -110,9 +110,9 @@ def _int_to_float(x: X, f: Features, src: str, dst: str) -> X:
         return x.where(code_of(1.0, dst), code_of(0.0, dst), elem_of(dst))
     if dst == "float64":
         return x.cast("sitofp" if is_signed(src) else "uitofp", "f64")
-    if f.cuda and ir.DTYPES[src].bits <= {"bfloat16": 4, "float16": 8}.get(dst, 0):
+    if f.backend == "nvidia" and ir.DTYPES[src].bits <= {"bfloat16": 4, "float16": 8}.get(dst, 0):
         return _by_mantissa(x, src, elem_of(dst))
-    if f.cuda and x.width <= 16:
+    if f.backend == "nvidia" and x.width <= 16:
         y = _by_mantissa(x, src, "f32")
     else:
         y = x.cast("sitofp" if is_signed(src) else "uitofp", "f32")

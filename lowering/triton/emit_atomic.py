@@ -89,13 +89,13 @@ class _Access:
 
 def _native(em: Emitter, a: _Access) -> str | None:
     """The function of `tt.atomic_rmw` that does this on pointers to elements; None where there is none."""
-    if a.bits == 16 and a.fn == "add" and a.kind == "f" and em.features.cuda:
-        return "fadd" if a.dtype == "float16" or em.features.capability >= 90 else None
+    if a.bits == 16 and a.fn == "add" and a.kind == "f":
+        return "fadd" if a.dtype in em.features.atomic_add else None
     if a.bits < 32 or a.fn == "cas":
         return None
     if a.fn == "xchg":
         # triton 3.6 cannot translate exchanges through buffer instructions of AMD
-        return "exch" if em.features.cuda else None
+        return None if em.features.backend == "amd" else "exch"
     if a.kind == "f":
         return "fadd" if a.fn == "add" else None
     return f"u{a.fn}" if a.fn in ("max", "min") and a.kind == "u" else a.fn
@@ -236,7 +236,7 @@ def _compare_and_swap(em: Emitter, pointers: Val, a: _Access, mask: Val | None) 
 def _check_lanes(em: Emitter, a: _Access) -> None:
     """Refuse what triton before 3.9 cannot translate for AMD: several exchanges a thread."""
     f = em.features
-    if not f.cuda and a.value.size > f.lanes and versions.version() < (3, 9):
+    if f.backend == "amd" and a.value.size > f.lanes and versions.version() < (3, 9):
         what = f"no atomic {a.op.fn} of {a.dtype} on more than {f.lanes} lanes with this version of triton"
         em.refuse(a.op, f"{what}: take a smaller tile, or triton 3.9")
 

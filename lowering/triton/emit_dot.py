@@ -48,7 +48,8 @@ def _form(em: Emitter, op: ir.Dot) -> Form:
     if min(m, n, k) == 1:  # no use of a matrix: rows and columns that are not there would cost as much
         wide = op.result.dtype if out != "f32" else "float32"
         return Form(wide, wide, out, "")
-    if out == "f64" and em.features.cuda and narrowest_load(em) <= 16:  # see `product`: no instruction at all
+    # see `product`: no instruction at all
+    if out == "f64" and em.features.backend == "nvidia" and narrowest_load(em) <= 16:
         return Form("float64", "float64", out, "")
     form = form_of(em.features, op.a.dtype, op.b.dtype, out, op.precision)
     return dataclasses.replace(form, least=1) if em.features.npu else form  # whose compiler pads operands
@@ -72,7 +73,7 @@ def _dot(em: Emitter, op: ir.Dot) -> Val:
     else:
         a, b = (swapped(em.code, x) if t else x for x, t in ((a, op.trans_a), (b, op.trans_b)))
         unsigned = tuple(form.a == "int8" and v.dtype == "uint8" for v in (op.a, op.b))
-        if em.features.capability >= 90:
+        if em.features.tma:
             a, b = (veiled(em.code, x) if _is_reshaped(v) else x for x, v in ((a, op.a), (b, op.b)))
         v = batched(em, form, a, b, acc)
         if any(unsigned):
@@ -107,19 +108,19 @@ def form_of(f: Features, a: str, b: str, out: str, precision: str = "default") -
         return _integer_form(f, a, b, out)
     if out == "f64":
         return Form("float64", "float64", out, least=16)
-    if a in f.fp8 and b in f.fp8 and precision in ("fast", "default") and (f.cuda or a == b):
+    if a in f.fp8 and b in f.fp8 and precision in ("fast", "default") and (f.mixed_fp8 or a == b):
         return Form(a, b, out, least=32, fast=precision == "fast")
     kinds = [{x} if x not in NARROW else {"float16", "bfloat16"} for x in _widened(a, b)]
     both = sorted(kinds[0] & kinds[1], reverse=True)
     if both and both[0] != "float32":
         return Form(both[0], both[0], out, least=16)
     if "float32" not in (a, b):  # tf32 holds every float16 and every bfloat16
-        return Form("float32", "float32", out, "tf32" if f.capability >= 80 else "ieee", least=8)
+        return Form("float32", "float32", out, "tf32" if f.tf32 else "ieee", least=8)
     # Three products of tf32 parts are as accurate as float32 sums of float32 products (errors of 2^-22, infinities
     # kept), run on the matrix units, and compile ten times faster than unrolled multiply-adds.
-    if precision == "fast" and f.capability >= 80:
+    if precision == "fast" and f.tf32:
         return Form("float32", "float32", out, "tf32", least=8)
-    high = "tf32x3" if f.capability >= 80 else "bf16x3" if f.arch.startswith("gfx9") and precision == "high" else "ieee"
+    high = "tf32x3" if f.tf32 else "bf16x3" if f.float32_units and precision == "high" else "ieee"
     return Form("float32", "float32", out, "ieee" if precision == "highest" else high, least=8)
 
 
@@ -129,9 +130,9 @@ def _widened(a: str, b: str) -> tuple[str, str]:
 
 
 def _integer_form(f: Features, a: str, b: str, out: str) -> Form:
-    if max(ir.DTYPES[a].bits, ir.DTYPES[b].bits) <= 8 and f.arch != "sm_75":
+    if max(ir.DTYPES[a].bits, ir.DTYPES[b].bits) <= 8 and f.int8_units:
         return Form("int8", "int8", out, least=32)
-    if out == "i64" or not f.cuda:  # the AMD back end multiplies wide integers as floats
+    if out == "i64" or f.backend == "amd":  # the AMD back end multiplies wide integers as floats
         wide = "int64" if out == "i64" else "int32"
         return Form(wide, wide, out, "")
     return Form("int32", "int32", out)
@@ -223,7 +224,7 @@ def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
     # these: it takes so many steps of an instruction at once, and is wrong, without a word, of fewer (triton 3.6).
     steps = (
         bits(a.elem) // min(narrowest_load(em), bits(a.elem))
-        if em.features.cuda and a.is_float and form.a not in FP8
+        if em.features.backend == "nvidia" and a.is_float and form.a not in FP8
         else 1
     )
     times = max(form.least * steps // a.shape[-1], 1)
@@ -244,8 +245,8 @@ def product(em: Emitter, form: Form, a: Val, b: Val, acc: Val | None) -> Val:
 
 def _unit_sides(f: Features, form: Form) -> int:
     """The least sides of a product in AMD's matrix units, where triton multiplies smaller ones without them; else 0."""
-    units = form.a in ("float16", "bfloat16", "int8", *f.fp8) or (form.a == "float32" and f.arch.startswith("gfx9"))
-    return 16 if not (f.cuda or f.npu) and units else 0
+    units = form.a in ("float16", "bfloat16", "int8", *f.fp8) or (form.a == "float32" and f.float32_units)
+    return 16 if f.backend == "amd" and units else 0
 
 
 def picked(code: Code, t: Val, axis: int, times: int) -> Val:

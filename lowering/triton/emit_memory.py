@@ -57,7 +57,7 @@ def _load(em: Emitter, op: ir.Load) -> Val:
 
 def _policy(em: Emitter, op: ir.Load) -> str:
     """When the cache should forget what is loaded, see `eviction.py`: empty for most."""
-    if not em.features.cuda:
+    if not em.features.cache_hints:
         return ""
     if "load_hints" not in em.memo:
         em.memo["load_hints"] = load_hints(em.kernel)

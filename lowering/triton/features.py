@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
+from typing import Literal
 
 from jtile._errors import KernelValueError
 
@@ -13,94 +13,86 @@ MAX_BLOCKS = 2**31 - 1  # along x, on every GPU
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """Facts of one architecture that emission depends on.
+    """Facts of one architecture that emission depends on. The folder of each platform has the table of its own.
 
     Attributes:
       arch: `sm_90`, `gfx942`.
+      backend: which compiler takes the text, of triton's back ends for GPUs or of an NPU's vendor: what one of them
+        gets wrong or lacks goes by this.
+      processor: triton's name of the architecture: 90, "gfx942".
       lanes: threads of a warp (a wavefront).
-      shared: bytes of shared memory that one block may take.
+      shared: bytes of shared memory that one block may take; it takes `reserved` bytes besides.
+      stages: how deep a pipeline may be that a loop asks for.
+      library: the vendor's library of mathematical functions, which triton links; None: there is none.
+      ptx: instructions of NVIDIA may stand in the text.
       tma: tile loads and stores may go through tensor maps.
-      fp8: the dtypes of fp8 that hardware converts and multiplies.
+      clusters: blocks may share a program.
+      warpgroup_products: four warps multiply together, from shared memory, while they go on: ops of the block level.
+      tf32: matrix units take float32 rounded to tf32; float32_units: they take float32 as it is.
+      int8_units: matrix units take bytes.
+      fp8: the dtypes of fp8 that hardware converts and multiplies; mixed_fp8: also one with the other.
       scaled: block-scaled products in hardware.
+      atomic_add: the 16-bit dtypes that memory adds by itself.
+      cache_hints: loads may say when the cache should forget what they read.
       max_threads: of a block.
       registers: 32-bit registers of one multiprocessor (on AMD: of one compute unit).
       warps: resident on one multiprocessor at most.
-      npu: a processor with a cube core and vector cores, for which another compiler places tiles and orders what they
-        do: no threads, no library of a GPU's vendor, no instructions in text. `shared` is then the memory of a vector
-        core, which holds all tiles of a program.
       blocks: that one launch may start at most; further programs are shared out among them.
     """
 
     arch: str
+    backend: Literal["nvidia", "amd", "npu"]
+    processor: int | str
     lanes: int
     shared: int
+    library: Literal["libdevice", "ocml"] | None
+    reserved: int = 0
+    stages: int = 16
+    ptx: bool = False
     tma: bool = False
+    clusters: bool = False
+    warpgroup_products: bool = False
+    tf32: bool = False
+    float32_units: bool = False
+    int8_units: bool = True
     fp8: tuple[str, ...] = ()
+    mixed_fp8: bool = False
     scaled: bool = False
+    atomic_add: tuple[str, ...] = ()
+    cache_hints: bool = False
     max_threads: int = 1024
     registers: int = 65536
     warps: int = 64
-    npu: bool = False
     blocks: int = MAX_BLOCKS
 
     @property
+    def npu(self) -> bool:
+        """A processor with a cube core and vector cores, for which another compiler places tiles and orders what they
+        do: no threads, no library of a GPU's vendor, no instructions in text. `shared` is then the memory of a vector
+        core, which holds all tiles of a program."""
+        return self.backend == "npu"
+
+    @property
     def multiprocessor_shared(self) -> int:
-        """Bytes of shared memory of one multiprocessor: on NVIDIA each block takes 1 KiB more than it asks for."""
-        return self.shared + 1024 * self.cuda
-
-    @property
-    def stages(self) -> int:
-        """How deep a pipeline may be that a loop asks for. AMD's has one stage in registers, one in its small shared
-        memory."""
-        return 16 if self.cuda else 2
-
-    @property
-    def cuda(self) -> bool:
-        return self.arch.startswith("sm_")
-
-    @property
-    def capability(self) -> int:
-        """90 of sm_90; 0 of AMD."""
-        return int(re.sub(r"\D", "", self.arch)) if self.cuda else 0
+        """Bytes of shared memory of one multiprocessor."""
+        return self.shared + self.reserved
 
 
-_OCP = ("float8_e4m3fn", "float8_e5m2")
-
-# bytes of shared memory a block may have: CUDA C programming guide, table of technical specifications
-_CUDA = {
-    75: Features("sm_75", 32, 65536, warps=32),
-    80: Features("sm_80", 32, 166912),
-    86: Features("sm_86", 32, 101376, warps=48),
-    87: Features("sm_87", 32, 166912),
-    89: Features("sm_89", 32, 101376, warps=48, fp8=_OCP),
-    90: Features("sm_90", 32, 232448, tma=True, fp8=_OCP),
-    100: Features("sm_100", 32, 232448, tma=True, fp8=_OCP, scaled=True),
-    103: Features("sm_103", 32, 232448, tma=True, fp8=_OCP, scaled=True),
-    120: Features("sm_120", 32, 101376, warps=48, tma=True, fp8=_OCP, scaled=True),
-    121: Features("sm_121", 32, 101376, warps=48, tma=True, fp8=_OCP, scaled=True),
-}
-_ROCM = {
-    "gfx90a": Features("gfx90a", 64, 65536, registers=131072, warps=32),
-    "gfx942": Features("gfx942", 64, 65536, registers=131072, warps=32),
-    "gfx950": Features("gfx950", 64, 163840, fp8=_OCP, scaled=True, registers=131072, warps=32),
-    "gfx1100": Features("gfx1100", 32, 65536, registers=196608),
-    "gfx1201": Features("gfx1201", 32, 65536, fp8=_OCP, registers=196608),
-}
+OCP = ("float8_e4m3fn", "float8_e5m2")
 
 
 @functools.cache
 def features(arch: str) -> Features:
     """The facts of an architecture by its name (`sm_90`, `gfx942`); KernelValueError for one that is not known."""
+    from .. import platforms
+
+    known: dict[str, Features] = {}
+    for platform in platforms.every():
+        known |= platform.features()
     name = arch.rstrip("a") if arch.startswith("sm_") else arch
-    known = {f"sm_{k}": f for k, f in _CUDA.items()} | _ROCM
     if name not in known:
         raise KernelValueError(
             f"unknown GPU architecture {arch!r}: jtile compiles for {', '.join(known)}; on another GPU, run kernels on "
             "the CPU (JAX_PLATFORMS=cpu)"
         )
     return known[name]
-
-
-def architectures() -> tuple[list[str], list[str]]:
-    """The names of NVIDIA's and of AMD's."""
-    return [f"sm_{k}" for k in _CUDA], list(_ROCM)

@@ -53,7 +53,7 @@ def choose(kernel: ir.Kernel, f: Features, options: Mapping[str, Any]) -> Choice
     if warps & (warps - 1) or not 1 <= warps * f.lanes <= f.max_threads:
         most = f.max_threads // f.lanes
         raise KernelValueError(f"num_warps is a power of two from 1 to {most} on {f.arch}, got {warps}")
-    if given.get("num_ctas", 1) > 1 and f.capability < 90:
+    if given.get("num_ctas", 1) > 1 and not f.clusters:
         raise KernelValueError(f"num_ctas is 1 on {f.arch}: sm_90 and newer have clusters of blocks")
     stages = given.get("num_stages") or _stages(kernel, f)
     return Choice(warps, stages, given.get("num_ctas", 1), tuple(given), _registers(kernel, f, warps))
@@ -74,7 +74,7 @@ def _registers(kernel: ir.Kernel, f: Features, warps: int) -> int:
     """Products in a chain leave the matrix units idle between them, unless a second block fills the gaps. One register
     too many keeps it out: the compiler is held to half of them where products and their operands leave a fourth; with
     less it spills (attention of 128 queries, 64 keys, 128 channels: 112 of 128 held)."""
-    if f.capability != 90 or warps != 8:
+    if not f.warpgroup_products or warps != 8:
         return 0
     half = f.registers // (2 * warps * f.lanes)
     chains = [dots for dots in _products(kernel) if len(dots) == 2]  # more of them spill

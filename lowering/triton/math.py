@@ -63,7 +63,7 @@ def vendor(f: Features, name: str, *args: X) -> X:
     if f.npu:
         return math_plain.function(name, *args)
     x = args[0]
-    if f.cuda:
+    if f.library == "libdevice":
         symbol = f"__nv_{name}{'f' if x.elem == 'f32' else ''}"
     else:
         symbol = f"__ocml_{name}_{x.elem}"
@@ -118,12 +118,12 @@ def exp2(f: Features, x: X) -> X:
         return vendor(f, "exp2", x)
     if f.npu:
         return math_plain.exp2(x)
-    return _instruction(x, "ex2.approx.ftz.f32") if f.cuda else x.unary("math.exp2")
+    return _instruction(x, "ex2.approx.ftz.f32") if f.ptx else x.unary("math.exp2")
 
 
 def reciprocal(f: Features, x: X) -> X:
     """1 / x in f32 within 1 ulp; one instruction on NVIDIA, which takes subnormal numbers and results for zeros."""
-    return _instruction(x, "rcp.approx.ftz.f32") if f.cuda and x.elem == "f32" else 1.0 / x
+    return _instruction(x, "rcp.approx.ftz.f32") if f.ptx and x.elem == "f32" else 1.0 / x
 
 
 def _instruction(x: X, name: str) -> X:
@@ -135,7 +135,7 @@ def _instruction(x: X, name: str) -> X:
 def rsqrt(f: Features, x: X) -> X:
     """The instruction that libdevice's function is of f32: that one asks for each element what happens to subnormal
     numbers, eight branches and blocks more that LLVM takes along up to its code generator."""
-    return _instruction(x, "rsqrt.approx.f32") if f.cuda and x.elem == "f32" else vendor(f, "rsqrt", x)
+    return _instruction(x, "rsqrt.approx.f32") if f.ptx and x.elem == "f32" else vendor(f, "rsqrt", x)
 
 
 def sqrt(_: Features, x: X) -> X:

@@ -23,7 +23,7 @@ def sass(image: bytes) -> str:
 def resources(image: bytes, texts: dict[str, str], f: Features, threads: int, shared: int) -> dict[str, Any]:
     """`registers` and `spills` (bytes) of a thread, `shared` (bytes) and `threads` of a block, `blocks` of a
     multiprocessor, and the `occupancy` that they make: warps there are over those that there can be."""
-    if f.cuda:
+    if f.ptx:
         registers, spills, static = _cuda(image)
     else:  # shared memory that is asked for at the launch is not in the text
         read = facts(texts.get("amdgcn", ""))
@@ -50,7 +50,7 @@ def _blocks(f: Features, registers: int, threads: int, shared: int) -> int:
     by_threads = f.warps * f.lanes // threads
     per_thread = -(-max(registers, 1) // 8) * 8
     by_registers = f.registers // (per_thread * threads)
-    by_memory = f.multiprocessor_shared // (shared + 1024 * f.cuda) if shared else by_threads
+    by_memory = f.multiprocessor_shared // (shared + f.reserved) if shared else by_threads
     return max(0, min(by_threads, by_registers, by_memory, 32))
 
 

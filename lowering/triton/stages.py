@@ -61,7 +61,7 @@ def build(
     given = "num_stages" in choice.fixed
     asked = max(map(int, _LOOP_STAGES.findall(text)), default=1)
     while True:
-        with ptxas.assembled_by(tool) if f.cuda else contextlib.nullcontext():
+        with ptxas.assembled_by(tool) if f.ptx else contextlib.nullcontext():
             built = _build(text, f, choice, texts, level)
         if isinstance(built, Built):
             return built
@@ -126,7 +126,7 @@ def _staged(
     found: dict[str, Any] = {}
     if texts:
         found = resources.resources(value, levels, f, threads, shared)
-        levels |= {"sass": resources.sass(value)} if f.cuda else {}
+        levels |= {"sass": resources.sass(value)} if f.ptx else {}
     return Built(value, levels, threads, shared, choice, list(metadata.get("tensordesc_meta") or []), found)
 
 
@@ -158,7 +158,7 @@ def _quiet() -> Iterator[None]:
 
 def _options(f: Features, choice: Choice) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": choice.num_warps, "num_stages": choice.num_stages, "enable_fp_fusion": True}
-    if f.cuda:
+    if f.ptx:
         options["enable_reflect_ftz"] = False  # the functions of libdevice keep subnormal numbers, as arithmetic does
         options |= _without_lines()
     options |= {"maxnreg": choice.registers} if choice.registers else {}
@@ -187,7 +187,7 @@ def _parse(text: str, f: Features) -> tuple[Any, Any, Any, str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
 
-    target = GPUTarget("cuda", f.capability, 32) if f.cuda else GPUTarget("hip", f.arch, f.lanes)
+    target = GPUTarget({"nvidia": "cuda", "amd": "hip"}[f.backend], f.processor, f.lanes)
     backend = make_backend(target)
     context = mlir.context()
     mlir.load_dialects(context)

@@ -27,7 +27,7 @@ def add(image, a, b, dims=(0, 0, 0, 256, 1, 0, 0, 256), cost=100):
     attrs = {"image": image, "name": "add", "isa": ffi._run.host_arch() + ":", "sites": "[]"}
     numbers = {"programs": np.int64(-1), "workspace": np.int64(0), "cost": np.int64(cost)}
     numbers |= {} if dims is None else {"dims": np.asarray(dims, np.int64)}
-    return jax.ffi.ffi_call(ffi.TARGET_CPU, jax.ShapeDtypeStruct(a.shape, a.dtype))(a, b, **attrs, **numbers)
+    return jax.ffi.ffi_call("jtile_cpu", jax.ShapeDtypeStruct(a.shape, a.dtype))(a, b, **attrs, **numbers)
 
 
 @pytest.mark.parametrize("cost", [0, 100_000])

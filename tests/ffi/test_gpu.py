@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from machines import card
 from products import tiled_matmul
 
 import jtile as jt
 from jtile import ffi, ir
-from jtile._platform import gpu_arch
+from jtile.lowering import platforms
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.testing import relative_error
 
@@ -147,7 +148,7 @@ def test_a_fresh_process_takes_the_image_from_the_disk(run_python, tmp_path):
 
 def test_a_thousand_compilations_leave_no_memory_behind():
     """Of small kernels: contexts, modules and texts of the compiler go when a kernel is done."""
-    arch = gpu_arch("cuda")
+    arch = platforms.named("cuda").here().arch
 
     def one(k: int) -> None:
         text = f"""kernel @k{k}(%x: ref<128xf32>, %o: ref<128xf32, out>) {{
@@ -157,7 +158,7 @@ def test_a_thousand_compilations_leave_no_memory_behind():
           %y = add %t, %c : tile<128xf32>
           store %o[tile(%z, 128)], %y
         }}"""
-        compile_kernel(ir.parse_kernel(text), arch, {"num_warps": 1})
+        compile_kernel(ir.parse_kernel(text), card(arch), {"num_warps": 1})
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(one, range(200)))
@@ -231,7 +232,7 @@ def bare(image, **changes):
 
     def call(x):
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.ffi.ffi_call(ffi.TARGET_CUDA, out)(x, image=image.image, record=changed)
+        return jax.ffi.ffi_call("jtile_cuda", out)(x, image=image.image, record=changed)
 
     return jax.jit(call)
 
@@ -249,7 +250,7 @@ def bare(image, **changes):
 def test_errors(changes, message):
     x = jnp.ones(1000)
     with jt.config(poison=False):  # whose start would be one more operand
-        lowered = double.lower(x, target=f"cuda:{gpu_arch('cuda')}")
+        lowered = double.lower(x, target=platforms.named("cuda").here())
         assert lowered.image
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(bare(lowered, **changes)(x))
@@ -261,7 +262,7 @@ def test_attributes_of_a_launch_on_the_device(attributes):
     """Launches in a row, so that a programmatic one has a kernel before it."""
     x = jnp.arange(1000.0)
     with jt.config(poison=False):
-        lowered = double.lower(x, target=f"cuda:{gpu_arch('cuda')}")
+        lowered = double.lower(x, target=platforms.named("cuda").here())
         assert lowered.image
     call = bare(lowered, attributes=attributes)
     for _ in range(3):
@@ -279,14 +280,14 @@ def softmax_of_rows(x, o):
 @pytest.mark.parametrize("name", ["elements", "rows", "product"])
 def test_clusters_on_the_device(name, blocks):
     """Programs of several blocks: elements apart, sums and maxima over a cluster, and a product."""
-    if int(gpu_arch("cuda").removeprefix("sm_")) < 90:
+    if int(platforms.named("cuda").here().arch.removeprefix("sm_")) < 90:
         pytest.skip("no clusters before sm_90")
     x, a = jnp.arange(10_000.0), jax.random.normal(jax.random.key(0), (300, 260), jnp.float32)
     b = a.astype(jnp.bfloat16)
     kernel, args = {"elements": (double, (x,)), "rows": (softmax_of_rows, (a,)), "product": (PRODUCT, (b, b.T))}[name]
     kernel = kernel.with_options(num_ctas=blocks)
     want = kernel.with_options(interpret=True, num_ctas=None)(*args)
-    assert json.loads(kernel.lower(*args, target=f"cuda:{gpu_arch('cuda')}").launch["record"])["cluster"] == blocks
+    assert json.loads(kernel.lower(*args, target=platforms.named("cuda").here()).launch["record"])["cluster"] == blocks
     call = jax.jit(kernel)
     for _ in range(3):
         assert relative_error(call(*args), want) < {"elements": 1e-9, "rows": 1e-6, "product": 4e-3}[name]

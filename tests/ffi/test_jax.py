@@ -30,7 +30,7 @@ def attributes(image, /, **changes):
 
 def custom_call(image, result, **attrs):
     ffi.register()
-    call = jax.ffi.ffi_call(ffi.TARGET_CPU, result, vmap_method="sequential")
+    call = jax.ffi.ffi_call("jtile_cpu", result, vmap_method="sequential")
     return functools.partial(call, **attributes(image, **attrs))
 
 
@@ -54,7 +54,7 @@ def test_empty_grid_and_zero_size_buffers(images):
 
 def test_donated_operand_is_written_in_place(images):
     ffi.register()
-    call = jax.ffi.ffi_call(ffi.TARGET_CPU, f32(512), input_output_aliases={0: 0})
+    call = jax.ffi.ffi_call("jtile_cpu", f32(512), input_output_aliases={0: 0})
     step = jax.jit(functools.partial(call, **attributes(images["vadd"], programs=2)), donate_argnums=0)
     x = jnp.arange(512.0)
     address = x.unsafe_buffer_pointer()
@@ -90,7 +90,7 @@ def test_failed_assertion_is_an_error_with_its_place(images):
 def test_prints_reach_standard_output(images, capfd):
     sites = [{"kind": "print", "format": "x = {}", "where": "k.py:1", "args": [{"dtype": "float32", "shape": [3]}]}]
     ffi.register()
-    call = jax.ffi.ffi_call(ffi.TARGET_CPU, f32(1), has_side_effect=True)
+    call = jax.ffi.ffi_call("jtile_cpu", f32(1), has_side_effect=True)
     show = functools.partial(call, **attributes(images["print"], sites=json.dumps(sites), name="show"))
     jax.block_until_ready(jax.jit(show)(jnp.array([1.0, 2.5, -3.0])))
     assert capfd.readouterr().out == "[show (0, 0, 7)] x = [ 1.   2.5 -3. ]\n"
@@ -113,7 +113,7 @@ def test_bad_calls_are_refused_when_they_are_compiled(images, change, message):
     attrs = attributes(images["vadd"], **change)
     attrs = {k: v for k, v in attrs.items() if v is not None}
     ffi.register()
-    call = functools.partial(jax.ffi.ffi_call(ffi.TARGET_CPU, f32(256)), **attrs)
+    call = functools.partial(jax.ffi.ffi_call("jtile_cpu", f32(256)), **attrs)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.jit(call).lower(jnp.zeros(256), jnp.zeros(256)).compile()
 
@@ -175,7 +175,7 @@ def test_the_grid_uses_the_thread_pool_when_it_pays(run_python):
     script = setup("scratch", programs=128, workspace=1 << 20) + (
         """
 ffi.register()
-call = jax.ffi.ffi_call(ffi.TARGET_CPU, jax.ShapeDtypeStruct((256,), jnp.int32))
+call = jax.ffi.ffi_call("jtile_cpu", jax.ShapeDtypeStruct((256,), jnp.int32))
 def workers(cost, runs):
     run = jax.jit(lambda: call(**attrs | {"cost": np.int64(cost)}))
     most = 0
@@ -198,7 +198,7 @@ def test_registration_before_any_backend_use(run_python):
 import threading
 threads = [threading.Thread(target=ffi.register) for _ in range(8)]
 [t.start() for t in threads]; [t.join() for t in threads]
-call = jax.ffi.ffi_call(ffi.TARGET_CPU, jax.ShapeDtypeStruct((256,), jnp.float32))
+call = jax.ffi.ffi_call("jtile_cpu", jax.ShapeDtypeStruct((256,), jnp.float32))
 print(jax.jit(lambda a: call(a, a, **attrs))(jnp.ones(256)).sum())
 """
     )
@@ -211,7 +211,7 @@ def test_persistent_cache_hits_in_a_second_process(run_python, tmp_path):
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
 ffi.register()
-call = jax.ffi.ffi_call(ffi.TARGET_CPU, jax.ShapeDtypeStruct((256,), jnp.float32))
+call = jax.ffi.ffi_call("jtile_cpu", jax.ShapeDtypeStruct((256,), jnp.float32))
 run = jax.jit(lambda a: call(a, a, **attrs))
 x = np.ones(256, np.float32)
 print(float(np.asarray(run(x)).sum()), sum(hits), ffi.images_loaded())
@@ -230,8 +230,8 @@ print(float(np.asarray(run(x)).sum()), sum(hits), ffi.images_loaded())
 def test_export_runs_in_a_fresh_process(run_python):
     write = setup() + (
         """
-call = jax.ffi.ffi_call(ffi.TARGET_CPU, jax.ShapeDtypeStruct((256,), jnp.float32))
-checks = [jax.export.DisabledSafetyCheck.custom_call(ffi.TARGET_CPU)]
+call = jax.ffi.ffi_call("jtile_cpu", jax.ShapeDtypeStruct((256,), jnp.float32))
+checks = [jax.export.DisabledSafetyCheck.custom_call("jtile_cpu")]
 exported = jax.export.export(jax.jit(lambda a: call(a, a, **attrs)), disabled_checks=checks, platforms=["cpu"])
 open("program.bin", "wb").write(exported(jax.ShapeDtypeStruct((256,), jnp.float32)).serialize())
 """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jtile as jt
-from jtile._platform import gpu_arch
+from jtile.lowering import platforms
 
 pytestmark = pytest.mark.gpu
 PATIENCE = 100_000  # looks at the other, some tenths of a second
@@ -51,7 +51,7 @@ def stamped(there, here, stamps):
 
 def launcher_of(kernel, *args) -> cuda_streams.Launcher:
     with jt.config(poison=False):  # whose start would be one more operand
-        return cuda_streams.Launcher(kernel.lower(*args, target=f"cuda:{gpu_arch('cuda')}"))
+        return cuda_streams.Launcher(kernel.lower(*args, target=platforms.named("cuda").here()))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_a_graph_and_a_launch_at_the_same_time(launcher):
 
 def test_what_the_clock_says():
     """Both run at once for most of their time; on one stream, one begins when the other has ended."""
-    if gpu_arch("cuda") != "sm_90":
+    if platforms.named("cuda").here().arch != "sm_90":
         pytest.skip("roles need sm_90")
     kernel = launcher_of(stamped, jnp.zeros(1, jnp.int32))
     with cuda_streams.streams(2) as pair:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from arrival_kernels import TWICE_INPUT, TWICE_OUTPUT, rows, rows_input, rows_output, twice
 from device import run_device
+from machines import card
 from native import run_artifact, run_native
 from ttir import run_ttir
 
@@ -81,7 +82,7 @@ def test_order_in_ttir(arch):
 
 def test_what_it_compiles_to():
     pytest.importorskip("triton")
-    found = compile_kernel(rows(), "sm_90", {"num_warps": 4}, texts=True)
+    found = compile_kernel(rows(), card("sm_90"), {"num_warps": 4}, texts=True)
     kinds = [p["kind"] for p in json.loads(found.launch["record"])["params"]]
     assert kinds == ["buffer"] * 3 + ["counters"] + ["null"] * 2
     order = re.findall(r"MEMBAR\.[A-Z.]*GPU|ATOMG|CCTL\.IVALL|REDG|STG|LDG", found.texts["sass"])
@@ -92,7 +93,7 @@ def test_what_it_compiles_to():
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 def test_for_amd(arch):
     pytest.importorskip("triton")
-    found = compile_kernel(rows(), arch, texts=True)
+    found = compile_kernel(rows(), card(arch), texts=True)
     assert re.search(r"(global|flat|buffer)_atomic_add", found.texts["amdgcn"])
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from machines import card
 from soak import programs
 
 import jtile as jt
@@ -74,8 +75,8 @@ def test_a_compilation_leaves_nothing_behind(arch, level, side, limit):
         call = jax.make_jaxpr(ops.matmul)(*[jax.ShapeDtypeStruct((side, side), jnp.bfloat16)] * 2)
         (program,) = dict.fromkeys(programs(call.jaxpr))
     kernel = passes.run_pipeline(pieces_of(program).kernels[0], passes.TILE)
-    assert compile_kernel(kernel, arch).launch["level"] == level
-    assert left_by(lambda: compile_kernel(kernel, arch)) < limit
+    assert compile_kernel(kernel, card(arch)).launch["level"] == level
+    assert left_by(lambda: compile_kernel(kernel, card(arch))) < limit
 
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=4)

@@ -11,8 +11,10 @@ import jtile as jt
 from jtile import ir
 from jtile.errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.lowering import targets
+from jtile.lowering.cpu import targets as cpu_targets
 from jtile.lowering.cpu.isa import ISAS, host_isa
-from jtile.lowering.targets import Gap, Memory, Scale, Target, check_capabilities, host_target, parse_isa, spell_isa
+from jtile.lowering.cpu.targets import parse_isa, spell_isa
+from jtile.lowering.targets import Gap, Memory, Scale, Target, check_capabilities, host_target
 
 
 @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=4, scratch=jax.ShapeDtypeStruct((32,), jnp.float32))
@@ -51,7 +53,7 @@ def test_named_instruction_sets(name):
     target = targets.resolve(f"cpu:{name}")
     assert target.name == f"cpu:{name}"
     assert parse_isa(target.arch) == ISAS[name]
-    assert target in [targets.cpu_target(name)]
+    assert target in [cpu_targets.cpu_target(name)]
 
 
 def test_spelling_an_instruction_set_is_reversible():
@@ -138,12 +140,12 @@ def test_the_host_is_remembered_on_disk(tmp_path, monkeypatch):
     import jtile.lowering.cpu.isa as isa
 
     with jt.config(cache_dir=str(tmp_path)):
-        found = targets._host_arch()
+        found = cpu_targets._host_arch()
         monkeypatch.setattr(isa, "host_isa", lambda: pytest.fail("LLVM is asked again"))
-        assert targets._host_arch() == found == spell_isa(host_isa())
-        monkeypatch.setattr(targets, "_processor", lambda: "another processor")
+        assert cpu_targets._host_arch() == found == spell_isa(host_isa())
+        monkeypatch.setattr(cpu_targets, "_processor", lambda: "another processor")
         monkeypatch.setattr(isa, "host_isa", lambda: ISAS["avx2"])
-        assert targets._host_arch() == spell_isa(ISAS["avx2"])
+        assert cpu_targets._host_arch() == spell_isa(ISAS["avx2"])
 
 
 def test_lowering_follows_the_isa_option():

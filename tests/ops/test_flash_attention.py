@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from attention_modes import OPTIONS, of_batch, operands
 from library import agree, normal, shapes_and_dtypes
+from machines import machine
 
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.lowering.triton.block.passes import Machine, NoPlan, block_level
+from jtile.lowering.triton.block.passes import NoPlan, block_level
 from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.flash_attention import attention_reference, flash_attention, window_of
 from jtile.passes import TILE, run_pipeline
@@ -79,7 +80,7 @@ def test_heads_between_powers_of_two_on_hopper():
     with jt.config(arch="sm_90", interpret=True):
         (program,), _ = trace(ops.attention, q, k, v)
         y = ops.attention(q, k, v)
-    assert not isinstance(block_level(run_pipeline(program.kernel, TILE), Machine(), {}), NoPlan)
+    assert not isinstance(block_level(run_pipeline(program.kernel, TILE), machine(), {}), NoPlan)
     assert relative_error(y, attention_reference(q, k, v)) < 5e-3
 
 

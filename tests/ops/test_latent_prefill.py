@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from library import agree, normal, shapes_and_dtypes, slopes_agree
+from machines import machine
 
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.interpret import interpret
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 from jtile.ops.latent_prefill import latent_prefill, mla_attention_reference
 from jtile.ops.latent_slopes import latent_slopes_of_queries
 from jtile.testing import relative_error
@@ -58,7 +59,7 @@ def test_on_hopper_it_is_a_kernel_of_roles(causal, bk, lengths):
     args = operands(1, 256, 256, 1, 128, 64, 128, dtype="bfloat16")
     rows = () if lengths is None else (jnp.array([lengths], jnp.int32),)
     options = {"bq": 128, "bk": bk, "scale": 0.07, "causal": causal, "save": True}
-    planned = steps(latent_prefill.lower(*args, rows, (), **options).program.kernel, Machine(), {})
+    planned = steps(latent_prefill.lower(*args, rows, (), **options).program.kernel, machine(), {})
     assert not isinstance(planned, NoPlan), str(planned)
     o, _ = interpret(planned.kernel, [np.asarray(x) for x in (*args, *rows)], seed=bk)
     options = {"causal": causal, "scale": 0.07, "lengths": rows[0] if rows else None}
@@ -70,7 +71,7 @@ def test_slopes_of_queries_are_a_kernel_of_roles_on_hopper():
     row = jnp.zeros((1, 1, 256), jnp.float32)
     options = {"bq": 128, "bk": 64, "scale": 0.07, "causal": True}
     lowered = latent_slopes_of_queries.lower(q, k, rope, v, v, row, row, (), (), **options)
-    planned = steps(lowered.program.kernel, Machine(), {})
+    planned = steps(lowered.program.kernel, machine(), {})
     assert not isinstance(planned, NoPlan), str(planned)
 
 

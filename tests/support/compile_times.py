@@ -21,6 +21,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import triton.backends.nvidia.compiler as nvidia
+from machines import card
 from soak import programs
 
 import jtile as jt
@@ -133,7 +134,7 @@ def measured(program: Any, piece: int) -> tuple[float, Counter[str], Artifact]:
     start = time.perf_counter()
     with watched(spent):
         tile = timed(spent, "tile", passes.run_pipeline)(pieces_of(program).kernels[piece], passes.TILE)
-        artifact = compile_kernel(tile, "sm_90", options)
+        artifact = compile_kernel(tile, card("sm_90"), options)
     return time.perf_counter() - start, spent, artifact
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from machines import card
 from sass import spills_of_products
 from soak import Draw, watched
 from soak_families import FAMILIES
@@ -68,7 +69,7 @@ def compiled(program: Any, piece: int, *, texts: bool = True) -> Artifact:
     """A kernel, from Tile IR to its image; `texts`: with that of every level."""
     options = {k: v for k, v in program.options.compiler.items() if v is not None}
     kernel = passes.run_pipeline(pieces_of(program).kernels[piece], passes.TILE)
-    return compile_kernel(kernel, "sm_90", options, texts=texts)
+    return compile_kernel(kernel, card("sm_90"), options, texts=texts)
 
 
 def missing(name: str, sass: str) -> list[str]:
@@ -94,7 +95,7 @@ def run_planted(ordered: bool) -> None:
     from device import run_artifact
 
     kernel = planted(ordered)
-    run_artifact(compile_block_kernel(kernel, "sm_90"), kernel, [np.ones((64, 64), np.float32)])
+    run_artifact(compile_block_kernel(kernel, card("sm_90")), kernel, [np.ones((64, 64), np.float32)])
     print("ran two roles,", "in order" if ordered else "with a race", flush=True)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from machines import machine
 
 import jtile as jt
 from jtile.lowering.triton.block.passes import Machine
@@ -172,4 +173,4 @@ def case(seed: int) -> Case:
     wishes = {"consumers": teams, "num_stages": [2, 3, 5], "persistent": [True, False]}
     options = {name: r.choice(values) for name, values in wishes.items() if r.random() < 0.4}
     kernel = jt.kernel(out_type=out, grid=grid, init=0, name=f"random{seed}")(body)
-    return Case(kernel, (*arrays, numbers), Machine(processors=r.choice([1, 2, 3, 132])), options)
+    return Case(kernel, (*arrays, numbers), machine(processors=r.choice([1, 2, 3, 132])), options)

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from machines import machine
 
 from jtile import passes
 from jtile.lowering import targets
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 from jtile.primitive.lowering import compile_piece, pieces_of
 
 TIMES = 20  # calls whose results have the bits of the first one's
@@ -116,7 +117,7 @@ def planned(program: Any, piece: int) -> str:
     if program.block:
         return "block"
     options = {k: v for k, v in program.options.compiler.items() if v is not None}
-    found = steps(passes.run_pipeline(pieces_of(program).kernels[piece], passes.TILE), Machine(), options)
+    found = steps(passes.run_pipeline(pieces_of(program).kernels[piece], passes.TILE), machine(), options)
     return f"tile: {found}" if isinstance(found, NoPlan) else "block"
 
 

@@ -7,11 +7,12 @@ import importlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from machines import machine
 
 import jtile as jt
 from jtile.interpret import interpret
 from jtile.ir import Kernel
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 from jtile.ops.attention_windows import Window
 
 _products = importlib.import_module("jtile.ops.matmul")
@@ -71,7 +72,7 @@ def operands(kernel: Kernel, seed: int = 0) -> list[np.ndarray]:
 
 def block_level(kernel: Kernel, processors: int, **options) -> Kernel:
     """The block-level kernel of a plan for so many processors, which gives what the kernel gives."""
-    planned = steps(kernel, Machine(processors=processors), options)
+    planned = steps(kernel, machine(processors=processors), options)
     assert not isinstance(planned, NoPlan), str(planned)
     inputs = operands(kernel)
     want = interpret(kernel, inputs)

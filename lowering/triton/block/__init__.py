@@ -11,7 +11,9 @@ from jtile._config import current
 from jtile._errors import UnsupportedError
 from jtile.ir.block import level_of
 
+from ... import failures
 from ...artifact import Artifact
+from ...targets import Target
 from .compile import compile_block_kernel, emit_block_kernel
 from .passes import NoPlan, steps
 from .passes.plan import Machine
@@ -19,7 +21,7 @@ from .passes.plan import Machine
 __all__ = ["compile_block_kernel", "emit_block_kernel", "specialised"]
 
 
-def specialised(kernel: ir.Kernel, arch: str, options: Mapping[str, Any], *, texts: bool) -> Artifact | str:
+def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *, texts: bool) -> Artifact | str:
     """A kernel compiled at the block level, or why it has to stay at tile level.
 
     Raises:
@@ -34,19 +36,20 @@ def specialised(kernel: ir.Kernel, arch: str, options: Mapping[str, Any], *, tex
                 "buffers their slots: call it without",
                 (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
             )
-        return compile_block_kernel(kernel, arch, texts=texts)
+        return compile_block_kernel(kernel, target, texts=texts)
     if (options.get("num_ctas") or 1) > 1:
         return "tile level: num_ctas shares a program among several blocks\n"
     try:
-        planned = steps(kernel, Machine(), options)
+        planned = steps(kernel, Machine.of(target), options)
         if isinstance(planned, NoPlan):
             return f"tile level: {planned}\n"
-        artifact = compile_block_kernel(planned.kernel, arch, texts=texts)
+        artifact = compile_block_kernel(planned.kernel, target, texts=texts)
     except UnsupportedError as e:
         return f"tile level: the plan of the block level does not compile: {e}\n"
     except Exception as e:  # no reason to fail, for the kernel has a form at tile level
         if current().verify:
             raise
+        failures.warn(kernel, target, e, "it stays at tile level, where products may take twice the time")
         return f"tile level: a defect of jtile at the block level: {type(e).__name__}: {e}\n"
     levels = {"schedule": f"block level: {planned.plan}\n"} | artifact.texts if texts else {}
     return dataclasses.replace(artifact, texts=levels)

@@ -9,11 +9,13 @@ from jtile._collector import paused
 from jtile._errors import UnsupportedError
 
 from ...artifact import Artifact
+from ...targets import Target
 from .. import ptxas, stages
 from ..compile import MAX_BLOCKS, parameters, symbol
-from ..features import Features, features
+from ..features import Features
 from ..heuristics import Choice
 from ..record import Record
+from ..targets import features_of
 from . import (  # noqa: F401  emitters register
     emit_control,
     emit_copies,
@@ -50,26 +52,25 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]
     head = "".join(f"{name} = {layout}\n" for name, layout in names.items())
     numbers = {"num-ctas": 1, "num-warps": warps, "threads-per-warp": f.lanes}
     attributes = ", ".join(f'"ttg.{k}" = {v} : i32' for k, v in numbers.items())
-    target = f'ttg.target = "cuda:{f.capability}"'
+    target = f'ttg.target = "cuda:{f.processor}"'
     module = f"{head}module attributes {{{attributes}, {target}}} {{\n{body}}}\n"
     for name, layout in names.items():
         text = text.replace(layout, name)
     return module, record, "".join(f"// {line}\n" for line in head.split("\n") if line) + text
 
 
-def compile_block_kernel(kernel: ir.Kernel, arch: str, *, texts: bool = False) -> Artifact:
-    """Compile a kernel at the block level for Hopper.
+def compile_block_kernel(kernel: ir.Kernel, target: Target, *, texts: bool = False) -> Artifact:
+    """Compile a kernel at the block level for a target with warpgroup products.
 
     Args:
       kernel: Tile IR at the block level.
-      arch: `sm_90`.
       texts: keep the text of every level: `block`, `ttgir`, `llir`, `ptx`, `sass`.
 
     Raises:
-      UnsupportedError: another architecture, an op without a form in a role, or more shared memory than a block has.
+      UnsupportedError: another target, an op without a form in a role, or more shared memory than a block has.
     """
-    f = features(arch)
-    if f.capability != 90:
+    f = features_of(target)
+    if not f.warpgroup_products:
         raise UnsupportedError(
             f"kernel {kernel.name}: it is at the block level, whose ops are those of sm_90, not of {f.arch}: write it "
             "at tile level",
@@ -89,4 +90,4 @@ def compile_block_kernel(kernel: ir.Kernel, arch: str, *, texts: bool = False) -
         "level": "block",
     }
     levels = {"block": block} | built.texts if texts else {}
-    return Artifact(f"cuda:{arch}", built.image, levels, launch)
+    return Artifact(target.name, built.image, levels, launch)

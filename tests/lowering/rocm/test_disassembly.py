@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from library_cases import CASES
+from machines import card
 
 import jtile as jt
 from jtile import ops, passes
@@ -38,7 +39,7 @@ def artifacts(fn, args, arch: str):
     with jt.config(arch=arch):
         programs = dict.fromkeys(_programs(jax.make_jaxpr(fn)(*args)))
     for kernel in (k for p in programs for k in pieces_of(p).kernels):
-        yield compile_kernel(passes.run_pipeline(kernel, passes.TILE), arch, texts=True)
+        yield compile_kernel(passes.run_pipeline(kernel, passes.TILE), card(arch), texts=True)
 
 
 def units(elem: str, arch: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from device import run_device
+from machines import card
 from ttir import run_ttir
 
 from jtile import ir
@@ -228,7 +229,7 @@ def test_nothing_to_touch(shape):
 @pytest.mark.parametrize(("fn", "dtype"), [("add", "float32"), ("max", "bfloat16"), ("cas", "int64"), ("xchg", "int8")])
 def test_compiles(fn, dtype, arch):
     index = np.zeros(30, np.int32)
-    assert compile_kernel(scatter(fn, dtype, index, used=True).kernel(), arch).image
+    assert compile_kernel(scatter(fn, dtype, index, used=True).kernel(), card(arch)).image
 
 
 def test_reductions_without_old_values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from device import run_device
+from machines import card
 from ttir import run_ttir
 
 from jtile import ir
@@ -194,4 +195,4 @@ def test_every_form_compiles(arch):
     loop = LOOP.format(dt="u64", lo="load %n[%0]", hi="load %n[%1]", by="load %n[%2]")
     forms = [CARRY.format(dt="bf16", op=OPS["while"]), CARRY.format(dt="bool", op=OPS["if in a loop"])]
     for text in (loop, *forms):
-        assert compile_kernel(ir.parse_kernel(text), arch).image
+        assert compile_kernel(ir.parse_kernel(text), card(arch)).image

@@ -11,6 +11,7 @@ from typing import Any
 import device
 import numpy as np
 import pytest
+from machines import card
 from native import unpacked
 from ttir import launch_ttir, value_of
 
@@ -74,7 +75,7 @@ def on_evaluator(kernel: Kernel, inputs) -> tuple[dict[str, Any], list[np.ndarra
 
 
 def on_device(kernel: Kernel, inputs) -> tuple[dict[str, Any], list[np.ndarray]]:
-    artifact = compile_kernel(kernel, device.driver().arch)
+    artifact = compile_kernel(kernel, card(device.driver().arch))
     return json.loads(artifact.launch["record"]), device.run_artifact(artifact, kernel, inputs).extra
 
 
@@ -185,4 +186,4 @@ def test_compiles(arch):
       print "{{}}" %t
       assert %c message="all"
     }}"""
-    assert compile_kernel(parse_kernel(text), arch).image
+    assert compile_kernel(parse_kernel(text), card(arch)).image

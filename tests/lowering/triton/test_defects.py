@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from machines import card
 from op_matrix import Bench, array
 
 from jtile import ir
@@ -43,7 +44,7 @@ def test_a_reduction_after_a_reshape():
     bench.value(ir.Reduce(bench.b.value(ir.Reshape(bench.loads()[0], (4, 64))), "sum", (1,)))
     kernel = bench.case().kernel
     assert "tt.scan" in emit_kernel(kernel, features("sm_90"), isolate=True)[0]
-    text = compile_kernel(kernel, "sm_90", texts=True).texts["ttgir"]
+    text = compile_kernel(kernel, card("sm_90"), texts=True).texts["ttgir"]
     if not versions.reduces_any_layout():
         layouts.check(text)
 
@@ -99,7 +100,7 @@ def test_a_loop_that_never_runs():
       }
     }"""
     kernel = ir.parse_kernel(text)
-    assert compile_kernel(kernel, "sm_90").image
+    assert compile_kernel(kernel, card("sm_90")).image
 
 
 def test_what_some_lanes_load_is_defined_in_all_lanes_of_a_role():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from device import run_device
+from machines import card
 from ttir import run_ttir
 
 from jtile import ir
@@ -221,7 +222,7 @@ INSTRUCTIONS = [
 
 def test_fast_products_keep_their_sums_in_the_tensor_cores():
     products = lambda p, kind: dot(64, 64, 256, kind, kind, "f32", trans=(False, True), precision=p)
-    count = lambda p, kind: compile_kernel(products(p, kind), "sm_90", texts=True).texts["ptx"]
+    count = lambda p, kind: compile_kernel(products(p, kind), card("sm_90"), texts=True).texts["ptx"]
     assert count("fast", "f8e4m3fn").count("add.f32") == 0 < count("default", "f8e4m3fn").count("add.f32")
     terms = [count(p, "f32").count("m64n64k8.f32.tf32.tf32") for p in ("fast", "default")]
     assert terms[1] == 3 * terms[0] > 0
@@ -229,7 +230,7 @@ def test_fast_products_keep_their_sums_in_the_tensor_cores():
 
 @pytest.mark.parametrize(("arch", "k", "instruction"), INSTRUCTIONS, ids=lambda x: x if isinstance(x, str) else "")
 def test_matrix_instructions(arch, k, instruction):
-    texts = compile_kernel(k, arch, texts=True).texts
+    texts = compile_kernel(k, card(arch), texts=True).texts
     assert instruction in (texts.get("ptx") or texts["amdgcn"])
 
 
@@ -250,19 +251,19 @@ def test_a_box_whose_single_sides_stand_between_others_compiles():
 }"""
     k = ir.parse_kernel(text)
     check(k)
-    assert compile_kernel(k, "sm_90").image
+    assert compile_kernel(k, card("sm_90")).image
 
 
 def test_a_product_that_no_registers_hold():
     """It compiled for minutes, once for each number of stages."""
     with pytest.raises(UnsupportedError, match="products of at most 262144 elements, and this one has 524288"):
-        compile_kernel(dot(1024, 500, 64, "bf16", "bf16", "f32", acc=False), "sm_90")
+        compile_kernel(dot(1024, 500, 64, "bf16", "bf16", "f32", acc=False), card("sm_90"))
 
 
 def test_operands_that_no_shared_memory_holds():
     """The compiler took half an hour of ptxas to find that out."""
     with pytest.raises(UnsupportedError, match=r"166912 bytes of shared memory for operands .* takes 524288: sum"):
-        compile_kernel(dot(512, 512, 512, "bf16", "bf16", "f32", acc=False), "sm_80")
+        compile_kernel(dot(512, 512, 512, "bf16", "bf16", "f32", acc=False), card("sm_80"))
 
 
 def of_reshaped(dtype: str, side: int, left: bool) -> ir.Kernel:
@@ -289,14 +290,14 @@ NARROW_INTS = [(a, b) for a in ("i4", "u4", "i8", "u8") for b in ("i4", "u4", "i
 def test_operands_with_a_short_last_axis_compile(dtype, side, left, arch):
     """Triton 3.6 fails on those of bf16, triton 3.9 on bytes, where nothing stands between reshape and product."""
     k = of_reshaped(dtype, side, left)
-    assert compile_kernel(k, arch).image
+    assert compile_kernel(k, card(arch)).image
     check(k, arch)
 
 
 @pytest.mark.parametrize("a", ["i4", "u4", "i8"])
 @pytest.mark.parametrize("b", ["i4", "u4"])
 def test_halves_of_bytes_in_wgmma(a, b):
-    artifact = compile_kernel(dot(64, 64, 64, a, b, "i32", acc=False), "sm_90", texts=True)
+    artifact = compile_kernel(dot(64, 64, 64, a, b, "i32", acc=False), card("sm_90"), texts=True)
     assert "IGMMA" in artifact.texts["sass"]
 
 

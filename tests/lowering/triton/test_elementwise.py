@@ -9,6 +9,7 @@ import numpy as np
 import op_matrix
 import pytest
 from device import run_device
+from machines import card
 from sharp import sharp
 from ttir import evaluate, run_ttir
 
@@ -181,7 +182,7 @@ def test_scalars(dtype):
         bench.add(ir.Map(fn, tuple(bench.xs[:n])), *xs[:n])
     for dst in ir.DTYPES:
         bench.add(ir.Cast(bench.xs[0], dst), xs[0])
-    assert compile_kernel(bench.kernel, "sm_90", {"num_warps": 1}).image
+    assert compile_kernel(bench.kernel, card("sm_90"), {"num_warps": 1}).image
     for op, got, want in bench.run("sm_90"):
         close = ir.DTYPES[got.dtype.name].kind == "f" and np.allclose(got.astype(float), want.astype(float), rtol=1e-2)
         assert close or same(got, want), f"{op}: got {got}, expected {want}"
@@ -379,7 +380,7 @@ def test_narrow_products_are_rounded_before_sums(arch, dtype):
     bench = Bench(*(values(dtype, seed=k) for k in range(3)))
     product = bench.b.value(ir.Map("mul", tuple(bench.xs[:2])))
     bench.value(ir.Map("sub", (product, bench.xs[2])))
-    texts = compile_kernel(bench.kernel, arch, {"num_warps": 4}, texts=True).texts
+    texts = compile_kernel(bench.kernel, card(arch), {"num_warps": 4}, texts=True).texts
     if arch == "sm_80":  # where a product of bf16 is a fused multiply-add with zero
         assert "sub.f32" in texts["ptx"] or "sub.rn.f32" in texts["ptx"]
     else:
@@ -411,7 +412,7 @@ COMPILED = [("sm_80", "bfloat16"), ("sm_90", "float32"), ("gfx942", "float32"), 
 def test_compiles(arch, dtype):
     pytest.importorskip("triton")
     kernel = elementwise(dtype, functions(dtype)).kernel
-    assert compile_kernel(kernel, arch, {"num_warps": 4}).image
+    assert compile_kernel(kernel, card(arch), {"num_warps": 4}).image
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx950"])
@@ -422,7 +423,7 @@ def test_conversions_compile(arch):
     for dtype in (d.name for d in ir.DTYPES.values() if d.kind == "f" and d.bits <= 8):
         narrow = bench.b.value(ir.Cast(bench.xs[0], dtype))
         bench.add(ir.Cast(narrow, "bfloat16"), x)
-    assert compile_kernel(bench.kernel, arch, {"num_warps": 1}).image
+    assert compile_kernel(bench.kernel, card(arch), {"num_warps": 1}).image
 
 
 def test_fast_paths():
@@ -434,7 +435,7 @@ def test_fast_paths():
     bench.add(ir.Cast(bench.xs[0], "bfloat16"), x)
     bench.add(ir.Map("exp2", (bench.xs[1],)))
     bench.add(ir.Map("rsqrt", (bench.xs[1],)))
-    texts = compile_kernel(bench.kernel, "sm_90", {"num_warps": 4}, texts=True).texts
+    texts = compile_kernel(bench.kernel, card("sm_90"), {"num_warps": 4}, texts=True).texts
     ptx = texts["ptx"]
     assert "rsqrt.approx.f32" in ptx and "br " not in texts["llir"]
     assert "cvt.rn.f32.s" not in ptx and "cvt.rn.bf16.s" not in ptx and "cvt.rn.bf16x2.f32" in ptx

@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from machines import card
 from op_matrix import Bench, array
 
 import jtile as jt
@@ -81,7 +82,7 @@ def test_an_architecture_of_the_other_vendor():
 def test_clusters_where_there_are_none(arch):
     kernel = ir.parse_kernel("kernel @k(%o: ref<f32, out>) { %x = full 1.0 : f32 store %o[], %x }")
     with pytest.raises(KernelValueError, match=f"num_ctas is 1 on {arch}"):
-        compile_kernel(kernel, arch, {"num_ctas": 2})
+        compile_kernel(kernel, card(arch), {"num_ctas": 2})
 
 
 def test_blocks_of_a_cluster_share_no_written_memory():
@@ -102,7 +103,7 @@ def test_blocks_of_a_cluster_share_no_written_memory():
 def test_warps(warps):
     kernel = ir.parse_kernel("kernel @k(%o: ref<f32, out>) { %x = full 1.0 : f32 store %o[], %x }")
     with pytest.raises(KernelValueError, match=f"power of two from 1 to 32 on sm_90, got {warps}"):
-        compile_kernel(kernel, "sm_90", {"num_warps": warps})
+        compile_kernel(kernel, card("sm_90"), {"num_warps": warps})
     with pytest.raises(KernelValueError, match=f"num_warps={warps}"):
         double.with_options(num_warps=warps).lower(floats(64), target="cuda:sm_90").image
 
@@ -186,7 +187,7 @@ def test_tiles_that_only_an_emitter_makes():
       store %o[tile(%z, 4)], %b
     }}"""
     with pytest.raises(UnsupportedError, match=r"tiles of at most 1048576 elements, and 'full' takes one of 2097152"):
-        compile_kernel(ir.parse_kernel(text), "sm_90")
+        compile_kernel(ir.parse_kernel(text), card("sm_90"))
 
 
 def test_a_sort_in_one_warp():
@@ -194,7 +195,7 @@ def test_a_sort_in_one_warp():
     for r in bench.b.add(ir.Sort((bench.loads()[0],), 0)).results:
         bench.store(r)
     with pytest.raises(KernelValueError, match="takes minutes to compile; use num_warps=2"):
-        compile_kernel(bench.case().kernel, "sm_90", {"num_warps": 1})
+        compile_kernel(bench.case().kernel, card("sm_90"), {"num_warps": 1})
 
 
 def test_no_gpu():

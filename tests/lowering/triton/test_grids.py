@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from machines import card
 from ttir import run_ttir
 
 from jtile import ir, passes
@@ -81,4 +82,4 @@ def test_bands_wider_than_32_bits():
 
 
 def test_a_large_grid_compiles():
-    assert compile_kernel(passes.run_pipeline(points(65536, 65536, 1), passes.TILE), "sm_90").image
+    assert compile_kernel(passes.run_pipeline(points(65536, 65536, 1), passes.TILE), card("sm_90")).image

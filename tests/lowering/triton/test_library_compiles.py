@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 from library_cases import CASES, LibraryCase
+from machines import card
 
 import jtile as jt
 from jtile import ir, passes
@@ -59,7 +60,7 @@ def test_one_architecture(name):
     found = kernels(CASES[name].op, CASES[name].args(), arch)
     assert found
     for kernel in found:
-        assert compile_kernel(kernel, arch).image
+        assert compile_kernel(kernel, card(arch)).image
 
 
 @pytest.mark.slow
@@ -69,4 +70,4 @@ def test_every_architecture(name, arch):
     """The op and its gradients."""
     case, args = CASES[name], CASES[name].args()
     for kernel in (k for f in (case.op, functools.partial(slopes, case)) for k in kernels(f, args, arch)):
-        assert compile_kernel(kernel, arch).image
+        assert compile_kernel(kernel, card(arch)).image

@@ -11,6 +11,7 @@ from access_checks import check_outputs, spoiled_inputs
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import card
 from random_kernels import Case, kernel, kernels
 from ttir import run_ttir
 
@@ -38,7 +39,7 @@ def test_on_the_device(chunk: int):
     lowered = [run_pipeline(case.kernel, TILE) for case in cases]
     arch = device.driver().arch
     with ThreadPoolExecutor() as pool:
-        artifacts = list(pool.map(lambda k: compile_kernel(k, arch), lowered))
+        artifacts = list(pool.map(lambda k: compile_kernel(k, card(arch)), lowered))
     failures = []
     for seed, case, k, artifact in zip(seeds, cases, lowered, artifacts, strict=True):
         inputs, accesses, want = spoiled_inputs(case)

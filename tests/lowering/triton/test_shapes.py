@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from machines import card
 from ttir import evaluate, run_ttir
 
 from jtile import ir
@@ -140,7 +141,7 @@ def test_roll(n, by):
         return a, b, ir.build(ir.Concat((a.result, b.result), 1))
 
     kernel = check(roll, array((3, n)))
-    ttgir = compile_kernel(kernel, "sm_80", texts=True).texts["ttgir"]
+    ttgir = compile_kernel(kernel, card("sm_80"), texts=True).texts["ttgir"]
     assert ttgir.count("tt.gather") == 1  # the slices alone are dead code
 
 
@@ -157,7 +158,7 @@ def test_windows_of_one_tile(stacked):
         return *ops, ir.build(ir.Concat(tuple(o.result for o in ops[stacked :: 1 + stacked]), 1))
 
     kernel = check(windows, array((6, 7)))
-    assert compile_kernel(kernel, "sm_80", texts=True).texts["ttgir"].count("tt.gather") == 1
+    assert compile_kernel(kernel, card("sm_80"), texts=True).texts["ttgir"].count("tt.gather") == 1
 
 
 @pytest.mark.parametrize(("shape", "sizes"), [
@@ -281,4 +282,4 @@ def test_compiles(arch):
 
     for dtype in ("bool", "float64"):
         kernel = kernel_of(everything, array((3, 8), dtype), array((7,)), array((7,), dtype, 1))
-        assert compile_kernel(kernel, arch).image
+        assert compile_kernel(kernel, card(arch)).image

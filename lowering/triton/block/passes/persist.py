@@ -11,7 +11,6 @@ from jtile.passes.order import axes_of, grouped_axes
 from jtile.passes.rewrite import Rewriter, Rules
 
 from .feeds import tile_bytes
-from .plan import Machine
 from .uneven import Uneven, shared, uneven
 from .uneven import ids as uneven_ids
 
@@ -49,9 +48,9 @@ def bands(kernel: Kernel, blocks: int) -> Bands | None:
     return Bands(*axes, -(-height // -(-height // rows)))
 
 
-def persist(kernel: Kernel, blocks: int, cache: int = Machine.cache) -> Kernel:
+def persist(kernel: Kernel, blocks: int, cache: int) -> Kernel:
     """The kernel as a grid of `blocks` programs: each takes every `blocks`-th of the tiles, which are the programs of
-    the old grid; one each where there are no more tiles than blocks. `cache`: see `Machine`."""
+    the old grid; one each where there are no more tiles than blocks. `cache`: see `plan.Machine`."""
     tiles = math.prod(kernel.grid)
     order = uneven(kernel, cache) or bands(kernel, min(blocks, tiles))
     walk = Rewriter(kernel, Rules())

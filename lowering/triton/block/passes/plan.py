@@ -7,7 +7,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NoReturn
 
+from jtile._errors import KernelValueError
 from jtile.ir import NOWHERE, Loc, Op
+
+from ....targets import Target
+
+_OF_CACHE = 0.64  # of the second-level cache, what operands of a wave may take: 32 of an H200's 50 MiB, as measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +25,23 @@ class Machine:
       cache: bytes of the second-level cache that the operands of one wave of blocks may take.
     """
 
-    shared: int = 232448
-    processors: int = 132
-    cache: int = 32 << 20
+    shared: int
+    processors: int
+    cache: int
+
+    @classmethod
+    def of(cls, target: Target) -> Machine:
+        """The machine of a target, whose memories and scales say all of it."""
+        sizes = {scale: memory.size for scale in ("block", "device") if (memory := target.memory(scale))}
+        processors = next((s.units for s in target.scales if s.name == "device"), None)
+        missing = [name for name in ("block", "device") if not sizes.get(name)]
+        if missing or processors is None:
+            raise KernelValueError(
+                f"target {target.name!r} does not say what memory its scale {(missing or ['device'])[0]!r} has, which "
+                "plans at the block level go by: give it `scales` and `memories` with sizes, as those of "
+                "jtile.lowering.targets.resolve('cuda:sm_90') are"
+            )
+        return cls(sizes["block"], processors, int(sizes["device"] * _OF_CACHE))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import block_kernels
 import block_language
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from device import run_artifact
+from machines import card
 
 from jtile import ir
 from jtile._config import config
-from jtile._errors import UnsupportedError
+from jtile._errors import DefectWarning, UnsupportedError
 from jtile.interpret import interpret
 from jtile.lowering.triton import block
 from jtile.lowering.triton.block import compile_block_kernel, emit_block_kernel
@@ -104,7 +106,7 @@ def test_golden_text():
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_a_product_of_matrices(consumers):
     kernel = ir.parse_kernel(block_kernels.gemm(consumers=consumers))
-    artifact = compile_block_kernel(kernel, "sm_90", texts=True)
+    artifact = compile_block_kernel(kernel, card("sm_90"), texts=True)
     for name in MACHINE[: 4 + (consumers == 2)]:
         assert name in artifact.texts["sass"], name
     assert artifact.launch["resources"]["spills"] == 0
@@ -116,7 +118,7 @@ def test_a_product_of_matrices(consumers):
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_attention(d):
-    artifact = compile_block_kernel(ir.parse_kernel(block_kernels.attention(d=d)), "sm_90", texts=True)
+    artifact = compile_block_kernel(ir.parse_kernel(block_kernels.attention(d=d)), card("sm_90"), texts=True)
     assert all(name in artifact.texts["sass"] for name in MACHINE)
     assert artifact.launch["resources"]["spills"] == 0
     assert re.search(
@@ -131,7 +133,7 @@ def test_attention(d):
 def test_products_on_the_gpu(text):
     kernel, rng = ir.parse_kernel(text), np.random.default_rng(0)
     inputs = [rng.integers(-2, 3, r.shape).astype(np.float32).astype(r.type.info.numpy) for r in kernel.inputs]
-    artifact = compile_block_kernel(kernel, "sm_90")
+    artifact = compile_block_kernel(kernel, card("sm_90"))
     for _ in range(3):
         (got,) = run_artifact(artifact, kernel, inputs).outputs()
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(interpret(kernel, inputs)[0], np.float32))
@@ -141,7 +143,7 @@ def test_products_on_the_gpu(text):
 def test_attention_on_the_gpu():
     kernel, rng = ir.parse_kernel(block_kernels.attention()), np.random.default_rng(0)
     inputs = [rng.normal(size=r.shape).astype(np.float32).astype(r.type.info.numpy) for r in kernel.inputs]
-    (got,) = run_artifact(compile_block_kernel(kernel, "sm_90"), kernel, inputs).outputs()
+    (got,) = run_artifact(compile_block_kernel(kernel, card("sm_90")), kernel, inputs).outputs()
     want = np.asarray(interpret(kernel, inputs)[0], np.float32)
     assert np.linalg.norm(np.asarray(got, np.float32) - want) <= 4e-3 * np.linalg.norm(want)
 
@@ -171,7 +173,7 @@ def product(m: int, n: int, k: int) -> ir.Kernel:
 
 
 def test_a_kernel_of_the_tile_level_compiles_at_the_block_level():
-    texts = compile_kernel(product(512, 512, 512), "sm_90", texts=True).texts
+    texts = compile_kernel(product(512, 512, 512), card("sm_90"), texts=True).texts
     assert texts["schedule"].startswith("block level: ")
     assert "role producer" in texts["block"]
     assert "ttir" not in texts
@@ -182,14 +184,14 @@ def test_a_kernel_of_the_tile_level_compiles_at_the_block_level():
     [({"specialize": False}, "specialize=False"), ({"num_ctas": 2}, "num_ctas shares")],
 )
 def test_a_kernel_that_stays_says_why(options, why):
-    texts = compile_kernel(product(512, 512, 512), "sm_90", options, texts=True).texts
+    texts = compile_kernel(product(512, 512, 512), card("sm_90"), options, texts=True).texts
     assert texts["schedule"].startswith("tile level: ")
     assert why in texts["schedule"]
     assert "ttir" in texts
 
 
 def test_other_architectures_have_no_schedule():
-    assert "schedule" not in compile_kernel(product(256, 256, 256), "sm_80", texts=True).texts
+    assert "schedule" not in compile_kernel(product(256, 256, 256), card("sm_80"), texts=True).texts
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_other_architectures_have_no_schedule():
 def test_what_a_role_cannot_do(old, new, message):
     assert old in PAIR
     with pytest.raises(UnsupportedError, match=message):
-        compile_block_kernel(ir.parse_kernel(PAIR.replace(old, new)), "sm_90")
+        compile_block_kernel(ir.parse_kernel(PAIR.replace(old, new)), card("sm_90"))
 
 
 def test_a_store_that_would_write_behind_its_array():
@@ -242,39 +244,43 @@ def test_a_store_that_would_write_behind_its_array():
         }}
       }}
     }}"""
-    assert compile_block_kernel(ir.parse_kernel(text.format(n=304)), "sm_90").image
+    assert compile_block_kernel(ir.parse_kernel(text.format(n=304)), card("sm_90")).image
     with pytest.raises(UnsupportedError, match="ends within 16 bytes"):
-        compile_block_kernel(ir.parse_kernel(text.format(n=300)), "sm_90")
+        compile_block_kernel(ir.parse_kernel(text.format(n=300)), card("sm_90"))
 
 
 def test_too_much_shared_memory():
     text = PAIR.replace("%c0 = full 0 : i32", "%c0 = full 0 : i32\n  %A = alloc_shared : shared<256x256xf32>")
     text = text.replace("wait %full", "%s = full 0.0 : tile<256x256xf32>\n      store_shared %A, %s\n      wait %full")
     with pytest.raises(UnsupportedError, match="bytes of shared memory, but sm_90 has 232448"):
-        compile_block_kernel(ir.parse_kernel(text), "sm_90")
+        compile_block_kernel(ir.parse_kernel(text), card("sm_90"))
 
 
 @pytest.mark.parametrize("option", ["num_warps", "num_stages", "num_ctas", "consumers", "persistent"])
 def test_options_of_the_tile_level_mean_nothing_here(option):
     with pytest.raises(UnsupportedError, match=f"{option} means nothing at the block level"):
-        compile_kernel(ir.parse_kernel(PAIR), "sm_90", {option: 4})
+        compile_kernel(ir.parse_kernel(PAIR), card("sm_90"), {option: 4})
 
 
 def test_other_architectures_have_no_block_level():
     with pytest.raises(UnsupportedError, match="those of sm_90, not of sm_80"):
-        compile_block_kernel(ir.parse_kernel(PAIR), "sm_80")
+        compile_block_kernel(ir.parse_kernel(PAIR), card("sm_80"))
 
 
-def test_a_defect_of_a_plan_leaves_the_kernel_at_tile_level(monkeypatch):
+def test_a_defect_of_a_plan_leaves_the_kernel_at_tile_level(monkeypatch, tmp_path):
     def stumble(*_):
         raise KeyError("x")
 
     monkeypatch.setattr(block, "steps", stumble)
     with pytest.raises(KeyError):
-        compile_kernel(product(512, 512, 512), "sm_90")
-    with config(verify=False):
-        texts = compile_kernel(product(512, 512, 512), "sm_90", texts=True).texts
+        compile_kernel(product(512, 512, 512), card("sm_90"))
+    said = r"kernel .*: a defect of jtile, KeyError: 'x'; it stays at tile level.* report it .* kept in (\S+\.tile_ir);"
+    with config(verify=False, cache_dir=str(tmp_path)), pytest.warns(DefectWarning, match=said) as found:
+        texts = compile_kernel(product(512, 512, 512), card("sm_90"), texts=True).texts
     assert "a defect of jtile at the block level: KeyError: 'x'" in texts["schedule"]
+    kept = Path(re.search(said, str(found[0].message))[1])
+    assert ir.parse_kernel(kept.read_text()).name == product(512, 512, 512).name
+    assert "raise KeyError" in kept.read_text()
 
 
 NEVER = """kernel @w(%a: ref<128xf32>, %o: ref<128xf32, out>) grid(1) {
@@ -300,7 +306,7 @@ NEVER = """kernel @w(%a: ref<128xf32>, %o: ref<128xf32, out>) grid(1) {
 
 def test_a_loop_that_is_known_never_to_run():
     """Triton 3.6 fails on the loads of its body, where it knows."""
-    assert compile_block_kernel(ir.parse_kernel(NEVER), "sm_90").image
+    assert compile_block_kernel(ir.parse_kernel(NEVER), card("sm_90")).image
 
 
 @pytest.mark.parametrize(
@@ -336,10 +342,10 @@ kernel @scatter(%x: ref<64x64xf32>, %t: ref<64xi32>, %o: ref<64x64xf32, out>) gr
 
 def test_scatters_whose_lanes_may_meet():
     """Numbers of rows are compared with each other; for more places than that there is no code in roles."""
-    rows = compile_block_kernel(ir.parse_kernel(SCATTER.format(where="take(%i), tile(%c0, 64)")), "sm_90")
+    rows = compile_block_kernel(ir.parse_kernel(SCATTER.format(where="take(%i), tile(%c0, 64)")), card("sm_90"))
     assert rows.image
     with pytest.raises(UnsupportedError, match=r"no scatter in a role by 4096 places.*o\[rows, :\]"):
-        compile_block_kernel(ir.parse_kernel(SCATTER.format(where="take(%r), take(%c)")), "sm_90")
+        compile_block_kernel(ir.parse_kernel(SCATTER.format(where="take(%r), take(%c)")), card("sm_90"))
 
 
 @pytest.mark.parametrize("sizes", [(0, 64, 64), (64, 0, 64), (64, 64, 0)])
@@ -353,7 +359,7 @@ def test_products_without_elements(sizes):
 def test_a_copy_of_an_array_without_elements_is_refused():
     """No tensor map is empty: the driver would refuse it at the call."""
     with pytest.raises(UnsupportedError, match=r"no elements; use plain loads"):
-        compile_block_kernel(ir.parse_kernel(PAIR.replace("%x: ref<64x64xbf16>", "%x: ref<0x64xbf16>")), "sm_90")
+        compile_block_kernel(ir.parse_kernel(PAIR.replace("%x: ref<64x64xbf16>", "%x: ref<0x64xbf16>")), card("sm_90"))
 
 
 def many_roles(count: int) -> ir.Kernel:
@@ -369,6 +375,6 @@ def many_roles(count: int) -> ir.Kernel:
 
 
 def test_as_many_roles_as_triton_has_barriers_for():
-    assert compile_block_kernel(many_roles(13), "sm_90").image
+    assert compile_block_kernel(many_roles(13), card("sm_90")).image
     with pytest.raises(UnsupportedError, match="at most 13 roles, got 14: give one the work of several"):
-        compile_block_kernel(many_roles(14), "sm_90")
+        compile_block_kernel(many_roles(14), card("sm_90"))

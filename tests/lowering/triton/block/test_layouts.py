@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from block_tiles import CASES
+from machines import machine
 
 import jtile as jt
 from jtile import ir
@@ -29,7 +30,7 @@ from jtile.lowering.triton.block.layouts import (
     unsliced,
 )
 from jtile.lowering.triton.block.linear import halved, linear, permuted, registers_along, reshaped
-from jtile.lowering.triton.block.passes import Machine, steps
+from jtile.lowering.triton.block.passes import steps
 from jtile.lowering.triton.features import features
 
 ACC = Mma((4, 1), 64, 16)
@@ -161,7 +162,7 @@ def test_sums_over_registers_stay_in_them(monkeypatch):
     """Also where triton folds the wrong threads of other layouts."""
     monkeypatch.setattr(versions, "reduces_any_layout", lambda: False)
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (256, 64)))
-    planned = steps(every_eighth.lower(a, b).kernel, Machine(), {})
+    planned = steps(every_eighth.lower(a, b).kernel, machine(), {})
     text = emit_block_kernel(planned.kernel, features("sm_90"))[0]
     assert "-> tensor<64x8x8xf32" in text and '"tt.reduce"' in text
     assert not [line for line in text.splitlines() if "ttg.convert_layout" in line and "tensor<64x8x8" in line]

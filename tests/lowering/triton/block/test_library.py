@@ -16,6 +16,7 @@ import tile_kernels as tk
 from device import run_artifact
 from jax.extend import core
 from library import normal
+from machines import card
 from sass import unwritten
 from triton.backends.nvidia import compiler
 
@@ -64,7 +65,7 @@ def test_the_library_runs_at_the_block_level(name):
         (program,) = programs(jax.make_jaxpr(op)(*args).jaxpr)
     (kernel,) = pieces_of(program).kernels
     options = {k: v for k, v in program.options.compiler.items() if v is not None}
-    artifact = compile_kernel(passes.run_pipeline(kernel, passes.TILE), "sm_90", options, texts=True)
+    artifact = compile_kernel(passes.run_pipeline(kernel, passes.TILE), card("sm_90"), options, texts=True)
     assert artifact.texts["schedule"].startswith("block level: "), artifact.texts["schedule"]
     assert artifact.launch["level"] == "block"
     for word in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG"):
@@ -97,7 +98,7 @@ def test_columns_of_a_product_that_registers_hold_from_the_start(warps, columns)
 def test_three_consumers_of_256_columns(tb):
     """ptxas gives 128 registers to threads of 512, and wants 154 for a product of 256 columns."""
     kernel = passes.run_pipeline(tk.matmul(384, 512, 256, tile=(192, 256, 64), tb=tb), passes.TILE)
-    artifact = compile_kernel(kernel, "sm_90", {}, texts=True)
+    artifact = compile_kernel(kernel, card("sm_90"), {}, texts=True)
     assert artifact.texts["schedule"].startswith("block level: 3 consumers"), artifact.texts["schedule"]
     assert set(re.findall(r"wgmma\.mma_async\S*m64(n\d+)k16", artifact.texts["ptx"])) == {"n128"}
     assert artifact.launch["resources"]["spills"] == 0
@@ -108,7 +109,7 @@ def test_three_consumers_of_256_columns(tb):
 def test_three_consumers_of_256_columns_compute_what_is_meant(sizes):
     kernel = passes.run_pipeline(tk.matmul(*sizes, tile=(192, 256, 64)), passes.TILE)
     inputs = tk.operands(kernel)
-    found = run_artifact(compile_kernel(kernel, "sm_90", {}), kernel, inputs).outputs()[0]
+    found = run_artifact(compile_kernel(kernel, card("sm_90"), {}), kernel, inputs).outputs()[0]
     assert relative_error(found, interpret(kernel, inputs)[0]) < 1e-2
 
 
@@ -122,7 +123,7 @@ def test_rows_outside_of_the_left_operand(m, tile):
     kernel = passes.run_pipeline(tk.matmul(m, 264, 320, tile=tile, batch=2, bias=True), passes.TILE)
     inputs = [np.array(x) for x in tk.operands(kernel)]
     inputs[0][:, :16] = np.nan
-    artifact = compile_kernel(kernel, "sm_90", {}, texts=True)
+    artifact = compile_kernel(kernel, card("sm_90"), {}, texts=True)
     assert artifact.texts["schedule"].startswith("block level: "), artifact.texts["schedule"]
     found = np.asarray(run_artifact(artifact, kernel, inputs).outputs()[0], np.float32)
     want = np.asarray(interpret(kernel, inputs)[0], np.float32)
@@ -173,7 +174,7 @@ def with_heads_of(d: int) -> ir.Kernel:
 
 @pytest.mark.parametrize("d", [24, 96])
 def test_heads_of_other_sizes_are_at_the_block_level(d):
-    artifact = compile_kernel(with_heads_of(d), "sm_90", {"specialize": True}, texts=True)
+    artifact = compile_kernel(with_heads_of(d), card("sm_90"), {"specialize": True}, texts=True)
     assert artifact.texts["schedule"].startswith("block level: "), artifact.texts["schedule"]
     assert artifact.launch["resources"]["spills"] == 0
 
@@ -185,7 +186,7 @@ def test_heads_of_other_sizes(d):
     kernel = with_heads_of(d)
     inputs = tk.operands(kernel)
     found = [
-        run_artifact(compile_kernel(kernel, "sm_90", {"specialize": True}), kernel, inputs).outputs()[0]
+        run_artifact(compile_kernel(kernel, card("sm_90"), {"specialize": True}), kernel, inputs).outputs()[0]
         for _ in range(2)
     ]
     assert relative_error(found[0], interpret(kernel, inputs)[0]) < 1e-2

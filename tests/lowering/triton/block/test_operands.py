@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from device import run_artifact
+from machines import card
 
 import jtile as jt
 from jtile.interpret import interpret
@@ -33,7 +34,7 @@ def kernel_of(args, kind, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantised_weights_stay_in_registers(kind):
     kernel = kernel_of(arguments(kind, 16, 128, 512), kind, high=1, deep=1, splits=1)
-    artifact = compile_block_kernel(kernel, "sm_90", texts=True)
+    artifact = compile_block_kernel(kernel, card("sm_90"), texts=True)
     sass = artifact.texts["sass"]
     loop = sass[: sass.rindex("HGMMA")].split("SYNCS.PHASECHK")[-1]  # from the last wait to the last product of a round
     assert len(re.findall("HGMMA", sass)) == 16
@@ -48,7 +49,7 @@ def test_products_with_them(kind, m):
     args = arguments(kind, m, 200, 1024, jnp.float16 if m == 20 else jnp.bfloat16)
     kernel = kernel_of(args, kind)
     inputs = [np.asarray(a) for a in args]
-    (got,) = run_artifact(compile_block_kernel(kernel, "sm_90"), kernel, inputs).outputs()
+    (got,) = run_artifact(compile_block_kernel(kernel, card("sm_90")), kernel, inputs).outputs()
     assert relative_error(got, interpret(kernel, inputs)[0]) < 1e-5
 
 

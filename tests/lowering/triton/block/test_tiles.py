@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from block_tiles import CASES
 from device import run_artifact
+from machines import card
 
 from jtile import ir
 from jtile.interpret import interpret
@@ -92,7 +93,7 @@ kernel @tall(%x: ref<600x32xbf16>, %o: ref<600x32xbf16, out>) grid(2) {
 
 def check(kernel: ir.Kernel, inputs: list[np.ndarray], *, exact: bool = True) -> None:
     """The numbers of the GPU are those of the interpreter."""
-    got = run_artifact(compile_block_kernel(kernel, "sm_90"), kernel, inputs).outputs()
+    got = run_artifact(compile_block_kernel(kernel, card("sm_90")), kernel, inputs).outputs()
     for g, want in zip(got, interpret(kernel, inputs), strict=True):
         if exact:
             np.testing.assert_array_equal(np.asarray(g, np.float64), np.asarray(want, np.float64))
@@ -113,7 +114,7 @@ def copies(dt: str, pad: str = "0") -> ir.Kernel:
 def test_a_role_compiles(name):
     case = CASES[name]
     interpret(case.kernel, case.inputs())
-    artifact = compile_block_kernel(case.kernel, "sm_90")
+    artifact = compile_block_kernel(case.kernel, card("sm_90"))
     assert artifact.image.startswith(b"\x7fELF")
 
 
@@ -125,11 +126,11 @@ def test_a_role_computes_what_the_interpreter_does(name):
 
 
 def test_copies_compile():
-    record = json.loads(compile_block_kernel(ir.parse_kernel(TALL), "sm_90").launch["record"])
+    record = json.loads(compile_block_kernel(ir.parse_kernel(TALL), card("sm_90")).launch["record"])
     assert [p["box"] for p in record["params"] if p["kind"] == "tensormap"] == [[32, 256]] * 2  # several copies
-    assert compile_block_kernel(added(), "sm_90").image
+    assert compile_block_kernel(added(), card("sm_90")).image
     for dt, pad in (("f32", "nan"), ("bf16", "0"), ("i8", "0")):
-        assert compile_block_kernel(copies(dt, pad), "sm_90").image
+        assert compile_block_kernel(copies(dt, pad), card("sm_90")).image
 
 
 @pytest.mark.gpu

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 import tile_kernels as tk
+from machines import card, machine
 
 from jtile.interpret import interpret
 from jtile.ir import AsyncLoad, Load, parse_kernel, print_kernel
 from jtile.lowering.triton import ptx
 from jtile.lowering.triton.block import compile_block_kernel
-from jtile.lowering.triton.block.passes import Machine, steps
+from jtile.lowering.triton.block.passes import steps
 from jtile.lowering.triton.block.passes.evict import copy_hints
 
-SMALL = Machine(processors=4, cache=96 << 10)  # a wave of 2 x 2 tiles
+SMALL = machine(processors=4, cache=96 << 10)  # a wave of 2 x 2 tiles
 STAYS, GOES = "last", "first"
 LARGE = (128, 256, 64)
 
@@ -37,7 +38,7 @@ def evicted(kernel, machine=SMALL, **options):
     ids=["gated", "gated transposed", "3 consumers", "many terms", "one band", "few terms", "one product", "attention"],
 )
 def test_what_stays_in_the_cache_of_an_h200(kernel, expected):
-    assert copy_hints(kernel, 128, Machine()) == expected
+    assert copy_hints(kernel, 128, machine()) == expected
 
 
 def test_one_array_on_both_sides_is_left_to_the_cache():
@@ -64,7 +65,7 @@ def test_copies_say_it_and_results_stay():
 
 def test_instructions_say_it():
     planned = steps(tk.gated(512, 512, 96), SMALL, {})
-    artifact = compile_block_kernel(planned.kernel, "sm_90", texts=True)
+    artifact = compile_block_kernel(planned.kernel, card("sm_90"), texts=True)
     loads = [line for line in artifact.texts["ptx"].split("\n") if "complete_tx::bytes" in line]
     of = {hint: [line for line in loads if f"%evict_{hint};" in line] for hint in (STAYS, GOES)}
     assert of[STAYS] and of[GOES] and sorted(of[STAYS] + of[GOES]) == sorted(loads)

@@ -8,9 +8,9 @@ import math
 
 import pytest
 import tile_kernels as tk
+from machines import machine
 
 from jtile.ir import Builder, parse_kernel, print_kernel, verify
-from jtile.lowering.triton.block.passes import Machine
 from jtile.lowering.triton.block.passes.decide import Wish, plan
 from jtile.lowering.triton.block.passes.persist import Bands, bands, persist
 from jtile.lowering.triton.block.passes.specialise import specialise
@@ -180,7 +180,7 @@ kernel @k(%a: ref<128x96xbf16>, %b: ref<64x96xbf16>, %o: ref<128x64xbf16, out>) 
 
 def test_seven_blocks_take_the_tiles_of_a_product_in_bands():
     """Of four rows, as the tiles of the right operand have twice the bytes; the last band has two."""
-    kernel = dce.run(cse.run(persist(parse_kernel(GRID), 7)))
+    kernel = dce.run(cse.run(persist(parse_kernel(GRID), 7, machine().cache)))
     verify(kernel)
     assert print_kernel(kernel) == BLOCKS
 
@@ -221,7 +221,7 @@ def test_no_band_is_much_lower_than_the_others(m, height, rows):
 
 
 def test_every_tile_has_a_block_of_its_own():
-    kernel = persist(parse_kernel(GRID), 100)
+    kernel = persist(parse_kernel(GRID), 100, machine().cache)
     verify(kernel)
     assert kernel.grid == (100,)
     assert not any(op.mnemonic == "for" for op in kernel.body.walk())
@@ -230,8 +230,8 @@ def test_every_tile_has_a_block_of_its_own():
 def test_a_producer_and_two_consumers():
     """Two slots; products are waited for at once, and a slot is given back right behind its last use."""
     kernel = parse_kernel(PRODUCT)
-    chosen = plan(kernel, Machine(), Wish(stages=2))
-    made = dce.run(cse.run(specialise(persist(kernel, 1), chosen)))
+    chosen = plan(kernel, machine(), Wish(stages=2))
+    made = dce.run(cse.run(specialise(persist(kernel, 1, machine().cache), chosen)))
     verify(made, "block")
     assert print_kernel(made) == ROLES
 

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tile_kernels as tk
+from machines import machine
 
 import jtile as jt
 from jtile.interpret import interpret
 from jtile.ir import AsyncLoad, Kernel, SliceShared, Span, print_kernel
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 
 S = jax.ShapeDtypeStruct
 
@@ -68,7 +69,7 @@ def test_rows_that_are_no_numbers_spoil_no_others():
     a = np.array(a)
     a[:, :16] = np.nan
     a[:, 1] = np.inf
-    found = steps(kernel, Machine(processors=3), {})
+    found = steps(kernel, machine(processors=3), {})
     want, got = (np.asarray(interpret(x, [a, b])[0], np.float32) for x in (kernel, found.kernel))
     np.testing.assert_array_equal(got, want)
     assert np.isfinite(got[:, 16:]).all()
@@ -187,7 +188,7 @@ def test_zeros_that_nobody_needs(body):
     ],
 )
 def test_zeros_that_may_be_needed_come(body, rows):
-    found = steps(lowered(body, rows, ROWS), Machine(processors=3), {})
+    found = steps(lowered(body, rows, ROWS), machine(processors=3), {})
     if isinstance(found, NoPlan):
         pytest.fail(str(found))
     assert boxes(found.kernel) == {(64, 32)}

@@ -2,9 +2,10 @@
 
 import pytest
 import tile_kernels as tk
+from machines import machine
 
 from jtile.ir import DotAsync, Kernel, SliceShared, parse_kernel, print_kernel
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 
 
 def joined(kernel: Kernel, **options) -> Kernel:
@@ -72,7 +73,7 @@ def test_halves_of_a_swizzle():
 def test_the_text():
     """One buffer for both right operands, one product, one sum that is cut behind the loop."""
     kernel = parse_kernel(TWO.format(start="0.0", left="%l", right="%v"))
-    planned = steps(kernel, Machine(processors=2), {"consumers": 1})
+    planned = steps(kernel, machine(processors=2), {"consumers": 1})
     assert not isinstance(planned, NoPlan)
     (made,) = (kernel for name, _, kernel in planned.steps if name == "join")
     assert print_kernel(made).splitlines() == JOINED.splitlines()

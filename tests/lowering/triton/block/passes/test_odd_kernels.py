@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from machines import machine
 
 import jtile as jt
 from jtile import passes
 from jtile.interpret import interpret
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 from jtile.primitive import lowering
 
 BF16 = jnp.bfloat16
@@ -141,7 +142,7 @@ def test_odd_kernels(odd):
     inputs = [A, B, *MORE.get(odd, [])]
     want = jax.tree.leaves(jax.jit(odd)(*inputs))
     (piece,) = lowering.pieces_of(odd.lower(*inputs).program).kernels
-    planned = steps(passes.run_pipeline(piece, passes.TILE), Machine(processors=3), {})
+    planned = steps(passes.run_pipeline(piece, passes.TILE), machine(processors=3), {})
     assert not isinstance(planned, NoPlan), str(planned)
     for seed in range(2):
         for got, w in zip(interpret(planned.kernel, inputs, seed=seed), want, strict=True):

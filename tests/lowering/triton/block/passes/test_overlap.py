@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tile_kernels as tk
 from block_kernels import operands
+from machines import machine
 
 from jtile.errors import JtileError
 from jtile.interpret import interpret
@@ -24,7 +25,7 @@ from jtile.ir import (
     print_kernel,
     verify,
 )
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 from jtile.lowering.triton.block.passes.overlap import overlap
 from jtile.lowering.triton.block.passes.overlap import run as overlapped
 
@@ -355,7 +356,7 @@ def test_delayed_operands_are_carried_in_the_order_of_their_products():
 def test_attention_is_rotated(kernel):
     """V masked in a spare buffer goes with the delayed product; a sequence may have no keys."""
     kernel = kernel()
-    planned = steps(kernel, Machine(), {})
+    planned = steps(kernel, machine(), {})
     assert not isinstance(planned, NoPlan), str(planned)
     waits = [op.pending for op in planned.kernel.body.walk() if isinstance(op, DotWait)]
     assert waits.count(1) == planned.plan.consumers
@@ -369,7 +370,7 @@ def test_attention_is_rotated(kernel):
 
 def naive(kernel: Kernel, processors: int = 132, **options) -> Kernel:
     """The kernel in roles, each product waited for at once."""
-    planned = steps(kernel, Machine(processors=processors), options)
+    planned = steps(kernel, machine(processors=processors), options)
     assert not isinstance(planned, NoPlan), str(planned)
     return next(step for name, _, step in planned.steps if name == "specialise")
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from block_kernels import operands
+from machines import machine
 
 from jtile.errors import JtileError
 from jtile.interpret import interpret
 from jtile.ir import DotWait, For, Kernel, parse_kernel, print_kernel, verify
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 from jtile.lowering.triton.block.passes.pairs import pairs
 
 TEXT = """kernel @k(%a: ref<64x256xf32>, %b: ref<256x16xf32>, %n: ref<i32>, %o: ref<64x16xf32, out>) {
@@ -148,7 +149,7 @@ def in_pairs(name: str, operands_: list[tuple[tuple[int, ...], jnp.dtype]], **op
     kernel = getattr(importlib.import_module("jtile.ops.scaled_matmul"), name)
     options = {"tb": True, "bm": 128, "bn": 128, "bk": 128} | options
     kernel = kernel.lower(*(jax.ShapeDtypeStruct(s, t) for s, t in operands_), **options).kernel
-    planned = steps(kernel, Machine(), {})
+    planned = steps(kernel, machine(), {})
     assert not isinstance(planned, NoPlan), str(planned)
     waits = [op.pending for op in planned.kernel.body.walk() if isinstance(op, DotWait)]
     assert waits == [1, 0, 0] * planned.plan.consumers

@@ -3,13 +3,14 @@
 import jax.numpy as jnp
 import pytest
 import tile_kernels as tk
+from machines import machine
 
 from jtile.ir import parse_kernel
-from jtile.lowering.triton.block.passes import Machine, NoPlan, block_level, steps
+from jtile.lowering.triton.block.passes import NoPlan, block_level, steps
 
 
-def plan_of(kernel, machine=None, **options):
-    planned = steps(kernel, machine or Machine(), options)
+def plan_of(kernel, of=None, **options):
+    planned = steps(kernel, of or machine(), options)
     assert not isinstance(planned, NoPlan), str(planned)
     return planned.plan
 
@@ -55,19 +56,19 @@ def test_attention_of_heads_of_64():
 def test_four_consumers_where_registers_hold_what_a_chain_needs():
     p = plan_of(tk.attention(1024, 1024, d=64, tile=(256, 64), window=(None, 0)))
     assert str(p).startswith("4 consumers of 4 warps in turns, 112 registers; 8 blocks; rings of 8 slots, resident 1: ")
-    more = block_level(tk.attention(1024, 1024, d=64, tile=(256, 128)), Machine(), {})
+    more = block_level(tk.attention(1024, 1024, d=64, tile=(256, 128)), machine(), {})
     assert "take 256 of a thread's registers with what else it holds, of which they may take 200" in str(more)
     assert plan_of(tk.matmul(4096, 4096, 4096, tile=(256, 128, 64))).consumers == 2
 
 
 def test_a_slot_less_where_the_next_tile_can_begin_early():
     kernel = tk.attention(1024, 1024, d=64, tile=(128, 128))
-    p, asked = (plan_of(kernel, Machine(processors=3), **options) for options in ({}, {"num_stages": 6}))
+    p, asked = (plan_of(kernel, machine(processors=3), **options) for options in ({}, {"num_stages": 6}))
     assert ((p.stages, p.resident), (asked.stages, asked.resident)) == ((5, 2), (6, 1))
 
 
 def test_little_memory_leaves_stores_to_pointers():
-    p = plan_of(tk.matmul(128, 256, 256, tile=(128, 256, 64)), Machine(shared=110 << 10))
+    p = plan_of(tk.matmul(128, 256, 256, tile=(128, 256, 64)), machine(shared=110 << 10))
     assert (p.stages, p.outputs) == (2, {})
 
 
@@ -93,7 +94,7 @@ def test_options_go_before_the_plan():
     ],
 )  # fmt: skip
 def test_reasons(kernel, options, reason):
-    found = block_level(kernel(), Machine(), options)
+    found = block_level(kernel(), machine(), options)
     assert isinstance(found, NoPlan)
     assert reason in str(found)
 
@@ -101,7 +102,7 @@ def test_reasons(kernel, options, reason):
 def test_the_reason_is_that_of_the_best_team():
     """One consumer of 8 warps comes next, and cannot have 192 rows."""
     kernel = tk.matmul(768, 768, 512, tile=(192, 256, 128), dtype=jnp.float8_e4m3fn, tb=True)
-    assert "take 256 of a thread's registers" in str(block_level(kernel, Machine(), {}))
+    assert "take 256 of a thread's registers" in str(block_level(kernel, machine(), {}))
 
 
 def text(load: str, extra: str = "", params: str = "") -> str:
@@ -132,7 +133,7 @@ def text(load: str, extra: str = "", params: str = "") -> str:
     ],
 )  # fmt: skip
 def test_reasons_of_loads(kernel, reason):
-    found = block_level(parse_kernel(kernel), Machine(), {})
+    found = block_level(parse_kernel(kernel), machine(), {})
     assert isinstance(found, NoPlan)
     assert reason in found.reason
 
@@ -153,7 +154,7 @@ def test_a_place_that_depends_on_the_products_is_refused():
       }
       store %o[tile(%c0, 128), tile(%c0, 64)], %r
     }"""
-    found = block_level(parse_kernel(kernel), Machine(), {"consumers": 1})
+    found = block_level(parse_kernel(kernel), machine(), {"consumers": 1})
     assert isinstance(found, NoPlan)
     assert "where its operands lie depends on its products" in found.reason
 
@@ -162,14 +163,14 @@ def test_more_programs_than_roles_can_count():
     few, many = (
         text("load %b[tile(%k, 32), tile(%c0, 64)]").replace("grid(1)", f"grid({n})") for n in (70000, "70000, 70000")
     )
-    assert not isinstance(block_level(parse_kernel(few), Machine(), {}), NoPlan)
-    found = block_level(parse_kernel(many), Machine(), {})
+    assert not isinstance(block_level(parse_kernel(few), machine(), {}), NoPlan)
+    found = block_level(parse_kernel(many), machine(), {})
     assert isinstance(found, NoPlan)
     assert "4900000000 programs" in found.reason
 
 
 def test_a_reason_names_the_line():
-    found = block_level(tk.matmul(128, 128, 64, dtype=jnp.float32, out="float32"), Machine(), {})
+    found = block_level(tk.matmul(128, 128, 64, dtype=jnp.float32, out="float32"), machine(), {})
     assert isinstance(found, NoPlan)
     assert "ops/matmul.py:" in str(found)
 
@@ -196,7 +197,7 @@ def test_sums_beside_the_products_take_registers(wide):
       }}
       store %o[tile(%c0, 128), tile(%c0, {wide})], %s
     }}"""
-    found = block_level(parse_kernel(text), Machine(), {})
+    found = block_level(parse_kernel(text), machine(), {})
     assert isinstance(found, NoPlan) == (wide == 256)
     if isinstance(found, NoPlan):
         assert "its products take 256 of a thread's registers" in str(found)
@@ -227,4 +228,4 @@ def test_sums_that_go_through_a_branch_count_once():
       }
       store %o[tile(%c0, 128), tile(%c0, 256)], %t
     }"""
-    assert not isinstance(block_level(parse_kernel(text), Machine(), {}), NoPlan)
+    assert not isinstance(block_level(parse_kernel(text), machine(), {}), NoPlan)

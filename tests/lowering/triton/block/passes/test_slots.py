@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from machines import machine
 
 import jtile as jt
 from jtile import passes
 from jtile._errors import VerificationError
 from jtile.interpret import interpret
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 from jtile.primitive import lowering
 
 N = 64  # sides of all tiles
@@ -111,7 +112,7 @@ KERNELS = [
 
 def planned_of(of, inputs, **options):
     (piece,) = lowering.pieces_of(of.lower(*inputs).program).kernels
-    return steps(passes.run_pipeline(piece, passes.TILE), Machine(), options)
+    return steps(passes.run_pipeline(piece, passes.TILE), machine(), options)
 
 
 def operands(*rounds):

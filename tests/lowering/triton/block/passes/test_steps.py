@@ -4,15 +4,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tile_kernels as tk
+from machines import machine
 
 from jtile.interpret import interpret
 from jtile.ir import Broadcast, Cast, Kernel, Map, parse_kernel, verify
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 
 
-def compare(kernel: Kernel, *, seeds=(0, 1), inputs=None, tolerance=0.0, machine=None, every=False, **options):
+def compare(kernel: Kernel, *, seeds=(0, 1), inputs=None, tolerance=0.0, of=None, every=False, **options):
     """The plan of a kernel, whose last step (`every`: every step) gives what the kernel gives."""
-    planned = steps(kernel, machine or Machine(), options)
+    planned = steps(kernel, of or machine(), options)
     assert not isinstance(planned, NoPlan), str(planned)
     inputs = inputs or tk.operands(kernel)
     want = interpret(kernel, inputs)
@@ -29,7 +30,7 @@ def compare(kernel: Kernel, *, seeds=(0, 1), inputs=None, tolerance=0.0, machine
 @pytest.mark.parametrize("tb", [False, True])
 def test_operand_orders_and_edges(ta, tb):
     """Rows, columns and terms of the sum hang over; two blocks take four tiles."""
-    p = compare(tk.matmul(200, 136, 72, ta=ta, tb=tb), machine=Machine(processors=2))
+    p = compare(tk.matmul(200, 136, 72, ta=ta, tb=tb), of=machine(processors=2))
     assert (p.consumers, p.blocks, p.tiles) == (2, 2, 4)
 
 
@@ -40,13 +41,13 @@ def test_fewer_and_more_rounds_than_slots(terms):
 
 
 def test_batch():
-    p = compare(tk.matmul(128, 128, 64, batch=3), machine=Machine(processors=2))
+    p = compare(tk.matmul(128, 128, 64, batch=3), of=machine(processors=2))
     assert p.persistent
 
 
 def test_bias_activation_and_two_outputs():
     """A bias by pointers; a float32 and a bfloat16 result, in pieces of 128 bytes."""
-    p = compare(tk.matmul(200, 136, 72, bias=True, activation="silu", save=True), machine=Machine(processors=3))
+    p = compare(tk.matmul(200, 136, 72, bias=True, activation="silu", save=True), of=machine(processors=3))
     assert sorted((o.columns, o.buffers) for o in p.outputs.values()) == [(32, 2), (128, 1)]
 
 
@@ -107,9 +108,7 @@ def test_attention_with_lengths(lengths, window):
 
 
 def test_attention_of_persistent_blocks():
-    p = compare(
-        tk.attention(256, 256, window=(None, 0)), tolerance=1e-2, persistent=True, machine=Machine(processors=3)
-    )
+    p = compare(tk.attention(256, 256, window=(None, 0)), tolerance=1e-2, persistent=True, of=machine(processors=3))
     assert p.persistent
     assert p.resident == 2
 
@@ -117,7 +116,7 @@ def test_attention_of_persistent_blocks():
 def test_attention_of_three_consumers_in_turns():
     p = compare(
         tk.attention(300, 128, tile=(192, 64), window=(None, 0), heads=1),
-        tolerance=1e-2, persistent=True, machine=Machine(processors=1),
+        tolerance=1e-2, persistent=True, of=machine(processors=1),
     )  # fmt: skip
     assert (p.consumers, p.turns, p.persistent) == (3, True, True)
 
@@ -125,7 +124,7 @@ def test_attention_of_three_consumers_in_turns():
 def test_attention_of_four_consumers_in_turns():
     p = compare(
         tk.attention(300, 128, tile=(256, 64), window=(None, 0), heads=1),
-        tolerance=1e-2, persistent=True, machine=Machine(processors=1),
+        tolerance=1e-2, persistent=True, of=machine(processors=1),
     )  # fmt: skip
     assert (p.consumers, p.turns, p.persistent) == (4, True, True)
 
@@ -208,7 +207,7 @@ def test_places_that_depend_on_products():
     kernel = forwards_and_backwards(
         "%m = reduce max %d axes=(0, 1)  %l = cast %m : i32  %n = and %l, %c1".replace("  ", "\n")
     )
-    planned = steps(kernel, Machine(), {})
+    planned = steps(kernel, machine(), {})
     assert isinstance(planned, NoPlan)
     assert "depends on its products" in planned.reason
 
@@ -265,7 +264,7 @@ def test_groups_of_rows(sizes):
     kernel = tk.grouped(256, 4, 64, 96)
     inputs = tk.operands(kernel)
     inputs[2] = np.array(sizes, np.int32)
-    p = compare(kernel, inputs=inputs, machine=Machine(processors=2))
+    p = compare(kernel, inputs=inputs, of=machine(processors=2))
     assert p.persistent
     assert len(p.outputs) == 1
 
@@ -278,7 +277,7 @@ def test_an_epilogue_is_computed_piece_by_piece():
     """64 columns of bias, activation and cast at a time: registers hold the sums, and little besides."""
     kernel = tk.matmul(128, 256, 64, tile=(128, 256, 32), bias=True, activation="silu")
     compare(kernel)
-    planned = steps(kernel, Machine(), {})
+    planned = steps(kernel, machine(), {})
     assert not isinstance(planned, NoPlan)
     made = [op.result for op in planned.kernel.body.walk() if isinstance(op, Map | Cast | Broadcast)]
     assert {v.shape[1] for v in made if len(v.shape) == 2} == {64}

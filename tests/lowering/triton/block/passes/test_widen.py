@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import tile_kernels as tk
+from machines import machine
 
 from jtile.interpret import interpret
 from jtile.ir import Dot, parse_kernel, print_kernel, verify
-from jtile.lowering.triton.block.passes import Machine, NoPlan, steps
+from jtile.lowering.triton.block.passes import NoPlan, steps
 from jtile.lowering.triton.block.passes.widen import widen
 from jtile.passes import TILE, run_pipeline
 
@@ -81,7 +82,7 @@ def test_rows_of_three_consumers_stay():
 def test_attention_of_other_heads(d):
     """At the block level, from a kernel that knows nothing of it; queries hang over."""
     kernel = tk.plain_attention(200, 192, d)
-    planned = steps(run_pipeline(kernel, TILE), Machine(), {"specialize": True})
+    planned = steps(run_pipeline(kernel, TILE), machine(), {"specialize": True})
     assert not isinstance(planned, NoPlan), str(planned)
     inputs = tk.operands(kernel)
     want = interpret(kernel, inputs)[0]

@@ -1,0 +1,90 @@
+"""The record of the CPU platform."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jtile import ir
+from jtile._config import current
+
+from ..platforms import Options, Platform, slug
+
+if TYPE_CHECKING:
+    from ..artifact import Artifact
+    from ..targets import Target
+
+
+def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:
+    from . import compile_kernel
+    from .targets import parse_isa
+
+    return compile_kernel(kernel, parse_isa(target.arch), texts=texts)
+
+
+def _attributes(artifact: Artifact, kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """As the handler in ffi/csrc/cpu.cc declares them."""
+    from .cost import cost_of_call
+
+    launch = artifact.launch | cost_of_call(kernel, values)
+    numbers = {k: np.int64(launch[k]) for k in ("workspace", "cost")}
+    texts = {k: str(launch[k]) for k in ("name", "isa", "sites")}
+    if "dims" in launch:  # the image counts the programs itself
+        numbers |= {"programs": np.int64(-1), "dims": np.asarray(launch["dims"], np.int64)}
+    else:
+        numbers["programs"] = np.int64(math.prod(kernel.grid))
+    return {"image": artifact.image, **numbers, **texts}
+
+
+def _resolve(name: str) -> Target:
+    from .targets import cpu_target
+
+    return cpu_target(name.partition(":")[2] or None)
+
+
+def _names() -> Sequence[str]:
+    from .isa import ISAS
+
+    return ["cpu", *(f"cpu:{name}" for name in sorted(ISAS))]
+
+
+def _here() -> Target:
+    from .targets import cpu_target
+
+    return cpu_target(current().isa)
+
+
+@functools.cache
+def _kind_of(isa: str | None) -> str:
+    from .targets import cpu_target
+
+    arch = cpu_target(isa).arch.split(":")
+    return slug(f"cpu-{arch[1] or arch[0]}-{len(os.sched_getaffinity(0))}t")
+
+
+def _register() -> None:
+    from jtile import ffi
+
+    ffi.register("cpu")
+
+
+CPU = Platform(
+    name="cpu",
+    hosts=("cpu",),
+    call="jtile_cpu",
+    compile=_compile,
+    attributes=_attributes,
+    resolve=_resolve,
+    names=_names,
+    here=_here,
+    owns=lambda device: device.platform == "cpu",
+    kind=lambda: _kind_of(current().isa),
+    is_here=lambda: True,
+    register=_register,
+    literals=True,
+)

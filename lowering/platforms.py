@@ -1,0 +1,188 @@
+"""Platforms as records: all that jtile asks about one stands in a `Platform`, which its folder defines.
+
+A back end is a folder with such a record, its driver in `ffi/csrc`, and a line of `_RECORDS`. One from outside jtile is
+a package with an entry point of the group `jtile.platforms` that names its record; docs/architecture.md has an example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jtile import ir
+from jtile._config import current
+from jtile._errors import KernelValueError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .artifact import Artifact
+    from .targets import Target
+    from .triton.features import Features
+
+Options = Mapping[str, Any]
+Backend = Callable[[ir.Kernel, "Target", Options, bool], "Artifact"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """What jtile knows of a platform. Functions import what they need when they are called.
+
+    Attributes:
+      name: the first part of the names of its targets, and what `jt.platform()` says.
+      hosts: XLA's platforms whose programs its kernels can be part of. A kernel that is lowered for the first of them
+        comes to this platform; for the others, where the option `arch` names one of its architectures.
+      call: the target of the custom calls that carry its kernels, `"jtile_cuda"`; `io_call`: that of kernels which
+        print or assert, where it is another.
+      compile: the back end: (kernel, target, options, with texts) -> Artifact.
+      attributes: of the custom call: (artifact, kernel, values of the dynamic sizes) -> name -> value.
+      resolve: the target of a name, or of the option `arch`; typed errors for names that there are not.
+      names: of its targets.
+      here: the target that kernels are compiled for now; UnsupportedError where nothing says which.
+      owns: whether a device of JAX is one of its.
+      kind: the name of the device at hand, for records; of the target at hand where there is no device.
+      is_here: whether the target at hand is that of a device of this machine, so that it can measure.
+      register: makes XLA know the custom calls.
+      claims: whether a word of the option `arch` is one of its architectures.
+      features: of the architectures whose code `lowering.triton` makes.
+      tools: what else the image of a kernel depends on, such as the version of a compiler.
+      literals: tables of literals are constants of its images; else they are further operands.
+      fuses_slices: XLA's compiler for it fuses slices with custom calls, and forgets aliases of operands on the way.
+      block_level: some of its targets run the ops of the block level.
+      status: "" where kernels run on machines of jtile's developers, or what has been checked instead.
+    """
+
+    name: str
+    hosts: tuple[str, ...]
+    call: str
+    compile: Backend
+    attributes: Callable[[Artifact, ir.Kernel, Mapping[str, Any]], dict[str, Any]]
+    resolve: Callable[[str], Target]
+    names: Callable[[], Sequence[str]]
+    here: Callable[[], Target]
+    owns: Callable[[Any], bool] = lambda device: False
+    kind: Callable[[], str] | None = None
+    is_here: Callable[[], bool] = lambda: False
+    register: Callable[[], None] = lambda: None
+    claims: Callable[[str], bool] = lambda arch: False
+    features: Callable[[], Mapping[str, Features]] = dict
+    tools: Callable[[], Sequence[Any]] = tuple
+    io_call: str | None = None
+    literals: bool = False
+    fuses_slices: bool = False
+    block_level: bool = False
+    status: str = ""
+
+
+_RECORDS = {
+    "cpu": "jtile.lowering.cpu.platform:CPU",
+    "cuda": "jtile.lowering.cuda.platform:CUDA",
+    "rocm": "jtile.lowering.rocm.platform:ROCM",
+}
+_added: dict[str, Platform] = {}
+
+
+def register(platform: Platform) -> None:
+    """Add a platform, or put it in the place of the one of its name, for this process."""
+    _added[platform.name] = platform
+    features_changed()
+
+
+def unregister(name: str) -> None:
+    """Take back what `register` did."""
+    del _added[name]
+    features_changed()
+
+
+def features_changed() -> None:
+    from .triton.features import features
+
+    features.cache_clear()
+
+
+def every() -> tuple[Platform, ...]:
+    """All platforms: jtile's own, those of installed packages, and those that `register` was given."""
+    found = {p.name: p for p in (*_own(), *_installed())} | _added
+    return tuple(found.values())
+
+
+@functools.cache
+def _own() -> tuple[Platform, ...]:
+    return tuple(_load(where) for where in _RECORDS.values())
+
+
+def _load(where: str) -> Platform:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _installed() -> tuple[Platform, ...]:
+    """Those of packages from outside, by their entry points."""
+    found = []
+    for point in importlib.metadata.entry_points(group="jtile.platforms"):
+        record = point.load()
+        if not isinstance(record, Platform):
+            raise KernelValueError(
+                f"the entry point {point.name} = {point.value} of the group jtile.platforms gives {record!r}; expected "
+                "a jtile.lowering.platforms.Platform"
+            )
+        found.append(record)
+    return tuple(found)
+
+
+def named(name: str) -> Platform:
+    """The platform of a name; UnsupportedError where there is none."""
+    for platform in every():
+        if platform.name == name:
+            return platform
+    raise UnsupportedError(f"there is no platform {name!r}; there are {', '.join(p.name for p in every())}")
+
+
+def hosts() -> tuple[str, ...]:
+    """XLA's platforms that kernels can be lowered for."""
+    return tuple(dict.fromkeys(host for p in every() for host in p.hosts))
+
+
+def on(host: str) -> Platform:
+    """The platform of kernels that are lowered for a platform of XLA: the one that the option `arch` names, if its
+    calls can be part of programs there; else the host's own."""
+    able = [p for p in every() if host in p.hosts]
+    asked = [p for p in able if asked_of(p)]
+    own = [p for p in able if p.hosts[0] == host]
+    return (asked or own or able)[0]
+
+
+def asked_of(platform: Platform) -> str | None:
+    """What the option `arch` says to a platform: the first of its words that is one of its architectures."""
+    words = (current().arch or "").split(",")
+    return next((word for word in words if word and platform.claims(word)), None)
+
+
+def claiming(arch: str) -> Platform:
+    """The platform that an architecture is one of; KernelValueError where there is none."""
+    for platform in every():
+        if platform.claims(arch):
+            return platform
+    raise KernelValueError(unknown_arch(arch))
+
+
+def check_arch(option: str) -> str | None:
+    """What is wrong with a value of the option `arch`, if anything is."""
+    wrong = [word for word in option.split(",") if not any(p.claims(word) for p in every())]
+    return unknown_arch(option) if wrong else None
+
+
+def slug(name: str) -> str:
+    """A device's name as the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def unknown_arch(option: str) -> str:
+    return (
+        f"option arch={option!r}: expected an architecture, such as 'sm_90' or 'gfx942', or one for each platform of "
+        "an export: 'sm_90,gfx942'"
+    )
