@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from jtile import models as models
     from jtile import ops as ops
     from jtile import testing as testing
+    from jtile.calls.bundle import export_bundle as export_bundle
     from jtile.calls.partitioned import partitioned as partitioned
     from jtile.language import Barrier as Barrier
     from jtile.language import BarrierRound as BarrierRound
@@ -122,6 +123,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "autotune": "jtile.tune",
     "cost": "jtile.tune.totals",
     "explain": "jtile.tune",
+    "export_bundle": "jtile.calls.bundle",
     "export_checks": "jtile.primitive.export",
     "function": "jtile.trace",
     "partitioned": "jtile.calls.partitioned",

@@ -81,6 +81,7 @@ _RECORDS = {
     "cpu": "jtile.lowering.cpu.platform:CPU",
     "cuda": "jtile.lowering.cuda.platform:CUDA",
     "rocm": "jtile.lowering.rocm.platform:ROCM",
+    "ascend": "jtile.lowering.ascend.platform:ASCEND",
 }
 _added: dict[str, Platform] = {}
 
@@ -147,13 +148,17 @@ def hosts() -> tuple[str, ...]:
     return tuple(dict.fromkeys(host for p in every() for host in p.hosts))
 
 
-def on(host: str) -> Platform:
+def on(host: str, *, own: bool = False) -> Platform:
     """The platform of kernels that are lowered for a platform of XLA: the one that the option `arch` names, if its
-    calls can be part of programs there; else the host's own."""
+    calls can be part of programs there; else the host's own.
+
+    Args:
+      own: the host's own comes first, as in exports, where `arch` is about the other platforms of the list.
+    """
     able = [p for p in every() if host in p.hosts]
     asked = [p for p in able if asked_of(p)]
-    own = [p for p in able if p.hosts[0] == host]
-    return (asked or own or able)[0]
+    owners = [p for p in able if p.hosts[0] == host]
+    return (owners or asked or able if own else asked or owners or able)[0]
 
 
 def asked_of(platform: Platform) -> str | None:

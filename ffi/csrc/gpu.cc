@@ -150,6 +150,7 @@ Launcher::Launcher(DriverSource source, const char* library, std::string_view im
     if (cuda != (source == cuda_driver))
       fail(Code::kInvalidArgument, "its code is for '", record_.arch, "', and the call is for platform ",
            cuda ? "ROCM" : "CUDA");
+    if (record_.npu) fail(Code::kInvalidArgument, "its code is for '", record_.arch, "', an NPU, and the call is for a GPU");
     if (!cuda && (!record_.maps.empty() || record_.cluster != 1 || record_.programmatic))
       fail(Code::kInvalidArgument, "tensor maps, clusters and programmatic launches are NVIDIA's alone");
     check_image(image, cuda);

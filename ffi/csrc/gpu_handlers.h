@@ -45,20 +45,6 @@ struct GpuHandlers {
     });
   }
 
-  static size_t bytes_of(const ffi::AnyBuffer& buffer) {
-    switch (buffer.element_type()) {
-      case ffi::DataType::S4:
-      case ffi::DataType::U4:
-      case ffi::DataType::F4E2M1FN:
-        return (buffer.element_count() + 1) / 2;
-      case ffi::DataType::S2:
-      case ffi::DataType::U2:
-        return (buffer.element_count() + 3) / 4;
-      default:
-        return buffer.size_bytes();
-    }
-  }
-
   template <bool kWaits>
   static ffi::Error execute(State* state, int32_t device, void* stream, ffi::RemainingArgs args,
                             ffi::RemainingRets rets, ffi::Dictionary) {

@@ -85,6 +85,21 @@ ffi::Error each_array(ffi::RemainingArgs args, ffi::RemainingRets rets, Put put)
   return ffi::Error::Success();
 }
 
+// Bytes of an array; two elements of 4 bits share one, and four of 2.
+inline size_t bytes_of(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::S4:
+    case ffi::DataType::U4:
+    case ffi::DataType::F4E2M1FN:
+      return (buffer.element_count() + 1) / 2;
+    case ffi::DataType::S2:
+    case ffi::DataType::U2:
+      return (buffer.element_count() + 3) / 4;
+    default:
+      return buffer.size_bytes();
+  }
+}
+
 // The size of an operand's axis; throws Error, which names the kernel.
 inline int64_t size_of_axis(ffi::RemainingArgs args, int64_t operand, int64_t axis, const std::string& kernel) {
   ffi::ErrorOr<ffi::AnyBuffer> arg = args.get<ffi::AnyBuffer>(static_cast<size_t>(operand));

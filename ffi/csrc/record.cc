@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t kMaxArrays = 4096;
 constexpr int64_t kMaxThreads = 1024, kMaxShared = 1 << 24, kMaxCluster = 16, kMaxBox = 256;
 constexpr int64_t kMaxCounters = 1 << 24;
+constexpr int64_t kMaxWorkspace = int64_t{1} << 40;
 constexpr int64_t kLeastLog = 32, kMaxLog = int64_t{1} << 32;
 constexpr size_t kMaxAxes = 256;
 
@@ -30,7 +31,7 @@ class Reader {
       record_.grid = expression(json.at("grid"));
       for (const Json& param : json.at("params").list("params")) read_param(param);
       for (const Json& k : json.at("zeroed").list("zeroed")) record_.zeroed.push_back(array(k));
-      if (!json.at("sites").is_null()) read_sites(json.at("sites"));
+      if (!(record_.npu && !has(json, "sites")) && !json.at("sites").is_null()) read_sites(json.at("sites"));
       read_attributes(json.at("attributes"));
     } catch (const Error& error) {
       fail(error.code(), "kernel ", record_.name, ": the launch record is refused: ", error.what());
@@ -42,10 +43,24 @@ class Reader {
   void read_head(const Json& json) {
     record_.symbol = json.at("symbol").text("symbol");
     record_.arch = json.at("arch").text("arch");
+    if (has(json, "task")) {
+      read_npu(json);
+      return;
+    }
     record_.threads = static_cast<uint32_t>(number(json.at("threads"), "threads", 1, kMaxThreads));
     record_.shared = static_cast<uint32_t>(number(json.at("shared"), "shared", 0, kMaxShared));
     record_.cluster = static_cast<uint32_t>(number(json.at("cluster"), "cluster", 1, kMaxCluster));
   }
+
+  void read_npu(const Json& json) {
+    Npu npu;
+    npu.task = number(json.at("task"), "task", 10, 49);
+    npu.workspace = number(json.at("workspace"), "workspace of a block", 0, kMaxWorkspace);
+    npu.lock = number(json.at("lock"), "lock", 0, kMaxWorkspace);
+    record_.npu = npu;
+  }
+
+  static bool has(const Json& json, const char* key) { return json.dict("launch record").count(key) != 0; }
 
   void read_dims(const Json& json) {
     std::vector<int64_t> numbers;

@@ -44,6 +44,13 @@ struct SitesLog {
   std::vector<Site> list;
 };
 
+// What the record of a kernel for an NPU says instead of threads, shared memory and clusters.
+struct Npu {
+  int64_t task = 10;      // which cores run it: 10 vector cores, 20 cube cores, 31 and 32 both
+  int64_t workspace = 0;  // bytes of global memory that the compiler wants for each block
+  int64_t lock = 0;       // bytes of global memory that blocks take turns by
+};
+
 struct Record {
   std::string name, symbol, arch;
   uint32_t threads = 0, shared = 0, cluster = 1;
@@ -53,6 +60,7 @@ struct Record {
   std::vector<TensorMap> maps;
   std::vector<size_t> zeroed;
   std::optional<SitesLog> sites;
+  std::optional<Npu> npu;
   std::vector<Dimension> dims;
   size_t arrays = 0;    // how many the call has at least
   size_t counters = 0;  // int32 at which programs arrive; zero before and after every call

@@ -14,6 +14,7 @@ from jtile._errors import KernelValueError
 
 if TYPE_CHECKING:
     from jtile import ir
+    from jtile.lowering.targets import Target
     from jtile.primitive.program import Program
 
 
@@ -32,6 +33,11 @@ class Lowered:
 
         self._target = targets.resolve(target)
         self.program, self.piece = for_target(program, self._target), piece
+
+    @property
+    def target(self) -> Target:
+        """What it is compiled for."""
+        return self._target
 
     @property
     def pieces(self) -> tuple[Lowered, ...]:
@@ -144,10 +150,13 @@ def _resources(kernel: ir.Kernel, launch: dict[str, Any]) -> Iterator[str]:
     yield f"scratch in all: {sum(_bytes(v) for v, _ in refs)} bytes a program"
     if "workspace" in launch:
         yield f"workspace: {launch['workspace']} bytes a thread"
-    if launch.get("resources"):
+    found = launch.get("resources") or {}
+    if "registers" in found:
         from jtile.lowering.triton import resources
 
-        yield resources.line(launch["resources"])
+        yield resources.line(found)
+    elif found:  # of an NPU: how far the buffers of each memory reach
+        yield ", ".join(f"{bytes_} bytes of {memory}" for memory, bytes_ in found.items())
 
 
 def _bytes(ref: ir.Value) -> int:

@@ -105,10 +105,11 @@ def _platform(host: str, ctx: mlir.LoweringRuleContext, program: Program) -> Pla
     for all of them, which do not take it: one at the block level comes to the platform that has it."""
     from jtile.lowering import platforms
 
-    found = platforms.on(host)
+    exported = is_exported(ctx)
+    found = platforms.on(host, own=exported)
     if not program.block or found.block_level:
         return found
-    others = map(platforms.on, platforms_of(ctx))
+    others = [platforms.on(other, own=exported) for other in platforms_of(ctx)]
     return next((p for p in others if p.block_level), found)
 
 
@@ -298,12 +299,17 @@ def _without_programs(*operands: Any, program: Program) -> Sequence[Any]:
 
 
 def lower_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
-    if interpreted(program):
-        return _lower_on_host(ctx, operands, program)
-    asked = ", ".join(ctx.platforms or ctx.module_context.platforms)
-    instead = "move the arrays with jax.device_put(x, jax.devices('cpu')[0]), or run it with interpret=True"
+    """The lowering rule for platforms that JAX knows of no rule for: those that an export names and JAX has not, such
+    as `"ascend"`, are jtile's all the same."""
     from jtile.lowering import platforms
 
+    names = ctx.platforms or ctx.module_context.platforms
+    if len(names) == 1 and names[0] in platforms.hosts():
+        return _lower(names[0], ctx, *operands, program=program)
+    if interpreted(program):
+        return _lower_on_host(ctx, operands, program)
+    asked = ", ".join(names)
+    instead = "move the arrays with jax.device_put(x, jax.devices('cpu')[0]), or run it with interpret=True"
     able = ", ".join(map(repr, platforms.hosts()))
     raise UnsupportedError(
         f"kernel {program.name} cannot run on platform {asked!r}: jtile compiles kernels for {able}; "

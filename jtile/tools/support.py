@@ -107,10 +107,21 @@ def gaps() -> list[str]:
     for what, dtypes_of in found.items():
         for target, missing in dtypes_of.items():
             alike.setdefault((*what, *missing), []).append(target)
+    short = {what: _among(_short(some)) for what, some in alike.items()}
     return [
-        f"`{op}`{'' if missing == ['*'] else f' on {_among(missing)}'} does not run on {_among(some)}: {instead}"
-        for (op, instead, *missing), some in alike.items()
+        f"`{op}`{'' if missing == ['*'] else f' on {_among(missing)}'} does not run on {some}: {instead}"
+        for (op, instead, *missing), some in short.items()
     ]
+
+
+def _short(names: list[str]) -> list[str]:
+    """Names of targets, where those that are all of a platform are one: `ascend:*`."""
+    out: dict[str, None] = {}
+    for name in names:
+        platform = name.partition(":")[0]
+        whole = [t.name for t in _static_targets() if t.platform == platform]
+        out[f"{platform}:*" if len(whole) > 1 and set(whole) <= set(names) else name] = None
+    return list(out)
 
 
 def _table() -> list[tuple[str, ...]]:
@@ -118,11 +129,9 @@ def _table() -> list[tuple[str, ...]]:
     rows: dict[tuple[str, str], list[str]] = {}
     for t in _static_targets():
         tile = t.limit("tile")
-        rows.setdefault((dtypes(t.dtypes), f"at most {tile} elements" if tile else "of any size"), []).append(
-            f"`{t.name}`"
-        )
+        rows.setdefault((dtypes(t.dtypes), f"at most {tile} elements" if tile else "of any size"), []).append(t.name)
     head = [("targets", "dtypes", "a tile is"), ("---",) * 3]
-    return [*head, *((", ".join(some), *what) for what, some in rows.items())]
+    return [*head, *((", ".join(f"`{name}`" for name in some), *what) for what, some in rows.items())]
 
 
 def _among(names: list[str]) -> str:

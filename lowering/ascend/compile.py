@@ -40,7 +40,7 @@ _TO_LINALG = (
     "--triton-to-linalg=global-kernel=false named-ops=True enable-nd2nz-on-vector=False enable-select-analysis=True "
     "compile-on-910-95=False",
 )
-_TO_HIVM = (
+TO_HIVM = (
     "--enable-hfusion-compile=true",
     "--enable-hivm-compile=true",
     "--enable-triton-kernel-compile=true",
@@ -147,7 +147,7 @@ def to_hivm(linalg: str, target: Target, folder: Path, kernel: ir.Kernel) -> str
     for buffers in (True, False):
         out = folder / f"out{buffers:d}"
         out.mkdir()
-        arguments = [source.name, *_TO_HIVM, f"--enable-auto-multi-buffer={buffers}", f"--target={target.arch}",
+        arguments = [source.name, *TO_HIVM, f"--enable-auto-multi-buffer={buffers}", f"--target={target.arch}",
                      f"--save-temps={out.name}", "-o", "kernel.o"]  # fmt: skip
         done = tools.run(tools.COMPILER, arguments, folder)
         result = out / "module.hivm.opt.mlir"

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 
+import ascend_texts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -203,7 +204,7 @@ def test_poison_is_a_matter_of_the_exporting_process(folder, results):
 
 
 def test_export_checks_name_every_target():
-    targets = ["jtile_cpu", "jtile_cuda", "jtile_cuda_io", "jtile_rocm", "jtile_rocm_io"]
+    targets = ["jtile_cpu", "jtile_cuda", "jtile_cuda_io", "jtile_rocm", "jtile_rocm_io", "jtile_ascend"]
     assert jt.export_checks() == [export.DisabledSafetyCheck.custom_call(name) for name in targets]
     with pytest.raises(ValueError, match="custom calls whose targets have no compatibility guarantees"):
         export.export(jax.jit(first))(X)
@@ -283,3 +284,23 @@ def test_tables_of_a_kernel_for_gpus_are_operands_of_its_calls():
         text = str(export.deserialize(make(x).serialize()).mlir_module())
     assert text.count("(tensor<128x64xf32>, tensor<64x64xf32>) -> tensor<128x64xf32>") == 2
     assert text.count("stablehlo.constant") == 1
+
+
+@pytest.mark.parametrize("platforms", [["ascend"], ["cpu", "ascend"]])
+def test_programs_for_ascend(monkeypatch, platforms):
+    """JAX has no such platform, and exports for it: a call for an NPU, beside one for the CPU of whoever reads it."""
+    ascend_texts.stored(monkeypatch)
+    a = jnp.arange(10.0)
+    f = jax.jit(lambda a: add(a * 2, a) + 1)
+    with jt.config(arch="910b1"):
+        exported = export.export(f, platforms=platforms, disabled_checks=jt.export_checks())(a)
+    read = export.deserialize(exported.serialize())
+    assert list(read.platforms) == platforms
+    text = read.mlir_module()
+    assert [text.count(f"@jtile_{p}(") for p in ("ascend", "cpu")] == [1, len(platforms) - 1]
+    assert "Ascend910B1" in text
+    assert "hivm.hir.set_flag" in text
+    if "cpu" in platforms:
+        np.testing.assert_array_equal(jax.jit(read.call)(a), a * 3 + 1)
+    with pytest.raises(jt.errors.UnsupportedError, match=r"for an NPU that is named: set JTILE_ARCH=910b1"):
+        export.export(f, platforms=platforms, disabled_checks=jt.export_checks())(a)

@@ -1,0 +1,98 @@
+"""What the files of a bundle say; `jt.export_bundle` writes them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+from pathlib import Path
+from typing import Any
+
+from . import tools
+from .compile import TO_HIVM
+
+RUN = Path(__file__).with_name("run.py")  # goes into every bundle as it is
+
+ABI = {
+    "arguments": [
+        "address of the flags between cores (8 bytes; of kernels of kind mix, else 0)",
+        "address of locks (8 bytes, 0)",
+        "address of the workspace (8 bytes): `workspace` bytes for each block",
+        "record.params in order: addresses and i64 at multiples of 8 bytes, i32 at multiples of 4",
+        "blocks along three axes (4 bytes each): record.grid, 1, 1",
+    ],
+    "buffers": "inputs (those of the program, starts, tables), then outputs, then extra (bytes of scratch)",
+    "alignment": "the structure begins at a multiple of 8 bytes, and its size is one",
+    "blocks": "record.grid: as many blocks as programs, or as cores, which then share the programs out",
+}
+
+
+def tools_of() -> dict[str, Any]:
+    """Versions and digests of what made a bundle."""
+    digests = dict(zip((tools.ADAPTER, tools.COMPILER), tools.versions(), strict=True))
+    return {"jtile": importlib.metadata.version("jtile"), "jax": importlib.metadata.version("jax"),
+            "sha256": digests}  # fmt: skip
+
+
+def build_script(manifest: dict[str, Any]) -> str:
+    """`build.sh`: linalg to an object, for each kernel, by the tools of the user."""
+    lines = [
+        "#!/bin/sh",
+        "# Makes the object of each kernel with bishengir-compile (AscendNPU-IR) and hivmc, a part of CANN:",
+        "# source CANN's set_env.sh first. JTILE_BISHENGIR=/path/to/bishengir-compile names another one.",
+        "set -e",
+        'cd "$(dirname "$0")"',
+        'compiler="${JTILE_BISHENGIR:-bishengir-compile}"',
+        'command -v "$compiler" >/dev/null || { echo "$compiler was not found: install AscendNPU-IR" >&2; exit 1; }',
+        'command -v hivmc >/dev/null || { echo "hivmc was not found: source the set_env.sh of CANN" >&2; exit 1; }',
+        "build() {  # linalg, object: with two buffers for what loops load, or where these do not fit, with one",
+        "  for buffers in True False; do",
+        f'    "$compiler" "$1" {shlex.join(TO_HIVM)} "--enable-auto-multi-buffer=$buffers" \\',
+        f'      {shlex.quote("--target=" + manifest["arch"])} -o "$2" && [ -s "$2" ] && return',
+        "  done",
+        '  echo "$1 was not compiled" >&2',
+        "  return 1",
+        "}",
+    ]
+    lines += [f"build {shlex.quote(k['texts']['linalg'])} {shlex.quote(k['object'])}" for k in manifest["kernels"]]
+    return "\n".join(lines) + "\n"
+
+
+def readme(manifest: dict[str, Any]) -> str:
+    """`README.md`."""
+    takes = "\n".join(f"| `{a['name']}` | {a['dtype']} | {a['shape']} |" for a in manifest["inputs"])
+    gives = "\n".join(f"| `{a['name']}` | {a['dtype']} | {a['shape']} |" for a in manifest["outputs"])
+    kernels = "\n".join(
+        f"- `{k['symbol']}`: {k['record']['grid']} blocks, kind {k['kind']}, {k['workspace']} bytes of workspace a "
+        f"block; {k['checked']}"
+        for k in manifest["kernels"]
+    )
+    return f"""# {manifest["program"]} for {manifest["arch"]}
+
+Made by jtile from a kernel in Python. **Compiled and checked, not run on an NPU**: the vendor's open compiler took it
+down to its last open form (HIVM), which fits the memories of {manifest["arch"]}; the last step, from HIVM to an object,
+needs CANN, and neither that step nor a launch was ever tried by jtile's developers.
+
+```sh
+source /usr/local/Ascend/ascend-toolkit/set_env.sh   # of your CANN
+sh build.sh                                          # makes an object of each kernel
+python run.py                                        # runs them on random numbers; needs torch and torch_npu
+```
+
+```python
+from run import Bundle
+y = Bundle()(*tensors)     # contiguous, on an NPU; on torch_npu's current stream
+```
+
+| input | dtype | shape |
+|---|---|---|
+{takes}
+
+| output | dtype | shape |
+|---|---|---|
+{gives}
+
+{kernels}
+
+`manifest.json` has the packed arguments of a launch (`abi`, `kernels[].record`) for other launchers, and digests of the
+tools and texts; `kernels/` has every level: jaxpr, Tile IR, TTIR, linalg, HIVM.
+"""
