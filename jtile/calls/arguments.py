@@ -59,7 +59,7 @@ def as_type(sig: Signature, path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStru
     """Shape and dtype of one leaf; takes ShapeDtypeStruct as well."""
     if isinstance(x, jax.ShapeDtypeStruct):
         check_dtype(sig, _argument(sig, path), x.dtype)
-        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
     x = as_operand(sig, path, x)
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 

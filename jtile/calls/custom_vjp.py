@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from jtile import _keys
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError
 from jtile.calls.signature import Signature, Structure, describe
@@ -31,9 +33,10 @@ def custom_vjp(
     fwd, bwd = rule
     out_tree, results = layout.out_tree, tree_leaves(layout.outputs)
     seen: dict[str, Structure] = {}  # the structure of the residuals, which fwd decides
+    kept: list[Any] = []  # and their types
 
     def flat_fwd(*arrays: Any) -> Sequence[Any]:
-        args = tree_unflatten(in_tree, arrays)
+        args = tree_unflatten(in_tree, _keys.typed(arrays, operands))
         _takes(sig, "fwd", fwd, args, meta)
         given = fwd(*args, **meta)
         if not isinstance(given, tuple) or len(given) != 2:
@@ -47,17 +50,19 @@ def custom_vjp(
                 sig.where,
             )
         for out, result in zip(outs, results, strict=True):
-            if not _fits(jnp.shape(out), result.shape) or jnp.result_type(out) != result.dtype:
-                got = f"{jnp.result_type(out)}{list(jnp.shape(out))}"
+            if not _fits(jnp.shape(out), result.shape) or _dtype(out) != result.dtype:
+                got = f"{_dtype(out)}{list(jnp.shape(out))}"
                 raise KernelTypeError(
                     f"fwd of kernel {sig.name} gives {got} where the kernel gives {describe(result)}", sig.where
                 )
         residuals, seen["residuals"] = tree_flatten(given[1])
-        return [*outs, *map(jnp.asarray, residuals)]
+        residuals = [jnp.asarray(x) for x in residuals]
+        kept[:] = [jax.typeof(x) for x in residuals]
+        return [_keys.words(x) for x in (*outs, *residuals)]
 
     def flat_bwd(*arrays: Any) -> Sequence[Any]:
         n = seen["residuals"].num_leaves
-        residuals = tree_unflatten(seen["residuals"], arrays[:n])
+        residuals = tree_unflatten(seen["residuals"], _keys.typed(arrays[:n], kept))
         args = residuals, tree_unflatten(out_tree, arrays[n:])
         _takes(sig, "bwd", bwd, args, meta)
         back = bwd(*args, **meta)
@@ -117,6 +122,11 @@ def _cotangents(sig: Signature, back: Any, in_tree: Structure, operands: Sequenc
                 )
             out.append(c)
     return out
+
+
+def _dtype(x: Any) -> Any:
+    """The dtype of an array or a Python number."""
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[Any]) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
+from jtile import _keys
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._memo import Recent
@@ -213,7 +214,8 @@ class Kernel:
         args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
         leaves, tree = tree_flatten(args)
         bound = self._resolve(tree, leaves, meta)
-        return tree_unflatten(bound.out_tree, run_interpreter(bound.program, leaves, seed))
+        run = _keys.around(functools.partial(run_interpreter, bound.program), bound.layout.inputs, bound.layout.outputs)
+        return tree_unflatten(bound.out_tree, run(leaves, seed))
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Give the kernel a reverse mode of its own; `jax.grad` and `jax.vjp` use it, also under `jax.vmap`.
@@ -368,7 +370,8 @@ class Kernel:
             jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options, vjp=vjp,
             hand=self._hand(layout, tree, meta),
         )  # fmt: skip
-        return _Bound(program, layout, layout.out_tree, functools.partial(bind, program))
+        run = _keys.around(functools.partial(bind, program), layout.inputs, layout.outputs)
+        return _Bound(program, layout, layout.out_tree, run)
 
     def _hand(self, layout: Layout, tree: Structure, meta: dict[str, Any]) -> Hand | None:
         """The sharding rule that the user gave, checked against the arrays of this call."""
@@ -385,7 +388,8 @@ class Kernel:
             ]
             return self._resolve(tree, cut, meta).program
 
-        return Hand(pattern.inputs, pattern.outputs, shard)
+        memory = lambda rows, types: tuple((*d, None) if _keys.is_key(x.dtype) else d for d, x in zip(rows, types))
+        return Hand(memory(pattern.inputs, inputs), memory(pattern.outputs, outputs), shard)
 
 
 def _key(tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_str
 
 from jtile._compat import is_symbolic
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
+from jtile._keys import is_key
 from jtile.calls.signature import Signature, Structure, check_dtype, describe, nearest, place_of
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _typed(sig: Signature, what: str, tree: Any) -> tuple[Any, ...]:
             )
         check_dtype(sig, f"{what}{keystr(path)}", leaf.dtype)
         shape = tuple(_size(sig, what, s) for s in leaf.shape)
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         if dtype != leaf.dtype:
             raise KernelTypeError(
                 f"{what}{keystr(path)} of kernel {sig.name} has dtype {np.dtype(leaf.dtype).name}, which JAX would "
@@ -362,6 +363,12 @@ def _start(sig: Signature, name: str, value: Any, dtype: np.dtype) -> int | floa
     if not _is_number(value):
         raise KernelTypeError(
             f"init of output {name!r} of kernel {sig.name} is {value!r}: expected a number", sig.where
+        )
+    if is_key(dtype):
+        raise KernelTypeError(
+            f"output {name!r} of kernel {sig.name} holds random keys, which cannot start from the number {value!r}: "
+            "leave init out, or alias the output with an input",
+            sig.where,
         )
     from jtile import ir
 

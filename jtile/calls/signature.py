@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jtile import _keys
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError, Place
 from jtile.primitive.options import OPTIONS
@@ -188,19 +189,19 @@ def check_dtype(sig: Signature, what: str, dtype: Any) -> None:
     from jtile import ir
 
     name = str(getattr(dtype, "name", dtype))
-    if name not in ir.DTYPES:
+    if name not in ir.DTYPES and name != _keys.NAME:
         hint = ""
         if name.startswith("complex"):
             hint = "; pass x.real and x.imag as two arguments"
         elif name.startswith("key<"):
-            hint = "; pass jax.random.key_data(key)"
+            hint = "; keys are those of the generator threefry2x32: jax.random.key(seed, impl='threefry2x32')"
         raise KernelTypeError(
             f"{what} of kernel {sig.name} has dtype {name}, which the tile language does not have{hint}", sig.where
         )
 
 
 def describe(x: Any) -> str:
-    return f"{np.dtype(x.dtype).name}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
+    return f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
 
 
 def nearest(name: Any, known: Any) -> str:

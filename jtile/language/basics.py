@@ -11,6 +11,7 @@ from jax import core
 
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile._keys import is_key
 from jtile.language._axes import axis_number
 from jtile.language._place import user_place
 from jtile.language._primitives import assert_p, num_programs_p, print_p, program_id_p
@@ -110,7 +111,7 @@ def like(x, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
         raise KernelTypeError(f"jt.like: shape={shape!r}: {bad[0]!r} is no size of a dimension; {_TYPE}", user_place())
     dtype = x.dtype if dtype is None else dtype
     try:
-        return jax.ShapeDtypeStruct(sizes, np.dtype(dtype))
+        return jax.ShapeDtypeStruct(sizes, dtype if is_key(dtype) else np.dtype(dtype))
     except TypeError:
         raise KernelTypeError(f"jt.like: {dtype!r} is no dtype of arrays; write jnp.float32", user_place()) from None
 

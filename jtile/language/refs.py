@@ -13,6 +13,7 @@ from jax import core, lax
 from jax.ref import AbstractRef
 
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile._keys import is_key
 from jtile.language import _index
 from jtile.language._index import Access, At, Tile
 from jtile.language._place import user_place
@@ -71,7 +72,11 @@ class Ref:
         return _view(self, sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes, step, pad)
 
     def access(self, index) -> Access:
-        return _index.parse(self.shape, index, self.name)
+        return self.stored(_index.parse(self.shape, index, self.name))
+
+    def stored(self, a: Access) -> Access:
+        """The access to the memory behind the elements that `a` names."""
+        return a
 
     def __getitem__(self, index):
         return load(self, index)
@@ -177,7 +182,7 @@ class TileView:
         for i, count, size, step in zip(index, self.shape, self.sizes, self.steps, strict=True):
             dims.append(At() if size is None else Tile(size, step))
             values.append(self._number(i, count))
-        return Access(tuple(dims), tuple(values), perm=tuple(range(len(self.tile_shape))))
+        return self.ref.stored(Access(tuple(dims), tuple(values), perm=tuple(range(len(self.tile_shape)))))
 
     def _number(self, i, count: int):
         i = as_value(i)
@@ -240,6 +245,10 @@ def _pad(v, dtype, what: str) -> float | int | bool:
         v = np.asarray(v).item()
     if not isinstance(v, bool | int | float):
         raise KernelTypeError(f"{what} is a number, got {_kind(v)}", user_place())
+    if is_key(dtype):
+        if v == 0:
+            return 0
+        raise KernelTypeError(f"{what}={v!r} cannot be a random key; keys come from jax.random", user_place())
     if dtype == np.bool_ or jnp.issubdtype(dtype, np.integer):
         return _int_pad(v, dtype, what)
     try:
@@ -296,15 +305,17 @@ def _value(x: Ref | TileView, a: Access, value, what: str):
     broadcast."""
     if isinstance(value, Ref):
         raise KernelTypeError(f"{value.name} is a Ref; load it before it is stored: {value.name}[...]", user_place())
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int | float) and not is_key(x.dtype):
         value = jnp.asarray(_pad(value, x.dtype, f"the value of this {what} to {x.name}"), x.dtype)
     value = jnp.asarray(value)
-    if value.dtype != x.dtype and value.weak_type:
+    if value.dtype != x.dtype and value.weak_type and not is_key(x.dtype):
         value = lax.convert_element_type(value, x.dtype)
     if value.dtype != x.dtype:
+        cast = f"convert it: value.astype({x.name}.dtype)"
+        keys = is_key(x.dtype) or is_key(value.dtype)
         raise KernelTypeError(
             f"{x.name} has dtype {x.dtype.name}, but this {what} has a {value.dtype.name} value; "
-            f"convert it: value.astype({x.name}.dtype)",
+            f"{'a random key is no number, nor made of one' if keys else cast}",
             user_place(),
         )
     return a.before(value)
@@ -350,7 +361,8 @@ def _filled(x, out, mask, other):
     other = jnp.asarray(other)
     if other.dtype != x.dtype and not other.weak_type:
         raise KernelTypeError(f"other has dtype {other.dtype.name}, but {x.name} has {x.dtype.name}", user_place())
-    other = _index.broadcast(lax.convert_element_type(other, x.dtype), out.shape)
+    other = other if other.dtype == x.dtype else lax.convert_element_type(other, x.dtype)
+    other = _index.broadcast(other, out.shape)
     return lax.select(_index.broadcast(mask, out.shape), out, other)
 
 
@@ -368,6 +380,8 @@ def store(x, index, value, mask=None) -> None:
 def _atomic(fn: str, x, index, value, mask, compare=None):
     x = as_ref(x)
     _writable(x, f"use atomic_{fn} on")
+    if is_key(x.dtype):
+        raise KernelTypeError(f"atomic_{fn} is for numbers, and {x.name} holds random keys", user_place())
     if fn in ("and", "or", "xor") and jnp.issubdtype(x.dtype, np.inexact):
         raise KernelTypeError(f"atomic_{fn} is for integers, and {x.name} has dtype {x.dtype.name}", user_place())
     a = x.access(index)

@@ -11,6 +11,7 @@ from jax import core, lax
 
 from jtile import ir
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile._keys import is_key
 from jtile.ir.block import nbytes
 from jtile.language import _block_primitives as prims
 from jtile.language import _level
@@ -259,6 +260,9 @@ def alloc(shape: Any, dtype: Any, slots: int | None = None) -> Any:
       slots: length of the ring.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if is_key(dtype):
+        why = "jt.alloc: no memory of random keys is made in a body; say it as scratch= of the kernel"
+        raise KernelTypeError(why, user_place())
     if slots is None and _level.scratch_at_tile_level():
         return Scratch(jax.empty_ref(jax.ShapeDtypeStruct(shape, np.dtype(dtype))), "this scratch", "scratch")
     _level.outside_roles("jt.alloc", "since all of them see the memory")

@@ -14,6 +14,7 @@ import numpy as np
 
 from jtile._config import config
 from jtile._errors import KernelValueError
+from jtile._keys import is_key, words
 from jtile.testing import TOLERANCES, devices
 from jtile.testing.compare import (
     Measured,
@@ -54,7 +55,7 @@ class Settings:
 
     def limit(self, dtype: Any, derivative: bool) -> float:
         given = self.derivative_tolerance if derivative else self.tolerance
-        name = np.dtype(dtype).name
+        name = dtype.name
         if isinstance(given, int | float):
             return float(given)
         if given is not None and name in given:
@@ -151,7 +152,7 @@ class Checker:
                 yield "vjp", name, functools.partial(skip, self._why(k))
             elif k in self.floats:
                 yield "vjp", name, functools.partial(self.vjp, k)
-        if any(x.dtype.kind in "iub" for x in self.leaves) and self.floats:
+        if any(_discrete(x) for x in self.leaves) and self.floats:
             yield "vjp", INTEGERS, self.integer_cotangents
         if self.floats:
             yield "numeric", "", self.numeric
@@ -240,8 +241,8 @@ class Checker:
         return self.compare((got,), (want,), derivative=True)
 
     def integer_cotangents(self) -> Measured:
-        """Integers and bools take part in `jax.vjp` and have cotangents of dtype float0."""
-        places = [k for k, x in enumerate(self.leaves) if k in self.floats or x.dtype.kind in "iub"]
+        """Integers, bools and random keys take part in `jax.vjp` and have cotangents of dtype float0."""
+        places = [k for k, x in enumerate(self.leaves) if k in self.floats or _discrete(x)]
 
         def of(*xs):
             full = list(self.leaves)
@@ -363,6 +364,7 @@ class Checker:
                     f"result {k} is {a.dtype.name}{list(a.shape)}, the reference gives {b.dtype.name}{list(b.shape)}"
                 )
             limit = factor * self.s.limit(b.dtype, derivative)
+            a, b = words(a), words(b)
             error = error_of(a, b)
             if not error <= limit:
                 which = f"result {k}: " if len(want) > 1 else ""
@@ -390,6 +392,10 @@ def _within(name: str, argument: str) -> bool:
 
 def _named(job: Job, name: str) -> bool:
     return name in (job[0], f"{job[0]} {job[1]}".strip())
+
+
+def _discrete(x: Any) -> bool:
+    return is_key(x.dtype) or x.dtype.kind in "iub"
 
 
 def _in_float32(x: Any) -> Any:

@@ -14,10 +14,12 @@ from jax.ref import AbstractRef
 from jtile._collector import paused
 from jtile._compat import make_jaxpr
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
+from jtile._keys import is_key, stored
 from jtile.language._axes import named_axes
 from jtile.language._level import BlockLevelError, Level, tracing
 from jtile.language._place import hidden, hide_own_frames, place_of
 from jtile.language._primitives import allow_effects
+from jtile.language.keys import KeyRef
 from jtile.language.refs import Ref
 from jtile.trace.rewrite import why_plain
 
@@ -56,8 +58,8 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
 
     def body(*tracers):
         refs = [
-            Ref(t, n, role, role != "in" or k in aliased)
-            for k, (t, n, role) in enumerate(zip(tracers, names, roles, strict=True))
+            (KeyRef if is_key(x.dtype) else Ref)(t, n, role, role != "in" or k in aliased)
+            for k, (t, n, role, x) in enumerate(zip(tracers, names, roles, leaves, strict=True))
         ]
         out = fn(*treedef.unflatten(refs), **(meta or {}))
         if out is not None:
@@ -67,7 +69,8 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
                 _definition(fn),
             )
 
-    avals = [AbstractRef(core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in leaves]
+    memory = [stored(x) for x in leaves]
+    avals = [AbstractRef(core.ShapedArray(tuple(x.shape), np.dtype(x.dtype))) for x in memory]
     try:
         with named_axes(tuple(axes)):
             closed = _made(body, avals)
@@ -75,7 +78,7 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
         if (why := _explained(e)) is not None:
             raise KernelTypeError(why + _plain(e), _place_in(e, fn)) from e
         if not isinstance(e, JtileError):
-            refs = [f"{n}: {np.dtype(x.dtype).name}{list(x.shape)}" for n, x in zip(names, leaves, strict=True)]
+            refs = [f"{n}: {x.dtype.name}{list(x.shape)}" for n, x in zip(names, leaves, strict=True)]
             file, line = _place_in(e, fn) or ("?", 0)
             e.add_note(f"jtile: while kernel {name} was traced for {', '.join(refs)}, at {file}:{line}")
         raise

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jtile import ir
+from jtile._keys import is_key
 from jtile.testing import TOLERANCES
 
 SETS = 64  # argument sets in one program at most
@@ -41,6 +41,8 @@ def argument_sets(types: Sequence[Any], outputs: Sequence[Any], cache: int, give
 def random_array(x: Any, seed: int) -> jax.Array:
     """Floats of a normal distribution, integers from 0 to 7: as indices they lie inside of most arrays."""
     key = jax.random.key(seed)
+    if is_key(x.dtype):
+        return jax.random.split(key, x.shape)
     info = ir.dtype_info(x.dtype)
     if info.kind == "f":
         wide = jnp.float64 if info.bits == 64 else jnp.float32
@@ -81,7 +83,7 @@ def difference(got: Any, expected: Any) -> float:
     """The relative norm of the difference of two lists of results, over what their dtypes allow: at most 1 is equal."""
     worst = 0.0
     for a, b in zip(got, expected, strict=True):
-        limit = SLACK * TOLERANCES.get(jnp.dtype(b.dtype).name, 0.0)
+        limit = SLACK * TOLERANCES.get(b.dtype.name, 0.0)
         error = float(_error(a, b))
         worst = max(worst, error / limit if limit else (math.inf if error else 0.0))
     return worst
@@ -182,4 +184,4 @@ def here(job: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _bytes(x: Any) -> int:
-    return math.prod(x.shape) * np.dtype(x.dtype).itemsize
+    return math.prod(x.shape) * x.dtype.itemsize

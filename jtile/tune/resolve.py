@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.tree_util import tree_flatten, tree_unflatten
 
+from jtile import _keys
 from jtile._compat import is_symbolic
 from jtile._memo import Recent
 from jtile.calls.marks import declared, strip
@@ -85,7 +86,8 @@ def _with_choice(bound: Any, choice: Choice) -> Any:
     from jtile.primitive.tangent import bind
 
     program = with_choice(bound.program, choice)
-    return dataclasses.replace(bound, program=program, run=functools.partial(bind, program))
+    around = bound.layout.inputs, bound.layout.outputs
+    return dataclasses.replace(bound, program=program, run=_keys.around(functools.partial(bind, program), *around))
 
 
 def tuned(call: Any, bound: Any, entry: Any) -> Any:
