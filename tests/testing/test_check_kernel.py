@@ -219,7 +219,7 @@ def test_over_devices(subprocess_env):
         assert "relative error" in found["shard_map"].detail
     """
     flags = subprocess_env.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    env = subprocess_env | {"XLA_FLAGS": flags, "PYTHONPATH": str(HERE)}
+    env = subprocess_env | {"XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).resolve().parent)}
     run = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(run, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
