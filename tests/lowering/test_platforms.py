@@ -1,0 +1,168 @@
+"""Platforms as records: one from outside of jtile, and the facts of machines that reach plans, tiles and times."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import platform as machine
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from tile_kernels import matmul
+
+import jtile as jt
+from jtile.errors import KernelValueError, UnsupportedError
+from jtile.lowering import here, platforms, targets
+from jtile.lowering.cuda.targets import device_target
+from jtile.lowering.triton.block.passes import steps
+from jtile.lowering.triton.block.passes.persist import bands
+from jtile.lowering.triton.block.passes.plan import Machine
+from jtile.tune import warpgroups
+
+PLUGIN = Path(importlib.util.find_spec("machines").origin).parent / "toy_plugin"
+SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np
+import jtile as jt
+from jtile.lowering import targets
+
+@jt.kernel(out_type=lambda x, y: jt.like(x), grid=lambda x, y: jt.cdiv(x.shape[0], 8))
+def axpy(x, y, o):
+    i = jt.program_id(0)
+    o.tiles(8)[i] = 2.0 * x.tiles(8)[i] + y.tiles(8)[i]
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=1)
+def root(x, o):
+    o.tiles(8)[0] = jnp.sqrt(x.tiles(8)[0])
+
+x, y = jnp.arange(20.0), jnp.ones(20)
+assert jt.platform() == "cpu" and "toy:one" in targets.names()
+with jt.config(arch="toy1"):
+    assert jt.platform() == "toy" and jt.target().name == "toy:one" and jt.architecture() == "toy1"
+    run = jax.jit(axpy)
+    np.testing.assert_array_equal(run(x, y), 2 * x + y)
+    np.testing.assert_array_equal(axpy(x, y), 2 * x + y)
+    try:
+        root(x)
+    except jt.errors.UnsupportedError as e:
+        assert "kernel root: the toy has no map" in str(e), e
+    else:
+        raise SystemExit("no error")
+assert "long p = begin" in axpy.lower(x, y, target="toy:one").texts["c"]
+np.testing.assert_array_equal(axpy(x, y), 2 * x + y)
+print("the toy ran")
+"""
+
+
+@pytest.mark.skipif(machine.machine() != "x86_64", reason="the toy makes code for x86-64")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the toy compiles by gcc, which is not installed")
+def test_a_platform_from_outside_runs_a_kernel(subprocess_env):
+    """A package with a record and an entry point: found, chosen by the option `arch`, compiled for, run, refused."""
+    env = subprocess_env | {"PYTHONPATH": str(PLUGIN)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env, check=False)
+    assert (done.returncode, done.stdout) == (0, "the toy ran\n"), done.stderr
+
+
+def test_an_entry_point_that_is_no_record(monkeypatch):
+    point = types.SimpleNamespace(name="bad", value="m:x", load=lambda: 3)
+    monkeypatch.setattr(platforms.importlib.metadata, "entry_points", lambda group: [point])
+    with pytest.raises(
+        KernelValueError, match=r"the entry point bad = m:x of the group jtile.platforms gives 3; expect"
+    ):
+        platforms._installed.__wrapped__()
+
+
+def test_the_platform_of_a_program():
+    assert [platforms.on(host).name for host in ("cpu", "cuda", "rocm")] == ["cpu", "cuda", "rocm"]
+    with jt.config(arch="gfx942,sm_90"):  # kernels that are lowered for a CPU are still for a CPU
+        assert [platforms.on(host).name for host in ("cpu", "cuda")] == ["cpu", "cuda"]
+        assert here.platform() == "rocm"
+        assert platforms.named("cuda").here().name == "cuda:sm_90"
+    with pytest.raises(UnsupportedError, match="there is no platform 'tpu'; there are cpu, cuda, rocm"):
+        platforms.named("tpu")
+    if jt.platform() == "cpu":
+        with pytest.raises(
+            UnsupportedError, match=r"no GPU of platform 'cuda', and the option arch is not set: set JTILE_"
+        ):
+            platforms.named("cuda").here()
+
+
+H200 = targets.resolve("cuda:sm_90")
+
+
+def changed(*, units: int = 132, memory: dict[str, int] | None = None) -> targets.Target:
+    """An H200 with so many multiprocessors, and other sizes of memories."""
+    scales = tuple(dataclasses.replace(s, units=units) if s.name == "device" else s for s in H200.scales)
+    memories = tuple(dataclasses.replace(m, size=(memory or {}).get(m.name, m.size)) for m in H200.memories)
+    rates = tuple((dtype, rate * units / 132) for dtype, rate in H200.rates)
+    return dataclasses.replace(H200, scales=scales, memories=memories, rates=rates)
+
+
+def plan(target: targets.Target) -> str:
+    found = steps(matmul(4096, 4096, 1024, tile=(128, 256, 64)), Machine.of(target), {})
+    return str(found.plan)
+
+
+def test_a_changed_target_changes_the_plan():
+    """Blocks of a persistent grid by the multiprocessors, slots of rings by the shared memory, bands by the cache."""
+    assert "128 blocks for 512 tiles" in plan(H200)  # four rounds of 132 at most
+    assert "103 blocks for 512 tiles" in plan(changed(units=114))  # five
+    little = changed(memory={"l2": 1 << 20})
+    assert "rings of 4 slots" in plan(H200)
+    assert "rings of 3 slots" in plan(changed(memory={"shared": 180 << 10}))
+    of = [bands(matmul(8192, 8192, 1024, tile=(128, 256, 64)), 128, Machine.of(t).cache) for t in (H200, little)]
+    assert of[0] != of[1]
+
+
+def test_a_target_without_machine_facts_has_no_plan():
+    bare = dataclasses.replace(H200, scales=(), memories=())
+    with pytest.raises(KernelValueError, match="'cuda:sm_90' does not say what memory its scale 'block' has"):
+        Machine.of(bare)
+
+
+def test_a_changed_target_reaches_code_tiles_and_times():
+    """The launch record of a compiled kernel, the tiles that `jt.auto` takes, and the model of time."""
+    x = jnp.zeros((4096, 512), jnp.bfloat16)
+    half = changed(units=66)
+
+    @jt.kernel(
+        out_type=lambda a, b, **_: jt.like(a, shape=(a.shape[0], b.shape[1])),
+        grid=lambda a, b, *, bm, bn, **_: (jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)),
+    )
+    def product(a, b, o, *, bm=128, bn=256, bk=64):
+        i, j = jt.program_id(0), jt.program_id(1)
+        acc = jt.zeros((bm, bn), jnp.float32)
+        for k in jt.range(jt.cdiv(a.shape[1], bk)):
+            acc = jt.dot(a.tiles(bm, bk)[i, k], b.tiles(bk, bn)[k, j], acc)
+        o.tiles(bm, bn)[i, j] = acc.astype(o.dtype)
+
+    records = [json.loads(product.lower(x, x.T, target=t).launch["record"]) for t in (H200, half)]
+    assert [r["grid"] for r in records] == [128, 64]
+    few = warpgroups.Product(1024, 1024, 4096)
+    chosen = [next(iter(warpgroups.forms(few, warpgroups.gpu(t)).items())) for t in (H200, half)]
+    times = [warpgroups.predicted_us(few, chosen[0][0], warpgroups.gpu(t)) for t in (H200, half)]
+    assert times[0] < times[1]
+
+
+class Device:
+    """What JAX tells of a device."""
+
+    def __init__(self, kind: str, **facts: int):
+        self.device_kind = kind
+        vars(self).update(facts)
+
+
+def test_a_device_tells_its_facts():
+    processors = lambda t: next(s.units for s in t.scales if s.name == "device")
+    assert device_target("sm_90", Device("NVIDIA H200", core_count=132)) == H200
+    pcie = device_target("sm_90", Device("NVIDIA H100 PCIe", core_count=114))
+    assert (processors(pcie), pcie.memory("node").bandwidth, dict(pcie.rates)["bfloat16"]) == (114, 2039e9, 756e12)
+    other = device_target("sm_90", Device("NVIDIA H20", core_count=78))
+    assert processors(other) == 78
+    assert dict(other.rates)["bfloat16"] == pytest.approx(989e12 * 78 / 132)
+    assert device_target("sm_90", Device("NVIDIA H200")) == H200  # a plug-in that tells no number
