@@ -45,9 +45,10 @@ def _on_cpu(options: argparse.Namespace) -> None:
     if any(name not in os.environ for name in _MALLOC):
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **_MALLOC})
     os.environ.setdefault("JAX_PLATFORMS", options.device)
-    from benchmarks import harness, report, roofline
+    from benchmarks import harness, report
+    from jtile.tune import host
 
-    machine = roofline.measure()
+    machine = host.measure()
     load = os.getloadavg()[0]
     if load > 0.5:
         # Threads that wait by spinning, as llama.cpp's do, then lose far more than ours: ratios mean nothing.

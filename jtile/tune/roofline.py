@@ -11,8 +11,9 @@ from typing import Any
 from jtile import passes
 from jtile._errors import KernelValueError, UnsupportedError
 from jtile.ir.types import DTYPES
+from jtile.lowering import targets
 from jtile.primitive.lowering import compile_piece, pieces_of
-from jtile.tune import device, measure, prune, resolve
+from jtile.tune import device, host, measure, prune, resolve
 from jtile.tune.choose import lookup
 from jtile.tune.cost import Work, together, work
 from jtile.tune.programs import trace
@@ -86,7 +87,8 @@ def explain(
       f: a JAX function, jitted or not.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`. Kernels are measured on data of their own.
       rates: measured peaks that go before the numbers of the target's data sheet: `"memory"` in bytes a second, and
-        operations a second by dtype, such as `"bfloat16"`. CPUs have no numbers but these.
+        operations a second by dtype, such as `"bfloat16"`. Those of this machine's CPUs are measured where they are not
+        given, for as many bytes as a kernel moves: what fits their caches is not bound by memory.
       run: measure, where the device is here.
 
     Raises:
@@ -123,6 +125,7 @@ def _cost(program: Any, calls: int, target: Any, rates: Any, data: Any, run: boo
     pieces = pieces_of(program).kernels
     done = [work(passes.run_pipeline(piece, passes.TILE)) for piece in pieces]
     total = together(done)
+    rates = {**_measured(target, total), **(rates or {})}
     limits = prune.bound_us(total, target, rates)
     limits = {k: v for k, v in limits.items() if v}
     time_us = _time(program, target, data) if run else None
@@ -131,6 +134,13 @@ def _cost(program: Any, calls: int, target: Any, rates: Any, data: Any, run: boo
     limit = _limit(total, limits, time_us, resources, target, rates)
     why = program.choice.why if program.choice else ""
     return KernelCost(program.name, calls, program.kernel.grid, total, limits, time_us, resources, limit, why)
+
+
+def _measured(target: Any, w: Work) -> Mapping[str, float]:
+    """The rates of this machine's CPUs; a target that says its own, or is of another machine, keeps what it says."""
+    if target.rates or target != targets.host_target():
+        return {}
+    return host.rates(w.bytes)
 
 
 def _resources(program: Any, piece: int, target: Any) -> Mapping[str, Any]:

@@ -6,8 +6,9 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import harness, report, roofline
+from benchmarks import harness, report
 from jtile.testing import Timing
+from jtile.tune import host
 
 FIELDS = [
     "workload",
@@ -84,7 +85,7 @@ def test_files(tmp_path):
 
 
 def test_the_roofline_of_this_machine():
-    machine = roofline.measure(threads=1)
+    machine = host.measure(threads=1)
     assert 1e8 < machine.bandwidth(1 << 16) < 1e13
     for unit in ("f32", "bf16", "int8"):
         assert 1e8 < machine.peak(unit) < 1e14
@@ -98,6 +99,6 @@ def test_the_roofline_of_this_machine():
 def test_the_peak_loop_is_ir_that_llvm_takes(unit, features):
     import llvmlite.binding as llvm
 
-    text, flops = roofline._text(unit, features)
+    text, flops = host._text(unit, features)
     llvm.parse_assembly(text).verify()
     assert flops > 0

@@ -139,9 +139,17 @@ def test_explain_measures_on_this_device():
     (line,) = jt.explain(kernels.double_kernel(), kernels.X, rates={"memory": 1e15}).kernels
     assert line.time_us > 0
     assert 0 < line.achieved < 1
-    unknown = jt.explain(kernels.double_kernel(), kernels.X, run=False)
-    assert "-" in str(unknown)
-    assert unknown.kernels[0].bound_us == 0
+
+
+def test_explain_has_a_roofline_on_cpus():
+    """That of this machine is measured; of another instruction set nothing is known."""
+    (line,) = jt.explain(kernels.double_kernel(), kernels.X, run=False).kernels
+    assert {"memory", "elements"} <= set(line.limits)
+    assert line.bound_us > 0
+    assert line.limit in ("memory", "arithmetic on elements")
+    with jt.config(isa="sse2"):
+        unknown = jt.explain(kernels.double_kernel(), kernels.X, run=False)
+    assert (unknown.kernels[0].bound_us, unknown.kernels[0].limit) == (0, "unknown: this target has no rates")
 
 
 def test_explain_on_a_target_without_the_device():

@@ -1,4 +1,7 @@
-"""What this machine can do at most: measured copy bandwidth and multiply-add rates, and the time they allow."""
+"""What the CPUs of this machine can do at most: measured copy bandwidth and multiply-add rates, the time they allow.
+
+`jt.explain` and the benchmarks compare kernels with it: a CPU has no data sheet that says what its memory gives.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import functools
 import os
 import time
 
-import llvmlite.binding as llvm
 import numpy as np
 
 # One loop of independent multiply-adds in registers, twelve chains to cover the latency; the text is for one width and
@@ -57,8 +59,19 @@ class Roofline:
         return _multiply_add_rate(unit, self.threads)
 
 
+def rates(working_set: int) -> dict[str, float]:
+    """What `jt.explain` takes as `rates`: bytes a second of a copy of so many bytes, as `"memory"`, and operations a
+    second of products by dtype. They are measured when they are first asked for, in a tenth of a second each."""
+    here = measure()
+    single = here.peak("f32")
+    products = {"float32": single, "float64": single / 2, "bfloat16": here.peak("bf16"), "int8": here.peak("int8")}
+    return {"memory": here.bandwidth(working_set)} | products
+
+
 def measure(threads: int | None = None) -> Roofline:
     """The roofline of this machine; rates are measured when they are asked for, and kept."""
+    import llvmlite.binding as llvm
+
     threads = threads or len(os.sched_getaffinity(0))
     return Roofline(f"{llvm.get_host_cpu_name()}-{threads}t", threads)
 
@@ -97,6 +110,8 @@ def _best_seconds(work, items) -> float:
 
 def _compiled(unit: str):
     """The engine that holds @peak, and the operations of one turn of its loop."""
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     text, flops = _text(unit, {name for name, on in llvm.get_host_cpu_features().items() if on})
