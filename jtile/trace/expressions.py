@@ -33,6 +33,11 @@ def if_expression(test: Any, then: Callable[[], Any], other: Callable[[], Any], 
     return out
 
 
+def truth(test: Any, place: Place) -> Any:
+    """The condition of an `if` as a bool."""
+    return scalar_condition(test, place[:2], "if") if is_traced(test) else bool(test)
+
+
 # -- logic ----------------------------------------------------------------------------------------------------------
 
 

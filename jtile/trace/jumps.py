@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jtile.trace.definite import endless, irrefutable
-from jtile.trace.names import inside
+from jtile.trace.names import copy_tree, inside
 
 RESULT = "__returned__"  # the value that an early return gives
 
@@ -90,15 +89,19 @@ class _Loop:
 class Jumps:
     """Rewrites the jumps of one function.
 
+    Args:
+      truth: gives the expression for the truth of an `if`'s condition.
+
     Attributes:
       stops: for every loop that a jump may end, the name of its flag.
       matter: whether there are jumps to rewrite.
     """
 
-    def __init__(self, fn: ast.FunctionDef, numbers: Iterator[int] | None = None):
+    def __init__(self, fn: ast.FunctionDef, truth: Callable[[ast.If], ast.expr], numbers: Iterator[int]):
         self.fn = fn
+        self._truth = truth
         self.stops: dict[ast.stmt, str] = {}
-        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._numbers = numbers
         self._returned = "__has_returned__"
         self._loops: list[_Loop] = []
         self._early = any("return" in _ends(s).jumps and not isinstance(s, ast.Return) for s in fn.body)
@@ -182,7 +185,10 @@ class Jumps:
         return [*out, *[placed(s, _assign(flag, ast.Constant(True))) for flag in flags]]
 
     def _loop(self, s: ast.For | ast.While) -> list[ast.stmt]:
-        found = ends(s.body).jumps if self._early else ends(s.body).jumps - {"return"}
+        turn = _turning_point(s)
+        if turn is not None:
+            return self._turned(s, *turn)
+        found = self._visible(ends(s.body))
         number = next(self._numbers)
         loop = _Loop(f"__stopped_{number}__", f"__skipped_{number}__")
         self._loops.append(loop)
@@ -208,6 +214,32 @@ class Jumps:
         last = [placed(orelse[0], ast.If(_not([loop.stop]), orelse, []))] if orelse else []
         return [first, new, *last]
 
+    def _turned(self, s: ast.While, before: list[ast.stmt], way_out: ast.If, after: list[ast.stmt]) -> list[ast.stmt]:
+        """`while True: before; if done: break; after` as `before; while not done: after; before`: no code but `before`
+        is there twice, and what it assigns has values where the loop starts."""
+        found = self._visible(ends(after))
+        number = next(self._numbers)
+        loop = _Loop(f"__stopped_{number}__", f"__skipped_{number}__")
+        done = f"__done_{number}__"
+        asked = placed(way_out, _assign(done, self._truth(way_out)))
+        again = [*self.block(copy_tree(before)), copy_tree(asked)]
+        first = [*self.block(before), asked]
+        self._loops.append(loop)
+        body = self.block(after)
+        self._loops.pop()
+        last = self.block(way_out.body[:-1])
+        if "continue" in found:
+            body = [placed(s, _assign(loop.skip, ast.Constant(False))), *body]
+        if found & {"break", "return"}:
+            first = [placed(s, _assign(loop.stop, ast.Constant(False))), *first]
+            again = [placed(again[0], ast.If(_not([loop.stop]), again, []))]
+            last = [placed(last[0], ast.If(_not([loop.stop]), last, []))] if last else []
+        flags = [loop.stop, done] if found & {"break", "return"} else [done]
+        new = placed(s, ast.While(_not(flags), [*body, *again], []))
+        if len(flags) > 1:
+            self.stops[new] = loop.stop
+        return [*first, new, *last]
+
     def _guard(self, place: ast.stmt, jumps: frozenset[str], rest: list[ast.stmt]) -> ast.stmt:
         """`if not flags: rest`."""
         flags = []
@@ -217,6 +249,20 @@ class Jumps:
         elif "return" in jumps:
             flags = [self._returned]
         return placed(place, ast.If(_not(flags), rest or [placed(place, ast.Pass())], []))
+
+
+def _turning_point(s: ast.stmt) -> tuple[list[ast.stmt], ast.If, list[ast.stmt]] | None:
+    """Of `while True` the statements before its first `if`, that `if`, and those after it, where it is the first way
+    out of the loop and does nothing but leave."""
+    if not isinstance(s, ast.While) or not endless(s):
+        return None
+    for k, n in enumerate(s.body):
+        found = _ends(n)
+        if isinstance(n, ast.If) and isinstance(n.body[-1], ast.Break) and not ends(n.body[:-1]).jumps:
+            return s.body[:k], n, [*n.orelse, *s.body[k + 1 :]]
+        if found.jumps or not found.normal:
+            return None
+    return None
 
 
 def _not(flags: Sequence[str]) -> ast.expr:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -37,6 +38,16 @@ def inside(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 def _defaults(n: ast.AST) -> list[ast.AST]:
     a = getattr(n, "args", None)
     return [d for d in [*a.defaults, *a.kw_defaults] if d is not None] if isinstance(a, ast.arguments) else []
+
+
+def copy_tree(n: Any) -> Any:
+    """A deep copy of a syntax tree."""
+    if isinstance(n, list):
+        return [copy_tree(k) for k in n]
+    if not isinstance(n, ast.AST):
+        return n
+    new = type(n)(**{f: copy_tree(getattr(n, f)) for f in n._fields if hasattr(n, f)})
+    return ast.copy_location(new, n) if hasattr(n, "lineno") else new
 
 
 def assigned(nodes: Iterable[ast.AST]) -> Names:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,9 +35,9 @@ class Patterns(ast.NodeTransformer):
       call: `(name, place, *args)`: the call of a function of the runtime.
     """
 
-    def __init__(self, call: Call, numbers: Iterator[int] | None = None):
+    def __init__(self, call: Call, numbers: Iterator[int]):
         self._call = call
-        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._numbers = numbers
 
     def visit_FunctionDef(self, n: ast.FunctionDef) -> ast.AST:
         return n

@@ -26,7 +26,17 @@ from typing import Any
 from jtile.trace import runtime
 from jtile.trace.definite import always_bound
 from jtile.trace.jumps import RESULT, Jumps, placed
-from jtile.trace.names import NONE, Liveness, Names, assigned, declared, inside, parameters, touched
+from jtile.trace.names import (
+    NONE,
+    Liveness,
+    Names,
+    assigned,
+    copy_tree,
+    declared,
+    inside,
+    parameters,
+    touched,
+)
 from jtile.trace.patterns import Patterns
 
 _RUNTIME = "__jtile_runtime__"
@@ -148,16 +158,6 @@ def _definition(source: str, name: str, first_line: int) -> ast.FunctionDef | No
     return None
 
 
-def copy_tree(n: Any) -> Any:
-    """A deep copy of a syntax tree."""
-    if isinstance(n, list):
-        return [copy_tree(k) for k in n]
-    if not isinstance(n, ast.AST):
-        return n
-    new = type(n)(**{f: copy_tree(getattr(n, f)) for f in n._fields if hasattr(n, f)})
-    return ast.copy_location(new, n) if hasattr(n, "lineno") else new
-
-
 def strip_annotations(fn: ast.FunctionDef) -> None:
     fn.returns = None
     a = fn.args
@@ -202,7 +202,7 @@ class _Rewriter:
             return fn  # a generator stays Python's: its loops cannot move
         theirs = assigned(fn.body)
         Patterns(self._call, self.numbers).generic_visit(fn)
-        jumps = Jumps(fn, self.numbers)
+        jumps = Jumps(fn, lambda s: self._call("truth", s, s.test, self._place(s)), self.numbers)
         fillable = always_bound(fn) if jumps.matter else NONE
         jumps.run()
         self.stops |= jumps.stops

@@ -37,6 +37,7 @@ from jtile.trace.expressions import (
     is_singleton,
     not_,
     or_,
+    truth,
 )
 
 Names = tuple[str, ...]
@@ -209,5 +210,6 @@ __all__ = [
     "or_",
     "plain_iter",
     "plain_test",
+    "truth",
     "while_loop",
 ]

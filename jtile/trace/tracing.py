@@ -144,6 +144,11 @@ def _explained(e: Exception) -> str | None:
             "jt.when or jt.cond for a choice, jt.range for a loop bound, jt.ds for the start of a slice, or make the "
             "number a meta-parameter"
         )
+    if isinstance(e, RecursionError):
+        return (
+            "a function calls itself without end while the kernel is traced, since both sides of a branch are traced "
+            "where its condition is; write a loop, or let a Python value end the recursion"
+        )
     if isinstance(e, jax.errors.InconclusiveDimensionOperation) or (isinstance(e, TypeError) and "_DimExpr" in str(e)):
         return _size_needed(e)
     if isinstance(e, ValueError) and "__jax_array__" in str(e) and not isinstance(e, KernelValueError):

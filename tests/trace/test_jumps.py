@@ -123,6 +123,34 @@ def test_a_loop_without_a_condition(run):
     assert run(kernel, [X], [((2,), F32)])[0].tolist() == [12, 3]
 
 
+def test_a_loop_without_a_condition_has_its_work_once(run, lower):
+    """A queue of work: what stands behind the way out is not there once more in front of the loop."""
+
+    def kernel(x, o):
+        t, n = jt.program_id(0) - 1, 0
+        while True:
+            t = t + 1
+            if t >= x.shape[0]:
+                n = n + 100
+                break
+            elif t == 1:
+                continue
+            n = n + 1
+            o[t] = x[t] * 2
+            if t == 4:
+                break
+            o[t, 0] = n.astype(F32)
+
+    (o,) = run(kernel, [X], [(X.shape, F32)], inits=(0,), grid=(1,))
+    want = X * 2 * (np.arange(6) % 4 != 1)[:, None]
+    want[:, 0] = [1, 0, 2, 3, 32, 0]
+    want[5] = 0
+    want[4] = X[4] * 2
+    np.testing.assert_array_equal(o, want)
+    ops = list(lower(kernel, [X], [jax.ShapeDtypeStruct(X.shape, F32)], inits=(0,), grid=(1,)).body.walk())
+    assert sum(op.mnemonic == "store" for op in ops) == 2
+
+
 def test_code_that_nothing_gets_to(run):
     def kernel(x, o):
         while True:

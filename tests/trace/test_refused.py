@@ -72,6 +72,24 @@ def bad_return_types(x, o):
     o[0] = _row_or_element(x)
 
 
+def bad_while_true(x, o):
+    while True:
+        if x[0] > 1:
+            break
+        o[0, 0] = 1.0
+
+
+@function
+def _countdown(n):
+    if n <= 0:
+        return 0
+    return _countdown(n - 1) + 1
+
+
+def bad_recursion(x, o):
+    o[0, 0] = _countdown(x[0, 0])
+
+
 def bad_raise(x, o):
     if x[0, 0] > 0:
         raise ValueError("positive")
@@ -240,7 +258,7 @@ REFUSED = {
     bad_float_counter: (KernelTypeError, "'s' changes", "for k in jt.range(3):"),
     bad_break_in_finally: (KernelSyntaxError, "'break' cannot stand in a jt.range loop.*behind the `try`", "break"),
     bad_late_name_after_a_break: (KernelSyntaxError, "'y' gets its value only inside", "for k in jt.range(3):"),
-    bad_name_behind_a_break: (KernelSyntaxError, "'y' is bound in one branch only", "if x[0, 0] > 1:"),
+    bad_name_behind_a_break: (KernelSyntaxError, "'y' gets its value only inside", "while True:"),
     bad_return_on_one_path: (KernelTypeError, "ends without a return", "if v > 0:"),
     bad_return_kinds: (KernelTypeError, "values of different kinds", "if v > 0:"),
     bad_return_types: (KernelTypeError, "value that this function returns has another type", "if x[0, 0] > 0:"),
@@ -248,6 +266,8 @@ REFUSED = {
     bad_max_rank: (KernelTypeError, r"rank 1, got shape \(6, 4\); write jnp.max", "o[0, 0] = max(x[...])"),
     bad_step: (KernelTypeError, "the step of jt.range is an integer scalar", "for k in jt.range(0, 3, x[0, 0]):"),
     bad_tile_case: (KernelTypeError, "if takes one bool", "case 1:"),
+    bad_while_true: (KernelTypeError, "if takes one bool", "if x[0] > 1:"),
+    bad_recursion: (KernelTypeError, "calls itself without end while the kernel is traced", "if n <= 0:"),
     bad_raise: (KernelSyntaxError, "jt.assert_", "raise ValueError"),
     bad_one_branch: (KernelSyntaxError, "'y' is bound in one branch only", "if x[0, 0] > 0:"),
     bad_other_branch: (KernelSyntaxError, "'y' is bound in one branch only", "if x[0, 0] > 0:"),
