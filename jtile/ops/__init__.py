@@ -2,12 +2,15 @@
 `softmax_reference`).
 
 Every function takes any leading axes and float dtypes, computes in float32 where it does not say otherwise, raises
-typed errors, and runs inside `jax.jit`. The kernels stand in the modules too (`jtile.ops.softmaxes:softmax_rows`).
+typed errors, and runs inside `jax.jit`. The kernels stand in the modules too (`jtile.ops.softmaxes:softmax_rows`);
+`choices` says which of them a call takes, and why not others.
 """
 
 from jtile.ops.activations import geglu as geglu
 from jtile.ops.activations import swiglu as swiglu
 from jtile.ops.convolutions import convolution as convolution
+from jtile.ops.dispatch import Choice as Choice
+from jtile.ops.dispatch import choices as choices
 from jtile.ops.elementwise import bias_gelu_residual as bias_gelu_residual
 from jtile.ops.embeddings import embedding as embedding
 from jtile.ops.flash_attention import attention as attention

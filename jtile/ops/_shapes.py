@@ -49,7 +49,7 @@ _GPU = Machine(tile=4096, row=1024, one_tile=32768, block=16384, programs=1056, 
 
 def machine() -> Machine:
     """Of the platform at hand."""
-    return _CPU if jt.platform() == "cpu" else _GPU
+    return _GPU if "warps" in jt.target().features else _CPU
 
 
 @functools.cache

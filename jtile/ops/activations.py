@@ -20,12 +20,12 @@ def _grid(gate, up, *, br, bn, n, **_):
 
 @jt.kernel(out_type=lambda gate, up, *, n, **_: jt.like(gate, shape=(gate.shape[0], n)), grid=_grid)
 def gated(gate, up, y, *, n: int, br: int, bn: int, activation: str):
-    """Tiles [br, bn] of y [rows, n]; `up` is `()` where the gate's columns [n, 2n) are the other factor."""
+    """Tiles [br, bn] of y [rows, n]; `up` is None where the gate's columns [n, 2n) are the other factor."""
     # y = act(gate) * up
     i, j = jt.program_id(0), jt.program_id(1)
     rows = jt.ds(i * br, br)
     g = wide(gate[rows, jt.ds(j * bn, bn)])
-    u = up[0][rows, jt.ds(j * bn, bn)] if up else gate[rows, jt.ds(n + j * bn, bn)]
+    u = gate[rows, jt.ds(n + j * bn, bn)] if up is None else up[rows, jt.ds(j * bn, bn)]
     y[rows, jt.ds(j * bn, bn)] = (ACTIVATIONS[activation](g) * u.astype(g.dtype)).astype(y.dtype)
 
 
@@ -42,8 +42,8 @@ def _apply(op: str, activation: str, gate, up):
     rows = as_rows(gate)
     bn = fit(n, machine().tile)
     br = rows_per_tile(rows.shape[0], bn)
-    others = () if up is None else (as_rows(up),)
-    return gated(rows, others, n=n, br=br, bn=bn, activation=activation).reshape(shape)
+    up = None if up is None else as_rows(up)
+    return gated(rows, up, n=n, br=br, bn=bn, activation=activation).reshape(shape)
 
 
 @functools.partial(jax.jit, inline=True)

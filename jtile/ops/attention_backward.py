@@ -9,6 +9,7 @@ import jtile as jt
 from jtile.ops import attention_slopes, hopper_attention_backward
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible, weights
+from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op
 
 
 @jt.kernel(
@@ -18,7 +19,7 @@ from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible, w
 def attention_delta(o, g, ct, delta, *, n: int, dtype: str):
     """delta [batch, heads, t] of o, g [batch, t, heads, d], `n` queries at a time.
 
-    ct: the cotangent of the log-sum-exp in a tuple, or ().
+    ct: the cotangent of the log-sum-exp, or None.
     """
     # delta_i = sum_d g_id o_id - log2(e) ct_i, so that ds_ij = p_ij (dp_ij - delta_i)
     b, h = jt.program_id(0), jt.program_id(1)
@@ -26,7 +27,7 @@ def attention_delta(o, g, ct, delta, *, n: int, dtype: str):
     O, G, D = o.tiles(None, n, None, d), g.tiles(None, n, None, d), delta.tiles(None, None, n)
     for i in jt.range(jt.cdiv(t, n)):
         row = (O[b, i, h, 0].astype(dtype) * G[b, i, h, 0].astype(dtype)).sum(1)
-        D[b, h, i] = row - LOG2_E * ct[0].tiles(None, None, n)[b, h, i].astype(dtype) if ct else row
+        D[b, h, i] = row if ct is None else row - LOG2_E * ct.tiles(None, None, n)[b, h, i].astype(dtype)
 
 
 def _types(q, k, v, g, lse, delta, lengths, offsets, *, splits, **_):
@@ -48,16 +49,17 @@ def flash_attention_backward(
     """
     # p_ij = 2^(s_ij - lse_i)   dv_j = sum_i p_ij g_i   ds_ij = p_ij (g_i . v_j - delta_i) s'_ij
     # dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i      tiles of p and ds are kept transposed, [bk, bq]
-    b, kv, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    # b: row of the batch; kv, h: heads of keys and of queries; j, i: blocks of keys and of queries
+    b, kv, share = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     (t, heads, d), keys = q.shape[1:], k.shape[1]
     group = heads // k.shape[2]
     K, V, DK, DV = (x.tiles(None, bk, None, d) for x in (k, v, dk, dv))
     Q, G = (x.tiles(None, bq, None, d) for x in (q, g))
     L, D = (x.tiles(None, None, bq) for x in (lse, delta))
     DQ = dq.tiles(*(None,) * (len(dq.shape) - 3), bq, None, d)
-    split = (n,) if len(dq.shape) == 5 else ()
-    length = jnp.minimum(lengths[0][b], keys) if lengths else keys
-    offset = offsets[0][b] if offsets else 0
+    split = (share,) if len(dq.shape) == 5 else ()
+    length = keys if lengths is None else jnp.minimum(lengths[b], keys)
+    offset = 0 if offsets is None else offsets[b]
     rows = jt.cdiv(t, bq)
 
     def step(i, h, columns, k_j, v_j, dk_j, dv_j, edge: bool):
@@ -77,20 +79,20 @@ def flash_attention_backward(
     for h in jt.range(group):
         for i in jt.range(rows):
             DQ[(*split, b, i, kv * group + h, 0)] = jnp.zeros((bq, d), dq.dtype)
-    for m in jt.range(jt.cdiv(jt.cdiv(keys, bk) - n, splits)):
-        j = n + m * splits
+    for turn in jt.range(jt.cdiv(jt.cdiv(keys, bk) - share, splits)):
+        j = share + turn * splits
         columns = j * bk + jt.arange(bk)[:, None]
         k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
-        if lengths:  # what stands behind the length may be anything
+        if lengths is not None:  # what stands behind the length may be anything
             k_j, v_j = (jnp.where(columns < length, x, jnp.zeros((), x.dtype)) for x in (k_j, v_j))
         lo, inner_lo, inner_hi, hi = query_blocks(j * bk, bk, bq, t, offset, length, window)
         dk_j, dv_j = (jnp.zeros((bk, d), lse.dtype) for _ in range(2))
-        for x in jt.range(group):
-            h = kv * group + x
+        for member in jt.range(group):
+            h = kv * group + member
             for i in jt.range(inner_lo, inner_hi):
                 dk_j, dv_j = step(i, h, columns, k_j, v_j, dk_j, dv_j, edge=False)
-            for e in jt.range(inner_lo - lo + hi - inner_hi):  # the edges on both sides
-                i = jnp.where(e < inner_lo - lo, lo + e, e - inner_lo + lo + inner_hi)
+            for n in jt.range(inner_lo - lo + hi - inner_hi):  # the blocks at the edges on both sides
+                i = jnp.where(n < inner_lo - lo, lo + n, n - inner_lo + lo + inner_hi)
                 dk_j, dv_j = step(i, h, columns, k_j, v_j, dk_j, dv_j, edge=True)
         DK[b, j, kv, 0] = (dk_j * scale).astype(dk.dtype)
         DV[b, j, kv, 0] = dv_j.astype(dv.dtype)
@@ -100,19 +102,12 @@ def flash_attention_backward(
             DQ[here] = DQ[here] * scale
 
 
-def attention_backward(
-    q, k, v, o, lse, g, ct_lse, lengths, offsets, *, scale: float, softcap: float | None, window: Window,
+def in_one_kernel(
+    q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: float | None, window: Window,
     bq: int = 128, bk: int = 128,
 ):  # fmt: skip
-    """(dq, dk, dv) for the cotangents g [batch, t, heads, d] of o and ct_lse [batch, heads, t] (or None) of lse."""
+    """On a CPU: a program has some of the blocks of keys, and a share of dq of its own."""
     batch, s, groups = k.shape[:3]
-    ct = () if ct_lse is None else (ct_lse,)
-    if jt.architecture() == "sm_90" and hopper_attention_backward.fits(q, k, softcap=softcap, scale=scale):
-        args = q, k, v, o, lse, g, ct, lengths, offsets
-        return hopper_attention_backward.slopes(*args, scale=scale, window=window)
-    if jt.platform() != "cpu":
-        options = {"scale": scale, "softcap": softcap, "window": window}
-        return attention_slopes.slopes(q, k, v, o, lse, g, ct, lengths, offsets, **options)
     n = fit(q.shape[1], max(1, machine().tile // q.shape[3]))
     delta = attention_delta(o, g, ct, n=n, dtype=lse.dtype.name)
     bq, bk = fit(q.shape[1], bq), fit(s, bk)
@@ -123,3 +118,13 @@ def attention_backward(
     )  # fmt: skip
     dq = dq if dq.ndim == 4 else dq[0] if splits == 1 else dq.sum(0)
     return dq.astype(q.dtype), dk, dv
+
+
+# (dq, dk, dv) for the cotangents g [batch, t, heads, d] of o and ct [batch, heads, t] (or None) of lse.
+attention_backward = Op(
+    "attention backward",
+    Implementation("roles", hopper_attention_backward.slopes, hopper_attention_backward.misfit, BLOCK_LEVEL,
+                   portable=False),
+    Implementation("a kernel of keys, a kernel of queries", attention_slopes.slopes, needs=WARPS),
+    Implementation("one kernel", in_one_kernel),
+)  # fmt: skip

@@ -18,13 +18,13 @@ from jtile.ops.attention_windows import LOG2_E, Window, blocks, query_blocks, vi
 def attention_delta_tiles(o, g, ct, delta, *, n: int, dtype: str):
     """delta [batch, heads, t] of o, g [batch, t, heads, d], `n` queries in a program.
 
-    ct: the cotangent of the log-sum-exp in a tuple, or ().
+    ct: the cotangent of the log-sum-exp, or None.
     """
     # delta_i = sum_d g_id o_id - log2(e) ct_i, so that ds_ij = p_ij (dp_ij - delta_i)
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     O, G = (x.tiles(None, n, None, o.shape[3])[b, i, h, 0].astype(dtype) for x in (o, g))
     row = (O * G).sum(1)
-    row = row - LOG2_E * ct[0].tiles(None, None, n)[b, h, i].astype(dtype) if ct else row
+    row = row if ct is None else row - LOG2_E * ct.tiles(None, None, n)[b, h, i].astype(dtype)
     delta.tiles(None, None, n)[b, h, i] = row
 
 
@@ -43,17 +43,18 @@ def attention_slopes_of_keys(
     """
     # p_ij = 2^(s_ij - lse_i)   dv_j = sum_i p_ij g_i   ds_ij = p_ij (g_i . v_j - delta_i) s'_ij
     # dk_j = scale sum_i ds_ij q_i      tiles of p and ds are kept transposed, [bk, bq]
+    # b: row of the batch; kv, h: heads of keys and of queries; j, i: blocks of keys and of queries
     b, kv, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     (t, heads, d), keys = q.shape[1:], k.shape[1]
     group = heads // k.shape[2]
     K, V, DK, DV = (x.tiles(None, bk, None, d) for x in (k, v, dk, dv))
     Q, G = (x.tiles(None, bq, None, d) for x in (q, g))
     L, D = (x.tiles(None, None, bq) for x in (lse, delta))
-    length = jnp.minimum(lengths[0][b], keys) if lengths else keys
-    offset = offsets[0][b] if offsets else 0
+    length = keys if lengths is None else jnp.minimum(lengths[b], keys)
+    offset = 0 if offsets is None else offsets[b]
     columns = j * bk + jt.arange(bk)[:, None]
     k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
-    if lengths:  # what stands behind the length may be anything
+    if lengths is not None:  # what stands behind the length may be anything
         k_j, v_j = (jnp.where(columns < length, x, jnp.zeros((), x.dtype)) for x in (k_j, v_j))
 
     def step(i, h, dk_j, dv_j, edge: bool):
@@ -68,12 +69,12 @@ def attention_slopes_of_keys(
 
     lo, inner_lo, inner_hi, hi = query_blocks(j * bk, bk, bq, t, offset, length, window)
     dk_j, dv_j = (jnp.zeros((bk, d), lse.dtype) for _ in range(2))
-    for x in jt.range(group):
-        h = kv * group + x
+    for member in jt.range(group):
+        h = kv * group + member
         for i in jt.range(inner_lo, inner_hi, stages=2):
             dk_j, dv_j = step(i, h, dk_j, dv_j, edge=False)
-        for e in jt.range(inner_lo - lo + hi - inner_hi):  # the edges on both sides
-            i = jnp.where(e < inner_lo - lo, lo + e, e - inner_lo + lo + inner_hi)
+        for n in jt.range(inner_lo - lo + hi - inner_hi):  # the blocks at the edges on both sides
+            i = jnp.where(n < inner_lo - lo, lo + n, n - inner_lo + lo + inner_hi)
             dk_j, dv_j = step(i, h, dk_j, dv_j, edge=True)
     DK[b, j, kv, 0] = (dk_j * scale).astype(dk.dtype)
     DV[b, j, kv, 0] = dv_j.astype(dv.dtype)
@@ -94,8 +95,8 @@ def attention_slopes_of_queries(
     K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
     q_i, g_i = (x.tiles(None, bq, None, d)[b, i, h, 0] for x in (q, g))
     lse_i, delta_i = (x.tiles(None, None, bq)[b, h, i][:, None] for x in (lse, delta))
-    length = jnp.minimum(lengths[0][b], keys) if lengths else keys
-    first = i * bq + (offsets[0][b] if offsets else 0)
+    length = keys if lengths is None else jnp.minimum(lengths[b], keys)
+    first = i * bq + (0 if offsets is None else offsets[b])
     rows = first + jt.arange(bq)[:, None]
 
     def step(j, acc, edge: bool):
@@ -106,7 +107,7 @@ def attention_slopes_of_queries(
         if edge:
             columns = j * bk + jt.arange(bk)[None, :]
             ds = jnp.where(visible(rows, columns, length, window), ds, 0.0)
-            k_j = jnp.where(length > columns.T, k_j, jnp.zeros((), k_j.dtype)) if lengths else k_j
+            k_j = jnp.where(length > columns.T, k_j, jnp.zeros((), k_j.dtype)) if lengths is not None else k_j
         return jt.dot(ds.astype(q.dtype), k_j, acc)
 
     lo, inner_lo, inner_hi, hi = blocks(first, bq, bk, length, window)
@@ -122,7 +123,7 @@ def attention_slopes_of_queries(
 
 
 def slopes(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: float | None, window: Window):
-    """(dq, dk, dv) for the cotangents g of o and ct of lse, a tuple of one or none; as `attention_backward`."""
+    """(dq, dk, dv) for the cotangents g of o and ct of lse, or None; as `attention_backward`."""
     t, s, d, bytes_ = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
     keys, queries = gpu_tiles.attention_slopes(t, s, d, bytes_, gpu_tiles.little_memory())
     n = fit(t, max(1, machine().tile // d))

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError
 from jtile.ops._shapes import check_int, check_rank, fit, machine, sums_in
+from jtile.ops.dispatch import WARPS, Implementation, Op
+from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
 
 
@@ -60,15 +62,23 @@ def embedding_backward_runs(order, ids, ends, g, total, *, bf: int, vocab: int):
     jt.store(total, here, acc, mask=jnp.broadcast_to(inside, (bf,)))
 
 
-def _slopes(ids, g, vocab: int):
-    """Summed rows of g at `ids`, in the order of ids."""
-    features = g.shape[1]
-    if jt.platform() == "cpu":
-        return embedding_backward_columns(ids, g, bf=min(features, 128), vocab=vocab)
+def _in_runs(ids, g, *, vocab: int):
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     ordered = ids[order]
     ends = jnp.searchsorted(ordered, ordered, side="right").astype(jnp.int32)
-    return embedding_backward_runs(order, ordered, ends, g, bf=fit(features, 1024), vocab=vocab)
+    return embedding_backward_runs(order, ordered, ends, g, bf=fit(g.shape[1], 1024), vocab=vocab)
+
+
+def _in_columns(ids, g, *, vocab: int):
+    return embedding_backward_columns(ids, g, bf=min(g.shape[1], 128), vocab=vocab)
+
+
+# Summed rows of g at `ids`, in the order of ids.
+_slopes = Op(
+    "embedding backward",
+    Implementation("runs of sorted ids", _in_runs, needs=WARPS),
+    Implementation("columns", _in_columns),
+)
 
 
 def _forward(table, ids, **meta):
@@ -77,30 +87,30 @@ def _forward(table, ids, **meta):
 
 def _backward(residuals, g, **_):
     table, ids = residuals
-    return _slopes(ids, g, table.shape[0]).astype(table.dtype), None
+    return _slopes(ids, g, vocab=table.shape[0]).astype(table.dtype), None
 
 
 embedding_rows.defvjp(_forward, _backward)
 
 
-def _blocks_type(q, ids, *, dtype, **_):
+def _blocks_type(table, ids, *, dtype, **_):
     """Rows as [n, blocks, halves, weights]: a byte of a 4-bit block holds one weight of either half."""
-    codes = q["codes"].shape
-    shape = (codes[1], 2, codes[2]) if q["codes"].dtype == jnp.uint8 else (codes[1], 1, codes[2])
+    codes = table.codes.shape
+    shape = (codes[1], 2, codes[2]) if table.codes.dtype == jnp.uint8 else (codes[1], 1, codes[2])
     return jax.ShapeDtypeStruct((ids.shape[0], *shape), dtype)
 
 
 @jt.kernel(out_type=_blocks_type, grid=_grid)
-def embedding_blocks(q, ids, y, *, bn: int, dtype: str):
-    """`q`: codes [vocab, blocks, stored], scale, minimum [vocab, blocks]; the formulas are in quantized_tensor.py."""
+def embedding_blocks(table: Weight, ids, y, *, bn: int, dtype: str):
+    """Codes [vocab, blocks, stored], scale, minimum [vocab, blocks]; the formulas are in quantized_tensor.py."""
     rows = jt.ds(jt.program_id(0) * bn, bn)
     row = ids[rows]
-    codes, scale = q["codes"][row], q["scale"][row].astype(jnp.float32)[..., None]
+    codes, scale = table.codes[row], table.scale[row].astype(jnp.float32)[..., None]
     halves = (codes & jnp.uint8(15), codes >> jnp.uint8(4)) if codes.dtype == jnp.uint8 else (codes,)
     for k, half in enumerate(halves):
         w = half.astype(jnp.float32)
-        if "minimum" in q:
-            w = w * scale + q["minimum"][row].astype(jnp.float32)[..., None]
+        if table.minimum is not None:
+            w = w * scale + table.minimum[row].astype(jnp.float32)[..., None]
         else:
             w = (w - 8.0) * scale if len(halves) == 2 else w * scale
         y[rows, :, k, :] = w.astype(y.dtype)
@@ -140,10 +150,8 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
         rows = jnp.where((flat >= 0) & (flat < table.shape[0]), flat, 0)
         table, flat = table.rows(rows).unpacked(), jnp.where(rows == flat, jnp.arange(flat.shape[0]), -1)
     vocab, blocks = table.shape[0], 1 if table.kind == "int8" else features // BLOCK
-    q = {"codes": table.codes.reshape(vocab, blocks, -1), "scale": table.scale}
-    q |= {} if table.minimum is None else {"minimum": table.minimum}
-    q = jax.lax.stop_gradient(q)  # quantised weights are frozen
-    return embedding_blocks(q, flat, **meta).reshape(shape)
+    arrays = Weight(table.codes.reshape(vocab, blocks, -1), table.scale, table.minimum)
+    return embedding_blocks(jax.lax.stop_gradient(arrays), flat, **meta).reshape(shape)  # quantised weights are frozen
 
 
 def embedding_reference(table, ids, *, dtype=None):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles, hopper_tiles, spaces
-from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, sums_in, tuned
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_backward import attention_backward
 from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks, scores
 
@@ -32,11 +32,11 @@ def _types(q, *_, save: bool = False, **__):
 @jt.autotune(space=spaces.attention, override=True)
 @jt.kernel(out_type=_types, grid=_grid)
 def flash_attention(
-    q, k, v, lengths, offsets, o, *lse,
-    bq: int, bk: int, scale: float, softcap: float | None, window: Window, save: bool = False, stages: int = 2,
+    q, k, v, lengths, offsets, o, lse=None,
+    *, bq: int, bk: int, scale: float, softcap: float | None, window: Window, save: bool = False, stages: int = 2,
     side: int | None = None,
 ):  # fmt: skip
-    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch] in a tuple, or ().
+    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; lengths, offsets: int32 [batch], or None.
 
     `side`: of tiles along the features, at least d: what lies behind d reads as zeros.
     `save`: also lse [batch, heads, t], the log-sum-exp of the scores in powers of two, `EMPTY` for a query that sees
@@ -48,8 +48,8 @@ def flash_attention(
     d, keys, kv = side or q.shape[3], k.shape[1], h // (q.shape[2] // k.shape[2])
     K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
     Q, unit = _scaled(q.tiles(None, bq, None, d)[b, i, h, 0], scale, softcap)
-    length = jnp.minimum(lengths[0][b], keys) if lengths else keys
-    first = i * bq + (offsets[0][b] if offsets else 0)  # where this tile's first query stands among the keys
+    length = keys if lengths is None else jnp.minimum(lengths[b], keys)
+    first = i * bq + (0 if offsets is None else offsets[b])  # where this tile's first query stands among the keys
     lo, inner_lo, inner_hi, hi = blocks(first, bq, bk, length, window)
     rows = first + jt.arange(bq)[:, None]
 
@@ -57,14 +57,14 @@ def flash_attention(
         s = scores(jt.dot(Q, K[b, j, kv, 0].T), unit, softcap, short=q.dtype.itemsize == 2)
         v_j = V[b, j, kv, 0]
         if edge:
-            s, v_j = at_edge(s, v_j, j * bk, rows, length, window, cut=bool(lengths))
+            s, v_j = at_edge(s, v_j, j * bk, rows, length, window, cut=lengths is not None)
         return online(s, v_j, m, l, acc)
 
     wide = sums_in(q)
     m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
     # From the last block of keys to the first. Under a causal mask the last block alone has an edge, if no tile of
     # queries stands beside two: the first round of the loop, which a schedule takes apart anyway.
-    one = not lengths and not offsets and window == (None, 0) and bk % bq == 0
+    one = lengths is None and offsets is None and window == (None, 0) and bk % bq == 0
     edges = jnp.clip(hi - inner_hi, 0, 1 if one else keys)
     inner = hi if window[0] is None else jnp.maximum(edges, hi - inner_lo)
     block = lambda r: jnp.maximum(hi - 1 - r, 0)
@@ -76,8 +76,8 @@ def flash_attention(
         for r in jt.range(inner, hi - lo):
             m, l, acc = step(block(r), m, l, acc, edge=True)
     o.tiles(None, bq, None, d)[b, i, h, 0] = normalised(acc, l).astype(o.dtype)
-    if save:
-        lse[0].tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+    if lse is not None:
+        lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
 
 
 def _run(q, *args, **meta):
@@ -166,13 +166,13 @@ def attention(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     sizes = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
     tiles = _tiles(*sizes, bounds[1] is not None, lengths is not None)
-    lengths, offsets = (() if x is None else (x.astype(jnp.int32),) for x in (lengths, offsets))
+    lengths, offsets = (None if x is None else x.astype(jnp.int32) for x in (lengths, offsets))
     return _run(q, k, v, lengths, offsets, scale=scale, softcap=softcap, window=bounds, **tiles)
 
 
 def _tiles(t: int, s: int, d: int, itemsize: int, causal: bool, lengths: bool) -> dict[str, int]:
     """Queries and keys of a tile, on the platform at hand."""
-    if jt.platform() != "cpu":
+    if not machine().whole:
         side = hopper_tiles.head(d)
         if side != d and d > 32 and d % 8 == 0 and gpu_tiles.warpgroups():
             wide = hopper_tiles.attention(t, s, side, itemsize, causal, lengths)

@@ -71,9 +71,8 @@ def _grid(x, gate, *_, tb, bm, bn, **__):
     return jt.cdiv(x.shape[0], bm), jt.cdiv(gate.shape[0 if tb else 1], bn)
 
 
-def _tile(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, stages=3, save=False):
-    # `bk` terms of a sum at a time, all for 0
-    # Y = act(G) * U     G = X Wg     U = X Wu, outputs too with `save`
+def _tile(x, gate, up, y, gates=None, ups=None, *, activation, tb, bm, bn, bk=0, stages=3, save=False):
+    # Y = act(G) * U     G = X Wg     U = X Wu, outputs too with `save`; `bk` terms of a sum at a time, all for 0
     i, j = jt.program_id(0), jt.program_id(1)
     k = x.shape[1]
     bk = bk or k
@@ -86,8 +85,9 @@ def _tile(x, gate, up, y, *saved, activation, tb, bm, bn, bk=0, stages=3, save=F
         for p in jt.range(X.shape[1], stages=stages):
             X_p = X[i, p]
             G, U = jt.dot(X_p, W(gate, p), G), jt.dot(X_p, W(up, p), U)
-    for ref, value in zip(saved, (G, U)):
-        ref.tiles(bm, bn)[i, j] = value.astype(ref.dtype)
+    if gates is not None and ups is not None:
+        gates.tiles(bm, bn)[i, j] = G.astype(gates.dtype)
+        ups.tiles(bm, bn)[i, j] = U.astype(ups.dtype)
     y.tiles(bm, bn)[i, j] = (ACTIVATIONS[activation](G) * U).astype(y.dtype)
 
 
@@ -98,7 +98,7 @@ _gated = _gated.autotune(space=spaces.gated_products, key=spaces.GATED, override
 def _run(x, gate, up, *, tb, bm, bn, bk, save=False, **meta):
     """The kernel for these tiles, on these arrays."""
     kernel = _gated
-    if jt.platform() != "cpu":
+    if "warps" in jt.target().features:
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, x.dtype.itemsize, gates=2))
     return kernel(x, gate, up, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
 

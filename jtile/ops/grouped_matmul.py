@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import gpu_tiles, hopper_tiles
-from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, sums_in, tuned
+from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, machine, sums_in, tuned
 from jtile.ops.hopper_tiles import Form, Product
 
 
@@ -79,17 +80,24 @@ def _outer_grid(x, dy, sizes, *_, groups, bm, bn, **__):
     return groups, jt.cdiv(x.shape[1], bm), jt.cdiv(dy.shape[1], bn)
 
 
+class LastRows(NamedTuple):
+    """Of x [rows, k] and dy [rows, n] the rows of each group behind its last whole block, as `last_rows` gives them."""
+
+    x: Any = None
+    dy: Any = None
+
+
 @jt.kernel(out_type=_outer_type, grid=_outer_grid)
 def grouped_outer(
-    x, dy, sizes, *refs, groups: int, out_dtype, bm: int, bn: int, bk: int, stages: int = 3, step: int = 0
-):
+    x, dy, sizes, last: LastRows, dw,
+    *, groups: int, out_dtype, bm: int, bn: int, bk: int, stages: int = 3, step: int = 0,
+):  # fmt: skip
     """x [rows, k], dy [rows, n], sizes int32 [groups] -> dw [groups, k, n]: the products of each group's rows.
 
-    With `step`, refs begin with the rows of x and of dy behind the last whole `bk` of each group, which `last_rows`
-    gives: they are taken `step` at a time, as they are. Else they are masked here.
+    With `step` the rows behind the last whole `bk` of each group are those of `last`, taken `step` at a time, as they
+    are. Else they are masked here.
     """
     # dW_g = sum over the rows r of group g of x_r^T dy_r
-    *last, dw = refs
     g, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     size = sizes[g]
     first = jnp.sum(jnp.where(jt.arange(sizes.shape[0]) < g, sizes[...], 0), dtype=jnp.int32)
@@ -103,7 +111,7 @@ def grouped_outer(
         acc = jt.dot(a.T, b, acc)
     rest = first + whole * bk
     if step:
-        A, B = last[0].tiles(None, step, bm), last[1].tiles(None, step, bn)
+        A, B = last.x.tiles(None, step, bm), last.dy.tiles(None, step, bn)
         for q in jt.range(jt.cdiv(count - whole * bk, step), stages=stages):
             acc = jt.dot(A[g, q, i].T, B[g, q, j], acc)
     elif rest < end:
@@ -126,7 +134,7 @@ def last_rows(x, sizes, bk: int):
 def _tiles(rows: int, groups: int, n: int, k: int, itemsize: int) -> dict[str, int]:
     """Of a product of groups of about rows / groups rows."""
     each = jt.cdiv(known(rows), max(groups, 1))
-    if jt.platform() == "cpu":
+    if machine().whole:
         return {"bm": fit(each, 64), "bn": fit(n, 256), "bk": fit(k, 256)}
     if each <= 96 and itemsize == 2 and k >= 128:  # as fast as their matrices are read, in lines of 256 bytes
         return {"bm": 64, "bn": min(128, max(16, jt.next_power_of_2(n))), "bk": 128}
@@ -148,7 +156,7 @@ def _rows(x, w, sizes, *, out_dtype: str, tw: bool):
 
 def _with_warps(x, w, sizes, *, tw: bool, bm: int, bn: int, **meta):
     kernel = tuned(grouped_rows[tw], **gpu_tiles.product_options(bm, bn, x.dtype.itemsize))
-    if bn >= 2 * bm and jt.platform() != "cpu":
+    if bn >= 2 * bm and "warps" in jt.target().features:
         meta = {"band": 16} | meta  # tiles that are worked on together are about square
     return kernel(x, w, sizes, tw=tw, bm=bm, bn=bn, **meta)
 
@@ -162,17 +170,17 @@ def _slopes(left, right, sizes, groups: int, out_dtype: str):
     each = jt.cdiv(known(left.shape[0]), groups)
     tiles = _tiles(left.shape[1], 1, right.shape[1], each, left.dtype.itemsize)
     tiles["bk"] = max(min(tiles["bk"], 64), 16)
-    last = ()
-    if jt.platform() != "cpu" and gpu_tiles.warpgroups():
+    last = LastRows()
+    if gpu_tiles.warpgroups():
         sides = known(left.shape[1]), known(right.shape[1])
         if each >= 512 and left.dtype.itemsize == 2 and sides[0] >= 128 and sides[1] >= 256:
             # masks would take shared memory for every consumer, and time at the end of every tile
             tiles |= {"bm": 128, "bn": 256, "bk": 64, "step": 16}
-            last = tuple(last_rows(r, sizes[:groups], tiles["bk"]) for r in (left, right))
+            last = LastRows(*(last_rows(r, sizes[:groups], tiles["bk"]) for r in (left, right)))
         else:
             tiles |= {"bm": min(tiles["bm"], 128), "bn": min(tiles["bn"], 128)}
     kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], left.dtype.itemsize))
-    return kernel(left, right, sizes, *last, groups=groups, out_dtype=out_dtype, **tiles)
+    return kernel(left, right, sizes, last, groups=groups, out_dtype=out_dtype, **tiles)
 
 
 def _backward(residuals, dy, *, tw: bool, **_):

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import attention_slopes, hopper_tiles
+from jtile.ops import hopper_tiles
 from jtile.ops._shapes import tuned
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible
+from jtile.ops.dispatch import first_unmet
 
 KEYS = 64  # of a role; a program has two
 EMPTY = 1e30  # the log-sum-exp of no scores
@@ -32,7 +33,7 @@ def attention_backward_start(o, g, lse, ct, s, dp, dq, *, n: int, unit: float):
     """What the sums of s and dp start from, [batch, heads, t rounded up to n], so that p = 2^(unit s) and ds = p dp;
     and dq = 0.
 
-    o, g [batch, t, heads, d]; lse [batch, heads, t]; ct: its cotangent in a tuple, or (). Queries behind t get p = 0.
+    o, g [batch, t, heads, d]; lse [batch, heads, t]; ct: its cotangent, or None. Queries behind t get p = 0.
     """
     # s_i = -lse_i / unit     dp_i = log2(e) ct_i - sum_d g_id o_id
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
@@ -40,21 +41,21 @@ def attention_backward_start(o, g, lse, ct, s, dp, dq, *, n: int, unit: float):
     row = -(O * G).sum(1)
     top = jnp.where(i * n + jt.arange(n) < o.shape[1], lse.tiles(None, None, n)[b, h, i], EMPTY)
     s.tiles(None, None, n)[b, h, i] = top * (-1.0 / unit)
-    dp.tiles(None, None, n)[b, h, i] = row + LOG2_E * ct[0].tiles(None, None, n)[b, h, i] if ct else row
+    dp.tiles(None, None, n)[b, h, i] = row if ct is None else row + LOG2_E * ct.tiles(None, None, n)[b, h, i]
     dq.tiles(None, n, None, o.shape[3])[b, i, h, 0] = jnp.zeros(O.shape, jnp.float32)
 
 
 def _place(q, k, window: Window):
     """Row, kv head and block of keys of this program: programs that run at the same time share what they read."""
     (batch, t, kvs, group, d), keys = q.shape, k.shape[1]
-    n, blocks = jt.program_id(0), jt.cdiv(keys, 2 * KEYS)
+    program, blocks = jt.program_id(0), jt.cdiv(keys, 2 * KEYS)
     near = 1  # heads whose blocks run side by side: the first block of keys has the most queries, the last the fewest
     if window[0] is None and window[1] is not None:
         held = max(1, NEAR // (t * group * d * (2 * q.dtype.itemsize + 4)))
-        near = max(x for x in range(1, min(batch * kvs, held) + 1) if batch * kvs % x == 0)
-    n, side = jnp.divmod(n, near)
-    n, j = jnp.divmod(n, blocks)
-    b, kv = jnp.divmod(n * near + side, kvs)
+        near = max(n for n in range(1, min(batch * kvs, held) + 1) if batch * kvs % n == 0)
+    several, side = jnp.divmod(program, near)
+    first, j = jnp.divmod(several, blocks)
+    b, kv = jnp.divmod(first * near + side, kvs)
     return b, kv, j
 
 
@@ -76,6 +77,8 @@ def hopper_attention_backward(
     """
     # p_ij = 2^(unit s_ij)   s_ij = q_i . k_j + s0_i   dp_ij = g_i . v_j + dp0_i   ds_ij = p_ij dp_ij
     # dv_j = sum_i p_ij g_i   dk_j = scale sum_i ds_ij q_i   dq_i = sum_j ds_ij k_j     tiles are transposed: [keys, bq]
+    # b: row of the batch; kv: head of keys; j: block of keys of both roles; w: role, which has half of those keys;
+    # head: query head of the group; i: block of queries; rounds: how many of those a role has had, over all heads.
     b, kv, j = _place(q, k, window)
     t, group, d, keys, dtype = q.shape[1], q.shape[3], q.shape[4], k.shape[1], q.dtype
     masked = counted or window != (None, None) or keys % (2 * KEYS) != 0
@@ -93,8 +96,8 @@ def hopper_attention_backward(
     def of_keys(w):
         return (2 * j + w) * KEYS + jt.arange(KEYS)[:, None]
 
-    def rows(x):  # the same number in every key's row
-        return jnp.broadcast_to(x.load()[None, :], (KEYS, bq))
+    def rows(starts):  # the same number in every key's row
+        return jnp.broadcast_to(starts.load()[None, :], (KEYS, bq))
 
     def bounds():
         length = jnp.minimum(lengths[b], keys) if counted else keys
@@ -103,8 +106,8 @@ def hopper_attention_backward(
 
     def zero_behind(length, w):  # what stands behind the length may be anything
         if (j + 1) * 2 * KEYS > length:
-            for X in (K, V):
-                X[half(w)].store(jnp.where(of_keys(w) < length, X[half(w)].load(), jnp.zeros((), dtype)))
+            for tile in (K, V):
+                tile[half(w)].store(jnp.where(of_keys(w) < length, tile[half(w)].load(), jnp.zeros((), dtype)))
             jt.fence_shared()
             clean[0].arrive()
             clean[0].wait(0)
@@ -115,15 +118,15 @@ def hopper_attention_backward(
             p = jnp.where(visible(queries, of_keys(w), length, window), p, 0.0)
         return p
 
-    def product_of_dq(h, w, r):  # half w of the tile of dq: of its columns, or, of short heads, of its queries
-        ds, k_h, part = DS[(r & 1) * 2 + h], K[half(h)], slice(w * 64, w * 64 + 64)
+    def product_of_dq(h, w, rounds):  # by the keys of role h, half w of dq: of its columns, or, of short heads, queries
+        ds, k_h, part = DS[(rounds & 1) * 2 + h], K[half(h)], slice(w * 64, w * 64 + 64)
         return (ds.T, k_h[:, part]) if d == 128 else (ds[:, part].T, k_h)
 
-    def step(w, r, x, i, s, dk_j, dv_j, edges):
-        """Round r of role w: query block i of head x of the group; s: its products, finished. Gives those of the next
+    def step(w, rounds, head, i, s, dk_j, dv_j, edges):
+        """A round of role w: query block i of a head of the group; s: its products, finished. Gives those of the next
         round too."""
-        slot = r & 1
-        g_full.at(r).wait()
+        slot = rounds & 1
+        g_full.at(rounds).wait()
         dp = jt.dot_async(V[half(w)], G[slot].T, rows(DP0[slot]))
         p = jnp.exp2(s * (scale * LOG2_E))
         p = seen(w, i, p, *edges) if masked else p
@@ -135,12 +138,12 @@ def hopper_attention_backward(
         shared[0].arrive()
         dv_j = jt.dot_wait(dv_j, pending=1)
         g_empty[slot].arrive()
-        dq_i = jt.dot_async(*product_of_dq(w, w, r))
+        dq_i = jt.dot_async(*product_of_dq(w, w, rounds))
         shared[0].wait(slot)
-        dq_i = jt.dot_async(*product_of_dq(1 - w, w, r), dq_i)
+        dq_i = jt.dot_async(*product_of_dq(1 - w, w, rounds), dq_i)
         dk_j = jt.dot_wait(dk_j, pending=2)
         q_empty[slot].arrive()
-        q_full.at(r + 1).wait()
+        q_full.at(rounds + 1).wait()
         s = jt.dot_async(K[half(w)], Q[slot ^ 1].T, rows(S0[slot ^ 1]))
         dq_i = jt.dot_wait(dq_i, pending=1)
         jt.store_wait(0)
@@ -148,11 +151,11 @@ def hopper_attention_backward(
         jt.fence_shared()
         jt.role_barrier()
         row, column = (i, w) if d == 128 else (2 * i + w, 0)
-        jt.async_copy(DQ[w], dq.tiles(None, 64, None, None, 64).at[b, row, kv, x, column], fn="add")
+        jt.async_copy(DQ[w], dq.tiles(None, 64, None, None, 64).at[b, row, kv, head, column], fn="add")
         return jt.dot_wait(s, pending=0), dk_j, dv_j
 
-    def give(w, x, out):
-        V[half(w)].store(x.astype(out.dtype))
+    def give(w, sums, out):
+        V[half(w)].store(sums.astype(out.dtype))
         jt.fence_shared()
         jt.role_barrier()
         jt.async_copy(V[half(w)], out.tiles(None, KEYS, None, d).at[b, 2 * j + w, kv, 0])
@@ -161,7 +164,7 @@ def hopper_attention_backward(
     for w in range(2):
         with jt.role(f"keys_{w}", warps=4, registers=240):
             length, offset, lo, inner_lo, inner_hi, hi = bounds()
-            r, dk_j, dv_j = jnp.int32(0), jt.zeros((KEYS, d), jnp.float32), jt.zeros((KEYS, d), jnp.float32)
+            rounds, dk_j, dv_j = jnp.int32(0), jt.zeros((KEYS, d), jnp.float32), jt.zeros((KEYS, d), jnp.float32)
             k_full[0].wait(0)
             if counted:
                 v_full[0].wait(0)
@@ -169,18 +172,18 @@ def hopper_attention_backward(
             q_full[0].wait(0)
             s = jt.dot_wait(jt.dot_async(K[half(w)], Q[0].T, rows(S0[0])), pending=0)
             v_full[0].wait(0)
-            for x in jt.range(group):
+            for head in jt.range(group):
                 for i in jt.range(lo, hi):
-                    s, dk_j, dv_j = step(w, r, x, i, s, dk_j, dv_j, (length, offset, inner_lo, inner_hi))
-                    r = r + 1
+                    s, dk_j, dv_j = step(w, rounds, head, i, s, dk_j, dv_j, (length, offset, inner_lo, inner_hi))
+                    rounds = rounds + 1
             give(w, dv_j, dv)
             give(w, dk_j * scale, dk)
 
-    def fetch(r, x, i, array, ring, start, starts, full, empty):
-        empty.at(r).wait(before=True)
-        full.at(r).expect(ring.nbytes + starts.nbytes)
-        jt.async_copy(array.tiles(None, bq, None, None, d).at[b, i, kv, x, 0], ring.at(r), full.at(r))
-        jt.async_copy(start.tiles(None, None, None, bq).at[b, kv, x, i], starts.at(r), full.at(r))
+    def fetch(rounds, head, i, array, ring, start, starts, full, empty):
+        empty.at(rounds).wait(before=True)
+        full.at(rounds).expect(ring.nbytes + starts.nbytes)
+        jt.async_copy(array.tiles(None, bq, None, None, d).at[b, i, kv, head, 0], ring.at(rounds), full.at(rounds))
+        jt.async_copy(start.tiles(None, None, None, bq).at[b, kv, head, i], starts.at(rounds), full.at(rounds))
 
     def fetch_keys(array, buffer, full):
         full[0].expect(buffer.nbytes)
@@ -188,47 +191,35 @@ def hopper_attention_backward(
 
     with jt.role("copies", warps=1, registers=24):
         length, offset, lo, inner_lo, inner_hi, hi = bounds()
-        r = jnp.int32(0)
+        rounds = jnp.int32(0)
         fetch_keys(k, K, k_full)
-        fetch(r, 0, lo, q, Q, s0, S0, q_full, q_empty)
+        fetch(rounds, 0, lo, q, Q, s0, S0, q_full, q_empty)
         fetch_keys(v, V, v_full)
-        for x in jt.range(group):
+        for head in jt.range(group):
             for i in jt.range(lo, hi):
-                fetch(r, x, i, g, G, dp0, DP0, g_full, g_empty)
-                r = r + 1  # behind the last round one more block of queries is multiplied, which nobody uses
+                fetch(rounds, head, i, g, G, dp0, DP0, g_full, g_empty)
+                rounds = rounds + 1  # behind the last one more block of queries is multiplied, which nobody uses
                 last = i + 1 >= hi
-                ahead = jnp.where(last, jnp.minimum(x + 1, group - 1), x), jnp.where(last, lo, i + 1)
-                fetch(r, *ahead, q, Q, s0, S0, q_full, q_empty)
+                ahead = jnp.where(last, jnp.minimum(head + 1, group - 1), head), jnp.where(last, lo, i + 1)
+                fetch(rounds, *ahead, q, Q, s0, S0, q_full, q_empty)
 
 
-def fits(q, k, *, softcap: float | None, scale: float) -> bool:
-    """Whether `slopes` can make those of this call."""
+def misfit(q, k, *_, softcap: float | None, scale: float, **__) -> str | None:
+    """Why `slopes` cannot make those of this call, None where it can."""
     known = all(isinstance(n, int) for n in (*q.shape, *k.shape))
-    right = known and 32 < q.shape[3] <= 128 and q.dtype in (jnp.bfloat16, jnp.float16)
-    return right and softcap is None and scale > 0
+    return first_unmet(
+        (known, "sizes are not known"),
+        (32 < q.shape[3] <= 128, f"heads have {q.shape[3]} features, not 33 to 128"),
+        (q.dtype in (jnp.bfloat16, jnp.float16), f"operands are {q.dtype.name}, not 16-bit floats"),
+        (softcap is None, "scores are capped"),
+        (scale > 0, f"the scale is {scale}"),
+    )
 
 
-def slopes(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, window: Window):
-    """(dq, dk, dv) for the cotangents g of o and ct of lse, a tuple of one or none; as `attention_backward`."""
-    return _slopes(q, k, v, o, lse, g, ct, lengths, offsets, scale, window)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(9, 10))
-def _slopes(q, k, v, o, lse, g, ct, lengths, offsets, scale: float, window: Window):
-    args = q, k, v, o, lse, g, ct, lengths, offsets
-    # The platform was a guess: only the lowering knows it.
-    return jax.lax.platform_dependent(*args, cuda=_of_rows(scale, window), default=_elsewhere(scale, window))
-
-
-@_slopes.defjvp
-def _slopes_jvp(scale: float, window: Window, primals, tangents):
-    """Of the kernels at tile level, which can be differentiated."""
-    moved, rest = primals[:7], primals[7:]
-    return jax.jvp(lambda *x: _elsewhere(scale, window)(*x, *rest), moved, tangents[:7])
-
-
-def _elsewhere(scale: float, window: Window):
-    return functools.partial(attention_slopes.slopes, scale=scale, softcap=None, window=window)
+def slopes(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: None, window: Window):
+    """(dq, dk, dv) for the cotangents g of o and ct of lse, or None; as `attention_backward`."""
+    del softcap
+    return _of_rows(scale, window)(q, k, v, o, lse, g, ct, lengths, offsets)
 
 
 @functools.lru_cache(maxsize=128)
@@ -262,10 +253,12 @@ def of_batch(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, window: 
     length = jt.cdiv(t, bq) * bq
     start = tuned(attention_backward_start, num_warps=8)
     s0, dp0, zeros = start(o, g, lse, ct, n=bq, unit=scale * LOG2_E)
-    counts = (lengths or (jnp.full((batch,), keys, jnp.int32),)) + (offsets or (jnp.zeros((batch,), jnp.int32),))
+    counted = lengths is not None or offsets is not None
+    lengths = jnp.full((batch,), keys, jnp.int32) if lengths is None else lengths
+    offsets = jnp.zeros((batch,), jnp.int32) if offsets is None else offsets
     of_group = lambda x: x.reshape(batch, t, groups, heads // groups, d)
     s0, dp0 = (x.reshape(batch, groups, heads // groups, length) for x in (s0, dp0))
-    args = of_group(q), k, v, of_group(g), s0, dp0, *counts, of_group(zeros)
-    options = {"bq": bq, "scale": scale, "window": window, "counted": bool(lengths or offsets)}
+    args = of_group(q), k, v, of_group(g), s0, dp0, lengths, offsets, of_group(zeros)
+    options = {"bq": bq, "scale": scale, "window": window, "counted": counted}
     dq, dk, dv = hopper_attention_backward(*args, **options)
     return (dq.reshape(q.shape) * scale).astype(q.dtype), dk, dv

@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops.attention_windows import LOG2_E, scores
+from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_shares import (
     Units,
@@ -39,25 +39,32 @@ def _types(q, k, v, lengths, table, *, parts: int, **_):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What the roles of a program know alike: Refs, memory and barriers."""
+    """What the roles of a program know alike.
 
-    q: Any
-    k: Any
-    v: Any
-    lengths: Any
-    table: Any
+    Attributes:
+      q, k, v, lengths, table: the operands of `hopper_decode`.
+      units, parts, t: its meta-parameters.
+      Q, K, V: the tile of queries, and rings of units of keys and of values.
+      q_full, ...: a slot of those has come, has been read.
+    """
+
+    q: jt.Ref
+    k: jt.Ref
+    v: jt.Ref
+    lengths: jt.Ref
+    table: jt.Ref | None
     units: Units
     parts: int
     t: int
-    Q: Any
-    K: Any
-    V: Any
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
+    Q: jt.Shared
+    K: jt.Shared
+    V: jt.Shared
+    q_full: jt.Barrier
+    q_empty: jt.Barrier
+    k_full: jt.Barrier
+    k_empty: jt.Barrier
+    v_full: jt.Barrier
+    v_empty: jt.Barrier
 
     def share(self):
         return share_of(self.lengths, jt.program_id(0), self.parts, self.units)
@@ -70,13 +77,13 @@ class _Work:
     @property
     def side(self) -> int:
         """Keys of a copy: a unit, or a page where that is less."""
-        return min(self.units.size, self.k.shape[1]) if self.table else self.units.size
+        return self.units.size if self.table is None else min(self.units.size, self.k.shape[1])
 
     def places(self, b, j, n):
         """Where the keys of unit j of the n of row b lie, copy by copy: the page, and which `side` keys of it."""
-        if not self.table:
+        if self.table is None:
             return [(b, j)]
-        (table,), copies, inside = self.table, self.units.size // self.side, jnp.minimum(j, n - 1)
+        table, copies, inside = self.table, self.units.size // self.side, jnp.minimum(j, n - 1)
         of_page, last = jnp.int32(self.k.shape[1] // self.side), self.k.shape[0] - 1
         blocks = [jnp.minimum(inside * copies + x, table.shape[1] * of_page - 1) for x in range(copies)]
         page = lambda block: jnp.clip(table[b, jax.lax.div(block, of_page)], 0, last)
@@ -210,7 +217,7 @@ def hopper_decode(
     """Rows of several parts are whole where the `last` program puts them together, else those parts are results.
 
     q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
-    and table [batch, pages of a row] in a tuple; lengths int32 [batch]."""
+    and table [batch, pages of a row], else None; lengths int32 [batch]."""
     # s_ij = q_i . k_j     p_ij = 2^(s_ij - m_i)     o_i = sum_j p_ij v_j / l_i     l_i = sum_j p_ij
     d, dtype = q.shape[2], q.dtype
     slots = _RING // (units.size * d * dtype.itemsize)
@@ -225,19 +232,32 @@ def hopper_decode(
         _copies(w)
 
 
-def fits(q, k, table, window: int | None, scale: float) -> bool:
-    """Whether `decode` can run this call: q [batch, t, heads, d]."""
-    sizes = all(isinstance(n, int) for n in (*q.shape, *k.shape, *(table[0].shape if table else ())))
-    if not sizes or window is not None or scale <= 0 or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return False
+def misfit(q, k, v, lengths, table, *, scale: float, window: int | None, splits: int | None = None, **_) -> str | None:
+    """Why `decode` cannot run this call, None where it can: q [batch, t, heads, d]."""
+    arrays = (q, k) if table is None else (q, k, table)
+    if not all(isinstance(n, int) for x in arrays for n in x.shape):
+        return "sizes are not known"
     (_, t, heads, d), kvs = q.shape, k.shape[2]
-    return d in (64, 128, 256) and t * heads // kvs <= ROWS and (not table or k.shape[1] % 64 == 0)
+    return first_unmet(
+        (splits is None, f"{splits} splits are asked for"),
+        (window is None, "there is a window"),
+        (scale > 0, f"the scale is {scale}"),
+        (q.dtype in (jnp.bfloat16, jnp.float16), f"operands are {q.dtype.name}, not 16-bit floats"),
+        (d in (64, 128, 256), f"heads have {d} features, not 64, 128 or 256"),
+        (t * heads // kvs <= ROWS, f"{t * heads // kvs} queries share a head of keys, more than {ROWS}"),
+        (table is None or k.shape[1] % 64 == 0, f"pages have {k.shape[1]} slots, not a multiple of 64"),
+    )
+
+
+def decode(q, k, v, lengths, table, *, scale: float, softcap: float | None, window: None = None):
+    """As `decode_attention` of q [batch, t, heads, d], k, v, lengths, and the pages of each row or None."""
+    del window
+    return mapped(scale, softcap)(q, k, v, lengths, table)
 
 
 @functools.lru_cache(maxsize=128)
-def decode(scale: float, softcap: float | None):
-    """A function as `decode_attention` of q [batch, t, heads, d], k, v, lengths, and the pages of each row in a tuple,
-    or (). Batches of vmap become rows, whose keys are shared out together."""
+def mapped(scale: float, softcap: float | None):
+    """`decode` with a rule for vmap: batches become rows, whose keys are shared out together."""
 
     @jax.custom_batching.custom_vmap
     def run(q, k, v, lengths, table):
@@ -247,13 +267,14 @@ def decode(scale: float, softcap: float | None):
     def _(size: int, batched, q, k, v, lengths, table):
         wide = lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape))
         fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
-        table, cached = tuple(map(wide, table, batched[4])), batched[1] or batched[2]
-        if table and cached:  # pools of pages, one behind the other
+        table, cached = None if table is None else wide(table, batched[4]), batched[1] or batched[2]
+        if table is not None and cached:  # pools of pages, one behind the other
             pages = k.shape[1] if batched[1] else k.shape[0]
-            table = (table[0] + pages * jnp.arange(size, dtype=jnp.int32)[:, None, None],)
-        if not table or cached:
+            table = table + pages * jnp.arange(size, dtype=jnp.int32)[:, None, None]
+        if table is None or cached:
             k, v = fold(wide(k, batched[1])), fold(wide(v, batched[2]))
-        o = run(fold(wide(q, batched[0])), k, v, fold(wide(lengths, batched[3])), tuple(map(fold, table)))
+        table = None if table is None else fold(table)
+        o = run(fold(wide(q, batched[0])), k, v, fold(wide(lengths, batched[3])), table)
         return o.reshape(size, -1, *o.shape[1:]), True
 
     return run
@@ -262,8 +283,8 @@ def decode(scale: float, softcap: float | None):
 def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None):
     """As `decode`, without its rule for vmap."""
     (batch, t, heads, d), (page, kvs) = q.shape, k.shape[1:3]
-    size = 128 if d < 256 and (not table or page % 128 == 0) else 64
-    units = Units(slots=page * (table[0].shape[1] if table else 1), size=size, heads=kvs)
+    size = 128 if d < 256 and (table is None or page % 128 == 0) else 64
+    units = Units(slots=page * (1 if table is None else table.shape[1]), size=size, heads=kvs)
     group = heads // kvs
     grouped = q.reshape(batch, t, kvs, group, d).swapaxes(1, 2).reshape(batch * kvs, t * group, d)
     last = by_the_last(batch * kvs, t * group, d, PROCESSORS)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,9 @@ import numpy as np
 
 import jtile as jt
 from jtile.ops import gpu_tiles
+from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import BLOCK
 
 FOUR_BIT = ("q4_0", "q4_1")
@@ -31,7 +32,7 @@ PIECE = 1024  # weights of a row, of a role, of a round
 _SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barriers and exchanges between warps
 _UP, _DOWN = 2.0**126, 2.0**23  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
 _ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
-_KEY = ("x", "refs", "kind", "gated", "has_bias", "activation", "out_dtype")  # what tuning depends on
+_KEY = ("x", "weights", "epilogue", "kind", "activation", "out_dtype")  # what tuning depends on
 _SHIFTS = {4: (0, 4, 8, 12, 16, 20, 0, 4), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
 
 
@@ -54,10 +55,10 @@ def _exponent(x, i: int, j: int, roles: int, chunks: int):
     """The power of two, as bits, of the largest |x| of row i in role j's part, within those that have an inverse."""
     view = x.tiles(None, PIECE // x.shape[2], x.shape[2])
     top = jnp.zeros((PIECE // x.shape[2], x.shape[2]), jnp.float32)
-    for c in jt.range(chunks):
-        top = jnp.maximum(top, abs(view[i, c * roles + j, 0].astype(jnp.float32)))
-    e = jax.lax.bitcast_convert_type(top.max(), jnp.uint32) & np.uint32(0x7F800000)
-    return jnp.minimum(jnp.maximum(e, np.uint32(1 << 23)), np.uint32(253 << 23))
+    for chunk in jt.range(chunks):
+        top = jnp.maximum(top, abs(view[i, chunk * roles + j, 0].astype(jnp.float32)))
+    power = jax.lax.bitcast_convert_type(top.max(), jnp.uint32) & np.uint32(0x7F800000)
+    return jnp.minimum(jnp.maximum(power, np.uint32(1 << 23)), np.uint32(253 << 23))
 
 
 def _planes(x, kind: str):
@@ -85,16 +86,16 @@ def _choose(at, values: list[float]):
     return jnp.where(at >= half, _choose(at - half, values[half:]), _choose(at, values[:half]))
 
 
-def _fields(q, kind: str) -> list:
+def _fields(stored, kind: str) -> list:
     """What 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], for four words of a lane: 2^-149 times the
     bits of a field where it lies, or 24 bits further down (of 4 bits the last is the two highest together); or the
     weights, four at a time."""
-    rows, bits = q.shape[0], bits_of(kind)
+    rows, bits = stored.shape[0], bits_of(kind)
     if bits == 16:
-        return [t.astype(jnp.float32) for t in _along(q.reshape(rows, LANES, 2, 4), 2)]
-    w = q.reshape(rows, LANES, 4)
-    top = w >> np.uint32(24)
-    fields = [_real(w & np.uint32(((1 << bits) - 1) << k)) for k in range(0, 24, bits)]
+        return [numbers.astype(jnp.float32) for numbers in _along(stored.reshape(rows, LANES, 2, 4), 2)]
+    words = stored.reshape(rows, LANES, 4)
+    top = words >> np.uint32(24)
+    fields = [_real(words & np.uint32(((1 << bits) - 1) << shift)) for shift in range(0, 24, bits)]
     return [*fields, _real(top)] if bits == 8 else [*fields, _real(top & np.uint32(15)), _real(top)]
 
 
@@ -102,15 +103,15 @@ def _fields(q, kind: str) -> list:
 class _Numbers:
     """x of one role and round, in registers: for each row of x its planes [lanes, 4]; and its sums [lanes] by group."""
 
-    planes: list
-    totals: list
+    planes: list[list[jax.Array]]
+    totals: list[list[jax.Array]]
 
 
 def _numbers(planes, totals, kind: str) -> _Numbers:
-    found = [_along(x.load(), 0) for x in planes]
+    found = [_along(ring.load(), 0) for ring in planes]
     if bits_of(kind) == 4:  # the last field of a word is the one before, plus 16 times its own
-        found = [[*p[:6], p[6] - p[7], p[7]] for p in found]
-    return _Numbers(found, [_along(x.load(), 0) for x in totals])
+        found = [[*of_row[:6], of_row[6] - of_row[7], of_row[7]] for of_row in found]
+    return _Numbers(found, [_along(ring.load(), 0) for ring in totals])
 
 
 def _along(t, axis: int) -> list:
@@ -122,55 +123,77 @@ def _along(t, axis: int) -> list:
     return [*_along(cut(0), axis), *_along(cut(half), axis)]
 
 
-def _sums(qs, scales, x: _Numbers, kind: str):
-    """What one round adds to the products of rows of W, the 512 bytes of `qs`, with each row of x: [rows, lanes]."""
+def _sums(pieces, of_blocks, x: _Numbers, kind: str):
+    """What one round adds to the products of rows of W with each row of x: [rows, lanes].
+
+    pieces: the 512 bytes of each group; of_blocks: by group the scales and, for Q4_1, the minima.
+    """
     out: list = [None] * len(x.planes)
-    for g, q in enumerate(qs):
-        fields = _fields(q, kind)
+    for group, stored in enumerate(pieces):
+        fields = _fields(stored, kind)
         for i, planes in enumerate(x.planes):
-            own = planes[g * len(fields) : (g + 1) * len(fields)]
-            t = functools.reduce(jnp.add, [field * plane[None] for field, plane in zip(fields, own)])
-            t = functools.reduce(jnp.add, _along(t, 2))
-            t = t + (x.totals[i][g] * jnp.float32(-_ZERO[kind]))[None] if kind in _ZERO else t
-            t = t * scales[0][g] if scales else t
-            t = t + x.totals[i][g][None] * scales[1][g] if kind == "q4_1" else t
-            out[i] = t if out[i] is None else out[i] + t
+            own = planes[group * len(fields) : (group + 1) * len(fields)]
+            part = functools.reduce(jnp.add, [field * plane[None] for field, plane in zip(fields, own)])
+            part = functools.reduce(jnp.add, _along(part, 2))
+            part = part + (x.totals[i][group] * jnp.float32(-_ZERO[kind]))[None] if kind in _ZERO else part
+            part = part * of_blocks[0][group] if of_blocks else part
+            part = part + x.totals[i][group][None] * of_blocks[1][group] if kind == "q4_1" else part
+            out[i] = part if out[i] is None else out[i] + part
     return out
 
 
-def _spread(t, rows: int):
+def _spread(scales, rows: int):
     """Scales [rows, blocks] in the lanes that have weights of these blocks."""
-    n = LANES // t.shape[1]
-    t = t.astype(jnp.float32)
-    return t if n == 1 else jnp.broadcast_to(t[:, :, None], (rows, t.shape[1], n)).reshape(rows, LANES)
+    blocks, lanes = scales.shape[1], LANES // scales.shape[1]
+    scales = scales.astype(jnp.float32)
+    wide = jnp.broadcast_to(scales[:, :, None], (rows, blocks, lanes)) if lanes > 1 else scales
+    return wide.reshape(rows, LANES) if lanes > 1 else wide
+
+
+Rings = list[list[jt.Shared]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """Buffers and barriers of a program. By role, `words` and `scales`: of each weight rings of 512 bytes of some rows,
-    and of what belongs to them; `planes` and `totals`: of each row of x what `_planes` says, a slot for each round of a
-    row; `sums`: by weight and row of x."""
+    """Buffers and barriers of a program.
 
-    words: list
-    scales: list
-    planes: list
-    totals: list
-    sums: list
-    full: Any
-    empty: Any
-    done: Any
-    taken: Any
+    Attributes:
+      words: by role and weight, rings of 512 bytes of some rows, one for each group.
+      of_blocks: by role, weight and array, likewise rings of the scales (and minima) that belong to them.
+      planes: by role and row of x what `_planes` says, a slot for each round of a row.
+      totals: by role and row of x the sums of x by group, where codes are fields of words.
+      sums: by role, weight and row of x the sums of lanes.
+      full, empty: a round of the words has come; has been read by all roles.
+      done, taken: the sums of a tile of rows are there; have been read.
+    """
+
+    words: list[Rings]
+    of_blocks: list[list[Rings]]
+    planes: Rings
+    totals: Rings
+    sums: list[Rings]
+    full: jt.Barrier
+    empty: jt.Barrier
+    done: jt.Barrier
+    taken: jt.Barrier
+
+
+def _of_blocks(weight: Weight, kind: str) -> tuple:
+    """The arrays that come with the words; one scale for each row of W is left to the role that writes."""
+    return () if kind == "int8" else weight.of_blocks
 
 
 def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots: int) -> _Memory:
     m, each, groups = range(x.shape[0]), range(roles), range(_groups(kind))
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
-    wide = 512 // jnp.dtype(weights[0][0].dtype).itemsize
+    width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
     block = (rows, LANES // len(groups))
     totals = m if bits_of(kind) < 16 else ()
     return _Memory(
-        words=[[[ring((rows, wide), w[0].dtype) for _ in groups] for w in weights] for _ in each],
-        scales=[[[[ring(block, a.dtype) for _ in groups] for a in w[1:]] for w in weights] for _ in each],
+        words=[[[ring((rows, width), w.codes.dtype) for _ in groups] for w in weights] for _ in each],
+        of_blocks=[
+            [[[ring(block, a.dtype) for _ in groups] for a in _of_blocks(w, kind)] for w in weights] for _ in each
+        ],
         planes=[[ring((8, LANES, 4), jnp.float32, chunks) for _ in m] for _ in each],
         totals=[[ring((len(groups), LANES), jnp.float32, chunks) for _ in totals] for _ in each],
         sums=[[[ring((rows, LANES), jnp.float32, 2) for _ in m] for _ in weights] for _ in each],
@@ -185,15 +208,16 @@ def _prepare(x, mem: _Memory, j: int, kind: str, roles: int, chunks: int) -> lis
     """Puts role j's part of x into shared memory as its rounds take it; gives what brings sums back, by row of x."""
     back = []
     for i, ring in enumerate(mem.planes[j]):
-        e = _exponent(x, i, j, roles, chunks) if bits_of(kind) < 16 else None
-        back += [] if e is None else [_real(e)]
-        for c in range(chunks):
-            t = x.tiles(None, PIECE // x.shape[2], x.shape[2])[i, c * roles + j, 0].astype(jnp.float32)
-            t = t if e is None else t * _real(np.uint32(254 << 23) - e)
-            ring.at(c).store(_planes(t, kind))
-            if e is not None:
-                sums = t.sum(1).reshape(_groups(kind), LANES) * jnp.float32(1 / _DOWN)
-                mem.totals[j][i].at(c).store(sums)
+        power = _exponent(x, i, j, roles, chunks) if bits_of(kind) < 16 else None
+        back += [] if power is None else [_real(power)]
+        for chunk in range(chunks):
+            view = x.tiles(None, PIECE // x.shape[2], x.shape[2])
+            part = view[i, chunk * roles + j, 0].astype(jnp.float32)
+            part = part if power is None else part * _real(np.uint32(254 << 23) - power)
+            ring.at(chunk).store(_planes(part, kind))
+            if power is not None:
+                sums = part.sum(1).reshape(_groups(kind), LANES) * jnp.float32(1 / _DOWN)
+                mem.totals[j][i].at(chunk).store(sums)
     jt.role_barrier()
     return back
 
@@ -201,98 +225,107 @@ def _prepare(x, mem: _Memory, j: int, kind: str, roles: int, chunks: int) -> lis
 @jt.function
 def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles, back):
     """Role j: the sums of its lanes of each tile of rows; `back`: see `_prepare`."""
-    words, scales, planes, totals = mem.words[j], mem.scales[j], mem.planes[j], mem.totals[j]
-    at = lambda rings, k: [r.at(k) for r in rings]
+    words, of_blocks, planes, totals = mem.words[j], mem.of_blocks[j], mem.planes[j], mem.totals[j]
+    at = lambda rings, k: [ring.at(k) for ring in rings]
     x = _numbers(at(planes, 0), at(totals, 0), kind) if chunks == 1 else None
     zero = lambda: jnp.zeros((rows, LANES), jnp.float32)
     for n in jt.range(tiles):
         sums = tuple(zero() for _ in words for _ in planes)
-        for c in jt.range(chunks):
-            k = n * chunks + c
+        for chunk in jt.range(chunks):
+            k = n * chunks + chunk
             mem.full.at(k).wait()
-            qs = [[r.at(k).load() for r in w] for w in words]
-            ds = [[[_spread(r.at(k).load(), rows) for r in a] for a in w] for w in scales]
+            stored = [[ring.at(k).load() for ring in of_weight] for of_weight in words]
+            scales = [[[_spread(ring.at(k).load(), rows) for ring in a] for a in of_weight] for of_weight in of_blocks]
             mem.empty.at(k).arrive()
-            now = _numbers(at(planes, c), at(totals, c), kind) if x is None else x
-            found = [t for q, d in zip(qs, ds) for t in _sums(q, d, now, kind)]
+            now = _numbers(at(planes, chunk), at(totals, chunk), kind) if x is None else x
+            found = [part for pieces, d in zip(stored, scales) for part in _sums(pieces, d, now, kind)]
             sums = tuple(a + b for a, b in zip(sums, found))
         mem.taken.at(n).wait(before=True)
-        for ring, t, e in zip([r for w in mem.sums[j] for r in w], sums, (back or [None]) * len(sums)):
-            ring.at(n).store(t if e is None else t * e)
+        rings = [ring for of_weight in mem.sums[j] for ring in of_weight]
+        for ring, total, factor in zip(rings, sums, (back or [None]) * len(sums)):
+            ring.at(n).store(total if factor is None else total * factor)
         mem.done.at(n).arrive()
 
 
 @jt.function
-def _produce(mem, weights, rows: int, roles: int, chunks: int, tiles, first, programs):
+def _produce(mem, weights, kind: str, rows: int, roles: int, chunks: int, tiles, first, programs):
     """Fills the rings, a round of all roles at a time."""
-    buffers = [r for part in (mem.words, mem.scales) for r in jax.tree.leaves(part, is_leaf=lambda r: hasattr(r, "at"))]
+    is_ring = lambda ring: hasattr(ring, "at")
+    buffers = [ring for part in (mem.words, mem.of_blocks) for ring in jax.tree.leaves(part, is_leaf=is_ring)]
     for k in jt.range(tiles * chunks):
-        n, c = first + k // chunks * programs, k % chunks
+        n, chunk = first + k // chunks * programs, k % chunks
         mem.empty.at(k).wait(before=True)
-        mem.full.at(k).expect(sum(r.nbytes for r in buffers))
+        mem.full.at(k).expect(sum(ring.nbytes for ring in buffers))
         for j in range(roles):
-            for w, words, scales in zip(weights, mem.words[j], mem.scales[j]):
-                for a, rings in zip(w, (words, *scales)):
-                    for g, ring in enumerate(rings):
-                        place = a.tiles(*ring.shape).at[n, (c * roles + j) * len(rings) + g]
+            for w, words, of_blocks in zip(weights, mem.words[j], mem.of_blocks[j]):
+                for array, rings in zip((w.codes, *_of_blocks(w, kind)), (words, *of_blocks)):
+                    for group, ring in enumerate(rings):
+                        place = array.tiles(*ring.shape).at[n, (chunk * roles + j) * len(rings) + group]
                         jt.async_copy(place, ring.at(k), mem.full.at(k))
 
 
-def _outputs(x, *refs, kind, gated, has_bias, activation, out_dtype, **_):
-    return jax.ShapeDtypeStruct((x.shape[0], refs[0].shape[0]), jnp.dtype(out_dtype))
+@jt.function
+def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int, roles: int, tiles, first, programs):
+    """Adds up the lanes' sums, and applies what follows the product."""
+    m, bias, residual = y.shape[0], epilogue.bias, epilogue.residual
+    for n in jt.range(tiles):
+        tile = first + n * programs
+        scales = [1.0 if kind != "int8" else w.scale.tiles(rows, 1)[tile, 0][:, 0] for w in weights]
+        shift = None if bias is None else bias.tiles(None, rows)[0, tile].astype(jnp.float32)
+        mem.done.at(n).wait()
+        found = [[functools.reduce(jnp.add, [mem.sums[j][w][i].at(n).load() for j in range(roles)])
+                  for i in range(m)] for w in range(len(weights))]  # fmt: skip
+        mem.taken.at(n).arrive()
+        for i in range(m):
+            sums = [of_weight[i].sum(1) for of_weight in found]
+            if bits_of(kind) < 16:  # not both factors in one: a number has less range than that
+                sums = [total * jnp.float32(_DOWN) * scale for total, scale in zip(sums, scales)]
+            out = ACTIVATIONS[activation](sums[0] if shift is None else sums[0] + shift)
+            out = out * sums[1] if len(sums) > 1 else out
+            out = out if residual is None else out + residual.tiles(None, rows)[i, tile].astype(jnp.float32)
+            y.tiles(None, rows)[i, tile] = out.astype(y.dtype)
 
 
-def _body(x, *refs, kind: str, gated: bool, has_bias: bool, activation, out_dtype: str, rows: int, roles: int,
-          slots: int):  # fmt: skip
+def _outputs(x, weights, *_, out_dtype, **__):
+    return jax.ShapeDtypeStruct((x.shape[0], weights[0].codes.shape[0]), jnp.dtype(out_dtype))
+
+
+def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
+          roles: int, slots: int):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
-    Of each weight codes [out, words] or W [out, in], scale [out, in / 32 or 1] and, for Q4_1, minimum. `gated`: of two,
-    y = act(x Gᵀ) * (x Uᵀ). Behind them bias [1, out] and residual [m, out], if any.
+    Of each weight codes [out, words] or plain numbers [out, in], scale [out, in / 32 or 1] and, for Q4_1, minimum. Two
+    of them: y = act(x Gᵀ) * (x Uᵀ). Of the epilogue bias [1, out] and residual [m, out].
 
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
-    *refs, y = refs
-    each = {"q4_1": 3}.get(kind, 1 if bits_of(kind) == 16 else 2)
-    weights = [refs[k * each : (k + 1) * each] for k in range(1 + gated)]
-    copied = [w[:1] if kind == "int8" else w for w in weights]
-    extra = list(refs[each * (1 + gated) :])
-    first, programs, m = jt.program_id(0), jt.num_programs(0), x.shape[0]
+    first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = (jt.cdiv(y.shape[1], rows) - first + programs - 1) // programs
     chunks = jt.cdiv(x.shape[1] * x.shape[2], PIECE * roles)
-    mem = _memory(x, copied, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
+    mem = _memory(x, weights, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4):
             back = _prepare(x, mem, j, kind, roles, chunks)
             _consume(mem, j, kind, rows, chunks, tiles, back)
     with jt.role("producer", warps=1, registers=24):
-        _produce(mem, copied, rows, roles, chunks, tiles, first, programs)
+        _produce(mem, weights, kind, rows, roles, chunks, tiles, first, programs)
     with jt.role("writer", warps=2):
-        for n in jt.range(tiles):
-            t = first + n * programs
-            factor = [w[1].tiles(rows, 1)[t, 0][:, 0] for w in weights] if kind == "int8" else [1.0] * len(weights)
-            bias = extra[0].tiles(None, rows)[0, t].astype(jnp.float32) if has_bias else None
-            mem.done.at(n).wait()
-            found = [[functools.reduce(jnp.add, [mem.sums[j][w][i].at(n).load() for j in range(roles)])
-                      for i in range(m)] for w in range(1 + gated)]  # fmt: skip
-            mem.taken.at(n).arrive()
-            for i in range(m):
-                Y = [s[i].sum(1) for s in found]
-                if bits_of(kind) < 16:  # not both factors in one: a number has less range than that
-                    Y = [t * jnp.float32(_DOWN) * f for t, f in zip(Y, factor)]
-                Z = ACTIVATIONS[activation](Y[0] if bias is None else Y[0] + bias)
-                Z = Z * Y[1] if gated else Z
-                Z = Z + extra[-1].tiles(None, rows)[i, t].astype(jnp.float32) if len(extra) > has_bias else Z
-                y.tiles(None, rows)[i, t] = Z.astype(y.dtype)
+        _write(mem, weights, epilogue, y, kind, activation, rows, roles, tiles, first, programs)
+
+
+def kernel(weights: tuple[Weight, ...], epilogue: Epilogue) -> jt.Kernel:
+    """The kernel for operands with these fields."""
+    arrays = len(jax.tree.leaves(weights))
+    return _kernel(arrays, epilogue.bias is not None, epilogue.residual is not None)
 
 
 @functools.cache
-def kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
-    """The kernel for so many arrays of weights."""
+def _kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
     specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual]
     made = jt.kernel(
         out_type=_outputs,
-        grid=lambda x, w, *_, rows, **__: min(gpu_tiles.PROCESSORS, jt.cdiv(w.shape[0], rows)),
+        grid=lambda x, w, *_, rows, **__: min(gpu_tiles.PROCESSORS, jt.cdiv(w[0].codes.shape[0], rows)),
         sharding=f"{', '.join(specs)} -> m o",
         name="hopper_gemv",
     )(_body)
@@ -317,31 +350,39 @@ def choices(m: int, inner: int, kind: str, gated: bool = False) -> list[dict[str
     return out
 
 
-def _points(x, *_, kind: str, gated: bool, **__) -> list[dict[str, int]]:
+def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
     """For the tuner."""
-    return choices(x.shape[0], x.shape[1] * x.shape[2], kind, gated)
+    return choices(x.shape[0], x.shape[1] * x.shape[2], kind, len(weights) > 1)
 
 
-def takes(x, weight, kind: str, gated: bool = False) -> bool:
-    """Whether the kernel computes x [m, in] times this: packed codes, or a matrix of x's own dtype, [out, in]."""
+def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:
+    """Why the kernel does not compute x [m, in] times packed codes, or a matrix [out, in] of x's own dtype; None where
+    it does."""
     m, inner = x.shape
-    if not gpu_tiles.warpgroups() or not all(isinstance(n, int) and n > 0 for n in (m, inner, *weight.shape)) or m > 2:
-        return False
+    if not all(isinstance(n, int) and n > 0 for n in (m, inner, *weight.codes.shape)):
+        return "sizes are 0, or not known"
+    if m > 2:
+        return f"there are {m} rows, and lanes hold two"
     if bits_of(kind) == 16:
-        fits = weight.dtype == x.dtype and x.dtype in (jnp.bfloat16, jnp.float16) and inner % 8 == 0
+        fits = weight.codes.dtype == x.dtype and x.dtype in (jnp.bfloat16, jnp.float16) and inner % 8 == 0
+        why = f"the matrix is {weight.codes.dtype.name}, with {inner} columns: not 16-bit floats as the rows, in eights"
     else:
-        fits = weight.dtype == jnp.uint32 and inner % (BLOCK if kind == "int8" else 8 * BLOCK) == 0
-    return fits and bool(choices(m, inner, kind, gated))
+        fits = weight.codes.dtype == jnp.uint32 and inner % (BLOCK if kind == "int8" else 8 * BLOCK) == 0
+        why = f"codes are {weight.codes.dtype.name} of {inner} columns: not packed words, or not in lines of copies"
+    return first_unmet(
+        (fits, why),
+        (bool(choices(m, inner, kind, gated)), f"rows of {inner} leave no room in shared memory"),
+    )
 
 
 def product(
-    x, arrays, extra=(), *, kind: str, activation=None, has_bias=False, gated=False, out_dtype=jnp.float32
-) -> jax.Array:
-    """[m, out] of x [m, in] and the arrays of one weight or of two; `extra`: bias [1, out] and residual [m, out]."""
-    meta = choices(*x.shape, kind, gated)[0]
+    x, weights: tuple[Weight, ...], epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activation=None,
+    out_dtype=jnp.float32,
+) -> jax.Array:  # fmt: skip
+    """[m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out] and residual [m, out]."""
+    meta = choices(*x.shape, kind, len(weights) > 1)[0]
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
     n = 128 // bits_of(kind)
-    made = kernel(len(arrays), has_bias, len(extra) > has_bias)
-    options = dict(kind=kind, activation=activation, has_bias=has_bias, gated=gated)
     x = x.reshape(x.shape[0], x.shape[1] // n, n)
-    return made(x, *arrays, *extra, **options, out_dtype=jnp.dtype(out_dtype).name, **meta)
+    options = dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
+    return kernel(weights, epilogue)(x, weights, epilogue, **options, **meta)

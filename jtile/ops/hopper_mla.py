@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops.attention_windows import LOG2_E
+from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_shares import Units, combined, part_types, place_of_part, share_of
 from jtile.ops.hopper_tiles import PROCESSORS
@@ -33,37 +33,46 @@ def _types(q, cache, lengths, table, *, parts: int, rank: int, **_):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What the roles of a program know alike: Refs, memory and barriers.
+    """What the roles of a program know alike.
 
-    C[2 x + h]: columns [h rank / 2, ...) of the keys of role x. R[x]: their rotary part; when it is used up, the
-    weights of these keys. M, L: running maxima and sums of the roles. S: what of all keys is this program's, which the
-    role that copies works out for all.
+    Attributes:
+      q, cache, lengths, table: the operands of `hopper_mla`.
+      units, parts, heads, rank, scale: its meta-parameters.
+      Q, QR: the tile of queries, as halves of the latent part, and its rotary part.
+      C: slot 2 x + h holds columns [h rank / 2, ...) of the latent vectors of the keys of role x.
+      R: slot x holds their rotary part; when it is used up, the weights of these keys.
+      M, L: running maxima and sums of the roles.
+      S: what of all keys is this program's (see `share_of`), which the role that copies works out for all.
+      full, empty: of the slots of C, and of R with those that the other role owns: come, read.
+      q_full, q_empty: the same of the queries.
+      maximum, weights, sums: role x has put its slot of M, R (as weights), L.
+      known: S is there.
     """
 
-    q: Any
-    cache: Any
-    lengths: Any
-    table: Any
+    q: jt.Ref
+    cache: jt.Ref
+    lengths: jt.Ref
+    table: jt.Ref | None
     units: Units
     parts: int
     heads: int
     rank: int
     scale: float
-    Q: Any
-    QR: Any
-    C: Any
-    R: Any
-    M: Any
-    L: Any
-    S: Any
-    full: Any
-    empty: Any
-    q_full: Any
-    q_empty: Any
-    maximum: Any
-    weights: Any
-    sums: Any
-    known: Any
+    Q: jt.Shared
+    QR: jt.Shared
+    C: jt.Shared
+    R: jt.Shared
+    M: jt.Shared
+    L: jt.Shared
+    S: jt.Shared
+    full: jt.Barrier
+    empty: jt.Barrier
+    q_full: jt.Barrier
+    q_empty: jt.Barrier
+    maximum: jt.Barrier
+    weights: jt.Barrier
+    sums: jt.Barrier
+    known: jt.Barrier
 
     @property
     def t(self) -> int:
@@ -79,10 +88,10 @@ class _Work:
 
     def place(self, b, k, last):
         """Row, or page, and block of keys there, of block k of row b, whose last block is `last`."""
-        if not self.table:
+        if self.table is None:
             return b, k
         inside, of_page = jnp.minimum(k, last), jnp.int32(self.cache.shape[1] // KEYS)
-        page = jnp.clip(self.table[0][b, jax.lax.div(inside, of_page)], 0, self.cache.shape[0] - 1)
+        page = jnp.clip(self.table[b, jax.lax.div(inside, of_page)], 0, self.cache.shape[0] - 1)
         return page, jax.lax.rem(inside, of_page)
 
 
@@ -278,17 +287,29 @@ def hopper_mla(
             _values(w, x, o, o_part, lse_part)
 
 
-def fits(q, cache, table, rank: int, scale: float) -> bool:
-    """Whether `decode` can run this call: q [batch, t, heads, rank + rope]."""
-    sizes = all(isinstance(n, int) for n in (*q.shape, *cache.shape, *(table[0].shape if table else ())))
-    entry = rank in (128, 256, 512) and q.shape[3] == rank + ROPE and q.dtype in (jnp.bfloat16, jnp.float16)
-    return sizes and entry and scale > 0 and (not table or cache.shape[1] % KEYS == 0)
+def misfit(q, cache, lengths, table, *, rank: int, scale: float, splits: int | None = None) -> str | None:
+    """Why `decode` cannot run this call, None where it can: q [batch, t, heads, rank + rope]."""
+    arrays = (q, cache) if table is None else (q, cache, table)
+    if not all(isinstance(n, int) for x in arrays for n in x.shape):
+        return "sizes are not known"
+    return first_unmet(
+        (splits is None, f"{splits} splits are asked for"),
+        (rank in (128, 256, 512), f"{rank} elements of an entry are values, not 128, 256 or 512"),
+        (q.shape[3] == rank + ROPE, f"the rotary part has {q.shape[3] - rank} elements, not {ROPE}"),
+        (q.dtype in (jnp.bfloat16, jnp.float16), f"operands are {q.dtype.name}, not 16-bit floats"),
+        (scale > 0, f"the scale is {scale}"),
+        (table is None or cache.shape[1] % KEYS == 0, f"pages have {cache.shape[1]} slots, not a multiple of {KEYS}"),
+    )
+
+
+def decode(q, cache, lengths, table, *, rank: int, scale: float):
+    """As `mla_decode` of q [batch, t, heads, rank + 64], cache, lengths, and the pages of each row or None."""
+    return mapped(rank, scale)(q, cache, lengths, table)
 
 
 @functools.lru_cache(maxsize=128)
-def decode(rank: int, scale: float):
-    """A function as `mla_decode` of q [batch, t, heads, rank + 64], cache, lengths, and the pages of each row in a
-    tuple, or (). Batches of vmap become rows, whose keys are shared out together."""
+def mapped(rank: int, scale: float):
+    """`decode` with a rule for vmap: batches become rows, whose keys are shared out together."""
 
     @jax.custom_batching.custom_vmap
     def run(q, cache, lengths, table):
@@ -298,12 +319,13 @@ def decode(rank: int, scale: float):
     def _(size: int, batched, q, cache, lengths, table):
         wide = lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape))
         fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
-        table = tuple(map(wide, table, batched[3]))
-        if table and batched[1]:  # pools of pages, one behind the other
-            table = (table[0] + cache.shape[1] * jnp.arange(size, dtype=jnp.int32)[:, None, None],)
-        if not table or batched[1]:
+        table = None if table is None else wide(table, batched[3])
+        if table is not None and batched[1]:  # pools of pages, one behind the other
+            table = table + cache.shape[1] * jnp.arange(size, dtype=jnp.int32)[:, None, None]
+        if table is None or batched[1]:
             cache = fold(wide(cache, batched[1]))
-        o = run(fold(wide(q, batched[0])), cache, fold(wide(lengths, batched[2])), tuple(map(fold, table)))
+        table = None if table is None else fold(table)
+        o = run(fold(wide(q, batched[0])), cache, fold(wide(lengths, batched[2])), table)
         return o.reshape(size, -1, *o.shape[1:]), True
 
     return run
@@ -312,7 +334,7 @@ def decode(rank: int, scale: float):
 def of_batch(q, cache, lengths, table, *, rank: int, scale: float):
     """As `decode`, without its rule for vmap."""
     batch, t, heads, width = q.shape
-    rows, slots = t * heads, cache.shape[1] * (table[0].shape[1] if table else 1)
+    rows, slots = t * heads, cache.shape[1] * (1 if table is None else table.shape[1])
     units, parts = Units(slots=slots, size=UNIT), max(1, PROCESSORS // jt.cdiv(rows, ROWS))
     options = {"parts": parts, "units": units, "heads": heads, "rank": rank, "scale": scale}
     whole, o_part, lse_part = hopper_mla(q.reshape(batch, rows, width), cache, lengths, table, **options)

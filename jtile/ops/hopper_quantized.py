@@ -20,6 +20,8 @@ import numpy as np
 
 import jtile as jt
 from jtile.ops import gpu_tiles
+from jtile.ops.dispatch import first_unmet
+from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import BLOCK
 
 FOUR_BIT = ("q4_0", "q4_1")
@@ -93,34 +95,43 @@ def _columns(x, n: int) -> list:
     return [*_columns(x[:, :half], n), *_columns(x[:, half:], n)]
 
 
-def _type(x, codes, *_, splits, out_dtype, **__):
-    return jax.ShapeDtypeStruct((splits, x.shape[0], codes.shape[0]), jnp.dtype(out_dtype))
+def _type(x, weight, *, splits, out_dtype, **_):
+    return jax.ShapeDtypeStruct((splits, x.shape[0], weight.codes.shape[0]), jnp.dtype(out_dtype))
 
 
-def _grid(x, codes, *_, high, columns, splits, **__):
-    return jt.cdiv(codes.shape[0], high * ROWS), jt.cdiv(x.shape[0], columns), splits
+def _grid(x, weight, *, high, columns, splits, **_):
+    return jt.cdiv(weight.codes.shape[0], high * ROWS), jt.cdiv(x.shape[0], columns), splits
 
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """Buffers and barriers of a program: rings of words and scales (of each 64 rows), and of x; `partial`: sums of
-    consumers that have some of the rounds, and `done` for each."""
+    """Buffers and barriers of a program.
 
-    words: list
-    scales: list
-    x: Any
-    partial: list
-    full: Any
-    empty: Any
-    x_full: Any
-    x_empty: Any
-    done: Any
+    Attributes:
+      words: of each 64 rows of W the rings of its words.
+      of_blocks: likewise those of the scales (and minima) that come with words.
+      x: the ring of x.
+      partial: of each consumer that has some of the rounds, but the first, and of each 64 rows: its sums.
+      full, empty: a round of the words has come; has been read.
+      x_full, x_empty: a piece of x has come; has been read.
+      done: those sums are there.
+    """
+
+    words: list[list[jt.Shared]]
+    of_blocks: list[list[jt.Shared]]
+    x: jt.Shared
+    partial: list[list[jt.Shared]]
+    full: jt.Barrier
+    empty: jt.Barrier
+    x_full: jt.Barrier
+    x_empty: jt.Barrier
+    done: jt.Barrier
 
 
 def _memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: int, x_slots: int, pieces: int):
     return _Memory(
         words=[[jt.alloc((ROWS, WORDS), jnp.uint32, slots=slots) for _ in range(wide)] for _ in range(high)],
-        scales=[[jt.alloc((ROWS, DEPTH // BLOCK), a.dtype, slots=slots) for a in blocks] for _ in range(high)],
+        of_blocks=[[jt.alloc((ROWS, DEPTH // BLOCK), a.dtype, slots=slots) for a in blocks] for _ in range(high)],
         x=jt.alloc((columns, PIECE * pieces), x.dtype, slots=x_slots),
         partial=[[jt.alloc((ROWS, columns), jnp.float32) for _ in range(high)] for _ in range(deep - 1)],
         full=jt.barrier(slots),
@@ -133,8 +144,8 @@ def _memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: 
 
 def _round(word_rings, scale_rings, k, kind: str, dtype):
     """Words [64, 8, 4] and scales of round k, in registers."""
-    words = [t.at(k).load().reshape(ROWS, 8, 4) for t in word_rings]
-    tiles = [t.at(k).load() for t in scale_rings]
+    words = [ring.at(k).load().reshape(ROWS, 8, 4) for ring in word_rings]
+    tiles = [ring.at(k).load() for ring in scale_rings]
     return words, _scales(tiles, kind, dtype) if tiles else []
 
 
@@ -154,7 +165,7 @@ def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str):
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
     for k in jt.range(first_round, rounds, step):
         mem.full.at(k).wait()
-        words, scales = _round(mem.words[i], mem.scales[i], k, kind, dtype)
+        words, scales = _round(mem.words[i], mem.of_blocks[i], k, kind, dtype)
         mem.empty.at(k).arrive()  # they are in registers
         for p in range(count):
             at = k * (count // pieces) + p // pieces
@@ -197,10 +208,10 @@ def _write(acc, mem: _Memory, y, split, column, row, i: int, rounds: int):
 
 @jt.kernel(out_type=_type, grid=_grid, sharding="m _, o _, o _, o _ -> _ m o")
 def hopper_quantized_product(
-    x, codes, scale, minimum, y, *, kind: str, high: int, deep: int, columns: int, splits: int, slots: int,
+    x, weight: Weight, y, *, kind: str, high: int, deep: int, columns: int, splits: int, slots: int,
     x_slots: int, pieces: int, registers: int, out_dtype: str = "float32",
 ):  # fmt: skip
-    """Sums [splits, m, out] of x [m, in] and words of codes [out, words], scale [out, in / 32 or 1] and minimum, an
+    """Sums [splits, m, out] of x [m, in] and a weight: codes [out, words], scale [out, in / 32 or 1] and minimum, an
     array like it that is read for Q4_1 alone.
 
     A program has `high * 64` rows of W, `columns` of x and a part of the rounds. Consumer (j, i) takes the i-th 64 of
@@ -209,8 +220,8 @@ def hopper_quantized_product(
     """
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
     tile, column, split = (jt.program_id(k) for k in range(3))
-    dtype, wide = x.dtype.type, 1 if kind in FOUR_BIT else 2
-    blocks = {"int8": [], "q4_1": [scale, minimum]}.get(kind, [scale])
+    dtype, wide, codes, scale = x.dtype.type, 1 if kind in FOUR_BIT else 2, weight.codes, weight.scale
+    blocks = {"int8": [], "q4_1": [scale, weight.minimum]}.get(kind, [scale])
     mem = _memory(x, blocks, wide=wide, high=high, deep=deep, columns=columns, slots=slots, x_slots=x_slots,
                   pieces=pieces)  # fmt: skip
     rounds, each = jt.cdiv(codes.shape[1], WORDS * wide) // splits, DEPTH // PIECE // pieces
@@ -230,11 +241,11 @@ def hopper_quantized_product(
         for k in jt.range(rounds):
             at, full = split * rounds + k, mem.full.at(k)
             mem.empty.at(k).wait(before=True)
-            full.expect(sum(t.nbytes for rings in (*mem.words, *mem.scales) for t in rings))
+            full.expect(sum(t.nbytes for rings in (*mem.words, *mem.of_blocks) for t in rings))
             for i in range(high):
                 for n, ring in enumerate(mem.words[i]):
                     jt.async_copy(codes.tiles(ROWS, WORDS).at[tile * high + i, at * wide + n], ring.at(k), full)
-                for a, ring in zip(blocks, mem.scales[i]):
+                for a, ring in zip(blocks, mem.of_blocks[i]):
                     jt.async_copy(a.tiles(ROWS, DEPTH // BLOCK).at[tile * high + i, at], ring.at(k), full)
     with jt.role("feeder", warps=1, registers=24):  # of x, which has fewer rounds in its ring: words do not wait for it
         for k in jt.range(rounds * each):
@@ -263,18 +274,24 @@ def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     return rings | dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), registers=112)
 
 
-def takes(x, codes, inner: int, kind: str) -> bool:
-    """Whether the kernel computes a product of these: packed weights, 16-bit floats, rows that tensor maps can say."""
-    if codes.dtype != jnp.uint32 or x.dtype not in (jnp.bfloat16, jnp.float16) or not gpu_tiles.warpgroups():
-        return False
-    return isinstance(x.shape[0], int) and inner % (BLOCK if kind == "int8" else DEPTH) == 0 and inner > 0
+def misfit(x, weight: Weight, kind: str) -> str | None:
+    """Why the kernel does not compute x [m, in] times this, None where it does: packed weights, 16-bit floats, and rows
+    that tensor maps can say."""
+    m, inner = x.shape
+    return first_unmet(
+        (weight.codes.dtype == jnp.uint32, f"codes are {weight.codes.dtype.name}, not packed words"),
+        (x.dtype in (jnp.bfloat16, jnp.float16), f"rows are {x.dtype.name}, not 16-bit floats"),
+        (isinstance(m, int), "the number of rows is not known"),
+        (inner > 0 and inner % (BLOCK if kind == "int8" else DEPTH) == 0, f"rows of {inner} are not whole rounds"),
+    )
 
 
-def product(x, arrays, kind: str, out_dtype=jnp.float32) -> jax.Array:
-    """[m, out] of x [m, in] and the arrays of a packed weight."""
-    meta = choice(x.shape[0], arrays[0].shape[0], x.shape[1], kind)
-    codes, scale, *low = arrays
+def product(x, weight: Weight, *, kind: str, out_dtype=jnp.float32) -> jax.Array:
+    """[m, out] of x [m, in] and a packed weight."""
+    meta = choice(x.shape[0], weight.codes.shape[0], x.shape[1], kind)
     whole = meta["splits"] == 1
     meta |= {"out_dtype": jnp.dtype(out_dtype if whole else jnp.float32).name}
-    y = hopper_quantized_product(x, codes, scale, low[0] if low else scale, kind=kind, **meta)
+    if weight.minimum is None:  # one signature for all kinds
+        weight = weight._replace(minimum=weight.scale)
+    y = hopper_quantized_product(x, weight, kind=kind, **meta)
     return y[0] if whole else y.sum(0).astype(out_dtype)

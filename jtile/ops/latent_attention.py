@@ -13,8 +13,9 @@ from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles, hopper_mla
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.flash_attention import NOTHING, normalised, online
-from jtile.ops.split_attention import combined, splits_of
+from jtile.ops.split_attention import combined, in_one_piece, place, slots_of, splits_of
 
 
 def _types(q, cache, lengths, table, *, splits: int, rank: int, **_):
@@ -32,19 +33,19 @@ def _grid(q, cache, lengths, table, *, splits: int, bm: int, **_):
 
 @jt.kernel(out_type=_types, grid=_grid)
 def mla_splits(
-    q, cache, lengths, table, *out,
-    heads: int, rank: int, splits: int, bm: int, bk: int, scale: float, stages: int = 2,
+    q, cache, lengths, table, o, m_part=None, l_part=None,
+    *, heads: int, rank: int, splits: int, bm: int, bk: int, scale: float, stages: int = 2,
 ):  # fmt: skip
     """q [batch, t * heads, rank + rope]; cache [batch, slots, rank + rope], or [pages, slots of a page, rank + rope]
-    and table [batch, pages of a row] in a tuple; lengths int32 [batch]."""
+    and table [batch, pages of a row], else None; lengths int32 [batch]. Of several splits o is the part of each,
+    unnormalised."""
     # s_ij = q_i . c_j     o_i = sum_j p_ij c_j[:rank] / l_i     as in flash_attention, for keys [lo, hi) of this split
     b, i, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     rows, rope = q.shape[1], cache.shape[2] - rank
     parts = lambda x, side: (x.tiles(None, side, rank), x.tiles(None, side, rope, step=(None, side, rank)))
     (C, R), (Q, QR) = parts(cache, bk), parts(q, bm)
     q_i, qr_i = Q[b, i, 0], QR[b, i, 1]
-    slots = cache.shape[1] * (table[0].shape[1] if table else 1)
-    length = jnp.clip(lengths[b], 0, slots)
+    length = jnp.clip(lengths[b], 0, slots_of(cache, table))
     t = rows // heads
     position = length - t + (i * bm + jt.arange(bm)[:, None]) // heads
     blocks = jt.cdiv(length, bk)
@@ -54,12 +55,7 @@ def mla_splits(
     plain = jnp.clip(floordiv(jnp.maximum(length - t + 1, 0), bk), lo, hi)  # blocks that every query sees whole
 
     def step(j, m, l, acc, edge: bool):
-        row = b
-        if table:
-            j_of_page = jnp.int32(cache.shape[1] // bk)
-            row, at = table[0][b, jax.lax.div(j, j_of_page)], jax.lax.rem(j, j_of_page)
-        else:
-            at = j
+        row, at = place(b, j, bk, cache, table)
         c_j = C[row, at, 0]
         s = scores(jt.dot(qr_i, R[row, at, 1].T, jt.dot(q_i, c_j.T)), scale * LOG2_E, None)
         if edge:
@@ -74,12 +70,12 @@ def mla_splits(
         m, l, acc = step(j, m, l, acc, edge=False)
     for j in jt.range(plain, hi):
         m, l, acc = step(j, m, l, acc, edge=True)
-    if splits == 1:
-        out[0].tiles(None, bm, rank)[b, i, 0] = normalised(acc, l).astype(q.dtype)
+    if m_part is None or l_part is None:
+        o.tiles(None, bm, rank)[b, i, 0] = normalised(acc, l).astype(q.dtype)
     else:
-        out[0].tiles(None, None, bm, rank)[b, n, i, 0] = acc
-        out[1].tiles(None, None, bm)[b, n, i] = m
-        out[2].tiles(None, None, bm)[b, n, i] = l
+        o.tiles(None, None, bm, rank)[b, n, i, 0] = acc
+        m_part.tiles(None, None, bm)[b, n, i] = m
+        l_part.tiles(None, None, bm)[b, n, i] = l
 
 
 @functools.partial(jax.jit, static_argnames=("rank", "scale", "splits"), inline=True)
@@ -121,7 +117,7 @@ def mla_decode(
     if q.size == 0 or cache.size == 0 or (pages is not None and pages.size == 0):
         return jnp.zeros((batch, t, heads, rank), q.dtype)
     scale = width**-0.5 if scale is None else float(scale)
-    table = () if pages is None else (pages.astype(jnp.int32),)
+    table = None if pages is None else pages.astype(jnp.int32)
     return _decode(q, cache, lengths.astype(jnp.int32), table, rank, scale, splits)
 
 
@@ -163,39 +159,45 @@ def _tiles(rows: int, slots: int, rank: int, itemsize: int, paged: bool) -> dict
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
 def _decode(q, cache, lengths, table, rank: int, scale: float, splits: int | None):
-    if splits is None and jt.architecture() == "sm_90" and hopper_mla.fits(q, cache, table, rank, scale):
-        entries, pages = ("_ _ _", ", b _") if table else ("b _ _", "")
-        return jt.partitioned(_of_keys(rank, scale), f"b _ h _, {entries}, b{pages} -> b _ h _")(
-            q, cache, lengths, table
-        )
-    return _in_splits(q, cache, lengths, table, rank=rank, scale=scale, splits=splits)
+    return _op(q, cache, lengths, table, rank=rank, scale=scale, splits=splits)
+
+
+def _of_all_rows(q, cache, lengths, table, *, rank: int, scale: float, **_):
+    """By the kernel whose programs share out all rows' keys; on several devices, those of each."""
+    entries, pages = ("b _ _", "") if table is None else ("_ _ _", ", b _")
+    rule = f"b _ h _, {entries}, b{pages} -> b _ h _"
+    return jt.partitioned(_of_a_device(rank, scale), rule)(q, cache, lengths, table)
 
 
 @functools.lru_cache(maxsize=128)
-def _of_keys(rank: int, scale: float):
-    """The kernel whose programs share out all rows' keys; on several devices, those of each."""
-    in_splits = functools.partial(_in_splits, rank=rank, scale=scale, splits=None)
-
+def _of_a_device(rank: int, scale: float):
     def mla_of_keys(q, cache, lengths, table):
-        of_keys = hopper_mla.decode(rank, scale)  # the platform was a guess: only the lowering knows it
-        return jax.lax.platform_dependent(q, cache, lengths, table, cuda=of_keys, default=in_splits)
+        return _op_of_a_device(q, cache, lengths, table, rank=rank, scale=scale)
 
     return mla_of_keys
 
 
-def _in_splits(q, cache, lengths, table, *, rank: int, scale: float, splits: int | None):
+def _in_splits(q, cache, lengths, table, *, rank: int, scale: float, splits: int | None = None):
     batch, t, heads, width = q.shape
     page, rows = cache.shape[1], t * heads
-    tiles = _tiles(known(rows), page, rank, q.dtype.itemsize, bool(table))
-    slots = page * (table[0].shape[1] if table else 1)
-    splits = splits_of(batch * jt.cdiv(rows, tiles["bm"]), slots) if splits is None else splits
+    tiles = _tiles(known(rows), page, rank, q.dtype.itemsize, table is not None)
+    splits = splits_of(batch * jt.cdiv(rows, tiles["bm"]), slots_of(cache, table)) if splits is None else splits
     kernel = mla_splits if tiles["bm"] < 64 else tuned(mla_splits, num_warps=8)
     options = {"heads": heads, "rank": rank, "scale": scale, "splits": splits}
     parts = kernel(q.reshape(batch, rows, width), cache, lengths, table, **options, **tiles)
     if splits == 1:
         return parts.reshape(batch, t, heads, rank)
     acc, m, l = (x.reshape(batch, 1, splits, t, heads, *x.shape[3:]) for x in parts)
-    return combined((acc, m, l), q.dtype.name)
+    return combined(acc, m, l, dtype=q.dtype.name)
+
+
+_IN_SPLITS = Implementation("splits of each row's keys", _in_splits)
+_op = Op("mla_decode", Implementation("shares of all keys", _of_all_rows, hopper_mla.misfit, BLOCK_LEVEL), _IN_SPLITS)
+_op_of_a_device = Op(
+    "mla_decode on a device",
+    Implementation("shares of all keys", hopper_mla.decode, hopper_mla.misfit, BLOCK_LEVEL, portable=False),
+    _IN_SPLITS,
+)
 
 
 @_decode.defjvp
@@ -203,8 +205,7 @@ def _decode_jvp(rank, scale, splits, primals, tangents):
     """Of the form with all scores: the new tokens are few."""
     del splits
     q, cache, lengths, table = primals
-    pages = table[0] if table else None
-    same = lambda q, cache: mla_decode_reference(q, cache, lengths, rank=rank, pages=pages, scale=scale)
+    same = lambda q, cache: mla_decode_reference(q, cache, lengths, rank=rank, pages=table, scale=scale)
     return jax.jvp(same, (q, cache), tangents[:2])
 
 
@@ -215,8 +216,7 @@ def mla_decode_reference(q, cache, lengths, *, rank=512, pages=None, scale=None,
         return mla_decode_reference(q[:, None], cache, lengths, rank=rank, pages=pages, scale=scale)[:, 0]
     batch, t, _, width = q.shape
     dtype, wide = q.dtype, sums_in(q)
-    if pages is not None:
-        cache = cache[jnp.clip(pages, 0, cache.shape[0] - 1)].reshape(batch, -1, width)
+    cache = in_one_piece(cache, pages)
     slots = cache.shape[1]
     lengths = jnp.clip(lengths, 0, slots).astype(jnp.int32)[:, None, None]
     column = jnp.arange(slots, dtype=jnp.int32)[None, None, :]

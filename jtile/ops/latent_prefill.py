@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError
 from jtile.ops import gpu_tiles
-from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, sums_in
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in
 from jtile.ops.attention_windows import LOG2_E, at_edge, blocks
 from jtile.ops.flash_attention import EMPTY, NOTHING, attention_reference, normalised, online
 from jtile.ops.latent_slopes import beside, slopes
@@ -25,8 +25,8 @@ def _types(q, k, rope, v, *_, save: bool = False, **__):
 
 @jt.kernel(out_type=_types, grid=lambda q, *_, bq, **__: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq)))
 def latent_prefill(
-    q, k, rope, v, lengths, offsets, o, *lse,
-    bq: int, bk: int, scale: float, causal: bool, save: bool = False, stages: int = 2,
+    q, k, rope, v, lengths, offsets, o, lse=None,
+    *, bq: int, bk: int, scale: float, causal: bool, save: bool = False, stages: int = 2,
 ):  # fmt: skip
     """q [batch, t, heads, d + r]; k [batch, s, heads, d]; rope [batch, s, r]; v [batch, s, heads, d_v]; the rest as in
     `flash_attention`."""
@@ -36,8 +36,8 @@ def latent_prefill(
     Q, QR = beside(q, bq, d)
     q_i, qr_i = Q[b, i, h, 0], QR[b, i, h, 1]
     K, R, V = k.tiles(None, bk, None, d), rope.tiles(None, bk, r), v.tiles(None, bk, None, dv)
-    length = jnp.minimum(lengths[0][b], keys) if lengths else keys
-    first = i * bq + (offsets[0][b] if offsets else 0)
+    length = keys if lengths is None else jnp.minimum(lengths[b], keys)
+    first = i * bq + (0 if offsets is None else offsets[b])
     window = (None, 0 if causal else None)
     _, _, inner_hi, hi = blocks(first, bq, bk, length, window)
     rows = first + jt.arange(bq)[:, None]
@@ -46,13 +46,13 @@ def latent_prefill(
         s = jt.dot(qr_i, R[b, j, 0].T, jt.dot(q_i, K[b, j, h, 0].T)) * (scale * LOG2_E)
         v_j = V[b, j, h, 0]
         if edge:
-            s, v_j = at_edge(s, v_j, j * bk, rows, length, window, cut=bool(lengths))
+            s, v_j = at_edge(s, v_j, j * bk, rows, length, window, cut=lengths is not None)
         return online(s, v_j, m, l, acc)
 
     wide = sums_in(q)
     m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, dv), wide)
     # From the last block of keys to the first, as in flash_attention.
-    one = causal and not lengths and not offsets and bk % bq == 0
+    one = causal and lengths is None and offsets is None and bk % bq == 0
     edges = jnp.clip(hi - inner_hi, 0, 1 if one else keys)
     block = lambda x: jnp.maximum(hi - 1 - x, 0)
     for x in jt.range(edges):
@@ -60,8 +60,8 @@ def latent_prefill(
     for x in jt.range(edges, hi, stages=stages):
         m, l, acc = step(block(x), m, l, acc, edge=False)
     o.tiles(None, bq, None, dv)[b, i, h, 0] = normalised(acc, l).astype(o.dtype)
-    if save:
-        lse[0].tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+    if lse is not None:
+        lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
 
 
 def _forward(q, k, rope, v, lengths, offsets, *, save: bool, **meta):
@@ -115,13 +115,13 @@ def mla_attention(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     t, s, d = known(q.shape[1]), known(k.shape[1]), q.shape[3]
     tiles = _tiles(t, s, d, max(k.shape[3], v.shape[3]), q.dtype.itemsize, causal, lengths is not None)
-    lengths, offsets = (() if x is None else (x.astype(jnp.int32),) for x in (lengths, offsets))
+    lengths, offsets = (None if x is None else x.astype(jnp.int32) for x in (lengths, offsets))
     return latent_prefill(q, k, rope, v, lengths, offsets, scale=scale, causal=causal, **tiles)
 
 
 def _tiles(t: int, s: int, d: int, own: int, itemsize: int, causal: bool, lengths: bool) -> dict[str, int]:
     """Queries and keys of a tile, on the platform at hand; d: of a whole key, own: of its part or of a value."""
-    if jt.platform() == "cpu":
+    if machine().whole:
         return {"bq": fit(t, 128), "bk": fit(s, 256)}
     if gpu_tiles.warpgroups() and (tiles := gpu_tiles.attention(t, s, own, itemsize, causal, False, lengths)):
         return tiles

@@ -21,6 +21,7 @@ from jtile.ops._shapes import (
     tuned,
     wide,
 )
+from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 
 _LONG = 4096  # classes from which a GPU takes a row in blocks, with sums of each thread's own
 LOG2_E = math.log2(math.e)
@@ -34,7 +35,7 @@ def _types(x, labels, *, save: bool = False, **_):
 
 @jt.kernel(out_type=_types, grid=lambda x, labels, *, br, **_: jt.cdiv(x.shape[0], br))
 def cross_entropy_rows(
-    x, labels, loss, *lse, br: int, bv: int, ignore: int | None, smoothing: float, save: bool = False
+    x, labels, loss, lse=None, *, br: int, bv: int, ignore: int | None, smoothing: float, save: bool = False
 ):
     """Logits x [rows, vocab], labels int [rows]; `br` rows in a program, the vocabulary in blocks of `bv`."""
     # loss = lse(x) - (1 - a) x_label - a mean(x)     lse(x) = m + log sum_k exp(x_k - m), m and the sum online
@@ -59,14 +60,14 @@ def cross_entropy_rows(
     out = whole - (1.0 - smoothing) * picked - (smoothing / vocab) * plain
     outside = (label < 0) | (label >= vocab)
     out = jnp.where(outside, math.nan, out)
-    if save:
-        lse[0][rows] = whole
+    if lse is not None:
+        lse[rows] = whole
     loss[rows] = out if ignore is None else jnp.where(label == ignore, 0.0, out)
 
 
 @jt.kernel(out_type=_types, grid=lambda x, labels, **_: x.shape[0])
 def cross_entropy_lanes(
-    x, labels, loss, *lse, bv: int, lanes: int, ignore: int | None, smoothing: float, save: bool = False
+    x, labels, loss, lse=None, *, bv: int, lanes: int, ignore: int | None, smoothing: float, save: bool = False
 ):
     """As `cross_entropy_rows` for one long row in a program: threads keep their own maxima and sums to the end."""
     # of the elements of one thread: m = max log2(e) x_k     total = sum_k 2^(log2(e) x_k - m)
@@ -95,8 +96,8 @@ def cross_entropy_lanes(
     picked = wide(x[i, jnp.clip(label.astype(jnp.int32), 0, vocab - 1)])
     out = whole - (1.0 - smoothing) * picked - (smoothing / vocab) * plain.sum()
     out = jnp.where((label < 0) | (label >= vocab), math.nan, out)
-    if save:
-        lse[0][i] = whole
+    if lse is not None:
+        lse[i] = whole
     loss[i] = out if ignore is None else jnp.where(label == ignore, 0.0, out)
 
 
@@ -105,7 +106,7 @@ def cross_entropy_lanes(
     grid=lambda x, *_, br, bv, **__: (jt.cdiv(x.shape[0], br), jt.cdiv(x.shape[1], bv)),
 )
 def cross_entropy_backward_tiles(x, labels, lse, g, ct, dx, *, br: int, bv: int, ignore: int | None, smoothing: float):
-    """dx [rows, vocab] of the cotangents of the losses, g [rows], and of lse, ct [rows] in a tuple or ().
+    """dx [rows, vocab] of the cotangents of the losses, g [rows], and of lse, ct [rows] or None.
 
     A row whose loss is 0 or NaN, whatever its logits are, has no slope.
     """
@@ -121,7 +122,7 @@ def cross_entropy_backward_tiles(x, labels, lse, g, ct, dx, *, br: int, bv: int,
     slope = p - jnp.where(here, 1.0 - smoothing, 0.0)
     slope = slope - smoothing / vocab if smoothing else slope
     slope = jnp.where(live[:, None], slope * g[rows][:, None], 0.0)
-    DX[i, j] = (slope + p * ct[0][rows][:, None] if ct else slope).astype(dx.dtype)
+    DX[i, j] = (slope if ct is None else slope + p * ct[rows][:, None]).astype(dx.dtype)
 
 
 def _forward(kernel, x, labels, *, save: bool, **meta):
@@ -131,11 +132,11 @@ def _forward(kernel, x, labels, *, save: bool, **meta):
 
 def _backward(residuals, ct, *, save: bool, bv: int, ignore: int | None, smoothing: float, **_):
     x, labels, lse = residuals
-    g, more = (ct[0], (ct[1],)) if save else (ct, ())
+    g, ct_lse = ct if save else (ct, None)
     br = rows_per_tile(x.shape[0], bv, machine().tile)
     options = {"br": br, "bv": bv, "ignore": ignore, "smoothing": smoothing}
     kernel = tuned(cross_entropy_backward_tiles, num_warps=8) if br * bv >= _LONG else cross_entropy_backward_tiles
-    return kernel(x, labels, lse, g, more, **options), None
+    return kernel(x, labels, lse, g, ct_lse, **options), None
 
 
 cross_entropy_rows.defvjp(functools.partial(_forward, cross_entropy_rows), _backward)
@@ -176,15 +177,31 @@ def cross_entropy(
         raise KernelValueError("cross_entropy: the vocabulary is empty")
     if labels.size == 0:
         return jnp.zeros(labels.shape, sums_in(logits))
-    rows, vocab = labels.size, logits.shape[-1]
-    meta = {"ignore": ignore, "smoothing": float(label_smoothing)}
-    if not machine().whole and isinstance(vocab, int) and vocab >= _LONG:
-        x, flat = logits.reshape(rows, vocab), labels.reshape(rows)
-        return _lanes(x, flat, bv=8192, lanes=256, **meta).reshape(labels.shape)
+    x, flat = logits.reshape(labels.size, logits.shape[-1]), labels.reshape(labels.size)
+    return _op(x, flat, ignore=ignore, smoothing=float(label_smoothing)).reshape(labels.shape)
+
+
+def _in_lanes(x, labels, **meta):
+    return _lanes(x, labels, bv=8192, lanes=256, **meta)
+
+
+def _not_in_lanes(x, *_, **__) -> str | None:
+    long = isinstance(x.shape[1], int) and x.shape[1] >= _LONG
+    return first_unmet((long, f"{x.shape[1]} classes are not known to be {_LONG} or more"))
+
+
+def _in_rows(x, labels, **meta):
+    rows, vocab = x.shape
     bv = fit(vocab, machine().tile // 2)
     br = fit(rows, min(max(1, machine().tile // bv), jt.cdiv(rows, machine().programs)))
-    x, flat = logits.reshape(rows, vocab), labels.reshape(rows)
-    return cross_entropy_rows(x, flat, br=br, bv=bv, **meta).reshape(labels.shape)
+    return cross_entropy_rows(x, labels, br=br, bv=bv, **meta)
+
+
+_op = Op(
+    "cross_entropy",
+    Implementation("sums of each thread", _in_lanes, _not_in_lanes, WARPS),
+    Implementation("rows", _in_rows),
+)
 
 
 def cross_entropy_reference(logits, labels, *, ignore: int | None = -100, label_smoothing: float = 0.0):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import gpu_tiles, hopper_gemv, spaces
 from jtile.ops._shapes import check_shape, known, tuned
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
+from jtile.ops.operands import Epilogue, Weight
 from jtile.ops.parts import panels as _panels
 from jtile.ops.parts import product_in_parts
-from jtile.ops.platforms import on_cuda
 from jtile.tune import products
 
 BLOCK = 256  # terms of a sum at a time, where their number is not known
@@ -59,19 +60,11 @@ def matmul(
     batch = a.shape[:-2]
     if b.ndim == 2 and batch and not transpose_a:
         a = a.reshape(1, math.prod(batch) * m, k)  # one weight for all rows: a single tall product
-    A = a.reshape(math.prod(a.shape[:-2]), *a.shape[-2:])
-    B = b.reshape(math.prod(b.shape[:-2]), *b.shape[-2:])
+    a = a.reshape(math.prod(a.shape[:-2]), *a.shape[-2:])
+    b = b.reshape(math.prod(b.shape[:-2]), *b.shape[-2:])
     out_dtype = jnp.dtype(out_dtype or (_promoted(a, b) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.int32))
-    extra = [] if bias is None else [bias.reshape(1, n)]
-    if (
-        transpose_b
-        and A.shape[0] == B.shape[0] == 1
-        and not transpose_a
-        and hopper_gemv.takes(A[0], B[0], A.dtype.name)
-    ):
-        y = on_cuda(*_streamed(A.dtype.name, activation, out_dtype.name), (A[0], B[0], extra), ())
-        return y.reshape(*batch, m, n)
-    y = _extended(A, B, extra, activation=activation, ta=transpose_a, tb=transpose_b, out_dtype=out_dtype.name)
+    bias = None if bias is None else bias.reshape(1, n)
+    y = _matmul(a, b, bias, activation=activation, ta=transpose_a, tb=transpose_b, out_dtype=out_dtype.name)
     return y.reshape(*batch, m, n)
 
 
@@ -132,7 +125,7 @@ def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: boo
 
 def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:
     """Those of op(a) op(b) for arrays [batch or 1, rows, columns]."""
-    m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
+    m, n, k = _sides(a, b, ta, tb)
     of = dict(transposed=tb, batch=known(max(a.shape[0], b.shape[0])))
     of |= {} if jt.platform() == "cpu" else dict(left=ta, fast=_whole(a))
     return tiles(m, n, k, a.dtype.itemsize, **of)
@@ -151,60 +144,82 @@ def _sums(a, b):
 
 
 def _out_type(a, b, *_, ta, tb, out_dtype, save, **__):
-    m, n = a.shape[2 if ta else 1], b.shape[1 if tb else 2]
+    m, n, _ = _sides(a, b, ta, tb)
     y, z = (jax.ShapeDtypeStruct((max(a.shape[0], b.shape[0]), m, n), jnp.dtype(d)) for d in (out_dtype, _sums(a, b)))
     return (y, z) if save else y
 
 
 def _grid(a, b, *_, ta, tb, bm, bn, **__):
-    m, n = a.shape[2 if ta else 1], b.shape[1 if tb else 2]
+    m, n, _ = _sides(a, b, ta, tb)
     return max(a.shape[0], b.shape[0]), jt.cdiv(m, bm), jt.cdiv(n, bn)
 
 
-def _tile(a, b, *refs, activation, ta, tb, out_dtype, bm, bn, bk=0, stages=3, save=False):
-    # `bk` terms of a sum at a time, all for 0
-    # Y[i, j] = act(Z[i, j])     Z[i, j] = A[i, :] B[:, j] + bias[j], an output too with `save`
-    bias, (y, *z) = (refs[: -2 if save else -1], refs[-2 if save else -1 :])
+def _sides(a, b, ta: bool, tb: bool) -> tuple[Any, Any, Any]:
+    """m, n and k of op(a) op(b), arrays [batch or 1, rows, columns]."""
+    return a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
+
+
+def _tile(a, b, bias, y, sums=None, *, activation, ta, tb, out_dtype, bm, bn, bk=0, stages=3, save=False):
+    # y_ij = act(s_ij)     s_ij = sum_p A_ip B_pj + bias_j, an output too with `save`; `bk` terms at a time, all for 0
     e, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    ea, eb = (e if x.shape[0] != 1 else 0 for x in (a, b))
+    of_a, of_b = (e if x.shape[0] != 1 else 0 for x in (a, b))
     k = a.shape[1 if ta else 2]
     whole = isinstance(k, int) and (bk == 0 or bk >= k)
     bk = k if whole else bk or BLOCK
-    A, B = _panels(a, b, (ea, i), (eb, j), ta, tb, bm, bn, bk)
-    Y = jnp.zeros((bm, bn), _sums(a, b))
+    A, B = _panels(a, b, (of_a, i), (of_b, j), ta, tb, bm, bn, bk)
+    total = jnp.zeros((bm, bn), _sums(a, b))
     if whole:
-        Y = jt.dot(A(0), B(0))
+        total = jt.dot(A(0), B(0))
     else:
         for p in jt.range(jt.cdiv(k, bk), stages=stages):
-            Y = jt.dot(A(p), B(p), Y)
-    if bias:
-        Y = Y + bias[0].tiles(None, bn)[0, j][None, :].astype(Y.dtype)
-    if save:
-        z[0].tiles(None, bm, bn)[e, i, j] = Y
-    y.tiles(None, bm, bn)[e, i, j] = ACTIVATIONS[activation](Y).astype(out_dtype)
+            total = jt.dot(A(p), B(p), total)
+    if bias is not None:
+        total = total + bias.tiles(None, bn)[0, j][None, :].astype(total.dtype)
+    if sums is not None:
+        sums.tiles(None, bm, bn)[e, i, j] = total
+    y.tiles(None, bm, bn)[e, i, j] = ACTIVATIONS[activation](total).astype(out_dtype)
 
 
 _untuned = jt.kernel(out_type=_out_type, grid=_grid, name="matmul")(_tile)
-_matmul = _untuned.autotune(space=spaces.products, key=spaces.PRODUCT, override=True)
+_kernel = _untuned.autotune(space=spaces.products, key=spaces.PRODUCT, override=True)
 
 
-def _run(a, b, *bias, ta, tb, bm, bn, bk, save=False, **meta):
-    """The kernel for these tiles, on these arrays; on a GPU that the result does not fill, several programs a tile."""
-    kernel = _matmul
-    if jt.platform() != "cpu":
-        parts, sides = _parts(a, b, ta, tb)
-        if parts > 1:
-            return product_in_parts(a, b, *bias, parts=parts, ta=ta, tb=tb, **sides, save=save, **meta)
+def _whole_sums(a, b, bias, *, ta: bool, tb: bool, bm: int, bn: int, bk: int, **meta):
+    """The kernel for these tiles, on these arrays."""
+    kernel = _kernel
+    if "warps" in jt.target().features:
         few = gpu_tiles.few_rows(bm, bn, bk, a.dtype.itemsize)
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize) | few.options)
         meta |= few.tiles
-    return kernel(a, b, *bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
+    return kernel(a, b, bias, ta=ta, tb=tb, bm=bm, bn=bn, bk=bk, **meta)
+
+
+def _sums_in_parts(a, b, bias, *, ta: bool, tb: bool, bm: int, bn: int, bk: int, **meta):
+    """Several programs a tile of the result, in tiles of their own."""
+    parts, sides = _parts(a, b, ta, tb)
+    return product_in_parts(a, b, bias, parts=parts, ta=ta, tb=tb, **sides, **meta)
+
+
+def _not_in_parts(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
+    return None if _parts(a, b, ta, tb)[0] > 1 else "whole sums fill the target"
+
+
+_product = Op(
+    "product of matrices",
+    Implementation("sums in parts", _sums_in_parts, _not_in_parts, needs=("warps",)),
+    Implementation("whole sums", _whole_sums),
+)
+
+
+def _run(a, b, bias=None, *, ta: bool, tb: bool, save: bool = False, **meta):
+    """`activation(op(a) op(b) + bias)`, and with `save` what the activation is of."""
+    return _product(a, b, bias, ta=ta, tb=tb, save=save, **meta, **_tiles(a, b, ta, tb))
 
 
 def _extended(a, b, bias, *, ta: bool, tb: bool, **meta):
     """The product with what follows it. Rows that no tensor map takes are first copied, with zeros behind them, where
     that costs less than it saves."""
-    sizes = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
+    sizes = _sides(a, b, ta, tb)
     m, n, k = wide = sizes
     if a.dtype == b.dtype and all(isinstance(x, int) for x in (*a.shape, *sizes)):
         of = dict(left=ta, transposed=tb, batch=max(a.shape[0], b.shape[0]), fast=_whole(a))
@@ -212,9 +227,34 @@ def _extended(a, b, bias, *, ta: bool, tb: bool, **meta):
     if wide != sizes:
         behind = lambda x, *shape: jnp.pad(x, [(0, 0), *((0, s - have) for s, have in zip(shape, x.shape[1:]))])
         a, b = behind(a, *((k, m) if ta else (m, k))), behind(b, *((n, k) if tb else (k, n)))
-        bias = [jnp.pad(x, [(0, 0), (0, n - x.shape[1])]) for x in bias]
-    y = _run(a, b, *bias, ta=ta, tb=tb, **meta, **_tiles(a, b, ta, tb))
+        bias = None if bias is None else jnp.pad(bias, [(0, 0), (0, n - bias.shape[1])])
+    y = _run(a, b, bias, ta=ta, tb=tb, **meta)
     return y if wide == sizes else y[:, : sizes[0], : sizes[1]]
+
+
+def _streamed(a, b, bias, *, activation, ta: bool, tb: bool, out_dtype: str):
+    """One or two rows a [1, m, k] times b [1, n, k], which is read once."""
+    kind, epilogue = a.dtype.name, Epilogue(bias)
+    return hopper_gemv.product(a[0], (Weight(b[0]),), epilogue, kind=kind, activation=activation, out_dtype=out_dtype)[
+        None
+    ]
+
+
+def _not_streamed(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
+    layout = first_unmet(
+        (tb and not ta, "the right operand does not lie in memory as [n, k], or the left one as [k, m]"),
+        (a.shape[0] == b.shape[0] == 1, "there are several products"),
+    )
+    row, matrix = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (a, b))
+    return layout or hopper_gemv.misfit(row, Weight(matrix), a.dtype.name)
+
+
+# What `matmul` computes of a [e, m, k], b [e, k, n], bias [1, n] or None.
+_matmul = Op(
+    "matmul",
+    Implementation("rows against a stream of the matrix", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
+    Implementation("tiles", _extended),
+)
 
 
 def in_tiles(
@@ -231,29 +271,12 @@ def in_tiles(
         return product_in_parts(a, b, parts=parts, save=False, **options, **given)
     warps = {k: given.pop(k) for k in ("num_warps",) if k in given}
     kernel = _untuned.with_options(**warps) if warps else _untuned
-    return kernel(a, b, save=False, **options, **given)
-
-
-@functools.cache
-def _streamed(kind: str, activation: str | None, out_dtype: str):
-    """For `on_cuda`: one or two rows a [m, k] times b [n, k], and a bias, if any."""
-
-    def here(operands, _):
-        a, b, bias = operands
-        options = dict(kind=kind, activation=activation, has_bias=bool(bias), out_dtype=out_dtype)
-        return hopper_gemv.product(a, [b], bias, **options)
-
-    def elsewhere(operands, _):
-        a, b, bias = operands
-        sides = gpu_tiles.product(a.shape[0], *b.shape, a.dtype.itemsize, transposed=True)
-        return _run(a[None], b[None], *bias, activation=activation, ta=False, tb=True, out_dtype=out_dtype, **sides)[0]
-
-    return here, elsewhere
+    return kernel(a, b, None, save=False, **options, **given)
 
 
 def _parts(a, b, ta: bool, tb: bool) -> tuple[int, dict[str, int]]:
     """In how many parts a product of two matrices is summed on a GPU, and the tiles; 1 for what is not split."""
-    sizes = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
+    sizes = _sides(a, b, ta, tb)
     matrices = all(x.shape[0] == 1 and jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b))
     if not matrices or not all(isinstance(n, int) for n in sizes):
         return 1, {}
@@ -262,7 +285,7 @@ def _parts(a, b, ta: bool, tb: bool) -> tuple[int, dict[str, int]]:
 
 def product(a, b, out_dtype, *, ta: bool = False, tb: bool = False):
     """`op(a) op(b)` of arrays [batch or 1, rows, columns], without checks; `ta`, `tb`: op transposes."""
-    return _run(a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name, **_tiles(a, b, ta, tb))
+    return _run(a, b, activation=None, ta=ta, tb=tb, out_dtype=jnp.dtype(out_dtype).name)
 
 
 def cotangents(a, b, g, *, ta: bool, tb: bool):
@@ -274,20 +297,20 @@ def cotangents(a, b, g, *, ta: bool, tb: bool):
     return da, db if db.shape == b.shape else db.sum(0, keepdims=True).astype(b.dtype)
 
 
-def _forward(a, b, *bias, activation, save, **meta):
+def _forward(a, b, bias, *, activation, save, **meta):
     if activation is None and not save:
-        return _run(a, b, *bias, activation=None, **meta), (a, b, bias, None)
-    y, z = _run(a, b, *bias, activation=activation, save=True, **meta)
-    return (y, z) if save else y, (a, b, bias, z)
+        return _product(a, b, bias, activation=None, save=False, **meta), (a, b, bias, None)
+    y, sums = _product(a, b, bias, activation=activation, save=True, **meta)
+    return (y, sums) if save else y, (a, b, bias, sums)
 
 
 def _backward(residuals, ct, *, activation, ta, tb, save, **_):
-    a, b, bias, z = residuals
+    a, b, bias, sums = residuals
     g = ct[0] if save else ct
-    g = g if activation is None else activation_slope(z, g, activation)
+    g = g if activation is None else activation_slope(sums, g, activation)
     g = g + ct[1].astype(g.dtype) if save else g
-    db = (g.astype(_sums(a, b)).sum((0, 1))[None, :].astype(bias[0].dtype),) if bias else ()
-    return *cotangents(a, b, g, ta=ta, tb=tb), *db
+    dbias = None if bias is None else g.astype(_sums(a, b)).sum((0, 1))[None, :].astype(bias.dtype)
+    return *cotangents(a, b, g, ta=ta, tb=tb), dbias
 
 
-_matmul.defvjp(_forward, _backward)
+_kernel.defvjp(_forward, _backward)

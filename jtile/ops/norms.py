@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,13 +21,30 @@ from jtile.ops._shapes import (
     weighted_rows,
     wide,
 )
-from jtile.ops.norms_backward import norm_backward
+from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
+from jtile.ops.norms_backward import Cotangents, norm_backward
+
+
+class Affine(NamedTuple):
+    """What follows a layer norm, t w + b: the weight [n] and the bias [n], either or both None."""
+
+    weight: Any = None
+    bias: Any = None
+
+    def each(self, part) -> Affine:
+        """`part` of the weight and of the bias."""
+        return Affine(*(None if x is None else part(x) for x in self))
+
+    def of(self, t):
+        """t w + b, where these are tiles."""
+        t = t if self.weight is None else t * self.weight.astype(t.dtype)
+        return t if self.bias is None else t + self.bias.astype(t.dtype)
 
 
 @jt.autotune(space=spaces.rows, override=True)
 @jt.kernel(out_type=lambda x, params, **_: jt.like(x), grid=lambda x, params, *, br, **_: jt.cdiv(x.shape[0], br))
-def layer_norm_rows(x, params, y, *, br: int, eps: float, has_weight: bool):
-    """`params` holds the weight [n], the bias [n], both or neither."""
+def layer_norm_rows(x, params: Affine, y, *, br: int, eps: float):
+    """Rows of x [rows, n], `br` of them in a program."""
     # y = (x - mean) / sqrt(var + eps) * w + b
     i, n = jt.program_id(0), x.shape[1]
     X, Y = x.tiles(br, n), y.tiles(br, n)
@@ -34,11 +52,11 @@ def layer_norm_rows(x, params, y, *, br: int, eps: float, has_weight: bool):
     centred = t - t.sum(1, keepdims=True) * (1.0 / n)
     variance = (centred * centred).sum(1, keepdims=True) * (1.0 / n)
     out = centred * jax.lax.rsqrt(variance + eps)
-    Y[i, 0] = _weighted(out, [p[...][None, :] for p in params], has_weight).astype(y.dtype)
+    Y[i, 0] = params.each(lambda ref: ref[...][None, :]).of(out).astype(y.dtype)
 
 
 @jt.kernel(out_type=lambda x, params, **_: jt.like(x), grid=lambda x, params, **_: x.shape[0])
-def layer_norm_long_rows(x, params, y, *, bn: int, eps: float, has_weight: bool):
+def layer_norm_long_rows(x, params: Affine, y, *, bn: int, eps: float):
     """`layer_norm_rows`, one row in a program: held for its sums, and read again, in blocks of `bn`, for its result.
 
     The second time it comes from the cache: registers of the first are free then, and further rows are on their way.
@@ -48,16 +66,10 @@ def layer_norm_long_rows(x, params, y, *, bn: int, eps: float, has_weight: bool)
     mean = t.sum() * (1.0 / n)
     centred = t - mean
     scale = jax.lax.rsqrt((centred * centred).sum() * (1.0 / n) + eps)
-    X, Y, P = x.tiles(None, bn), y.tiles(None, bn), [p.tiles(bn) for p in params]
+    X, Y, P = x.tiles(None, bn), y.tiles(None, bn), params.each(lambda ref: ref.tiles(bn))
     for j in jt.range(X.shape[1]):
         out = (wide(X[i, j]) - mean) * scale
-        Y[i, j] = _weighted(out, [p[j] for p in P], has_weight).astype(y.dtype)
-
-
-def _weighted(t, params, has_weight: bool):
-    """t w + b, of those that are given."""
-    t = t * params[0].astype(t.dtype) if has_weight else t
-    return t + params[-1].astype(t.dtype) if len(params) > has_weight else t
+        Y[i, j] = P.each(lambda view, j=j: view[j]).of(out).astype(y.dtype)
 
 
 def _rms(t, w, eps: float, offset: float):
@@ -90,24 +102,40 @@ def rms_norm_residual_rows(x, r, w, y, s, *, br: int, eps: float, offset: float)
     Y[i, 0] = _rms(t, w[...], eps, offset).astype(y.dtype)
 
 
-def _layer(x, params, **options):
-    """`layer_norm` of x [rows, n] by the kernel that suits the length of the rows."""
-    if how := gpu_tiles.long_rows(known(x.shape[1]), x.dtype.itemsize):
-        return tuned(layer_norm_long_rows, **how.options)(x, params, **how.tiles, **options)
+def _long_rows(x, params, *, eps: float):
+    how = gpu_tiles.long_rows(known(x.shape[1]), x.dtype.itemsize)
+    assert how is not None
+    return tuned(layer_norm_long_rows, **how.options)(x, params, **how.tiles, eps=eps)
+
+
+def _not_long_rows(x, *_, **__) -> str | None:
+    suits = gpu_tiles.long_rows(known(x.shape[1]), x.dtype.itemsize) is not None
+    return first_unmet((suits, f"rows of {x.shape[1]} {x.dtype.name} are as quick when they are held"))
+
+
+def _held_rows(x, params, *, eps: float):
     br = weighted_rows(*x.shape)
-    return of_rows(layer_norm_rows, x, br, weighted=True, centred=True)(x, params, br=br, **options)
+    return of_rows(layer_norm_rows, x, br, weighted=True, centred=True)(x, params, br=br, eps=eps)
 
 
-def _layer_forward(x, params, *, eps: float, has_weight: bool, **_):
-    return _layer(x, params, eps=eps, has_weight=has_weight), (x, params)
+# x [rows, n] by the kernel that suits the length of the rows
+_layer = Op(
+    "rows of layer_norm",
+    Implementation("rows read twice", _long_rows, _not_long_rows, WARPS),
+    Implementation("rows held", _held_rows),
+)
 
 
-def _layer_backward(residuals, g, *, eps: float, has_weight: bool, **_):
+def _layer_forward(x, params, *, eps: float, **_):
+    return _layer(x, params, eps=eps), (x, params)
+
+
+def _layer_backward(residuals, g, *, eps: float, **_):
     x, params = residuals
-    sums = 2 if len(params) > has_weight else int(has_weight)  # the bias is the second one
-    (dx,), slopes = norm_backward((x,), params[:has_weight], (g,), sums=sums, centre=True, eps=eps)
-    slopes = slopes if has_weight else slopes[1:]
-    return dx, tuple(slope.astype(p.dtype) for slope, p in zip(slopes, params))
+    sums = int(params.weight is not None) if params.bias is None else 2  # the bias is the second one
+    (dx,), slopes = norm_backward((x,), params.weight, Cotangents(g), sums=sums, centre=True, eps=eps)
+    of = lambda p, k: None if p is None else slopes[k].astype(p.dtype)
+    return dx, Affine(of(params.weight, 0), of(params.bias, 1))
 
 
 def _rms_forward(x, w, **meta):
@@ -116,7 +144,7 @@ def _rms_forward(x, w, **meta):
 
 def _rms_backward(residuals, g, *, eps: float, offset: float, **_):
     x, w = residuals
-    (dx,), (dw,) = norm_backward((x,), (w,), (g,), sums=1, centre=False, eps=eps, offset=offset)
+    (dx,), (dw,) = norm_backward((x,), w, Cotangents(g), sums=1, centre=False, eps=eps, offset=offset)
     return dx, dw.astype(w.dtype)
 
 
@@ -126,13 +154,13 @@ def _rms_residual_forward(x, r, w, **meta):
 
 def _rms_residual_backward(residuals, cts, *, eps: float, offset: float, **_):
     x, r, w = residuals
-    (dx, dr), (dw,) = norm_backward((x, r), (w,), tuple(cts), sums=1, centre=False, eps=eps, offset=offset)
+    (dx, dr), (dw,) = norm_backward((x, r), w, Cotangents(*cts), sums=1, centre=False, eps=eps, offset=offset)
     return dx, dr, dw.astype(w.dtype)
 
 
-def _is_long(x) -> bool:
-    """Whether the rows are longer than what a GPU's program holds: several programs should share one, as XLA's do."""
-    return not machine().whole and known(x.shape[-1]) > machine().one_tile
+def _not_left_to_xla(x, *_, **__) -> str | None:
+    """Rows that are longer than what a GPU's program holds: several programs should share one, as XLA's do."""
+    return first_unmet((known(x.shape[-1]) > machine().one_tile, f"a program holds rows of {x.shape[-1]}"))
 
 
 layer_norm_rows.defvjp(_layer_forward, _layer_backward)
@@ -165,10 +193,7 @@ def layer_norm(
             check_shape("layer_norm", name, p, x.shape[-1:])
     if x.size == 0:
         return x
-    if _is_long(x):
-        return layer_norm_reference(x, weight, bias, eps=eps)
-    rows, params = as_rows(x), tuple(p for p in (weight, bias) if p is not None)
-    return _layer(rows, params, eps=float(eps), has_weight=weight is not None).reshape(x.shape)
+    return _layer_norm(x, weight, bias, eps=float(eps))
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "weight_offset"), inline=True)
@@ -202,14 +227,7 @@ def rms_norm(
         check_shape("rms_norm", "residual", residual, x.shape)
     if x.size == 0:
         return x if residual is None else (x, residual)
-    if _is_long(x):
-        return rms_norm_reference(x, weight, eps=eps, residual=residual, weight_offset=weight_offset)
-    rows = as_rows(x)
-    meta = {"br": weighted_rows(*rows.shape), "eps": float(eps), "offset": float(weight_offset)}
-    if residual is None:
-        return of_rows(rms_norm_rows, rows, meta["br"], weighted=True)(rows, weight, **meta).reshape(x.shape)
-    y, total = of_rows(rms_norm_residual_rows, rows, meta["br"], weighted=True)(rows, as_rows(residual), weight, **meta)
-    return y.reshape(x.shape), total.reshape(x.shape)
+    return _rms_norm(x, weight, residual, eps=float(eps), weight_offset=float(weight_offset))
 
 
 def layer_norm_reference(x, weight=None, bias=None, *, eps: float = 1e-5):
@@ -228,3 +246,30 @@ def rms_norm_reference(x, weight, *, eps: float = 1e-6, residual=None, weight_of
     scale = jax.lax.rsqrt((t * t).mean(-1, keepdims=True) + eps)
     y = (t * scale * (wide(weight) + weight_offset).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
     return y if residual is None else (y, t.astype(residual.dtype))
+
+
+def _layer_in_rows(x, weight, bias, *, eps: float):
+    return _layer(as_rows(x), Affine(weight, bias), eps=eps).reshape(x.shape)
+
+
+def _rms_in_rows(x, weight, residual, *, eps: float, weight_offset: float):
+    rows = as_rows(x)
+    meta = {"br": weighted_rows(*rows.shape), "eps": eps, "offset": weight_offset}
+    if residual is None:
+        return of_rows(rms_norm_rows, rows, meta["br"], weighted=True)(rows, weight, **meta).reshape(x.shape)
+    y, total = of_rows(rms_norm_residual_rows, rows, meta["br"], weighted=True)(rows, as_rows(residual), weight, **meta)
+    return y.reshape(x.shape), total.reshape(x.shape)
+
+
+def _rms_by_xla(x, weight, residual, **options):
+    return rms_norm_reference(x, weight, residual=residual, **options)
+
+
+_layer_norm = Op(
+    "layer_norm",
+    Implementation("XLA", layer_norm_reference, _not_left_to_xla, WARPS),
+    Implementation("rows", _layer_in_rows),
+)
+_rms_norm = Op(
+    "rms_norm", Implementation("XLA", _rms_by_xla, _not_left_to_xla, WARPS), Implementation("rows", _rms_in_rows)
+)

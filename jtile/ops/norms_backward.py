@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import fit, known, machine, rows_per_tile, sums_in, tuned, wide
+from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 
 _TILES = 32  # tiles a program where the number of rows is not known
 _UNKNOWN = 8192  # rows that a GPU's choices assume then
 _COLUMNS, _ROWS, _LONGEST = 1024, 4, 32  # of a tile of the kernel of sums alone, and how many tiles it adds up
+
+
+class Cotangents(NamedTuple):
+    """Of y = norm(s) w + b and, where s = x_1 + ... is a result too, of s."""
+
+    y: Any
+    s: Any = None
+
+
+class Statistics(NamedTuple):
+    """Of every row [rows]: the factor 1 / sqrt(...) of its norm and, of a layer norm, its mean."""
+
+    factor: Any
+    mean: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slopes:
+    """What `norm_backward_rows` gives.
+
+    Attributes:
+      dx: a cotangent like each term of the sum.
+      sums: [chunks, n], a program's shares of those of w, and of b; or one of them, or none.
+      statistics: of the rows, or None.
+    """
+
+    dx: tuple[Any, ...]
+    sums: tuple[Any, ...]
+    statistics: Statistics | None
 
 
 def _chunks(xs, weight, cts, *, br, per, **_):
@@ -20,8 +54,9 @@ def _chunks(xs, weight, cts, *, br, per, **_):
 
 def _types(xs, weight, cts, *, br, per, sums, centre, statistics=False, **_):
     part = jax.ShapeDtypeStruct((_chunks(xs, weight, cts, br=br, per=per), xs[0].shape[1]), sums_in(xs[0]))
-    statistic = jax.ShapeDtypeStruct(xs[0].shape[:1], sums_in(xs[0]))
-    return *(jt.like(x) for x in xs), *[part] * sums, *[statistic] * (statistics * (1 + centre))
+    of_row = jax.ShapeDtypeStruct(xs[0].shape[:1], sums_in(xs[0]))
+    rows = Statistics(of_row, of_row if centre else None) if statistics else None
+    return Slopes(tuple(jt.like(x) for x in xs), (part,) * sums, rows)
 
 
 def _sums_of_rows(tiles, together: bool):
@@ -63,16 +98,16 @@ def _total(terms):
 
 @jt.kernel(out_type=_types, grid=_chunks)
 def norm_backward_rows(
-    xs, weight, cts, *out, br: int, per: int, sums: int, centre: bool, eps: float, offset: float,
+    xs: tuple, weight, cts: Cotangents, out: Slopes,
+    *, br: int, per: int, sums: int, centre: bool, eps: float, offset: float,
     statistics: bool = False, together: bool = False, ahead: bool = False, again: bool = False, apart: bool = False,
     stages: int | None = None,
 ):  # fmt: skip
     """Rows [n] of y = norm(x_1 + ...) w + b and s = x_1 + ...; `per` tiles of `br` rows in a program.
 
     Args:
-      xs, weight, cts: tuples of Refs: the terms of the sum [rows, n]; w [n] or none; the cotangents of y and perhaps s.
-      out: a cotangent for each of `xs`, then `sums` arrays [chunks, n]: shares of those of w, and of b; then, with
-        `statistics`, the factors of the rows [rows], and their means [rows] where `centre`.
+      xs, weight: the terms of the sum [rows, n]; w [n] or None.
+      sums: of how many parameters, w and then b, the slopes are added up; statistics: whether those are given.
       centre: layer norm, else RMS norm.
       together: see `_sums_of_rows`.
       ahead: the next tile is fetched into registers while one is worked on; stages: into shared memory.
@@ -82,12 +117,13 @@ def norm_backward_rows(
     """
     # dw = sum g u     db = sum g
     c, n = jt.program_id(0), xs[0].shape[1]
-    X, CT, DX = ([ref.tiles(br, n) for ref in refs] for refs in (xs, cts, out[: len(xs)]))
+    X, DX = ([ref.tiles(br, n) for ref in refs] for refs in (xs, out.dx))
+    CT = [ref.tiles(br, n) for ref in cts if ref is not None]
     first, step = (c, _chunks(xs, weight, cts, br=br, per=per)) if apart else (c * per, 1)
     count = jt.cdiv(X[0].shape[0] - c, step) if apart else jnp.minimum(X[0].shape[0] - first, per)
     place = lambda k: first + k * step
     fetch = lambda i: tuple(view[i, 0] for view in (*X, *CT))
-    weights = lambda: _shifted(wide(weight[0][...])[None, :], offset) if weight else None
+    weights = lambda: None if weight is None else _shifted(wide(weight[...])[None, :], offset)
     held = None if again else weights()
     dw, db = (jnp.zeros((n,), sums_in(xs[0])) for _ in range(2))
     ragged = not isinstance(xs[0].shape[0], int) or xs[0].shape[0] % br
@@ -100,16 +136,17 @@ def norm_backward_rows(
         slope, u, *found = _slope(_total(tiles[: len(xs)]), g, weights() if again else held, centre, eps, together)
         for ct in tiles[len(xs) + 1 :]:
             slope = slope + ct.astype(slope.dtype)
-        for ref, view in zip(out, DX):
+        for ref, view in zip(out.dx, DX):
             view[i, 0] = slope.astype(ref.dtype)
-        for ref, value in zip(out[len(xs) + sums :], found):
-            ref.tiles(br)[i] = value.reshape(br)
+        for ref, value in zip(out.statistics or (), found):
+            if ref is not None and value is not None:
+                ref.tiles(br)[i] = value.reshape(br)
         if ragged:  # with eps = 0 the rows behind the last one are no numbers
             u = jnp.where((i * br + jt.arange(br) < xs[0].shape[0])[:, None], u, jnp.zeros((), u.dtype))
         dw = dw + (g * u).sum(0) if sums else dw
         db = db + g.sum(0) if sums > 1 else db
         tiles = then
-    for ref, total in zip(out[len(xs) : len(xs) + sums], (dw, db)):
+    for ref, total in zip(out.sums, (dw, db)):
         ref[c, :] = total
 
 
@@ -123,43 +160,54 @@ def _sum_types(xs, ct, statistics, *, br, bc, per, sums):
 
 
 @jt.kernel(out_type=_sum_types, grid=_sum_grid)
-def norm_backward_sums(xs, ct, statistics, *out, br: int, bc: int, per: int, sums: int):
+def norm_backward_sums(xs, ct, statistics: Statistics, *out, br: int, bc: int, per: int, sums: int):
     """The `sums` of `norm_backward_rows` from the statistics that it wrote; `per` tiles [br, bc] in a program."""
     c, j = jt.program_id(0), jt.program_id(1)
     X, CT = [ref.tiles(br, bc) for ref in xs], ct.tiles(br, bc)
-    factors, *means = (ref.tiles(br) for ref in statistics)
+    factors, means = statistics.factor.tiles(br), None if statistics.mean is None else statistics.mean.tiles(br)
     dw, db = (jnp.zeros((bc,), sums_in(xs[0])) for _ in range(2))
     for k in jt.range(jnp.minimum(CT.shape[0] - c * per, per), stages=3):
         i = c * per + k
         t, g = _total([view[i, j] for view in X]), wide(CT[i, j])
-        t = t - means[0][i][:, None] if means else t
+        t = t if means is None else t - means[i][:, None]
         dw = dw + (g * t * factors[i][:, None]).sum(0)
         db = db + g.sum(0) if sums > 1 else db
     for ref, total in zip(out, (dw, db)):
         ref.tiles(None, bc)[c, j] = total
 
 
-def norm_backward(xs, weight, cts, *, sums: int, centre: bool, eps: float, offset: float = 0.0):
-    """The cotangents of xs (a tuple), and `sums` of those of weight and bias (float32 [n], float64 for float64)."""
+def _in_rows(xs, weight, cts, *, sums: int, **options):
+    """On a CPU, whose programs take rows one after the other."""
+    rows = xs[0].shape[0]
+    br = rows_per_tile(*xs[0].shape)
+    tiles = jt.cdiv(rows, br)
+    per = fit(tiles, jt.cdiv(tiles, machine().sums)) if isinstance(tiles, int) else _TILES
+    out = norm_backward_rows(xs, weight, cts, br=br, per=per, sums=sums, **options)
+    return out.dx, [part.sum(0) for part in out.sums]
+
+
+def _held(xs, centre: bool) -> gpu_tiles.Choice | None:
     rows, n = xs[0].shape
-    options = {"centre": centre, "eps": eps, "offset": offset}
-    if machine().whole:
-        br = rows_per_tile(rows, n)
-        tiles = jt.cdiv(rows, br)
-        per = fit(tiles, jt.cdiv(tiles, machine().sums)) if isinstance(tiles, int) else _TILES
-        out = norm_backward_rows(xs, weight, cts, br=br, per=per, sums=sums, **options)
-    elif how := gpu_tiles.slopes_of_rows(_count(rows), known(n), xs[0].dtype.itemsize, centre):
-        out = tuned(norm_backward_rows, **how.options)(xs, weight, cts, sums=sums, **how.tiles, **options)
-    else:
-        return _wide_backward(xs, weight, cts, sums=sums, **options)
-    return out[: len(xs)], [part.sum(0) for part in out[len(xs) :]]
+    return gpu_tiles.slopes_of_rows(_count(rows), known(n), xs[0].dtype.itemsize, centre)
+
+
+def _sums_in_registers(xs, weight, cts, *, sums: int, centre: bool, **options):
+    how = _held(xs, centre)
+    assert how is not None
+    kernel = tuned(norm_backward_rows, **how.options)
+    out = kernel(xs, weight, cts, sums=sums, centre=centre, **how.tiles, **options)
+    return out.dx, [part.sum(0) for part in out.sums]
+
+
+def _not_in_registers(xs, weight, cts, *, centre: bool, **_) -> str | None:
+    return first_unmet((_held(xs, centre) is not None, f"rows of {xs[0].shape[1]} leave no registers for sums"))
 
 
 def _count(rows) -> int:
     return rows if isinstance(rows, int) else _UNKNOWN
 
 
-def _wide_backward(xs, weight, cts, *, sums: int, **options):
+def _sums_apart(xs, weight, cts, *, sums: int, **options):
     """On a GPU, of rows that leave no registers for sums: those by themselves, from what the rows had in common."""
     rows = _count(xs[0].shape[0])
     warps = min(gpu_tiles.warps_of_rows(2 * known(xs[0].shape[1]), weighted=True), 16)
@@ -168,10 +216,23 @@ def _wide_backward(xs, weight, cts, *, sums: int, **options):
     out = kernel(
         xs, weight, cts, br=1, per=per, sums=0, statistics=bool(sums), again=True, apart=True, stages=3, **options
     )
-    dxs, statistics = out[: len(xs)], out[len(xs) :]
     if not sums:
-        return dxs, []
+        return out.dx, []
     tiles = jt.cdiv(rows, _ROWS)
     per = min(jt.next_power_of_2(jt.cdiv(tiles, 32)), _LONGEST)
-    parts = tuned(norm_backward_sums, num_warps=4)(xs, cts[0], statistics, br=_ROWS, bc=_COLUMNS, per=per, sums=sums)
-    return dxs, [part.sum(0) for part in parts]
+    kernel = tuned(norm_backward_sums, num_warps=4)
+    parts = kernel(xs, cts.y, out.statistics, br=_ROWS, bc=_COLUMNS, per=per, sums=sums)
+    return out.dx, [part.sum(0) for part in parts]
+
+
+_op = Op(
+    "norm backward",
+    Implementation("sums in registers", _sums_in_registers, _not_in_registers, WARPS),
+    Implementation("sums in a kernel of their own", _sums_apart, needs=WARPS),
+    Implementation("rows", _in_rows),
+)
+
+
+def norm_backward(xs, weight, cts: Cotangents, *, sums: int, centre: bool, eps: float, offset: float = 0.0):
+    """The cotangents of xs (a tuple), and `sums` of those of weight and bias (float32 [n], float64 for float64)."""
+    return _op(xs, weight, cts, sums=sums, centre=centre, eps=eps, offset=offset)

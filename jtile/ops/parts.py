@@ -16,15 +16,15 @@ from jtile.ops.gpu_tiles import product_options
 ELEMENTS, COLUMNS, WARPS = 2048, 512, 4  # of a tile of the second kernel: many small ones, all of the GPU
 
 
-def product_in_parts(a, b, *bias, parts: int, ta: bool, tb: bool, bm: int, bn: int, bk: int, **last):
-    """`activation(op(a) op(b) + bias)` of a [1, m, k], b [1, k, n], bias [1, n]; `last`: see `sum_of_parts`.
+def product_in_parts(a, b, bias=None, *, parts: int, ta: bool, tb: bool, bm: int, bn: int, bk: int, **last):
+    """`activation(op(a) op(b) + bias)` of a [1, m, k], b [1, k, n], bias [1, n] or None; `last`: see `sum_of_parts`.
 
     Its sums of k terms are made in `parts`, in tiles of bm, bn, bk.
     """
     kernel = tuned(_products(ta, tb), **product_options(bm, bn, 2))
     z = kernel(a, b, parts=parts, bm=bm, bn=bn, bk=bk)
     columns = min(COLUMNS, jt.next_power_of_2(z.shape[2]))
-    return tuned(sum_of_parts, num_warps=WARPS)(z, *bias, br=ELEMENTS // columns, bn=columns, **last)
+    return tuned(sum_of_parts, num_warps=WARPS)(z, bias, br=ELEMENTS // columns, bn=columns, **last)
 
 
 def panels(a, b, rows, columns, ta: bool, tb: bool, bm: int, bn: int, bk: int):
@@ -76,36 +76,35 @@ def _sum_types(z, *_, out_dtype, save, **__):
     out_type=_sum_types,
     grid=lambda z, *_, br, bn, **__: (jt.cdiv(z.shape[1], br), jt.cdiv(z.shape[2], bn)),
 )
-def sum_of_parts(z, *refs, activation, out_dtype, br, bn, save=False):
-    """z [parts, m, n], bias [1, n] or none -> y [1, m, n], and with `save` the sums."""
+def sum_of_parts(z, bias, y, sums=None, *, activation, out_dtype, br, bn, save=False):
+    """z [parts, m, n], bias [1, n] or None -> y [1, m, n], and with `save` the sums."""
     # y = act(t)     t = sum_s z_s + bias
-    bias, (y, *t) = (refs[: -2 if save else -1], refs[-2 if save else -1 :])
     i, j = jt.program_id(0), jt.program_id(1)
     Z = z.tiles(None, br, bn)
-    T = Z[0, i, j]
+    total = Z[0, i, j]
     for s in range(1, z.shape[0]):
-        T = T + Z[s, i, j]
-    if bias:
-        T = T + bias[0].tiles(None, bn)[0, j][None, :].astype(T.dtype)
-    if save:
-        t[0].tiles(None, br, bn)[0, i, j] = T
-    y.tiles(None, br, bn)[0, i, j] = ACTIVATIONS[activation](T).astype(out_dtype)
+        total = total + Z[s, i, j]
+    if bias is not None:
+        total = total + bias.tiles(None, bn)[0, j][None, :].astype(total.dtype)
+    if sums is not None:
+        sums.tiles(None, br, bn)[0, i, j] = total
+    y.tiles(None, br, bn)[0, i, j] = ACTIVATIONS[activation](total).astype(out_dtype)
 
 
-def _forward(z, *bias, activation, save, **meta):
+def _forward(z, bias, *, activation, save, **meta):
     if activation is None and not save:
-        return sum_of_parts(z, *bias, activation=None, **meta), (z.shape, bias, None)
-    y, t = sum_of_parts(z, *bias, activation=activation, save=True, **meta)
-    return (y, t) if save else y, (z.shape, bias, t)
+        return sum_of_parts(z, bias, activation=None, **meta), (z.shape, bias, None)
+    y, sums = sum_of_parts(z, bias, activation=activation, save=True, **meta)
+    return (y, sums) if save else y, (z.shape, bias, sums)
 
 
 def _backward(residuals, ct, *, activation, save, **_):
-    shape, bias, t = residuals
+    shape, bias, sums = residuals
     g = (ct[0] if save else ct).astype(jnp.float32)
-    g = g if activation is None else activation_slope(t, g, activation)
+    g = g if activation is None else activation_slope(sums, g, activation)
     g = g + ct[1] if save else g
-    db = (g.sum((0, 1))[None, :].astype(bias[0].dtype),) if bias else ()
-    return jnp.broadcast_to(g, shape), *db
+    dbias = None if bias is None else g.sum((0, 1))[None, :].astype(bias.dtype)
+    return jnp.broadcast_to(g, shape), dbias
 
 
 sum_of_parts.defvjp(_forward, _backward)

@@ -5,15 +5,13 @@ A block of 32 weights is w_j = d q_j + m (m = 0 but for Q4_1, and q - 8 for q in
     y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj).
 
 Few rows of x: the inner sums run over codes straight from memory (the product is bound by reading them). Many rows: a
-  tile of
-W is dequantised once and multiplied with all rows of x.
+tile of W is dequantised once and multiplied with all rows of x.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +20,9 @@ import numpy as np
 import jtile as jt
 from jtile.ops import hopper_gemv, hopper_quantized, quantized_lanes
 from jtile.ops._shapes import check_float, check_shape, fit, known, machine
+from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation, gate_slope
-from jtile.ops.platforms import on_cuda
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor, unpack_codes
 
 HALF = BLOCK // 2
@@ -59,26 +58,15 @@ def quantized_matmul(
         )
     out, inner = weight.shape
     rows = x.reshape(math.prod(x.shape[:-1]), inner)
-    m = rows.shape[0]
-    extra = []
+    given = {}
     for name, y, shape in (("bias", bias, (out,)), ("residual", residual, (*x.shape[:-1], out))):
         if y is not None:
             y = jnp.asarray(y, jnp.float32)
             check_shape("quantized_matmul", name, y, shape)
-            extra.append(y.reshape(1 if name == "bias" else m, out))
-    options = dict(kind=weight.kind, activation=activation, has_bias=bias is not None)
-    if hopper_quantized.takes(rows, weight.codes, inner, weight.kind) and m > 1:
-        y = _on_hopper(rows, weight, jnp.float32 if extra or activation else out_dtype)
-        y = ACTIVATIONS[activation](y if bias is None else y + extra[0])
-        y = y if residual is None else y + extra[-1]
-    elif hopper_gemv.takes(rows, weight.codes, weight.kind):
-        y = on_cuda(*_streamed(**options, out_dtype=out_dtype), (rows, extra), _arrays(weight, m))
-    elif _in_lanes(m, out, inner):
-        y = quantized_lanes.product(rows, _arrays(weight, m), extra, **options)
-    else:
-        kernel = _gemv if m <= 2 else _gemm
-        y = kernel(rows.astype(jnp.float32), *_arrays(weight), *extra, **options, **_tiles(m, out, inner))
-    return y.reshape(*x.shape[:-1], out).astype(out_dtype)
+            given[name] = y.reshape(1 if name == "bias" else rows.shape[0], out)
+    options = dict(kind=weight.kind, activation=activation, out_dtype=out_dtype.name)
+    y = _product(rows, (_frozen(weight),), Epilogue(**given), **options)
+    return y.reshape(*x.shape[:-1], out)
 
 
 def quantized_matmul_reference(
@@ -105,11 +93,6 @@ def _check(x, weight: QuantizedTensor, activation) -> None:
     check_activation("quantized_matmul", activation)
 
 
-def _in_lanes(*sizes) -> bool:
-    """Whether the kernels for GPUs take a product of these sizes: they know no empty ones."""
-    return jt.platform() != "cpu" and all(known(n) for n in sizes)
-
-
 def _tiles(m: int, out: int, inner: int) -> dict:
     """Rows of W a program takes: enough programs for the threads, tiles that stay in cache."""
     if m <= 2:
@@ -125,50 +108,21 @@ def _divisor(n: int, limit: int) -> int:
     return best if 2 * best >= min(n, limit) else max(1, min(n, limit))
 
 
-def _epilogue(y, refs, r, rows: int, i, bm: int, *, activation, has_bias: bool):
+def _finished(y, epilogue: Epilogue, r, rows: int, i, bm: int, activation):
     """Bias, activation and residual of one tile y [bm, rows] of the result."""
-    refs = list(refs)
-    if has_bias:
-        y = y + refs.pop(0).tiles(1, rows)[0, r]
+    y = y if epilogue.bias is None else y + epilogue.bias.tiles(1, rows)[0, r]
     y = ACTIVATIONS[activation](y)
-    return y + refs.pop(0).tiles(bm, rows)[i, r] if refs else y
+    return y if epilogue.residual is None else y + epilogue.residual.tiles(bm, rows)[i, r]
 
 
-def _arrays(weight: QuantizedTensor, m: int = 0) -> list[jax.Array]:
-    """The weight's arrays; nothing differentiates by them, forwards or backwards: quantised weights are frozen. Packed
-    codes stay so for products of one or two rows on GPUs."""
-    weight = weight if known(m) in (1, 2) else weight.unpacked()
-    return [jax.lax.stop_gradient(x) for x in (weight.codes, weight.scale, weight.minimum) if x is not None]
+def _frozen(weight: QuantizedTensor) -> Weight:
+    """The arrays of a weight; nothing differentiates by them, forwards or backwards: quantised weights are frozen."""
+    return jax.lax.stop_gradient(Weight(weight.codes, weight.scale, weight.minimum))
 
 
-def _on_hopper(rows, weight: QuantizedTensor, out_dtype: Any = jnp.float32):
-    frozen = jax.lax.stop_gradient(weight)
-    arrays = [x for x in (frozen.codes, frozen.scale, frozen.minimum) if x is not None]
-    return on_cuda(*_many_rows(weight.kind, out_dtype), rows, arrays)
-
-
-@functools.lru_cache(maxsize=128)
-def _many_rows(kind: str, out_dtype):
-    """For `on_cuda`: x, and the arrays of a packed weight."""
-    plain = lambda arrays: [unpack_codes(arrays[0], kind), *arrays[1:]]
-    lanes = functools.partial(quantized_lanes.product, kind=kind, activation=None)
-    elsewhere = lambda x, arrays: lanes(x, plain(arrays), []).astype(out_dtype)
-    return (lambda x, arrays: hopper_quantized.product(x, arrays, kind, out_dtype)), elsewhere
-
-
-@functools.lru_cache(maxsize=128)
-def _streamed(*, out_dtype=jnp.float32, **options):
-    """For `on_cuda`: x and what stands behind the product, and the arrays of the weights."""
-    here = functools.partial(hopper_gemv.product, out_dtype=out_dtype, **options)
-    elsewhere = lambda *given: quantized_lanes.product(*given, **options).astype(out_dtype)
-    call = lambda f: lambda moved, arrays: f(moved[0], arrays, moved[1])
-    return call(here), call(elsewhere)
-
-
-def _split(refs, kind: str):
-    """The weight as (codes, scale, minimum or None), and the Refs behind it."""
-    codes, scale, *rest = refs
-    return ((codes, scale, rest[0]), rest[1:]) if kind == "q4_1" else ((codes, scale, None), rest)
+def _plain(weights: tuple[Weight, ...], kind: str) -> tuple[Weight, ...]:
+    """With codes that are not packed."""
+    return tuple(w._replace(codes=unpack_codes(w.codes, kind)) for w in weights)
 
 
 def _codes(codes, r, rows: int, kind: str, blocks: int, c=0, chunks: int = 1):
@@ -184,97 +138,79 @@ def _codes(codes, r, rows: int, kind: str, blocks: int, c=0, chunks: int = 1):
     return [p - np.float32(8) for p in parts] if kind == "q4_0" else parts
 
 
-def _row_product(refs, X, r, rows: int, kind: str):
+def _row_product(weight: Weight, X, r, rows: int, kind: str):
     """Y [rows] = W x for one row of x, X [blocks, parts, width]; nothing of W is stored."""
-    codes, scale, low = refs
-    blocks = scale.shape[1]
-    parts = _codes(codes, r, rows, kind, blocks)
-    d = scale.tiles(rows, blocks)[r, 0].astype(jnp.float32)
+    blocks = weight.scale.shape[1]
+    parts = _codes(weight.codes, r, rows, kind, blocks)
+    scale = weight.scale.tiles(rows, blocks)[r, 0].astype(jnp.float32)
     dot = parts[0] * X[None, :, 0]
     for k, part in enumerate(parts[1:], 1):
         dot = dot + part * X[None, :, k]
-    Y = jnp.sum(d[:, :, None] * dot, axis=(1, 2))
-    if low is None:
+    Y = jnp.sum(scale[:, :, None] * dot, axis=(1, 2))
+    if weight.minimum is None:
         return Y
-    m = low.tiles(rows, blocks)[r, 0].astype(jnp.float32)
-    return Y + jnp.sum(m * jnp.sum(X, axis=(1, 2))[None, :], axis=1)
+    low = weight.minimum.tiles(rows, blocks)[r, 0].astype(jnp.float32)
+    return Y + jnp.sum(low * jnp.sum(X, axis=(1, 2))[None, :], axis=1)
 
 
-def _dequantized(refs, r, rows: int, kind: str, inner: int, c=0, chunks: int = 1):
+def _dequantized(weight: Weight, r, rows: int, kind: str, inner: int, c=0, chunks: int = 1):
     """W [rows, inner / chunks] of one tile in float32: chunk c of its columns."""
-    codes, scale, low = refs
-    blocks = 1 if kind == "int8" else scale.shape[1] // chunks  # int8: one scale for every chunk
+    blocks = 1 if kind == "int8" else weight.scale.shape[1] // chunks  # int8: one scale for every chunk
     at = 0 if kind == "int8" else c
-    d = scale.tiles(rows, blocks)[r, at].astype(jnp.float32)[:, :, None]
-    W = [d * q for q in _codes(codes, r, rows, kind, blocks, c, chunks)]
-    if low is not None:
-        m = low.tiles(rows, blocks)[r, at].astype(jnp.float32)[:, :, None]
-        W = [w + m for w in W]
+    scale = weight.scale.tiles(rows, blocks)[r, at].astype(jnp.float32)[:, :, None]
+    W = [scale * q for q in _codes(weight.codes, r, rows, kind, blocks, c, chunks)]
+    if weight.minimum is not None:
+        low = weight.minimum.tiles(rows, blocks)[r, at].astype(jnp.float32)[:, :, None]
+        W = [w + low for w in W]
     return jnp.concatenate(W, axis=2).reshape(rows, inner // chunks)
 
 
-def _product_type(x, codes, *_, **__):
-    return jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32)
+def _type(x, weights, *_, **__):
+    return jax.ShapeDtypeStruct((x.shape[0], weights[0].codes.shape[0]), jnp.float32)
 
 
-def _parts(kind: str) -> int:
-    return 2 if kind in ("q4_0", "q4_1") else 1
+def _grid_of_rows(x, weights, *_, rows, **__):
+    return x.shape[0], jt.cdiv(weights[0].codes.shape[0], rows)
 
 
-@jt.kernel(
-    out_type=_product_type,
-    grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)),
-    name="quantized_gemv",
-)
-def _gemv(x, *refs, kind, activation, has_bias, rows):
-    *refs, y = refs
-    W, extra = _split(refs, kind)
-    i, r = jt.program_id(0), jt.program_id(1)
-    X = x[i, :].reshape(W[1].shape[1], _parts(kind), -1)
-    Y = _row_product(W, X, r, rows, kind)
-    y.tiles(1, rows)[i, r] = _epilogue(Y[None, :], extra, r, rows, i, 1, activation=activation, has_bias=has_bias)
+def _grid_of_tiles(x, weights, *_, rows, bm, **__):
+    return jt.cdiv(weights[0].codes.shape[0], rows), jt.cdiv(x.shape[0], bm)
 
 
-@jt.kernel(
-    out_type=_product_type,
-    grid=lambda x, codes, *_, rows, bm, **__: (jt.cdiv(codes.shape[0], rows), jt.cdiv(x.shape[0], bm)),
-    name="quantized_gemm",
-)
-def _gemm(x, *refs, kind, activation, has_bias, rows, bm):
-    *refs, y = refs
-    W, extra = _split(refs, kind)
-    r, i = jt.program_id(0), jt.program_id(1)
+def _row(x, i, weight: Weight, kind: str):
+    """Row i of x as [blocks, parts, width], as codes of W stand."""
+    return x[i, :].reshape(weight.scale.shape[1], 2 if kind in ("q4_0", "q4_1") else 1, -1)
+
+
+@jt.kernel(out_type=_type, grid=_grid_of_rows, name="quantized_gemv")
+def _gemv(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation, rows):
+    (weight,), i, r = weights, jt.program_id(0), jt.program_id(1)
+    Y = _row_product(weight, _row(x, i, weight, kind), r, rows, kind)
+    y.tiles(1, rows)[i, r] = _finished(Y[None, :], epilogue, r, rows, i, 1, activation)
+
+
+@jt.kernel(out_type=_type, grid=_grid_of_tiles, name="quantized_gemm")
+def _gemm(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation, rows, bm):
+    (weight,), r, i = weights, jt.program_id(0), jt.program_id(1)
     X = x.tiles(bm, x.shape[1])[i, 0]
-    Y = jt.dot(X, _dequantized(W, r, rows, kind, x.shape[1]).T)
-    y.tiles(bm, rows)[i, r] = _epilogue(Y, extra, r, rows, i, bm, activation=activation, has_bias=has_bias)
+    Y = jt.dot(X, _dequantized(weight, r, rows, kind, x.shape[1]).T)
+    y.tiles(bm, rows)[i, r] = _finished(Y, epilogue, r, rows, i, bm, activation)
 
 
-@jt.kernel(
-    out_type=_product_type,
-    grid=lambda x, codes, *_, rows, **__: (x.shape[0], jt.cdiv(codes.shape[0], rows)),
-    name="quantized_gated_gemv",
-)
-def _gated_gemv(x, *refs, kind, activation, rows):
+@jt.kernel(out_type=_type, grid=_grid_of_rows, name="quantized_gated_gemv")
+def _gated_gemv(x, weights: tuple[Weight, Weight], y, *, kind, activation, rows):
     # y = act(Wg x) * (Wu x)
-    *refs, y = refs
-    G, U = _split(refs[: len(refs) // 2], kind)[0], _split(refs[len(refs) // 2 :], kind)[0]
     i, r = jt.program_id(0), jt.program_id(1)
-    X = x[i, :].reshape(G[1].shape[1], _parts(kind), -1)
-    gate, up = _row_product(G, X, r, rows, kind), _row_product(U, X, r, rows, kind)
+    X = _row(x, i, weights[0], kind)
+    gate, up = (_row_product(w, X, r, rows, kind) for w in weights)
     y.tiles(1, rows)[i, r] = (ACTIVATIONS[activation](gate) * up)[None, :]
 
 
-@jt.kernel(
-    out_type=_product_type,
-    grid=lambda x, codes, *_, rows, bm, **__: (jt.cdiv(codes.shape[0], rows), jt.cdiv(x.shape[0], bm)),
-    name="quantized_gated_gemm",
-)
-def _gated_gemm(x, *refs, kind, activation, rows, bm):
-    *refs, y = refs
-    G, U = _split(refs[: len(refs) // 2], kind)[0], _split(refs[len(refs) // 2 :], kind)[0]
+@jt.kernel(out_type=_type, grid=_grid_of_tiles, name="quantized_gated_gemm")
+def _gated_gemm(x, weights: tuple[Weight, Weight], y, *, kind, activation, rows, bm):
     r, i = jt.program_id(0), jt.program_id(1)
     X = x.tiles(bm, x.shape[1])[i, 0]
-    gate, up = (jt.dot(X, _dequantized(W, r, rows, kind, x.shape[1]).T) for W in (G, U))
+    gate, up = (jt.dot(X, _dequantized(w, r, rows, kind, x.shape[1]).T) for w in weights)
     y.tiles(bm, rows)[i, r] = ACTIVATIONS[activation](gate) * up
 
 
@@ -282,124 +218,181 @@ def _gated_gemm(x, *refs, kind, activation, rows, bm):
     out_type=lambda g, *_, inner, **__: jax.ShapeDtypeStruct((g.shape[0], inner), jnp.float32),
     grid=lambda g, *_, chunks, bm, **__: (jt.cdiv(g.shape[0], bm), chunks),
 )
-def quantized_dx_tiles(g, *refs, kind: str, inner: int, rows: int, bm: int, chunks: int):
+def quantized_dx_tiles(g, weight: Weight, dx, *, kind: str, inner: int, rows: int, bm: int, chunks: int):
     """dx [m, in] for the cotangents g [m, out] of x Wᵀ: a chunk of W's columns in a program, `rows` rows at a time."""
     # dX = G W
-    *refs, dx = refs
-    W, _ = _split(refs, kind)
     i, c = jt.program_id(0), jt.program_id(1)
     G = g.tiles(bm, rows)
     acc = jt.zeros((bm, inner // chunks))
     for r in jt.range(G.shape[1]):
-        acc = jt.dot(G[i, r], _dequantized(W, r, rows, kind, inner, c, chunks), acc)
+        acc = jt.dot(G[i, r], _dequantized(weight, r, rows, kind, inner, c, chunks), acc)
     dx.tiles(bm, inner // chunks)[i, c] = acc
 
 
-def _dx(g, arrays, kind: str, inner: int):
-    arrays = [unpack_codes(arrays[0], kind), *arrays[1:]]
+def _dx(g, weight: Weight, kind: str, inner: int):
+    (weight,) = _plain((weight,), kind)
     units = inner if kind == "int8" else inner // BLOCK  # what a chunk is made of
     width, tall, rows = (512, 512, _divisor(g.shape[1], 64)) if machine().whole else (64, 64, 32)
     chunks = next(n for n in range(jt.cdiv(inner, width), units + 1) if units % n == 0) if units else 1
     bm = fit(g.shape[0], tall)
-    return quantized_dx_tiles(g, *arrays, kind=kind, inner=inner, rows=rows, bm=bm, chunks=chunks)
+    return quantized_dx_tiles(g, weight, kind=kind, inner=inner, rows=rows, bm=bm, chunks=chunks)
 
 
-def _forward(kernel, x, *refs, kind, activation, has_bias, **tiles):
-    arrays, extra = _weights(refs, kind)
-    bias, residual = (extra[:1], extra[1:]) if has_bias else ([], extra)
-    z = kernel(x, *arrays, *bias, kind=kind, activation=None, has_bias=has_bias, **tiles)
+# -- rules: what forward passes save, and cotangents; those of weights are None: they are frozen ----------------------
+
+
+def _saving(product, x, weights, epilogue: Epilogue, activation):
+    """The result by `product(x, weights, epilogue)`, and what `_slopes` starts from."""
+    if len(weights) > 1:
+        gate, up = (product(x, (w,), NO_EPILOGUE) for w in weights)
+        return ACTIVATIONS[activation](gate) * up, (gate, up)
+    z = product(x, weights, epilogue._replace(residual=None))
     y = ACTIVATIONS[activation](z)
-    return y + residual[0] if residual else y, (x, arrays, z if activation else None, (None,) * len(residual))
+    y = y if epilogue.residual is None else y + epilogue.residual
+    return y, (z if activation else None,)
 
 
-def _backward(residuals, g, *, kind, activation, has_bias, **_):
-    x, arrays, z, others = residuals
-    dz = g if activation is None else activation_slope(z, g, activation)
-    bias = [dz.sum(0, keepdims=True)] if has_bias else []
-    return _dx(dz, arrays, kind, x.shape[1]), *(None for _ in arrays), *bias, *(g for _ in others)
+def _slopes(x, weights, epilogue: Epilogue, saved, g, kind: str, activation):
+    """(dx, the cotangents of the epilogue) for the cotangent g of `_saving`'s result."""
+    if len(weights) > 1:
+        slopes = gate_slope(saved[0], saved[1], g, activation)
+        gate, up = (_dx(d, w, kind, x.shape[1]) for d, w in zip(slopes, weights, strict=True))
+        return gate + up, NO_EPILOGUE
+    dz = g if activation is None else activation_slope(saved[0], g, activation)
+    bias = None if epilogue.bias is None else dz.sum(0, keepdims=True)
+    residual = None if epilogue.residual is None else g
+    return _dx(dz, weights[0], kind, x.shape[1]), Epilogue(bias, residual)
 
 
-def _gated_forward(kernel, x, *refs, kind, activation, **tiles):
-    gate, up = refs[: len(refs) // 2], refs[len(refs) // 2 :]
-    single = _gemv if kernel is _gated_gemv else _gemm
-    g, u = (single(x, *w, kind=kind, activation=None, has_bias=False, **tiles) for w in (gate, up))
-    return ACTIVATIONS[activation](g) * u, (x, gate, up, g, u)
+def _forward(kernel, x, weights, *epilogue, kind, activation, **tiles):
+    """Of the kernels for CPUs, by that for one weight; gated ones have no epilogue."""
+    one = functools.partial(kernel, kind=kind, activation=None, **tiles)
+    y, saved = _saving(one, x, weights, epilogue[0] if epilogue else NO_EPILOGUE, activation)
+    return y, (x, weights, epilogue, saved)
 
 
-def _gated_backward(residuals, ct, *, kind, activation, **_):
-    x, gate, up, g, u = residuals
-    dg, du = gate_slope(g, u, ct, activation)
-    dx = _dx(dg, gate, kind, x.shape[1]) + _dx(du, up, kind, x.shape[1])
-    return dx, *(None for _ in (*gate, *up))
+def _backward(residuals, g, *, kind, activation, **_):
+    x, weights, epilogue, saved = residuals
+    dx, depilogue = _slopes(x, weights, epilogue[0] if epilogue else NO_EPILOGUE, saved, g, kind, activation)
+    return (dx, None, depilogue) if epilogue else (dx, None)
 
 
-def _weights(arrays, kind: str):
-    """The arrays of the weight, and those behind them."""
-    n = 3 if kind == "q4_1" else 2
-    return arrays[:n], arrays[n:]
+def _lanes_forward(x, weights, epilogue: Epilogue, *, kind, activation, **_):
+    """Of arrays in groups or blocks: as they stand in a weight, x is [m, in], codes [out, stored]."""
+    flat = tuple(w._replace(codes=_flat(w.codes)) for w in weights)
+    one = functools.partial(quantized_lanes.product, kind=kind)
+    y, saved = _saving(one, _flat(x), flat, epilogue, activation)
+    return y, (x, flat, epilogue, saved)
 
 
-def _lanes_flat(x, refs, kind: str):
-    """x as [m, in] and codes as [out, stored], as the arrays of a weight stand."""
-    n = 3 if kind == "q4_1" else 2
-    return x.reshape(x.shape[0], -1), [a.reshape(a.shape[0], -1) if k % n == 0 else a for k, a in enumerate(refs)]
+def _lanes_backward(residuals, g, *, kind, activation, **_):
+    x, weights, epilogue, saved = residuals
+    dx, depilogue = _slopes(_flat(x), weights, epilogue, saved, g, kind, activation)
+    return dx.reshape(x.shape).astype(x.dtype), None, depilogue
 
 
-def _lanes_forward(x, *refs, kind, activation, has_bias, gated, **_):
-    if gated:
-        rows, arrays = _lanes_flat(x, refs, kind)
-        halves = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
-        g, u = (quantized_lanes.product(rows, w, [], kind=kind, activation=None) for w in halves)
-        return ACTIVATIONS[activation](g) * u, (x, *halves, g, u)
-    arrays, more = _weights(refs, kind)
-    bias, residual = more[:has_bias], more[has_bias:]
-    rows, arrays = _lanes_flat(x, arrays, kind)
-    z = quantized_lanes.product(rows, arrays, bias, kind=kind, activation=None, has_bias=has_bias)
-    y = ACTIVATIONS[activation](z)
-    return y + residual[0] if residual else y, (x, arrays, z if activation else None, (None,) * len(residual))
-
-
-def _lanes_backward(residuals, ct, *, gated, **meta):
-    x, *rest = residuals
-    flat = (x.reshape(x.shape[0], -1), *rest)
-    dx, *more = _gated_backward(flat, ct, **meta) if gated else _backward(flat, ct, **meta)
-    return dx.reshape(x.shape).astype(x.dtype), *more
-
-
-def _grouped_forward(x, *refs, kind, has_bias, gated, **meta):
+def _grouped_forward(x, weights, epilogue: Epilogue, **meta):
     """Of rows in groups: y [m, groups, rows]."""
-    weights = (3 if kind == "q4_1" else 2) * (1 + gated)
-    groups = refs[0].shape[:2]
-    out = math.prod(groups)
-    flat = [a.reshape(out, *a.shape[2:]) if k < weights else a.reshape(a.shape[0], out) for k, a in enumerate(refs)]
-    y, residuals = _lanes_forward(x, *flat, kind=kind, has_bias=has_bias, gated=gated, **meta)
+    groups = weights[0].codes.shape[:2]
+    flat = jax.tree.map(lambda a: a.reshape(math.prod(groups), *a.shape[2:]), weights)
+    y, residuals = _lanes_forward(x, flat, jax.tree.map(_flat, epilogue), **meta)
     return y.reshape(y.shape[0], *groups), residuals
 
 
-def _grouped_backward(residuals, ct, **meta):
-    grads = _lanes_backward(residuals, ct.reshape(ct.shape[0], math.prod(ct.shape[1:])), **meta)
-    return grads[0], *(None if g is None else g.reshape(g.shape[0], *ct.shape[1:]) for g in grads[1:])
+def _grouped_backward(residuals, g, **meta):
+    dx, _, depilogue = _lanes_backward(residuals, _flat(g), **meta)
+    return dx, None, jax.tree.map(lambda d: d.reshape(d.shape[0], *g.shape[1:]), depilogue)
 
 
-def _hopper_forward(x, codes, scale, minimum, **meta):
-    y = hopper_quantized.hopper_quantized_product(x, codes, scale, minimum, **meta)
-    return y, (x, codes, scale, minimum)
+def _flat(x):
+    """[rows, ...] as a matrix."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
+def _hopper_forward(x, weight: Weight, **meta):
+    return hopper_quantized.hopper_quantized_product(x, weight, **meta), (x, weight)
 
 
 def _hopper_backward(residuals, ct, *, kind, **_):
     """All splits have the cotangent of their sum."""
-    x, codes, scale, minimum = residuals
-    dx = _dx(ct[0].astype(jnp.float32), [codes, scale, minimum] if kind == "q4_1" else [codes, scale], kind, x.shape[1])
-    return dx.astype(x.dtype), None, None, None
+    x, weight = residuals
+    weight = weight if kind == "q4_1" else weight._replace(minimum=None)
+    return _dx(ct[0].astype(jnp.float32), weight, kind, x.shape[1]).astype(x.dtype), None
 
 
 hopper_quantized.hopper_quantized_product.defvjp(_hopper_forward, _hopper_backward)
 quantized_lanes.quantized_gemv_lanes.defvjp(_grouped_forward, _grouped_backward)
 quantized_lanes.quantized_gemm_lanes.defvjp(_lanes_forward, _lanes_backward)
-for _kernel in (_gemv, _gemm):
-    _kernel.defvjp(functools.partial(_forward, _kernel), _backward)
-for _kernel in (_gated_gemv, _gated_gemm):
-    _kernel.defvjp(functools.partial(_gated_forward, _kernel), _gated_backward)
+for _kernel, _single in ((_gemv, _gemv), (_gemm, _gemm), (_gated_gemv, _gemv), (_gated_gemm, _gemm)):
+    _kernel.defvjp(functools.partial(_forward, _single), _backward)
+
+
+# -- implementations: x [m, in], a weight or two of a gated product, and the epilogue ---------------------------------
+
+
+def _in_lanes(x, weights, epilogue, *, kind, activation, out_dtype):
+    """Packed codes stay so for one or two rows."""
+    weights = weights if known(x.shape[0]) in (1, 2) else _plain(weights, kind)
+    return quantized_lanes.product(x, weights, epilogue, kind=kind, activation=activation).astype(out_dtype)
+
+
+def _not_in_lanes(x, weights, epilogue, **_) -> str | None:
+    sizes = (*x.shape, weights[0].codes.shape[0])
+    return first_unmet((all(known(n) for n in sizes), "an operand is empty"))
+
+
+def _not_streamed(x, weights, epilogue, *, kind, **_) -> str | None:
+    return hopper_gemv.misfit(x, weights[0], kind, gated=len(weights) > 1)
+
+
+def _many_rows_in_lanes(x, weight, *, kind, out_dtype):
+    return quantized_lanes.product(x, _plain((weight,), kind), kind=kind).astype(out_dtype)
+
+
+def _not_on_warpgroups(x, weight, *, kind, **_) -> str | None:
+    return hopper_quantized.misfit(x, weight, kind)
+
+
+# One packed weight, and nothing behind the product.
+_packed_product = Op(
+    "product with a packed weight",
+    Implementation("warpgroups", hopper_quantized.product, _not_on_warpgroups, BLOCK_LEVEL, portable=False),
+    Implementation("dequantised halves in lanes", _many_rows_in_lanes),
+)
+
+
+def _by_packed_products(x, weights, epilogue, *, kind, activation, out_dtype):
+    """What stands behind the product is left to XLA: the product is bound by the tensor cores."""
+    alone = len(weights) == 1 and activation is None and not jax.tree.leaves(epilogue)
+    inner = out_dtype if alone else "float32"
+    y, *more = (_packed_product(x, w, kind=kind, out_dtype=inner) for w in weights)
+    y = ACTIVATIONS[activation](y if epilogue.bias is None else y + epilogue.bias)
+    y = y * more[0] if more else y
+    return (y if epilogue.residual is None else y + epilogue.residual).astype(out_dtype)
+
+
+def _not_by_packed_products(x, weights, epilogue, *, kind, **_) -> str | None:
+    why = hopper_quantized.misfit(x, weights[0], kind)
+    return why or first_unmet((x.shape[0] > 1, "one row needs no tensor cores"))
+
+
+def _on_cpu(x, weights, epilogue, *, kind, activation, out_dtype):
+    """One or two rows of x straight from codes, more with dequantised tiles of W."""
+    weights, x = _plain(weights, kind), x.astype(jnp.float32)
+    m, inner = known(x.shape[0]), x.shape[1]
+    options = dict(kind=kind, activation=activation, **_tiles(m, weights[0].codes.shape[0], inner))
+    if len(weights) > 1:
+        return (_gated_gemv if m <= 2 else _gated_gemm)(x, weights, **options).astype(out_dtype)
+    return (_gemv if m <= 2 else _gemm)(x, weights, epilogue, **options).astype(out_dtype)
+
+
+_product = Op(
+    "quantized_matmul",
+    Implementation("tensor cores", _by_packed_products, _not_by_packed_products, BLOCK_LEVEL),
+    Implementation("rows against a stream of codes", hopper_gemv.product, _not_streamed, BLOCK_LEVEL, portable=False),
+    Implementation("codes in lanes", _in_lanes, _not_in_lanes, WARPS),
+    Implementation("rows of codes", _on_cpu),
+)
 
 
 def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation: str = "silu") -> jax.Array:
@@ -409,23 +402,9 @@ def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation
     if gate.shape != up.shape:
         raise jt.errors.KernelValueError(f"gated_mlp: gate {list(gate.shape)} and up {list(up.shape)} differ")
     out, inner = gate.shape
-    rows = x.reshape(math.prod(x.shape[:-1]), inner)
-    m = rows.shape[0]
     if gate.is_packed != up.is_packed:
         gate, up = gate.unpacked(), up.unpacked()
-    if hopper_quantized.takes(rows, gate.codes, inner, gate.kind) and m > 1:
-        y = ACTIVATIONS[activation](_on_hopper(rows, gate)) * _on_hopper(rows, up)
-        return y.reshape(*x.shape[:-1], out)
-    options = dict(kind=gate.kind, activation=activation, gated=True)
-    if hopper_gemv.takes(rows, gate.codes, gate.kind, gated=True):
-        y = on_cuda(*_streamed(**options), (rows, []), [*_arrays(gate, m), *_arrays(up, m)])
-        return y.reshape(*x.shape[:-1], out)
-    if _in_lanes(m, out, inner):
-        y = quantized_lanes.product(rows, [*_arrays(gate, m), *_arrays(up, m)], [], **options)
-        return y.reshape(*x.shape[:-1], out)
-    rows = rows.astype(jnp.float32)
-    kernel = _gated_gemv if rows.shape[0] <= 2 else _gated_gemm
-    y = kernel(
-        rows, *_arrays(gate), *_arrays(up), kind=gate.kind, activation=activation, **_tiles(rows.shape[0], out, inner)
-    )
+    rows = x.reshape(math.prod(x.shape[:-1]), inner)
+    options = dict(kind=gate.kind, activation=activation, out_dtype="float32")
+    y = _product(rows, (_frozen(gate), _frozen(up)), NO_EPILOGUE, **options)
     return y.reshape(*x.shape[:-1], out)

@@ -20,210 +20,205 @@ import numpy as np
 import jtile as jt
 from jtile.ops._shapes import known, tuned
 from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import BLOCK
 
 HALF = BLOCK // 2
 FOUR_BIT = ("q4_0", "q4_1")
 
 
-def _type(x, codes, *_, **__):
-    return jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32)
-
-
 _UP = 2.0**76  # x times that, times an integer's bits as a float32, is a normal number for 2^-53 < |x| < 2^51
 _DOWN = 2.0**73  # both bring x q back to 1: the bits are q 2^-149
-_LARGE, _SMALL = (
-    2.0**51,
-    2.0**-29,
-)  # the largest |x| of a row for which nothing overflows, and nothing that counts is lost
+# the largest |x| of a row for which nothing overflows, and the smallest for which nothing that counts is lost
+_LARGE, _SMALL = 2.0**51, 2.0**-29
 _ZERO = {"q4_0": 8.0, "q4_1": 0.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
 
-# x of a block as its words hold the codes: axes [blocks, *these] (True: packed words, see `QuantizedTensor.packed`)
+# x of a block as its words hold the codes: axes [blocks, *these], by (4-bit codes, packed words); of packed words, see
+# `QuantizedTensor.packed`, the axes are s, h, t, e of a weight's number 16 s + 8 h + 2 t + e in its block.
 _VIEWS = {(True, False): (2, 4, 4), (True, True): (2, 2, 4, 2), (False, False): (8, 4), (False, True): (2, 2, 4, 2)}
 
 
-def _planes(x, i: int, c, four: bool, packed: bool, blocks: int):
-    """Chunk c of row i of x, as the numbers that the fields of words are multiplied with, lowest field first: each
+def _planes(x, i: int, chunk, four: bool, packed: bool, blocks: int):
+    """A chunk of row i of x, as the numbers that the fields of words are multiplied with, lowest field first: each
     [blocks, words of a block]."""
-    t = x.tiles(None, blocks * BLOCK)[i, c].astype(jnp.float32).reshape(blocks, *_VIEWS[four, packed])
+    numbers = x.tiles(None, blocks * BLOCK)[i, chunk].astype(jnp.float32).reshape(blocks, *_VIEWS[four, packed])
     if four:
         if packed:
-            return [t[:, s, h, :, e] for e in range(2) for s in range(2) for h in range(2)]
-        return [t[:, h, :, b] for b in range(4) for h in range(2)]
+            return [numbers[:, s, h, :, e] for e in range(2) for s in range(2) for h in range(2)]
+        return [numbers[:, half, :, byte] for byte in range(4) for half in range(2)]
     if packed:
-        return [t[:, :, h, :, e].reshape(blocks, 8) for e in range(2) for h in range(2)]
-    return [t[:, :, b] for b in range(4)]
+        return [numbers[:, :, h, :, e].reshape(blocks, 8) for e in range(2) for h in range(2)]
+    return [numbers[:, :, byte] for byte in range(4)]
 
 
-def _words(codes, r, c, kind: str, blocks: int):
-    """Chunk c of some rows of W: uint32 [rows, blocks, words of a block]; fields of 8 bits are codes plus 128."""
+def _words(codes, group, chunk, kind: str, blocks: int):
+    """A chunk of a group of rows of W: uint32 [rows, blocks, words of a block]; fields of 8 bits are codes plus 128."""
     # Tiles of rows in memory, then reshaped: what lies in a row side by side is then what a thread or a warp has.
     rows, words = codes.shape[1], 4 if kind in FOUR_BIT else 8
     if codes.dtype == jnp.uint32:
-        return codes.tiles(None, rows, blocks * words)[r, 0, c].reshape(rows, blocks, words)
-    q = codes.tiles(None, rows, blocks * words * 4)[r, 0, c].reshape(rows, blocks, words, 4)
-    q = jax.lax.bitcast_convert_type(q, jnp.uint8).astype(jnp.uint32)
-    q = functools.reduce(jnp.bitwise_or, [q[:, :, :, b] << np.uint32(8 * b) for b in range(4)])
-    return q if kind in FOUR_BIT else q ^ np.uint32(0x80808080)
+        return codes.tiles(None, rows, blocks * words)[group, 0, chunk].reshape(rows, blocks, words)
+    bytes_ = codes.tiles(None, rows, blocks * words * 4)[group, 0, chunk].reshape(rows, blocks, words, 4)
+    bytes_ = jax.lax.bitcast_convert_type(bytes_, jnp.uint8).astype(jnp.uint32)
+    whole = functools.reduce(jnp.bitwise_or, [bytes_[:, :, :, k] << np.uint32(8 * k) for k in range(4)])
+    return whole if kind in FOUR_BIT else whole ^ np.uint32(0x80808080)
 
 
 def _scaled(planes, four: bool):
     """x for the numbers of `_scaled_fields`, and its sum over a word's fields in the same scale."""
     shifts = (0, 4, 8, 12, 16, 20, 0, 0) if four else (0, 8, 16, 0)
-    out = [t * (_UP * 2.0**-s) for t, s in zip(planes, shifts)]
+    out = [plane * (_UP * 2.0**-shift) for plane, shift in zip(planes, shifts)]
     if four:  # the two highest: first + 16 second, and first
         out[7] = out[7] * 2.0**-4
         out[6] = out[6] - out[7]
     return out, functools.reduce(jnp.add, planes) * (1 / _DOWN)
 
 
-def _scaled_fields(w, four: bool):
+def _scaled_fields(words, four: bool):
     """The fields of words as float32, 2^-149 times their place in the word; the highest ones were moved down."""
-    top = w >> np.uint32(24)
+    top = words >> np.uint32(24)
     bits = 4 if four else 8
-    fields = [w & np.uint32(((1 << bits) - 1) << k) for k in range(0, 24, bits)]
+    fields = [words & np.uint32(((1 << bits) - 1) << shift) for shift in range(0, 24, bits)]
     fields += [top & np.uint32(15), top] if four else [top]
-    return [jax.lax.bitcast_convert_type(t, jnp.float32) for t in fields]
+    return [jax.lax.bitcast_convert_type(field, jnp.float32) for field in fields]
 
 
 def _plain(planes, _):
     return planes, functools.reduce(jnp.add, planes)
 
 
-def _plain_fields(w, four: bool):
+def _plain_fields(words, four: bool):
     """The fields of words as numbers, converted."""
     bits = 4 if four else 8
-    fields = [(w >> np.uint32(k)) & np.uint32((1 << bits) - 1) for k in range(0, 32, bits)]
-    return [t.astype(jnp.int32).astype(jnp.float32) for t in fields]
+    fields = [(words >> np.uint32(shift)) & np.uint32((1 << bits) - 1) for shift in range(0, 32, bits)]
+    return [field.astype(jnp.int32).astype(jnp.float32) for field in fields]
 
 
-def _terms(weight, r, c, kind: str, blocks: int, xs, fields_of):
-    """What chunk c of rows of W adds to its products with the rows of x: tiles [rows, blocks, words of a block]."""
-    codes, scale, *low = weight
-    rows, four = codes.shape[1], kind in FOUR_BIT
-    of_block = lambda a: a.tiles(None, rows, blocks)[r, 0, c].astype(jnp.float32)[:, :, None]
-    fields = fields_of(_words(codes, r, c, kind, blocks), four)
-    d = None if kind == "int8" else of_block(scale)
-    m = of_block(low[0]) if low else None
+def _terms(weight: Weight, group, chunk, kind: str, blocks: int, xs, fields_of):
+    """What a chunk of rows of W adds to its products with the rows of x: tiles [rows, blocks, words of a block].
+
+    xs: of each row of x its planes, and their sum.
+    """
+    rows = weight.codes.shape[1]
+    of_block = lambda a: a.tiles(None, rows, blocks)[group, 0, chunk].astype(jnp.float32)[:, :, None]
+    fields = fields_of(_words(weight.codes, group, chunk, kind, blocks), kind in FOUR_BIT)
+    scale = None if kind == "int8" else of_block(weight.scale)
+    low = None if weight.minimum is None else of_block(weight.minimum)
     out = []
-    for x, total in xs:
-        t = fields[0] * x[0][None]
-        t = t - (total * _ZERO[kind])[None] if _ZERO[kind] else t
-        for a, b in zip(fields[1:], x[1:]):
-            t = t + a * b[None]
-        t = t if d is None else d * t
-        out.append(t if m is None else t + m * total[None])
+    for planes, total in xs:
+        term = fields[0] * planes[0][None]
+        term = term - (total * _ZERO[kind])[None] if _ZERO[kind] else term
+        for field, plane in zip(fields[1:], planes[1:]):
+            term = term + field * plane[None]
+        term = term if scale is None else scale * term
+        out.append(term if low is None else term + low * total[None])
     return out
 
 
 @jt.kernel(
-    out_type=lambda x, codes, *_, **__: jax.ShapeDtypeStruct((x.shape[0], *codes.shape[:2]), jnp.float32),
-    grid=lambda x, codes, *_, **__: codes.shape[0],
+    out_type=lambda x, weights, *_, **__: jax.ShapeDtypeStruct((x.shape[0], *weights[0].codes.shape[:2]), jnp.float32),
+    grid=lambda x, weights, *_, **__: weights[0].codes.shape[0],
     name="quantized_gemv_lanes",
 )
-def quantized_gemv_lanes(x, *refs, kind: str, activation, has_bias: bool, gated: bool, blocks: int, stages: int):
+def quantized_gemv_lanes(
+    x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, blocks: int, stages: int
+):
     """A group of rows of W in a program, `blocks` blocks of 32 weights at a time.
 
     x [m, in], in a multiple of 32; codes [groups, rows, bytes or words], groups * rows = out; scale (and minimum)
-    [groups, rows, blocks or 1]. `gated`: a second weight, y = act(x Gᵀ) * (x Uᵀ). Then bias [1, groups, rows], residual
+    [groups, rows, blocks or 1]. With a second weight y = act(x Gᵀ) * (x Uᵀ). Bias [1, groups, rows], residual
     [m, groups, rows], as y.
     """
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     # One dimension walks with the grid and one is counted out: `groups` can be cut over devices.
-    *refs, y = refs
-    arrays, m, r = 3 if kind == "q4_1" else 2, x.shape[0], jt.program_id(0)
-    weights = [refs[k * arrays : (k + 1) * arrays] for k in range(1 + gated)]
-    extra = list(refs[arrays * (1 + gated) :])
-    codes, four = weights[0][0], kind in FOUR_BIT
+    m, group, codes, four = x.shape[0], jt.program_id(0), weights[0].codes, kind in FOUR_BIT
     packed, rows, words = codes.dtype == jnp.uint32, codes.shape[1], 4 if four else 8
 
     def summed(blocks, stages, scaled, fields_of):
         """For each weight and row of x its products with the rows of W, and the largest |x| in lanes."""
         sums = tuple(jnp.zeros((rows, blocks, words), jnp.float32) for _ in range(m * len(weights)))
         top = jnp.zeros((blocks, words), jnp.float32)
-        for c in jt.range(jt.cdiv(x.shape[1], blocks * BLOCK), stages=stages):
-            xs = [_planes(x, i, c, four, packed, blocks) for i in range(m)]
-            top = functools.reduce(jnp.maximum, [abs(t) for row_of_x in xs for t in row_of_x], top)
-            parts = [scaled(t, four) for t in xs]
-            terms = [t for w in weights for t in _terms(w, r, c, kind, blocks, parts, fields_of)]
-            sums = tuple(s + t for s, t in zip(sums, terms))
-        return tuple(t.sum(axis=(1, 2)) for t in sums), top
+        for chunk in jt.range(jt.cdiv(x.shape[1], blocks * BLOCK), stages=stages):
+            xs = [_planes(x, i, chunk, four, packed, blocks) for i in range(m)]
+            top = functools.reduce(jnp.maximum, [abs(plane) for of_row in xs for plane in of_row], top)
+            parts = [scaled(of_row, four) for of_row in xs]
+            terms = [t for w in weights for t in _terms(w, group, chunk, kind, blocks, parts, fields_of)]
+            sums = tuple(total + term for total, term in zip(sums, terms))
+        return tuple(total.sum(axis=(1, 2)) for total in sums), top
 
     sums, top = summed(blocks, stages, _scaled, _scaled_fields)
-    sums = tuple(t * jnp.float32(_DOWN) for t in sums)
+    sums = tuple(total * jnp.float32(_DOWN) for total in sums)
     peak = top.max()
     if (peak >= _LARGE) | ((peak > 0) & (peak < _SMALL)):  # out of the range of the scaled numbers: once more
         sums, _ = summed(max(blocks // 4, 1), 1, _plain, _plain_fields)  # in tiles that take few registers
+    of_rows = lambda ref, i: ref.tiles(None, None, rows)[i, group, 0]
     for i in range(m):
-        Y = [sums[n * m + i] for n in range(len(weights))]
+        found = [sums[n * m + i] for n in range(len(weights))]
         if kind == "int8":
-            Y = [t * w[1].tiles(None, rows, 1)[r, 0, 0][:, 0] for t, w in zip(Y, weights)]
-        Y[0] = Y[0] + extra[0].tiles(None, None, rows)[0, r, 0] if has_bias else Y[0]
-        out = ACTIVATIONS[activation](Y[0]) * (Y[1] if gated else 1.0)
-        place = (i, r, 0)
-        y.tiles(None, None, rows)[place] = (
-            out + extra[-1].tiles(None, None, rows)[place] if len(extra) > has_bias else out
-        )
+            found = [t * w.scale.tiles(None, rows, 1)[group, 0, 0][:, 0] for t, w in zip(found, weights)]
+        first = found[0] if epilogue.bias is None else found[0] + of_rows(epilogue.bias, 0)
+        out = ACTIVATIONS[activation](first) * (found[1] if len(found) > 1 else 1.0)
+        out = out if epilogue.residual is None else out + of_rows(epilogue.residual, i)
+        y.tiles(None, None, rows)[i, group, 0] = out
 
 
-def _dequantized(weight, r, c, kind: str, rows: int, blocks: int, dtype):
-    """The halves of chunk c of W as matrices [rows, blocks * width], each a list of terms of `dtype`."""
-    codes, scale, *low = weight
-    width = codes.shape[2]
-    q = codes.tiles(rows, blocks, width)[r, c, 0]
-    halves = (q & np.uint8(15), q >> np.uint8(4)) if kind in FOUR_BIT else (q,)
-    halves = [h.astype(jnp.float32) for h in halves]
+def _dequantized(weight: Weight, r, chunk, kind: str, rows: int, blocks: int, dtype):
+    """The halves of a chunk of W as matrices [rows, blocks * width], each a list of terms of `dtype`."""
+    width = weight.codes.shape[2]
+    codes = weight.codes.tiles(rows, blocks, width)[r, chunk, 0]
+    of_block = lambda a: a.tiles(rows, blocks)[r, chunk].astype(jnp.float32)[:, :, None]
+    halves = (codes & np.uint8(15), codes >> np.uint8(4)) if kind in FOUR_BIT else (codes,)
+    halves = [half.astype(jnp.float32) for half in halves]
     if kind != "int8":
-        d = scale.tiles(rows, blocks)[r, c].astype(jnp.float32)[:, :, None]
-        halves = [d * (h - 8.0 if kind == "q4_0" else h) for h in halves]
-    if low:
-        m = low[0].tiles(rows, blocks)[r, c].astype(jnp.float32)[:, :, None]
-        halves = [h + m for h in halves]
+        scale = of_block(weight.scale)
+        halves = [scale * (half - 8.0 if kind == "q4_0" else half) for half in halves]
+    if weight.minimum is not None:
+        low = of_block(weight.minimum)
+        halves = [half + low for half in halves]
     out = []
-    for w in (h.reshape(rows, blocks * width) for h in halves):
-        top = w.astype(dtype)
+    for half in (half.reshape(rows, blocks * width) for half in halves):
+        top = half.astype(dtype)
         exact = dtype == jnp.float32 or kind == "int8"
-        out.append([top] if exact else [top, (w - top.astype(jnp.float32)).astype(dtype)])
+        out.append([top] if exact else [top, (half - top.astype(jnp.float32)).astype(dtype)])
     return out
 
 
 @jt.kernel(
-    out_type=_type,
-    grid=lambda x, codes, *_, rows, bm, **__: (jt.cdiv(codes.shape[0], rows), jt.cdiv(x.shape[0], bm)),
+    out_type=lambda x, weights, *_, **__: jax.ShapeDtypeStruct((x.shape[0], weights[0].codes.shape[0]), jnp.float32),
+    grid=lambda x, weights, *_, rows, bm, **__: (jt.cdiv(weights[0].codes.shape[0], rows), jt.cdiv(x.shape[0], bm)),
     name="quantized_gemm_lanes",
 )
 def quantized_gemm_lanes(
-    x, *refs, kind: str, activation, has_bias: bool, gated: bool, rows: int, bm: int, blocks: int
-):  # fmt: skip
-    """`bm` rows of x, `rows` of W in a program; arguments as in `quantized_gemv_lanes`, x in the dtype it comes in."""
+    x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int, bm: int, blocks: int
+):
+    """`bm` rows of x, `rows` of W in a program.
+
+    x [m, blocks, 32] (of 4-bit codes [m, blocks, 2, 16]) in the dtype it comes in; codes [out, blocks, stored], scale
+    (and minimum) [out, blocks or 1]; bias [1, out], residual [m, out]; two weights as in `quantized_gemv_lanes`.
+    """
     # Y = X Wᵀ, a sum over the halves of the blocks and over the terms that W is split into
-    *refs, y = refs
-    arrays, r, i = 3 if kind == "q4_1" else 2, jt.program_id(0), jt.program_id(1)
-    weights = [refs[k * arrays : (k + 1) * arrays] for k in range(1 + gated)]
-    extra = list(refs[arrays * (1 + gated) :])
-    four, nb = kind in FOUR_BIT, weights[0][0].shape[1]
+    r, i, four = jt.program_id(0), jt.program_id(1), kind in FOUR_BIT
     X = x.tiles(bm, blocks, None, HALF) if four else x.tiles(bm, blocks, BLOCK)
     sums = tuple(jnp.zeros((bm, rows), jnp.float32) for _ in weights)
-    for c in jt.range(jt.cdiv(nb, blocks), stages=3):
-        xs = [X[i, c, n, 0] for n in range(2)] if four else [X[i, c, 0]]
-        xs = [t.reshape(bm, -1) for t in xs]
+    for chunk in jt.range(jt.cdiv(weights[0].codes.shape[1], blocks), stages=3):
+        halves = [X[i, chunk, n, 0] for n in range(2)] if four else [X[i, chunk, 0]]
+        halves = [half.reshape(bm, -1) for half in halves]
         found = []
-        for w, total in zip(weights, sums):
-            for a, terms in zip(xs, _dequantized(w, r, c, kind, rows, blocks, x.dtype)):
-                for b in terms:
-                    total = jt.dot(a, b.T, total)
+        for weight, total in zip(weights, sums):
+            for half, terms in zip(halves, _dequantized(weight, r, chunk, kind, rows, blocks, x.dtype)):
+                for term in terms:
+                    total = jt.dot(half, term.T, total)
             found.append(total)
         sums = tuple(found)
     if kind == "int8":
-        sums = tuple(s * w[1].tiles(rows, 1)[r, 0][:, 0][None, :] for s, w in zip(sums, weights))
-    Y = sums[0] + extra[0].tiles(1, rows)[0, r] if has_bias else sums[0]
-    Y = ACTIVATIONS[activation](Y) * (sums[1] if gated else 1.0)
-    y.tiles(bm, rows)[i, r] = Y + extra[-1].tiles(bm, rows)[i, r] if len(extra) > has_bias else Y
+        sums = tuple(total * w.scale.tiles(rows, 1)[r, 0][:, 0][None, :] for total, w in zip(sums, weights))
+    first = sums[0] if epilogue.bias is None else sums[0] + epilogue.bias.tiles(1, rows)[0, r]
+    out = ACTIVATIONS[activation](first) * (sums[1] if len(sums) > 1 else 1.0)
+    y.tiles(bm, rows)[i, r] = out if epilogue.residual is None else out + epilogue.residual.tiles(bm, rows)[i, r]
 
 
-def _grouped(a, rows: int, axis: int = 0):
+def _grouped(array, rows: int, axis: int = 0):
     """An array with its rows of W along `axis` in groups."""
-    return a.reshape(*a.shape[:axis], a.shape[axis] // rows, rows, *a.shape[axis + 1 :])
+    return array.reshape(*array.shape[:axis], array.shape[axis] // rows, rows, *array.shape[axis + 1 :])
 
 
 def _side(n: int, limit: int) -> int:
@@ -245,24 +240,27 @@ def gemv_choice(m: int, out: int, nb: int, kind: str, gated: bool) -> tuple[int,
     return rows, {"blocks": blocks, "stages": 2 if nb > blocks else 1}, warps
 
 
-def product(x, arrays, extra, *, kind: str, activation, has_bias: bool = False, gated: bool = False) -> jax.Array:
-    """float32 [m, out] of x [m, in] and the arrays of one weight or of two; `extra`: bias and residual, if any."""
+def product(
+    x, weights: tuple[Weight, ...], epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activation=None
+) -> jax.Array:
+    """float32 [m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out] and residual [m, out]."""
     m, inner = x.shape
-    out, blocks = arrays[0].shape[0], jt.cdiv(inner, BLOCK)
-    per = len(arrays) // (1 + gated)
+    out, blocks = weights[0].codes.shape[0], jt.cdiv(inner, BLOCK)
     if inner % BLOCK:  # int8 takes any size
         more = ((0, 0), (0, blocks * BLOCK - inner))
-        x, arrays = jnp.pad(x, more), [jnp.pad(a, more) if k % per == 0 else a for k, a in enumerate(arrays)]
-    options = {"kind": kind, "activation": activation, "has_bias": has_bias, "gated": gated}
+        x, weights = jnp.pad(x, more), tuple(w._replace(codes=jnp.pad(w.codes, more)) for w in weights)
+    options = {"kind": kind, "activation": activation}
     if isinstance(m, int) and m <= 2:
-        rows, tiles, warps = gemv_choice(m, out, blocks, kind, gated)
+        rows, tiles, warps = gemv_choice(m, out, blocks, kind, len(weights) > 1)
         kernel = tuned(quantized_gemv_lanes, num_warps=warps)
         x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
-        grouped = [_grouped(a, rows) for a in arrays], [_grouped(a, rows, 1) for a in extra]
-        return kernel(x, *grouped[0], *grouped[1], **options, **tiles).reshape(m, out)
+        weights = jax.tree.map(lambda a: _grouped(a, rows), weights)
+        epilogue = jax.tree.map(lambda a: _grouped(a, rows, 1), epilogue)
+        return kernel(x, weights, epilogue, **options, **tiles).reshape(m, out)
     shape = (m, blocks, 2, HALF) if kind in FOUR_BIT else (m, blocks, BLOCK)
-    arrays = [a.reshape(out, blocks, -1) if k % per == 0 else a for k, a in enumerate(arrays)]
+    weights = tuple(w._replace(codes=w.codes.reshape(out, blocks, -1)) for w in weights)
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     wide = x.dtype == jnp.float32
-    tiles = {"rows": _side(out, 64), "bm": _side(known(m), 64 if wide or gated else 128), "blocks": 1 if wide else 2}
-    return quantized_gemm_lanes(x.reshape(shape), *arrays, *extra, **options, **tiles)
+    side = 64 if wide or len(weights) > 1 else 128
+    tiles = {"rows": _side(out, 64), "bm": _side(known(m), side), "blocks": 1 if wide else 2}
+    return quantized_gemm_lanes(x.reshape(shape), weights, epilogue, **options, **tiles)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles
-from jtile.ops._shapes import check_float, check_rank, known, tuned
+from jtile.ops._shapes import check_float, check_rank, known, machine, tuned
 from jtile.ops.matmul import tiles
 
 
@@ -65,7 +65,7 @@ def _tiles(m: int, n: int, k: int, itemsize: int, block: int | None, **of) -> di
         return tiles(m, n, k, itemsize, **of) | {"bk": _tiles(m, n, k, itemsize, 128)["bk"]}
     side = lambda most: next(d for d in (128, 64, 32, 16, 8, 4, 2, 1) if d <= most and block % d == 0)
     m, n = known(m), known(n)
-    if jt.platform() == "cpu":
+    if machine().whole:
         return {"bm": min(m, 64), "bn": min(n, side(128)), "bk": side(128)}
     bn = side(128) if side(128) >= 16 else 64
     bm = 128 if m > 64 and itemsize <= 2 and jt.cdiv(m, 128) * jt.cdiv(n, bn) > gpu_tiles.PROCESSORS // 2 else 64

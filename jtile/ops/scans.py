@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import check_axis, fit, known, machine, rows_per_tile
+from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 
 _PIECE = 2048  # elements that a program of a GPU adds up, where whole axes are too few programs
 
@@ -71,17 +72,19 @@ def cumsum(x: jax.Array, axis: int = -1, *, reverse: bool = False) -> jax.Array:
     if x.size == 0:
         return x
     n, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
-    x3 = x.reshape(-1, n, inner)
-    if (
-        not machine().whole
-        and known(n) > _PIECE
-        and known(x3.shape[0]) * jt.cdiv(known(inner), 64) < machine().programs
-    ):
-        return _in_pieces(x3, bool(reverse)).reshape(x.shape)
-    return _whole(x3, bool(reverse)).reshape(x.shape)
+    return _op(x.reshape(-1, n, inner), reverse=bool(reverse)).reshape(x.shape)
 
 
-def _whole(x3, reverse: bool):
+def _not_in_pieces(x3, **_) -> str | None:
+    outer, n, inner = map(known, x3.shape)
+    programs = outer * jt.cdiv(inner, 64)
+    return first_unmet(
+        (n > _PIECE, f"a program adds up {n}"),
+        (programs < machine().programs, f"{programs} programs fill the target"),
+    )
+
+
+def _whole(x3, *, reverse: bool):
     """Along the middle axis of x3 [outer, n, inner], a program from one end to the other."""
     n, inner = x3.shape[1:]
     if inner == 1:
@@ -93,15 +96,22 @@ def _whole(x3, reverse: bool):
     return cumsum_blocks(x3, br=br, bn=bn, bc=bc, reverse=reverse)
 
 
-def _in_pieces(x3, reverse: bool):
+def _in_pieces(x3, *, reverse: bool):
     """The same with more programs: sums inside of pieces, and what all pieces before one add up to."""
     outer, n, inner = x3.shape
     pieces = jt.cdiv(n, _PIECE)
     t = jnp.pad(_wide(x3), ((0, 0), (0, pieces * _PIECE - n), (0, 0)))
-    local = _whole(t.reshape(outer * pieces, _PIECE, inner), reverse).reshape(outer, pieces, _PIECE, inner)
+    local = _whole(t.reshape(outer * pieces, _PIECE, inner), reverse=reverse).reshape(outer, pieces, _PIECE, inner)
     sums = local[:, :, 0 if reverse else -1]
     before = cumsum(sums, 1, reverse=reverse) - sums
     return (local + before[:, :, None]).reshape(outer, -1, inner)[:, :n].astype(x3.dtype)
+
+
+_op = Op(
+    "cumsum",
+    Implementation("pieces", _in_pieces, _not_in_pieces, WARPS),
+    Implementation("whole axes", _whole),
+)
 
 
 def cumsum_reference(x, axis: int = -1, *, reverse: bool = False):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import spaces
 from jtile.ops._shapes import as_rows, check_axis, check_float, fit, machine, of_rows, rows_per_tile, wide
+from jtile.ops.dispatch import Implementation, Op, first_unmet
 
 _BLOCKS_FROM, _BACKWARD_BLOCK = 512, 2048  # backward, the first pass is a sum only: blocks pay off sooner on a CPU
 _AGAIN = 8192  # backward, rows up to this long, of 32 bits or more, start from x: exp costs no more than the bytes of y
@@ -128,13 +129,38 @@ def _rows_forward(kernel, x, *, log: bool = False, **meta):
 
 
 def _rows_backward(y, g, *, log: bool = False, br: int = 1, **_):
-    n = y.shape[1]
-    if _is_again(y, log):
-        return (_run(softmax_backward_again, y, g),)
-    if n < _BLOCKS_FROM or (not machine().whole and n <= machine().one_tile):
-        return (_run(softmax_backward_rows, y, g, br=br, log=log),)
+    return (_backward(y, g, log=log, br=br),)
+
+
+def _backward_again(x, g, *, log: bool, br: int):
+    return _run(softmax_backward_again, x, g)
+
+
+def _not_again(x, *_, log: bool, **__) -> str | None:
+    short = f"results are logarithms, or rows of {x.shape[1]} {x.dtype.name} cost less to read"
+    return first_unmet((_is_again(x, log), short))
+
+
+def _backward_rows(y, g, *, log: bool, br: int):
+    return _run(softmax_backward_rows, y, g, br=br, log=log)
+
+
+def _not_in_rows(y, *_, **__) -> str | None:
+    longest = _BLOCKS_FROM - 1 if machine().whole else max(_BLOCKS_FROM - 1, machine().one_tile)
+    return first_unmet((y.shape[1] <= longest, f"rows of {y.shape[1]} are longer than {longest}"))
+
+
+def _backward_blocks(y, g, *, log: bool, br: int):
     block = _BACKWARD_BLOCK if machine().whole else machine().block // 2
-    return (softmax_backward_blocks(y, g, bn=fit(n, block), log=log),)
+    return softmax_backward_blocks(y, g, bn=fit(y.shape[1], block), log=log)
+
+
+_backward = Op(
+    "softmax backward",
+    Implementation("rows, from x again", _backward_again, _not_again),
+    Implementation("rows", _backward_rows, _not_in_rows),
+    Implementation("blocks", _backward_blocks),
+)
 
 
 def _columns_backward(y, g, **meta):
@@ -152,15 +178,39 @@ def _apply(x, axis: int, log: bool):
     axis = check_axis(axis, x.ndim, op)
     if x.size == 0:
         return x
+    return _op(x, axis=axis, log=log)
+
+
+def _in_columns(x, *, axis: int, log: bool):
     n, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
-    if inner > 1:
-        columns = x.reshape(-1, n, inner)
-        bc = fit(inner, max(16, machine().tile // n))
-        return softmax_columns(columns, bc=bc, log=log).reshape(x.shape)
+    bc = fit(inner, max(16, machine().tile // n))
+    return softmax_columns(x.reshape(-1, n, inner), bc=bc, log=log).reshape(x.shape)
+
+
+def _not_in_columns(x, *, axis: int, **_) -> str | None:
+    return first_unmet((math.prod(x.shape[axis + 1 :]) > 1, "the elements of a slice lie side by side"))
+
+
+def _in_blocks(x, *, axis: int, log: bool):
     rows = as_rows(x.reshape(x.shape[: axis + 1]))
-    if n > machine().one_tile:
-        return softmax_blocks(rows, bn=fit(n, machine().block), log=log).reshape(x.shape)
+    return softmax_blocks(rows, bn=fit(rows.shape[1], machine().block), log=log).reshape(x.shape)
+
+
+def _not_in_blocks(x, *, axis: int, **_) -> str | None:
+    return first_unmet((x.shape[axis] > machine().one_tile, f"a program holds rows of {x.shape[axis]}"))
+
+
+def _in_rows(x, *, axis: int, log: bool):
+    rows = as_rows(x.reshape(x.shape[: axis + 1]))
     return _run(softmax_rows, rows, br=rows_per_tile(*rows.shape), log=log).reshape(x.shape)
+
+
+_op = Op(
+    "softmax",
+    Implementation("columns", _in_columns, _not_in_columns),
+    Implementation("blocks of long rows", _in_blocks, _not_in_blocks),
+    Implementation("rows", _in_rows),
+)
 
 
 @functools.partial(jax.jit, static_argnames="axis", inline=True)

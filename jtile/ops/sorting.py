@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops._shapes import as_rows, machine, of_rows, rows_per_tile
+from jtile.ops._shapes import as_rows, of_rows, rows_per_tile
+from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 
 
 def _grid(x, *, br, **_):
@@ -165,16 +166,31 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     shape = (*x.shape[:-1], k)
     if rows.shape[0] == 0 or k == 0:
         return jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
-    keyed = x.dtype.itemsize < 4 or x.dtype in (jnp.float32, jnp.int32)
-    if not machine().whole and rows.shape[1] > _LONG:
-        values, places = _long_top_k(rows, k)
-    else:
-        picks = k <= _FEW and keyed
-        values, places = of_rows(top_k_picks, rows, br, 4)(rows, br=br, k=k) if picks else top_k_rows(rows, br=br, k=k)
+    values, places = _top_k(rows, k=k, br=br)
     return values.reshape(shape), places.reshape(shape)
 
 
-def _long_top_k(rows, k: int):
+def _picks(rows, *, k: int, br: int):
+    return of_rows(top_k_picks, rows, br, 4)(rows, br=br, k=k)
+
+
+def _no_picks(rows, *, k: int, **_) -> str | None:
+    keyed = rows.dtype.itemsize < 4 or rows.dtype in (jnp.float32, jnp.int32)
+    return first_unmet(
+        (k <= _FEW, f"{k} elements are more than {_FEW}"),
+        (keyed, f"{rows.dtype.name} has no key of 32 bits"),
+    )
+
+
+def _sorted(rows, *, k: int, br: int):
+    return top_k_rows(rows, br=br, k=k)
+
+
+def _not_in_pieces(rows, **_) -> str | None:
+    return first_unmet((rows.shape[1] > _LONG, f"a program holds rows of {rows.shape[1]}"))
+
+
+def _in_pieces(rows, *, k: int, br: int):
     """The `k` largest of the `k` largest of each piece of a row: of equal elements, those of the first piece stand
     first."""
     n = rows.shape[1]
@@ -188,6 +204,14 @@ def _long_top_k(rows, k: int):
     places = places.reshape(-1, pieces, some) + (jnp.arange(pieces, dtype=jnp.int32) * each)[None, :, None]
     best, at = top_k(values.reshape(-1, pieces * some), k)
     return best, jnp.take_along_axis(places.reshape(-1, pieces * some), at, axis=1)
+
+
+_top_k = Op(
+    "top_k",
+    Implementation("pieces of long rows", _in_pieces, _not_in_pieces, WARPS),
+    Implementation("picks", _picks, _no_picks),
+    Implementation("sorted rows", _sorted),
+)
 
 
 def sort_reference(x, *, descending: bool = False):

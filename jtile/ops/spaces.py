@@ -19,7 +19,7 @@ LINES = 128, 256  # bytes of a row of operands in shared memory
 Points = list[dict[str, Any]]
 
 # What a choice depends on; not on the rest of what the heuristic says.
-PRODUCT = ("a", "b", "refs", "activation", "ta", "tb", "out_dtype", "save")
+PRODUCT = ("a", "b", "bias", "activation", "ta", "tb", "out_dtype", "save")
 GATED = ("x", "gate", "up", "activation", "tb", "save")
 
 
@@ -92,8 +92,8 @@ def splits(q, k, *_, **__) -> Points:
 def full_cache(q, k, v, lengths, table, **_) -> Any:
     """Data of `decode_splits`: every slot is in use."""
     ones = (jnp.full(x.shape, 0.5, x.dtype) for x in (q, k, v))
-    slots = k.shape[1] * (table[0].shape[1] if table else 1)
-    pages = tuple(jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) % k.shape[0] for x in table)
+    slots = k.shape[1] * (1 if table is None else table.shape[1])
+    pages = None if table is None else jnp.arange(table.size, dtype=table.dtype).reshape(table.shape) % k.shape[0]
     return (*ones, jnp.full(lengths.shape, slots, lengths.dtype), pages)
 
 

@@ -13,6 +13,7 @@ from jtile.errors import KernelValueError
 from jtile.ops import gpu_tiles, hopper_decode, spaces
 from jtile.ops._shapes import check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
+from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op
 from jtile.ops.flash_attention import (
     NOTHING,
     attention,
@@ -35,16 +36,16 @@ def splits_of(parts: int, slots: int) -> int:
 
 
 def slots_of(cache, table) -> int:
-    """Slots of a row; `table`: the pages of each row in a tuple, or ()."""
-    return cache.shape[1] * (table[0].shape[1] if table else 1)
+    """Slots of a row; `table`: the pages of each row, or None."""
+    return cache.shape[1] * (1 if table is None else table.shape[1])
 
 
 def place(b, j, bk: int, cache, table):
     """Where block j of `bk` keys of row b lies in a cache: its row, or its page, and which block that is there."""
-    if not table:
+    if table is None:
         return b, j
     of_page = jnp.int32(cache.shape[1] // bk)
-    return table[0][b, jax.lax.div(j, of_page)], jax.lax.rem(j, of_page)
+    return table[b, jax.lax.div(j, of_page)], jax.lax.rem(j, of_page)
 
 
 def _types(q, k, v, lengths, table, *, splits, **_):
@@ -63,11 +64,11 @@ def _grid(q, k, v, lengths, table, *, splits, **_):
 @jt.autotune(space=spaces.splits, data=spaces.full_cache, override=True)
 @jt.kernel(out_type=_types, grid=_grid)
 def decode_splits(
-    q, k, v, lengths, table, *out,
-    splits: int, bk: int, scale: float, softcap: float | None, window: int | None, stages: int = 3,
+    q, k, v, lengths, table, o, m_part=None, l_part=None,
+    *, splits: int, bk: int, scale: float, softcap: float | None, window: int | None, stages: int = 3,
 ):  # fmt: skip
     """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d] and table
-    [batch, pages of a row] in a tuple; lengths int32 [batch]."""
+    [batch, pages of a row], else None; lengths int32 [batch]. Of several splits o is the part of each, unnormalised."""
     # as in flash_attention, for keys [lo, hi) of this split; the query of token i stands at position length - t + i
     b, g, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     t, d, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
@@ -102,12 +103,12 @@ def decode_splits(
         m, l, acc = step(j, m, l, acc, edge=False)
     for j in jt.range(plain, hi):
         m, l, acc = step(j, m, l, acc, edge=True)
-    if splits == 1:
-        out[0].tiles(None, t, group, d)[b, 0, g, 0] = normalised(acc, l).reshape(t, group, d).astype(q.dtype)
+    if m_part is None or l_part is None:
+        o.tiles(None, t, group, d)[b, 0, g, 0] = normalised(acc, l).reshape(t, group, d).astype(q.dtype)
     else:
-        out[0][b, g, n] = acc.reshape(t, group, d)
-        out[1][b, g, n] = m.reshape(t, group)
-        out[2][b, g, n] = l.reshape(t, group)
+        o[b, g, n] = acc.reshape(t, group, d)
+        m_part[b, g, n] = m.reshape(t, group)
+        l_part[b, g, n] = l.reshape(t, group)
 
 
 @jt.kernel(
@@ -144,12 +145,17 @@ def combine_splits_of_rows(acc, m, l, o, *, dtype: str):
     o[b, g, i, h] = y.astype(o.dtype)
 
 
-def combined(parts, dtype: str):
-    """o [batch, t, heads, d] of the parts of the splits."""
-    if machine().whole:
-        return combine_splits(*parts, dtype=dtype)
-    o = tuned(combine_splits_of_rows, num_warps=4)(*parts, dtype=dtype)
+def _by_rows(acc, m, l, *, dtype: str):
+    o = tuned(combine_splits_of_rows, num_warps=4)(acc, m, l, dtype=dtype)
     return o.transpose(0, 2, 1, 3, 4).reshape(o.shape[0], o.shape[2], -1, o.shape[4])
+
+
+# o [batch, t, heads, d] of the parts of the splits
+combined = Op(
+    "parts of splits",
+    Implementation("a program for each query", _by_rows, needs=WARPS),
+    Implementation("a program for each head of keys", combine_splits),
+)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "softcap", "window", "splits"), inline=True)
@@ -201,7 +207,7 @@ def decode_attention(
     if q.size == 0 or k.size == 0 or (pages is not None and pages.size == 0):
         return jnp.zeros(q.shape, q.dtype)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    table = () if pages is None else (pages.astype(jnp.int32),)
+    table = None if pages is None else pages.astype(jnp.int32)
     return _decode(q, k, v, lengths.astype(jnp.int32), table, scale, softcap, window, splits)
 
 
@@ -217,29 +223,31 @@ def _check_pages(q, k, v, lengths, pages) -> None:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7, 8))
 def _decode(q, k, v, lengths, table, scale: float, softcap: float | None, window: int | None, splits: int | None):
-    if splits is None and jt.architecture() == "sm_90" and hopper_decode.fits(q, k, table, window, scale):
-        cache, pages = ("_ _ h _", ", b _") if table else ("b _ h _", "")
-        rule = f"b _ h _ _, {cache}, {cache}, b{pages} -> b _ h _ _"
-        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-        return jt.partitioned(_in_shares(scale, softcap), rule)(grouped, k, v, lengths, table).reshape(q.shape)
-    return _in_splits(q, k, v, lengths, table, scale=scale, softcap=softcap, window=window, splits=splits)
+    return _op(q, k, v, lengths, table, scale=scale, softcap=softcap, window=window, splits=splits)
+
+
+def _of_all_rows(q, k, v, lengths, table, *, scale: float, softcap: float | None, **_):
+    """By the kernel whose programs share out all rows' keys; on several devices, those of each."""
+    cache, pages = ("b _ h _", "") if table is None else ("_ _ h _", ", b _")
+    rule = f"b _ h _ _, {cache}, {cache}, b{pages} -> b _ h _ _"
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    return jt.partitioned(_of_a_device(scale, softcap), rule)(grouped, k, v, lengths, table).reshape(q.shape)
 
 
 @functools.lru_cache(maxsize=128)
-def _in_shares(scale: float, softcap: float | None):
-    """The kernel whose programs share out all rows' keys; on several devices, those of each. The queries of kv heads
-    apart, q [batch, t, kv heads, group, d], as they are cut."""
-    in_splits = functools.partial(_in_splits, scale=scale, softcap=softcap, window=None, splits=None)
+def _of_a_device(scale: float, softcap: float | None):
+    """For `jt.partitioned`: of the queries of kv heads apart, q [batch, t, kv heads, group, d], as they are cut."""
 
     def decode_in_shares(q, k, v, lengths, table):
-        args = q.reshape(*q.shape[:2], -1, q.shape[4]), k, v, lengths, table
-        in_shares = hopper_decode.decode(scale, softcap)  # the platform was a guess: only the lowering knows it
-        return jax.lax.platform_dependent(*args, cuda=in_shares, default=in_splits).reshape(q.shape)
+        flat = q.reshape(*q.shape[:2], -1, q.shape[4])
+        return _op_of_a_device(flat, k, v, lengths, table, scale=scale, softcap=softcap, window=None).reshape(q.shape)
 
     return decode_in_shares
 
 
-def _in_splits(q, k, v, lengths, table, *, scale: float, softcap: float | None, window: int | None, splits: int | None):
+def _in_splits(
+    q, k, v, lengths, table, *, scale: float, softcap: float | None, window: int | None, splits: int | None = None
+):
     slots, page = slots_of(k, table), k.shape[1]
     splits = splits_of(q.shape[0] * k.shape[2], slots) if splits is None else splits
     keys = 128 if machine().whole else gpu_tiles.keys_of_cache(q.shape[3], q.dtype.itemsize)
@@ -247,11 +255,24 @@ def _in_splits(q, k, v, lengths, table, *, scale: float, softcap: float | None, 
     if not machine().whole and q.dtype.itemsize == 2 and splits > 1:
         bk = fit(page, 32) if known(slots) // splits > 2048 else bk
         kernel = tuned(decode_splits, num_warps=2)
-    if table:
+    if table is not None:
         bk = max(x for x in range(1, min(bk, page) + 1) if page % x == 0)
     options = {"splits": splits, "bk": bk, "softcap": softcap, "window": window, "scale": scale}
     parts = kernel(q, k, v, lengths, table, **options)
-    return parts if splits == 1 else combined(parts, q.dtype.name)
+    return parts if splits == 1 else combined(*parts, dtype=q.dtype.name)
+
+
+_IN_SPLITS = Implementation("splits of each row's keys", _in_splits)
+_op = Op(
+    "decode_attention",
+    Implementation("shares of all keys", _of_all_rows, hopper_decode.misfit, BLOCK_LEVEL),
+    _IN_SPLITS,
+)
+_op_of_a_device = Op(
+    "decode_attention on a device",
+    Implementation("shares of all keys", hopper_decode.decode, hopper_decode.misfit, BLOCK_LEVEL, portable=False),
+    _IN_SPLITS,
+)
 
 
 @_decode.defjvp
@@ -272,9 +293,9 @@ def _decode_jvp(scale, softcap, window, splits, primals, tangents):
 
 def in_one_piece(cache, table):
     """The cache of each row in one piece: [batch, slots, ...]."""
-    if not table:
+    if table is None:
         return cache
-    pages = jnp.clip(table[0], 0, cache.shape[0] - 1)
+    pages = jnp.clip(table, 0, cache.shape[0] - 1)
     return cache[pages].reshape(len(pages), -1, *cache.shape[2:])
 
 
@@ -284,6 +305,6 @@ def decode_attention_reference(q, k, v, lengths, *, pages=None, scale=None, soft
     options = {"scale": scale, "softcap": softcap, "window": window}
     if q.ndim == 3:
         return decode_attention_reference(q[:, None], k, v, lengths, pages=pages, **options)[:, 0]
-    k, v = (in_one_piece(x, () if pages is None else (pages,)) for x in (k, v))
+    k, v = (in_one_piece(x, pages) for x in (k, v))
     lengths = jnp.clip(lengths, 0, k.shape[1]).astype(jnp.int32)
     return attention_reference(q, k, v, causal=True, offsets=lengths - q.shape[1], lengths=lengths, **options)

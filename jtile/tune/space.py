@@ -228,7 +228,7 @@ class Call:
         else:
             names = [sig.ref_name(k) for k in range(len(inputs))]
             wanted = lambda name: key is None or name in key or (name not in sig.refs and sig.variadic in key)
-            what = [f"{n}={_types(x)}" for n, x in zip(names, inputs) if wanted(n)]
+            what = [f"{n}={_types(x)}" for n, x in zip(names, inputs) if wanted(n) and tree_flatten(x)[0]]
             what += [f"{k}={_text(v)}" for k, v in sorted(meta.items()) if key is None or k in key]
         precision = jax.config.jax_default_matmul_precision
         what += [f"precision={precision}"] if precision else []

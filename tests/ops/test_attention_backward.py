@@ -9,7 +9,7 @@ from library import differences_agree, normal, slopes_agree
 
 import jtile as jt
 from jtile import ops
-from jtile.ops.attention_backward import attention_backward
+from jtile.ops.attention_backward import in_one_kernel
 from jtile.ops.flash_attention import attention_reference, flash_attention, window_of
 from jtile.ops.split_attention import decode_attention_reference
 from jtile.testing import relative_error
@@ -50,21 +50,21 @@ def test_finite_differences(name):
 def test_in_the_interpreter(name):
     q, k, v = operands(2, 20, 26, 2, 1, 8)
     options = of_batch(OPTIONS[name], 2)
-    per_row = [() if options.get(n) is None else (options[n],) for n in ("lengths", "offsets")]
+    per_row = [options.get(n) for n in ("lengths", "offsets")]
     meta = {"scale": options.get("scale", 8**-0.5), "softcap": options.get("softcap")}
     meta["window"] = window_of("attention", options.get("window"), options.get("causal", False))
     g = normal(9, *q.shape)
     expected = jax.vjp(lambda *qkv: attention_reference(*qkv, **options), q, k, v)[1](g)
     with jt.config(interpret=True):
         o, lse = flash_attention(q, k, v, *per_row, bq=12, bk=16, save=True, **meta)
-        got = attention_backward(q, k, v, o, lse, g, None, *per_row, bq=12, bk=16, **meta)
+        got = in_one_kernel(q, k, v, o, lse, g, None, *per_row, bq=12, bk=16, **meta)
     assert relative_error(got, expected) < 3e-6
 
 
 def test_the_log_sum_exp_has_a_cotangent():
     q, k, v = operands(1, 40, 50, 2, 2, 8)
     meta = {"bq": 16, "bk": 16, "scale": 0.3, "softcap": None, "window": (None, None), "save": True}
-    ours = lambda q, k, v: flash_attention(q, k, v, (), (), **meta)[1]
+    ours = lambda q, k, v: flash_attention(q, k, v, None, None, **meta)[1]
     scores = lambda q, k, v: 0.3 * jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") + 0 * v.sum()
     slopes_agree(ours, lambda *qkv: jax.nn.logsumexp(scores(*qkv), -1) / jnp.log(2.0), q, k, v)
 

@@ -37,7 +37,7 @@ def test_in_the_interpreter(name):
     q, k, v = operands(2, 40, 52, 2, 1, 8)
     options = of_batch(OPTIONS[name], 2)
     expected = attention_reference(q, k, v, **options)
-    per_row = [() if options.get(n) is None else (options[n],) for n in ("lengths", "offsets")]
+    per_row = [options.get(n) for n in ("lengths", "offsets")]
     meta = {"scale": options.get("scale", 8**-0.5), "softcap": options.get("softcap"), "bq": 12, "bk": 16}
     meta["window"] = window_of("attention", options.get("window"), options.get("causal", False))
     assert relative_error(flash_attention.interpret(q, k, v, *per_row, **meta), expected) < 2e-6

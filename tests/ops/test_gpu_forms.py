@@ -110,7 +110,7 @@ def test_layer_norm_of_long_rows(n, given):
     bn = gpu_tiles.long_rows(n, 2).tiles["bn"]
     assert bn < n  # the last block of 9001 is not whole
     kernel = lambda x, weight=None, bias=None: norms.layer_norm_long_rows(
-        x, tuple(p for p in (weight, bias) if p is not None), bn=bn, eps=1e-5, has_weight=weight is not None
+        x, norms.Affine(weight, bias), bn=bn, eps=1e-5
     )
     same(call(kernel), call(norms.layer_norm_reference), x, *params, grad=False)
     # without a weight the sum of squares is the same for all x

@@ -10,7 +10,7 @@ from library import agree, normal, slopes_agree
 
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops.grouped_matmul import grouped_matmul_reference, grouped_outer, last_rows
+from jtile.ops.grouped_matmul import LastRows, grouped_matmul_reference, grouped_outer, last_rows
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3}
 SIZES = [(5, 0, 9, 70, 3), (0, 0, 87, 0, 0), (17, 17, 17, 17, 17), (0, 0, 0, 0, 0)]
@@ -79,9 +79,9 @@ def test_slopes_of_large_groups(sizes):
     x, dy = (v.at[int(ends[-1]) :].set(np.nan) for v in (x, dy))
     n = jnp.asarray(sizes, jnp.int32)
     about = dict(groups=4, out_dtype="float32", bm=64, bn=64)
-    last = last_rows(x, n, 32), last_rows(dy, n, 32)
-    got = grouped_outer.interpret(x, dy, n, *last, bk=32, step=16, **about)
-    masked = grouped_outer.interpret(x, dy, n, bk=32, **about)
+    last = LastRows(last_rows(x, n, 32), last_rows(dy, n, 32))
+    got = grouped_outer.interpret(x, dy, n, last, bk=32, step=16, **about)
+    masked = grouped_outer.interpret(x, dy, n, LastRows(), bk=32, **about)
     for g, (start, end) in enumerate(zip((0, *ends), ends)):
         want = np.asarray(x[start:end], np.float32).T @ np.asarray(dy[start:end], np.float32)
         np.testing.assert_allclose(got[g], want, rtol=1e-5, atol=1e-4)

@@ -36,15 +36,15 @@ def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=No
     batch, t, keys, heads, groups, d = sizes
     q, g = (normal(s, batch, t, heads, d, dtype=dtype) for s in (0, 3))
     k, v = (normal(s, batch, keys, groups, d, dtype=dtype) for s in (1, 2))
-    lengths, offsets = (() if x is None else (jnp.array(x, jnp.int32),) for x in (lengths, offsets))
-    if lengths:
-        behind = jnp.arange(keys)[None, :, None, None] >= lengths[0][:, None, None, None]
+    lengths, offsets = (None if x is None else jnp.array(x, jnp.int32) for x in (lengths, offsets))
+    if lengths is not None:
+        behind = jnp.arange(keys)[None, :, None, None] >= lengths[:, None, None, None]
         k, v = (jnp.where(behind, jnp.nan, x) for x in (k, v))
     o, lse = flash_attention(
         q, k, v, lengths, offsets, bq=64, bk=64, scale=d**-0.5, softcap=None, window=window, save=True
     )
-    cts = (normal(4, batch, heads, t),) if ct else ()
-    return (q, k, v, o, lse, g, cts, lengths, offsets), {"scale": d**-0.5, "window": window}
+    ct = normal(4, batch, heads, t) if ct else None
+    return (q, k, v, o, lse, g, ct, lengths, offsets), {"scale": d**-0.5, "window": window}
 
 
 @pytest.fixture(autouse=True)
@@ -77,14 +77,20 @@ def test_blocks_of_heads_side_by_side(monkeypatch):
             assert relative_error(ours, theirs) < 1e-3
 
 
-def test_what_fits():
-    x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
-    assert hopper.fits(x, x, softcap=None, scale=0.1)
-    assert not hopper.fits(x, x, softcap=3.0, scale=0.1)
-    assert not hopper.fits(x, x, softcap=None, scale=0.0)
-    for shape, dtype in (((1, 8, 2, 136), jnp.bfloat16), ((1, 8, 2, 64), jnp.float32)):
-        x = jax.ShapeDtypeStruct(shape, dtype)
-        assert not hopper.fits(x, x, softcap=None, scale=0.1)
+@pytest.mark.parametrize(
+    ("d", "dtype", "options", "why"),
+    [
+        (64, "bfloat16", {}, None),
+        (64, "bfloat16", {"softcap": 3.0}, "scores are capped"),
+        (64, "bfloat16", {"scale": 0.0}, "the scale is 0.0"),
+        (136, "bfloat16", {}, "heads have 136 features"),
+        (64, "float32", {}, "operands are float32"),
+    ],
+)
+def test_what_fits(d, dtype, options, why):
+    x = jax.ShapeDtypeStruct((1, 8, 2, d), dtype)
+    found = hopper.misfit(x, x, **{"softcap": None, "scale": 0.1} | options)
+    assert found is None if why is None else (found or "").startswith(why)
 
 
 def test_batches_of_vmap_become_rows(monkeypatch):
@@ -92,7 +98,7 @@ def test_batches_of_vmap_become_rows(monkeypatch):
     seen = []
     monkeypatch.setattr(hopper, "of_batch", lambda *x, **_: seen.append([y.shape for y in x[:3]]) or x[:3])
     run = hopper._of_rows(0.77, (None, None))
-    lone = lambda q, k: run(q, k, v, o, lse, g, (), lengths, ())
+    lone = lambda q, k: run(q, k, v, o, lse, g, None, lengths, None)
     dq, dk, dv = jax.vmap(jax.vmap(lone, (0, None)), (0, 0))(jnp.stack([jnp.stack([q] * 3)] * 2), jnp.stack([k] * 2))
     assert seen[-1] == [(12, *q.shape[1:]), (12, *k.shape[1:]), (12, *v.shape[1:])]
     np.testing.assert_array_equal(dq, jnp.broadcast_to(q, (2, 3, *q.shape)))

@@ -41,16 +41,15 @@ def arguments(batch, t, heads, kvs, slots, d, lengths, page=None, dtype="bfloat1
     behind = jnp.arange(slots)[None, :, None, None] >= lengths[:, None, None, None]
     k, v = (jnp.where(behind, jnp.nan, x) for x in (k, v))
     if page is None:
-        return q, k, v, lengths, ()
+        return q, k, v, lengths, None
     order = np.random.default_rng(0).permutation(batch * slots // page)
     pool = lambda x: jnp.zeros((len(order), page, kvs, d), x.dtype).at[order].set(x.reshape(-1, page, kvs, d))
-    return q, pool(k), pool(v), lengths, (jnp.asarray(order.reshape(batch, -1), jnp.int32),)
+    return q, pool(k), pool(v), lengths, jnp.asarray(order.reshape(batch, -1), jnp.int32)
 
 
 def reference(q, k, v, lengths, table, softcap=None):
     k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
-    pages = table[0] if table else None
-    return decode_attention_reference(q, k, v, lengths, pages=pages, scale=0.1, softcap=softcap)
+    return decode_attention_reference(q, k, v, lengths, pages=table, scale=0.1, softcap=softcap)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_in_the_interpreter(name, last, monkeypatch):
 def test_batches_of_vmap_become_rows(page, monkeypatch):
     monkeypatch.setattr(hopper_decode, "PROCESSORS", 3)
     q, k, v, lengths, table = arguments(1, 1, 4, 2, 128, 64, (100,), page=page)
-    run = lambda q, k, v, n: hopper_decode.decode(0.1, None)(q, k, v, n, table)
+    run = lambda q, k, v, n: hopper_decode.mapped(0.1, None)(q, k, v, n, table)
     both = lambda x: jnp.stack([x, -x])
     want = jnp.stack([reference(x, y, v, lengths, table) for x, y in ((q, k), (-q, -k))])
     assert relative_error(jax.vmap(run, (0, 0, None, None))(both(q), both(k), v, lengths), want) < 4e-3
@@ -109,7 +108,7 @@ def test_on_the_gpu(page, last, monkeypatch):
 def test_the_op_without_the_gpu():
     """A machine without the GPU that the call was made for runs the kernel at tile level."""
     q, k, v, lengths, table = arguments(2, 1, 4, 2, 128, 64, (128, 100), page=64)
-    run = jax.jit(functools.partial(ops.decode_attention, pages=table[0], scale=0.1))
+    run = jax.jit(functools.partial(ops.decode_attention, pages=table, scale=0.1))
     with jt.config(arch="sm_90", interpret=False):
         assert "hopper_decode" in str(jax.make_jaxpr(run)(q, k, v, lengths))
         got = run(q, k, v, lengths)
@@ -122,7 +121,7 @@ def test_what_it_compiles_to(d, page):
     pytest.importorskip("triton")
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     cache = of("bfloat16", 8, 1024, 2, d) if page is None else of("bfloat16", 128, page, 2, d)
-    table = () if page is None else (of("int32", 8, 16),)
+    table = None if page is None else of("int32", 8, 16)
     args = of("bfloat16", 16, 4, d), cache, cache, of("int32", 8), table
     units = Units(1024, 128 if d < 256 and page is None else 64, 2)
     options = {"parts": 132, "units": units, "t": 1, "scale": 0.1, "softcap": None, "last": True}

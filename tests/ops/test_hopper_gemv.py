@@ -1,5 +1,7 @@
 """One or two rows of x times a matrix, at the block level: in the interpreter, roles interleaved by seeds."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ from library import normal
 import jtile as jt
 from jtile import ops
 from jtile.ops import gpu_tiles, hopper_gemv, quantized
-from jtile.ops.matmul import _streamed, matmul_reference
+from jtile.ops.matmul import matmul_reference
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
 
@@ -24,12 +27,12 @@ CASES = {  # kind, rows of x, out, in, meta-parameters
 
 
 def weights(kind, out, inner, seed=1):
-    """Arrays, and the matrix that they say."""
+    """A weight, and the matrix that it says."""
     w = normal(seed, out, inner)
     if hopper_gemv.bits_of(kind) == 16:
-        return [w.astype(kind)], w.astype(kind).astype(jnp.float32)
+        return Weight(w.astype(kind)), w.astype(kind).astype(jnp.float32)
     w = QuantizedTensor.quantize(w, kind)
-    return jax.tree.leaves(w.packed()), w.dequantize()
+    return Weight(w.packed().codes, w.scale, w.minimum), w.dequantize()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -37,23 +40,24 @@ def test_products(case, monkeypatch):
     monkeypatch.setattr(gpu_tiles, "PROCESSORS", 2)  # several tiles a program
     kind, m, out, inner, options = CASES[case]
     x = normal(2, m, inner).astype("float16" if kind == "float16" else "bfloat16")
-    arrays, matrix = weights(kind, out, inner)
-    made, n = hopper_gemv.kernel(len(arrays), False, False), 128 // hopper_gemv.bits_of(kind)
-    meta = dict(kind=kind, activation=None, has_bias=False, gated=False, out_dtype="float32")
+    weight, matrix = weights(kind, out, inner)
+    operands, n = ((weight,), NO_EPILOGUE), 128 // hopper_gemv.bits_of(kind)
+    meta = dict(kind=kind, activation=None, out_dtype="float32")
     meta |= hopper_gemv.choices(m, inner, kind)[0] | options
-    y = made.interpret(x.reshape(m, inner // n, n), *arrays, seed=len(case), **meta)
+    kernel = hopper_gemv.kernel(*operands)
+    y = kernel.interpret(x.reshape(m, inner // n, n), *operands, seed=len(case), **meta)
     want = jnp.matmul(x.astype(jnp.float32), matrix.T, precision="highest")
     assert relative_error(y, want) < 3e-6
 
 
 def test_bias_activation_residual_and_two_weights():
-    (arrays, matrix), (more, up) = (weights("q4_1", 24, 256, seed) for seed in (1, 3))
+    (weight, matrix), (second, up) = (weights("q4_1", 24, 256, seed) for seed in (1, 3))
     x, bias, residual = normal(2, 1, 256), normal(4, 1, 24), normal(5, 1, 24)
     y, z = (x @ m.T for m in (matrix, up))
     with jt.config(arch="sm_90", interpret=True):
-        options = dict(kind="q4_1", has_bias=True, activation="gelu_tanh")
-        full = hopper_gemv.product(x, arrays, [bias, residual], **options)
-        gated = hopper_gemv.product(x, [*arrays, *more], kind="q4_1", gated=True, activation="silu")
+        epilogue = Epilogue(bias, residual)
+        full = hopper_gemv.product(x, (weight,), epilogue, kind="q4_1", activation="gelu_tanh")
+        gated = hopper_gemv.product(x, (weight, second), kind="q4_1", activation="silu")
     assert relative_error(full, jax.nn.gelu(y + bias) + residual) < 3e-6
     assert relative_error(gated, jax.nn.silu(y) * z) < 3e-6
 
@@ -85,7 +89,7 @@ def test_rows_of_matmul():
     with jt.config(arch="sm_90", interpret=True):
         assert "hopper_gemv" in str(jax.make_jaxpr(of(ops.matmul))(x, w, bias))
         y, got = of(ops.matmul)(x, w, bias), total(ops.matmul)(x, w, bias)
-        here = _streamed("bfloat16", "silu", "float32")[0]((x[0], w, [bias[None]]), ())
+        here = hopper_gemv.product(x[0], (Weight(w),), Epilogue(bias[None]), kind="bfloat16", activation="silu")
     for z in (y, here):
         assert z.size == 24 and relative_error(z.ravel(), of(matmul_reference)(x, w, bias).ravel()) < 1e-6
     for g, want in zip(got, total(matmul_reference)(x, w, bias), strict=True):
@@ -98,20 +102,27 @@ def test_any_size_of_x(scale):
     w, x = QuantizedTensor.quantize(normal(1, 8, 256), "q4_0").packed(), normal(2, 1, 256)
     with jt.config(arch="sm_90", interpret=True):
         x0 = x.at[0, 3].set(scale) if np.isinf(scale) else x * scale
-        y = hopper_gemv.product(x0, [w.codes, w.scale], kind="q4_0")
+        y = hopper_gemv.product(x0, (Weight(w.codes, w.scale),), kind="q4_0")
     if np.isinf(scale):
         assert not np.isfinite(y).any()
     else:
         assert float(abs(y - quantized.quantized_matmul_reference(x, w) * scale).max()) <= 1e-4 * scale
 
 
-def test_what_it_does_not_take():
-    """Codes as bytes, three rows, rows that tensor maps cannot say, x longer than shared memory."""
-    of = lambda m, inner, dtype="uint32": (jnp.ones((m, inner), jnp.bfloat16), jnp.zeros((8, inner // 8), dtype))
-    with jt.config(arch="sm_90"):
-        assert hopper_gemv.takes(*of(1, 512), "q4_0")
-        for x, w in (of(3, 512), of(1, 512, "uint8"), of(1, 288), of(1, 1 << 17)):
-            assert not hopper_gemv.takes(x, w, "q4_0")
-        assert not hopper_gemv.takes(jnp.ones((1, 8)), jnp.ones((8, 8)), "float32")
-    with jt.config(arch="sm_80"):
-        assert not hopper_gemv.takes(*of(1, 512), "q4_0")
+@pytest.mark.parametrize(
+    ("m", "inner", "dtype", "why"),
+    [
+        (3, 512, "uint32", "there are 3 rows, and lanes hold two"),
+        (1, 512, "uint8", "codes are uint8 of 512 columns: not packed words"),
+        (1, 288, "uint32", "codes are uint32 of 288 columns: .* not in lines of copies"),
+        (1, 1 << 17, "uint32", "rows of 131072 leave no room in shared memory"),
+    ],
+)
+def test_what_it_does_not_take(m, inner, dtype, why):
+    of = lambda m, inner, dtype: (
+        jax.ShapeDtypeStruct((m, inner), jnp.bfloat16), Weight(jax.ShapeDtypeStruct((8, inner // 8), dtype)), "q4_0"
+    )  # fmt: skip
+    assert hopper_gemv.misfit(*of(1, 512, "uint32")) is None
+    assert re.search(why, hopper_gemv.misfit(*of(m, inner, dtype)) or "")
+    row, matrix = (jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (1, 8))
+    assert "not 16-bit floats" in (hopper_gemv.misfit(row, Weight(matrix), "float32") or "")

@@ -38,15 +38,14 @@ def arguments(batch, t, heads, slots, rank, lengths, page=None, dtype="bfloat16"
     lengths = jnp.array(lengths, jnp.int32)
     cache = jnp.where(jnp.arange(slots)[None, :, None] >= lengths[:, None, None], jnp.nan, cache)
     if page is None:
-        return q, cache, lengths, ()
+        return q, cache, lengths, None
     order = np.random.default_rng(0).permutation(batch * slots // page)
     pool = jnp.zeros((len(order), page, rank + 64), cache.dtype).at[order].set(cache.reshape(-1, page, rank + 64))
-    return q, pool, lengths, (jnp.asarray(order.reshape(batch, -1), jnp.int32),)
+    return q, pool, lengths, jnp.asarray(order.reshape(batch, -1), jnp.int32)
 
 
 def reference(q, cache, lengths, table, rank):
-    pages = table[0] if table else None
-    return mla_decode_reference(q, jnp.nan_to_num(cache), lengths, rank=rank, pages=pages, scale=0.07)
+    return mla_decode_reference(q, jnp.nan_to_num(cache), lengths, rank=rank, pages=table, scale=0.07)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,7 +65,7 @@ def test_in_the_interpreter(name, monkeypatch):
 def test_batches_of_vmap_become_rows(page, monkeypatch):
     monkeypatch.setattr(hopper_mla, "PROCESSORS", 3)
     q, cache, lengths, table = arguments(1, 1, 16, 128, 128, (100,), page=page)
-    run = lambda q, cache, n: hopper_mla.decode(128, 0.07)(q, cache, n, table)
+    run = lambda q, cache, n: hopper_mla.mapped(128, 0.07)(q, cache, n, table)
     want = jnp.stack([reference(x, y, lengths, table, 128) for x, y in ((q, cache), (-q, -cache))])
     got = jax.vmap(run, (0, 0, None))(jnp.stack([q, -q]), jnp.stack([cache, -cache]), lengths)
     assert relative_error(got, want) < 4e-3
@@ -80,7 +79,7 @@ def test_what_it_compiles_to(t, page):
     pytest.importorskip("triton")
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     cache = of("bfloat16", 8, 1024, 576) if page is None else of("bfloat16", 128, page, 576)
-    table = () if page is None else (of("int32", 8, 16),)
+    table = None if page is None else of("int32", 8, 16)
     args = of("bfloat16", 8, t * 128, 576), cache, of("int32", 8), table
     options = {"parts": 66 // t, "units": Units(1024, 128), "heads": 128, "rank": 512, "scale": 0.1}
     found = hopper_mla.hopper_mla.lower(*args, **options, target="cuda:sm_90")
@@ -96,4 +95,4 @@ def test_the_op_without_the_gpu():
     with jt.config(arch="sm_90", interpret=False):
         assert "hopper_mla" in str(jax.make_jaxpr(run)(q, cache, lengths))
         got = run(q, cache, lengths)
-    assert relative_error(got, reference(q, cache, lengths, (), 128)) < 4e-3
+    assert relative_error(got, reference(q, cache, lengths, None, 128)) < 4e-3

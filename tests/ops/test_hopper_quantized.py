@@ -12,6 +12,7 @@ from library import normal
 import jtile as jt
 from jtile import ops
 from jtile.ops import hopper_quantized, quantized
+from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import KINDS, QuantizedTensor
 from jtile.testing import relative_error
 
@@ -81,8 +82,8 @@ def test_products(kind, case):
     dtype = jnp.float16 if case == "ragged" else jnp.bfloat16
     w, x = weight(kind, out, inner), normal(2, m, inner).astype(dtype)
     meta = hopper_quantized.choice(m, out, inner, kind) | options
-    arrays = w.packed().codes, w.scale, w.scale if w.minimum is None else w.minimum
-    y = hopper_quantized.hopper_quantized_product.interpret(x, *arrays, kind=kind, seed=len(case), **meta)
+    packed = Weight(w.packed().codes, w.scale, w.scale if w.minimum is None else w.minimum)
+    y = hopper_quantized.hopper_quantized_product.interpret(x, packed, kind=kind, seed=len(case), **meta)
     want = jnp.matmul(x.astype(jnp.float32), rounded(w, dtype).T, precision="highest")
     assert relative_error(np.asarray(y).sum(0), want) < 2e-6
 
@@ -101,9 +102,9 @@ def test_results_in_the_dtype_of_x(case):
     m, out, inner, options = STORED[case]
     w, x = weight("q4_0", out, inner), normal(2, m, inner, dtype="bfloat16")
     meta = dict(kind="q4_0", **hopper_quantized.choice(m, out, inner, "q4_0") | options)
-    arrays = x, w.packed().codes, w.scale, w.scale
+    operands = x, Weight(w.packed().codes, w.scale, w.scale)
     y, z = (
-        hopper_quantized.hopper_quantized_product.interpret(*arrays, out_dtype=dtype, seed=len(case), **meta)
+        hopper_quantized.hopper_quantized_product.interpret(*operands, out_dtype=dtype, seed=len(case), **meta)
         for dtype in ("float32", "bfloat16")
     )
     assert z.dtype == jnp.bfloat16

@@ -70,7 +70,7 @@ def test_slopes_of_queries_are_a_kernel_of_roles_on_hopper():
     q, k, rope, v = operands(1, 256, 256, 1, 128, 64, 128, dtype="bfloat16")
     row = jnp.zeros((1, 1, 256), jnp.float32)
     options = {"bq": 128, "bk": 64, "scale": 0.07, "causal": True}
-    lowered = latent_slopes_of_queries.lower(q, k, rope, v, v, row, row, (), (), **options)
+    lowered = latent_slopes_of_queries.lower(q, k, rope, v, v, row, row, None, None, **options)
     planned = steps(lowered.program.kernel, machine(), {})
     assert not isinstance(planned, NoPlan), str(planned)
 

@@ -36,9 +36,9 @@ def matmul(
     bm, bn, bk = tile
     a = jax.ShapeDtypeStruct((batch, k, m) if ta else (batch, m, k), dtype)
     b = jax.ShapeDtypeStruct((batch, n, k) if tb else (batch, k, n), dtype)
-    extra = [jax.ShapeDtypeStruct((1, n), dtype)] if bias else []
+    extra = jax.ShapeDtypeStruct((1, n), dtype) if bias else None
     meta = {"activation": activation, "ta": ta, "tb": tb, "out_dtype": out, "bm": bm, "bn": bn, "bk": bk, "save": save}
-    return _MATMUL.lower(a, b, *extra, **meta).kernel
+    return _MATMUL.lower(a, b, extra, **meta).kernel
 
 
 def attention(
@@ -47,9 +47,9 @@ def attention(
 ) -> Kernel:  # fmt: skip
     q = jax.ShapeDtypeStruct((batch, queries, heads, d), dtype)
     kv = jax.ShapeDtypeStruct((batch, keys, groups, d), dtype)
-    rows = (jax.ShapeDtypeStruct((batch,), jnp.int32),) if lengths else ()
+    rows = jax.ShapeDtypeStruct((batch,), jnp.int32) if lengths else None
     meta = {"bq": tile[0], "bk": tile[1], "scale": d**-0.5, "softcap": softcap, "window": window, "save": save}
-    return _ATTENTION.lower(q, kv, kv, rows, (), **meta).kernel
+    return _ATTENTION.lower(q, kv, kv, rows, None, **meta).kernel
 
 
 def gated(m: int, n: int, k: int, *, tile=(128, 64, 32), tb=False, save=False) -> Kernel:

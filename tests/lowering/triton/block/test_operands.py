@@ -13,6 +13,7 @@ import jtile as jt
 from jtile.interpret import interpret
 from jtile.lowering.triton.block import compile_block_kernel
 from jtile.ops import QuantizedTensor, hopper_quantized
+from jtile.ops.operands import Weight
 from jtile.testing import relative_error
 
 KINDS = ("q4_0", "q4_1", "q8_0", "int8")
@@ -27,8 +28,8 @@ def arguments(kind, m, out, inner, dtype=jnp.bfloat16):
 
 def kernel_of(args, kind, **options):
     meta = hopper_quantized.choice(args[0].shape[0], args[1].shape[0], args[0].shape[1], kind) | options
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
-    return hopper_quantized.hopper_quantized_product.lower(*structs, kind=kind, **meta).program.kernel
+    x, *weight = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args)
+    return hopper_quantized.hopper_quantized_product.lower(x, Weight(*weight), kind=kind, **meta).program.kernel
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,189 @@
+"""Which implementation of an op a call gets: the first of a table that fits.
+
+Every op that can be computed in several ways has a table of `Implementation`s, the preferred ones first. One may need
+features of the target (`jt.Target.features`: never the name of an architecture), and refuse calls by their types and
+options. The target is a guess while a call is traced, which only the lowering can check: what runs on no other target
+is bound to the platform then, with the next implementation that fits standing in elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+import jtile as jt
+from jtile.errors import UnsupportedError
+
+BLOCK_LEVEL = ("warpgroup products",)  # what kernels at the block level need
+WARPS = ("warps",)  # what tiles in the registers of threads are chosen for
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    Attributes:
+      name: what `choices` calls it.
+      run: `run(*operands, **options)`, traceable by JAX.
+      misfit: `misfit(*operands, **options)` says why it does not take a call, None where it does; None: it takes all.
+      needs: features that the target has to have.
+      portable: whether it runs on targets without them too, if not as fast as others.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    misfit: Callable[..., str | None] | None = None
+    needs: tuple[str, ...] = ()
+    portable: bool = True
+
+    def refuses(self, target: jt.Target, operands: Sequence[Any], options: dict[str, Any]) -> str | None:
+        """Why a call on this target does not fit, or None."""
+        missing = [name for name in self.needs if name not in target.features]
+        if missing:
+            return f"target {target.name} has no {missing[0]}"
+        return self.misfit and self.misfit(*operands, **options)
+
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        """As a stand-in: what it chooses is no choice of the call."""
+        token = _found.set(None)
+        try:
+            return self.run(*operands, **options)
+        finally:
+            _found.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What one call of an op came to.
+
+    Attributes:
+      op: the name of the op, or of a step of one.
+      target: the name of the target that it was chosen for.
+      implementation: the name of what computes it.
+      elsewhere: what stands in for it where the program is lowered for another platform; None: it runs there, too.
+      refused: (implementation, why it does not fit) of all that are preferred to it.
+    """
+
+    op: str
+    target: str
+    implementation: str
+    elsewhere: str | None = None
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        other = f", on other platforms {self.elsewhere}" if self.elsewhere else ""
+        return "\n".join(
+            [f"{self.op} on {self.target}: {self.implementation}{other}"]
+            + [f"  not {name}: {why}" for name, why in self.refused]
+        )
+
+
+class Op:
+    """An op, or a step of one, with its implementations: `op(*operands, **options)`.
+
+    Operands are pytrees of arrays, options hashable Python values. The derivative of an implementation that is bound to
+    a platform is that of its stand-in, for a schedule has none.
+    """
+
+    def __init__(self, name: str, *implementations: Implementation):
+        self.name, self.implementations = name, implementations
+
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        chosen, other, choice = self._choose(operands, options)
+        found = _found.get()
+        if found is not None:
+            found.append(choice)
+        if other is None:
+            return chosen.run(*operands, **options)
+        fixed = tuple((name, type(value), value) for name, value in sorted(options.items()))
+        return _on(jt.target().platform, _with(chosen.run, fixed), _with(other, fixed), operands)
+
+    def choice(self, *operands: Any, **options: Any) -> Choice:
+        """What a call would come to; operands may be `jax.ShapeDtypeStruct`s.
+
+        Raises:
+          UnsupportedError: no implementation takes the call.
+        """
+        return self._choose(operands, options)[2]
+
+    def _choose(
+        self, operands: Sequence[Any], options: dict[str, Any]
+    ) -> tuple[Implementation, Implementation | None, Choice]:
+        target, refused = jt.target(), []
+        fits = lambda one: one.refuses(target, operands, options)
+        for k, one in enumerate(self.implementations):
+            why = fits(one)
+            if why is None:
+                behind = () if one.portable else self.implementations[k + 1 :]
+                other = next((i for i in behind if i.portable and fits(i) is None), None)
+                return one, other, Choice(self.name, target.name, one.name, other and other.name, tuple(refused))
+            refused.append((one.name, why))
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused)
+        raise UnsupportedError(f"{self.name}: nothing computes this call on target {target.name} ({reasons})")
+
+
+def choices(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
+    """What the ops of the library that `fn(*args, **kwargs)` calls came to, in the order of the calls.
+
+    Nothing runs: `args` may be `jax.ShapeDtypeStruct`s. The target is that of the calls, see `jt.target`:
+    `with jt.config(arch="sm_90"): print(*jt.ops.choices(jt.ops.matmul, a, b), sep="\\n")`.
+    """
+    found: list[Choice] = []
+    token = _found.set(found)
+    try:
+        with _apart()(object()):  # functions that JAX has traced before are traced once more
+            jax.eval_shape(functools.partial(fn, **kwargs), *args)
+    finally:
+        _found.reset(token)
+    return found
+
+
+_found: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("jtile_ops_choices", default=None)
+
+
+@functools.cache
+def _apart() -> Any:
+    return jax.make_user_context(None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with(run: Callable[..., Any], options: tuple[tuple[str, type, Any], ...]) -> Callable[..., Any]:
+    """One function object for one meaning: JAX remembers what it traced by it."""
+    return functools.partial(run, **{name: value for name, _, value in options})
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _on(platform: str, here: Callable[..., Any], elsewhere: Callable[..., Any], operands: Any) -> Any:
+    """`here(*operands)` where the program is lowered for the platform, `elsewhere(*operands)` on others."""
+    return jax.lax.platform_dependent(*operands, default=elsewhere, **{platform: here})
+
+
+@functools.partial(_on.defjvp, symbolic_zeros=True)
+def _on_jvp(platform, here, elsewhere, primals, tangents):
+    """Of `elsewhere`, by those operands that move: others, as frozen weights, may have no derivative."""
+    leaves, tree = jax.tree.flatten(primals[0])
+    slopes = jax.tree.leaves(tangents[0], is_leaf=lambda t: isinstance(t, SymbolicZero))
+    moved = {k: t for k, t in enumerate(slopes) if not isinstance(t, SymbolicZero) and _is_float(t)}
+
+    def of_moved(*some):
+        now = dict(enumerate(leaves)) | dict(zip(moved, some, strict=True))
+        return elsewhere(*jax.tree.unflatten(tree, now.values()))
+
+    _, out = jax.jvp(of_moved, tuple(leaves[k] for k in moved), tuple(moved.values()))
+    return _on(platform, here, elsewhere, primals[0]), out
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def first_unmet(*conditions: tuple[bool, str]) -> str | None:
+    """The text beside the first condition that does not hold, None where all hold."""
+    return next((why for holds, why in conditions if not holds), None)

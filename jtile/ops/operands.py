@@ -1,0 +1,42 @@
+"""Operands of kernels that belong together, by name: a kernel's body takes these structures with a Ref for every array.
+
+What is absent is None. The structures are pytrees, so that calls, `vmap` and derivatives see plain arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Weight(NamedTuple):
+    """The right matrix of a product, [out, in], quantised or not.
+
+    Attributes:
+      codes: the numbers as they are stored; quantised ones as in `QuantizedTensor`.
+      scale: what codes are multiplied with, or None for plain numbers.
+      minimum: what is added, or None for kinds without.
+    """
+
+    codes: Any
+    scale: Any = None
+    minimum: Any = None
+
+    @property
+    def of_blocks(self) -> tuple[Any, ...]:
+        """The arrays with a number for each block of weights."""
+        return tuple(x for x in self[1:] if x is not None)
+
+
+class Epilogue(NamedTuple):
+    """What is added to a product: `activation(product + bias) + residual`.
+
+    Attributes:
+      bias: one number a column, or None.
+      residual: like the result, or None.
+    """
+
+    bias: Any = None
+    residual: Any = None
+
+
+NO_EPILOGUE = Epilogue()
