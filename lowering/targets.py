@@ -124,6 +124,8 @@ _NEAREST = {
     "float8_e4m3b11fnuz": ("bfloat16", "float16", "float32"),
     "float8_e8m0fnu": ("float32",),
     "float4_e2m1fn": ("float8_e4m3fn", "bfloat16", "float32"),
+    "int2": ("int4", "int8"),
+    "uint2": ("uint4", "uint8"),
     "int4": ("int8",),
     "uint4": ("uint8",),
     "int64": ("int32",),

@@ -26,8 +26,9 @@ def poison(shape, dtype: str) -> np.ndarray:
         return np.ones(shape, np.bool_)
     if d.kind == "f" and d.name != "float4_e2m1fn":
         return np.full(shape, np.nan, np.float32).astype(d.numpy)
-    if d.bits == 4:  # one element a byte here, four bits of pattern
-        return np.full(shape, -6 if d.kind != "u" else 10, np.float32).astype(d.numpy)
+    if d.bits < 8:  # one element a byte here, two or four bits of pattern
+        pattern = 0xAA & ((1 << d.bits) - 1)
+        return np.full(shape, pattern if d.kind == "u" else pattern - (1 << d.bits), np.float32).astype(d.numpy)
     return np.full(math.prod(shape) * d.bits // 8, 0xAA, np.uint8).view(d.numpy).reshape(shape)
 
 

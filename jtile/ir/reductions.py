@@ -85,7 +85,7 @@ def reduce_array(x: np.ndarray, fn: str, axes) -> np.ndarray:
         if fn == "xor" and info.kind == "b":
             ufunc = np.logical_xor
         wide = (
-            x.astype(np.float32) if info.kind == "f" and info.bits < 32 else x.astype(np.int32) if info.bits == 4 else x
+            x.astype(np.float32) if info.kind == "f" and info.bits < 32 else x.astype(np.int32) if info.bits < 8 else x
         )
         for a in sorted(axes, reverse=True):
             n = wide.shape[a]
@@ -119,7 +119,7 @@ class ArgReduce(Op):
     def reference(self, x):
         info = DTYPES[x.dtype.name]
         wide = (
-            x.astype(np.float32) if info.kind == "f" and info.bits < 32 else x.astype(np.int32) if info.bits == 4 else x
+            x.astype(np.float32) if info.kind == "f" and info.bits < 32 else x.astype(np.int32) if info.bits < 8 else x
         )
         fn = np.argmax if self.fn == "max" else np.argmin
         return np.asarray(fn(wide, axis=self.axis)).astype(DTYPES[self.dtype].numpy)
@@ -179,7 +179,7 @@ class Cumulative(Op):
 
     def reference(self, x):
         info = DTYPES[x.dtype.name]
-        wide = x.astype(np.float64) if info.kind == "f" else x.astype(np.int32) if info.bits == 4 else x
+        wide = x.astype(np.float64) if info.kind == "f" else x.astype(np.int32) if info.bits < 8 else x
         ufunc = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "logsumexp": np.logaddexp}[
             self.fn
         ]
@@ -238,7 +238,7 @@ class Sort(Op):
 
     def _ranks(self, x: np.ndarray) -> np.ndarray:
         info = DTYPES[x.dtype.name]
-        wide = x.astype(np.float64) + 0.0 if info.kind == "f" else x.astype(np.int32) if info.bits == 4 else x
+        wide = x.astype(np.float64) + 0.0 if info.kind == "f" else x.astype(np.int32) if info.bits < 8 else x
         _, inverse = np.unique(wide, return_inverse=True, equal_nan=True)
         inverse = inverse.reshape(x.shape)
         return -inverse if self.descending else inverse

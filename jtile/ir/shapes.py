@@ -33,7 +33,7 @@ def full_array(value, shape, dtype: str) -> np.ndarray:
     d = DTYPES[dtype]
     if d.kind == "f" and d.bits < 32:
         return np.full(shape, np.float32(value)).astype(d.numpy)
-    if d.bits == 4:
+    if d.bits < 8:
         return np.full(shape, value, np.int32).astype(d.numpy)
     return np.full(shape, value, d.numpy)
 

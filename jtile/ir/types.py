@@ -31,6 +31,8 @@ _ALL = [
     _dtype("bool", "b", 8, np.bool_),
     *[_dtype(f"i{n}", "i", n, f"int{n}") for n in (8, 16, 32, 64)],
     *[_dtype(f"u{n}", "u", n, f"uint{n}") for n in (8, 16, 32, 64)],
+    _dtype("i2", "i", 2, ml_dtypes.int2),
+    _dtype("u2", "u", 2, ml_dtypes.uint2),
     _dtype("i4", "i", 4, ml_dtypes.int4),
     _dtype("u4", "u", 4, ml_dtypes.uint4),
     _dtype("f16", "f", 16, np.float16),

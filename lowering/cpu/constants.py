@@ -7,17 +7,16 @@ import numpy as np
 from jtile import ir
 
 from .access import elem_bytes
+from .convert import is_narrow, is_signed
 from .llvm import Module, Val
 from .values import Buffer, dense_strides
 
 
 def dense_global(module: Module, op: ir.Dense) -> Buffer:
-    """A `Dense` literal as bytes of a private global, in the memory form of its dtype (4-bit types one a byte)."""
+    """A `Dense` literal as bytes of a private global, in the memory form of its dtype, a byte and more each."""
     array = np.ascontiguousarray(op.reference())
     data = (
-        array.astype(np.int8 if op.dtype == "int4" else np.uint8).tobytes()
-        if op.dtype in ("int4", "uint4")
-        else array.tobytes()
+        array.astype(np.int8 if is_signed(op.dtype) else np.uint8).tobytes() if is_narrow(op.dtype) else array.tobytes()
     )
     assert len(data) == array.size * elem_bytes(op.dtype)
     name = f"@dense{len(module.globals)}"

@@ -1,7 +1,7 @@
 """Casts between all dtypes of the language, and between the form of a value in memory and in registers.
 
 Register form: float32 -> float, float64 -> double; float16, bfloat16 and the 8- and 4-bit floats -> a float that
-holds exactly a value of that dtype; integers -> iN, the 4-bit ones an i8 with the value; bool -> i1.
+holds exactly a value of that dtype; integers -> iN, those of 2 and 4 bits an i8 with the value; bool -> i1.
 Everything is exact integer or float arithmetic on every instruction set; no conversion becomes a library call.
 """
 
@@ -41,7 +41,7 @@ SMALL_FLOATS = {
     "float4_e2m1fn": SmallFloat(8, 3, 1, 1, 6.0, 6.0, -0.0),
     "float8_e8m0fnu": SmallFloat(8, 8, 0, 127, 2.0**127, _NAN, _NAN),
 }
-INT_BITS = {f"{u}int{n}": n for u in ("", "u") for n in (4, 8, 16, 32, 64)}
+INT_BITS = {f"{u}int{n}": n for u in ("", "u") for n in (2, 4, 8, 16, 32, 64)}
 _FLOATS = {"float32": "float", "float64": "double"}
 
 
@@ -51,6 +51,11 @@ def is_float(dtype: str) -> bool:
 
 def is_signed(dtype: str) -> bool:
     return dtype.startswith("int")
+
+
+def is_narrow(dtype: str) -> bool:
+    """Whether these are integers of less than a byte."""
+    return INT_BITS.get(dtype, 8) < 8
 
 
 def register_type(dtype: str, lanes: int) -> str:
@@ -63,18 +68,19 @@ def register_type(dtype: str, lanes: int) -> str:
 
 
 def memory_type(dtype: str) -> str:
-    """The LLVM type of one element in memory; bool is an i8 of 0 or 1, 4-bit types take a byte (unpacked) each."""
+    """The LLVM type of one element in memory; bool is an i8 of 0 or 1, types of less than 8 bits take a byte
+    (unpacked) each."""
     if dtype in SMALL_FLOATS:
         return f"i{SMALL_FLOATS[dtype].storage}"
     return "i8" if dtype == "bool" else register_type(dtype, 1)
 
 
 def from_memory(code: Code, isa: Isa, x: Val, dtype: str) -> Val:
-    """Memory element (or vector of them) -> register form; of a 4-bit byte only the low bits count."""
+    """Memory element (or vector of them) -> register form; of a byte of 2 or 4 bits only these count."""
     e = X(code, isa, x)
     if dtype == "bool":
         return e.ne(0).v
-    if dtype in ("int4", "uint4"):
+    if is_narrow(dtype):
         return wrap(e, dtype).v
     if dtype not in SMALL_FLOATS:
         return x
@@ -118,10 +124,11 @@ def emit_cast(code: Code, isa: Isa, x: Val, src: str, dst: str) -> Val:
 
 
 def wrap(x: X, dtype: str) -> X:
-    """Bring an i8 back into the range of a 4-bit integer; other dtypes are left alone."""
-    if dtype == "int4":
-        return (x << 4) >> 4
-    return x & 15 if dtype == "uint4" else x
+    """Bring an i8 back into the range of an integer of 2 or 4 bits; other dtypes are left alone."""
+    if not is_narrow(dtype):
+        return x
+    rest = 8 - INT_BITS[dtype]
+    return (x << rest) >> rest if is_signed(dtype) else x & 255 >> rest
 
 
 def round_to_dtype(x: X, dtype: str) -> X:
@@ -135,10 +142,13 @@ def _float_to_int(x: X, dst: str) -> X:
     ty = like(x.ty, f"i{max(8, INT_BITS[dst])}")
     suffix = f"{intrinsic_suffix(ty)}.{intrinsic_suffix(x.ty)}"
     y = x.new(x.code.intrinsic("fptosi.sat" if signed else "fptoui.sat", ty, x.v, suffix=suffix))
-    if dst == "int4":
-        y = (y > 7).where(7, y)
-        return (y < -8).where(-8, y)
-    return (y.cmp("ugt", 15)).where(15, y) if dst == "uint4" else y
+    if not is_narrow(dst):
+        return y
+    high = (1 << (INT_BITS[dst] - signed)) - 1
+    if signed:
+        y = (y > high).where(high, y)
+        return (y < -high - 1).where(-high - 1, y)
+    return (y.cmp("ugt", high)).where(high, y)
 
 
 def _float_to_float(x: X, dst: str) -> X:

@@ -17,6 +17,7 @@ from .convert import (
     SMALL_FLOATS,
     from_memory,
     is_float,
+    is_narrow,
     is_signed,
     round_to_dtype,
     to_memory,
@@ -64,7 +65,7 @@ def functions(dtype: str) -> frozenset[str]:
     """The names that `emit_elementwise` takes for dtype."""
     table = _FLOAT if is_float(dtype) else _BOOL if dtype == "bool" else _INT
     names = frozenset(table) | frozenset(COMPARISONS) | {"select"}
-    return names - {"mulhi"} if INT_BITS.get(dtype) in (4, 64) else names
+    return names - {"mulhi"} if INT_BITS.get(dtype) in (2, 4, 64) else names
 
 
 # -- floats -----------------------------------------------------------------------------------------------------------
@@ -253,21 +254,26 @@ def _shift_right(dtype: str, a: X, s: X) -> X:
     return a >> s
 
 
+def _own_bits(dtype: str, a: X) -> X:
+    """An integer without the copies of its sign in the bits of the register that are not its own."""
+    return a & (1 << INT_BITS[dtype]) - 1 if is_narrow(dtype) else a
+
+
 def _shift_right_logical(dtype: str, a: X, s: X) -> X:
     fits = s.ult(INT_BITS[dtype])
-    a = a & 15 if INT_BITS[dtype] == 4 else a
+    a = _own_bits(dtype, a)
     return fits.where(a.lshr(fits.where(s, 0)), 0)
 
 
 def _popcount(dtype: str, a: X) -> X:
-    a = a & 15 if INT_BITS[dtype] == 4 else a
+    a = _own_bits(dtype, a)
     return a.new(a.code.intrinsic("ctpop", a.ty, a.v))
 
 
 def _count_leading_zeros(dtype: str, a: X) -> X:
-    a = a & 15 if INT_BITS[dtype] == 4 else a
+    a = _own_bits(dtype, a)
     n = a.new(a.code.intrinsic("ctlz", a.ty, a.v, Val("i1", "false"), suffix=intrinsic_suffix(a.ty)))
-    return n - 4 if INT_BITS[dtype] == 4 else n
+    return n - (8 - INT_BITS[dtype]) if is_narrow(dtype) else n
 
 
 def _multiply_high(dtype: str, a: X, b: X) -> X:

@@ -13,6 +13,7 @@ from .emitter import Emitter, emits
 from .evaluate import Point
 from .llvm import Val, i64
 from .nest import emit_nest
+from .packed import bytes_of, in_byte, is_packed, own_bits
 from .values import Lazy
 
 _NATIVE = {"add": "add", "and": "and", "or": "or", "xor": "xor", "xchg": "xchg"}
@@ -55,8 +56,8 @@ def _one(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None
     """One element; gives the old value in register form."""
     code, ref, dtype = em.code, em.rep(op.ref), op.ref.dtype
     info = ir.DTYPES[dtype]
-    if info.bits == 4 and op.ref.type.role != "scratch":
-        return _nibble_loop(em, op, spot, value, compare)
+    if is_packed(op.ref):
+        return _packed_loop(em, op, spot, value, compare)
     ty = memory_type(dtype)
     ptr = code.gep(ty, ref.ptr, spot.linear)
     word = _WORD[access._BYTES[ty]]
@@ -119,22 +120,21 @@ def _apply(em: Emitter, fn: str, old: Val, value: Val, compare: Val | None, dtyp
     return emit_elementwise(code, em.isa, fn, [old, value], dtype)
 
 
-def _nibble_loop(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None) -> Val:
-    """A packed 4-bit element: exchange the whole byte."""
+def _packed_loop(em: Emitter, op: ir.Atomic, spot: Spot, value: Val, compare: Val | None) -> Val:
+    """A packed element: exchange the whole byte."""
     code, ref, dtype = em.code, em.rep(op.ref), op.ref.dtype
-    ptr = code.gep("i8", ref.ptr, code.binary("lshr", spot.linear, i64(1)))
-    odd = code.cast("trunc", code.binary("and", spot.linear, i64(1)), "i8")
-    shift = code.binary("shl", odd, Val("i8", "2"))
-    keep = code.binary("xor", code.binary("shl", Val("i8", "15"), shift), Val("i8", "-1"))
+    ptr = code.gep("i8", ref.ptr, bytes_of(code, spot.linear, dtype))
+    shift, keep = in_byte(code, spot.linear, dtype)
+    rest = Val("i8", str(8 - ir.DTYPES[dtype].bits))
 
     def element(byte: Val) -> Val:
-        low = code.binary("shl", code.binary("lshr", byte, shift), Val("i8", "4"))
-        return code.binary("ashr" if dtype == "int4" else "lshr", low, Val("i8", "4"))
+        low = code.binary("shl", code.binary("lshr", byte, shift), rest)
+        return code.binary("ashr" if ir.DTYPES[dtype].kind == "i" else "lshr", low, rest)
 
     def update(byte: Val) -> Val:
         old = from_memory(code, em.isa, element(byte), dtype)
         new = _apply(em, op.fn, old, value, compare, dtype, to_memory(code, em.isa, old, dtype))
-        raw = code.binary("and", to_memory(code, em.isa, new, dtype), Val("i8", "15"))
+        raw = own_bits(code, to_memory(code, em.isa, new, dtype), dtype)
         return code.binary("or", code.binary("and", byte, keep), code.binary("shl", raw, shift))
 
     byte = exchange_loop(em, ptr, "i8", update)

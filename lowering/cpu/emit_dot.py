@@ -9,7 +9,7 @@ from jtile import ir
 
 from . import plan
 from .access import elem_bytes
-from .convert import memory_type
+from .convert import is_narrow, is_signed, memory_type
 from .emit_memory import affine_axes, sub_buffer
 from .emitter import Emitter, emits
 from .gemm import GemmSpec, emit_gemm
@@ -96,8 +96,8 @@ def _starts_at_zero(acc: ir.Value | None) -> bool:
 
 
 def stored(dtype: str) -> str:
-    """The dtype that `gemm.py` knows it by: 4-bit integers stand one a byte in our buffers."""
-    return {"int4": "int8", "uint4": "uint8"}.get(dtype, dtype)
+    """The dtype that `gemm.py` knows it by: integers of less than a byte stand one a byte in our buffers."""
+    return ("int8" if is_signed(dtype) else "uint8") if is_narrow(dtype) else dtype
 
 
 def operand(em: Emitter, v: ir.Value) -> ir.Value:

@@ -15,8 +15,9 @@ from .access import Lanes, const_value, to_i64
 from .convert import from_memory, memory_type, to_memory
 from .emitter import Emitter, emits
 from .evaluate import Index, Point, rule, scalar_i64
-from .llvm import Val, i64, lanes_of, like
+from .llvm import Val, i64, lanes_of
 from .nest import Bounds, emit_nest, vector_axis
+from .packed import bytes_of, extract, in_byte, is_packed, own_bits
 from .values import Buffer, Ix, dense_strides
 
 
@@ -323,14 +324,14 @@ def _lane_load(p: Point, op: ir.Load, ix: Index) -> Val:
     ref = em.rep(op.ref)
     em.arena.touch(ref.alloc)
     spot = locate(p, op, ix)
-    packed = ir.DTYPES[op.ref.dtype].bits == 4 and op.ref.type.role != "scratch"
+    packed = is_packed(op.ref)
     n = lanes_of(spot.linear.ty)
     if n == 1 and spot.ok is not None and lanes_of(spot.ok.ty) > 1:
         n = lanes_of(spot.ok.ty)
         spot = Spot(code.splat(spot.linear, n), spot.ok, False)
-    where = code.binary("lshr", spot.linear, code.splat(i64(1), n)) if packed else spot.linear
+    where = bytes_of(code, spot.linear, ref.dtype) if packed else spot.linear
     raw = _raw_load(p, ref, where, spot, n, packed)
-    value = from_memory(code, em.isa, _nibble(p, raw, spot.linear, op.ref.dtype) if packed else raw, op.ref.dtype)
+    value = from_memory(code, em.isa, extract(code, raw, spot.linear, ref.dtype) if packed else raw, op.ref.dtype)
     if spot.ok is None or (op.pad == 0 and n > 1 and not packed and ir.DTYPES[op.ref.dtype].kind != "f"):
         return value
     pad = code.splat(const_value(op.pad, op.ref.dtype), n)
@@ -354,15 +355,6 @@ def _raw_load(p: Point, ref: Buffer, where: Val, spot: Spot, n: int, packed: boo
     return access.gather_lanes(code, ty, ref.ptr, where, Lanes(n, mask))
 
 
-def _nibble(p: Point, raw: Val, linear: Val, dtype: str) -> Val:
-    """The 4-bit element of a byte (low nibble first), sign- or zero-extended to i8."""
-    code, n = p.code, lanes_of(raw.ty)
-    odd = code.binary("and", code.cast("trunc", linear, like(raw.ty, "i8")), code.splat(Val("i8", "1"), n))
-    shift = code.binary("shl", odd, code.splat(Val("i8", "2"), n))
-    low = code.binary("shl", code.binary("lshr", raw, shift), code.splat(Val("i8", "4"), n))
-    return code.binary("ashr" if dtype == "int4" else "lshr", low, code.splat(Val("i8", "4"), n))
-
-
 # -- stores --------------------------------------------------------------------------------------------------------
 
 
@@ -372,7 +364,7 @@ def _store(em: Emitter, op: ir.Store) -> None:
     ref = em.rep(op.ref)
     em.arena.touch(ref.alloc)
     roots = [op.value, *([op.mask] if op.mask is not None else [])]
-    packed = ir.DTYPES[op.ref.dtype].bits == 4 and op.ref.type.role != "scratch"
+    packed = is_packed(op.ref)
     if any(isinstance(d, ir.Take) for d in op.index) or packed:
         _scatter_store(em, op, packed)
         return
@@ -412,7 +404,7 @@ def _masked_write(p: Point, target: Buffer, value: Val, mask: Val) -> None:
 
 
 def _scatter_store(em: Emitter, op: ir.Store, packed: bool) -> None:
-    """Stores through gathered indices, or into packed 4-bit arrays: every lane finds its own element."""
+    """Stores through gathered indices, or into packed arrays: every lane finds its own element."""
     ref = em.rep(op.ref)
     takes = [d.indices for d in op.index if isinstance(d, ir.Take)]
     roots = [op.value, *takes, *([op.mask] if op.mask is not None else [])]
@@ -422,7 +414,7 @@ def _scatter_store(em: Emitter, op: ir.Store, packed: bool) -> None:
         spot = locate(p, op, p.ix)
         value = p.full(op.value, p.ix)
         if packed:
-            _store_nibble(p, ref, op, spot, value)
+            _store_packed(p, ref, op, spot, value)
             return
         raw = to_memory(em.code, em.isa, value, op.ref.dtype)
         _raw_store(p, ref, spot, raw)
@@ -447,15 +439,13 @@ def _raw_store(p: Point, ref: Buffer, spot: Spot, raw: Val) -> None:
     access.scatter_lanes(code, ty, raw, ref.ptr, linear, Lanes(n, mask))
 
 
-def _store_nibble(p: Point, ref: Buffer, op: ir.Store, spot: Spot, value: Val) -> None:
-    """Another program may own the other nibble of the byte: two atomic steps change only ours."""
+def _store_packed(p: Point, ref: Buffer, op: ir.Store, spot: Spot, value: Val) -> None:
+    """Another program may own the other bits of the byte: two atomic steps change only ours."""
     code = p.code
     with code.when(spot.ok if spot.ok is not None else Val("i1", "true")):
-        ptr = code.gep("i8", ref.ptr, code.binary("lshr", spot.linear, i64(1)))
-        raw = code.binary("and", to_memory(code, p.em.isa, value, op.ref.dtype), Val("i8", "15"))
-        odd = code.cast("trunc", code.binary("and", spot.linear, i64(1)), "i8")
-        shift = code.binary("shl", odd, Val("i8", "2"))
-        keep = code.binary("xor", code.binary("shl", Val("i8", "15"), shift), Val("i8", "-1"))
+        ptr = code.gep("i8", ref.ptr, bytes_of(code, spot.linear, ref.dtype))
+        raw = own_bits(code, to_memory(code, p.em.isa, value, op.ref.dtype), ref.dtype)
+        shift, keep = in_byte(code, spot.linear, ref.dtype)
         code.let("i8", f"atomicrmw and {ptr}, {keep} monotonic")
         code.let("i8", f"atomicrmw or {ptr}, {code.binary('shl', raw, shift)} monotonic")
 

@@ -97,8 +97,18 @@ def _filled(y: Val, fill, src: str, dst: str) -> Val:
 
 
 def wrap(x: X, dtype: str) -> X:
-    """An i8 brought back into the range of a 4-bit integer; values of other dtypes as they are."""
-    return (x << 4) >> 4 if dtype == "int4" else x & 15 if dtype == "uint4" else x
+    """An i8 brought back into the range of an integer of 2 or 4 bits; values of other dtypes as they are."""
+    info = ir.DTYPES[dtype]
+    if info.kind == "f" or info.bits >= 8:
+        return x
+    rest = 8 - info.bits
+    return (x << rest) >> rest if info.kind == "i" else x & 255 >> rest
+
+
+def own_bits(dtype: str, x: X) -> X:
+    """An integer without the copies of its sign in the bits of an i8 that are not its own."""
+    info = ir.DTYPES[dtype]
+    return x & (1 << info.bits) - 1 if info.kind == "i" and info.bits < 8 else x
 
 
 # -- integers and floats ----------------------------------------------------------------------------------------------
@@ -124,7 +134,7 @@ def _by_mantissa(x: X, src: str, elem: str) -> X:
     two lanes each in 16 bits, where NVIDIA's cvt runs at a quarter of the rate or less."""
     one = {"bf16": 0x4300, "f16": 0x6400, "f32": 0x4B000000}[elem]  # 2^7, 2^10, 2^23
     low = 0
-    if src == "int4":
+    if src in ("int2", "int4"):
         x, low = (x & 15) ^ 8, 8  # not x + 8: of bits, LLVM sees through the sign extension before
     elif is_signed(src):
         low = x.sign_mask()
@@ -262,8 +272,8 @@ def reinterpret(code: Code, v: Val, src: str, dst: str) -> Val:
     x = X(code, v)
     if src == "bool" or dst == "bool":
         return v if src == dst else (x.ne(0) if dst == "bool" else x.to_int("i8", signed=False)).v
-    if ir.DTYPES[src].bits == 4 and dst in ("int4", "uint4"):
+    if ir.DTYPES[src].bits < 8 and not is_float(dst):
         return wrap(x, dst).v
-    if ir.DTYPES[src].bits == 4:
+    if ir.DTYPES[src].bits < 8:
         return (x & 15).v
     return code.bitcast(v, elem_of(dst))

@@ -175,7 +175,7 @@ def _raw(em: Emitter, a: _Access, v: Val) -> Val:
     code = em.code
     v = v if v.elem == "i1" else code.bitcast(v, f"i{bits(v.elem)}")
     v = code.to_int(v, "i64" if a.bits == 64 else "i32", signed=False)
-    return v if a.bits != 4 else code.op("arith.andi", v, code.const(15, v.elem, v.shape))
+    return v if a.bits >= 8 else code.op("arith.andi", v, code.const((1 << a.bits) - 1, v.elem, v.shape))
 
 
 def _element(em: Emitter, a: _Access, word: Val, shift: Val | None) -> Val:
@@ -187,10 +187,10 @@ def _element(em: Emitter, a: _Access, word: Val, shift: Val | None) -> Val:
         byte = code.to_int(word, "i8")
         return code.cmp("ne", byte, code.const(0, "i8", byte.shape))
     v = code.to_int(word, f"i{max(a.bits, 8)}")
-    if a.bits == 4:
-        four = code.const(4, "i8", v.shape)
-        v = code.op("arith.shli", v, four)
-        v = code.op("arith.shrsi" if a.kind == "i" else "arith.shrui", v, four)
+    if a.bits < 8:
+        rest = code.const(8 - a.bits, "i8", v.shape)
+        v = code.op("arith.shli", v, rest)
+        v = code.op("arith.shrsi" if a.kind == "i" else "arith.shrui", v, rest)
     return code.bitcast(v, elem)
 
 

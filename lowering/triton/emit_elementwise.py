@@ -18,6 +18,7 @@ from .convert import (
     from_f32,
     is_float,
     is_signed,
+    own_bits,
     reinterpret,
     to_f32,
     wrap,
@@ -228,7 +229,7 @@ def _shift(dtype: str, a: X, s: X, op: str) -> X:
 
 
 def _shift_right_logical(dtype: str, a: X, s: X) -> X:
-    return _shift(dtype, a & 15 if dtype == "int4" else a, s, "arith.shrui")
+    return _shift(dtype, own_bits(dtype, a), s, "arith.shrui")
 
 
 def _shift_right(dtype: str, a: X, s: X) -> X:
@@ -246,8 +247,7 @@ def _count_bits(x: X) -> X:
 
 def _unsigned(dtype: str, a: X) -> X:
     """The bits of an integer in an i32 or i64 of its own."""
-    if dtype == "int4":
-        a = a & 15
+    a = own_bits(dtype, a)
     return a if a.width == 64 else a.to_int("i32", signed=False)
 
 

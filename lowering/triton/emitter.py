@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 Results = Val | Sequence[Val] | None
 EMITTERS: dict[type[ir.Op], Callable[[Emitter, ir.Op], Results]] = {}
 
-# Registers hold bools as i1; what TTIR has no type for, or computes nothing on, as the bits of an i8: 4-bit integers
-# widened, floats of 8 and 4 bits as their codes.
+# Registers hold bools as i1; what TTIR has no type for, or computes nothing on, as the bits of an i8: integers of
+# 2 and 4 bits widened, floats of 8 and 4 bits as their codes.
 _ELEMS = {
-    "bool": "i1", "int4": "i8", "uint4": "i8", "float16": "f16", "bfloat16": "bf16", "float32": "f32",
-    "float64": "f64", "float4_e2m1fn": "i8", **{d: "i8" for d in ir.DTYPES if d.startswith("float8_")},
+    "bool": "i1", "int2": "i8", "uint2": "i8", "int4": "i8", "uint4": "i8", "float16": "f16", "bfloat16": "bf16",
+    "float32": "f32", "float64": "f64", "float4_e2m1fn": "i8",
+    **{d: "i8" for d in ir.DTYPES if d.startswith("float8_")},
 }  # fmt: skip
-PACKED = ("int4", "uint4", "float4_e2m1fn")  # two a byte in memory, the first in the low half
+PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")  # share bytes in memory, the first in the low bits
 emits = into(EMITTERS)  # emitters are functions `(em, op) -> its results`
 
 

@@ -1,8 +1,8 @@
-"""Arrays of 4-bit elements, two a byte, the first in the low half.
+"""Arrays of elements of 2 and 4 bits, four or two a byte, the first in the low bits.
 
-Where a tile starts at an even element, whole bytes are loaded once and split, and stored without a race. Elsewhere each
-lane reads its own byte, and stores change their four bits of a 32-bit word in two atomic steps, since another program
-may own the other bits.
+Where a tile of 4-bit elements starts at an even one, whole bytes are loaded once and split, and stored without a race.
+Elsewhere each lane reads its own byte, and stores change their bits of a 32-bit word in two atomic steps, since another
+program may own the other bits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def load_packed(em: Emitter, buf: Buffer, found: list[Line], op: ir.Load, pad: i
     half = _halves(op.index, found, buf)
     if half is None:
         at = offsets(em, places)
-        raw = _read(em, buf, code.op("arith.shrui", at, code.const(1, at.elem, at.shape)), mask)
-        odd = code.op("arith.andi", at, code.const(1, at.elem, at.shape))
-        shift = code.to_int(code.op("arith.shli", odd, code.const(2, at.elem, at.shape)), "i8")
+        power = _power(buf.dtype, 8)
+        raw = _read(em, buf, code.op("arith.shrui", at, code.const(power, at.elem, at.shape)), mask)
+        which = code.op("arith.andi", at, code.const((1 << power) - 1, at.elem, at.shape))
+        shift = code.to_int(code.op("arith.shli", which, code.const(3 - power, at.elem, at.shape)), "i8")
         v = _extended(em, code.op("arith.shrui", raw, shift), buf.dtype)
     else:
         bytes_shape = (*shape[:-1], half.size)
@@ -43,7 +44,7 @@ def store_packed(em: Emitter, buf: Buffer, found: list[Line], op: ir.Store, extr
     """Store a tile of elements, one an i8; `extra`: a further mask."""
     code, shape = em.code, ir.index_shape(op.index)
     value = em.val(op.value)
-    value = code.op("arith.andi", value, code.const(15, "i8", value.shape))
+    value = code.op("arith.andi", value, code.const((1 << ir.DTYPES[buf.dtype].bits) - 1, "i8", value.shape))
     half = _halves(op.index, found, buf)
     if half is None or shape[-1] % 2 or op.mask is not None or extra is not None:
         _store_bits(em, buf, resolve(em, buf, found, shape, op.checked), op, value, extra)
@@ -75,12 +76,17 @@ def _load_bytes(em: Emitter, where: Val, mask: Val | None) -> Val:
 
 
 def _extended(em: Emitter, v: Val, dtype: str) -> Val:
-    """The low four bits of an i8 as registers hold them."""
-    code = em.code
-    if dtype != "int4":
-        return code.op("arith.andi", v, code.const(15, "i8", v.shape))
-    four = code.const(4, "i8", v.shape)
-    return code.op("arith.shrsi", code.op("arith.shli", v, four), four)
+    """The low bits of an i8 as registers hold an element."""
+    code, info = em.code, ir.DTYPES[dtype]
+    if info.kind != "i":
+        return code.op("arith.andi", v, code.const((1 << info.bits) - 1, "i8", v.shape))
+    rest = code.const(8 - info.bits, "i8", v.shape)
+    return code.op("arith.shrsi", code.op("arith.shli", v, rest), rest)
+
+
+def _power(dtype: str, bits: int) -> int:
+    """Elements of a word of so many bits, as a power of two."""
+    return (bits // ir.DTYPES[dtype].bits).bit_length() - 1
 
 
 def _split(em: Emitter, raw: Val, dtype: str, full: tuple[int, ...]) -> Val:
@@ -107,7 +113,7 @@ class _Half:
 
 def _halves(index: ir.Index, found: list[Line], buf: Buffer) -> _Half | None:
     """The last dimension in bytes, where all of its tiles start at an even element and its rows are whole bytes."""
-    if not found:
+    if not found or ir.DTYPES[buf.dtype].bits != 4:
         return None
     line, d = found[-1], index[-1]
     even_rows = isinstance(line.side, int) and line.side % 2 == 0
@@ -156,17 +162,18 @@ def _halved(em: Emitter, found: list[Line], half: _Half) -> list[Line]:
 
 
 def _store_bits(em: Emitter, buf: Buffer, places: Places, op: ir.Store, value: Val, extra: Val | None) -> None:
-    """Change four bits of a 32-bit word each, in two atomic steps: clear, set."""
+    """Change the bits of one element of a 32-bit word each, in two atomic steps: clear, set."""
     code = em.code
     at = offsets(em, places)
     mask = code.both(code.both(places.mask, em.mask(op)), extra)
     mask = code.const(True, "i1", at.shape) if mask is None else mask
     base = code.splat(code.bitcast(buf.pointer, "!tt.ptr<i32>"), at.shape)
-    word = code.op("arith.shrui", at, code.const(3, at.elem, at.shape))
+    power = _power(buf.dtype, 32)
+    word = code.op("arith.shrui", at, code.const(power, at.elem, at.shape))
     where = code.let(f"tt.addptr {base.name}, {word.name} : {base.type}, {word.type}", at.shape, base.elem)
-    place = code.to_int(code.op("arith.andi", at, code.const(7, at.elem, at.shape)), "i32")
-    shift = code.op("arith.shli", place, code.const(2, "i32", at.shape))
-    clear = code.op("arith.shli", code.const(15, "i32", at.shape), shift)
+    place = code.to_int(code.op("arith.andi", at, code.const((1 << power) - 1, at.elem, at.shape)), "i32")
+    shift = code.op("arith.shli", place, code.const(5 - power, "i32", at.shape))
+    clear = code.op("arith.shli", code.const((1 << ir.DTYPES[buf.dtype].bits) - 1, "i32", at.shape), shift)
     keep = code.op("arith.xori", clear, code.const(-1, "i32", at.shape))
     bits = code.op("arith.shli", code.to_int(value, "i32", signed=False), shift)
     for fn, v in (("and", keep), ("or", bits)):

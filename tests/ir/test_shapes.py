@@ -27,7 +27,8 @@ from jtile.ir import (
 from jtile.ir.types import DTYPES, TileType
 
 ALL = [d.name for d in DTYPES.values()]
-IN_JAX = [d for d in ALL if DTYPES[d].bits <= 32 and d != "float4_e2m1fn"]
+# XLA's compiler for CPUs aborts the process for a concatenation of 2-bit integers.
+IN_JAX = [d for d in ALL if 2 < DTYPES[d].bits <= 32 and d != "float4_e2m1fn"]
 RNG = np.random.default_rng(0)
 
 
@@ -79,8 +80,9 @@ def test_constants_of_every_dtype(dtype):
         == 1
     )
     if dtype not in ("bool", "float8_e8m0fnu", "float4_e2m1fn"):
+        wraps = {"int2": [0, 1, -2, -1, 0], "uint2": [0, 1, 2, 3, 0]}
         x = run(Iota((2, 5), 1, dtype))
-        assert x.astype(np.float32).tolist() == [[0, 1, 2, 3, 4]] * 2
+        assert x.astype(np.float32).tolist() == [wraps.get(dtype, [0, 1, 2, 3, 4])] * 2
         assert run(Iota((2, 5), 0, dtype)).astype(np.float32).tolist() == [[0] * 5, [1] * 5]
 
 

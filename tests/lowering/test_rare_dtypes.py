@@ -141,3 +141,79 @@ def test_prints_look_like_numpy(capfd):
     k.interpret(*refs)
     assert native == capfd.readouterr().out
     assert "[[0.25 -3 nan 1.75]]" in native
+
+
+PAIRS = ["int2", "uint2"]
+
+
+def _all_pairs(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Every pair of values, 16 of them."""
+    low = -2 if dtype == "int2" else 0
+    x, y = np.meshgrid(np.arange(low, low + 4), np.arange(low, low + 4))
+    return x.reshape(2, 8).astype(jnp.dtype(dtype)), y.reshape(2, 8).astype(jnp.dtype(dtype))
+
+
+def _two_bits(x, y, plus, times, quotient, rest, high, negative, wide, half, ones, zeros, left, right, less):
+    a, b = x[...], y[...]
+    plus[...], times[...], negative[...] = a + b, a * b, -a
+    quotient[...], rest[...], high[...] = jax.lax.div(a, b), jax.lax.rem(a, b), jnp.maximum(a, b)
+    wide[...], half[...] = a.astype(jnp.int32), a.astype(jnp.bfloat16)
+    ones[...], zeros[...] = jax.lax.population_count(a), jax.lax.clz(a)
+    left[...], right[...] = jax.lax.shift_left(a, b), jax.lax.shift_right_logical(a, b)
+    less[...] = a < b
+
+
+@pytest.mark.parametrize("dtype", PAIRS)
+def test_integers_of_two_bits(dtype):
+    x, y = _all_pairs(dtype)
+    kinds = [dtype] * 6 + ["int32", "bfloat16"] + [dtype] * 4 + ["bool"]
+    outs = tuple(jax.ShapeDtypeStruct(x.shape, jnp.dtype(d)) for d in kinds)
+    plus, times, quotient, _, high, negative, wide, half, ones, zeros, _, _, less = _everywhere(
+        jt.call(_two_bits, out_type=outs, grid=1), x, y
+    )
+    a, b = x.astype(np.int64), y.astype(np.int64)
+    wrapped = lambda v: (((v - a.min()) & 3) + a.min()).astype(x.dtype)
+    _same(plus, wrapped(a + b))
+    _same(times, wrapped(a * b))
+    _same(negative, wrapped(-a))
+    _same(quotient, np.where(b == 0, wrapped(np.full_like(a, -1)), wrapped((a / np.where(b == 0, 1, b)).astype(int))))
+    _same(high, np.maximum(a, b).astype(x.dtype))
+    _same(wide, a.astype(np.int32))
+    _same(half, a.astype(jnp.bfloat16))
+    bits = a & 3
+    _same(ones, wrapped((bits & 1) + (bits >> 1)))
+    _same(zeros, wrapped(np.array([2, 1, 0, 0])[bits]))
+    _same(less, a < b)
+
+
+@pytest.mark.parametrize("dtype", PAIRS)
+def test_arrays_of_two_bits(dtype):
+    """Four elements share a byte: tiles that hang over, rows that start inside a byte, scatters and atomics of
+    neighbours by several programs, slices of a batch, and products."""
+    rng = np.random.default_rng(5)
+    low = -2 if dtype == "int2" else 0
+    x = rng.integers(low, low + 4, (5, 7)).astype(jnp.dtype(dtype))
+    at = rng.permutation(35).reshape(5, 7).astype(np.int32)
+
+    def body(x, at, copy, put, most, product):
+        i = jt.program_id(0)
+        row = x[i, :]
+        copy.tiles(None, 4)[i, 0], copy.tiles(None, 4)[i, 1] = x.tiles(None, 4)[i, 0], x.tiles(None, 4, pad=1)[i, 1]
+        put[at[i, :]] = row
+        jt.atomic_max(most, jnp.arange(7), row)
+        product[i, :] = jt.dot(row[None, :], x[...].T)[0]
+
+    like = lambda shape, d=x.dtype: jax.ShapeDtypeStruct(shape, d)
+    outs = like((5, 7)), like((35,)), like((7,)), like((5, 5), jnp.int32)
+    k = jt.call(body, out_type=outs, grid=5, init=(None, None, low, None))
+    copy, put, most, product = _everywhere(k, x, at)
+    _same(copy, x)
+    _same(put[at], x)
+    f = x.astype(np.int32)
+    _same(most, f.max(0).astype(x.dtype))
+    _same(product, f @ f.T)
+    batch = jnp.stack([jnp.asarray(x), jnp.asarray(x[::-1])])
+    _same(jax.vmap(k, (0, None))(batch, at)[0], batch)
+    part = jt.call(lambda x, o: o.__setitem__(..., x[...]), out_type=lambda x: jt.like(x), grid=1)
+    _same(jax.jit(lambda x: part(x[1:, 1:]))(jnp.asarray(x)), x[1:, 1:])
+    assert k.lower(x, at, target={"int2": "cuda:sm_90", "uint2": "rocm:gfx942"}[dtype]).image

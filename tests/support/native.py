@@ -17,24 +17,27 @@ LAUNCH = ("programs", "workspace", "isa", "sites", "name", "dims")
 
 
 def packed(x: np.ndarray) -> np.ndarray:
-    """An array as it lies in memory: 4-bit elements two a byte, the first in the low half."""
-    if DTYPES[x.dtype.name].bits != 4:
+    """An array as it lies in memory: elements of 2 and 4 bits four or two a byte, the first in the low bits."""
+    bits = DTYPES[x.dtype.name].bits
+    if bits >= 8:
         return np.ascontiguousarray(x)
-    nibbles = np.append(x.reshape(-1).view(np.uint8) & 15, np.zeros(x.size % 2, np.uint8))
-    return nibbles[0::2] | (nibbles[1::2] << 4)
+    each = 8 // bits
+    codes = np.append(x.reshape(-1).view(np.uint8) & ((1 << bits) - 1), np.zeros(-x.size % each, np.uint8))
+    return np.bitwise_or.reduce([codes[k::each] << (k * bits) for k in range(each)]).astype(np.uint8)
 
 
 def unpacked(raw: np.ndarray, like: np.ndarray) -> np.ndarray:
     """The array of the shape and dtype of `like` that lies in memory as `raw`."""
-    if DTYPES[like.dtype.name].bits != 4:
+    info = DTYPES[like.dtype.name]
+    if info.bits >= 8:
         return raw
-    nibbles = np.stack([raw & 15, raw >> 4], -1).reshape(-1)[: like.size]
-    if like.dtype.name == "int4":
-        nibbles = np.where(nibbles > 7, nibbles.astype(np.int8) - 16, nibbles.astype(np.int8))
-    if DTYPES[like.dtype.name].kind == "f":
-        return nibbles.view(like.dtype).reshape(like.shape)
-    codes = DTYPES[like.dtype.name].kind == "f"
-    return (nibbles.view(like.dtype) if codes else nibbles.astype(like.dtype)).reshape(like.shape)
+    ones = (1 << info.bits) - 1
+    codes = np.stack([raw >> k & ones for k in range(0, 8, info.bits)], -1).reshape(-1)[: like.size]
+    if info.kind == "f":
+        return codes.view(like.dtype).reshape(like.shape)
+    if info.kind == "i":
+        codes = codes.astype(np.int8) - np.where(codes > ones // 2, ones + 1, 0).astype(np.int8)
+    return codes.astype(like.dtype).reshape(like.shape)
 
 
 def starts(kernel: Kernel, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:

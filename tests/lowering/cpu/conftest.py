@@ -16,8 +16,9 @@ from jtile.lowering.cpu.elementwise import emit_elementwise
 from jtile.lowering.cpu.isa import ISAS, Isa, host_isa
 from jtile.lowering.cpu.llvm import Code, Module, Val, vec
 
-# 4-bit types are one a byte here, as in registers.
+# Types of 2 and 4 bits are one a byte here, as in registers.
 _NUMPY = {
+    "int2": np.int8, "uint2": np.uint8,
     "int4": np.int8, "uint4": np.uint8, "bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
     "float8_e5m2": ml_dtypes.float8_e5m2, "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
     "float4_e2m1fn": ml_dtypes.float4_e2m1fn,

@@ -10,7 +10,7 @@ from jtile.lowering.cpu.isa import ISAS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-INTS = [f"{u}int{n}" for n in (4, 8, 16, 32, 64) for u in ("", "u")]
+INTS = [f"{u}int{n}" for n in (2, 4, 8, 16, 32, 64) for u in ("", "u")]
 FLOATS = [
     "float16",
     "bfloat16",
@@ -29,8 +29,9 @@ def values(dtype: str, elementwise) -> np.ndarray:
     numpy_dtype = elementwise.numpy_dtype(dtype)
     if dtype == "bool":
         return np.array([False, True])
-    if dtype in ("int4", "uint4"):
-        return np.arange(-8, 8, dtype=np.int8) if dtype == "int4" else np.arange(16, dtype=np.uint8)
+    if dtype in INTS[:4]:
+        n = 1 << int(dtype.lstrip("uint"))
+        return np.arange(n, dtype=np.uint8) if dtype.startswith("u") else np.arange(-n // 2, n // 2, dtype=np.int8)
     if dtype == "float4_e2m1fn":
         return np.arange(16, dtype=np.uint8).view(numpy_dtype)
     width = numpy_dtype.itemsize * 8
@@ -124,7 +125,7 @@ def test_objects_have_no_undefined_symbols(elementwise, any_isa):
         module = elementwise.module(isa)
         for src in DTYPES:
             for dst in DTYPES:
-                if {src, dst} & {*RARE} and not {src, dst} & {"float32", "int32", "bool"}:
+                if {src, dst} & {*RARE, "int2", "uint2"} and not {src, dst} & {"float32", "int32", "bool"}:
                     continue  # the same steps, from and to float32
                 elementwise.emit(module, isa, f"k_{src}_{dst}", "cast", (src,), dst, lanes)
         elementwise.compile(module, isa, optimise=False)

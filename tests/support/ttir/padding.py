@@ -6,7 +6,7 @@ import contextlib
 import math
 from unittest import mock
 
-from jtile.ir import DTYPES, Op, TileType, Value
+from jtile.ir import DTYPES, FNUZ, Op, TileType, Value
 from jtile.lowering.triton.emitter import Emitter
 from jtile.lowering.triton.ttir import Val
 
@@ -52,12 +52,13 @@ def _assert_fill(em: Emitter, own: Val, v: Val) -> None:
 
 
 def _garbage(dtype: str) -> float | int:
-    """A number that spoils sums, products and maxima; 4-bit types stay in their range, as every op leaves them."""
+    """A number that spoils sums, products and maxima; types of 2 and 4 bits stay in their range, as every op leaves
+    them."""
     info = DTYPES[dtype]
     if info.kind == "b":
         return True
     if info.kind == "f":
-        return math.nan if info.bits > 8 else 0x7F if info.bits == 8 else 0x0F
-    if info.bits == 4:
-        return 13 if dtype == "uint4" else -7
+        return math.nan if info.bits > 8 else 0x80 if dtype in FNUZ else 0x7F if info.bits == 8 else 0x0F
+    if info.bits < 8:
+        return {"uint2": 3, "int2": -1, "uint4": 13, "int4": -7}[dtype]
     return -7 if info.kind == "i" else (1 << info.bits) - 7
