@@ -50,25 +50,30 @@ def digits(forms: Forms, site: Site, dim: int) -> tuple[int, list[Digit]] | None
     return const, sorted(out, key=_size)
 
 
-def _symbol(d: Digit) -> bool:
-    return d.count == 0 and not isinstance(d.var, Lane)
+def _symbol(digit: Digit) -> bool:
+    """Whether it is a scalar that is the same in all programs."""
+    return digit.count == 0 and not isinstance(digit.var, Lane)
 
 
-def decoded(ds: Sequence[Digit], gap: int, wanted: type) -> set[Any]:
+def decoded(number: Sequence[Digit], gap: int, wanted: type) -> set[Any]:
     """Variables of type `wanted` (grid axes, loop indices, lanes) that the element determines, where elements that
-    differ by up to `gap` are not told apart; empty where one of them is not determined."""
-    reach = gap
+    differ by up to `gap` are not told apart; empty where one of them is not determined.
+
+    An element's number is the sum of its digits, smaller ones first: one is told from the value of the sum where it
+    counts in larger steps than all smaller ones reach together, as the tens of a number are told from its ones.
+    """
+    reach = gap  # of the smaller digits
     found: set[Any] = set()
-    for d in ds:
-        if d.count == 1 or _symbol(d):
+    for digit in number:
+        if digit.count == 1 or _symbol(digit):
             continue
-        apart = d.size > reach
-        asked = isinstance(d.var, wanted)
+        apart = digit.size > reach
+        asked = isinstance(digit.var, wanted)
         if (asked and not apart) or (not apart and found):
             return set()
         if asked:
-            found.add(d.var)
-        reach += d.size * max(d.count - 1, 0)
+            found.add(digit.var)
+        reach += digit.size * max(digit.count - 1, 0)
     return found
 
 
@@ -88,28 +93,34 @@ def told_apart(forms: Forms, where: Sequence[Site], colours: Mapping[int, int] =
 
 def _told(forms: Forms, where: Sequence[Site], dim: int, known: set[int], colours: Mapping[int, int]) -> set[int]:
     """Grid axes that one dimension of the index tells, where those `known` are equal."""
-    parts = [p for s in where if (p := digits(forms, s, dim)) is not None]
-    across = [[d for d in ds if isinstance(d.var, int)] for _, ds in parts]
-    within = [[(d.size, d.count) for d in ds if not isinstance(d.var, int) and d.count] for _, ds in parts]
-    symbols = [{d for d in ds if _symbol(d)} for _, ds in parts]
+    numbers = [found for site in where if (found := digits(forms, site, dim)) is not None]  # (smallest element, digits)
+    of_programs = [[d for d in number if isinstance(d.var, int)] for _, number in numbers]
+    of_one = [[(d.size, d.count) for d in number if not isinstance(d.var, int) and d.count] for _, number in numbers]
+    symbols = [{d for d in number if _symbol(d)} for _, number in numbers]
     if (
-        len(parts) < len(where)
-        or any(set(a) != set(across[0]) for a in across)
-        or any(s != symbols[0] for s in symbols)
+        len(numbers) < len(where)
+        or any(set(one) != set(of_programs[0]) for one in of_programs)
+        or any(one != symbols[0] for one in symbols)
     ):
         return set()
-    low = min(const for const, _ in parts)
-    if all(w == within[0] for w in within):
-        gap, ds = max(const for const, _ in parts) - low, parts[0][1]
+    low = min(first for first, _ in numbers)
+    if all(one == of_one[0] for one in of_one):
+        gap, number = max(first for first, _ in numbers) - low, numbers[0][1]
     else:  # all that one program touches, as one window
-        ends = [const + sum(n * (c - 1) for n, c in w) for (const, _), w in zip(parts, within, strict=True)]
-        gap, ds = max(ends) - low, across[0]
-    ds = [_coloured(d, colours.get(d.var, 1)) if isinstance(d.var, int) else d for d in ds if d.var not in known]
-    return {v for v in decoded(sorted(ds, key=_size), gap, int) if isinstance(v, int)}
+        reach = [sum(size * (count - 1) for size, count in one) for one in of_one]
+        gap = max(first + far for (first, _), far in zip(numbers, reach, strict=True)) - low
+        number = of_programs[0]
+    left = [
+        _coloured(digit, colours.get(digit.var, 1)) if isinstance(digit.var, int) else digit
+        for digit in number
+        if digit.var not in known
+    ]
+    return {axis for axis in decoded(sorted(left, key=_size), gap, int) if isinstance(axis, int)}
 
 
-def _coloured(d: Digit, colours: int) -> Digit:
-    return dataclasses.replace(d, size=d.size * colours, count=-(-d.count // colours))
+def _coloured(digit: Digit, colours: int) -> Digit:
+    """The digit where only programs are compared whose ids are equal modulo `colours`."""
+    return dataclasses.replace(digit, size=digit.size * colours, count=-(-digit.count // colours))
 
 
 def distinct(forms: Forms, site: Site) -> bool:
@@ -156,19 +167,19 @@ def covers(forms: Forms, site: Site) -> bool:
     if op.mask is not None or any(not (isinstance(x, For) and forms.static(x)) for x in site.path):
         return False
     seen: list[Var | Lane] = []
-    for dim, n in enumerate(op.ref.shape):
-        part = digits(forms, site, dim)
-        if part is None or part[0] != 0 or any(map(_symbol, part[1])):
+    for dim, length in enumerate(op.ref.shape):
+        found = digits(forms, site, dim)
+        if found is None or found[0] != 0 or any(map(_symbol, found[1])):
             return False
-        reach = 0
-        for d in part[1]:
-            if d.size > reach + 1 and d.count > 1:
+        reach = 0  # of the digits so far: every element up to there is touched
+        for digit in found[1]:
+            if digit.size > reach + 1 and digit.count > 1:
                 return False
-            if d.count == 0:
+            if digit.count == 0:
                 return False
-            reach += d.size * (d.count - 1)
-            seen += [d.var] if d.var != Lane() else []
-        if reach < n - 1:
+            reach += digit.size * (digit.count - 1)
+            seen += [digit.var] if digit.var != Lane() else []
+        if reach < length - 1:
             return False
     return len(seen) == len(set(seen)) and 0 not in forms.kernel.grid
 

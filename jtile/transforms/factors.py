@@ -155,54 +155,57 @@ class _Finder:
 
     def _join(self, use: Use) -> None:
         """Join a dimension of a Ref with what walks along it."""
-        how, c = use.how, self.classes
+        how, classes, place = use.how, self.classes, f"the index of {use.op.mnemonic} at {use.op.loc}"
         if how is WHOLE:
             if use.axis is not None:
-                c.unite(use.node, (use.tile, use.axis))
+                classes.unite(use.node, (use.tile, use.axis))
             return
         if isinstance(how, Walk) and ref(use.op.ref).role != "scratch":
-            c.unite(use.node, how.counter)
-            strays = [k for k in use.counters if k != how.counter]
+            classes.unite(use.node, how.counter)
+            strays = [counter for counter in use.counters if counter != how.counter]
             if use.axis is not None:
                 self.lanes.setdefault(how.counter, set()).add((use.tile, use.axis))
         else:
             strays = () if isinstance(how, Inside) else use.counters
-            c.close(use.node, f"the index of {use.op.mnemonic} at {use.op.loc}")
+            classes.close(use.node, place)
             if use.axis is not None:
-                c.close((use.tile, use.axis), f"the index of {use.op.mnemonic} at {use.op.loc}")
+                classes.close((use.tile, use.axis), place)
         for counter in strays:
-            c.close(counter, f"the index of {use.op.mnemonic} at {use.op.loc}")
+            classes.close(counter, place)
 
     def _groups(self) -> dict[Node, list[tuple[int, int]]]:
+        """The dimensions of arrays that are in one class, by its root: (position of the array, dimension)."""
         out: dict[Node, list[tuple[int, int]]] = {}
-        for k, array in enumerate(_arrays(self.kernel)):
-            for d, n in enumerate(array.shape):
-                if isinstance(n, int) and n > 1:
-                    out.setdefault(self.classes.find((array, d)), []).append((k, d))
+        for position, array in enumerate(_arrays(self.kernel)):
+            for dim, size in enumerate(array.shape):
+                if isinstance(size, int) and size > 1:
+                    out.setdefault(self.classes.find((array, dim)), []).append((position, dim))
         return out
 
     def _members(self, root: Node) -> tuple[list[Counter], list[Use]]:
-        find = self.classes.find
-        uses = [u for u in self.walks.uses if find(u.node) == root]
-        return list(dict.fromkeys(u.how.counter for u in uses if isinstance(u.how, Walk))), uses
+        """What walks along the dimensions of a class, once each, and all accesses along them."""
+        uses = [use for use in self.walks.uses if self.classes.find(use.node) == root]
+        return list(dict.fromkeys(use.how.counter for use in uses if isinstance(use.how, Walk))), uses
 
     def _check_shape(self, root: Node, dims: list[tuple[int, int]]) -> None:
         """Close a class whose dimensions are not walked in one way."""
         counters, uses = self._members(root)
-        axes = [c for c in counters if c.axis is not None]
-        refs = [k for k, _ in dims]
-        if len(set(refs)) < len(refs):
+        grid_axes = [counter for counter in counters if counter.axis is not None]
+        arrays = [array for array, _ in dims]
+        walks = [use.how for use in uses if isinstance(use.how, Walk)]
+        directions = {(walk.counter, walk.reverse) for walk in walks}  # two of one counter are opposite ones
+        if len(set(arrays)) < len(arrays):
             self.classes.close(root, "two dimensions of one array are walked in step")
-        elif len(axes) > 1 or (axes and len(counters) > 1):
+        elif len(grid_axes) > 1 or (grid_axes and len(counters) > 1):
             self.classes.close(root, "the dimension is walked in two ways at once")
-        elif any(len({w.reverse for w in map(_walk, uses) if w and w.counter == c}) > 1 for c in counters):
+        elif len(directions) > len(counters):
             self.classes.close(root, "arrays are walked in opposite directions")
-        elif counters and any(u.how is WHOLE for u in uses):
+        elif counters and any(use.how is WHOLE for use in uses):
             self.classes.close(root, "the dimension is walked, and also read as a whole")
-        elif _nested([c.loop for c in counters if c.loop]):
+        elif _nested([counter.loop for counter in counters if counter.loop]):
             self.classes.close(root, "two nested loops walk along the dimension")
-        tiles = {self.classes.find(n) for lanes in self.lanes.values() for n in lanes}
-        if root in tiles:
+        along_tiles = {self.classes.find(node) for nodes in self.lanes.values() for node in nodes}
+        if root in along_tiles:
             self.classes.close(root, "the dimension lies along the elements of a tile")
 
     def _factor(self, root: Node, dims: list[tuple[int, int]], name: str) -> Factor:
@@ -272,10 +275,6 @@ class _Finder:
 
 def _name(k: int) -> str:
     return chr(ord("a") + k) if k < 26 else f"f{k}"
-
-
-def _walk(use: Use) -> Walk | None:
-    return use.how if isinstance(use.how, Walk) else None
 
 
 def _nested(loops: list[ir.For]) -> bool:

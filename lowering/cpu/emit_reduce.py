@@ -137,24 +137,26 @@ def _across(em: Emitter, jobs: list[Job], shape, axes, lane: int, bits: int) -> 
     code = em.code
     kept_shape = tuple(n if k not in axes else 1 for k, n in enumerate(shape))
 
-    def body(p: Point) -> None:
-        slots = [code.var(register_type(j.acc, p.lanes.count), _identity(j, p.lanes.count)) for j in jobs]
-        ix = list(p.ix)
+    def body(kept: Point) -> None:
+        lanes = kept.lanes
+        sums = [code.var(register_type(job.acc, lanes.count), _identity(job, lanes.count)) for job in jobs]
+        index = list(kept.ix)
 
         def inner(depth: int) -> None:
+            """The loops over the reduced axes from `depth` on."""
             if depth == len(axes):
-                q = Point(em, tuple(shape), tuple(ix), p.lanes)
-                for j, s in zip(jobs, slots, strict=True):
-                    x = q.full(j.op.x, q.ix)
-                    code.store(_combine(em, j, code.load(x.ty, s), x), s)
+                point = Point(em, tuple(shape), tuple(index), lanes)
+                for job, total in zip(jobs, sums, strict=True):
+                    x = point.full(job.op.x, point.ix)
+                    code.store(_combine(em, job, code.load(x.ty, total), x), total)
                 return
             with code.loop(0, shape[axes[depth]]) as i:
-                ix[axes[depth]] = Ix(i)
+                index[axes[depth]] = Ix(i)
                 inner(depth + 1)
 
         inner(0)
-        for j, s in zip(jobs, slots, strict=True):
-            _finish(em, j, code.load(register_type(j.acc, p.lanes.count), s), p, axes)
+        for job, total in zip(jobs, sums, strict=True):
+            _finish(em, job, code.load(register_type(job.acc, lanes.count), total), kept, axes)
 
     emit_nest(em, kept_shape, bits, body)
 
@@ -168,32 +170,34 @@ def _finish(em: Emitter, job: Job, acc: Val, p: Point, axes) -> None:
 def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, copies: int) -> None:
     """Lanes run along a reduced axis: several accumulators per row, several rows a pass, one horizontal step at the
     end."""
-    kept = [k for k in range(len(shape)) if k not in axes]
+    kept = [axis for axis in range(len(shape)) if axis not in axes]
     code = em.code
 
-    def rows(depth: int, ix: list[Ix]) -> None:
+    def rows(depth: int, index: list[Ix]) -> None:
+        """The loops over the kept axes from `depth` on; the innermost one takes several rows at a time."""
         if depth == len(kept) - 1 and shape[kept[depth]] > 1:
-            n, k = shape[kept[depth]], kept[depth]
-            many = min(ROWS, n, copies) if len(jobs) == 1 else 1
+            axis, length = kept[depth], shape[kept[depth]]
+            many = min(ROWS, length, copies) if len(jobs) == 1 else 1
             chains = copies // many
-            with code.loop(0, n // many * many, many) as i:
-                together = [_with(ix, k, code.add(i, r)) for r in range(many)]
-                _rows(em, jobs, shape, axes, lane, bits, together, chains, k)
-            if n % many:
-                with code.loop(n // many * many, n) as i:
-                    _rows(em, jobs, shape, axes, lane, bits, [_with(ix, k, i)], chains)
+            with code.loop(0, length // many * many, many) as i:
+                together = [_with(index, axis, code.add(i, row)) for row in range(many)]
+                _rows(em, jobs, shape, axes, lane, bits, together, chains, axis)
+            if length % many:
+                with code.loop(length // many * many, length) as i:
+                    _rows(em, jobs, shape, axes, lane, bits, [_with(index, axis, i)], chains)
         elif depth < len(kept):
             with code.loop(0, shape[kept[depth]]) as i:
-                rows(depth + 1, _with(ix, kept[depth], i))
+                rows(depth + 1, _with(index, kept[depth], i))
         else:
-            _rows(em, jobs, shape, axes, lane, bits, [ix], copies)
+            _rows(em, jobs, shape, axes, lane, bits, [index], copies)
 
     rows(0, [Ix(i64(0))] * len(shape))
 
 
-def _with(ix: list[Ix], k: int, base: Val) -> list[Ix]:
-    out = list(ix)
-    out[k] = Ix(base)
+def _with(index: list[Ix], axis: int, base: Val) -> list[Ix]:
+    """The index with another element along one axis."""
+    out = list(index)
+    out[axis] = Ix(base)
     return out
 
 
@@ -201,45 +205,54 @@ def _rows(
     em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: int, rows: list[list[Ix]], most: int,
     row_axis: int | None = None,
 ) -> None:  # fmt: skip
-    """Reduce the rows given by their kept indices together, with at most `most` accumulators a row; `row_axis` is the
-    axis along which the next rows follow."""
-    code = em.code
-    n = 1 if lane is None else shape[lane]
-    w = 1 if lane is None else width(em, n, bits)
-    chains = max(1, min(CHAINS if len(rows) == 1 else 2, n // w, most))
-    slots = [[[code.var(register_type(j.acc, w), _identity(j, w)) for _ in range(chains)] for j in jobs] for _ in rows]
+    """Reduce several rows of a tile together: each sum has chains of vectors, which are combined in the end.
 
-    def step(base: list[list[Ix]], at: Val, lanes: Lanes, chain: int) -> None:
-        for r, ix in enumerate(base):
-            full = list(ix)
+    Args:
+      shape: of the tile; axes: those that are reduced; lane: the one of them that vectors run along, or None: scalars.
+      rows: the index of each row along the other axes; along `axes` it is 0.
+      most: accumulators of a row, at most.
+      row_axis: the axis along which the next rows follow.
+    """
+    code = em.code
+    length = 1 if lane is None else shape[lane]
+    wide = 1 if lane is None else width(em, length, bits)  # elements of a vector
+    chains = max(1, min(CHAINS if len(rows) == 1 else 2, length // wide, most))
+    start = lambda job: code.var(register_type(job.acc, wide), _identity(job, wide))
+    sums = [[[start(job) for _ in range(chains)] for job in jobs] for _ in rows]  # by row, job and chain
+
+    def step(here: list[list[Ix]], at: Val, lanes: Lanes, chain: int) -> None:
+        """Add a vector of each row, from element `at` along `lane`, to the accumulators of one chain."""
+        for index, sums_of_row in zip(here, sums, strict=True):
+            full = list(index)
             if lane is not None:
                 full[lane] = Ix(at, 1 if lanes.count > 1 else 0)
-            row = None if row_axis is None else ix[row_axis].base
-            p = Point(em, tuple(shape), tuple(full), lanes, row=row)
-            for j, per_job in zip(jobs, slots[r], strict=True):
-                x = _value(em, p, j)
-                code.store(_combine(em, j, code.load(x.ty, per_job[chain]), x), per_job[chain])
+            row = None if row_axis is None else index[row_axis].base
+            point = Point(em, tuple(shape), tuple(full), lanes, row=row)
+            for job, sums_of_job in zip(jobs, sums_of_row, strict=True):
+                x = _value(em, point, job)
+                code.store(_combine(em, job, code.load(x.ty, sums_of_job[chain]), x), sums_of_job[chain])
 
-    def outer(depth: int, base: list[list[Ix]]) -> None:
+    def outer(depth: int, here: list[list[Ix]]) -> None:
+        """The loops over the reduced axes that vectors do not run along, then the vectors of the innermost one."""
         others = [a for a in axes if a != lane]
         if depth < len(others):
             with code.loop(0, shape[others[depth]]) as i:
-                outer(depth + 1, [_with(ix, others[depth], i) for ix in base])
+                outer(depth + 1, [_with(index, others[depth], i) for index in here])
             return
-        main = n // (w * chains) * (w * chains)
+        main = length // (wide * chains) * (wide * chains)
         if main:
-            with code.loop(0, main, w * chains) as at:
-                for c in range(chains):
-                    step(base, code.add(at, c * w), Lanes(w), c)
-        for k, at in enumerate(range(main, n, w)):
-            count = min(w, n - at)
-            step(base, i64(at), Lanes(w, None if count == w else constant_mask(w, count)), k % chains)
+            with code.loop(0, main, wide * chains) as at:
+                for chain in range(chains):
+                    step(here, code.add(at, chain * wide), Lanes(wide), chain)
+        for k, at in enumerate(range(main, length, wide)):
+            count = min(wide, length - at)
+            step(here, i64(at), Lanes(wide, None if count == wide else constant_mask(wide, count)), k % chains)
 
     outer(0, rows)
-    for ix, row in zip(rows, slots, strict=True):
-        for j, per_job in zip(jobs, row, strict=True):
-            total = _horizontal(em, j, [code.load(register_type(j.acc, w), s) for s in per_job])
-            _finish(em, j, total, Point(em, tuple(shape), tuple(ix), Lanes(1)), axes)
+    for index, sums_of_row in zip(rows, sums, strict=True):
+        for job, sums_of_job in zip(jobs, sums_of_row, strict=True):
+            total = _horizontal(em, job, [code.load(register_type(job.acc, wide), s) for s in sums_of_job])
+            _finish(em, job, total, Point(em, tuple(shape), tuple(index), Lanes(1)), axes)
 
 
 def _horizontal(em: Emitter, job: Job, parts: list[Val]) -> Val:
