@@ -89,12 +89,15 @@ class Choice:
       why: which they are and how they were found, in a sentence.
       key: what is chosen again, and from what: programs of which it differs are not equal.
       again: `(target, levels)` to the program that is chosen for that target, under these vmaps.
+      derived: `(target, levels, make)` to the program whose `make(program)`, a derivative, is best there; None where
+        the tiles of the program itself are as good.
     """
 
     target: Any
     why: str
     key: str
     again: Callable[[Any, tuple[Level, ...]], Program]
+    derived: Callable[[Any, tuple[Level, ...], Callable[[Program], Program]], Program | None] = lambda *_: None
 
 
 @held_weakly

@@ -192,6 +192,16 @@ def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cota
     """The kernel of reverse mode: `(primals, cotangents of the active outputs that are given) -> (cotangents of the
     perturbed inputs, and memory that only the kernel needs)`."""
     _refuse_block(lin.program, "automatic reverse mode")
+    choice = lin.program.choice
+    if choice is not None:
+        make = lambda p: _reversed(dataclasses.replace(lin, program=p), given)[0]
+        best = choice.derived(choice.target, lin.program.levels, make)
+        lin = lin if best is None else dataclasses.replace(lin, program=best)
+    return _reversed(lin, given)
+
+
+def _reversed(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cotangents]:
+    """`reverse_program` with the tiles that the kernel has."""
     program, spec = lin.program, lin.program.spec
     body = vjp(_body(program), spec, lin.perturbed, given)
     levels = []

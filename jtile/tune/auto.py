@@ -53,6 +53,7 @@ class Asked:
     def __init__(self, kernel: Any, args: Any, names: Sequence[str], meta: Mapping[str, Any], levels: Sequence[Any]):
         self.kernel, self.names, self.meta, self.levels = kernel, tuple(names), dict(meta), tuple(levels)
         self.leaves, self.tree = tree_flatten(args)
+        self.options = kernel._options.compiler
         self.traces: dict[Any, ir.Kernel] = {}
         self._outs: Any = None
 
@@ -63,7 +64,14 @@ class Asked:
             self.traces[key] = self._traced(config)
         return self.traces[key]
 
+    def program(self, config: Mapping[str, int]) -> Any:
+        """The `Program` with these values, or None where the kernel does not take them."""
+        return self._program(config) if self.kept(config) is not None else None
+
     def _traced(self, config: Mapping[str, int]) -> ir.Kernel:
+        return self._program(config).kernel
+
+    def _program(self, config: Mapping[str, int]) -> Any:
         program = self.kernel._bind(self.tree, self.leaves, {**self.meta, **config}, None).program
         outs = [(o.shape, o.dtype) for o in program.out_avals]
         self._outs = self._outs or outs
@@ -74,7 +82,7 @@ class Asked:
             )
         for level in self.levels:
             program = under(program, level, None)
-        return program.kernel
+        return program
 
     def kept(self, config: Mapping[str, int]) -> ir.Kernel | None:
         """`trace`, or None where the kernel does not take these values."""
@@ -120,7 +128,7 @@ def choose(asked: Asked, target: Any) -> Chosen:
     """
     base, start, places = probe(asked)
     found = all_guesses(asked, base, start, places, target)
-    fit = (g for g in found if _fits(asked.kept(g.config), g, target, asked.kernel._options.compiler))
+    fit = (g for g in found if _fits(asked.kept(g.config), g, target, asked.options))
     best = next(fit, None) or Guess(start, "no tile that was tried fits the target better")
     values = ", ".join(f"{k}={v}" for k, v in {**best.config, **best.options}.items())
     return Chosen(best.config, best.options, f"{values} for {target.name}: {best.why}")
@@ -231,7 +239,7 @@ def _by_bytes(
             side //= 2
         config[name] = side
         even = products.even(most, side) if last else -(-most // max(-(-most // side), 1))
-        if "warps" not in target.features and asked.kept({**config, name: even}) is not None:
+        if guesses.whole_sides(target) and asked.kept({**config, name: even}) is not None:
             config[name] = even
     return config
 

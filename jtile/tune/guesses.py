@@ -64,6 +64,10 @@ def of_product(whole: Whole, sides: Sides, target: Any) -> Iterator[Guess]:
     """Of a kernel that makes one product of arrays (or gates), tile by tile."""
     p, cores = whole.product, units(target)
     text = f"for the product {_text(whole)}"
+    if memories := matrix_memories(target):
+        tile = products.on_npu(p.m, p.n, p.k, p.itemsize, p.gates, memories, cores)
+        yield from _guess(sides, tile, f"tiles {text} that the memories of a matrix unit hold twice")
+        return
     if "warps" not in target.features:
         tile = products.on_cpu(p.m, p.n, p.k, cores)
         why = f"tiles {text} that share its sides evenly among {cores} cores, with all terms of a sum"
@@ -93,6 +97,10 @@ def of_chain(chain: Chain, sides: Sides, target: Any) -> Iterator[Guess]:
     """Of attention, and what is like it: `sides` are those of the first product."""
     t, s, d, itemsize = chain.t, chain.s, chain.d, chain.itemsize
     text = f"for a chain of products of {t} rows over {s} columns and {d} terms of {chain.dtype}"
+    if memories := matrix_memories(target):
+        tile = products.attention_on_npu(t, s, d, memories)
+        yield from _guess(sides, {"bm": tile["bq"], "bn": tile["bk"]}, f"tiles {text} that a matrix unit's sums fit in")
+        return
     if "warps" not in target.features:
         evenly = lambda n, most: cdiv(n, max(cdiv(n, most), 1))
         yield from _guess(sides, {"bm": evenly(t, 128), "bn": evenly(s, 256)}, f"even tiles {text}")
@@ -117,6 +125,18 @@ def _guess(
     config = sides.config(tile["bm"], tile["bn"], tile.get("bk"))
     if config is not None:
         yield Guess(config | dict.fromkeys(sides.stages, stages), why, options or {}, **of)
+
+
+def matrix_memories(target: Any) -> dict[str, int]:
+    """The memories of an NPU's matrix unit, bytes by name; empty elsewhere."""
+    known = {m.name: m.size for m in target.memories if m.size is not None}
+    names = "l0a", "l0b", "l0c"
+    return {name: known[name] for name in names} if all(name in known for name in names) else {}
+
+
+def whole_sides(target: Any) -> bool:
+    """Whether sides of tiles need not be powers of two."""
+    return "warps" not in target.features and not matrix_memories(target)
 
 
 def units(target: Any) -> int:

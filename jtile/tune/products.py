@@ -1,11 +1,13 @@
-"""Tile sizes of products and attention where no model of time chooses them: on CPUs, and on GPUs at tile level, by
-rules measured on an H200 (`benchmarks/records` has the numbers). Warps and stages count for NVIDIA's GPUs.
+"""Tile sizes of products and attention where no model of time chooses them: on GPUs at tile level, by rules measured on
+an H200 (`benchmarks/records` has the numbers; warps and stages count for NVIDIA's GPUs), on CPUs, and on NPUs, by what
+their memories hold alone, for nothing was measured there.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 from jtile.tune.warpgroups import cdiv
 
@@ -106,6 +108,30 @@ def on_cpu(m: int, n: int, k: int, cores: int) -> dict[str, int]:
     if m <= 16:
         bn = even(n, max(64, (256 << 10) // max(k, 1)))
     return {"bm": bm, "bn": bn}
+
+
+def on_npu(
+    m: int, n: int, k: int, itemsize: int, gates: int, memories: Mapping[str, int], cores: int
+) -> dict[str, int]:
+    """`bm`, `bn` and `bk` of a product on an NPU whose matrix unit has memories of its own, bytes by name.
+
+    A tile of sums takes half of `l0c`, so that one is stored while the next is summed, and tiles of the operands half
+    of `l0a` and `l0b`; smaller where there are fewer tiles than cores.
+    """
+    sides = [
+        (bm, bn) for bm, bn in ((128, 128), (64, 128), (64, 64), (32, 64)) if gates * bm * bn * 8 <= memories["l0c"]
+    ]
+    bm, bn = next((s for s in sides if cdiv(m, s[0]) * cdiv(n, s[1]) >= cores), sides[-1])
+    bk = min(memories["l0a"] // (2 * bm * itemsize), memories["l0b"] // (2 * bn * itemsize))
+    return {"bm": side(m, bm), "bn": side(n, bn), "bk": side(k, 1 << max(bk.bit_length() - 1, 4))}
+
+
+def attention_on_npu(t: int, s: int, d: int, memories: Mapping[str, int]) -> dict[str, int]:
+    """Queries `bq` and keys `bk` of a tile of attention there: `l0c` holds the sums of both products."""
+    bq = bk = 128
+    while (bq * bk + bq * d) * 4 > memories["l0c"] and bq > 16:
+        bq, bk = (bq, bk // 2) if bk == bq else (bq // 2, bk)
+    return {"bq": side(t, bq), "bk": side(s, bk)}
 
 
 def even(n: int, limit: int) -> int:

@@ -18,7 +18,7 @@ CROWD = 512  # lanes that one warp still sorts and gathers in a compiler's reaso
 
 def unfit(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> str:
     """Why a candidate cannot be good on a GPU, or an empty text."""
-    if target.platform == "cpu":
+    if "warps" not in target.features:
         return ""
     warps = options.get("num_warps")
     threads = (warps or 4) * _lanes_of_warp(target)
@@ -42,11 +42,11 @@ def unfit(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> str:
 
 def predicted_us(kernel: ir.Kernel, target: Any) -> float:
     """A rough time: the largest of what memory, cache and arithmetic take, over the share of the machine in use; 0
-    where loops are as long as data says, so that nothing can be told."""
+    where loops are as long as data says, or where the target's bandwidth is not known, so that nothing can be told."""
     if target.platform == "cpu":
         return _cpu_us(kernel)
     w = work(kernel)
-    if not w.exact:
+    if not w.exact or not bandwidth(target):
         return 0.0
     limits = bound_us(w, target)
     cached = w.traffic / (CACHE_RATE * bandwidth(target)) * 1e6

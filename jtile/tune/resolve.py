@@ -57,12 +57,26 @@ class _Anew:
             given = self.kernel._options
             options = {k: v for k, v in chosen.options.items() if getattr(given, k) is None}
             bound = self.kernel._variant(options)._resolve(self.tree, self.types, {**self.meta, **chosen.config})
-            found = self._made.put(key, (bound, Choice(target, chosen.why, self.key, self.again)))
+            found = self._made.put(key, (bound, Choice(target, chosen.why, self.key, self.again, self.derived)))
         return found
 
     def again(self, target: Any, levels: tuple[Any, ...]) -> Any:
         """See `Choice.again`."""
         bound, choice = self.bound(target, levels)
+        return _under(with_choice(bound.program, choice), levels)
+
+    def derived(self, target: Any, levels: tuple[Any, ...], make: Any) -> Any:
+        """See `Choice.derived`: where the model of time knows products."""
+        from jtile.tune import derived
+
+        found = derived.choose(self.asked(levels), target, make) if warpgroups.multiplies(target) else None
+        if found is None:
+            return None
+        config, us = found
+        bound = self.kernel._resolve(self.tree, self.types, {**self.meta, **config})
+        values = ", ".join(f"{k}={v}" for k, v in config.items())
+        why = f"{values} for {target.name}: the model of time expects {us:.3g} us for all products of the derivative"
+        choice = Choice(target, why, self.key, self.again, self.derived)
         return _under(with_choice(bound.program, choice), levels)
 
 

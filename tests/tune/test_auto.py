@@ -11,10 +11,13 @@ import pytest
 from auto_kernels import attention, gated, matmul, softmax, spec, transpose, vector_add
 
 import jtile as jt
+from jtile import passes
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.lowering import targets
+from jtile.lowering.ascend.targets import ascend_target
 from jtile.ops import gpu_tiles, hopper_tiles
-from jtile.tune import device, products, warpgroups
+from jtile.primitive.lowering import pieces_of
+from jtile.tune import device, nature, products, warpgroups
 from jtile.tune.programs import trace
 from jtile.tune.store import Entry, store
 from jtile.tune.warpgroups import Product
@@ -94,6 +97,23 @@ def test_a_target_of_other_facts_gets_other_tiles():
 def test_products_elsewhere_take_what_fills_the_gpu(sizes, target):
     units = next(s.units for s in target.scales if s.name == "device")
     assert product(*sizes, target=target)[0] == products.on_gpu(*sizes, 2, 1, False, units)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_products_on_an_npu_take_what_its_matrix_unit_holds(dtype):
+    npu, itemsize = ascend_target("910b1"), jnp.dtype(dtype).itemsize
+    size = {m.name: m.size for m in npu.memories}
+    tiles, why = product(1000, 2000, 4000, dtype, target=npu)
+    bm, bn, bk = (tiles[k] for k in ("bm", "bn", "bk"))
+    assert "for ascend:910b1: " in why and all(n & (n - 1) == 0 for n in (bm, bn, bk))
+    assert bm * bn * 8 == size["l0c"] and max(bm, bn) * bk * itemsize * 2 == size["l0a"] == size["l0b"]
+    assert product(100, 200, 40, dtype, target=npu)[0] == {"bm": 32, "bn": 64, "bk": 64}
+    types = [spec(4, 1024, 256, dtype=dtype)] * 3
+    tiles, _ = chosen(attention, *types, target=npu)
+    assert (tiles["bq"] * (tiles["bk"] + 256)) * 4 <= size["l0c"]
+    assert chosen(vector_add, *[spec(1 << 20, dtype=dtype)] * 2, target=npu)[0] == {
+        "block": min(16384 // itemsize, 4096)
+    }
 
 
 def test_products_on_a_cpu_share_out_their_sides_and_sum_at_once():
@@ -234,6 +254,38 @@ def test_derivatives_take_what_is_chosen_for_the_target():
         assert derived.program.choice.why.startswith("as matmul: ") and "for cuda:sm_90" in derived.program.choice.why
     primal = jax.vmap(jax.grad(lambda a: f(a, b)))(np.stack([a, a]))
     np.testing.assert_allclose(primal[1], np.ones((40, 30)) @ b.T, atol=1e-4)
+
+
+def test_reverse_mode_on_hopper_takes_the_tiles_that_are_best_for_its_own_products():
+    """The sides that cotangents sum over are 64 or 128 terms; the model expects all products together to be quicker."""
+    types = spec(2048, 4096), spec(4096, 1024)
+    with jt.config(arch="sm_90"):
+        forward = chosen(matmul, *types, target=HOPPER)[0]
+        f = lambda a, b: jax.vjp(lambda a, b: matmul(a, b), a, b)[1](matmul(a, b))
+        reverse = next(p for p in trace(f, *types)[0] if p.name.endswith("_vjp"))
+    own = {k: v for k, v in reverse.meta if type(v) is int}
+    assert own != forward and {own["bm"], own["bn"]} <= {64, 128}
+    assert "us for all products of the derivative" in reverse.choice.why
+    low = matmul.lower(*types, target=HOPPER)
+    assert low.vjp().program == reverse
+    times = []
+    for program in (reverse, matmul.lower(*types, target=HOPPER, **forward).vjp().program):
+        wholes = [nature.whole_product(passes.run_pipeline(k, passes.TILE)) for k in pieces_of(program).kernels]
+        times.append(sum(predicted(whole) for whole in wholes))
+    assert len(wholes) == 2 and times[0] < times[1]
+
+
+def predicted(whole):
+    return warpgroups.predicted_us(whole.product, warpgroups.Form(1, *whole.tile[:2]), warpgroups.gpu(HOPPER))
+
+
+def test_reverse_mode_with_other_tiles_is_the_same_derivative():
+    a, b = (np.random.default_rng(i).standard_normal((2, 96, 96), np.float32) for i in range(2))
+    with jt.config(arch="sm_90", interpret=True):
+        f = lambda a, b: jax.vmap(matmul)(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)).astype(jnp.float32).sum()
+        da, db = jax.grad(f, (0, 1))(a, b)
+    np.testing.assert_allclose(da, np.ones((2, 96, 96)) @ b.swapaxes(1, 2), atol=0.3)
+    np.testing.assert_allclose(db, a.swapaxes(1, 2) @ np.ones((2, 96, 96)), atol=0.3)
 
 
 def test_a_rule_of_the_users_gets_the_numbers():
