@@ -9,6 +9,7 @@ from jtile.tune.warpgroups import (
     ALWAYS,
     FEW,
     HANGING,
+    LINE,
     NEAR,
     PROCESSORS,
     READ,
@@ -21,8 +22,8 @@ from jtile.tune.warpgroups import (
 )
 
 __all__ = [
-    "ALWAYS", "FEW", "HANGING", "NEAR", "PROCESSORS", "READ", "TILES", "Form", "Product", "attention", "candidates",
-    "extended", "forms", "head", "near", "parts_of_product", "predicted_us", "tiles",
+    "ALWAYS", "FEW", "HANGING", "LINE", "NEAR", "PROCESSORS", "READ", "TILES", "Form", "Product", "attention",
+    "candidates", "extended", "forms", "head", "near", "parts_of_product", "predicted_us", "tiles",
 ]  # fmt: skip
 
 
