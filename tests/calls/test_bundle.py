@@ -127,6 +127,14 @@ def test_what_is_refused(stored, tmp_path, args, options, error, says):
     assert not list(tmp_path.iterdir())
 
 
+def test_sizes_are_fixed(stored, tmp_path):
+    lowered = add.lower(jt.dynamic(VECTOR), jt.dynamic(VECTOR), target="ascend:910b1")
+    with pytest.raises(
+        errors.UnsupportedError, match="kernel add has dynamic dimensions, and a bundle is of fixed sizes"
+    ):
+        jt.export_bundle(lowered, out=tmp_path / "b")
+
+
 def test_without_the_tools(tmp_path, monkeypatch):
     monkeypatch.setattr(tools, "find", lambda name: None)
     with pytest.raises(errors.UnsupportedError, match="make ascend-tools"):
@@ -164,12 +172,12 @@ class Tensor:
 
 @pytest.fixture
 def torch(monkeypatch):
-    made = types.ModuleType("torch")
-    for name in ("float32", "float16", "int32", "uint8"):
-        setattr(made, name, np.dtype(name))
-    made.empty = lambda shape, dtype, device: Tensor(np.full(shape, 7, dtype))
-    made.full = lambda shape, value, dtype, device: Tensor(np.full(shape, value, dtype))
-    made.npu = types.SimpleNamespace(current_stream=lambda: types.SimpleNamespace(npu_stream=77))
+    made = types.SimpleNamespace(
+        **{name: np.dtype(name) for name in ("float32", "float16", "int32", "uint8")},
+        empty=lambda shape, dtype, device: Tensor(np.full(shape, 7, dtype)),
+        full=lambda shape, value, dtype, device: Tensor(np.full(shape, value, dtype)),
+        npu=types.SimpleNamespace(current_stream=lambda: types.SimpleNamespace(npu_stream=77)),
+    )
     monkeypatch.setitem(sys.modules, "torch", made)
     return made
 
@@ -186,6 +194,8 @@ def acl(tmp_path_factory):
 def running(folder: Path, acl, run):
     """The program of a folder, whose kernels do `run(addresses, blocks)`; and what was logged."""
     spec = importlib.util.spec_from_file_location("bundle_run", folder / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     lib, path = acl

@@ -205,3 +205,15 @@ def test_kernels_at_the_block_level_need_a_feature():
     targets.check_capabilities(kernel, hopper)
     with pytest.raises(jt.errors.UnsupportedError, match="cannot run a kernel at block level"):
         targets.check_capabilities(kernel, dataclasses.replace(hopper, features=("warps",)))
+
+
+def test_the_platform_of_a_host():
+    """Kernels of a program for the CPU go to an NPU where the option names one; in exports the CPU keeps its own."""
+    from jtile.lowering import platforms
+
+    assert platforms.on("cpu").name == "cpu"
+    with jt.config(arch="910b1"):
+        assert [platforms.on("cpu").name, platforms.on("cpu", own=True).name] == ["ascend", "cpu"]
+        assert platforms.on("ascend", own=True).here().name == "ascend:910b1"
+    with pytest.raises(UnsupportedError, match="set JTILE_ARCH=910b1"):
+        platforms.on("ascend").here()

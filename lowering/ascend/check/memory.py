@@ -9,6 +9,8 @@ from typing import Any
 from .read import Op
 from .regions import LOCAL, Region
 
+_PAGE = 8 << 12  # bits: accesses of one page are compared with each other
+
 
 @dataclasses.dataclass(frozen=True)
 class Access:
@@ -27,13 +29,12 @@ class Memory:
 
     Args:
       report: takes (kind, message): "race", or "overlap".
-      ordered: for (earlier access, pipe and knowledge of the later) whether the earlier one is known to be done.
       name: of a pipe, for messages.
     """
 
     def __init__(self, report: Callable[[str, str], None], name: Callable[[int], str]):
         self._report, self._name = report, name
-        self._spaces: dict[Any, list[Access]] = {}
+        self._pages: dict[Any, list[Access]] = {}  # (memory, page of it) -> the last accesses
         self._written: dict[Any, list[tuple[int, int, Any, Op]]] = {}  # by whom, run by run
         self._lost: dict[Any, list[tuple[int, int, Op]]] = {}  # of a buffer: runs that another was written over
 
@@ -50,8 +51,13 @@ class Memory:
                 self._life(space, first, end, write, region.base, op)
 
     def _race(self, space: Any, new: Access, known: Sequence[int], what: str) -> None:
+        for page in range(new.first // _PAGE, -(-new.end // _PAGE)):
+            self._pages[(space, page)] = self._kept(self._pages.get((space, page), ()), new, known, what)
+
+    def _kept(self, olds: Sequence[Access], new: Access, known: Sequence[int], what: str) -> list[Access]:
+        """The accesses of a page that later ones have to be compared with, after they were compared with a new one."""
         kept = []
-        for old in self._spaces.get(space, ()):
+        for old in olds:
             apart = old.end <= new.first or new.end <= old.first
             if apart or not (old.write or new.write):
                 if apart or old.pipe != new.pipe or (old.first, old.end) != (new.first, new.end):
@@ -62,7 +68,7 @@ class Memory:
             if not (new.write and new.first <= old.first and old.end <= new.end):
                 kept.append(old)
         kept.append(new)
-        self._spaces[space] = kept
+        return kept
 
     def _message(self, old: Access, new: Access, what: str) -> str:
         first, end = max(old.first, new.first) // 8, -(-min(old.end, new.end) // 8)
