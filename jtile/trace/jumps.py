@@ -185,8 +185,7 @@ class Jumps:
         return [*out, *[placed(s, _assign(flag, ast.Constant(True))) for flag in flags]]
 
     def _loop(self, s: ast.For | ast.While) -> list[ast.stmt]:
-        turn = _turning_point(s)
-        if turn is not None:
+        if isinstance(s, ast.While) and (turn := _turning_point(s)) is not None:
             return self._turned(s, *turn)
         found = self._visible(ends(s.body))
         number = next(self._numbers)
@@ -251,10 +250,10 @@ class Jumps:
         return placed(place, ast.If(_not(flags), rest or [placed(place, ast.Pass())], []))
 
 
-def _turning_point(s: ast.stmt) -> tuple[list[ast.stmt], ast.If, list[ast.stmt]] | None:
+def _turning_point(s: ast.While) -> tuple[list[ast.stmt], ast.If, list[ast.stmt]] | None:
     """Of `while True` the statements before its first `if`, that `if`, and those after it, where it is the first way
     out of the loop and does nothing but leave."""
-    if not isinstance(s, ast.While) or not endless(s):
+    if not endless(s):
         return None
     for k, n in enumerate(s.body):
         found = _ends(n)

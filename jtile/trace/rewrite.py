@@ -415,7 +415,7 @@ class _Expressions(ast.NodeTransformer):
         self.generic_visit(n)
         if len(n.ops) == 1 or _binds_or_waits(n):
             return n
-        rest = [
+        rest: list[ast.expr] = [
             ast.Tuple([ast.Constant(type(op).__name__), _thunk(right)], ast.Load())
             for op, right in zip(n.ops, n.comparators, strict=True)
         ]

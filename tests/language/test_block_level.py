@@ -177,6 +177,35 @@ def test_loops_branches_and_helpers_inside_of_roles():
     assert inside[2].index("for") < inside[2].index("if") < inside[2].index("expect") < inside[2].index("async_load")
 
 
+def test_persistent_loops_of_roles_that_end_early():
+    """A computed step, and a `break` whose flag is the role's own."""
+
+    def kernel(x, o):
+        buffer, full, empty = jt.alloc((16, 64), x.dtype, slots=2), jt.barrier(2), jt.barrier(2)
+        with jt.role("consumer", warps=4):
+            it = 0
+            for t in jt.range(jt.program_id(0), 4, jt.num_programs(0)):
+                if t >= 3:
+                    break
+                full.at(it).wait()
+                o.tiles(16, 64)[t, 0] = buffer.at(it).load()
+                empty.at(it).arrive()
+                it += 1  # noqa: SIM113
+        with jt.role("producer", warps=1):
+            it = 0
+            for t in jt.range(jt.program_id(0), 4, jt.num_programs(0)):
+                if t >= 3:
+                    break
+                empty.at(it).wait(before=True)
+                full.at(it).expect(buffer.nbytes)
+                jt.async_copy(x.tiles(16, 64).at[t, 0], buffer.at(it), full.at(it))
+                it += 1  # noqa: SIM113
+
+    x = np.arange(64 * 64).reshape(64, 64).astype(BF16)
+    got = jt.call(kernel, out_type=X, grid=(2,), init=0).interpret(x)
+    np.testing.assert_array_equal(got, np.where(np.arange(64)[:, None] < 48, x, 0))
+
+
 def test_memory_is_shared_where_there_are_roles_and_scratch_elsewhere():
     def with_roles(x, o):
         A = jt.alloc((64, 64), x.dtype)
