@@ -27,6 +27,7 @@ from benchmarks.harness import Result, result
 from jtile import ops
 from jtile.ops import gpu_tiles, hopper_tiles, spaces
 from jtile.testing import Timing
+from jtile.tune.warpgroups import LINE
 
 _matmul: Any = importlib.import_module("jtile.ops.matmul")  # `ops.matmul` is its function
 Form = Mapping[str, int]  # keyword arguments of `in_tiles`
@@ -149,7 +150,7 @@ def forms(p: Product) -> list[Form]:
             p.m, p.n, p.k, p.itemsize, batch=p.batch, fast=p.whole, left=left, transposed=right
         )
         near = hopper_tiles.near(product, whole=False)
-        tried += [dict(**f._asdict(), bk=hopper_tiles.LINE // p.itemsize) for f in near if f.parts > 1]
+        tried += [dict(**f._asdict(), bk=LINE // p.itemsize) for f in near if f.parts > 1]
     return [q for q in tried if q != chosen]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from library import agree, integers, normal
 
+import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles
@@ -15,6 +16,7 @@ from jtile.ops.gated_mlp import gated_mlp_reference
 from jtile.ops.matmul import matmul_reference
 from jtile.ops.quantized import quantized_matmul_reference
 from jtile.ops.quantized_tensor import KINDS
+from jtile.testing import relative_error
 
 SIZES = [(5, 7, 9), (1, 100, 64), (33, 70, 129), (300, 260, 40), (1, 1, 1)]
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3, "float8_e4m3fn": 7e-2}
@@ -141,6 +143,19 @@ def test_quantized_matmul_plain(kind):
         agree(ops.quantized_matmul, quantized_matmul_reference, x, weight, tolerance=2e-6, interpret=True)
     assert ops.quantized_matmul(normal(1, 2, 3, 64), weight).shape == (2, 3, 20)
     assert ops.quantized_matmul(normal(1, 0, 64), weight).shape == (0, 20)
+
+
+def test_quantized_matmul_of_rows_that_are_counted_later():
+    """A symbolic number of rows takes what many rows take, on every platform."""
+    weight = ops.QuantizedTensor.quantize(normal(1, 8, 64), "q4_0")
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), 64), jnp.float32)
+    export = jax.export.export(
+        jax.jit(lambda x: ops.quantized_matmul(x, weight)), platforms=["cpu"], disabled_checks=jt.export_checks()
+    )
+    exported = export(rows)
+    for n in (1, 5):
+        x = normal(2, n, 64)
+        assert relative_error(exported.call(x), quantized_matmul_reference(x, weight)) < 3e-6
 
 
 def test_quantized_matmul_refuses():
