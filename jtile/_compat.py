@@ -118,3 +118,10 @@ def random_gamma(key: Any, a: Any, log_space: bool) -> Any:
     from jax._src.random import core
 
     return core._gamma_impl(key, a, log_space=log_space, use_vmap=True)
+
+
+def random_gamma_p() -> Any:
+    """The primitive itself."""
+    from jax._src.random import core
+
+    return core.random_gamma_p

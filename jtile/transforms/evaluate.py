@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax.ref import AbstractRef
+
 from jtile._errors import TransformError
 from jtile.language._equations import scan_counts
 from jtile.language._place import place_of
@@ -14,6 +16,17 @@ from jtile.trace.rules.control import bounded, counters
 
 def refuse(message: str, eqn: Any) -> TransformError:
     return TransformError(message, place_of(eqn.source_info))
+
+
+def refuse_memory(eqn: Any) -> None:
+    """Refuse a function with a derivative of its own that loads or stores: its rule knows of values only."""
+    if any(isinstance(v.aval, AbstractRef) for v in eqn.invars):
+        raise refuse(
+            f"a derivative is asked for of a function with {eqn.primitive.name.removesuffix('_call')} that loads from "
+            "a Ref or stores to one: its rule knows of values only; load before the function is called, and pass the "
+            "values",
+            eqn,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

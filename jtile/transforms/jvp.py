@@ -19,7 +19,7 @@ from jtile.language._equations import bind, place, ref_aval, scan_counts
 from jtile.language._primitives import atomic_p, load_p, store_p
 from jtile.trace.tracing import equations
 from jtile.transforms.activity import Activity, is_float, is_literal
-from jtile.transforms.evaluate import check_arrivals, refuse
+from jtile.transforms.evaluate import check_arrivals, refuse, refuse_memory
 from jtile.transforms.prune import prune
 
 ORDER = (
@@ -119,6 +119,7 @@ class _Forward:
         primals = [x.primal for x in args]
         if not moving:
             return [Dual(x) for x in bind(eqn, primals)]
+        refuse_memory(eqn)
 
         def fn(*some):
             at = dict(zip(moving, some, strict=True))

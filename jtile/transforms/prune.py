@@ -9,12 +9,16 @@ for the control flow, since the parameters of those equations are not the same i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jtile import _compat
 from jtile._compat import make_jaxpr
 from jtile.language._equations import argument, bind, place, scan_counts
 from jtile.trace import lanes
@@ -274,8 +278,28 @@ def _evaluate(scope: _Scope, args: Sequence[Any]) -> list[Any]:
 
 
 def _plain(scope: _Scope, eqn, args: Sequence[Any]) -> list[Any]:
+    if eqn.primitive.name == "random_gamma":
+        return [_gamma(*args, eqn.params["log_space"])]
     outs = own(eqn, args, any(scope.flags(eqn.outvars))) if scope.own_refs else None
     return bind(eqn, args) if outs is None else outs
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _gamma(key, a, log_space: bool):
+    """`random_gamma` whose derivative is of all elements at once; JAX's is a loop over them where the host is a CPU,
+    whatever the target is."""
+    return _compat.random_gamma_p().bind(key, a, log_space=log_space)
+
+
+@_gamma.defjvp
+def _(log_space: bool, primals, tangents):
+    (key, a), (_, da) = primals, tangents
+    out = _gamma(key, a, log_space)
+    sample = out
+    if log_space:  # d log(x) = dx / x, where x is a number that is not 0
+        sample = lax.max(lax.exp(out), lax.full_like(out, jnp.finfo(out.dtype).tiny))
+    slope = lax.random_gamma_grad(a, sample)
+    return out, da * (lax.div(slope, sample) if log_space else slope)
 
 
 @_register(_EMITS, *INLINED)

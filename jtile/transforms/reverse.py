@@ -28,7 +28,7 @@ from jtile.language._equations import bind, place
 from jtile.language._index import At, Span, Take, dims_shape
 from jtile.language._primitives import atomic_p, dot_p, load_p, store_p
 from jtile.transforms.activity import Activity, is_float, is_literal, is_ref
-from jtile.transforms.evaluate import refuse
+from jtile.transforms.evaluate import refuse, refuse_memory
 from jtile.transforms.ranges import Ranges
 
 Pull = Callable[[Sequence[Any]], list[Any]]  # cotangents of results (None: zero) -> cotangents of operands
@@ -150,6 +150,9 @@ class Reverse:
 
     def pure(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
         moving = self.moving(eqn)
+        if any(isinstance(x, Slot) and (moving or x.changes or x.ct is not None) for x in args):
+            refuse_memory(eqn)
+        args = [x.primal if isinstance(x, Slot) else x for x in args]
         if not moving or not mode.tape:
             return bind(eqn, args), None
 

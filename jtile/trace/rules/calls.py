@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from jtile._errors import TransformError
 from jtile.trace.lower import Lowering, rule
 
 
@@ -41,6 +42,15 @@ def _(c: Lowering, *args, **params):
 def _(c: Lowering, *args, **params):
     closed = next(params[k] for k in ("call_jaxpr", "fun_jaxpr", "jaxpr") if k in params)
     return c.called(closed, args)
+
+
+@rule("custom_lin")
+def _(c: Lowering, *_, **__):
+    raise TransformError(
+        "forward mode (jax.jvp, jax.linearize, jax.hessian) goes through a function with jax.custom_vjp here, whose "
+        "rule is for reverse mode: take jax.grad or jax.vjp, or give the function a rule with jax.custom_jvp",
+        c.place,
+    )
 
 
 @rule("call_hi_primitive")

@@ -1,0 +1,62 @@
+"""Distributions that reject: loops with rounds for every element, inside of kernels what they are outside."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ttir import run_ttir
+
+import jtile as jt
+
+KEY = jax.random.key(3)
+A = jnp.asarray([0.3, 0.9, 1.5, 2.5, 4, 9], jnp.float32)
+
+DRAWS = {
+    "gamma": lambda key, a: jax.random.gamma(key, a),
+    "loggamma": lambda key, a: jax.random.loggamma(key, a),
+    "beta": lambda key, a: jax.random.beta(key, a, a + 1),
+    "dirichlet": lambda key, a: jax.random.dirichlet(key, a),
+    "chisquare": lambda key, a: jax.random.chisquare(key, a),
+    "t": lambda key, a: jax.random.t(key, a),
+    "poisson": lambda key, a: jax.random.poisson(key, 3 * a),
+    "binomial": lambda key, a: jax.random.binomial(key, 10.0, a / 10),
+}
+
+
+def inside(name):
+    draw = DRAWS[name]
+
+    @jt.kernel(out_type=jax.eval_shape(draw, KEY, A))
+    def kernel(key, a, o):
+        o[...] = draw(key[...], a[...])
+
+    return kernel
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws(name):
+    kernel, want = inside(name), jax.jit(DRAWS[name])(KEY, A)
+    for got in (kernel(KEY, A), kernel.interpret(KEY, A)):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gamma", "loggamma"])
+def test_derivatives(name):
+    kernel = inside(name)
+    modes = [
+        lambda f: jax.grad(lambda a: (f(KEY, a) * A).sum())(A),
+        lambda f: jax.jvp(lambda a: f(KEY, a), (A,), (A,))[1],
+    ]
+    for mode in modes:
+        np.testing.assert_allclose(mode(kernel), mode(DRAWS[name]), rtol=1e-4)
+
+
+def test_on_gpus():
+    kernel = inside("gamma")
+    tile_ir = kernel.lower(KEY, A, target="cuda:sm_90").kernel
+    got = run_ttir(tile_ir, [np.asarray(jax.random.key_data(KEY)), np.asarray(A)])[0]
+    np.testing.assert_allclose(got, DRAWS["gamma"](KEY, A), rtol=2e-6)
+    for target in ("cuda:sm_90", "rocm:gfx942"):
+        assert kernel.lower(KEY, A, target=target).image
