@@ -38,9 +38,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")  # of what kernels are compared with: a GPU would take tf32
 
-# `ci` draws the same examples on every run, `slow` (--runslow) twice as many; `explore` (--explore) draws new ones.
+# `ci` draws the same examples on every run, `slow` (--runslow) four times as many; `explore` (--explore) new ones.
 _SETTINGS = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("ci", derandomize=True, database=None, **_SETTINGS)
+hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **_SETTINGS)
 hypothesis.settings.register_profile("slow", max_examples=200, derandomize=True, database=None, **_SETTINGS)
 hypothesis.settings.register_profile("explore", max_examples=1000, **_SETTINGS)
 
@@ -75,10 +75,10 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     # Ten thousand tests and the modules of JAX, which every later collection would walk through; and what JAX keeps of
-    # every program is walked through less often (4 % of the time).
+    # every program is walked through less often (6 % of the time).
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 50, 100)
 
 
 def gpu_missing() -> str:

@@ -86,7 +86,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
         """The weights [out, in] as `dtype`, computed in float32."""
-        return dequantize_rows(self.kind, self.codes, self.scale, self.minimum).astype(dtype)
+        return _dequantized(self, np.dtype(dtype))
 
     def packed(self) -> QuantizedTensor:
         """The same weights as they are multiplied fastest on GPUs with sm_90; every op takes either form.
@@ -123,6 +123,12 @@ class QuantizedTensor:
                 f"cannot concatenate quantised tensors of the kinds {', '.join(kinds)}; requantise them"
             )
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *parts)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _dequantized(tensor: QuantizedTensor, dtype) -> jax.Array:
+    """One program for each shape; outside of a program its steps would be a dozen."""
+    return dequantize_rows(tensor.kind, tensor.codes, tensor.scale, tensor.minimum).astype(dtype)
 
 
 def dequantize_rows(kind: str, codes, scale, minimum=None) -> jax.Array:

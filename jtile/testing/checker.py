@@ -36,6 +36,7 @@ Skips = Mapping[str, str]
 Job = tuple[str, str, Callable[[], "Measured"]]  # transform, subject, run
 
 _DIFFERENTIABLE = ("float64", "float32", "bfloat16", "float16")
+_HALF = ("float16", "bfloat16")
 _SLICES = 3  # of a batch
 
 
@@ -75,7 +76,7 @@ class Checker:
         self.leaves = [x if hasattr(x, "dtype") else jnp.asarray(x) for _, x in paths]
         self.names = _names(reference, [path for path, _ in paths])
         self.kernel, self.reference, self.s = self._flat(kernel), self._flat(reference), s
-        self.expect = jax.jit(self.reference)
+        self.run_kernel, self.expect = jax.jit(self.kernel), jax.jit(self.reference)
         self.floats = [k for k, x in enumerate(self.leaves) if x.dtype.name in _DIFFERENTIABLE and not self._why(k)]
         self.rng = np.random.default_rng(s.seed)
         self.outs = jax.eval_shape(self.reference, *self.leaves)
@@ -167,7 +168,7 @@ class Checker:
         return self.compare(self.kernel(*self.leaves), self.expected)
 
     def jitted(self) -> Measured:
-        return self.compare(jax.jit(self.kernel)(*self.leaves), self.expected)
+        return self.compare(self.run_kernel(*self.leaves), self.expected)
 
     def interpreted(self) -> Measured:
         with config(interpret=True):
@@ -226,11 +227,12 @@ class Checker:
 
     @functools.cached_property
     def expect_pull(self) -> Callable[..., Any]:
-        return jax.jit(self.pull(self.reference))
+        pull = jax.jit(self.pull(self.reference))
+        return lambda leaves, cotangents: pull(list(leaves), list(cotangents))  # of tuples it would be another program
 
     @functools.cached_property
     def pulled(self) -> tuple[Any, Any]:
-        return tuple(jax.jit(self.pull(f))(self.leaves, self.cotangents) for f in (self.kernel, self.reference))
+        return tuple(f(self.leaves, self.cotangents) for f in (jax.jit(self.pull(self.kernel)), self.expect_pull))
 
     def jvp(self) -> Measured:
         got, want = (jax.jit(self.push(f))(self.leaves, self.tangents) for f in (self.kernel, self.reference))
@@ -244,6 +246,7 @@ class Checker:
         """Integers, bools and random keys take part in `jax.vjp` and have cotangents of dtype float0."""
         places = [k for k, x in enumerate(self.leaves) if k in self.floats or _discrete(x)]
 
+        @jax.jit
         def of(*xs):
             full = list(self.leaves)
             for k, x in zip(places, xs, strict=True):
@@ -267,8 +270,9 @@ class Checker:
         """
         leaves = [_in_float32(jnp.asarray(x)) for x in self.leaves]
         cotangents = [_in_float32(c) for c in self.cotangents]
-        run = jax.jit(self.kernel)
-        pulled = jax.jit(self.pull(lambda *xs: tuple(map(_in_float32, self.kernel(*xs)))))(leaves, cotangents)
+        run, pulled = self.run_kernel, self.pulled[0]
+        if any(x.dtype.name in _HALF for x in (*self.leaves, *self.outs)):
+            pulled = jax.jit(self.pull(lambda *xs: tuple(map(_in_float32, self.kernel(*xs)))))(leaves, cotangents)
         h = self.s.step
 
         def along(t: float) -> float:
@@ -399,4 +403,4 @@ def _discrete(x: Any) -> bool:
 
 
 def _in_float32(x: Any) -> Any:
-    return x.astype(jnp.float32) if x.dtype.name in ("float16", "bfloat16") else x
+    return x.astype(jnp.float32) if x.dtype.name in _HALF else x

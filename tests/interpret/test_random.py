@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import given
 from random_kernels import Case, kernels
 
 from jtile.interpret import interpret
 from jtile.ir import parse_kernel, print_kernel, verify
 
 
-@settings(max_examples=120, suppress_health_check=list(HealthCheck))
+@draws(120)
 @given(kernels())
 def test_random_kernels_are_legal(case: Case):
     verify(case.kernel)

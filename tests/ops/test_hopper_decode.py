@@ -37,16 +37,17 @@ def arguments(batch, t, heads, kvs, slots, d, lengths, page=None, dtype="bfloat1
     q, k, v = (
         normal(i, batch, n, h, d, dtype=dtype) for i, (n, h) in enumerate(((t, heads), (slots, kvs), (slots, kvs)))
     )
-    lengths = jnp.array(lengths, jnp.int32)
-    behind = jnp.arange(slots)[None, :, None, None] >= lengths[:, None, None, None]
-    k, v = (jnp.where(behind, jnp.nan, x) for x in (k, v))
+    lengths = np.array(lengths, np.int32)
+    behind = np.arange(slots)[None, :, None, None] >= lengths[:, None, None, None]
+    k, v = (np.where(behind, np.asarray(np.nan, x.dtype), x) for x in (k, v))
     if page is None:
-        return q, k, v, lengths, None
+        return jax.device_put((q, k, v, lengths, None))
     order = np.random.default_rng(0).permutation(batch * slots // page)
-    pool = lambda x: jnp.zeros((len(order), page, kvs, d), x.dtype).at[order].set(x.reshape(-1, page, kvs, d))
-    return q, pool(k), pool(v), lengths, jnp.asarray(order.reshape(batch, -1), jnp.int32)
+    pool = lambda x: x.reshape(-1, page, kvs, d)[np.argsort(order)]
+    return jax.device_put((q, pool(k), pool(v), lengths, order.reshape(batch, -1).astype(np.int32)))
 
 
+@functools.partial(jax.jit, static_argnames="softcap")
 def reference(q, k, v, lengths, table, softcap=None):
     k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
     return decode_attention_reference(q, k, v, lengths, pages=table, scale=0.1, softcap=softcap)

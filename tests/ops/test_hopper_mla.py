@@ -35,15 +35,17 @@ def interpreted():
 def arguments(batch, t, heads, slots, rank, lengths, page=None, dtype="bfloat16"):
     """q, cache, lengths, table; what stands behind a length is NaN."""
     q, cache = normal(0, batch, t, heads, rank + 64, dtype=dtype), normal(1, batch, slots, rank + 64, dtype=dtype)
-    lengths = jnp.array(lengths, jnp.int32)
-    cache = jnp.where(jnp.arange(slots)[None, :, None] >= lengths[:, None, None], jnp.nan, cache)
+    lengths = np.array(lengths, np.int32)
+    behind = np.arange(slots)[None, :, None] >= lengths[:, None, None]
+    cache = np.where(behind, np.asarray(np.nan, cache.dtype), cache)
     if page is None:
-        return q, cache, lengths, None
+        return jax.device_put((q, cache, lengths, None))
     order = np.random.default_rng(0).permutation(batch * slots // page)
-    pool = jnp.zeros((len(order), page, rank + 64), cache.dtype).at[order].set(cache.reshape(-1, page, rank + 64))
-    return q, pool, lengths, jnp.asarray(order.reshape(batch, -1), jnp.int32)
+    pool = cache.reshape(-1, page, rank + 64)[np.argsort(order)]
+    return jax.device_put((q, pool, lengths, order.reshape(batch, -1).astype(np.int32)))
 
 
+@functools.partial(jax.jit, static_argnames="rank")
 def reference(q, cache, lengths, table, rank):
     return mla_decode_reference(q, jnp.nan_to_num(cache), lengths, rank=rank, pages=table, scale=0.07)
 

@@ -6,14 +6,15 @@ import random
 
 import pytest
 from accumulation import check
-from hypothesis import given, settings
+from draws import draws
+from hypothesis import given
 from hypothesis import strategies as st
 from random_accumulations import text as random_text
 
 from jtile.passes import partials
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 64]), st.sampled_from([1, 100, 1 << 20]))
 def test_random_kernels(seed, programs, nbytes):
     with pytest.MonkeyPatch.context() as patch:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import given
 from random_kernels import Case, kernels
 
 from jtile.interpret import interpret
 from jtile.ir import Kernel, print_kernel, verify
 from jtile.passes import TILE, bounds, canonicalise, cse, dce, hoist, ref_forwarding, run_pipeline
-
-SUPPRESS = list(HealthCheck)
 
 
 def check(case: Case, after: Kernel) -> None:
@@ -31,7 +30,7 @@ def check(case: Case, after: Kernel) -> None:
 
 @pytest.mark.parametrize("step", [canonicalise, cse, dce, hoist, ref_forwarding, bounds], ids=lambda p: p.name)
 def test_each_pass(step):
-    @settings(max_examples=60, suppress_health_check=SUPPRESS)
+    @draws(60)
     @given(kernels())
     def run(case: Case):
         text = print_kernel(case.kernel)
@@ -41,7 +40,7 @@ def test_each_pass(step):
     run()
 
 
-@settings(max_examples=150, suppress_health_check=SUPPRESS)
+@draws(150)
 @given(kernels())
 def test_the_pipeline(case: Case):
     after = run_pipeline(case.kernel, TILE)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import given
 from random_gradients import Case, gradient_kernels
 
 import jtile as jt
@@ -117,7 +118,7 @@ def test_a_reverse_rule_stays(used):
     np.testing.assert_allclose(jax.jit(jax.grad(scanned))(X), expected, rtol=1e-5)
 
 
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@draws(15)
 @given(gradient_kernels())
 def test_random_kernels(case: Case):
     kernel = case.define().with_options(interpret=True)

@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
+from draws import draws
 
 from jtile import language as jt
 from jtile.interpret import interpret
@@ -99,7 +100,7 @@ def _define(lines: list[str], name: str, module) -> object:
     return space["kernel"]
 
 
-@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
+@draws(60)
 @hypothesis.given(statements(), st.lists(st.integers(0, 9), min_size=3, max_size=3), st.booleans())
 def test_traced_equals_python(lower, program, start, flag):
     """A helper may return early, and the kernel stores what it gives."""

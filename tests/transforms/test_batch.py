@@ -6,7 +6,8 @@ import textwrap
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from draws import draws
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from native import run_native
 from random_kernels import Case, kernels
@@ -187,7 +188,7 @@ def close(got: np.ndarray, want: np.ndarray, error: float) -> bool:
     return bool(((a == b) | (np.isnan(a) & np.isnan(b)) | (np.abs(a - b) <= error)).all())
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@draws(60)
 @given(kernels(), st.integers(1, 3), st.integers(0, 2**30))
 def test_random_kernels_lane_by_lane(case: Case, size: int, bits: int):
     aliased = {i for i, _ in case.kernel.aliases}
@@ -203,7 +204,7 @@ def test_random_kernels_lane_by_lane(case: Case, size: int, bits: int):
             assert close(a, b, error), v
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@draws(25)
 @given(kernels())
 def test_two_levels_are_the_lanes_of_lanes(case: Case):
     """Passes do not mind where lanes come from: rank and grid grow twice."""

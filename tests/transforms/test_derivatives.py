@@ -99,9 +99,11 @@ def loss(fn):
     return lambda *args: jnp.sum(jnp.tanh(fn(*args)) ** 2)
 
 
-def agree(transform, name, tol=2e-5):
+def agree(transform, name, tol=2e-5, eager=False):
+    """In one program, and the reference always: outside of programs, each op of a derivative is compiled alone."""
     kernel, reference, args = CASES[name]
-    assert_close(transform(kernel)(*args), transform(reference)(*args), tol)
+    got = (transform(kernel) if eager else jax.jit(transform(kernel)))(*args)
+    assert_close(got, jax.jit(transform(reference))(*args), tol)
 
 
 every = lambda name: tuple(range(len(CASES[name][2])))
@@ -111,7 +113,7 @@ every = lambda name: tuple(range(len(CASES[name][2])))
 
 @cases
 def test_value_and_grad(name):
-    agree(lambda f: jax.value_and_grad(loss(f), every(name)), name)
+    agree(lambda f: jax.value_and_grad(loss(f), every(name)), name, eager=True)
 
 
 @cases
@@ -121,7 +123,7 @@ def test_grad_under_jit(name):
 
 @cases
 def test_grad_of_one_operand(name):
-    agree(lambda f: jax.grad(loss(f), len(every(name)) - 1), name)
+    agree(lambda f: jax.grad(loss(f), len(every(name)) - 1), name, eager=True)
 
 
 @cases
@@ -145,7 +147,7 @@ def test_linearize(name):
 
         return run
 
-    agree(linear, name)
+    agree(linear, name, eager=True)
 
 
 @cases
@@ -181,7 +183,7 @@ def test_vmap_of_grad_and_grad_of_vmap(name):
             ),
         ):
             kernel, reference, _ = CASES[name]
-            assert_close(transform(kernel)(*given), transform(reference)(*given), 2e-5)
+            assert_close(jax.jit(transform(kernel))(*given), jax.jit(transform(reference))(*given), 2e-5)
 
 
 @cases
@@ -204,8 +206,9 @@ def test_integers_have_no_tangent():
         p = (x[:4] * x[1:])[rows % 4] * 2
         return jnp.sum(p**2 * (rows % 4 + 1)[:, None].astype(p.dtype))
 
-    assert_close(jax.grad(run)(x), jax.grad(reference)(x), 1e-5)
-    assert_close(jax.jvp(run, (x,), (x,)), jax.jvp(reference, (x,), (x,)), 1e-5)
+    assert_close(jax.grad(run)(x), jax.jit(jax.grad(reference))(x), 1e-5)
+    both = lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))
+    assert_close(both(run)(x), both(reference)(x), 1e-5)
     tangent = jax.jvp(lambda x: gather_and_count(x, rows), (x[:4],), (x[:4],))[1]
     assert tangent[1].dtype == jax.dtypes.float0
 
@@ -223,7 +226,7 @@ def test_sums_of_narrow_gradients_are_rounded_once(dtype):
     x, w = jnp.asarray(normal(300, 8), dtype), jnp.asarray(1 + normal(8) / 8, dtype)
     wide = lambda f: lambda *args: f(*[jnp.asarray(v, np.float32) for v in args])
     got = jax.grad(lambda w: rms_norm(x, w).astype(jnp.float32).sum())(w)
-    want = jax.grad(lambda w: wide(rms_norm_reference)(x, w).sum())(jnp.asarray(w, np.float32))
+    want = jax.jit(jax.grad(lambda w: wide(rms_norm_reference)(x, w).sum()))(jnp.asarray(w, np.float32))
     assert got.dtype == dtype
     assert_close(got.astype(np.float32), want, {"bfloat16": 2**-7, "float16": 2**-9, "float32": 1e-5}[dtype])
 
@@ -290,7 +293,7 @@ def test_a_convolution_has_no_atomics():
     x, w = normal(33, 30), normal(3, 2)
     for piece in convolve.lower(x, w).vjp().pieces:
         assert "atomic" not in piece.texts["tile_ir_opt"]
-    grads = lambda f: jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1))(x, w)
+    grads = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1)))(x, w)
     assert_close(grads(convolve), grads(convolve_reference), 1e-5)
 
 
@@ -407,9 +410,9 @@ def test_loops_with_a_bound():
         return t
 
     x = normal(3)
-    grad = lambda f, n: jax.grad(lambda x: f(x, np.int32(n)).sum())(x)
+    grad = lambda f, n: jax.grad(lambda x: f(x, np.int32(n)).sum())
     for n in (0, 1, 4):
-        assert_close(grad(power, n), grad(reference, n), 1e-5)
+        assert_close(grad(power, n)(x), jax.jit(grad(reference, n))(x), 1e-5)
 
 
 # -- rules of the user's ---------------------------------------------------------------------------------------------
@@ -449,10 +452,11 @@ def test_defvjp_under_vmap(axes):
     reference = lambda x, w: x * w
     total = lambda f: lambda x, w: jnp.sum(jax.vmap(f, axes)(x, w) ** 2)
     got = jax.grad(total(k), (0, 1))(x, w)
-    want = jax.grad(total(reference), (0, 1))(x, w)
-    assert_close(got, jax.tree.map(lambda v: 3 * v, want), 1e-5)
-    each = lambda f: jax.vmap(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1)), axes)
-    assert_close(each(k)(x, w), jax.tree.map(lambda v: 3 * v, each(reference)(x, w)), 1e-5)
+    want = jax.jit(jax.grad(total(reference), (0, 1)))(x, w)
+    thrice = lambda tree: jax.tree.map(lambda v: 3 * np.asarray(v), tree)
+    assert_close(got, thrice(want), 1e-5)
+    each = lambda f: jax.jit(jax.vmap(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1)), axes))
+    assert_close(each(k)(x, w), thrice(each(reference)(x, w)), 1e-5)
 
 
 def test_defvjp_in_scan_checkpoint_and_hessian():

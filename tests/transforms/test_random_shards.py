@@ -2,7 +2,8 @@
 
 import jax
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import given
 from random_gradients import gradient_kernels
 from random_kernels import kernels
 from shards import run_shards
@@ -11,8 +12,6 @@ from jtile import ir
 from jtile.interpret import interpret
 from jtile.transforms.factors import factors
 from jtile.transforms.localise import localise
-
-SUPPRESS = list(HealthCheck)
 
 
 def check_all_cuts(kernel, arrays, tolerance):
@@ -33,13 +32,13 @@ def check_all_cuts(kernel, arrays, tolerance):
             np.testing.assert_allclose(a, np.asarray(b, np.float64), rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=25, suppress_health_check=SUPPRESS)
+@draws(25)
 @given(kernels())
 def test_random_tile_ir(case):
     check_all_cuts(case.kernel, case.inputs, 2e-2)
 
 
-@settings(max_examples=12, suppress_health_check=SUPPRESS)
+@draws(12)
 @given(gradient_kernels())
 def test_random_kernels_and_their_reverse_modes(case):
     lowered = case.define().lower(*case.args)

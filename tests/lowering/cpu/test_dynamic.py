@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import given
 from native import run_artifact, run_native
 from random_kernels import Case, kernels
 
@@ -171,7 +172,7 @@ def generalised(kernel: ir.Kernel) -> ir.Kernel:
     return dataclasses.replace(kernel, params=tuple(env.values()), body=body)
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@draws(8)
 @given(kernels())
 def test_random_kernels(case: Case):
     k = generalised(case.kernel)

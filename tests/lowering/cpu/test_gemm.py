@@ -11,6 +11,7 @@ import llvmlite.binding as llvm
 import ml_dtypes
 import numpy as np
 import pytest
+from draws import draws
 
 from jtile.lowering.cpu.compile import assemble, initialize, machine
 from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm, gemm_cost_ns
@@ -225,7 +226,7 @@ DTYPE_PAIRS = st.one_of(
 SIZE = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 64, 100, 127, 257]))
 
 
-@hypothesis.settings(max_examples=40)
+@draws(40)
 @hypothesis.given(m=SIZE, n=SIZE, k=SIZE, dtypes=DTYPE_PAIRS, ta=st.booleans(), tb=st.booleans(), add=st.booleans())
 def test_random_products(undefined, m, n, k, dtypes, ta, tb, add):
     spec = GemmSpec(m, n, k, *dtypes, ta, tb, add)
