@@ -63,6 +63,7 @@ class Machine:
         self.arrivals = arrivals(self)
 
     def program(self, linear: int) -> None:
+        """Run one program; the caller has NumPy's warnings of overflow, division and the like off."""
         grid = self.kernel.grid
         self.linear, self.pid = linear, tuple(int(i) for i in np.unravel_index(linear, grid)) if grid else ()
         for v in self.kernel.scratch:
@@ -75,14 +76,13 @@ class Machine:
             self.op(op)
 
     def op(self, op: Op) -> None:
-        with np.errstate(all="ignore"):
-            try:
-                run = RULES.get(type(op))
-                out = run(self, op) if run else op.reference(*(self.env[v] for v in op.operands()))
-            except InterpreterError:
-                raise
-            except (ValueError, TypeError, IndexError, KeyError, ArithmeticError, MemoryError) as e:
-                raise self.error(InterpreterError, op, f"{op.mnemonic} failed: {e}") from e
+        try:
+            run = RULES.get(type(op))
+            out = run(self, op) if run else op.reference(*(self.env[v] for v in op.operands()))
+        except InterpreterError:
+            raise
+        except (ValueError, TypeError, IndexError, KeyError, ArithmeticError, MemoryError) as e:
+            raise self.error(InterpreterError, op, f"{op.mnemonic} failed: {e}") from e
         out = out if isinstance(out, tuple | list) else (out,)
         for v, x in zip(op.results, out, strict=True):
             if not isinstance(x, Handle):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .arrivals import Arrivals
 
 NOBODY, SEVERAL = -1, -2
+_FAR = 2**62
 # What another program must not have done to an element before an access of this kind.
 _CONFLICTS = {"read": ("plain", "atomic"), "write": ("plain", "atomic", "reader"), "atomic": ("plain", "reader")}
 
@@ -122,9 +123,11 @@ def resolve(index: Index, values: list[np.ndarray], shape: tuple[int, ...], mask
         else:
             step = d.stride if isinstance(d, Span) else 1
             start = int(v) * d.step if isinstance(d, Tile) else int(v)
-            # Python ints: a start near the end of int64 must not wrap into the array.
-            lanes = [start + j * step for j in range(d.size)]
-            i = np.array([j if 0 <= j < shape[k] else -1 for j in lanes], np.int64)
+            if abs(start) + d.size * step < _FAR:
+                i = np.arange(start, start + d.size * step, step, np.int64)
+            else:  # Python ints: a start near the end of int64 must not wrap into the array
+                lanes = [start + j * step for j in range(d.size)]
+                i = np.array([j if 0 <= j < shape[k] else -1 for j in lanes], np.int64)
             i = i.reshape((-1,) + (1,) * (len(out) - axis - 1))
             axis += 1
         inside = (i >= 0) & (i < shape[k])

@@ -240,8 +240,9 @@ class Block:
         """All ops, outer before inner, in program order."""
         for op in self.ops:
             yield op
-            for b in op.blocks():
-                yield from b.walk()
+            if op.inner:
+                for b in op.blocks():
+                    yield from b.walk()
 
 
 def copy_block(b: Block, env: Callable[[Value], Value]) -> Block:

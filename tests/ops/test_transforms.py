@@ -18,7 +18,7 @@ SUPPORT = Path(composition.__file__).parent
 HERE = (
     "jvp", "vjp", "numeric", "checkpoint", "vmap", "grad of vmap", "vmap of grad", "second order", "export",
 )  # fmt: skip
-CHUNKS = [list(CASES)[k::4] for k in range(4)]  # each process takes 2 s to start
+CHUNKS = [list(CASES)[k::2] for k in range(2)]  # one for each core: a process takes 2 s to start
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -21,7 +21,7 @@ from jtile.testing.report import TRANSFORMS
 X = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (5, 7)).astype(np.float32))
 W = jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, 7).astype(np.float32))
 N = jnp.asarray([0, 4, 2, 2, 1], jnp.int32)
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parent
 FEW = ("value", "jit")
 
 
@@ -231,7 +231,7 @@ def test_a_table_of_parts():
 
 
 def test_the_page_runs(tmp_path, capsys):
-    page = (HERE.parent / "docs" / "testing.md").read_text()
+    page = (HERE.parents[1] / "docs" / "testing.md").read_text()
     code, *_ = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)  # others are fragments
     path = tmp_path / "page.py"
     path.write_text(code)

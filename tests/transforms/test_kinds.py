@@ -18,7 +18,7 @@ from jtile.testing import Report, check_kernel
 
 SUPPORT = Path(composition.__file__).parent
 DEVICES = ("shard_map", "partitioned jit")
-CHUNKS = [list(CASES)[k::3] for k in range(3)]
+CHUNKS = [list(CASES)[k::2] for k in range(2)]
 
 
 @pytest.mark.parametrize("name", CASES)
