@@ -14,12 +14,12 @@ from jtile.primitive.program import CustomVjp, make_program
 
 def f32(*shape, scale=1.0):
     """Small whole numbers: sums and products of them are exact, so results are equal bit for bit."""
-    x = (jnp.arange(np.prod(shape, dtype=int), dtype=jnp.float32) * 7 + 3) % 11 - 5
-    return x.reshape(shape) * np.float32(scale)
+    x = (np.arange(np.prod(shape, dtype=int), dtype=np.float32) * 7 + 3) % 11 - 5
+    return jax.device_put(x.reshape(shape) * np.float32(scale))
 
 
 def ints(*shape, top=5):
-    return (jnp.arange(np.prod(shape, dtype=int), dtype=jnp.int32).reshape(shape) * 7 + 3) % top
+    return jax.device_put((np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape) * 7 + 3) % top)
 
 
 def looped(f, args, in_axes, size):
@@ -31,16 +31,16 @@ def looped(f, args, in_axes, size):
             return x
         if isinstance(axis, dict | list | tuple):
             return jax.tree.map(lambda v, a: lane(v, a, k), x, axis, is_leaf=lambda v: v is None)
-        return jax.tree.map(lambda v: jnp.take(v, k, axis), x)
+        return jax.tree.map(lambda v: jax.device_put(np.take(v, k, axis)), x)
 
     outs = [f(*(lane(x, a, k) for x, a in zip(args, axes, strict=True))) for k in range(size)]
-    return jax.tree.map(lambda *rows: jnp.stack(rows), *outs)
+    return jax.tree.map(lambda *rows: np.stack(rows), *outs)
 
 
 def check(f, args, in_axes, size, *, out_axes=0):
     """vmap eager, under jit and in the interpreter equal the loop bit for bit, and launch once."""
     expected = looped(f, args, in_axes, size)
-    expected = jax.tree.map(lambda x: jnp.moveaxis(x, 0, out_axes), expected)
+    expected = jax.tree.map(lambda x: np.moveaxis(x, 0, out_axes), expected)
     mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
     assert_one_launch(mapped, *args)
     results = [mapped(*args), jax.jit(mapped)(*args)]

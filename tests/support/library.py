@@ -85,9 +85,9 @@ def differences_agree(op, *args, of: int | None = None, step: float = 1e-5, tole
     The difference is off by step^2 from the third derivative and by 1e-16 / step from rounding."""
     of = len(args) if of is None else of
     rng = np.random.default_rng(0)
-    like = lambda x: jnp.asarray(rng.normal(size=x.shape))
-    moved = tuple(jnp.asarray(np.asarray(x), jnp.float64) for x in args[:of])
-    weights = jax.tree.map(like, op(*moved, *args[of:], **options))
+    like = lambda x: rng.normal(size=x.shape)
+    moved = tuple(np.asarray(x, np.float64) for x in args[:of])
+    weights = jax.tree.map(like, jax.eval_shape(lambda *xs: op(*xs, *args[of:], **options), *moved))
     directions = tuple(like(x) for x in moved)
 
     @jax.jit
@@ -97,7 +97,7 @@ def differences_agree(op, *args, of: int | None = None, step: float = 1e-5, tole
 
     assert f(*moved).dtype == jnp.float64
     ahead, behind = (f(*(x + sign * step * u for x, u in zip(moved, directions))) for sign in (1, -1))
-    slopes = jax.grad(f, tuple(range(of)))(*moved)
-    slope = float(sum((s * u).sum() for s, u in zip(slopes, directions)))
+    slopes = jax.jit(jax.grad(f, tuple(range(of))))(*moved)
+    slope = float(sum((np.asarray(s) * u).sum() for s, u in zip(slopes, directions)))
     expected = float(ahead - behind) / (2 * step)
     assert abs(slope - expected) <= tolerance * max(1.0, abs(expected)), f"{slope} against a difference of {expected}"
