@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import importlib.util
 import os
@@ -55,6 +56,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--gpu") and gpu_missing():
         raise pytest.UsageError(gpu_missing())
+    jax.monitoring.register_event_duration_secs_listener(_count)
     profile = "explore" if config.getoption("--explore") else "slow" if config.getoption("--runslow") else "ci"
     hypothesis.settings.load_profile(profile)
 
@@ -93,10 +95,53 @@ def gpu_missing() -> str:
 
 
 LONG = 20.0  # seconds
+ENOUGH = 900.0  # CPU seconds of the tests of one run without GPU: eight minutes on two cores, collecting included
+_programs = [0]  # that XLA compiled in this process
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Note what a test costs: a wall clock says little of a shared machine, and nothing of children."""
+    seconds = lambda: sum(os.times()[:4])
+    before, compiled = seconds(), _programs[0]
+    item.user_properties.append(("cost", lambda: (seconds() - before, _programs[0] - compiled)))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    costs = [cost() for name, cost in item.user_properties if name == "cost" and callable(cost)]
+    report.user_properties = [p for p in report.user_properties if p[0] != "cost"]
+    if report.when == "teardown":  # the last of a test
+        report.user_properties += [("cost", cost) for cost in costs]
+    return report
+
+
+def _count(event: str, seconds: float, **_) -> None:
+    _programs[0] += event == "/jax/core/compile/backend_compile_duration"
+
+
+def _costs(terminalreporter):
+    """Where the time of the suite goes, file by file, so that it is seen before it is too much."""
+    files = collections.defaultdict(lambda: [0.0, 0])
+    for report in (r for kind in ("", "passed") for r in terminalreporter.stats.get(kind, ())):
+        for _, (seconds, programs) in (p for p in report.user_properties if p[0] == "cost"):
+            files[report.nodeid.split("::")[0]][0] += seconds
+            files[report.nodeid.split("::")[0]][1] += programs
+    total = sum(seconds for seconds, _ in files.values())
+    if len(files) < 50:  # a part of the suite, which its author looks at by --durations
+        return
+    terminalreporter.write_line(f"{total:.0f} CPU seconds; the most, with the programs that XLA compiled, are in")
+    for name, (seconds, programs) in sorted(files.items(), key=lambda f: -f[1][0])[:15]:
+        terminalreporter.write_line(f"  {seconds:6.1f} s {programs:5} {name}")
+    if total > ENOUGH and not terminalreporter.config.getoption("--runslow"):
+        terminalreporter.write_line(f"more than {ENOUGH:.0f} s: docs/testing.md says how tests are kept cheap")
 
 
 def pytest_terminal_summary(terminalreporter):
     """Name the tests that took long and are not begun first: a list by hand would go stale unseen."""
+    _costs(terminalreporter)
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
     late = [r for r in reports if r.duration > LONG and not {"long", "slow"} & set(r.keywords)]
     for r in sorted(late, key=lambda r: -r.duration):
