@@ -31,7 +31,7 @@ def looped(f, args, in_axes, size):
             return x
         if isinstance(axis, dict | list | tuple):
             return jax.tree.map(lambda v, a: lane(v, a, k), x, axis, is_leaf=lambda v: v is None)
-        return jax.tree.map(lambda v: jax.device_put(np.take(v, k, axis)), x)
+        return jax.tree.map(lambda v: jax.device_put(np.asarray(v).take(k, axis)), x)
 
     outs = [f(*(lane(x, a, k) for x, a in zip(args, axes, strict=True))) for k in range(size)]
     return jax.tree.map(lambda *rows: np.stack(rows), *outs)
