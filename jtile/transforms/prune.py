@@ -298,7 +298,7 @@ def _(log_space: bool, primals, tangents):
     sample = out
     if log_space:  # d log(x) = dx / x, where x is a number that is not 0
         sample = lax.max(lax.exp(out), lax.full_like(out, jnp.finfo(out.dtype).tiny))
-    slope = lax.random_gamma_grad(a, sample)
+    slope = lax.random_gamma_grad(a, sample)  # pyright: ignore[reportCallIssue]  JAX fills its dtype in
     return out, da * (lax.div(slope, sample) if log_space else slope)
 
 
