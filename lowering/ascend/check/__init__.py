@@ -71,7 +71,7 @@ def check(
     entries = [f for f in module.functions.values() if _on_device(f)]
     for entry in _together(entries):
         for block in blocks if blocks is not None else sorted({0, x * y * z - 1}):
-            for unknown in (0b01010101, 0b11111110):
+            for unknown in (2, 3):
                 if not _run(module, entry, block, (x, y, z), unknown, aliases or {}, sizes, found, used):
                     break  # nothing depends on data
     errors = tuple(_ERRORS[kind](message) for message, kind in found.items())
@@ -124,14 +124,19 @@ def _run(
             cores.append(Core(len(cores), name, _kind(f), run.events()))
             runs.append(run)
 
+    mine: dict[str, str] = {}
+
     def report(kind: str, message: str) -> None:
-        found.setdefault(message, kind)
+        mine.setdefault(message, kind)
 
     Machine(cores, report).run()
+    guessed = any(run.guessed for run in runs)
+    if not (guessed and len(cores) > 1):  # of several cores, each would meet other data than the others
+        found |= {message: kind for message, kind in mine.items() if message not in found}
     for run in runs:
         for region, first, end in extents(list(run.buffers.values())):
             _place(region, first, end, sizes, found, used)
-    return any(run.guessed for run in runs)
+    return guessed
 
 
 def _place(region: Any, first: int, end: int, sizes: dict[str, int], found: dict[str, str], used: dict[str, int]):

@@ -18,12 +18,16 @@ PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """Values that are read and written on a pipe. `product`: of a matrix product, its arguments in order: left, right,
-    whether it starts from zero, three sizes, sum, and seven of the events that it waits for and sets."""
+    """Values that are read and written on a pipe; `temps` are written for the op alone.
+
+    `product`: of a matrix product, its arguments in order: left, right, whether it starts from zero, three sizes, sum,
+    and seven of the events that it waits for and sets.
+    """
 
     pipe: str
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    temps: tuple[str, ...] = ()
     product: tuple[str, ...] = ()
 
 
@@ -76,7 +80,7 @@ def effect(op: Op, callee: str = "", args: list[str] | None = None, kinds: list[
     if not outs:
         raise UnsupportedError(f"the checker of HIVM does not know the op of {op}")
     ins += _group(op.text, "indices")
-    return Effect(_OPS.get(name, "V"), tuple(ins), (*outs, *temps))
+    return Effect(_OPS.get(name, "V"), tuple(ins), tuple(outs), tuple(temps))
 
 
 def _call(op: Op, callee: str, args: list[str], kinds: list[str]) -> Effect:
@@ -86,7 +90,7 @@ def _call(op: Op, callee: str, args: list[str], kinds: list[str]) -> Effect:
         if pattern.match(callee):
             buffers = [a for a, k in zip(args, kinds, strict=True) if k.startswith("memref")]
             reads = [a for a in args[:count] if a in buffers]
-            return Effect(pipe, tuple(reads), tuple(a for a in args[count:] if a in buffers))
+            return Effect(pipe, tuple(reads), (args[count],), tuple(a for a in args[count + 1 :] if a in buffers))
     raise UnsupportedError(f"the checker of HIVM does not know the library function {callee!r} of {op}")
 
 

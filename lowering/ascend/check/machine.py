@@ -28,14 +28,14 @@ class Event:
     Attributes:
       kind: "op", "set", "wait", "barrier", "all" (a barrier of all pipes), "announce" and "await" (between cores).
       flag: of "set" and "wait" (from pipe, to pipe, number), of "announce" and "await" the number.
-      accesses: of "op": (region, whether it is written) in order.
+      accesses: of "op": (region, whether it is written, or "temporary") in order.
     """
 
     kind: str
     pipe: str
     op: Op
     flag: Any = None
-    accesses: tuple[tuple[Region, bool], ...] = ()
+    accesses: tuple[tuple[Region, bool | str], ...] = ()
 
 
 class Core:

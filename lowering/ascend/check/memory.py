@@ -14,7 +14,12 @@ _PAGE = 8 << 12  # bits: accesses of one page are compared with each other
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """One op on one run of bits. `pipe`: its number; `index`: of the op among those of its pipe, from 1."""
+    """One op on one run of bits.
+
+    Attributes:
+      pipe: its number; index: of the op among those of its pipe, from 1.
+      temporary: the op writes what only it reads, so that another of its pipe may do so without a barrier.
+    """
 
     first: int
     end: int
@@ -22,6 +27,7 @@ class Access:
     pipe: int
     index: int
     op: Op
+    temporary: bool = False
 
 
 class Memory:
@@ -38,17 +44,20 @@ class Memory:
         self._written: dict[Any, list[tuple[int, int, Any, Op]]] = {}  # by whom, run by run
         self._lost: dict[Any, list[tuple[int, int, Op]]] = {}  # of a buffer: runs that another was written over
 
-    def access(self, core: str, region: Region, write: bool, pipe: int, index: int, known: Sequence[int], op: Op):
-        """Note that an op reads or writes a region, which begins when `known[p]` ops of each pipe p are done."""
+    def access(self, core: str, region: Region, write: bool | str, pipe: int, index: int, known: Sequence[int], op: Op):
+        """Note that an op reads or writes a region (or, "temporary", uses it for itself), which begins when `known[p]`
+        ops of each pipe p are done."""
         local = region.space in LOCAL
         space = (core, region.space) if local else region.base
         runs, exact = region.runs()
         if not exact and not local:
             return  # an unknown part of an array: nothing can be said
         for first, end in runs:
-            self._race(space, Access(first, end, write, pipe, index, op), known, region.space)
+            self._race(
+                space, Access(first, end, bool(write), pipe, index, op, write == "temporary"), known, region.space
+            )
             if local:
-                self._life(space, first, end, write, region.base, op)
+                self._life(space, first, end, bool(write), region.base, op)
 
     def _race(self, space: Any, new: Access, known: Sequence[int], what: str) -> None:
         for page in range(new.first // _PAGE, -(-new.end // _PAGE)):
@@ -63,7 +72,8 @@ class Memory:
                 if apart or old.pipe != new.pipe or (old.first, old.end) != (new.first, new.end):
                     kept.append(old)
                 continue
-            if old.index > known[old.pipe] and not (old.pipe == new.pipe and not old.write):
+            harmless = old.pipe == new.pipe and (not old.write or (old.temporary and new.temporary))
+            if old.index > known[old.pipe] and not harmless:
                 self._report("race", self._message(old, new, what))
             if not (new.write and new.first <= old.first and old.end <= new.end):
                 kept.append(old)

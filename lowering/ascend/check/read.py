@@ -48,11 +48,13 @@ class Function:
 
 @dataclasses.dataclass(eq=False)
 class Module:
-    """`attributes`: those of the module; `maps`: text of each affine map."""
+    """`attributes`: those of the module; `maps`: text of each affine map; `shadows`: functions of which only the first
+    of two vector cores stores anything: the second repeats its work, for the flags alone."""
 
     functions: dict[str, Function]
     maps: dict[str, str]
     attributes: str
+    shadows: set[str] = dataclasses.field(default_factory=set)
 
 
 _OP = re.compile(r"(?:(%[\w:, %#-]+?) = )?\"?([a-z_]\w*(?:\.\w+)*)\"?(.*)")
@@ -76,6 +78,8 @@ def read(text: str) -> Module:
         elif line.startswith("func.func"):
             _function(module, stack, line, number)
         elif line.startswith("}"):
+            if "limit_sub_block_id0" in line:
+                module.shadows |= {f.name for f, _ in stack if isinstance(f, Function)}
             _close(stack, line, number)
         elif line.startswith("^"):
             stack[-1][1].args = tuple(re.findall(r"(%[\w-]+):", line))

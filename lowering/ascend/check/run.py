@@ -37,7 +37,7 @@ class Run:
     Args:
       block, sub_block: which of the grid, and which vector core beside the cube core.
       grid: programs along its three axes.
-      unknown: what a branch that depends on data does, and how many rounds such a loop has: bit after bit of it.
+      unknown: what a branch that depends on data does (even: the second way), and how many rounds such a loop has.
       bases: names of arguments that share a buffer with another: argument -> the one that it shares.
     """
 
@@ -48,6 +48,7 @@ class Run:
                          grid[2], "get_sub_block_num": 2}  # fmt: skip
         self._grid, self._unknown, self._turn = grid, unknown, 0
         self._values: dict[str, Any] = {}
+        self._blind = sub_block > 0 and function.name in module.shadows  # what it reads of arrays goes nowhere
         self.buffers: dict[int, Region] = {}  # by line: all that `pointer_cast` made
 
     @property
@@ -90,6 +91,8 @@ class Run:
             yield Event("op", "S", op, accesses=((scalars.element(op, self._get), write),) if text else ())
         elif op.name.startswith("hivm."):
             yield from self._hivm(op)
+        elif op.name == "memref.extract_strided_metadata":
+            self._assign(op, scalars.metadata(op, self._get))
         elif op.results:
             self._values[op.results[0][0]] = scalars.value(op, self._get, self._module.maps)
 
@@ -103,9 +106,9 @@ class Run:
             values = values[count:]
 
     def _guess(self, most: int) -> int:
-        """A number below `most`, in the place of one that depends on data."""
+        """A number below `most`, in the place of one that depends on data: the same one everywhere in a run."""
         self._turn += 1
-        return (self._unknown >> (self._turn % 8)) % most
+        return self._unknown % most
 
     # -- control flow -----------------------------------------------------------------------------------------------
 
@@ -122,8 +125,10 @@ class Run:
         carried = re.search(r"iter_args\(([^)]*)\)", op.text)
         values = [self._get(p.split("=")[1].strip()) for p in split(carried[1])] if carried else []
         body = op.blocks[0]
-        known = None not in (first, last, step)
-        for k in rounds(first, last, step) if known else [first] * self._guess(4):
+        if None in (first, last, step):
+            first, step = first or 0, step or 1
+            last = first + self._guess(4) * step
+        for k in rounds(first, last, step):
             self._values |= zip(body.args, [k, *values])
             yield from self._block(body)
             values = self._out
@@ -138,7 +143,7 @@ class Run:
             yield from self._block(op.blocks[0])
             again, *values = self._out
             left -= 1
-            if not (self._guess(2) if again is None else again) or not left:
+            if not (left > 3 * _PERIOD - 1 - self._guess(4) if again is None else again) or not left:
                 break
             self._values |= zip(op.blocks[1].args, values)
             yield from self._block(op.blocks[1])
@@ -202,8 +207,10 @@ class Run:
         if what.pipe in ("MTE2", "FIX", "V") and not writes:
             raise UnsupportedError(f"the checker of HIVM finds no output of {op}")
         pipe = "MTE2" if any(w.space == "cbuf" for w in writes if isinstance(w, Region)) else what.pipe
-        accesses = [(r, False) for r in reads if isinstance(r, Region)]
+        reads = [r for r in reads if isinstance(r, Region) and not (self._blind and r.space == "gm")]
+        accesses: list[tuple[Region, bool | str]] = [(r, False) for r in reads]
         accesses += [(w, True) for w in writes if isinstance(w, Region)]
+        accesses += [(t, "temporary") for t in map(self._get, what.temps) if isinstance(t, Region)]
         yield Event("op", pipe, op, accesses=tuple(accesses))
 
     def _product(self, op: Op, args: tuple[str, ...]) -> Iterator[Event]:

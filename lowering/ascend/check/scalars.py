@@ -190,6 +190,14 @@ def element(op: Op, get: Values) -> Region:
     return regions.at(get(found[1]), tuple(_list(found[2], get)))  # pyright: ignore[reportOptionalSubscript]
 
 
+def metadata(op: Op, get: Values) -> list[Any]:
+    """What `memref.extract_strided_metadata` gives: the base, the offset in it, sizes and strides."""
+    source: Region = get(_first(op))
+    first = source.whole[0] if source.whole else 0
+    offset = None if source.start is None else (source.start - first) // source.bits
+    return [source, offset, *source.sizes, *source.strides]
+
+
 def _dim(op: Op, get: Values) -> int | None:
     source, axis = (get(v) for v in names(op))
     return None if axis is None else source.sizes[axis]

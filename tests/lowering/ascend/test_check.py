@@ -99,6 +99,26 @@ def test_damage_is_found(name, damage, error, says):
     assert all("line " in str(e) for e in got)
 
 
+def test_a_vector_core_that_only_repeats_the_work_of_the_other():
+    """Where the compiler lets the first one alone store, what the second one reads of arrays is used by nobody."""
+    text = without(without(lines("gemm_gelu"), "sync_block_set"), "sync_block_wait")
+    assert sum("of vector core 1" in str(e) for e in found("gemm_gelu", text)) > 0
+    last = max(k for k, line in enumerate(text) if line.strip() == "return")
+    mark = ("    scf.if %never {", "    } {limit_sub_block_id0}")
+    shadowed = (*text[:last], "    %never = arith.constant false", *mark, *text[last:])
+    assert not any("reads" in str(e) and "of vector core 1," in str(e) for e in found("gemm_gelu", shadowed))
+
+
+def test_the_base_of_a_view():
+    lines_of = """
+    %base, %at, %sizes:1, %strides:1 = memref.extract_strided_metadata %t : memref<64xf32, #ub> -> memref<f32, #ub>, index, index, index
+    %u = memref.reinterpret_cast %base to offset: [%at], sizes: [%sizes], strides: [%strides] : memref<f32, #ub> to memref<64xf32, #ub>
+    hivm.hir.vexp ins(%u : memref<64xf32, #ub>) outs(%u : memref<64xf32, #ub>)
+    %data"""  # noqa: E501
+    got = check.check(small().replace("\n    %data", lines_of)).errors
+    assert got and all("a pipe_barrier of PIPE_V between them is missing" in str(e) for e in got)
+
+
 def test_capacities_of_another_target():
     text = "\n".join(lines("gemm_gelu"))
     with pytest.raises(errors.VerificationError, match="L0C ends behind its 8192 bytes"):
