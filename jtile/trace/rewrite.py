@@ -263,7 +263,7 @@ class _Rewriter:
                 s.body.append(self._leave(s))
             return [s]
         names = scope.variables(s.target, *s.body)
-        carry = names & (scope.live.head[s] | scope.live.after[s] | _first_reads(s.orelse, scope))
+        carry = names & (scope.live.head[s] | _read_behind(s, scope))
         unpack = placed(s, ast.Assign([s.target], ast.Name("__target__", ast.Load())))
         moved = touched([s.target, *s.body])
         fn = self._function("for", s, ["__target__"], moved, [unpack, *self.block(s.body, scope)], scope)
@@ -279,7 +279,7 @@ class _Rewriter:
             s.body, s.orelse = self.block(s.body, scope), self.block(s.orelse, scope)
             return [s]
         names = scope.variables(s.test, *s.body)
-        carry = names & (scope.live.head[s] | scope.live.after[s] | _first_reads(s.orelse, scope))
+        carry = names & (scope.live.head[s] | _read_behind(s, scope))
         cond = self._function("while", s, [], assigned([s.test]), [placed(s.test, ast.Return(test))], scope)
         body = self._function("body", s, [], touched(s.body), self.block(s.body, scope), scope)
         every = self._names(carry, names, scope)
@@ -342,9 +342,11 @@ class _Scope:
         return touched(nodes) & (self.local | self.outer)
 
 
-def _first_reads(stmts: list[ast.stmt], scope: _Scope):
-    """Names alive at the start of the `else` of a loop."""
-    return scope.live.statement(stmts[0], scope.live.after[stmts[0]]) if stmts else frozenset()
+def _read_behind(s: ast.For | ast.While, scope: _Scope) -> Names:
+    """Names alive where a loop has run all of its rounds: at the start of its `else`, if it has one."""
+    if not s.orelse:
+        return scope.live.after[s]
+    return scope.live.statement(s.orelse[0], scope.live.after[s.orelse[0]])
 
 
 def _stuck(stmts: list[ast.stmt]) -> tuple[str, ast.AST] | None:

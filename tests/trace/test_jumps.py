@@ -62,6 +62,21 @@ def test_else_of_a_loop_and_names_that_it_binds(run, limit, want):
     assert run(kernel, [X], [((), F32)], limit=limit)[0] == want
 
 
+def test_an_else_that_binds_the_name_of_the_loop(run):
+    """The value that the loop leaves in `k` is read by nobody, and inner loops leave none."""
+
+    def kernel(x, o):
+        n = 0
+        for k in jt.range(3):
+            for k in jt.range(2):
+                n = n + k
+        else:
+            k = 5
+        o[...] = n + k
+
+    assert run(kernel, [X], [((), I32)])[0] == 8
+
+
 def test_nested_loops_and_continue(run):
     def kernel(x, o):
         n = 0
