@@ -9,13 +9,14 @@ TEST   := -m pytest -n auto --maxprocesses 4 --dist worksteal -q $(PYTEST_ARGS)
 # Bytecode is written, whatever the shell says: the suite starts some two hundred processes that import jtile.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-oldest test-gpu lint format bench clean
+.PHONY: help demo test test-all test-oldest test-gpu ascend-tools test-ascend lint format bench clean
 help:
 	@echo "make demo          kernels against jnp, then text from SmolLM2"
 	@echo "make test          the test-suite"
 	@echo "make test-all      the test-suite with its slow tests, and XLA's optimisations on"
 	@echo "make test-oldest   the test-suite with the oldest supported JAX"
 	@echo "make test-gpu      the test-suite on an NVIDIA GPU"
+	@echo "make test-ascend   what compiles for Ascend NPUs, with the vendor's open compilers from PyPI (230 MB on disk)"
 	@echo "make lint          ruff and pyright"
 	@echo "make bench         speeds against XLA and llama.cpp on this machine"
 
@@ -34,6 +35,13 @@ test-oldest: $(OLDEST)/.oldest
 
 test-gpu: $(VENV)/.gpu
 	@$(VENV)/bin/python -m pytest -n 8 --dist worksteal -q --gpu $(PYTEST_ARGS)
+
+# The programs that compile for Ascend NPUs, by their hashes; see docs/ascend.md.
+ascend-tools: $(VENV)/.dev
+	@$(VENV)/bin/python -m jtile.lowering.ascend.install
+
+test-ascend: ascend-tools
+	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal -q --runslow tests/lowering/ascend $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	@$(VENV)/bin/python -m ruff check .

@@ -27,6 +27,7 @@ class Machine:
       programs: enough of them to keep all of the machine busy.
       sums: programs, at most, that each keep sums of their own, added up at the end.
       whole: sides of tiles need not be powers of two.
+      columns: of a tile at least, where their elements lie side by side in memory.
     """
 
     tile: int
@@ -36,6 +37,7 @@ class Machine:
     programs: int
     sums: int
     whole: bool
+    columns: int = 16
 
 
 # tile: 16 KiB of float32, which the first cache holds beside what is computed from it; row: while one is worked on, the
@@ -45,11 +47,16 @@ _CPU = Machine(tile=4096, row=1024, one_tile=2048, block=1024, programs=8, sums=
 # Registers hold a row of up to 32768; a short one to itself keeps reductions inside of a warp or two; eight programs
 # for each of an H200's 132 multiprocessors.
 _GPU = Machine(tile=4096, row=1024, one_tile=32768, block=16384, programs=1056, sums=264, whole=False)
+# A vector core of an NPU has 192 KiB for all tiles of a program, those that come next and what is computed from them;
+# as many programs as there are such cores loop over the rest.
+_NPU = Machine(tile=2048, row=1024, one_tile=8192, block=4096, programs=48, sums=48, whole=False, columns=8)
 
 
 def machine() -> Machine:
     """Of the platform at hand."""
-    return _GPU if "warps" in jt.target().features else _CPU
+    if jt.platform() == "cpu":
+        return _CPU
+    return _GPU if "warps" in jt.target().features else _NPU
 
 
 @functools.cache

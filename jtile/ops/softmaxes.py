@@ -183,7 +183,7 @@ def _apply(x, axis: int, log: bool):
 
 def _in_columns(x, *, axis: int, log: bool):
     n, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
-    bc = fit(inner, max(16, machine().tile // n))
+    bc = fit(inner, max(machine().columns, machine().tile // n))
     return softmax_columns(x.reshape(-1, n, inner), bc=bc, log=log).reshape(x.shape)
 
 

@@ -120,6 +120,16 @@ def checked(em: Emitter, op: ir.UserReduce | ir.UserScan, what: str) -> Combiner
 _ELEMENTWISE = (ir.Map, ir.Select, ir.Cast, ir.Bitcast, ir.Full)
 
 
+def check_number(em: Emitter, op: ir.Op, xs: Sequence[Val]) -> None:
+    """Refuse combiners of several values where the compiler knows one, and an extreme with its place."""
+    if em.features.npu and len(xs) > 1:
+        em.refuse(
+            op,
+            f"combiners of one value only, and {op.mnemonic!r} has {len(xs)} here (one more where lanes beyond a tile "
+            "must not count): reduce the values one after the other, over sides of powers of two",
+        )
+
+
 def guarded(em: Emitter, body: Combiner) -> Combiner:
     """A combiner of values and, last, a bool that says which of them count: those that do not are passed over."""
 

@@ -114,6 +114,7 @@ def _user_reduce(em: Emitter, op: ir.UserReduce) -> list[Val]:
         xs = [_padded_by(em, x, i, shape, op.axes) for x, i in zip(xs, op.inits, strict=True)]
     else:
         guard = combine.with_guard(em, xs, shape, op.axes)
+    combine.check_number(em, op, guard or xs)
     rule = body if guard is None else combine.guarded(em, body)
     ys = (combine.reduce_axes if commutes(op.body) else _last)(em, guard or xs, op.axes, rule)
     out = [em.code.reshape(y, full) for y in ys[: len(xs)]]

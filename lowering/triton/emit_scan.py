@@ -49,4 +49,5 @@ def _user_scan(em: Emitter, op: ir.UserScan) -> list[Val]:
         return xs
     guard = combine.with_guard(em, xs, op.xs[0].shape, (op.axis,)) if op.reverse else None
     rule = body if guard is None else combine.guarded(em, body)
+    combine.check_number(em, op, guard or xs)
     return combine.scan(em, guard or xs, op.axis, rule, reverse=op.reverse)[: len(xs)]

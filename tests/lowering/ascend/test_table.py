@@ -1,0 +1,39 @@
+"""The tables of docs/ascend.md are what the tools say: what compiles, and what gives the interpreter's numbers."""
+
+from __future__ import annotations
+
+import ascend_table
+import library_cases
+import pytest
+from ascend_tools import needs_tools
+
+
+def rows(name: str) -> list[list[str]]:
+    return [[c.strip() for c in line.strip("|").split("|")] for line in ascend_table.on_page(name).splitlines()[2:]]
+
+
+def test_the_page_shows_enough():
+    """At least 40 kernels are compiled, of every kind of core; no number differs; all of the library is asked."""
+    kinds = [kind for _, _, kind, _ in rows("compiled")]
+    assert sum(kind != "no" for kind in kinds) >= 40 and {"aiv", "aic", "mix"} <= set(kinds)
+    numbers = rows("numbers")
+    assert [case for case, _, _ in numbers] == list(library_cases.CASES)
+    assert not [r for r in numbers if "differs" in r[2]]
+
+
+@needs_tools
+@pytest.mark.parametrize("name", ["softmax", "embedding", "top_k"])
+def test_numbers_of_some(name):
+    assert {said for _, said in ascend_table.numbers(name)} == {"equal"}
+
+
+@needs_tools
+@pytest.mark.slow
+def test_numbers():
+    assert ascend_table.numbers_table() == ascend_table.on_page("numbers")
+
+
+@needs_tools
+@pytest.mark.slow
+def test_compiled():
+    assert ascend_table.compiled_table() == ascend_table.on_page("compiled")
