@@ -65,6 +65,8 @@ def _arg_reduce(em: Emitter, op: ir.ArgReduce) -> Val:
         return em.code.const(code_of(0, op.dtype), elem_of(op.dtype), full)
     key = keys.order_key(em, em.val(op.x), op.x.dtype, descending=op.fn == "min", nan_high=True)
     index = em.iota(op.x.shape, op.axis)
+    if em.features.npu:
+        return convert(em.code, em.features, _place_of_best(em, op, key, index), "int32", op.dtype)
     place = _place64 if key.elem == "i64" else _place16 if keys.is_short(op.x.dtype) and n <= 1 << 16 else _place32
     return convert(em.code, em.features, place(em, op, key, index), "int32", op.dtype)
 
@@ -93,6 +95,18 @@ def _place64(em: Emitter, op: ir.ArgReduce, key: Val, index: Val) -> Val:
         return [first.where(k, l).v, first.where(i, j).v]
 
     return combine.reduce(em, [key, index], op.axis, better)[1]
+
+
+def _place_of_best(em: Emitter, op: ir.ArgReduce, key: Val, index: Val) -> Val:
+    """The largest key, then the first place that has it: for a compiler that takes any reduction of two values for one
+    by its own rule of ties."""
+    code, shape, n = em.code, op.x.shape, key.shape[op.axis]
+    key = combine.filled(em, key, shape, (op.axis,), -(1 << (bits(key.elem) - 1)))
+    (best,) = combine.reduce(em, [key], op.axis, combine.binary(em, "arith.maxsi"))
+    wide = code.expand_dims(best, op.axis) if best.shape else best
+    wide = code.broadcast(wide, key.shape) if wide.shape else code.splat(wide, key.shape)
+    places = code.select(code.cmp("eq", key, wide), index, code.const(n, "i32", key.shape))
+    return combine.reduce(em, [places], op.axis, combine.binary(em, "arith.minsi"))[0]
 
 
 # -- by a function of the kernel --------------------------------------------------------------------------------------

@@ -105,9 +105,10 @@ def test_functions_keep_their_digits():
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-38)
 
 
+STARTS = ("gather-", "cumulative-int32", "arg_reduce-int64", "arg_reduce-bfloat16", "arg_reduce-float32")
 MATRIX = (
     *(f"elementwise-{d}" for d in ("uint32", "int64", "bfloat16", "float8_e4m3fn")),
-    *(n for n in op_matrix.CASES if n.startswith(("gather-", "cumulative-int32", "arg_reduce-int64", "atomics-add-f"))),
+    *(n for n in op_matrix.CASES if n.startswith(STARTS) and not n.endswith("float64")),
 )
 
 
