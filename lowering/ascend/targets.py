@@ -105,4 +105,5 @@ def _gaps() -> list[Gap]:
     gaps += [Gap(f"map.{fn}", "uint64", "cast to int64") for fn in ("div", "rem")]
     gaps += [Gap(op, "*", "an NPU has no log that programs write to: return what you want to see as an output")
              for op in ("print", "assert")]  # fmt: skip
+    gaps += [Gap("last_arrival", "*", "programs have no counters to arrive at: let a second kernel finish the work")]
     return gaps

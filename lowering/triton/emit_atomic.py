@@ -13,7 +13,7 @@ from collections.abc import Callable
 from jtile import ir
 
 from . import versions
-from .addresses import addresses, lines, offsets, resolve, touches_nothing
+from .addresses import addresses, lines, offsets, pointers, resolve, touches_nothing
 from .emitter import Buffer, Emitter, elem_of, emits, padded
 from .hazards import may_repeat, meet
 from .lanes import fold
@@ -32,6 +32,8 @@ def _atomic(em: Emitter, op: ir.Atomic) -> Val:
         return em.zeros(op.value)
     meet(em, op)
     used = _is_used(em, op.result)
+    if em.features.npu and used:  # it is read some time before
+        em.refuse(op, f"no atomic {op.fn} whose old value is used: only the update is atomic")
     a = _Access.of(em, op, buf)
     ordered = may_repeat(op.index) and (used or op.fn in ("xchg", "cas"))
     return _in_turns(em, a, _ranks(em, op), used) if ordered else _once(em, a, a.mask)
@@ -80,11 +82,40 @@ class _Access:
         fn = _BOOL.get(op.fn, op.fn) if buf.dtype == "bool" else op.fn
         value, compare = em.val(op.value), None if op.compare is None else em.val(op.compare)
         a = cls(op, buf, fn, buf.pointer, None, None, value, compare)
+        if em.features.npu:
+            return _harmless(em, op, a)
         if _native(em, a):
             pointers, inside = addresses(em, buf, op.index)
             return dataclasses.replace(a, pointers=pointers, mask=em.code.both(inside, em.mask(op)))
         places = resolve(em, buf, lines(em, buf, op.index), ir.index_shape(op.index))
         return dataclasses.replace(a, offset=offsets(em, places), mask=em.code.both(places.mask, em.mask(op)))
+
+
+def _harmless(em: Emitter, op: ir.Atomic, a: _Access) -> _Access:
+    """For a compiler that forgets the mask of lanes with indices of their own: those that are left out add zero (and so
+    on) to the first element. It has no exchanges, and no functions of narrow elements."""
+    code, fn = em.code, _native(em, a)
+    if fn is None or fn == "exch":
+        em.refuse(op, f"no atomic {op.fn} of {a.dtype}: add, max, min, and, or, xor of 32 bits, and add of float32")
+    assert fn is not None
+    places = resolve(em, a.buf, lines(em, a.buf, op.index), ir.index_shape(op.index))
+    mask = code.both(places.mask, em.mask(op))
+    if not any(isinstance(d, ir.Take) for d in op.index):
+        return dataclasses.replace(a, pointers=pointers(em, a.buf.pointer, places), mask=mask)
+    at = offsets(em, places)
+    value = a.value
+    if mask is not None:
+        at = code.select(mask, at, code.const(0, at.elem, at.shape))
+        value = code.select(mask, value, code.const(_neutral(fn, a.bits), value.elem, value.shape))
+    base = code.splat(a.buf.pointer, at.shape)
+    where = code.let(f"tt.addptr {base.name}, {at.name} : {base.type}, {at.type}", at.shape, base.elem)
+    return dataclasses.replace(a, pointers=where, mask=mask, value=value)
+
+
+def _neutral(fn: str, bits: int) -> int:
+    """The operand that leaves an element as it is."""
+    highest = (1 << (bits - 1)) - 1
+    return {"and": -1, "max": -highest - 1, "min": highest, "umin": -1}.get(fn, 0)
 
 
 def _native(em: Emitter, a: _Access) -> str | None:

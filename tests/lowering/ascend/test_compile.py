@@ -117,6 +117,32 @@ def test_ops_give_equal_numbers(name):
     op_matrix.check(op_matrix.CASES[name](), lambda k, inputs: ascend_table.run(run_pipeline(k, TILE), list(inputs)))
 
 
+@jt.kernel(out_type=lambda x, i, **_: jt.like(x, shape=(20,)), grid=lambda x, i, **_: jt.cdiv(x.shape[0], 16), init=0)
+def scattered(x, i, o, *, fn):
+    p = jt.program_id(0)
+    inside = p * 16 + jt.arange(16) < x.shape[0]
+    getattr(jt, f"atomic_{fn}")(o, i.tiles(16)[p], x.tiles(16)[p], mask=inside)
+
+
+@pytest.mark.parametrize(("fn", "dtype"), [("add", "float32"), ("max", "int32"), ("min", "int32")])
+def test_atomics_touch_no_lane_that_is_left_out(fn, dtype):
+    """Numbers outside of the array among them, which the compiler by itself would follow."""
+    r = np.random.default_rng(3)
+    x, i = r.integers(-9, 9, 37).astype(dtype), r.integers(-3, 25, 37).astype(np.int32)
+    (kernel,) = kernels(lambda x, i: scattered(x, i, fn=fn), (x, i))
+    np.testing.assert_array_equal(ascend_table.run(kernel, [x, i])[0], interpret(kernel, [x, i])[0])
+
+
+def test_old_values_of_atomics_are_refused():
+    @jt.kernel(out_type=lambda x: (jt.like(x), jt.like(x)), grid=1, init=0)
+    def body(x, o, old):
+        old[...] = jt.atomic_add(o, jt.arange(8), x[...])
+
+    (kernel,) = kernels(body, (f32(8),))
+    with pytest.raises(UnsupportedError, match="no atomic add whose old value is used: only the update is atomic"):
+        compile_kernel(kernel, ascend_target(TARGETS[0]))
+
+
 def test_sizes_that_are_known_when_it_runs():
     x = np.random.default_rng(2).standard_normal((37, 50)).astype(np.float32)
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 50"), jnp.float32)
