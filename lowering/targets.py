@@ -74,8 +74,9 @@ class Target:
       gaps: what it cannot run although the language has it.
       rates: pairs (dtype, operations a second of matrix products of it, on the whole device), where they are known.
       features: what code may be chosen by instead of the name of an architecture. `"warps"`: a program is a block of
-        threads, whose registers hold its tiles, with sides of powers of two. `"warpgroup products"`: the ops of the
-        block level: roles, tensor maps and asynchronous products.
+        threads, whose registers hold its tiles, with sides of powers of two. `"vector cores"`: the
+        memory of a core holds the tiles of a program, with such sides too. `"warpgroup products"`: the ops of the block
+        level: roles, tensor maps and asynchronous products.
     """
 
     name: str

@@ -23,6 +23,13 @@ from jtile.errors import UnsupportedError
 
 BLOCK_LEVEL = ("warpgroup products",)  # what kernels at the block level need
 WARPS = ("warps",)  # what tiles in the registers of threads are chosen for
+# NPUs have no threads, but programs of theirs hold few tiles with sides of powers of two, as those of GPUs do.
+_STANDS_FOR = {"warps": "vector cores"}
+
+
+def has(target: jt.Target, name: str) -> bool:
+    """Whether a target has a feature, or one that implementations are chosen by in its place."""
+    return name in target.features or _STANDS_FOR.get(name) in target.features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Implementation:
 
     def refuses(self, target: jt.Target, operands: Sequence[Any], options: dict[str, Any]) -> str | None:
         """Why a call on this target does not fit, or None."""
-        missing = [name for name in self.needs if name not in target.features]
+        missing = [name for name in self.needs if not has(target, name)]
         if missing:
             return f"target {target.name} has no {missing[0]}"
         return self.misfit and self.misfit(*operands, **options)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, quantized, spaces
+from jtile.ops import dispatch, gpu_tiles, quantized, spaces
 from jtile.ops._shapes import sums_in, tuned
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_slope
 from jtile.ops.matmul import product, tiles
@@ -98,7 +98,7 @@ _gated = _gated.autotune(space=spaces.gated_products, key=spaces.GATED, override
 def _run(x, gate, up, *, tb, bm, bn, bk, save=False, **meta):
     """The kernel for these tiles, on these arrays."""
     kernel = _gated
-    if "warps" in jt.target().features:
+    if dispatch.has(jt.target(), "warps"):
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, x.dtype.itemsize, gates=2))
     return kernel(x, gate, up, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops import gpu_tiles, hopper_tiles
+from jtile.ops import dispatch, gpu_tiles, hopper_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, machine, sums_in, tuned
 from jtile.ops.hopper_tiles import Form, Product
 
@@ -156,7 +156,7 @@ def _rows(x, w, sizes, *, out_dtype: str, tw: bool):
 
 def _with_warps(x, w, sizes, *, tw: bool, bm: int, bn: int, **meta):
     kernel = tuned(grouped_rows[tw], **gpu_tiles.product_options(bm, bn, x.dtype.itemsize))
-    if bn >= 2 * bm and "warps" in jt.target().features:
+    if bn >= 2 * bm and dispatch.has(jt.target(), "warps"):
         meta = {"band": 16} | meta  # tiles that are worked on together are about square
     return kernel(x, w, sizes, tw=tw, bm=bm, bn=bn, **meta)
 

@@ -187,7 +187,8 @@ def _in_lanes(x, labels, **meta):
 
 def _not_in_lanes(x, *_, **__) -> str | None:
     long = isinstance(x.shape[1], int) and x.shape[1] >= _LONG
-    return first_unmet((long, f"{x.shape[1]} classes are not known to be {_LONG} or more"))
+    threads = "warps" in jt.target().features
+    return first_unmet((threads, "no threads"), (long, f"{x.shape[1]} classes are not known to be {_LONG} or more"))
 
 
 def _in_rows(x, labels, **meta):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import gpu_tiles, hopper_gemv, spaces
+from jtile.ops import dispatch, gpu_tiles, hopper_gemv, spaces
 from jtile.ops._shapes import check_shape, known, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
@@ -187,7 +187,7 @@ _kernel = _untuned.autotune(space=spaces.products, key=spaces.PRODUCT, override=
 def _whole_sums(a, b, bias, *, ta: bool, tb: bool, bm: int, bn: int, bk: int, **meta):
     """The kernel for these tiles, on these arrays."""
     kernel = _kernel
-    if "warps" in jt.target().features:
+    if dispatch.has(jt.target(), "warps"):
         few = gpu_tiles.few_rows(bm, bn, bk, a.dtype.itemsize)
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, a.dtype.itemsize) | few.options)
         meta |= few.tiles

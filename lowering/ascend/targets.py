@@ -60,6 +60,7 @@ def ascend_target(arch: str) -> Target:
         dtypes=tuple(d for d in ir.DTYPES if d not in _MISSING),
         limits=(("programs", 2**62), ("tile", MAX_TILE)),
         gaps=tuple(_gaps()),
+        features=("vector cores",),
     )  # fmt: skip
 
 

@@ -164,7 +164,9 @@ def _halved(em: Emitter, found: list[Line], half: _Half) -> list[Line]:
 def _store_bits(em: Emitter, buf: Buffer, places: Places, op: ir.Store, value: Val, extra: Val | None) -> None:
     """Change the bits of one element of a 32-bit word each, in two atomic steps: clear, set."""
     if em.features.npu:
-        em.refuse(op, "no stores of elements of less than a byte but in whole bytes: an even number, from an even one on")
+        em.refuse(
+            op, "no stores of elements of less than a byte but in whole bytes: an even number, from an even one on"
+        )
     code = em.code
     at = offsets(em, places)
     mask = code.both(code.both(places.mask, em.mask(op)), extra)
