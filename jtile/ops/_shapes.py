@@ -44,19 +44,25 @@ class Machine:
 # memory of the next arrives; a longer row than one_tile is taken in blocks, twice: exp of a block costs less than
 # waiting for all of the row. A few threads share `programs` unevenly.
 _CPU = Machine(tile=4096, row=1024, one_tile=2048, block=1024, programs=8, sums=16, whole=True)
-# Registers hold a row of up to 32768; a short one to itself keeps reductions inside of a warp or two; eight programs
-# for each of an H200's 132 multiprocessors.
-_GPU = Machine(tile=4096, row=1024, one_tile=32768, block=16384, programs=1056, sums=264, whole=False)
 # A vector core of an NPU has 192 KiB for all tiles of a program, those that come next and what is computed from them;
 # as many programs as there are such cores loop over the rest.
 _NPU = Machine(tile=2048, row=1024, one_tile=8192, block=4096, programs=48, sums=48, whole=False, columns=8)
 
 
+@functools.cache
+def _gpu(processors: int) -> Machine:
+    """Registers hold a row of up to 32768; a short one to itself keeps reductions inside of a warp or two; eight
+    programs for each multiprocessor."""
+    programs, sums = 8 * processors, 2 * processors
+    return Machine(tile=4096, row=1024, one_tile=32768, block=16384, programs=programs, sums=sums, whole=False)
+
+
 def machine() -> Machine:
     """Of the platform at hand."""
-    if jt.platform() == "cpu":
-        return _CPU
-    return _GPU if "warps" in jt.target().features else _NPU
+    features = jt.target().features
+    if "warps" in features:
+        return _gpu(gpu_tiles.processors())
+    return _NPU if "vector cores" in features else _CPU
 
 
 @functools.cache

@@ -13,11 +13,17 @@ import jtile as jt
 from jtile import cdiv
 from jtile.ops import hopper_tiles
 from jtile.ops.hopper_tiles import Product
-from jtile.tune import products
+from jtile.tune import guesses, products
 from jtile.tune.products import power, side
 
-PROCESSORS = 132  # multiprocessors of an H200
 LITTLE = 100 << 10  # bytes of shared memory of a block
+
+
+def processors() -> int:
+    """Multiprocessors (compute units) of the GPU that kernels called here are made for; where that is none, of sm_90's
+    common card, whose kernels are also for the interpreter."""
+    found = jt.target()
+    return guesses.units(found) if "warps" in found.features else hopper_tiles.processors()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +48,7 @@ def product(
     own = None
     if warpgroups():
         own = hopper_tiles.tiles(Product(m, n, k, itemsize, gates=gates, transposed=transposed, **of))
-    return own or products.on_gpu(m, n, k, itemsize, gates, transposed, PROCESSORS)
+    return own or products.on_gpu(m, n, k, itemsize, gates, transposed, processors())
 
 
 def extended(m: int, n: int, k: int, itemsize: int, **of: Any) -> tuple[int, int, int]:
@@ -58,13 +64,13 @@ def parts_of_product(m: int, n: int, k: int, itemsize: int, **of: bool) -> tuple
     parts of 4096 terms or more.
     """
     own = hopper_tiles.parts_of_product(Product(m, n, k, itemsize, **of)) if warpgroups() else None
-    return own or _parts(m, n, k, itemsize)
+    return own or _parts(m, n, k, itemsize, processors())
 
 
 @functools.lru_cache(maxsize=1024)
-def _parts(m: int, n: int, k: int, itemsize: int) -> tuple[int, dict[str, int]]:
+def _parts(m: int, n: int, k: int, itemsize: int, processors: int) -> tuple[int, dict[str, int]]:
     tiles = cdiv(m, 128) * cdiv(n, 128)
-    parts = min(PROCESSORS // max(tiles, 1), k // 4096, 4)
+    parts = min(processors // max(tiles, 1), k // 4096, 4)
     if itemsize > 2 or m <= 64 or n <= 64 or parts < 2:
         return 1, {}
     return 1 << parts.bit_length() - 1, {"bm": 128, "bn": 128, "bk": 128 // itemsize}
@@ -149,18 +155,22 @@ def long_rows(n: int, itemsize: int) -> Choice | None:
     return Choice({"bn": 4096}, {"num_warps": 16}) if suits else None
 
 
-@functools.lru_cache(maxsize=1024)
 def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | None:
     """Of the reverse mode of a norm (`centre`: with means), whose programs hold tiles of rows of n elements, sums over
     all of their rows, and the tiles that come next if `ahead`: `br` rows of a tile, `per` tiles of a program. Where
     that takes a second program the registers, those come to shared memory, in front of long rows with the weights.
     None where registers do not hold the sums beside the rows."""
+    return _slopes_of_rows(rows, n, itemsize, centre, processors())
+
+
+@functools.lru_cache(maxsize=1024)
+def _slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool, processors: int) -> Choice | None:
     side = power(n)
     if side * itemsize > (16384 if centre else 32768):
         return None
     short = side < 1024  # rows of a tile are in several warps, which meet to add them: the fewer the better
-    br = min(max((1024 if short else 2048) // side, 1), power(max(rows // PROCESSORS, 1)))
-    per = cdiv(cdiv(rows, br), PROCESSORS * min(max(8192 // side, 1), 8 if short else 4))
+    br = min(max((1024 if short else 2048) // side, 1), power(max(rows // processors, 1)))
+    per = cdiv(cdiv(rows, br), processors * min(max(8192 // side, 1), 8 if short else 4))
     warps = min(max(br * side // 512, 1), 16)
     if side * itemsize > 16384:
         way = {"again": True, "apart": True, "stages": 3}

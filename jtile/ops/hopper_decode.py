@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops import gpu_tiles
 from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
@@ -26,7 +27,6 @@ from jtile.ops.hopper_shares import (
     share_of,
     side_of,
 )
-from jtile.ops.hopper_tiles import PROCESSORS
 
 ROWS = 64  # queries of a tile: those of the new tokens and of the heads of a group
 _RING = 96 << 10  # bytes of keys that are on their way or looked at, and of values
@@ -287,8 +287,9 @@ def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None):
     units = Units(slots=page * (1 if table is None else table.shape[1]), size=size, heads=kvs)
     group = heads // kvs
     grouped = q.reshape(batch, t, kvs, group, d).swapaxes(1, 2).reshape(batch * kvs, t * group, d)
-    last = by_the_last(batch * kvs, t * group, d, PROCESSORS)
-    options = {"parts": PROCESSORS, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last}
+    parts = gpu_tiles.processors()
+    last = by_the_last(batch * kvs, t * group, d, parts)
+    options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last}
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)

@@ -325,7 +325,7 @@ def _kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
     specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual]
     made = jt.kernel(
         out_type=_outputs,
-        grid=lambda x, w, *_, rows, **__: min(gpu_tiles.PROCESSORS, jt.cdiv(w[0].codes.shape[0], rows)),
+        grid=lambda x, w, *_, rows, **__: min(gpu_tiles.processors(), jt.cdiv(w[0].codes.shape[0], rows)),
         sharding=f"{', '.join(specs)} -> m o",
         name="hopper_gemv",
     )(_body)

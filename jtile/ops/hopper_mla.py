@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops import gpu_tiles
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.flash_attention import NOTHING
 from jtile.ops.hopper_shares import Units, combined, part_types, place_of_part, share_of
-from jtile.ops.hopper_tiles import PROCESSORS
 
 ROWS = 64  # queries of a program
 KEYS = 64  # of one role in a round; a unit of keys is those of both roles
@@ -335,7 +335,7 @@ def of_batch(q, cache, lengths, table, *, rank: int, scale: float):
     """As `decode`, without its rule for vmap."""
     batch, t, heads, width = q.shape
     rows, slots = t * heads, cache.shape[1] * (1 if table is None else table.shape[1])
-    units, parts = Units(slots=slots, size=UNIT), max(1, PROCESSORS // jt.cdiv(rows, ROWS))
+    units, parts = Units(slots=slots, size=UNIT), max(1, gpu_tiles.processors() // jt.cdiv(rows, ROWS))
     options = {"parts": parts, "units": units, "heads": heads, "rank": rank, "scale": scale}
     whole, o_part, lse_part = hopper_mla(q.reshape(batch, rows, width), cache, lengths, table, **options)
     return combined(whole, o_part, lse_part, lengths, units).reshape(batch, t, heads, rank)

@@ -255,20 +255,24 @@ def hopper_quantized_product(
             jt.async_copy(place, mem.x.at(k), mem.x_full.at(k))
 
 
-@functools.lru_cache(maxsize=1024)
 def choice(m: int, out: int, inner: int, kind: str) -> dict[str, Any]:
     """Meta-parameters: for few rows of x four consumers, which share the rounds; for many two, with all registers.
 
     Splits where programs would be less than half of the processors. The slots of rings are multiples of `deep`.
     """
+    return dict(_choice(m, out, inner, kind, gpu_tiles.processors()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _choice(m: int, out: int, inner: int, kind: str, processors: int) -> dict[str, Any]:
     columns, four = min(max(jt.next_power_of_2(m), 8), 256), kind in FOUR_BIT
     if columns > 64:
         return dict(high=2, deep=1, columns=columns, splits=1, slots=4 if four else 2, x_slots=1024 // columns,
                     pieces=1, registers=232)  # fmt: skip
-    high = 2 if jt.cdiv(out, 2 * ROWS) >= gpu_tiles.PROCESSORS // 2 else 1
+    high = 2 if jt.cdiv(out, 2 * ROWS) >= processors // 2 else 1
     deep = 2 if columns == 64 else 4 // high
     rounds, tiles = jt.cdiv(inner, DEPTH), jt.cdiv(out, high * ROWS)
-    fits = [n for n in (1, 2, 4) if rounds % n == 0 and n * tiles <= gpu_tiles.PROCESSORS and n * deep <= rounds]
+    fits = [n for n in (1, 2, 4) if rounds % n == 0 and n * tiles <= processors and n * deep <= rounds]
     slots = 6 if four and high == 2 else 2 if kind == "q8_0" and columns == 64 else 4
     rings = dict(slots=slots, x_slots=4 if columns == 32 else 8, pieces=1 if columns == 64 else 4)
     return rings | dict(high=high, deep=deep, columns=columns, splits=max(fits, default=1), registers=112)

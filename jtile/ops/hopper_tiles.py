@@ -11,7 +11,6 @@ from jtile.tune.warpgroups import (
     HANGING,
     LINE,
     NEAR,
-    PROCESSORS,
     READ,
     TILES,
     Form,
@@ -22,9 +21,14 @@ from jtile.tune.warpgroups import (
 )
 
 __all__ = [
-    "ALWAYS", "FEW", "HANGING", "LINE", "NEAR", "PROCESSORS", "READ", "TILES", "Form", "Product", "attention",
-    "candidates", "extended", "forms", "head", "near", "parts_of_product", "predicted_us", "tiles",
+    "ALWAYS", "FEW", "HANGING", "LINE", "NEAR", "READ", "TILES", "Form", "Product", "attention",
+    "candidates", "extended", "forms", "head", "near", "parts_of_product", "predicted_us", "processors", "tiles",
 ]  # fmt: skip
+
+
+def processors() -> int:
+    """Multiprocessors of the GPU that the model of time is about: see `warpgroups.at_hand`."""
+    return warpgroups.at_hand().processors
 
 
 def tiles(p: Product) -> dict[str, int] | None:

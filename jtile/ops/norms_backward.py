@@ -211,7 +211,7 @@ def _sums_apart(xs, weight, cts, *, sums: int, **options):
     """On a GPU, of rows that leave no registers for sums: those by themselves, from what the rows had in common."""
     rows = _count(xs[0].shape[0])
     warps = min(gpu_tiles.warps_of_rows(2 * known(xs[0].shape[1]), weighted=True), 16)
-    per = jt.cdiv(rows, gpu_tiles.PROCESSORS)
+    per = jt.cdiv(rows, gpu_tiles.processors())
     kernel = tuned(norm_backward_rows, num_warps=warps)
     out = kernel(
         xs, weight, cts, br=1, per=per, sums=0, statistics=bool(sums), again=True, apart=True, stages=3, **options

@@ -68,7 +68,7 @@ def _tiles(m: int, n: int, k: int, itemsize: int, block: int | None, **of) -> di
     if machine().whole:
         return {"bm": min(m, 64), "bn": min(n, side(128)), "bk": side(128)}
     bn = side(128) if side(128) >= 16 else 64
-    bm = 128 if m > 64 and itemsize <= 2 and jt.cdiv(m, 128) * jt.cdiv(n, bn) > gpu_tiles.PROCESSORS // 2 else 64
+    bm = 128 if m > 64 and itemsize <= 2 and jt.cdiv(m, 128) * jt.cdiv(n, bn) > gpu_tiles.processors() // 2 else 64
     bk = side(max(128 // itemsize, 1))
     return {"bm": min(bm, jt.next_power_of_2(m)), "bn": min(bn, jt.next_power_of_2(n)), "bk": bk}
 

@@ -12,7 +12,7 @@ from sass import spills_of_products
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import hopper_decode
+from jtile.ops import gpu_tiles, hopper_decode
 from jtile.ops.hopper_shares import Units, by_the_last, combined
 from jtile.ops.split_attention import decode_attention_reference
 from jtile.testing import relative_error
@@ -61,7 +61,7 @@ def test_in_the_interpreter(name, last, monkeypatch):
     if not last:  # a second kernel puts the parts together
         monkeypatch.setattr(hopper_decode, "by_the_last", lambda *_: False)
     args, kernel = arguments(*sizes, page=page), hopper_decode.hopper_decode
-    monkeypatch.setattr(hopper_decode, "PROCESSORS", programs)
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: programs)
     want = reference(*args, softcap)
     for seed in range(2 if page == 64 else 1):
         monkeypatch.setattr(hopper_decode, "hopper_decode", functools.partial(kernel.interpret, seed=seed))
@@ -72,7 +72,7 @@ def test_in_the_interpreter(name, last, monkeypatch):
 
 @pytest.mark.parametrize("page", [64])
 def test_batches_of_vmap_become_rows(page, monkeypatch):
-    monkeypatch.setattr(hopper_decode, "PROCESSORS", 3)
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)
     q, k, v, lengths, table = arguments(1, 1, 4, 2, 128, 64, (100,), page=page)
     run = lambda q, k, v, n: hopper_decode.mapped(0.1, None)(q, k, v, n, table)
     both = lambda x: jnp.stack([x, -x])

@@ -37,7 +37,7 @@ def weights(kind, out, inner, seed=1):
 
 @pytest.mark.parametrize("case", CASES)
 def test_products(case, monkeypatch):
-    monkeypatch.setattr(gpu_tiles, "PROCESSORS", 2)  # several tiles a program
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)  # several tiles a program
     kind, m, out, inner, options = CASES[case]
     x = normal(2, m, inner).astype("float16" if kind == "float16" else "bfloat16")
     weight, matrix = weights(kind, out, inner)

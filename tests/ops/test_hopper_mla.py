@@ -12,7 +12,7 @@ from sass import spills_of_products
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import hopper_mla
+from jtile.ops import gpu_tiles, hopper_mla
 from jtile.ops.hopper_shares import Units
 from jtile.ops.latent_attention import mla_decode_reference
 from jtile.testing import relative_error
@@ -54,7 +54,7 @@ def reference(q, cache, lengths, table, rank):
 def test_in_the_interpreter(name, monkeypatch):
     sizes, processors, page = CASES[name]
     args, rank, kernel = arguments(*sizes, page=page), sizes[4], hopper_mla.hopper_mla
-    monkeypatch.setattr(hopper_mla, "PROCESSORS", processors * jt.cdiv(sizes[1] * sizes[2], 64))
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: processors * jt.cdiv(sizes[1] * sizes[2], 64))
     want = reference(*args, rank)
     for seed in range(3 if page == 64 else 1):
         monkeypatch.setattr(hopper_mla, "hopper_mla", functools.partial(kernel.interpret, seed=seed))
@@ -65,7 +65,7 @@ def test_in_the_interpreter(name, monkeypatch):
 
 @pytest.mark.parametrize("page", [None, 64])
 def test_batches_of_vmap_become_rows(page, monkeypatch):
-    monkeypatch.setattr(hopper_mla, "PROCESSORS", 3)
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)
     q, cache, lengths, table = arguments(1, 1, 16, 128, 128, (100,), page=page)
     run = lambda q, cache, n: hopper_mla.mapped(128, 0.07)(q, cache, n, table)
     want = jnp.stack([reference(x, y, lengths, table, 128) for x, y in ((q, cache), (-q, -cache))])

@@ -38,7 +38,7 @@ def test_the_choice_has_the_shortest_predicted_time(sizes):
 def test_few_tiles_and_long_sums_are_made_in_parts():
     p = Product(256, 1024, 16384)
     parts, sides = parts_of_product(p)
-    assert 2 <= parts * p.tiles(sides["bm"], sides["bn"]) <= hopper_tiles.PROCESSORS
+    assert 2 <= parts * p.tiles(sides["bm"], sides["bn"]) <= hopper_tiles.processors()
     assert parts_of_product(Product(256, 1024, 4096)) == (1, {})
     assert parts_of_product(Product(512, 2048, 8192, 4)) is None  # as on other GPUs
 
