@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from machines import card
 from ttir.launch import Buffers, buffers, value_of
 
 from jtile.ir import Kernel
@@ -152,5 +153,5 @@ def _launch(image: bytes, record: dict[str, Any], blocks: int, params: Sequence[
 
 def run_device(kernel: Kernel, inputs: Sequence[np.ndarray], options: dict[str, Any] | None = None) -> list[np.ndarray]:
     """Compile a kernel (after the passes) for the GPU of this machine and run it; gives the outputs."""
-    artifact = compile_kernel(kernel, driver().arch, options)
+    artifact = compile_kernel(kernel, card(driver().arch), options)
     return run_artifact(artifact, kernel, inputs).outputs()

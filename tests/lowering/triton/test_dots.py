@@ -98,7 +98,7 @@ def test_parts_of_a_transposed_operand_compile_for_amd():
     """It took 32 s, and a thread spilled 4052 bytes; with triton 3.6, whose layouts differ, it still does."""
     check(k := dot(32, 64, 64, "i32", "i32", "i32", trans=(False, True), acc=False), "gfx942")
     if versions.version() >= (3, 9):
-        assert compile_kernel(k, "gfx942", texts=True).launch["resources"]["spills"] < 1000
+        assert compile_kernel(k, card("gfx942"), texts=True).launch["resources"]["spills"] < 1000
 
 
 def test_exact_where_both_have_few_bits():
