@@ -69,6 +69,10 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords and reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if "cuda" in os.environ["JAX_PLATFORMS"]:
+        for item in items:
+            if "cpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="cpu: JAX's default device here is a GPU"))
     if not config.getoption("--runslow"):
         for item in items:
             if "slow" in item.keywords:

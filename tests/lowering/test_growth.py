@@ -15,6 +15,7 @@ from soak import programs
 
 import jtile as jt
 from jtile import _memo, ops, passes
+from jtile.calls import kernel as calls
 from jtile.lowering import cpu, registry
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.primitive.lowering import pieces_of
@@ -126,10 +127,10 @@ def test_calls_that_were_traced_are_forgotten():
         return sum(type(o) is Program and o.name == "scaled_softmax" for o in gc.get_objects())
 
     before = alive()
-    most = max(kernel._TRACED, _memo.PROGRAMS)
+    most = max(calls._TRACED, _memo.PROGRAMS)
     for n in range(most + 20):
         jax.make_jaxpr(functools.partial(kernel, factor=1000.0 + n))(X)
-    assert len(kernel._bound) == kernel._TRACED
-    assert kernel._TRACED <= alive() - before <= most
+    assert len(kernel._bound) == calls._TRACED
+    assert calls._TRACED <= alive() - before <= most
     jax.clear_caches()
     assert alive() == 0

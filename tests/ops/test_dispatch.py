@@ -59,6 +59,7 @@ def test_none_fits():
     )
 
 
+@pytest.mark.cpu
 def test_what_runs_where_the_guess_was_wrong():
     """The stand-in, and its derivatives, by what moves: frozen operands and integers may lie beside."""
     frozen = lambda w: jax.lax.stop_gradient({"codes": w, "counts": jnp.arange(3), "none": None})

@@ -59,7 +59,7 @@ def test_on_hopper_it_is_a_kernel_of_roles(causal, bk, lengths):
     args = operands(1, 256, 256, 1, 128, 64, 128, dtype="bfloat16")
     rows = () if lengths is None else (jnp.array([lengths], jnp.int32),)
     options = {"bq": 128, "bk": bk, "scale": 0.07, "causal": causal, "save": True}
-    planned = steps(latent_prefill.lower(*args, rows, (), **options).program.kernel, machine(), {})
+    planned = steps(latent_prefill.lower(*args, *(rows or (None,)), None, **options).program.kernel, machine(), {})
     assert not isinstance(planned, NoPlan), str(planned)
     o, _ = interpret(planned.kernel, [np.asarray(x) for x in (*args, *rows)], seed=bk)
     options = {"causal": causal, "scale": 0.07, "lengths": rows[0] if rows else None}

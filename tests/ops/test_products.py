@@ -146,6 +146,7 @@ def test_quantized_matmul_plain(kind):
     assert ops.quantized_matmul(normal(1, 0, 64), weight).shape == (0, 20)
 
 
+@pytest.mark.cpu
 def test_quantized_matmul_of_rows_that_are_counted_later():
     """A symbolic number of rows takes what many rows take, on every platform."""
     weight = ops.QuantizedTensor.quantize(normal(1, 8, 64), "q4_0")

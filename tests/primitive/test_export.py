@@ -286,6 +286,7 @@ def test_tables_of_a_kernel_for_gpus_are_operands_of_its_calls():
     assert text.count("stablehlo.constant") == 1
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("platforms", [["ascend"], ["cpu", "ascend"]])
 def test_programs_for_ascend(monkeypatch, platforms):
     """JAX has no such platform, and exports for it: a call for an NPU, beside one for the CPU of whoever reads it."""

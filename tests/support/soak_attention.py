@@ -103,7 +103,7 @@ def attention_saved(draw: Draw) -> Case:
     def run(q, k, v, *rest):
         given = dict(zip(lines, rest, strict=True))
         tiles = flash_attention._tiles(q.shape[1], k.shape[1], q.shape[3], 2, bounds[1] is not None, "lengths" in given)
-        lengths, offsets = (() if x not in given else (given[x],) for x in ("lengths", "offsets"))
+        lengths, offsets = map(given.get, ("lengths", "offsets"))
         more = dict(scale=scale, softcap=None, window=bounds, save=True)
         return flash_attention._run(q, k, v, lengths, offsets, **more, **tiles)
 

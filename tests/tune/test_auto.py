@@ -133,6 +133,7 @@ def test_what_a_call_gives_stays_and_the_rest_is_chosen_for_it():
     assert plain.lower(spec(64, 64), spec(64, 64), target=AMPERE).program.options.num_warps == 8
 
 
+@pytest.mark.cpu
 def test_a_call_may_ask_for_it_where_the_kernel_has_a_number():
     @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x, *, block: jt.cdiv(x.shape[0], block))
     def double(x, o, *, block=16):
@@ -306,6 +307,7 @@ def test_a_rule_of_the_users_gets_the_numbers():
     assert all(type(n) is int for n in seen)
 
 
+@pytest.mark.cpu
 def test_a_program_is_chosen_again_for_the_platform_that_it_is_lowered_for(monkeypatch):
     """Traced on a CPU and lowered for two platforms, as an export is: each gets its own tiles."""
     from jtile.primitive import lowering

@@ -95,6 +95,7 @@ def test_guesses_and_the_table():
     assert lines[3].split()[2].startswith("~")
 
 
+@pytest.mark.cpu
 def test_shard_map():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
