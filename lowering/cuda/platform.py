@@ -6,7 +6,7 @@ from typing import Any
 
 from ..targets import Target
 from ..triton.features import Features
-from ..triton.platform import gpu_platform
+from ..triton.platform import Gpus
 
 
 def _features() -> dict[str, Features]:
@@ -31,7 +31,7 @@ def _owns(device: Any) -> bool:
     return device.platform in ("gpu", "cuda") and "rocm" not in device.client.platform_version.lower()
 
 
-CUDA = gpu_platform(
+CARDS = Gpus(
     "cuda",
     example="sm_90",
     prefix="sm_",
@@ -40,5 +40,5 @@ CUDA = gpu_platform(
     features=_features,
     target=_target,
     device_target=_device_target,
-    block_level=True,
 )
+CUDA = CARDS.platform(block_level=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..targets import Target
 from ..triton.features import Features
-from ..triton.platform import gpu_platform
+from ..triton.platform import Gpus
 
 
 def _features() -> dict[str, Features]:
@@ -31,7 +31,7 @@ def _owns(device: Any) -> bool:
     return device.platform in ("gpu", "rocm") and "rocm" in device.client.platform_version.lower()
 
 
-ROCM = gpu_platform(
+CARDS = Gpus(
     "rocm",
     example="gfx942",
     prefix="gfx",
@@ -40,5 +40,5 @@ ROCM = gpu_platform(
     features=_features,
     target=_target,
     device_target=_device_target,
-    status="compiled only",
 )
+ROCM = CARDS.platform(status="compiled only")

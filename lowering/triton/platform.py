@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,109 +22,119 @@ if TYPE_CHECKING:
     from .features import Features
 
 
-def gpu_platform(
-    name: str,
-    *,
-    example: str,
-    prefix: str,
-    owns: Callable[[Any], bool],
-    arch_of: Callable[[Any], str],
-    features: Callable[[], Mapping[str, Features]],
-    target: Callable[[str], Target],
-    device_target: Callable[[str, Any], Target],
-    block_level: bool = False,
-    status: str = "",
-) -> Platform:
-    """The record of a platform of GPUs.
+@dataclasses.dataclass(frozen=True)
+class Gpus:
+    """What one vendor's GPUs differ in.
 
-    Args:
+    Attributes:
       name: of the platform, here and in XLA.
-      example: an architecture for messages.
+      example: an architecture, for messages.
       prefix: what the names of its architectures begin with.
-      arch_of: the architecture of a device of JAX.
-      target: that of an architecture; device_target: that of an architecture with the numbers of a device.
+      owns: whether a device of JAX is one of them; arch_of: the architecture of such a device.
+      features: of each architecture.
+      target: that of an architecture; device_target: that of an architecture with the numbers of a device of JAX.
     """
 
-    def device() -> Any:
+    name: str
+    example: str
+    prefix: str
+    owns: Callable[[Any], bool]
+    arch_of: Callable[[Any], str]
+    features: Callable[[], Mapping[str, Features]]
+    target: Callable[[str], Target]
+    device_target: Callable[[str, Any], Target]
+
+    def platform(self, *, block_level: bool = False, status: str = "") -> Platform:
+        """The record of the platform; see there."""
+        return Platform(
+            name=self.name,
+            hosts=(self.name,),
+            call=f"jtile_{self.name}",
+            io_call=f"jtile_{self.name}_io",
+            compile=_compile,
+            attributes=_attributes,
+            resolve=self._resolve,
+            names=self._names,
+            here=self._here,
+            owns=self.owns,
+            kind=self._kind,
+            is_here=self._is_here,
+            register=self._register,
+            claims=self._claims,
+            features=self.features,
+            tools=lambda: (_cache.version("triton"),),
+            fuses_slices=True,
+            block_level=block_level,
+            status=status,
+        )
+
+    def _device(self) -> Any:
         try:
-            return jax.devices(name)[0]
+            return jax.devices(self.name)[0]
         except RuntimeError:
             return None
 
-    @functools.cache  # per process: a device does not change
-    def own() -> Target | None:
-        found = device()
-        return None if found is None else resolved(arch_of(found), found)
+    @functools.cached_property  # a process keeps its devices
+    def _own(self) -> Target | None:
+        """The target of the device at hand; None where there is none, or one that jtile has no code for."""
+        device = self._device()
+        arch = "" if device is None else _plain(self.arch_of(device))
+        return self.device_target(arch, device) if arch in self.features() else None
 
-    def resolved(arch: str, found: Any = None) -> Target:
+    def _known(self, arch: str) -> str:
+        """The name of an architecture without suffixes; KernelValueError where there is none."""
         plain = _plain(arch)
-        if plain not in features():
+        if plain not in self.features():
             others = ", ".join(a for p in platforms.every() for a in p.features())
             raise KernelValueError(
                 f"unknown GPU architecture {arch!r}: jtile compiles for {others}; on another GPU, run kernels on the "
                 "CPU (JAX_PLATFORMS=cpu)"
             )
-        return target(plain) if found is None else device_target(plain, found)
+        return plain
 
-    def here() -> Target:
-        asked = platforms.asked_of(record)
-        found = own() if asked is None or device() is not None else None
-        if found is not None and (asked is None or _plain(asked) == found.arch):
-            return found
+    def _here(self) -> Target:
+        asked = next((word for word in (current().arch or "").split(",") if self._claims(word)), None)
+        if self._own is not None and (asked is None or _plain(asked) == self._own.arch):
+            return self._own
         if asked is not None:
-            return resolved(asked)
-        option = current().arch
+            return self.target(self._known(asked))
+        device, option = self._device(), current().arch
+        if device is not None:
+            self._known(self.arch_of(device))
         raise UnsupportedError(
-            f"this machine has no GPU of platform {name!r}, and "
+            f"this machine has no GPU of platform {self.name!r}, and "
             + (f"the option arch={option!r} names none" if option else "the option arch is not set")
-            + f": set JTILE_ARCH={example}, or write `with jt.config(arch={example!r}):` around the export"
+            + f": set JTILE_ARCH={self.example}, or write `with jt.config(arch={self.example!r}):` around the export"
         )
 
-    def resolve(text: str) -> Target:
+    def _resolve(self, text: str) -> Target:
         arch = text.partition(":")[2]
         if not arch:
             raise UnsupportedError(
-                f"target {text!r} names no architecture: write {f'{name}:{example}'!r}, or another of {names()}"
+                f"target {text!r} names no architecture: write {f'{self.name}:{self.example}'!r}, or another of "
+                f"{self._names()}"
             )
-        other = next((p for p in platforms.every() if p.name != name and arch in p.features()), None)
+        other = next((p for p in platforms.every() if p.name != self.name and arch in p.features()), None)
         if other is not None:
             raise KernelValueError(f"target {text!r}: {arch} is an architecture of platform {other.name!r}")
-        return resolved(arch)
+        return self.target(self._known(arch))
 
-    def names() -> list[str]:
-        return [f"{name}:{arch}" for arch in features()]
+    def _names(self) -> list[str]:
+        return [f"{self.name}:{arch}" for arch in self.features()]
 
-    def is_here() -> bool:
-        found = own()
-        return found is not None and here().arch == found.arch
+    def _claims(self, arch: str) -> bool:
+        return arch.startswith(self.prefix)
 
-    def register() -> None:
+    def _is_here(self) -> bool:
+        return self._own is not None and self._here().arch == self._own.arch
+
+    def _kind(self) -> str:
+        return slug(self._device().device_kind) if self._is_here() else self._here().arch
+
+    def _register(self) -> None:
         from jtile import ffi
 
-        ffi.register(name)
-
-    record = Platform(
-        name=name,
-        hosts=(name,),
-        call=f"jtile_{name}",
-        io_call=f"jtile_{name}_io",
-        compile=_compile,
-        attributes=_attributes,
-        resolve=resolve,
-        names=names,
-        here=here,
-        owns=owns,
-        kind=lambda: slug(device().device_kind) if is_here() else here().arch,
-        is_here=is_here,
-        register=register,
-        claims=lambda arch: arch.startswith(prefix),
-        features=features,
-        tools=lambda: (_cache.version("triton"),),
-        fuses_slices=True,
-        block_level=block_level,
-        status=status,
-    )
-    return record
+        ffi.register(self.name)
 
 
 def _plain(arch: str) -> str:

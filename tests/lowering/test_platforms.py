@@ -19,9 +19,11 @@ from tile_kernels import matmul
 import jtile as jt
 from jtile.errors import KernelValueError, UnsupportedError
 from jtile.lowering import here, platforms, targets
+from jtile.lowering.cuda.platform import CARDS
 from jtile.lowering.cuda.targets import device_target
 from jtile.lowering.triton.block.passes import steps
 from jtile.lowering.triton.block.passes.plan import Machine
+from jtile.lowering.triton.platform import Gpus
 from jtile.tune import warpgroups
 
 PLUGIN = Path(importlib.util.find_spec("machines").origin).parent / "toy_plugin"
@@ -163,3 +165,16 @@ def test_a_device_tells_its_facts():
     assert processors(other) == 78
     assert dict(other.rates)["bfloat16"] == pytest.approx(989e12 * 78 / 132)
     assert device_target("sm_90", Device("NVIDIA H200")) == H200  # a plug-in that tells no number
+
+
+def test_a_gpu_without_code_of_jtiles_may_still_export(monkeypatch):
+    """On a machine with an old GPU, programs for others are compiled where the option `arch` names one."""
+    old = Device("Tesla V100-SXM2-32GB", compute_capability="7.0", core_count=80)
+    record = dataclasses.replace(CARDS).platform()  # one that has not looked for devices
+    monkeypatch.setattr(Gpus, "_device", lambda self: old)
+    with jt.config(arch="sm_90"):
+        assert record.here() == H200
+        assert not record.is_here()
+        assert record.kind() == "sm_90"
+    with pytest.raises(KernelValueError, match="unknown GPU architecture 'sm_70'"):
+        record.here()
