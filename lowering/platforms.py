@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,15 @@ def _installed() -> tuple[Platform, ...]:
     """Those of packages from outside, by their entry points."""
     found = []
     for point in importlib.metadata.entry_points(group="jtile.platforms"):
-        record = point.load()
+        try:
+            record = point.load()
+        except Exception as e:  # of a package that may miss what it needs: no reason for kernels of others to fail
+            warnings.warn(
+                f"the platform {point.name} = {point.value} of an installed package cannot be loaded and is left out "
+                f"({type(e).__name__}: {e}): repair or uninstall the package",
+                stacklevel=2,
+            )
+            continue
         if not isinstance(record, Platform):
             raise KernelValueError(
                 f"the entry point {point.name} = {point.value} of the group jtile.platforms gives {record!r}; expected "

@@ -43,7 +43,7 @@ def compile(
     texts = texts or bool(current().dump)  # a dump shows the work of the compiler, so the work has to be done
     options = {k: v for k, v in (options or {}).items() if v is not None}
     tools = _platform(kernel, target).tools()
-    extra = [sorted(options.items()), *tools] if tools else []
+    extra = [sorted(options.items()), *tools] if options or tools else []
     key = _cache.key(key or ir.print_kernel(kernel, locations=True), target, *extra)
     if not texts:
         artifact = _memory.get(key)
@@ -53,7 +53,8 @@ def compile(
             return artifact
     targets.check_capabilities(kernel, target)
     artifact = _compile(kernel, target, options, texts)
-    on_disk = _cache.put(key, {"target": artifact.target, "launch": artifact.launch}, artifact.image)
+    kept = not artifact.launch.get("defect")  # a later process is to hear of it, too
+    on_disk = kept and _cache.put(key, {"target": artifact.target, "launch": artifact.launch}, artifact.image)
     _memory.put(key, artifact, on_disk=on_disk)
     return artifact
 

@@ -7,7 +7,7 @@ namespace {
 
 constexpr const char* kFiles[] = {"libascendcl.so", nullptr};
 constexpr const char* kAdvice =
-    "install CANN and source its set_env.sh, or leave out the option npu, which sends kernels to an NPU";
+    "install CANN and source its set_env.sh, or leave the NPU out of the option arch (JTILE_ARCH), which sends kernels to it";
 constexpr Acl::Status kInitialised = 100002;  // by somebody else in this process
 constexpr int32_t kHostToDevice = 1, kDeviceToHost = 2, kHugeFirst = 0, kMagic = 2;
 

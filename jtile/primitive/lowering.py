@@ -87,9 +87,9 @@ def _lower(host: str, ctx: mlir.LoweringRuleContext, *operands: Any, program: Pr
     if interpreted(program):
         return _lower_on_host(ctx, operands, program)
     platform = _platform(host, ctx, program)
-    if program.choice is not None:  # only here is the target known for certain
-        program = for_target(program, platform.here())
     try:
+        if program.choice is not None:  # only here is the target known for certain
+            program = for_target(program, platform.here())
         if program.block:  # before XLA cuts the program: a callback into the interpreter cannot run in its shards
             _check_target(platform.here(), program)
         whole = partition.lower(ctx, operands, program)
@@ -109,7 +109,7 @@ def _platform(host: str, ctx: mlir.LoweringRuleContext, program: Program) -> Pla
     found = platforms.on(host, own=exported)
     if not program.block or found.block_level:
         return found
-    others = [platforms.on(other, own=exported) for other in platforms_of(ctx)]
+    others = [platforms.on(other, own=exported) for other in platforms_of(ctx) if other in platforms.hosts()]
     return next((p for p in others if p.block_level), found)
 
 

@@ -174,7 +174,9 @@ def all_guesses(
         yield _by_descent(asked, {**start, **stages}, multiplied, target)
     elif rest:
         config = _by_bytes(asked, base, {**start, **stages}, rest, target)
-        kernel = asked.trace(config)
+        kernel = asked.kept(config)
+        if kernel is None:  # it takes no sides as small as these: it gets those that it was traced with
+            return
         why = (
             f"the largest tile of a program has {guesses.largest_tile(kernel)} bytes, and there are "
             f"{math.prod(kernel.grid)} programs for {guesses.units(target)} units"
@@ -187,7 +189,10 @@ def all_guesses(
 def _of_products(
     kernel: ir.Kernel, start: Mapping[str, int], places: Mapping[str, frozenset[Place]], target: Any
 ) -> Iterator[Guess]:
-    """The guesses by rule, where there is one for what the kernel computes."""
+    """The guesses by rule, where there is one for what the kernel computes. None where no program runs, or the passes
+    have found that no product is needed."""
+    if 0 in kernel.grid or not nature.products_of(kernel):
+        return
     sides = guesses.sides_of(places, start, kernel)
     whole, chain = nature.whole_product(kernel), nature.chain(kernel)
     if sides is not None and whole is not None:

@@ -229,13 +229,15 @@ def compile_kernel(
     """
     f = features_of(target)
     schedule: dict[str, str] = {}
+    defect: dict[str, bool] = {}
     if f.warpgroup_products:
-        from .block import specialised
+        from .block import Defect, specialised
 
         found = specialised(kernel, target, options or {}, texts=texts)
         if isinstance(found, Artifact):
             return found
         schedule = {"schedule": found} if texts else {}
+        defect = {"defect": True} if isinstance(found, Defect) else {}
     choice = heuristics.choose(kernel, f, options or {})
     depth = choice.num_stages if "num_stages" in choice.fixed else None
     text, record = emit_kernel(kernel, f, num_stages=depth)
@@ -252,5 +254,5 @@ def compile_kernel(
         "extra": record.extra,
         "resources": built.resources,
         "level": "tile",
-    }
+    } | defect
     return Artifact(target.name, built.image, schedule | built.texts, launch)

@@ -94,10 +94,10 @@ class Gpus:
 
     def _here(self) -> Target:
         asked = next((word for word in (current().arch or "").split(",") if self._claims(word)), None)
-        if self._own is not None and (asked is None or _plain(asked) == self._own.arch):
-            return self._own
-        if asked is not None:
+        if asked is not None:  # as on every machine: whatever GPU this one has, and without asking JAX for it
             return self.target(self._known(asked))
+        if self._own is not None:
+            return self._own
         device, option = self._device(), current().arch
         if device is not None:
             self._known(self.arch_of(device))

@@ -78,6 +78,20 @@ def test_an_entry_point_that_is_no_record(monkeypatch):
         platforms._installed.__wrapped__()
 
 
+def test_a_package_that_cannot_be_loaded(monkeypatch):
+    """Its platform is left out, with a warning; kernels of others run."""
+
+    def load():
+        raise ModuleNotFoundError("no module named 'sdk'")
+
+    point = types.SimpleNamespace(name="bad", value="m:x", load=load)
+    monkeypatch.setattr(platforms.importlib.metadata, "entry_points", lambda group: [point])
+    with pytest.warns(
+        UserWarning, match=r"platform bad = m:x .* is left out \(ModuleNotFoundError: no module named 'sdk'"
+    ):
+        assert platforms._installed.__wrapped__() == ()
+
+
 def test_the_platform_of_a_program():
     assert [platforms.on(host).name for host in ("cpu", "cuda", "rocm")] == ["cpu", "cuda", "rocm"]
     with jt.config(arch="gfx942,sm_90"):  # kernels that are lowered for a CPU are still for a CPU

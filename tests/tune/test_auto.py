@@ -442,3 +442,20 @@ def test_what_the_kernel_itself_refuses_is_said_as_it_is():
 
 def test_it_reads_as_it_is_written():
     assert repr(jt.auto) == "jt.auto"
+
+
+def test_kernels_whose_product_nobody_needs_or_that_have_no_work():
+    """The rules for products are for products that are there."""
+    assert matmul(jnp.ones((0, 8)), jnp.ones((8, 8))).shape == (0, 8)
+    np.testing.assert_array_equal(matmul(jnp.ones((8, 0)), jnp.ones((0, 8))), jnp.zeros((8, 8)))
+
+
+def test_a_kernel_that_refuses_small_sides_gets_those_that_it_takes():
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x, *, rows: jt.cdiv(x.shape[0], rows))
+    def double(x, o, *, rows: int = jt.auto):
+        assert rows % 8 == 0
+        i = jt.program_id(0)
+        o.tiles(rows, x.shape[1])[i, 0] = x.tiles(rows, x.shape[1])[i, 0] * 2
+
+    x = jnp.ones((64, 4096))
+    np.testing.assert_array_equal(double(x), 2 * x)

@@ -18,7 +18,11 @@ from .compile import compile_block_kernel, emit_block_kernel
 from .passes import NoPlan, steps
 from .passes.plan import Machine
 
-__all__ = ["compile_block_kernel", "emit_block_kernel", "specialised"]
+__all__ = ["Defect", "compile_block_kernel", "emit_block_kernel", "specialised"]
+
+
+class Defect(str):
+    """Why a kernel stays at tile level, where that is jtile's own fault."""
 
 
 def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *, texts: bool) -> Artifact | str:
@@ -46,10 +50,12 @@ def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *
         artifact = compile_block_kernel(planned.kernel, target, texts=texts)
     except UnsupportedError as e:
         return f"tile level: the plan of the block level does not compile: {e}\n"
+    except (OSError, MemoryError):  # no defect, and gone next time: no slow form for ever
+        raise
     except Exception as e:  # no reason to fail, for the kernel has a form at tile level
         if current().verify:
             raise
         failures.warn(kernel, target, e, "it stays at tile level, where products may take twice the time")
-        return f"tile level: a defect of jtile at the block level: {type(e).__name__}: {e}\n"
+        return Defect(f"tile level: a defect of jtile at the block level: {type(e).__name__}: {e}\n")
     levels = {"schedule": f"block level: {planned.plan}\n"} | artifact.texts if texts else {}
     return dataclasses.replace(artifact, texts=levels)

@@ -276,8 +276,9 @@ def test_a_defect_of_a_plan_leaves_the_kernel_at_tile_level(monkeypatch, tmp_pat
         compile_kernel(product(512, 512, 512), card("sm_90"))
     said = r"kernel .*: a defect of jtile, KeyError: 'x'; it stays at tile level.* report it .* kept in (\S+\.tile_ir);"
     with config(verify=False, cache_dir=str(tmp_path)), pytest.warns(DefectWarning, match=said) as found:
-        texts = compile_kernel(product(512, 512, 512), card("sm_90"), texts=True).texts
-    assert "a defect of jtile at the block level: KeyError: 'x'" in texts["schedule"]
+        artifact = compile_kernel(product(512, 512, 512), card("sm_90"), texts=True)
+    assert "a defect of jtile at the block level: KeyError: 'x'" in artifact.texts["schedule"]
+    assert artifact.launch["defect"]  # no cache on disk takes it
     kept = Path(re.search(said, str(found[0].message))[1])
     assert ir.parse_kernel(kept.read_text()).name == product(512, 512, 512).name
     assert "raise KeyError" in kept.read_text()
