@@ -165,15 +165,15 @@ def on(host: str, *, own: bool = False) -> Platform:
       own: the host's own comes first, as in exports, where `arch` is about the other platforms of the list.
     """
     able = [p for p in every() if host in p.hosts]
-    asked = [p for p in able if asked_of(p)]
+    asked = [p for p in able if asked_of(p.claims)]
     owners = [p for p in able if p.hosts[0] == host]
     return (owners or asked or able if own else asked or owners or able)[0]
 
 
-def asked_of(platform: Platform) -> str | None:
-    """What the option `arch` says to a platform: the first of its words that is one of its architectures."""
+def asked_of(claims: Callable[[str], bool]) -> str | None:
+    """What the option `arch` says to a platform: the first of its words that the platform claims."""
     words = (current().arch or "").split(",")
-    return next((word for word in words if word and platform.claims(word)), None)
+    return next((word for word in words if word and claims(word)), None)
 
 
 def claiming(arch: str) -> Platform:

@@ -103,6 +103,10 @@ class Target:
     def limit(self, name: str) -> int | None:
         return dict(self.limits).get(name)
 
+    def units(self, scale: str) -> int | None:
+        """How many units of the level below make one of a level; None where the target does not have the level."""
+        return next((s.units for s in self.scales if s.name == scale), None)
+
     def memory(self, scale: str) -> Memory | None:
         """The memory that the units of a level share."""
         names = {s.name: s.memory for s in self.scales}

@@ -141,7 +141,7 @@ def whole_sides(target: Any) -> bool:
 
 def units(target: Any) -> int:
     """Multiprocessors, compute units or cores."""
-    return next((s.units for s in target.scales if s.name == "device"), 1)
+    return target.units("device") or 1
 
 
 def budget(kernel: ir.Kernel) -> int:

@@ -50,7 +50,7 @@ def predicted_us(kernel: ir.Kernel, target: Any) -> float:
         return 0.0
     limits = bound_us(w, target)
     cached = w.traffic / (CACHE_RATE * bandwidth(target)) * 1e6
-    units = next((s.units for s in target.scales if s.name == "device"), 1)
+    units = target.units("device") or 1
     waves = -(-max(w.programs, 1) // units)
     return max(*limits.values(), cached) * waves * units / max(w.programs, 1)
 
@@ -88,7 +88,7 @@ def _cpu_us(kernel: ir.Kernel) -> float:
     loops = [op for op in kernel.body.walk() if isinstance(op, ir.For)]
     if not all(isinstance(v.op, ir.Full) for op in loops for v in (op.lo, op.hi, op.step)):
         return 0.0
-    cores = next((s.units for s in host_target().scales if s.name == "device"), 1)
+    cores = host_target().units("device") or 1
     programs = max(math.prod(kernel.grid), 1)
     return program_cost_ns(kernel) * -(-programs // cores) / 1e3
 

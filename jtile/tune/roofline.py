@@ -190,7 +190,7 @@ def _limit(
     if time_us is None or limits[name] > CLOSE * time_us:
         return most
     spills = max((r["spills"] for r in resources), default=0)
-    units = next((s.units for s in target.scales if s.name == "device"), 1)
+    units = target.units("device") or 1
     if spills:
         return f"registers: {spills} bytes spilled"
     if target.platform != "cpu" and time_us < LAUNCH_US:

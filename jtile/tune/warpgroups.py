@@ -66,7 +66,7 @@ class Gpu:
 @functools.lru_cache(maxsize=64)
 def gpu(target: Any) -> Gpu:
     """That of a `Target`; what its data leave out is as on an H200."""
-    processors = next((s.units for s in target.scales if s.name == "device"), PROCESSORS)
+    processors = target.units("device") or PROCESSORS
     rate = dict(target.rates).get("bfloat16") or RATE
     memory = next((m.bandwidth for m in target.memories if m.name == "dram" and m.bandwidth), MEMORY)
     return Gpu(processors, rate / processors / (RATE / PROCESSORS), memory / MEMORY)

@@ -61,7 +61,7 @@ def _tools() -> Sequence[Any]:
 
 
 def _here() -> Target:
-    asked = platforms.asked_of(ASCEND)
+    asked = platforms.asked_of(ASCEND.claims)
     if asked is None:
         raise UnsupportedError(
             "kernels are compiled for Ascend for an NPU that is named: set JTILE_ARCH=910b1, or write "

@@ -93,7 +93,7 @@ class Gpus:
         return plain
 
     def _here(self) -> Target:
-        asked = next((word for word in (current().arch or "").split(",") if self._claims(word)), None)
+        asked = platforms.asked_of(self._claims)
         if asked is not None:  # as on every machine: whatever GPU this one has, and without asking JAX for it
             return self.target(self._known(asked))
         if self._own is not None:

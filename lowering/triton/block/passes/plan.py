@@ -33,7 +33,7 @@ class Machine:
     def of(cls, target: Target) -> Machine:
         """The machine of a target, whose memories and scales say all of it."""
         sizes = {scale: memory.size for scale in ("block", "device") if (memory := target.memory(scale))}
-        processors = next((s.units for s in target.scales if s.name == "device"), None)
+        processors = target.units("device")
         missing = [name for name in ("block", "device") if not sizes.get(name)]
         if missing or processors is None:
             raise KernelValueError(
