@@ -104,7 +104,7 @@ def test_the_version_of_an_entry_points_package(monkeypatch):
 
 
 def test_nothing_of_this_name_was_registered():
-    with pytest.raises(KernelValueError, match=r"no platform 'cpu' was registered in this process: expected .*\(none\)"):
+    with pytest.raises(KernelValueError, match=r"no platform 'cpu' was registered in this .*\(none\)"):
         platforms.unregister("cpu")
 
 
