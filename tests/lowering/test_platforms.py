@@ -47,6 +47,9 @@ def root(x, o):
 
 x, y = jnp.arange(20.0), jnp.ones(20)
 assert jt.platform() == "cpu" and "toy:one" in targets.names()
+q = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float32)
+jax.eval_shape(jt.ops.attention, q, q, q)  # for a CPU, without what chooses and compiles for GPUs
+assert not [name for name in sys.modules if name.startswith("jtile.lowering.triton.block")]
 with jt.config(arch="toy1"):
     assert jt.platform() == "toy" and jt.target().name == "toy:one" and jt.architecture() == "toy1"
     run = jax.jit(axpy)

@@ -58,8 +58,7 @@ def test_a_kernel_of_dynamic_sizes_has_no_roles():
     def rows(x, o):
         o[jt.program_id(0)] = x[jt.program_id(0)] * 2
 
-    found = jt.profile(rows, MATRIX, interpret=True)
-    assert found.without == (("rows", "it has sizes that are known only when it runs"),)
+    assert [name for name, _ in jt.profile(rows, MATRIX, interpret=True).without] == ["rows"]
 
 
 @pytest.mark.parametrize("options", [{"programs": 0}, {"capacity": 0}, {"capacity": 1.5}])
