@@ -15,8 +15,8 @@ SMALLEST_BUCKET = 16
 class KVCache:
     """What every layer keeps of the tokens; row b holds `lengths[b]` of them in its first slots, slot = position.
 
-    entries: per layer a tuple of float32 arrays [batch, slots, ...], keys and values [batch, slots, kv_heads, head_dim]
-    of grouped-query attention (apart: no step copies a layer); lengths: int32 [batch].
+    entries: per layer a tuple of arrays [batch, slots, ...], keys and values [batch, slots, kv_heads, head_dim] of
+    grouped-query attention (apart: no step copies a layer); lengths: int32 [batch].
     """
 
     entries: tuple[tuple[jax.Array, ...], ...]
@@ -27,10 +27,12 @@ class KVCache:
         return self.entries[0][0].shape[1]
 
 
-def from_prefill(entries, lengths, slots: int) -> KVCache:
-    """A cache with `slots` slots from each layer's arrays [batch, length, ...], length <= slots."""
+def from_prefill(entries, lengths, slots: int, dtype=None) -> KVCache:
+    """A cache with `slots` slots from each layer's arrays [batch, length, ...], length <= slots; in `dtype`, by default
+    that of the arrays."""
 
     def place(x):
+        x = x if dtype is None else x.astype(dtype)
         return jnp.pad(x, ((0, 0), (0, slots - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
 
     return KVCache(tuple(tuple(place(x) for x in entry) for entry in entries), lengths)

@@ -29,6 +29,16 @@ class Checkpoint:
         """Whether the embedding is the output head, too."""
         return "lm_head.weight" not in self.tensors
 
+    def sample(self) -> jax.Array | QuantizedTensor:
+        """A matrix that every family has, the first block's output projection: stored as the others are."""
+        name = "model.layers.0.self_attn.o_proj.weight"
+        if name not in self.tensors:
+            raise self._lacks(name)
+        return self.tensors[name]()
+
+    def _lacks(self, name: str) -> ModelError:
+        return ModelError(f"{self.source} lacks the tensor {name}; the file is incomplete, download it again")
+
     def weight(self, name: str, shape: tuple[int, ...]) -> jax.Array | QuantizedTensor:
         """The tensor `name`.
 
@@ -36,7 +46,7 @@ class Checkpoint:
           ModelError: the tensor is missing, or its shape is not `shape`.
         """
         if name not in self.tensors:
-            raise ModelError(f"{self.source} lacks the tensor {name}; the file is incomplete, download it again")
+            raise self._lacks(name)
         tensor = self.tensors[name]()
         if tuple(tensor.shape) != shape:
             raise ModelError(

@@ -18,6 +18,7 @@ from jtile.ops import QuantizedTensor
 from . import cache as kv
 from . import layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
+from .dtypes import rounding
 
 IGNORED = -100  # the label of a token that is not to be predicted
 
@@ -39,19 +40,19 @@ class Attention(nnx.Module):
             return None
         return layers.HeadNorms(self.q_norm.get_value(), self.k_norm.get_value(), self.config.norm_eps)
 
-    def prefill(self, x, residual, cos, sin):
-        """x [batch, length, hidden]; returns (residual (None for none) plus output [batch, length, hidden], (k, v))."""
+    def prefill(self, x, cos, sin):
+        """x [batch, length, hidden]; returns (output [batch, length, hidden], (k, v))."""
         c, qkv = self.config, layers.linear(x, self.qkv.get_value())
         q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
         mixed = layers.attention(q, k, v, c.window, c.scale, c.softcap)
-        return layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value(), residual), (k, v)
+        return layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value()), (k, v)
 
-    def step(self, x, residual, cos, sin, entry, lengths):
-        """x [batch, hidden] against this layer's entry of the cache; returns (residual plus output, the entry)."""
+    def step(self, x, cos, sin, entry, lengths):
+        """x [batch, hidden] against this layer's entry of the cache; returns (output [batch, hidden], the entry)."""
         c, qkv = self.config, layers.linear(x, self.qkv.get_value())
         q, *entry = layers.append_heads(qkv, cos, sin, lengths, *entry, c.heads, c.kv_heads, self._norms())
         mixed = layers.decode_attention(q, *entry, lengths + 1, c.window, c.scale, c.softcap)
-        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value(), residual), tuple(entry)
+        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value()), tuple(entry)
 
 
 class GatedMLP(nnx.Module):
@@ -63,17 +64,20 @@ class GatedMLP(nnx.Module):
         self.up = nnx.Param(weight(f"{prefix}up_proj.weight", (features, hidden)))
         self.down = nnx.Param(weight(f"{prefix}down_proj.weight", (hidden, features)))
 
-    def __call__(self, x, residual):
-        """x, residual [..., hidden] -> residual (None for none) plus output."""
+    def __call__(self, x):
+        """x [..., hidden] -> [..., hidden]."""
         weights = self.gate.get_value(), self.up.get_value(), self.down.get_value()
-        return layers.gated_mlp(x, *weights, residual, self.activation)
+        return layers.gated_mlp(x, *weights, self.activation)
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     attention: a module with `rope`, and with `prefill` and `step` as `Attention` has; what it keeps of each token, a
-    tuple of float32 arrays [batch, length, ...], is this layer's entry of the cache. mlp: called as `GatedMLP`.
+    tuple of arrays [batch, length, ...], is this layer's entry of the cache. mlp: called as `GatedMLP`.
+
+    A block takes x as the sum of two arrays, and gives it so: the norm behind the sum is one kernel with it. The second
+    array may be None.
     """
 
     def __init__(self, config: DecoderConfig, weight: WeightSource, prefix: str, attention: Any, mlp: Any):
@@ -82,33 +86,37 @@ class Block(nnx.Module):
         self.attention_norm, self.attention = norm("input_layernorm"), attention
         self.mlp_norm, self.mlp = norm("post_attention_layernorm"), mlp
 
-    def _mlp(self, x):
-        return self.mlp(layers.rms_norm(x, self.mlp_norm.get_value(), self.eps), x)
+    def _run(self, x, delta, attend):
+        """((x, delta) behind this block, the entry) of x + delta in front of it, by `attend(normed)`."""
+        x, normed = layers.add_norm(x, delta, self.attention_norm.get_value(), self.eps)
+        attended, entry = attend(normed)
+        x, normed = layers.add_norm(x, attended, self.mlp_norm.get_value(), self.eps)
+        return (x, self.mlp(normed)), entry
 
-    def prefill(self, x, cos, sin):
-        """x [batch, length, hidden]; returns (x after this block, what the cache keeps of these tokens)."""
-        normed = layers.rms_norm(x, self.attention_norm.get_value(), self.eps)
-        x, entry = self.attention.prefill(normed, x, cos, sin)
-        return self._mlp(x), entry
+    def prefill(self, x, delta, cos, sin):
+        """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens)."""
+        return self._run(x, delta, lambda normed: self.attention.prefill(normed, cos, sin))
 
-    def step(self, x, cos, sin, entry, lengths):
-        """x [batch, hidden], one token a row, which goes to slot lengths[b]; returns (x, the longer entry)."""
-        normed = layers.rms_norm(x, self.attention_norm.get_value(), self.eps)
-        x, entry = self.attention.step(normed, x, cos, sin, entry, lengths)
-        return self._mlp(x), entry
+    def step(self, x, delta, cos, sin, entry, lengths):
+        """x, delta [batch, hidden], one token a row, which goes to slot lengths[b]; returns (both behind this block,
+        the longer entry)."""
+        return self._run(x, delta, lambda normed: self.attention.step(normed, cos, sin, entry, lengths))
 
 
 class Decoder(nnx.Module):
     """A language model. Rows of a batch are right-padded: row b holds `lengths[b]` tokens from position 0 on.
 
     Causality keeps the padding out of every real position, so no mask travels through the layers.
+
+    Activations are of the dtype `dtype`. What needs more is computed in float32 and rounded behind it: sums of products
+    and scores, statistics of norms, rotations, routers. Logits are float32 to the end.
     """
 
-    def __init__(self, config: DecoderConfig, weight: WeightSource, tied: bool):
+    def __init__(self, config: DecoderConfig, weight: WeightSource, tied: bool, dtype: str = "float32"):
         """`weight(name, shape)` gives the checkpoint's tensor of that (transformers) name, checked against `shape`;
-        `tied`: the embedding serves as the output head."""
+        `tied`: the embedding serves as the output head; `dtype`: see above, and `dtypes.rounding`."""
         table = (config.vocab_size, config.hidden_size)
-        self.config, weight = config, config.stored(weight)
+        self.config, self.dtype, weight = config, dtype, rounding(config.stored(weight), dtype)
         self.embedding = nnx.Param(weight("model.embed_tokens.weight", table))
         self.blocks = nnx.List([config.block(i, weight) for i in range(config.num_layers)])
         self.norm = nnx.Param(as_float32(weight("model.norm.weight", (config.hidden_size,))))
@@ -116,16 +124,17 @@ class Decoder(nnx.Module):
 
     def _enter(self, ids, positions):
         """(the embeddings of ids, for every rope of the blocks the cos and sin of the positions)."""
-        x = layers.embedding(self.embedding.get_value(), ids) * self.config.embedding_scale
+        x = layers.embedding(self.embedding.get_value(), ids, self.dtype) * self.config.embedding_scale
         ropes = dict.fromkeys(block.rope for block in self.blocks)
         angles = lambda rope: layers.rope_angles(positions, jnp.asarray(rope.frequencies()), rope.attention_factor)
         return x, {rope: angles(rope) for rope in ropes}
 
-    def _norm(self, hidden):
-        return layers.rms_norm(hidden, self.norm.get_value(), self.config.norm_eps)
+    def _norm(self, x, delta=None):
+        return layers.add_norm(x, delta, self.norm.get_value(), self.config.norm_eps)[1]
 
     def _logits(self, normed):
-        logits = layers.linear(normed, (self.embedding if self.output is None else self.output).get_value())
+        table = self.embedding if self.output is None else self.output
+        logits = layers.linear(normed, table.get_value(), jnp.float32)
         cap = self.config.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -138,11 +147,11 @@ class Decoder(nnx.Module):
 
         Returns (hidden [batch, length, hidden_size] before the final norm, each layer's entry of the cache)."""
         x, angles = self._enter(ids, _positions(ids))
-        entries = []
+        delta, entries = None, []
         for block in self.blocks:
-            x, entry = block.prefill(x, *angles[block.rope])
+            (x, delta), entry = block.prefill(x, delta, *angles[block.rope])
             entries.append(entry)
-        return x, entries
+        return x + delta, entries
 
     def __call__(self, ids, *, remat: bool = False):
         """Logits float32 [batch, length, vocab] after every token of ids int32 [batch, length], without a cache.
@@ -153,11 +162,11 @@ class Decoder(nnx.Module):
 
     def hidden_states(self, ids, *, remat: bool = False) -> list[jax.Array]:
         """Of ids int32 [batch, length] the embeddings, then what each block but the last gives, then the last block's
-        output behind the final norm: num_layers + 1 arrays float32 [batch, length, hidden]. `remat`: see `__call__`."""
+        output behind the final norm: num_layers + 1 arrays [batch, length, hidden]. `remat`: see `__call__`."""
         x, angles = self._enter(ids, _positions(ids))
         states = [x]
         for block in self.blocks:
-            run = lambda x, block=block: block.prefill(x, *angles[block.rope])[0]
+            run = lambda x, block=block: jnp.add(*block.prefill(x, None, *angles[block.rope])[0])
             states.append((jax.checkpoint(run) if remat else run)(states[-1]))
         return [*states[:-1], self._norm(states[-1])]
 
@@ -174,11 +183,11 @@ class Decoder(nnx.Module):
     def step(self, tokens, cache: kv.KVCache):
         """One token per row: tokens int32 [batch] -> (logits float32 [batch, vocab], the cache one token longer)."""
         x, angles = self._enter(tokens, cache.lengths)
-        entries = []
+        delta, entries = None, []
         for block, entry in zip(self.blocks, cache.entries, strict=True):
-            x, entry = block.step(x, *angles[block.rope], entry, cache.lengths)
+            (x, delta), entry = block.step(x, delta, *angles[block.rope], entry, cache.lengths)
             entries.append(entry)
-        return self.head(x), kv.KVCache(tuple(entries), cache.lengths + 1)
+        return self._logits(self._norm(x, delta)), kv.KVCache(tuple(entries), cache.lengths + 1)
 
 
 def _positions(ids):

@@ -22,25 +22,26 @@ from .config import WeightSource
 def mixture(x, experts, weights, gate_up, down):
     """sum_j weights[t, j] MLP_e(x[t]) with e = experts[t, j] and MLP_e(x) = down_e (silu(gate_e x) * (up_e x)).
 
-    Operands of the products have the dtype of the experts' weights, sums are float32. Differentiable in x, weights,
-    gate_up and down.
+    Operands of the products have the dtype of the experts' weights, what stands between them that of x; sums are
+    float32. Differentiable in x, weights, gate_up and down.
 
     Args:
-      x: float32 [tokens, hidden].
+      x: float [tokens, hidden].
       experts: int32 [tokens, k], in [0, E). weights: float32 [tokens, k].
       gate_up: [E, 2 f, hidden], the gate's rows before those of up. down: [E, hidden, f].
     Returns:
-      float32 [tokens, hidden].
+      [tokens, hidden] of x's dtype.
     """
     tokens, k = experts.shape
     chosen = experts.reshape(tokens * k)
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # row r of the sorted ones is token order[r] // k
     sizes = jnp.zeros((gate_up.shape[0],), jnp.int32).at[chosen].add(1)
     rows = x.astype(gate_up.dtype)[order // k]
-    product = lambda x, w: ops.grouped_matmul(x.astype(w.dtype), w, sizes, transpose_w=True, out_dtype=jnp.float32)
+    product = lambda y, w: ops.grouped_matmul(y.astype(w.dtype), w, sizes, transpose_w=True, out_dtype=x.dtype)
     y = product(ops.swiglu(product(rows, gate_up)), down)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
-    return (y[place].reshape(tokens, k, -1) * weights[:, :, None]).sum(1)
+    shares = y[place].reshape(tokens, k, -1).astype(jnp.float32) * weights[:, :, None]
+    return shares.sum(1).astype(x.dtype)
 
 
 class Experts(nnx.Module):
@@ -73,13 +74,13 @@ class Experts(nnx.Module):
 class Mixture(nnx.Module):
     """The weighted sum of the experts that a router chooses, and the output of `shared`, an MLP for every token.
 
-    router: x [tokens, hidden] -> (experts int32 [tokens, k], their weights float32 [tokens, k])."""
+    router: x float32 [tokens, hidden] -> (experts int32 [tokens, k], their weights float32 [tokens, k])."""
 
     def __init__(self, router: Any, experts: Experts, shared: Any = None):
         self.router, self.experts, self.shared = router, experts, shared
 
-    def __call__(self, x, residual):
-        """x, residual [..., hidden] -> residual plus output."""
+    def __call__(self, x):
+        """x [..., hidden] -> [..., hidden]."""
         rows = x.reshape(-1, x.shape[-1])
-        y = residual + self.experts(rows, *self.router(rows)).reshape(x.shape)
-        return y if self.shared is None else self.shared(x, y)
+        y = self.experts(rows, *self.router(rows.astype(jnp.float32))).reshape(x.shape)
+        return y if self.shared is None else y + self.shared(x)

@@ -108,20 +108,18 @@ class Block(nnx.Module):
         self.attention_norm, self.attention, self.attended_norm = norm("input"), attention, norm("post_attention")
         self.mlp_norm, self.mlp, self.mixed_norm = norm("pre_feedforward"), mlp, norm("post_feedforward")
 
-    def _finish(self, x, attended):
-        """From what the attention gives to the end of the block."""
+    def _run(self, x, delta, attend):
+        """((x, delta) behind this block, the entry) of x + delta in front of it, by `attend(normed)`."""
         norm = lambda y, weight: layers.rms_norm(y, weight.get_value(), self.eps)
-        x = x + norm(attended, self.attended_norm)
-        return x + norm(self.mlp(norm(x, self.mlp_norm), None), self.mixed_norm)
+        x, normed = layers.add_norm(x, delta, self.attention_norm.get_value(), self.eps)
+        attended, entry = attend(normed)
+        x, normed = layers.add_norm(x, norm(attended, self.attended_norm), self.mlp_norm.get_value(), self.eps)
+        return (x, norm(self.mlp(normed), self.mixed_norm)), entry
 
-    def prefill(self, x, cos, sin):
-        """x [batch, length, hidden]; returns (x after this block, the keys and values of these tokens)."""
-        normed = layers.rms_norm(x, self.attention_norm.get_value(), self.eps)
-        attended, entry = self.attention.prefill(normed, None, cos, sin)
-        return self._finish(x, attended), entry
+    def prefill(self, x, delta, cos, sin):
+        """See `decoder.Block`."""
+        return self._run(x, delta, lambda normed: self.attention.prefill(normed, cos, sin))
 
-    def step(self, x, cos, sin, entry, lengths):
-        """x [batch, hidden], one token a row, which goes to slot lengths[b]; returns (x, the longer entry)."""
-        normed = layers.rms_norm(x, self.attention_norm.get_value(), self.eps)
-        attended, entry = self.attention.step(normed, None, cos, sin, entry, lengths)
-        return self._finish(x, attended), entry
+    def step(self, x, delta, cos, sin, entry, lengths):
+        """See `decoder.Block`."""
+        return self._run(x, delta, lambda normed: self.attention.step(normed, cos, sin, entry, lengths))

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jtile as jt
 from jtile._errors import PromptError
 
 from . import cache as kv
 from .checkpoint import Checkpoint
 from .decoder import Decoder
+from .dtypes import default_dtype, dtype_of
 from .prompt import Prompt, read_prompt
 from .sampling import Sampling, choose
 from .tokenizer import Tokenizer
@@ -47,12 +49,15 @@ class Stats:
 
 class LanguageModel:
     """A loaded model. `config`: its sizes; `tokenizer`: text to ids and back (None if the files had none);
-    `eos_ids`: the tokens that end a text; `source`: where the weights came from."""
+    `eos_ids`: the tokens that end a text; `source`: where the weights came from; `dtype`: of its activations;
+    `cache_dtype`: of its cache, None for that of what goes into it."""
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer | None = None, eos_ids: Sequence[int] = (), source: str = ""
-    ):
+        self, model: Decoder, tokenizer: Tokenizer | None = None, eos_ids: Sequence[int] = (), source: str = "",
+        cache_dtype: str | None = None,
+    ):  # fmt: skip
         self.config, self.tokenizer, self.eos_ids, self.source = model.config, tokenizer, tuple(eos_ids), source
+        self.dtype, self.cache_dtype = model.dtype, cache_dtype
         graph, state = nnx.split(model)
         # Plain leaves: a dispatch takes 80 us with them and 390 us with the 423 Variables of SmolLM2's nnx.State.
         self._weights, tree = jax.tree.flatten(state)
@@ -65,10 +70,12 @@ class LanguageModel:
         return _merge(self._structure, self._weights)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> LanguageModel:
-        """Reads every weight of the checkpoint."""
-        model = Decoder(checkpoint.config, checkpoint.weight, checkpoint.tied)
-        return cls(model, checkpoint.tokenizer, checkpoint.eos_ids, checkpoint.source)
+    def from_checkpoint(cls, checkpoint: Checkpoint, dtype=None, cache_dtype=None) -> LanguageModel:
+        """Reads every weight of the checkpoint; `dtype`, `cache_dtype`: see `load`."""
+        dtype = default_dtype(checkpoint.sample()) if dtype is None else dtype_of(dtype, "dtype")
+        cache_dtype = None if cache_dtype is None else dtype_of(cache_dtype, "cache_dtype")
+        model = Decoder(checkpoint.config, checkpoint.weight, checkpoint.tied, dtype)
+        return cls(model, checkpoint.tokenizer, checkpoint.eos_ids, checkpoint.source, cache_dtype)
 
     def logits(self, ids, attention_mask=None) -> jax.Array:
         """Logits of the next token after every position.
@@ -217,7 +224,7 @@ class Generation(Iterator):
         slots = kv.bucket(max(size, length + self._new_tokens), lm.config.max_length)
         ends = np.asarray(self._ends or (-1,), np.int32)
         args = (_widen(self._prompt.ids, size), self._prompt.lengths, numbers, ends)
-        static = {"slots": slots, "sampling": self._sampling.static}
+        static = {"slots": slots, "sampling": self._sampling.static, "cache_dtype": lm.cache_dtype}
         prefill, seconds = lm._compiled(_prefill, *args, **static)
         tokens, done, cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prefill.out_info)
         state_args = (cache, tokens, done, np.int32(0), np.int32(0), numbers, ends)
@@ -242,14 +249,14 @@ def _logits(structure, weights, ids, slot, mask):
     return model.head(hidden) * mask[:, :, None].astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("slots", "sampling"))
-def _prefill(structure, weights, ids, lengths, numbers, ends, *, slots, sampling):
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("slots", "sampling", "cache_dtype"))
+def _prefill(structure, weights, ids, lengths, numbers, ends, *, slots, sampling, cache_dtype):
     """Runs the prompts; returns (first new tokens [batch], whether each ends its row, the cache)."""
     model = _merge(structure, weights)
     hidden, entries = model.prefill(ids)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     tokens = choose(model.head(last), jnp.int32(0), sampling, numbers)
-    return tokens, _is_end(tokens, ends), kv.from_prefill(entries, lengths, slots)
+    return tokens, _is_end(tokens, ends), kv.from_prefill(entries, lengths, slots, cache_dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("chunk", "sampling"), donate_argnames=("cache",))
@@ -259,19 +266,25 @@ def _decode(structure, weights, cache, tokens, done, made, count, numbers, ends,
     Returns (tokens [batch, chunk], how many columns are filled, the last tokens, done, cache)."""
     model = _merge(structure, weights)
 
-    def unfinished(carry):
-        i, _, done, _, _ = carry
-        return (i < count) & ~jnp.all(done)
+    def unfinished(i, carry):
+        return (i < count) & ~jnp.all(carry[1])
 
-    def step(carry):
-        i, tokens, done, out, cache = carry
+    def step(i, carry):
+        tokens, done, out, cache, steps = carry
+        steps = steps + unfinished(i, carry).astype(jnp.int32)
         logits, cache = model.step(tokens, cache)
         tokens = jnp.where(done, tokens, choose(logits, made + i, sampling, numbers))
         out = jax.lax.dynamic_update_slice(out, tokens[:, None], (jnp.int32(0), i))
-        return i + 1, tokens, done | _is_end(tokens, ends), out, cache
+        return tokens, done | _is_end(tokens, ends), out, cache, steps
 
     out = jnp.zeros((tokens.shape[0], chunk), jnp.int32)
-    steps, tokens, done, out, cache = jax.lax.while_loop(unfinished, step, (jnp.int32(0), tokens, done, out, cache))
+    carry = tokens, done, out, cache, jnp.int32(0)
+    if jt.platform() == "cpu":
+        more, again = (lambda c: unfinished(*c)), (lambda c: (c[0] + 1, step(*c)))
+        _, carry = jax.lax.while_loop(more, again, (jnp.int32(0), carry))
+    else:  # a GPU waits for the host where that reads a condition: rather some tokens too many, which nobody reads
+        carry = jax.lax.fori_loop(0, chunk, step, carry)
+    tokens, done, out, cache, steps = carry
     return out, steps, tokens, done, cache
 
 

@@ -18,10 +18,11 @@ def _normed(x, weight, eps: float):
 
 
 def _heads(x, norms, heads: int, kv_heads: int, eps: float):
-    """Queries and keys of x [..., heads + 2 kv_heads, head_dim], normalised by `norms`, two weights or ()."""
+    """Queries and keys of x [..., heads + 2 kv_heads, head_dim], float32, normalised by `norms`, two weights or ()."""
+    x = x[..., : heads + kv_heads, :].astype(jnp.float32)
     if not norms:
-        return x[..., : heads + kv_heads, :]
-    Q, K = x[..., :heads, :], x[..., heads : heads + kv_heads, :]
+        return x
+    Q, K = x[..., :heads, :], x[..., heads:, :]
     return jnp.concatenate([_normed(Q, norms[0][:], eps), _normed(K, norms[1][:], eps)], axis=-2)
 
 
@@ -40,12 +41,13 @@ def rows_of_split(heads: int, head_dim: int) -> int:
 
 def _split_types(qkv, cos, sin, *, heads, kv_heads, **_):
     lead, head_dim = qkv.shape[:-2], qkv.shape[-1]
-    return tuple(jax.ShapeDtypeStruct((*lead, n, head_dim), jnp.float32) for n in (heads, kv_heads, kv_heads))
+    return tuple(jt.like(qkv, shape=(*lead, n, head_dim)) for n in (heads, kv_heads, kv_heads))
 
 
 @jt.kernel(out_type=_split_types, grid=lambda qkv, *_, bt, **__: (qkv.shape[0], jt.cdiv(qkv.shape[1], bt)))
 def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps: float = 0.0, bt: int = 16):
-    """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin [length, head_dim / 2] -> q and k rotated, v.
+    """qkv [batch, length, heads + 2 kv_heads, head_dim], cos and sin float32 [length, head_dim / 2] -> q and k rotated,
+    v, of qkv's dtype.
 
     norms: () or the weights [head_dim] of the RMS norms of queries and keys, which come before the rotation."""
     b, t = jt.program_id(0), jt.program_id(1)
@@ -53,13 +55,13 @@ def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps:
     X = qkv.tiles(None, bt, qkv.shape[2], n)[b, t, 0, 0]
     C, S = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
     R = rotated(_heads(X, norms, heads, kv_heads, eps), C, S)
-    q.tiles(None, bt, heads, n)[b, t, 0, 0] = R[:, :heads]
-    k.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = R[:, heads:]
+    q.tiles(None, bt, heads, n)[b, t, 0, 0] = R[:, :heads].astype(q.dtype)
+    k.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = R[:, heads:].astype(k.dtype)
     v.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = X[:, heads + kv_heads :]
 
 
 def _step_types(qkv, cos, sin, lengths, keys, values, norms, *, heads, **_):
-    return jax.ShapeDtypeStruct((qkv.shape[0], heads, qkv.shape[2]), jnp.float32), jt.like(keys), jt.like(values)
+    return jt.like(qkv, shape=(qkv.shape[0], heads, qkv.shape[2])), jt.like(keys), jt.like(values)
 
 
 @jt.kernel(
@@ -71,12 +73,12 @@ def rope_append(
     qkv, cos, sin, lengths, keys, values, norms, q, new_keys, new_values,
     *, heads: int, kv_heads: int, eps: float = 0.0,
 ):  # fmt: skip
-    """One token a row: rotates q and k of qkv [batch, heads + 2 kv_heads, head_dim] by cos, sin [batch, head_dim / 2],
-    and writes k and v into slot lengths[b] of the caches [batch, slots, kv_heads, head_dim], in place. `norms`: see
-    `rope_split`."""
+    """One token a row: rotates q and k of qkv [batch, heads + 2 kv_heads, head_dim] by float32 cos, sin
+    [batch, head_dim / 2], and writes k and v into slot lengths[b] of the caches [batch, slots, kv_heads, head_dim], in
+    place and in their dtype. `norms`: see `rope_split`."""
     b = jt.program_id(0)
     at, X = lengths[b], qkv[b, :, :]
     R = rotated(_heads(X, norms, heads, kv_heads, eps), cos[b, :][None], sin[b, :][None])
-    q[b, :, :] = R[:heads]
-    new_keys[b, at, :, :] = R[heads:]
-    new_values[b, at, :, :] = X[heads + kv_heads :]
+    q[b, :, :] = R[:heads].astype(q.dtype)
+    new_keys[b, at, :, :] = R[heads:].astype(new_keys.dtype)
+    new_values[b, at, :, :] = X[heads + kv_heads :].astype(new_values.dtype)

@@ -62,7 +62,7 @@ def rotate_tail(x, cos, sin, y, *, dtype: str, bt: int = 8):
     tokens, heads = jt.ds(t * bt, bt), jt.ds(h * HEADS, HEADS)
     if d:
         y[b, tokens, heads, :d] = x[b, tokens, heads, :d].astype(dtype)
-    y[b, tokens, heads, d:] = rotated(x[b, tokens, heads, d:], C, S).astype(dtype)
+    y[b, tokens, heads, d:] = rotated(x[b, tokens, heads, d:].astype(jnp.float32), C, S).astype(dtype)
 
 
 def _append_types(q, absorbed, entry, weight, cos, sin, lengths, cache, **_):
@@ -84,16 +84,16 @@ def latent_append(q, absorbed, entry, weight, cos, sin, lengths, cache, query, n
     C, S = cos[b, :][None], sin[b, :][None]
     heads = jt.ds(h * HEADS, HEADS)
     query[b, heads, :rank] = absorbed[b, heads, :].astype(dtype)
-    query[b, heads, rank:] = rotated(q[b, heads, d:], C, S).astype(dtype)
+    query[b, heads, rank:] = rotated(q[b, heads, d:].astype(jnp.float32), C, S).astype(dtype)
     if h == 0:
-        at, c = lengths[b], entry[b, :rank]
+        at, c = lengths[b], entry[b, :rank].astype(jnp.float32)
         c = c * jax.lax.rsqrt((c * c).sum() * (1.0 / rank) + eps) * weight[:]
         new_cache[b, at, :rank] = c.astype(dtype)
-        new_cache[b, at, rank:] = rotated(entry[b, rank:][None], C, S)[0].astype(dtype)
+        new_cache[b, at, rank:] = rotated(entry[b, rank:][None].astype(jnp.float32), C, S)[0].astype(dtype)
 
 
 class LatentAttention(nnx.Module):
-    """Latent self-attention. Keys, values and the cache have the dtype of the weights that expand them.
+    """Latent self-attention. Keys, values and entries of the cache have the dtype of the weights that expand them.
 
     Rotated rows of the weights are reordered from adjacent pairs to halves on loading: scores, the product of queries
     and keys that are both so reordered, stay the same.
@@ -129,8 +129,8 @@ class LatentAttention(nnx.Module):
             q = layers.linear(layers.rms_norm(q, self.query_norm.get_value(), NORM_EPS), self.query.get_value())
         return q.reshape(*x.shape[:-1], config.heads, -1), entry
 
-    def prefill(self, x, residual, cos, sin):
-        """x [batch, length, hidden]; returns (residual plus output [batch, length, hidden], (entries of the cache
+    def prefill(self, x, cos, sin):
+        """x [batch, length, hidden]; returns (output [batch, length, hidden], (entries of the cache
         [batch, length, rank + rope],))."""
         key, value, config = self.key.get_value(), self.value.get_value(), self.config
         q, entry = self._project(x)
@@ -139,12 +139,12 @@ class LatentAttention(nnx.Module):
         latent = layers.rms_norm(entry[:, :, : config.rank], self.norm.get_value(), NORM_EPS).astype(key.dtype)
         k, v = (ops.matmul(latent, w.reshape(-1, config.rank), transpose_b=True) for w in (key, value))
         k, v = (y.reshape(*x.shape[:2], config.heads, -1) for y in (k, v))
-        mixed = ops.mla_attention(q, k, rope, v, scale=config.scale).astype(jnp.float32)
-        x = layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value(), residual)
+        mixed = ops.mla_attention(q, k, rope, v, scale=config.scale).astype(x.dtype)
+        x = layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value())
         return x, (jnp.concatenate([latent, rope], axis=-1),)
 
-    def step(self, x, residual, cos, sin, entry, lengths):
-        """x [batch, hidden] against the cache of this layer; returns (residual plus output, the cache)."""
+    def step(self, x, cos, sin, entry, lengths):
+        """x [batch, hidden] against the cache of this layer; returns (output [batch, hidden], the cache)."""
         key, value, config = self.key.get_value(), self.value.get_value(), self.config
         q, new = self._project(x)
         # q . (W c) = (W^T q) . c, and sum_j p_j (W c_j) = W sum_j p_j c_j
@@ -153,8 +153,9 @@ class LatentAttention(nnx.Module):
         args = q, absorbed, new, self.norm.get_value(), cos, sin, lengths, *entry
         query, cache = latent_append(*args, eps=NORM_EPS)
         mixed = ops.mla_decode(query, cache, lengths + 1, rank=config.rank, scale=config.scale)
-        mixed = ops.matmul(mixed.swapaxes(0, 1), value, transpose_b=True, out_dtype=jnp.float32).swapaxes(0, 1)
-        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value(), residual), (cache,)
+        mixed = mixed.astype(value.dtype).swapaxes(0, 1)
+        mixed = ops.matmul(mixed, value, transpose_b=True, out_dtype=x.dtype).swapaxes(0, 1)
+        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value()), (cache,)
 
 
 def _halves(weight, heads: int, rope: int):

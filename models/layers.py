@@ -1,8 +1,8 @@
 """The layers of a decoder, as functions over arrays: the one place that chooses the kernel for each step of a model.
 
-Activations are float32 and row-major. Weights are dense [out, in] (float32, float16 or bfloat16), a `QuantizedTensor`,
-a tuple of these whose outputs are concatenated, or any of these with a low-rank update (`Adapted`). Sums run in float32
-whatever the weight is.
+Activations are row-major, of one dtype from the embedding to the last norm: float32, bfloat16 or float16. Weights are
+dense [out, in] (of these dtypes, too), a `QuantizedTensor`, a tuple of these whose outputs are concatenated, or any of
+these with a low-rank update (`Adapted`). Sums, statistics of norms and rotations are float32 whatever the dtypes are.
 """
 
 from __future__ import annotations
@@ -47,22 +47,35 @@ def rms_norm(x, weight, eps: float):
     return ops.rms_norm(x, weight, eps=eps)
 
 
-def linear(x, weight: Weight, residual=None):
-    """x [..., in] times the transposed weight, plus the residual if there is one: [..., out], float32."""
+def add_norm(x, delta, weight, eps: float):
+    """(x + delta, its `rms_norm`), in one pass over memory; a delta of None adds nothing."""
+    if delta is None:
+        return x, rms_norm(x, weight, eps)
+    normed, x = ops.rms_norm(delta, weight, eps=eps, residual=x)
+    return x, normed
+
+
+def linear(x, weight: Weight, dtype=None):
+    """x [..., in] times the transposed weight: [..., out] in `dtype`, by default x's."""
+    dtype = x.dtype if dtype is None else dtype
     if isinstance(weight, Adapted):
-        return linear(x, weight.base, residual) + weight.scale * linear(linear(x, weight.a), weight.b)
+        return linear(x, weight.base, dtype) + weight.scale * linear(linear(x, weight.a), weight.b, dtype)
     if isinstance(weight, tuple):
-        y = jnp.concatenate([linear(x, part) for part in weight], axis=-1)
-        return y if residual is None else y + residual
+        return jnp.concatenate([linear(x, part, dtype) for part in weight], axis=-1)
     if isinstance(weight, QuantizedTensor):
-        return ops.quantized_matmul(x, weight, residual=residual)
-    y = ops.matmul(x, weight, transpose_b=True, out_dtype=jnp.float32)
-    return y if residual is None else y + residual
+        return ops.quantized_matmul(x, weight, out_dtype=dtype)
+    return ops.matmul(x, _beside(x, weight), transpose_b=True, out_dtype=dtype)
 
 
-def embedding(table: Weight, ids):
-    """Rows `ids` (int, any shape) of the table [vocab, features] as float32."""
-    return ops.embedding(table, ids, dtype=jnp.float32)
+def _beside(x, weight):
+    """A dense weight for the product with x: tensor cores take operands of one dtype, so that beside 16-bit rows
+    another one is rounded to theirs. Beside float32 rows it stays as it is stored."""
+    return weight if x.dtype == jnp.float32 else weight.astype(x.dtype)
+
+
+def embedding(table: Weight, ids, dtype):
+    """Rows `ids` (int, any shape) of the table [vocab, features] as `dtype`."""
+    return ops.embedding(table, ids, dtype=dtype)
 
 
 def rope_angles(positions, inverse_frequencies, factor: float = 1.0):
@@ -105,19 +118,22 @@ def decode_attention(
     q, keys, values, lengths, window: int | None = None, scale: float | None = None, softcap: float | None = None
 ):
     """One query per row, q [batch, heads, head_dim], over the first `lengths` (int [batch]) slots of the cache
-    [batch, slots, kv_heads, head_dim]; the result has q's shape."""
-    return ops.decode_attention(q, keys, values, lengths, window=window, scale=scale, softcap=softcap)
+    [batch, slots, kv_heads, head_dim]; the result has q's shape and dtype. The queries are rounded to the dtype of the
+    cache."""
+    options = {"window": window, "scale": scale, "softcap": softcap}
+    return ops.decode_attention(q.astype(keys.dtype), keys, values, lengths, **options).astype(q.dtype)
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
-def gated_mlp(x, gate: Weight, up: Weight, down: Weight, residual, activation: str = "silu"):
-    """down(activation(gate(x)) * up(x)), plus the residual if there is one; of `ACTIVATIONS`."""
+def gated_mlp(x, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):
+    """down(activation(gate(x)) * up(x)), of `ACTIVATIONS`."""
     storages = {w.kind if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
     adapted = any(isinstance(w, Adapted) for w in (gate, up))
     if adapted or len(storages) == 2:  # the latter: a file that mixes them
         hidden = ACTIVATIONS[activation](linear(x, gate)) * linear(x, up)
     else:
-        hidden = ops.gated_mlp(x, gate, up, activation=activation, transpose=True)
-    return linear(hidden, down, residual)
+        gate, up = (w if isinstance(w, QuantizedTensor) else _beside(x, w) for w in (gate, up))
+        hidden = ops.gated_mlp(x, gate, up, activation=activation, transpose=True, out_dtype=x.dtype)
+    return linear(hidden, down)

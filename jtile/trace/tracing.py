@@ -162,13 +162,12 @@ def _plain(e: Exception) -> str:
     """What to add where a function asks for the truth of a traced value in Python, since it was not rewritten."""
     if not isinstance(e, jax.errors.TracerBoolConversionError):
         return ""
-    place: tuple[Any, int] | None = None
-    tb = e.__traceback__
+    code, tb = None, e.__traceback__
     while tb is not None:
         if not tb.tb_frame.f_code.co_filename.startswith(hidden()):
-            place = tb.tb_frame.f_code, tb.tb_lineno or 0
+            code = tb.tb_frame.f_code
         tb = tb.tb_next
-    why = place and why_plain(*place)
+    why = code and why_plain(code)
     return f"; {why}" if why else ""
 
 

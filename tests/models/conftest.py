@@ -78,7 +78,7 @@ def smollm2():
         path = default_model()
     except ModelError as error:
         pytest.skip(str(error))
-    return jtile.models.load(path)
+    return jtile.models.load(path, dtype="float32")  # everywhere: its tokens are those of float32
 
 
 @pytest.fixture(scope="session")

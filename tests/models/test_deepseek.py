@@ -216,7 +216,7 @@ def test_the_published_sizes_compile_for_hopper(config):
     }  # fmt: skip
     parsed = DeepseekConfig.from_hf(config | sizes)
     blank = lambda name, shape: jnp.zeros(shape, jnp.bfloat16)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(parsed, blank, tied=False)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(parsed, blank, tied=False, dtype="bfloat16")))
     prefill = jax.jit(lambda s, ids: nnx.merge(graph, s).prefill(ids))
     step = jax.jit(lambda s, tokens, cache: nnx.merge(graph, s).step(tokens, cache))
     ids, tokens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 1024), (4,)))

@@ -24,7 +24,7 @@ def test_gguf_gives_the_logits_of_the_folder(write_gguf, tmp_path, golden):
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
 def test_weights_stay_as_they_are_stored(write_gguf, tmp_path, golden, kind):
-    lm = jtile.models.load(write_gguf(tmp_path / "tiny.gguf", kind))
+    lm = jtile.models.load(write_gguf(tmp_path / "tiny.gguf", kind), dtype="float32")
     weight = lm.model.blocks[0].attention.qkv.get_value()
     assert weight.shape == (128, 64)  # query, key and value rows in one matrix
     stored = {"F16": "float16", "BF16": "bfloat16", "Q5_1": "q8_0"}.get(kind, kind.lower())
@@ -118,7 +118,7 @@ def test_bfloat16_and_sharded_safetensors(tmp_path, tiny_folder, golden):
     index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.copy(tiny_folder / "config_hub.json", tmp_path / "config.json")
-    lm = jtile.models.load(tmp_path)
+    lm = jtile.models.load(tmp_path, dtype="float32")
     assert lm.model.embedding.get_value().dtype == jnp.bfloat16
     assert np.abs(np.asarray(lm.logits(golden["input_ids"])) - golden["logits"]).max() < 0.6
     (tmp_path / "b.safetensors").unlink()

@@ -11,6 +11,7 @@ from library import normal
 import jtile as jt
 from jtile import ops
 from jtile.ops import gpu_tiles, hopper_gemv, quantized
+from jtile.ops.gated_mlp import gated_mlp_reference
 from jtile.ops.matmul import matmul_reference
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
@@ -94,6 +95,23 @@ def test_rows_of_matmul():
         assert z.size == 24 and relative_error(z.ravel(), of(matmul_reference)(x, w, bias).ravel()) < 1e-6
     for g, want in zip(got, total(matmul_reference)(x, w, bias), strict=True):
         assert g.shape == want.shape and g.dtype == want.dtype and relative_error(g, want) < 4e-3
+
+
+def test_rows_of_a_gated_mlp_of_floats():
+    """Both matrices in one pass, and the same slopes as in tiles."""
+    x, gate, up = (normal(seed, n, 128).astype(jnp.bfloat16) for seed, n in ((1, 1), (2, 24), (3, 24)))
+    of = lambda f: lambda x, gate, up: f(x, gate, up, transpose=True)
+    total = lambda f: jax.grad(lambda *args: (of(f)(*args).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
+    with jt.config(arch="sm_90", interpret=True):
+        assert "hopper_gemv" in str(jax.make_jaxpr(of(ops.gated_mlp))(x, gate, up))
+        assert "hopper_gemv" not in str(jax.make_jaxpr(of(ops.gated_mlp))(jnp.tile(x, (3, 1)), gate, up))
+        assert "hopper_gemv" not in str(jax.make_jaxpr(ops.gated_mlp)(x, gate.T, up.T))
+        got = total(ops.gated_mlp)(x, gate, up)
+        y = hopper_gemv.product(x, (Weight(gate), Weight(up)), kind="bfloat16", activation="silu")
+    want = of(gated_mlp_reference)
+    assert relative_error(y, want(x.astype(jnp.float32), gate, up)) < 1e-6
+    for g, expected in zip(got, total(gated_mlp_reference)(x, gate, up), strict=True):
+        assert g.dtype == expected.dtype and relative_error(g, expected) < 8e-3
 
 
 @pytest.mark.parametrize("scale", [1e30, 1e-30, 0.0, np.inf])

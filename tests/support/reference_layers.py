@@ -26,9 +26,13 @@ def rms_norm(x, weight, eps):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def linear(x, weight, residual=None):
-    y = jnp.matmul(x, dense(weight).T, precision="highest")
-    return y if residual is None else y + residual
+def add_norm(x, delta, weight, eps):
+    x = x if delta is None else x + delta
+    return x, rms_norm(x, weight, eps)
+
+
+def linear(x, weight, dtype=None):
+    return jnp.matmul(x, dense(weight).T, precision="highest")
 
 
 def split_heads(qkv, cos, sin, heads, kv_heads, norms=None):
@@ -56,8 +60,8 @@ def attention(q, k, v, window=None, scale=None, softcap=None):
     return jnp.einsum("bhts,bshd->bthd", p, v, precision="highest")
 
 
-def gated_mlp(x, gate, up, down, residual, activation="silu"):
-    return linear(layers.ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down, residual)
+def gated_mlp(x, gate, up, down, activation="silu"):
+    return linear(layers.ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down)
 
 
 def mixture(x, chosen, weights, gate_up, down):
@@ -70,8 +74,9 @@ def mixture(x, chosen, weights, gate_up, down):
 
 LAYERS = types.SimpleNamespace(
     rms_norm=rms_norm,
+    add_norm=add_norm,
     linear=linear,
-    embedding=lambda table, ids: dense(table)[ids],
+    embedding=lambda table, ids, dtype: dense(table)[ids],
     HeadNorms=layers.HeadNorms,
     rope_angles=layers.rope_angles,
     split_heads=split_heads,

@@ -1,0 +1,54 @@
+"""The dtypes that a model computes with: of its activations, of its cache, and of dense weights beside them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile._errors import ModelError
+from jtile.ops import QuantizedTensor
+
+from .config import WeightSource
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def dtype_of(value, name: str) -> str:
+    """The name of a dtype of `DTYPES` that is given as a name, a NumPy dtype or a scalar type; `name`: of the argument.
+
+    Raises:
+      ModelError: it is none of them.
+    """
+    try:
+        found = jnp.dtype(value).name
+    except TypeError:
+        found = str(value)
+    if found not in DTYPES:
+        raise ModelError(f"{name} is one of {', '.join(DTYPES)}, or None for the default; got {found}")
+    return found
+
+
+def default_dtype(stored) -> str:
+    """What a model computes with whose matrices are stored as `stored` is, an array or a `QuantizedTensor`: float32 on
+    CPUs, whose kernels are fastest with it; on other devices the dtype of 16-bit floats, and bfloat16 beside quantised
+    weights."""
+    if jt.platform() == "cpu":
+        return "float32"
+    return "bfloat16" if isinstance(stored, QuantizedTensor) else stored.dtype.name
+
+
+def rounding(weight: WeightSource, dtype: str) -> WeightSource:
+    """The tensors of `weight` as a model that computes in `dtype` holds them.
+
+    Beside 16-bit activations dense matrices have their dtype. Norms, biases and routers, which are small and take part
+    in float32 arithmetic, stay as they are, quantised weights too, and all weights of a model that computes in float32.
+    """
+    if dtype == "float32":
+        return weight
+
+    def read(name: str, shape: tuple[int, ...]):
+        tensor = weight(name, shape)
+        small = len(shape) < 2 or name.endswith(".gate.weight")
+        return tensor if small or isinstance(tensor, QuantizedTensor) else tensor.astype(dtype)
+
+    return read
