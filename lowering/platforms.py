@@ -49,7 +49,8 @@ class Platform:
       register: makes XLA know the custom calls.
       claims: whether a word of the option `arch` is one of its architectures.
       features: of the architectures whose code `lowering.triton` makes.
-      tools: what else the image of a kernel depends on, such as the version of a compiler.
+      tools: what else the image of a kernel depends on, such as the version of a compiler. The version of the package
+        whose entry point brings the platform is known without it.
       literals: tables of literals are constants of its images; else they are further operands.
       fuses_slices: XLA's compiler for it fuses slices with custom calls, and forgets aliases of operands on the way.
       block_level: some of its targets run the ops of the block level.
@@ -94,7 +95,12 @@ def register(platform: Platform) -> None:
 
 
 def unregister(name: str) -> None:
-    """Take back what `register` did."""
+    """Take back what `register` did; KernelValueError where nothing of this name was registered."""
+    if name not in _added:
+        there = ", ".join(_added) or "none"
+        raise KernelValueError(
+            f"no platform {name!r} was registered in this process: expected one that `register` was given ({there})"
+        )
     del _added[name]
     features_changed()
 
@@ -107,8 +113,15 @@ def features_changed() -> None:
 
 def every() -> tuple[Platform, ...]:
     """All platforms: jtile's own, those of installed packages, and those that `register` was given."""
-    found = {p.name: p for p in (*_own(), *_installed())} | _added
+    found = {p.name: p for p in (*_own(), *(record for record, _ in _installed()))} | _added
     return tuple(found.values())
+
+
+def package(name: str) -> tuple[str, ...]:
+    """Name and version of the installed package that brings a platform: part of the keys of its artifacts, since a new
+    version may compile otherwise. Empty for jtile's own, and for those that `register` was given."""
+    found = {} if name in _added else {record.name: origin for record, origin in _installed()}
+    return found.get(name, ())
 
 
 @functools.cache
@@ -122,8 +135,8 @@ def _load(where: str) -> Platform:
 
 
 @functools.cache
-def _installed() -> tuple[Platform, ...]:
-    """Those of packages from outside, by their entry points."""
+def _installed() -> tuple[tuple[Platform, tuple[str, ...]], ...]:
+    """Those of packages from outside, by their entry points, each with name and version of its package."""
     found = []
     for point in importlib.metadata.entry_points(group="jtile.platforms"):
         try:
@@ -140,7 +153,7 @@ def _installed() -> tuple[Platform, ...]:
                 f"the entry point {point.name} = {point.value} of the group jtile.platforms gives {record!r}; expected "
                 "a jtile.lowering.platforms.Platform"
             )
-        found.append(record)
+        found.append((record, (point.dist.name, point.dist.version) if point.dist else ()))
     return tuple(found)
 
 
@@ -196,7 +209,9 @@ def slug(name: str) -> str:
 
 
 def unknown_arch(option: str) -> str:
+    known = [(p, name.partition(":")[2]) for p in every() for name in p.names()]
+    listed = ", ".join(dict.fromkeys(arch for p, arch in known if arch and p.claims(arch)))
     return (
         f"option arch={option!r}: expected an architecture, such as 'sm_90' or 'gfx942', or one for each platform of "
-        "an export: 'sm_90,gfx942'"
+        f"an export: 'sm_90,gfx942'; jtile knows {listed}"
     )

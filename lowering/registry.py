@@ -42,7 +42,8 @@ def compile(
     """
     texts = texts or bool(current().dump)  # a dump shows the work of the compiler, so the work has to be done
     options = {k: v for k, v in (options or {}).items() if v is not None}
-    tools = _platform(kernel, target).tools()
+    platform = _platform(kernel, target)
+    tools = [*platform.tools(), *platforms.package(platform.name)]
     extra = [sorted(options.items()), *tools] if options or tools else []
     key = _cache.key(key or ir.print_kernel(kernel, locations=True), target, *extra)
     if not texts:

@@ -158,6 +158,8 @@ def test_bad_environment(environment, variable, value, message):
         ({"dump": 3}, "option dump=3: expected str or None"),
         ({"fallback": "warn"}, "expected one of 'raise', 'interpret'"),
         ({"arch": "hopper"}, "option arch='hopper': expected an architecture, such as 'sm_90'"),
+        ({"arch": "sm_1"}, "option arch='sm_1': expected an architecture, such as 'sm_90'"),
+        ({"arch": "sm_90,gfx9"}, "gfx942, gfx950, gfx1100, gfx1201, 910b1, 910b2"),
     ],
 )
 def test_bad_options(options, message):

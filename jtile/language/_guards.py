@@ -188,8 +188,10 @@ def _while_batch(jax_rule: Callable[..., Any]) -> Callable[..., Any]:
         n, own = cond_nconsts, dict(cond_nconsts=cond_nconsts, cond_jaxpr=cond_jaxpr)
         effects = [*cond_jaxpr.effects, *body_jaxpr.effects]
         batched = [d is not None for d in dims]
-        if not touches(effects) or not _differs(axis, batched, cond_jaxpr, n, body_jaxpr, body_nconsts):
+        if not _differs(axis, batched, cond_jaxpr, n, body_jaxpr, body_nconsts):
             return jax_rule(axis, args, dims, body_nconsts=body_nconsts, body_jaxpr=body_jaxpr, **own)
+        if not touches(effects):
+            return _carried(jax_rule, axis, args, dims, cond_jaxpr, n, body_jaxpr, body_nconsts)
         # JAX keeps the carries of lanes that have ended; for the memory that a round touches, it computes the
         # condition once more.
         jaxpr = opened(body_jaxpr)[0]
@@ -205,6 +207,37 @@ def _while_batch(jax_rule: Callable[..., Any]) -> Callable[..., Any]:
         return jax_rule(axis, args, dims, body_nconsts=n + body_nconsts, body_jaxpr=closed, **own)
 
     return rule
+
+
+def _carried(jax_rule: Any, axis: Any, args: Any, dims: Any, cond: Any, n_cond: int, body: Any, n_body: int) -> Any:
+    """JAX's rule for a loop of values whose rounds differ by lane, with all of the body that differs by lane among the
+    carries: reverse mode gives other values of them to lanes that have ended, see `jtile.trace.lanes`."""
+    moved = [k for k in range(n_cond, n_cond + n_body) if dims[k] is not None]
+    if not moved:
+        return jax_rule(axis, args, dims, cond_nconsts=n_cond, cond_jaxpr=cond, body_nconsts=n_body, body_jaxpr=body)
+    kept = [k for k in range(n_cond, n_cond + n_body) if dims[k] is None]
+    carry = range(n_cond + n_body, len(args))
+    avals = [argument(v.aval) for v in (*opened(cond)[0].invars[:n_cond], *opened(body)[0].invars)]
+
+    def test(*values: Any) -> Any:
+        return jax.core.eval_jaxpr(*opened(cond), *values[:n_cond], *values[n_cond + len(moved) :])
+
+    def step(*values: Any) -> Any:
+        at = dict(zip((*kept, *moved, *carry), values, strict=True))
+        outs = jax.core.eval_jaxpr(*opened(body), *[at[k] for k in range(n_cond, len(args))])
+        return (*[at[k] for k in moved], *outs)
+
+    taken = lambda places: [avals[k] for k in places]
+    outs, out_dims = jax_rule(
+        axis,
+        [args[k] for k in (*range(n_cond), *kept, *moved, *carry)],
+        [dims[k] for k in (*range(n_cond), *kept, *moved, *carry)],
+        cond_nconsts=n_cond,
+        cond_jaxpr=_compat.make_jaxpr(test)(*taken((*range(n_cond), *moved, *carry))),
+        body_nconsts=len(kept),
+        body_jaxpr=_compat.make_jaxpr(step)(*taken((*kept, *moved, *carry))),
+    )
+    return outs[len(moved) :], out_dims[len(moved) :]
 
 
 def _differs(axis: Any, batched: list[bool], cond: Any, n_cond: int, body: Any, n_body: int) -> bool:

@@ -7,6 +7,7 @@ caches see one kernel where there is one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ def joint_varying(operands: Sequence[Any]) -> Sequence[Any]:
 
 @jtile_call_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, program: Program):
+    _register_hosts()
     effects = {KERNEL_EFFECT} if program.io else jexc.no_effects
     return result_types(avals, program), effects
 
@@ -129,8 +131,16 @@ def _checked_call(program: Program, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 mlir.register_lowering(jtile_call_p, lower_elsewhere)
-for _host in platforms.hosts():
-    with contextlib.suppress(NotImplementedError):  # a platform that JAX has not: `lower_elsewhere` takes its programs
-        mlir.register_lowering(jtile_call_p, lowering_for(_host), platform=_host)
+
+
+@functools.cache
+def _register_hosts() -> None:
+    """Make JAX know the rules for the platforms of programs. This loads the packages that bring platforms, so it waits
+    for the first call of a kernel: these packages may define kernels of their own while they are imported."""
+    for host in platforms.hosts():
+        with contextlib.suppress(NotImplementedError):  # one that JAX has not: `lower_elsewhere` takes its programs
+            mlir.register_lowering(jtile_call_p, lowering_for(host), platform=host)
+
+
 batching.register(jtile_call_p)
 dce.register(jtile_call_p)

@@ -27,14 +27,17 @@ def run(what: str, rest: list[str], *, args: str, meta: list[str], time_limit: f
 
 
 def show_explanation(what: str, *, args: str, meta: list[str]) -> None:
-    """Print `jt.explain` of "module:function" for arguments of these types."""
+    """Print `jt.explain` of "module:function" for arguments of these types, and what ops of the library came to."""
+    from jtile.ops import choices
+
     types = levels.parse_types(args)
     with levels.as_wide_as(types):
         function = _function(what, types, meta)
         found = explain(function, *types)
+        chosen = dict.fromkeys(map(str, choices(function, *types)))
     if not found.kernels:
         raise levels.no_kernel(what, function, types)
-    sys.stdout.write(f"{found}\n")
+    sys.stdout.write("\n".join([str(found), *chosen]) + "\n")
 
 
 def show_profile(

@@ -12,23 +12,28 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from jtile._keys import is_key
 from jtile.language.control import Range, counted
 
 Carry = list[Any]  # None where nobody needs a carry
 
 
-def run(cond: Callable[[Carry], Any], body: Callable[[Carry], Carry], init: Carry, counting: Any = None) -> Carry:
+def run(cond: Callable[[Carry], Any], body: Callable[[Carry], Carry], init: Carry, counting: Any = None, *,
+        lent: bool = False) -> Carry:  # fmt: skip
     """`while cond(carry): carry = body(carry)`, lane by lane.
 
     Args:
       cond: gives a tile of bools, whose axes are the first of every carry.
       counting: None, or `(place of the carry that counts, its step, limit)` of the form `while i < limit: i += step`;
         the limit is a value that no round changes.
+      lent: where the lanes count, the body sees in those that have ended what it sees in one that goes on. Reverse mode
+        needs it: the derivative of a round that a lane does not run may be infinite there (that of a root at 0), and
+        times a cotangent of 0 it would be NaN.
     Returns:
       The last carry.
     """
     if counting is not None and counting[1] <= _STEP:
-        return _counted(body, init, *counting)
+        return _counted(body, init, *counting, lent=lent)
     places = [k for k, x in enumerate(init) if x is not None]
 
     def spread(some: Sequence[Any]) -> Carry:
@@ -52,10 +57,30 @@ def _select(goes_on: Any, new: Any, old: Any) -> Any:
     return lax.select_n(lax.broadcast_in_dim(goes_on, old.shape, range(goes_on.ndim)), old, new)
 
 
+def _lent(goes_on: Any, carry: Carry) -> Carry:
+    """The carry with the values of the first lane that goes on in those that do not; some lane does."""
+    axes = range(goes_on.ndim)
+    numbers = lax.reshape(lax.iota(np.dtype(np.int32), goes_on.size), goes_on.shape)
+    first = lax.reduce_min(lax.select(goes_on, numbers, lax.full_like(numbers, goes_on.size)), axes)
+    chosen = lax.eq(numbers, lax.broadcast(first, goes_on.shape))
+
+    def one(x: Any) -> Any:
+        x = lax.stop_gradient(x)
+        mine = lax.broadcast_in_dim(chosen, x.shape, axes)
+        if x.dtype == np.bool_:
+            value = lax.reduce_or(lax.bitwise_and(mine, x), axes)
+        else:
+            value = lax.reduce_sum(lax.select(mine, x, lax.full_like(x, 0)), axes)
+        return lax.broadcast(value, goes_on.shape)
+
+    plain = lambda x: x is not None and not is_key(x.dtype)
+    return [_select(goes_on, x, one(x)) if plain(x) else x for x in carry]
+
+
 _STEP = 2**15  # longer steps, whose sums may leave 32 bits, go the other way
 
 
-def _counted(body: Callable[[Carry], Carry], init: Carry, place: int, step: int, limit: Any) -> Carry:
+def _counted(body: Callable[[Carry], Carry], init: Carry, place: int, step: int, limit: Any, *, lent: bool) -> Carry:
     start = init[place]
     rounds = _rounds(start, lax.broadcast_in_dim(limit, start.shape, range(limit.ndim)), step)
     moving = [k for k, x in enumerate(init) if x is not None and k != place]
@@ -68,9 +93,12 @@ def _counted(body: Callable[[Carry], Carry], init: Carry, place: int, step: int,
 
     def one(t, some):
         done = lax.broadcast(lax.convert_element_type(t, rounds.dtype), rounds.shape)
-        after = body(spread(done, some))
         goes_on = lax.lt(done, rounds)
-        return [_select(goes_on, after[k], x) for k, x in zip(moving, some, strict=True)]
+        now = spread(done, some)
+        seen = _lent(goes_on, now) if lent else now
+        after = body(seen)
+        kept = zip(moving, some, strict=True)  # what a round does not change is no carry of the loop
+        return [x if after[k] is seen[k] else _select(goes_on, after[k], x) for k, x in kept]
 
     most = lax.reduce_max(rounds, range(rounds.ndim))
     return spread(rounds, counted(Range(0, most), one, [init[k] for k in moving]))

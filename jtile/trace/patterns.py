@@ -1,7 +1,7 @@
 """`match` whose patterns are values, sequences of them, `|`, captures and `_`, as a chain of `if`.
 
 So the subject may be traced. What else a pattern may say (classes, mappings, stars) is about Python objects, and such a
-`match` stays as it is.
+`match` stays as it is: `reason_to_stay` says why.
 """
 
 from __future__ import annotations
@@ -24,8 +24,23 @@ class _Test:
     binds: list[tuple[str, ast.expr]]
 
 
-class _NoTestError(Exception):
-    """The pattern is about Python objects."""
+_OBJECTS = {ast.MatchClass: "a class", ast.MatchMapping: "a dict", ast.MatchStar: "a starred name"}
+
+
+def reason_to_stay(s: ast.Match) -> str | None:
+    """What makes a `match` stay Python's; None where it becomes a chain of `if`."""
+    for case in s.cases:
+        for n in ast.walk(case.pattern):
+            if type(n) in _OBJECTS:
+                return f"{_OBJECTS[type(n)]} in a pattern"
+            if isinstance(n, ast.MatchOr) and any(isinstance(k, ast.MatchAs) and k.name for k in ast.walk(n)):
+                return "a name inside of `|`"
+        if case.guard is not None and any(isinstance(k, _STATEMENTS) for k in ast.walk(case.guard)):
+            return "a guard that assigns or waits"
+    return None
+
+
+_STATEMENTS = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
 
 class Patterns(ast.NodeTransformer):
@@ -55,12 +70,9 @@ class Patterns(ast.NodeTransformer):
         self.generic_visit(s)
         name = f"__subject_{next(self._numbers)}__"
         subject = lambda: ast.Name(name, ast.Load())
-        try:
-            tests = [self._pattern(c.pattern, subject) for c in s.cases]
-        except _NoTestError:
+        if reason_to_stay(s) is not None:
             return s
-        if any(_has_walrus(c.guard) for c in s.cases):
-            return s
+        tests = [self._pattern(c.pattern, subject) for c in s.cases]
         chain: list[ast.stmt] = []
         for case, found in zip(reversed(s.cases), reversed(tests), strict=True):
             chain = self._case(case, found, chain)
@@ -78,12 +90,10 @@ class Patterns(ast.NodeTransformer):
             case ast.MatchOr():
                 found = [self._pattern(q, value) for q in p.patterns]
                 tests = [f.test for f in found if f.test is not None]
-                if any(f.binds for f in found):
-                    raise _NoTestError
                 return _Test(placed(p, ast.BoolOp(ast.Or(), tests)) if len(tests) == len(found) else None, [])
             case ast.MatchSequence():
                 return self._sequence(p, value)
-        raise _NoTestError
+        raise AssertionError(p)
 
     def _sequence(self, p: ast.MatchSequence, value: Callable[[], ast.expr]) -> _Test:
         tests = [self._call("is_sequence", p, value(), ast.Constant(len(p.patterns)))]
@@ -115,9 +125,3 @@ def _with_names(guard: ast.expr, binds: list[tuple[str, ast.expr]]) -> ast.expr:
     """The guard of a case, in which its names stand for parts of the subject before they are bound."""
     args = ast.arguments([], [ast.arg(n) for n, _ in binds], None, [], [], None, [])
     return placed(guard, ast.Call(ast.Lambda(args, guard), [v for _, v in binds], []))
-
-
-def _has_walrus(n: ast.expr | None) -> bool:
-    return n is not None and any(
-        isinstance(k, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for k in ast.walk(n)
-    )

@@ -37,7 +37,7 @@ from jtile.trace.names import (
     parameters,
     touched,
 )
-from jtile.trace.patterns import Patterns
+from jtile.trace.patterns import Patterns, reason_to_stay
 
 _RUNTIME = "__jtile_runtime__"
 _MARK = "__jtile_rewritten__"
@@ -90,17 +90,32 @@ NO_SOURCE = (
 )
 
 
-def why_plain(code: types.CodeType) -> str | None:
-    """Why the control flow of a function over traced values stays Python's; None where it does not, or has none."""
+def why_plain(code: types.CodeType, line: int) -> str | None:
+    """Why the control flow at a line of a function over traced values stays Python's; None where it does not, or there
+    is none."""
+    text = linecache.getlines(code.co_filename)
+    tree = _parse("".join(text))
+    for s in ast.walk(tree) if tree is not None else ():  # the statements of a loop are a function that no text has
+        if isinstance(s, ast.Match) and any(_covers(c.pattern, line) or _covers(c.guard, line) for c in s.cases):
+            why = reason_to_stay(s)
+            if why is not None:
+                return (
+                    f"this `match` stays Python's because of {why}: match what is traced in a `match` of its own, "
+                    "whose patterns are values, or write `if`"
+                )
     if _RUNTIME in code.co_freevars:
         return None
-    text = linecache.getlines(code.co_filename)
     if not text:
         return NO_SOURCE
     node = _definition("".join(text), code.co_name, code.co_firstlineno)
     if node is None or not any(map(_matters, ast.walk(node))):
         return None
     return f"or decorate {code.co_name} with @jt.function, so that its `if`, `while` and `and` take traced values"
+
+
+def _covers(n: Any, line: int) -> bool:
+    """Whether a part of a text, if it is there, reaches over a line."""
+    return n is not None and n.lineno <= line <= n.end_lineno
 
 
 class _Lines:

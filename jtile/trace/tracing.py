@@ -162,12 +162,13 @@ def _plain(e: Exception) -> str:
     """What to add where a function asks for the truth of a traced value in Python, since it was not rewritten."""
     if not isinstance(e, jax.errors.TracerBoolConversionError):
         return ""
-    code, tb = None, e.__traceback__
+    place: tuple[Any, int] | None = None
+    tb = e.__traceback__
     while tb is not None:
         if not tb.tb_frame.f_code.co_filename.startswith(hidden()):
-            code = tb.tb_frame.f_code
+            place = tb.tb_frame.f_code, tb.tb_lineno or 0
         tb = tb.tb_next
-    why = code and why_plain(code)
+    why = place and why_plain(*place)
     return f"; {why}" if why else ""
 
 

@@ -41,7 +41,8 @@ def prune(closed_jaxpr, scratch: frozenset[int] = frozenset(), *, own_refs: bool
       closed_jaxpr: of a kernel body over Refs, as `jtile.trace.tracing.trace` gives it.
       scratch: places of the invars whose contents nobody sees after the kernel: stores to them go where nothing live
         reads them.
-      own_refs: say what happens to JAX's own Refs in the language's primitives.
+      own_refs: say what happens to JAX's own Refs in the language's primitives, and make loops of lanes of jax.vmap
+        ready for reverse mode: what derivatives start from.
     Returns:
       An equivalent closed jaxpr with the same invars. Calls (`jit`, `jax.checkpoint`) are inlined; loops keep the form
       that the lowering counts, and equations their source lines. Nothing is pruned inside of custom derivatives.
@@ -390,6 +391,7 @@ def _(scope: _Scope, k: int, eqn, read) -> list[Any]:
             lambda carry: _evaluate(body, [*body_consts, *carry]),
             [x if c else None for x, c in zip(init, carried, strict=True)],
             found,
+            lent=scope.own_refs and not eqn.effects,  # what touches memory goes by its own condition
         )
     last = lax.while_loop(
         lambda c: _evaluate(cond, [*cond_consts, *_spread(carried, c)])[0],

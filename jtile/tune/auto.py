@@ -13,8 +13,6 @@ from jax.tree_util import tree_flatten
 from jtile import ir, passes
 from jtile._errors import JtileError, KernelValueError, UnsupportedError
 from jtile.lowering.targets import check_capabilities
-from jtile.lowering.triton.block.passes import NoPlan, block_level
-from jtile.lowering.triton.block.passes.plan import Machine
 from jtile.primitive.program import under
 from jtile.tune import guesses, nature, products, prune
 from jtile.tune.guesses import Guess
@@ -217,6 +215,9 @@ def _fits(kernel: ir.Kernel | None, guess: Guess, target: Any, options: Mapping[
 
 def has_plan(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> bool:
     """Whether a kernel gets roles at the block level of a target."""
+    from jtile.lowering.triton.block.passes import NoPlan, block_level  # for the targets only that have the level
+    from jtile.lowering.triton.block.passes.plan import Machine
+
     return not isinstance(block_level(passes.run_pipeline(kernel, passes.TILE), Machine.of(target), options), NoPlan)
 
 

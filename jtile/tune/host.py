@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import time
+from collections.abc import Collection
 
 import numpy as np
 
@@ -59,13 +60,17 @@ class Roofline:
         return _multiply_add_rate(unit, self.threads)
 
 
-def rates(working_set: int) -> dict[str, float]:
+# dtype of a product -> unit that computes it, and the share of the unit's rate
+_PRODUCTS = {"float32": ("f32", 1.0), "float64": ("f32", 0.5), "bfloat16": ("bf16", 1.0), "int8": ("int8", 1.0)}
+
+
+def rates(working_set: int, wanted: Collection[str]) -> dict[str, float]:
     """What `jt.explain` takes as `rates`: bytes a second of a copy of so many bytes, as `"memory"`, and operations a
-    second of products by dtype. They are measured when they are first asked for, in a tenth of a second each."""
+    second of products by dtype; of the names that are wanted, those that are known. They are measured when they are
+    first asked for, in a tenth of a second each."""
     here = measure()
-    single = here.peak("f32")
-    products = {"float32": single, "float64": single / 2, "bfloat16": here.peak("bf16"), "int8": here.peak("int8")}
-    return {"memory": here.bandwidth(working_set)} | products
+    found = {"memory": here.bandwidth(working_set)} if "memory" in wanted else {}
+    return found | {name: share * here.peak(unit) for name, (unit, share) in _PRODUCTS.items() if name in wanted}
 
 
 def measure(threads: int | None = None) -> Roofline:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from jtile import ir
-from jtile.lowering.triton.block.passes.feeds import operand, promoted
+from jtile.passes.products import operand, promoted
 from jtile.tune import cost
 from jtile.tune.warpgroups import Product, cdiv
 

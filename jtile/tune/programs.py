@@ -4,16 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jtile import ir
 from jtile._errors import KernelTypeError
 from jtile.language._equations import bind
 from jtile.lowering.here import platform
+from jtile.primitive.lowering import pieces_of
 from jtile.tune.space import Call, Recorder, recorder
 from jtile.tune.store import retracing
+
+
+class Sized(NamedTuple):
+    """A `Program` with the shapes of its operands: of one with dynamic sizes, what it is for these."""
+
+    program: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+    def kernel(self) -> ir.Kernel:
+        """The kernel of the program, of static sizes."""
+        return self._concrete(self.program.kernel)
+
+    def pieces(self) -> list[ir.Kernel]:
+        """The kernels that run for it, of static sizes."""
+        return [self._concrete(k) for k in pieces_of(self.program).kernels]
+
+    def _concrete(self, kernel: ir.Kernel) -> ir.Kernel:
+        values = self.program.sizes(self.shapes)
+        return ir.concrete(kernel, values) if values else kernel
 
 
 def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
@@ -26,12 +47,28 @@ def trace(f: Callable[..., Any], *args: Any) -> tuple[Counter[Any], list[Call]]:
     Raises:
       KernelTypeError: called inside of a trace, or `f` is no function.
     """
-    jaxpr, found = traced(f, args)
+    found, calls = trace_sizes(f, *args)
     programs: Counter[Any] = Counter()
+    for one, times in found.items():
+        programs[one.program] += times
+    return programs, calls
+
+
+def trace_sizes(f: Callable[..., Any], *args: Any) -> tuple[Counter[Sized], list[Call]]:
+    """As `trace`, where a program with dynamic sizes is apart for each shapes of its operands."""
+    jaxpr, found = traced(f, args)
+    programs = counted_calls(jaxpr)
+    every = {p.program.name for p, _ in _programs(jaxpr, 1, lambda _: None)}
+    elsewhere = every - {p.program.name for p in programs}
+    return programs, [call for call in found.calls.values() if call.kernel.name not in elsewhere]
+
+
+def counted_calls(jaxpr: Any) -> Counter[Sized]:
+    """How often a jaxpr calls each program, see `trace`."""
+    programs: Counter[Sized] = Counter()
     for program, times in _programs(jaxpr, 1):
         programs[program] += times
-    elsewhere = {p.name for p, _ in _programs(jaxpr, 1, lambda _: None)} - {p.name for p in programs}
-    return programs, [call for call in found.calls.values() if call.kernel.name not in elsewhere]
+    return programs
 
 
 def operands(f: Callable[..., Any], *args: Any) -> dict[Any, list[Any]]:
@@ -68,14 +105,14 @@ def traced(f: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recorder]:
         recorder.reset(token)
 
 
-def _programs(jaxpr: Any, times: int, branch: Callable[..., Any] | None = None) -> Iterator[tuple[Any, int]]:
+def _programs(jaxpr: Any, times: int, branch: Callable[..., Any] | None = None) -> Iterator[tuple[Sized, int]]:
     """Each program, and how often it is called; `branch`: of the parameters of an equation, which branch counts, None
     for all. Default: that of the platform at hand."""
     from jax.extend.core import jaxprs_in_params
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jtile_call":
-            yield eqn.params["program"], times
+            yield Sized(eqn.params["program"], tuple(tuple(v.aval.shape) for v in eqn.invars)), times
         inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         here = (branch or chosen_branch)(eqn.params)
         for inner in [here.jaxpr] if here else jaxprs_in_params(eqn.params):

@@ -12,11 +12,11 @@ from jtile import passes
 from jtile._errors import KernelValueError, UnsupportedError
 from jtile.ir.types import DTYPES
 from jtile.lowering import targets
-from jtile.primitive.lowering import compile_piece, pieces_of
+from jtile.primitive.lowering import compile_piece
 from jtile.tune import device, host, measure, prune, resolve
 from jtile.tune.choose import lookup
 from jtile.tune.cost import Work, together, work
-from jtile.tune.programs import trace
+from jtile.tune.programs import Sized, trace_sizes
 
 LAUNCH_US = 4.0  # a kernel that is done sooner spends its time on starting
 CLOSE = 0.6  # share of a bound from which on it is what limits a kernel
@@ -87,8 +87,8 @@ def explain(
       f: a JAX function, jitted or not.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`. Kernels are measured on data of their own.
       rates: measured peaks that go before the numbers of the target's data sheet: `"memory"` in bytes a second, and
-        operations a second by dtype, such as `"bfloat16"`. Those of this machine's CPUs are measured where they are not
-        given, for as many bytes as a kernel moves: what fits their caches is not bound by memory.
+        operations a second by dtype, such as `"bfloat16"`. Those of this machine's CPUs that a bound takes are measured
+        where they are not given, for as many bytes as a kernel moves: what fits their caches is not bound by memory.
       run: measure, where the device is here.
 
     Raises:
@@ -96,7 +96,7 @@ def explain(
       KernelValueError: `rates` names neither memory nor a dtype, or a rate is no positive number.
     """
     _check(rates)
-    programs, calls = trace(f, *args)
+    programs, calls = trace_sizes(f, *args)
     target = device.target()
     given = {}
     for call in calls:
@@ -105,8 +105,8 @@ def explain(
         given[(resolve.tuned(call, bound, entry) if entry else bound).program] = call
     data = lambda program: given[program].data() if program in given else None
     kernels = [
-        _cost(program, times, target, rates, data(program) if run else None, run and device.is_here())
-        for program, times in programs.items()
+        _cost(called, times, target, rates, data(called.program) if run else None, run and device.is_here())
+        for called, times in programs.items()
     ]
     return Explanation(device.kind() if device.is_here() else target.name, tuple(kernels))
 
@@ -121,26 +121,26 @@ def _check(rates: Mapping[str, float] | None) -> None:
         )
 
 
-def _cost(program: Any, calls: int, target: Any, rates: Any, data: Any, run: bool) -> KernelCost:
-    pieces = pieces_of(program).kernels
-    done = [work(passes.run_pipeline(piece, passes.TILE)) for piece in pieces]
-    total = together(done)
-    rates = {**_measured(target, total), **(rates or {})}
+def _cost(called: Sized, calls: int, target: Any, rates: Any, data: Any, run: bool) -> KernelCost:
+    program, pieces = called.program, called.pieces()
+    total = together([work(passes.run_pipeline(piece, passes.TILE)) for piece in pieces])
+    rates = {**_measured(target, total, rates or {}), **(rates or {})}
     limits = prune.bound_us(total, target, rates)
     limits = {k: v for k, v in limits.items() if v}
-    time_us = _time(program, target, data) if run else None
+    time_us = _time(called, target, data) if run else None
     found = tuple(_resources(program, k, target) for k in range(len(pieces)))
     resources = tuple(r for r in found if r)
     limit = _limit(total, limits, time_us, resources, target, rates)
     why = program.choice.why if program.choice else ""
-    return KernelCost(program.name, calls, program.kernel.grid, total, limits, time_us, resources, limit, why)
+    return KernelCost(program.name, calls, called.kernel().grid, total, limits, time_us, resources, limit, why)
 
 
-def _measured(target: Any, w: Work) -> Mapping[str, float]:
-    """The rates of this machine's CPUs; a target that says its own, or is of another machine, keeps what it says."""
+def _measured(target: Any, w: Work, given: Mapping[str, float]) -> Mapping[str, float]:
+    """The rates of this machine's CPUs that a kernel's bound takes and nobody gives; a target that says its own, or is
+    of another machine, keeps what it says."""
     if target.rates or target != targets.host_target():
         return {}
-    return host.rates(w.bytes)
+    return host.rates(w.bytes, [name for name in ("memory", "float32", *w.products) if name not in given])
 
 
 def _resources(program: Any, piece: int, target: Any) -> Mapping[str, Any]:
@@ -152,15 +152,17 @@ def _resources(program: Any, piece: int, target: Any) -> Mapping[str, Any]:
         return {}
 
 
-def _time(program: Any, target: Any, data: Any) -> float:
+def _time(called: Sized, target: Any, data: Any) -> float:
     """Microseconds of one call, with a cold cache on a GPU."""
     from jtile.primitive.tangent import bind
 
+    program = called.program
     types = [v.type.info.numpy for v in program.kernel.inputs]
-    inputs = [_Type(v.shape, d) for v, d in zip(program.kernel.inputs, types)]
+    inputs = [_Type(shape, d) for shape, d in zip(called.shapes, types, strict=True)]
+    results = program.results(called.shapes)
     cache = prune.cache_bytes(target)
-    sets = measure.argument_sets(inputs, program.out_avals, cache, data)
-    rounds = measure.rounds_of(sets, program.out_avals, cache, prune.predicted_us(program.kernel, target))
+    sets = measure.argument_sets(inputs, results, cache, data)
+    rounds = measure.rounds_of(sets, results, cache, prune.predicted_us(called.kernel(), target))
     run = measure.program_of(_Run(lambda arrays: bind(program, arrays)), sets, rounds)
     runner = measure.Runner(sets, rounds)
     runner.warm(0, run)

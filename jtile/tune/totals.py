@@ -8,16 +8,15 @@ Tile IR, and XLA is asked for what is between them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jtile import ir, passes
+from jtile import passes
 from jtile.language._equations import bind
-from jtile.primitive.lowering import pieces_of
 from jtile.tune.cost import Work, together, work
-from jtile.tune.programs import chosen_branch, traced
+from jtile.tune.programs import Sized, chosen_branch, counted_calls, traced
 
 _XLA = {"flops": "flops", "transcendentals": "transcendentals", "bytes accessed": "bytes"}
 _LOOPS = ("scan", "while", "cond")
@@ -130,30 +129,16 @@ def cost(f: Callable[..., Any], *args: Any) -> Cost:
       KernelTypeError: called inside of a trace, or `f` is no function.
     """
     jaxpr = traced(f, args)[0].jaxpr
-    calls: dict[Any, int] = {}
-    for program, shapes, times in _calls(jaxpr, 1):
-        calls[program, shapes] = calls.get((program, shapes), 0) + times
-    return Cost(tuple(_kernel(program, shapes, n) for (program, shapes), n in calls.items()), _rest(jaxpr))
+    return Cost(tuple(_kernel(called, n) for called, n in counted_calls(jaxpr).items()), _rest(jaxpr))
 
 
-def _kernel(program: Any, shapes: Sequence[Sequence[int]], calls: int) -> KernelCounts:
-    values = program.sizes(shapes)
-    pieces = [ir.concrete(k, values) if values else k for k in pieces_of(program).kernels]
-    done = together([work(passes.run_pipeline(piece, passes.TILE)) for piece in pieces])
+def _kernel(called: Sized, calls: int) -> KernelCounts:
+    done = together([work(passes.run_pipeline(piece, passes.TILE)) for piece in called.pieces()])
     plain = done.flops + done.elements - done.special
-    return KernelCounts(program.name, calls, Counts(plain, done.special, done.bytes), done.exact, done)
+    return KernelCounts(called.program.name, calls, Counts(plain, done.special, done.bytes), done.exact, done)
 
 
 # -- walking the function ---------------------------------------------------------------------------------------------
-
-
-def _calls(jaxpr: Any, times: int) -> Iterator[tuple[Any, tuple[tuple[int, ...], ...], int]]:
-    """Each call of a kernel: its program, the shapes of its operands, and how often it is."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "jtile_call":
-            yield eqn.params["program"], tuple(tuple(v.aval.shape) for v in eqn.invars), times
-        for inner in _inside(eqn):
-            yield from _calls(inner, times * _rounds(eqn))
 
 
 def _inside(eqn: Any) -> list[Any]:

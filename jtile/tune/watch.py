@@ -86,13 +86,13 @@ def profile(
     without: list[tuple[str, str]] = []
     for program in found:
         for piece in lowering.pieces_of(program).kernels:
-            arrays = _arrays(piece, given.get(program) or data.get(program, lambda: None)())
             made = lowering.complete(piece, platforms.named(target.platform))
-            arrays += [*lowering.filled(made.starts), *made.tables]
             plan = _block_kernel(made.kernel, target, program.options.compiler)
             if isinstance(plan, NoPlan):
                 without.append((program.name, str(plan)))
                 continue
+            arrays = _arrays(piece, given.get(program) or data.get(program, lambda: None)())
+            arrays += [*lowering.filled(made.starts), *made.tables]
             watched, sites = stamped(plan, min(programs, math.prod(plan.grid)), capacity)
             stamps = _interpreted(watched, arrays, seed) if interpret else _measured(watched, target, arrays)
             lines.append(timeline(program.name, stamps, sites, "steps" if interpret else "ns"))

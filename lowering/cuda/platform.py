@@ -34,7 +34,6 @@ def _owns(device: Any) -> bool:
 CARDS = Gpus(
     "cuda",
     example="sm_90",
-    prefix="sm_",
     owns=_owns,
     arch_of=lambda device: f"sm_{str(device.compute_capability).replace('.', '')}",
     features=_features,

@@ -34,7 +34,6 @@ def _owns(device: Any) -> bool:
 CARDS = Gpus(
     "rocm",
     example="gfx942",
-    prefix="gfx",
     owns=_owns,
     arch_of=lambda device: str(device.compute_capability).split(":")[0],
     features=_features,

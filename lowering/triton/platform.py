@@ -29,7 +29,6 @@ class Gpus:
     Attributes:
       name: of the platform, here and in XLA.
       example: an architecture, for messages.
-      prefix: what the names of its architectures begin with.
       owns: whether a device of JAX is one of them; arch_of: the architecture of such a device.
       features: of each architecture.
       target: that of an architecture; device_target: that of an architecture with the numbers of a device of JAX.
@@ -37,7 +36,6 @@ class Gpus:
 
     name: str
     example: str
-    prefix: str
     owns: Callable[[Any], bool]
     arch_of: Callable[[Any], str]
     features: Callable[[], Mapping[str, Features]]
@@ -95,7 +93,7 @@ class Gpus:
     def _here(self) -> Target:
         asked = platforms.asked_of(self._claims)
         if asked is not None:  # as on every machine: whatever GPU this one has, and without asking JAX for it
-            return self.target(self._known(asked))
+            return self.target(_plain(asked))
         if self._own is not None:
             return self._own
         device, option = self._device(), current().arch
@@ -123,7 +121,7 @@ class Gpus:
         return [f"{self.name}:{arch}" for arch in self.features()]
 
     def _claims(self, arch: str) -> bool:
-        return arch.startswith(self.prefix)
+        return _plain(arch) in self.features()
 
     def _is_here(self) -> bool:
         return self._own is not None and self._here().arch == self._own.arch

@@ -253,6 +253,35 @@ def test_the_reverse_mode_of_lanes_that_count():
     np.testing.assert_allclose(jax.grad(lambda x: kernel(x).sum())(X), jax.grad(lambda x: unrolled(x).sum())(X), 1e-5)
 
 
+def test_rounds_that_a_lane_does_not_run_have_no_derivative():
+    """Not even where it would be infinite: of a root of 0 in a lane without rounds, of a number over those left in a
+    lane that has ended. What all lanes share has the sum of the others."""
+
+    @jt.kernel(out_type=lambda n, x, w: jt.like(x))
+    def roots(n, x, w, o):
+        shared = w[0]
+
+        def lane(n, v):
+            left = lambda k: (n - k).astype(jnp.float32)
+            return lax.fori_loop(0, jnp.minimum(n, 4), lambda k, c: jnp.sqrt(c) * v + shared / left(k), v)
+
+        o[...] = jax.vmap(jax.vmap(lane))(n[...], x[...])
+
+    n, x, w = np.asarray([[0, 1], [3, 2]], np.int32), np.asarray([[0, 4], [9, 1]], np.float32), 2.0
+    want, shared = np.ones((2, 2)), 0.0
+    for at in np.ndindex(2, 2):
+        c, by_w = x[at], 0.0
+        for k in range(n[at]):
+            root = np.sqrt(c)
+            slope = x[at] / (2 * root)
+            want[at], by_w = want[at] * slope + root, by_w * slope + 1 / (n[at] - k)
+            c = root * x[at] + w / (n[at] - k)
+        shared += by_w
+    got = jax.grad(lambda x, w: roots(n, x, w).sum(), (0, 1))(x, np.full(1, w, np.float32))
+    np.testing.assert_allclose(got[0], want, rtol=1e-5)
+    np.testing.assert_allclose(got[1], [shared], rtol=1e-5)
+
+
 # -- prints, asserts, and what cannot be -----------------------------------------------------------------------------
 
 

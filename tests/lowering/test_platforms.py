@@ -18,7 +18,8 @@ from tile_kernels import matmul
 
 import jtile as jt
 from jtile.errors import KernelValueError, UnsupportedError
-from jtile.lowering import here, platforms, targets
+from jtile.lowering import here, platforms, registry, targets
+from jtile.lowering.artifact import Artifact
 from jtile.lowering.cuda.platform import CARDS
 from jtile.lowering.cuda.targets import device_target
 from jtile.lowering.triton.block.passes import steps
@@ -28,9 +29,12 @@ from jtile.tune import warpgroups
 
 PLUGIN = Path(importlib.util.find_spec("machines").origin).parent / "toy_plugin"
 SCRIPT = """
+import sys, warnings
+warnings.simplefilter("error")
 import jax, jax.numpy as jnp, numpy as np
 import jtile as jt
 from jtile.lowering import targets
+assert "toy_plugin" not in sys.modules
 
 @jt.kernel(out_type=lambda x, y: jt.like(x), grid=lambda x, y: jt.cdiv(x.shape[0], 8))
 def axpy(x, y, o):
@@ -43,6 +47,9 @@ def root(x, o):
 
 x, y = jnp.arange(20.0), jnp.ones(20)
 assert jt.platform() == "cpu" and "toy:one" in targets.names()
+q = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float32)
+jax.eval_shape(jt.ops.attention, q, q, q)  # for a CPU, without what chooses and compiles for GPUs
+assert not [name for name in sys.modules if name.startswith("jtile.lowering.triton.block")]
 with jt.config(arch="toy1"):
     assert jt.platform() == "toy" and jt.target().name == "toy:one" and jt.architecture() == "toy1"
     run = jax.jit(axpy)
@@ -56,6 +63,8 @@ with jt.config(arch="toy1"):
         raise SystemExit("no error")
 assert "long p = begin" in axpy.lower(x, y, target="toy:one").texts["c"]
 np.testing.assert_array_equal(axpy(x, y), 2 * x + y)
+with jt.config(arch="toy1"):
+    np.testing.assert_array_equal(sys.modules["toy_plugin"].double(x[:8]), 2 * x[:8])
 print("the toy ran")
 """
 
@@ -67,6 +76,39 @@ def test_a_platform_from_outside_runs_a_kernel(subprocess_env):
     env = subprocess_env | {"PYTHONPATH": str(PLUGIN)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env, check=False)
     assert (done.returncode, done.stdout) == (0, "the toy ran\n"), done.stderr
+
+
+def test_a_new_version_of_a_package_compiles_anew(monkeypatch, tmp_path):
+    """The keys of artifacts hold the version of the package that brings the platform, without its doing."""
+    made = []
+
+    def compile(kernel, target, options, texts):
+        made.append(kernel.name)
+        return Artifact(target.name, b"image", {}, {"name": kernel.name})
+
+    record = dataclasses.replace(platforms.named("cpu"), name="odd", compile=compile, tools=tuple)
+    installed = lambda version: monkeypatch.setattr(platforms, "_installed", lambda: ((record, ("odd", version)),))
+    with jt.config(cache_dir=tmp_path):
+        for version in ("1", "1", "2"):
+            installed(version)
+            registry.forget()
+            registry.compile(matmul(8, 8, 8, tile=(8, 8, 8)), targets.Target("odd:1", "odd", ""))
+    assert len(made) == 2
+
+
+def test_the_version_of_an_entry_points_package(monkeypatch):
+    record = platforms.named("cpu")
+    point = types.SimpleNamespace(
+        name="odd", value="m:x", load=lambda: record, dist=types.SimpleNamespace(name="odd", version="1.2")
+    )
+    monkeypatch.setattr(platforms.importlib.metadata, "entry_points", lambda group: [point])
+    assert platforms._installed.__wrapped__() == ((record, ("odd", "1.2")),)
+    assert platforms.package("cpu") == ()
+
+
+def test_nothing_of_this_name_was_registered():
+    with pytest.raises(KernelValueError, match=r"no platform 'cpu' was registered in this .*\(none\)"):
+        platforms.unregister("cpu")
 
 
 def test_an_entry_point_that_is_no_record(monkeypatch):

@@ -93,6 +93,8 @@ def test_an_interrupt_says_what_is_kept(here, monkeypatch, capsys):
 def test_explain(here, capsys):
     assert run("explain", "mine_tuned.py:double", "--args", "f32[64]", "--meta", "bm=4") == 0
     assert "double" in capsys.readouterr().out
+    assert run("explain", "jtile.ops:matmul", "--args", "f32[64,64],f32[64,64]") == 0
+    assert "\nmatmul on cpu: " in capsys.readouterr().out
 
 
 def test_files_of_different_devices_are_not_merged(here):

@@ -114,6 +114,21 @@ def bad_tile_case(x, o):
             o[0, 0] = 1.0
 
 
+def bad_class_case(x, o):
+    match x[0, 0]:
+        case str():
+            o[0, 0] = 0.0
+        case 1:
+            o[0, 0] = 1.0
+
+
+def bad_rest_case(x, o):
+    for k in jt.range(3):  # the function itself is rewritten
+        match (x[k, 0], x[k, 1]):
+            case [1, *_]:
+                o[k, 0] = 1.0
+
+
 def bad_one_branch(x, o):
     if x[0, 0] > 0:
         y = x[0, 1]
@@ -266,6 +281,12 @@ REFUSED = {
     bad_max_rank: (KernelTypeError, r"rank 1, got shape \(6, 4\); write jnp.max", "o[0, 0] = max(x[...])"),
     bad_step: (KernelTypeError, "the step of jt.range is an integer scalar", "for k in jt.range(0, 3, x[0, 0]):"),
     bad_tile_case: (KernelTypeError, "if takes one bool", "case 1:"),
+    bad_class_case: (
+        KernelTypeError,
+        "this `match` stays Python's because of a class in a pattern: match what is traced in a `match` of its own",
+        "case 1:",
+    ),
+    bad_rest_case: (KernelTypeError, "stays Python's because of a starred name in a pattern", "case [1, *_]:"),
     bad_while_true: (KernelTypeError, "if takes one bool", "if x[0] > 1:"),
     bad_recursion: (
         KernelTypeError,

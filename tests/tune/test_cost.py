@@ -10,13 +10,19 @@ import jtile as jt
 from benchmarks.gpu import tutorial
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.tune import cost, prune
+from jtile.tune import cost, host, prune
 from jtile.tune.cost import work
 from jtile.tune.programs import trace
 
 S = jax.ShapeDtypeStruct
 BF16 = jnp.bfloat16
 matmul = tiled_matmul(64, 32, 16, stages=3)
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: jt.cdiv(x.shape[0], 8), dynamic={"x": 0})
+def sines(x, o):
+    at = jt.program_id(0), 0
+    o.tiles(8, 64)[at] = jnp.sin(x.tiles(8, 64)[at]) * 2
 
 
 def test_a_matrix_product():
@@ -150,6 +156,24 @@ def test_explain_has_a_roofline_on_cpus():
     with jt.config(isa="sse2"):
         unknown = jt.explain(kernels.double_kernel(), kernels.X, run=False)
     assert (unknown.kernels[0].bound_us, unknown.kernels[0].limit) == (0, "unknown: this target has no rates")
+
+
+def test_only_rates_that_a_bound_takes_are_measured(monkeypatch):
+    asked = []
+    monkeypatch.setattr(host, "rates", lambda size, wanted: asked.append(wanted) or dict.fromkeys(wanted, 1e9))
+    for rates in (None, {"memory": 1e9}):
+        jt.explain(kernels.double_kernel(), kernels.X, run=False, rates=rates)
+    with jt.config(isa="sse2"):
+        jt.explain(kernels.double_kernel(), kernels.X, run=False)
+    assert asked == [["memory", "float32"], ["float32"]]
+
+
+def test_explain_counts_dynamic_sizes_apart():
+    """One program, for each shapes of its operands; its time is that of these."""
+    x = jnp.ones((64, 64))
+    found = jt.explain(lambda x: (sines(x), sines(x[:8]), sines(x[8:16])), x, rates={"memory": 1e9})
+    assert [(k.calls, k.grid, k.work.bytes) for k in found.kernels] == [(1, (8,), 2 * 16384), (2, (1,), 2 * 2048)]
+    assert all(k.time_us > 0 for k in found.kernels)
 
 
 def test_explain_on_a_target_without_the_device():

@@ -53,6 +53,14 @@ def test_a_kernel_with_roles_has_a_timeline():
         found["double"]
 
 
+def test_a_kernel_of_dynamic_sizes_has_no_roles():
+    @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: x.shape[0], dynamic={"x": 0})
+    def rows(x, o):
+        o[jt.program_id(0)] = x[jt.program_id(0)] * 2
+
+    assert [name for name, _ in jt.profile(rows, MATRIX, interpret=True).without] == ["rows"]
+
+
 @pytest.mark.parametrize("options", [{"programs": 0}, {"capacity": 0}, {"capacity": 1.5}])
 def test_bad_counts(options):
     with pytest.raises(KernelValueError, match="is a Python int of at least 1"):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+import jtile as jt
 from jtile import ffi, ir
 from jtile.errors import UnsupportedError
 from jtile.lowering.artifact import Artifact
@@ -92,3 +93,9 @@ TOY = Platform(
     literals=True,
     status="a test",
 )
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=1)
+def double(x, o):
+    """A kernel that the package brings besides: it is defined while the package is imported."""
+    o.tiles(8)[0] = 2.0 * x.tiles(8)[0]

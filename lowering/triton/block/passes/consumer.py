@@ -26,10 +26,11 @@ from jtile.ir import (
     Value,
     Wait,
 )
+from jtile.passes.products import promoted, untransposed
 from jtile.passes.rewrite import buffers, written
 
 from .epilogue import Leaving, store
-from .feeds import choices, promoted, untransposed, users
+from .feeds import choices, users
 from .maps import unspread
 from .rings import Held, Place, Role, Site
 

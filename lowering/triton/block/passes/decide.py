@@ -11,10 +11,11 @@ from jtile.ir import Alloc, Block, Dot, DotScaled, For, Full, If, Kernel, LastAr
 from jtile.ir.types import DTYPES, TileType
 from jtile.passes.hoist import FREE
 from jtile.passes.order import grouped_axes
+from jtile.passes.products import operand, promoted, untransposed
 from jtile.passes.rewrite import free_values
 
 from .evict import copy_hints
-from .feeds import Feeds, feeds, operand, promoted, tile_bytes, untransposed
+from .feeds import Feeds, feeds, tile_bytes
 from .maps import store_obstacle
 from .plan import Machine, NoPlan, Output, Plan, Refusal, for_tiles, refuse
 from .split_rows import Split, apart, split

@@ -25,6 +25,7 @@ from jtile.ir import (
 )
 from jtile.ir.types import DTYPES
 from jtile.passes.cse import index_form
+from jtile.passes.products import BYTE, operand, untransposed
 from jtile.passes.rewrite import free_values, reads_only
 
 from .maps import load_obstacle
@@ -32,7 +33,7 @@ from .plan import refuse
 
 _PATH = (Cast, Bitcast, Reshape, Map, Select)  # ops, element by element, between a load and the product that it feeds
 _SMALLEST = 2048  # bytes of a tile that is worth a copy of its own
-HALF, BYTE = ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")
+HALF = ("float16", "bfloat16")
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,25 +97,6 @@ class Feeds:
 def tile_bytes(v: Value) -> int:
     """Bytes of a tile."""
     return v.type.size * DTYPES[v.dtype].bits // 8  # type: ignore[union-attr]
-
-
-def untransposed(v: Value) -> tuple[Value, bool]:
-    """What a value is the transpose of (of two axes, any number of times), and whether it is."""
-    flipped = False
-    while isinstance(v.op, Transpose) and v.op.perm == (1, 0):
-        v, flipped = v.op.x, not flipped
-    return v, flipped
-
-
-def operand(dot: Dot, right: bool) -> tuple[Value, bool]:
-    """The left or right operand of a product, without transposes, and whether it is transposed."""
-    v, flipped = untransposed(dot.b if right else dot.a)
-    return v, flipped != (dot.trans_b if right else dot.trans_a)
-
-
-def promoted(dot: Dot) -> bool:
-    """Whether the sums of a product go from the tensor cores' short accumulators to others."""
-    return dot.a.dtype in BYTE and dot.precision != "fast"
 
 
 def feeds(kernel: Kernel) -> Feeds:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from jtile.ir import AllocShared, Block, Builder, Kernel, Load, Roles, Store, TileType, Value
+from jtile.passes.products import untransposed
 
 from . import epilogue
 from .consumer import consumer
-from .feeds import Feeds, feeds, untransposed
+from .feeds import Feeds, feeds
 from .plan import NoPlan, Plan, Refusal
 from .producer import producer
 from .rings import Held, Place, allocate
