@@ -30,6 +30,7 @@ from jtile.testing.compare import (
     where_off,
     wide,
 )
+from jtile.testing.evaluate import evaluated
 from jtile.testing.report import INTEGERS, TRANSFORMS, Check, Report
 
 Skips = Mapping[str, str]
@@ -76,7 +77,7 @@ class Checker:
         self.leaves = [x if hasattr(x, "dtype") else jnp.asarray(x) for _, x in paths]
         self.names = _names(reference, [path for path, _ in paths])
         self.kernel, self.reference, self.s = self._flat(kernel), self._flat(reference), s
-        self.run_kernel, self.expect = jax.jit(self.kernel), jax.jit(self.reference)
+        self.run_kernel, self.expect = jax.jit(self.kernel), evaluated(self.reference)
         self.floats = [k for k, x in enumerate(self.leaves) if x.dtype.name in _DIFFERENTIABLE and not self._why(k)]
         self.rng = np.random.default_rng(s.seed)
         self.outs = jax.eval_shape(self.reference, *self.leaves)
@@ -183,7 +184,7 @@ class Checker:
             cast = [
                 x.astype(dtype) if jnp.issubdtype(x.dtype, np.floating) else x for x in map(jnp.asarray, self.leaves)
             ]
-            return self.compare(jax.jit(self.kernel)(*cast), jax.jit(self.reference)(*cast))
+            return self.compare(jax.jit(self.kernel)(*cast), self.expect(*cast))
 
     # -- derivatives -------------------------------------------------------------------------------------------------
     def of_floats(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,15 +228,14 @@ class Checker:
 
     @functools.cached_property
     def expect_pull(self) -> Callable[..., Any]:
-        pull = jax.jit(self.pull(self.reference))
-        return lambda leaves, cotangents: pull(list(leaves), list(cotangents))  # of tuples it would be another program
+        return evaluated(self.pull(self.reference))
 
     @functools.cached_property
     def pulled(self) -> tuple[Any, Any]:
         return tuple(f(self.leaves, self.cotangents) for f in (jax.jit(self.pull(self.kernel)), self.expect_pull))
 
     def jvp(self) -> Measured:
-        got, want = (jax.jit(self.push(f))(self.leaves, self.tangents) for f in (self.kernel, self.reference))
+        got, want = (evaluated(self.push(f))(self.leaves, self.tangents) for f in (self.kernel, self.reference))
         return self.compare(got, want, derivative=True)
 
     def vjp(self, k: int) -> Measured:
@@ -291,7 +291,7 @@ class Checker:
         return Measured(error, limit, f"step {h:g}")
 
     def checkpointed(self) -> Measured:
-        got = jax.jit(self.pull(jax.checkpoint(self.kernel)))(self.leaves, self.cotangents)
+        got = evaluated(self.pull(jax.checkpoint(self.kernel)))(self.leaves, self.cotangents)
         return self.compare(got, self.pulled[1], derivative=True)
 
     def second_order(self) -> Measured:
@@ -302,7 +302,7 @@ class Checker:
                 pull = lambda *floats: self.pull(fn)(self._with(leaves, floats), self.cotangents)
                 return jax.jvp(pull, [leaves[k] for k in self.floats], list(tangents))[1]
 
-            return jax.jit(run)(self.leaves, self.tangents)
+            return evaluated(run)(self.leaves, self.tangents)
 
         return self.compare(of(self.kernel), of(self.reference), derivative=True, factor=4)
 
@@ -331,7 +331,7 @@ class Checker:
         batch = [
             x if a is None else stacked([s[k] for s in slices], a) for k, (x, a) in enumerate(zip(self.leaves, axes))
         ]
-        got = jax.jit(jax.vmap(self.kernel, axes, out_axes=-1))(*batch)
+        got = evaluated(jax.vmap(self.kernel, axes, out_axes=-1))(*batch)
         return self.compare(got, stack_rows([self.expect(*s) for s in slices], -1))
 
     def grad_of_vmap(self) -> Measured:
@@ -344,7 +344,7 @@ class Checker:
         batch = [stacked([s[k] for s in slices]) if b else x for k, (x, b) in enumerate(zip(self.leaves, batched))]
         times = lambda c, k: np.asarray(c) * np.asarray(1 + k, c.dtype)
         cotangents = [stacked([times(c, k) for k in range(_SLICES)]) for c in self.cotangents]
-        got = jax.jit(self.pull(jax.vmap(self.kernel, axes)))(batch, cotangents)
+        got = evaluated(self.pull(jax.vmap(self.kernel, axes)))(batch, cotangents)
         each = [self.expect_pull(s, [c[k] for c in cotangents]) for k, s in enumerate(slices)]
         want = list(stack_rows(each, 0))
         if shared >= 0:
@@ -353,7 +353,7 @@ class Checker:
 
     def vmap_of_grad(self) -> Measured:
         leaves = [stacked([s[k] for s in self.everything]) for k in range(len(self.leaves))]
-        got = jax.jit(jax.vmap(self.pull(self.kernel), (0, None)))(leaves, list(self.cotangents))
+        got = evaluated(jax.vmap(self.pull(self.kernel), (0, None)))(leaves, list(self.cotangents))
         return self.compare(got, stack_rows([self.expect_pull(s, self.cotangents) for s in self.everything], 0), True)
 
     # -- comparing ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,339 @@
+"""A function of JAX evaluated by NumPy, op by op: what a reference costs that is run once.
+
+XLA takes 10 to 150 ms to compile a small program, and NumPy microseconds to run it. `evaluated(f)` traces `f`, so that
+derivatives and batches are JAX's own, and walks the jaxpr: NumPy where the meaning of a primitive is one expression of
+it, the primitive's own eager call (XLA, or a kernel) everywhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import numpy as np
+
+from jtile.language._equations import bind, opened, scan_counts
+
+Rule = Callable[..., Any]
+RULES: dict[str, Rule] = {}
+
+_NARROW = ("bfloat16", "float16")
+
+
+def evaluated(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` without jit: the same results, as NumPy arrays, within the rounding of its dtypes."""
+
+    @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
+    def run(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        with np.errstate(all="ignore"):
+            outs = _walk(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        outs = [_array(x, v.aval) for x, v in zip(outs, closed.jaxpr.outvars, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    return run
+
+
+def _array(x: Any, aval: Any) -> Any:
+    """The value of a variable of this type: NumPy's where NumPy has it (typed random keys stay JAX's)."""
+    return x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else np.asarray(x, aval.dtype)
+
+
+def _extended(v: Any) -> bool:
+    return jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+
+
+def _walk(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+    read = lambda v: v.val if isinstance(v, jexc.Literal) else values[v]
+    for eqn in jaxpr.eqns:
+        operands = [_array(read(v), v.aval) for v in eqn.invars]
+        plain = not any(map(_extended, eqn.invars))
+        found = RULES.get(eqn.primitive.name if plain else "", _bind)(eqn, *operands)
+        for v, x in zip(eqn.outvars, found if eqn.primitive.multiple_results else [found], strict=True):
+            values[v] = _array(x, v.aval)
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _inner(closed: Any, operands: Sequence[Any]) -> list[Any]:
+    return _walk(*opened(closed), operands)
+
+
+def _bind(eqn: Any, *operands: Any) -> Any:
+    found = bind(eqn, operands)
+    return found if eqn.primitive.multiple_results else found[0]
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(fn: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, fn))
+        return fn
+
+    return register
+
+
+# -- element by element ------------------------------------------------------------------------------------------------
+
+
+def _floating(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, np.floating)  # NumPy's `kind` of bfloat16 is no float's
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(np.float32) if x.dtype.name in _NARROW else x
+
+
+def _unary(fn: Callable[..., Any]) -> Rule:
+    return lambda eqn, x: fn(_wide(x))
+
+
+def _binary(fn: Callable[..., Any]) -> Rule:
+    return lambda eqn, x, y: fn(_wide(x), _wide(y))
+
+
+def _erf(name: str) -> Callable[..., Any]:
+    def fn(x: Any) -> Any:
+        import scipy.special
+
+        return getattr(scipy.special, name)(x)
+
+    return fn
+
+
+def _divide(x: Any, y: Any) -> Any:
+    """Integers towards zero, and -1 for a division by zero, as XLA's."""
+    if x.dtype.kind not in "iu":
+        return x / y
+    quotient = np.where(y == 0, np.array(-1).astype(x.dtype), x // np.where(y == 0, 1, y))
+    return quotient + ((y != 0) & ((x < 0) != (y < 0)) & (quotient * y != x))
+
+
+RULES |= {
+    name: _unary(fn)
+    for name, fn in {
+        "neg": np.negative, "sin": np.sin, "cos": np.cos, "tan": np.tan, "tanh": np.tanh, "exp": np.exp,
+        "exp2": np.exp2, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sqrt": np.sqrt, "cbrt": np.cbrt,
+        "rsqrt": lambda x: 1 / np.sqrt(x), "square": np.square, "abs": np.abs, "sign": np.sign, "floor": np.floor,
+        "ceil": np.ceil, "not": np.invert, "is_finite": np.isfinite, "logistic": lambda x: 1 / (1 + np.exp(-x)),
+        "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "atan": np.arctan, "erf": _erf("erf"),
+        "erfc": _erf("erfc"), "real": np.real, "imag": np.imag, "conj": np.conj,
+        "stop_gradient": lambda x: x, "copy": lambda x: x, "copy_p": lambda x: x,
+    }.items()
+}  # fmt: skip
+RULES |= {
+    name: _binary(fn)
+    for name, fn in {
+        "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "div": _divide,
+        "add_any": np.add, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+        "ge": np.greater_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+        "atan2": np.arctan2,
+    }.items()
+}  # fmt: skip
+
+
+@rule("rem")
+def _(eqn: Any, x: Any, y: Any) -> Any:
+    if x.dtype.kind in "iu":
+        return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y)))
+    return np.fmod(_wide(x), _wide(y))
+
+
+@rule("integer_pow")
+def _(eqn: Any, x: Any) -> Any:
+    y = eqn.params["y"]
+    return 1 / _wide(x) ** -y if y < 0 else _wide(x) ** y
+
+
+@rule("pow")
+def _(eqn: Any, x: Any, y: Any) -> Any:
+    return np.power(_wide(x), _wide(y)) if _floating(x.dtype) and x.dtype == y.dtype else _bind(eqn, x, y)
+
+
+@rule("select_n")
+def _(eqn: Any, which: Any, *cases: Any) -> Any:
+    if which.dtype == bool:
+        return np.where(which, cases[1], cases[0])
+    return np.select([which == k for k in range(len(cases))], cases)
+
+
+@rule("clamp")
+def _(eqn: Any, low: Any, x: Any, high: Any) -> Any:
+    return np.minimum(np.maximum(x, low), high)
+
+
+@rule("convert_element_type")
+def _(eqn: Any, x: Any) -> Any:
+    to = np.dtype(eqn.params["new_dtype"])
+    if not _floating(x.dtype) or _floating(to) or to.kind == "b":
+        return x.astype(to)
+    limits = jax.numpy.iinfo(to)  # XLA saturates, and makes zero of NaN; what C does is undefined
+    return np.nan_to_num(np.clip(np.trunc(x.astype(np.float64)), int(limits.min), int(limits.max))).astype(to)
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+@rule("broadcast_in_dim")
+def _(eqn: Any, x: Any, *_) -> Any:
+    shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    own = [1] * len(shape)
+    for n, d in zip(x.shape, dims, strict=True):
+        own[d] = n
+    return np.broadcast_to(x.reshape(own), shape)
+
+
+@rule("reshape", "squeeze")
+def _(eqn: Any, x: Any, *_) -> Any:
+    order = eqn.params.get("dimensions")  # of a reshape: the axes in the order in which elements are taken
+    return (x.transpose(order) if order and eqn.primitive.name == "reshape" else x).reshape(eqn.outvars[0].aval.shape)
+
+
+@rule("transpose")
+def _(eqn: Any, x: Any) -> Any:
+    return x.transpose(eqn.params["permutation"])
+
+
+@rule("concatenate")
+def _(eqn: Any, *xs: Any) -> Any:
+    return np.concatenate(xs, eqn.params["dimension"])
+
+
+@rule("slice")
+def _(eqn: Any, x: Any) -> Any:
+    p = eqn.params
+    steps = p["strides"] or [1] * x.ndim
+    return x[tuple(slice(a, b, c) for a, b, c in zip(p["start_indices"], p["limit_indices"], steps, strict=True))]
+
+
+def _start(x: Any, sizes: Sequence[int], indices: Sequence[Any]) -> tuple[slice, ...]:
+    starts = [min(max(int(i), 0), n - m) for i, n, m in zip(indices, x.shape, sizes, strict=True)]
+    return tuple(slice(i, i + m) for i, m in zip(starts, sizes, strict=True))
+
+
+@rule("dynamic_slice")
+def _(eqn: Any, x: Any, *indices: Any) -> Any:
+    return x[_start(x, eqn.params["slice_sizes"], indices)]
+
+
+@rule("dynamic_update_slice")
+def _(eqn: Any, x: Any, update: Any, *indices: Any) -> Any:
+    out = x.copy()
+    out[_start(x, update.shape, indices)] = update
+    return out
+
+
+@rule("pad")
+def _(eqn: Any, x: Any, fill: Any) -> Any:
+    """Dilated into the new shape; negative padding cuts."""
+    out = np.full(eqn.outvars[0].aval.shape, fill, x.dtype)
+    to, of = [], []
+    for n, m, (low, _, inner) in zip(x.shape, out.shape, eqn.params["padding_config"], strict=True):
+        at = low + np.arange(n) * (inner + 1)
+        inside = (at >= 0) & (at < m)
+        to.append(at[inside])
+        of.append(np.arange(n)[inside])
+    out[np.ix_(*to)] = x[np.ix_(*of)]
+    return out
+
+
+@rule("rev")
+def _(eqn: Any, x: Any) -> Any:
+    return np.flip(x, eqn.params["dimensions"])
+
+
+@rule("iota")
+def _(eqn: Any, *_) -> Any:
+    p = eqn.params
+    own = [n if k == p["dimension"] else 1 for k, n in enumerate(p["shape"])]
+    return np.broadcast_to(np.arange(p["shape"][p["dimension"]]).reshape(own), p["shape"]).astype(p["dtype"])
+
+
+@rule("split")
+def _(eqn: Any, x: Any) -> Any:
+    return np.split(x, np.cumsum(eqn.params["sizes"])[:-1], eqn.params["axis"])
+
+
+# -- reductions and products -------------------------------------------------------------------------------------------
+
+
+def _reduction(fn: Callable[..., Any]) -> Rule:
+    return lambda eqn, x, *_: fn(_wide(x), axis=tuple(eqn.params["axes"]))
+
+
+def _sum(x: Any, axis: Any) -> Any:
+    return np.sum(x, axis=axis, dtype=np.float64 if x.dtype == np.float32 else x.dtype)
+
+
+RULES |= {"reduce_sum": _reduction(_sum), "reduce_and": _reduction(np.all), "reduce_or": _reduction(np.any)}
+
+
+@rule("reduce_max", "reduce_min")
+def _(eqn: Any, x: Any, *_) -> Any:
+    if x.size == 0:
+        return _bind(eqn, x)
+    fn = np.max if eqn.primitive.name == "reduce_max" else np.min
+    return fn(_wide(x), axis=tuple(eqn.params["axes"]))
+
+
+@rule("cumsum")
+def _(eqn: Any, x: Any) -> Any:
+    axis, wide = eqn.params["axis"], np.float64 if _floating(x.dtype) else x.dtype
+    if eqn.params["reverse"]:
+        return np.flip(np.cumsum(np.flip(x, axis), axis, dtype=wide), axis)
+    return np.cumsum(x, axis, dtype=wide)
+
+
+@rule("dot_general")
+def _(eqn: Any, x: Any, y: Any, *_) -> Any:
+    """Batch, free and contracted axes to the places where `matmul` takes them."""
+    (cx, cy), (bx, by) = eqn.params["dimension_numbers"]
+    fx = [k for k in range(x.ndim) if k not in (*cx, *bx)]
+    fy = [k for k in range(y.ndim) if k not in (*cy, *by)]
+    out = eqn.outvars[0].aval
+    wide = np.complex128 if out.dtype.kind == "c" else np.float64 if _floating(out.dtype) else np.int64
+    size = lambda a, axes: int(np.prod([a.shape[k] for k in axes]))
+    a = x.transpose(*bx, *fx, *cx).reshape(size(x, bx), size(x, fx), size(x, cx)).astype(wide)
+    b = y.transpose(*by, *cy, *fy).reshape(size(y, by), size(y, cy), size(y, fy)).astype(wide)
+    return (a @ b).reshape(out.shape)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+@rule("jit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
+def _(eqn: Any, *operands: Any) -> Any:
+    return _inner(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), operands)
+
+
+@rule("cond")
+def _(eqn: Any, which: Any, *operands: Any) -> Any:
+    branches = eqn.params["branches"]
+    return _inner(branches[min(max(int(which), 0), len(branches) - 1)], operands)
+
+
+@rule("while")
+def _(eqn: Any, *operands: Any) -> Any:
+    p = eqn.params
+    n, m = p["cond_nconsts"], p["body_nconsts"]
+    state = list(operands[n + m :])
+    while bool(_inner(p["cond_jaxpr"], [*operands[:n], *state])[0]):
+        state = _inner(p["body_jaxpr"], [*operands[n : n + m], *state])
+    return state
+
+
+@rule("scan")
+def _(eqn: Any, *operands: Any) -> Any:
+    p = eqn.params
+    n, carried = scan_counts(p)
+    state, xs = list(operands[n : n + carried]), operands[n + carried :]
+    rows = [np.empty(v.aval.shape, v.aval.dtype) for v in eqn.outvars[carried:]]
+    for k in reversed(range(p["length"])) if p["reverse"] else range(p["length"]):
+        outs = _inner(p["jaxpr"], [*operands[:n], *state, *(x[k] for x in xs)])
+        state = outs[:carried]
+        for row, x in zip(rows, outs[carried:], strict=True):
+            row[k] = x
+    return [*state, *rows]
