@@ -44,7 +44,8 @@ def integers(k, n):
 
 def moved(x, y):
     i, picked = jnp.int32(2), [x[jnp.array([2, 0])], x.at[jnp.array([1, 1])].add(2.0), jnp.sort(x, 0), jnp.argmax(x, 1)]
-    return picked + [
+    return [
+        *picked,
         x.T, x[::-1, 1:3], jnp.concatenate([x, y], 1), jnp.pad(x, 2), lax.pad(x, x[0, 0], [(-1, 2, 1), (1, -2, 0)]),
         lax.dynamic_slice(x, (i, i), (2, 2)), lax.dynamic_update_slice(x, y[:2, :2], (i, i)), jnp.split(x, 2, 1),
         lax.reshape(x, (4, 3), (1, 0)), x[:, None] + y[None], lax.broadcasted_iota(jnp.int32, (3, 5), 0), x[..., None],
