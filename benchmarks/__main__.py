@@ -100,6 +100,7 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--match", nargs="+", action="extend", default=[], metavar="TEXT",
         help="only lines whose size and dtype have one of these in them",
     )  # fmt: skip
+    sub.add_argument("--profile", action="store_true", help="of language models, what each of their kernels takes")
     sub.add_argument("--tiny", action="store_true", help="tiny sizes and no torch: tries the code, on the CPU too")
     return parser.parse_args(argv)
 

@@ -1,24 +1,200 @@
-"""SmolLM2-135M: prefill and greedy decoding, where its weights are installed."""
+"""Language models: published shapes with random weights, and SmolLM2-135M where its weights are installed.
+
+Ours is `LanguageModel.stream` as users call it, the host's part included: microseconds of a prompt and of a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import llm
+from benchmarks.data import normal
+from benchmarks.gpu import kernels, models, plain, torch_decoder, torch_peers
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.measure import Options
-from benchmarks.harness import Result
+from benchmarks.gpu.measure import Options, relative_error, short
+from benchmarks.harness import Result, WrongResultError, result
+from jtile import ops
 from jtile.errors import ModelError
+from jtile.models import LanguageModel
 from jtile.models.load import default_model
+from jtile.testing import Timing
+
+PROMPTS = ((1, 512), (1, 2048), (16, 512), (64, 512))  # rows, tokens
+STEPS = 32
+CHECKED = 32  # tokens of the prompt whose logits are compared
+TOLERANCE = 5e-2  # relative, of two roundings of every activation to bfloat16
+Runner = Callable[..., tuple[float, float]]  # seconds of a prompt, and of a step; with False the prompt alone
 
 
 def results(machine: Machine, options: Options, say: Callable[[str], None], tiny: bool = False) -> Iterator[Result]:
+    """A line for the prompt and one for a step of every model and size."""
+    prompts, steps = (((2, 16),), 8) if tiny else (PROMPTS, STEPS)
+    rate = None
+    for name, config in (models.TINY if tiny else models.SHAPES).items():
+        asked = [p for p in prompts if any(options.takes(text, "bfloat16") for text in _lines(name, *p))]
+        if not asked:
+            continue
+        rate = rate or _read_rate(machine, tiny)
+        began = time.monotonic()
+        lm = models.make(config)
+        jax.block_until_ready(jax.tree.leaves(models.model_state(lm.model)))
+        error = _error(lm)
+        say(f"{name}: weights made and checked in {time.monotonic() - began:.0f} s, relative error {error:.1e}")
+        for rows, tokens in asked:
+            yield from _measured(name, models.Work(lm, rows, tokens, steps), machine, rate, error, options, say)
+            torch_peers.free()
+        del lm
+    yield from () if tiny else _smollm2(machine, options, say)
+
+
+def _lines(name: str, rows: int, tokens: int) -> tuple[str, str]:
+    """The sizes of the records of a prompt, and of a step."""
+    return tuple(f"{name}, {rows} x {tokens}, {what}" for what in ("prompt", "step"))
+
+
+def _error(lm: LanguageModel) -> float:
+    """Of our logits against those of the plain decoder, which is a check of both.
+
+    Raises:
+      WrongResultError: they differ by more than their roundings.
+    """
+    ids = _ids(lm, 1, CHECKED)
+    expected = plain.logits(plain.weights_of(lm), ids, s=plain.sizes_of(lm, None))
+    error = relative_error(lm.logits(np.asarray(ids)), expected)
+    if not error < TOLERANCE:
+        raise WrongResultError(f"logits of {lm.config.num_layers} layers: relative error {error:.2g}")
+    return error
+
+
+def _ids(lm: LanguageModel, rows: int, tokens: int) -> jax.Array:
+    drawn = np.random.default_rng(0).integers(0, lm.config.vocab_size, (rows, tokens))
+    return jnp.asarray(drawn, jnp.int32)
+
+
+def _read_rate(machine: Machine, tiny: bool) -> float:
+    """Bytes a second that a kernel reads: the best of a copy, XLA's sum, and one row times a matrix."""
+    shape = (64, 128) if tiny else (1 << 17, 8192)
+    x, w = normal(0, 1, shape[1], dtype="bfloat16"), normal(1, *shape, dtype="bfloat16")
+    best = machine.copy_rate
+    for f in (lambda x, w: w.max(1), lambda x, w: ops.matmul(x, w, transpose_b=True)):
+        run = jax.jit(f)
+        jax.block_until_ready(run(x, w))
+        start = time.perf_counter()
+        for _ in range(20):
+            y = run(x, w)
+        jax.block_until_ready(y)
+        best = max(best, 20 * w.nbytes / (time.perf_counter() - start))
+    return best
+
+
+def _measured(
+    name: str, work: models.Work, machine: Machine, rate: float, error: float, options: Options, say: Callable
+) -> Iterator[Result]:
+    began, lm = time.monotonic(), work.lm
+    ids = _ids(lm, work.rows, work.tokens)
+    runners: dict[str, Runner] = {}
+    for peer, make in _RUNNERS.items():
+        if _left_out(peer, runners, options):
+            continue
+        try:
+            runners[peer] = make(work, ids)
+            runners[peer]()  # compiles
+        except Exception as failed:
+            if peer == "ours":
+                raise
+            say(f"    {name}: peer {peer} is left out: {short(failed)}")
+            runners.pop(peer, None)
+    ready = time.monotonic()
+    samples: dict[str, list[tuple[float, float]]] = {peer: [] for peer in runners}
+    for _ in range(min(max(3, options.repeats // 3), 5)):
+        for peer, run in runners.items():
+            samples[peer].append(run())
+    took = f"{ready - began:.0f} s to compile, {time.monotonic() - ready:.0f} s to measure"
+    bounds = machine.bound_us(0, work.prompt_flops(), "bf16"), 1e6 * work.step_bytes() / rate
+    for i, (config, bound) in enumerate(zip(_lines(name, work.rows, work.tokens), bounds)):
+        times = {p: [1e6 * pair[i] for pair in pairs] for p, pairs in samples.items()}
+        timings = {p: Timing(statistics.median(us), min(us)) for p, us in times.items()}
+        got = result("llm", config, "bfloat16", machine.device, timings, bound_us=bound, error=error)
+        say(_line(got, work, i == 0, took))
+        yield got
+    if options.profile:
+        for peer, run in runners.items():
+            prompt = kernels.by_kernel(functools.partial(run, False))
+            step = kernels.difference(kernels.by_kernel(run), prompt, work.steps)
+            say(f"    {peer}, the prompt:\n{kernels.table(prompt)}\n    {peer}, a step:\n{kernels.table(step)}")
+
+
+def _line(got: Result, work: models.Work, prompt: bool, took: str) -> str:
+    r, tokens = got.record, work.rows * (work.tokens if prompt else 1)
+    rate = lambda us: f"{1e6 * tokens / us:.0f} tokens/s"
+    peers = ", ".join(f"{name} {us:.0f} us ({rate(us)})" for name, us in r.peers.items())
+    text = f"llm {r.config}: {r.ours_us:.0f} us, {rate(r.ours_us)}, {100 * (r.bound_frac or 0):.0f} % of bound"
+    return text + (f"; {peers}; ratio {r.ratio:.3f}" if peers else "") + f" [{took}]"
+
+
+def _ours(work: models.Work, ids: jax.Array) -> Runner:
+    rows = np.asarray(ids)
+
+    def run(steps: bool = True):
+        stream = work.lm.stream(rows, work.steps + 1 if steps else 1, eos=None)
+        for _ in stream:
+            pass
+        return stream.stats.prefill_seconds, stream.stats.decode_seconds / work.steps
+
+    return run
+
+
+def _plain(work: models.Work, ids: jax.Array, attention: str | None = None) -> Runner:
+    w, s, count = plain.weights_of(work.lm), plain.sizes_of(work.lm, attention), work.steps
+
+    def run(steps: bool = True):
+        start = time.perf_counter()
+        tokens, caches = jax.block_until_ready(plain.prefill(w, ids, s=s, slots=work.tokens + count))
+        middle = time.perf_counter()
+        if steps:
+            jax.block_until_ready(plain.steps(w, tokens, caches, s=s, length=work.tokens, count=count))
+        return middle - start, (time.perf_counter() - middle) / count
+
+    return run
+
+
+def _torch(work: models.Work, ids: jax.Array) -> Runner:
+    w = plain.weights_of(work.lm)
+    decoder = torch_decoder.TorchDecoder(w, plain.sizes_of(work.lm, None), ids, work.steps)
+    prompt, step = torch_decoder.Graph(decoder.prompt), torch_decoder.Graph(decoder.step)
+    return lambda steps=True: (prompt.seconds(1), step.seconds(work.steps) if steps else 0.0)
+
+
+_RUNNERS: dict[str, Callable[[models.Work, jax.Array], Runner]] = {
+    "ours": _ours,
+    "plain jnp": functools.partial(_plain, attention="cudnn"),
+    "plain jnp, XLA's attention": _plain,
+    "torch": _torch,
+}
+
+
+def _left_out(peer: str, others: Mapping[str, Runner], options: Options) -> bool:
+    """Whether this run goes without a peer, because it is asked to, or it cannot run or need not."""
+    needless = peer.startswith("plain jnp,") and "plain jnp" in others
+    missing = (peer == "torch" and torch_peers.why_not()) or (peer == "plain jnp" and jax.default_backend() != "gpu")
+    return bool(peer.startswith(options.without or ("\0",)) or needless or missing)
+
+
+def _smollm2(machine: Any, options: Options, say: Callable[[str], None]) -> Iterator[Result]:
     try:
         default_model()
     except ModelError as missing:
-        say(f"llm is left out: {missing}")
+        say(f"smollm2 is left out: {missing}")
         return
-    if tiny:
+    if not any(options.takes(text, "q4_1") for text in ("prefill 512", "decode 128 after 16", "decode 128 after 512")):
         return
     for got in llm.results(machine, options.repeats):
         r = got.record

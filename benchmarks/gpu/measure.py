@@ -27,13 +27,15 @@ _UNTUNED = {"xla_gpu_autotune_level": 0}  # of references: nobody waits for them
 @dataclasses.dataclass(frozen=True)
 class Options:
     """`repeats` rounds of samples, at most `budget_s` seconds of them a case; peers whose name starts with one of
-    `without` are left out; `cold_bytes` is what the arguments of cold calls exceed together; `match`: see `takes`."""
+    `without` are left out; `cold_bytes` is what the arguments of cold calls exceed together; `match`: see `takes`;
+    `profile`: whether language models say what their kernels take."""
 
     repeats: int = 15
     budget_s: float = 4.0
     without: tuple[str, ...] = ()
     cold_bytes: int = COLD_BYTES
     match: tuple[str, ...] = ()
+    profile: bool = False
 
     def takes(self, config: str, dtype: str) -> bool:
         """Whether a line of this size and dtype is asked for: it has one of `match` in it, if there are any."""

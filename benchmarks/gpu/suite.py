@@ -30,7 +30,10 @@ def main(arguments: Any) -> None:
     machine = measure_machine(arguments.tiny)
     rates = ", ".join(f"{unit} {rate / 1e12:.0f} TFLOP/s" for unit, rate in machine.peaks.items())
     say(f"{machine.device}, jax {jax.__version__}: copies {machine.copy_rate / 1e9:.0f} GB/s, {rates}")
-    options = Options(arguments.repeats, arguments.budget, tuple(arguments.without), match=tuple(arguments.match))
+    options = Options(
+        arguments.repeats, arguments.budget, tuple(arguments.without), match=tuple(arguments.match),
+        profile=arguments.profile,
+    )  # fmt: skip
     if arguments.tiny:
         without = ("torch", "cublas", *options.without)
         options = dataclasses.replace(options, repeats=2, budget_s=0.1, without=without, cold_bytes=1 << 16)
@@ -107,6 +110,9 @@ class Suite:
             for got in module.results(self._machine, self._options, say, self._tiny):
                 if self._options.takes(got.record.config, got.record.dtype):
                     yield got
+                if self._late():
+                    self.skipped.append((module.__name__, "what comes behind", got.record.config))
+                    break
         except Exception as error:
             self.failed.append((module.__name__, "", ""))
             say(f"{module.__name__}: FAILED, {short(error, 1500)}")

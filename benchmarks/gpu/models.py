@@ -1,0 +1,80 @@
+"""Language models of published shapes with random weights, which are made on the device; and what their work needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.data import normal, size
+from jtile.models import Decoder, LanguageModel
+from jtile.models.llama import LlamaConfig
+
+_SCALE = 0.02  # of weights, as models are initialised: activations stay of the size that they have
+
+
+def _llama(layers: int, hidden: int, features: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict:
+    return dict(
+        model_type="llama", num_hidden_layers=layers, hidden_size=hidden, intermediate_size=features,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab, rms_norm_eps=1e-5,
+        rope_theta=500000.0, max_position_embeddings=131072, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+# The entries of the config.json of each that this needs.
+SHAPES = {
+    "Llama-3.2-1B": _llama(16, 2048, 8192, 32, 8, 128256, tied=True),
+    "Llama-3.1-8B": _llama(32, 4096, 14336, 32, 8, 128256, tied=False),
+}
+TINY = {"tiny": _llama(1, 64, 96, 4, 2, 128, tied=True)}
+
+
+def make(config: dict, dtype: str = "bfloat16") -> LanguageModel:
+    """A model of this shape; nothing of its weights is ever in the host's memory."""
+
+    def weight(name: str, shape: tuple[int, ...]) -> jax.Array:
+        if name.endswith("norm.weight"):
+            return jnp.ones(shape, jnp.float32)
+        return normal(zlib.crc32(name.encode()) >> 1, *shape, dtype=dtype, scale=_SCALE)
+
+    return LanguageModel(Decoder(LlamaConfig.from_hf(config), weight, config["tie_word_embeddings"], dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a model's prompt of `rows` times `tokens`, or one step behind it, needs at least.
+
+    Attributes:
+      lm: the model. rows, tokens: of the prompt. steps: that follow it, of which one is counted: the one in the middle.
+    """
+
+    lm: LanguageModel
+    rows: int
+    tokens: int
+    steps: int
+
+    def step_bytes(self) -> int:
+        """Bytes that a step reads: all weights but rows of the embedding, and the keys and values of every row."""
+        model, c = self.lm.model, self.lm.config.attention
+        weights = size(*jax.tree.leaves(model_state(model)))
+        table = 0 if model.output is None else size(model.embedding.get_value())
+        keys = self.rows * (self.tokens + self.steps // 2)
+        width = jnp.dtype(self.lm.cache_dtype or self.lm.dtype).itemsize
+        return weights - table + 2 * keys * c.kv_heads * c.head_dim * width * self.lm.config.num_layers
+
+    def prompt_flops(self) -> int:
+        """Operations of a prompt: two for each weight of the blocks and each token, and those of attention."""
+        model, c = self.lm.model, self.lm.config.attention
+        weights = sum(w.size for w in jax.tree.leaves(model_state(model)) if w.ndim == 2)
+        tables = model.embedding.get_value().size * (1 if model.output is None else 2)
+        scores = self.rows * self.tokens * (self.tokens + 1) // 2 * c.heads * self.lm.config.num_layers
+        return 2 * (weights - tables) * self.rows * self.tokens + 4 * scores * c.head_dim
+
+
+def model_state(model: Decoder):
+    """The weights of a model as a tree of arrays."""
+    from flax import nnx
+
+    return nnx.to_pure_dict(nnx.state(model))

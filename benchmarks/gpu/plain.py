@@ -1,0 +1,125 @@
+"""The decoder that somebody writes in `jnp` who wants it fast: bfloat16, cuDNN's attention, all steps in one loop.
+
+A peer of `jtile.models`, on the same arrays: their query, key and value weights in one matrix help it, too. Llama only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jtile.models import LanguageModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a Llama; `attention`: what `jax.nn.dot_product_attention` is to use."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    attention: str | None
+
+
+def weights_of(lm: LanguageModel) -> dict[str, Any]:
+    """The arrays of a model, as a tree."""
+    model = lm.model
+    blocks = [
+        dict(
+            before=b.attention_norm, qkv=b.attention.qkv, output=b.attention.output,
+            behind=b.mlp_norm, gate=b.mlp.gate, up=b.mlp.up, down=b.mlp.down,
+        )
+        for b in model.blocks
+    ]  # fmt: skip
+    head = model.embedding if model.output is None else model.output
+    tree = dict(embedding=model.embedding, norm=model.norm, head=head, blocks=blocks)
+    arrays = jax.tree.map(lambda p: p.get_value(), tree, is_leaf=lambda p: hasattr(p, "get_value"))
+    return arrays | {"frequencies": jnp.asarray(lm.config.attention.rope.frequencies())}
+
+
+def sizes_of(lm: LanguageModel, attention: str | None) -> Sizes:
+    c = lm.config.attention
+    return Sizes(c.heads, c.kv_heads, c.head_dim, lm.config.norm_eps, attention)
+
+
+def _norm(x, weight, eps: float):
+    t = x.astype(jnp.float32)
+    unit = t * lax.rsqrt((t * t).mean(-1, keepdims=True) + eps)
+    return (unit * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def _linear(x, weight):
+    return jnp.einsum("...i,oi->...o", x, weight)
+
+
+def _rotated(x, cos, sin):
+    """x [rows, t, heads, d] by the angles [1, t, 1, d / 2]."""
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
+
+
+def _forward(w, s: Sizes, ids, caches, first, lengths):
+    """The hidden states [rows, t, hidden] of ids [rows, t], which stand at `first` and behind it; and the caches with
+    them. lengths: of all rows, to attend to the caches; None for a prompt, which attends to itself."""
+    x = jnp.take(w["embedding"], ids, axis=0)
+    angles = (first + jnp.arange(ids.shape[1], dtype=jnp.int32)).astype(jnp.float32)[:, None] * w["frequencies"][None]
+    cos, sin = (f(angles)[None, :, None] for f in (jnp.cos, jnp.sin))
+    attend = functools.partial(jax.nn.dot_product_attention, implementation=s.attention)
+    out = []
+    for block, (keys, values) in zip(w["blocks"], caches, strict=True):
+        qkv = _linear(_norm(x, block["before"], s.eps), block["qkv"]).reshape(*ids.shape, -1, s.head_dim)
+        q, k, v = jnp.split(qkv, (s.heads, s.heads + s.kv_heads), axis=2)
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        place = (jnp.int32(0), first, jnp.int32(0), jnp.int32(0))
+        keys, values = (lax.dynamic_update_slice(cache, new, place) for cache, new in ((keys, k), (values, v)))
+        mixed = attend(q, k, v, is_causal=True) if lengths is None else (
+            attend(q, keys, values, key_value_seq_lengths=lengths)
+        )  # fmt: skip
+        x = x + _linear(mixed.reshape(*ids.shape, -1), block["output"])
+        y = _norm(x, block["behind"], s.eps)
+        x = x + _linear(jax.nn.silu(_linear(y, block["gate"])) * _linear(y, block["up"]), block["down"])
+        out.append((keys, values))
+    return x, out
+
+
+def _logits(w, s: Sizes, x):
+    """float32 logits of hidden states [..., hidden]."""
+    normed = _norm(x, w["norm"], s.eps)
+    return jnp.einsum("...i,oi->...o", normed, w["head"], preferred_element_type=jnp.float32)
+
+
+def _no_caches(w, s: Sizes, rows: int, slots: int):
+    return [tuple(jnp.zeros((rows, slots, s.kv_heads, s.head_dim), w["head"].dtype) for _ in "kv") for _ in w["blocks"]]
+
+
+@functools.partial(jax.jit, static_argnames="s")
+def logits(w, ids, *, s: Sizes):
+    """float32 [rows, t, vocab] of ids [rows, t]."""
+    x, _ = _forward(w, s, ids, _no_caches(w, s, *ids.shape), jnp.int32(0), None)
+    return _logits(w, s, x)
+
+
+@functools.partial(jax.jit, static_argnames=("s", "slots"))
+def prefill(w, ids, *, s: Sizes, slots: int):
+    """Of ids [rows, t] the next tokens [rows, 1], and caches of `slots` slots."""
+    x, caches = _forward(w, s, ids, _no_caches(w, s, ids.shape[0], slots), jnp.int32(0), None)
+    return jnp.argmax(_logits(w, s, x[:, -1:]), -1).astype(jnp.int32), caches
+
+
+@functools.partial(jax.jit, static_argnames=("s", "length", "count"), donate_argnames="caches")
+def steps(w, tokens, caches, *, s: Sizes, length: int, count: int):
+    """`count` greedy tokens behind caches that hold `length`: (the last tokens [rows, 1], the caches)."""
+
+    def one(i, carry):
+        tokens, caches = carry
+        lengths = jnp.broadcast_to(length + 1 + i, tokens.shape[:1])
+        x, caches = _forward(w, s, tokens, caches, length + i, lengths)
+        return jnp.argmax(_logits(w, s, x), -1).astype(jnp.int32), caches
+
+    return lax.fori_loop(0, count, one, (tokens, caches))

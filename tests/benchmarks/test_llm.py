@@ -1,0 +1,62 @@
+"""The language models of the GPU suite: a tiny one on the CPU, and what those of published shapes need."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from benchmarks.gpu import kernels, llm, measure, models
+from benchmarks.gpu.machine import Machine
+from jtile.models import Decoder
+from jtile.models.llama import LlamaConfig
+
+MACHINE = Machine("test", copy_rate=1e9, peaks={"bf16": 1e12, "fp8": 2e12}, threads=1)
+
+
+def work(config, rows, tokens, steps):
+    """Of a model whose weights are not made."""
+    parsed = LlamaConfig.from_hf(config)
+    blank = lambda name, shape: jnp.zeros(shape, jnp.float32 if len(shape) == 1 else jnp.bfloat16)
+    model = nnx.eval_shape(lambda: Decoder(parsed, blank, config["tie_word_embeddings"], "bfloat16"))
+    lm = types.SimpleNamespace(model=model, config=parsed, dtype="bfloat16", cache_dtype=None)
+    return models.Work(lm, rows, tokens, steps)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("Llama-3.2-1B", 1_235_814_400), ("Llama-3.1-8B", 8_030_261_248)])
+def test_work_of_the_published_shapes(name, weights):
+    one = work(models.SHAPES[name], 16, 512, 32)
+    leaves = jax.tree.leaves(models.model_state(one.lm.model))
+    norms = sum(x.size for x in leaves if x.ndim == 1)
+    assert sum(x.size for x in leaves) == weights
+    c, config, tied = one.lm.config.attention, one.lm.config, models.SHAPES[name]["tie_word_embeddings"]
+    table = config.vocab_size * config.hidden_size
+    read = 2 * (weights - (0 if tied else table)) + 2 * norms  # norms are float32
+    assert one.step_bytes() == read + 16 * 528 * config.num_layers * 2 * c.kv_heads * c.head_dim * 2
+    products = weights - norms - table * (1 if tied else 2)
+    scores = 16 * 512 * 513 // 2 * c.heads * config.num_layers
+    assert one.prompt_flops() == 2 * products * 16 * 512 + 4 * scores * c.head_dim
+
+
+def test_a_tiny_model_is_checked_and_timed():
+    said = []
+    options = measure.Options(repeats=2, without=("plain", "torch"), match=("step",))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # of jax.nn's attention
+        prompt, step = llm.results(MACHINE, options, said.append, tiny=True)
+    assert (prompt.record.config, step.record.config) == ("tiny, 2 x 16, prompt", "tiny, 2 x 16, step")
+    assert 0 < step.record.error < 0.02 and not step.record.peers
+    assert step.record.bound_us > 0 and step.record.bound_frac > 0
+    assert "tokens/s" in said[-1]
+    assert not list(llm.results(MACHINE, measure.Options(match=("8B",)), said.append, tiny=True))
+
+
+def test_kernels_of_a_step():
+    """Of the times of a whole run and of its prompt."""
+    found = kernels.difference(
+        {"a": (64, 640.0), "b": (5, 9.0), "c": (32, 960.0)}, {"a": (32, 320.0), "b": (5, 8.0)}, 32
+    )
+    assert found == {"c": (1.0, 30.0), "a": (1.0, 10.0)}
+    lines = kernels.table(found).splitlines()
+    assert [" ".join(line.split()) for line in lines[:2]] == ["2 kernels take 40 us", "75.0 % 30 us 1 x 30.0 us c"]
+    assert "no kernel" in kernels.table(kernels.by_kernel(lambda: None))
