@@ -118,9 +118,10 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
 def choice(p: Product) -> Form:
     """The form that `ours` has."""
     left, right = (letter == "T" for letter in p.order)
-    of = {} if jt.platform() == "cpu" else dict(left=left, fast=p.whole)
+    gpu = "warps" in jt.target().features
+    of = dict(left=left, fast=p.whole) if gpu else {}
     tiles = _matmul.tiles(p.m, p.n, p.k, p.itemsize, transposed=right, batch=p.batch, **of)
-    if jt.platform() == "cpu":
+    if not gpu:
         return tiles
     split = not p.whole and p.batch == 1
     sizes = p.m, p.n, p.k, p.itemsize
@@ -145,7 +146,7 @@ def forms(p: Product) -> list[Form]:
     if "num_warps" in points[0]:
         like = lambda q, names: all(q[name] == {**USUAL, **tiles}[name] for name in names)
         tried = [q for q in tried if like(q, USUAL) or like(q, tiles)]
-    elif jt.platform() != "cpu":
+    elif "warps" in jt.target().features:
         product = hopper_tiles.Product(
             p.m, p.n, p.k, p.itemsize, batch=p.batch, fast=p.whole, left=left, transposed=right
         )
@@ -169,7 +170,7 @@ def _compiled(
 ) -> dict[Product, dict[str, Any]]:
     """The programs of each product by name, "ours" and the forms; instead of one the error that it raised."""
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
-        if jt.platform() != "cpu":
+        if "warps" in jt.target().features:
             _compile_kernels(tried, folder)
         build = lambda p, f: pool.submit(_compile, f, p, *calls[p], folder)
         jobs = {
@@ -181,7 +182,8 @@ def _compiled(
 
 def _compile_kernels(tried: Mapping[Product, Sequence[Form]], folder: str) -> None:
     """Fill the cache of compiled kernels: in processes, for the passes of all threads share one interpreter."""
-    jobs = [(p, form, jt.platform(), jt.architecture(), folder) for p, many in tried.items() for form in (None, *many)]
+    here = jt.target().platform, jt.architecture(), folder
+    jobs = [(p, form, *here) for p, many in tried.items() for form in (None, *many)]
     new = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(_threads(), new, _without_gpu) as pool:
         list(pool.map(_compile_kernel, jobs, chunksize=2))

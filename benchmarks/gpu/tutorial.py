@@ -18,7 +18,6 @@ from benchmarks.gpu.case import Case, Torch
 
 SIZES = ((4096, 4096, 4096), (8192, 8192, 8192))  # m, n, k
 TINY = ((256, 256, 128),)
-BLOCKS = 132  # as many blocks as run at once on the H200 that the tutorial is about; `jt.target()` says it of others
 
 
 def _product(a: Any, b: Any, **_: Any) -> jax.ShapeDtypeStruct:
@@ -185,8 +184,18 @@ def banded(t, rows: int, columns: int, band: int):
     return first + within % height, within // height
 
 
-def _blocks(a: Any, b: Any, *, bm: int, bn: int, blocks: int, **_: Any) -> int:
-    return min(blocks, jt.cdiv(a.shape[0], bm) * jt.cdiv(b.shape[1], bn))
+def resident() -> int:
+    """As many blocks of these kernels as run at once: the multiprocessors of the GPU at hand, or, to compile and to
+    interpret without one, of an H200."""
+    target = jt.target()
+    if "warpgroup products" not in target.features:
+        with jt.config(arch="sm_90"):
+            target = jt.target()
+    return target.units("device") or 1
+
+
+def _blocks(a: Any, b: Any, *, bm: int, bn: int, blocks: int | None, **_: Any) -> int:
+    return min(blocks or resident(), jt.cdiv(a.shape[0], bm) * jt.cdiv(b.shape[1], bn))
 
 
 @jt.function
@@ -216,13 +225,13 @@ def fill(a, b, i, j, A, B, full, empty, rounds: int, it):
 
 
 @jt.kernel(out_type=_product, grid=_blocks)
-def persistent(a, b, o, *, bm=128, bn=256, bk=64, slots=4, blocks=BLOCKS, band=8):
+def persistent(a, b, o, *, bm=128, bn=256, bk=64, slots=4, blocks=None, band=8):
     half = bm // 2
     A = [jt.alloc((half, bk), a.dtype, slots=slots) for _ in range(2)]
     B = jt.alloc((bk, bn), b.dtype, slots=slots)
     full, empty = jt.barrier(slots), jt.barrier(slots, arrivals=2)
     rounds, rows, columns = jt.cdiv(a.shape[1], bk), jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)
-    mine = (jt.program_id(0), rows * columns, min(blocks, rows * columns))
+    mine = (jt.program_id(0), rows * columns, min(blocks or resident(), rows * columns))
     for w in range(2):
         with jt.role(f"consumer{w}", warps=4, registers=240):
             it = 0
@@ -247,14 +256,14 @@ def pieces(x, width: int) -> list:
 
 
 @jt.kernel(out_type=_product, grid=_blocks)
-def overlapped(a, b, o, *, bm=128, bn=256, bk=64, slots=4, blocks=BLOCKS, band=8, width=64):
+def overlapped(a, b, o, *, bm=128, bn=256, bk=64, slots=4, blocks=None, band=8, width=64):
     half = bm // 2
     A = [jt.alloc((half, bk), a.dtype, slots=slots) for _ in range(2)]
     B = jt.alloc((bk, bn), b.dtype, slots=slots)
     C = [jt.alloc((half, width), o.dtype, slots=2) for _ in range(2)]
     full, empty = jt.barrier(slots), jt.barrier(slots, arrivals=2)
     rounds, rows, columns = jt.cdiv(a.shape[1], bk), jt.cdiv(a.shape[0], bm), jt.cdiv(b.shape[1], bn)
-    mine = (jt.program_id(0), rows * columns, min(blocks, rows * columns))
+    mine = (jt.program_id(0), rows * columns, min(blocks or resident(), rows * columns))
     for w in range(2):
         with jt.role(f"consumer{w}", warps=4, registers=240):
             it = 0

@@ -159,6 +159,7 @@ def _kernel(folder: Path, piece: Lowered, number: int, inputs: Sequence[int]) ->
         "kind": launch["kind"],
         "task": launch["task"],
         "workspace": launch["workspace"],
+        "buffers": launch["buffers"],
         "extra": list(launch["extra"]),
         "inputs": list(inputs),
         "starts": [_start(s) for s in starts],

@@ -72,7 +72,7 @@ def _variant(kernel: jt.Kernel, options: tuple[tuple[str, int], ...]) -> jt.Kern
 
 def tuned(kernel: jt.Kernel, **options: int) -> jt.Kernel:
     """`kernel` with `num_warps` and `num_stages` for a GPU of NVIDIA; elsewhere the compiler chooses them."""
-    return _variant(kernel, tuple(sorted(options.items()))) if options and jt.platform() == "cuda" else kernel
+    return _variant(kernel, tuple(sorted(options.items()))) if options and jt.target().platform == "cuda" else kernel
 
 
 def of_rows(kernel: jt.Kernel, x: jax.Array, br: int = 1, arrays: int = 1, **of: bool) -> jt.Kernel:

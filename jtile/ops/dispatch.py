@@ -32,6 +32,12 @@ def has(target: jt.Target, name: str) -> bool:
     return name in target.features or _STANDS_FOR.get(name) in target.features
 
 
+def small_tiles() -> bool:
+    """Whether programs at hand hold few tiles, with sides of powers of two, as on GPUs and NPUs; on a CPU tiles are as
+    large as its caches."""
+    return has(jt.target(), "warps")
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to compute an op.

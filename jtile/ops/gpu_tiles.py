@@ -81,7 +81,7 @@ product_options = products.warps
 
 def few_rows(bm: int, bn: int, bk: int, itemsize: int) -> Choice:
     """What a product of few rows takes besides; see `products.stages_of_few_rows`."""
-    found = products.stages_of_few_rows(bm, bn, bk, itemsize) if jt.platform() == "cuda" else ({}, {})
+    found = products.stages_of_few_rows(bm, bn, bk, itemsize) if jt.target().platform == "cuda" else ({}, {})
     return Choice(*found)
 
 
@@ -151,7 +151,7 @@ def long_rows(n: int, itemsize: int) -> Choice | None:
     """Of a layer norm of rows of n elements that are read twice: blocks `bn` of the second time. None where that saves
     no registers that further rows could be held in: shorter rows, which leave some, longer ones and those of 32 bits,
     of which a multiprocessor holds one or two either way."""
-    suits = 8192 < n <= 16384 and itemsize == 2 and jt.platform() == "cuda"
+    suits = 8192 < n <= 16384 and itemsize == 2 and jt.target().platform == "cuda"
     return Choice({"bn": 4096}, {"num_warps": 16}) if suits else None
 
 

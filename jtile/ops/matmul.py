@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import dispatch, gpu_tiles, hopper_gemv, spaces
 from jtile.ops._shapes import check_shape, known, tuned
-from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
 from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
 from jtile.ops.operands import Epilogue, Weight
 from jtile.ops.parts import panels as _panels
@@ -113,12 +113,12 @@ def _check_kinds(a, b, activation) -> None:
 
 
 def tiles(m: int, n: int, k: int, itemsize: int, gates: int = 1, transposed: bool = False, **of) -> dict[str, int]:
-    """The tile sizes of `gates` products [m, k] [k, n] of elements of `itemsize` bytes, on the platform at hand.
+    """The tile sizes of `gates` products [m, k] [k, n] of elements of `itemsize` bytes, on the target at hand.
 
     `transposed`: the right operand lies in memory as [n, k]; `of`: see `gpu_tiles.product`.
     """
     m, n, k = known(m), known(n), known(k)
-    if jt.platform() != "cpu":
+    if small_tiles():
         return gpu_tiles.product(m, n, k, itemsize, gates, transposed, **of)
     return {**products.on_cpu(m, n, k, os.cpu_count() or 1), "bk": 0}
 
@@ -127,7 +127,7 @@ def _tiles(a, b, ta: bool, tb: bool) -> dict[str, int]:
     """Those of op(a) op(b) for arrays [batch or 1, rows, columns]."""
     m, n, k = _sides(a, b, ta, tb)
     of = dict(transposed=tb, batch=known(max(a.shape[0], b.shape[0])))
-    of |= {} if jt.platform() == "cpu" else dict(left=ta, fast=_whole(a))
+    of |= dict(left=ta, fast=_whole(a)) if small_tiles() else {}
     return tiles(m, n, k, a.dtype.itemsize, **of)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import gpu_tiles, hopper_tiles
+from jtile.ops.dispatch import small_tiles
 from jtile.ops.hopper_tiles import Product
 
 LINES = 128, 256  # bytes of a row of operands in shared memory
@@ -37,7 +38,7 @@ def products(a, b, *_, ta: bool, tb: bool, bk: int, **__) -> Points:
     """Of `matmul`: a [e, m, k], b [e, k, n]; on Hopper, tiles whose predicted time is near the shortest."""
     m, n, k = a.shape[2 if ta else 1], b.shape[1 if tb else 2], a.shape[1 if ta else 2]
     sides = None
-    if jt.platform() != "cpu" and gpu_tiles.warpgroups():
+    if gpu_tiles.warpgroups():
         of = dict(batch=max(a.shape[0], b.shape[0]), fast=not jnp.issubdtype(a.dtype, jnp.floating))
         product = Product(m, n, k, a.dtype.itemsize, left=ta, transposed=tb, **of)
         sides = [(form.bm, form.bn) for form in hopper_tiles.near(product, whole=True)]
@@ -47,13 +48,13 @@ def products(a, b, *_, ta: bool, tb: bool, bk: int, **__) -> Points:
 def gated_products(x, gate, *_, tb: bool, bk: int, **__) -> Points:
     """Of `gated_mlp`: x [m, k], gate [k, n]."""
     m, k, n, sides = *x.shape, gate.shape[0 if tb else 1], None
-    if jt.platform() != "cpu" and gpu_tiles.warpgroups():
+    if gpu_tiles.warpgroups():
         sides = hopper_tiles.candidates(Product(m, n, k, x.dtype.itemsize, gates=2, transposed=tb))
     return _products(m, n, k, x.dtype.itemsize, whole=bk == 0, sides=sides, gates=2)
 
 
 def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, sides=None, gates: int = 1) -> Points:
-    if jt.platform() == "cpu":
+    if not small_tiles():
         tiles = _all(bm=_sides(m, 32, 64, 128, 256, 512), bn=_sides(n, 64, 128, 256, 512))
         return [{**p, "bm": min(p["bm"], m), "bn": min(p["bn"], n)} for p in tiles] if whole else []
     if sides:  # the plan of the block level has its own warps and stages
@@ -72,7 +73,7 @@ def _products(m: int, n: int, k: int, itemsize: int, *, whole: bool, sides=None,
 def attention(q, k, v, *_, **__) -> Points:
     """Of `flash_attention`: q [batch, t, heads, d], k and v [batch, s, kv heads, d]."""
     t, s = q.shape[1], k.shape[1]
-    if jt.platform() == "cpu":
+    if not small_tiles():
         tiles = _all(bq=_sides(t, 32, 64, 128, 256), bk=_sides(s, 64, 128, 256, 512))
         return [{"bq": min(p["bq"], t), "bk": min(p["bk"], s)} for p in tiles]
     d = q.shape[3]
@@ -84,7 +85,7 @@ def attention(q, k, v, *_, **__) -> Points:
 
 def splits(q, k, *_, **__) -> Points:
     """Of `decode_splits`."""
-    if jt.platform() == "cpu":
+    if not small_tiles():
         return [{"bk": min(x, k.shape[1])} for x in _sides(k.shape[1], 32, 64, 128, 256)]
     return _all(bk=_sides(k.shape[1], 16, 32, 64, 128, 256), num_warps=[1, 2, 4, 8], stages=[2, 3, 4])
 

@@ -21,7 +21,7 @@ from jtile._config import current
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.calls.marks import strip
 from jtile.calls.signature import REQUIRED, autos, nearest
-from jtile.lowering.here import platform
+from jtile.lowering.here import target
 from jtile.primitive.options import COMPILER
 from jtile.tune.store import store
 
@@ -163,7 +163,7 @@ class Call:
             configs = kernel._tuning.configs(sig, inputs, {**_known(sig.meta), **defaults, **given})
             for config in configs:
                 check_names(sig, config)
-            if platform() == "cpu":  # which has no warps
+            if "warps" not in target().features:
                 options = {}
                 configs = [{k: v for k, v in config.items() if k not in OPTIONS} for config in configs]
         if kernel._tuning.override:  # what is given is a default too

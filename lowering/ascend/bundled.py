@@ -44,16 +44,25 @@ def build_script(manifest: dict[str, Any]) -> str:
         'compiler="${JTILE_BISHENGIR:-bishengir-compile}"',
         'command -v "$compiler" >/dev/null || { echo "$compiler was not found: install AscendNPU-IR" >&2; exit 1; }',
         'command -v hivmc >/dev/null || { echo "hivmc was not found: source the set_env.sh of CANN" >&2; exit 1; }',
-        "build() {  # linalg, object: with two buffers for what loops load, or where these do not fit, with one",
-        "  for buffers in True False; do",
-        f'    "$compiler" "$1" {shlex.join(TO_HIVM)} "--enable-auto-multi-buffer=$buffers" \\',
-        f'      {shlex.quote("--target=" + manifest["arch"])} -o "$2" && [ -s "$2" ] && return',
-        "  done",
-        '  echo "$1 was not compiled" >&2',
-        "  return 1",
+        "fixed=",
+        "! setarch -R true 2>/dev/null || fixed='setarch -R'  # what it makes depends on where its memory lies",
+        "saved=$(mktemp -d)",
+        "trap 'rm -rf \"$saved\"' EXIT",
+        "facts() {  # HIVM: how it is launched",
+        "  sed -n '/@[a-zA-Z0-9_]*_infer_/,/return/s/.*constant \\(-*[0-9]*\\) :.*/\\1/p' \"$1\"",
+        "}",
+        "build() {  # linalg, object, its HIVM as jtile has it, whether there are two buffers for what loops load",
+        f'  $fixed "$compiler" "$1" {shlex.join(TO_HIVM)} "--enable-auto-multi-buffer=$4" \\',
+        f'    {shlex.quote("--target=" + manifest["arch"])} "--save-temps=$saved" -o "$2" && [ -s "$2" ] ||',
+        '    { echo "$1 was not compiled" >&2; return 1; }',
+        '  [ "$(facts "$saved/module.hivm.opt.mlir")" = "$(facts "$3")" ] ||',
+        '    { rm -f "$2"; echo "$1: the object is launched otherwise than manifest.json says: build it with the" \\',
+        '      "AscendNPU-IR that made it" >&2; return 1; }',
         "}",
     ]
-    lines += [f"build {shlex.quote(k['texts']['linalg'])} {shlex.quote(k['object'])}" for k in manifest["kernels"]]
+    for k in manifest["kernels"]:
+        files = k["texts"]["linalg"], k["object"], k["texts"]["hivm"]
+        lines.append(f"build {shlex.join(files)} {k['buffers'] > 1}")
     return "\n".join(lines) + "\n"
 
 

@@ -26,7 +26,7 @@ from . import hivm, tools
 from .emitter import NpuEmitter
 from .targets import features
 
-FORMAT = 1  # of an image
+FORMAT = 2  # of an image
 LONGEST = 49  # characters of the name of a kernel, in the vendor's run time
 LEVELS = ("ttir", "linalg", "hivm")
 _TO_LINALG = (
@@ -68,7 +68,8 @@ def compile_kernel(
     Returns:
       Its `launch`: `name`, `symbol` (of the function), `record` (JSON text, see `lowering/triton/record.py`; without
       what only GPUs have, and with `arch`, `task`, `kind` and `workspace`), `extra` (bytes of further results),
-      `workspace` (bytes a block), `task`, `kind` ("aiv", "aic", "mix") and `resources` (bytes of each memory).
+      `workspace` (bytes a block), `task`, `kind` ("aiv", "aic", "mix"), `buffers` (of what loops load, 1 or 2) and
+      `resources` (bytes of each memory).
 
     Raises:
       UnsupportedError: the tools are missing, or the tiles of the kernel do not fit a memory of the NPU.
@@ -80,9 +81,9 @@ def compile_kernel(
     ttir, record, name = emit(kernel, target)
     with tempfile.TemporaryDirectory(prefix="jtile-ascend-") as folder:
         linalg = to_linalg(ttir, Path(folder), kernel)
-        text = to_hivm(linalg, target, Path(folder), kernel)
+        text, buffers = to_hivm(linalg, target, Path(folder), kernel)
     facts = hivm.facts(text, name)
-    levels = dict(zip(LEVELS, (ttir, linalg, text), strict=True))
+    levels: dict[str, str] = dict(zip(LEVELS, (ttir, linalg, text), strict=True))
     launch = {
         "name": kernel.name,
         "symbol": name,
@@ -91,15 +92,17 @@ def compile_kernel(
         "workspace": facts.workspace,
         "task": facts.task,
         "kind": facts.kind,
+        "buffers": buffers,
         "resources": facts.used,
         "level": "tile",
     }
-    image = json.dumps({"format": FORMAT, "target": target.arch, "symbol": name, "texts": levels}, sort_keys=True)
-    return Artifact(target.name, image.encode(), levels if texts else {}, launch)
+    image = {"format": FORMAT, "target": target.arch, "symbol": name, "buffers": buffers, "texts": levels}
+    return Artifact(target.name, json.dumps(image, sort_keys=True).encode(), levels if texts else {}, launch)
 
 
 def unpack(image: bytes) -> dict[str, Any]:
-    """What an image holds: `target` (for `bishengir-compile --target`), `symbol`, and the `texts` by level."""
+    """What an image holds: `target` (for `bishengir-compile --target`), `symbol`, the `texts` by level, and how many
+    `buffers` there are for what loops load, 1 or 2."""
     return json.loads(image)
 
 
@@ -120,9 +123,8 @@ def _short(name: str) -> str:
 
 def _record(record: Record, kernel: ir.Kernel, target: Target, name: str, facts: hivm.Facts) -> str:
     fields = {k: getattr(record, k) for k in ("params", "grid", "zeroed", "dims", "attributes")}
-    fields |= {"name": kernel.name, "symbol": name, "arch": target.arch, "task": facts.task, "kind": facts.kind,
-               "workspace": facts.workspace, "lock": facts.lock}  # fmt: skip
-    return json.dumps(fields, sort_keys=True)
+    fields |= {"name": kernel.name, "symbol": name, "arch": target.arch}
+    return json.dumps(fields | facts.of_launch, sort_keys=True)
 
 
 # -- the tools --------------------------------------------------------------------------------------------------------
@@ -132,27 +134,39 @@ def to_linalg(ttir: str, folder: Path, kernel: ir.Kernel) -> str:
     """TTIR to linalg on tensors, by triton-adapter-opt."""
     source, result = folder / "kernel.ttir", folder / "kernel.linalg.mlir"
     source.write_text(ttir)
-    done = tools.run(tools.ADAPTER, [source.name, *_TO_LINALG, "-o", result.name], folder)
+    files = f"{tools.HERE}/{source.name}", "-o", f"{tools.HERE}/{result.name}"
+    done = tools.run(tools.ADAPTER, [*files, *_TO_LINALG], folder)
     if done.returncode or not result.is_file():
         _refused(tools.ADAPTER, done.stderr, kernel, ttir, "ttir")
     return result.read_text()
 
 
-def to_hivm(linalg: str, target: Target, folder: Path, kernel: ir.Kernel) -> str:
+def arguments(source: str, out: str, arch: str, buffers: int) -> list[str]:
+    """Of bishengir-compile, which writes HIVM into the folder `out`, and the object `kernel.o` where it finds hivmc."""
+    here = lambda name: f"{tools.HERE}/{name}"
+    return [here(source), *TO_HIVM, f"--enable-auto-multi-buffer={buffers > 1}", f"--target={arch}",
+            f"--save-temps={here(out)}", "-o", here("kernel.o")]  # fmt: skip
+
+
+def saved(out: Path) -> str | None:
+    """The HIVM that bishengir-compile wrote into a folder, if it came so far."""
+    result = out / "module.hivm.opt.mlir"
+    return _PLACE.sub("", result.read_text()) if result.is_file() else None
+
+
+def to_hivm(linalg: str, target: Target, folder: Path, kernel: ir.Kernel) -> tuple[str, int]:
     """Linalg to HIVM with planned addresses and synchronisation, by bishengir-compile: with two buffers for what loops
-    load, or where these do not fit, with one."""
+    load, or where these do not fit, with one. Gives the text, and how many there are."""
     source = folder / "kernel.mlir"
     source.write_text(linalg)
     errors = ""
-    for buffers in (True, False):
-        out = folder / f"out{buffers:d}"
+    for buffers in (2, 1):
+        out = folder / f"out{buffers}"
         out.mkdir()
-        arguments = [source.name, *TO_HIVM, f"--enable-auto-multi-buffer={buffers}", f"--target={target.arch}",
-                     f"--save-temps={out.name}", "-o", "kernel.o"]  # fmt: skip
-        done = tools.run(tools.COMPILER, arguments, folder)
-        result = out / "module.hivm.opt.mlir"
-        if result.is_file():
-            return _PLACE.sub("", result.read_text())
+        done = tools.run(tools.COMPILER, arguments(source.name, out.name, target.arch, buffers), folder)
+        text = saved(out)
+        if text is not None:
+            return text, buffers
         errors = done.stderr
         if not _OVERFLOW.search(errors):
             break

@@ -36,6 +36,11 @@ class Facts:
         """`"aiv"`, `"aic"` or `"mix"`."""
         return KINDS.get(self.task // 10, "mix")
 
+    @property
+    def of_launch(self) -> dict[str, str | int]:
+        """What a launch record says of them."""
+        return {"task": self.task, "kind": self.kind, "workspace": self.workspace, "lock": self.lock}
+
 
 def facts(text: str, symbol: str) -> Facts:
     """Read the launch facts of the function `symbol`."""

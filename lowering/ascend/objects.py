@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 from jtile._errors import CompileError
 
-from . import tools
-from .compile import TO_HIVM, unpack
+from . import hivm, tools
+from .compile import arguments, saved, unpack
 
 ELF = b"\x7fELF"
 
 
-def image_for_launch(image: bytes) -> bytes:
-    """The object of an artifact's image, where `hivmc` is on the PATH; else the image as it is, which holds texts."""
-    return build(image) if shutil.which("hivmc") else image
+def for_launch(image: bytes, record: str) -> tuple[bytes, str]:
+    """The object of an artifact's image and its launch record, where `hivmc` is on the PATH; else both as they are: an
+    image without an object holds texts.
+
+    Raises:
+      CompileError: see `build`.
+    """
+    if not shutil.which("hivmc"):
+        return image, record
+    made, facts = build(image)
+    return made, json.dumps(json.loads(record) | facts.of_launch, sort_keys=True)
 
 
 @functools.lru_cache(maxsize=64)
-def build(image: bytes) -> bytes:
-    """Compile the linalg text of an image to an object.
+def build(image: bytes) -> tuple[bytes, hivm.Facts]:
+    """Compile the linalg text of an image to an object, with as many buffers as its HIVM has; and what the object's own
+    HIVM says of its launch, which may be that of another compiler than the image's.
 
     Raises:
-      CompileError: `bishengir-compile` or `hivmc` failed; the message has what it said.
+      CompileError: `bishengir-compile` or `hivmc` failed, or did not end; the message has what it said.
     """
     content = unpack(image)
-    said = ""
     with tempfile.TemporaryDirectory(prefix="jtile-ascend-") as name:
         folder = Path(name)
         (folder / "kernel.mlir").write_text(content["texts"]["linalg"])
-        for buffers in (True, False):  # as in `compile.to_hivm`
-            how = [f"--enable-auto-multi-buffer={buffers}", f"--target={content['target']}", "-o", "kernel.o"]
-            command = [str(tools.needed(tools.COMPILER)), "kernel.mlir", *TO_HIVM, *how]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False,
-                                  timeout=tools.SECONDS)  # fmt: skip
-            made = folder / "kernel.o"
-            found = made.read_bytes() if done.returncode == 0 and made.is_file() else b""
-            if found.startswith(ELF):
-                return found
-            said = done.stderr.strip()
+        how = arguments("kernel.mlir", "saved", content["target"], content["buffers"])
+        done = tools.run(tools.COMPILER, how, folder, alone=False)
+        made, text = folder / "kernel.o", saved(folder / "saved")
+        found = made.read_bytes() if done.returncode == 0 and made.is_file() else b""
+        if found.startswith(ELF) and text is not None:
+            return found, hivm.facts(text, content["symbol"])
+        said = done.stderr.strip()
     raise CompileError(
         f"{content['symbol']}: bishengir-compile with the hivmc of this machine made no object for "
         f"{content['target']}: {said[-400:] or 'it said nothing'}"

@@ -30,10 +30,10 @@ def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -
 
 def _attributes(artifact: Artifact, kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
     """As the handler in ffi/csrc/ascend.cc declares them."""
-    from .objects import image_for_launch
+    from .objects import for_launch
 
-    image = image_for_launch(artifact.image)
-    return {"image": image, "record": artifact.launch["record"], "device": np.int64(0)}
+    image, record = for_launch(artifact.image, artifact.launch["record"])
+    return {"image": image, "record": record, "device": np.int64(0)}
 
 
 def _resolve(name: str) -> Target:

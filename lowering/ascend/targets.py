@@ -79,8 +79,10 @@ def resolve(name: str) -> Target:
 
 def cores(target: Target) -> tuple[int, int]:
     """Cube cores and vector cores of an NPU."""
-    cubes = next(s.units for s in target.scales if s.name == "device")
-    return cubes, cubes * next(s.units for s in target.scales if s.name == "cluster")
+    cubes, vectors = target.units("device"), target.units("cluster")
+    if cubes is None or vectors is None:
+        raise KernelValueError(f"target {target.name!r} does not say how many units 'cluster' and 'device' have")
+    return cubes, cubes * vectors
 
 
 def features(target: Target, *, products: bool) -> Features:

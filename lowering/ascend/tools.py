@@ -9,20 +9,26 @@ Each is looked for where its variable says, then in the folder that `make ascend
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jtile._errors import CompileError, UnsupportedError
 
 ADAPTER, COMPILER, OPT = "triton-adapter-opt", "bishengir-compile", "bishengir-opt"
 VARIABLES = {ADAPTER: "JTILE_TRITON_ADAPTER", COMPILER: "JTILE_BISHENGIR"}
-_FILLS = ("85", "170", "0")  # bytes that freed memory is filled with (0: with none), from try to try
+# Bytes that freed memory is filled with (0: with none), from try to try.
+_FILLS = {ADAPTER: ("85", "170", "0"), COMPILER: ("0", "85", "170")}
+# The folder of a run, by a name that is the same for all: the shell opens it as its file 9.
+HERE = "/proc/self/fd/9"
+_SHELL = ("/bin/sh", "-c", 'exec 9<"$0"; cd /; exec "$@"')
 SECONDS = 600  # that a tool may take for one kernel; most take a tenth of a second
 
 
@@ -71,21 +77,31 @@ def _digest(path: str, changed: int) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def run(name: str, arguments: Sequence[str], where: Path) -> subprocess.CompletedProcess[str]:
-    """Run a tool in a folder; once more, in another way, where it crashes.
+def run(name: str, arguments: Sequence[str], where: Path, *, alone: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a tool; once more, in another way, where it crashes.
 
-    It finds no other programs there: what the vendor's closed compiler (`hivmc`) would do with the result is not part
-    of an artifact, which must not depend on whether it is installed. The adapter of 3.2.0 reads memory that it has
-    freed, and crashes or not as chance has it: glibc fills such memory with a byte, so that it always does the same.
+    The adapter of 3.2.0 reads memory that it has freed, and crashes or not as chance has it: glibc fills such memory
+    with a byte, so that it always does the same. The compiler of 1.2.0 goes over sets of pointers, and orders what it
+    makes by where they lie: it gets the same addresses each time, and the same names of files and folders.
+
+    Args:
+      arguments: in which `HERE` stands for the folder `where`.
+      alone: it finds no other programs: what the vendor's closed compiler (`hivmc`) would do with the result is not
+        part of an artifact, which must not depend on whether it is installed.
+    Raises:
+      CompileError: it has not ended after `SECONDS`.
     """
-    hidden = ("PATH", "BISHENG_INSTALL_PATH", "MALLOC_PERTURB_")
-    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"PATH": str(where)}
+    hidden = ("PATH", "BISHENG_INSTALL_PATH") if alone else ()
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | ({"PATH": "/nowhere"} if alone else {})
     command = [str(needed(name)), *arguments]
+    # hivmc may be a script that closes files, so it gets the folder's own name
+    command = [*_SHELL, str(where), *command] if alone else [a.replace(HERE, str(where)) for a in command]
     done = None
-    for fill in _FILLS:
+    for fill in _FILLS[name]:
         try:
-            done = subprocess.run(command, cwd=where, env=environment | {"MALLOC_PERTURB_": fill}, capture_output=True,
-                                  text=True, errors="replace", timeout=SECONDS)  # fmt: skip
+            with _same_addresses():
+                done = subprocess.run(command, cwd=where, env=environment | {"MALLOC_PERTURB_": fill}, timeout=SECONDS,
+                                      capture_output=True, text=True, errors="replace")  # fmt: skip
         except subprocess.TimeoutExpired as e:
             raise CompileError(
                 f"{name} has not ended after {SECONDS} seconds: make the tiles of the kernel smaller, or its loops "
@@ -95,3 +111,24 @@ def run(name: str, arguments: Sequence[str], where: Path) -> subprocess.Complete
             break
     assert done
     return done
+
+
+_ASK, _NO_RANDOM_ADDRESSES = 0xFFFFFFFF, 0x0040000  # of personality(2)
+
+
+@contextlib.contextmanager
+def _same_addresses() -> Iterator[None]:
+    """What this thread starts meanwhile has its memory at the same addresses each time, where the system lets it."""
+    personality = getattr(ctypes.CDLL(None), "personality", None)
+    if personality is None:
+        yield
+        return
+    personality.argtypes = [ctypes.c_ulong]
+    before = personality(_ASK)
+    if before >= 0:
+        personality(before | _NO_RANDOM_ADDRESSES)  # a container may refuse: the result is then one of several
+    try:
+        yield
+    finally:
+        if before >= 0:
+            personality(before)

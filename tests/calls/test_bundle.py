@@ -100,7 +100,8 @@ def test_folders_that_are_there(stored, tmp_path):
 
 def test_a_defect_of_the_compiler_leaves_nothing(stored, tmp_path, monkeypatch):
     plain = compiling.to_hivm
-    broken = lambda *args: plain(*args).replace("hivm.hir.wait_flag[<PIPE_V>, <PIPE_MTE3>, <EVENT_ID0>]", "")
+    flag = "hivm.hir.wait_flag[<PIPE_V>, <PIPE_MTE3>, <EVENT_ID0>]"
+    broken = lambda *args: (plain(*args)[0].replace(flag, ""), 2)
     monkeypatch.setattr(compiling, "to_hivm", broken)
     with pytest.raises(errors.JtileError, match="kernel add, compiled for Ascend: line "):
         jt.export_bundle(add, VECTOR, VECTOR, target="ascend:910b1", out=tmp_path / "b")
@@ -300,3 +301,8 @@ def test_from_a_kernel_to_its_launch(tmp_path, torch, acl, monkeypatch):
     bundle, _ = running(out, acl, lambda words, blocks: floats(words[5], 10000).fill(blocks))
     x = Tensor(np.zeros(10000, np.float32))
     np.testing.assert_array_equal(bundle(x, x).array, np.full(10000, 10))
+    text = out / k["texts"]["hivm"]  # as another version of the compiler would make it
+    text.write_text(text.read_text().replace("arith.constant 10 : i8", "arith.constant 32 : i8"))
+    other = subprocess.run(["sh", out / "build.sh"], env=environment, capture_output=True, text=True, check=False)
+    assert "the object is launched otherwise than manifest.json says" in other.stderr
+    assert other.returncode == 1 and not (out / k["object"]).exists()

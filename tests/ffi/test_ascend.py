@@ -195,7 +195,7 @@ def program():
 
 def test_the_option_arch_sends_kernels_to_an_npu(sums, acl, monkeypatch):
     ascend_texts.stored(monkeypatch)
-    monkeypatch.setattr(objects, "image_for_launch", lambda image: OBJECT)
+    monkeypatch.setattr(objects, "for_launch", lambda image, record: (OBJECT, record))
     x, y = jnp.arange(100.0), jnp.full(100, 3.0)
     f = program()
     np.testing.assert_array_equal(f(x, y), x * 2 + 4)
@@ -211,7 +211,7 @@ def test_an_exported_program_runs_on_the_cpu_platform(sums, acl, monkeypatch):
     export = pytest.importorskip("jax.export")
     pytest.importorskip("flatbuffers", reason="flatbuffers, which jax.export needs, is not installed")
     ascend_texts.stored(monkeypatch)
-    monkeypatch.setattr(objects, "image_for_launch", lambda image: OBJECT)
+    monkeypatch.setattr(objects, "for_launch", lambda image, record: (OBJECT, record))
     checks = [*jt.export_checks(), export.DisabledSafetyCheck.platform()]
     x, y = jnp.arange(100.0), jnp.full(100, 3.0)
     exported = export.export(program(), platforms=["ascend"], disabled_checks=checks)(x, y)
@@ -247,6 +247,16 @@ def test_with_the_tools_and_a_fake_hivmc(sums, acl, tmp_path, monkeypatch):
     x, y = jnp.arange(100.0), jnp.full(100, 3.0)
     np.testing.assert_array_equal(program()(x, y), x * 2 + 4)
     assert any(line.startswith("load  by hivmc") for line in log(acl))
+    artifact = add.lower(x, y, b=32, target="ascend:910b1")
+    image, own = artifact.image, artifact.launch["record"]
+    other = json.dumps(json.loads(own) | {"workspace": 7, "kind": "mix"})
+    assert objects.for_launch(image, other) == (b"\x7fELF by hivmc", own)  # what the object's own HIVM says
+    monkeypatch.setattr(tools, "SECONDS", 1e-3)
+    objects.build.cache_clear()
+    with pytest.raises(errors.CompileError, match=r"bishengir-compile has not ended after 0.001 seconds: make the"):
+        objects.for_launch(image, own)
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     hivmc.write_text(HIVMC.format(""))  # makes nothing
     with pytest.raises(errors.CompileError, match="made no object for Ascend910B1"):
         program()(x[:99], y[:99])

@@ -17,6 +17,5 @@ def stored(monkeypatch) -> None:
     monkeypatch.setattr(tools, "needed", Path)
     monkeypatch.setattr(tools, "versions", lambda: ("stored", "texts"))
     monkeypatch.setattr(compiling, "to_linalg", lambda ttir, folder, kernel: "module {}\n")
-    monkeypatch.setattr(
-        compiling, "to_hivm", lambda linalg, target, folder, kernel: hivm.replace("jtile_add", f"jtile_{kernel.name}")
-    )
+    named = lambda kernel: hivm.replace("jtile_add", f"jtile_{kernel.name}")
+    monkeypatch.setattr(compiling, "to_hivm", lambda linalg, target, folder, kernel: (named(kernel), 2))

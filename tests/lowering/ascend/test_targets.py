@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import zipfile
@@ -32,6 +33,8 @@ def test_targets():
         resolve("ascend:")
     with pytest.raises(KernelValueError, match="unknown Ascend NPU '910c': jtile knows 910b1"):
         resolve("ascend:910c")
+    with pytest.raises(KernelValueError, match="'ascend:910b1' does not say how many units 'cluster' and 'dev"):
+        cores(dataclasses.replace(resolve("ascend:910b1"), scales=()))
     with jt.config(arch="910b3"):
         assert (jt.platform(), jt.target().name) == ("ascend", "ascend:910b3")
 
