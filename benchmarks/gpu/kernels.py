@@ -6,7 +6,7 @@ import collections
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -43,7 +43,7 @@ def difference(
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
-def table(found: dict[str, tuple[float, float]], most: int = 14) -> str:
+def table(found: Mapping[str, tuple[float, float]], most: int = 14) -> str:
     """A line for each of the longest ones: share, microseconds in all, how often, microseconds of one, name."""
     if not found:
         return "    the profiler saw no kernel on a GPU"

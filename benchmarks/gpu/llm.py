@@ -55,7 +55,7 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
     yield from () if tiny else _smollm2(machine, options, say)
 
 
-def _lines(name: str, rows: int, tokens: int) -> tuple[str, str]:
+def _lines(name: str, rows: int, tokens: int) -> tuple[str, ...]:
     """The sizes of the records of a prompt, and of a step."""
     return tuple(f"{name}, {rows} x {tokens}, {what}" for what in ("prompt", "step"))
 
@@ -152,7 +152,7 @@ def _ours(work: models.Work, ids: jax.Array) -> Runner:
     return run
 
 
-def _plain(work: models.Work, ids: jax.Array, attention: str | None = None) -> Runner:
+def _plain(work: models.Work, ids: jax.Array, attention: plain.Attention = None) -> Runner:
     w, s, count = plain.weights_of(work.lm), plain.sizes_of(work.lm, attention), work.steps
 
     def run(steps: bool = True):

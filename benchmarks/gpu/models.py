@@ -57,7 +57,7 @@ class Work:
 
     def step_bytes(self) -> int:
         """Bytes that a step reads: all weights but rows of the embedding, and the keys and values of every row."""
-        model, c = self.lm.model, self.lm.config.attention
+        model, c = self.lm.model, llama(self.lm).attention
         weights = size(*jax.tree.leaves(model_state(model)))
         table = 0 if model.output is None else size(model.embedding.get_value())
         keys = self.rows * (self.tokens + self.steps // 2)
@@ -66,11 +66,17 @@ class Work:
 
     def prompt_flops(self) -> int:
         """Operations of a prompt: two for each weight of the blocks and each token, and those of attention."""
-        model, c = self.lm.model, self.lm.config.attention
+        model, c = self.lm.model, llama(self.lm).attention
         weights = sum(w.size for w in jax.tree.leaves(model_state(model)) if w.ndim == 2)
-        tables = model.embedding.get_value().size * (1 if model.output is None else 2)
+        tables = self.lm.config.vocab_size * self.lm.config.hidden_size * (1 if model.output is None else 2)
         scores = self.rows * self.tokens * (self.tokens + 1) // 2 * c.heads * self.lm.config.num_layers
         return 2 * (weights - tables) * self.rows * self.tokens + 4 * scores * c.head_dim
+
+
+def llama(lm: LanguageModel) -> LlamaConfig:
+    """The sizes of a model of this file."""
+    assert isinstance(lm.config, LlamaConfig)
+    return lm.config
 
 
 def model_state(model: Decoder):

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.gpu.models import llama
 from jtile.models import LanguageModel
+
+Attention = Literal["xla", "cudnn"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +27,12 @@ class Sizes:
     kv_heads: int
     head_dim: int
     eps: float
-    attention: str | None
+    attention: Attention
 
 
 def weights_of(lm: LanguageModel) -> dict[str, Any]:
     """The arrays of a model, as a tree."""
-    model = lm.model
+    model: Any = lm.model
     blocks = [
         dict(
             before=b.attention_norm, qkv=b.attention.qkv, output=b.attention.output,
@@ -40,11 +43,11 @@ def weights_of(lm: LanguageModel) -> dict[str, Any]:
     head = model.embedding if model.output is None else model.output
     tree = dict(embedding=model.embedding, norm=model.norm, head=head, blocks=blocks)
     arrays = jax.tree.map(lambda p: p.get_value(), tree, is_leaf=lambda p: hasattr(p, "get_value"))
-    return arrays | {"frequencies": jnp.asarray(lm.config.attention.rope.frequencies())}
+    return arrays | {"frequencies": jnp.asarray(llama(lm).attention.rope.frequencies())}
 
 
-def sizes_of(lm: LanguageModel, attention: str | None) -> Sizes:
-    c = lm.config.attention
+def sizes_of(lm: LanguageModel, attention: Attention) -> Sizes:
+    c = llama(lm).attention
     return Sizes(c.heads, c.kv_heads, c.head_dim, lm.config.norm_eps, attention)
 
 
