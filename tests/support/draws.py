@@ -13,3 +13,8 @@ def draws(count: int) -> settings:
     At least eight, as the first of hypothesis's are the simplest."""
     asked = count * settings.default.max_examples // 100
     return settings(max_examples=max(asked, min(count, FEWEST)), suppress_health_check=list(HealthCheck))
+
+
+def thorough() -> bool:
+    """Whether the command line asks for more than `make test` does: combinations of steps that are each tested alone."""
+    return settings.default.max_examples > settings.get_profile("ci").max_examples

@@ -145,6 +145,12 @@ def runnable_isas() -> list[str]:
     return [*(n for n in names if n in ("sse2", "avx2")), "host"]
 
 
+@pytest.fixture(scope="session")
+def compiled_isas() -> list[str]:
+    """The instruction sets whose code runs in other tests, which look for undefined symbols in it first."""
+    return runnable_isas()
+
+
 def pytest_generate_tests(metafunc):
     if "native_isa" in metafunc.fixturenames:
         metafunc.parametrize("native_isa", runnable_isas())
