@@ -16,5 +16,5 @@ def draws(count: int) -> settings:
 
 
 def thorough() -> bool:
-    """Whether the command line asks for more than `make test` does: combinations of steps that are each tested alone."""
+    """Whether the command line asks for more than `make test` does: combinations of what is tested alone as well."""
     return settings.default.max_examples > settings.get_profile("ci").max_examples

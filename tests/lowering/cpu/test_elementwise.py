@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
 import pytest
+from draws import thorough
 from op_matrix import ALIKE
 
 from jtile.ir.elementwise import ELEMENTWISE, compute
@@ -80,12 +82,16 @@ def int_pairs(dtype: str, numpy_dtype: np.dtype) -> tuple[np.ndarray, np.ndarray
     return x.ravel(), y.ravel()
 
 
-def _expected(fn: str, dtype: str, columns: list[np.ndarray]) -> list[int]:
+@functools.cache
+def _expected(fn: str, dtype: str, numpy_dtype: np.dtype) -> tuple[list[np.ndarray], list[int]]:
+    """Operands and results; once for all instruction sets."""
+    x, y = int_pairs(dtype, numpy_dtype)
+    columns = [x, y, np.roll(y, 3)][: ARITY[fn]]
     n = _bits(dtype)
     m = 2**n - 1
     lo, _ = _range(dtype)
-    raw = [INT_REFERENCE[fn](*map(int, row), n, m) & m for row in zip(*columns, strict=True)]
-    return [v - 2**n if lo < 0 and v >> (n - 1) else v for v in raw]
+    raw = [INT_REFERENCE[fn](*row, n, m) & m for row in zip(*(c.tolist() for c in columns), strict=True)]
+    return columns, [v - 2**n if lo < 0 and v >> (n - 1) else v for v in raw]
 
 
 @pytest.mark.parametrize("dtype", INTS)
@@ -95,8 +101,7 @@ def test_integers(elementwise, native_isa, dtype):
     wanted = [(fn, (dtype,) * arity, dtype) for fn, arity in names.items()]
     elementwise.prepare(native_isa, wanted + [(fn, (dtype, dtype), "bool") for fn in COMPARE])
     for fn, arity in names.items():
-        columns = [x, y, np.roll(y, 3)][:arity]
-        want = _expected(fn, dtype, columns)
+        columns, want = _expected(fn, dtype, elementwise.numpy_dtype(dtype))
         got = elementwise.run(native_isa, fn, (dtype,) * arity, dtype, *columns).tolist()
         wrong = [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if g != w]
         assert not wrong, (fn, dtype, [c[wrong[0]] for c in columns], got[wrong[0]], want[wrong[0]])
@@ -113,6 +118,7 @@ def test_8_bit_division_of_every_pair(elementwise, native_isa, dtype):
     quotient = np.trunc(wide_x / safe).astype(np.int32)
     want = np.where(wide_y == 0, -1, quotient).astype(dtype)
     rest = np.where(wide_y == 0, wide_x, wide_x - safe * quotient).astype(dtype)
+    elementwise.prepare(native_isa, [(fn, (dtype, dtype), dtype) for fn in ("div", "rem")])
     assert np.array_equal(elementwise.run(native_isa, "div", (dtype, dtype), dtype, x, y), want)
     assert np.array_equal(elementwise.run(native_isa, "rem", (dtype, dtype), dtype, x, y), rest)
 
@@ -133,6 +139,7 @@ def test_vector_division_of_random_values(elementwise, native_isa, dtype):
     x, y = x[ok], y[ok]
     remainder = np.fmod(x, y)
     want = (x.astype(np.int64) - remainder.astype(np.int64)) // y.astype(np.int64)
+    elementwise.prepare(native_isa, [(fn, (dtype, dtype), dtype) for fn in ("div", "rem")])
     assert np.array_equal(elementwise.run(native_isa, "div", (dtype, dtype), dtype, x, y), want.astype(dtype))
     assert np.array_equal(elementwise.run(native_isa, "rem", (dtype, dtype), dtype, x, y), remainder)
 
@@ -141,6 +148,7 @@ def test_bool(elementwise, native_isa):
     x, y = np.array([0, 0, 1, 1], bool), np.array([0, 1, 0, 1], bool)
     reference = {"add": x | y, "mul": x & y, "max": x | y, "min": x & y, "and": x & y, "or": x | y, "xor": x ^ y}
     reference |= {fn: compare(x, y) for fn, compare in COMPARE.items()}
+    elementwise.prepare(native_isa, [(fn, ("bool", "bool"), "bool") for fn in reference] + [("not", ("bool",), "bool")])
     for fn, want in reference.items():
         assert np.array_equal(elementwise.run(native_isa, fn, ("bool", "bool"), "bool", x, y), want), fn
     assert np.array_equal(elementwise.run(native_isa, "not", ("bool",), "bool", x), ~x)
@@ -179,37 +187,46 @@ FLOAT_BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np
 
 
 def _same(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    if got.tobytes() == want.tobytes():
+        return np.ones(got.shape, bool)
     got, want = _wide(got), _wide(want)
     return (got == want) | (np.isnan(got) & np.isnan(want))
+
+
+@functools.cache
+def _operands(dtype: str, numpy_dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    x = floats(dtype, numpy_dtype)
+    if x.size > 256:
+        return x, np.random.default_rng(3).permutation(x)
+    x, y = (v.ravel() for v in np.meshgrid(x.view(np.uint8), x.view(np.uint8)))
+    return x.view(numpy_dtype), y.view(numpy_dtype)
+
+
+@functools.cache
+def _rounded(fn: str, dtype: str, numpy_dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The results, and which do not count: every value of float4_e2m1fn is a number, so that some have none there."""
+    xs = [_wide(v) for v in _operands(dtype, numpy_dtype)]
+    raw = FLOAT_UNARY[fn](xs[0]) if fn in FLOAT_UNARY else FLOAT_BINARY[fn](*xs)
+    return raw.astype(numpy_dtype), (dtype == "float4_e2m1fn") & ~np.isfinite(raw)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", *SMALL])
 def test_floats_round_like_numpy(elementwise, native_isa, dtype):
     numpy_dtype = elementwise.numpy_dtype(dtype)
-    x = floats(dtype, numpy_dtype)
-    if x.size <= 256:
-        x, y = (v.ravel() for v in np.meshgrid(x.view(np.uint8), x.view(np.uint8)))
-        x, y = x.view(numpy_dtype), y.view(numpy_dtype)
-    else:
-        y = np.random.default_rng(3).permutation(x)
+    x, y = _operands(dtype, numpy_dtype)
     wanted = [(fn, (dtype,), dtype) for fn in FLOAT_UNARY] + [(fn, (dtype, dtype), dtype) for fn in FLOAT_BINARY]
-    elementwise.prepare(native_isa, wanted + [(fn, (dtype, dtype), "bool") for fn in COMPARE])
-    for fn, reference in FLOAT_UNARY.items():
-        got = elementwise.run(native_isa, fn, (dtype,), dtype, x)
-        want = reference(_wide(x)).astype(numpy_dtype)
-        # Every value of float4_e2m1fn is a number: what has no result there is not compared.
-        ok = _same(got, want) | (dtype == "float4_e2m1fn") & ~np.isfinite(reference(_wide(x)))
-        assert ok.all(), (fn, x[~ok][:3], got[~ok][:3], want[~ok][:3])
-    for fn, reference in FLOAT_BINARY.items():
-        got = elementwise.run(native_isa, fn, (dtype, dtype), dtype, x, y)
-        raw = reference(_wide(x), _wide(y))
-        want = raw.astype(numpy_dtype)
-        ok = _same(got, want) | (dtype == "float4_e2m1fn") & ~np.isfinite(raw)
+    predicates = [("is_finite", (dtype,), "bool"), *((fn, (dtype, dtype), "bool") for fn in COMPARE)]
+    elementwise.prepare(native_isa, wanted + predicates)
+    for fn, dtypes, _ in wanted:
+        got = elementwise.run(native_isa, fn, dtypes, dtype, *(x, y)[: len(dtypes)])
+        want, excused = _rounded(fn, dtype, numpy_dtype)
+        ok = _same(got, want) | excused
         assert ok.all(), (fn, x[~ok][:3], y[~ok][:3], got[~ok][:3], want[~ok][:3])
+    wide = _wide(x), _wide(y)
     for fn, compare in COMPARE.items():
         got = elementwise.run(native_isa, fn, (dtype, dtype), "bool", x, y)
-        assert np.array_equal(got, compare(_wide(x), _wide(y))), fn
-    assert np.array_equal(elementwise.run(native_isa, "is_finite", (dtype,), "bool", x), np.isfinite(_wide(x)))
+        assert np.array_equal(got, compare(*wide)), fn
+    assert np.array_equal(elementwise.run(native_isa, "is_finite", (dtype,), "bool", x), np.isfinite(wide[0]))
 
 
 @pytest.mark.parametrize("fn", ["neg", "abs", "round", "floor", "ceil", "round_away"])
@@ -272,12 +289,17 @@ def test_clamp_keeps_nan(elementwise, native_isa):
 
 @pytest.mark.parametrize("any_isa", sorted(ISAS))
 @pytest.mark.parametrize("dtype", [*INTS, "bool", "float32", "float64", *SMALL, "float8_e8m0fnu"])
-def test_objects_have_no_undefined_symbols(elementwise, any_isa, dtype):
+def test_objects_have_no_undefined_symbols(elementwise, any_isa, dtype, compiled_isas):
+    """Of an instruction set that runs here, what the tests above have not compiled."""
     isa = ISAS[any_isa]
+    done = set()
+    if any_isa in compiled_isas:
+        done = {*COMPARE} | {*ARITY} if dtype in INTS else {*COMPARE, *FLOAT_UNARY, *FLOAT_BINARY, "is_finite"}
+        done &= set() if dtype in ("bool", "float8_e8m0fnu") else done
     arity = {"clamp": 3, "fma": 3, "select": 3, "nextafter": 2}
     arity |= dict.fromkeys([*COMPARE, *FLOAT_BINARY, "and", "or", "xor", "shl", "shr", "shr_logical", "mulhi"], 2)
     module = elementwise.module(isa)
-    for fn in sorted(functions(dtype) - set(UNARY) - set(BINARY)):  # those are in test_math.py
+    for fn in sorted(functions(dtype) - set(UNARY) - set(BINARY) - done):  # the first two are in test_math.py
         inputs = ("bool", dtype, dtype) if fn == "select" else (dtype,) * arity.get(fn, 1)
         out = "bool" if fn in COMPARE or fn == "is_finite" else dtype
         elementwise.emit(module, isa, f"k_{fn}", fn, inputs, out, isa.lanes(32))
@@ -326,6 +348,12 @@ def test_every_function_means_what_the_interpreter_says(elementwise, dtype):
     columns = [x, y, np.roll(x, 7)]
     known = [f for f in ELEMENTWISE.values() if kind in f.kinds]
     assert {f.name for f in known} <= functions(dtype)
+    if kind == "f" and bits <= 8 and not thorough():  # one third of the math, which is float32's: others have the rest
+        known = [
+            f
+            for k, f in enumerate(known)
+            if f.name not in (*UNARY, *BINARY) or (k + sorted(DTYPES).index(dtype)) % 3 == 0
+        ]
     wanted = [(f.name, (dtype,) * f.arity, "bool" if f.predicate else dtype) for f in known]
     elementwise.prepare("host", wanted)
     last_place = {"float64": 1e-12, "float32": 4e-7, "float16": 2**-10, "bfloat16": 2**-7}.get(dtype, 0.25)

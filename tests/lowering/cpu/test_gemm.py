@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 
 import hypothesis
@@ -11,7 +12,7 @@ import llvmlite.binding as llvm
 import ml_dtypes
 import numpy as np
 import pytest
-from draws import draws
+from draws import draws, thorough
 
 from jtile.lowering.cpu.compile import assemble, initialize, machine
 from jtile.lowering.cpu.gemm import GemmSpec, emit_gemm, gemm_cost_ns
@@ -146,40 +147,56 @@ def specs(a: str, b: str, acc: str, sizes=SIZES) -> list[GemmSpec]:
     return [GemmSpec(*size, a, b, acc, ta, tb, next(turn)) for size in sizes for ta, tb in LAYOUTS]
 
 
+OTHERS = [
+    ("float64", "float64", "float64"), ("float32", "float64", "float64"), ("bfloat16", "float32", "float32"),
+    ("float16", "bfloat16", "float32"), ("float8_e4m3fn", "bfloat16", "float32"), ("int16", "int16", "int32"),
+    ("int8", "int16", "int32"), ("uint16", "int32", "int32"), ("int32", "int32", "int32"),
+    ("int64", "int8", "int32"),
+    ("int64", "int32", "int64"), ("bool", "bool", "int32"), ("float8_e8m0fnu", "float4_e2m1fn", "float32"),
+]  # fmt: skip
+KINDS = [*((d, d, "float32") for d in FLOATS), *((a, b, "int32") for a in BYTES for b in BYTES), *OTHERS]
+
+
+@functools.cache
+def wanted(isa: str, a: str, b: str, acc: str) -> list[GemmSpec]:
+    """The products of these dtypes that tests compile: two layouts of each size for the main dtypes on this machine,
+    else a choice that goes through sizes and layouts; `make test-all` takes all of them, or a denser choice."""
+    everything = specs(a, b, acc)
+    main = isa == "host" and a == b and a in ("float32", "bfloat16")
+    if thorough():
+        return everything[:: 1 if main else 2 if isa == "host" and a in BYTES and b in BYTES else 3]
+    if main:
+        return [spec for k, spec in enumerate(everything) if (k // len(LAYOUTS) + spec.trans_a + spec.trans_b) % 2 == 0]
+    return everything[KINDS.index((a, b, acc)) % 5 :: 5]
+
+
+@pytest.fixture(scope="session")
+def compiled(undefined):
+    """The products of `wanted`, compiled once for all tests of values."""
+    isas = ISAS | {"host": host_isa()}
+    return functools.cache(lambda isa, *dtypes: Products(isas[isa], wanted(isa, *dtypes), undefined))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_float_products(native_isa, dtype, undefined):
+def test_float_products(native_isa, dtype, compiled):
     """Sizes for every strategy, odd and even, in every layout; the main dtypes in all combinations."""
-    isa = host_isa() if native_isa == "host" else ISAS[native_isa]
-    wanted = specs(dtype, dtype, "float32")[:: 1 if native_isa == "host" and dtype in ("float32", "bfloat16") else 3]
-    products = Products(isa, wanted, undefined)
-    for i, spec in enumerate(wanted):
+    products = compiled(native_isa, dtype, dtype, "float32")
+    for i, spec in enumerate(products.products):
         check(products, spec, i)
 
 
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(BYTES, BYTES)))
-def test_byte_products(native_isa, a, b, undefined):
-    isa = host_isa() if native_isa == "host" else ISAS[native_isa]
-    wanted = specs(a, b, "int32")[:: 2 if native_isa == "host" else 3]
-    products = Products(isa, wanted, undefined)
-    for i, spec in enumerate(wanted):
+def test_byte_products(native_isa, a, b, compiled):
+    products = compiled(native_isa, a, b, "int32")
+    for i, spec in enumerate(products.products):
         check(products, spec, i)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "acc"),
-    [
-        ("float64", "float64", "float64"), ("float32", "float64", "float64"), ("bfloat16", "float32", "float32"),
-        ("float16", "bfloat16", "float32"), ("float8_e4m3fn", "bfloat16", "float32"), ("int16", "int16", "int32"),
-        ("int8", "int16", "int32"), ("uint16", "int32", "int32"), ("int32", "int32", "int32"),
-        ("int64", "int8", "int32"),
-        ("int64", "int32", "int64"), ("bool", "bool", "int32"), ("float8_e8m0fnu", "float4_e2m1fn", "float32"),
-    ],
-)  # fmt: skip
-def test_other_dtypes(a, b, acc, undefined):
+@pytest.mark.parametrize(("a", "b", "acc"), OTHERS)
+def test_other_dtypes(a, b, acc, compiled):
     """Wide, narrow and mixed operands on this machine."""
-    wanted = specs(a, b, acc)[::3]
-    products = Products(host_isa(), wanted, undefined)
-    for i, spec in enumerate(wanted):
+    products = compiled("host", a, b, acc)
+    for i, spec in enumerate(products.products):
         check(products, spec, i)
 
 
@@ -187,35 +204,38 @@ def test_other_dtypes(a, b, acc, undefined):
 def test_blocked_products(a, acc, undefined):
     """More rows, columns and k than one cache block holds, with tails in each."""
     sizes = [(300, 70, 70), (20, 40, 5001), (3, 300, 5003), (2, 3000, 230), (300, 2, 3001)]
-    wanted = specs(a, a, acc, sizes)[:: 1 if a == "int8" else 3]
+    wanted = specs(a, a, acc, sizes)[:: 1 if a == "int8" and thorough() else 3]
     products = Products(host_isa(), wanted, undefined)
     for i, spec in enumerate(wanted):
         check(products, spec, i)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64"])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_wide_numbers_on_every_instruction_set(native_isa, dtype, accumulate, undefined):
-    """A vector may hold two of them, fewer than a thin product has columns."""
+def test_wide_numbers_on_every_instruction_set(native_isa, dtype, undefined):
+    """A vector may hold two of them, fewer than a thin product has columns. Sizes and layouts add and overwrite."""
     isa = host_isa() if native_isa == "host" else ISAS[native_isa]
     sizes = [(3, 3, 3), (1, 3, 2), (5, 4, 9), (2, 9, 8), (17, 3, 40)]
-    turns = itertools.product((False, True), repeat=2)
-    wanted = [GemmSpec(*size, dtype, dtype, dtype, ta, tb, accumulate) for ta, tb in turns for size in sizes]
+    wanted = [
+        GemmSpec(*size, dtype, dtype, dtype, ta, tb, add)
+        for (k, size), ta, tb in itertools.product(enumerate(sizes), (False, True), (False, True))
+        for add in ((False, True) if thorough() else ((k + ta + tb) % 2 == 1,))
+    ]
     products = Products(isa, wanted, undefined)
     for k, spec in enumerate(wanted):
         check(products, spec, k)
 
 
-@pytest.mark.parametrize("size", [(0, 3, 5), (3, 0, 5), (0, 0, 0), (4, 37, 0), (1, 1, 0)])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_empty_products(size, accumulate, undefined):
+def test_empty_products(undefined):
     """Without terms C becomes zero, or stays when accumulating; without elements nothing is touched."""
-    spec = GemmSpec(*size, "bfloat16", "bfloat16", "float32", False, True, accumulate)
-    products = Products(host_isa(), [spec], undefined)
+    sizes = [(0, 3, 5), (3, 0, 5), (0, 0, 0), (4, 37, 0), (1, 1, 0)]
+    wanted = [GemmSpec(*size, "bfloat16", "bfloat16", "float32", False, True, add) for size in sizes for add in (0, 1)]
+    products = Products(host_isa(), wanted, undefined)
     rng = np.random.default_rng(0)
-    c = random_matrix(rng, size[:2], "float32")
-    a, b = random_matrix(rng, (size[0], size[2]), "bfloat16"), random_matrix(rng, (size[2], size[1]), "bfloat16")
-    np.testing.assert_array_equal(products.run(spec, a, b, c, slack=2), c if accumulate else np.zeros_like(c))
+    for spec in wanted:
+        a, b, c = (random_matrix(rng, (spec.m, spec.k), spec.a), random_matrix(rng, (spec.k, spec.n), spec.b),
+                   random_matrix(rng, (spec.m, spec.n), "float32"))  # fmt: skip
+        want = c if spec.accumulate else np.zeros_like(c)
+        np.testing.assert_array_equal(products.run(spec, a, b, c, slack=2), want, err_msg=str(spec))
 
 
 DTYPE_PAIRS = st.one_of(
@@ -244,9 +264,11 @@ def test_every_value_survives_widening(native_isa, dtype, undefined):
     if dtype == "bfloat16":
         values = values[(np.abs(values.astype(np.float32)) >= 2.0**-126) | (values.astype(np.float32) == 0)]
     k, n = 1, len(values)
-    wanted = [GemmSpec(*s, k, "float32", dtype, "float32", *t) for s in ((1, n), (20, n)) for t in LAYOUTS]
-    wanted += [GemmSpec(*s, k, dtype, "float32", "float32", *t) for s in ((n, 1), (n, 20)) for t in LAYOUTS]
-    wanted += [GemmSpec(1, n, k, "bfloat16", dtype, "float32", *t) for t in LAYOUTS] if kind.itemsize == 1 else []
+    # With one term, only the layout of the operand of `dtype` matters.
+    few = lambda size: LAYOUTS if thorough() else [(False, False), (True, True)] if 1 in size else LAYOUTS[1:3]
+    wanted = [GemmSpec(*s, k, "float32", dtype, "float32", *t) for s in ((1, n), (20, n)) for t in few(s)]
+    wanted += [GemmSpec(*s, k, dtype, "float32", "float32", *t) for s in ((n, 1), (n, 20)) for t in few(s)]
+    wanted += [GemmSpec(1, n, k, "bfloat16", dtype, "float32", *t) for t in few((1, n))] if kind.itemsize == 1 else []
     products = Products(isa, wanted, undefined)
     expected = values.astype(np.float32)
     for spec in wanted:
@@ -260,35 +282,29 @@ def test_every_value_survives_widening(native_isa, dtype, undefined):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "float64"])
-@pytest.mark.parametrize("size", [(1, 37, 19), (6, 37, 19), (21, 37, 19), (21, 3, 19), (21, 3, 67), (2, 9, 67)])
-def test_nan_and_infinity_stay_in_their_row_and_column(dtype, size, undefined):
+def test_nan_and_infinity_stay_in_their_row_and_column(native_isa, dtype, compiled):
     acc = "float64" if dtype == "float64" else "float32"
-    wanted = [GemmSpec(*size, dtype, dtype, acc, *t) for t in LAYOUTS]
-    products = Products(host_isa(), wanted, undefined)
-    m, n, k = size
-    a, b = np.ones((m, k), numpy_dtype(dtype)), np.ones((k, n), numpy_dtype(dtype))
-    a[m - 1, k - 1] = np.inf
-    b[k - 1, n - 1] = np.nan
-    want = np.full((m, n), float(k))
-    want[m - 1], want[:, n - 1] = np.inf, np.nan
-    for spec in wanted:
-        np.testing.assert_array_equal(products.run(spec, a, b, np.zeros((m, n), acc), slack=1), want, err_msg=str(spec))
+    products = compiled(native_isa, dtype, dtype, acc)
+    for spec in products.products:
+        m, n, k = spec.m, spec.n, spec.k
+        a, b = np.ones((m, k), numpy_dtype(dtype)), np.ones((k, n), numpy_dtype(dtype))
+        a[m - 1, k - 1] = np.inf
+        b[k - 1, n - 1] = np.nan
+        want = np.full((m, n), float(k))
+        want[m - 1], want[:, n - 1] = np.inf, np.nan
+        got = products.run(spec, a, b, np.zeros((m, n), acc), slack=1)
+        np.testing.assert_array_equal(got, want, err_msg=str(spec))
 
 
-@pytest.mark.parametrize(
-    ("a", "b"), [("int8", "int8"), ("uint8", "uint8"), ("int8", "uint8"), ("int16", "int16"), ("int32", "int32")]
-)
-def test_integer_extremes_wrap(native_isa, a, b, undefined):
+@pytest.mark.parametrize(("a", "b"), [*itertools.product(BYTES, BYTES), ("int16", "int16"), ("int32", "int32")])
+def test_integer_extremes_wrap(native_isa, a, b, compiled):
     """The largest magnitudes: nothing saturates, sums wrap modulo 2**32."""
-    isa = host_isa() if native_isa == "host" else ISAS[native_isa]
-    wanted = [GemmSpec(m, 20, k, a, b, "int32", *t) for m in (1, 5, 12) for k in (2, 131) for t in LAYOUTS]
-    products = Products(isa, wanted, undefined)
-    for spec in wanted:
+    products = compiled(native_isa, a, b, "int32")
+    for spec in products.products:
         for low_a, low_b in LAYOUTS:
             x, y = (getattr(np.iinfo(d), "min" if low else "max") for d, low in ((a, low_a), (b, low_b)))
-            got = products.run(
-                spec, np.full((spec.m, spec.k), x, a), np.full((spec.k, 20), y, b), np.zeros((spec.m, 20), np.int32)
-            )
+            zero = np.zeros((spec.m, spec.n), np.int32)
+            got = products.run(spec, np.full((spec.m, spec.k), x, a), np.full((spec.k, spec.n), y, b), zero)
             want = (int(x) * int(y) * spec.k + 2**31) % 2**32 - 2**31
             assert (got == want).all(), spec
 
@@ -298,8 +314,10 @@ def test_integer_extremes_wrap(native_isa, a, b, undefined):
     "dtypes",
     [(d, d, "float32") for d in FLOATS] + [("float64",) * 3, ("int8", "int8", "int32"), ("uint8", "int8", "int32")],
 )
-def test_objects_for_every_instruction_set(isa, dtypes, undefined):
-    """Valid text and an object without undefined symbols, also for machines that are not this one."""
+def test_objects_for_every_instruction_set(isa, dtypes, undefined, compiled_isas):
+    """Valid text and an object without undefined symbols, for machines that are not this one."""
+    if isa in compiled_isas:
+        return  # by the tests of values
     Products(ISAS[isa], specs(*dtypes, [(3, 33, 35), (21, 37, 35)])[::3], undefined)
 
 
