@@ -13,6 +13,7 @@ from jax.core import ShapedArray, Tracer
 from jax.tree_util import keystr
 
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile._parts import is_complex
 from jtile.calls.signature import Signature, check_dtype
 
 
@@ -30,9 +31,9 @@ def as_operand(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
             sig.where,
         )
     if isinstance(x, np.ndarray | np.generic):
-        check_dtype(sig, _argument(sig, path), x.dtype)
+        check_dtype(sig, _argument(sig, path), _complex_of(x.dtype))
         return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")))
-    if isinstance(x, bool | int | float):
+    if isinstance(x, bool | int | float | complex):
         return _scalar(sig, path, x)
     if isinstance(x, jax.ShapeDtypeStruct):
         raise KernelTypeError(
@@ -58,10 +59,15 @@ def as_operand(sig: Signature, path: tuple[Any, ...], x: Any) -> Any:
 def as_type(sig: Signature, path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of one leaf; takes ShapeDtypeStruct as well."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        check_dtype(sig, _argument(sig, path), x.dtype)
+        check_dtype(sig, _argument(sig, path), _complex_of(x.dtype))
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
     x = as_operand(sig, path, x)
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _complex_of(dtype: Any) -> Any:
+    """A dtype; complex128 as what JAX makes of it, complex64 without x64."""
+    return jax.dtypes.canonicalize_dtype(dtype) if is_complex(dtype) else dtype
 
 
 def key_of(meta: dict[str, Any]) -> tuple[Any, ...]:
@@ -96,8 +102,12 @@ def _ref_error(sig: Signature, path: tuple[Any, ...], x: Any) -> KernelTypeError
     )
 
 
-def _scalar(sig: Signature, path: tuple[Any, ...], x: bool | int | float) -> np.ndarray:
+def _scalar(sig: Signature, path: tuple[Any, ...], x: bool | int | float | complex) -> np.ndarray:
     dtype = np.dtype(bool) if isinstance(x, bool) else jnp.result_type(type(x))
+    if is_complex(dtype):
+        check_dtype(sig, _argument(sig, path), dtype)
+        return np.asarray(x, dtype)
+    assert not isinstance(x, complex)
     if dtype.kind == "i" and not -(2 ** (8 * dtype.itemsize - 1)) <= x < 2 ** (8 * dtype.itemsize - 1):
         raise KernelValueError(
             f"{_argument(sig, path)} of kernel {sig.name} is {x}, which does not fit {dtype.name}: "

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from jtile import _keys
+from jtile import _parts
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError
+from jtile._parts import is_complex
+from jtile.calls.boundary import in_memory, typed
 from jtile.calls.signature import Signature, Structure, describe
 from jtile.primitive.program import CustomVjp
 
@@ -36,7 +38,7 @@ def custom_vjp(
     kept: list[Any] = []  # and their types
 
     def flat_fwd(*arrays: Any) -> Sequence[Any]:
-        args = tree_unflatten(in_tree, _keys.typed(arrays, operands))
+        args = tree_unflatten(in_tree, typed(arrays, operands))
         _takes(sig, "fwd", fwd, args, meta)
         given = fwd(*args, **meta)
         if not isinstance(given, tuple) or len(given) != 2:
@@ -58,15 +60,17 @@ def custom_vjp(
         residuals, seen["residuals"] = tree_flatten(given[1])
         residuals = [jnp.asarray(x) for x in residuals]
         kept[:] = [jax.typeof(x) for x in residuals]
-        return [_keys.words(x) for x in (*outs, *residuals)]
+        return [in_memory(x) for x in (*outs, *residuals)]
 
     def flat_bwd(*arrays: Any) -> Sequence[Any]:
         n = seen["residuals"].num_leaves
-        residuals = tree_unflatten(seen["residuals"], _keys.typed(arrays[:n], kept))
-        args = residuals, tree_unflatten(out_tree, arrays[n:])
+        residuals = tree_unflatten(seen["residuals"], typed(arrays[:n], kept))
+        cts = [_parts.cotangent(ct) if is_complex(t.dtype) else ct for ct, t in zip(arrays[n:], results, strict=True)]
+        args = residuals, tree_unflatten(out_tree, cts)
         _takes(sig, "bwd", bwd, args, meta)
         back = bwd(*args, **meta)
-        return _cotangents(sig, back, in_tree, operands)
+        found = _cotangents(sig, back, in_tree, operands)
+        return [_parts.of_parts(ct) if ct is not None and is_complex(ct.dtype) else ct for ct in found]
 
     return CustomVjp(flat_fwd, flat_bwd, (fwd, bwd, in_tree, key))
 

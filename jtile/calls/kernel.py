@@ -13,11 +13,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
-from jtile import _keys
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._memo import Recent
+from jtile._parts import is_complex
 from jtile.calls.arguments import as_operand, as_type, key_of
+from jtile.calls.boundary import around, is_split, runner
 from jtile.calls.layout import Layout, Spec, lay_out
 from jtile.calls.lowered import Lowered
 from jtile.calls.marks import declared, strip
@@ -214,7 +215,8 @@ class Kernel:
         args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
         leaves, tree = tree_flatten(args)
         bound = self._resolve(tree, leaves, meta)
-        run = _keys.around(functools.partial(run_interpreter, bound.program), bound.layout.inputs, bound.layout.outputs)
+        run = functools.partial(run_interpreter, bound.program)
+        run = around(run, bound.layout.inputs, bound.layout.outputs)
         return tree_unflatten(bound.out_tree, run(leaves, seed))
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
@@ -353,7 +355,6 @@ class Kernel:
         from jtile.calls.custom_vjp import custom_vjp
         from jtile.primitive.program import Spec as Around
         from jtile.primitive.program import make_program
-        from jtile.primitive.tangent import bind
 
         where = self._signature.where
         jaxpr = trace.trace(
@@ -363,6 +364,7 @@ class Kernel:
         around = Around(
             self.name, _leaves(layout.inputs), _leaves(layout.outputs), layout.grid, layout.aliases, layout.inits,
             layout.names, ir.Loc(*where) if where else ir.NOWHERE,
+            tuple(is_complex(x.dtype) for x in jax.tree.leaves((layout.inputs, layout.outputs))),
         )  # fmt: skip
         types = tree_flatten(layout.inputs)[0]
         vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout, types, meta, key)
@@ -370,8 +372,7 @@ class Kernel:
             jaxpr, around, meta=tuple(sorted(meta.items())), options=self._options, vjp=vjp,
             hand=self._hand(layout, tree, meta),
         )  # fmt: skip
-        run = _keys.around(functools.partial(bind, program), layout.inputs, layout.outputs)
-        return _Bound(program, layout, layout.out_tree, run)
+        return _Bound(program, layout, layout.out_tree, runner(program, layout))
 
     def _hand(self, layout: Layout, tree: Structure, meta: dict[str, Any]) -> Hand | None:
         """The sharding rule that the user gave, checked against the arrays of this call."""
@@ -388,7 +389,7 @@ class Kernel:
             ]
             return self._resolve(tree, cut, meta).program
 
-        memory = lambda rows, types: tuple((*d, None) if _keys.is_key(x.dtype) else d for d, x in zip(rows, types))
+        memory = lambda rows, types: tuple((*d, None) if is_split(x.dtype) else d for d, x in zip(rows, types))
         return Hand(memory(pattern.inputs, inputs), memory(pattern.outputs, outputs), shard)
 
 

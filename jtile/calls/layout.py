@@ -20,7 +20,7 @@ from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_str
 
 from jtile._compat import is_symbolic
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
-from jtile._keys import is_key
+from jtile._parts import is_complex, is_key
 from jtile.calls.signature import Signature, Structure, check_dtype, describe, nearest, place_of
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def _inits(groups: _Groups, init: Any, aliased: set[int]) -> tuple[int | float |
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float | np.number | np.bool_)
+    return isinstance(x, int | float | complex | np.number | np.bool_)
 
 
 def _per_output(groups: _Groups, init: Any) -> list[tuple[int, Any]]:
@@ -370,10 +370,20 @@ def _start(sig: Signature, name: str, value: Any, dtype: np.dtype) -> int | floa
             "leave init out, or alias the output with an input",
             sig.where,
         )
+    if is_complex(dtype):
+        if value == 0 or value != value:
+            return 0.0 if value == 0 else math.nan
+        raise KernelValueError(
+            f"output {name!r} of kernel {sig.name} is of complex numbers, which start from 0 or nan, not from "
+            f"{value!r}: alias the output with an input that holds this number",
+            sig.where,
+        )
     from jtile import ir
 
     info = ir.dtype_info(dtype)
-    if info.kind == "f":
+    if isinstance(value, complex | np.complexfloating):
+        pass  # fits none of these
+    elif info.kind == "f":
         with np.errstate(all="ignore"):
             held = float(np.asarray(value, np.float64).astype(info.numpy).astype(np.float64))
         if math.isfinite(held) == math.isfinite(value) and math.isnan(held) == math.isnan(value):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jtile import _keys
+from jtile import _parts
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError, Place
 from jtile.primitive.options import OPTIONS
@@ -189,10 +189,10 @@ def check_dtype(sig: Signature, what: str, dtype: Any) -> None:
     from jtile import ir
 
     name = str(getattr(dtype, "name", dtype))
-    if name not in ir.DTYPES and name != _keys.NAME:
+    if name not in ir.DTYPES and name not in (_parts.KEY, _parts.COMPLEX.name):
         hint = ""
         if name.startswith("complex"):
-            hint = "; pass x.real and x.imag as two arguments"
+            hint = "; convert it, x.astype(jnp.complex64), or pass x.real and x.imag as two arguments"
         elif name.startswith("key<"):
             hint = "; keys are those of the generator threefry2x32: jax.random.key(seed, impl='threefry2x32')"
         raise KernelTypeError(

@@ -66,7 +66,7 @@ def linear(x) -> bool:
 
 def _dot_jvp(primals, tangents, *, precision):
     out = prims.dot_p.bind(*primals, precision=precision)
-    if not jnp.issubdtype(out.dtype, np.floating):
+    if not jnp.issubdtype(out.dtype, np.inexact):
         return out, zero_of(out)
     (a, b, *_), (da, db, *more) = primals, tangents
     total = [t for t in more if not zero(t)]

@@ -14,6 +14,7 @@ from jax.extend import core as jexc
 from jax.interpreters import mlir
 
 from jtile._errors import KernelTypeError
+from jtile._parts import is_complex
 from jtile.ir.reductions import accumulator_dtype
 from jtile.language._index import dims_shape
 from jtile.language._place import user_place
@@ -136,11 +137,16 @@ def _(x):
     return _aval((), x.dtype)
 
 
+def sum_dtype(a, b) -> np.dtype:
+    """The dtype in which the products of two tiles are summed."""
+    return a.dtype if is_complex(a.dtype) else np.dtype(accumulator_dtype(a.dtype.name, b.dtype.name))
+
+
 @dot_p.def_abstract_eval
 def _(a, b, *acc, precision):
     """`(a, b, acc?)`: `acc + a @ b` over equal leading axes."""
     del acc, precision
-    return _aval((*a.shape[:-1], b.shape[-1]), accumulator_dtype(a.dtype.name, b.dtype.name))
+    return _aval((*a.shape[:-1], b.shape[-1]), sum_dtype(a, b))
 
 
 @dot_scaled_p.def_abstract_eval

@@ -19,7 +19,10 @@ from jax import core, lax
 from jax.extend import core as jexc
 from jax.interpreters import ad, batching
 
+from jtile._errors import TransformError
+from jtile._parts import is_complex
 from jtile.language import _primitives as prims
+from jtile.language._place import user_place
 from jtile.language._vmap import batch_size, front
 
 
@@ -119,6 +122,13 @@ class _Step:
 
     def __init__(self, jaxpr, consts: Sequence[Any], leaves: Sequence[Any]):
         self.jaxpr, self.consts = jaxpr, list(consts)
+        if any(is_complex(x.dtype) for x in (*consts, *leaves)):
+            raise TransformError(
+                "a derivative is asked for, inside of the kernel, of a reduction or scan of complex numbers by a "
+                "function: give it the real and imaginary parts, as the pytree (jnp.real(x), jnp.imag(x)), or "
+                "differentiate the kernel",
+                user_place(),
+            )
         self.floats = [k for k, x in enumerate(leaves) if _is_float(x)]
         self.float_consts = [k for k, c in enumerate(consts) if _is_float(c)]
         self.wide = np.dtype(np.float64 if any(x.dtype.itemsize == 8 for x in self._float(leaves)) else np.float32)

@@ -11,7 +11,7 @@ from jax import core
 
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
-from jtile._keys import is_key
+from jtile._parts import is_key
 from jtile.language._axes import axis_number
 from jtile.language._place import user_place
 from jtile.language._primitives import assert_p, num_programs_p, print_p, program_id_p
@@ -91,9 +91,10 @@ def ones(shape, dtype: Any = np.float32):
 
 
 def full(shape, value, dtype=None):
-    """A tile of one number; float32, int32 or bool by the number's kind unless `dtype` says."""
-    if dtype is None and isinstance(value, bool | int | float):
-        dtype = np.bool_ if isinstance(value, bool) else np.int32 if isinstance(value, int) else np.float32
+    """A tile of one number; float32, int32, bool or complex64 by the number's kind unless `dtype` says."""
+    if dtype is None and isinstance(value, bool | int | float | complex):
+        kinds = {bool: np.bool_, int: np.int32, float: np.float32}
+        dtype = next((d for kind, d in kinds.items() if isinstance(value, kind)), np.complex64)
         _fits_int32(value, "jt.full")
     return jnp.full(shape, value, dtype)
 

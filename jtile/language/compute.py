@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,9 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 from jtile._errors import KernelTypeError, KernelValueError
-from jtile.ir.reductions import accumulator_dtype
+from jtile._parts import is_complex
 from jtile.language._place import user_place
-from jtile.language._primitives import dot_p, dot_scaled_p, reduce_p, scan_p
+from jtile.language._primitives import dot_p, dot_scaled_p, reduce_p, scan_p, sum_dtype
 from jtile.language.refs import Ref
 
 PRECISIONS = {
@@ -20,6 +22,9 @@ PRECISIONS = {
     lax.Precision.HIGH: "high",
     lax.Precision.HIGHEST: "highest",
 }
+
+
+_KINDS = {"f": np.floating, "i": np.integer, "c": np.complexfloating}
 
 
 LEVELS = ("fast", "default", "high", "highest")
@@ -54,18 +59,17 @@ def dot(a, b, acc=None, *, precision=None):
         fastest units of a GPU: one tf32 product (errors of 2^-11) for float32, and for 8-bit floats the sums of
         NVIDIA's tensor cores themselves (about 14 bits below the largest term; else every 128 terms go to float32).
     Returns:
-      A tile [..., m, n]: float32 for floats (float64 if an operand is), int32 for ints (int64 if an operand is).
+      A tile [..., m, n]: float32 for floats (float64 if an operand is), int32 for ints (int64 if an operand is),
+      complex64 for complex numbers.
     """
     a, b = _tile(a, "a"), _tile(b, "b")
     if a.ndim < 2 or b.ndim < 2:
         raise KernelTypeError(f"jt.dot takes tiles of rank 2 or more, got shapes {a.shape} and {b.shape}", user_place())
-    kinds = {
-        "f" if jnp.issubdtype(x.dtype, np.floating) else "i" if jnp.issubdtype(x.dtype, np.integer) else "?"
-        for x in (a, b)
-    }
+    kinds = {next((name for name, kind in _KINDS.items() if jnp.issubdtype(x.dtype, kind)), "?") for x in (a, b)}
     if "?" in kinds or len(kinds) > 1:
         raise KernelTypeError(
-            f"jt.dot takes two float or two int tiles, got {a.dtype} and {b.dtype}; convert one: b.astype(a.dtype)",
+            f"jt.dot takes two tiles of floats, of ints or of complex numbers, got {a.dtype} and {b.dtype}; convert "
+            "one: b.astype(a.dtype)",
             user_place(),
         )
     if a.shape[-1] != b.shape[-2]:
@@ -77,16 +81,17 @@ def dot(a, b, acc=None, *, precision=None):
     except ValueError:
         raise KernelTypeError(f"the leading axes of {a.shape} and {b.shape} do not match", user_place()) from None
     a, b = jnp.broadcast_to(a, (*batch, *a.shape[-2:])), jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
-    shape, dtype = (*batch, a.shape[-2], b.shape[-1]), accumulator_dtype(a.dtype.name, b.dtype.name)
+    shape, dtype = (*batch, a.shape[-2], b.shape[-1]), sum_dtype(a, b)
     return dot_p.bind(a, b, *_accumulator(acc, shape, dtype), precision=precision_name(precision))
 
 
-def _accumulator(acc, shape, dtype: str) -> list:
+def _accumulator(acc, shape, dtype: Any) -> list:
     if acc is None:
         return []
+    dtype = np.dtype(dtype)
     acc = _tile(acc, "acc")
     if acc.dtype != dtype and acc.weak_type:
-        acc = lax.convert_element_type(acc, np.dtype(dtype))
+        acc = lax.convert_element_type(acc, dtype)
     if acc.shape == () and shape:
         acc = lax.broadcast(acc, shape)
     if acc.shape != tuple(shape) or acc.dtype != dtype:
@@ -193,8 +198,11 @@ def _tiles(xs, what: str) -> list:
     return xs
 
 
+_NUMBERS = {False: bool | int | float, True: bool | int | float | complex}  # that a start may be, of complex or not
+
+
 def _scalar(v, dtype):
-    v = jnp.asarray(v, dtype) if isinstance(v, bool | int | float) else jnp.asarray(v)
+    v = jnp.asarray(v, dtype) if isinstance(v, _NUMBERS[is_complex(dtype)]) else jnp.asarray(v)
     if v.ndim or v.dtype != dtype:
         raise KernelTypeError(
             f"the start of this reduction is a {dtype} scalar, got {v.dtype}{list(v.shape)}", user_place()

@@ -189,7 +189,8 @@ def checked_carry(what: str, old, new, place):
 
 def _adapts(weak, strong) -> bool:
     """Whether a Python number of kind `weak` can become `strong` without losing its kind."""
-    rank = lambda d: 2 if jnp.issubdtype(d, np.floating) else 1 if jnp.issubdtype(d, np.integer) else 0
+    kinds = (np.integer, np.floating, np.complexfloating)
+    rank = lambda d: next((k for k, kind in enumerate(kinds, 1) if jnp.issubdtype(d, kind)), 0)
     return rank(weak) <= rank(strong)
 
 

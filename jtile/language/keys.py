@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jtile import _keys
+from jtile import _parts
 from jtile.language._index import Access, Span
 from jtile.language.refs import Ref
 
@@ -25,20 +25,20 @@ class KeyRef(Ref):
 
     @property
     def dtype(self) -> Any:
-        return jax.eval_shape(_keys.keys, jax.ShapeDtypeStruct((_keys.WORDS,), np.uint32)).dtype
+        return jax.eval_shape(_parts.keys, jax.ShapeDtypeStruct((_parts.WORDS,), np.uint32)).dtype
 
     def stored(self, a: Access) -> Access:
         last = len(a.raw_shape)
         zero = np.int32(0)
-        return _Words((*a.dims, Span(_keys.WORDS)), (*a.values, zero), a.reverse, (*a.perm, last), a.new)
+        return _Words((*a.dims, Span(_parts.WORDS)), (*a.values, zero), a.reverse, (*a.perm, last), a.new)
 
 
 class _Words(Access):
     """The access to the words of keys."""
 
     def after(self, x):
-        return _keys.keys(super().after(x))
+        return _parts.keys(super().after(x))
 
     def before(self, x):
         """Keys that are stored, or the mask of an access."""
-        return super().before(_keys.words(x) if _keys.is_key(x.dtype) else lax.expand_dims(x, (x.ndim,)))
+        return super().before(_parts.words(x) if _parts.is_key(x.dtype) else lax.expand_dims(x, (x.ndim,)))

@@ -13,9 +13,10 @@ from jax import core, lax
 from jax.ref import AbstractRef
 
 from jtile._errors import KernelTypeError, KernelValueError
-from jtile._keys import is_key
+from jtile._parts import is_complex, is_key
 from jtile.language import _index
 from jtile.language._index import Access, At, Tile
+from jtile.language._numbers import kind_of, number
 from jtile.language._place import user_place
 from jtile.language._primitives import atomic_p, load_p, store_p
 from jtile.language._sizes import as_value, is_dynamic, side, static
@@ -61,13 +62,13 @@ class Ref:
         """`x.at[index].add(v)` and its kin: atomics that give the old values."""
         return Indexer(self)
 
-    def tiles(self, *sizes: int | None, step: int | tuple[int | None, ...] | None = None, pad: float = 0) -> TileView:
+    def tiles(self, *sizes: int | None, step: int | tuple[int | None, ...] | None = None, pad: complex = 0) -> TileView:
         """The tile-space view: tile k of an axis is elements `[k * step, k * step + size)`.
 
         Args:
           sizes: tile length per axis; None for an axis drops it (an index along it is one row, one head).
           step: distance between tiles, one int or one per axis; default: the tile length.
-          pad: what lanes outside the array read: a number, nan or an infinity.
+          pad: what lanes outside the array read: a number (of a complex array, a complex one too), nan or an infinity.
         """
         return _view(self, sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes, step, pad)
 
@@ -144,7 +145,7 @@ class TileView:
     ref: Ref
     sizes: tuple[int | None, ...]
     steps: tuple[int, ...]
-    pad: float | int | bool = 0
+    pad: complex | int | bool = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -192,7 +193,7 @@ class TileView:
             or jnp.ndim(i)
         ):
             raise KernelTypeError(
-                f"{self.name}: a tile is named by integer scalars, got {_kind(i)}; for elements index the Ref itself",
+                f"{self.name}: a tile is named by integer scalars, got {kind_of(i)}; for elements index the Ref itself",
                 user_place(),
             )
         if isinstance(i, int | np.integer) and i < 0:
@@ -214,10 +215,6 @@ class TileView:
         return f"TileView({self.name}: {list(self.shape)} tiles of {list(self.tile_shape)})"
 
 
-def _kind(v) -> str:
-    return f"{v.dtype}{list(v.shape)}" if hasattr(v, "dtype") else repr(v)
-
-
 def _view(ref: Ref, sizes, step, pad) -> TileView:
     if len(sizes) != ref.ndim:
         raise KernelTypeError(
@@ -236,42 +233,7 @@ def _view(ref: Ref, sizes, step, pad) -> TileView:
                 raise KernelValueError(f"{what} of {ref.name} is at least {low}, got {v}", user_place())
         out.append(1 if size is None else int(s or size or 1))
         side(size or 0, f"a tile size of {ref.name}")
-    return TileView(ref, tuple(None if n is None else int(n) for n in sizes), tuple(out), _pad(pad, ref.dtype, "pad"))
-
-
-def _pad(v, dtype, what: str) -> float | int | bool:
-    """A static number as a parameter of a load. NaN becomes the one `math.nan`, so that equal kernels compare equal."""
-    if hasattr(v, "dtype") and not isinstance(v, core.Tracer) and np.ndim(v) == 0:
-        v = np.asarray(v).item()
-    if not isinstance(v, bool | int | float):
-        raise KernelTypeError(f"{what} is a number, got {_kind(v)}", user_place())
-    if is_key(dtype):
-        if v == 0:
-            return 0
-        raise KernelTypeError(f"{what}={v!r} cannot be a random key; keys come from jax.random", user_place())
-    if dtype == np.bool_ or jnp.issubdtype(dtype, np.integer):
-        return _int_pad(v, dtype, what)
-    try:
-        with np.errstate(over="ignore"):
-            rounded = float(np.asarray(float(v)).astype(dtype))
-    except OverflowError:
-        raise KernelValueError(f"{what}={v} does not fit {np.dtype(dtype).name}", user_place()) from None
-    # What a lane reads is an element of the array, so it has the array's precision.
-    if v == 0 and rounded != 0:  # a dtype of scales has no zero: the number nearest to it
-        rounded = float(jnp.finfo(dtype).tiny)
-    return v if v == rounded else math.nan if math.isnan(rounded) else rounded
-
-
-def _int_pad(v: float, dtype, what: str) -> int | bool:
-    name = np.dtype(dtype).name
-    if isinstance(v, float) and not v.is_integer():
-        raise KernelTypeError(f"{what}={v} cannot be a {name}", user_place())
-    if dtype == np.bool_:
-        return bool(v)
-    info = jnp.iinfo(dtype)
-    if not info.min <= v <= info.max:
-        raise KernelValueError(f"{what}={v} does not fit {name}: {info.min} to {info.max}", user_place())
-    return int(v)
+    return TileView(ref, tuple(None if n is None else int(n) for n in sizes), tuple(out), number(pad, ref.dtype, "pad"))
 
 
 def as_ref(x) -> Ref | TileView:
@@ -280,7 +242,7 @@ def as_ref(x) -> Ref | TileView:
         return x
     if isinstance(getattr(x, "aval", None), AbstractRef) or isinstance(x, jax.Ref):
         return Ref(x)
-    raise KernelTypeError(f"expected a Ref or a tile view, got {_kind(x)}", user_place())
+    raise KernelTypeError(f"expected a Ref or a tile view, got {kind_of(x)}", user_place())
 
 
 def _tracer(x: Ref | TileView):
@@ -305,13 +267,14 @@ def _value(x: Ref | TileView, a: Access, value, what: str):
     broadcast."""
     if isinstance(value, Ref):
         raise KernelTypeError(f"{value.name} is a Ref; load it before it is stored: {value.name}[...]", user_place())
-    if isinstance(value, bool | int | float) and not is_key(x.dtype):
-        value = jnp.asarray(_pad(value, x.dtype, f"the value of this {what} to {x.name}"), x.dtype)
+    if isinstance(value, bool | int | float | complex) and not is_key(x.dtype):
+        value = jnp.asarray(number(value, x.dtype, f"the value of this {what} to {x.name}"), x.dtype)
     value = jnp.asarray(value)
-    if value.dtype != x.dtype and value.weak_type and not is_key(x.dtype):
-        value = lax.convert_element_type(value, x.dtype)
+    value = _adapted(value, x.dtype)
     if value.dtype != x.dtype:
         cast = f"convert it: value.astype({x.name}.dtype)"
+        if is_complex(value.dtype) and not is_complex(x.dtype):
+            cast = "store jnp.real(value), jnp.imag(value) or jnp.abs(value)"
         keys = is_key(x.dtype) or is_key(value.dtype)
         raise KernelTypeError(
             f"{x.name} has dtype {x.dtype.name}, but this {what} has a {value.dtype.name} value; "
@@ -319,6 +282,14 @@ def _value(x: Ref | TileView, a: Access, value, what: str):
             user_place(),
         )
     return a.before(value)
+
+
+def _adapted(value, dtype):
+    """A value of a Python number's dtype in that of a Ref, if the Ref has room for its kind."""
+    loses = is_complex(value.dtype) and not is_complex(dtype)
+    if value.dtype == dtype or not value.weak_type or loses or is_key(dtype):
+        return value
+    return lax.convert_element_type(value, dtype)
 
 
 def _writable(x: Ref | TileView, what: str) -> None:
@@ -350,7 +321,7 @@ def load(x, index, mask=None, other=None):
     if traced and mask is None:
         raise KernelTypeError("without a mask, other is a number (what lanes outside the array read)", user_place())
     if other is not None and not traced:
-        pad = _pad(other, x.dtype, "other")
+        pad = number(other, x.dtype, "other")
     masked = _mask(a, mask)
     out = a.after(load_p.bind(_tracer(x), *_operands(a), *masked, dims=a.dims, pad=pad, masked=bool(masked)))
     return _filled(x, out, mask, other) if traced else out
@@ -358,10 +329,9 @@ def load(x, index, mask=None, other=None):
 
 def _filled(x, out, mask, other):
     """A loaded tile with the lanes of a traced `other` where `mask` is false."""
-    other = jnp.asarray(other)
-    if other.dtype != x.dtype and not other.weak_type:
+    other = _adapted(jnp.asarray(other), x.dtype)
+    if other.dtype != x.dtype:
         raise KernelTypeError(f"other has dtype {other.dtype.name}, but {x.name} has {x.dtype.name}", user_place())
-    other = other if other.dtype == x.dtype else lax.convert_element_type(other, x.dtype)
     other = _index.broadcast(other, out.shape)
     return lax.select(_index.broadcast(mask, out.shape), out, other)
 
@@ -382,6 +352,12 @@ def _atomic(fn: str, x, index, value, mask, compare=None):
     _writable(x, f"use atomic_{fn} on")
     if is_key(x.dtype):
         raise KernelTypeError(f"atomic_{fn} is for numbers, and {x.name} holds random keys", user_place())
+    if is_complex(x.dtype) and fn != "add":
+        raise KernelTypeError(
+            f"atomic_{fn} is not defined for complex numbers, and {x.name} has dtype {x.dtype.name}: atomic_add adds "
+            "both parts; for another one keep real and imaginary parts in two float32 arrays",
+            user_place(),
+        )
     if fn in ("and", "or", "xor") and jnp.issubdtype(x.dtype, np.inexact):
         raise KernelTypeError(f"atomic_{fn} is for integers, and {x.name} has dtype {x.dtype.name}", user_place())
     a = x.access(index)

@@ -11,7 +11,7 @@ from jax import core, lax
 
 from jtile import ir
 from jtile._errors import KernelTypeError, KernelValueError
-from jtile._keys import is_key
+from jtile._parts import is_complex, is_key
 from jtile.ir.block import nbytes
 from jtile.language import _block_primitives as prims
 from jtile.language import _level
@@ -260,6 +260,9 @@ def alloc(shape: Any, dtype: Any, slots: int | None = None) -> Any:
       slots: length of the ring.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if is_complex(dtype) and not (slots is None and _level.scratch_at_tile_level()):
+        why = "jt.alloc: no buffer of the block level holds complex numbers; make one for each of their two parts"
+        raise KernelTypeError(why, user_place())
     if is_key(dtype):
         why = "jt.alloc: no memory of random keys is made in a body; say it as scratch= of the kernel"
         raise KernelTypeError(why, user_place())

@@ -99,6 +99,7 @@ def _narrowed(spec: Any, ins: Sequence[bool], outs: Sequence[bool], kept: Sequen
         n_out=sum(outs),
         aliases=tuple((sum(ins[:i]), sum(outs[:o])) for i, o in spec.aliases),
         inits=_picked(spec.inits, outs) if spec.inits else (),
+        complexes=_picked(spec.complexes, (*ins, *outs)) if spec.complexes else (),
         ref_names=_picked(spec.ref_names, kept) if len(spec.ref_names) == len(kept) else (),
     )
 

@@ -21,7 +21,7 @@ from jtile._config import current
 from jtile._errors import TransformError, UnsupportedError
 from jtile._memo import memo
 from jtile.passes.accumulate import Pieces, accumulate
-from jtile.primitive import partition
+from jtile.primitive import complexes, partition
 from jtile.primitive.program import Program, for_target
 from jtile.primitive.sizes import evaluate_expression, sized, symbol_values
 
@@ -194,11 +194,24 @@ def _custom_call(
     name = (platform.io_call if program.io else None) or platform.call
     aliases = dict(whole.kernel.aliases)
     rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=program.io)
-    if not platform.fuses_slices or not aliases:
-        return rule(wide, *operands, *started, **attributes)[: len(ctx.avals_out)]
-    apart = functools.partial(_behind_barrier, ctx)
-    outs = rule(wide, *map(apart, wide.avals_in, [*operands, *started]), **attributes)
-    return [apart(a, x) for a, x in zip(ctx.avals_out, outs)]
+    ins, complex_outs = _complexes(program, piece, aliases)
+    called, given = complexes.joined(wide, [*operands, *started], ins, complex_outs)
+    if platform.fuses_slices and aliases:
+        given = map(functools.partial(_behind_barrier, ctx), called.avals_in, given)
+    results = rule(called, *given, **attributes)
+    if platform.fuses_slices and aliases:
+        results = map(functools.partial(_behind_barrier, ctx), called.avals_out, results)
+    return complexes.apart(wide, list(results), complex_outs)[: len(ctx.avals_out)]
+
+
+def _complexes(program: Program, piece: int, aliases: Mapping[int, int]) -> tuple[set[int], set[int]]:
+    """The operands and results of a custom call that are complex arrays for XLA."""
+    spec, pieces = program.spec, pieces_of(program)
+    whole = [not r.partials and r.piece == piece for r in pieces.results]
+    outs = {r.output for r, w, c in zip(pieces.results, whole, spec.complex_outputs()) if w and c}
+    ins = {j for j, k in enumerate(pieces.inputs[piece]) if spec.complex_inputs()[k]}
+    shared = {i: o for i, o in aliases.items() if i in ins or o in outs}  # one buffer has one type
+    return ins | shared.keys(), outs | set(shared.values())
 
 
 def _behind_barrier(ctx: mlir.LoweringRuleContext, aval: Any, value: Any) -> Any:

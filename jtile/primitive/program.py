@@ -38,6 +38,8 @@ class Spec:
       inits: per output, the number it starts from or None.
       ref_names: one per Ref.
       loc: the `def` of the kernel.
+      complexes: per input and output, whether it is the real and imaginary parts of a complex array, along its last
+        axis; () where none is. XLA hands such a one over as complex, without a copy.
     """
 
     name: str
@@ -48,6 +50,15 @@ class Spec:
     inits: tuple[Number | None, ...] = ()
     ref_names: tuple[str, ...] = ()
     loc: ir.Loc = ir.NOWHERE
+    complexes: tuple[bool, ...] = ()
+
+    def complex_inputs(self) -> tuple[bool, ...]:
+        """`complexes` of the inputs, one for each."""
+        return self.complexes[: self.n_in] or (False,) * self.n_in
+
+    def complex_outputs(self) -> tuple[bool, ...]:
+        """`complexes` of the outputs, one for each."""
+        return self.complexes[self.n_in :] or (False,) * self.n_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +298,8 @@ def _program(jaxpr, spec, levels, narrow, vjp, base, meta, options, hand, choice
     symbolic = [str(level.size) for level in levels if is_symbolic(level.size)]
     rule = [f"{hand.inputs} -> {hand.outputs}"] if hand else []
     key = [choice.key] if choice else []
-    fingerprint = fingerprint_of(kernel, narrow, options, *symbolic, *rule, *key)
+    pairs = [f"complex {spec.complexes}"] if any(spec.complexes) else []
+    fingerprint = fingerprint_of(kernel, narrow, options, *symbolic, *rule, *key, *pairs)
     made = Program(jaxpr, spec, levels, narrow, vjp, base, kernel, meta, options, fingerprint, hand, choice)
     if hand is None and not levels and made.block:  # nobody looks into a schedule: it is cut along vmaps only
         rows = lambda refs: tuple((None,) * len(v.shape) for v in refs)

@@ -146,6 +146,8 @@ def forward_program(lin: Linear) -> Program:
     around = Spec(
         f"{spec.name}_jvp", spec.n_in + n_tangents, len(body.active) + len(body.again), spec.grid, tuple(aliases),
         tuple(starts), (*names, *[f"scratch{k}" for k in range(extra)]), spec.loc,
+        (*spec.complex_inputs(), *[spec.complex_inputs()[k] for k in place],
+         *[spec.complex_outputs()[k] for k in (*body.active, *body.again)]),
     )  # fmt: skip
     levels = tuple(
         Level(

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jtile._parts import is_complex
 from jtile.testing.report import Check as Check
 from jtile.testing.report import Report as Report
 
@@ -24,8 +25,14 @@ class Timing:
     min_us: float
 
 
+def widest(x: Any) -> np.ndarray:
+    """An array in float64, or in complex128."""
+    x = np.asarray(x)
+    return np.asarray(x, np.complex128 if is_complex(x.dtype) else np.float64)
+
+
 def relative_error(got: Any, expected: Any) -> float:
-    """Norm of the difference over the norm of `expected`, in float64, over all leaves of two equal pytrees.
+    """Norm of the difference over the norm of `expected`, in float64 or complex128, over all leaves of two pytrees.
 
     Equal infinities and NaN at the same places count as no difference; anywhere else they make the error infinite.
     """
@@ -34,14 +41,14 @@ def relative_error(got: Any, expected: Any) -> float:
         raise ValueError(f"{len(leaves)} results against {len(reference)} expected ones")
     difference = norm = 0.0
     for a, b in zip(leaves, reference):
-        x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        x, y = widest(a), widest(b)
         if x.shape != y.shape:
             raise ValueError(f"a result of shape {x.shape} where {y.shape} is expected")
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         if not np.isfinite(x[~same]).all() or not np.isfinite(y[~same]).all():
             return float("inf")
-        difference += float(np.sum((x[~same] - y[~same]) ** 2))
-        norm += float(np.sum(y[np.isfinite(y)] ** 2))
+        difference += float(np.sum(np.abs(x[~same] - y[~same]) ** 2))
+        norm += float(np.sum(np.abs(y[np.isfinite(y)]) ** 2))
     if difference == 0:
         return 0.0
     return float("inf") if norm == 0 else (difference / norm) ** 0.5
@@ -51,7 +58,7 @@ def relative_error(got: Any, expected: Any) -> float:
 TOLERANCES = {
     "float64": 1e-13, "float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 8e-2, "float8_e5m2": 2e-1,
     "float8_e4m3": 8e-2, "float8_e3m4": 4e-2, "float8_e4m3fnuz": 8e-2, "float8_e5m2fnuz": 2e-1,
-    "float8_e4m3b11fnuz": 8e-2,
+    "float8_e4m3b11fnuz": 8e-2, "complex64": 2e-6,
 }  # fmt: skip
 
 

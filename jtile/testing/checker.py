@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jtile._config import config
 from jtile._errors import KernelValueError
-from jtile._keys import is_key, words
+from jtile._parts import is_complex, is_key, words
 from jtile.testing import TOLERANCES, devices
 from jtile.testing.compare import (
     Measured,
@@ -36,7 +37,7 @@ from jtile.testing.report import INTEGERS, TRANSFORMS, Check, Report
 Skips = Mapping[str, str]
 Job = tuple[str, str, Callable[[], "Measured"]]  # transform, subject, run
 
-_DIFFERENTIABLE = ("float64", "float32", "bfloat16", "float16")
+_DIFFERENTIABLE = ("float64", "float32", "bfloat16", "float16", "complex64")
 _HALF = ("float16", "bfloat16")
 _SLICES = 3  # of a batch
 
@@ -200,7 +201,8 @@ class Checker:
         return run
 
     def direction(self, x: Any) -> jax.Array:
-        return jnp.asarray(self.rng.uniform(-1, 1, x.shape).astype(np.float32).astype(x.dtype))
+        draw = lambda: self.rng.uniform(-1, 1, x.shape).astype(np.float32)
+        return jnp.asarray(draw().astype(x.dtype) if not is_complex(x.dtype) else lax.complex(draw(), draw()))
 
     @functools.cached_property
     def tangents(self) -> list[jax.Array]:
@@ -284,7 +286,7 @@ class Checker:
 
         found = (8 * (along(h) - along(-h)) - (along(2 * h) - along(-2 * h))) / (12 * h)
         claimed = sum(dot(g, t) for g, t in zip(pulled, self.tangents, strict=True))
-        size = sum(float(np.sum((wide(g) * wide(t)) ** 2)) for g, t in zip(pulled, self.tangents)) ** 0.5
+        size = sum(float(np.sum(np.abs(wide(g) * wide(t)) ** 2)) for g, t in zip(pulled, self.tangents)) ** 0.5
         error, limit = abs(found - claimed) / max(size, abs(found), 1e-30), 1e-3
         if not error <= limit:
             raise MismatchError(f"differences with step {h:g} give {found:.6g}, the vjp {claimed:.6g}", error, limit)

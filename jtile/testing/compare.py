@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
 
+from jtile._parts import is_complex
 from jtile.testing import relative_error
+from jtile.testing import widest as wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +61,12 @@ def stack_rows(rows: Sequence[Sequence[Any]], axis: int) -> tuple[Any, ...]:
 def summed(x: Any) -> np.ndarray:
     """The sum along axis 0, in float32, in the dtype of the array."""
     x = np.asarray(x)
-    return x.astype(np.float32).sum(0).astype(x.dtype)
-
-
-def wide(x: Any) -> np.ndarray:
-    return np.asarray(x, np.float64)
+    return x.sum(0) if is_complex(x.dtype) else x.astype(np.float32).sum(0).astype(x.dtype)
 
 
 def dot(a: Any, b: Any) -> float:
-    return float(np.sum(wide(a) * wide(b)))
+    """What a cotangent makes of a tangent; of complex ones it is the real part, as JAX pairs them."""
+    return float(np.sum(wide(a) * wide(b)).real)
 
 
 def error_of(got: Any, want: Any) -> float:

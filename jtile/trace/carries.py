@@ -128,7 +128,7 @@ _SLOT = _Slot()
 def _is_number(x: Any) -> bool:
     if isinstance(x, _OBJECTS):
         return False
-    return isinstance(x, bool | int | float | np.generic | np.ndarray) or (
+    return isinstance(x, bool | int | float | complex | np.generic | np.ndarray) or (
         isinstance(x, jax.Array) and not isinstance(x, jax.Ref)
     )
 

@@ -14,7 +14,7 @@ from jax.ref import AbstractRef
 from jtile._collector import paused
 from jtile._compat import make_jaxpr
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
-from jtile._keys import is_key, stored
+from jtile._parts import is_complex, is_key, stored
 from jtile.language._axes import named_axes
 from jtile.language._level import BlockLevelError, Level, tracing
 from jtile.language._place import hidden, hide_own_frames, place_of
@@ -84,7 +84,18 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
         raise
     _check_consts(fn, name, closed)
     _check_axes(closed, len(grid), name)
-    return closed
+    return _of_reals(closed)
+
+
+def _of_reals(closed):
+    """The jaxpr with complex numbers as pairs of real ones."""
+    variables = (v for eqn in equations(closed.jaxpr) for v in (*eqn.invars, *eqn.outvars))
+    if not any(is_complex(getattr(v.aval, "dtype", None)) for v in (*closed.jaxpr.invars, *variables)):
+        return closed
+    from jtile.trace import pairs  # with all rules that make Tile IR of jaxprs, and seldom asked for
+
+    with paused():
+        return pairs.without_complex(closed)
 
 
 @paused()

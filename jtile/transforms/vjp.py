@@ -168,7 +168,7 @@ def _assemble(traced: Any, spec: Spec, roles: _Roles, results: tuple[int, ...]) 
     names += [f"{name(outs[k])}_bar_left" for k in roles.mutable] + [name(outs[k]) for k in roles.again]
     around = dataclasses.replace(
         spec, name=f"{spec.name}_vjp", n_in=len(ins) + len(roles.given), n_out=len(starts), aliases=tuple(aliases),
-        inits=tuple(starts), ref_names=tuple(names),
+        inits=tuple(starts), ref_names=tuple(names), complexes=_complexes(spec, roles),
     )  # fmt: skip
     kept = [*[v.aval.dtype for v in wanted], *[outs[k].aval.dtype for k in roles.mutable]]
     narrow = [_narrow(d) if k in results else None for k, d in enumerate(kept)] + [None] * len(roles.again)
@@ -176,6 +176,12 @@ def _assemble(traced: Any, spec: Spec, roles: _Roles, results: tuple[int, ...]) 
         traced, around, tuple(roles.given), tuple(_ct_dtype(roles, k) for k in roles.given),
         tuple(ins.index(v) for v in wanted), results, tuple(roles.mutable), tuple(roles.again), tuple(narrow),
     )  # fmt: skip
+
+
+def _complexes(spec: Spec, roles: _Roles) -> tuple[bool, ...]:
+    ins, outs = spec.complex_inputs(), spec.complex_outputs()
+    cotangents = [ins[roles.ins.index(v)] for v in roles.wanted]
+    return (*ins, *[outs[k] for k in roles.given], *cotangents, *[outs[k] for k in (*roles.mutable, *roles.again)])
 
 
 def _narrow(dtype: Any) -> str | None:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jtile import ir
-from jtile._keys import is_key
+from jtile._parts import is_key
 from jtile.testing import TOLERANCES
 
 SETS = 64  # argument sets in one program at most

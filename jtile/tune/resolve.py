@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.tree_util import tree_flatten, tree_unflatten
 
-from jtile import _keys
 from jtile._compat import is_symbolic
 from jtile._memo import Recent
+from jtile.calls.boundary import runner
 from jtile.calls.marks import declared, strip
 from jtile.calls.signature import autos
 from jtile.primitive.program import Choice, under, with_choice
@@ -97,11 +96,8 @@ def resolve(kernel: Any, tree: Any, leaves: Sequence[Any], meta: Mapping[str, An
 
 
 def _with_choice(bound: Any, choice: Choice) -> Any:
-    from jtile.primitive.tangent import bind
-
     program = with_choice(bound.program, choice)
-    around = bound.layout.inputs, bound.layout.outputs
-    return dataclasses.replace(bound, program=program, run=_keys.around(functools.partial(bind, program), *around))
+    return dataclasses.replace(bound, program=program, run=runner(program, bound.layout))
 
 
 def tuned(call: Any, bound: Any, entry: Any) -> Any:

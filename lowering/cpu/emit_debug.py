@@ -45,10 +45,12 @@ def _print(em: Emitter, op: ir.Print) -> None:
     args = [{"dtype": a.dtype, "shape": list(a.shape)} for a in op.args]
     site = _site(em, op, kind="print", format=op.format, args=args)
     table = code.var("ptr", count=max(len(op.args), 1))
+    shown = []
     for k, a in enumerate(op.args):
-        buf = em.copy(a, em.new_buffer(a.shape, a.dtype))
+        shown.append(em.copy(a, em.new_buffer(a.shape, a.dtype)))
+        code.store(shown[-1].ptr, code.gep("ptr", table, k))
+    for buf in shown:  # all of them are read by the call
         em.arena.touch(buf.alloc)
-        code.store(buf.ptr, code.gep("ptr", table, k))
     code.do(f"call void {_callback(em, PRINT_SLOT).name}({HOST}, {site}, {_program_ids(em)}, {table})")
 
 

@@ -77,13 +77,12 @@ def test_out_type_and_scratch_of_another_number():
 @pytest.mark.parametrize("call", [lambda k, x: k(x), lambda k, x: jax.jit(k)(x), lambda k, x: k.interpret(x)])
 def test_dtypes_that_the_language_lacks(call):
     k = make()
-    fails(KernelTypeError, "argument x of kernel copy has dtype complex64", lambda: call(k, X.astype(jnp.complex64)))
     key = jax.random.key(0, impl="rbg")
     fails(KernelTypeError, r"dtype key<rbg>.*the generator threefry2x32", lambda: call(k, key))
 
 
 @pytest.mark.parametrize(
-    "x", ["text", 1j, object(), np.array(["a"]), np.array([None]), {1, 2}, S, np.array(["2020"], "M8")]
+    "x", ["text", object(), np.array(["a"]), np.array([None]), {1, 2}, S, np.array(["2020"], "M8")]
 )
 def test_arguments_that_are_no_arrays(x):
     fails(KernelTypeError, "argument x of kernel copy", lambda: make()(x))
@@ -163,8 +162,8 @@ def test_out_type_that_is_no_type():
     )
     fails(
         KernelTypeError,
-        "out_type of kernel copy has dtype complex64",
-        lambda: make(out_type=jt.like(S, dtype=np.complex64))(X),
+        "out_type of kernel copy has dtype complex128",
+        lambda: make(out_type=jt.like(S, dtype=np.complex128))(X),
     )
     fails(
         KernelTypeError,

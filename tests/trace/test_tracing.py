@@ -109,9 +109,9 @@ def test_unsupported_ref_dtype():
     def kernel(x, o):
         pass
 
-    t = jax.ShapeDtypeStruct((2,), np.complex64)
+    t = jax.ShapeDtypeStruct((2,), np.complex128)
     jaxpr = trace(kernel, [t], [t], [], grid=())
-    with pytest.raises(UnsupportedError, match="complex64"):
+    with pytest.raises(UnsupportedError, match="complex128"):
         to_tile_ir(jaxpr, name="k", n_in=1, n_out=1, grid=())
 
 

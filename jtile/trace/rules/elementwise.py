@@ -217,11 +217,6 @@ def _(c: Lowering, *_, **__):
     return []
 
 
-@rule("complex", "real", "imag", "conj")
-def _(c: Lowering, *_, **__):
-    raise c.unsupported("complex numbers are not in the language; keep real and imaginary part in two tiles")
-
-
 @rule("mulhi")
 def _(c: Lowering, x, y, **_):
     if x.type.info.bits > 32:

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jtile.errors import UnsupportedError
-
 RNG = np.random.default_rng(0)
 F = RNG.standard_normal((5, 7)).astype("f")
 G = RNG.standard_normal((5, 7)).astype("f")
@@ -200,14 +198,6 @@ def test_gelu_exact_and_attention(check):
 
 def test_scalars_beside_tiles(check):
     check(lambda x: (x + x.sum(), x * 2, 1 - x, x / x.max(1, keepdims=True)), F, tol=1e-4)
-
-
-def test_complex_is_refused(lower):
-    def kernel(x, o):
-        o[...] = jnp.abs(lax.complex(x[...], x[...]))
-
-    with pytest.raises(UnsupportedError, match="complex"):
-        lower(kernel, [F], [jax.ShapeDtypeStruct(F.shape, F.dtype)])
 
 
 def test_x64(check):

@@ -106,11 +106,3 @@ def test_ref_views_of_jax_are_refused(lower):
 
     with pytest.raises(UnsupportedError, match="index the Ref once"):
         lower(kernel, [F], [jax.ShapeDtypeStruct((1, 4, 3), F.dtype)])
-
-
-def test_unsupported_dtype(lower):
-    def kernel(x, o):
-        o[...] = jnp.abs(x[...].astype(jnp.complex64))
-
-    with pytest.raises(UnsupportedError, match="complex64"):
-        lower(kernel, [F], [jax.ShapeDtypeStruct(F.shape, F.dtype)])
