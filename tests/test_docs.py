@@ -94,6 +94,14 @@ def test_the_matmul_runs(page, tmp_path):
     assert (module.matmul(module.a, module.b) == module.a @ module.b).all()
 
 
+def test_the_fourier_transform_runs(tmp_path):
+    (code,) = [block for block in python_blocks("docs/language.md") if "def spectrum" in block]
+    module = run("import jax, jax.numpy as jnp, jtile as jt\n" + code, tmp_path)
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((10, 16)) + 1j * rng.standard_normal((10, 16))).astype(np.complex64)
+    np.testing.assert_allclose(module.spectrum(x), np.fft.fft(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
 def test_text_from_a_model(page, tmp_path):

@@ -19,6 +19,10 @@ A kernel body may use any function of `jnp`, `lax` and `jax.nn` that ends in the
 `jax.nn.gelu` or `einsum` need no rule of their own. `jtile_...` are the language's own.
 
 {primitives}
+On complex numbers:
+
+{complex}
+
 Refused, with an error that names the source line:
 
 {refused}
@@ -48,6 +52,7 @@ def page() -> str:
     grammar = ir.stage_grammar()
     return _PAGE.format(
         primitives="".join(_item(f"**{family}**: {_names(names)}") for family, names in primitives().items()),
+        complex=textwrap.fill(_names(complex_primitives()), 118, break_on_hyphens=False),
         refused="".join(_item(f"{_names(names)}: {why}") for why, names in refused().items()),
         targets="".join(f"| {' | '.join(row)} |\n" for row in _table()),
         gaps="".join(map(_item, gaps())),
@@ -63,6 +68,14 @@ def primitives() -> dict[str, list[str]]:
         if _why(rule) is None:
             out.setdefault(rule.__module__.rpartition(".")[2], []).append(name)
     return dict(sorted(out.items()))
+
+
+def complex_primitives() -> list[str]:
+    """The JAX primitives that complex tiles may be operands of."""
+    from jtile.trace.pairs.numbers import ORDERED
+    from jtile.trace.pairs.walk import RULES
+
+    return sorted(set(RULES) - set(ORDERED))
 
 
 def refused() -> dict[str, list[str]]:

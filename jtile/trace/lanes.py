@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from jtile._keys import is_key
+from jtile._parts import is_key
 from jtile.language.control import Range, counted
 
 Carry = list[Any]  # None where nobody needs a carry

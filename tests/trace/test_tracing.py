@@ -110,9 +110,8 @@ def test_unsupported_ref_dtype():
         pass
 
     t = jax.ShapeDtypeStruct((2,), np.complex128)
-    jaxpr = trace(kernel, [t], [t], [], grid=())
     with pytest.raises(UnsupportedError, match="complex128"):
-        to_tile_ir(jaxpr, name="k", n_in=1, n_out=1, grid=())
+        trace(kernel, [t], [t], [], grid=())
 
 
 def test_the_grid_is_not_baked_in():

@@ -222,7 +222,12 @@ def _(z: Pair, *, axis, reverse, **_):
     return Pair(*compute.associative_scan(_product, (z.re, z.im), axis, reverse))
 
 
-@rule("max", "min", "clamp", "lt", "le", "gt", "ge", "sort", "top_k", "argmax", "argmin", "reduce_max", "reduce_min",
-      "cummax", "cummin", "cumlogsumexp", "scatter-max", "scatter-min", "scatter_max", "scatter_min")  # fmt: skip
+ORDERED = (
+    "max", "min", "clamp", "lt", "le", "gt", "ge", "sort", "top_k", "argmax", "argmin", "reduce_max", "reduce_min",
+    "cummax", "cummin", "cumlogsumexp", "scatter-max", "scatter-min", "scatter_max", "scatter_min",
+)  # fmt: skip
+
+
+@rule(*ORDERED)
 def _(walk: Walk, eqn: Any, args: list[Value]) -> Sequence[Value]:
     raise refuse(walk, eqn, "complex numbers have no order; compare jnp.abs(x), or jnp.real(x)")

@@ -12,7 +12,7 @@ from jax import lax
 
 from jtile._compat import make_jaxpr
 from jtile._errors import TransformError, UnsupportedError
-from jtile._parts import PARTS, is_complex, part_dtype
+from jtile._parts import COMPLEX, PARTS, is_complex, part_dtype
 from jtile.language._equations import bind, opened, place, ref_aval, scan_counts
 from jtile.language._place import place_of
 from jtile.trace import lanes
@@ -76,6 +76,10 @@ def without_complex(closed: Any) -> Any:
     def stored(a: Any) -> Any:
         if not is_complex(a.dtype):
             return ref_aval(a.shape, a.dtype)
+        if a.dtype != COMPLEX:
+            raise UnsupportedError(
+                f"dtype {a.dtype.name} is not one of the language's: its complex one is {COMPLEX.name}"
+            )
         return ref_aval((*a.shape, PARTS), part_dtype(a.dtype))
 
     return make_jaxpr(body)(*map(stored, avals))
