@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import dispatch
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
 
 Pair = tuple[int, int]
@@ -67,6 +68,8 @@ def _points(height: int, width: int, most: int = 128) -> Pair:
     if machine().whole:
         bw = fit(width, 128)
         return fit(height, max(1, 256 // bw)), bw
+    if dispatch.vector_cores():  # their compiler does not bring tiles of several rows to products
+        return 1, min((b for b in (128, 64, 32, 16) if b <= most), key=lambda b: (jt.cdiv(known(width), b) * b, -b))
     bw = min((32, 16, 8), key=lambda b: (jt.cdiv(known(width), b) * b, -b))
     return fit(height, most // bw), bw
 

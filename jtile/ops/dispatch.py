@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 import jtile as jt
 from jtile.errors import UnsupportedError
 
+VECTOR_CORES = ("vector cores",)  # an NPU's, whose memory holds the tiles of a program
 BLOCK_LEVEL = ("warpgroup products",)  # what kernels at the block level need
 WARPS = ("warps",)  # what tiles in the registers of threads are chosen for
 # NPUs have no threads, but programs of theirs hold few tiles with sides of powers of two, as those of GPUs do.
@@ -30,6 +31,11 @@ _STANDS_FOR = {"warps": "vector cores"}
 def has(target: jt.Target, name: str) -> bool:
     """Whether a target has a feature, or one that implementations are chosen by in its place."""
     return name in target.features or _STANDS_FOR.get(name) in target.features
+
+
+def vector_cores() -> bool:
+    """Whether an NPU is at hand."""
+    return has(jt.target(), "vector cores")
 
 
 def small_tiles() -> bool:

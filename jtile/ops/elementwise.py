@@ -7,18 +7,26 @@ import functools
 import jax
 
 import jtile as jt
-from jtile.ops._shapes import as_rows, check_float, check_shape, rows_per_tile, wide
+from jtile.ops import dispatch
+from jtile.ops._shapes import as_rows, check_float, check_shape, fit, machine, rows_per_tile, wide
 
 
-@jt.kernel(out_type=lambda x, b, r, **_: jt.like(x), grid=lambda x, b, r, *, br, **_: jt.cdiv(x.shape[0], br))
-def bias_gelu_residual_rows(x, b, r, y, *, br: int, approximate: bool):
-    """Rows of x, r [rows, n], `br` of them in a program; b [n]."""
+def _grid(x, b, r, *, br, bn=0, **_):
+    rows = jt.cdiv(x.shape[0], br)
+    return (rows, jt.cdiv(x.shape[1], bn)) if bn else rows
+
+
+@jt.kernel(out_type=lambda x, b, r, **_: jt.like(x), grid=_grid)
+def bias_gelu_residual_rows(x, b, r, y, *, br: int, approximate: bool, bn: int = 0):
+    """Rows of x, r [rows, n], `br` of them in a program, or (`bn`) as many columns of them; b [n]."""
     # y = gelu(x + b) + r
-    i, n = jt.program_id(0), x.shape[1]
-    X, R, Y = x.tiles(br, n), r.tiles(br, n), y.tiles(br, n)
-    t = wide(X[i, 0])
-    t = jax.nn.gelu(t + b[...].astype(t.dtype)[None, :], approximate=approximate)
-    Y[i, 0] = (t + R[i, 0].astype(t.dtype)).astype(y.dtype)
+    i, j = jt.program_id(0), jt.program_id(1) if bn else 0
+    bn = bn or x.shape[1]
+    X, R, Y = x.tiles(br, bn), r.tiles(br, bn), y.tiles(br, bn)
+    t = wide(X[i, j])
+    bias = b[...] if bn == x.shape[1] else b.tiles(bn)[j]
+    t = jax.nn.gelu(t + bias.astype(t.dtype)[None, :], approximate=approximate)
+    Y[i, j] = (t + R[i, j].astype(t.dtype)).astype(y.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="approximate", inline=True)
@@ -43,8 +51,13 @@ def bias_gelu_residual(x: jax.Array, bias: jax.Array, residual: jax.Array, *, ap
     if x.size == 0:
         return x
     rows = as_rows(x)
-    br = rows_per_tile(*rows.shape)
-    return bias_gelu_residual_rows(rows, bias, as_rows(residual), br=br, approximate=bool(approximate)).reshape(x.shape)
+    tiles = {"br": rows_per_tile(*rows.shape)}
+    if dispatch.vector_cores():  # which have room for fewer of the many steps of a derivative
+        bn = fit(rows.shape[1], machine().tile)
+        tiles = {"br": rows_per_tile(rows.shape[0], bn), "bn": bn}
+    return bias_gelu_residual_rows(rows, bias, as_rows(residual), approximate=bool(approximate), **tiles).reshape(
+        x.shape
+    )
 
 
 def bias_gelu_residual_reference(x, bias, residual, *, approximate: bool = True):

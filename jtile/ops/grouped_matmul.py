@@ -90,12 +90,12 @@ class LastRows(NamedTuple):
 @jt.kernel(out_type=_outer_type, grid=_outer_grid)
 def grouped_outer(
     x, dy, sizes, last: LastRows, dw,
-    *, groups: int, out_dtype, bm: int, bn: int, bk: int, stages: int = 3, step: int = 0,
+    *, groups: int, out_dtype, bm: int, bn: int, bk: int, stages: int = 3, step: int = 0, always: bool = False,
 ):  # fmt: skip
     """x [rows, k], dy [rows, n], sizes int32 [groups] -> dw [groups, k, n]: the products of each group's rows.
 
     With `step` the rows behind the last whole `bk` of each group are those of `last`, taken `step` at a time, as they
-    are. Else they are masked here.
+    are. Else they are masked here; `always`: without asking whether there are any.
     """
     # dW_g = sum over the rows r of group g of x_r^T dy_r
     g, i, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
@@ -114,7 +114,7 @@ def grouped_outer(
         A, B = last.x.tiles(None, step, bm), last.dy.tiles(None, step, bn)
         for q in jt.range(jt.cdiv(count - whole * bk, step), stages=stages):
             acc = jt.dot(A[g, q, i].T, B[g, q, j], acc)
-    elif rest < end:
+    elif always or rest < end:
         a, b = part(rest)
         mine = (rest + jt.arange(bk) < end)[:, None]
         # both: what the next group's rows hold may be no number
@@ -179,6 +179,8 @@ def _slopes(left, right, sizes, groups: int, out_dtype: str):
             last = LastRows(*(last_rows(r, sizes[:groups], tiles["bk"]) for r in (left, right)))
         else:
             tiles |= {"bm": min(tiles["bm"], 128), "bn": min(tiles["bn"], 128)}
+    if dispatch.vector_cores():  # whose compiler cannot move sums of a cube core in and out of a branch
+        tiles["always"] = True
     kernel = tuned(grouped_outer, **gpu_tiles.product_options(tiles["bm"], tiles["bn"], left.dtype.itemsize))
     return kernel(left, right, sizes, last, groups=groups, out_dtype=out_dtype, **tiles)
 

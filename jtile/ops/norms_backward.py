@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import fit, known, machine, rows_per_tile, sums_in, tuned, wide
-from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
+from jtile.ops.dispatch import VECTOR_CORES, WARPS, Implementation, Op, first_unmet
 
 _TILES = 32  # tiles a program where the number of rows is not known
 _UNKNOWN = 8192  # rows that a GPU's choices assume then
+_IN_CORE = 4096  # elements of the longest row whose sums an NPU's vector core has room for
 _COLUMNS, _ROWS, _LONGEST = 1024, 4, 32  # of a tile of the kernel of sums alone, and how many tiles it adds up
 
 
@@ -150,6 +151,60 @@ def norm_backward_rows(
         ref[c, :] = total
 
 
+@jt.kernel(
+    out_type=lambda xs, *_, sums, centre, **__: _types(
+        xs, None, None, br=1, per=1, sums=0, centre=centre, statistics=bool(sums)
+    ),
+    grid=lambda xs, *_, br, **__: jt.cdiv(xs[0].shape[0], br),
+)
+def norm_backward_blocks(
+    xs: tuple, weight, cts: Cotangents, out: Slopes,
+    *, br: int, bn: int, sums: int, centre: bool, eps: float, offset: float,
+):  # fmt: skip
+    """As `norm_backward_rows` without sums, for rows that a program has no room for: `br` rows in blocks of `bn`
+    columns, which are read twice, or three times (`centre`). With `sums` it gives the statistics for them."""
+    i, n = jt.program_id(0), xs[0].shape[1]
+    blocks, ragged = jt.cdiv(n, bn), n % bn
+    X, DX = ([ref.tiles(br, bn) for ref in refs] for refs in (xs, out.dx))
+    CT = [ref.tiles(br, bn) for ref in cts if ref is not None]
+    total = lambda j: _total([view[i, j] for view in X])
+    zeros = jnp.zeros((br, 1), sums_in(xs[0]))
+
+    def parts(j, mean):
+        """The rows without their mean and the weighted cotangents, of a block."""
+        t = total(j)
+        if centre:
+            t = t - mean
+            t = jnp.where((j * bn + jt.arange(bn) < n)[None, :], t, 0) if ragged else t
+        h = wide(CT[0][i, j])
+        return t, h if weight is None else h * _shifted(wide(weight.tiles(bn)[j])[None, :], offset).astype(h.dtype)
+
+    mean = zeros
+    if centre:
+        for j in jt.range(blocks):
+            mean = mean + total(j).sum(1, keepdims=True)
+        mean = mean * (1.0 / n)
+    squares, products, shifts = zeros, zeros, zeros
+    for j in jt.range(blocks):
+        t, h = parts(j, mean)
+        squares = squares + (t * t).sum(1, keepdims=True)
+        products = products + (h * t).sum(1, keepdims=True)
+        shifts = shifts + h.sum(1, keepdims=True) if centre else shifts
+    factor = jax.lax.rsqrt(squares * (1.0 / n) + eps)
+    products = products * factor * (1.0 / n)
+    for j in jt.range(blocks):
+        t, h = parts(j, mean)
+        slope = h - t * factor * products
+        slope = (slope - shifts * (1.0 / n) if centre else slope) * factor
+        for ct in CT[1:]:
+            slope = slope + ct[i, j].astype(slope.dtype)
+        for ref, view in zip(out.dx, DX):
+            view[i, j] = slope.astype(ref.dtype)
+    for ref, value in zip(out.statistics or (), (factor, mean)):
+        if ref is not None:
+            ref.tiles(br)[i] = value.reshape(br)
+
+
 def _sum_grid(xs, ct, statistics, *, br, bc, per, **_):
     return jt.cdiv(jt.cdiv(xs[0].shape[0], br), per), jt.cdiv(xs[0].shape[1], bc)
 
@@ -186,6 +241,27 @@ def _in_rows(xs, weight, cts, *, sums: int, **options):
     return out.dx, [part.sum(0) for part in out.sums]
 
 
+def _in_core(xs, weight, cts, *, sums: int, **options):
+    """On an NPU: a vector core holds few rows, and the sums beside them."""
+    rows, n = _count(xs[0].shape[0]), known(xs[0].shape[1])
+    br = fit(rows, max(1, machine().tile // n))
+    per = jt.cdiv(jt.cdiv(rows, br), machine().sums)
+    out = norm_backward_rows(xs, weight, cts, br=br, per=per, sums=sums, **options)
+    return out.dx, [part.sum(0) for part in out.sums]
+
+
+def _in_blocks(xs, weight, cts, *, sums: int, **options):
+    """On an NPU, of rows that a vector core has no room for."""
+    br, bn = fit(_count(xs[0].shape[0]), 8), fit(xs[0].shape[1], machine().tile // 2)
+    out = norm_backward_blocks(xs, weight, cts, br=br, bn=bn, sums=sums, **options)
+    return out.dx, _apart(xs, cts, out.statistics, sums)
+
+
+def _not_in_core(xs, *_, **__) -> str | None:
+    n = known(xs[0].shape[1])
+    return first_unmet((n <= _IN_CORE, f"rows of {n} leave no memory for sums"))
+
+
 def _held(xs, centre: bool) -> gpu_tiles.Choice | None:
     rows, n = xs[0].shape
     return gpu_tiles.slopes_of_rows(_count(rows), known(n), xs[0].dtype.itemsize, centre)
@@ -216,17 +292,24 @@ def _sums_apart(xs, weight, cts, *, sums: int, **options):
     out = kernel(
         xs, weight, cts, br=1, per=per, sums=0, statistics=bool(sums), again=True, apart=True, stages=3, **options
     )
+    return out.dx, _apart(xs, cts, out.statistics, sums)
+
+
+def _apart(xs, cts, statistics, sums: int) -> list[jax.Array]:
+    """The sums by themselves, from what the rows had in common."""
     if not sums:
-        return out.dx, []
-    tiles = jt.cdiv(rows, _ROWS)
+        return []
+    tiles = jt.cdiv(_count(xs[0].shape[0]), _ROWS)
     per = min(jt.next_power_of_2(jt.cdiv(tiles, 32)), _LONGEST)
     kernel = tuned(norm_backward_sums, num_warps=4)
-    parts = kernel(xs, cts.y, out.statistics, br=_ROWS, bc=_COLUMNS, per=per, sums=sums)
-    return out.dx, [part.sum(0) for part in parts]
+    parts = kernel(xs, cts.y, statistics, br=_ROWS, bc=_COLUMNS, per=per, sums=sums)
+    return [part.sum(0) for part in parts]
 
 
 _op = Op(
     "norm backward",
+    Implementation("sums in a vector core", _in_core, _not_in_core, VECTOR_CORES),
+    Implementation("rows in blocks", _in_blocks, needs=VECTOR_CORES),
     Implementation("sums in registers", _sums_in_registers, _not_in_registers, WARPS),
     Implementation("sums in a kernel of their own", _sums_apart, needs=WARPS),
     Implementation("rows", _in_rows),

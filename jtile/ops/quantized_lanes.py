@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
+from jtile.ops import dispatch
 from jtile.ops._shapes import known, tuned
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
@@ -250,7 +251,8 @@ def product(
         more = ((0, 0), (0, blocks * BLOCK - inner))
         x, weights = jnp.pad(x, more), tuple(w._replace(codes=jnp.pad(w.codes, more)) for w in weights)
     options = {"kind": kind, "activation": activation}
-    if isinstance(m, int) and m <= 2:
+    # an NPU's vector cores pad what lies side by side to 32 bytes: words of a block would take all of their memory
+    if isinstance(m, int) and m <= 2 and not dispatch.vector_cores():
         rows, tiles, warps = gemv_choice(m, out, blocks, kind, len(weights) > 1)
         kernel = tuned(quantized_gemv_lanes, num_warps=warps)
         x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
