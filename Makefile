@@ -41,7 +41,8 @@ ascend-tools: $(VENV)/.dev
 	@$(VENV)/bin/python -m jtile.lowering.ascend.install
 
 test-ascend: ascend-tools
-	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal -q --runslow tests/lowering/ascend $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal -q --runslow \
+	  tests/lowering/ascend tests/calls/test_bundle.py tests/ffi/test_ascend.py tests/ops/test_npu_forms.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	@$(VENV)/bin/python -m ruff check .

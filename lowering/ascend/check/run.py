@@ -121,13 +121,15 @@ class Run:
 
     def _for(self, op: Op) -> Iterator[Event]:
         found = re.search(r"= (%[\w#-]+) to (%[\w#-]+) step (%[\w#-]+)", op.text)
-        first, last, step = (self._get(v) for v in found.groups())  # pyright: ignore[reportOptionalMemberAccess]
+        bounds = found.groups()  # pyright: ignore[reportOptionalMemberAccess]
+        first, last, step = (self._get(v) for v in bounds)
         carried = re.search(r"iter_args\(([^)]*)\)", op.text)
         values = [self._get(p.split("=")[1].strip()) for p in split(carried[1])] if carried else []
         body = op.blocks[0]
         if None in (first, last, step):
             first, step = first or 0, step or 1
             last = first + self._guess(4) * step
+            self._values |= zip(bounds, (first, last, step))  # which buffer a round takes may go by how many there are
         for k in rounds(first, last, step):
             self._values |= zip(body.args, [k, *values])
             yield from self._block(body)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jtile._errors import ParseError
+from jtile._errors import ParseError, UnsupportedError
 
 from . import regions
 from .read import Op, memref, split
@@ -35,6 +35,8 @@ def value(op: Op, get: Values, maps: dict[str, str]) -> Any:
         return None
     if name == "select":
         chosen, yes, no = (get(v) for v in names(op))
+        if chosen is None and isinstance(yes, Region):
+            raise UnsupportedError(f"the checker of HIVM cannot tell which buffer {op} chooses: that depends on data")
         return None if chosen is None else yes if chosen else no
     if name == "cmpi":
         how = op.text.split(",")[0].strip()

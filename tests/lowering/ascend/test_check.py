@@ -182,6 +182,26 @@ def test_both_ways_of_a_branch_on_data():
     assert any("nobody waits for" in str(e) for e in left)
 
 
+ROUNDS = """%c256_i64 = arith.constant 256 : i64
+      %other = hivm.hir.pointer_cast(%c256_i64) : memref<64xf32, #ub>
+      %one = arith.constant 1 : i32
+      scf.for %r = %zero to %n step %one : i32 {{
+        %left = arith.subi %n, %r : i32
+        %even = arith.cmpi eq, {by}, %n : i32
+        %u = arith.select %even, %t, %other : memref<64xf32, #ub>
+        hivm.hir.pipe_barrier[<PIPE_V>]
+        hivm.hir.vexp ins(%u : memref<64xf32, #ub>) outs(%u : memref<64xf32, #ub>)
+      }}
+      """ + FLAG.format("set")
+
+
+def test_buffers_of_rounds_whose_number_depends_on_data():
+    """What the checker takes for it is the same in and around the loop; buffers that data choose are not followed."""
+    assert check.verify(small(then=ROUNDS.format(by="%left"))).used == {"UB": 512}
+    with pytest.raises(errors.UnsupportedError, match=r"cannot tell which buffer .* chooses: that depends on data"):
+        check.verify(small(then="%was = memref.load %x[%c0] : memref<?xi32>\n      " + ROUNDS.format(by="%was")))
+
+
 def test_stores_to_one_place_want_a_barrier():
     with pytest.raises(errors.SharedRaceError, match="a pipe_barrier of PIPE_MTE3 between them is missing"):
         check.verify(small().replace("hivm.hir.pipe_barrier[<PIPE_MTE3>]", ""))
