@@ -129,10 +129,12 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
     Returns:
       [*ids.shape, features].
     Raises:
-      KernelTypeError: ids are no integers. KernelValueError: the table is no matrix.
+      KernelTypeError: ids are no integers, or the table is of complex numbers. KernelValueError: the table is no matrix.
     """
     check_int("embedding", ids=ids)
     quantized = isinstance(table, QuantizedTensor)
+    if not quantized and jnp.issubdtype(table.dtype, jnp.complexfloating):
+        raise KernelTypeError(f"embedding: table is a real array, got {table.dtype.name}; look both parts up")
     check_rank("embedding", "table", table, 2, "[vocab, features]")
     if dtype is None:
         dtype = jnp.float32 if quantized else table.dtype

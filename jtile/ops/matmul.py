@@ -104,6 +104,11 @@ def _sizes(a, b, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
 
 
 def _check_kinds(a, b, activation) -> None:
+    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in (a, b)):
+        raise jt.errors.KernelTypeError(
+            f"matmul takes float or integer arrays, got {a.dtype} and {b.dtype}: jt.dot takes complex tiles, in a "
+            "kernel of your own"
+        )
     kinds = {jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b)}
     if len(kinds) == 2 or (activation and kinds != {True}):
         raise jt.errors.KernelTypeError(

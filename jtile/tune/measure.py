@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jtile import ir
-from jtile._parts import is_key
+from jtile._parts import is_complex, is_key
 from jtile.testing import TOLERANCES
 
 SETS = 64  # argument sets in one program at most
@@ -43,6 +43,8 @@ def random_array(x: Any, seed: int) -> jax.Array:
     key = jax.random.key(seed)
     if is_key(x.dtype):
         return jax.random.split(key, x.shape)
+    if is_complex(x.dtype):
+        return jax.jit(lambda k: jax.random.normal(k, x.shape, x.dtype))(key)
     info = ir.dtype_info(x.dtype)
     if info.kind == "f":
         wide = jnp.float64 if info.bits == 64 else jnp.float32
@@ -92,6 +94,8 @@ def difference(got: Any, expected: Any) -> float:
 @jax.jit
 def _error(a: jax.Array, b: jax.Array) -> jax.Array:
     wide = jnp.float64 if b.dtype == jnp.float64 else jnp.float32
+    if is_complex(b.dtype):
+        a, b = (jnp.stack([x.real, x.imag]) for x in (a, b))
     if not jnp.issubdtype(b.dtype, jnp.floating):
         return (a != b).sum().astype(jnp.float32)
     a, b = a.astype(wide), b.astype(wide)

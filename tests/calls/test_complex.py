@@ -10,8 +10,10 @@ from jax import lax
 from ttir import run_ttir
 
 import jtile as jt
+from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.testing import relative_error
+from jtile.tune.measure import argument_sets, difference
 
 RNG = np.random.default_rng(11)
 
@@ -217,6 +219,26 @@ def test_a_rule_of_the_users_gets_complex_cotangents():
     g = draw(10)
     close(jax.vjp(k, X, Y)[1](g), (2 * g * Y, 3 * g * X))
     close(jax.vmap(lambda x: jax.vjp(k, x, Y)[1](g)[0])(MANY), np.broadcast_to(2 * g * Y, (3, 10)))
+
+
+def test_the_library_moves_and_sums_complex_numbers_and_refuses_the_rest():
+    x = MANY[:, :8]
+    close([ops.cumsum(x), ops.transpose(x)], [np.cumsum(x, -1), x.T])
+    close(jax.vjp(ops.cumsum, x)[1](x)[0], np.cumsum(x[:, ::-1], -1)[:, ::-1])
+    for match, call in {
+        "matmul takes float or integer arrays": lambda: ops.matmul(x, x.T),
+        "embedding: table is a real array": lambda: ops.embedding(x, np.array([1], np.int32)),
+        "softmax: x is a float array": lambda: ops.softmax(x),
+    }.items():
+        with pytest.raises(KernelTypeError, match=match):
+            call()
+
+
+def test_the_tuner_draws_complex_arguments():
+    (x,) = argument_sets([jax.ShapeDtypeStruct((3,), jnp.complex64)], [], 0)[0]
+    assert x.dtype == jnp.complex64
+    assert (x.imag != 0).all()
+    assert difference([x], [x * (1 + 1e-7)]) < 1 < difference([x], [x.conj()])
 
 
 # -- errors --------------------------------------------------------------------------------------------------------
