@@ -129,7 +129,8 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
     Returns:
       [*ids.shape, features].
     Raises:
-      KernelTypeError: ids are no integers, or the table is of complex numbers. KernelValueError: the table is no matrix.
+      KernelTypeError: ids are no integers, or the table is of complex numbers. KernelValueError: the table is no
+      matrix.
     """
     check_int("embedding", ids=ids)
     quantized = isinstance(table, QuantizedTensor)

@@ -126,8 +126,8 @@ class Program:
       kernel: the same with the levels applied: what the compiler works on.
       meta: the meta-parameters, sorted by name.
       options: see `Options`.
-      fingerprint: sha256 of the Tile IR text, the options and the names of `hand`; equality and hashing go by it and by
-        `vjp`.
+      fingerprint: sha256 of the Tile IR text, the options and the names of `hand`; equality and hashing go by it, by
+        `vjp` and by `rules`.
       hand: the sharding rule that the user gave, or None: derived. Of a kernel at block level: one that cuts no
         dimension of its own.
       choice: how meta-parameters were chosen that are `jt.auto`, or None: the call gave them all.
@@ -147,10 +147,14 @@ class Program:
     choice: Choice | None = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self.fingerprint == other.fingerprint and self.vjp == other.vjp
+        return isinstance(other, Program) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash((self.fingerprint, self.vjp))
+        return hash(self._identity)
+
+    @functools.cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.fingerprint, self.vjp, self.rules
 
     def __repr__(self) -> str:
         return f"{self.name}{self.kernel.grid}#{self.fingerprint[:8]}"
@@ -158,6 +162,14 @@ class Program:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @functools.cached_property
+    def rules(self) -> Any:
+        """What the body says about its derivative, which Tile IR does not show: two kernels that compute the same may
+        have others. None where it says nothing."""
+        from jtile.trace.tracing import derivative_rules
+
+        return derivative_rules(self.jaxpr.jaxpr)
 
     @functools.cached_property
     def dynamic(self) -> bool:

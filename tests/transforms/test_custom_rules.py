@@ -97,3 +97,29 @@ def test_a_rule_knows_of_values_only():
     np.testing.assert_allclose(loads(X), X[0] * X, rtol=1e-6)
     with pytest.raises(TransformError, match=r"custom_vjp that loads from a Ref"):
         jax.grad(lambda x: loads(x).sum())(X)
+
+
+def test_kernels_that_compute_the_same_keep_derivatives_of_their_own():
+    """Their Tile IR is equal, and with it all that is compiled, but for what their bodies say of derivatives."""
+
+    def scaled(by):
+        @jax.custom_jvp
+        def square(a):
+            return a * a
+
+        square.defjvp(lambda primals, dots: (square(*primals), by * dots[0]))
+        return square
+
+    @jax.custom_vjp
+    def backwards(a):
+        return a * a
+
+    backwards.defvjp(lambda a: (a * a, None), lambda _, g: (-g,))
+    bodies = [scaled(3.0), lambda a: a * a, scaled(4.0), lambda a: a * jax.lax.stop_gradient(a), backwards]
+    x = np.array([5.0], np.float32)
+    kernel_of = lambda fn: jt.call(lambda x, o: jt.store(o, ..., fn(x[...])), out_type=jt.like(x), interpret=True)
+    slopes = [jax.grad(lambda x, k=k: k(x).sum())(x) for k in map(kernel_of, bodies)]
+    assert [float(s[0]) for s in slopes] == [3, 10, 4, 5, -1]
+    one, other = (kernel_of(jax.nn.relu).lower(x).program for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)

@@ -262,6 +262,7 @@ def as_in_jax(
         n = len(eqn.outvars)
         return tuple(flat(found[:n])), tuple(flat(found[n:]))
 
+    run.__name__ = run.__qualname__ = eqn.primitive.name
     fn = jax.custom_jvp(run)
     fn.defjvp(derivative)
     return unflat(eqn.outvars, fn(*flat(args)))
