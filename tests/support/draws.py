@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, settings
 FEWEST = 8
 
 
-def draws(count: int) -> settings:
+def draws(count: int, quick: int | None = None) -> settings:
     """Settings of a test that draws `count` examples, or the multiple that the command line asks for; slow ones too.
-    At least eight, as the first of hypothesis's are the simplest."""
-    asked = count * settings.default.max_examples // 100
+    At least eight, as the first of hypothesis's are the simplest. `quick`: of `make test`, where half is dear."""
+    asked = quick if quick and not thorough() else count * settings.default.max_examples // 100
     return settings(max_examples=max(asked, min(count, FEWEST)), suppress_health_check=list(HealthCheck))
 
 

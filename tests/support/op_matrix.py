@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from draws import thorough
 
 from jtile import ir
 from jtile.interpret import interpret
@@ -34,11 +35,12 @@ TOLERANCE = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel, its inputs, and how far floats may be off (None: a few steps of their dtype)."""
+    """A kernel, its inputs, how far floats may be off (None: a few steps of their dtype), and what its outputs are."""
 
     kernel: ir.Kernel
     inputs: Sequence[np.ndarray]
     tolerance: float | None = None
+    names: Sequence[str] = ()
 
 
 CASES: dict[str, Callable[[], Case]] = {}
@@ -60,8 +62,12 @@ def over(unless: Callable[..., bool] = lambda *_: False, **axes: Sequence):
 def check(case: Case, run: Callable[[ir.Kernel, Sequence[np.ndarray]], Sequence[np.ndarray]]) -> None:
     """`run(kernel, inputs)` gives what the interpreter gives."""
     expected = interpret(case.kernel, list(case.inputs))
-    for got, want in zip(run(case.kernel, case.inputs), expected, strict=True):
-        close(got, want, case.tolerance)
+    for k, (got, want) in enumerate(zip(run(case.kernel, case.inputs), expected, strict=True)):
+        try:
+            close(got, want, case.tolerance)
+        except AssertionError as e:
+            e.add_note(f"output {k}{': ' + case.names[k] if case.names else ''}")
+            raise
 
 
 def close(got: np.ndarray, want: np.ndarray, tolerance: float | None = None) -> None:
@@ -95,6 +101,8 @@ class Bench:
         self.b = ir.Builder()
         self.params = [ir.Value(ir.RefType(x.shape, x.dtype.name, "in"), f"x{k}") for k, x in enumerate(inputs)]
         self.outs: list[ir.Value] = []
+        self.names: list[str] = []
+        self.name = ""  # of the outputs that follow
 
     def whole(self, shape) -> tuple[ir.Dim, ...]:
         zero = self.b.index(0)
@@ -105,6 +113,7 @@ class Bench:
 
     def output(self, shape, dtype: str) -> ir.Value:
         self.outs.append(ir.Value(ir.RefType(tuple(shape), dtype, "out"), f"o{len(self.outs)}"))
+        self.names.append(self.name)
         return self.outs[-1]
 
     def store(self, v: ir.Value) -> None:
@@ -117,7 +126,7 @@ class Bench:
     def case(self, tolerance: float | None = None, grid=(), inits=None) -> Case:
         inits = inits or (None,) * len(self.outs)
         kernel = ir.Kernel("bench", (*self.params, *self.outs), grid, self.b.block, (), inits)
-        return Case(kernel, self.inputs, tolerance)
+        return Case(kernel, self.inputs, tolerance, self.names)
 
 
 # -- one element at a time ---------------------------------------------------------------------------------------------
@@ -217,15 +226,23 @@ def scatter(dtype):
 # -- reductions, scans, sorts ------------------------------------------------------------------------------------------
 
 
-@over(dtype=DTYPES, axes=[(0,), (1,), (0, 1), ()])
-def reduce(axes, dtype):
-    kind = ir.DTYPES[dtype].kind
-    b = Bench(array((6, 35), dtype), array((6, 35), dtype, low=0.8, high=1.2))
+AXES = [(0,), (1,), (0, 1), ()]
+REDUCTIONS = ("sum", "prod", "max", "min", "and", "or", "xor")
+
+
+@over(dtype=DTYPES)
+def reduce(dtype):
+    """All axes for two functions, for each of the others two that change with the dtype: the axes know no function."""
+    kind, turn = ir.DTYPES[dtype].kind, DTYPES.index(dtype)
+    b = Bench(array((5, 19), dtype), array((5, 19), dtype, low=0.8, high=1.2))
     x, near_one = b.loads()
-    for fn in ("sum", "prod", "max", "min", "and", "or", "xor"):
+    for k, fn in enumerate(REDUCTIONS):
         if (fn in ("and", "or", "xor") and kind == "f") or (fn in ("sum", "prod") and kind == "b"):
             continue
-        b.value(ir.Reduce(near_one if fn == "prod" else x, fn, axes))
+        some = AXES if fn in ("sum", "max") or thorough() else [AXES[(turn + k) % 4], AXES[(turn + k + 1) % 4]]
+        for axes in some:
+            b.name = f"{fn} over {axes}"
+            b.value(ir.Reduce(near_one if fn == "prod" else x, fn, axes))
     return b.case({"float32": 3e-5}.get(dtype))
 
 
@@ -280,12 +297,14 @@ def cumulative(dtype, axis_reverse):
 
 @over(dtype=DTYPES)
 def sort(dtype):
-    x = array((5, 40), dtype)
+    x = array((5, 20), dtype)
     if ir.DTYPES[dtype].kind == "f":
         x[1, 3] = np.nan
-    b = Bench(x, array((5, 40), "int32", 1))
+    b = Bench(x, array((5, 20), "int32", 1))
     args = tuple(b.loads())
-    for axis, descending in [(0, False), (1, False), (1, True)]:
+    other = [(0, False), (1, True)]
+    for axis, descending in [(1, False), *(other if thorough() else [other[DTYPES.index(dtype) % 2]])]:
+        b.name = f"axis {axis}, {descending=}"
         for r in b.b.add(ir.Sort(args, axis, 1, descending)).results:
             b.store(r)
     return b.case()
@@ -296,18 +315,26 @@ def sort(dtype):
 DOTS = ["float32", "float64", "bfloat16", "float16", "int8", "uint8", "int32", "float8_e4m3fn", "int4"]
 
 
-@over(dtype=DOTS, m_n_k=[(5, 7, 9), (17, 33, 20), (1, 40, 16), (16, 1, 5), (8, 16, 0)])
-def dot(dtype, m_n_k):
-    m, n, k = m_n_k
-    trans_a, trans_b = (m + n) % 2 == 1, k % 4 == 0
-    a = array((2, k, m) if trans_a else (2, m, k), dtype)
-    w = array((2, n, k) if trans_b else (2, k, n), dtype, 1)
+@over(dtype=DOTS)
+def dot(dtype):
+    """Alone, added to what is stored and to what is computed; for all sizes but the first one of these in turn."""
     acc = ir.accumulator_dtype(dtype, dtype)
-    b = Bench(a, w, array((2, m, n), acc, 2))
-    x, y, c = b.loads()
-    b.value(ir.Dot(x, y, None, trans_a, trans_b))
-    b.value(ir.Dot(x, y, c, trans_a, trans_b))
-    b.value(ir.Dot(x, y, b.b.map("mul", c, c), trans_a, trans_b))
+    sizes = [(5, 7, 9), (9, 18, 20), (1, 40, 16), (16, 1, 5), (8, 16, 0)]
+    turned = [((m + n) % 2 == 1, k % 4 == 0) for m, n, k in sizes]
+    arrays = []
+    for (m, n, k), (trans_a, trans_b) in zip(sizes, turned, strict=True):
+        arrays.append(array((2, k, m) if trans_a else (2, m, k), dtype))
+        arrays.append(array((2, n, k) if trans_b else (2, k, n), dtype, 1))
+        arrays.append(array((2, m, n), acc, 2))
+    b = Bench(*arrays)
+    loads = b.loads()
+    for case, (size, turns) in enumerate(zip(sizes, turned, strict=True)):
+        x, y, c = loads[3 * case : 3 * case + 3]
+        forms = {"alone": lambda c: None, "added": lambda c: c, "to a square": lambda c: b.b.map("mul", c, c)}
+        for k, (name, form) in enumerate(forms.items()):
+            if case == 0 or thorough() or (case + DOTS.index(dtype)) % 3 == k:
+                b.name = f"{size}, turned {turns}, {name}"
+                b.value(ir.Dot(x, y, form(c), *turns))
     return b.case({"float8_e4m3fn": 1e-5, "bfloat16": 1e-4}.get(dtype, 2e-5))
 
 
@@ -324,15 +351,17 @@ def dot_scaled():
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@over(dtype=DTYPES, pad=[0, 1])
-def overhang(dtype, pad):
+@over(dtype=DTYPES)
+def overhang(dtype):
     """Tiles over the edge read the pad and are not written."""
     b = Bench(array((10, 37), dtype))
     i, j = b.b.value(ir.ProgramId(0)), b.b.value(ir.ProgramId(1))
     index = (ir.Tile(i, 4, 4), ir.Tile(j, 16, 16))
-    t = b.b.value(ir.Load(b.params[0], index, None, pad))
-    for shape in ((10, 37), (12, 48)):
-        b.b.add(ir.Store(b.output(shape, dtype), index, t))
+    for pad, shapes in ((0, [(12, 48)]), (1, [(10, 37), (12, 48)])):
+        t = b.b.value(ir.Load(b.params[0], index, None, pad))
+        for shape in shapes:
+            b.name = f"pad {pad} to {shape}"
+            b.b.add(ir.Store(b.output(shape, dtype), index, t))
     return b.case(grid=(3, 3))
 
 
@@ -359,33 +388,31 @@ def _undefined(fn: str, dtype: str) -> bool:
     return (kind == "f" and fn in ("and", "or", "xor")) or (kind == "b" and fn == "add")
 
 
-@over(
-    _undefined,
-    fn=ir.ATOMICS,
-    dtype=["float32", "float64", "bfloat16", "float16", "int8", "uint16", "int32", "int64", "bool", "int4"],
-)
-def atomics(fn, dtype):
+@over(dtype=["float32", "float64", "bfloat16", "float16", "int8", "uint16", "int32", "int64", "bool", "int4"])
+def atomics(dtype):
     value = array((16,), dtype, low=0, high=2)
     index = np.random.default_rng(0).permutation(np.arange(-3, 20))[:16].astype(np.int32)
     b = Bench(value, index)
     v, i = b.loads()
-    compare = b.b.full(1, (16,), dtype) if fn == "cas" else None
-    old = b.b.value(ir.Atomic(fn, b.output((18,), dtype), (ir.Take(i),), v, compare))
-    b.store(old)
-    return b.case(inits=(1, None))
+    for b.name in (fn for fn in ir.ATOMICS if not _undefined(fn, dtype)):
+        compare = b.b.full(1, (16,), dtype) if b.name == "cas" else None
+        old = b.b.value(ir.Atomic(b.name, b.output((18,), dtype), (ir.Take(i),), v, compare))
+        b.store(old)
+    return b.case(inits=(1, None) * (len(b.outs) // 2))
 
 
-@over(_undefined, fn=ir.ATOMICS, dtype=["float32", "bfloat16", "uint16", "int64", "bool", "int4"])
-def atomics_on_scratch(fn, dtype):
+@over(dtype=["float32", "bfloat16", "uint16", "int64", "bool", "int4"])
+def atomics_on_scratch(dtype):
     """With indices that are computed on the way and meet: one program runs its lanes in order."""
     index = np.random.default_rng(0).integers(-3, 14, 16).astype(np.int32)
     b = Bench(array((16,), dtype, low=0, high=2), index)
     v, i = b.loads()
-    own = b.b.value(ir.Alloc((18,), dtype))
     everything = (ir.Span(b.b.index(0), 18),)
-    b.b.add(ir.Store(own, everything, b.b.full(1, (18,), dtype), None))
     moved = b.b.map("max", b.b.map("mul", i, b.b.full(2, (16,), "int32")), i)
-    compare = b.b.full(1, (16,), dtype) if fn == "cas" else None
-    b.value(ir.Atomic(fn, own, (ir.Take(moved),), v, compare))
-    b.value(ir.Load(own, everything))
+    for b.name in (fn for fn in ir.ATOMICS if not _undefined(fn, dtype)):
+        own = b.b.value(ir.Alloc((18,), dtype))
+        b.b.add(ir.Store(own, everything, b.b.full(1, (18,), dtype), None))
+        compare = b.b.full(1, (16,), dtype) if b.name == "cas" else None
+        b.value(ir.Atomic(b.name, own, (ir.Take(moved),), v, compare))
+        b.value(ir.Load(own, everything))
     return b.case()

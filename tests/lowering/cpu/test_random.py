@@ -24,13 +24,13 @@ def check(case: Case, kernel: Kernel, isa) -> None:
     check_outputs(case, inputs, accesses, run_native(kernel, inputs, isa), want)
 
 
-@draws(150)
+@draws(150, quick=36)
 @given(kernels())
 def test_optimised_kernels(case: Case):
     check(case, run_pipeline(case.kernel, TILE), HOST)
 
 
-@draws(100)
+@draws(100, quick=24)
 @given(kernels(), st.sampled_from(list(RUNNABLE)))
 def test_kernels_as_they_are_on_every_instruction_set(case: Case, isa: str):
     check(case, case.kernel, RUNNABLE[isa])
