@@ -13,7 +13,7 @@ from typing import Any
 
 from jtile._collector import paused
 from jtile._config import current
-from jtile.ir import Kernel, verify
+from jtile.ir import Kernel, print_kernel, verify
 from jtile.ir.protocol import check_loaded
 from jtile.passes.bounds import bounds
 from jtile.passes.canonicalise import canonicalise
@@ -66,11 +66,16 @@ def block_level(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) ->
 def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Planned | NoPlan:
     """The same, with the plan and the kernel after each step."""
     done: list[Step] = []
+    verified = ("", "")  # the level and the text of the kernel that was verified last
 
     def step(name: str, level: str, run: Callable[[Kernel], Kernel]) -> Kernel:
+        nonlocal verified
         after = run(done[-1][2] if done else kernel)
-        if current().verify or name == LAST:
+        # Many steps have nothing to do, and roles are played through: that takes 20 times as long as the text does.
+        text = (level, print_kernel(after)) if current().verify else ("", name)
+        if text != verified and (current().verify or name == LAST):
             verify(after, level)
+            verified = text
         if name == LAST:
             check_loaded(after)
         done.append((name, level, after))
