@@ -43,7 +43,9 @@ class Case:
 class Record:
     """One line of the results, as `--json` writes it. Times are medians in microseconds; `ratio` is the best peer's
     time over ours; `bound_us` is what the roofline allows, `bound_frac` how much of that we reach; `error` is the
-    relative error against the reference; `timed` says how XLA ran the calls of one program, where that matters."""
+    relative error against the reference; `timed` says how XLA ran the calls of one program, where that matters.
+    Of language models `peer_error` is the error of a peer of the same dtypes, and `kernels` what each kernel takes: by
+    runner and name how often it runs, and its microseconds in all."""
 
     workload: str
     config: str
@@ -56,6 +58,8 @@ class Record:
     bound_frac: float | None
     error: float | None
     timed: str | None = None
+    peer_error: float | None = None
+    kernels: dict[str, dict[str, list[float]]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,7 @@ def measure(case: Case, roofline: Any, *, repeats: int) -> Result:
 
 def result(
     workload: str, config: str, dtype: str, device: str, times: Mapping[str, Timing], *, bound_us=None, error=None,
-    timed: str | None = None,
+    timed: str | None = None, peer_error=None, kernels=None,
 ) -> Result:  # fmt: skip
     """The result of `times`, in which the entry "ours" is ours and every other a peer."""
     ours = times["ours"]
@@ -108,6 +112,8 @@ def result(
         bound_frac=None if not bound_us else _digits(bound_us / ours.median_us),
         error=None if error is None else _digits(error),
         timed=timed,
+        peer_error=None if peer_error is None else _digits(peer_error),
+        kernels=kernels,
     )
     return Result(record, None if best_min is None else _digits(best_min / ours.min_us))
 

@@ -43,6 +43,11 @@ def difference(
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
+def rows(found: Mapping[str, tuple[float, float]], most: int = 40) -> dict[str, list[float]]:
+    """The longest ones as a record keeps them: [how often, microseconds in all], of four digits."""
+    return {name: [float(f"{n:.4g}"), float(f"{us:.4g}")] for name, (n, us) in [*found.items()][:most]}
+
+
 def table(found: Mapping[str, tuple[float, float]], most: int = 14) -> str:
     """A line for each of the longest ones: share, microseconds in all, how often, microseconds of one, name."""
     if not found:

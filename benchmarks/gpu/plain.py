@@ -70,25 +70,31 @@ def _rotated(x, cos, sin):
 def _forward(w, s: Sizes, ids, caches, first, lengths):
     """The hidden states [rows, t, hidden] of ids [rows, t], which stand at `first` and behind it; and the caches with
     them. lengths: of all rows, to attend to the caches; None for a prompt, which attends to itself."""
-    x = jnp.take(w["embedding"], ids, axis=0)
-    angles = (first + jnp.arange(ids.shape[1], dtype=jnp.int32)).astype(jnp.float32)[:, None] * w["frequencies"][None]
+    x, out = jnp.take(w["embedding"], ids, axis=0), []
+    for block, cache in zip(w["blocks"], caches, strict=True):
+        x, cache = _block(block, w["frequencies"], s, x, cache, first, lengths)
+        out.append(cache)
+    return x, out
+
+
+def _block(block, frequencies, s: Sizes, x, cache, first, lengths):
+    """One block of `_forward`."""
+    keys, values = cache
+    angles = (first + jnp.arange(x.shape[1], dtype=jnp.int32)).astype(jnp.float32)[:, None] * frequencies[None]
     cos, sin = (f(angles)[None, :, None] for f in (jnp.cos, jnp.sin))
     attend = functools.partial(jax.nn.dot_product_attention, implementation=s.attention)
-    out = []
-    for block, (keys, values) in zip(w["blocks"], caches, strict=True):
-        qkv = _linear(_norm(x, block["before"], s.eps), block["qkv"]).reshape(*ids.shape, -1, s.head_dim)
-        q, k, v = jnp.split(qkv, (s.heads, s.heads + s.kv_heads), axis=2)
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        place = (jnp.int32(0), first, jnp.int32(0), jnp.int32(0))
-        keys, values = (lax.dynamic_update_slice(cache, new, place) for cache, new in ((keys, k), (values, v)))
-        mixed = attend(q, k, v, is_causal=True) if lengths is None else (
-            attend(q, keys, values, key_value_seq_lengths=lengths)
-        )  # fmt: skip
-        x = x + _linear(mixed.reshape(*ids.shape, -1), block["output"])
-        y = _norm(x, block["behind"], s.eps)
-        x = x + _linear(jax.nn.silu(_linear(y, block["gate"])) * _linear(y, block["up"]), block["down"])
-        out.append((keys, values))
-    return x, out
+    qkv = _linear(_norm(x, block["before"], s.eps), block["qkv"]).reshape(*x.shape[:2], -1, s.head_dim)
+    q, k, v = jnp.split(qkv, (s.heads, s.heads + s.kv_heads), axis=2)
+    q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+    place = (jnp.int32(0), first, jnp.int32(0), jnp.int32(0))
+    keys, values = (lax.dynamic_update_slice(cache, new, place) for cache, new in ((keys, k), (values, v)))
+    mixed = attend(q, k, v, is_causal=True) if lengths is None else (
+        attend(q, keys, values, key_value_seq_lengths=lengths)
+    )  # fmt: skip
+    x = x + _linear(mixed.reshape(*x.shape[:2], -1), block["output"])
+    y = _norm(x, block["behind"], s.eps)
+    x = x + _linear(jax.nn.silu(_linear(y, block["gate"])) * _linear(y, block["up"]), block["down"])
+    return x, (keys, values)
 
 
 def _logits(w, s: Sizes, x):
@@ -98,7 +104,11 @@ def _logits(w, s: Sizes, x):
 
 
 def _no_caches(w, s: Sizes, rows: int, slots: int):
-    return [tuple(jnp.zeros((rows, slots, s.kv_heads, s.head_dim), w["head"].dtype) for _ in "kv") for _ in w["blocks"]]
+    return [_no_cache(s, rows, slots, w["head"].dtype) for _ in w["blocks"]]
+
+
+def _no_cache(s: Sizes, rows: int, slots: int, dtype):
+    return tuple(jnp.zeros((rows, slots, s.kv_heads, s.head_dim), dtype) for _ in "kv")
 
 
 @functools.partial(jax.jit, static_argnames="s")
@@ -106,6 +116,32 @@ def logits(w, ids, *, s: Sizes):
     """float32 [rows, t, vocab] of ids [rows, t]."""
     x, _ = _forward(w, s, ids, _no_caches(w, s, *ids.shape), jnp.int32(0), None)
     return _logits(w, s, x)
+
+
+def exact_logits(w, ids, *, s: Sizes):
+    """`logits` of the same weights, computed in float32 throughout: what both decoders' errors are measured against.
+
+    The weights of one block at a time are float32, so that the largest model that fits has room for it."""
+    with jax.default_matmul_precision("highest"):
+        x = jnp.take(w["embedding"], ids, axis=0).astype(jnp.float32)
+        for block in w["blocks"]:
+            x = _exact_block(block, w["frequencies"], x, s=s)
+        return _exact_head({name: w[name] for name in ("norm", "head")}, x, s=s)
+
+
+def _wide(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
+
+
+@functools.partial(jax.jit, static_argnames="s")
+def _exact_block(block, frequencies, x, *, s: Sizes):
+    cache = _no_cache(s, *x.shape[:2], x.dtype)
+    return _block(_wide(block), frequencies, s, x, cache, jnp.int32(0), None)[0]
+
+
+@functools.partial(jax.jit, static_argnames="s")
+def _exact_head(w, x, *, s: Sizes):
+    return _logits(_wide(w), s, x)
 
 
 @functools.partial(jax.jit, static_argnames=("s", "slots"))

@@ -22,6 +22,8 @@ FIELDS = [
     "bound_frac",
     "error",
     "timed",
+    "peer_error",
+    "kernels",
 ]
 
 
