@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_gradients import Case, gradient_kernels
 
-FAST = {"xla_backend_optimization_level": 0}  # of the reference: compiling it takes most of the time
+from jtile.testing.evaluate import evaluated
 
 
 def differences(got: Any, want: Any) -> list[float]:
@@ -70,14 +70,11 @@ class Derivatives:
         return lambda primals, tangents: jax.jvp(f, primals, tangents), (self.primals, self.tangents)
 
     def agree(self, transform: Callable[..., Any], *interpret: bool) -> None:
-        """One program computes both: most of the time goes into what XLA does for each."""
         expected, args = transform(self.reference)
-        ours = [transform(self.ours(i))[0] for i in interpret]
-        both = jax.jit(lambda *args: (expected(*args), [f(*args) for f in ours]))
-        want, results = both.lower(*args).compile(FAST)(*args)
+        want = evaluated(expected)(*args)
         limit = 3e-2 if self.case.narrow else 1e-4
-        for i, got in zip(interpret, results, strict=True):
-            errors = differences(got, want)
+        for i in interpret:
+            errors = differences(evaluated(transform(self.ours(i))[0])(*args), want)
             if not all(e <= limit for e in errors):
                 where = "in the interpreter" if i else "of native code"
                 pytest.fail(f"relative errors {errors} {where} of outputs, then cotangents, of {self.case}")
@@ -116,8 +113,7 @@ def test_vmap(case: Case, interpret: bool, sizes: list[bool], place: int):
     kernel = case.define().with_options(interpret=interpret)
     args, axes = batch(case, sizes, place)
     reference = jax.vmap(lambda *a: functional(kernel, *a), axes)
-    want = jax.jit(reference).lower(*args).compile(FAST)(*args)
-    errors = differences(jax.vmap(kernel, axes)(*args), want)
+    errors = differences(evaluated(jax.vmap(kernel, axes))(*args), evaluated(reference)(*args))
     assert all(e <= (2e-2 if case.narrow else 1e-4) for e in errors), f"{errors} with axes {axes} of {case}"
 
 
@@ -127,5 +123,5 @@ def test_vmap(case: Case, interpret: bool, sizes: list[bool], place: int):
 def test_the_functional_form_is_what_the_interpreter_computes(case: Case):
     kernel = case.define()
     want = kernel.interpret(*case.args)
-    errors = differences(jax.jit(lambda: functional(kernel, *case.args)).lower().compile(FAST)(), want)
+    errors = differences(evaluated(lambda *args: functional(kernel, *args))(*case.args), want)
     assert all(e <= (2e-2 if case.narrow else 1e-5) for e in errors), f"{errors} of {case}"
