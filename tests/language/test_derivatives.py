@@ -11,6 +11,7 @@ from jax import lax
 from jtile import language as jt
 from jtile._errors import TransformError
 from jtile.language._primitives import put_p, take_p
+from jtile.testing.evaluate import evaluated
 
 R = np.random.default_rng(0)
 A, B, C = (R.standard_normal(s).astype("f") for s in ((4, 3), (3, 5), (4, 5)))
@@ -66,9 +67,7 @@ def same(inside):
         some = lambda s: jnp.asarray(rng.standard_normal(s.shape), s.dtype)
         cts, tree = jax.tree.flatten(jax.eval_shape(ref, *arrays))
         args = [*arrays, *map(some, arrays), *map(some, cts)]
-        # most of the time of these tests would go into optimising the reference
-        quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        want = jax.jit(modes(ref, len(arrays), order, tree), compiler_options=quick)(*args)
+        want = evaluated(modes(ref, len(arrays), order, tree))(*args)
         close(inside(modes(fn, len(arrays), order, tree), *args, like=want), jax.tree.leaves(want), tol)
 
     return go

@@ -13,6 +13,7 @@ from jax import lax
 from native import run_native
 
 from jtile.interpret import interpret
+from jtile.testing.evaluate import evaluated
 from jtile.trace import rewrite_loops, to_tile_ir, trace
 
 R = np.random.default_rng(0)
@@ -241,8 +242,7 @@ def agree(group: str, make, dtype=None, tol=1e-4, native=True):
     def everything(*args):
         return [run(*args[a:b]) for run, a, b in zip(runs, ends, ends[1:], strict=False)]
 
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    wanted = jax.jit(everything, compiler_options=quick)(*operands)
+    wanted = evaluated(everything)(*operands)
     labels = [n for n, w in zip(FUNCTIONS[group], wanted, strict=True) for _ in jax.tree.leaves(w)]
     wanted = [np.asarray(v) for v in jax.tree.leaves(wanted)]
 
