@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from products import tiled_matmul
 
 import jtile as jt
+from jtile.testing.evaluate import evaluated
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -56,7 +57,7 @@ def check(f, *args, want=None, allowed=(), out=None, tolerance=0.0, mesh=MESH):
       out: the sharding that the results must have, as a spec or a tuple of them.
     """
     arrays = [a for a, _ in args]
-    want = jax.jit(f)(*arrays) if want is None else want
+    want = evaluated(f)(*arrays) if want is None else want
     compiled = jax.jit(f).lower(*[put(a, s, mesh) for a, s in args]).compile()
     got = compiled(*[put(a, s, mesh) for a, s in args])
     equal(got, want, tolerance)
