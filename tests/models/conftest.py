@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import stateless
 from safetensors.numpy import load_file
 
 import jtile.models
@@ -65,9 +66,12 @@ def chosen_experts(monkeypatch):
             found.append(chosen)
             return mixture(x, chosen, *rest)
 
+        def experts_of(model, ids):
+            model.hidden_states(ids)
+            return list(found)
+
         monkeypatch.setattr(experts, "mixture", recorded)
-        lm.model.hidden_states(ids)
-        return np.sort(np.stack([np.asarray(chosen).reshape(*ids.shape, -1) for chosen in found]))
+        return np.sort(np.stack([x.reshape(*ids.shape, -1) for x in stateless.run(experts_of, lm.model, ids)]))
 
     return run
 

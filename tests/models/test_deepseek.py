@@ -14,6 +14,7 @@ from deepseek_reference import forward
 from flax import nnx
 from safetensors.flax import save_file as save_flax
 from safetensors.numpy import load_file, save_file
+from stateless import run
 
 import jtile as jt
 import jtile.models
@@ -23,6 +24,7 @@ from jtile.models import lora
 from jtile.models.decoder import Decoder
 from jtile.models.deepseek import DeepseekConfig
 from jtile.models.rope import Rope, RopeScaling
+from jtile.testing.evaluate import evaluated
 
 TOLERANCE = 1e-4
 YARN = {
@@ -108,7 +110,7 @@ def test_variants(tmp_path, config, tensors, golden, name):
     save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, tmp_path / "model.safetensors")
     lm, ids = jtile.models.load(tmp_path), golden["input_ids"][0]
     expected = forward(config, tensors, ids)
-    assert np.abs(np.asarray(lm.logits(ids)) - expected).max() < TOLERANCE
+    assert np.abs(run(lambda m, x: m(x), lm.model, ids[None])[0] - expected).max() < TOLERANCE
     assert name == "extra layers" or np.abs(expected - golden["logits"][0]).max() > 1e-2
     if name not in OF_ATTENTION:
         return
@@ -234,8 +236,8 @@ def test_loss_and_gradients(lm, golden):
     """Directional derivatives of the loss against differences, with the experts that each token had."""
     ids = golden["input_ids"].astype(np.int32)
     graph, state = nnx.split(lm.model)
-    loss = jax.jit(lambda s: nnx.merge(graph, s).loss(ids))
-    leaves = jax.grad(loss)(state)
+    loss = evaluated(lambda s: nnx.merge(graph, s).loss(ids))
+    leaves = evaluated(jax.grad(lambda s: nnx.merge(graph, s).loss(ids)))(state)
     named = {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(leaves)}
     seen = ("attention/key", "attention/value", "attention/down", "attention/query", "experts/down", "shared/up")
     for part in seen:
@@ -251,7 +253,7 @@ def test_lora_updates_the_output_projection_and_names_what_is_missing(model, gol
     lm = model("deepseek_v3")
     changed = lora.add_lora(lm.model, rank=2, targets=("output",))
     ids = golden["input_ids"].astype(np.int32)
-    assert np.abs(np.asarray(nnx.jit(lambda m, x: m(x))(changed, ids)) - golden["logits"]).max() < TOLERANCE
+    assert np.abs(run(lambda m, x: m(x), changed, ids) - golden["logits"]).max() < TOLERANCE
     with pytest.raises(ModelError, match="gate"):
         lora.add_lora(lm.model, targets=("gate",))
 

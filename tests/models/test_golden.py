@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
+from stateless import run
 
 from jtile._errors import ModelError
 from jtile.models.families import FAMILIES, read_config
@@ -53,7 +53,7 @@ def test_greedy_continuation_of_a_left_padded_batch(model, outputs, name):
 
 def test_hidden_states(model, outputs, name):
     lm, golden = model(name), outputs(name)
-    states = nnx.jit(lambda m, ids: m.hidden_states(ids))(lm.model, golden["input_ids"].astype(np.int32))
+    states = run(lambda m, ids: m.hidden_states(ids), lm.model, golden["input_ids"].astype(np.int32))
     for got, expected in zip(states, golden["hidden_states"], strict=True):
         assert np.abs(np.asarray(got) - expected).max() < TOLERANCE
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from reference_layers import mean_loss, without_kernels
+from stateless import gradients
 
 from jtile.models import decoder
 from jtile.testing import relative_error
@@ -14,12 +15,6 @@ from jtile.testing import relative_error
 @pytest.fixture
 def ids(golden):
     return jnp.asarray(golden["input_ids"], jnp.int32)
-
-
-def gradients(model, ids, loss):
-    """(the loss, the gradient of every weight by its name)."""
-    value, gradient = nnx.jit(lambda m, ids: nnx.value_and_grad(lambda m: loss(m, ids))(m))(model, ids)
-    return value, nnx.to_pure_dict(gradient)
 
 
 def cross_entropy(logits, labels):
@@ -31,9 +26,9 @@ def cross_entropy(logits, labels):
 
 def test_gradients_of_every_weight(tiny, ids, monkeypatch):
     losses = decoder.Decoder.loss, lambda m, ids: m.loss(ids, remat=True)
-    found = [gradients(tiny.model, ids, loss) for loss in losses]
+    found = [gradients(loss, tiny.model, ids) for loss in losses]
     without_kernels(monkeypatch)
-    loss, expected = gradients(tiny.model, ids, mean_loss)
+    loss, expected = gradients(mean_loss, tiny.model, ids)
     for got_loss, got in found:
         np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
         errors = jax.tree.map(relative_error, got, expected)
@@ -44,9 +39,9 @@ def test_gradients_of_every_weight(tiny, ids, monkeypatch):
 @pytest.mark.parametrize("name", ["gemma2", "mistral", "qwen3_moe"])
 def test_gradients_of_every_weight_of_other_models(model, outputs, name, monkeypatch):
     net, ids = model(name).model, jnp.asarray(outputs(name)["input_ids"][:, :17], jnp.int32)
-    got_loss, got = gradients(net, ids, decoder.Decoder.loss)
+    got_loss, got = gradients(decoder.Decoder.loss, net, ids)
     without_kernels(monkeypatch)
-    loss, expected = gradients(net, ids, mean_loss)
+    loss, expected = gradients(mean_loss, net, ids)
     np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
     errors = jax.tree.map(relative_error, got, expected)
     assert max(jax.tree.leaves(errors)) < 1e-4, errors
