@@ -121,6 +121,7 @@ RULES |= {
         "ceil": np.ceil, "not": np.invert, "is_finite": np.isfinite, "logistic": lambda x: 1 / (1 + np.exp(-x)),
         "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "atan": np.arctan, "erf": _erf("erf"),
         "erfc": _erf("erfc"), "real": np.real, "imag": np.imag, "conj": np.conj,
+        "one_minus_square": lambda x: 1 - x * x,
         "stop_gradient": lambda x: x, "copy": lambda x: x, "copy_p": lambda x: x,
     }.items()
 }  # fmt: skip
@@ -140,6 +141,29 @@ def _(eqn: Any, x: Any, y: Any) -> Any:
     if x.dtype.kind in "iu":
         return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y)))
     return np.fmod(_wide(x), _wide(y))
+
+
+def _shift(fn: Callable[..., Any], beyond: Callable[..., Any]) -> Rule:
+    """By more than the bits of the operand, nothing of it is left (but its sign)."""
+
+    def run(eqn: Any, x: Any, by: Any) -> Any:
+        bits = 8 * x.dtype.itemsize
+        far = (by < 0) | (by >= bits)
+        return np.where(far, beyond(x), fn(x, np.where(far, 0, by).astype(x.dtype)))
+
+    return run
+
+
+def _logical(x: Any, by: Any) -> Any:
+    unsigned = np.dtype(f"u{x.dtype.itemsize}")
+    return (x.view(unsigned) >> by.astype(unsigned)).view(x.dtype)
+
+
+RULES |= {
+    "shift_left": _shift(np.left_shift, np.zeros_like),
+    "shift_right_logical": _shift(_logical, np.zeros_like),
+    "shift_right_arithmetic": _shift(np.right_shift, lambda x: -(x < 0).astype(x.dtype)),
+}
 
 
 @rule("integer_pow")
@@ -240,6 +264,11 @@ def _(eqn: Any, x: Any, fill: Any) -> Any:
     return out
 
 
+@rule("unstack")
+def _(eqn: Any, x: Any) -> list[Any]:
+    return list(np.moveaxis(x, eqn.params["axis"], 0))
+
+
 @rule("rev")
 def _(eqn: Any, x: Any) -> Any:
     return np.flip(x, eqn.params["dimensions"])
@@ -255,6 +284,87 @@ def _(eqn: Any, *_) -> Any:
 @rule("split")
 def _(eqn: Any, x: Any) -> Any:
     return np.split(x, np.cumsum(eqn.params["sizes"])[:-1], eqn.params["axis"])
+
+
+@rule("bitcast_convert_type")
+def _(eqn: Any, x: Any) -> Any:
+    to = np.dtype(eqn.params["new_dtype"])
+    return x.view(to) if to.itemsize == x.dtype.itemsize else _bind(eqn, x)
+
+
+@rule("stack")
+def _(eqn: Any, *xs: Any) -> Any:
+    return np.stack(xs, eqn.params["axis"])
+
+
+@rule("rev")
+def _(eqn: Any, x: Any) -> Any:
+    return np.flip(x, eqn.params["dimensions"])
+
+
+@rule("sort")
+def _(eqn: Any, *xs: Any) -> list[Any]:
+    """Stable, as NumPy's are: by the first operands, NaN behind all numbers and -0.0 like 0.0."""
+    axis, keys = eqn.params["dimension"], [_wide(x) for x in xs[: eqn.params["num_keys"]]]
+    order = np.argsort(keys[0], axis, kind="stable") if len(keys) == 1 else np.lexsort(keys[::-1], axis)
+    return [np.take_along_axis(x, order, axis) for x in xs]
+
+
+# -- gather and scatter ------------------------------------------------------------------------------------------------
+
+
+def _windows(indices: Any, shape: Sequence[int], sizes: Sequence[int], of: Sequence[Any], mode: Any) -> tuple[Any, Any]:
+    """Where the elements of windows of `sizes` lie in an array of `shape`, and which of the windows lie inside.
+
+    `of`: the axes of the result (of the updates) that count within a window; the axes of the array that a window leaves
+    out; those that the last axis of the indices names; those of the array, and of the indices, that go together.
+    """
+    within, dropped, named, own, theirs = of
+    rank = indices.ndim - 1 + len(within)
+    apart = [k for k in range(rank) if k not in within]
+    along = lambda x, axes: x.reshape([x.shape[axes.index(k)] if k in axes else 1 for k in range(rank)])
+    starts = [np.zeros([1] * rank, np.int64) for _ in shape]
+    for j, d in enumerate(named):
+        starts[d] = along(indices[..., j].astype(np.int64), apart)
+    for d, k in zip(own, theirs, strict=True):
+        starts[d] = along(np.arange(shape[d]), [apart[k]])
+    last = [n - m for n, m in zip(shape, sizes, strict=True)]
+    inside = np.asarray(True)
+    for s, n in zip(starts, last, strict=True):
+        inside = inside & (s >= 0) & (s <= n)
+    starts = [np.clip(s, 0, n) for s, n in zip(starts, last, strict=True)]
+    for d, k in zip([d for d in range(len(shape)) if d not in dropped and d not in own], within, strict=True):
+        starts[d] = starts[d] + along(np.arange(sizes[d]), [k])
+    return tuple(starts), np.asarray(True) if "CLIP" in str(mode) else inside
+
+
+@rule("gather")
+def _(eqn: Any, x: Any, indices: Any) -> Any:
+    p, n, shape = eqn.params, eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
+    if x.size == 0:
+        return _bind(eqn, x, indices)
+    of = n.offset_dims, n.collapsed_slice_dims, n.start_index_map, n.operand_batching_dims
+    at, inside = _windows(indices, x.shape, p["slice_sizes"], (*of, n.start_indices_batching_dims), p["mode"])
+    found, fill = np.broadcast_to(x[at], shape), p["fill_value"]
+    if inside.all():
+        return found
+    if fill is None and not _floating(x.dtype):
+        return _bind(eqn, x, indices)
+    return np.where(inside, found, np.asarray(np.nan if fill is None else fill, x.dtype))
+
+
+@rule("scatter-add")
+def _(eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
+    n, out = eqn.params["dimension_numbers"], np.array(_wide(x))
+    of = n.update_window_dims, n.inserted_window_dims, n.scatter_dims_to_operand_dims, n.operand_batching_dims
+    sizes = [1] * x.ndim
+    kept = [d for d in range(x.ndim) if d not in n.inserted_window_dims and d not in n.operand_batching_dims]
+    for d, k in zip(kept, n.update_window_dims, strict=True):
+        sizes[d] = updates.shape[k]
+    at, inside = _windows(indices, x.shape, sizes, (*of, n.scatter_indices_batching_dims), eqn.params["mode"])
+    which = np.broadcast_to(inside, updates.shape)
+    np.add.at(out, tuple(np.broadcast_to(i, updates.shape)[which] for i in at), _wide(updates)[which])
+    return out
 
 
 # -- reductions and products -------------------------------------------------------------------------------------------
@@ -277,6 +387,12 @@ def _(eqn: Any, x: Any, *_) -> Any:
         return _bind(eqn, x)
     fn = np.max if eqn.primitive.name == "reduce_max" else np.min
     return fn(_wide(x), axis=tuple(eqn.params["axes"]))
+
+
+@rule("argmax", "argmin")
+def _(eqn: Any, x: Any) -> Any:
+    fn = np.argmax if eqn.primitive.name == "argmax" else np.argmin
+    return fn(_wide(x), eqn.params["axes"][0])
 
 
 @rule("cumsum")

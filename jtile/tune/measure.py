@@ -15,9 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jtile import ir
 from jtile._parts import is_complex, is_key
+from jtile.lowering.here import platform
 from jtile.testing import TOLERANCES
 
 SETS = 64  # argument sets in one program at most
@@ -40,9 +42,11 @@ def argument_sets(types: Sequence[Any], outputs: Sequence[Any], cache: int, give
 
 def random_array(x: Any, seed: int) -> jax.Array:
     """Floats of a normal distribution, integers from 0 to 7: as indices they lie inside of most arrays."""
-    key = jax.random.key(seed)
     if is_key(x.dtype):
-        return jax.random.split(key, x.shape)
+        return jax.random.split(jax.random.key(seed), x.shape)
+    if platform() == "cpu":
+        return jax.device_put(_by_numpy(x, np.random.default_rng(seed)))
+    key = jax.random.key(seed)
     if is_complex(x.dtype):
         return jax.jit(lambda k: jax.random.normal(k, x.shape, x.dtype))(key)
     info = ir.dtype_info(x.dtype)
@@ -52,6 +56,18 @@ def random_array(x: Any, seed: int) -> jax.Array:
     if info.kind == "b":
         return jax.random.bernoulli(key, 0.5, x.shape)
     return jax.jit(lambda k: jax.random.randint(k, x.shape, 0, 8, jnp.int32).astype(x.dtype))(key)
+
+
+def _by_numpy(x: Any, rng: np.random.Generator) -> np.ndarray:
+    """On the host it is drawn at once: XLA takes 0.1 s to compile random numbers of one shape."""
+    if is_complex(x.dtype):
+        return (rng.standard_normal((*x.shape, 2)) @ np.array([1, 1j]) * 0.5**0.5).astype(x.dtype)
+    info = ir.dtype_info(x.dtype)
+    if info.kind == "f":
+        return rng.standard_normal(x.shape, np.float64 if info.bits == 64 else np.float32).astype(x.dtype)
+    if info.kind == "b":
+        return rng.random(x.shape, np.float32) < 0.5
+    return rng.integers(0, 8, x.shape, np.int32).astype(x.dtype)
 
 
 def rounds_of(sets: Sequence[Any], outputs: Sequence[Any], cache: int, predicted_us: float) -> int:

@@ -1,6 +1,7 @@
 """The GPU suite, on the CPU: its logic with times that are given, and its cases at tiny sizes."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import types
@@ -18,11 +19,19 @@ from benchmarks.gpu import WORKLOADS, attention, choices, launch, measure, mosai
 from benchmarks.gpu.case import Case, Torch
 from benchmarks.gpu.machine import Machine
 from jtile.testing import Timing, relative_error
+from jtile.testing.evaluate import evaluated
 from jtile.tune.programs import trace
 
 MACHINE = Machine("test", copy_rate=1e9, peaks={"bf16": 1e12, "fp8": 2e12}, threads=1)
 QUICK = measure.Options(repeats=2, budget_s=0.05, cold_bytes=10_000)
 MODULES = {name: importlib.import_module(f"benchmarks.gpu.{name}") for name in WORKLOADS}
+
+
+@pytest.fixture
+def few_calls(monkeypatch):
+    """Programs of ten calls, not of 320, which XLA takes 0.2 s to compile; and few of them in a sample."""
+    for name, value in {"_MOST_CALLS": 10, "_SAMPLE_US": 100.0, "_FRONT_US": 100.0}.items():
+        monkeypatch.setattr(timing, name, value)
 
 
 def case(ours, peers=None, **more):
@@ -87,6 +96,7 @@ def test_sets_of_arguments_exceed_the_cache():
     assert measure.set_count(plain, measure.Options(cold_bytes=1 << 30)) == 16
 
 
+@pytest.mark.usefixtures("few_calls")
 def test_a_result_and_its_line():
     got, said = run(case(lambda x: 1 + x))
     assert got.record.error == 0
@@ -96,6 +106,7 @@ def test_a_result_and_its_line():
     assert "(err 0e+00)" in said[-1]
 
 
+@pytest.mark.usefixtures("few_calls")
 def test_wrong_and_failing_peers_are_left_out():
     def broken(x):
         raise ValueError("no such\nkernel")
@@ -107,6 +118,7 @@ def test_wrong_and_failing_peers_are_left_out():
     assert any("wrong is left out: relative error" in line for line in said)
 
 
+@pytest.mark.usefixtures("few_calls")
 def test_arguments_of_one_function():
     ours = lambda y: y / 2
     got, _ = run(case(ours, prepare={"ours": lambda x: (2 * (x + 1),)}))
@@ -122,6 +134,7 @@ def test_errors_on_the_device():
         measure.relative_error(x, x[:1])
 
 
+@pytest.mark.usefixtures("few_calls")
 def test_the_suite_goes_on_after_a_failure_and_stops_in_time(capsys):
     right, wrong = case(lambda x: x + 1), dataclasses.replace(case(lambda x: x + 3), config="wrong")
     late = dataclasses.replace(right, config="late")
@@ -134,6 +147,7 @@ def test_the_suite_goes_on_after_a_failure_and_stops_in_time(capsys):
     assert "FAILED, WrongResultError: add wrong float32: relative error" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("few_calls")
 def test_lines_that_are_asked_for_by_size():
     """Cases that do not match are not even made; of what `results` gives, the others are left out."""
     right = case(lambda x: x + 1)
@@ -179,6 +193,7 @@ def test_what_cannot_be_is_said_before_the_benchmarks_run(option, value, said, c
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("few_calls")
 def test_a_run_with_a_failure_does_not_end_well(monkeypatch, tmp_path):
     cases = [case(lambda x: x + 1), dataclasses.replace(case(lambda x: x + 3), config="wrong")]
     monkeypatch.setattr(suite, "measure_machine", lambda tiny: MACHINE)
@@ -209,9 +224,10 @@ def test_the_exact_attention_and_its_gradient():
     size = attention.Size(2, 4, 2, 9, 8, True)
     q, k, v, ct = size.make(0, "float32", ct=True)
     plain = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    assert relative_error(attention.exact(q, k, v, causal=True), plain(q, k, v)) < 1e-6
-    expected = jax.vjp(plain, q, k, v)[1](ct)
-    assert relative_error(attention.exact_gradient(q, k, v, ct, causal=True), expected) < 1e-5
+    exact = functools.partial(attention.exact, causal=True), functools.partial(attention.exact_gradient, causal=True)
+    assert relative_error(evaluated(exact[0])(q, k, v), evaluated(plain)(q, k, v)) < 1e-6
+    expected = evaluated(lambda q, k, v, ct: jax.vjp(plain, q, k, v)[1](ct))(q, k, v, ct)
+    assert relative_error(evaluated(exact[1])(q, k, v, ct), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", [n for n in WORKLOADS if hasattr(MODULES[n], "cases")])
@@ -234,6 +250,7 @@ def test_cases_at_full_size_are_well_formed(name):
 
 
 @pytest.mark.parametrize("name", ["gemm", "decode", "quantized", "backward"])
+@pytest.mark.usefixtures("few_calls")
 def test_a_case_runs_at_a_tiny_size(name):
     one = next(iter(MODULES[name].cases(tiny=True)))
     options = dataclasses.replace(QUICK, without=("cudnn", "mosaic", "torch", "cublas"))
@@ -244,10 +261,14 @@ def test_a_case_runs_at_a_tiny_size(name):
 def test_scaled_operands_of_mosaic():
     """Mosaic's kernel gives `softmax(q k^T) v`: of scaled operands that is what the others give."""
     q, k, v = attention.TINY[1].make(0, "float32")
-    own = mosaic.scaled(q, k, v)
-    s = jnp.einsum("bqhd,bkhd->bhqk", *own[:2], precision="highest")
-    got = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), own[2], precision="highest")
-    assert relative_error(got, attention.exact(q, k, v, causal=False)) < 1e-6
+
+    def weighted(q, k, v):
+        q, k, v = mosaic.scaled(q, k, v)
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest")
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v, precision="highest")
+
+    exact = functools.partial(attention.exact, causal=False)
+    assert relative_error(evaluated(weighted)(q, k, v), evaluated(exact)(q, k, v)) < 1e-6
 
 
 def test_a_case_lowers_for_cuda():
@@ -259,6 +280,7 @@ def test_a_case_lowers_for_cuda():
     assert "stablehlo.custom_call" in text
 
 
+@pytest.mark.usefixtures("few_calls")
 def test_choices_are_compared_with_a_search():
     said = []
     asked = dataclasses.replace(QUICK, match=("96x96",))

@@ -1,5 +1,7 @@
 """Attention against the form with the whole matrix of scores, and against jax.nn."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from jtile.ops.attention_windows import LOG2_E, scores
 from jtile.ops.flash_attention import attention_reference, flash_attention, window_of
 from jtile.passes import TILE, run_pipeline
 from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
 from jtile.tune.programs import trace
 
 TOLERANCE = {
@@ -36,7 +39,7 @@ def test_options(name):
 def test_in_the_interpreter(name):
     q, k, v = operands(2, 40, 52, 2, 1, 8)
     options = of_batch(OPTIONS[name], 2)
-    expected = attention_reference(q, k, v, **options)
+    expected = evaluated(lambda *qkv: attention_reference(*qkv, **options))(q, k, v)
     per_row = [options.get(n) for n in ("lengths", "offsets")]
     meta = {"scale": options.get("scale", 8**-0.5), "softcap": options.get("softcap"), "bq": 12, "bk": 16}
     meta["window"] = window_of("attention", options.get("window"), options.get("causal", False))
@@ -60,18 +63,19 @@ def test_nothing(sizes):
 def test_as_jax_nn():
     q, k, v = operands(2, 130, 130, 4, 2, 32)
     for causal in (False, True):
-        expected = jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+        reference = functools.partial(jax.nn.dot_product_attention, is_causal=causal)
+        expected = evaluated(reference)(q, k, v)
         assert relative_error(ops.attention(q, k, v, causal=causal), expected) < 2e-6
-    expected = jax.nn.dot_product_attention(q, k, v, local_window_size=(20, 5))
+    expected = evaluated(lambda *qkv: jax.nn.dot_product_attention(*qkv, local_window_size=(20, 5)))(q, k, v)
     assert relative_error(ops.attention(q, k, v, window=(20, 5)), expected) < 2e-6
 
 
 def test_what_stands_behind_the_length_does_not_matter():
     q, k, v = operands(1, 20, 300, 1, 1, 16)
-    lengths = jnp.array([170], jnp.int32)
+    k, v, lengths = np.array(k), np.array(v), np.array([170], np.int32)
     expected = ops.attention(q, k[:, :170], v[:, :170])
-    spoiled = (x.at[:, 170:].set(jnp.nan) for x in (k, v))
-    np.testing.assert_allclose(ops.attention(q, *spoiled, lengths=lengths), expected, rtol=1e-5, atol=1e-6)
+    k[:, 170:], v[:, 170:] = np.nan, np.nan
+    np.testing.assert_allclose(ops.attention(q, k, v, lengths=lengths), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_heads_between_powers_of_two_on_hopper():
@@ -81,12 +85,12 @@ def test_heads_between_powers_of_two_on_hopper():
         (program,), _ = trace(ops.attention, q, k, v)
         y = ops.attention(q, k, v)
     assert not isinstance(block_level(run_pipeline(program.kernel, TILE), machine(), {}), NoPlan)
-    assert relative_error(y, attention_reference(q, k, v)) < 5e-3
+    assert relative_error(y, evaluated(attention_reference)(q, k, v)) < 5e-3
 
 
 def test_scores_of_any_size():
     q, k, v = operands(1, 64, 64, 1, 1, 16)
-    agree(ops.attention, attention_reference, q * 300, k, v, causal=True, tolerance=1e-4)
+    agree(ops.attention, attention_reference, 300 * np.asarray(q), k, v, causal=True, tolerance=1e-4)
 
 
 def test_errors():
@@ -112,6 +116,6 @@ def test_errors():
 
 
 def test_a_cap_in_few_instructions():
-    s = jnp.concatenate([jnp.linspace(-80, 80, 999), jnp.array([-1e30, -3e3, 0, 1e-6, 3e3, 1e30])]).astype(jnp.float32)
-    short, long = (scores(s, 0.7, 20.0, short=short) for short in (True, False))
+    s = np.concatenate([np.linspace(-80, 80, 999), [-1e30, -3e3, 0, 1e-6, 3e3, 1e30]]).astype(np.float32)
+    short, long = (evaluated(lambda s, short=short: scores(s, 0.7, 20.0, short=short))(s) for short in (True, False))
     np.testing.assert_allclose(short, long, atol=1e-6 * 20 * LOG2_E, rtol=0)

@@ -11,6 +11,7 @@ from library import agree, normal, slopes_agree
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.grouped_matmul import LastRows, grouped_matmul_reference, grouped_outer, last_rows
+from jtile.testing.evaluate import evaluated
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3}
 SIZES = [(5, 0, 9, 70, 3), (0, 0, 87, 0, 0), (17, 17, 17, 17, 17), (0, 0, 0, 0, 0)]
@@ -44,13 +45,17 @@ def test_rows_behind_the_groups_are_zero_and_one_program_serves_all_sizes():
 
 
 def test_what_is_no_number_stays_in_its_group():
-    x, w = operands(40, 16, 24, 2)
-    x = x.at[20:].set(np.nan)
-    sizes = jnp.asarray([20, 20])
-    y, back = jax.vjp(lambda x, w: ops.grouped_matmul(x, w, sizes), x, w)
-    assert not jnp.isnan(y[:20]).any() and jnp.isnan(y[20:]).all()
-    dx, dw = back(jnp.ones_like(y))
-    assert not jnp.isnan(dx).any() and not jnp.isnan(dw[0]).any() and jnp.isnan(dw[1]).all()
+    x, w = map(np.array, operands(40, 16, 24, 2))
+    x[20:] = np.nan
+
+    @evaluated
+    def both(x, w):
+        y, back = jax.vjp(lambda x, w: ops.grouped_matmul(x, w, np.array([20, 20], np.int32)), x, w)
+        return y, back(jnp.ones_like(y))
+
+    y, (dx, dw) = both(x, w)
+    assert not np.isnan(y[:20]).any() and np.isnan(y[20:]).all()
+    assert not np.isnan(dx).any() and not np.isnan(dw[0]).any() and np.isnan(dw[1]).all()
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -76,10 +81,11 @@ def test_slopes_of_large_groups(sizes):
     """The rows behind a whole step come apart, whatever stands behind them; the last sizes go beyond the rows."""
     x, dy = normal(0, 200, 64, dtype="bfloat16"), normal(1, 200, 128, dtype="bfloat16")
     ends = np.minimum(np.cumsum(sizes), 200)
-    x, dy = (v.at[int(ends[-1]) :].set(np.nan) for v in (x, dy))
-    n = jnp.asarray(sizes, jnp.int32)
+    x, dy = np.array(x), np.array(dy)
+    x[int(ends[-1]) :], dy[int(ends[-1]) :] = np.nan, np.nan
+    n = np.asarray(sizes, np.int32)
     about = dict(groups=4, out_dtype="float32", bm=64, bn=64)
-    last = LastRows(last_rows(x, n, 32), last_rows(dy, n, 32))
+    last = LastRows(*evaluated(lambda x, dy: [last_rows(v, n, 32) for v in (x, dy)])(x, dy))
     got = grouped_outer.interpret(x, dy, n, last, bk=32, step=16, **about)
     masked = grouped_outer.interpret(x, dy, n, LastRows(), bk=32, **about)
     for g, (start, end) in enumerate(zip((0, *ends), ends)):
@@ -90,10 +96,10 @@ def test_slopes_of_large_groups(sizes):
 
 def test_vmap_over_layers():
     x, w = normal(0, 2, 30, 16), normal(1, 2, 3, 16, 8)
-    sizes = jnp.asarray([[10, 5, 15], [0, 30, 0]])
-    got = jax.vmap(ops.grouped_matmul)(x, w, sizes)
-    for k in range(2):
-        np.testing.assert_allclose(got[k], grouped_matmul_reference(x[k], w[k], sizes[k]), rtol=1e-5, atol=1e-5)
+    sizes = np.array([[10, 5, 15], [0, 30, 0]], np.int32)
+    got = evaluated(jax.vmap(ops.grouped_matmul))(x, w, sizes)
+    want = evaluated(lambda *of: [grouped_matmul_reference(*(v[k] for v in of)) for k in range(2)])(x, w, sizes)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_refuses():

@@ -16,6 +16,7 @@ from jtile.ops import hopper_attention_backward as hopper
 from jtile.ops.flash_attention import attention_reference, flash_attention
 from jtile.primitive import partition
 from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
 
 CASES = {  # batch, queries, keys, heads, kv heads, head dimension; options
     "full": ((1, 70, 128, 1, 1, 128), {}),
@@ -36,14 +37,15 @@ def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=No
     batch, t, keys, heads, groups, d = sizes
     q, g = (normal(s, batch, t, heads, d, dtype=dtype) for s in (0, 3))
     k, v = (normal(s, batch, keys, groups, d, dtype=dtype) for s in (1, 2))
-    lengths, offsets = (None if x is None else jnp.array(x, jnp.int32) for x in (lengths, offsets))
+    lengths, offsets = (None if x is None else np.array(x, np.int32) for x in (lengths, offsets))
+    q, k, v, g = map(np.asarray, (q, k, v, g))
     if lengths is not None:
-        behind = jnp.arange(keys)[None, :, None, None] >= lengths[:, None, None, None]
-        k, v = (jnp.where(behind, jnp.nan, x) for x in (k, v))
-    o, lse = flash_attention(
+        behind = np.arange(keys)[None, :, None, None] >= lengths[:, None, None, None]
+        k, v = (np.where(behind, np.asarray(np.nan, x.dtype), x) for x in (k, v))
+    o, lse = flash_attention.interpret(
         q, k, v, lengths, offsets, bq=64, bk=64, scale=d**-0.5, softcap=None, window=window, save=True
     )
-    ct = normal(4, batch, heads, t) if ct else None
+    ct = np.asarray(normal(4, batch, heads, t)) if ct else None
     return (q, k, v, o, lse, g, ct, lengths, offsets), {"scale": d**-0.5, "window": window}
 
 
@@ -53,11 +55,15 @@ def interpreted():
         yield
 
 
+def tiles(options):
+    return functools.partial(attention_slopes.slopes, softcap=None, **options)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_in_the_interpreter(name, monkeypatch):
     sizes, given = CASES[name]
     args, options = arguments(sizes, **given)
-    want, kernel = attention_slopes.slopes(*args, softcap=None, **options), hopper.hopper_attention_backward
+    want, kernel = evaluated(tiles(options))(*args), hopper.hopper_attention_backward
     for seed in range(3 if name == "ragged" else 1):
         monkeypatch.setattr(hopper, "hopper_attention_backward", functools.partial(kernel.interpret, seed=seed))
         for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
@@ -68,12 +74,13 @@ def test_in_the_interpreter(name, monkeypatch):
 def test_blocks_of_heads_side_by_side(monkeypatch):
     """Every block of keys of every head has one program, in any order of them."""
     args, options = arguments((1, 40, 140, 2, 2, 64), window=(None, 0))
-    want = attention_slopes.slopes(*args, softcap=None, **options)
+    want = evaluated(tiles(options))(*args)
     for bytes_ in (1, 1 << 30):
         monkeypatch.setattr(hopper, "NEAR", bytes_)
         spread = hopper.hopper_attention_backward.with_options()
         monkeypatch.setattr(hopper, "hopper_attention_backward", spread)  # traced anew
-        for ours, theirs in zip(hopper.of_batch(*args, **options), want, strict=True):
+        got = evaluated(functools.partial(hopper.of_batch, **options))(*args)
+        for ours, theirs in zip(got, want, strict=True):
             assert relative_error(ours, theirs) < 1e-3
 
 
@@ -99,27 +106,29 @@ def test_batches_of_vmap_become_rows(monkeypatch):
     monkeypatch.setattr(hopper, "of_batch", lambda *x, **_: seen.append([y.shape for y in x[:3]]) or x[:3])
     run = hopper._of_rows(0.77, (None, None))
     lone = lambda q, k: run(q, k, v, o, lse, g, None, lengths, None)
-    dq, dk, dv = jax.vmap(jax.vmap(lone, (0, None)), (0, 0))(jnp.stack([jnp.stack([q] * 3)] * 2), jnp.stack([k] * 2))
+    both = jax.vmap(jax.vmap(lone, (0, None)), (0, 0))
+    dq, dk, dv = evaluated(both)(np.stack([np.stack([q] * 3)] * 2), np.stack([k] * 2))
     assert seen[-1] == [(12, *q.shape[1:]), (12, *k.shape[1:]), (12, *v.shape[1:])]
-    np.testing.assert_array_equal(dq, jnp.broadcast_to(q, (2, 3, *q.shape)))
-    np.testing.assert_array_equal(dk, jnp.broadcast_to(k, (2, 3, *k.shape)))
-    np.testing.assert_array_equal(dv, jnp.broadcast_to(v, (2, 3, *v.shape)))
+    np.testing.assert_array_equal(dq, np.broadcast_to(q, (2, 3, *q.shape)))
+    np.testing.assert_array_equal(dk, np.broadcast_to(k, (2, 3, *k.shape)))
+    np.testing.assert_array_equal(dv, np.broadcast_to(v, (2, 3, *v.shape)))
 
 
 def test_the_op_in_every_transformation():
     """A machine without the GPU that the call was made for runs the kernels at tile level."""
-    q, k, v = (normal(s, 2, 1, 40, 1, 64, dtype="bfloat16") for s in range(3))
+    q, k, v = (np.asarray(normal(s, 2, 1, 40, 1, 64, dtype="bfloat16")) for s in range(3))
     loss = lambda op: lambda q, k, v: (op(q, k, v, causal=True).astype(jnp.float32) ** 2).sum()
     slopes = lambda op: jax.grad(loss(op), (0, 1, 2))
     mapped = lambda op: jax.jit(jax.vmap(slopes(op), (0, None, 0)))(q, k[0], v)
-    twice = lambda op: jax.grad(lambda q: (slopes(op)(q, k[0], v[0])[0].astype(jnp.float32) ** 2).sum())(q[0])
+    mapped_reference = evaluated(jax.vmap(slopes(attention_reference), (0, None, 0)))(q, k[0], v)
+    of_slopes = lambda op: jax.grad(lambda q: (slopes(op)(q, k[0], v[0])[0].astype(jnp.float32) ** 2).sum())
     with jt.config(arch="sm_90", interpret=False):
         text = str(jax.make_jaxpr(slopes(ops.attention))(q[0], k[0], v[0]))
-        got, second = mapped(ops.attention), twice(ops.attention)
+        got, second = mapped(ops.attention), evaluated(of_slopes(ops.attention))(q[0])
     assert "hopper_attention_backward" in text
-    for ours, theirs in zip(got, mapped(attention_reference), strict=True):
+    for ours, theirs in zip(got, mapped_reference, strict=True):
         assert relative_error(ours, theirs) < 2e-2
-    assert relative_error(second, twice(attention_reference)) < 5e-2
+    assert relative_error(second, evaluated(of_slopes(attention_reference))(q[0])) < 5e-2
 
 
 def test_along_what_devices_may_cut_it():

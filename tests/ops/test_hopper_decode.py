@@ -16,6 +16,7 @@ from jtile.ops import gpu_tiles, hopper_decode
 from jtile.ops.hopper_shares import Units, by_the_last, combined
 from jtile.ops.split_attention import decode_attention_reference
 from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
 
 CASES = {  # batch, new tokens, heads, kv heads, slots, d, lengths; programs, slots of a page, softcap
     "rows in parts": ((3, 1, 6, 2, 300, 64, (300, 0, 129)), 5, None, None),
@@ -41,16 +42,16 @@ def arguments(batch, t, heads, kvs, slots, d, lengths, page=None, dtype="bfloat1
     behind = np.arange(slots)[None, :, None, None] >= lengths[:, None, None, None]
     k, v = (np.where(behind, np.asarray(np.nan, x.dtype), x) for x in (k, v))
     if page is None:
-        return jax.device_put((q, k, v, lengths, None))
+        return np.asarray(q), k, v, lengths, None
     order = np.random.default_rng(0).permutation(batch * slots // page)
     pool = lambda x: x.reshape(-1, page, kvs, d)[np.argsort(order)]
-    return jax.device_put((q, pool(k), pool(v), lengths, order.reshape(batch, -1).astype(np.int32)))
+    return np.asarray(q), pool(k), pool(v), lengths, order.reshape(batch, -1).astype(np.int32)
 
 
-@functools.partial(jax.jit, static_argnames="softcap")
 def reference(q, k, v, lengths, table, softcap=None):
-    k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
-    return decode_attention_reference(q, k, v, lengths, pages=table, scale=0.1, softcap=softcap)
+    k, v = (np.where(np.isnan(x), 0, x).astype(x.dtype) for x in (k, v))
+    run = lambda q, k, v: decode_attention_reference(q, k, v, lengths, pages=table, scale=0.1, softcap=softcap)
+    return evaluated(run)(q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +76,13 @@ def test_batches_of_vmap_become_rows(page, monkeypatch):
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)
     q, k, v, lengths, table = arguments(1, 1, 4, 2, 128, 64, (100,), page=page)
     run = lambda q, k, v, n: hopper_decode.mapped(0.1, None)(q, k, v, n, table)
-    both = lambda x: jnp.stack([x, -x])
-    want = jnp.stack([reference(x, y, v, lengths, table) for x, y in ((q, k), (-q, -k))])
-    assert relative_error(jax.vmap(run, (0, 0, None, None))(both(q), both(k), v, lengths), want) < 4e-3
-    want = jnp.stack([reference(x, k, v, lengths, table) for x in (q, -q)])
-    assert relative_error(jax.vmap(run, (0, None, None, 0))(both(q), k, v, jnp.stack([lengths] * 2)), want) < 4e-3
+    both = lambda x: np.stack([x, -x])
+    want = np.stack([reference(x, y, v, lengths, table) for x, y in ((q, k), (-q, -k))])
+    got = evaluated(jax.vmap(run, (0, 0, None, None)))(both(q), both(k), v, lengths)
+    assert relative_error(got, want) < 4e-3
+    want = np.stack([reference(x, k, v, lengths, table) for x in (q, -q)])
+    got = evaluated(jax.vmap(run, (0, None, None, 0)))(both(q), k, v, np.stack([lengths] * 2))
+    assert relative_error(got, want) < 4e-3
 
 
 def test_rows_of_one_unit_are_whole():

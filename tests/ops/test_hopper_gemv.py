@@ -16,6 +16,7 @@ from jtile.ops.matmul import matmul_reference
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
 
 CASES = {  # kind, rows of x, out, in, meta-parameters
     "q4_0": ("q4_0", 1, 20, 512, {"rows": 4}),
@@ -29,18 +30,18 @@ CASES = {  # kind, rows of x, out, in, meta-parameters
 
 def weights(kind, out, inner, seed=1):
     """A weight, and the matrix that it says."""
-    w = normal(seed, out, inner)
+    w = np.asarray(normal(seed, out, inner))
     if hopper_gemv.bits_of(kind) == 16:
-        return Weight(w.astype(kind)), w.astype(kind).astype(jnp.float32)
+        return Weight(w.astype(jnp.dtype(kind))), w.astype(jnp.dtype(kind)).astype(np.float32)
     w = QuantizedTensor.quantize(w, kind)
-    return Weight(w.packed().codes, w.scale, w.minimum), w.dequantize()
+    return Weight(w.packed().codes, w.scale, w.minimum), evaluated(QuantizedTensor.dequantize)(w)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_products(case, monkeypatch):
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)  # several tiles a program
     kind, m, out, inner, options = CASES[case]
-    x = normal(2, m, inner).astype("float16" if kind == "float16" else "bfloat16")
+    x = np.asarray(normal(2, m, inner, dtype="float16" if kind == "float16" else "bfloat16"))
     weight, matrix = weights(kind, out, inner)
     operands, n = ((weight,), NO_EPILOGUE), 128 // hopper_gemv.bits_of(kind)
     meta = dict(kind=kind, activation=None, out_dtype="float32")
@@ -54,13 +55,18 @@ def test_products(case, monkeypatch):
 def test_bias_activation_residual_and_two_weights():
     (weight, matrix), (second, up) = (weights("q4_1", 24, 256, seed) for seed in (1, 3))
     x, bias, residual = normal(2, 1, 256), normal(4, 1, 24), normal(5, 1, 24)
-    y, z = (x @ m.T for m in (matrix, up))
+    y, z = (np.asarray(x) @ m.T for m in (matrix, up))
     with jt.config(arch="sm_90", interpret=True):
         epilogue = Epilogue(bias, residual)
-        full = hopper_gemv.product(x, (weight,), epilogue, kind="q4_1", activation="gelu_tanh")
-        gated = hopper_gemv.product(x, (weight, second), kind="q4_1", activation="silu")
-    assert relative_error(full, jax.nn.gelu(y + bias) + residual) < 3e-6
-    assert relative_error(gated, jax.nn.silu(y) * z) < 3e-6
+        full, gated = evaluated(
+            lambda x: (
+                hopper_gemv.product(x, (weight,), epilogue, kind="q4_1", activation="gelu_tanh"),
+                hopper_gemv.product(x, (weight, second), kind="q4_1", activation="silu"),
+            )
+        )(x)
+    want = evaluated(lambda y, z: (jax.nn.gelu(y + bias) + residual, jax.nn.silu(y) * z))(y, z)
+    assert relative_error(full, want[0]) < 3e-6
+    assert relative_error(gated, want[1]) < 3e-6
 
 
 def test_the_ops_call_it():
@@ -75,42 +81,44 @@ def test_the_ops_call_it():
         for name, op in {"one": forms["one"](ops.quantized_matmul), "two": lambda x: ops.gated_mlp(x, w, up)}.items():
             want = forms[name](quantized.quantized_matmul_reference)
             assert "hopper_gemv" in str(jax.make_jaxpr(op)(x))
-            assert relative_error(op(x), jax.jit(want)(x)) < 3e-6
+            assert relative_error(*(evaluated(f)(x) for f in (op, want))) < 3e-6
             total = [lambda x, f=f: (f(x) ** 2).sum() for f in (op, want)]
-            assert relative_error(*(jax.jit(jax.grad(f))(x) for f in total)) < 1e-5
-        assert relative_error(*(jax.jvp(f, (x,), (x,))[1] for f in total)) < 1e-5
+            assert relative_error(*(evaluated(jax.grad(f))(x) for f in total)) < 1e-5
+        assert relative_error(*(evaluated(lambda x, f=f: jax.jvp(f, (x,), (x,))[1])(x) for f in total)) < 1e-5
 
 
 def test_rows_of_matmul():
     x, w, bias = (
-        normal(seed, *shape).astype(jnp.bfloat16) for seed, shape in ((1, (1, 1, 128)), (2, (24, 128)), (3, (24,)))
+        normal(seed, *shape, dtype="bfloat16") for seed, shape in ((1, (1, 1, 128)), (2, (24, 128)), (3, (24,)))
     )
     of = lambda f: lambda x, w, bias: f(x, w, bias=bias, activation="silu", transpose_b=True, out_dtype="float32")
     total = lambda f: jax.grad(lambda *args: (of(f)(*args) ** 2).sum(), (0, 1, 2))
     with jt.config(arch="sm_90", interpret=True):
         assert "hopper_gemv" in str(jax.make_jaxpr(of(ops.matmul))(x, w, bias))
-        y, got = of(ops.matmul)(x, w, bias), total(ops.matmul)(x, w, bias)
-        here = hopper_gemv.product(x[0], (Weight(w),), Epilogue(bias[None]), kind="bfloat16", activation="silu")
+        y, got = (evaluated(f(ops.matmul))(x, w, bias) for f in (of, total))
+        row = lambda x, b: hopper_gemv.product(x, (Weight(w),), Epilogue(b), kind="bfloat16", activation="silu")
+        here = evaluated(row)(np.asarray(x)[0], np.asarray(bias)[None])
     for z in (y, here):
-        assert z.size == 24 and relative_error(z.ravel(), of(matmul_reference)(x, w, bias).ravel()) < 1e-6
-    for g, want in zip(got, total(matmul_reference)(x, w, bias), strict=True):
+        assert z.size == 24 and relative_error(z.ravel(), evaluated(of(matmul_reference))(x, w, bias).ravel()) < 1e-6
+    for g, want in zip(got, evaluated(total(matmul_reference))(x, w, bias), strict=True):
         assert g.shape == want.shape and g.dtype == want.dtype and relative_error(g, want) < 4e-3
 
 
 def test_rows_of_a_gated_mlp_of_floats():
     """Both matrices in one pass, and the same slopes as in tiles."""
-    x, gate, up = (normal(seed, n, 128).astype(jnp.bfloat16) for seed, n in ((1, 1), (2, 24), (3, 24)))
+    x, gate, up = (np.asarray(normal(seed, n, 128, dtype="bfloat16")) for seed, n in ((1, 1), (2, 24), (3, 24)))
     of = lambda f: lambda x, gate, up: f(x, gate, up, transpose=True)
     total = lambda f: jax.grad(lambda *args: (of(f)(*args).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
     with jt.config(arch="sm_90", interpret=True):
         assert "hopper_gemv" in str(jax.make_jaxpr(of(ops.gated_mlp))(x, gate, up))
-        assert "hopper_gemv" not in str(jax.make_jaxpr(of(ops.gated_mlp))(jnp.tile(x, (3, 1)), gate, up))
+        assert "hopper_gemv" not in str(jax.make_jaxpr(of(ops.gated_mlp))(np.tile(x, (3, 1)), gate, up))
         assert "hopper_gemv" not in str(jax.make_jaxpr(ops.gated_mlp)(x, gate.T, up.T))
-        got = total(ops.gated_mlp)(x, gate, up)
-        y = hopper_gemv.product(x, (Weight(gate), Weight(up)), kind="bfloat16", activation="silu")
-    want = of(gated_mlp_reference)
-    assert relative_error(y, want(x.astype(jnp.float32), gate, up)) < 1e-6
-    for g, expected in zip(got, total(gated_mlp_reference)(x, gate, up), strict=True):
+        got = evaluated(total(ops.gated_mlp))(x, gate, up)
+        both = lambda x, *w: hopper_gemv.product(x, tuple(map(Weight, w)), kind="bfloat16", activation="silu")
+        y = evaluated(both)(x, gate, up)
+    want = evaluated(of(gated_mlp_reference))
+    assert relative_error(y, want(x.astype(np.float32), gate, up)) < 1e-6
+    for g, expected in zip(got, evaluated(total(gated_mlp_reference))(x, gate, up), strict=True):
         assert g.dtype == expected.dtype and relative_error(g, expected) < 8e-3
 
 
@@ -119,12 +127,15 @@ def test_any_size_of_x(scale):
     """x is brought to the range of the numbers that codes become."""
     w, x = QuantizedTensor.quantize(normal(1, 8, 256), "q4_0").packed(), normal(2, 1, 256)
     with jt.config(arch="sm_90", interpret=True):
-        x0 = x.at[0, 3].set(scale) if np.isinf(scale) else x * scale
-        y = hopper_gemv.product(x0, (Weight(w.codes, w.scale),), kind="q4_0")
+        x0 = np.array(x) * np.float32(1 if np.isinf(scale) else scale)
+        if np.isinf(scale):
+            x0[0, 3] = scale
+        y = evaluated(lambda x: hopper_gemv.product(x, (Weight(w.codes, w.scale),), kind="q4_0"))(x0)
     if np.isinf(scale):
         assert not np.isfinite(y).any()
     else:
-        assert float(abs(y - quantized.quantized_matmul_reference(x, w) * scale).max()) <= 1e-4 * scale
+        want = evaluated(quantized.quantized_matmul_reference)(x, w) * np.float32(scale)
+        assert float(abs(y - want).max()) <= 1e-4 * scale
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.latent_attention import mla_decode_reference
+from jtile.testing.evaluate import evaluated
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 
@@ -22,34 +23,38 @@ def operands(batch, t, heads, slots, rank, rope, dtype="float32"):
 def test_sizes(sizes, dtype):
     q, cache = operands(*sizes, dtype=dtype)
     options = {"rank": sizes[4], "splits": {40: 1}.get(sizes[3]), "tolerance": TOLERANCE[dtype]}
-    lengths = jnp.array([sizes[3], sizes[3] // 3, 7][: sizes[0]], jnp.int32)
+    lengths = np.array([sizes[3], sizes[3] // 3, 7][: sizes[0]], np.int32)
     agree(ops.mla_decode, mla_decode_reference, q, cache, lengths, **options)
 
 
 @pytest.mark.parametrize(("splits", "paged"), [(1, False), (2, True)])
 def test_in_the_interpreter(splits, paged):
     q, cache = operands(2, 2, 3, 48, 8, 2)
-    pages = jnp.array([[5, 0, 3], [1, 99, -7]], jnp.int32) if paged else None
+    pages = np.array([[5, 0, 3], [1, 99, -7]], np.int32) if paged else None
+    lengths = np.array([47, 9], np.int32)
     cache = normal(1, 6, 16, 10) if paged else cache
     with jt.config(interpret=True):
-        got = ops.mla_decode(q, cache, jnp.array([47, 9]), rank=8, pages=pages, splits=splits, scale=0.2)
-    want = mla_decode_reference(q, cache, jnp.array([47, 9]), rank=8, pages=pages, scale=0.2)
+        got = evaluated(lambda q: ops.mla_decode(q, cache, lengths, rank=8, pages=pages, splits=splits, scale=0.2))(q)
+    reference = lambda q: mla_decode_reference(q, cache, lengths, rank=8, pages=pages, scale=0.2)
+    want = evaluated(reference)(q)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
 
 
 def test_pages_are_a_cache_in_pieces_and_what_stands_behind_the_length_does_not_matter():
     q, cache = operands(2, 1, 20, 192, 32, 8)
-    cache = cache.at[1, 65:].set(jnp.nan)
+    cache = np.array(cache)
+    cache[1, 65:] = np.nan
     order = np.random.default_rng(0).permutation(6)
-    pool = jnp.zeros((6, 64, 40)).at[order].set(cache.reshape(6, 64, 40))
-    pages, lengths = jnp.asarray(order.reshape(2, 3)), jnp.array([192, 65])
-    got = ops.mla_decode(q, pool, lengths, rank=32, pages=pages)
-    np.testing.assert_allclose(got, ops.mla_decode(q, cache, lengths, rank=32), rtol=2e-5, atol=1e-6)
+    pool = cache.reshape(6, 64, 40)[np.argsort(order)]
+    pages, lengths = order.reshape(2, 3).astype(np.int32), np.array([192, 65], np.int32)
+    got = evaluated(lambda q, pool: ops.mla_decode(q, pool, lengths, rank=32, pages=pages))(q, pool)
+    want = evaluated(lambda q, cache: ops.mla_decode(q, cache, lengths, rank=32))(q, cache)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
 
 
 def test_one_token_without_its_axis_and_rows_of_no_length():
     q, cache = operands(3, 1, 4, 50, 8, 4)
-    lengths = jnp.array([50, 0, 99], jnp.int32)  # past the cache: all of it
+    lengths = np.array([50, 0, 99], np.int32)  # past the cache: all of it
     agree(ops.mla_decode, mla_decode_reference, q[:, 0], cache, lengths, rank=8, tolerance=2e-6)
     assert not np.asarray(ops.mla_decode(q[:, 0], cache, lengths, rank=8))[1].any()
     assert ops.mla_decode(q[:0], cache[:0], lengths[:0], rank=8).shape == (0, 1, 4, 8)
@@ -57,9 +62,9 @@ def test_one_token_without_its_axis_and_rows_of_no_length():
 
 def test_slopes_vmap_and_a_gpus_tiles():
     q, cache = operands(2, 2, 3, 70, 8, 4)
-    lengths = jnp.array([70, 11], jnp.int32)
+    lengths = np.array([70, 11], np.int32)
     slopes_agree(ops.mla_decode, mla_decode_reference, q, cache, lengths, of=2, rank=8)
-    each = lambda op: jax.vmap(lambda q: op(q, cache, lengths, rank=8))(jnp.stack([q, -q]))
+    each = lambda op: evaluated(jax.vmap(lambda q: op(q, cache, lengths, rank=8)))(np.stack([q, -q]))
     np.testing.assert_allclose(each(ops.mla_decode), each(mla_decode_reference), rtol=2e-5, atol=1e-6)
     with jt.config(arch="sm_90"):
         agree(ops.mla_decode, mla_decode_reference, q, cache, lengths, rank=8, tolerance=2e-6)

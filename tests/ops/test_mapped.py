@@ -70,8 +70,8 @@ def lanes_of(x, k):
     return jax.tree.map(lambda leaf: jax.device_put(np.roll(leaf, k, axis)), x)
 
 
-def launches(f, *args):
-    text = jax.jit(f).lower(*args).as_text()
+def launches(lowered):
+    text = lowered.as_text()
     assert "while" not in text.replace("while_loop_", "")
     return calls(text)
 
@@ -82,11 +82,12 @@ def test_equal_to_a_loop(name):
     lanes = [[lanes_of(x, k) for x in operands] for k in range(LANES)]
     stacked = [jax.tree.map(lambda *v: jax.device_put(np.stack(v)), *column) for column in zip(*lanes)]
     subsets = {(True,) * len(operands)} | {tuple(k == n for k in range(len(operands))) for n in range(len(operands))}
-    f, alone = jax.jit(f), launches(f, *operands)
+    one = jax.jit(f).lower(*operands)
+    run, alone = one.compile(), launches(one)
     for batched in sorted(subsets):
         args = [s if b else x for s, x, b in zip(stacked, operands, batched)]
-        rows = [f(*[v if b else x for v, x, b in zip(lane, operands, batched)]) for lane in lanes]
+        rows = [run(*[v if b else x for v, x, b in zip(lane, operands, batched)]) for lane in lanes]
         expected = jax.tree.map(lambda *v: np.stack(v), *rows)
-        mapped = jax.jit(jax.vmap(f, in_axes=tuple(0 if b else None for b in batched)))
-        assert_close(mapped(*args), expected)
-        assert launches(mapped, *args) == alone
+        mapped = jax.jit(jax.vmap(f, in_axes=tuple(0 if b else None for b in batched))).lower(*args)
+        assert_close(mapped.compile()(*args), expected)
+        assert launches(mapped) == alone

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import thorough
 from library import agree, integers, normal
 
 import jtile as jt
@@ -17,6 +20,7 @@ from jtile.ops.matmul import matmul_reference
 from jtile.ops.quantized import quantized_matmul_reference
 from jtile.ops.quantized_tensor import KINDS
 from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
 
 SIZES = [(5, 7, 9), (1, 100, 64), (33, 70, 129), (300, 260, 40), (1, 1, 1)]
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3, "float8_e4m3fn": 7e-2}
@@ -32,9 +36,15 @@ def test_matmul_sizes(m, n, k):
     agree(ops.matmul, matmul_reference, *operands(m, n, k, "float32"), tolerance=2e-6, interpret=m * n < 100)
 
 
-@pytest.mark.parametrize("ta", [False, True])
-@pytest.mark.parametrize("tb", [False, True])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+ORDERS = list(itertools.product([False, True], repeat=2))
+FORMS = [  # all orders of float32; two of each other dtype outside of make test-all, by turns
+    (dtype, ta, tb)
+    for (k, dtype), (ta, tb) in itertools.product(enumerate(TOLERANCE), ORDERS)
+    if k == 0 or (k + ta + tb) % 2 == 0 or thorough()
+]
+
+
+@pytest.mark.parametrize(("dtype", "ta", "tb"), FORMS)
 def test_matmul_transposes_and_dtypes(dtype, ta, tb):
     a, b = operands(33, 70, 45, dtype, ta, tb, batch=(2,))
     bias = normal(2, 70, dtype=dtype)
@@ -56,7 +66,7 @@ def test_matmul_of_rows_of_no_whole_16_bytes(m, n, k, ta, tb, dtype):
     """Tensor maps take some of these operands; rows of the result end anywhere."""
     a, b = operands(m, n, k, "bfloat16", ta, tb)
     bias = {} if dtype == "int8" else {"bias": normal(2, n, dtype=dtype), "activation": "relu"}
-    a, b = ((20 * x).astype(dtype) for x in (a, b))
+    a, b = ((20 * np.asarray(x)).astype(dtype) for x in (a, b))
     agree(ops.matmul, matmul_reference, a, b, tolerance=TOLERANCE.get(dtype, 0), transpose_a=ta, transpose_b=tb, **bias)
 
 
@@ -67,8 +77,8 @@ def test_matmul_of_copied_rows(monkeypatch, ta, tb):
     options = {"transpose_a": ta, "transpose_b": tb, "activation": "gelu"}
     f, reference = (lambda a, b, bias, g=g: g(a, b, bias=bias, **options) for g in (ops.matmul, matmul_reference))
     args = (*operands(13, 7, 9, "float32", ta, tb, batch=(2,)), normal(2, 7))
-    np.testing.assert_allclose(f(*args), jax.jit(reference)(*args), rtol=2e-5, atol=2e-5)
-    slopes = lambda g: jax.jit(jax.grad(lambda *args: (g(*args) ** 2).sum(), argnums=(0, 1, 2)))(*args)
+    np.testing.assert_allclose(*(evaluated(g)(*args) for g in (f, reference)), rtol=2e-5, atol=2e-5)
+    slopes = lambda g: evaluated(jax.grad(lambda *args: (g(*args) ** 2).sum(), argnums=(0, 1, 2)))(*args)
     both = map(slopes, (f, reference))
     for ours, theirs in zip(*both):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
@@ -83,7 +93,7 @@ def test_matmul_of_float64():
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
 def test_matmul_of_integers(dtype):
     low = 0 if dtype == "uint8" else -100
-    a, b = (integers(s, low, 100, *shape).astype(dtype) for s, shape in enumerate([(17, 37), (37, 21)]))
+    a, b = (np.asarray(integers(s, low, 100, *shape)).astype(dtype) for s, shape in enumerate([(17, 37), (37, 21)]))
     agree(ops.matmul, matmul_reference, a, b, tolerance=0)
 
 
@@ -103,10 +113,11 @@ def test_matmul_batches_and_one_weight_for_all():
 
 @pytest.mark.parametrize(("a", "b"), [((0, 4), (4, 5)), ((3, 0), (0, 5)), ((3, 4), (4, 0)), ((0, 3, 4), (0, 4, 5))])
 def test_matmul_of_nothing(a, b):
-    got = ops.matmul(jnp.ones(a), jnp.ones(b))
-    np.testing.assert_array_equal(got, jnp.matmul(jnp.ones(a), jnp.ones(b)))
-    with_bias = ops.matmul(jnp.ones(a), jnp.ones(b), bias=jnp.ones(b[-1]))
-    np.testing.assert_array_equal(with_bias, jnp.ones(with_bias.shape) if a[-1] == 0 else with_bias)
+    a, b = np.ones(a, np.float32), np.ones(b, np.float32)
+    np.testing.assert_array_equal(evaluated(ops.matmul)(a, b), a @ b)
+    bias = np.ones(b.shape[-1], np.float32)
+    with_bias = evaluated(lambda a, b, bias: ops.matmul(a, b, bias=bias))(a, b, bias)
+    np.testing.assert_array_equal(with_bias, np.broadcast_to(bias, (a @ b).shape))
 
 
 def test_matmul_refuses():
@@ -123,15 +134,21 @@ def test_matmul_refuses():
             ops.matmul(jnp.ones((3, 4)), jnp.ones((4, 5)), bias=bias)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m", [1, 2, 3, 17])
-@pytest.mark.parametrize(("out", "inner"), [(96, 64), (101, 96), (1, 32)])
+ROWS, WEIGHTS = (1, 2, 3, 17), ((96, 64), (101, 96), (1, 32))
+QUANTISED = [  # outside of make test-all, each two of a kind, a number of rows and a shape meet about once
+    (kind, m, out, inner)
+    for (i, kind), (j, m), (k, (out, inner)) in itertools.product(*map(enumerate, (KINDS, ROWS, WEIGHTS)))
+    if (i + j + k) % 3 == 0 or thorough()
+]
+
+
+@pytest.mark.parametrize(("kind", "m", "out", "inner"), QUANTISED)
 def test_quantized_matmul(kind, m, out, inner):
     weight = ops.quantize(normal(0, out, inner), kind)
     options = {
         "bias": normal(2, out),
         "activation": "silu",
-        "residual": normal(3, m, out) + 4.0,
+        "residual": np.asarray(normal(3, m, out)) + 4,
     }  # keeps one-number results off 0
     agree(ops.quantized_matmul, quantized_matmul_reference, normal(1, m, inner), weight, tolerance=2e-6, **options)
 
@@ -157,7 +174,7 @@ def test_quantized_matmul_of_rows_that_are_counted_later():
     exported = export(rows)
     for n in (1, 5):
         x = normal(2, n, 64)
-        assert relative_error(exported.call(x), quantized_matmul_reference(x, weight)) < 3e-6
+        assert relative_error(exported.call(x), evaluated(lambda x: quantized_matmul_reference(x, weight))(x)) < 3e-6
 
 
 def test_quantized_matmul_refuses():

@@ -8,6 +8,7 @@ from soak import Draw, check, check_levels, compiled, planned
 from soak_families import FAMILIES
 
 import jtile as jt
+from jtile.testing.evaluate import evaluated
 
 SHAPES, CHUNK = 50, 5
 
@@ -29,7 +30,7 @@ SLOW = ("attention_slopes", "latent_slopes")  # what they have of their own is p
 def test_small(family):
     """The families themselves: a small shape of each on this machine."""
     with jt.config(verify=False):  # other tests look at every step of the compiler
-        check(FAMILIES[family](Draw(0, small=True)), times=1)
+        check(FAMILIES[family](Draw(0, small=True)), times=1, through=evaluated)
 
 
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])

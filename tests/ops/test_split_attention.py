@@ -10,6 +10,7 @@ import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.split_attention import decode_attention_reference
+from jtile.testing.evaluate import evaluated
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 OPTIONS = [{"window": 20}, {"softcap": 4.0, "splits": 3}, {"splits": 1, "scale": 0.2}]
@@ -26,26 +27,28 @@ def operands(batch, slots, heads, groups, d, t, dtype="float32"):
 )
 def test_sizes(sizes, dtype):
     q, k, v = operands(*sizes, dtype=dtype)
-    lengths = jnp.array([sizes[1], sizes[1] // 3, 7][: sizes[0]], jnp.int32)
+    lengths = np.array([sizes[1], sizes[1] // 3, 7][: sizes[0]], np.int32)
     agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(options):
     q, k, v = operands(2, 300, 4, 2, 16, 3)
-    agree(ops.decode_attention, decode_attention_reference, q, k, v, jnp.array([300, 111]), tolerance=2e-6, **options)
+    lengths = np.array([300, 111], np.int32)
+    agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, tolerance=2e-6, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_in_the_interpreter(options):
     q, k, v = operands(2, 70, 4, 2, 8, 2)
     with jt.config(interpret=True):
-        agree(ops.decode_attention, decode_attention_reference, q, k, v, jnp.array([70, 9]), tolerance=2e-6, **options)
+        lengths = np.array([70, 9], np.int32)
+        agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, tolerance=2e-6, **options)
 
 
 def test_one_token_without_its_axis_and_rows_of_no_length():
     q, k, v = operands(3, 50, 4, 2, 8, 1)
-    lengths = jnp.array([50, 0, 99], jnp.int32)  # past the cache: all of it
+    lengths = np.array([50, 0, 99], np.int32)  # past the cache: all of it
     agree(ops.decode_attention, decode_attention_reference, q[:, 0], k, v, lengths, tolerance=2e-6)
     assert not np.asarray(ops.decode_attention(q[:, 0], k, v, lengths))[1].any()
     assert ops.decode_attention(q[:0], k[:0], v[:0], lengths[:0]).shape == (0, 1, 4, 8)
@@ -53,29 +56,35 @@ def test_one_token_without_its_axis_and_rows_of_no_length():
 
 def test_what_stands_behind_the_length_does_not_matter():
     q, k, v = operands(1, 300, 4, 2, 8, 1)
-    spoiled = (x.at[:, 170:].set(jnp.nan) for x in (k, v))
-    lengths = jnp.array([170], jnp.int32)
-    assert np.array_equal(ops.decode_attention(q, *spoiled, lengths), ops.decode_attention(q, k, v, lengths))
+    spoiled = [np.where(np.arange(300)[:, None, None] >= 170, np.float32(np.nan), x) for x in (k, v)]
+    of = evaluated(lambda k, v: ops.decode_attention(q, k, v, np.array([170], np.int32)))
+    assert np.array_equal(of(*spoiled), of(k, v))
+
+
+def in_pieces(order, x):
+    pool = np.zeros_like(x)
+    pool[order] = x
+    return pool
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 20, "splits": 3}], ids=str)
 def test_pages_are_a_cache_in_pieces(options):
     q, k, v = operands(2, 120, 4, 2, 8, 2)
     order = np.random.default_rng(0).permutation(6)
-    k_pool, v_pool = (jnp.zeros((6, 40, 2, 8)).at[order].set(x.reshape(6, 40, 2, 8)) for x in (k, v))
-    pages, lengths = jnp.asarray(order.reshape(2, 3)), jnp.array([120, 41])
-    wild = pages.at[1, 2].set(-7)  # behind the length
-    want = decode_attention_reference(q, k, v, lengths, window=options.get("window"))
-    got = ops.decode_attention(q, k_pool, v_pool, lengths, pages=wild, **options)
+    k_pool, v_pool = (in_pieces(order, x.reshape(6, 40, 2, 8)) for x in (k, v))
+    lengths, wild = np.array([120, 41], np.int32), order.reshape(2, 3).astype(np.int32)
+    wild[1, 2] = -7  # behind the length
+    want = evaluated(lambda q: decode_attention_reference(q, k, v, lengths, window=options.get("window")))(q)
+    got = evaluated(lambda q: ops.decode_attention(q, k_pool, v_pool, lengths, pages=wild, **options))(q)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
 
 
 def test_slopes_go_to_the_pages():
     q, k, v = operands(2, 30, 4, 2, 8, 2)
     order = np.random.default_rng(0).permutation(6)
-    k_pool, v_pool = (jnp.zeros((6, 10, 2, 8)).at[order].set(x.reshape(6, 10, 2, 8)) for x in (k, v))
-    pages, lengths = jnp.asarray(order.reshape(2, 3)), jnp.array([30, 11])
-    slope = lambda op, *x, **more: jax.grad(lambda *y: (op(*y, lengths, **more) ** 2).sum(), (0, 1))(*x)
+    k_pool, v_pool = (in_pieces(order, x.reshape(6, 10, 2, 8)) for x in (k, v))
+    pages, lengths = order.reshape(2, 3).astype(np.int32), np.array([30, 11], np.int32)
+    slope = lambda op, *x, **more: evaluated(jax.grad(lambda *y: (op(*y, lengths, **more) ** 2).sum(), (0, 1)))(*x)
     dq, dk = slope(ops.decode_attention, q, k_pool, v_pool, pages=pages)
     dq_want, dk_want = slope(decode_attention_reference, q, k, v)
     np.testing.assert_allclose(dq, dq_want, rtol=2e-4, atol=1e-5)

@@ -8,6 +8,7 @@ import numpy as np
 
 import jtile as jt
 from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
 
 FLOATS = ("float32", "bfloat16", "float16")
 TOLERANCE = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-4}
@@ -38,8 +39,8 @@ def integers(seed: int, low: int, high: int, *shape: int) -> jax.Array:
 def agree(op, reference, *args, tolerance: float | None = None, interpret: bool = False, **options) -> None:
     """`op` gives what `reference` gives: the same pytree of shapes and dtypes, and values within the tolerance of the
     dtype of the first argument. `interpret`: the reference interpreter does too."""
-    expected = jax.jit(lambda *operands: reference(*operands, **options))(*args)  # one compilation instead of many
-    results = [op(*args, **options)]
+    expected = evaluated(lambda *operands: reference(*operands, **options))(*args)
+    results = [evaluated(lambda *operands: op(*operands, **options))(*args)]
     if interpret:
         with jt.config(interpret=True):
             results.append(op(*args, **options))
@@ -69,7 +70,7 @@ def slopes_agree(op, reference, *args, of: int | None = None, tolerance: float |
                 jax.tree.unflatten(tree, [normal(90 + k, *x.shape).astype(x.dtype) for k, x in enumerate(leaves)])
             )
 
-        return jax.jit(run)
+        return evaluated(run)
 
     got, expected = pulled(op)(*args[:of]), pulled(reference)(*args[:of])
     for k, (ours, theirs) in enumerate(zip(got, expected, strict=True)):

@@ -132,7 +132,6 @@ def check_levels(case: Case, arrays: tuple[Any, ...], level_of: Callable[[Any, i
         assert case.level in (None, level.partition(":")[0]), f"{case.text}: {program.name}: {level}"
 
 
-@functools.partial(jax.jit, static_argnames="case")
 def _errors(got: Any, arrays: tuple[Any, ...], case: Case) -> list[jax.Array]:
     """Of each result: the norm of its error over its own, and the farthest element, in shares of what is allowed."""
     out = []
@@ -148,7 +147,6 @@ def _errors(got: Any, arrays: tuple[Any, ...], case: Case) -> list[jax.Array]:
     return out
 
 
-@jax.jit
 def _differing(first: Any, again: Any, before: Any) -> list[jax.Array]:
     """How many elements have other bits, added to those before."""
 
@@ -161,24 +159,27 @@ def _differing(first: Any, again: Any, before: Any) -> list[jax.Array]:
     return [n + (bits(x) != bits(y)).sum(dtype=jnp.int32) for x, y, n in pairs]
 
 
-def check(case: Case, *, times: int = TIMES, level_of: Callable[[Any, int], str] | None = None) -> None:
-    """Compare a call with its reference, call it `times` times more, and look where its kernels run.
+def check(
+    case: Case, *, times: int = TIMES, level_of: Callable[[Any, int], str] | None = None, through: Callable = jax.jit
+) -> None:
+    """Compare a call with its reference, call it `times` times more, and look where its kernels run; each `through`
+    XLA, or through `evaluated` where shapes are small.
 
     Raises:
       AssertionError: says which shape, and what is wrong.
     """
     arrays = case.arrays()
-    run = jax.jit(case.run).lower(*arrays).compile()
+    run, differing = through(case.run), through(_differing)
     first = run(*arrays)
     if level_of is not None:
         check_levels(case, arrays, level_of)
-    for k, x in enumerate(_errors(first, arrays, case)):
+    for k, x in enumerate(through(functools.partial(_errors, case=case))(first, arrays)):
         norm, far = map(float, x)
         where = f"{case.text}: result {k}: error {norm:.2g} (allowed {case.tolerance:g}), farthest element {far:.2g}"
         assert norm <= case.tolerance and far <= 1, where  # both false for NaN
     changed: Any = [jnp.int32(0) for _ in jax.tree.leaves(first)]
     for _ in range(times):
-        changed = _differing(first, run(*arrays), changed)
+        changed = differing(first, run(*arrays), changed)
     for k, n in enumerate(changed):
         assert k in case.unordered or not n, f"{case.text}: result {k}: {n} other elements in {times} calls"
 

@@ -39,6 +39,8 @@ def one_by_one(x, y):
 
 def integers(k, n):
     shifted = [lax.div(k, n), lax.rem(k, n), k & n, k | n, k ^ n, ~k, abs(k), jnp.sign(k), k // 3, k % 5]
+    n %= 40  # more than there are bits, too
+    shifted += [lax.shift_right_logical(k, n), lax.shift_right_arithmetic(k, n), k.astype(jnp.uint8) >> 3, k >> n]
     return [*shifted, k * 2**30, lax.shift_left(k, n), lax.population_count(k), k.astype(bool), k.astype(jnp.int8)]
 
 
@@ -50,6 +52,32 @@ def moved(x, y):
         lax.dynamic_slice(x, (i, i), (2, 2)), lax.dynamic_update_slice(x, y[:2, :2], (i, i)), jnp.split(x, 2, 1),
         lax.reshape(x, (4, 3), (1, 0)), x[:, None] + y[None], lax.broadcasted_iota(jnp.int32, (3, 5), 0), x[..., None],
     ]  # fmt: skip
+
+
+def gathered(x, y):
+    i, far = jnp.array([[2, 0], [1, 1]]), jnp.array([1, 7, -9, 0])
+    windows = lax.GatherDimensionNumbers(offset_dims=(0, 2), collapsed_slice_dims=(), start_index_map=(1,))
+    clipped = lambda mode: lax.gather(x, far[:, None], windows, (2, 3), mode=mode)
+    taken = [x[i], x[:, i], x[i, i], x[1], x[:, 2], x[jnp.zeros(0, jnp.int32)], jnp.take(x, far, 0, mode="fill")]
+    taken += [jnp.take(x, far, 1, mode="clip"), clipped("clip"), clipped("fill"), clipped("promise_in_bounds")[:, :1]]
+    taken += [
+        jnp.take_along_axis(x, jnp.array([[2, 0, -1, 1]]), 0),
+        jax.vmap(lambda row, k: row[k])(x, jnp.array([1, 3, 0])),
+    ]
+    added = [x.at[i].add(y[i]), x.at[far].add(y[0], mode="drop"), x.at[:, far].add(y, mode="drop")]
+    added += [
+        x.at[far, far].add(y[0], mode="clip"),
+        jax.vmap(lambda a, b, k: a.at[k].add(b))(x, y[:, :2], i[jnp.array([0, 1, 0])]),
+    ]
+    ordered = [
+        jnp.sort(x, descending=True),
+        jnp.argsort(x, 0),
+        lax.sort((x // 0.3, y, x), num_keys=2),
+        jnp.argmin(x),
+        *jnp.unstack(x),
+    ]
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), lax.bitcast_convert_type(x, jnp.uint8)
+    return taken, added, ordered, bits, jnp.flip(x, 1), jnp.stack([x, y], 1)
 
 
 def summed(x, y):
@@ -67,7 +95,7 @@ def controlled(x, y):
 
 
 @pytest.mark.parametrize("dtype", CLASSES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("fn", [one_by_one, moved, summed, controlled])
+@pytest.mark.parametrize("fn", [one_by_one, moved, gathered, summed, controlled])
 def test_numpy_gives_what_xla_gives(fn, dtype):
     x, y = X.astype(dtype), Y.astype(dtype)
     assert_close(evaluated(fn)(x, y), jax.jit(fn)(x, y))
@@ -118,11 +146,11 @@ def test_every_rule_is_taken_here():
                 if hasattr(p, "eqns") or hasattr(p, "jaxpr"):
                     names(getattr(p, "jaxpr", p))
 
-    for fn in (one_by_one, moved, summed, controlled):
+    for fn in (one_by_one, moved, gathered, summed, controlled):
         names(jax.make_jaxpr(fn)(X, Y).jaxpr)
     names(jax.make_jaxpr(integers)(K, L).jaxpr)
     assert set(RULES) - used <= {
         "copy", "copy_p", "core_call", "closed_call", "checkpoint", "remat2", "custom_vjp_call", "custom_jvp_call",
-        "stop_gradient",
+        "stop_gradient", "one_minus_square", "stack", "unstack",
         "add_any", "real", "imag", "conj",
     }, sorted(set(RULES) - used)  # fmt: skip

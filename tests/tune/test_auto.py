@@ -17,6 +17,7 @@ from jtile.lowering import targets
 from jtile.lowering.ascend.targets import ascend_target
 from jtile.ops import gpu_tiles, hopper_tiles
 from jtile.primitive.lowering import pieces_of
+from jtile.testing.evaluate import evaluated
 from jtile.tune import device, nature, products, warpgroups
 from jtile.tune.programs import trace
 from jtile.tune.store import Entry, store
@@ -248,12 +249,12 @@ def test_vmap_chooses_for_all_lanes_together():
 def test_derivatives_take_what_is_chosen_for_the_target():
     a, b = (np.random.default_rng(i).standard_normal(s, np.float32) for i, s in enumerate(((40, 60), (60, 30))))
     f = lambda a, b: matmul(a, b).sum()
-    for found, want in zip(jax.grad(f, (0, 1))(a, b), (np.ones((40, 30)) @ b.T, a.T @ np.ones((40, 30)))):
+    for found, want in zip(evaluated(jax.grad(f, (0, 1)))(a, b), (np.ones((40, 30)) @ b.T, a.T @ np.ones((40, 30)))):
         np.testing.assert_allclose(found, want, atol=1e-4)
     low = matmul.lower(spec(512, 512), spec(512, 512), target=HOPPER)
     for derived in (low.vjp(), low.jvp()):
         assert derived.program.choice.why.startswith("as matmul: ") and "for cuda:sm_90" in derived.program.choice.why
-    primal = jax.vmap(jax.grad(lambda a: f(a, b)))(np.stack([a, a]))
+    primal = evaluated(jax.vmap(jax.grad(lambda a: f(a, b))))(np.stack([a, a]))
     np.testing.assert_allclose(primal[1], np.ones((40, 30)) @ b.T, atol=1e-4)
 
 
@@ -284,7 +285,7 @@ def test_reverse_mode_with_other_tiles_is_the_same_derivative():
     a, b = (np.random.default_rng(i).standard_normal((2, 96, 96), np.float32) for i in range(2))
     with jt.config(arch="sm_90", interpret=True):
         f = lambda a, b: jax.vmap(matmul)(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)).astype(jnp.float32).sum()
-        da, db = jax.grad(f, (0, 1))(a, b)
+        da, db = evaluated(jax.grad(f, (0, 1)))(a, b)
     np.testing.assert_allclose(da, np.ones((2, 96, 96)) @ b.swapaxes(1, 2), atol=0.3)
     np.testing.assert_allclose(db, a.swapaxes(1, 2) @ np.ones((2, 96, 96)), atol=0.3)
 
@@ -301,9 +302,9 @@ def test_a_rule_of_the_users_gets_the_numbers():
         return double(x, block=block), ()
 
     double.defvjp(forward, lambda _, ct, **__: (3 * ct,))
-    x = jnp.arange(64.0)
-    np.testing.assert_array_equal(jax.grad(lambda x: double(x).sum())(x), 3 * jnp.ones(64))
-    np.testing.assert_array_equal(jax.grad(lambda x: jax.vmap(double)(x[None]).sum())(x), 3 * jnp.ones(64))
+    x = np.arange(64, dtype=np.float32)
+    np.testing.assert_array_equal(evaluated(jax.grad(lambda x: double(x).sum()))(x), 3 * np.ones(64))
+    np.testing.assert_array_equal(evaluated(jax.grad(lambda x: jax.vmap(double)(x[None]).sum()))(x), 3 * np.ones(64))
     assert all(type(n) is int for n in seen)
 
 
