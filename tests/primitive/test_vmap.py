@@ -42,8 +42,7 @@ def check(f, args, in_axes, size, *, out_axes=0):
     expected = looped(f, args, in_axes, size)
     expected = jax.tree.map(lambda x: np.moveaxis(x, 0, out_axes), expected)
     mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
-    assert_one_launch(mapped, *args)
-    results = [mapped(*args), jax.jit(mapped)(*args)]
+    results = [mapped(*args), assert_one_launch(mapped, *args)(*args)]
     with jt.config(interpret=True):
         results.append(mapped(*args))
     for got in results:
@@ -52,11 +51,13 @@ def check(f, args, in_axes, size, *, out_axes=0):
 
 
 def assert_one_launch(f, *args):
-    """The program has one custom call and no loop, as lowered and as compiled."""
+    """The program has one custom call and no loop, as lowered and as compiled, which is returned."""
     lowered = jax.jit(f).lower(*args)
-    for text in (lowered.as_text(), lowered.compile().as_text()):
+    compiled = lowered.compile()
+    for text in (lowered.as_text(), compiled.as_text()):
         assert calls(text) == 1, text
         assert "while" not in text.replace("while_loop_", "")
+    return compiled
 
 
 matmul = tiled_matmul(4, 3, 2)
