@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from device import run_device
+from draws import thorough
 from machines import card
 from ttir import run_ttir
 
@@ -108,8 +109,8 @@ def test_elements_that_differ(fn, dtype, arch):
 def test_lanes_that_meet(fn, dtype, arch):
     """Old values, and what `xchg` and `cas` leave, are those of row-major order."""
     index = np.random.default_rng(1).integers(-2, 7, 13).astype(np.int32)
-    check(scatter(fn, dtype, index, used=True, masked=True), *arch, seeds=(0, 1))
-    check(scatter(fn, dtype, index, used=False), *arch, seeds=(0, 1))
+    check(scatter(fn, dtype, index, used=True, masked=True), *arch, seeds=(0, 1) if thorough() else (0,))
+    check(scatter(fn, dtype, index, used=False), *arch, seeds=(0, 1) if thorough() else (1,))
 
 
 @pytest.mark.parametrize("arch", EVERYWHERE)
@@ -226,10 +227,16 @@ def test_nothing_to_touch(shape):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942", "gfx1100"])
-@pytest.mark.parametrize(("fn", "dtype"), [("add", "float32"), ("max", "bfloat16"), ("cas", "int64"), ("xchg", "int8")])
-def test_compiles(fn, dtype, arch):
-    index = np.zeros(30, np.int32)
-    assert compile_kernel(scatter(fn, dtype, index, used=True).kernel(), card(arch)).image
+def test_compiles(arch):
+    """One kernel with an atomic of each kind."""
+    body = Body(np.zeros(30, np.int32))
+    at = body.load(0)
+    for fn, dtype in (("add", "float32"), ("max", "bfloat16"), ("cas", "int64"), ("xchg", "int8")):
+        compare = body.b.full(1, (30,), dtype) if fn == "cas" else None
+        value = body.b.cast(at, dtype)
+        o = body.out((18,), dtype, 1)
+        body.store(body.b.value(ir.Atomic(fn, o, (ir.Take(at),), value, compare)))
+    assert compile_kernel(body.kernel(), card(arch)).image
 
 
 def test_reductions_without_old_values():

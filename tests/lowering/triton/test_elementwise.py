@@ -9,6 +9,7 @@ import numpy as np
 import op_matrix
 import pytest
 from device import run_device
+from draws import thorough
 from machines import card
 from sharp import sharp
 from ttir import evaluate, run_ttir
@@ -186,7 +187,8 @@ def test_scalars(dtype):
         bench.add(ir.Map(fn, tuple(bench.xs[:n])), *xs[:n])
     for dst in ir.DTYPES:
         bench.add(ir.Cast(bench.xs[0], dst), xs[0])
-    assert compile_kernel(bench.kernel, card("sm_90"), {"num_warps": 1}).image
+    if thorough() or dtype in ("bool", "bfloat16", "float8_e4m3fn"):
+        assert compile_kernel(bench.kernel, card("sm_90"), {"num_warps": 1}).image
     for op, got, want in bench.run("sm_90"):
         close = ir.DTYPES[got.dtype.name].kind == "f" and np.allclose(got.astype(float), want.astype(float), rtol=1e-2)
         assert close or same(got, want), f"{op}: got {got}, expected {want}"

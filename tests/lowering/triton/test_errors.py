@@ -123,24 +123,21 @@ def test_more_arrays_than_a_launch_takes():
         last.lower(*[floats(4)] * 510, target="cuda:sm_80").image
 
 
-def test_shared_memory():
-    shapes = (floats(128, 512, dtype=jnp.bfloat16), floats(512, 32, dtype=jnp.bfloat16))
+def test_shared_memory_is_known_before_the_assembler_runs(monkeypatch):
+    """ptxas took minutes over code that could not be launched, once for each number of stages."""
+    monkeypatch.setattr(stages.ptx, "mended", lambda text: pytest.fail("the assembler is reached"))
+    shapes = (floats(32, 1024, dtype=jnp.bfloat16), floats(1024, 32, dtype=jnp.bfloat16))
     with pytest.raises(UnsupportedError, match=r"bytes of shared memory, but sm_86 has 101376; use smaller tiles"):
         matmul.lower(*shapes, target="cuda:sm_86").image
 
 
-def test_shared_memory_is_known_before_the_assembler_runs(monkeypatch):
-    """ptxas took minutes over code that could not be launched, once for each number of stages."""
-    monkeypatch.setattr(stages.ptx, "mended", lambda text: pytest.fail("the assembler is reached"))
-    shapes = (floats(128, 512, dtype=jnp.bfloat16), floats(512, 32, dtype=jnp.bfloat16))
-    with pytest.raises(UnsupportedError, match=r"but sm_86 has 101376; use smaller tiles"):
-        matmul.lower(*shapes, target="cuda:sm_86").image
+DEEP = floats(64, 2048, dtype=jnp.bfloat16), floats(2048, 64, dtype=jnp.bfloat16)
 
 
-@jt.kernel(out_type=lambda a, b, **_: jt.like(a, shape=(128, 128), dtype=jnp.float32), grid=(1,))
+@jt.kernel(out_type=lambda a, b, **_: jt.like(a, shape=(64, 64), dtype=jnp.float32), grid=(1,))
 def deep(a, b, o, *, stages=5):
-    A, B = a.tiles(128, 64), b.tiles(64, 128)
-    acc = jt.zeros((128, 128), jnp.float32)
+    A, B = a.tiles(64, 128), b.tiles(128, 64)
+    acc = jt.zeros((64, 64), jnp.float32)
     for k in jt.range(A.shape[1], stages=stages):
         acc = jt.dot(A[0, k], B[k, 0], acc)
     o[...] = acc
@@ -150,22 +147,20 @@ def test_the_deepest_pipeline_that_fits_is_found_at_once(monkeypatch):
     """Each attempt is a whole compilation, and there were as many as stages too many."""
     attempts, build = [], stages._build
     monkeypatch.setattr(stages, "_build", lambda *args: attempts.append(args) or build(*args))
-    shapes = (floats(128, 1024, dtype=jnp.bfloat16), floats(1024, 128, dtype=jnp.bfloat16))
-    low = deep.lower(*shapes, stages=12, target="cuda:sm_86")
+    low = deep.lower(*DEEP, stages=12, target="cuda:sm_86")
     assert "tt.num_stages = 4 :" in low.texts["ttir"]  # 32 KiB each but for one; it has 99
     assert len(attempts) == 2
     with pytest.raises(UnsupportedError, match="but sm_86 has 101376"):
-        deep.with_options(num_stages=5).lower(*shapes, target="cuda:sm_86").image
+        deep.with_options(num_stages=5).lower(*DEEP, target="cuda:sm_86").image
 
 
 def test_an_option_that_does_not_fit_is_no_hint():
     """Loops give way where shared memory is short, a number that the user gave does not; it goes before theirs."""
-    shapes = (floats(128, 1024, dtype=jnp.bfloat16), floats(1024, 128, dtype=jnp.bfloat16))
-    assert deep.lower(*shapes, target="cuda:sm_86").image
-    low = deep.with_options(num_stages=2).lower(*shapes, target="cuda:sm_86")
+    assert deep.lower(*DEEP, target="cuda:sm_86").image
+    low = deep.with_options(num_stages=2).lower(*DEEP, target="cuda:sm_86")
     assert "tt.num_stages = 2 :" in low.texts["ttir"] and "tt.num_stages = 5 :" not in low.texts["ttir"]
     with pytest.raises(UnsupportedError, match=r"but sm_86 has 101376; use .* fewer stages \(num_stages=5\)"):
-        deep.with_options(num_stages=5).lower(*shapes, target="cuda:sm_86").image
+        deep.with_options(num_stages=5).lower(*DEEP, target="cuda:sm_86").image
 
 
 def test_tiles_of_a_kernel():

@@ -22,7 +22,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1100")  # where emission take
 CHUNKS, CHUNK = 50, 10  # of kernels for a GPU: a chunk compiles in threads, chunks spread over pytest's workers
 
 
-@draws(150)
+@draws(150, quick=36)
 @given(kernels(), st.sampled_from(ARCHS), st.integers(0, 9))
 def test_evaluated(case: Case, arch: str, seed: int):
     inputs, accesses, want = spoiled_inputs(case)
