@@ -19,6 +19,10 @@ from . import contraction, layouts, ptx, ptxas, resources, versions
 from .features import Features
 from .heuristics import Choice
 
+# Whether texts are kept: of every level (True), or (their names) without the machine code's, unless it is among them.
+# To disassemble a small kernel takes longer than to compile it.
+Texts = bool | tuple[str, ...]
+
 _LOOP_STAGES = re.compile(r"tt\.num_stages = (\d+) :")  # what a loop gets; where it says nothing, what the option says
 
 
@@ -46,7 +50,7 @@ class Built:
 
 
 def build(
-    text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: bool = False, level: str = "ttir",
+    text: str, f: Features, choice: Choice, *, where: ir.Kernel, texts: Texts = False, level: str = "ttir",
     tool: Any = None,
 ) -> Built:  # fmt: skip
     """Compile TTIR text, or that of another `level`. `tool`: the ptxas for it, None for triton's choice.
@@ -87,7 +91,7 @@ def _fits(shared: int, f: Features, choice: Choice) -> bool:
     return shared <= f.shared and not (choice.registers and 2 * (shared + 1024) > f.multiprocessor_shared)
 
 
-def _build(text: str, f: Features, choice: Choice, texts: bool, level: str) -> Built | int:
+def _build(text: str, f: Features, choice: Choice, texts: Texts, level: str) -> Built | int:
     """The compiled function; or the bytes of shared memory that it would need, where so many do not fit. That is known
     before the assembler sees the text, which may take minutes over tiles that are much too large."""
     backend, module, context, path = _parse(text, f)
@@ -100,7 +104,7 @@ def _build(text: str, f: Features, choice: Choice, texts: bool, level: str) -> B
 
 
 def _staged(
-    backend: Any, module: Any, path: str, f: Features, choice: Choice, levels: dict[str, str], texts: bool, level: str
+    backend: Any, module: Any, path: str, f: Features, choice: Choice, levels: dict[str, str], texts: Texts, level: str
 ) -> Built | int:
     """The same of a parsed module. `path`: of the file that it was in; `levels`: texts that there are already."""
     options = backend.parse_options(_options(f, choice))
@@ -126,7 +130,7 @@ def _staged(
     found: dict[str, Any] = {}
     if texts:
         found = resources.resources(value, levels, f, threads, shared)
-        levels |= {"sass": resources.sass(value)} if f.ptx else {}
+        levels |= {"sass": resources.sass(value)} if f.ptx and (texts is True or "sass" in texts) else {}
     return Built(value, levels, threads, shared, choice, list(metadata.get("tensordesc_meta") or []), found)
 
 

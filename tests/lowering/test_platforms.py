@@ -24,6 +24,7 @@ from jtile.lowering.cuda.platform import CARDS
 from jtile.lowering.cuda.targets import device_target
 from jtile.lowering.triton.block.passes import steps
 from jtile.lowering.triton.block.passes.plan import Machine
+from jtile.lowering.triton.compile import compile_kernel
 from jtile.lowering.triton.platform import Gpus
 from jtile.tune import warpgroups
 
@@ -196,7 +197,8 @@ def test_a_changed_target_reaches_code_tiles_and_times():
             acc = jt.dot(a.tiles(bm, bk)[i, k], b.tiles(bk, bn)[k, j], acc)
         o.tiles(bm, bn)[i, j] = acc.astype(o.dtype)
 
-    records = [json.loads(product.lower(x, x.T, target=t).launch["record"]) for t in (H200, half)]
+    kernel = product.lower(x, x.T, target=H200).kernel
+    records = [json.loads(compile_kernel(kernel, t).launch["record"]) for t in (H200, half)]
     assert [r["grid"] for r in records] == [128, 64]
     few = warpgroups.Product(1024, 1024, 4096)
     chosen = [next(iter(warpgroups.forms(few, warpgroups.gpu(t)).items())) for t in (H200, half)]

@@ -14,6 +14,7 @@ from jtile.ir.block import level_of
 from ... import failures
 from ...artifact import Artifact
 from ...targets import Target
+from ..stages import Texts
 from .compile import compile_block_kernel, emit_block_kernel
 from .passes import NoPlan, steps
 from .passes.plan import Machine
@@ -25,7 +26,7 @@ class Defect(str):
     """Why a kernel stays at tile level, where that is jtile's own fault."""
 
 
-def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *, texts: bool) -> Artifact | str:
+def specialised(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], *, texts: Texts) -> Artifact | str:
     """A kernel compiled at the block level, or why it has to stay at tile level.
 
     Raises:

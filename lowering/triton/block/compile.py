@@ -59,12 +59,13 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]
     return module, record, "".join(f"// {line}\n" for line in head.split("\n") if line) + text
 
 
-def compile_block_kernel(kernel: ir.Kernel, target: Target, *, texts: bool = False) -> Artifact:
+def compile_block_kernel(kernel: ir.Kernel, target: Target, *, texts: stages.Texts = False) -> Artifact:
     """Compile a kernel at the block level for a target with warpgroup products.
 
     Args:
       kernel: Tile IR at the block level.
-      texts: keep the text of every level: `block`, `ttgir`, `llir`, `ptx`, `sass`.
+      texts: keep the text of every level: `block`, `ttgir`, `llir`, `ptx`, `sass`; names: without the last one, unless
+        it is among them.
 
     Raises:
       UnsupportedError: another target, an op without a form in a role, or more shared memory than a block has.

@@ -32,7 +32,8 @@ def kernel_of(args, kind, **options):
     return hopper_quantized.hopper_quantized_product.lower(x, Weight(*weight), kind=kind, **meta).program.kernel
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Of the codes of each width, those with more to do.
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in ("q4_0", "q8_0"))) for k in KINDS])
 def test_dequantised_weights_stay_in_registers(kind):
     kernel = kernel_of(arguments(kind, 16, 128, 512), kind, high=1, deep=1, splits=1)
     artifact = compile_block_kernel(kernel, card("sm_90"), texts=True)
