@@ -9,7 +9,7 @@ from jtile.ir.shapes import full_array
 
 from .convert import from_memory, memory_type, register_type, to_memory
 from .isa import Isa
-from .llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, like, scalar_of, vec
+from .llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, like, scalar_of, shuffle, vec
 from .math_expr import literal
 from .values import Buffer, Ix
 
@@ -79,10 +79,12 @@ def read(code: Code, isa: Isa, buf: Buffer, ix: tuple[Ix, ...], lanes: Lanes) ->
     ptr = code.gep(ty, buf.ptr, base)
     if lanes.count == 1 or step == 0:
         return from_memory(code, isa, code.load(ty, ptr, align=_BYTES[ty]), buf.dtype)
-    return from_memory(code, isa, _read_vector(code, ty, ptr, step, lanes), buf.dtype)
+    pairs = buf.shape[-1] == 2 and buf.strides[-1] == 1
+    return from_memory(code, isa, _read_vector(code, ty, ptr, step, lanes, pairs), buf.dtype)
 
 
-def _read_vector(code: Code, ty: str, ptr: Val, step: int | Val, lanes: Lanes) -> Val:
+def _read_vector(code: Code, ty: str, ptr: Val, step: int | Val, lanes: Lanes, pairs: bool) -> Val:
+    """`pairs`: the elements lie in rows of two."""
     n = lanes.count
     if step == 1:
         return load_lanes(code, ty, ptr, lanes)
@@ -90,6 +92,9 @@ def _read_vector(code: Code, ty: str, ptr: Val, step: int | Val, lanes: Lanes) -
         x = code.load(vec(n, ty), code.gep(ty, ptr, -(n - 1)), align=_BYTES[ty])
         order = ", ".join(f"i32 {k}" for k in reversed(range(n)))
         return code.let(x.ty, f"shufflevector {x}, {x.ty} poison, <{n} x i32> <{order}>")
+    if step == 2 and pairs and lanes.mask is None:  # two loads that overlap: nothing behind the last element is read
+        near, far = (code.load(vec(n, ty), code.gep(ty, ptr, k), align=_BYTES[ty]) for k in (0, n - 1))
+        return shuffle(code, near, far, [2 * k if 2 * k < n else 2 * k + 1 for k in range(n)])
     return gather_lanes(code, ty, ptr, lane_offsets(code, step, n), lanes)
 
 

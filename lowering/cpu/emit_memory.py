@@ -6,11 +6,12 @@ copy, so that the readers never test anything. Masked loads and gathers are eval
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from jtile import ir
 
-from . import access, plan
+from . import access, pairs, plan
 from .access import Lanes, const_value, to_i64
 from .convert import from_memory, memory_type, to_memory
 from .emitter import Emitter, emits
@@ -18,7 +19,7 @@ from .evaluate import Index, Point, rule, scalar_i64
 from .llvm import Val, i64, lanes_of
 from .nest import Bounds, emit_nest, vector_axis
 from .packed import bytes_of, extract, in_byte, is_packed, own_bits
-from .values import Buffer, Ix, dense_strides
+from .values import Buffer, Ix, Lazy, dense_strides
 
 
 @dataclasses.dataclass
@@ -369,9 +370,14 @@ def _store(em: Emitter, op: ir.Store) -> None:
         _scatter_store(em, op, packed)
         return
     axes = affine_axes(em, op)
-    em.prepare(roots, shape if not any(a.checked for a in axes) else ())
+    pair = pairs.parts(op.value.op) if isinstance(em.env.get(op.value), Lazy) else None  # a pair left for this store
+    em.prepare([] if pair else roots, shape if not any(a.checked for a in axes) else ())
     target = sub_buffer(em, ref, axes, shape)
     bounds, cond = box(em, axes)
+    if pair is not None:
+        with em.code.when(cond) if cond is not None else contextlib.nullcontext():
+            pairs.emit(em, pair, target, {**bounds, **(_all(shape) if cond is not None and not bounds else {})})
+        return
 
     def body(p: Point) -> None:
         value = p.at(op.value, p.ix)

@@ -6,14 +6,14 @@ import dataclasses
 
 from jtile import ir
 
-from . import access, plan
+from . import access, pairs, plan
 from .convert import memory_type, register_type
 from .elementwise import emit_elementwise
 from .emitter import Emitter, emits
 from .evaluate import clamped_start
 from .llvm import Val, i64
 from .nest import emit_nest
-from .values import Buffer
+from .values import LAZY, Buffer
 
 
 def part(em: Emitter, buf: Buffer, starts: list[Val | int], shape, steps=None) -> Buffer:
@@ -29,7 +29,15 @@ def part(em: Emitter, buf: Buffer, starts: list[Val | int], shape, steps=None) -
 
 @emits(ir.Concat)
 def _concat(em: Emitter, op: ir.Concat) -> None:
+    pair = pairs.parts(op)
+    if pair is not None and pairs.is_stored_next(em, op):
+        em.env[op.result] = LAZY  # what it reads stays until the store
+        return
     out = em.new_buffer(op.result.shape, op.result.dtype)
+    if pair is not None:
+        pairs.emit(em, pair, out, {})
+        em.set_buffer(op.result, out)
+        return
     at = 0
     for x in op.xs:
         starts = [0] * len(out.shape)

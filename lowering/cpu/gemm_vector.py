@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .gemm_modes import BYTES
 from .isa import Isa
-from .llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, scalar_of, vec
+from .llvm import Code, Val, const, i64, intrinsic_suffix, lanes_of, scalar_of, shuffle, vec
 
 # LLVM turns copy loops into memcpy calls unless told not to; an image may have no undefined symbol.
 ATTRIBUTES = 'nounwind "no-builtins"'
@@ -16,11 +16,6 @@ def call(c: Code, name: str, *args: Val) -> None:
 
 def zeros(ty: str) -> Val:
     return Val(ty, "zeroinitializer") if lanes_of(ty) > 1 else const(ty, "0.0" if ty in ("float", "double") else "0")
-
-
-def shuffle(c: Code, a: Val, b: Val, lanes: list[int]) -> Val:
-    mask = ", ".join("i32 poison" if i < 0 else f"i32 {i}" for i in lanes)
-    return c.let(vec(len(lanes), scalar_of(a.ty)), f"shufflevector {a}, {b}, <{len(lanes)} x i32> <{mask}>")
 
 
 def _has_masks(isa: Isa, elem: str) -> bool:

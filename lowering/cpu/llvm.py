@@ -280,3 +280,9 @@ def _i64(x: Val | int) -> Val:
 
 def _literal(x: Val) -> int | None:
     return int(x.name) if x.name.lstrip("-").isdigit() else None
+
+
+def shuffle(c: Code, a: Val, b: Val, lanes: list[int]) -> Val:
+    """The lanes of two vectors with these numbers, those of the second behind those of the first; -1: any."""
+    mask = ", ".join("i32 poison" if i < 0 else f"i32 {i}" for i in lanes)
+    return c.let(vec(len(lanes), scalar_of(a.ty)), f"shufflevector {a}, {b}, <{len(lanes)} x i32> <{mask}>")

@@ -1,0 +1,76 @@
+"""Tiles whose last axis is a pair: both elements are moved side by side, also in memory that is changed meanwhile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtile as jt
+
+RNG = np.random.default_rng(2)
+
+
+@jt.kernel(
+    out_type=lambda x: [jt.like(x), jt.like(x), jt.like(x, (x.shape[0],))], grid=lambda x: jt.cdiv(x.shape[0], 16)
+)
+def turned(x, swapped, twice, second):
+    i = jt.program_id(0)
+    t = x.tiles(16, 2)[i, 0]
+    swapped.tiles(16, 2)[i, 0] = jnp.stack([t[:, 1], t[:, 0]], -1)
+    rows = jnp.concatenate([t[:, 1:], t[:, 1:]], -1)[::-1]
+    twice.tiles(16, 2)[i, 0] = rows[::-1]
+    second.tiles(16)[i] = t[:, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int16", "int8", "bool"])
+def test_pairs_of_every_width(dtype):
+    with jax.enable_x64(True):
+        for n in (1, 3, 16, 39):
+            x = (RNG.standard_normal((n, 2)) * 20).astype(jnp.dtype(dtype))
+            for got, want in zip(turned(x), [x[:, ::-1], x[:, [1, 1]], x[:, 1]], strict=True):
+                np.testing.assert_array_equal(got, want)
+
+
+def test_nothing_is_gathered():
+    def body(a, b, o):
+        i = jt.program_id(0)
+        o.tiles(64)[i] = a.tiles(64)[i] * b.tiles(64)[i]
+
+    types = [jax.ShapeDtypeStruct((256,), jnp.complex64)] * 2
+    code = jt.call(body, out_type=types[0], grid=4).lower(*types).texts["llvm"]
+    assert "shufflevector" in code
+    assert "masked" not in code
+
+
+def test_memory_that_is_read_and_written():
+    alias = dict(out_type=lambda x: jt.like(x), alias={"x": "o"})
+
+    @jt.kernel(**alias)
+    def backwards(x, o):
+        t = o[...]
+        o[...] = jnp.stack([t[::-1, 1], t[:, 0]], -1)
+
+    @jt.kernel(**alias)
+    def shifted(x, o):
+        t = x[...]
+        o[1:] = jnp.stack([t[:-1, 1], t[:-1, 0]], -1)
+
+    @jt.kernel(out_type=lambda x: [jt.like(x)] * 2, scratch=lambda x: jt.like(x))
+    def sums(x, o, p, s):
+        s[...] = jnp.zeros_like(x[...])
+        for _ in jt.range(3):
+            t, u = s[...], x[...]
+            s[...] = jnp.stack([jnp.sin(t[..., 1]) + u[..., 0], t[..., 0] * t[..., 1] - u[..., 1]], -1)
+        o[...] = s[...]
+        t = s[...]
+        s[...] = jnp.stack([t[..., 1], t[..., 0]], -1)
+        p[...] = jnp.stack([s[..., 0], t[..., 0]], -1)
+
+    for n in (1, 5, 16, 37):
+        x = RNG.standard_normal((n, 2)).astype(np.float32)
+        np.testing.assert_array_equal(backwards(x), np.stack([x[::-1, 1], x[:, 0]], -1))
+        np.testing.assert_array_equal(shifted(x), np.concatenate([x[:1], x[:-1, ::-1]]))
+    for shape in ((3, 5, 2), (4, 33, 2), (2,)):
+        x = RNG.standard_normal(shape).astype(np.float32)
+        for got, want in zip(sums(x), sums.interpret(x), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
