@@ -11,7 +11,7 @@ from jtile.interpret import interpret
 from jtile.ir import parse_kernel, print_kernel, verify
 
 
-@draws(120)
+@draws(120, quick=30)
 @given(kernels())
 def test_random_kernels_are_legal(case: Case):
     verify(case.kernel)

@@ -14,7 +14,7 @@ from random_accumulations import text as random_text
 from jtile.passes import partials
 
 
-@draws(40)
+@draws(40, quick=10)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 64]), st.sampled_from([1, 100, 1 << 20]))
 def test_random_kernels(seed, programs, nbytes):
     with pytest.MonkeyPatch.context() as patch:

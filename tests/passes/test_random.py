@@ -30,7 +30,7 @@ def check(case: Case, after: Kernel) -> None:
 
 @pytest.mark.parametrize("step", [canonicalise, cse, dce, hoist, ref_forwarding, bounds], ids=lambda p: p.name)
 def test_each_pass(step):
-    @draws(60)
+    @draws(60, quick=12)
     @given(kernels())
     def run(case: Case):
         text = print_kernel(case.kernel)
@@ -40,7 +40,7 @@ def test_each_pass(step):
     run()
 
 
-@draws(150)
+@draws(150, quick=36)
 @given(kernels())
 def test_the_pipeline(case: Case):
     after = run_pipeline(case.kernel, TILE)

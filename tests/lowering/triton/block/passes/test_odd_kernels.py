@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import thorough
 from machines import machine
 
 import jtile as jt
@@ -140,10 +141,10 @@ KERNELS = [
 @pytest.mark.parametrize("odd", KERNELS, ids=lambda k: k.name)
 def test_odd_kernels(odd):
     inputs = [A, B, *MORE.get(odd, [])]
-    want = jax.tree.leaves(jax.jit(odd)(*inputs))
+    want = jax.tree.leaves(odd.interpret(*inputs))
     (piece,) = lowering.pieces_of(odd.lower(*inputs).program).kernels
     planned = steps(passes.run_pipeline(piece, passes.TILE), machine(processors=3), {})
     assert not isinstance(planned, NoPlan), str(planned)
-    for seed in range(2):
+    for seed in range(2) if thorough() else [KERNELS.index(odd) % 2]:
         for got, w in zip(interpret(planned.kernel, inputs, seed=seed), want, strict=True):
             np.testing.assert_array_equal(got, w)

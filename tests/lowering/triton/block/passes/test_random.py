@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from draws import thorough
 from random_blocks import case
 
 from jtile import passes
@@ -27,7 +28,7 @@ def agrees(seed: int) -> bool:
     if isinstance(planned, NoPlan):
         return False
     (want,) = interpret(piece, inputs)
-    for turns in range(2):
+    for turns in range(2) if thorough() else [seed % 2]:
         (got,) = interpret(planned.kernel, inputs, seed=turns)
         np.testing.assert_array_equal(got, want, err_msg=f"random{seed}, turns {turns}")
     return True

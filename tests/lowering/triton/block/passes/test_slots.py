@@ -3,12 +3,14 @@
 The rounds are numbers that the kernel loads: the verifier does not know them, and would let a kernel that hangs pass.
 """
 
+import functools
 import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import thorough
 from machines import machine
 
 import jtile as jt
@@ -120,16 +122,21 @@ def operands(*rounds):
     return [draw((N, 10 * N), 0), draw((10 * N, N), 1), draw((10 * N, N), 2), np.array(rounds, np.int32)]
 
 
+@functools.cache
+def wanted(of, rounds):
+    return of.interpret(*operands(*rounds))
+
+
 @pytest.mark.parametrize("slots", [2, 3, 4])
 @pytest.mark.parametrize("of", KERNELS, ids=lambda k: k.name)
 def test_no_role_waits_for_ever(of, slots):
-    for rounds in ((3, 5), (1, 1), (0, 2)):
-        inputs = operands(*rounds)
-        planned = planned_of(of, inputs, num_stages=max(slots, 3 * (of is three_tiles_at_a_time)))
-        assert not isinstance(planned, NoPlan), str(planned)
-        want = of.interpret(*inputs)
-        for seed in range(2):
-            np.testing.assert_array_equal(interpret(planned.kernel, inputs, seed=seed)[0], want)
+    some = ((3, 5), (1, 1), (0, 2))
+    planned = planned_of(of, operands(*some[0]), num_stages=max(slots, 3 * (of is three_tiles_at_a_time)))
+    assert not isinstance(planned, NoPlan), str(planned)
+    for k, rounds in enumerate(some):
+        for seed in range(2) if thorough() else [(k + slots) % 2]:
+            got = interpret(planned.kernel, operands(*rounds), seed=seed)[0]
+            np.testing.assert_array_equal(got, wanted(of, rounds))
 
 
 def test_more_tiles_at_a_time_than_slots():
