@@ -128,7 +128,7 @@ def test_bounds_that_depend_on_the_program(bounds, rows):
     """Two tiled products again; the rounds that the original does not do stay undone."""
     n = -(-rows // 2)
     text = ATTENTION.format(t=rows, n=n, bounds=BOUNDS[bounds])
-    for length in range(n + 1):
+    for length in range(n + 1) if "load %n" in BOUNDS[bounds] else [n]:
         inputs = [*random_inputs(parse_kernel(text))[:2], np.asarray(length, np.int32)]
         pieces = check(text, ("bfloat16", "bfloat16"), inputs)
         assert atomics(pieces) == 0

@@ -34,6 +34,6 @@ def agrees(seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, SEEDS // CHUNK))])
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, SEEDS // CHUNK))])
 def test_random_kernels(chunk):
     assert sum(map(agrees, range(chunk * CHUNK, (chunk + 1) * CHUNK))) >= CHUNK // 3
