@@ -394,6 +394,16 @@ def test_outputs_that_nobody_writes_are_poisoned():
     np.testing.assert_array_equal(u, np.full(3, 0xAA))
 
 
+def test_poison_of_few_floats_is_a_constant():
+    """XLA takes 10 ms to compile the loop that equal elements would become."""
+    k = jt.call(lambda x, o: None, out_type=lambda x: x, grid=1)
+    for dtype in ("float32", "bfloat16", "float16"):
+        with jt.config(poison=True):
+            compiled = jax.jit(k).lower(np.ones((3, 4), jnp.dtype(dtype))).compile()
+        assert "fusion" not in compiled.as_text() and "broadcast" not in compiled.as_text()
+        assert np.isnan(np.asarray(compiled(np.ones((3, 4), jnp.dtype(dtype))), np.float32)).all()
+
+
 def test_poison_spares_aliases_and_inits():
     k = jt.call(lambda x, o, c: None, out_type=lambda x: (x, x), grid=1, alias={"x": "o"}, init={"c": 5})
     with jt.config(poison=True):

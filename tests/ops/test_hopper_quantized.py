@@ -123,8 +123,7 @@ def test_results_in_the_dtype_of_x(case):
     np.testing.assert_array_equal(z, y.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("m", [1, 5, 70])
-@pytest.mark.parametrize("arch", [None, "sm_90"])
+@pytest.mark.parametrize(("m", "arch"), [(1, None), (5, None), (1, "sm_90"), (5, "sm_90"), (70, "sm_90")])
 def test_out_dtype(m, arch):
     w, x, bias = packed("q4_0", 64, 256)[1], normal(2, m, 256, dtype="bfloat16"), normal(4, 64)
     with jt.config(arch=arch, interpret=True):

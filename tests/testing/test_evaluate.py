@@ -106,7 +106,7 @@ def test_integers_wrap_and_divide_as_xla_does():
     assert_close(evaluated(integers)(k, n.astype(np.int32)), jax.jit(integers)(k, n.astype(np.int32)))
 
 
-@pytest.mark.parametrize("to", ["int8", "uint8", "int32", "bool", "bfloat16", "float8_e4m3fn", "int4"])
+@pytest.mark.parametrize("to", ["int8", "uint8", "int32", "bool", "bfloat16", "float8_e4m3fn", "int4", "complex64"])
 def test_casts_of_what_does_not_fit(to):
     fn = lambda x: lax.convert_element_type(x, to)
     assert_close(evaluated(fn)(ODD), jax.jit(fn)(ODD))
