@@ -289,7 +289,7 @@ def filled(starts: Sequence[Any]) -> list[Any]:
     return [_nans(s) if _is_little_poison(s) else jnp.full(s.shape, s.value, s.dtype) for s in starts]
 
 
-_LITTLE = 1 << 15  # bytes of a constant in a program
+_LITTLE = 1 << 19  # bytes of a constant in a program
 
 
 def _is_little_poison(s: Any) -> bool:
