@@ -78,6 +78,8 @@ def key_of(meta: dict[str, Any]) -> tuple[Any, ...]:
 def _exact(v: Any) -> Any:
     if type(v) is float:
         return v.hex() if math.isfinite(v) else str(v)
+    if type(v) is complex:
+        return _exact(v.real), _exact(v.imag)
     return tuple((type(x), _exact(x)) for x in v) if type(v) is tuple else v
 
 

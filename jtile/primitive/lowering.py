@@ -199,10 +199,10 @@ def _custom_call(
     called, given = complexes.joined(wide, [*operands, *started], ins, complex_outs)
     if platform.fuses_slices and aliases:
         given = map(functools.partial(_behind_barrier, ctx), called.avals_in, given)
-    results = rule(called, *given, **attributes)
+    results = rule(called, *given, **attributes)[: len(ctx.avals_out)]
     if platform.fuses_slices and aliases:
-        results = map(functools.partial(_behind_barrier, ctx), called.avals_out, results)
-    return complexes.apart(wide, list(results), complex_outs)[: len(ctx.avals_out)]
+        results = [_behind_barrier(ctx, a, x) for a, x in zip(called.avals_out, results)]
+    return complexes.apart(ctx, results, complex_outs)
 
 
 def _complexes(program: Program, piece: int, aliases: Mapping[int, int]) -> tuple[set[int], set[int]]:

@@ -11,6 +11,7 @@ from ttir import run_ttir
 
 import jtile as jt
 from jtile import ops
+from jtile.calls.arguments import key_of
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.testing import relative_error
 from jtile.tune.measure import argument_sets, difference
@@ -63,6 +64,16 @@ def test_scalars_and_wide_arrays_of_numpy():
     close([k(1 + 2j, 3j), k(np.complex128(1 + 2j), np.complex64(3j))], [np.complex64((1 + 2j) * 3j)] * 2)
     close(k(X.astype(np.complex128)[::2], Y[1::2]), X[::2] * Y[1::2])
     close(jt.call(lambda o: jt.store(o, ..., 2 - 1j), out_type=jt.like(X))(), np.full(10, 2 - 1j, np.complex64))
+
+
+def test_complex_meta_parameters():
+    def body(a, o, *, by):
+        o[...] = a[...] * by
+
+    k = jt.call(body, out_type=lambda a: jt.like(a))
+    for by in (1j, -1j, 2.0, complex(1, -0.0)):
+        close(k.interpret(X, by=by), X * np.complex64(by))
+    assert key_of({"by": complex(1, 0.0)}) != key_of({"by": complex(1, -0.0)})
 
 
 def _loss(f):
