@@ -192,6 +192,7 @@ def _(eqn: Any, low: Any, x: Any, high: Any) -> Any:
 @rule("convert_element_type")
 def _(eqn: Any, x: Any) -> Any:
     to = np.dtype(eqn.params["new_dtype"])
+    x = x.real if x.dtype.kind == "c" and to.kind != "c" else x
     if not _floating(x.dtype) or _floating(to) or to.kind in "bc":
         return x.astype(to)
     limits = jax.numpy.iinfo(to)  # XLA saturates, and makes zero of NaN; what C does is undefined

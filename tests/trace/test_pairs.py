@@ -13,6 +13,7 @@ from jax import lax
 import jtile as jt
 from jtile.errors import KernelTypeError, TransformError, UnsupportedError
 from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
 
 RNG = np.random.default_rng(5)
 
@@ -172,7 +173,7 @@ def test_bodies_and_their_derivatives(fn):
         values, tangents = jax.jvp(f, args, dots)
         return values, tangents, jax.vjp(f, *args)[1](type(values)(cts))
 
-    want = jax.jit(lambda: modes(fn))()
+    want = evaluated(lambda: modes(fn))()
     with jt.config(interpret=True):
         close(modes(lambda *xs: tuple(k(*xs))), want)
     if fn is not arithmetic:  # compiles for seconds
