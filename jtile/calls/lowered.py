@@ -93,10 +93,18 @@ class Lowered:
         return lin
 
     @functools.cached_property
-    def _artifact(self) -> Any:
+    def _with_texts(self) -> Any:
+        return self._compile(texts=True)
+
+    @functools.cached_property
+    def _without_texts(self) -> Any:
+        """As a call compiles it, from the caches where they have it: to disassemble takes longer than to compile."""
+        return self.__dict__.get("_with_texts") or self._compile(texts=False)
+
+    def _compile(self, *, texts: bool) -> Any:
         from jtile.primitive.lowering import compile_piece
 
-        return compile_piece(self.program, self.piece, self._target, texts=True)
+        return compile_piece(self.program, self.piece, self._target, texts=texts)
 
     @functools.cached_property
     def kernel(self) -> ir.Kernel:
@@ -109,12 +117,12 @@ class Lowered:
     @property
     def image(self) -> bytes:
         """What the custom call embeds: an ELF object on the CPU."""
-        return self._artifact.image
+        return self._without_texts.image
 
     @property
     def launch(self) -> dict[str, Any]:
         """What the custom call needs besides the image: workspace, cost, instruction set, print and assert sites."""
-        return self._artifact.launch
+        return self._without_texts.launch
 
     @functools.cached_property
     def texts(self) -> dict[str, str]:
@@ -127,7 +135,7 @@ class Lowered:
         from jtile import ir
         from jtile.primitive import partition
 
-        choice = self.program.choice
+        levels, choice = self._with_texts.texts, self.program.choice
         own = {} if choice is None else {"choice": f"{choice.why}\n"}
         own |= {
             "jaxpr": str(self.program.jaxpr),
@@ -136,7 +144,7 @@ class Lowered:
             "sharding": partition.describe(self.program),
             "resources": "\n".join(_resources(self.kernel, self.launch)) + "\n",
         }
-        return own | self._artifact.texts
+        return own | levels
 
 
 def _resources(kernel: ir.Kernel, launch: dict[str, Any]) -> Iterator[str]:
