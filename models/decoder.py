@@ -24,7 +24,9 @@ IGNORED = -100  # the label of a token that is not to be predicted
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention; the query, key and value weights are one matrix, so that one kernel call serves."""
+    """Grouped-query self-attention; the query, key and value weights are one matrix, so that one kernel call serves.
+
+    It is used in two steps: what `enter` gives goes to `prefill` or `step`."""
 
     def __init__(self, config: AttentionConfig, hidden: int, weight: WeightSource, prefix: str):
         q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -40,19 +42,24 @@ class Attention(nnx.Module):
             return None
         return layers.HeadNorms(self.q_norm.get_value(), self.k_norm.get_value(), self.config.norm_eps)
 
-    def prefill(self, x, cos, sin):
-        """x [batch, length, hidden]; returns (output [batch, length, hidden], (k, v))."""
-        c, qkv = self.config, layers.linear(x, self.qkv.get_value())
+    def enter(self, x, delta, norm, eps: float):
+        """(x + delta, the projection of its norm [..., (heads + 2 kv_heads) head_dim]); x, delta [..., hidden]."""
+        return layers.add_norm_linear(x, delta, norm, eps, self.qkv.get_value())
+
+    def prefill(self, qkv, cos, sin):
+        """The projection [batch, length, ...]; returns (output [batch, length, hidden], (k, v))."""
+        c = self.config
         q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
         mixed = layers.attention(q, k, v, c.window, c.scale, c.softcap)
-        return layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value()), (k, v)
+        return layers.linear(mixed.reshape(*qkv.shape[:2], -1), self.output.get_value()), (k, v)
 
-    def step(self, x, cos, sin, entry, lengths):
-        """x [batch, hidden] against this layer's entry of the cache; returns (output [batch, hidden], the entry)."""
-        c, qkv = self.config, layers.linear(x, self.qkv.get_value())
+    def step(self, qkv, cos, sin, entry, lengths):
+        """The projection [batch, ...] against this layer's entry of the cache; returns (output [batch, hidden], the
+        entry)."""
+        c = self.config
         q, *entry = layers.append_heads(qkv, cos, sin, lengths, *entry, c.heads, c.kv_heads, self._norms())
         mixed = layers.decode_attention(q, *entry, lengths + 1, c.window, c.scale, c.softcap)
-        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value()), tuple(entry)
+        return layers.linear(mixed.reshape(qkv.shape[0], -1), self.output.get_value()), tuple(entry)
 
 
 class GatedMLP(nnx.Module):
@@ -66,15 +73,35 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x):
         """x [..., hidden] -> [..., hidden]."""
-        weights = self.gate.get_value(), self.up.get_value(), self.down.get_value()
-        return layers.gated_mlp(x, *weights, self.activation)
+        return layers.gated_mlp(x, *self._weights(), self.activation)
+
+    def behind_norm(self, x, delta, norm, eps: float):
+        """(x + delta, this MLP of its norm)."""
+        return layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation)
+
+    def _weights(self):
+        return self.gate.get_value(), self.up.get_value(), self.down.get_value()
+
+
+def enter(attention, x, delta, norm, eps: float):
+    """(x + delta, what the attention takes): its norm, or what the attention makes of that in one kernel."""
+    return getattr(attention, "enter", layers.add_norm)(x, delta, norm.get_value(), eps)
+
+
+def mlp_behind_norm(mlp, x, delta, norm, eps: float):
+    """(x + delta, the MLP of its norm)."""
+    if isinstance(mlp, GatedMLP):
+        return mlp.behind_norm(x, delta, norm.get_value(), eps)
+    x, normed = layers.add_norm(x, delta, norm.get_value(), eps)
+    return x, mlp(normed)
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    attention: a module with `rope`, and with `prefill` and `step` as `Attention` has; what it keeps of each token, a
-    tuple of arrays [batch, length, ...], is this layer's entry of the cache. mlp: called as `GatedMLP`.
+    attention: a module with `rope`, and with `prefill` and `step` as `Attention` has, which take what `enter` gives;
+    what it keeps of each token, a tuple of arrays [batch, length, ...], is this layer's entry of the cache. mlp: called
+    as `GatedMLP`.
 
     A block takes x as the sum of two arrays, and gives it so: the norm behind the sum is one kernel with it. The second
     array may be None.
@@ -87,20 +114,19 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp = norm("post_attention_layernorm"), mlp
 
     def _run(self, x, delta, attend):
-        """((x, delta) behind this block, the entry) of x + delta in front of it, by `attend(normed)`."""
-        x, normed = layers.add_norm(x, delta, self.attention_norm.get_value(), self.eps)
-        attended, entry = attend(normed)
-        x, normed = layers.add_norm(x, attended, self.mlp_norm.get_value(), self.eps)
-        return (x, self.mlp(normed)), entry
+        """((x, delta) behind this block, the entry) of x + delta in front of it, by `attend(entered)`."""
+        x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
+        attended, entry = attend(entered)
+        return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps), entry
 
     def prefill(self, x, delta, cos, sin):
         """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens)."""
-        return self._run(x, delta, lambda normed: self.attention.prefill(normed, cos, sin))
+        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin))
 
     def step(self, x, delta, cos, sin, entry, lengths):
         """x, delta [batch, hidden], one token a row, which goes to slot lengths[b]; returns (both behind this block,
         the longer entry)."""
-        return self._run(x, delta, lambda normed: self.attention.step(normed, cos, sin, entry, lengths))
+        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, entry, lengths))
 
 
 class Decoder(nnx.Module):
@@ -132,9 +158,13 @@ class Decoder(nnx.Module):
     def _norm(self, x, delta=None):
         return layers.add_norm(x, delta, self.norm.get_value(), self.config.norm_eps)[1]
 
+    def _table(self):
+        return (self.embedding if self.output is None else self.output).get_value()
+
     def _logits(self, normed):
-        table = self.embedding if self.output is None else self.output
-        logits = layers.linear(normed, table.get_value(), jnp.float32)
+        return self._capped(layers.linear(normed, self._table(), jnp.float32))
+
+    def _capped(self, logits):
         cap = self.config.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -187,7 +217,9 @@ class Decoder(nnx.Module):
         for block, entry in zip(self.blocks, cache.entries, strict=True):
             (x, delta), entry = block.step(x, delta, *angles[block.rope], entry, cache.lengths)
             entries.append(entry)
-        return self._logits(self._norm(x, delta)), kv.KVCache(tuple(entries), cache.lengths + 1)
+        norm, eps = self.norm.get_value(), self.config.norm_eps
+        _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
+        return self._capped(logits), kv.KVCache(tuple(entries), cache.lengths + 1)
 
 
 def _positions(ids):

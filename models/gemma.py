@@ -19,7 +19,7 @@ from .config import (
     read_decoder,
     read_layer_types,
 )
-from .decoder import Attention, GatedMLP, as_float32
+from .decoder import Attention, GatedMLP, as_float32, enter, mlp_behind_norm
 from .entries import number, table
 from .rope import Rope, read_rope
 
@@ -109,17 +109,17 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp, self.mixed_norm = norm("pre_feedforward"), mlp, norm("post_feedforward")
 
     def _run(self, x, delta, attend):
-        """((x, delta) behind this block, the entry) of x + delta in front of it, by `attend(normed)`."""
+        """((x, delta) behind this block, the entry) of x + delta in front of it, by `attend(entered)`."""
         norm = lambda y, weight: layers.rms_norm(y, weight.get_value(), self.eps)
-        x, normed = layers.add_norm(x, delta, self.attention_norm.get_value(), self.eps)
-        attended, entry = attend(normed)
-        x, normed = layers.add_norm(x, norm(attended, self.attended_norm), self.mlp_norm.get_value(), self.eps)
-        return (x, norm(self.mlp(normed), self.mixed_norm)), entry
+        x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
+        attended, entry = attend(entered)
+        x, mixed = mlp_behind_norm(self.mlp, x, norm(attended, self.attended_norm), self.mlp_norm, self.eps)
+        return (x, norm(mixed, self.mixed_norm)), entry
 
     def prefill(self, x, delta, cos, sin):
         """See `decoder.Block`."""
-        return self._run(x, delta, lambda normed: self.attention.prefill(normed, cos, sin))
+        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin))
 
     def step(self, x, delta, cos, sin, entry, lengths):
         """See `decoder.Block`."""
-        return self._run(x, delta, lambda normed: self.attention.step(normed, cos, sin, entry, lengths))
+        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, entry, lengths))

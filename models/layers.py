@@ -55,6 +55,16 @@ def add_norm(x, delta, weight, eps: float):
     return x, normed
 
 
+def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None):
+    """(x + delta, `linear` of its `rms_norm` with the weight `norm`): one kernel for one row on some GPUs."""
+    if delta is None or isinstance(weight, tuple | Adapted):
+        x, normed = add_norm(x, delta, norm, eps)
+        return x, linear(normed, weight, dtype)
+    weight = weight if isinstance(weight, QuantizedTensor) else _beside(x, weight)
+    y, x = ops.rms_norm_matmul(delta, norm, weight, residual=x, eps=eps, out_dtype=dtype)
+    return x, y
+
+
 def linear(x, weight: Weight, dtype=None):
     """x [..., in] times the transposed weight: [..., out] in `dtype`, by default x's."""
     dtype = x.dtype if dtype is None else dtype
@@ -127,11 +137,25 @@ def decode_attention(
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
+def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):
+    """(x + delta, `gated_mlp` of its `rms_norm` with the weight `norm`)."""
+    if delta is None or _apart(gate, up):
+        x, normed = add_norm(x, delta, norm, eps)
+        return x, gated_mlp(normed, gate, up, down, activation)
+    gate, up = (w if isinstance(w, QuantizedTensor) else _beside(x, w) for w in (gate, up))
+    hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, residual=x, eps=eps, activation=activation)
+    return x, linear(hidden, down)
+
+
+def _apart(gate: Weight, up: Weight) -> bool:
+    """Whether both are no operands of one kernel: adapted weights, or those of a file that mixes storages."""
+    storages = {w.kind if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
+    return len(storages) == 2 or any(isinstance(w, Adapted) for w in (gate, up))
+
+
 def gated_mlp(x, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):
     """down(activation(gate(x)) * up(x)), of `ACTIVATIONS`."""
-    storages = {w.kind if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
-    adapted = any(isinstance(w, Adapted) for w in (gate, up))
-    if adapted or len(storages) == 2:  # the latter: a file that mixes them
+    if _apart(gate, up):
         hidden = ACTIVATIONS[activation](linear(x, gate)) * linear(x, up)
     else:
         gate, up = (w if isinstance(w, QuantizedTensor) else _beside(x, w) for w in (gate, up))

@@ -22,6 +22,8 @@ from jtile.ops.latent_prefill import mla_attention as mla_attention
 from jtile.ops.layout import transpose as transpose
 from jtile.ops.losses import cross_entropy as cross_entropy
 from jtile.ops.matmul import matmul as matmul
+from jtile.ops.normed_products import rms_norm_gated_mlp as rms_norm_gated_mlp
+from jtile.ops.normed_products import rms_norm_matmul as rms_norm_matmul
 from jtile.ops.norms import layer_norm as layer_norm
 from jtile.ops.norms import rms_norm as rms_norm
 from jtile.ops.quantized import quantized_matmul as quantized_matmul

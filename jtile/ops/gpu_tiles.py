@@ -47,7 +47,10 @@ def product(
     """
     own = None
     if warpgroups():
-        own = hopper_tiles.tiles(Product(m, n, k, itemsize, gates=gates, transposed=transposed, **of))
+        asked = Product(m, n, k, itemsize, gates=gates, transposed=transposed, **of)
+        own = hopper_tiles.tiles(asked)
+        if own is None and itemsize == 2 and asked.gates == asked.batch == 1 and transposed and not asked.left:
+            own = products.long_sums_of_few_rows(m, n, k, processors())
     return own or products.on_gpu(m, n, k, itemsize, gates, transposed, processors())
 
 

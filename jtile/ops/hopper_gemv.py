@@ -5,6 +5,9 @@ ring of rows of W that tensor maps fill, and four roles of a warp for each quart
 16 bytes of a row, a warp 512, and x lies in registers for all rows. Lanes' sums go through shared memory to a role that
 adds them up and writes y.
 
+An RMS norm may stand in front: of one or two rows every block computes it by itself, while the first rows of W are on
+their way, and a kernel less stands between two products.
+
 Codes of quantised weights become float32 without a conversion, as the bits of subnormal numbers: an and-instruction and
 a multiply-add for each, and hardly a shift. x is brought to the range of these numbers by powers of two, which are
 exact.
@@ -23,7 +26,7 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
-from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
+from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.quantized_tensor import BLOCK
 
 FOUR_BIT = ("q4_0", "q4_1")
@@ -33,6 +36,7 @@ _SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barri
 _UP, _DOWN = 2.0**126, 2.0**23  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
 _ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
 _KEY = ("x", "weights", "epilogue", "kind", "activation", "out_dtype")  # what tuning depends on
+_NORMED_KEY = ("x", "weights", "norm", "kind", "activation", "out_dtype")
 _SHIFTS = {4: (0, 4, 8, 12, 16, 20, 0, 4), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
 
 
@@ -50,13 +54,48 @@ def _real(x) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The rows that are multiplied: those of x [m, in / n, n], or the RMS norm of x + norm.residual."""
+
+    x: jt.Ref
+    norm: Norm | None = None
+    eps: float = 0.0
+
+    @property
+    def pieces(self) -> int:
+        return jt.cdiv(self.x.shape[1] * self.x.shape[2], PIECE)
+
+    def view(self, ref):
+        return ref.tiles(None, PIECE // self.x.shape[2], self.x.shape[2])
+
+    def before(self, i: int, at):
+        """Piece `at` of row i as float32, before the norm."""
+        part = self.view(self.x)[i, at, 0].astype(jnp.float32)
+        return part if self.norm is None else part + self.view(self.norm.residual)[i, at, 0].astype(jnp.float32)
+
+    def scale(self, i: int):
+        """1 / sqrt(mean of the squares + eps) of row i; None where there is no norm."""
+        if self.norm is None:
+            return None
+        squares = functools.reduce(jnp.add, [part * part for part in (self.before(i, at) for at in range(self.pieces))])
+        return jax.lax.rsqrt(squares.sum() * jnp.float32(1 / (self.x.shape[1] * self.x.shape[2])) + self.eps)
+
+    def piece(self, i: int, at, scale):
+        """Piece `at` of row i as it is multiplied; `scale`: that of the row."""
+        part = self.before(i, at)
+        if self.norm is None:
+            return part
+        weight = self.norm.weight.tiles(PIECE // self.x.shape[2], self.x.shape[2])[at, 0]
+        return part * scale * weight.astype(jnp.float32)
+
+
 @jt.function
-def _exponent(x, i: int, j: int, roles: int, chunks: int):
+def _exponent(x, scale, i: int, j: int, roles: int, chunks: int):
     """The power of two, as bits, of the largest |x| of row i in role j's part, within those that have an inverse."""
-    view = x.tiles(None, PIECE // x.shape[2], x.shape[2])
-    top = jnp.zeros((PIECE // x.shape[2], x.shape[2]), jnp.float32)
+    top = jnp.zeros((PIECE // x.x.shape[2], x.x.shape[2]), jnp.float32)
     for chunk in jt.range(chunks):
-        top = jnp.maximum(top, abs(view[i, chunk * roles + j, 0].astype(jnp.float32)))
+        top = jnp.maximum(top, abs(x.piece(i, chunk * roles + j, scale)))
     power = jax.lax.bitcast_convert_type(top.max(), jnp.uint32) & np.uint32(0x7F800000)
     return jnp.minimum(jnp.maximum(power, np.uint32(1 << 23)), np.uint32(253 << 23))
 
@@ -204,15 +243,15 @@ def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots:
     )
 
 
-def _prepare(x, mem: _Memory, j: int, kind: str, roles: int, chunks: int) -> list:
+def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int) -> list:
     """Puts role j's part of x into shared memory as its rounds take it; gives what brings sums back, by row of x."""
     back = []
     for i, ring in enumerate(mem.planes[j]):
-        power = _exponent(x, i, j, roles, chunks) if bits_of(kind) < 16 else None
+        scale = x.scale(i)
+        power = _exponent(x, scale, i, j, roles, chunks) if bits_of(kind) < 16 else None
         back += [] if power is None else [_real(power)]
         for chunk in range(chunks):
-            view = x.tiles(None, PIECE // x.shape[2], x.shape[2])
-            part = view[i, chunk * roles + j, 0].astype(jnp.float32)
+            part = x.piece(i, chunk * roles + j, scale)
             part = part if power is None else part * _real(np.uint32(254 << 23) - power)
             ring.at(chunk).store(_planes(part, kind))
             if power is not None:
@@ -286,8 +325,20 @@ def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int
             y.tiles(None, rows)[i, tile] = out.astype(y.dtype)
 
 
+@jt.function
+def _write_sums(x: _Rows, total, first, programs):
+    """x + residual, to `total`: a program takes every `programs`-th piece."""
+    for at in jt.range(first, x.pieces, programs):
+        for i in range(total.shape[0]):
+            x.view(total)[i, at, 0] = x.before(i, at).astype(total.dtype)
+
+
 def _outputs(x, weights, *_, out_dtype, **__):
     return jax.ShapeDtypeStruct((x.shape[0], weights[0].codes.shape[0]), jnp.dtype(out_dtype))
+
+
+def _normed_outputs(x, weights, norm, **options):
+    return _outputs(x, weights, **options), jt.like(norm.residual)
 
 
 def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
@@ -299,11 +350,25 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
 
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
+    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots)
+    _program(_Rows(x), weights, epilogue, y, None, **options)
+
+
+def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
+                 eps: float, rows: int, roles: int, slots: int):  # fmt: skip
+    """The same of the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight [in / n, n]; and
+    that sum, in the dtype of the residual."""
+    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots)
+    _program(_Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
+
+
+def _program(x: _Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
+             slots: int):  # fmt: skip
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = (jt.cdiv(y.shape[1], rows) - first + programs - 1) // programs
-    chunks = jt.cdiv(x.shape[1] * x.shape[2], PIECE * roles)
-    mem = _memory(x, weights, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
+    chunks = jt.cdiv(x.x.shape[1] * x.x.shape[2], PIECE * roles)
+    mem = _memory(x.x, weights, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4):
             back = _prepare(x, mem, j, kind, roles, chunks)
@@ -311,6 +376,8 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
     with jt.role("producer", warps=1, registers=24):
         _produce(mem, weights, kind, rows, roles, chunks, tiles, first, programs)
     with jt.role("writer", warps=2):
+        if total is not None:
+            _write_sums(x, total, first, programs)
         _write(mem, weights, epilogue, y, kind, activation, rows, roles, tiles, first, programs)
 
 
@@ -330,6 +397,18 @@ def _kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
         name="hopper_gemv",
     )(_body)
     return made.autotune(space=_points, key=_KEY, override=True)
+
+
+@functools.cache
+def normed_kernel(arrays: int) -> jt.Kernel:
+    """The kernel with a norm in front, for weights of so many arrays."""
+    made = jt.kernel(
+        out_type=_normed_outputs,
+        grid=lambda x, w, *_, rows, **__: min(gpu_tiles.processors(), jt.cdiv(w[0].codes.shape[0], rows)),
+        sharding=f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _",
+        name="hopper_norm_gemv",
+    )(_normed_body)
+    return made.autotune(space=_points, key=_NORMED_KEY, override=True)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -380,9 +459,31 @@ def product(
     out_dtype=jnp.float32,
 ) -> jax.Array:  # fmt: skip
     """[m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out] and residual [m, out]."""
-    meta = choices(*x.shape, kind, len(weights) > 1)[0]
+    x, options = _arguments(x, weights, kind)
+    options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
+    return kernel(weights, epilogue)(x, weights, epilogue, **options)
+
+
+def normed_product(
+    x, weights: tuple[Weight, ...], norm: Norm, *, kind: str, eps: float, activation=None, out_dtype=jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    """`product` of the RMS norm of x + norm.residual [m, in], and that sum in the residual's dtype."""
+    (m, inner), n = x.shape, 128 // bits_of(kind)
+    x, options = _arguments(x, weights, kind)
+    norm = Norm(norm.weight.reshape(inner // n, n), norm.residual.reshape(m, inner // n, n))
+    options |= dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name, eps=eps)
+    y, total = normed_kernel(len(jax.tree.leaves(weights)))(x, weights, norm, **options)
+    return y, total.reshape(m, inner)
+
+
+def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, dict]:
+    """x as the kernels take it, and their meta-parameters."""
+    meta = choices(*x.shape, kind, len(weights) > 1)
+    best = meta[0]
+    if bits_of(kind) == 16:  # tall tiles, if not so few that many multiprocessors have one less than others
+        tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])
+        busy = lambda one: tiles(one) / (jt.cdiv(tiles(one), gpu_tiles.processors()) * gpu_tiles.processors())
+        best = next(one for one in meta if busy(one) > 0.85 * max(map(busy, meta)))
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
     n = 128 // bits_of(kind)
-    x = x.reshape(x.shape[0], x.shape[1] // n, n)
-    options = dict(kind=kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
-    return kernel(weights, epilogue)(x, weights, epilogue, **options, **meta)
+    return x.reshape(x.shape[0], x.shape[1] // n, n), dict(best)

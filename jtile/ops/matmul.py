@@ -249,6 +249,10 @@ def _not_streamed(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
     layout = first_unmet(
         (tb and not ta, "the right operand does not lie in memory as [n, k], or the left one as [k, m]"),
         (a.shape[0] == b.shape[0] == 1, "there are several products"),
+        (
+            a.shape[1] != 1 or known(a.shape[2]) < products.LONG,
+            f"one row of {a.shape[2]} is quicker in tiles of few rows",
+        ),
     )
     row, matrix = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (a, b))
     return layout or hopper_gemv.misfit(row, Weight(matrix), a.dtype.name)

@@ -40,3 +40,15 @@ class Epilogue(NamedTuple):
 
 
 NO_EPILOGUE = Epilogue()
+
+
+class Norm(NamedTuple):
+    """An RMS norm in front of a product, whose rows are those of `norm(x + residual)`.
+
+    Attributes:
+      weight: float [in].
+      residual: like x.
+    """
+
+    weight: Any
+    residual: Any

@@ -32,7 +32,8 @@ from jtile.primitive.lowering import pieces_of
 
 PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")  # of 16-bit floats, of 8-bit ones, of int8
 OTHERS = ("UTMALDG", "SYNCS", "USETMAXREG")
-WITHOUT_PRODUCTS = ("hopper_gemv",)  # one or two rows: plain multiplications, as many as memory brings numbers for
+# One or two rows: plain multiplications, as many as memory brings numbers for.
+WITHOUT_PRODUCTS = ("hopper_gemv", "hopper_norm_gemv")
 
 # Role `reads` does not wait for what role `writes` stores, or does.
 PLANTED = """

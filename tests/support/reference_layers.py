@@ -35,6 +35,11 @@ def linear(x, weight, dtype=None):
     return jnp.matmul(x, dense(weight).T, precision="highest")
 
 
+def add_norm_linear(x, delta, norm, eps, weight, dtype=None):
+    x, normed = add_norm(x, delta, norm, eps)
+    return x, linear(normed, weight)
+
+
 def split_heads(qkv, cos, sin, heads, kv_heads, norms=None):
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
     if norms is not None:
@@ -64,6 +69,11 @@ def gated_mlp(x, gate, up, down, activation="silu"):
     return linear(layers.ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down)
 
 
+def add_norm_gated_mlp(x, delta, norm, eps, *weights):
+    x, normed = add_norm(x, delta, norm, eps)
+    return x, gated_mlp(normed, *weights)
+
+
 def mixture(x, chosen, weights, gate_up, down):
     """Every token through every expert."""
     gate, up = jnp.split(jnp.einsum("th,efh->tef", x, gate_up, precision="highest"), 2, axis=-1)
@@ -76,12 +86,14 @@ LAYERS = types.SimpleNamespace(
     rms_norm=rms_norm,
     add_norm=add_norm,
     linear=linear,
+    add_norm_linear=add_norm_linear,
     embedding=lambda table, ids, dtype: dense(table)[ids],
     HeadNorms=layers.HeadNorms,
     rope_angles=layers.rope_angles,
     split_heads=split_heads,
     attention=attention,
     gated_mlp=gated_mlp,
+    add_norm_gated_mlp=add_norm_gated_mlp,
 )
 
 

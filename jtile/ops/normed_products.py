@@ -1,0 +1,146 @@
+"""Products of an RMS norm's result, with the sum in front of the norm: what stands between two blocks of a decoder.
+
+Of one or two rows each is one kernel on Hopper, whose blocks compute the norm while the weights are on their way.
+Elsewhere, and for more rows, it is the norm's kernel and the product's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import hopper_gemv
+from jtile.ops._shapes import check_float, check_shape
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
+from jtile.ops.epilogues import check_activation
+from jtile.ops.gated_mlp import gated_mlp, gated_mlp_reference
+from jtile.ops.matmul import matmul, matmul_reference
+from jtile.ops.norms import rms_norm, rms_norm_reference
+from jtile.ops.operands import Norm, Weight
+from jtile.ops.quantized import quantized_matmul, quantized_matmul_reference
+from jtile.ops.quantized_tensor import QuantizedTensor
+
+
+def rms_norm_matmul(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None) -> tuple[jax.Array, jax.Array]:
+    """`(rms_norm(x + residual) @ b.T, x + residual)`, with statistics and sums in float32.
+
+    Where both are one kernel, the norm is not rounded before the product. Differentiable in x, weight, residual, and in
+    b where it is float: quantised weights are frozen.
+
+    Args:
+      x: float [..., k].
+      weight: float [k], of the norm.
+      b: float [n, k], or a `QuantizedTensor` [n, k].
+      residual: float [..., k].
+      eps: added to the mean square.
+      out_dtype: of the product; by default that of x.
+
+    Returns:
+      The product [..., n], and the sum [..., k] in the residual's dtype.
+
+    Raises:
+      KernelTypeError: x, weight or residual is no float array.
+      KernelValueError: shapes that do not fit.
+    """
+    return _call("rms_norm_matmul", x, weight, residual, (b,), eps, None, out_dtype)
+
+
+def rms_norm_gated_mlp(
+    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None
+) -> tuple[jax.Array, jax.Array]:
+    """`(gated_mlp(rms_norm(x + residual), gate, up, transpose=True), x + residual)`; see `rms_norm_matmul`.
+
+    Args:
+      x: float [..., k].
+      weight: float [k], of the norm.
+      gate, up: two weights [n, k] of one kind: float, or `QuantizedTensor`.
+      residual: float [..., k].
+      eps: added to the mean square.
+      activation: "silu", "gelu" (erf), "gelu_tanh", "relu".
+      out_dtype: of the product; by default that of x.
+
+    Returns:
+      The product [..., n], and the sum [..., k] in the residual's dtype.
+
+    Raises:
+      KernelTypeError: an array is not of a float dtype, or the two weights are of different kinds.
+      KernelValueError: shapes that do not fit, or an unknown activation.
+    """
+    check_activation("rms_norm_gated_mlp", activation)
+    if len({w.kind if isinstance(w, QuantizedTensor) else "float" for w in (gate, up)}) == 2:
+        raise jt.errors.KernelTypeError("rms_norm_gated_mlp takes two float weights, or two quantised ones of one kind")
+    return _call("rms_norm_gated_mlp", x, weight, residual, (gate, up), eps, activation, out_dtype)
+
+
+def rms_norm_matmul_reference(x, weight, b, *, residual, eps: float = 1e-6, out_dtype=None):
+    """The same in `jnp`, at the highest precision, with a norm that is not rounded."""
+    y, total = rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual)
+    options = {"out_dtype": out_dtype or x.dtype}
+    if isinstance(b, QuantizedTensor):
+        return quantized_matmul_reference(y, b, **options), total
+    return matmul_reference(y, b.astype(jnp.float32), transpose_b=True, **options), total
+
+
+def rms_norm_gated_mlp_reference(
+    x, weight, gate, up, *, residual, eps: float = 1e-6, activation: str = "silu", out_dtype=None
+):
+    """The same in `jnp`, at the highest precision, with a norm that is not rounded."""
+    y, total = rms_norm_reference(x.astype(jnp.float32), weight, eps=eps, residual=residual)
+    y = gated_mlp_reference(y, gate, up, activation=activation, transpose=True)
+    return y.astype(out_dtype or x.dtype), total
+
+
+def _call(name: str, x, weight, residual, weights: tuple, eps: float, activation: str | None, out_dtype):
+    x, weight, residual = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(residual)
+    weights = tuple(w if isinstance(w, QuantizedTensor) else jnp.asarray(w) for w in weights)
+    check_float(name, x=x, weight=weight, residual=residual)
+    k, n = x.shape[-1:], weights[0].shape[0]
+    check_shape(name, "weight", weight, k)
+    check_shape(name, "residual", residual, x.shape)
+    for w in weights:
+        if tuple(w.shape) != (n, *k):
+            raise jt.errors.KernelValueError(
+                f"{name}: x {tuple(x.shape)} does not fit a weight of {list(w.shape)}; expected {[n, *k]}"
+            )
+    rows = (math.prod(x.shape[:-1]), *k)
+    options = dict(eps=float(eps), activation=activation, out_dtype=jnp.dtype(out_dtype or x.dtype).name)
+    y, total = _product(x.reshape(rows), residual.reshape(rows), weight, weights, **options)
+    return y.reshape(*x.shape[:-1], n), total.reshape(x.shape)
+
+
+def _one_by_one(x, residual, weight, weights, *, eps: float, activation: str | None, out_dtype: str):
+    normed, total = rms_norm(x, weight, eps=eps, residual=residual)
+    if activation is not None:
+        options = dict(activation=activation, transpose=True, out_dtype=out_dtype)
+        return gated_mlp(normed, *weights, **options), total
+    if isinstance(weights[0], QuantizedTensor):
+        return quantized_matmul(normed, weights[0], out_dtype=out_dtype), total
+    return matmul(normed, weights[0], transpose_b=True, out_dtype=out_dtype), total
+
+
+def _streamed(x, residual, weight, weights, **options):
+    kind, stored = _stored(x, weights)
+    return hopper_gemv.normed_product(x, stored, Norm(weight, residual), kind=kind, **options)
+
+
+def _not_streamed(x, residual, weight, weights, **_) -> str | None:
+    kind, stored = _stored(x, weights)
+    return next((why for w in stored if (why := hopper_gemv.misfit(x, w, kind, gated=len(weights) > 1))), None)
+
+
+def _stored(x, weights) -> tuple[str, tuple[Weight, ...]]:
+    """The kind of the weights, and their arrays, which nothing differentiates by where they are quantised."""
+    if not isinstance(weights[0], QuantizedTensor):
+        return x.dtype.name, tuple(map(Weight, weights))
+    return weights[0].kind, tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
+
+
+# rms_norm(x + residual) [m, k] times a matrix [n, k], or two of a gated product; and the sum
+_product = Op(
+    "product of an RMS norm",
+    Implementation("rows against a stream of weights", _streamed, _not_streamed, BLOCK_LEVEL, portable=False),
+    Implementation("norm, then product", _one_by_one),
+)
