@@ -136,7 +136,9 @@ def _measured(
     for i, (config, bound) in enumerate(zip(_lines(name, work.rows, work.tokens), bounds)):
         times = {p: [1e6 * pair[i] for pair in pairs] for p, pairs in samples.items()}
         timings = {p: Timing(statistics.median(us), min(us)) for p, us in times.items()}
-        of = dict(bound_us=bound, error=errors[0], peer_error=errors[1], kernels=profiles and profiles[i])
+        of: dict[str, Any] = dict(
+            bound_us=bound, error=errors[0], peer_error=errors[1], kernels=profiles and profiles[i]
+        )
         got = result("llm", config, "bfloat16", machine.device, timings, **of)
         say(_line(got, work, i == 0, took))
         yield got

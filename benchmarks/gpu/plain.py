@@ -125,7 +125,7 @@ def exact_logits(w, ids, *, s: Sizes):
     with jax.default_matmul_precision("highest"):
         x = jnp.take(w["embedding"], ids, axis=0).astype(jnp.float32)
         for block in w["blocks"]:
-            x = _exact_block(block, w["frequencies"], x, s=s)
+            x = _exact_block(block, w["frequencies"], x, s)
         return _exact_head({name: w[name] for name in ("norm", "head")}, x, s=s)
 
 
@@ -134,8 +134,8 @@ def _wide(tree):
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def _exact_block(block, frequencies, x, *, s: Sizes):
-    cache = _no_cache(s, *x.shape[:2], x.dtype)
+def _exact_block(block, frequencies, x, s: Sizes):
+    cache = _no_cache(s, x.shape[0], x.shape[1], x.dtype)
     return _block(_wide(block), frequencies, s, x, cache, jnp.int32(0), None)[0]
 
 
