@@ -97,8 +97,8 @@ class Lowered:
         return self._compile(texts=True)
 
     @functools.cached_property
-    def _without_texts(self) -> Any:
-        """As a call compiles it, from the caches where they have it: to disassemble takes longer than to compile."""
+    def _as_called(self) -> Any:
+        """From the caches where they have it: to disassemble an image takes longer than to compile it."""
         return self.__dict__.get("_with_texts") or self._compile(texts=False)
 
     def _compile(self, *, texts: bool) -> Any:
@@ -117,12 +117,13 @@ class Lowered:
     @property
     def image(self) -> bytes:
         """What the custom call embeds: an ELF object on the CPU."""
-        return self._without_texts.image
+        return self._as_called.image
 
     @property
     def launch(self) -> dict[str, Any]:
-        """What the custom call needs besides the image: workspace, cost, instruction set, print and assert sites."""
-        return self._without_texts.launch
+        """What the custom call needs besides the image: workspace, cost, instruction set, print and assert sites; and
+        the `resources` that a GPU's kernel takes."""
+        return self._with_texts.launch
 
     @functools.cached_property
     def texts(self) -> dict[str, str]:

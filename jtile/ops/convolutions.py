@@ -82,7 +82,15 @@ def _forward_tiles(height: int, width: int, channels: int, outputs: int, itemsiz
     most, bc = (128, 64) if itemsize < 4 else (64, 16)
     bh, bw = _points(height, width, most)
     bc = max((d for d in range(1, bc + 1) if channels % d == 0), default=1)
-    return {"bh": bh, "bw": bw, "bo": fit(outputs, most), "bc": bc if bc >= min(16, channels) else 0}
+    bo = fit(outputs, most)
+    apart = bc >= min(16, channels) or not _hold(channels, bh * bw + bo, itemsize)
+    return {"bh": bh, "bw": bw, "bo": bo, "bc": bc if apart else 0}
+
+
+def _hold(channels: int, rows: int, itemsize: int) -> bool:
+    """Whether the memory of a block holds the operands of a product that takes all channels at once."""
+    memory = jt.target().memory("block")
+    return memory is None or memory.size is None or (1 << (channels - 1).bit_length()) * rows * itemsize <= memory.size
 
 
 def _weight_grid(x, g, *, p, q, bc, bo, groups, splits, **_):

@@ -63,6 +63,7 @@ def test_steps_give_the_logits_of_a_prompt(data, golden, dtype, cache_dtype):
     assert TRANSFORMERS["llama"] / 100 < off.mean() < TRANSFORMERS["llama"] * (1 if cache_dtype is None else 0.5)
 
 
+@pytest.mark.cpu
 def test_what_a_model_computes_with_by_default():
     stored = {dtype: jax.ShapeDtypeStruct((4, 4), dtype) for dtype in dtypes.DTYPES}
     assert {dtypes.default_dtype(x) for x in stored.values()} == {"float32"}

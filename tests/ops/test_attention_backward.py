@@ -106,7 +106,8 @@ def test_memory_is_linear_in_the_sequence():
     def temporary(t: int) -> int:
         x = jax.ShapeDtypeStruct((1, t, 2, 32), jnp.float32)
         step = jax.grad(lambda *qkv: ops.attention(*qkv, causal=True).sum(), (0, 1, 2))
-        return jax.jit(step).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+        with jt.config(poison=False):  # of short arrays it is a constant, which is no temporary
+            return jax.jit(step).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
     short, long = temporary(512), temporary(4096)
     assert short < long <= 8.5 * short

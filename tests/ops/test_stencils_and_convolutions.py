@@ -1,12 +1,14 @@
 """Stencils and convolution against jnp and lax."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from library import agree, normal
 
+import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops.convolutions import convolution_reference
+from jtile.ops.convolutions import _forward_tiles, convolution_reference, convolution_tiles
 from jtile.ops.stencils import stencil_2d_reference
 
 CONVOLUTIONS = [
@@ -57,6 +59,17 @@ def test_convolution(shape, window, options):
 def test_convolution_dtypes(dtype):
     x, weight = normal(0, 1, 9, 9, 32, dtype=dtype), normal(1, 3, 3, 32, 8, dtype=dtype)
     agree(ops.convolution, convolution_reference, x, weight)
+
+
+@pytest.mark.parametrize(("arch", "target"), [("sm_90", "cuda:sm_90"), ("gfx942", "rocm:gfx942")])
+def test_channels_that_no_tile_divides_compile_for_gpus(arch, target):
+    """300 channels at once, as many as 512, are more float32 than a block has memory."""
+    pytest.importorskip("triton")
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 6, 5, 300), (1, 1, 300, 200)))
+    with jt.config(arch=arch):
+        tiles = _forward_tiles(6, 5, 300, 200, 4)
+    options = {"stride": (1, 1), "dilation": (1, 1), "groups": 1}
+    assert convolution_tiles.lower(x, w, **tiles, **options, target=target).image
 
 
 def test_convolution_errors():
