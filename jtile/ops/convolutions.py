@@ -79,16 +79,18 @@ def _forward_tiles(height: int, width: int, channels: int, outputs: int, itemsiz
     if machine().whole:
         bh, bw = _points(height, width)
         return {"bh": bh, "bw": bw, "bo": fit(outputs, 256), "bc": 0}
-    most, bc = (128, 64) if itemsize < 4 else (64, 16)
+    most, part = (128, 64) if itemsize < 4 else (64, 16)
+    bc = max((d for d in range(1, part + 1) if channels % d == 0), default=1)
+    if bc < min(16, channels):  # products of fewer are slow: all at once, for as many points and outputs as fit
+        bc = 0
+        while most > 16 and not _hold(channels, 2 * most, itemsize):
+            most //= 2
     bh, bw = _points(height, width, most)
-    bc = max((d for d in range(1, bc + 1) if channels % d == 0), default=1)
-    bo = fit(outputs, most)
-    apart = bc >= min(16, channels) or not _hold(channels, bh * bw + bo, itemsize)
-    return {"bh": bh, "bw": bw, "bo": bo, "bc": bc if apart else 0}
+    return {"bh": bh, "bw": bw, "bo": fit(outputs, most), "bc": bc}
 
 
 def _hold(channels: int, rows: int, itemsize: int) -> bool:
-    """Whether the memory of a block holds the operands of a product that takes all channels at once."""
+    """Whether the memory of a block holds so many rows of channels, as operands of a product."""
     memory = jt.target().memory("block")
     return memory is None or memory.size is None or (1 << (channels - 1).bit_length()) * rows * itemsize <= memory.size
 
