@@ -387,12 +387,17 @@ def kernel(weights: tuple[Weight, ...], epilogue: Epilogue) -> jt.Kernel:
     return _kernel(arrays, epilogue.bias is not None, epilogue.residual is not None)
 
 
+def _grid(x, w, *_, rows: int, **__) -> int:
+    """A program for each multiprocessor, or fewer where the rows of the matrix are fewer."""
+    return min(gpu_tiles.processors(), jt.cdiv(w[0].codes.shape[0], rows))
+
+
 @functools.cache
 def _kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
     specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual]
     made = jt.kernel(
         out_type=_outputs,
-        grid=lambda x, w, *_, rows, **__: min(gpu_tiles.processors(), jt.cdiv(w[0].codes.shape[0], rows)),
+        grid=_grid,
         sharding=f"{', '.join(specs)} -> m o",
         name="hopper_gemv",
     )(_body)
@@ -404,7 +409,7 @@ def normed_kernel(arrays: int) -> jt.Kernel:
     """The kernel with a norm in front, for weights of so many arrays."""
     made = jt.kernel(
         out_type=_normed_outputs,
-        grid=lambda x, w, *_, rows, **__: min(gpu_tiles.processors(), jt.cdiv(w[0].codes.shape[0], rows)),
+        grid=_grid,
         sharding=f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _",
         name="hopper_norm_gemv",
     )(_normed_body)

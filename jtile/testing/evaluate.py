@@ -298,11 +298,6 @@ def _(eqn: Any, *xs: Any) -> Any:
     return np.stack(xs, eqn.params["axis"])
 
 
-@rule("rev")
-def _(eqn: Any, x: Any) -> Any:
-    return np.flip(x, eqn.params["dimensions"])
-
-
 @rule("sort")
 def _(eqn: Any, *xs: Any) -> list[Any]:
     """Stable, as NumPy's are: by the first operands, NaN behind all numbers and -0.0 like 0.0."""

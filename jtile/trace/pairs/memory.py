@@ -56,33 +56,37 @@ def _(walk: Walk, eqn: Any, args: list[Value]) -> Sequence[Value]:
     return [Pair(*parts)]
 
 
+def _of_update(eqn: Any, args: list[Value]) -> tuple[Value, list[Value], Value, list[Value]]:
+    """(the Ref, the indices, the value, the mask if there is one) of a store or an atomic."""
+    ref, *rest = args
+    n = len(eqn.params["dims"])
+    return ref, rest[:n], rest[n], rest[n + 1 :]
+
+
+def _of_parts(eqn: Any) -> dict[str, Any]:
+    """The parameters of a store or an atomic that goes to the parts of the elements."""
+    return eqn.params | {"dims": (*eqn.params["dims"], Span(PARTS))}
+
+
 @rule("jtile_store")
 def _(walk: Walk, eqn: Any, args: list[Value]) -> Sequence[Value]:
-    ref, *rest = args
-    dims, masked = eqn.params["dims"], eqn.params["masked"]
-    n = len(dims)
-    at, value, mask = rest[:n], rest[n], rest[n + 1 :]
+    ref, at, value, mask = _of_update(eqn, args)
     if isinstance(ref, Pair):
         for r, v in ((ref.re, value.re), (ref.im, value.im)):
             store_p.bind(r, *at, v, *mask, **eqn.params)
     else:
-        pairs = (*dims, Span(PARTS))
-        store_p.bind(ref.ref, *at, _FIRST, _joined(value), *map(_twice, mask), dims=pairs, masked=masked)
+        store_p.bind(ref.ref, *at, _FIRST, _joined(value), *map(_twice, mask), **_of_parts(eqn))
     return []
 
 
 @rule("jtile_atomic")
 def _(walk: Walk, eqn: Any, args: list[Value]) -> Sequence[Value]:
     """Additions: the language lets no other one through."""
-    ref, *rest = args
-    dims, masked = eqn.params["dims"], eqn.params["masked"]
-    n = len(dims)
-    at, value, mask = rest[:n], rest[n], rest[n + 1 :]
+    ref, at, value, mask = _of_update(eqn, args)
     if isinstance(ref, Pair):
         add = lambda r, v: atomic_p.bind(r, *at, v, *mask, **eqn.params)
         return [Pair(add(ref.re, value.re), add(ref.im, value.im))]
-    more = dict(fn=eqn.params["fn"], dims=(*dims, Span(PARTS)), masked=masked)
-    return [_cut(atomic_p.bind(ref.ref, *at, _FIRST, _joined(value), *map(_twice, mask), **more))]
+    return [_cut(atomic_p.bind(ref.ref, *at, _FIRST, _joined(value), *map(_twice, mask), **_of_parts(eqn)))]
 
 
 @rule("empty_ref")

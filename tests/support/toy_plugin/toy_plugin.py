@@ -54,7 +54,8 @@ def emit(kernel: ir.Kernel) -> str:
                 lines.append(each(op, f"if (i < n) {names[op.ref]}[i] = {names[op.value]};"))
             case _:
                 raise UnsupportedError(f"kernel {kernel.name}: the toy has no {op.mnemonic}")
-    return f"{ENTRY} {{\n  for (long p = begin; p < end; ++p) {{\n    {'\n    '.join(lines)}\n  }}\n  return 0;\n}}\n"
+    body = "\n    ".join(lines)
+    return f"{ENTRY} {{\n  for (long p = begin; p < end; ++p) {{\n    {body}\n  }}\n  return 0;\n}}\n"
 
 
 def each(op: ir.Load | ir.Store, statement: str) -> str:
