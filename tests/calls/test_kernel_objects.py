@@ -1,4 +1,4 @@
-"""Kernels as objects: copied, pickled, and defined in files that change."""
+"""Kernels as objects: equal, copied, pickled, and defined in files that change; the names of the package."""
 
 import copy
 import importlib.util
@@ -108,3 +108,34 @@ def test_a_pad_is_an_element_of_the_array(dtype):
             np.testing.assert_array_equal(native[5:], np.broadcast_to(want, 2))
         else:
             assert native[6] <= 2.0**-127
+
+
+def test_equal_kernels_hash_equal():
+    def make():
+        @jt.kernel(out_type=lambda x, **_: jt.like(x), grid=1)
+        def twice(x, o, *, by=2.0):
+            o[...] = x[...] * by
+
+        return twice
+
+    types = jax.ShapeDtypeStruct((4,), jnp.float32)
+    a, b = (make().lower(types).program for _ in range(2))
+    assert a == b
+    assert hash(a) == hash(b)
+    others = [make().lower(types, by=3.0), make().lower(jax.ShapeDtypeStruct((5,), jnp.float32))]
+    assert all(o.program != a for o in others)
+
+
+def test_public_names():
+    from jtile import language
+
+    assert set(language.__all__) - {"Range"} <= set(dir(jt))
+    for name in dir(jt):
+        if name not in ("models", "ops"):
+            getattr(jt, name)
+    from jtile import _errors
+
+    classes = {name for name, v in vars(_errors).items() if isinstance(v, type) and v.__module__ == _errors.__name__}
+    assert classes == {name for name in vars(jt.errors) if name[0].isupper()}
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        jt.no_such_thing
