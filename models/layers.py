@@ -60,8 +60,7 @@ def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None):
     if delta is None or isinstance(weight, tuple | Adapted):
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
-    weight = weight if isinstance(weight, QuantizedTensor) else _beside(x, weight)
-    y, x = ops.rms_norm_matmul(delta, norm, weight, residual=x, eps=eps, out_dtype=dtype)
+    y, x = ops.rms_norm_matmul(delta, norm, _beside(x, weight), residual=x, eps=eps, out_dtype=dtype)
     return x, y
 
 
@@ -78,9 +77,9 @@ def linear(x, weight: Weight, dtype=None):
 
 
 def _beside(x, weight):
-    """A dense weight for the product with x: tensor cores take operands of one dtype, so that beside 16-bit rows
-    another one is rounded to theirs. Beside float32 rows it stays as it is stored."""
-    return weight if x.dtype == jnp.float32 else weight.astype(x.dtype)
+    """A weight for the product with x: tensor cores take operands of one dtype, so that beside 16-bit rows a dense one
+    is rounded to theirs. Beside float32 rows it stays as it is stored, and a quantised one always does."""
+    return weight if x.dtype == jnp.float32 or isinstance(weight, QuantizedTensor) else weight.astype(x.dtype)
 
 
 def embedding(table: Weight, ids, dtype):
@@ -142,7 +141,7 @@ def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, dow
     if delta is None or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation)
-    gate, up = (w if isinstance(w, QuantizedTensor) else _beside(x, w) for w in (gate, up))
+    gate, up = _beside(x, gate), _beside(x, up)
     hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, residual=x, eps=eps, activation=activation)
     return x, linear(hidden, down)
 
@@ -158,6 +157,6 @@ def gated_mlp(x, gate: Weight, up: Weight, down: Weight, activation: str = "silu
     if _apart(gate, up):
         hidden = ACTIVATIONS[activation](linear(x, gate)) * linear(x, up)
     else:
-        gate, up = (w if isinstance(w, QuantizedTensor) else _beside(x, w) for w in (gate, up))
+        gate, up = _beside(x, gate), _beside(x, up)
         hidden = ops.gated_mlp(x, gate, up, activation=activation, transpose=True, out_dtype=x.dtype)
     return linear(hidden, down)
