@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -27,6 +27,11 @@ def run_generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: str | Mapping[int, float] | None = None,
     seed: int = 0,
     chat: bool = True,
     system: str | None = None,
@@ -41,6 +46,7 @@ def run_generate(
       json: print one JSON object (ids, text, tokens a second, ...) instead of streaming the text.
       stats: print prefill and decode tokens a second to standard error.
       chat: wrap the prompt in the model's chat template, if it has one; `system` is its system prompt.
+      temperature, ..., seed: see `sampling.Sampling`; a logit_bias may be text, "id=number,id=number".
       cache_dir: folder where XLA keeps compiled programs, so that a second start takes no compilation; "" for none.
       ignore_eos: go on to `max_new_tokens` past the model's end tokens.
     """
@@ -56,6 +62,11 @@ def run_generate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=_parse_biases(logit_bias) if isinstance(logit_bias, str) else logit_bias,
             seed=seed,
             eos=None if ignore_eos else "model",
         )
@@ -92,6 +103,14 @@ def _parse_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError as error:
         raise PromptError(f"--prompt-ids takes integers with commas between them, as 1,2,3; got {text!r}") from error
+
+
+def _parse_biases(text: str) -> dict[int, float]:
+    try:
+        pairs = [part.split("=") for part in text.split(",")] if text.strip() else []
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError as error:
+        raise PromptError(f"--logit-bias takes token ids with numbers, as 12=-5,7=2.5; got {text!r}") from error
 
 
 def _emit(lm: LanguageModel, generation: Generation, prompt_ids: list[int], json: bool, stats: bool) -> int:

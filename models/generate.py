@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,12 @@ import jtile as jt
 from jtile._errors import PromptError
 
 from . import cache as kv
+from . import sampling
 from .checkpoint import Checkpoint
 from .decoder import Decoder
 from .dtypes import default_dtype, dtype_of
 from .prompt import Prompt, read_prompt
-from .sampling import Sampling, choose
+from .sampling import Sampling, SamplingOptions, Steps
 from .tokenizer import Tokenizer
 
 CHUNK = 8  # tokens per dispatch: Python's share is one call in eight, and Ctrl-C waits for at most eight tokens
@@ -104,20 +106,18 @@ class LanguageModel:
         ids,
         max_new_tokens: int = 128,
         *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
         eos: str | int | Sequence[int] | None = "model",
         attention_mask=None,
+        **options: Unpack[SamplingOptions],
     ) -> np.ndarray:
         """The tokens that continue `ids`.
 
         Args:
           ids: int [batch, length], [length], or rows of different lengths; with padding, pass `attention_mask`.
           max_new_tokens: at most so many; fewer when every row has ended or the context of the model is full.
-          temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
           eos: tokens that end a row: "model" for the model's own, ids, or None to never stop.
+          options: of `Sampling`, which is greedy without any: temperature, top_k, top_p, min_p,
+            repetition_penalty, presence_penalty, frequency_penalty, logit_bias, seed.
 
         Returns:
           int32 [batch, n] (or [n]), new tokens only, the ending token included; a row that ended is filled with it.
@@ -125,18 +125,7 @@ class LanguageModel:
         Raises:
           PromptError: empty, too long, ids outside the vocabulary, or a sampling option out of range.
         """
-        steps = list(
-            self.stream(
-                ids,
-                max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                eos=eos,
-                attention_mask=attention_mask,
-            )
-        )
+        steps = list(self.stream(ids, max_new_tokens, eos=eos, attention_mask=attention_mask, **options))
         single = _is_single(ids)
         batch = (len(steps),) if single else (len(ids), len(steps))
         return np.asarray(steps, np.int32).T.reshape(batch)
@@ -146,16 +135,16 @@ class LanguageModel:
         ids,
         max_new_tokens: int = 128,
         *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
         eos: str | int | Sequence[int] | None = "model",
         attention_mask=None,
+        logprobs: bool = False,
+        **options: Unpack[SamplingOptions],
     ) -> Generation:
         """As `generate`, but an iterator: an int per token for one prompt [length], int32 [batch] for a batch.
 
-        Its `stats` hold the token counts and speeds so far. Errors in the arguments are raised here, not on iteration.
+        Its `stats` hold the token counts and speeds so far, and with `logprobs=True` its `logprobs` the log-probability
+        of each token so far, a float or float32 [batch], under the model's own logits, before any option. Errors in
+        the arguments are raised here, not on iteration.
         """
         if not _is_int(max_new_tokens) or max_new_tokens < 0:
             raise PromptError(f"max_new_tokens is an int of at least 0, got {max_new_tokens!r}")
@@ -169,7 +158,8 @@ class LanguageModel:
             if not all(map(_is_int, ends)):
                 raise PromptError(f"eos is 'model', a token id, several, or None; got {eos!r}")
         room = self.config.max_length - int(prompt.lengths.max())
-        return Generation(self, prompt, min(max_new_tokens, room), Sampling(temperature, top_k, top_p, seed), ends)
+        choice = Choice.of(Sampling(**options), len(prompt.lengths), self.config.vocab_size, ends, logprobs)
+        return Generation(self, prompt, min(max_new_tokens, room), choice)
 
     def _prompt(self, ids, attention_mask) -> Prompt:
         return read_prompt(ids, attention_mask, self.config.vocab_size, self.config.max_length)
@@ -184,56 +174,86 @@ class LanguageModel:
         return self._executables[key], time.perf_counter() - start
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How a generation goes on behind logits. steps, logprobs: what its programs are compiled with; numbers (of
+    `Sampling.traced`) and ends, int32 [n], tokens that end a row: their arguments."""
+
+    steps: Steps
+    numbers: dict[str, np.ndarray]
+    ends: np.ndarray
+    logprobs: bool
+
+    @classmethod
+    def of(cls, sampling: Sampling, batch: int, vocab: int, ends: Sequence[int], logprobs: bool) -> Choice:
+        """Raises PromptError: an option of the sampling does not fit the batch or the vocabulary."""
+        numbers = sampling.traced(batch, vocab)
+        return cls(sampling.static, numbers, np.asarray(ends or (-1,), np.int32), bool(logprobs))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a row remembers from step to step, donated to the next one; penalties: of `sampling.begin`."""
+
+    cache: kv.KVCache
+    penalties: dict[str, jax.Array]
+
+
 class Generation(Iterator):
     """The tokens of one call of `LanguageModel.stream`; see there."""
 
-    def __init__(self, lm: LanguageModel, prompt: Prompt, new_tokens: int, sampling: Sampling, ends: tuple[int, ...]):
+    def __init__(self, lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice):
         self.stats = Stats(prompt_tokens=int(prompt.lengths.max()))
-        self._lm, self._prompt, self._new_tokens, self._sampling, self._ends = lm, prompt, new_tokens, sampling, ends
+        self.logprobs: list = []
+        self._lm, self._prompt, self._new_tokens, self._choice = lm, prompt, new_tokens, choice
         self._tokens = self._run()
 
     def __next__(self):
-        row = next(self._tokens)
+        row, logprobs = next(self._tokens)
         self.stats.new_tokens += 1
-        return int(row[0]) if self._prompt.single else row
+        single = self._prompt.single
+        if logprobs is not None:
+            self.logprobs.append(float(logprobs[0]) if single else logprobs)
+        return int(row[0]) if single else row
 
     def _run(self):
         if self._new_tokens == 0:
             return
-        (tokens, done, cache), decode, rest = self._start()
+        (tokens, logprobs, done, memory), decode, rest = self._start()
         start, made = time.perf_counter(), 1
-        pending = [(tokens[:, None], 1, done)]  # dispatched and not yet read: (tokens [batch, n], how many, done)
+        first = [None if x is None else x[:, None] for x in (tokens, logprobs)]
+        pending = [(*first, 1, done)]  # dispatched, not yet read: (tokens, logprobs [batch, n], how many, done)
         while pending:
             if made < self._new_tokens:  # the device works on the next chunk while this one is read and printed
                 count = min(CHUNK, self._new_tokens - made)
-                out, steps, tokens, done, cache = decode(
-                    self._lm._weights, cache, tokens, done, np.int32(made), np.int32(count), *rest
-                )
-                pending.append((out, steps, done))
+                numbers = np.int32(made), np.int32(count), *rest
+                *out, tokens, done, memory = decode(self._lm._weights, memory, tokens, done, *numbers)
+                pending.append((*out, done))
                 made += count
-            rows, steps, ended = (np.asarray(x) for x in pending.pop(0))
+            rows, logprobs, steps, ended = (None if x is None else np.asarray(x) for x in pending.pop(0))
             self.stats.decode_seconds = time.perf_counter() - start
-            yield from rows.T[: int(steps)]
+            for i in range(int(steps)):
+                yield rows[:, i], None if logprobs is None else logprobs[:, i]
             if ended.all():
                 return
 
     def _start(self):
-        lm, numbers = self._lm, self._sampling.traced()
+        lm, choice = self._lm, self._choice
         length = self._prompt.ids.shape[1]
         size = kv.bucket(length, lm.config.max_length)
         slots = kv.bucket(max(size, length + self._new_tokens), lm.config.max_length)
-        ends = np.asarray(self._ends or (-1,), np.int32)
-        args = (_widen(self._prompt.ids, size), self._prompt.lengths, numbers, ends)
-        static = {"slots": slots, "sampling": self._sampling.static, "cache_dtype": lm.cache_dtype}
-        prefill, seconds = lm._compiled(_prefill, *args, **static)
-        tokens, done, cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prefill.out_info)
-        state_args = (cache, tokens, done, np.int32(0), np.int32(0), numbers, ends)
-        decode, more = lm._compiled(_decode, *state_args, chunk=CHUNK, sampling=self._sampling.static)
+        rest, static = (choice.numbers, choice.ends), {"steps": choice.steps, "logprobs": choice.logprobs}
+        args = (_widen(self._prompt.ids, size), self._prompt.lengths, *rest)
+        prefill, seconds = lm._compiled(_prefill, *args, slots=slots, cache_dtype=lm.cache_dtype, **static)
+        tokens, _, done, memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prefill.out_info)
+        args_of_step = memory, tokens, done, np.int32(0), np.int32(0), *rest
+        decode, more = lm._compiled(_decode, *args_of_step, chunk=CHUNK, **static)
         self.stats.compile_seconds = seconds + more
         start = time.perf_counter()
         out = jax.block_until_ready(prefill(lm._weights, *args))
         self.stats.prefill_seconds = time.perf_counter() - start
-        return out, decode, (numbers, ends)
+        return out, decode, rest
 
 
 def _merge(structure, weights) -> Decoder:
@@ -249,43 +269,52 @@ def _logits(structure, weights, ids, slot, mask):
     return model.head(hidden) * mask[:, :, None].astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("slots", "sampling", "cache_dtype"))
-def _prefill(structure, weights, ids, lengths, numbers, ends, *, slots, sampling, cache_dtype):
-    """Runs the prompts; returns (first new tokens [batch], whether each ends its row, the cache)."""
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("slots", "cache_dtype", "steps", "logprobs"))
+def _prefill(structure, weights, ids, lengths, numbers, ends, *, slots, cache_dtype, steps, logprobs):
+    """Runs the prompts; returns (first new tokens [batch], their log-probabilities or None, whether each ends its row,
+    the `Memory`)."""
     model = _merge(structure, weights)
     hidden, entries = model.prefill(ids)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    tokens = choose(model.head(last), jnp.int32(0), sampling, numbers)
-    return tokens, _is_end(tokens, ends), kv.from_prefill(entries, lengths, slots, cache_dtype)
+    logits, cache = model.head(last), kv.from_prefill(entries, lengths, slots, cache_dtype)
+    penalties = sampling.begin(ids, lengths, logits.shape[1], steps)
+    tokens = sampling.choose(logits, jnp.int32(0), steps, numbers, penalties)
+    rates = sampling.log_probability(logits, tokens) if logprobs else None
+    return tokens, rates, _is_end(tokens, ends), Memory(cache, sampling.noted(penalties, tokens))
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("chunk", "sampling"), donate_argnames=("cache",))
-def _decode(structure, weights, cache, tokens, done, made, count, numbers, ends, *, chunk, sampling):
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("chunk", "steps", "logprobs"), donate_argnames=("memory",)
+)
+def _decode(structure, weights, memory, tokens, done, made, count, numbers, ends, *, chunk, steps, logprobs):
     """Makes up to `count` <= chunk tokens a row, and stops when every row has ended.
 
-    Returns (tokens [batch, chunk], how many columns are filled, the last tokens, done, cache)."""
+    Returns (tokens [batch, chunk], their log-probabilities or None, how many columns are filled, the last tokens, done,
+    memory)."""
     model = _merge(structure, weights)
 
     def unfinished(i, carry):
         return (i < count) & ~jnp.all(carry[1])
 
     def step(i, carry):
-        tokens, done, out, cache, steps = carry
-        steps = steps + unfinished(i, carry).astype(jnp.int32)
-        logits, cache = model.step(tokens, cache)
-        tokens = jnp.where(done, tokens, choose(logits, made + i, sampling, numbers))
-        out = jax.lax.dynamic_update_slice(out, tokens[:, None], (jnp.int32(0), i))
-        return tokens, done | _is_end(tokens, ends), out, cache, steps
+        tokens, done, out, memory, filled = carry
+        filled = filled + unfinished(i, carry).astype(jnp.int32)
+        logits, cache = model.step(tokens, memory.cache)
+        tokens = jnp.where(done, tokens, sampling.choose(logits, made + i, steps, numbers, memory.penalties))
+        new = [tokens, sampling.log_probability(logits, tokens)] if logprobs else [tokens]
+        out = [jax.lax.dynamic_update_slice(x, y[:, None], (jnp.int32(0), i)) for x, y in zip(out, new, strict=True)]
+        memory = Memory(cache, sampling.noted(memory.penalties, tokens))
+        return tokens, done | _is_end(tokens, ends), out, memory, filled
 
-    out = jnp.zeros((tokens.shape[0], chunk), jnp.int32)
-    carry = tokens, done, out, cache, jnp.int32(0)
+    dtypes = (jnp.int32, jnp.float32) if logprobs else (jnp.int32,)
+    carry = tokens, done, [jnp.zeros((tokens.shape[0], chunk), dtype) for dtype in dtypes], memory, jnp.int32(0)
     if jt.platform() == "cpu":
         more, again = (lambda c: unfinished(*c)), (lambda c: (c[0] + 1, step(*c)))
         _, carry = jax.lax.while_loop(more, again, (jnp.int32(0), carry))
     else:  # a GPU waits for the host where that reads a condition: rather some tokens too many, which nobody reads
         carry = jax.lax.fori_loop(0, chunk, step, carry)
-    tokens, done, out, cache, steps = carry
-    return out, steps, tokens, done, cache
+    tokens, done, out, memory, filled = carry
+    return out[0], out[1] if logprobs else None, filled, tokens, done, memory
 
 
 def _is_end(tokens, ends):

@@ -43,6 +43,11 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token (greedy).")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this mass.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Sample among tokens of this share of the best one's.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Of tokens of prompt and answer; 1: none.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Taken from the answer's tokens; 0 is none.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for every time that they came.")] = None,
+    logit_bias: Annotated[str | None, typer.Option(help="Added to the logits of tokens: 12=-5,7=2.5.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling: equal seeds, equal text.")] = 0,
     system: Annotated[str | None, typer.Option(help="The system prompt, instead of the template's own.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt itself, without the chat template.")] = False,
@@ -54,7 +59,9 @@ def generate(
     """Generate text with a language model whose every operation is a jtile kernel."""
     options = dict(model=model, prompt_ids=prompt_ids, chat=not raw, system=system, json=as_json, stats=stats)
     options |= dict(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed)
-    options |= dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    options |= dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias)
+    options |= dict(repetition_penalty=repetition_penalty, presence_penalty=presence_penalty)
+    options |= dict(frequency_penalty=frequency_penalty)
     raise typer.Exit(run_model(sys.stdin.read() if prompt == "-" else prompt, **options))
 
 

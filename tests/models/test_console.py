@@ -66,6 +66,8 @@ def test_text_from_a_gguf(write_gguf, tmp_path, capsys):
         ({"prompt_ids": "1,b"}, "--prompt-ids takes integers"),
         ({"prompt_ids": ""}, "the prompt is empty"),
         ({"prompt_ids": "999"}, "outside the vocabulary"),
+        ({"prompt_ids": "1", "logit_bias": "3:2"}, "--logit-bias takes token ids with numbers"),
+        ({"prompt_ids": "1", "min_p": 2.0}, "min_p must be in"),
         ({"prompt": "hi"}, "has no tokenizer"),
         ({"prompt_ids": "1", "system": "be brief"}, "a system prompt is part of a chat"),
         ({"prompt_ids": "1", "model": "/nowhere"}, "there is no model at /nowhere"),

@@ -42,10 +42,10 @@ def test_matrices_are_rounded_and_what_is_small_is_not(data):
 ])  # fmt: skip
 def test_the_cache_has_its_own_dtype(data, dtype, cache_dtype, held):
     lm = jtile.models.load(data / "llama", dtype=dtype, cache_dtype=cache_dtype)
-    ids, sampling = np.zeros((2, 16), np.int32), generate.Sampling()
-    args = lm._weights, ids, ids[:, 0] + 16, sampling.traced(), ids[0, :1]
-    options = dict(slots=32, sampling=sampling.static, cache_dtype=lm.cache_dtype)
-    cache = generate._prefill.eval_shape(lm._structure, *args, **options)[2]
+    ids = np.zeros((2, 16), np.int32)
+    args = lm._weights, ids, ids[:, 0] + 16, {}, ids[0, :1]
+    options = dict(slots=32, cache_dtype=lm.cache_dtype, steps=generate.Steps(), logprobs=False)
+    cache = generate._prefill.eval_shape(lm._structure, *args, **options)[3].cache
     assert {x.dtype.name for entry in cache.entries for x in entry} == {held}
 
 

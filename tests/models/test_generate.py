@@ -42,11 +42,31 @@ def test_a_row_that_ended_waits_for_the_others(tiny, golden):
     assert (out[0, at:] == end).all()
 
 
-def test_sampling_depends_on_the_seed_only(tiny, row):
-    options = dict(temperature=1.5, top_k=50, top_p=0.95)
-    a, b, c = (tiny.generate(row, 20, seed=seed, **options).tolist() for seed in (3, 3, 4))
-    assert a == b
-    assert a != c
+def test_sampled_rows_depend_on_their_seed_and_not_on_their_batch(tiny, golden):
+    options = dict(temperature=1.5, top_k=50, top_p=0.95, eos=None)
+    ids = golden["input_ids"]
+    both = tiny.generate(ids, 20, seed=7, **options)
+    assert np.array_equal(both[::-1], tiny.generate(ids[::-1], 20, seed=[8, 7], **options))
+    assert tiny.generate(ids[1].tolist(), 20, seed=8, **options).tolist() == both[1].tolist()
+    assert tiny.generate(ids[1].tolist(), 20, seed=9, **options).tolist() != both[1].tolist()
+
+
+def test_penalties_biases_and_log_probabilities(tiny, row):
+    """Greedy with all of them, against the logits of whole sequences."""
+    stream = tiny.stream(
+        row, 12, eos=None, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={5: 4.0},
+        logprobs=True,
+    )  # fmt: skip
+    made = list(stream)
+    logits = np.asarray(tiny.logits([row + made]), np.float64)[0, len(row) - 1 : -1]
+    rest = np.log(np.exp(logits).sum(-1))
+    np.testing.assert_allclose(stream.logprobs, logits[np.arange(12), made] - rest, atol=1e-4)
+    logits[:, 5] += 4
+    for i, x in enumerate(logits):
+        seen, counts = row + made[:i], np.bincount(made[:i], minlength=256)
+        x[seen] = np.where(x[seen] > 0, x[seen] / 1.4, x[seen] * 1.4)
+        assert made[i] == (x - 0.2 * counts - 0.3 * (counts > 0)).argmax()
+    assert made != tiny.generate(row, 12, eos=None).tolist()
 
 
 def test_generation_ends_with_the_context(tiny, row):
@@ -62,6 +82,8 @@ def test_bad_arguments_raise_before_the_first_token(tiny, row):
         (row * 30, {}, "context holds 512"),
         (row, {"max_new_tokens": -1}, "max_new_tokens"),
         (row, {"temperature": -0.1}, "temperature"),
+        (row, {"logit_bias": {256: 1.0}}, "outside the vocabulary of 256"),
+        ([row, row], {"seed": [1, 2, 3]}, "seed is one value, or one a row"),
         ("text", {}, "encode it first"),
         (row, {"eos": "<end>"}, "eos is 'model'"),
         (row, {"eos": 1.5}, "eos is 'model'"),
