@@ -100,17 +100,25 @@ def _blocks_type(table, ids, *, dtype, **_):
     return jax.ShapeDtypeStruct((ids.shape[0], *shape), dtype)
 
 
+def _of_blocks(numbers, shared: int):
+    """Numbers [n, groups] beside the codes of blocks, `shared` of which are a group: [n, blocks, 1]."""
+    if shared > 1:
+        numbers = jnp.broadcast_to(numbers[..., None], (*numbers.shape, shared)).reshape(numbers.shape[0], -1)
+    return numbers[..., None]
+
+
 @jt.kernel(out_type=_blocks_type, grid=_grid)
 def embedding_blocks(table: Weight, ids, y, *, bn: int, dtype: str):
-    """Codes [vocab, blocks, stored], scale, minimum [vocab, blocks]; the formulas are in quantized_tensor.py."""
-    rows = jt.ds(jt.program_id(0) * bn, bn)
+    """Codes [vocab, blocks, stored], scale, minimum [vocab, groups]; the formulas are in quantized_tensor.py."""
+    rows, shared = jt.ds(jt.program_id(0) * bn, bn), table.shared_by(table.codes.shape[1])
     row = ids[rows]
-    codes, scale = table.codes[row], table.scale[row].astype(jnp.float32)[..., None]
+    of_blocks = lambda a: _of_blocks(a[row].astype(jnp.float32), shared)
+    codes, scale = table.codes[row], of_blocks(table.scale)
     halves = (codes & jnp.uint8(15), codes >> jnp.uint8(4)) if codes.dtype == jnp.uint8 else (codes,)
     for k, half in enumerate(halves):
         w = half.astype(jnp.float32)
         if table.minimum is not None:
-            w = w * scale + table.minimum[row].astype(jnp.float32)[..., None]
+            w = w * scale + of_blocks(table.minimum)
         else:
             w = (w - 8.0) * scale if len(halves) == 2 else w * scale
         y[rows, :, k, :] = w.astype(y.dtype)

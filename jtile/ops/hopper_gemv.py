@@ -50,6 +50,12 @@ def _groups(kind: str) -> int:
     return bits_of(kind) // 4
 
 
+def _of_piece(array, inner: int, kind: str) -> int:
+    """How many of the scales of a row of `inner` weights belong to 512 bytes of codes; 0: not a whole number."""
+    n = array.shape[-1] * (PIECE // _groups(kind))
+    return n // inner if n % inner == 0 else 0
+
+
 def _real(x) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.float32)
 
@@ -223,15 +229,15 @@ def _of_blocks(weight: Weight, kind: str) -> tuple:
 
 
 def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots: int) -> _Memory:
-    m, each, groups = range(x.shape[0]), range(roles), range(_groups(kind))
+    m, each, groups, inner = range(x.shape[0]), range(roles), range(_groups(kind)), x.shape[1] * x.shape[2]
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
-    block = (rows, LANES // len(groups))
+    block = lambda a: (rows, _of_piece(a, inner, kind))
     totals = m if bits_of(kind) < 16 else ()
     return _Memory(
         words=[[[ring((rows, width), w.codes.dtype) for _ in groups] for w in weights] for _ in each],
         of_blocks=[
-            [[[ring(block, a.dtype) for _ in groups] for a in _of_blocks(w, kind)] for w in weights] for _ in each
+            [[[ring(block(a), a.dtype) for _ in groups] for a in _of_blocks(w, kind)] for w in weights] for _ in each
         ],
         planes=[[ring((8, LANES, 4), jnp.float32, chunks) for _ in m] for _ in each],
         totals=[[ring((len(groups), LANES), jnp.float32, chunks) for _ in totals] for _ in each],
@@ -345,7 +351,7 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
           roles: int, slots: int):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
-    Of each weight codes [out, words] or plain numbers [out, in], scale [out, in / 32 or 1] and, for Q4_1, minimum. Two
+    Of each weight codes [out, words] or plain numbers [out, in], scale [out, in / group] and, for Q4_1, minimum. Two
     of them: y = act(x Gᵀ) * (x Uᵀ). Of the epilogue bias [1, out] and residual [m, out].
 
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
@@ -416,15 +422,19 @@ def normed_kernel(arrays: int) -> jt.Kernel:
     return made.autotune(space=_points, key=_NORMED_KEY, override=True)
 
 
+def _scale_bytes(weight: Weight, inner: int, kind: str) -> int:
+    """Of the scales and minima of 1024 weights."""
+    return sum(_of_piece(a, inner, kind) * _groups(kind) * a.dtype.itemsize for a in _of_blocks(weight, kind))
+
+
 @functools.lru_cache(maxsize=1024)
-def choices(m: int, inner: int, kind: str, gated: bool = False) -> list[dict[str, int]]:
+def choices(m: int, inner: int, kind: str, gated: bool = False, scale_bytes: int = 0) -> list[dict[str, int]]:
     """Meta-parameters that fit, the best first: of tall tiles (of 4 bits 8 rows, the last of which is sooner done), as
-    many on their way as there is room for, at least three."""
+    many on their way as there is room for, at least three. `scale_bytes`: of the scales of 1024 weights."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
     chunks = jt.cdiv(inner, PIECE * roles)
     numbers = m * chunks * roles * (PIECE + (LANES * _groups(kind) if bits_of(kind) < 16 else 0)) * 4
-    row = roles * 512 * _groups(kind) * (1 + gated)
-    row += {"q4_1": 2, "q4_0": 1, "q8_0": 1}.get(kind, 0) * roles * 2 * LANES * (1 + gated)
+    row = roles * (512 * _groups(kind) + scale_bytes) * (1 + gated)
     out = []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
         sums = 2 * roles * (1 + gated) * m * rows * LANES * 4
@@ -436,7 +446,8 @@ def choices(m: int, inner: int, kind: str, gated: bool = False) -> list[dict[str
 
 def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
     """For the tuner."""
-    return choices(x.shape[0], x.shape[1] * x.shape[2], kind, len(weights) > 1)
+    inner = x.shape[1] * x.shape[2]
+    return choices(x.shape[0], inner, kind, len(weights) > 1, _scale_bytes(weights[0], inner, kind))
 
 
 def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:
@@ -451,11 +462,16 @@ def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:
         fits = weight.codes.dtype == x.dtype and x.dtype in (jnp.bfloat16, jnp.float16) and inner % 8 == 0
         why = f"the matrix is {weight.codes.dtype.name}, with {inner} columns: not 16-bit floats as the rows, in eights"
     else:
-        fits = weight.codes.dtype == jnp.uint32 and inner % (BLOCK if kind == "int8" else 8 * BLOCK) == 0
+        lines = [_of_piece(a, inner, kind) * a.dtype.itemsize for a in _of_blocks(weight, kind)]
+        whole = all(n >= 16 and a.shape[1] * a.dtype.itemsize % 16 == 0 for n, a in zip(lines, weight.of_blocks))
+        fits = weight.codes.dtype == jnp.uint32 and inner % BLOCK == 0 and whole
         why = f"codes are {weight.codes.dtype.name} of {inner} columns: not packed words, or not in lines of copies"
     return first_unmet(
         (fits, why),
-        (bool(choices(m, inner, kind, gated)), f"rows of {inner} leave no room in shared memory"),
+        (
+            bool(choices(m, inner, kind, gated, _scale_bytes(weight, inner, kind))),
+            f"rows of {inner} leave no room in shared memory",
+        ),
     )
 
 
@@ -483,7 +499,7 @@ def normed_product(
 
 def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, dict]:
     """x as the kernels take it, and their meta-parameters."""
-    meta = choices(*x.shape, kind, len(weights) > 1)
+    meta = choices(*x.shape, kind, len(weights) > 1, _scale_bytes(weights[0], x.shape[1], kind))
     best = meta[0]
     if bits_of(kind) == 16:  # tall tiles, if not so few that many multiprocessors have one less than others
         tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])

@@ -87,6 +87,23 @@ def _scales(tiles, kind: str, dtype) -> list:
     return [d.astype(dtype), *((m * (1 / _DOWN)).astype(dtype) for m in shift)]
 
 
+def _cover(array, inner: int) -> tuple[int, int]:
+    """How many scales of a row belong to a round, and how many a buffer has: 16 bytes at least, as tensor maps ask."""
+    of_round = array.shape[1] * DEPTH // inner
+    return of_round, max(of_round, 16 // array.dtype.itemsize)
+
+
+def _of_round(tile, k, of_round: int):
+    """Of a buffer of scales, float [rows, cover], those of round k, one for each block: [rows, DEPTH / BLOCK]."""
+    rows, cover = tile.shape
+    if cover > of_round:
+        parts = tile.astype(jnp.float32).reshape(rows, cover // of_round, of_round)
+        mine = jax.lax.broadcasted_iota(jnp.int32, parts.shape, 1) == k % (cover // of_round)
+        tile = jnp.where(mine, parts, jnp.float32(0)).sum(1)
+    shape = rows, of_round, DEPTH // BLOCK // of_round
+    return tile if shape[2] == 1 else jnp.broadcast_to(tile[:, :, None], shape).reshape(rows, DEPTH // BLOCK)
+
+
 def _columns(x, n: int) -> list:
     """The tile in parts of at most n columns."""
     if x.shape[1] <= n:
@@ -110,6 +127,7 @@ class _Memory:
     Attributes:
       words: of each 64 rows of W the rings of its words.
       of_blocks: likewise those of the scales (and minima) that come with words.
+      of_round: of each of these arrays how many belong to a round.
       x: the ring of x.
       partial: of each consumer that has some of the rounds, but the first, and of each 64 rows: its sums.
       full, empty: a round of the words has come; has been read.
@@ -119,6 +137,7 @@ class _Memory:
 
     words: list[list[jt.Shared]]
     of_blocks: list[list[jt.Shared]]
+    of_round: list[int]
     x: jt.Shared
     partial: list[list[jt.Shared]]
     full: jt.Barrier
@@ -129,9 +148,14 @@ class _Memory:
 
 
 def _memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: int, x_slots: int, pieces: int):
+    covers = [_cover(a, x.shape[1]) for a in blocks]
     return _Memory(
         words=[[jt.alloc((ROWS, WORDS), jnp.uint32, slots=slots) for _ in range(wide)] for _ in range(high)],
-        of_blocks=[[jt.alloc((ROWS, DEPTH // BLOCK), a.dtype, slots=slots) for a in blocks] for _ in range(high)],
+        of_blocks=[
+            [jt.alloc((ROWS, cover), a.dtype, slots=slots) for a, (_, cover) in zip(blocks, covers)]
+            for _ in range(high)
+        ],
+        of_round=[n for n, _ in covers],
         x=jt.alloc((columns, PIECE * pieces), x.dtype, slots=x_slots),
         partial=[[jt.alloc((ROWS, columns), jnp.float32) for _ in range(high)] for _ in range(deep - 1)],
         full=jt.barrier(slots),
@@ -142,10 +166,10 @@ def _memory(x, blocks, *, wide: int, high: int, deep: int, columns: int, slots: 
     )
 
 
-def _round(word_rings, scale_rings, k, kind: str, dtype):
-    """Words [64, 8, 4] and scales of round k, in registers."""
-    words = [ring.at(k).load().reshape(ROWS, 8, 4) for ring in word_rings]
-    tiles = [ring.at(k).load() for ring in scale_rings]
+def _round(mem: _Memory, i: int, k, first, kind: str, dtype):
+    """Words [64, 8, 4] and scales of round k, in registers; `first`: the program's first round among those of a row."""
+    words = [ring.at(k).load().reshape(ROWS, 8, 4) for ring in mem.words[i]]
+    tiles = [_of_round(ring.at(k).load(), first + k, n) for ring, n in zip(mem.of_blocks[i], mem.of_round)]
     return words, _scales(tiles, kind, dtype) if tiles else []
 
 
@@ -157,15 +181,16 @@ def _piece(words, scales, p: int, kind: str, dtype):
 
 
 @jt.function
-def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str):
-    """The sums [64, columns] of 64 rows over every `step`-th round. Numbers are made while other roles' products run;
-    making those of the next piece behind a product of the own gained nothing for 16, 64 and 256 rows of x."""
+def _consume(mem, i: int, first_round: int, rounds: int, step: int, kind: str, first):
+    """The sums [64, columns] of 64 rows over every `step`-th round; `first`: see `_round`. Numbers are made while other
+    roles' products run; making those of the next piece behind a product of the own gained nothing for 16, 64 and 256
+    rows of x."""
     x, dtype, count = mem.x, mem.x.dtype.type, DEPTH // PIECE
     pieces = x.shape[1] // PIECE
     acc = jt.zeros((ROWS, x.shape[0]), jnp.float32)
     for k in jt.range(first_round, rounds, step):
         mem.full.at(k).wait()
-        words, scales = _round(mem.words[i], mem.of_blocks[i], k, kind, dtype)
+        words, scales = _round(mem, i, k, first, kind, dtype)
         mem.empty.at(k).arrive()  # they are in registers
         for p in range(count):
             at = k * (count // pieces) + p // pieces
@@ -211,8 +236,8 @@ def hopper_quantized_product(
     x, weight: Weight, y, *, kind: str, high: int, deep: int, columns: int, splits: int, slots: int,
     x_slots: int, pieces: int, registers: int, out_dtype: str = "float32",
 ):  # fmt: skip
-    """Sums [splits, m, out] of x [m, in] and a weight: codes [out, words], scale [out, in / 32 or 1] and minimum, an
-    array like it that is read for Q4_1 alone.
+    """Sums [splits, m, out] of x [m, in] and a weight: codes [out, words], scale [out, in / group], minimum like it,
+    which is read for Q4_1 alone.
 
     A program has `high * 64` rows of W, `columns` of x and a part of the rounds. Consumer (j, i) takes the i-th 64 of
     the rows and every `deep`-th round from the j-th on: always the same slots, for a barrier tells only one phase from
@@ -228,7 +253,7 @@ def hopper_quantized_product(
     for j in range(deep):
         for i in range(high):
             with jt.role(f"consumer{j}{i}", warps=4, registers=registers):
-                acc = _consume(mem, i, j, rounds, deep, kind)
+                acc = _consume(mem, i, j, rounds, deep, kind, split * rounds)
                 if j:
                     mem.partial[j - 1][i].store(acc)
                     mem.done[(j - 1) * high + i].arrive()
@@ -245,8 +270,10 @@ def hopper_quantized_product(
             for i in range(high):
                 for n, ring in enumerate(mem.words[i]):
                     jt.async_copy(codes.tiles(ROWS, WORDS).at[tile * high + i, at * wide + n], ring.at(k), full)
-                for a, ring in zip(blocks, mem.of_blocks[i]):
-                    jt.async_copy(a.tiles(ROWS, DEPTH // BLOCK).at[tile * high + i, at], ring.at(k), full)
+                for a, ring, n in zip(blocks, mem.of_blocks[i], mem.of_round):
+                    cover = ring.shape[1]
+                    place = at if cover == n else at // (cover // n)
+                    jt.async_copy(a.tiles(ROWS, cover).at[tile * high + i, place], ring.at(k), full)
     with jt.role("feeder", warps=1, registers=24):  # of x, which has fewer rounds in its ring: words do not wait for it
         for k in jt.range(rounds * each):
             mem.x_empty.at(k).wait(before=True)
@@ -282,12 +309,20 @@ def misfit(x, weight: Weight, kind: str) -> str | None:
     """Why the kernel does not compute x [m, in] times this, None where it does: packed weights, 16-bit floats, and rows
     that tensor maps can say."""
     m, inner = x.shape
+    whole = inner > 0 and inner % (BLOCK if kind == "int8" else DEPTH) == 0
     return first_unmet(
         (weight.codes.dtype == jnp.uint32, f"codes are {weight.codes.dtype.name}, not packed words"),
         (x.dtype in (jnp.bfloat16, jnp.float16), f"rows are {x.dtype.name}, not 16-bit floats"),
         (isinstance(m, int), "the number of rows is not known"),
-        (inner > 0 and inner % (BLOCK if kind == "int8" else DEPTH) == 0, f"rows of {inner} are not whole rounds"),
+        (whole, f"rows of {inner} are not whole rounds"),
+        (kind == "int8" or all(_copied(a, inner) for a in weight.of_blocks), "scales are not in lines of copies"),
     )
+
+
+def _copied(array, inner: int) -> bool:
+    """Whether tensor maps copy the scales of a round, one or more, in 16 bytes."""
+    of_round, cover = _cover(array, inner)
+    return of_round > 0 and cover * array.dtype.itemsize == 16 and array.shape[1] * array.dtype.itemsize % 16 == 0
 
 
 def product(x, weight: Weight, *, kind: str, out_dtype=jnp.float32) -> jax.Array:

@@ -23,8 +23,12 @@ class Weight(NamedTuple):
 
     @property
     def of_blocks(self) -> tuple[Any, ...]:
-        """The arrays with a number for each block of weights."""
+        """The arrays with a number for each group of weights."""
         return tuple(x for x in self[1:] if x is not None)
+
+    def shared_by(self, blocks: int) -> int:
+        """How many of the `blocks` blocks of 32 of a row share a scale."""
+        return max(blocks // self.scale.shape[-1], 1)
 
 
 class Epilogue(NamedTuple):

@@ -1,6 +1,6 @@
 """Products with quantised weights: y = x Wᵀ where W [out, in] stays quantised in memory.
 
-A block of 32 weights is w_j = d q_j + m (m = 0 but for Q4_1, and q - 8 for q in Q4_0), so a row of the product is
+A group of weights is w_j = d q_j + m (m = 0 but for Q4_1, and q - 8 for q in Q4_0), so a row of the product is
 
     y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj).
 
@@ -125,13 +125,14 @@ def _plain(weights: tuple[Weight, ...], kind: str) -> tuple[Weight, ...]:
     return tuple(w._replace(codes=unpack_codes(w.codes, kind)) for w in weights)
 
 
-def _codes(codes, r, rows: int, kind: str, blocks: int, c=0, chunks: int = 1):
-    """The codes of a tile as float32 parts: [rows, blocks, width] each, and where each part stands in its block.
+def _codes(codes, r, rows: int, kind: str, lead: tuple[int, ...], c=0, chunks: int = 1):
+    """The codes of a tile as float32 parts, [rows, *lead, width] each, and where each part stands in its block.
 
-    Of the columns only those of chunk c of `chunks`, which holds `blocks` blocks.
+    Of the columns only those of chunk c of `chunks`, which holds `lead` groups: of 4-bit codes, whose blocks have two
+    parts, (groups,) of one block, or (groups, blocks of a group).
     """
     stored = codes.shape[1] // chunks
-    q = codes.tiles(rows, stored)[r, c].reshape(rows, blocks, stored // blocks)
+    q = codes.tiles(rows, stored)[r, c].reshape(rows, *lead, stored // math.prod(lead))
     if kind in ("int8", "q8_0"):
         return [q.astype(jnp.float32)]
     parts = [(q & np.uint8(15)).astype(jnp.float32), (q >> np.uint8(4)).astype(jnp.float32)]
@@ -139,30 +140,41 @@ def _codes(codes, r, rows: int, kind: str, blocks: int, c=0, chunks: int = 1):
 
 
 def _row_product(weight: Weight, X, r, rows: int, kind: str):
-    """Y [rows] = W x for one row of x, X [blocks, parts, width]; nothing of W is stored."""
-    blocks = weight.scale.shape[1]
-    parts = _codes(weight.codes, r, rows, kind, blocks)
-    scale = weight.scale.tiles(rows, blocks)[r, 0].astype(jnp.float32)
-    dot = parts[0] * X[None, :, 0]
+    """Y [rows] = W x for one row of x, X as `_row` gives it; nothing of W is stored."""
+    groups, lead = weight.scale.shape[1], X.shape[:-2]
+    parts = _codes(weight.codes, r, rows, kind, lead)
+    scale = weight.scale.tiles(rows, groups)[r, 0].astype(jnp.float32)
+    dot = parts[0] * X[None, ..., 0, :]
     for k, part in enumerate(parts[1:], 1):
-        dot = dot + part * X[None, :, k]
-    Y = jnp.sum(scale[:, :, None] * dot, axis=(1, 2))
+        dot = dot + part * X[None, ..., k, :]
+    Y = jnp.sum(_beside(scale, lead) * dot, axis=tuple(range(1, dot.ndim)))
     if weight.minimum is None:
         return Y
-    low = weight.minimum.tiles(rows, blocks)[r, 0].astype(jnp.float32)
-    return Y + jnp.sum(low * jnp.sum(X, axis=(1, 2))[None, :], axis=1)
+    low = weight.minimum.tiles(rows, groups)[r, 0].astype(jnp.float32)
+    return Y + jnp.sum(low * jnp.sum(X, axis=tuple(range(1, X.ndim)))[None, :], axis=1)
+
+
+def _beside(numbers, lead: tuple[int, ...]):
+    """Scales or minima [rows, groups] beside parts of `_codes`."""
+    return numbers.reshape(*numbers.shape, *(1,) * len(lead))
 
 
 def _dequantized(weight: Weight, r, rows: int, kind: str, inner: int, c=0, chunks: int = 1):
     """W [rows, inner / chunks] of one tile in float32: chunk c of its columns."""
-    blocks = 1 if kind == "int8" else weight.scale.shape[1] // chunks  # int8: one scale for every chunk
-    at = 0 if kind == "int8" else c
-    scale = weight.scale.tiles(rows, blocks)[r, at].astype(jnp.float32)[:, :, None]
-    W = [scale * q for q in _codes(weight.codes, r, rows, kind, blocks, c, chunks)]
+    groups = 1 if kind == "int8" else weight.scale.shape[1] // chunks  # int8: one scale for every chunk
+    at, lead = 0 if kind == "int8" else c, _lead(weight, kind, groups, inner)
+    scale = _beside(weight.scale.tiles(rows, groups)[r, at].astype(jnp.float32), lead)
+    W = [scale * q for q in _codes(weight.codes, r, rows, kind, lead, c, chunks)]
     if weight.minimum is not None:
-        low = weight.minimum.tiles(rows, blocks)[r, at].astype(jnp.float32)[:, :, None]
+        low = _beside(weight.minimum.tiles(rows, groups)[r, at].astype(jnp.float32), lead)
         W = [w + low for w in W]
-    return jnp.concatenate(W, axis=2).reshape(rows, inner // chunks)
+    return jnp.concatenate(W, axis=-1).reshape(rows, inner // chunks)
+
+
+def _lead(weight: Weight, kind: str, groups: int, inner: int) -> tuple[int, ...]:
+    """How `_codes` are to stand beside the scales of `groups` groups; `inner`: of the whole weight."""
+    blocks = weight.shared_by(inner // BLOCK) if kind in ("q4_0", "q4_1") else 1
+    return (groups,) if blocks == 1 else (groups, blocks)
 
 
 def _type(x, weights, *_, **__):
@@ -178,8 +190,9 @@ def _grid_of_tiles(x, weights, *_, rows, bm, **__):
 
 
 def _row(x, i, weight: Weight, kind: str):
-    """Row i of x as [blocks, parts, width], as codes of W stand."""
-    return x[i, :].reshape(weight.scale.shape[1], 2 if kind in ("q4_0", "q4_1") else 1, -1)
+    """Row i of x as [*lead, parts, width], as codes of W stand."""
+    lead = _lead(weight, kind, weight.scale.shape[1], x.shape[1])
+    return x[i, :].reshape(*lead, 2 if kind in ("q4_0", "q4_1") else 1, -1)
 
 
 @jt.kernel(out_type=_type, grid=_grid_of_rows, name="quantized_gemv")
@@ -231,8 +244,13 @@ def quantized_dx_tiles(g, weight: Weight, dx, *, kind: str, inner: int, rows: in
 
 def _dx(g, weight: Weight, kind: str, inner: int):
     (weight,) = _plain((weight,), kind)
-    units = inner if kind == "int8" else inner // BLOCK  # what a chunk is made of
     width, tall, rows = (512, 512, _divisor(g.shape[1], 64)) if machine().whole else (64, 64, 32)
+    if kind != "int8" and (times := inner // max(weight.scale.shape[1], 1) // width) > 1:  # groups larger than a chunk
+        weight = weight._replace(
+            scale=jnp.repeat(weight.scale, times, axis=1),
+            minimum=None if weight.minimum is None else jnp.repeat(weight.minimum, times, axis=1),
+        )
+    units = inner if kind == "int8" else weight.scale.shape[1]  # what a chunk is made of
     chunks = next(n for n in range(jt.cdiv(inner, width), units + 1) if units % n == 0) if units else 1
     bm = fit(g.shape[0], tall)
     return quantized_dx_tiles(g, weight, kind=kind, inner=inner, rows=rows, bm=bm, chunks=chunks)

@@ -94,13 +94,23 @@ def _plain_fields(words, four: bool):
     return [field.astype(jnp.int32).astype(jnp.float32) for field in fields]
 
 
-def _terms(weight: Weight, group, chunk, kind: str, blocks: int, xs, fields_of):
+def _of_blocks(load, chunk, blocks: int, shared: int):
+    """The scales of a chunk of `blocks` blocks of rows, `shared` of which have one: float32 [rows, blocks, 1].
+    `load(n, k)` gives the k-th n scales of the rows."""
+    if shared == 1:
+        return load(blocks, chunk).astype(jnp.float32)[:, :, None]
+    n = max(blocks // shared, 1)
+    found = load(n, chunk if blocks >= shared else chunk // (shared // blocks)).astype(jnp.float32)
+    return jnp.broadcast_to(found[:, :, None], (*found.shape, blocks // n)).reshape(found.shape[0], blocks, 1)
+
+
+def _terms(weight: Weight, group, chunk, kind: str, blocks: int, shared: int, xs, fields_of):
     """What a chunk of rows of W adds to its products with the rows of x: tiles [rows, blocks, words of a block].
 
-    xs: of each row of x its planes, and their sum.
+    shared: blocks that have one scale. xs: of each row of x its planes, and their sum.
     """
     rows = weight.codes.shape[1]
-    of_block = lambda a: a.tiles(None, rows, blocks)[group, 0, chunk].astype(jnp.float32)[:, :, None]
+    of_block = lambda a: _of_blocks(lambda n, k: a.tiles(None, rows, n)[group, 0, k], chunk, blocks, shared)
     fields = fields_of(_words(weight.codes, group, chunk, kind, blocks), kind in FOUR_BIT)
     scale = None if kind == "int8" else of_block(weight.scale)
     low = None if weight.minimum is None else of_block(weight.minimum)
@@ -126,13 +136,14 @@ def quantized_gemv_lanes(
     """A group of rows of W in a program, `blocks` blocks of 32 weights at a time.
 
     x [m, in], in a multiple of 32; codes [groups, rows, bytes or words], groups * rows = out; scale (and minimum)
-    [groups, rows, blocks or 1]. With a second weight y = act(x Gᵀ) * (x Uᵀ). Bias [1, groups, rows], residual
+    [groups, rows, scales of a row]. With a second weight y = act(x Gᵀ) * (x Uᵀ). Bias [1, groups, rows], residual
     [m, groups, rows], as y.
     """
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     # One dimension walks with the grid and one is counted out: `groups` can be cut over devices.
     m, group, codes, four = x.shape[0], jt.program_id(0), weights[0].codes, kind in FOUR_BIT
     packed, rows, words = codes.dtype == jnp.uint32, codes.shape[1], 4 if four else 8
+    shared = weights[0].shared_by(x.shape[1] // BLOCK)
 
     def summed(blocks, stages, scaled, fields_of):
         """For each weight and row of x its products with the rows of W, and the largest |x| in lanes."""
@@ -142,7 +153,7 @@ def quantized_gemv_lanes(
             xs = [_planes(x, i, chunk, four, packed, blocks) for i in range(m)]
             top = functools.reduce(jnp.maximum, [abs(plane) for of_row in xs for plane in of_row], top)
             parts = [scaled(of_row, four) for of_row in xs]
-            terms = [t for w in weights for t in _terms(w, group, chunk, kind, blocks, parts, fields_of)]
+            terms = [t for w in weights for t in _terms(w, group, chunk, kind, blocks, shared, parts, fields_of)]
             sums = tuple(total + term for total, term in zip(sums, terms))
         return tuple(total.sum(axis=(1, 2)) for total in sums), top
 
@@ -164,9 +175,9 @@ def quantized_gemv_lanes(
 
 def _dequantized(weight: Weight, r, chunk, kind: str, rows: int, blocks: int, dtype):
     """The halves of a chunk of W as matrices [rows, blocks * width], each a list of terms of `dtype`."""
-    width = weight.codes.shape[2]
+    width, shared = weight.codes.shape[2], weight.shared_by(weight.codes.shape[1])
     codes = weight.codes.tiles(rows, blocks, width)[r, chunk, 0]
-    of_block = lambda a: a.tiles(rows, blocks)[r, chunk].astype(jnp.float32)[:, :, None]
+    of_block = lambda a: _of_blocks(lambda n, k: a.tiles(rows, n)[r, k], chunk, blocks, shared)
     halves = (codes & np.uint8(15), codes >> np.uint8(4)) if kind in FOUR_BIT else (codes,)
     halves = [half.astype(jnp.float32) for half in halves]
     if kind != "int8":
@@ -194,7 +205,7 @@ def quantized_gemm_lanes(
     """`bm` rows of x, `rows` of W in a program.
 
     x [m, blocks, 32] (of 4-bit codes [m, blocks, 2, 16]) in the dtype it comes in; codes [out, blocks, stored], scale
-    (and minimum) [out, blocks or 1]; bias [1, out], residual [m, out]; two weights as in `quantized_gemv_lanes`.
+    (and minimum) [out, scales of a row]; bias [1, out], residual [m, out]; two weights as in `quantized_gemv_lanes`.
     """
     # Y = X Wᵀ, a sum over the halves of the blocks and over the terms that W is split into
     r, i, four = jt.program_id(0), jt.program_id(1), kind in FOUR_BIT

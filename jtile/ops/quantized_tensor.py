@@ -1,13 +1,16 @@
-"""Quantised weights as one pytree: int8 per channel, and the 4-bit and 8-bit blocks of 32 of GGUF.
+"""Quantised weights as one pytree: int8 per channel, and codes of 4 and 8 bits in groups with a scale.
 
 A weight of shape (out, in) is kept as codes, scales and (Q4_1 only) minima, all dense and row-major:
 
-| kind | codes            | scale             | minimum           | weight of code q      |
-|------|------------------|-------------------|-------------------|-----------------------|
-| int8 | int8 [out, in]   | f32 [out, 1]      | -                 | scale * q             |
-| q8_0 | int8 [out, in]   | f16 [out, in/32]  | -                 | scale * q             |
-| q4_0 | uint8 [out, in/2]| f16 [out, in/32]  | -                 | scale * (q - 8)       |
-| q4_1 | uint8 [out, in/2]| f16 [out, in/32]  | f16 [out, in/32]  | scale * q + minimum   |
+| kind | codes            | scale                | minimum           | weight of code q      |
+|------|------------------|----------------------|-------------------|-----------------------|
+| int8 | int8 [out, in]   | f32 [out, 1]         | -                 | scale * q             |
+| q8_0 | int8 [out, in]   | float [out, in/group]| -                 | scale * q             |
+| q4_0 | uint8 [out, in/2]| float [out, in/group]| -                 | scale * (q - 8)       |
+| q4_1 | uint8 [out, in/2]| float [out, in/group]| float, likewise   | scale * q + minimum   |
+
+The group of weights that share a scale is 32 times a power of two: 32 in GGUF, whose scales are float16, and mostly 128
+in safetensors, where they are float16 or bfloat16. The shapes of the arrays say it.
 
 Byte j of a 4-bit block of 32 holds weight j in its low nibble and weight j + 16 in its high nibble, as in GGUF;
 codes and scales are separate arrays so that both stay aligned for vector loads.
@@ -31,7 +34,7 @@ import numpy as np
 
 from jtile._errors import KernelTypeError, KernelValueError
 
-BLOCK = 32  # weights that share one scale
+BLOCK = 32  # weights of a block of GGUF; groups that share a scale are of one or more blocks
 KINDS = ("int8", "q8_0", "q4_0", "q4_1")
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # one GGUF block: f16 scale, (f16 minimum,) codes
 
@@ -61,6 +64,11 @@ class QuantizedTensor:
         return 2
 
     @property
+    def group(self) -> int:
+        """Weights of a row that share a scale."""
+        return self.shape[1] // max(self.scale.shape[-1], 1)
+
+    @property
     def is_4bit(self) -> bool:
         return self.kind in ("q4_0", "q4_1")
 
@@ -75,9 +83,23 @@ class QuantizedTensor:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @classmethod
-    def quantize(cls, x, kind: str) -> QuantizedTensor:
+    def quantize(cls, x, kind: str, group: int = BLOCK) -> QuantizedTensor:
         """Quantises `x` (float [out, in]); blocks round as ggml's reference does. Works under `jax.jit`."""
-        return quantize(x, kind)
+        return quantize(x, kind, group)
+
+    @classmethod
+    def from_int4(cls, codes, scale, zero=None) -> QuantizedTensor:
+        """Weights scale * (code - zero) as Q4_0, or as Q4_1 where a zero is given.
+
+        Args:
+          codes: uint8 [out, in], from 0 to 15, in a multiple of 32.
+          scale: float [out, groups]; a group is a multiple of 32 weights.
+          zero: integers of the same shape; None: 8 everywhere.
+
+        Raises:
+          KernelValueError: shapes that do not fit.
+        """
+        return from_int4(codes, scale, zero)
 
     @classmethod
     def from_gguf_blocks(cls, raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
@@ -92,6 +114,7 @@ class QuantizedTensor:
         """The same weights as they are multiplied fastest on GPUs with sm_90; every op takes either form.
 
         To be called once, when weights are loaded. Where a form is needed that this is not, ops undo it in each call.
+        Groups are halved until each row of scales is made of whole lines of 16 bytes, which is what tensor maps copy.
 
         Raises:
           KernelValueError: `in` is no multiple of 32.
@@ -99,7 +122,28 @@ class QuantizedTensor:
         if self.shape[1] % BLOCK:
             raise KernelValueError(f"packed codes are those of blocks of {BLOCK}, got a tensor of {self.shape}")
         codes = self.codes if self.is_packed else pack_codes(self.codes, self.kind)
-        return dataclasses.replace(self, codes=codes)
+        return dataclasses.replace(self._regrouped(), codes=codes)
+
+    def _regrouped(self) -> QuantizedTensor:
+        """With groups that kernels for sm_90 copy, if there are such."""
+        inner, bits = self.shape[1], 4 if self.is_4bit else 8
+        arrays = [a for a in (self.scale, self.minimum) if a is not None]
+        size = min(a.dtype.itemsize for a in arrays)
+
+        def copied(group: int) -> bool:  # rows of scales, and those of 512 bytes of codes
+            return inner // group * size % 16 == 0 and 4096 // bits * size >= 16 * group
+
+        if self.kind == "int8" or copied(self.group):
+            return self
+        group = next((g for g in (256, 128, 64, 32) if self.group % g == 0 and copied(g)), self.group)
+        return self if group == self.group else self.regrouped(group)
+
+    def regrouped(self, group: int) -> QuantizedTensor:
+        """The same weights with smaller groups, whose scales are repeated: `group` divides that of this tensor."""
+        if self.group % group:
+            raise KernelValueError(f"groups of {self.group} weights do not divide into groups of {group}")
+        wide = lambda a: None if a is None else jnp.repeat(a, self.group // group, axis=-1)
+        return dataclasses.replace(self, scale=wide(self.scale), minimum=wide(self.minimum))
 
     def unpacked(self) -> QuantizedTensor:
         """The inverse of `packed`."""
@@ -137,11 +181,12 @@ def dequantize_rows(kind: str, codes, scale, minimum=None) -> jax.Array:
     scale = scale.astype(jnp.float32)[..., None]
     if kind == "int8":
         return codes.astype(jnp.float32) * scale[..., 0]
-    lead = codes.shape[:-1]
+    lead, groups = codes.shape[:-1], scale.shape[-2]
     if kind == "q8_0":
-        return (codes.reshape(*lead, -1, BLOCK).astype(jnp.float32) * scale).reshape(*lead, -1)
+        return (codes.reshape(*lead, groups, -1).astype(jnp.float32) * scale).reshape(*lead, -1)
     blocks = codes.reshape(*lead, -1, BLOCK // 2)
     quants = jnp.concatenate([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).astype(jnp.float32)
+    quants = quants.reshape(*lead, groups, -1)
     if kind == "q4_0":
         weights = (quants - 8.0) * scale
     else:
@@ -183,20 +228,46 @@ def _places(step: int, rank: int):
     return (step * h + 16 * e).reshape((1,) * (rank - 3) + (2, 1, 2))
 
 
-def quantize(x, kind: str) -> QuantizedTensor:
-    """Quantises float [out, in] to `kind`.
+def quantize(x, kind: str, group: int = BLOCK) -> QuantizedTensor:
+    """Quantises float [out, in] to `kind`, with a scale for every `group` weights of a row (int8: for the whole row).
 
-    Blocks round as ggml's reference quantiser does (Q4_0: the value of largest magnitude maps to code 0).
+    Groups round as ggml's reference quantiser does (Q4_0: the value of largest magnitude maps to code 0).
 
     Raises:
-      KernelValueError: unknown kind, `x` is no matrix, or `in` is no multiple of 32 (int8: any).
+      KernelValueError: unknown kind, `x` is no matrix, the group is not 32 times a power of two, or `in` is no multiple
+        of it (int8: any).
     """
     x = x if isinstance(x, (np.ndarray, jax.Array)) else jnp.asarray(x)
-    _check(kind, x.shape)
+    _check(kind, x.shape, group)
     if not _on_host(x):
-        return _quantize(jnp, x, kind)
+        return _quantize(jnp, x, kind, group)
     there = x.sharding if isinstance(x, jax.Array) and x.committed else None
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, there), _quantize(np, np.asarray(x), kind))
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, there), _quantize(np, np.asarray(x), kind, group))
+
+
+def from_int4(codes, scale, zero=None) -> QuantizedTensor:
+    """See `QuantizedTensor.from_int4`."""
+    (out, inner), groups = codes.shape, scale.shape[-1]
+    if scale.shape != (out, groups) or (zero is not None and zero.shape != scale.shape):
+        raise KernelValueError(f"codes {codes.shape} and scales {scale.shape} are not [out, in] and [out, groups]")
+    if groups == 0 or inner % (groups * BLOCK):
+        raise KernelValueError(f"{groups} groups do not divide a row of {inner} weights into multiples of {BLOCK}")
+    return _from_int4(codes, scale, zero)
+
+
+@jax.jit
+def _from_int4(codes, scale, zero) -> QuantizedTensor:
+    (out, inner), blocks = codes.shape, codes.shape[1] // scale.shape[1] // BLOCK
+    halves = codes.reshape(out, inner // BLOCK, 2, BLOCK // 2)
+    stored = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(out, inner // 2)
+    odd = blocks // (blocks & -blocks)  # of groups that are not 32 times a power of two
+    scale = jnp.repeat(scale, odd, axis=1)
+    if zero is None:
+        return QuantizedTensor(stored, scale, None, "q4_0")
+    low = -scale.astype(jnp.float32) * jnp.repeat(zero, odd, axis=1).astype(jnp.float32)
+    # float16 holds up to 15 times a scale to 0.7 % of it; bfloat16 would not
+    low = low.astype(jnp.float32 if scale.dtype == jnp.bfloat16 else scale.dtype)
+    return QuantizedTensor(stored, scale, low, "q4_1")
 
 
 def _on_host(x) -> bool:
@@ -206,7 +277,7 @@ def _on_host(x) -> bool:
     return not isinstance(x, jax.core.Tracer) and [d.platform for d in x.devices()] == ["cpu"]
 
 
-def _quantize(xp, x, kind: str) -> QuantizedTensor:
+def _quantize(xp, x, kind: str, group: int) -> QuantizedTensor:
     """With the functions of `xp`: NumPy's for what lies in the host's memory, where `jnp` would compile two dozen
     programs for every shape, to the same bits."""
     out, inner = x.shape
@@ -215,10 +286,11 @@ def _quantize(xp, x, kind: str) -> QuantizedTensor:
         if kind == "int8":
             scale = xp.max(xp.abs(x), axis=1, keepdims=True, initial=0) / 127.0
             return QuantizedTensor(_round_to_int8(xp, x * _inverse(xp, scale)), scale, None, kind)
-        codes, scale, minimum = _QUANTIZERS[kind](xp, x.reshape(out, inner // BLOCK, BLOCK))
+        codes, scale, minimum = _QUANTIZERS[kind](xp, x.reshape(out, inner // group, group))
         scale = scale[..., 0].astype(np.float16)
         minimum = None if minimum is None else minimum[..., 0].astype(np.float16)
     if kind != "q8_0":
+        codes = codes.reshape(out, inner // BLOCK, BLOCK)
         codes = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << np.uint8(4))
     return QuantizedTensor(codes.reshape(out, math.prod(codes.shape[1:])), scale, minimum, kind)
 
@@ -281,12 +353,14 @@ def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
     return jax.device_put(QuantizedTensor(codes, scale, minimum, kind))  # jnp.asarray compiles a copy for each shape
 
 
-def _check(kind: str, shape: Sequence[int]) -> None:
+def _check(kind: str, shape: Sequence[int], group: int = BLOCK) -> None:
     if kind not in KINDS:
         raise KernelValueError(f"unknown kind of quantisation {kind!r}; expected one of {', '.join(KINDS)}")
     if len(shape) != 2:
         raise KernelValueError(f"a quantised tensor has the shape (out, in), got {tuple(shape)}")
-    if kind != "int8" and shape[1] % BLOCK:
+    if not isinstance(group, int) or group < BLOCK or group % BLOCK or group // BLOCK & (group // BLOCK - 1):
+        raise KernelValueError(f"a group has {BLOCK} weights times a power of two, got {group!r}")
+    if kind != "int8" and shape[1] % group:
         raise KernelValueError(
-            f"{kind} needs `in` to be a multiple of {BLOCK}, got {tuple(shape)}; int8 takes any size"
+            f"{kind} needs `in` to be a multiple of {group}, got {tuple(shape)}; int8 takes any size"
         )

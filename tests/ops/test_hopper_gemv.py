@@ -148,8 +148,9 @@ def test_any_size_of_x(scale):
     ],
 )
 def test_what_it_does_not_take(m, inner, dtype, why):
+    stored = lambda inner, dtype: map(jax.ShapeDtypeStruct, ((8, inner // 8), (8, inner // 32)), (dtype, jnp.float16))
     of = lambda m, inner, dtype: (
-        jax.ShapeDtypeStruct((m, inner), jnp.bfloat16), Weight(jax.ShapeDtypeStruct((8, inner // 8), dtype)), "q4_0"
+        jax.ShapeDtypeStruct((m, inner), jnp.bfloat16), Weight(*stored(inner, dtype)), "q4_0"
     )  # fmt: skip
     assert hopper_gemv.misfit(*of(1, 512, "uint32")) is None
     assert re.search(why, hopper_gemv.misfit(*of(m, inner, dtype)) or "")

@@ -1,0 +1,171 @@
+"""Quantised weights whose groups are larger than GGUF's blocks of 32, in every kernel that takes them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import normal
+
+import jtile as jt
+from jtile import ops
+from jtile.ops import hopper_gemv, hopper_quantized
+from jtile.ops.embeddings import embedding_reference
+from jtile.ops.operands import NO_EPILOGUE, Weight
+from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
+
+
+def int4(out, inner, groups, seed=0, zeros=True, dtype="float16"):
+    """A tensor of codes, scales and zero points, and the matrix that they say."""
+    draw = np.random.default_rng(seed)
+    codes = draw.integers(0, 16, (out, inner), np.uint8)
+    scale = draw.uniform(0.5, 1.5, (out, groups)).astype(jnp.dtype(dtype))
+    zero = draw.integers(0, 16, (out, groups)).astype(np.int32) if zeros else None
+    wide = lambda a: np.repeat(a.astype(np.float32), inner // groups, axis=1)
+    matrix = wide(scale) * (codes.astype(np.float32) - (wide(zero) if zeros else 8))
+    return QuantizedTensor.from_int4(
+        jnp.asarray(codes), jnp.asarray(scale), None if zero is None else jnp.asarray(zero)
+    ), matrix
+
+
+@pytest.mark.parametrize(("groups", "group"), [(3, 128), (6, 64), (4, 32), (1, 128)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_codes_scales_and_zeros(groups, group, dtype):
+    for zeros in (False, True):
+        w, matrix = int4(5, 384, groups, zeros=zeros, dtype=dtype)
+        assert (w.kind, w.shape, w.group) == (("q4_0", "q4_1")[zeros], (5, 384), group)
+        assert w.scale.dtype == dtype and w.codes.nbytes == 5 * 192
+        error = abs(np.asarray(w.dequantize()) - matrix).max()
+        assert error == 0 if dtype == "bfloat16" or not zeros else error < 15 * 1.5 * 2**-11
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
+def test_quantising_in_groups(kind):
+    x = np.asarray(normal(0, 3, 512))
+    for group in (32, 128, 512):
+        w = QuantizedTensor.quantize(x, kind, group)
+        assert w.scale.shape == (3, 512 // group)
+        largest = abs(x.reshape(3, -1, group)).max(-1)
+        near = abs(np.asarray(w.dequantize()) - x).reshape(3, -1, group).max(-1)
+        assert (near < largest * {"q8_0": 0.5 / 127, "q4_0": 1.02 / 8, "q4_1": 1.05 / 15}[kind] + 1e-3).all()
+    smaller = w.regrouped(64)
+    assert smaller.group == 64 and np.array_equal(smaller.dequantize(), w.dequantize())
+    for message, group in (("32 weights times a power of two, got 96", 96), ("multiple of 1024", 1024)):
+        with pytest.raises(jt.errors.KernelValueError, match=message):
+            QuantizedTensor.quantize(x, kind, group)
+    with pytest.raises(jt.errors.KernelValueError, match="groups of 512 weights do not divide into groups of 96"):
+        w.regrouped(96)
+
+
+def test_what_is_no_int4():
+    codes, scale = jnp.zeros((2, 96), jnp.uint8), jnp.ones((2, 2))
+    with pytest.raises(jt.errors.KernelValueError, match="2 groups do not divide a row of 96"):
+        QuantizedTensor.from_int4(codes, scale)
+    with pytest.raises(jt.errors.KernelValueError, match=r"are not \[out, in\] and \[out, groups\]"):
+        QuantizedTensor.from_int4(codes, scale[:1])
+
+
+@functools.cache
+def grouped(kind, group, inner=512, out=12, seed=1):
+    return QuantizedTensor.quantize(normal(seed, out, inner), kind, group)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "arch", "m"),
+    [
+        ("q4_0", 128, None, 1),
+        ("q4_1", 64, None, 5),
+        ("q8_0", 256, None, 5),
+        ("q4_1", 64, "sm_90", 1),
+        ("q4_0", 128, "sm_90", 5),
+    ],
+)
+def test_products(kind, group, arch, m):
+    w, x = grouped(kind, group), normal(3, m, 512)
+    with jt.config(arch=arch):
+        slope = jax.grad(lambda x: (ops.quantized_matmul(x, w) ** 2).sum())
+        y, g = evaluated(lambda x: (ops.quantized_matmul(x, w), slope(x)))(x)
+    matrix = np.asarray(w.dequantize())
+    want = np.asarray(x) @ matrix.T
+    assert relative_error(y, want) < 3e-6
+    assert relative_error(g, 2 * want @ matrix) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0"])
+def test_rows_of_a_table(kind):
+    w, ids = grouped(kind, 128), np.array([3, 0, 11, 99], np.int32)
+    for table in (w, w.packed()):
+        want = evaluated(embedding_reference)(w, ids)
+        np.testing.assert_array_equal(evaluated(ops.embedding)(table, ids), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "inner", "packed"),
+    [
+        ("q4_0", 128, 2048, 128),
+        ("q4_0", 512, 2048, 128),
+        ("q4_0", 128, 512, 64),
+        ("q8_0", 128, 2048, 64),
+        ("q4_0", 128, 384, 128),
+    ],
+)
+def test_packing_halves_groups_that_tensor_maps_do_not_copy(kind, group, inner, packed):
+    w = grouped(kind, group, inner)
+    assert w.packed().group == packed and w.packed().unpacked().shape == w.shape
+    np.testing.assert_array_equal(w.packed().dequantize(), w.dequantize())
+
+
+STREAMED = {  # kind, group, in, dtype of the scales, meta-parameters
+    "q4_0, 128": ("q4_0", 128, 2048, "float16", {}),
+    "q4_1, 64, rounds": ("q4_1", 64, 2048, "float16", {"roles": 1, "rows": 4}),
+    "q8_0, 64": ("q8_0", 64, 1024, "float16", {"rows": 4}),
+    "q8_0, 128": ("q8_0", 128, 1024, "float32", {"rows": 4}),
+}
+
+
+def packed_in_groups(kind, group, inner, dtype, out=12):
+    """A packed weight of that group, and its matrix."""
+    w = grouped(kind, group, inner, out)
+    cast = lambda a: None if a is None else a.astype(dtype)
+    p = QuantizedTensor(w.codes, cast(w.scale), cast(w.minimum), kind).packed()
+    assert p.group == group
+    return p, np.asarray(w.dequantize())
+
+
+@pytest.mark.parametrize("case", STREAMED)
+def test_one_row_against_a_stream(case):
+    *of, options = STREAMED[case]
+    p, matrix = packed_in_groups(*of)
+    kind, inner, x = of[0], of[2], normal(2, 1, of[2], dtype="bfloat16")
+    weight, n = Weight(p.codes, p.scale, p.minimum), 128 // hopper_gemv.bits_of(kind)
+    assert hopper_gemv.misfit(x, weight, kind) is None
+    found = hopper_gemv.choices(1, inner, kind, False, hopper_gemv._scale_bytes(weight, inner, kind))[0]
+    meta = dict(kind=kind, activation=None, out_dtype="float32") | found | options
+    y = hopper_gemv.kernel((weight,), NO_EPILOGUE).interpret(
+        np.asarray(x).reshape(1, inner // n, n), (weight,), NO_EPILOGUE, seed=len(case), **meta
+    )
+    assert relative_error(y, np.asarray(x, np.float32) @ matrix.T) < 3e-6
+
+
+SEVERAL = {  # kind, group, in, dtype of the scales, meta-parameters
+    "q4_0, 128": ("q4_0", 128, 1024, "bfloat16", {"high": 2, "deep": 2, "splits": 2}),
+    "q4_1, 64": ("q4_1", 64, 512, "float16", {}),
+    "q4_1, 256": ("q4_1", 256, 1024, "float32", {"splits": 1}),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_several_rows_on_warpgroups(case):
+    *of, options = SEVERAL[case]
+    p, matrix = packed_in_groups(*of, out=64)
+    x, kind, inner = normal(2, 20, of[2], dtype="bfloat16"), of[0], of[2]
+    weight = Weight(p.codes, p.scale, p.scale if p.minimum is None else p.minimum)
+    assert hopper_quantized.misfit(x, weight, kind) is None
+    meta = hopper_quantized.choice(20, 64, inner, kind) | options
+    y = hopper_quantized.hopper_quantized_product.interpret(x, weight, kind=kind, seed=len(case), **meta)
+    assert relative_error(np.asarray(y).sum(0), np.asarray(x, np.float32) @ matrix.T) < 5e-3  # weights in bfloat16
+    lines = Weight(p.codes, p.scale[:, :3])
+    assert hopper_quantized.misfit(x, lines, kind) == "scales are not in lines of copies"
