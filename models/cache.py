@@ -1,41 +1,178 @@
-"""The key-value cache of a decoder: static slots per row, donated from step to step so that it is updated in place."""
+"""The key-value cache of a decoder: donated from step to step, so that it is updated in place.
+
+A layer's `Entry` holds the tokens of each row in slots: side by side, in a ring that keeps the newest ones of a window,
+or in pages of a pool. `Slots` is an entry beside what all layers share, the lengths and the table of pages: a layer
+appends new tokens to it and attends to it, and knows no form.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jtile import ops
+
+from . import kernels
+
 SMALLEST_BUCKET = 16
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head's queries and keys before they are rotated: weights float32 [head_dim]."""
+
+    q: jax.Array
+    k: jax.Array
+    eps: float
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What one layer keeps of the tokens.
+
+    arrays: keys and values [batch, slots, kv_heads, head_dim] (apart: no step copies a layer), or the latent vectors
+    [batch, slots, rank + rope]; in pages [pages, slots of a page, ...]. ring: the token at position p is in slot
+    p modulo slots, and older ones are gone; otherwise slot = position, or that slot of the row's pages.
+    """
+
+    arrays: tuple[jax.Array, ...]
+    ring: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """What every layer keeps of the tokens; row b holds `lengths[b]` of them in its first slots, slot = position.
+    """What every layer keeps of the tokens; row b holds `lengths[b]` of them.
 
-    entries: per layer a tuple of arrays [batch, slots, ...], keys and values [batch, slots, kv_heads, head_dim] of
-    grouped-query attention (apart: no step copies a layer); lengths: int32 [batch].
+    lengths: int32 [batch]. table: int32 [batch, n], the pages of each row in order, the same numbers in the pool of
+    every layer; None where rows lie in one piece, as those of rings do in any case.
     """
 
-    entries: tuple[tuple[jax.Array, ...], ...]
+    entries: tuple[Entry, ...]
     lengths: jax.Array
+    table: jax.Array | None = None
+
+    def layer(self, entry: Entry) -> Slots:
+        """One of the entries, to be appended to."""
+        return Slots(entry, self.lengths, None if entry.ring else self.table)
+
+    def longer(self, entries: Sequence[Entry], by: int = 1) -> KVCache:
+        """With the entries behind a step of `by` tokens a row."""
+        return KVCache(tuple(entries), self.lengths + by, self.table)
 
     @property
-    def slots(self) -> int:
-        return self.entries[0][0].shape[1]
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(x.size * x.dtype.itemsize for entry in self.entries for x in entry.arrays)
 
 
-def from_prefill(entries, lengths, slots: int, dtype=None) -> KVCache:
-    """A cache with `slots` slots from each layer's arrays [batch, length, ...], length <= slots; in `dtype`, by default
-    that of the arrays."""
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """An entry of the cache with `lengths` tokens a row before this step; see `KVCache`."""
 
-    def place(x):
-        x = x if dtype is None else x.astype(dtype)
+    entry: Entry
+    lengths: jax.Array
+    table: jax.Array | None = None
+
+    def _with(self, *arrays) -> Slots:
+        return dataclasses.replace(self, entry=dataclasses.replace(self.entry, arrays=arrays))
+
+    def _tokens(self, x):
+        """x [batch * t, ...] as [batch, t, ...]; of one token a row as it is."""
+        batch = self.lengths.shape[0]
+        return x if x.shape[0] == batch else x.reshape(batch, -1, *x.shape[1:])
+
+    def append(self, qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | None = None):
+        """The projection qkv [batch * t, (heads + 2 kv_heads) head_dim] of the next t tokens of each row, with the cos
+        and sin [batch * t, head_dim / 2] of their positions: returns the rotated queries [batch * t, heads, head_dim],
+        and the slots with keys and values, written in place in the cache's dtype."""
+        qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
+        weights, eps = ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
+        options = {"heads": heads, "kv_heads": kv_heads, "eps": eps, "ring": self.entry.ring}
+        q, *arrays = kernels.rope_append(
+            qkv, cos, sin, self.lengths, *self.entry.arrays, weights, self.table, **options
+        )
+        return q, self._with(*arrays)
+
+    def attend(self, q, window: int | None = None, scale: float | None = None, softcap: float | None = None):
+        """Causal attention of the tokens that were appended last, q [batch * t, heads, head_dim], rounded to the
+        cache's dtype; the result has q's shape and dtype. `window`, `scale`, `softcap`: see `ops.decode_attention`."""
+        keys, values = self.entry.arrays
+        window = None if self.entry.ring else window  # a ring holds what a token sees, in any order
+        options = {"pages": self.table, "window": window, "scale": scale, "softcap": softcap}
+        new = self._tokens(q.astype(keys.dtype))
+        y = ops.decode_attention(new, keys, values, self._longer(q), **options)
+        return y.reshape(q.shape).astype(q.dtype)
+
+    def append_latent(self, q, absorbed, new, norm, cos, sin, eps: float):
+        """See `kernels.latent_append`: returns (query [batch * t, heads, rank + rope], the slots)."""
+        (latent,) = self.entry.arrays
+        query, latent = kernels.latent_append(
+            q, absorbed, new, norm, cos, sin, self.lengths, latent, self.table, eps=eps
+        )
+        return query, self._with(latent)
+
+    def attend_latent(self, query, rank: int, scale: float):
+        """`ops.mla_decode` of queries [batch * t, heads, rank + rope]: [batch * t, heads, rank] of their dtype."""
+        (latent,) = self.entry.arrays
+        options = {"pages": self.table, "rank": rank, "scale": scale}
+        y = ops.mla_decode(self._tokens(query), latent, self._longer(query), **options)
+        return y.reshape(*query.shape[:2], rank)
+
+    def _longer(self, tokens):
+        """The lengths behind this step."""
+        return self.lengths + tokens.shape[0] // self.lengths.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a cache is laid out. slots: of each row; dtype: of its arrays, None for that of what goes into it; windows:
+    of each layer, whose newest tokens a ring keeps if they are fewer than the slots; None and `()`: no rings. page:
+    slots of a page, None for rows in one piece."""
+
+    slots: int
+    dtype: str | None = None
+    windows: tuple[int | None, ...] = ()
+    page: int | None = None
+
+
+def from_prefill(entries, lengths, layout: Layout) -> KVCache:
+    """A cache of each layer's arrays [batch, length, ...] with length <= slots, of which `lengths` are real; pages of a
+    row lie behind each other in their pools."""
+    windows = layout.windows or (None,) * len(entries)
+    pages = None if layout.page is None else -(-layout.slots // layout.page)
+    table = None
+    if pages is not None:
+        batch = lengths.shape[0]
+        table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
+
+    def place(x, ring: int | None):
+        x = x if layout.dtype is None else x.astype(layout.dtype)
+        if ring is not None:
+            return _newest(x, lengths, ring)
+        slots = layout.slots if layout.page is None else pages * layout.page
+        x = jnp.pad(x, ((0, 0), (0, slots - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+        return x if layout.page is None else x.reshape(-1, layout.page, *x.shape[2:])
+
+    def entry(arrays, window):
+        ring = None if window is None or window >= layout.slots else window
+        return Entry(tuple(place(x, ring) for x in arrays), ring is not None)
+
+    return KVCache(tuple(entry(*of) for of in zip(entries, windows, strict=True)), lengths, table)
+
+
+def _newest(x, lengths, slots: int):
+    """The ring [batch, slots, ...] of the newest tokens of x [batch, length, ...]."""
+    if x.shape[1] <= slots:
         return jnp.pad(x, ((0, 0), (0, slots - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
-
-    return KVCache(tuple(tuple(place(x) for x in entry) for entry in entries), lengths)
+    last = lengths[:, None] - 1
+    positions = last - (last - jnp.arange(slots, dtype=jnp.int32)[None, :]) % slots
+    positions = jnp.maximum(positions, 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, positions, axis=1)
 
 
 def bucket(length: int, limit: int | None = None) -> int:

@@ -37,10 +37,15 @@ class Attention(nnx.Module):
         norm = lambda name: nnx.Param(as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,))))
         self.q_norm, self.k_norm = (None, None) if config.norm_eps is None else (norm("q"), norm("k"))
 
-    def _norms(self) -> layers.HeadNorms | None:
+    @property
+    def window(self) -> int | None:
+        """How many of the newest keys a token sees; None: all."""
+        return self.config.window
+
+    def _norms(self) -> kv.HeadNorms | None:
         if self.q_norm is None:
             return None
-        return layers.HeadNorms(self.q_norm.get_value(), self.k_norm.get_value(), self.config.norm_eps)
+        return kv.HeadNorms(self.q_norm.get_value(), self.k_norm.get_value(), self.config.norm_eps)
 
     def enter(self, x, delta, norm, eps: float):
         """(x + delta, the projection of its norm [..., (heads + 2 kv_heads) head_dim]); x, delta [..., hidden]."""
@@ -53,13 +58,13 @@ class Attention(nnx.Module):
         mixed = layers.attention(q, k, v, c.window, c.scale, c.softcap)
         return layers.linear(mixed.reshape(*qkv.shape[:2], -1), self.output.get_value()), (k, v)
 
-    def step(self, qkv, cos, sin, entry, lengths):
-        """The projection [batch, ...] against this layer's entry of the cache; returns (output [batch, hidden], the
-        entry)."""
+    def step(self, qkv, cos, sin, slots: kv.Slots):
+        """The projection [batch * t, ...] of the next t tokens of each row, against this layer's part of the cache;
+        returns (output [batch * t, hidden], the longer part)."""
         c = self.config
-        q, *entry = layers.append_heads(qkv, cos, sin, lengths, *entry, c.heads, c.kv_heads, self._norms())
-        mixed = layers.decode_attention(q, *entry, lengths + 1, c.window, c.scale, c.softcap)
-        return layers.linear(mixed.reshape(qkv.shape[0], -1), self.output.get_value()), tuple(entry)
+        q, slots = slots.append(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
+        mixed = slots.attend(q, c.window, c.scale, c.softcap)
+        return layers.linear(mixed.reshape(qkv.shape[0], -1), self.output.get_value()), slots
 
 
 class GatedMLP(nnx.Module):
@@ -99,9 +104,9 @@ def mlp_behind_norm(mlp, x, delta, norm, eps: float):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    attention: a module with `rope`, and with `prefill` and `step` as `Attention` has, which take what `enter` gives;
-    what it keeps of each token, a tuple of arrays [batch, length, ...], is this layer's entry of the cache. mlp: called
-    as `GatedMLP`.
+    attention: a module with `rope`, `window`, and with `prefill` and `step` as `Attention` has, which take what `enter`
+    gives; what it keeps of each token, a tuple of arrays [batch, length, ...], is this layer's entry of the cache. mlp:
+    called as `GatedMLP`.
 
     A block takes x as the sum of two arrays, and gives it so: the norm behind the sum is one kernel with it. The second
     array may be None.
@@ -123,10 +128,10 @@ class Block(nnx.Module):
         """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens)."""
         return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin))
 
-    def step(self, x, delta, cos, sin, entry, lengths):
-        """x, delta [batch, hidden], one token a row, which goes to slot lengths[b]; returns (both behind this block,
-        the longer entry)."""
-        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, entry, lengths))
+    def step(self, x, delta, cos, sin, slots: kv.Slots):
+        """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
+        longer part of the cache)."""
+        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, slots))
 
 
 class Decoder(nnx.Module):
@@ -210,16 +215,26 @@ class Decoder(nnx.Module):
         losses = ops.cross_entropy(self(ids[:, :-1], remat=remat), targets, ignore=IGNORED)
         return losses.sum() / (targets != IGNORED).sum().astype(losses.dtype)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer's attention."""
+        return tuple(block.attention.window for block in self.blocks)
+
     def step(self, tokens, cache: kv.KVCache):
-        """One token per row: tokens int32 [batch] -> (logits float32 [batch, vocab], the cache one token longer)."""
-        x, angles = self._enter(tokens, cache.lengths)
+        """The next tokens of each row, int32 [batch] or [batch, t] -> (logits float32 [batch, (t,) vocab] behind each,
+        the longer cache). Several are more than a ring takes: see `cache.Layout`."""
+        t = 1 if tokens.ndim == 1 else tokens.shape[1]
+        positions = cache.lengths
+        if tokens.ndim > 1:
+            positions = (positions[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]).reshape(-1)
+        x, angles = self._enter(tokens.reshape(-1), positions)
         delta, entries = None, []
         for block, entry in zip(self.blocks, cache.entries, strict=True):
-            (x, delta), entry = block.step(x, delta, *angles[block.rope], entry, cache.lengths)
-            entries.append(entry)
+            (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry))
+            entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
         _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
-        return self._capped(logits), kv.KVCache(tuple(entries), cache.lengths + 1)
+        return self._capped(logits).reshape(*tokens.shape, -1), cache.longer(entries, t)
 
 
 def _positions(ids):

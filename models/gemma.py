@@ -120,6 +120,6 @@ class Block(nnx.Module):
         """See `decoder.Block`."""
         return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin))
 
-    def step(self, x, delta, cos, sin, entry, lengths):
+    def step(self, x, delta, cos, sin, slots):
         """See `decoder.Block`."""
-        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, entry, lengths))
+        return self._run(x, delta, lambda entered: self.attention.step(entered, cos, sin, slots))

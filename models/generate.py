@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 import jtile as jt
-from jtile._errors import PromptError
+from jtile._errors import ModelError, PromptError
 
 from . import cache as kv
 from . import sampling
@@ -52,14 +52,14 @@ class Stats:
 class LanguageModel:
     """A loaded model. `config`: its sizes; `tokenizer`: text to ids and back (None if the files had none);
     `eos_ids`: the tokens that end a text; `source`: where the weights came from; `dtype`: of its activations;
-    `cache_dtype`: of its cache, None for that of what goes into it."""
+    `cache_dtype`, `page_size`: of its cache, see `load`; `windows`: of each layer's attention."""
 
     def __init__(
         self, model: Decoder, tokenizer: Tokenizer | None = None, eos_ids: Sequence[int] = (), source: str = "",
-        cache_dtype: str | None = None,
+        cache_dtype: str | None = None, page_size: int | None = None,
     ):  # fmt: skip
         self.config, self.tokenizer, self.eos_ids, self.source = model.config, tokenizer, tuple(eos_ids), source
-        self.dtype, self.cache_dtype = model.dtype, cache_dtype
+        self.dtype, self.cache_dtype, self.page_size, self.windows = model.dtype, cache_dtype, page_size, model.windows
         graph, state = nnx.split(model)
         # Plain leaves: a dispatch takes 80 us with them and 390 us with the 423 Variables of SmolLM2's nnx.State.
         self._weights, tree = jax.tree.flatten(state)
@@ -72,12 +72,16 @@ class LanguageModel:
         return _merge(self._structure, self._weights)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, dtype=None, cache_dtype=None) -> LanguageModel:
-        """Reads every weight of the checkpoint; `dtype`, `cache_dtype`: see `load`."""
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, dtype=None, cache_dtype=None, page_size: int | None = None
+    ) -> LanguageModel:
+        """Reads every weight of the checkpoint; `dtype`, `cache_dtype`, `page_size`: see `load`."""
+        if page_size is not None and (not _is_int(page_size) or page_size < 1):
+            raise ModelError(f"page_size is an int of at least 1, or None for rows in one piece; got {page_size!r}")
         dtype = default_dtype(checkpoint.sample()) if dtype is None else dtype_of(dtype, "dtype")
         cache_dtype = None if cache_dtype is None else dtype_of(cache_dtype, "cache_dtype")
         model = Decoder(checkpoint.config, checkpoint.weight, checkpoint.tied, dtype)
-        return cls(model, checkpoint.tokenizer, checkpoint.eos_ids, checkpoint.source, cache_dtype)
+        return cls(model, checkpoint.tokenizer, checkpoint.eos_ids, checkpoint.source, cache_dtype, page_size)
 
     def logits(self, ids, attention_mask=None) -> jax.Array:
         """Logits of the next token after every position.
@@ -245,7 +249,8 @@ class Generation(Iterator):
         slots = kv.bucket(max(size, length + self._new_tokens), lm.config.max_length)
         rest, static = (choice.numbers, choice.ends), {"steps": choice.steps, "logprobs": choice.logprobs}
         args = (_widen(self._prompt.ids, size), self._prompt.lengths, *rest)
-        prefill, seconds = lm._compiled(_prefill, *args, slots=slots, cache_dtype=lm.cache_dtype, **static)
+        layout = kv.Layout(slots, lm.cache_dtype, lm.windows, lm.page_size)
+        prefill, seconds = lm._compiled(_prefill, *args, layout=layout, **static)
         tokens, _, done, memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prefill.out_info)
         args_of_step = memory, tokens, done, np.int32(0), np.int32(0), *rest
         decode, more = lm._compiled(_decode, *args_of_step, chunk=CHUNK, **static)
@@ -269,14 +274,14 @@ def _logits(structure, weights, ids, slot, mask):
     return model.head(hidden) * mask[:, :, None].astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("slots", "cache_dtype", "steps", "logprobs"))
-def _prefill(structure, weights, ids, lengths, numbers, ends, *, slots, cache_dtype, steps, logprobs):
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("layout", "steps", "logprobs"))
+def _prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, logprobs):
     """Runs the prompts; returns (first new tokens [batch], their log-probabilities or None, whether each ends its row,
     the `Memory`)."""
     model = _merge(structure, weights)
     hidden, entries = model.prefill(ids)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    logits, cache = model.head(last), kv.from_prefill(entries, lengths, slots, cache_dtype)
+    logits, cache = model.head(last), kv.from_prefill(entries, lengths, layout)
     penalties = sampling.begin(ids, lengths, logits.shape[1], steps)
     tokens = sampling.choose(logits, jnp.int32(0), steps, numbers, penalties)
     rates = sampling.log_probability(logits, tokens) if logprobs else None

@@ -60,7 +60,30 @@ def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps:
     v.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = X[:, heads + kv_heads :]
 
 
-def _step_types(qkv, cos, sin, lengths, keys, values, norms, *, heads, **_):
+def slot_of(p, rows: int, lengths, table, cache, ring: bool):
+    """Where the cache keeps token p of the `rows` new ones, those of a row side by side: (row or page, slot of it, and
+    whether there is such a page; None: it need not be asked).
+
+    lengths int32 [batch]: tokens before this step. table: int32 [batch, n], the pages of each row, or None; a negative
+    one is none. ring: see `cache.Entry`."""
+    t, slots = rows // lengths.shape[0], jnp.int32(cache.shape[1])
+    b, i = (p, 0) if t == 1 else (jax.lax.div(p, jnp.int32(t)), jax.lax.rem(p, jnp.int32(t)))
+    at = lengths[b] + i
+    at = jax.lax.rem(at, slots) if ring else at
+    if table is None:
+        return b, at, None
+    block, last = jax.lax.div(at, slots), table.shape[1] - 1
+    page = table[b, jnp.minimum(block, last)]
+    return jnp.maximum(page, 0), jax.lax.rem(at, slots), (block <= last) & (page >= 0)
+
+
+def put(cache, place, value, *part: slice) -> None:
+    """Writes what the cache keeps of one token, or a part of it, to a place of `slot_of`."""
+    row, at, there = place
+    jt.store(cache, (row, at, *part, ...), value.astype(cache.dtype), mask=there)
+
+
+def _step_types(qkv, cos, sin, lengths, keys, values, norms, table, *, heads, **_):
     return jt.like(qkv, shape=(qkv.shape[0], heads, qkv.shape[2])), jt.like(keys), jt.like(values)
 
 
@@ -70,15 +93,47 @@ def _step_types(qkv, cos, sin, lengths, keys, values, norms, *, heads, **_):
     alias={"keys": "new_keys", "values": "new_values"},
 )
 def rope_append(
-    qkv, cos, sin, lengths, keys, values, norms, q, new_keys, new_values,
-    *, heads: int, kv_heads: int, eps: float = 0.0,
+    qkv, cos, sin, lengths, keys, values, norms, table, q, new_keys, new_values,
+    *, heads: int, kv_heads: int, eps: float = 0.0, ring: bool = False,
 ):  # fmt: skip
-    """One token a row: rotates q and k of qkv [batch, heads + 2 kv_heads, head_dim] by float32 cos, sin
-    [batch, head_dim / 2], and writes k and v into slot lengths[b] of the caches [batch, slots, kv_heads, head_dim], in
-    place and in their dtype. `norms`: see `rope_split`."""
-    b = jt.program_id(0)
-    at, X = lengths[b], qkv[b, :, :]
-    R = rotated(_heads(X, norms, heads, kv_heads, eps), cos[b, :][None], sin[b, :][None])
-    q[b, :, :] = R[:heads].astype(q.dtype)
-    new_keys[b, at, :, :] = R[heads:].astype(new_keys.dtype)
-    new_values[b, at, :, :] = X[heads + kv_heads :].astype(new_values.dtype)
+    """The next t tokens of each row: rotates q and k of qkv [batch * t, heads + 2 kv_heads, head_dim] by float32 cos,
+    sin [batch * t, head_dim / 2], and writes k and v into the caches [batch, slots, kv_heads, head_dim], or those of
+    pages, in place and in their dtype. `norms`: see `rope_split`; the others: see `slot_of`."""
+    p = jt.program_id(0)
+    place, X = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv[p, :, :]
+    R = rotated(_heads(X, norms, heads, kv_heads, eps), cos[p, :][None], sin[p, :][None])
+    q[p, :, :] = R[:heads].astype(q.dtype)
+    put(new_keys, place, R[heads:])
+    put(new_values, place, X[heads + kv_heads :])
+
+
+HEADS = 8  # of one program of `latent_append` and `latent.rotate_tail`
+
+
+def _append_types(q, absorbed, entry, weight, cos, sin, lengths, cache, table, **_):
+    return jax.ShapeDtypeStruct((*q.shape[:2], cache.shape[2]), cache.dtype), jt.like(cache)
+
+
+@jt.kernel(
+    out_type=_append_types,
+    grid=lambda q, *_, **__: (q.shape[0], jt.cdiv(q.shape[1], HEADS)),
+    alias={"cache": "new_cache"},
+)
+def latent_append(q, absorbed, entry, weight, cos, sin, lengths, cache, table, query, new_cache, *, eps: float):
+    """The next t tokens of each row. query [batch * t, heads, rank + r]: `absorbed` [batch * t, heads, rank], and
+    behind it the last r features of q [batch * t, heads, d + r], turned by cos, sin [batch * t, r / 2]. The cache
+    [batch, slots, rank + r], or that of pages, gets entry [batch * t, rank + r], normalised in front and turned behind,
+    in place; lengths, table: see `slot_of`."""
+    p, h = jt.program_id(0), jt.program_id(1)
+    rank, dtype = absorbed.shape[2], cache.dtype
+    d = q.shape[2] - (cache.shape[2] - rank)
+    C, S = cos[p, :][None], sin[p, :][None]
+    heads = jt.ds(h * HEADS, HEADS)
+    query[p, heads, :rank] = absorbed[p, heads, :].astype(dtype)
+    query[p, heads, rank:] = rotated(q[p, heads, d:].astype(jnp.float32), C, S).astype(dtype)
+    if h == 0:
+        place = slot_of(p, q.shape[0], lengths, table, cache, ring=False)
+        c = entry[p, :rank].astype(jnp.float32)
+        c = c * jax.lax.rsqrt((c * c).sum() * (1.0 / rank) + eps) * weight[:]
+        put(new_cache, place, c, slice(rank))
+        put(new_cache, place, rotated(entry[p, rank:][None].astype(jnp.float32), C, S)[0], slice(rank, None))

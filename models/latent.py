@@ -19,13 +19,13 @@ from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
 from . import layers
+from .cache import Slots
 from .config import WeightSource
 from .decoder import fuse
-from .kernels import rotated
+from .kernels import HEADS, rotated
 from .rope import Rope
 
 NORM_EPS = 1e-6  # of the norms of queries and latent vectors, whatever the configuration says of the others
-HEADS = 8  # of one program of the kernels below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,39 +65,15 @@ def rotate_tail(x, cos, sin, y, *, dtype: str, bt: int = 8):
     y[b, tokens, heads, d:] = rotated(x[b, tokens, heads, d:].astype(jnp.float32), C, S).astype(dtype)
 
 
-def _append_types(q, absorbed, entry, weight, cos, sin, lengths, cache, **_):
-    return jax.ShapeDtypeStruct((*q.shape[:2], cache.shape[2]), cache.dtype), jt.like(cache)
-
-
-@jt.kernel(
-    out_type=_append_types,
-    grid=lambda q, *_, **__: (q.shape[0], jt.cdiv(q.shape[1], HEADS)),
-    alias={"cache": "new_cache"},
-)
-def latent_append(q, absorbed, entry, weight, cos, sin, lengths, cache, query, new_cache, *, eps: float):
-    """One token a row. query [batch, heads, rank + r]: `absorbed` [batch, heads, rank], and behind it the last r
-    features of q [batch, heads, d + r], turned by cos, sin [batch, r / 2]. Slot lengths[b] of the cache
-    [batch, slots, rank + r] gets entry [batch, rank + r], normalised in front and turned behind, in place."""
-    b, h = jt.program_id(0), jt.program_id(1)
-    rank, dtype = absorbed.shape[2], cache.dtype
-    d = q.shape[2] - (cache.shape[2] - rank)
-    C, S = cos[b, :][None], sin[b, :][None]
-    heads = jt.ds(h * HEADS, HEADS)
-    query[b, heads, :rank] = absorbed[b, heads, :].astype(dtype)
-    query[b, heads, rank:] = rotated(q[b, heads, d:].astype(jnp.float32), C, S).astype(dtype)
-    if h == 0:
-        at, c = lengths[b], entry[b, :rank].astype(jnp.float32)
-        c = c * jax.lax.rsqrt((c * c).sum() * (1.0 / rank) + eps) * weight[:]
-        new_cache[b, at, :rank] = c.astype(dtype)
-        new_cache[b, at, rank:] = rotated(entry[b, rank:][None].astype(jnp.float32), C, S)[0].astype(dtype)
-
-
 class LatentAttention(nnx.Module):
-    """Latent self-attention. Keys, values and entries of the cache have the dtype of the weights that expand them.
+    """Latent self-attention, to be used as `decoder.Attention` is. Keys, values and entries of the cache have the dtype
+    of the weights that expand them.
 
     Rotated rows of the weights are reordered from adjacent pairs to halves on loading: scores, the product of queries
     and keys that are both so reordered, stay the same.
     """
+
+    window = None  # a token sees all keys
 
     def __init__(self, config: LatentConfig, hidden: int, weight: WeightSource, prefix: str):
         """Of the tensors `{prefix}{q_a,q_b,q,kv_a,kv_b,o}_proj…`, which `weight(name, shape)` reads."""
@@ -143,19 +119,19 @@ class LatentAttention(nnx.Module):
         x = layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value())
         return x, (jnp.concatenate([latent, rope], axis=-1),)
 
-    def step(self, x, cos, sin, entry, lengths):
-        """x [batch, hidden] against the cache of this layer; returns (output [batch, hidden], the cache)."""
+    def step(self, x, cos, sin, slots: Slots):
+        """x [batch * t, hidden] against this layer's part of the cache; returns (output [batch * t, hidden], the
+        longer part)."""
         key, value, config = self.key.get_value(), self.value.get_value(), self.config
         q, new = self._project(x)
         # q . (W c) = (W^T q) . c, and sum_j p_j (W c_j) = W sum_j p_j c_j
         plain = q[:, :, : config.plain].swapaxes(0, 1).astype(key.dtype)
         absorbed = ops.matmul(plain, key, out_dtype=jnp.float32).swapaxes(0, 1)
-        args = q, absorbed, new, self.norm.get_value(), cos, sin, lengths, *entry
-        query, cache = latent_append(*args, eps=NORM_EPS)
-        mixed = ops.mla_decode(query, cache, lengths + 1, rank=config.rank, scale=config.scale)
+        query, slots = slots.append_latent(q, absorbed, new, self.norm.get_value(), cos, sin, NORM_EPS)
+        mixed = slots.attend_latent(query, config.rank, config.scale)
         mixed = mixed.astype(value.dtype).swapaxes(0, 1)
         mixed = ops.matmul(mixed, value, transpose_b=True, out_dtype=x.dtype).swapaxes(0, 1)
-        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value()), (cache,)
+        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value()), slots
 
 
 def _halves(weight, heads: int, rope: int):

@@ -17,6 +17,7 @@ from jtile import ops
 from jtile.ops import QuantizedTensor
 
 from . import kernels
+from .cache import HeadNorms
 
 
 @jax.tree_util.register_dataclass
@@ -28,15 +29,6 @@ class Adapted:
     a: jax.Array
     b: jax.Array
     scale: float = dataclasses.field(metadata=dict(static=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadNorms:
-    """RMS norms of each head's queries and keys before they are rotated: weights float32 [head_dim]."""
-
-    q: jax.Array
-    k: jax.Array
-    eps: float
 
 
 Weight = jax.Array | QuantizedTensor | tuple | Adapted
@@ -99,38 +91,15 @@ def split_heads(qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | Non
     """Rotated q [batch, length, heads, head_dim], rotated k and v [..., kv_heads, head_dim] of the projection qkv
     [batch, length, (heads + 2 kv_heads) head_dim]; cos and sin [length, head_dim / 2] are those of each position."""
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * kv_heads, -1)
-    weights, eps = _norm_arguments(norms)
+    weights, eps = ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
     bt = kernels.rows_of_split(*qkv.shape[2:])
     return kernels.rope_split(qkv, cos, sin, weights, heads=heads, kv_heads=kv_heads, eps=eps, bt=bt)
-
-
-def append_heads(qkv, cos, sin, lengths, keys, values, heads: int, kv_heads: int, norms: HeadNorms | None = None):
-    """The same for one token a row, qkv [batch, ...], cos and sin [batch, head_dim / 2]: returns
-    q [batch, heads, head_dim] and the caches [batch, slots, kv_heads, head_dim], in which slot lengths[b] of row b now
-    holds k and v, written in place."""
-    qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
-    weights, eps = _norm_arguments(norms)
-    return kernels.rope_append(qkv, cos, sin, lengths, keys, values, weights, heads=heads, kv_heads=kv_heads, eps=eps)
-
-
-def _norm_arguments(norms: HeadNorms | None):
-    return ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
 
 
 def attention(q, k, v, window: int | None = None, scale: float | None = None, softcap: float | None = None):
     """Causal attention of q [batch, length, heads, head_dim] over k, v [batch, length, kv_heads, head_dim]; with a
     window a token sees its newest `window` keys, itself included; `scale` and `softcap`: see `ops.attention`."""
     return ops.attention(q, k, v, causal=True, window=window, scale=scale, softcap=softcap)
-
-
-def decode_attention(
-    q, keys, values, lengths, window: int | None = None, scale: float | None = None, softcap: float | None = None
-):
-    """One query per row, q [batch, heads, head_dim], over the first `lengths` (int [batch]) slots of the cache
-    [batch, slots, kv_heads, head_dim]; the result has q's shape and dtype. The queries are rounded to the dtype of the
-    cache."""
-    options = {"window": window, "scale": scale, "softcap": softcap}
-    return ops.decode_attention(q.astype(keys.dtype), keys, values, lengths, **options).astype(q.dtype)
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}

@@ -28,7 +28,9 @@ def default_model() -> Path:
     return files[0]
 
 
-def load(path: str | os.PathLike | None = None, dtype=None, cache_dtype=None) -> LanguageModel:
+def load(
+    path: str | os.PathLike | None = None, dtype=None, cache_dtype=None, page_size: int | None = None
+) -> LanguageModel:
     """Loads a language model.
 
     Args:
@@ -40,10 +42,11 @@ def load(path: str | os.PathLike | None = None, dtype=None, cache_dtype=None) ->
         logits are float32 in any case. Dense weights of another dtype are rounded to a 16-bit one.
       cache_dtype: of the key-value cache, one of the same; by default that of what goes into it, which is `dtype` (of
         DeepSeek-V3 the dtype of the weights).
+      page_size: slots of a page, of a cache in pages; by default each row lies in one piece. Multiples of 64 on GPUs.
 
     Raises:
-      ModelError: the file is missing, truncated, damaged, or holds another architecture, or a dtype is none of these;
-        the sentence says which.
+      ModelError: the file is missing, truncated, damaged, or holds another architecture, or a dtype or page_size is
+        none of these; the sentence says which.
     """
     path = default_model() if path is None else Path(path)
     if not path.exists():
@@ -51,7 +54,7 @@ def load(path: str | os.PathLike | None = None, dtype=None, cache_dtype=None) ->
     if path.is_dir():
         from .folder import open_folder
 
-        return LanguageModel.from_checkpoint(open_folder(path), dtype, cache_dtype)
+        return LanguageModel.from_checkpoint(open_folder(path), dtype, cache_dtype, page_size)
     from .gguf_file import open_gguf
 
-    return LanguageModel.from_checkpoint(open_gguf(path), dtype, cache_dtype)
+    return LanguageModel.from_checkpoint(open_gguf(path), dtype, cache_dtype, page_size)

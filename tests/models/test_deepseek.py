@@ -223,7 +223,7 @@ def test_the_published_sizes_compile_for_hopper(config):
     step = jax.jit(lambda s, tokens, cache: nnx.merge(graph, s).step(tokens, cache))
     ids, tokens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 1024), (4,)))
     cache = jax.eval_shape(
-        lambda s, ids, lengths: kv.from_prefill(prefill(s, ids)[1], lengths, 1152), state, ids, tokens
+        lambda s, ids, lengths: kv.from_prefill(prefill(s, ids)[1], lengths, kv.Layout(1152)), state, ids, tokens
     )
     with jt.config(arch="sm_90"):
         text = prefill.trace(state, ids).lower(lowering_platforms=("cuda",)).as_text()

@@ -44,9 +44,9 @@ def test_the_cache_has_its_own_dtype(data, dtype, cache_dtype, held):
     lm = jtile.models.load(data / "llama", dtype=dtype, cache_dtype=cache_dtype)
     ids = np.zeros((2, 16), np.int32)
     args = lm._weights, ids, ids[:, 0] + 16, {}, ids[0, :1]
-    options = dict(slots=32, cache_dtype=lm.cache_dtype, steps=generate.Steps(), logprobs=False)
+    options = dict(layout=kv.Layout(32, lm.cache_dtype), steps=generate.Steps(), logprobs=False)
     cache = generate._prefill.eval_shape(lm._structure, *args, **options)[3].cache
-    assert {x.dtype.name for entry in cache.entries for x in entry} == {held}
+    assert {x.dtype.name for entry in cache.entries for x in entry.arrays} == {held}
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [("bfloat16", None), ("float32", "bfloat16")])
@@ -57,7 +57,7 @@ def test_steps_give_the_logits_of_a_prompt(data, golden, dtype, cache_dtype):
     def last(ids):
         _, entries = lm.model.prefill(ids[:, :-1])
         lengths = jnp.full(ids.shape[:1], ids.shape[1] - 1, jnp.int32)
-        return lm.model.step(ids[:, -1], kv.from_prefill(entries, lengths, 32, cache_dtype))[0]
+        return lm.model.step(ids[:, -1], kv.from_prefill(entries, lengths, kv.Layout(32, cache_dtype)))[0]
 
     off = np.abs(np.asarray(last(ids)) - golden["logits"][:, -1])
     assert TRANSFORMERS["llama"] / 100 < off.mean() < TRANSFORMERS["llama"] * (1 if cache_dtype is None else 0.5)
@@ -87,7 +87,7 @@ def test_no_activation_is_widened_between_the_kernels_of_a_step(data):
     """Of a step on Hopper no array of the width of the model is converted by XLA, and no kernel takes two dtypes."""
     lm = jtile.models.load(data / "llama", dtype="bfloat16")
     with jt.config(arch="sm_90"):
-        entry = tuple(jnp.zeros((1, 32, 2, 16), jnp.bfloat16) for _ in range(2))
+        entry = kv.Entry(tuple(jnp.zeros((1, 32, 2, 16), jnp.bfloat16) for _ in range(2)))
         cache = kv.KVCache((entry,) * 3, jnp.zeros((1,), jnp.int32))
         jaxpr = jax.make_jaxpr(lm.model.step)(jnp.zeros((1,), jnp.int32), cache)
     floats = lambda v: jnp.issubdtype(v.aval.dtype, jnp.floating)

@@ -106,7 +106,7 @@ def step():
 
 def test_rope_append_writes_one_slot_of_each_row(step):
     (qkv, cos, sin, lengths, keys, values), sizes = step
-    q, new_keys, new_values = jax.jit(lambda *a: kernels.rope_append(*a, (), **sizes))(*step[0])
+    q, new_keys, new_values = jax.jit(lambda *a: kernels.rope_append(*a, (), None, **sizes))(*step[0])
     expected, rows = rotated(qkv, cos, sin), jnp.arange(3)
     np.testing.assert_allclose(q, expected[:, :4], atol=2e-6)
     np.testing.assert_allclose(new_keys, keys.at[rows, lengths].set(expected[:, 4:6]), atol=2e-6)
@@ -122,27 +122,27 @@ def test_gradients_of_rope_append(step):
         caches = keys.at[rows, lengths].set(turned[:, 4:6]), values.at[rows, lengths].set(qkv[:, 6:])
         return turned[:, :4], *caches
 
-    kernel = lambda q, c, s, k, v: kernels.rope_append(q, c, s, lengths, k, v, (), **sizes)
+    kernel = lambda q, c, s, k, v: kernels.rope_append(q, c, s, lengths, k, v, (), None, **sizes)
     assert_gradients(kernel, reference, (qkv, cos, sin, keys, values))
 
 
 def test_rope_append_with_norms_of_heads(step):
     (qkv, cos, sin, lengths, keys, values), sizes = step
     norms, rows = (normal(16, seed=5), normal(16, seed=6)), jnp.arange(3)
-    q, new_keys, new_values = jax.jit(lambda *a: kernels.rope_append(*a, norms, eps=0.1, **sizes))(*step[0])
+    q, new_keys, new_values = jax.jit(lambda *a: kernels.rope_append(*a, norms, None, eps=0.1, **sizes))(*step[0])
     expected = rotated(normalised(qkv, norms, eps=0.1, **sizes), cos, sin)
     np.testing.assert_allclose(q, expected[:, :4], atol=5e-6)
     np.testing.assert_allclose(new_keys, keys.at[rows, lengths].set(expected[:, 4:6]), atol=5e-6)
     np.testing.assert_array_equal(new_values, values.at[rows, lengths].set(qkv[:, 6:]))
-    interpreted = kernels.rope_append.interpret(*step[0], norms, eps=0.1, **sizes)
+    interpreted = kernels.rope_append.interpret(*step[0], norms, None, eps=0.1, **sizes)
     for a, b in zip((q, new_keys, new_values), interpreted, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-6)
 
 
 def test_rope_append_means_the_same_in_the_interpreter(step):
     arrays, sizes = step
-    native = kernels.rope_append(*arrays, (), **sizes)
-    for a, b in zip(native, kernels.rope_append.interpret(*arrays, (), **sizes), strict=True):
+    native = kernels.rope_append(*arrays, (), None, **sizes)
+    for a, b in zip(native, kernels.rope_append.interpret(*arrays, (), None, **sizes), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
@@ -152,7 +152,7 @@ def test_the_cache_is_updated_in_place(step):
     def loop(qkv, cos, sin, lengths, keys, values):
         def body(carry):
             i, keys, values, total = carry
-            q, keys, values = kernels.rope_append(qkv, cos, sin, lengths, keys, values, (), **sizes)
+            q, keys, values = kernels.rope_append(qkv, cos, sin, lengths, keys, values, (), None, **sizes)
             return i + 1, keys, values, total + q.sum()
 
         return jax.lax.while_loop(lambda carry: carry[0] < 4, body, (0, keys, values, 0.0))
