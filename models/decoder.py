@@ -18,7 +18,7 @@ from jtile.ops import QuantizedTensor
 from . import cache as kv
 from . import layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
-from .dtypes import rounding
+from .dtypes import packing, rounding
 
 IGNORED = -100  # the label of a token that is not to be predicted
 
@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
         """`weight(name, shape)` gives the checkpoint's tensor of that (transformers) name, checked against `shape`;
         `tied`: the embedding serves as the output head; `dtype`: see above, and `dtypes.rounding`."""
         table = (config.vocab_size, config.hidden_size)
-        self.config, self.dtype, weight = config, dtype, rounding(config.stored(weight), dtype)
+        self.config, self.dtype, weight = config, dtype, packing(rounding(config.stored(weight), dtype))
         self.embedding = nnx.Param(weight("model.embed_tokens.weight", table))
         self.blocks = nnx.List([config.block(i, weight) for i in range(config.num_layers)])
         self.norm = nnx.Param(as_float32(weight("model.norm.weight", (config.hidden_size,))))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import jax.numpy as jnp
-from safetensors import SafetensorError, safe_open
-
 from jtile._errors import ModelError
 
-from .block_scales import block_sides, read_float8, without_scales
 from .checkpoint import Checkpoint
 from .entries import table
 from .families import read_config
+from .formats import readers
+from .mapped import Stored, TensorFile
 from .tokenizer import Tokenizer
 
 INDEX = "model.safetensors.index.json"
@@ -30,9 +27,7 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     """
     config = _json(path / config_file)
     parsed = read_config(config, str(path))
-    files = _files(path)
-    stored = {name: functools.partial(_tensor, file, name) for name, file in files.items()}
-    tensors = without_scales(stored, block_sides(config, str(path)))
+    tensors = readers(stored_tensors(path), config, str(path))
     if parsed.tied if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     elif "lm_head.weight" not in tensors:
@@ -63,39 +58,19 @@ def _json(path: Path) -> dict:
     return content
 
 
-def _files(path: Path) -> Mapping[str, Path]:
-    """The safetensors file of each tensor name."""
+def stored_tensors(path: Path) -> Mapping[str, Stored]:
+    """The tensors of the safetensors files of a folder, in the order of their names; none is read.
+
+    Raises:
+      ModelError: there is no file, or one is damaged.
+    """
     if (path / INDEX).exists():
         files = table(_json(path / INDEX), "weight_map")
         if not all(isinstance(file, str) for file in files.values()):
             raise ModelError(f"the weight_map of {path / INDEX} names no files; download it again")
-        return {name: path / file for name, file in files.items()}
-    files = sorted(path.glob("*.safetensors"))
+        opened = {file: TensorFile(path / file) for file in set(files.values())}
+        return {name: Stored(opened[file], name) for name, file in sorted(files.items())}
+    files = [TensorFile(file) for file in sorted(path.glob("*.safetensors"))]
     if not files:
         raise ModelError(f"{path} has no .safetensors file; a model folder holds config.json and safetensors files")
-    return {name: file for file in files for name in _names(file)}
-
-
-def _names(file: Path) -> list[str]:
-    with _open(file) as handle:
-        return list(handle.keys())
-
-
-def _open(file: Path):
-    try:
-        return safe_open(file, framework="flax")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file} is missing, truncated or damaged ({error}); download it again") from error
-
-
-def _tensor(file: Path, name: str):
-    try:
-        with _open(file) as handle:
-            kind = handle.get_slice(name).get_dtype()
-            if kind == "F8_E4M3":
-                return read_float8(file, name)
-            if kind.startswith(("F4", "F6", "F8")):
-                raise ModelError(f"the tensor {name} of {file} is {kind}; of the small floats jtile reads F8_E4M3")
-            return jnp.asarray(handle.get_tensor(name))
-    except SafetensorError as error:
-        raise ModelError(f"{file} lacks the tensor {name} ({error}); download it again") from error
+    return {name: Stored(file, name) for file in files for name in sorted(file.entries)}

@@ -320,9 +320,10 @@ def misfit(x, weight: Weight, kind: str) -> str | None:
 
 
 def _copied(array, inner: int) -> bool:
-    """Whether tensor maps copy the scales of a round, one or more, in 16 bytes."""
+    """Whether tensor maps copy the scales of a round in lines of 16 bytes, two at most, or in one of several rounds."""
     of_round, cover = _cover(array, inner)
-    return of_round > 0 and cover * array.dtype.itemsize == 16 and array.shape[1] * array.dtype.itemsize % 16 == 0
+    whole = of_round > 0 and cover % of_round == 0 and cover * array.dtype.itemsize <= 32
+    return whole and array.shape[1] * array.dtype.itemsize % 16 == 0
 
 
 def product(x, weight: Weight, *, kind: str, out_dtype=jnp.float32) -> jax.Array:

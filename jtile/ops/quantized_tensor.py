@@ -102,6 +102,19 @@ class QuantizedTensor:
         return from_int4(codes, scale, zero)
 
     @classmethod
+    def from_int8(cls, codes, scale) -> QuantizedTensor:
+        """Weights scale * code as int8 where a row has one scale, as Q8_0 where groups have.
+
+        Args:
+          codes: int8 [out, in].
+          scale: float [out, groups], or one for all, [1, 1]; groups are multiples of 32 weights.
+
+        Raises:
+          KernelValueError: shapes that do not fit.
+        """
+        return from_int8(codes, scale)
+
+    @classmethod
     def from_gguf_blocks(cls, raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
         """Splits GGUF blocks (uint8, `out * in / 32 * BLOCK_BYTES[kind]` bytes) into codes, scales and minima."""
         return from_gguf_blocks(raw, kind, shape)
@@ -255,18 +268,32 @@ def from_int4(codes, scale, zero=None) -> QuantizedTensor:
     return _from_int4(codes, scale, zero)
 
 
+def from_int8(codes, scale) -> QuantizedTensor:
+    """See `QuantizedTensor.from_int8`."""
+    (out, inner), groups = codes.shape, scale.shape[-1]
+    if groups == 1 and scale.shape[0] in (1, out):
+        return QuantizedTensor(codes, jnp.broadcast_to(scale, (out, 1)).astype(jnp.float32), None, "int8")
+    if scale.shape != (out, groups) or groups == 0 or inner % (groups * BLOCK):
+        raise KernelValueError(f"scales {scale.shape} do not divide codes {codes.shape} into multiples of {BLOCK}")
+    return QuantizedTensor(codes, jnp.repeat(scale, _odd(inner, groups), axis=1), None, "q8_0")
+
+
+def _odd(inner: int, groups: int) -> int:
+    """In how many parts a group is to be cut, to have 32 weights times a power of two."""
+    blocks = inner // groups // BLOCK
+    return blocks // (blocks & -blocks)
+
+
 @jax.jit
 def _from_int4(codes, scale, zero) -> QuantizedTensor:
-    (out, inner), blocks = codes.shape, codes.shape[1] // scale.shape[1] // BLOCK
+    (out, inner), odd = codes.shape, _odd(codes.shape[1], scale.shape[1])
     halves = codes.reshape(out, inner // BLOCK, 2, BLOCK // 2)
     stored = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(out, inner // 2)
-    odd = blocks // (blocks & -blocks)  # of groups that are not 32 times a power of two
     scale = jnp.repeat(scale, odd, axis=1)
     if zero is None:
         return QuantizedTensor(stored, scale, None, "q4_0")
+    # float16 would hold up to 15 times a scale to 0.7 % of it, which logits show
     low = -scale.astype(jnp.float32) * jnp.repeat(zero, odd, axis=1).astype(jnp.float32)
-    # float16 holds up to 15 times a scale to 0.7 % of it; bfloat16 would not
-    low = low.astype(jnp.float32 if scale.dtype == jnp.bfloat16 else scale.dtype)
     return QuantizedTensor(stored, scale, low, "q4_1")
 
 

@@ -1,0 +1,134 @@
+"""What `quantization_config` of a config.json says of the tensors of a folder, and readers of them by plain names.
+
+A layer is quantised if its tensors say so: what a configuration leaves out by name lies in the file as plain floats.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jtile._errors import ModelError
+from jtile.ops import QuantizedTensor
+
+from . import int4_formats
+from .entries import count, number, table
+from .float8_formats import float8, float8_method
+from .mapped import Stored
+
+Readers = dict[str, Callable[[], "jax.Array | QuantizedTensor"]]
+WAY_OUT = "take one of these, or a checkpoint in bfloat16"
+
+
+def readers(tensors: Mapping[str, Stored], config: Mapping, source: str) -> Readers:
+    """What reads each weight of a folder, quantised or not, by the name that it has where nothing is quantised.
+
+    Raises:
+      ModelError: the weights are quantised in a way that jtile does not read.
+    """
+    entries = table(config, "quantization_config", "compression_config")
+    found: Readers = {name: functools.partial(_plain, tensor) for name, tensor in tensors.items()}
+    if not entries:
+        return found
+    method = entries.get("quant_method")
+    if method not in list(METHODS):  # of any type: it comes from a file
+        raise ModelError(
+            f"the weights of {source} are quantised by {method!r}; jtile reads {', '.join(METHODS)}: {WAY_OUT}"
+        )
+    return found | METHODS[method](tensors, entries, source)
+
+
+def _plain(tensor: Stored) -> jax.Array:
+    if tensor.dtype.itemsize == 1:
+        raise ModelError(f"the tensor {tensor.name} is {tensor.dtype.name}, and nothing gives its scales")
+    return tensor()
+
+
+def _layers(tensors: Mapping[str, Stored], ending: str) -> list[str]:
+    return [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
+
+
+def _awq(tensors: Mapping[str, Stored], entries: Mapping, source: str) -> Readers:
+    _refuse(source, "AWQ", bits=(number(entries, "bits"), 4), version=(entries.get("version", "gemm").lower(), "gemm"))
+    group = _group(entries, "group_size")
+    read = lambda base: functools.partial(int4_formats.awq, tensors, base, group)
+    return {f"{base}.weight": read(base) for base in _layers(tensors, ".qweight")}
+
+
+def _gptq(tensors: Mapping[str, Stored], entries: Mapping, source: str) -> Readers:
+    version = entries.get("checkpoint_format") or "gptq"
+    wanted = version if version in ("gptq", "gptq_v2") else "gptq or gptq_v2"
+    _refuse(source, "GPTQ", bits=(number(entries, "bits"), 4), checkpoint_format=(version, wanted))
+    group = _group(entries, "group_size")
+    read = lambda base: functools.partial(int4_formats.gptq, tensors, base, group, version == "gptq")
+    return {f"{base}.weight": read(base) for base in _layers(tensors, ".qweight")}
+
+
+def _compressed(tensors: Mapping[str, Stored], entries: Mapping, source: str) -> Readers:
+    """compressed-tensors: each layer in the format that its tensors say, with the numbers of the group that has it."""
+    groups = [g for g in table(entries, "config_groups").values() if isinstance(g, Mapping)]
+    schemes = [table(g, "weights") for g in groups]
+    integers = [s for s in schemes if s.get("type") == "int"]
+    known = ("tensor", "channel", "group", "block")
+    for scheme in schemes:
+        bits, kind, strategy = scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy")
+        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)) or strategy not in known:
+            raise ModelError(
+                f"the weights of {source} are {kind!r} of {bits!r} bits, a scale for each {strategy!r}; of "
+                f"compressed-tensors jtile reads int of 4 or 8 bits and float of 8 bits: {WAY_OUT}"
+            )
+    if len({(s.get("num_bits"), s.get("group_size")) for s in integers}) > 1:
+        raise ModelError(f"{source} mixes several sizes of integers or groups, which jtile does not read: {WAY_OUT}")
+    found: Readers = dict(float8(tensors, float8_method(entries, schemes, groups, source)))
+    for base in _layers(tensors, ".weight_packed"):
+        if not integers:
+            raise ModelError(f"{source} has the packed tensor {base}.weight_packed, but no scheme of integers")
+        bits, group = number(integers[0], "num_bits"), _group(integers[0], "group_size")
+        found[f"{base}.weight"] = functools.partial(int4_formats.packed, tensors, base, group, bits)
+    for base in _layers(tensors, ".weight_scale"):
+        if f"{base}.weight" in tensors and tensors[f"{base}.weight"].dtype.name == "int8":
+            found[f"{base}.weight"] = functools.partial(_int8, tensors, base)
+    return found
+
+
+def _int8(tensors: Mapping[str, Stored], base: str) -> QuantizedTensor:
+    """int8 [out, in] with one scale a row or for all."""
+    name = f"{base}.weight"
+    stored, scale = tensors[name], tensors[f"{base}.weight_scale"]
+    rows = stored.shape[0]
+    if len(stored.shape) != 2 or scale.shape not in ((rows, 1), (rows,), (1,), ()):
+        raise ModelError(f"the tensor {name} {stored.shape} has scales {scale.shape}; expected one a row, or one")
+    if f"{base}.weight_zero_point" in tensors:
+        raise ModelError(f"{name} has zero points; jtile reads symmetric weights of 8 bits")
+    return QuantizedTensor.from_int8(stored(), scale().reshape(-1, 1))
+
+
+def _float8(tensors: Mapping[str, Stored], entries: Mapping, source: str) -> Readers:
+    return dict(float8(tensors, float8_method(entries, [], [], source)))
+
+
+METHODS: dict[str, Callable[[Mapping[str, Stored], Mapping, str], Readers]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fbgemm_fp8": _float8,
+    "fp8": _float8,
+    "gptq": _gptq,
+}
+
+
+def _group(entries: Mapping, key: str) -> int | None:
+    """A size of groups; None, 0 and -1 mean the whole row."""
+    value = entries.get(key)
+    return None if value in (None, -1) else count(entries, key, 0) or None
+
+
+def _refuse(source: str, method: str, **wanted: tuple[Any, Any]) -> None:
+    for key, (value, expected) in wanted.items():
+        if value != expected:
+            raise ModelError(
+                f"the weights of {source} are quantised by {method} with {key} {value!r}; jtile reads {expected!r}: "
+                f"{WAY_OUT}"
+            )

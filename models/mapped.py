@@ -1,0 +1,123 @@
+"""Tensors in safetensors files, mapped into memory: one is read when it is asked for, and goes to the device then."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+import jtile as jt
+from jtile._errors import ModelError
+
+# The names of dtypes in files; others exist, of which tensors that are no weights of a model may be.
+DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U32": np.uint32, "U8": np.uint8,
+    "BOOL": np.bool_,
+}  # fmt: skip
+
+
+class TensorFile:
+    """A safetensors file; nothing is opened before the first question."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @functools.cached_property
+    def entries(self) -> Mapping[str, Mapping]:
+        """dtype, shape and data_offsets of each tensor.
+
+        Raises:
+          ModelError: the file is missing, truncated or damaged.
+        """
+        try:
+            with safe_open(self.path, framework="np"):  # checks sizes and offsets
+                pass
+            with self.path.open("rb") as handle:
+                header = json.loads(handle.read(self._begin(handle) - 8))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(f"{self.path} is missing, truncated or damaged ({error}); download it again") from error
+        return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+    @staticmethod
+    def _begin(handle) -> int:
+        return 8 + int.from_bytes(handle.read(8), "little")
+
+    @functools.cached_property
+    def _content(self) -> tuple[mmap.mmap, int]:
+        """The whole file, and where its tensors begin."""
+        with self.path.open("rb") as handle:
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ), self._begin(handle)
+
+    def view(self, name: str) -> tuple[np.ndarray, int]:
+        """The bytes of a tensor, uint8, and where they stand in the file."""
+        content, start = self._content
+        first, last = self.entries[name]["data_offsets"]
+        return np.frombuffer(content, np.uint8, last - first, start + first), start + first
+
+    def release(self, begin: int, size: int) -> None:
+        """Gives the pages of these bytes back to the system, which may read them again."""
+        content, _ = self._content
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (begin + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and hasattr(content, "madvise"):
+            content.madvise(mmap.MADV_DONTNEED, first, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of a file. Called, it is on the device."""
+
+    file: TensorFile
+    name: str
+
+    @property
+    def entry(self) -> Mapping:
+        """What the file says of the tensor.
+
+        Raises:
+          ModelError: the file lacks it.
+        """
+        if self.name not in self.file.entries:
+            raise ModelError(f"{self.file.path} lacks the tensor {self.name}; download it again")
+        return self.file.entries[self.name]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.entry["shape"])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """
+        Raises:
+          ModelError: it is none that NumPy and JAX have.
+        """
+        kind = self.entry["dtype"]
+        if kind not in DTYPES:
+            raise ModelError(
+                f"the tensor {self.name} of {self.file.path} is {kind}; of the small floats jtile reads F8_E4M3"
+            )
+        return np.dtype(DTYPES[kind])
+
+    def host(self) -> np.ndarray:
+        """The tensor as it lies in the file's pages: for small ones."""
+        dtype = self.dtype
+        return self.file.view(self.name)[0].view(dtype).reshape(self.shape)
+
+    def __call__(self) -> jax.Array:
+        """A copy on the device; the host keeps nothing of it."""
+        # a CPU would share the pages of the file, which somebody may write later
+        found = jnp.array(self.host()) if jt.platform() == "cpu" else jax.device_put(self.host())
+        content, begin = self.file.view(self.name)
+        if content.size > 1 << 20:
+            jax.block_until_ready(found)  # one tensor at a time is on its way
+            self.file.release(begin, content.size)
+        return found
