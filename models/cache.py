@@ -19,6 +19,7 @@ from jtile import ops
 from . import kernels
 
 SMALLEST_BUCKET = 16
+SCALED = ("float8_e4m3fn", "int8")  # dtypes of a cache with scales
 
 
 class HeadNorms(NamedTuple):
@@ -35,11 +36,13 @@ class Entry:
     """What one layer keeps of the tokens.
 
     arrays: keys and values [batch, slots, kv_heads, head_dim] (apart: no step copies a layer), or the latent vectors
-    [batch, slots, rank + rope]; in pages [pages, slots of a page, ...]. ring: the token at position p is in slot
-    p modulo slots, and older ones are gone; otherwise slot = position, or that slot of the row's pages.
+    [batch, slots, rank + rope]; in pages [pages, slots of a page, ...]. scales: those of keys and of values of 8 bits,
+    float32 [batch or pages, kv_heads, slots], see `kernels.quantized`; else (). ring: the token at position p is in
+    slot p modulo slots, and older ones are gone; otherwise slot = position, or that slot of the row's pages.
     """
 
     arrays: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...] = ()
     ring: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
 
@@ -67,7 +70,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
-        return sum(x.size * x.dtype.itemsize for entry in self.entries for x in entry.arrays)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.entries))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +81,8 @@ class Slots:
     lengths: jax.Array
     table: jax.Array | None = None
 
-    def _with(self, *arrays) -> Slots:
-        return dataclasses.replace(self, entry=dataclasses.replace(self.entry, arrays=arrays))
+    def _with(self, arrays, scales=()) -> Slots:
+        return dataclasses.replace(self, entry=Entry(tuple(arrays), tuple(scales), self.entry.ring))
 
     def _tokens(self, x):
         """x [batch * t, ...] as [batch, t, ...]; of one token a row as it is."""
@@ -93,18 +96,19 @@ class Slots:
         qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
         weights, eps = ((), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         options = {"heads": heads, "kv_heads": kv_heads, "eps": eps, "ring": self.entry.ring}
-        q, *arrays = kernels.rope_append(
-            qkv, cos, sin, self.lengths, *self.entry.arrays, weights, self.table, **options
-        )
-        return q, self._with(*arrays)
+        entry, kernel = self.entry, kernels.rope_append_scaled if self.entry.scales else kernels.rope_append
+        held = *entry.arrays, *entry.scales
+        q, *held = kernel(qkv, cos, sin, self.lengths, *held, weights, self.table, **options)
+        return q, self._with(held[:2], held[2:])
 
     def attend(self, q, window: int | None = None, scale: float | None = None, softcap: float | None = None):
         """Causal attention of the tokens that were appended last, q [batch * t, heads, head_dim], rounded to the
-        cache's dtype; the result has q's shape and dtype. `window`, `scale`, `softcap`: see `ops.decode_attention`."""
-        keys, values = self.entry.arrays
+        dtype of a cache of floats; the result has q's shape and dtype. `window`, `scale`, `softcap`: see
+        `ops.decode_attention`."""
+        (keys, values), scales = self.entry.arrays, self.entry.scales or None
         window = None if self.entry.ring else window  # a ring holds what a token sees, in any order
-        options = {"pages": self.table, "window": window, "scale": scale, "softcap": softcap}
-        new = self._tokens(q.astype(keys.dtype))
+        options = {"pages": self.table, "scales": scales, "window": window, "scale": scale, "softcap": softcap}
+        new = self._tokens(q if scales else q.astype(keys.dtype))
         y = ops.decode_attention(new, keys, values, self._longer(q), **options)
         return y.reshape(q.shape).astype(q.dtype)
 
@@ -114,7 +118,7 @@ class Slots:
         query, latent = kernels.latent_append(
             q, absorbed, new, norm, cos, sin, self.lengths, latent, self.table, eps=eps
         )
-        return query, self._with(latent)
+        return query, self._with((latent,))
 
     def attend_latent(self, query, rank: int, scale: float):
         """`ops.mla_decode` of queries [batch * t, heads, rank + rope]: [batch * t, heads, rank] of their dtype."""
@@ -130,9 +134,12 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a cache is laid out. slots: of each row; dtype: of its arrays, None for that of what goes into it; windows:
+    """How a cache is laid out.
+
+    slots: of each row. dtype: of its arrays, None for that of what goes into it; those of 8 bits have scales. windows:
     of each layer, whose newest tokens a ring keeps if they are fewer than the slots; None and `()`: no rings. page:
-    slots of a page, None for rows in one piece."""
+    slots of a page, None for rows in one piece.
+    """
 
     slots: int
     dtype: str | None = None
@@ -151,16 +158,21 @@ def from_prefill(entries, lengths, layout: Layout) -> KVCache:
         table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
 
     def place(x, ring: int | None):
-        x = x if layout.dtype is None else x.astype(layout.dtype)
         if ring is not None:
             return _newest(x, lengths, ring)
-        slots = layout.slots if layout.page is None else pages * layout.page
+        slots = layout.slots if pages is None else pages * layout.page
         x = jnp.pad(x, ((0, 0), (0, slots - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
-        return x if layout.page is None else x.reshape(-1, layout.page, *x.shape[2:])
+        return x if pages is None else x.reshape(-1, layout.page, *x.shape[2:])
 
     def entry(arrays, window):
         ring = None if window is None or window >= layout.slots else window
-        return Entry(tuple(place(x, ring) for x in arrays), ring is not None)
+        scales = ()
+        if layout.dtype in SCALED:
+            arrays, scales = zip(*(kernels.quantized(x, jnp.dtype(layout.dtype)) for x in arrays), strict=True)
+        elif layout.dtype is not None:
+            arrays = [x.astype(layout.dtype) for x in arrays]
+        scales = tuple(place(x, ring).swapaxes(1, 2) for x in scales)
+        return Entry(tuple(place(x, ring) for x in arrays), scales, ring is not None)
 
     return KVCache(tuple(entry(*of) for of in zip(entries, windows, strict=True)), lengths, table)
 

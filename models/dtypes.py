@@ -8,23 +8,28 @@ import jtile as jt
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
+from .cache import SCALED
 from .config import WeightSource
 
 DTYPES = ("float32", "bfloat16", "float16")
+CACHE_DTYPES = (*DTYPES, *SCALED)
 
 
-def dtype_of(value, name: str) -> str:
-    """The name of a dtype of `DTYPES` that is given as a name, a NumPy dtype or a scalar type; `name`: of the argument.
+def dtype_of(value, name: str, dtypes: tuple[str, ...] = DTYPES) -> str:
+    """The name of a dtype of `dtypes` that is given as a name, a NumPy dtype or a scalar type; `name`: of the argument.
 
     Raises:
-      ModelError: it is none of them.
+      ModelError: it is none of them, or the target at hand lacks it.
     """
     try:
         found = jnp.dtype(value).name
     except TypeError:
         found = str(value)
-    if found not in DTYPES:
-        raise ModelError(f"{name} is one of {', '.join(DTYPES)}, or None for the default; got {found}")
+    there = [dtype for dtype in dtypes if dtype in jt.target().dtypes]
+    if found in dtypes and found not in there:
+        raise ModelError(f"{name}: the target {jt.target().name} has no {found}; it has {', '.join(there)}")
+    if found not in dtypes:
+        raise ModelError(f"{name} is one of {', '.join(dtypes)}, or None for the default; got {found}")
     return found
 
 

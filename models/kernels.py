@@ -107,6 +107,46 @@ def rope_append(
     put(new_values, place, X[heads + kv_heads :])
 
 
+def quantized(x, dtype):
+    """(x [..., n] in int8 or float8_e4m3fn, the float32 scales [...] that give it back): the largest number of each n
+    becomes the largest of the dtype."""
+    whole, x = jnp.issubdtype(dtype, jnp.integer), x.astype(jnp.float32)
+    largest = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
+    scales = jnp.max(jnp.abs(x), axis=-1) * (1 / largest)
+    y = x * jnp.where(scales > 0, 1 / jnp.where(scales > 0, scales, 1.0), 0.0)[..., None]
+    return (jnp.round(y) if whole else y).astype(dtype), scales
+
+
+def _scaled_step_types(qkv, cos, sin, lengths, keys, values, key_scales, value_scales, *_, heads, **__):
+    caches = (jt.like(x) for x in (keys, values, key_scales, value_scales))
+    return jt.like(qkv, shape=(qkv.shape[0], heads, qkv.shape[2])), *caches
+
+
+@jt.kernel(
+    out_type=_scaled_step_types,
+    grid=lambda qkv, *_, **__: (qkv.shape[0],),
+    alias={name: f"new_{name}" for name in ("keys", "values", "key_scales", "value_scales")},
+)
+def rope_append_scaled(
+    qkv, cos, sin, lengths, keys, values, key_scales, value_scales, norms, table,
+    q, new_keys, new_values, new_key_scales, new_value_scales,
+    *, heads: int, kv_heads: int, eps: float = 0.0, ring: bool = False,
+):  # fmt: skip
+    """As `rope_append` for caches of 8 bits, with scales float32 [batch or pages, kv_heads, slots]: see `quantized`."""
+    p = jt.program_id(0)
+    place, X = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv[p, :, :]
+    R = rotated(_heads(X, norms, heads, kv_heads, eps), cos[p, :][None], sin[p, :][None])
+    q[p, :, :] = R[:heads].astype(q.dtype)
+    row, at, there = place
+    for cache, scales, x in (
+        (new_keys, new_key_scales, R[heads:]),
+        (new_values, new_value_scales, X[heads + kv_heads :]),
+    ):
+        y, scale = quantized(x, cache.dtype)
+        put(cache, place, y)
+        jt.store(scales, (row, slice(None), at), scale, mask=there)
+
+
 HEADS = 8  # of one program of `latent_append` and `latent.rotate_tail`
 
 

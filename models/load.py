@@ -40,8 +40,8 @@ def load(
       dtype: of activations: "float32", "bfloat16" or "float16". By default float32 on CPUs; on GPUs the dtype in which
         the weights are stored, and bfloat16 for quantised ones. Sums, statistics of norms, rotations, routers and
         logits are float32 in any case. Dense weights of another dtype are rounded to a 16-bit one.
-      cache_dtype: of the key-value cache, one of the same; by default that of what goes into it, which is `dtype` (of
-        DeepSeek-V3 the dtype of the weights).
+      cache_dtype: of the key-value cache, one of the same, "float8_e4m3fn" or "int8", with a scale for each token and
+        head; by default that of what goes into it, which is `dtype` (of DeepSeek-V3 the dtype of the weights).
       page_size: slots of a page, of a cache in pages; by default each row lies in one piece. Multiples of 64 on GPUs.
 
     Raises:

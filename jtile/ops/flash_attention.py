@@ -110,12 +110,14 @@ def _scaled(q, scale: float, softcap: float | None):
     return q, scale if softcap is not None else scale * LOG2_E
 
 
-def online(s, v, m, l, acc):
-    """One step of the online softmax: maxima m, sums l [bq] and weighted values acc [bq, d] after scores s [bq, bk]."""
+def online(s, v, m, l, acc, unit=None):
+    """One step of the online softmax: maxima m, sums l [bq] and weighted values acc [bq, d] after scores s [bq, bk].
+    `unit`: [bk], what each value is multiplied with, if given."""
     top = jnp.maximum(m, s.max(1))
     p = jnp.exp2(s - top[:, None])
     fade = jnp.exp2(m - top)
-    return top, l * fade + p.sum(1), jt.dot(p.astype(v.dtype), v, acc * fade[:, None])
+    weights = p if unit is None else p * unit[None, :]
+    return top, l * fade + p.sum(1), jt.dot(weights.astype(v.dtype), v, acc * fade[:, None])
 
 
 def normalised(acc, l):

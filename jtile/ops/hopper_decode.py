@@ -232,7 +232,9 @@ def hopper_decode(
         _copies(w)
 
 
-def misfit(q, k, v, lengths, table, *, scale: float, window: int | None, splits: int | None = None, **_) -> str | None:
+def misfit(
+    q, k, v, lengths, table, scales, *, scale: float, window: int | None, splits: int | None = None, **_
+) -> str | None:
     """Why `decode` cannot run this call, None where it can: q [batch, t, heads, d]."""
     arrays = (q, k) if table is None else (q, k, table)
     if not all(isinstance(n, int) for x in arrays for n in x.shape):
@@ -241,6 +243,7 @@ def misfit(q, k, v, lengths, table, *, scale: float, window: int | None, splits:
     return first_unmet(
         (splits is None, f"{splits} splits are asked for"),
         (window is None, "there is a window"),
+        (not scales, "keys and values have scales"),
         (scale > 0, f"the scale is {scale}"),
         (q.dtype in (jnp.bfloat16, jnp.float16), f"operands are {q.dtype.name}, not 16-bit floats"),
         (d in (64, 128, 256), f"heads have {d} features, not 64, 128 or 256"),
@@ -249,9 +252,9 @@ def misfit(q, k, v, lengths, table, *, scale: float, window: int | None, splits:
     )
 
 
-def decode(q, k, v, lengths, table, *, scale: float, softcap: float | None, window: None = None):
+def decode(q, k, v, lengths, table, scales=(), *, scale: float, softcap: float | None, window: None = None):
     """As `decode_attention` of q [batch, t, heads, d], k, v, lengths, and the pages of each row or None."""
-    del window
+    del scales, window
     return mapped(scale, softcap)(q, k, v, lengths, table)
 
 

@@ -90,12 +90,13 @@ def splits(q, k, *_, **__) -> Points:
     return _all(bk=_sides(k.shape[1], 16, 32, 64, 128, 256), num_warps=[1, 2, 4, 8], stages=[2, 3, 4])
 
 
-def full_cache(q, k, v, lengths, table, **_) -> Any:
+def full_cache(q, k, v, lengths, table, scales, **_) -> Any:
     """Data of `decode_splits`: every slot is in use."""
-    ones = (jnp.full(x.shape, 0.5, x.dtype) for x in (q, k, v))
+    ones = (jnp.full(x.shape, 1 if jnp.issubdtype(x.dtype, jnp.integer) else 0.5, x.dtype) for x in (q, k, v))
+    scales = tuple(jnp.full(x.shape, 0.5, x.dtype) for x in scales)
     slots = k.shape[1] * (1 if table is None else table.shape[1])
     pages = None if table is None else jnp.arange(table.size, dtype=table.dtype).reshape(table.shape) % k.shape[0]
-    return (*ones, jnp.full(lengths.shape, slots, lengths.dtype), pages)
+    return (*ones, jnp.full(lengths.shape, slots, lengths.dtype), pages, scales)
 
 
 def rows(x, *_, **__) -> Points:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.errors import KernelValueError
+from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles, hopper_decode, spaces
 from jtile.ops._shapes import check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
@@ -25,6 +25,7 @@ from jtile.ops.flash_attention import (
 )
 
 _SHORTEST_SPLIT = 256  # keys of a program
+CACHE_DTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))  # of keys and values that have scales
 
 
 def splits_of(parts: int, slots: int) -> int:
@@ -48,7 +49,7 @@ def place(b, j, bk: int, cache, table):
     return table[b, jax.lax.div(j, of_page)], jax.lax.rem(j, of_page)
 
 
-def _types(q, k, v, lengths, table, *, splits, **_):
+def _types(q, k, v, lengths, table, scales, *, splits, **_):
     """acc, m and l of every split, [batch, kv heads, splits, t, group(, d)]; with one split just the output."""
     batch, t, heads, d = q.shape
     if splits == 1:
@@ -57,22 +58,24 @@ def _types(q, k, v, lengths, table, *, splits, **_):
     return tuple(jax.ShapeDtypeStruct(s, sums_in(q)) for s in ((*part, d), part, part))
 
 
-def _grid(q, k, v, lengths, table, *, splits, **_):
+def _grid(q, k, v, lengths, table, scales, *, splits, **_):
     return q.shape[0], k.shape[2], splits
 
 
 @jt.autotune(space=spaces.splits, data=spaces.full_cache, override=True)
 @jt.kernel(out_type=_types, grid=_grid)
 def decode_splits(
-    q, k, v, lengths, table, o, m_part=None, l_part=None,
+    q, k, v, lengths, table, scales, o, m_part=None, l_part=None,
     *, splits: int, bk: int, scale: float, softcap: float | None, window: int | None, stages: int = 3,
 ):  # fmt: skip
     """q [batch, t, heads, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d] and table
-    [batch, pages of a row], else None; lengths int32 [batch]. Of several splits o is the part of each, unnormalised."""
+    [batch, pages of a row], else None; lengths int32 [batch]; scales: () or those of 8-bit keys and of values, float32
+    [batch or pages, kv heads, slots]. Of several splits o is the part of each, unnormalised."""
     # as in flash_attention, for keys [lo, hi) of this split; the query of token i stands at position length - t + i
     b, g, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     t, d, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
     K, V = k.tiles(None, bk, None, d), v.tiles(None, bk, None, d)
+    units = [x.tiles(None, None, bk) for x in scales]
     Q = q.tiles(None, t, group, d)[b, 0, g, 0].reshape(t * group, d)
     length = jnp.clip(lengths[b], 0, slots_of(k, table))
     position = length - t + jt.arange(t * group)[:, None] // group
@@ -87,15 +90,19 @@ def decode_splits(
 
     def step(j, m, l, acc, edge: bool):
         row, at = place(b, j, bk, k, table)
-        s = scores(jt.dot(Q, K[row, at, g, 0].T), scale if softcap is not None else scale * LOG2_E, softcap)
-        v_j = V[row, at, g, 0]
+        s = jt.dot(Q, K[row, at, g, 0].astype(q.dtype).T)
+        of_keys, of_values = [x[row, g, at] for x in units] or (None, None)
+        s = s if of_keys is None else s * of_keys[None, :]
+        s = scores(s, scale if softcap is not None else scale * LOG2_E, softcap)
+        v_j = V[row, at, g, 0].astype(q.dtype)
         if edge:
             columns = j * bk + jt.arange(bk)[None, :]
             seen = columns <= position
             seen = seen if window is None else seen & (columns > position - window)
             s = jnp.where(seen, s, -math.inf)
             v_j = jnp.where(length > columns.T, v_j, jnp.zeros((), v_j.dtype))
-        return online(s, v_j, m, l, acc)
+            of_values = None if of_values is None else jnp.where(length > columns[0], of_values, 0.0)
+        return online(s, v_j, m, l, acc, of_values)
 
     rows, wide = t * group, sums_in(q)
     m, l, acc = jt.full((rows,), NOTHING, wide), jt.zeros((rows,), wide), jt.zeros((rows, d), wide)
@@ -166,6 +173,7 @@ def decode_attention(
     lengths: jax.Array,
     *,
     pages: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
@@ -173,14 +181,17 @@ def decode_attention(
 ) -> jax.Array:
     """Causal attention of the newest tokens over a key-value cache that holds them already.
 
-    Differentiable in q, k and v, not in lengths and pages; as `attention` over the slots in use.
+    Differentiable in q, scales, and k and v that have none, not in lengths and pages; as `attention` over the slots in
+    use.
 
     Args:
       q: float array [batch, heads, d], one token a row, or [batch, t, heads, d], the last t tokens.
       k, v: the cache, float arrays [batch, slots, kv_heads, d]; with `pages` [pages, slots of a page, kv_heads, d];
-        kv_heads divides heads.
+        kv_heads divides heads. With `scales` both are int8 or float8_e4m3fn, else of q's dtype.
       lengths: int [batch], slots in use, the new tokens included; token i of t stands in slot lengths - t + i.
       pages: int [batch, n], the pages of each row in order; those behind the length may be anything.
+      scales: of keys and of values, float32 [batch, kv_heads, slots] each, with `pages` [pages, kv_heads, slots of a
+        page]: what a key or value of 8 bits is multiplied with.
       scale: default 1 / sqrt(d).
       softcap: scores become `softcap * tanh(score / softcap)`.
       window: a token sees its `window` newest keys, itself included.
@@ -191,14 +202,16 @@ def decode_attention(
       KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
     """
     if q.ndim == 3:
-        options = {"pages": pages, "scale": scale, "softcap": softcap, "window": window, "splits": splits}
+        options = {"scale": scale, "softcap": softcap, "window": window, "splits": splits}
+        options |= {"pages": pages, "scales": scales}
         return decode_attention(q[:, None], k, v, lengths, **options)[:, 0]
     check_rank("decode_attention", "q", q, 4, "[batch, heads, d] or [batch, t, heads, d]")
     check_shape("decode_attention", "lengths", lengths, q.shape[:1])
+    plain = (k, v) if scales is None else _check_scales(q, k, v, scales)
     if pages is None:
-        check_operands("decode_attention", q, k, v, lengths=lengths)
+        check_operands("decode_attention", q, *plain, lengths=lengths)
     else:
-        _check_pages(q, k, v, lengths, pages)
+        _check_pages(q, *plain, lengths, pages)
     check_softcap("decode_attention", softcap)
     if window is not None and window < 1:
         raise KernelValueError(f"decode_attention: a window is at least 1, got {window}")
@@ -208,7 +221,25 @@ def decode_attention(
         return jnp.zeros(q.shape, q.dtype)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     table = None if pages is None else pages.astype(jnp.int32)
-    return _decode(q, k, v, lengths.astype(jnp.int32), table, scale, softcap, window, splits)
+    scales = () if scales is None else tuple(scales)
+    return _decode(q, k, v, lengths.astype(jnp.int32), table, scales, scale, softcap, window, splits)
+
+
+def _check_scales(q, k, v, scales):
+    """Typed errors for caches of 8 bits; returns the types of keys and values as they are without scales."""
+    check_rank("decode_attention", "k", k, 4, "[batch, slots, kv_heads, d], or with pages [pages, slots, kv_heads, d]")
+    if k.dtype not in CACHE_DTYPES or v.dtype != k.dtype:
+        raise KernelTypeError(
+            f"decode_attention: with scales k and v are both int8 or float8_e4m3fn, got {k.dtype.name} and "
+            f"{v.dtype.name}; leave out the scales of others"
+        )
+    if len(scales) != 2:
+        raise KernelValueError(f"decode_attention: scales are those of keys and of values, got {len(scales)} arrays")
+    for name, x in zip(("scales of keys", "scales of values"), scales, strict=True):
+        check_shape("decode_attention", name, x, (k.shape[0], k.shape[2], k.shape[1]))
+        if x.dtype != jnp.float32:
+            raise KernelTypeError(f"decode_attention: the {name} are float32, got {x.dtype.name}")
+    return [jax.ShapeDtypeStruct(x.shape, q.dtype) for x in (k, v)]
 
 
 def _check_pages(q, k, v, lengths, pages) -> None:
@@ -221,12 +252,14 @@ def _check_pages(q, k, v, lengths, pages) -> None:
     check_operands("decode_attention", q, of_row(k), of_row(v))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7, 8))
-def _decode(q, k, v, lengths, table, scale: float, softcap: float | None, window: int | None, splits: int | None):
-    return _op(q, k, v, lengths, table, scale=scale, softcap=softcap, window=window, splits=splits)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8, 9))
+def _decode(
+    q, k, v, lengths, table, scales, scale: float, softcap: float | None, window: int | None, splits: int | None
+):
+    return _op(q, k, v, lengths, table, scales, scale=scale, softcap=softcap, window=window, splits=splits)
 
 
-def _of_all_rows(q, k, v, lengths, table, *, scale: float, softcap: float | None, **_):
+def _of_all_rows(q, k, v, lengths, table, scales, *, scale: float, softcap: float | None, **_):
     """By the kernel whose programs share out all rows' keys; on several devices, those of each."""
     cache, pages = ("b _ h _", "") if table is None else ("_ _ h _", ", b _")
     rule = f"b _ h _ _, {cache}, {cache}, b{pages} -> b _ h _ _"
@@ -240,14 +273,16 @@ def _of_a_device(scale: float, softcap: float | None):
 
     def decode_in_shares(q, k, v, lengths, table):
         flat = q.reshape(*q.shape[:2], -1, q.shape[4])
-        return _op_of_a_device(flat, k, v, lengths, table, scale=scale, softcap=softcap, window=None).reshape(q.shape)
+        options = {"scale": scale, "softcap": softcap, "window": None}
+        return _op_of_a_device(flat, k, v, lengths, table, (), **options).reshape(q.shape)
 
     return decode_in_shares
 
 
 def _in_splits(
-    q, k, v, lengths, table, *, scale: float, softcap: float | None, window: int | None, splits: int | None = None
-):
+    q, k, v, lengths, table, scales,
+    *, scale: float, softcap: float | None, window: int | None, splits: int | None = None,
+):  # fmt: skip
     slots, page = slots_of(k, table), k.shape[1]
     splits = splits_of(q.shape[0] * k.shape[2], slots) if splits is None else splits
     keys = 128 if machine().whole else gpu_tiles.keys_of_cache(q.shape[3], q.dtype.itemsize)
@@ -258,7 +293,7 @@ def _in_splits(
     if table is not None:
         bk = max(x for x in range(1, min(bk, page) + 1) if page % x == 0)
     options = {"splits": splits, "bk": bk, "softcap": softcap, "window": window, "scale": scale}
-    parts = kernel(q, k, v, lengths, table, **options)
+    parts = kernel(q, k, v, lengths, table, scales, **options)
     return parts if splits == 1 else combined(*parts, dtype=q.dtype.name)
 
 
@@ -279,7 +314,7 @@ _op_of_a_device = Op(
 def _decode_jvp(scale, softcap, window, splits, primals, tangents):
     """Of the same result as `attention` over the slots in use, which has a reverse mode for any number of keys."""
     del splits
-    q, k, v, lengths, table = primals
+    q, k, v, lengths, table, scales = primals
     slots = slots_of(k, table)
     lengths = jnp.clip(lengths, 0, slots)
     options = {"scale": scale, "softcap": softcap, "window": window, "causal": True}
@@ -288,7 +323,15 @@ def _decode_jvp(scale, softcap, window, splits, primals, tangents):
         k, v = (in_one_piece(x, table) for x in (k, v))
         return attention(q, k, v, lengths=lengths, offsets=lengths - q.shape[1], **options)
 
+    if scales:
+        scaled = lambda q, of_k, of_v: same(q, *(dequantized(*x, q.dtype) for x in ((k, of_k), (v, of_v))))
+        return jax.jvp(scaled, (q, *scales), (tangents[0], *tangents[5]))
     return jax.jvp(same, (q, k, v), tangents[:3])
+
+
+def dequantized(cache, scales, dtype):
+    """A cache of 8 bits [batch or pages, slots, kv heads, d] times its scales [batch or pages, kv heads, slots]."""
+    return (cache.astype(jnp.float32) * scales.swapaxes(1, 2)[..., None]).astype(dtype)
 
 
 def in_one_piece(cache, table):
@@ -299,9 +342,13 @@ def in_one_piece(cache, table):
     return cache[pages].reshape(len(pages), -1, *cache.shape[2:])
 
 
-def decode_attention_reference(q, k, v, lengths, *, pages=None, scale=None, softcap=None, window=None, splits=None):
+def decode_attention_reference(
+    q, k, v, lengths, *, pages=None, scales=None, scale=None, softcap=None, window=None, splits=None
+):
     """`decode_attention` in jnp."""
     del splits
+    if scales is not None:
+        k, v = (dequantized(x, of, q.dtype) for x, of in zip((k, v), scales, strict=True))
     options = {"scale": scale, "softcap": softcap, "window": window}
     if q.ndim == 3:
         return decode_attention_reference(q[:, None], k, v, lengths, pages=pages, **options)[:, 0]

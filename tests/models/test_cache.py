@@ -16,7 +16,10 @@ NEW = 6  # tokens behind the prompt
 def in_other_pages(cache: kv.KVCache) -> kv.KVCache:
     """The same tokens, in pages whose order is another one."""
     order = np.random.default_rng(0).permutation(cache.table.size)
-    entries = tuple(kv.Entry(tuple(x[np.argsort(order)] for x in entry.arrays)) for entry in cache.entries)
+    entries = tuple(
+        kv.Entry(*(tuple(x[np.argsort(order)] for x in of) for of in (entry.arrays, entry.scales)))
+        for entry in cache.entries
+    )
     return kv.KVCache(entries, cache.lengths, jnp.asarray(order, jnp.int32)[cache.table])
 
 
@@ -58,6 +61,7 @@ def test_bytes_of_a_cache():
     token = 2 * 2 * 2 * 16 * 4  # rows, keys and values
     assert make().nbytes == 3 * 64 * token
     assert make(windows=(8, None, 100)).nbytes == (8 + 64 + 64) * token
+    assert make(dtype="int8", windows=(8, None, 8)).nbytes == (8 + 64 + 8) * (token // 4 + token // 16)
     assert make(dtype="bfloat16", windows=(8, None, 8), page=24).nbytes == (8 + 72 + 8) * token // 2
 
 
@@ -85,6 +89,37 @@ def test_where_tokens_are_put(ring):
     for token, place in enumerate(places):
         expected[:, *place, 0] = qkv[token, 1:]
     np.testing.assert_array_equal(np.stack([keys, values]), expected)
+
+
+@pytest.mark.parametrize("dtype", kv.SCALED)
+def test_keys_and_values_of_eight_bits_are_what_they_were(dtype):
+    """In pages and with a ring, appended and of a prompt alike; a token of zeros has the scale 0."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(2, 11, 4, 8)).astype(np.float32) * 10.0 ** rng.integers(-3, 3, size=(2, 11, 4, 1))
+    rows[1, 4] = 0
+    turn, lengths = (np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32)), np.array([10, 9], np.int32)
+    for layout in (kv.Layout(12, dtype, page=4), kv.Layout(12, dtype, windows=(5,))):
+        cache = kv.from_prefill([(rows[:, :10, :2], rows[:, :10, 2:])], lengths, layout)
+        entry, ring = cache.entries[0], layout.windows
+        qkv = np.concatenate([rows[[0, 1], lengths, :1], rows[[0, 1], lengths]], axis=1)
+        options = dict(heads=1, kv_heads=2, ring=bool(ring))
+        held = kernels.rope_append_scaled.interpret(
+            qkv, *turn, lengths, *entry.arrays, *entry.scales, (), None if ring else cache.table, **options
+        )[1:]
+        for arrays, scales, want in zip(held[:2], held[2:], (rows[:, :, :2], rows[:, :, 2:]), strict=True):
+            got = arrays.astype(np.float32) * np.asarray(scales).swapaxes(1, 2)[..., None]
+            got = got if ring else got.reshape(2, 12, 2, 8)
+            for b, length in enumerate(lengths + 1):
+                for position in range(max(0, length - 5) if ring else 0, length):
+                    off = np.abs(got[b, position % 5 if ring else position] - want[b, position]).max(-1)
+                    assert (off <= np.abs(want[b, position]).max(-1) * (0.5 / 127 if dtype == "int8" else 1 / 28)).all()
+
+
+def test_tokens_of_a_cache_of_eight_bits(data, golden):
+    """Of a whole generation, in pages: those of the float cache but where two logits are nearly equal."""
+    lm = jtile.models.load(data / "llama", cache_dtype="int8", page_size=16)
+    same = lm.generate(golden["input_ids"], 16, eos=None) == golden["greedy"]
+    assert same[:, :4].all()
 
 
 @pytest.mark.parametrize("page_size", [0, 2.5, True])

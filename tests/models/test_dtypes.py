@@ -1,5 +1,7 @@
 """Models that compute in 16 bits, and caches of other dtypes: how near, what stays float32, what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,8 +51,17 @@ def test_the_cache_has_its_own_dtype(data, dtype, cache_dtype, held):
     assert {x.dtype.name for entry in cache.entries for x in entry.arrays} == {held}
 
 
-@pytest.mark.parametrize(("dtype", "cache_dtype"), [("bfloat16", None), ("float32", "bfloat16")])
-def test_steps_give_the_logits_of_a_prompt(data, golden, dtype, cache_dtype):
+# how far a step's logits are from those of float32 at most, in TRANSFORMERS["llama"]
+NEAR = [
+    ("bfloat16", None, 1),
+    ("float32", "bfloat16", 0.5),
+    ("float32", "int8", 1),
+    ("float32", "float8_e4m3fn", 2.5),
+]
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype", "near"), NEAR)
+def test_steps_give_the_logits_of_a_prompt(data, golden, dtype, cache_dtype, near):
     lm, ids = jtile.models.load(data / "llama", dtype=dtype), golden["input_ids"].astype(np.int32)
 
     @jax.jit
@@ -60,7 +71,7 @@ def test_steps_give_the_logits_of_a_prompt(data, golden, dtype, cache_dtype):
         return lm.model.step(ids[:, -1], kv.from_prefill(entries, lengths, kv.Layout(32, cache_dtype)))[0]
 
     off = np.abs(np.asarray(last(ids)) - golden["logits"][:, -1])
-    assert TRANSFORMERS["llama"] / 100 < off.mean() < TRANSFORMERS["llama"] * (1 if cache_dtype is None else 0.5)
+    assert TRANSFORMERS["llama"] / 100 < off.mean() < TRANSFORMERS["llama"] * near
 
 
 @pytest.mark.cpu
@@ -75,12 +86,22 @@ def test_what_a_model_computes_with_by_default():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"dtype": "int8"}, r"dtype is one of float32, bfloat16, float16, or None for the default; got int8"),
-    ({"cache_dtype": "float8_e4m3fn"}, r"cache_dtype is one of .* got float8_e4m3fn"),
+    ({"dtype": "float8_e4m3fn"}, r"dtype is one of float32, bfloat16, float16, or"),
+    ({"cache_dtype": "float8_e5m2"}, r"cache_dtype is one of float32, .* int8, .* got float8_e5m2"),
     ({"dtype": "half-baked"}, "got half-baked"),
 ])  # fmt: skip
 def test_other_dtypes_are_refused(tiny_folder, options, message):
     with pytest.raises(ModelError, match=message):
         jtile.models.load(tiny_folder, **options)
+
+
+def test_caches_that_there_are_not(data, tiny_folder, monkeypatch):
+    with pytest.raises(ModelError, match="a cache of latent vectors has no scales, which int8 needs; use bfloat16"):
+        jtile.models.load(data / "deepseek_v3", cache_dtype="int8")
+    lacking = dataclasses.replace(jt.target(), dtypes=("float32", "int8", "int32", "bool"))
+    monkeypatch.setattr(jt, "target", lambda: lacking)
+    with pytest.raises(ModelError, match=r"cache_dtype: the target cpu.* has no float8_e4m3fn; it has float32, int8"):
+        dtypes.dtype_of("float8_e4m3fn", "cache_dtype", dtypes.CACHE_DTYPES)
 
 
 def test_no_activation_is_widened_between_the_kernels_of_a_step(data):

@@ -9,6 +9,7 @@ from library import agree, normal, shapes_and_dtypes
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import split_attention
 from jtile.ops.split_attention import decode_attention_reference
 from jtile.testing.evaluate import evaluated
 
@@ -112,3 +113,68 @@ def test_errors():
         ops.decode_attention(q, k, v, None)
     with pytest.raises(KernelTypeError, match="pages is an array, got list"):
         ops.decode_attention(q, k, v, lengths, pages=[[0]])
+
+
+def eight_bits(x, dtype):
+    """x [..., slots, kv heads, d] in 8 bits, and the scales [..., kv heads, slots]."""
+    scales = np.abs(x).max(-1, keepdims=True) / float(127 if dtype == "int8" else 448)
+    whole = np.rint(x / scales) if dtype == "int8" else x / scales
+    return np.asarray(jnp.asarray(whole).astype(dtype)), np.ascontiguousarray(scales[..., 0].swapaxes(-1, -2))
+
+
+SCALED = [("int8", {"splits": 3}), ("float8_e4m3fn", {"window": 20}), ("int8", {"softcap": 4.0, "splits": 1})]
+
+
+@pytest.mark.parametrize(("dtype", "options"), SCALED, ids=str)
+def test_keys_and_values_of_eight_bits(dtype, options):
+    q, *caches = operands(2, 300, 4, 2, 16, 3)
+    (k, of_k), (v, of_v) = (eight_bits(x, dtype) for x in caches)
+    of_k[1, :, 150:], of_v[1, :, 111:] = np.nan, np.inf  # behind the length
+    lengths, bare = np.array([300, 111], np.int32), {"window": None} | options
+    run = evaluated(lambda q: ops.decode_attention(q, k, v, lengths, scales=(of_k, of_v), **options))
+    behind = np.arange(300) >= lengths[:, None, None]
+    of_k, of_v = (np.where(behind, np.float32(0), x) for x in (of_k, of_v))
+    want = evaluated(lambda q: decode_attention_reference(q, k, v, lengths, scales=(of_k, of_v), **bare))(q)
+    np.testing.assert_allclose(run(q), want, rtol=2e-5, atol=2e-6)
+    exact = np.asarray(evaluated(lambda q: decode_attention_reference(q, *caches, lengths, **bare))(q))
+    assert np.abs(want - exact).max() < (0.02 if dtype == "int8" else 0.1)
+
+
+def test_slopes_beside_eight_bits():
+    q, *caches = operands(2, 30, 4, 2, 8, 2)
+    (k, of_k), (v, of_v) = (eight_bits(x, "int8") for x in caches)
+    lengths = np.array([30, 11], np.int32)
+    slopes = lambda op: evaluated(jax.grad(lambda q, *of: (op(q, k, v, lengths, scales=of) ** 2).sum(), (0, 1, 2)))
+    for got, want in zip(
+        slopes(ops.decode_attention)(q, of_k, of_v), slopes(decode_attention_reference)(q, of_k, of_v), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-4)
+
+
+def test_errors_of_scales():
+    q, k, v = operands(1, 8, 4, 2, 8, 1)
+    lengths, of = jnp.array([8]), jnp.ones((1, 2, 8))
+    run = lambda *kv, scales=(of, of): ops.decode_attention(q, *kv, lengths, scales=scales)
+    whole = jnp.ones(k.shape, jnp.int8)
+    with pytest.raises(KernelTypeError, match="with scales k and v are both int8 or float8_e4m3fn, got float32"):
+        run(k, v)
+    with pytest.raises(KernelTypeError, match="got int8 and float32"):
+        run(whole, v)
+    with pytest.raises(KernelValueError, match="scales are those of keys and of values, got 1 arrays"):
+        run(whole, whole, scales=(of,))
+    with pytest.raises(KernelValueError, match=r"scales of values has shape \(1, 8, 2\), expected \(1, 2, 8\)"):
+        run(whole, whole, scales=(of, of.swapaxes(1, 2)))
+    with pytest.raises(KernelTypeError, match="scales of keys are float32"):
+        run(whole, whole, scales=(of.astype(jnp.bfloat16), of))
+    with pytest.raises(KernelTypeError, match="k is a float array, got int8"):
+        ops.decode_attention(q, whole, whole, lengths)
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_90", "cuda:sm_80", "rocm:gfx942"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_eight_bits_compile_for_gpus(target, dtype):
+    shape, pool = jax.ShapeDtypeStruct, (6, 64, 2, 64)
+    args = shape((2, 3, 8, 64), jnp.bfloat16), shape(pool, dtype), shape(pool, dtype), shape((2,), jnp.int32)
+    args = *args, shape((2, 3), jnp.int32), (shape((6, 2, 64), jnp.float32),) * 2
+    options = {"splits": 2, "bk": 32, "scale": 0.125, "softcap": None, "window": None}
+    assert split_attention.decode_splits.lower(*args, **options, target=target).image
