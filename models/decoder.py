@@ -5,6 +5,7 @@ A model's file says which attention and which MLP its blocks have; `Attention` a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -249,9 +250,14 @@ def as_float32(x):
 
 
 def fuse(parts: Sequence) -> layers.Weight:
-    """One matrix out of several that share their input, if their storage is alike; otherwise the parts themselves."""
-    if all(isinstance(p, QuantizedTensor) for p in parts) and len({p.kind for p in parts}) == 1:
-        return QuantizedTensor.concatenate(parts)
-    if not any(isinstance(p, QuantizedTensor) for p in parts) and len({p.dtype for p in parts}) == 1:
-        return jnp.concatenate(parts, axis=0)
-    return tuple(parts)
+    """One matrix out of several that share their input, where their storage is alike; otherwise a tuple, in which
+    neighbours of one storage are one: files of K-quants often spend more bits on values than on queries and keys."""
+    stored = lambda p: (p.kind, p.group, p.is_packed) if isinstance(p, QuantizedTensor) else p.dtype.name
+    fused = tuple(_stacked(list(alike)) for _, alike in itertools.groupby(parts, stored))
+    return fused[0] if len(fused) == 1 else fused
+
+
+def _stacked(parts: list):
+    if len(parts) == 1:
+        return parts[0]
+    return QuantizedTensor.concatenate(parts) if isinstance(parts[0], QuantizedTensor) else jnp.concatenate(parts)

@@ -21,7 +21,8 @@ from .checkpoint import Checkpoint
 from .llama import LlamaConfig
 from .tokenizer import Tokenizer
 
-NATIVE = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}  # kept bit for bit; other block types become q8_0
+# kept bit for bit; other block types become q8_0
+NATIVE = {kind.upper(): kind for kind in ("q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")}
 DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 HEADER_BYTES = 24  # magic, version, tensor count, metadata count
 # what the gguf package raises on bytes that make no sense
@@ -61,8 +62,9 @@ class _Reader(GGUFReader):
 def open_gguf(path: str | os.PathLike) -> Checkpoint:
     """Opens a GGUF file of the Llama architecture; the weights are read when a model asks for them.
 
-    F32, F16 and BF16 tensors keep their dtype; Q4_0, Q4_1 and Q8_0 keep their blocks; any other type is dequantised by
-    the gguf package and stored as Q8_0 (half a step of 1/127 of the block's largest weight is the added error).
+    F32, F16 and BF16 tensors keep their dtype; Q4_0, Q4_1, Q8_0 and K-quants keep their blocks; any other type is
+    dequantised by the gguf package and stored as Q8_0 (half a step of 1/127 of the block's largest weight is the added
+    error).
 
     Raises:
       ModelError: not a GGUF file, truncated, damaged, or of another architecture.

@@ -157,6 +157,10 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
     meta = {"bn": fit(flat.shape[0], max(1, machine().tile // features)), "dtype": jnp.dtype(dtype).name}
     if not quantized:
         return embedding_rows(table, flat, **meta).reshape(shape)
+    if table.is_super:
+        rows = jnp.clip(flat, 0, table.shape[0] - 1)
+        found = jax.lax.stop_gradient(table).rows(rows).dequantize(dtype)
+        return jnp.where((rows == flat)[:, None], found, jnp.zeros((), dtype)).reshape(shape)
     if table.is_packed:  # those rows that are asked for
         rows = jnp.where((flat >= 0) & (flat < table.shape[0]), flat, 0)
         table, flat = table.rows(rows).unpacked(), jnp.where(rows == flat, jnp.arange(flat.shape[0]), -1)

@@ -127,6 +127,8 @@ def _streamed(x, residual, weight, weights, **options):
 
 
 def _not_streamed(x, residual, weight, weights, **_) -> str | None:
+    if isinstance(weights[0], QuantizedTensor) and weights[0].is_super:
+        return f"the codes of {weights[0].kind} are in several arrays"
     kind, stored = _stored(x, weights)
     return next((why for w in stored if (why := hopper_gemv.misfit(x, w, kind, gated=len(weights) > 1))), None)
 

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops import hopper_gemv, hopper_quantized, quantized_lanes
+from jtile.ops import hopper_gemv, hopper_quantized, k_products, quantized_lanes
 from jtile.ops._shapes import check_float, check_shape, fit, known, machine
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
-from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation, gate_slope
+from jtile.ops.epilogues import ACTIVATIONS, check_activation
+from jtile.ops.frozen import saving, slopes
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor, unpack_codes
 
@@ -65,7 +66,7 @@ def quantized_matmul(
             check_shape("quantized_matmul", name, y, shape)
             given[name] = y.reshape(1 if name == "bias" else rows.shape[0], out)
     options = dict(kind=weight.kind, activation=activation, out_dtype=out_dtype.name)
-    y = _product(rows, (_frozen(weight),), Epilogue(**given), **options)
+    y = _multiplied(rows, (weight,), Epilogue(**given), **options)
     return y.reshape(*x.shape[:-1], out)
 
 
@@ -115,9 +116,13 @@ def _finished(y, epilogue: Epilogue, r, rows: int, i, bm: int, activation):
     return y if epilogue.residual is None else y + epilogue.residual.tiles(bm, rows)[i, r]
 
 
-def _frozen(weight: QuantizedTensor) -> Weight:
-    """The arrays of a weight; nothing differentiates by them, forwards or backwards: quantised weights are frozen."""
-    return jax.lax.stop_gradient(Weight(weight.codes, weight.scale, weight.minimum))
+def _multiplied(x, weights: tuple[QuantizedTensor, ...], epilogue: Epilogue, **options) -> jax.Array:
+    """By the op for weights of this kind. Nothing differentiates by their arrays, forwards or backwards: quantised
+    weights are frozen."""
+    if weights[0].is_super:
+        return k_products.product(x, jax.lax.stop_gradient(tuple(w.super_blocks for w in weights)), epilogue, **options)
+    arrays = tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
+    return _product(x, jax.lax.stop_gradient(arrays), epilogue, **options)
 
 
 def _plain(weights: tuple[Weight, ...], kind: str) -> tuple[Weight, ...]:
@@ -259,39 +264,23 @@ def _dx(g, weight: Weight, kind: str, inner: int):
 # -- rules: what forward passes save, and cotangents; those of weights are None: they are frozen ----------------------
 
 
-def _saving(product, x, weights, epilogue: Epilogue, activation):
-    """The result by `product(x, weights, epilogue)`, and what `_slopes` starts from."""
-    if len(weights) > 1:
-        gate, up = (product(x, (w,), NO_EPILOGUE) for w in weights)
-        return ACTIVATIONS[activation](gate) * up, (gate, up)
-    z = product(x, weights, epilogue._replace(residual=None))
-    y = ACTIVATIONS[activation](z)
-    y = y if epilogue.residual is None else y + epilogue.residual
-    return y, (z if activation else None,)
-
-
-def _slopes(x, weights, epilogue: Epilogue, saved, g, kind: str, activation):
-    """(dx, the cotangents of the epilogue) for the cotangent g of `_saving`'s result."""
-    if len(weights) > 1:
-        slopes = gate_slope(saved[0], saved[1], g, activation)
-        gate, up = (_dx(d, w, kind, x.shape[1]) for d, w in zip(slopes, weights, strict=True))
-        return gate + up, NO_EPILOGUE
-    dz = g if activation is None else activation_slope(saved[0], g, activation)
-    bias = None if epilogue.bias is None else dz.sum(0, keepdims=True)
-    residual = None if epilogue.residual is None else g
-    return _dx(dz, weights[0], kind, x.shape[1]), Epilogue(bias, residual)
+def _of_x(kind: str, inner: int):
+    """What gives the cotangent of x."""
+    return lambda g, weight: _dx(g, weight, kind, inner)
 
 
 def _forward(kernel, x, weights, *epilogue, kind, activation, **tiles):
     """Of the kernels for CPUs, by that for one weight; gated ones have no epilogue."""
     one = functools.partial(kernel, kind=kind, activation=None, **tiles)
-    y, saved = _saving(one, x, weights, epilogue[0] if epilogue else NO_EPILOGUE, activation)
+    y, saved = saving(one, x, weights, epilogue[0] if epilogue else NO_EPILOGUE, activation)
     return y, (x, weights, epilogue, saved)
 
 
 def _backward(residuals, g, *, kind, activation, **_):
     x, weights, epilogue, saved = residuals
-    dx, depilogue = _slopes(x, weights, epilogue[0] if epilogue else NO_EPILOGUE, saved, g, kind, activation)
+    dx, depilogue = slopes(
+        weights, epilogue[0] if epilogue else NO_EPILOGUE, saved, g, activation, _of_x(kind, x.shape[1])
+    )
     return (dx, None, depilogue) if epilogue else (dx, None)
 
 
@@ -299,13 +288,14 @@ def _lanes_forward(x, weights, epilogue: Epilogue, *, kind, activation, **_):
     """Of arrays in groups or blocks: as they stand in a weight, x is [m, in], codes [out, stored]."""
     flat = tuple(w._replace(codes=_flat(w.codes)) for w in weights)
     one = functools.partial(quantized_lanes.product, kind=kind)
-    y, saved = _saving(one, _flat(x), flat, epilogue, activation)
+    y, saved = saving(one, _flat(x), flat, epilogue, activation)
     return y, (x, flat, epilogue, saved)
 
 
 def _lanes_backward(residuals, g, *, kind, activation, **_):
     x, weights, epilogue, saved = residuals
-    dx, depilogue = _slopes(_flat(x), weights, epilogue, saved, g, kind, activation)
+    inner = math.prod(x.shape[1:])
+    dx, depilogue = slopes(weights, epilogue, saved, g, activation, _of_x(kind, inner))
     return dx.reshape(x.shape).astype(x.dtype), None, depilogue
 
 
@@ -427,5 +417,5 @@ def quantized_gated(
         gate, up = gate.unpacked(), up.unpacked()
     rows = x.reshape(math.prod(x.shape[:-1]), inner)
     options = dict(kind=gate.kind, activation=activation, out_dtype=jnp.dtype(out_dtype).name)
-    y = _product(rows, (_frozen(gate), _frozen(up)), NO_EPILOGUE, **options)
+    y = _multiplied(rows, (gate, up), NO_EPILOGUE, **options)
     return y.reshape(*x.shape[:-1], out)

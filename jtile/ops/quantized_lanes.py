@@ -28,10 +28,10 @@ HALF = BLOCK // 2
 FOUR_BIT = ("q4_0", "q4_1")
 
 
-_UP = 2.0**76  # x times that, times an integer's bits as a float32, is a normal number for 2^-53 < |x| < 2^51
-_DOWN = 2.0**73  # both bring x q back to 1: the bits are q 2^-149
+UP = 2.0**76  # x times that, times an integer's bits as a float32, is a normal number for 2^-53 < |x| < 2^51
+DOWN = 2.0**73  # both bring x q back to 1: the bits are q 2^-149
 # the largest |x| of a row for which nothing overflows, and the smallest for which nothing that counts is lost
-_LARGE, _SMALL = 2.0**51, 2.0**-29
+LARGE, SMALL = 2.0**51, 2.0**-29
 _ZERO = {"q4_0": 8.0, "q4_1": 0.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
 
 # x of a block as its words hold the codes: axes [blocks, *these], by (4-bit codes, packed words); of packed words, see
@@ -64,17 +64,17 @@ def _words(codes, group, chunk, kind: str, blocks: int):
     return whole if kind in FOUR_BIT else whole ^ np.uint32(0x80808080)
 
 
-def _scaled(planes, four: bool):
-    """x for the numbers of `_scaled_fields`, and its sum over a word's fields in the same scale."""
+def scaled_planes(planes, four: bool = False):
+    """x for the numbers of `scaled_fields`, and its sum over a word's fields in the same scale."""
     shifts = (0, 4, 8, 12, 16, 20, 0, 0) if four else (0, 8, 16, 0)
-    out = [plane * (_UP * 2.0**-shift) for plane, shift in zip(planes, shifts)]
+    out = [plane * (UP * 2.0**-shift) for plane, shift in zip(planes, shifts)]
     if four:  # the two highest: first + 16 second, and first
         out[7] = out[7] * 2.0**-4
         out[6] = out[6] - out[7]
-    return out, functools.reduce(jnp.add, planes) * (1 / _DOWN)
+    return out, functools.reduce(jnp.add, planes) * (1 / DOWN)
 
 
-def _scaled_fields(words, four: bool):
+def scaled_fields(words, four: bool = False):
     """The fields of words as float32, 2^-149 times their place in the word; the highest ones were moved down."""
     top = words >> np.uint32(24)
     bits = 4 if four else 8
@@ -83,11 +83,12 @@ def _scaled_fields(words, four: bool):
     return [jax.lax.bitcast_convert_type(field, jnp.float32) for field in fields]
 
 
-def _plain(planes, _):
+def plain_planes(planes, four: bool = False):
+    """x and its sum over a word's fields, for the numbers of `plain_fields`."""
     return planes, functools.reduce(jnp.add, planes)
 
 
-def _plain_fields(words, four: bool):
+def plain_fields(words, four: bool = False):
     """The fields of words as numbers, converted."""
     bits = 4 if four else 8
     fields = [(words >> np.uint32(shift)) & np.uint32((1 << bits) - 1) for shift in range(0, 32, bits)]
@@ -157,11 +158,11 @@ def quantized_gemv_lanes(
             sums = tuple(total + term for total, term in zip(sums, terms))
         return tuple(total.sum(axis=(1, 2)) for total in sums), top
 
-    sums, top = summed(blocks, stages, _scaled, _scaled_fields)
-    sums = tuple(total * jnp.float32(_DOWN) for total in sums)
+    sums, top = summed(blocks, stages, scaled_planes, scaled_fields)
+    sums = tuple(total * jnp.float32(DOWN) for total in sums)
     peak = top.max()
-    if (peak >= _LARGE) | ((peak > 0) & (peak < _SMALL)):  # out of the range of the scaled numbers: once more
-        sums, _ = summed(max(blocks // 4, 1), 1, _plain, _plain_fields)  # in tiles that take few registers
+    if (peak >= LARGE) | ((peak > 0) & (peak < SMALL)):  # out of the range of the scaled numbers: once more
+        sums, _ = summed(max(blocks // 4, 1), 1, plain_planes, plain_fields)  # in tiles that take few registers
     of_rows = lambda ref, i: ref.tiles(None, None, rows)[i, group, 0]
     for i in range(m):
         found = [sums[n * m + i] for n in range(len(weights))]

@@ -12,6 +12,8 @@ A weight of shape (out, in) is kept as codes, scales and (Q4_1 only) minima, all
 The group of weights that share a scale is 32 times a power of two: 32 in GGUF, whose scales are float16, and mostly 128
 in safetensors, where they are float16 or bfloat16. The shapes of the arrays say it.
 
+The K-quants of GGUF (q2_k to q6_k) have more arrays: see super_blocks.py.
+
 Byte j of a 4-bit block of 32 holds weight j in its low nibble and weight j + 16 in its high nibble, as in GGUF;
 codes and scales are separate arrays so that both stay aligned for vector loads.
 
@@ -33,10 +35,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtile._errors import KernelTypeError, KernelValueError
+from jtile.ops import super_blocks
+from jtile.ops.super_blocks import LAYOUTS, SUPER, SuperBlocks
 
 BLOCK = 32  # weights of a block of GGUF; groups that share a scale are of one or more blocks
 KINDS = ("int8", "q8_0", "q4_0", "q4_1")
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # one GGUF block: f16 scale, (f16 minimum,) codes
+K_KINDS = tuple(LAYOUTS)  # read from GGUF, not made here
 
 
 @jax.tree_util.register_dataclass
@@ -52,10 +57,15 @@ class QuantizedTensor:
     scale: jax.Array
     minimum: jax.Array | None
     kind: str = dataclasses.field(metadata=dict(static=True))
+    high: jax.Array | None = None  # these three of K-quants only: see super_blocks.py
+    steps: jax.Array | None = None
+    steps_high: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in), in weights."""
+        if self.is_super:
+            return self.scale.shape[-2], self.scale.shape[-1] * SUPER
         out, stored = self.codes.shape[-2:]
         return out, stored * (4 if self.is_packed else 1) * (2 if self.is_4bit else 1)
 
@@ -71,6 +81,16 @@ class QuantizedTensor:
     @property
     def is_4bit(self) -> bool:
         return self.kind in ("q4_0", "q4_1")
+
+    @property
+    def is_super(self) -> bool:
+        """Whether this is a K-quant, of super blocks of 256 weights."""
+        return self.kind in LAYOUTS
+
+    @property
+    def super_blocks(self) -> SuperBlocks:
+        """The arrays of a K-quant."""
+        return SuperBlocks(self.codes, self.high, self.steps, self.steps_high, self.scale, self.minimum)
 
     @property
     def is_packed(self) -> bool:
@@ -116,7 +136,7 @@ class QuantizedTensor:
 
     @classmethod
     def from_gguf_blocks(cls, raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
-        """Splits GGUF blocks (uint8, `out * in / 32 * BLOCK_BYTES[kind]` bytes) into codes, scales and minima."""
+        """Splits GGUF blocks (uint8, as many bytes as a file has) into codes, scales and minima."""
         return from_gguf_blocks(raw, kind, shape)
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
@@ -129,9 +149,15 @@ class QuantizedTensor:
         To be called once, when weights are loaded. Where a form is needed that this is not, ops undo it in each call.
         Groups are halved until each row of scales is made of whole lines of 16 bytes, which is what tensor maps copy.
 
+        K-quants become bytes of codes in words of four, as they stand.
+
         Raises:
           KernelValueError: `in` is no multiple of 32.
         """
+        if self.is_super:
+            return dataclasses.replace(
+                self, codes=super_blocks.as_words(self.codes), high=super_blocks.as_words(self.high)
+            )
         if self.shape[1] % BLOCK:
             raise KernelValueError(f"packed codes are those of blocks of {BLOCK}, got a tensor of {self.shape}")
         codes = self.codes if self.is_packed else pack_codes(self.codes, self.kind)
@@ -160,6 +186,10 @@ class QuantizedTensor:
 
     def unpacked(self) -> QuantizedTensor:
         """The inverse of `packed`."""
+        if self.is_super:
+            return dataclasses.replace(
+                self, codes=super_blocks.as_bytes(self.codes), high=super_blocks.as_bytes(self.high)
+            )
         return dataclasses.replace(self, codes=unpack_codes(self.codes, self.kind))
 
     def rows(self, index) -> QuantizedTensor:
@@ -185,6 +215,8 @@ class QuantizedTensor:
 @functools.partial(jax.jit, static_argnames="dtype")
 def _dequantized(tensor: QuantizedTensor, dtype) -> jax.Array:
     """One program for each shape; outside of a program its steps would be a dozen."""
+    if tensor.is_super:
+        return super_blocks.dequantized(tensor.super_blocks, tensor.kind).astype(dtype)
     return dequantize_rows(tensor.kind, tensor.codes, tensor.scale, tensor.minimum).astype(dtype)
 
 
@@ -355,21 +387,26 @@ def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
     """Splits the blocks of a GGUF tensor into the arrays of a `QuantizedTensor`; every bit is kept.
 
     Args:
-      raw: uint8 array of any shape with `out * in / 32 * BLOCK_BYTES[kind]` bytes, row-major over (out, block).
-      kind: "q4_0", "q4_1" or "q8_0".
+      raw: uint8 array of any shape with the bytes of `out * in / 32` blocks, row-major over (out, block); of K-quants
+        those of `out * in / 256` super blocks.
+      kind: "q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k" or "q6_k".
       shape: (out, in) in weights.
 
     Raises:
       KernelValueError: a kind without GGUF blocks, or a number of bytes that does not fit `shape`.
     """
-    _check(kind, shape)
-    if kind not in BLOCK_BYTES:
-        raise KernelValueError(f"{kind} has no GGUF block layout; expected one of {', '.join(BLOCK_BYTES)}")
+    _check(kind, shape, SUPER if kind in LAYOUTS else BLOCK, (*KINDS, *K_KINDS))
+    sizes = BLOCK_BYTES | super_blocks.GGUF_BYTES
+    if kind not in sizes:
+        raise KernelValueError(f"{kind} has no GGUF block layout; expected one of {', '.join(sizes)}")
     out, inner = shape
     raw = np.asarray(raw, dtype=np.uint8)
-    expected = out * (inner // BLOCK) * BLOCK_BYTES[kind]
+    expected = out * (inner // (SUPER if kind in LAYOUTS else BLOCK)) * sizes[kind]
     if raw.size != expected:
         raise KernelValueError(f"{kind} blocks of shape {tuple(shape)} take {expected} bytes, got {raw.size}")
+    if kind in LAYOUTS:
+        arrays = super_blocks.of_blocks(raw, kind, shape)._asdict()
+        return jax.device_put(QuantizedTensor(**arrays, kind=kind))
     blocks = raw.reshape(out, inner // BLOCK, BLOCK_BYTES[kind])
     head = 4 if kind == "q4_1" else 2
     codes = np.ascontiguousarray(blocks[..., head:]).reshape(out, -1)
@@ -380,9 +417,9 @@ def from_gguf_blocks(raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
     return jax.device_put(QuantizedTensor(codes, scale, minimum, kind))  # jnp.asarray compiles a copy for each shape
 
 
-def _check(kind: str, shape: Sequence[int], group: int = BLOCK) -> None:
-    if kind not in KINDS:
-        raise KernelValueError(f"unknown kind of quantisation {kind!r}; expected one of {', '.join(KINDS)}")
+def _check(kind: str, shape: Sequence[int], group: int = BLOCK, kinds: Sequence[str] = KINDS) -> None:
+    if kind not in kinds:
+        raise KernelValueError(f"unknown kind of quantisation {kind!r}; expected one of {', '.join(kinds)}")
     if len(shape) != 2:
         raise KernelValueError(f"a quantised tensor has the shape (out, in), got {tuple(shape)}")
     if not isinstance(group, int) or group < BLOCK or group % BLOCK or group // BLOCK & (group // BLOCK - 1):

@@ -1,0 +1,248 @@
+"""Products with K-quants on GPUs; the arrays are in super_blocks.py, the public functions in quantized.py.
+
+One or two rows of x: the planes of codes are read as 32-bit words, four codes of each part are put together in a word
+at a time, and its bytes become float32 as in quantized_lanes.py, without a conversion. More rows: parts of W are
+dequantised between memory and the matrix units, beside a 16-bit x as the sum of two bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+from jtile.ops import dispatch
+from jtile.ops._shapes import fit, known, tuned
+from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.operands import NO_EPILOGUE, Epilogue
+from jtile.ops.quantized_lanes import DOWN, LARGE, SMALL, plain_fields, plain_planes, scaled_fields, scaled_planes
+from jtile.ops.super_blocks import LAYOUTS, SUPER, Layout, SuperBlocks, as_bytes
+
+ONES = 0x01010101  # a bit of every byte of a word
+
+
+def _sides(layout: Layout) -> tuple[int, int]:
+    """Sub-blocks of a part, and weights of a part."""
+    return layout.subs // layout.parts, SUPER // layout.parts
+
+
+class _Chunk:
+    """Some super blocks of some rows of W: what is read of them is read once.
+
+    Arrays as `_split` gives them. `words`: codes are taken as words of four, else as bytes."""
+
+    def __init__(self, weight: SuperBlocks, layout: Layout, r, chunk, rows: int, blocks: int, words: bool):
+        self.weight, self.layout, self.words = weight, layout, words
+        self.at, self.rows, self.blocks = (r, chunk), rows, blocks
+        self._run = functools.cache(self._read_run)
+        self._integer = functools.cache(self._read_integer)
+        self.of_block = functools.cache(
+            lambda name: getattr(weight, name).tiles(rows, blocks)[self.at].astype(jnp.float32)[:, :, None]
+        )
+
+    def _read_run(self, name: str, run: int):
+        """A run of bytes of a plane: [rows, blocks, subs of a part, bytes or words of a sub-block]."""
+        plane, subs = getattr(self.weight, name), _sides(self.layout)[0]
+        stored = plane.tiles(self.rows, self.blocks, None, plane.shape[3])[*self.at, run, 0]
+        if not self.words or plane.dtype == jnp.uint32:
+            return stored.reshape(self.rows, self.blocks, subs, -1)
+        bytes_ = stored.reshape(self.rows, self.blocks, subs, plane.shape[3] // subs // 4, 4).astype(jnp.uint32)
+        return functools.reduce(jnp.bitwise_or, [bytes_[..., k] << np.uint32(8 * k) for k in range(4)])
+
+    def _read_integer(self, name: str, run: int):
+        plane = getattr(self.weight, name)
+        return plane.tiles(self.rows, self.blocks, None, plane.shape[3])[*self.at, run, 0]
+
+    def codes(self, part: int):
+        """The codes of a part: uint32 words of four [rows, blocks, subs, words], or uint8 [.., subs, weights]."""
+        value, shift, kind = None, 0, np.uint32 if self.words else np.uint8
+        for name, bits in zip(("codes", "high"), self.layout.bits):
+            field, run = divmod(part, getattr(self.weight, name).shape[2])
+            mask = kind(((1 << bits) - 1) * (ONES if self.words else 1))
+            found = (self._run(name, run) >> kind(bits * field)) & mask
+            value = found if value is None else value | (found << kind(shift))
+            shift += bits
+        return value
+
+    def _integers(self, first: int):
+        """The integers of as many sub-blocks as a part has, from element `first` on: [rows, blocks, subs]."""
+        value, shift, subs = None, 0, _sides(self.layout)[0]
+        for name, bits in zip(("steps", "steps_high"), self.layout.step_bits):
+            field, run = divmod(first // subs, getattr(self.weight, name).shape[2])
+            found = self._integer(name, run)
+            found = found if bits == 8 else (found >> np.uint8(bits * field)) & np.uint8((1 << bits) - 1)
+            value = found if value is None else value | (found << np.uint8(shift))
+            shift += bits
+        return value.astype(jnp.float32)
+
+    def scales(self, part: int):
+        """The scales of a part's sub-blocks, and what is taken from their weights or None: [rows, blocks, subs]."""
+        layout, subs = self.layout, _sides(self.layout)[0]
+        scale = self.of_block("scale") * (self._integers(part * subs) - np.float32(layout.step_zero))
+        if layout.minima:
+            return scale, self.of_block("minimum") * self._integers(layout.subs + part * subs)
+        return scale, scale * np.float32(layout.zero) if layout.zero else None
+
+
+@jt.kernel(
+    out_type=lambda x, weights, *_, **__: jax.ShapeDtypeStruct((x.shape[0], weights[0].scale.shape[0]), jnp.float32),
+    grid=lambda x, weights, *_, rows, **__: jt.cdiv(weights[0].scale.shape[0], rows),
+)
+def k_gemv_lanes(
+    x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int, blocks: int
+):
+    """`rows` rows of W in a program, `blocks` super blocks at a time, for one or two rows of x.
+
+    x [m, super blocks, parts, weights of a part]; arrays of W as `_split` gives them; with a second weight
+    y = act(x Gᵀ) * (x Uᵀ).
+    """
+    m, r, layout = x.shape[0], jt.program_id(0), LAYOUTS[kind]
+    subs, width = _sides(layout)
+
+    def summed(blocks, scaled, fields_of):
+        """For each weight and row of x its products with the rows of W, and the largest |x| in lanes."""
+        shape = (blocks, subs, width // subs // 4)
+        sums = tuple(jnp.zeros((rows, *shape), jnp.float32) for _ in range(m * len(weights)))
+        top = jnp.zeros(shape, jnp.float32)
+        for chunk in jt.range(jt.cdiv(x.shape[1], blocks)):
+            parts = [_Chunk(w, layout, r, chunk, rows, blocks, words=True) for w in weights]
+            for p in range(layout.parts):
+                numbers = [x.tiles(None, blocks, None, width)[i, chunk, p, 0] for i in range(m)]
+                numbers = [part.astype(jnp.float32).reshape(*shape, 4) for part in numbers]
+                planes = [[of_row[..., byte] for byte in range(4)] for of_row in numbers]
+                top = functools.reduce(jnp.maximum, [abs(plane) for of_row in planes for plane in of_row], top)
+                xs = [scaled(of_row) for of_row in planes]
+                terms = [term for part in parts for term in _terms(part, p, xs, fields_of)]
+                sums = tuple(total + term for total, term in zip(sums, terms))
+        return tuple(total.sum(axis=(1, 2, 3)) for total in sums), top
+
+    sums, top = summed(blocks, scaled_planes, scaled_fields)
+    sums = tuple(total * jnp.float32(DOWN) for total in sums)
+    peak = top.max()
+    if (peak >= LARGE) | ((peak > 0) & (peak < SMALL)):  # out of the range of the scaled numbers: once more
+        sums, _ = summed(max(blocks // 4, 1), plain_planes, plain_fields)
+    for i in range(m):
+        found = [sums[n * m + i] for n in range(len(weights))]
+        first = found[0] if epilogue.bias is None else found[0] + epilogue.bias.tiles(1, rows)[0, r][0]
+        out = ACTIVATIONS[activation](first) * (found[1] if len(found) > 1 else 1.0)
+        out = out if epilogue.residual is None else out + epilogue.residual.tiles(1, rows)[i, r][0]
+        y.tiles(1, rows)[i, r] = out[None, :]
+
+
+def _terms(chunk: _Chunk, part: int, xs, fields_of) -> list:
+    """What a part adds to the products with the rows of x, of which `xs` has the planes and their sums."""
+    fields, (scale, low) = fields_of(chunk.codes(part)), chunk.scales(part)
+    out = []
+    for planes, total in xs:
+        term = functools.reduce(jnp.add, [field * plane[None] for field, plane in zip(fields, planes)])
+        term = scale[..., None] * term
+        out.append(term if low is None else term - low[..., None] * total[None])
+    return out
+
+
+def _dequantized(weight: SuperBlocks, layout: Layout, r, chunk, rows: int) -> list:
+    """The parts of a super block of W in float32: [rows, weights of a part]."""
+    tile, found = _Chunk(weight, layout, r, chunk, rows, 1, words=False), []
+    for part in range(layout.parts):
+        scale, low = tile.scales(part)
+        W = scale[..., None] * tile.codes(part).astype(jnp.float32)
+        found.append((W if low is None else W - low[..., None]).reshape(rows, -1))
+    return found
+
+
+@jt.kernel(
+    out_type=lambda x, weights, *_, **__: jax.ShapeDtypeStruct((x.shape[0], weights[0].scale.shape[0]), jnp.float32),
+    grid=lambda x, weights, *_, rows, bm, **__: (jt.cdiv(weights[0].scale.shape[0], rows), jt.cdiv(x.shape[0], bm)),
+)
+def k_gemm_lanes(
+    x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int, bm: int
+):
+    """`bm` rows of x, `rows` of W in a program; operands as those of `k_gemv_lanes`."""
+    # Y = X Wᵀ, a sum over super blocks, their parts, and the terms that W is split into
+    r, i, layout = jt.program_id(0), jt.program_id(1), LAYOUTS[kind]
+    X = x.tiles(bm, None, None, x.shape[3])
+    sums = tuple(jnp.zeros((bm, rows), jnp.float32) for _ in weights)
+    for chunk in jt.range(x.shape[1]):
+        found = []
+        for weight, total in zip(weights, sums):
+            for part, W in enumerate(_dequantized(weight, layout, r, chunk, rows)):
+                top = W.astype(x.dtype)
+                rest = [] if x.dtype == jnp.float32 else [(W - top.astype(jnp.float32)).astype(x.dtype)]
+                for term in (top, *rest):
+                    total = jt.dot(X[i, chunk, part, 0], term.T, total)
+            found.append(total)
+        sums = tuple(found)
+    first = sums[0] if epilogue.bias is None else sums[0] + epilogue.bias.tiles(1, rows)[0, r]
+    out = ACTIVATIONS[activation](first) * (sums[1] if len(sums) > 1 else 1.0)
+    y.tiles(bm, rows)[i, r] = out if epilogue.residual is None else out + epilogue.residual.tiles(bm, rows)[i, r]
+
+
+@jt.kernel(
+    out_type=lambda g, weight, *, kind, **_: jax.ShapeDtypeStruct(
+        (g.shape[0], weight.scale.shape[1], LAYOUTS[kind].parts, SUPER // LAYOUTS[kind].parts), jnp.float32
+    ),
+    grid=lambda g, weight, *, bm, **_: (jt.cdiv(g.shape[0], bm), weight.scale.shape[1]),
+)
+def k_dx_lanes(g, weight: SuperBlocks, dx, *, kind: str, rows: int, bm: int):
+    """dx [m, super blocks, parts, weights of a part] for the cotangents g [m, out] of x Wᵀ."""
+    # dX = G W
+    i, chunk, layout = jt.program_id(0), jt.program_id(1), LAYOUTS[kind]
+    G, width = g.tiles(bm, rows), _sides(layout)[1]
+    sums = tuple(jnp.zeros((bm, width), jnp.float32) for _ in range(layout.parts))
+    for r in jt.range(G.shape[1]):
+        parts = _dequantized(weight, layout, r, chunk, rows)
+        sums = tuple(jt.dot(G[i, r], W, total) for W, total in zip(parts, sums))
+    for part, total in enumerate(sums):
+        dx.tiles(bm, None, None, width)[i, chunk, part, 0] = total
+
+
+def _split(weight: SuperBlocks, layout: Layout) -> SuperBlocks:
+    """The arrays of W [out, …] with an axis of super blocks, and in planes one of the runs of a part's bytes."""
+    out, blocks = weight.scale.shape
+    runs = lambda plane, bits: None if plane is None else plane.reshape(out, blocks, layout.parts * bits // 8, -1)
+    groups = lambda plane: None if plane is None else plane.reshape(out, blocks, -1, _sides(layout)[0])
+    codes, high = (runs(plane, bits) for plane, bits in zip((weight.codes, weight.high), (*layout.bits, 8)))
+    return weight._replace(codes=codes, high=high, steps=groups(weight.steps), steps_high=groups(weight.steps_high))
+
+
+def flat(weight: SuperBlocks) -> SuperBlocks:
+    """The inverse of the split that the kernels take."""
+    return SuperBlocks(*(None if a is None else a.reshape(a.shape[0], -1) for a in weight))
+
+
+def product(
+    x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activation=None
+) -> jax.Array:
+    """float32 [m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out] and residual [m, out]."""
+    layout, (out, blocks) = LAYOUTS[kind], weights[0].scale.shape
+    options = {"kind": kind, "activation": activation}
+    few = known(x.shape[0]) <= 2 and not dispatch.vector_cores()
+    if not few:
+        weights = tuple(w._replace(codes=as_bytes(w.codes), high=as_bytes(w.high)) for w in weights)
+    weights = tuple(_split(w, layout) for w in weights)
+    if x.dtype != jnp.bfloat16:
+        x = x.astype(jnp.float32)
+    x = x.reshape(x.shape[0], blocks, layout.parts, -1)
+    if few:
+        most = 4 // (x.shape[0] * len(weights))
+        tiles = {"rows": next(n for n in (4, 2, 1) if n <= max(most, 1) and out % n == 0)}
+        tiles["blocks"] = min(16, jt.next_power_of_2(blocks))
+        warps = min(4, max(1, tiles["blocks"] * SUPER // layout.parts // 512))
+        return tuned(k_gemv_lanes, num_warps=warps)(x, weights, epilogue, **options, **tiles)
+    side = 64 if x.dtype == jnp.float32 or len(weights) > 1 else 128
+    sides = {"rows": _side(out, 64), "bm": _side(known(x.shape[0]), side)}
+    return k_gemm_lanes(x, weights, epilogue, **options, **sides)
+
+
+def _side(n: int, limit: int) -> int:
+    return min(max(jt.next_power_of_2(n), 16), limit)
+
+
+def dx(g, weight: SuperBlocks, kind: str) -> jax.Array:
+    """float32 [m, in] for the cotangents g [m, out] of a product with W, whose codes are bytes."""
+    split = _split(weight, LAYOUTS[kind])
+    found = k_dx_lanes(g, split, kind=kind, rows=32, bm=fit(g.shape[0], 64))
+    return found.reshape(g.shape[0], weight.scale.shape[1] * SUPER)

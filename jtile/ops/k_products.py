@@ -1,0 +1,223 @@
+"""Products with K-quants, whose bits stay as they are: y = x Wᵀ; the arrays and the formula are in super_blocks.py.
+
+Few rows of x: codes go from memory into the sums, part by part of a super block. What all weights of a sub-block lack,
+`zero` times their scale or their minimum, is taken from the sums at once, times the sum of x over the sub-block. Many
+rows: a tile of W is dequantised once. GPUs take other tiles: k_lanes.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+from jtile.ops import k_lanes
+from jtile.ops._shapes import fit, known, machine
+from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
+from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.frozen import saving, slopes
+from jtile.ops.operands import NO_EPILOGUE, Epilogue
+from jtile.ops.super_blocks import LAYOUTS, SUPER, Layout, SuperBlocks, as_bytes
+
+
+def _integers(planes, layout: Layout, first: int, count: int):
+    """Elements first to first + count of tiles [rows, blocks, bytes] of the planes of integers, float32."""
+    found = []
+    for at in range(first, first + count, layout.grain):
+        value, shift = None, 0
+        for plane, bits in zip(planes, layout.step_bits):
+            field, byte = divmod(at, plane.shape[2])
+            part = plane[:, :, byte : byte + layout.grain]
+            part = part if bits == 8 else (part >> np.uint8(bits * field)) & np.uint8((1 << bits) - 1)
+            value = part if value is None else value | (part << np.uint8(shift))
+            shift += bits
+        found.append(value.astype(jnp.float32))
+    return jnp.concatenate(found, axis=2) if len(found) > 1 else found[0]
+
+
+def _of_subs(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c):
+    """Scales of the sub-blocks of a tile, and what is taken from their weights: [rows, blocks, subs], or None."""
+    tile = lambda a: a.tiles(rows, a.shape[1] // (weight.scale.shape[1] // blocks))[r, c].reshape(rows, blocks, -1)
+    planes = [tile(plane) for plane in (weight.steps, weight.steps_high) if plane is not None]
+    scale = tile(weight.scale).astype(jnp.float32) * (
+        _integers(planes, layout, 0, layout.subs) - np.float32(layout.step_zero)
+    )
+    if layout.minima:
+        return scale, tile(weight.minimum).astype(jnp.float32) * _integers(planes, layout, layout.subs, layout.subs)
+    return scale, scale * np.float32(layout.zero) if layout.zero else None
+
+
+def _codes(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c):
+    """The parts of a tile as float32 [rows, blocks, subs of a part, sub]."""
+    chunks, subs = weight.scale.shape[1] // blocks, layout.subs // layout.parts
+    planes = [
+        plane.tiles(rows, plane.shape[1] // chunks)[r, c].reshape(rows, blocks, -1, subs, layout.sub)
+        for plane in (weight.codes, weight.high)
+        if plane is not None
+    ]
+    found = []
+    for part in range(layout.parts):
+        value, shift = None, 0
+        for plane, bits in zip(planes, layout.bits):
+            field, run = divmod(part, plane.shape[2])
+            bits_of_part = (plane[:, :, run] >> np.uint8(bits * field)) & np.uint8((1 << bits) - 1)
+            value = bits_of_part if value is None else value | (bits_of_part << np.uint8(shift))
+            shift += bits
+        found.append(value.astype(jnp.float32))
+    return found
+
+
+def _row_product(weight: SuperBlocks, layout: Layout, X, sums, r, rows: int):
+    """Y [rows] = W x for one row of x, X [blocks, parts, subs of a part, sub] and its sums [blocks, subs]; nothing of W
+    is stored."""
+    blocks = weight.scale.shape[1]
+    scale, low = _of_subs(weight, layout, r, rows, blocks, 0)
+    scale = scale.reshape(rows, blocks, layout.parts, -1)
+    total = None
+    for part, codes in enumerate(_codes(weight, layout, r, rows, blocks, 0)):
+        term = scale[:, :, part][:, :, :, None] * (codes * X[None, :, part])
+        total = term if total is None else total + term
+    Y = jnp.sum(total, axis=(1, 2, 3))
+    return Y if low is None else Y - jnp.sum(low * sums[None], axis=(1, 2))
+
+
+def _dequantized(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c=0):
+    """W [rows, blocks * 256] of one tile in float32: chunk c of its columns."""
+    scale, low = _of_subs(weight, layout, r, rows, blocks, c)
+    beside = lambda a: a.reshape(rows, blocks, layout.parts, -1)
+    scale, low = beside(scale), None if low is None else beside(low)
+    W = [scale[:, :, p][:, :, :, None] * codes for p, codes in enumerate(_codes(weight, layout, r, rows, blocks, c))]
+    if low is not None:
+        W = [part - low[:, :, p][:, :, :, None] for p, part in enumerate(W)]
+    return jnp.concatenate(W, axis=2).reshape(rows, blocks * SUPER)
+
+
+def _type(x, weights, *_, **__):
+    return jax.ShapeDtypeStruct((x.shape[0], weights[0].scale.shape[0]), jnp.float32)
+
+
+def _finished(found: list, epilogue: Epilogue, r, rows: int, i, bm: int, activation):
+    """Bias, activation, the second product and residual of tiles [bm, rows]."""
+    y = found[0] if epilogue.bias is None else found[0] + epilogue.bias.tiles(1, rows)[0, r]
+    y = ACTIVATIONS[activation](y)
+    y = y * found[1] if len(found) > 1 else y
+    return y if epilogue.residual is None else y + epilogue.residual.tiles(bm, rows)[i, r]
+
+
+@jt.kernel(
+    out_type=_type, grid=lambda x, weights, *_, rows, **__: (x.shape[0], jt.cdiv(weights[0].scale.shape[0], rows))
+)
+def k_gemv(x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int):
+    """One row of x, `rows` of W in a program; with a second weight y = act(x Gᵀ) * (x Uᵀ)."""
+    i, r, layout = jt.program_id(0), jt.program_id(1), LAYOUTS[kind]
+    blocks = weights[0].scale.shape[1]
+    X = x[i, :].reshape(blocks, layout.parts, layout.subs // layout.parts, layout.sub)
+    sums = x[i, :].reshape(blocks, layout.subs, layout.sub).sum(axis=2)
+    found = [_row_product(w, layout, X, sums, r, rows)[None, :] for w in weights]
+    y.tiles(1, rows)[i, r] = _finished(found, epilogue, r, rows, i, 1, activation)
+
+
+@jt.kernel(
+    out_type=_type,
+    grid=lambda x, weights, *_, rows, bm, **__: (jt.cdiv(weights[0].scale.shape[0], rows), jt.cdiv(x.shape[0], bm)),
+)
+def k_gemm(x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int, bm: int):
+    """`bm` rows of x, `rows` of W in a program."""
+    r, i, blocks = jt.program_id(0), jt.program_id(1), weights[0].scale.shape[1]
+    X = x.tiles(bm, x.shape[1])[i, 0]
+    found = [jt.dot(X, _dequantized(w, LAYOUTS[kind], r, rows, blocks).T) for w in weights]
+    y.tiles(bm, rows)[i, r] = _finished(found, epilogue, r, rows, i, bm, activation)
+
+
+@jt.kernel(
+    out_type=lambda g, weight, **_: jax.ShapeDtypeStruct((g.shape[0], weight.scale.shape[1] * SUPER), jnp.float32),
+    grid=lambda g, weight, *, bm, chunks, **_: (jt.cdiv(g.shape[0], bm), chunks),
+)
+def k_dx(g, weight: SuperBlocks, dx, *, kind: str, rows: int, bm: int, chunks: int):
+    """dx [m, in] for the cotangents g [m, out] of x Wᵀ: a chunk of W's columns in a program, `rows` rows at a time."""
+    # dX = G W
+    i, c, blocks = jt.program_id(0), jt.program_id(1), weight.scale.shape[1] // chunks
+    G = g.tiles(bm, rows)
+    acc = jt.zeros((bm, blocks * SUPER))
+    for r in jt.range(G.shape[1]):
+        acc = jt.dot(G[i, r], _dequantized(weight, LAYOUTS[kind], r, rows, blocks, c), acc)
+    dx.tiles(bm, blocks * SUPER)[i, c] = acc
+
+
+def _dx(g, weight: SuperBlocks, kind: str):
+    weight = _in_bytes(weight)
+    if not machine().whole:
+        return k_lanes.dx(g, weight, kind)
+    blocks = weight.scale.shape[1]
+    chunks = next(n for n in range(jt.cdiv(blocks, 2), blocks + 1) if blocks % n == 0) if blocks else 1
+    return k_dx(g, weight, kind=kind, rows=fit(g.shape[1], 64), bm=fit(g.shape[0], 512), chunks=chunks)
+
+
+def _in_bytes(weight: SuperBlocks) -> SuperBlocks:
+    return weight._replace(codes=as_bytes(weight.codes), high=as_bytes(weight.high))
+
+
+def _forward(product, x, weights, epilogue: Epilogue, *, kind, activation, **_):
+    y, saved = saving(functools.partial(product, kind=kind), x, weights, epilogue, activation)
+    return y, (x, weights, epilogue, saved)
+
+
+def _backward(residuals, g, *, kind, activation, **_):
+    x, weights, epilogue, saved = residuals
+    dx = functools.partial(_dx, kind=kind)
+    of_x, of_epilogue = slopes(weights, epilogue, saved, g, activation, lambda d, w: dx(d, w))
+    return of_x.astype(x.dtype), None, of_epilogue
+
+
+def _on_cpu(x, weights, epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activation=None):
+    """One or two rows of x straight from codes, more with dequantised tiles of W."""
+    weights, x = tuple(map(_in_bytes, weights)), x.astype(jnp.float32)
+    (m, inner), out = x.shape, weights[0].scale.shape[0]
+    if known(m) <= 2:
+        rows = fit(out, max(8, (64 << 10) // max(inner, 1)))
+        return k_gemv(x, weights, epilogue, kind=kind, activation=activation, rows=rows)
+    rows, bm = fit(out, 64), m if known(m) <= 512 else math.ceil(m / math.ceil(m / 512))
+    return k_gemm(x, weights, epilogue, kind=kind, activation=activation, rows=rows, bm=bm)
+
+
+def _lanes_forward(x, weights, epilogue: Epilogue, **meta):
+    """Of arrays with axes of super blocks and parts."""
+    return _forward(k_lanes.product, x.reshape(x.shape[0], -1), tuple(map(k_lanes.flat, weights)), epilogue, **meta)
+
+
+def _lanes_backward(residuals, g, *, kind, **meta):
+    dx, _, depilogue = _backward(residuals, g, kind=kind, **meta)
+    x, layout = residuals[0], LAYOUTS[kind]
+    return dx.reshape(x.shape[0], x.shape[1] // SUPER, layout.parts, -1), None, depilogue
+
+
+for _kernel in (k_gemv, k_gemm):
+    _kernel.defvjp(functools.partial(_forward, _on_cpu), _backward)
+for _kernel in (k_lanes.k_gemv_lanes, k_lanes.k_gemm_lanes):
+    _kernel.defvjp(_lanes_forward, _lanes_backward)
+
+
+def _rounded(run):
+    """An implementation of a product whose result is float32."""
+
+    def rounded(x, weights, epilogue, *, out_dtype, **options):
+        return run(x, weights, epilogue, **options).astype(out_dtype)
+
+    return rounded
+
+
+def _not_in_lanes(x, weights, epilogue, **_) -> str | None:
+    sizes = (*x.shape, weights[0].scale.shape[0])
+    return first_unmet((all(known(n) for n in sizes), "an operand is empty"))
+
+
+# x [m, in], a weight or two of a gated product, and the epilogue
+product = Op(
+    "product with K-quants",
+    Implementation("codes in lanes", _rounded(k_lanes.product), _not_in_lanes, WARPS),
+    Implementation("rows of codes", _rounded(_on_cpu)),
+)
