@@ -252,7 +252,7 @@ def as_float32(x):
 def fuse(parts: Sequence) -> layers.Weight:
     """One matrix out of several that share their input, where their storage is alike; otherwise a tuple, in which
     neighbours of one storage are one: files of K-quants often spend more bits on values than on queries and keys."""
-    stored = lambda p: (p.kind, p.group, p.is_packed) if isinstance(p, QuantizedTensor) else p.dtype.name
+    stored = lambda p: p.storage if isinstance(p, QuantizedTensor) else p.dtype.name
     fused = tuple(_stacked(list(alike)) for _, alike in itertools.groupby(parts, stored))
     return fused[0] if len(fused) == 1 else fused
 

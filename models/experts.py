@@ -56,6 +56,8 @@ class Experts(nnx.Module):
 
         def read(expert: int, name: str, shape: tuple[int, int]) -> jax.Array:
             tensor = weight(f"{prefix}{expert}.{name}_proj.weight", shape)
+            if isinstance(tensor, QuantizedTensor) and tensor.kind == "fp8":
+                return tensor.dequantize(jnp.bfloat16)
             if isinstance(tensor, QuantizedTensor):
                 raise ModelError(
                     f"the weights of {prefix}{expert} are {tensor.kind}; jtile runs experts of float weights"

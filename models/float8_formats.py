@@ -22,7 +22,7 @@ from jtile.ops import QuantizedTensor
 from .mapped import Stored
 
 SCALES = ("_scale_inv", "_scale")  # behind the name of a matrix: the name of its scales
-SIDES = (128, 128)  # of a block where the configuration does not say
+SIDES = BLOCKS = (128, 128)  # of a block where the configuration does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +68,25 @@ def _scaled(weight: Stored, scales: Stored, how: Float8) -> jax.Array | Quantize
     if len(weight.shape) != 2:
         raise ModelError(f"the tensor {weight.name} {weight.shape} has scales {scales.shape}; expected a matrix")
     (out, inner), blocks = weight.shape, tuple(map(cdiv, weight.shape, how.sides))
-    if scales.shape not in ((), (1,), (out,), (out, 1), blocks):
+    if scales.shape not in ((), (1,), (1, 1), (out,), (out, 1), blocks):
         raise ModelError(
             f"the tensor {weight.name} {weight.shape} has scales {scales.shape}; expected a matrix and {blocks}, one a "
             f"block of {how.sides}, or one a row, or one"
         )
-    sides = how.sides if scales.shape == blocks else (1, inner) if out in scales.shape else (out, inner)
-    return _multiplied(weight(), scales(), sides=sides)
+    of_rows = len(scales.shape) > 0 and scales.shape[0] == out and scales.shape != blocks
+    sides = how.sides if scales.shape == blocks else (1, inner) if of_rows else (out, inner)
+    if sides[1] < inner and (sides[1] % 32 or inner % sides[1]):  # no groups that kernels have
+        return _multiplied(weight(), scales(), sides=sides)
+    activations = ("blocks" if sides == BLOCKS else "rows" if sides[1] == inner else None) if how.dynamic else None
+    return dataclasses.replace(_weight(weight(), scales(), sides=sides), activations=activations)
+
+
+@functools.partial(jax.jit, static_argnames="sides")
+def _weight(weight, scales, *, sides: tuple[int, int]) -> QuantizedTensor:
+    """With a scale for each row of a block: those of matrices that are fused lie side by side."""
+    wide = scales.astype(jnp.float32).reshape(tuple(map(cdiv, weight.shape, sides)))
+    wide = jnp.repeat(wide, sides[0], axis=0)[: weight.shape[0]]
+    return QuantizedTensor.from_float8(weight, wide)
 
 
 @functools.partial(jax.jit, static_argnames="sides")

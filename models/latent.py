@@ -144,6 +144,8 @@ def _halves(weight, heads: int, rope: int):
 
 
 def _dense(weight: layers.Weight, name: str) -> jax.Array:
+    if isinstance(weight, QuantizedTensor) and weight.kind == "fp8":
+        return weight.dequantize(jnp.bfloat16)
     if isinstance(weight, QuantizedTensor):
         raise ModelError(f"the weights {name} are {weight.kind}; latent attention runs on float weights")
     return weight

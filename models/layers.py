@@ -117,7 +117,7 @@ def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, dow
 
 def _apart(gate: Weight, up: Weight) -> bool:
     """Whether both are no operands of one kernel: adapted weights, or those of a file that mixes storages."""
-    storages = {w.kind if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
+    storages = {w.storage if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
     return len(storages) == 2 or any(isinstance(w, Adapted) for w in (gate, up))
 
 

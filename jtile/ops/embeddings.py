@@ -164,8 +164,10 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
     if table.is_packed:  # those rows that are asked for
         rows = jnp.where((flat >= 0) & (flat < table.shape[0]), flat, 0)
         table, flat = table.rows(rows).unpacked(), jnp.where(rows == flat, jnp.arange(flat.shape[0]), -1)
-    vocab, blocks = table.shape[0], 1 if table.kind == "int8" else features // BLOCK
-    arrays = Weight(table.codes.reshape(vocab, blocks, -1), table.scale, table.minimum)
+    vocab, blocks = table.shape[0], features // BLOCK
+    arrays = Weight(table.codes, table.scale, table.minimum)
+    blocks = 1 if arrays.scaled_last(table.kind) else blocks
+    arrays = arrays._replace(codes=arrays.codes.reshape(vocab, blocks, -1))
     return embedding_blocks(jax.lax.stop_gradient(arrays), flat, **meta).reshape(shape)  # quantised weights are frozen
 
 

@@ -27,6 +27,7 @@ from jtile.ops import gpu_tiles
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
+from jtile.ops.quantized_lanes import float8_fields
 from jtile.ops.quantized_tensor import BLOCK
 
 FOUR_BIT = ("q4_0", "q4_1")
@@ -34,6 +35,7 @@ LANES = 32
 PIECE = 1024  # weights of a row, of a role, of a round
 _SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barriers and exchanges between warps
 _UP, _DOWN = 2.0**126, 2.0**23  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
+_UP_FLOAT8 = 2.0 ** (120 - 23)  # the same where the numbers are those of `float8_fields`
 _ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
 _KEY = ("x", "weights", "epilogue", "kind", "activation", "out_dtype")  # what tuning depends on
 _NORMED_KEY = ("x", "weights", "norm", "kind", "activation", "out_dtype")
@@ -42,7 +44,7 @@ _SHIFTS = {4: (0, 4, 8, 12, 16, 20, 0, 4), 8: (0, 8, 16, 0)}  # where the fields
 
 def bits_of(kind: str) -> int:
     """Of a weight in memory; `kind`: that of a quantised weight, or the dtype of a plain one."""
-    return 4 if kind in FOUR_BIT else 8 if kind in ("q8_0", "int8") else 16
+    return 4 if kind in FOUR_BIT else 8 if kind in ("q8_0", "int8", "fp8") else 16
 
 
 def _groups(kind: str) -> int:
@@ -113,7 +115,7 @@ def _planes(x, kind: str):
     if bits < 16:
         at = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
         at = (at >> 3 & 1) + 2 * (at & 1) if bits == 8 else (at >> 3 & 3) + 4 * (at & 1)  # of s, h, t, e: h, s and e
-        x = x * _choose(at, [_UP * 2.0**-shift for shift in _SHIFTS[bits]])
+        x = x * (_UP_FLOAT8 if kind == "fp8" else _choose(at, [_UP * 2.0**-shift for shift in _SHIFTS[bits]]))
     if bits == 4:  # of a block: s, h, t, e, see `QuantizedTensor.packed`
         x = x.reshape(LANES, 2, 2, 4, 2).transpose(4, 1, 2, 0, 3)
     elif bits == 8:
@@ -139,6 +141,8 @@ def _fields(stored, kind: str) -> list:
     if bits == 16:
         return [numbers.astype(jnp.float32) for numbers in _along(stored.reshape(rows, LANES, 2, 4), 2)]
     words = stored.reshape(rows, LANES, 4)
+    if kind == "fp8":
+        return float8_fields(words)
     top = words >> np.uint32(24)
     fields = [_real(words & np.uint32(((1 << bits) - 1) << shift)) for shift in range(0, 24, bits)]
     return [*fields, _real(top)] if bits == 8 else [*fields, _real(top & np.uint32(15)), _real(top)]
@@ -225,7 +229,7 @@ class _Memory:
 
 def _of_blocks(weight: Weight, kind: str) -> tuple:
     """The arrays that come with the words; one scale for each row of W is left to the role that writes."""
-    return () if kind == "int8" else weight.of_blocks
+    return () if bits_of(kind) == 16 or weight.scaled_last(kind) else weight.of_blocks
 
 
 def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots: int) -> _Memory:
@@ -315,7 +319,8 @@ def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int
     m, bias, residual = y.shape[0], epilogue.bias, epilogue.residual
     for n in jt.range(tiles):
         tile = first + n * programs
-        scales = [1.0 if kind != "int8" else w.scale.tiles(rows, 1)[tile, 0][:, 0] for w in weights]
+        last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
+        scales = [w.scale.tiles(rows, 1)[tile, 0][:, 0] if last else 1.0 for w in weights]
         shift = None if bias is None else bias.tiles(None, rows)[0, tile].astype(jnp.float32)
         mem.done.at(n).wait()
         found = [[functools.reduce(jnp.add, [mem.sums[j][w][i].at(n).load() for j in range(roles)])

@@ -30,6 +30,7 @@ DEPTH = 256  # weights of a row, of a round
 WORDS = 32  # of a row of a buffer: 128 bytes
 PIECE = 64  # weights of a row that are made and multiplied at once
 _UP, _DOWN = 2.0**110, 2.0**23  # both bring codes times 2^-133 back; a float16 times the first is a bfloat16
+_UP_FLOAT8 = 2.0 ** (120 - 23)  # so does this with _DOWN to codes times 2^-120
 
 
 def _codes(words, kind: str, dtype):
@@ -37,6 +38,8 @@ def _codes(words, kind: str, dtype):
 
     In bfloat16 the bits of a code are a subnormal number: the field's, less that of 0. Of two fields of 4 bits in a
     byte the upper one stays where it is, and counts 16 times. In float16 a code ends the mantissa of 1024 + code.
+
+    Codes that are floats of 8 bits have theirs where these have them: times 2^-120, in float16 2^-8.
     """
     four, half = kind in FOUR_BIT, dtype == jnp.float16
     shape = (*words.shape, 4 if four else 2)
@@ -44,6 +47,10 @@ def _codes(words, kind: str, dtype):
     number = lambda v: jax.lax.bitcast_convert_type(v, dtype)
     pair = lambda v: number(jax.lax.bitcast_convert_type(v, jnp.uint16))
     u = jnp.broadcast_to(words[:, :, :, None], shape)
+    if kind == "fp8":
+        u = u << (np.uint32(8) - part * np.uint32(8))
+        down, field = (1, 0x3F803F80) if half else (4, 0x07F007F0)
+        return pair(u & np.uint32(0x80008000) | u >> np.uint32(down) & np.uint32(field))
     if half:
         field, more = (0x000F000F, 1032) if four else (0x00FF00FF, 1152)
         u = u >> part * np.uint32(4 if four else 8)
@@ -65,7 +72,9 @@ def _operand(words, scale, shift, kind: str, dtype):
     if scale is not None:
         a = a * scale.reshape(rows, 2, 1, 1, 1, *(scale.shape[2:] or (1,)), 1)
     elif dtype == jnp.bfloat16:
-        a = a * dtype(_UP)
+        a = a * dtype(_UP_FLOAT8 if kind == "fp8" else _UP)
+    elif kind == "fp8":
+        a = a * dtype(256)
     if shift is not None:
         a = a + shift.reshape(rows, 2, 1, 1, 1, 1, 1)
     return a.reshape(rows, units, 4, 2 * parts, 2).transpose(0, 1, 3, 2, 4).reshape(rows, PIECE)
@@ -79,8 +88,9 @@ def _scales(tiles, kind: str, dtype) -> list:
     d, *low = (t.astype(jnp.float32) for t in tiles)
     shift = [m + 8 * d for m in low]  # of q - 8
     if dtype == jnp.float16:
+        d = d * 256 if kind == "fp8" else d
         return [t.astype(dtype) for t in (d, *shift)]
-    d = d * _UP
+    d = d * (_UP_FLOAT8 if kind == "fp8" else _UP)
     if kind in FOUR_BIT:
         upper = jax.lax.broadcasted_iota(jnp.int32, (*d.shape, 2), 2) == 1
         d = jnp.broadcast_to(d[:, :, None], upper.shape) * jnp.where(upper, jnp.float32(1 / 16), jnp.float32(1))
@@ -246,7 +256,8 @@ def hopper_quantized_product(
     # Yᵀ = W Xᵀ, a sum over rounds of 256 weights
     tile, column, split = (jt.program_id(k) for k in range(3))
     dtype, wide, codes, scale = x.dtype.type, 1 if kind in FOUR_BIT else 2, weight.codes, weight.scale
-    blocks = {"int8": [], "q4_1": [scale, weight.minimum]}.get(kind, [scale])
+    last = weight.scaled_last(kind)
+    blocks = [] if last else [scale, weight.minimum] if kind == "q4_1" else [scale]
     mem = _memory(x, blocks, wide=wide, high=high, deep=deep, columns=columns, slots=slots, x_slots=x_slots,
                   pieces=pieces)  # fmt: skip
     rounds, each = jt.cdiv(codes.shape[1], WORDS * wide) // splits, DEPTH // PIECE // pieces
@@ -260,7 +271,7 @@ def hopper_quantized_product(
                 else:
                     acc = _together(mem, acc, i)
                     acc = acc * jnp.float32(_DOWN) if dtype == jnp.bfloat16 else acc
-                    acc = acc * scale.tiles(ROWS, 1)[tile * high + i, 0] if kind == "int8" else acc
+                    acc = acc * scale.tiles(ROWS, 1)[tile * high + i, 0] if last else acc
                     _write(acc, mem, y, split, column, tile * high + i, i, rounds)
     with jt.role("producer", warps=1, registers=24):
         for k in jt.range(rounds):
@@ -309,13 +320,14 @@ def misfit(x, weight: Weight, kind: str) -> str | None:
     """Why the kernel does not compute x [m, in] times this, None where it does: packed weights, 16-bit floats, and rows
     that tensor maps can say."""
     m, inner = x.shape
-    whole = inner > 0 and inner % (BLOCK if kind == "int8" else DEPTH) == 0
+    last = weight.scale is not None and weight.scaled_last(kind)
+    whole = inner > 0 and inner % (BLOCK if last else DEPTH) == 0
     return first_unmet(
         (weight.codes.dtype == jnp.uint32, f"codes are {weight.codes.dtype.name}, not packed words"),
         (x.dtype in (jnp.bfloat16, jnp.float16), f"rows are {x.dtype.name}, not 16-bit floats"),
         (isinstance(m, int), "the number of rows is not known"),
         (whole, f"rows of {inner} are not whole rounds"),
-        (kind == "int8" or all(_copied(a, inner) for a in weight.of_blocks), "scales are not in lines of copies"),
+        (last or all(_copied(a, inner) for a in weight.of_blocks), "scales are not in lines of copies"),
     )
 
 
@@ -328,7 +340,8 @@ def _copied(array, inner: int) -> bool:
 
 def product(x, weight: Weight, *, kind: str, out_dtype=jnp.float32) -> jax.Array:
     """[m, out] of x [m, in] and a packed weight."""
-    meta = choice(x.shape[0], weight.codes.shape[0], x.shape[1], kind)
+    like = kind if kind != "fp8" else "int8" if weight.scaled_last(kind) else "q8_0"  # in bytes
+    meta = choice(x.shape[0], weight.codes.shape[0], x.shape[1], like)
     whole = meta["splits"] == 1
     meta |= {"out_dtype": jnp.dtype(out_dtype if whole else jnp.float32).name}
     if weight.minimum is None:  # one signature for all kinds

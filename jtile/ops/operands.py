@@ -26,6 +26,10 @@ class Weight(NamedTuple):
         """The arrays with a number for each group of weights."""
         return tuple(x for x in self[1:] if x is not None)
 
+    def scaled_last(self, kind: str) -> bool:
+        """Whether a row has one scale, with which sums are multiplied."""
+        return kind == "int8" or (kind == "fp8" and self.scale.shape[-1] == 1)
+
     def shared_by(self, blocks: int) -> int:
         """How many of the `blocks` blocks of 32 of a row share a scale."""
         return max(blocks // self.scale.shape[-1], 1)

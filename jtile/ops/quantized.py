@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jtile as jt
-from jtile.ops import hopper_gemv, hopper_quantized, k_products, quantized_lanes
+from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, k_products, quantized_lanes
 from jtile.ops._shapes import check_float, check_shape, fit, known, machine
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, check_activation
@@ -122,7 +122,9 @@ def _multiplied(x, weights: tuple[QuantizedTensor, ...], epilogue: Epilogue, **o
     if weights[0].is_super:
         return k_products.product(x, jax.lax.stop_gradient(tuple(w.super_blocks for w in weights)), epilogue, **options)
     arrays = tuple(Weight(w.codes, w.scale, w.minimum) for w in weights)
-    return _product(x, jax.lax.stop_gradient(arrays), epilogue, **options)
+    ways = {w.activations for w in weights}
+    product = _rounded(*ways) if len(ways) == 1 and None not in ways else _product
+    return product(x, jax.lax.stop_gradient(arrays), epilogue, **options)
 
 
 def _plain(weights: tuple[Weight, ...], kind: str) -> tuple[Weight, ...]:
@@ -138,7 +140,7 @@ def _codes(codes, r, rows: int, kind: str, lead: tuple[int, ...], c=0, chunks: i
     """
     stored = codes.shape[1] // chunks
     q = codes.tiles(rows, stored)[r, c].reshape(rows, *lead, stored // math.prod(lead))
-    if kind in ("int8", "q8_0"):
+    if kind in ("int8", "q8_0", "fp8"):
         return [q.astype(jnp.float32)]
     parts = [(q & np.uint8(15)).astype(jnp.float32), (q >> np.uint8(4)).astype(jnp.float32)]
     return [p - np.float32(8) for p in parts] if kind == "q4_0" else parts
@@ -166,8 +168,9 @@ def _beside(numbers, lead: tuple[int, ...]):
 
 def _dequantized(weight: Weight, r, rows: int, kind: str, inner: int, c=0, chunks: int = 1):
     """W [rows, inner / chunks] of one tile in float32: chunk c of its columns."""
-    groups = 1 if kind == "int8" else weight.scale.shape[1] // chunks  # int8: one scale for every chunk
-    at, lead = 0 if kind == "int8" else c, _lead(weight, kind, groups, inner)
+    last = weight.scaled_last(kind)  # one scale for every chunk
+    groups = 1 if last else weight.scale.shape[1] // chunks
+    at, lead = 0 if last else c, _lead(weight, kind, groups, inner)
     scale = _beside(weight.scale.tiles(rows, groups)[r, at].astype(jnp.float32), lead)
     W = [scale * q for q in _codes(weight.codes, r, rows, kind, lead, c, chunks)]
     if weight.minimum is not None:
@@ -250,12 +253,13 @@ def quantized_dx_tiles(g, weight: Weight, dx, *, kind: str, inner: int, rows: in
 def _dx(g, weight: Weight, kind: str, inner: int):
     (weight,) = _plain((weight,), kind)
     width, tall, rows = (512, 512, _divisor(g.shape[1], 64)) if machine().whole else (64, 64, 32)
-    if kind != "int8" and (times := inner // max(weight.scale.shape[1], 1) // width) > 1:  # groups larger than a chunk
+    last = weight.scaled_last(kind)
+    if not last and (times := inner // max(weight.scale.shape[1], 1) // width) > 1:  # groups larger than a chunk
         weight = weight._replace(
             scale=jnp.repeat(weight.scale, times, axis=1),
             minimum=None if weight.minimum is None else jnp.repeat(weight.minimum, times, axis=1),
         )
-    units = inner if kind == "int8" else weight.scale.shape[1]  # what a chunk is made of
+    units = inner if last else weight.scale.shape[1]  # what a chunk is made of
     chunks = next(n for n in range(jt.cdiv(inner, width), units + 1) if units % n == 0) if units else 1
     bm = fit(g.shape[0], tall)
     return quantized_dx_tiles(g, weight, kind=kind, inner=inner, rows=rows, bm=bm, chunks=chunks)
@@ -370,10 +374,15 @@ _packed_product = Op(
 
 
 def _by_packed_products(x, weights, epilogue, *, kind, activation, out_dtype):
+    product = functools.partial(_packed_product, kind=kind)
+    return _one_by_one(product, x, weights, epilogue, activation=activation, out_dtype=out_dtype)
+
+
+def _one_by_one(product, x, weights, epilogue, *, activation, out_dtype):
     """What stands behind the product is left to XLA: the product is bound by the tensor cores."""
     alone = len(weights) == 1 and activation is None and not jax.tree.leaves(epilogue)
     inner = out_dtype if alone else "float32"
-    y, *more = (_packed_product(x, w, kind=kind, out_dtype=inner) for w in weights)
+    y, *more = (product(x, w, out_dtype=inner) for w in weights)
     y = ACTIVATIONS[activation](y if epilogue.bias is None else y + epilogue.bias)
     y = y * more[0] if more else y
     return (y if epilogue.residual is None else y + epilogue.residual).astype(out_dtype)
@@ -401,6 +410,33 @@ _product = Op(
     Implementation("codes in lanes", _in_lanes, _not_in_lanes, WARPS),
     Implementation("rows of codes", _on_cpu),
 )
+
+
+def _as_it_is(x, weights, epilogue, *, activations, **options):
+    del activations
+    return _product(x, weights, epilogue, **options)
+
+
+def _in_8_bits(x, weights, epilogue, *, kind, activation, activations, out_dtype):
+    product = functools.partial(float8_rows.product, activations=activations)
+    return _one_by_one(product, x, weights, epilogue, activation=activation, out_dtype=out_dtype)
+
+
+def _not_in_8_bits(x, weights, epilogue, *, activations, **_) -> str | None:
+    return float8_rows.misfit(x, weights[0], activations=activations)
+
+
+# With fp8 weights whose checkpoint has activations rounded. The derivative is that of rows that are not.
+_rounded_product = Op(
+    "product with rounded rows",
+    Implementation("rows in 8 bits", _in_8_bits, _not_in_8_bits, BLOCK_LEVEL, portable=False),
+    Implementation("rows as they are", _as_it_is),
+)
+
+
+@functools.cache
+def _rounded(activations: str):
+    return functools.partial(_rounded_product, activations=activations)
 
 
 def quantized_gated(

@@ -32,7 +32,7 @@ UP = 2.0**76  # x times that, times an integer's bits as a float32, is a normal 
 DOWN = 2.0**73  # both bring x q back to 1: the bits are q 2^-149
 # the largest |x| of a row for which nothing overflows, and the smallest for which nothing that counts is lost
 LARGE, SMALL = 2.0**51, 2.0**-29
-_ZERO = {"q4_0": 8.0, "q4_1": 0.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
+_ZERO = {"q4_0": 8.0, "q4_1": 0.0, "q8_0": 128.0, "int8": 128.0, "fp8": 0.0}  # the field of a word that says 0
 
 # x of a block as its words hold the codes: axes [blocks, *these], by (4-bit codes, packed words); of packed words, see
 # `QuantizedTensor.packed`, the axes are s, h, t, e of a weight's number 16 s + 8 h + 2 t + e in its block.
@@ -61,11 +61,24 @@ def _words(codes, group, chunk, kind: str, blocks: int):
     bytes_ = codes.tiles(None, rows, blocks * words * 4)[group, 0, chunk].reshape(rows, blocks, words, 4)
     bytes_ = jax.lax.bitcast_convert_type(bytes_, jnp.uint8).astype(jnp.uint32)
     whole = functools.reduce(jnp.bitwise_or, [bytes_[:, :, :, k] << np.uint32(8 * k) for k in range(4)])
-    return whole if kind in FOUR_BIT else whole ^ np.uint32(0x80808080)
+    return whole ^ np.uint32(0x80808080) if kind in ("q8_0", "int8") else whole
 
 
-def scaled_planes(planes, four: bool = False):
+def float8_fields(words) -> list:
+    """The four e4m3 numbers of words, from the low bits on, as float32, times 2^-120: their bits where float32 has
+    them, of which the exponents differ by 120. (The code of no number counts as 480.)"""
+    tops = [words << np.uint32(24), words << np.uint32(16), words << np.uint32(8), words]
+    signed = [
+        jax.lax.bitcast_convert_type(top, jnp.int32) >> np.int32(4) for top in tops
+    ]  # the sign fills what is free
+    return [jax.lax.bitcast_convert_type(bits & np.int32(0x87F00000 - (1 << 32)), jnp.float32) for bits in signed]
+
+
+def scaled_planes(planes, kind: str = "q8_0"):
     """x for the numbers of `scaled_fields`, and its sum over a word's fields in the same scale."""
+    if kind == "fp8":
+        return [plane * (2.0**120 / DOWN) for plane in planes], None
+    four = kind in FOUR_BIT
     shifts = (0, 4, 8, 12, 16, 20, 0, 0) if four else (0, 8, 16, 0)
     out = [plane * (UP * 2.0**-shift) for plane, shift in zip(planes, shifts)]
     if four:  # the two highest: first + 16 second, and first
@@ -74,8 +87,11 @@ def scaled_planes(planes, four: bool = False):
     return out, functools.reduce(jnp.add, planes) * (1 / DOWN)
 
 
-def scaled_fields(words, four: bool = False):
+def scaled_fields(words, kind: str = "q8_0"):
     """The fields of words as float32, 2^-149 times their place in the word; the highest ones were moved down."""
+    if kind == "fp8":
+        return float8_fields(words)
+    four = kind in FOUR_BIT
     top = words >> np.uint32(24)
     bits = 4 if four else 8
     fields = [words & np.uint32(((1 << bits) - 1) << shift) for shift in range(0, 24, bits)]
@@ -83,14 +99,17 @@ def scaled_fields(words, four: bool = False):
     return [jax.lax.bitcast_convert_type(field, jnp.float32) for field in fields]
 
 
-def plain_planes(planes, four: bool = False):
+def plain_planes(planes, kind: str = "q8_0"):
     """x and its sum over a word's fields, for the numbers of `plain_fields`."""
+    del kind
     return planes, functools.reduce(jnp.add, planes)
 
 
-def plain_fields(words, four: bool = False):
+def plain_fields(words, kind: str = "q8_0"):
     """The fields of words as numbers, converted."""
-    bits = 4 if four else 8
+    if kind == "fp8":
+        return [field * jnp.float32(2.0**120) for field in float8_fields(words)]
+    bits = 4 if kind in FOUR_BIT else 8
     fields = [(words >> np.uint32(shift)) & np.uint32((1 << bits) - 1) for shift in range(0, 32, bits)]
     return [field.astype(jnp.int32).astype(jnp.float32) for field in fields]
 
@@ -112,8 +131,8 @@ def _terms(weight: Weight, group, chunk, kind: str, blocks: int, shared: int, xs
     """
     rows = weight.codes.shape[1]
     of_block = lambda a: _of_blocks(lambda n, k: a.tiles(None, rows, n)[group, 0, k], chunk, blocks, shared)
-    fields = fields_of(_words(weight.codes, group, chunk, kind, blocks), kind in FOUR_BIT)
-    scale = None if kind == "int8" else of_block(weight.scale)
+    fields = fields_of(_words(weight.codes, group, chunk, kind, blocks), kind)
+    scale = None if weight.scaled_last(kind) else of_block(weight.scale)
     low = None if weight.minimum is None else of_block(weight.minimum)
     out = []
     for planes, total in xs:
@@ -153,7 +172,7 @@ def quantized_gemv_lanes(
         for chunk in jt.range(jt.cdiv(x.shape[1], blocks * BLOCK), stages=stages):
             xs = [_planes(x, i, chunk, four, packed, blocks) for i in range(m)]
             top = functools.reduce(jnp.maximum, [abs(plane) for of_row in xs for plane in of_row], top)
-            parts = [scaled(of_row, four) for of_row in xs]
+            parts = [scaled(of_row, kind) for of_row in xs]
             terms = [t for w in weights for t in _terms(w, group, chunk, kind, blocks, shared, parts, fields_of)]
             sums = tuple(total + term for total, term in zip(sums, terms))
         return tuple(total.sum(axis=(1, 2)) for total in sums), top
@@ -166,7 +185,7 @@ def quantized_gemv_lanes(
     of_rows = lambda ref, i: ref.tiles(None, None, rows)[i, group, 0]
     for i in range(m):
         found = [sums[n * m + i] for n in range(len(weights))]
-        if kind == "int8":
+        if weights[0].scaled_last(kind):
             found = [t * w.scale.tiles(None, rows, 1)[group, 0, 0][:, 0] for t, w in zip(found, weights)]
         first = found[0] if epilogue.bias is None else found[0] + of_rows(epilogue.bias, 0)
         out = ACTIVATIONS[activation](first) * (found[1] if len(found) > 1 else 1.0)
@@ -181,7 +200,8 @@ def _dequantized(weight: Weight, r, chunk, kind: str, rows: int, blocks: int, dt
     of_block = lambda a: _of_blocks(lambda n, k: a.tiles(rows, n)[r, k], chunk, blocks, shared)
     halves = (codes & np.uint8(15), codes >> np.uint8(4)) if kind in FOUR_BIT else (codes,)
     halves = [half.astype(jnp.float32) for half in halves]
-    if kind != "int8":
+    last = weight.scaled_last(kind)
+    if not last:
         scale = of_block(weight.scale)
         halves = [scale * (half - 8.0 if kind == "q4_0" else half) for half in halves]
     if weight.minimum is not None:
@@ -190,7 +210,7 @@ def _dequantized(weight: Weight, r, chunk, kind: str, rows: int, blocks: int, dt
     out = []
     for half in (half.reshape(rows, blocks * width) for half in halves):
         top = half.astype(dtype)
-        exact = dtype == jnp.float32 or kind == "int8"
+        exact = dtype == jnp.float32 or last
         out.append([top] if exact else [top, (half - top.astype(jnp.float32)).astype(dtype)])
     return out
 
@@ -222,7 +242,7 @@ def quantized_gemm_lanes(
                     total = jt.dot(half, term.T, total)
             found.append(total)
         sums = tuple(found)
-    if kind == "int8":
+    if weights[0].scaled_last(kind):
         sums = tuple(total * w.scale.tiles(rows, 1)[r, 0][:, 0][None, :] for total, w in zip(sums, weights))
     first = sums[0] if epilogue.bias is None else sums[0] + epilogue.bias.tiles(1, rows)[0, r]
     out = ACTIVATIONS[activation](first) * (sums[1] if len(sums) > 1 else 1.0)
@@ -259,7 +279,7 @@ def product(
     """float32 [m, out] of x [m, in] and one weight, or two of a gated product; bias [1, out] and residual [m, out]."""
     m, inner = x.shape
     out, blocks = weights[0].codes.shape[0], jt.cdiv(inner, BLOCK)
-    if inner % BLOCK:  # int8 takes any size
+    if inner % BLOCK:  # with one scale a row
         more = ((0, 0), (0, blocks * BLOCK - inner))
         x, weights = jnp.pad(x, more), tuple(w._replace(codes=jnp.pad(w.codes, more)) for w in weights)
     options = {"kind": kind, "activation": activation}

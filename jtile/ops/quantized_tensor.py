@@ -6,6 +6,7 @@ A weight of shape (out, in) is kept as codes, scales and (Q4_1 only) minima, all
 |------|------------------|----------------------|-------------------|-----------------------|
 | int8 | int8 [out, in]   | f32 [out, 1]         | -                 | scale * q             |
 | q8_0 | int8 [out, in]   | float [out, in/group]| -                 | scale * q             |
+| fp8  | e4m3 [out, in]   | f32 [out, 1 or groups]| -                | scale * q             |
 | q4_0 | uint8 [out, in/2]| float [out, in/group]| -                 | scale * (q - 8)       |
 | q4_1 | uint8 [out, in/2]| float [out, in/group]| float, likewise   | scale * q + minimum   |
 
@@ -39,7 +40,9 @@ from jtile.ops import super_blocks
 from jtile.ops.super_blocks import LAYOUTS, SUPER, SuperBlocks
 
 BLOCK = 32  # weights of a block of GGUF; groups that share a scale are of one or more blocks
-KINDS = ("int8", "q8_0", "q4_0", "q4_1")
+KINDS = ("int8", "q8_0", "fp8", "q4_0", "q4_1")
+BLOCKS = 128  # rows that share the scales of fp8 weights whose activations are rounded by "blocks"
+FLOAT8 = jnp.float8_e4m3fn
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # one GGUF block: f16 scale, (f16 minimum,) codes
 K_KINDS = tuple(LAYOUTS)  # read from GGUF, not made here
 
@@ -51,6 +54,9 @@ class QuantizedTensor:
 
     Build one with `quantize`, `from_gguf_blocks`, or from the arrays themselves. It is a pytree: it passes through
     `jax.jit`, donation and checkpoints like an array.
+
+    `activations` (of fp8): whether products of many rows may round these to e4m3 too, with a scale for each of the
+    "rows", or, beside weights with one for each 128 x 128, for each 128 numbers of a row ("blocks"). None: they stay.
     """
 
     codes: jax.Array
@@ -60,6 +66,7 @@ class QuantizedTensor:
     high: jax.Array | None = None  # these three of K-quants only: see super_blocks.py
     steps: jax.Array | None = None
     steps_high: jax.Array | None = None
+    activations: str | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -135,6 +142,19 @@ class QuantizedTensor:
         return from_int8(codes, scale)
 
     @classmethod
+    def from_float8(cls, codes, scale) -> QuantizedTensor:
+        """Weights scale * code as fp8.
+
+        Args:
+          codes: float8_e4m3fn [out, in].
+          scale: float [out, groups], or one for all, [1, 1]; several groups are multiples of 32 weights.
+
+        Raises:
+          KernelValueError: shapes that do not fit.
+        """
+        return from_float8(codes, scale)
+
+    @classmethod
     def from_gguf_blocks(cls, raw, kind: str, shape: tuple[int, int]) -> QuantizedTensor:
         """Splits GGUF blocks (uint8, as many bytes as a file has) into codes, scales and minima."""
         return from_gguf_blocks(raw, kind, shape)
@@ -172,7 +192,7 @@ class QuantizedTensor:
         def copied(group: int) -> bool:  # rows of scales, and those of 512 bytes of codes
             return inner // group * size % 16 == 0 and 4096 // bits * size >= 16 * group
 
-        if self.kind == "int8" or copied(self.group):
+        if self.scale.shape[-1] == 1 or copied(self.group):
             return self
         group = next((g for g in (256, 128, 64, 32) if self.group % g == 0 and copied(g)), self.group)
         return self if group == self.group else self.regrouped(group)
@@ -209,7 +229,16 @@ class QuantizedTensor:
             raise KernelTypeError(
                 f"cannot concatenate quantised tensors of the kinds {', '.join(kinds)}; requantise them"
             )
+        ways = {part.activations for part in parts}
+        blocks_meet = all(part.shape[0] % BLOCKS == 0 for part in parts[:-1])
+        same = len(ways) == 1 and (blocks_meet or ways != {"blocks"})
+        parts = parts if same else [dataclasses.replace(part, activations=None) for part in parts]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *parts)
+
+    @property
+    def storage(self) -> tuple:
+        """What tensors have in common that `concatenate` takes, and kernels of two weights."""
+        return self.kind, *((leaf.shape[1:], leaf.dtype.name) for leaf in jax.tree.leaves(self))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -227,7 +256,7 @@ def dequantize_rows(kind: str, codes, scale, minimum=None) -> jax.Array:
     if kind == "int8":
         return codes.astype(jnp.float32) * scale[..., 0]
     lead, groups = codes.shape[:-1], scale.shape[-2]
-    if kind == "q8_0":
+    if kind in ("q8_0", "fp8"):
         return (codes.reshape(*lead, groups, -1).astype(jnp.float32) * scale).reshape(*lead, -1)
     blocks = codes.reshape(*lead, -1, BLOCK // 2)
     quants = jnp.concatenate([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).astype(jnp.float32)
@@ -247,7 +276,7 @@ def pack_codes(codes, kind: str) -> jax.Array:
         pairs = codes.reshape(*lead, -1, 2, 4, 2).astype(jnp.uint32)  # of s = 0 and 1, by block, h, t, e
         parts, step = (pairs & 15) | (pairs >> 4) << 8, 4
     else:
-        eights = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ np.uint8(128)
+        eights = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ np.uint8(0 if kind == "fp8" else 128)
         parts, step = eights.reshape(*lead, -1, 2, 4, 2).astype(jnp.uint32), 8  # by block and s, h, t, e
     words = (parts << _places(step, parts.ndim)).sum((-3, -1), dtype=jnp.uint32)
     return words.reshape(*lead, -1)
@@ -263,8 +292,8 @@ def unpack_codes(codes, kind: str) -> jax.Array:
     parts = parts >> _places(4 if four else 8, parts.ndim)
     if four:
         return (parts & 15 | (parts >> 8 & 15) << 4).astype(jnp.uint8).reshape(*lead, -1)
-    eights = (parts & 255).astype(jnp.uint8) ^ np.uint8(128)
-    return jax.lax.bitcast_convert_type(eights, jnp.int8).reshape(*lead, -1)
+    eights = (parts & 255).astype(jnp.uint8) ^ np.uint8(0 if kind == "fp8" else 128)
+    return jax.lax.bitcast_convert_type(eights, FLOAT8 if kind == "fp8" else jnp.int8).reshape(*lead, -1)
 
 
 def _places(step: int, rank: int):
@@ -274,13 +303,13 @@ def _places(step: int, rank: int):
 
 
 def quantize(x, kind: str, group: int = BLOCK) -> QuantizedTensor:
-    """Quantises float [out, in] to `kind`, with a scale for every `group` weights of a row (int8: for the whole row).
+    """Quantises float [out, in] to `kind`, with a scale for every `group` weights of a row (int8, fp8: for all of it).
 
     Groups round as ggml's reference quantiser does (Q4_0: the value of largest magnitude maps to code 0).
 
     Raises:
       KernelValueError: unknown kind, `x` is no matrix, the group is not 32 times a power of two, or `in` is no multiple
-        of it (int8: any).
+        of it (int8, fp8: any).
     """
     x = x if isinstance(x, (np.ndarray, jax.Array)) else jnp.asarray(x)
     _check(kind, x.shape, group)
@@ -308,6 +337,15 @@ def from_int8(codes, scale) -> QuantizedTensor:
     if scale.shape != (out, groups) or groups == 0 or inner % (groups * BLOCK):
         raise KernelValueError(f"scales {scale.shape} do not divide codes {codes.shape} into multiples of {BLOCK}")
     return QuantizedTensor(codes, jnp.repeat(scale, _odd(inner, groups), axis=1), None, "q8_0")
+
+
+def from_float8(codes, scale) -> QuantizedTensor:
+    """See `QuantizedTensor.from_float8`."""
+    (out, inner), groups = codes.shape, scale.shape[-1]
+    if scale.shape[0] not in (1, out) or groups == 0 or (groups > 1 and inner % (groups * BLOCK)):
+        raise KernelValueError(f"scales {scale.shape} do not divide codes {codes.shape} into multiples of {BLOCK}")
+    scale = jnp.broadcast_to(scale.astype(jnp.float32), (out, groups))
+    return QuantizedTensor(codes, scale if groups == 1 else jnp.repeat(scale, _odd(inner, groups), axis=1), None, "fp8")
 
 
 def _odd(inner: int, groups: int) -> int:
@@ -345,6 +383,10 @@ def _quantize(xp, x, kind: str, group: int) -> QuantizedTensor:
         if kind == "int8":
             scale = xp.max(xp.abs(x), axis=1, keepdims=True, initial=0) / 127.0
             return QuantizedTensor(_round_to_int8(xp, x * _inverse(xp, scale)), scale, None, kind)
+        if kind == "fp8":
+            scale = xp.max(xp.abs(x), axis=1, keepdims=True, initial=0) / 448.0
+            codes = xp.clip(x * _inverse(xp, scale), -448.0, 448.0).astype(FLOAT8)
+            return QuantizedTensor(codes, scale, None, kind)
         codes, scale, minimum = _QUANTIZERS[kind](xp, x.reshape(out, inner // group, group))
         scale = scale[..., 0].astype(np.float16)
         minimum = None if minimum is None else minimum[..., 0].astype(np.float16)
@@ -424,7 +466,7 @@ def _check(kind: str, shape: Sequence[int], group: int = BLOCK, kinds: Sequence[
         raise KernelValueError(f"a quantised tensor has the shape (out, in), got {tuple(shape)}")
     if not isinstance(group, int) or group < BLOCK or group % BLOCK or group // BLOCK & (group // BLOCK - 1):
         raise KernelValueError(f"a group has {BLOCK} weights times a power of two, got {group!r}")
-    if kind != "int8" and shape[1] % group:
+    if kind not in ("int8", "fp8") and shape[1] % group:
         raise KernelValueError(
-            f"{kind} needs `in` to be a multiple of {group}, got {tuple(shape)}; int8 takes any size"
+            f"{kind} needs `in` to be a multiple of {group}, got {tuple(shape)}; int8 and fp8 take any size"
         )

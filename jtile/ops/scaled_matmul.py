@@ -59,6 +59,19 @@ def scaled_products(
     y.tiles(bm, bn)[i, j] = acc.astype(out_dtype)
 
 
+@jt.kernel(out_type=_out_type, grid=_grid)
+def products_of_rows(a, b, rows, columns, y, *, tb: bool, out_dtype, bm: int, bn: int, bk: int, stages: int = 4):
+    """a [m, k], b [n, k], rows f32 [m], columns f32 [n] -> y [m, n]."""
+    # y_ij = rows_i columns_j sum_t a_it b_jt
+    i, j = jt.program_id(0), jt.program_id(1)
+    A, B = a.tiles(bm, bk), b.tiles(bn, bk)
+    acc = jt.zeros((bm, bn), jnp.float32)
+    for p in jt.range(A.shape[1], stages=stages):
+        acc = jt.dot(A[i, p], B[j, p].T, acc, precision="fast")
+    acc = acc * rows.tiles(bm)[i][:, None] * columns.tiles(bn)[j][None, :]
+    y.tiles(bm, bn)[i, j] = acc.astype(out_dtype)
+
+
 def _tiles(m: int, n: int, k: int, itemsize: int, block: int | None, **of) -> dict[str, int]:
     """Of a product with scales for blocks, or with one scale (None, `of`: see `matmul.tiles`)."""
     if block is None:
@@ -124,6 +137,14 @@ def scaled_matmul(
     sb = jnp.broadcast_to(sb, (columns, parts) if transpose_b else (parts, columns))
     sides = _tiles(m, n, k, a.dtype.itemsize, block)
     return _run(scaled_products, a, b, sa, sb, block=block, **options, **sides)
+
+
+def row_products(a, b, rows, columns, *, out_dtype) -> jax.Array:
+    """`(a * rows[:, None]) @ (b * columns[:, None]).T` of 8-bit floats a [m, k] and b [n, k]; the sums are left to the
+    tensor cores. Scales are float32 [m] and [n]; gives [m, n]."""
+    sides = _tiles(a.shape[0], b.shape[0], a.shape[1], a.dtype.itemsize, None, transposed=True, fast=True)
+    options = dict(tb=True, out_dtype=jnp.dtype(out_dtype).name)
+    return _run(products_of_rows, a, b, rows, columns, **options, **sides)
 
 
 def _run(kernel, a, *args, bm: int, bn: int, **meta):

@@ -68,6 +68,21 @@ def bytes_of(base, x):
     return {f"{base}.weight": codes, f"{base}.weight_scale": scale}, codes * scale
 
 
+def float8(base, x, sides=(32, 32), name="weight_scale_inv"):
+    """e4m3 and a scale for each block of these sides."""
+    rows, columns = (n // side for n, side in zip(x.shape, sides, strict=True))
+    parts = x.reshape(rows, sides[0], columns, sides[1])
+    scale = np.abs(parts).max((1, 3), keepdims=True) / np.float32(448)
+    codes = (parts / scale).astype(jnp.float8_e4m3fn)
+    says = (codes.astype(np.float32) * scale).reshape(x.shape)
+    return {f"{base}.weight": codes.reshape(x.shape), f"{base}.{name}": scale[:, 0, :, 0]}, says
+
+
+def one_scale(base, x, row: bool):
+    """float-quantized and naive-quantized of compressed-tensors."""
+    return float8(base, x, (1 if row else x.shape[0], x.shape[1]), "weight_scale")
+
+
 def scheme(format, **weights):
     weights = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": GROUP} | weights
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
@@ -89,6 +104,15 @@ FORMATS = {  # name -> (what stores a layer, quantization_config, the kind that 
     ),
     "compressed-tensors of 8 bits": (
         bytes_of, scheme("int-quantized", num_bits=8, strategy="channel", group_size=None), "int8",
+    ),
+    "fp8 in blocks": (float8, {"quant_method": "fp8", "weight_block_size": [32, 32]}, "fp8"),
+    "compressed-tensors, fp8, a scale a row": (
+        functools.partial(one_scale, row=True), scheme("float-quantized", type="float", num_bits=8, strategy="channel"),
+        "fp8",
+    ),
+    "compressed-tensors, fp8, one scale": (
+        functools.partial(one_scale, row=False), scheme("naive-quantized", type="float", num_bits=8, strategy="tensor"),
+        "fp8",
     ),
 }  # fmt: skip
 
@@ -121,7 +145,7 @@ def test_what_is_read_is_what_was_written(tmp_path, tiny_folder, name):
     for k, block in enumerate(net.blocks):
         of = lambda part, k=k: says[f"model.layers.{k}.{part}_proj.weight"]
         held = block.attention.qkv.get_value()
-        assert held.kind == kind and held.codes.nbytes * (1 if kind == "int8" else 2) == np.prod(held.shape)
+        assert held.kind == kind and held.codes.nbytes * (2 if held.is_4bit else 1) == np.prod(held.shape)
         want = np.concatenate([of(f"self_attn.{n}") for n in "qkv"])
         np.testing.assert_allclose(dense(held), want, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(dense(block.mlp.down.get_value()), of("mlp.down"), rtol=1e-6, atol=1e-6)
@@ -160,11 +184,28 @@ WRONG = {  # what is stored; what quantization_config says besides; of the sente
     "format of GPTQ": (gptq, GPTQ | {"checkpoint_format": "marlin"}, "jtile reads 'gptq or gptq_v2'"),
     "bits of a scheme": (packed, scheme("pack-quantized", num_bits=3), "'int' of 3 bits"),
     "no scheme": (packed, {"quant_method": "compressed-tensors"}, "no scheme of integers"),
+    "blocks of other sides": (float8, {"quant_method": "fp8"}, r"scales \(2, 2\); expected a matrix"),
+    "no scales": (
+        lambda base, x: ({f"{base}.weight": float8(base, x)[0][f"{base}.weight"]}, x),
+        {"quant_method": "fp8"}, "nothing gives its scales",
+    ),
     "zero points of bytes": (
         lambda base, x: (bytes_of(base, x)[0] | {f"{base}.weight_zero_point": np.zeros((1,), np.int8)}, x),
         scheme("int-quantized", num_bits=8), "has zero points",
     ),
 }  # fmt: skip
+
+
+def test_activations_are_rounded_where_the_configuration_says_so(tmp_path, tiny_folder):
+    plain = scheme("float-quantized", type="float", num_bits=8, strategy="channel")
+    for dynamic in (True, False):
+        inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": dynamic}
+        entries = plain | {
+            "config_groups": {"group_0": plain["config_groups"]["group_0"] | {"input_activations": inputs}}
+        }
+        write(tmp_path, tiny_folder, functools.partial(one_scale, row=True), entries)
+        held = jtile.models.load(tmp_path).model.blocks[0].attention.qkv.get_value()
+        assert held.activations == ("rows" if dynamic else None)
 
 
 @pytest.mark.parametrize("name", WRONG)

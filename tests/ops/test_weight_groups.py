@@ -1,5 +1,6 @@
 """Quantised weights whose groups are larger than GGUF's blocks of 32, in every kernel that takes them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ from library import normal
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import hopper_gemv, hopper_quantized
+from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, quantized_lanes
 from jtile.ops.embeddings import embedding_reference
 from jtile.ops.operands import NO_EPILOGUE, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
@@ -70,6 +71,10 @@ def test_what_is_no_int4():
 
 @functools.cache
 def grouped(kind, group, inner=512, out=12, seed=1):
+    if kind == "fp8":  # what is drawn, and scales of any size
+        codes = np.asarray(normal(seed, out, inner, dtype="float8_e4m3fn"))
+        scale = np.exp2(np.asarray(normal(seed + 1, out, inner // group)))
+        return QuantizedTensor.from_float8(jnp.asarray(codes), jnp.asarray(scale))
     return QuantizedTensor.quantize(normal(seed, out, inner), kind, group)
 
 
@@ -81,6 +86,8 @@ def grouped(kind, group, inner=512, out=12, seed=1):
         ("q8_0", 256, None, 5),
         ("q4_1", 64, "sm_90", 1),
         ("q4_0", 128, "sm_90", 5),
+        ("fp8", 128, None, 5),
+        ("fp8", 512, "sm_90", 1),
     ],
 )
 def test_products(kind, group, arch, m):
@@ -122,7 +129,8 @@ STREAMED = {  # kind, group, in, dtype of the scales, meta-parameters
     "q4_0, 128": ("q4_0", 128, 2048, "float16", {}),
     "q4_1, 64, rounds": ("q4_1", 64, 2048, "float16", {"roles": 1, "rows": 4}),
     "q8_0, 64": ("q8_0", 64, 1024, "float16", {"rows": 4}),
-    "q8_0, 128": ("q8_0", 128, 1024, "float32", {"rows": 4}),
+    "fp8, 128": ("fp8", 128, 1024, "float32", {"rows": 4}),
+    "fp8, a row": ("fp8", 1024, 1024, "float32", {"roles": 1, "rows": 4}),
 }
 
 
@@ -154,6 +162,8 @@ SEVERAL = {  # kind, group, in, dtype of the scales, meta-parameters
     "q4_0, 128": ("q4_0", 128, 1024, "bfloat16", {"high": 2, "deep": 2, "splits": 2}),
     "q4_1, 64": ("q4_1", 64, 512, "float16", {}),
     "q4_1, 256": ("q4_1", 256, 1024, "float32", {"splits": 1}),
+    "fp8, 128": ("fp8", 128, 512, "float32", {}),
+    "fp8, a row, of halves": ("fp8", 256, 256, "float32", {}),
 }
 
 
@@ -161,11 +171,61 @@ SEVERAL = {  # kind, group, in, dtype of the scales, meta-parameters
 def test_several_rows_on_warpgroups(case):
     *of, options = SEVERAL[case]
     p, matrix = packed_in_groups(*of, out=64)
-    x, kind, inner = normal(2, 20, of[2], dtype="bfloat16"), of[0], of[2]
+    kind, inner = of[0], of[2]
+    x = normal(2, 20, inner, dtype="float16" if "halves" in case else "bfloat16")
     weight = Weight(p.codes, p.scale, p.scale if p.minimum is None else p.minimum)
     assert hopper_quantized.misfit(x, weight, kind) is None
     meta = hopper_quantized.choice(20, 64, inner, kind) | options
     y = hopper_quantized.hopper_quantized_product.interpret(x, weight, kind=kind, seed=len(case), **meta)
     assert relative_error(np.asarray(y).sum(0), np.asarray(x, np.float32) @ matrix.T) < 5e-3  # weights in bfloat16
-    lines = Weight(p.codes, p.scale[:, :3])
+    lines = Weight(p.codes, jnp.ones((64, 3)))
     assert hopper_quantized.misfit(x, lines, kind) == "scales are not in lines of copies"
+
+
+def test_every_code_of_8_bits_is_the_number_that_it_says():
+    """Of one row in lanes, and of several: the bits of float8_e4m3fn where float32 and 16-bit floats have theirs."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes = codes[codes & 127 != 127]  # no numbers
+    codes = np.concatenate([codes, codes[:2]]).view(jnp.float8_e4m3fn)[None]
+    p = QuantizedTensor.from_float8(jnp.asarray(codes), jnp.ones((1, 1))).packed()
+    want = codes.astype(np.float32)[0]
+    words = np.asarray(p.codes).reshape(1, 16, 4)
+    for dtype, factor in ((jnp.bfloat16, 2.0**120), (jnp.float16, 2.0**8)):
+        found = np.asarray(hopper_quantized._codes(jnp.asarray(words), "fp8", np.dtype(dtype).type))
+        found = found.astype(np.float32) * np.float32(factor)
+        # units of two a block: of s, t, h, e
+        order = found.reshape(8, 2, 4, 2, 2).transpose(0, 1, 3, 2, 4).reshape(-1)
+        np.testing.assert_array_equal(order, want)
+    lanes = quantized_lanes.float8_fields(jnp.asarray(words))
+    of_bytes = np.stack([np.asarray(f) for f in lanes], -1).reshape(-1) * np.float32(2.0**120)
+    np.testing.assert_array_equal(np.sort(of_bytes), np.sort(want))
+
+
+def rounded_to_8_bits(x, groups):
+    parts = x.astype(np.float32).reshape(x.shape[0], groups, -1)
+    scale = abs(parts).max(-1, keepdims=True) / np.float32(448)
+    return ((parts / scale).astype(jnp.float8_e4m3fn).astype(np.float32) * scale).reshape(x.shape)
+
+
+@pytest.mark.parametrize("activations", ["rows", "blocks"])
+def test_rows_that_are_rounded_too(activations):
+    groups = 1 if activations == "rows" else 4
+    codes = np.asarray(normal(1, 256, 512, dtype="float8_e4m3fn"))
+    scale = np.repeat(np.exp2(np.asarray(normal(2, 2, groups))), 128, axis=0)
+    w = QuantizedTensor.from_float8(jnp.asarray(codes), jnp.asarray(scale))
+    w = dataclasses.replace(w, activations=activations)
+    x = np.asarray(normal(3, 128, 512, dtype="bfloat16"))
+    want = rounded_to_8_bits(x, groups) @ np.asarray(w.dequantize()).T
+    with jt.config(arch="sm_90"):
+        for form in (w, w.packed()):
+            chosen = ops.choices(ops.quantized_matmul, x, form)
+            assert [c.implementation for c in chosen] == ["rows in 8 bits"]
+            stored = Weight(form.codes, form.scale)
+            y = float8_rows.product(jnp.asarray(x), stored, activations=activations, out_dtype="float32")
+            assert relative_error(y, want) < 3e-6
+        for other, why in ((x[:5], "fewer than 128 rows"), (x.astype(np.float32), "rows are float32")):
+            assert why in str(ops.choices(ops.quantized_matmul, other, w)[0])
+    both = QuantizedTensor.concatenate([w, w])
+    assert both.activations == activations and both.shape == (512, 512)
+    apart = QuantizedTensor.concatenate([w.rows(np.arange(40)), w])
+    assert apart.activations == (None if activations == "blocks" else activations)

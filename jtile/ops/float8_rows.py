@@ -1,0 +1,65 @@
+"""Products of many 16-bit rows with fp8 weights in 8 bits: rows are rounded to e4m3 as they come, with a scale for each
+row or for each 128 numbers of it, as checkpoints say by "dynamic" activations. Tensor cores are twice as fast so."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import scaled_matmul
+from jtile.ops.dispatch import first_unmet
+from jtile.ops.operands import Weight
+from jtile.ops.quantized_tensor import BLOCKS, FLOAT8
+
+MANY = 128  # rows from which on a product is bound by the tensor cores, and not by reading the weights
+_LARGEST = 448.0  # of e4m3
+
+
+def _rounded_types(x, *, groups, **_):
+    m, blocks, width = x.shape
+    return jax.ShapeDtypeStruct((m, blocks, width), FLOAT8), jax.ShapeDtypeStruct((m, groups), jnp.float32)
+
+
+@jt.kernel(out_type=_rounded_types, grid=lambda x, **_: x.shape[0])
+def rounded_rows(x, codes, scale, *, groups: int, packed: bool):
+    """x [m, in / 128, 128] as e4m3 codes, in the order of packed weights if asked for, and scales [m, groups]: one for
+    each row or for each 128 numbers."""
+    i = jt.program_id(0)
+    X = x[i, :, :].astype(jnp.float32)
+    top = jnp.max(abs(X), axis=1)
+    top = jnp.broadcast_to(top.max(), (1,)) if groups == 1 else top
+    S = jnp.where(top == 0, jnp.float32(1), top / jnp.float32(_LARGEST))
+    Q = X / S[:, None]
+    Q = jnp.minimum(jnp.maximum(Q, jnp.float32(-_LARGEST)), jnp.float32(_LARGEST))
+    if packed:  # of s, h, t, e, see `QuantizedTensor.packed`, to s, t, e, h
+        Q = Q.reshape(X.shape[0], 8, 2, 4, 2).transpose(0, 1, 3, 4, 2).reshape(X.shape)
+    scale[i, :] = S
+    codes[i, :, :] = Q.astype(codes.dtype)
+
+
+def misfit(x, weight: Weight, *, activations: str, **_) -> str | None:
+    """Why the product is not made in 8 bits, None where it is."""
+    (m, inner), (out, groups) = x.shape, weight.scale.shape
+    blocks = groups > 1 and inner // groups <= BLOCKS and out % BLOCKS == 0
+    return first_unmet(
+        (isinstance(m, int) and m >= MANY, f"fewer than {MANY} rows: they stay as they are"),
+        (x.dtype in (jnp.bfloat16, jnp.float16), f"rows are {x.dtype.name}, not 16-bit floats"),
+        (inner > 0 and inner % BLOCKS == 0 and out > 0, f"rows of {inner} are no multiple of {BLOCKS}"),
+        (groups == 1 if activations == "rows" else blocks, f"scales [{out}, {groups}] are not those of {activations}"),
+    )
+
+
+def product(x, weight: Weight, *, activations: str, out_dtype, **_) -> jax.Array:
+    """[m, out] of x [m, in] and an fp8 weight."""
+    (m, inner), out, packed = x.shape, weight.scale.shape[0], weight.codes.dtype == jnp.uint32
+    groups = 1 if activations == "rows" else inner // BLOCKS
+    codes, scale = rounded_rows(x.reshape(m, inner // BLOCKS, BLOCKS), groups=groups, packed=packed)
+    b = jax.lax.bitcast_convert_type(weight.codes, FLOAT8).reshape(out, inner) if packed else weight.codes
+    codes = codes.reshape(m, inner)
+    if activations == "blocks":
+        squares = weight.scale[::BLOCKS, :: weight.scale.shape[1] // groups]
+        return scaled_matmul.scaled_matmul(
+            codes, b, scale, squares, block=BLOCKS, transpose_b=True, out_dtype=out_dtype
+        )
+    return scaled_matmul.row_products(codes, b, scale[:, 0], weight.scale[:, 0], out_dtype=out_dtype)
