@@ -7,6 +7,7 @@ from .console import run_generate
 from .decoder import Decoder
 from .generate import Generation, LanguageModel, Stats
 from .load import load
+from .speculation import NGram
 from .tokenizer import Tokenizer
 
-__all__ = ["Decoder", "Generation", "LanguageModel", "Stats", "Tokenizer", "load", "run_generate"]
+__all__ = ["Decoder", "Generation", "LanguageModel", "NGram", "Stats", "Tokenizer", "load", "run_generate"]

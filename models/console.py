@@ -13,6 +13,7 @@ from jtile._errors import JtileError, ModelError, PromptError
 
 from .generate import Generation, LanguageModel, Stats
 from .load import load
+from .speculation import NGram
 
 SUCCESS, FAILURE, INTERRUPTED = 0, 1, 130
 
@@ -33,6 +34,8 @@ def run_generate(
     frequency_penalty: float | None = None,
     logit_bias: str | Mapping[int, float] | None = None,
     seed: int = 0,
+    draft: str | None = None,
+    draft_tokens: int = 4,
     chat: bool = True,
     system: str | None = None,
     ignore_eos: bool = False,
@@ -47,6 +50,8 @@ def run_generate(
       stats: print prefill and decode tokens a second to standard error.
       chat: wrap the prompt in the model's chat template, if it has one; `system` is its system prompt.
       temperature, ..., seed: see `sampling.Sampling`; a logit_bias may be text, "id=number,id=number".
+      draft: "ngram", or a file or folder as `model`, of a smaller model with the same vocabulary, for speculative
+        decoding with `draft_tokens` at a time.
       cache_dir: folder where XLA keeps compiled programs, so that a second start takes no compilation; "" for none.
       ignore_eos: go on to `max_new_tokens` past the model's end tokens.
     """
@@ -68,6 +73,8 @@ def run_generate(
             frequency_penalty=frequency_penalty,
             logit_bias=_parse_biases(logit_bias) if isinstance(logit_bias, str) else logit_bias,
             seed=seed,
+            draft=NGram() if draft == "ngram" else draft and load(draft),
+            draft_tokens=draft_tokens,
             eos=None if ignore_eos else "model",
         )
         return _emit(lm, generation, ids, json, stats)
@@ -151,6 +158,8 @@ def _record(lm: LanguageModel, stats: Stats, prompt_ids: list[int], ids: list[in
         "finish": finish,
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
         "tokens_per_second": round(stats.decode_rate, 2),
         "prefill_tokens_per_second": round(stats.prefill_rate, 2),
         "compile_seconds": round(stats.compile_seconds, 3),
@@ -158,7 +167,9 @@ def _record(lm: LanguageModel, stats: Stats, prompt_ids: list[int], ids: list[in
 
 
 def _summary(stats: Stats) -> str:
+    drafts = f", {stats.accepted_tokens} of {stats.drafted_tokens} drafts kept" if stats.drafted_tokens else ""
     return (
         f"prefill {stats.prompt_tokens} tokens, {stats.prefill_rate:.1f} tokens/s; "
-        f"decode {stats.new_tokens} tokens, {stats.decode_rate:.1f} tokens/s; compile {stats.compile_seconds:.2f} s"
+        f"decode {stats.new_tokens} tokens, {stats.decode_rate:.1f} tokens/s{drafts}; "
+        f"compile {stats.compile_seconds:.2f} s"
     )

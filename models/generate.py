@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import jtile as jt
 from jtile._errors import ModelError, PromptError
 
 from . import cache as kv
-from . import sampling
+from . import programs, speculation
 from .checkpoint import Checkpoint
 from .decoder import Decoder
 from .dtypes import CACHE_DTYPES, default_dtype, dtype_of
-from .prompt import Prompt, read_prompt
+from .prompt import Prompt, is_int, read_prompt, widen
 from .sampling import Sampling, SamplingOptions, Steps
+from .speculation import NGram, Plan
 from .tokenizer import Tokenizer
 
 CHUNK = 8  # tokens per dispatch: Python's share is one call in eight, and Ctrl-C waits for at most eight tokens
@@ -30,10 +28,13 @@ CHUNK = 8  # tokens per dispatch: Python's share is one call in eight, and Ctrl-
 
 @dataclasses.dataclass
 class Stats:
-    """What one generation took: token counts per row, and seconds. Compilation is apart from the two speeds."""
+    """What one generation took: token counts per row, and seconds. Compilation is apart from the two speeds. Of all
+    rows together: `drafted_tokens`, and the `accepted_tokens` of them, with speculative decoding."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -71,14 +72,14 @@ class LanguageModel:
     @property
     def model(self) -> Decoder:
         """The Flax module over the weights of this model."""
-        return _merge(self._structure, self._weights)
+        return programs.merge(self._structure, self._weights)
 
     @classmethod
     def from_checkpoint(
         cls, checkpoint: Checkpoint, dtype=None, cache_dtype=None, page_size: int | None = None
     ) -> LanguageModel:
         """Reads every weight of the checkpoint; `dtype`, `cache_dtype`, `page_size`: see `load`."""
-        if page_size is not None and (not _is_int(page_size) or page_size < 1):
+        if page_size is not None and (not is_int(page_size) or page_size < 1):
             raise ModelError(f"page_size is an int of at least 1, or None for rows in one piece; got {page_size!r}")
         dtype = default_dtype(checkpoint.sample()) if dtype is None else dtype_of(dtype, "dtype")
         cache_dtype = None if cache_dtype is None else dtype_of(cache_dtype, "cache_dtype", CACHE_DTYPES)
@@ -101,10 +102,10 @@ class LanguageModel:
         prompt = self._prompt(ids, attention_mask)
         length = prompt.mask.shape[1]
         size = kv.bucket(max(prompt.ids.shape[1], length), self.config.max_length)
-        mask = _widen(prompt.mask, size)
+        mask = widen(prompt.mask, size)
         slot = np.clip(np.cumsum(mask, axis=1) - 1, 0, None).astype(np.int32)  # where a position's token was packed
-        run, _ = self._compiled(_logits, _widen(prompt.ids, size), slot, mask)
-        out = run(self._weights, _widen(prompt.ids, size), slot, mask)[:, :length]
+        run, _ = self._compiled(programs.logits, widen(prompt.ids, size), slot, mask)
+        out = run(self._weights, widen(prompt.ids, size), slot, mask)[:, :length]
         return out[0] if prompt.single else out
 
     def generate(
@@ -114,6 +115,8 @@ class LanguageModel:
         *,
         eos: str | int | Sequence[int] | None = "model",
         attention_mask=None,
+        draft: LanguageModel | NGram | None = None,
+        draft_tokens: int = 4,
         **options: Unpack[SamplingOptions],
     ) -> np.ndarray:
         """The tokens that continue `ids`.
@@ -122,6 +125,9 @@ class LanguageModel:
           ids: int [batch, length], [length], or rows of different lengths; with padding, pass `attention_mask`.
           max_new_tokens: at most so many; fewer when every row has ended or the context of the model is full.
           eos: tokens that end a row: "model" for the model's own, ids, or None to never stop.
+          draft: what proposes `draft_tokens` tokens at a time, which one step of this model checks: a smaller model
+            with the same vocabulary, or an `NGram`. The tokens are the same as without, up to the roundings of other
+            shapes.
           options: of `Sampling`, which is greedy without any: temperature, top_k, top_p, min_p,
             repetition_penalty, presence_penalty, frequency_penalty, logit_bias, seed.
 
@@ -129,8 +135,10 @@ class LanguageModel:
           int32 [batch, n] (or [n]), new tokens only, the ending token included; a row that ended is filled with it.
 
         Raises:
-          PromptError: empty, too long, ids outside the vocabulary, or a sampling option out of range.
+          PromptError: empty, too long, ids outside the vocabulary, a sampling option out of range, or a draft that does
+            not fit.
         """
+        options |= {"draft": draft, "draft_tokens": draft_tokens}
         steps = list(self.stream(ids, max_new_tokens, eos=eos, attention_mask=attention_mask, **options))
         single = _is_single(ids)
         batch = (len(steps),) if single else (len(ids), len(steps))
@@ -143,6 +151,8 @@ class LanguageModel:
         *,
         eos: str | int | Sequence[int] | None = "model",
         attention_mask=None,
+        draft: LanguageModel | NGram | None = None,
+        draft_tokens: int = 4,
         logprobs: bool = False,
         **options: Unpack[SamplingOptions],
     ) -> Generation:
@@ -152,7 +162,7 @@ class LanguageModel:
         of each token so far, a float or float32 [batch], under the model's own logits, before any option. Errors in
         the arguments are raised here, not on iteration.
         """
-        if not _is_int(max_new_tokens) or max_new_tokens < 0:
+        if not is_int(max_new_tokens) or max_new_tokens < 0:
             raise PromptError(f"max_new_tokens is an int of at least 0, got {max_new_tokens!r}")
         prompt = self._prompt(ids, attention_mask)
         if isinstance(eos, str):
@@ -161,11 +171,13 @@ class LanguageModel:
             ends = self.eos_ids
         else:
             ends = () if eos is None else tuple(eos) if np.iterable(eos) else (eos,)
-            if not all(map(_is_int, ends)):
+            if not all(map(is_int, ends)):
                 raise PromptError(f"eos is 'model', a token id, several, or None; got {eos!r}")
-        room = self.config.max_length - int(prompt.lengths.max())
+        plan = Plan.of(self, draft, draft_tokens)
+        longest = min(self.config.max_length, getattr(draft, "config", self.config).max_length)
+        room = max(longest - int(prompt.lengths.max()), 0)
         choice = Choice.of(Sampling(**options), len(prompt.lengths), self.config.vocab_size, ends, logprobs)
-        return Generation(self, prompt, min(max_new_tokens, room), choice)
+        return Generation(self, prompt, min(max_new_tokens, room), choice, plan)
 
     def _prompt(self, ids, attention_mask) -> Prompt:
         return read_prompt(ids, attention_mask, self.config.vocab_size, self.config.max_length)
@@ -197,23 +209,14 @@ class Choice:
         return cls(sampling.static, numbers, np.asarray(ends or (-1,), np.int32), bool(logprobs))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """What a row remembers from step to step, donated to the next one; penalties: of `sampling.begin`."""
-
-    cache: kv.KVCache
-    penalties: dict[str, jax.Array]
-
-
 class Generation(Iterator):
     """The tokens of one call of `LanguageModel.stream`; see there."""
 
-    def __init__(self, lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice):
+    def __init__(self, lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, plan: Plan | None = None):
         self.stats = Stats(prompt_tokens=int(prompt.lengths.max()))
         self.logprobs: list = []
         self._lm, self._prompt, self._new_tokens, self._choice = lm, prompt, new_tokens, choice
-        self._tokens = self._run()
+        self._tokens = self._run() if plan is None else self._speculate(plan)
 
     def __next__(self):
         row, logprobs = next(self._tokens)
@@ -222,6 +225,10 @@ class Generation(Iterator):
         if logprobs is not None:
             self.logprobs.append(float(logprobs[0]) if single else logprobs)
         return int(row[0]) if single else row
+
+    def _speculate(self, plan: Plan):
+        if self._new_tokens > 0:
+            yield from speculation.run(self._lm, self._prompt, self._new_tokens, self._choice, plan, self.stats)
 
     def _run(self):
         if self._new_tokens == 0:
@@ -250,91 +257,17 @@ class Generation(Iterator):
         size = kv.bucket(length, lm.config.max_length)
         slots = kv.bucket(max(size, length + self._new_tokens), lm.config.max_length)
         rest, static = (choice.numbers, choice.ends), {"steps": choice.steps, "logprobs": choice.logprobs}
-        args = (_widen(self._prompt.ids, size), self._prompt.lengths, *rest)
+        args = (widen(self._prompt.ids, size), self._prompt.lengths, *rest)
         layout = kv.Layout(slots, lm.cache_dtype, lm.windows, lm.page_size)
-        prefill, seconds = lm._compiled(_prefill, *args, layout=layout, **static)
+        prefill, seconds = lm._compiled(programs.prefill, *args, layout=layout, **static)
         tokens, _, done, memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prefill.out_info)
         args_of_step = memory, tokens, done, np.int32(0), np.int32(0), *rest
-        decode, more = lm._compiled(_decode, *args_of_step, chunk=CHUNK, **static)
+        decode, more = lm._compiled(programs.decode, *args_of_step, chunk=CHUNK, **static)
         self.stats.compile_seconds = seconds + more
         start = time.perf_counter()
         out = jax.block_until_ready(prefill(lm._weights, *args))
         self.stats.prefill_seconds = time.perf_counter() - start
         return out, decode, rest
-
-
-def _merge(structure, weights) -> Decoder:
-    graph, tree = structure
-    return nnx.merge(graph, jax.tree.unflatten(tree, weights))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(structure, weights, ids, slot, mask):
-    model = _merge(structure, weights)
-    hidden, _ = model.prefill(ids)
-    hidden = jnp.take_along_axis(hidden, slot[:, :, None], axis=1)
-    return model.head(hidden) * mask[:, :, None].astype(jnp.float32)
-
-
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("layout", "steps", "logprobs"))
-def _prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, logprobs):
-    """Runs the prompts; returns (first new tokens [batch], their log-probabilities or None, whether each ends its row,
-    the `Memory`)."""
-    model = _merge(structure, weights)
-    hidden, entries = model.prefill(ids)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    logits, cache = model.head(last), kv.from_prefill(entries, lengths, layout)
-    penalties = sampling.begin(ids, lengths, logits.shape[1], steps)
-    tokens = sampling.choose(logits, jnp.int32(0), steps, numbers, penalties)
-    rates = sampling.log_probability(logits, tokens) if logprobs else None
-    return tokens, rates, _is_end(tokens, ends), Memory(cache, sampling.noted(penalties, tokens))
-
-
-@functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("chunk", "steps", "logprobs"), donate_argnames=("memory",)
-)
-def _decode(structure, weights, memory, tokens, done, made, count, numbers, ends, *, chunk, steps, logprobs):
-    """Makes up to `count` <= chunk tokens a row, and stops when every row has ended.
-
-    Returns (tokens [batch, chunk], their log-probabilities or None, how many columns are filled, the last tokens, done,
-    memory)."""
-    model = _merge(structure, weights)
-
-    def unfinished(i, carry):
-        return (i < count) & ~jnp.all(carry[1])
-
-    def step(i, carry):
-        tokens, done, out, memory, filled = carry
-        filled = filled + unfinished(i, carry).astype(jnp.int32)
-        logits, cache = model.step(tokens, memory.cache)
-        tokens = jnp.where(done, tokens, sampling.choose(logits, made + i, steps, numbers, memory.penalties))
-        new = [tokens, sampling.log_probability(logits, tokens)] if logprobs else [tokens]
-        out = [jax.lax.dynamic_update_slice(x, y[:, None], (jnp.int32(0), i)) for x, y in zip(out, new, strict=True)]
-        memory = Memory(cache, sampling.noted(memory.penalties, tokens))
-        return tokens, done | _is_end(tokens, ends), out, memory, filled
-
-    dtypes = (jnp.int32, jnp.float32) if logprobs else (jnp.int32,)
-    carry = tokens, done, [jnp.zeros((tokens.shape[0], chunk), dtype) for dtype in dtypes], memory, jnp.int32(0)
-    if jt.platform() == "cpu":
-        more, again = (lambda c: unfinished(*c)), (lambda c: (c[0] + 1, step(*c)))
-        _, carry = jax.lax.while_loop(more, again, (jnp.int32(0), carry))
-    else:  # a GPU waits for the host where that reads a condition: rather some tokens too many, which nobody reads
-        carry = jax.lax.fori_loop(0, chunk, step, carry)
-    tokens, done, out, memory, filled = carry
-    return out[0], out[1] if logprobs else None, filled, tokens, done, memory
-
-
-def _is_end(tokens, ends):
-    return jnp.any(tokens[:, None] == ends[None, :], axis=-1)
-
-
-def _widen(x: np.ndarray, length: int) -> np.ndarray:
-    """Pads [batch, n] with zeros on the right to [batch, length]."""
-    return np.pad(x, ((0, 0), (0, length - x.shape[1])))
-
-
-def _is_int(value) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_single(ids) -> bool:

@@ -73,3 +73,13 @@ def _rows(ids, name: str = "prompt ids") -> tuple[list[np.ndarray], bool]:
 def _stack(rows: list[np.ndarray]) -> np.ndarray:
     longest = max(len(row) for row in rows)
     return np.stack([np.pad(row, (0, longest - len(row))) for row in rows])
+
+
+def widen(x: np.ndarray, length: int) -> np.ndarray:
+    """Pads [batch, n] with zeros on the right to [batch, length]."""
+    return np.pad(x, ((0, 0), (0, length - x.shape[1])))
+
+
+def is_int(value) -> bool:
+    """Whether a value is an int, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -226,8 +226,8 @@ def choose(logits, step, steps: Steps, numbers: dict[str, jax.Array], state: dic
 
 
 def log_probability(logits, tokens):
-    """float32 [batch]: of tokens int32 [batch] under the model's own logits [batch, vocab], before any option."""
-    at = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    """float32 [...]: of tokens int32 [...] under the model's own logits [..., vocab], before any option."""
+    at = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return at - jax.nn.logsumexp(logits, axis=-1)
 
 

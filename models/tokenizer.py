@@ -113,6 +113,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size()
 
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        """Whether both mean the same by every id."""
+        return self._backend.get_vocab() == other._backend.get_vocab()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; control tokens written in it are recognised. The begin token is added if the model
         wants one and `add_special_tokens` is set."""

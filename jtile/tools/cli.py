@@ -49,6 +49,8 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option(help="The same, for every time that they came.")] = None,
     logit_bias: Annotated[str | None, typer.Option(help="Added to the logits of tokens: 12=-5,7=2.5.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling: equal seeds, equal text.")] = 0,
+    draft: Annotated[str | None, typer.Option(help="Speculative decoding: a smaller model's file, or 'ngram'.")] = None,
+    draft_tokens: Annotated[int, typer.Option(help="So many are drafted at a time.")] = 4,
     system: Annotated[str | None, typer.Option(help="The system prompt, instead of the template's own.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt itself, without the chat template.")] = False,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")] = None,
@@ -61,7 +63,7 @@ def generate(
     options |= dict(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed)
     options |= dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias)
     options |= dict(repetition_penalty=repetition_penalty, presence_penalty=presence_penalty)
-    options |= dict(frequency_penalty=frequency_penalty)
+    options |= dict(frequency_penalty=frequency_penalty, draft=draft, draft_tokens=draft_tokens)
     raise typer.Exit(run_model(sys.stdin.read() if prompt == "-" else prompt, **options))
 
 

@@ -12,7 +12,7 @@ import jtile as jt
 import jtile.models
 from jtile._errors import ModelError
 from jtile.models import cache as kv
-from jtile.models import dtypes, generate
+from jtile.models import dtypes, programs, sampling
 from jtile.ops import quantize
 
 # Mean |logits - those in float32| of transformers 5.23 in bfloat16 on these inputs. Ours differ by 0.52 to 0.80 of it:
@@ -46,8 +46,8 @@ def test_the_cache_has_its_own_dtype(data, dtype, cache_dtype, held):
     lm = jtile.models.load(data / "llama", dtype=dtype, cache_dtype=cache_dtype)
     ids = np.zeros((2, 16), np.int32)
     args = lm._weights, ids, ids[:, 0] + 16, {}, ids[0, :1]
-    options = dict(layout=kv.Layout(32, lm.cache_dtype), steps=generate.Steps(), logprobs=False)
-    cache = generate._prefill.eval_shape(lm._structure, *args, **options)[3].cache
+    options = dict(layout=kv.Layout(32, lm.cache_dtype), steps=sampling.Steps(), logprobs=False)
+    cache = programs.prefill.eval_shape(lm._structure, *args, **options)[3].cache
     assert {x.dtype.name for entry in cache.entries for x in entry.arrays} == {held}
 
 

@@ -1,0 +1,96 @@
+"""The jitted programs of a language model: logits of whole sequences, prompts, and loops of steps on the device.
+
+Each takes the `structure` of a model, which is static, and its `weights`: see `merge`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jtile as jt
+
+from . import cache as kv
+from . import sampling
+from .decoder import Decoder
+
+
+def merge(structure, weights) -> Decoder:
+    """The module of a structure (its graph, and the tree of its weights) over the list of its weights."""
+    graph, tree = structure
+    return nnx.merge(graph, jax.tree.unflatten(tree, weights))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a row remembers from step to step, donated to the next one; penalties: of `sampling.begin`."""
+
+    cache: kv.KVCache
+    penalties: dict[str, jax.Array]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(structure, weights, ids, slot, mask):
+    """Logits float32 [batch, length, vocab] of packed ids int32 [batch, length], taken from `slot` and times `mask`."""
+    model = merge(structure, weights)
+    hidden, _ = model.prefill(ids)
+    hidden = jnp.take_along_axis(hidden, slot[:, :, None], axis=1)
+    return model.head(hidden) * mask[:, :, None].astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("layout", "steps", "logprobs"))
+def prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, logprobs):
+    """Runs the prompts; returns (first new tokens [batch], their log-probabilities or None, whether each ends its row,
+    the `Memory`)."""
+    model = merge(structure, weights)
+    hidden, entries = model.prefill(ids)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    logits, cache = model.head(last), kv.from_prefill(entries, lengths, layout)
+    penalties = sampling.begin(ids, lengths, logits.shape[1], steps)
+    tokens = sampling.choose(logits, jnp.int32(0), steps, numbers, penalties)
+    rates = sampling.log_probability(logits, tokens) if logprobs else None
+    return tokens, rates, is_end(tokens, ends), Memory(cache, sampling.noted(penalties, tokens))
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("chunk", "steps", "logprobs"), donate_argnames=("memory",)
+)
+def decode(structure, weights, memory, tokens, done, made, count, numbers, ends, *, chunk, steps, logprobs):
+    """Makes up to `count` <= chunk tokens a row, and stops when every row has ended.
+
+    Returns (tokens [batch, chunk], their log-probabilities or None, how many columns are filled, the last tokens, done,
+    memory)."""
+    model = merge(structure, weights)
+
+    def unfinished(i, carry):
+        return (i < count) & ~jnp.all(carry[1])
+
+    def step(i, carry):
+        tokens, done, out, memory, filled = carry
+        filled = filled + unfinished(i, carry).astype(jnp.int32)
+        logits, cache = model.step(tokens, memory.cache)
+        tokens = jnp.where(done, tokens, sampling.choose(logits, made + i, steps, numbers, memory.penalties))
+        new = [tokens, sampling.log_probability(logits, tokens)] if logprobs else [tokens]
+        out = [jax.lax.dynamic_update_slice(x, y[:, None], (jnp.int32(0), i)) for x, y in zip(out, new, strict=True)]
+        memory = Memory(cache, sampling.noted(memory.penalties, tokens))
+        return tokens, done | is_end(tokens, ends), out, memory, filled
+
+    dtypes = (jnp.int32, jnp.float32) if logprobs else (jnp.int32,)
+    carry = tokens, done, [jnp.zeros((tokens.shape[0], chunk), dtype) for dtype in dtypes], memory, jnp.int32(0)
+    if jt.platform() == "cpu":
+        more, again = (lambda c: unfinished(*c)), (lambda c: (c[0] + 1, step(*c)))
+        _, carry = jax.lax.while_loop(more, again, (jnp.int32(0), carry))
+    else:  # a GPU waits for the host where that reads a condition: rather some tokens too many, which nobody reads
+        carry = jax.lax.fori_loop(0, chunk, step, carry)
+    tokens, done, out, memory, filled = carry
+    return out[0], out[1] if logprobs else None, filled, tokens, done, memory
+
+
+def is_end(tokens, ends):
+    """bool, of the shape of tokens: whether each is one of `ends`, int32 [n]."""
+    return jnp.any(tokens[..., None] == ends.reshape((1,) * tokens.ndim + (-1,)), axis=-1)
