@@ -64,13 +64,19 @@ class Experts(nnx.Module):
                 )
             return tensor
 
-        into = [jnp.concatenate([read(e, name, (features, hidden)) for name in ("gate", "up")]) for e in range(count)]
-        self.gate_up = nnx.Param(jnp.stack(into))
-        self.down = nnx.Param(jnp.stack([read(e, "down", (hidden, features)) for e in range(count)]))
+        into = [read(e, name, (features, hidden)) for e in range(count) for name in ("gate", "up")]
+        self.gate_up = nnx.Param(_stacked(into).reshape(count, 2 * features, hidden))
+        self.down = nnx.Param(_stacked([read(e, "down", (hidden, features)) for e in range(count)]))
 
     def __call__(self, x, experts, weights):
         """See `mixture`."""
         return mixture(x, experts, weights, self.gate_up.get_value(), self.down.get_value())
+
+
+def _stacked(matrices: list[jax.Array]) -> jax.Array:
+    """Matrices of one shape as one array, float32 where their dtypes differ."""
+    alike = len({m.dtype for m in matrices}) == 1
+    return jnp.stack(matrices if alike else [m.astype(jnp.float32) for m in matrices])
 
 
 class Mixture(nnx.Module):

@@ -1,50 +1,34 @@
-"""GGUF files (through the `gguf` package) of the Llama architecture, checked for size before any weight is read."""
+"""GGUF files (through the `gguf` package), checked for size before any weight is read.
+
+What their metadata and their names mean stands in gguf_names.py, how tensors are read in gguf_tensors.py.
+"""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, dequantize
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf.constants import GGML_QUANT_SIZES
 
 from jtile._errors import JtileError, ModelError
-from jtile.ops import from_gguf_blocks, quantize
 
 from .checkpoint import Checkpoint
-from .llama import LlamaConfig
+from .families import read_config
+from .gguf_names import architecture_of
+from .gguf_tensors import readers
+from .rope import RopeScaling
 from .tokenizer import Tokenizer
 
-# kept bit for bit; other block types become q8_0
-NATIVE = {kind.upper(): kind for kind in ("q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")}
-DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 HEADER_BYTES = 24  # magic, version, tensor count, metadata count
 # what the gguf package raises on bytes that make no sense
 READ_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, RecursionError)
 SMALLEST_ENTRY = 13  # bytes of the shortest metadata or tensor entry: lengths, a type, one byte
-
-BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 
 
 class _Reader(GGUFReader):
@@ -60,7 +44,7 @@ class _Reader(GGUFReader):
 
 
 def open_gguf(path: str | os.PathLike) -> Checkpoint:
-    """Opens a GGUF file of the Llama architecture; the weights are read when a model asks for them.
+    """Opens a GGUF file of one of `gguf_names.ARCHITECTURES`; the weights are read when a model asks for them.
 
     F32, F16 and BF16 tensors keep their dtype; Q4_0, Q4_1, Q8_0 and K-quants keep their blocks; any other type is
     dequantised by the gguf package and stored as Q8_0 (half a step of 1/127 of the block's largest weight is the added
@@ -79,16 +63,24 @@ def open_gguf(path: str | os.PathLike) -> Checkpoint:
         raise ModelError(
             f"{path} is truncated or damaged ({type(error).__name__}: {error}); download it again"
         ) from error
-    architecture = meta.get("general.architecture")
-    if architecture != "llama":
-        raise ModelError(f"{path} holds a model of the architecture {architecture!r}; jtile runs 'llama' GGUF files")
     infos = {tensor.name: tensor for tensor in reader.tensors}
+    architecture, own = architecture_of(meta, str(path))
     if "token_embd.weight" not in infos:
         raise ModelError(f"{path} lacks the tensor token_embd.weight; the file is incomplete, download it again")
-    factors = infos["rope_freqs.weight"].data.tolist() if "rope_freqs.weight" in infos else ()
-    config = LlamaConfig.from_gguf(meta, int(infos["token_embd.weight"].shape[-1]), factors)
-    tensors = {_name(n): functools.partial(_tensor, info, config) for n, info in infos.items()}
+    config = read_config(architecture.config(own, int(infos["token_embd.weight"].shape[-1])), str(path))
+    if "rope_freqs.weight" in infos:
+        config = _with_factors(config, infos["rope_freqs.weight"].data.tolist())
+    tensors = readers(infos, architecture, config)
     return Checkpoint(str(path), config, tensors, _tokenizer(meta, path), _eos_ids(meta))
+
+
+def _with_factors(config: Any, factors: Sequence[float]) -> Any:
+    """The configuration with rotations whose frequencies are divided by `factors`."""
+    rope = config.attention.rope
+    if len(factors) != rope.size // 2:
+        raise ModelError(f"rope_freqs.weight has {len(factors)} numbers; heads of {rope.size} need {rope.size // 2}")
+    rope = dataclasses.replace(rope, scaling=RopeScaling("factors", factors=tuple(float(f) for f in factors)))
+    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, rope=rope))
 
 
 def _check_header(path: Path) -> None:
@@ -144,43 +136,6 @@ class _TableOnly(_Reader):
             ends.append((int(start_offs + int(offset[0])) + count * block_bytes // block, bytes(name).decode()))
         end, name = max(ends, default=(0, ""))
         raise _TableEndError(name, end)
-
-
-def _name(name: str) -> str:
-    """The transformers name of a GGUF tensor; an unknown one stays as it is."""
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in BLOCK_NAMES:
-        return f"model.layers.{parts[1]}.{BLOCK_NAMES[parts[2]]}.{parts[3]}"
-    return name
-
-
-def _tensor(info, config: LlamaConfig):
-    kind, shape = info.tensor_type.name, tuple(int(n) for n in reversed(info.shape))
-    data = info.data.reshape(shape[0], -1) if len(shape) == 2 else info.data
-    for name, heads in (("attn_q.weight", config.attention.heads), ("attn_k.weight", config.attention.kv_heads)):
-        if info.name.endswith(name):
-            data = data[_plain_order(shape[0], heads)]
-    if kind in DENSE:
-        return jnp.asarray(data.view(DENSE[kind]).reshape(shape))
-    if kind in NATIVE and len(shape) == 2:
-        return from_gguf_blocks(data, NATIVE[kind], shape)
-    try:
-        dense = dequantize(data, info.tensor_type).astype(np.float32).reshape(shape)
-    except (NotImplementedError, ValueError) as error:
-        raise ModelError(
-            f"the tensor {info.name} has the type {kind}, which the gguf package cannot dequantise; "
-            "requantise the file to Q8_0, Q4_0 or Q4_1"
-        ) from error
-    return quantize(dense, "q8_0") if len(shape) == 2 and shape[1] % 32 == 0 else jnp.asarray(dense)
-
-
-def _plain_order(rows: int, heads: int) -> np.ndarray:
-    """GGUF interleaves the two halves of each head: its row 2j + s is row s * half + j here."""
-    if rows % (2 * heads):
-        raise ModelError(f"{rows} rows of a query or key weight do not divide into {heads} heads of an even size")
-    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _tokenizer(meta: Mapping, path: Path) -> Tokenizer | None:

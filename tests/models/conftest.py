@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import jtile.models
 from jtile._errors import ModelError
-from jtile.models import LanguageModel, experts, gguf_file
+from jtile.models import LanguageModel, experts, gguf_names
 from jtile.models.load import default_model
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -157,11 +157,11 @@ def _byte_alphabet() -> list[str]:
 
 
 def _tensors() -> dict[str, np.ndarray]:
-    names = {hf: name for name, hf in gguf_file.TOP_NAMES.items()}
+    names = {hf: name for name, hf in gguf_names.TOP_NAMES.items()}
     names |= {
         f"model.layers.{i}.{hf}.weight": f"blk.{i}.{name}.weight"
         for i in range(LAYERS)
-        for name, hf in gguf_file.BLOCK_NAMES.items()
+        for name, hf in gguf_names.BLOCK_NAMES.items()
     }
     tensors = {names[hf]: tensor for hf, tensor in load_file(TINY / "model.safetensors").items()}
     for i in range(LAYERS):

@@ -64,6 +64,22 @@ def test_a_stream_that_ends_inside_a_character_holds_it_back(letters):
     assert "".join(stream.push(i) for i in tokenizer.encode("ok 🙂")[:-1]) == "ok "
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("llama-bpe", "I'll pay 12345 HelloWorld!", ["I", "'ll", " pay", " ", "123", "45", " HelloWorld", "!"]),
+        ("qwen2", "pay 123 e\u0301", ["pay", " ", "1", "2", "3", " \u00e9"]),
+        ("tekken", "HelloWorld's 12", ["Hello", "World", "'s", " ", "1", "2"]),
+        ("gpt-4o", "HelloWorld's 1234", ["Hello", "World's", " ", "123", "4"]),
+        ("deepseek-v3", "a1234 \u65e5\u672c\u8a9e.x", ["a", "123", "4", " ", "\u65e5\u672c\u8a9e", ".x"]),
+    ],
+)
+def test_how_text_is_cut_before_merging(letters, pre, text, pieces):
+    backend = letters(pre)._backend
+    normal = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+    assert [normal[a:b] for _, (a, b) in backend.pre_tokenizer.pre_tokenize_str(normal)] == pieces
+
+
 def test_streams_leave_control_tokens_out(letters):
     tokenizer = letters()
     ids = tokenizer.encode("a<|end|>b")

@@ -1,0 +1,137 @@
+"""Tensors of GGUF files by the names and in the shapes of transformers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from gguf import dequantize
+
+from jtile._errors import ModelError
+from jtile.ops import QuantizedTensor, from_gguf_blocks, quantize
+
+from .gguf_names import EXPERTS, TOP_NAMES, Architecture
+
+# kept bit for bit; other block types become q8_0
+NATIVE = {kind.upper(): kind for kind in ("q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")}
+DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+PROJECTIONS = ("gate", "up", "down")
+
+Read = Callable[[], "jax.Array | QuantizedTensor"]
+
+
+def readers(infos: Mapping[str, Any], architecture: Architecture, config: Any) -> dict[str, Read]:
+    """Functions that read the tensors `infos` (of a `GGUFReader`), by the names of transformers; a tensor without a
+    name there keeps its own.
+
+    Raises:
+      ModelError: the file has biases that the model would not add.
+    """
+    found: dict[str, Read] = {}
+    for name, info in infos.items():
+        found |= _of(name, info, architecture, config)
+    for index in range(config.num_layers):  # the expansion of latent vectors in two parts
+        parts = [infos.get(f"blk.{index}.attn_{part}_b.weight") for part in "kv"]
+        if all(parts):
+            found[f"model.layers.{index}.self_attn.kv_b_proj.weight"] = functools.partial(_expansion, *parts)
+    return found
+
+
+def _of(name: str, info, architecture: Architecture, config) -> dict[str, Read]:
+    """What one tensor of the file holds."""
+    if name in TOP_NAMES:
+        return {TOP_NAMES[name]: _matrix(TOP_NAMES[name], info, architecture)}
+    block, _, rest = name.removeprefix("blk.").partition(".")
+    if not name.startswith("blk.") or not rest:
+        return {name: functools.partial(_read, info)}
+    prefix, (part, *tail) = f"model.layers.{block}.", rest.split(".")
+    if part == "exp_probs_b":
+        return {f"{prefix}mlp.gate.e_score_correction_bias": functools.partial(_read, info)}
+    for projection in PROJECTIONS:  # all experts in one tensor, or in one each
+        expert = lambda e, projection=projection: prefix + EXPERTS.format(expert=e, name=projection)
+        if part == f"ffn_{projection}_exps":
+            return {expert(e): functools.partial(_expert, info, e) for e in range(int(info.shape[-1]))}
+        if part == f"ffn_{projection}" and len(tail) == 2:
+            return {expert(tail[0]): functools.partial(_read, info, floats=True)}
+    names = architecture.block_names()
+    if part not in names or len(tail) != 1:
+        return {name: functools.partial(_read, info)}
+    if tail == ["bias"]:
+        raise ModelError(f"this GGUF has the tensor {name}; of its architecture jtile.models adds no biases")
+    own = f"{prefix}{names[part]}.{tail[0]}"
+    if architecture.interleaved and part in ("attn_q", "attn_k"):
+        heads = config.attention.heads if part == "attn_q" else config.attention.kv_heads
+        return {own: functools.partial(_read, info, order=_plain_order(int(info.shape[-1]), heads))}
+    return {own: _matrix(own, info, architecture)}
+
+
+def _matrix(name: str, info, architecture: Architecture) -> Read:
+    if architecture.norms_of_one and name.endswith("norm.weight"):
+        return lambda: jnp.asarray(_dense(info).astype(np.float32) - 1)
+    return functools.partial(_read, info, floats=any(part in name for part in architecture.floats))
+
+
+def _shape(info) -> tuple[int, ...]:
+    return tuple(int(n) for n in reversed(info.shape))
+
+
+def _read(info, order: np.ndarray | None = None, floats: bool = False):
+    """The tensor, its rows in another order if that is given; `floats`: a quantised one as bfloat16."""
+    kind, shape = info.tensor_type.name, _shape(info)
+    data = info.data.reshape(shape[0], -1) if len(shape) == 2 else info.data
+    data = data if order is None else data[order]
+    if kind in DENSE:
+        return jnp.asarray(data.view(DENSE[kind]).reshape(shape))
+    if floats:
+        return jnp.asarray(_floats(info, data, shape).astype(ml_dtypes.bfloat16))
+    if kind in NATIVE and len(shape) == 2:
+        return from_gguf_blocks(data, NATIVE[kind], shape)
+    dense = _floats(info, data, shape)
+    return quantize(dense, "q8_0") if len(shape) == 2 and shape[1] % 32 == 0 else jnp.asarray(dense)
+
+
+def _expert(info, expert: int) -> jax.Array:
+    """The matrix of one expert, in floats."""
+    shape, kind = _shape(info), info.tensor_type.name
+    data = info.data.reshape(shape[0], shape[1], -1)[expert]
+    if kind in DENSE:
+        return jnp.asarray(data.view(DENSE[kind]).reshape(shape[1:]))
+    return jnp.asarray(_floats(info, data, shape[1:]).astype(ml_dtypes.bfloat16))
+
+
+def _expansion(key, value) -> jax.Array:
+    """The matrix [heads (plain + value), rank] of its parts for keys [heads, rank, plain] and values
+    [heads, value, rank]."""
+    both = np.concatenate([_dense(key).swapaxes(1, 2), _dense(value)], axis=1)
+    return jnp.asarray(both.reshape(-1, both.shape[2]))
+
+
+def _dense(info) -> np.ndarray:
+    """The tensor in floats: quantised ones as bfloat16."""
+    shape, kind = _shape(info), info.tensor_type.name
+    if kind in DENSE:
+        return info.data.view(DENSE[kind]).reshape(shape)
+    return _floats(info, info.data, shape).astype(ml_dtypes.bfloat16)
+
+
+def _floats(info, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Blocks as float32."""
+    try:
+        return dequantize(data, info.tensor_type).astype(np.float32).reshape(shape)
+    except (NotImplementedError, ValueError) as error:
+        raise ModelError(
+            f"the tensor {info.name} has the type {info.tensor_type.name}, which the gguf package cannot dequantise; "
+            "requantise the file to Q8_0, Q4_0 or Q4_1"
+        ) from error
+
+
+def _plain_order(rows: int, heads: int) -> np.ndarray:
+    """GGUF interleaves the two halves of each head: its row 2j + s is row s * half + j here."""
+    if rows % (2 * heads):
+        raise ModelError(f"{rows} rows of a query or key weight do not divide into {heads} heads of an even size")
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,135 @@
+"""GGUF files of every architecture: the same configuration and the same weights as the folder that they are made of,
+whose logits test_golden.py compares with transformers."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gguf_models import NAMES, write
+from k_quants import random_blocks
+
+import jtile.models
+from jtile._errors import ModelError
+from jtile.ops import QuantizedTensor
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+FOLDERS = sorted(
+    path.parent.name
+    for path in DATA.glob("*/io.npz")
+    if json.loads((path.parent / "config.json").read_text())["model_type"] in NAMES
+)
+
+
+def numbers(config) -> list:
+    """A configuration as a flat list, its floats rounded to float32, which is what a file has."""
+    if dataclasses.is_dataclass(config):
+        return [n for field in dataclasses.fields(config) for n in numbers(getattr(config, field.name))]
+    if isinstance(config, tuple):
+        return [n for part in config for n in numbers(part)]
+    return [pytest.approx(config, rel=1e-6) if isinstance(config, float) else config]
+
+
+def leaves(model) -> list:
+    return jax.tree.leaves_with_path(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name != "llama"])  # which has factors: test_load.py
+def test_a_file_says_what_the_folder_says(model, tmp_path, name):
+    folder, file = model(name), jtile.models.load(write(DATA / name, tmp_path / "it.gguf"))
+    assert numbers(file.model.config) == numbers(folder.model.config)
+    for (path, a), (other, b) in zip(leaves(file.model), leaves(folder.model), strict=True):
+        assert path == other and (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(path))  # of Gemma's norms, which are stored plus 1
+
+
+def test_experts_and_latent_projections_become_floats(model, tmp_path):
+    exact, q8 = {}, gguf.GGMLQuantizationType.Q8_0
+
+    def quantised(name, tensor):
+        if ("gate_exps" in name or "attn_q_a." in name or "shexp" in name) and tensor.shape[-1] % 32 == 0:
+            raw = gguf.quantize(tensor, q8)
+            exact[name] = gguf.dequantize(raw, q8)
+            return name, (raw, q8)
+        return name, tensor
+
+    lm = jtile.models.load(write(DATA / "deepseek_v3", tmp_path / "it.gguf", quantised))
+    mixture = lm.model.blocks[1].mlp
+    got = mixture.experts.gate_up.get_value()[3, :32]
+    assert got.dtype == jnp.float32  # beside that of `up`
+    expected = exact["blk.1.ffn_gate_exps.weight"][3].astype(jnp.bfloat16)
+    assert np.array_equal(np.asarray(got, np.float32), expected.astype(np.float32))
+    assert mixture.shared.gate.get_value().kind == "q8_0"
+    down = lm.model.blocks[0].attention.down.get_value()
+    first = down[0] if isinstance(down, tuple) else down
+    assert np.array_equal(np.asarray(first[:32], np.float32), exact["blk.0.attn_q_a.weight"].astype(jnp.bfloat16))
+
+
+@pytest.fixture
+def k_quants(tmp_path):
+    """k_quants(quantised): a Llama of one block in K-quants of every kind, or in the floats that they stand for."""
+    hidden, vocab = 256, 32
+    kinds = {"attn_q": "q4_k", "attn_k": "q4_k", "attn_v": "q6_k", "attn_output": "q5_k", "ffn_gate": "q3_k",
+             "ffn_up": "q3_k", "ffn_down": "q2_k"}  # fmt: skip
+
+    def build(quantised: bool):
+        path, rng = tmp_path / f"{quantised}.gguf", np.random.default_rng(0)
+        writer = gguf.GGUFWriter(str(path), "llama")
+        for name, value in {"block_count": 1, "context_length": 64, "embedding_length": hidden, "head_count": 2,
+                            "feed_forward_length": hidden, "layer_norm_rms_eps": 1e-6}.items():  # fmt: skip
+            getattr(writer, f"add_{name}")(value)
+        tensors = {f"blk.0.{name}.weight": (kind, hidden) for name, kind in kinds.items()}
+        tensors["token_embd.weight"] = ("q6_k", vocab)
+        for seed, (name, (kind, rows)) in enumerate(tensors.items()):
+            type_ = gguf.GGMLQuantizationType[kind.upper()]
+            raw = random_blocks(kind, rows, hidden, seed).reshape(rows, -1)
+            writer.add_tensor(name, *((raw, None, type_) if quantised else (gguf.dequantize(raw, type_),)))
+        for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+            writer.add_tensor(f"{name}.weight", rng.uniform(0.5, 1.5, hidden).astype(np.float32))
+        for step in ("header", "kv_data", "tensors"):
+            getattr(writer, f"write_{step}_to_file")()
+        writer.close()
+        return jtile.models.load(path, dtype="float32")
+
+    return build
+
+
+def test_k_quants_stay_as_they_are_stored(k_quants):
+    quantised, floats = k_quants(True), k_quants(False)
+    qk, v = quantised.model.blocks[0].attention.qkv.get_value()  # of two kinds, so that two matrices
+    assert (qk.kind, qk.shape, v.kind) == ("q4_k", (512, 256), "q6_k")
+    assert {w.kind for w in jax.tree.leaves(nnx.state(quantised.model), is_leaf=is_quantised) if is_quantised(w)} == {
+        "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
+    }  # fmt: skip
+    ids = np.arange(5)[None]
+    a, b = (np.asarray(lm.logits(ids)) for lm in (quantised, floats))
+    assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
+
+
+def is_quantised(x) -> bool:
+    return isinstance(x, QuantizedTensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("mistral", {"llama__attention__temperature_scale": 0.1}, "attention.temperature_scale"),
+        ("mistral", {"llama__rope__dimension_count": 8}, "rotates only a part of each head"),
+        ("deepseek_v3", {"deepseek2__expert_gating_func": 1}, "scoring_func = 'softmax'"),
+        ("qwen3", {"qwen3__rope__scaling__type": "longrope"}, "unknown rope scaling 'longrope'"),
+    ],
+)
+def test_files_that_it_cannot_run(tmp_path, name, fields, message):
+    with pytest.raises(ModelError, match=message):
+        jtile.models.load(write(DATA / name, tmp_path / "it.gguf", **fields))
+
+
+def test_biases_that_nobody_adds(tmp_path):
+    rename = lambda name, tensor: (name.replace("attn_q_norm.weight", "attn_q.bias"), tensor)
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_q\.bias.* adds no biases"):
+        jtile.models.load(write(DATA / "qwen3", tmp_path / "it.gguf", rename))
