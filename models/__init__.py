@@ -7,7 +7,11 @@ from .console import run_generate
 from .decoder import Decoder
 from .generate import Generation, LanguageModel, Stats
 from .load import load
+from .quantize import quantize_folder, run_quantize
 from .speculation import NGram
 from .tokenizer import Tokenizer
 
-__all__ = ["Decoder", "Generation", "LanguageModel", "NGram", "Stats", "Tokenizer", "load", "run_generate"]
+__all__ = [
+    "Decoder", "Generation", "LanguageModel", "NGram", "Stats", "Tokenizer", "load", "quantize_folder", "run_generate",
+    "run_quantize",
+]  # fmt: skip

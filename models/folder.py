@@ -25,7 +25,7 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
       ModelError: a file is missing or damaged, the architecture is not one of `families`, or the weights are quantised
         in a way that jtile does not read.
     """
-    config = _json(path / config_file)
+    config = read_json(path / config_file)
     parsed = read_config(config, str(path))
     tensors = readers(stored_tensors(path), config, str(path))
     if parsed.tied if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]:
@@ -35,7 +35,7 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
             f"{path} lacks the tensor lm_head.weight, and its embeddings are not tied; "
             "the folder is incomplete, download it again"
         )
-    extra = _json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+    extra = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
     eos = extra.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
@@ -44,7 +44,12 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     return Checkpoint(str(path), parsed, tensors, tokenizer, eos_ids)
 
 
-def _json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object that a JSON file of a folder holds.
+
+    Raises:
+      ModelError: it is missing or damaged, or holds something else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -65,7 +70,7 @@ def stored_tensors(path: Path) -> Mapping[str, Stored]:
       ModelError: there is no file, or one is damaged.
     """
     if (path / INDEX).exists():
-        files = table(_json(path / INDEX), "weight_map")
+        files = table(read_json(path / INDEX), "weight_map")
         if not all(isinstance(file, str) for file in files.values()):
             raise ModelError(f"the weight_map of {path / INDEX} names no files; download it again")
         opened = {file: TensorFile(path / file) for file in set(files.values())}

@@ -72,6 +72,16 @@ class TensorFile:
             content.madvise(mmap.MADV_DONTNEED, first, length)
 
 
+def _copied(view: np.ndarray) -> np.ndarray:
+    """A copy that JAX on a CPU takes as it is, for it starts at a multiple of 64 bytes. The pages of the file, which it
+    would take likewise if they did, change when somebody writes the file."""
+    room = np.empty(view.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    copy = room[start : start + view.nbytes].view(view.dtype).reshape(view.shape)
+    copy[...] = view
+    return copy
+
+
 @dataclasses.dataclass(frozen=True)
 class Stored:
     """A tensor of a file. Called, it is on the device."""
@@ -114,8 +124,7 @@ class Stored:
 
     def __call__(self) -> jax.Array:
         """A copy on the device; the host keeps nothing of it."""
-        # a CPU would share the pages of the file, which somebody may write later
-        found = jnp.array(self.host()) if jt.platform() == "cpu" else jax.device_put(self.host())
+        found = jax.device_put(_copied(self.host()) if jt.platform() == "cpu" else self.host())
         content, begin = self.file.view(self.name)
         if content.size > 1 << 20:
             jax.block_until_ready(found)  # one tensor at a time is on its way

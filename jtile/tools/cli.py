@@ -1,5 +1,5 @@
-"""The command `jtile`: info, generate, inspect, tune, explain, profile, cache, demo. Each imports what it needs when
-it runs."""
+"""The command `jtile`: info, generate, quantize, inspect, tune, explain, profile, cache, demo. Each imports what it
+needs when it runs."""
 
 from __future__ import annotations
 
@@ -67,10 +67,29 @@ def generate(
     raise typer.Exit(run_model(sys.stdin.read() if prompt == "-" else prompt, **options))
 
 
+@app.command()
+def quantize(
+    folder: Annotated[str, typer.Argument(help="config.json and safetensors of floats.")],
+    to: Annotated[str, typer.Option("--to", help="fp8, int4, q4_0, q8_0 or int8.")],
+    group: Annotated[int, typer.Option(help="Of int4: weights that share a scale, 32 times a power of two.")] = 128,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="The new folder; FOLDER-TO otherwise.")] = None,
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="Of fp8: activations are rounded to 8 bits, too.")] = False,
+) -> None:
+    """Write a copy of a model's folder with its layers quantised, which `jtile generate --model` reads."""
+    raise typer.Exit(of_models("run_quantize", folder, to, group=group, out=out, dynamic=dynamic))
+
+
 def run_model(prompt: str | None, **options: Any) -> int:
-    """jtile.models.run_generate, or one sentence where the packages that models need are missing."""
+    """jtile.models.run_generate, with the cache of this configuration."""
+    from jtile._config import current
+
+    return of_models("run_generate", prompt, cache_dir=current().cache_dir, **options)
+
+
+def of_models(name: str, *args: Any, **options: Any) -> int:
+    """A function of jtile.models, or one sentence where the packages that models need are missing."""
     try:
-        from jtile.models import run_generate
+        from jtile import models
     except ModuleNotFoundError as error:
         if (error.name or "jtile").startswith("jtile"):
             raise
@@ -78,9 +97,7 @@ def run_model(prompt: str | None, **options: Any) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    from jtile._config import current
-
-    return run_generate(prompt, cache_dir=current().cache_dir, **options)
+    return getattr(models, name)(*args, **options)
 
 
 @app.command()

@@ -1,0 +1,157 @@
+"""`jtile quantize`: what it writes is read again, by the published form; what it refuses; the memory that both take."""
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jtile.models
+from jtile._errors import ModelError
+from jtile.models import quantize_folder
+from jtile.models.folder import stored_tensors
+from jtile.ops import QuantizedTensor
+
+NAME = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture
+def floats(tiny_folder, tmp_path):
+    """The tiny folder in two files."""
+    folder = tmp_path / "floats"
+    folder.mkdir()
+    shutil.copy(tiny_folder / "config.json", folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    tensors = load_file(tiny_folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+# kind that is held, group, and the largest error in parts of the largest weight of a group
+WAYS = {
+    "fp8": ("fp8", None, 2**-4), "int8": ("int8", None, 0.51 / 127), "int4": ("q4_0", 32, 0.51 / 7.5),
+    "q4_0": ("q4_0", 32, 1.02 / 8), "q8_0": ("q8_0", 32, 0.51 / 127),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("to", WAYS)
+def test_what_is_written_is_read(floats, to):
+    kind, group, error = WAYS[to]
+    out = quantize_folder(floats, to, group=32)
+    assert out == floats.with_name(f"floats-{to}") and (out / "tokenizer_config.json").exists()
+    assert sorted(p.name for p in out.glob("*.safetensors")) == ["a.safetensors", "b.safetensors"]
+    held = jtile.models.load(out).model.blocks[1].mlp.down.get_value()
+    x = np.asarray(stored_tensors(floats)[f"{NAME}.weight"].host(), np.float32)
+    assert held.kind == kind and held.activations is None
+    off = np.abs(np.asarray(held.dequantize()) - x).reshape(x.shape[0], -1, group or x.shape[1])
+    assert (off.max(-1) < error * np.abs(x).reshape(off.shape).max(-1) + 1e-4).all()
+    if to in ("q4_0", "q8_0", "int8", "fp8"):  # as the library quantises
+        want = QuantizedTensor.quantize(x, to)
+        np.testing.assert_allclose(held.dequantize(), want.dequantize(), rtol=0.07 if to == "fp8" else 1e-6, atol=1e-6)
+    kept = stored_tensors(out)
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        np.testing.assert_array_equal(kept[name].host(), stored_tensors(floats)[name].host())
+
+
+def test_the_configuration_is_that_of_compressed_tensors(floats, tmp_path, golden):
+    out = quantize_folder(floats, "fp8", out=tmp_path / "new" / "model", dynamic=True)
+    entries = json.loads((out / "config.json").read_text())["quantization_config"]
+    group = entries["config_groups"]["group_0"]
+    assert (entries["quant_method"], entries["format"], group["targets"]) == (
+        "compressed-tensors", "float-quantized", ["Linear"],
+    )  # fmt: skip
+    assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "token")
+    assert entries["ignore"] == ["lm_head"]
+    stored = stored_tensors(out)
+    assert stored[f"{NAME}.weight"].dtype == jnp.float8_e4m3fn and stored[f"{NAME}.weight_scale"].shape == (64, 1)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(stored)
+    lm = jtile.models.load(out)
+    assert lm.model.blocks[0].mlp.down.get_value().activations == "rows"
+    off = np.abs(np.asarray(lm.logits(golden["input_ids"])) - golden["logits"])
+    assert 0 < off.mean() < 0.15 * np.abs(golden["logits"]).mean()
+    with pytest.raises(ModelError, match="quantised already"):
+        quantize_folder(out, "int8")
+
+
+REFUSED = {
+    "--to is one of fp8, int4, q4_0, q8_0, int8; got 'int2'": ("int2", {}),
+    "32 weights times a power of two, got 48": ("int4", {"group": 48}),
+    "has no layer that --to int4 quantises": ("int4", {"group": 4096}),
+    "activations in 8 bits belong to weights in fp8, not in int4": ("int4", {"group": 32, "dynamic": True}),
+    "exists; give another --out": ("int8", {"out": "."}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_it_refuses(floats, message):
+    to, options = REFUSED[message]
+    with pytest.raises(ModelError, match=message):
+        quantize_folder(floats, to, **options)
+    assert [p.name for p in floats.parent.iterdir()] == ["floats"]  # nothing is left behind
+
+
+def test_a_damaged_source_leaves_nothing(floats):
+    content = (floats / "b.safetensors").read_bytes()
+    (floats / "b.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        quantize_folder(floats, "int8")
+    with pytest.raises(ModelError, match="there is no folder"):
+        quantize_folder(floats / "absent", "int8")
+    assert [p.name for p in floats.parent.iterdir()] == ["floats"]
+
+
+def test_the_command(floats, capsys):
+    from jtile.tools import cli
+
+    for code, more in ((0, []), (1, ["--out", str(floats)])):
+        with pytest.raises(SystemExit) as status:
+            cli.main(["quantize", str(floats), "--to", "q8_0", *more])
+        assert status.value.code == code
+    done = capsys.readouterr()
+    assert done.out == f"{floats}-q8_0\n" and done.err == f"jtile: {floats} exists; give another --out, or remove it\n"
+
+
+MEMORY = """
+    import sys, pathlib, json
+    import numpy as np
+    from safetensors.numpy import save_file
+    import jax
+    from jtile.models import folder, mapped
+
+    def peak():
+        return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) << 10
+
+    path, (rows, columns) = pathlib.Path(sys.argv[1]), (512, 4096)
+    tensors = {f"w{k}": np.full((rows, columns), k, np.float32) for k in range(12)}
+    save_file(tensors, path / "model.safetensors")
+    del tensors
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+    jax.block_until_ready(jax.device_put(np.ones(3)))
+    before = peak()
+    stored = folder.stored_tensors(path)
+    sums = [float(np.asarray(t())[:2, 0].sum()) for t in stored.values()]  # each is on the device once, and gone
+    print(json.dumps({"peak": peak() - before, "one": rows * columns * 4, "sums": sums}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_reading_takes_the_memory_of_a_tensor_and_not_of_a_file(tmp_path, subprocess_env):
+    """The host's copy on the way to the device, and here the device's, which is in the same memory."""
+    script = textwrap.dedent(MEMORY)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=subprocess_env, check=True
+    )
+    found = json.loads(done.stdout)
+    assert sorted(found["sums"]) == [2.0 * k for k in range(12)]
+    assert found["peak"] < 5 * found["one"]  # of twelve: pages of the file, the copy, and 16 MB of code
