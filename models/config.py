@@ -49,7 +49,8 @@ class DecoderConfig(abc.ABC):
 class AttentionConfig:
     """Grouped-query attention. `window`: a token sees its newest `window` keys, itself included (None: all);
     `norm_eps`: of the RMS norms of each head's queries and keys before they are rotated (None: no such norms);
-    `scale`: of the scores (None: 1 / sqrt(head_dim)), which become softcap * tanh(score / softcap), if given."""
+    `scale`: of the scores (None: 1 / sqrt(head_dim)), which become softcap * tanh(score / softcap), if given;
+    `biased`: the projections of queries, keys and values have biases."""
 
     heads: int
     kv_heads: int
@@ -59,6 +60,7 @@ class AttentionConfig:
     norm_eps: float | None = None
     scale: float | None = None
     softcap: float | None = None
+    biased: bool = False
 
     def __post_init__(self):
         if self.heads % self.kv_heads:

@@ -37,6 +37,8 @@ class Attention(nnx.Module):
         *qkv, output = (weight(f"{prefix}{name}_proj.weight", shape) for name, shape in shapes.items())
         self.config, self.rope = config, config.rope
         self.qkv, self.output = nnx.Param(fuse(qkv)), nnx.Param(output)
+        bias = lambda name: as_float32(weight(f"{prefix}{name}_proj.bias", shapes[name][:1]))
+        self.bias = nnx.Param(jnp.concatenate([bias(name) for name in "qkv"])) if config.biased else None
         norm = lambda name: nnx.Param(as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,))))
         self.q_norm, self.k_norm = (None, None) if config.norm_eps is None else (norm("q"), norm("k"))
 
@@ -52,7 +54,11 @@ class Attention(nnx.Module):
 
     def enter(self, x, delta, norm, eps: float):
         """(x + delta, the projection of its norm [..., (heads + 2 kv_heads) head_dim]); x, delta [..., hidden]."""
-        return layers.add_norm_linear(x, delta, norm, eps, self.qkv.get_value())
+        x, qkv = layers.add_norm_linear(x, delta, norm, eps, self.qkv.get_value())
+        if self.bias is None:
+            return x, qkv
+        bias = self.bias.get_value().reshape((1,) * (qkv.ndim - 1) + (-1,))
+        return x, (qkv.astype(jnp.float32) + bias).astype(qkv.dtype)
 
     def prefill(self, qkv, cos, sin):
         """The projection [batch, length, ...]; returns (output [batch, length, hidden], (k, v))."""

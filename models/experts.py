@@ -6,6 +6,7 @@ stay on the device, so one compiled program serves every routing. The routers st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
 from .config import WeightSource
+
+PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
 def mixture(x, experts, weights, gate_up, down):
@@ -47,15 +50,19 @@ def mixture(x, experts, weights, gate_up, down):
 class Experts(nnx.Module):
     """The gated MLPs of a mixture, in one array each for what goes in and what comes out."""
 
-    def __init__(self, weight: WeightSource, prefix: str, count: int, features: int, hidden: int):
-        """Of the tensors `{prefix}{expert}.{gate,up,down}_proj.weight`, which `weight(name, shape)` reads.
+    def __init__(
+        self, weight: WeightSource, prefix: str, count: int, features: int, hidden: int,
+        names: Mapping[str, str] = PROJECTIONS,
+    ):  # fmt: skip
+        """Of the tensors `{prefix}{expert}.{name}.weight`, which `weight(name, shape)` reads; names: those of gate, up
+        and down.
 
         Raises:
           ModelError: a tensor is missing, or the experts' weights are quantised.
         """
 
         def read(expert: int, name: str, shape: tuple[int, int]) -> jax.Array:
-            tensor = weight(f"{prefix}{expert}.{name}_proj.weight", shape)
+            tensor = weight(f"{prefix}{expert}.{names[name]}.weight", shape)
             if isinstance(tensor, QuantizedTensor) and tensor.kind == "fp8":
                 return tensor.dequantize(jnp.bfloat16)
             if isinstance(tensor, QuantizedTensor):

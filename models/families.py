@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 
 from jtile._errors import ModelError
 
-from . import mistral
+from . import mistral, qwen2
 from .config import DecoderConfig
 from .deepseek import DeepseekConfig
 from .entries import items
 from .gemma import GemmaConfig
 from .llama import LlamaConfig
+from .mixtral import MixtralConfig
 from .qwen3 import Qwen3Config
 
 # `model_type` of a config.json -> (the class of transformers, what reads its configuration)
@@ -21,6 +22,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", GemmaConfig.from_hf),
     "llama": ("LlamaForCausalLM", LlamaConfig.from_hf),
     "mistral": ("MistralForCausalLM", mistral.from_hf),
+    "mixtral": ("MixtralForCausalLM", MixtralConfig.from_hf),
+    "qwen2": ("Qwen2ForCausalLM", qwen2.from_hf),
     "qwen3": ("Qwen3ForCausalLM", Qwen3Config.from_hf),
     "qwen3_moe": ("Qwen3MoeForCausalLM", Qwen3Config.from_hf),
 }

@@ -11,7 +11,9 @@ from typing import Any
 
 from jtile._errors import ModelError
 
+from . import mixtral
 from .entries import number
+from .experts import PROJECTIONS
 
 # entries of a config.json -> metadata behind the name of the architecture
 SIZES = {
@@ -90,7 +92,7 @@ LATENT_NAMES = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-EXPERTS = "mlp.experts.{expert}.{name}_proj.weight"  # of {name} in gate, up, down
+EXPERTS = "mlp.experts.{expert}."  # before the names of `PROJECTIONS`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Architecture:
       model_type: the family's name in a config.json.
       entries: beside `SIZES`, entries of a config.json -> metadata.
       names: beside `BLOCK_NAMES`, tensors of a block.
+      biases: tensors of a block that have biases.
+      experts: what stands before the names of an expert's tensors, and these.
       interleaved: rows of queries and keys stand with the two halves of each head interleaved.
       norms_of_one: weights of norms are stored with the 1 that the model adds to them.
       floats: parts of the (transformers) names of matrices that the model takes as floats only.
@@ -110,6 +114,8 @@ class Architecture:
     model_type: str
     entries: Mapping[str, str] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    experts: tuple[str, Mapping[str, str]] = (EXPERTS, PROJECTIONS)
     interleaved: bool = False
     norms_of_one: bool = False
     floats: tuple[str, ...] = ()
@@ -150,14 +156,12 @@ def _scaling(meta: Mapping[str, Any]) -> dict | None:
 
 
 def _llama(meta: Mapping[str, Any]) -> dict:
-    """Mistral and Mixtral are stored as Llamas."""
+    """Mistral is stored as a Llama."""
     if meta.get("attention.temperature_scale"):
         raise ModelError(
             "this GGUF scales queries by their position (attention.temperature_scale), which jtile.models does not "
             "implement; take a model without"
         )
-    if meta.get("expert_count"):
-        return {"model_type": "mixtral"}
     return {"model_type": "mistral"} if meta.get("attention.sliding_window") else {}
 
 
@@ -193,10 +197,18 @@ def _latent(meta: Mapping[str, Any]) -> dict:
     }
 
 
-LLAMA = Architecture("llama", entries=MIXTURE, names=ROUTER, interleaved=True, more=_llama)
+LLAMA = Architecture("llama", interleaved=True, more=_llama)
+MIXTRAL = Architecture(  # which is stored as a Llama, too
+    "mixtral",
+    entries=MIXTURE,
+    names={"ffn_gate_inp": "block_sparse_moe.gate"},
+    experts=("block_sparse_moe.experts.{expert}.", mixtral.NAMES),
+    interleaved=True,
+)
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral3": LLAMA,
+    "qwen2": Architecture("qwen2", biases=("attn_q", "attn_k", "attn_v")),
     "qwen3": Architecture("qwen3", names=HEAD_NORMS),
     "qwen3moe": Architecture(
         "qwen3_moe", entries=MIXTURE, names=HEAD_NORMS | ROUTER, more=lambda meta: {"norm_topk_prob": True}
@@ -224,4 +236,5 @@ def architecture_of(meta: Mapping[str, Any], source: str) -> tuple[Architecture,
             f"{', '.join(map(repr, ARCHITECTURES))}"
         )
     prefix = f"{name}."
-    return ARCHITECTURES[name], {key[len(prefix) :]: value for key, value in meta.items() if key.startswith(prefix)}
+    own = {key[len(prefix) :]: value for key, value in meta.items() if key.startswith(prefix)}
+    return MIXTRAL if ARCHITECTURES[name] is LLAMA and own.get("expert_count") else ARCHITECTURES[name], own

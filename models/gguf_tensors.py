@@ -15,12 +15,11 @@ from gguf import dequantize
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor, from_gguf_blocks, quantize
 
-from .gguf_names import EXPERTS, TOP_NAMES, Architecture
+from .gguf_names import TOP_NAMES, Architecture
 
 # kept bit for bit; other block types become q8_0
 NATIVE = {kind.upper(): kind for kind in ("q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")}
 DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-PROJECTIONS = ("gate", "up", "down")
 
 Read = Callable[[], "jax.Array | QuantizedTensor"]
 
@@ -52,8 +51,9 @@ def _of(name: str, info, architecture: Architecture, config) -> dict[str, Read]:
     prefix, (part, *tail) = f"model.layers.{block}.", rest.split(".")
     if part == "exp_probs_b":
         return {f"{prefix}mlp.gate.e_score_correction_bias": functools.partial(_read, info)}
-    for projection in PROJECTIONS:  # all experts in one tensor, or in one each
-        expert = lambda e, projection=projection: prefix + EXPERTS.format(expert=e, name=projection)
+    before, projections = architecture.experts
+    for projection, own in projections.items():  # all experts in one tensor, or in one each
+        expert = lambda e, own=own: f"{prefix}{before.format(expert=e)}{own}.weight"
         if part == f"ffn_{projection}_exps":
             return {expert(e): functools.partial(_expert, info, e) for e in range(int(info.shape[-1]))}
         if part == f"ffn_{projection}" and len(tail) == 2:
@@ -61,7 +61,7 @@ def _of(name: str, info, architecture: Architecture, config) -> dict[str, Read]:
     names = architecture.block_names()
     if part not in names or len(tail) != 1:
         return {name: functools.partial(_read, info)}
-    if tail == ["bias"]:
+    if tail == ["bias"] and part not in architecture.biases:
         raise ModelError(f"this GGUF has the tensor {name}; of its architecture jtile.models adds no biases")
     own = f"{prefix}{names[part]}.{tail[0]}"
     if architecture.interleaved and part in ("attn_q", "attn_k"):
