@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from safetensors.numpy import load_file
 
 import jtile.models
 from jtile._errors import ModelError
-from jtile.models import LanguageModel, experts, gguf_names
+from jtile.models import Decoder, LanguageModel, experts, gguf_names
+from jtile.models.folder import open_folder
 from jtile.models.load import default_model
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -53,6 +55,24 @@ def model() -> Callable[[str], LanguageModel]:
 @pytest.fixture(scope="session")
 def tiny(model):
     return model("llama")
+
+
+@pytest.fixture(scope="session")
+def short():
+    """short(name, layers, page_size=None, cache_dtype=None, noise=0): the first layers of a tiny model, which compile
+    in less time than all; the matrices disturbed by `noise` of their size."""
+
+    def make(name: str, layers: int, noise: float = 0.0, **options) -> LanguageModel:
+        checkpoint, rng = open_folder(DATA / name), np.random.default_rng(0)
+        config = dataclasses.replace(checkpoint.config, num_layers=layers)
+
+        def weight(tensor, shape):
+            x = checkpoint.weight(tensor, shape)
+            return x if len(shape) < 2 or not noise else (x * (1 + noise * rng.normal(size=shape))).astype(x.dtype)
+
+        return LanguageModel(Decoder(config, weight, checkpoint.tied), source=f"short {name}", **options)
+
+    return make
 
 
 @pytest.fixture

@@ -170,8 +170,9 @@ def test_errors_of_scales():
         ops.decode_attention(q, whole, whole, lengths)
 
 
-@pytest.mark.parametrize("target", ["cuda:sm_90", "cuda:sm_80", "rocm:gfx942"])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("cuda:sm_90", "int8"), ("cuda:sm_80", "float8_e4m3fn"), ("rocm:gfx942", "float8_e4m3fn")]
+)
 def test_eight_bits_compile_for_gpus(target, dtype):
     shape, pool = jax.ShapeDtypeStruct, (6, 64, 2, 64)
     args = shape((2, 3, 8, 64), jnp.bfloat16), shape(pool, dtype), shape(pool, dtype), shape((2,), jnp.int32)
