@@ -19,14 +19,14 @@ from jtile.ops._shapes import fit, known, tuned
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue
 from jtile.ops.quantized_lanes import DOWN, LARGE, SMALL, plain_fields, plain_planes, scaled_fields, scaled_planes
-from jtile.ops.super_blocks import LAYOUTS, SUPER, Layout, SuperBlocks, as_bytes
+from jtile.ops.super_blocks import LAYOUTS, RUN, SUPER, Layout, SuperBlocks, as_bytes, integers
 
 ONES = 0x01010101  # a bit of every byte of a word
 
 
 def _sides(layout: Layout) -> tuple[int, int]:
     """Sub-blocks of a part, and weights of a part."""
-    return layout.subs // layout.parts, SUPER // layout.parts
+    return layout.runs * layout.wide, layout.runs * RUN
 
 
 class _Chunk:
@@ -38,53 +38,39 @@ class _Chunk:
         self.weight, self.layout, self.words = weight, layout, words
         self.at, self.rows, self.blocks = (r, chunk), rows, blocks
         self._run = functools.cache(self._read_run)
-        self._integer = functools.cache(self._read_integer)
         self.of_block = functools.cache(
             lambda name: getattr(weight, name).tiles(rows, blocks)[self.at].astype(jnp.float32)[:, :, None]
         )
 
     def _read_run(self, name: str, run: int):
-        """A run of bytes of a plane: [rows, blocks, subs of a part, bytes or words of a sub-block]."""
+        """A part's runs of a plane: [rows, blocks, subs of a part, bytes or words of a sub-block]."""
         plane, subs = getattr(self.weight, name), _sides(self.layout)[0]
-        stored = plane.tiles(self.rows, self.blocks, None, plane.shape[3])[*self.at, run, 0]
+        tiles = plane.tiles(self.rows, self.blocks, self.layout.runs, None, plane.shape[4])
+        stored = tiles[*self.at, 0, run, 0]
         if not self.words or plane.dtype == jnp.uint32:
             return stored.reshape(self.rows, self.blocks, subs, -1)
-        bytes_ = stored.reshape(self.rows, self.blocks, subs, plane.shape[3] // subs // 4, 4).astype(jnp.uint32)
+        bytes_ = stored.reshape(self.rows, self.blocks, subs, self.layout.sub // 4, 4).astype(jnp.uint32)
         return functools.reduce(jnp.bitwise_or, [bytes_[..., k] << np.uint32(8 * k) for k in range(4)])
-
-    def _read_integer(self, name: str, run: int):
-        plane = getattr(self.weight, name)
-        return plane.tiles(self.rows, self.blocks, None, plane.shape[3])[*self.at, run, 0]
 
     def codes(self, part: int):
         """The codes of a part: uint32 words of four [rows, blocks, subs, words], or uint8 [.., subs, weights]."""
         value, shift, kind = None, 0, np.uint32 if self.words else np.uint8
         for name, bits in zip(("codes", "high"), self.layout.bits):
-            field, run = divmod(part, getattr(self.weight, name).shape[2])
+            run, field = self.layout.place(part, bits)
             mask = kind(((1 << bits) - 1) * (ONES if self.words else 1))
             found = (self._run(name, run) >> kind(bits * field)) & mask
             value = found if value is None else value | (found << kind(shift))
             shift += bits
         return value
 
-    def _integers(self, first: int):
-        """The integers of as many sub-blocks as a part has, from element `first` on: [rows, blocks, subs]."""
-        value, shift, subs = None, 0, _sides(self.layout)[0]
-        for name, bits in zip(("steps", "steps_high"), self.layout.step_bits):
-            field, run = divmod(first // subs, getattr(self.weight, name).shape[2])
-            found = self._integer(name, run)
-            found = found if bits == 8 else (found >> np.uint8(bits * field)) & np.uint8((1 << bits) - 1)
-            value = found if value is None else value | (found << np.uint8(shift))
-            shift += bits
-        return value.astype(jnp.float32)
-
     def scales(self, part: int):
         """The scales of a part's sub-blocks, and what is taken from their weights or None: [rows, blocks, subs]."""
-        layout, subs = self.layout, _sides(self.layout)[0]
-        scale = self.of_block("scale") * (self._integers(part * subs) - np.float32(layout.step_zero))
-        if layout.minima:
-            return scale, self.of_block("minimum") * self._integers(layout.subs + part * subs)
-        return scale, scale * np.float32(layout.zero) if layout.zero else None
+        of_part = lambda a: a if a is None else a.tiles(self.rows, self.blocks, None, a.shape[3])[*self.at, part, 0]
+        steps, lows = integers(of_part(self.weight.steps), of_part(self.weight.lows), self.layout)
+        scale = self.of_block("scale") * steps
+        if lows is not None:
+            return scale, self.of_block("minimum") * lows
+        return scale, scale * np.float32(self.layout.zero) if self.layout.zero else None
 
 
 @jt.kernel(
@@ -96,7 +82,7 @@ def k_gemv_lanes(
 ):
     """`rows` rows of W in a program, `blocks` super blocks at a time, for one or two rows of x.
 
-    x [m, super blocks, parts, weights of a part]; arrays of W as `_split` gives them; with a second weight
+    x [m, super blocks, runs of a part, parts, 32]; arrays of W as `_split` gives them; with a second weight
     y = act(x Gᵀ) * (x Uᵀ).
     """
     m, r, layout = x.shape[0], jt.program_id(0), LAYOUTS[kind]
@@ -110,7 +96,7 @@ def k_gemv_lanes(
         for chunk in jt.range(jt.cdiv(x.shape[1], blocks)):
             parts = [_Chunk(w, layout, r, chunk, rows, blocks, words=True) for w in weights]
             for p in range(layout.parts):
-                numbers = [x.tiles(None, blocks, None, width)[i, chunk, p, 0] for i in range(m)]
+                numbers = [x.tiles(None, blocks, layout.runs, None, RUN)[i, chunk, 0, p, 0] for i in range(m)]
                 numbers = [part.astype(jnp.float32).reshape(*shape, 4) for part in numbers]
                 planes = [[of_row[..., byte] for byte in range(4)] for of_row in numbers]
                 top = functools.reduce(jnp.maximum, [abs(plane) for of_row in planes for plane in of_row], top)
@@ -163,7 +149,7 @@ def k_gemm_lanes(
     """`bm` rows of x, `rows` of W in a program; operands as those of `k_gemv_lanes`."""
     # Y = X Wᵀ, a sum over super blocks, their parts, and the terms that W is split into
     r, i, layout = jt.program_id(0), jt.program_id(1), LAYOUTS[kind]
-    X = x.tiles(bm, None, None, x.shape[3])
+    X = x.tiles(bm, None, layout.runs, None, RUN)
     sums = tuple(jnp.zeros((bm, rows), jnp.float32) for _ in weights)
     for chunk in jt.range(x.shape[1]):
         found = []
@@ -172,7 +158,7 @@ def k_gemm_lanes(
                 top = W.astype(x.dtype)
                 rest = [] if x.dtype == jnp.float32 else [(W - top.astype(jnp.float32)).astype(x.dtype)]
                 for term in (top, *rest):
-                    total = jt.dot(X[i, chunk, part, 0], term.T, total)
+                    total = jt.dot(X[i, chunk, 0, part, 0].reshape(bm, -1), term.T, total)
             found.append(total)
         sums = tuple(found)
     first = sums[0] if epilogue.bias is None else sums[0] + epilogue.bias.tiles(1, rows)[0, r]
@@ -182,12 +168,12 @@ def k_gemm_lanes(
 
 @jt.kernel(
     out_type=lambda g, weight, *, kind, **_: jax.ShapeDtypeStruct(
-        (g.shape[0], weight.scale.shape[1], LAYOUTS[kind].parts, SUPER // LAYOUTS[kind].parts), jnp.float32
+        (g.shape[0], weight.scale.shape[1], LAYOUTS[kind].runs, LAYOUTS[kind].parts, RUN), jnp.float32
     ),
     grid=lambda g, weight, *, bm, **_: (jt.cdiv(g.shape[0], bm), weight.scale.shape[1]),
 )
 def k_dx_lanes(g, weight: SuperBlocks, dx, *, kind: str, rows: int, bm: int):
-    """dx [m, super blocks, parts, weights of a part] for the cotangents g [m, out] of x Wᵀ."""
+    """dx [m, super blocks, runs of a part, parts, 32] for the cotangents g [m, out] of x Wᵀ."""
     # dX = G W
     i, chunk, layout = jt.program_id(0), jt.program_id(1), LAYOUTS[kind]
     G, width = g.tiles(bm, rows), _sides(layout)[1]
@@ -196,16 +182,18 @@ def k_dx_lanes(g, weight: SuperBlocks, dx, *, kind: str, rows: int, bm: int):
         parts = _dequantized(weight, layout, r, chunk, rows)
         sums = tuple(jt.dot(G[i, r], W, total) for W, total in zip(parts, sums))
     for part, total in enumerate(sums):
-        dx.tiles(bm, None, None, width)[i, chunk, part, 0] = total
+        dx.tiles(bm, None, layout.runs, None, RUN)[i, chunk, 0, part, 0] = total.reshape(bm, layout.runs, RUN)
 
 
 def _split(weight: SuperBlocks, layout: Layout) -> SuperBlocks:
-    """The arrays of W [out, …] with an axis of super blocks, and in planes one of the runs of a part's bytes."""
+    """The arrays of W [out, …] with an axis of super blocks, planes also with axes of the runs of a part and of those
+    between them."""
     out, blocks = weight.scale.shape
-    runs = lambda plane, bits: None if plane is None else plane.reshape(out, blocks, layout.parts * bits // 8, -1)
+    sides = lambda bits: (out, blocks, layout.runs, bits // layout.runs, -1)
+    runs = lambda plane, bits: None if plane is None else plane.reshape(sides(bits))
     groups = lambda plane: None if plane is None else plane.reshape(out, blocks, -1, _sides(layout)[0])
-    codes, high = (runs(plane, bits) for plane, bits in zip((weight.codes, weight.high), (*layout.bits, 8)))
-    return weight._replace(codes=codes, high=high, steps=groups(weight.steps), steps_high=groups(weight.steps_high))
+    codes, high = (runs(plane, bits) for plane, bits in zip((weight.codes, weight.high), (*layout.bits, 0)))
+    return weight._replace(codes=codes, high=high, steps=groups(weight.steps), lows=groups(weight.lows))
 
 
 def flat(weight: SuperBlocks) -> SuperBlocks:
@@ -225,7 +213,7 @@ def product(
     weights = tuple(_split(w, layout) for w in weights)
     if x.dtype != jnp.bfloat16:
         x = x.astype(jnp.float32)
-    x = x.reshape(x.shape[0], blocks, layout.parts, -1)
+    x = x.reshape(x.shape[0], blocks, layout.runs, layout.parts, RUN)
     if few:
         most = 4 // (x.shape[0] * len(weights))
         tiles = {"rows": next(n for n in (4, 2, 1) if n <= max(most, 1) and out % n == 0)}

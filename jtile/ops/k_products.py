@@ -21,41 +21,25 @@ from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.frozen import saving, slopes
 from jtile.ops.operands import NO_EPILOGUE, Epilogue
-from jtile.ops.super_blocks import LAYOUTS, SUPER, Layout, SuperBlocks, as_bytes
-
-
-def _integers(planes, layout: Layout, first: int, count: int):
-    """Elements first to first + count of tiles [rows, blocks, bytes] of the planes of integers, float32."""
-    found = []
-    for at in range(first, first + count, layout.grain):
-        value, shift = None, 0
-        for plane, bits in zip(planes, layout.step_bits):
-            field, byte = divmod(at, plane.shape[2])
-            part = plane[:, :, byte : byte + layout.grain]
-            part = part if bits == 8 else (part >> np.uint8(bits * field)) & np.uint8((1 << bits) - 1)
-            value = part if value is None else value | (part << np.uint8(shift))
-            shift += bits
-        found.append(value.astype(jnp.float32))
-    return jnp.concatenate(found, axis=2) if len(found) > 1 else found[0]
+from jtile.ops.super_blocks import LAYOUTS, RUN, SUPER, Layout, SuperBlocks, as_bytes, integers
 
 
 def _of_subs(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c):
-    """Scales of the sub-blocks of a tile, and what is taken from their weights: [rows, blocks, subs], or None."""
-    tile = lambda a: a.tiles(rows, a.shape[1] // (weight.scale.shape[1] // blocks))[r, c].reshape(rows, blocks, -1)
-    planes = [tile(plane) for plane in (weight.steps, weight.steps_high) if plane is not None]
-    scale = tile(weight.scale).astype(jnp.float32) * (
-        _integers(planes, layout, 0, layout.subs) - np.float32(layout.step_zero)
-    )
-    if layout.minima:
-        return scale, tile(weight.minimum).astype(jnp.float32) * _integers(planes, layout, layout.subs, layout.subs)
+    """Scales of the sub-blocks of a tile, and what is taken from their weights or None: [rows, blocks, subs]."""
+    chunks = weight.scale.shape[1] // blocks
+    tile = lambda a: None if a is None else a.tiles(rows, a.shape[1] // chunks)[r, c].reshape(rows, blocks, -1)
+    steps, lows = integers(tile(weight.steps), tile(weight.lows), layout)
+    scale = tile(weight.scale).astype(jnp.float32) * steps
+    if lows is not None:
+        return scale, tile(weight.minimum).astype(jnp.float32) * lows
     return scale, scale * np.float32(layout.zero) if layout.zero else None
 
 
 def _codes(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c):
-    """The parts of a tile as float32 [rows, blocks, subs of a part, sub]."""
-    chunks, subs = weight.scale.shape[1] // blocks, layout.subs // layout.parts
+    """The parts of a tile as float32 [rows, blocks, runs, sub-blocks of a run, sub]."""
+    chunks, shape = weight.scale.shape[1] // blocks, (rows, blocks, layout.runs, -1, layout.wide, layout.sub)
     planes = [
-        plane.tiles(rows, plane.shape[1] // chunks)[r, c].reshape(rows, blocks, -1, subs, layout.sub)
+        plane.tiles(rows, plane.shape[1] // chunks)[r, c].reshape(shape)
         for plane in (weight.codes, weight.high)
         if plane is not None
     ]
@@ -63,37 +47,43 @@ def _codes(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c):
     for part in range(layout.parts):
         value, shift = None, 0
         for plane, bits in zip(planes, layout.bits):
-            field, run = divmod(part, plane.shape[2])
-            bits_of_part = (plane[:, :, run] >> np.uint8(bits * field)) & np.uint8((1 << bits) - 1)
+            run, field = layout.place(part, bits)
+            bits_of_part = (plane[:, :, :, run] >> np.uint8(bits * field)) & np.uint8((1 << bits) - 1)
             value = bits_of_part if value is None else value | (bits_of_part << np.uint8(shift))
             shift += bits
         found.append(value.astype(jnp.float32))
     return found
 
 
+def _beside(numbers, layout: Layout) -> list:
+    """Numbers [..., subs] of sub-blocks beside the codes of each part."""
+    parts = numbers.reshape(*numbers.shape[:-1], layout.parts, layout.runs, layout.wide)
+    return [parts[..., part, :, :][..., None] for part in range(layout.parts)]
+
+
 def _row_product(weight: SuperBlocks, layout: Layout, X, sums, r, rows: int):
-    """Y [rows] = W x for one row of x, X [blocks, parts, subs of a part, sub] and its sums [blocks, subs]; nothing of W
-    is stored."""
+    """Y [rows] = W x for one row of x, X [blocks, *layout.axes] and its sums [blocks, subs] in the order of parts;
+    nothing of W is stored."""
     blocks = weight.scale.shape[1]
     scale, low = _of_subs(weight, layout, r, rows, blocks, 0)
-    scale = scale.reshape(rows, blocks, layout.parts, -1)
     total = None
-    for part, codes in enumerate(_codes(weight, layout, r, rows, blocks, 0)):
-        term = scale[:, :, part][:, :, :, None] * (codes * X[None, :, part])
+    for part, (scales, codes) in enumerate(
+        zip(_beside(scale, layout), _codes(weight, layout, r, rows, blocks, 0), strict=True)
+    ):
+        term = scales * (codes * X[None, :, :, part])
         total = term if total is None else total + term
-    Y = jnp.sum(total, axis=(1, 2, 3))
+    Y = jnp.sum(total, axis=(1, 2, 3, 4))
     return Y if low is None else Y - jnp.sum(low * sums[None], axis=(1, 2))
 
 
 def _dequantized(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c=0):
     """W [rows, blocks * 256] of one tile in float32: chunk c of its columns."""
     scale, low = _of_subs(weight, layout, r, rows, blocks, c)
-    beside = lambda a: a.reshape(rows, blocks, layout.parts, -1)
-    scale, low = beside(scale), None if low is None else beside(low)
-    W = [scale[:, :, p][:, :, :, None] * codes for p, codes in enumerate(_codes(weight, layout, r, rows, blocks, c))]
+    W = [s * codes for s, codes in zip(_beside(scale, layout), _codes(weight, layout, r, rows, blocks, c), strict=True)]
     if low is not None:
-        W = [part - low[:, :, p][:, :, :, None] for p, part in enumerate(W)]
-    return jnp.concatenate(W, axis=2).reshape(rows, blocks * SUPER)
+        W = [part - lows for part, lows in zip(W, _beside(low, layout), strict=True)]
+    W = [part.reshape(rows, blocks, layout.runs, RUN) for part in W]
+    return jnp.concatenate(W, axis=3).reshape(rows, blocks * SUPER)
 
 
 def _type(x, weights, *_, **__):
@@ -115,8 +105,8 @@ def k_gemv(x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: 
     """One row of x, `rows` of W in a program; with a second weight y = act(x Gᵀ) * (x Uᵀ)."""
     i, r, layout = jt.program_id(0), jt.program_id(1), LAYOUTS[kind]
     blocks = weights[0].scale.shape[1]
-    X = x[i, :].reshape(blocks, layout.parts, layout.subs // layout.parts, layout.sub)
-    sums = x[i, :].reshape(blocks, layout.subs, layout.sub).sum(axis=2)
+    X = x[i, :].reshape(blocks, *layout.axes)
+    sums = X.sum(axis=4).swapaxes(1, 2).reshape(blocks, layout.subs)
     found = [_row_product(w, layout, X, sums, r, rows)[None, :] for w in weights]
     y.tiles(1, rows)[i, r] = _finished(found, epilogue, r, rows, i, 1, activation)
 
@@ -178,7 +168,7 @@ def _on_cpu(x, weights, epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activati
     weights, x = tuple(map(_in_bytes, weights)), x.astype(jnp.float32)
     (m, inner), out = x.shape, weights[0].scale.shape[0]
     if known(m) <= 2:
-        rows = fit(out, max(8, (64 << 10) // max(inner, 1)))
+        rows = fit(out, max(8, (128 << 10) // max(inner, 1)))
         return k_gemv(x, weights, epilogue, kind=kind, activation=activation, rows=rows)
     rows, bm = fit(out, 64), m if known(m) <= 512 else math.ceil(m / math.ceil(m / 512))
     return k_gemm(x, weights, epilogue, kind=kind, activation=activation, rows=rows, bm=bm)
@@ -192,7 +182,7 @@ def _lanes_forward(x, weights, epilogue: Epilogue, **meta):
 def _lanes_backward(residuals, g, *, kind, **meta):
     dx, _, depilogue = _backward(residuals, g, kind=kind, **meta)
     x, layout = residuals[0], LAYOUTS[kind]
-    return dx.reshape(x.shape[0], x.shape[1] // SUPER, layout.parts, -1), None, depilogue
+    return dx.reshape(x.shape[0], x.shape[1] // SUPER, layout.runs, layout.parts, RUN), None, depilogue
 
 
 for _kernel in (k_gemv, k_gemm):

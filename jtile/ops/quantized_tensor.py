@@ -65,7 +65,7 @@ class QuantizedTensor:
     kind: str = dataclasses.field(metadata=dict(static=True))
     high: jax.Array | None = None  # these three of K-quants only: see super_blocks.py
     steps: jax.Array | None = None
-    steps_high: jax.Array | None = None
+    lows: jax.Array | None = None
     activations: str | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
@@ -97,7 +97,7 @@ class QuantizedTensor:
     @property
     def super_blocks(self) -> SuperBlocks:
         """The arrays of a K-quant."""
-        return SuperBlocks(self.codes, self.high, self.steps, self.steps_high, self.scale, self.minimum)
+        return SuperBlocks(self.codes, self.high, self.steps, self.lows, self.scale, self.minimum)
 
     @property
     def is_packed(self) -> bool:
