@@ -195,18 +195,22 @@ class LanguageModel:
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """How a generation goes on behind logits. steps, logprobs: what its programs are compiled with; numbers (of
-    `Sampling.traced`) and ends, int32 [n], tokens that end a row: their arguments."""
+    `Sampling.traced`) and ends, int32 [n], tokens that end a row: their arguments, on the device."""
 
     steps: Steps
-    numbers: dict[str, np.ndarray]
-    ends: np.ndarray
+    numbers: dict[str, jax.Array]
+    ends: jax.Array
     logprobs: bool
 
     @classmethod
-    def of(cls, sampling: Sampling, batch: int, vocab: int, ends: Sequence[int], logprobs: bool) -> Choice:
-        """Raises PromptError: an option of the sampling does not fit the batch or the vocabulary."""
-        numbers = sampling.traced(batch, vocab)
-        return cls(sampling.static, numbers, np.asarray(ends or (-1,), np.int32), bool(logprobs))
+    def of(cls, sampling: Sampling, batch: int, vocab: int, tokens: Sequence[int], logprobs: bool) -> Choice:
+        """`tokens`: those that end a row.
+
+        Raises:
+          PromptError: an option of the sampling does not fit the batch or the vocabulary.
+        """
+        numbers, ends = jax.device_put((sampling.traced(batch, vocab), np.asarray(tokens or (-1,), np.int32)))
+        return cls(sampling.static, numbers, ends, bool(logprobs))
 
 
 class Generation(Iterator):
