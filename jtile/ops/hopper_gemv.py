@@ -427,26 +427,32 @@ def normed_kernel(arrays: int) -> jt.Kernel:
     return made.autotune(space=_points, key=_NORMED_KEY, override=True)
 
 
-def _scale_bytes(weight: Weight, inner: int, kind: str) -> int:
-    """Of the scales and minima of 1024 weights."""
-    return sum(_of_piece(a, inner, kind) * _groups(kind) * a.dtype.itemsize for a in _of_blocks(weight, kind))
+def _scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
+    """Of each array of scales or minima, those of 512 bytes of codes."""
+    return tuple(_of_piece(a, inner, kind) * a.dtype.itemsize for a in _of_blocks(weight, kind))
 
 
 @functools.lru_cache(maxsize=1024)
-def choices(m: int, inner: int, kind: str, gated: bool = False, scale_bytes: int = 0) -> list[dict[str, int]]:
+def choices(
+    m: int, inner: int, kind: str, gated: bool = False, scale_bytes: tuple[int, ...] = ()
+) -> list[dict[str, int]]:
     """Meta-parameters that fit, the best first: of tall tiles (of 4 bits 8 rows, the last of which is sooner done), as
-    many on their way as there is room for, at least three. `scale_bytes`: of the scales of 1024 weights."""
+    many on their way as there is room for, at least three, or two where nothing else fits. `scale_bytes`: see
+    `_scale_bytes`; copies go to multiples of 128 bytes."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
     chunks = jt.cdiv(inner, PIECE * roles)
     numbers = m * chunks * roles * (PIECE + (LANES * _groups(kind) if bits_of(kind) < 16 else 0)) * 4
-    row = roles * (512 * _groups(kind) + scale_bytes) * (1 + gated)
+    row = roles * _groups(kind) * (512 + sum(scale_bytes)) * (1 + gated)
     out = []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
+        if any(rows * n % 128 for n in scale_bytes):
+            continue
         sums = 2 * roles * (1 + gated) * m * rows * LANES * 4
         slots = (_SHARED - 2048 * m - numbers - sums) // (row * rows)
-        if slots >= 3:
+        if slots >= 2:
             out.append(dict(rows=rows, roles=roles, slots=min(slots, 16)))
-    return out
+    deep = [one for one in out if one["slots"] >= 3]
+    return deep or out
 
 
 def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:

@@ -129,7 +129,7 @@ STREAMED = {  # kind, group, in, dtype of the scales, meta-parameters
     "q4_0, 128": ("q4_0", 128, 2048, "float16", {}),
     "q4_1, 64, rounds": ("q4_1", 64, 2048, "float16", {"roles": 1, "rows": 4}),
     "q8_0, 64": ("q8_0", 64, 1024, "float16", {"rows": 4}),
-    "fp8, 128": ("fp8", 128, 1024, "float32", {"rows": 4}),
+    "fp8, 128": ("fp8", 128, 1024, "float32", {}),
     "fp8, a row": ("fp8", 1024, 1024, "float32", {"roles": 1, "rows": 4}),
 }
 
@@ -156,6 +156,14 @@ def test_one_row_against_a_stream(case):
         np.asarray(x).reshape(1, inner // n, n), (weight,), NO_EPILOGUE, seed=len(case), **meta
     )
     assert relative_error(y, np.asarray(x, np.float32) @ matrix.T) < 3e-6
+
+
+def test_copies_of_scales_go_to_multiples_of_128_bytes():
+    for kind, lines in (("fp8", (16,)), ("q4_1", (16, 32)), ("q8_0", (32,))):
+        for gated in (False, True):
+            for one in hopper_gemv.choices(1, 14336, kind, gated, lines):
+                assert all(one["rows"] * n % 128 == 0 for n in lines)
+    assert hopper_gemv.choices(1, 4096, "fp8", True, (16,))[0] == {"rows": 8, "roles": 4, "slots": 2}
 
 
 SEVERAL = {  # kind, group, in, dtype of the scales, meta-parameters
