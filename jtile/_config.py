@@ -49,6 +49,10 @@ class Config:
       arch: architecture to compile for (`"sm_90"`, `"gfx942"`; for an export to several platforms
         `"sm_90,gfx942"`), and, the first, what library kernels choose their tiles for; None: that of JAX's devices.
       fallback: what happens to a kernel that its target cannot run: `"raise"`, or `"interpret"` it on the host.
+      overlap: library kernels that read a matrix once may start to while the kernel in front of them still runs (on
+        NVIDIA's GPUs from sm_90 on). True is a promise: no such matrix is the result of the kernel in front. Models
+        promise it by themselves where they make tokens, whose weights are operands of the program; False forbids it
+        them, too.
       autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
       debug: keep what debugging needs: asserts stay in native code, and the intermediate files of a failed compile.
     """
@@ -65,6 +69,7 @@ class Config:
         default=None, metadata={"code": True, "check": "jtile.lowering.platforms:check_arch"}
     )
     fallback: Literal["raise", "interpret"] = dataclasses.field(default="raise", metadata=_CODE)
+    overlap: bool | None = dataclasses.field(default=None, metadata=_CODE)
     autotune: bool = dataclasses.field(default=False, metadata=_CODE)
     debug: bool = dataclasses.field(default=False, metadata=_CODE)
 
@@ -208,7 +213,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 def _parse(variable: str, field: str, text: str) -> Any:
     wanted = _field_types()[field]
-    if wanted is bool:
+    if wanted is bool or wanted == bool | None:
         if text.strip().lower() not in _FLAGS:
             raise KernelValueError(f"{variable}={text!r}: expected 1 or 0")
         return _FLAGS[text.strip().lower()]

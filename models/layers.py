@@ -7,12 +7,14 @@ these with a low-rank update (`Adapted`). Sums, statistics of norms and rotation
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
+import jtile as jt
 from jtile import ops
 from jtile.ops import QuantizedTensor
 
@@ -52,7 +54,8 @@ def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None):
     if delta is None or isinstance(weight, tuple | Adapted):
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
-    y, x = ops.rms_norm_matmul(delta, norm, _beside(x, weight), residual=x, eps=eps, out_dtype=dtype)
+    with _made_before(x, weight):
+        y, x = ops.rms_norm_matmul(delta, norm, _beside(x, weight), residual=x, eps=eps, out_dtype=dtype)
     return x, y
 
 
@@ -65,13 +68,21 @@ def linear(x, weight: Weight, dtype=None):
         return jnp.concatenate([linear(x, part, dtype) for part in weight], axis=-1)
     if isinstance(weight, QuantizedTensor):
         return ops.quantized_matmul(x, weight, out_dtype=dtype)
-    return ops.matmul(x, _beside(x, weight), transpose_b=True, out_dtype=dtype)
+    with _made_before(x, weight):
+        return ops.matmul(x, _beside(x, weight), transpose_b=True, out_dtype=dtype)
+
+
+def _made_before(x, *weights: Weight):
+    """A block without kernels that overlap where one of the weights is made for them, by `_beside`."""
+    made = any(_beside(x, w) is not w for w in weights)
+    return jt.config(overlap=False) if made else contextlib.nullcontext()
 
 
 def _beside(x, weight):
     """A weight for the product with x: tensor cores take operands of one dtype, so that beside 16-bit rows a dense one
     is rounded to theirs. Beside float32 rows it stays as it is stored, and a quantised one always does."""
-    return weight if x.dtype == jnp.float32 or isinstance(weight, QuantizedTensor) else weight.astype(x.dtype)
+    as_it_is = x.dtype == jnp.float32 or isinstance(weight, QuantizedTensor) or weight.dtype == x.dtype
+    return weight if as_it_is else weight.astype(x.dtype)
 
 
 def embedding(table: Weight, ids, dtype):
@@ -110,8 +121,9 @@ def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, dow
     if delta is None or _apart(gate, up):
         x, normed = add_norm(x, delta, norm, eps)
         return x, gated_mlp(normed, gate, up, down, activation)
-    gate, up = _beside(x, gate), _beside(x, up)
-    hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, residual=x, eps=eps, activation=activation)
+    with _made_before(x, gate, up):
+        gate, up = _beside(x, gate), _beside(x, up)
+        hidden, x = ops.rms_norm_gated_mlp(delta, norm, gate, up, residual=x, eps=eps, activation=activation)
     return x, linear(hidden, down)
 
 
@@ -126,6 +138,7 @@ def gated_mlp(x, gate: Weight, up: Weight, down: Weight, activation: str = "silu
     if _apart(gate, up):
         hidden = ACTIVATIONS[activation](linear(x, gate)) * linear(x, up)
     else:
-        gate, up = _beside(x, gate), _beside(x, up)
-        hidden = ops.gated_mlp(x, gate, up, activation=activation, transpose=True, out_dtype=x.dtype)
+        with _made_before(x, gate, up):
+            gate, up = _beside(x, gate), _beside(x, up)
+            hidden = ops.gated_mlp(x, gate, up, activation=activation, transpose=True, out_dtype=x.dtype)
     return linear(hidden, down)

@@ -5,6 +5,7 @@ Each takes the `structure` of a model, which is static, and its `weights`: see `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
@@ -57,6 +58,14 @@ def prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, l
     return tokens, rates, is_end(tokens, ends), Memory(cache, sampling.noted(penalties, tokens))
 
 
+@contextlib.contextmanager
+def overlapping():
+    """A block whose products read their weights while the kernels in front of them still run, unless `overlap` is
+    False: the weights are operands of the programs here, which no kernel writes."""
+    with jt.config() as now, jt.config(overlap=now.overlap is not False):
+        yield
+
+
 @functools.partial(
     jax.jit, static_argnums=0, static_argnames=("chunk", "steps", "logprobs"), donate_argnames=("memory",)
 )
@@ -73,7 +82,8 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
     def step(i, carry):
         tokens, done, out, memory, filled = carry
         filled = filled + unfinished(i, carry).astype(jnp.int32)
-        logits, cache = model.step(tokens, memory.cache)
+        with overlapping():
+            logits, cache = model.step(tokens, memory.cache)
         tokens = jnp.where(done, tokens, sampling.choose(logits, made + i, steps, numbers, memory.penalties))
         new = [tokens, sampling.log_probability(logits, tokens)] if logprobs else [tokens]
         out = [jax.lax.dynamic_update_slice(x, y[:, None], (jnp.int32(0), i)) for x, y in zip(out, new, strict=True)]

@@ -23,7 +23,7 @@ from jtile._errors import PromptError
 
 from . import cache as kv
 from . import programs, sampling
-from .programs import is_end, merge
+from .programs import is_end, merge, overlapping
 from .prompt import Prompt, is_int, widen
 
 if TYPE_CHECKING:
@@ -197,7 +197,8 @@ def _propose(drafter, weights, memory: Memory, rows: Rows, count: int, steps, nu
 
     def step(carry, i):
         tokens, cache, penalties = carry
-        logits, cache = model.step(tokens, cache)
+        with overlapping():
+            logits, cache = model.step(tokens, cache)
         tokens = sampling.choose(logits, rows.made + i, steps, numbers, penalties)
         return (tokens, cache, sampling.noted(penalties, tokens)), tokens
 

@@ -245,44 +245,47 @@ void Launcher::encode_maps(OnDevice& on, const Array* arrays, const int64_t* sym
   if (mine) on.busy.clear(std::memory_order_release);
 }
 
-void Launcher::run(OnDevice& on, uint32_t grid, void* stream, const Array* arrays, const int64_t* symbols) {
-  union Value {
+template <typename Body>
+void Launcher::with_params(OnDevice& on, void* stream, const Array* arrays, const int64_t* symbols, Body body) {
+  union Word {
     void* pointer;
     int64_t wide;
     int32_t narrow;
   };
-  void* params[kMaxParams];
   Value values[kMaxParams];
+  Word words[kMaxParams];
   MapData maps[kMaxMaps];
   if (!record_.maps.empty()) encode_maps(on, arrays, symbols, maps);
   for (size_t k = 0; k < record_.params.size(); ++k) {
     const Param& param = record_.params[k];
-    params[k] = &values[k];
+    values[k] = {&words[k], sizeof(void*)};
     switch (param.kind) {
       case Param::Kind::kBuffer:
-        values[k].pointer = arrays[param.index].data;
+        words[k].pointer = arrays[param.index].data;
         break;
       case Param::Kind::kTensorMap:
-        params[k] = &maps[param.index];
+        values[k] = {&maps[param.index], sizeof(MapData)};
         break;
       case Param::Kind::kCounters:
-        values[k].pointer = on.counters->of(stream);
+        words[k].pointer = on.counters->of(stream);
         break;
       case Param::Kind::kNull:
-        values[k].pointer = nullptr;
+        words[k].pointer = nullptr;
         break;
       default:
-        values[k].wide = param.value.value(symbols);
+        words[k].wide = param.value.value(symbols);
         if (param.kind == Param::Kind::kI64) break;
-        if (values[k].wide != static_cast<int32_t>(values[k].wide))
-          fail(Code::kInvalidArgument, "parameter ", k, " is ", values[k].wide, ", which does not fit into 32 bits");
-        values[k].narrow = static_cast<int32_t>(values[k].wide);
+        if (words[k].wide != static_cast<int32_t>(words[k].wide))
+          fail(Code::kInvalidArgument, "parameter ", k, " is ", words[k].wide, ", which does not fit into 32 bits");
+        words[k].narrow = static_cast<int32_t>(words[k].wide);
+        values[k].bytes = sizeof(int32_t);
     }
   }
-  on.driver->launch(on.device, on.module->loaded(), config(grid, stream), params);
+  body(values);
 }
 
-void Launcher::launch(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes) {
+template <typename Body>
+void Launcher::prepared(int device, const Array* arrays, size_t count, const int64_t* sizes, Body body) {
   int64_t symbols[kMaxSymbols];
   if (!record_.dims.empty()) bind_symbols(record_.name, record_.dims, sizes, symbols);
   named([&] {
@@ -291,10 +294,35 @@ void Launcher::launch(int device, void* stream, const Array* arrays, size_t coun
     if (blocks < 0 || blocks > kMaxBlocks / record_.cluster)
       fail(Code::kInvalidArgument, "its grid has ", blocks, " programs of ", record_.cluster,
            " blocks; a launch has at most ", kMaxBlocks, " blocks: take larger tiles");
-    OnDevice& on = on_device(device);
+    body(on_device(device), static_cast<uint32_t>(blocks) * record_.cluster, symbols);
+  });
+}
+
+void Launcher::launch(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes) {
+  prepared(device, arrays, count, sizes, [&](OnDevice& on, uint32_t blocks, const int64_t* symbols) {
     for (size_t k : record_.zeroed)
       if (arrays[k].bytes != 0) on.driver->zero(device, arrays[k].data, arrays[k].bytes, stream);
-    if (blocks != 0) run(on, static_cast<uint32_t>(blocks) * record_.cluster, stream, arrays, symbols);
+    if (blocks == 0) return;
+    with_params(on, stream, arrays, symbols, [&](const Value* values) {
+      void* params[kMaxParams];
+      for (size_t k = 0; k < record_.params.size(); ++k) params[k] = const_cast<void*>(values[k].data);
+      on.driver->launch(on.device, on.module->loaded(), config(blocks, stream), params);
+    });
+  });
+}
+
+bool Launcher::is_node() const {
+  return record_.cluster == 1 && !record_.cooperative && record_.zeroed.empty() && !record_.sites;
+}
+
+void Launcher::record(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes,
+                      const std::function<void(const Node&)>& put) {
+  prepared(device, arrays, count, sizes, [&](OnDevice& on, uint32_t blocks, const int64_t* symbols) {
+    if (blocks == 0) return;
+    with_params(on, stream, arrays, symbols, [&](const Value* values) {
+      put({*image_, record_.symbol, blocks, record_.threads, record_.shared, record_.programmatic, values,
+           record_.params.size()});
+    });
   });
 }
 

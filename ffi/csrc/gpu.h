@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,6 +19,22 @@ namespace jtile {
 struct Array {
   void* data;
   size_t bytes;
+};
+
+// A parameter of a kernel: `bytes` at `data`.
+struct Value {
+  const void* data;
+  size_t bytes;
+};
+
+// A call as a node of a graph: what is launched, and with which parameters.
+struct Node {
+  const std::string& image;
+  const std::string& symbol;
+  uint32_t grid, threads, shared;
+  bool programmatic;
+  const Value* values;
+  size_t count;
 };
 
 // Finds the driver when a kernel is first loaded; a process without a GPU never calls it.
@@ -39,6 +56,13 @@ class Launcher {
   // Puts one call on a stream. `sizes` are those of the record's dynamic dimensions, in their order. Throws Error.
   void launch(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes);
 
+  // Whether a call is one node of a kernel, which asks for nothing but to start before the kernel in front of it is done.
+  bool is_node() const;
+
+  // Gives the call as a node to `put`; a grid without programs is none. As `launch` else. Throws Error.
+  void record(int device, void* stream, const Array* arrays, size_t count, const int64_t* sizes,
+              const std::function<void(const Node&)>& put);
+
   // Waits for the call, writes what it printed, and throws the error of a failed assertion. For records with sites.
   void finish(int device, void* stream, const Array* arrays, const int64_t* sizes);
 
@@ -51,7 +75,12 @@ class Launcher {
   LaunchConfig config(uint32_t grid, void* stream) const;
   void check_arrays(const Array* arrays, size_t count) const;
   void encode_maps(OnDevice& on, const Array* arrays, const int64_t* symbols, MapData* out);
-  void run(OnDevice& on, uint32_t grid, void* stream, const Array* arrays, const int64_t* symbols);
+  // Binds the sizes and calls `body(on, blocks, symbols)` unless there are no blocks.
+  template <typename Body>
+  void prepared(int device, const Array* arrays, size_t count, const int64_t* sizes, Body body);
+  // Calls `body(params, values)` with the parameters of a call.
+  template <typename Body>
+  void with_params(OnDevice& on, void* stream, const Array* arrays, const int64_t* symbols, Body body);
   template <typename Body>
   void named(Body body) const;
 

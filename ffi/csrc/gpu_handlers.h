@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "gpu.h"
+#include "graph.h"
 #include "handlers.h"
 
 namespace jtile {
@@ -48,6 +49,31 @@ struct GpuHandlers {
   template <bool kWaits>
   static ffi::Error execute(State* state, int32_t device, void* stream, ffi::RemainingArgs args,
                             ffi::RemainingRets rets, ffi::Dictionary) {
+    return called(state, args, rets, [&](Launcher& launcher, const Array* arrays, size_t count, const int64_t* sizes) {
+      launcher.launch(device, stream, arrays, count, sizes);
+      if (kWaits) launcher.finish(device, stream, arrays, sizes);
+      return ffi::Error::Success();
+    });
+  }
+
+  // Runs while a command buffer is recorded, or changed since buffers have moved.
+  static ffi::Error record(State* state, int32_t device, void* stream, Graph graph, ffi::RemainingArgs args,
+                           ffi::RemainingRets rets, ffi::Dictionary) {
+    return called(state, args, rets, [&](Launcher& launcher, const Array* arrays, size_t count, const int64_t* sizes) {
+      if (!launcher.is_node()) return graph.trace();
+      ffi::Error error = ffi::Error::Success();
+      bool none = true;
+      launcher.record(device, stream, arrays, count, sizes, [&](const Node& node) {
+        none = false;
+        error = graph.put(node);
+      });
+      return none ? graph.trace() : error;
+    });
+  }
+
+  // Runs `body(launcher, arrays, count, sizes)`; what it throws becomes an error of XLA.
+  template <typename Body>
+  static ffi::Error called(State* state, ffi::RemainingArgs args, ffi::RemainingRets rets, Body body) {
     size_t count = args.size() + rets.size();
     PerArray<Array> arrays(count);
     ffi::Error bad = each_array(args, rets, [&](size_t k, ffi::AnyBuffer& buffer) {
@@ -55,14 +81,11 @@ struct GpuHandlers {
     });
     if (bad.failure()) return bad;
     return guarded<ffi::Error>([&] {
-      Launcher& launcher = state->launcher;
-      const Record& record = launcher.record();
+      const Record& record = state->launcher.record();
       PerArray<int64_t> sizes(record.dims.size());
       for (size_t k = 0; k < record.dims.size(); ++k)
         sizes[k] = size_of_axis(args, record.dims[k].operand, record.dims[k].axis, record.name);
-      launcher.launch(device, stream, arrays.data(), count, sizes.data());
-      if (kWaits) launcher.finish(device, stream, arrays.data(), sizes.data());
-      return ffi::Error::Success();
+      return body(state->launcher, arrays.data(), count, sizes.data());
     });
   }
 
@@ -103,6 +126,20 @@ struct GpuHandlers {
                                      .RemainingRets()
                                      .Attrs()
                                      .To(execute<kWaits>, traits<kWaits>())
+                                     .release();
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* on_record(XLA_FFI_CallFrame* frame) {
+    static auto* const handler = ffi::Ffi::BindRecord()
+                                     .Ctx<ffi::State<State>>()
+                                     .template Ctx<ffi::DeviceOrdinal>()
+                                     .template Ctx<ffi::PlatformStream<void*>>()
+                                     .template Ctx<ffi::Extension<GraphExtension>>()
+                                     .RemainingArgs()
+                                     .RemainingRets()
+                                     .Attrs()
+                                     .To(record, traits<false>())
                                      .release();
     return handler->Call(frame);
   }

@@ -403,13 +403,15 @@ class Roles(Op):
     """The warps of a block part: role i is `warps[i]` warps that run `bodies[i]`, with `registers[i]` registers a
     thread (0: what is left). All run at once and meet at the end. The last op of a kernel's body that does anything.
 
-    The first role takes the warps that the kernel started with: 4 or 8. Producers come last.
+    The first role takes the warps that the kernel started with: 4 or 8. Producers come last. Where `early[i]` is true,
+    role i may start before the kernels in front of this one have ended; () if none does.
     """
 
     names: tuple[str, ...]
     warps: tuple[int, ...]
     registers: tuple[int, ...]
     bodies: tuple[Block, ...]
+    early: tuple[bool, ...] = ()
 
     mnemonic = "roles"
     effect = "io"
@@ -419,6 +421,8 @@ class Roles(Op):
         n = len(self.bodies)
         if not n or not n == len(self.names) == len(self.warps) == len(self.registers):
             raise ValueError("every role has a name, a number of warps, a number of registers and a body")
+        if len(self.early) not in (0, n):
+            raise ValueError("every role is early or not")
         if len(set(self.names)) != n:
             raise ValueError(f"roles have different names, got {', '.join(self.names)}")
         for k, (w, r) in enumerate(zip(self.warps, self.registers, strict=True)):

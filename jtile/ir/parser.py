@@ -439,12 +439,12 @@ class _Parser:
             self.expect("role")
             heads.append(self._role_head())
             bodies.append(self.block([]))
-        names, warps, registers = (tuple(h[i] for h in heads) for i in range(3))
-        op = Roles(names, warps, registers, tuple(bodies))
+        names, warps, registers, early = (tuple(h[i] for h in heads) for i in range(4))
+        op = Roles(names, warps, registers, tuple(bodies), early if any(early) else ())
         op.loc = loc
         return op
 
-    def _role_head(self) -> tuple[str, int, int]:
+    def _role_head(self) -> tuple[str, int, int, bool]:
         name = self.next()
         if name.kind not in ("word", "string"):
             raise self.error(f"expected the name of a role, got {name.text or 'the end of the text'!r}", name)
@@ -455,4 +455,5 @@ class _Parser:
             counts[key] = self.integer()
         if counts["warps"] < 0:
             raise self.error("a role needs its number of warps: role name warps=4 { ... }", name)
-        return json.loads(name.text) if name.kind == "string" else name.text, counts["warps"], counts["registers"]
+        text = json.loads(name.text) if name.kind == "string" else name.text
+        return text, counts["warps"], counts["registers"], self.take("early")

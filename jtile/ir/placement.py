@@ -27,6 +27,7 @@ from .block import (
     nbytes,
 )
 from .core import Block, Kernel, Op, Take, Value
+from .memory import Atomic, LastArrival, Load, Store
 from .printer import print_op
 from .reductions import UserReduce, UserScan
 from .types import DTYPES, BarrierType, RefType, SharedType
@@ -103,6 +104,7 @@ def check_roles(kernel: Kernel) -> None:
     _check_slots(kernel)
     _check_warps(kernel, found[0])
     _check_registers(kernel, found[0])
+    _check_early(kernel, found[0])
 
 
 def _check_outside(kernel: Kernel, block: Block, top: bool) -> None:
@@ -150,6 +152,26 @@ def _check_registers(kernel: Kernel, op: Roles) -> None:
             f"the roles take {parts} = {given + 24 * rest} registers (threads of whole warpgroups{least}), a "
             f"multiprocessor has {REGISTERS}: give some of them fewer",
         )
+
+
+def _check_early(kernel: Kernel, op: Roles) -> None:
+    """Kernels in front may still read what an early role would write, and write what it would read of their results."""
+    if not any(op.early):
+        return
+    if all(op.early):
+        refuse(
+            kernel, op, "all roles are early: one has to wait for the kernels in front, so that this one ends last"
+        )
+    for name, body, early in zip(op.names, op.bodies, op.early, strict=True):
+        for inner in body.walk() if early else ():
+            if isinstance(inner, Store | Atomic | AsyncStore | LastArrival):
+                why = (
+                    "writes memory while kernels in front of this one still run: leave that to a role that waits"
+                )
+                refuse(kernel, inner, f"{inner.mnemonic} in an early role {why}", name)
+    for outside in Block((), kernel.body.ops[:-1]).walk():
+        if isinstance(outside, Load):
+            refuse(kernel, outside, "a load before the roles is each role's own, and early ones would not wait for it")
 
 
 def named(v: Value) -> str:

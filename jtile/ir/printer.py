@@ -166,8 +166,10 @@ class _Printer:
 
     def _roles(self, op: Roles, results: str, depth: int) -> None:
         self.line(depth, f"roles{self.location(op.loc)} {{")
-        for name, warps, registers, b in zip(op.names, op.warps, op.registers, op.bodies, strict=True):
+        early = op.early or (False,) * len(op.names)
+        for name, warps, registers, b, e in zip(op.names, op.warps, op.registers, op.bodies, early, strict=True):
             text = f"role {literal(name, bare=True)} warps={warps}" + (f" registers={registers}" if registers else "")
+            text += " early" if e else ""
             self.line(depth + 1, text + " {")
             self.block(b, depth + 2)
             self.line(depth + 1, "}")

@@ -44,7 +44,7 @@ wait_p = _action("wait")  # (barriers, at, parity, when?)
 async_load_p = _action("async_load")  # (ref, *index, buffer, barriers, at, when?); dims, pad
 async_store_p = _action("async_store")  # (ref, *index, buffer); dims, fn
 store_wait_p = _action("store_wait")  # pending
-role_begin_p = _action("role_begin")  # (*handles); name, warps, registers, names (of the handles)
+role_begin_p = _action("role_begin")  # (*handles); name, warps, registers, early, names (of the handles)
 role_end_p = _action("role_end")
 
 load_shared_p = _primitive("load_shared")

@@ -37,15 +37,20 @@ class role:  # noqa: N801 (`with jt.role(...)`)
       name: what errors and profiles call it.
       warps: 1, 2, 4 or 8; of the first role 4 or 8: it is the warps that the kernel starts with.
       registers: for each thread, a multiple of 8 from 24 to 240; 0: what is left.
+      early: the role may start before the kernels in front of this one have ended, and the others wait for them. It
+        writes no array, and what it reads must not be written by the kernel in front, which nobody checks: weights that
+        are operands of the whole program, say. Where launches do not overlap, it makes no difference.
     """
 
-    def __init__(self, name: str, warps: int = 4, registers: int = 0):
+    def __init__(self, name: str, warps: int = 4, registers: int = 0, early: bool = False):
         if not isinstance(name, str) or not name.isidentifier():
             raise KernelTypeError(f"a role has a name like 'producer', got {name!r}", user_place())
         for v, what in ((warps, "warps"), (registers, "registers")):
             if isinstance(v, bool) or not isinstance(v, int | np.integer):
                 raise KernelTypeError(f"role {name!r}: {what} is a Python int, got {v!r}", user_place())
-        self.name, self.warps, self.registers = name, int(warps), int(registers)
+        if not isinstance(early, bool):
+            raise KernelTypeError(f"role {name!r}: early is True or False, got {early!r}", user_place())
+        self.name, self.warps, self.registers, self.early = name, int(warps), int(registers), early
 
     def __enter__(self) -> None:
         level = _level.at_block_level("jt.role")
@@ -61,7 +66,8 @@ class role:  # noqa: N801 (`with jt.role(...)`)
         named = _memory_of(sys._getframe(1))
         handles = [handle for _, handle in named]
         names = tuple(name for name, _ in named)
-        prims.role_begin_p.bind(*handles, name=self.name, warps=self.warps, registers=self.registers, names=names)
+        head = dict(name=self.name, warps=self.warps, registers=self.registers, early=self.early)
+        prims.role_begin_p.bind(*handles, **head, names=names)
         level.role = self.name
         level.roles.append(self.name)
         self._before = _traced(sys._getframe(1))

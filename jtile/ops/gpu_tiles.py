@@ -26,6 +26,12 @@ def processors() -> int:
     return guesses.units(found) if "warps" in found.features else hopper_tiles.processors()
 
 
+def overlaps() -> bool:
+    """Whether a kernel may read a matrix while the kernel in front of it still runs; see `jt.config`."""
+    with jt.config() as now:
+        return bool(now.overlap)
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """Meta-parameters of a kernel, and options for the compiler."""

@@ -5,6 +5,9 @@ ring of rows of W that tensor maps fill, and four roles of a warp for each quart
 16 bytes of a row, a warp 512, and x lies in registers for all rows. Lanes' sums go through shared memory to a role that
 adds them up and writes y.
 
+Where `jt.config(overlap=True)` promises that the kernel in front does not make W, the ring is filled while that kernel
+still ends: its role is an early one.
+
 An RMS norm may stand in front: of one or two rows every block computes it by itself, while the first rows of W are on
 their way, and a kernel less stands between two products.
 
@@ -353,7 +356,7 @@ def _normed_outputs(x, weights, norm, **options):
 
 
 def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
-          roles: int, slots: int):  # fmt: skip
+          roles: int, slots: int, early: bool = False):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
     Of each weight codes [out, words] or plain numbers [out, in], scale [out, in / group] and, for Q4_1, minimum. Two
@@ -361,20 +364,20 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
 
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
-    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots)
+    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early)
     _program(_Rows(x), weights, epilogue, y, None, **options)
 
 
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
-                 eps: float, rows: int, roles: int, slots: int):  # fmt: skip
+                 eps: float, rows: int, roles: int, slots: int, early: bool = False):  # fmt: skip
     """The same of the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight [in / n, n]; and
     that sum, in the dtype of the residual."""
-    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots)
+    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early)
     _program(_Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
 
 def _program(x: _Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
-             slots: int):  # fmt: skip
+             slots: int, early: bool = False):  # fmt: skip
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = (jt.cdiv(y.shape[1], rows) - first + programs - 1) // programs
@@ -384,7 +387,7 @@ def _program(x: _Rows, weights, epilogue: Epilogue, y, total, *, kind: str, acti
         with jt.role(f"consumer{j}", warps=4):
             back = _prepare(x, mem, j, kind, roles, chunks)
             _consume(mem, j, kind, rows, chunks, tiles, back)
-    with jt.role("producer", warps=1, registers=24):
+    with jt.role("producer", warps=1, registers=24, early=early):
         _produce(mem, weights, kind, rows, roles, chunks, tiles, first, programs)
     with jt.role("writer", warps=2):
         if total is not None:
@@ -518,4 +521,5 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, di
         best = next(one for one in meta if busy(one) > 0.85 * max(map(busy, meta)))
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
     n = 128 // bits_of(kind)
-    return x.reshape(x.shape[0], x.shape[1] // n, n), dict(best)
+    early = {"early": True} if gpu_tiles.overlaps() else {}
+    return x.reshape(x.shape[0], x.shape[1] // n, n), best | early

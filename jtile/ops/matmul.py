@@ -250,7 +250,7 @@ def _not_streamed(a, b, bias, *, ta: bool, tb: bool, **_) -> str | None:
         (tb and not ta, "the right operand does not lie in memory as [n, k], or the left one as [k, m]"),
         (a.shape[0] == b.shape[0] == 1, "there are several products"),
         (
-            a.shape[1] != 1 or known(a.shape[2]) < products.LONG,
+            a.shape[1] != 1 or known(a.shape[2]) < products.LONG or gpu_tiles.overlaps(),
             f"one row of {a.shape[2]} is quicker in tiles of few rows",
         ),
     )

@@ -19,6 +19,7 @@ class Role:
     name: str
     warps: int
     registers: int
+    early: bool
     block: ir.Block
     loc: ir.Loc
 
@@ -36,7 +37,7 @@ class RoleBuilder:
         self._owner: dict[ir.Value, str] = {}  # what is defined in a finished role -> its name
         self.roles: list[Role] = []
 
-    def begin(self, name: str, warps: int, registers: int) -> None:
+    def begin(self, name: str, warps: int, registers: int, early: bool = False) -> None:
         if self._b.block is not self._body:
             raise _error(
                 f"role {name!r} stands in a loop or branch; roles stand in the body of the kernel itself, and loops "
@@ -44,7 +45,7 @@ class RoleBuilder:
                 self._b.loc,
                 KernelSyntaxError,
             )
-        self._open = Role(name, warps, registers, ir.Block(), self._b.loc)
+        self._open = Role(name, warps, registers, early, ir.Block(), self._b.loc)
         self._b.block = self._open.block
 
     def end(self) -> None:
@@ -87,7 +88,8 @@ class RoleBuilder:
         _check_outside(self._body)
         fields = zip(*[(r.name, r.warps, r.registers) for r in self.roles], strict=True)
         with self._b.at(self.roles[0].loc):
-            self._b.add(ir.Roles(*fields, tuple(bodies)))
+            early = tuple(r.early for r in self.roles)
+            self._b.add(ir.Roles(*fields, tuple(bodies), early if any(early) else ()))
 
 
 def _error(message: str, loc: ir.Loc, kind: Callable[..., JtileError]) -> JtileError:

@@ -32,6 +32,7 @@ def _features(capability: int, shared: int, **more: Any) -> Features:
         scaled=capability >= 100,
         atomic_add=("float16", "bfloat16") if newer else ("float16",),
         cache_hints=True,
+        dependents=newer,
         **more,
     )
 

@@ -35,6 +35,7 @@ class Features:
       atomic_add: the 16-bit dtypes that memory adds by itself.
       cache_hints: loads may say when the cache should forget what they read.
       max_threads: of a block.
+      dependents: a kernel may start before the one in front of it has ended.
       registers: 32-bit registers of one multiprocessor (on AMD: of one compute unit).
       warps: resident on one multiprocessor at most.
       blocks: that one launch may start at most; further programs are shared out among them.
@@ -60,6 +61,7 @@ class Features:
     scaled: bool = False
     atomic_add: tuple[str, ...] = ()
     cache_hints: bool = False
+    dependents: bool = False
     max_threads: int = 1024
     registers: int = 65536
     warps: int = 64

@@ -14,6 +14,7 @@ _SAME = re.compile(r"^\s*(?:cvta\.param\.u64|cvt\.u64\.u32)\s+(%rd\d+), (%rd?\d+
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.[\w:.]+) (\[%r\d+\], \[(%rd\d+), [^;]*);")
 _START = re.compile(r"^\{\n", re.M)
 _SOME_LANES = re.compile(r"^(\s*)(@!?%p\d+ ld\.shared\.\w+ (%r[sd]?)(\d+),)", re.M)
+WAITS = "griddepcontrol.wait"  # for the kernels in front
 _BITS = {"%rs": 16, "%r": 32, "%rd": 64}
 
 
@@ -40,6 +41,13 @@ def evicting(text: str, evict: Sequence[tuple[int, str]]) -> str:
         for when in sorted(set(policies.values()))
     ]
     return _START.sub(lambda m: m[0] + "".join(made), text, count=1)
+
+
+def letting(text: str) -> str:
+    """PTX of a kernel that lets early roles of the one behind it start; one that has such roles says itself when."""
+    if WAITS in text:
+        return text
+    return _START.sub(lambda m: f"{m[0]}\tgriddepcontrol.launch_dependents;\n", text, count=1)
 
 
 def _defined(text: str) -> str:

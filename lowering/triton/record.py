@@ -65,6 +65,7 @@ class Record:
         fields = {k: getattr(self, k) for k in ("params", "grid", "zeroed", "sites", "dims", "attributes")}
         fields |= {"name": name, "symbol": symbol, "arch": arch, "threads": built.threads, "shared": built.shared,
                    "cluster": built.choice.num_ctas}  # fmt: skip
+        fields["attributes"] |= {"programmatic": True} if built.waits else {}
         # Every kernel of triton ends in two pointers: scratch of its own, which jtile's kernels do not use.
         fields["params"] = [*self.params, {"kind": "null"}, {"kind": "null"}]
         return json.dumps(fields, sort_keys=True)

@@ -38,6 +38,7 @@ class Built:
       choice: the options that it was built with.
       descriptors: what the compiler decided on each tensor map parameter, in order.
       resources: numbers for people: registers, spills, and the like.
+      waits: it waits by itself for the kernels in front of it, where that is needed.
     """
 
     image: bytes
@@ -47,6 +48,7 @@ class Built:
     choice: Choice
     descriptors: list[dict[str, Any]]
     resources: dict[str, Any]
+    waits: bool = False
 
 
 def build(
@@ -112,6 +114,7 @@ def _staged(
     if level == "ttgir":  # the stage that is left out would have said so
         metadata["tensordesc_meta"] = module.get_tensordesc_metadata()
     value: Any = module
+    waits = False
     with _quiet():
         for name, stage in _stages(backend, options, level).items():
             value = stage(value, metadata)
@@ -119,6 +122,8 @@ def _staged(
                 layouts.check(str(value))
             if name == "ptx":
                 value = ptx.evicting(ptx.mended(value), choice.evict)
+                value = ptx.letting(value) if f.dependents else value
+                waits = ptx.WAITS in value
             if name == "llir" and not _fits(shared := int(metadata.get("shared") or 0), f, choice):
                 return shared
             if name == "llir":  # equal kernels are equal bytes: the image must not name the file that the text was in
@@ -131,7 +136,7 @@ def _staged(
     if texts:
         found = resources.resources(value, levels, f, threads, shared)
         levels |= {"sass": resources.sass(value)} if f.ptx and (texts is True or "sass" in texts) else {}
-    return Built(value, levels, threads, shared, choice, list(metadata.get("tensordesc_meta") or []), found)
+    return Built(value, levels, threads, shared, choice, list(metadata.get("tensordesc_meta") or []), found, waits)
 
 
 class _Silence(threading.local):

@@ -333,7 +333,7 @@ def test_bad_images_are_refused(driver, change, message):
 def test_targets_are_registered_for_every_platform():
     for platform in ("cpu", "cuda", "rocm", "ascend"):
         ffi.register(platform)
-    assert {"jtile_cuda", "jtile_cuda_io", "jtile_rocm", "jtile_rocm_io", "jtile_ascend"} < {
+    assert {"jtile_cuda_door", "jtile_cuda_io", "jtile_rocm", "jtile_rocm_io", "jtile_ascend"} < {
         h.target for found in handlers().values() for h in found
     }
     with pytest.raises(

@@ -112,10 +112,10 @@ def _(c: Lowering):
 
 
 @rule("jtile_role_begin")
-def _(c: Lowering, *memory, name, warps, registers, names):
+def _(c: Lowering, *memory, name, warps, registers, early, names):
     for v, known in zip(memory, names, strict=True):
         v.name = v.name or known
-    c.roles.begin(name, warps, registers)
+    c.roles.begin(name, warps, registers, early)
     return []
 
 

@@ -48,7 +48,8 @@ def emit_body(em: BlockEmitter) -> int:
 
 
 def _role(em: BlockEmitter, roles: ir.Roles, k: int) -> tuple[LaidCode, dict]:
-    with em.role(roles.bodies[k], roles.warps[k], isolated=k > 0) as code:
+    waits = any(roles.early) and not roles.early[k]
+    with em.role(roles.bodies[k], roles.warps[k], isolated=k > 0, waits=waits) as code:
         em.block(roles.bodies[k])
         return code, em.captures or {}
 

@@ -215,8 +215,9 @@ class BlockEmitter(Emitter):
     # -- roles --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def role(self, body: ir.Block, warps: int, *, isolated: bool) -> Iterator[LaidCode]:
-        """Emit a role inside: its own code, values and layouts. `isolated`: it sees nothing but what it captures."""
+    def role(self, body: ir.Block, warps: int, *, isolated: bool, waits: bool) -> Iterator[LaidCode]:
+        """Emit a role inside: its own code, values and layouts. `isolated`: it sees nothing but what it captures;
+        `waits`: it begins when the kernels in front have ended, and then lets the one behind start."""
         names = ("code", "env", "refs", "program", "symbols", "homes", "warps", "captures", "laid", "places",
                  "within")  # fmt: skip
         old = {n: getattr(self, n) for n in names}
@@ -226,6 +227,9 @@ class BlockEmitter(Emitter):
         self.env = _Outside(self, old["env"])
         self.refs = {r: _Lazy(self, b) for r, b in old["refs"].items()}  # type: ignore[assignment]
         self.symbols = {n: self.use(v) for n, v in old["symbols"].items()}
+        for what in ("wait", "launch_dependents") if waits else ():
+            asm = f'"griddepcontrol.{what}; // $0" {{constraints = "=r", packed_element = 1 : i32, pure = false}}'
+            self.code.let(f"tt.elementwise_inline_asm {asm} -> i32", (), "i32")
         start_program(self, self.code.let("tt.get_program_id x : i32", (), "i32"))
         self._remake(body)
         yield self.code
