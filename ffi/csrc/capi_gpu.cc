@@ -1,5 +1,7 @@
 // The launchers of GPUs without XLA: for tests and tools.
 #include <cstdint>
+#include <cstring>
+#include <string>
 #include <string_view>
 
 #include "capi.h"
@@ -44,6 +46,29 @@ int32_t jtile_gpu_launch(void* handle, int32_t device, void* stream, const Array
     auto& launcher = *static_cast<Launcher*>(handle);
     launcher.launch(device, stream, arrays, static_cast<size_t>(count), sizes);
     launcher.finish(device, stream, arrays, sizes);
+  });
+}
+
+// The call as a node of a graph, as text in `out`: symbol, grid, threads, shared memory, 1 for a kernel that may start
+// before the one in front has ended, and the parameters in hexadecimal digits of their bytes. Empty where it is no node.
+int32_t jtile_gpu_node(void* handle, int32_t device, void* stream, const Array* arrays, int64_t count,
+                       const int64_t* sizes, char* out, int64_t room, char* error, int64_t capacity) {
+  return to_status(error, capacity, [&] {
+    auto& launcher = *static_cast<Launcher*>(handle);
+    std::string text;
+    auto put = [&](const Node& node) {
+      text = concat(node.symbol, " ", node.grid, " ", node.threads, " ", node.shared, " ", node.programmatic);
+      for (size_t k = 0; k < node.count; ++k) {
+        text += " ";
+        for (size_t b = 0; b < node.values[k].bytes; ++b) {
+          auto byte = static_cast<const unsigned char*>(node.values[k].data)[b];
+          for (unsigned digit : {byte >> 4, byte & 15}) text += "0123456789abcdef"[digit];
+        }
+      }
+    };
+    if (launcher.is_node()) launcher.record(device, stream, arrays, static_cast<size_t>(count), sizes, put);
+    if (static_cast<int64_t>(text.size()) >= room) fail(Code::kInvalidArgument, "no room for ", text.size(), " bytes");
+    std::memcpy(out, text.c_str(), text.size() + 1);
   });
 }
 

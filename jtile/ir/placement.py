@@ -159,15 +159,11 @@ def _check_early(kernel: Kernel, op: Roles) -> None:
     if not any(op.early):
         return
     if all(op.early):
-        refuse(
-            kernel, op, "all roles are early: one has to wait for the kernels in front, so that this one ends last"
-        )
+        refuse(kernel, op, "all roles are early: one has to wait for the kernels in front, so that this one ends last")
     for name, body, early in zip(op.names, op.bodies, op.early, strict=True):
         for inner in body.walk() if early else ():
             if isinstance(inner, Store | Atomic | AsyncStore | LastArrival):
-                why = (
-                    "writes memory while kernels in front of this one still run: leave that to a role that waits"
-                )
+                why = "writes memory while kernels in front of this one still run: leave that to a role that waits"
                 refuse(kernel, inner, f"{inner.mnemonic} in an early role {why}", name)
     for outside in Block((), kernel.body.ops[:-1]).walk():
         if isinstance(outside, Load):

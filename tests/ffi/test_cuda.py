@@ -53,6 +53,20 @@ def test_attributes_of_a_launch(driver):
     assert "attributes on" in driver.open(record(attributes=dict.fromkeys(both, False))).launch()[-1]
 
 
+def test_nodes_of_a_graph(driver):
+    """What XLA adds to its command buffer; kernels that ask for more than a node can say are traced."""
+    params = [buffer(1), buffer(0), {"kind": "i32", "value": -5}, {"kind": "i64", "value": 1 << 40}, {"kind": "null"}]
+    eight = lambda n: n.to_bytes(8, "little").hex()
+    values = f"{eight(8192)} {eight(4096)} fbffffff {eight(1 << 40)} {eight(0)}"
+    for early in (False, True):
+        text = record(params=params, grid=12, threads=256, shared=1024, attributes={"programmatic": early})
+        assert driver.open(text).node((4096, 16), (8192, 16)) == f"jtile_k 12 256 1024 {early:d} {values}"
+    assert driver.open(record(grid=0)).node() == ""
+    more = [{"cluster": 2}, {"attributes": {"cooperative": True}}, {"params": [buffer(0)], "zeroed": [0]}]
+    assert [driver.open(record(**change)).node((4096, 16)) for change in more] == [""] * 3
+    assert not [line for line in driver.lines() if line.startswith("launch")]
+
+
 @pytest.mark.parametrize(("cluster", "portable"), [(2, True), (8, True), (16, False)])
 def test_clusters(driver, cluster, portable):
     lines = driver.open(record(cluster=cluster, grid=3)).launch()

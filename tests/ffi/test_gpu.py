@@ -251,7 +251,7 @@ def test_errors(changes, message):
     x = jnp.ones(1000)
     with jt.config(poison=False):  # whose start would be one more operand
         lowered = double.lower(x, target=platforms.named("cuda").here())
-        assert lowered.image
+        assert lowered.image and lowered.launch
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(bare(lowered, **changes)(x))
     np.testing.assert_array_equal(np.asarray(bare(lowered)(x)), 2)  # the device still works
@@ -263,7 +263,7 @@ def test_attributes_of_a_launch_on_the_device(attributes):
     x = jnp.arange(1000.0)
     with jt.config(poison=False):
         lowered = double.lower(x, target=platforms.named("cuda").here())
-        assert lowered.image
+        assert lowered.image and lowered.launch
     call = bare(lowered, attributes=attributes)
     for _ in range(3):
         np.testing.assert_array_equal(np.asarray(call(call(call(x)))), np.arange(1000.0) * 8)

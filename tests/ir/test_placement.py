@@ -174,3 +174,9 @@ def test_shared_bytes():
     n = 3 * (2 * 64 * 64 + 64 * 128) * 2 + 2 * 64 * 128 * 2 + 6 * 8
     assert shared_bytes(parse_kernel(gemm())) == n
     assert shared_bytes(parse_kernel(attention(d=128))) == (2 * 64 + 2 * 2 * 128) * 128 * 2 + 8 * (1 + 4 * 2 + 2)
+
+
+def test_loads_in_front_of_early_roles():
+    body = "wait %full[%c0], %c0"
+    assert "a load before the roles" in refused(f"{body}\n}} role other warps=1 early {{\n", "%l = load %n[%c0] : i32")
+    verify(kernel(f"{body}\n}} role other warps=1 early {{\narrive %full[%c0]"), "block")

@@ -117,6 +117,23 @@ def odd_registers(x, o):
         o[...] = x[...]
 
 
+def early_by_a_number(x, o):
+    with jt.role("a", early=1):
+        o[...] = x[...]
+
+
+def early_alone(x, o):
+    with jt.role("a", early=True):
+        x[...]
+
+
+def early_store(x, o):
+    with jt.role("a"):
+        x[...]
+    with jt.role("b", early=True):
+        o[...] = x[...]
+
+
 def too_many_registers(x, o):
     for n in "abcd":
         with jt.role(n, registers=240):
@@ -214,6 +231,9 @@ REFUSED = {
     "view of scratch": (view_of_scratch, KernelTypeError, r"scratch of a tile-level kernel has no \.T"),
     "one warp first": (one_warp_first, KernelValueError, "the first 4 or 8"),
     "odd registers": (odd_registers, KernelValueError, "a multiple of 8 between 24 and 240"),
+    "early by a number": (early_by_a_number, KernelTypeError, "early is True or False, got 1"),
+    "early alone": (early_alone, KernelValueError, "all roles are early"),
+    "early store": (early_store, KernelValueError, "store in an early role writes memory while kernels in front"),
     "too many registers": (too_many_registers, KernelValueError, "122880 registers"),
     "too many warps": (too_many_warps, KernelValueError, "= 36 warps, a block has 32"),
     "three warps": (three_warps_second, KernelValueError, "the first 4 or 8; got 3"),

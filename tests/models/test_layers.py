@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtile.models import kernels, layers
-from jtile.ops import QuantizedTensor
+import jtile as jt
+from jtile import ops
+from jtile.models import kernels, layers, programs
+from jtile.ops import QuantizedTensor, gpu_tiles
 
 
 def normal(*shape, seed=0):
@@ -203,3 +205,18 @@ def test_gated_mlp(storages, rows):
     hidden = jax.nn.silu(jnp.matmul(x, G.T, precision="highest")) * jnp.matmul(x, U.T, precision="highest")
     expected = jnp.matmul(hidden, D.T, precision="highest")
     np.testing.assert_allclose(layers.gated_mlp(x, gate, up, down), expected, atol=2e-5)
+
+
+def test_products_overlap_where_their_weights_are_operands(monkeypatch):
+    """In the loop that makes tokens, unless it is forbidden; never where the weight is rounded in front of the product,
+    whose copy may still be written."""
+    seen = []
+    monkeypatch.setattr(ops, "matmul", lambda x, w, **_: seen.append(gpu_tiles.overlaps()))
+    x, weights = jnp.ones((1, 8), jnp.bfloat16), [jnp.ones((4, 8), dtype) for dtype in ("bfloat16", "float32")]
+    for forbidden in (None, False):
+        with jt.config(overlap=forbidden):
+            layers.linear(x, weights[0])
+            with programs.overlapping():
+                for w in weights:
+                    layers.linear(x, w)
+    assert seen == [False, True, False, False, False, False]

@@ -88,3 +88,29 @@ def test_what_fits_no_call():
         ops.rms_norm_gated_mlp(x, norm, gate, up, residual=residual, activation="silly")
     with pytest.raises(KernelTypeError, match="int32"):
         ops.rms_norm_matmul(x.astype(jnp.int32), norm, gate, residual=residual)
+
+
+@pytest.mark.gpu
+def test_products_that_overlap_on_the_gpu():
+    """A loop over products, each of which reads its matrix while the one in front still runs: the same bits as without,
+    in a command buffer, and in one that is changed since buffers have moved."""
+    matrices = [normal(k, 2048, 2048, dtype="bfloat16") for k in range(3)]
+    norm, start = jnp.ones(2048, jnp.float32), normal(9, 1, 2048, dtype="bfloat16")
+
+    def run(overlap: bool):
+        @jax.jit
+        def chain(x, matrices):
+            def step(_, carry):
+                x, total = carry
+                with jt.config(overlap=overlap):
+                    for w in matrices:
+                        x, total = ops.rms_norm_matmul(x, norm, w, residual=total)
+                return ops.matmul(x, matrices[0], transpose_b=True), total
+
+            return jax.lax.fori_loop(0, 16, step, (x, jnp.zeros_like(x)))
+
+        return [[np.asarray(y) for y in chain(start + n, [jnp.array(w) for w in matrices])] for n in range(4)]
+
+    for with_, without in zip(run(True), run(False), strict=True):
+        for a, b in zip(with_, without, strict=True):
+            np.testing.assert_array_equal(a, b)

@@ -94,6 +94,13 @@ class FakeKernel:
         call("jtile_gpu_launch", self.handle, device, ctypes.c_void_p(stream), *args)
         return self.driver.lines()
 
+    def node(self, *arrays: tuple[int, int], sizes: tuple[int, ...] = (), device: int = 0, stream: int = 7) -> str:
+        """A call as a node of a graph; empty where it is none."""
+        out = ctypes.create_string_buffer(1 << 12)
+        args = self.arguments(arrays, sizes)
+        call("jtile_gpu_node", self.handle, device, ctypes.c_void_p(stream), *args, out, ctypes.c_int64(len(out)))
+        return out.value.decode()
+
     def nanoseconds(self, *arrays: tuple[int, int], sizes: tuple[int, ...] = (), n: int = 100_000) -> float:
         """Host time of one launch."""
         launch = ctypes.cast(library().jtile_gpu_launch, ctypes.c_void_p)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import block_kernels
 import block_language
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from device import run_artifact
 from machines import card
 
+import jtile as jt
 from jtile import ir
 from jtile._config import config
 from jtile._errors import DefectWarning, UnsupportedError
@@ -171,6 +173,31 @@ PRODUCT = """kernel @mm(%a: ref<{m}x{k}xbf16>, %b: ref<{k}x{n}xbf16>, %o: ref<{m
 
 def product(m: int, n: int, k: int) -> ir.Kernel:
     return ir.parse_kernel(PRODUCT.format(m=m, n=n, k=k, gm=-(-m // 128), gn=-(-n // 128), trips=-(-k // 64)))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_kernel_says_that_it_waits_for_those_in_front(early):
+    """The attribute of the launch, if and only if the code waits; a kernel without early roles lets others start."""
+
+    def body(x, o):
+        X, full = jt.alloc((64, 64), x.dtype), jt.barrier(1)
+        with jt.role("main"):
+            full.at(0).wait()
+            o[...] = X.load()
+        with jt.role("copies", warps=1, early=early):
+            full.at(0).expect(X.nbytes)
+            jt.async_copy(x.tiles(64, 64).at[0, 0], X, full.at(0))
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    found = jt.call(body, out_type=x, grid=(1,)).lower(x, target="cuda:sm_90")
+    attributes = json.loads(found.launch["record"])["attributes"]
+    assert attributes == ({"programmatic": True} if early else {})
+    ptx = found.texts["ptx"]
+    assert ptx.count("griddepcontrol.wait") == early and ptx.count("griddepcontrol.launch_dependents") == 1
+    assert ("role copies warps=1 early" in found.texts["block"]) == early
+    text = ir.print_kernel(found.kernel)
+    assert ir.print_kernel(ir.parse_kernel(text)) == text and ("early" in text) == early
+    assert not jt.call(body, out_type=x, grid=(1,)).interpret(np.ones((64, 64), jnp.bfloat16)).astype(float).min() < 1
 
 
 def test_a_kernel_of_the_tile_level_compiles_at_the_block_level():
