@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtile import ops
-from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
 from .config import WeightSource
@@ -57,19 +56,16 @@ class Experts(nnx.Module):
         """Of the tensors `{prefix}{expert}.{name}.weight`, which `weight(name, shape)` reads; names: those of gate, up
         and down.
 
+        Quantised ones become bfloat16.
+
         Raises:
-          ModelError: a tensor is missing, or the experts' weights are quantised.
+          ModelError: a tensor is missing.
         """
 
         def read(expert: int, name: str, shape: tuple[int, int]) -> jax.Array:
             tensor = weight(f"{prefix}{expert}.{names[name]}.weight", shape)
-            if isinstance(tensor, QuantizedTensor) and tensor.kind == "fp8":
-                return tensor.dequantize(jnp.bfloat16)
-            if isinstance(tensor, QuantizedTensor):
-                raise ModelError(
-                    f"the weights of {prefix}{expert} are {tensor.kind}; jtile runs experts of float weights"
-                )
-            return tensor
+            # `ops.grouped_matmul` takes floats
+            return tensor.dequantize(jnp.bfloat16) if isinstance(tensor, QuantizedTensor) else tensor
 
         into = [read(e, name, (features, hidden)) for e in range(count) for name in ("gate", "up")]
         self.gate_up = nnx.Param(_stacked(into).reshape(count, 2 * features, hidden))

@@ -15,7 +15,6 @@ from flax import nnx
 
 import jtile as jt
 from jtile import ops
-from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
 from . import layers
@@ -80,7 +79,7 @@ class LatentAttention(nnx.Module):
         """Of the tensors `{prefix}{q_a,q_b,q,kv_a,kv_b,o}_proj…`, which `weight(name, shape)` reads."""
         rope, heads = config.rope.size, config.heads
         rows = heads * (config.plain + rope)
-        read = lambda name, *shape: _dense(weight(f"{prefix}{name}.weight", shape), f"{prefix}{name}")
+        read = lambda name, *shape: _dense(weight(f"{prefix}{name}.weight", shape))
         halves = (lambda w, heads: _halves(w, heads, rope)) if config.adjacent else lambda w, heads: w
         entry = halves(read("kv_a_proj_with_mqa", config.rank + rope, hidden), 1)
         if config.query_rank is None:
@@ -143,9 +142,6 @@ def _halves(weight, heads: int, rope: int):
     return jnp.concatenate([plain, turned[:, ::2], turned[:, 1::2]], axis=1).reshape(weight.shape)
 
 
-def _dense(weight: layers.Weight, name: str) -> jax.Array:
-    if isinstance(weight, QuantizedTensor) and weight.kind == "fp8":
-        return weight.dequantize(jnp.bfloat16)
-    if isinstance(weight, QuantizedTensor):
-        raise ModelError(f"the weights {name} are {weight.kind}; latent attention runs on float weights")
-    return weight
+def _dense(weight: layers.Weight) -> jax.Array:
+    """What the expansion is cut from and absorbed into is float: quantised weights become bfloat16."""
+    return weight.dequantize(jnp.bfloat16) if isinstance(weight, QuantizedTensor) else weight

@@ -87,6 +87,9 @@ def test_experts_are_read_in_order():
         np.testing.assert_array_equal(down[e], source[f"m.{e}.down_proj.weight"])
 
 
-def test_quantised_experts_are_refused():
-    with pytest.raises(experts.ModelError, match="are q8_0"):
-        experts.Experts(lambda *_: quantize(jnp.ones((32, 32)), "q8_0"), "m.", 1, 32, 32)
+def test_quantised_experts_become_bfloat16():
+    x = np.random.default_rng(0).standard_normal((32, 32)).astype(np.float32)
+    for kind in ("q8_0", "fp8"):
+        w = quantize(x, kind)
+        held = experts.Experts(lambda *_, w=w: w, "m.", 1, 32, 32)
+        np.testing.assert_array_equal(held.down.get_value()[0], w.dequantize(jnp.bfloat16))
