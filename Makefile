@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo          kernels against jnp, then text from SmolLM2"
 	@echo "make test          the test-suite"
-	@echo "make test-all      the test-suite with its slow tests, and XLA's optimisations on"
+	@echo "make test-all      the test-suite with its slow tests, and the compilers' optimisations on"
 	@echo "make test-oldest   the test-suite with the oldest supported JAX"
 	@echo "make test-gpu      the test-suite on an NVIDIA GPU"
 	@echo "make test-ascend   what compiles for Ascend NPUs, with the vendor's open compilers from PyPI (230 MB on disk)"
@@ -28,7 +28,7 @@ test: $(VENV)/.dev
 
 # What continuous integration leaves out to be quick: for every night.
 test-all: $(VENV)/.dev
-	@XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" $(VENV)/bin/python $(TEST) --runslow
+	@XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" JTILE_OPTIMIZE=1 $(VENV)/bin/python $(TEST) --runslow
 
 test-oldest: $(OLDEST)/.oldest
 	@$(OLDEST)/bin/python $(TEST)

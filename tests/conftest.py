@@ -25,9 +25,11 @@ os.environ.setdefault(
 # What kernels are compared with rounds where it says so: XLA's GPU code leaves casts to bfloat16 out.
 if "cuda" in os.environ["JAX_PLATFORMS"] and "xla_allow_excess_precision" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
-# It runs once, so that optimising it would be half of the time to compile it. Kernels do not go through XLA's compiler.
+# It runs once, so that optimising it would be half of the time to compile it.
 if "cuda" not in os.environ["JAX_PLATFORMS"] and "xla_backend_optimization" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+# So do kernels. The tests of the back end for CPUs have LLVM optimise theirs.
+os.environ.setdefault("JTILE_OPTIMIZE", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -54,6 +56,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "cuda" not in os.environ["JAX_PLATFORMS"]:
+        import native_calls
+
+        native_calls.install()
     if config.getoption("--gpu") and gpu_missing():
         raise pytest.UsageError(gpu_missing())
     jax.monitoring.register_event_duration_secs_listener(_count)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jtile import ir
+from jtile._config import current
 
 from ..artifact import Artifact
 from . import (  # noqa: F401  their emitters register themselves
@@ -125,7 +126,10 @@ def machine(isa: Isa):
     import llvmlite.binding as llvm
 
     target = llvm.Target.from_triple(isa.triple)
-    return target.create_target_machine(cpu=isa.cpu, features=isa.feature_string, opt=2, reloc="pic", codemodel="small")
+    level = 2 if current().optimize else 0
+    return target.create_target_machine(
+        cpu=isa.cpu, features=isa.feature_string, opt=level, reloc="pic", codemodel="small"
+    )
 
 
 def _tuning():
@@ -151,7 +155,11 @@ def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = F
 
 
 def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str, str]]:
-    """LLVM text to an object; with `texts`, the optimised LLVM text and the assembly too."""
+    """LLVM text to an object; with `texts`, the optimised LLVM text and the assembly too.
+
+    Where the option `optimize` is off, LLVM does what it takes to make sensible code at all: variables become
+    registers, and short functions are inlined.
+    """
     import llvmlite.binding as llvm
 
     initialize(isa)
@@ -171,11 +179,15 @@ def _optimise(module: Any, builder: Any) -> None:
     before and after it is inlined into its caller: twice the time for the same machine code."""
     import llvmlite.binding as llvm
 
+    optimize = current().optimize
     with _freed(llvm.create_new_module_pass_manager()) as inliner:
         inliner.add_always_inliner_pass()
-        inliner.add_ipsccp_pass()  # what all calls of a function pass alike
+        if optimize:
+            inliner.add_ipsccp_pass()  # what all calls of a function pass alike
         inliner.run(module, builder)
-    with _freed(builder.getFunctionPassManager()) as simplifier:
+    with _freed(builder.getFunctionPassManager() if optimize else llvm.create_new_function_pass_manager()) as simplifier:
+        if not optimize:
+            simplifier.add_sroa_pass()
         for function in module.functions:
             if not function.is_declaration:
                 simplifier.run(function, builder)

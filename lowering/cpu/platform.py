@@ -87,4 +87,5 @@ CPU = Platform(
     is_here=lambda: True,
     register=_register,
     literals=True,
+    tools=lambda: () if current().optimize else ("not optimised",),
 )

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jtile import config
 from jtile.lowering.cpu.compile import _optimise, _tuning
 from jtile.lowering.cpu.convert import emit_cast, from_memory, memory_type, to_memory
 from jtile.lowering.cpu.elementwise import emit_elementwise
@@ -160,3 +161,10 @@ def compiled_isas() -> list[str]:
 def pytest_generate_tests(metafunc):
     if "native_isa" in metafunc.fixturenames:
         metafunc.parametrize("native_isa", runnable_isas())
+
+
+@pytest.fixture(autouse=True)
+def optimized():
+    """The code that users run, where the code is what is tested."""
+    with config(optimize=True):
+        yield
