@@ -77,9 +77,14 @@ class Config:
     optimize: bool = dataclasses.field(default=True, metadata=_CODE)
 
     @property
+    def code_options(self) -> dict[str, Any]:
+        """The options that change compiled code, by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("code")}
+
+    @property
     def code_key(self) -> tuple[Any, ...]:
-        """The options that change compiled code; equal keys mean that compiled kernels can be shared."""
-        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("code"))
+        """Their values; equal keys mean that compiled kernels can be shared."""
+        return tuple(self.code_options.values())
 
 
 def current() -> Config:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax import dtypes
 
+from jtile._config import config, current
 from jtile._errors import KernelValueError
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Lowered:
-    """A kernel compiled for one target; the work is done when a property is first read.
+    """A kernel compiled for one target; the work is done when a property is first read, by the options of `jt.config`
+    that were in force when this object was made: image, record and texts belong together.
 
     Attributes:
       program: the kernel with everything fixed.
@@ -31,7 +33,7 @@ class Lowered:
         from jtile.lowering import targets
         from jtile.primitive.program import for_target
 
-        self._target = targets.resolve(target)
+        self._target, self._options = targets.resolve(target), current().code_options
         self.program, self.piece = for_target(program, self._target), piece
 
     @property
@@ -44,7 +46,12 @@ class Lowered:
         """All kernels that run for the program."""
         from jtile.primitive.lowering import pieces_of
 
-        return tuple(Lowered(self.program, self._target, k) for k in range(len(pieces_of(self.program).kernels)))
+        return tuple(self._made(self.program, k) for k in range(len(pieces_of(self.program).kernels)))
+
+    def _made(self, program: Program, piece: int = 0) -> Lowered:
+        """For the same target and by the same options."""
+        with config(**self._options):
+            return Lowered(program, self._target, piece)
 
     def jvp(self, wrt: int | Sequence[int] | None = None) -> Lowered:
         """The kernel of forward mode: `(inputs, their tangents) -> tangents of the outputs`.
@@ -54,7 +61,7 @@ class Lowered:
         """
         from jtile.primitive import tangent
 
-        return Lowered(tangent.forward_program(self._linear(wrt)), self._target)
+        return self._made(tangent.forward_program(self._linear(wrt)))
 
     def vjp(self, wrt: int | Sequence[int] | None = None) -> Lowered:
         """The automatic kernel of reverse mode: `(inputs, cotangents of the outputs) -> cotangents of the inputs`; a
@@ -66,7 +73,7 @@ class Lowered:
         from jtile.primitive import tangent
 
         given = (True,) * self.program.spec.n_out
-        return Lowered(tangent.reverse_program(self._linear(wrt), given)[0], self._target)
+        return self._made(tangent.reverse_program(self._linear(wrt), given)[0])
 
     def _linear(self, wrt: int | Sequence[int] | None) -> Any:
         from jtile.primitive import tangent
@@ -104,7 +111,8 @@ class Lowered:
     def _compile(self, *, texts: bool) -> Any:
         from jtile.primitive.lowering import compile_piece
 
-        return compile_piece(self.program, self.piece, self._target, texts=texts)
+        with config(**self._options):
+            return compile_piece(self.program, self.piece, self._target, texts=texts)
 
     @functools.cached_property
     def kernel(self) -> ir.Kernel:

@@ -437,6 +437,23 @@ def test_lower_for_another_target():
     assert "avx" not in sse.launch["isa"]
 
 
+def test_lower_goes_by_the_options_of_its_making():
+    """Image and record belong together, whenever they are read."""
+    lower = lambda: add.lower(*[jax.ShapeDtypeStruct((40,), jnp.float32)] * 2, bm=16)
+    with jt.config(optimize=True):
+        first, second = lower(), lower()
+        image = first.image
+    with jt.config(optimize=False):
+        assert second.image == second.pieces[0].image == image
+        assert lower().image != image
+
+
+def test_kernels_compute_the_same_without_optimisation():
+    for optimize in (True, False):
+        with jt.config(optimize=optimize):
+            np.testing.assert_array_equal(add(f32(100), f32(100), bm=16), 2 * np.arange(100))
+
+
 def test_interpret_gives_numpy_arrays():
     got = add.interpret(f32(10), np.ones(10, np.float32), seed=5)
     assert isinstance(got, np.ndarray)
