@@ -165,6 +165,15 @@ def pytest_unconfigure(config):
 
 
 @pytest.fixture
+def optimized():
+    """LLVM optimises the kernels of a test that runs them long, or that is about their code."""
+    import jtile as jt
+
+    with jt.config(optimize=True):
+        yield
+
+
+@pytest.fixture
 def subprocess_env(tmp_path):
     """The environment for a child Python: CPU only, a fresh jtile cache, no options of ours."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("JTILE_")}

@@ -19,7 +19,7 @@ def environment(monkeypatch):
     """Sets JTILE_ variables and reads them afresh, whatever the suite itself has set."""
 
     def read(**variables):
-        for name in ("JTILE_POISON", "JTILE_VERIFY", "JTILE_CACHE_DIR"):
+        for name in ("JTILE_POISON", "JTILE_VERIFY", "JTILE_CACHE_DIR", "JTILE_OPTIMIZE"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

@@ -23,6 +23,7 @@ def train():
     return example("train")
 
 
+@pytest.mark.usefixtures("optimized")
 def test_the_loss_curve_is_that_of_jnp(train):
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         ours, plain = train.train(TEXT, 12, batch=4, length=64)

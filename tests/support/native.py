@@ -20,7 +20,7 @@ def packed(x: np.ndarray) -> np.ndarray:
     """An array as it lies in memory: elements of 2 and 4 bits four or two a byte, the first in the low bits."""
     bits = DTYPES[x.dtype.name].bits
     if bits >= 8:
-        return np.ascontiguousarray(x)
+        return np.ascontiguousarray(x).reshape(x.shape)  # NumPy makes a vector of a scalar
     each = 8 // bits
     codes = np.append(x.reshape(-1).view(np.uint8) & ((1 << bits) - 1), np.zeros(-x.size % each, np.uint8))
     return np.bitwise_or.reduce([codes[k::each] << (k * bits) for k in range(each)]).astype(np.uint8)

@@ -22,8 +22,7 @@ from jtile.testing import evaluate
 
 def install() -> None:
     """From now on kernels are called so in `evaluated`, in this process."""
-    evaluate.RULES["jtile_call"] = lambda eqn, *operands: _call(eqn.params["program"], operands)
-    evaluate.RULES["jtile_tangent"] = lambda eqn, *operands: _tangents(eqn.params["linear"], operands)
+    evaluate.RULES.update(CALLS)
 
 
 def _tangents(linear: Linear, operands: Sequence[np.ndarray]) -> Sequence[Any]:
@@ -53,3 +52,9 @@ def _needs_xla(program: Program) -> bool:
     sides = program.kernel.grid
     unusual = program.io or program.block or program.choice is not None or interpreted(program)
     return bool(unusual or complexes or not all(isinstance(n, int) and n > 0 for n in sides))
+
+
+CALLS = {
+    "jtile_call": lambda eqn, *operands: _call(eqn.params["program"], operands),
+    "jtile_tangent": lambda eqn, *operands: _tangents(eqn.params["linear"], operands),
+}

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jtile import config
 from jtile.lowering.cpu.compile import _optimise, _tuning
 from jtile.lowering.cpu.convert import emit_cast, from_memory, memory_type, to_memory
 from jtile.lowering.cpu.elementwise import emit_elementwise
@@ -164,7 +163,5 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(autouse=True)
-def optimized():
-    """The code that users run, where the code is what is tested."""
-    with config(optimize=True):
-        yield
+def as_users_have_it(optimized):
+    """The code is what is tested here."""
