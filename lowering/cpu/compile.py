@@ -185,7 +185,9 @@ def _optimise(module: Any, builder: Any) -> None:
         if optimize:
             inliner.add_ipsccp_pass()  # what all calls of a function pass alike
         inliner.run(module, builder)
-    with _freed(builder.getFunctionPassManager() if optimize else llvm.create_new_function_pass_manager()) as simplifier:
+    with _freed(
+        builder.getFunctionPassManager() if optimize else llvm.create_new_function_pass_manager()
+    ) as simplifier:
         if not optimize:
             simplifier.add_sroa_pass()
         for function in module.functions:

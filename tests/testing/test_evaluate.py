@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native_calls import CALLS
 from jax import lax
+from native_calls import CALLS
 
 from jtile.testing import assert_close
 from jtile.testing.evaluate import RULES, evaluated
