@@ -55,8 +55,8 @@ class Config:
         them, too.
       autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
       debug: keep what debugging needs: asserts stay in native code, and the intermediate files of a failed compile.
-      optimize: let LLVM optimise code for CPUs; without, kernels compile two to three times faster, and run slower. Code
-        for other platforms is always optimised.
+      optimize: let LLVM optimise code for CPUs; without, kernels compile two to three times faster, and run slower.
+        Code for other platforms is always optimised.
     """
 
     cache_dir: str = dataclasses.field(default_factory=_default_cache_dir)

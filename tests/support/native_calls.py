@@ -1,7 +1,7 @@
 """Kernels in `evaluated` functions, called without XLA: their CPU code runs on the arrays themselves.
 
-A program of XLA around one call takes 20 ms to make, more than many a kernel takes to compile. How kernels stand in XLA's
-programs is what other tests are about: those of `jit`, of eager calls, of the handlers in `ffi`.
+A program of XLA around one call takes 20 ms to make, more than many a kernel takes to compile. How kernels stand in
+XLA's programs is what other tests are about: those of `jit`, of eager calls, of the handlers in `ffi`.
 """
 
 from __future__ import annotations
