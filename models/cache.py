@@ -37,7 +37,8 @@ class Entry:
 
     arrays: keys and values [batch, slots, kv_heads, head_dim] (apart: no step copies a layer), or the latent vectors
     [batch, slots, rank + rope]; in pages [pages, slots of a page, ...]. scales: those of keys and of values of 8 bits,
-    float32 [batch or pages, kv_heads, slots], see `kernels.quantized`; else (). ring: the token at position p is in
+    float32 [batch or pages, kv_heads, slots], or of latent vectors [batch or pages, slots], see `kernels.quantized`;
+    else (). ring: the token at position p is in
     slot p modulo slots, and older ones are gone; otherwise slot = position, or that slot of the row's pages.
     """
 
@@ -114,16 +115,15 @@ class Slots:
 
     def append_latent(self, q, absorbed, new, norm, cos, sin, eps: float):
         """See `kernels.latent_append`: returns (query [batch * t, heads, rank + rope], the slots)."""
-        (latent,) = self.entry.arrays
-        query, latent = kernels.latent_append(
-            q, absorbed, new, norm, cos, sin, self.lengths, latent, self.table, eps=eps
-        )
-        return query, self._with((latent,))
+        entry, kernel = self.entry, kernels.latent_append_scaled if self.entry.scales else kernels.latent_append
+        held = *entry.arrays, *entry.scales
+        query, *held = kernel(q, absorbed, new, norm, cos, sin, self.lengths, *held, self.table, eps=eps)
+        return query, self._with(held[:1], held[1:])
 
     def attend_latent(self, query, rank: int, scale: float):
         """`ops.mla_decode` of queries [batch * t, heads, rank + rope]: [batch * t, heads, rank] of their dtype."""
-        (latent,) = self.entry.arrays
-        options = {"pages": self.table, "rank": rank, "scale": scale}
+        (latent,), scales = self.entry.arrays, self.entry.scales
+        options = {"pages": self.table, "scales": scales[0] if scales else None, "rank": rank, "scale": scale}
         y = ops.mla_decode(self._tokens(query), latent, self._longer(query), **options)
         return y.reshape(*query.shape[:2], rank)
 
@@ -171,7 +171,7 @@ def from_prefill(entries, lengths, layout: Layout) -> KVCache:
             arrays, scales = zip(*(kernels.quantized(x, jnp.dtype(layout.dtype)) for x in arrays), strict=True)
         elif layout.dtype is not None:
             arrays = [x.astype(layout.dtype) for x in arrays]
-        scales = tuple(place(x, ring).swapaxes(1, 2) for x in scales)
+        scales = tuple(jnp.moveaxis(place(x, ring), 1, -1) for x in scales)
         return Entry(tuple(place(x, ring) for x in arrays), scales, ring is not None)
 
     return KVCache(tuple(entry(*of) for of in zip(entries, windows, strict=True)), lengths, table)

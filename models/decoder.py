@@ -29,8 +29,6 @@ class Attention(nnx.Module):
 
     It is used in two steps: what `enter` gives goes to `prefill` or `step`."""
 
-    scales = True  # whether its part of the cache may have them
-
     def __init__(self, config: AttentionConfig, hidden: int, weight: WeightSource, prefix: str):
         q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
         shapes = {"q": (q_rows, hidden), "k": (kv_rows, hidden), "v": (kv_rows, hidden), "o": (hidden, q_rows)}
@@ -113,7 +111,7 @@ def mlp_behind_norm(mlp, x, delta, norm, eps: float):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    attention: a module with `rope`, `window`, `scales`, `prefill` and `step` as `Attention` has, which take what
+    attention: a module with `rope`, `window`, `prefill` and `step` as `Attention` has, which take what
     `enter` gives; what it keeps of each token, a tuple of arrays [batch, length, ...], is this layer's entry of the
     cache. mlp: called as `GatedMLP`.
 

@@ -61,8 +61,6 @@ class LanguageModel:
     ):  # fmt: skip
         self.config, self.tokenizer, self.eos_ids, self.source = model.config, tokenizer, tuple(eos_ids), source
         self.dtype, self.cache_dtype, self.page_size, self.windows = model.dtype, cache_dtype, page_size, model.windows
-        if cache_dtype in kv.SCALED and not all(block.attention.scales for block in model.blocks):
-            raise ModelError(f"a cache of latent vectors has no scales, which {cache_dtype} needs; use bfloat16")
         graph, state = nnx.split(model)
         # Plain leaves: a dispatch takes 80 us with them and 390 us with the 423 Variables of SmolLM2's nnx.State.
         self._weights, tree = jax.tree.flatten(state)

@@ -107,14 +107,24 @@ def rope_append(
     put(new_values, place, X[heads + kv_heads :])
 
 
+def scales_of(largest, dtype):
+    """(float32 scales that make `largest`, float32, the largest number of a dtype of 8 bits, what to multiply with)."""
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    scales = largest * (1 / float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max))
+    return scales, jnp.where(scales > 0, 1 / jnp.where(scales > 0, scales, 1.0), 0.0)
+
+
+def rounded(x, dtype):
+    """x, float32, in a dtype of 8 bits."""
+    return (jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype)
+
+
 def quantized(x, dtype):
     """(x [..., n] in int8 or float8_e4m3fn, the float32 scales [...] that give it back): the largest number of each n
     becomes the largest of the dtype."""
-    whole, x = jnp.issubdtype(dtype, jnp.integer), x.astype(jnp.float32)
-    largest = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
-    scales = jnp.max(jnp.abs(x), axis=-1) * (1 / largest)
-    y = x * jnp.where(scales > 0, 1 / jnp.where(scales > 0, scales, 1.0), 0.0)[..., None]
-    return (jnp.round(y) if whole else y).astype(dtype), scales
+    x = x.astype(jnp.float32)
+    scales, unit = scales_of(jnp.max(jnp.abs(x), axis=-1), dtype)
+    return rounded(x * unit[..., None], dtype), scales
 
 
 def _scaled_step_types(qkv, cos, sin, lengths, keys, values, key_scales, value_scales, *_, heads, **__):
@@ -165,15 +175,57 @@ def latent_append(q, absorbed, entry, weight, cos, sin, lengths, cache, table, q
     [batch, slots, rank + r], or that of pages, gets entry [batch * t, rank + r], normalised in front and turned behind,
     in place; lengths, table: see `slot_of`."""
     p, h = jt.program_id(0), jt.program_id(1)
-    rank, dtype = absorbed.shape[2], cache.dtype
-    d = q.shape[2] - (cache.shape[2] - rank)
+    rank = absorbed.shape[2]
     C, S = cos[p, :][None], sin[p, :][None]
-    heads = jt.ds(h * HEADS, HEADS)
-    query[p, heads, :rank] = absorbed[p, heads, :].astype(dtype)
-    query[p, heads, rank:] = rotated(q[p, heads, d:].astype(jnp.float32), C, S).astype(dtype)
+    _latent_query(p, h, q, absorbed, C, S, query)
     if h == 0:
         place = slot_of(p, q.shape[0], lengths, table, cache, ring=False)
-        c = entry[p, :rank].astype(jnp.float32)
-        c = c * jax.lax.rsqrt((c * c).sum() * (1.0 / rank) + eps) * weight[:]
-        put(new_cache, place, c, slice(rank))
-        put(new_cache, place, rotated(entry[p, rank:][None].astype(jnp.float32), C, S)[0], slice(rank, None))
+        put(new_cache, place, _latent(p, entry, weight, eps), slice(rank))
+        put(new_cache, place, _turned_keys(p, rank, entry, C, S), slice(rank, None))
+
+
+def _latent_query(p, h, q, absorbed, C, S, query) -> None:
+    rank, heads = absorbed.shape[2], jt.ds(h * HEADS, HEADS)
+    d = q.shape[2] - (query.shape[2] - rank)
+    query[p, heads, :rank] = absorbed[p, heads, :].astype(query.dtype)
+    query[p, heads, rank:] = rotated(q[p, heads, d:].astype(jnp.float32), C, S).astype(query.dtype)
+
+
+def _latent(p, entry, weight, eps: float):
+    """The normalised latent vector of token p, float32 [rank]."""
+    rank = weight.shape[0]
+    c = entry[p, :rank].astype(jnp.float32)
+    return c * jax.lax.rsqrt((c * c).sum() * (1.0 / rank) + eps) * weight[:]
+
+
+def _turned_keys(p, rank: int, entry, C, S):
+    """The turned part of the keys of token p, float32 [r]."""
+    return rotated(entry[p, rank:][None].astype(jnp.float32), C, S)[0]
+
+
+def _scaled_append_types(q, absorbed, entry, weight, cos, sin, lengths, cache, scales, table, **_):
+    return jax.ShapeDtypeStruct((*q.shape[:2], cache.shape[2]), q.dtype), jt.like(cache), jt.like(scales)
+
+
+@jt.kernel(
+    out_type=_scaled_append_types,
+    grid=lambda q, *_, **__: (q.shape[0], jt.cdiv(q.shape[1], HEADS)),
+    alias={"cache": "new_cache", "scales": "new_scales"},
+)
+def latent_append_scaled(
+    q, absorbed, entry, weight, cos, sin, lengths, cache, scales, table, query, new_cache, new_scales, *, eps: float
+):
+    """As `latent_append` for a cache of 8 bits, with scales float32 [batch or pages, slots], one for all of an entry:
+    see `quantized`; the query keeps the dtype of q."""
+    p, h = jt.program_id(0), jt.program_id(1)
+    rank = absorbed.shape[2]
+    C, S = cos[p, :][None], sin[p, :][None]
+    _latent_query(p, h, q, absorbed, C, S, query)
+    if h == 0:
+        row, at, there = slot_of(p, q.shape[0], lengths, table, cache, ring=False)
+        c, r = _latent(p, entry, weight, eps), _turned_keys(p, rank, entry, C, S)
+        largest = jnp.maximum(jnp.max(jnp.abs(c)), jnp.max(jnp.abs(r)))
+        scale, unit = scales_of(largest, cache.dtype)
+        put(new_cache, (row, at, there), rounded(c * unit, cache.dtype), slice(rank))
+        put(new_cache, (row, at, there), rounded(r * unit, cache.dtype), slice(rank, None))
+        jt.store(new_scales, (row, at), scale, mask=there)

@@ -73,7 +73,6 @@ class LatentAttention(nnx.Module):
     """
 
     window = None  # a token sees all keys
-    scales = False  # which a cache of 8 bits needs: `ops.mla_decode` takes none
 
     def __init__(self, config: LatentConfig, hidden: int, weight: WeightSource, prefix: str):
         """Of the tensors `{prefix}{q_a,q_b,q,kv_a,kv_b,o}_proj…`, which `weight(name, shape)` reads."""

@@ -287,13 +287,14 @@ def hopper_mla(
             _values(w, x, o, o_part, lse_part)
 
 
-def misfit(q, cache, lengths, table, *, rank: int, scale: float, splits: int | None = None) -> str | None:
+def misfit(q, cache, lengths, table, scales, *, rank: int, scale: float, splits: int | None = None) -> str | None:
     """Why `decode` cannot run this call, None where it can: q [batch, t, heads, rank + rope]."""
     arrays = (q, cache) if table is None else (q, cache, table)
     if not all(isinstance(n, int) for x in arrays for n in x.shape):
         return "sizes are not known"
     return first_unmet(
         (splits is None, f"{splits} splits are asked for"),
+        (scales is None, "entries have scales"),
         (rank in (128, 256, 512), f"{rank} elements of an entry are values, not 128, 256 or 512"),
         (q.shape[3] == rank + ROPE, f"the rotary part has {q.shape[3] - rank} elements, not {ROPE}"),
         (q.dtype in (jnp.bfloat16, jnp.float16), f"operands are {q.dtype.name}, not 16-bit floats"),
@@ -302,8 +303,9 @@ def misfit(q, cache, lengths, table, *, rank: int, scale: float, splits: int | N
     )
 
 
-def decode(q, cache, lengths, table, *, rank: int, scale: float):
+def decode(q, cache, lengths, table, scales=None, *, rank: int, scale: float):
     """As `mla_decode` of q [batch, t, heads, rank + 64], cache, lengths, and the pages of each row or None."""
+    del scales
     return mapped(rank, scale)(q, cache, lengths, table)
 
 

@@ -15,10 +15,10 @@ from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, f
 from jtile.ops.attention_windows import LOG2_E, floordiv, scores
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.flash_attention import NOTHING, normalised, online
-from jtile.ops.split_attention import combined, in_one_piece, place, slots_of, splits_of
+from jtile.ops.split_attention import CACHE_DTYPES, combined, in_one_piece, place, slots_of, splits_of
 
 
-def _types(q, cache, lengths, table, *, splits: int, rank: int, **_):
+def _types(q, cache, lengths, table, scales, *, splits: int, rank: int, **_):
     """acc, m and l of every split, [batch, splits, rows(, rank)]; with one split just the output."""
     batch, rows, _ = q.shape
     if splits == 1:
@@ -27,18 +27,18 @@ def _types(q, cache, lengths, table, *, splits: int, rank: int, **_):
     return tuple(jax.ShapeDtypeStruct(s, sums_in(q)) for s in ((*part, rank), part, part))
 
 
-def _grid(q, cache, lengths, table, *, splits: int, bm: int, **_):
+def _grid(q, cache, lengths, table, scales, *, splits: int, bm: int, **_):
     return q.shape[0], jt.cdiv(q.shape[1], bm), splits
 
 
 @jt.kernel(out_type=_types, grid=_grid)
 def mla_splits(
-    q, cache, lengths, table, o, m_part=None, l_part=None,
+    q, cache, lengths, table, scales, o, m_part=None, l_part=None,
     *, heads: int, rank: int, splits: int, bm: int, bk: int, scale: float, stages: int = 2,
 ):  # fmt: skip
     """q [batch, t * heads, rank + rope]; cache [batch, slots, rank + rope], or [pages, slots of a page, rank + rope]
-    and table [batch, pages of a row], else None; lengths int32 [batch]. Of several splits o is the part of each,
-    unnormalised."""
+    and table [batch, pages of a row], else None; lengths int32 [batch]; scales float32 [batch or pages, slots], of
+    entries of 8 bits, else None. Of several splits o is the part of each, unnormalised."""
     # s_ij = q_i . c_j     o_i = sum_j p_ij c_j[:rank] / l_i     as in flash_attention, for keys [lo, hi) of this split
     b, i, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     rows, rope = q.shape[1], cache.shape[2] - rank
@@ -56,13 +56,16 @@ def mla_splits(
 
     def step(j, m, l, acc, edge: bool):
         row, at = place(b, j, bk, cache, table)
-        c_j = C[row, at, 0]
-        s = scores(jt.dot(qr_i, R[row, at, 1].T, jt.dot(q_i, c_j.T)), scale * LOG2_E, None)
+        c_j, r_j = C[row, at, 0].astype(q.dtype), R[row, at, 1].astype(q.dtype)
+        unit = None if scales is None else scales.tiles(None, bk)[row, at]
+        s = jt.dot(qr_i, r_j.T, jt.dot(q_i, c_j.T))
+        s = scores(s if unit is None else s * unit[None, :], scale * LOG2_E, None)
         if edge:
             columns = j * bk + jt.arange(bk)[None, :]
             s = jnp.where(columns <= position, s, -math.inf)
             c_j = jnp.where(length > columns.T, c_j, jnp.zeros((), c_j.dtype))
-        return online(s, c_j, m, l, acc)
+            unit = None if unit is None else jnp.where(length > columns[0], unit, 0.0)
+        return online(s, c_j, m, l, acc, unit)
 
     wide = sums_in(q)
     m, l, acc = jt.full((bm,), NOTHING, wide), jt.zeros((bm,), wide), jt.zeros((bm, rank), wide)
@@ -86,21 +89,25 @@ def mla_decode(
     *,
     rank: int = 512,
     pages: jax.Array | None = None,
+    scales: jax.Array | None = None,
     scale: float | None = None,
     splits: int | None = None,
 ) -> jax.Array:
     """Causal attention of the newest tokens over a cache of latent vectors that holds them already (DeepSeek's MLA,
     the projections from and to the latent space absorbed into those around it).
 
-    Differentiable in q and cache, not in lengths and pages; backwards with the whole matrix of scores.
+    Differentiable in q, scales, and a cache that has none, not in lengths and pages; backwards with the whole matrix of
+    scores.
 
     Args:
       q: float array [batch, heads, rank + rope], one token a row, or [batch, t, heads, rank + rope], the last t.
       cache: float array of q's dtype [batch, slots, rank + rope]: latent vectors, and behind them the keys' part with
-        the rotary embedding, which all heads share; with `pages` [pages, slots of a page, rank + rope].
+        the rotary embedding, which all heads share; with `pages` [pages, slots of a page, rank + rope]. With `scales`
+        int8 or float8_e4m3fn.
       lengths: int [batch], slots in use, the new tokens included; token i of t stands in slot lengths - t + i.
       rank: how many elements in front of a cache entry are values.
       pages: int [batch, n], the pages of each row in order; those behind the length may be anything.
+      scales: float32 [batch, slots], with `pages` [pages, slots of a page]: what an entry of 8 bits is multiplied with.
       scale: of the scores; default 1 / sqrt(rank + rope). A model scales by the size of its heads before absorption.
       splits: programs that share the keys of one row; default by shape.
     Returns:
@@ -110,15 +117,28 @@ def mla_decode(
       KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
     """
     if q.ndim == 3:
-        options = {"rank": rank, "pages": pages, "scale": scale, "splits": splits}
+        options = {"rank": rank, "pages": pages, "scales": scales, "scale": scale, "splits": splits}
         return mla_decode(q[:, None], cache, lengths, **options)[:, 0]
-    _check(q, cache, lengths, pages, rank, splits)
+    _check(q, cache if scales is None else _check_scales(q, cache, scales), lengths, pages, rank, splits)
     batch, t, heads, width = q.shape
     if q.size == 0 or cache.size == 0 or (pages is not None and pages.size == 0):
         return jnp.zeros((batch, t, heads, rank), q.dtype)
     scale = width**-0.5 if scale is None else float(scale)
     table = None if pages is None else pages.astype(jnp.int32)
-    return _decode(q, cache, lengths.astype(jnp.int32), table, rank, scale, splits)
+    return _decode(q, cache, lengths.astype(jnp.int32), table, scales, rank, scale, splits)
+
+
+def _check_scales(q, cache, scales):
+    """Typed errors for caches of 8 bits; returns the type of the cache as it is without scales."""
+    check_rank(
+        "mla_decode", "cache", cache, 3, "[batch, slots, rank + rope], or with pages [pages, slots, rank + rope]"
+    )
+    if cache.dtype not in CACHE_DTYPES:
+        raise KernelTypeError(f"mla_decode: with scales the cache is int8 or float8_e4m3fn, got {cache.dtype.name}")
+    check_shape("mla_decode", "scales", scales, cache.shape[:2])
+    if scales.dtype != jnp.float32:
+        raise KernelTypeError(f"mla_decode: the scales are float32, got {scales.dtype.name}")
+    return jax.ShapeDtypeStruct(cache.shape, q.dtype)
 
 
 def _check(q, cache, lengths, pages, rank: int, splits: int | None) -> None:
@@ -157,12 +177,12 @@ def _tiles(rows: int, slots: int, rank: int, itemsize: int, paged: bool) -> dict
     return sides
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
-def _decode(q, cache, lengths, table, rank: int, scale: float, splits: int | None):
-    return _op(q, cache, lengths, table, rank=rank, scale=scale, splits=splits)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7))
+def _decode(q, cache, lengths, table, scales, rank: int, scale: float, splits: int | None):
+    return _op(q, cache, lengths, table, scales, rank=rank, scale=scale, splits=splits)
 
 
-def _of_all_rows(q, cache, lengths, table, *, rank: int, scale: float, **_):
+def _of_all_rows(q, cache, lengths, table, scales, *, rank: int, scale: float, **_):
     """By the kernel whose programs share out all rows' keys; on several devices, those of each."""
     entries, pages = ("b _ _", "") if table is None else ("_ _ _", ", b _")
     rule = f"b _ h _, {entries}, b{pages} -> b _ h _"
@@ -172,19 +192,19 @@ def _of_all_rows(q, cache, lengths, table, *, rank: int, scale: float, **_):
 @functools.lru_cache(maxsize=128)
 def _of_a_device(rank: int, scale: float):
     def mla_of_keys(q, cache, lengths, table):
-        return _op_of_a_device(q, cache, lengths, table, rank=rank, scale=scale)
+        return _op_of_a_device(q, cache, lengths, table, None, rank=rank, scale=scale)
 
     return mla_of_keys
 
 
-def _in_splits(q, cache, lengths, table, *, rank: int, scale: float, splits: int | None = None):
+def _in_splits(q, cache, lengths, table, scales, *, rank: int, scale: float, splits: int | None = None):
     batch, t, heads, width = q.shape
     page, rows = cache.shape[1], t * heads
     tiles = _tiles(known(rows), page, rank, q.dtype.itemsize, table is not None)
     splits = splits_of(batch * jt.cdiv(rows, tiles["bm"]), slots_of(cache, table)) if splits is None else splits
     kernel = mla_splits if tiles["bm"] < 64 else tuned(mla_splits, num_warps=8)
     options = {"heads": heads, "rank": rank, "scale": scale, "splits": splits}
-    parts = kernel(q.reshape(batch, rows, width), cache, lengths, table, **options, **tiles)
+    parts = kernel(q.reshape(batch, rows, width), cache, lengths, table, scales, **options, **tiles)
     if splits == 1:
         return parts.reshape(batch, t, heads, rank)
     acc, m, l = (x.reshape(batch, 1, splits, t, heads, *x.shape[3:]) for x in parts)
@@ -204,14 +224,19 @@ _op_of_a_device = Op(
 def _decode_jvp(rank, scale, splits, primals, tangents):
     """Of the form with all scores: the new tokens are few."""
     del splits
-    q, cache, lengths, table = primals
-    same = lambda q, cache: mla_decode_reference(q, cache, lengths, rank=rank, pages=table, scale=scale)
-    return jax.jvp(same, (q, cache), tangents[:2])
+    q, cache, lengths, table, scales = primals
+    options = {"rank": rank, "pages": table, "scale": scale}
+    if scales is not None:
+        scaled = lambda q, scales: mla_decode_reference(q, cache, lengths, scales=scales, **options)
+        return jax.jvp(scaled, (q, scales), (tangents[0], tangents[4]))
+    return jax.jvp(lambda q, cache: mla_decode_reference(q, cache, lengths, **options), (q, cache), tangents[:2])
 
 
-def mla_decode_reference(q, cache, lengths, *, rank=512, pages=None, scale=None, splits=None):
+def mla_decode_reference(q, cache, lengths, *, rank=512, pages=None, scales=None, scale=None, splits=None):
     """`mla_decode` in jnp, with the whole matrix of scores."""
     del splits
+    if scales is not None:
+        cache = (cache.astype(jnp.float32) * scales[..., None]).astype(q.dtype)
     if q.ndim == 3:
         return mla_decode_reference(q[:, None], cache, lengths, rank=rank, pages=pages, scale=scale)[:, 0]
     batch, t, _, width = q.shape

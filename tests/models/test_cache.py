@@ -23,8 +23,11 @@ def in_other_pages(cache: kv.KVCache) -> kv.KVCache:
     return kv.KVCache(entries, cache.lengths, jnp.asarray(order, jnp.int32)[cache.table])
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gemma2", 2), ("deepseek_v3", 1)])
-def test_steps_of_several_tokens_in_pages(short, outputs, name, layers):
+STEPS = [("gemma2", 2, None, 1e-4), ("deepseek_v3", 1, None, 1e-4), ("deepseek_v3", 1, "int8", 0.3)]
+
+
+@pytest.mark.parametrize(("name", "layers", "dtype", "near"), STEPS)
+def test_steps_of_several_tokens_in_pages(short, outputs, name, layers, dtype, near):
     """Three tokens a row, of which the last two are taken back, then three again, against whole sequences. Gemma's
     first layer has a window of 8 tokens."""
     model, ids = short(name, layers).model, outputs(name)["input_ids"].astype(np.int32)
@@ -35,14 +38,15 @@ def test_steps_of_several_tokens_in_pages(short, outputs, name, layers):
         hidden, entries = model.prefill(ids)
         entries = [tuple(x[:, :start] for x in entry) for entry in entries]
         lengths = jnp.full(ids.shape[:1], start, jnp.int32)
-        cache = in_other_pages(kv.from_prefill(entries, lengths, kv.Layout(ids.shape[1], page=5)))
+        cache = in_other_pages(kv.from_prefill(entries, lengths, kv.Layout(ids.shape[1], dtype, page=5)))
         first, cache = model.step(ids[:, start : start + 3], cache)
         cache = kv.KVCache(cache.entries, cache.lengths - 2, cache.table)
         second, cache = model.step(ids[:, start + 1 : start + 4], cache)
         return jnp.concatenate([first, second], axis=1), cache.lengths, model.head(hidden[:, -NEW:])
 
     got, lengths, logits = run(ids)
-    assert np.abs(got - logits[:, [0, 1, 2, 1, 2, 3]]).max() < 1e-4
+    off = np.abs(got - logits[:, [0, 1, 2, 1, 2, 3]])
+    assert off.max() < near
     assert (np.asarray(lengths) == ids.shape[1]).all()
 
 

@@ -95,9 +95,7 @@ def test_other_dtypes_are_refused(tiny_folder, options, message):
         jtile.models.load(tiny_folder, **options)
 
 
-def test_caches_that_there_are_not(data, tiny_folder, monkeypatch):
-    with pytest.raises(ModelError, match="a cache of latent vectors has no scales, which int8 needs; use bfloat16"):
-        jtile.models.load(data / "deepseek_v3", cache_dtype="int8")
+def test_caches_that_there_are_not(monkeypatch):
     lacking = dataclasses.replace(jt.target(), dtypes=("float32", "int8", "int32", "bool"))
     monkeypatch.setattr(jt, "target", lambda: lacking)
     with pytest.raises(ModelError, match=r"cache_dtype: the target .* has no float8_e4m3fn; it has float32, int8"):

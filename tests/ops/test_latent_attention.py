@@ -83,3 +83,38 @@ def test_errors():
     ]:
         with pytest.raises(error, match=problem):
             ops.mla_decode(*args, **options)
+
+
+@pytest.mark.parametrize(("dtype", "splits"), [("int8", 1), ("float8_e4m3fn", 2)])
+def test_entries_of_eight_bits(dtype, splits):
+    """In pages; what stands behind the length may be anything, scales too."""
+    q, pool = operands(2, 2, 6, 96, 24, 8)
+    pool = np.asarray(pool).reshape(6, 32, 32)
+    scales = np.abs(pool).max(-1) / float(127 if dtype == "int8" else 448)
+    whole = pool / scales[..., None]
+    bits = jnp.asarray(np.rint(whole) if dtype == "int8" else whole).astype(dtype)
+    pool = jnp.asarray(pool)
+    pages, lengths = np.array([[5, 0, 3], [1, 4, -7]], np.int32), np.array([96, 41], np.int32)
+    scales[4, 9:] = np.nan
+    run = lambda scales, op: evaluated(
+        lambda q: op(q, bits, lengths, rank=24, pages=pages, scales=scales, splits=splits)
+    )(q)
+    got, want = run(scales, ops.mla_decode), run(np.nan_to_num(scales), mla_decode_reference)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+    exact = evaluated(lambda q: mla_decode_reference(q, pool, lengths, rank=24, pages=pages))(q)
+    assert np.abs(np.asarray(want) - np.asarray(exact)).max() < (0.03 if dtype == "int8" else 0.15)
+
+
+def test_slopes_and_errors_of_scales():
+    q, cache = operands(1, 1, 2, 12, 8, 4)
+    bits, scales, lengths = jnp.asarray(cache * 40).astype(jnp.int8), jnp.full((1, 12), 1 / 40), np.array([9], np.int32)
+    slopes = lambda op: evaluated(jax.grad(lambda q, s: (op(q, bits, lengths, rank=8, scales=s) ** 2).sum(), (0, 1)))
+    for got, want in zip(slopes(ops.mla_decode)(q, scales), slopes(mla_decode_reference)(q, scales), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-5)
+    run = lambda cache, scales: ops.mla_decode(q, cache, lengths, rank=8, scales=scales)
+    with pytest.raises(KernelTypeError, match="with scales the cache is int8 or float8_e4m3fn, got float32"):
+        run(cache, scales)
+    with pytest.raises(KernelValueError, match=r"scales has shape \(12,\), expected \(1, 12\)"):
+        run(bits, scales[0])
+    with pytest.raises(KernelTypeError, match="the scales are float32, got bfloat16"):
+        run(bits, scales.astype(jnp.bfloat16))
