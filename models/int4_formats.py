@@ -93,9 +93,9 @@ def gptq(tensors: Mapping[str, Stored], base: str, group: int | None, less_one: 
     zeros = part(tensors, f"{base}.qzeros", name, (groups, out // PER_WORD))
     scales = part(tensors, f"{base}.scales", name, (groups, out))
     in_order(tensors, f"{base}.g_idx", name, rows * PER_WORD, groups)
-    zero = _codes(jnp.asarray(zeros.host()), 1) + np.uint8(less_one)
-    symmetric = bool((zero == 8).all())
-    return _gptq(tensors[name](), None if symmetric else zero, scales())
+    pairs = np.ascontiguousarray(zeros.host()).view(np.uint8)
+    zero = np.stack([pairs & 15, pairs >> 4], axis=2).reshape(groups, out) + np.uint8(less_one)
+    return _gptq(tensors[name](), None if (zero == 8).all() else zero, scales())
 
 
 def packed(tensors: Mapping[str, Stored], base: str, group: int | None, bits: int) -> QuantizedTensor:

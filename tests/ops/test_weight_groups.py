@@ -82,12 +82,10 @@ def grouped(kind, group, inner=512, out=12, seed=1):
     ("kind", "group", "arch", "m"),
     [
         ("q4_0", 128, None, 1),
-        ("q4_1", 64, None, 5),
         ("q8_0", 256, None, 5),
         ("q4_1", 64, "sm_90", 1),
         ("q4_0", 128, "sm_90", 5),
         ("fp8", 128, None, 5),
-        ("fp8", 512, "sm_90", 1),
     ],
 )
 def test_products(kind, group, arch, m):
@@ -101,9 +99,8 @@ def test_products(kind, group, arch, m):
     assert relative_error(g, 2 * want @ matrix) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0"])
-def test_rows_of_a_table(kind):
-    w, ids = grouped(kind, 128), np.array([3, 0, 11, 99], np.int32)
+def test_rows_of_a_table():
+    w, ids = grouped("q4_1", 128), np.array([3, 0, 11, 99], np.int32)
     for table in (w, w.packed()):
         want = evaluated(embedding_reference)(w, ids)
         np.testing.assert_array_equal(evaluated(ops.embedding)(table, ids), want)
@@ -112,10 +109,8 @@ def test_rows_of_a_table(kind):
 @pytest.mark.parametrize(
     ("kind", "group", "inner", "packed"),
     [
-        ("q4_0", 128, 2048, 128),
         ("q4_0", 512, 2048, 128),
         ("q4_0", 128, 512, 64),
-        ("q8_0", 128, 2048, 64),
         ("q4_0", 128, 384, 128),
     ],
 )
@@ -128,7 +123,6 @@ def test_packing_halves_groups_that_tensor_maps_do_not_copy(kind, group, inner, 
 STREAMED = {  # kind, group, in, dtype of the scales, meta-parameters
     "q4_0, 128": ("q4_0", 128, 2048, "float16", {}),
     "q4_1, 64, rounds": ("q4_1", 64, 2048, "float16", {"roles": 1, "rows": 4}),
-    "q8_0, 64": ("q8_0", 64, 1024, "float16", {"rows": 4}),
     "fp8, 128": ("fp8", 128, 1024, "float32", {}),
     "fp8, a row": ("fp8", 1024, 1024, "float32", {"roles": 1, "rows": 4}),
 }
@@ -168,7 +162,6 @@ def test_copies_of_scales_go_to_multiples_of_128_bytes():
 
 SEVERAL = {  # kind, group, in, dtype of the scales, meta-parameters
     "q4_0, 128": ("q4_0", 128, 1024, "bfloat16", {"high": 2, "deep": 2, "splits": 2}),
-    "q4_1, 64": ("q4_1", 64, 512, "float16", {}),
     "q4_1, 256": ("q4_1", 256, 1024, "float32", {"splits": 1}),
     "fp8, 128": ("fp8", 128, 512, "float32", {}),
     "fp8, a row, of halves": ("fp8", 256, 256, "float32", {}),
@@ -180,10 +173,10 @@ def test_several_rows_on_warpgroups(case):
     *of, options = SEVERAL[case]
     p, matrix = packed_in_groups(*of, out=64)
     kind, inner = of[0], of[2]
-    x = normal(2, 20, inner, dtype="float16" if "halves" in case else "bfloat16")
+    x = normal(2, 8, inner, dtype="float16" if "halves" in case else "bfloat16")
     weight = Weight(p.codes, p.scale, p.scale if p.minimum is None else p.minimum)
     assert hopper_quantized.misfit(x, weight, kind) is None
-    meta = hopper_quantized.choice(20, 64, inner, kind) | options
+    meta = hopper_quantized.choice(8, 64, inner, kind) | options
     y = hopper_quantized.hopper_quantized_product.interpret(x, weight, kind=kind, seed=len(case), **meta)
     assert relative_error(np.asarray(y).sum(0), np.asarray(x, np.float32) @ matrix.T) < 5e-3  # weights in bfloat16
     lines = Weight(p.codes, jnp.ones((64, 3)))
@@ -215,25 +208,25 @@ def rounded_to_8_bits(x, groups):
     return ((parts / scale).astype(jnp.float8_e4m3fn).astype(np.float32) * scale).reshape(x.shape)
 
 
-@pytest.mark.parametrize("activations", ["rows", "blocks"])
-def test_rows_that_are_rounded_too(activations):
-    groups = 1 if activations == "rows" else 4
-    codes = np.asarray(normal(1, 256, 512, dtype="float8_e4m3fn"))
+@pytest.mark.parametrize(("activations", "packed"), [("rows", True), ("blocks", False)])
+def test_rows_that_are_rounded_too(activations, packed):
+    groups = 1 if activations == "rows" else 2
+    codes = np.asarray(normal(1, 256, 256, dtype="float8_e4m3fn"))
     scale = np.repeat(np.exp2(np.asarray(normal(2, 2, groups))), 128, axis=0)
     w = QuantizedTensor.from_float8(jnp.asarray(codes), jnp.asarray(scale))
     w = dataclasses.replace(w, activations=activations)
-    x = np.asarray(normal(3, 128, 512, dtype="bfloat16"))
-    want = rounded_to_8_bits(x, groups) @ np.asarray(w.dequantize()).T
+    x = np.asarray(normal(3, 128, 256, dtype="bfloat16"))
+    want = rounded_to_8_bits(x, groups) @ (codes.astype(np.float32) * np.repeat(scale, 256 // groups, axis=1)).T
+    form = w.packed() if packed else w
     with jt.config(arch="sm_90"):
-        for form in (w, w.packed()):
-            chosen = ops.choices(ops.quantized_matmul, x, form)
-            assert [c.implementation for c in chosen] == ["rows in 8 bits"]
-            stored = Weight(form.codes, form.scale)
-            y = float8_rows.product(jnp.asarray(x), stored, activations=activations, out_dtype="float32")
-            assert relative_error(y, want) < 3e-6
+        chosen = ops.choices(ops.quantized_matmul, x, form)
+        assert [c.implementation for c in chosen] == ["rows in 8 bits"]
+        product = functools.partial(float8_rows.product, activations=activations, out_dtype="float32")
+        y = evaluated(lambda x: product(x, Weight(form.codes, form.scale)))(x)
+        assert relative_error(y, want) < 3e-6
         for other, why in ((x[:5], "fewer than 128 rows"), (x.astype(np.float32), "rows are float32")):
             assert why in str(ops.choices(ops.quantized_matmul, other, w)[0])
     both = QuantizedTensor.concatenate([w, w])
-    assert both.activations == activations and both.shape == (512, 512)
+    assert both.activations == activations and both.shape == (512, 256)
     apart = QuantizedTensor.concatenate([w.rows(np.arange(40)), w])
     assert apart.activations == (None if activations == "blocks" else activations)

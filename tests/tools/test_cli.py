@@ -32,7 +32,7 @@ def run(*args):
 def test_help_lists_the_commands(jtile):
     done = jtile("--help")
     assert done.returncode == 0, done.stderr
-    for command in ("info", "generate", "inspect", "cache", "demo"):
+    for command in ("info", "generate", "quantize", "inspect", "cache", "demo"):
         assert command in done.stdout
 
 
