@@ -154,8 +154,10 @@ class Decoder(nnx.Module):
         """`weight(name, shape)` gives the checkpoint's tensor of that (transformers) name, checked against `shape`;
         `tied`: the embedding serves as the output head; `dtype`: see above, and `dtypes.rounding`."""
         table = (config.vocab_size, config.hidden_size)
-        self.config, self.dtype, weight = config, dtype, packing(rounding(config.stored(weight), dtype))
-        self.embedding = nnx.Param(weight("model.embed_tokens.weight", table))
+        self.config, self.dtype, plain = config, dtype, rounding(config.stored(weight), dtype)
+        weight = packing(plain)
+        # a table that nothing is multiplied with gives its rows sooner as they are
+        self.embedding = nnx.Param((weight if tied else plain)("model.embed_tokens.weight", table))
         self.blocks = nnx.List([config.block(i, weight) for i in range(config.num_layers)])
         self.norm = nnx.Param(as_float32(weight("model.norm.weight", (config.hidden_size,))))
         self.output = None if tied else nnx.Param(weight("lm_head.weight", table))
