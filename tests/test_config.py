@@ -106,6 +106,7 @@ def test_environment_sizes(environment, text, size):
 )
 def test_environment_flags(environment, text, flag):
     assert environment(JTILE_INTERPRET=text).interpret is flag
+    assert environment(JTILE_OVERLAP=text).overlap is flag
 
 
 def test_environment_texts(environment):
@@ -135,6 +136,7 @@ def test_a_relative_xdg_folder_is_ignored(environment, monkeypatch, text):
     ("variable", "value", "message"),
     [
         ("JTILE_VERIFY", "maybe", "JTILE_VERIFY='maybe': expected 1 or 0"),
+        ("JTILE_OVERLAP", "maybe", "JTILE_OVERLAP='maybe': expected 1 or 0"),
         ("JTILE_SEED", "x", "JTILE_SEED='x': expected a whole number"),
         ("JTILE_SEED", "1K", "JTILE_SEED='1K': expected a whole number"),
         ("JTILE_CACHE_SIZE", "-1", "JTILE_CACHE_SIZE='-1': expected bytes"),
