@@ -269,7 +269,8 @@ def _start(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, p
     length = prompt.ids.shape[1]
     size = kv.bucket(length, lm.config.max_length)
     # No rings: tokens that are not kept would have overwritten older ones of the window.
-    layout = kv.Layout(kv.bucket(max(size, length + new_tokens + plan.count)), lm.cache_dtype, (), lm.page_size)
+    slots, windows = kv.bucket(max(size, length + new_tokens + plan.count)), (None,) * len(lm.windows)
+    layout = kv.Layout(slots, lm.cache_dtype, windows, lm.page_size)
     static = {"steps": choice.steps, "logprobs": choice.logprobs}
     ids, numbers = widen(prompt.ids, size), (choice.numbers, choice.ends)
     prefill, first = lm._compiled(programs.prefill, ids, prompt.lengths, *numbers, layout=layout, **static)
@@ -279,7 +280,7 @@ def _start(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, p
         start_drafts = lambda: jnp.asarray(widen(prompt.ids, layout.slots))
         drafts = jax.ShapeDtypeStruct((len(ids), layout.slots), jnp.int32)
     else:
-        of_draft = dataclasses.replace(layout, dtype=draft.cache_dtype, page=draft.page_size)
+        of_draft = kv.Layout(slots, draft.cache_dtype, page=draft.page_size)
         begin, second = draft._compiled(draft_cache, ids, prompt.lengths, layout=of_draft)
         start_drafts, drafts = (lambda: begin(draft._weights, ids, prompt.lengths)), shapes(begin.out_info)
     tokens, _, done, memory = shapes(prefill.out_info)

@@ -23,14 +23,10 @@ def in_other_pages(cache: kv.KVCache) -> kv.KVCache:
     return kv.KVCache(entries, cache.lengths, jnp.asarray(order, jnp.int32)[cache.table])
 
 
-STEPS = [("gemma2", 2, None, 1e-4), ("deepseek_v3", 1, None, 1e-4), ("deepseek_v3", 1, "int8", 0.3)]
-
-
-@pytest.mark.parametrize(("name", "layers", "dtype", "near"), STEPS)
-def test_steps_of_several_tokens_in_pages(short, outputs, name, layers, dtype, near):
-    """Three tokens a row, of which the last two are taken back, then three again, against whole sequences. Gemma's
-    first layer has a window of 8 tokens."""
-    model, ids = short(name, layers).model, outputs(name)["input_ids"].astype(np.int32)
+@pytest.mark.parametrize(("dtype", "near"), [(None, 1e-4), ("int8", 0.3)])
+def test_steps_of_several_tokens_in_pages(short, outputs, dtype, near):
+    """Three tokens a row, of which the last two are taken back, then three again, against whole sequences."""
+    model, ids = short("deepseek_v3", 1).model, outputs("deepseek_v3")["input_ids"].astype(np.int32)
 
     @jax.jit
     def run(ids):
@@ -114,12 +110,12 @@ def test_keys_and_values_of_eight_bits_are_what_they_were(dtype):
 
 
 def test_rings_pages_and_eight_bits_of_one_model(short, outputs):
-    """Layer 0 has a window of 8 tokens, the prompt 24: the tokens of a float cache in one piece, but where two logits
-    are nearly equal."""
-    ids = outputs("gemma2")["input_ids"]
-    plain, held = (short("gemma2", 2, **more) for more in ({}, {"cache_dtype": "int8", "page_size": 16}))
-    same = plain.generate(ids, 9, eos=None) == held.generate(ids, 9, eos=None)
-    assert same[:, :4].all()
+    """Layer 0 has a window of 8 tokens, the prompt 24: the tokens of whole sequences, but where two logits are nearly
+    equal."""
+    lm, ids = short("gemma2", 2, cache_dtype="int8", page_size=16), outputs("gemma2")["input_ids"]
+    made = lm.generate(ids, 9, eos=None)
+    likeliest = np.asarray(lm.logits(np.concatenate([ids, made], axis=1))).argmax(-1)[:, ids.shape[1] - 1 : -1]
+    assert np.mean(made == likeliest) > 0.8
 
 
 @pytest.mark.parametrize("page_size", [0, 2.5, True])

@@ -42,31 +42,32 @@ def test_a_row_that_ended_waits_for_the_others(tiny, golden):
     assert (out[0, at:] == end).all()
 
 
-def test_sampled_rows_depend_on_their_seed_and_not_on_their_batch(tiny, golden):
-    options = dict(temperature=1.5, top_k=50, top_p=0.95, eos=None)
+def test_sampled_rows_depend_on_their_seed_and_not_on_their_batch(short, golden):
+    lm, options = short("llama", 1), dict(temperature=1.5, eos=None)
     ids = golden["input_ids"]
-    both = tiny.generate(ids, 20, seed=7, **options)
-    assert np.array_equal(both[::-1], tiny.generate(ids[::-1], 20, seed=[8, 7], **options))
-    assert tiny.generate(ids[1].tolist(), 20, seed=8, **options).tolist() == both[1].tolist()
-    assert tiny.generate(ids[1].tolist(), 20, seed=9, **options).tolist() != both[1].tolist()
+    both = lm.generate(ids, 20, seed=7, **options)
+    assert np.array_equal(both[::-1], lm.generate(ids[::-1], 20, seed=[8, 7], **options))
+    assert lm.generate(ids[1].tolist(), 20, seed=8, **options).tolist() == both[1].tolist()
+    assert lm.generate(ids[1].tolist(), 20, seed=9, **options).tolist() != both[1].tolist()
 
 
-def test_penalties_biases_and_log_probabilities(tiny, row):
+def test_penalties_biases_and_log_probabilities(short, row):
     """Greedy with all of them, against the logits of whole sequences."""
-    stream = tiny.stream(
+    lm = short("llama", 1)
+    stream = lm.stream(
         row, 12, eos=None, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={5: 4.0},
         logprobs=True,
     )  # fmt: skip
     made = list(stream)
-    logits = np.asarray(tiny.logits([row + made]), np.float64)[0, len(row) - 1 : -1]
+    logits = np.asarray(lm.logits([row + made]), np.float64)[0, len(row) - 1 : -1]
     rest = np.log(np.exp(logits).sum(-1))
     np.testing.assert_allclose(stream.logprobs, logits[np.arange(12), made] - rest, atol=1e-4)
+    assert (logits.argmax(-1) != made).any()
     logits[:, 5] += 4
     for i, x in enumerate(logits):
         seen, counts = row + made[:i], np.bincount(made[:i], minlength=256)
         x[seen] = np.where(x[seen] > 0, x[seen] / 1.4, x[seen] * 1.4)
         assert made[i] == (x - 0.2 * counts - 0.3 * (counts > 0)).argmax()
-    assert made != tiny.generate(row, 12, eos=None).tolist()
 
 
 def test_generation_ends_with_the_context(tiny, row):
