@@ -102,13 +102,16 @@ class Slots:
         q, *held = kernel(qkv, cos, sin, self.lengths, *held, weights, self.table, **options)
         return q, self._with(held[:2], held[2:])
 
-    def attend(self, q, window: int | None = None, scale: float | None = None, softcap: float | None = None):
+    def attend(
+        self, q, window: int | None = None, scale: float | None = None, softcap: float | None = None, sinks=None
+    ):
         """Causal attention of the tokens that were appended last, q [batch * t, heads, head_dim], rounded to the
-        dtype of a cache of floats; the result has q's shape and dtype. `window`, `scale`, `softcap`: see
-        `ops.decode_attention`."""
+        dtype of a cache of floats; the result has q's shape and dtype. `window`, `scale`, `softcap`,
+        `sinks`: see `ops.decode_attention`."""
         (keys, values), scales = self.entry.arrays, self.entry.scales or None
         window = None if self.entry.ring else window  # a ring holds what a token sees, in any order
-        options = {"pages": self.table, "scales": scales, "window": window, "scale": scale, "softcap": softcap}
+        options = {"pages": self.table, "scales": scales, "window": window, "scale": scale, "softcap": softcap,
+                   "sinks": sinks}  # fmt: skip
         new = self._tokens(q if scales else q.astype(keys.dtype))
         y = ops.decode_attention(new, keys, values, self._longer(q), **options)
         return y.reshape(q.shape).astype(q.dtype)

@@ -50,7 +50,8 @@ class AttentionConfig:
     """Grouped-query attention. `window`: a token sees its newest `window` keys, itself included (None: all);
     `norm_eps`: of the RMS norms of each head's queries and keys before they are rotated (None: no such norms);
     `scale`: of the scores (None: 1 / sqrt(head_dim)), which become softcap * tanh(score / softcap), if given;
-    `biased`: the projections of queries, keys and values have biases."""
+    `biased`: the projections of queries, keys and values have biases, and `output_biased` that of the output; `sinks`:
+    each head has a score that takes part in its softmax as that of a key without a value."""
 
     heads: int
     kv_heads: int
@@ -61,6 +62,8 @@ class AttentionConfig:
     scale: float | None = None
     softcap: float | None = None
     biased: bool = False
+    output_biased: bool = False
+    sinks: bool = False
 
     def __post_init__(self):
         if self.heads % self.kv_heads:

@@ -37,6 +37,8 @@ class Attention(nnx.Module):
         self.qkv, self.output = nnx.Param(fuse(qkv)), nnx.Param(output)
         bias = lambda name: as_float32(weight(f"{prefix}{name}_proj.bias", shapes[name][:1]))
         self.bias = nnx.Param(jnp.concatenate([bias(name) for name in "qkv"])) if config.biased else None
+        self.output_bias = nnx.Param(bias("o")) if config.output_biased else None
+        self.sinks = nnx.Param(as_float32(weight(f"{prefix}sinks", (config.heads,)))) if config.sinks else None
         norm = lambda name: nnx.Param(as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,))))
         self.q_norm, self.k_norm = (None, None) if config.norm_eps is None else (norm("q"), norm("k"))
 
@@ -53,25 +55,29 @@ class Attention(nnx.Module):
     def enter(self, x, delta, norm, eps: float):
         """(x + delta, the projection of its norm [..., (heads + 2 kv_heads) head_dim]); x, delta [..., hidden]."""
         x, qkv = layers.add_norm_linear(x, delta, norm, eps, self.qkv.get_value())
-        if self.bias is None:
-            return x, qkv
-        bias = self.bias.get_value().reshape((1,) * (qkv.ndim - 1) + (-1,))
-        return x, (qkv.astype(jnp.float32) + bias).astype(qkv.dtype)
+        return x, layers.with_bias(qkv, _value(self.bias))
+
+    def _leave(self, mixed):
+        return layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias))
 
     def prefill(self, qkv, cos, sin):
         """The projection [batch, length, ...]; returns (output [batch, length, hidden], (k, v))."""
         c = self.config
         q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
-        mixed = layers.attention(q, k, v, c.window, c.scale, c.softcap)
-        return layers.linear(mixed.reshape(*qkv.shape[:2], -1), self.output.get_value()), (k, v)
+        mixed = layers.attention(q, k, v, c.window, c.scale, c.softcap, _value(self.sinks))
+        return self._leave(mixed.reshape(*qkv.shape[:2], -1)), (k, v)
 
     def step(self, qkv, cos, sin, slots: kv.Slots):
         """The projection [batch * t, ...] of the next t tokens of each row, against this layer's part of the cache;
         returns (output [batch * t, hidden], the longer part)."""
         c = self.config
         q, slots = slots.append(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
-        mixed = slots.attend(q, c.window, c.scale, c.softcap)
-        return layers.linear(mixed.reshape(qkv.shape[0], -1), self.output.get_value()), slots
+        mixed = slots.attend(q, c.window, c.scale, c.softcap, _value(self.sinks))
+        return self._leave(mixed.reshape(qkv.shape[0], -1)), slots
+
+
+def _value(param: nnx.Param | None):
+    return None if param is None else param.get_value()
 
 
 class GatedMLP(nnx.Module):

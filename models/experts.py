@@ -6,7 +6,7 @@ stay on the device, so one compiled program serves every routing. The routers st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from .config import WeightSource
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
-def mixture(x, experts, weights, gate_up, down):
+def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Callable = ops.swiglu):
     """sum_j weights[t, j] MLP_e(x[t]) with e = experts[t, j] and MLP_e(x) = down_e (silu(gate_e x) * (up_e x)).
 
     Operands of the products have the dtype of the experts' weights, what stands between them that of x; sums are
@@ -31,6 +31,8 @@ def mixture(x, experts, weights, gate_up, down):
       x: float [tokens, hidden].
       experts: int32 [tokens, k], in [0, E). weights: float32 [tokens, k].
       gate_up: [E, 2 f, hidden], the gate's rows before those of up. down: [E, hidden, f].
+      biases: float32 [E, 2 f] and [E, hidden] of the two products, or None.
+      gated: what gate and up come together by, [rows, 2 f] -> [rows, f].
     Returns:
       [tokens, hidden] of x's dtype.
     """
@@ -39,8 +41,12 @@ def mixture(x, experts, weights, gate_up, down):
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # row r of the sorted ones is token order[r] // k
     sizes = jnp.zeros((gate_up.shape[0],), jnp.int32).at[chosen].add(1)
     rows = x.astype(gate_up.dtype)[order // k]
-    product = lambda y, w: ops.grouped_matmul(y.astype(w.dtype), w, sizes, transpose_w=True, out_dtype=x.dtype)
-    y = product(ops.swiglu(product(rows, gate_up)), down)
+
+    def product(y, w, bias):
+        y = ops.grouped_matmul(y.astype(w.dtype), w, sizes, transpose_w=True, out_dtype=x.dtype)
+        return y if bias is None else (y.astype(jnp.float32) + bias[chosen[order]]).astype(y.dtype)
+
+    y = product(gated(product(rows, gate_up, biases[0])), down, biases[1])
     place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
     shares = y[place].reshape(tokens, k, -1).astype(jnp.float32) * weights[:, :, None]
     return shares.sum(1).astype(x.dtype)

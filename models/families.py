@@ -11,6 +11,7 @@ from .config import DecoderConfig
 from .deepseek import DeepseekConfig
 from .entries import items
 from .gemma import GemmaConfig
+from .gpt_oss import GptOssConfig
 from .llama import LlamaConfig
 from .mixtral import MixtralConfig
 from .qwen3 import Qwen3Config
@@ -20,6 +21,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", DeepseekConfig.from_hf),
     "gemma2": ("Gemma2ForCausalLM", GemmaConfig.from_hf),
     "gemma3_text": ("Gemma3ForCausalLM", GemmaConfig.from_hf),
+    "gpt_oss": ("GptOssForCausalLM", GptOssConfig.from_hf),
     "llama": ("LlamaForCausalLM", LlamaConfig.from_hf),
     "mistral": ("MistralForCausalLM", mistral.from_hf),
     "mixtral": ("MixtralForCausalLM", MixtralConfig.from_hf),

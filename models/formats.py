@@ -16,6 +16,7 @@ from jtile.ops import QuantizedTensor
 
 from . import int4_formats
 from .entries import count, number, table
+from .float4_formats import mxfp4
 from .float8_formats import float8, float8_method
 from .mapped import Stored
 
@@ -110,12 +111,17 @@ def _float8(tensors: Mapping[str, Stored], entries: Mapping, source: str) -> Rea
     return dict(float8(tensors, float8_method(entries, [], [], source)))
 
 
+def _float4(tensors: Mapping[str, Stored], entries: Mapping, source: str) -> Readers:
+    return dict(mxfp4(tensors))
+
+
 METHODS: dict[str, Callable[[Mapping[str, Stored], Mapping, str], Readers]] = {
     "awq": _awq,
     "compressed-tensors": _compressed,
     "fbgemm_fp8": _float8,
     "fp8": _float8,
     "gptq": _gptq,
+    "mxfp4": _float4,
 }
 
 

@@ -78,6 +78,13 @@ def _made_before(x, *weights: Weight):
     return jt.config(overlap=False) if made else contextlib.nullcontext()
 
 
+def with_bias(y, bias):
+    """y [..., features] + bias float32 [features], or None; in y's dtype."""
+    if bias is None:
+        return y
+    return (y.astype(jnp.float32) + bias.reshape((1,) * (y.ndim - 1) + (-1,))).astype(y.dtype)
+
+
 def _beside(x, weight):
     """A weight for the product with x: tensor cores take operands of one dtype, so that beside 16-bit rows a dense one
     is rounded to theirs. Beside float32 rows it stays as it is stored, and a quantised one always does."""
@@ -107,10 +114,10 @@ def split_heads(qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | Non
     return kernels.rope_split(qkv, cos, sin, weights, heads=heads, kv_heads=kv_heads, eps=eps, bt=bt)
 
 
-def attention(q, k, v, window: int | None = None, scale: float | None = None, softcap: float | None = None):
+def attention(q, k, v, window: int | None = None, scale: float | None = None, softcap: float | None = None, sinks=None):
     """Causal attention of q [batch, length, heads, head_dim] over k, v [batch, length, kv_heads, head_dim]; with a
-    window a token sees its newest `window` keys, itself included; `scale` and `softcap`: see `ops.attention`."""
-    return ops.attention(q, k, v, causal=True, window=window, scale=scale, softcap=softcap)
+    window a token sees its newest `window` keys, itself included; `scale`, `softcap`, `sinks`: see `ops.attention`."""
+    return ops.attention(q, k, v, causal=True, window=window, scale=scale, softcap=softcap, sinks=sinks)
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}

@@ -17,8 +17,8 @@ from .entries import number, table
 class RopeScaling:
     """How rotary frequencies are stretched: "linear" (all by `factor`), "llama3" (low frequencies by `factor`), "yarn"
     (as llama3, with a ramp over pairs between those that turn `beta_fast` and `beta_slow` times in the original
-    context; cos and sin are multiplied by `attention_factor`), or "factors" (frequency i by `factors[i]`, as GGUF files
-    store it)."""
+    context, in whole numbers if `whole_pairs`; cos and sin are multiplied by `attention_factor`), or "factors"
+    (frequency i by `factors[i]`, as GGUF files store it)."""
 
     kind: str
     factor: float = 1.0
@@ -29,6 +29,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    whole_pairs: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,9 @@ class Rope:
         """float64 [size / 2] in [0, 1]: how much YaRN slows each pair (Peng et al. 2023)."""
         # pair i turns L theta^(-2i / size) / 2 pi times in L positions
         pair = lambda turns: self.size * math.log(scaling.original_max_length / (turns * 2 * math.pi), self.theta) / 2
-        low = max(math.floor(pair(scaling.beta_fast)), 0)
-        high = min(math.ceil(pair(scaling.beta_slow)), self.size - 1)
+        low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+        low, high = (math.floor(low), math.ceil(high)) if scaling.whole_pairs else (low, high)
+        low, high = max(low, 0), min(high, self.size - 1)
         return np.clip((np.arange(self.size // 2) - low) / max(high - low, 1e-3), 0, 1)
 
 
@@ -121,4 +123,5 @@ def _read_yarn(rope: Mapping, config: Mapping) -> RopeScaling:
         beta_fast=number(rope, "beta_fast", 32.0, float),
         beta_slow=number(rope, "beta_slow", 1.0, float),
         attention_factor=number(rope, "attention_factor", attention, float),
+        whole_pairs=bool(rope.get("truncate", True)),
     )

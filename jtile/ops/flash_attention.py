@@ -137,12 +137,14 @@ def attention(
     softcap: float | None = None,
     lengths: jax.Array | None = None,
     offsets: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """`softmax(scale q k^T) v` per head; blocks of keys that no query of a block sees are skipped.
 
-    Differentiable in q, k and v, not in lengths and offsets. Backwards, the scores are computed again from the saved
-    log-sum-exp of each query: memory grows with the sequence, not with its square. On Hopper (16-bit floats, heads of
-    33 to 128, no softcap) the slope of q is added up in float32 in any order: its last bits differ from run to run.
+    Differentiable in q, k, v and sinks, not in lengths and offsets. Backwards, the scores are computed again from the
+    saved log-sum-exp of each query: memory grows with the sequence, not with its square. On Hopper (16-bit floats,
+    heads of 33 to 128, no softcap) the slope of q is added up in float32 in any order: its last bits differ from run to
+    run.
 
     Args:
       q: float array [batch, t, heads, d].
@@ -154,6 +156,8 @@ def attention(
       softcap: scores become `softcap * tanh(score / softcap)`.
       lengths: int [batch], keys of each batch row that count; default all.
       offsets: int [batch], the position of query 0 among the keys (chunked prefill); default 0.
+      sinks: float [heads], a score of each head, neither scaled nor bounded, that takes part in the softmax as that of
+        a key which every query sees and whose value is zero.
     Returns:
       An array like `q`, computed in float32 (float64 for float64); a query that sees no key gives zeros.
     Raises:
@@ -169,7 +173,20 @@ def attention(
     sizes = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
     tiles = _tiles(*sizes, bounds[1] is not None, lengths is not None)
     lengths, offsets = (None if x is None else x.astype(jnp.int32) for x in (lengths, offsets))
-    return _run(q, k, v, lengths, offsets, scale=scale, softcap=softcap, window=bounds, **tiles)
+    options = {"scale": scale, "softcap": softcap, "window": bounds} | tiles
+    if sinks is None:
+        return _run(q, k, v, lengths, offsets, **options)
+    check_sinks("attention", q, sinks)
+    o, lse = _run(q, k, v, lengths, offsets, save=True, **options)
+    # of all weights those of keys have the share 2^lse / (2^lse + e^sink)
+    share = jax.nn.sigmoid((lse - sinks.astype(lse.dtype)[None, :, None] * LOG2_E) * math.log(2.0))
+    return (o.astype(lse.dtype) * share.swapaxes(1, 2)[..., None]).astype(o.dtype)
+
+
+def check_sinks(op: str, q, sinks) -> None:
+    """Typed errors for sinks that do not fit the queries [batch, t, heads, d]."""
+    check_float(op, sinks=sinks)
+    check_shape(op, "sinks", sinks, q.shape[2:3])
 
 
 def _tiles(t: int, s: int, d: int, itemsize: int, causal: bool, lengths: bool) -> dict[str, int]:
@@ -221,7 +238,9 @@ def window_of(op: str, window, causal: bool) -> Window:
     return left, right
 
 
-def attention_reference(q, k, v, *, causal=False, window=None, scale=None, softcap=None, lengths=None, offsets=None):
+def attention_reference(
+    q, k, v, *, causal=False, window=None, scale=None, softcap=None, lengths=None, offsets=None, sinks=None
+):
     """`attention` in jnp, with the whole matrix of scores."""
     (batch, t, heads, d), (s, groups) = q.shape, k.shape[1:3]
     left, right = window_of("attention", window, causal)
@@ -237,5 +256,8 @@ def attention_reference(q, k, v, *, causal=False, window=None, scale=None, softc
     seen = seen if left is None else seen & (columns >= rows - left)
     seen = jnp.broadcast_to(seen, (batch, t, s))
     x = jnp.where(seen[:, None, None], x, -jnp.inf)
-    p = jnp.nan_to_num(jax.nn.softmax(x, -1))  # a query without keys
+    if sinks is not None:  # the last column
+        sunk = sinks.astype(x.dtype).reshape(1, groups, -1, 1, 1)
+        x = jnp.concatenate([x, jnp.broadcast_to(sunk, (*x.shape[:-1], 1))], axis=-1)
+    p = jnp.nan_to_num(jax.nn.softmax(x, -1))[..., :s]  # a query without keys
     return jnp.einsum("bghts,bsgd->btghd", p, v, precision="highest").reshape(batch, t, heads, d).astype(dtype)

@@ -19,6 +19,7 @@ from jtile.ops.flash_attention import (
     attention,
     attention_reference,
     check_operands,
+    check_sinks,
     check_softcap,
     normalised,
     online,
@@ -178,11 +179,12 @@ def decode_attention(
     softcap: float | None = None,
     window: int | None = None,
     splits: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of the newest tokens over a key-value cache that holds them already.
 
-    Differentiable in q, scales, and k and v that have none, not in lengths and pages; as `attention` over the slots in
-    use.
+    Differentiable in q, sinks, scales, and k and v that have none, not in lengths and pages; as `attention` over the
+    slots in use.
 
     Args:
       q: float array [batch, heads, d], one token a row, or [batch, t, heads, d], the last t tokens.
@@ -196,6 +198,7 @@ def decode_attention(
       softcap: scores become `softcap * tanh(score / softcap)`.
       window: a token sees its `window` newest keys, itself included.
       splits: programs that share the keys of one row and head group; default by shape.
+      sinks: float [heads]: see `attention`.
     Returns:
       An array like `q`, computed in float32 (float64 for float64); a token that sees no key gives zeros.
     Raises:
@@ -203,7 +206,7 @@ def decode_attention(
     """
     if q.ndim == 3:
         options = {"scale": scale, "softcap": softcap, "window": window, "splits": splits}
-        options |= {"pages": pages, "scales": scales}
+        options |= {"pages": pages, "scales": scales, "sinks": sinks}
         return decode_attention(q[:, None], k, v, lengths, **options)[:, 0]
     check_rank("decode_attention", "q", q, 4, "[batch, heads, d] or [batch, t, heads, d]")
     check_shape("decode_attention", "lengths", lengths, q.shape[:1])
@@ -222,7 +225,9 @@ def decode_attention(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     table = None if pages is None else pages.astype(jnp.int32)
     scales = () if scales is None else tuple(scales)
-    return _decode(q, k, v, lengths.astype(jnp.int32), table, scales, scale, softcap, window, splits)
+    if sinks is not None:
+        check_sinks("decode_attention", q, sinks)
+    return _decode(q, k, v, lengths.astype(jnp.int32), table, scales, sinks, scale, softcap, window, splits)
 
 
 def _check_scales(q, k, v, scales):
@@ -252,11 +257,15 @@ def _check_pages(q, k, v, lengths, pages) -> None:
     check_operands("decode_attention", q, of_row(k), of_row(v))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8, 9))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(7, 8, 9, 10))
 def _decode(
-    q, k, v, lengths, table, scales, scale: float, softcap: float | None, window: int | None, splits: int | None
-):
-    return _op(q, k, v, lengths, table, scales, scale=scale, softcap=softcap, window=window, splits=splits)
+    q, k, v, lengths, table, scales, sinks,
+    scale: float, softcap: float | None, window: int | None, splits: int | None,
+):  # fmt: skip
+    options = {"scale": scale, "softcap": softcap, "window": window, "splits": splits}
+    if sinks is not None:
+        return _in_splits(q, k, v, lengths, table, scales, sinks=sinks, **options)
+    return _op(q, k, v, lengths, table, scales, **options)
 
 
 def _of_all_rows(q, k, v, lengths, table, scales, *, scale: float, softcap: float | None, **_):
@@ -281,10 +290,11 @@ def _of_a_device(scale: float, softcap: float | None):
 
 def _in_splits(
     q, k, v, lengths, table, scales,
-    *, scale: float, softcap: float | None, window: int | None, splits: int | None = None,
+    *, scale: float, softcap: float | None, window: int | None, splits: int | None = None, sinks=None,
 ):  # fmt: skip
     slots, page = slots_of(k, table), k.shape[1]
     splits = splits_of(q.shape[0] * k.shape[2], slots) if splits is None else splits
+    splits = splits if sinks is None else max(splits, 2)  # of which parts come out
     keys = 128 if machine().whole else gpu_tiles.keys_of_cache(q.shape[3], q.dtype.itemsize)
     kernel, bk = decode_splits, fit(page, keys)
     if not machine().whole and scales:  # of an H200: 10 to 20 % less time than the tiles of 16-bit caches
@@ -296,7 +306,17 @@ def _in_splits(
         bk = max(x for x in range(1, min(bk, page) + 1) if page % x == 0)
     options = {"splits": splits, "bk": bk, "softcap": softcap, "window": window, "scale": scale}
     parts = kernel(q, k, v, lengths, table, scales, **options)
+    parts = parts if sinks is None else _with_sinks(*parts, sinks)
     return parts if splits == 1 else combined(*parts, dtype=q.dtype.name)
+
+
+def _with_sinks(acc, m, l, sinks):
+    """One more part, of keys whose values are zero and whose scores are the sinks."""
+    score = sinks.astype(m.dtype).reshape(m.shape[1], m.shape[4])[None, :, None, None] * LOG2_E
+    of_part = lambda x: jnp.broadcast_to(x, (*m.shape[:2], 1, *m.shape[3:]))
+    m = jnp.concatenate([m, of_part(score)], axis=2)
+    l = jnp.concatenate([l, of_part(jnp.ones((1, 1, 1, 1, 1), l.dtype))], axis=2)
+    return jnp.pad(acc, [(0, 1) if axis == 2 else (0, 0) for axis in range(acc.ndim)]), m, l
 
 
 _IN_SPLITS = Implementation("splits of each row's keys", _in_splits)
@@ -316,19 +336,24 @@ _op_of_a_device = Op(
 def _decode_jvp(scale, softcap, window, splits, primals, tangents):
     """Of the same result as `attention` over the slots in use, which has a reverse mode for any number of keys."""
     del splits
-    q, k, v, lengths, table, scales = primals
+    q, k, v, lengths, table, scales, sinks = primals
     slots = slots_of(k, table)
     lengths = jnp.clip(lengths, 0, slots)
     options = {"scale": scale, "softcap": softcap, "window": window, "causal": True}
 
-    def same(q, k, v):
+    def same(q, k, v, *sinks):
         k, v = (in_one_piece(x, table) for x in (k, v))
-        return attention(q, k, v, lengths=lengths, offsets=lengths - q.shape[1], **options)
+        more = {"sinks": sinks[0]} if sinks else {}
+        return attention(q, k, v, lengths=lengths, offsets=lengths - q.shape[1], **options, **more)
 
+    sunk = () if sinks is None else (sinks,)
+    slopes = () if sinks is None else (tangents[6],)
     if scales:
-        scaled = lambda q, of_k, of_v: same(q, *(dequantized(*x, q.dtype) for x in ((k, of_k), (v, of_v))))
-        return jax.jvp(scaled, (q, *scales), (tangents[0], *tangents[5]))
-    return jax.jvp(same, (q, k, v), tangents[:3])
+        scaled = lambda q, of_k, of_v, *sinks: same(
+            q, *(dequantized(*x, q.dtype) for x in ((k, of_k), (v, of_v))), *sinks
+        )
+        return jax.jvp(scaled, (q, *scales, *sunk), (tangents[0], *tangents[5], *slopes))
+    return jax.jvp(same, (q, k, v, *sunk), (*tangents[:3], *slopes))
 
 
 def dequantized(cache, scales, dtype):
@@ -345,13 +370,13 @@ def in_one_piece(cache, table):
 
 
 def decode_attention_reference(
-    q, k, v, lengths, *, pages=None, scales=None, scale=None, softcap=None, window=None, splits=None
+    q, k, v, lengths, *, pages=None, scales=None, scale=None, softcap=None, window=None, splits=None, sinks=None
 ):
     """`decode_attention` in jnp."""
     del splits
     if scales is not None:
         k, v = (dequantized(x, of, q.dtype) for x, of in zip((k, v), scales, strict=True))
-    options = {"scale": scale, "softcap": softcap, "window": window}
+    options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
     if q.ndim == 3:
         return decode_attention_reference(q[:, None], k, v, lengths, pages=pages, **options)[:, 0]
     k, v = (in_one_piece(x, pages) for x in (k, v))

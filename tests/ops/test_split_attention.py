@@ -39,6 +39,20 @@ def test_options(options):
     agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, tolerance=2e-6, **options)
 
 
+def test_sinks():
+    (q, k, v), sinks = operands(2, 60, 4, 2, 8, 3), np.asarray(normal(5, 4))
+    lengths = np.array([60, 2], np.int32)  # the first of three tokens sees no key
+    agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, tolerance=2e-6, sinks=sinks, window=20)
+    slopes = (
+        evaluated(jax.grad(lambda q, s, f=f: (f(q, k, v, lengths, sinks=s) ** 2).sum(), (0, 1)))(q, sinks)
+        for f in (ops.decode_attention, decode_attention_reference)
+    )
+    for a, b in zip(*slopes, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    with pytest.raises(KernelValueError, match="sinks"):
+        ops.decode_attention(q, k, v, lengths, sinks=sinks[:3])
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_in_the_interpreter(options):
     q, k, v = operands(2, 70, 4, 2, 8, 2)

@@ -53,7 +53,11 @@ def split_heads(qkv, cos, sin, heads, kv_heads, norms=None):
     return turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + kv_heads :]
 
 
-def attention(q, k, v, window=None, scale=None, softcap=None):
+def with_bias(y, bias):
+    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+def attention(q, k, v, window=None, scale=None, softcap=None, sinks=None):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * (
         q.shape[-1] ** -0.5 if scale is None else scale
@@ -61,7 +65,11 @@ def attention(q, k, v, window=None, scale=None, softcap=None):
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     seen = (seen if window is None else seen & ~jnp.tril(seen, -window))[None, None]
-    p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    p = jax.nn.softmax(scores)[..., : k.shape[1]]
     return jnp.einsum("bhts,bshd->bthd", p, v, precision="highest")
 
 
@@ -86,6 +94,7 @@ LAYERS = types.SimpleNamespace(
     rms_norm=rms_norm,
     add_norm=add_norm,
     linear=linear,
+    with_bias=with_bias,
     add_norm_linear=add_norm_linear,
     embedding=lambda table, ids, dtype: dense(table)[ids],
     HeadNorms=layers.HeadNorms,
