@@ -106,7 +106,8 @@ class Stored:
 
     @property
     def dtype(self) -> np.dtype:
-        """
+        """That of its numbers.
+
         Raises:
           ModelError: it is none that NumPy and JAX have.
         """

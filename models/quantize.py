@@ -113,7 +113,8 @@ def _a_row(dtype):
 
 
 def _scheme(to: str, group: int) -> Scheme:
-    """
+    """How `to` stores layers.
+
     Raises:
       ModelError: an unknown way of quantising, or a group that kernels do not have.
     """
