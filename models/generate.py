@@ -172,8 +172,7 @@ class LanguageModel:
             if not all(map(is_int, ends)):
                 raise PromptError(f"eos is 'model', a token id, several, or None; got {eos!r}")
         plan = Plan.of(self, draft, draft_tokens)
-        longest = min(self.config.max_length, getattr(draft, "config", self.config).max_length)
-        room = max(longest - int(prompt.lengths.max()), 0)
+        room = max(self.config.max_length - int(prompt.lengths.max()), 0)
         choice = Choice.of(Sampling(**options), len(prompt.lengths), self.config.vocab_size, ends, logprobs)
         return Generation(self, prompt, min(max_new_tokens, room), choice, plan)
 

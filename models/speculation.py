@@ -96,9 +96,11 @@ class Plan:
         if not isinstance(draft, NGram):
             if not isinstance(draft, type(lm)):
                 raise PromptError(f"a draft is a LanguageModel, an NGram or None, got {draft!r}")
-            sizes, tokenizers = (m.config.vocab_size for m in (lm, draft)), (lm.tokenizer, draft.tokenizer)
-            ours, theirs = sizes
-            if ours != theirs or (all(tokenizers) and not lm.tokenizer.same_vocabulary(draft.tokenizer)):
+            ours, theirs = (m.config.vocab_size for m in (lm, draft))
+            known = (
+                lm.tokenizer is not None and draft.tokenizer is not None
+            )  # models of a family pad their tables apart
+            if not (lm.tokenizer.same_vocabulary(draft.tokenizer) if known else ours == theirs):
                 raise PromptError(
                     f"the draft {draft.source or 'model'} has another vocabulary ({theirs} tokens) than "
                     f"{lm.source or 'the model'} ({ours}); take a draft model of the same family"
@@ -151,7 +153,8 @@ def speculate(structure, weights, draft_weights, memory, rows, total, numbers, e
 
     def round_of(_, carry):
         rows, memory, out, filled = carry
-        drafts, drafted = _propose(drafter, draft_weights, memory, rows, count, steps, numbers)
+        vocab = model.config.vocab_size
+        drafts, drafted = _propose(drafter, draft_weights, memory, rows, count, steps, numbers, vocab)
         logits, cache = model.step(jnp.concatenate([rows.tokens[:, None], drafts], axis=1), memory.cache)
         chosen = _chosen(logits, drafts, rows.made, steps, numbers, memory.penalties)
         kept = jnp.cumprod((drafts == chosen[:, :-1]).astype(jnp.int32), axis=1).sum(1)
@@ -187,8 +190,10 @@ def speculate(structure, weights, draft_weights, memory, rows, total, numbers, e
     return out[0], out[1] if logprobs else None, filled, rows, memory
 
 
-def _propose(drafter, weights, memory: Memory, rows: Rows, count: int, steps, numbers):
-    """(drafts int32 [batch, count], what the drafter holds behind them)."""
+def _propose(drafter, weights, memory: Memory, rows: Rows, count: int, steps, numbers, vocab: int):
+    """(drafts int32 [batch, count] below `vocab`, the target's number of tokens; what the drafter holds behind them).
+
+    The tables of a model and its draft may end in padding of different lengths, which no text has."""
     if isinstance(drafter, NGram):
         last = memory.cache.lengths
         history = memory.drafts.at[jnp.arange(last.shape[0]), last].set(rows.tokens, mode="drop")
@@ -198,7 +203,8 @@ def _propose(drafter, weights, memory: Memory, rows: Rows, count: int, steps, nu
     def step(carry, i):
         tokens, cache, penalties = carry
         with overlapping():
-            logits, cache = model.step(tokens, cache)
+            logits, cache = model.step(jnp.minimum(tokens, model.config.vocab_size - 1), cache)
+        logits = jnp.pad(logits[:, :vocab], ((0, 0), (0, max(vocab - logits.shape[1], 0))), constant_values=-jnp.inf)
         tokens = sampling.choose(logits, rows.made + i, steps, numbers, penalties)
         return (tokens, cache, sampling.noted(penalties, tokens)), tokens
 
@@ -281,8 +287,9 @@ def _start(lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, p
         drafts = jax.ShapeDtypeStruct((len(ids), layout.slots), jnp.int32)
     else:
         of_draft = kv.Layout(slots, draft.cache_dtype, page=draft.page_size)
-        begin, second = draft._compiled(draft_cache, ids, prompt.lengths, layout=of_draft)
-        start_drafts, drafts = (lambda: begin(draft._weights, ids, prompt.lengths)), shapes(begin.out_info)
+        known = np.minimum(ids, draft.config.vocab_size - 1)
+        begin, second = draft._compiled(draft_cache, known, prompt.lengths, layout=of_draft)
+        start_drafts, drafts = (lambda: begin(draft._weights, known, prompt.lengths)), shapes(begin.out_info)
     tokens, _, done, memory = shapes(prefill.out_info)
     counts = jax.ShapeDtypeStruct(tokens.shape, jnp.int32)
     memory, rows = Memory(memory.cache, memory.penalties, drafts), Rows(tokens, done, counts, counts, counts)

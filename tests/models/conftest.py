@@ -59,14 +59,19 @@ def tiny(model):
 
 @pytest.fixture(scope="session")
 def short():
-    """short(name, layers, page_size=None, cache_dtype=None, noise=0): the first layers of a tiny model, which compile
-    in less time than all; the matrices disturbed by `noise` of their size."""
+    """short(name, layers, page_size=None, cache_dtype=None, noise=0, vocab=None): the first layers of a tiny model,
+    which compile in less time than all; the matrices disturbed by `noise` of their size, the tables of the vocabulary
+    cut to `vocab` rows, or padded."""
 
-    def make(name: str, layers: int, noise: float = 0.0, **options) -> LanguageModel:
+    def make(name: str, layers: int, noise: float = 0.0, vocab: int | None = None, **options) -> LanguageModel:
         checkpoint, rng = open_folder(DATA / name), np.random.default_rng(0)
-        config = dataclasses.replace(checkpoint.config, num_layers=layers)
+        whole = checkpoint.config.vocab_size
+        config = dataclasses.replace(checkpoint.config, num_layers=layers, vocab_size=vocab or whole)
 
         def weight(tensor, shape):
+            if vocab and shape[0] == vocab:
+                x = np.asarray(checkpoint.weight(tensor, (whole, *shape[1:])))
+                return np.resize(x, shape)  # padding of any numbers
             x = checkpoint.weight(tensor, shape)
             return x if len(shape) < 2 or not noise else (x * (1 + noise * rng.normal(size=shape))).astype(x.dtype)
 

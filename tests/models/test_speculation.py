@@ -24,6 +24,13 @@ def near(short):
     return short("llama", 1, noise=0.05)
 
 
+class SameVocabulary:
+    """In the place of a tokenizer."""
+
+    def same_vocabulary(self, other):
+        return True
+
+
 @pytest.fixture
 def prompts(golden):
     """Two rows of different lengths."""
@@ -52,6 +59,17 @@ def test_rows_end_where_they_would(target, near, prompts, at):
     run = lambda eos, **more: np.array(list(target.stream(prompts, TOTAL, eos=eos, logprobs=True, **OPTIONS, **more)))
     end = int(run(None)[at[::-1]])
     assert np.array_equal(run(end, draft=near, draft_tokens=3), run(end))
+
+
+@pytest.mark.parametrize("vocab", [200, 272])
+def test_a_draft_of_the_same_text_has_another_table_and_a_shorter_context(target, short, prompts, vocab):
+    draft, alike = short("llama", 1, vocab=vocab), copy.copy(target)
+    draft.tokenizer = alike.tokenizer = SameVocabulary()
+    draft.config = dataclasses.replace(draft.config, max_length=26)
+    assert max(map(max, prompts)) > 200
+    stream = alike.stream(prompts, 8, eos=None, draft=draft, draft_tokens=2)
+    assert np.array_equal(np.stack(list(stream), axis=1), target.generate(prompts, 8, eos=None))
+    assert stream.stats.accepted_tokens > 0
 
 
 def test_an_ngram_drafts(short, outputs):

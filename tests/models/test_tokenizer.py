@@ -109,6 +109,13 @@ def test_llama3_takes_a_whole_word_that_no_merge_builds(letters):
     assert len(letters("gpt-2", [], ["hello"]).encode("hello")) == 5
 
 
+def test_vocabularies_are_the_same_token_by_token(letters):
+    one = letters(extra=["x1", "x2"])
+    assert one.same_vocabulary(letters(extra=["x1", "x2"]))
+    assert not one.same_vocabulary(letters(extra=["x2", "x1"]))
+    assert not one.same_vocabulary(letters(extra=["x1"]))
+
+
 def test_the_begin_token_is_added_once(letters):
     meta = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0}
     tokenizer = letters(**meta)
