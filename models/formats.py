@@ -21,6 +21,7 @@ from .float8_formats import float8, float8_method
 from .mapped import Stored
 
 Readers = dict[str, Callable[[], "jax.Array | QuantizedTensor"]]
+CONFIGURATIONS = ("quantization_config", "compression_config")  # the keys of a config.json, the newer one first
 WAY_OUT = "take one of these, or a checkpoint in bfloat16"
 
 
@@ -30,7 +31,7 @@ def readers(tensors: Mapping[str, Stored], config: Mapping, source: str) -> Read
     Raises:
       ModelError: the weights are quantised in a way that jtile does not read.
     """
-    entries = table(config, "quantization_config", "compression_config")
+    entries = table(config, *CONFIGURATIONS)
     found: Readers = {name: functools.partial(_plain, tensor) for name, tensor in tensors.items()}
     if not entries:
         return found

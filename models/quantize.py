@@ -29,13 +29,18 @@ import numpy as np
 from jtile._errors import JtileError, ModelError
 from jtile.ops import QuantizedTensor
 
+from .entries import table
 from .families import read_config
+from .float8_formats import SCALES
 from .folder import INDEX, read_json, stored_tensors
+from .formats import CONFIGURATIONS
 from .mapped import DTYPES, Stored
 
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 # The layers that every family multiplies quantised; latent attention and experts take float weights.
 LAYERS = re.compile(r"\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts\.)?(gate|up|down)_proj)\.weight$")
+# What lies in a folder of weights that are quantised, also where its configuration says nothing of it.
+QUANTISED = (*(f".weight{end}" for end in SCALES), ".weight_packed", ".qweight")
 LARGEST = 448.0  # of e4m3
 CHUNK = 1 << 26  # bytes that are copied at once
 
@@ -159,42 +164,61 @@ def quantize_folder(
       ModelError: the folder is no model of floats, an argument is wrong, or the new folder exists; the sentence says
         which.
     """
+    if dynamic and to != "fp8":
+        raise ModelError(f"activations in 8 bits belong to weights in fp8, not in {to}")
     source, scheme = Path(folder), _scheme(to, group)
-    out = source.resolve().with_name(f"{source.resolve().name}-{to}") if out is None else Path(out)
+    try:
+        return _quantized(source, None if out is None else Path(out), to, scheme, dynamic)
+    except OSError as error:
+        raise ModelError(f"cannot quantise {source}: {error}; give an --out that can be written") from error
+
+
+def _quantized(source: Path, out: Path | None, to: str, scheme: Scheme, dynamic: bool) -> Path:
+    """The new folder of `quantize_folder`."""
+    out = source.resolve().with_name(f"{source.resolve().name}-{to}") if out is None else out
     if not source.is_dir():
         raise ModelError(f"there is no folder {source}; give one with config.json and safetensors")
     if out.exists():
         raise ModelError(f"{out} exists; give another --out, or remove it")
-    if dynamic and to != "fp8":
-        raise ModelError(f"activations in 8 bits belong to weights in fp8, not in {to}")
     config = read_json(source / "config.json")
     read_config(config, str(source))
-    if config.get("quantization_config"):
-        raise ModelError(f"the weights of {source} are quantised already; start from floats")
     tensors = stored_tensors(source)
+    scaled = [name for name in tensors if name.endswith(QUANTISED)]
+    if table(config, *CONFIGURATIONS) or scaled:
+        which = f" (the tensor {scaled[0]})" if scaled else ""
+        raise ModelError(f"the weights of {source} are quantised already{which}; start from floats")
     chosen = {name for name, tensor in tensors.items() if _is_layer(name, tensor, scheme, config)}
     if not chosen:
         raise ModelError(f"{source} has no layer that --to {to} quantises; see docs/models.md")
     out.parent.mkdir(parents=True, exist_ok=True)
+    plain = {key: value for key, value in config.items() if key not in CONFIGURATIONS}
     made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         _write_folder(source, made, tensors, chosen, scheme)
         entries = _entries(scheme, tensors, chosen, dynamic)
-        (made / "config.json").write_text(json.dumps(config | {"quantization_config": entries}, indent=2) + "\n")
+        (made / "config.json").write_text(json.dumps(plain | {"quantization_config": entries}, indent=2) + "\n")
         made.chmod(0o755)
         made.rename(out)
-    except OSError as error:
-        raise ModelError(f"cannot write {out}: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return out
 
 
 def _is_layer(name: str, tensor: Stored, scheme: Scheme, config: Mapping) -> bool:
+    """Whether a tensor is to be quantised.
+
+    Raises:
+      ModelError: it is a layer, but no matrix of numbers.
+    """
     latent = config.get("model_type") == "deepseek_v3" and ".self_attn." in name
     if latent or not LAYERS.search(name) or len(tensor.shape) != 2:
         return False
-    return tensor.shape[1] % (scheme.group or 32) == 0 and jnp.issubdtype(tensor.dtype, jnp.floating)
+    if not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize == 1 or 0 in tensor.shape:
+        raise ModelError(
+            f"the tensor {name} of {tensor.file.path} is {tensor.dtype.name} {tensor.shape}; jtile quantises matrices "
+            "of floats of 16, 32 or 64 bits: start from such a checkpoint"
+        )
+    return tensor.shape[1] % (scheme.group or 32) == 0
 
 
 def _entries(scheme: Scheme, tensors: Mapping[str, Stored], chosen: set[str], dynamic: bool) -> dict[str, Any]:
@@ -210,19 +234,32 @@ def _entries(scheme: Scheme, tensors: Mapping[str, Stored], chosen: set[str], dy
 
 
 def _write_folder(source: Path, made: Path, tensors: Mapping[str, Stored], chosen: set[str], scheme: Scheme) -> None:
-    """The safetensors files, each from the file of the same name, their index, and what else lies in the folder."""
+    """The safetensors files, their index, and what else lies in the folder."""
     weight_map, total = {}, 0
-    for path in sorted({tensor.file.path for tensor in tensors.values()}):
+    files = _names(source, sorted({tensor.file.path for tensor in tensors.values()}))
+    for path, file in files.items():
         mine = {name: tensor for name, tensor in tensors.items() if tensor.file.path == path}
-        names, size = _write_file(made / path.name, mine, chosen, scheme)
-        weight_map |= dict.fromkeys(names, path.name)
+        (made / file).parent.mkdir(parents=True, exist_ok=True)
+        names, size = _write_file(made / file, mine, chosen, scheme)
+        weight_map |= dict.fromkeys(names, file)
         total += size
     if (source / INDEX).exists():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (made / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    read = set(map(os.path.realpath, files))  # of any suffix: the index names them
     for other in source.iterdir():
-        if other.is_file() and other.suffix not in (".safetensors", ".gguf", ".bin", ".pth") and other.name != INDEX:
+        weights = other.suffix in (".safetensors", ".gguf", ".bin", ".pth") or os.path.realpath(other) in read
+        if other.is_file() and not weights and other.name != INDEX:
             shutil.copyfile(other, made / other.name)
+
+
+def _names(source: Path, paths: list[Path]) -> dict[Path, str]:
+    """The new file of each file: that of the same place in the folder, or numbered where the index names files outside
+    the folder."""
+    inside = [path.relative_to(source).as_posix() for path in paths if path.is_relative_to(source)]
+    if len(inside) < len(paths) or any(".." in Path(name).parts for name in inside):
+        inside = [f"model-{k:05}-of-{len(paths):05}.safetensors" for k in range(1, len(paths) + 1)]
+    return dict(zip(paths, inside, strict=True))
 
 
 def _write_file(path: Path, tensors: Mapping[str, Stored], chosen: set[str], scheme: Scheme) -> tuple[list[str], int]:
@@ -244,13 +281,30 @@ def _write_file(path: Path, tensors: Mapping[str, Stored], chosen: set[str], sch
         for name, tensor in tensors.items():
             content, begin = tensor.file.view(name)
             if name in chosen:
-                for part in scheme.store(tensor.host().astype(np.float32)).values():
+                for part in _stored(tensor, scheme).values():
                     handle.write(np.ascontiguousarray(part).view(np.uint8).data)
             else:
                 for start in range(0, content.size, CHUNK):
                     handle.write(content[start : start + CHUNK].data)
             tensor.file.release(begin, content.size)
     return [name for name in header if name != "__metadata__"], at
+
+
+def _stored(tensor: Stored, scheme: Scheme) -> dict[str, np.ndarray]:
+    """What `scheme` makes of a matrix.
+
+    Raises:
+      ModelError: weights that are no numbers, or too large for their scale.
+    """
+    with np.errstate(over="ignore"):
+        x = tensor.host().astype(np.float32)
+        found = scheme.store(x) if np.isfinite(x).all() else {}
+    if not found or not np.isfinite(found["weight_scale"]).all():
+        raise ModelError(
+            f"the tensor {tensor.name} of {tensor.file.path} has weights that are not finite, or too large for a scale "
+            "in float16; the file is damaged, or of a training that diverged: download it again"
+        )
+    return found
 
 
 def run_quantize(folder: str, to: str, group: int = 128, out: str | None = None, dynamic: bool = False) -> int:

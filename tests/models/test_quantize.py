@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import jtile.models
 from jtile._errors import ModelError
 from jtile.models import quantize_folder
-from jtile.models.folder import stored_tensors
+from jtile.models.folder import INDEX, stored_tensors
 from jtile.ops import QuantizedTensor
 
 NAME = "model.layers.1.mlp.down_proj"
@@ -33,7 +33,7 @@ def floats(tiny_folder, tmp_path):
     for file, held in parts.items():
         save_file({name: tensors[name] for name in held}, folder / file)
     index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
     return folder
 
 
@@ -74,7 +74,7 @@ def test_the_configuration_is_that_of_compressed_tensors(floats, tmp_path):
     assert entries["ignore"] == ["lm_head"]
     stored = stored_tensors(out)
     assert stored[f"{NAME}.weight"].dtype == jnp.float8_e4m3fn and stored[f"{NAME}.weight_scale"].shape == (64, 1)
-    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index = json.loads((out / INDEX).read_text())
     assert set(index["weight_map"]) == set(stored)
     net = jtile.models.load(out).model
     assert net.blocks[0].mlp.down.get_value().activations == "rows"
@@ -107,6 +107,61 @@ def test_a_damaged_source_leaves_nothing(floats):
     with pytest.raises(ModelError, match="there is no folder"):
         quantize_folder(floats / "absent", "int8")
     assert [p.name for p in floats.parent.iterdir()] == ["floats"]
+
+
+def _as(folder, file="a.safetensors", config=None, **changed):
+    """Tensors of a file, and entries of the configuration, replaced."""
+    save_file(load_file(folder / file) | changed, folder / file)
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | dict.fromkeys(changed, file)}))
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | (config or {})))
+
+
+MATRIX = "model.layers.0.mlp.down_proj.weight"
+SOURCES = {  # what the source has; of the sentence
+    "the older key": ({"config": {"compression_config": {"quant_method": "fp8"}}}, "quantised already"),
+    "scales": ({f"{MATRIX}_scale_inv": np.ones((1, 1), np.float32)}, f"already .the tensor {MATRIX}_scale_inv."),
+    "codes": ({MATRIX: np.ones((64, 128), jnp.float8_e4m3fn)}, "is float8_e4m3fn .64, 128.; jtile quantises matrices"),
+    "nothing": ({MATRIX: np.ones((0, 128), np.float32)}, "is float32 .0, 128."),
+    "no number": ({MATRIX: np.full((64, 128), np.nan, np.float32)}, f"{MATRIX} of .* that are not finite"),
+    "too large": ({MATRIX: np.full((64, 128), 1e9, np.float32)}, f"{MATRIX} of .* too large for a scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_that_are_no_floats(floats, name):
+    more, message = SOURCES[name]
+    file = next(f for f in ("a.safetensors", "b.safetensors") if MATRIX in load_file(floats / f))
+    _as(floats, file, **more)
+    with pytest.raises(ModelError, match=message):
+        quantize_folder(floats, "int4", group=32)
+    assert [p.name for p in floats.parent.iterdir()] == ["floats"]
+
+
+@pytest.mark.parametrize("places", [("x/w.safetensors", "y/w.safetensors"), ("a.st", "b"), ("../out.st", "w.st")])
+def test_files_of_any_place_and_name(floats, places):
+    """Files of one name in two folders are two files; one without the usual suffix is not copied as something else."""
+    index = json.loads((floats / INDEX).read_text())
+    where = dict(zip(("a.safetensors", "b.safetensors"), places, strict=True))
+    for old, new in where.items():
+        (floats / new).parent.mkdir(exist_ok=True)
+        (floats / old).rename(floats / new)
+    index["weight_map"] = {name: where[file] for name, file in index["weight_map"].items()}
+    (floats / INDEX).write_text(json.dumps(index))
+    made = quantize_folder(floats, "q8_0")
+    stored, before = stored_tensors(made), stored_tensors(floats)
+    assert {t.file.path.resolve().is_relative_to(made) for t in stored.values()} == {True}
+    for name in before:
+        if name in stored:
+            np.testing.assert_array_equal(stored[name].host(), before[name].host())
+        else:
+            assert name.removesuffix("weight") + "weight_packed" in stored and name.endswith("_proj.weight")
+
+
+def test_a_place_that_cannot_be_written(floats):
+    with pytest.raises(ModelError, match=r"cannot quantise .*floats: .*give an --out that can be written"):
+        quantize_folder(floats, "q8_0", out=floats / "config.json" / "below")
 
 
 def test_the_command(floats, capsys):
