@@ -19,6 +19,8 @@ from jtile import cdiv
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
+from . import mapped
+from .entries import table
 from .mapped import Stored
 
 SCALES = ("_scale_inv", "_scale")  # behind the name of a matrix: the name of its scales
@@ -41,7 +43,7 @@ def float8_method(entries: Mapping, schemes: Sequence[Mapping], groups: Sequence
       ModelError: floats of another format, or blocks without sides.
     """
     sides = next((s["block_structure"] for s in schemes if s.get("block_structure")), None)
-    sides = sides or entries.get("weight_block_size", SIDES)
+    sides = sides or entries.get("weight_block_size") or SIDES
     kind = entries.get("fmt", "e4m3")
     fits = isinstance(sides, Sequence) and len(sides) == 2 and all(type(n) is int and n > 0 for n in sides)
     if kind not in ("e4m3", "float8_e4m3fn") or not fits:
@@ -49,7 +51,7 @@ def float8_method(entries: Mapping, schemes: Sequence[Mapping], groups: Sequence
             f"the weights of {source} are 8-bit floats ({kind}, blocks {sides}); jtile reads e4m3 with one scale, one "
             "a row or one a block: take one of these, or a checkpoint in bfloat16"
         )
-    inputs = [g.get("input_activations") or {} for g in groups]
+    inputs = [table(g, "input_activations") for g in groups]
     dynamic = any(i.get("num_bits") == 8 and i.get("type") == "float" and i.get("dynamic") for i in inputs)
     return Float8((sides[0], sides[1]), dynamic or entries.get("activation_scheme") == "dynamic")
 
@@ -65,7 +67,7 @@ def float8(tensors: Mapping[str, Stored], how: Float8) -> dict[str, Callable[[],
 
 
 def _scaled(weight: Stored, scales: Stored, how: Float8) -> jax.Array | QuantizedTensor:
-    if len(weight.shape) != 2:
+    if len(weight.shape) != 2 or 0 in weight.shape:
         raise ModelError(f"the tensor {weight.name} {weight.shape} has scales {scales.shape}; expected a matrix")
     (out, inner), blocks = weight.shape, tuple(map(cdiv, weight.shape, how.sides))
     if scales.shape not in ((), (1,), (1, 1), (out,), (out, 1), blocks):
@@ -73,6 +75,7 @@ def _scaled(weight: Stored, scales: Stored, how: Float8) -> jax.Array | Quantize
             f"the tensor {weight.name} {weight.shape} has scales {scales.shape}; expected a matrix and {blocks}, one a "
             f"block of {how.sides}, or one a row, or one"
         )
+    mapped.expect(scales, weight.name, mapped.SCALES)
     of_rows = len(scales.shape) > 0 and scales.shape[0] == out and scales.shape != blocks
     sides = how.sides if scales.shape == blocks else (1, inner) if of_rows else (out, inner)
     if sides[1] < inner and (sides[1] % 32 or inner % sides[1]):  # no groups that kernels have
@@ -85,13 +88,13 @@ def _scaled(weight: Stored, scales: Stored, how: Float8) -> jax.Array | Quantize
 def _weight(weight, scales, *, sides: tuple[int, int]) -> QuantizedTensor:
     """With a scale for each row of a block: those of matrices that are fused lie side by side."""
     wide = scales.astype(jnp.float32).reshape(tuple(map(cdiv, weight.shape, sides)))
-    wide = jnp.repeat(wide, sides[0], axis=0)[: weight.shape[0]]
+    wide = jnp.repeat(wide, min(sides[0], weight.shape[0]), axis=0)[: weight.shape[0]]
     return QuantizedTensor.from_float8(weight, wide)
 
 
 @functools.partial(jax.jit, static_argnames="sides")
 def _multiplied(weight, scales, *, sides: tuple[int, int]):
     wide = scales.astype(jnp.float32).reshape(tuple(map(cdiv, weight.shape, sides)))
-    for axis, side in enumerate(sides):
-        wide = jax.lax.slice_in_dim(jnp.repeat(wide, side, axis=axis), 0, weight.shape[axis], axis=axis)
+    for axis, (side, length) in enumerate(zip(sides, weight.shape, strict=True)):
+        wide = jax.lax.slice_in_dim(jnp.repeat(wide, min(side, length), axis=axis), 0, length, axis=axis)
     return (weight.astype(jnp.float32) * wide).astype(jnp.bfloat16)

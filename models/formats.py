@@ -18,7 +18,7 @@ from . import int4_formats
 from .entries import count, number, table
 from .float4_formats import mxfp4
 from .float8_formats import float8, float8_method
-from .mapped import Stored
+from .mapped import SCALES, Stored, expect
 
 Readers = dict[str, Callable[[], "jax.Array | QuantizedTensor"]]
 CONFIGURATIONS = ("quantization_config", "compression_config")  # the keys of a config.json, the newer one first
@@ -54,7 +54,9 @@ def _layers(tensors: Mapping[str, Stored], ending: str) -> list[str]:
 
 
 def _awq(tensors: Mapping[str, Stored], entries: Mapping, source: str) -> Readers:
-    _refuse(source, "AWQ", bits=(number(entries, "bits"), 4), version=(entries.get("version", "gemm").lower(), "gemm"))
+    version = "gemm" if entries.get("version") is None else entries["version"]
+    version = version.lower() if isinstance(version, str) else version
+    _refuse(source, "AWQ", bits=(number(entries, "bits"), 4), version=(version, "gemm"))
     group = _group(entries, "group_size")
     read = lambda base: functools.partial(int4_formats.awq, tensors, base, group)
     return {f"{base}.weight": read(base) for base in _layers(tensors, ".qweight")}
@@ -82,29 +84,37 @@ def _compressed(tensors: Mapping[str, Stored], entries: Mapping, source: str) ->
                 f"the weights of {source} are {kind!r} of {bits!r} bits, a scale for each {strategy!r}; of "
                 f"compressed-tensors jtile reads int of 4 or 8 bits and float of 8 bits: {WAY_OUT}"
             )
-    if len({(s.get("num_bits"), s.get("group_size")) for s in integers}) > 1:
+    if len({(s.get("num_bits"), _group(s, "group_size")) for s in integers}) > 1:
         raise ModelError(f"{source} mixes several sizes of integers or groups, which jtile does not read: {WAY_OUT}")
+    symmetric = all(_symmetric(s, source) for s in integers)
     found: Readers = dict(float8(tensors, float8_method(entries, schemes, groups, source)))
     for base in _layers(tensors, ".weight_packed"):
         if not integers:
             raise ModelError(f"{source} has the packed tensor {base}.weight_packed, but no scheme of integers")
         bits, group = number(integers[0], "num_bits"), _group(integers[0], "group_size")
-        found[f"{base}.weight"] = functools.partial(int4_formats.packed, tensors, base, group, bits)
+        found[f"{base}.weight"] = functools.partial(int4_formats.packed, tensors, base, group, bits, symmetric)
     for base in _layers(tensors, ".weight_scale"):
         if f"{base}.weight" in tensors and tensors[f"{base}.weight"].dtype.name == "int8":
-            found[f"{base}.weight"] = functools.partial(_int8, tensors, base)
+            found[f"{base}.weight"] = functools.partial(_int8, tensors, base, symmetric)
     return found
 
 
-def _int8(tensors: Mapping[str, Stored], base: str) -> QuantizedTensor:
+def _symmetric(scheme: Mapping, source: str) -> bool:
+    value = scheme.get("symmetric")
+    if value not in (None, True, False):
+        raise ModelError(f"the weights of {source} have 'symmetric' = {value!r}; expected true or false")
+    return value is None or bool(value)
+
+
+def _int8(tensors: Mapping[str, Stored], base: str, symmetric: bool) -> QuantizedTensor:
     """int8 [out, in] with one scale a row or for all."""
     name = f"{base}.weight"
     stored, scale = tensors[name], tensors[f"{base}.weight_scale"]
-    rows = stored.shape[0]
-    if len(stored.shape) != 2 or scale.shape not in ((rows, 1), (rows,), (1,), ()):
+    rows = stored.shape[0] if stored.shape else 0
+    if len(stored.shape) != 2 or 0 in stored.shape or scale.shape not in ((rows, 1), (rows,), (1,), ()):
         raise ModelError(f"the tensor {name} {stored.shape} has scales {scale.shape}; expected one a row, or one")
-    if f"{base}.weight_zero_point" in tensors:
-        raise ModelError(f"{name} has zero points; jtile reads symmetric weights of 8 bits")
+    expect(scale, name, SCALES)
+    int4_formats.refuse_zeros(tensors, base, name, symmetric)
     return QuantizedTensor.from_int8(stored(), scale().reshape(-1, 1))
 
 

@@ -21,25 +21,29 @@ import numpy as np
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
-from .mapped import Stored
+from .mapped import SCALES, Stored, expect
 
 AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # of the eight columns of a word
 PER_WORD = 8
+WORDS, INTEGERS = ("int32",), ("int32", "int64")
 
 
-def part(tensors: Mapping[str, Stored], name: str, beside: str, shape: tuple[int, ...] | None = None) -> Stored:
+def part(
+    tensors: Mapping[str, Stored], name: str, beside: str, shape: tuple[int, ...], dtypes: tuple[str, ...]
+) -> Stored:
     """The tensor `name`, which belongs to the tensor `beside`.
 
     Raises:
-      ModelError: it is missing, or has another shape.
+      ModelError: it is missing, or has another shape or dtype.
     """
     if name not in tensors:
         raise ModelError(
             f"the quantised tensor {beside} has no {name}; the checkpoint is incomplete, download it again"
         )
     found = tensors[name]
-    if shape is not None and found.shape != shape:
+    if found.shape != shape:
         raise ModelError(f"the tensor {name} has the shape {found.shape}; beside {beside} it must be {shape}")
+    expect(found, beside, dtypes)
     return found
 
 
@@ -65,7 +69,7 @@ def in_order(tensors: Mapping[str, Stored], name: str, beside: str, inner: int, 
       ModelError: they are.
     """
     if name in tensors:
-        index = part(tensors, name, beside, (inner,)).host()
+        index = part(tensors, name, beside, (inner,), INTEGERS).host()
         if not np.array_equal(index, np.arange(inner) // (inner // groups)):
             raise ModelError(
                 f"the columns of {beside} are sorted into groups by activations ({name}, desc_act or actorder); jtile "
@@ -78,8 +82,8 @@ def awq(tensors: Mapping[str, Stored], base: str, group: int | None) -> Quantize
     name = f"{base}.qweight"
     inner, out = _sides(tensors[name])
     groups = groups_of(inner, group, name)
-    zeros = part(tensors, f"{base}.qzeros", name, (groups, out))
-    scales = part(tensors, f"{base}.scales", name, (groups, out * PER_WORD))
+    zeros = part(tensors, f"{base}.qzeros", name, (groups, out), WORDS)
+    scales = part(tensors, f"{base}.scales", name, (groups, out * PER_WORD), SCALES)
     return _awq(tensors[name](), zeros(), scales())
 
 
@@ -90,37 +94,50 @@ def gptq(tensors: Mapping[str, Stored], base: str, group: int | None, less_one: 
     groups = groups_of(rows * PER_WORD, group, name)
     if out % PER_WORD:
         raise ModelError(f"the tensor {name} has {out} columns, not a multiple of {PER_WORD}")
-    zeros = part(tensors, f"{base}.qzeros", name, (groups, out // PER_WORD))
-    scales = part(tensors, f"{base}.scales", name, (groups, out))
+    zeros = part(tensors, f"{base}.qzeros", name, (groups, out // PER_WORD), WORDS)
+    scales = part(tensors, f"{base}.scales", name, (groups, out), SCALES)
     in_order(tensors, f"{base}.g_idx", name, rows * PER_WORD, groups)
     pairs = np.ascontiguousarray(zeros.host()).view(np.uint8)
     zero = np.stack([pairs & 15, pairs >> 4], axis=2).reshape(groups, out) + np.uint8(less_one)
     return _gptq(tensors[name](), None if (zero == 8).all() else zero, scales())
 
 
-def packed(tensors: Mapping[str, Stored], base: str, group: int | None, bits: int) -> QuantizedTensor:
-    """The weight of the layer `base`, as compressed-tensors packs it; with 8 bits it has no zero points."""
+def packed(tensors: Mapping[str, Stored], base: str, group: int | None, bits: int, symmetric: bool) -> QuantizedTensor:
+    """The weight of the layer `base`, as compressed-tensors packs it; with 8 bits it has no zero points.
+
+    Raises:
+      ModelError: parts are missing, or do not fit; so are zero points where the weights are not `symmetric`.
+    """
     name, each = f"{base}.weight_packed", 32 // bits
     out, words = _sides(tensors[name])
-    shape = tuple(part(tensors, f"{base}.weight_shape", name, (2,)).host().tolist())
+    shape = tuple(part(tensors, f"{base}.weight_shape", name, (2,), INTEGERS).host().tolist())
     if shape != (out, words * each):
         raise ModelError(f"the tensor {name} has the shape {(out, words)}, which does not hold a matrix of {shape}")
     groups = groups_of(words * each, group, name)
-    scales = part(tensors, f"{base}.weight_scale", name, (out, groups))
+    scales = part(tensors, f"{base}.weight_scale", name, (out, groups), SCALES)
     in_order(tensors, f"{base}.weight_g_idx", name, words * each, groups)
     zeros = f"{base}.weight_zero_point"
     if bits == 8:
-        if zeros in tensors:
-            raise ModelError(f"{name} has 8 bits and zero points; jtile reads symmetric weights of 8 bits")
+        refuse_zeros(tensors, base, name, symmetric)
         return QuantizedTensor.from_int8(_bytes(tensors[name]()), scales())
-    zero = tensors.get(zeros)
-    if zero is not None:
-        part(tensors, zeros, name, (-(-out // PER_WORD), groups))
+    zero = None
+    if zeros in tensors or not symmetric:
+        zero = part(tensors, zeros, name, (-(-out // PER_WORD), groups), WORDS)
     return _packed(tensors[name](), None if zero is None else zero(), scales())
 
 
+def refuse_zeros(tensors: Mapping[str, Stored], base: str, name: str, symmetric: bool) -> None:
+    """Of weights of 8 bits.
+
+    Raises:
+      ModelError: they have zero points, or the configuration says that they have.
+    """
+    if f"{base}.weight_zero_point" in tensors or not symmetric:
+        raise ModelError(f"{name} has 8 bits and zero points; jtile reads symmetric weights of 8 bits")
+
+
 def _sides(stored: Stored) -> tuple[int, int]:
-    if len(stored.shape) != 2 or stored.dtype != np.int32:
+    if len(stored.shape) != 2 or 0 in stored.shape or stored.dtype != np.int32:
         raise ModelError(f"the tensor {stored.name} is {stored.dtype.name} {stored.shape}; expected a matrix of int32")
     return stored.shape[0], stored.shape[1]
 

@@ -24,6 +24,8 @@ DTYPES = {
     "BOOL": np.bool_,
 }  # fmt: skip
 
+SCALES = ("float32", "bfloat16", "float16")  # the dtypes of what codes are multiplied by
+
 
 class TensorFile:
     """A safetensors file; nothing is opened before the first question."""
@@ -131,3 +133,15 @@ class Stored:
             jax.block_until_ready(found)  # one tensor at a time is on its way
             self.file.release(begin, content.size)
         return found
+
+
+def expect(tensor: Stored, beside: str, dtypes: tuple[str, ...]) -> None:
+    """Refuses a part of the quantised tensor `beside` whose dtype is not one of those that it is read as.
+
+    Raises:
+      ModelError: its dtype is none of these.
+    """
+    if tensor.dtype.name not in dtypes:
+        raise ModelError(
+            f"the tensor {tensor.name} is {tensor.dtype.name}; beside {beside} it must be {' or '.join(dtypes)}"
+        )

@@ -89,7 +89,7 @@ def scheme(format, **weights):
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": None}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 FORMATS = {  # name -> (what stores a layer, quantization_config, the kind that is held)
     "awq": (awq, AWQ, "q4_1"),
@@ -104,6 +104,12 @@ FORMATS = {  # name -> (what stores a layer, quantization_config, the kind that 
     ),
     "compressed-tensors of 8 bits": (
         bytes_of, scheme("int-quantized", num_bits=8, strategy="channel", group_size=None), "int8",
+    ),
+    "fp8 without blocks": (
+        functools.partial(one_scale, row=False), {"quant_method": "fp8", "weight_block_size": None}, "fp8",
+    ),
+    "fp8 in one block of any size": (
+        lambda base, x: float8(base, x, x.shape), {"quant_method": "fp8", "weight_block_size": [10**30, 10**30]}, "fp8",
     ),
     "fp8 in blocks": (float8, {"quant_method": "fp8", "weight_block_size": [32, 32]}, "fp8"),
     "compressed-tensors, fp8, a scale a row": (
@@ -177,12 +183,24 @@ def test_weights_are_packed_once_where_tensor_cores_take_words(tmp_path, tiny_fo
 WRONG = {  # what is stored; what quantization_config says besides; of the sentence
     "method": (awq, {"quant_method": "bitsandbytes"}, "by 'bitsandbytes'; jtile reads awq, compressed-tensors"),
     "bits": (awq, AWQ | {"bits": 3}, "AWQ with bits 3; jtile reads 4"),
+    "version of a number": (awq, AWQ | {"version": 3}, "version 3; jtile reads 'gemm'"),
     "version": (awq, AWQ | {"version": "gemv"}, "version 'gemv'; jtile reads 'gemm'"),
     "group": (awq, AWQ | {"group_size": 48}, "rows of 64 weights in groups of 48"),
     "other group": (awq, AWQ | {"group_size": 64}, r"qzeros has the shape \(2, 8\); beside .*qweight it must be"),
     "no group": (awq, AWQ | {"group_size": "all"}, "'group_size' = 'all'"),
     "format of GPTQ": (gptq, GPTQ | {"checkpoint_format": "marlin"}, "jtile reads 'gptq or gptq_v2'"),
     "bits of a scheme": (packed, scheme("pack-quantized", num_bits=3), "'int' of 3 bits"),
+    "list of groups": (packed, scheme("pack-quantized", group_size=[32]), r"'group_size' = \[32\]; expected a pos"),
+    "activations": (
+        packed, {**scheme("pack-quantized"), "config_groups": {"g": {
+            "weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}, "input_activations": "x",
+        }}}, "'input_activations' = 'x'; expected an object",
+    ),
+    "symmetry": (packed, scheme("pack-quantized", symmetric="no"), "'symmetric' = 'no'; expected true or false"),
+    "zero points that are missing": (packed, scheme("pack-quantized", symmetric=False), "has no .*weight_zero_point"),
+    "8 bits without symmetry": (
+        bytes_of, scheme("int-quantized", num_bits=8, symmetric=False), "has 8 bits and zero points",
+    ),
     "no scheme": (packed, {"quant_method": "compressed-tensors"}, "no scheme of integers"),
     "blocks of other sides": (float8, {"quant_method": "fp8"}, r"scales \(2, 2\); expected a matrix"),
     "no scales": (
@@ -191,7 +209,7 @@ WRONG = {  # what is stored; what quantization_config says besides; of the sente
     ),
     "zero points of bytes": (
         lambda base, x: (bytes_of(base, x)[0] | {f"{base}.weight_zero_point": np.zeros((1,), np.int8)}, x),
-        scheme("int-quantized", num_bits=8), "has zero points",
+        scheme("int-quantized", num_bits=8), "has 8 bits and zero points",
     ),
 }  # fmt: skip
 
@@ -217,12 +235,30 @@ def test_configurations_that_it_does_not_read(tmp_path, tiny_folder, name):
 
 
 LAYER = "model.layers.0.self_attn.q_proj"
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 LACKING = {  # what stores a layer, its configuration, the tensor that is changed, to what (None: it is left out)
     "scales": (awq, AWQ, "scales", None, "has no model.layers.0.self_attn.q_proj.scales"),
     "shape of scales": (packed, scheme("pack-quantized"), "weight_scale", np.ones((64, 3)), r"it must be \(64, 2\)"),
     "shape": (packed, scheme("pack-quantized"), "weight_shape", np.array([9, 9]), r"hold a matrix of \(9, 9\)"),
     "dtype": (awq, AWQ, "qweight", np.ones((64, 8), np.float16), "is float16 .64, 8.; expected a matrix of int32"),
     "order": (gptq, GPTQ, "g_idx", np.arange(64, dtype=np.int32) % 2, "sorted into groups by activations"),
+    "dtype of scales": (
+        awq, AWQ, "scales", np.ones((2, 64), np.int32), "scales is int32; beside .*qweight it must be float32 or",
+    ),
+    "dtype of zero points": (gptq, GPTQ, "qzeros", np.ones((2, 8), np.float32), "is float32; beside .* must be int32"),
+    "bytes of zero points": (awq, AWQ, "qzeros", np.ones((2, 8), np.int8), "is int8; beside .* it must be int32"),
+    "floats of zero points": (
+        packed, scheme("pack-quantized"), "weight_zero_point", np.ones((8, 2), np.float32), "is float32; beside",
+    ),
+    "dtype of a shape": (
+        packed, scheme("pack-quantized"), "weight_shape", np.array([64, 64], np.float32), "must be int32 or int64",
+    ),
+    "dtype of scales of bytes": (
+        bytes_of, scheme("int-quantized", num_bits=8), "weight_scale", np.ones((64, 1), np.uint8), "is uint8; beside",
+    ),
+    "dtype of scales of floats": (float8, BLOCKS, "weight_scale_inv", np.ones((2, 2), np.uint8), "is uint8; beside"),
+    "nothing": (float8, BLOCKS, "weight", np.ones((0, 64), jnp.float8_e4m3fn), r"\(0, 64\) has scales .2, 2"),
+    "no words": (awq, AWQ, "qweight", np.ones((0, 8), np.int32), r"is int32 \(0, 8\); expected a matrix"),
     "scales of bytes": (bytes_of, scheme("int-quantized", num_bits=8), "weight_scale", np.ones((3, 1)), "scales .3, 1"),
 }  # fmt: skip
 
