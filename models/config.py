@@ -16,6 +16,7 @@ from jtile.ops import QuantizedTensor
 from .entries import number
 from .rope import Rope, read_rope
 
+LONGEST = 2**30  # no sequence has more tokens: positions and sums of two of them are int32
 WeightSource = Callable[[str, tuple[int, ...]], "jax.Array | QuantizedTensor"]
 
 
@@ -47,11 +48,12 @@ class DecoderConfig(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Grouped-query attention. `window`: a token sees its newest `window` keys, itself included (None: all);
-    `norm_eps`: of the RMS norms of each head's queries and keys before they are rotated (None: no such norms);
-    `scale`: of the scores (None: 1 / sqrt(head_dim)), which become softcap * tanh(score / softcap), if given;
-    `biased`: the projections of queries, keys and values have biases, and `output_biased` that of the output; `sinks`:
-    each head has a score that takes part in its softmax as that of a key without a value."""
+    """Grouped-query attention. `window`: a token sees its newest `window` keys, itself included (None: all, which
+    stands for more than `LONGEST`, too); `norm_eps`: of the RMS norms of each head's queries and keys before they are
+    rotated (None: no such norms); `scale`: of the scores (None: 1 / sqrt(head_dim)), which become
+    softcap * tanh(score / softcap), if given; `biased`: the projections of queries, keys and values have biases, and
+    `output_biased` that of the output; `sinks`: each head has a score that takes part in its softmax as that of a key
+    without a value."""
 
     heads: int
     kv_heads: int
@@ -66,6 +68,8 @@ class AttentionConfig:
     sinks: bool = False
 
     def __post_init__(self):
+        if self.window is not None and self.window > LONGEST:
+            object.__setattr__(self, "window", None)
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} attention heads do not divide into {self.kv_heads} key-value heads")
 

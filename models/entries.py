@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from jtile._errors import ModelError
+
+# the largest numbers of a kind; integers of hundreds of digits are no floats
+LARGEST = {int: 2**63 - 1, float: sys.float_info.max}
 
 
 def number(config: Mapping, key: str, default: float | None = None, kind: type = int):
@@ -16,7 +20,8 @@ def number(config: Mapping, key: str, default: float | None = None, kind: type =
     value = default if config.get(key) is None else config[key]
     if value is None:
         raise ModelError(f"the model's configuration lacks {key!r}; the file is of another model, or it is damaged")
-    if not isinstance(value, (int, float)) or not 0 < value < float("inf") or kind(value) != value:
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LARGEST[kind]
+    if not fits or kind(value) != value:
         raise ModelError(f"the model's configuration has {key!r} = {value!r}; expected a positive {kind.__name__}")
     return kind(value)
 
@@ -50,3 +55,17 @@ def items(config: Mapping, key: str, kind: type) -> list:
     if not isinstance(value, list) or not all(type(x) is kind for x in value):
         raise ModelError(f"the model's configuration has {key!r} = {value!r}; expected a list of {kind.__name__}")
     return value
+
+
+def token_ids(value, source: str) -> tuple[int, ...]:
+    """The entry 'eos_token_id' of the model `source`: the number of a token, a list of them, or None for no token.
+
+    Raises:
+      ModelError: it is something else, or a number is no int32.
+    """
+    found = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(type(n) is int and -(2**31) <= n < 2**31 for n in found):
+        raise ModelError(
+            f"{source} has 'eos_token_id' = {value!r}; expected the number of a token, or a list of them, in 32 bits"
+        )
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from jtile._errors import ModelError
 
 from .checkpoint import Checkpoint
-from .entries import table
+from .entries import table, token_ids
 from .families import read_config
 from .formats import readers
 from .mapped import Stored, TensorFile
@@ -38,10 +38,7 @@ def open_folder(path: Path, config_file: str = "config.json") -> Checkpoint:
     extra = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
     eos = extra.get("eos_token_id", config.get("eos_token_id"))
-    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in eos_ids):
-        raise ModelError(f"{path} has 'eos_token_id' = {eos!r}; expected the number of a token, or a list of them")
-    return Checkpoint(str(path), parsed, tensors, tokenizer, eos_ids)
+    return Checkpoint(str(path), parsed, tensors, tokenizer, token_ids(eos, str(path)))
 
 
 def read_json(path: Path) -> dict:

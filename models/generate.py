@@ -16,6 +16,7 @@ from jtile._errors import ModelError, PromptError
 from . import cache as kv
 from . import programs, speculation
 from .checkpoint import Checkpoint
+from .config import LONGEST
 from .decoder import Decoder
 from .dtypes import CACHE_DTYPES, default_dtype, dtype_of
 from .prompt import Prompt, is_int, read_prompt, widen
@@ -77,8 +78,11 @@ class LanguageModel:
         cls, checkpoint: Checkpoint, dtype=None, cache_dtype=None, page_size: int | None = None
     ) -> LanguageModel:
         """Reads every weight of the checkpoint; `dtype`, `cache_dtype`, `page_size`: see `load`."""
-        if page_size is not None and (not is_int(page_size) or page_size < 1):
-            raise ModelError(f"page_size is an int of at least 1, or None for rows in one piece; got {page_size!r}")
+        if page_size is not None and (not is_int(page_size) or not 1 <= page_size <= LONGEST):
+            raise ModelError(
+                f"page_size is an int of at least 1 and at most {LONGEST}, or None for rows in one piece; "
+                f"got {page_size!r}"
+            )
         dtype = default_dtype(checkpoint.sample()) if dtype is None else dtype_of(dtype, "dtype")
         cache_dtype = None if cache_dtype is None else dtype_of(cache_dtype, "cache_dtype", CACHE_DTYPES)
         model = Decoder(checkpoint.config, checkpoint.weight, checkpoint.tied, dtype)
@@ -169,8 +173,8 @@ class LanguageModel:
             ends = self.eos_ids
         else:
             ends = () if eos is None else tuple(eos) if np.iterable(eos) else (eos,)
-            if not all(map(is_int, ends)):
-                raise PromptError(f"eos is 'model', a token id, several, or None; got {eos!r}")
+            if not all(is_int(end) and -(2**31) <= end < 2**31 for end in ends):
+                raise PromptError(f"eos is 'model', a token id (of 32 bits), several, or None; got {eos!r}")
         plan = Plan.of(self, draft, draft_tokens)
         room = max(self.config.max_length - int(prompt.lengths.max()), 0)
         choice = Choice.of(Sampling(**options), len(prompt.lengths), self.config.vocab_size, ends, logprobs)
@@ -206,7 +210,10 @@ class Choice:
         Raises:
           PromptError: an option of the sampling does not fit the batch or the vocabulary.
         """
-        numbers, ends = jax.device_put((sampling.traced(batch, vocab), np.asarray(tokens or (-1,), np.int32)))
+        ends = np.asarray(tokens or (-1,), np.int32)
+        size = 1 << (len(ends) - 1).bit_length()  # few sizes mean few compilations
+        ends = np.pad(ends, (0, size - len(ends)), mode="edge")
+        numbers, ends = jax.device_put((sampling.traced(batch, vocab), ends))
         return cls(sampling.static, numbers, ends, bool(logprobs))
 
 

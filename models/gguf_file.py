@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from gguf.constants import GGML_QUANT_SIZES
 from jtile._errors import JtileError, ModelError
 
 from .checkpoint import Checkpoint
+from .entries import token_ids
 from .families import read_config
 from .gguf_names import architecture_of
-from .gguf_tensors import readers
+from .gguf_tensors import DENSE, readers
 from .rope import RopeScaling
 from .tokenizer import Tokenizer
 
@@ -69,16 +70,21 @@ def open_gguf(path: str | os.PathLike) -> Checkpoint:
         raise ModelError(f"{path} lacks the tensor token_embd.weight; the file is incomplete, download it again")
     config = read_config(architecture.config(own, int(infos["token_embd.weight"].shape[-1])), str(path))
     if "rope_freqs.weight" in infos:
-        config = _with_factors(config, infos["rope_freqs.weight"].data.tolist())
+        config = _with_factors(config, infos["rope_freqs.weight"])
     tensors = readers(infos, architecture, config)
-    return Checkpoint(str(path), config, tensors, _tokenizer(meta, path), _eos_ids(meta))
+    return Checkpoint(str(path), config, tensors, _tokenizer(meta, path), _eos_ids(meta, path))
 
 
-def _with_factors(config: Any, factors: Sequence[float]) -> Any:
-    """The configuration with rotations whose frequencies are divided by `factors`."""
-    rope = config.attention.rope
-    if len(factors) != rope.size // 2:
-        raise ModelError(f"rope_freqs.weight has {len(factors)} numbers; heads of {rope.size} need {rope.size // 2}")
+def _with_factors(config: Any, info) -> Any:
+    """The configuration with rotations whose frequencies are divided by the numbers of the tensor `info`."""
+    rope, kind, shape = config.attention.rope, info.tensor_type.name, [int(n) for n in info.shape]
+    if kind not in DENSE or shape != [rope.size // 2]:
+        raise ModelError(
+            f"rope_freqs.weight is {kind} of shape {shape}; heads of {rope.size} need {rope.size // 2} floats in a row"
+        )
+    factors = info.data.view(DENSE[kind]).astype(np.float64)
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelError(f"rope_freqs.weight divides frequencies by {factors.min()}; its numbers are positive")
     rope = dataclasses.replace(rope, scaling=RopeScaling("factors", factors=tuple(float(f) for f in factors)))
     return dataclasses.replace(config, attention=dataclasses.replace(config.attention, rope=rope))
 
@@ -149,6 +155,7 @@ def _tokenizer(meta: Mapping, path: Path) -> Tokenizer | None:
         raise ModelError(f"the tokenizer of {path} cannot be built ({error}); download the file again") from error
 
 
-def _eos_ids(meta: Mapping) -> tuple[int, ...]:
+def _eos_ids(meta: Mapping, path: Path) -> tuple[int, ...]:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    return tuple(dict.fromkeys(int(meta[key]) for key in keys if meta.get(key) is not None))
+    found = [token_ids([meta[key]], str(path)) for key in keys if meta.get(key) is not None]
+    return tuple(dict.fromkeys(token for (token,) in found))

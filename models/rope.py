@@ -43,6 +43,16 @@ class Rope:
     def __post_init__(self):
         if self.size % 2:
             raise ModelError(f"rotary positions need an even head size, got {self.size}")
+        try:
+            with np.errstate(all="ignore"):
+                finite = np.isfinite(self.frequencies()).all()
+        except (ArithmeticError, ValueError):  # divisions and logarithms that YaRN takes on the host
+            finite = False
+        if not finite:
+            raise ModelError(
+                f"rotary positions with the base {self.theta} and the scaling {self.scaling} have no finite "
+                "frequencies; correct rope_theta or the scaling in the model's configuration"
+            )
 
     def frequencies(self) -> np.ndarray:
         """float32 [size / 2]: radians that pair i turns per position: theta^(-2i / size), stretched as asked."""

@@ -16,6 +16,8 @@ from jtile._errors import PromptError
 
 # Bits of a threshold that a pass over the logits finds: a GPU, which waits for each pass, takes 15 sums at once.
 DIGIT = {"cpu": 1, "gpu": 4}
+REAL = (int, float, np.integer, np.floating)
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 ALL = 2**31 - 1  # a top_k that keeps every token
 
 
@@ -97,15 +99,19 @@ class Sampling:
     def _values(self, name: str) -> np.ndarray:
         """The numbers of an option, [1] or [rows]."""
         default, wanted, fits = _RANGES[name]
-        value, kinds = getattr(self, name), (int, np.integer) if name in ("top_k", "seed") else (int, float, np.number)
+        value, integers = getattr(self, name), name in ("top_k", "seed")
+        kinds = (int, np.integer) if integers else REAL
         rows = list(value) if np.iterable(value) and not isinstance(value, str) else [value]
         rows = [default if x is None else x for x in rows]
         for x in rows:
-            if isinstance(x, bool) or not isinstance(x, kinds) or not fits(x):
+            is_number = isinstance(x, kinds) and not isinstance(x, bool)
+            if is_number and not integers and not _fits_float32(x):
+                raise PromptError(f"{name} {wanted}, as float32 (from {SMALLEST:.3g} to {LARGEST:.3g}); got {x!r}")
+            if not is_number or not fits(x):
                 raise PromptError(f"{name} {wanted}; got {x!r}")
         if not rows:
             raise PromptError(f"{name} is a number, or one a row; got {value!r}")
-        return np.asarray(rows, np.int64 if name in ("top_k", "seed") else np.float32)
+        return np.asarray(rows, np.int64 if integers else np.float32)
 
     def _biases(self) -> list[Mapping[int, float]]:
         """The biases of all rows, or one mapping for each."""
@@ -178,9 +184,22 @@ def _check_biases(biases) -> None:
     if not isinstance(biases, Mapping):
         raise PromptError(f"logit_bias is a mapping from token ids to numbers, or one a row; got {biases!r}")
     for token, bias in biases.items():
-        number = isinstance(bias, int | float | np.number) and not isinstance(bias, bool) and bias < math.inf
+        number = isinstance(bias, REAL) and not isinstance(bias, bool)
+        number = number and (bias == -math.inf or _fits_float32(bias))
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not number:
-            raise PromptError(f"logit_bias maps token ids to numbers below infinity; got {token!r}: {bias!r}")
+            raise PromptError(
+                f"logit_bias maps token ids to numbers below infinity, as float32 (from {SMALLEST:.3g} to "
+                f"{LARGEST:.3g}); got {token!r}: {bias!r}"
+            )
+
+
+def _fits_float32(x) -> bool:
+    """Whether a number is 0 or a normal float32: devices compute with float32 and take subnormal numbers for 0."""
+    try:
+        size = abs(float(x))
+    except OverflowError:  # an int of hundreds of digits
+        return False
+    return size == 0 or SMALLEST <= size <= LARGEST
 
 
 def _of_rows(name: str, values: np.ndarray, batch: int) -> np.ndarray:
@@ -221,7 +240,9 @@ def choose(logits, step, steps: Steps, numbers: dict[str, jax.Array], state: dic
     if not steps.draws:
         return _argmax(logits)
     temperature = numbers["temperature"]
-    drawn = _draw(logits / jnp.where(temperature > 0, temperature, 1.0), step, steps, numbers)
+    # The largest logit becomes 0, so that no temperature makes two of them infinite; -inf alone stays as it is.
+    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), jnp.finfo(logits.dtype).min)
+    drawn = _draw((logits - top) / jnp.where(temperature > 0, temperature, 1.0), step, steps, numbers)
     return jnp.where(temperature[:, 0] > 0, drawn, _argmax(logits)) if steps.greedy else drawn
 
 
@@ -241,6 +262,8 @@ def _adjusted(logits, steps: Steps, numbers, state):
         counts = state["counts"].astype(jnp.float32)
         logits = logits - numbers["frequency_penalty"] * counts
         logits = logits - numbers["presence_penalty"] * (counts > 0).astype(jnp.float32)
+    if steps.bias or steps.repetition or steps.counts:  # sums of numbers near the largest one
+        logits = jnp.minimum(logits, jnp.finfo(logits.dtype).max)
     return logits
 
 

@@ -118,7 +118,7 @@ def test_rings_pages_and_eight_bits_of_one_model(short, outputs):
     assert np.mean(made == likeliest) > 0.8
 
 
-@pytest.mark.parametrize("page_size", [0, 2.5, True])
+@pytest.mark.parametrize("page_size", [0, 2.5, True, 2**31])
 def test_pages_of_no_size(tiny_folder, page_size):
     with pytest.raises(ModelError, match="page_size is an int of at least 1"):
         jtile.models.load(tiny_folder, page_size=page_size)

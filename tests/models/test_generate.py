@@ -27,7 +27,10 @@ def test_end_tokens(tiny, golden, row):
     end = greedy[5]
     expected = greedy[: greedy.index(end) + 1]
     assert tiny.generate(row, 16, eos=end).tolist() == expected
-    assert tiny.generate(row, 16, eos=[end, 300]).tolist() == expected
+    assert tiny.generate(row, 16, eos=[300, end, 301]).tolist() == expected
+    programs = len(tiny._executables)
+    assert tiny.generate(row, 16, eos=[301, 302, 303, end]).tolist() == expected
+    assert len(tiny._executables) == programs  # three are four of which two are equal
     assert tiny.generate(row, 16, eos=None).tolist() == greedy
 
 
@@ -88,6 +91,7 @@ def test_bad_arguments_raise_before_the_first_token(tiny, row):
         ("text", {}, "encode it first"),
         (row, {"eos": "<end>"}, "eos is 'model'"),
         (row, {"eos": 1.5}, "eos is 'model'"),
+        (row, {"eos": [2, 2**40]}, "eos is 'model'"),
         (row, {"eos": ["<end>"]}, "eos is 'model'"),
         (row, {"max_new_tokens": 2.5}, "max_new_tokens is an int"),
         (None, {}, "prompt ids must be integers"),

@@ -126,11 +126,24 @@ def is_quantised(x) -> bool:
         ("mistral", {"llama__rope__dimension_count": 8}, "rotates only a part of each head"),
         ("deepseek_v3", {"deepseek2__expert_gating_func": 1}, "scoring_func = 'softmax'"),
         ("qwen3", {"qwen3__rope__scaling__type": "longrope"}, "unknown rope scaling 'longrope'"),
+        ("qwen3", {"tokenizer__ggml__eos_token_id": "2"}, "'eos_token_id' = .*'2'"),
+        ("qwen3", {"tokenizer__ggml__eos_token_id": [2, 3]}, "'eos_token_id' = .*2, 3"),
     ],
 )
 def test_files_that_it_cannot_run(tmp_path, name, fields, message):
     with pytest.raises(ModelError, match=message):
         jtile.models.load(write(DATA / name, tmp_path / "it.gguf", **fields))
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [(np.ones((2, 12)), r"F32 of shape \[12, 2\]"), (np.ones(3), "need 12 floats"), (np.arange(12), "by 0.0; its")],
+)
+def test_factors_of_frequencies_that_fit_no_head(tmp_path, factors, message):
+    factors = ("rope_freqs.weight", factors.astype(np.float32))
+    instead = lambda name, tensor: factors if "q_norm" in name and "blk.0" in name else (name, tensor)
+    with pytest.raises(ModelError, match=message):
+        jtile.models.load(write(DATA / "qwen3", tmp_path / "it.gguf", instead))
 
 
 def test_biases_that_nobody_adds(tmp_path):

@@ -164,6 +164,9 @@ def test_an_index_that_names_no_files(folder, files):
      ({"rope_parameters": 3}, "'rope_parameters' = 3; expected an object"),
      ({"rope_parameters": None, "rope_scaling": "yarn"}, "'rope_scaling' = 'yarn'; expected an object"),
      ({"eos_token_id": ["</s>"]}, "the number of a token"), ({"eos_token_id": True}, "the number of a token"),
+     ({"eos_token_id": [2, 2**40]}, "the number of a token"), ({"vocab_size": True}, "'vocab_size' = True"),
+     ({"rms_norm_eps": 10**400}, "expected a positive float"), ({"vocab_size": 10**400}, "expected a positive int"),
+     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}}, "no finite frequencies"),
      ({"intermediate_size": 32}, "gate_proj.weight"), ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3")],
 )  # fmt: skip
 def test_configurations_that_do_not_fit_the_weights(folder, change, message):

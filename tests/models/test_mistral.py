@@ -16,7 +16,10 @@ def config(data):
     return json.loads((data / "mistral" / "config_hub.json").read_text())
 
 
-@pytest.mark.parametrize(("change", "window"), [({}, 8), ({"sliding_window": None}, None), ({"sliding_window": 3}, 3)])
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [({}, 8), ({"sliding_window": None}, None), ({"sliding_window": 3}, 3), ({"sliding_window": 2**40}, None)],
+)
 def test_windows(config, change, window):
     assert mistral.from_hf(config | change).attention.window == window
     assert mistral.from_hf({k: v for k, v in config.items() if k != "sliding_window"}).attention.window is None

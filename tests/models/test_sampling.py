@@ -39,6 +39,8 @@ CASES = [
     ({"temperature": 0.0}, [1, 0, 0, 0, 0, 0]),
     ({"temperature": 0.0, "logit_bias": {0: 3.0}}, [0, 0, 0, 1, 0, 0]),  # token 0 is of 0.1
     ({"top_k": 1}, [1, 0, 0, 0, 0, 0]),
+    ({"temperature": 2e-38}, [1, 0, 0, 0, 0, 0]),  # by which 2.5 is beyond float32
+    ({"logit_bias": {0: 3.4e38}, "top_p": 0.7}, [0, 0, 0, 1, 0, 0]),
 ]
 
 
@@ -129,8 +131,15 @@ def test_only_what_is_asked_for_is_computed():
         ({"seed": 1 << 40}, "seed"),
         ({"seed": [1, -(1 << 40)]}, "seed"),
         ({"logit_bias": 3}, "logit_bias is a mapping"),
-        ({"logit_bias": {"a": 1.0}}, "logit_bias maps token ids to numbers below infinity; got 'a': 1.0"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias maps token ids to numbers below infinity, .* got 'a': 1.0"),
         ({"logit_bias": [{2: inf}, None]}, "logit_bias maps"),
+        ({"logit_bias": {2: 1e39}}, "logit_bias maps .* as float32 .* got 2: 1e\\+39"),
+        ({"temperature": 1e-40}, "temperature must be 0 .* as float32 .* got 1e-40"),
+        ({"temperature": np.complex64(1)}, "temperature must be 0 .* got np.complex64"),
+        ({"top_p": 1e-50}, "top_p must be in .* as float32 .* got 1e-50"),
+        ({"repetition_penalty": [1.0, 1e39, 1.0]}, "repetition_penalty must be .* as float32 .* got 1e\\+39"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty must be .* as float32 .* got 1e-46"),
+        ({"presence_penalty": 10**400}, "presence_penalty must be .* as float32"),
         ({"temperature": [1.0, 0.0]}, "temperature is one value, or one a row; got 2 for 3 rows"),
         ({"logit_bias": [{}, {1: 1.0}]}, "logit_bias is one mapping, or one a row; got 2 for 3 rows"),
         ({"logit_bias": {8: 1.0}}, "logit_bias names the token 8, outside the vocabulary of 8 tokens"),
