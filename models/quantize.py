@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from .float8_formats import SCALES
 from .folder import INDEX, read_json, stored_tensors
 from .formats import CONFIGURATIONS
 from .mapped import DTYPES, Stored
+from .whole import whole_folder
 
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 # The layers that every family multiplies quantised; latent attention and experts take float weights.
@@ -190,17 +190,11 @@ def _quantized(source: Path, out: Path | None, to: str, scheme: Scheme, dynamic:
     chosen = {name for name, tensor in tensors.items() if _is_layer(name, tensor, scheme, config)}
     if not chosen:
         raise ModelError(f"{source} has no layer that --to {to} quantises; see docs/models.md")
-    out.parent.mkdir(parents=True, exist_ok=True)
     plain = {key: value for key, value in config.items() if key not in CONFIGURATIONS}
-    made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    with whole_folder(out) as made:
         _write_folder(source, made, tensors, chosen, scheme)
         entries = _entries(scheme, tensors, chosen, dynamic)
         (made / "config.json").write_text(json.dumps(plain | {"quantization_config": entries}, indent=2) + "\n")
-        made.chmod(0o755)
-        made.rename(out)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return out
 
 

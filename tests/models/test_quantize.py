@@ -1,6 +1,8 @@
 """`jtile quantize`: what it writes is read again, by the published form; what it refuses; the memory that both take."""
 
+import fcntl
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import jtile.models
 from jtile._errors import ModelError
 from jtile.models import quantize_folder
 from jtile.models.folder import INDEX, stored_tensors
+from jtile.models.whole import MARK
 from jtile.ops import QuantizedTensor
 
 NAME = "model.layers.1.mlp.down_proj"
@@ -157,6 +160,20 @@ def test_files_of_any_place_and_name(floats, places):
             np.testing.assert_array_equal(stored[name].host(), before[name].host())
         else:
             assert name.removesuffix("weight") + "weight_packed" in stored and name.endswith("_proj.weight")
+
+
+def test_what_a_killed_run_left_is_removed(floats):
+    """Of the same new folder, and only if nobody holds its lock."""
+    left = {name: floats.parent / f".floats-q8_0-{name}" for name in ("dead", "alive", "elsewhere", "backup", "early")}
+    for name, path in left.items():
+        path.mkdir()
+        if name != "backup":
+            (path / MARK).write_text({"elsewhere": "another", "early": ""}.get(name, platform.node()))
+    with (left["alive"] / MARK).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        out = quantize_folder(floats, "q8_0")
+    assert [name for name, path in left.items() if not path.exists()] == ["dead"]
+    assert {p.name for p in out.iterdir()} == {p.name for p in floats.iterdir()}
 
 
 def test_a_place_that_cannot_be_written(floats):
