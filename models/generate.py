@@ -139,6 +139,7 @@ class LanguageModel:
         Raises:
           PromptError: empty, too long, ids outside the vocabulary, a sampling option out of range, or a draft that does
             not fit.
+          ModelError: the model's logits are no numbers.
         """
         options |= {"draft": draft, "draft_tokens": draft_tokens}
         steps = list(self.stream(ids, max_new_tokens, eos=eos, attention_mask=attention_mask, **options))
@@ -162,7 +163,7 @@ class LanguageModel:
 
         Its `stats` hold the token counts and speeds so far, and with `logprobs=True` its `logprobs` the log-probability
         of each token so far, a float or float32 [batch], under the model's own logits, before any option. Errors in
-        the arguments are raised here, not on iteration.
+        the arguments are raised here, not on iteration, and a `ModelError` there where logits are no numbers.
         """
         if not is_int(max_new_tokens) or max_new_tokens < 0:
             raise PromptError(f"max_new_tokens is an int of at least 0, got {max_new_tokens!r}")
@@ -228,6 +229,13 @@ class Generation(Iterator):
 
     def __next__(self):
         row, logprobs = next(self._tokens)
+        if (row >= self._lm.config.vocab_size).any():  # see `sampling.choose`
+            self._tokens.close()
+            overflow = ", or load it with dtype='bfloat16' or 'float32': beyond 65504 float16 has no numbers"
+            raise ModelError(
+                f"the logits of {self._lm.source or 'the model'} are no numbers (NaN) at token {self.stats.new_tokens} "
+                f"of the answer; check its weights and their scales{overflow if self._lm.dtype == 'float16' else ''}"
+            )
         self.stats.new_tokens += 1
         single = self._prompt.single
         if logprobs is not None:

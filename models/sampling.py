@@ -234,8 +234,9 @@ def noted(state: dict[str, jax.Array], tokens, real=None) -> dict[str, jax.Array
 
 
 def choose(logits, step, steps: Steps, numbers: dict[str, jax.Array], state: dict[str, jax.Array]):
-    """The next token, int32 [batch], for logits float32 [batch, vocab]; `step` (int32, or [batch] of them) is how many
-    were made so far, `numbers` of `Sampling.traced`, `state` of `begin` and `noted`."""
+    """The next token, int32 [batch], for logits float32 [batch, vocab]; of rows with NaN the number `vocab`, which is
+    no token: the host sees it, and the device does nothing for it. `step` (int32, or [batch] of them) is how many
+    tokens were made so far, `numbers` of `Sampling.traced`, `state` of `begin` and `noted`."""
     logits = _adjusted(logits, steps, numbers, state)
     if not steps.draws:
         return _argmax(logits)
@@ -288,11 +289,12 @@ def _noise(seed, step, vocab: int):
 
 
 def _argmax(logits):
-    """The first largest entry of each row; XLA makes scalar code of jnp.argmax (225 us for 49152 entries, this 40)."""
-    last = logits.shape[-1] - 1
+    """The first largest entry of each row, or the number of entries where one is NaN, which no comparison finds; XLA
+    makes scalar code of jnp.argmax (225 us for 49152 entries, this 40)."""
+    none = jnp.int32(logits.shape[-1])
     columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     top = jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(logits >= top, columns, last), axis=-1)
+    return jnp.min(jnp.where(logits >= top, columns, none), axis=-1)
 
 
 def _heaviest(logits, weights, enough):

@@ -1,9 +1,12 @@
 """Generation: streaming, end tokens, limits, sampling through the whole model, and SmolLM2 against transformers."""
 
+import copy
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtile._errors import PromptError
+from jtile._errors import ModelError, PromptError
 from jtile.models import cache as kv
 from jtile.models.generate import CHUNK
 
@@ -107,6 +110,20 @@ def test_a_stream_that_is_dropped_leaves_the_model_usable(tiny, golden, row):
     assert next(stream) == golden["greedy"][0][0]
     del stream
     assert tiny.generate(row, 16).tolist() == golden["greedy"][0].tolist()
+
+
+def test_logits_that_are_no_numbers(tiny, golden, row):
+    """From the second chunk of steps on; the programs are those of the test before."""
+    lm = copy.copy(tiny)
+    lm.dtype = "float16"  # as the error says
+    stream = lm.stream(row, 200, eos=None)
+    made = [next(stream)]
+    lm._weights = [jnp.asarray(np.full(x.shape, np.nan, x.dtype)) for x in lm._weights]
+    with pytest.raises(ModelError, match=rf"logits .* no numbers \(NaN\) at token {CHUNK + 1} .*='bfloat16' or"):
+        made.extend(stream)
+    assert made == golden["greedy"][0][: CHUNK + 1].tolist()
+    with pytest.raises(StopIteration):
+        next(stream)
 
 
 def test_buckets():
