@@ -11,9 +11,7 @@ still ends: its role is an early one.
 An RMS norm may stand in front: of one or two rows every block computes it by itself, while the first rows of W are on
 their way, and a kernel less stands between two products.
 
-Codes of quantised weights become float32 without a conversion, as the bits of subnormal numbers: an and-instruction and
-a multiply-add for each, and hardly a shift. x is brought to the range of these numbers by powers of two, which are
-exact.
+How the numbers of a lane are multiplied is said in `streamed_numbers`.
 """
 
 from __future__ import annotations
@@ -30,39 +28,29 @@ from jtile.ops import gpu_tiles
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
-from jtile.ops.quantized_lanes import float8_fields
 from jtile.ops.quantized_tensor import BLOCK
+from jtile.ops.streamed_numbers import (
+    DOWN,
+    LANES,
+    bits_of,
+    groups_of,
+    held,
+    lane_sums,
+    planes_of,
+    real,
+    spread,
+)
 
-FOUR_BIT = ("q4_0", "q4_1")
-LANES = 32
 PIECE = 1024  # weights of a row, of a role, of a round
 _SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barriers and exchanges between warps
-_UP, _DOWN = 2.0**126, 2.0**23  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
-_UP_FLOAT8 = 2.0 ** (120 - 23)  # the same where the numbers are those of `float8_fields`
-_ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
 _KEY = ("x", "weights", "epilogue", "kind", "activation", "out_dtype")  # what tuning depends on
 _NORMED_KEY = ("x", "weights", "norm", "kind", "activation", "out_dtype")
-_SHIFTS = {4: (0, 4, 8, 12, 16, 20, 0, 4), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
-
-
-def bits_of(kind: str) -> int:
-    """Of a weight in memory; `kind`: that of a quantised weight, or the dtype of a plain one."""
-    return 4 if kind in FOUR_BIT else 8 if kind in ("q8_0", "int8", "fp8") else 16
-
-
-def _groups(kind: str) -> int:
-    """512-byte pieces that hold 1024 weights."""
-    return bits_of(kind) // 4
 
 
 def _of_piece(array, inner: int, kind: str) -> int:
     """How many of the scales of a row of `inner` weights belong to 512 bytes of codes; 0: not a whole number."""
-    n = array.shape[-1] * (PIECE // _groups(kind))
+    n = array.shape[-1] * (PIECE // groups_of(kind))
     return n // inner if n % inner == 0 else 0
-
-
-def _real(x) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,97 +99,6 @@ def _exponent(x, scale, i: int, j: int, roles: int, chunks: int):
     return jnp.minimum(jnp.maximum(power, np.uint32(1 << 23)), np.uint32(253 << 23))
 
 
-def _planes(x, kind: str):
-    """x [lanes * groups, of a lane] as [8, lanes, 4]: for each word of a lane's 16 bytes what its fields are multiplied
-    with."""
-    bits = bits_of(kind)
-    if bits < 16:
-        at = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-        at = (at >> 3 & 1) + 2 * (at & 1) if bits == 8 else (at >> 3 & 3) + 4 * (at & 1)  # of s, h, t, e: h, s and e
-        x = x * (_UP_FLOAT8 if kind == "fp8" else _choose(at, [_UP * 2.0**-shift for shift in _SHIFTS[bits]]))
-    if bits == 4:  # of a block: s, h, t, e, see `QuantizedTensor.packed`
-        x = x.reshape(LANES, 2, 2, 4, 2).transpose(4, 1, 2, 0, 3)
-    elif bits == 8:
-        x = x.reshape(2, LANES, 2, 4, 2).transpose(0, 4, 2, 1, 3)
-    else:
-        x = x.reshape(4, LANES, 2, 4).transpose(0, 2, 1, 3)
-    return x.reshape(8, LANES, 4)
-
-
-def _choose(at, values: list[float]):
-    """values[at], for tiles of numbers from 0 on."""
-    if len(set(values)) == 1:
-        return jnp.full(at.shape, values[0], jnp.float32)
-    half = len(values) // 2
-    return jnp.where(at >= half, _choose(at - half, values[half:]), _choose(at, values[:half]))
-
-
-def _fields(stored, kind: str) -> list:
-    """What 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], for four words of a lane: 2^-149 times the
-    bits of a field where it lies, or 24 bits further down (of 4 bits the last is the two highest together); or the
-    weights, four at a time."""
-    rows, bits = stored.shape[0], bits_of(kind)
-    if bits == 16:
-        return [numbers.astype(jnp.float32) for numbers in _along(stored.reshape(rows, LANES, 2, 4), 2)]
-    words = stored.reshape(rows, LANES, 4)
-    if kind == "fp8":
-        return float8_fields(words)
-    top = words >> np.uint32(24)
-    fields = [_real(words & np.uint32(((1 << bits) - 1) << shift)) for shift in range(0, 24, bits)]
-    return [*fields, _real(top)] if bits == 8 else [*fields, _real(top & np.uint32(15)), _real(top)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """x of one role and round, in registers: for each row of x its planes [lanes, 4]; and its sums [lanes] by group."""
-
-    planes: list[list[jax.Array]]
-    totals: list[list[jax.Array]]
-
-
-def _numbers(planes, totals, kind: str) -> _Numbers:
-    found = [_along(ring.load(), 0) for ring in planes]
-    if bits_of(kind) == 4:  # the last field of a word is the one before, plus 16 times its own
-        found = [[*of_row[:6], of_row[6] - of_row[7], of_row[7]] for of_row in found]
-    return _Numbers(found, [_along(ring.load(), 0) for ring in totals])
-
-
-def _along(t, axis: int) -> list:
-    """The tile cut along an axis, which goes; halves of halves, as registers are told apart."""
-    if t.shape[axis] == 1:
-        return [t.reshape(*t.shape[:axis], *t.shape[axis + 1 :])]
-    half = t.shape[axis] // 2
-    cut = lambda first: jax.lax.slice_in_dim(t, first, first + half, axis=axis)
-    return [*_along(cut(0), axis), *_along(cut(half), axis)]
-
-
-def _sums(pieces, of_blocks, x: _Numbers, kind: str):
-    """What one round adds to the products of rows of W with each row of x: [rows, lanes].
-
-    pieces: the 512 bytes of each group; of_blocks: by group the scales and, for Q4_1, the minima.
-    """
-    out: list = [None] * len(x.planes)
-    for group, stored in enumerate(pieces):
-        fields = _fields(stored, kind)
-        for i, planes in enumerate(x.planes):
-            own = planes[group * len(fields) : (group + 1) * len(fields)]
-            part = functools.reduce(jnp.add, [field * plane[None] for field, plane in zip(fields, own)])
-            part = functools.reduce(jnp.add, _along(part, 2))
-            part = part + (x.totals[i][group] * jnp.float32(-_ZERO[kind]))[None] if kind in _ZERO else part
-            part = part * of_blocks[0][group] if of_blocks else part
-            part = part + x.totals[i][group][None] * of_blocks[1][group] if kind == "q4_1" else part
-            out[i] = part if out[i] is None else out[i] + part
-    return out
-
-
-def _spread(scales, rows: int):
-    """Scales [rows, blocks] in the lanes that have weights of these blocks."""
-    blocks, lanes = scales.shape[1], LANES // scales.shape[1]
-    scales = scales.astype(jnp.float32)
-    wide = jnp.broadcast_to(scales[:, :, None], (rows, blocks, lanes)) if lanes > 1 else scales
-    return wide.reshape(rows, LANES) if lanes > 1 else wide
-
-
 Rings = list[list[jt.Shared]]
 
 
@@ -212,7 +109,7 @@ class _Memory:
     Attributes:
       words: by role and weight, rings of 512 bytes of some rows, one for each group.
       of_blocks: by role, weight and array, likewise rings of the scales (and minima) that belong to them.
-      planes: by role and row of x what `_planes` says, a slot for each round of a row.
+      planes: by role and row of x what `planes_of` says, a slot for each round of a row.
       totals: by role and row of x the sums of x by group, where codes are fields of words.
       sums: by role, weight and row of x the sums of lanes.
       full, empty: a round of the words has come; has been read by all roles.
@@ -236,7 +133,7 @@ def _of_blocks(weight: Weight, kind: str) -> tuple:
 
 
 def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots: int) -> _Memory:
-    m, each, groups, inner = range(x.shape[0]), range(roles), range(_groups(kind)), x.shape[1] * x.shape[2]
+    m, each, groups, inner = range(x.shape[0]), range(roles), range(groups_of(kind)), x.shape[1] * x.shape[2]
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
     block = lambda a: (rows, _of_piece(a, inner, kind))
@@ -262,13 +159,13 @@ def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int)
     for i, ring in enumerate(mem.planes[j]):
         scale = x.scale(i)
         power = _exponent(x, scale, i, j, roles, chunks) if bits_of(kind) < 16 else None
-        back += [] if power is None else [_real(power)]
+        back += [] if power is None else [real(power)]
         for chunk in range(chunks):
             part = x.piece(i, chunk * roles + j, scale)
-            part = part if power is None else part * _real(np.uint32(254 << 23) - power)
-            ring.at(chunk).store(_planes(part, kind))
+            part = part if power is None else part * real(np.uint32(254 << 23) - power)
+            ring.at(chunk).store(planes_of(part, kind))
             if power is not None:
-                sums = part.sum(1).reshape(_groups(kind), LANES) * jnp.float32(1 / _DOWN)
+                sums = part.sum(1).reshape(groups_of(kind), LANES) * jnp.float32(1 / DOWN)
                 mem.totals[j][i].at(chunk).store(sums)
     jt.role_barrier()
     return back
@@ -279,7 +176,7 @@ def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles, back):
     """Role j: the sums of its lanes of each tile of rows; `back`: see `_prepare`."""
     words, of_blocks, planes, totals = mem.words[j], mem.of_blocks[j], mem.planes[j], mem.totals[j]
     at = lambda rings, k: [ring.at(k) for ring in rings]
-    x = _numbers(at(planes, 0), at(totals, 0), kind) if chunks == 1 else None
+    x = held(at(planes, 0), at(totals, 0), kind) if chunks == 1 else None
     zero = lambda: jnp.zeros((rows, LANES), jnp.float32)
     for n in jt.range(tiles):
         sums = tuple(zero() for _ in words for _ in planes)
@@ -287,10 +184,10 @@ def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles, back):
             k = n * chunks + chunk
             mem.full.at(k).wait()
             stored = [[ring.at(k).load() for ring in of_weight] for of_weight in words]
-            scales = [[[_spread(ring.at(k).load(), rows) for ring in a] for a in of_weight] for of_weight in of_blocks]
+            scales = [[[spread(ring.at(k).load(), rows) for ring in a] for a in of_weight] for of_weight in of_blocks]
             mem.empty.at(k).arrive()
-            now = _numbers(at(planes, chunk), at(totals, chunk), kind) if x is None else x
-            found = [part for pieces, d in zip(stored, scales) for part in _sums(pieces, d, now, kind)]
+            now = held(at(planes, chunk), at(totals, chunk), kind) if x is None else x
+            found = [part for pieces, d in zip(stored, scales) for part in lane_sums(pieces, d, now, kind)]
             sums = tuple(a + b for a, b in zip(sums, found))
         mem.taken.at(n).wait(before=True)
         rings = [ring for of_weight in mem.sums[j] for ring in of_weight]
@@ -332,7 +229,7 @@ def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int
         for i in range(m):
             sums = [of_weight[i].sum(1) for of_weight in found]
             if bits_of(kind) < 16:  # not both factors in one: a number has less range than that
-                sums = [total * jnp.float32(_DOWN) * scale for total, scale in zip(sums, scales)]
+                sums = [total * jnp.float32(DOWN) * scale for total, scale in zip(sums, scales)]
             out = ACTIVATIONS[activation](sums[0] if shift is None else sums[0] + shift)
             out = out * sums[1] if len(sums) > 1 else out
             out = out if residual is None else out + residual.tiles(None, rows)[i, tile].astype(jnp.float32)
@@ -409,25 +306,19 @@ def _grid(x, w, *_, rows: int, **__) -> int:
 @functools.cache
 def _kernel(arrays: int, has_bias: bool, has_residual: bool) -> jt.Kernel:
     specs = ["m _ _", *["o _"] * arrays, *["_ o"] * has_bias, *["m o"] * has_residual]
-    made = jt.kernel(
-        out_type=_outputs,
-        grid=_grid,
-        sharding=f"{', '.join(specs)} -> m o",
-        name="hopper_gemv",
-    )(_body)
-    return made.autotune(space=_points, key=_KEY, override=True)
+    return _tuned(_body, _outputs, f"{', '.join(specs)} -> m o", "hopper_gemv", _KEY)
 
 
 @functools.cache
 def normed_kernel(arrays: int) -> jt.Kernel:
     """The kernel with a norm in front, for weights of so many arrays."""
-    made = jt.kernel(
-        out_type=_normed_outputs,
-        grid=_grid,
-        sharding=f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _",
-        name="hopper_norm_gemv",
-    )(_normed_body)
-    return made.autotune(space=_points, key=_NORMED_KEY, override=True)
+    specs = f"m _ _, {', '.join(['o _'] * arrays)}, _ _, m _ _ -> m o, m _ _"
+    return _tuned(_normed_body, _normed_outputs, specs, "hopper_norm_gemv", _NORMED_KEY)
+
+
+def _tuned(body, out_type, sharding: str, name: str, key: tuple[str, ...]) -> jt.Kernel:
+    made = jt.kernel(out_type=out_type, grid=_grid, sharding=sharding, name=name)(body)
+    return made.autotune(space=_points, key=key, override=True)
 
 
 def _scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
@@ -444,8 +335,8 @@ def choices(
     `_scale_bytes`; copies go to multiples of 128 bytes."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
     chunks = jt.cdiv(inner, PIECE * roles)
-    numbers = m * chunks * roles * (PIECE + (LANES * _groups(kind) if bits_of(kind) < 16 else 0)) * 4
-    row = roles * _groups(kind) * (512 + sum(scale_bytes)) * (1 + gated)
+    numbers = m * chunks * roles * (PIECE + (LANES * groups_of(kind) if bits_of(kind) < 16 else 0)) * 4
+    row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
     out = []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
         if any(rows * n % 128 for n in scale_bytes):
@@ -476,7 +367,7 @@ def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:
         fits = weight.codes.dtype == x.dtype and x.dtype in (jnp.bfloat16, jnp.float16) and inner % 8 == 0
         why = f"the matrix is {weight.codes.dtype.name}, with {inner} columns: not 16-bit floats as the rows, in eights"
     else:
-        lines = [_of_piece(a, inner, kind) * a.dtype.itemsize for a in _of_blocks(weight, kind)]
+        lines = _scale_bytes(weight, inner, kind)
         whole = all(n >= 16 and a.shape[1] * a.dtype.itemsize % 16 == 0 for n, a in zip(lines, weight.of_blocks))
         fits = weight.codes.dtype == jnp.uint32 and inner % BLOCK == 0 and whole
         why = f"codes are {weight.codes.dtype.name} of {inner} columns: not packed words, or not in lines of copies"
