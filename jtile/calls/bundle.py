@@ -136,7 +136,7 @@ def _kernel(folder: Path, piece: Lowered, number: int, inputs: Sequence[int]) ->
     """The texts of one kernel, and what the manifest says of it."""
     from jtile.primitive.lowering import pieces_of, with_starts, with_tables
 
-    kernel = pieces_of(piece.program).kernels[piece.piece]
+    kernel = pieces_of(piece.program, piece.target).kernels[piece.piece]
     texts, launch = piece.texts, piece.launch
     whole, starts = with_starts(kernel)
     whole, tables = with_tables(whole)

@@ -120,7 +120,7 @@ class Lowered:
         from jtile import passes
         from jtile.primitive.lowering import pieces_of
 
-        return passes.run_pipeline(pieces_of(self.program).kernels[self.piece], passes.TILE)
+        return passes.run_pipeline(pieces_of(self.program, self._target).kernels[self.piece], passes.TILE)
 
     @property
     def image(self) -> bytes:
@@ -135,7 +135,8 @@ class Lowered:
 
     @functools.cached_property
     def texts(self) -> dict[str, str]:
-        """Level name -> text: `choice` (of meta-parameters that are `jt.auto`: values, and why), `jaxpr`, `tile_ir`,
+        """Level name -> text: `choice` (of meta-parameters that are `jt.auto`, and of the tiles of
+        a derivative: values, and why), `jaxpr`, `tile_ir`,
         `tile_ir_opt` (this piece after the passes), `sharding` (along what automatic partitioning cuts the program, and
         why not along the rest), `resources` (grid, and the scratch of one program, which is where a reverse kernel
         saves the carry of its loops; on a GPU also registers, spills, shared memory and occupancy), then those of the
@@ -144,8 +145,8 @@ class Lowered:
         from jtile import ir
         from jtile.primitive import partition
 
-        levels, choice = self._with_texts.texts, self.program.choice
-        own = {} if choice is None else {"choice": f"{choice.why}\n"}
+        levels, why = self._with_texts.texts, self._why()
+        own = {"choice": why} if why else {}
         own |= {
             "jaxpr": str(self.program.jaxpr),
             "tile_ir": ir.print_kernel(self.program.kernel),
@@ -154,6 +155,15 @@ class Lowered:
             "resources": "\n".join(_resources(self.kernel, self.launch)) + "\n",
         }
         return own | levels
+
+    def _why(self) -> str:
+        """How the tiles were chosen, a sentence a line; "" where the call and the kernel say them."""
+        from jtile.primitive.lowering import pieces_of
+
+        choice, pieces = self.program.choice, pieces_of(self.program, self._target)
+        found = [choice.why] if choice else []
+        found += [pieces.why[self.piece]] if pieces.why else []
+        return "".join(f"{why}\n" for why in found if why)
 
 
 def _resources(kernel: ir.Kernel, launch: dict[str, Any]) -> Iterator[str]:

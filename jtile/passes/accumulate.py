@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jtile.ir import Atomic, Kernel, LastArrival, UndecidedError, Value, is_dynamic
 from jtile.ir.block import level_of
@@ -49,11 +49,15 @@ class Pieces:
       kernels: they may run in any order.
       inputs: for each of them the positions of the original inputs that it takes.
       results: one for each original output.
+      options: for each of them what the compiler is told where the user says nothing; () where that is nothing.
+      why: for each of them, in what other form it runs and why, or ""; () where none does.
     """
 
     kernels: tuple[Kernel, ...]
     inputs: tuple[tuple[int, ...], ...]
     results: tuple[Result, ...]
+    options: tuple[Mapping[str, int], ...] = ()
+    why: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass

@@ -136,16 +136,32 @@ def _without_work(ctx: mlir.LoweringRuleContext, program: Program) -> bool:
 
 
 @memo()
-def pieces_of(program: Program) -> Pieces:
-    """The kernels that run for a program: one, or as many as its accumulated outputs are best computed by."""
-    return accumulate(program.kernel, program.narrow)
+def pieces_of(program: Program, target: Target | None = None) -> Pieces:
+    """The kernels that run for a program: one, or as many as its accumulated outputs are best computed by; on a target,
+    where it is given, those of a derived program in tiles for it."""
+    if target is None:
+        return accumulate(program.kernel, program.narrow)
+    pieces = pieces_of(program)
+    return _in_other_tiles(pieces, target, program.options.compiler) if program.spec.derived else pieces
+
+
+def _in_other_tiles(pieces: Pieces, target: Target, options: Mapping[str, Any]) -> Pieces:
+    from jtile.tune.derived_tiles import tiled
+
+    found = [tiled(k, target, options) for k in pieces.kernels]
+    if not any(found):
+        return pieces
+    return dataclasses.replace(
+        pieces, kernels=tuple(t.kernel if t else k for t, k in zip(found, pieces.kernels)),
+        options=tuple(t.options if t else {} for t in found), why=tuple(t.why if t else "" for t in found),
+    )  # fmt: skip
 
 
 def _custom_calls(
     platform: Platform, ctx: mlir.LoweringRuleContext, operands: Sequence[Any], program: Program
 ) -> Sequence[Any]:
     """The kernels of a program as custom calls; partial sums are summed and wide ones rounded."""
-    pieces = pieces_of(program)
+    pieces = pieces_of(program, platform.here())
     values = program.sizes(_shapes(ctx.avals_in))
     found = []
     for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
@@ -177,7 +193,7 @@ def _custom_call(
     values: Mapping[str, Any],
 ) -> Sequence[Any]:
     """One of the kernels of a program as a typed FFI custom call that carries its compiled object."""
-    kernel = pieces_of(program).kernels[piece]
+    kernel = pieces_of(program, platform.here()).kernels[piece]
     whole = complete(kernel, platform)
     artifact = _compile(program, piece, whole, platform.here())
     platform.register()
@@ -237,17 +253,20 @@ def compile_piece(program: Program, piece: int, target: Target, *, texts: bool =
     every level."""
     from jtile.lowering import platforms
 
-    whole = complete(pieces_of(program).kernels[piece], platforms.named(target.platform))
+    whole = complete(pieces_of(program, target).kernels[piece], platforms.named(target.platform))
     return _compile(program, piece, whole, target, texts=texts)
 
 
 def _compile(program: Program, piece: int, whole: Complete, target: Target, *, texts: bool = False) -> Artifact:
     from jtile.lowering import registry
 
-    several = len(pieces_of(program).kernels) > 1
-    own = f"{program.fingerprint} piece={piece}" if several else program.fingerprint
+    pieces = pieces_of(program, target)
+    own = f"{program.fingerprint} piece={piece}" if len(pieces.kernels) > 1 else program.fingerprint
+    own += f" {pieces.why[piece]}" if pieces.why else ""
     key = f"{own} poison={current().poison and bool(whole.starts)} debug={current().debug}"
-    return registry.compile(whole.kernel, target, key=key, texts=texts, options=program.options.compiler)
+    given = program.options.compiler
+    more = {k: v for k, v in pieces.options[piece].items() if given[k] is None} if pieces.options else {}
+    return registry.compile(whole.kernel, target, key=key, texts=texts, options=given | more)
 
 
 @dataclasses.dataclass(frozen=True)

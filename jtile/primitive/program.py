@@ -40,6 +40,7 @@ class Spec:
       loc: the `def` of the kernel.
       complexes: per input and output, whether it is the real and imaginary parts of a complex array, along its last
         axis; () where none is. XLA hands such a one over as complex, without a copy.
+      derived: nobody wrote the kernel, so that its tiles are nobody's wish: it may run in others.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Spec:
     ref_names: tuple[str, ...] = ()
     loc: ir.Loc = ir.NOWHERE
     complexes: tuple[bool, ...] = ()
+    derived: bool = False
 
     def complex_inputs(self) -> tuple[bool, ...]:
         """`complexes` of the inputs, one for each."""
@@ -154,7 +156,7 @@ class Program:
 
     @functools.cached_property
     def _identity(self) -> tuple[Any, ...]:
-        return self.fingerprint, self.vjp, self.rules
+        return self.fingerprint, self.vjp, self.rules, self.spec.derived
 
     def __repr__(self) -> str:
         return f"{self.name}{self.kernel.grid}#{self.fingerprint[:8]}"

@@ -22,11 +22,17 @@ def localise(found: Factors, parts: Mapping[str, int], widen: Collection[int] = 
     Args:
       widen: outputs that are stored before their last rounding, where there is one: shards are summed in that dtype.
     """
-    local = _Localise(found, {k: p for k, p in parts.items() if p > 1})
+    local = Localise(found, {k: p for k, p in parts.items() if p > 1})
     return local.run(widen) if local.possible else None
 
 
-class _Localise:
+class Localise:
+    """Copies a kernel with some axes of its Refs, of its tiles and of its grid at other sizes.
+
+    Attributes:
+      possible: whether that is a whole kernel.
+    """
+
     def __init__(self, found: Factors, parts: Mapping[str, int]):
         self.found, self.kernel = found, found.kernel
         self.possible = True
@@ -48,9 +54,9 @@ class _Localise:
             self.dims |= {(arrays[k], d): p for k, d in factor.dims}
             self.axes |= dict.fromkeys(factor.cut, p)
             for use, (size, extent) in cuts.items():
-                self._walk(use, size, extent)
+                self.walk(use, size, extent)
 
-    def _walk(self, use: Use, size: int, extent: int) -> None:
+    def walk(self, use: Use, size: int, extent: int) -> None:
         walk = use.how
         assert isinstance(walk, Walk)
         self.extents[walk.counter] = extent

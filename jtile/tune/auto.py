@@ -126,7 +126,7 @@ def choose(asked: Asked, target: Any) -> Chosen:
     """
     base, start, places = probe(asked)
     found = all_guesses(asked, base, start, places, target)
-    fit = (g for g in found if _fits(asked.kept(g.config), g, target, asked.options))
+    fit = (g for g in found if fits(asked.kept(g.config), g, target, asked.options))
     best = next(fit, None) or Guess(start, "no tile that was tried fits the target better")
     values = ", ".join(f"{k}={v}" for k, v in {**best.config, **best.options}.items())
     return Chosen(best.config, best.options, f"{values} for {target.name}: {best.why}")
@@ -199,7 +199,7 @@ def _of_products(
         yield from guesses.of_chain(chain, sides, target)
 
 
-def _fits(kernel: ir.Kernel | None, guess: Guess, target: Any, options: Mapping[str, Any]) -> bool:
+def fits(kernel: ir.Kernel | None, guess: Guess, target: Any, options: Mapping[str, Any]) -> bool:
     """Whether a target runs a kernel as a guess expects it; None is one that does not take the values."""
     if kernel is None:
         return False

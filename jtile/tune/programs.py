@@ -28,9 +28,9 @@ class Sized(NamedTuple):
         """The kernel of the program, of static sizes."""
         return self._concrete(self.program.kernel)
 
-    def pieces(self) -> list[ir.Kernel]:
-        """The kernels that run for it, of static sizes."""
-        return [self._concrete(k) for k in pieces_of(self.program).kernels]
+    def pieces(self, target: Any = None) -> list[ir.Kernel]:
+        """The kernels that run for it, of static sizes; on a target, where it is given."""
+        return [self._concrete(k) for k in pieces_of(self.program, target).kernels]
 
     def _concrete(self, kernel: ir.Kernel) -> ir.Kernel:
         values = self.program.sizes(self.shapes)

@@ -122,7 +122,7 @@ def _check(rates: Mapping[str, float] | None) -> None:
 
 
 def _cost(called: Sized, calls: int, target: Any, rates: Any, data: Any, run: bool) -> KernelCost:
-    program, pieces = called.program, called.pieces()
+    program, pieces = called.program, called.pieces(target)
     total = together([work(passes.run_pipeline(piece, passes.TILE)) for piece in pieces])
     rates = {**_measured(target, total, rates or {}), **(rates or {})}
     limits = prune.bound_us(total, target, rates)

@@ -85,7 +85,7 @@ def profile(
     lines: list[Timeline] = []
     without: list[tuple[str, str]] = []
     for program in found:
-        for piece in lowering.pieces_of(program).kernels:
+        for piece in lowering.pieces_of(program, target).kernels:
             made = lowering.complete(piece, platforms.named(target.platform))
             plan = _block_kernel(made.kernel, target, program.options.compiler)
             if isinstance(plan, NoPlan):

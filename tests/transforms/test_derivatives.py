@@ -314,9 +314,9 @@ def test_the_convolution_of_the_library_has_no_atomics():
 
 
 def test_the_gradient_of_a_tiled_matmul_is_two_tiled_matmuls():
-    a = jax.ShapeDtypeStruct((1024, 1024), np.float32)
+    a = jax.ShapeDtypeStruct((256, 256), np.float32)  # too small for other tiles than the kernel's own
     left, right = matmul.lower(a, a, bm=128, bn=128, bk=64).vjp().pieces
-    assert (left.kernel.grid, right.kernel.grid) == ((8, 16), (16, 8))
+    assert (left.kernel.grid, right.kernel.grid) == ((2, 4), (4, 2))
     for piece in (left, right):
         ops = [op.mnemonic for op in piece.kernel.body.walk()]
         assert (ops.count("dot"), ops.count("load"), ops.count("for"), ops.count("store")) == (1, 2, 1, 1)

@@ -1,0 +1,122 @@
+"""The tiles of a derived kernel, of reverse mode say: those that the model of time expects to be best for what *it*
+multiplies, on its target, whatever the tiles of the kernel are that it was derived from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jtile import ir, passes
+from jtile.transforms.axes import Node, contraction
+from jtile.transforms.factors import Factors, factors
+from jtile.transforms.retile import free, lanes, retile
+from jtile.tune import cost, guesses, nature, warpgroups
+from jtile.tune.auto import fits
+from jtile.tune.guesses import Guess, Sides
+from jtile.tune.nature import COLUMNS, ROWS, TERMS, Whole
+from jtile.tune.warpgroups import Form
+
+LEAST = 1 << 26  # operations of a kernel that other tiles are worth looking for
+PLATFORMS = "cpu", "cuda", "rocm"  # whose choices of tiles have been measured, or share the rules of one that has
+TRIED = 8  # guesses that are built, at most
+GAIN = 1.03  # how many times as long the present tiles must be expected to take
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+    """A kernel in other tiles.
+
+    Attributes:
+      options: of the compiler, where the user gives none.
+      why: which tiles, and how they were found, in a sentence.
+    """
+
+    kernel: ir.Kernel
+    options: Mapping[str, int]
+    why: str
+
+
+def tiled(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Tiled | None:
+    """The kernel in the tiles that are expected to be best on a target; None where it is no product of arrays whose
+    tiles may change, or where its own are as good.
+
+    Args:
+      options: of the compiler, as the user gives them.
+    """
+    if target.platform not in PLATFORMS or ir.is_dynamic(kernel) or not _large(kernel):
+        return None
+    kernel = passes.run_pipeline(kernel, passes.TILE)
+    whole = nature.whole_product(kernel)
+    if whole is None:
+        return None
+    found = factors(kernel)
+    sides = _sides(found)
+    if sides is None:
+        return None
+    now = _now(found, sides)
+    best = next(_better(found, whole, sides, target, options), None)
+    if best is None or best[0].config == now or _as_good(kernel, whole, best, target, options):
+        return None
+    guess, new = best
+    p, names = whole.product, sides.names
+    tile = " x ".join(str(guess.config.get(names[place] or "", size)) for place, size in zip(names, whole.tile))
+    return Tiled(new, guess.options, f"tiles of {tile} for {p.m} x {p.n} x {p.k} on {target.name}: {guess.why}")
+
+
+def _large(kernel: ir.Kernel) -> bool:
+    """Whether its products are worth the search."""
+    if 0 in kernel.grid or not any(isinstance(op, ir.Dot) for op in kernel.body.walk()):
+        return False
+    return cost.work(kernel).flops >= LEAST
+
+
+def _sides(found: Factors) -> Sides | None:
+    """Which factors the sides of the products' tiles walk along: of each place one whose tiles may change, or None."""
+    dots = nature.products_of(found.kernel)
+    if not all(isinstance(d, ir.Dot) and len(d.result.shape) == 2 for d in dots):
+        return None
+    names: dict[Any, str | None] = {}
+    for place in (ROWS, COLUMNS, TERMS):
+        roots = {found.classes.find(_axis(d, place)) for d in dots if isinstance(d, ir.Dot)}
+        names[place] = next((f.name for f in found.factors if free(f) and roots == lanes(found, f)), None)
+    given = [n for n in names.values() if n]
+    return Sides(names, ()) if len(given) > 1 and len(set(given)) == len(given) else None
+
+
+def _axis(dot: ir.Dot, place: Any) -> Node:
+    if place == TERMS:
+        return dot.a, contraction(dot)[0][1]
+    return dot.result, 0 if place == ROWS else 1
+
+
+def _now(found: Factors, sides: Sides) -> dict[str, int]:
+    return {n: size for n in sides.names.values() if n and (size := free(found.named(n)))}
+
+
+def _better(
+    found: Factors, whole: Whole, sides: Sides, target: Any, options: Mapping[str, Any]
+) -> Iterator[tuple[Guess, ir.Kernel]]:
+    """Guesses that the target takes, and the kernel in them, the best first."""
+    for number, guess in enumerate(guesses.of_product(whole, sides, target)):
+        if number == TRIED:
+            return
+        new = retile(found, guess.config)
+        if fits(new, guess, target, options):
+            assert new is not None
+            yield guess, new
+
+
+def _as_good(
+    kernel: ir.Kernel, whole: Whole, best: tuple[Guess, ir.Kernel], target: Any, options: Mapping[str, Any]
+) -> bool:
+    """Whether the tiles that the kernel has are expected to take about as long."""
+    guess, new = best
+    (bm, bn, _), other = whole.tile, nature.whole_product(new)
+    if other is not None and other.tile[:2] == (bm, bn):  # it has more or fewer terms in a round
+        return False
+    on, p = warpgroups.gpu(target) if warpgroups.multiplies(target) else None, whole.product
+    if on is None or not guess.us or (bm, bn) not in warpgroups.candidates(p):
+        return False
+    plan = Guess({}, "", planned=True)
+    return warpgroups.predicted_us(p, Form(1, bm, bn), on) < GAIN * guess.us and fits(kernel, plan, target, options)

@@ -1,0 +1,74 @@
+"""Tiles of derivatives: best for what the derivative multiplies, on each target; and what keeps its own."""
+
+import jax.numpy as jnp
+import pytest
+from auto_kernels import spec
+from products import tiled_matmul
+
+import jtile as jt
+from jtile.lowering import targets
+from jtile.primitive.lowering import pieces_of
+from jtile.tune import nature, warpgroups
+from jtile.tune.derived_tiles import tiled
+
+HOPPER, CPU = targets.resolve("cuda:sm_90"), targets.resolve("cpu")
+matmul = tiled_matmul(128, 256, 64)
+
+
+def dots_of(kernel):
+    return [nature.sizes(op) for op in nature.products_of(kernel)]
+
+
+def test_the_gradient_of_a_product_is_two_products_in_tiles_of_their_own():
+    program = matmul.lower(spec(4096, 4096), spec(4096, 4096)).vjp().program
+    own, there = pieces_of(program), pieces_of(program, HOPPER)
+    assert [dots_of(k) for k in own.kernels] == [[(128, 64, 256)], [(64, 256, 128)]]
+    assert [dots_of(k) for k in there.kernels] == [[(128, 256, 64)]] * 2
+    assert (own.inputs, own.results) == (there.inputs, there.results)
+    assert all("the model of time expects" in why for why in there.why) and own.why == ()
+    low = matmul.lower(spec(4096, 4096), spec(4096, 4096), target=HOPPER).vjp()
+    assert low.kernel.grid == (32, 16)
+
+
+def test_what_a_user_wrote_keeps_its_tiles():
+    program = matmul.lower(spec(4096, 4096), spec(4096, 4096), bm=64, bn=64).program
+    assert pieces_of(program, HOPPER).kernels == pieces_of(program).kernels
+
+
+@pytest.mark.parametrize("sizes", [(300, 2048, 1024), (8192, 1024, 512)])
+def test_tiles_are_those_of_the_shortest_predicted_time(sizes):
+    m, n, k = sizes
+    for kernel in pieces_of(matmul.lower(spec(m, k), spec(k, n), bm=64, bn=64, bk=64).vjp().program).kernels:
+        new = tiled(kernel, HOPPER, {})
+        assert new is not None
+        whole, on = nature.whole_product(new.kernel), warpgroups.gpu(HOPPER)
+        times = {s: warpgroups.predicted_us(whole.product, warpgroups.Form(1, *s), on)
+                 for s in warpgroups.candidates(whole.product)}  # fmt: skip
+        assert times[whole.tile[:2]] <= 1.05 * min(times.values()), new.why
+
+
+def test_tiles_that_are_as_good_stay():
+    program = matmul.lower(spec(4096, 4096), spec(4096, 4096), bm=128, bn=128, bk=128).vjp(0).program
+    assert dots_of(pieces_of(program, HOPPER).kernels[0]) == [(128, 256, 64)]
+    (kernel,) = pieces_of(program, HOPPER).kernels
+    assert tiled(kernel, HOPPER, {}) is None
+
+
+def test_a_cpu_has_tiles_of_its_own():
+    (kernel,) = pieces_of(matmul.lower(spec(512, 512, dtype="float32"), spec(512, 512, dtype="float32")).vjp(0).program,
+                          CPU).kernels  # fmt: skip
+    ((_, _, terms),) = dots_of(kernel)
+    assert terms == 512
+
+
+def test_small_ones_and_those_whose_rows_depend_on_their_place_stay():
+    @jt.kernel(out_type=lambda a, b: jt.like(a), grid=4)
+    def masked(a, b, o):
+        i = jt.program_id(0)
+        rows = jnp.arange(128)[:, None] + 128 * i
+        x = jnp.where(rows >= jnp.arange(512)[None, :], a.tiles(128, 512)[i, 0], 0)
+        o.tiles(128, 512)[i, 0] = jt.dot(x, b[...]).astype(o.dtype)
+
+    for kernel, n in ((matmul, 128), (masked, 512)):
+        for piece in pieces_of(kernel.lower(spec(n, n), spec(n, n)).vjp(0).program).kernels:
+            assert tiled(piece, HOPPER, {}) is None
