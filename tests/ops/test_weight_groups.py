@@ -223,7 +223,8 @@ def test_rows_that_are_rounded_too(activations, packed):
         assert [c.implementation for c in chosen] == ["rows in 8 bits"]
         product = functools.partial(float8_rows.product, activations=activations, out_dtype="float32")
         y = evaluated(lambda x: product(x, Weight(form.codes, form.scale)))(x)
-        assert relative_error(y, want) < 3e-6
+        # Hopper's tensor cores keep about 13 bits below the largest term while they add products of 8-bit numbers.
+        assert relative_error(y, want) < (5e-4 if jax.default_backend() == "gpu" else 3e-6)
         for other, why in ((x[:5], "fewer than 128 rows"), (x.astype(np.float32), "rows are float32")):
             assert why in str(ops.choices(ops.quantized_matmul, other, w)[0])
     both = QuantizedTensor.concatenate([w, w])
