@@ -37,6 +37,7 @@ import numpy as np
 
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ops import super_blocks
+from jtile.ops._shapes import check_float
 from jtile.ops.super_blocks import LAYOUTS, SUPER, SuperBlocks
 
 BLOCK = 32  # weights of a block of GGUF; groups that share a scale are of one or more blocks
@@ -308,10 +309,12 @@ def quantize(x, kind: str, group: int = BLOCK) -> QuantizedTensor:
     Groups round as ggml's reference quantiser does (Q4_0: the value of largest magnitude maps to code 0).
 
     Raises:
+      KernelTypeError: `x` is no float array.
       KernelValueError: unknown kind, `x` is no matrix, the group is not 32 times a power of two, or `in` is no multiple
         of it (int8, fp8: any).
     """
     x = x if isinstance(x, (np.ndarray, jax.Array)) else jnp.asarray(x)
+    check_float("quantize", x=x)
     _check(kind, x.shape, group)
     if not _on_host(x):
         return _quantize(jnp, x, kind, group)

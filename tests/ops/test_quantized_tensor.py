@@ -115,6 +115,12 @@ def test_refused(build, message):
         build(weights())
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "int32", "bool"])
+def test_only_floats_are_quantised(dtype):
+    with pytest.raises(KernelTypeError, match=f"x is a float array, got {dtype}"):
+        QuantizedTensor.quantize(weights().astype(dtype), "q8_0")
+
+
 def test_kinds_do_not_mix():
     parts = [QuantizedTensor.quantize(weights(), kind) for kind in ("q4_0", "q8_0")]
     with pytest.raises(KernelTypeError, match="q4_0, q8_0"):
