@@ -12,8 +12,10 @@ from jtile import passes
 from jtile._errors import KernelValueError, UnsupportedError
 from jtile.ir.types import DTYPES
 from jtile.lowering import targets
+from jtile.lowering.artifact import Artifact
 from jtile.primitive.lowering import compile_piece
 from jtile.tune import device, host, measure, prune, resolve
+from jtile.tune.advice import advice
 from jtile.tune.choose import lookup
 from jtile.tune.cost import Work, together, work
 from jtile.tune.programs import Sized, trace_sizes
@@ -39,6 +41,7 @@ class KernelCost:
       resources: registers, spills, shared memory and occupancy on a GPU, of each kernel that runs for it.
       limit: what limits it, in words.
       choice: of meta-parameters that are `jt.auto`, their values and why, in a sentence; empty without any.
+      advice: what to try, in sentences; see `jtile.tune.advice`.
     """
 
     name: str
@@ -50,6 +53,7 @@ class KernelCost:
     resources: tuple[Mapping[str, Any], ...]
     limit: str
     choice: str = ""
+    advice: tuple[str, ...] = ()
 
     @property
     def bound_us(self) -> float:
@@ -74,8 +78,8 @@ class Explanation:
         rows = [head, *map(_row, self.kernels)]
         widths = [max(len(r[k]) for r in rows) for k in range(len(head))]
         ranged = lambda r: [c.ljust(w) if k in (0, 8) else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths))]
-        chosen = [f"{k.name}: {k.choice}" for k in self.kernels if k.choice]
-        return "\n".join([f"on {self.device}", *("  ".join(ranged(r)).rstrip() for r in rows), *chosen])
+        below = [f"{k.name}: {text}" for k in self.kernels for text in (k.choice, *k.advice) if text]
+        return "\n".join([f"on {self.device}", *("  ".join(ranged(r)).rstrip() for r in rows), *below])
 
 
 def explain(
@@ -123,16 +127,20 @@ def _check(rates: Mapping[str, float] | None) -> None:
 
 def _cost(called: Sized, calls: int, target: Any, rates: Any, data: Any, run: bool) -> KernelCost:
     program, pieces = called.program, called.pieces(target)
-    total = together([work(passes.run_pipeline(piece, passes.TILE)) for piece in pieces])
+    kernels = [passes.run_pipeline(piece, passes.TILE) for piece in pieces]
+    total = together([work(k) for k in kernels])
     rates = {**_measured(target, total, rates or {}), **(rates or {})}
     limits = prune.bound_us(total, target, rates)
     limits = {k: v for k, v in limits.items() if v}
     time_us = _time(called, target, data) if run else None
-    found = tuple(_resources(program, k, target) for k in range(len(pieces)))
-    resources = tuple(r for r in found if r)
+    built = [_built(program, k, target) for k in range(len(pieces))]
+    resources = tuple(found for a in built if a and (found := a.launch.get("resources")))
     limit = _limit(total, limits, time_us, resources, target, rates)
     why = program.choice.why if program.choice else ""
-    return KernelCost(program.name, calls, called.kernel().grid, total, limits, time_us, resources, limit, why)
+    schedules = [a.texts.get("schedule", "") if a else "" for a in built]
+    more = [advice(k, work(k), target, resources, text) for k, text in zip(kernels, schedules, strict=True)]
+    found = tuple(dict.fromkeys(text for texts in more for text in texts))
+    return KernelCost(program.name, calls, called.kernel().grid, total, limits, time_us, resources, limit, why, found)
 
 
 def _measured(target: Any, w: Work, given: Mapping[str, float]) -> Mapping[str, float]:
@@ -143,13 +151,14 @@ def _measured(target: Any, w: Work, given: Mapping[str, float]) -> Mapping[str, 
     return host.rates(w.bytes, [name for name in ("memory", "float32", *w.products) if name not in given])
 
 
-def _resources(program: Any, piece: int, target: Any) -> Mapping[str, Any]:
+def _built(program: Any, piece: int, target: Any) -> Artifact | None:
+    """A kernel as its compiler made it, with what that tells of it; None for CPUs, whose compiler tells nothing."""
     if target.platform == "cpu":
-        return {}
+        return None
     try:
-        return compile_piece(program, piece, target, texts=True).launch.get("resources") or {}
+        return compile_piece(program, piece, target, texts=True)
     except UnsupportedError:  # no compiler for the target here: the counts stand without
-        return {}
+        return None
 
 
 def _time(called: Sized, target: Any, data: Any) -> float:

@@ -11,12 +11,21 @@ from benchmarks.gpu import tutorial
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.tune import cost, host, prune
+from jtile.tune.advice import advice
 from jtile.tune.cost import work
 from jtile.tune.programs import trace
 
 S = jax.ShapeDtypeStruct
 BF16 = jnp.bfloat16
 matmul = tiled_matmul(64, 32, 16, stages=3)
+
+
+@jt.kernel(out_type=lambda a, b: jt.like(a, shape=(64, 64)), grid=1)
+def unrolled_product(a, b, o):
+    acc = jt.zeros((64, 64), jnp.float32)
+    for k in range(a.shape[1] // 16):
+        acc = jt.dot(a.tiles(64, 16)[0, k], b.tiles(16, 64)[k, 0], acc)
+    o[...] = acc.astype(o.dtype)
 
 
 @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: jt.cdiv(x.shape[0], 8), dynamic={"x": 0})
@@ -184,6 +193,23 @@ def test_explain_on_a_target_without_the_device():
     assert line.limits["memory"] == pytest.approx(3 * 4096**2 * 2 / 4.8e12 * 1e6)
     assert line.limit == "tensor cores"
     assert line.resources[0]["registers"] > 32
+
+
+def test_explain_says_what_to_try():
+    """Of a loop that Python unrolls, of too few programs and of registers that are spilled."""
+    a, b = S((64, 160), BF16), S((160, 64), BF16)
+    kernel = unrolled_product.lower(a, b).kernel
+    found = advice(kernel, work(kernel), h200(), [{"spills": 24}], "tile level: no loop loads\n")
+    unrolled, spilled, few, roles = found
+    assert "test_cost.py:" in unrolled and "stands 10 times" in unrolled
+    assert (
+        "24 bytes" in spilled and "1 programs leave at least half of 132" in few and roles.endswith(": no loop loads")
+    )
+    good = matmul.lower(S((4096, 160), BF16), S((160, 4096), BF16)).kernel
+    assert advice(good, work(good), h200(), [{"spills": 0}], "block level: 2 consumers\n") == ()
+    with jt.config(arch="sm_90"):
+        (line,) = (explained := jt.explain(unrolled_product, a, b, run=False)).kernels
+    assert unrolled in line.advice and f"unrolled_product: {unrolled}" in str(explained)
 
 
 # -- pruning --------------------------------------------------------------------------------------------------------
