@@ -244,7 +244,8 @@ def resolve(target: Target | str | None) -> Target:
 
     name = target.partition(":")[0]
     if name not in [p.name for p in platforms.every()]:
-        raise UnsupportedError(f"there is no target {target!r}: this release compiles for {', '.join(names())}")
+        meant = "".join(f"write {full!r}; " for full in names() if full.endswith(f":{target}"))
+        raise UnsupportedError(f"there is no target {target!r}: {meant}this release compiles for {', '.join(names())}")
     return platforms.named(name).resolve(target)
 
 

@@ -69,7 +69,7 @@ def test_resolve():
     assert targets.resolve("cpu") is host_target()
     assert targets.resolve(small()) == small()
     assert "cpu:avx2" in targets.names()
-    with pytest.raises(UnsupportedError, match="no target 'sm_90'"):
+    with pytest.raises(UnsupportedError, match="no target 'sm_90': write 'cuda:sm_90'; this release compiles for cpu"):
         targets.resolve("sm_90")
     with pytest.raises(KernelTypeError):
         targets.resolve(7)
