@@ -233,6 +233,10 @@ class Checker:
         return evaluated(self.pull(self.reference))
 
     @functools.cached_property
+    def rows(self) -> devices.Rows:
+        return devices.rows(self)
+
+    @functools.cached_property
     def pulled(self) -> tuple[Any, Any]:
         return tuple(f(self.leaves, self.cotangents) for f in (jax.jit(self.pull(self.kernel)), self.expect_pull))
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jtile.testing.compare import Measured, MismatchError, SkippedError, stack_rows, stacked, summed, turned
 
@@ -28,20 +27,22 @@ def jobs(c: Checker) -> Iterator[tuple[str, str, Callable[[], Measured]]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
-    """One call of the kernel for each device.
+class Rows:
+    """One call of the kernel for each device, and what the reference says of them.
 
     Attributes:
-      rows: the leaves of each call.
       shared: place of a float leaf that all calls share; -1: none.
       batch: the leaves with the calls along axis 0, the shared one as it is.
-      cotangents: of the results, for every call.
+      cotangents: of the results, for every call; none where nothing is differentiated.
+      want: the results of all calls.
+      slopes: the cotangents of the leaves, summed over the calls for the shared one.
     """
 
-    rows: list[list[Any]]
     shared: int
     batch: list[Any]
     cotangents: list[Any]
+    want: tuple[Any, ...]
+    slopes: tuple[Any, ...]
 
     def specs(self) -> tuple[PartitionSpec, ...]:
         return tuple(PartitionSpec() if j == self.shared else PartitionSpec("d") for j in range(len(self.batch)))
@@ -50,57 +51,58 @@ class _Rows:
         return tuple(None if j == self.shared else 0 for j in range(len(self.batch)))
 
 
-def _rows(c: Checker) -> _Rows:
+def rows(c: Checker) -> Rows:
+    """The calls of a checker's kernel on all devices of this process; see `Checker.rows`."""
     count = len(jax.devices())
     if count < 2:
         raise SkippedError(ONE_DEVICE)
     shared = c.floats[0] if c.floats and len(c.leaves) > 1 else -1
-    leaves = [jnp.asarray(x) for x in c.leaves]
-    rows = [[x if j == shared else turned(x, k) for j, x in enumerate(leaves)] for k in range(count)]
-    batch = [x if j == shared else stacked([r[j] for r in rows]) for j, x in enumerate(leaves)]
+    calls = [[x if j == shared else turned(x, k) for j, x in enumerate(c.leaves)] for k in range(count)]
+    batch = [x if j == shared else stacked([r[j] for r in calls]) for j, x in enumerate(c.leaves)]
     cotangents = [stacked([ct] * count) for ct in c.cotangents] if c.reverse else []
-    return _Rows(rows, shared, batch, cotangents)
+    want = stack_rows([c.expect(*row) for row in calls], 0)
+    slopes = list(stack_rows([c.expect_pull(row, list(c.cotangents)) for row in calls], 0)) if c.reverse else []
+    if c.reverse and shared >= 0:
+        slopes[0] = summed(slopes[0])
+    return Rows(shared, batch, cotangents, want, tuple(slopes))
 
 
-def _gradients(c: Checker, r: _Rows) -> tuple[Any, ...]:
-    """What the reference says: a cotangent for each call, summed for the shared leaf."""
-    want = list(stack_rows([c.expect_pull(row, list(c.cotangents)) for row in r.rows], 0))
-    if r.shared >= 0:
-        want[0] = summed(want[0])
-    return tuple(want)
+def _both(c: Checker, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with its cotangents in one function, which is one program to compile: `(leaves, cotangents) -> both`."""
+    return lambda leaves, cotangents: (fn(*leaves), c.pull(fn)(leaves, cotangents) if c.reverse else ())
+
+
+def _compare(c: Checker, got: Any) -> Measured:
+    found = c.compare(got[0], c.rows.want)
+    return c.compare(got[1], c.rows.slopes, derivative=True) if c.reverse else found
+
+
+def _mesh() -> Mesh:
+    return jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def sharded(c: Checker) -> Measured:
     """`shard_map`: one call on each device; values, and gradients with the shared leaf's summed over devices."""
-    r = _rows(c)
-    mesh = jax.make_mesh((len(r.rows),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    r = c.rows
 
     def local(*xs):
         one = [x if j == r.shared else x[0] for j, x in enumerate(xs)]
         return tuple(o[None] for o in c.kernel(*one))
 
-    spread = jax.shard_map(local, mesh=mesh, in_specs=r.specs(), out_specs=PartitionSpec("d"))
-    found = c.compare(jax.jit(spread)(*r.batch), stack_rows([c.expect(*row) for row in r.rows], 0))
-    if c.reverse:
-        found = c.compare(jax.jit(c.pull(spread))(r.batch, r.cotangents), _gradients(c, r), derivative=True)
-    return dataclasses.replace(found, detail=f"{len(r.rows)} devices, checked with varying axes")
+    spread = jax.shard_map(local, mesh=_mesh(), in_specs=r.specs(), out_specs=PartitionSpec("d"))
+    found = _compare(c, jax.jit(_both(c, spread))(r.batch, r.cotangents))
+    return dataclasses.replace(found, detail=f"{len(jax.devices())} devices, checked with varying axes")
 
 
 def partitioned(c: Checker) -> Measured:
     """`jit` of a batch whose arrays are sharded over devices: right, and no device gets another one's part."""
-    r = _rows(c)
-    mesh = jax.make_mesh((len(r.rows),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    r, mesh = c.rows, _mesh()
     batch = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(r.batch, r.specs(), strict=True)]
-    over = jax.vmap(c.kernel, r.axes())
-    value = jax.jit(over).lower(*batch).compile()
-    _no_gather(value.as_text())
-    found = c.compare(value(*batch), stack_rows([c.expect(*row) for row in r.rows], 0))
-    if c.reverse:
-        cotangents = [jax.device_put(ct, NamedSharding(mesh, PartitionSpec("d"))) for ct in r.cotangents]
-        pull = jax.jit(c.pull(over)).lower(batch, cotangents).compile()
-        _no_gather(pull.as_text())
-        found = c.compare(pull(batch, cotangents), _gradients(c, r), derivative=True)
-    return dataclasses.replace(found, detail=f"{len(r.rows)} devices, nothing gathered")
+    cotangents = [jax.device_put(ct, NamedSharding(mesh, PartitionSpec("d"))) for ct in r.cotangents]
+    compiled = jax.jit(_both(c, jax.vmap(c.kernel, r.axes()))).lower(batch, cotangents).compile()
+    _no_gather(compiled.as_text())
+    found = _compare(c, compiled(batch, cotangents))
+    return dataclasses.replace(found, detail=f"{len(jax.devices())} devices, nothing gathered")
 
 
 def _no_gather(text: str) -> None:

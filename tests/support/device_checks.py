@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -15,7 +16,12 @@ DEVICES = ("shard_map", "partitioned jit")
 
 def run(module: str, names: list[str]) -> None:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    import native_calls
+
     from jtile.testing import check_kernel
+
+    native_calls.install()
+    gc.set_threshold(100_000, 50, 100)  # as in the tests' own process: a tenth of the time otherwise
 
     cases = importlib.import_module(module).CASES
     reports = []

@@ -25,12 +25,14 @@ MESH = mesh_of(4, 2)
 
 
 def array(*shape, seed=0, dtype="float32"):
-    """Small whole numbers: sums of products of them are exact, so that sharded results are equal bit for bit."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), dtype)
+    """Small whole numbers: sums of products of them are exact, so that sharded results are equal bit for bit.
+
+    NumPy's, as all operands: to put an array of JAX over devices compiles a program for every place of it."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(jnp.dtype(dtype))
 
 
 def normal(*shape, seed=0, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
 def put(x, spec, mesh=MESH):
@@ -58,8 +60,9 @@ def check(f, *args, want=None, allowed=(), out=None, tolerance=0.0, mesh=MESH):
     """
     arrays = [a for a, _ in args]
     want = evaluated(f)(*arrays) if want is None else want
-    compiled = jax.jit(f).lower(*[put(a, s, mesh) for a, s in args]).compile()
-    got = compiled(*[put(a, s, mesh) for a, s in args])
+    there = [put(a, s, mesh) for a, s in args]
+    compiled = jax.jit(f).lower(*there).compile()
+    got = compiled(*there)
     equal(got, want, tolerance)
     assert collectives(compiled) <= set(allowed), collectives(compiled)
     if out is not None:
