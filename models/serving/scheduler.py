@@ -1,0 +1,330 @@
+"""The scheduler: which tokens of which sequences the next step computes, and in which pages. Pure Python.
+
+A step computes up to `budget` tokens: one of every sequence that is decoding, and with what is left of the budget
+chunks of prompts, in the order in which requests came. Sequences get pages as they grow. Where there are none left the
+one that came last is preempted: it gives its pages back, waits at its old place in the queue, and is computed again
+from its tokens. So the oldest sequence always goes on, and every one of them becomes the oldest.
+
+Steps are planned before the tokens of the last one are known: a sequence may have a `pending` token, which only the
+device knows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+
+from .pages import PagePool
+from .prefix import Match, PrefixTree, common_length
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One row of text under way.
+
+    order: its place in the queue. tokens: those that the host knows, of the prompt and of the answer; pending: how many
+    more of the answer there are that only the device knows. computed: how many tokens the cache holds, behind the steps
+    that were planned; pages: where. slot: the row of the device's state, while it runs. cached: tokens of the prompt
+    that were found in the cache when it started first; None before.
+    """
+
+    order: int
+    prompt: np.ndarray
+    max_tokens: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    pending: int = 0
+    computed: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    slot: int | None = None
+    cached: int | None = None
+    finished: bool = False
+    inserted: int = 0  # how many of its pages the prefix tree knows
+
+    def __post_init__(self):
+        self.tokens = self.prompt.tolist()
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, with the pending ones."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def made(self) -> int:
+        """Tokens of the answer so far, with the pending ones."""
+        return self.length - len(self.prompt)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to be computed: it has all the tokens that it may have."""
+        return self.made >= self.max_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Tokens `start` to `start + count` of a sequence, which a step computes. samples: the last one is the newest, so
+    that the step chooses the next token; it is number `made` of the answer. pending: that newest token is known to the
+    device only."""
+
+    sequence: Sequence
+    slot: int
+    start: int
+    count: int
+    samples: bool
+    made: int
+    pending: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A step. copies: pages (from, to) to be copied before it; seats: sequences that begin to run, whose state is to be
+    brought to their slots before it."""
+
+    segments: list[Segment]
+    copies: list[tuple[int, int]]
+    seats: list[Sequence]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it computes."""
+        return sum(segment.count for segment in self.segments)
+
+    @property
+    def samples(self) -> list[Segment]:
+        """Those that choose a token, in the order of the step's results."""
+        return [segment for segment in self.segments if segment.samples]
+
+
+@dataclasses.dataclass
+class Counts:
+    """Totals since the start: tokens computed of prompts (again after preemption, too), tokens of prompts that were
+    found in the cache, and preemptions."""
+
+    prefilled: int = 0
+    cached: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Of up to `rows` sequences at a time, over `pages` pages of `page` slots; a step has up to `budget` tokens, more
+    than rows. `chunk`: of a prompt a step computes at most so many. `prefixes`: whether pages are shared."""
+
+    def __init__(self, pages: int, page: int, rows: int, budget: int, chunk: int | None = None, prefixes: bool = True):
+        if budget <= rows:
+            raise ValueError(f"a step of {budget} tokens has no room for a prompt beside {rows} rows")
+        self.pool = PagePool(pages)
+        self.tree = PrefixTree(self.pool, page, prefixes)
+        self.page, self.rows, self.budget, self.chunk = page, rows, budget, chunk or budget
+        self.prefixes = prefixes
+        self.waiting: list[Sequence] = []  # both in the order in which they came
+        self.running: list[Sequence] = []
+        self._slots = list(range(rows - 1, -1, -1))
+        self._order = 0
+        self.counts = Counts()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence that can run alone."""
+        return self.pool.count * self.page
+
+    def add(self, prompt: np.ndarray, max_tokens: int) -> Sequence:
+        """A new sequence at the end of the queue. Prompt and answer together have at most `capacity` tokens."""
+        sequence = Sequence(self._order, prompt, max_tokens)
+        self._order += 1
+        self.waiting.append(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence, wherever it is; what it has in the cache may serve others."""
+        if sequence.finished:
+            return
+        sequence.finished = True
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        else:
+            self._remember(sequence)
+            self._leave(sequence)
+
+    def reset(self) -> None:
+        """Forgets the whole cache: what runs is computed again."""
+        for sequence in reversed(self.running[:]):
+            self._preempt(sequence)
+        self.tree.clear()
+
+    def commit(self, plan: Plan, tokens: Tokens[int]) -> list[Segment]:
+        """The tokens that a step chose, in the order of `plan.samples`, are known. Returns the segments of those that
+        belong to an answer: of sequences that are finished they do not."""
+        taken = []
+        for segment, token in zip(plan.samples, tokens, strict=True):
+            sequence = segment.sequence
+            if not sequence.finished:
+                sequence.tokens.append(int(token))
+                sequence.pending -= 1
+                taken.append(segment)
+        return taken
+
+    def plan(self) -> Plan:
+        """The next step; it has no segments if there is nothing to do. What it computes counts as computed from now on:
+        it is to be run before any later one."""
+        copies: list[tuple[int, int]] = []
+        segments = self._continue()
+        left = self.budget - sum(segment.count for segment in segments)
+        begun = self._admit(left, copies)
+        segments += begun
+        for segment in segments:
+            sequence = segment.sequence
+            sequence.computed += segment.count
+            sequence.pending += segment.samples
+            self.counts.prefilled += segment.count if segment.start < len(sequence.prompt) else 0
+            self._remember(sequence)
+        return Plan(segments, copies, [segment.sequence for segment in begun])
+
+    # -- sequences that run --------------------------------------------------------------------------------------------
+
+    def _continue(self) -> list[Segment]:
+        """One token of each sequence that decodes, and chunks of prompts in what the budget leaves."""
+        todo = [sequence for sequence in self.running if not sequence.complete]
+        left = self.budget - sum(_remaining(sequence) == 1 for sequence in todo)
+        segments = []
+        for sequence in todo:
+            if sequence.slot is None:  # preempted by one before it
+                continue
+            count = _remaining(sequence)
+            if count > 1:
+                count = min(count, left, self.chunk)
+            if count and self._grow_or_preempt(sequence, sequence.computed + count):
+                left -= count if _remaining(sequence) > 1 else 0
+                segments.append(_segment(sequence, count))
+        return segments
+
+    def _grow_or_preempt(self, sequence: Sequence, length: int) -> bool:
+        """Gives a sequence pages for so many tokens, if need be those of sequences that came later. False: it has to
+        wait for those that came before it."""
+        while not self._grow(sequence, length):
+            last = self.running[-1]
+            if last is sequence:
+                return False
+            self._preempt(last)
+            self.counts.preemptions += 1
+        return True
+
+    def _grow(self, sequence: Sequence, length: int) -> bool:
+        """Gives a sequence pages for so many tokens; all of them or none."""
+        missing = -(-length // self.page) - len(sequence.pages)
+        if not self._reserve(missing):
+            return False
+        sequence.pages += [self.pool.take() for _ in range(missing)]
+        return True
+
+    def _reserve(self, count: int) -> bool:
+        """Whether so many pages are free, with those that the tree has to let go of for it."""
+        if count > self.pool.available:
+            return False
+        self.tree.evict(count - self.pool.free)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.computed = sequence.inserted = 0
+        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+
+    def _leave(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        for page in sequence.pages:
+            self.pool.release(page)
+        sequence.pages = []
+        self._slots.append(sequence.slot)
+        sequence.slot = None
+        self.running.remove(sequence)
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Tells the tree of pages that are full, and whose tokens the host knows."""
+        full = min(sequence.computed, len(sequence.tokens)) // self.page
+        if full > sequence.inserted:
+            self.tree.insert(sequence.tokens[: full * self.page], sequence.pages, sequence.inserted)
+            sequence.inserted = full
+
+    # -- sequences that wait -------------------------------------------------------------------------------------------
+
+    def _admit(self, left: int, copies: list[tuple[int, int]]) -> list[Segment]:
+        """Lets sequences run, in the order in which they came, while there are rows, `left` tokens of the budget, and
+        pages for all tokens that they have."""
+        segments: list[Segment] = []
+        promised = sum(self._missing(sequence) for sequence in self.running)
+        for sequence in self.waiting[:]:
+            if not self._slots or left == 0:
+                break
+            if sequence.pending:
+                continue  # preempted while its newest token is on its way
+            found = self._found(sequence)
+            if found is None:
+                continue
+            whole = self._missing(sequence) - len(found.pages)
+            idle = sum(self.pool.owners(page) == 1 for page in found.pages)
+            if self.running and whole + promised > self.pool.available - idle:
+                break  # those behind it do not come first
+            self._seat(sequence, found, copies)
+            count = min(_remaining(sequence), left, self.chunk)
+            if not self._grow(sequence, sequence.computed + count):
+                raise RuntimeError("a sequence was admitted that there are no pages for")
+            segments.append(_segment(sequence, count))
+            left -= count
+            promised += self._missing(sequence)
+        return segments
+
+    def _missing(self, sequence: Sequence) -> int:
+        """Pages that a sequence needs for the tokens that it has, and the next one."""
+        return max(-(-(sequence.length + 1) // self.page) - len(sequence.pages), 0)
+
+    def _found(self, sequence: Sequence) -> Match | None:
+        """What the cache has of a sequence; None if another one is about to compute more of it."""
+        if not self.prefixes:
+            return Match(())
+        tokens = sequence.tokens[:-1]  # the newest one is computed in any case, for its logits
+        found = self.tree.match(tokens)
+        have, full = len(found.pages) * self.page + found.count, len(tokens) // self.page * self.page
+        for other in self.running:
+            same = min(common_length(other.prompt, sequence.prompt), len(tokens))
+            if other.computed < len(other.prompt):
+                if min(same, full) // self.page * self.page > max(have, other.computed):
+                    return None
+            elif same > have:  # its last page, which the tree does not know yet
+                at = len(found.pages)
+                count = min(same - at * self.page, self.page)
+                if at < len(other.pages) and count > found.count:
+                    found, have = Match(found.pages, other.pages[at], count), at * self.page + count
+        return found
+
+    def _seat(self, sequence: Sequence, found: Match, copies: list[tuple[int, int]]) -> None:
+        """Gives a sequence a row and what the cache has of it."""
+        for page in found.pages:
+            self.pool.share(page)
+        sequence.pages, sequence.computed = list(found.pages), len(found.pages) * self.page
+        sequence.inserted = len(found.pages)
+        if found.partial is not None and found.partial not in {target for _, target in copies}:
+            self.pool.share(found.partial)  # so that it does not become the copy
+            if self._reserve(1):
+                sequence.pages.append(self.pool.take())
+                sequence.computed += found.count
+                copies.append((found.partial, sequence.pages[-1]))
+            self.pool.release(found.partial)
+        sequence.slot = self._slots.pop()
+        if sequence.cached is None:
+            sequence.cached = min(sequence.computed, len(sequence.prompt))
+            self.counts.cached += sequence.cached
+        self.waiting.remove(sequence)
+        bisect.insort(self.running, sequence, key=lambda running: running.order)
+
+
+def _remaining(sequence: Sequence) -> int:
+    """Tokens that are not in the cache yet."""
+    return sequence.length - sequence.computed
+
+
+def _segment(sequence: Sequence, count: int) -> Segment:
+    assert sequence.slot is not None
+    last = sequence.computed + count == sequence.length
+    pending = bool(last and sequence.pending)
+    return Segment(sequence, sequence.slot, sequence.computed, count, last, sequence.made, pending)
