@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from jtile.primitive.export import export_checks as export_checks
     from jtile.trace import function as function
     from jtile.tune import autotune as autotune
+    from jtile.tune import bench as bench
     from jtile.tune import explain as explain
     from jtile.tune import profile as profile
     from jtile.tune import tune as tune
@@ -121,6 +122,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",
     "architecture": "jtile.lowering.here",
     "autotune": "jtile.tune",
+    "bench": "jtile.tune",
     "cost": "jtile.tune.totals",
     "explain": "jtile.tune",
     "export_bundle": "jtile.calls.bundle",

@@ -1,5 +1,5 @@
-"""The command `jtile`: info, generate, quantize, inspect, tune, explain, profile, cache, demo. Each imports what it
-needs when it runs."""
+"""The command `jtile`: info, generate, quantize, inspect, tune, bench, explain, profile, cache, demo. Each imports
+what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -132,6 +132,22 @@ def tune(
     from jtile.tools import tuning
 
     raise typer.Exit(tuning.run(what, files or [], args=args, meta=meta or [], time_limit=time_limit, out=out))
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="module:function, such as jtile.ops:softmax.")],
+    args: Args,
+    meta: Meta = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="module:function of the same arguments, to be timed too.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each function.")] = 15,
+) -> None:
+    """Time of a function on random data, and of others that do the same, such as jax.nn:softmax."""
+    from jtile.tools import tuning
+
+    tuning.show_bench(what, args=args, meta=meta or [], peers=peer or [], rounds=rounds)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`jtile tune`: search for a function's kernels, show what was found, merge files; `jtile explain` and `profile`."""
+"""`jtile tune` (search, show what was found, merge files), `jtile bench`, `jtile explain` and `jtile profile`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jtile.tune import device
 from jtile.tune.api import tune
 from jtile.tune.roofline import explain
 from jtile.tune.store import RECORDS, Entries, merge, read, store, user_path, write
+from jtile.tune.timings import bench
 from jtile.tune.watch import profile
 
 
@@ -24,6 +25,15 @@ def run(what: str, rest: list[str], *, args: str, meta: list[str], time_limit: f
     if rest:
         raise KernelValueError(f"jtile tune takes one function, got {what!r} and {rest[0]!r}")
     return _tune(what, args, meta, time_limit, out)
+
+
+def show_bench(what: str, *, args: str, meta: list[str], peers: list[str], rounds: int) -> None:
+    """Print `jt.bench` of "module:function" for arguments of these types, beside other functions of them."""
+    types = levels.parse_types(args)
+    with levels.as_wide_as(types):
+        functions = {name: _function(name, types, []) for name in peers}
+        found = bench(_function(what, types, meta), *types, peers=functions, rounds=rounds)
+    sys.stdout.write(f"{found}\n")
 
 
 def show_explanation(what: str, *, args: str, meta: list[str]) -> None:
@@ -89,7 +99,7 @@ def _function(what: str, types: list[Any], meta: list[str]) -> Any:
     def call(*args: Any) -> Any:
         return found(*args, **options)
 
-    call.__doc__ = found.__doc__
+    call.__name__, call.__doc__ = what, found.__doc__
     return call
 
 

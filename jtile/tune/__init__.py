@@ -1,11 +1,11 @@
 """Tuning: what can be chosen for a kernel, a cost model, a measured search, and a cache of winners; `jt.auto`,
-`jt.explain`, `jt.cost` and `jt.profile`.
+`jt.explain`, `jt.cost`, `jt.bench` and `jt.profile`.
 
 `warpgroups.py` (the model of time of products), `products.py` (rules where there is none), `nature.py` (what a traced
 kernel computes), `guesses.py`, `auto.py` and `resolve.py` (`jt.auto`), `space.py` (a search space, one call),
 `choose.py` (what a call gets), `search.py` (pruned by `prune.py`, timed by `measure.py`), `store.py` (the files),
-`cost.py` (bytes and operations of a kernel), `roofline.py` (`jt.explain`), `totals.py` (`jt.cost`), `watch.py` and
-`timeline.py` (`jt.profile`), `api.py`.
+`cost.py` (bytes and operations of a kernel), `roofline.py` and `advice.py` (`jt.explain`), `totals.py` (`jt.cost`),
+`timings.py` (`jt.bench`), `watch.py` and `timeline.py` (`jt.profile`), `api.py`.
 
 The module can be called: `jt.tune(f, *args)` is `jtile.tune.api.tune`.
 """
@@ -24,11 +24,20 @@ if TYPE_CHECKING:
     from jtile.tune.api import tune as tune
     from jtile.tune.roofline import Explanation as Explanation
     from jtile.tune.roofline import explain as explain
+    from jtile.tune.timings import Bench as Bench
+    from jtile.tune.timings import bench as bench
     from jtile.tune.watch import Profile as Profile
     from jtile.tune.watch import profile as profile
 
 _NAMES = {"Report": "api", "Tuned": "api", "autotune": "api", "tune": "api"}
-_NAMES |= {"Explanation": "roofline", "explain": "roofline", "Profile": "watch", "profile": "watch"}
+_NAMES |= {
+    "Bench": "timings",
+    "bench": "timings",
+    "Explanation": "roofline",
+    "explain": "roofline",
+    "Profile": "watch",
+    "profile": "watch",
+}
 
 
 class _Room(types.ModuleType):

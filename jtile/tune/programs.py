@@ -89,12 +89,12 @@ def traced(f: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recorder]:
     """The closed jaxpr of `f(*args)`, and the calls of tunable kernels in it; raises KernelTypeError as `trace`."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
         raise KernelTypeError(
-            "jt.tune, jt.explain and jt.cost look at a function from outside: call them outside of jax.jit and other "
-            "transforms"
+            "jt.tune, jt.bench, jt.explain and jt.cost look at a function from outside: call them outside of jax.jit "
+            "and other transforms"
         )
     if not callable(f):
         raise KernelTypeError(
-            f"jt.tune, jt.explain, jt.cost and jt.profile take a function and its arguments, got {f!r}"
+            f"jt.tune, jt.bench, jt.explain, jt.cost and jt.profile take a function and its arguments, got {f!r}"
         )
     found = Recorder()
     token = recorder.set(found)

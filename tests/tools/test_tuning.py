@@ -1,4 +1,4 @@
-"""`jtile tune` and `jtile explain`."""
+"""`jtile tune`, `jtile bench` and `jtile explain`."""
 
 import sys
 from pathlib import Path
@@ -57,6 +57,14 @@ def test_tune_show_and_merge(here, capsys):
     assert f"2 entries for {kind}" in shown
     assert first in shown
     assert run("tune", "show", "a.json") == 0
+
+
+def test_bench(here, capsys):
+    command = ("bench", "mine_tuned.py:double", "--args", "f32[64]", "--rounds", "2")
+    assert run(*command, "--peer", "mine_tuned.py:plain") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["on", "function", "mine_tuned.py:double", "mine_tuned.py:plain"]
+    assert "the sum" not in lines and "no module" in run(*command, "--peer", "nowhere_tuned:plain").lower()
 
 
 def test_no_time_at_all(here, capsys):
