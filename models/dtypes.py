@@ -62,14 +62,15 @@ def rounding(weight: WeightSource, dtype: str) -> WeightSource:
 def packing(weight: WeightSource) -> WeightSource:
     """The quantised tensors of `weight` in the form in which the device at hand multiplies them fastest.
 
-    Once for all calls: in a program it would be a pass over the weights in each of its runs.
+    Once for all calls: in a program it would be a pass over the weights in each of its runs. Those of experts stay as
+    they are: products of groups of rows take them so.
     """
     if "warpgroup products" not in jt.target().features:
         return weight
 
     def read(name: str, shape: tuple[int, ...]):
         tensor = weight(name, shape)
-        fits = isinstance(tensor, QuantizedTensor) and tensor.shape[1] % 32 == 0
+        fits = isinstance(tensor, QuantizedTensor) and tensor.shape[1] % 32 == 0 and ".experts." not in name
         return tensor.packed() if fits else tensor
 
     return read

@@ -18,19 +18,21 @@ from jtile.ops import QuantizedTensor
 
 from .config import WeightSource
 
+Matrix = jax.Array | QuantizedTensor
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
 def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Callable = ops.swiglu):
     """sum_j weights[t, j] MLP_e(x[t]) with e = experts[t, j] and MLP_e(x) = down_e (silu(gate_e x) * (up_e x)).
 
-    Operands of the products have the dtype of the experts' weights, what stands between them that of x; sums are
-    float32. Differentiable in x, weights, gate_up and down.
+    Operands of the products have the dtype of the experts' weights, where these are float, and what stands between
+    them that of x; sums are float32. Differentiable in x, weights, and gate_up and down where they are float.
 
     Args:
       x: float [tokens, hidden].
       experts: int32 [tokens, k], in [0, E). weights: float32 [tokens, k].
-      gate_up: [E, 2 f, hidden], the gate's rows before those of up. down: [E, hidden, f].
+      gate_up: [E, 2 f, hidden], the gate's rows before those of up; or both apart, a tuple. down: [E, hidden, f].
+        Floats or `QuantizedTensor`s.
       biases: float32 [E, 2 f] and [E, hidden] of the two products, or None.
       gated: what gate and up come together by, [rows, 2 f] -> [rows, f].
     Returns:
@@ -39,17 +41,25 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
     tokens, k = experts.shape
     chosen = experts.reshape(tokens * k)
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # row r of the sorted ones is token order[r] // k
-    sizes = jnp.zeros((gate_up.shape[0],), jnp.int32).at[chosen].add(1)
-    rows = x.astype(gate_up.dtype)[order // k]
+    sizes = jnp.zeros((down.shape[0],), jnp.int32).at[chosen].add(1)
+    rows = _beside(x, gate_up)[order // k]
 
     def product(y, w, bias):
-        y = ops.grouped_matmul(y.astype(w.dtype), w, sizes, transpose_w=True, out_dtype=x.dtype)
+        if isinstance(w, tuple):
+            y = jnp.concatenate([product(y, part, None) for part in w], axis=1)
+        else:
+            y = ops.grouped_matmul(_beside(y, w), w, sizes, transpose_w=True, out_dtype=x.dtype)
         return y if bias is None else (y.astype(jnp.float32) + bias[chosen[order]]).astype(y.dtype)
 
     y = product(gated(product(rows, gate_up, biases[0])), down, biases[1])
     place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
     shares = y[place].reshape(tokens, k, -1).astype(jnp.float32) * weights[:, :, None]
     return shares.sum(1).astype(x.dtype)
+
+
+def _beside(x, weight):
+    """Rows in the dtype of float weights; quantised ones take them as they are."""
+    return x if isinstance(weight, QuantizedTensor | tuple) else x.astype(weight.dtype)
 
 
 class Experts(nnx.Module):
@@ -62,30 +72,44 @@ class Experts(nnx.Module):
         """Of the tensors `{prefix}{expert}.{name}.weight`, which `weight(name, shape)` reads; names: those of gate, up
         and down.
 
-        Quantised ones become bfloat16.
+        Quantised ones stay so where those of all experts are stored alike. Where they are not, they become bfloat16.
 
         Raises:
           ModelError: a tensor is missing.
         """
-
-        def read(expert: int, name: str, shape: tuple[int, int]) -> jax.Array:
-            tensor = weight(f"{prefix}{expert}.{names[name]}.weight", shape)
-            # `ops.grouped_matmul` takes floats
-            return tensor.dequantize(jnp.bfloat16) if isinstance(tensor, QuantizedTensor) else tensor
-
-        into = [read(e, name, (features, hidden)) for e in range(count) for name in ("gate", "up")]
-        self.gate_up = nnx.Param(_stacked(into).reshape(count, 2 * features, hidden))
-        self.down = nnx.Param(_stacked([read(e, "down", (hidden, features)) for e in range(count)]))
+        read = lambda name, shape: [weight(f"{prefix}{e}.{names[name]}.weight", shape) for e in range(count)]
+        gate, up = (read(name, (features, hidden)) for name in ("gate", "up"))
+        self.gate_up = nnx.Param(_side_by_side(gate, up))
+        self.down = nnx.Param(stacked(read("down", (hidden, features))))
 
     def __call__(self, x, experts, weights):
         """See `mixture`."""
         return mixture(x, experts, weights, self.gate_up.get_value(), self.down.get_value())
 
 
-def _stacked(matrices: list[jax.Array]) -> jax.Array:
-    """Matrices of one shape as one array, float32 where their dtypes differ."""
-    alike = len({m.dtype for m in matrices}) == 1
-    return jnp.stack(matrices if alike else [m.astype(jnp.float32) for m in matrices])
+def _side_by_side(gate: list[Matrix], up: list[Matrix]):
+    """[experts, 2 f, hidden] of both, or, where each is quantised in its own way, a tuple of two."""
+    pairs = stacked([matrix for both in zip(gate, up, strict=True) for matrix in both])
+    if isinstance(pairs, QuantizedTensor):
+        return jax.tree.map(lambda a: a.reshape(len(gate), -1, a.shape[-1]), pairs)
+    apart = stacked(gate), stacked(up)
+    if all(isinstance(part, QuantizedTensor) for part in apart):
+        return apart
+    return pairs.reshape(len(gate), -1, pairs.shape[-1])
+
+
+def stacked(matrices: list[Matrix]) -> Matrix:
+    """Matrices of one shape as one array with a leading axis: quantised where all are, in one way. Floats, of which
+    quantised ones become bfloat16, are float32 where their dtypes differ."""
+    kinds = {m.kind if isinstance(m, QuantizedTensor) else "" for m in matrices}
+    if kinds == {"q4_0", "q4_1"}:  # symmetric ones among others
+        matrices = [m.with_minima() if isinstance(m, QuantizedTensor) else m for m in matrices]
+    quantised = [m for m in matrices if isinstance(m, QuantizedTensor)]
+    if len(quantised) == len(matrices) and len({m.storage for m in quantised}) == 1:
+        return QuantizedTensor.stack(quantised)
+    floats = [m.dequantize(jnp.bfloat16) if isinstance(m, QuantizedTensor) else m for m in matrices]
+    alike = len({m.dtype for m in floats}) == 1
+    return jnp.stack(floats if alike else [m.astype(jnp.float32) for m in floats])
 
 
 class Mixture(nnx.Module):

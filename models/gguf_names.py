@@ -218,7 +218,7 @@ ARCHITECTURES = {
         "gemma3_text", entries=GEMMA, names=GEMMA_NORMS | HEAD_NORMS, norms_of_one=True, more=_gemma(62)
     ),
     "deepseek2": Architecture(
-        "deepseek_v3", entries=MIXTURE | LATENT, names=LATENT_NAMES | ROUTER, floats=("self_attn.",), more=_latent
+        "deepseek_v3", entries=MIXTURE | LATENT, names=LATENT_NAMES | ROUTER, floats=("kv_b_proj",), more=_latent
     ),
 }
 

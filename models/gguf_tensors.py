@@ -57,7 +57,7 @@ def _of(name: str, info, architecture: Architecture, config) -> dict[str, Read]:
         if part == f"ffn_{projection}_exps":
             return {expert(e): functools.partial(_expert, info, e) for e in range(int(info.shape[-1]))}
         if part == f"ffn_{projection}" and len(tail) == 2:
-            return {expert(tail[0]): functools.partial(_read, info, floats=True)}
+            return {expert(tail[0]): functools.partial(_read, info)}
     names = architecture.block_names()
     if part not in names or len(tail) != 1:
         return {name: functools.partial(_read, info)}
@@ -82,9 +82,20 @@ def _shape(info) -> tuple[int, ...]:
 
 def _read(info, order: np.ndarray | None = None, floats: bool = False):
     """The tensor, its rows in another order if that is given; `floats`: a quantised one as bfloat16."""
-    kind, shape = info.tensor_type.name, _shape(info)
+    shape = _shape(info)
     data = info.data.reshape(shape[0], -1) if len(shape) == 2 else info.data
-    data = data if order is None else data[order]
+    return _tensor(info, data if order is None else data[order], shape, floats)
+
+
+def _expert(info, expert: int) -> jax.Array | QuantizedTensor:
+    """The matrix of one expert of a tensor that holds those of all."""
+    shape = _shape(info)
+    return _tensor(info, info.data.reshape(shape[0], shape[1], -1)[expert], shape[1:])
+
+
+def _tensor(info, data: np.ndarray, shape: tuple[int, ...], floats: bool = False) -> jax.Array | QuantizedTensor:
+    """What these bytes of a tensor of the file say."""
+    kind = info.tensor_type.name
     if kind in DENSE:
         return jnp.asarray(data.view(DENSE[kind]).reshape(shape))
     if floats:
@@ -93,15 +104,6 @@ def _read(info, order: np.ndarray | None = None, floats: bool = False):
         return from_gguf_blocks(data, NATIVE[kind], shape)
     dense = _floats(info, data, shape)
     return quantize(dense, "q8_0") if len(shape) == 2 and shape[1] % 32 == 0 else jnp.asarray(dense)
-
-
-def _expert(info, expert: int) -> jax.Array:
-    """The matrix of one expert, in floats."""
-    shape, kind = _shape(info), info.tensor_type.name
-    data = info.data.reshape(shape[0], shape[1], -1)[expert]
-    if kind in DENSE:
-        return jnp.asarray(data.view(DENSE[kind]).reshape(shape[1:]))
-    return jnp.asarray(_floats(info, data, shape[1:]).astype(ml_dtypes.bfloat16))
 
 
 def _expansion(key, value) -> jax.Array:

@@ -11,16 +11,18 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jtile as jt
 from jtile import ops
 from jtile.ops import QuantizedTensor
+from jtile.ops.quantized_tensor import BLOCKS
 
 from . import layers
 from .cache import Slots
 from .config import WeightSource
-from .decoder import fuse
+from .decoder import as_float32, fuse
 from .kernels import HEADS, rotated
 from .rope import Rope
 
@@ -66,7 +68,8 @@ def rotate_tail(x, cos, sin, y, *, dtype: str, bt: int = 8):
 
 class LatentAttention(nnx.Module):
     """Latent self-attention, to be used as `decoder.Attention` is. Keys, values and entries of the cache have the dtype
-    of the weights that expand them.
+    of the weights that expand them, which are float: quantised ones become bfloat16. The other projections stay as
+    they are stored.
 
     Rotated rows of the weights are reordered from adjacent pairs to halves on loading: scores, the product of queries
     and keys that are both so reordered, stay the same.
@@ -78,18 +81,18 @@ class LatentAttention(nnx.Module):
         """Of the tensors `{prefix}{q_a,q_b,q,kv_a,kv_b,o}_proj…`, which `weight(name, shape)` reads."""
         rope, heads = config.rope.size, config.heads
         rows = heads * (config.plain + rope)
-        read = lambda name, *shape: _dense(weight(f"{prefix}{name}.weight", shape))
+        read = lambda name, *shape: weight(f"{prefix}{name}.weight", shape)
         halves = (lambda w, heads: _halves(w, heads, rope)) if config.adjacent else lambda w, heads: w
         entry = halves(read("kv_a_proj_with_mqa", config.rank + rope, hidden), 1)
         if config.query_rank is None:
             first, self.query_norm, self.query = halves(read("q_proj", rows, hidden), heads), None, None
         else:
             first = read("q_a_proj", config.query_rank, hidden)
-            self.query_norm = nnx.Param(read("q_a_layernorm", config.query_rank).astype(jnp.float32))
+            self.query_norm = nnx.Param(as_float32(read("q_a_layernorm", config.query_rank)))
             self.query = nnx.Param(halves(read("q_b_proj", rows, config.query_rank), heads))
         self.down = nnx.Param(fuse([first, entry]))
-        self.norm = nnx.Param(read("kv_a_layernorm", config.rank).astype(jnp.float32))
-        both = read("kv_b_proj", heads * (config.plain + config.value), config.rank)
+        self.norm = nnx.Param(as_float32(read("kv_a_layernorm", config.rank)))
+        both = _dense(read("kv_b_proj", heads * (config.plain + config.value), config.rank))
         both = both.reshape(heads, config.plain + config.value, config.rank)
         self.key, self.value = nnx.Param(both[:, : config.plain]), nnx.Param(both[:, config.plain :])
         self.output = nnx.Param(read("o_proj", hidden, heads * config.value))
@@ -133,14 +136,18 @@ class LatentAttention(nnx.Module):
         return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value()), slots
 
 
-def _halves(weight, heads: int, rope: int):
+def _halves(weight: jax.Array | QuantizedTensor, heads: int, rope: int) -> jax.Array | QuantizedTensor:
     """The rows [heads (d + rope), in] with the last `rope` of each head from adjacent pairs to halves: those of even
     index first."""
-    rows = weight.reshape(heads, -1, weight.shape[1])
-    plain, turned = jnp.split(rows, [rows.shape[1] - rope], axis=1)
-    return jnp.concatenate([plain, turned[:, ::2], turned[:, 1::2]], axis=1).reshape(weight.shape)
+    rows = np.arange(weight.shape[0]).reshape(heads, -1)
+    plain, turned = np.split(rows, [rows.shape[1] - rope], axis=1)
+    order = np.concatenate([plain, turned[:, ::2], turned[:, 1::2]], axis=1).reshape(-1)
+    if not isinstance(weight, QuantizedTensor):
+        return jnp.take(weight, order, axis=0)
+    found, blocks = weight.rows(order), np.arange(order.size) // BLOCKS
+    return found if (order // BLOCKS == blocks).all() else dataclasses.replace(found, activations=None)
 
 
 def _dense(weight: layers.Weight) -> jax.Array:
-    """What the expansion is cut from and absorbed into is float: quantised weights become bfloat16."""
+    """What queries and outputs absorb is multiplied from both sides, which quantised weights are not."""
     return weight.dequantize(jnp.bfloat16) if isinstance(weight, QuantizedTensor) else weight

@@ -37,8 +37,12 @@ from .mapped import DTYPES, Stored
 from .whole import whole_folder
 
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-# The layers that every family multiplies quantised; latent attention and experts take float weights.
-LAYERS = re.compile(r"\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts\.)?(gate|up|down)_proj)\.weight$")
+# The layers that are multiplied quantised: of latent attention all but the expansion, which takes float weights.
+LAYERS = re.compile(
+    r"\.(self_attn\.([qkvo]|[qo]_[ab]|kv_a)_proj(_with_mqa)?"
+    r"|mlp\.(shared_experts\.|experts\.\d+\.)?(gate|up|down)_proj"
+    r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight$"
+)
 # What lies in a folder of weights that are quantised, also where its configuration says nothing of it.
 QUANTISED = (*(f".weight{end}" for end in SCALES), ".weight_packed", ".qweight")
 LARGEST = 448.0  # of e4m3
@@ -145,10 +149,11 @@ def quantize_folder(
     folder: str | os.PathLike, to: str, *, group: int = 128, out: str | os.PathLike | None = None,
     dynamic: bool = False,
 ) -> Path:  # fmt: skip
-    """Writes a copy of a folder with its attention and MLP layers quantised; `load` reads it.
+    """Writes a copy of a folder with its attention and MLP layers and its experts quantised; `load` reads it.
 
-    Embeddings, the output head, norms, routers, experts and latent attention stay as they are, and so do layers whose
-    rows no group divides. Memory: that of the largest tensor a few times.
+    Embeddings, the output head, norms and routers stay as they are, and so do what latent attention expands with,
+    experts that are stored in one tensor (GPT-OSS) and layers whose rows no group divides. Memory: that of the largest
+    tensor a few times.
 
     Args:
       folder: `config.json` and safetensors of one of `families`, of floats.
@@ -187,7 +192,7 @@ def _quantized(source: Path, out: Path | None, to: str, scheme: Scheme, dynamic:
     if table(config, *CONFIGURATIONS) or scaled:
         which = f" (the tensor {scaled[0]})" if scaled else ""
         raise ModelError(f"the weights of {source} are quantised already{which}; start from floats")
-    chosen = {name for name, tensor in tensors.items() if _is_layer(name, tensor, scheme, config)}
+    chosen = {name for name, tensor in tensors.items() if _is_layer(name, tensor, scheme)}
     if not chosen:
         raise ModelError(f"{source} has no layer that --to {to} quantises; see docs/models.md")
     plain = {key: value for key, value in config.items() if key not in CONFIGURATIONS}
@@ -198,14 +203,13 @@ def _quantized(source: Path, out: Path | None, to: str, scheme: Scheme, dynamic:
     return out
 
 
-def _is_layer(name: str, tensor: Stored, scheme: Scheme, config: Mapping) -> bool:
+def _is_layer(name: str, tensor: Stored, scheme: Scheme) -> bool:
     """Whether a tensor is to be quantised.
 
     Raises:
       ModelError: it is a layer, but no matrix of numbers.
     """
-    latent = config.get("model_type") == "deepseek_v3" and ".self_attn." in name
-    if latent or not LAYERS.search(name) or len(tensor.shape) != 2:
+    if not LAYERS.search(name) or len(tensor.shape) != 2:
         return False
     if not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize == 1 or 0 in tensor.shape:
         raise ModelError(

@@ -10,27 +10,11 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelValueError
-from jtile.ops import dispatch, gpu_tiles, hopper_tiles
+from jtile.ops import dispatch, gpu_tiles, grouped_quantized, hopper_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, machine, sums_in, tuned
 from jtile.ops.hopper_tiles import Form, Product
-
-
-def _tiles_of_groups(sizes, bm: int, rows: int):
-    """How tiles of `bm` rows go on from group to group: (the first tile behind each group, the first row behind it, the
-    number of all tiles); the rows behind the last group come last."""
-    last, ends = (jnp.cumsum(x, dtype=jnp.int32) for x in ((sizes + (bm - 1)) // bm, sizes))
-    behind = jnp.maximum(rows - ends.max(), 0)
-    return last, ends, last.max() + (behind + (bm - 1)) // bm
-
-
-def _place(last, ends, groups: int, t, bm: int, rows: int):
-    """(group, first row, row behind the last, whether a group has it) of tile t. Independent of each other, for the
-    sake of time: groups before that of tile t are those that `last` is not behind t for."""
-    before = last <= t
-    g = before.sum(dtype=jnp.int32)
-    first = jnp.where(before, ends, 0).max() + (t - jnp.where(before, last, 0).max()) * bm
-    end = jnp.where(before, rows, jnp.minimum(ends, rows)).min()
-    return jnp.minimum(g, groups - 1), first, end, g < last.shape[0]
+from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.ops.row_groups import most_tiles, padded, place, tiles_of_groups
 
 
 def _out_type(x, w, sizes, *, out_dtype, tw, **_):
@@ -38,8 +22,7 @@ def _out_type(x, w, sizes, *, out_dtype, tw, **_):
 
 
 def _grid(x, w, sizes, *, tw, bm, bn, **_):
-    # every group has a tile that it does not fill, and so have the rows behind the groups
-    return x.shape[0] // bm + w.shape[0] + 1, jt.cdiv(w.shape[1 if tw else 2], bn)
+    return most_tiles(x.shape[0], w.shape[0], bm), jt.cdiv(w.shape[1 if tw else 2], bn)
 
 
 def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, stages: int = 4, band: int = 8):
@@ -49,13 +32,13 @@ def _body(x, w, sizes, y, *, out_dtype, tw: bool, bm: int, bn: int, bk: int, sta
     """
     # y_r = x_r W_g     for the rows r of group g; zero behind the groups
     rows, k = x.shape
-    last, ends, tiles = _tiles_of_groups(sizes[...], bm, rows)
+    last, ends, tiles = tiles_of_groups(sizes[...], bm, rows)
     W = w.tiles(None, bn, bk) if tw else w.tiles(None, bk, bn)
     acc = jt.zeros((bm, bn), sums_in(x))
     # bands of the rows that there are: programs without a tile come last, and no processor has more of the others
     t, j = jt.swizzle(jt.program_id(0), jt.program_id(1), tiles, group=band)
     if jt.program_id(0) * jt.num_programs(1) + jt.program_id(1) < tiles * jt.num_programs(1):
-        g, first, end, inside = _place(last, ends, w.shape[0], t, bm, rows)
+        g, first, end, inside = place(last, ends, w.shape[0], t, bm, rows)
         for p in jt.range(jnp.where(inside, jt.cdiv(k, bk), 0), stages=stages):
             a = x[jt.ds(first, bm), jt.ds(p * bk, bk)]
             acc = jt.dot(a, W[g, j, p].T if tw else W[g, p, j], acc)
@@ -198,16 +181,18 @@ for _kernel in grouped_rows.values():
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool = False, out_dtype=None
+    x: jax.Array, w: jax.Array | QuantizedTensor, group_sizes: jax.Array, *, transpose_w: bool = False, out_dtype=None
 ) -> jax.Array:
     """`y[r] = x[r] @ w[g]` for the rows r of group g; rows stand in the order of their groups.
 
     The sizes stay on the device: no step waits for them, and one compiled program serves all of them. Differentiable in
-    x and w. What `jax.lax.ragged_dot` computes.
+    x, and in w where it is float: quantised matrices are frozen. What `jax.lax.ragged_dot` computes.
 
     Args:
       x: float array [rows, k].
-      w: [groups, k, n] of x's dtype; [groups, n, k] with `transpose_w`.
+      w: [groups, k, n] of x's dtype; [groups, n, k] with `transpose_w`. Or a `QuantizedTensor` [groups, n, k] of any
+        kind, with `transpose_w`: a stack, see `QuantizedTensor.stack`. Beside 16-bit x, products of many rows round its
+        weights to x's dtype.
       group_sizes: int [groups], none negative; their sum is at most `rows`.
       out_dtype: dtype of the result; default that of x.
 
@@ -217,12 +202,16 @@ def grouped_matmul(
     Raises:
       KernelTypeError: dtypes that do not fit. KernelValueError: shapes that do not fit.
     """
-    x, w, sizes = map(jnp.asarray, (x, w, group_sizes))
-    check_float("grouped_matmul", x=x, w=w)
+    quantised = isinstance(w, QuantizedTensor)
+    x, sizes = map(jnp.asarray, (x, group_sizes))
+    w = w if isinstance(w, QuantizedTensor) else jnp.asarray(w)
+    check_float("grouped_matmul", x=x, w=None if quantised else w)
     check_int("grouped_matmul", group_sizes=sizes)
     check_rank("grouped_matmul", "x", x, 2, "[rows, k]")
-    check_rank("grouped_matmul", "w", w, 3, "[groups, n, k]" if transpose_w else "[groups, k, n]")
-    if x.dtype != w.dtype:
+    check_rank("grouped_matmul", "w", w, 3, "[groups, n, k]" if transpose_w or quantised else "[groups, k, n]")
+    if quantised and not transpose_w:
+        raise KernelValueError("grouped_matmul: quantised matrices are [groups, n, k]; call it with transpose_w=True")
+    if not quantised and x.dtype != w.dtype:
         raise jt.errors.KernelTypeError(
             f"grouped_matmul: x and w have one dtype, got {x.dtype.name} and {w.dtype.name}; cast one"
         )
@@ -235,13 +224,15 @@ def grouped_matmul(
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if 0 in (groups, k) or math.prod((x.shape[0], n)) == 0:
         return jnp.zeros((x.shape[0], n), out_dtype)
-    sizes = jnp.pad(sizes.astype(jnp.int32), (0, jt.next_power_of_2(groups) - groups))
-    return _rows(x, w, sizes, out_dtype=out_dtype.name, tw=transpose_w)
+    if isinstance(w, QuantizedTensor):
+        return grouped_quantized.product(x, w, padded(sizes), out_dtype=out_dtype.name)
+    return _rows(x, w, padded(sizes), out_dtype=out_dtype.name, tw=transpose_w)
 
 
 def grouped_matmul_reference(x, w, group_sizes, *, transpose_w: bool = False, out_dtype=None) -> jax.Array:
     """The same in `jnp`: every row with every matrix, and the right one chosen."""
     wide = sums_in(x)
+    w = w.dequantize() if isinstance(w, QuantizedTensor) else w
     ends = jnp.cumsum(group_sizes)
     rows = jnp.arange(x.shape[0])[:, None]
     mine = (rows < ends[None, :]) & (rows >= (ends - group_sizes)[None, :])

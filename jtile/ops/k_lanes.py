@@ -18,7 +18,7 @@ from jtile.ops import dispatch
 from jtile.ops._shapes import fit, known, tuned
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue
-from jtile.ops.quantized_lanes import DOWN, LARGE, SMALL, plain_fields, plain_planes, scaled_fields, scaled_planes
+from jtile.ops.quantized_lanes import DOWN, LARGE, SMALL, plain_fields, plain_planes, scaled_fields, scaled_planes, side
 from jtile.ops.super_blocks import LAYOUTS, RUN, SUPER, Layout, SuperBlocks, as_bytes, integers
 
 ONES = 0x01010101  # a bit of every byte of a word
@@ -32,7 +32,7 @@ def _sides(layout: Layout) -> tuple[int, int]:
 class _Chunk:
     """Some super blocks of some rows of W: what is read of them is read once.
 
-    Arrays as `_split` gives them. `words`: codes are taken as words of four, else as bytes."""
+    Arrays as `split` gives them. `words`: codes are taken as words of four, else as bytes."""
 
     def __init__(self, weight: SuperBlocks, layout: Layout, r, chunk, rows: int, blocks: int, words: bool):
         self.weight, self.layout, self.words = weight, layout, words
@@ -73,19 +73,11 @@ class _Chunk:
         return scale, scale * np.float32(self.layout.zero) if self.layout.zero else None
 
 
-@jt.kernel(
-    out_type=lambda x, weights, *_, **__: jax.ShapeDtypeStruct((x.shape[0], weights[0].scale.shape[0]), jnp.float32),
-    grid=lambda x, weights, *_, rows, **__: jt.cdiv(weights[0].scale.shape[0], rows),
-)
-def k_gemv_lanes(
-    x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int, blocks: int
-):
-    """`rows` rows of W in a program, `blocks` super blocks at a time, for one or two rows of x.
-
-    x [m, super blocks, runs of a part, parts, 32]; arrays of W as `_split` gives them; with a second weight
-    y = act(x Gᵀ) * (x Uᵀ).
-    """
-    m, r, layout = x.shape[0], jt.program_id(0), LAYOUTS[kind]
+@jt.function
+def lane_products(x, of, weights, r, kind: str, rows: int, blocks: int):
+    """Of each weight, and of each row `of` x, the products with `rows` rows of W: float32 [rows]. Operands as those of
+    `k_gemv_lanes`."""
+    m, layout = len(of), LAYOUTS[kind]
     subs, width = _sides(layout)
 
     def summed(blocks, scaled, fields_of):
@@ -96,7 +88,7 @@ def k_gemv_lanes(
         for chunk in jt.range(jt.cdiv(x.shape[1], blocks)):
             parts = [_Chunk(w, layout, r, chunk, rows, blocks, words=True) for w in weights]
             for p in range(layout.parts):
-                numbers = [x.tiles(None, blocks, layout.runs, None, RUN)[i, chunk, 0, p, 0] for i in range(m)]
+                numbers = [x.tiles(None, blocks, layout.runs, None, RUN)[i, chunk, 0, p, 0] for i in of]
                 numbers = [part.astype(jnp.float32).reshape(*shape, 4) for part in numbers]
                 planes = [[of_row[..., byte] for byte in range(4)] for of_row in numbers]
                 top = functools.reduce(jnp.maximum, [abs(plane) for of_row in planes for plane in of_row], top)
@@ -110,6 +102,23 @@ def k_gemv_lanes(
     peak = top.max()
     if (peak >= LARGE) | ((peak > 0) & (peak < SMALL)):  # out of the range of the scaled numbers: once more
         sums, _ = summed(max(blocks // 4, 1), plain_planes, plain_fields)
+    return sums
+
+
+@jt.kernel(
+    out_type=lambda x, weights, *_, **__: jax.ShapeDtypeStruct((x.shape[0], weights[0].scale.shape[0]), jnp.float32),
+    grid=lambda x, weights, *_, rows, **__: jt.cdiv(weights[0].scale.shape[0], rows),
+)
+def k_gemv_lanes(
+    x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int, blocks: int
+):
+    """`rows` rows of W in a program, `blocks` super blocks at a time, for one or two rows of x.
+
+    x [m, super blocks, runs of a part, parts, 32]; arrays of W as `split` gives them; with a second weight
+    y = act(x Gᵀ) * (x Uᵀ).
+    """
+    m, r = x.shape[0], jt.program_id(0)
+    sums = lane_products(x, range(m), weights, r, kind, rows, blocks)
     for i in range(m):
         found = [sums[n * m + i] for n in range(len(weights))]
         first = found[0] if epilogue.bias is None else found[0] + epilogue.bias.tiles(1, rows)[0, r][0]
@@ -129,7 +138,7 @@ def _terms(chunk: _Chunk, part: int, xs, fields_of) -> list:
     return out
 
 
-def _dequantized(weight: SuperBlocks, layout: Layout, r, chunk, rows: int) -> list:
+def dequantized_parts(weight: SuperBlocks, layout: Layout, r, chunk, rows: int) -> list:
     """The parts of a super block of W in float32: [rows, weights of a part]."""
     tile, found = _Chunk(weight, layout, r, chunk, rows, 1, words=False), []
     for part in range(layout.parts):
@@ -154,7 +163,7 @@ def k_gemm_lanes(
     for chunk in jt.range(x.shape[1]):
         found = []
         for weight, total in zip(weights, sums):
-            for part, W in enumerate(_dequantized(weight, layout, r, chunk, rows)):
+            for part, W in enumerate(dequantized_parts(weight, layout, r, chunk, rows)):
                 top = W.astype(x.dtype)
                 rest = [] if x.dtype == jnp.float32 else [(W - top.astype(jnp.float32)).astype(x.dtype)]
                 for term in (top, *rest):
@@ -179,19 +188,19 @@ def k_dx_lanes(g, weight: SuperBlocks, dx, *, kind: str, rows: int, bm: int):
     G, width = g.tiles(bm, rows), _sides(layout)[1]
     sums = tuple(jnp.zeros((bm, width), jnp.float32) for _ in range(layout.parts))
     for r in jt.range(G.shape[1]):
-        parts = _dequantized(weight, layout, r, chunk, rows)
+        parts = dequantized_parts(weight, layout, r, chunk, rows)
         sums = tuple(jt.dot(G[i, r], W, total) for W, total in zip(parts, sums))
     for part, total in enumerate(sums):
         dx.tiles(bm, None, layout.runs, None, RUN)[i, chunk, 0, part, 0] = total.reshape(bm, layout.runs, RUN)
 
 
-def _split(weight: SuperBlocks, layout: Layout) -> SuperBlocks:
-    """The arrays of W [out, …] with an axis of super blocks, planes also with axes of the runs of a part and of those
-    between them."""
-    out, blocks = weight.scale.shape
-    sides = lambda bits: (out, blocks, layout.runs, bits // layout.runs, -1)
+def split(weight: SuperBlocks, layout: Layout) -> SuperBlocks:
+    """The arrays of W [.., out, …] with an axis of super blocks, planes also with axes of the runs of a part and of
+    those between them."""
+    lead = weight.scale.shape
+    sides = lambda bits: (*lead, layout.runs, bits // layout.runs, -1)
     runs = lambda plane, bits: None if plane is None else plane.reshape(sides(bits))
-    groups = lambda plane: None if plane is None else plane.reshape(out, blocks, -1, _sides(layout)[0])
+    groups = lambda plane: None if plane is None else plane.reshape(*lead, -1, _sides(layout)[0])
     codes, high = (runs(plane, bits) for plane, bits in zip((weight.codes, weight.high), (*layout.bits, 0)))
     return weight._replace(codes=codes, high=high, steps=groups(weight.steps), lows=groups(weight.lows))
 
@@ -199,6 +208,14 @@ def _split(weight: SuperBlocks, layout: Layout) -> SuperBlocks:
 def flat(weight: SuperBlocks) -> SuperBlocks:
     """The inverse of the split that the kernels take."""
     return SuperBlocks(*(None if a is None else a.reshape(a.shape[0], -1) for a in weight))
+
+
+def gemv_choice(products: int, out: int, blocks: int, kind: str) -> tuple[dict[str, int], int]:
+    """Meta-parameters and warps of the kernel for few rows of x, of which each program makes so many `products`."""
+    most = 4 // products
+    tiles = {"rows": next(n for n in (4, 2, 1) if n <= max(most, 1) and out % n == 0)}
+    tiles["blocks"] = min(16, jt.next_power_of_2(blocks))
+    return tiles, min(4, max(1, tiles["blocks"] * SUPER // LAYOUTS[kind].parts // 512))
 
 
 def product(
@@ -210,27 +227,19 @@ def product(
     few = known(x.shape[0]) <= 2 and not dispatch.vector_cores()
     if not few:
         weights = tuple(w._replace(codes=as_bytes(w.codes), high=as_bytes(w.high)) for w in weights)
-    weights = tuple(_split(w, layout) for w in weights)
+    weights = tuple(split(w, layout) for w in weights)
     if x.dtype != jnp.bfloat16:
         x = x.astype(jnp.float32)
     x = x.reshape(x.shape[0], blocks, layout.runs, layout.parts, RUN)
     if few:
-        most = 4 // (x.shape[0] * len(weights))
-        tiles = {"rows": next(n for n in (4, 2, 1) if n <= max(most, 1) and out % n == 0)}
-        tiles["blocks"] = min(16, jt.next_power_of_2(blocks))
-        warps = min(4, max(1, tiles["blocks"] * SUPER // layout.parts // 512))
+        tiles, warps = gemv_choice(x.shape[0] * len(weights), out, blocks, kind)
         return tuned(k_gemv_lanes, num_warps=warps)(x, weights, epilogue, **options, **tiles)
-    side = 64 if x.dtype == jnp.float32 or len(weights) > 1 else 128
-    sides = {"rows": _side(out, 64), "bm": _side(known(x.shape[0]), side)}
+    most = 64 if x.dtype == jnp.float32 or len(weights) > 1 else 128
+    sides = {"rows": side(out, 64), "bm": side(known(x.shape[0]), most)}
     return k_gemm_lanes(x, weights, epilogue, **options, **sides)
-
-
-def _side(n: int, limit: int) -> int:
-    return min(max(jt.next_power_of_2(n), 16), limit)
 
 
 def dx(g, weight: SuperBlocks, kind: str) -> jax.Array:
     """float32 [m, in] for the cotangents g [m, out] of a product with W, whose codes are bytes."""
-    split = _split(weight, LAYOUTS[kind])
-    found = k_dx_lanes(g, split, kind=kind, rows=32, bm=fit(g.shape[0], 64))
+    found = k_dx_lanes(g, split(weight, LAYOUTS[kind]), kind=kind, rows=32, bm=fit(g.shape[0], 64))
     return found.reshape(g.shape[0], weight.scale.shape[1] * SUPER)

@@ -61,9 +61,9 @@ def _beside(numbers, layout: Layout) -> list:
     return [parts[..., part, :, :][..., None] for part in range(layout.parts)]
 
 
-def _row_product(weight: SuperBlocks, layout: Layout, X, sums, r, rows: int):
-    """Y [rows] = W x for one row of x, X [blocks, *layout.axes] and its sums [blocks, subs] in the order of parts;
-    nothing of W is stored."""
+def row_product(weight: SuperBlocks, layout: Layout, X, sums, r, rows: int):
+    """Y [rows] = W x for one row of x, X [blocks, *layout.axes] and its sums [blocks, subs] in the order of parts,
+    as `row_of` gives them; nothing of W is stored."""
     blocks = weight.scale.shape[1]
     scale, low = _of_subs(weight, layout, r, rows, blocks, 0)
     total = None
@@ -76,7 +76,13 @@ def _row_product(weight: SuperBlocks, layout: Layout, X, sums, r, rows: int):
     return Y if low is None else Y - jnp.sum(low * sums[None], axis=(1, 2))
 
 
-def _dequantized(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c=0):
+def row_of(x, i, layout: Layout):
+    """Row i of x as `row_product` takes it, and its sums."""
+    X = x[i, :].reshape(x.shape[1] // SUPER, *layout.axes)
+    return X, X.sum(axis=4).swapaxes(1, 2).reshape(X.shape[0], layout.subs)
+
+
+def dequantized_tile(weight: SuperBlocks, layout: Layout, r, rows: int, blocks: int, c=0):
     """W [rows, blocks * 256] of one tile in float32: chunk c of its columns."""
     scale, low = _of_subs(weight, layout, r, rows, blocks, c)
     W = [s * codes for s, codes in zip(_beside(scale, layout), _codes(weight, layout, r, rows, blocks, c), strict=True)]
@@ -104,10 +110,8 @@ def _finished(found: list, epilogue: Epilogue, r, rows: int, i, bm: int, activat
 def k_gemv(x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: str, activation, rows: int):
     """One row of x, `rows` of W in a program; with a second weight y = act(x Gᵀ) * (x Uᵀ)."""
     i, r, layout = jt.program_id(0), jt.program_id(1), LAYOUTS[kind]
-    blocks = weights[0].scale.shape[1]
-    X = x[i, :].reshape(blocks, *layout.axes)
-    sums = X.sum(axis=4).swapaxes(1, 2).reshape(blocks, layout.subs)
-    found = [_row_product(w, layout, X, sums, r, rows)[None, :] for w in weights]
+    X, sums = row_of(x, i, layout)
+    found = [row_product(w, layout, X, sums, r, rows)[None, :] for w in weights]
     y.tiles(1, rows)[i, r] = _finished(found, epilogue, r, rows, i, 1, activation)
 
 
@@ -119,7 +123,7 @@ def k_gemm(x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: 
     """`bm` rows of x, `rows` of W in a program."""
     r, i, blocks = jt.program_id(0), jt.program_id(1), weights[0].scale.shape[1]
     X = x.tiles(bm, x.shape[1])[i, 0]
-    found = [jt.dot(X, _dequantized(w, LAYOUTS[kind], r, rows, blocks).T) for w in weights]
+    found = [jt.dot(X, dequantized_tile(w, LAYOUTS[kind], r, rows, blocks).T) for w in weights]
     y.tiles(bm, rows)[i, r] = _finished(found, epilogue, r, rows, i, bm, activation)
 
 
@@ -134,20 +138,25 @@ def k_dx(g, weight: SuperBlocks, dx, *, kind: str, rows: int, bm: int, chunks: i
     G = g.tiles(bm, rows)
     acc = jt.zeros((bm, blocks * SUPER))
     for r in jt.range(G.shape[1]):
-        acc = jt.dot(G[i, r], _dequantized(weight, LAYOUTS[kind], r, rows, blocks, c), acc)
+        acc = jt.dot(G[i, r], dequantized_tile(weight, LAYOUTS[kind], r, rows, blocks, c), acc)
     dx.tiles(bm, blocks * SUPER)[i, c] = acc
 
 
 def _dx(g, weight: SuperBlocks, kind: str):
-    weight = _in_bytes(weight)
+    weight = in_bytes(weight)
     if not machine().whole:
         return k_lanes.dx(g, weight, kind)
-    blocks = weight.scale.shape[1]
-    chunks = next(n for n in range(jt.cdiv(blocks, 2), blocks + 1) if blocks % n == 0) if blocks else 1
-    return k_dx(g, weight, kind=kind, rows=fit(g.shape[1], 64), bm=fit(g.shape[0], 512), chunks=chunks)
+    sides = {"rows": fit(g.shape[1], 64), "chunks": chunks_of(weight)}
+    return k_dx(g, weight, kind=kind, bm=fit(g.shape[0], 512), **sides)
 
 
-def _in_bytes(weight: SuperBlocks) -> SuperBlocks:
+def chunks_of(weight: SuperBlocks) -> int:
+    """In how many parts `k_dx` takes the columns of W: of two super blocks at most."""
+    blocks = weight.scale.shape[-1]
+    return next(n for n in range(jt.cdiv(blocks, 2), blocks + 1) if blocks % n == 0) if blocks else 1
+
+
+def in_bytes(weight: SuperBlocks) -> SuperBlocks:
     return weight._replace(codes=as_bytes(weight.codes), high=as_bytes(weight.high))
 
 
@@ -165,7 +174,7 @@ def _backward(residuals, g, *, kind, activation, **_):
 
 def _on_cpu(x, weights, epilogue: Epilogue = NO_EPILOGUE, *, kind: str, activation=None):
     """One or two rows of x straight from codes, more with dequantised tiles of W."""
-    weights, x = tuple(map(_in_bytes, weights)), x.astype(jnp.float32)
+    weights, x = tuple(map(in_bytes, weights)), x.astype(jnp.float32)
     (m, inner), out = x.shape, weights[0].scale.shape[0]
     if known(m) <= 2:
         rows = fit(out, max(8, (128 << 10) // max(inner, 1)))

@@ -86,6 +86,10 @@ def _check(x, weight: QuantizedTensor, activation) -> None:
             f"quantized_matmul takes a QuantizedTensor as weight, got {type(weight).__name__}"
         )
     check_float("quantized_matmul", x=x)
+    if weight.ndim != 2:
+        raise jt.errors.KernelValueError(
+            f"quantized_matmul takes one weight [out, in], got a stack {list(weight.shape)}; grouped_matmul takes it"
+        )
     if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise jt.errors.KernelValueError(
             f"quantized_matmul: x {tuple(x.shape)} does not fit weights [out, in] = {list(weight.shape)}; "
@@ -94,7 +98,7 @@ def _check(x, weight: QuantizedTensor, activation) -> None:
     check_activation("quantized_matmul", activation)
 
 
-def _tiles(m: int, out: int, inner: int) -> dict:
+def tiles(m: int, out: int, inner: int) -> dict:
     """Rows of W a program takes: enough programs for the threads, tiles that stay in cache."""
     if m <= 2:
         budget = max(4, (64 << 10) // max(inner, 1))
@@ -146,8 +150,8 @@ def _codes(codes, r, rows: int, kind: str, lead: tuple[int, ...], c=0, chunks: i
     return [p - np.float32(8) for p in parts] if kind == "q4_0" else parts
 
 
-def _row_product(weight: Weight, X, r, rows: int, kind: str):
-    """Y [rows] = W x for one row of x, X as `_row` gives it; nothing of W is stored."""
+def row_product(weight: Weight, X, r, rows: int, kind: str):
+    """Y [rows] = W x for one row of x, X as `row_of` gives it; nothing of W is stored."""
     groups, lead = weight.scale.shape[1], X.shape[:-2]
     parts = _codes(weight.codes, r, rows, kind, lead)
     scale = weight.scale.tiles(rows, groups)[r, 0].astype(jnp.float32)
@@ -166,7 +170,7 @@ def _beside(numbers, lead: tuple[int, ...]):
     return numbers.reshape(*numbers.shape, *(1,) * len(lead))
 
 
-def _dequantized(weight: Weight, r, rows: int, kind: str, inner: int, c=0, chunks: int = 1):
+def dequantized_tile(weight: Weight, r, rows: int, kind: str, inner: int, c=0, chunks: int = 1):
     """W [rows, inner / chunks] of one tile in float32: chunk c of its columns."""
     last = weight.scaled_last(kind)  # one scale for every chunk
     groups = 1 if last else weight.scale.shape[1] // chunks
@@ -197,7 +201,7 @@ def _grid_of_tiles(x, weights, *_, rows, bm, **__):
     return jt.cdiv(weights[0].codes.shape[0], rows), jt.cdiv(x.shape[0], bm)
 
 
-def _row(x, i, weight: Weight, kind: str):
+def row_of(x, i, weight: Weight, kind: str):
     """Row i of x as [*lead, parts, width], as codes of W stand."""
     lead = _lead(weight, kind, weight.scale.shape[1], x.shape[1])
     return x[i, :].reshape(*lead, 2 if kind in ("q4_0", "q4_1") else 1, -1)
@@ -206,7 +210,7 @@ def _row(x, i, weight: Weight, kind: str):
 @jt.kernel(out_type=_type, grid=_grid_of_rows, name="quantized_gemv")
 def _gemv(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation, rows):
     (weight,), i, r = weights, jt.program_id(0), jt.program_id(1)
-    Y = _row_product(weight, _row(x, i, weight, kind), r, rows, kind)
+    Y = row_product(weight, row_of(x, i, weight, kind), r, rows, kind)
     y.tiles(1, rows)[i, r] = _finished(Y[None, :], epilogue, r, rows, i, 1, activation)
 
 
@@ -214,7 +218,7 @@ def _gemv(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation,
 def _gemm(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation, rows, bm):
     (weight,), r, i = weights, jt.program_id(0), jt.program_id(1)
     X = x.tiles(bm, x.shape[1])[i, 0]
-    Y = jt.dot(X, _dequantized(weight, r, rows, kind, x.shape[1]).T)
+    Y = jt.dot(X, dequantized_tile(weight, r, rows, kind, x.shape[1]).T)
     y.tiles(bm, rows)[i, r] = _finished(Y, epilogue, r, rows, i, bm, activation)
 
 
@@ -222,8 +226,8 @@ def _gemm(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation,
 def _gated_gemv(x, weights: tuple[Weight, Weight], y, *, kind, activation, rows):
     # y = act(Wg x) * (Wu x)
     i, r = jt.program_id(0), jt.program_id(1)
-    X = _row(x, i, weights[0], kind)
-    gate, up = (_row_product(w, X, r, rows, kind) for w in weights)
+    X = row_of(x, i, weights[0], kind)
+    gate, up = (row_product(w, X, r, rows, kind) for w in weights)
     y.tiles(1, rows)[i, r] = (ACTIVATIONS[activation](gate) * up)[None, :]
 
 
@@ -231,7 +235,7 @@ def _gated_gemv(x, weights: tuple[Weight, Weight], y, *, kind, activation, rows)
 def _gated_gemm(x, weights: tuple[Weight, Weight], y, *, kind, activation, rows, bm):
     r, i = jt.program_id(0), jt.program_id(1)
     X = x.tiles(bm, x.shape[1])[i, 0]
-    gate, up = (jt.dot(X, _dequantized(w, r, rows, kind, x.shape[1]).T) for w in weights)
+    gate, up = (jt.dot(X, dequantized_tile(w, r, rows, kind, x.shape[1]).T) for w in weights)
     y.tiles(bm, rows)[i, r] = ACTIVATIONS[activation](gate) * up
 
 
@@ -246,23 +250,28 @@ def quantized_dx_tiles(g, weight: Weight, dx, *, kind: str, inner: int, rows: in
     G = g.tiles(bm, rows)
     acc = jt.zeros((bm, inner // chunks))
     for r in jt.range(G.shape[1]):
-        acc = jt.dot(G[i, r], _dequantized(weight, r, rows, kind, inner, c, chunks), acc)
+        acc = jt.dot(G[i, r], dequantized_tile(weight, r, rows, kind, inner, c, chunks), acc)
     dx.tiles(bm, inner // chunks)[i, c] = acc
 
 
 def _dx(g, weight: Weight, kind: str, inner: int):
+    weight, sides = in_chunks(weight, kind, inner, known(g.shape[1]))
+    bm = fit(g.shape[0], 512 if machine().whole else 64)
+    return quantized_dx_tiles(g, weight, kind=kind, inner=inner, bm=bm, **sides)
+
+
+def in_chunks(weight: Weight, kind: str, inner: int, out: int) -> tuple[Weight, dict[str, int]]:
+    """A weight [.., out, in] with codes that are not packed and groups no larger than the columns that a program of the
+    reverse mode takes; and how many `rows` at a time it does, and the `chunks` of columns that there are."""
     (weight,) = _plain((weight,), kind)
-    width, tall, rows = (512, 512, _divisor(g.shape[1], 64)) if machine().whole else (64, 64, 32)
+    width, rows = (512, _divisor(out, 64)) if machine().whole else (64, 32)
     last = weight.scaled_last(kind)
-    if not last and (times := inner // max(weight.scale.shape[1], 1) // width) > 1:  # groups larger than a chunk
-        weight = weight._replace(
-            scale=jnp.repeat(weight.scale, times, axis=1),
-            minimum=None if weight.minimum is None else jnp.repeat(weight.minimum, times, axis=1),
-        )
-    units = inner if last else weight.scale.shape[1]  # what a chunk is made of
+    if not last and (times := inner // max(weight.scale.shape[-1], 1) // width) > 1:
+        wide = lambda a: None if a is None else jnp.repeat(a, times, axis=-1)
+        weight = weight._replace(scale=wide(weight.scale), minimum=wide(weight.minimum))
+    units = inner if last else weight.scale.shape[-1]  # what a chunk is made of
     chunks = next(n for n in range(jt.cdiv(inner, width), units + 1) if units % n == 0) if units else 1
-    bm = fit(g.shape[0], tall)
-    return quantized_dx_tiles(g, weight, kind=kind, inner=inner, rows=rows, bm=bm, chunks=chunks)
+    return weight, {"rows": rows, "chunks": chunks}
 
 
 # -- rules: what forward passes save, and cotangents; those of weights are None: they are frozen ----------------------
@@ -397,7 +406,7 @@ def _on_cpu(x, weights, epilogue, *, kind, activation, out_dtype):
     """One or two rows of x straight from codes, more with dequantised tiles of W."""
     weights, x = _plain(weights, kind), x.astype(jnp.float32)
     m, inner = known(x.shape[0]), x.shape[1]
-    options = dict(kind=kind, activation=activation, **_tiles(m, weights[0].codes.shape[0], inner))
+    options = dict(kind=kind, activation=activation, **tiles(m, weights[0].codes.shape[0], inner))
     if len(weights) > 1:
         return (_gated_gemv if m <= 2 else _gated_gemm)(x, weights, **options).astype(out_dtype)
     return (_gemv if m <= 2 else _gemm)(x, weights, epilogue, **options).astype(out_dtype)

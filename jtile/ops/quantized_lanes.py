@@ -145,6 +145,37 @@ def _terms(weight: Weight, group, chunk, kind: str, blocks: int, shared: int, xs
     return out
 
 
+@jt.function
+def lane_products(x, of, weights, group, kind: str, blocks: int, stages: int):
+    """Of each weight, and of each row `of` x, the products with a group of rows of W: float32 [rows]. Operands as those
+    of `quantized_gemv_lanes`."""
+    m, four, codes = len(of), kind in FOUR_BIT, weights[0].codes
+    packed, rows, words = codes.dtype == jnp.uint32, codes.shape[1], 4 if four else 8
+    shared = weights[0].shared_by(x.shape[1] // BLOCK)
+
+    def summed(blocks, stages, scaled, fields_of):
+        """For each weight and row of x its products with the rows of W, and the largest |x| in lanes."""
+        sums = tuple(jnp.zeros((rows, blocks, words), jnp.float32) for _ in range(m * len(weights)))
+        top = jnp.zeros((blocks, words), jnp.float32)
+        for chunk in jt.range(jt.cdiv(x.shape[1], blocks * BLOCK), stages=stages):
+            xs = [_planes(x, i, chunk, four, packed, blocks) for i in of]
+            top = functools.reduce(jnp.maximum, [abs(plane) for of_row in xs for plane in of_row], top)
+            parts = [scaled(of_row, kind) for of_row in xs]
+            terms = [t for w in weights for t in _terms(w, group, chunk, kind, blocks, shared, parts, fields_of)]
+            sums = tuple(total + term for total, term in zip(sums, terms))
+        return tuple(total.sum(axis=(1, 2)) for total in sums), top
+
+    sums, top = summed(blocks, stages, scaled_planes, scaled_fields)
+    sums = tuple(total * jnp.float32(DOWN) for total in sums)
+    peak = top.max()
+    if (peak >= LARGE) | ((peak > 0) & (peak < SMALL)):  # out of the range of the scaled numbers: once more
+        sums, _ = summed(max(blocks // 4, 1), 1, plain_planes, plain_fields)  # in tiles that take few registers
+    if not weights[0].scaled_last(kind):
+        return sums
+    scales = [w.scale.tiles(None, rows, 1)[group, 0, 0][:, 0] for w in weights]
+    return tuple(total * scales[n // m] for n, total in enumerate(sums))
+
+
 @jt.kernel(
     out_type=lambda x, weights, *_, **__: jax.ShapeDtypeStruct((x.shape[0], *weights[0].codes.shape[:2]), jnp.float32),
     grid=lambda x, weights, *_, **__: weights[0].codes.shape[0],
@@ -161,39 +192,18 @@ def quantized_gemv_lanes(
     """
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     # One dimension walks with the grid and one is counted out: `groups` can be cut over devices.
-    m, group, codes, four = x.shape[0], jt.program_id(0), weights[0].codes, kind in FOUR_BIT
-    packed, rows, words = codes.dtype == jnp.uint32, codes.shape[1], 4 if four else 8
-    shared = weights[0].shared_by(x.shape[1] // BLOCK)
-
-    def summed(blocks, stages, scaled, fields_of):
-        """For each weight and row of x its products with the rows of W, and the largest |x| in lanes."""
-        sums = tuple(jnp.zeros((rows, blocks, words), jnp.float32) for _ in range(m * len(weights)))
-        top = jnp.zeros((blocks, words), jnp.float32)
-        for chunk in jt.range(jt.cdiv(x.shape[1], blocks * BLOCK), stages=stages):
-            xs = [_planes(x, i, chunk, four, packed, blocks) for i in range(m)]
-            top = functools.reduce(jnp.maximum, [abs(plane) for of_row in xs for plane in of_row], top)
-            parts = [scaled(of_row, kind) for of_row in xs]
-            terms = [t for w in weights for t in _terms(w, group, chunk, kind, blocks, shared, parts, fields_of)]
-            sums = tuple(total + term for total, term in zip(sums, terms))
-        return tuple(total.sum(axis=(1, 2)) for total in sums), top
-
-    sums, top = summed(blocks, stages, scaled_planes, scaled_fields)
-    sums = tuple(total * jnp.float32(DOWN) for total in sums)
-    peak = top.max()
-    if (peak >= LARGE) | ((peak > 0) & (peak < SMALL)):  # out of the range of the scaled numbers: once more
-        sums, _ = summed(max(blocks // 4, 1), 1, plain_planes, plain_fields)  # in tiles that take few registers
+    m, group, rows = x.shape[0], jt.program_id(0), weights[0].codes.shape[1]
+    sums = lane_products(x, range(m), weights, group, kind, blocks, stages)
     of_rows = lambda ref, i: ref.tiles(None, None, rows)[i, group, 0]
     for i in range(m):
         found = [sums[n * m + i] for n in range(len(weights))]
-        if weights[0].scaled_last(kind):
-            found = [t * w.scale.tiles(None, rows, 1)[group, 0, 0][:, 0] for t, w in zip(found, weights)]
         first = found[0] if epilogue.bias is None else found[0] + of_rows(epilogue.bias, 0)
         out = ACTIVATIONS[activation](first) * (found[1] if len(found) > 1 else 1.0)
         out = out if epilogue.residual is None else out + of_rows(epilogue.residual, i)
         y.tiles(None, None, rows)[i, group, 0] = out
 
 
-def _dequantized(weight: Weight, r, chunk, kind: str, rows: int, blocks: int, dtype):
+def dequantized_halves(weight: Weight, r, chunk, kind: str, rows: int, blocks: int, dtype):
     """The halves of a chunk of W as matrices [rows, blocks * width], each a list of terms of `dtype`."""
     width, shared = weight.codes.shape[2], weight.shared_by(weight.codes.shape[1])
     codes = weight.codes.tiles(rows, blocks, width)[r, chunk, 0]
@@ -237,7 +247,7 @@ def quantized_gemm_lanes(
         halves = [half.reshape(bm, -1) for half in halves]
         found = []
         for weight, total in zip(weights, sums):
-            for half, terms in zip(halves, _dequantized(weight, r, chunk, kind, rows, blocks, x.dtype)):
+            for half, terms in zip(halves, dequantized_halves(weight, r, chunk, kind, rows, blocks, x.dtype)):
                 for term in terms:
                     total = jt.dot(half, term.T, total)
             found.append(total)
@@ -249,12 +259,12 @@ def quantized_gemm_lanes(
     y.tiles(bm, rows)[i, r] = out if epilogue.residual is None else out + epilogue.residual.tiles(bm, rows)[i, r]
 
 
-def _grouped(array, rows: int, axis: int = 0):
+def in_groups(array, rows: int, axis: int = 0):
     """An array with its rows of W along `axis` in groups."""
     return array.reshape(*array.shape[:axis], array.shape[axis] // rows, rows, *array.shape[axis + 1 :])
 
 
-def _side(n: int, limit: int) -> int:
+def side(n: int, limit: int) -> int:
     return min(max(jt.next_power_of_2(n), 16), limit)
 
 
@@ -288,13 +298,13 @@ def product(
         rows, tiles, warps = gemv_choice(m, out, blocks, kind, len(weights) > 1)
         kernel = tuned(quantized_gemv_lanes, num_warps=warps)
         x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
-        weights = jax.tree.map(lambda a: _grouped(a, rows), weights)
-        epilogue = jax.tree.map(lambda a: _grouped(a, rows, 1), epilogue)
+        weights = jax.tree.map(lambda a: in_groups(a, rows), weights)
+        epilogue = jax.tree.map(lambda a: in_groups(a, rows, 1), epilogue)
         return kernel(x, weights, epilogue, **options, **tiles).reshape(m, out)
     shape = (m, blocks, 2, HALF) if kind in FOUR_BIT else (m, blocks, BLOCK)
     weights = tuple(w._replace(codes=w.codes.reshape(out, blocks, -1)) for w in weights)
     x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
     wide = x.dtype == jnp.float32
-    side = 64 if wide or len(weights) > 1 else 128
-    tiles = {"rows": _side(out, 64), "bm": _side(known(m), side), "blocks": 1 if wide else 2}
+    most = 64 if wide or len(weights) > 1 else 128
+    tiles = {"rows": side(out, 64), "bm": side(known(m), most), "blocks": 1 if wide else 2}
     return quantized_gemm_lanes(x.reshape(shape), weights, epilogue, **options, **tiles)

@@ -53,6 +53,8 @@ K_KINDS = tuple(LAYOUTS)  # read from GGUF, not made here
 class QuantizedTensor:
     """A quantised weight [out, in]; the table at the head of this file gives the arrays of each kind.
 
+    A stack of such weights, [groups, out, in], has arrays with a leading axis: see `stack`.
+
     Build one with `quantize`, `from_gguf_blocks`, or from the arrays themselves. It is a pytree: it passes through
     `jax.jit`, donation and checkpoints like an array.
 
@@ -70,21 +72,21 @@ class QuantizedTensor:
     activations: str | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in), in weights."""
+    def shape(self) -> tuple[int, ...]:
+        """(out, in), in weights; of a stack (groups, out, in)."""
         if self.is_super:
-            return self.scale.shape[-2], self.scale.shape[-1] * SUPER
-        out, stored = self.codes.shape[-2:]
-        return out, stored * (4 if self.is_packed else 1) * (2 if self.is_4bit else 1)
+            return *self.scale.shape[:-1], self.scale.shape[-1] * SUPER
+        *lead, stored = self.codes.shape
+        return *lead, stored * (4 if self.is_packed else 1) * (2 if self.is_4bit else 1)
 
     @property
     def ndim(self) -> int:
-        return 2
+        return len(self.shape)
 
     @property
     def group(self) -> int:
         """Weights of a row that share a scale."""
-        return self.shape[1] // max(self.scale.shape[-1], 1)
+        return self.shape[-1] // max(self.scale.shape[-1], 1)
 
     @property
     def is_4bit(self) -> bool:
@@ -179,14 +181,14 @@ class QuantizedTensor:
             return dataclasses.replace(
                 self, codes=super_blocks.as_words(self.codes), high=super_blocks.as_words(self.high)
             )
-        if self.shape[1] % BLOCK:
+        if self.shape[-1] % BLOCK:
             raise KernelValueError(f"packed codes are those of blocks of {BLOCK}, got a tensor of {self.shape}")
         codes = self.codes if self.is_packed else pack_codes(self.codes, self.kind)
         return dataclasses.replace(self._regrouped(), codes=codes)
 
     def _regrouped(self) -> QuantizedTensor:
         """With groups that kernels for sm_90 copy, if there are such."""
-        inner, bits = self.shape[1], 4 if self.is_4bit else 8
+        inner, bits = self.shape[-1], 4 if self.is_4bit else 8
         arrays = [a for a in (self.scale, self.minimum) if a is not None]
         size = min(a.dtype.itemsize for a in arrays)
 
@@ -204,6 +206,12 @@ class QuantizedTensor:
             raise KernelValueError(f"groups of {self.group} weights do not divide into groups of {group}")
         wide = lambda a: None if a is None else jnp.repeat(a, self.group // group, axis=-1)
         return dataclasses.replace(self, scale=wide(self.scale), minimum=wide(self.minimum))
+
+    def with_minima(self) -> QuantizedTensor:
+        """A Q4_0 as the Q4_1 of the same weights, for where others have minima; other kinds as they are."""
+        if self.kind != "q4_0":
+            return self
+        return dataclasses.replace(self, minimum=-8 * self.scale.astype(jnp.float32), kind="q4_1")
 
     def unpacked(self) -> QuantizedTensor:
         """The inverse of `packed`."""
@@ -231,15 +239,28 @@ class QuantizedTensor:
                 f"cannot concatenate quantised tensors of the kinds {', '.join(kinds)}; requantise them"
             )
         ways = {part.activations for part in parts}
-        blocks_meet = all(part.shape[0] % BLOCKS == 0 for part in parts[:-1])
+        blocks_meet = all(part.shape[-2] % BLOCKS == 0 for part in parts[:-1])
         same = len(ways) == 1 and (blocks_meet or ways != {"blocks"})
         parts = parts if same else [dataclasses.replace(part, activations=None) for part in parts]
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *parts)
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-2), *parts)
+
+    @staticmethod
+    def stack(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """Tensors of one shape and storage as one, [groups, out, in], for `grouped_matmul`.
+
+        Raises:
+          KernelTypeError: their shapes or their storage differ.
+        """
+        if len({(part.shape, part.storage) for part in parts}) != 1:
+            raise KernelTypeError("cannot stack quantised tensors of several shapes or kinds; requantise them")
+        parts = [dataclasses.replace(part, activations=None) for part in parts]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
     @property
     def storage(self) -> tuple:
         """What tensors have in common that `concatenate` takes, and kernels of two weights."""
-        return self.kind, *((leaf.shape[1:], leaf.dtype.name) for leaf in jax.tree.leaves(self))
+        sides = ((*leaf.shape[:-2], leaf.shape[-1], leaf.dtype.name) for leaf in jax.tree.leaves(self))
+        return self.kind, *sides
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

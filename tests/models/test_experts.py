@@ -1,12 +1,20 @@
 """A mixture of experts against a loop over tokens: uneven and empty groups, gradients, 16-bit weights."""
 
+import json
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stateless
+from k_quants import random_tensor
 
-from jtile.models import experts
-from jtile.ops import quantize
+from jtile.models import Decoder, experts
+from jtile.models.families import read_config
+from jtile.ops import QuantizedTensor, quantize
+from jtile.ops.quantized_tensor import K_KINDS
+from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
 COUNT, FEATURES, HIDDEN = 5, 24, 40
@@ -87,9 +95,92 @@ def test_experts_are_read_in_order():
         np.testing.assert_array_equal(down[e], source[f"m.{e}.down_proj.weight"])
 
 
-def test_quantised_experts_become_bfloat16():
-    x = np.random.default_rng(0).standard_normal((32, 32)).astype(np.float32)
-    for kind in ("q8_0", "fp8"):
-        w = quantize(x, kind)
-        held = experts.Experts(lambda *_, w=w: w, "m.", 1, 32, 32)
-        np.testing.assert_array_equal(held.down.get_value()[0], w.dequantize(jnp.bfloat16))
+@pytest.mark.parametrize("kind", ["q8_0", "fp8", "q4_0"])
+def test_quantised_experts_keep_their_bits(kind):
+    drawn = {
+        f"m.{e}.{n}_proj.weight": normal(32, 32, seed=3 * e + k)
+        for e in range(2)
+        for k, n in enumerate(["gate", "up", "down"])
+    }
+    source = {name: quantize(x, kind) for name, x in drawn.items()}
+    held = experts.Experts(lambda name, shape: source[name], "m.", 2, 32, 32)
+    gate_up, down = held.gate_up.get_value(), held.down.get_value()
+    assert (gate_up.kind, gate_up.shape, down.shape) == (kind, (2, 64, 32), (2, 32, 32))
+    assert gate_up.nbytes + down.nbytes == sum(w.nbytes for w in source.values())
+    of = lambda *names: np.concatenate([source[f"m.1.{n}_proj.weight"].dequantize() for n in names])
+    np.testing.assert_array_equal(gate_up.dequantize()[1], of("gate", "up"))
+    np.testing.assert_array_equal(down.dequantize()[1], of("down"))
+
+
+def test_experts_that_are_stored_in_several_ways():
+    x = normal(32, 32, seed=0)
+    q4, q8 = quantize(x, "q4_0"), quantize(x, "q8_0")
+    of = lambda *parts: experts.Experts(
+        lambda name, shape: parts[["gate", "up", "down"].index(name.split(".")[2][:-5])], "m.", 2, 32, 32
+    )
+    held = of(q4, q8, q4)  # gates in another way than what they gate
+    gate, up = held.gate_up.get_value()
+    assert (gate.kind, up.kind, gate.shape) == ("q4_0", "q8_0", (2, 32, 32))
+    y, chosen = normal(2, 32, seed=1), np.array([[0, 1], [1, 0]], np.int32)
+    share = np.ones((2, 2), np.float32)
+    got = evaluated(lambda x: held(x, chosen, share))(y)
+    dense = [jnp.stack([w.dequantize()] * 2) for w in (q4, q8, q4)]
+    want = evaluated(lambda x: experts.mixture(x, chosen, share, jnp.concatenate(dense[:2], axis=1), dense[2]))(y)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert of(q4, jnp.asarray(x), q4).gate_up.get_value().dtype == jnp.float32  # of bfloat16 and float32
+    some = experts.stacked([q4, q4.with_minima()])
+    assert some.kind == "q4_1" and some.shape == (2, 32, 32)
+    mixed = experts.stacked([q4, q8])
+    np.testing.assert_array_equal(mixed[1], q8.dequantize(jnp.bfloat16))
+
+
+def quantised_weights(kinds, rng):
+    """Two sources of random weights, the second of which has floats in place of quantised ones; `kinds`: by a part of
+    the name the kind, the first that fits."""
+    made = {}
+
+    def weight(name, shape):
+        if name not in made:
+            x = rng.standard_normal(shape).astype(np.float32) / np.sqrt(shape[-1])
+            kind = next((kind for part, kind in kinds.items() if part in name and len(shape) == 2), None)
+            if kind in K_KINDS:
+                made[name] = random_tensor(kind, *shape, seed=len(made))
+            else:
+                made[name] = quantize(x, kind) if kind else jnp.asarray(x + (len(shape) == 1))
+        return made[name]
+
+    def floats(name, shape):
+        found = weight(name, shape)
+        dtype = jnp.bfloat16 if "kv_b" in name else jnp.float32
+        return found.dequantize(dtype) if isinstance(found, QuantizedTensor) else found
+
+    return weight, floats
+
+
+FAMILIES = {  # sizes, the kinds of matrices
+    "mixtral": (dict(hidden_size=256, intermediate_size=256), {"w2": "q6_k", ".experts.": "q4_k"}),
+    "qwen3_moe": (dict(moe_intermediate_size=64), {".experts.": "fp8"}),
+    "deepseek_v3": (dict(first_k_dense_replace=0, kv_lora_rank=32), {"o_proj": None, "_proj": "q4_1"}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_the_dequantised_model(data, name):
+    sizes, kinds = FAMILIES[name]
+    entries = json.loads((data / name / "config.json").read_text()) | {"num_hidden_layers": 1} | sizes
+    config = read_config(entries, name)
+    quantised, floats = (
+        Decoder(config, weight, tied=False) for weight in quantised_weights(kinds, np.random.default_rng(0))
+    )
+    ids = np.array([[1, 5, 2, 9, 9, 3, 7, 1, 0]], np.int32)
+    got, want = (stateless.run(lambda model, ids: model(ids), model, ids) for model in (quantised, floats))
+    assert relative_error(got, want) < (1e-2 if name == "deepseek_v3" else 2e-5)  # whose expansion is in bfloat16
+    held = quantised.blocks[0].mlp.experts
+    bits = {"q4_1": 6, "fp8": 8 + 32 / 64, "q4_k": 4.625, "q6_k": 6.5625}
+    for part in (held.gate_up, held.down):
+        w = part.get_value()
+        assert w.nbytes * 8 <= bits[w.kind] * math.prod(w.shape)
+    if name == "deepseek_v3":
+        attention = quantised.blocks[0].attention
+        assert {attention.down.get_value().kind, attention.query.get_value().kind} == {"q4_1"}
+        assert attention.key.get_value().dtype == jnp.bfloat16

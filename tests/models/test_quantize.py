@@ -85,6 +85,25 @@ def test_the_configuration_is_that_of_compressed_tensors(floats, tmp_path):
         quantize_folder(out, "int8")
 
 
+MIXTURES = {  # names that a layer of it has, and whether they are quantised
+    "mixtral": {"block_sparse_moe.experts.7.w2": True, "block_sparse_moe.gate": False, "self_attn.q_proj": True},
+    "deepseek_v3": {
+        "mlp.experts.7.up_proj": True, "mlp.shared_experts.up_proj": True, "mlp.gate": False,
+        "self_attn.q_a_proj": True, "self_attn.q_b_proj": True, "self_attn.kv_a_proj_with_mqa": True,
+        "self_attn.kv_b_proj": False, "self_attn.q_a_layernorm": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_quantised(data, tmp_path, name):
+    out = quantize_folder(data / name, "fp8", out=tmp_path / "new")
+    stored = stored_tensors(out)
+    assert {n: f"model.layers.1.{n}.weight_scale" in stored for n in MIXTURES[name]} == MIXTURES[name]
+    held = jtile.models.load(out).model.blocks[1].mlp.experts.gate_up.get_value()
+    assert (held.kind, held.shape[0], held.codes.dtype) == ("fp8", 8, jnp.float8_e4m3fn)
+
+
 REFUSED = {
     "--to is one of fp8, int4, q4_0, q8_0, int8; got 'int2'": ("int2", {}),
     "32 weights times a power of two, got 48": ("int4", {"group": 48}),

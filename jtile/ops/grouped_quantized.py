@@ -1,0 +1,214 @@
+"""Products of groups of rows with a stack of quantised matrices: a mixture of experts whose weights keep their bits.
+
+Few rows, as a decoding step has them: every row goes through the matrix that an index names, straight from its codes.
+Many rows stand in the order of their groups, and a tile of a group's matrix is dequantised once for a tile of its rows.
+How codes become numbers is said where one matrix is multiplied: quantized.py and k_products.py; GPUs take the forms of
+grouped_lanes.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import dispatch, grouped_lanes, k_products, quantized
+from jtile.ops._shapes import fit, known, machine
+from jtile.ops.dispatch import WARPS, Implementation, Op
+from jtile.ops.operands import Weight
+from jtile.ops.quantized_tensor import QuantizedTensor, unpack_codes
+from jtile.ops.row_groups import most_tiles, named, of_group, padded, tile_of_rows
+from jtile.ops.super_blocks import LAYOUTS, SuperBlocks
+
+Stack = Weight | SuperBlocks  # the arrays of a weight with a leading axis of groups: [groups, out, …]
+
+
+def product(x, weight: QuantizedTensor, sizes, *, out_dtype: str) -> jax.Array:
+    """[rows, out] of x [rows, in], weights [groups, out, in] and sizes int32 [groups or more]; see `grouped_matmul`."""
+    rows, groups = x.shape[0], weight.shape[0]
+    if not _few(rows, groups):
+        return _many_rows(x, _arrays(weight), sizes, kind=weight.kind, out_dtype=out_dtype)
+    ends = jnp.cumsum(sizes[:groups], dtype=jnp.int32)
+    index = (ends[None, :] <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
+    return _few_rows(x, _arrays(weight), index, kind=weight.kind, out_dtype=out_dtype)
+
+
+def _few(rows, groups: int) -> bool:
+    """Whether most matrices that are read are multiplied with one row. An NPU's vector cores have no form for that."""
+    return known(rows) <= groups and not dispatch.vector_cores()
+
+
+def _arrays(weight: QuantizedTensor) -> Stack:
+    """Nothing differentiates by them: quantised weights are frozen."""
+    arrays = weight.super_blocks if weight.is_super else Weight(weight.codes, weight.scale, weight.minimum)
+    return jax.lax.stop_gradient(arrays)
+
+
+def _plain(weight: Stack, kind: str) -> Stack:
+    """With codes in bytes."""
+    if isinstance(weight, SuperBlocks):
+        return k_products.in_bytes(weight)
+    return weight._replace(codes=unpack_codes(weight.codes, kind))
+
+
+def _row_product(weight: Stack, kind: str, x, i, r, rows: int):
+    """W x [rows] for row i of x and the r-th `rows` rows of one matrix."""
+    if isinstance(weight, SuperBlocks):
+        layout = LAYOUTS[kind]
+        return k_products.row_product(weight, layout, *k_products.row_of(x, i, layout), r, rows)
+    return quantized.row_product(weight, quantized.row_of(x, i, weight, kind), r, rows, kind)
+
+
+def _tile(weight: Stack, kind: str, r, rows: int, inner: int, c=0, chunks: int = 1):
+    """The r-th `rows` rows of one matrix in float32, of its columns chunk c."""
+    if isinstance(weight, SuperBlocks):
+        return k_products.dequantized_tile(weight, LAYOUTS[kind], r, rows, weight.scale.shape[1] // chunks, c)
+    return quantized.dequantized_tile(weight, r, rows, kind, inner, c, chunks)
+
+
+@jt.kernel(
+    out_type=lambda x, weight, index, *, out_dtype, **_: jax.ShapeDtypeStruct(
+        (index.shape[0], weight.scale.shape[1]), out_dtype
+    ),
+    grid=lambda x, weight, index, *, rows, **_: (index.shape[0], jt.cdiv(weight.scale.shape[1], rows)),
+)
+def routed_rows(x, weight: Stack, index, y, *, kind: str, rows: int, out_dtype: str):
+    """y [m, out] of x [m / n, in], each row of which meets n matrices, and the numbers of these, index int32 [m]."""
+    # y_i = W_g x_(i / n)     g = index_i; zero where there is no such matrix
+    i, r = jt.program_id(0), jt.program_id(1)
+    g, inside = named(index, i, weight.scale.shape[0])
+    y.tiles(1, rows)[i, r] = jnp.zeros((1, rows), y.dtype)
+    if inside:
+        Y = _row_product(of_group(weight, g), kind, x, i // (index.shape[0] // x.shape[0]), r, rows)
+        y.tiles(1, rows)[i, r] = Y[None, :].astype(y.dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, weight, *_, out_dtype, **__: jax.ShapeDtypeStruct(
+        (x.shape[0], weight.scale.shape[1]), out_dtype
+    ),
+    grid=lambda x, weight, sizes, *, rows, bm, **_: (
+        most_tiles(x.shape[0], weight.scale.shape[0], bm), jt.cdiv(weight.scale.shape[1], rows),
+    ),
+)  # fmt: skip
+def grouped_codes(x, weight: Stack, sizes, y, *, kind: str, rows: int, bm: int, out_dtype: str):
+    """`bm` rows of a group of x [m, in] and `rows` of its matrix in a program; sizes int32, zero behind the groups."""
+    # y_i = W_g x_i     for the rows i of group g; zero behind the groups
+    r, groups = jt.program_id(1), weight.scale.shape[0]
+    tile = tile_of_rows(sizes, groups, jt.program_id(0), bm, x.shape[0])
+    if tile.exists:
+        Y = jnp.zeros((bm, rows), jnp.float32)
+        if tile.inside:
+            W = _tile(of_group(weight, tile.group), kind, r, rows, x.shape[1])
+            Y = jt.dot(x[jt.ds(tile.first, bm), :], W.T)
+        jt.store(y, (jt.ds(tile.first, bm), jt.ds(r * rows, rows)), Y.astype(y.dtype), mask=tile.mine(bm, rows))
+
+
+@jt.kernel(
+    out_type=lambda g, *_, inner, **__: jax.ShapeDtypeStruct((g.shape[0], inner), jnp.float32),
+    grid=lambda g, weight, sizes, *, chunks, bm, **_: (most_tiles(g.shape[0], weight.scale.shape[0], bm), chunks),
+)
+def grouped_dx(g, weight: Stack, sizes, dx, *, kind: str, inner: int, rows: int, bm: int, chunks: int):
+    """dx [m, in] for the cotangents g [m, out]: a chunk of a matrix' columns in a program, `rows` rows at a time."""
+    # dX = G W
+    c, groups, width = jt.program_id(1), weight.scale.shape[0], inner // chunks
+    tile = tile_of_rows(sizes, groups, jt.program_id(0), bm, g.shape[0])
+    if tile.exists:
+        acc = jt.zeros((bm, width))
+        for r in jt.range(jnp.where(tile.inside, jt.cdiv(g.shape[1], rows), 0)):
+            W = _tile(of_group(weight, tile.group), kind, r, rows, inner, c, chunks)
+            acc = jt.dot(g[jt.ds(tile.first, bm), jt.ds(r * rows, rows)], W, acc)
+        jt.store(dx, (jt.ds(tile.first, bm), jt.ds(c * width, width)), acc, mask=tile.mine(bm, width))
+
+
+# -- implementations ---------------------------------------------------------------------------------------------------
+
+
+def _rows_of_codes(x, weight: Stack, index, *, kind: str, out_dtype: str):
+    rows = quantized.tiles(1, weight.scale.shape[1], x.shape[1])["rows"]
+    return routed_rows(x.astype(jnp.float32), _plain(weight, kind), index, kind=kind, rows=rows, out_dtype=out_dtype)
+
+
+def _tiles_of_codes(x, weight: Stack, sizes, *, kind: str, out_dtype: str):
+    (groups, out), m = weight.scale.shape[:2], known(x.shape[0])
+    sides = {"rows": quantized.tiles(m, out, x.shape[1])["rows"], "bm": fit(jt.cdiv(m, groups), 64)}
+    return grouped_codes(x.astype(jnp.float32), _plain(weight, kind), sizes, kind=kind, out_dtype=out_dtype, **sides)
+
+
+_few_rows = Op(
+    "few rows with a stack of quantised matrices",
+    Implementation("codes in lanes", grouped_lanes.few_rows, None, WARPS),
+    Implementation("rows of codes", _rows_of_codes),
+)
+_many_rows = Op(
+    "groups of rows with a stack of quantised matrices",
+    Implementation("codes in lanes", grouped_lanes.many_rows, None, WARPS),
+    Implementation("tiles of codes", _tiles_of_codes),
+)
+
+
+# -- rules: matrices are frozen ----------------------------------------------------------------------------------------
+
+
+def _dx(g, weight: Stack, sizes, kind: str, inner: int) -> jax.Array:
+    """float32 [m, in] for cotangents g [m, out] of rows in the order of their groups."""
+    g, each = g.astype(jnp.float32), jt.cdiv(known(g.shape[0]), weight.scale.shape[0])
+    if isinstance(weight, SuperBlocks):
+        weight = k_products.in_bytes(weight)
+        if not machine().whole:
+            return grouped_lanes.k_dx(g, weight, sizes, kind)
+        sides = {"rows": fit(g.shape[1], 64), "chunks": k_products.chunks_of(weight)}
+    else:
+        weight, sides = quantized.in_chunks(weight, kind, inner, known(g.shape[1]))
+    return grouped_dx(g, weight, sizes, kind=kind, inner=inner, bm=fit(each, 64), **sides)
+
+
+def routed_dx(g, weight: Stack, index, kind: str, shape: tuple[int, int]) -> jax.Array:
+    """float32 `shape`, that of x, for cotangents g [m, out] of `routed_rows`: the rows are sorted for it."""
+    groups, (rows, inner) = weight.scale.shape[0], shape
+    order = jnp.argsort(index, stable=True)
+    sizes = padded(jnp.zeros((groups,), jnp.int32).at[index].add(1, mode="drop"))
+    dx = _dx(g[order], weight, sizes, kind, inner)
+    return jnp.zeros_like(dx).at[order].set(dx, unique_indices=True).reshape(rows, -1, inner).sum(1)
+
+
+def _of_index(run, flat):
+    """The rule of a kernel for few rows: `run` computes it again, `flat` says its operands as `routed_rows` takes
+    them."""
+
+    def forward(x, weight, index, **meta):
+        return run(x, weight, index, **meta), (x, weight, index)
+
+    def backward(residuals, ct, *, kind, **_):
+        x, weight, index = residuals
+        rows, plain = flat(x, weight, kind)
+        dx = routed_dx(ct.reshape(ct.shape[0], -1), plain, index, kind, rows.shape)
+        return dx.reshape(x.shape).astype(x.dtype), None, None
+
+    return forward, backward
+
+
+def _of_sizes(run, flat):
+    """Likewise for rows in the order of their groups."""
+
+    def forward(x, weight, sizes, **meta):
+        return run(x, weight, sizes, **meta), (x, weight, sizes)
+
+    def backward(residuals, ct, *, kind, **_):
+        x, weight, sizes = residuals
+        rows, plain = flat(x, weight, kind)
+        return _dx(ct, plain, sizes, kind, rows.shape[1]).reshape(x.shape).astype(x.dtype), None, None
+
+    return forward, backward
+
+
+def _as_it_is(x, weight, kind):
+    return x, weight
+
+
+routed_rows.defvjp(*_of_index(routed_rows, _as_it_is))
+grouped_codes.defvjp(*_of_sizes(grouped_codes, _as_it_is))
+for _kernel in (grouped_lanes.routed_lanes, grouped_lanes.k_routed_lanes):
+    _kernel.defvjp(*_of_index(_kernel, grouped_lanes.flat))
+for _kernel in (grouped_lanes.grouped_code_lanes, grouped_lanes.k_grouped_lanes):
+    _kernel.defvjp(*_of_sizes(_kernel, grouped_lanes.flat))

@@ -1,0 +1,102 @@
+"""Rows in the order of groups, each of which has a matrix of its own: what kernels of such products share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+import jtile as jt
+
+
+def tiles_of_groups(sizes, bm: int, rows: int):
+    """How tiles of `bm` rows go on from group to group: (the first tile behind each group, the first row behind it, the
+    number of all tiles); the rows behind the last group come last."""
+    last, ends = (jnp.cumsum(x, dtype=jnp.int32) for x in ((sizes + (bm - 1)) // bm, sizes))
+    behind = jnp.maximum(rows - ends.max(), 0)
+    return last, ends, last.max() + (behind + (bm - 1)) // bm
+
+
+def place(last, ends, groups: int, t, bm: int, rows: int):
+    """(group, first row, row behind the last, whether a group has it) of tile t. Independent of each other, for the
+    sake of time: groups before that of tile t are those that `last` is not behind t for."""
+    before = last <= t
+    g = before.sum(dtype=jnp.int32)
+    first = jnp.where(before, ends, 0).max() + (t - jnp.where(before, last, 0).max()) * bm
+    end = jnp.where(before, rows, jnp.minimum(ends, rows)).min()
+    return jnp.minimum(g, groups - 1), first, end, g < last.shape[0]
+
+
+def most_tiles(rows: int, groups: int, bm: int) -> int:
+    """Tiles of `bm` rows at most: every group has one that it does not fill, and so have the rows behind the groups."""
+    return rows // bm + groups + 1
+
+
+def padded(sizes):
+    """Sizes of groups, int, as int32 and in a power of two, behind the groups 0: a tile that every target has."""
+    groups = sizes.shape[0]
+    return jnp.pad(sizes.astype(jnp.int32), (0, jt.next_power_of_2(groups) - groups))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfGroup:
+    """The matrix of one group in a stack of them, as what reads the Ref of a matrix takes it."""
+
+    stack: Any
+    group: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        return self.stack.dtype
+
+    def tiles(self, *sides: int | None) -> _TilesOfGroup:
+        return _TilesOfGroup(self.stack.tiles(None, *sides), self.group)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TilesOfGroup:
+    view: Any
+    group: Any
+
+    def __getitem__(self, index: tuple) -> Any:
+        return self.view[(self.group, *index)]
+
+
+def of_group(arrays: Any, group: Any) -> Any:
+    """Of a named tuple of Refs with a leading axis of groups the arrays of one, which have `shape`, `dtype` and
+    `tiles`."""
+    return type(arrays)(*(None if a is None else _OfGroup(a, group) for a in arrays))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows from `first` to before `end` that a program takes: those of a `group`, or not `inside` of any, which come
+    last. Programs for which there are none have a tile that does not exist."""
+
+    exists: Any
+    group: Any
+    first: Any
+    end: Any
+    inside: Any
+
+    def mine(self, bm: int, width: int) -> Any:
+        """Which elements of a result [bm, width] are those of these rows."""
+        return jnp.broadcast_to((self.first + jt.arange(bm) < self.end)[:, None], (bm, width))
+
+
+def tile_of_rows(sizes: Any, groups: int, t: Any, bm: int, rows: int) -> Tile:
+    """The t-th tile of `bm` rows of those of all groups."""
+    last, ends, tiles = tiles_of_groups(sizes[...], bm, rows)
+    group, first, end, inside = place(last, ends, groups, t, bm, rows)
+    return Tile(t < tiles, group, first, end, inside)
+
+
+def named(index: Any, i: Any, groups: int) -> tuple[Any, Any]:
+    """The matrix that an index names for row i, and whether it names one of those that there are."""
+    g = index[i]
+    return jnp.clip(g, 0, groups - 1), (g >= 0) & (g < groups)

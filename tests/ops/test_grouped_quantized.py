@@ -1,0 +1,117 @@
+"""Products of groups of rows with stacks of quantised matrices: those with the dequantised matrices, forwards and
+backwards, of few rows and of many, as CPUs compute them and on tiles of a GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from draws import thorough
+from k_quants import random_tensor
+from library import agree, normal
+
+import jtile as jt
+from jtile import ops
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.grouped_matmul import grouped_matmul_reference
+from jtile.ops.quantized_tensor import K_KINDS, KINDS, QuantizedTensor
+from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
+
+FEW, MANY = (1, 0, 1, 1), (5, 0, 19, 3)  # rows of four matrices, and one behind them
+# outside of make test-all every kind meets one number of rows on CPUs, and the other on tiles of a GPU
+CASES = [(kind, sizes, arch) for i, kind in enumerate((*KINDS, *K_KINDS)) for j, sizes in enumerate((FEW, MANY))
+         for k, arch in enumerate((None, "sm_90")) if (i + j + k) % 2 or thorough()]  # fmt: skip
+
+
+def stack(kind: str, inner: int, out: int = 21, groups: int = 4) -> QuantizedTensor:
+    if kind in K_KINDS:
+        return QuantizedTensor.stack([random_tensor(kind, out, inner, seed) for seed in range(groups)])
+    group = 64 if kind.startswith("q4") else 32
+    return QuantizedTensor.stack(
+        [QuantizedTensor.quantize(np.asarray(normal(seed, out, inner)), kind, group) for seed in range(groups)]
+    )
+
+
+def both(product, sizes):
+    """The product of x and a stack, and the gradient of the sum of its squares."""
+    f = lambda x, w: product(x, w, np.asarray(sizes, np.int32), transpose_w=True)
+    return evaluated(lambda x, w: (f(x, w), jax.grad(lambda x: (f(x, w) ** 2).sum())(x)))
+
+
+@pytest.mark.parametrize(("kind", "sizes", "arch"), CASES)
+def test_products_and_gradients(kind, sizes, arch):
+    w = stack(kind, 256 if kind in K_KINDS else 128)
+    assert (w.shape, w.ndim) == ((4, 21, w.shape[2]), 3)
+    x = normal(9, sum(sizes) + 1, w.shape[2])
+    with jt.config(arch=arch):
+        chosen = ops.choices(lambda x: ops.grouped_matmul(x, w, jnp.asarray(sizes), transpose_w=True), x)
+        few = {None: "rows of codes", "sm_90": "codes in lanes"}, {None: "tiles of codes", "sm_90": "codes in lanes"}
+        assert [c.implementation for c in chosen] == [few[sizes is MANY][arch]]
+        y, g = both(ops.grouped_matmul, sizes)(x, w)
+    want, slope = both(grouped_matmul_reference, sizes)(x, w)
+    assert relative_error(y, want) < 2e-6 and relative_error(g, slope) < 2e-6
+    assert (y[-1] == 0).all() and (g[-1] == 0).all()
+    assert y.dtype == g.dtype == np.float32
+
+
+@pytest.mark.parametrize(("kind", "m", "arch"), [("int8", 3, None), ("fp8", 9, "sm_90"), ("q4_1", 9, "sm_90")])
+def test_rows_of_16_bits_and_any_length(kind, m, arch):
+    """One scale a row asks for no blocks; on a GPU weights of many 16-bit rows are rounded to their dtype."""
+    w = stack(kind, 64 if kind == "q4_1" else 40, groups=3)
+    x, sizes = normal(1, m, w.shape[2], dtype="bfloat16"), np.array([1, m - 2, 1], np.int32)
+    with jt.config(arch=arch):
+        y = evaluated(lambda x, w: ops.grouped_matmul(x, w, sizes, transpose_w=True, out_dtype=jnp.float32))(x, w)
+    want = evaluated(lambda x, w: grouped_matmul_reference(x, w, sizes, transpose_w=True, out_dtype=jnp.float32))(x, w)
+    assert y.dtype == np.float32 and relative_error(y, want) < (3e-3 if kind == "q4_1" else 1e-5)
+
+
+@pytest.mark.parametrize("sizes", [FEW, MANY])
+def test_in_the_interpreter(sizes):
+    w, x = stack("q4_0", 64, out=6), normal(2, sum(sizes), 64)
+    options = dict(tolerance=2e-6, transpose_w=True, interpret=True)
+    agree(ops.grouped_matmul, grouped_matmul_reference, x, w, np.asarray(sizes, np.int32), **options)
+
+
+def test_layers_and_packed_codes():
+    """vmap takes stacks of stacks; packed codes are taken apart where a product needs that."""
+    layers = [stack("q8_0", 64, out=6), stack("q8_0", 64, out=6).packed().unpacked()]
+    w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    x, sizes = normal(3, 2, 9, 64), np.array([[2, 3, 0, 4], [0, 0, 9, 0]], np.int32)
+    f = lambda x, w, sizes: ops.grouped_matmul(x, w, sizes, transpose_w=True)
+    got = evaluated(jax.vmap(f))(x, w, sizes)
+    plain = [layer.dequantize() for layer in layers]
+    want = [evaluated(f)(x[k], plain[k], sizes[k]) for k in range(2)]
+    assert relative_error(got, np.stack(want)) < 2e-6
+    for m in (3, 9):  # few rows, and many
+        with jt.config(arch="sm_90"):
+            packed, y = (evaluated(f)(x[0, :m], v, sizes[0]) for v in (layers[0].packed(), layers[0]))
+        assert relative_error(packed, y) < 1e-6
+
+
+def test_stacks():
+    parts = [QuantizedTensor.quantize(np.asarray(normal(seed, 5, 64)), "q4_0") for seed in range(3)]
+    w = QuantizedTensor.stack(parts)
+    assert w.shape == (3, 5, 64) and w.nbytes == sum(p.nbytes for p in parts) and w.group == 32
+    np.testing.assert_array_equal(w.dequantize(), np.stack([p.dequantize() for p in parts]))
+    np.testing.assert_array_equal(w.packed().dequantize(), w.dequantize())
+    assert w.packed().shape == w.shape and QuantizedTensor.concatenate([w, w]).shape == (3, 10, 64)
+    np.testing.assert_allclose(parts[0].with_minima().dequantize(), parts[0].dequantize(), atol=1e-6)
+    with pytest.raises(KernelTypeError, match="several shapes or kinds"):
+        QuantizedTensor.stack([parts[0], parts[1].with_minima()])
+
+
+def test_refuses():
+    w, x = stack("q4_0", 64), normal(0, 3, 64)
+    with pytest.raises(KernelValueError, match=r"are \[groups, n, k\]; call it with transpose_w=True"):
+        ops.grouped_matmul(x, w, jnp.asarray([1, 1, 1, 0]))
+    with pytest.raises(KernelValueError, match=r"w is \[groups, n, k\], got shape"):
+        ops.grouped_matmul(x, QuantizedTensor.quantize(np.ones((4, 64), np.float32), "q4_0"), jnp.asarray([3]))
+    with pytest.raises(KernelValueError, match=r"x is \[rows, 64\], group_sizes \[4\]"):
+        ops.grouped_matmul(x[:, :32], w, jnp.asarray([1, 1, 1, 0]), transpose_w=True)
+    with pytest.raises(KernelValueError, match="got a stack"):
+        ops.quantized_matmul(x, w)
+    with pytest.raises(KernelTypeError, match="x is a float array"):
+        ops.grouped_matmul(jnp.ones((3, 64), jnp.int32), w, jnp.asarray([1, 1, 1, 0]), transpose_w=True)
+    assert ops.grouped_matmul(x[:0], w, jnp.asarray([0, 0, 0, 0]), transpose_w=True).shape == (0, 21)
