@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from jtile.language import Counters as Counters
     from jtile.language import Ref as Ref
     from jtile.language import Shared as Shared
+    from jtile.language import Signals as Signals
     from jtile.language import TileView as TileView
     from jtile.language import alloc as alloc
     from jtile.language import arange as arange
@@ -65,6 +66,9 @@ if TYPE_CHECKING:
     from jtile.language import atomic_or as atomic_or
     from jtile.language import atomic_xchg as atomic_xchg
     from jtile.language import atomic_xor as atomic_xor
+    from jtile.language import axis_barrier as axis_barrier
+    from jtile.language import axis_index as axis_index
+    from jtile.language import axis_size as axis_size
     from jtile.language import barrier as barrier
     from jtile.language import cdiv as cdiv
     from jtile.language import clock as clock
@@ -89,9 +93,13 @@ if TYPE_CHECKING:
     from jtile.language import reduce as reduce
     from jtile.language import role as role
     from jtile.language import role_barrier as role_barrier
+    from jtile.language import signal as signal
+    from jtile.language import signals as signals
     from jtile.language import store as store
     from jtile.language import store_wait as store_wait
     from jtile.language import swizzle as swizzle
+    from jtile.language import symmetric as symmetric
+    from jtile.language import wait as wait
     from jtile.language import when as when
     from jtile.language import zeros as zeros
     from jtile.lowering.here import architecture as architecture
@@ -111,11 +119,12 @@ if TYPE_CHECKING:
 # Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
 _MODULES = ("interpret", "ir", "models", "ops", "testing", "tune")
 _LANGUAGE = [
-    "Barrier", "BarrierRound", "BarrierSlot", "Counters", "Ref", "Shared", "TileView", "alloc", "arange", "arrive",
-    "assert_", "associative_scan", "async_copy", "atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min",
-    "atomic_or", "atomic_xchg", "atomic_xor", "barrier", "cdiv", "clock", "cond", "counters", "dot", "dot_async",
-    "dot_scaled", "dot_wait", "ds", "fence_shared", "fori", "full", "like", "load", "next_power_of_2", "num_programs",
-    "ones", "print", "program_id", "range", "reduce", "role", "role_barrier", "store", "store_wait", "swizzle", "when",
+    "Barrier", "BarrierRound", "BarrierSlot", "Counters", "Ref", "Shared", "Signals", "TileView", "alloc", "arange",
+    "arrive", "assert_", "associative_scan", "async_copy", "atomic_add", "atomic_and", "atomic_cas", "atomic_max",
+    "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor", "axis_barrier", "axis_index", "axis_size", "barrier",
+    "cdiv", "clock", "cond", "counters", "dot", "dot_async", "dot_scaled", "dot_wait", "ds", "fence_shared", "fori",
+    "full", "like", "load", "next_power_of_2", "num_programs", "ones", "print", "program_id", "range", "reduce",
+    "role", "role_barrier", "signal", "signals", "store", "store_wait", "swizzle", "symmetric", "wait", "when",
     "zeros",
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {

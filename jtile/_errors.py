@@ -78,7 +78,7 @@ class OutOfBoundsError(InterpreterError, IndexError):
 
 
 class RaceError(InterpreterError):
-    """Two programs wrote one element, neither atomically."""
+    """Two programs, of one device or of two, touched one element, one of them wrote, and nothing orders them."""
 
 
 class SharedRaceError(RaceError):
@@ -89,14 +89,15 @@ class SharedRaceError(RaceError):
 class ProtocolError(InterpreterError):
     """A barrier, a copy or a product used against its rules: more arrivals than a phase takes, bytes that nobody
     announced, a result used before it was waited for, a role that ends before its copies have; a counter at which
-    fewer programs arrive than they say, or at which they say different numbers."""
+    fewer programs arrive than they say, or at which they say different numbers; a signal for which nobody waits."""
 
 
 class DeadlockError(InterpreterError):
-    """Every role waits for a barrier whose phase cannot end.
+    """Every role waits for a barrier whose phase cannot end; or every program of all devices for a signal.
 
     Attributes:
-      stuck: one `(role, barrier, slot, parity, where)` for each role that waits; `where` is `(file, line)` or None.
+      stuck: one `(role, barrier, slot, parity, where)` for each role that waits; `where` is `(file, line)` or None. Of
+        devices one `(program, what it waits for, 0, 0, where)` for each program that waits.
     """
 
     stuck: tuple[tuple[str, str, int, int, tuple[str, int] | None], ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from jtile import ir
@@ -70,7 +71,7 @@ class Target:
       matrix_shapes: (m, n, k, dtype) of the matrix instructions.
       dtypes: dtypes that a kernel may use.
       limits: pairs (name, number): `"programs"` of a grid, `"rank"` of a Ref, `"scratch"` bytes of one program,
-        `"tile"`: elements of a tile.
+        `"tile"`: elements of a tile, `"resident"`: programs of a kernel whose programs wait for others.
       gaps: what it cannot run although the language has it.
       rates: pairs (dtype, operations a second of matrix products of it, on the whole device), where they are known.
       features: what code may be chosen by instead of the name of an architecture. `"warps"`: a program is a block of
@@ -113,6 +114,13 @@ class Target:
         return next((m for m in self.memories if m.name == names.get(scale)), None)
 
 
+def without_devices() -> list[Gap]:
+    """The gaps of a target whose kernels do not talk to other devices."""
+    instead = "run it in the interpreter (interpret=True), or put collectives of jax.lax around the kernel"
+    cards = (ir.AxisIndex, ir.On, ir.Signal, ir.WaitSignal, ir.AxisBarrier)
+    return [Gap(card.mnemonic, "*", instead) for card in cards]
+
+
 # -- the capability check -------------------------------------------------------------------------------------------
 
 # What to use where a dtype is missing; the first that the target has.
@@ -149,6 +157,8 @@ def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
         instead = "run it in the interpreter (fallback='interpret', interpret=True), or write the kernel at tile level"
         what = "a kernel at block level, whose ops are those of NVIDIA's sm_90"
         _refuse(kernel, target, what, instead, kernel.loc)
+    if kernel.devices:
+        _check_devices(kernel, target)
     for ref in kernel.params:
         _check_dtype(kernel, target, f"Ref {ref.name!r}", ref.dtype, kernel.loc)
         rank = target.limit("rank")
@@ -166,6 +176,14 @@ def check_capabilities(kernel: ir.Kernel, target: Target) -> None:
             what = f"op {mnemonic(op)!r}" + ("" if gap.dtype == "*" else f" on {gap.dtype}")
             _refuse(kernel, target, what, gap.instead, op.loc)
     _check_limits(kernel, target)
+
+
+def _check_devices(kernel: ir.Kernel, target: Target) -> None:
+    resident, programs = target.limit("resident"), math.prod(kernel.grid)
+    if resident is not None and ir.waits(kernel) and programs > resident:
+        what = f"a grid of {programs} programs that wait for each other"
+        instead = f"at most {resident} run at once: make the grid smaller, and let each program do several tiles"
+        _refuse(kernel, target, what, instead, kernel.loc)
 
 
 def mnemonic(op: ir.Op) -> str:

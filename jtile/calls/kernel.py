@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
+from jtile import _mesh
 from jtile._compat import is_symbolic
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._memo import Recent
@@ -128,6 +129,7 @@ class Kernel:
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._tuning: Tuning | None = None
         self._variants: dict[Any, Kernel] = {}  # this kernel untuned, by options
+        self._on_mesh = False  # whether a call has asked for the mesh around it
         self._asks = bool(autos(self._signature.meta))
         if self._asks:
             from jtile.tune.space import around_choice
@@ -201,17 +203,26 @@ class Kernel:
         leaves, tree = tree_flatten(types)
         return Lowered(self._resolve(tree, leaves, meta).program, target)
 
-    def interpret(self, *args: Any, seed: int = 0, **meta: Any) -> Any:
+    def interpret(self, *args: Any, seed: int = 0, mesh: Any = None, **meta: Any) -> Any:
         """Run in the reference interpreter, with every check on; results are NumPy arrays.
 
         Args:
           seed: order in which the programs of the grid run, and in which roles, copies and products of a block-level
-            kernel take turns.
+            kernel, and the devices of a mesh, take turns.
+          mesh: of a kernel that talks to other devices: the number of devices along each axis, `{"x": 4, "y": 2}`, or
+            a `jax.sharding.Mesh`. Each array has one more leading axis for each axis of the mesh, in their order: the
+            part of device (i, j) is `x[i, j]`. Results likewise. Three calls run one after another on each device,
+            so that what one call does to the next is seen too.
         Raises:
           InterpreterError: an access out of bounds, a race, a read of what nobody wrote, a failed assert.
+          DeadlockError, ProtocolError: of devices that wait for ever, and of signals for which nobody waits.
         """
         from jtile.primitive.lowering import run_interpreter
 
+        if mesh is not None:
+            from jtile.calls.meshes import interpret
+
+            return interpret(self, args, seed, mesh, meta)
         args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
         leaves, tree = tree_flatten(args)
         bound = self._resolve(tree, leaves, meta)
@@ -265,7 +276,11 @@ class Kernel:
         key = self._key(tree, leaves, meta, defaults)
         bound = self._bound.get(key) or self._sized.get(key)
         if bound is None:
-            bound = self._choose(tree, leaves, meta, defaults or {}, key)
+            with _mesh.watched() as watch:
+                bound = self._choose(tree, leaves, meta, defaults or {}, key)
+            if watch.asked and not self._on_mesh:
+                self._on_mesh = True
+                key = self._key(tree, leaves, meta, defaults)
             (self._sized if bound.program.dynamic else self._bound).put(key, bound)
         for x in leaves:
             _ARRAY.learn(x)
@@ -276,6 +291,9 @@ class Kernel:
         key = _key(tree, leaves, meta)
         if defaults:
             key += key_of(dict(defaults))
+        if self._on_mesh:
+            _mesh.asked()
+            key = *key, tuple(_mesh.mesh_axes().items())
         if self._tuning is None and not self._asks and not autos(meta):
             return key
         from jtile.tune.space import state
@@ -365,6 +383,7 @@ class Kernel:
             self.name, _leaves(layout.inputs), _leaves(layout.outputs), layout.grid, layout.aliases, layout.inits,
             layout.names, ir.Loc(*where) if where else ir.NOWHERE,
             tuple(is_complex(x.dtype) for x in jax.tree.leaves((layout.inputs, layout.outputs))),
+            shared=_shared(layout),
         )  # fmt: skip
         types = tree_flatten(layout.inputs)[0]
         vjp = self._vjp and custom_vjp(self._signature, self._vjp, tree, layout, types, meta, key)
@@ -398,6 +417,13 @@ def _key(tree: Structure, leaves: list[Any], meta: dict[str, Any]) -> Any:
     config = jax.config
     state = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
     return tree, tuple([(x.shape, x.dtype) for x in leaves]), key_of(meta), state
+
+
+def _shared(layout: Layout) -> tuple[tuple[int, str], ...]:
+    """The Refs of a call that every device has, with their roles."""
+    first = _leaves((layout.inputs, layout.outputs))
+    roles = [getattr(x, "role", None) for x in jax.tree.leaves(layout.scratch)]
+    return tuple((first + k, role) for k, role in enumerate(roles) if role)
 
 
 def _leaves(tree: Any) -> int:

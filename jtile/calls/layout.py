@@ -20,6 +20,7 @@ from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_str
 
 from jtile._compat import is_symbolic
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
+from jtile._mesh import OnEveryDevice
 from jtile._parts import is_complex, is_key
 from jtile.calls.signature import Signature, Structure, check_dtype, describe, nearest, place_of
 
@@ -184,9 +185,30 @@ def _typed(sig: Signature, what: str, tree: Any) -> tuple[Any, ...]:
                 f"narrow to {dtype.name}: set jax_enable_x64, or ask for {dtype.name}",
                 sig.where,
             )
+        if isinstance(leaf, OnEveryDevice):
+            return _on_every_device(sig, what, OnEveryDevice(shape, dtype, leaf.role))
         return jax.ShapeDtypeStruct(shape, dtype)
 
     return tuple(jax.tree_util.tree_map_with_path(convert, p) for p in per_param)
+
+
+def _on_every_device(sig: Signature, what: str, leaf: OnEveryDevice) -> OnEveryDevice:
+    if what != "scratch":
+        call = "jt.symmetric" if leaf.role == "symmetric" else "jt.signals"
+        raise KernelTypeError(f"{what} of kernel {sig.name} is memory of {call}, which belongs into scratch", sig.where)
+    if any(is_symbolic(n) for n in leaf.shape):
+        raise KernelTypeError(
+            f"memory that every device has is of one size on all of them, known when kernel {sig.name} is traced: "
+            f"{leaf.shape} is dynamic; mark fewer dimensions dynamic",
+            sig.where,
+        )
+    if is_complex(leaf.dtype) or is_key(leaf.dtype):
+        raise KernelTypeError(
+            f"symmetric memory of kernel {sig.name} holds no complex numbers and no random keys: make two of it for "
+            "the two parts",
+            sig.where,
+        )
+    return leaf
 
 
 def _size(sig: Signature, what: str, size: Any) -> Any:

@@ -8,15 +8,12 @@ their own clocks (`block_memory`), and so a role that arrives tells of those spa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from jtile._errors import OutOfBoundsError, ProtocolError
 from jtile.ir import LastArrival
 
-from .memory import NOBODY
+from .order import Order
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -33,37 +30,29 @@ class _Counter:
     told: set[int] = dataclasses.field(default_factory=set)
 
 
-class Arrivals:
+class Arrivals(Order[Span]):
     """The counters of one call, and who knows of whom."""
 
     def __init__(self, machine: Machine):
+        super().__init__()
         self.machine = machine
         self.counters: dict[tuple[str, int], _Counter] = {}
-        self.spans: list[Span] = []
-        self.number: dict[Span, int] = {}
-        self.several: list[frozenset[int]] = []  # spans that touched one element, none after another
         self.learned: dict[
             int, list[tuple[int, int, set[int]]]
         ] = {}  # program -> role, its clock then, what it learned
         self.epoch: dict[int, int] = {}  # of a program without roles: its arrivals
 
     # -- spans ------------------------------------------------------------------------------------------------------
-    def now(self) -> int:
-        """The span of what happens now."""
+    def span(self) -> Span:
         m = self.machine
         if m.crew is None:
-            span = m.linear, 0, self.epoch.get(m.linear, 0)
-        elif m.crew.actor is not None:  # a copy: nobody ever knows when its store has ended
-            span = m.linear, -1, 0
-        else:
-            role = m.crew.role
-            span = m.linear, role.number, int(role.clock[role.number])
-        if span not in self.number:
-            self.number[span] = len(self.spans)
-            self.spans.append(span)
-        return self.number[span]
+            return m.linear, 0, self.epoch.get(m.linear, 0)
+        if m.crew.actor is not None:  # a copy: nobody ever knows when its store has ended
+            return m.linear, -1, 0
+        role = m.crew.role
+        return m.linear, role.number, int(role.clock[role.number])
 
-    def _known(self) -> set[int]:
+    def known(self) -> set[int]:
         """The spans of other programs that who acts now has learned of."""
         m, out = self.machine, set[int]()
         for role, clock, spans in self.learned.get(m.linear, ()):
@@ -80,39 +69,11 @@ class Arrivals:
             return set(own)
         return {k for k, (_, role, epoch) in own.items() if role >= 0 and epoch <= m.crew.role.clock[role]}
 
-    # -- accesses, for `Buffer.access` --------------------------------------------------------------------------------
-    def unknown(self, others: np.ndarray) -> np.ndarray:
-        """Which of these numbers (of spans, or of several) stand for something that nothing orders before now."""
-        numbers, inverse = np.unique(others, return_inverse=True)
-        known = self._known()
-        bad = [any(not self._before(k, known) for k in self._members(int(n))) for n in numbers]
-        return np.array(bad, np.bool_)[inverse].reshape(others.shape)
-
-    def joined(self, others: np.ndarray) -> np.ndarray:
-        """What to note for elements that these touched, and now this span too."""
-        me, known = self.now(), self._known()
-        numbers, inverse = np.unique(others, return_inverse=True)
-        out = np.empty(numbers.shape, others.dtype)
-        for k, n in enumerate(numbers):
-            left = {s for s in self._members(int(n)) if s != me and not self._before(s, known)}
-            out[k] = self._group(frozenset(left | {me})) if left else me
-        return out[inverse].reshape(others.shape)
-
-    def _before(self, span: int, known: set[int]) -> bool:
+    def before(self, span: int, known: set[int]) -> bool:
         return span in known or self.spans[span][0] == self.machine.linear
 
-    def _members(self, number: int) -> Iterable[int]:
-        return () if number == NOBODY else (number,) if number >= 0 else self.several[-3 - number]
-
-    def _group(self, spans: frozenset[int]) -> int:
-        if spans not in self.several:
-            self.several.append(spans)
-        return -3 - self.several.index(spans)
-
-    def stranger(self, number: int) -> int:
-        """A program that a conflict is with."""
-        known = self._known()
-        return next(self.spans[s][0] for s in sorted(self._members(number)) if not self._before(s, known))
+    def name(self, span: int) -> str:
+        return f"program {self.machine.named(self.spans[span][0])}"
 
     # -- counters -----------------------------------------------------------------------------------------------------
     def arrive(self, op: LastArrival) -> bool:
@@ -128,7 +89,7 @@ class Arrivals:
             why += f"{m.named(counter.came[0])} as one of {counter.count}"
             raise m.error(ProtocolError, op, why)
         counter.came.append(m.linear)
-        counter.told |= self._told() | self._known()
+        counter.told |= self._told() | self.known()
         role = m.crew.role if m.crew is not None else None
         last = len(counter.came) == count
         if last:

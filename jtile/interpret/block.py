@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,11 @@ from jtile.ir import (
     AsyncLoad,
     AsyncStore,
     Atomic,
-    Block,
     Clock,
     DotAsync,
     DotWait,
     Expect,
     FenceShared,
-    For,
-    If,
     LastArrival,
     Load,
     LoadShared,
@@ -37,21 +33,18 @@ from jtile.ir import (
     StoreWait,
     Value,
     Wait,
-    While,
 )
 
 from .block_agents import CopyIn, CopyOut, Product
 from .block_memory import Access, Barrier, Elements, View, place
-from .control import rounds
 from .machine import Machine, rule
+from .turns import Steps, Turns, Walker
 
-Steps = Generator[None, None, Any]
 # A role stops before these; other roles and agents may come in between.
 _SWITCHES = frozenset(
     {LoadShared, StoreShared, FenceShared, RoleBarrier, Expect, Arrive, Wait, Clock, LastArrival}
     | {AsyncLoad, AsyncStore, StoreWait, DotAsync, DotWait}
 )
-_CONTROL = (For, While, If)
 # What ends an access of this card for those who come after.
 _ENDS = {
     DotAsync: "dot_wait ends it",
@@ -91,7 +84,7 @@ class Role:
         return known
 
 
-class Crew:
+class Crew(Walker):
     """The roles and agents of one program.
 
     Attributes:
@@ -99,6 +92,8 @@ class Crew:
       agents: copies under way. Products wait in the queues of their roles.
       actor: line, epoch and clock of the agent that acts now; None where a role does.
     """
+
+    stops = _SWITCHES
 
     def __init__(self, m: Machine, op: Roles):
         self.machine, self.op = m, op
@@ -117,11 +112,10 @@ class Crew:
         self.elements = _contended(m, op) if m.check else {}
         self.ticks = 0
         self.uses: dict[Op, list[Value]] = {}
-        # Agents act as soon, as late or as often as this says; roles take turns by one of three habits.
+        # Agents act as soon, as late or as often as this says.
         self.rng = rng = random.Random(int(m.seed) * 1_000_003 + m.linear)
         self.eager = rng.choice((0.0, 1.0, 0.05, 0.4))
-        self.habit = rng.choice(("any", "keep", "rank"))
-        self.rank = rng.sample(self.roles, n)
+        self.turns = Turns(rng, self.roles)
 
     # -- turns --------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -134,7 +128,7 @@ class Crew:
                     raise self.deadlock()
                 self.act(self.rng.choice(self.agents))
                 continue
-            self.role = role = self.turn(ready)
+            self.role = role = self.turns.next(ready, self.role)
             self.ticks += 1
             try:
                 next(steps[role])
@@ -142,13 +136,6 @@ class Crew:
                 del steps[role]
                 self.leave(role)
         self.end()
-
-    def turn(self, ready: list[Role]) -> Role:
-        if self.habit == "rank":
-            return next(r for r in self.rank if r in ready)
-        if self.habit == "keep" and self.role in ready:
-            return self.role
-        return self.rng.choice(ready)
 
     def let_agents_act(self) -> None:
         while self.eager and (self.eager == 1 or self.rng.random() < self.eager):
@@ -163,40 +150,13 @@ class Crew:
         self.actor = None
 
     # -- one role -----------------------------------------------------------------------------------------------
-    def steps(self, ops: Sequence[Op]) -> Steps:
-        m = self.machine
-        for op in ops:
-            card = type(op)
-            if card in _CONTROL:
-                out = yield from self.control(op)
-                m.env.update(zip(op.results, out, strict=True))
-                continue
-            if card in _SWITCHES:
-                yield
-                if card is Wait:
-                    yield from self.wait(op)
-            if card is not DotAsync and card is not DotWait:
-                self.finished(op)
-            m.op(op)
+    def stand(self, op: Op) -> Steps:
+        if type(op) is Wait:
+            yield from self.wait(op)
 
-    def control(self, op: For | While | If) -> Steps:
-        env = self.machine.env
-        if isinstance(op, If):
-            return (yield from self.region(op.then if env[op.cond] else op.orelse, ()))
-        carry = [env[v] for v in op.inits]
-        if isinstance(op, For):
-            for k in rounds(self.machine, op):
-                carry = yield from self.region(op.body, [k, *carry])
-        else:
-            while (yield from self.region(op.cond, carry))[0]:
-                carry = yield from self.region(op.body, carry)
-        return carry
-
-    def region(self, b: Block, args: Sequence[Any]) -> Steps:
-        env = self.machine.env
-        env.update(zip(b.params, args, strict=True))
-        yield from self.steps(b.ops)
-        return [env[v] for v in b.yields]
+    def prepare(self, op: Op) -> None:
+        if type(op) is not DotAsync and type(op) is not DotWait:
+            self.finished(op)
 
     def wait(self, op: Wait) -> Steps:
         """Stand until the wait passes; the op itself then takes over what is known."""

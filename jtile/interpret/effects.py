@@ -59,6 +59,8 @@ def update(buffer: Buffer, fn: str, at: np.ndarray | slice, new: np.ndarray) -> 
 
 @rule(LastArrival)
 def _last_arrival(m: Machine, op: LastArrival):
+    if m.part is not None:
+        return np.asarray(m.part.world.arrive(m.part, op))
     assert m.arrivals is not None
     return np.asarray(m.arrivals.arrive(op))
 
@@ -80,8 +82,12 @@ def _num_programs(m: Machine, op: NumPrograms):
 
 @rule(Print)
 def _print(m: Machine, op: Print):
+    if m.silent:
+        return ()
     pid = _three_at_least(m.pid, m.kernel.lanes)
-    print(f"[{m.kernel.name} {m.kernel.program_text(pid)}] " + op.format.format(*(_Shown(m.env[v]) for v in op.args)))
+    device = f"{m.where.partition(', call')[0]} " if m.where else ""
+    who = f"[{m.kernel.name} {device}{m.kernel.program_text(pid)}] "
+    print(who + op.format.format(*(_Shown(m.env[v]) for v in op.args)))
     return ()
 
 

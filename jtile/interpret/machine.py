@@ -24,6 +24,8 @@ from .memory import SEVERAL, Buffer, Handle, Lanes, index_values, poison, resolv
 
 if TYPE_CHECKING:
     from .block import Crew
+    from .order import Order
+    from .world import Part
 
 RULES: dict[type[Op], Callable[[Machine, Any], Sequence[np.ndarray]]] = {}
 
@@ -44,6 +46,9 @@ class Machine:
     def __init__(self, kernel: Kernel, inputs: list[np.ndarray], check: bool, seed: int = 0):
         self.kernel, self.check, self.seed = kernel, check, seed
         self.crew: Crew | None = None
+        self.part: Part | None = None  # on a mesh: this program among those of all devices
+        self.where = ""  # and what messages call its device
+        self.silent = False  # prints nothing
         self.env: dict[Value, Any] = {}
         self.pid: tuple[int, ...] = ()
         self.linear = 0
@@ -61,14 +66,19 @@ class Machine:
         self.written = [np.zeros(math.prod(v.shape), np.bool_) for v in kernel.params]
         self.position = {v: k for k, v in enumerate(kernel.params)}
         self.arrivals = arrivals(self)
+        self.order: Order[Any] | None = self.arrivals
 
     def program(self, linear: int) -> None:
         """Run one program; the caller has NumPy's warnings of overflow, division and the like off."""
+        self.enter(linear)
+        self.block(self.kernel.body.ops)
+
+    def enter(self, linear: int) -> None:
+        """Become a program, with scratch of its own."""
         grid = self.kernel.grid
         self.linear, self.pid = linear, tuple(int(i) for i in np.unravel_index(linear, grid)) if grid else ()
         for v in self.kernel.scratch:
             self.env[v] = Buffer(poison(v.shape, v.dtype), defined=False)
-        self.block(self.kernel.body.ops)
 
     # -- ops ----------------------------------------------------------------------------------------------------
     def block(self, ops: Sequence[Op]) -> None:
@@ -96,7 +106,8 @@ class Machine:
         about = f", Ref {ref.name or '_'}" if ref is not None else ""
         about = (f", role {self.crew.role.name}" if self.crew and self.crew.role else "") + about
         where = (op.loc.file, op.loc.line) if op.loc.file else None
-        return kind(f"kernel {self.kernel.name}, program {self.kernel.program_text(self.pid)}{about}: {message}", where)
+        who = (f"{self.where}, " if self.where else "") + f"program {self.kernel.program_text(self.pid)}"
+        return kind(f"kernel {self.kernel.name}, {who}{about}: {message}", where)
 
     # -- memory -------------------------------------------------------------------------------------------------
     def lanes(self, op: Any) -> tuple[Buffer, Lanes]:
@@ -128,10 +139,13 @@ class Machine:
             return
         if self.crew:
             self.crew.touch(op, at, kind)
-        conflict = buffer.access(at, self.linear, kind, self.arrivals)
+        conflict = buffer.access(at, self.linear, kind, self.order)
         if conflict:
             element, other, did = conflict
-            who = "several other programs" if other == SEVERAL else f"program {self.named(other)}"
+            if self.order is not None:
+                who = self.order.name(other)
+            else:
+                who = "several other programs" if other == SEVERAL else f"program {self.named(other)}"
             verb = {"read": "reads", "write": "writes", "atomic": "updates atomically"}[kind]
             why = f"race: it {verb} element {buffer.unravel(element)}, which {who} {did}"
             raise self.error(RaceError, op, why, op.ref)

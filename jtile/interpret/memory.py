@@ -12,7 +12,7 @@ from jtile.ir import At, Index, Span, Take, Tile, dim_value, index_shape
 from jtile.ir.types import DTYPES
 
 if TYPE_CHECKING:
-    from .arrivals import Arrivals
+    from .order import Order
 
 NOBODY, SEVERAL = -1, -2
 _FAR = 2**62
@@ -62,12 +62,13 @@ class Buffer(Handle):
         return tuple(int(i) for i in np.unravel_index(flat, self.shape))
 
     def access(
-        self, at: np.ndarray, program: int, kind: str, order: Arrivals | None = None
+        self, at: np.ndarray, program: int, kind: str, order: Order | None = None
     ) -> tuple[int, int, str] | None:
         """Record that `program` does a `kind` ("read", "write", "atomic") access to the elements `at`; `order` says
-        what arrivals put before it.
+        what came before it.
 
-        Returns None, or a conflict: the flat element, the other program (or SEVERAL), and what that one did.
+        Returns None, or a conflict: the flat element, the other program (or SEVERAL; a span, where there is an order),
+        and what that one did.
         """
         if self.plain is None or self.atomic is None or self.reader is None or not at.size:
             return None

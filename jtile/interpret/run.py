@@ -13,7 +13,7 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ir import Kernel, bind_sizes, concrete, is_dynamic
 from jtile.ir.types import DTYPES
 
-from . import block, block_ops, control, effects  # noqa: F401  (their rules)
+from . import block, block_ops, control, effects, world  # noqa: F401  (their rules)
 from .machine import Machine
 
 
@@ -50,8 +50,10 @@ def interpret(
       SharedRaceError, ProtocolError, DeadlockError: at block level, see there.
       InterpreterError: an op failed in NumPy.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise KernelValueError(f"kernel {kernel.name}: seed is an int of at least 0, got {seed!r}")
+    if kernel.devices:
+        axes = ", ".join(f"{axis!r}: {n}" for axis, n in kernel.devices)
+        raise KernelTypeError(f"kernel {kernel.name} talks to other devices: interpret it on a mesh, mesh={{{axes}}}")
+    _check_seed(kernel, seed)
     kernel = _at_sizes(kernel, inputs)
     m = Machine(kernel, _checked_inputs(kernel, inputs), check, seed)
     programs = math.prod(kernel.grid)
@@ -65,6 +67,46 @@ def interpret(
         return outputs
     shaped = [[a.reshape(v.shape) for a, v in zip(flags, kernel.params, strict=True)] for flags in (m.read, m.written)]
     return outputs, Accesses(tuple(shaped[0]), tuple(shaped[1]))
+
+
+def interpret_devices(
+    kernel: Kernel, inputs: Sequence[np.ndarray], *, seed: int = 0, check: bool = True, calls: int = 3
+) -> list[np.ndarray]:
+    """Run a kernel that talks to other devices, on all devices of a call.
+
+    Args:
+      inputs: one array per input Ref, with one more leading axis for each axis of `kernel.devices`: what is at
+        `[i, j]` is the input of device (i, j).
+      seed: how the programs of all devices take turns.
+      check: as for `interpret`.
+      calls: how many calls each device makes, one after another. What one does to the next shows up in the third:
+        two sets of symmetric memory take turns.
+    Returns:
+      One array per output Ref, with the same leading axes: what the last call gave.
+
+    Raises:
+      As `interpret`; RaceError also where two devices, or two calls, touch an element and no signal orders them.
+      DeadlockError: every program waits. ProtocolError: a signal for which nobody waits.
+    """
+    _check_seed(kernel, seed)
+    sizes = tuple(n for _, n in kernel.devices)
+    arrays = [np.asarray(x) for x in inputs]
+    for v, x in zip(kernel.inputs, arrays):
+        if x.shape[: len(sizes)] != sizes:
+            axes = ", ".join(f"{axis}={n}" for axis, n in kernel.devices)
+            raise KernelValueError(
+                f"input {v.name} of kernel {kernel.name} has shape {list(x.shape)}: its first axes are those of the "
+                f"devices ({axes})"
+            )
+    parts = [_checked_inputs(kernel, [x[at] for x in arrays]) for at in np.ndindex(*sizes)]
+    with np.errstate(all="ignore"):
+        found = world.World(kernel, parts, check=check, seed=seed, calls=calls).run()
+    return [np.stack(outs).reshape(*sizes, *outs[0].shape) for outs in zip(*found, strict=True)]
+
+
+def _check_seed(kernel: Kernel, seed: int) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise KernelValueError(f"kernel {kernel.name}: seed is an int of at least 0, got {seed!r}")
 
 
 def _at_sizes(kernel: Kernel, inputs: Sequence[np.ndarray]) -> Kernel:

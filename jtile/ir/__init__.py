@@ -43,6 +43,16 @@ from .core import (
     tile,
     with_dim_value,
 )
+from .devices import (
+    MEETING,
+    AxisBarrier,
+    AxisIndex,
+    On,
+    Signal,
+    WaitSignal,
+    root,
+    waits,
+)
 from .dynamic import MAX_SIZE, SizeOf, Source, bind_sizes, concrete, is_dynamic, launch_symbols, sources, used_symbols
 from .elementwise import ELEMENTWISE, Bitcast, Cast, Map, Select
 from .extents import Extent, Size, UndecidedError, at_least, calls_of, evaluate, parse_size, symbol, symbols_of

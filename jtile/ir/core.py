@@ -264,7 +264,7 @@ def copy_block(b: Block, env: Callable[[Value], Value]) -> Block:
 
 @dataclasses.dataclass(eq=False)
 class Kernel:
-    """A whole kernel. `params` are Refs: inputs, outputs, scratch, in that order.
+    """A whole kernel. `params` are Refs: inputs, outputs, scratch, symmetric memory, signals, in that order.
 
     Attributes:
       name: what profilers show.
@@ -273,6 +273,7 @@ class Kernel:
       inits: per output, the number it starts from, or None (undefined).
       lanes: how many of the grid's axes, the leading ones, stand for vmaps. Only print and assert read it, to tell them
         apart; a pass that makes other axes of a grid need not keep it.
+      devices: axes of the mesh that the kernel names, and how many devices are along each: those of one call.
     """
 
     name: str
@@ -283,6 +284,7 @@ class Kernel:
     inits: tuple[float | int | None, ...] = ()
     loc: Loc = NOWHERE
     lanes: int = 0
+    devices: tuple[tuple[str, int], ...] = ()
 
     def refs(self, role: str) -> list[Value]:
         return [p for p in self.params if isinstance(p.type, RefType) and p.type.role == role]
@@ -298,6 +300,11 @@ class Kernel:
     @property
     def scratch(self) -> list[Value]:
         return self.refs("scratch")
+
+    @property
+    def shared(self) -> list[Value]:
+        """What every device of the call has: symmetric memory and signals."""
+        return [*self.refs("symmetric"), *self.refs("signal")]
 
     def program_text(self, pid: tuple[int, ...]) -> str:
         """How messages name a program: `(0, 2)`, under vmap `(0, 2), lane 5`, under two `(0, 2), lane (1, 5)`, the

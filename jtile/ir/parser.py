@@ -238,7 +238,7 @@ class _Parser:
         params = tuple(self.define(t, Value(type)) for t, type in self.listed(self.parameter, ")"))
         k = Kernel(json.loads(name.text) if name.kind == "string" else name.text, params, (), Block())
         inits: dict[int, Any] = {}
-        while self.peek.text in ("grid", "lanes", "alias", "init"):
+        while self.peek.text in ("grid", "lanes", "devices", "alias", "init"):
             clause = self.next().text
             self.expect("(")
             if clause == "grid":
@@ -246,6 +246,8 @@ class _Parser:
             elif clause == "lanes":
                 k.lanes = self.integer()
                 self.expect(")")
+            elif clause == "devices":
+                k.devices = tuple(self.listed(self._axis, ")"))
             elif clause == "alias":
                 pair = lambda: (self._position(k.inputs), self.expect("=") and self._position(k.outputs))
                 k.aliases = tuple(self.listed(pair, ")"))
@@ -257,6 +259,12 @@ class _Parser:
         if self.peek.kind != "end":
             raise self.error(f"expected the end of the text, got {self.peek.text!r}")
         return k
+
+    def _axis(self) -> tuple[str, int]:
+        """`x=4`: an axis of the mesh, and how many devices are along it."""
+        name = self.next()
+        self.expect("=")
+        return json.loads(name.text) if name.kind == "string" else name.text, self.integer()
 
     def _position(self, refs: list[Value]) -> int:
         t = self.peek

@@ -45,6 +45,8 @@ def print_kernel(kernel: Kernel, locations: bool = False, note: Callable[[Op], s
         tail += f" grid({', '.join(map(spell_size, kernel.grid))})"
     if kernel.lanes:
         tail += f" lanes({kernel.lanes})"
+    if kernel.devices:
+        tail += f" devices({', '.join(f'{literal(axis, bare=True)}={n}' for axis, n in kernel.devices)})"
     if kernel.aliases:
         pairs = (f"{p.name(kernel.inputs[i])} = {p.name(kernel.outputs[o])}" for i, o in kernel.aliases)
         tail += f" alias({', '.join(pairs)})"

@@ -90,12 +90,13 @@ class TileType:
         return self.info.short if not self.shape else f"tile<{spell(self.shape, self.dtype)}>"
 
 
-ROLES = ("in", "out", "scratch")
+ROLES = ("in", "out", "scratch", "symmetric", "signal")
 
 
 @dataclasses.dataclass(frozen=True)
 class RefType:
-    """Memory of an array: `role` is `in` (read only unless aliased), `out`, or `scratch` (private to one program).
+    """Memory of an array: `role` is `in` (read only unless aliased), `out`, `scratch` (private to one program), or
+    `symmetric` or `signal` (of the call, on each of its devices).
 
     A dimension is an int, or an `Extent` where its size is known when the kernel runs.
     """

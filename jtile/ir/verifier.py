@@ -10,6 +10,7 @@ from jtile._errors import KernelValueError
 
 from .block import AsyncLoad, AsyncStore
 from .core import OPS, Block, Index, Kernel, Op, Span, Value
+from .devices import TALKING
 from .dynamic import sources, used_symbols
 from .extents import Extent
 from .memory import Atomic, Load, Store, counters_of
@@ -42,6 +43,8 @@ def verify(kernel: Kernel, level: str = "tile") -> None:
     except ValueError as e:
         refuse(kernel, None, str(e))
     if level == "block":
+        if kernel.devices:
+            refuse(kernel, None, "a kernel with roles does not talk to other devices: write it at tile level")
         check_roles(kernel)
         check_protocol(kernel)
 
@@ -71,6 +74,20 @@ def _verify_head(k: Kernel) -> None:
         if x is not None and not fits(x, v.dtype):
             _refuse(k, f"output {v.name} is {v.type}, which cannot start from {x!r}")
     _verify_aliases(k)
+    _verify_devices(k)
+
+
+def _verify_devices(k: Kernel) -> None:
+    if len(dict(k.devices)) != len(k.devices) or any(n < 1 for _, n in k.devices):
+        _refuse(k, f"the axes of its devices have different names and one device at least each, got {k.devices}")
+    for v in k.shared:
+        if not k.devices:
+            _refuse(k, f"{v.name} ({v.type}) belongs to all devices of a call, and it names no axis of a mesh")
+        if any(isinstance(n, Extent) for n in v.shape):
+            _refuse(k, f"{v.name} ({v.type}) has one static shape on all devices")
+    for v in k.refs("signal"):
+        if v.dtype != "int32":
+            _refuse(k, f"signals are int32, got {v.type}")
 
 
 def _verify_aliases(k: Kernel) -> None:
@@ -102,7 +119,8 @@ def fits(x: Any, dtype: str) -> bool:
     return isinstance(x, int) and low <= x < low + (1 << d.bits)
 
 
-_NUMBERED = (Full, Dense, ProgramId, NumPrograms, Load, Store, Atomic, AsyncLoad, AsyncStore)  # those with own numbers
+ACCESSES = (Load, Store, Atomic, AsyncLoad, AsyncStore)
+_NUMBERED = (Full, Dense, ProgramId, NumPrograms, *ACCESSES)  # those with own numbers
 
 
 class _Scope:
@@ -164,6 +182,11 @@ class _Scope:
     def refs(self, op: Op) -> None:
         """Memory is used by memory ops only."""
         check_memory(self.kernel, op)
+        if isinstance(op, TALKING) and op.axis not in dict(self.kernel.devices):
+            axes = ", ".join(dict(self.kernel.devices)) or "none"
+            self.fail(op, f"the devices of this kernel have no axis {op.axis!r}, but {axes}")
+        if isinstance(op, ACCESSES) and op.ref.type.role == "signal":  # type: ignore[union-attr]
+            self.fail(op, f"{op.ref.name or 'what it names'} is signals: raise one by signal, and wait for it")
         if isinstance(op, Store | Atomic | AsyncStore) and op.ref in self.read_only:
             self.fail(op, f"{op.ref.name} is an input, which cannot be written: alias it to an output")
         if isinstance(op, AsyncLoad | AsyncStore):
@@ -180,7 +203,7 @@ class _Scope:
             self.fail(op, f"the pad {op.pad!r} is no {op.ref.dtype}")
         if isinstance(op, ProgramId | NumPrograms) and op.axis < 0:
             self.fail(op, f"a grid axis is not negative, got {op.axis}")
-        if isinstance(op, Load | Store | Atomic | AsyncLoad | AsyncStore):
+        if isinstance(op, ACCESSES):
             self.spans(op, op.index)
 
     def spans(self, op: Op, index: Index) -> None:

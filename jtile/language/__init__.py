@@ -27,6 +27,7 @@ from jtile.language.block import (
 )
 from jtile.language.compute import associative_scan, dot, dot_scaled, reduce
 from jtile.language.control import Range, cond, fori, range_, when
+from jtile.language.devices import Signals, axis_barrier, axis_index, axis_size, signal, signals, symmetric, wait
 from jtile.language.refs import (
     Ref,
     TileView,
@@ -55,6 +56,7 @@ __all__ = [
     "Range",
     "Ref",
     "Shared",
+    "Signals",
     "TileView",
     "alloc",
     "arange",
@@ -70,6 +72,9 @@ __all__ = [
     "atomic_or",
     "atomic_xchg",
     "atomic_xor",
+    "axis_barrier",
+    "axis_index",
+    "axis_size",
     "barrier",
     "cdiv",
     "clock",
@@ -94,9 +99,13 @@ __all__ = [
     "reduce",
     "role",
     "role_barrier",
+    "signal",
+    "signals",
     "store",
     "store_wait",
     "swizzle",
+    "symmetric",
+    "wait",
     "when",
     "zeros",
 ]

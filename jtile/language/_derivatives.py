@@ -270,6 +270,21 @@ def _arrive_batch(*_, **__):
     )
 
 
+def _device_batch(p):
+    def refuse(*_, **__):
+        what = p.name.removeprefix("jtile_")
+        raise TransformError(
+            f"{what} under jax.vmap inside of a kernel: a program talks to other devices as one; leave it outside of "
+            "the mapped function",
+            user_place(),
+        )
+
+    return refuse
+
+
+_DEVICES = (prims.on_p, prims.signal_p, prims.wait_signal_p)
+
+
 def _check_lost(what: str, tangents) -> None:
     if any(not zero(t) for t in tangents):
         raise TransformError(
@@ -294,6 +309,8 @@ _JVPS: dict[Any, Any] = {
     prims.store_p: _store_jvp,
     prims.atomic_p: _atomic_jvp,
     prims.last_arrival_p: _arrive_jvp,
+    prims.signal_p: _shown_jvp(prims.signal_p),
+    prims.wait_signal_p: _shown_jvp(prims.wait_signal_p),
     prims.print_p: _shown_jvp(prims.print_p),
     prims.assert_p: _shown_jvp(prims.assert_p),
     prims.loop_hint_p: lambda primals, tangents, **p: (prims.loop_hint_p.bind(*primals, **p), tangents[0]),
@@ -310,5 +327,6 @@ _BATCHERS: dict[Any, Any] = {
     prims.put_p: _put_batch,
     prims.loop_hint_p: _hint_batch,
     prims.last_arrival_p: _arrive_batch,
+    **{p: _device_batch(p) for p in _DEVICES},
     prims.any_lane_p: lambda args, dims: (args[0].any(dims[0]), None),
 }

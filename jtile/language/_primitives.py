@@ -12,6 +12,7 @@ import numpy as np
 from jax import core
 from jax.extend import core as jexc
 from jax.interpreters import mlir
+from jax.ref import AbstractRef
 
 from jtile._errors import KernelTypeError
 from jtile._parts import is_complex
@@ -75,6 +76,11 @@ load_p = _primitive("load")
 store_p = _primitive("store", multiple=True)
 atomic_p = _primitive("atomic")
 last_arrival_p = _primitive("last_arrival", says="arrive")
+axis_index_p = _primitive("axis_index")
+on_p = _primitive("on", says="Ref.on")
+signal_p = _primitive("signal", multiple=True)
+wait_signal_p = _primitive("wait_signal", multiple=True, says="wait")
+axis_barrier_p = _primitive("axis_barrier", multiple=True)
 program_id_p = _primitive("program_id")
 num_programs_p = _primitive("num_programs")
 loop_hint_p = _primitive("loop_hint")
@@ -115,6 +121,40 @@ def _(index, count, *, counters, size):
     """`(index, count) -> bool`."""
     del index, count, counters, size
     return _aval((), np.bool_), {READ, WRITE}
+
+
+@axis_index_p.def_abstract_eval
+def _(*, axis, size):
+    """`size`: how many devices are along the axis."""
+    del axis, size
+    return _aval((), np.int32)
+
+
+@on_p.def_abstract_eval
+def _(ref, index, *, axis, size):
+    """`(ref, index) -> the same memory on another device`."""
+    del index, axis, size
+    return AbstractRef(_aval(ref.shape, ref.dtype))
+
+
+@signal_p.def_effectful_abstract_eval
+def _(ref, *rest, fn):
+    """`(signals, *index, value) -> ()`."""
+    del ref, rest, fn
+    return [], {READ, WRITE}
+
+
+@wait_signal_p.def_effectful_abstract_eval
+def _(ref, *rest):
+    """`(signals, *index, at least) -> ()`."""
+    del ref, rest
+    return [], {READ, WRITE}
+
+
+@axis_barrier_p.def_effectful_abstract_eval
+def _(*, axis, size):
+    del axis, size
+    return [], {READ, WRITE}
 
 
 @program_id_p.def_abstract_eval

@@ -33,7 +33,8 @@ class Ref:
     Attributes:
       shape, dtype, ndim, size: facts of the array; static, but for dimensions that the call marks dynamic.
       name: what errors call it.
-      role: `"in"`, `"out"` or `"scratch"`; an input can be stored to only if the kernel aliases it with an output.
+      role: `"in"`, `"out"`, `"scratch"` or `"symmetric"`; an input can be stored to only if the kernel aliases it with
+        an output.
     """
 
     __slots__ = ("name", "role", "tracer", "writable")
@@ -61,6 +62,19 @@ class Ref:
     def at(self) -> Indexer:
         """`x.at[index].add(v)` and its kin: atomics that give the old values."""
         return Indexer(self)
+
+    def on(self, axis: str, index: Any) -> Ref:
+        """Symmetric memory (`jt.symmetric`) of another device: that at place `index` of an axis of the mesh, and where
+        this one is along all others. It can be used as this Ref can."""
+        if self.role != "symmetric":
+            raise KernelTypeError(
+                f"{self.name}.on: other devices have no {self.name}, which is memory of this device alone; put what "
+                "they shall see into symmetric memory, scratch=[jt.symmetric(shape, dtype)]",
+                user_place(),
+            )
+        from jtile.language.devices import elsewhere  # it takes its place among the users of Refs
+
+        return Ref(elsewhere(self.tracer, self.name, axis, index), f"{self.name}.on({axis!r})", "symmetric")
 
     def tiles(self, *sizes: int | None, step: int | tuple[int | None, ...] | None = None, pad: complex = 0) -> TileView:
         """The tile-space view: tile k of an axis is elements `[k * step, k * step + size)`.

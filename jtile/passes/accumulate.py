@@ -112,7 +112,7 @@ def _outputs(kernel: Kernel) -> int:
 
 def _adds(kernel: Kernel) -> bool:
     ops = list(kernel.body.walk())
-    if any(isinstance(op, LastArrival) for op in ops):  # programs are counted as they stand
+    if kernel.devices or any(isinstance(op, LastArrival) for op in ops):  # programs are counted as they stand
         return False
     return any(isinstance(op, Atomic) and op.fn == "add" for op in ops)
 

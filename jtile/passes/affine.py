@@ -33,6 +33,7 @@ from jtile.ir import (
     Value,
     at_least,
     dim_value,
+    root,
 )
 from jtile.ir.types import DTYPES, RefType
 
@@ -94,7 +95,7 @@ class Forms:
         ops = list(kernel.body.walk())
         self.loops: dict[Value, For] = {op.body.params[0]: op for op in ops if isinstance(op, For)}
         roots = buffers(kernel)
-        self.written = {roots.get(op.ref, op.ref) for op in ops if isinstance(op, Store | Atomic)}
+        self.written = {root(op.ref, roots) for op in ops if isinstance(op, Store | Atomic)}
         self.roots = roots
         self._forms: dict[Value, Affine | None] = {}
         self._uniform: dict[Value, bool] = {}
@@ -149,7 +150,8 @@ class Forms:
     def _uniform_op(self, op: Op) -> bool:
         if isinstance(op, ProgramId | Alloc | Atomic | LastArrival):
             return False
-        if isinstance(op, Load) and self.roots.get(op.ref, op.ref) in self.written | set(self.kernel.scratch):
+        changing = {*self.written, *self.kernel.scratch, *self.kernel.shared}
+        if isinstance(op, Load) and root(op.ref, self.roots) in changing:
             return False
         inner = [x for b in op.blocks() for x in b.walk()]
         if any(isinstance(x, ProgramId | Alloc | Atomic | LastArrival | Load) for x in inner):

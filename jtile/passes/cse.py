@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from jtile.ir import Alloc, At, Block, Index, Kernel, Load, Map, Op, Span, Take, Tile, Value
+from jtile.ir import Alloc, At, Block, Index, Kernel, Load, Map, Op, Span, Take, Tile, Value, root
 from jtile.ir.elementwise import ELEMENTWISE
 from jtile.ir.printer import literal
 
@@ -90,8 +90,7 @@ class _Numbering:
         index: tuple[Hashable, ...] = ()
         memory = None
         if isinstance(op, Load):
-            root = self.roots.get(op.ref, op.ref)
-            index, memory = index_form(op.index), self.version.get(root, 0)
+            index, memory = index_form(op.index), self.version.get(root(op.ref, self.roots), 0)
         return (type(op), tuple(operands), attrs, index, memory, present)
 
     def id(self, v: Value) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jtile.ir import Block, Broadcast, For, Full, Gather, Iota, Kernel, Load, Op, ProgramId, Reshape, Value
+from jtile.ir import Block, Broadcast, For, Full, Gather, Iota, Kernel, Load, Op, ProgramId, Reshape, Value, root
 from jtile.ir.block import level_of
 from jtile.ir.shapes import full_array
 
@@ -57,7 +57,7 @@ class _Hoister(Copier):
         for op in loop.body.ops:
             # Loads and gathers can leave their array: they move only where the loop would have run them.
             still = is_pure(op) and (runs or not any(isinstance(x, Gather) for x in Block((), [op]).walk()))
-            load = isinstance(op, Load) and runs and self.roots.get(op.ref, op.ref) not in wrote
+            load = isinstance(op, Load) and runs and root(op.ref, self.roots) not in wrote
             if self.most is not None and any(math.prod(r.shape) > self.most for r in op.results):
                 continue
             if (still or load) and not any(v in inside for v in free_values(op)):

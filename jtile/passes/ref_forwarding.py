@@ -26,6 +26,7 @@ from jtile.ir import (
     Value,
     While,
     dim_value,
+    root,
 )
 from jtile.ir.block import level_of
 from jtile.ir.builder import build
@@ -192,15 +193,16 @@ class _Forward(Copier):
 
     def op(self, op: Op) -> None:
         new = self.put(op)
-        store = self.last.get(self.roots.get(new.ref, new.ref)) if isinstance(new, Load) else None
+        store = self.last.get(root(new.ref, self.roots)) if isinstance(new, Load) else None
         if store is not None and _same_lanes(store, new):
             self.b.block.ops.pop()
             self.env[op.result] = store.value
             return
-        for root in written(new, self.roots):
-            self.last.pop(root, None)
-        if isinstance(new, Store):
-            self.last[self.roots.get(new.ref, new.ref)] = new
+        for ref in written(new, self.roots):
+            self.last.pop(ref, None)
+        # memory that other devices have too: the load may be of another one's
+        if isinstance(new, Store) and new.ref.type.role != "symmetric":  # type: ignore[union-attr]
+            self.last[root(new.ref, self.roots)] = new
 
 
 def _same_lanes(store: Store, load: Load) -> bool:

@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jtile.ir import AsyncStore, Atomic, Block, Builder, Kernel, LastArrival, Load, Op, Store, StoreWait, Value, Wait
+from jtile.ir import (
+    MEETING,
+    AsyncStore,
+    Atomic,
+    Block,
+    Builder,
+    Kernel,
+    LastArrival,
+    Load,
+    Op,
+    Store,
+    StoreWait,
+    Value,
+    Wait,
+    root,
+)
 from jtile.ir.builder import build
 
 # A rule looks at an op whose operands are already rewritten, and gives the values that stand for its results, or None.
@@ -217,22 +232,22 @@ def buffers(kernel: Kernel) -> dict[Value, Value]:
     return out
 
 
-# What changes a Ref by itself, and where a role may find what others, its own asynchronous stores, or programs that
-# arrived before have changed.
+# What changes a Ref by itself, and where a role may find what others, its own asynchronous stores, programs that
+# arrived before or other devices have changed.
 WRITES = (Store, Atomic, AsyncStore)
-MEETS = (Wait, StoreWait, LastArrival)
+MEETS = (Wait, StoreWait, LastArrival, *MEETING)
 
 
 def written(op_or_block: Op | Block, roots: Mapping[Value, Value]) -> list[Value]:
     """Buffers that an op, or any op inside a region, may change as far as this role sees; each once. After a wait, or
-    an arrival, they are all those that anyone may write."""
+    an arrival or a signal, they are all those that anyone may write."""
     if isinstance(op_or_block, Op) and not op_or_block.blocks() and not isinstance(op_or_block, WRITES + MEETS):
         return []
     ops = op_or_block.walk() if isinstance(op_or_block, Block) else Block((), [op_or_block]).walk()
     out: dict[Value, None] = {}
     for op in ops:
         if isinstance(op, WRITES):
-            out[roots.get(op.ref, op.ref)] = None
+            out[root(op.ref, roots)] = None
         elif isinstance(op, MEETS):
             out |= {r: None for r in roots.values() if r.type.role != "in"}  # type: ignore[union-attr]
     return list(out)

@@ -24,7 +24,7 @@ def register(primitive: Any) -> None:
 
 def _rule(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     program = eqn.params["program"]
-    if not any(used_outputs) and not program.io:
+    if not any(used_outputs) and not program.effect:
         return [False] * len(eqn.invars), None
     smaller = None if all(used_outputs) else _smaller(program, tuple(used_outputs))
     if smaller is None:
@@ -45,7 +45,7 @@ def _smaller(program: Program, used: tuple[bool, ...]) -> tuple[Program, tuple[b
     at block level is what was written: nothing of it is taken out.
     """
     spec = program.spec
-    if program.hand or program.dynamic or program.block or not any(used):
+    if program.hand or program.dynamic or program.block or program.devices or not any(used):
         return None
     shared = {o for _, o in spec.aliases}
     idle = {k for k, u in enumerate(used) if not u and k not in shared}

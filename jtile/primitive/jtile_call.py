@@ -45,19 +45,21 @@ need_devices(jtile_call_p)  # automatic partitioning asks for the mesh
 def bind(program: Program, operands: Sequence[Any]) -> list[Any]:
     """Call a program on arrays or tracers; results in the order of its output Refs."""
     if any(isinstance(x, Tracer) for x in operands):
-        operands = joint_varying(operands)
+        operands = joint_varying(operands, program)
         with jax.named_scope(program.name):
             return jtile_call_p.bind(*operands, program=program)
     return jtile_call_p.bind(*operands, program=program)
 
 
-def joint_varying(operands: Sequence[Any]) -> Sequence[Any]:
-    """Under `shard_map`, cast every operand to the mesh axes that any of them varies over.
+def joint_varying(operands: Sequence[Any], program: Program | None = None) -> Sequence[Any]:
+    """Under `shard_map`, cast every operand to the mesh axes that any of them varies over, and to those along which the
+    program talks to other devices.
 
     Without this the transpose of an operand that varies less misses its psum, and the gradient is silently wrong.
     """
     sets = [jax.typeof(x).manual_axis_type.varying for x in operands]
-    joint = frozenset().union(*sets)
+    axes = [jax.lax.axis_index(axis) for axis, _ in program.devices] if program is not None else ()
+    joint = frozenset().union(*sets, *(jax.typeof(i).manual_axis_type.varying for i in axes))
     if all(s == joint for s in sets):
         return operands
     missing = [tuple(sorted(joint - s, key=str)) for s in sets]
@@ -67,7 +69,7 @@ def joint_varying(operands: Sequence[Any]) -> Sequence[Any]:
 @jtile_call_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, program: Program):
     _register_hosts()
-    effects = {KERNEL_EFFECT} if program.io else jexc.no_effects
+    effects = {KERNEL_EFFECT} if program.effect else jexc.no_effects
     return result_types(avals, program), effects
 
 

@@ -23,6 +23,7 @@ from jtile._errors import TransformError, UnsupportedError
 from jtile._memo import memo
 from jtile.passes.accumulate import Pieces, accumulate
 from jtile.primitive import complexes, partition
+from jtile.primitive.devices import gathered, own_part
 from jtile.primitive.program import Program, for_target
 from jtile.primitive.sizes import evaluate_expression, sized, symbol_values
 
@@ -55,11 +56,17 @@ def _host_call(*operands: Any, program: Program) -> Sequence[Any]:
     outs = [jax.ShapeDtypeStruct(o.shape, narrow(o.dtype)) for o in results]
 
     def callback(*arrays):
+        if program.devices:
+            run, arrays = functools.partial(own_part, program, arrays[-1]), arrays[:-1]
+        else:
+            run = functools.partial(run_interpreter, program)
         arrays = [np.asarray(a).astype(v.type.info.numpy) for a, v in zip(arrays, program.kernel.inputs)]
-        return [np.asarray(x).astype(o.dtype) for x, o in zip(run_interpreter(program, arrays), outs)]
+        return [np.asarray(x).astype(o.dtype) for x, o in zip(run(arrays), outs)]
 
     args = [x.astype(narrow(x.dtype)) for x in operands]
-    if program.io:
+    if program.devices:
+        args = gathered(program, args)
+    if program.effect:
         results = io_callback(callback, outs, *args, ordered=False)
     else:
         results = jax.pure_callback(callback, outs, *args)
@@ -210,7 +217,7 @@ def _custom_call(
     # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
     name = (platform.io_call if program.io else None) or platform.call
     aliases = dict(whole.kernel.aliases)
-    rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=program.io)
+    rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=program.effect)
     ins, complex_outs = _complexes(program, piece, aliases)
     called, given = complexes.joined(wide, [*operands, *started], ins, complex_outs)
     if platform.fuses_slices and aliases:

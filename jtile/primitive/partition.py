@@ -34,7 +34,7 @@ from jtile.transforms.localise import localise
 def _factors(program: Program) -> Factors | None:
     """None: a kernel that must run as a whole (it prints, asserts, is at block level, or has sizes that are not known
     yet)."""
-    if program.io or program.block or ir.is_dynamic(program.kernel) or not program.programs:
+    if program.effect or program.block or ir.is_dynamic(program.kernel) or not program.programs:
         return None
     return factors(program.kernel)
 
@@ -42,7 +42,7 @@ def _factors(program: Program) -> Factors | None:
 @memo()
 def rule_of(program: Program) -> Rule:
     """The sharding rule of a program."""
-    if program.hand is not None and not program.io and not ir.is_dynamic(program.kernel):
+    if program.hand is not None and not program.effect and not ir.is_dynamic(program.kernel):
         return _hand_rule(program, program.hand)
     found = _factors(program)
     n_in, n_out = len(program.kernel.inputs), len(program.kernel.outputs)

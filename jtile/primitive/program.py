@@ -41,6 +41,7 @@ class Spec:
       complexes: per input and output, whether it is the real and imaginary parts of a complex array, along its last
         axis; () where none is. XLA hands such a one over as complex, without a copy.
       derived: nobody wrote the kernel, so that its tiles are nobody's wish: it may run in others.
+      shared: the Refs among the scratch that every device of the call has, each with its role in Tile IR.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Spec:
     loc: ir.Loc = ir.NOWHERE
     complexes: tuple[bool, ...] = ()
     derived: bool = False
+    shared: tuple[tuple[int, str], ...] = ()
 
     def complex_inputs(self) -> tuple[bool, ...]:
         """`complexes` of the inputs, one for each."""
@@ -203,6 +205,16 @@ class Program:
         """The kernel prints or asserts, so that its call may not be removed."""
         return any(isinstance(op, _SPEAKING) for op in self.kernel.body.walk())
 
+    @property
+    def devices(self) -> tuple[tuple[str, int], ...]:
+        """The axes of the mesh whose devices the kernel talks to, with their sizes; () if it talks to none."""
+        return self.base.devices
+
+    @property
+    def effect(self) -> bool:
+        """Whether its call must stay where it is, as often as it stands there."""
+        return self.io or bool(self.devices)
+
     @functools.cached_property
     def block(self) -> bool:
         """The kernel is at block level: it has roles, and compiles for the architectures that have what they use."""
@@ -236,7 +248,7 @@ def make_program(
 
     base = trace.to_tile_ir(
         jaxpr, name=spec.name, n_in=spec.n_in, n_out=spec.n_out, grid=spec.grid, aliases=spec.aliases,
-        inits=spec.inits, ref_names=spec.ref_names, loc=spec.loc,
+        inits=spec.inits, ref_names=spec.ref_names, loc=spec.loc, shared=spec.shared,
     )  # fmt: skip
     return _program(jaxpr, spec, levels, narrow or (None,) * spec.n_out, vjp, base, meta, options, hand, choice)
 

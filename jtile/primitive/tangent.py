@@ -93,9 +93,10 @@ def _body(program: Program) -> Any:
 
 @memo()
 def active(program: Program, perturbed: tuple[bool, ...]) -> tuple[int, ...]:
-    """The outputs that have a tangent; of a kernel at block level, whose body is not looked into, all of floats."""
+    """The outputs that have a tangent; of a kernel at block level, or that talks to other devices, whose
+    body is not looked into, all of floats."""
     spec = program.spec
-    if program.block:
+    if program.block or program.devices:
         floats = [dtypes.issubdtype(o.dtype, np.inexact) for o in program.out_avals]
         return tuple(k for k, f in enumerate(floats) if f)
     return active_outputs(_body(program).jaxpr, spec.n_in, spec.n_out, spec.aliases, perturbed)
@@ -107,7 +108,14 @@ def _forward_body(program: Program, perturbed: tuple[bool, ...]) -> Tangents:
     return jvp(_body(program), spec.n_in, spec.n_out, spec.aliases, perturbed)
 
 
-def _refuse_block(program: Program, mode: str) -> None:
+def _refuse_schedule(program: Program, mode: str) -> None:
+    if program.devices:
+        way = f"give its reverse mode with {program.name}.defvjp(fwd, bwd)" if program.vjp is None else "it has defvjp"
+        raise TransformError(
+            f"kernel {program.name} talks to other devices (along {', '.join(dict(program.devices))}), and what it "
+            f"sends has no {mode}: {way}, or differentiate collectives of jax.lax",
+            program.where,
+        )
     if program.block:
         way = (
             f"give its reverse mode with {program.name}.defvjp(fwd, bwd)" if program.vjp is None else
@@ -123,7 +131,7 @@ def _refuse_block(program: Program, mode: str) -> None:
 @memo()
 def forward_program(lin: Linear) -> Program:
     """The kernel of forward mode: `(primals, tangents) -> (tangents of the active outputs, outputs it needs again)`."""
-    _refuse_block(lin.program, "forward mode")
+    _refuse_schedule(lin.program, "forward mode")
     program, spec = lin.program, lin.program.spec
     body = _forward_body(program, lin.perturbed)
     n_tangents = sum(lin.perturbed)
@@ -193,7 +201,7 @@ def _hand(lin: Linear, ins: Sequence[int], outs: Sequence[int], make: Callable[[
 def reverse_program(lin: Linear, given: tuple[bool, ...]) -> tuple[Program, Cotangents]:
     """The kernel of reverse mode: `(primals, cotangents of the active outputs that are given) -> (cotangents of the
     perturbed inputs, and memory that only the kernel needs)`."""
-    _refuse_block(lin.program, "automatic reverse mode")
+    _refuse_schedule(lin.program, "automatic reverse mode")
     choice = lin.program.choice
     if choice is not None:
         make = lambda p: _reversed(dataclasses.replace(lin, program=p), given)[0]
@@ -229,7 +237,7 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Progr
     perturbed = [type(t) is not ad.Zero and t.dtype != dtypes.float0 for t in tangents]
     if program.vjp is None:
         if any(perturbed):
-            _refuse_block(program, "automatic derivative")
+            _refuse_schedule(program, "automatic derivative")
         outs, residuals = bind(program, primals), ()
     else:
         results = list(program.vjp.fwd(*primals))

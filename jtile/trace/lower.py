@@ -18,7 +18,9 @@ from jtile import ir
 from jtile._collector import paused
 from jtile._compat import make_jaxpr
 from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError, VerificationError
+from jtile.ir.block import level_of
 from jtile.ir.builder import Builder
+from jtile.ir.types import ROLES
 from jtile.language._place import place_of
 from jtile.trace.roles import RoleBuilder
 
@@ -54,6 +56,7 @@ class Lowering:
         self.b = Builder()
         self.roles = RoleBuilder(self.b)
         self.counters: dict[str, int] = {}  # how many of each name
+        self.devices: dict[str, int] = {}  # along each axis of the mesh that the kernel names
         self.eqn: Any = None
         self._words = False  # whether a rule runs on one word of its keys: the dtype of keys then reads as uint32
         self._pinned: Any = None  # source place of everything inside a call of JAX's own functions
@@ -258,7 +261,7 @@ def _uniform(x: np.ndarray) -> bool:
 
 
 def to_tile_ir(
-    jaxpr, *, name: str, n_in: int, n_out: int, grid, aliases=(), inits=(), ref_names=None, loc=None
+    jaxpr, *, name: str, n_in: int, n_out: int, grid, aliases=(), inits=(), ref_names=None, loc=None, shared=()
 ) -> ir.Kernel:
     """Tile IR of a kernel's jaxpr.
 
@@ -271,6 +274,7 @@ def to_tile_ir(
       inits: per output its start number, or None.
       ref_names: a name per Ref, for errors and for the printed IR.
       loc: `ir.Loc` or `(file, line)` of the kernel.
+      shared: pairs (Ref, role) of those behind the outputs that every device has.
     Raises:
       UnsupportedError: a primitive or dtype that Tile IR has not, with the source line and the nearest way.
     """
@@ -280,21 +284,26 @@ def to_tile_ir(
     names = list(ref_names or [f"r{k}" for k in range(total)])
     params = []
     for k, var in enumerate(jaxpr.jaxpr.invars):
-        role = "in" if k < n_in else "out" if k < n_in + n_out else "scratch"
+        role = "in" if k < n_in else "out" if k < n_in + n_out else dict(shared).get(k, "scratch")
         params.append(ir.Value(ir.RefType(sizes(var.aval.shape), c.dtype(var.aval.dtype), role), names[k]))
     loc = loc if isinstance(loc, ir.Loc) else ir.Loc(*loc) if loc else ir.NOWHERE
     with paused(), c.b.at(loc):
         c.run(jaxpr.jaxpr, [c.literal(x) for x in jaxpr.consts], params)
         c.roles.finish()
     inits = tuple(inits) or (None,) * n_out
-    kernel = ir.Kernel(name, tuple(params), sizes(grid), c.b.block, tuple(map(tuple, aliases)), inits, loc)
-    return _verified(kernel) if c.roles.roles else kernel
+    params.sort(key=lambda v: ROLES.index(v.type.role))
+    kernel = ir.Kernel(
+        name, tuple(params), sizes(grid), c.b.block, tuple(map(tuple, aliases)), inits, loc,
+        devices=tuple(c.devices.items()),
+    )  # fmt: skip
+    return _verified(kernel) if c.roles.roles or kernel.devices or kernel.shared else kernel
 
 
 def _verified(kernel: ir.Kernel) -> ir.Kernel:
-    """A kernel at block level, whose schedule is the user's and may be wrong in more ways than its cards see."""
+    """A kernel at block level, or one that talks to other devices: what its author says may be wrong in more ways than
+    its cards see."""
     try:
-        ir.verify(kernel, "block")
+        ir.verify(kernel, level_of(kernel))
     except VerificationError as e:
         raise KernelValueError(e.message, e.where) from e
     return kernel

@@ -20,6 +20,7 @@ from jtile.language._axes import named_axes
 from jtile.language._level import BlockLevelError, Level, tracing
 from jtile.language._place import hidden, hide_own_frames, place_of
 from jtile.language._primitives import allow_effects
+from jtile.language.devices import Signals
 from jtile.language.keys import KeyRef
 from jtile.language.refs import Ref
 from jtile.trace.rewrite import why_plain
@@ -54,12 +55,15 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
     leaves, treedef = jax.tree.flatten(tuple(params))
     counts = [len(jax.tree.leaves(g)) for g in groups]
     roles = [r for r, n in zip(("in", "out", "scratch"), counts, strict=True) for _ in range(n)]
+    roles = [getattr(x, "role", r) for x, r in zip(leaves, roles, strict=True)]
     aliased = {i for i, _ in aliases}
     names = ref_names(fn, params)
 
     def body(*tracers):
         refs = [
-            (KeyRef if is_key(x.dtype) else Ref)(t, n, role, role != "in" or k in aliased)
+            Signals(t, n)
+            if role == "signal"
+            else (KeyRef if is_key(x.dtype) else Ref)(t, n, role, role != "in" or k in aliased)
             for k, (t, n, role, x) in enumerate(zip(tracers, names, roles, leaves, strict=True))
         ]
         out = fn(*treedef.unflatten(refs), **(meta or {}))

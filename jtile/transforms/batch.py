@@ -20,7 +20,13 @@ def batch(kernel: ir.Kernel, size: int, batched: Sequence[bool]) -> ir.Kernel:
     """
     lane = build(ir.ProgramId(0), kernel.loc, ("lane",))
     walk = _Batch(lane.results[0], size)
-    flags = [*batched, *[False] * len(kernel.scratch)]
+    flags = [*batched, *[False] * len(kernel.scratch), *[True] * len(kernel.shared)]
+    if kernel.shared and not isinstance(size, int):
+        raise TransformError(
+            f"kernel {kernel.name} talks to other devices, with memory of its own for each lane of jax.vmap, so that "
+            "the number of lanes must be known: it cannot be dynamic",
+            (kernel.loc.file, kernel.loc.line) if kernel.loc.file else None,
+        )
     params = tuple(walk.param(p, size if b else None) for p, b in zip(kernel.params, flags, strict=True))
     body = walk.block(kernel.body)
     body.ops.insert(0, lane)
@@ -62,8 +68,13 @@ class _Batch:
         match new:
             case ir.ProgramId() | ir.NumPrograms():
                 new.axis += 1
-            case ir.Load() | ir.Store() | ir.Atomic() | ir.AsyncLoad() | ir.AsyncStore() if new.ref in self.wide:
+            case (
+                ir.Load() | ir.Store() | ir.Atomic() | ir.AsyncLoad() | ir.AsyncStore() | ir.Signal() | ir.WaitSignal()
+            ) if new.ref in self.wide:
                 new.index = (ir.At(self.lane), *new.index)
+            case ir.On():
+                new = build(new, old.loc, (old.result.name,))
+                self.wide.add(new.result)
         self.env.update(zip(old.results, new.results, strict=True))
         return new
 

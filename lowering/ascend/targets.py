@@ -11,7 +11,7 @@ import functools
 from jtile import ir
 from jtile._errors import KernelValueError, UnsupportedError
 
-from ..targets import Gap, Memory, Scale, Target
+from ..targets import Gap, Memory, Scale, Target, without_devices
 from ..triton.features import Features
 from ..triton.ttir import MAX_TILE
 
@@ -109,4 +109,4 @@ def _gaps() -> list[Gap]:
     gaps += [Gap(op, "*", "an NPU has no log that programs write to: return what you want to see as an output")
              for op in ("print", "assert")]  # fmt: skip
     gaps += [Gap("last_arrival", "*", "programs have no counters to arrive at: let a second kernel finish the work")]
-    return gaps
+    return gaps + without_devices()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jtile import _cache
 from jtile._errors import KernelValueError
 
-from ..targets import Memory, Scale, Target
+from ..targets import Memory, Scale, Target, without_devices
 
 if TYPE_CHECKING:
     from .isa import Isa
@@ -51,6 +51,7 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
         memories=memories,
         matrix_shapes=_matrix_shapes(set(arch.split(":")[-1].split(","))),
         limits=(("programs", 2**62),),
+        gaps=tuple(without_devices()),
     )
 
 

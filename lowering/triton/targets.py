@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..targets import Gap, Memory, Scale, Target
+from ..targets import Gap, Memory, Scale, Target, without_devices
 from .features import OCP, Features, features
 from .ttir import MAX_TILE
 
@@ -77,7 +77,7 @@ def target_of(platform: str, f: Features, card: Card, shapes: Sequence[Shape], *
 
 def _gaps(f: Features) -> list[Gap]:
     wide = "cast the operands to bfloat16 or float16 first"
-    return [Gap("dot", d, wide) for d in OCP if d not in f.fp8]
+    return [*(Gap("dot", d, wide) for d in OCP if d not in f.fp8), *without_devices()]
 
 
 def features_of(target: Target) -> Features:

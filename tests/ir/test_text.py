@@ -42,7 +42,10 @@ kernel @everything(
     %total: ref<f32, out>,
     %low: ref<4xf32, out>,
     %kept: ref<16xf32, out>,
-    %tmp: ref<8xf32, scratch>) grid(4, {n}, 1) alias(%same = %kept) init(%total = 0, %low = -inf) @"a \\"b\\".py":3 {
+    %tmp: ref<8xf32, scratch>,
+    %box: ref<4xf32, symmetric>,
+    %came: ref<2xi32, signal>) grid(4, {n}, 1) devices(x=2, "y z"=1) \
+alias(%same = %kept) init(%total = 0, %low = -inf) @"a \\"b\\".py":3 {
   %i = program_id 0 : i32
   %n0 = num_programs 1 : i32 @"f.py":12
   %sized = size {-cdiv(n, 4) + 2*n} : i64
@@ -70,6 +73,12 @@ kernel @everything(
   %cas = atomic cas %low[%c0], %f compare=%f mask=%ctrue : f32
   %mem = alloc : ref<4x4xi4, scratch>
   %last = last_arrival %i, %c0 counters="a \\"b\\"" size=7 : bool
+  %place = axis_index "x" : i32
+  %there = on %box, %place axis="y z" : ref<4xf32, symmetric>
+  %far = on %came, %place axis="x" : ref<2xi32, signal>
+  signal set %far[%place], %c0
+  wait_signal %came[%c0], %c0
+  axis_barrier "y z"
   print "plain"
   print "x {} {:.3f} \\u00e9\\n" %f, %i
   assert %ctrue message="must hold, 100%"

@@ -1,0 +1,68 @@
+"""`kernel.interpret(..., mesh=...)`: a kernel on a mesh of devices that need not exist."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
+
+from jtile._errors import KernelTypeError, KernelValueError
+from jtile._mesh import on_mesh
+from jtile.calls.arguments import as_operand
+from jtile.calls.boundary import around
+from jtile.primitive.devices import run_on_devices
+from jtile.primitive.lowering import run_interpreter
+
+if TYPE_CHECKING:
+    from jtile.calls.kernel import Kernel
+
+
+def interpret(kernel: Kernel, args: tuple[Any, ...], seed: int, mesh: Any, meta: dict[str, Any]) -> Any:
+    """See `Kernel.interpret`."""
+    axes = _axes(kernel, mesh)
+    sizes = tuple(axes.values())
+    args = tree_map_with_path(functools.partial(as_operand, kernel._signature), args)
+    leaves, tree = tree_flatten(args)
+    for x in leaves:
+        if x.shape[: len(sizes)] != sizes:
+            raise KernelValueError(
+                f"an argument of kernel {kernel.name} has shape {list(x.shape)}: on a mesh of {dict(axes)} its first "
+                f"axes are {list(sizes)}, one part for each device",
+                kernel._signature.where,
+            )
+    with on_mesh(axes):
+        parts = [jax.ShapeDtypeStruct(x.shape[len(sizes) :], x.dtype) for x in leaves]
+        bound = kernel._resolve(tree, parts, meta)
+    run = functools.partial(_run, bound.program, axes)
+    run = around(run, bound.layout.inputs, bound.layout.outputs)
+    return tree_unflatten(bound.out_tree, run(leaves, seed))
+
+
+def _axes(kernel: Kernel, mesh: Any) -> dict[str, int]:
+    axes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+    if not isinstance(axes, Mapping) or not all(isinstance(n, int) and n > 0 for n in axes.values()):
+        raise KernelTypeError(
+            f"mesh={mesh!r} of kernel {kernel.name}: expected the number of devices along each axis, such as "
+            '{"x": 4}, or a jax.sharding.Mesh',
+            kernel._signature.where,
+        )
+    return dict(axes)
+
+
+def _run(program: Any, axes: Mapping[str, int], arrays: Sequence[Any], seed: int) -> list[np.ndarray]:
+    """Those devices that talk to each other as one world, one world after another."""
+    own = [axis for axis, _ in program.devices]
+    rest = [axis for axis in axes if axis not in own]
+    order = [list(axes).index(axis) for axis in (*rest, *own)]
+    front = lambda x: np.moveaxis(np.asarray(x), order, range(len(order)))
+    arrays = [front(x) for x in arrays]
+    run = run_on_devices if own else run_interpreter
+    outs = [run(program, [x[at] for x in arrays], seed) for at in itertools.product(*(range(axes[a]) for a in rest))]
+    lead = tuple(axes[a] for a in rest)
+    stacked = [np.stack(found).reshape(*lead, *found[0].shape) for found in zip(*outs, strict=True)]
+    return [np.moveaxis(x, range(len(order)), order) for x in stacked]

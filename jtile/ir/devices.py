@@ -1,0 +1,141 @@
+"""Cards of the device scale: Refs of other devices of a mesh, and signals between devices.
+
+Two kinds of Refs belong to a call on all devices of the axes that the kernel names (`Kernel.devices`): of the role
+`symmetric` (memory of any dtype) and of the role `signal` (counters). Each device has its own, of one shape everywhere;
+`on` gives that of another device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from .core import At, Index, Kernel, Op, Value, tile
+from .memory import ref
+from .types import INDEX, RefType
+
+SIGNALS = ("add", "set")
+
+
+def device_ref(v: Value) -> RefType:
+    """The type of a value that must be a Ref that every device has."""
+    t = ref(v)
+    if t.role not in ("symmetric", "signal"):
+        raise TypeError(f"expected a Ref that every device has (symmetric memory or signals), got {t}")
+    return t
+
+
+def _counter(v: Value, index: Index) -> RefType:
+    t = ref(v)
+    if t.role != "signal":
+        raise TypeError(f"expected a Ref of signals, got {t}")
+    if len(index) != t.rank or not all(isinstance(d, At) for d in index):
+        raise TypeError(f"one of the signals of {t} is named by {t.rank} numbers")
+    if any(tile(d.index).rank or tile(d.index).info.kind not in "iu" for d in index if isinstance(d, At)):
+        raise TypeError("a signal is named by integer scalars")
+    return t
+
+
+def _number(v: Value, what: str) -> None:
+    if v.type != INDEX:
+        raise TypeError(f"{what} is an i32 scalar, got {v.type}")
+
+
+@dataclasses.dataclass(eq=False)
+class AxisIndex(Op):
+    """The place of this device along an axis of the mesh."""
+
+    axis: str
+
+    mnemonic = "axis_index"
+
+    def infer(self):
+        return (INDEX,)
+
+
+@dataclasses.dataclass(eq=False)
+class On(Op):
+    """The same memory on another device: that at place `index` of the axis, and where `ref` is along all others."""
+
+    ref: Value
+    axis: str
+    index: Value
+
+    mnemonic = "on"
+
+    def infer(self):
+        _number(self.index, "the place of a device")
+        return (device_ref(self.ref),)
+
+
+@dataclasses.dataclass(eq=False)
+class Signal(Op):
+    """Raise a counter, of this device or of another, by `value` ("add"), or to `value` ("set", which never lowers it).
+
+    Releases: what this program did before has happened for whoever waits for this signal.
+    """
+
+    fn: str
+    ref: Value
+    index: Index
+    value: Value
+
+    mnemonic = "signal"
+    effect = "io"
+
+    def infer(self):
+        _counter(self.ref, self.index)
+        _number(self.value, "the value of a signal")
+        if self.fn not in SIGNALS:
+            raise ValueError(f"a signal is one of {', '.join(SIGNALS)}, got {self.fn!r}")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class WaitSignal(Op):
+    """Wait until a counter of this device is `at_least` so much. All are zero when a call begins. Acquires."""
+
+    ref: Value
+    index: Index
+    at_least: Value
+
+    mnemonic = "wait_signal"
+    effect = "io"
+
+    def infer(self):
+        _counter(self.ref, self.index)
+        _number(self.at_least, "what a signal is waited for to reach")
+        if isinstance(self.ref.op, On):
+            raise TypeError("a device waits for its own signals: leave out `on`")
+        return ()
+
+
+@dataclasses.dataclass(eq=False)
+class AxisBarrier(Op):
+    """Wait until this program has come here on every device of an axis (those that differ along it only): once for
+    each time. Releases and acquires."""
+
+    axis: str
+
+    mnemonic = "axis_barrier"
+    effect = "io"
+
+    def infer(self):
+        return ()
+
+
+TALKING = (AxisIndex, On, AxisBarrier)  # the cards that name an axis
+WAITING = (WaitSignal, AxisBarrier)
+MEETING = (Signal, *WAITING)  # what orders the accesses of programs
+
+
+def waits(kernel: Kernel) -> bool:
+    """Whether programs of a kernel wait for others, so that all of them have to run at once."""
+    return any(isinstance(op, WAITING) for op in kernel.body.walk())
+
+
+def root(v: Value, roots: Mapping[Value, Value] | None = None) -> Value:
+    """The Ref that stands for the memory of another: on every device, its own; `roots` says which share a buffer."""
+    while isinstance(v.op, On):
+        v = v.op.ref
+    return v if roots is None else roots.get(v, v)
