@@ -57,6 +57,7 @@ class Config:
       debug: keep what debugging needs: asserts stay in native code, and the intermediate files of a failed compile.
       optimize: let LLVM optimise code for CPUs; without, kernels compile two to three times faster, and run slower.
         Code for other platforms is always optimised.
+      timeout: seconds for which a kernel waits for other devices before its call fails.
     """
 
     cache_dir: str = dataclasses.field(default_factory=_default_cache_dir)
@@ -75,6 +76,7 @@ class Config:
     autotune: bool = dataclasses.field(default=False, metadata=_CODE)
     debug: bool = dataclasses.field(default=False, metadata=_CODE)
     optimize: bool = dataclasses.field(default=True, metadata=_CODE)
+    timeout: float = dataclasses.field(default=10.0, metadata=_CODE)
 
     @property
     def code_options(self) -> dict[str, Any]:
@@ -184,10 +186,12 @@ def _checked(name: str, value: Any) -> Any:
             raise KernelValueError(f"option {name}={value!r}: expected one of {', '.join(map(repr, choices))}")
         return value
     kinds = choices or (wanted,)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
     # bool is an int in Python, but `seed=True` is a mistake
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise KernelValueError(f"option {name}={value!r}: expected {' or '.join(_kind_name(k) for k in kinds)}")
-    if isinstance(value, int) and value < 0:
+    if isinstance(value, int | float) and not value >= 0:
         raise KernelValueError(f"option {name}={value!r}: expected a number that is not negative")
     wrong = _wrong(name, value) if value else None
     if wrong:
@@ -232,6 +236,11 @@ def _parse(variable: str, field: str, text: str) -> Any:
             example = "bytes, such as 1073741824 or 512M" if field == "cache_size" else "a whole number"
             raise KernelValueError(f"{variable}={text!r}: expected {example}")
         return int(number.removesuffix(unit)) * _UNITS[unit]
+    if wanted is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise KernelValueError(f"{variable}={text!r}: expected a number") from None
     if field in _PATHS and text:  # no shell has read it
         text = os.path.expanduser(text)
     if types.NoneType in typing.get_args(wanted):

@@ -37,7 +37,8 @@ class Platform:
       hosts: XLA's platforms whose programs its kernels can be part of. A kernel that is lowered for the first of them
         comes to this platform; for the others, where the option `arch` names one of its architectures.
       call: the target of the custom calls that carry its kernels, `"jtile_cuda"`; `io_call`: that of kernels which
-        print or assert, where it is another.
+        print or assert, where it is another; `devices_call`: that of kernels which talk to other devices, whose last
+        operand is the place of theirs (`jtile.primitive.devices.place`).
       compile: the back end: (kernel, target, options, with texts) -> Artifact.
       attributes: of the custom call: (artifact, kernel, values of the dynamic sizes) -> name -> value.
       resolve: the target of a name, or of the option `arch`; typed errors for names that there are not.
@@ -73,6 +74,7 @@ class Platform:
     features: Callable[[], Mapping[str, Features]] = dict
     tools: Callable[[], Sequence[Any]] = tuple
     io_call: str | None = None
+    devices_call: str | None = None
     literals: bool = False
     fuses_slices: bool = False
     block_level: bool = False

@@ -1,7 +1,9 @@
-// The typed XLA FFI handler `jtile_cpu`: instantiate loads the kernel of a call site, execute runs its grid.
+// The typed XLA FFI handlers `jtile_cpu`: instantiate loads the kernel of a call site, execute runs its grid; and
+// `jtile_cpu_devices` for kernels that talk to other devices, whose last operand says where this one is.
 #include <memory>
 #include <vector>
 
+#include "devices.h"
 #include "handlers.h"
 #include "program.h"
 
@@ -9,7 +11,9 @@ namespace jtile {
 namespace {
 
 constexpr std::string_view kTarget = "jtile_cpu";
+constexpr std::string_view kTalking = "jtile_cpu_devices";
 const HandlerLine line("cpu", "cpu", "jtile_cpu", "instantiate,execute");
+const HandlerLine talking_line("cpu", "cpu", "jtile_cpu_devices", "instantiate,execute");
 
 // The state of one call site; XLA deletes it with the executable.
 struct CpuState {
@@ -25,19 +29,23 @@ std::vector<int64_t> optional_numbers(ffi::Dictionary attrs, std::string_view na
   return {numbers.begin(), numbers.end()};
 }
 
+// Those of a kernel; `memory`, `devices` and `timeout` of one that talks are read apart.
+Attributes attributes_of(ffi::Dictionary attrs, std::string_view target) {
+  return Attributes{
+      .image = attribute<std::string_view>(attrs, "image", target),
+      .name = attribute<std::string_view>(attrs, "name", target),
+      .isa = attribute<std::string_view>(attrs, "isa", target),
+      .sites = attribute<std::string_view>(attrs, "sites", target),
+      .programs = attribute<int64_t>(attrs, "programs", target),
+      .workspace = attribute<int64_t>(attrs, "workspace", target),
+      .cost = attribute<int64_t>(attrs, "cost", target),
+      .dims = optional_numbers(attrs, "dims"),
+  };
+}
+
 ffi::ErrorOr<std::unique_ptr<CpuState>> instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) {
-  return guarded<ffi::ErrorOr<std::unique_ptr<CpuState>>>([&] {
-    return std::make_unique<CpuState>(Attributes{
-        .image = attribute<std::string_view>(attrs, "image", kTarget),
-        .name = attribute<std::string_view>(attrs, "name", kTarget),
-        .isa = attribute<std::string_view>(attrs, "isa", kTarget),
-        .sites = attribute<std::string_view>(attrs, "sites", kTarget),
-        .programs = attribute<int64_t>(attrs, "programs", kTarget),
-        .workspace = attribute<int64_t>(attrs, "workspace", kTarget),
-        .cost = attribute<int64_t>(attrs, "cost", kTarget),
-        .dims = optional_numbers(attrs, "dims"),
-    });
-  });
+  return guarded<ffi::ErrorOr<std::unique_ptr<CpuState>>>(
+      [&] { return std::make_unique<CpuState>(attributes_of(attrs, kTarget)); });
 }
 
 Launch launch_of(const Program& program, ffi::RemainingArgs args) {
@@ -66,6 +74,76 @@ ffi::Error execute(CpuState* state, ffi::ThreadPool pool, ffi::RemainingArgs arg
   });
 }
 
+// -- kernels that talk to other devices -------------------------------------------------------------------------------
+
+struct TalkingState {
+  static ffi::TypeId id;
+  TalkingState(const Attributes& attributes, Shape shape)
+      : program(std::make_shared<const Program>(attributes)), site(std::make_shared<CallSite>(std::move(shape))) {}
+  std::shared_ptr<const Program> program;
+  std::shared_ptr<CallSite> site;
+};
+ffi::TypeId TalkingState::id = {};
+
+ffi::ErrorOr<std::unique_ptr<TalkingState>> instantiate_talking(ffi::RemainingArgs, ffi::RemainingRets,
+                                                                ffi::Dictionary attrs) {
+  return guarded<ffi::ErrorOr<std::unique_ptr<TalkingState>>>([&] {
+    Shape shape(attribute<std::string_view>(attrs, "devices", kTalking), attribute<int64_t>(attrs, "memory", kTalking),
+                attribute<int64_t>(attrs, "timeout", kTalking));
+    return std::make_unique<TalkingState>(attributes_of(attrs, kTalking), std::move(shape));
+  });
+}
+
+// Where this device is: the number of its group, and its place along each axis.
+std::vector<int32_t> place_of(ffi::RemainingArgs args, const Shape& shape, const std::string& kernel) {
+  ffi::ErrorOr<ffi::AnyBuffer> last = args.get<ffi::AnyBuffer>(args.size() - 1);
+  if (last.has_error() || last->element_type() != ffi::DataType::S32 || last->element_count() != shape.axes.size() + 1)
+    fail(Code::kInvalidArgument, "kernel ", kernel, ": its last operand does not say where the device is");
+  const auto* numbers = static_cast<const int32_t*>(last->untyped_data());
+  return {numbers, numbers + last->element_count()};
+}
+
+// XLA's threads are few: none of them waits here. The programs have threads of their own, and XLA hears of the end.
+ffi::Future execute_talking(TalkingState* state, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            ffi::Dictionary) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  try {
+    const Program& program = *state->program;
+    std::vector<int32_t> place = place_of(args, state->site->shape(), program.name());
+    const int64_t group = place[0];
+    place.erase(place.begin());
+    PerArray<void*> all(args.size() + rets.size());
+    ffi::Error bad = each_array(args, rets, [&](size_t k, ffi::AnyBuffer& buffer) { all[k] = buffer.untyped_data(); });
+    if (bad.failure()) fail(Code::kInvalidArgument, bad.message());
+    std::vector<void*> bufs;
+    for (size_t k = 0; k < args.size() + rets.size(); ++k)
+      if (k != args.size() - 1) bufs.push_back(all[k]);
+    auto meeting = state->site->come(run.run_id, group, device_number(state->site->shape(), place));
+    auto done = [promise](const Error* error) mutable {
+      error == nullptr ? promise.SetAvailable() : promise.SetError(to_ffi(*error));
+    };
+    auto call = std::make_shared<DeviceCall>(state->program, state->site, meeting, std::move(place), done);
+    program.run_at_once(launch_of(program, args), std::move(bufs), call);
+  } catch (const Error& error) {
+    promise.SetError(to_ffi(error));
+  } catch (const std::exception& error) {
+    promise.SetError(ffi::Error::Internal(error.what()));
+  }
+  return future;
+}
+
+XLA_FFI_DEFINE_HANDLER(instantiate_talking_handler, instantiate_talking,
+                       ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(execute_talking_handler, execute_talking,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<TalkingState>>()
+                           .Ctx<ffi::RunId>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs());
+
 XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                        ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
 
@@ -85,6 +163,16 @@ extern "C" XLA_FFI_Error* jtile_cpu_instantiate(XLA_FFI_CallFrame* frame) {
 extern "C" XLA_FFI_Error* jtile_cpu_execute(XLA_FFI_CallFrame* frame) {
   if (XLA_FFI_Error* error = register_state<CpuState>(frame, "jtile_cpu_state")) return error;
   return execute_handler(frame);
+}
+
+extern "C" XLA_FFI_Error* jtile_cpu_devices_instantiate(XLA_FFI_CallFrame* frame) {
+  if (XLA_FFI_Error* error = register_state<TalkingState>(frame, "jtile_cpu_devices_state")) return error;
+  return instantiate_talking_handler(frame);
+}
+
+extern "C" XLA_FFI_Error* jtile_cpu_devices_execute(XLA_FFI_CallFrame* frame) {
+  if (XLA_FFI_Error* error = register_state<TalkingState>(frame, "jtile_cpu_devices_state")) return error;
+  return execute_talking_handler(frame);
 }
 
 #pragma GCC visibility pop

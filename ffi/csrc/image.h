@@ -11,11 +11,24 @@ extern "C" {
 // The callbacks of a running kernel. All fields are stable ABI.
 struct jtile_host {
   // Prints at call site `site`; args[k] is the dense value of the k-th printed argument.
-  void (*print)(struct jtile_host*, int64_t site, const int64_t* pid, void* const* args);
+  void (*print)(struct jtile_host*, int64_t site, const int64_t* pid, void* const* args) = nullptr;
   // Records a failed assertion; returns, the kernel goes on.
-  void (*fail)(struct jtile_host*, int64_t site, const int64_t* pid);
+  void (*fail)(struct jtile_host*, int64_t site, const int64_t* pid) = nullptr;
   // Where the programs of this call arrive: `jtile_counters()` of them, all zero at first.
-  int32_t* counters;
+  int32_t* counters = nullptr;
+
+  // Only of kernels that talk to other devices. Devices of a call are numbered row by row over their axes.
+  // The symmetric memory of each device, and the place of this one along each axis.
+  void* const* memory = nullptr;
+  const int32_t* place = nullptr;
+  // Raises signal `number` of a device: by `value` (how = 0), or to it (how = 1).
+  void (*signal)(struct jtile_host*, int64_t site, const int64_t* pid, int64_t device, int64_t number, int32_t value,
+                 int64_t how) = nullptr;
+  // These return when what they wait for has come; where it never does, they leave the kernel.
+  void (*wait)(struct jtile_host*, int64_t site, const int64_t* pid, int64_t number, int32_t at_least) = nullptr;
+  void (*barrier)(struct jtile_host*, int64_t site, const int64_t* pid, int64_t axis) = nullptr;
+  // Leaves the kernel: there is no device `index` along an axis.
+  void (*outside)(struct jtile_host*, int64_t site, const int64_t* pid, int64_t axis, int64_t index) = nullptr;
 };
 
 // Runs the programs [begin, end) of the grid; 0, or a number that tells of an internal error.

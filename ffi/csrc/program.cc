@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <system_error>
+#include <thread>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -108,16 +110,13 @@ class Run {
   // Takes chunks until none is left. Safe on any thread while the caller waits in `finish`.
   void drain();
   void run_all();
+  // Runs one program that talks to other devices; false: it could not go on.
+  bool run_one(int64_t program, Talk& talk);
   // Throws what went wrong, if anything did.
   void check() const;
-  bool exhausted() const { return next_.load() >= launch_.programs; }
+  void give_up(const std::string& message) { stop(message); }
 
  private:
-  struct Host {
-    jtile_host callbacks;
-    Run* run;
-  };
-
   static void on_print(jtile_host* host, int64_t site, const int64_t* pid, void* const* args) {
     reinterpret_cast<Host*>(host)->run->print(site, pid, args);
   }
@@ -137,7 +136,7 @@ class Run {
   void* const* bufs_;
   int64_t workers_;
   std::vector<int32_t> counters_;
-  Host host_{{on_print, on_fail, nullptr}, this};
+  Host host_{{on_print, on_fail}, this};
   std::atomic<int64_t> next_{0};
 
   std::atomic<bool> bad_{false};  // whether anything below was written
@@ -167,6 +166,28 @@ void Run::run_range(int64_t begin, int64_t end, const Workspace& workspace) {
 }
 
 void Run::run_all() { run_range(0, launch_.programs, Workspace(static_cast<size_t>(program_.workspace_))); }
+
+namespace {
+
+// No object with a destructor lives in the frames that a program leaves.
+bool enter(jtile_entry* entry, void* const* bufs, const int64_t* dims, void* workspace, Host& host, int32_t& code) {
+  if (setjmp(host.out) != 0) return false;
+  code = entry(bufs, dims, host.program, host.program + 1, workspace, &host.callbacks);
+  return true;
+}
+
+}  // namespace
+
+bool Run::run_one(int64_t program, Talk& talk) {
+  IeeeArithmetic ieee;
+  Workspace workspace(static_cast<size_t>(program_.workspace_));
+  Host host{host_.callbacks, this, &talk, program};
+  talk.equip(host.callbacks);
+  int32_t code = 0;
+  if (!enter(program_.image_->entry(), bufs_, launch_.dims, workspace.data(), host, code)) return false;
+  if (code != 0) stop(concat("internal error ", code, " of the compiled code in program ", program));
+  return true;
+}
 
 void Run::drain() {
   try {
@@ -317,6 +338,55 @@ void Program::run_parallel(const Launch& launch, void* const* bufs, int64_t work
   gate->open.store(false);
   while (int64_t inside = gate->inside.load()) gate->inside.wait(inside);
   run.check();
+}
+
+namespace {
+
+// The programs of one device's call, until the last has ended.
+struct Job {
+  Job(const Program& program, const Launch& launch, std::vector<void*> bufs, std::shared_ptr<Talk> talk)
+      : launch(launch), bufs(std::move(bufs)), talk(std::move(talk)), left(launch.programs),
+        run(program, this->launch, this->bufs.data(), launch.programs) {}
+
+  void one(int64_t program) {
+    try {
+      run.run_one(program, *talk);
+    } catch (const std::exception& error) {
+      run.give_up(error.what());
+    }
+    leave(1);
+  }
+
+  void leave(int64_t count) {
+    if (left.fetch_sub(count) != count) return;
+    try {
+      run.check();
+      talk->ended(nullptr);
+    } catch (const Error& error) {
+      talk->ended(&error);
+    }
+  }
+
+  const Launch launch;
+  const std::vector<void*> bufs;
+  const std::shared_ptr<Talk> talk;
+  std::atomic<int64_t> left;
+  Run run;
+};
+
+}  // namespace
+
+void Program::run_at_once(const Launch& launch, std::vector<void*> bufs, std::shared_ptr<Talk> talk) const {
+  if (launch.programs == 0) return talk->ended(nullptr);
+  auto job = std::make_shared<Job>(*this, launch, std::move(bufs), std::move(talk));
+  for (int64_t k = 0; k < launch.programs; ++k) {
+    try {
+      std::thread([job, k] { job->one(k); }).detach();
+    } catch (const std::system_error& error) {
+      job->run.give_up(concat("program ", k, " of ", launch.programs, " has no thread: ", error.what()));
+      return job->leave(launch.programs - k);
+    }
+  }
 }
 
 }  // namespace jtile

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <csetjmp>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "dims.h"
+#include "error.h"
 #include "image.h"
 #include "sites.h"
 
@@ -25,6 +27,27 @@ struct Attributes {
   // Four numbers for each dynamic dimension: operand, axis, place of its symbol among the dims that the image takes, and
   // what the symbol is multiplied with. With any of them `programs` is not read: the image computes the grid.
   std::vector<int64_t> dims = {};
+};
+
+// One device's part in a call of a kernel that talks to other devices: see devices.h.
+class Talk {
+ public:
+  virtual ~Talk() = default;
+  // Fills in what a program needs of its host.
+  virtual void equip(jtile_host& host) = 0;
+  // The last program has ended, or failed.
+  virtual void ended(const Error* error) = 0;
+};
+
+class Run;
+
+// What callbacks find behind the table that the kernel sees.
+struct Host {
+  jtile_host callbacks;
+  Run* run;
+  Talk* talk = nullptr;
+  int64_t program = 0;
+  std::jmp_buf out = {};  // of a program that talks: where it goes when it cannot go on
 };
 
 // What one call adds to a program: the values of its symbols, and the number of programs that they make.
@@ -55,7 +78,12 @@ class Program {
   void run_parallel(const Launch& launch, void* const* bufs, int64_t workers,
                     const std::function<void(std::function<void()>)>& schedule) const;
 
+  // Runs every program of the grid at once, each on a thread of its own, and returns; `talk` hears of the end. Whoever
+  // holds this program keeps it until then.
+  void run_at_once(const Launch& launch, std::vector<void*> bufs, std::shared_ptr<Talk> talk) const;
+
   const std::string& name() const { return name_; }
+  const std::vector<Site>& sites() const { return sites_; }
 
  private:
   friend class Run;

@@ -23,7 +23,7 @@ from jtile._errors import TransformError, UnsupportedError
 from jtile._memo import memo
 from jtile.passes.accumulate import Pieces, accumulate
 from jtile.primitive import complexes, partition
-from jtile.primitive.devices import gathered, own_part
+from jtile.primitive.devices import gathered, own_part, place
 from jtile.primitive.program import Program, for_target
 from jtile.primitive.sizes import evaluate_expression, sized, symbol_values
 
@@ -216,10 +216,17 @@ def _custom_call(
     attributes = platform.attributes(artifact, kernel, values)
     # a kernel that prints or asserts has to be waited for, so that it cannot be part of a CUDA graph
     name = (platform.io_call if program.io else None) or platform.call
+    if kernel.devices:
+        name = platform.devices_call or name
     aliases = dict(whole.kernel.aliases)
     rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=program.effect)
     ins, complex_outs = _complexes(program, piece, aliases)
     called, given = complexes.joined(wide, [*operands, *started], ins, complex_outs)
+    if kernel.devices:
+        here = ShapedArray((1 + len(kernel.devices),), np.dtype(np.int32))
+        inner = ctx.replace(avals_in=(), avals_out=(here,))
+        given = [*given, *mlir.lower_fun(lambda: [place(program)], multiple_results=True)(inner)]
+        called = called.replace(avals_in=(*called.avals_in, here))
     if platform.fuses_slices and aliases:
         given = map(functools.partial(_behind_barrier, ctx), called.avals_in, given)
     results = rule(called, *given, **attributes)[: len(ctx.avals_out)]

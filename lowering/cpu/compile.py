@@ -18,6 +18,7 @@ from . import (  # noqa: F401  their emitters register themselves
     emit_atomic,
     emit_control,
     emit_debug,
+    emit_devices,
     emit_dot,
     emit_memory,
     emit_reduce,
@@ -55,6 +56,8 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]
         em.env[r] = Buffer(Val("ptr", f"%r{k}"), r.shape, _strides(em, r.shape), r.dtype, None, owned=False)
     for r in kernel.scratch:
         em.env[r] = dataclasses.replace(em.new_buffer(r.shape, r.dtype), owned=False)
+    if kernel.devices:
+        em.devices = emit_devices.Devices(em)
     em.block(kernel.body)
     em.leave()
     em.arena.tick()
@@ -72,6 +75,8 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]
         "isa": f"{isa.arch}:{','.join(sorted(isa.features))}",
         "sites": json.dumps(em.sites, sort_keys=True),
     }
+    if kernel.devices:
+        launch |= emit_devices.layout(kernel)[1]
     if symbols:
         sizes.emit_grid(module, kernel)
         launch["dims"] = sizes.dims_attribute(kernel)

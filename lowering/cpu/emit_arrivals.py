@@ -20,9 +20,9 @@ def emit_number(module: Module, kernel: ir.Kernel) -> None:
 
 
 def shared_refs(kernel: ir.Kernel) -> set[ir.Value]:
-    """Refs through which programs of a kernel with arrivals tell each other: what they read and write."""
+    """Refs through which programs of a kernel with arrivals or signals tell each other: what they read and write."""
     ops = list(kernel.body.walk())
-    if not any(isinstance(op, ir.LastArrival) for op in ops):
+    if not kernel.devices and not any(isinstance(op, ir.LastArrival) for op in ops):
         return set()
     reads = {op.ref for op in ops if isinstance(op, ir.Load | ir.Atomic)}
     return reads & {op.ref for op in ops if isinstance(op, ir.Store | ir.Atomic)}

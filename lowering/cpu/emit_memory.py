@@ -236,8 +236,8 @@ def _last_read(em: Emitter, v: ir.Value) -> int:
 
 
 def _buffer_group(kernel: ir.Kernel, ref: ir.Value) -> set[ir.Value]:
-    """The Refs that share memory with `ref`."""
-    out = {ref}
+    """The parameters that share memory with `ref`, on this device or on another."""
+    out = {ir.root(ref)}
     for i, o in kernel.aliases:
         pair = {kernel.inputs[i], kernel.outputs[o]}
         out |= pair if pair & out else set()
@@ -246,8 +246,9 @@ def _buffer_group(kernel: ir.Kernel, ref: ir.Value) -> set[ir.Value]:
 
 def _writes(op: ir.Op, group: set[ir.Value]) -> bool:
     if isinstance(op, ir.Store | ir.Atomic):
-        return op.ref in group
-    if isinstance(op, ir.LastArrival):  # from here on others' stores are seen
+        return ir.root(op.ref) in group
+    # from here on others' stores are seen, and others may overwrite what was read
+    if isinstance(op, (ir.LastArrival, *ir.MEETING)):
         return True
     return any(_writes(inner, group) for b in op.blocks() for inner in b.ops)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from jtile import ir
 from jtile._errors import UnsupportedError
@@ -22,6 +23,9 @@ from .isa import Isa
 from .llvm import Code, Module, Val, i64
 from .nest import emit_nest
 from .values import LAZY, Arena, Buffer, Lazy, Rep, dense_strides
+
+if TYPE_CHECKING:
+    from .emit_devices import Devices
 
 DEPTH = 64  # longer chains of lazy ops are cut by a buffer: Python's stack and LLVM's patience end somewhere
 REPEAT = 0.9  # the same for a reader that reads every element many times
@@ -63,6 +67,7 @@ class Emitter:
         self.program: dict[int, Val] = {}
         self.sites: list[dict] = []
         self.sizes: dict[ir.Extent, Val] = {}  # of the dynamic dimensions, as i64
+        self.devices: Devices | None = None  # of a kernel that talks to others
 
     # -- representations ------------------------------------------------------------------------------------------
     def rep(self, v: ir.Value) -> Rep:

@@ -75,14 +75,16 @@ def plan_block(block: ir.Block) -> BlockPlan:
 
 
 def written_refs(kernel: ir.Kernel) -> set[ir.Value]:
-    """Refs that the kernel writes, and the inputs that share a buffer with an output."""
+    """Refs that the kernel writes, the inputs that share a buffer with an output, and what other devices may write."""
     out: set[ir.Value] = set()
     for op in kernel.body.walk():
         if isinstance(op, ir.Store | ir.Atomic):
             out.add(op.ref)
+        elif isinstance(op, ir.On):
+            out.add(op.result)
     for i, o in kernel.aliases:
         out |= {kernel.inputs[i], kernel.outputs[o]}
-    return out
+    return out | set(kernel.shared)
 
 
 def amplifies(user: ir.Op, v: ir.Value) -> bool:

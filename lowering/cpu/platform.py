@@ -34,6 +34,10 @@ def _attributes(artifact: Artifact, kernel: ir.Kernel, values: Mapping[str, Any]
     launch = artifact.launch | cost_of_call(kernel, values)
     numbers = {k: np.int64(launch[k]) for k in ("workspace", "cost")}
     texts = {k: str(launch[k]) for k in ("name", "isa", "sites")}
+    if kernel.devices:
+        texts["devices"] = str(launch["devices"])
+        numbers["memory"] = np.int64(launch["memory"])
+        numbers["timeout"] = np.int64(round(current().timeout * 1000))
     if "dims" in launch:  # the image counts the programs itself
         numbers |= {"programs": np.int64(-1), "dims": np.asarray(launch["dims"], np.int64)}
     else:
@@ -77,6 +81,7 @@ CPU = Platform(
     name="cpu",
     hosts=("cpu",),
     call="jtile_cpu",
+    devices_call="jtile_cpu_devices",
     compile=_compile,
     attributes=_attributes,
     resolve=_resolve,

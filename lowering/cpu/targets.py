@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 from jtile import _cache
 from jtile._errors import KernelValueError
 
-from ..targets import Memory, Scale, Target, without_devices
+from ..targets import Memory, Scale, Target
 
 if TYPE_CHECKING:
     from .isa import Isa
+
+RESIDENT = 256  # programs of a kernel that waits for other devices: each has a thread
 
 
 @functools.cache
@@ -50,8 +52,7 @@ def _cpu_target(name: str, arch: str, memories: tuple[Memory, ...]) -> Target:
         ),
         memories=memories,
         matrix_shapes=_matrix_shapes(set(arch.split(":")[-1].split(","))),
-        limits=(("programs", 2**62),),
-        gaps=tuple(without_devices()),
+        limits=(("programs", 2**62), ("resident", RESIDENT)),
     )
 
 

@@ -1,12 +1,15 @@
 """Kernels that talk to other devices, on meshes of eight; run by test_mesh.py."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
-from device_kernels import corner, gather, numbers, shift
+from device_kernels import corner, cycle, gather, numbers, own_programs, shift
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import jtile as jt
 from jtile.errors import TransformError, UnsupportedError
 
 DEVICES = np.array(jax.devices())
@@ -55,6 +58,81 @@ def check_results_vary_along_the_axes_that_are_named():
     np.testing.assert_array_equal(got, np.broadcast_to(X[:4], (16, 4, 6)))
     with pytest.raises(ValueError, match="out_specs"):
         jax.shard_map(f, mesh=MESH, in_specs=P(), out_specs=P())(X[:4])
+
+
+def check_cpu_on_meshes_of_all_sizes():
+    for rows, columns in ((1, 2), (2, 1), (2, 2), (4, 2), (1, 8)):
+        mesh = Mesh(DEVICES[: rows * columns].reshape(rows, columns), ("x", "y"))
+        x = numbers(16, 8)
+        for axis in ("x", "y"):
+            f = jax.jit(shard(lambda x, axis=axis: shift(x, axis=axis), mesh))
+            np.testing.assert_array_equal(f(x), rolled(x, mesh, axis))
+    f = jax.jit(shard(lambda x: shift(x, axis="x"), PERMUTED, check_vma=False))
+    np.testing.assert_array_equal(f(X), rolled(X, PERMUTED))
+
+
+def check_cpu_programs_and_lanes():
+    f = jax.shard_map(lambda x: gather(x, axis="x"), mesh=MESH, in_specs=P("x"), out_specs=P(("x", "y")))
+    got = np.asarray(jax.jit(f)(X)).reshape(8, 4, 4, 6)  # on each device, the rows of each
+    np.testing.assert_array_equal(got, np.broadcast_to(X.reshape(4, 4, 6), (8, 4, 4, 6)))
+    np.testing.assert_array_equal(jax.jit(shard(lambda x: own_programs(x, axis="x")))(X), X)
+    lanes = jax.jit(shard(jax.vmap(lambda row: shift(row, axis="x"))))
+    np.testing.assert_array_equal(lanes(X), rolled(X))
+
+
+def check_cpu_atomics_and_numbers_that_are_set():
+    f = jax.jit(shard(lambda x: corner(x, rows="x", columns="y")))
+    np.testing.assert_array_equal(f(X), np.roll(X, (-4, -3), (0, 1)) + 2)
+
+
+def check_cpu_calls_in_a_row_and_at_once():
+    def rounds(x):
+        return jax.lax.fori_loop(0, 101, lambda _, x: shift(x, axis="x", barrier=False), x)
+
+    f = jax.jit(shard(rounds))
+    flights = [f(X + np.float32(k)) for k in range(8)]  # several executions under way
+    for k, got in enumerate(flights):
+        np.testing.assert_array_equal(got, np.roll(X, 4 * 101, 0) + np.float32(k))
+
+
+def fails(words, f, x=X):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        jax.block_until_ready(jax.jit(f)(x))
+
+
+def check_cpu_waits_end():
+    """A wait that nobody ends fails the call in a sentence, and the process goes on."""
+    with jt.config(timeout=0.3):
+        start = time.monotonic()
+        late = r"(?s)kernel shift, device \(x=\d\), program .*waited 0.3 s for came to reach 2: it stands at 1.*py:24"
+        fails(late, shard(lambda x: shift(x, axis="x", at_least=2)))
+        fails(r"waited 0.3 s for came\[0\] to reach 1: it stands at 0", shard(lambda x: cycle(x, axis="x")))
+        fails("one does not come|all devices along 'x': 1 of 4 have come", shard(lambda x: alone(x, axis="x")))
+        assert time.monotonic() - start < 60
+    fails("stands at 2 at the end of the call, and nobody waited", shard(lambda x: shift(x, axis="x", signals=2)))
+    fails(r"there is no device 9 of 4 along 'x'\n  at .*mesh_checks.py", shard(lambda x: astray(x, x[0, 0])), X + 9)
+    np.testing.assert_array_equal(jax.jit(shard(lambda x: shift(x, axis="x")))(X), rolled(X))
+
+
+def check_grids_that_are_too_large():
+    many = numbers(4 * 2000, 1)
+    with pytest.raises(UnsupportedError, match="2000 programs that wait for each other; at most 256 run at once"):
+        jax.jit(jax.shard_map(lambda x: gather(x, axis="x"), mesh=MESH, in_specs=P("x"), out_specs=P("x"))).lower(many)
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x))
+def alone(x, o, *, axis):
+    @jt.when(jt.axis_index(axis) == 0)
+    def _():
+        jt.axis_barrier(axis)
+
+    o[...] = x[...]
+
+
+@jt.kernel(out_type=lambda x, i: jt.like(x), scratch=lambda x, i: [jt.symmetric((1,), x.dtype)])
+def astray(x, i, o, box):
+    box.on("x", i[()].astype(np.int32))[0] = x[0, 0]
+    o[...] = x[...]
 
 
 def check_an_axis_that_is_left_to_xla():
