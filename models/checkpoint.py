@@ -40,7 +40,8 @@ class Checkpoint:
         return ModelError(f"{self.source} lacks the tensor {name}; the file is incomplete, download it again")
 
     def weight(self, name: str, shape: tuple[int, ...]) -> jax.Array | QuantizedTensor:
-        """The tensor `name`.
+        """The tensor `name`. A stack of quantised matrices lies as [experts, out, in] where floats of that name lie as
+        [experts, in, out].
 
         Raises:
           ModelError: the tensor is missing, or its shape is not `shape`.
@@ -48,7 +49,9 @@ class Checkpoint:
         if name not in self.tensors:
             raise self._lacks(name)
         tensor = self.tensors[name]()
-        if tuple(tensor.shape) != shape:
+        stack = isinstance(tensor, QuantizedTensor) and tensor.ndim == 3
+        found = tuple(tensor.shape)
+        if found != shape and not (stack and (found[0], found[2], found[1]) == shape):
             raise ModelError(
                 f"the tensor {name} of {self.source} has the shape {tuple(tensor.shape)}; "
                 f"its configuration asks for {shape}"

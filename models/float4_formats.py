@@ -1,8 +1,8 @@
 """Experts of 4-bit floats in safetensors files (MXFP4, GPT-OSS): a sign, 2 + 1 bits, and an exponent for 32 of them.
 
 `{name}_blocks` uint8 [experts, out, in / 32, 16] holds two numbers in a byte, the first in its lower half, and
-`{name}_scales` uint8 [experts, out, in / 32] the exponents plus 127. They stand for `{name}` [experts, in, out], read
-as bfloat16, which holds every such number.
+`{name}_scales` uint8 [experts, out, in / 32] the exponents plus 127. They stand for `{name}` [experts, in, out], and
+are held as they are: a stack of matrices [out, in] of the kind mxfp4.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtile._errors import ModelError
+from jtile.ops import QuantizedTensor
 
 from .mapped import Stored
 
 BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a tensor
-NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
-def mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Callable[[], jax.Array]]:
+def mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Callable[[], QuantizedTensor]]:
     """The readers of the tensors that have blocks."""
     names = (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS))
     return {name: functools.partial(_read, tensors, name) for name in names}
 
 
-def _read(tensors: Mapping[str, Stored], name: str) -> jax.Array:
+def _read(tensors: Mapping[str, Stored], name: str) -> QuantizedTensor:
     blocks = tensors[name + BLOCKS]
     if name + SCALES not in tensors:
         raise ModelError(f"the tensor {blocks.name} has no scales: {name}{SCALES} is missing; download the file again")
@@ -39,16 +39,14 @@ def _read(tensors: Mapping[str, Stored], name: str) -> jax.Array:
             f"the tensor {blocks.name} is {blocks.dtype.name} {blocks.shape} with scales {scales.dtype.name} "
             f"{scales.shape}; expected uint8 [experts, out, in / 32, 16] and [experts, out, in / 32]"
         )
-    return _multiplied(blocks(), scales())
+    return _ordered(blocks(), scales())
 
 
 @jax.jit
-def _multiplied(blocks, scales) -> jax.Array:
-    codes = jnp.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1)
-    codes = codes.reshape(*scales.shape, 32)
-    sizes = jnp.asarray(NUMBERS)[(codes & np.uint8(7)).astype(jnp.int32)]
-    numbers = jnp.where(codes >= 8, -sizes, sizes)
-    bits = scales.astype(jnp.uint32) << np.uint32(23)  # of the float 2^(exponent)
-    power = jax.lax.bitcast_convert_type(jnp.where(scales == 0, np.uint32(1 << 22), bits), jnp.float32)
-    found = (numbers * power[..., None]).astype(jnp.bfloat16)
-    return found.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+def _ordered(blocks, scales) -> QuantizedTensor:
+    """With the bytes of a block in the order of `QuantizedTensor`: weights j and j + 16 beside each other."""
+    lead = scales.shape[:2]
+    codes = jnp.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).reshape(*scales.shape, 2, 16)
+    codes = codes[..., 0, :] | codes[..., 1, :] << np.uint8(4)
+    powers = jax.lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu)
+    return QuantizedTensor(codes.reshape(*lead, -1), powers, None, "mxfp4")

@@ -157,7 +157,7 @@ def embedding(table: jax.Array | QuantizedTensor, ids: jax.Array, *, dtype=None)
     meta = {"bn": fit(flat.shape[0], max(1, machine().tile // features)), "dtype": jnp.dtype(dtype).name}
     if not quantized:
         return embedding_rows(table, flat, **meta).reshape(shape)
-    if table.is_super:
+    if table.is_super or table.kind == "mxfp4":
         rows = jnp.clip(flat, 0, table.shape[0] - 1)
         found = jax.lax.stop_gradient(table).rows(rows).dequantize(dtype)
         return jnp.where((rows == flat)[:, None], found, jnp.zeros((), dtype)).reshape(shape)

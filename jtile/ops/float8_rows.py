@@ -10,7 +10,8 @@ import jtile as jt
 from jtile.ops import scaled_matmul
 from jtile.ops.dispatch import first_unmet
 from jtile.ops.operands import Weight
-from jtile.ops.quantized_tensor import BLOCKS, FLOAT8
+from jtile.ops.quantized_tensor import BLOCKS
+from jtile.ops.weight_codes import FLOAT8
 
 MANY = 128  # rows from which on a product is bound by the tensor cores, and not by reading the weights
 _LARGEST = 448.0  # of e4m3

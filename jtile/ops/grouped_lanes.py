@@ -13,10 +13,10 @@ import jtile as jt
 from jtile.ops import k_lanes, quantized_lanes
 from jtile.ops._shapes import fit, known, tuned
 from jtile.ops.operands import Weight
-from jtile.ops.quantized_lanes import FOUR_BIT, HALF, dequantized_halves, side
-from jtile.ops.quantized_tensor import BLOCK, unpack_codes
+from jtile.ops.quantized_lanes import HALF, dequantized_halves, side
 from jtile.ops.row_groups import most_tiles, named, of_group, tile_of_rows
 from jtile.ops.super_blocks import LAYOUTS, RUN, SUPER, SuperBlocks, as_bytes
+from jtile.ops.weight_codes import BLOCK, FOUR_BIT, unpack_codes
 
 
 def _few_type(x, weight, index, *, out_dtype, **_):

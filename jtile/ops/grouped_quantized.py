@@ -16,9 +16,10 @@ from jtile.ops import dispatch, grouped_lanes, k_products, quantized
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.dispatch import WARPS, Implementation, Op
 from jtile.ops.operands import Weight
-from jtile.ops.quantized_tensor import QuantizedTensor, unpack_codes
+from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.row_groups import most_tiles, named, of_group, padded, tile_of_rows
 from jtile.ops.super_blocks import LAYOUTS, SuperBlocks
+from jtile.ops.weight_codes import unpack_codes
 
 Stack = Weight | SuperBlocks  # the arrays of a weight with a leading axis of groups: [groups, out, …]
 

@@ -323,6 +323,7 @@ def misfit(x, weight: Weight, kind: str) -> str | None:
     last = weight.scale is not None and weight.scaled_last(kind)
     whole = inner > 0 and inner % (BLOCK if last else DEPTH) == 0
     return first_unmet(
+        (kind != "mxfp4", "codes are floats of 4 bits"),
         (weight.codes.dtype == jnp.uint32, f"codes are {weight.codes.dtype.name}, not packed words"),
         (x.dtype in (jnp.bfloat16, jnp.float16), f"rows are {x.dtype.name}, not 16-bit floats"),
         (isinstance(m, int), "the number of rows is not known"),

@@ -24,7 +24,8 @@ from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unm
 from jtile.ops.epilogues import ACTIVATIONS, check_activation
 from jtile.ops.frozen import saving, slopes
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
-from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor, unpack_codes
+from jtile.ops.quantized_tensor import QuantizedTensor
+from jtile.ops.weight_codes import BLOCK, FOUR_BIT, float4_numbers, unpack_codes
 
 HALF = BLOCK // 2
 
@@ -146,7 +147,8 @@ def _codes(codes, r, rows: int, kind: str, lead: tuple[int, ...], c=0, chunks: i
     q = codes.tiles(rows, stored)[r, c].reshape(rows, *lead, stored // math.prod(lead))
     if kind in ("int8", "q8_0", "fp8"):
         return [q.astype(jnp.float32)]
-    parts = [(q & np.uint8(15)).astype(jnp.float32), (q >> np.uint8(4)).astype(jnp.float32)]
+    number = float4_numbers if kind == "mxfp4" else lambda codes: codes.astype(jnp.float32)
+    parts = [number(q & np.uint8(15)), number(q >> np.uint8(4))]
     return [p - np.float32(8) for p in parts] if kind == "q4_0" else parts
 
 
@@ -185,7 +187,7 @@ def dequantized_tile(weight: Weight, r, rows: int, kind: str, inner: int, c=0, c
 
 def _lead(weight: Weight, kind: str, groups: int, inner: int) -> tuple[int, ...]:
     """How `_codes` are to stand beside the scales of `groups` groups; `inner`: of the whole weight."""
-    blocks = weight.shared_by(inner // BLOCK) if kind in ("q4_0", "q4_1") else 1
+    blocks = weight.shared_by(inner // BLOCK) if kind in FOUR_BIT else 1
     return (groups,) if blocks == 1 else (groups, blocks)
 
 
@@ -204,7 +206,7 @@ def _grid_of_tiles(x, weights, *_, rows, bm, **__):
 def row_of(x, i, weight: Weight, kind: str):
     """Row i of x as [*lead, parts, width], as codes of W stand."""
     lead = _lead(weight, kind, weight.scale.shape[1], x.shape[1])
-    return x[i, :].reshape(*lead, 2 if kind in ("q4_0", "q4_1") else 1, -1)
+    return x[i, :].reshape(*lead, 2 if kind in FOUR_BIT else 1, -1)
 
 
 @jt.kernel(out_type=_type, grid=_grid_of_rows, name="quantized_gemv")

@@ -22,17 +22,16 @@ from jtile.ops import dispatch
 from jtile.ops._shapes import known, tuned
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
-from jtile.ops.quantized_tensor import BLOCK
+from jtile.ops.weight_codes import BLOCK, FOUR_BIT, float4_numbers
 
 HALF = BLOCK // 2
-FOUR_BIT = ("q4_0", "q4_1")
-
 
 UP = 2.0**76  # x times that, times an integer's bits as a float32, is a normal number for 2^-53 < |x| < 2^51
 DOWN = 2.0**73  # both bring x q back to 1: the bits are q 2^-149
 # the largest |x| of a row for which nothing overflows, and the smallest for which nothing that counts is lost
 LARGE, SMALL = 2.0**51, 2.0**-29
-_ZERO = {"q4_0": 8.0, "q4_1": 0.0, "q8_0": 128.0, "int8": 128.0, "fp8": 0.0}  # the field of a word that says 0
+# the field of a word that says 0
+_ZERO = {"q4_0": 8.0, "q4_1": 0.0, "q8_0": 128.0, "int8": 128.0, "fp8": 0.0, "mxfp4": 0.0}
 
 # x of a block as its words hold the codes: axes [blocks, *these], by (4-bit codes, packed words); of packed words, see
 # `QuantizedTensor.packed`, the axes are s, h, t, e of a weight's number 16 s + 8 h + 2 t + e in its block.
@@ -74,10 +73,19 @@ def float8_fields(words) -> list:
     return [jax.lax.bitcast_convert_type(bits & np.int32(0x87F00000 - (1 << 32)), jnp.float32) for bits in signed]
 
 
+def float4_fields(words) -> list:
+    """The eight e2m1 numbers of words, from the low bits on, as float32, times 2^-126, likewise."""
+    tops = [words << np.uint32(28 - 4 * k) for k in range(8)]
+    signed = [jax.lax.bitcast_convert_type(top, jnp.int32) >> np.int32(6) for top in tops]
+    return [jax.lax.bitcast_convert_type(bits & np.int32(0x81C00000 - (1 << 32)), jnp.float32) for bits in signed]
+
+
 def scaled_planes(planes, kind: str = "q8_0"):
     """x for the numbers of `scaled_fields`, and its sum over a word's fields in the same scale."""
     if kind == "fp8":
         return [plane * (2.0**120 / DOWN) for plane in planes], None
+    if kind == "mxfp4":
+        return [plane * (2.0**126 / DOWN) for plane in planes], None
     four = kind in FOUR_BIT
     shifts = (0, 4, 8, 12, 16, 20, 0, 0) if four else (0, 8, 16, 0)
     out = [plane * (UP * 2.0**-shift) for plane, shift in zip(planes, shifts)]
@@ -91,6 +99,8 @@ def scaled_fields(words, kind: str = "q8_0"):
     """The fields of words as float32, 2^-149 times their place in the word; the highest ones were moved down."""
     if kind == "fp8":
         return float8_fields(words)
+    if kind == "mxfp4":
+        return float4_fields(words)
     four = kind in FOUR_BIT
     top = words >> np.uint32(24)
     bits = 4 if four else 8
@@ -109,6 +119,8 @@ def plain_fields(words, kind: str = "q8_0"):
     """The fields of words as numbers, converted."""
     if kind == "fp8":
         return [field * jnp.float32(2.0**120) for field in float8_fields(words)]
+    if kind == "mxfp4":
+        return [field * jnp.float32(2.0**126) for field in float4_fields(words)]
     bits = 4 if kind in FOUR_BIT else 8
     fields = [(words >> np.uint32(shift)) & np.uint32((1 << bits) - 1) for shift in range(0, 32, bits)]
     return [field.astype(jnp.int32).astype(jnp.float32) for field in fields]
@@ -209,7 +221,7 @@ def dequantized_halves(weight: Weight, r, chunk, kind: str, rows: int, blocks: i
     codes = weight.codes.tiles(rows, blocks, width)[r, chunk, 0]
     of_block = lambda a: _of_blocks(lambda n, k: a.tiles(rows, n)[r, k], chunk, blocks, shared)
     halves = (codes & np.uint8(15), codes >> np.uint8(4)) if kind in FOUR_BIT else (codes,)
-    halves = [half.astype(jnp.float32) for half in halves]
+    halves = [float4_numbers(half) if kind == "mxfp4" else half.astype(jnp.float32) for half in halves]
     last = weight.scaled_last(kind)
     if not last:
         scale = of_block(weight.scale)

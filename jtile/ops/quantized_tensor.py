@@ -9,6 +9,7 @@ A weight of shape (out, in) is kept as codes, scales and (Q4_1 only) minima, all
 | fp8  | e4m3 [out, in]   | f32 [out, 1 or groups]| -                | scale * q             |
 | q4_0 | uint8 [out, in/2]| float [out, in/group]| -                 | scale * (q - 8)       |
 | q4_1 | uint8 [out, in/2]| float [out, in/group]| float, likewise   | scale * q + minimum   |
+| mxfp4| uint8 [out, in/2]| e8m0 [out, in/group] | -                 | scale * e2m1 of q     |
 
 The group of weights that share a scale is 32 times a power of two: 32 in GGUF, whose scales are float16, and mostly 128
 in safetensors, where they are float16 or bfloat16. The shapes of the arrays say it.
@@ -39,11 +40,11 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ops import super_blocks
 from jtile.ops._shapes import check_float
 from jtile.ops.super_blocks import LAYOUTS, SUPER, SuperBlocks
+from jtile.ops.weight_codes import BLOCK, FLOAT8, FOUR_BIT, dequantize_rows, float4_codes, pack_codes, unpack_codes
 
-BLOCK = 32  # weights of a block of GGUF; groups that share a scale are of one or more blocks
-KINDS = ("int8", "q8_0", "fp8", "q4_0", "q4_1")
+KINDS = ("int8", "q8_0", "fp8", "q4_0", "q4_1", "mxfp4")
 BLOCKS = 128  # rows that share the scales of fp8 weights whose activations are rounded by "blocks"
-FLOAT8 = jnp.float8_e4m3fn
+POWER = jnp.float8_e8m0fnu  # of the scales of mxfp4
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # one GGUF block: f16 scale, (f16 minimum,) codes
 K_KINDS = tuple(LAYOUTS)  # read from GGUF, not made here
 
@@ -90,7 +91,7 @@ class QuantizedTensor:
 
     @property
     def is_4bit(self) -> bool:
-        return self.kind in ("q4_0", "q4_1")
+        return self.kind in FOUR_BIT
 
     @property
     def is_super(self) -> bool:
@@ -271,59 +272,6 @@ def _dequantized(tensor: QuantizedTensor, dtype) -> jax.Array:
     return dequantize_rows(tensor.kind, tensor.codes, tensor.scale, tensor.minimum).astype(dtype)
 
 
-def dequantize_rows(kind: str, codes, scale, minimum=None) -> jax.Array:
-    """float32 weights [..., in] of codes [..., in or in/2] with scales (and minima) [..., in/32 or 1]."""
-    codes = unpack_codes(codes, kind)
-    scale = scale.astype(jnp.float32)[..., None]
-    if kind == "int8":
-        return codes.astype(jnp.float32) * scale[..., 0]
-    lead, groups = codes.shape[:-1], scale.shape[-2]
-    if kind in ("q8_0", "fp8"):
-        return (codes.reshape(*lead, groups, -1).astype(jnp.float32) * scale).reshape(*lead, -1)
-    blocks = codes.reshape(*lead, -1, BLOCK // 2)
-    quants = jnp.concatenate([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).astype(jnp.float32)
-    quants = quants.reshape(*lead, groups, -1)
-    if kind == "q4_0":
-        weights = (quants - 8.0) * scale
-    else:
-        weights = quants * scale + minimum.astype(jnp.float32)[..., None]
-    return weights.reshape(*lead, -1)
-
-
-@functools.partial(jax.jit, static_argnames="kind")
-def pack_codes(codes, kind: str) -> jax.Array:
-    """Codes [..., in or in/2] as words."""
-    lead = codes.shape[:-1]
-    if kind in ("q4_0", "q4_1"):
-        pairs = codes.reshape(*lead, -1, 2, 4, 2).astype(jnp.uint32)  # of s = 0 and 1, by block, h, t, e
-        parts, step = (pairs & 15) | (pairs >> 4) << 8, 4
-    else:
-        eights = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ np.uint8(0 if kind == "fp8" else 128)
-        parts, step = eights.reshape(*lead, -1, 2, 4, 2).astype(jnp.uint32), 8  # by block and s, h, t, e
-    words = (parts << _places(step, parts.ndim)).sum((-3, -1), dtype=jnp.uint32)
-    return words.reshape(*lead, -1)
-
-
-@functools.partial(jax.jit, static_argnames="kind")
-def unpack_codes(codes, kind: str) -> jax.Array:
-    """The inverse of `pack_codes`; codes that are no words stay as they are."""
-    if codes.dtype != jnp.uint32:
-        return codes
-    lead, four = codes.shape[:-1], kind in ("q4_0", "q4_1")
-    parts = codes.reshape(*lead, -1, 1, 4, 1)
-    parts = parts >> _places(4 if four else 8, parts.ndim)
-    if four:
-        return (parts & 15 | (parts >> 8 & 15) << 4).astype(jnp.uint8).reshape(*lead, -1)
-    eights = (parts & 255).astype(jnp.uint8) ^ np.uint8(0 if kind == "fp8" else 128)
-    return jax.lax.bitcast_convert_type(eights, FLOAT8 if kind == "fp8" else jnp.int8).reshape(*lead, -1)
-
-
-def _places(step: int, rank: int):
-    """The bits at which the parts of words begin, by h, t and e, the last of `rank` axes."""
-    h, e = np.indices((2, 2), np.uint32)
-    return (step * h + 16 * e).reshape((1,) * (rank - 3) + (2, 1, 2))
-
-
 def quantize(x, kind: str, group: int = BLOCK) -> QuantizedTensor:
     """Quantises float [out, in] to `kind`, with a scale for every `group` weights of a row (int8, fp8: for all of it).
 
@@ -412,7 +360,7 @@ def _quantize(xp, x, kind: str, group: int) -> QuantizedTensor:
             codes = xp.clip(x * _inverse(xp, scale), -448.0, 448.0).astype(FLOAT8)
             return QuantizedTensor(codes, scale, None, kind)
         codes, scale, minimum = _QUANTIZERS[kind](xp, x.reshape(out, inner // group, group))
-        scale = scale[..., 0].astype(np.float16)
+        scale = scale[..., 0].astype(POWER if kind == "mxfp4" else np.float16)
         minimum = None if minimum is None else minimum[..., 0].astype(np.float16)
     if kind != "q8_0":
         codes = codes.reshape(out, inner // BLOCK, BLOCK)
@@ -437,7 +385,14 @@ def _quantize_q4_1(xp, blocks):
     return xp.clip(xp.trunc((blocks - low) * _inverse(xp, scale) + 0.5), 0, 15).astype(np.uint8), scale, low
 
 
-_QUANTIZERS = {"q8_0": _quantize_q8_0, "q4_0": _quantize_q4_0, "q4_1": _quantize_q4_1}
+def _quantize_mxfp4(xp, blocks):
+    """A power of two that brings the largest value between 4 and 8, and the number that is nearest."""
+    power = xp.frexp(xp.max(xp.abs(blocks), axis=-1, keepdims=True))[1] - 3
+    scale = xp.ldexp(np.float32(1), xp.clip(power, -126, 127)).astype(np.float32)
+    return float4_codes(xp, blocks / scale), scale, None
+
+
+_QUANTIZERS = {"q8_0": _quantize_q8_0, "q4_0": _quantize_q4_0, "q4_1": _quantize_q4_1, "mxfp4": _quantize_mxfp4}
 
 
 def _inverse(xp, scale):

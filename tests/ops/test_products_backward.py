@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from draws import thorough
 from library import differences_agree, normal, slopes_agree
 
 from jtile import ops
@@ -13,6 +14,8 @@ from jtile.ops.quantized import quantized_matmul_reference
 from jtile.ops.quantized_tensor import KINDS
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
+
+MOST = KINDS if thorough() else KINDS[:-1]  # mxfp4 differs in what a code is
 
 
 def operands(m: int, n: int, k: int, dtype: str = "float32", ta: bool = False, tb: bool = False, batch=()):
@@ -90,7 +93,7 @@ def test_gated_mlp_differences_and_nothing():
     np.testing.assert_array_equal(slope, np.zeros((4, 5)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOST)
 @pytest.mark.parametrize("m", [1, 5])
 def test_quantized_matmul(kind, m):
     weight = ops.quantize(normal(0, 101, 1056), kind)  # three chunks of columns

@@ -1,0 +1,86 @@
+"""The codes of quantised weights: the numbers that they say, and words of them; the kinds are those of
+quantized_tensor.py."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK = 32  # weights of a block of GGUF; groups that share a scale are of one or more blocks
+FOUR_BIT = ("q4_0", "q4_1", "mxfp4")
+FLOAT8 = jnp.float8_e4m3fn
+
+
+def float4_numbers(codes):
+    """float32 numbers of codes uint8 from 0 to 15, floats with a sign, 2 bits of exponent and 1 of mantissa (e2m1):
+    0, 0.5, 1, 1.5, 2, 3, 4, 6, and from 8 on these less than 0."""
+    size = codes & np.uint8(7)  # twice the number: as the code is, and from 4 on 1, 2, 5 more than that
+    twice = size + (jnp.maximum(size, np.uint8(4)) - np.uint8(4)) + ((size + np.uint8(1)) >> np.uint8(3)) * np.uint8(2)
+    number = twice.astype(jnp.float32) * np.float32(0.5)
+    return jnp.where(codes >= np.uint8(8), -number, number)
+
+
+def float4_codes(xp, x):
+    """The codes, uint8, of what is nearest to x, float32; `xp`: NumPy or `jnp`."""
+    size = xp.abs(x)
+    near = xp.where(size < 2, xp.round(2 * size), xp.where(size < 4, xp.round(size) + 2, xp.round(size / 2) + 4))
+    return xp.minimum(near, np.float32(7)).astype(np.uint8) | xp.where(x < 0, np.uint8(8), np.uint8(0))
+
+
+def dequantize_rows(kind: str, codes, scale, minimum=None) -> jax.Array:
+    """float32 weights [..., in] of codes [..., in or in/2] with scales (and minima) [..., in/32 or 1]."""
+    codes = unpack_codes(codes, kind)
+    scale = scale.astype(jnp.float32)[..., None]
+    if kind == "int8":
+        return codes.astype(jnp.float32) * scale[..., 0]
+    lead, groups = codes.shape[:-1], scale.shape[-2]
+    if kind in ("q8_0", "fp8"):
+        return (codes.reshape(*lead, groups, -1).astype(jnp.float32) * scale).reshape(*lead, -1)
+    blocks = codes.reshape(*lead, -1, BLOCK // 2)
+    quants = jnp.concatenate([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1)
+    quants = quants.reshape(*lead, groups, -1)
+    if kind == "mxfp4":
+        return (float4_numbers(quants) * scale).reshape(*lead, -1)
+    quants = quants.astype(jnp.float32)
+    if kind == "q4_0":
+        weights = (quants - 8.0) * scale
+    else:
+        weights = quants * scale + minimum.astype(jnp.float32)[..., None]
+    return weights.reshape(*lead, -1)
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def pack_codes(codes, kind: str) -> jax.Array:
+    """Codes [..., in or in/2] as words."""
+    lead = codes.shape[:-1]
+    if kind in FOUR_BIT:
+        pairs = codes.reshape(*lead, -1, 2, 4, 2).astype(jnp.uint32)  # of s = 0 and 1, by block, h, t, e
+        parts, step = (pairs & 15) | (pairs >> 4) << 8, 4
+    else:
+        eights = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ np.uint8(0 if kind == "fp8" else 128)
+        parts, step = eights.reshape(*lead, -1, 2, 4, 2).astype(jnp.uint32), 8  # by block and s, h, t, e
+    words = (parts << _places(step, parts.ndim)).sum((-3, -1), dtype=jnp.uint32)
+    return words.reshape(*lead, -1)
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def unpack_codes(codes, kind: str) -> jax.Array:
+    """The inverse of `pack_codes`; codes that are no words stay as they are."""
+    if codes.dtype != jnp.uint32:
+        return codes
+    lead, four = codes.shape[:-1], kind in FOUR_BIT
+    parts = codes.reshape(*lead, -1, 1, 4, 1)
+    parts = parts >> _places(4 if four else 8, parts.ndim)
+    if four:
+        return (parts & 15 | (parts >> 8 & 15) << 4).astype(jnp.uint8).reshape(*lead, -1)
+    eights = (parts & 255).astype(jnp.uint8) ^ np.uint8(0 if kind == "fp8" else 128)
+    return jax.lax.bitcast_convert_type(eights, FLOAT8 if kind == "fp8" else jnp.int8).reshape(*lead, -1)
+
+
+def _places(step: int, rank: int):
+    """The bits at which the parts of words begin, by h, t and e, the last of `rank` axes."""
+    h, e = np.indices((2, 2), np.uint32)
+    return (step * h + 16 * e).reshape((1,) * (rank - 3) + (2, 1, 2))
