@@ -119,6 +119,14 @@ class PromptError(JtileError, ValueError):
     """Token ids, text or sampling options that a model cannot take."""
 
 
+class EngineError(JtileError, RuntimeError):
+    """A serving engine cannot take a request, or could not finish it: it is closed, or a step of it has failed."""
+
+
+class QueueFullError(EngineError):
+    """So many requests wait for a serving engine that it takes no more of them now."""
+
+
 def _place(where: tuple[str, int] | None, column: int | None) -> str:
     if where is None:
         return ""

@@ -5,6 +5,7 @@ from jtile._errors import CacheWarning as CacheWarning
 from jtile._errors import CompileError as CompileError
 from jtile._errors import DeadlockError as DeadlockError
 from jtile._errors import DefectWarning as DefectWarning
+from jtile._errors import EngineError as EngineError
 from jtile._errors import InterpreterError as InterpreterError
 from jtile._errors import JtileError as JtileError
 from jtile._errors import KernelAssertionError as KernelAssertionError
@@ -16,6 +17,7 @@ from jtile._errors import OutOfBoundsError as OutOfBoundsError
 from jtile._errors import ParseError as ParseError
 from jtile._errors import PromptError as PromptError
 from jtile._errors import ProtocolError as ProtocolError
+from jtile._errors import QueueFullError as QueueFullError
 from jtile._errors import RaceError as RaceError
 from jtile._errors import SharedRaceError as SharedRaceError
 from jtile._errors import TransformError as TransformError

@@ -8,10 +8,11 @@ from .decoder import Decoder
 from .generate import Generation, LanguageModel, Stats
 from .load import load
 from .quantize import quantize_folder, run_quantize
+from .serving import Completion, Engine, Token
 from .speculation import NGram
 from .tokenizer import Tokenizer
 
 __all__ = [
-    "Decoder", "Generation", "LanguageModel", "NGram", "Stats", "Tokenizer", "load", "quantize_folder", "run_generate",
-    "run_quantize",
+    "Completion", "Decoder", "Engine", "Generation", "LanguageModel", "NGram", "Stats", "Token", "Tokenizer", "load",
+    "quantize_folder", "run_generate", "run_quantize",
 ]  # fmt: skip

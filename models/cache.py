@@ -53,20 +53,22 @@ class KVCache:
     """What every layer keeps of the tokens; row b holds `lengths[b]` of them.
 
     lengths: int32 [batch]. table: int32 [batch, n], the pages of each row in order, the same numbers in the pool of
-    every layer; None where rows lie in one piece, as those of rings do in any case.
+    every layer; None where rows lie in one piece, as those of rings do in any case. splits: into how many parts the
+    keys of a row are split; by default their number depends on the other rows, and with it the order of sums.
     """
 
     entries: tuple[Entry, ...]
     lengths: jax.Array
     table: jax.Array | None = None
+    splits: int | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def layer(self, entry: Entry) -> Slots:
         """One of the entries, to be appended to."""
-        return Slots(entry, self.lengths, None if entry.ring else self.table)
+        return Slots(entry, self.lengths, None if entry.ring else self.table, self.splits)
 
     def longer(self, entries: Sequence[Entry], by: int = 1) -> KVCache:
         """With the entries behind a step of `by` tokens a row."""
-        return KVCache(tuple(entries), self.lengths + by, self.table)
+        return KVCache(tuple(entries), self.lengths + by, self.table, self.splits)
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +83,7 @@ class Slots:
     entry: Entry
     lengths: jax.Array
     table: jax.Array | None = None
+    splits: int | None = None
 
     def _with(self, arrays, scales=()) -> Slots:
         return dataclasses.replace(self, entry=Entry(tuple(arrays), tuple(scales), self.entry.ring))
@@ -111,7 +114,7 @@ class Slots:
         (keys, values), scales = self.entry.arrays, self.entry.scales or None
         window = None if self.entry.ring else window  # a ring holds what a token sees, in any order
         options = {"pages": self.table, "scales": scales, "window": window, "scale": scale, "softcap": softcap,
-                   "sinks": sinks}  # fmt: skip
+                   "sinks": sinks, "splits": self.splits}  # fmt: skip
         new = self._tokens(q if scales else q.astype(keys.dtype))
         y = ops.decode_attention(new, keys, values, self._longer(q), **options)
         return y.reshape(q.shape).astype(q.dtype)
@@ -127,6 +130,7 @@ class Slots:
         """`ops.mla_decode` of queries [batch * t, heads, rank + rope]: [batch * t, heads, rank] of their dtype."""
         (latent,), scales = self.entry.arrays, self.entry.scales
         options = {"pages": self.table, "scales": scales[0] if scales else None, "rank": rank, "scale": scale}
+        options["splits"] = self.splits
         y = ops.mla_decode(self._tokens(query), latent, self._longer(query), **options)
         return y.reshape(*query.shape[:2], rank)
 

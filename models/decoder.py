@@ -235,9 +235,10 @@ class Decoder(nnx.Module):
         """Of each layer's attention."""
         return tuple(block.attention.window for block in self.blocks)
 
-    def step(self, tokens, cache: kv.KVCache):
+    def step(self, tokens, cache: kv.KVCache, of=None):
         """The next tokens of each row, int32 [batch] or [batch, t] -> (logits float32 [batch, (t,) vocab] behind each,
-        the longer cache). Several are more than a ring takes: see `cache.Layout`."""
+        the longer cache). Several are more than a ring takes: see `cache.Layout`. `of`, int32 [n]: logits [n, vocab]
+        behind these of the batch * t tokens only."""
         t = 1 if tokens.ndim == 1 else tokens.shape[1]
         positions = cache.lengths
         if tokens.ndim > 1:
@@ -248,8 +249,11 @@ class Decoder(nnx.Module):
             (x, delta), slots = block.step(x, delta, *angles[block.rope], cache.layer(entry))
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
+        if of is not None:
+            x, delta = (y if y is None else jnp.take(y, of, axis=0, mode="clip") for y in (x, delta))
         _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
-        return self._capped(logits).reshape(*tokens.shape, -1), cache.longer(entries, t)
+        logits = self._capped(logits)
+        return logits if of is not None else logits.reshape(*tokens.shape, -1), cache.longer(entries, t)
 
 
 def _positions(ids):

@@ -19,7 +19,7 @@ from .checkpoint import Checkpoint
 from .config import LONGEST
 from .decoder import Decoder
 from .dtypes import CACHE_DTYPES, default_dtype, dtype_of
-from .prompt import Prompt, is_int, read_prompt, widen
+from .prompt import Prompt, is_int, read_ends, read_prompt, widen
 from .sampling import Sampling, SamplingOptions, Steps
 from .speculation import NGram, Plan
 from .tokenizer import Tokenizer
@@ -168,14 +168,7 @@ class LanguageModel:
         if not is_int(max_new_tokens) or max_new_tokens < 0:
             raise PromptError(f"max_new_tokens is an int of at least 0, got {max_new_tokens!r}")
         prompt = self._prompt(ids, attention_mask)
-        if isinstance(eos, str):
-            if eos != "model":
-                raise PromptError(f"eos is 'model', a token id, several, or None; got {eos!r}")
-            ends = self.eos_ids
-        else:
-            ends = () if eos is None else tuple(eos) if np.iterable(eos) else (eos,)
-            if not all(is_int(end) and -(2**31) <= end < 2**31 for end in ends):
-                raise PromptError(f"eos is 'model', a token id (of 32 bits), several, or None; got {eos!r}")
+        ends = read_ends(eos, self.eos_ids)
         plan = Plan.of(self, draft, draft_tokens)
         room = max(self.config.max_length - int(prompt.lengths.max()), 0)
         choice = Choice.of(Sampling(**options), len(prompt.lengths), self.config.vocab_size, ends, logprobs)

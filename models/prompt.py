@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -78,6 +79,22 @@ def _stack(rows: list[np.ndarray]) -> np.ndarray:
 def widen(x: np.ndarray, length: int) -> np.ndarray:
     """Pads [batch, n] with zeros on the right to [batch, length]."""
     return np.pad(x, ((0, 0), (0, length - x.shape[1])))
+
+
+def read_ends(eos: str | int | Sequence[int] | None, of_model: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end a text: those of the model for "model", else ids, or none for None.
+
+    Raises:
+      PromptError: something else.
+    """
+    if isinstance(eos, str):
+        if eos != "model":
+            raise PromptError(f"eos is 'model', a token id, several, or None; got {eos!r}")
+        return tuple(of_model)
+    ends = () if eos is None else tuple(eos) if np.iterable(eos) else (eos,)
+    if not all(is_int(end) and -(2**31) <= end < 2**31 for end in ends):
+        raise PromptError(f"eos is 'model', a token id (of 32 bits), several, or None; got {eos!r}")
+    return ends
 
 
 def is_int(value) -> bool:

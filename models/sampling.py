@@ -152,6 +152,20 @@ class Sampling:
         wanted += [name for name in ("top_k", "top_p", "min_p") if getattr(steps, name)]
         wanted += ["repetition_penalty"] if steps.repetition else []
         wanted += ["presence_penalty", "frequency_penalty"] if steps.counts else []
+        rows = self.rows(batch)
+        numbers = {name: rows[name] for name in wanted}
+        if steps.bias:
+            numbers["bias"] = self._table(batch, vocab)
+        return numbers
+
+    def rows(self, batch: int) -> dict[str, np.ndarray]:
+        """The numbers of every option but biases, [batch, 1], seeds uint32 [batch]: the temperature is 0 where a row is
+        greedy, and top_p beyond all sums where it keeps every token, since a rounded sum of all may be less than 1 or
+        reach it early.
+
+        Raises:
+          PromptError: an option has another number of rows than the batch.
+        """
         numbers = {}
         for name in _RANGES:
             values = _of_rows(name, self._values(name), batch)
@@ -160,11 +174,8 @@ class Sampling:
                 numbers[name] = ((values + first) & 0xFFFFFFFF).astype(np.uint32)
             else:
                 numbers[name] = values.astype(np.int32 if name == "top_k" else np.float32)[:, None]
-        numbers = {name: numbers[name] for name in wanted}
-        if steps.draws:  # 0 where a row is greedy
-            numbers["temperature"] = numbers["temperature"] * _of_rows("temperature", self._draws, batch)[:, None]
-        if steps.bias:
-            numbers["bias"] = self._table(batch, vocab)
+        numbers["temperature"] = numbers["temperature"] * _of_rows("temperature", self._draws, batch)[:, None]
+        numbers["top_p"] = np.where(numbers["top_p"] == 1, np.float32(2), numbers["top_p"])
         return numbers
 
     def _table(self, batch: int, vocab: int) -> np.ndarray:

@@ -1,0 +1,177 @@
+"""The core of an engine, for one thread: requests become sequences, plans run on the device, tokens become answers.
+
+The device never waits for the host: a step is dispatched before the tokens of the one before it are read. What stops a
+sequence is seen one step late; the token too many is dropped.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jtile._errors import JtileError, ModelError
+
+from ..generate import LanguageModel
+from .device import Device, Rates, Result
+from .request import Completion, Request, Token
+from .scheduler import Plan, Scheduler, Segment, Sequence
+from .settings import Settings
+from .text import StopText
+
+Deliver = Callable[[Token | None, JtileError | None], None]
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request under way. deliver(token or None, error or None): is called with each token, and with None when
+    `completion` has its finish_reason, then with the error if that is "error"."""
+
+    request: Request
+    completion: Completion
+    deliver: Deliver
+    sequence: Sequence
+    text: StopText
+
+
+@dataclasses.dataclass
+class Totals:
+    """Since the start: requests that came and ended, by finish reason; tokens of prompts and answers; steps."""
+
+    requests: int = 0
+    finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+
+
+class Core:
+    """Of a model with the sizes of `settings`; no two threads may be in it at a time."""
+
+    def __init__(self, lm: LanguageModel, settings: Settings):
+        self.lm, self.settings = lm, settings
+        self.scheduler = Scheduler(
+            settings.pages, settings.page, settings.rows, settings.shapes[-1], prefixes=settings.prefixes
+        )
+        self.device = Device(lm, settings)
+        self.totals = Totals()
+        self._jobs: dict[Sequence, Job] = {}
+        self._flying: collections.deque[tuple[Plan, Result]] = collections.deque()
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs and not self._flying
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Those under way."""
+        return list(self._jobs.values())
+
+    def submit(self, request: Request, deliver: Deliver) -> Job:
+        """Begins a request."""
+        sequence = self.scheduler.add(request.prompt, request.max_tokens)
+        stream = self.lm.tokenizer.stream() if self.lm.tokenizer else None
+        completion = Completion(prompt_tokens=len(request.prompt))
+        job = self._jobs[sequence] = Job(request, completion, deliver, sequence, StopText(stream, request.stops))
+        self.totals.requests += 1
+        self.totals.prompt_tokens += len(request.prompt)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Ends a request whose client has gone; nothing if it has ended."""
+        if job.sequence in self._jobs:
+            self._end(job, "cancelled")
+
+    def fail(self, error: JtileError) -> None:
+        """Ends all requests with an error."""
+        self._flying.clear()
+        for job in self.jobs:
+            self._end(job, "error", error)
+
+    def step(self) -> None:
+        """Dispatches a step, if there is something to do, and reads the one before it."""
+        plan = self.scheduler.plan()
+        if plan.segments:
+            for sequence in plan.seats:
+                assert sequence.slot is not None
+                self.device.seat(sequence.slot, self._jobs[sequence].request.row, sequence.tokens)
+            rows = [self._jobs[segment.sequence].request.row for segment in plan.samples]
+            level = max((row.level for row in rows), default=0)
+            logprobs = any(row.logprobs is not None for row in rows)
+            self._flying.append((plan, self.device.run(plan, level, logprobs)))
+            self.totals.steps += 1
+        if self._flying and (len(self._flying) > 1 or not plan.segments):
+            plan, result = self._flying.popleft()
+            self._read(plan, *result.read())
+
+    def update_weights(self, weights) -> None:
+        """See `Engine.update_weights`."""
+        self.lm._weights = checked_weights(self.lm, weights)
+        self.scheduler.reset()
+
+    def _read(self, plan: Plan, tokens: np.ndarray, rates: Rates | None) -> None:
+        index = {segment.sequence: i for i, segment in enumerate(plan.samples)}
+        for segment in self.scheduler.commit(plan, tokens[: len(index)].tolist()):
+            self._take(segment, index[segment.sequence], rates)
+
+    def _take(self, segment: Segment, i: int, rates: Rates | None) -> None:
+        """A token of an answer, number i of its step's."""
+        job = self._jobs[segment.sequence]
+        completion, request = job.completion, job.request
+        completion.cached_tokens = segment.sequence.cached or 0
+        token = segment.sequence.tokens[-1]
+        if token >= self.lm.config.vocab_size:  # see `sampling.choose`
+            source = self.lm.source or "the model"
+            error = ModelError(
+                f"the logits of {source} are no numbers (NaN) at token {segment.made} of an answer; check its weights"
+            )
+            self._end(job, "error", error)
+            return
+        ended = token in request.ends
+        text = "" if ended else job.text.push(token)
+        last = ended or job.text.stop is not None or segment.made + 1 == request.max_tokens
+        if last and job.text.stop is None:
+            text += job.text.finish()
+        logprob, best = None, ()
+        if rates is not None and request.row.logprobs is not None:
+            logprob, n = float(rates.chosen[i]), request.row.logprobs
+            best = tuple(zip(rates.ids[i, :n].tolist(), rates.best[i, :n].tolist(), strict=True))
+        item = Token(token, text, logprob, best)
+        completion.tokens.append(item)
+        completion.text += text
+        self.totals.new_tokens += 1
+        job.deliver(item, None)
+        if last:
+            completion.stop = job.text.stop
+            self._end(job, "stop" if ended or job.text.stop is not None else "length")
+
+    def _end(self, job: Job, reason, error: JtileError | None = None) -> None:
+        self.scheduler.finish(job.sequence)
+        del self._jobs[job.sequence]
+        job.completion.finish_reason = reason
+        self.totals.finished[reason] += 1
+        job.deliver(None, error)
+
+
+def checked_weights(lm: LanguageModel, weights) -> list:
+    """The leaves of a tree of weights that is like that of the model.
+
+    Raises:
+      ModelError: another tree, or an array of another shape or dtype.
+    """
+    tree = lm._structure[1]
+    leaves, found = jax.tree.flatten(weights)
+    if found != tree:
+        raise ModelError(
+            "the new weights are another tree than those of the model; give nnx.state(model) of a model like lm.model"
+        )
+    for old, new in zip(lm._weights, leaves, strict=True):
+        if (old.shape, old.dtype) != (getattr(new, "shape", None), getattr(new, "dtype", None)):
+            raise ModelError(
+                f"a new weight is {getattr(new, 'dtype', type(new).__name__)}{getattr(new, 'shape', '')}, where the "
+                f"model has {old.dtype}{old.shape}"
+            )
+    return [jax.device_put(new, old.sharding) for old, new in zip(lm._weights, leaves, strict=True)]

@@ -1,0 +1,176 @@
+"""The device's side of an engine: the pool of pages, what it keeps for each running sequence, and how a plan becomes
+calls of few compiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..generate import LanguageModel
+from . import programs
+from .scheduler import Plan
+from .settings import Settings
+
+COPIES = 8  # pages that one program copies
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """How the tokens of one sequence are chosen. level: the first of `LEVELS` that can; options: of `Sampling.rows`,
+    for one row; bias: {token: number}; logprobs: how many of the likeliest tokens are to be reported, None for no
+    log-probabilities; prompt: how many of the tokens are not counted by penalties of the answer."""
+
+    level: int
+    options: dict[str, np.ndarray]
+    bias: dict[int, float]
+    logprobs: int | None
+    prompt: int
+
+
+LEVELS = (programs.GREEDY, programs.DRAWS, programs.ALL)
+
+
+class Rates(NamedTuple):
+    """Log-probabilities of a step: of the chosen tokens [k]; of the likeliest ones [k, n], and their ids."""
+
+    chosen: np.ndarray
+    best: np.ndarray
+    ids: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a step gives, on the device: tokens int32 [k], of `Plan.samples` and then of padding."""
+
+    tokens: jax.Array
+    rates: tuple[jax.Array, ...] | None
+
+    def read(self) -> tuple[np.ndarray, Rates | None]:
+        """Waits for the step."""
+        rates = None if self.rates is None else Rates(*(np.asarray(x) for x in self.rates))
+        return np.asarray(self.tokens), rates
+
+
+class Device:
+    """Of a model, with the sizes of `settings`. Its programs run in the order of the calls; no call waits for one."""
+
+    def __init__(self, lm: LanguageModel, settings: Settings):
+        self._lm, self._settings = lm, settings
+        ids = np.zeros((1, settings.page), np.int32)
+        self._entries = programs.pool_of(lm.model, ids, settings.pages, settings.page, lm.cache_dtype)
+        slots = settings.rows + 1  # the last one is that of padding
+        self._last = jnp.zeros((slots,), jnp.int32)
+        self._table = np.full((slots, settings.width), -1, np.int32)
+        zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)
+        self._options = {name: zeros(x) for name, x in settings.options.items()}
+        self._penalties: dict[str, jax.Array] = {}
+        self._compiled: dict[tuple, jax.stages.Compiled] = {}
+
+    def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles what ordinary requests need; `progress(programs done, of how many)`."""
+        samples = sorted({self._settings.samples(n) for n in self._settings.shapes})
+        todo = [lambda n=n: self._step(n) for n in self._settings.shapes]
+        todo += [lambda k=k, level=level: self._choose(k, level, False) for k in samples for level in (0, 1)]
+        todo.append(self._copy)
+        for done, make in enumerate(todo):
+            progress(done, len(todo))
+            make()
+        progress(len(todo), len(todo))
+
+    def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
+        """Brings the state of a sequence with these tokens to its slot."""
+        options = {name: x[0] for name, x in row.options.items()}
+        self._options = programs.put(self._options, np.int32(slot), options)
+        if LEVELS[row.level].counts:
+            vocab, answer = self._lm.config.vocab_size, np.asarray(tokens[row.prompt :], np.int64)
+            bias = np.zeros((vocab,), np.float32)
+            bias[list(row.bias)] = list(row.bias.values())
+            seen = np.zeros((vocab,), bool)
+            seen[np.asarray(tokens)] = True
+            counts = np.bincount(answer, minlength=vocab).astype(np.int32)
+            self._make_penalties()
+            rows = {"seen": seen, "counts": counts, "bias": bias}
+            self._penalties = programs.put(self._penalties, np.int32(slot), rows)
+
+    def run(self, plan: Plan, level: int, logprobs: bool) -> Result:
+        """Runs a step; `level`, `logprobs`: what some of the sequences that choose a token need."""
+        self._copy_pages(plan.copies)
+        n = self._settings.shape(plan.tokens)
+        batch, of, which = self._arrays(plan, n)
+        run = self._step(n)
+        table = self._table.copy()  # the device may read it later than the next plan is written here
+        logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of)
+        penalties = self._penalties if LEVELS[level].counts else {}
+        choose = self._choose(len(of), level, logprobs)
+        tokens, rates, self._last, penalties = choose(logits, self._last, penalties, self._options, which)
+        self._penalties = penalties or self._penalties
+        return Result(tokens, rates)
+
+    def _arrays(self, plan: Plan, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What `programs.step` and `programs.choose` take; the table is brought up to date."""
+        slots, k = self._settings.rows, self._settings.samples(n)
+        batch = np.zeros((4, n), np.int32)
+        batch[1], batch[2] = -1, slots
+        of, which, at = np.zeros((k,), np.int32), np.zeros((2, k), np.int32), 0
+        which[0] = slots
+        for segment in plan.segments:
+            sequence, end = segment.sequence, at + segment.count
+            known = sequence.tokens[segment.start : segment.start + segment.count]
+            batch[0, at : at + len(known)] = known
+            batch[1, at:end] = np.arange(segment.start, segment.start + segment.count)
+            batch[2, at:end] = segment.slot
+            batch[3, end - 1] = segment.pending
+            pages = sequence.pages
+            self._table[segment.slot, : len(pages)] = pages
+            self._table[segment.slot, len(pages) :] = -1
+            at = end
+        ends = np.cumsum([segment.count for segment in plan.segments]) - 1
+        for i, (segment, end) in enumerate((s, e) for s, e in zip(plan.segments, ends, strict=True) if s.samples):
+            of[i], which[:, i] = end, (segment.slot, segment.made)
+        return batch, of, which
+
+    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        """In groups that read nothing which another group has written: see `Scheduler`, no target is a source."""
+        for first in range(0, len(copies), COPIES):
+            group = copies[first : first + COPIES]
+            sources = np.zeros((COPIES,), np.int32)
+            targets = np.full((COPIES,), self._settings.pages, np.int32)
+            sources[: len(group)], targets[: len(group)] = zip(*group, strict=True)
+            self._entries = self._copy()(self._entries, sources, targets)
+
+    def _make_penalties(self) -> None:
+        shape = (self._settings.rows + 1, self._lm.config.vocab_size)
+        dtypes = {"seen": jnp.bool_, "counts": jnp.int32, "bias": jnp.float32}
+        self._penalties = self._penalties or {name: jnp.zeros(shape, dtype) for name, dtype in dtypes.items()}
+
+    # -- compiled programs ---------------------------------------------------------------------------------------------
+
+    def _get(self, key: tuple, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        if key not in self._compiled:
+            self._compiled[key] = lower().compile()
+        return self._compiled[key]
+
+    def _step(self, n: int) -> jax.stages.Compiled:
+        lm, of = self._lm, np.zeros((self._settings.samples(n),), np.int32)
+        args = self._entries, self._last, self._table, np.zeros((4, n), np.int32), of
+        splits = self._settings.splits
+        return self._get(("step", n), lambda: programs.step.lower(lm._structure, lm._weights, *args, splits=splits))
+
+    def _choose(self, k: int, level: int, logprobs: bool) -> jax.stages.Compiled:
+        steps = LEVELS[level]
+        if steps.counts:
+            self._make_penalties()
+        logits = jax.ShapeDtypeStruct((k, self._lm.config.vocab_size), jnp.float32)
+        args = logits, self._last, self._penalties if steps.counts else {}, self._options, np.zeros((2, k), np.int32)
+        return self._get(
+            ("choose", k, level, logprobs), lambda: programs.choose.lower(*args, steps=steps, logprobs=logprobs)
+        )
+
+    def _copy(self) -> jax.stages.Compiled:
+        numbers = np.zeros((COPIES,), np.int32)
+        return self._get(("copy",), lambda: programs.copy.lower(self._entries, numbers, numbers))

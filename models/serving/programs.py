@@ -1,0 +1,84 @@
+"""The programs of the serving device: a step of the model over tokens of any rows, and the choice of the next ones.
+
+A step takes its tokens flat, whichever sequences they are of: each is a row of its own, with its position and the table
+of its sequence's pages. In each layer all of them are appended to the cache before any of them attends, so that chunks
+of prompts and single tokens are the same to it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from .. import cache as kv
+from .. import sampling
+from ..programs import merge, overlapping
+from ..sampling import Steps
+
+GREEDY = Steps()
+DRAWS = Steps(draws=True, greedy=True, top_k=True, top_p=True, min_p=True)
+ALL = DRAWS._replace(repetition=True, counts=True, bias=True)
+PENALTIES = ("seen", "counts", "bias")  # what `ALL` keeps for each slot, of the size of the vocabulary
+LOGPROBS = 20  # the most likely tokens that a step reports, where somebody wants any
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("splits",), donate_argnames=("entries",))
+def step(structure, weights, entries, last, table, batch, of, *, splits):
+    """(logits float32 [k, vocab] behind the tokens `of`, int32 [k]; the longer cache).
+
+    batch: int32 [4, n] of n tokens: themselves, their positions, the slots of their sequences, and whether the token is
+    the newest of its slot instead, which stands in `last`, int32 [slots]. table: int32 [slots, pages of a row]. Of the
+    last slot, that of padding, nothing is kept; its positions are -1. splits: see `KVCache`."""
+    tokens, positions, slots, pending = batch
+    tokens = jnp.where(pending > 0, last[slots], tokens)
+    cache = kv.KVCache(entries, positions, table[slots], splits)
+    with overlapping():
+        logits, cache = merge(structure, weights).step(tokens, cache, of)
+    return logits, cache.entries
+
+
+@functools.partial(jax.jit, static_argnames=("steps", "logprobs"), donate_argnames=("last", "penalties"))
+def choose(logits, last, penalties, options, which, *, steps, logprobs):
+    """Chooses the next token of each row of the logits [k, vocab].
+
+    which: int32 [2, k], the slots, and how many tokens of their answers were made. options: what `Sampling.rows` gives
+    of every slot; penalties: `PENALTIES` of every slot [slots, vocab], for `ALL`, else {}. Returns (int32 [k] tokens,
+    None or (their log-probabilities [k], those of the likeliest `LOGPROBS` [k, n], their ids [k, n]), last, penalties).
+    """
+    slots, made = which
+    numbers = {name: x[slots] for name, x in options.items()}
+    state = {name: x[slots] for name, x in penalties.items()}
+    numbers |= {"bias": state.pop("bias")} if steps.bias else {}
+    tokens = sampling.choose(logits, made, steps, numbers, state)
+    rates = None
+    if logprobs:
+        best, ids = jax.lax.top_k(logits, min(LOGPROBS, logits.shape[1]))
+        best = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        rates = sampling.log_probability(logits, tokens), best, ids
+    if steps.counts:
+        penalties = penalties | {
+            "seen": penalties["seen"].at[slots, tokens].set(True, mode="drop"),
+            "counts": penalties["counts"].at[slots, tokens].add(1, mode="drop"),
+        }
+    return tokens, rates, last.at[slots].set(tokens), penalties
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put(arrays, slot, rows):
+    """Sets a row of arrays [slots, ...]."""
+    return {name: x.at[slot].set(rows[name]) for name, x in arrays.items()}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy(entries, sources, targets):
+    """Copies pages, int32 [n]: all are read before any is written. Targets beyond the pool are dropped."""
+    return jax.tree.map(lambda x: x.at[targets].set(x[sources], mode="drop"), entries)
+
+
+def pool_of(model, ids, pages: int, page: int, dtype: str | None):
+    """The entries of a cache of so many pages, zeros; ids: int32 [1, page]."""
+    layout = kv.Layout(page, dtype, page=page)  # no windows: they are masks here, so that pages may be shared
+    one = lambda ids: kv.from_prefill(model.prefill(ids)[1], jnp.ones((1,), jnp.int32), layout).entries
+    return jax.tree.map(lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype), jax.eval_shape(one, ids))

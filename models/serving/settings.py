@@ -1,0 +1,144 @@
+"""The sizes of an engine: shapes of its programs, pages of its cache, limits of its requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jtile as jt
+from jtile._errors import ModelError
+from jtile.ops import QuantizedTensor
+
+from ..cache import SCALED
+from ..experts import Experts
+from ..generate import LanguageModel
+from ..prompt import is_int
+from ..sampling import Sampling
+
+PAGE = 64
+CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # of the cache: on CPUs bytes, on GPUs a share of the memory that is free
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """rows: sequences at a time. shapes: ascending numbers of tokens that a step may have; the largest is its budget.
+    pages, page: pages of the cache, and slots of a page. length: of prompt and answer together. waiting: requests
+    that may wait; prefixes: whether pages are shared. splits: parts of a row's keys, None for what is quickest."""
+
+    rows: int
+    shapes: tuple[int, ...]
+    pages: int
+    page: int
+    length: int
+    waiting: int
+    prefixes: bool
+    splits: int | None
+
+    @property
+    def width(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.length // self.page)
+
+    @property
+    def options(self) -> dict[str, np.ndarray]:
+        """The options of sampling of one row."""
+        return Sampling().rows(1)
+
+    def shape(self, tokens: int) -> int:
+        """The smallest shape for so many tokens."""
+        return next(n for n in self.shapes if n >= tokens)
+
+    def samples(self, shape: int) -> int:
+        """Of how many tokens a step of a shape gives logits: of all sequences that may have one."""
+        return min(shape, self.shape(self.rows))
+
+
+def settings_of(
+    lm: LanguageModel,
+    rows: int | None = None,
+    shapes: Sequence[int] | None = None,
+    cache_tokens: int | None = None,
+    max_length: int | None = None,
+    max_waiting: int = 1024,
+    prefix_cache: bool = True,
+    invariant: bool = True,
+) -> Settings:
+    """See `Engine`.
+
+    Raises:
+      ModelError: a number that is none, or numbers that do not fit each other.
+    """
+    for name, value in (("rows", rows), ("cache_tokens", cache_tokens), ("max_length", max_length)):
+        if value is not None and (not is_int(value) or value < 1):
+            raise ModelError(f"{name} of an engine is an int of at least 1, or None; got {value!r}")
+    if not is_int(max_waiting) or max_waiting < 0:
+        raise ModelError(f"max_waiting of an engine is an int of at least 0, got {max_waiting!r}")
+    cpu = jt.platform() == "cpu"
+    rows = rows or (16 if cpu else 128)
+    shapes = default_shapes(lm, rows, cpu, invariant) if shapes is None else tuple(shapes)
+    if not shapes or not all(is_int(n) and n > 0 for n in shapes) or list(shapes) != sorted(set(shapes)):
+        raise ModelError(f"shapes of an engine are ascending numbers of tokens, got {shapes!r}")
+    if shapes[-1] <= rows:
+        raise ModelError(
+            f"the largest shape of an engine, {shapes[-1]} tokens, has no room for a prompt beside {rows} rows; "
+            "give a larger one, or fewer rows"
+        )
+    page = lm.page_size or PAGE
+    length = min(max_length or lm.config.max_length, lm.config.max_length)
+    if cache_tokens is None:
+        cache_tokens = min(rows * length, _room(cpu) // token_bytes(lm))
+    pages = -(-cache_tokens // page)
+    length = min(length, pages * page)
+    return Settings(rows, shapes, pages, page, length, max_waiting, bool(prefix_cache), 1 if invariant else None)
+
+
+def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool) -> tuple[int, ...]:
+    """Shapes for decoding `rows` sequences and fewer, and for chunks of prompts beside them.
+
+    What a token's numbers are depends on the kernels that a shape takes, and on how its rows are cut into tiles. On
+    CPUs products of few rows sum in another order than those of many, dense ones up to 16 rows and quantised ones up to
+    8, and so do the last rows where tiles hang over; grouped products of experts have tiles for every number of rows.
+    `invariant` leaves out what differs from the larger shapes."""
+    if not cpu:
+        chunk = max(1024, 4 * rows)
+        small = (64, 256) if invariant else (1, 8, 32, 64, 128, 256)
+    else:
+        chunk = max(256, -(-2 * rows // 64) * 64)
+        small = (1, 4, 16, 24, 64)
+        if invariant:
+            small = (9, 16, 64) if _quantised(lm) else (24, 64)
+    if invariant and _has_experts(lm):
+        return (max(64, -(-2 * rows // 64) * 64),)
+    return tuple(sorted({*(n for n in small if n < chunk), chunk}))
+
+
+def _quantised(lm: LanguageModel) -> bool:
+    """Whether all matrices of the model are quantised."""
+    is_weight = lambda x: isinstance(x, QuantizedTensor)
+    leaves = jax.tree.leaves(jax.tree.unflatten(lm._structure[1], lm._weights), is_leaf=is_weight)
+    return all(is_weight(x) or x.ndim < 2 for x in leaves)
+
+
+def _has_experts(lm: LanguageModel) -> bool:
+    return any(isinstance(module, Experts) for _, module in nnx.iter_modules(lm.model))
+
+
+def token_bytes(lm: LanguageModel) -> int:
+    """Bytes of the cache of one token, in all layers."""
+    ids = jax.ShapeDtypeStruct((1, 1), np.int32)
+    entries = jax.tree.leaves(jax.eval_shape(lambda ids: lm.model.prefill(ids)[1], ids))
+    size = lambda x: x.dtype.itemsize if lm.cache_dtype is None else np.dtype(lm.cache_dtype).itemsize
+    scales = sum(4 * x.size // x.shape[-1] for x in entries) if lm.cache_dtype in SCALED else 0
+    return sum(x.size * size(x) for x in entries) + scales
+
+
+def _room(cpu: bool) -> int:
+    """Bytes for a cache on the device."""
+    stats = None if cpu else jax.devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return CPU_BYTES
+    return int(GPU_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))

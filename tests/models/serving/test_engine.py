@@ -1,0 +1,343 @@
+"""The engine on tiny models: tokens and log-probabilities of requests under load are, bit for bit, those of requests
+that are alone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jtile._errors import EngineError, ModelError, PromptError, QueueFullError
+from jtile.models import Engine
+from jtile.models.serving.core import Core
+from jtile.models.serving.request import Completion, read_request
+from jtile.models.serving.settings import default_shapes, settings_of
+from jtile.models.serving.text import StopText
+
+SIZES = dict(rows=4, shapes=(24, 48), cache_tokens=96, max_length=64)
+
+
+@pytest.fixture(scope="module")
+def lm(short):
+    lm = short("llama", 2, noise=0.3)
+    lm.page_size = 8
+    return lm
+
+
+@pytest.fixture(scope="module")
+def core(lm):
+    return Core(lm, settings_of(lm, **SIZES))
+
+
+@pytest.fixture(scope="module")
+def engine(lm, core):
+    """With the compiled programs of `core`."""
+    with Engine(lm, **SIZES) as engine:
+        engine._core.device._compiled = core.device._compiled
+        yield engine
+
+
+def requests_of(lm, rng, count: int) -> list:
+    """Prompts of which some begin alike; greedy ones and drawn ones, with penalties and without."""
+    common, made = rng.integers(0, 256, 21), []
+    kinds = [{}, {}, {"temperature": 0.9}, {"temperature": 1.1, "top_k": 20, "top_p": 0.9}, {"repetition_penalty": 1.3}]
+    for i in range(count):
+        own = rng.integers(0, 256, rng.integers(1, 24))
+        prompt = [*common[: rng.integers(0, 22)], *own]
+        sampling = {**kinds[i % len(kinds)], "seed": int(rng.integers(0, 2**31))}
+        made.append(read_request(lm, 64, prompt, int(rng.integers(1, 24)), None, None, True, sampling))
+    return made
+
+
+def run(core: Core, requests, arrivals) -> list[Completion]:
+    jobs = {}
+    for step in range(1000):
+        for i, request in enumerate(requests):
+            if arrivals[i] == step:
+                jobs[i] = core.submit(request, lambda token, error: None)
+        core.step()
+        if core.idle and len(jobs) == len(requests):
+            return [jobs[i].completion for i in range(len(requests))]
+    raise AssertionError("some request starves")
+
+
+def numbers(completion: Completion):
+    return [(token.id, token.logprob) for token in completion.tokens]
+
+
+def test_tokens_do_not_depend_on_what_else_is_in_the_batch(lm, core):
+    """With random arrivals, shared prefixes, copies of pages, and preemptions: ids and log-probabilities."""
+    rng = np.random.default_rng(1)
+    requests = requests_of(lm, rng, 20)
+    together = run(core, requests, rng.integers(0, 25, len(requests)))
+    counts = core.scheduler.counts
+    assert counts.preemptions >= 3 and counts.cached > 50
+    assert core.totals.finished == {"length": len(requests)}
+    for request, completion in zip(requests, together, strict=True):
+        core.scheduler.reset()
+        (alone,) = run(core, [request], [0])
+        assert numbers(completion) == numbers(alone)
+        assert len(alone.ids) == request.max_tokens
+    core.scheduler.reset()
+    assert core.scheduler.pool.free == core.settings.pages
+
+
+def test_tokens_are_those_of_generate(lm, engine):
+    """With every kind of option: of `LanguageModel.generate`, but for near ties."""
+    prompts = [[5, 6, 7, 8], [9, 10, 200]]
+    options = {"temperature": 1.0, "min_p": 0.01, "seed": 2, "presence_penalty": 0.5, "logit_bias": {3: 2.0}}
+    got = engine.generate(prompts, max_tokens=8, eos=None, **options)
+    assert [c.ids for c in got] == lm.generate(prompts, 8, eos=None, **options).tolist()
+    assert all(c.finish_reason == "length" and c.prompt_tokens == len(p) for c, p in zip(got, prompts, strict=True))
+
+
+@pytest.mark.parametrize(("name", "cache_dtype", "near"), [("gemma2", None, 1e-4), ("deepseek_v3", "int8", 0.2)])
+def test_windows_and_latent_caches(short, name, cache_dtype, near):
+    """In pages, and prompts in chunks: log-probabilities against those of whole sequences."""
+    lm = short(name, 1, cache_dtype=cache_dtype, page_size=8)
+    ids = np.random.default_rng(0).integers(0, 256, 30).tolist()
+    core = Core(lm, settings_of(lm, rows=2, shapes=(24,), max_length=48))
+    (done,) = run(core, [read_request(lm, 48, ids, 10, None, None, True)], [0])
+    rates = np.asarray(jax.nn.log_softmax(np.asarray(lm.logits([*ids, *done.ids]))[29:-1]))
+    for token, row in zip(done.tokens, rates, strict=True):
+        assert token.logprob == pytest.approx(row[token.id], abs=near)
+        assert row[token.id] > row.max() - 2 * near
+
+
+def test_equal_prompts_are_computed_once(lm, core):
+    """Full pages are shared, the last page is copied, the newest token alone is computed again."""
+    core.scheduler.reset()
+    before = dataclasses.replace(core.scheduler.counts)
+    request = read_request(lm, 64, list(range(20)), 3, None, None)
+    completions = run(core, [request] * 4, [0, 1, 1, 2])
+    assert len({tuple(c.ids) for c in completions}) == 1
+    assert core.scheduler.counts.prefilled - before.prefilled == 20 + 3
+    assert [c.cached_tokens for c in completions] == [0, 19, 19, 19]
+
+
+def test_log_probabilities(lm, engine):
+    (done,) = engine.generate([[1, 2, 3, 4, 5]], max_tokens=3, eos=None, logprobs=4)
+    logits = np.asarray(lm.logits([1, 2, 3, 4, 5, *done.ids]))[4:-1]
+    rates = np.asarray(jax.nn.log_softmax(logits))
+    for token, row in zip(done.tokens, rates, strict=True):
+        assert token.logprob == pytest.approx(row[token.id], abs=1e-5)
+        assert [i for i, _ in token.best] == np.argsort(-row)[:4].tolist()
+        assert token.best[0] == (token.id, token.logprob)
+    assert engine.generate([[1]], max_tokens=1)[0].tokens[0].logprob is None
+
+
+def test_end_tokens_and_room(lm, engine):
+    """The end token is the last one; without one an answer ends where the context does."""
+    ids = engine.generate([[3, 1, 4]], eos=None)[0].ids
+    assert len(ids) == 64 - 3
+    end = next(i for i in range(1, 61) if ids[i] not in ids[:i])
+    (done,) = engine.generate([[3, 1, 4]], eos=ids[end])
+    assert (done.ids, done.finish_reason) == (ids[: end + 1], "stop")
+
+
+async def ids_of(stream) -> list[int]:
+    return [token.id async for token in stream]
+
+
+def test_streams_of_one_event_loop(engine):
+    """Some are left half-way: they are cancelled, and the others do not notice."""
+    alone = engine.generate([[7, i] for i in range(6)], max_tokens=12, eos=None)
+
+    async def leave_early(i):
+        async for token in engine.stream([7, i], max_tokens=40, eos=None):
+            return token.id
+
+    async def main():
+        tasks = [ids_of(engine.stream([7, i], max_tokens=12, eos=None)) for i in range(6)]
+        return await asyncio.gather(*tasks, *(leave_early(i) for i in range(6)))
+
+    cancelled = engine.stats()["requests_cancelled_total"]
+    results = asyncio.run(main())
+    assert results[:6] == [c.ids for c in alone]
+    assert results[6:] == [c.ids[0] for c in alone]
+    until(lambda: engine.stats()["requests_cancelled_total"] == cancelled + 6)
+    until(lambda: engine.stats()["pages_in_use"] == 0)
+
+
+def until(true) -> None:
+    for _ in range(500):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+def test_streams_of_several_threads(engine):
+    alone = engine.generate([[8, i] for i in range(5)], max_tokens=6, eos=None)
+    got = [None] * 5
+
+    def client(i):
+        got[i] = [token.id for token in engine.stream([8, i], max_tokens=6, eos=None)]
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [c.ids for c in alone]
+
+
+def test_new_weights_take_the_place_of_the_old_ones(short, core):
+    """In the middle of an answer: the rest is that of the new model behind the tokens so far, and nothing of the old
+    one's cache is used."""
+    lm, other = short("llama", 2, noise=0.3), short("llama", 2, noise=0.7)
+    lm.page_size = other.page_size = 8
+    prompt, new = list(range(30, 50)), Core(other, settings_of(other, **SIZES))
+    new.device._compiled = core.device._compiled
+    with Engine(lm, **SIZES) as engine:
+        engine._core.device._compiled = core.device._compiled
+        old = engine.generate([prompt], max_tokens=30, eos=None)[0].ids
+        stream = engine.stream(prompt, max_tokens=30, eos=None)
+        next(stream)
+        engine.update_weights(nnx.state(other.model))
+        mixed = stream.result().ids
+        at = next(i for i in range(30) if mixed[i] != old[i])
+        alone = [read_request(other, 64, ids, 30, None, None) for ids in ([*prompt, *old[:at]], prompt)]
+        rest, fresh = run(new, alone, [0, 0])
+        assert mixed == [*old[:at], *rest.ids][:30]
+        assert engine.generate([prompt], max_tokens=30, eos=None)[0].ids == fresh.ids
+        with pytest.raises(ModelError, match="another tree"):
+            engine.update_weights({"a": jnp.zeros(3)})
+        wrong = jax.tree.map(lambda x: x[..., :1], nnx.state(other.model))
+        with pytest.raises(ModelError, match="a new weight is float32"):
+            engine.update_weights(wrong)
+
+
+def test_a_full_queue_and_a_closed_engine(lm, core):
+    engine = Engine(lm, **SIZES, max_waiting=1)
+    engine._core.device._compiled = core.device._compiled
+    release = threading.Event()
+    engine._do(release.wait)
+    streams = [engine.stream([1, 2], max_tokens=5, eos=None) for _ in range(5)]
+    with pytest.raises(QueueFullError, match="5 requests run and wait"):
+        engine.stream([1])
+    release.set()
+    many = engine.generate([[i, 2] for i in range(9)], max_tokens=2, eos=None)
+    assert all(len(c.ids) == 2 for c in many)
+    assert len({tuple(s.result().ids) for s in streams}) == 1
+    stream = engine.stream([1, 2], max_tokens=60, eos=None)
+    engine.close(drain=True)
+    assert stream.result().finish_reason == "length"
+    with pytest.raises(EngineError, match="is closed"):
+        engine.stream([1])
+
+
+def test_closing_ends_what_is_under_way(lm, core):
+    engine = Engine(lm, **SIZES)
+    engine._core.device._compiled = core.device._compiled
+    stream = engine.stream([1, 2], max_tokens=60, eos=None)
+    next(stream)
+    engine.close()
+    assert stream.result().finish_reason == "cancelled"
+    engine.close()
+
+
+def test_a_step_that_fails(lm, monkeypatch):
+    """Every client hears of it, and the engine takes no more requests."""
+    engine = Engine(lm, **SIZES)
+    monkeypatch.setattr(engine._core.device, "run", lambda *_: 1 / 0)
+    stream = engine.stream([1, 2])
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        stream.result()
+    with pytest.raises(EngineError, match="a step of the engine failed"):
+        engine.stream([1])
+    engine.close()
+
+
+def test_logits_that_are_no_numbers(short, core):
+    lm = short("llama", 2)
+    lm.page_size = 8
+    lm._weights = [jnp.full_like(x, jnp.nan) if x.ndim == 1 else x for x in lm._weights]
+    with Engine(lm, **SIZES) as engine:
+        engine._core.device._compiled = core.device._compiled
+        stream = engine.stream([1, 2])
+        with pytest.raises(ModelError, match="no numbers"):
+            list(stream)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [[1], [2]]}, "one request is one prompt"),
+        ({"prompt": [256]}, "outside the vocabulary"),
+        ({"prompt": "text"}, "no tokenizer"),
+        ({"prompt": [1] * 64}, "has 64 tokens; prompt and answer together have at most 64"),
+        ({"max_tokens": 0}, "max_tokens is an int of at least 1"),
+        ({"stop": "x"}, "no text to stop at"),
+        ({"stop": [""]}, "stop is a string"),
+        ({"stop": 3}, "stop is a string"),
+        ({"eos": "x"}, "eos is 'model'"),
+        ({"logprobs": 21}, "0 to 20"),
+        ({"logprobs": "yes"}, "0 to 20"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"temperature": [1.0, 2.0]}, "one value, or one a row"),
+        ({"logit_bias": {256: 1.0}}, "outside the vocabulary"),
+    ],
+)
+def test_requests_that_are_none(engine, arguments, message):
+    with pytest.raises(PromptError, match=message):
+        engine.stream(**({"prompt": [1]} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": 0}, "rows of an engine is an int"),
+        ({"max_waiting": -1}, "max_waiting"),
+        ({"shapes": (17, 17)}, "ascending"),
+        ({"rows": 20, "shapes": (20,)}, "no room for a prompt beside 20 rows"),
+    ],
+)
+def test_sizes_that_do_not_fit(lm, arguments, message):
+    with pytest.raises(ModelError, match=message):
+        Engine(lm, **arguments)
+
+
+class Letters:
+    """A decoder whose tokens are letters."""
+
+    def push(self, token: int) -> str:
+        return chr(token)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "pieces", "stop"),
+    [
+        ("abcd", (), ["a", "b", "c", "d", ""], None),
+        ("abXYc", ("XY",), ["a", "b", "", ""], "XY"),
+        ("abXXYc", ("XY",), ["a", "b", "", "X", ""], "XY"),
+        ("abX", ("XY",), ["a", "b", "", "X"], None),
+        ("xaab", ("aaa", "aab"), ["x", "", "", ""], "aab"),
+        ("abab", ("b", "ab"), ["", ""], "ab"),
+    ],
+)
+def test_stop_strings(text, stops, pieces, stop):
+    """What may be the beginning of one is held back; of several the one that begins first, then the longest."""
+    decoder, got = StopText(Letters(), stops), []
+    for letter in text:
+        got.append(decoder.push(ord(letter)))
+        if decoder.stop:
+            break
+    else:
+        got.append(decoder.finish())
+    assert (got, decoder.stop) == (pieces, stop)
+
+
+def test_shapes_by_model(model, lm):
+    """On CPUs: dense products of up to 16 rows sum in another order; experts have tiles for every number of rows."""
+    assert default_shapes(lm, 16, True, True) == (24, 64, 256)
+    assert default_shapes(lm, 16, True, False) == (1, 4, 16, 24, 64, 256)
+    assert default_shapes(model("qwen3_moe"), 16, True, True) == (64,)
