@@ -17,7 +17,7 @@ from jtile.ir.types import DTYPES
 from .affine import Forms, Site, accumulators, sites
 from .lift import lift
 from .nests import finish, only, prepare, speaks, tidy
-from .partials import Chunks, Colours, chunked, chunks, likely
+from .partials import Busy, Chunks, Colours, chunked, chunks, likely
 from .renest import renest
 from .settle import covers, disjoint, distinct, settle, told_apart
 from .split_axes import split_axes
@@ -70,13 +70,14 @@ class _Part:
     summed: frozenset[int] = frozenset()  # outputs (original positions) that the cut axes are summed away of
 
 
-def accumulate(kernel: Kernel, narrow: Sequence[str | None] = ()) -> Pieces:
+def accumulate(kernel: Kernel, narrow: Sequence[str | None] = (), busy: Busy | None = None) -> Pieces:
     """The kernel as one or more kernels that add up in registers instead of memory, as far as that can be proved.
 
     Args:
       kernel: Tile IR; a schedule at block level stays as it is. Outputs that start from 0 in float32 or float64 and are
         touched by `atomic add` alone are accumulators; all other memory stays as it is.
       narrow: for each output the dtype that the caller rounds it to in the end, or None.
+      busy: of the machine that partial sums are made on.
 
     Returns:
       The pieces. An accumulator that is stored once has the dtype of `narrow`; one of which every element is stored has
@@ -85,7 +86,7 @@ def accumulate(kernel: Kernel, narrow: Sequence[str | None] = ()) -> Pieces:
     if level_of(kernel) == "block" or not _adds(kernel) or not accumulators(kernel) or 0 in kernel.grid:
         return _whole(kernel)
     try:
-        return _pieces(kernel, tuple(narrow) or (None,) * _outputs(kernel))
+        return _pieces(kernel, tuple(narrow) or (None,) * _outputs(kernel), busy or Busy())
     except UndecidedError:  # a size that is known only when the kernel runs would have to be known now
         return _whole(kernel)
 
@@ -95,14 +96,14 @@ def _whole(kernel: Kernel) -> Pieces:
     return Pieces((kernel,), (tuple(range(len(kernel.inputs))),), every)
 
 
-def _pieces(kernel: Kernel, narrow: Sequence[str | None]) -> Pieces:
+def _pieces(kernel: Kernel, narrow: Sequence[str | None], busy: Busy) -> Pieces:
     kernel = prepare(kernel)
     kernel = tidy(lift(kernel, accumulators(kernel)))
     movable = not speaks(kernel) and not kernel.aliases
     if movable and _meeting(kernel):
         split = split_axes(kernel)
         kernel = kernel if split is kernel else tidy(lift(split, accumulators(split)))
-    parts = _parts(kernel) if movable else [_Part(kernel, list(range(_outputs(kernel))))]
+    parts = _parts(kernel, busy) if movable else [_Part(kernel, list(range(_outputs(kernel))))]
     return _finished(kernel, [_settled(p, narrow) for p in parts])
 
 
@@ -139,9 +140,10 @@ class _Cut:
 
     serial: tuple[int, ...] = ()
     colours: tuple[tuple[int, int], ...] = ()  # axis, number
+    busy: Busy = Busy()
 
 
-def _parts(kernel: Kernel) -> list[_Part]:
+def _parts(kernel: Kernel, busy: Busy) -> list[_Part]:
     """Kernels for the outputs: one for each re-nested, one for each way to cut grid axes, one for the rest, which joins
     the first of those."""
     position = {r: k for k, r in enumerate(kernel.outputs)}
@@ -151,7 +153,7 @@ def _parts(kernel: Kernel) -> list[_Part]:
     rest = [r for r in kernel.outputs if r not in meeting]
     for ref in meeting:
         new = renest(kernel, ref)
-        cut = _cut(kernel, ref) if new is None else None
+        cut = _cut(kernel, ref, busy) if new is None else None
         if new is not None:
             own.append(_Part(dataclasses.replace(new, name=_name(kernel, ref)), [position[ref]]))
         elif cut is not None:
@@ -186,7 +188,7 @@ def _name(kernel: Kernel, ref: Value) -> str:
     return f"{kernel.name}_{ref.name}" if ref.name else kernel.name
 
 
-def _cut(kernel: Kernel, ref: Value) -> _Cut | None:
+def _cut(kernel: Kernel, ref: Value, busy: Busy) -> _Cut | None:
     """How to cut the grid axes along which programs meet at an accumulator, if that is worth it."""
     found = _where(kernel)[ref]
     forms = Forms(kernel)
@@ -198,8 +200,8 @@ def _cut(kernel: Kernel, ref: Value) -> _Cut | None:
     for count in COLOURS:
         colours = {a: min(count, likely(kernel.grid[a])) for a in axes - missing}
         if colours and wide - missing <= told_apart(forms, found, colours):
-            return _worth(kernel, ref, found, _Cut(tuple(sorted(missing)), tuple(sorted(colours.items()))))
-    return _worth(kernel, ref, found, _Cut(tuple(sorted(axes))))
+            return _worth(kernel, ref, found, _Cut(tuple(sorted(missing)), tuple(sorted(colours.items())), busy))
+    return _worth(kernel, ref, found, _Cut(tuple(sorted(axes)), busy=busy))
 
 
 def _worth(kernel: Kernel, ref: Value, found: list[Site], cut: _Cut) -> _Cut | None:
@@ -217,7 +219,7 @@ def _worth(kernel: Kernel, ref: Value, found: list[Site], cut: _Cut) -> _Cut | N
 def _chunks(grid: Sequence[int], cut: _Cut, nbytes: int) -> list[Chunks | Colours]:
     colours = [Colours(a, grid[a], n) for a, n in cut.colours]
     copies = math.prod(c.count for c in colours)
-    return [*colours, *chunks(grid, cut.serial, nbytes * copies)]
+    return [*colours, *chunks(grid, cut.serial, nbytes * copies, cut.busy)]
 
 
 def _missing(forms: Forms, found: list[Site], axis: int) -> bool:
@@ -241,7 +243,7 @@ def _settled(part: _Part, narrow: Sequence[str | None]) -> tuple[Kernel, list[in
     if part.cut is not None and part.summed:
         summed = [r for r in kernel.outputs if original[r] in part.summed]
         nbytes = max((_nbytes(r) for r in summed), default=0)
-        kernel, moved = chunked(kernel, _chunks(kernel.grid, part.cut, nbytes), summed)
+        kernel, moved = chunked(kernel, _chunks(kernel.grid, part.cut, nbytes), summed, part.cut.busy.stages)
         original |= {new: original[old] for old, new in moved.items()}
         partials = {original[r]: 1 for r in moved.values()}
         kernel = tidy(lift(tidy(kernel), accumulators(kernel)))

@@ -14,8 +14,18 @@ from jtile.ir import At, Atomic, Block, Builder, If, Kernel, ProgramId, RefType,
 from .nests import Counted, nest, size_value
 from .rewrite import Rewriter, Rules
 
-PROGRAMS = 64  # enough for the machines of today, and the same on all of them, for the order of a sum is visible
+PROGRAMS = 64  # enough for a CPU, and the same on all of them, for the order of a sum is visible
+FEWEST_ROUNDS = 4  # of a program, where a machine takes more of them: each has sums of its own, which are added up
 PARTIAL_BYTES = 64 << 20  # of the partial sums of one output, which the caller reads again
+
+
+@dataclasses.dataclass(frozen=True)
+class Busy:
+    """What keeps a machine busy that sums along a grid axis: so many programs, whose rounds are pipelined in so many
+    stages."""
+
+    programs: int = PROGRAMS
+    stages: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,27 +59,37 @@ def likely(n: Any) -> int:
     return n if isinstance(n, int) else PROGRAMS
 
 
-def chunks(grid: Sequence[Any], axes: Collection[int], nbytes: int) -> list[Chunks]:
-    """How the grid axes `axes` are cut: all programs together are about `PROGRAMS`, unless the other axes have so
+def chunks(grid: Sequence[Any], axes: Collection[int], nbytes: int, busy: Busy = Busy()) -> list[Chunks]:  # noqa: B008
+    """How the grid axes `axes` are cut: all programs together keep a machine busy, unless the other axes have so
     many already, and `nbytes` of an output for every chunk stay below `PARTIAL_BYTES`."""
-    want = -(-PROGRAMS // max(math.prod(likely(n) for k, n in enumerate(grid) if k not in axes), 1))
+    rounds = math.prod(likely(grid[k]) for k in axes)
+    programs = min(busy.programs, max(PROGRAMS, rounds // FEWEST_ROUNDS))
+    want = -(-programs // max(math.prod(likely(n) for k, n in enumerate(grid) if k not in axes), 1))
     want = max(min(want, PARTIAL_BYTES // max(nbytes, 1)), 1)
     out = []
     for axis in sorted(axes):
         n = grid[axis]
         # without its size, an axis has as many chunks as it may; some of them may have no program
-        count = -(-n // -(-n // min(n, want))) if isinstance(n, int) else want
+        count = _even(n, want) if isinstance(n, int) else want
         out.append(Chunks(axis, grid[axis], count))
         want = -(-want // count)
     return out
 
 
-def chunked(kernel: Kernel, cuts: Sequence[Cut], summed: Collection[Value]) -> tuple[Kernel, dict[Value, Value]]:
-    """The kernel with the axes of `cuts` in chunks or colours. Where that leaves several of them, each of the outputs
+def _even(n: int, want: int) -> int:
+    """About `want` chunks of n programs, if possible of equally many: those whose length varies are guarded."""
+    count = -(-n // -(-n // min(n, want)))
+    return next((c for c in range(min(n, want), want * 3 // 4, -1) if n % c == 0), count)
+
+
+def chunked(
+    kernel: Kernel, cuts: Sequence[Cut], summed: Collection[Value], stages: int | None = None
+) -> tuple[Kernel, dict[Value, Value]]:
+    """The kernel with the axes of `cuts` in chunks, whose rounds are in `stages`, or colours. Where that leaves several of them, each of the outputs
     `summed` has a new leading axis, one entry for each; gives the new Ref of each of those outputs."""
     total = math.prod(c.count for c in cuts)
     parts = {r: Value(RefType((total, *r.shape), r.dtype, "out"), r.name) for r in summed} if total > 1 else {}
-    walk = _Walk(kernel, {c.axis: c for c in cuts}, parts)
+    walk = _Walk(kernel, {c.axis: c for c in cuts}, parts, stages)
     body = walk.run(cuts)
     params = tuple(parts.get(p, p) for p in kernel.params)
     return dataclasses.replace(kernel, grid=tuple(walk.grid), lanes=0, body=body, params=params), parts
@@ -78,8 +98,8 @@ def chunked(kernel: Kernel, cuts: Sequence[Cut], summed: Collection[Value]) -> t
 class _Walk:
     """Copies a kernel into the new grid and its loops."""
 
-    def __init__(self, kernel: Kernel, cuts: dict[int, Cut], parts: dict[Value, Value]):
-        self.kernel, self.cuts, self.parts = kernel, cuts, parts
+    def __init__(self, kernel: Kernel, cuts: dict[int, Cut], parts: dict[Value, Value], stages: int | None):
+        self.kernel, self.cuts, self.parts, self.stages = kernel, cuts, parts, stages
         self.grid: list[Any] = []
         self.values: dict[int, Value] = {}  # the program ids of the old kernel
         self.entry: dict[int, Value] = {}  # of each cut axis: which chunk or colour this is
@@ -106,6 +126,7 @@ class _Walk:
             chunks = [c for c in cuts if isinstance(c, Chunks)]
             rounds = [_rounds(b, c, self.entry[c.axis]) for c in chunks]
             loops = [Counted(b.index(0), count) for count, _, _ in rounds]
+            loops[-1:] = [dataclasses.replace(c, stages=self.stages) for c in loops[-1:]]
 
             def inside(found: list[Value]) -> None:
                 for c, (_, first, step), k in zip(chunks, rounds, found, strict=True):

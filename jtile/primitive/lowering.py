@@ -148,8 +148,13 @@ def pieces_of(program: Program, target: Target | None = None) -> Pieces:
     where it is given, those of a derived program in tiles for it."""
     if target is None:
         return accumulate(program.kernel, program.narrow)
-    pieces = pieces_of(program)
-    return _in_other_tiles(pieces, target, program.options.compiler) if program.spec.derived else pieces
+    if not program.spec.derived:
+        return pieces_of(program)
+    from jtile.tune.derived_tiles import busy
+
+    enough = busy(program.kernel, target)
+    pieces = pieces_of(program) if enough is None else accumulate(program.kernel, program.narrow, enough)
+    return _in_other_tiles(pieces, target, program.options.compiler)
 
 
 def _in_other_tiles(pieces: Pieces, target: Target, options: Mapping[str, Any]) -> Pieces:

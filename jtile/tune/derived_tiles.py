@@ -11,7 +11,8 @@ from jtile import ir, passes
 from jtile.transforms.axes import Node, contraction
 from jtile.transforms.factors import Factors, factors
 from jtile.transforms.retile import free, lanes, retile
-from jtile.tune import cost, guesses, nature, warpgroups
+from jtile.passes.partials import Busy
+from jtile.tune import cost, guesses, nature, products, warpgroups
 from jtile.tune.auto import fits
 from jtile.tune.guesses import Guess, Sides
 from jtile.tune.nature import COLUMNS, ROWS, TERMS, Whole
@@ -20,7 +21,18 @@ from jtile.tune.warpgroups import Form
 LEAST = 1 << 26  # operations of a kernel that other tiles are worth looking for
 PLATFORMS = "cpu", "cuda", "rocm"  # whose choices of tiles have been measured, or share the rules of one that has
 TRIED = 8  # guesses that are built, at most
+SHORT, HELD, STAGES = 1024, 8192, 3  # elements of short rows; of all rows that a multiprocessor holds at a time
+MOST, MOST_SHORT = 4, 8  # programs of a multiprocessor
 GAIN = 1.03  # how many times as long the present tiles must be expected to take
+
+
+def busy(kernel: ir.Kernel, target: Any) -> Busy | None:
+    """What keeps a GPU busy that sums over rows: several programs a multiprocessor, of those with short rows more, as
+    the library's norms have them; None: what is as good on any machine."""
+    if "warps" not in target.features or ir.is_dynamic(kernel):
+        return None
+    side = products.power(guesses.largest(kernel))
+    return Busy(guesses.units(target) * min(max(HELD // side, 1), MOST_SHORT if side < SHORT else MOST), STAGES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,6 +149,12 @@ def budget(kernel: ir.Kernel) -> int:
     return OFTEN if any(isinstance(op, _PASSES) for op in kernel.body.walk()) else BUDGET
 
 
+def largest(kernel: ir.Kernel) -> int:
+    """Elements of the largest tile that a program reads, writes or makes."""
+    values = [v for op in kernel.body.walk() for v in (*op.operands(), *op.results)]
+    return max((v.type.size for v in values if isinstance(v.type, ir.TileType)), default=0)
+
+
 def largest_tile(kernel: ir.Kernel) -> int:
     """Bytes of the largest tile that a program reads, writes or makes."""
     values = [v for op in kernel.body.walk() for v in (*op.operands(), *op.results)]

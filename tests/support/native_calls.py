@@ -34,7 +34,8 @@ def _tangents(linear: Linear, operands: Sequence[np.ndarray]) -> Sequence[Any]:
 def _call(program: Program, operands: Sequence[np.ndarray]) -> Sequence[Any]:
     if _needs_xla(program):
         return bind(program, operands)
-    cpu, pieces = platforms.named("cpu"), pieces_of(program)
+    cpu = platforms.named("cpu")
+    pieces = pieces_of(program, cpu.here())
     found = []
     for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
         whole = complete(kernel, cpu)
