@@ -18,7 +18,7 @@ from jtile._errors import JtileError, KernelTypeError, KernelValueError, Unsuppo
 from jtile.calls.kernel import Kernel
 from jtile.calls.lowered import Lowered
 
-FORMAT = 1
+FORMAT = 2
 _SUFFIX = {"ttir": ".mlir", "linalg": ".mlir", "hivm": ".mlir"}
 _TORCH = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16",
           "float32", "float64", "float8_e4m3fn", "float8_e5m2")  # fmt: skip
@@ -121,6 +121,7 @@ def _write(folder: Path, lowered: Lowered) -> None:
         "outputs": outputs,
         "kernels": kernels,
         "results": [{"kernel": r.piece, "output": r.output, "partials": r.partials} for r in pieces.results],
+        "between": [{"kernel": r.piece, "output": r.output} for r in pieces.between],
         "abi": bundled.ABI,
         "made_by": bundled.tools_of(),
         "state": "compiled and checked, not run on an NPU",

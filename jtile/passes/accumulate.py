@@ -10,14 +10,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from jtile.ir import Atomic, Kernel, LastArrival, UndecidedError, Value, is_dynamic
+from jtile.ir import Atomic, Dot, DotScaled, Kernel, LastArrival, UndecidedError, Value, is_dynamic
 from jtile.ir.block import level_of
 from jtile.ir.types import DTYPES
 
 from .affine import Forms, Site, accumulators, sites
+from .fission import Fission, fission
 from .lift import lift
 from .nests import finish, only, prepare, speaks, tidy
-from .partials import Busy, Chunks, Colours, chunked, chunks, likely
+from .partials import ANY, Busy, Chunks, Colours, chunked, chunks, likely
 from .renest import renest
 from .settle import covers, disjoint, distinct, settle, told_apart
 from .split_axes import split_axes
@@ -46,8 +47,9 @@ class Pieces:
     """Kernels that together compute what one kernel did.
 
     Attributes:
-      kernels: they may run in any order.
-      inputs: for each of them the positions of the original inputs that it takes.
+      kernels: each stands behind those whose results it takes; else they may run in any order.
+      inputs: for each of them the positions of the original inputs that it takes; behind those, of `between`.
+      between: results of kernels that others take, and nobody else.
       results: one for each original output.
       options: for each of them what the compiler is told where the user says nothing; () where that is nothing.
       why: for each of them, in what other form it runs and why, or ""; () where none does.
@@ -56,6 +58,7 @@ class Pieces:
     kernels: tuple[Kernel, ...]
     inputs: tuple[tuple[int, ...], ...]
     results: tuple[Result, ...]
+    between: tuple[Result, ...] = ()
     options: tuple[Mapping[str, int], ...] = ()
     why: tuple[str, ...] = ()
 
@@ -68,6 +71,15 @@ class _Part:
     outputs: list[int]
     cut: _Cut | None = None
     summed: frozenset[int] = frozenset()  # outputs (original positions) that the cut axes are summed away of
+
+
+@dataclasses.dataclass
+class _Parts:
+    """All pieces in the making; `between`: outputs that some of them have beside the kernel's, behind its own, and the
+    inputs that others have for them."""
+
+    parts: list[_Part]
+    between: tuple[tuple[Value, Value], ...] = ()
 
 
 def accumulate(kernel: Kernel, narrow: Sequence[str | None] = (), busy: Busy | None = None) -> Pieces:
@@ -86,7 +98,7 @@ def accumulate(kernel: Kernel, narrow: Sequence[str | None] = (), busy: Busy | N
     if level_of(kernel) == "block" or not _adds(kernel) or not accumulators(kernel) or 0 in kernel.grid:
         return _whole(kernel)
     try:
-        return _pieces(kernel, tuple(narrow) or (None,) * _outputs(kernel), busy or Busy())
+        return _pieces(kernel, tuple(narrow) or (None,) * _outputs(kernel), busy or ANY)
     except UndecidedError:  # a size that is known only when the kernel runs would have to be known now
         return _whole(kernel)
 
@@ -103,8 +115,8 @@ def _pieces(kernel: Kernel, narrow: Sequence[str | None], busy: Busy) -> Pieces:
     if movable and _meeting(kernel):
         split = split_axes(kernel)
         kernel = kernel if split is kernel else tidy(lift(split, accumulators(split)))
-    parts = _parts(kernel, busy) if movable else [_Part(kernel, list(range(_outputs(kernel))))]
-    return _finished(kernel, [_settled(p, narrow) for p in parts])
+    made = _parts(kernel, busy) if movable else _Parts([_Part(kernel, list(range(_outputs(kernel))))])
+    return _finished(kernel, [_settled(p, narrow) for p in made.parts], [given for _, given in made.between])
 
 
 def _outputs(kernel: Kernel) -> int:
@@ -140,23 +152,22 @@ class _Cut:
 
     serial: tuple[int, ...] = ()
     colours: tuple[tuple[int, int], ...] = ()  # axis, number
-    busy: Busy = Busy()
+    busy: Busy = ANY
 
 
-def _parts(kernel: Kernel, busy: Busy) -> list[_Part]:
-    """Kernels for the outputs: one for each re-nested, one for each way to cut grid axes, one for the rest, which joins
-    the first of those."""
-    position = {r: k for k, r in enumerate(kernel.outputs)}
-    meeting = _meeting(kernel)
-    own: list[_Part] = []
+def _parts(whole: Kernel, busy: Busy) -> _Parts:
+    """Kernels for the outputs: those re-nested, one for each way to cut grid axes, one for the rest, which joins the
+    first of those."""
+    meeting = _meeting(whole)
+    own, split = _renested(whole, meeting)
+    kernel = whole if split is None else tidy(split.first)
+    own += _shorter(whole, split, meeting)
+    alone = {whole.outputs[k] for part in own for k in part.outputs}
     cuts: dict[_Cut, list[Value]] = {}
-    rest = [r for r in kernel.outputs if r not in meeting]
-    for ref in meeting:
-        new = renest(kernel, ref)
-        cut = _cut(kernel, ref, busy) if new is None else None
-        if new is not None:
-            own.append(_Part(dataclasses.replace(new, name=_name(kernel, ref)), [position[ref]]))
-        elif cut is not None:
+    rest = [r for r in kernel.outputs if r not in meeting and r not in alone]
+    for ref in (r for r in meeting if r not in alone):
+        cut = _cut(kernel, ref, busy)
+        if cut is not None:
             cuts.setdefault(cut, []).append(ref)
         else:
             rest.append(ref)
@@ -170,8 +181,52 @@ def _parts(kernel: Kernel, busy: Busy) -> list[_Part]:
         if part is not None:
             part.kernel = dataclasses.replace(part.kernel, name=_name(kernel, refs[0]))
     if any(p is None for p in parts):
-        return [_Part(kernel, list(range(_outputs(kernel))))]
-    return [*(p for p in parts if p is not None), *own]
+        return _Parts([_Part(whole, list(range(_outputs(whole))))])
+    return _Parts([*(p for p in parts if p is not None), *own], () if split is None else split.between)
+
+
+def _renested(kernel: Kernel, meeting: Sequence[Value]) -> tuple[list[_Part], Fission | None]:
+    """The kernels of those accumulators that are re-nested, those of one grid in one kernel; and where these go on from
+    what others of the kernel's outputs take as well, how that comes to them."""
+    groups: list[list[Value]] = []
+    found: list[Kernel] = []
+    for ref in meeting:
+        for k, group in enumerate(groups):
+            if (new := renest(kernel, [*group, ref])) is not None:
+                group.append(ref)
+                found[k] = new
+                break
+        else:
+            if (new := renest(kernel, [ref])) is not None:
+                groups.append([ref])
+                found.append(new)
+    split = fission(kernel, [ref for group in groups for ref in group]) if groups else None
+    if split is not None:
+        rest = tidy(split.rest)
+        apart = [renest(rest, group) for group in groups]
+        found, split = ([k for k in apart if k], split) if all(apart) else (found, None)
+    position = {r: k for k, r in enumerate(kernel.outputs)}
+    parts = [
+        _Part(dataclasses.replace(new, name=_name(kernel, group[0])), [position[r] for r in new.outputs])
+        for new, group in zip(found, groups, strict=True)
+    ]
+    return parts, split
+
+
+def _shorter(kernel: Kernel, split: Fission | None, meeting: Sequence[Value]) -> list[_Part]:
+    """A kernel for the outputs that need fewer products from what goes through memory anyway, but some: the loops of
+    both halves do not have to share the registers of one program."""
+    if split is None:
+        return []
+    products = lambda k: sum(isinstance(op, Dot | DotScaled) for op in k.body.walk())
+    kept = []
+    for ref in (r for r in kernel.outputs if r not in meeting):
+        before, after = only(split.first, [ref]), only(split.rest, [ref])
+        if before is not None and after is not None and 0 < products(after) < products(before):
+            kept.append(ref)
+    new = only(split.rest, kept) if kept else None
+    at = [k for k, r in enumerate(kernel.outputs) if r in kept]
+    return [] if new is None else [_Part(dataclasses.replace(tidy(new), name=_name(kernel, kept[0])), at)]
 
 
 def _group(kernel: Kernel, cut: _Cut, refs: list[Value], summed: Sequence[Value]) -> _Part | None:
@@ -259,14 +314,19 @@ def _covered(kernel: Kernel) -> set[Value]:
     return {r for r, found in _where(kernel).items() if any(covers(forms, s) for s in found)}
 
 
-def _finished(kernel: Kernel, parts: list[tuple[Kernel, list[int], dict[int, int]]]) -> Pieces:
+def _finished(
+    kernel: Kernel, parts: list[tuple[Kernel, list[int], dict[int, int]]], between: Sequence[Value]
+) -> Pieces:
+    given = [*kernel.inputs, *between]
     results: dict[int, Result] = {}
     kernels, inputs = [], []
     for piece, (new, outputs, partials) in enumerate(parts):
         used = {v for op in new.body.walk() for v in op.operands()}
         keep = [v for v in new.inputs if v in used or kernel.aliases or is_dynamic(kernel)]
-        inputs.append(tuple(kernel.inputs.index(v) for v in keep))
+        inputs.append(tuple(given.index(v) for v in keep))
         kernels.append(dataclasses.replace(new, params=(*keep, *new.outputs, *new.scratch)))
         for k, original in enumerate(outputs):
             results[original] = Result(piece, k, partials.get(original, 0))
-    return Pieces(tuple(kernels), tuple(inputs), tuple(results[k] for k in range(_outputs(kernel))))
+    n = _outputs(kernel)
+    passed = tuple(results[n + k] for k in range(len(between)))
+    return Pieces(tuple(kernels), tuple(inputs), tuple(results[k] for k in range(n)), passed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jtile.ir import Atomic, Builder, Extent, For, Kernel, Load, Print, SizeOf, Store, Value
@@ -103,7 +103,7 @@ def speaks(kernel: Kernel) -> bool:
     return any(isinstance(op, Print | Assert) for op in kernel.body.walk())
 
 
-def keeps_state(kernel: Kernel, ref: Value) -> bool:
-    """Whether it writes, or makes, any memory but an accumulator."""
+def keeps_state(kernel: Kernel, refs: Collection[Value]) -> bool:
+    """Whether it writes, or makes, any memory but accumulators."""
     ops = list(kernel.body.walk())
-    return any(isinstance(op, Alloc) or (isinstance(op, Store | Atomic) and op.ref is not ref) for op in ops)
+    return any(isinstance(op, Alloc) or (isinstance(op, Store | Atomic) and op.ref not in refs) for op in ops)

@@ -15,17 +15,25 @@ from .nests import Counted, nest, size_value
 from .rewrite import Rewriter, Rules
 
 PROGRAMS = 64  # enough for a CPU, and the same on all of them, for the order of a sum is visible
-FEWEST_ROUNDS = 4  # of a program, where a machine takes more of them: each has sums of its own, which are added up
 PARTIAL_BYTES = 64 << 20  # of the partial sums of one output, which the caller reads again
 
 
 @dataclasses.dataclass(frozen=True)
 class Busy:
-    """What keeps a machine busy that sums along a grid axis: so many programs, whose rounds are pipelined in so many
-    stages."""
+    """What keeps a machine busy that sums along a grid axis.
+
+    Attributes:
+      programs: so many of them.
+      rounds: that each of more than `PROGRAMS` has at least: it has sums of its own, which are added up.
+      stages: in which the rounds are pipelined.
+    """
 
     programs: int = PROGRAMS
+    rounds: int = 4
     stages: int | None = None
+
+
+ANY = Busy()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +67,11 @@ def likely(n: Any) -> int:
     return n if isinstance(n, int) else PROGRAMS
 
 
-def chunks(grid: Sequence[Any], axes: Collection[int], nbytes: int, busy: Busy = Busy()) -> list[Chunks]:  # noqa: B008
+def chunks(grid: Sequence[Any], axes: Collection[int], nbytes: int, busy: Busy = ANY) -> list[Chunks]:
     """How the grid axes `axes` are cut: all programs together keep a machine busy, unless the other axes have so
     many already, and `nbytes` of an output for every chunk stay below `PARTIAL_BYTES`."""
-    rounds = math.prod(likely(grid[k]) for k in axes)
-    programs = min(busy.programs, max(PROGRAMS, rounds // FEWEST_ROUNDS))
+    whole = math.prod(map(likely, grid))
+    programs = min(busy.programs, max(PROGRAMS, whole // busy.rounds))
     want = -(-programs // max(math.prod(likely(n) for k, n in enumerate(grid) if k not in axes), 1))
     want = max(min(want, PARTIAL_BYTES // max(nbytes, 1)), 1)
     out = []
@@ -85,8 +93,8 @@ def _even(n: int, want: int) -> int:
 def chunked(
     kernel: Kernel, cuts: Sequence[Cut], summed: Collection[Value], stages: int | None = None
 ) -> tuple[Kernel, dict[Value, Value]]:
-    """The kernel with the axes of `cuts` in chunks, whose rounds are in `stages`, or colours. Where that leaves several of them, each of the outputs
-    `summed` has a new leading axis, one entry for each; gives the new Ref of each of those outputs."""
+    """The kernel with the axes of `cuts` in chunks, whose rounds are in `stages`, or colours. Where that leaves several
+    of them, each of the outputs `summed` has a new leading axis, one entry for each; gives the new Ref of each."""
     total = math.prod(c.count for c in cuts)
     parts = {r: Value(RefType((total, *r.shape), r.dtype, "out"), r.name) for r in summed} if total > 1 else {}
     walk = _Walk(kernel, {c.axis: c for c in cuts}, parts, stages)

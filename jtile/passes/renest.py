@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jtile.ir import Builder, For, If, Kernel, Load, ProgramId, SizeOf, Value
 
 from .affine import Forms, Site, Var, accumulators, sites
+from .fewer_rounds import fewer_rounds
 from .fold import number
 from .lift import lift
 from .nests import Counted, keeps_state, nest, only, size_value, tidy
@@ -29,31 +31,32 @@ class _Axis:
     whole: bool = False  # its loops do every round
 
 
-def renest(kernel: Kernel, ref: Value) -> Kernel | None:
-    """A kernel for one accumulator alone, whose programs do not meet: its grid is what the index of the accumulations
+def renest(kernel: Kernel, refs: Sequence[Value]) -> Kernel | None:
+    """A kernel for some accumulators alone, whose programs do not meet: its grid is what the index of the accumulations
     counts, its loops are the rest. None where the index uses no loop or every grid axis, where memory or a carry ties
-    the rounds of such a loop together, or where the programs would meet all the same.
+    the rounds of such a loop together, where the programs would meet all the same, or where the accumulators' indices
+    do not count the same.
 
     Example: over grid (i, j), loop k, `dA[i, k] += f(i, j, k)` becomes grid (i, k), loop j.
     """
-    alone = only(kernel, [ref])
+    alone = only(kernel, refs)
     if (
         alone is None
-        or keeps_state(alone, ref)
-        or any(op.ref is ref for op in alone.body.walk() if isinstance(op, Load))
+        or keeps_state(alone, refs)
+        or any(op.ref in refs for op in alone.body.walk() if isinstance(op, Load))
     ):
         return None
     alone = tidy(alone)
-    if ref not in accumulators(alone):
+    if not set(refs) <= set(accumulators(alone)):
         return None
     forms = Forms(alone)
-    where = sites(alone, lambda r: r is ref)[ref]
-    axes = _new_grid(forms, where)
+    axes = _new_grid(forms, [s for found in sites(alone, lambda r: r in refs).values() for s in found])
     if axes is None:
         return None
-    new = lift(tidy(_rebuilt(alone, axes)), [ref])
+    new = lift(tidy(fewer_rounds(tidy(_rebuilt(alone, axes)))), refs)
     new = tidy(new)
-    return new if disjoint(Forms(new), sites(new, lambda r: r is ref)[ref]) else None
+    forms, where = Forms(new), sites(new, lambda r: r in refs)
+    return new if all(disjoint(forms, where[r]) for r in refs) else None
 
 
 def _new_grid(forms: Forms, where: list[Site]) -> list[_Axis] | None:

@@ -176,10 +176,14 @@ def _custom_calls(
     pieces = pieces_of(program, platform.here())
     values = program.sizes(_shapes(ctx.avals_in))
     found = []
+    given, avals = [*operands], [*ctx.avals_in]
     for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
         outs = [ShapedArray(_shape(v, values), v.type.info.numpy) for v in kernel.outputs]
-        inner = ctx.replace(avals_in=tuple(ctx.avals_in[i] for i in inputs), avals_out=outs)
-        found.append((outs, _custom_call(platform, inner, [operands[i] for i in inputs], program, k, values)))
+        inner = ctx.replace(avals_in=tuple(avals[i] for i in inputs), avals_out=outs)
+        found.append((outs, _custom_call(platform, inner, [given[i] for i in inputs], program, k, values)))
+        passed = [r.output for r in pieces.between if r.piece == k]
+        given += [found[-1][1][o] for o in passed]
+        avals += [outs[o] for o in passed]
     chosen = [(found[r.piece][0][r.output], found[r.piece][1][r.output]) for r in pieces.results]
     if all(not r.partials and a.dtype == o.dtype for r, (a, _), o in zip(pieces.results, chosen, program.out_avals)):
         return [v for _, v in chosen]
@@ -245,7 +249,7 @@ def _complexes(program: Program, piece: int, aliases: Mapping[int, int]) -> tupl
     spec, pieces = program.spec, pieces_of(program)
     whole = [not r.partials and r.piece == piece for r in pieces.results]
     outs = {r.output for r, w, c in zip(pieces.results, whole, spec.complex_outputs()) if w and c}
-    ins = {j for j, k in enumerate(pieces.inputs[piece]) if spec.complex_inputs()[k]}
+    ins = {j for j, k in enumerate(pieces.inputs[piece]) if k < spec.n_in and spec.complex_inputs()[k]}
     shared = {i: o for i, o in aliases.items() if i in ins or o in outs}  # one buffer has one type
     return ins | shared.keys(), outs | set(shared.values())
 

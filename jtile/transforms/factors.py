@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from jtile import ir
 from jtile.ir.memory import ref
 from jtile.passes import dce
-from jtile.transforms.axes import Classes, Node, tile_axes
+from jtile.passes.axes import Classes, Node, tile_axes
 from jtile.transforms.sums import NotLinearError, Sums, check_partial
 from jtile.transforms.walks import WHOLE, Counter, Inside, Use, Walk, Walks
 

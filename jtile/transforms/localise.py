@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from jtile import ir
 from jtile.ir.builder import build
 from jtile.ir.memory import ref
-from jtile.transforms.axes import Node
+from jtile.passes.axes import Node
 from jtile.transforms.factors import Factors
 from jtile.transforms.walks import Counter, Use, Walk
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from jtile import ir
 from jtile.passes import bounds, canonicalise, dce
-from jtile.transforms.axes import Node, contraction
+from jtile.passes.axes import Node, contraction
 from jtile.transforms.factors import Factor, Factors
 from jtile.transforms.localise import Localise
 from jtile.transforms.walks import Walk

@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from jtile.language._primitives import atomic_p, dot_p, load_p, store_p
 from jtile.transforms.activity import Activity, is_float, is_literal, is_ref
 from jtile.transforms.evaluate import refuse, refuse_memory
 from jtile.transforms.ranges import Ranges
+from jtile.transforms.rescaling import Rescaled
 
 Pull = Callable[[Sequence[Any]], list[Any]]  # cotangents of results (None: zero) -> cotangents of operands
 
@@ -123,19 +125,27 @@ def new_ref(shape: Sequence[int], dtype: Any, *, zero: bool = False) -> Any:
 
 
 class Reverse:
-    """The reverse mode of one kernel; `saved` holds what loads from changing Refs gave, by equation."""
+    """The reverse mode of one kernel; `saved` holds what loads from changing Refs gave, by equation, `rescaled` the
+    loops that need no carries saved, by the `id` of theirs."""
 
-    def __init__(self, activity: Activity, ranges: Ranges):
-        self.activity, self.ranges = activity, ranges
+    def __init__(self, activity: Activity, ranges: Ranges, rescaled: Mapping[int, Rescaled]):
+        self.activity, self.ranges, self.rescaled = activity, ranges, rescaled
         self.saved: dict[int, Any] = {}
 
-    def sweep(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mode: Mode) -> tuple[list[Any], Pull]:
-        """Evaluate a jaxpr; `args` are values, and `Slot`s for Refs. Pulling back is possible once, with a tape."""
+    def sweep(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mode: Mode,
+        given: Mapping[Any, Any] = MappingProxyType({}),
+    ) -> tuple[list[Any], Pull]:  # fmt: skip
+        """Evaluate a jaxpr; `args` are values, and `Slot`s for Refs. Pulling back is possible once, with a tape.
+        `given`: variables that are constants, whatever they are computed from."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         read = lambda v: v.val if is_literal(v) else env[v]
         tape: list[tuple[Any, Pull]] = []
         for eqn in jaxpr.eqns:
+            if any(v in given for v in eqn.outvars):
+                env.update((v, given[v]) for v in eqn.outvars)
+                continue
             with place(eqn):
                 rule = RULES.get(eqn.primitive.name, Reverse.pure)
                 outs, back = rule(self, eqn, [read(v) for v in eqn.invars], mode)
@@ -174,6 +184,14 @@ class Reverse:
         if not self.moving(eqn) or not is_float(eqn.outvars[0]):
             return outs, None
         return outs, lambda cts: list(cts)
+
+    def transpose(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
+        """A cotangent of more bits keeps them where elements only move."""
+        outs = bind(eqn, args)
+        if not self.moving(eqn):
+            return outs, None
+        back = [eqn.params["permutation"].index(k) for k in range(len(eqn.params["permutation"]))]
+        return outs, lambda cts: [None if cts[0] is None else lax.transpose(cts[0], back)]
 
     def dot(self, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
         """`d(a b + acc)`: the products run in the operands' dtype and sum in the accumulator's."""
@@ -391,5 +409,6 @@ RULES: dict[str, Callable[..., tuple[list[Any], Pull | None]]] = {
     "jtile_print": Reverse.nothing,
     "jtile_assert_": Reverse.nothing,
     "convert_element_type": Reverse.convert,
+    "transpose": Reverse.transpose,
     "empty_ref": Reverse.alloc,
 }

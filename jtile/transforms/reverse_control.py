@@ -9,7 +9,7 @@ backwards; a loop that is left without carries but sums runs in any order, so it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jtile.trace.rules.control import counters, hint_of
 from jtile.trace.tracing import equations
 from jtile.transforms.activity import Activity, is_literal
 from jtile.transforms.evaluate import Loop, as_loop, refuse
+from jtile.transforms.rescaling import Rescaled
 from jtile.transforms.reverse import RULES, Mode, Pull, Reverse, Slot, new_ref, plus, read_row, wide, write_row
 
 # Rounds to make room for where no bound is known. Where that room turns out to be needed, `vjp` raises.
@@ -41,6 +42,7 @@ class _Run:
       steps: place of a carry that counts -> its step.
       stacks: per moving carry, the scratch that holds it at the start of every round (empty: nothing is saved).
       limit: what ends a loop whose rounds are traced.
+      rescaled: how the carries change where they only rescale; `last`: the reference after all rounds, then.
     """
 
     loop: Loop
@@ -53,6 +55,8 @@ class _Run:
     steps: dict[int, int]
     stacks: list[Any]
     limit: Any = None
+    rescaled: Rescaled | None = None
+    last: Any = None
 
     def carry(self, t: Any, k: Any, moved: Sequence[Any]) -> list[Any]:
         """The whole carry in round `t`, whose counter is `k`."""
@@ -74,6 +78,11 @@ class _Run:
 
     def rows(self, t: Any) -> list[Any]:
         return [lax.dynamic_index_in_dim(x, self.place(t), 0, keepdims=False) for x in self.xs]
+
+    @property
+    def pulled(self) -> list[int]:
+        """The moving carries that a cotangent goes through."""
+        return self.moving if self.rescaled is None else [*self.rescaled.sums]
 
     def range(self) -> tuple[Range, Callable[[Any], tuple[Any, Any]]]:
         """The loop's own range; and the map from its index to the round and the counter."""
@@ -149,11 +158,13 @@ def _loop(self: Reverse, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[An
     if not touched and not any(x.changes for x in slots):
         return bind(eqn, [x.primal if isinstance(x, Slot) else x for x in args]), None
     run = _prepare(self, eqn, args)
+    run.rescaled = self.rescaled.get(id(eqn))
     if mode.effects and mode.tape:
         _save_loads(self, eqn, args, mode)
-    if mode.tape and touched:
+    if mode.tape and touched and run.rescaled is None:
         run.stacks = [new_ref((run.room, *run.init[j].shape), run.init[j].dtype) for j in run.moving]
     outs = _forwards(self, run, mode)
+    run.last = None if run.rescaled is None else outs[run.rescaled.reference]
     if not touched:
         return outs, None
     return outs, lambda cts: _backwards(self, run, mode, cts)
@@ -224,7 +235,7 @@ class _Round:
 def _backwards(self: Reverse, run: _Run, mode: Mode, cts: Sequence[Any]) -> list[Any]:
     n = len(run.init)
     carry_cts, ys_cts = list(cts[:n]), list(cts[n:])
-    round_ = _traced_round(self, run, mode, [j for j in run.moving if carry_cts[j] is not None], ys_cts)
+    round_ = _traced_round(self, run, mode, [j for j in run.pulled if carry_cts[j] is not None], ys_cts)
     variables = [*run.loop.body.invars]
     kinds = [variables[j] for j in round_.others]
     n_consts = len(run.consts)
@@ -340,17 +351,27 @@ class _RoundBack:
     def __call__(self, t: Any, k: Any, *cts: Any) -> tuple[Any, ...]:
         run, n_consts = self.run, len(self.run.consts)
         carry_cts, rows = dict(zip(self.live, cts, strict=False)), iter(cts[len(self.live) :])
-        moved = [read_row(ref, (t,), run.init[j]) for ref, j in zip(run.stacks, run.moving, strict=True)]
+        moved, given = self.before(t)
         now = [*run.consts, *run.carry(t, k, moved), *run.rows(t)]
         inner = Mode(False, True, (*self.mode.path, t))
-        _, pull = self.reverse.sweep(run.loop.body, run.loop.body_consts, now, inner)
+        _, pull = self.reverse.sweep(run.loop.body, run.loop.body_consts, now, inner, given)
         after = [carry_cts.get(j) for j in range(len(run.init))] + [next(rows) if g else None for g in self.given]
         before = pull(after)
         moving = {n_consts + j for j in run.moving}
-        self.found = [j for j in run.moving if before[n_consts + j] is not None]
+        if run.rescaled is not None:  # what each round is added to: as with any sum
+            before[n_consts : n_consts + len(run.init)] = [carry_cts.get(j) for j in range(len(run.init))]
+        self.found = [j for j in run.pulled if before[n_consts + j] is not None]
         self.others = [j for j, ct in enumerate(before) if ct is not None and j not in moving]
         carried = [_instance(before[n_consts + j], run.loop.carries[j]) for j in self.live]
         return (*carried, *[before[j] for j in self.others])
+
+    def before(self, t: Any) -> tuple[list[Any], Mapping[Any, Any]]:
+        """The moving carries at the start of a round, and what is known of variables of its body."""
+        run, known = self.run, self.run.rescaled
+        if known is None:
+            return [read_row(ref, (t,), run.init[j]) for ref, j in zip(run.stacks, run.moving, strict=True)], {}
+        moved = [run.last if j == known.reference else run.init[j] for j in run.moving]
+        return moved, {known.update: lax.reshape(run.last, known.update.aval.shape)}
 
 
 def _as_operands(run: _Run, found: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 from jtile import ir
 from jtile.ir.memory import ref
-from jtile.transforms.axes import Classes, Node, contraction
+from jtile.passes.axes import Classes, Node, contraction
 
 REPLICATED, VARYING, PARTIAL, ZERO = "replicated", "varying", "partial", "zero"
 CARRY = "carry "  # and its number: the running sum itself, of which each round must leave its own

@@ -21,6 +21,7 @@ from jtile.transforms.activity import Activity, is_literal
 from jtile.transforms.evaluate import as_loop, check_arrivals, refuse
 from jtile.transforms.prune import prune
 from jtile.transforms.ranges import Ranges
+from jtile.transforms.rescaling import rescaled
 from jtile.transforms.reverse import Mode, Reverse, Slot, new_ref, wide
 from jtile.transforms.reverse_control import UNBOUNDED
 
@@ -127,7 +128,7 @@ def _trace(closed: Any, spec: Spec, roles: _Roles, activity: Activity, aliases: 
         cts |= {v: next(refs) for v in roles.wanted}
         cts |= {outs[k]: next(refs) for k in roles.mutable}
         primals |= {outs[k]: next(refs) for k in roles.again}
-        walk = Reverse(activity, Ranges(closed.jaxpr, spec.grid))
+        walk = Reverse(activity, Ranges(closed.jaxpr, spec.grid), rescaled(closed.jaxpr))
         slots = [Slot(primals[v], cts.get(v), "input") for v in ins]
         for k, v in enumerate(outs):
             slots.append(Slot(primals.get(v), cts.get(v), "memory" if k in (*roles.mutable, *roles.again) else "once"))

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jtile import ir, passes
-from jtile.transforms.axes import Node, contraction
+from jtile.passes.axes import Node, contraction
+from jtile.passes.partials import Busy
 from jtile.transforms.factors import Factors, factors
 from jtile.transforms.retile import free, lanes, retile
-from jtile.passes.partials import Busy
 from jtile.tune import cost, guesses, nature, products, warpgroups
 from jtile.tune.auto import fits
 from jtile.tune.guesses import Guess, Sides
@@ -23,16 +23,21 @@ PLATFORMS = "cpu", "cuda", "rocm"  # whose choices of tiles have been measured, 
 TRIED = 8  # guesses that are built, at most
 SHORT, HELD, STAGES = 1024, 8192, 3  # elements of short rows; of all rows that a multiprocessor holds at a time
 MOST, MOST_SHORT = 4, 8  # programs of a multiprocessor
+EACH = 1 << 30  # more programs than there are: no two share a sum
 GAIN = 1.03  # how many times as long the present tiles must be expected to take
 
 
 def busy(kernel: ir.Kernel, target: Any) -> Busy | None:
     """What keeps a GPU busy that sums over rows: several programs a multiprocessor, of those with short rows more, as
-    the library's norms have them; None: what is as good on any machine."""
+    the library's norms have them; of products, which take most of the time, those of the kernel. None: what is as good
+    on any machine."""
     if "warps" not in target.features or ir.is_dynamic(kernel):
         return None
+    if nature.products_of(kernel):
+        return Busy(EACH, rounds=1)
     side = products.power(guesses.largest(kernel))
-    return Busy(guesses.units(target) * min(max(HELD // side, 1), MOST_SHORT if side < SHORT else MOST), STAGES)
+    each = min(max(HELD // side, 1), MOST_SHORT if side < SHORT else MOST)
+    return Busy(guesses.units(target) * each, stages=STAGES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,7 +114,10 @@ class Bundle:
                     f"{w['dtype']}"
                 )
         device = inputs[0].device if inputs else "npu"
-        made = [self._run(torch, k, [inputs[i] for i in k["inputs"]], device) for k in self.manifest["kernels"]]
+        given, made = list(inputs), []  # behind the inputs: what kernels make for those behind them
+        for number, k in enumerate(self.manifest["kernels"]):
+            made.append(self._run(torch, k, [given[i] for i in k["inputs"]], device))
+            given += [made[number][r["output"]] for r in self.manifest["between"] if r["kernel"] == number]
         outputs = []
         for result, o in zip(self.manifest["results"], self.manifest["outputs"]):
             x = made[result["kernel"]][result["output"]]

@@ -14,7 +14,10 @@ from jtile.passes.accumulate import Pieces, accumulate
 
 def combine(pieces: Pieces, inputs: Sequence[np.ndarray], narrow: Sequence[str | None], run=interpret) -> list:
     """The outputs of the whole: partial sums added, and everything in its final dtype."""
-    done = [run(k, [inputs[i] for i in at]) for k, at in zip(pieces.kernels, pieces.inputs, strict=True)]
+    done, given = [], [*inputs]
+    for number, (k, at) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
+        done.append(run(k, [given[i] for i in at]))
+        given += [done[number][r.output] for r in pieces.between if r.piece == number]
     out = []
     for r, dtype in zip(pieces.results, narrow, strict=True):
         x = done[r.piece][r.output]

@@ -36,12 +36,13 @@ def _call(program: Program, operands: Sequence[np.ndarray]) -> Sequence[Any]:
         return bind(program, operands)
     cpu = platforms.named("cpu")
     pieces = pieces_of(program, cpu.here())
-    found = []
+    found, given = [], [*operands]
     for k, (kernel, inputs) in enumerate(zip(pieces.kernels, pieces.inputs, strict=True)):
         whole = complete(kernel, cpu)
         started = [np.full(s.shape, s.value, s.dtype) for s in whole.starts]
         artifact = compile_piece(program, k, cpu.here())
-        found.append(run_artifact(artifact, whole.kernel, [*(operands[i] for i in inputs), *started, *whole.tables]))
+        found.append(run_artifact(artifact, whole.kernel, [*(given[i] for i in inputs), *started, *whole.tables]))
+        given += [found[r.piece][r.output] for r in pieces.between if r.piece == k]
     outs = zip(pieces.results, program.out_avals, strict=True)
     return [found[r.piece][r.output].sum(tuple(range(r.partials))).astype(o.dtype) for r, o in outs]
 

@@ -9,9 +9,9 @@ from shards import run_shards
 
 import jtile as jt
 from jtile import ir
+from jtile.passes.axes import regroup
 from jtile.primitive.lowering import run_interpreter
 from jtile.primitive.partition import can_cut, rule_of, shard_program
-from jtile.transforms.axes import regroup
 from jtile.transforms.factors import factors
 
 f32 = jnp.float32
