@@ -35,6 +35,7 @@ from jtile.ops.streamed_numbers import (
     bits_of,
     groups_of,
     held,
+    integers,
     lane_sums,
     planes_of,
     real,
@@ -137,7 +138,7 @@ def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots:
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
     block = lambda a: (rows, _of_piece(a, inner, kind))
-    totals = m if bits_of(kind) < 16 else ()
+    totals = m if integers(kind) else ()
     return _Memory(
         words=[[[ring((rows, width), w.codes.dtype) for _ in groups] for w in weights] for _ in each],
         of_blocks=[
@@ -158,7 +159,7 @@ def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int)
     back = []
     for i, ring in enumerate(mem.planes[j]):
         scale = x.scale(i)
-        power = _exponent(x, scale, i, j, roles, chunks) if bits_of(kind) < 16 else None
+        power = _exponent(x, scale, i, j, roles, chunks) if integers(kind) else None
         back += [] if power is None else [real(power)]
         for chunk in range(chunks):
             part = x.piece(i, chunk * roles + j, scale)
@@ -217,19 +218,30 @@ def _produce(mem, weights, kind: str, rows: int, roles: int, chunks: int, tiles,
 def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int, roles: int, tiles, first, programs):
     """Adds up the lanes' sums, and applies what follows the product."""
     m, bias, residual = y.shape[0], epilogue.bias, epilogue.residual
+    last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
+    whole = jt.cdiv(y.shape[1], rows) - 1
+
+    def of_tile(n):
+        """The scales of the rows of tile n, by weight, and their bias."""
+        tile = jnp.minimum(first + n * programs, whole)
+        scales = [w.scale.tiles(rows, 1)[tile, 0][:, 0] for w in weights] if last else []
+        return scales + ([] if bias is None else [bias.tiles(None, rows)[0, tile].astype(jnp.float32)])
+
+    ahead = [of_tile(0), of_tile(1)]  # they come from memory while others are summed
     for n in jt.range(tiles):
         tile = first + n * programs
-        last = bits_of(kind) < 16 and weights[0].scaled_last(kind)
-        scales = [w.scale.tiles(rows, 1)[tile, 0][:, 0] if last else 1.0 for w in weights]
-        shift = None if bias is None else bias.tiles(None, rows)[0, tile].astype(jnp.float32)
+        now, ahead = ahead[0], [ahead[1], of_tile(n + 2)]
+        scales = now[: len(weights)]
+        shift = None if bias is None else now[-1]
         mem.done.at(n).wait()
         found = [[functools.reduce(jnp.add, [mem.sums[j][w][i].at(n).load() for j in range(roles)])
                   for i in range(m)] for w in range(len(weights))]  # fmt: skip
         mem.taken.at(n).arrive()
         for i in range(m):
             sums = [of_weight[i].sum(1) for of_weight in found]
-            if bits_of(kind) < 16:  # not both factors in one: a number has less range than that
-                sums = [total * jnp.float32(DOWN) * scale for total, scale in zip(sums, scales)]
+            if integers(kind):  # not both factors in one: a number has less range than that
+                sums = [total * jnp.float32(DOWN) for total in sums]
+            sums = [total * scale for total, scale in zip(sums, scales)] if last else sums
             out = ACTIVATIONS[activation](sums[0] if shift is None else sums[0] + shift)
             out = out * sums[1] if len(sums) > 1 else out
             out = out if residual is None else out + residual.tiles(None, rows)[i, tile].astype(jnp.float32)
@@ -335,7 +347,7 @@ def choices(
     `_scale_bytes`; copies go to multiples of 128 bytes."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
     chunks = jt.cdiv(inner, PIECE * roles)
-    numbers = m * chunks * roles * (PIECE + (LANES * groups_of(kind) if bits_of(kind) < 16 else 0)) * 4
+    numbers = m * chunks * roles * (PIECE + (LANES * groups_of(kind) if integers(kind) else 0)) * 4
     row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
     out = []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):

@@ -1,8 +1,8 @@
 """What 16 bytes of a lane hold, as float32 in registers: plain 16-bit numbers, packed codes, 8-bit floats.
 
-Codes of quantised weights become float32 without a conversion, as the bits of subnormal numbers: an and-instruction and
-a multiply-add for each, and hardly a shift. x is brought to the range of these numbers by powers of two, which are
-exact.
+Integer codes become float32 without a conversion, as the bits of subnormal numbers: an and-instruction and a
+multiply-add for each, and hardly a shift. x is brought to the range of these numbers by powers of two, which are exact.
+8-bit floats become float16 two at a time, and these float32, by instructions: one and a half for each.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtile.ops.quantized_lanes import float8_fields
+from jtile.ops.quantized_tensor import FLOAT8
 
 FOUR_BIT = ("q4_0", "q4_1")
 LANES = 32
 _UP, DOWN = 2.0**126, 2.0**23  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
-_UP_FLOAT8 = 2.0 ** (120 - 23)  # the same where the numbers are those of `float8_fields`
 _ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
 _SHIFTS = {4: (0, 4, 8, 12, 16, 20, 0, 4), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
 
@@ -27,6 +26,11 @@ _SHIFTS = {4: (0, 4, 8, 12, 16, 20, 0, 4), 8: (0, 8, 16, 0)}  # where the fields
 def bits_of(kind: str) -> int:
     """Of a weight in memory; `kind`: that of a quantised weight, or the dtype of a plain one."""
     return 4 if kind in FOUR_BIT else 8 if kind in ("q8_0", "int8", "fp8") else 16
+
+
+def integers(kind: str) -> bool:
+    """Whether codes are integers, which are multiplied as subnormal numbers."""
+    return bits_of(kind) < 16 and kind != "fp8"
 
 
 def groups_of(kind: str) -> int:
@@ -42,10 +46,10 @@ def planes_of(x, kind: str):
     """x [lanes * groups, of a lane] as [8, lanes, 4]: for each word of a lane's 16 bytes what its fields are multiplied
     with."""
     bits = bits_of(kind)
-    if bits < 16:
+    if integers(kind):
         at = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
         at = (at >> 3 & 1) + 2 * (at & 1) if bits == 8 else (at >> 3 & 3) + 4 * (at & 1)  # of s, h, t, e: h, s and e
-        x = x * (_UP_FLOAT8 if kind == "fp8" else _choose(at, [_UP * 2.0**-shift for shift in _SHIFTS[bits]]))
+        x = x * _choose(at, [_UP * 2.0**-shift for shift in _SHIFTS[bits]])
     if bits == 4:  # of a block: s, h, t, e, see `QuantizedTensor.packed`
         x = x.reshape(LANES, 2, 2, 4, 2).transpose(4, 1, 2, 0, 3)
     elif bits == 8:
@@ -72,7 +76,8 @@ def _fields(stored, kind: str) -> list:
         return [numbers.astype(jnp.float32) for numbers in _along(stored.reshape(rows, LANES, 2, 4), 2)]
     words = stored.reshape(rows, LANES, 4)
     if kind == "fp8":
-        return float8_fields(words)
+        bytes_ = [(words >> np.uint32(8 * k)).astype(jnp.uint8) for k in range(4)]
+        return [jax.lax.bitcast_convert_type(byte, FLOAT8).astype(jnp.float32) for byte in bytes_]
     top = words >> np.uint32(24)
     fields = [real(words & np.uint32(((1 << bits) - 1) << shift)) for shift in range(0, 24, bits)]
     return [*fields, real(top)] if bits == 8 else [*fields, real(top & np.uint32(15)), real(top)]
@@ -107,18 +112,21 @@ def lane_sums(pieces, of_blocks, x: _Numbers, kind: str):
 
     pieces: the 512 bytes of each group; of_blocks: by group the scales and, for Q4_1, the minima.
     """
-    out: list = [None] * len(x.planes)
+    scaled, out, wide = len(of_blocks) > 0 or kind in _ZERO, [None] * len(x.planes), [None] * len(x.planes)
     for group, stored in enumerate(pieces):
         fields = _fields(stored, kind)
         for i, planes in enumerate(x.planes):
             own = planes[group * len(fields) : (group + 1) * len(fields)]
-            part = functools.reduce(jnp.add, [field * plane[None] for field, plane in zip(fields, own)])
-            part = functools.reduce(jnp.add, _along(part, 2))
+            terms = [field * plane[None] for field, plane in zip(fields, own)]
+            if not scaled:  # one chain of multiply-adds over all groups
+                wide[i] = functools.reduce(jnp.add, terms if wide[i] is None else [wide[i], *terms])
+                continue
+            part = functools.reduce(jnp.add, _along(functools.reduce(jnp.add, terms), 2))
             part = part + (x.totals[i][group] * jnp.float32(-_ZERO[kind]))[None] if kind in _ZERO else part
             part = part * of_blocks[0][group] if of_blocks else part
             part = part + x.totals[i][group][None] * of_blocks[1][group] if kind == "q4_1" else part
             out[i] = part if out[i] is None else out[i] + part
-    return out
+    return out if scaled else [functools.reduce(jnp.add, _along(part, 2)) for part in wide]
 
 
 def spread(scales, rows: int):

@@ -1,8 +1,11 @@
-"""Arithmetic of 16-bit floats in roles, two at a time.
+"""Arithmetic of 16-bit floats in roles, two at a time, and 8-bit floats out of words.
 
 What warpgroup products take from registers often comes out of few instructions an element: codes of quantised weights
 that become numbers. Sums and products of float16 and bfloat16 are rounded once whether they are made in float32 or in
 their own type, and neighbours in a register are one instruction.
+
+Instructions convert 8-bit floats two at a time, neighbours in half a word, to float16: of the two conversions of a half
+that are written here, the assembler makes one.
 """
 
 from __future__ import annotations
@@ -12,10 +15,46 @@ import dataclasses
 from jtile import ir
 
 from ..ttir import Val
+from ..versions import converts_fp8
 from .emitter import BlockEmitter, emits
 
 _PAIRED = {"add": "add", "sub": "sub", "mul": "mul"}
 _TYPES = {"bfloat16": "bf16x2", "float16": "f16x2"}
+
+
+_HALF = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
+
+
+@emits(ir.Cast)
+def _cast(em: BlockEmitter, op: ir.Cast) -> Val:
+    found = _byte(op.x)
+    if op.dtype != "float32" or found is None or op.x.dtype not in em.features.fp8 or not converts_fp8(em.features.arch):
+        return em.as_tile(op)
+    words, k = found
+    assert em.homes is not None
+    x = em.tile(words, em.homes[op.result])
+    halves, parts = ("{h, _}", "{_, h}"), ("{l, _}", "{_, l}")
+    text = (
+        "{ .reg .b16 h, l; .reg .b32 p; "
+        f"mov.b32 {halves[k // 2]}, $1; cvt.rn.f16x2.{_HALF[op.x.dtype]} p, h; "
+        f"mov.b32 {parts[k % 2]}, p; cvt.f32.f16 $0, l; }}"
+    )
+    asm = f'"{text}" {{constraints = "=f,r", packed_element = 1 : i32, pure = true}}'
+    with em.code.within({len(x.shape): x.layout}):
+        out = em.code.spell(x.shape, "f32")
+        return em.code.let(f"tt.elementwise_inline_asm {asm} {x.name} : {x.type} -> {out}", x.shape, "f32")
+
+
+def _byte(v: ir.Value) -> tuple[ir.Value, int] | None:
+    """Of an 8-bit float that is a byte of a 32-bit word the words, and which byte, from the low bits on."""
+    byte = v.op.x.op if isinstance(v.op, ir.Bitcast) else None
+    if not isinstance(byte, ir.Cast) or byte.dtype != "uint8" or byte.x.dtype != "uint32" or not v.shape:
+        return None
+    shift = byte.x.op
+    if not isinstance(shift, ir.Map) or shift.fn != "shr_logical":
+        return byte.x, 0
+    by = shift.args[1].op
+    return (shift.args[0], by.value // 8) if isinstance(by, ir.Full) and by.value in (8, 16, 24) else None
 
 
 @emits(ir.Map)
