@@ -30,15 +30,16 @@ from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Norm, Weight
 from jtile.ops.quantized_tensor import BLOCK
 from jtile.ops.streamed_numbers import (
-    DOWN,
     LANES,
     bits_of,
+    bytes_of,
     groups_of,
     held,
     integers,
+    integers_of,
     lane_sums,
     planes_of,
-    real,
+    room_for_integers,
     spread,
 )
 
@@ -90,16 +91,6 @@ class _Rows:
         return part * scale * weight.astype(jnp.float32)
 
 
-@jt.function
-def _exponent(x, scale, i: int, j: int, roles: int, chunks: int):
-    """The power of two, as bits, of the largest |x| of row i in role j's part, within those that have an inverse."""
-    top = jnp.zeros((PIECE // x.x.shape[2], x.x.shape[2]), jnp.float32)
-    for chunk in jt.range(chunks):
-        top = jnp.maximum(top, abs(x.piece(i, chunk * roles + j, scale)))
-    power = jax.lax.bitcast_convert_type(top.max(), jnp.uint32) & np.uint32(0x7F800000)
-    return jnp.minimum(jnp.maximum(power, np.uint32(1 << 23)), np.uint32(253 << 23))
-
-
 Rings = list[list[jt.Shared]]
 
 
@@ -110,8 +101,7 @@ class _Memory:
     Attributes:
       words: by role and weight, rings of 512 bytes of some rows, one for each group.
       of_blocks: by role, weight and array, likewise rings of the scales (and minima) that belong to them.
-      planes: by role and row of x what `planes_of` says, a slot for each round of a row.
-      totals: by role and row of x the sums of x by group, where codes are fields of words.
+      numbers: by role and row of x what `planes_of` or `integers_of` says, a slot for each round of a row.
       sums: by role, weight and row of x the sums of lanes.
       full, empty: a round of the words has come; has been read by all roles.
       done, taken: the sums of a tile of rows are there; have been read.
@@ -119,8 +109,7 @@ class _Memory:
 
     words: list[Rings]
     of_blocks: list[list[Rings]]
-    planes: Rings
-    totals: Rings
+    numbers: list[list]
     sums: list[Rings]
     full: jt.Barrier
     empty: jt.Barrier
@@ -138,14 +127,14 @@ def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots:
     ring = lambda shape, dtype, n=slots: jt.alloc(shape, dtype, slots=n)
     width = 512 // jnp.dtype(weights[0].codes.dtype).itemsize
     block = lambda a: (rows, _of_piece(a, inner, kind))
-    totals = m if integers(kind) else ()
+    room = jax.ShapeDtypeStruct((8, LANES, 4), jnp.float32)
+    room = room_for_integers(kind, bytes_of(x.dtype)) if integers(kind) else room
     return _Memory(
         words=[[[ring((rows, width), w.codes.dtype) for _ in groups] for w in weights] for _ in each],
         of_blocks=[
             [[[ring(block(a), a.dtype) for _ in groups] for a in _of_blocks(w, kind)] for w in weights] for _ in each
         ],
-        planes=[[ring((8, LANES, 4), jnp.float32, chunks) for _ in m] for _ in each],
-        totals=[[ring((len(groups), LANES), jnp.float32, chunks) for _ in totals] for _ in each],
+        numbers=[[jax.tree.map(lambda a: ring(a.shape, a.dtype, chunks), room) for _ in m] for _ in each],
         sums=[[[ring((rows, LANES), jnp.float32, 2) for _ in m] for _ in weights] for _ in each],
         full=jt.barrier(slots),
         empty=jt.barrier(slots, arrivals=roles),
@@ -154,54 +143,56 @@ def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots:
     )
 
 
-def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int) -> list:
-    """Puts role j's part of x into shared memory as its rounds take it; gives what brings sums back, by row of x."""
-    back = []
-    for i, ring in enumerate(mem.planes[j]):
+def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int) -> None:
+    """Puts role j's part of x into shared memory as its rounds take it."""
+    for i, rings in enumerate(mem.numbers[j]):
         scale = x.scale(i)
-        power = _exponent(x, scale, i, j, roles, chunks) if integers(kind) else None
-        back += [] if power is None else [real(power)]
         for chunk in range(chunks):
             part = x.piece(i, chunk * roles + j, scale)
-            part = part if power is None else part * real(np.uint32(254 << 23) - power)
-            ring.at(chunk).store(planes_of(part, kind))
-            if power is not None:
-                sums = part.sum(1).reshape(groups_of(kind), LANES) * jnp.float32(1 / DOWN)
-                mem.totals[j][i].at(chunk).store(sums)
+            found = integers_of(part, kind, bytes_of(x.x.dtype)) if integers(kind) else planes_of(part, kind)
+            for ring, tile in zip(_leaves(rings), jax.tree.leaves(found)):
+                ring.at(chunk).store(tile)
     jt.role_barrier()
-    return back
+
+
+def _leaves(tree) -> list:
+    """The rings of a tree."""
+    return jax.tree.leaves(tree, is_leaf=_is_ring)
+
+
+def _is_ring(x) -> bool:
+    return hasattr(x, "at")
 
 
 @jt.function
-def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles, back):
-    """Role j: the sums of its lanes of each tile of rows; `back`: see `_prepare`."""
-    words, of_blocks, planes, totals = mem.words[j], mem.of_blocks[j], mem.planes[j], mem.totals[j]
-    at = lambda rings, k: [ring.at(k) for ring in rings]
-    x = held(at(planes, 0), at(totals, 0), kind) if chunks == 1 else None
+def _consume(mem, j: int, kind: str, rows: int, chunks: int, tiles):
+    """Role j: the sums of its lanes of each tile of rows."""
+    words, of_blocks, numbers = mem.words[j], mem.of_blocks[j], mem.numbers[j]
+    at = lambda k: [jax.tree.map(lambda ring: ring.at(k), row, is_leaf=_is_ring) for row in numbers]
+    x = held(at(0)) if chunks == 1 else None
     zero = lambda: jnp.zeros((rows, LANES), jnp.float32)
     for n in jt.range(tiles):
-        sums = tuple(zero() for _ in words for _ in planes)
+        sums = tuple(zero() for _ in words for _ in numbers)
         for chunk in jt.range(chunks):
             k = n * chunks + chunk
             mem.full.at(k).wait()
             stored = [[ring.at(k).load() for ring in of_weight] for of_weight in words]
             scales = [[[spread(ring.at(k).load(), rows) for ring in a] for a in of_weight] for of_weight in of_blocks]
             mem.empty.at(k).arrive()
-            now = held(at(planes, chunk), at(totals, chunk), kind) if x is None else x
+            now = held(at(chunk)) if x is None else x
             found = [part for pieces, d in zip(stored, scales) for part in lane_sums(pieces, d, now, kind)]
             sums = tuple(a + b for a, b in zip(sums, found))
         mem.taken.at(n).wait(before=True)
         rings = [ring for of_weight in mem.sums[j] for ring in of_weight]
-        for ring, total, factor in zip(rings, sums, (back or [None]) * len(sums)):
-            ring.at(n).store(total if factor is None else total * factor)
+        for ring, total in zip(rings, sums):
+            ring.at(n).store(total)
         mem.done.at(n).arrive()
 
 
 @jt.function
 def _produce(mem, weights, kind: str, rows: int, roles: int, chunks: int, tiles, first, programs):
     """Fills the rings, a round of all roles at a time."""
-    is_ring = lambda ring: hasattr(ring, "at")
-    buffers = [ring for part in (mem.words, mem.of_blocks) for ring in jax.tree.leaves(part, is_leaf=is_ring)]
+    buffers = _leaves((mem.words, mem.of_blocks))
     for k in jt.range(tiles * chunks):
         n, chunk = first + k // chunks * programs, k % chunks
         mem.empty.at(k).wait(before=True)
@@ -239,8 +230,6 @@ def _write(mem, weights, epilogue: Epilogue, y, kind: str, activation, rows: int
         mem.taken.at(n).arrive()
         for i in range(m):
             sums = [of_weight[i].sum(1) for of_weight in found]
-            if integers(kind):  # not both factors in one: a number has less range than that
-                sums = [total * jnp.float32(DOWN) for total in sums]
             sums = [total * scale for total, scale in zip(sums, scales)] if last else sums
             out = ACTIVATIONS[activation](sums[0] if shift is None else sums[0] + shift)
             out = out * sums[1] if len(sums) > 1 else out
@@ -294,8 +283,8 @@ def _program(x: _Rows, weights, epilogue: Epilogue, y, total, *, kind: str, acti
     mem = _memory(x.x, weights, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
     for j in range(roles):
         with jt.role(f"consumer{j}", warps=4):
-            back = _prepare(x, mem, j, kind, roles, chunks)
-            _consume(mem, j, kind, rows, chunks, tiles, back)
+            _prepare(x, mem, j, kind, roles, chunks)
+            _consume(mem, j, kind, rows, chunks, tiles)
     with jt.role("producer", warps=1, registers=24, early=early):
         _produce(mem, weights, kind, rows, roles, chunks, tiles, first, programs)
     with jt.role("writer", warps=2):
@@ -340,14 +329,15 @@ def _scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def choices(
-    m: int, inner: int, kind: str, gated: bool = False, scale_bytes: tuple[int, ...] = ()
+    m: int, inner: int, kind: str, gated: bool = False, scale_bytes: tuple[int, ...] = (), count: int = 3
 ) -> list[dict[str, int]]:
     """Meta-parameters that fit, the best first: of tall tiles (of 4 bits 8 rows, the last of which is sooner done), as
     many on their way as there is room for, at least three, or two where nothing else fits. `scale_bytes`: see
-    `_scale_bytes`; copies go to multiples of 128 bytes."""
+    `_scale_bytes`; copies go to multiples of 128 bytes. count: `bytes_of` x."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
     chunks = jt.cdiv(inner, PIECE * roles)
-    numbers = m * chunks * roles * (PIECE + (LANES * groups_of(kind) if integers(kind) else 0)) * 4
+    of_round = (8 * LANES * 4,) if not integers(kind) else (8 * LANES * count, LANES * groups_of(kind) * (2 + count))
+    numbers = 4 * m * chunks * roles * sum(of_round)
     row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
     out = []
     for rows in (8, 16, 4) if bits_of(kind) == 4 else (16, 8, 4):
@@ -364,7 +354,7 @@ def choices(
 def _points(x, weights, *_, kind: str, **__) -> list[dict[str, int]]:
     """For the tuner."""
     inner = x.shape[1] * x.shape[2]
-    return choices(x.shape[0], inner, kind, len(weights) > 1, _scale_bytes(weights[0], inner, kind))
+    return choices(x.shape[0], inner, kind, len(weights) > 1, _scale_bytes(weights[0], inner, kind), bytes_of(x.dtype))
 
 
 def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:
@@ -386,7 +376,7 @@ def misfit(x, weight: Weight, kind: str, gated: bool = False) -> str | None:
     return first_unmet(
         (fits, why),
         (
-            bool(choices(m, inner, kind, gated, _scale_bytes(weight, inner, kind))),
+            bool(choices(m, inner, kind, gated, _scale_bytes(weight, inner, kind), bytes_of(x.dtype))),
             f"rows of {inner} leave no room in shared memory",
         ),
     )
@@ -416,7 +406,8 @@ def normed_product(
 
 def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, dict]:
     """x as the kernels take it, and their meta-parameters."""
-    meta = choices(*x.shape, kind, len(weights) > 1, _scale_bytes(weights[0], x.shape[1], kind))
+    lines = _scale_bytes(weights[0], x.shape[1], kind)
+    meta = choices(*x.shape, kind, len(weights) > 1, lines, bytes_of(x.dtype))
     best = meta[0]
     if bits_of(kind) == 16:  # tall tiles, if not so few that many multiprocessors have one less than others
         tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])

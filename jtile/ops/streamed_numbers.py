@@ -1,7 +1,7 @@
-"""What 16 bytes of a lane hold, as float32 in registers: plain 16-bit numbers, packed codes, 8-bit floats.
+"""What 16 bytes of a lane hold, and how it is multiplied: plain 16-bit numbers, packed codes, 8-bit floats.
 
-Integer codes become float32 without a conversion, as the bits of subnormal numbers: an and-instruction and a
-multiply-add for each, and hardly a shift. x is brought to the range of these numbers by powers of two, which are exact.
+Integer codes are multiplied as integers, four bytes with an instruction: x is brought to 16 bits in each lane (24 bits
+where x is float32), by a power of two for the lane, and a byte of x at a time is multiplied. These sums are exact.
 8-bit floats become float16 two at a time, and these float32, by instructions: one and a half for each.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,8 @@ from jtile.ops.quantized_tensor import FLOAT8
 
 FOUR_BIT = ("q4_0", "q4_1")
 LANES = 32
-_UP, DOWN = 2.0**126, 2.0**23  # x in [1, 2) times that, times an integer's bits as a float32, is a normal number
-_ZERO = {"q4_0": 8.0, "q8_0": 128.0, "int8": 128.0}  # the field of a word that says 0
-_SHIFTS = {4: (0, 4, 8, 12, 16, 20, 0, 4), 8: (0, 8, 16, 0)}  # where the fields of a word lie when they are taken
+_ZERO = {"q4_0": 8, "q4_1": 0, "q8_0": 128, "int8": 128}  # the field of a word that says 0
+_NIBBLES = 0x0F0F0F0F
 
 
 def bits_of(kind: str) -> int:
@@ -29,7 +29,7 @@ def bits_of(kind: str) -> int:
 
 
 def integers(kind: str) -> bool:
-    """Whether codes are integers, which are multiplied as subnormal numbers."""
+    """Whether codes are integers, and x becomes integers too."""
     return bits_of(kind) < 16 and kind != "fp8"
 
 
@@ -42,60 +42,109 @@ def real(x) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.float32)
 
 
+def bytes_of(dtype) -> int:
+    """Of a number of x of this dtype that is multiplied with integers."""
+    return 2 if dtype in (jnp.bfloat16, jnp.float16) else 3
+
+
 def planes_of(x, kind: str):
     """x [lanes * groups, of a lane] as [8, lanes, 4]: for each word of a lane's 16 bytes what its fields are multiplied
-    with."""
-    bits = bits_of(kind)
-    if integers(kind):
-        at = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-        at = (at >> 3 & 1) + 2 * (at & 1) if bits == 8 else (at >> 3 & 3) + 4 * (at & 1)  # of s, h, t, e: h, s and e
-        x = x * _choose(at, [_UP * 2.0**-shift for shift in _SHIFTS[bits]])
-    if bits == 4:  # of a block: s, h, t, e, see `QuantizedTensor.packed`
-        x = x.reshape(LANES, 2, 2, 4, 2).transpose(4, 1, 2, 0, 3)
-    elif bits == 8:
+    with, of codes that are floats."""
+    if bits_of(kind) == 8:  # of a block: s, h, t, e, see `QuantizedTensor.packed`
         x = x.reshape(2, LANES, 2, 4, 2).transpose(0, 4, 2, 1, 3)
     else:
         x = x.reshape(4, LANES, 2, 4).transpose(0, 2, 1, 3)
     return x.reshape(8, LANES, 4)
 
 
-def _choose(at, values: list[float]):
-    """values[at], for tiles of numbers from 0 on."""
-    if len(set(values)) == 1:
-        return jnp.full(at.shape, values[0], jnp.float32)
-    half = len(values) // 2
-    return jnp.where(at >= half, _choose(at - half, values[half:]), _choose(at, values[:half]))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """x of one role and round for products with integers: tiles, or buffers of them.
+
+    Attributes:
+      planes: of each byte of x, the highest first, uint32 [2, lanes, 4]: what the words of a lane are multiplied with.
+      shifts: of each byte int32 [groups, lanes], what its sums begin with: the code that says 0 is not 0.
+      unit: float32 [groups, lanes], what brings the sums of a lane back.
+      total: float32 [groups, lanes], the sums of x.
+    """
+
+    planes: list
+    shifts: list
+    unit: Any
+    total: Any
+
+
+def room_for_integers(kind: str, count: int) -> Integers:
+    """The shapes and dtypes of `Integers` of `count` bytes."""
+    lanes = groups_of(kind), LANES
+    of = jax.ShapeDtypeStruct
+    planes, shifts = [of((2, LANES, 4), jnp.uint32)] * count, [of(lanes, jnp.int32)] * count
+    return Integers(planes, shifts, of(lanes, jnp.float32), of(lanes, jnp.float32))
+
+
+def integers_of(x, kind: str, count: int) -> Integers:
+    """x [lanes * groups, of a lane], float32, as integers of `count` bytes. A lane whose largest number is infinite, or
+    none, has a unit that is none."""
+    bits = 8 * count - 1
+    power = jax.lax.bitcast_convert_type(jnp.max(abs(x), axis=1), jnp.uint32) >> np.uint32(23)  # biased by 127
+    power = jnp.maximum(power, np.uint32(bits))
+    up = real((np.uint32(253 + bits) - jnp.minimum(power, np.uint32(254))) << np.uint32(23))
+    unit = real((power - np.uint32(bits - 1)) << np.uint32(23))
+    unit = jnp.where(power == np.uint32(255), jnp.float32(np.nan), unit)
+    whole = jnp.minimum(jnp.round(x * up[:, None]), jnp.float32((1 << bits) - 1)).astype(jnp.int32)
+    groups = lambda v: v.reshape(groups_of(kind), LANES)
+    bytes_ = [whole >> np.int32(bits - 7)]
+    bytes_ += [(whole >> np.int32(8 * k)) & np.int32(255) for k in reversed(range(count - 1))]
+    shifts = [groups(byte.sum(1) * np.int32(-_ZERO[kind])) for byte in bytes_]
+    planes = [_in_words(byte, kind) for byte in bytes_]
+    return Integers(planes, shifts, groups(unit), groups(whole.sum(1).astype(jnp.float32) * unit))
+
+
+def _in_words(x, kind: str):
+    """The low bytes of integers [lanes * groups, of a lane] where the words of a lane have the codes they are
+    multiplied with; of 4 bits there are two for a word, of the lower and the upper halves of its bytes."""
+    u = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(255)
+    if bits_of(kind) == 4:  # of a block: s, h, t, e, see `QuantizedTensor.packed`
+        u, axis = u.reshape(LANES, 2, 2, 4, 2), 1
+    else:
+        u, axis = u.reshape(2 * LANES, 1, 2, 4, 2), 2
+    at = lambda axis: jax.lax.broadcasted_iota(jnp.uint32, u.shape, axis)
+    words = (u << (at(axis) * np.uint32(8) + at(4) * np.uint32(16))).sum((axis, 4))
+    if bits_of(kind) == 4:
+        return words.transpose(1, 0, 2)
+    return words.reshape(2, LANES, 4)
 
 
 def _fields(stored, kind: str) -> list:
-    """What 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], for four words of a lane: 2^-149 times the
-    bits of a field where it lies, or 24 bits further down (of 4 bits the last is the two highest together); or the
-    weights, four at a time."""
-    rows, bits = stored.shape[0], bits_of(kind)
-    if bits == 16:
+    """The floats that 512 bytes of each of some rows hold, as float32 [rows, lanes, 4], four at a time."""
+    rows = stored.shape[0]
+    if bits_of(kind) == 16:
         return [numbers.astype(jnp.float32) for numbers in _along(stored.reshape(rows, LANES, 2, 4), 2)]
     words = stored.reshape(rows, LANES, 4)
-    if kind == "fp8":
-        bytes_ = [(words >> np.uint32(8 * k)).astype(jnp.uint8) for k in range(4)]
-        return [jax.lax.bitcast_convert_type(byte, FLOAT8).astype(jnp.float32) for byte in bytes_]
-    top = words >> np.uint32(24)
-    fields = [real(words & np.uint32(((1 << bits) - 1) << shift)) for shift in range(0, 24, bits)]
-    return [*fields, real(top)] if bits == 8 else [*fields, real(top & np.uint32(15)), real(top)]
+    return [jax.lax.bitcast_convert_type(byte, FLOAT8).astype(jnp.float32) for byte in _bytes(words)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """x of one role and round, in registers: for each row of x its planes [lanes, 4]; and its sums [lanes] by group."""
-
-    planes: list[list[jax.Array]]
-    totals: list[list[jax.Array]]
+def _bytes(words) -> list:
+    return [(words >> np.uint32(8 * k)).astype(jnp.uint8) for k in range(4)]
 
 
-def held(planes, totals, kind: str) -> _Numbers:
-    found = [_along(ring.load(), 0) for ring in planes]
-    if bits_of(kind) == 4:  # the last field of a word is the one before, plus 16 times its own
-        found = [[*of_row[:6], of_row[6] - of_row[7], of_row[7]] for of_row in found]
-    return _Numbers(found, [_along(ring.load(), 0) for ring in totals])
+def _dot(a, b, signed: bool):
+    """The sum of the products of the four bytes of a, which are not signed, with those of b."""
+    of_b = [jax.lax.bitcast_convert_type(byte, jnp.int8) if signed else byte for byte in _bytes(b)]
+    return functools.reduce(jnp.add, [x.astype(jnp.int32) * y.astype(jnp.int32) for x, y in zip(_bytes(a), of_b)])
+
+
+def held(x):
+    """x of one role and round in registers: of each of its rows the planes [lanes, 4], or the parts of `Integers`, cut
+    into words and groups."""
+    return [_held_integers(row) if isinstance(row, Integers) else _along(row.load(), 0) for row in x]
+
+
+def _held_integers(row: Integers) -> Integers:
+    words = [[_along(field, 1) for field in _along(plane.load(), 0)] for plane in row.planes]
+    groups = lambda ring: _along(ring.load(), 0)
+    return Integers(words, [groups(ring) for ring in row.shifts], groups(row.unit), groups(row.total))
 
 
 def _along(t, axis: int) -> list:
@@ -107,26 +156,52 @@ def _along(t, axis: int) -> list:
     return [*_along(cut(0), axis), *_along(cut(half), axis)]
 
 
-def lane_sums(pieces, of_blocks, x: _Numbers, kind: str):
-    """What one round adds to the products of rows of W with each row of x: [rows, lanes].
+def lane_sums(pieces, of_blocks, x: list, kind: str):
+    """What one round adds to the products of rows of W with each row of x, as `held` gives it: [rows, lanes].
 
     pieces: the 512 bytes of each group; of_blocks: by group the scales and, for Q4_1, the minima.
     """
-    scaled, out, wide = len(of_blocks) > 0 or kind in _ZERO, [None] * len(x.planes), [None] * len(x.planes)
+    if integers(kind):
+        return [_integer_sums(pieces, of_blocks, row, kind) for row in x]
+    fields = [_fields(stored, kind) for stored in pieces]
+    return [_float_sums(fields, of_blocks, row) for row in x]
+
+
+def _float_sums(fields: list[list], of_blocks, planes: list):
+    wide, out = None, None
+    for group, of_group in enumerate(fields):
+        own = planes[group * len(of_group) : (group + 1) * len(of_group)]
+        terms = [field * plane[None] for field, plane in zip(of_group, own)]
+        wide = functools.reduce(jnp.add, terms if wide is None else [wide, *terms])
+        if of_blocks:  # else one chain of multiply-adds goes over all groups
+            part = functools.reduce(jnp.add, _along(wide, 2)) * of_blocks[0][group]
+            wide, out = None, part if out is None else out + part
+    return functools.reduce(jnp.add, _along(wide, 2)) if out is None else out
+
+
+def _integer_sums(pieces, of_blocks, x: Integers, kind: str):
+    out = None
     for group, stored in enumerate(pieces):
-        fields = _fields(stored, kind)
-        for i, planes in enumerate(x.planes):
-            own = planes[group * len(fields) : (group + 1) * len(fields)]
-            terms = [field * plane[None] for field, plane in zip(fields, own)]
-            if not scaled:  # one chain of multiply-adds over all groups
-                wide[i] = functools.reduce(jnp.add, terms if wide[i] is None else [wide[i], *terms])
-                continue
-            part = functools.reduce(jnp.add, _along(functools.reduce(jnp.add, terms), 2))
-            part = part + (x.totals[i][group] * jnp.float32(-_ZERO[kind]))[None] if kind in _ZERO else part
-            part = part * of_blocks[0][group] if of_blocks else part
-            part = part + x.totals[i][group][None] * of_blocks[1][group] if kind == "q4_1" else part
-            out[i] = part if out[i] is None else out[i] + part
-    return out if scaled else [functools.reduce(jnp.add, _along(part, 2)) for part in wide]
+        words = stored.reshape(stored.shape[0], LANES, 4)
+        wide = lambda v, shape=words.shape[:2]: jnp.broadcast_to(v[None], shape)
+        nibbles = [words & np.uint32(_NIBBLES), (words >> np.uint32(4)) & np.uint32(_NIBBLES)]
+        fields = nibbles if bits_of(kind) == 4 else [words]
+        codes = [word for field in fields for word in _along(field, 2)]
+        of_bytes = []
+        for k, (plane, shift) in enumerate(zip(x.planes, x.shifts)):
+            own = plane if bits_of(kind) == 4 else plane[group : group + 1]
+            total = wide(shift[group])
+            for a, b in zip(codes, [word for field in own for word in field]):
+                total = total + _dot(a, wide(b), signed=k == 0)
+            of_bytes.append(total)
+        part = ((of_bytes[-2] << np.int32(8)) + of_bytes[-1]).astype(jnp.float32)
+        for byte in of_bytes[:-2]:
+            part = part + byte.astype(jnp.float32) * jnp.float32(1 << 16)
+        unit = x.unit[group][None]
+        part = part * (unit * of_blocks[0][group] if of_blocks else unit)
+        part = part + x.total[group][None] * of_blocks[1][group] if kind == "q4_1" else part
+        out = part if out is None else out + part
+    return out
 
 
 def spread(scales, rows: int):

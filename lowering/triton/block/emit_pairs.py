@@ -46,8 +46,9 @@ def _cast(em: BlockEmitter, op: ir.Cast) -> Val:
 
 
 def _byte(v: ir.Value) -> tuple[ir.Value, int] | None:
-    """Of an 8-bit float that is a byte of a 32-bit word the words, and which byte, from the low bits on."""
-    byte = v.op.x.op if isinstance(v.op, ir.Bitcast) else None
+    """Of what is a byte of a 32-bit word, as it is or as a number of 8 bits, the words, and which byte, from the low
+    bits on."""
+    byte = v.op.x.op if isinstance(v.op, ir.Bitcast) else v.op
     if not isinstance(byte, ir.Cast) or byte.dtype != "uint8" or byte.x.dtype != "uint32" or not v.shape:
         return None
     shift = byte.x.op
@@ -57,9 +58,57 @@ def _byte(v: ir.Value) -> tuple[ir.Value, int] | None:
     return (shift.args[0], by.value // 8) if isinstance(by, ir.Full) and by.value in (8, 16, 24) else None
 
 
+def _terms(v: ir.Value) -> list[ir.Value]:
+    """What a sum of int32 adds up."""
+    if isinstance(v.op, ir.Map) and v.op.fn == "add" and v.dtype == "int32":
+        return [term for arg in v.op.args for term in _terms(arg)]
+    return [v]
+
+
+def _dot(v: ir.Value) -> tuple[ir.Value, ir.Value, str] | None:
+    """Of a sum of the products of all bytes of two words these words, and the types of the bytes."""
+    if not isinstance(v.op, ir.Map) or v.op.fn != "add" or v.dtype != "int32" or not v.shape:
+        return None
+    found = []
+    for term in _terms(v):
+        args = term.op.args if isinstance(term.op, ir.Map) and term.op.fn == "mul" else ()
+        if not args or not all(isinstance(a.op, ir.Cast) for a in args):
+            return None
+        bytes_ = [_byte(a.op.x) for a in args]
+        if None in bytes_ or bytes_[0][1] != bytes_[1][1]:
+            return None
+        kinds = ".".join("u32" if a.op.x.dtype == "uint8" else "s32" for a in args)
+        found.append((bytes_[0][0], bytes_[1][0], kinds, bytes_[0][1]))
+    same = len({entry[:3] for entry in found}) == 1 and sorted(entry[3] for entry in found) == [0, 1, 2, 3]
+    return found[0][:3] if same else None
+
+
+def _bytes_dot(em: BlockEmitter, op: ir.Map) -> Val | None:
+    """Sums of the products of four bytes by one instruction, which adds another number, too."""
+    if op.fn != "add" or op.result.dtype != "int32" or not op.result.shape:
+        return None
+    found, acc = _dot(op.result), None
+    for which in (1, 0) if found is None else ():
+        found = found or _dot(op.args[which])
+        acc = op.args[1 - which] if acc is None and found is not None else acc
+    if found is None:
+        return None
+    assert em.homes is not None
+    layout = em.homes[op.result]
+    a, b = (em.tile(v, layout) for v in found[:2])
+    with em.code.within({len(op.result.shape): layout}):
+        c = em.code.const(0, "i32", op.result.shape) if acc is None else em.tile(acc, layout)
+        asm = f'"dp4a.{found[2]} $0, $1, $2, $3;" {{constraints = "=r,r,r,r", packed_element = 1 : i32, pure = true}}'
+        types = f"{a.type}, {b.type}, {c.type} -> {c.type}"
+        text = f"tt.elementwise_inline_asm {asm} {a.name}, {b.name}, {c.name} : {types}"
+        return em.code.let(text, op.result.shape, "i32")
+
+
 @emits(ir.Map)
 def _map(em: BlockEmitter, op: ir.Map) -> Val:
     dtype = op.args[0].dtype
+    if (dot := _bytes_dot(em, op)) is not None:
+        return dot
     if op.fn not in _PAIRED or dtype not in _TYPES or not op.result.shape:
         return em.as_tile(op)
     assert em.homes is not None
