@@ -21,7 +21,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jtile as jt
 from jtile.ops import gpu_tiles
@@ -147,8 +146,8 @@ def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int)
     """Puts role j's part of x into shared memory as its rounds take it."""
     for i, rings in enumerate(mem.numbers[j]):
         scale = x.scale(i)
-        for chunk in range(chunks):
-            part = x.piece(i, chunk * roles + j, scale)
+        parts = [x.piece(i, chunk * roles + j, scale) for chunk in range(chunks)]  # all are on their way at once
+        for chunk, part in enumerate(parts):
             found = integers_of(part, kind, bytes_of(x.x.dtype)) if integers(kind) else planes_of(part, kind)
             for ring, tile in zip(_leaves(rings), jax.tree.leaves(found)):
                 ring.at(chunk).store(tile)

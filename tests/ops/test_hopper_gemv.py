@@ -49,7 +49,7 @@ def test_products(case, monkeypatch):
     kernel = hopper_gemv.kernel(*operands)
     y = kernel.interpret(x.reshape(m, inner // n, n), *operands, seed=len(case), **meta)
     want = np.asarray(x, np.float32) @ np.asarray(matrix).T
-    assert relative_error(y, want) < 3e-6
+    assert relative_error(y, want) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
 
 
 def test_bias_activation_residual_and_two_weights():

@@ -149,7 +149,7 @@ def test_one_row_against_a_stream(case):
     y = hopper_gemv.kernel((weight,), NO_EPILOGUE).interpret(
         np.asarray(x).reshape(1, inner // n, n), (weight,), NO_EPILOGUE, seed=len(case), **meta
     )
-    assert relative_error(y, np.asarray(x, np.float32) @ matrix.T) < 3e-6
+    assert relative_error(y, np.asarray(x, np.float32) @ matrix.T) < (1e-5 if hopper_gemv.integers(kind) else 3e-6)
 
 
 def test_copies_of_scales_go_to_multiples_of_128_bytes():

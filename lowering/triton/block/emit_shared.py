@@ -14,6 +14,7 @@ from .code import Mem
 from .emitter import BlockEmitter, emits
 from .layouts import Plain, Swizzled, swizzled
 
+LINE = 512  # bytes that a warp loads with an instruction
 ARRIVALS = 1 << 20  # what an mbarrier cannot count any more
 
 
@@ -29,7 +30,23 @@ def _alloc_shared(em: BlockEmitter, op: ir.AllocShared) -> Mem:
         em.refuse(op, f"no buffers of {op.dtype}: two elements share a byte; take buffers of uint8, and unpack them")
     if not op.shape:
         em.refuse(op, "buffers of one axis or more, got one element: take a buffer of shape (1,)")
-    return _allocated(em, Mem("", op.shape, elem, swizzled(op.shape, elem), op.slots))
+    layout = swizzled(op.shape, elem)
+    if isinstance(layout, Swizzled) and _in_lines(em, op):
+        layout = dataclasses.replace(layout, width=0)
+    return _allocated(em, Mem("", op.shape, elem, layout, op.slots))
+
+
+def _in_lines(em: BlockEmitter, op: ir.AllocShared) -> bool:
+    """Whether rows of a buffer stay as they are: copies fill it, a warp loads a row at once, and nothing else reads it.
+    Such a row comes in one copy, swizzled ones in copies of 128 bytes."""
+    if len(op.shape) != 2 or op.shape[1] * ir.DTYPES[op.dtype].bits < 8 * LINE:
+        return False
+    buffers = {op.result}
+    for other in em.kernel.body.walk():
+        if isinstance(other, ir.Slot) and other.buffer in buffers:
+            buffers.add(other.result)
+    users = [other for other in em.kernel.body.walk() if buffers & set(other.operands())]
+    return all(isinstance(other, ir.Slot | ir.AsyncLoad | ir.LoadShared) for other in users)
 
 
 def _allocated(em: BlockEmitter, mem: Mem) -> Mem:
