@@ -180,7 +180,7 @@ def _float_sums(fields: list[list], of_blocks, planes: list):
 
 
 def _integer_sums(pieces, of_blocks, x: Integers, kind: str):
-    out = None
+    out: Any = None
     for group, stored in enumerate(pieces):
         words = stored.reshape(stored.shape[0], LANES, 4)
         wide = lambda v, shape=words.shape[:2]: jnp.broadcast_to(v[None], shape)

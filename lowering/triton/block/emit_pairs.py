@@ -74,18 +74,24 @@ def _dot(v: ir.Value) -> tuple[ir.Value, ir.Value, str] | None:
     """Of a sum of the products of all bytes of two words these words, and the types of the bytes."""
     if not isinstance(v.op, ir.Map) or v.op.fn != "add" or v.dtype != "int32" or not v.shape:
         return None
-    found = []
-    for term in _terms(v):
-        args = term.op.args if isinstance(term.op, ir.Map) and term.op.fn == "mul" else ()
-        if not args or not all(isinstance(a.op, ir.Cast) for a in args):
-            return None
-        bytes_ = [_byte(a.op.x) for a in args]
-        if None in bytes_ or bytes_[0][1] != bytes_[1][1]:
-            return None
-        kinds = ".".join("u32" if a.op.x.dtype == "uint8" else "s32" for a in args)
-        found.append((bytes_[0][0], bytes_[1][0], kinds, bytes_[0][1]))
-    same = len({entry[:3] for entry in found}) == 1 and sorted(entry[3] for entry in found) == [0, 1, 2, 3]
-    return found[0][:3] if same else None
+    found = [_product(term) for term in _terms(v)]
+    first = found[0]
+    if first is None or sorted(k[1] if k else -1 for k in found) != [0, 1, 2, 3]:
+        return None
+    return first[0] if all(k is not None and k[0] == first[0] for k in found) else None
+
+
+def _product(v: ir.Value) -> tuple[tuple[ir.Value, ir.Value, str], int] | None:
+    """Of the product of a byte of one word and that of another what `_dot` gives, and which byte it is."""
+    if not isinstance(v.op, ir.Map) or v.op.fn != "mul":
+        return None
+    wide = [a.op for a in v.op.args]
+    narrow = [op.x for op in wide if isinstance(op, ir.Cast)]
+    bytes_ = [byte for byte in map(_byte, narrow) if byte is not None]
+    if len(bytes_) != 2 or bytes_[0][1] != bytes_[1][1]:
+        return None
+    kinds = ".".join("u32" if x.dtype == "uint8" else "s32" for x in narrow)
+    return (bytes_[0][0], bytes_[1][0], kinds), bytes_[0][1]
 
 
 def _bytes_dot(em: BlockEmitter, op: ir.Map) -> Val | None:
@@ -99,11 +105,11 @@ def _bytes_dot(em: BlockEmitter, op: ir.Map) -> Val | None:
     if found is None:
         return None
     assert em.homes is not None
-    layout = em.homes[op.result]
-    a, b = (em.tile(v, layout) for v in found[:2])
+    layout, kinds = em.homes[op.result], found[2]
+    a, b = em.tile(found[0], layout), em.tile(found[1], layout)
     with em.code.within({len(op.result.shape): layout}):
         c = em.code.const(0, "i32", op.result.shape) if acc is None else em.tile(acc, layout)
-        asm = f'"dp4a.{found[2]} $0, $1, $2, $3;" {{constraints = "=r,r,r,r", packed_element = 1 : i32, pure = true}}'
+        asm = f'"dp4a.{kinds} $0, $1, $2, $3;" {{constraints = "=r,r,r,r", packed_element = 1 : i32, pure = true}}'
         types = f"{a.type}, {b.type}, {c.type} -> {c.type}"
         text = f"tt.elementwise_inline_asm {asm} {a.name}, {b.name}, {c.name} : {types}"
         return em.code.let(text, op.result.shape, "i32")
