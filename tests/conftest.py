@@ -6,6 +6,7 @@ import collections
 import gc
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -30,6 +31,8 @@ if "cuda" not in os.environ["JAX_PLATFORMS"] and "xla_backend_optimization" not 
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 # So do kernels. The tests of the back end for CPUs have LLVM optimise theirs.
 os.environ.setdefault("JTILE_OPTIMIZE", "0")
+# Threads of NumPy's products wait busily for their next one: with a worker on every core, they take it from the others.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -68,8 +71,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Begun last, a long test would leave the other workers without work.
-    items.sort(key=lambda item: "long" not in item.keywords)
+    # Early ones cost most where much has run before; begun last, a long test would leave the other workers without work.
+    items.sort(key=lambda item: ("early" not in item.keywords, "long" not in item.keywords))
     if any("gpu" in item.keywords for item in items):
         reason = gpu_missing()
         for item in items:
@@ -86,11 +89,19 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    # Ten thousand tests and the modules of JAX, which every later collection would walk through; and what JAX keeps of
-    # every program is walked through less often (6 % of the time).
+    # Ten thousand tests and the modules of JAX, which every later collection would walk through. To walk through what
+    # JAX keeps of every program, and to take apart what it leaves in cycles, would be a tenth of the time.
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Collect after all, where that takes too much memory: a seventh of the machine's in one process."""
+    if not gc.isenabled() and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MEMORY:
+        gc.enable()
 
 
 def gpu_missing() -> str:
@@ -104,6 +115,7 @@ def gpu_missing() -> str:
     return ""
 
 
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 7
 LONG = 20.0  # seconds
 ENOUGH = 900.0  # CPU seconds of the tests of one run without GPU: eight minutes on two cores, collecting included
 _programs = [0]  # that XLA compiled in this process

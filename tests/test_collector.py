@@ -11,6 +11,16 @@ from jtile._collector import paused
 from jtile.errors import KernelTypeError
 
 
+@pytest.fixture(autouse=True)
+def collecting():
+    """As in a user's program; the suite itself runs without."""
+    was = gc.isenabled()
+    gc.enable()
+    yield
+    if not was:
+        gc.disable()
+
+
 def test_it_goes_on_afterwards():
     assert gc.isenabled()
     with paused():
@@ -22,12 +32,9 @@ def test_it_goes_on_afterwards():
 
 def test_it_stays_off_for_those_who_have_switched_it_off():
     gc.disable()
-    try:
-        with paused():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+    with paused():
+        pass
+    assert not gc.isenabled()
 
 
 def test_kernels_are_made_without_collections():

@@ -5,8 +5,11 @@ import threading
 import weakref
 
 import jax
+import pytest
 
 from jtile._memo import Recent, memo
+
+pytestmark = pytest.mark.early
 
 
 def test_results_used_last_are_kept():

@@ -138,6 +138,7 @@ def test_each_device_has_its_own_module_and_maps(driver):
     assert len(kernel.launch((4096, 16), device=0)) == 1
 
 
+@pytest.mark.early
 def test_equal_images_are_loaded_once_a_device(driver):
     gc.collect()  # what other tests left
     alive, loaded = ffi.modules_alive(), ffi.modules_loaded()

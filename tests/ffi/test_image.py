@@ -68,6 +68,7 @@ def test_workspaces_are_aligned_and_private(images, workspace, threads):
     assert len(used) > 1 or threads == 1
 
 
+@pytest.mark.early
 def test_equal_images_are_loaded_once(images):
     gc.collect()  # what other tests left
     alive, loads = ffi.images_alive(), ffi.images_loaded()

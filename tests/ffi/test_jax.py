@@ -118,6 +118,7 @@ def test_bad_calls_are_refused_when_they_are_compiled(images, change, message):
         jax.jit(call).lower(jnp.zeros(256), jnp.zeros(256)).compile()
 
 
+@pytest.mark.early
 def test_two_hundred_call_sites_share_one_image(images):
     jax.clear_caches()  # what other tests compiled holds images
     gc.collect()

@@ -21,6 +21,7 @@ from jtile.lowering.triton.compile import compile_kernel
 from jtile.primitive.lowering import pieces_of
 from jtile.primitive.program import Program
 
+pytestmark = pytest.mark.early
 # Bytes: lld, in triton's `link_hsaco`, keeps some of every file: 2.4 KiB (triton 3.9) and 3.2 (3.6) of these, up to 4.3
 # where other tests ran before.
 LINKED = 8192
@@ -75,10 +76,11 @@ def test_a_libc_without_counts_skips(monkeypatch, libc):
 
 @pytest.mark.parametrize(
     ("arch", "level", "side", "limit"),
-    [("sm_90", "block", 256, 1024), ("sm_90", "tile", 24, 1024), ("gfx942", "tile", 64, LINKED)],
+    [("sm_90", "block", 256, 4096), ("sm_90", "tile", 24, 4096), ("gfx942", "tile", 64, LINKED)],
 )
 def test_a_compilation_leaves_nothing_behind(arch, level, side, limit):
-    """Triton's own modules stay for ever: 90 to 190 KiB of each of these kernels, if nobody frees what they hold."""
+    """Triton's own modules stay for ever: 90 to 190 KiB of each of these kernels, if nobody frees what they hold.
+    Of others the allocator counts 1.5 to 1.7 KiB where nothing has run before, and none later."""
     with jt.config(arch=arch):
         call = jax.make_jaxpr(ops.matmul)(*[jax.ShapeDtypeStruct((side, side), jnp.bfloat16)] * 2)
         (program,) = dict.fromkeys(programs(call.jaxpr))
