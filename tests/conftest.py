@@ -71,7 +71,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Early ones cost most where much has run before; begun last, a long test would leave the other workers without work.
+    # Early ones cost most where much has run before. Begun last, a long one would leave the other workers without work.
     items.sort(key=lambda item: ("early" not in item.keywords, "long" not in item.keywords))
     if any("gpu" in item.keywords for item in items):
         reason = gpu_missing()

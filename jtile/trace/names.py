@@ -32,7 +32,21 @@ def inside(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
         if isinstance(n, SCOPES):
             stack += [*getattr(n, "decorator_list", []), *_defaults(n)]
         else:
-            stack += ast.iter_child_nodes(n)
+            stack += _children(n)
+
+
+def _children(n: ast.AST) -> list[ast.AST]:
+    """As `ast.iter_child_nodes`, in half of the time and without the contexts of names, which are asked for apart."""
+    out: list[ast.AST] = []
+    if isinstance(n, ast.Name | ast.Constant):
+        return out
+    for field in n._fields:
+        part = getattr(n, field, None)
+        if isinstance(part, list):
+            out += [k for k in part if isinstance(k, ast.AST)]
+        elif isinstance(part, ast.AST) and field != "ctx":
+            out.append(part)
+    return out
 
 
 def _defaults(n: ast.AST) -> list[ast.AST]:
@@ -56,13 +70,14 @@ def assigned(nodes: Iterable[ast.AST]) -> Names:
     stack = list(nodes)
     while stack:
         n = stack.pop()
-        out |= _binds(n)
+        if isinstance(n, _BINDERS):
+            out |= _binds(n)
         if isinstance(n, SCOPES):
             continue
         if isinstance(n, COMPREHENSIONS):
             out |= {w.target.id for w in ast.walk(n) if isinstance(w, ast.NamedExpr)}
             continue
-        stack += ast.iter_child_nodes(n)
+        stack += _children(n)
     return frozenset(out)
 
 
@@ -77,6 +92,12 @@ def touched(nodes: Iterable[ast.AST]) -> Names:
                 base = base.value
             out |= {base.id} if isinstance(base, ast.Name) else set()
     return assigned(nodes) | out
+
+
+_BINDERS = (
+    ast.Name, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.ExceptHandler,
+    ast.MatchAs, ast.MatchStar, ast.MatchMapping,
+)  # fmt: skip
 
 
 def _binds(n: ast.AST) -> set[str]:
@@ -110,8 +131,8 @@ def free_reads(n: ast.AST) -> Names:
         return frozenset({n.id})
     if isinstance(n, COMPREHENSIONS):
         own = assigned([g.target for g in n.generators])
-        return (_all(ast.iter_child_nodes(n)) - own) | free_reads(n.generators[0].iter)
-    return _all(ast.iter_child_nodes(n))
+        return (_all(_children(n)) - own) | free_reads(n.generators[0].iter)
+    return _all(_children(n))
 
 
 def _all(nodes: Iterable[ast.AST]) -> Names:

@@ -54,8 +54,8 @@ def rewrite_loops(fn: Callable[..., Any], lines: list[str] | None = None) -> Cal
         return functools.partial(rewrite_loops(fn.func, lines), *fn.args, **fn.keywords)
     if isinstance(fn, types.MethodType):
         return types.MethodType(rewrite_loops(fn.__func__, lines), fn.__self__)
-    if not isinstance(fn, types.FunctionType) or getattr(fn, _MARK, False) or _RUNTIME in fn.__code__.co_freevars:
-        return fn  # (a function in a rewritten one was rewritten with it)
+    if _done(fn):
+        return fn
     file = fn.__code__.co_filename
     lines = _text(fn) if lines is None else lines
     code = _rewritten_code(fn.__code__, file, _Lines(lines))
@@ -72,9 +72,27 @@ def rewrite_loops(fn: Callable[..., Any], lines: list[str] | None = None) -> Cal
     return new
 
 
+def _done(fn: Any) -> bool:
+    """Whether there is nothing to rewrite, or it has been: a function in a rewritten one was rewritten with it."""
+    return not isinstance(fn, types.FunctionType) or getattr(fn, _MARK, False) or _RUNTIME in fn.__code__.co_freevars
+
+
 def function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a helper of kernels that loops with `jt.range`, or branches over traced values, in plain Python."""
-    return rewrite_loops(fn)
+    if _done(fn):
+        return rewrite_loops(fn)
+    lines = _text(fn)  # as they are now; they are looked at when the helper is called: to import it costs nothing
+
+    @functools.cache
+    def rewritten() -> Callable[..., Any]:
+        return rewrite_loops(fn, lines)
+
+    @functools.wraps(fn)
+    def helper(*args, **kwargs):
+        return rewritten()(*args, **kwargs)
+
+    setattr(helper, _MARK, True)
+    return helper
 
 
 def _text(fn: types.FunctionType) -> list[str]:
@@ -165,12 +183,20 @@ def _parse(source: str) -> ast.Module | None:
 
 def _definition(source: str, name: str, first_line: int) -> ast.FunctionDef | None:
     """A copy of the `def` of this name that starts (with its decorators) on this line."""
+    found = _definitions(source).get((name, first_line))
+    return copy_tree(found) if found is not None else None
+
+
+@functools.lru_cache(maxsize=16)
+def _definitions(source: str) -> dict[tuple[str, int], ast.FunctionDef]:
+    """Every `def` of a text by its name and each line that it may be said to start on; of several, the first."""
+    out: dict[tuple[str, int], ast.FunctionDef] = {}
     tree = _parse(source)
     for n in ast.walk(tree) if tree is not None else ():
-        if isinstance(n, ast.FunctionDef) and n.name == name:
-            if first_line in (n.lineno, *(d.lineno for d in n.decorator_list)):
-                return copy_tree(n)
-    return None
+        if isinstance(n, ast.FunctionDef):
+            for line in (n.lineno, *(d.lineno for d in n.decorator_list)):
+                out.setdefault((n.name, line), n)
+    return out
 
 
 def strip_annotations(fn: ast.FunctionDef) -> None:
