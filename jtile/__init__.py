@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from jtile.lowering.targets import Target as Target
     from jtile.lowering.targets import host_target as host_target
     from jtile.primitive.export import export_checks as export_checks
+    from jtile.primitive.same import same_along as same_along
     from jtile.trace import function as function
     from jtile.tune import autotune as autotune
     from jtile.tune import bench as bench
@@ -141,6 +142,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "host_target": "jtile.lowering.targets",
     "platform": "jtile.lowering.here",
     "profile": "jtile.tune",
+    "same_along": "jtile.primitive.same",
     "target": "jtile.lowering.here",
 }
 

@@ -66,6 +66,13 @@ def held_weakly[T: type](parameter: T) -> T:
     return parameter
 
 
+def without_axis(aval: Any, axis: str) -> Any:
+    """The type of a value that is the same on all devices along an axis of the mesh, inside of `shard_map`."""
+    m = aval.manual_axis_type
+    same = type(m)(varying=m.varying - {axis}, unreduced=m.unreduced, reduced=m.reduced)
+    return aval.update(manual_axis_type=same)
+
+
 def is_partitioned(ctx: Any) -> bool:
     """Whether XLA will split the program that is being lowered over the devices of a mesh.
 

@@ -6,6 +6,7 @@ typed errors, and runs inside `jax.jit`. The kernels stand in the modules too (`
 `choices` says which of them a call takes, and why not others.
 """
 
+from jtile.ops import collectives as collectives
 from jtile.ops.activations import geglu as geglu
 from jtile.ops.activations import swiglu as swiglu
 from jtile.ops.convolutions import convolution as convolution

@@ -21,12 +21,13 @@ from jax import dtypes
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+from jax.sharding import PartitionSpec
 
 from jtile._compat import held_weakly, need_devices
 from jtile._errors import TransformError
 from jtile._memo import memo
 from jtile.primitive.batching import over_lanes, to_front
-from jtile.primitive.jtile_call import bind, joint_varying, jtile_call_p, result_types
+from jtile.primitive.jtile_call import bind, joint_varying, jtile_call_p, result_types, typed
 from jtile.primitive.program import Choice, CustomVjp, Level, Program, Spec, derived_choice, lane_name, make_program
 from jtile.primitive.sharding import Hand
 from jtile.transforms.activity import active_outputs, is_literal
@@ -113,7 +114,7 @@ def _refuse_schedule(program: Program, mode: str) -> None:
         way = f"give its reverse mode with {program.name}.defvjp(fwd, bwd)" if program.vjp is None else "it has defvjp"
         raise TransformError(
             f"kernel {program.name} talks to other devices (along {', '.join(dict(program.devices))}), and what it "
-            f"sends has no {mode}: {way}, or differentiate collectives of jax.lax",
+            f"sends has no {mode}: {way}, or take jtile.ops.collectives, each the transpose of another",
             program.where,
         )
     if program.block:
@@ -279,9 +280,12 @@ mlir.register_lowering(jtile_tangent_p, mlir.lower_fun(_tangent_call, multiple_r
 def _(*avals: Any, linear: Linear) -> list[ShapedArray]:
     moved = active(linear.program, linear.perturbed)
     named = any(not a.sharding.mesh.empty for a in avals)  # the types name shardings: those of the kernel's rule
-    if named and not linear.program.block:
+    if named and not (linear.program.block or linear.program.devices):
         return result_types(avals, forward_program(linear))[: len(moved)]
     outs = _outs(linear, avals[: linear.n_in])
+    if linear.program.devices:  # inside of shard_map: no dimension of a part is cut
+        whole = [outs[k] for k in moved]
+        return typed(avals, whole, [PartitionSpec(*(None,) * len(o.shape)) for o in whole])
     like = max(avals, key=lambda a: len(a.manual_axis_type.varying))
     return [like.update(shape=outs[k].shape, dtype=outs[k].dtype, weak_type=False) for k in moved]
 

@@ -1,0 +1,179 @@
+"""Kernels of collectives on flat parts: [size] of a device, or [devices, size], one part for each.
+
+Program p of P works on tiles p, p + P, ... of every part, with signals of its own: `came[p, d]` says that device d has
+sent all of its tiles of program p. Devices send to the next one first, so that nobody is sent to by all at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops.dispatch import small_tiles
+
+TILE = 4096  # elements
+PROGRAMS = 4  # on a CPU, where each is a thread
+
+
+def meta(size: int) -> dict[str, int]:
+    """Tile and number of programs for parts of so many elements."""
+    bn = min(TILE if not small_tiles() else 1024, 1 << max(size - 1, 0).bit_length())
+    return dict(bn=bn, programs=min(PROGRAMS if not small_tiles() else 64, max(math.ceil(size / bn), 1)))
+
+
+def summed_cotangent(ct: jax.Array, axis: str, total: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The cotangent of each device's term of a sum along an axis that all devices get, from that of the sum.
+
+    Where JAX knows that the sum is the same everywhere, its cotangent is so, too, and is that of every term. Where it
+    does not (`check_vma=False`), each device has a share of the cotangent, and `total` adds the shares.
+    """
+    if axis in jax.typeof(jax.lax.axis_index(axis)).manual_axis_type.varying:
+        return jax.lax.pcast(ct, axis, to="varying")
+    return total(ct)
+
+
+def accumulator(dtype) -> jnp.dtype:
+    """The dtype of sums."""
+    wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32) if wide else jnp.dtype(dtype)
+
+
+def _everywhere(x, *, axis, programs, **_):
+    """A part of every device on every device, and a signal for each program and sender."""
+    n = jt.axis_size(axis)
+    return [jt.symmetric((n, x.shape[-1]), x.dtype), jt.signals((programs, n))]
+
+
+@jt.function
+def _send(to, came, axis, tile_of, count):
+    """Store this program's tiles of a part into the part of this device on each device, and signal each.
+
+    Args:
+      to: `to(device)`: the tile view of the memory of a device, [devices, tiles].
+      tile_of: `tile_of(device, t)`: tile t of the part for a device.
+      count: tiles of a part.
+    """
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    for k in jt.range(n):
+        d = (me + 1 + k) % n
+        there = to(d)
+        for t in jt.range(p, count, jt.num_programs(0)):
+            there[me, t] = tile_of(d, t)
+        jt.signal(came.on(axis, d)[p, me])
+
+
+@jt.function
+def _await_all(came, n):
+    for d in jt.range(n):
+        jt.wait(came[jt.program_id(0), d])
+
+
+@jt.function
+def _sum(parts, n, t, bn, dtype):
+    """The sum of tile t of all parts, in the order of the devices."""
+    acc = jt.zeros((bn,), accumulator(dtype))
+    for d in jt.range(n):
+        acc = acc + parts[d, t].astype(acc.dtype)
+    return acc.astype(dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, *, axis, **_: jt.like(x, shape=(jt.axis_size(axis), *x.shape)),
+    grid=lambda x, *, programs, **_: programs,
+    scratch=_everywhere,
+)
+def gather_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
+    """x [size] of all devices: o [devices, size]."""
+    # o_d = x of device d
+    n, p = jt.axis_size(axis), jt.program_id(0)
+    X, B, O = x.tiles(bn), box.tiles(None, bn), o.tiles(None, bn)
+    _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda _, t: X[t], X.shape[0])
+    for d in jt.range(n):
+        jt.wait(came[p, d])
+        for t in jt.range(p, X.shape[0], programs):
+            O[d, t] = B[d, t]
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=_everywhere)
+def exchange_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
+    """x [devices, size], a part for each device: o [devices, size], the part of each for this one."""
+    # o_d = x_me of device d
+    n, p = jt.axis_size(axis), jt.program_id(0)
+    X, B, O = x.tiles(None, bn), box.tiles(None, bn), o.tiles(None, bn)
+    _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda d, t: X[d, t], X.shape[1])
+    for d in jt.range(n):
+        jt.wait(came[p, d])
+        for t in jt.range(p, X.shape[1], programs):
+            O[d, t] = B[d, t]
+
+
+@jt.kernel(
+    out_type=lambda x, **_: jt.like(x, shape=x.shape[1:]),
+    grid=lambda x, *, programs, **_: programs,
+    scratch=_everywhere,
+)
+def sum_parts(x, o, box, came, *, axis: str, bn: int, programs: int):
+    """x [devices, size], a part for each device: o [size], the sum of the parts for this one."""
+    # o = sum over d of x_me of device d
+    n, p = jt.axis_size(axis), jt.program_id(0)
+    X, B, O = x.tiles(None, bn), box.tiles(None, bn), o.tiles(bn)
+    _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda d, t: X[d, t], X.shape[1])
+    _await_all(came, n)
+    for t in jt.range(p, X.shape[1], programs):
+        O[t] = _sum(B, n, t, bn, x.dtype)
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, programs, **_: programs, scratch=_everywhere)
+def sum_all(x, o, box, came, *, axis: str, bn: int, programs: int):
+    """x [size]: o [size], its sum over all devices, which each of them adds up."""
+    # o = sum over d of x of device d
+    n, p = jt.axis_size(axis), jt.program_id(0)
+    X, B, O = x.tiles(bn), box.tiles(None, bn), o.tiles(bn)
+    _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda _, t: X[t], X.shape[0])
+    _await_all(came, n)
+    for t in jt.range(p, X.shape[0], programs):
+        O[t] = _sum(B, n, t, bn, x.dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, **_: jt.like(x),
+    grid=lambda x, *, programs, **_: programs,
+    scratch=lambda x, **options: _everywhere(x, **options) * 2,
+)
+def sum_all_in_two(x, o, box, came, whole, done, *, axis: str, bn: int, programs: int):
+    """x [devices, size]: o [devices, size], its sum over all devices: device d adds up part d, and sends it to all."""
+    # o_d = sum over e of x_d of device e
+    n, p = jt.axis_size(axis), jt.program_id(0)
+    X, B, W, O = (r.tiles(None, bn) for r in (x, box, whole, o))
+    _send(lambda d: box.on(axis, d).tiles(None, bn), came, axis, lambda d, t: X[d, t], X.shape[1])
+    _await_all(came, n)
+    # each tile of the share is added up once, and sent to all from the first of the places that it comes to
+    me, mine = jt.axis_index(axis), whole.tiles(None, bn)
+    for t in jt.range(p, X.shape[1], programs):
+        mine[me, t] = _sum(B, n, t, bn, x.dtype)
+    for k in jt.range(n - 1):
+        d = (me + 1 + k) % n
+        there = whole.on(axis, d).tiles(None, bn)
+        for t in jt.range(p, X.shape[1], programs):
+            there[me, t] = mine[me, t]
+        jt.signal(done.on(axis, d)[p, me])
+    for k in jt.range(n):
+        d = (me + k) % n
+        if k > 0:
+            jt.wait(done[p, d])
+        for t in jt.range(p, X.shape[1], programs):
+            O[d, t] = W[d, t]
+
+
+def _transposes_to(kernel):
+    """The reverse mode of a linear collective: its cotangent through another one."""
+    return lambda _, ct, **options: (kernel(ct, **options),)
+
+
+gather_parts.defvjp(lambda x, **options: (gather_parts(x, **options), ()), _transposes_to(sum_parts))
+sum_parts.defvjp(lambda x, **options: (sum_parts(x, **options), ()), _transposes_to(gather_parts))
+exchange_parts.defvjp(lambda x, **options: (exchange_parts(x, **options), ()), _transposes_to(exchange_parts))

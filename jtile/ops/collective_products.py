@@ -1,0 +1,266 @@
+"""Products fused with a collective: a device multiplies what has come while the rest is on its way.
+
+Tiles of the output are shared out to programs, those of the next device first; a tile waits for what it needs, one
+block of rows after another. Parts of sums are rounded to the dtype of the result before they are sent, as those of XLA,
+and added up in float32 in the order of the devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.collective_parts import accumulator, summed_cotangent
+from jtile.ops.dispatch import small_tiles
+from jtile.ops.matmul import matmul
+
+PROGRAMS = 4  # on a CPU, where each is a thread
+
+
+def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
+    """`all_gather(x) @ w`: the rows of all devices along an axis, times the matrix of this one. Differentiable.
+
+    Args:
+      x: floats [m, k], this device's rows.
+      w: [k, n] of the same dtype.
+      axis: an axis of the mesh.
+    Returns:
+      [devices * m, n].
+    Raises:
+      KernelTypeError, KernelValueError: dtypes or shapes that do not fit, no such axis, or outside of `shard_map`.
+    """
+    x, w = _checked("all_gather_matmul", x, w)
+    n = jt.axis_size(axis)
+    if n == 1 or 0 in (x.size, w.size):
+        return matmul(_collectives().all_gather(x, axis), w)
+    y = gathered_product(x, w, axis=axis, **_tiles(n * x.shape[0], x.shape[0], w))
+    return y.reshape(n * x.shape[0], w.shape[1])
+
+
+def all_gather_matmul_reference(x, w, axis):
+    """`all_gather_matmul` by XLA."""
+    return _product(jax.lax.all_gather(x, axis, tiled=True), w)
+
+
+def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
+    """`reduce_scatter(x @ w)`: each device keeps its share of the rows of the sum. Differentiable.
+
+    Args:
+      x: floats [devices * m, k].
+      w: [k, n] of the same dtype.
+      axis: an axis of the mesh.
+    Returns:
+      [m, n].
+    Raises:
+      KernelTypeError, KernelValueError: dtypes or shapes that do not fit, no such axis, or outside of `shard_map`.
+    """
+    x, w = _checked("matmul_reduce_scatter", x, w)
+    n = jt.axis_size(axis)
+    m, rest = divmod(x.shape[0], n)
+    if rest:
+        raise KernelValueError(
+            f"matmul_reduce_scatter: {x.shape[0]} rows are shared out to {n} devices, which is no multiple; pad x to "
+            f"{math.ceil(x.shape[0] / n) * n} rows"
+        )
+    if n == 1 or 0 in (x.size, w.size):
+        return _collectives().reduce_scatter(matmul(x, w), axis)
+    return scattered_product(x.reshape(n, m, -1), w, axis=axis, **_tiles(x.shape[0], m, w))
+
+
+def matmul_reduce_scatter_reference(x, w, axis):
+    """`matmul_reduce_scatter` by XLA."""
+    return jax.lax.psum_scatter(_product(x, w), axis, tiled=True)
+
+
+def matmul_all_reduce(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
+    """`all_reduce(x @ w)`: the sum over the devices along an axis, which all of them get. Differentiable.
+
+    Args:
+      x: floats [m, k].
+      w: [k, n] of the same dtype.
+      axis: an axis of the mesh.
+    Returns:
+      [m, n], the same on all devices along the axis.
+    Raises:
+      KernelTypeError, KernelValueError: dtypes or shapes that do not fit, no such axis, or outside of `shard_map`.
+    """
+    x, w = _checked("matmul_all_reduce", x, w)
+    n = jt.axis_size(axis)
+    if n == 1 or 0 in (x.size, w.size):
+        return _collectives().all_reduce(matmul(x, w), axis)
+    x, w = (jax.lax.pcast(v, axis, to="varying") if _same(v, axis) else v for v in (x, w))
+    return _all_reduced(axis, x, w)
+
+
+def matmul_all_reduce_reference(x, w, axis):
+    """`matmul_all_reduce` by XLA."""
+    return jax.lax.psum(_product(x, w), axis)
+
+
+def _collectives():
+    from jtile.ops import collectives  # which has these functions too
+
+    return collectives
+
+
+def _same(x: jax.Array, axis: str) -> bool:
+    """Whether JAX knows that a value is the same along an axis: then its cotangent is one too."""
+    varying = jax.typeof(jax.lax.axis_index(axis)).manual_axis_type.varying
+    return axis in varying and axis not in jax.typeof(x).manual_axis_type.varying
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_reduced(axis: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jt.same_along(summed_product(x, w, axis=axis, **_tiles(x.shape[0], x.shape[0], w)), axis)
+
+
+def _all_reduced_backward(axis, residuals, ct):
+    x, w = residuals
+    ct = summed_cotangent(ct, axis, lambda ct: _collectives().all_reduce(ct, axis))
+    return matmul(ct, w, transpose_b=True), matmul(x, ct, transpose_a=True)
+
+
+_all_reduced.defvjp(lambda axis, x, w: (_all_reduced(axis, x, w), (x, w)), _all_reduced_backward)
+
+
+def _product(x, w):
+    return jnp.matmul(x, w, preferred_element_type=accumulator(x.dtype), precision="highest").astype(x.dtype)
+
+
+def _checked(name: str, x, w) -> tuple[jax.Array, jax.Array]:
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype != w.dtype:
+        raise KernelTypeError(f"{name} takes two matrices of one float dtype, got {x.dtype} and {w.dtype}; cast one")
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+        raise KernelValueError(f"{name} cannot multiply {tuple(x.shape)} with {tuple(w.shape)}: [m, k] and [k, n]")
+    return x, w
+
+
+def _tiles(rows: int, m: int, w) -> dict[str, int]:
+    """Tiles of a product of `rows` rows, `m` of them in one piece, and the number of programs."""
+    k, n = w.shape
+    power = lambda size, most: min(most, 1 << max(size - 1, 0).bit_length())
+    bm, bn = power(m, 64), power(n, 64)
+    count = math.ceil(rows / bm) * math.ceil(n / bn)
+    return dict(bm=bm, bn=bn, bk=power(k, 256), programs=min(PROGRAMS if not small_tiles() else 64, count))
+
+
+@jt.function
+def _tile(rows, W, i, j, bm, bn, dtype):
+    """Tile (i, j) of a product; `rows(i, k)` is a tile of its rows."""
+    acc = jt.zeros((bm, bn), accumulator(dtype))
+    for k in jt.range(W.shape[0]):
+        acc = jt.dot(rows(i, k), W[k, j], acc)
+    return acc
+
+
+@jt.function
+def _sum(parts, n, i, j, bm, bn, dtype):
+    acc = jt.zeros((bm, bn), accumulator(dtype))
+    for d in jt.range(n):
+        acc = acc + parts[d, i, j].astype(acc.dtype)
+    return acc.astype(dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, w, *, axis, **_: jt.like(x, shape=(jt.axis_size(axis), x.shape[0], w.shape[1])),
+    grid=lambda x, w, *, programs, **_: programs,
+    scratch=lambda x, w, *, axis, bm, **_: [
+        jt.symmetric((jt.axis_size(axis), *x.shape), x.dtype),
+        jt.signals((jt.cdiv(x.shape[0], bm), jt.axis_size(axis))),
+    ],
+)
+def gathered_product(x, w, o, box, came, *, axis: str, bm: int, bn: int, bk: int, programs: int):
+    """x [m, k] of all devices, w [k, n]: o [devices, m, n]. A block of rows is sent to all by one program."""
+    # o_d = (x of device d) w
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    X, W, B, O = x.tiles(bm, bk), w.tiles(bk, bn), box.tiles(None, bm, bk), o.tiles(None, bm, bn)
+    for i in jt.range(p, X.shape[0], programs):
+        for step in jt.range(n):
+            d = (me + 1 + step) % n
+            there = box.on(axis, d).tiles(None, bm, bk)
+            for k in jt.range(X.shape[1]):
+                there[me, i, k] = X[i, k]
+            jt.signal(came.on(axis, d)[i, me])
+    columns = W.shape[1]
+    each = X.shape[0] * columns
+    for t in jt.range(p, n * each, programs):
+        d, i, j = (me + t // each) % n, t % each // columns, t % columns
+        jt.wait(came[i, d])
+        O[d, i, j] = _tile(lambda i, k, d=d: B[d, i, k], W, i, j, bm, bn, x.dtype).astype(o.dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, w, **_: jt.like(x, shape=(x.shape[1], w.shape[1])),
+    grid=lambda x, w, *, programs, **_: programs,
+    scratch=lambda x, w, *, axis, bm, bn, **_: [
+        jt.symmetric((jt.axis_size(axis), x.shape[1], w.shape[1]), x.dtype),
+        jt.signals((jt.cdiv(x.shape[1], bm), jt.cdiv(w.shape[1], bn), jt.axis_size(axis))),
+    ],
+)
+def scattered_product(x, w, o, box, came, *, axis: str, bm: int, bn: int, bk: int, programs: int):
+    """x [devices, m, k], a share of rows for each device, w [k, n]: o [m, n], the sum of all products for this one."""
+    # o = sum over d of x_me of device d, times its w
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    X, W, B, O = x.tiles(None, bm, bk), w.tiles(bk, bn), box.tiles(None, bm, bn), o.tiles(bm, bn)
+    columns = W.shape[1]
+    each = X.shape[1] * columns
+    for t in jt.range(p, n * each, programs):
+        d, i, j = (me + 1 + t // each) % n, t % each // columns, t % columns
+        part = _tile(lambda i, k, d=d: X[d, i, k], W, i, j, bm, bn, x.dtype)
+        box.on(axis, d).tiles(None, bm, bn)[me, i, j] = part.astype(x.dtype)
+        jt.signal(came.on(axis, d)[i, j, me])
+    for t in jt.range(p, each, programs):
+        i, j = t // columns, t % columns
+        for d in jt.range(n):
+            jt.wait(came[i, j, d])
+        O[i, j] = _sum(B, n, i, j, bm, bn, o.dtype)
+
+
+@jt.kernel(
+    out_type=lambda x, w, **_: jt.like(x, shape=(x.shape[0], w.shape[1])),
+    grid=lambda x, w, *, programs, **_: programs,
+    scratch=lambda x, w, *, axis, bm, bn, **_: [
+        jt.symmetric((jt.axis_size(axis), x.shape[0], w.shape[1]), x.dtype),
+        jt.signals((jt.cdiv(x.shape[0], bm), jt.cdiv(w.shape[1], bn), jt.axis_size(axis))),
+    ],
+)
+def summed_product(x, w, o, box, came, *, axis: str, bm: int, bn: int, bk: int, programs: int):
+    """x [m, k], w [k, n]: o [m, n], the sum of the products of all devices, which each of them adds up."""
+    # o = sum over d of (x w) of device d
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    X, W, B, O = x.tiles(bm, bk), w.tiles(bk, bn), box.tiles(None, bm, bn), o.tiles(bm, bn)
+    columns = W.shape[1]
+    for t in jt.range(p, X.shape[0] * columns, programs):
+        i, j = t // columns, t % columns
+        part = _tile(lambda i, k: X[i, k], W, i, j, bm, bn, x.dtype).astype(x.dtype)
+        for step in jt.range(n):
+            d = (me + 1 + step) % n
+            box.on(axis, d).tiles(None, bm, bn)[me, i, j] = part
+            jt.signal(came.on(axis, d)[i, j, me])
+    for t in jt.range(p, X.shape[0] * columns, programs):
+        i, j = t // columns, t % columns
+        for d in jt.range(n):
+            jt.wait(came[i, j, d])
+        O[i, j] = _sum(B, n, i, j, bm, bn, o.dtype)
+
+
+def _gathered_backward(residuals, ct, *, axis, **_):
+    x, w = residuals
+    rows = ct.reshape(-1, ct.shape[-1])
+    return matmul_reduce_scatter(rows, w.T, axis), matmul(_collectives().all_gather(x, axis), rows, transpose_a=True)
+
+
+def _scattered_backward(residuals, ct, *, axis, **_):
+    x, w = residuals
+    slope = all_gather_matmul(ct, w.T, axis).reshape(x.shape)
+    return slope, matmul(x.reshape(-1, x.shape[-1]), _collectives().all_gather(ct, axis), transpose_a=True)
+
+
+gathered_product.defvjp(lambda x, w, **options: (gathered_product(x, w, **options), (x, w)), _gathered_backward)
+scattered_product.defvjp(lambda x, w, **options: (scattered_product(x, w, **options), (x, w)), _scattered_backward)

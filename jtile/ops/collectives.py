@@ -1,0 +1,189 @@
+"""Collectives along an axis of a mesh, inside of `jax.shard_map`: kernels whose programs push into the memory of their
+peers and signal them. Each waits for all peers in each call, so that no barrier is needed between calls.
+
+Sums are in float32 (integers in their own dtype), in the order of the devices: the same bits on all of them, in every
+run. The transpose of one collective is another.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.collective_parts import (
+    exchange_parts,
+    gather_parts,
+    meta,
+    sum_all,
+    sum_all_in_two,
+    sum_parts,
+    summed_cotangent,
+)
+from jtile.ops.collective_products import all_gather_matmul as all_gather_matmul
+from jtile.ops.collective_products import all_gather_matmul_reference as all_gather_matmul_reference
+from jtile.ops.collective_products import matmul_all_reduce as matmul_all_reduce
+from jtile.ops.collective_products import matmul_all_reduce_reference as matmul_all_reduce_reference
+from jtile.ops.collective_products import matmul_reduce_scatter as matmul_reduce_scatter
+from jtile.ops.collective_products import matmul_reduce_scatter_reference as matmul_reduce_scatter_reference
+
+ONE_SHOT = 256 << 10  # bytes up to which every device sums everything: a second turn costs more than the traffic
+
+
+def all_reduce(x: jax.Array, axis: str, *, two_shot: bool | None = None) -> jax.Array:
+    """The sum of `x` over the devices along an axis, as `jax.lax.psum`; the same bits on all of them. Differentiable.
+
+    Args:
+      x: real array of any shape.
+      axis: an axis of the mesh.
+      two_shot: sum a share on each device and gather the shares, instead of everything everywhere; default: where `x`
+        has more than 256 KiB.
+    Returns:
+      An array like `x`; the same on all devices along the axis.
+    Raises:
+      KernelValueError: no such axis, or outside of `shard_map`. KernelTypeError: no real numbers.
+    """
+    x = jnp.asarray(x)
+    _check_sums("all_reduce", x)
+    n = jt.axis_size(axis)
+    if n == 1 or x.size == 0:
+        return jax.lax.psum(x, axis)
+    if two_shot is None:
+        two_shot = x.size * x.dtype.itemsize > ONE_SHOT
+    return _all_reduce(axis, bool(two_shot), x)
+
+
+def all_reduce_reference(x, axis, *, two_shot=None):
+    """`all_reduce` by XLA."""
+    del two_shot
+    return jax.lax.psum(x, axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _all_reduce(axis: str, two_shot: bool, x: jax.Array) -> jax.Array:
+    flat = x.reshape(-1)
+    if two_shot:
+        n = jt.axis_size(axis)
+        padded = jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
+        total = sum_all_in_two(padded, axis=axis, **meta(padded.shape[1]))
+    else:
+        total = sum_all(flat, axis=axis, **meta(flat.size))
+    return jt.same_along(total.reshape(-1)[: flat.size].reshape(x.shape), axis)
+
+
+_all_reduce.defvjp(
+    lambda axis, two_shot, x: (_all_reduce(axis, two_shot, x), None),
+    lambda axis, two_shot, _, ct: (summed_cotangent(ct, axis, functools.partial(_all_reduce, axis, two_shot)),),
+)
+
+
+def all_gather(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
+    """The arrays of all devices along an axis, one behind the other along a dimension, as
+    `jax.lax.all_gather(x, axis, axis=dim, tiled=True)`. Differentiable: its transpose is `reduce_scatter`.
+
+    Args:
+      x: array of at least one dimension.
+      axis: an axis of the mesh.
+      dim: the dimension that grows, by as many times as there are devices.
+    Raises:
+      KernelValueError: no such axis or dimension, or outside of `shard_map`.
+    """
+    x, dim = _along("all_gather", x, dim)
+    n = jt.axis_size(axis)
+    if n == 1 or x.size == 0:
+        return x.reshape(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+    front = jnp.moveaxis(x, dim, 0)
+    parts = gather_parts(front.reshape(-1), axis=axis, **meta(x.size))
+    return jnp.moveaxis(parts.reshape(n * front.shape[0], *front.shape[1:]), 0, dim)
+
+
+def all_gather_reference(x, axis, *, dim=0):
+    """`all_gather` by XLA."""
+    return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+def reduce_scatter(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
+    """The sum over the devices along an axis, of which each keeps its share along a dimension, as
+    `jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)`. Differentiable: its transpose is `all_gather`.
+
+    Args:
+      x: real array of at least one dimension.
+      axis: an axis of the mesh.
+      dim: the dimension that is shared out; its size is a multiple of the number of devices.
+    Raises:
+      KernelValueError: no such axis or dimension, a size that is no multiple, or outside of `shard_map`.
+      KernelTypeError: no real numbers.
+    """
+    x, dim = _along("reduce_scatter", x, dim)
+    _check_sums("reduce_scatter", x)
+    n = jt.axis_size(axis)
+    share = _share("reduce_scatter", x, dim, n)
+    if n == 1 or x.size == 0:
+        return x.reshape(*x.shape[:dim], share, *x.shape[dim + 1 :])
+    front = jnp.moveaxis(x, dim, 0)
+    total = sum_parts(front.reshape(n, -1), axis=axis, **meta(x.size // n))
+    return jnp.moveaxis(total.reshape(share, *front.shape[1:]), 0, dim)
+
+
+def reduce_scatter_reference(x, axis, *, dim=0):
+    """`reduce_scatter` by XLA."""
+    return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def all_to_all(x: jax.Array, axis: str, *, split: int = 0, concat: int = 0) -> jax.Array:
+    """Shares of `x` along one dimension, one for each device along an axis; those that all devices have for this one
+    come back behind each other along another, as `jax.lax.all_to_all(..., tiled=True)`. Differentiable: its transpose
+    is the same with the dimensions in each other's place.
+
+    Args:
+      x: array of at least one dimension.
+      axis: an axis of the mesh.
+      split: the dimension that is shared out; its size is a multiple of the number of devices.
+      concat: the dimension along which the received shares stand.
+    Raises:
+      KernelValueError: no such axis or dimension, a size that is no multiple, or outside of `shard_map`.
+    """
+    x, split = _along("all_to_all", x, split)
+    x, concat = _along("all_to_all", x, concat)
+    n = jt.axis_size(axis)
+    share = _share("all_to_all", x, split, n)
+    if n == 1:
+        return x
+    shares = jnp.moveaxis(x.reshape(*x.shape[:split], n, share, *x.shape[split + 1 :]), split, 0)
+    shape = list(shares.shape[1:])
+    shape[concat] *= n
+    if x.size == 0:
+        return x.reshape(shape)
+    got = exchange_parts(shares.reshape(n, -1), axis=axis, **meta(x.size // n)).reshape(shares.shape)
+    return jnp.moveaxis(got, 0, concat).reshape(shape)
+
+
+def all_to_all_reference(x, axis, *, split=0, concat=0):
+    """`all_to_all` by XLA."""
+    return jax.lax.all_to_all(x, axis, split, concat, tiled=True)
+
+
+def _along(name: str, x, dim: int) -> tuple[jax.Array, int]:
+    x = jnp.asarray(x)
+    if not -x.ndim <= dim < x.ndim:
+        raise KernelValueError(f"{name}: there is no dimension {dim} of an array of shape {tuple(x.shape)}")
+    return x, dim % x.ndim
+
+
+def _share(name: str, x: jax.Array, dim: int, n: int) -> int:
+    share, rest = divmod(x.shape[dim], n)
+    if rest:
+        raise KernelValueError(
+            f"{name}: dimension {dim} of {tuple(x.shape)} is shared out to {n} devices, and {x.shape[dim]} is no "
+            f"multiple of that; pad it to {math.ceil(x.shape[dim] / n) * n}"
+        )
+    return share
+
+
+def _check_sums(name: str, x: jax.Array) -> None:
+    if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+        raise KernelTypeError(f"{name} sums real numbers, got {x.dtype.name}; cast it, or sum its parts")

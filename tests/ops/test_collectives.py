@@ -1,0 +1,60 @@
+"""Collectives: the checks of collective_checks.py on eight host devices, in one child process; and their kernels in the
+interpreter, whose races and deadlocks it would find."""
+
+from pathlib import Path
+
+import devices
+import numpy as np
+import pytest
+
+from jtile.ops import collective_parts as parts
+from jtile.ops import collective_products as products
+
+CHECKS = Path(__file__).with_name("collective_checks.py")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", devices.names(CHECKS))
+def test_collectives(name, tmp_path_factory):
+    failed = devices.outcome(CHECKS, name, tmp_path_factory)
+    assert not failed, failed
+
+
+def whole(*shape) -> np.ndarray:
+    """Whole numbers, whose sums are exact in any order."""
+    return np.random.default_rng(0).integers(-4, 4, shape).astype(np.float32)
+
+
+N = 3
+PARTS = {
+    "gather_parts": (whole(N, 5), lambda x: np.broadcast_to(x, (N, N, 5))),
+    "exchange_parts": (whole(N, N, 5), lambda x: x.swapaxes(0, 1)),
+    "sum_parts": (whole(N, N, 5), lambda x: x.sum(0)),
+    "sum_all": (whole(N, 5), lambda x: np.broadcast_to(x.sum(0), (N, 5))),
+    "sum_all_in_two": (whole(N, N, 5), lambda x: np.broadcast_to(x.sum(0), (N, N, 5))),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_in_the_interpreter(name):
+    x, want = PARTS[name]
+    for seed in range(3):
+        got = getattr(parts, name).interpret(x, axis="x", bn=2, programs=2, mesh={"x": N}, seed=seed)
+        np.testing.assert_array_equal(got, want(x))
+
+
+W = whole(N, 4, 3)
+PRODUCTS = {
+    "gathered_product": (whole(N, 3, 4), "dmk,ekn->edmn"),
+    "scattered_product": (whole(N, N, 3, 4), "edmk,ekn->dmn"),
+    "summed_product": (whole(N, 3, 4), "dmk,dkn->mn"),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_in_the_interpreter(name):
+    x, formula = PRODUCTS[name]
+    for seed in range(2):
+        options = dict(axis="x", bm=2, bn=2, bk=2, programs=2, mesh={"x": N}, seed=seed)
+        got = getattr(products, name).interpret(x, W, **options)
+        np.testing.assert_array_equal(got, np.broadcast_to(np.einsum(formula, x, W), got.shape))
