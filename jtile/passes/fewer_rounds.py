@@ -99,7 +99,7 @@ def _bound(cond: Value, index: Value, inside: set[Value], known: Intervals) -> _
         x, y, fn = y, x, {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}[fn]
     if x in inside or fn not in ("lt", "ge", "gt", "le"):
         return None
-    floor = _floor(y, known(x), index, known, above=fn in ("lt", "le"))
+    floor = _floor(y, known(x), index, known, equal=fn in ("le", "gt"))
     if floor is None:
         return None
     a, b, c = floor  # y = (a * index + b) div c
@@ -116,19 +116,21 @@ def _bound(cond: Value, index: Value, inside: set[Value], known: Intervals) -> _
 
 
 def _floor(
-    v: Value, compared: Interval | None, index: Value, known: Intervals, *, above: bool
+    v: Value, compared: Interval | None, index: Value, known: Intervals, *, equal: bool
 ) -> tuple[int, int, int] | None:
     """v = (a * index + b) div c, with a > 0 and no negative dividend, where limits of v decide nothing about whether
-    what it is compared with is below (or `above`: it is above that)."""
+    what it is compared with is below (`equal`: or is v)."""
     op = v.op
     if isinstance(op, Map) and op.fn in ("min", "max"):
         x, limit = op.args[0], number(op.args[1])
         if limit is None or compared is None:
             return None
-        # y < min(x, n) is y < x where y < n, and y < max(x, n) is y < x where y >= n; likewise with the others
-        beside = compared.hi < limit if op.fn == "min" else compared.lo > limit or (above and compared.lo >= limit)
-        beside = beside or (op.fn == "max" and not above and compared.lo >= limit)
-        return _floor(x, compared, index, known, above=above) if beside else None
+        # y < max(x, n) is y < x where y >= n, y <= max(x, n) is y <= x where y > n; and so with min, >= and >
+        if op.fn == "max":
+            beside = compared.lo > limit if equal else compared.lo >= limit
+        else:
+            beside = compared.hi <= limit if equal else compared.hi < limit
+        return _floor(x, compared, index, known, equal=equal) if beside else None
     c = 1
     if isinstance(op, Map) and op.fn == "div":
         by = number(op.args[1])

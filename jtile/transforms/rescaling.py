@@ -50,9 +50,11 @@ def rescaled(jaxpr: Any) -> dict[int, Rescaled]:
 
 
 def _level(jaxpr: Any, found: dict[int, Rescaled]) -> None:
-    """The loops of a jaxpr, then those of the jaxprs inside of it."""
+    """The loops of a jaxpr, then those of the jaxprs inside of it: what one of those has an effect on is for its own
+    level to say, which sees every way out of it as one."""
     made_here: dict[Symbol, tuple[int, Rescaled]] = {}
-    weights = Weights(lambda eqn, ins: _results(eqn, ins, made_here))
+    own = {id(eqn) for eqn in jaxpr.eqns}
+    weights = Weights(lambda eqn, ins: _results(eqn, ins, made_here) if id(eqn) in own else None)
     outs = weights.run(jaxpr, [FIXED] * len(jaxpr.invars))
     weights.drop(outs)
     found |= {eqn: loop for symbol, (eqn, loop) in made_here.items() if symbol not in weights.bad}

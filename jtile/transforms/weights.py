@@ -310,7 +310,7 @@ class Weights:
             raise UnknownError
         if any(y.of for y in outs[len(carry) :]):
             raise UnknownError
-        return outs
+        return [*carry, *outs[len(carry) :]]  # after no round at all, the carry is what it was
 
 
 def literal(v: Any) -> Weight:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from accumulation import atomics, check
@@ -138,3 +140,32 @@ def test_a_condition_on_the_index_is_a_bound_of_the_loop(condition, bounds):
     inputs = [np.arange(1, 7, dtype=np.float32)]
     np.testing.assert_array_equal(interpret(new, inputs)[0], interpret(kernel, inputs)[0])
     assert not (isinstance(loop.lo.op, Full) and isinstance(loop.hi.op, Full))
+
+
+@pytest.mark.parametrize("fn", ["lt", "le", "gt", "ge"])
+def test_a_limit_of_what_a_condition_compares_with_is_heeded(fn):
+    """Where the compared value reaches the limit (0, 2, of programs 0 to 2), and where it does not."""
+    for limiting, limit in itertools.product(("min", "max"), (-1, 0, 1, 2, 3)):
+        text = f"""
+        kernel @k(%x: ref<6xf32>, %o: ref<3x6xf32, out>) grid(3) init(%o = 0) {{
+          %j = program_id 0
+          %c0 = full 0 : i32
+          %c1 = full 1 : i32
+          %c2 = full 2 : i32
+          %c6 = full 6 : i32
+          %limit = full {limit} : i32
+          for %i in %c0..%c6 step %c1 {{
+            %v = load %x[%i]
+            %e = sub %i, %c2
+            %d = {limiting} %e, %limit
+            %on = {fn} %j, %d
+            if %on {{
+              %0 = atomic add %o[%j, %i], %v
+            }} else {{
+            }}
+          }}
+        }}
+        """
+        kernel, inputs = parse_kernel(text), [np.arange(1, 7, dtype=np.float32)]
+        found = interpret(tidy(fewer_rounds(kernel)), inputs)[0]
+        np.testing.assert_array_equal(found, interpret(kernel, inputs)[0], err_msg=f"{limiting} {limit}")

@@ -117,6 +117,52 @@ def test_what_has_an_effect_is_saved(name):
     assert_gradients(kernel, reference)
 
 
+def replaced(total):
+    """The last of two rounds, whose loop carries it without ever reading it."""
+    out = jnp.ones((B, D), f32)
+    for _ in jt.range(2):
+        out = total()
+    return out
+
+
+def weighted(total):
+    """Sums that are weighted by nothing in a first round, and by something in a second one."""
+    out, weight = jt.zeros((B, D), f32), jt.zeros((B, D), f32)
+    for _ in jt.range(2):
+        out, weight = out + total() * weight, weight + 1.0
+    return out
+
+
+INSIDE = {
+    "of a loop": replaced,
+    "of a loop's second round": weighted,
+    "of a branch": lambda total: jax.lax.cond(jt.program_id(0) >= 0, total, lambda: jnp.ones((B, D), f32)),
+    "stacked": lambda total: jax.lax.scan(lambda c, _: (c + 1.0, total()), jt.zeros((), f32), length=1)[1][0],
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_an_effect_behind_a_loop_or_branch_is_seen(name):
+    outside = jt.function(INSIDE[name])
+
+    @jt.kernel(out_type=lambda q, k, v: jt.like(q), grid=T // B)
+    def kernel(q, k, v, o):
+        i = jt.program_id(0)
+        Q, K, V, O = (x.tiles(B, D) for x in (q, k, v, o))
+
+        def total():
+            def step(j, carry):
+                return plain(jt.dot(Q[i, 0], K[j, 0].T) * SCALE, V[j, 0], *carry)
+
+            return jt.fori(
+                T // B, step, (jnp.full((B, 1), -jnp.inf, f32), jt.zeros((B, 1), f32), jt.zeros((B, D), f32))
+            )[2]
+
+        O[i, 0] = outside(total)
+
+    assert_gradients(kernel, unscaled)
+
+
 def test_of_a_loop_whose_rounds_nobody_can_bound():
     """Under a causal mask, whose rows end where they end, keys and values have kernels of their own."""
 
