@@ -36,6 +36,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import forked
 import hypothesis
 import jax
 import pytest
@@ -124,7 +125,7 @@ _programs = [0]  # that XLA compiled in this process
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Note what a test costs: a wall clock says little of a shared machine, and nothing of children."""
-    seconds = lambda: sum(os.times()[:4])
+    seconds = lambda: sum(os.times()[:4]) + forked.seconds()
     before, compiled = seconds(), _programs[0]
     item.user_properties.append(("cost", lambda: (seconds() - before, _programs[0] - compiled)))
     return (yield)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -326,7 +326,7 @@ def test_the_library_over_a_symbolic_batch_in_a_fresh_process(tmp_path):
         for name, value in zip("xwuy", (x, w, u, y), strict=True):
             np.save(tmp_path / f"{name}{n}.npy", value)
     command = [sys.executable, "-c", FRESH]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = forked.run(command, cwd=tmp_path, timeout=120)
     assert done.stdout.strip() == "done", done.stderr
 
 

@@ -1,11 +1,11 @@
 """Small kernels in LLVM IR, compiled to the objects that the FFI library loads."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import forked
 import jax
 import llvmlite.binding as llvm
 import pytest
@@ -214,7 +214,7 @@ def run_python(images, tmp_path):
         paths = [p for p in sys.path if p and Path(p).is_dir()]
         full = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", **env}
         command = [sys.executable, "-c", textwrap.dedent(script)]
-        done = subprocess.run(command, cwd=tmp_path, env=full, capture_output=True, text=True, timeout=120)
+        done = forked.run(command, cwd=tmp_path, env=full, timeout=120)
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

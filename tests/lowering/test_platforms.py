@@ -7,11 +7,11 @@ import importlib.util
 import json
 import platform as machine
 import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
 
+import forked
 import jax.numpy as jnp
 import pytest
 from tile_kernels import matmul
@@ -75,7 +75,7 @@ print("the toy ran")
 def test_a_platform_from_outside_runs_a_kernel(subprocess_env):
     """A package with a record and an entry point: found, chosen by the option `arch`, compiled for, run, refused."""
     env = subprocess_env | {"PYTHONPATH": str(PLUGIN)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env, check=False)
+    done = forked.run([sys.executable, "-c", SCRIPT], env=env)
     assert (done.returncode, done.stdout) == (0, "the toy ran\n"), done.stderr
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import forked
 import numpy as np
 import pytest
 
@@ -23,6 +24,16 @@ def start(subprocess_env):
     def run(**options):
         command = [sys.executable, "-c", PROGRAM, json.dumps(options)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=subprocess_env, bufsize=0)
+
+    return run
+
+
+@pytest.fixture
+def ended(subprocess_env):
+    """What a process prints that is not disturbed."""
+
+    def run(**options):
+        return forked.run([sys.executable, "-c", PROGRAM, json.dumps(options)], env=subprocess_env, timeout=60).stdout
 
     return run
 
@@ -82,9 +93,9 @@ def test_errors_are_one_sentence(tiny_folder, capsys, options, message):
     assert err.count("\n") == 1
 
 
-def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, tiny_folder, prompt_ids):
+def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, ended, tiny_folder, prompt_ids):
     options = dict(model=str(tiny_folder), prompt_ids=prompt_ids, max_new_tokens=400, ignore_eos=True)
-    whole = start(**options).communicate(timeout=60)[0].decode().split()
+    whole = ended(**options).split()
     assert len(whole) == 400
     process = start(**options)
     first = process.stdout.read(1)  # generation has begun
@@ -96,9 +107,9 @@ def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, tiny_folder, prompt_ids
     assert b"Traceback" not in err
 
 
-def test_a_second_start_finds_the_compiled_programs(start, tiny_folder, prompt_ids, tmp_path):
+def test_a_second_start_finds_the_compiled_programs(ended, tiny_folder, prompt_ids, tmp_path):
     options = dict(model=str(tiny_folder), prompt_ids=prompt_ids, json=True, max_new_tokens=4, cache_dir=str(tmp_path))
-    first, second = (json.loads(start(**options).communicate(timeout=60)[0]) for _ in range(2))
+    first, second = (json.loads(ended(**options)) for _ in range(2))
     assert first["ids"] == second["ids"]
     assert list((tmp_path / "xla").glob("jit_decode*"))
 

@@ -110,7 +110,11 @@ def check_cpu_waits_end():
         fails("one does not come|all devices along 'x': 1 of 4 have come", shard(lambda x: alone(x, axis="x")))
         assert time.monotonic() - start < 60
     fails("stands at 2 at the end of the call, and nobody waited", shard(lambda x: shift(x, axis="x", signals=2)))
-    fails(r"there is no device 9 of 4 along 'x'\n  at .*mesh_checks.py", shard(lambda x: astray(x, x[0, 0])), X + 9)
+    fails(
+        r"there is no device (9|33|57|81) of 4 along 'x'\n  at .*mesh_checks.py",
+        shard(lambda x: astray(x, x[0, 0])),
+        X + 9,
+    )
     np.testing.assert_array_equal(jax.jit(shard(lambda x: shift(x, axis="x")))(X), rolled(X))
 
 

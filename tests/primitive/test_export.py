@@ -3,10 +3,10 @@ the source of a kernel."""
 
 import os
 import pickle
-import subprocess
 import sys
 
 import ascend_texts
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,7 +157,7 @@ def results(folder):
     env |= {"JTILE_CACHE_DIR": ""}
     effects = list(PROGRAMS).index("effects")
     command = [sys.executable, "-c", READER, str(len(PROGRAMS)), str(effects)]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
+    done = forked.run(command, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     return pickle.loads((folder / "results").read_bytes()) | {"printed": done.stdout}
 

@@ -1,9 +1,9 @@
 """What holds across processes and devices: equal bytes, caches that hit, shard_map on eight devices, costs."""
 
-import subprocess
 import sys
 import textwrap
 
+import forked
 import jax
 import pytest
 
@@ -43,14 +43,8 @@ def child(tmp_path, subprocess_env):
     def run(code, devices=1, **environment):
         flags = f"{subprocess_env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
         script.write_text(KERNELS + textwrap.dedent(code))
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            env=subprocess_env | {"XLA_FLAGS": flags.strip()} | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+        env = subprocess_env | {"XLA_FLAGS": flags.strip()} | environment
+        done = forked.run([sys.executable, script], env=env, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1] if done.stdout else ""
 

@@ -10,12 +10,13 @@ import gc
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
 import warnings
 from pathlib import Path
+
+import forked
 
 DEVICES = 8
 LIMIT = 240  # seconds for all checks of a file
@@ -48,7 +49,7 @@ def _run(path: Path, result: Path) -> None:
     env = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "JTILE_POISON": "1", "JTILE_VERIFY": "1"}
     part = result.with_suffix(".part")
     command = [sys.executable, __file__, str(path), str(part)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
+    done = forked.run(command, env=env, timeout=LIMIT)
     if done.returncode:
         part.write_text(json.dumps(dict.fromkeys(names(path), done.stdout[-2000:] + done.stderr[-4000:])))
     os.replace(part, result)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -208,6 +209,9 @@ def test_pytrees_and_tolerances():
     assert report["value"].limit == 1e-3
 
 
+FOLDERS = Path(__file__).parent, Path(forked.__file__).parent
+
+
 def test_over_devices(subprocess_env):
     code = """
         from test_check_kernel import *
@@ -219,9 +223,9 @@ def test_over_devices(subprocess_env):
         assert "relative error" in found["shard_map"].detail
     """
     flags = subprocess_env.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    env = subprocess_env | {"XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).resolve().parent)}
+    env = subprocess_env | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([*map(str, FOLDERS)])}
     run = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(run, capture_output=True, text=True, env=env, check=False)
+    done = forked.run(run, env=env)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import forked
 import pytest
 
 from jtile import _cache
@@ -17,7 +18,7 @@ def jtile(subprocess_env):
     def call(*args, **env):
         command = [sys.executable, "-m", "jtile.tools.cli", *args]
         environment = subprocess_env | {"COLUMNS": "120"} | env
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        return forked.run(command, env=environment)
 
     return call
 

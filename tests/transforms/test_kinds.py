@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import composition
+import forked
 import jax
 import pytest
 from kernel_kinds import CASES, largest, newton
@@ -35,7 +35,7 @@ def test_every_transform(name, request):
 def test_over_eight_devices(names, request, subprocess_env):
     env = subprocess_env | {"PYTHONPATH": str(SUPPORT), "JTILE_OPTIMIZE": "0"}
     run = [sys.executable, str(SUPPORT / "device_checks.py"), "kernel_kinds", *names]
-    done = subprocess.run(run, capture_output=True, text=True, env=env, check=False)
+    done = forked.run(run, env=env)
     assert done.returncode == 0, done.stderr
     reports = [Report.from_dict(r) for r in json.loads(done.stdout)]
     composition.agree(request.config, "kinds", list(CASES), *reports)

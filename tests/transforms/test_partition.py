@@ -2,11 +2,11 @@
 the errors of sharding rules given by hand."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import devices
+import forked
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,7 +93,7 @@ def test_the_page_is_true(tmp_path, subprocess_env):
     page = Path(__file__).parents[2] / "docs" / "sharding.md"
     script = tmp_path / "page.py"  # a file, so that the kernels have source
     script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)))
-    done = subprocess.run([sys.executable, script], env=subprocess_env, capture_output=True, text=True, check=False)
+    done = forked.run([sys.executable, script], env=subprocess_env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "a b, b c -> a c; sum over b"
 
