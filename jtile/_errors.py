@@ -119,6 +119,10 @@ class PromptError(JtileError, ValueError):
     """Token ids, text or sampling options that a model cannot take."""
 
 
+class ContextError(PromptError):
+    """A prompt leaves no room for an answer: it has as many tokens as the context of the model, or more."""
+
+
 class EngineError(JtileError, RuntimeError):
     """A serving engine cannot take a request, or could not finish it: it is closed, or a step of it has failed."""
 

@@ -3,6 +3,7 @@
 from jtile._errors import CacheError as CacheError
 from jtile._errors import CacheWarning as CacheWarning
 from jtile._errors import CompileError as CompileError
+from jtile._errors import ContextError as ContextError
 from jtile._errors import DeadlockError as DeadlockError
 from jtile._errors import DefectWarning as DefectWarning
 from jtile._errors import EngineError as EngineError

@@ -3,7 +3,7 @@
 if not __name__.startswith("jtile."):
     raise ImportError("import jtile.models, not models: this folder is part of the jtile package")
 
-from .console import run_generate
+from .console import run_generate, run_serve
 from .decoder import Decoder
 from .generate import Generation, LanguageModel, Stats
 from .load import load
@@ -14,5 +14,5 @@ from .tokenizer import Tokenizer
 
 __all__ = [
     "Completion", "Decoder", "Engine", "Generation", "LanguageModel", "NGram", "Stats", "Token", "Tokenizer", "load",
-    "quantize_folder", "run_generate", "run_quantize",
+    "quantize_folder", "run_generate", "run_quantize", "run_serve",
 ]  # fmt: skip

@@ -55,9 +55,7 @@ def run_generate(
       cache_dir: folder where XLA keeps compiled programs, so that a second start takes no compilation; "" for none.
       ignore_eos: go on to `max_new_tokens` past the model's end tokens.
     """
-    if cache_dir and jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", os.path.join(cache_dir, "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    keep_programs(cache_dir)
     try:
         lm = load(model)
         ids = _ids(lm, prompt, prompt_ids, chat, system)
@@ -87,6 +85,44 @@ def run_generate(
     except KeyboardInterrupt:  # before the first token
         print(file=sys.stderr)
         return INTERRUPTED
+
+
+def keep_programs(cache_dir: str) -> None:
+    """Lets XLA keep compiled programs in a folder there, unless it keeps them elsewhere already; "" for no folder."""
+    if cache_dir and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", os.path.join(cache_dir, "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def run_serve(
+    model: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    api_keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    cache_dir: str = "",
+    dtype: str | None = None,
+    cache_dtype: str | None = None,
+    page_size: int | None = None,
+    **engine,
+) -> int:
+    """Answers OpenAI's HTTP requests until SIGTERM or Ctrl-C; returns the exit code, 0, or 1 after an error.
+
+    Args:
+      model, dtype, cache_dtype, page_size: of `load`. name: what requests call it; by default that of its file.
+      host, port: where to listen. api_keys, origins: of `serving.http.make_app`.
+      cache_dir: as for `run_generate`. engine: options of `Engine`.
+    """
+    try:
+        from .serving.http.serve import serve
+    except ModuleNotFoundError as error:
+        if (error.name or "jtile").startswith("jtile"):
+            raise
+        print(f"jtile: serving needs {error.name}: pip install 'jtile[serve]'", file=sys.stderr)
+        return FAILURE
+    load_options = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
+    return serve(model, host, port, name, api_keys, origins, cache_dir, load_options, engine)
 
 
 def _ids(lm: LanguageModel, prompt: str | None, prompt_ids, chat: bool, system: str | None) -> list[int]:

@@ -1,5 +1,5 @@
-"""The command `jtile`: info, generate, quantize, inspect, tune, bench, explain, profile, cache, demo. Each imports
-what it needs when it runs."""
+"""The command `jtile`: info, generate, serve, quantize, inspect, tune, bench, explain, profile, cache, demo. Each
+imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -68,6 +68,36 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A GGUF file, or a folder; SmolLM2 otherwise.")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="What requests call the model; the name of its file.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="JTILE_API_KEY", help="Requests take one of these (repeatable).")
+    ] = None,
+    origin: Annotated[list[str] | None, typer.Option(help="A web page that may ask, or '*' (repeatable).")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Requests that run at a time.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer.")] = None,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get 429.")] = 1024,
+    cache_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that the cache holds.")] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: bfloat16, int8, float8_e4m3fn, ...")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of activations: float32, bfloat16 or float16.")] = None,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Requests share nothing.")] = False,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Quicker for few requests; tokens may depend on the load by rounding.")
+    ] = False,
+) -> None:
+    """Answer OpenAI's HTTP requests (chat, completions) with a language model, many at a time."""
+    from jtile._config import current
+
+    options = dict(host=host, port=port, name=name, api_keys=api_key or (), origins=origin or ())
+    options |= dict(rows=rows, max_length=max_length, max_waiting=max_waiting, cache_tokens=cache_tokens)
+    options |= dict(cache_dtype=cache_dtype, dtype=dtype, prefix_cache=not no_prefix_cache, invariant=not fast)
+    raise typer.Exit(of_models("run_serve", model, cache_dir=current().cache_dir, **options))
+
+
+@app.command()
 def quantize(
     folder: Annotated[str, typer.Argument(help="config.json and safetensors of floats.")],
     to: Annotated[str, typer.Option("--to", help="fp8, int4, q4_0, q8_0 or int8.")],
@@ -86,7 +116,7 @@ def run_model(prompt: str | None, **options: Any) -> int:
     return of_models("run_generate", prompt, cache_dir=current().cache_dir, **options)
 
 
-def of_models(name: str, *args: Any, **options: Any) -> int:
+def of_models(name: str, /, *args: Any, **options: Any) -> int:
     """A function of jtile.models, or one sentence where the packages that models need are missing."""
     try:
         from jtile import models

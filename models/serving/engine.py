@@ -211,6 +211,11 @@ class Engine:
             "pages_of_prefixes": pool.idle,
         }  # fmt: skip
 
+    @property
+    def closed(self) -> str | None:
+        """Why it takes no more requests; None while it does."""
+        return self._closed
+
     def close(self, drain: bool = False) -> None:
         """Ends the engine: with `drain` once all requests have their answers, else at once; those under way end
         "cancelled" then. It takes no new ones from now on."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from jtile._errors import PromptError
+from jtile._errors import ContextError, PromptError
 
 from ..generate import LanguageModel
 from ..prompt import is_int, read_ends, read_prompt
@@ -75,12 +75,14 @@ def read_request(
     """A request to a model whose texts have at most `length` tokens; see `Engine.stream`.
 
     Raises:
-      PromptError: the prompt is empty, too long, or no prompt; an option is out of its range.
+      PromptError: the prompt is empty, too long (ContextError), or no prompt; an option is out of its range.
     """
     prompt = _ids(lm, prompt)
     room = length - len(prompt)
     if room < 1:
-        raise PromptError(f"the prompt has {len(prompt)} tokens; prompt and answer together have at most {length} here")
+        raise ContextError(
+            f"the prompt has {len(prompt)} tokens; prompt and answer together have at most {length} here"
+        )
     if max_tokens is not None and (not is_int(max_tokens) or max_tokens < 1):
         raise PromptError(
             f"max_tokens is an int of at least 1, or None for as many as there is room for, got {max_tokens!r}"

@@ -1,0 +1,120 @@
+"""The application: paths, and what every request goes through."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import time
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jtile._errors import JtileError
+
+from ..engine import Engine
+from .endpoints import Server
+from .errors import DENIED, SERVER, ApiError, respond
+from .metrics import Metrics
+
+HANDLED = (Exception, ApiError, JtileError, ValidationError, HTTPException, ClientDisconnect)
+OPEN = ("/health",)  # paths that take no key
+LOG = logging.getLogger("jtile.serve")
+
+
+def make_app(
+    engine: Engine,
+    name: str,
+    api_keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    body_limit: int = 8 << 20,
+) -> Starlette:
+    """OpenAI's interface to an engine.
+
+    Args:
+      name: of the model, as requests name it.
+      api_keys: a request takes one of them as `Authorization: Bearer KEY`; none: no key is asked for.
+      origins: of web pages that may use it (CORS); "*" for all.
+      body_limit: bytes of the body of a request.
+
+    `app.state.server` is the `Server`: while its `stopping` is true new requests get 503.
+    """
+    server = Server(engine, name, Metrics(engine), body_limit)
+    post = lambda path, endpoint: Route(path, endpoint, methods=["POST"])
+    routes = [
+        Route("/health", server.health),
+        Route("/metrics", server.metrics_page),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        post("/v1/completions", server.completions),
+        post("/v1/chat/completions", server.chat),
+        post("/tokenize", server.tokenize),
+        post("/detokenize", server.detokenize),
+    ]
+    middleware = [Middleware(Watched, server=server)]
+    if origins:
+        allowed = {"allow_origins": list(origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        middleware.append(Middleware(CORSMiddleware, **allowed))
+    middleware.append(Middleware(Guarded, server=server, keys=tuple(api_keys)))
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(HANDLED, respond))
+    app.state.server = server
+    return app
+
+
+class Watched:
+    """Counts and logs every request, as one line of JSON."""
+
+    def __init__(self, app: ASGIApp, server: Server):
+        self._app, self._server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, start = 500, time.perf_counter()
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message["status"] if message["type"] == "http.response.start" else status
+            await send(message)
+
+        self._server.open += 1
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            self._server.open -= 1
+            path = getattr(scope.get("route"), "path", "other")  # few names, whatever clients ask for
+            self._server.metrics.responded(path, status)
+            line = {"method": scope["method"], "path": scope["path"], "status": status}
+            LOG.info(json.dumps(line | {"seconds": round(time.perf_counter() - start, 4)}))
+
+
+class Guarded:
+    """Asks for a key, and refuses what comes while the server stops."""
+
+    def __init__(self, app: ASGIApp, server: Server, keys: tuple[str, ...]):
+        self._app, self._server = app, server
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in OPEN else None
+        await (error.response() if error else self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        if self._server.stopping:
+            return ApiError(503, "the server is stopping", SERVER, code="stopping")
+        if not self._keys:
+            return None
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        key = given.removeprefix(b"Bearer ")
+        if given != key and any(hmac.compare_digest(key, known) for known in self._keys):
+            return None
+        why = "a wrong API key" if given else "no API key"
+        return ApiError(401, f"{why}: send the header 'Authorization: Bearer KEY'", DENIED, code="invalid_api_key")

@@ -1,0 +1,273 @@
+"""What each path does."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import anyio
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from jtile._errors import PromptError
+
+from ...tokenizer import Tokenizer
+from ..engine import Engine, Stream
+from ..request import Request as Prepared
+from ..request import Token, read_request
+from .answers import Answer, usage_of
+from .errors import MISSING, SERVER, ApiError, api_error
+from .metrics import Metrics
+from .schema import CHOICES, ChatBody, CompletionBody, DetokenizeBody, Generated, Message, TokenizeBody
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass
+class Server:
+    """What the endpoints share. name: of the model; limit: bytes of a body; stopping: whether new requests are refused
+    because the server ends; open: requests that are being answered."""
+
+    engine: Engine
+    name: str
+    metrics: Metrics
+    limit: int = 8 << 20
+    stopping: bool = False
+    open: int = 0
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    # -- small ones ----------------------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        closed = self.engine.closed
+        if self.stopping or closed:
+            return JSONResponse({"status": "stopping" if self.stopping else closed}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict:
+        length = self.engine.settings.length
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "jtile", "max_length": length}
+
+    async def metrics_page(self, request: Request) -> Response:
+        return Response(*self.metrics.page())
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request, TokenizeBody)
+        tokenizer = self._tokenizer()
+        if body.messages is not None:
+            ids = self._chat(body.messages)
+        else:
+            ids = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_length": self.engine.settings.length})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, DetokenizeBody)
+        vocab = self.engine.lm.config.vocab_size
+        if not all(0 <= i < vocab for i in body.tokens):
+            raise ApiError(400, f"tokens are ids from 0 to {vocab - 1}", param="tokens")
+        return JSONResponse({"prompt": self._tokenizer().decode(body.tokens)})
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._body(request, CompletionBody)
+        prompts = body.prompts()
+        if body.echo:
+            texts = [p if isinstance(p, str) else self._tokenizer().decode(p) for p in prompts]
+        else:
+            texts = []
+        logprobs = False if body.logprobs is None else body.logprobs
+        answer = self._answer("text_completion", body.logprobs is not None, [t for t in texts for _ in range(body.n)])
+        return await self._generate(request, body, lambda: prompts, body.max_tokens, logprobs, answer)
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request, ChatBody)
+        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        logprobs = (body.top_logprobs or True) if body.logprobs else False
+        answer = self._answer("chat.completion", body.logprobs)
+        return await self._generate(request, body, lambda: [self._chat(body.messages)], most, logprobs, answer)
+
+    def _answer(self, form, logprobs: bool, echo: Sequence[str] = ()) -> Answer:
+        tokenizer = self.engine.lm.tokenizer
+        spell = lambda i: tokenizer.decode([i]) if tokenizer else str(i)
+        return Answer(form, self.name, spell, logprobs, echo)
+
+    def _chat(self, messages: Sequence[Message]) -> list[int]:
+        return self._tokenizer().apply_chat_template([message.plain() for message in messages])
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.engine.lm.tokenizer is None:
+            raise PromptError(f"{self.name} has no tokenizer: give token ids to /v1/completions")
+        return self.engine.lm.tokenizer
+
+    async def _generate(
+        self, request: Request, body: Generated, prompts: Callable[[], list], max_tokens, logprobs, answer: Answer
+    ) -> Response:
+        self._check_model(body.model)
+
+        def prepare() -> list[Prepared]:  # in a thread: long texts take their time
+            found, options = prompts(), body.sampling()
+            if len(found) * body.n > CHOICES:
+                raise PromptError(f"one request has at most {CHOICES} answers, this one {len(found)} times {body.n}")
+            eos, limit, made = None if body.ignore_eos else "model", self.engine.settings.length, []
+            for prompt in found:
+                for i in range(body.n):
+                    of = {**options, "seed": (options["seed"] + i) & 0xFFFFFFFF}
+                    lm = self.engine.lm
+                    made.append(read_request(lm, limit, prompt, max_tokens, body.stop, eos, logprobs, of))
+            return made
+
+        prepared = await anyio.to_thread.run_sync(prepare)
+        streams = self._submit(prepared)
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(self._events(streams, answer, usage, body.n), streams)
+        return await self._whole(request, streams, answer, body.n)
+
+    def _submit(self, requests: Sequence[Prepared]) -> list[Stream]:
+        """All of them, or none."""
+        streams: list[Stream] = []
+        try:
+            for prepared in requests:
+                streams.append(self.engine.submit(prepared))
+        except Exception:
+            cancel(streams)
+            raise
+        return streams
+
+    async def _whole(self, request: Request, streams: Sequence[Stream], answer: Answer, n: int) -> Response:
+        async def read():
+            async for _ in self.metrics.timed(merged(streams)):
+                pass
+
+        try:
+            await unless_gone(request.receive, read())
+        finally:
+            cancel(streams)
+        completions = [stream.completion for stream in streams]
+        if any(completion.finish_reason == "cancelled" for completion in completions):
+            raise ApiError(503, "the server stopped before the answer was whole", SERVER, code="stopping")
+        return JSONResponse(answer.whole(completions, usage_of(completions, n)))
+
+    async def _events(self, streams: Sequence[Stream], answer: Answer, usage: bool, n: int) -> AsyncIterator[dict]:
+        begun: set[int] = set()
+        async for i, token in self.metrics.timed(merged(streams)):
+            if i not in begun:
+                begun.add(i)
+                yield answer.first(i)
+            if token is None:
+                yield answer.last(i, streams[i].completion.finish_reason)
+            elif token.text or answer.logprobs:
+                yield answer.piece(i, token)
+        if usage:
+            yield answer.usage(usage_of([stream.completion for stream in streams], n))
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, "", self.name):
+            raise ApiError(
+                404,
+                f"there is no model {name!r} here; this server has {self.name!r}",
+                MISSING,
+                "model",
+                "model_not_found",
+            )
+
+    async def _body[T: BaseModel](self, request: Request, form: type[T]) -> T:
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > self.limit:
+                raise ApiError(413, f"the body has more than {self.limit} bytes", code="body_too_large")
+        return form.model_validate_json(bytes(data))
+
+
+def cancel(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        stream.cancel()
+
+
+async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Token | None]]:
+    """(which stream, its token, or None at its end) as they come."""
+    following = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
+    try:
+        while following:
+            done, _ = await asyncio.wait(following, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i, token = following.pop(task), task.result()
+                yield i, token
+                if token is not None:
+                    following[asyncio.ensure_future(anext(streams[i], None))] = i
+    finally:
+        for task in following:
+            task.cancel()
+
+
+async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Does the work.
+
+    Raises:
+      ClientDisconnect: the client went away first; the work is cancelled.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events: a JSON document each, and `[DONE]`. The streams behind them end with the connection."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict], streams: Sequence[Stream]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._streams = events, streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send(send))
+        except (ClientDisconnect, OSError):  # nobody is there to be told
+            pass
+        finally:
+            cancel(self._streams)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for event in self._events:
+                await send(_event(json.dumps(event, ensure_ascii=False, separators=(",", ":"))))
+            await send(_event("[DONE]"))
+        except OSError:
+            raise
+        except Exception as error:  # the status is sent already
+            await send(_event(json.dumps(api_error(error).content)))
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _event(data: str) -> dict:
+    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}

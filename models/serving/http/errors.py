@@ -1,0 +1,72 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+
+from jtile._errors import ContextError, EngineError, JtileError, PromptError, QueueFullError
+
+INVALID, DENIED, MISSING, BUSY, SERVER = (
+    "invalid_request_error", "authentication_error", "not_found_error", "rate_limit_error", "server_error"
+)  # fmt: skip
+
+
+class ApiError(Exception):
+    """An answer of the HTTP status `status` that says what is wrong."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = INVALID, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status, self.content = status, content(message, kind, param, code)
+
+    def response(self) -> JSONResponse:
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        return JSONResponse(self.content, self.status, headers)
+
+
+def content(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return _of_body(error)
+    if isinstance(error, ContextError):
+        return ApiError(400, error.message, code="context_length_exceeded")
+    if isinstance(error, PromptError):
+        return ApiError(400, error.message)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, error.message, BUSY, code="queue_full")
+    if isinstance(error, EngineError):
+        return ApiError(503, error.message, SERVER, code="engine_unavailable")
+    if isinstance(error, JtileError):
+        return ApiError(500, error.message, SERVER)
+    if isinstance(error, ClientDisconnect):
+        return ApiError(499, "the client has gone")
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), MISSING if error.status_code == 404 else INVALID)
+    return ApiError(500, "the server failed at this request; its log says more", SERVER)
+
+
+def _of_body(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body, and where."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['msg']}")
+    message = first["msg"].removeprefix("Value error, ")
+    if not place and first["type"] == "model_type":
+        message = "the body should be an object, {...}"
+    return ApiError(400, f"{place}: {message}" if place else message, param=place or None)
+
+
+async def respond(request: Request, error: Exception) -> JSONResponse:
+    """Starlette's handler of exceptions."""
+    return api_error(error).response()

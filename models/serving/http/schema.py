@@ -1,0 +1,163 @@
+"""The bodies of requests, in the form of OpenAI's interface. Other fields are ignored, as clients send many; those that
+ask for what this server cannot do are refused."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jtile._errors import PromptError
+
+from ...sampling import SamplingOptions
+from ..programs import LOGPROBS
+
+CHOICES = 128  # answers to one request: prompts times n
+Ids = list[int]
+
+
+class Body(BaseModel):
+    """Of any request: numbers are numbers, not texts of them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class ResponseFormat(Body):
+    type: Literal["text"] = "text"
+
+
+class Generated(Body):
+    """What chats and completions have in common; the last four fields are not OpenAI's."""
+
+    n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool = False
+
+    def sampling(self) -> SamplingOptions:
+        """The options of sampling. The temperature is 1 by default, and the seed a random one."""
+        names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        seed = secrets.randbits(32) if self.seed is None else self.seed & 0xFFFFFFFF
+        return SamplingOptions(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            seed=seed,
+            logit_bias=self._biases(),
+            **{name: getattr(self, name) for name in names},
+        )
+
+    def _biases(self) -> Mapping[int, float] | None:
+        try:
+            return None if self.logit_bias is None else {int(key): bias for key, bias in self.logit_bias.items()}
+        except ValueError as error:
+            raise PromptError(f"the keys of logit_bias are token ids; got {list(self.logit_bias or ())[:3]}") from error
+
+
+class CompletionBody(Generated):
+    """Of `/v1/completions`."""
+
+    prompt: str | Ids | list[str] | list[Ids]
+    max_tokens: int | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _can(self) -> CompletionBody:
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of is not supported: leave it out, or take n of the same number")
+        if self.suffix:
+            raise ValueError("suffix is not supported: put what stands behind the answer into the prompt")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported: prompts have no log-probabilities here")
+        return self
+
+    def prompts(self) -> list[str | Ids]:
+        """One or several, each text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class Part(Body):
+    """A part of a message; this server takes texts only."""
+
+    type: str
+    text: str = ""
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For a chat template: its content is one text."""
+        content = self.content
+        parts = [Part(type="text", text=content)] if isinstance(content, str) else content or []
+        for part in parts:
+            if part.type != "text":
+                raise PromptError(f"the model takes text only; a message has a part {part.type!r}")
+        text = "".join(part.text for part in parts)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class ChatBody(Generated):
+    """Of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list | None = None
+
+    @model_validator(mode="after")
+    def _can(self) -> ChatBody:
+        if self.tools:
+            raise ValueError("tools are not supported by this server")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs takes logprobs to be true")
+        return self
+
+
+class TokenizeBody(Body):
+    """Of `/tokenize`: a text, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either a prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Of `/detokenize`."""
+
+    tokens: Ids

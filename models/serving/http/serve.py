@@ -1,0 +1,94 @@
+"""`jtile serve`: loads a model, compiles its programs, and answers until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from jtile._errors import JtileError
+
+from ...console import FAILURE, SUCCESS, keep_programs
+from ...load import load
+from ..engine import Engine
+from .app import LOG, make_app
+from .endpoints import Server
+
+
+class Graceful(uvicorn.Server):
+    """At the first signal new requests get 503, and the server ends when those under way have their answers; at the
+    second one at once."""
+
+    def __init__(self, config: uvicorn.Config, server: Server):
+        super().__init__(config)
+        self._server = server
+
+    def handle_exit(self, sig: int, frame) -> None:
+        if self._server.stopping:
+            super().handle_exit(sig, frame)
+            return
+        self._server.stopping = True
+        LOG.info('{"event": "stopping", "open": %d}', self._server.open)
+
+    async def on_tick(self, counter: int) -> bool:
+        done = self._server.stopping and self._server.open == 0
+        return await super().on_tick(counter) or done
+
+
+def serve(
+    model: str | None,
+    host: str,
+    port: int,
+    name: str | None,
+    api_keys: Sequence[str],
+    origins: Sequence[str],
+    cache_dir: str,
+    load_options: dict[str, Any],
+    engine_options: dict[str, Any],
+) -> int:
+    """See `run_serve`."""
+    keep_programs(cache_dir)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for noisy in ("jax", "uvicorn.access", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        lm = load(model, **load_options)
+        with _progress() as progress:
+            engine = Engine(lm, compile_ahead=True, progress=progress, **engine_options)
+        with engine:
+            name = name or Path(lm.source or "model").stem
+            app = make_app(engine, name, api_keys, origins)
+            print(f"jtile: {name} on http://{host}:{port}/v1 (Ctrl-C stops)", file=sys.stderr)
+            config = uvicorn.Config(app, host=host, port=port, access_log=False, log_level="warning")
+            server = Graceful(config, app.state.server)
+            server.run()
+            return SUCCESS if server.started else FAILURE
+    except JtileError as error:
+        print(f"jtile: {error}", file=sys.stderr)
+        return FAILURE
+    except KeyboardInterrupt:  # uvicorn raises it again when it has ended
+        return SUCCESS
+
+
+class _progress:  # noqa: N801
+    """A bar on a terminal, for `Engine`'s `progress`; nothing where there is none."""
+
+    def __enter__(self) -> Callable[[int, int], None] | None:
+        if not sys.stderr.isatty():
+            self._bar = None
+            return None
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True))
+        self._bar.start()
+        task = self._bar.add_task("compiling", total=None)
+        return lambda done, total: self._bar and self._bar.update(task, completed=done, total=total)
+
+    def __exit__(self, *_) -> None:
+        if self._bar is not None:
+            self._bar.stop()

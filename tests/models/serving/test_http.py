@@ -1,0 +1,315 @@
+"""OpenAI's interface: what clients get, what they are told, and that those who fail or go leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jtile.models
+from jtile.models import Engine
+from jtile.models.console import run_serve
+from jtile.models.serving.engine import Stream
+from jtile.tools import cli
+
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'jtile[serve]'")
+uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'jtile[serve]'")
+
+from jtile.models.serving.http import make_app  # noqa: E402
+from jtile.models.serving.http.serve import Graceful  # noqa: E402
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
+LENGTH = 96
+
+
+@pytest.fixture(scope="module")
+def engine(short, write_gguf, tmp_path_factory):
+    lm = short("llama", 1, noise=0.3)
+    lm.page_size = 8
+    path = write_gguf(tmp_path_factory.mktemp("gguf") / "x.gguf", tokenizer__chat_template=TEMPLATE)
+    lm.tokenizer = jtile.models.load(path).tokenizer
+    with Engine(lm, rows=4, shapes=(24,), cache_tokens=256, max_length=LENGTH, max_waiting=8) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    return make_app(engine, "tiny", origins=["http://page"], body_limit=20_000)
+
+
+def call(app, *requests, headers=None):
+    """The responses to (method, path, options of httpx) at once."""
+
+    async def main():
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers, timeout=60) as client:
+            return await asyncio.gather(*(client.request(m, path, **options) for m, path, options in requests))
+
+    return asyncio.run(main())
+
+
+def post(app, path: str, **body):
+    return call(app, ("POST", path, {"json": body}))[0]
+
+
+def events(response) -> list:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(engine, prompt, count: int, **options) -> str:
+    return engine.generate([prompt], max_tokens=count, **options)[0].text
+
+
+def test_completions(app, engine):
+    body = dict(model="tiny", prompt="Once upon", max_tokens=12, temperature=0)
+    got = post(app, "/v1/completions", **body).json()
+    text = text_of(engine, "Once upon", 12)
+    (choice,) = got["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == (text, "length", None)
+    assert (got["object"], got["model"], got["usage"]["total_tokens"]) == ("text_completion", "tiny", 21)
+    pieces = events(post(app, "/v1/completions", **body, stream=True, echo=True))
+    assert "".join(p["choices"][0]["text"] for p in pieces) == "Once upon" + text
+    assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+    stop = text[3:5]
+    (stopped,) = post(app, "/v1/completions", **body, stop=[stop]).json()["choices"]
+    assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(stop)], "stop")
+
+
+def test_several_prompts_and_choices(app, engine):
+    """Each has the seed of its number; token ids are prompts, too."""
+    prompts = [[5, 6, 7], [8, 9]]
+    got = post(app, "/v1/completions", prompt=prompts, n=2, max_tokens=6, temperature=1, seed=3).json()
+    expected = [text_of(engine, p, 6, temperature=1.0, seed=3 + i) for p in prompts for i in range(2)]
+    assert [c["text"] for c in got["choices"]] == expected
+    assert [c["index"] for c in got["choices"]] == [0, 1, 2, 3]
+    assert got["usage"]["prompt_tokens"] == 5
+    assert got["usage"]["completion_tokens"] == 24
+
+
+def test_chat(app, engine):
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    prompt = "[system]Be brief.\n[user]Hi\n[assistant]"
+    text = text_of(engine, prompt, 8)
+    body = dict(messages=messages, max_completion_tokens=8, temperature=0, logprobs=True, top_logprobs=2)
+    got = post(app, "/v1/chat/completions", **body).json()
+    (choice,) = got["choices"]
+    assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+    rates = choice["logprobs"]["content"]
+    assert len(rates) == 8
+    assert all(r["top_logprobs"][0]["logprob"] == r["logprob"] and len(r["top_logprobs"]) == 2 for r in rates)
+    pieces = events(post(app, "/v1/chat/completions", **body, stream=True, stream_options={"include_usage": True}))
+    assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert pieces[-1]["usage"]["completion_tokens"] == 8
+    assert "".join(p["choices"][0]["delta"].get("content", "") for p in pieces[:-1]) == text
+    assert sum(len(p["choices"][0]["logprobs"]["content"]) for p in pieces[:-1] if p["choices"][0]["logprobs"]) == 8
+    count = post(app, "/tokenize", messages=messages).json()
+    assert count["count"] == len(count["tokens"]) == got["usage"]["prompt_tokens"]
+    assert post(app, "/detokenize", tokens=count["tokens"]).json() == {"prompt": prompt}
+
+
+def test_what_a_server_tells_of_itself(app):
+    health, models, model, metrics, missing = call(
+        app, *(("GET", path, {}) for path in ("/health", "/v1/models", "/v1/models/tiny", "/metrics", "/v1/models/x"))
+    )
+    assert health.json() == {"status": "ok"}
+    assert [m["id"] for m in models.json()["data"]] == ["tiny"] == [model.json()["id"]]
+    assert "jtile_new_tokens_total " in metrics.text and "jtile_first_token_seconds_bucket" in metrics.text
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+OK = {"prompt": "a", "max_tokens": 1}
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "status", "message"),
+    [
+        ("/v1/completions", {"content": b'{"prompt": '}, 400, "the body is not JSON"),
+        ("/v1/completions", {"content": b'{"prompt": "\xff"}'}, 400, "the body is not JSON"),
+        ("/v1/completions", {"content": b"x" * 30_000}, 413, "more than 20000 bytes"),
+        ("/v1/completions", {"json": []}, 400, "should be an object"),
+        ("/v1/completions", {"json": {}}, 400, "prompt: Field required"),
+        ("/v1/completions", {"json": OK | {"prompt": {"a": 1}}}, 400, "prompt"),
+        ("/v1/completions", {"json": OK | {"prompt": []}}, 400, "the prompt is empty"),
+        ("/v1/completions", {"json": OK | {"prompt": [999]}}, 400, "outside the vocabulary"),
+        ("/v1/completions", {"json": OK | {"prompt": [-(10**30)]}}, 400, "prompt"),
+        ("/v1/completions", {"json": OK | {"prompt": "a" * 200}}, 400, "has 200 tokens"),
+        ("/v1/completions", {"json": OK | {"max_tokens": 0}}, 400, "max_tokens is an int"),
+        ("/v1/completions", {"json": OK | {"n": 10**9}}, 400, "n: Input should be less than"),
+        ("/v1/completions", {"json": OK | {"prompt": ["a"] * 99, "n": 2}}, 400, "at most 128 answers"),
+        ("/v1/completions", {"json": OK | {"prompt": ["a"] * 99}}, 429, "no more than 12"),
+        ("/v1/completions", {"json": OK | {"temperature": "hot"}}, 400, "temperature"),
+        ("/v1/completions", {"json": OK | {"temperature": 1e300}}, 400, "temperature"),
+        ("/v1/completions", {"json": OK | {"logit_bias": {"x": 1}}}, 400, "logit_bias"),
+        ("/v1/completions", {"json": OK | {"stop": [""]}}, 400, "stop is a string"),
+        ("/v1/completions", {"json": OK | {"best_of": 3}}, 400, "best_of is not supported"),
+        ("/v1/completions", {"json": OK | {"suffix": "x"}}, 400, "suffix is not supported"),
+        ("/v1/completions", {"json": OK | {"echo": True, "logprobs": 1}}, 400, "echo with logprobs"),
+        ("/v1/completions", {"json": OK | {"model": "gpt"}}, 404, "there is no model 'gpt'"),
+        ("/v1/chat/completions", {"json": CHAT | {"messages": []}}, 400, "messages"),
+        ("/v1/chat/completions", {"json": {"messages": [{"role": "king", "content": "a"}]}}, 400, "role"),
+        ("/v1/chat/completions", {"json": {"messages": [IMAGE]}}, 400, "text only; a message has a part 'image_url'"),
+        ("/v1/chat/completions", {"json": CHAT | {"tools": [{}]}}, 400, "tools are not supported"),
+        ("/v1/chat/completions", {"json": CHAT | {"top_logprobs": 2}}, 400, "top_logprobs takes logprobs"),
+        ("/v1/chat/completions", {"json": CHAT | {"response_format": {"type": "json_object"}}}, 400, "response_format"),
+        ("/tokenize", {"json": {}}, 400, "either a prompt or messages"),
+        ("/detokenize", {"json": {"tokens": [256]}}, 400, "ids from 0 to 255"),
+        ("/v1/nothing", {}, 404, "Not Found"),
+    ],
+)  # fmt: skip
+def test_errors_have_openais_form(app, path, options, status, message):
+    (response,) = call(app, ("POST", path, options))
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert message in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_keys_and_pages_of_others(app, engine):
+    locked = make_app(engine, "tiny", api_keys=["one", "two"])
+    models = ("GET", "/v1/models", {})
+    for header, status in ((None, 401), ("Bearer three", 401), ("two", 401), ("Bearer two", 200)):
+        (response,) = call(locked, models, headers={"Authorization": header} if header else None)
+        assert response.status_code == status
+    assert call(locked, ("GET", "/health", {}))[0].status_code == 200
+    for origin, allowed in (("http://page", "http://page"), ("http://other", None)):
+        (response,) = call(app, models, headers={"Origin": origin})
+        assert response.headers.get("access-control-allow-origin") == allowed
+
+
+def test_an_answer_that_fails(app, engine, monkeypatch):
+    """In the middle of a stream there is no status to tell it by; the last event does."""
+
+    async def fail(self):
+        raise jtile.models.serving.engine.EngineError("it broke")
+
+    monkeypatch.setattr(Stream, "__anext__", fail)
+    assert post(app, "/v1/completions", **OK).status_code == 503
+    response = post(app, "/v1/completions", **OK, stream=True)
+    assert "it broke" in json.loads(response.text.split("\n\n")[0].removeprefix("data: "))["error"]["message"]
+
+
+def leave(app, body: dict, after: int):
+    """A client that goes when it has got so many messages of its answer."""
+
+    async def main():
+        sent, gone = [], asyncio.Event()
+        parts = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive():
+            if parts:
+                return parts.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) >= after:
+                gone.set()
+            await asyncio.sleep(0)
+
+        if after == 0:
+            asyncio.get_running_loop().call_later(0.02, gone.set)
+        path = "/v1/completions"
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "headers": []}
+        scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+        await app(scope, receive, send)
+
+    return main()
+
+
+def idle(engine) -> bool:
+    stats = engine.stats()
+    return not (stats["requests_running"] or stats["requests_waiting"] or stats["pages_in_use"])
+
+
+def wait_until_idle(engine) -> None:
+    for _ in range(500):
+        if idle(engine):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"something was left behind: {engine.stats()}")
+
+
+def test_faults_leave_nothing_behind(app, engine):
+    """Clients that go at any moment beside others that stay, and requests that are none."""
+    rng = np.random.default_rng(0)
+    alone = text_of(engine, "abc", 5)
+    body = {"prompt": "abc", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
+
+    async def stay():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            response = await client.post("/v1/completions", json=body | {"max_tokens": 5})
+            return response.json()["choices"][0]["text"] if response.status_code == 200 else response.status_code
+
+    async def main():
+        jobs = []
+        for kind in rng.integers(0, 4, 60):
+            broken = {"prompt": [1], "n": int(rng.integers(-3, 3)), "stream": bool(rng.integers(0, 2)), "max_tokens": 9}
+            late = int(rng.integers(1, 9))
+            jobs.append([(body | {"stream": True}, late), (body, 0), None, (broken, 3)][kind])
+        results = []
+        for i in range(0, len(jobs), 6):  # the queue is full now and then
+            results += await asyncio.gather(*(leave(app, *job) if job else stay() for job in jobs[i : i + 6]))
+        return [result for result in results if result is not None]
+
+    results = asyncio.run(main())
+    assert set(results) <= {alone, 429}
+    assert results.count(alone) > 5
+    wait_until_idle(engine)
+    assert app.state.server.open == 0
+
+
+def test_a_server_stops_when_its_requests_have_ended(engine):
+    """The first SIGTERM lets those under way end, over a real connection; new ones are refused."""
+    app = make_app(engine, "tiny")
+    config = uvicorn.Config(app, port=0, log_level="error", access_log=False, lifespan="off")
+    server = Graceful(config, app.state.server)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    body = {"prompt": "abc", "max_tokens": 90, "temperature": 0, "stream": True, "ignore_eos": True}
+    with (
+        httpx.Client(base_url=url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=body) as stream,
+    ):
+        lines = stream.iter_lines()
+        first = next(lines)
+        server.handle_exit(signal.SIGTERM, None)
+        refused = httpx.post(f"{url}/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        assert httpx.get(f"{url}/health").status_code == 503
+        rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert first.startswith("data: ")
+    assert rest[-1]["choices"][0]["finish_reason"] == "length"
+    thread.join(10)
+    assert not thread.is_alive()
+    wait_until_idle(engine)
+
+
+def test_jtile_serve_says_what_is_missing(monkeypatch, capsys):
+    """A package, a model, or numbers that fit."""
+    assert CliRunner().invoke(cli.app, ["serve", "no such file", "--name", "x"]).exit_code == 1
+    assert run_serve("no such file") == 1
+    assert "there is no model at" in capsys.readouterr().err
+    monkeypatch.setitem(__import__("sys").modules, "jtile.models.serving.http.serve", None)
+    monkeypatch.delitem(__import__("sys").modules, "jtile.models.serving.http.serve")
+    monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
+    assert run_serve() == 1
+    assert "pip install 'jtile[serve]'" in capsys.readouterr().err
