@@ -39,6 +39,8 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
       [tokens, hidden] of x's dtype.
     """
     tokens, k = experts.shape
+    if isinstance(down, QuantizedTensor) and tokens * k <= down.shape[0]:
+        return _by_tokens(x, experts, weights, gate_up, down, biases, gated)
     chosen = experts.reshape(tokens * k)
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # row r of the sorted ones is token order[r] // k
     sizes = jnp.zeros((down.shape[0],), jnp.int32).at[chosen].add(1)
@@ -54,6 +56,24 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
     y = product(gated(product(rows, gate_up, biases[0])), down, biases[1])
     place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
     shares = y[place].reshape(tokens, k, -1).astype(jnp.float32) * weights[:, :, None]
+    return shares.sum(1).astype(x.dtype)
+
+
+def _by_tokens(x, experts, weights, gate_up, down, biases, gated: Callable):
+    """`mixture` of the few tokens of a step, whose rows are not sorted: most experts that they go through have one."""
+
+    def product(y, w, bias, **options):
+        if isinstance(w, tuple):
+            y = jnp.concatenate([product(y, part, None) for part in w], axis=-1)
+        else:
+            y = ops.routed_matmul(y, w, experts, out_dtype=x.dtype, **options)
+        return y if bias is None else (y.astype(jnp.float32) + bias[experts]).astype(y.dtype)
+
+    if gated is ops.swiglu and isinstance(gate_up, QuantizedTensor) and biases[0] is None:
+        y = product(x, gate_up, None, activation="silu")
+    else:
+        y = gated(product(x, gate_up, biases[0]))
+    shares = product(y, down, biases[1]).astype(jnp.float32) * weights[:, :, None]
     return shares.sum(1).astype(x.dtype)
 
 

@@ -8,6 +8,8 @@ grouped_lanes.py.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -15,9 +17,10 @@ import jtile as jt
 from jtile.ops import dispatch, grouped_lanes, k_products, quantized
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.dispatch import WARPS, Implementation, Op
+from jtile.ops.epilogues import gate_slope
 from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
-from jtile.ops.row_groups import most_tiles, named, of_group, padded, tile_of_rows
+from jtile.ops.row_groups import gated, in_parts, most_tiles, named, of_group, padded, parts, tile_of_rows, within
 from jtile.ops.super_blocks import LAYOUTS, SuperBlocks
 from jtile.ops.weight_codes import unpack_codes
 
@@ -27,16 +30,22 @@ Stack = Weight | SuperBlocks  # the arrays of a weight with a leading axis of gr
 def product(x, weight: QuantizedTensor, sizes, *, out_dtype: str) -> jax.Array:
     """[rows, out] of x [rows, in], weights [groups, out, in] and sizes int32 [groups or more]; see `grouped_matmul`."""
     rows, groups = x.shape[0], weight.shape[0]
-    if not _few(rows, groups):
+    if not few(rows, groups):
         return _many_rows(x, _arrays(weight), sizes, kind=weight.kind, out_dtype=out_dtype)
     ends = jnp.cumsum(sizes[:groups], dtype=jnp.int32)
     index = (ends[None, :] <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
-    return _few_rows(x, _arrays(weight), index, kind=weight.kind, out_dtype=out_dtype)
+    return _few_rows(x, _arrays(weight), index, kind=weight.kind, activation=None, out_dtype=out_dtype)
 
 
-def _few(rows, groups: int) -> bool:
+def few(rows, groups: int) -> bool:
     """Whether most matrices that are read are multiplied with one row. An NPU's vector cores have no form for that."""
     return known(rows) <= groups and not dispatch.vector_cores()
+
+
+def routed(x, weight: QuantizedTensor, index, *, activation: str | None, out_dtype: str) -> jax.Array:
+    """[m, out] of few rows, x [m / n, in], each of which meets the n matrices that index int32 [m] names; with an
+    activation [m, out / 2] of a gated layer. See `routed_matmul`."""
+    return _few_rows(x, _arrays(weight), index, kind=weight.kind, activation=activation, out_dtype=out_dtype)
 
 
 def _arrays(weight: QuantizedTensor) -> Stack:
@@ -69,18 +78,20 @@ def _tile(weight: Stack, kind: str, r, rows: int, inner: int, c=0, chunks: int =
 
 @jt.kernel(
     out_type=lambda x, weight, index, *, out_dtype, **_: jax.ShapeDtypeStruct(
-        (index.shape[0], weight.scale.shape[1]), out_dtype
+        (index.shape[0], weight.scale.shape[-2]), out_dtype
     ),
-    grid=lambda x, weight, index, *, rows, **_: (index.shape[0], jt.cdiv(weight.scale.shape[1], rows)),
+    grid=lambda x, weight, index, *, rows, **_: (index.shape[0], jt.cdiv(weight.scale.shape[-2], rows)),
 )
-def routed_rows(x, weight: Stack, index, y, *, kind: str, rows: int, out_dtype: str):
-    """y [m, out] of x [m / n, in], each row of which meets n matrices, and the numbers of these, index int32 [m]."""
+def routed_rows(x, weight: Stack, index, y, *, kind: str, activation, rows: int, out_dtype: str):
+    """y [m, out] of x [m / n, in], each row of which meets n matrices, and the numbers of these, index int32 [m]. With
+    an activation arrays have an axis of two behind that of groups: y = act(x Gᵀ) * (x Uᵀ)."""
     # y_i = W_g x_(i / n)     g = index_i; zero where there is no such matrix
     i, r = jt.program_id(0), jt.program_id(1)
     g, inside = named(index, i, weight.scale.shape[0])
     y.tiles(1, rows)[i, r] = jnp.zeros((1, rows), y.dtype)
     if inside:
-        Y = _row_product(of_group(weight, g), kind, x, i // (index.shape[0] // x.shape[0]), r, rows)
+        row = i // (index.shape[0] // x.shape[0])
+        Y = gated([_row_product(W, kind, x, row, r, rows) for W in parts(weight, g, activation)], activation)
         y.tiles(1, rows)[i, r] = Y[None, :].astype(y.dtype)
 
 
@@ -125,9 +136,10 @@ def grouped_dx(g, weight: Stack, sizes, dx, *, kind: str, inner: int, rows: int,
 # -- implementations ---------------------------------------------------------------------------------------------------
 
 
-def _rows_of_codes(x, weight: Stack, index, *, kind: str, out_dtype: str):
-    rows = quantized.tiles(1, weight.scale.shape[1], x.shape[1])["rows"]
-    return routed_rows(x.astype(jnp.float32), _plain(weight, kind), index, kind=kind, rows=rows, out_dtype=out_dtype)
+def _rows_of_codes(x, weight: Stack, index, *, activation: str | None, **options):
+    weight = in_parts(_plain(weight, options["kind"]), activation)
+    rows = quantized.tiles(1, weight.scale.shape[-2], x.shape[1])["rows"]
+    return routed_rows(x.astype(jnp.float32), weight, index, activation=activation, rows=rows, **options)
 
 
 def _tiles_of_codes(x, weight: Stack, sizes, *, kind: str, out_dtype: str):
@@ -167,6 +179,7 @@ def _dx(g, weight: Stack, sizes, kind: str, inner: int) -> jax.Array:
 def routed_dx(g, weight: Stack, index, kind: str, shape: tuple[int, int]) -> jax.Array:
     """float32 `shape`, that of x, for cotangents g [m, out] of `routed_rows`: the rows are sorted for it."""
     groups, (rows, inner) = weight.scale.shape[0], shape
+    index = within(index, groups)
     order = jnp.argsort(index, stable=True)
     sizes = padded(jnp.zeros((groups,), jnp.int32).at[index].add(1, mode="drop"))
     dx = _dx(g[order], weight, sizes, kind, inner)
@@ -177,13 +190,22 @@ def _of_index(run, flat):
     """The rule of a kernel for few rows: `run` computes it again, `flat` says its operands as `routed_rows` takes
     them."""
 
-    def forward(x, weight, index, **meta):
-        return run(x, weight, index, **meta), (x, weight, index)
+    def forward(x, weight, index, *, activation, **meta):
+        if activation is None:
+            return run(x, weight, index, activation=None, **meta), (x, weight, index, None)
+        rows, plain = flat(x, weight, meta["kind"])
+        z = _few_rows(rows, plain, index, kind=meta["kind"], activation=None, out_dtype="float32")
+        shape = jax.eval_shape(functools.partial(run, activation=activation, **meta), x, weight, index)
+        y = gated(jnp.split(z, 2, axis=1), activation)
+        return y.reshape(shape.shape).astype(shape.dtype), (x, weight, index, z)
 
-    def backward(residuals, ct, *, kind, **_):
-        x, weight, index = residuals
+    def backward(residuals, ct, *, kind, activation, **_):
+        x, weight, index, z = residuals
         rows, plain = flat(x, weight, kind)
-        dx = routed_dx(ct.reshape(ct.shape[0], -1), plain, index, kind, rows.shape)
+        ct = ct.reshape(ct.shape[0], -1).astype(jnp.float32)
+        if z is not None:
+            ct = jnp.concatenate(gate_slope(*jnp.split(z, 2, axis=1), ct, activation), axis=1)
+        dx = routed_dx(ct, plain, index, kind, rows.shape)
         return dx.reshape(x.shape).astype(x.dtype), None, None
 
     return forward, backward
@@ -204,7 +226,10 @@ def _of_sizes(run, flat):
 
 
 def _as_it_is(x, weight, kind):
-    return x, weight
+    """Arrays with an axis of gate and up as those of the matrix of both."""
+    lead, rows = weight.scale.shape[0], weight.scale.ndim - 1
+    join = lambda a: None if a is None else a.reshape(lead, -1, *a.shape[rows:])
+    return x, type(weight)(*map(join, weight))
 
 
 routed_rows.defvjp(*_of_index(routed_rows, _as_it_is))

@@ -22,7 +22,7 @@ from jtile.ops import dispatch
 from jtile.ops._shapes import known, tuned
 from jtile.ops.epilogues import ACTIVATIONS
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
-from jtile.ops.weight_codes import BLOCK, FOUR_BIT, float4_numbers
+from jtile.ops.weight_codes import BLOCK, FOUR_BIT
 
 HALF = BLOCK // 2
 
@@ -75,9 +75,13 @@ def float8_fields(words) -> list:
 
 def float4_fields(words) -> list:
     """The eight e2m1 numbers of words, from the low bits on, as float32, times 2^-126, likewise."""
-    tops = [words << np.uint32(28 - 4 * k) for k in range(8)]
-    signed = [jax.lax.bitcast_convert_type(top, jnp.int32) >> np.int32(6) for top in tops]
-    return [jax.lax.bitcast_convert_type(bits & np.int32(0x81C00000 - (1 << 32)), jnp.float32) for bits in signed]
+    return [_highest_float4(words << np.uint32(28 - 4 * k)) for k in range(8)]
+
+
+def _highest_float4(words):
+    """The number of the four highest bits."""
+    signed = jax.lax.bitcast_convert_type(words, jnp.int32) >> np.int32(6)
+    return jax.lax.bitcast_convert_type(signed & np.int32(0x81C00000 - (1 << 32)), jnp.float32)
 
 
 def scaled_planes(planes, kind: str = "q8_0"):
@@ -220,8 +224,12 @@ def dequantized_halves(weight: Weight, r, chunk, kind: str, rows: int, blocks: i
     width, shared = weight.codes.shape[2], weight.shared_by(weight.codes.shape[1])
     codes = weight.codes.tiles(rows, blocks, width)[r, chunk, 0]
     of_block = lambda a: _of_blocks(lambda n, k: a.tiles(rows, n)[r, k], chunk, blocks, shared)
-    halves = (codes & np.uint8(15), codes >> np.uint8(4)) if kind in FOUR_BIT else (codes,)
-    halves = [float4_numbers(half) if kind == "mxfp4" else half.astype(jnp.float32) for half in halves]
+    if kind == "mxfp4":
+        halves = [_highest_float4(codes.astype(jnp.uint32) << np.uint32(shift)) for shift in (28, 24)]
+        halves = [half * jnp.float32(2.0**126) for half in halves]
+    else:
+        halves = (codes & np.uint8(15), codes >> np.uint8(4)) if kind in FOUR_BIT else (codes,)
+        halves = [half.astype(jnp.float32) for half in halves]
     last = weight.scaled_last(kind)
     if not last:
         scale = of_block(weight.scale)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.ops.epilogues import ACTIVATIONS
 
 
 def tiles_of_groups(sizes, bm: int, rows: int):
@@ -26,6 +27,27 @@ def place(last, ends, groups: int, t, bm: int, rows: int):
     first = jnp.where(before, ends, 0).max() + (t - jnp.where(before, last, 0).max()) * bm
     end = jnp.where(before, rows, jnp.minimum(ends, rows)).min()
     return jnp.minimum(g, groups - 1), first, end, g < last.shape[0]
+
+
+def in_parts(arrays: Any, activation: str | None) -> Any:
+    """Of a named tuple of arrays [groups, out, …] those of a gated layer with its gates and what they gate apart,
+    [groups, 2, out / 2, …]."""
+    if activation is None:
+        return arrays
+    apart = lambda a: None if a is None else a.reshape(a.shape[0], 2, a.shape[1] // 2, *a.shape[2:])
+    return type(arrays)(*map(apart, arrays))
+
+
+def parts(arrays: Any, group: Any, activation: str | None) -> list[Any]:
+    """In a kernel, the matrix of a group of what `in_parts` gives, or its two parts."""
+    matrix = of_group(arrays, group)
+    return [matrix] if activation is None else [of_group(matrix, n) for n in range(2)]
+
+
+def gated(products: Any, activation: str | None) -> Any:
+    """What the products with these parts come together to."""
+    first, *more = products
+    return ACTIVATIONS[activation](first) * more[0] if more else first
 
 
 def most_tiles(rows: int, groups: int, bm: int) -> int:
@@ -94,6 +116,11 @@ def tile_of_rows(sizes: Any, groups: int, t: Any, bm: int, rows: int) -> Tile:
     last, ends, tiles = tiles_of_groups(sizes[...], bm, rows)
     group, first, end, inside = place(last, ends, groups, t, bm, rows)
     return Tile(t < tiles, group, first, end, inside)
+
+
+def within(index: Any, groups: int) -> Any:
+    """An index with `groups` wherever it names no group."""
+    return jnp.where((index >= 0) & (index < groups), index, groups)
 
 
 def named(index: Any, i: Any, groups: int) -> tuple[Any, Any]:

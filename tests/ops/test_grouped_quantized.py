@@ -16,6 +16,7 @@ from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.grouped_matmul import grouped_matmul_reference
 from jtile.ops.quantized_tensor import K_KINDS, KINDS, QuantizedTensor
+from jtile.ops.routed_matmul import routed_matmul_reference
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -35,9 +36,10 @@ def stack(kind: str, inner: int, out: int = 21, groups: int = 4) -> QuantizedTen
     )
 
 
-def both(product, sizes):
-    """The product of x and a stack, and the gradient of the sum of its squares."""
-    f = lambda x, w: product(x, w, np.asarray(sizes, np.int32), transpose_w=True)
+def both(product, rows, **options):
+    """The product of x and a stack, whose `rows` are sizes of groups or an index, and the gradient of the sum of its
+    squares."""
+    f = lambda x, w: product(x, w, np.asarray(rows, np.int32), **options)
     return evaluated(lambda x, w: (f(x, w), jax.grad(lambda x: (f(x, w) ** 2).sum())(x)))
 
 
@@ -50,8 +52,8 @@ def test_products_and_gradients(kind, sizes, arch):
         chosen = ops.choices(lambda x: ops.grouped_matmul(x, w, jnp.asarray(sizes), transpose_w=True), x)
         few = {None: "rows of codes", "sm_90": "codes in lanes"}, {None: "tiles of codes", "sm_90": "codes in lanes"}
         assert [c.implementation for c in chosen] == [few[sizes is MANY][arch]]
-        y, g = both(ops.grouped_matmul, sizes)(x, w)
-    want, slope = both(grouped_matmul_reference, sizes)(x, w)
+        y, g = both(ops.grouped_matmul, sizes, transpose_w=True)(x, w)
+    want, slope = both(grouped_matmul_reference, sizes, transpose_w=True)(x, w)
     assert relative_error(y, want) < 2e-6 and relative_error(g, slope) < 2e-6
     assert (y[-1] == 0).all() and (g[-1] == 0).all()
     assert y.dtype == g.dtype == np.float32
@@ -89,6 +91,41 @@ def test_layers_and_packed_codes():
         with jt.config(arch="sm_90"):
             packed, y = (evaluated(f)(x[0, :m], v, sizes[0]) for v in (layers[0].packed(), layers[0]))
         assert relative_error(packed, y) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "activation", "arch"), [
+    ("fp8", "silu", None), ("q4_k", None, None), ("q4_0", "gelu", "sm_90"), ("q4_k", "relu", "sm_90"),
+])  # fmt: skip
+def test_rows_that_an_index_routes(kind, activation, arch):
+    """Few rows, whose matrices are read once each, and rows that are sorted; with and without a row for each choice."""
+    w = stack(kind, 256, out=24)
+    for index, own in (([[0, 3], [-1, 1]], arch is None), ([[2, 3], [4, 1], [2, 2]], arch is not None)):
+        index = np.array(index, np.int32)
+        x = normal(5, *index.shape[: 1 + own], 256)
+        with jt.config(arch=arch):
+            got = both(ops.routed_matmul, index, activation=activation)(x, w)
+        want = both(routed_matmul_reference, index, activation=activation)(x, w)
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype and relative_error(a, b) < 3e-6
+
+
+def test_floats_that_an_index_routes():
+    x, w, index = normal(0, 3, 8), normal(1, 4, 6, 8), np.array([[0, 3], [4, 1], [2, 2]], np.int32)
+    agree(ops.routed_matmul, routed_matmul_reference, x, w, index, tolerance=2e-6, activation="silu")
+    assert ops.routed_matmul(x[:0], w, index[:0]).shape == (0, 2, 6)
+    for args, error, message in (
+        ((x, w.astype(jnp.bfloat16), index), KernelTypeError, "one dtype"),
+        ((x[:2], w, index), KernelValueError, r"x is \[3, 8\] or \[3, 2, 8\]"),
+        ((x, w[0], index), KernelValueError, r"w is \[groups, out, in\]"),
+        ((x, w, index[0]), KernelValueError, r"index is \[tokens, k\]"),
+        ((x, w, index * 1.0), KernelTypeError, "index is an integer array"),
+    ):
+        with pytest.raises(error, match=message):
+            ops.routed_matmul(*args)
+    with pytest.raises(KernelValueError, match="unknown activation 'swish'"):
+        ops.routed_matmul(x, w, index, activation="swish")
+    with pytest.raises(KernelValueError, match="5 rows of a matrix are no gates"):
+        ops.routed_matmul(x, w[:, :5], index, activation="silu")
 
 
 def test_stacks():
