@@ -1,7 +1,9 @@
 """Kernels that talk to other devices, on meshes of eight; run by test_mesh.py."""
 
+import contextlib
 import time
 
+import device_programs
 import jax
 import numpy as np
 import pytest
@@ -98,6 +100,8 @@ def check_cpu_calls_in_a_row_and_at_once():
 def fails(words, f, x=X):
     with pytest.raises(jax.errors.JaxRuntimeError, match=words):
         jax.block_until_ready(jax.jit(f)(x))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # what JAX keeps of a call with effects fails once more
+        jax.effects_barrier()
 
 
 def check_cpu_waits_end():
@@ -116,6 +120,21 @@ def check_cpu_waits_end():
         X + 9,
     )
     np.testing.assert_array_equal(jax.jit(shard(lambda x: shift(x, axis="x")))(X), rolled(X))
+
+
+def check_cpu_random_programs():
+    device_programs.main(0, 6)
+
+
+def check_cpu_finds_planted_faults():
+    """Those that no order of the programs hides."""
+    x = device_programs.inputs(3, 1, 0)
+    mesh = Mesh(DEVICES[:3], ("x",))
+    with jt.config(timeout=0.2):
+        for fault in ("no signal", "a signal too many", "a wait for one more", "a cycle"):
+            steps = device_programs.with_fault(0, fault)
+            run = lambda x, steps=steps: device_programs.follow(x[0], axis="x", steps=steps)[None]
+            fails("waited 0.2 s for|a signal too many", shard(run, mesh, P("x")), x)
 
 
 def check_grids_that_are_too_large():
