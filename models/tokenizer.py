@@ -199,15 +199,26 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns a stream of token ids into text: only whole characters come out; the pieces join to the decoded text."""
+    """Turns a stream of token ids into text: only whole characters come out; the pieces join to the decoded text, but
+    for bytes behind a character that form none: decoding all of it makes U+FFFD of that character, too."""
 
     def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool):
-        self._backend = backend
+        self._backend, self._skip = backend, skip_special_tokens
         self._decoder = decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._open: list[int] = []  # the ids behind the last text
 
     def push(self, token: int) -> str:
         """The text that `token` completes; "" while a character is still open."""
-        return self._decoder.step(self._backend, int(token)) or ""
+        self._open.append(int(token))
+        try:
+            text = self._decoder.step(self._backend, int(token)) or ""
+        except Exception:  # what it raises where the text before is another one with the new ids
+            text = self._backend.decode(self._open, skip_special_tokens=self._skip)
+            self._decoder = decoders.DecodeStream(skip_special_tokens=self._skip)
+            self._decoder.step(self._backend, int(token))  # the text in front of the next one
+        if text:
+            self._open.clear()
+        return text
 
 
 def _text(token) -> str:

@@ -7,6 +7,7 @@ sequence is seen one step late; the token too many is dropped.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -57,6 +58,7 @@ class Core:
             settings.pages, settings.page, settings.rows, settings.shapes[-1], prefixes=settings.prefixes
         )
         self.device = Device(lm, settings)
+        self._weights = lm._weights  # those that the cache is of
         self.totals = Totals()
         self._jobs: dict[Sequence, Job] = {}
         self._flying: collections.deque[tuple[Plan, Result]] = collections.deque()
@@ -89,10 +91,15 @@ class Core:
         """Ends all requests with an error."""
         self._flying.clear()
         for job in self.jobs:
+            with contextlib.suppress(Exception):  # it may be what has failed
+                self.scheduler.finish(job.sequence)
             self._end(job, "error", error)
 
     def step(self) -> None:
         """Dispatches a step, if there is something to do, and reads the one before it."""
+        if self.lm._weights is not self._weights:  # by this engine, or another one of the same model
+            self._weights = self.lm._weights
+            self.scheduler.reset()
         plan = self.scheduler.plan()
         if plan.segments:
             for sequence in plan.seats:
@@ -107,10 +114,9 @@ class Core:
             plan, result = self._flying.popleft()
             self._read(plan, *result.read())
 
-    def update_weights(self, weights) -> None:
-        """See `Engine.update_weights`."""
-        self.lm._weights = checked_weights(self.lm, weights)
-        self.scheduler.reset()
+    def update_weights(self, weights: list) -> None:
+        """See `Engine.update_weights`; weights: of `checked_weights`."""
+        self.lm._weights = weights
 
     def _read(self, plan: Plan, tokens: np.ndarray, rates: Rates | None) -> None:
         index = {segment.sequence: i for i, segment in enumerate(plan.samples)}
@@ -163,15 +169,19 @@ def checked_weights(lm: LanguageModel, weights) -> list:
       ModelError: another tree, or an array of another shape or dtype.
     """
     tree = lm._structure[1]
-    leaves, found = jax.tree.flatten(weights)
-    if found != tree:
+    try:
+        leaves, found = jax.tree.flatten(weights)
+    except (TypeError, ValueError):  # keys that have no order
+        leaves, found = [], None
+    if found is None or found != tree:
         raise ModelError(
             "the new weights are another tree than those of the model; give nnx.state(model) of a model like lm.model"
         )
     for old, new in zip(lm._weights, leaves, strict=True):
-        if (old.shape, old.dtype) != (getattr(new, "shape", None), getattr(new, "dtype", None)):
+        is_array = isinstance(new, jax.Array | np.ndarray)
+        if not is_array or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise ModelError(
-                f"a new weight is {getattr(new, 'dtype', type(new).__name__)}{getattr(new, 'shape', '')}, where the "
+                f"a new weight is {f'{new.dtype}{new.shape}' if is_array else type(new).__name__}, where the "
                 f"model has {old.dtype}{old.shape}"
             )
     return [jax.device_put(new, old.sharding) for old, new in zip(lm._weights, leaves, strict=True)]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import collections
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
 from jtile._errors import EngineError, JtileError, PromptError, QueueFullError
 
 from ..generate import LanguageModel
-from ..sampling import SamplingOptions
-from .core import Core, Job
+from ..sampling import Sampling, SamplingOptions
+from .core import Core, Job, checked_weights
 from .request import Completion, Request, Token, read_request
 from .settings import settings_of
 
@@ -78,6 +79,7 @@ class Engine:
         self._wake: Wake = {}
         self._thread = threading.Thread(target=self._run, name="jtile engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that is in XLA when Python ends would abort the process
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -138,12 +140,11 @@ class Engine:
         Raises:
           PromptError: as in `stream`; no request is begun then. EngineError, ModelError: an answer failed.
         """
-        if isinstance(prompts, str):
-            raise PromptError("generate takes a list of prompts, got one text")
-        options = [
-            {**sampling, "seed": sampling["seed"] + i} if isinstance(sampling.get("seed"), int) else sampling
-            for i in range(len(prompts))
-        ]
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise PromptError(f"generate takes a list of prompts, got {prompts!r}")
+        prompts = list(prompts)
+        seeds = Sampling(**sampling).rows(len(prompts))["seed"].tolist()
+        options = [{**sampling, "seed": seed} for seed in seeds]
         requests = collections.deque(
             read_request(self.lm, self.settings.length, prompt, max_tokens, stop, eos, logprobs, of)
             for prompt, of in zip(prompts, options, strict=True)
@@ -169,17 +170,15 @@ class Engine:
     def update_weights(self, weights: Any) -> None:
         """Replaces the weights of the model between two steps: a tree like `nnx.state(lm.model)`. Requests under way go
         on with the new ones: what the cache holds of them is computed again, and what it holds of others is dropped.
+        Arrays that are on the device already are not copied: who donates them later has to hand in copies.
 
         Raises:
           ModelError: another tree, or other shapes or dtypes.
         """
-        done, failed = threading.Event(), []
+        leaves, done = checked_weights(self.lm, weights), threading.Event()
 
         def update():
-            try:
-                self._core.update_weights(weights)
-            except JtileError as error:
-                failed.append(error)
+            self._core.update_weights(leaves)
             done.set()
 
         with self._changed:
@@ -188,8 +187,6 @@ class Engine:
         while not done.wait(1):
             if not self._thread.is_alive():
                 raise EngineError("the engine ended before it took the new weights")
-        if failed:
-            raise failed[0]
 
     def stats(self) -> dict[str, int | float]:
         """Numbers of this moment and totals since the start."""
@@ -226,6 +223,7 @@ class Engine:
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Engine:
         return self

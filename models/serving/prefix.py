@@ -58,13 +58,10 @@ class PrefixTree:
                 break
             node = node.children[key]
             pages.append(node.page)
-        self._touch(node)
         rest = _encoded(tokens[len(pages) * self._page : (len(pages) + 1) * self._page])
         partial, count = _nearest(node, rest)
-        if partial is None:
-            return Match(tuple(pages))
-        self._recent.move_to_end(partial)
-        return Match(tuple(pages), partial.page, count)
+        self._touch(partial or node)
+        return Match(tuple(pages), partial.page if partial else None, count)
 
     def insert(self, tokens: Sequence[int], pages: list[int], first: int) -> None:
         """Adds whole pages: `pages[i]` holds the tokens of page i. Those before `first` are in the tree already. Where

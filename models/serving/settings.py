@@ -14,7 +14,7 @@ from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
 from ..cache import SCALED
-from ..experts import Experts
+from ..experts import Mixture
 from ..generate import LanguageModel
 from ..prompt import is_int
 from ..sampling import Sampling
@@ -124,7 +124,7 @@ def _quantised(lm: LanguageModel) -> bool:
 
 
 def _has_experts(lm: LanguageModel) -> bool:
-    return any(isinstance(module, Experts) for _, module in nnx.iter_modules(lm.model))
+    return any(isinstance(module, Mixture) for _, module in nnx.iter_modules(lm.model))
 
 
 def token_bytes(lm: LanguageModel) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jtile._errors import ModelError, PromptError
-from jtile.models.tokenizer import Tokenizer
+from jtile.models.tokenizer import TextStream, Tokenizer
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
@@ -56,6 +56,18 @@ def test_smollm2_streams_whole_characters(smollm2):
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert "" in pieces  # some tokens end inside a character
+
+
+def test_streams_survive_bytes_that_form_no_character():
+    """Behind a character, where decoding all of the bytes makes U+FFFD of it, too."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    vocabulary = {"?": 0, "<0xC3>": 1, "<0xA9>": 2, "<0xFF>": 3, "\u2581a": 4, "b": 5}
+    backend = Backend(models.BPE(vocabulary, [], unk_token="?", fuse_unk=True, byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    stream = TextStream(backend, True)
+    assert [stream.push(i) for i in (5, 1, 2, 3, 4, 1, 2, 5)] == ["b", "", "é", "", "\ufffd a", "", "é", "b"]
 
 
 def test_a_stream_that_ends_inside_a_character_holds_it_back(letters):

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jtile._errors import EngineError, ModelError, PromptError, QueueFullError
 from jtile.models import Engine
+from jtile.models.sampling import Sampling
 from jtile.models.serving.core import Core
 from jtile.models.serving.request import Completion, read_request
 from jtile.models.serving.settings import default_shapes, settings_of
@@ -96,6 +97,21 @@ def test_tokens_are_those_of_generate(lm, engine):
     got = engine.generate(prompts, max_tokens=8, eos=None, **options)
     assert [c.ids for c in got] == lm.generate(prompts, 8, eos=None, **options).tolist()
     assert all(c.finish_reason == "length" and c.prompt_tokens == len(p) for c, p in zip(got, prompts, strict=True))
+
+
+@pytest.mark.parametrize("seed", [{}, {"seed": np.int64(7)}, {"seed": 2**32 - 1}, {"seed": [3, 4]}])
+def test_seeds_of_several_prompts(lm, engine, monkeypatch, seed):
+    """As those of `LanguageModel.generate`: s, s + 1, ... as 32 bits, or one of each."""
+    asked, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: asked.append(request) or submit(request))
+    engine.generate(iter([[5], [5]]), max_tokens=1, temperature=1.0, **seed)
+    assert [int(request.row.options["seed"][0]) for request in asked] == Sampling(**seed).rows(2)["seed"].tolist()
+
+
+@pytest.mark.parametrize("prompts", ["text", None, 5])
+def test_prompts_that_are_no_list(engine, prompts):
+    with pytest.raises(PromptError, match="takes a list of prompts"):
+        engine.generate(prompts)
 
 
 @pytest.mark.parametrize(("name", "cache_dtype", "near"), [("gemma2", None, 1e-4), ("deepseek_v3", "int8", 0.2)])
@@ -210,9 +226,29 @@ def test_new_weights_take_the_place_of_the_old_ones(short, core):
         assert engine.generate([prompt], max_tokens=30, eos=None)[0].ids == fresh.ids
         with pytest.raises(ModelError, match="another tree"):
             engine.update_weights({"a": jnp.zeros(3)})
+        for tree in ({1: jnp.zeros(3), "a": jnp.zeros(3)}, [1]):  # keys without an order
+            with pytest.raises(ModelError, match="another tree"):
+                engine.update_weights(tree)
         wrong = jax.tree.map(lambda x: x[..., :1], nnx.state(other.model))
         with pytest.raises(ModelError, match="a new weight is float32"):
             engine.update_weights(wrong)
+        with pytest.raises(ModelError, match="a new weight is ShapeDtypeStruct"):
+            engine.update_weights(jax.eval_shape(lambda: nnx.state(other.model)))
+        assert engine.generate([prompt], max_tokens=30, eos=None)[0].ids == fresh.ids
+
+
+def test_engines_of_one_model_share_its_weights(short, core):
+    """The other one drops its cache, too, when one gets new weights."""
+    lm, other = short("llama", 2, noise=0.3), short("llama", 2, noise=0.7)
+    lm.page_size = 8
+    cores = [Core(lm, settings_of(lm, **SIZES)) for _ in range(2)]
+    for one in cores:
+        one.device._compiled = core.device._compiled
+    request = read_request(lm, 64, list(range(30, 50)), 10, None, None)
+    (before,) = run(cores[1], [request], [0])
+    cores[0].update_weights(jax.tree.leaves(nnx.state(other.model)))
+    after = [run(one, [request], [0])[0] for one in cores]
+    assert after[0].ids == after[1].ids != before.ids and after[1].cached_tokens == 0
 
 
 def test_a_full_queue_and_a_closed_engine(lm, core):
@@ -254,6 +290,31 @@ def test_a_step_that_fails(lm, monkeypatch):
     with pytest.raises(EngineError, match="a step of the engine failed"):
         engine.stream([1])
     engine.close()
+
+
+def test_a_scheduler_that_fails(lm, monkeypatch):
+    """Every client hears of it, although their pages cannot be given back."""
+    engine = Engine(lm, **SIZES)
+    monkeypatch.setattr(engine._core.scheduler, "plan", lambda: 1 / 0)
+    monkeypatch.setattr(engine._core.scheduler, "_leave", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._core.scheduler, "waiting", [])
+    streams = [engine.stream([1, i]) for i in range(3)]
+    for stream in streams:
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            stream.result()
+
+
+def test_the_end_of_python_ends_the_engine(lm, core, monkeypatch):
+    """In time: a thread that is in XLA when Python ends would abort the process."""
+    ends = []
+    monkeypatch.setattr("atexit.register", ends.append)
+    engine = Engine(lm, **SIZES)
+    engine._core.device._compiled = core.device._compiled
+    stream = engine.stream([1, 2], max_tokens=60, eos=None)
+    next(stream)
+    (end,) = ends
+    end()
+    assert not engine._thread.is_alive() and stream.result().finish_reason == "cancelled"
 
 
 def test_logits_that_are_no_numbers(short, core):
@@ -341,3 +402,4 @@ def test_shapes_by_model(model, lm):
     assert default_shapes(lm, 16, True, True) == (24, 64, 256)
     assert default_shapes(lm, 16, True, False) == (1, 4, 16, 24, 64, 256)
     assert default_shapes(model("qwen3_moe"), 16, True, True) == (64,)
+    assert default_shapes(model("gpt_oss"), 16, True, True) == (64,)

@@ -221,6 +221,17 @@ def test_the_order_in_which_prefixes_are_forgotten():
     assert tree.match([5, 7]) == Match((), held, 1)
 
 
+def test_a_match_that_ends_in_a_page_leaves_leaves_the_first_to_go():
+    """The page that is used in part is not more recent than the one before it, which goes later."""
+    pool = PagePool(3)
+    tree, pages = PrefixTree(pool, 2), [pool.take(), pool.take()]
+    tree.insert([1, 2, 3, 4], pages, 0)
+    for page in pages:
+        pool.release(page)
+    assert tree.match([1, 2, 3, 9]) == Match((pages[0],), pages[1], 1)
+    assert tree.evict(2) == 2 and pool.free == 3
+
+
 def test_a_page_without_an_owner_cannot_be_released():
     pool = PagePool(1)
     pool.release(pool.take())
