@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kMaxBytes = int64_t{1} << 36;
 constexpr int64_t kMaxSignals = 1 << 24;
+constexpr char kNoSignal[] = "there is no such signal";
 constexpr size_t kKeptGroups = 64;  // of executions that some devices never joined
 
 std::string index_text(int64_t number, const std::vector<int64_t>& shape) {
@@ -267,9 +268,20 @@ DeviceCall& call_of(jtile_host* host) { return *static_cast<DeviceCall*>(reinter
 
 }  // namespace
 
-void DeviceCall::on_signal(jtile_host* host, int64_t, const int64_t*, int64_t device, int64_t number, int32_t value,
-                           int64_t how) {
-  call_of(host).meeting_->signal(device, number, value, how == 1);
+void DeviceCall::on_signal(jtile_host* host, int64_t site, const int64_t* pid, int64_t device, int64_t number,
+                           int32_t value, int64_t how) {
+  const bool good = number >= 0 && value >= 1;
+  {
+    DeviceCall& self = call_of(host);
+    if (good)
+      self.meeting_->signal(device, number, value, how == 1);
+    else if (number < 0)
+      self.meeting_->fail(self.told(site, pid, kNoSignal));
+    else
+      self.meeting_->fail(self.told(site, pid, concat("it raises ", self.site_->shape().signal_text(number), " by ",
+                                                      value, ": it is at least 1")));
+  }
+  if (!good) leave_kernel(host);
 }
 
 void DeviceCall::on_wait(jtile_host* host, int64_t site, const int64_t* pid, int64_t number, int32_t at_least) {
@@ -277,7 +289,10 @@ void DeviceCall::on_wait(jtile_host* host, int64_t site, const int64_t* pid, int
   {
     DeviceCall& self = call_of(host);
     auto tell = [&](const std::string& what) { return self.told(site, pid, what); };
-    found = self.meeting_->wait(self.device_, number, at_least, tell);
+    if (number >= 0)
+      found = self.meeting_->wait(self.device_, number, at_least, tell);
+    else
+      self.meeting_->fail(tell(kNoSignal));
   }
   if (!found) leave_kernel(host);
 }

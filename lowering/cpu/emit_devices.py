@@ -74,13 +74,18 @@ class Devices:
         self.em.env[v] = Buffer(ptr, param.shape, dense_strides(param.shape), param.dtype, None, owned=False)
 
     def number(self, op: ir.Signal | ir.WaitSignal) -> Val:
-        """Which of the signals of a device an op means."""
+        """Which of the signals of a device an op means; -1: there is no such signal."""
         code, param = self.em.code, ir.root(op.ref)
         out: Any = self.first[param]
-        for d, stride in zip(op.index, dense_strides(param.shape), strict=True):
+        outside: list[Val] = []
+        for d, n, stride in zip(op.index, param.shape, dense_strides(param.shape), strict=True):
             at = code.cast("sext", self.em.scalar(ir.dim_value(d)), "i64")
             out = code.add(code.mul(at, stride), out)
-        return out if isinstance(out, Val) else i64(out)
+            outside.append(code.cmp("icmp", "uge", at, i64(n)))
+        out = out if isinstance(out, Val) else i64(out)
+        for bad in outside:
+            out = code.select(bad, i64(-1), out)
+        return out
 
     def call(self, slot: int, op: ir.Op, *facts: Val) -> None:
         """Call the host, which learns where the op stands and in which program."""

@@ -119,6 +119,11 @@ def check_cpu_waits_end():
         shard(lambda x: astray(x, x[0, 0])),
         X + 9,
     )
+    wrong = r"it raises came\[2\] by 0: it is at least 1"
+    for k, value, words in ((7, 1, "there is no such signal"), (2, 0, wrong)):
+        of = np.array([k, value], np.int32)
+        f = shard(lambda x, of=of: raises(x, jax.numpy.asarray(of)))
+        fails(rf"kernel raises, device \(x=\d\).*{words}\n  at .*mesh_checks.py", f)
     np.testing.assert_array_equal(jax.jit(shard(lambda x: shift(x, axis="x")))(X), rolled(X))
 
 
@@ -155,6 +160,12 @@ def alone(x, o, *, axis):
 @jt.kernel(out_type=lambda x, i: jt.like(x), scratch=lambda x, i: [jt.symmetric((1,), x.dtype)])
 def astray(x, i, o, box):
     box.on("x", i[()].astype(np.int32))[0] = x[0, 0]
+    o[...] = x[...]
+
+
+@jt.kernel(out_type=lambda x, of: jt.like(x), scratch=lambda x, of: [jt.signals(3)])
+def raises(x, of, o, came):
+    jt.signal(came.on("x", jt.axis_index("x"))[of[0]], of[1])
     o[...] = x[...]
 
 
