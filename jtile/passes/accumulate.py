@@ -59,7 +59,7 @@ class Pieces:
     inputs: tuple[tuple[int, ...], ...]
     results: tuple[Result, ...]
     between: tuple[Result, ...] = ()
-    options: tuple[Mapping[str, int], ...] = ()
+    options: tuple[Mapping[str, int | bool], ...] = ()
     why: tuple[str, ...] = ()
 
 

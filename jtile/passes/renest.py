@@ -15,6 +15,8 @@ from .lift import lift
 from .nests import Counted, keeps_state, nest, only, size_value, tidy
 from .rewrite import Rewriter, Rules
 from .settle import disjoint
+from .turned import turned
+from .unscaled import unscaled
 
 MOST = 1 << 24  # rounds of a loop that may become programs
 
@@ -54,7 +56,7 @@ def renest(kernel: Kernel, refs: Sequence[Value]) -> Kernel | None:
     if axes is None:
         return None
     new = lift(tidy(fewer_rounds(tidy(_rebuilt(alone, axes)))), refs)
-    new = tidy(new)
+    new = tidy(turned(unscaled(tidy(new))))
     forms, where = Forms(new), sites(new, lambda r: r in refs)
     return new if all(disjoint(forms, where[r]) for r in refs) else None
 

@@ -12,8 +12,9 @@ from jtile.passes.axes import Node, contraction
 from jtile.passes.partials import Busy
 from jtile.transforms.factors import Factors, factors
 from jtile.transforms.retile import free, lanes, retile
+from jtile.transforms.rounds import round_size, shorter_rounds
 from jtile.tune import cost, guesses, nature, products, warpgroups
-from jtile.tune.auto import fits
+from jtile.tune.auto import fits, has_plan
 from jtile.tune.guesses import Guess, Sides
 from jtile.tune.nature import COLUMNS, ROWS, TERMS, Whole
 from jtile.tune.warpgroups import Form
@@ -23,6 +24,7 @@ PLATFORMS = "cpu", "cuda", "rocm"  # whose choices of tiles have been measured, 
 TRIED = 8  # guesses that are built, at most
 SHORT, HELD, STAGES = 1024, 8192, 3  # elements of short rows; of all rows that a multiprocessor holds at a time
 MOST, MOST_SHORT = 4, 8  # programs of a multiprocessor
+ROUNDS = 64, 32  # terms of a round of several products
 EACH = 1 << 30  # more programs than there are: no two share a sum
 GAIN = 1.03  # how many times as long the present tiles must be expected to take
 
@@ -50,7 +52,7 @@ class Tiled:
     """
 
     kernel: ir.Kernel
-    options: Mapping[str, int]
+    options: Mapping[str, int | bool]
     why: str
 
 
@@ -66,7 +68,7 @@ def tiled(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Tiled |
     kernel = passes.run_pipeline(kernel, passes.TILE)
     whole = nature.whole_product(kernel)
     if whole is None:
-        return None
+        return _in_rounds(kernel, target, options)
     found = factors(kernel)
     sides = _sides(found)
     if sides is None:
@@ -79,6 +81,35 @@ def tiled(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Tiled |
     p, names = whole.product, sides.names
     tile = " x ".join(str(guess.config.get(names[place] or "", size)) for place, size in zip(names, whole.tile))
     return Tiled(new, guess.options, f"tiles of {tile} for {p.m} x {p.n} x {p.k} on {target.name}: {guess.why}")
+
+
+def _in_rounds(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Tiled | None:
+    """A chain of products in rounds that leave registers for all of them: the longest ones that roles at the block
+    level hold, and where none do, of `ROUNDS[0]` terms."""
+    size = round_size(kernel) if "warps" in target.features else None
+    planned = warpgroups.multiplies(target)
+    if planned and has_plan(kernel, target, options):
+        why = f"at the tile level of {target.name}: roles leave no registers for what is loaded behind the products"
+        return Tiled(kernel, {"specialize": False}, why) if _loads_behind(kernel) else None
+    if size is None or size <= ROUNDS[-1]:
+        return None
+    found = [(n, new) for n in ROUNDS if n < size and (new := shorter_rounds(kernel, n)) is not None]
+    best = next(((n, new) for n, new in found if planned and has_plan(new, target, options)), None)
+    n, new = best or next(iter(found), (size, None))
+    why = "which roles at the block level hold" if best else "for which there are registers"
+    return None if new is None else Tiled(new, {}, f"rounds of {n} terms on {target.name}, {why}")
+
+
+def _loads_behind(kernel: ir.Kernel) -> bool:
+    """Whether a chain of products loads tiles behind its loop: their addresses take registers beside the accumulator.
+
+    With triton 3.6 the forward half of attention's gradient in tiles of 128 x 128 spilled 384 bytes so, and took 1015
+    us on an H200; at the tile level 441.
+    """
+    loops = [k for k, op in enumerate(kernel.body.ops) if isinstance(op, ir.For)]
+    chain = loops and sum(isinstance(op, ir.Dot) for op in kernel.body.ops[loops[-1]].blocks()[0].walk()) > 1
+    behind = kernel.body.ops[loops[-1] + 1 :] if loops else []
+    return bool(chain) and any(isinstance(op, ir.Load) and len(op.result.shape) > 1 for op in behind)
 
 
 def _large(kernel: ir.Kernel) -> bool:
