@@ -18,7 +18,7 @@ from .affine import Forms, Site, accumulators, sites
 from .fission import Fission, fission
 from .lift import lift
 from .nests import finish, only, prepare, speaks, tidy
-from .partials import ANY, Busy, Chunks, Colours, chunked, chunks, likely
+from .partials import ANY, PROGRAMS, Busy, Chunks, Colours, chunked, chunks, likely
 from .renest import renest
 from .settle import covers, disjoint, distinct, settle, told_apart
 from .split_axes import split_axes
@@ -115,7 +115,7 @@ def _pieces(kernel: Kernel, narrow: Sequence[str | None], busy: Busy) -> Pieces:
     if movable and _meeting(kernel):
         split = split_axes(kernel)
         kernel = kernel if split is kernel else tidy(lift(split, accumulators(split)))
-    made = _parts(kernel, busy) if movable else _Parts([_Part(kernel, list(range(_outputs(kernel))))])
+    made = _parts(kernel, busy, narrow) if movable else _Parts([_Part(kernel, list(range(_outputs(kernel))))])
     return _finished(kernel, [_settled(p, narrow) for p in made.parts], [given for _, given in made.between])
 
 
@@ -155,13 +155,15 @@ class _Cut:
     busy: Busy = ANY
 
 
-def _parts(whole: Kernel, busy: Busy) -> _Parts:
+def _parts(whole: Kernel, busy: Busy, narrow: Sequence[str | None]) -> _Parts:
     """Kernels for the outputs: those re-nested, one for each way to cut grid axes, one for the rest, which joins the
     first of those."""
     meeting = _meeting(whole)
     own, split = _renested(whole, meeting)
     kernel = whole if split is None else tidy(split.first)
     own += _shorter(whole, split, meeting)
+    alone = {whole.outputs[k] for part in own for k in part.outputs}
+    own += _of_rounded(whole, split, [r for r in meeting if r not in alone], busy, narrow)
     alone = {whole.outputs[k] for part in own for k in part.outputs}
     cuts: dict[_Cut, list[Value]] = {}
     rest = [r for r in kernel.outputs if r not in meeting and r not in alone]
@@ -215,18 +217,48 @@ def _renested(kernel: Kernel, meeting: Sequence[Value]) -> tuple[list[_Part], Fi
 
 def _shorter(kernel: Kernel, split: Fission | None, meeting: Sequence[Value]) -> list[_Part]:
     """A kernel for the outputs that need fewer products from what goes through memory anyway, but some: the loops of
-    both halves do not have to share the registers of one program."""
+    both halves do not have to share the registers of one program; and one for those that need none at all."""
     if split is None:
         return []
-    products = lambda k: sum(isinstance(op, Dot | DotScaled) for op in k.body.walk())
-    kept = []
+    fewer, none = [], []
     for ref in (r for r in kernel.outputs if r not in meeting):
         before, after = only(split.first, [ref]), only(split.rest, [ref])
-        if before is not None and after is not None and 0 < products(after) < products(before):
-            kept.append(ref)
-    new = only(split.rest, kept) if kept else None
-    at = [k for k, r in enumerate(kernel.outputs) if r in kept]
-    return [] if new is None else [_Part(dataclasses.replace(tidy(new), name=_name(kernel, kept[0])), at)]
+        if before is not None and not _products(before):
+            none.append(ref)
+        elif before is not None and after is not None and 0 < _products(after) < _products(before):
+            fewer.append(ref)
+    halves = [(refs, only(half, refs)) for half, refs in ((split.rest, fewer), (split.first, none)) if refs]
+    at = lambda refs: [k for k, r in enumerate(kernel.outputs) if r in refs]
+    return [
+        _Part(dataclasses.replace(tidy(new), name=_name(kernel, refs[0])), at(refs))
+        for refs, new in halves
+        if new is not None
+    ]
+
+
+def _of_rounded(
+    kernel: Kernel, split: Fission | None, meeting: Sequence[Value], busy: Busy, narrow: Sequence[str | None]
+) -> list[_Part]:
+    """Kernels without products for sums of what goes through memory, where they are rounded as much in the end as that
+    is: a product is slower where it sums over its rows besides."""
+    out: list[_Part] = []
+    for k, ref in enumerate(kernel.outputs if split else ()):
+        dtype = narrow[k]
+        if split is None or ref not in meeting or dtype is None:
+            continue
+        fine = all(DTYPES[b.dtype].bits >= DTYPES[dtype].bits for _, b in split.between)
+        new, before = only(split.rounded, [ref]), only(split.first, [ref])
+        if not fine or new is None or before is None or _products(new) or not _products(before):
+            continue
+        new = tidy(lift(tidy(new), [ref]))
+        few = dataclasses.replace(busy, programs=min(busy.programs, 4 * PROGRAMS))
+        if ref in accumulators(new) and (cut := _cut(new, ref, few)) is not None:
+            out.append(_Part(dataclasses.replace(new, name=_name(kernel, ref)), [k], cut, frozenset([k])))
+    return out
+
+
+def _products(kernel: Kernel) -> int:
+    return sum(isinstance(op, Dot | DotScaled) for op in kernel.body.walk())
 
 
 def _group(kernel: Kernel, cut: _Cut, refs: list[Value], summed: Sequence[Value]) -> _Part | None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from jtile.ir import (
     At,
     Atomic,
+    Cast,
     Dot,
     DotScaled,
     For,
@@ -46,11 +48,13 @@ class Fission:
     Attributes:
       first: the kernel, with an output for each value that goes through memory, behind its own.
       rest: the kernel, which loads them from inputs, behind its own.
+      rounded: the same, where what such a value was rounded from is the value, too.
       between: these outputs of `first`, and the inputs of `rest`, one for one.
     """
 
     first: Kernel
     rest: Kernel
+    rounded: Kernel
     between: tuple[tuple[Value, Value], ...]
 
 
@@ -70,20 +74,14 @@ def fission(kernel: Kernel, refs: Collection[Value]) -> Fission | None:
     names = {v: f"kept{k}" for k, v in enumerate(cut)}
     outs = {v: Value(RefType(shape, v.dtype, "out"), names[v]) for v, (shape, _) in found.items()}
     ins = {v: Value(RefType(shape, v.dtype, "in"), names[v]) for v, (shape, _) in found.items()}
+    wide = {v.op.x: v for v in cut if isinstance(v.op, Cast) and DTYPES[v.op.x.dtype].kind == "f"}
     first = _Kept(kernel, outs, found, load=False).whole(kernel)
-    rest = _Kept(kernel, ins, found, load=True).whole(kernel)
-    own = (*kernel.inputs, *kernel.outputs)
-    return Fission(
-        dataclasses.replace(
-            first, params=(*own, *outs.values(), *kernel.scratch), inits=(*_inits(kernel), *[None] * len(outs))
-        ),
-        dce(
-            dataclasses.replace(
-                rest, params=(*kernel.inputs, *ins.values(), *kernel.outputs, *kernel.scratch), inits=_inits(kernel)
-            )
-        ),
-        tuple((outs[v], ins[v]) for v in cut),
-    )
+    halves = [_Kept(kernel, ins, found, load=True, wide=w).whole(kernel) for w in ({}, wide)]
+    given = (*kernel.inputs, *ins.values(), *kernel.outputs, *kernel.scratch)
+    rest, rounded = (dce(dataclasses.replace(k, params=given, inits=_inits(kernel))) for k in halves)
+    params = (*kernel.inputs, *kernel.outputs, *outs.values(), *kernel.scratch)
+    first = dataclasses.replace(first, params=params, inits=(*_inits(kernel), *[None] * len(outs)))
+    return Fission(first, rest, rounded, tuple((outs[v], ins[v]) for v in cut))
 
 
 def _inits(kernel: Kernel) -> tuple[float | int | None, ...]:
@@ -167,18 +165,23 @@ class _Places:
 
 
 class _Kept(Copier):
-    """Copies a kernel, and stores some values as they are made, or loads them instead."""
+    """Copies a kernel, and stores some values as they are made, or loads them instead, those of `wide` as what they
+    are rounded to."""
 
     def __init__(
         self, kernel: Kernel, refs: Mapping[Value, Value],
         places: Mapping[Value, tuple[tuple[int, ...], tuple[int | None, ...]]], *, load: bool,
+        wide: Mapping[Value, Value] = MappingProxyType({}),
     ):  # fmt: skip
         super().__init__()
-        self.grid, self.refs, self.places, self.load = kernel.grid, refs, places, load
+        self.grid, self.refs, self.places, self.load, self.wide = kernel.grid, refs, places, load, wide
 
     def put(self, op: Op) -> Op:
         new = super().put(op)
         for old in op.results:
+            if old in self.wide:
+                narrow = self.wide[old]
+                self.env[old] = self.b.cast(self.b.value(Load(self.refs[narrow], self.index(narrow))), old.dtype)
             if old in self.refs:
                 index = self.index(old)
                 if self.load:

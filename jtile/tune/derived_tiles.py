@@ -25,6 +25,7 @@ TRIED = 8  # guesses that are built, at most
 SHORT, HELD, STAGES = 1024, 8192, 3  # elements of short rows; of all rows that a multiprocessor holds at a time
 MOST, MOST_SHORT = 4, 8  # programs of a multiprocessor
 ROUNDS = 64, 32  # terms of a round of several products
+WIDE = 256  # columns of two products that leave no registers for addresses
 EACH = 1 << 30  # more programs than there are: no two share a sum
 GAIN = 1.03  # how many times as long the present tiles must be expected to take
 
@@ -101,15 +102,18 @@ def _in_rounds(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Ti
 
 
 def _loads_behind(kernel: ir.Kernel) -> bool:
-    """Whether a chain of products loads tiles behind its loop: their addresses take registers beside the accumulator.
+    """Whether a chain of wide products loads tiles behind its loop: their addresses take registers, too.
 
     With triton 3.6 the forward half of attention's gradient in tiles of 128 x 128 spilled 384 bytes so, and took 1015
-    us on an H200; at the tile level 441.
+    us on an H200, at the tile level 441; with 64 keys in a round 387 and 454.
     """
     loops = [k for k, op in enumerate(kernel.body.ops) if isinstance(op, ir.For)]
-    chain = loops and sum(isinstance(op, ir.Dot) for op in kernel.body.ops[loops[-1]].blocks()[0].walk()) > 1
-    behind = kernel.body.ops[loops[-1] + 1 :] if loops else []
-    return bool(chain) and any(isinstance(op, ir.Load) and len(op.result.shape) > 1 for op in behind)
+    if not loops:
+        return False
+    dots = [op for op in kernel.body.ops[loops[-1]].blocks()[0].walk() if isinstance(op, ir.Dot)]
+    behind = kernel.body.ops[loops[-1] + 1 :]
+    wide = len(dots) > 1 and sum(d.result.shape[-1] for d in dots) >= WIDE
+    return wide and any(isinstance(op, ir.Load) and len(op.result.shape) > 1 for op in behind)
 
 
 def _large(kernel: ir.Kernel) -> bool:

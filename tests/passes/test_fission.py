@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from accumulation import atomics, check
+from accumulation import atomics, check, random_inputs
 
 from jtile.interpret import interpret
 from jtile.ir import Dot, For, Full, If, parse_kernel, print_kernel
@@ -88,6 +88,26 @@ def test_outputs_that_need_no_more_than_that_come_from_the_second_half():
     pieces = check(f"kernel @k({refs}) grid(2, 2) init(%db = 0) {{{body}}}")
     assert [products(k) for k in pieces.kernels] == [1, 1, 1]
     assert [r.piece for r in pieces.results] == [2, 1] and [r.piece for r in pieces.between] == [0]
+
+
+def test_sums_and_copies_that_need_no_product_stay_out_of_the_kernel_that_has_it():
+    """The bias is rounded as what is kept is, so that it sums that; the residual goes by itself."""
+    body = PRODUCT + """
+      %e = cast %h : tile<4x8xbf16>
+      %t = reduce sum %h axes=(0)
+      %2 = atomic add %dc[tile(%j, 8)], %t
+      store %dr[tile(%i, 4), tile(%j, 8)], %ct
+    """ + LOOP.replace("dot %h, %w", "dot %e, %w16").replace("dot %u, %h", "dot %u16, %e").replace(
+        "%dx =", "%w16 = cast %w : tile<2x8xbf16>\n    %u16 = cast %u : tile<4x2xbf16>\n    %dx ="
+    )  # fmt: skip
+    refs = REFS + ", %dc: ref<15xf32, out>"
+    text = f"kernel @k({refs}) grid(2, 2) init(%da = 0, %db = 0, %dc = 0) {{{body}}}"
+    inputs = [np.sign(x) for x in random_inputs(parse_kernel(text))]  # exact in bfloat16
+    pieces = check(text, (None, None, None, "bfloat16"), inputs)
+    assert [products(k) for k in pieces.kernels] == [1, 1, 1, 0, 0] and atomics(pieces) == 0
+    assert [r.piece for r in pieces.results] == [1, 2, 3, 4] and len(pieces.between) == 1
+    exact = check(text, inputs=inputs)  # a sum in float32 sums what was not rounded
+    assert [r.piece for r in exact.results] == [1, 2, 3, 0]
 
 
 def test_nothing_is_kept_where_the_loop_takes_loads_alone():

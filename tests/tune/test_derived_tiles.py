@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
-from auto_kernels import spec
+from auto_kernels import attention, spec
 from products import tiled_matmul
 
 import jtile as jt
@@ -72,3 +72,15 @@ def test_small_ones_and_those_whose_rows_depend_on_their_place_stay():
     for kernel, n in ((matmul, 128), (masked, 512)):
         for piece in pieces_of(kernel.lower(spec(n, n), spec(n, n)).vjp(0).program).kernels:
             assert tiled(piece, HOPPER, {}) is None
+
+
+def test_chains_of_products_take_rounds_that_registers_hold():
+    """Of attention's gradient: the half of the forward pass, that of keys and values, and that of queries."""
+    low = attention.lower(*[spec(1, 1024, 128)] * 3, bq=128, bk=128, causal=True).vjp()
+    there = pieces_of(low.program, HOPPER)
+    assert [max(terms for *_, terms in dots_of(k)) for k in pieces_of(low.program).kernels] == [128] * 3
+    assert [dots_of(k)[-1] for k in there.kernels] == [(128, 128, 128), (128, 128, 32), (128, 128, 64)]
+    assert [dict(o) for o in there.options] == [{"specialize": False}, {}, {}]
+    assert ["rounds" in why for why in there.why] == [False, True, True]
+    older = pieces_of(low.program, targets.resolve("cuda:sm_80"))
+    assert [dots_of(k)[-1][2] for k in older.kernels] == [128, 64, 64]
