@@ -8,11 +8,11 @@ from .decoder import Decoder
 from .generate import Generation, LanguageModel, Stats
 from .load import load
 from .quantize import quantize_folder, run_quantize
-from .serving import Completion, Engine, Token
+from .serving import Completion, Engine, Grammar, Token
 from .speculation import NGram
 from .tokenizer import Tokenizer
 
 __all__ = [
-    "Completion", "Decoder", "Engine", "Generation", "LanguageModel", "NGram", "Stats", "Token", "Tokenizer", "load",
-    "quantize_folder", "run_generate", "run_quantize", "run_serve",
+    "Completion", "Decoder", "Engine", "Generation", "Grammar", "LanguageModel", "NGram", "Stats", "Token", "Tokenizer",
+    "load", "quantize_folder", "run_generate", "run_quantize", "run_serve",
 ]  # fmt: skip

@@ -146,6 +146,10 @@ class Tokenizer:
         """A digest of the tokens with their ids, of which there may be 150,000."""
         return hashlib.sha256(repr(sorted(self._backend.get_vocab().items())).encode()).hexdigest()
 
+    def to_json(self) -> str:
+        """All of it but the chat template, as a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; control tokens written in it are recognised. The begin token is added if the model
         wants one and `add_special_tokens` is set."""

@@ -74,10 +74,11 @@ class Core:
 
     def submit(self, request: Request, deliver: Deliver) -> Job:
         """Begins a request."""
-        sequence = self.scheduler.add(request.prompt, request.max_tokens)
+        sequence = self.scheduler.add(request.prompt, request.max_tokens, stepwise=request.guide is not None)
         stream = self.lm.tokenizer.stream() if self.lm.tokenizer else None
         completion = Completion(prompt_tokens=len(request.prompt))
-        job = self._jobs[sequence] = Job(request, completion, deliver, sequence, StopText(stream, request.stops))
+        text = StopText(stream, request.stops)
+        job = self._jobs[sequence] = Job(request, completion, deliver, sequence, text)
         self.totals.requests += 1
         self.totals.prompt_tokens += len(request.prompt)
         return job
@@ -105,10 +106,12 @@ class Core:
             for sequence in plan.seats:
                 assert sequence.slot is not None
                 self.device.seat(sequence.slot, self._jobs[sequence].request.row, sequence.tokens)
-            rows = [self._jobs[segment.sequence].request.row for segment in plan.samples]
+            jobs = [self._jobs[segment.sequence] for segment in plan.samples]
+            rows, guides = [job.request.row for job in jobs], [job.request.guide for job in jobs]
+            masks = {i: guide.allowed() for i, guide in enumerate(guides) if guide is not None}
             level = max((row.level for row in rows), default=0)
             logprobs = any(row.logprobs is not None for row in rows)
-            self._flying.append((plan, self.device.run(plan, level, logprobs)))
+            self._flying.append((plan, self.device.run(plan, level, logprobs, masks)))
             self.totals.steps += 1
         if self._flying and (len(self._flying) > 1 or not plan.segments):
             plan, result = self._flying.popleft()
@@ -136,9 +139,16 @@ class Core:
             )
             self._end(job, "error", error)
             return
+        guide = request.guide
+        if guide is not None and not guide.take(token):
+            self._end(
+                job, "error", ModelError(f"no token goes on with the grammar at token {segment.made} of an answer")
+            )
+            return
         ended = token in request.ends
         text = "" if ended else job.text.push(token)
-        last = ended or job.text.stop is not None or segment.made + 1 == request.max_tokens
+        whole = guide is not None and guide.ended
+        last = ended or whole or job.text.stop is not None or segment.made + 1 == request.max_tokens
         if last and job.text.stop is None:
             text += job.text.finish()
         logprob, best = None, ()
@@ -152,7 +162,7 @@ class Core:
         job.deliver(item, None)
         if last:
             completion.stop = job.text.stop
-            self._end(job, "stop" if ended or job.text.stop is not None else "length")
+            self._end(job, "stop" if ended or whole or job.text.stop is not None else "length")
 
     def _end(self, job: Job, reason, error: JtileError | None = None) -> None:
         self.scheduler.finish(job.sequence)

@@ -4,7 +4,7 @@ calls of few compiled programs."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -75,7 +75,7 @@ class Device:
         """Compiles what ordinary requests need; `progress(programs done, of how many)`."""
         samples = sorted({self._settings.samples(n) for n in self._settings.shapes})
         todo = [lambda n=n: self._step(n) for n in self._settings.shapes]
-        todo += [lambda k=k, level=level: self._choose(k, level, False) for k in samples for level in (0, 1)]
+        todo += [lambda k=k, level=level: self._choose(k, level, False, False) for k in samples for level in (0, 1)]
         todo.append(self._copy)
         for done, make in enumerate(todo):
             progress(done, len(todo))
@@ -97,8 +97,9 @@ class Device:
             rows = {"seen": seen, "counts": counts, "bias": bias}
             self._penalties = programs.put(self._penalties, np.int32(slot), rows)
 
-    def run(self, plan: Plan, level: int, logprobs: bool) -> Result:
-        """Runs a step; `level`, `logprobs`: what some of the sequences that choose a token need."""
+    def run(self, plan: Plan, level: int, logprobs: bool, masks: Mapping[int, np.ndarray] | None = None) -> Result:
+        """Runs a step; `level`, `logprobs`: what some of the sequences that choose a token need; `masks`: of
+        `plan.samples[i]` the tokens that may be chosen, as `Guide.allowed` gives them."""
         self._copy_pages(plan.copies)
         n = self._settings.shape(plan.tokens)
         batch, of, which = self._arrays(plan, n)
@@ -106,8 +107,12 @@ class Device:
         table = self._table.copy()  # the device may read it later than the next plan is written here
         logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of)
         penalties = self._penalties if LEVELS[level].counts else {}
-        choose = self._choose(len(of), level, logprobs)
-        tokens, rates, self._last, penalties = choose(logits, self._last, penalties, self._options, which)
+        choose, allowed = self._choose(len(of), level, logprobs, bool(masks)), None
+        if masks:
+            allowed = self._all_allowed(len(of))
+            for i, mask in masks.items():
+                allowed[i] = mask
+        tokens, rates, self._last, penalties = choose(logits, self._last, penalties, self._options, which, allowed)
         self._penalties = penalties or self._penalties
         return Result(tokens, rates)
 
@@ -161,14 +166,18 @@ class Device:
         splits = self._settings.splits
         return self._get(("step", n), lambda: programs.step.lower(lm._structure, lm._weights, *args, splits=splits))
 
-    def _choose(self, k: int, level: int, logprobs: bool) -> jax.stages.Compiled:
+    def _all_allowed(self, k: int) -> np.ndarray:
+        return np.full((k, -(-self._lm.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+
+    def _choose(self, k: int, level: int, logprobs: bool, masked: bool) -> jax.stages.Compiled:
         steps = LEVELS[level]
         if steps.counts:
             self._make_penalties()
         logits = jax.ShapeDtypeStruct((k, self._lm.config.vocab_size), jnp.float32)
         args = logits, self._last, self._penalties if steps.counts else {}, self._options, np.zeros((2, k), np.int32)
+        args = *args, self._all_allowed(k) if masked else None
         return self._get(
-            ("choose", k, level, logprobs), lambda: programs.choose.lower(*args, steps=steps, logprobs=logprobs)
+            ("choose", k, level, logprobs, masked), lambda: programs.choose.lower(*args, steps=steps, logprobs=logprobs)
         )
 
     def _copy(self) -> jax.stages.Compiled:

@@ -14,6 +14,7 @@ from jtile._errors import EngineError, JtileError, PromptError, QueueFullError
 from ..generate import LanguageModel
 from ..sampling import Sampling, SamplingOptions
 from .core import Core, Job, checked_weights
+from .grammar import Grammar
 from .request import Completion, Request, Token, read_request
 from .settings import settings_of
 
@@ -91,6 +92,7 @@ class Engine:
         stop: str | Sequence[str] | None = None,
         eos: str | int | Sequence[int] | None = "model",
         logprobs: bool | int = False,
+        grammar: Grammar | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Stream:
         """The tokens that continue a prompt, as they come: to be iterated by `async for` or `for`.
@@ -101,13 +103,16 @@ class Engine:
           stop: strings, before the first of which the text ends.
           eos: tokens that end the answer: "model" for the model's own, ids, or None to go on.
           logprobs: whether each token has its log-probability, or for how many of the likeliest to report it, too.
+          grammar: what the answer has to be, `Grammar.json(schema)` for instance; ended by max_tokens it is cut off.
           sampling: of `sampling.Sampling`, one value each.
 
         Raises:
           PromptError: the prompt is empty, too long, or no prompt; an option is out of its range.
           QueueFullError: too many requests wait. EngineError: the engine is closed.
         """
-        request = read_request(self.lm, self.settings.length, prompt, max_tokens, stop, eos, logprobs, sampling)
+        request = read_request(
+            self.lm, self.settings.length, prompt, max_tokens, stop, eos, logprobs, sampling, grammar
+        )
         return self.submit(request)
 
     def submit(self, request: Request) -> Stream:
@@ -132,6 +137,7 @@ class Engine:
         stop: str | Sequence[str] | None = None,
         eos: str | int | Sequence[int] | None = "model",
         logprobs: bool | int = False,
+        grammar: Grammar | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """The answers to several prompts, in their order; waits for them. Options as in `stream`, for all of them; the
@@ -146,7 +152,7 @@ class Engine:
         seeds = Sampling(**sampling).rows(len(prompts))["seed"].tolist()
         options = [{**sampling, "seed": seed} for seed in seeds]
         requests = collections.deque(
-            read_request(self.lm, self.settings.length, prompt, max_tokens, stop, eos, logprobs, of)
+            read_request(self.lm, self.settings.length, prompt, max_tokens, stop, eos, logprobs, of, grammar)
             for prompt, of in zip(prompts, options, strict=True)
         )
         streams: list[Stream] = []

@@ -40,18 +40,19 @@ def step(structure, weights, entries, last, table, batch, of, *, splits):
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "logprobs"), donate_argnames=("last", "penalties"))
-def choose(logits, last, penalties, options, which, *, steps, logprobs):
+def choose(logits, last, penalties, options, which, allowed, *, steps, logprobs):
     """Chooses the next token of each row of the logits [k, vocab].
 
     which: int32 [2, k], the slots, and how many tokens of their answers were made. options: what `Sampling.rows` gives
-    of every slot; penalties: `PENALTIES` of every slot [slots, vocab], for `ALL`, else {}. Returns (int32 [k] tokens,
+    of every slot; penalties: `PENALTIES` of every slot [slots, vocab], for `ALL`, else {}. allowed: the bits of tokens
+    that may be chosen, uint32 [k, vocab / 32, rounded up], or None. Returns (int32 [k] tokens,
     None or (their log-probabilities [k], those of the likeliest `LOGPROBS` [k, n], their ids [k, n]), last, penalties).
     """
     slots, made = which
     numbers = {name: x[slots] for name, x in options.items()}
     state = {name: x[slots] for name, x in penalties.items()}
     numbers |= {"bias": state.pop("bias")} if steps.bias else {}
-    tokens = sampling.choose(logits, made, steps, numbers, state)
+    tokens = sampling.choose(logits if allowed is None else _masked(logits, allowed), made, steps, numbers, state)
     rates = None
     if logprobs:
         best, ids = jax.lax.top_k(logits, min(LOGPROBS, logits.shape[1]))
@@ -63,6 +64,13 @@ def choose(logits, last, penalties, options, which, *, steps, logprobs):
             "counts": penalties["counts"].at[slots, tokens].add(1, mode="drop"),
         }
     return tokens, rates, last.at[slots].set(tokens), penalties
+
+
+def _masked(logits, allowed):
+    """-inf where the bit of a token is 0; NaN stays."""
+    ids = jnp.arange(logits.shape[1], dtype=jnp.uint32)
+    bits = jax.lax.shift_right_logical(allowed[:, ids // 32], (ids % 32)[None, :]) & 1
+    return jnp.where((bits > 0) | jnp.isnan(logits), logits, -jnp.inf)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

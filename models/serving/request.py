@@ -14,6 +14,7 @@ from ..generate import LanguageModel
 from ..prompt import is_int, read_ends, read_prompt
 from ..sampling import Sampling, SamplingOptions
 from .device import Row
+from .grammar import Grammar, Guide
 from .programs import LOGPROBS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -53,13 +54,14 @@ class Completion:
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A checked request: prompt, int32 [length]; at most max_tokens; ends, token ids, and stops, strings, that end the
-    answer; row: how its tokens are chosen."""
+    answer; row: how its tokens are chosen; guide: what the answer has to be, for this one request."""
 
     prompt: np.ndarray
     max_tokens: int
     ends: frozenset[int]
     stops: tuple[str, ...]
     row: Row
+    guide: Guide | None = None
 
 
 def read_request(
@@ -71,6 +73,7 @@ def read_request(
     eos: str | int | Sequence[int] | None = "model",
     logprobs: bool | int = False,
     sampling: SamplingOptions | None = None,
+    grammar: Grammar | None = None,
 ) -> Request:
     """A request to a model whose texts have at most `length` tokens; see `Engine.stream`.
 
@@ -94,7 +97,10 @@ def read_request(
     level = 2 if steps.repetition or steps.counts or steps.bias else 1 if steps.draws else 0
     row = Row(level, options.rows(1), bias, _logprobs(logprobs), len(prompt))
     ends = frozenset(read_ends(eos, lm.eos_ids))
-    return Request(prompt, min(room, max_tokens or room), ends, _stops(lm, stop), row)
+    if grammar is not None and not isinstance(grammar, Grammar):
+        raise PromptError(f"grammar is a Grammar, as Grammar.json(schema) gives one; got {grammar!r}")
+    guide = None if grammar is None else Guide(lm, grammar)
+    return Request(prompt, min(room, max_tokens or room), ends, _stops(lm, stop), row, guide)
 
 
 def _ids(lm: LanguageModel, prompt) -> np.ndarray:

@@ -28,12 +28,14 @@ class Sequence:
     order: its place in the queue. tokens: those that the host knows, of the prompt and of the answer; pending: how many
     more of the answer there are that only the device knows. computed: how many tokens the cache holds, behind the steps
     that were planned; pages: where. slot: the row of the device's state, while it runs. cached: tokens of the prompt
-    that were found in the cache when it started first; None before.
+    that were found in the cache when it started first; None before. stepwise: the host has to know each token before it
+    can say how the next one is chosen.
     """
 
     order: int
     prompt: np.ndarray
     max_tokens: int
+    stepwise: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     pending: int = 0
     computed: int = 0
@@ -57,9 +59,9 @@ class Sequence:
         return self.length - len(self.prompt)
 
     @property
-    def complete(self) -> bool:
-        """Whether nothing is left to be computed: it has all the tokens that it may have."""
-        return self.made >= self.max_tokens
+    def ready(self) -> bool:
+        """Whether something can be computed: it has not all the tokens that it may have, nor waits for one of them."""
+        return self.made < self.max_tokens and not (self.stepwise and self.pending)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +131,9 @@ class Scheduler:
         """Tokens of the longest sequence that can run alone."""
         return self.pool.count * self.page
 
-    def add(self, prompt: np.ndarray, max_tokens: int) -> Sequence:
+    def add(self, prompt: np.ndarray, max_tokens: int, stepwise: bool = False) -> Sequence:
         """A new sequence at the end of the queue. Prompt and answer together have at most `capacity` tokens."""
-        sequence = Sequence(self._order, prompt, max_tokens)
+        sequence = Sequence(self._order, prompt, max_tokens, stepwise)
         self._order += 1
         self.waiting.append(sequence)
         return sequence
@@ -185,7 +187,7 @@ class Scheduler:
 
     def _continue(self) -> list[Segment]:
         """One token of each sequence that decodes, and chunks of prompts in what the budget leaves."""
-        todo = [sequence for sequence in self.running if not sequence.complete]
+        todo = [sequence for sequence in self.running if sequence.ready]
         left = self.budget - sum(_remaining(sequence) == 1 for sequence in todo)
         segments = []
         for sequence in todo:

@@ -122,11 +122,12 @@ class Server:
             if len(found) * body.n > CHOICES:
                 raise PromptError(f"one request has at most {CHOICES} answers, this one {len(found)} times {body.n}")
             eos, limit, made = None if body.ignore_eos else "model", self.engine.settings.length, []
+            grammar = body.response_format.grammar() if body.response_format else None
             for prompt in found:
                 for i in range(body.n):
                     of = {**options, "seed": (options["seed"] + i) & 0xFFFFFFFF}
                     lm = self.engine.lm
-                    made.append(read_request(lm, limit, prompt, max_tokens, body.stop, eos, logprobs, of))
+                    made.append(read_request(lm, limit, prompt, max_tokens, body.stop, eos, logprobs, of, grammar))
             return made
 
         prepared = await anyio.to_thread.run_sync(prepare)

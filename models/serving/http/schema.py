@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from jtile._errors import PromptError
 
 from ...sampling import SamplingOptions
+from ..grammar import Grammar
 from ..programs import LOGPROBS
 
 CHOICES = 128  # answers to one request: prompts times n
@@ -30,12 +31,29 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class JsonSchema(Body):
+    name: str | None = None
+    form: dict[str, Any] = Field(alias="schema")
+
+
 class ResponseFormat(Body):
-    type: Literal["text"] = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError('the type "json_schema" takes a json_schema')
+        return self
+
+    def grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        return Grammar.json(self.json_schema.form if self.json_schema and self.type == "json_schema" else None)
 
 
 class Generated(Body):
-    """What chats and completions have in common; the last four fields are not OpenAI's."""
+    """What chats and completions have in common; from top_k to ignore_eos the fields are not OpenAI's."""
 
     n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
     stream: bool = False
@@ -51,6 +69,7 @@ class Generated(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
 
     def sampling(self) -> SamplingOptions:
         """The options of sampling. The temperature is 1 by default, and the seed a random one."""
@@ -131,7 +150,6 @@ class ChatBody(Generated):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
     tools: list | None = None
 
     @model_validator(mode="after")

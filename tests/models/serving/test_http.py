@@ -14,12 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 import jtile.models
-from jtile.models import Engine
+from jtile._errors import PromptError
+from jtile.models import Engine, Grammar
 from jtile.models.console import run_serve
 from jtile.models.serving.engine import Stream
 from jtile.tools import cli
 
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'jtile[serve]'")
+pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'jtile[serve]'")
 
 from jtile.models.serving.http import make_app  # noqa: E402
@@ -119,6 +121,44 @@ def test_chat(app, engine):
     assert post(app, "/detokenize", tokens=count["tokens"]).json() == {"prompt": prompt}
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yz"]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_of_a_schema(app, engine):
+    """At temperature 1, beside others that have none: all of them parse, and the others are what they are alone."""
+    chat = {"messages": [{"role": "user", "content": "a"}], "temperature": 1, "max_tokens": 60}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    free = {"prompt": "abc", "max_tokens": 20, "temperature": 0}
+    requests = [
+        ("POST", "/v1/chat/completions", {"json": chat | {"response_format": form, "seed": i}}) for i in range(9)
+    ]
+    *guided, other = call(app, *requests, ("POST", "/v1/completions", {"json": free}))
+    assert other.json()["choices"][0]["text"] == text_of(engine, "abc", 20)
+    answers = [json.loads(response.json()["choices"][0]["message"]["content"]) for response in guided]
+    assert {response.json()["choices"][0]["finish_reason"] for response in guided} == {"stop"}
+    assert all(answer["a"] in ("x", "yz") and len(answer["b"]) <= 3 for answer in answers)
+    assert len({json.dumps(answer) for answer in answers}) > 2
+
+
+def test_grammars_in_python(engine):
+    """Of a regular expression and in the form of Lark; one that is cut off ends by its length."""
+    (digits,) = engine.generate(["a"], max_tokens=20, grammar=Grammar.regex("[0-9]{7}"), logprobs=True)
+    assert digits.text.isdigit() and len(digits.text) == 7 and digits.finish_reason == "stop"
+    (cut,) = engine.generate(["a"], max_tokens=3, grammar=Grammar.lark('start: "abcdef"'))
+    assert (cut.text, cut.finish_reason) == ("abc", "length")
+    with pytest.raises(PromptError, match="the grammar or schema"):
+        engine.stream("a", grammar=Grammar.regex("(("))
+    with pytest.raises(PromptError, match="grammar is a Grammar"):
+        engine.stream("a", grammar="[0-9]")
+    with pytest.raises(PromptError, match="no JSON schema"):
+        Grammar.json({"a": {1, 2}})
+
+
 def test_what_a_server_tells_of_itself(app):
     health, models, model, metrics, missing = call(
         app, *(("GET", path, {}) for path in ("/health", "/v1/models", "/v1/models/tiny", "/metrics", "/v1/models/x"))
@@ -129,6 +169,7 @@ def test_what_a_server_tells_of_itself(app):
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
 OK = {"prompt": "a", "max_tokens": 1}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -164,7 +205,9 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/chat/completions", {"json": {"messages": [IMAGE]}}, 400, "text only; a message has a part 'image_url'"),
         ("/v1/chat/completions", {"json": CHAT | {"tools": [{}]}}, 400, "tools are not supported"),
         ("/v1/chat/completions", {"json": CHAT | {"top_logprobs": 2}}, 400, "top_logprobs takes logprobs"),
-        ("/v1/chat/completions", {"json": CHAT | {"response_format": {"type": "json_object"}}}, 400, "response_format"),
+        ("/v1/chat/completions", {"json": CHAT | {"response_format": {"type": "xml"}}}, 400, "response_format"),
+        ("/v1/chat/completions", {"json": CHAT | {"response_format": {"type": "json_schema"}}}, 400, "takes a json"),
+        ("/v1/chat/completions", {"json": CHAT | {"response_format": NO_SCHEMA}}, 400, "Invalid type: nonsense"),
         ("/tokenize", {"json": {}}, 400, "either a prompt or messages"),
         ("/detokenize", {"json": {"tokens": [256]}}, 400, "ids from 0 to 255"),
         ("/v1/nothing", {}, 404, "Not Found"),
