@@ -45,6 +45,7 @@ class Device:
         for segment in plan.segments:
             tokens, pages = segment.sequence.tokens, segment.sequence.pages
             new = tokens[segment.start : segment.start + segment.count]
+            assert not (segment.pending and segment.sequence.stepwise)
             new = [*new, self.last[segment.slot]][: segment.count] if segment.pending else new
             assert len(new) == segment.count
             for at, token in enumerate(new, segment.start):
@@ -70,6 +71,7 @@ class Client:
     max_tokens: int
     arrives: int
     leaves: int | None
+    stepwise: bool = False
 
 
 class Run:
@@ -100,7 +102,9 @@ class Run:
     def arrivals(self, step: int) -> None:
         for i, client in enumerate(self.clients):
             if client.arrives == step:
-                self.sequences[i] = self.scheduler.add(np.array(client.prompt, np.int32), client.max_tokens)
+                self.sequences[i] = self.scheduler.add(
+                    np.array(client.prompt, np.int32), client.max_tokens, client.stepwise
+                )
             if client.leaves == step and i in self.sequences:
                 self.scheduler.finish(self.sequences[i])
 
@@ -119,6 +123,7 @@ clients = st.builds(
     max_tokens=st.integers(1, 8),
     arrives=st.integers(0, 10),
     leaves=st.none() | st.integers(0, 20),
+    stepwise=st.booleans(),
 )
 
 
