@@ -169,6 +169,26 @@ def test_logits_are_those_of_the_dequantised_weights(tmp_path, tiny_folder, gold
     assert np.abs(a - b).max() < 1e-4 < 0.1 < np.abs(a - golden["logits"]).max()
 
 
+@pytest.mark.parametrize("name", ["awq", "fp8 in blocks"])
+def test_experts_are_held_as_they_are_stored(tmp_path, data, name):
+    store, entries, kind = FORMATS[name]
+    says = write(tmp_path, data / "mixtral", store, entries, layers=".experts.")
+    with jt.config(arch="sm_90"):  # where others are packed
+        held = jtile.models.load(tmp_path, dtype="bfloat16").model.blocks[1].mlp.experts
+    gate_up, down = held.gate_up.get_value(), held.down.get_value()
+    of = lambda *parts: np.stack(
+        [
+            np.concatenate([says[f"model.layers.1.block_sparse_moe.experts.{e}.{p}.weight"] for p in parts])
+            for e in range(8)
+        ]
+    )
+    assert gate_up.kind == down.kind == kind and not gate_up.is_packed
+    np.testing.assert_allclose(dense(gate_up), of("w1", "w3"), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(dense(down), of("w2"), rtol=1e-6, atol=1e-6)
+    weights = gate_up.codes.nbytes + down.codes.nbytes
+    assert weights == (of("w1", "w3").size + of("w2").size) // (2 if kind == "q4_1" else 1)
+
+
 def test_weights_are_packed_once_where_tensor_cores_take_words(tmp_path, tiny_folder):
     store, entries, _ = FORMATS["compressed-tensors of 8 bits"]
     write(tmp_path, tiny_folder, store, entries)
