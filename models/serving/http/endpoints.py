@@ -74,10 +74,13 @@ class Server:
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, DetokenizeBody)
+        return JSONResponse({"prompt": self._decoded(body.tokens, "tokens")})
+
+    def _decoded(self, ids: Sequence[int], param: str) -> str:
         vocab = self.engine.lm.config.vocab_size
-        if not all(0 <= i < vocab for i in body.tokens):
-            raise ApiError(400, f"tokens are ids from 0 to {vocab - 1}", param="tokens")
-        return JSONResponse({"prompt": self._tokenizer().decode(body.tokens)})
+        if not all(0 <= i < vocab for i in ids):
+            raise ApiError(400, f"{param}: token ids are from 0 to {vocab - 1}", param=param)
+        return self._tokenizer().decode(ids)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ class Server:
         body = await self._body(request, CompletionBody)
         prompts = body.prompts()
         if body.echo:
-            texts = [p if isinstance(p, str) else self._tokenizer().decode(p) for p in prompts]
+            texts = [p if isinstance(p, str) else self._decoded(p, "prompt") for p in prompts]
         else:
             texts = []
         logprobs = False if body.logprobs is None else body.logprobs

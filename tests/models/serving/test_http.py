@@ -209,7 +209,8 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/chat/completions", {"json": CHAT | {"response_format": {"type": "json_schema"}}}, 400, "takes a json"),
         ("/v1/chat/completions", {"json": CHAT | {"response_format": NO_SCHEMA}}, 400, "Invalid type: nonsense"),
         ("/tokenize", {"json": {}}, 400, "either a prompt or messages"),
-        ("/detokenize", {"json": {"tokens": [256]}}, 400, "ids from 0 to 255"),
+        ("/detokenize", {"json": {"tokens": [256]}}, 400, "tokens: token ids are from 0 to 255"),
+        ("/v1/completions", {"json": {"prompt": [-1], "echo": True}}, 400, "prompt: token ids are from 0 to 255"),
         ("/v1/nothing", {}, 404, "Not Found"),
     ],
 )  # fmt: skip
