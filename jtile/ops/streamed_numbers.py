@@ -129,20 +129,20 @@ def _bytes(words) -> list:
     return [(words >> np.uint32(8 * k)).astype(jnp.uint8) for k in range(4)]
 
 
-def _dot(a, b, signed: bool):
-    """The sum of the products of the four bytes of a, which are not signed, with those of b."""
-    of_b = [jax.lax.bitcast_convert_type(byte, jnp.int8) if signed else byte for byte in _bytes(b)]
-    return functools.reduce(jnp.add, [x.astype(jnp.int32) * y.astype(jnp.int32) for x, y in zip(_bytes(a), of_b)])
+def _dot(a: list, words, signed: bool):
+    """The sum of the products of the four bytes of words with `a`, as many int32."""
+    of_words = [jax.lax.bitcast_convert_type(b, jnp.int8) if signed else b for b in _bytes(words)]
+    return functools.reduce(jnp.add, [x * y.astype(jnp.int32) for x, y in zip(a, of_words)])
 
 
 def held(x):
     """x of one role and round in registers: of each of its rows the planes [lanes, 4], or the parts of `Integers`, cut
-    into words and groups."""
+    along their first axis."""
     return [_held_integers(row) if isinstance(row, Integers) else _along(row.load(), 0) for row in x]
 
 
 def _held_integers(row: Integers) -> Integers:
-    words = [[_along(field, 1) for field in _along(plane.load(), 0)] for plane in row.planes]
+    words = [_along(plane.load(), 0) for plane in row.planes]
     groups = lambda ring: _along(ring.load(), 0)
     return Integers(words, [groups(ring) for ring in row.shifts], groups(row.unit), groups(row.total))
 
@@ -183,17 +183,15 @@ def _integer_sums(pieces, of_blocks, x: Integers, kind: str):
     out: Any = None
     for group, stored in enumerate(pieces):
         words = stored.reshape(stored.shape[0], LANES, 4)
-        wide = lambda v, shape=words.shape[:2]: jnp.broadcast_to(v[None], shape)
         nibbles = [words & np.uint32(_NIBBLES), (words >> np.uint32(4)) & np.uint32(_NIBBLES)]
         fields = nibbles if bits_of(kind) == 4 else [words]
-        codes = [word for field in fields for word in _along(field, 2)]
+        codes = [[byte.astype(jnp.int32) for byte in _bytes(field)] for field in fields]
         of_bytes = []
         for k, (plane, shift) in enumerate(zip(x.planes, x.shifts)):
             own = plane if bits_of(kind) == 4 else plane[group : group + 1]
-            total = wide(shift[group])
-            for a, b in zip(codes, [word for field in own for word in field]):
-                total = total + _dot(a, wide(b), signed=k == 0)
-            of_bytes.append(total)
+            dots = [_dot(a, jnp.broadcast_to(b[None], words.shape), signed=k == 0) for a, b in zip(codes, own)]
+            parts = _along(functools.reduce(jnp.add, dots), 2)
+            of_bytes.append(functools.reduce(jnp.add, parts) + shift[group][None])
         part = ((of_bytes[-2] << np.int32(8)) + of_bytes[-1]).astype(jnp.float32)
         for byte in of_bytes[:-2]:
             part = part + byte.astype(jnp.float32) * jnp.float32(1 << 16)
