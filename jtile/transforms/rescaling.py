@@ -20,7 +20,7 @@ from jax import dtypes
 from jtile.trace.rules.control import counters
 from jtile.transforms.activity import is_literal
 from jtile.transforms.evaluate import Loop, as_loop
-from jtile.transforms.weights import FIXED, ZERO, Symbol, Weight, Weights, literal, made, same
+from jtile.transforms.weights import FIXED, ZERO, Symbol, Weight, Weights, guarded, literal, made, same
 
 OLD, NEW = 0, 1  # the symbols of a reference before and after a round
 MOVES = ("reshape", "broadcast_in_dim", "squeeze")
@@ -169,9 +169,12 @@ def _adds(loop: Loop, reference: int, update: Any, sums: Sequence[int]) -> bool:
     """Whether a round that leaves the reference as it is adds something to each sum, which does not depend on sums."""
     env: dict[Any, Any] = {loop.carries[j]: j for j in sums} | {loop.carries[reference]: REFERENCE}
     read = lambda v: OTHER if is_literal(v) or v not in env else env[v]
+    by = {v: eqn for eqn in loop.body.eqns for v in eqn.outvars}
     for eqn in loop.body.eqns:
         ins = [read(v) for v in eqn.invars]
-        out = REFERENCE if update in eqn.outvars else _at_rest(eqn, ins)
+        kept = guarded(eqn, by) if eqn.primitive.name == "select_n" else None
+        known = update in eqn.outvars or (kept is not None and ins[1 + kept] == REFERENCE)
+        out = REFERENCE if known else _at_rest(eqn, ins)
         if out is None:
             return False
         env.update(dict.fromkeys(eqn.outvars, out))

@@ -246,15 +246,16 @@ class Weights:
         """Of its results; `given`: variables whose weights are known, whatever they are computed from."""
         env: dict[Any, Weight] = dict.fromkeys(jaxpr.constvars, FIXED)
         env.update(zip(jaxpr.invars, args, strict=True))
+        by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         for eqn in jaxpr.eqns:
             if given and eqn.outvars and all(v in given for v in eqn.outvars):
                 env.update((v, given[v]) for v in eqn.outvars)
                 continue
             ins = [literal(v) if is_literal(v) else env[v] for v in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, ins), strict=True))
+            env.update(zip(eqn.outvars, self._equation(eqn, ins, by), strict=True))
         return [literal(v) if is_literal(v) else env[v] for v in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, ins: Sequence[Weight]) -> Sequence[Weight]:
+    def _equation(self, eqn: Any, ins: Sequence[Weight], by: Mapping[Any, Any]) -> Sequence[Weight]:
         name = eqn.primitive.name
         try:
             if name in ("scan", "while"):
@@ -262,7 +263,7 @@ class Weights:
             if name == "cond":
                 return self._cond(eqn, ins)
             if name == "select_n":
-                return [self._select(ins)]
+                return [self._select(ins, guarded(eqn, by))]
             if name in RULES:
                 return [RULES[name](eqn, *ins)]
         except UnknownError:
@@ -277,11 +278,11 @@ class Weights:
         """Take the symbols of these values for such as have an effect."""
         self.bad |= {s for v in values for s, _ in v.of}
 
-    def _select(self, ins: Sequence[Weight]) -> Weight:
+    def _select(self, ins: Sequence[Weight], guarded: int | None) -> Weight:
         which, *cases = ins
         if which.of:
             raise UnknownError
-        return either(cases)
+        return either(cases) if guarded is None or cases[1 - guarded].of else cases[guarded]
 
     def _cond(self, eqn: Any, ins: Sequence[Weight]) -> Sequence[Weight]:
         outs = [self.run(b.jaxpr, ins[1:]) for b in eqn.params["branches"]]
@@ -311,6 +312,27 @@ class Weights:
         if any(y.of for y in outs[len(carry) :]):
             raise UnknownError
         return [*carry, *outs[len(carry) :]]  # after no round at all, the carry is what it was
+
+
+def guarded(eqn: Any, by: Mapping[Any, Any]) -> int | None:
+    """Which case of a `select_n` is a value that the other stands for where it is 0 or -inf, as people write in front
+    of a division or a difference; None where that is not what it says. What is 0 stays so when it is scaled, and -inf
+    when something is added: rows of which a mask leaves nothing, whose sums are all 0."""
+    which, *cases = eqn.invars
+    test = by.get(which) if not is_literal(which) else None
+    if len(cases) != 2 or test is None or test.primitive.name not in ("eq", "ne"):
+        return None
+    value, limit = test.invars
+    case = 0 if test.primitive.name == "eq" else 1  # the first is taken where the comparison fails
+    same_value = value is cases[case] and not is_literal(value)
+    return case if same_value and _number(limit, by) in (0.0, -math.inf) else None
+
+
+def _number(v: Any, by: Mapping[Any, Any]) -> float | None:
+    """The number that all elements are."""
+    while not is_literal(v) and v in by and by[v].primitive.name in ("broadcast_in_dim", "convert_element_type"):
+        v = by[v].invars[0]
+    return float(v.val) if is_literal(v) and not np.ndim(v.val) else None
 
 
 def literal(v: Any) -> Weight:
