@@ -46,10 +46,6 @@ def _transpose(op: Transpose, rw: Rewriter):
         return rw.new(Transpose(op.x.op.x, tuple(op.x.op.perm[p] for p in op.perm)))
     if isinstance(op.x.op, Iota):
         return rw.new(Iota(op.result.shape, op.perm.index(op.x.op.axis), op.x.dtype))
-    dot, rank = op.x.op, len(op.perm)
-    swap = (*range(rank - 2), rank - 1, rank - 2)
-    if isinstance(dot, Dot) and dot.acc is None and op.perm == swap and rw.uses(op.x) == 1:
-        return rw.new(Dot(dot.b, dot.a, None, not dot.trans_b, not dot.trans_a, dot.precision))
     order = [p for p in op.perm if op.x.shape[p] != 1]
     return rw.new(Reshape(op.x, op.result.shape)) if order == sorted(order) else None
 

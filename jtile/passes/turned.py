@@ -24,14 +24,27 @@ from jtile.ir import (
 )  # fmt: skip
 from jtile.ir.builder import build
 
-from .rewrite import Copier
+from .rewrite import Copier, Rewriter, Rules, rewrite
 
 TURNS = Map | Select | Cast | Broadcast | Full | Iota | Dot  # ops that make the transpose of what they make as easily
 
 
+rules = Rules()
+
+
+@rules(Transpose)
+def _product(op: Transpose, rw: Rewriter):
+    dot, rank = op.x.op, len(op.perm)
+    swap = (*range(rank - 2), rank - 1, rank - 2)
+    if not isinstance(dot, Dot) or dot.acc is not None or op.perm != swap or rw.uses(op.x) != 1:
+        return None
+    return rw.new(Dot(dot.b, dot.a, None, not dot.trans_b, not dot.trans_a, dot.precision))
+
+
 def turned(kernel: Kernel) -> Kernel:
     """The kernel, whose computed left operands of products are not transposed, as far as all they are made with can be
-    turned round."""
+    turned round, and whose products are not transposed at once."""
+    kernel = rewrite(kernel, rules)
     groups = _Groups(kernel)
     chosen = groups.chosen()
     return _Turned(chosen).whole(kernel) if chosen else kernel
