@@ -102,6 +102,7 @@ class DeviceCall : public Talk {
   DeviceCall(std::shared_ptr<const Program> program, std::shared_ptr<CallSite> site,
              std::shared_ptr<Meeting> meeting, std::vector<int32_t> place, Done done);
   void equip(jtile_host& host) override;
+  void stop(const std::string& why) override { meeting_->fail(why); }
   void ended(const Error* error) override;
 
  private:

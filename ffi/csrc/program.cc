@@ -21,6 +21,7 @@ constexpr int64_t kChunkNs = 4'000;    // the least work of one chunk
 constexpr int64_t kMaxSide = (int64_t{1} << 31) - 1;  // of a grid axis: ids are int32
 constexpr int64_t kMaxCounters = 1 << 24;
 constexpr int64_t kMaxWorkspace = int64_t{1} << 36;
+constexpr int64_t kMostThreads = 256;  // of a call that talks: no larger grid waits, as lowering/cpu/targets.py has it
 constexpr size_t kKeptWorkspace = size_t{64} << 20;  // a thread keeps a buffer of at most this between calls
 
 // XLA's threads treat subnormals as zero and flush results to it; the language does neither. While this lives, the
@@ -115,13 +116,25 @@ class Run {
   // Throws what went wrong, if anything did.
   void check() const;
   void give_up(const std::string& message) { stop(message); }
+  // Says what went wrong.
+  void tell(Talk& talk) const {
+    try {
+      check();
+    } catch (const std::exception& error) {
+      talk.stop(error.what());
+    }
+  }
 
  private:
   static void on_print(jtile_host* host, int64_t site, const int64_t* pid, void* const* args) {
     reinterpret_cast<Host*>(host)->run->print(site, pid, args);
   }
   static void on_fail(jtile_host* host, int64_t site, const int64_t* pid) {
-    reinterpret_cast<Host*>(host)->run->record(site, pid);
+    Host* self = reinterpret_cast<Host*>(host);
+    self->run->record(site, pid);
+    if (self->talk == nullptr) return;
+    self->run->tell(*self->talk);
+    std::longjmp(self->out, 1);
   }
 
   bool take(int64_t& begin, int64_t& end);
@@ -345,20 +358,22 @@ namespace {
 // The programs of one device's call, until the last has ended.
 struct Job {
   Job(const Program& program, const Launch& launch, std::vector<void*> bufs, std::shared_ptr<Talk> talk)
-      : launch(launch), bufs(std::move(bufs)), talk(std::move(talk)), left(launch.programs),
+      : launch(launch), bufs(std::move(bufs)), talk(std::move(talk)), left(std::min(launch.programs, kMostThreads)),
         run(program, this->launch, this->bufs.data(), launch.programs) {}
 
-  void one(int64_t program) {
+  // Runs every `step`-th program from the first on.
+  void some(int64_t first, int64_t step) {
     try {
-      run.run_one(program, *talk);
+      for (int64_t k = first; k < launch.programs; k += step)
+        if (!run.run_one(k, *talk)) break;
     } catch (const std::exception& error) {
       run.give_up(error.what());
     }
     leave(1);
   }
 
-  void leave(int64_t count) {
-    if (left.fetch_sub(count) != count) return;
+  void leave(int64_t threads) {
+    if (left.fetch_sub(threads) != threads) return;
     try {
       run.check();
       talk->ended(nullptr);
@@ -370,7 +385,7 @@ struct Job {
   const Launch launch;
   const std::vector<void*> bufs;
   const std::shared_ptr<Talk> talk;
-  std::atomic<int64_t> left;
+  std::atomic<int64_t> left;  // threads
   Run run;
 };
 
@@ -379,12 +394,13 @@ struct Job {
 void Program::run_at_once(const Launch& launch, std::vector<void*> bufs, std::shared_ptr<Talk> talk) const {
   if (launch.programs == 0) return talk->ended(nullptr);
   auto job = std::make_shared<Job>(*this, launch, std::move(bufs), std::move(talk));
-  for (int64_t k = 0; k < launch.programs; ++k) {
+  const int64_t threads = job->left.load();
+  for (int64_t k = 0; k < threads; ++k) {
     try {
-      std::thread([job, k] { job->one(k); }).detach();
+      std::thread([job, k, threads] { job->some(k, threads); }).detach();
     } catch (const std::system_error& error) {
       job->run.give_up(concat("program ", k, " of ", launch.programs, " has no thread: ", error.what()));
-      return job->leave(launch.programs - k);
+      return job->leave(threads - k);
     }
   }
 }

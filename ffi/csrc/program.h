@@ -35,6 +35,8 @@ class Talk {
   virtual ~Talk() = default;
   // Fills in what a program needs of its host.
   virtual void equip(jtile_host& host) = 0;
+  // A program found something wrong: nobody shall wait for it.
+  virtual void stop(const std::string& why) = 0;
   // The last program has ended, or failed.
   virtual void ended(const Error* error) = 0;
 };
@@ -78,8 +80,8 @@ class Program {
   void run_parallel(const Launch& launch, void* const* bufs, int64_t workers,
                     const std::function<void(std::function<void()>)>& schedule) const;
 
-  // Runs every program of the grid at once, each on a thread of its own, and returns; `talk` hears of the end. Whoever
-  // holds this program keeps it until then.
+  // Runs every program of the grid at once, each on a thread of its own (of large grids several), and returns; `talk`
+  // hears of the end. Whoever holds this program keeps it until then.
   void run_at_once(const Launch& launch, std::vector<void*> bufs, std::shared_ptr<Talk> talk) const;
 
   const std::string& name() const { return name_; }

@@ -193,12 +193,19 @@ class Kernel:
             self._variants[key] = out
         return self._variants[key]
 
-    def lower(self, *args: Any, target: Any = None, **meta: Any) -> Lowered:
+    def lower(self, *args: Any, target: Any = None, mesh: Any = None, **meta: Any) -> Lowered:
         """Compile for arguments of these types (arrays or `jax.ShapeDtypeStruct`), without running.
 
         Args:
           target: a `Target` or the name of one; default: this machine's CPU.
+          mesh: of a kernel that talks to other devices: the number of devices along each axis, or a
+            `jax.sharding.Mesh`; not inside of `shard_map`. The arguments are those of one device.
         """
+        if mesh is not None:
+            from jtile.calls.meshes import axes_of
+
+            with _mesh.on_mesh(axes_of(self, mesh)):
+                return self.lower(*args, target=target, **meta)
         types = tree_map_with_path(functools.partial(as_type, self._signature), args)
         leaves, tree = tree_flatten(types)
         return Lowered(self._resolve(tree, leaves, meta).program, target)

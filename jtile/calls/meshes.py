@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def interpret(kernel: Kernel, args: tuple[Any, ...], seed: int, mesh: Any, meta: dict[str, Any]) -> Any:
     """See `Kernel.interpret`."""
-    axes = _axes(kernel, mesh)
+    axes = axes_of(kernel, mesh)
     sizes = tuple(axes.values())
     args = tree_map_with_path(functools.partial(as_operand, kernel._signature), args)
     leaves, tree = tree_flatten(args)
@@ -43,7 +43,8 @@ def interpret(kernel: Kernel, args: tuple[Any, ...], seed: int, mesh: Any, meta:
     return tree_unflatten(bound.out_tree, run(leaves, seed))
 
 
-def _axes(kernel: Kernel, mesh: Any) -> dict[str, int]:
+def axes_of(kernel: Kernel, mesh: Any) -> dict[str, int]:
+    """The sizes of a mesh by the names of its axes."""
     axes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     if not isinstance(axes, Mapping) or not all(isinstance(n, int) and n > 0 for n in axes.values()):
         raise KernelTypeError(

@@ -20,7 +20,7 @@ from ..targets import Memory, Scale, Target
 if TYPE_CHECKING:
     from .isa import Isa
 
-RESIDENT = 256  # programs of a kernel that waits for other devices: each has a thread
+RESIDENT = 256  # programs of a kernel that waits for other devices: each has a thread, see ffi/csrc/program.cc
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import pytest
 from device_kernels import numbers, shift
 
 import jtile as jt
-from jtile._errors import KernelTypeError, KernelValueError, TransformError
+from jtile._errors import KernelTypeError, KernelValueError, TransformError, UnsupportedError
 
 X = numbers(4, 3)
 LIKE = {"out_type": lambda x: jt.like(x)}
@@ -102,3 +102,10 @@ def test_the_mesh_is_part_of_what_a_call_is_traced_for():
     for n in (2, 3, 2):
         x = numbers(n, 2)
         np.testing.assert_array_equal(shift.interpret(x, axis="x", mesh={"x": n}), np.roll(x, 1, 0))
+
+
+def test_a_kernel_is_lowered_for_a_mesh_without_devices():
+    lowered = shift.lower(X[0], axis="x", mesh={"x": 4})
+    assert "devices(x=4)" in lowered.texts["tile_ir"]
+    with pytest.raises(UnsupportedError, match="target 'rocm:gfx942' cannot run op"):
+        shift.lower(X[0], axis="x", mesh={"x": 4}, target="rocm:gfx942").image

@@ -127,6 +127,20 @@ def check_cpu_waits_end():
     np.testing.assert_array_equal(jax.jit(shard(lambda x: shift(x, axis="x")))(X), rolled(X))
 
 
+def check_cpu_a_peer_that_fails():
+    """What one device finds wrong ends the waits of all at once."""
+    start = time.monotonic()
+    with jt.config(debug=True):
+        fails("assertion failed: a number is bad", shard(lambda x: picky(x, axis="x")))
+    assert time.monotonic() - start < 8, "the time-out is 10 s"
+
+
+def check_cpu_grids_that_do_not_wait():
+    many = numbers(16, 3000)
+    f = jax.jit(shard(lambda x: own_memory(x, axis="x")))
+    np.testing.assert_array_equal(f(many), many + np.arange(16)[:, None] // 4)
+
+
 def check_cpu_random_programs():
     device_programs.main(0, 6)
 
@@ -155,6 +169,25 @@ def alone(x, o, *, axis):
         jt.axis_barrier(axis)
 
     o[...] = x[...]
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), scratch=[jt.signals()])
+def picky(x, o, came, *, axis):
+    me = jt.axis_index(axis)
+    jt.assert_(me != 1, "a number is bad")
+    jt.wait(came)
+    o[...] = x[...]
+
+
+@jt.kernel(
+    out_type=lambda x, **_: jt.like(x),
+    grid=lambda x, **_: x.shape,
+    scratch=lambda x, **_: [jt.symmetric(x.shape, x.dtype)],
+)
+def own_memory(x, o, box, *, axis):
+    i, j = jt.program_id(0), jt.program_id(1)
+    box[i, j] = x[i, j] + jt.axis_index(axis).astype(x.dtype)
+    o[i, j] = box[i, j]
 
 
 @jt.kernel(out_type=lambda x, i: jt.like(x), scratch=lambda x, i: [jt.symmetric((1,), x.dtype)])
