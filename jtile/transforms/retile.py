@@ -27,7 +27,7 @@ def free(factor: Factor) -> int | None:
     walks = [u.how for u in factor.uses if isinstance(u.how, Walk)]
     plain = all(w.coarse == w.inner == 1 and not w.reverse for w in walks)
     sizes = {w.size for w in walks}
-    return sizes.pop() if factor.even and plain and len(sizes) == 1 and len(set(factor.sizes)) == 1 else None
+    return sizes.pop() if factor.even and plain and len(sizes) == 1 else None
 
 
 def retile(found: Factors, sizes: Mapping[str, int]) -> ir.Kernel | None:
@@ -43,7 +43,11 @@ def retile(found: Factors, sizes: Mapping[str, int]) -> ir.Kernel | None:
         return found.kernel
     for name, size in new.items():
         factor = found.named(name)
-        hangs = factor.sizes[0] % size != 0
+        now = free(factor) or size
+        parts = now // size if now % size == 0 else 0  # the same elements, those outside too, in parts of the tiles
+        hangs = any(n % size and -(-n // size) != -(-n // now) * parts for n in factor.sizes)
+        if len({-(-n // size) for n in factor.sizes}) > 1:  # arrays of as many tiles as before, but not of such
+            return None
         if free(factor) is None or (hangs and not factor.ragged and not _zero_outside(found, factor)):
             return None
     kernel = _Retile(found, new).run(())

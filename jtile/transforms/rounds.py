@@ -34,10 +34,10 @@ def shorter_rounds(kernel: ir.Kernel, size: int) -> ir.Kernel | None:
     if loop is None or now is None or now % size or now == size:
         return None
     lengths = {op.ref.shape[k] for op, k in _walks(kernel, loop)}
-    if len(lengths) != 1 or not all(isinstance(n, int) for n in lengths):
+    counts = {-(-n // now) if isinstance(n, int) else 0 for n in lengths}
+    if len(counts) != 1 or 0 in counts or any(-(-n // size) != -(-n // now) * (now // size) for n in lengths):
         return None
-    (length,) = lengths
-    plain = _plain(kernel, loop, now, -(-length // now))
+    plain = _plain(kernel, loop, now, counts.pop())
     found = factors(plain)
     factor = next((f for f in found.factors if free(f) == now and any(c.loop is not None for c in f.counters)), None)
     new = None if factor is None else retile(found, {factor.name: size})

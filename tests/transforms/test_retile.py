@@ -72,6 +72,22 @@ def test_terms_of_a_sum_hang_over_where_they_are_zero_there():
     assert retile(found, {terms: 4}) is found.kernel
 
 
+def test_arrays_of_whole_tiles_beside_those_that_hang_over():
+    """As what is kept of tiles that hang over: it has the elements outside, too."""
+
+    @jt.kernel(out_type=lambda a, b: jt.like(a, shape=(20, 36)), grid=(3, 3))
+    def product(a, b, o):
+        i, j = jt.program_id(0), jt.program_id(1)
+        o.tiles(8, 16)[i, j] = jt.dot(a.tiles(8, 4)[i, 0], b.tiles(4, 16)[0, j])
+
+    a, b = array(24, 4), array(4, 48, seed=1)  # of 20 and 36
+    found = found_of(product, a, b)
+    rows = next(f.name for f in found.factors if f.sizes == (24, 20))
+    check(found, {rows: 12}, a, b)
+    check(found, {rows: 24}, a, b)
+    assert retile(found, {rows: 4}) is None  # as many tiles of one array as of the other
+
+
 def test_what_depends_on_its_place_keeps_its_tiles():
     @jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: (2, 2))
     def triangle(x, o):

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jtile as jt
 from jtile import ir, passes
@@ -10,11 +9,11 @@ from jtile.interpret import interpret
 from jtile.primitive.lowering import pieces_of
 from jtile.transforms.rounds import round_size, shorter_rounds
 
-T, D, B = 16, 4, 8
+T, D, B = 14, 4, 8  # the last tile hangs over
 f32 = jnp.float32
 
 
-@jt.kernel(out_type=lambda q, k, v: jt.like(q), grid=T // B)
+@jt.kernel(out_type=lambda q, k, v: jt.like(q), grid=jt.cdiv(T, B))
 def causal(q, k, v, o):
     i = jt.program_id(0)
     Q, K, V, O = (x.tiles(B, D) for x in (q, k, v, o))
@@ -38,9 +37,9 @@ def kernels():
         yield kernel, [given[k] for k in inputs]
 
 
-@pytest.mark.parametrize("size", [4, 2])
-def test_rounds_of_a_causal_loop_and_of_its_gradients(size):
+def test_rounds_of_a_causal_loop_and_of_its_gradients():
     """Ends that depend on the program, and beginnings, of the cotangents of keys and values."""
+    size = 4
     for kernel, inputs in kernels():
         kernel = passes.run_pipeline(kernel, passes.TILE)
         assert round_size(kernel) == B
@@ -53,11 +52,11 @@ def test_rounds_of_a_causal_loop_and_of_its_gradients(size):
 
 
 def test_a_loop_that_is_no_sum_keeps_its_rounds():
-    @jt.kernel(out_type=lambda q, k: jt.like(q), grid=T // B)
+    @jt.kernel(out_type=lambda q, k: jt.like(q), grid=jt.cdiv(T, B))
     def largest(q, k, o):
         i = jt.program_id(0)
         m = jnp.zeros((B, 1), f32)
-        for j in jt.range(T // B):
+        for j in jt.range(jt.cdiv(T, B)):
             s = jt.dot(q.tiles(B, D)[i, 0], k.tiles(B, D)[j, 0].T)
             m = jnp.maximum(m, s.max(1, keepdims=True))
         o.tiles(B, D)[i, 0] = jnp.broadcast_to(m, (B, D))
@@ -66,3 +65,4 @@ def test_a_loop_that_is_no_sum_keeps_its_rounds():
     assert shorter_rounds(kernel, 4) is None
     kernel = passes.run_pipeline(causal.lower(*arrays(3)).program.kernel, passes.TILE)
     assert shorter_rounds(kernel, 3) is None and shorter_rounds(kernel, B) is None
+    assert shorter_rounds(kernel, 2) is None  # of 14 keys, the last of 8 such rounds would start outside
