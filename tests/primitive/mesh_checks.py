@@ -70,7 +70,8 @@ def check_cpu_on_meshes_of_all_sizes():
             f = jax.jit(shard(lambda x, axis=axis: shift(x, axis=axis), mesh))
             np.testing.assert_array_equal(f(x), rolled(x, mesh, axis))
     f = jax.jit(shard(lambda x: shift(x, axis="x"), PERMUTED, check_vma=False))
-    np.testing.assert_array_equal(f(X), rolled(X, PERMUTED))
+    with jt.config(timeout=np.inf):
+        np.testing.assert_array_equal(f(X), rolled(X, PERMUTED))
 
 
 def check_cpu_programs_and_lanes():
