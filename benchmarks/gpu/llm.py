@@ -5,6 +5,7 @@ Ours is `LanguageModel.stream` as users call it, the host's part included: micro
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -28,6 +29,7 @@ from jtile.models.load import default_model
 from jtile.testing import Timing
 
 PROMPTS = ((1, 512), (1, 2048), (16, 512), (64, 512))  # rows, tokens
+QUANTISED = ((1, 512), (1, 2048))  # the same of models with quantised weights
 STEPS = 32
 CHECKED = 32  # tokens of the prompt whose logits are compared
 SHOWN = 8  # kernels of a profile
@@ -37,26 +39,38 @@ Runner = Callable[..., tuple[float, float]]  # seconds of a prompt, and of a ste
 
 def results(machine: Machine, options: Options, say: Callable[[str], None], tiny: bool = False) -> Iterator[Result]:
     """A line for the prompt and one for a step of every model and size."""
-    prompts, steps = (((2, 16),), 8) if tiny else (PROMPTS, STEPS)
+    steps = 8 if tiny else STEPS
     rate = None
     for name, config in (models.TINY if tiny else models.SHAPES).items():
-        asked = [p for p in prompts if any(options.takes(text, "bfloat16") for text in _lines(name, *p))]
-        if not asked:
-            continue
-        rate = rate or _read_rate(machine, tiny)
-        began = time.monotonic()
-        lm = models.make(config)
-        jax.block_until_ready(jax.tree.leaves(models.model_state(lm.model)))
-        errors = _errors(lm)
-        say(
-            f"{name}: weights made and checked in {time.monotonic() - began:.0f} s, relative errors against float32: "
-            f"ours {errors[0]:.2e}, plain jnp {errors[1]:.2e}"
-        )
-        for rows, tokens in asked:
-            yield from _measured(name, models.Work(lm, rows, tokens, steps), machine, rate, errors, options, say)
-            torch_peers.free()
-        del lm
+        dense = None
+        for stored in (models.DENSE, *models.STORED):
+            prompts = ((2, 16),) if tiny else PROMPTS if stored == models.DENSE else QUANTISED
+            asked = [p for p in prompts if any(options.takes(text, stored) for text in _lines(name, *p))]
+            if not asked:
+                continue
+            rate = rate or _read_rate(machine, tiny)
+            lm, errors = _made(name, config, stored, say)
+            dense = lm if stored == models.DENSE else dense or models.make(config)
+            for rows, tokens in asked:
+                work = models.Work(lm, rows, tokens, steps, None if stored == models.DENSE else dense)
+                yield from _measured((name, stored), work, machine, rate, errors, options, say)
+                torch_peers.free()
+            del lm
+        del dense
     yield from () if tiny else _smollm2(machine, options, say)
+
+
+def _made(name: str, config: dict, stored: str, say: Callable[[str], None]):
+    """A model, and what `_errors` says of it."""
+    began = time.monotonic()
+    lm = models.make(config, stored)
+    jax.block_until_ready(jax.tree.leaves(models.model_state(lm.model)))
+    errors = _errors(lm)
+    say(
+        f"{name} {stored}: weights made and checked in {time.monotonic() - began:.0f} s, relative errors against "
+        f"float32: ours {errors[0]:.2e}, plain jnp {errors[1]:.2e}"
+    )
+    return lm, errors
 
 
 def _lines(name: str, rows: int, tokens: int) -> tuple[str, ...]:
@@ -70,7 +84,7 @@ def _errors(lm: LanguageModel) -> tuple[float, float]:
     ids, w, s = _ids(lm, 1, CHECKED), plain.weights_of(lm), plain.sizes_of(lm, None)
     exact = plain.exact_logits(w, ids, s=s)
     ours = relative_error(lm.logits(np.asarray(ids)), exact)
-    peer = relative_error(plain.logits(w, ids, s=s), exact)
+    peer = relative_error(plain.logits(plain.dense(w, jnp.bfloat16), ids, s=s), exact)
     return near_enough(ours, peer, lm.config.num_layers)
 
 
@@ -107,14 +121,15 @@ def _read_rate(machine: Machine, tiny: bool) -> float:
 
 
 def _measured(
-    name: str, work: models.Work, machine: Machine, rate: float, errors: tuple[float, float], options: Options,
-    say: Callable,
+    model: tuple[str, str], work: models.Work, machine: Machine, rate: float, errors: tuple[float, float],
+    options: Options, say: Callable,
 ) -> Iterator[Result]:  # fmt: skip
-    began, lm = time.monotonic(), work.lm
+    """The lines of a model, which is said by its name and how its weights are stored."""
+    (name, stored), began, lm = model, time.monotonic(), work.lm
     ids = _ids(lm, work.rows, work.tokens)
     runners: dict[str, Runner] = {}
     for peer, make in _RUNNERS.items():
-        if _left_out(peer, runners, options):
+        if _left_out(peer, work, runners, options):
             continue
         try:
             runners[peer] = make(work, ids)
@@ -132,14 +147,15 @@ def _measured(
     measured = time.monotonic()
     profiles = _profiles(runners, samples, work.steps, say) if options.profile else None
     took = f"{ready - began:.0f} s to compile, {measured - ready:.0f} s to measure"
-    bounds = machine.bound_us(0, work.prompt_flops(), "bf16"), 1e6 * work.step_bytes() / rate
+    unit = "fp8" if stored == "fp8" else "bf16"
+    bounds = machine.bound_us(0, work.prompt_flops(), unit), 1e6 * work.step_bytes() / rate
     for i, (config, bound) in enumerate(zip(_lines(name, work.rows, work.tokens), bounds)):
         times = {p: [1e6 * pair[i] for pair in pairs] for p, pairs in samples.items()}
         timings = {p: Timing(statistics.median(us), min(us)) for p, us in times.items()}
         of: dict[str, Any] = dict(
             bound_us=bound, error=errors[0], peer_error=errors[1], kernels=profiles and profiles[i]
         )
-        got = result("llm", config, "bfloat16", machine.device, timings, **of)
+        got = result("llm", config, stored, machine.device, timings, **of)
         say(_line(got, work, i == 0, took))
         yield got
 
@@ -162,7 +178,9 @@ def _line(got: Result, work: models.Work, prompt: bool, took: str) -> str:
     r, tokens = got.record, work.rows * (work.tokens if prompt else 1)
     rate = lambda us: f"{1e6 * tokens / us:.0f} tokens/s"
     peers = ", ".join(f"{name} {us:.0f} us ({rate(us)})" for name, us in r.peers.items())
-    text = f"llm {r.config}: {r.ours_us:.0f} us, {rate(r.ours_us)}, {100 * (r.bound_frac or 0):.0f} % of bound"
+    text = (
+        f"llm {r.config} {r.dtype}: {r.ours_us:.0f} us, {rate(r.ours_us)}, {100 * (r.bound_frac or 0):.0f} % of bound"
+    )
     return text + (f"; {peers}; ratio {r.ratio:.3f}" if peers else "") + f" [{took}]"
 
 
@@ -179,7 +197,8 @@ def _ours(work: models.Work, ids: jax.Array) -> Runner:
 
 
 def _plain(work: models.Work, ids: jax.Array, attention: plain.Attention = None) -> Runner:
-    w, s, count = plain.weights_of(work.lm), plain.sizes_of(work.lm, attention), work.steps
+    lm, count = work.dense or work.lm, work.steps
+    w, s = plain.weights_of(lm), plain.sizes_of(lm, attention)
 
     def run(steps: bool = True):
         start = time.perf_counter()
@@ -199,17 +218,24 @@ def _torch(work: models.Work, ids: jax.Array) -> Runner:
     return lambda steps=True: (prompt.seconds(1), step.seconds(work.steps) if steps else 0.0)
 
 
+def _ours_dense(work: models.Work, ids: jax.Array) -> Runner:
+    assert work.dense is not None
+    return _ours(dataclasses.replace(work, lm=work.dense), ids)
+
+
 _RUNNERS: dict[str, Callable[[models.Work, jax.Array], Runner]] = {
     "ours": _ours,
+    "ours, dense": _ours_dense,
     "plain jnp": functools.partial(_plain, attention="cudnn"),
     "plain jnp, XLA's attention": _plain,
     "torch": _torch,
 }
 
 
-def _left_out(peer: str, others: Mapping[str, Runner], options: Options) -> bool:
+def _left_out(peer: str, work: models.Work, others: Mapping[str, Runner], options: Options) -> bool:
     """Whether this run goes without a peer, because it is asked to, or it cannot run or need not."""
     needless = peer.startswith("plain jnp,") and "plain jnp" in others
+    needless |= (peer == "torch" and work.dense is not None) or (peer == "ours, dense" and work.dense is None)
     missing = (peer == "torch" and torch_peers.why_not()) or (peer == "plain jnp" and jax.default_backend() != "gpu")
     return bool(peer.startswith(options.without or ("\0",)) or needless or missing)
 

@@ -15,6 +15,7 @@ from jax import lax
 
 from benchmarks.gpu.models import llama
 from jtile.models import LanguageModel
+from jtile.ops import QuantizedTensor
 
 Attention = Literal["xla", "cudnn"] | None
 
@@ -130,7 +131,13 @@ def exact_logits(w, ids, *, s: Sizes):
 
 
 def _wide(tree):
-    return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
+    return jax.tree.map(lambda a: a.astype(jnp.float32), dense(tree, jnp.float32))
+
+
+def dense(tree, dtype):
+    """The tree with quantised weights as arrays of a dtype."""
+    of = lambda a: a.dequantize(dtype) if isinstance(a, QuantizedTensor) else a
+    return jax.tree.map(of, tree, is_leaf=lambda a: isinstance(a, QuantizedTensor))
 
 
 @functools.partial(jax.jit, static_argnames="s")

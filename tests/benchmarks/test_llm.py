@@ -40,9 +40,19 @@ def test_work_of_the_published_shapes(name, weights):
     assert one.prompt_flops() == 2 * products * 16 * 512 + 4 * scores * c.head_dim
 
 
+def test_work_of_quantised_weights():
+    """The matrices of blocks have fewer bits, and their products as many operations as those of dense ones."""
+    config, matrices = models.TINY["tiny"], 128 * 64 + 64 * 64 + 3 * 64 * 96
+    scales = {"fp8": 4 * (128 + 64 + 2 * 96 + 64), "int4": 2 * ((128 + 64 + 2 * 96) * 2 + 64 * 3)}
+    dense, *stored = (models.Work(models.make(config, s), 1, 32, 8) for s in (models.DENSE, *models.STORED))
+    for one, bits, of_scales in zip(stored, (8, 4), scales.values(), strict=True):
+        assert dense.step_bytes() - one.step_bytes() == matrices * (16 - bits) // 8 - of_scales
+        assert dense.prompt_flops() == one.prompt_flops()
+
+
 def test_a_tiny_model_is_checked_and_timed():
     said = []
-    options = measure.Options(repeats=2, without=("plain", "torch"), match=("step",), profile=True)
+    options = measure.Options(repeats=2, without=("plain", "torch"), match=("step bfloat16",), profile=True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # of jax.nn's attention
         prompt, step = llm.results(MACHINE, options, said.append, tiny=True)
     assert (prompt.record.config, step.record.config) == ("tiny, 2 x 16, prompt", "tiny, 2 x 16, step")
@@ -51,6 +61,16 @@ def test_a_tiny_model_is_checked_and_timed():
     assert step.record.bound_us > 0 and step.record.bound_frac > 0
     assert any("tokens/s" in line for line in said)
     assert not list(llm.results(MACHINE, measure.Options(match=("8B",)), said.append, tiny=True))
+
+
+@pytest.mark.slow
+def test_a_tiny_quantised_model():
+    """Beside a dense one of its shape."""
+    options = measure.Options(repeats=2, without=("plain", "torch"), match=("step fp8",))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        _, step = llm.results(MACHINE, options, lambda _: None, tiny=True)
+    assert (step.record.config, step.record.dtype) == ("tiny, 2 x 16, step", "fp8")
+    assert 0 < step.record.error < 1.2 * step.record.peer_error < 0.02 and list(step.record.peers) == ["ours, dense"]
 
 
 @pytest.mark.parametrize("ours", [0.0601, float("nan"), float("inf")])
