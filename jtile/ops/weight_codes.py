@@ -17,10 +17,10 @@ FLOAT8 = jnp.float8_e4m3fn
 def float4_numbers(codes):
     """float32 numbers of codes uint8 from 0 to 15, floats with a sign, 2 bits of exponent and 1 of mantissa (e2m1):
     0, 0.5, 1, 1.5, 2, 3, 4, 6, and from 8 on these less than 0."""
-    size = codes & np.uint8(7)  # twice the number: as the code is, and from 4 on 1, 2, 5 more than that
-    twice = size + (jnp.maximum(size, np.uint8(4)) - np.uint8(4)) + ((size + np.uint8(1)) >> np.uint8(3)) * np.uint8(2)
-    number = twice.astype(jnp.float32) * np.float32(0.5)
-    return jnp.where(codes >= np.uint8(8), -number, number)
+    # the bits are those of a float16 of 2^-14 times the number, where its exponent and mantissa meet
+    wide = codes.astype(jnp.uint16)
+    bits = (wide & np.uint16(7)) << np.uint16(9) | (wide & np.uint16(8)) << np.uint16(12)
+    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * np.float32(2.0**14)
 
 
 def float4_codes(xp, x):

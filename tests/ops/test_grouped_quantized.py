@@ -17,6 +17,7 @@ from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.grouped_matmul import grouped_matmul_reference
 from jtile.ops.quantized_tensor import K_KINDS, KINDS, QuantizedTensor
 from jtile.ops.routed_matmul import routed_matmul_reference
+from jtile.ops.weight_codes import float4_codes, float4_numbers
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -144,6 +145,22 @@ def test_stacks():
     np.testing.assert_allclose(parts[0].with_minima().dequantize(), parts[0].dequantize(), atol=1e-6)
     with pytest.raises(KernelTypeError, match="several shapes or kinds"):
         QuantizedTensor.stack([parts[0], parts[1].with_minima()])
+
+
+def test_floats_of_4_bits():
+    """Every code is its number's, what lies between is rounded to the nearest, and a power of two scales 32 of them."""
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    numbers = np.concatenate([sizes, -sizes])
+    codes = np.arange(16, dtype=np.uint8)
+    np.testing.assert_array_equal(float4_numbers(codes), numbers)
+    np.testing.assert_array_equal(float4_codes(np, np.delete(numbers, 8)), np.delete(codes, 8))
+    x = np.random.default_rng(0).uniform(-7, 7, 999).astype(np.float32)
+    off = abs(numbers[None, :] - x[:, None])
+    np.testing.assert_array_equal(abs(numbers[float4_codes(np, x)] - x), off.min(1))
+    w = QuantizedTensor.quantize(np.stack([np.tile(numbers, 4) * 2.0**-9, np.zeros(64)]).astype(np.float32), "mxfp4")
+    assert w.scale.shape == (2, 2) and w.scale.dtype == jnp.float8_e8m0fnu and w.nbytes == 2 * 64 // 2 + 4
+    np.testing.assert_array_equal(w.dequantize()[0], np.tile(numbers, 4) * 2.0**-9)
+    np.testing.assert_array_equal(w.dequantize()[1], 0)
 
 
 def test_refuses():
