@@ -39,8 +39,7 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
       [tokens, hidden] of x's dtype.
     """
     tokens, k = experts.shape
-    few = isinstance(tokens, int) and tokens * k <= down.shape[0]
-    if isinstance(down, QuantizedTensor) and few:
+    if ops.routes_unsorted(tokens * k, down):
         return _by_tokens(x, experts, weights, gate_up, down, biases, gated)
     chosen = experts.reshape(tokens * k)
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # row r of the sorted ones is token order[r] // k

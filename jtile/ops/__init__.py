@@ -33,6 +33,7 @@ from jtile.ops.quantized_tensor import from_gguf_blocks as from_gguf_blocks
 from jtile.ops.quantized_tensor import quantize as quantize
 from jtile.ops.rotary import rope as rope
 from jtile.ops.routed_matmul import routed_matmul as routed_matmul
+from jtile.ops.routed_matmul import routes_unsorted as routes_unsorted
 from jtile.ops.scaled_matmul import scaled_matmul as scaled_matmul
 from jtile.ops.scans import cumsum as cumsum
 from jtile.ops.softmaxes import log_softmax as log_softmax

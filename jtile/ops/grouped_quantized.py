@@ -38,8 +38,11 @@ def product(x, weight: QuantizedTensor, sizes, *, out_dtype: str) -> jax.Array:
 
 
 def few(rows, groups: int) -> bool:
-    """Whether most matrices that are read are multiplied with one row. An NPU's vector cores have no form for that."""
-    return known(rows) <= groups and not dispatch.vector_cores()
+    """Whether rows are multiplied one by one, straight from the codes. On CPUs that is as fast as tiles are where a
+    matrix has two or three rows; on GPUs, whose tiles of 64 rows take as long for one as for many, where most matrices
+    have one. An NPU's vector cores have no form for it."""
+    most = groups // 2 if dispatch.small_tiles() else 2 * groups
+    return known(rows) <= most and not dispatch.vector_cores()
 
 
 def routed(x, weight: QuantizedTensor, index, *, activation: str | None, out_dtype: str) -> jax.Array:

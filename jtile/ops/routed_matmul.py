@@ -14,14 +14,20 @@ from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.row_groups import within
 
 
+def routes_unsorted(rows: int, w: jax.Array | QuantizedTensor) -> bool:
+    """Whether `routed_matmul` takes so many rows in all one by one, without sorting them: what stands around it can
+    then do without a sort, too."""
+    return isinstance(w, QuantizedTensor) and grouped_quantized.few(rows, w.shape[0])
+
+
 def routed_matmul(
     x: jax.Array, w: jax.Array | QuantizedTensor, index: jax.Array, *, activation: str | None = None, out_dtype=None
 ) -> jax.Array:
     """`y[t, j] = x[t] @ w[index[t, j]].T`, or `x[t, j] @ ...` where x has a row for each j.
 
-    Few rows, no more than there are matrices, go through quantised matrices straight from their codes: a decoding step
-    of a mixture of experts. Elsewhere rows are sorted for `grouped_matmul`. Differentiable in x, and in w where it is
-    float.
+    Few rows go through quantised matrices straight from their codes, as in a decoding step of a mixture of experts: on
+    GPUs half as many as there are matrices at most, on CPUs twice as many. Elsewhere rows are sorted for
+    `grouped_matmul`. Differentiable in x, and in w where it is float.
 
     Args:
       x: float [tokens, in] or [tokens, k, in].
@@ -47,7 +53,7 @@ def routed_matmul(
     out = w.shape[1] // (1 if activation is None else 2)
     if 0 in (m, groups, out, x.shape[-1]):
         return jnp.zeros((tokens, k, out), out_dtype)
-    if isinstance(w, QuantizedTensor) and grouped_quantized.few(m, groups):
+    if isinstance(w, QuantizedTensor) and routes_unsorted(m, w):
         y = grouped_quantized.routed(rows, w, of, activation=activation, out_dtype=out_dtype.name)
         return y.reshape(tokens, k, out)
     of = within(of, groups)

@@ -126,7 +126,7 @@ def test_experts_that_are_stored_in_several_ways():
     got = evaluated(lambda x: held(x, chosen, share))(y)
     dense = [jnp.stack([w.dequantize()] * 2) for w in (q4, q8, q4)]
     want = evaluated(lambda x: experts.mixture(x, chosen, share, jnp.concatenate(dense[:2], axis=1), dense[2]))(y)
-    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert relative_error(got, want) < 2e-6
     assert of(q4, jnp.asarray(x), q4).gate_up.get_value().dtype == jnp.float32  # of bfloat16 and float32
     some = experts.stacked([q4, q4.with_minima()])
     assert some.kind == "q4_1" and some.shape == (2, 32, 32)

@@ -21,7 +21,7 @@ from jtile.ops.weight_codes import float4_codes, float4_numbers
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
-FEW, MANY = (1, 0, 1, 1), (5, 0, 19, 3)  # rows of four matrices, and one behind them
+FEW, MANY = (1, 0, 1, 0, 0, 0, 0, 1), (5, 0, 19, 0, 3, 0, 0, 0)  # rows of eight matrices, and one behind them
 # every kind in every way in make test-all; else each way twice, of K-quants where the decoders differ most
 CASES = [(kind, sizes, arch) for kind in (*KINDS, *K_KINDS) for sizes in (FEW, MANY) for arch in (None, "sm_90")]
 SOME = [
@@ -36,13 +36,13 @@ SOME = [
 SLOPES = ("fp8", "int8", "q2_k", "q4_k")  # of those, what gradients are compared of  # fmt: skip
 
 
-def stack(kind: str, inner: int, out: int = 21, groups: int = 4) -> QuantizedTensor:
+def stack(kind: str, inner: int, out: int = 21, groups: int = 8) -> QuantizedTensor:
     if kind in K_KINDS:
-        return QuantizedTensor.stack([random_tensor(kind, out, inner, seed) for seed in range(groups)])
-    group = 64 if kind.startswith("q4") else 32
-    return QuantizedTensor.stack(
-        [QuantizedTensor.quantize(np.asarray(normal(seed, out, inner)), kind, group) for seed in range(groups)]
-    )
+        whole = random_tensor(kind, groups * out, inner)
+    else:
+        x = np.random.default_rng(0).standard_normal((groups * out, inner), np.float32)
+        whole = QuantizedTensor.quantize(x, kind, 64 if kind.startswith("q4") else 32)
+    return jax.tree.map(lambda a: jax.device_put(np.asarray(a).reshape(groups, out, -1)), whole)
 
 
 def both(product, rows, slope=True, **options):
@@ -55,7 +55,7 @@ def both(product, rows, slope=True, **options):
 @pytest.mark.parametrize(("kind", "sizes", "arch"), CASES if thorough() else SOME)
 def test_products_and_gradients(kind, sizes, arch):
     w = stack(kind, 256 if kind in K_KINDS else 128)
-    assert (w.shape, w.ndim) == ((4, 21, w.shape[2]), 3)
+    assert (w.shape, w.ndim) == ((8, 21, w.shape[2]), 3)
     x = normal(9, sum(sizes) + 1, w.shape[2])
     with jt.config(arch=arch):
         chosen = ops.choices(lambda x: ops.grouped_matmul(x, w, jnp.asarray(sizes), transpose_w=True), x)
@@ -87,7 +87,7 @@ def test_in_the_interpreter(sizes):
 
 def test_layers_and_packed_codes():
     """vmap takes stacks of stacks; packed codes are taken apart where a product needs that."""
-    layers = [stack("q8_0", 64, out=6), stack("q8_0", 64, out=6).packed().unpacked()]
+    layers = [stack("q8_0", 64, 6, 4), stack("q8_0", 64, 6, 4).packed().unpacked()]
     w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     x, sizes = normal(3, 2, 9, 64), np.array([[2, 3, 0, 4], [0, 0, 9, 0]], np.int32)
     f = lambda x, w, sizes: ops.grouped_matmul(x, w, sizes, transpose_w=True)
@@ -96,7 +96,7 @@ def test_layers_and_packed_codes():
     want = [evaluated(f)(x[k], plain[k], sizes[k]) for k in range(2)]
     assert relative_error(got, np.stack(want)) < 2e-6
     with jt.config(arch="sm_90"):
-        packed, y = (evaluated(f)(x[0, :3], v, sizes[0]) for v in (layers[0].packed(), layers[0]))
+        packed, y = (evaluated(f)(x[0, :2], v, sizes[1] // 9 * 2) for v in (layers[0].packed(), layers[0]))
     assert relative_error(packed, y) < 1e-6
 
 
@@ -107,7 +107,7 @@ def test_layers_and_packed_codes():
 def test_rows_that_an_index_routes(kind, activation, own, arch, many):
     """Few rows, whose matrices are read once each, and `many`, which are sorted; `own`: a row for each choice."""
     w = stack(kind, 256 if kind == "q4_k" else 64, out=24)
-    index = np.array([[2, 3], [4, 1], [2, 2]] if many else [[0, 3], [-1, 1]], np.int32)
+    index = np.array([[2, 3], [8, 1], [2, 2]] * 3 if many else [[0, 3], [-1, 1]], np.int32)
     x = normal(5, *index.shape[: 1 + own], w.shape[2])
     with jt.config(arch=arch):
         got = both(ops.routed_matmul, index, activation=activation, slope=arch is None)(x, w)
@@ -164,7 +164,7 @@ def test_floats_of_4_bits():
 
 
 def test_refuses():
-    w, x = stack("q4_0", 64), normal(0, 3, 64)
+    w, x = stack("q4_0", 64, groups=4), normal(0, 3, 64)
     with pytest.raises(KernelValueError, match=r"are \[groups, n, k\]; call it with transpose_w=True"):
         ops.grouped_matmul(x, w, jnp.asarray([1, 1, 1, 0]))
     with pytest.raises(KernelValueError, match=r"w is \[groups, n, k\], got shape"):
