@@ -110,6 +110,26 @@ class LanguageModel:
         out = run(self._weights, widen(prompt.ids, size), slot, mask)[:, :length]
         return out[0] if prompt.single else out
 
+    def embed(self, ids, attention_mask=None) -> jax.Array:
+        """Embeddings of texts: the hidden state of each one's last token behind the final norm, of length 1, as models
+        that are trained for embeddings by their last token want it.
+
+        Args:
+          ids, attention_mask: as in `logits`.
+
+        Returns:
+          float32 [batch, hidden] (or [hidden]).
+
+        Raises:
+          PromptError: empty, too long, or ids outside the vocabulary.
+        """
+        prompt = self._prompt(ids, attention_mask)
+        size = kv.bucket(prompt.ids.shape[1], self.config.max_length)
+        args = widen(prompt.ids, size), prompt.lengths
+        run, _ = self._compiled(programs.embed, *args)
+        out = run(self._weights, *args)
+        return out[0] if prompt.single else out
+
     def generate(
         self,
         ids,

@@ -44,6 +44,15 @@ def logits(structure, weights, ids, slot, mask):
     return model.head(hidden) * mask[:, :, None].astype(jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def embed(structure, weights, ids, lengths):
+    """What stands behind the final norm at the last of the first `lengths` [batch] tokens of ids int32 [batch, length],
+    divided by its length: float32 [batch, hidden]."""
+    hidden = merge(structure, weights).hidden_states(ids)[-1]
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0].astype(jnp.float32)
+    return last / jnp.maximum(jnp.linalg.norm(last, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+
+
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("layout", "steps", "logprobs"))
 def prefill(structure, weights, ids, lengths, numbers, ends, *, layout, steps, logprobs):
     """Runs the prompts; returns (first new tokens [batch], their log-probabilities or None, whether each ends its row,

@@ -55,6 +55,7 @@ def make_app(
         Route("/v1/models/{name:path}", server.model),
         post("/v1/completions", server.completions),
         post("/v1/chat/completions", server.chat),
+        post("/v1/embeddings", server.embeddings),
         post("/tokenize", server.tokenize),
         post("/detokenize", server.detokenize),
     ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import anyio
+import numpy as np
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -23,7 +25,7 @@ from ..request import Token, read_request
 from .answers import Answer, usage_of
 from .errors import MISSING, SERVER, ApiError, api_error
 from .metrics import Metrics
-from .schema import CHOICES, ChatBody, CompletionBody, DetokenizeBody, Generated, Message, TokenizeBody
+from .schema import CHOICES, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Generated, Message, TokenizeBody
 
 Prompt = str | Sequence[int]
 
@@ -31,7 +33,7 @@ Prompt = str | Sequence[int]
 @dataclasses.dataclass
 class Server:
     """What the endpoints share. name: of the model; limit: bytes of a body; stopping: whether new requests are refused
-    because the server ends; open: requests that are being answered."""
+    because the server ends; open: requests that are being answered; embedding: lets one request for embeddings run."""
 
     engine: Engine
     name: str
@@ -40,6 +42,7 @@ class Server:
     stopping: bool = False
     open: int = 0
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    embedding: anyio.CapacityLimiter = dataclasses.field(default_factory=lambda: anyio.CapacityLimiter(1))
 
     # -- small ones ----------------------------------------------------------------------------------------------------
 
@@ -81,6 +84,29 @@ class Server:
         if not all(0 <= i < vocab for i in ids):
             raise ApiError(400, f"{param}: token ids are from 0 to {vocab - 1}", param=param)
         return self._tokenizer().decode(ids)
+
+    async def embeddings(self, request: Request) -> Response:
+        body = await self._body(request, EmbeddingBody)
+        self._check_model(body.model)
+        rows, count = await anyio.to_thread.run_sync(self._embed, body, limiter=self.embedding)
+        data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "model": self.name, "data": data, "usage": usage})
+
+    def _embed(self, body: EmbeddingBody) -> tuple[list, int]:
+        """(the embeddings in the form that is asked for, how many tokens the inputs have), in a thread."""
+        lm = self.engine.lm
+        size = lm.config.hidden_size if body.dimensions is None else body.dimensions
+        if not 1 <= size <= lm.config.hidden_size:
+            raise ApiError(400, f"dimensions are 1 to {lm.config.hidden_size}", param="dimensions")
+        inputs = [self._tokenizer().encode(x) if isinstance(x, str) else x for x in body.inputs()]
+        rows = []
+        for ids in inputs:
+            row = np.asarray(lm.embed(ids))[:size]
+            row = row / max(float(np.linalg.norm(row)), 1e-30)
+            packed = body.encoding_format == "base64"
+            rows.append(base64.b64encode(row.astype("<f4").tobytes()).decode() if packed else row.tolist())
+        return rows, sum(len(ids) for ids in inputs)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

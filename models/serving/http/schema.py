@@ -16,7 +16,15 @@ from ..grammar import Grammar
 from ..programs import LOGPROBS
 
 CHOICES = 128  # answers to one request: prompts times n
+INPUTS = 1024  # texts of one request for embeddings
 Ids = list[int]
+
+
+def several(given: str | Ids | list[str] | list[Ids]) -> list[str | Ids]:
+    """One prompt or several, as a list."""
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        return [given]  # type: ignore[list-item]
+    return list(given)  # type: ignore[arg-type]
 
 
 class Body(BaseModel):
@@ -111,11 +119,7 @@ class CompletionBody(Generated):
 
     def prompts(self) -> list[str | Ids]:
         """One or several, each text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return several(self.prompt)
 
 
 class Part(Body):
@@ -159,6 +163,25 @@ class ChatBody(Generated):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs takes logprobs to be true")
         return self
+
+
+class EmbeddingBody(Body):
+    """Of `/v1/embeddings`."""
+
+    input: str | Ids | list[str] | list[Ids]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+    def inputs(self) -> list[str | Ids]:
+        """One or several, each text or token ids.
+
+        Raises:
+          PromptError: too many.
+        """
+        inputs = several(self.input)
+        if len(inputs) > INPUTS:
+            raise PromptError(f"one request has at most {INPUTS} inputs, this one {len(inputs)}")
+        return inputs
 
 
 class TokenizeBody(Body):
