@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import importlib.util
 import os
@@ -183,6 +184,15 @@ def optimized():
     import jtile as jt
 
     with jt.config(optimize=True):
+        yield
+
+
+@pytest.fixture
+def by_numpy():
+    """NumPy runs what a test calls of JAX's own functions outside of jit; see `tests/support/eager_calls.py`."""
+    import eager_calls
+
+    with contextlib.nullcontext() if "cuda" in os.environ["JAX_PLATFORMS"] else eager_calls.by_numpy():
         yield
 
 

@@ -16,6 +16,8 @@ from jtile import ir
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.lowering import registry
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 matmul = tiled_matmul(16, 32, 8, stages=3)
 
 

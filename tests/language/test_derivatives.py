@@ -13,6 +13,8 @@ from jtile._errors import TransformError
 from jtile.language._primitives import put_p, take_p
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 R = np.random.default_rng(0)
 A, B, C = (R.standard_normal(s).astype("f") for s in ((4, 3), (3, 5), (4, 5)))
 V, W = R.standard_normal((2, 4, 3)).astype("f")

@@ -13,6 +13,8 @@ from ttir import run_ttir
 import jtile as jt
 from jtile.errors import TransformError
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 ROWS = np.arange(8, dtype=np.int32)
 X = jnp.asarray([1.0, 0.5, 1.5, 2.0, 0.25, 3.0, 1.25, 0.75])
 N = jnp.asarray([3, 0, 5, 1, 9, 2, 8, 4], jnp.int32)

@@ -10,6 +10,8 @@ from jtile import ops
 from jtile.models import kernels, layers, programs
 from jtile.ops import QuantizedTensor, gpu_tiles
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)

@@ -13,6 +13,8 @@ from jtile.ops import gpu_tiles, normed_products
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 CASES = {  # kind of the weights, rows, out, in, gated
     "bfloat16": ("bfloat16", 2, 20, 1032, False),
     "bfloat16, gated": ("bfloat16", 1, 24, 264, True),

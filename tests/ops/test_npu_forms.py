@@ -15,6 +15,8 @@ from jtile.ops import _shapes, convolutions, elementwise, norms, norms_backward,
 from jtile.ops.grouped_matmul import grouped_matmul_reference
 from jtile.testing import relative_error
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 GROUPS = np.asarray([5, 0, 9, 2], np.int32)
 WEIGHT = ops.QuantizedTensor.quantize(normal(1, 24, 64), "q4_0")
 

@@ -9,6 +9,8 @@ from jtile._errors import KernelTypeError, KernelValueError
 from jtile.ops import quantized_tensor
 from jtile.ops.quantized_tensor import BLOCK_BYTES, QuantizedTensor
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 gguf = pytest.importorskip("gguf", reason="the reference of the block layouts is the gguf package")
 
 BLOCKS = sorted(BLOCK_BYTES)

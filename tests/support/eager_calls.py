@@ -1,0 +1,103 @@
+"""Eager functions of `jnp` and `lax` on the CPU, run by NumPy: what tests write around kernels is one or two ops each.
+
+XLA takes 10 to 20 ms to compile a program of one op, for every shape and dtype. Only calls of JAX's own functions are
+taken, in tests that ask for the fixture `by_numpy`, and only where NumPy has a rule for every op in them
+(`jtile.testing.evaluate`); what tests or jtile jit is compiled as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtile.language._equations import opened
+from jtile.testing import evaluate
+
+OWN = os.path.join(os.path.dirname(jax.__file__), "_src") + os.sep
+
+
+class _NoRuleError(Exception):
+    """A rule of NumPy's would call JAX after all."""
+
+
+@contextlib.contextmanager
+def by_numpy() -> Iterator[None]:
+    """Eager calls of JAX's functions are run so inside, in this process."""
+    module = importlib.import_module("jax._" + "src.pjit")  # nothing public stands between a call and its program
+    compiled, bound, inside = module._pjit_call_impl_python, evaluate._bind, []
+
+    @functools.wraps(compiled)
+    def call(*args: Any, jaxpr: Any, **params: Any) -> Any:
+        if not inside and _own(jaxpr) and not any(params["donated_invars"]) and all(map(_here, args)):
+            inside.append(jaxpr)
+            try:
+                return _run(jaxpr, args), None, None, []
+            except _NoRuleError:
+                _known[id(jaxpr)] = jaxpr, False
+            finally:
+                inside.pop()
+        return compiled(*args, jaxpr=jaxpr, **params)
+
+    def bind(eqn: Any, *operands: Any) -> Any:
+        if inside:
+            raise _NoRuleError
+        return bound(eqn, *operands)
+
+    module._pjit_call_impl_python, evaluate._bind = call, bind
+    try:
+        yield
+    finally:
+        module._pjit_call_impl_python, evaluate._bind = compiled, bound
+
+
+_known: dict[int, tuple[Any, bool]] = {}  # by the identity of a program, which is kept
+
+
+def _own(closed: Any) -> bool:
+    """Whether a program is a function of JAX's that NumPy can run."""
+    key = id(closed)
+    if key not in _known:
+        _known[key] = closed, _fits(closed)
+    return _known[key][1]
+
+
+def _fits(closed: Any) -> bool:
+    jaxpr = opened(closed)[0]
+    where = jaxpr.debug_info.func_filename or ""
+    weak = any(v.aval.weak_type for v in jaxpr.outvars)
+    return where.startswith(OWN) and not weak and not jaxpr.effects and _ruled(closed)
+
+
+def _ruled(closed: Any) -> bool:
+    for eqn in opened(closed)[0].eqns:
+        name = eqn.primitive.name
+        if name not in evaluate.RULES or name.startswith("jtile"):
+            return False
+        if any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in [*eqn.invars, *eqn.outvars]):
+            return False
+        for part in jax.tree.leaves(dict(eqn.params), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if (hasattr(part, "eqns") or hasattr(part, "jaxpr")) and not _ruled(part):
+                return False
+    return True
+
+
+def _here(x: Any) -> bool:
+    """Whether an operand is an array of one CPU, or of NumPy."""
+    if isinstance(x, jax.Array):
+        return len(x.sharding.device_set) == 1 and x.is_fully_addressable
+    return isinstance(x, np.ndarray | np.generic | bool | int | float)
+
+
+def _run(closed: Any, args: Any) -> list[jax.Array]:
+    with np.errstate(all="ignore"):
+        outs = evaluate._walk(*opened(closed), args)
+    where = next((x.device for x in args if isinstance(x, jax.Array) and x.committed), None)
+    outs = [np.array(x, v.aval.dtype) for x, v in zip(outs, opened(closed)[0].outvars, strict=True)]
+    return jax.device_put(outs, where)
