@@ -183,9 +183,8 @@ def test_import_time(subprocess_env):
     # seconds of this process's own work: what else runs on the machine does not count
     code = "import time, jax; t = time.process_time(); import jtile; print(time.process_time() - t)"
     run = [sys.executable, "-c", code]
-    seconds = [
-        float(subprocess.run(run, capture_output=True, text=True, env=subprocess_env, check=True).stdout)
-        for _ in range(5)
-    ]
-    # the first run may write bytecode
+    seconds = [1.0]
+    while min(seconds) >= 0.060 and len(seconds) <= 5:  # the first run may write bytecode
+        done = subprocess.run(run, capture_output=True, text=True, env=subprocess_env, check=True)
+        seconds.append(float(done.stdout))
     assert min(seconds) < 0.060, f"import jtile adds {min(seconds) * 1e3:.0f} ms to import jax; the limit is 60"

@@ -17,6 +17,8 @@ from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 from jtile.tune.measure import argument_sets, difference
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 RNG = np.random.default_rng(11)
 
 

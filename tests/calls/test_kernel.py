@@ -10,6 +10,8 @@ import pytest
 
 import jtile as jt
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 RUN = ("native", "interpreter")
 
 

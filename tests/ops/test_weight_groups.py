@@ -18,6 +18,8 @@ from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 def int4(out, inner, groups, seed=0, zeros=True, dtype="float16"):
     """A tensor of codes, scales and zero points, and the matrix that they say."""

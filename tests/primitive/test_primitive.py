@@ -10,6 +10,8 @@ import jtile as jt
 from jtile import ir
 from jtile.primitive.jtile_call import jtile_call_p
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 @jt.kernel(out_type=lambda a, b, **_: jt.like(a), grid=lambda a, *, bm, **_: jt.cdiv(a.shape[0], bm))
 def add(a, b, o, *, bm=4):

@@ -11,6 +11,8 @@ import jtile as jt
 from jtile import ir
 from jtile.primitive.program import CustomVjp, make_program
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 def f32(*shape, scale=1.0):
     """Small whole numbers: sums and products of them are exact, so results are equal bit for bit."""

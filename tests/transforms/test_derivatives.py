@@ -13,6 +13,8 @@ from jtile import testing
 from jtile.testing.evaluate import evaluated
 from jtile.trace.tracing import equations
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 rng = np.random.default_rng(0)
 
 

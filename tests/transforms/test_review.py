@@ -11,6 +11,8 @@ import jtile as jt
 from jtile import testing
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 rng = np.random.default_rng(0)
 
 

@@ -9,6 +9,8 @@ import jtile as jt
 from jtile import ops
 from jtile.errors import TransformError
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 @jt.kernel(
     out_type=lambda a, b: jt.like(a, shape=(a.shape[0], b.shape[1])),

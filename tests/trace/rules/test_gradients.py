@@ -16,6 +16,8 @@ from jtile.interpret import interpret
 from jtile.testing.evaluate import evaluated
 from jtile.trace import rewrite_loops, to_tile_ir, trace
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 R = np.random.default_rng(0)
 X, Y = R.standard_normal((2, 4, 6)).astype("f")
 P = np.abs(X) + np.float32(0.1)  # positive
