@@ -121,7 +121,7 @@ def bench(
       KernelTypeError: called inside of a trace, `f` or a peer is no function, or an argument is no array.
       KernelValueError: results of a peer have other shapes than those of `f`, or `rounds` is below 1.
     """
-    functions = _functions(f, peers or {}, rounds)
+    functions = _functions(f, {} if peers is None else peers, rounds)
     _check_arrays(args)
     total = cost(f, *args).total
     leaves, tree = jax.tree.flatten(args)
@@ -149,6 +149,8 @@ def bench(
 def _functions(f: Any, peers: Mapping[str, Any], rounds: Any) -> dict[str, Callable[..., Any]]:
     if not isinstance(rounds, int) or rounds < 1:
         raise KernelValueError(f"jt.bench: rounds is {rounds!r}; expected the number of samples of each function")
+    if not isinstance(peers, Mapping) or not all(isinstance(label, str) for label in peers):
+        raise KernelTypeError(f"jt.bench: peers is {peers!r}; expected a mapping from names to functions")
     name = getattr(f, "__name__", None) or getattr(f, "name", None) or type(f).__name__
     name = name if name not in peers else f"{name} (given)"
     for label, function in {name: f, **peers}.items():

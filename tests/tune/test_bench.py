@@ -47,6 +47,8 @@ def test_trees_numbers_and_types_are_arguments():
     [
         (lambda: jt.bench(3, X), KernelTypeError, "int is 3; expected a function"),
         (lambda: jt.bench(double, X, peers={"no": None}), KernelTypeError, "no is None; expected a function"),
+        (lambda: jt.bench(double, X, peers=[jnp.sum]), KernelTypeError, "expected a mapping from names to functions"),
+        (lambda: jt.bench(double, X, peers={3: jnp.sum}), KernelTypeError, "expected a mapping from names"),
         (
             lambda: jt.bench(double, {"a": ["no"]}),
             KernelTypeError,
