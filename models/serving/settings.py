@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -88,12 +89,26 @@ def settings_of(
             "give a larger one, or fewer rows"
         )
     page = lm.page_size or PAGE
+    if page < 2:
+        raise ModelError("pages of an engine have at least 2 slots; load the model with a larger page_size, or None")
+    _check_devices(lm)
     length = min(max_length or lm.config.max_length, lm.config.max_length)
     if cache_tokens is None:
         cache_tokens = min(rows * length, _room(cpu) // token_bytes(lm))
     pages = -(-cache_tokens // page)
     length = min(length, pages * page)
     return Settings(rows, shapes, pages, page, length, max_waiting, bool(prefix_cache), 1 if invariant else None)
+
+
+def _check_devices(lm: LanguageModel) -> None:
+    """Refuses weights that are not where the engine's own arrays will be."""
+    here = jnp.zeros(()).sharding.device_set
+    found = set().union(*(weight.sharding.device_set for weight in lm._weights))
+    if found != here:
+        raise ModelError(
+            f"an engine runs on the default device, {here}, and the weights of {lm.source or 'the model'} are on "
+            f"{found}; move them there, or set jax_default_device"
+        )
 
 
 def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool) -> tuple[int, ...]:

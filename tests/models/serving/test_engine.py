@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -365,6 +366,17 @@ def test_requests_that_are_none(engine, arguments, message):
 def test_sizes_that_do_not_fit(lm, arguments, message):
     with pytest.raises(ModelError, match=message):
         Engine(lm, **arguments)
+
+
+def test_models_that_no_engine_takes(lm, monkeypatch):
+    monkeypatch.setattr(lm, "page_size", 1)
+    with pytest.raises(ModelError, match="at least 2 slots"):
+        Engine(lm, **SIZES)
+    monkeypatch.setattr(lm, "page_size", 8)
+    elsewhere = SimpleNamespace(sharding=SimpleNamespace(device_set={"gpu:1"}))
+    monkeypatch.setattr(lm, "_weights", [*lm._weights, elsewhere])
+    with pytest.raises(ModelError, match=r"the weights of short llama are on .*gpu:1"):
+        Engine(lm, **SIZES)
 
 
 class Letters:
