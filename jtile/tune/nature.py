@@ -108,7 +108,7 @@ def whole_product(kernel: ir.Kernel) -> Whole | None:
         return None
     bm, bn, bk = sizes(dot)
     m, n = left.along(0), right.along(1)
-    k = min(left.along(1), right.along(0), bk * max(runs[dot].trips, 1))
+    k = min(left.along(1), right.along(0), round(bk * max(runs[dot].trips, 1)))  # of rounds on average
     tiles = sum(runs[d].times / max(runs[d].trips, 1) for d in dots if d in runs) / len(beside)
     product = Product(
         m, n, k, max(ir.DTYPES[dot.a.dtype].bits // 8, 1),

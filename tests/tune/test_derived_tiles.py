@@ -6,6 +6,7 @@ from auto_kernels import attention, spec
 from products import tiled_matmul
 
 import jtile as jt
+from jtile.ir import parse_kernel
 from jtile.lowering import targets
 from jtile.primitive.lowering import pieces_of
 from jtile.tune import nature, warpgroups
@@ -84,3 +85,26 @@ def test_chains_of_products_take_rounds_that_registers_hold():
     assert ["rounds" in why for why in there.why] == [False, True, True]
     older = pieces_of(low.program, targets.resolve("cuda:sm_80"))
     assert [dots_of(k)[-1][2] for k in older.kernels] == [128, 64, 64]
+
+
+def test_a_product_of_a_number_of_rounds_on_average_has_whole_terms():
+    """Rounds that differ by program, of which there is an average; a side is what powers of two are taken of."""
+    kernel = parse_kernel("""
+        kernel @k(%a: ref<64x64xf32>, %b: ref<64x64xf32>, %o: ref<64x64xf32, out>) grid(4, 4) {
+          %i = program_id 0
+          %j = program_id 1
+          %c0 = full 0 : i32
+          %c1 = full 1 : i32
+          %z = full 0.0 : tile<16x16xf32>
+          %n = add %i, %c1
+          %s = for %k in %c0..%n step %c1 carry (%acc = %z) {
+            %x = load %a[tile(%i, 16), tile(%k, 16)]
+            %y = load %b[tile(%k, 16), tile(%j, 16)]
+            %d = dot %x, %y acc=%acc
+            yield %d
+          }
+          store %o[tile(%i, 16), tile(%j, 16)], %s
+        }
+    """)
+    whole = nature.whole_product(kernel)
+    assert whole is not None and whole.product.k == 40 and isinstance(whole.product.k, int)
