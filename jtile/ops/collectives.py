@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.collective_norms import all_reduce_rms_norm as all_reduce_rms_norm
+from jtile.ops.collective_norms import all_reduce_rms_norm_reference as all_reduce_rms_norm_reference
 from jtile.ops.collective_parts import (
     exchange_parts,
     gather_parts,

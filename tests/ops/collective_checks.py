@@ -108,6 +108,28 @@ def check_sums_are_the_same_everywhere():
     agree(jax.tree.leaves(ours(x, w)), jax.tree.leaves(jax.jit(jax.value_and_grad(theirs, (0, 1)))(x, w)), 1e-5)
 
 
+def check_a_sum_and_its_norm():
+    """The weight and the residual are replicated; all cotangents, with and without JAX's book of what varies."""
+    x, residual, weight = floats(3 * 4, 7), floats(3, 7), floats(7)
+    for vma, dtype, tolerance in ((True, "float32", 1e-5), (False, "float32", 1e-5), (True, "bfloat16", 1e-2)):
+        args = [v.astype(jnp.dtype(dtype)) for v in (x, residual, weight)]
+        found = []
+        for norm in (ops.all_reduce_rms_norm, ops.all_reduce_rms_norm_reference):
+
+            def both(x, r, w, norm=norm):
+                return norm(x, w, "x", residual=r)
+
+            specs = dict(in_specs=(P("x"), P(), P()), out_specs=P(), check_vma=vma)
+            sharded = jax.shard_map(both, mesh=Mesh(DEVICES[:4], ("x",)), **specs)
+
+            def pulled(*args, sharded=sharded):
+                outs, pull = jax.vjp(sharded, *args)
+                return outs, pull(tuple((o * o + o).astype(o.dtype) for o in outs))
+
+            found.append(jax.tree.leaves(jax.jit(pulled)(*args)))
+        agree(*found, tolerance)
+
+
 def check_bits_are_the_same_on_all_devices_and_in_all_runs():
     x = floats(8 * 64, 33)
     f = jax.jit(

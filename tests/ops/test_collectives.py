@@ -7,6 +7,7 @@ import devices
 import numpy as np
 import pytest
 
+from jtile.ops import collective_norms as norms
 from jtile.ops import collective_parts as parts
 from jtile.ops import collective_products as products
 
@@ -41,6 +42,15 @@ def test_parts_in_the_interpreter(name):
     for seed in range(2):
         got = getattr(parts, name).interpret(x, axis="x", bn=2, programs=2, mesh={"x": N}, seed=seed)
         np.testing.assert_array_equal(got, want(x))
+
+
+def test_a_sum_and_its_norm_in_the_interpreter():
+    x, r, w = whole(N, 3, 4), np.broadcast_to(whole(3, 4), (N, 3, 4)), np.ones((N, 4), np.float32)
+    y, s = norms.normed_sum.interpret(x, r, w, axis="x", eps=0.5, programs=2, mesh={"x": N}, seed=2)
+    total = r[0] + x.sum(0)
+    np.testing.assert_array_equal(s, np.broadcast_to(total, s.shape))
+    want = total / np.sqrt((total * total).mean(1, keepdims=True) + 0.5)
+    np.testing.assert_allclose(y, np.broadcast_to(want, y.shape), rtol=1e-5)
 
 
 W = whole(N, 4, 3)

@@ -1,0 +1,110 @@
+"""The sum over devices that an RMS norm follows, as one kernel: what stands between two layers cut over devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops._shapes import check_float, check_shape
+from jtile.ops.collective_parts import meta, summed_cotangent
+from jtile.ops.norms import rms_norm, rms_norm_reference
+
+
+def all_reduce_rms_norm(
+    x: jax.Array, weight: jax.Array, axis: str, *, residual: jax.Array, eps: float = 1e-6
+) -> tuple[jax.Array, jax.Array]:
+    """`rms_norm(all_reduce(x), weight, residual=residual)`: the norm of the sum over devices and a residual, and the
+    sum, which is in float32 and rounded once. Differentiable in x, weight and residual.
+
+    Args:
+      x: floats [..., n], this device's term.
+      weight: [n].
+      axis: an axis of the mesh.
+      residual: like x, the same on all devices.
+      eps: added to the mean of squares.
+    Returns:
+      The norm and the sum, like x, the same on all devices along the axis.
+    Raises:
+      KernelTypeError, KernelValueError: dtypes or shapes that do not fit, no such axis, or outside of `shard_map`.
+    """
+    x, weight, residual = map(jnp.asarray, (x, weight, residual))
+    check_float("all_reduce_rms_norm", x=x, weight=weight, residual=residual)
+    check_shape("all_reduce_rms_norm", "weight", weight, x.shape[-1:])
+    check_shape("all_reduce_rms_norm", "residual", residual, x.shape)
+    n = jt.axis_size(axis)
+    if n == 1 or x.size == 0:
+        return rms_norm(jax.lax.psum(x, axis), weight, residual=residual, eps=eps)
+    rows = (math.prod(x.shape[:-1]), x.shape[-1])
+    y, total = _normed(axis, float(eps), x.reshape(rows), residual.astype(x.dtype).reshape(rows), weight)
+    return y.reshape(x.shape), total.reshape(x.shape)
+
+
+def all_reduce_rms_norm_reference(x, weight, axis, *, residual, eps=1e-6):
+    """`all_reduce_rms_norm` by XLA."""
+    return rms_norm_reference(jax.lax.psum(x, axis), weight, residual=residual, eps=eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normed(axis: str, eps: float, x, residual, weight):
+    programs = min(meta(x.size)["programs"], x.shape[0])
+    outs = normed_sum(x, residual, weight, axis=axis, eps=eps, programs=programs)
+    return tuple(jt.same_along(y, axis) for y in outs)
+
+
+def _forward(axis, eps, x, residual, weight):
+    y, total = _normed(axis, eps, x, residual, weight)
+    return (y, total), (total, x, residual, weight)
+
+
+def _backward(axis, eps, residuals, cts):
+    from jtile.ops.collectives import all_reduce
+
+    total, x, residual, weight = residuals
+    _, pull = jax.vjp(lambda s, w: rms_norm(s, w, eps=eps), total, weight)
+    slope, of_weight = pull(cts[0])
+    slope = slope + cts[1]
+    of_x = summed_cotangent(slope, axis, lambda ct: all_reduce(ct, axis))
+    return tuple(_varying_as(ct, of) for ct, of in ((of_x, x), (slope, residual), (of_weight, weight)))
+
+
+def _varying_as(ct: jax.Array, of: jax.Array) -> jax.Array:
+    """A cotangent with the type of what it is of."""
+    axes: Any = jax.typeof(of).manual_axis_type.varying - jax.typeof(ct).manual_axis_type.varying
+    return jax.lax.pcast(ct, tuple(sorted(axes)), to="varying") if axes else ct
+
+
+_normed.defvjp(_forward, _backward)
+
+
+@jt.kernel(
+    out_type=lambda x, r, w, **_: (jt.like(x), jt.like(x)),
+    grid=lambda x, r, w, *, programs, **_: programs,
+    scratch=lambda x, r, w, *, axis, programs, **_: [
+        jt.symmetric((jt.axis_size(axis), *x.shape), x.dtype),
+        jt.signals((programs, jt.axis_size(axis))),
+    ],
+)
+def normed_sum(x, r, w, y, s, box, came, *, axis: str, eps: float, programs: int):
+    """x, r [rows, n], w [n]: y, s [rows, n]. Program p of P has rows p, p + P, ..."""
+    # s = r + sum over d of x of device d;  y = s / sqrt(mean(s^2) + eps) w
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    for k in jt.range(n):
+        d = (me + 1 + k) % n
+        there = box.on(axis, d)
+        for i in jt.range(p, x.shape[0], programs):
+            there[me, i] = x[i]
+        jt.signal(came.on(axis, d)[p, me])
+    for d in jt.range(n):
+        jt.wait(came[p, d])
+    for i in jt.range(p, x.shape[0], programs):
+        total = r[i].astype(jnp.float32)
+        for d in jt.range(n):
+            total = total + box[d, i].astype(jnp.float32)
+        s[i] = total.astype(s.dtype)
+        scale = jax.lax.rsqrt((total * total).sum() * (1.0 / x.shape[1]) + eps)
+        y[i] = (total * scale * w[...].astype(jnp.float32)).astype(y.dtype)
