@@ -90,6 +90,12 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="slow: give --runslow to run it"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    with _by_numpy():  # operands of modules: seventy programs of XLA in every worker
+        return (yield)
+
+
 def pytest_collection_finish():
     # Ten thousand tests and the modules of JAX, which every later collection would walk through. To walk through what
     # JAX keeps of every program, and to take apart what it leaves in cycles, would be a tenth of the time.
@@ -190,10 +196,14 @@ def optimized():
 @pytest.fixture
 def by_numpy():
     """NumPy runs what a test calls of JAX's own functions outside of jit; see `tests/support/eager_calls.py`."""
+    with _by_numpy():
+        yield
+
+
+def _by_numpy():
     import eager_calls
 
-    with contextlib.nullcontext() if "cuda" in os.environ["JAX_PLATFORMS"] else eager_calls.by_numpy():
-        yield
+    return contextlib.nullcontext() if "cuda" in os.environ["JAX_PLATFORMS"] else eager_calls.by_numpy()
 
 
 @pytest.fixture
