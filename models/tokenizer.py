@@ -168,16 +168,31 @@ class Tokenizer:
 
     @overload
     def apply_chat_template(
-        self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, tokenize: Literal[True] = True
+        self,
+        messages: Sequence[Mapping],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: Literal[True] = True,
+        tools: Sequence[Mapping] | None = None,
     ) -> list[int]: ...
 
     @overload
     def apply_chat_template(
-        self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, tokenize: Literal[False]
+        self,
+        messages: Sequence[Mapping],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: Literal[False],
+        tools: Sequence[Mapping] | None = None,
     ) -> str: ...
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, tokenize: bool = True
+        self,
+        messages: Sequence[Mapping],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: bool = True,
+        tools: Sequence[Mapping] | None = None,
     ) -> list[int] | str:
         """The prompt for a conversation.
 
@@ -186,14 +201,19 @@ class Tokenizer:
             own system prompt when there is none, if it has one.
           add_generation_prompt: whether to end with the opening of the assistant's turn.
           tokenize: token ids if true, else the text.
+          tools: functions that the model may call, {"type": "function", "function": {"name", "description",
+            "parameters"}}, for a template that knows tools.
 
         Raises:
-          PromptError: the model has no chat template, or the template refuses the conversation.
+          PromptError: the model has no chat template, or one without tools, or it refuses the conversation.
         """
         if self.chat_template is None:
             raise PromptError("this model has no chat template; pass plain text or token ids")
+        if tools and "tools" not in self.chat_template:
+            raise PromptError("the model's chat template knows no tools; leave them out, or take another model")
         text = _render(
             self.chat_template,
+            tools=[dict(tool) for tool in tools] if tools else None,
             messages=[dict(m) for m in messages],
             bos_token=self.bos,
             eos_token=self.eos,

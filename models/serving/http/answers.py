@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ..request import Completion, Token
+from .tools import CallReader
 
 Form = Literal["text_completion", "chat.completion"]
 
@@ -16,13 +17,14 @@ Form = Literal["text_completion", "chat.completion"]
 @dataclasses.dataclass
 class Answer:
     """The answer to one request, of several choices. `spell` gives the text of a token id alone; `echo`: the prompts,
-    where they are to stand in front of the answers."""
+    where they are to stand in front of the answers; `tools`: the names of those that it may call."""
 
     form: Form
     model: str
     spell: Callable[[int], str]
     logprobs: bool
     echo: Sequence[str] = ()
+    tools: Sequence[str] = ()
     id: str = ""
     created: int = 0
 
@@ -30,6 +32,7 @@ class Answer:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         self.created = int(time.time())
         self._offsets: dict[int, int] = {}  # of each choice how many characters it has so far
+        self._readers: dict[int, CallReader] = {}  # of each choice, in pieces
 
     @property
     def chat(self) -> bool:
@@ -39,10 +42,15 @@ class Answer:
         """Of all choices at once."""
         choices = []
         for i, completion in enumerate(completions):
-            text = self._prompt(i) + completion.text
-            held = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+            held, reason = {"text": self._prompt(i) + completion.text}, completion.finish_reason
+            if self.chat:
+                text, calls = self._parted(completion.text)
+                held = {"message": {"role": "assistant", "content": text, "refusal": None}}
+                if calls:
+                    held["message"] |= {"tool_calls": calls, "content": text or None}
+                    reason = "tool_calls"
             rates = self._rates(i, completion.tokens)
-            choices.append({"index": i, **held, "logprobs": rates, "finish_reason": completion.finish_reason})
+            choices.append({"index": i, **held, "logprobs": rates, "finish_reason": reason})
         return self._frame(self.form, choices) | {"usage": usage}
 
     def first(self, i: int) -> dict:
@@ -50,14 +58,36 @@ class Answer:
         held = {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": self._prompt(i)}
         return self._piece(i, held, None, None)
 
-    def piece(self, i: int, token: Token) -> dict:
-        """A token of choice i."""
-        held = {"delta": {"content": token.text}} if self.chat else {"text": token.text}
-        return self._piece(i, held, self._rates(i, [token]), None)
+    def piece(self, i: int, token: Token) -> dict | None:
+        """A token of choice i; None if there is nothing to be said of it yet."""
+        text = token.text
+        if self.tools:
+            text = self._readers.setdefault(i, CallReader(self.tools)).push(text)
+        if not text and not self.logprobs:
+            return None
+        return self._piece(i, self._text(text), self._rates(i, [token]), None)
 
-    def last(self, i: int, reason: str | None) -> dict:
+    def last(self, i: int, reason: str | None) -> list[dict]:
         """What ends choice i."""
-        return self._piece(i, {"delta": {}} if self.chat else {"text": ""}, None, reason)
+        rest, calls = self._readers[i].finish() if i in self._readers else ("", [])
+        pieces = [self._piece(i, self._text(rest), None, None)] if rest else []
+        if calls:
+            numbered = [{"index": k, **call} for k, call in enumerate(calls)]
+            pieces.append(self._piece(i, {"delta": {"tool_calls": numbered}}, None, None))
+            reason = "tool_calls"
+        return [*pieces, self._piece(i, {"delta": {}} if self.chat else {"text": ""}, None, reason)]
+
+    def _text(self, text: str) -> dict:
+        return {"delta": {"content": text}} if self.chat else {"text": text}
+
+    def _parted(self, text: str) -> tuple[str, list[dict]]:
+        """The text of a whole answer, and its calls of tools."""
+        if not self.tools:
+            return text, []
+        reader = CallReader(self.tools)
+        free = reader.push(text)
+        rest, calls = reader.finish()
+        return free + rest, calls
 
     def usage(self, usage: dict) -> dict:
         """Behind all choices."""

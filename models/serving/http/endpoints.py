@@ -125,16 +125,17 @@ class Server:
         body = await self._body(request, ChatBody)
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         logprobs = (body.top_logprobs or True) if body.logprobs else False
-        answer = self._answer("chat.completion", body.logprobs)
-        return await self._generate(request, body, lambda: [self._chat(body.messages)], most, logprobs, answer)
+        tools = body.functions()
+        answer = self._answer("chat.completion", body.logprobs, tools=[tool["function"]["name"] for tool in tools])
+        return await self._generate(request, body, lambda: [self._chat(body.messages, tools)], most, logprobs, answer)
 
-    def _answer(self, form, logprobs: bool, echo: Sequence[str] = ()) -> Answer:
+    def _answer(self, form, logprobs: bool, echo: Sequence[str] = (), tools: Sequence[str] = ()) -> Answer:
         tokenizer = self.engine.lm.tokenizer
         spell = lambda i: tokenizer.decode([i]) if tokenizer else str(i)
-        return Answer(form, self.name, spell, logprobs, echo)
+        return Answer(form, self.name, spell, logprobs, echo, tools)
 
-    def _chat(self, messages: Sequence[Message]) -> list[int]:
-        return self._tokenizer().apply_chat_template([message.plain() for message in messages])
+    def _chat(self, messages: Sequence[Message], tools: Sequence[dict] = ()) -> list[int]:
+        return self._tokenizer().apply_chat_template([message.plain() for message in messages], tools=tools or None)
 
     def _tokenizer(self) -> Tokenizer:
         if self.engine.lm.tokenizer is None:
@@ -198,9 +199,10 @@ class Server:
                 begun.add(i)
                 yield answer.first(i)
             if token is None:
-                yield answer.last(i, streams[i].completion.finish_reason)
-            elif token.text or answer.logprobs:
-                yield answer.piece(i, token)
+                for event in answer.last(i, streams[i].completion.finish_reason):
+                    yield event
+            elif (event := answer.piece(i, token)) is not None:
+                yield event
         if usage:
             yield answer.usage(usage_of([stream.completion for stream in streams], n))
 

@@ -3,6 +3,7 @@ ask for what this server cannot do are refused."""
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -129,10 +130,46 @@ class Part(Body):
     text: str = ""
 
 
+class Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class Call(Body):
+    """A call that an earlier answer has made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """For a chat template, which takes arguments as they are, not as text."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except ValueError as error:
+            raise PromptError(f"the arguments of a tool call are JSON; got {self.function.arguments[:80]!r}") from error
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """For a chat template: its content is one text."""
@@ -143,7 +180,9 @@ class Message(Body):
                 raise PromptError(f"the model takes text only; a message has a part {part.type!r}")
         text = "".join(part.text for part in parts)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        more["tool_calls"] = [call.plain() for call in self.tool_calls] if self.tool_calls else None
+        return {"role": role, "content": text} | {key: value for key, value in more.items() if value}
 
 
 class ChatBody(Generated):
@@ -154,15 +193,21 @@ class ChatBody(Generated):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
-    tools: list | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
 
     @model_validator(mode="after")
     def _can(self) -> ChatBody:
-        if self.tools:
-            raise ValueError("tools are not supported by this server")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice is 'none' or 'auto' here: calls cannot be forced")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs takes logprobs to be true")
         return self
+
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
 class EmbeddingBody(Body):

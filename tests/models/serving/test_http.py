@@ -28,8 +28,13 @@ uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip i
 
 from jtile.models.serving.http import make_app  # noqa: E402
 from jtile.models.serving.http.serve import Graceful  # noqa: E402
+from jtile.models.serving.http.tools import CallReader  # noqa: E402
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
+TEMPLATE = (
+    "{% for t in tools or [] %}[tool]{{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.arguments.to }}>{% endfor %}{{ '\\n' }}{% endfor %}[assistant]"
+)
 LENGTH = 96
 
 
@@ -147,6 +152,58 @@ def test_answers_of_a_schema(app, engine):
     assert len({json.dumps(answer) for answer in answers}) > 2
 
 
+CALL = '{"name": "go", "arguments": {"to": "x"}}'
+OTHER = '{"name": "go", "parameters": {"to": "y"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (CALL, "", ["x"]),
+        (f" [{CALL}, {OTHER}]", "", ["x", "y"]),
+        (f"[TOOL_CALLS] [{OTHER}]", "", ["y"]),
+        (f"I go.<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{OTHER}", "I go.", ["x", "y"]),
+        ('{"name": "stay", "arguments": {}}', None, []),
+        ('{"name": "go", "arguments": 3}', None, []),
+        ("<tool_call>{</tool_call>", None, []),
+        ("[1] says so", None, []),
+        ("a < b <tool", None, []),
+    ],
+)
+def test_calls_of_tools_in_texts(text, content, calls):
+    """Letter by letter and at once; what is no call of a tool that there is stays text."""
+    for pieces in (text, [text]):
+        reader = CallReader(["go"])
+        free = "".join(reader.push(piece) for piece in pieces)
+        rest, found = reader.finish()
+        assert free + rest == (text if content is None else content)
+        assert [json.loads(call["function"]["arguments"])["to"] for call in found] == calls
+
+
+def test_tools(app, engine, monkeypatch):
+    """The template is told of them, and of earlier calls; the call of an answer, forced by a schema, comes as one."""
+    call = {"type": "object", "properties": {"name": {"const": "go"}, "arguments": {"const": {"to": "x"}}}}
+    call |= {"required": ["name", "arguments"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}
+    past = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "go", "arguments": '{"to": "y"}'}}]}
+    messages = [{"role": "user", "content": "a"}, past, {"role": "tool", "tool_call_id": "1", "content": "b"}]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": call}}
+    body = {"messages": messages, "tools": [tool], "max_tokens": 60, "response_format": form}
+    got = post(app, "/v1/chat/completions", **body).json()
+    assert got["usage"]["prompt_tokens"] == len("[tool]go\n[user]a\n[assistant]<y>\n[tool]b\n[assistant]")
+    (choice,) = got["choices"]
+    (made,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert made["function"] == {"name": "go", "arguments": '{"to": "x"}'}
+    *_, called, end = events(post(app, "/v1/chat/completions", **body, stream=True))
+    assert called["choices"][0]["delta"]["tool_calls"][0]["function"] == made["function"]
+    assert end["choices"][0]["finish_reason"] == "tool_calls"
+    plain = post(app, "/v1/chat/completions", **body, tool_choice="none").json()["choices"][0]
+    assert (plain["finish_reason"], json.loads(plain["message"]["content"])["name"]) == ("stop", "go")
+    monkeypatch.setattr(engine.lm.tokenizer, "chat_template", "{{ messages[0].content }}")
+    assert "knows no tools" in post(app, "/v1/chat/completions", **body).json()["error"]["message"]
+
+
 def test_grammars_in_python(engine):
     """Of a regular expression and in the form of Lark; one that is cut off ends by its length."""
     (digits,) = engine.generate(["a"], max_tokens=20, grammar=Grammar.regex("[0-9]{7}"), logprobs=True)
@@ -188,6 +245,7 @@ def test_what_a_server_tells_of_itself(app):
 
 
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+BROKEN_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 OK = {"prompt": "a", "max_tokens": 1}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -221,7 +279,9 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/chat/completions", {"json": CHAT | {"messages": []}}, 400, "messages"),
         ("/v1/chat/completions", {"json": {"messages": [{"role": "king", "content": "a"}]}}, 400, "role"),
         ("/v1/chat/completions", {"json": {"messages": [IMAGE]}}, 400, "text only; a message has a part 'image_url'"),
-        ("/v1/chat/completions", {"json": CHAT | {"tools": [{}]}}, 400, "tools are not supported"),
+        ("/v1/chat/completions", {"json": CHAT | {"tools": [{}]}}, 400, "tools.0.type: Field required"),
+        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": "required"}}, 400, "calls cannot be forced"),
+        ("/v1/chat/completions", {"json": {"messages": [BROKEN_CALL]}}, 400, "arguments of a tool call are JSON"),
         ("/v1/chat/completions", {"json": CHAT | {"top_logprobs": 2}}, 400, "top_logprobs takes logprobs"),
         ("/v1/chat/completions", {"json": CHAT | {"response_format": {"type": "xml"}}}, 400, "response_format"),
         ("/v1/chat/completions", {"json": CHAT | {"response_format": {"type": "json_schema"}}}, 400, "takes a json"),

@@ -1,0 +1,72 @@
+"""Calls of tools in the texts of models: which text is a call, in the forms that chat templates teach.
+
+Models write a call as JSON with a "name" and "arguments" (or "parameters"): between `<tool_call>` and `</tool_call>`
+(Hermes, Qwen), or as the whole answer, one or a list, with `[TOOL_CALLS]` in front or not (Llama 3, Mistral).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection
+from typing import Any
+
+BEGIN = "<tool_call>"
+_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class CallReader:
+    """Parts the text of an answer from its calls of the tools `names`. What may be a call is held back to the end."""
+
+    def __init__(self, names: Collection[str]):
+        self._names = frozenset(names)
+        self._held, self._begun, self._calls_only = "", False, True
+
+    def push(self, text: str) -> str:
+        """The text that a piece of the answer sets free."""
+        self._held += text
+        if self._begun:
+            return ""
+        front = self._held.lstrip()
+        if self._calls_only and (not front or front[0] in "{["):
+            self._begun = bool(front)
+            return ""
+        at = self._held.find(BEGIN)
+        self._begun = at >= 0
+        if not self._begun:  # the end may be the beginning of a mark
+            ends = (n for n in range(len(BEGIN) - 1, 0, -1) if self._held.endswith(BEGIN[:n]))
+            at = len(self._held) - next(ends, 0)
+        free, self._held = self._held[:at], self._held[at:]
+        self._calls_only = self._calls_only and not free
+        return free
+
+    def finish(self) -> tuple[str, list[dict]]:
+        """(what is left of the text, the calls)."""
+        calls = self._calls()
+        return ("", calls) if calls else (self._held, [])
+
+    def _calls(self) -> list[dict]:
+        """Of what was held back; none if any part of it is no call of a tool that there is."""
+        text = self._held.strip().removeprefix("[TOOL_CALLS]")
+        calls: list[dict] = []
+        for body in _BLOCK.findall(text) if BEGIN in text else [text]:
+            try:
+                found = json.loads(body)
+            except ValueError:
+                return []
+            for item in found if isinstance(found, list) else [found]:
+                call = self._call(item)
+                if call is None:
+                    return []
+                calls.append(call)
+        return calls
+
+    def _call(self, item: Any) -> dict | None:
+        if not isinstance(item, dict) or item.get("name") not in self._names:
+            return None
+        arguments = item.get("arguments", item.get("parameters", {}))
+        if not isinstance(arguments, dict):
+            return None
+        function = {"name": item["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
