@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
@@ -153,6 +154,18 @@ def check_float(op: str, **arrays: Any) -> None:
         _check_has("dtype", op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise KernelTypeError(f"{op}: {name} is a float array, got {x.dtype.name}; convert it: {name}.astype(...)")
+
+
+def float_dtype(op: str, given: Any, default: Any) -> np.dtype:
+    """The dtype of a result: `given`, or the default for None; raises KernelTypeError for what is no float dtype."""
+    try:
+        found = jnp.dtype(default if given is None else given)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        name = repr(given) if found is None else found.name
+        raise KernelTypeError(f"{op}: out_dtype {name}; expected a float, for instance {jnp.dtype(default).name}")
+    return found
 
 
 def check_int(op: str, **arrays: Any) -> None:

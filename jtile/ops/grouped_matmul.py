@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelValueError
 from jtile.ops import dispatch, gpu_tiles, grouped_quantized, hopper_tiles
-from jtile.ops._shapes import check_float, check_int, check_rank, fit, known, machine, sums_in, tuned
+from jtile.ops._shapes import check_float, check_int, check_rank, fit, float_dtype, known, machine, sums_in, tuned
 from jtile.ops.hopper_tiles import Form, Product
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.row_groups import most_tiles, padded, place, tiles_of_groups
@@ -221,7 +221,7 @@ def grouped_matmul(
             f"grouped_matmul: x {x.shape} and group_sizes {sizes.shape} do not fit {groups} matrices of {k} rows "
             f"and {n} columns: x is [rows, {k}], group_sizes [{groups}]"
         )
-    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    out_dtype = float_dtype("grouped_matmul", out_dtype, x.dtype)
     if 0 in (groups, k) or math.prod((x.shape[0], n)) == 0:
         return jnp.zeros((x.shape[0], n), out_dtype)
     if isinstance(w, QuantizedTensor):

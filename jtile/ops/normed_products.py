@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops import hopper_gemv
-from jtile.ops._shapes import check_float, check_shape
+from jtile.ops._shapes import check_float, check_shape, float_dtype
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
 from jtile.ops.epilogues import check_activation
 from jtile.ops.gated_mlp import gated_mlp, gated_mlp_reference
@@ -106,7 +106,7 @@ def _call(name: str, x, weight, residual, weights: tuple, eps: float, activation
                 f"{name}: x {tuple(x.shape)} does not fit a weight of {list(w.shape)}; expected {[n, *k]}"
             )
     rows = (math.prod(x.shape[:-1]), *k)
-    options = dict(eps=float(eps), activation=activation, out_dtype=jnp.dtype(out_dtype or x.dtype).name)
+    options = dict(eps=float(eps), activation=activation, out_dtype=float_dtype(name, out_dtype, x.dtype).name)
     y, total = _product(x.reshape(rows), residual.reshape(rows), weight, weights, **options)
     return y.reshape(*x.shape[:-1], n), total.reshape(x.shape)
 

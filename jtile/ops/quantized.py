@@ -19,7 +19,7 @@ import numpy as np
 
 import jtile as jt
 from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, k_products, quantized_lanes
-from jtile.ops._shapes import check_float, check_shape, fit, known, machine
+from jtile.ops._shapes import check_float, check_shape, fit, float_dtype, known, machine
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, check_activation
 from jtile.ops.frozen import saving, slopes
@@ -53,11 +53,7 @@ def quantized_matmul(
       KernelValueError: shapes that do not fit, or an unknown activation.
     """
     _check(x, weight, activation)
-    out_dtype = jnp.dtype(out_dtype)
-    if not jnp.issubdtype(out_dtype, jnp.floating):
-        raise jt.errors.KernelTypeError(
-            f"quantized_matmul: out_dtype {out_dtype.name}; expected a float, for instance {x.dtype.name}"
-        )
+    out_dtype = float_dtype("quantized_matmul", out_dtype, x.dtype)
     out, inner = weight.shape
     rows = x.reshape(math.prod(x.shape[:-1]), inner)
     given = {}

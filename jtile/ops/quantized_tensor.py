@@ -247,11 +247,17 @@ class QuantizedTensor:
 
     @staticmethod
     def stack(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-        """Tensors of one shape and storage as one, [groups, out, in], for `grouped_matmul`.
+        """Tensors of one shape and storage as one, [groups, out, in], for `grouped_matmul`. That does not round rows of
+        x to 8 bits, so that `activations` is None in the stack.
 
         Raises:
-          KernelTypeError: their shapes or their storage differ.
+          KernelTypeError: they are no quantised tensors, or their shapes or their storage differ.
         """
+        if not all(isinstance(part, QuantizedTensor) for part in parts):
+            names = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+            raise KernelTypeError(
+                f"QuantizedTensor.stack takes quantised tensors, got {names}; stack arrays by jnp.stack"
+            )
         if len({(part.shape, part.storage) for part in parts}) != 1:
             raise KernelTypeError("cannot stack quantised tensors of several shapes or kinds; requantise them")
         parts = [dataclasses.replace(part, activations=None) for part in parts]

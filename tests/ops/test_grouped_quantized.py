@@ -135,6 +135,15 @@ def test_floats_that_an_index_routes():
         ops.routed_matmul(x, w[:, :5], index, activation="silu")
 
 
+def test_what_a_result_and_a_stack_cannot_be_is_refused():
+    x, w, sizes = normal(0, 3, 8), normal(1, 4, 8, 8), np.array([1, 1, 1, 0], np.int32)
+    for given, said in (("int8", "int8"), ("f33", "'f33'")):
+        with pytest.raises(KernelTypeError, match=f"out_dtype {said}; expected a float, for instance float32"):
+            ops.grouped_matmul(x, w, sizes, out_dtype=given)
+    with pytest.raises(KernelTypeError, match=r"takes quantised tensors, got ArrayImpl; stack arrays by jnp\.stack"):
+        QuantizedTensor.stack([x, x])
+
+
 def test_stacks():
     parts = [QuantizedTensor.quantize(np.asarray(normal(seed, 5, 64)), "q4_0") for seed in range(3)]
     w = QuantizedTensor.stack(parts)
