@@ -96,9 +96,9 @@ def integers_of(x, kind: str, count: int) -> Integers:
     groups = lambda v: v.reshape(groups_of(kind), LANES)
     bytes_ = [whole >> np.int32(bits - 7)]
     bytes_ += [(whole >> np.int32(8 * k)) & np.int32(255) for k in reversed(range(count - 1))]
-    shifts = [groups(byte.sum(1) * np.int32(-_ZERO[kind])) for byte in bytes_]
+    shifts = [groups(byte.sum(1, dtype=jnp.int32) * np.int32(-_ZERO[kind])) for byte in bytes_]
     planes = [_in_words(byte, kind) for byte in bytes_]
-    return Integers(planes, shifts, groups(unit), groups(whole.sum(1).astype(jnp.float32) * unit))
+    return Integers(planes, shifts, groups(unit), groups(whole.sum(1, dtype=jnp.int32).astype(jnp.float32) * unit))
 
 
 def _in_words(x, kind: str):
@@ -110,7 +110,7 @@ def _in_words(x, kind: str):
     else:
         u, axis = u.reshape(2 * LANES, 1, 2, 4, 2), 2
     at = lambda axis: jax.lax.broadcasted_iota(jnp.uint32, u.shape, axis)
-    words = (u << (at(axis) * np.uint32(8) + at(4) * np.uint32(16))).sum((axis, 4))
+    words = (u << (at(axis) * np.uint32(8) + at(4) * np.uint32(16))).sum((axis, 4), dtype=jnp.uint32)
     if bits_of(kind) == 4:
         return words.transpose(1, 0, 2)
     return words.reshape(2, LANES, 4)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -90,7 +90,7 @@ def read_request(
         raise PromptError(
             f"max_tokens is an int of at least 1, or None for as many as there is room for, got {max_tokens!r}"
         )
-    options = Sampling(**(sampling or {}))
+    options = _sampling(sampling or {})
     steps, vocab = options.static, lm.config.vocab_size
     biases = options.traced(1, vocab).get("bias")  # checks that each option is one value, and the tokens of biases
     bias = {} if biases is None else {int(i): float(biases[0, i]) for i in np.flatnonzero(biases[0])}
@@ -101,6 +101,16 @@ def read_request(
         raise PromptError(f"grammar is a Grammar, as Grammar.json(schema) gives one; got {grammar!r}")
     guide = None if grammar is None else Guide(lm, grammar)
     return Request(prompt, min(room, max_tokens or room), ends, _stops(lm, stop), row, guide)
+
+
+def _sampling(given: Mapping[str, Any] | SamplingOptions) -> Sampling:
+    known = SamplingOptions.__annotations__
+    if unknown := [repr(name) for name in given if name not in known]:
+        raise PromptError(
+            f"a request has no option {', '.join(unknown)}; beside max_tokens, stop, eos, logprobs and grammar there "
+            f"are {', '.join(known)}"
+        )
+    return Sampling(**given)
 
 
 def _ids(lm: LanguageModel, prompt) -> np.ndarray:

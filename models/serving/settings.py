@@ -73,6 +73,8 @@ def settings_of(
     Raises:
       ModelError: a number that is none, or numbers that do not fit each other.
     """
+    if not isinstance(lm, LanguageModel):
+        raise ModelError(f"an engine is of a LanguageModel, as jtile.models.load gives one; got {type(lm).__name__}")
     for name, value in (("rows", rows), ("cache_tokens", cache_tokens), ("max_length", max_length)):
         if value is not None and (not is_int(value) or value < 1):
             raise ModelError(f"{name} of an engine is an int of at least 1, or None; got {value!r}")
@@ -80,9 +82,10 @@ def settings_of(
         raise ModelError(f"max_waiting of an engine is an int of at least 0, got {max_waiting!r}")
     cpu = jt.platform() == "cpu"
     rows = rows or (16 if cpu else 128)
-    shapes = default_shapes(lm, rows, cpu, invariant) if shapes is None else tuple(shapes)
+    given = default_shapes(lm, rows, cpu, invariant) if shapes is None else shapes
+    shapes = tuple(given) if np.iterable(given) else ()
     if not shapes or not all(is_int(n) and n > 0 for n in shapes) or list(shapes) != sorted(set(shapes)):
-        raise ModelError(f"shapes of an engine are ascending numbers of tokens, got {shapes!r}")
+        raise ModelError(f"shapes of an engine are ascending numbers of tokens, got {given!r}")
     if shapes[-1] <= rows:
         raise ModelError(
             f"the largest shape of an engine, {shapes[-1]} tokens, has no room for a prompt beside {rows} rows; "

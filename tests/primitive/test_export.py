@@ -204,7 +204,15 @@ def test_poison_is_a_matter_of_the_exporting_process(folder, results):
 
 
 def test_export_checks_name_every_target():
-    targets = ["jtile_cpu", "jtile_cuda", "jtile_cuda_io", "jtile_rocm", "jtile_rocm_io", "jtile_ascend"]
+    targets = [
+        "jtile_cpu",
+        "jtile_cpu_devices",
+        "jtile_cuda",
+        "jtile_cuda_io",
+        "jtile_rocm",
+        "jtile_rocm_io",
+        "jtile_ascend",
+    ]
     assert jt.export_checks() == [export.DisabledSafetyCheck.custom_call(name) for name in targets]
     with pytest.raises(ValueError, match="custom calls whose targets have no compatibility guarantees"):
         export.export(jax.jit(first))(X)

@@ -347,6 +347,7 @@ def test_logits_that_are_no_numbers(short, core):
         ({"temperature": -1}, "temperature must be"),
         ({"temperature": [1.0, 2.0]}, "one value, or one a row"),
         ({"logit_bias": {256: 1.0}}, "outside the vocabulary"),
+        ({"max_new_tokens": 3}, "no option 'max_new_tokens'; beside max_tokens, stop, .* temperature, top_k"),
     ],
 )
 def test_requests_that_are_none(engine, arguments, message):
@@ -360,6 +361,7 @@ def test_requests_that_are_none(engine, arguments, message):
         ({"rows": 0}, "rows of an engine is an int"),
         ({"max_waiting": -1}, "max_waiting"),
         ({"shapes": (17, 17)}, "ascending"),
+        ({"shapes": 5}, "ascending"),
         ({"rows": 20, "shapes": (20,)}, "no room for a prompt beside 20 rows"),
     ],
 )
@@ -369,6 +371,8 @@ def test_sizes_that_do_not_fit(lm, arguments, message):
 
 
 def test_models_that_no_engine_takes(lm, monkeypatch):
+    with pytest.raises(ModelError, match=r"an engine is of a LanguageModel, .* got NoneType"):
+        Engine(None)
     monkeypatch.setattr(lm, "page_size", 1)
     with pytest.raises(ModelError, match="at least 2 slots"):
         Engine(lm, **SIZES)
