@@ -9,6 +9,7 @@ import jax
 
 import jtile as jt
 from jtile.ops._shapes import as_rows, fit, machine, rows_per_tile, wide
+from jtile.ops.operands import Epilogue
 
 
 def _gelu_tanh(y):
@@ -31,6 +32,16 @@ def check_activation(op: str, name: str | None) -> None:
     if name not in ACTIVATIONS:
         known = ", ".join(str(a) for a in ACTIVATIONS)
         raise jt.errors.KernelValueError(f"{op}: unknown activation {name!r}; expected one of {known}")
+
+
+def finished(products, epilogue: Epilogue, activation: str | None, i, r, bm: int, rows: int):
+    """In a kernel, tile (i, r) [bm, rows] of a result from that of its product: with bias, activation and residual. A
+    second product, of a gated layer, is multiplied with what the activation makes of the first."""
+    first, *more = products
+    y = first if epilogue.bias is None else first + epilogue.bias.tiles(1, rows)[0, r]
+    y = ACTIVATIONS[activation](y)
+    y = y * more[0] if more else y
+    return y if epilogue.residual is None else y + epilogue.residual.tiles(bm, rows)[i, r]
 
 
 @jt.kernel(

@@ -16,7 +16,7 @@ import numpy as np
 import jtile as jt
 from jtile.ops import dispatch
 from jtile.ops._shapes import fit, known, tuned
-from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.epilogues import ACTIVATIONS, finished
 from jtile.ops.operands import NO_EPILOGUE, Epilogue
 from jtile.ops.quantized_lanes import DOWN, LARGE, SMALL, plain_fields, plain_planes, scaled_fields, scaled_planes, side
 from jtile.ops.super_blocks import LAYOUTS, RUN, SUPER, Layout, SuperBlocks, as_bytes, integers
@@ -170,9 +170,7 @@ def k_gemm_lanes(
                     total = jt.dot(X[i, chunk, 0, part, 0].reshape(bm, -1), term.T, total)
             found.append(total)
         sums = tuple(found)
-    first = sums[0] if epilogue.bias is None else sums[0] + epilogue.bias.tiles(1, rows)[0, r]
-    out = ACTIVATIONS[activation](first) * (sums[1] if len(sums) > 1 else 1.0)
-    y.tiles(bm, rows)[i, r] = out if epilogue.residual is None else out + epilogue.residual.tiles(bm, rows)[i, r]
+    y.tiles(bm, rows)[i, r] = finished(sums, epilogue, activation, i, r, bm, rows)
 
 
 @jt.kernel(

@@ -18,7 +18,7 @@ import jtile as jt
 from jtile.ops import k_lanes
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
-from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.epilogues import finished
 from jtile.ops.frozen import saving, slopes
 from jtile.ops.operands import NO_EPILOGUE, Epilogue
 from jtile.ops.super_blocks import LAYOUTS, RUN, SUPER, Layout, SuperBlocks, as_bytes, integers
@@ -96,14 +96,6 @@ def _type(x, weights, *_, **__):
     return jax.ShapeDtypeStruct((x.shape[0], weights[0].scale.shape[0]), jnp.float32)
 
 
-def _finished(found: list, epilogue: Epilogue, r, rows: int, i, bm: int, activation):
-    """Bias, activation, the second product and residual of tiles [bm, rows]."""
-    y = found[0] if epilogue.bias is None else found[0] + epilogue.bias.tiles(1, rows)[0, r]
-    y = ACTIVATIONS[activation](y)
-    y = y * found[1] if len(found) > 1 else y
-    return y if epilogue.residual is None else y + epilogue.residual.tiles(bm, rows)[i, r]
-
-
 @jt.kernel(
     out_type=_type, grid=lambda x, weights, *_, rows, **__: (x.shape[0], jt.cdiv(weights[0].scale.shape[0], rows))
 )
@@ -112,7 +104,7 @@ def k_gemv(x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: 
     i, r, layout = jt.program_id(0), jt.program_id(1), LAYOUTS[kind]
     X, sums = row_of(x, i, layout)
     found = [row_product(w, layout, X, sums, r, rows)[None, :] for w in weights]
-    y.tiles(1, rows)[i, r] = _finished(found, epilogue, r, rows, i, 1, activation)
+    y.tiles(1, rows)[i, r] = finished(found, epilogue, activation, i, r, 1, rows)
 
 
 @jt.kernel(
@@ -124,7 +116,7 @@ def k_gemm(x, weights: tuple[SuperBlocks, ...], epilogue: Epilogue, y, *, kind: 
     r, i, blocks = jt.program_id(0), jt.program_id(1), weights[0].scale.shape[1]
     X = x.tiles(bm, x.shape[1])[i, 0]
     found = [jt.dot(X, dequantized_tile(w, LAYOUTS[kind], r, rows, blocks).T) for w in weights]
-    y.tiles(bm, rows)[i, r] = _finished(found, epilogue, r, rows, i, bm, activation)
+    y.tiles(bm, rows)[i, r] = finished(found, epilogue, activation, i, r, bm, rows)
 
 
 @jt.kernel(

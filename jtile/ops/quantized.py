@@ -21,7 +21,7 @@ import jtile as jt
 from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, k_products, quantized_lanes
 from jtile.ops._shapes import check_float, check_shape, fit, float_dtype, known, machine
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
-from jtile.ops.epilogues import ACTIVATIONS, check_activation
+from jtile.ops.epilogues import ACTIVATIONS, check_activation, finished
 from jtile.ops.frozen import saving, slopes
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
@@ -108,13 +108,6 @@ def _divisor(n: int, limit: int) -> int:
     """The largest divisor of n up to the limit; the limit itself if that is much smaller."""
     best = max((d for d in range(1, min(n, limit) + 1) if n % d == 0), default=1)
     return best if 2 * best >= min(n, limit) else max(1, min(n, limit))
-
-
-def _finished(y, epilogue: Epilogue, r, rows: int, i, bm: int, activation):
-    """Bias, activation and residual of one tile y [bm, rows] of the result."""
-    y = y if epilogue.bias is None else y + epilogue.bias.tiles(1, rows)[0, r]
-    y = ACTIVATIONS[activation](y)
-    return y if epilogue.residual is None else y + epilogue.residual.tiles(bm, rows)[i, r]
 
 
 def _multiplied(x, weights: tuple[QuantizedTensor, ...], epilogue: Epilogue, **options) -> jax.Array:
@@ -209,7 +202,7 @@ def row_of(x, i, weight: Weight, kind: str):
 def _gemv(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation, rows):
     (weight,), i, r = weights, jt.program_id(0), jt.program_id(1)
     Y = row_product(weight, row_of(x, i, weight, kind), r, rows, kind)
-    y.tiles(1, rows)[i, r] = _finished(Y[None, :], epilogue, r, rows, i, 1, activation)
+    y.tiles(1, rows)[i, r] = finished([Y[None, :]], epilogue, activation, i, r, 1, rows)
 
 
 @jt.kernel(out_type=_type, grid=_grid_of_tiles, name="quantized_gemm")
@@ -217,7 +210,7 @@ def _gemm(x, weights: tuple[Weight], epilogue: Epilogue, y, *, kind, activation,
     (weight,), r, i = weights, jt.program_id(0), jt.program_id(1)
     X = x.tiles(bm, x.shape[1])[i, 0]
     Y = jt.dot(X, dequantized_tile(weight, r, rows, kind, x.shape[1]).T)
-    y.tiles(bm, rows)[i, r] = _finished(Y, epilogue, r, rows, i, bm, activation)
+    y.tiles(bm, rows)[i, r] = finished([Y], epilogue, activation, i, r, bm, rows)
 
 
 @jt.kernel(out_type=_type, grid=_grid_of_rows, name="quantized_gated_gemv")

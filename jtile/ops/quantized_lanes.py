@@ -20,7 +20,7 @@ import numpy as np
 import jtile as jt
 from jtile.ops import dispatch
 from jtile.ops._shapes import known, tuned
-from jtile.ops.epilogues import ACTIVATIONS
+from jtile.ops.epilogues import ACTIVATIONS, finished
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.weight_codes import BLOCK, FOUR_BIT
 
@@ -274,9 +274,7 @@ def quantized_gemm_lanes(
         sums = tuple(found)
     if weights[0].scaled_last(kind):
         sums = tuple(total * w.scale.tiles(rows, 1)[r, 0][:, 0][None, :] for total, w in zip(sums, weights))
-    first = sums[0] if epilogue.bias is None else sums[0] + epilogue.bias.tiles(1, rows)[0, r]
-    out = ACTIVATIONS[activation](first) * (sums[1] if len(sums) > 1 else 1.0)
-    y.tiles(bm, rows)[i, r] = out if epilogue.residual is None else out + epilogue.residual.tiles(bm, rows)[i, r]
+    y.tiles(bm, rows)[i, r] = finished(sums, epilogue, activation, i, r, bm, rows)
 
 
 def in_groups(array, rows: int, axis: int = 0):
