@@ -184,6 +184,7 @@ class World:
         self.memory: dict[tuple[Any, ...], Buffer] = {}
         self.counters: dict[tuple[int, Place, Value, int], Counter] = {}
         self.meetings: dict[tuple[Any, ...], Meeting] = {}
+        self.arrivals: dict[tuple[str, int, int, int], Meeting] = {}
         self.machines: list[Machine] = [None] * len(self.places)  # type: ignore[list-item]  # of the call at hand
         self.rng = random.Random(int(seed) * 1_000_003)
 
@@ -259,8 +260,7 @@ class World:
         if not lanes.active.all():
             raise part.machine.error(OutOfBoundsError, op, "there is no such signal", op.ref)
         at = int(lanes.at[0])
-        name = (cells.value.name or "signal") + "".join(f"[{i}]" for i in np.unravel_index(at, cells.shape))
-        name += f" of {self.device_text(cells.at)}"
+        name = self.signal_text(cells.value, at, cells.at)
         return self.counters.setdefault((part.call, cells.at, cells.value, at), Counter()), name
 
     # -- signals ------------------------------------------------------------------------------------------------
@@ -324,12 +324,12 @@ class World:
             why = f"there is no counter {op.counters}[{at}] of {op.size}, or no program of {count}"
             raise m.error(OutOfBoundsError, op, why)
         key = (op.counters, at, part.rank, part.call)
-        meeting = self.meetings.setdefault(key, Meeting(np.zeros_like(part.clock)))
+        meeting = self.arrivals.setdefault(key, Meeting(np.zeros_like(part.clock)))
         meeting.came += 1
         np.maximum(meeting.clock, part.advance(), out=meeting.clock)
         if meeting.came < count:
             return False
-        part.learn(self.meetings.pop(key).clock)
+        part.learn(self.arrivals.pop(key).clock)
         return True
 
     # -- ends ---------------------------------------------------------------------------------------------------
@@ -337,14 +337,12 @@ class World:
         """All calls have ended, and nobody has waited for some signals."""
         for (call, at, v, index), counter in self.counters.items():
             if counter.value > counter.waited:
-                name = (v.name or "signal") + "".join(f"[{i}]" for i in np.unravel_index(index, v.shape))
-                why = f"{name} of {self.device_text(at)} stands at {counter.value} at the end of {self.call_text(call)}"
+                why = f"{self.signal_text(v, index, at)} stands at {counter.value} at the end of {self.call_text(call)}"
                 why += f", and nobody waited for more than {counter.waited}: what is left is a signal too many"
                 raise self.error(ProtocolError, why, counter.log[-1][2])
-        for key, meeting in self.meetings.items():
-            if len(key) == 4 and isinstance(key[0], str) and key[0] not in self.axes:
-                why = f"{meeting.came} programs arrived at {key[0]}[{key[1]}], fewer than the count that they gave"
-                raise self.error(ProtocolError, why, None)
+        for (counters, index, *_), meeting in self.arrivals.items():
+            why = f"{meeting.came} programs arrived at {counters}[{index}], fewer than the count that they gave"
+            raise self.error(ProtocolError, why, None)
 
     def deadlock(self) -> DeadlockError:
         text, stuck = [], []
@@ -369,6 +367,10 @@ class World:
     # -- names --------------------------------------------------------------------------------------------------
     def device_text(self, at: Place) -> str:
         return f"device ({', '.join(f'{axis}={i}' for axis, i in zip(self.axes, at, strict=True))})"
+
+    def signal_text(self, v: Value, index: int, at: Place) -> str:
+        places = "".join(f"[{i}]" for i in np.unravel_index(index, v.shape))
+        return f"{v.name or 'signal'}{places} of {self.device_text(at)}"
 
     def call_text(self, call: int) -> str:
         return f"call {call + 1}"

@@ -97,22 +97,14 @@ def _bound(cond: Value, index: Value, inside: set[Value], known: Intervals) -> _
     fn = op.fn
     if x in inside and y not in inside:  # the index stands on the right
         x, y, fn = y, x, {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}[fn]
-    if x in inside or fn not in ("lt", "ge", "gt", "le"):
+    if x in inside:
         return None
     floor = _floor(y, known(x), index, known, equal=fn in ("le", "gt"))
     if floor is None:
         return None
     a, b, c = floor  # y = (a * index + b) div c
-    match fn:
-        case "lt":  # x < y: c (x + 1) <= a i + b
-            return _Bound(x, 1, c, -b, a, last=False)
-        case "le":
-            return _Bound(x, 0, c, -b, a, last=False)
-        case "ge":  # y <= x: a i + b < c (x + 1): i < ceil((c (x + 1) - b) / a)
-            return _Bound(x, 1, c, -b, a, last=True)
-        case "gt":
-            return _Bound(x, 0, c, -b, a, last=True)
-    return None
+    # x < y: c (x + 1) <= a i + b; x <= y: c x <= a i + b; and the opposite of both, up to which rounds go
+    return _Bound(x, int(fn in ("lt", "ge")), c, -b, a, last=fn in ("ge", "gt"))
 
 
 def _floor(

@@ -60,12 +60,8 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
     names = ref_names(fn, params)
 
     def body(*tracers):
-        refs = [
-            Signals(t, n)
-            if role == "signal"
-            else (KeyRef if is_key(x.dtype) else Ref)(t, n, role, role != "in" or k in aliased)
-            for k, (t, n, role, x) in enumerate(zip(tracers, names, roles, leaves, strict=True))
-        ]
+        described = zip(tracers, names, roles, leaves, strict=True)
+        refs = [_parameter(t, n, role, x.dtype, k in aliased) for k, (t, n, role, x) in enumerate(described)]
         out = fn(*treedef.unflatten(refs), **(meta or {}))
         if out is not None:
             raise KernelTypeError(
@@ -90,6 +86,13 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
     _check_consts(fn, name, closed)
     _check_axes(closed, len(grid), name)
     return _of_reals(closed)
+
+
+def _parameter(tracer, name, role, dtype, aliased):
+    """What the body of a kernel has for one parameter."""
+    if role == "signal":
+        return Signals(tracer, name)
+    return (KeyRef if is_key(dtype) else Ref)(tracer, name, role, role != "in" or aliased)
 
 
 def _of_reals(closed):
