@@ -162,6 +162,10 @@ def test_programs_that_arrive_and_signal():
     x = numbers(2, 2)
     for seed in SEEDS:
         np.testing.assert_array_equal(interpret_devices(kernel, [x], seed=seed)[0], x.sum(1, keepdims=True)[::-1])
+    barrier = text.replace("  %last", '  axis_barrier "x"\n  %last', 1).replace('counters="c"', 'counters="x"')
+    for seed in SEEDS:  # a counter with the name of the axis
+        got = interpret_devices(parse_kernel(barrier), [x], seed=seed)[0]
+        np.testing.assert_array_equal(got, x.sum(1, keepdims=True)[::-1])
     early = text.replace('%last = last_arrival %c0, %c2 counters="c" size=1', "%last = eq %k, %c0")
     with pytest.raises((RaceError, UninitializedReadError)):
         for seed in SEEDS:
