@@ -159,12 +159,24 @@ def _tile(rows, W, i, j, bm, bn, dtype):
     return acc
 
 
+def _box(x, rows: int, w, axis: str, bm: int, bn: int) -> list:
+    """Memory for products of `rows` rows that every device sends, and a signal for each of their tiles."""
+    n, columns = jt.axis_size(axis), w.shape[1]
+    return [jt.symmetric((n, rows, columns), x.dtype), jt.signals((jt.cdiv(rows, bm), jt.cdiv(columns, bn), n))]
+
+
 @jt.function
-def _sum(parts, n, i, j, bm, bn, dtype):
-    acc = jt.zeros((bm, bn), accumulator(dtype))
-    for d in jt.range(n):
-        acc = acc + parts[d, i, j].astype(acc.dtype)
-    return acc.astype(dtype)
+def _add_up(parts, came, O, n, p, programs, bm, bn, dtype):
+    """The tiles of O that are program p's, each the sum of those that n devices send."""
+    columns = O.shape[1]
+    for t in jt.range(p, O.shape[0] * columns, programs):
+        i, j = t // columns, t % columns
+        for d in jt.range(n):
+            jt.wait(came[i, j, d])
+        acc = jt.zeros((bm, bn), accumulator(dtype))
+        for d in jt.range(n):
+            acc = acc + parts[d, i, j].astype(acc.dtype)
+        O[i, j] = acc.astype(dtype)
 
 
 @jt.kernel(
@@ -198,10 +210,7 @@ def gathered_product(x, w, o, box, came, *, axis: str, bm: int, bn: int, bk: int
 @jt.kernel(
     out_type=lambda x, w, **_: jt.like(x, shape=(x.shape[1], w.shape[1])),
     grid=lambda x, w, *, programs, **_: programs,
-    scratch=lambda x, w, *, axis, bm, bn, **_: [
-        jt.symmetric((jt.axis_size(axis), x.shape[1], w.shape[1]), x.dtype),
-        jt.signals((jt.cdiv(x.shape[1], bm), jt.cdiv(w.shape[1], bn), jt.axis_size(axis))),
-    ],
+    scratch=lambda x, w, *, axis, bm, bn, **_: _box(x, x.shape[1], w, axis, bm, bn),
 )
 def scattered_product(x, w, o, box, came, *, axis: str, bm: int, bn: int, bk: int, programs: int):
     """x [devices, m, k], a share of rows for each device, w [k, n]: o [m, n], the sum of all products for this one."""
@@ -215,20 +224,13 @@ def scattered_product(x, w, o, box, came, *, axis: str, bm: int, bn: int, bk: in
         part = _tile(lambda i, k, d=d: X[d, i, k], W, i, j, bm, bn, x.dtype)
         box.on(axis, d).tiles(None, bm, bn)[me, i, j] = part.astype(x.dtype)
         jt.signal(came.on(axis, d)[i, j, me])
-    for t in jt.range(p, each, programs):
-        i, j = t // columns, t % columns
-        for d in jt.range(n):
-            jt.wait(came[i, j, d])
-        O[i, j] = _sum(B, n, i, j, bm, bn, o.dtype)
+    _add_up(B, came, O, n, p, programs, bm, bn, o.dtype)
 
 
 @jt.kernel(
     out_type=lambda x, w, **_: jt.like(x, shape=(x.shape[0], w.shape[1])),
     grid=lambda x, w, *, programs, **_: programs,
-    scratch=lambda x, w, *, axis, bm, bn, **_: [
-        jt.symmetric((jt.axis_size(axis), x.shape[0], w.shape[1]), x.dtype),
-        jt.signals((jt.cdiv(x.shape[0], bm), jt.cdiv(w.shape[1], bn), jt.axis_size(axis))),
-    ],
+    scratch=lambda x, w, *, axis, bm, bn, **_: _box(x, x.shape[0], w, axis, bm, bn),
 )
 def summed_product(x, w, o, box, came, *, axis: str, bm: int, bn: int, bk: int, programs: int):
     """x [m, k], w [k, n]: o [m, n], the sum of the products of all devices, which each of them adds up."""
@@ -243,11 +245,7 @@ def summed_product(x, w, o, box, came, *, axis: str, bm: int, bn: int, bk: int, 
             d = (me + 1 + step) % n
             box.on(axis, d).tiles(None, bm, bn)[me, i, j] = part
             jt.signal(came.on(axis, d)[i, j, me])
-    for t in jt.range(p, X.shape[0] * columns, programs):
-        i, j = t // columns, t % columns
-        for d in jt.range(n):
-            jt.wait(came[i, j, d])
-        O[i, j] = _sum(B, n, i, j, bm, bn, o.dtype)
+    _add_up(B, came, O, n, p, programs, bm, bn, o.dtype)
 
 
 def _gathered_backward(residuals, ct, *, axis, **_):
