@@ -9,7 +9,7 @@ TEST   := -m pytest -n auto --maxprocesses 4 --dist worksteal -q $(PYTEST_ARGS)
 # Bytecode is written, whatever the shell says: the suite starts some two hundred processes that import jtile.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-oldest test-gpu ascend-tools test-ascend lint format bench clean
+.PHONY: help demo test test-all test-oldest test-gpu ascend-tools test-ascend lint format bench docs clean
 help:
 	@echo "make demo          kernels against jnp, then text from SmolLM2"
 	@echo "make test          the test-suite"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-ascend   what compiles for Ascend NPUs, with the vendor's open compilers from PyPI (230 MB on disk)"
 	@echo "make lint          ruff and pyright"
 	@echo "make bench         speeds against XLA and llama.cpp on this machine"
+	@echo "make docs          the documentation site, in docs/_build/html"
 
 demo: $(VENV)/.run
 	@$(VENV)/bin/jtile demo
@@ -55,6 +56,11 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@$(VENV)/bin/python -m benchmarks cpu
 
+# Every warning is an error: a link that leads nowhere, a page that no table of contents has, a docstring that does not parse.
+docs: $(VENV)/.docs
+	@$(VENV)/bin/python -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 $(VENV)/.run: $(NATIVE)
 	@.ci/setup run $(VENV)
 	@touch $@
@@ -69,9 +75,13 @@ $(VENV)/.gpu: $(VENV)/.dev
 	@.ci/setup gpu $(VENV)
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.dev
+	@.ci/setup docs $(VENV)
+	@touch $@
+
 $(OLDEST)/.oldest: $(NATIVE)
 	@.ci/setup oldest $(OLDEST)
 	@touch $@
 
 clean:
-	@rm -rf build dist .pytest_cache .ruff_cache
+	@rm -rf build dist docs/_build .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.readme`: the tables of speeds in README.md, one for each device that has records."""
+"""`python -m benchmarks.readme`: the few speeds in README.md, and the tables in docs/speeds.md, one for each device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 BEGIN, END = "<!-- speeds: begin -->\n", "<!-- speeds: end -->\n"
 
-# (workload, config, dtype) of the records that stand in the README
+# (device, workload, config, dtype) of the records that stand in the README, and what the README calls the work
+FEW = {
+    ("h200", "gemm", "8192 NN", "bfloat16"): "Matrix product, 8192 x 8192 x 8192, bf16",
+    ("h200", "attention", "B4 H32 S4096 D128, causal", "bfloat16"): "Causal attention, 4 x 32 heads, 4096 x 128, bf16",
+    ("znver5-2t", "smollm2", "decode 128 after 16", "q4_1, us/token"): "One token of SmolLM2-135M, 4-bit weights",
+}
+DEVICES = {"h200": "NVIDIA H200", "znver5-2t": "two threads of a Zen 5 CPU"}
+PEERS = {"xla": "XLA", "cublas": "cuBLAS", "cudnn": "cuDNN"}
+
+# (workload, config, dtype) of the records that stand in docs/speeds.md
 SHOWN = (
     ("chain", "1048576", "float32"),
     ("softmax", "4096x1024", "float32"),
@@ -70,13 +79,30 @@ SHOWN = (
 )
 
 
+def few(records: list[dict]) -> str:
+    """Markdown: the work of `FEW`, with the best peer of each and the device."""
+    rows = ["| work | jtile | best peer | device |", "|---|---:|---:|---|"]
+    found = {(r["device"], r["workload"], r["config"], r["dtype"]): r for r in records}
+    for key, work in FEW.items():
+        if key not in found:
+            continue
+        r = found[key]
+        peer = min(r["peers"], key=r["peers"].__getitem__)
+        theirs = f"{number(r['peers'][peer])} µs ({PEERS.get(peer, peer)})"
+        rows.append(f"| {work} | {number(r['ours_us'])} µs | {theirs} | {DEVICES.get(key[0], key[0])} |")
+    return "\n".join(rows) + "\n"
+
+
 def table(records: list[dict]) -> str:
     """Markdown: work, ours, peers, ratio of the best peer's time to ours, relative error; of several devices, a table
     for each under its name."""
     devices = list(dict.fromkeys(r["device"] for r in records))
     if len(devices) <= 1:
         return _table(records)
-    parts = (f"On `{device}`:\n\n{_table([r for r in records if r['device'] == device])}" for device in devices)
+    parts = (
+        f"## {DEVICES.get(device, device)}\n\n{_table([r for r in records if r['device'] == device])}"
+        for device in devices
+    )
     return "\n".join(parts)
 
 
@@ -96,11 +122,11 @@ def _table(records: list[dict]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def update(readme: str, records: list[dict]) -> str:
-    """README's text with the tables between its two marks replaced."""
-    before, _, rest = readme.partition(BEGIN)
+def update(page: str, text: str) -> str:
+    """A page with what stands between its two marks replaced by `text`."""
+    before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + table(records) + END + after
+    return before + BEGIN + text + END + after
 
 
 def main(argv: list[str]) -> None:
@@ -109,9 +135,10 @@ def main(argv: list[str]) -> None:
     if missing or not files:
         found = f"there is no file {missing[0]}" if missing else f"found none under {RECORDS}"
         sys.exit(f"usage: python -m benchmarks.readme [RECORDS.json ...] ({found})")
-    path = ROOT / "README.md"
-    path.write_text(update(path.read_text(), [row for file in files for row in json.loads(file.read_text())]))
-    print(f"{path.name}: speeds from {', '.join(map(str, files))}")
+    records = [row for file in files for row in json.loads(file.read_text())]
+    for path, text in ((ROOT / "README.md", few(records)), (ROOT / "docs" / "speeds.md", table(records))):
+        path.write_text(update(path.read_text(), text))
+        print(f"{path.relative_to(ROOT)}: speeds from {', '.join(map(str, files))}")
 
 
 if __name__ == "__main__":

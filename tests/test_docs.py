@@ -1,4 +1,4 @@
-"""The pages are true: their code runs, they name every error and every option, their links lead somewhere."""
+"""The pages are true: their code runs, they name every error and every option."""
 
 import dataclasses
 import importlib.util
@@ -14,7 +14,6 @@ from jtile._config import Config
 from jtile.language import block
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def python_blocks(page):
@@ -123,9 +122,3 @@ def test_every_error_is_in_the_docs():
 def test_every_option_is_in_the_docs():
     text = (ROOT / "docs" / "quickstart.md").read_text()
     assert [f.name for f in dataclasses.fields(Config) if f"| `{f.name}` |" not in text] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []

@@ -3,6 +3,7 @@ imports what it needs when it runs."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from typing import Annotated, Any
@@ -21,6 +22,22 @@ app = typer.Typer(
 )
 cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"jtile {importlib.metadata.version('jtile')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before the command."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 

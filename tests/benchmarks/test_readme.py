@@ -1,6 +1,6 @@
-"""The README's table of speeds comes from records."""
+"""The speeds of README and docs come from records."""
 
-from pathlib import Path
+import json
 
 import pytest
 
@@ -14,18 +14,30 @@ RECORD = {
 
 def test_the_table_replaces_what_stood_there():
     text = f"a\n{readme.BEGIN}old\n{readme.END}z\n"
-    once = readme.update(text, [RECORD, RECORD | {"workload": "unknown"}])
+    once = readme.update(text, readme.table([RECORD, RECORD | {"workload": "unknown"}]))
     assert "| softmax 4096x1024, float32 | 456 | xla 791 | 1.75 | 6e-08 |" in once
     assert "old" not in once
     assert "unknown" not in once
     assert once.startswith("a\n")
     assert once.endswith("z\n")
-    assert readme.update(once, [RECORD]) == once
+    assert readme.update(once, readme.table([RECORD])) == once
 
 
-def test_the_readme_has_the_marks():
-    text = (Path(readme.ROOT) / "README.md").read_text()
-    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+def test_each_device_has_a_table_of_its_own():
+    text = readme.table([RECORD, RECORD | {"device": "h200", "config": "8192x4096", "dtype": "bfloat16"}])
+    assert text.count("| work |") == 2
+    assert "## NVIDIA H200\n" in text
+
+
+def test_the_pages_hold_what_the_records_say():
+    files = sorted(readme.RECORDS.glob("*/records.json"), reverse=True)
+    records = [row for file in files for row in json.loads(file.read_text())]
+    few = readme.few(records)
+    assert few.count("\n") == 2 + len(readme.FEW)  # every one of them has a record
+    for page, text in (("README.md", few), ("docs/speeds.md", readme.table(records))):
+        page = (readme.ROOT / page).read_text()
+        assert page.count(readme.BEGIN) == page.count(readme.END) == 1
+        assert readme.update(page, text) == page, "run python -m benchmarks.readme"
 
 
 def test_a_missing_file_is_said():

@@ -7,6 +7,7 @@ import sys
 import forked
 import pytest
 
+import jtile as jt
 from jtile import _cache
 from jtile._config import config
 from jtile._errors import CacheError
@@ -51,6 +52,11 @@ def test_info(jtile):
     page = json.loads(jtile("info", "--json").stdout)
     assert page["versions"]["jax"] and page["devices"]
     assert "float32" in page["targets"]["cpu"]["dtypes"]
+
+
+def test_the_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"jtile {jt.__version__}\n"
 
 
 def test_errors_are_one_message_without_a_traceback(jtile):

@@ -1,0 +1,54 @@
+"""The pages of docs/ belong together: each has its place, links and anchors lead somewhere, lines can be read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import jtile as jt
+from jtile import models, ops
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+name = lambda page: str(page.relative_to(ROOT))
+
+
+def without_code(text):
+    return re.sub(r"(?ms)^ *(`{3,})[^\n]*\n.*?^ *\1 *$", "", text)
+
+
+def anchors(page):
+    """What Sphinx and GitHub call the headings of a page."""
+    headings = re.findall(r"(?m)^#{1,4} +(.*)$", without_code(page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", h.lower().replace("`", "")).strip().replace(" ", "-") for h in headings}
+
+
+def test_every_page_has_its_place():
+    listed = {DOCS / "index.md"}
+    for page in PAGES:
+        for tree in re.findall(r"(?ms)^```\{toctree\}\n(.*?)^```", page.read_text()):
+            listed |= {(page.parent / f"{line}.md").resolve() for line in tree.split("\n") if line and line[0] != ":"}
+    assert {name(page) for page in PAGES} ^ {name(page) for page in listed} == set()
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
+def test_links_and_anchors_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", without_code(page.read_text()))
+    broken = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_public_name_is_on_a_page_of_the_api():
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    listed = set(re.findall(r"(?m)^\.\. auto(?:function|class):: (\w+)$", text))
+    eager = {"Config", "config", "configure", "Kernel", "call", "kernel", "tuned", "Lowered", "dynamic", "Options"}
+    library = {n for n, o in vars(ops).items() if not n.startswith("_") and callable(o)}
+    assert sorted((eager | set(jt._NAMES) | library | set(models.__all__)) - listed) == []
+    assert "auto" in dir(jt)
