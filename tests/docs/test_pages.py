@@ -1,0 +1,57 @@
+"""The pages under Learn, How to and Coming from: their Python runs from top to bottom and prints what they say."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import forked
+import jax
+import pytest
+
+import jtile as jt
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+PAGES = sorted(page for part in ("learn", "howto", "coming_from") for page in (DOCS / part).glob("*.md"))
+
+
+def code_of(page):
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+
+
+@contextlib.contextmanager
+def defaults_of_jax():
+    """The suite forbids promotion; who reads a page has JAX as it comes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def promised(code):
+    """What the comments behind `print(...)` say, but for those that only describe it."""
+    comments = re.findall(r"(?m)^ *print\(.*\)  # (.*)$", code)
+    return [comment for comment in comments if not comment.startswith("says ")]
+
+
+@pytest.mark.usefixtures("by_numpy")
+@pytest.mark.parametrize("page", [p for p in PAGES if code_of(p)], ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_the_page_is_true(page, tmp_path, capsys, subprocess_env):
+    code, script = code_of(page), tmp_path / "page.py"  # a file, so that kernels have source
+    script.write_text(code)
+    if "XLA_FLAGS" in code or "subprocess" in code:
+        done = forked.run([sys.executable, script], env=subprocess_env | {"JTILE_OPTIMIZE": "0"})
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    else:
+        spec = importlib.util.spec_from_file_location("page", script)
+        before = Path.cwd()
+        os.chdir(tmp_path)
+        try:
+            with jt.config(cache_dir=str(tmp_path / "cache")), defaults_of_jax():
+                spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        finally:
+            os.chdir(before)
+        printed = capsys.readouterr().out
+    lines = iter(printed.splitlines())
+    assert [line for line in promised(code) if line not in lines] == []
