@@ -156,7 +156,8 @@ def test_wheel_has_one_top_level_name(native, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"jtile"}
     packages = {f"jtile/{name}/__init__.py" for name in MAPPED}
-    missing = (packages | {"jtile/tune/records/nvidia-h200.json"}) - set(names)
+    files = {"jtile/tune/records/nvidia-h200.json", "jtile/models/serving/http/page/index.html"}
+    missing = (packages | files) - set(names)
     assert not missing
     assert any(name.startswith("jtile/ffi/_jtile") and name.endswith(".so") for name in names), names
     assert not [name for name in names if name.endswith((".cc", ".h", "CMakeLists.txt", ".pyc"))]

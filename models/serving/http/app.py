@@ -23,9 +23,10 @@ from ..engine import Engine
 from .endpoints import Server
 from .errors import DENIED, SERVER, ApiError, respond
 from .metrics import Metrics
+from .static import page_routes
 
 HANDLED = (Exception, ApiError, JtileError, ValidationError, HTTPException, ClientDisconnect)
-OPEN = ("/health",)  # paths that take no key
+OPEN = ("/", "/health")  # paths that take no key, beside those below `/page`
 LOG = logging.getLogger("jtile.serve")
 
 
@@ -49,6 +50,7 @@ def make_app(
     server = Server(engine, name, Metrics(engine), body_limit)
     post = lambda path, endpoint: Route(path, endpoint, methods=["POST"])
     routes = [
+        *page_routes(),
         Route("/health", server.health),
         Route("/metrics", server.metrics_page),
         Route("/v1/models", server.models),
@@ -105,7 +107,8 @@ class Guarded:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in OPEN else None
+        free = scope["type"] != "http" or scope["path"] in OPEN or scope["path"].startswith("/page/")
+        error = None if free else self._refusal(scope)
         await (error.response() if error else self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-import time
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from serving_checks import until
 
 from jtile._errors import EngineError, ModelError, PromptError, QueueFullError
 from jtile.models import Engine
@@ -181,14 +181,6 @@ def test_streams_of_one_event_loop(engine):
     assert results[6:] == [c.ids[0] for c in alone]
     until(lambda: engine.stats()["requests_cancelled_total"] == cancelled + 6)
     until(lambda: engine.stats()["pages_in_use"] == 0)
-
-
-def until(true) -> None:
-    for _ in range(500):
-        if true():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came true")
 
 
 def test_streams_of_several_threads(engine):

@@ -6,18 +6,17 @@ import asyncio
 import base64
 import json
 import signal
-import threading
-import time
 
 import httpx
 import numpy as np
 import pytest
 import stateless
+from serving_checks import idle, until
 from typer.testing import CliRunner
 
 import jtile.models
 from jtile._errors import PromptError
-from jtile.models import Engine, Grammar
+from jtile.models import Grammar
 from jtile.models.console import run_serve
 from jtile.models.serving.engine import Stream
 from jtile.tools import cli
@@ -27,25 +26,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed: pip insta
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'jtile[serve]'")
 
 from jtile.models.serving.http import make_app  # noqa: E402
-from jtile.models.serving.http.serve import Graceful  # noqa: E402
 from jtile.models.serving.http.tools import CallReader  # noqa: E402
-
-TEMPLATE = (
-    "{% for t in tools or [] %}[tool]{{ t.function.name }}\n{% endfor %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<{{ c.function.arguments.to }}>{% endfor %}{{ '\\n' }}{% endfor %}[assistant]"
-)
-LENGTH = 96
-
-
-@pytest.fixture(scope="module")
-def engine(short, write_gguf, tmp_path_factory):
-    lm = short("llama", 1, noise=0.3)
-    lm.page_size = 8
-    path = write_gguf(tmp_path_factory.mktemp("gguf") / "x.gguf", tokenizer__chat_template=TEMPLATE)
-    lm.tokenizer = jtile.models.load(path).tokenizer
-    with Engine(lm, rows=4, shapes=(24,), cache_tokens=256, max_length=LENGTH, max_waiting=8) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -357,19 +338,6 @@ def leave(app, body: dict, after: int):
     return main()
 
 
-def idle(engine) -> bool:
-    stats = engine.stats()
-    return not (stats["requests_running"] or stats["requests_waiting"] or stats["pages_in_use"])
-
-
-def wait_until_idle(engine) -> None:
-    for _ in range(500):
-        if idle(engine):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"something was left behind: {engine.stats()}")
-
-
 @pytest.mark.parametrize("requests", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_faults_leave_nothing_behind(app, engine, requests):
     """Clients that go at any moment beside others that stay, slow readers, and requests that are none."""
@@ -397,20 +365,14 @@ def test_faults_leave_nothing_behind(app, engine, requests):
     results = asyncio.run(main())
     assert set(results) <= {alone, 429}
     assert results.count(alone) > requests // 10
-    wait_until_idle(engine)
+    until(lambda: idle(engine))
     assert app.state.server.open == 0
 
 
-def test_a_server_stops_when_its_requests_have_ended(engine):
+def test_a_server_stops_when_its_requests_have_ended(engine, started):
     """The first SIGTERM lets those under way end, over a real connection; new ones are refused."""
     app = make_app(engine, "tiny")
-    config = uvicorn.Config(app, port=0, log_level="error", access_log=False, lifespan="off")
-    server = Graceful(config, app.state.server)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server, url, thread = started(app)
     body = {"prompt": "abc", "max_tokens": 90, "temperature": 0, "stream": True, "ignore_eos": True}
     with (
         httpx.Client(base_url=url, timeout=60) as client,
@@ -427,7 +389,7 @@ def test_a_server_stops_when_its_requests_have_ended(engine):
     assert rest[-1]["choices"][0]["finish_reason"] == "length"
     thread.join(10)
     assert not thread.is_alive()
-    wait_until_idle(engine)
+    until(lambda: idle(engine))
 
 
 def test_jtile_serve_says_what_is_missing(monkeypatch, capsys):
