@@ -16,12 +16,13 @@ name = lambda page: str(page.relative_to(ROOT))
 
 
 def without_code(text):
-    return re.sub(r"(?ms)^ *(`{3,})[^\n]*\n.*?^ *\1 *$", "", text)
+    blocks = re.sub(r"(?ms)^ *(`{3,})[^\n]*\n.*?^ *\1 *$", "", text)
+    return re.sub(r"`[^`\n]+`(?!\])", "", blocks)
 
 
 def anchors(page):
     """What Sphinx and GitHub call the headings of a page."""
-    headings = re.findall(r"(?m)^#{1,4} +(.*)$", without_code(page.read_text()))
+    headings = re.findall(r"(?m)^#{1,4} +(.*)$", re.sub(r"(?ms)^```.*?^```", "", page.read_text()))
     return {re.sub(r"[^\w\- ]", "", h.lower().replace("`", "")).strip().replace(" ", "-") for h in headings}
 
 
