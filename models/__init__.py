@@ -3,6 +3,8 @@
 if not __name__.startswith("jtile."):
     raise ImportError("import jtile.models, not models: this folder is part of the jtile package")
 
+from .batch import run_batch
+from .chat import run_chat
 from .console import run_generate, run_serve
 from .decoder import Decoder
 from .generate import Generation, LanguageModel, Stats
@@ -14,5 +16,5 @@ from .tokenizer import Tokenizer
 
 __all__ = [
     "Completion", "Decoder", "Engine", "Generation", "Grammar", "LanguageModel", "NGram", "Stats", "Token", "Tokenizer",
-    "load", "quantize_folder", "run_generate", "run_quantize", "run_serve",
+    "load", "quantize_folder", "run_batch", "run_chat", "run_generate", "run_quantize", "run_serve",
 ]  # fmt: skip

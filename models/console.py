@@ -166,19 +166,19 @@ def _emit(lm: LanguageModel, generation: Generation, prompt_ids: list[int], json
             piece = text.push(token) if text else f"{token} "
             pieces.append(piece)
             if not json and piece:
-                _write(piece)
+                write(piece)
     except KeyboardInterrupt:
         code = INTERRUPTED
     if json:
         finish = "interrupted" if code else "eos" if ids and ids[-1] in lm.eos_ids else "length"
-        _write(json_module.dumps(_record(lm, generation.stats, prompt_ids, ids, "".join(pieces), finish)))
-    _write("\n")
+        write(json_module.dumps(_record(lm, generation.stats, prompt_ids, ids, "".join(pieces), finish)))
+    write("\n")
     if stats:
         print(_summary(generation.stats), file=sys.stderr)
     return code
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
     """Prints at once, also to a terminal that lacks some of the characters."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))

@@ -152,7 +152,15 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; control tokens written in it are recognised. The begin token is added if the model
-        wants one and `add_special_tokens` is set."""
+        wants one and `add_special_tokens` is set.
+
+        Raises:
+          PromptError: the text has halves of characters (lone surrogates), as JSON may bring them.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the text has half of a character, U+{ord(text[error.start]):04X}") from error
         ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
             ids = [self._bos_id, *ids]

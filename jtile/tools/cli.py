@@ -1,4 +1,4 @@
-"""The command `jtile`: info, generate, serve, quantize, inspect, tune, bench, explain, profile, cache, demo. Each
+"""The command `jtile`: info, generate, chat, serve, quantize, inspect, tune, bench, explain, profile, cache, demo. Each
 imports what it needs when it runs."""
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt itself, without the chat template.")] = False,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
+    batch: Annotated[
+        str | None, typer.Option(help='A file of requests, one a line: {"id": ..., "prompt": ...}; \'-\': stdin.')
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Of --batch: the file of the answers.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Prefill and decode speed, on standard error.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -81,7 +85,50 @@ def generate(
     options |= dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias)
     options |= dict(repetition_penalty=repetition_penalty, presence_penalty=presence_penalty)
     options |= dict(frequency_penalty=frequency_penalty, draft=draft, draft_tokens=draft_tokens)
+    if batch is not None or out is not None:
+        raise typer.Exit(_run_batch(batch, out, prompt, options))
     raise typer.Exit(run_model(sys.stdin.read() if prompt == "-" else prompt, **options))
+
+
+def _run_batch(path: str | None, out: str | None, prompt: str | None, options: dict[str, Any]) -> int:
+    """`jtile.models.run_batch` with those of the options of `generate` that requests have."""
+    from jtile._config import current
+
+    if path is None:
+        raise typer.BadParameter("--out is the file of the answers to --batch")
+    usual = dict(prompt_ids=None, chat=True, system=None, json=False, stats=False, logit_bias=None, draft=None)
+    given = {name: options.pop(name) for name in usual} | {"prompt": prompt}
+    if other := [name for name, value in given.items() if value != usual.get(name)]:
+        name = {"chat": "raw"}.get(other[0], other[0])
+        raise typer.BadParameter(f"{name} is of one prompt; the requests of --batch are in its file")
+    del options["draft_tokens"]
+    options["max_tokens"] = options.pop("max_new_tokens")
+    return of_models("run_batch", path, out=out, cache_dir=current().cache_dir, **options)
+
+
+@app.command()
+def chat(
+    model: Annotated[str | None, typer.Argument(help="A GGUF file, or a folder; SmolLM2 otherwise.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt, instead of the template's own.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Of an answer.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of the whole conversation.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token (greedy).")] = 0.7,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this mass.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Sample among tokens of this share of the best one's.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the first answer; a random one otherwise.")] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: bfloat16, int8, float8_e4m3fn, ...")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of activations: float32, bfloat16 or float16.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Speeds behind each answer.")] = False,
+) -> None:
+    """Talk with a language model in the terminal; /help lists the commands."""
+    from jtile._config import current
+
+    options = dict(system=system, stats=stats, max_length=max_length, cache_dtype=cache_dtype, dtype=dtype)
+    options |= dict(
+        max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
+    raise typer.Exit(of_models("run_chat", model, cache_dir=current().cache_dir, **options))
 
 
 @app.command()
