@@ -64,8 +64,8 @@ def slot_of(p, rows: int, lengths, table, cache, ring: bool):
     """Where the cache keeps token p of the `rows` new ones, those of a row side by side: (row or page, slot of it, and
     whether there is such a page; None: it need not be asked).
 
-    lengths int32 [batch]: tokens before this step. table: int32 [batch, n], the pages of each row, or None; a negative
-    one is none. ring: see `cache.Entry`."""
+    lengths int32 [batch]: tokens before this step, or -1 of a row that is padding, where there are pages. table: int32
+    [batch, n], the pages of each row, or None; a negative one is none. ring: see `cache.Entry`."""
     t, slots = rows // lengths.shape[0], jnp.int32(cache.shape[1])
     b, i = (p, 0) if t == 1 else (jax.lax.div(p, jnp.int32(t)), jax.lax.rem(p, jnp.int32(t)))
     at = lengths[b] + i
@@ -73,8 +73,8 @@ def slot_of(p, rows: int, lengths, table, cache, ring: bool):
     if table is None:
         return b, at, None
     block, last = jax.lax.div(at, slots), table.shape[1] - 1
-    page = table[b, jnp.minimum(block, last)]
-    return jnp.maximum(page, 0), jax.lax.rem(at, slots), (block <= last) & (page >= 0)
+    page = table[b, jnp.clip(block, 0, last)]
+    return jnp.maximum(page, 0), jax.lax.rem(at, slots), (at >= 0) & (block <= last) & (page >= 0)
 
 
 def put(cache, place, value, *part: slice) -> None:

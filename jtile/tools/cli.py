@@ -148,6 +148,9 @@ def serve(
     cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: bfloat16, int8, float8_e4m3fn, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of activations: float32, bfloat16 or float16.")] = None,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Requests share nothing.")] = False,
+    no_chunked_prefill: Annotated[
+        bool, typer.Option("--no-chunked-prefill", help="Answers wait while a prompt is computed.")
+    ] = False,
     fast: Annotated[
         bool, typer.Option("--fast", help="Quicker for few requests; tokens may depend on the load by rounding.")
     ] = False,
@@ -158,6 +161,7 @@ def serve(
     options = dict(host=host, port=port, name=name, api_keys=api_key or (), origins=origin or ())
     options |= dict(rows=rows, max_length=max_length, max_waiting=max_waiting, cache_tokens=cache_tokens)
     options |= dict(cache_dtype=cache_dtype, dtype=dtype, prefix_cache=not no_prefix_cache, invariant=not fast)
+    options |= dict(chunked_prefill=not no_chunked_prefill)
     raise typer.Exit(of_models("run_serve", model, cache_dir=current().cache_dir, **options))
 
 

@@ -54,9 +54,8 @@ class Core:
 
     def __init__(self, lm: LanguageModel, settings: Settings):
         self.lm, self.settings = lm, settings
-        self.scheduler = Scheduler(
-            settings.pages, settings.page, settings.rows, settings.shapes[-1], prefixes=settings.prefixes
-        )
+        sizes = settings.pages, settings.page, settings.rows, settings.shapes[-1]
+        self.scheduler = Scheduler(*sizes, prefixes=settings.prefixes, mixed=settings.mixed)
         self.device = Device(lm, settings)
         self._weights = lm._weights  # those that the cache is of
         self.totals = Totals()

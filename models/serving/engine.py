@@ -45,6 +45,8 @@ class Engine:
       max_length: of prompt and answer of a request together, in tokens; by default the context of the model.
       max_waiting: requests that may wait.
       prefix_cache: whether requests share what they have in common, with earlier ones too.
+      chunked_prefill: whether prompts are computed in chunks beside the tokens of answers. Without, each is computed
+        at once, as far as a step holds it, and the answers of others wait meanwhile.
       invariant: only shapes and kernels whose sums do not depend on the number of rows. Without, few requests are
         answered sooner on a CPU, and a request's tokens may differ with the load where two logits are nearly equal.
       compile_ahead: compile all programs now, not when they are needed first.
@@ -65,10 +67,12 @@ class Engine:
         max_waiting: int = 1024,
         prefix_cache: bool = True,
         invariant: bool = True,
+        chunked_prefill: bool = True,
         compile_ahead: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ):
-        self.settings = settings_of(lm, rows, shapes, cache_tokens, max_length, max_waiting, prefix_cache, invariant)
+        sizes = rows, shapes, cache_tokens, max_length, max_waiting
+        self.settings = settings_of(lm, *sizes, prefix_cache, invariant, chunked_prefill)
         self.lm = lm
         self._core = Core(lm, self.settings)
         if compile_ahead:

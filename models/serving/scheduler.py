@@ -1,8 +1,9 @@
 """The scheduler: which tokens of which sequences the next step computes, and in which pages. Pure Python.
 
 A step computes up to `budget` tokens: one of every sequence that is decoding, and with what is left of the budget
-chunks of prompts, in the order in which requests came. Sequences get pages as they grow. Where there are none left the
-one that came last is preempted: it gives its pages back, waits at its old place in the queue, and is computed again
+chunks of prompts: half of it of the one that came first, the rest of those of which least is missing, so that a long
+prompt goes on whatever comes, and holds up no short one. Sequences get pages as they grow. Where there are none left
+the one that came last is preempted: it gives its pages back, waits at its old place in the queue, and is computed again
 from its tokens. So the oldest sequence always goes on, and every one of them becomes the oldest.
 
 Steps are planned before the tokens of the last one are known: a sequence may have a `pending` token, which only the
@@ -111,15 +112,26 @@ class Counts:
 
 class Scheduler:
     """Of up to `rows` sequences at a time, over `pages` pages of `page` slots; a step has up to `budget` tokens, more
-    than rows. `chunk`: of a prompt a step computes at most so many. `prefixes`: whether pages are shared."""
+    than rows. `chunk`: of a prompt a step computes at most so many. `prefixes`: whether pages are shared. `mixed`: a
+    step may have tokens of answers and chunks of prompts; without, prompts are computed whole, as far as a step holds
+    them, and answers wait meanwhile."""
 
-    def __init__(self, pages: int, page: int, rows: int, budget: int, chunk: int | None = None, prefixes: bool = True):
+    def __init__(
+        self,
+        pages: int,
+        page: int,
+        rows: int,
+        budget: int,
+        chunk: int | None = None,
+        prefixes: bool = True,
+        mixed: bool = True,
+    ):
         if budget <= rows:
             raise ValueError(f"a step of {budget} tokens has no room for a prompt beside {rows} rows")
         self.pool = PagePool(pages)
         self.tree = PrefixTree(self.pool, page, prefixes)
         self.page, self.rows, self.budget, self.chunk = page, rows, budget, chunk or budget
-        self.prefixes = prefixes
+        self.prefixes, self.mixed = prefixes, mixed
         self.waiting: list[Sequence] = []  # both in the order in which they came
         self.running: list[Sequence] = []
         self._slots = list(range(rows - 1, -1, -1))
@@ -171,33 +183,56 @@ class Scheduler:
         """The next step; it has no segments if there is nothing to do. What it computes counts as computed from now on:
         it is to be run before any later one."""
         copies: list[tuple[int, int]] = []
+        seats = self._admit(copies)
         segments = self._continue()
-        left = self.budget - sum(segment.count for segment in segments)
-        begun = self._admit(left, copies)
-        segments += begun
         for segment in segments:
             sequence = segment.sequence
             sequence.computed += segment.count
             sequence.pending += segment.samples
             self.counts.prefilled += segment.count if segment.start < len(sequence.prompt) else 0
             self._remember(sequence)
-        return Plan(segments, copies, [segment.sequence for segment in begun])
+        return Plan(segments, copies, seats)
 
     # -- sequences that run --------------------------------------------------------------------------------------------
 
     def _continue(self) -> list[Segment]:
         """One token of each sequence that decodes, and chunks of prompts in what the budget leaves."""
         todo = [sequence for sequence in self.running if sequence.ready]
-        left = self.budget - sum(_remaining(sequence) == 1 for sequence in todo)
+        prompts = [sequence for sequence in todo if _remaining(sequence) > 1]
+        if self.mixed or not prompts:
+            counts = dict.fromkeys(todo, 1) | self._chunks(prompts, self.budget - len(todo) + len(prompts))
+            return self._segments(counts)
+        return self._segments(self._whole(prompts)) or self._segments(
+            {sequence: 1 for sequence in todo if _remaining(sequence) == 1}
+        )
+
+    def _chunks(self, prompts: list[Sequence], left: int) -> dict[Sequence, int]:
+        """How many tokens of each prompt a step computes, `left` of all of them."""
+        counts = dict.fromkeys(prompts, 0)
+        shares = [(sequence, left) for sequence in sorted(prompts, key=_remaining)]
+        for sequence, most in [*((sequence, left - left // 2) for sequence in prompts[:1]), *shares]:
+            more = min(_remaining(sequence) - counts[sequence], self.chunk - counts[sequence], most, left)
+            counts[sequence] += more
+            left -= more
+        return counts
+
+    def _whole(self, prompts: list[Sequence]) -> dict[Sequence, int]:
+        """The same of whole prompts, first come, first served; of the first as much as a step holds."""
+        counts, left = {}, self.budget
+        for sequence in prompts:
+            if counts and _remaining(sequence) > left:
+                break
+            counts[sequence] = min(_remaining(sequence), left)
+            left -= counts[sequence]
+        return counts
+
+    def _segments(self, counts: dict[Sequence, int]) -> list[Segment]:
+        """So many tokens of each, where there are pages for them."""
         segments = []
-        for sequence in todo:
-            if sequence.slot is None:  # preempted by one before it
+        for sequence, count in sorted(counts.items(), key=lambda item: item[0].order):
+            if sequence.slot is None or not count:  # preempted by one before it
                 continue
-            count = _remaining(sequence)
-            if count > 1:
-                count = min(count, left, self.chunk)
-            if count and self._grow_or_preempt(sequence, sequence.computed + count):
-                left -= count if _remaining(sequence) > 1 else 0
+            if self._grow_or_preempt(sequence, sequence.computed + count):
                 segments.append(_segment(sequence, count))
         return segments
 
@@ -250,10 +285,11 @@ class Scheduler:
 
     # -- sequences that wait -------------------------------------------------------------------------------------------
 
-    def _admit(self, left: int, copies: list[tuple[int, int]]) -> list[Segment]:
-        """Lets sequences run, in the order in which they came, while there are rows, `left` tokens of the budget, and
-        pages for all tokens that they have."""
-        segments: list[Segment] = []
+    def _admit(self, copies: list[tuple[int, int]]) -> list[Sequence]:
+        """Lets sequences run, in the order in which they came, while there are rows, tokens of the budget, and pages
+        for all tokens that those which run have. So none of them is preempted in the same step."""
+        seats: list[Sequence] = []
+        left = self.budget - sum(sequence.ready and _remaining(sequence) == 1 for sequence in self.running)
         promised = sum(self._missing(sequence) for sequence in self.running)
         for sequence in self.waiting[:]:
             if not self._slots or left == 0:
@@ -268,13 +304,10 @@ class Scheduler:
             if self.running and whole + promised > self.pool.available - idle:
                 break  # those behind it do not come first
             self._seat(sequence, found, copies)
-            count = min(_remaining(sequence), left, self.chunk)
-            if not self._grow(sequence, sequence.computed + count):
-                raise RuntimeError("a sequence was admitted that there are no pages for")
-            segments.append(_segment(sequence, count))
-            left -= count
+            seats.append(sequence)
+            left -= 1
             promised += self._missing(sequence)
-        return segments
+        return seats
 
     def _missing(self, sequence: Sequence) -> int:
         """Pages that a sequence needs for the tokens that it has, and the next one."""

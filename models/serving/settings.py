@@ -28,7 +28,8 @@ CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # of the cache: on CPUs bytes, on GPUs a sh
 class Settings:
     """rows: sequences at a time. shapes: ascending numbers of tokens that a step may have; the largest is its budget.
     pages, page: pages of the cache, and slots of a page. length: of prompt and answer together. waiting: requests
-    that may wait; prefixes: whether pages are shared. splits: parts of a row's keys, None for what is quickest."""
+    that may wait; prefixes: whether pages are shared; mixed: see `Scheduler`. splits: parts of a row's keys, None for
+    what is quickest."""
 
     rows: int
     shapes: tuple[int, ...]
@@ -38,6 +39,7 @@ class Settings:
     waiting: int
     prefixes: bool
     splits: int | None
+    mixed: bool
 
     @property
     def width(self) -> int:
@@ -67,6 +69,7 @@ def settings_of(
     max_waiting: int = 1024,
     prefix_cache: bool = True,
     invariant: bool = True,
+    chunked_prefill: bool = True,
 ) -> Settings:
     """See `Engine`.
 
@@ -92,15 +95,14 @@ def settings_of(
             "give a larger one, or fewer rows"
         )
     page = lm.page_size or PAGE
-    if page < 2:
-        raise ModelError("pages of an engine have at least 2 slots; load the model with a larger page_size, or None")
     _check_devices(lm)
     length = min(max_length or lm.config.max_length, lm.config.max_length)
     if cache_tokens is None:
         cache_tokens = min(rows * length, _room(cpu) // token_bytes(lm))
     pages = -(-cache_tokens // page)
     length = min(length, pages * page)
-    return Settings(rows, shapes, pages, page, length, max_waiting, bool(prefix_cache), 1 if invariant else None)
+    splits = 1 if invariant else None
+    return Settings(rows, shapes, pages, page, length, max_waiting, bool(prefix_cache), splits, bool(chunked_prefill))
 
 
 def _check_devices(lm: LanguageModel) -> None:

@@ -85,6 +85,18 @@ def test_where_tokens_are_put(ring):
     np.testing.assert_array_equal(np.stack([keys, values]), expected)
 
 
+@pytest.mark.parametrize("page", [1, 2])
+def test_padding_is_put_nowhere(page):
+    """Rows at position -1 read no table and write no page, whatever the number of slots of a page."""
+    qkv, turn = np.ones((2, 3, 4), np.float32), (np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32))
+    table, pool = np.array([[3, 1], [-1, -1]], np.int32), np.zeros((4, page, 1, 4), np.float32)
+    lengths = np.array([page, -1], np.int32)
+    _, keys, _ = kernels.rope_append.interpret(qkv, *turn, lengths, pool, pool, (), table, heads=1, kv_heads=1)
+    expected = np.zeros_like(pool)
+    expected[1, 0] = 1
+    np.testing.assert_array_equal(keys, expected)
+
+
 @pytest.mark.parametrize("dtype", kv.SCALED)
 def test_keys_and_values_of_eight_bits_are_what_they_were(dtype):
     """In pages and with a ring, appended and of a prompt alike; a token of zeros has the scale 0."""

@@ -115,10 +115,12 @@ def test_prompts_that_are_no_list(engine, prompts):
         engine.generate(prompts)
 
 
-@pytest.mark.parametrize(("name", "cache_dtype", "near"), [("gemma2", None, 1e-4), ("deepseek_v3", "int8", 0.2)])
-def test_windows_and_latent_caches(short, name, cache_dtype, near):
+@pytest.mark.parametrize(
+    ("name", "cache_dtype", "page", "near"), [("gemma2", None, 1, 1e-4), ("deepseek_v3", "int8", 8, 0.2)]
+)
+def test_windows_and_latent_caches(short, name, cache_dtype, page, near):
     """In pages, and prompts in chunks: log-probabilities against those of whole sequences."""
-    lm = short(name, 1, cache_dtype=cache_dtype, page_size=8)
+    lm = short(name, 1, cache_dtype=cache_dtype, page_size=page)
     ids = np.random.default_rng(0).integers(0, 256, 30).tolist()
     core = Core(lm, settings_of(lm, rows=2, shapes=(24,), max_length=48))
     (done,) = run(core, [read_request(lm, 48, ids, 10, None, None, True)], [0])
@@ -365,10 +367,6 @@ def test_sizes_that_do_not_fit(lm, arguments, message):
 def test_models_that_no_engine_takes(lm, monkeypatch):
     with pytest.raises(ModelError, match=r"an engine is of a LanguageModel, .* got NoneType"):
         Engine(None)
-    monkeypatch.setattr(lm, "page_size", 1)
-    with pytest.raises(ModelError, match="at least 2 slots"):
-        Engine(lm, **SIZES)
-    monkeypatch.setattr(lm, "page_size", 8)
     elsewhere = SimpleNamespace(sharding=SimpleNamespace(device_set={"gpu:1"}))
     monkeypatch.setattr(lm, "_weights", [*lm._weights, elsewhere])
     with pytest.raises(ModelError, match=r"the weights of short llama are on .*gpu:1"):

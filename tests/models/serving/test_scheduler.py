@@ -88,6 +88,7 @@ class Run:
         for step in range(2000):
             self.arrivals(step)
             plan = scheduler.plan()
+            assert bool(plan.segments) >= bool(plan.seats or plan.copies)
             assert plan.tokens <= scheduler.budget and len(scheduler.running) <= scheduler.rows
             assert len({s.slot for s in scheduler.running}) == len(scheduler.running)
             if plan.segments:
@@ -128,12 +129,13 @@ clients = st.builds(
 
 
 @given(
-    st.lists(clients, min_size=1, max_size=8), st.integers(6, 14), st.integers(2, 4), st.integers(1, 3), st.booleans()
-)
-def test_everyone_gets_the_tokens_of_being_alone(clients, pages, page, rows, prefixes):
+    st.lists(clients, min_size=1, max_size=8), st.integers(6, 22), st.integers(1, 4), st.integers(1, 3), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
+def test_everyone_gets_the_tokens_of_being_alone(clients, pages, page, rows, prefixes, mixed):
     """With preemptions, shared pages, copies, and clients that go: and every page comes back."""
     pages = max(pages, -(-22 // page))
-    scheduler = Scheduler(pages, page, rows, budget=rows + 3, chunk=4, prefixes=prefixes)
+    scheduler = Scheduler(pages, page, rows, budget=rows + 3, chunk=4, prefixes=prefixes, mixed=mixed)
     results = Run(scheduler, clients).run()
     for i, client in enumerate(clients):
         if client.leaves is None or client.leaves < client.arrives:
@@ -198,6 +200,46 @@ def test_prompts_come_in_chunks_beside_tokens():
         assert plan.segments[0].count == 1
         chunks.append(plan.segments[1].count)
     assert chunks == [5, 5, 5, 5, 3]
+
+
+def steps_to(scheduler: Scheduler, arrivals: dict[int, list[tuple[int, int]]], most: int = 200) -> dict[int, int]:
+    """In which step each request has its first token, by its order; arrivals: {step: [(prompt, answer), ...]}."""
+    device, first = Device(scheduler), {}
+    for step in range(most):
+        for length, count in arrivals.get(step, ()):
+            scheduler.add(np.full(length, len(scheduler.waiting) % 2, np.int32), count)
+        plan = scheduler.plan()
+        for segment in scheduler.commit(plan, device.run(plan)):
+            first.setdefault(segment.sequence.order, step)
+            if segment.made + 1 == segment.sequence.max_tokens:
+                scheduler.finish(segment.sequence)
+    return first
+
+
+def test_a_long_prompt_holds_up_no_short_one_and_goes_on():
+    """Short ones that come one after the other get their first tokens at once; half of each step is the long one's."""
+    make = lambda **options: Scheduler(pages=400, page=4, rows=6, budget=16, prefixes=False, **options)
+    arrivals = {0: [(160, 1)], 1: [(5, 2)]} | {i: [(5, 2)] for i in range(2, 30)}
+    first = steps_to(make(), arrivals)
+    assert max(first[i] - i for i in range(1, 30)) <= 1
+    assert first[0] <= 160 // 7
+    equal = steps_to(make(), {0: [(32, 1)] * 4})
+    assert list(equal) == [0, 1, 2, 3] and equal[3] == 7  # equal ones: one after the other, not all at the end
+
+
+def test_prompts_that_are_not_mixed_with_answers():
+    """Whole prompts, as many as a step holds; a longer one in parts; answers wait."""
+    scheduler = Scheduler(pages=40, page=4, rows=3, budget=8, prefixes=False, mixed=False)
+    device, counts = Device(scheduler), []
+    for step in range(8):
+        for length in {0: [3], 1: [4, 3, 9]}.get(step, ()):
+            scheduler.add(np.zeros(length, np.int32), 9)
+        plan = scheduler.plan()
+        scheduler.commit(plan, device.run(plan))
+        counts.append([segment.count for segment in plan.segments])
+        if step == 4:
+            scheduler.finish(scheduler.running[0])
+    assert counts == [[3], [4, 3], [1, 1, 1], [1, 1, 1], [1, 1, 1], [8], [1, 1, 1], [1, 1, 1]]
 
 
 def test_the_order_in_which_prefixes_are_forgotten():
