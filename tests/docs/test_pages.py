@@ -1,4 +1,4 @@
-"""The pages under Learn, How to and Coming from: their Python runs from top to bottom and prints what they say."""
+"""Pages under Learn, How to and Coming from, and of the library: their Python runs and prints what they say."""
 
 import contextlib
 import importlib.util
@@ -15,6 +15,7 @@ import jtile as jt
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 PAGES = sorted(page for part in ("learn", "howto", "coming_from") for page in (DOCS / part).glob("*.md"))
+PAGES += [DOCS / "library.md"]
 
 
 def code_of(page):

@@ -22,8 +22,8 @@ def copy_hints(kernel: Kernel, blocks: int, machine: Machine) -> dict[int, str]:
     of the right ones. Where the rows of a band are half of what the cache has for operands, or not much more, they stay
     if the columns, which nobody reads again before the next band, go first. Operands that fit as a whole stay by
     themselves.
-    That gains where several products have one left operand, a gated layer (docs/notes/tiles.md); single ones lose or gain as
-    little as runs differ, and those with scales of blocks lose.
+    That gains where several products have one left operand, a gated layer (docs/notes/tiles.md); single ones lose or
+    gain as little as runs differ, and those with scales of blocks lose.
     """
     plain = blocks < math.prod(kernel.grid) and not uneven(kernel, machine.cache)
     order = bands(kernel, blocks) if plain else None
