@@ -45,12 +45,12 @@ test-ascend: ascend-tools
 	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal -q --runslow \
 	  tests/lowering/ascend tests/calls/test_bundle.py tests/ffi/test_ascend.py tests/ops/test_npu_forms.py $(PYTEST_ARGS)
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.lint
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --check .
 	@.ci/typecheck $(VENV)
 
-format: $(VENV)/.dev
+format: $(VENV)/.lint
 	@$(VENV)/bin/python -m ruff check --fix -q . ; $(VENV)/bin/python -m ruff format .
 
 bench: $(VENV)/.dev
@@ -70,6 +70,10 @@ RUN := $(or $(wildcard $(VENV)/.run),$(if $(filter demo,$(MAKECMDGOALS)),$(VENV)
 $(VENV)/.dev: $(NATIVE) $(RUN)
 	@.ci/setup $(if $(RUN),dev,all) $(VENV)
 	@touch $(VENV)/.run $@
+
+$(VENV)/.lint: $(VENV)/.dev
+	@.ci/setup lint $(VENV)
+	@touch $@
 
 $(VENV)/.gpu: $(VENV)/.dev
 	@.ci/setup gpu $(VENV)
