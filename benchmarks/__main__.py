@@ -1,4 +1,5 @@
-"""`python -m benchmarks cpu|gpu [--json FILE] [--only NAME ...] [--plot FILE]`: run the workloads, show the results."""
+"""`python -m benchmarks cpu|gpu [--json FILE] [--only NAME ...] [--plot FILE]`: run the workloads, show the results;
+`python -m benchmarks serve [--gpu]`: an engine and servers under load."""
 
 from __future__ import annotations
 
@@ -29,6 +30,8 @@ def main() -> None:
     options = _arguments()
     if options.device == "gpu":
         _on_gpu(options)
+    elif options.device == "serve":
+        _serve(options)
     else:
         _on_cpu(options)
 
@@ -37,6 +40,14 @@ def _on_gpu(options: argparse.Namespace) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's peers need memory too
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no children beside the threads of JAX
     from benchmarks.gpu import suite
+
+    suite.main(options)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    if not options.gpu:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from benchmarks.serve import suite
 
     suite.main(options)
 
@@ -102,7 +113,30 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     sub.add_argument("--profile", action="store_true", help="of language models, what each of their kernels takes")
     sub.add_argument("--tiny", action="store_true", help="tiny sizes and no torch: tries the code, on the CPU too")
+    _add_serve(devices.add_parser("serve"))
     return parser.parse_args(argv)
+
+
+def _add_serve(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--gpu", action="store_true", help="random weights of Llama-3.1-8B, instead of SmolLM2 on a CPU")
+    sub.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        metavar="TEXT",
+        help="only loads (on a GPU: dtypes) with this in their name",
+    )
+    sub.add_argument(
+        "--without", nargs="+", action="extend", default=[], metavar="PEER", help="leave out what starts so"
+    )
+    sub.add_argument("--json", type=_records, metavar="FILE", help="where the records go (default: benchmarks/records)")
+    sub.add_argument(
+        "--limit", type=_seconds, default=530, metavar="SECONDS", help="start no load after this (default 530)"
+    )
+    sub.add_argument(
+        "--chunk", type=_count, default=1024, metavar="TOKENS", help="with --gpu: of a step at most (default 1024)"
+    )
+    sub.add_argument("--tiny", action="store_true", help="with --gpu: a tiny model, which tries the code, on a CPU too")
 
 
 # What a file or number cannot be is said before the benchmarks run, which takes minutes.

@@ -1,0 +1,167 @@
+"""On a GPU: an engine with random weights of Llama-3.1-8B's shape, and what it adds to the device's own time."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from benchmarks.gpu import models
+from benchmarks.serve.load import Goal, Lengths, Load, all_decode, run, summary
+from benchmarks.serve.targets import of_batches, of_engine
+from jtile.models import Engine, LanguageModel
+
+GOAL = Goal(first_ms=10_000, between_ms=100)
+STORED = (models.DENSE, "fp8")
+
+
+def _loads(tiny: bool) -> dict[str, Load]:
+    rows, long, short = (4, 32, 24) if tiny else (256, 1024, 256)
+    return {
+        "all": Load(f"{rows} at once, {long} in {short} out", rows, Lengths(long), Lengths(short)),
+        "decode": Load(f"{rows} decode, {long // 8} in", rows, Lengths(long // 8), Lengths(short * 5 // 8)),
+        "shared": Load(
+            f"{rows} at once, {long * 3 // 4} of {long} shared", rows, Lengths(long), Lengths(8), shared=long * 3 // 4
+        ),
+        "poisson": Load(
+            f"poisson, {long} in {short // 4} out", rows // 2, Lengths(long), Lengths(short // 4), "poisson", 16.0
+        ),
+        "batches": Load(f"{rows} at once, {long} in {short // 4} out", rows, Lengths(long), Lengths(short // 4)),
+    }
+
+
+def records(options: argparse.Namespace, deadline: float, say: Callable[[str], None]) -> Iterator[dict]:
+    """For each dtype all requests at once, and the overhead of a step; with bf16 what prefix cache and chunks bring."""
+    name, config = next(reversed((models.TINY if options.tiny else models.SHAPES).items()))
+    loads = _loads(options.tiny)
+    for stored in STORED:
+        if options.only and not any(text in stored for text in options.only):
+            continue
+        began = time.monotonic()
+        lm = models.make(config, stored)
+        jax.block_until_ready(lm._weights)
+        say(f"{name} {stored}: weights made in {time.monotonic() - began:.0f} s")
+        shapes = (24, 64) if options.tiny else (loads["all"].requests, options.chunk)
+        for kind, runs in _measured(lm, loads, stored, shapes, deadline, say):
+            yield {"config": f"{name}, {loads[kind].name}", "dtype": stored, "runs": runs}
+        del lm
+        gc.collect()
+
+
+def _measured(
+    lm: LanguageModel, loads: dict[str, Load], stored: str, shapes: tuple[int, ...], deadline: float, say: Callable
+) -> Iterator[tuple[str, dict]]:
+    engines = _Engines(lm, loads["all"], shapes, say)
+    numbers, _ = engines.run(loads["all"])
+    yield "all", {"ours": numbers}
+    yield "decode", {"ours": engines.overhead(loads["decode"])}
+    compared = (("shared", {"prefix_cache": False}), ("poisson", {"chunked_prefill": False}))
+    for kind, without in compared if stored == models.DENSE else ():
+        if time.monotonic() > deadline:
+            say(f"left out, no time: {loads[kind].name}")
+            continue
+        runs = {"ours": engines.run(loads[kind])[0]}
+        runs |= {f"ours, {option}={value}": engines.run(loads[kind], **without)[0] for option, value in without.items()}
+        yield kind, runs
+    if stored == models.DENSE and time.monotonic() < deadline - 30:
+        ours, _ = engines.run(loads["batches"])
+        engines.close()
+        peer = of_batches(lm, loads["all"].requests // 4, loads["batches"])
+        batches = summary(asyncio.run(run(loads["batches"], peer, lm.config.vocab_size)), GOAL)
+        yield "batches", {"ours": ours, "static batch": batches}
+    engines.close()
+
+
+class _Engines:
+    """Engines of one model, one at a time, since each has most of the memory; they share their compiled programs."""
+
+    def __init__(self, lm: LanguageModel, largest: Load, shapes: tuple[int, ...], say: Callable):
+        length = largest.prompt.median + largest.answer.median
+        self._lm, self._rows, self._say = lm, largest.requests, say
+        self._sizes = dict(rows=self._rows, max_length=length, cache_tokens=self._rows * (length + 64), shapes=shapes)
+        self._compiled: dict = {}
+        self._engine: Engine | None = None
+        self._options: dict | None = None
+
+    def _of(self, **options) -> Engine:
+        if self._engine is None or options != self._options:
+            self.close()
+            self._engine, self._options = Engine(self._lm, **self._sizes, **options), options
+            self._engine._core.device._compiled = self._compiled
+            self._warm(self._engine)
+        return self._engine
+
+    def _warm(self, engine: Engine) -> None:
+        """Compiles what there is to compile."""
+        began, device = time.monotonic(), engine._core.device
+        for n in engine.settings.shapes:
+            device._step(n)
+        asyncio.run(run(Load("", 2, Lengths(4), Lengths(4)), of_engine(engine), self._lm.config.vocab_size))
+        self._say(f"    {len(self._compiled)} programs in {time.monotonic() - began:.0f} s")
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+        gc.collect()
+
+    def run(self, load: Load, **options) -> tuple[dict, float | None]:
+        """(what clients saw, seconds of a step while all of them decode)."""
+        engine = self._of(**options)
+        engine._core.scheduler.reset()  # it is idle; what earlier loads left would be found
+        before = engine.stats()
+        seen = asyncio.run(run(load, of_engine(engine), self._lm.config.vocab_size))
+        after = engine.stats()
+        numbers = summary(seen, GOAL)
+        numbers |= {
+            name: after[f"{name}_total"] - before[f"{name}_total"]
+            for name in ("steps", "prefilled_tokens", "preemptions")
+        }
+        return numbers, all_decode(seen) if not numbers["failed"] else None
+
+    def overhead(self, load: Load) -> dict:
+        """A step of the engine while all decode, and the bare loop over the same programs, of the same lengths."""
+        numbers, step = self.run(load)
+        context = load.prompt.median + load.answer.median // 2
+        bare = self._bare(context, 10 if self._rows < 16 else 50)
+        if step is None:
+            return numbers | {"error": "there was no time in which all of them decoded"}
+        share = 1 - bare / step
+        rate = self._rows / step
+        more = {"step_ms": 1e3 * step, "bare_step_ms": 1e3 * bare, "overhead": share, "decode_tokens_per_s": rate}
+        return numbers | {name: round(value, 4) for name, value in more.items()}
+
+    def _bare(self, context: int, turns: int) -> float:
+        """Seconds of a step of all rows at this length, its programs called one after the other without a scheduler."""
+        engine = self._of(**(self._options or {}))
+        device, settings, rows = engine._core.device, engine.settings, self._rows
+        n = settings.shape(rows)
+        k, pages = settings.samples(n), -(-context // settings.page)
+        table = np.full((settings.rows + 1, settings.width), -1, np.int32)
+        table[:rows, :pages] = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+        batch = np.zeros((4, n), np.int32)
+        batch[1], batch[2] = -1, settings.rows
+        batch[1, :rows], batch[2, :rows], batch[3, :rows] = context - 1, np.arange(rows), 1
+        of, which = np.zeros((k,), np.int32), np.zeros((2, k), np.int32)
+        of[:rows], which[0], which[0, :rows] = np.arange(rows), settings.rows, np.arange(rows)
+        step, choose = device._step(n), device._choose(k, 0, False, False)
+
+        def loop(count: int) -> float:
+            start = time.perf_counter()
+            for _ in range(count):
+                logits, device._entries = step(
+                    self._lm._weights, device._entries, device._last, table.copy(), batch.copy(), of
+                )
+                tokens, _, device._last, _ = choose(logits, device._last, {}, device._options, which, None)
+            jax.block_until_ready(tokens)
+            return (time.perf_counter() - start) / count
+
+        loop(3)
+        seconds = min(loop(turns) for _ in range(2))
+        engine._core.scheduler.reset()  # the pages hold something else now
+        return seconds

@@ -1,0 +1,170 @@
+"""The load of a server: which requests come when; and what their clients saw."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+Arrivals = Literal["together", "fixed", "poisson"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts or answers: the median, and the deviation of their logarithm; 0: all alike. At most `most`."""
+
+    median: int
+    spread: float = 0.0
+    most: int = 1 << 30
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """int [count], each at least 1."""
+        drawn = self.median * np.exp(self.spread * rng.standard_normal(count))
+        return np.clip(np.round(drawn), 1, self.most).astype(int)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """requests: how many. arrivals: all at once, or `rate` of them a second, evenly or as a Poisson process. clients:
+    so many there are, each of which waits for its answer before it asks again; None for one for each request. shared:
+    tokens with which all prompts begin. beside: another load that goes on meanwhile and is not counted."""
+
+    name: str
+    requests: int
+    prompt: Lengths
+    answer: Lengths
+    arrivals: Arrivals = "together"
+    rate: float = 0.0
+    clients: int | None = None
+    shared: int = 0
+    beside: Load | None = None
+
+    def calls(self, vocab: int, seed: int = 0) -> list[Call]:
+        """Its requests, in the order in which they come: the same ones each time."""
+        rng = np.random.default_rng(seed)
+        prompts, answers = self.prompt.draw(rng, self.requests), self.answer.draw(rng, self.requests)
+        gaps = {
+            "together": np.zeros(self.requests),
+            "fixed": np.full(self.requests, 1 / self.rate if self.rate else 0),
+            "poisson": rng.exponential(1 / self.rate if self.rate else 0, self.requests),
+        }[self.arrivals]
+        times = np.cumsum(gaps) - gaps[0]
+        low = min(100, vocab // 2)  # the first ones are often control tokens
+        common = rng.integers(low, vocab, self.shared).tolist()
+        calls = []
+        for at, length, count in zip(times, prompts, answers, strict=True):
+            own = rng.integers(low, vocab, max(int(length) - self.shared, 1)).tolist()
+            calls.append(Call(float(at), [*common, *own], int(count)))
+        return calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A request: after so many seconds, token ids, and how many tokens it wants."""
+
+    at: float
+    prompt: list[int]
+    count: int
+
+
+@dataclasses.dataclass
+class Seen:
+    """What the client of a call saw: when it asked, and when each of its tokens came, in seconds; or why it failed."""
+
+    call: Call
+    asked: float = 0.0
+    times: list[float] = dataclasses.field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def first(self) -> float:
+        return self.times[0] - self.asked
+
+    @property
+    def between(self) -> float:
+        """The mean time from token to token."""
+        return (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
+
+
+Answer = Callable[[Call], AsyncIterator[int]]  # gives how many tokens came, each time that some come
+
+
+async def drive(calls: Sequence[Call], answer: Answer, clients: int | None = None) -> list[Seen]:
+    """Sends the calls when they are due, and follows their answers."""
+    gate, start = asyncio.Semaphore(clients or len(calls)), time.perf_counter()
+
+    async def one(call: Call) -> Seen:
+        seen = Seen(call)
+        await asyncio.sleep(max(0.0, start + call.at - time.perf_counter()))
+        async with gate:
+            seen.asked = time.perf_counter()
+            try:
+                async for count in answer(call):
+                    seen.times += [time.perf_counter()] * count
+            except Exception as error:
+                seen.error = f"{type(error).__name__}: {error}"[:200]
+        return seen
+
+    return await asyncio.gather(*map(one, calls))
+
+
+async def run(load: Load, answer: Answer, vocab: int) -> list[Seen]:
+    """What the clients of a load saw."""
+    background = None
+    if load.beside is not None:
+        others = load.beside.calls(vocab, seed=1)
+        background = asyncio.ensure_future(drive(others, answer, load.beside.clients))
+        await asyncio.sleep(1.0)  # it is under way
+    try:
+        return await drive(load.calls(vocab), answer, load.clients)
+    finally:
+        if background is not None:
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """What a client is content with: milliseconds to the first token, and from token to token on average."""
+
+    first_ms: float
+    between_ms: float
+
+    def met(self, seen: Seen) -> bool:
+        return bool(seen.times) and 1e3 * seen.first <= self.first_ms and 1e3 * seen.between <= self.between_ms
+
+
+def summary(seen: Sequence[Seen], goal: Goal) -> dict[str, float | int | str | None]:
+    """Numbers of a load: rates are of the time from the first request to the last token; times are in milliseconds,
+    those between tokens of all tokens of all answers. goodput: requests a second that met the goal."""
+    good = [one for one in seen if one.error is None and one.times]
+    failed = next((one.error or "no token" for one in seen if one not in good), None)
+    if not good:
+        return {"requests": len(seen), "failed": len(seen), "error": failed}
+    seconds = max(one.times[-1] for one in good) - min(one.asked for one in good)
+    tokens, firsts = sum(len(one.times) for one in good), [1e3 * one.first for one in good]
+    gaps = np.concatenate([1e3 * np.diff(one.times) for one in good])
+    gaps = gaps if len(gaps) else np.zeros(1)
+    of = lambda values, q: round(float(np.percentile(values, q)), 3)
+    numbers: dict[str, float | int | str | None] = {
+        "requests": len(seen), "failed": len(seen) - len(good), "seconds": round(seconds, 3), "new_tokens": tokens,
+        "prompt_tokens": sum(len(one.call.prompt) for one in good), "tokens_per_s": round(tokens / seconds, 2),
+        "requests_per_s": round(len(good) / seconds, 3),
+        "first_ms_p50": of(firsts, 50), "first_ms_p99": of(firsts, 99),
+        "between_ms_p50": of(gaps, 50), "between_ms_p99": of(gaps, 99),
+        "goal_ms": f"{goal.first_ms:g} to the first, {goal.between_ms:g} between",
+        "goodput_per_s": round(sum(map(goal.met, good)) / seconds, 3),
+    }  # fmt: skip
+    return numbers | ({"error": failed} if failed else {})
+
+
+def all_decode(seen: Sequence[Seen]) -> float | None:
+    """Seconds of a step while all of them decode: from the last first token to the first last one; None where there is
+    no such time."""
+    start, end = max(one.times[0] for one in seen), min(one.times[-1] for one in seen)
+    steps = [sum(start <= t <= end for t in one.times) - 1 for one in seen]
+    return (end - start) / float(np.median(steps)) if end > start and min(steps) > 4 else None
