@@ -24,12 +24,13 @@ _registered: set[str] = set()
 
 @functools.cache
 def handlers() -> dict[str, tuple[Handlers, ...]]:
-    """Those of each of jtile's platforms. Raises FfiError when the native library is missing."""
+    """Those of each of jtile's platforms, by their names: the order of the lines is the linker's. Raises FfiError when
+    the native library is missing."""
     found: dict[str, tuple[Handlers, ...]] = {}
     for line in library().jtile_handlers().decode().splitlines():
         name, platform, target, stages = line.split()
         found[name] = (*found.get(name, ()), Handlers(platform, target, tuple(stages.split(","))))
-    return found
+    return dict(sorted(found.items()))
 
 
 def register(platform: str = "cpu") -> None:
