@@ -19,9 +19,11 @@ from .fission import Fission, fission
 from .lift import lift
 from .nests import finish, only, prepare, speaks, tidy
 from .partials import ANY, PROGRAMS, Busy, Chunks, Colours, chunked, chunks, likely
+from .per_row import common_factors, per_row
 from .renest import renest
 from .settle import covers, disjoint, distinct, settle, told_apart
 from .split_axes import split_axes
+from .unscaled import unscaled
 
 FEWEST = 8  # programs that a kernel which serialises a grid axis must have left; below, additions stay atomic
 COLOURS = (2, 3, 4)  # how many copies of an accumulator, for each overlapping axis, are worth that programs run at once
@@ -202,7 +204,8 @@ def _renested(kernel: Kernel, meeting: Sequence[Value]) -> tuple[list[_Part], Fi
             if (new := renest(kernel, [ref])) is not None:
                 groups.append([ref])
                 found.append(new)
-    split = fission(kernel, [ref for group in groups for ref in group]) if groups else None
+    refs = [ref for group in groups for ref in group]
+    split = fission(tidy(per_row(tidy(unscaled(kernel)))), refs) if groups else None
     if split is not None:
         rest = tidy(split.rest)
         apart = [renest(rest, group) for group in groups]
@@ -230,7 +233,7 @@ def _shorter(kernel: Kernel, split: Fission | None, meeting: Sequence[Value]) ->
     halves = [(refs, only(half, refs)) for half, refs in ((split.rest, fewer), (split.first, none)) if refs]
     at = lambda refs: [k for k, r in enumerate(kernel.outputs) if r in refs]
     return [
-        _Part(dataclasses.replace(tidy(new), name=_name(kernel, refs[0])), at(refs))
+        _Part(dataclasses.replace(tidy(common_factors(tidy(new))), name=_name(kernel, refs[0])), at(refs))
         for refs, new in halves
         if new is not None
     ]

@@ -131,7 +131,7 @@ def _walk(op: Op) -> list[Op]:
 class _Places:
     """Shapes of arrays that hold a tile of every program, and the index of a program's tile: along an axis that follows
     a grid axis the tiles lie side by side, so that the array is one that a product could be taken of; the grid axes
-    that none follows are axes of their own, in front."""
+    that none follows are axes of their own, in front. Axes of one element are none of the array."""
 
     def __init__(self, kernel: Kernel):
         self.kernel, self.classes = kernel, tile_axes(kernel)
@@ -156,12 +156,19 @@ class _Places:
         """The shape; and for each axis of the tile the grid axis that it follows, or None."""
         follows: list[int | None] = []
         for axis, n in enumerate(v.shape):
+            if n == 1:
+                continue
             found = self.axes.get(self.classes.find((v, axis)), set())
             only = next(iter(found)) if len(found) == 1 else None
             follows.append(only[0] if only and only[1] == n and only[0] not in follows else None)
         others = [n for axis, n in enumerate(self.kernel.grid) if axis not in follows]
-        whole = [n if g is None else n * self.kernel.grid[g] for n, g in zip(v.shape, follows, strict=True)]
+        whole = [n if g is None else n * self.kernel.grid[g] for n, g in zip(_long(v), follows, strict=True)]
         return (*others, *whole), tuple(follows)
+
+
+def _long(v: Value) -> tuple[int, ...]:
+    """The shape as it lies in memory: without axes of one element, so that tiles of one number a row are lines."""
+    return tuple(n for n in v.shape if n != 1)
 
 
 class _Kept(Copier):
@@ -181,20 +188,22 @@ class _Kept(Copier):
         for old in op.results:
             if old in self.wide:
                 narrow = self.wide[old]
-                self.env[old] = self.b.cast(self.b.value(Load(self.refs[narrow], self.index(narrow))), old.dtype)
+                self.env[old] = self.b.cast(self.loaded(narrow), old.dtype)
             if old in self.refs:
-                index = self.index(old)
                 if self.load:
-                    self.env[old] = self.b.value(Load(self.refs[old], index), old.name)
+                    self.env[old] = self.loaded(old)
                 else:
-                    self.b.add(Store(self.refs[old], index, self.env[old]))
+                    self.b.add(Store(self.refs[old], self.index(old), self.b.reshape(self.env[old], _long(old))))
         return new
+
+    def loaded(self, v: Value) -> Value:
+        return self.b.reshape(self.b.value(Load(self.refs[v], self.index(v)), v.name), v.shape)
 
     def index(self, v: Value) -> Index:
         b, follows = self.b, self.places[v][1]
         others = [At(b.value(ProgramId(g))) for g in range(len(self.grid)) if g not in follows]
         own = [
             Span(b.index(0), n, 1) if g is None else Tile(b.value(ProgramId(g)), n, n)
-            for n, g in zip(v.shape, follows, strict=True)
+            for n, g in zip(_long(v), follows, strict=True)
         ]
         return (*others, *own)

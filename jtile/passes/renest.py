@@ -13,6 +13,7 @@ from .fewer_rounds import fewer_rounds
 from .fold import number
 from .lift import lift
 from .nests import Counted, keeps_state, nest, only, size_value, tidy
+from .per_row import common_factors
 from .rewrite import Rewriter, Rules
 from .settle import disjoint
 from .turned import turned
@@ -56,7 +57,7 @@ def renest(kernel: Kernel, refs: Sequence[Value]) -> Kernel | None:
     if axes is None:
         return None
     new = lift(tidy(fewer_rounds(tidy(_rebuilt(alone, axes)))), refs)
-    new = tidy(turned(unscaled(tidy(new))))
+    new = tidy(common_factors(tidy(turned(unscaled(tidy(new))))))
     forms, where = Forms(new), sites(new, lambda r: r in refs)
     return new if all(disjoint(forms, where[r]) for r in refs) else None
 
