@@ -50,7 +50,7 @@ def per_row(kernel: Kernel) -> Kernel:
     dots = [op for op in kernel.body.walk() if isinstance(op, Dot | DotScaled)]
     if not dots or any(DTYPES[v.dtype].bits > 16 for d in dots for v in (d.a, d.b)):
         return kernel
-    for step in (_quotients, _shared, _shifts, _powers):
+    for step in (_quotients, _sums, _shared, _shifts, _powers):
         kernel = dce(cse(canonicalise(step(kernel))))
     return kernel
 
@@ -73,8 +73,13 @@ def _again(op: Broadcast, x: Value, rw: Rewriter) -> Value:
 
 
 def _quotients(kernel: Kernel) -> Kernel:
-    """x / l is x (1 / l)."""
+    """x / l is x (1 / l); a sum of one number that number, though a sum of -0 is 0."""
     rules = Rules()
+
+    @rules(Reduce)
+    def _(op: Reduce, rw: Rewriter):
+        one = op.fn == "sum" and all(op.x.shape[a] == 1 for a in op.axes)
+        return rw.b.reshape(op.x, op.result.shape) if one else None
 
     @rules(Map)
     def _(op: Map, rw: Rewriter):
@@ -84,6 +89,37 @@ def _quotients(kernel: Kernel) -> Kernel:
         return rw.new(Map("mul", (op.args[0], _again(by, rw.b.map("div", one, by.x), rw))))
 
     return Rewriter(kernel, rules).run()
+
+
+def _sums(kernel: Kernel) -> Kernel:
+    """`sum_j r x_j y_j` is `r sum_j x_j y_j`, of a sum over the columns of rows."""
+    rules = Rules()
+
+    @rules(Reduce)
+    def _(op: Reduce, rw: Rewriter):
+        if op.fn != "sum" or not _large(op.x) or (found := _row_factor(op.x, op.axes, rw)) is None:
+            return None
+        r, rest = found
+        left = [k for k in range(len(op.x.shape)) if k not in op.axes]
+        at = [(d, left.index(d)) for d, n in _long(r)]
+        shape = tuple(n for n in r.x.shape if n != 1)
+        factor = rw.b.value(Broadcast(rw.b.reshape(r.x, shape), op.result.shape, tuple(k for _, k in at)))
+        return rw.new(Map("mul", (rw.new(Reduce(rest, "sum", op.axes)), factor)))
+
+    return Rewriter(kernel, rules).run()
+
+
+def _row_factor(v: Value, axes: Sequence[int], rw: Rewriter) -> tuple[Broadcast, Value] | None:
+    """A factor of a product that is the same along axes, and the product without it."""
+    if not _is(v, "mul"):
+        return None
+    for x, y in (v.op.args, v.op.args[::-1]):
+        r = _spread(y)
+        if r is not None and not {d for d, _ in _long(r)}.intersection(axes):
+            return r, x
+        if (inner := _row_factor(y, axes, rw)) is not None:
+            return inner[0], rw.new(Map("mul", (x, inner[1])))
+    return None
 
 
 def _shared(kernel: Kernel) -> Kernel:
@@ -143,14 +179,39 @@ def _long(op: Broadcast) -> list[tuple[int, int]]:
 
 def _over(c: Value, r: Value, rw: Rewriter) -> Value:
     """c / r; of r = 1 / l it is c l."""
-    x = r.op.x if isinstance(r.op, Reshape) else r
-    if isinstance(x.op, Map) and x.op.fn == "div" and number(x.op.args[0]) == 1:
-        return rw.b.map("mul", c, rw.b.reshape(x.op.args[1], c.shape))
-    return rw.b.map("div", c, r)
+    x = _plain_rows(r)
+    if not _is(x, "div") or number(x.op.args[0]) != 1:
+        return rw.b.map("div", c, r)
+    l = x.op.args[1]
+    return _less(c, l, rw) or rw.b.map("mul", c, rw.b.reshape(l, c.shape))
+
+
+def _plain_rows(v: Value) -> Value:
+    while isinstance(v.op, Reshape):
+        v = v.op.x
+    return v
+
+
+def _less(c: Value, l: Value, rw: Rewriter) -> Value | None:
+    """c l, of c = x / l^2, with one division less; None of any other c."""
+    match c.op:
+        case Reshape(x) | Map("neg", (x,)) as op:
+            found = _less(x, l, rw)
+            moved = None if found is None else op.clone(lambda _: found)
+            return None if moved is None else rw.add(moved)[0]
+        case Map("mul", args):
+            for x, y in (args, args[::-1]):
+                if (found := _less(x, l, rw)) is not None:
+                    return rw.b.map("mul", found, y)
+        case Map("div", (one, square)) if _is(square, "mul"):
+            if number(one) == 1 and all(_plain_rows(x) is _plain_rows(l) for x in square.op.args):
+                return rw.b.map("div", one, square.op.args[0])
+    return None
 
 
 def _shifts(kernel: Kernel) -> Kernel:
-    """`exp(s - m) / l` is `exp(s - (m + log l))` where l is no negative number, and nobody else needs the first."""
+    """`exp(s - m) / l` is `exp(s - (m + log l))` where l is no negative number, m none that is so large that it would
+    not change, and nobody else needs the first."""
     rules = Rules()
 
     @rules(Map)
@@ -166,7 +227,7 @@ def _shifts(kernel: Kernel) -> Kernel:
                 continue
             s, m = exp.args[0].op.args
             shift = _spread(m)
-            if shift is None or _long(shift) != _long(r):
+            if shift is None or _long(shift) != _long(r) or not _bounded(s):
                 continue
             whole = rw.b.map("add", shift.x, rw.b.reshape(rw.b.map("log", l), shift.x.shape))
             return rw.new(Map("exp", (rw.new(Map("sub", (s, _again(shift, whole, rw)))),)))
@@ -207,7 +268,7 @@ def _no_negative(v: Value, known: frozenset[Value]) -> bool:
 
 def _powers(kernel: Kernel) -> Kernel:
     """exp(x) is exp2(x log2(e)); of `exp(s - m)` both are multiplied, `m` once a row and `s` with what it is already,
-    where they are no numbers so large that this could leave their range: masks have infinities."""
+    where they are no numbers so large that the difference of the products is another one: masks have infinities."""
     rules = Rules()
 
     @rules(Map)

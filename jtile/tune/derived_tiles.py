@@ -25,7 +25,6 @@ TRIED = 8  # guesses that are built, at most
 SHORT, HELD, STAGES = 1024, 8192, 3  # elements of short rows; of all rows that a multiprocessor holds at a time
 MOST, MOST_SHORT = 4, 8  # programs of a multiprocessor
 ROUNDS = 64, 32  # terms of a round of several products
-WIDE = 256  # columns of two products that leave no registers for addresses
 EACH = 1 << 30  # more programs than there are: no two share a sum
 GAIN = 1.03  # how many times as long the present tiles must be expected to take
 
@@ -90,8 +89,7 @@ def _in_rounds(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Ti
     size = round_size(kernel) if "warps" in target.features else None
     planned = warpgroups.multiplies(target)
     if planned and has_plan(kernel, target, options):
-        why = f"at the tile level of {target.name}: roles leave no registers for what is loaded behind the products"
-        return Tiled(kernel, {"specialize": False}, why) if _loads_behind(kernel) else None
+        return None
     if size is None or size <= ROUNDS[-1]:
         return None
     found = [(n, new) for n in ROUNDS if n < size and (new := shorter_rounds(kernel, n)) is not None]
@@ -99,21 +97,6 @@ def _in_rounds(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Ti
     n, new = best or next(iter(found), (size, None))
     why = "which roles at the block level hold" if best else "for which there are registers"
     return None if new is None else Tiled(new, {}, f"rounds of {n} terms on {target.name}, {why}")
-
-
-def _loads_behind(kernel: ir.Kernel) -> bool:
-    """Whether a chain of wide products loads tiles behind its loop: their addresses take registers, too.
-
-    With triton 3.6 the forward half of attention's gradient in tiles of 128 x 128 spilled 384 bytes so, and took 1015
-    us on an H200, at the tile level 441; with 64 keys in a round 387 and 454.
-    """
-    loops = [k for k, op in enumerate(kernel.body.ops) if isinstance(op, ir.For)]
-    if not loops:
-        return False
-    dots = [op for op in kernel.body.ops[loops[-1]].blocks()[0].walk() if isinstance(op, ir.Dot)]
-    behind = kernel.body.ops[loops[-1] + 1 :]
-    wide = len(dots) > 1 and sum(d.result.shape[-1] for d in dots) >= WIDE
-    return wide and any(isinstance(op, ir.Load) and len(op.result.shape) > 1 for op in behind)
 
 
 def _large(kernel: ir.Kernel) -> bool:

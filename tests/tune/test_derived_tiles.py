@@ -80,8 +80,8 @@ def test_chains_of_products_take_rounds_that_registers_hold():
     low = attention.lower(*[spec(1, 1024, 128)] * 3, bq=128, bk=128, causal=True).vjp()
     there = pieces_of(low.program, HOPPER)
     assert [max(terms for *_, terms in dots_of(k)) for k in pieces_of(low.program).kernels] == [128] * 3
-    assert [dots_of(k)[-1] for k in there.kernels] == [(128, 128, 128), (128, 128, 32), (128, 128, 64)]
-    assert [dict(o) for o in there.options] == [{"specialize": False}, {}, {}]
+    assert [dots_of(k)[-1] for k in there.kernels] == [(128, 128, 128), (128, 128, 64), (128, 128, 64)]
+    assert [dict(o) for o in there.options] == [{}, {}, {}]
     assert ["rounds" in why for why in there.why] == [False, True, True]
     older = pieces_of(low.program, targets.resolve("cuda:sm_80"))
     assert [dots_of(k)[-1][2] for k in older.kernels] == [128, 64, 64]

@@ -22,6 +22,7 @@ from jtile.passes.dce import dce
 from jtile.passes.hoist import small
 
 from .decide import Wish, check, plan
+from .early import early
 from .feeds import sink
 from .join import join
 from .masks import masks
@@ -93,6 +94,7 @@ def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plann
         step("join", "block", lambda k: dce.run(join.run(k)))
         step("pairs", "block", pairs.run)
         step("prefetch", "block", prefetch.run)
+        step("early", "block", early.run)
         step("overlap", "block", lambda k: overlapped(k, turns=chosen.turns))
         final = step(LAST, "block", lambda k: dce.run(cse.run(canonicalise.run(bounds.run(k)))))
     except Refusal as e:

@@ -17,7 +17,7 @@ from jtile.passes.rewrite import free_values
 from .evict import copy_hints
 from .feeds import Feeds, feeds, tile_bytes
 from .maps import store_obstacle
-from .plan import Machine, NoPlan, Output, Plan, Refusal, for_tiles, refuse
+from .plan import Machine, NoPlan, Output, Plan, Refusal, deferred, for_tiles, refuse
 from .split_rows import Split, apart, split
 from .uneven import balances, uneven
 
@@ -188,10 +188,12 @@ def _too_much(kernel: Kernel, found: Feeds, threads: int, registers: int) -> tup
         further = {d.acc for d in dots}  # sums that a product goes on with stay in their registers
         ends = [d for d in dots if d.result not in further]
         words = sum(tile_bytes(d.result) // 4 * (2 if promoted(d) else 1) for d in ends)
-        words += sum(tile_bytes(d.a) // 4 for d in dots if not isinstance(operand(d, False)[0].op, Load))
-        words = max(words, *(held[d] for d in dots))
-        if words > for_tiles(registers) * threads:
-            return words, dots[0]
+        left = [tile_bytes(d.a) // 4 for d in dots if not isinstance(operand(d, False)[0].op, Load)]
+        most, room = max(held[d] for d in dots), for_tiles(registers) * threads
+        alone = [d for d in ends if d.acc not in found.home[d].params]
+        together = words + max(left, default=0) <= deferred(registers) * threads and len(alone) > 1  # see `defer`
+        if most > room or (words + sum(left) > room and not together):
+            return max(words + sum(left), most), dots[0]
     return None
 
 

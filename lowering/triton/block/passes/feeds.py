@@ -8,9 +8,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from jtile.ir import (
     Bitcast,
     Block,
+    Broadcast,
     Cast,
     Dot,
     DotScaled,
+    For,
     If,
     Kernel,
     Load,
@@ -33,6 +35,8 @@ from .plan import refuse
 
 _PATH = (Cast, Bitcast, Reshape, Map, Select)  # ops, element by element, between a load and the product that it feeds
 _SMALLEST = 2048  # bytes of a tile that is worth a copy of its own
+_ROOM = 220 << 10  # bytes of shared memory of a block of Hopper for tiles
+_LINE = 128  # bytes that a line of one number a column is a multiple of
 HALF = ("float16", "bfloat16")
 
 
@@ -119,6 +123,11 @@ def feeds(kernel: Kernel) -> Feeds:
     groups: list[list[Load]] = []
     for _, loads in found:
         _join(groups, loads, lambda x: (id(home[x]), x in far))
+    for x in _lines(kernel, dots, home):
+        _attach(x, groups, found, home)
+    behind = _behind(kernel, dots, groups, home)
+    far.update(behind)
+    groups += [[x] for x in behind]
     sites = [_site(g, home, depth, g[0] in far) for g in groups]
     brought = {x for _, loads in found for x in loads}
     either = {op: c for op, c in choices(kernel.body).items() if c[0] in brought}
@@ -158,6 +167,59 @@ def _operands(kernel: Kernel, dot: Dot, home: dict[Op, Block]) -> Iterator[Load]
             yield v.op
         else:
             yield from (x for x in _computed_from(v) if home[x] is home[dot] and _worth(kernel, x))
+
+
+def _chained(dots: list[Dot], home: Mapping[Op, Block]) -> set[int]:
+    """The blocks in which one product needs the result of another."""
+    return {id(home[d]) for d in dots if not isinstance(operand(d, False)[0].op, Load)}
+
+
+def _behind(kernel: Kernel, dots: list[Dot], groups: list[list[Load]], home: Mapping[Op, Block]) -> list[Load]:
+    """The tiles that a kernel loads behind a loop with a chain of products, which leaves no registers for their
+    addresses: where shared memory holds them beside two rounds of operands."""
+    chained = _chained(dots, home)
+    loops = [op for op in home if isinstance(op, For) and id(op.body) in chained]
+    if len(loops) != 1:
+        return []
+    (loop,) = loops
+    ops, brought = home[loop].ops, {x for g in groups for x in g}
+    later = [op for op in ops[ops.index(loop) + 1 :] if isinstance(op, Load)]
+    found = [op for op in later if op not in brought and _worth(kernel, op)]
+    rounds = [tile_bytes(x.result) * (2 if home[x] is loop.body else 1) for x in brought]
+    return found if sum(rounds) + sum(tile_bytes(x.result) for x in found) <= _ROOM else []
+
+
+def _lines(kernel: Kernel, dots: list[Dot], home: Mapping[Op, Block]) -> Iterator[Load]:
+    """Loads of one number a column, in loops in which one product needs the result of another: registers that would
+    carry them from round to round are rare there."""
+    chained = _chained(dots, home)
+    loops = {id(op.body) for op in kernel.body.walk() if isinstance(op, For)}
+    for b in dict.fromkeys(home[d] for d in dots if id(home[d]) in chained & loops):
+        inside = {*b.params, *(r for op in b.ops for r in op.results)}
+        for op in b.ops:
+            if not isinstance(op, Load) or len(op.result.shape) != 1 or op.result.dtype != "float32":
+                continue
+            moves = any(dim_value(d) in inside for d in op.index)
+            wide = tile_bytes(op.result) >= _LINE and tile_bytes(op.result) % _LINE == 0
+            across = all(
+                isinstance(u, Broadcast) and len(u.shape) == 2 and u.dims == (1,)
+                for u in b.walk() if op.result in free_values(u)
+            )  # fmt: skip
+            if moves and wide and across and op.result not in b.yields and load_obstacle(kernel, op) is None:
+                yield op
+
+
+def _attach(
+    line: Load, groups: list[list[Load]], found: Sequence[tuple[Dot, Sequence[Load]]], home: Mapping[Op, Block]
+) -> None:
+    """Add a line to the operands of the last product before its first use that brings some in the same block."""
+    b = home[line]
+    first = users(b, [line.result])[0]
+    own = [(b.ops.index(d), [x for x in loads if home[x] is b]) for d, loads in found if home[d] is b]
+    own = [(at, loads) for at, loads in own if loads]
+    before = [x for x in own if x[0] <= first] or own[:1]
+    for _, loads in before[-1:]:
+        next(g for g in groups if loads[0] in g).append(line)
 
 
 def _computed_from(v: Value) -> Iterator[Load]:

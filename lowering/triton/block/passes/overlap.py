@@ -2,7 +2,8 @@
 
 The plain form of a loop waits for every product at once. Here loops of independent accumulations (a matrix product, or
 several) leave the products of one round in flight while the next round starts its own, and give the buffers back a
-round later. Loops in which one product needs the result of another (attention) are rotated, see `rotate`; loops that
+round later. Loops in which one product needs the result of another (attention) are rotated, see `rotate`, or wait for
+their sums at the end of a round, see `defer`, where registers do not hold what rotation carries; loops that
 fold products into sums themselves are in pairs of rounds by now, see `pairs`.
 """
 
@@ -31,7 +32,11 @@ from jtile.passes.pipeline import Pass
 from jtile.passes.rewrite import Copier, Form
 
 from .chains import VIEWS, Products, filled_by, root_of, rounds_held
+from .defer import Deferral, words
+from .plan import for_tiles
 from .rotate import Rotation, Turn
+
+ROOM = for_tiles(240) * 128  # words of tiles of a warpgroup
 
 
 def run(kernel: Kernel, turns: bool = False) -> Kernel:
@@ -41,17 +46,28 @@ def run(kernel: Kernel, turns: bool = False) -> Kernel:
       turns: consumers with rotated loops start their products in turns, so that one computes while the other's products
         run, where each of them has one such loop.
     """
-    overlap = _Overlap(ranges(kernel), filled_by(kernel), turns)
+    overlap = _Overlap(ranges(kernel), filled_by(kernel), turns, _room(kernel))
     return Copier(overlap.forms(kernel)).whole(kernel)
+
+
+def _room(kernel: Kernel) -> dict[For, int]:
+    out: dict[For, int] = {}
+    for roles in (op for op in kernel.body.walk() if isinstance(op, Roles)):
+        for warps, registers, body in zip(roles.warps, roles.registers, roles.bodies, strict=True):
+            loops = (op for op in body.walk() if isinstance(op, For))
+            out |= dict.fromkeys(loops, for_tiles(registers) * warps * 32)
+    return out
 
 
 @dataclasses.dataclass
 class _Overlap:
-    """Overlaps the loops of products of a kernel; `filled`: the barriers of each allocation."""
+    """Overlaps the loops of products of a kernel; `filled`: the barriers of each allocation; `room`: words of tiles
+    that the role of a loop has registers for."""
 
     known: Intervals
     filled: dict[Op, set[Value]]
     turns: bool
+    room: dict[For, int]
     turn: dict[For, Turn] = dataclasses.field(default_factory=dict)
 
     def forms(self, kernel: Kernel) -> dict[Op, Form]:
@@ -70,6 +86,9 @@ class _Overlap:
             return None
         rotation = Rotation.of(products, self.filled)
         if rotation is not None:
+            deferral = Deferral.of(rotation) if words(rotation) > self.room.get(op, ROOM) else None
+            if deferral is not None:
+                return deferral.build
             return lambda copier: rotation.build(copier, self.runs(op), self.turn.get(op))
         accumulation = _Accumulation.of(products)
         return None if accumulation is None else lambda copier: accumulation.build(copier, self.runs(op))

@@ -60,6 +60,11 @@ def for_tiles(registers: int) -> int:
     return (registers or 240) * 5 // 6
 
 
+def deferred(registers: int) -> int:
+    """The same for loops that wait for their sums at the end of a round, see `defer`: nothing else is carried."""
+    return (registers or 240) * 7 // 8
+
+
 class Refusal(Exception):  # noqa: N818  an outcome, no error
     """Ends the making of a plan; `block_level` gives what it carries as a value."""
 
