@@ -52,6 +52,7 @@ lint: $(VENV)/.lint
 
 format: $(VENV)/.lint
 	@$(VENV)/bin/python -m ruff check --fix -q . ; $(VENV)/bin/python -m ruff format .
+	@git ls-files '*.md' | xargs .ci/wrap
 
 bench: $(VENV)/.dev
 	@$(VENV)/bin/python -m benchmarks cpu

@@ -53,3 +53,13 @@ def test_every_public_name_is_on_a_page_of_the_api():
     library = {n for n, o in vars(ops).items() if not n.startswith("_") and callable(o)}
     assert sorted((eager | set(jt._NAMES) | library | set(models.__all__)) - listed) == []
     assert "auto" in dir(jt)
+
+
+@pytest.mark.parametrize("page", [t for t in TEXTS if t.name != "CHANGELOG.md"], ids=name)
+def test_lines_are_short(page):
+    long = [line for line in without_tables(page.read_text()) if len(line) > 120]
+    assert long == [], "make format wraps them; a line of code is cut by hand"
+
+
+def without_tables(text):
+    return [line for line in text.split("\n") if not line.lstrip().startswith("|")]
