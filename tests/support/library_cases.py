@@ -33,6 +33,7 @@ from jtile.ops import (
 from jtile.ops.gated_mlp import gated_mlp_reference
 from jtile.ops.grouped_matmul import grouped_matmul_reference
 from jtile.ops.latent_attention import mla_decode_reference
+from jtile.ops.linear_attention import linear_attention_reference
 from jtile.ops.matmul import matmul_reference
 
 FROZEN = "quantised weights are frozen"
@@ -106,6 +107,10 @@ def with_lengths(run):
     return lambda q, k, v, lengths: run(q, k, v, causal=True, lengths=lengths, offsets=lengths - q.shape[1])
 
 
+def with_decay(run):
+    return lambda q, k, v, log_decay: run(q, k, v, log_decay=log_decay, chunk=4)
+
+
 def quantized_bias(run):
     return lambda x, weight, bias: run(x, weight, bias=bias, activation="silu")
 
@@ -159,6 +164,10 @@ CASES: dict[str, LibraryCase] = {
     "attention with lengths": case(
         with_lengths(ops.attention), with_lengths(flash_attention.attention_reference), *ATTENTION,
         lambda: jnp.asarray([7, 6], jnp.int32),
+    ),
+    "linear_attention": case(
+        with_decay(ops.linear_attention), with_decay(linear_attention_reference),
+        f(1, 6, 1, 3), f(1, 6, 1, 3, seed=1), f(1, 6, 2, 4, seed=2), f(1, 6, 2, low=-1, high=-0.1),
     ),
     "decode_attention": case(ops.decode_attention, split_attention.decode_attention_reference, *CACHE),
     "mla_decode": case(ops.mla_decode, mla_decode_reference, *LATENT, meta={"rank": 6}),

@@ -1,0 +1,98 @@
+"""Linear attention in chunks as people write it in jnp: what its kernels are compared with, on CPUs and on GPUs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.backward import pulled
+from benchmarks.data import TOLERANCE, normal, size
+from benchmarks.harness import Case
+from jtile import ops
+
+f32 = jnp.float32
+KINDS = {"plain": (0, False), "decay": (1, False), "gated": (2, False), "gated delta": (1, True)}
+
+
+def cases() -> Iterator[Case]:
+    for kind in KINDS:
+        args = make(0, kind, 1, 2048, 8, 64, "float32")
+        flops, bytes = 4 * 2048 * 8 * 64 * 64, size(*args, args[2])
+        yield Case(
+            "linear_attention", f"{kind}, 2048, 8 heads of 64", "float32", ours(kind), {"xla": plain(kind)}, args,
+            bytes, flops, tolerance=TOLERANCE["float32"],
+        )  # fmt: skip
+        yield Case(
+            "linear_attention_gradient", f"{kind}, 2048, 8 heads of 64", "float32", pulled(ours(kind), len(args)),
+            {"xla": pulled(plain(kind), len(args))}, (args[2], *args), 2 * bytes, 3 * flops,
+            tolerance=10 * TOLERANCE["float32"],
+        )  # fmt: skip
+
+
+def make(seed, kind: str, batch: int, t: int, heads: int, d: int, dtype: str) -> tuple[Any, ...]:
+    """q, k, v [batch, t, heads, d], and what the kind has of log_decay and beta; keys have length 1."""
+    gate, rule = KINDS[kind]
+    q, k, v = (normal(8 * seed + s, batch, t, heads, d, dtype=dtype) for s in range(3))
+    wide = k.astype(f32)
+    k = (wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)).astype(q.dtype)
+    width = {1: (batch, t, heads), 2: (batch, t, heads, d)}.get(gate)
+    g = [] if width is None else [jax.nn.log_sigmoid(normal(8 * seed + 3, *width) + 3.0)]
+    return q, k, v, *g, *([jax.nn.sigmoid(normal(8 * seed + 4, batch, t, heads))] if rule else [])
+
+
+def _named(kind: str, more: tuple[Any, ...]) -> dict[str, Any]:
+    gate, rule = KINDS[kind]
+    return dict(zip([*(["log_decay"] if gate else []), *(["beta"] if rule else [])], more, strict=True))
+
+
+def ours(kind: str):
+    return lambda q, k, v, *more: ops.linear_attention(q, k, v, **_named(kind, more))
+
+
+def plain(kind: str):
+    """All chunks at once but for the states in front of them, which a scan makes."""
+    return lambda q, k, v, *more: chunked(q, k, v, **_named(kind, more))
+
+
+def chunked(q, k, v, log_decay=None, beta=None):
+    vectors = log_decay is not None and log_decay.ndim == 4
+    c = min(16 if vectors else 64, q.shape[1])
+    cut = lambda x: x.reshape(x.shape[0], -1, c, *x.shape[2:]).swapaxes(2, 3)  # [batch, chunks, heads, c, ...]
+    dtype, t = q.dtype, q.shape
+    dot = functools.partial(
+        jnp.einsum, precision="highest" if dtype == f32 else None, preferred_element_type=f32
+    )  # fmt: skip
+    q, k, v = cut(q) * jnp.asarray(q.shape[-1] ** -0.5, dtype), cut(k), cut(v)
+    G = jnp.zeros(q.shape[:-1], f32)[..., None] if log_decay is None else cut(log_decay.reshape(*t[:3], -1))
+    G = jnp.cumsum(G, 3)
+    ways = G[..., :, None, :] - G[..., None, :, :]
+    low = jnp.tril(jnp.ones((c, c), bool))
+    fades = jnp.exp(jnp.where(low[:, :, None], ways, -jnp.inf))
+    if vectors:
+        pairs = lambda x, y: jnp.einsum("bnhtd,bnhsd,bnhtsd->bnhts", x.astype(f32), y.astype(f32), fades)
+    else:
+        pairs = lambda x, y: dot("bnhtd,bnhsd->bnhts", x, y) * fades[..., 0]
+    whole = G[..., -1:, :]
+    ins, outs, own = (q * jnp.exp(G)).astype(dtype), (k * jnp.exp(whole - G)).astype(dtype), pairs(q, k).astype(dtype)
+    errors = jnp.zeros_like(k)
+    if beta is not None:
+        b = cut(beta[..., None])
+        system = jnp.eye(c) + b * jnp.where(jnp.tril(low, -1), pairs(k, k), 0.0)
+        solve = lambda x: jax.scipy.linalg.solve_triangular(system, b * x, lower=True, unit_diagonal=True).astype(dtype)
+        errors, v = solve(k.astype(f32) * jnp.exp(G)), solve(v.astype(f32))
+
+    def step(S, now):
+        ins, outs, errors, v, own, whole = now
+        S_n = S.astype(dtype)
+        u = v if beta is None else (v - dot("bhtk,bhkv->bhtv", errors, S_n)).astype(dtype)
+        o = dot("bhtk,bhkv->bhtv", ins, S_n) + dot("bhts,bhsv->bhtv", own, u)
+        return S * jnp.exp(whole).swapaxes(2, 3) + dot("bhtk,bhtv->bhkv", outs, u), o.astype(dtype)
+
+    start = jnp.zeros((t[0], t[2], k.shape[-1], v.shape[-1]), f32)
+    chunks = (x.swapaxes(0, 1) for x in (ins, outs, errors, v, own, whole))
+    _, o = jax.lax.scan(step, start, tuple(chunks))
+    return o.swapaxes(0, 1).swapaxes(2, 3).reshape(*t[:3], -1)

@@ -1,0 +1,221 @@
+"""Linear attention: a matrix of state that fades, is corrected and added to at every position (Katharopoulos et al.
+2020; RetNet, Sun et al. 2023; gated, Yang et al. 2024; delta rule in chunks, Yang et al. 2024; gated delta rule, Yang,
+Kautz and Hatamizadeh 2025)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
+from jtile.ops.dispatch import Implementation, Op
+from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, pairs
+
+CHUNK = 64  # positions whose products with each other are whole tiles
+STEPS = 4  # positions at most that are taken one by one
+
+
+def _types(q, k, v, g, beta, *rest, save: bool, **_):
+    """o, and with `save` the state behind the last position."""
+    batch, _, heads, dv = v.shape
+    return (jt.like(v), jax.ShapeDtypeStruct((batch, heads, k.shape[3], dv), sums_in(v))) if save else jt.like(v)
+
+
+def _grid(q, k, v, *_, bv: int, **__):
+    return v.shape[0], v.shape[2], jt.cdiv(v.shape[3], bv)
+
+
+@jt.kernel(out_type=_types, grid=_grid)
+def linear_attention_chunks(q, k, v, g, beta, mix, state, o, last=None, *, c: int, bv: int, scale: float, save: bool):
+    """q, k [batch, t, heads, dk]; v, o [batch, t, v heads, dv]; g [batch, t, v heads, 1 or dk] or None; beta [batch, t,
+    v heads] and mix [batch, v heads, chunks, c, c] (see `delta_rule_mix`) or None; state, last [batch, v heads, dk, dv]
+    or None."""
+    # S_t = e^(g_t) S_(t-1) + k_t u_t^T     o_t = scale S_t^T q_t     u_t = v_t, or beta_t (v_t - S_(t-1)^T e^(g_t) k_t)
+    # G: sums of g from the chunk's first position; S: the state in front of it. Then, for all positions of the chunk,
+    # o = scale ((q e^G) S + pairs(q, k) u)     u = mix beta (v - (k e^G) S)     S' = e^(G_c) S + (k e^(G_c - G))^T u
+    b, h, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    dk, kh = k.shape[3], h // (v.shape[2] // k.shape[2])
+    Q, K, V, O = (x.tiles(None, c, None, n) for x, n in ((q, dk), (k, dk), (v, bv), (o, bv)))
+    S = first_state(state, (b, h, 0, j), (dk, bv), v)
+    for n in jt.range(K.shape[1]):
+        q_n, k_n, u = Q[b, n, kh, 0], K[b, n, kh, 0], V[b, n, h, j]
+        steps = None if g is None else wide(g.tiles(None, c, None, g.shape[3])[b, n, h, 0])
+        G = None if steps is None else jnp.cumsum(steps, axis=0)
+        S_n = S.astype(v.dtype)
+        if mix is not None:
+            error = wide(u) - jt.dot(fade(k_n, G), S_n)
+            error = wide(beta.tiles(None, c, None)[b, n, h])[:, None] * error
+            u = jt.dot(mix[b, h, n, :, :], error.astype(v.dtype)).astype(v.dtype)
+        own = pairs(q_n, k_n, G).astype(v.dtype)
+        O[b, n, h, j] = (jt.dot(own, u, jt.dot(fade(q_n, G), S_n)) * scale).astype(o.dtype)
+        if steps is None:
+            S = jt.dot(k_n.T, u, S)
+        else:
+            whole = steps.sum(0, keepdims=True)
+            S = jt.dot(fade(k_n, whole - G).T, u, S * jnp.exp(whole).T)
+    if last is not None:
+        last.tiles(None, None, dk, bv)[b, h, 0, j] = S
+
+
+@jt.kernel(
+    out_type=lambda k, g, beta, *, c: jt.like(
+        k, shape=(k.shape[0], beta.shape[2], jt.cdiv(k.shape[1], c), c, c)
+    ),
+    grid=lambda k, g, beta, *, c: (k.shape[0], beta.shape[2], jt.cdiv(k.shape[1], c)),
+)  # fmt: skip
+def delta_rule_mix(k, g, beta, mix, *, c: int):
+    """Arguments as of `linear_attention_chunks`; mix [batch, v heads, chunks, c, c]."""
+    # u_t = beta_t (v_t - S_(t-1)^T e^(g_t) k_t) holds the u of earlier positions: (I + beta pairs(k, k)) u = ...
+    b, h, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    k_n = k.tiles(None, c, None, k.shape[3])[b, n, h // (beta.shape[2] // k.shape[2]), 0]
+    G = None if g is None else jnp.cumsum(wide(g.tiles(None, c, None, g.shape[3])[b, n, h, 0]), axis=0)
+    low = wide(beta.tiles(None, c, None)[b, n, h])[:, None] * pairs(k_n, k_n, G, diagonal=False)
+    mix[b, h, n, :, :] = inverse(low).astype(mix.dtype)
+
+
+@jt.kernel(out_type=_types, grid=_grid)
+def linear_attention_steps(q, k, v, g, beta, state, o, last=None, *, bv: int, scale: float, save: bool):
+    """`linear_attention_chunks` one position after the other: for few of them, as in decoding."""
+    b, h, j = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    dk, kh = k.shape[3], h // (v.shape[2] // k.shape[2])
+    V, O = v.tiles(None, None, None, bv), o.tiles(None, None, None, bv)
+    S = first_state(state, (b, h, 0, j), (dk, bv), v)
+    for t in jt.range(k.shape[1]):
+        q_t, k_t, u = wide(q[b, t, kh, :])[:, None], wide(k[b, t, kh, :])[:, None], wide(V[b, t, h, j])[None, :]
+        if g is not None:
+            S = S * jnp.exp(wide(g[b, t, h, :]))[:, None]
+        if beta is not None:
+            u = wide(beta[b, t, h]) * (u - (k_t * S).sum(0, keepdims=True))
+        S = S + k_t * u
+        O[b, t, h, j] = ((q_t * S).sum(0) * scale).astype(o.dtype)
+    if last is not None:
+        last.tiles(None, None, dk, bv)[b, h, 0, j] = S
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "return_state", "chunk"), inline=True)
+def linear_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    log_decay: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    state: jax.Array | None = None,
+    return_state: bool = False,
+    scale: float | None = None,
+    chunk: int = CHUNK,
+) -> Any:
+    """`o_t = scale S_t^T q_t`, where `S_t = e^(g_t) S_(t-1) + k_t u_t^T` is a matrix [dk, dv] for each head.
+
+    `u_t` is `v_t`; with `beta` (the delta rule) `beta_t (v_t - (e^(g_t) S_(t-1))^T k_t)`, so that the state then maps
+    k_t closer to v_t. `g` is `log_decay`: None (plain linear attention, or the delta rule), one number for a head and
+    position (RetNet, Mamba-2, the gated delta rule), or one for each of the dk rows of the state (gated linear
+    attention, Kimi delta attention). Up to 4 positions are taken one by one; more in chunks, whose positions meet each
+    other in products of tiles. Differentiable in q, k, v, log_decay, beta and state.
+
+    Args:
+      q, k: float arrays [batch, t, heads, dk].
+      v: float array [batch, t, v_heads, dv] of their dtype; heads divides v_heads (grouped values).
+      log_decay: float array [batch, t, v_heads] or [batch, t, v_heads, dk] of logarithms, 0 and less.
+      beta: float array [batch, t, v_heads], from 0 to 1 (or 2); the keys then have lengths of at most 1.
+      state: float array [batch, v_heads, dk, dv], the state before the first position; default zeros.
+      return_state: give the state behind the last position as well.
+      scale: default 1 / sqrt(dk).
+      chunk: positions of a chunk, a power of two.
+    Returns:
+      o, an array like `v`; with `return_state` (o, last), last [batch, v_heads, dk, dv] in float32. The state is kept
+      in float32 (float64 for float64); products of tiles take it in the dtype of v.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes or a chunk that do not fit.
+    """
+    op = "linear_attention"
+    check_projections(op, q, k, v, log_decay=log_decay, beta=beta, state=state)
+    if chunk < 1 or chunk & (chunk - 1):
+        raise KernelValueError(f"{op}: chunk is a power of two, got {chunk}")
+    (batch, t, heads, dv), dk = v.shape, k.shape[3]
+    if log_decay is not None:
+        if log_decay.ndim != 4:
+            check_shape(op, "log_decay", log_decay, (batch, t, heads))
+            log_decay = log_decay[..., None]
+        else:
+            check_shape(op, "log_decay", log_decay, (batch, t, heads, dk))
+    if beta is not None:
+        check_shape(op, "beta", beta, (batch, t, heads))
+    if 0 in (*v.shape, dk):
+        last = jnp.zeros((batch, heads, dk, dv), sums_in(v)) if state is None else state.astype(sums_in(v))
+        return (jnp.zeros_like(v), last) if return_state else jnp.zeros_like(v)
+    scale = dk**-0.5 if scale is None else float(scale)
+    return _op(q, k, v, log_decay, beta, state, scale=scale, save=return_state, chunk=chunk)
+
+
+def check_projections(op: str, q, k, v, *, state, **others) -> None:
+    """Typed errors for q, k [batch, t, heads, dk], v [batch, t, v heads, dv] and states that do not fit each other."""
+    check_float(op, q=q, k=k, v=v, state=state, **others)
+    if not q.dtype == k.dtype == v.dtype:
+        raise KernelTypeError(f"{op}: q, k and v have one dtype, got {q.dtype.name}, {k.dtype.name} and {v.dtype.name}")
+    check_rank(op, "q", q, 4, "[batch, t, heads, dk]")
+    check_rank(op, "v", v, 4, "[batch, t, v_heads, dv]")
+    check_shape(op, "k", k, q.shape)
+    check_shape(op, "v", v, (*q.shape[:2], *v.shape[2:]))
+    if k.shape[2] == 0 or v.shape[2] % k.shape[2]:
+        raise KernelValueError(f"{op}: {v.shape[2]} heads of values do not divide into {k.shape[2]} of keys")
+    if state is not None:
+        check_shape(op, "state", state, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+
+
+def columns(dk: int, dv: int) -> int:
+    """Columns of the state that a program keeps in its registers, or its first cache."""
+    return fit(dv, max(16, (machine().tile * 2) // jt.next_power_of_2(dk)))
+
+
+def _long(q, k, v, *_, **__) -> str | None:
+    return f"{known(v.shape[1])} positions" if known(v.shape[1]) > STEPS else None
+
+
+def _steps(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int):
+    bv = columns(k.shape[3], v.shape[3])
+    return linear_attention_steps(q, k, v, g, beta, state, bv=bv, scale=scale, save=save)
+
+
+def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int):
+    c = chunk_of(known(v.shape[1]), chunk)
+    mix = None if beta is None else delta_rule_mix(k, g, beta, c=c)
+    bv = columns(k.shape[3], v.shape[3])
+    return linear_attention_chunks(q, k, v, g, beta, mix, state, c=c, bv=bv, scale=scale, save=save)
+
+
+_op = Op(
+    "linear_attention",
+    Implementation("steps", _steps, _long),
+    Implementation("chunks", _chunks),
+)
+
+
+def linear_attention_reference(
+    q, k, v, *, log_decay=None, beta=None, state=None, return_state=False, scale=None, chunk=CHUNK
+):
+    """`linear_attention` in jnp, one position after the other."""
+    f = sums_in(v)
+    (batch, t, heads, dv), (kh, dk) = v.shape, k.shape[2:]
+    q_, k_ = (jnp.repeat(x.astype(f), heads // kh, axis=2) for x in (q, k))
+    g = jnp.zeros((batch, t, heads, 1), f) if log_decay is None else log_decay.astype(f).reshape(batch, t, heads, -1)
+    start = jnp.zeros((batch, heads, dk, dv), f) if state is None else state.astype(f)
+    dot = functools.partial(jnp.einsum, precision="highest")
+
+    def step(S, now):
+        q_t, k_t, v_t, g_t, b_t = now
+        S = S * jnp.exp(g_t)[..., None]
+        u = v_t if beta is None else b_t[..., None] * (v_t - dot("bhkv,bhk->bhv", S, k_t))
+        S = S + k_t[..., None] * u[..., None, :]
+        return S, dot("bhkv,bhk->bhv", S, q_t)
+
+    ones = jnp.ones((batch, t, heads), f) if beta is None else beta.astype(f)
+    times = [x.swapaxes(0, 1) for x in (q_, k_, v.astype(f), g, ones)]
+    last, o = jax.lax.scan(step, start, times)
+    o = (o.swapaxes(0, 1) * (dk**-0.5 if scale is None else scale)).astype(v.dtype)
+    return (o, last) if return_state else o

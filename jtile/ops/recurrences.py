@@ -1,0 +1,81 @@
+"""What kernels of linear recurrences share: decays between the positions of a chunk, and triangular inverses."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops._shapes import sums_in
+
+
+def chunk_of(length: int, most: int) -> int:
+    """Positions of a chunk: a power of two, and no more than cover `length`."""
+    return min(most, jt.next_power_of_2(length))
+
+
+def fade(x, g):
+    """`x e^g` in the dtype of x; g None for no decay."""
+    return x if g is None else (x.astype(g.dtype) * jnp.exp(g)).astype(x.dtype)
+
+
+def _places(c: int):
+    return jt.arange(c)[:, None], jt.arange(c)[None, :]
+
+
+def pairs(x, y, g, *, diagonal: bool = True):
+    """P [c, c] with `P_ts = sum_d x_td y_sd e^(G_td - G_sd)` for s < t (for s = t too, if `diagonal`), 0 for others.
+
+    x, y [c, d]; G: the cumulative sums of the decay's logarithms over the chunk, [c, 1], [c, d], or None. No factor has
+    a positive exponent where no decay has one: nothing overflows, however small e^G gets.
+    """
+    t, s = _places(x.shape[0])
+    if g is None or g.shape[1] == 1:
+        products = jt.dot(x, y.T)
+        seen = t >= s if diagonal else t > s
+        if g is None:
+            return jnp.where(seen, products, 0.0)
+        return products * jnp.exp(jnp.where(seen, g - g.T, -jnp.inf))
+    total = jnp.where(t == s, (x.astype(g.dtype) * y.astype(g.dtype)).sum(1, keepdims=True), 0.0) if diagonal else 0.0
+    half = 1
+    while half < x.shape[0]:  # t in the second and s in the first half of 2 `half` places: by way of the middle
+        block = g.reshape(-1, 2 * half, g.shape[1])
+        way = (block - block[:, half - 1 : half]).reshape(g.shape)
+        way = jnp.where(t & half != 0, way, -way)
+        total = total + jnp.where(_halves(t, s, half), jt.dot(fade(x, way), fade(y, way).T), 0.0)
+        half *= 2
+    return total
+
+
+def _halves(t, s, half: int):
+    """Whether t is in the second and s in the first half of one block of 2 `half` places."""
+    return ((t ^ s) // half == 1) & (t > s)
+
+
+@jax.custom_jvp
+def inverse(low):
+    """`(I + low)^-1` of a strictly lower triangular tile [c, c], c a power of two.
+
+    From blocks of two places to blocks of all: `[[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]`, as stable as
+    substitution. (Powers of `low` are not: those of a matrix of ones have binomial entries.)
+    """
+    c = low.shape[0]
+    t, s = _places(c)
+    x = jnp.where(t == s, 1.0, 0.0).astype(low.dtype) - jnp.where(_halves(t, s, 1), low, 0.0)
+    half = 2
+    while half < c:
+        x = x - jt.dot(x, jt.dot(jnp.where(_halves(t, s, half), low, 0.0), x))
+        half *= 2
+    return x
+
+
+@inverse.defjvp
+def _inverse_jvp(primals, tangents):
+    x = inverse(*primals)
+    return x, -jt.dot(jt.dot(x, tangents[0]), x)
+
+
+def first_state(state, at, shape, like):
+    """The tile `at` of the states [batch, heads, dk, dv] before the first position, or zeros."""
+    dtype = sums_in(like)
+    return jt.zeros(shape, dtype) if state is None else state.tiles(None, None, *shape)[at].astype(dtype)
