@@ -172,7 +172,7 @@ class Core:
 
 
 def checked_weights(lm: LanguageModel, weights) -> list:
-    """The leaves of a tree of weights that is like that of the model.
+    """Copies of the leaves of a tree of weights that is like that of the model.
 
     Raises:
       ModelError: another tree, or an array of another shape or dtype.
@@ -193,4 +193,6 @@ def checked_weights(lm: LanguageModel, weights) -> list:
                 f"a new weight is {f'{new.dtype}{new.shape}' if is_array else type(new).__name__}, where the "
                 f"model has {old.dtype}{old.shape}"
             )
-    return [jax.device_put(new, old.sharding) for old, new in zip(lm._weights, leaves, strict=True)]
+    # NumPy's arrays first: JAX's own copy of them may come later than the caller's next change.
+    leaves = [np.array(new) if isinstance(new, np.ndarray) else new for new in leaves]
+    return [jax.device_put(new, old.sharding, may_alias=False) for old, new in zip(lm._weights, leaves, strict=True)]

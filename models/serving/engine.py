@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import collections
-import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
-from jtile._errors import EngineError, JtileError, PromptError, QueueFullError
+from jtile._errors import PromptError, QueueFullError
 
 from ..generate import LanguageModel
 from ..sampling import Sampling, SamplingOptions
-from .core import Core, Job, checked_weights
+from .core import Core, checked_weights
 from .grammar import Grammar
 from .request import Completion, Request, Token, read_request
 from .settings import settings_of
+from .worker import Mail, Worker
 
 REASONS = ("stop", "length", "cancelled", "error")
-Wake = dict[asyncio.AbstractEventLoop, list[asyncio.Future]]
 
 
 class Engine:
@@ -77,14 +76,8 @@ class Engine:
         self._core = Core(lm, self.settings)
         if compile_ahead:
             self._core.device.compile(progress or (lambda done, total: None))
-        self._changed = threading.Condition()
-        self._commands: list[Callable[[], None]] = []
-        self._open = 0  # requests that have not ended
-        self._closed: str | None = None  # why it takes no more requests
-        self._wake: Wake = {}
-        self._thread = threading.Thread(target=self._run, name="jtile engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # a thread that is in XLA when Python ends would abort the process
+        self._worker = Worker(self._core)
+        weakref.finalize(self, self._worker.stop).atexit = False  # an engine that nobody has any more
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -121,17 +114,7 @@ class Engine:
 
     def submit(self, request: Request) -> Stream:
         """As `stream`, of a request that `request.read_request` has checked."""
-        mail = Mail(self)
-        with self._changed:
-            self._check_open()
-            limit = self.settings.rows + self.settings.waiting
-            if self._open >= limit:
-                raise QueueFullError(
-                    f"{self._open} requests run and wait, and no more than {limit} may; try again later"
-                )
-            self._open += 1
-            self._do(lambda: mail.begin(self._core, request))
-        return Stream(self, mail)
+        return Stream(self, self._worker.submit(request, self.settings.rows + self.settings.waiting))
 
     def generate(
         self,
@@ -168,8 +151,7 @@ class Engine:
                     requests.popleft()
             except QueueFullError:
                 if ended == len(streams):  # of others
-                    with self._changed:
-                        self._changed.wait(0.1)
+                    self._worker.wait(0.1)
                     continue
             streams[ended].result()
             ended += 1
@@ -180,23 +162,13 @@ class Engine:
     def update_weights(self, weights: Any) -> None:
         """Replaces the weights of the model between two steps: a tree like `nnx.state(lm.model)`. Requests under way go
         on with the new ones: what the cache holds of them is computed again, and what it holds of others is dropped.
-        Arrays that are on the device already are not copied: who donates them later has to hand in copies.
+        The arrays are copied, so that a trainer may change or donate its own ones afterwards.
 
         Raises:
           ModelError: another tree, or other shapes or dtypes.
         """
-        leaves, done = checked_weights(self.lm, weights), threading.Event()
-
-        def update():
-            self._core.update_weights(leaves)
-            done.set()
-
-        with self._changed:
-            self._check_open()
-            self._do(update)
-        while not done.wait(1):
-            if not self._thread.is_alive():
-                raise EngineError("the engine ended before it took the new weights")
+        leaves, core = checked_weights(self.lm, weights), self._core
+        self._worker.finish(lambda: core.update_weights(leaves), "took the new weights")
 
     def stats(self) -> dict[str, int | float]:
         """Numbers of this moment and totals since the start."""
@@ -221,19 +193,12 @@ class Engine:
     @property
     def closed(self) -> str | None:
         """Why it takes no more requests; None while it does."""
-        return self._closed
+        return self._worker.closed
 
     def close(self, drain: bool = False) -> None:
         """Ends the engine: with `drain` once all requests have their answers, else at once; those under way end
         "cancelled" then. It takes no new ones from now on."""
-        with self._changed:
-            self._closed = self._closed or "the engine is closed"
-            if not drain:
-                self._do(lambda: [self._core.cancel(job) for job in self._core.jobs])
-            self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        atexit.unregister(self.close)
+        self._worker.close(drain)
 
     def __enter__(self) -> Engine:
         return self
@@ -241,116 +206,13 @@ class Engine:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed is not None:
-            raise EngineError(self._closed)
-
-    def _do(self, command: Callable[[], None]) -> None:
-        """Runs a command on the thread of the engine."""
-        with self._changed:
-            self._commands.append(command)
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        try:
-            while self._next_commands():
-                self._core.step()
-                self._woken()
-        except Exception as error:  # of XLA or of ours: nobody else would hear of it
-            with self._changed:
-                self._closed = f"a step of the engine failed: {type(error).__name__}: {error}"
-            failure = EngineError(self._closed)
-            failure.__cause__ = error
-            for command in self._take_commands():
-                command()
-            self._core.fail(failure)
-        self._woken()
-
-    def _next_commands(self) -> bool:
-        """Runs commands, and waits for some where there is nothing to do; False at the end."""
-        with self._changed:
-            while self._core.idle and not self._commands and self._closed is None:
-                self._changed.wait()
-        for command in self._take_commands():
-            command()
-        with self._changed:
-            return not (self._closed is not None and self._core.idle and not self._commands)
-
-    def _take_commands(self) -> list[Callable[[], None]]:
-        with self._changed:
-            commands, self._commands = self._commands, []
-        return commands
-
-    def _woken(self) -> None:
-        """Tells those who wait that something has come, once a step for each event loop."""
-        with self._changed:
-            wake, self._wake = self._wake, {}
-            self._changed.notify_all()
-        for loop, waiters in wake.items():
-            try:
-                loop.call_soon_threadsafe(_resolve, waiters)
-            except RuntimeError:  # the loop is closed, and nobody waits in it
-                continue
-
-
-def _resolve(waiters: list[asyncio.Future]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-
-
-class Mail:
-    """What the engine has for one client. The engine holds it, and not the client's `Stream`, so that a stream that
-    nobody reads any more is cancelled."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self.items: collections.deque[Token] = collections.deque()
-        self.completion, self.error = Completion(), None
-        self.ended = False
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
-        self._job: Job | None = None
-        self._gone = False
-
-    def begin(self, core: Core, request: Request) -> None:
-        """On the thread of the engine."""
-        self._job = core.submit(request, self._deliver)
-        self.completion = self._job.completion
-        if self._gone:
-            core.cancel(self._job)
-
-    def cancel(self, core: Core) -> None:
-        """On the thread of the engine."""
-        self._gone = True
-        if self._job is not None:
-            core.cancel(self._job)
-
-    def wait(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future:
-        """What is set when something comes."""
-        waiter = loop.create_future()
-        self._waiter = loop, waiter
-        return waiter
-
-    def _deliver(self, token: Token | None, error: JtileError | None) -> None:
-        engine = self._engine
-        with engine._changed:
-            if token is not None:
-                self.items.append(token)
-            else:
-                self.ended, self.error = True, error
-                engine._open -= 1
-            if self._waiter is not None:
-                loop, waiter = self._waiter
-                engine._wake.setdefault(loop, []).append(waiter)
-                self._waiter = None
-
 
 class Stream(AsyncIterator[Token], Iterator[Token]):
     """The answer to a request: an iterator over its tokens, asynchronous or not, to be read by one reader.
     `completion` is what the engine has made so far. A stream that is dropped is cancelled."""
 
     def __init__(self, engine: Engine, mail: Mail):
-        self._engine, self._mail = engine, mail
+        self._engine, self._worker, self._mail = engine, engine._worker, mail  # the engine goes on while there are any
 
     @property
     def completion(self) -> Completion:
@@ -360,7 +222,7 @@ class Stream(AsyncIterator[Token], Iterator[Token]):
         """Ends the request, unless it has ended; what it has made so far can still be read."""
         mail, core = self._mail, self._engine._core
         if not mail.ended:
-            self._engine._do(lambda: mail.cancel(core))
+            self._worker.do(lambda: mail.cancel(core))
 
     def result(self) -> Completion:
         """Waits for the end; the whole answer.
@@ -368,9 +230,9 @@ class Stream(AsyncIterator[Token], Iterator[Token]):
         Raises:
           EngineError, ModelError: it failed.
         """
-        with self._engine._changed:
+        with self._worker.changed:
             while not self._mail.ended:
-                self._engine._changed.wait()
+                self._worker.changed.wait()
         if self._mail.error is not None:
             raise self._mail.error
         return self.completion
@@ -381,7 +243,7 @@ class Stream(AsyncIterator[Token], Iterator[Token]):
     async def __anext__(self) -> Token:
         loop = asyncio.get_running_loop()
         while True:
-            with self._engine._changed:
+            with self._worker.changed:
                 if self._mail.items or self._mail.ended:
                     return self._next(StopAsyncIteration)
                 waiter = self._mail.wait(loop)
@@ -391,9 +253,9 @@ class Stream(AsyncIterator[Token], Iterator[Token]):
         return self
 
     def __next__(self) -> Token:
-        with self._engine._changed:
+        with self._worker.changed:
             while not (self._mail.items or self._mail.ended):
-                self._engine._changed.wait()
+                self._worker.changed.wait()
             return self._next(StopIteration)
 
     def _next(self, end: type[Exception]) -> Token:

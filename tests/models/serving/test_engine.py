@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import threading
 from types import SimpleNamespace
 
@@ -232,6 +233,40 @@ def test_new_weights_take_the_place_of_the_old_ones(short, core):
         assert engine.generate([prompt], max_tokens=30, eos=None)[0].ids == fresh.ids
 
 
+@pytest.mark.parametrize("numpy", [False, True])
+def test_new_weights_are_copies(lm, core, numpy):
+    """A trainer changes or donates its own afterwards."""
+    before = lm._weights
+    tree = jax.tree.map(np.array if numpy else jnp.copy, nnx.state(lm.model))
+    with Engine(lm, **SIZES) as engine:
+        engine._core.device._compiled = core.device._compiled
+        ids = engine.generate([[5, 6]], max_tokens=4, eos=None)[0].ids
+        try:
+            engine.update_weights(tree)
+            for leaf in jax.tree.leaves(tree):
+                if numpy:
+                    leaf[...] = 0
+                else:
+                    leaf.delete()
+            assert engine.generate([[5, 6]], max_tokens=4, eos=None)[0].ids == ids
+        finally:
+            lm._weights = before
+
+
+def test_an_engine_that_nobody_has_ends(lm, core):
+    """With its thread; not while somebody still reads an answer of it."""
+    engine = Engine(lm, **SIZES)
+    engine._core.device._compiled = core.device._compiled
+    thread, stream = engine._worker.thread, engine.stream([1, 2], max_tokens=5, eos=None)
+    del engine
+    gc.collect()
+    assert len(list(stream)) == 5 and thread.is_alive()
+    del stream
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_engines_of_one_model_share_its_weights(short, core):
     """The other one drops its cache, too, when one gets new weights."""
     lm, other = short("llama", 2, noise=0.3), short("llama", 2, noise=0.7)
@@ -250,7 +285,7 @@ def test_a_full_queue_and_a_closed_engine(lm, core):
     engine = Engine(lm, **SIZES, max_waiting=1)
     engine._core.device._compiled = core.device._compiled
     release = threading.Event()
-    engine._do(release.wait)
+    engine._worker.do(release.wait)
     streams = [engine.stream([1, 2], max_tokens=5, eos=None) for _ in range(5)]
     with pytest.raises(QueueFullError, match="5 requests run and wait"):
         engine.stream([1])
@@ -309,7 +344,7 @@ def test_the_end_of_python_ends_the_engine(lm, core, monkeypatch):
     next(stream)
     (end,) = ends
     end()
-    assert not engine._thread.is_alive() and stream.result().finish_reason == "cancelled"
+    assert not engine._worker.thread.is_alive() and stream.result().finish_reason == "cancelled"
 
 
 def test_logits_that_are_no_numbers(short, core):

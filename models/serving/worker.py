@@ -1,0 +1,199 @@
+"""The thread of an engine, and what comes to it and from it: commands, tokens, errors.
+
+It knows nothing of the `Engine`, so that one that nobody holds any more can go, and its thread with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import collections
+import threading
+from collections.abc import Callable
+
+from jtile._errors import EngineError, JtileError, QueueFullError
+
+from .core import Core, Job
+from .request import Completion, Request, Token
+
+Wake = dict[asyncio.AbstractEventLoop, list[asyncio.Future]]
+
+
+class Worker:
+    """One thread, the only one in a core; every method may be called from any thread.
+
+    Attributes:
+      changed: is held for a moment by who changes anything here, and notified then. open: requests that have not ended.
+      closed: why it takes no more requests; None while it does. wake: who waits for tokens, by event loop.
+    """
+
+    def __init__(self, core: Core):
+        self._core = core
+        self.changed = threading.Condition()
+        self._commands: list[Callable[[], None]] = []
+        self.open = 0
+        self.closed: str | None = None
+        self.wake: Wake = {}
+        self.thread = threading.Thread(target=self._run, name="jtile engine", daemon=True)
+        self.thread.start()
+        atexit.register(self.close)  # a thread that is in XLA when Python ends would abort the process
+
+    def submit(self, request: Request, limit: int) -> Mail:
+        """Begins a request, unless there are `limit` of them.
+
+        Raises:
+          QueueFullError: there are. EngineError: it is closed.
+        """
+        mail, core = Mail(self), self._core
+        with self.changed:
+            self._check_open()
+            if self.open >= limit:
+                raise QueueFullError(
+                    f"{self.open} requests run and wait, and no more than {limit} may; try again later"
+                )
+            self.open += 1
+            self.do(lambda: mail.begin(core, request))
+        return mail
+
+    def do(self, command: Callable[[], None]) -> None:
+        """Runs a command on the thread, between two steps."""
+        with self.changed:
+            self._commands.append(command)
+            self.changed.notify_all()
+
+    def finish(self, command: Callable[[], None], what: str) -> None:
+        """Runs a command on the thread, and waits until it has.
+
+        Raises:
+          EngineError: it is closed, or ends before it has done `what`.
+        """
+        done = threading.Event()
+
+        def run() -> None:
+            command()
+            done.set()
+
+        with self.changed:
+            self._check_open()
+            self.do(run)
+        while not done.wait(1):
+            if not self.thread.is_alive():
+                raise EngineError(f"the engine ended before it {what}")
+
+    def wait(self, seconds: float) -> None:
+        """Until something changes."""
+        with self.changed:
+            self.changed.wait(seconds)
+
+    def stop(self, drain: bool = False) -> None:
+        """Takes no more requests, and ends: with `drain` when all have their answers, else at once. Waits for nothing,
+        since the collector of garbage may call it, in any thread."""
+        with self.changed:
+            self.closed = self.closed or "the engine is closed"
+            if not drain:
+                self.do(lambda: [self._core.cancel(job) for job in self._core.jobs])
+            self.changed.notify_all()
+
+    def close(self, drain: bool = False) -> None:
+        """As `stop`, and waits for the end."""
+        self.stop(drain)
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
+
+    def _check_open(self) -> None:
+        if self.closed is not None:
+            raise EngineError(self.closed)
+
+    def _run(self) -> None:
+        try:
+            while self._next_commands():
+                self._core.step()
+                self._woken()
+        except Exception as error:  # of XLA or of ours: nobody else would hear of it
+            with self.changed:
+                self.closed = f"a step of the engine failed: {type(error).__name__}: {error}"
+            failure = EngineError(self.closed)
+            failure.__cause__ = error
+            for command in self._take_commands():
+                command()
+            self._core.fail(failure)
+        self._woken()
+        atexit.unregister(self.close)
+
+    def _next_commands(self) -> bool:
+        """Runs commands, and waits for some where there is nothing to do; False at the end."""
+        with self.changed:
+            while self._core.idle and not self._commands and self.closed is None:
+                self.changed.wait()
+        for command in self._take_commands():
+            command()
+        with self.changed:
+            return not (self.closed is not None and self._core.idle and not self._commands)
+
+    def _take_commands(self) -> list[Callable[[], None]]:
+        with self.changed:
+            commands, self._commands = self._commands, []
+        return commands
+
+    def _woken(self) -> None:
+        """Tells those who wait that something has come, once a step for each event loop."""
+        with self.changed:
+            wake, self.wake = self.wake, {}
+            self.changed.notify_all()
+        for loop, waiters in wake.items():
+            try:
+                loop.call_soon_threadsafe(_resolve, waiters)
+            except RuntimeError:  # the loop is closed, and nobody waits in it
+                continue
+
+
+def _resolve(waiters: list[asyncio.Future]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+class Mail:
+    """What the engine has for one client. The worker holds it, and not the client's `Stream`, so that a stream that
+    nobody reads any more is cancelled."""
+
+    def __init__(self, worker: Worker):
+        self._worker = worker
+        self.items: collections.deque[Token] = collections.deque()
+        self.completion, self.error = Completion(), None
+        self.ended = False
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+        self._job: Job | None = None
+        self._gone = False
+
+    def begin(self, core: Core, request: Request) -> None:
+        """On the thread of the worker."""
+        self._job = core.submit(request, self._deliver)
+        self.completion = self._job.completion
+        if self._gone:
+            core.cancel(self._job)
+
+    def cancel(self, core: Core) -> None:
+        """On the thread of the worker."""
+        self._gone = True
+        if self._job is not None:
+            core.cancel(self._job)
+
+    def wait(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future:
+        """What is set when something comes."""
+        waiter = loop.create_future()
+        self._waiter = loop, waiter
+        return waiter
+
+    def _deliver(self, token: Token | None, error: JtileError | None) -> None:
+        worker = self._worker
+        with worker.changed:
+            if token is not None:
+                self.items.append(token)
+            else:
+                self.ended, self.error = True, error
+                worker.open -= 1
+            if self._waiter is not None:
+                loop, waiter = self._waiter
+                worker.wake.setdefault(loop, []).append(waiter)
+                self._waiter = None
