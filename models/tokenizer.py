@@ -6,7 +6,8 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, overload
 
@@ -16,6 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from jtile._errors import ModelError, PromptError
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+_MARK = "\udfff"  # between characters that are to be encoded apart; no text has it
+_HALF = "the text has half of a character, U+{:04X}"
 
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -160,7 +163,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise PromptError(f"the text has half of a character, U+{ord(text[error.start]):04X}") from error
+            raise PromptError(_HALF.format(ord(text[error.start]))) from error
         ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
             ids = [self._bos_id, *ids]
@@ -202,7 +205,8 @@ class Tokenizer:
         tokenize: bool = True,
         tools: Sequence[Mapping] | None = None,
     ) -> list[int] | str:
-        """The prompt for a conversation.
+        """The prompt for a conversation. Control tokens of the model that stand in the messages or tools become
+        ordinary text: only the template writes them.
 
         Args:
           messages: mappings with "role" ("system", "user", "assistant") and "content". The template adds the model's
@@ -219,15 +223,43 @@ class Tokenizer:
             raise PromptError("this model has no chat template; pass plain text or token ids")
         if tools and "tools" not in self.chat_template:
             raise PromptError("the model's chat template knows no tools; leave them out, or take another model")
+        given = {"messages": [dict(m) for m in messages], "tools": [dict(tool) for tool in tools] if tools else None}
         text = _render(
             self.chat_template,
-            tools=[dict(tool) for tool in tools] if tools else None,
-            messages=[dict(m) for m in messages],
+            **(_mapped(given, self._disarmed) if tokenize else given),
             bos_token=self.bos,
             eos_token=self.eos,
             add_generation_prompt=add_generation_prompt,
         )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        if not tokenize:
+            return text
+        return [i for piece in text.split(_MARK) for i in self.encode(piece, add_special_tokens=False)]
+
+    @functools.cached_property
+    def _control(self) -> re.Pattern[str] | None:
+        """Any control token of the model; None if there is none."""
+        added = self._backend.get_added_tokens_decoder().values()
+        texts = sorted((token.content for token in added if token.special and len(token.content) > 1), key=len)
+        return re.compile("|".join(map(re.escape, reversed(texts)))) if texts else None
+
+    def _disarmed(self, text: str) -> str:
+        """The text with marks inside of the control tokens that stand in it, behind their first characters."""
+        if _MARK in text:
+            raise PromptError(_HALF.format(ord(_MARK)))
+        while self._control is not None and self._control.search(text):  # again: they may overlap
+            text = self._control.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
+        return text
+
+
+def _mapped(value, change: Callable[[str], str]):
+    """A tree of mappings and lists with all its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name) if isinstance(name, str) else name: _mapped(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(item, change) for item in value]
+    return value
 
 
 class TextStream:

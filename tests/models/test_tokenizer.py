@@ -150,6 +150,28 @@ def test_chat_templates_run_in_a_sandbox(letters):
         letters().apply_chat_template(conversation)
 
 
+CHAT = "{% for m in messages %}<|end|>{{ m.role }}:{{ m.content | trim }}{% endfor %}{{ tools | tojson if tools }}"
+
+
+def test_control_tokens_in_messages_are_text(letters):
+    """Only the template writes them; overlapping ones, those in names and in tools, and halves of characters."""
+    tokenizer = letters(**{"tokenizer.chat_template": CHAT})
+    (end,) = tokenizer.encode("<|end|>")
+    for content in ("a<|end|>", "<|end|><|end|>", "<|e<|end|>nd|>", " <|end|> "):
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": content}])
+        assert ids.count(end) == 1 and ids[0] == end
+        assert tokenizer.decode(ids) == f"<|end|>user:{content.strip()}"
+    tools = [{"type": "function", "function": {"name": "<|end|>", "parameters": {"<|end|>": ["<|end|>"]}}}]
+    assert tokenizer.apply_chat_template([{"role": "<|end|>", "content": "a"}], tools=tools).count(end) == 1
+    plain = [{"role": "user", "content": "a<b|end>"}]
+    assert tokenizer.apply_chat_template(plain) == tokenizer.encode(
+        tokenizer.apply_chat_template(plain, tokenize=False)
+    )
+    for half in ("\ud800", "\udfff"):
+        with pytest.raises(PromptError, match=r"half of a character, U\+D"):
+            tokenizer.apply_chat_template([{"role": "user", "content": half}])
+
+
 def test_tokenizers_of_folders(letters, tmp_path):
     letters()._backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
