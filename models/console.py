@@ -101,6 +101,7 @@ def run_serve(
     name: str | None = None,
     api_keys: Sequence[str] = (),
     origins: Sequence[str] = (),
+    requests_per_minute: int | None = None,
     cache_dir: str = "",
     dtype: str | None = None,
     cache_dtype: str | None = None,
@@ -111,7 +112,8 @@ def run_serve(
 
     Args:
       model, dtype, cache_dtype, page_size: of `load`. name: what requests call it; by default that of its file.
-      host, port: where to listen. api_keys, origins: of `serving.http.make_app`.
+      host, port: where to listen. api_keys, origins, requests_per_minute: of
+        `serving.http.make_app`.
       cache_dir: as for `run_generate`. engine: options of `Engine`.
     """
     try:
@@ -122,7 +124,7 @@ def run_serve(
         print(f"jtile: serving needs {error.name}: pip install 'jtile[serve]'", file=sys.stderr)
         return FAILURE
     load_options = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
-    return serve(model, host, port, name, api_keys, origins, cache_dir, load_options, engine)
+    return serve(model, host, port, name, api_keys, origins, requests_per_minute, cache_dir, load_options, engine)
 
 
 def _ids(lm: LanguageModel, prompt: str | None, prompt_ids, chat: bool, system: str | None) -> list[int]:

@@ -141,6 +141,9 @@ def serve(
         list[str] | None, typer.Option(envvar="JTILE_API_KEY", help="Requests take one of these (repeatable).")
     ] = None,
     origin: Annotated[list[str] | None, typer.Option(help="A web page that may ask, or '*' (repeatable).")] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Of each key, or address where there are no keys; others get 429.")
+    ] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Requests that run at a time.")] = None,
     max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer.")] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get 429.")] = 1024,
@@ -161,7 +164,7 @@ def serve(
     options = dict(host=host, port=port, name=name, api_keys=api_key or (), origins=origin or ())
     options |= dict(rows=rows, max_length=max_length, max_waiting=max_waiting, cache_tokens=cache_tokens)
     options |= dict(cache_dtype=cache_dtype, dtype=dtype, prefix_cache=not no_prefix_cache, invariant=not fast)
-    options |= dict(chunked_prefill=not no_chunked_prefill)
+    options |= dict(chunked_prefill=not no_chunked_prefill, requests_per_minute=requests_per_minute)
     raise typer.Exit(of_models("run_serve", model, cache_dir=current().cache_dir, **options))
 
 

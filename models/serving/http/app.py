@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 
@@ -21,8 +22,9 @@ from jtile._errors import JtileError
 
 from ..engine import Engine
 from .endpoints import Server
-from .errors import DENIED, SERVER, ApiError, respond
+from .errors import BUSY, DENIED, SERVER, ApiError, respond
 from .metrics import Metrics
+from .rates import Rates
 from .static import page_routes
 
 HANDLED = (Exception, ApiError, JtileError, ValidationError, HTTPException, ClientDisconnect)
@@ -36,6 +38,7 @@ def make_app(
     api_keys: Sequence[str] = (),
     origins: Sequence[str] = (),
     body_limit: int = 8 << 20,
+    requests_per_minute: int | None = None,
 ) -> Starlette:
     """OpenAI's interface to an engine.
 
@@ -44,6 +47,7 @@ def make_app(
       api_keys: a request takes one of them as `Authorization: Bearer KEY`; none: no key is asked for.
       origins: of web pages that may use it (CORS); "*" for all.
       body_limit: bytes of the body of a request.
+      requests_per_minute: of each key, or of each address where there are no keys; others get 429. None: any number.
 
     `app.state.server` is the `Server`: while its `stopping` is true new requests get 503.
     """
@@ -65,7 +69,8 @@ def make_app(
     if origins:
         allowed = {"allow_origins": list(origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         middleware.append(Middleware(CORSMiddleware, **allowed))
-    middleware.append(Middleware(Guarded, server=server, keys=tuple(api_keys)))
+    rates = None if requests_per_minute is None else Rates(requests_per_minute)
+    middleware.append(Middleware(Guarded, server=server, keys=tuple(api_keys), rates=rates))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(HANDLED, respond))
     app.state.server = server
     return app
@@ -100,16 +105,37 @@ class Watched:
 
 
 class Guarded:
-    """Asks for a key, and refuses what comes while the server stops."""
+    """Asks for a key, and refuses what comes while the server stops, or too often."""
 
-    def __init__(self, app: ASGIApp, server: Server, keys: tuple[str, ...]):
-        self._app, self._server = app, server
+    def __init__(self, app: ASGIApp, server: Server, keys: tuple[str, ...], rates: Rates | None):
+        self._app, self._server, self._rates = app, server, rates
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         free = scope["type"] != "http" or scope["path"] in OPEN or scope["path"].startswith("/page/")
-        error = None if free else self._refusal(scope)
-        await (error.response() if error else self._app)(scope, receive, send)
+        if free:
+            await self._app(scope, receive, send)
+            return
+        error = self._refusal(scope)
+        if error or self._rates is None or scope["method"] != "POST":
+            await (error.response() if error else self._app)(scope, receive, send)
+            return
+        client, rates = self._client(scope), self._rates
+        wait = rates.take(client)
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(name.encode(), value.encode()) for name, value in rates.headers(client).items()]
+                message = {**message, "headers": [*message["headers"], *headers]}
+            await send(message)
+
+        await (_too_often(rates.limit, wait).response() if wait else self._app)(scope, receive, told)
+
+    def _client(self, scope: Scope) -> str:
+        """Whose requests are counted together."""
+        if self._keys:
+            return dict(scope["headers"])[b"authorization"].decode("latin1")
+        return (scope.get("client") or ("",))[0]
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         if self._server.stopping:
@@ -122,3 +148,8 @@ class Guarded:
             return None
         why = "a wrong API key" if given else "no API key"
         return ApiError(401, f"{why}: send the header 'Authorization: Bearer KEY'", DENIED, code="invalid_api_key")
+
+
+def _too_often(limit: int, wait: float) -> ApiError:
+    message = f"more than {limit} requests a minute; the next one in {wait:.1f} s"
+    return ApiError(429, message, BUSY, code="rate_limit_exceeded", retry=math.ceil(wait))

@@ -151,8 +151,13 @@ class Server:
             found, options = prompts(), body.sampling()
             if len(found) * body.n > CHOICES:
                 raise PromptError(f"one request has at most {CHOICES} answers, this one {len(found)} times {body.n}")
+            at_most = self.engine.settings.rows + self.engine.settings.waiting
+            if len(found) * body.n > at_most:
+                raise PromptError(
+                    f"this server has room for {at_most} answers, and the request is for {len(found)} times {body.n}"
+                )
             eos, limit, made = None if body.ignore_eos else "model", self.engine.settings.length, []
-            grammar = body.response_format.grammar() if body.response_format else None
+            grammar = body.grammar()
             for prompt in found:
                 for i in range(body.n):
                     of = {**options, "seed": (options["seed"] + i) & 0xFFFFFFFF}

@@ -15,16 +15,22 @@ INVALID, DENIED, MISSING, BUSY, SERVER = (
 
 
 class ApiError(Exception):
-    """An answer of the HTTP status `status` that says what is wrong."""
+    """An answer of the HTTP status `status` that says what is wrong; retry: seconds until it may be another one."""
 
     def __init__(
-        self, status: int, message: str, kind: str = INVALID, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry: int = 1,
     ):
         super().__init__(message)
-        self.status, self.content = status, content(message, kind, param, code)
+        self.status, self.content, self._retry = status, content(message, kind, param, code), retry
 
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        headers = {"Retry-After": str(self._retry)} if self.status in (429, 503) else None
         return JSONResponse(self.content, self.status, headers)
 
 

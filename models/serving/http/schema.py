@@ -15,6 +15,7 @@ from jtile._errors import PromptError
 from ...sampling import SamplingOptions
 from ..grammar import Grammar
 from ..programs import LOGPROBS
+from .tools import call_schema
 
 CHOICES = 128  # answers to one request: prompts times n
 INPUTS = 1024  # texts of one request for embeddings
@@ -80,6 +81,10 @@ class Generated(Body):
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
 
+    def grammar(self) -> Grammar | None:
+        """What the answer has to be."""
+        return self.response_format.grammar() if self.response_format else None
+
     def sampling(self) -> SamplingOptions:
         """The options of sampling. The temperature is 1 by default, and the seed a random one."""
         names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -143,6 +148,17 @@ class Tool(Body):
     function: Function
 
 
+class Named(Body):
+    name: str
+
+
+class Choice(Body):
+    """The function that an answer has to call."""
+
+    type: Literal["function"] = "function"
+    function: Named
+
+
 class CalledFunction(Body):
     name: str
     arguments: str = "{}"
@@ -194,15 +210,31 @@ class ChatBody(Generated):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
 
     @model_validator(mode="after")
     def _can(self) -> ChatBody:
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice is 'none' or 'auto' here: calls cannot be forced")
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice 'required' takes tools")
+        if isinstance(self.tool_choice, Choice) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools")
+        if self.forced() and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("a call that tool_choice forces has its own form: leave response_format out")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs takes logprobs to be true")
         return self
+
+    def forced(self) -> list[Function]:
+        """The tools of which the answer has to call one; none if it need not."""
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, Choice):
+            return [function for function in functions if function.name == self.tool_choice.function.name]
+        return functions if self.tool_choice == "required" else []
+
+    def grammar(self) -> Grammar | None:
+        calls = {function.name: function.parameters for function in self.forced()}
+        return Grammar.json(call_schema(calls)) if calls else super().grammar()
 
     def functions(self) -> list[dict[str, Any]]:
         """The tools that the model may call."""

@@ -46,6 +46,7 @@ def serve(
     name: str | None,
     api_keys: Sequence[str],
     origins: Sequence[str],
+    requests_per_minute: int | None,
     cache_dir: str,
     load_options: dict[str, Any],
     engine_options: dict[str, Any],
@@ -61,7 +62,7 @@ def serve(
             engine = Engine(lm, compile_ahead=True, progress=progress, **engine_options)
         with engine:
             name = name or Path(lm.source or "model").stem
-            app = make_app(engine, name, api_keys, origins)
+            app = make_app(engine, name, api_keys, origins, requests_per_minute=requests_per_minute)
             print(f"jtile: {name} on http://{host}:{port}/v1 (Ctrl-C stops)", file=sys.stderr)
             config = uvicorn.Config(app, host=host, port=port, access_log=False, log_level="warning")
             server = Graceful(config, app.state.server)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import signal
+import threading
 
 import httpx
 import numpy as np
@@ -14,8 +15,7 @@ import stateless
 from serving_checks import idle, until
 from typer.testing import CliRunner
 
-import jtile.models
-from jtile._errors import PromptError
+from jtile._errors import EngineError, PromptError
 from jtile.models import Grammar
 from jtile.models.console import run_serve
 from jtile.models.serving.engine import Stream
@@ -26,6 +26,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed: pip insta
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'jtile[serve]'")
 
 from jtile.models.serving.http import make_app  # noqa: E402
+from jtile.models.serving.http.rates import Rates  # noqa: E402
 from jtile.models.serving.http.tools import CallReader  # noqa: E402
 
 
@@ -185,6 +186,28 @@ def test_tools(app, engine, monkeypatch):
     assert "knows no tools" in post(app, "/v1/chat/completions", **body).json()["error"]["message"]
 
 
+def test_calls_that_are_forced(app):
+    """Of one of the tools, or of the one that is named, with arguments of its form, which may refer to definitions."""
+    kind = {"$ref": "#/$defs/Kind"}
+    stay = {"type": "object", "properties": {"a": kind}, "required": ["a"], "additionalProperties": False}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": stay | {"$defs": {"Kind": {"enum": kinds}}}}}
+        for name, kinds in (("go", ["x"]), ("stay", ["y", "z"]))
+    ]
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 60, "temperature": 1}
+    named = {"type": "function", "function": {"name": "stay"}}
+    bodies = [chat | {"tool_choice": choice, "seed": i} for i in range(4) for choice in ("required", named)]
+    made = [
+        response.json()["choices"][0]
+        for response in call(app, *(("POST", "/v1/chat/completions", {"json": body}) for body in bodies))
+    ]
+    assert {choice["finish_reason"] for choice in made} == {"tool_calls"}
+    functions = [choice["message"]["tool_calls"][0]["function"] for choice in made]
+    kinds = {"go": ["x"], "stay": ["y", "z"]}
+    assert all(json.loads(f["arguments"])["a"] in kinds[f["name"]] for f in functions)
+    assert {f["name"] for f in functions[1::2]} == {"stay"} and {f["name"] for f in functions[::2]} >= {"go"}
+
+
 def test_grammars_in_python(engine):
     """Of a regular expression and in the form of Lark; one that is cut off ends by its length."""
     (digits,) = engine.generate(["a"], max_tokens=20, grammar=Grammar.regex("[0-9]{7}"), logprobs=True)
@@ -226,6 +249,11 @@ def test_what_a_server_tells_of_itself(app):
 
 
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+TOOLS = [{"type": "function", "function": {"name": "go"}}]
+FORCED_FORM = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+NO_ARGUMENTS = {"tool_choice": "required"} | {
+    "tools": [{"type": "function", "function": {"name": "go", "parameters": {"type": "nonsense"}}}]
+}
 BROKEN_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 OK = {"prompt": "a", "max_tokens": 1}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
@@ -248,7 +276,8 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/completions", {"json": OK | {"max_tokens": 0}}, 400, "max_tokens is an int"),
         ("/v1/completions", {"json": OK | {"n": 10**9}}, 400, "n: Input should be less than"),
         ("/v1/completions", {"json": OK | {"prompt": ["a"] * 99, "n": 2}}, 400, "at most 128 answers"),
-        ("/v1/completions", {"json": OK | {"prompt": ["a"] * 99}}, 429, "no more than 12"),
+        ("/v1/completions", {"json": OK | {"prompt": ["a"] * 99}}, 400, "room for 12 answers"),
+        ("/v1/completions", {"json": OK | {"n": 13}}, 400, "room for 12 answers"),
         ("/v1/completions", {"json": OK | {"temperature": "hot"}}, 400, "temperature"),
         ("/v1/completions", {"json": OK | {"temperature": 1e300}}, 400, "temperature"),
         ("/v1/completions", {"json": OK | {"logit_bias": {"x": 1}}}, 400, "logit_bias"),
@@ -261,7 +290,12 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/chat/completions", {"json": {"messages": [{"role": "king", "content": "a"}]}}, 400, "role"),
         ("/v1/chat/completions", {"json": {"messages": [IMAGE]}}, 400, "text only; a message has a part 'image_url'"),
         ("/v1/chat/completions", {"json": CHAT | {"tools": [{}]}}, 400, "tools.0.type: Field required"),
-        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": "required"}}, 400, "calls cannot be forced"),
+        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": "required"}}, 400, "'required' takes tools"),
+        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": "maybe"}}, 400, "tool_choice"),
+        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": {"type": "function"}}}, 400, "tool_choice"),
+        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": {"function": {"name": "x"}}}}, 400, "none of the"),
+        ("/v1/chat/completions", {"json": CHAT | FORCED_FORM}, 400, "leave response_format out"),
+        ("/v1/chat/completions", {"json": CHAT | NO_ARGUMENTS}, 400, "Invalid type: nonsense"),
         ("/v1/chat/completions", {"json": {"messages": [BROKEN_CALL]}}, 400, "arguments of a tool call are JSON"),
         ("/v1/chat/completions", {"json": CHAT | {"top_logprobs": 2}}, 400, "top_logprobs takes logprobs"),
         ("/v1/chat/completions", {"json": CHAT | {"response_format": {"type": "xml"}}}, 400, "response_format"),
@@ -297,11 +331,42 @@ def test_keys_and_pages_of_others(app, engine):
         assert response.headers.get("access-control-allow-origin") == allowed
 
 
+def test_requests_a_minute(engine):
+    """Of each key, or of each address; others do not count, nor do those that only look."""
+    limited = make_app(engine, "tiny", api_keys=["one", "two"], requests_per_minute=2)
+    asked = ("POST", "/tokenize", {"json": {"prompt": "a"}})
+    responses = [call(limited, asked, headers={"Authorization": "Bearer one"})[0] for _ in range(3)]
+    assert [response.status_code for response in responses] == [200, 200, 429]
+    assert responses[0].headers["x-ratelimit-remaining-requests"] == "1"
+    assert responses[2].json()["error"]["code"] == "rate_limit_exceeded"
+    assert 25 <= int(responses[2].headers["retry-after"]) <= 30
+    assert call(limited, asked, headers={"Authorization": "Bearer two"})[0].status_code == 200
+    assert call(limited, ("GET", "/v1/models", {}), headers={"Authorization": "Bearer one"})[0].status_code == 200
+    assert call(limited, asked)[0].status_code == 401
+    free = make_app(engine, "tiny", requests_per_minute=1)
+    assert [call(free, asked)[0].status_code for _ in range(2)] == [200, 429]
+
+
+def test_requests_come_back_evenly(monkeypatch):
+    now = 0.0
+    rates = Rates(60, clock=lambda: now)
+    assert [rates.take("a") for _ in range(60)] == [0] * 60
+    assert rates.take("a") == pytest.approx(1)
+    now = 2.5
+    assert [rates.take("a") == 0 for _ in range(3)] == [True, True, False]
+    now = 1000.0
+    assert rates.take("a") == 0
+    assert rates.headers("a")["x-ratelimit-remaining-requests"] == "59"
+    monkeypatch.setattr("jtile.models.serving.http.rates.KNOWN", 1)
+    rates.take("b")
+    assert rates.headers("a")["x-ratelimit-remaining-requests"] == "60"
+
+
 def test_an_answer_that_fails(app, engine, monkeypatch):
     """In the middle of a stream there is no status to tell it by; the last event does."""
 
     async def fail(self):
-        raise jtile.models.serving.engine.EngineError("it broke")
+        raise EngineError("it broke")
 
     monkeypatch.setattr(Stream, "__anext__", fail)
     assert post(app, "/v1/completions", **OK).status_code == 503
@@ -369,8 +434,10 @@ def test_faults_leave_nothing_behind(app, engine, requests):
     assert app.state.server.open == 0
 
 
-def test_a_server_stops_when_its_requests_have_ended(engine, started):
+def test_a_server_stops_when_its_requests_have_ended(engine, started, monkeypatch):
     """The first SIGTERM lets those under way end, over a real connection; new ones are refused."""
+    step, refusing = engine._core.step, threading.Event()
+    monkeypatch.setattr(engine._core, "step", lambda: (refusing.wait(0.02), step()))
     app = make_app(engine, "tiny")
     server, url, thread = started(app)
     body = {"prompt": "abc", "max_tokens": 90, "temperature": 0, "stream": True, "ignore_eos": True}
@@ -384,6 +451,7 @@ def test_a_server_stops_when_its_requests_have_ended(engine, started):
         refused = httpx.post(f"{url}/v1/completions", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
         assert httpx.get(f"{url}/health").status_code == 503
+        refusing.set()  # until then steps take their time
         rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert first.startswith("data: ")
     assert rest[-1]["choices"][0]["finish_reason"] == "length"
