@@ -16,17 +16,28 @@ COLUMNS = (
 
 _PAGE = """# What composes with what
 
-This page is made by the tests: `pytest --composition tests/ops/test_transforms.py tests/transforms/test_kinds.py` runs
-`jt.testing.check_kernel` on every row and writes `docs/composition.json`, and `python -m jtile.tools.composition >
-docs/composition.md` prints it. Every run of the tests compares what it finds with that file.
+The tables say which transformation of JAX works with which function of the library, and with which kind of kernel. A
+**+** is a test: `jt.testing.check_kernel` has compared a small case with a function of `jnp`. A **–** has a number,
+under which the reason stands below the tables. Where only some arguments have a derivative, the cell names them.
 
-A **+** stands for a comparison with a `jnp` function: of the tangents (jvp), of the cotangent of every float argument
-and of differences of the kernel itself (vjp), of the derivative of the gradient along a direction (second order), of
-`jax.checkpoint`, of a batch over each argument alone and over all of them (vmap), of one argument that a whole batch
-shares (grad of vmap), of gradients with `check_vma=True` over eight devices (shard_map), of a batch that is sharded
-over eight devices under `jax.jit`, without a gather in the compiled program (partitioned jit), of the value and the
-vjp of a program that `jax.export` serialised and read back (export). Everything also runs under `jax.jit`, in the
-interpreter, and with poisoned outputs.
+| column | what is compared |
+|---|---|
+| jvp | the tangents |
+| vjp | the cotangent of every float argument, and differences of the kernel itself |
+| second order | the derivative of the gradient along a direction |
+| checkpoint | the vjp through `jax.checkpoint` |
+| vmap | a batch over each argument alone, and over all of them |
+| grad of vmap | the cotangent of an argument that a whole batch shares |
+| vmap of grad | gradients of a batch |
+| shard_map | gradients with `check_vma=True` over eight devices |
+| partitioned jit | a batch that is sharded over eight devices under `jax.jit`, with no gather in the program |
+| export | the value and the vjp of a program that `jax.export` has serialised and read back |
+
+Every row also runs under `jax.jit`, in the interpreter, and with poisoned outputs.
+
+The tests write this page: `pytest --composition tests/ops/test_transforms.py tests/transforms/test_kinds.py` writes
+`docs/composition.json`, and `python -m jtile.tools.composition > docs/composition.md` prints the page. Every run of the
+tests compares what it finds with that file.
 
 ## The kernel library
 

@@ -11,35 +11,38 @@ if TYPE_CHECKING:
 
 _PAGE = """# What is supported
 
-This page is made from the rule tables: `python -m jtile.tools.support > docs/support.md`.
+Which functions and dtypes a kernel may use, on which target. The page is made from the compiler's own tables, by
+`python -m jtile.tools.support > docs/support.md`.
 
 ## JAX functions in a kernel
 
-A kernel body may use any function of `jnp`, `lax` and `jax.nn` that ends in these JAX primitives: `jnp.linalg.norm`,
-`jax.nn.gelu` or `einsum` need no rule of their own. `jtile_...` are the language's own.
+JAX breaks every function of `jnp`, `lax` and `jax.nn` down into *primitives*. A kernel body may use any function whose
+primitives are all in this list; `jnp.linalg.norm`, `jax.nn.gelu` and `einsum` are examples. (To see the primitives of a
+function, print `jax.make_jaxpr(fn)(x)`.) Names that begin with `jtile_` belong to jtile's own functions.
 
 {primitives}
-On complex numbers:
+These primitives also work on complex numbers:
 
 {complex}
 
-Refused, with an error that names the source line:
+These are refused, with an error that names the source line:
 
 {refused}
 ## Targets
 
-A kernel may use every dtype of the language where the table says all. Where the elements of a tile are limited, its
-sides count as powers of two.
+Where the table says *all*, a kernel may use every dtype of the language. Where the number of elements of a tile is
+limited, the sides of a tile count as the next power of two.
 
 {targets}
 {gaps}
 ## Ops of Tile IR
 
-The compiler's own ops. At tile level all of them have code for every target:
+[Tile IR](ir.md) is the compiler's own form of a kernel. At tile level every target has code for all of these ops,
+except for the gaps listed above:
 
 {ops}
 
-At [block level](block_level.md), which is for sm_90, besides:
+At [the block level](block_level.md), which is for sm_90, there are also:
 
 {block_ops}
 """
