@@ -34,13 +34,23 @@ napoleon_use_ivar = True
 
 def docstring_as_rst(app, what, name, obj, options, lines):
     """The docstrings are written as Markdown: their `code` becomes ``code``, and stars outside of it stay stars."""
-    text = "\n".join(lines) + "\n"
+    text = _one_name_a_line("\n".join(lines) + "\n")
     fenced = re.sub(r"(?ms)^```(?:python)?\n(.*?)^```$", lambda m: re.sub("(?m)^(?=.)", "    ", m[1]), text)
     # a code block is either fenced, or indented by four behind an empty line
     parts = re.split(r"(?m)((?<=\n\n)(?:    .*\n|\n(?=    ))+)", fenced)
     lines[:] = "".join(
         _inline(p) if k % 2 == 0 else f".. code-block:: python\n\n{p}\n" for k, p in enumerate(parts)
     ).split("\n")
+
+
+def _one_name_a_line(text):
+    """Entries of `Attributes` and `Raises` that share a text get one each, as napoleon does for arguments."""
+    sections = re.split(r"(?m)^((?:Attributes|Raises):\n(?:(?:  .*)?\n)*)", text)
+    for k in range(1, len(sections), 2):
+        part = re.sub(r"(?<=\.) (?=\w+Error: )", "\n  ", sections[k])
+        entry = r"(?m)^  (\w+(?:, \w+)+)(: .*(?:\n    .*)*)"
+        sections[k] = re.sub(entry, lambda m: "\n".join(f"  {n}{m[2]}" for n in m[1].split(", ")), part)
+    return "".join(sections)
 
 
 def _inline(text):

@@ -29,8 +29,10 @@ CHUNK = 8  # tokens per dispatch: Python's share is one call in eight, and Ctrl-
 
 @dataclasses.dataclass
 class Stats:
-    """What one generation took: token counts per row, and seconds. Compilation is apart from the two speeds. Of all
-    rows together: `drafted_tokens`, and the `accepted_tokens` of them, with speculative decoding."""
+    """What one generation took: numbers of tokens for each row, and seconds.
+
+    The two speeds do not include compilation. With speculative decoding, `drafted_tokens` and `accepted_tokens` count
+    the drafts of all rows together, and those of them that were kept."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
@@ -52,9 +54,17 @@ class Stats:
 
 
 class LanguageModel:
-    """A loaded model. `config`: its sizes; `tokenizer`: text to ids and back (None if the files had none);
-    `eos_ids`: the tokens that end a text; `source`: where the weights came from; `dtype`: of its activations;
-    `cache_dtype`, `page_size`: of its cache, see `load`; `windows`: of each layer's attention."""
+    """A loaded language model; `load` makes one.
+
+    Attributes:
+      config: the sizes of the model.
+      tokenizer: turns text into token ids and back; None if the files had none.
+      eos_ids: the tokens that end a text.
+      source: where the weights came from.
+      dtype: the dtype of activations.
+      cache_dtype, page_size: of the key-value cache, see `load`.
+      windows: the attention window of each layer, None for all keys.
+    """
 
     def __init__(
         self, model: Decoder, tokenizer: Tokenizer | None = None, eos_ids: Sequence[int] = (), source: str = "",
@@ -232,7 +242,12 @@ class Choice:
 
 
 class Generation(Iterator):
-    """The tokens of one call of `LanguageModel.stream`; see there."""
+    """An iterator over the tokens of one call of `LanguageModel.stream`.
+
+    Attributes:
+      stats: what the generation took so far.
+      logprobs: the log-probability of each token, if the call asked for them.
+    """
 
     def __init__(self, lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, plan: Plan | None = None):
         self.stats = Stats(prompt_tokens=int(prompt.lengths.max()))

@@ -50,32 +50,35 @@ def kernel(
     sharding: Any = None,
     **options: Any,
 ) -> Callable[[Callable[..., None]], Kernel]:
-    """Make a JAX function of a kernel: a function over Refs of arrays that runs once for each program of a grid.
+    """Decorate a function over Refs, the body of a kernel, so that it becomes a JAX function over arrays.
 
-    Positional parameters of the decorated function are Refs: inputs, then outputs, then scratch. Keyword-only
-    parameters are meta-parameters: Python values fixed at compile time, which a call may override.
+    The body describes one program, and runs once for each program of the grid. Its positional parameters are Refs:
+    inputs, then outputs, then scratch memory. Its keyword-only parameters are meta-parameters: Python values that are
+    fixed when the kernel is compiled, and that a call may override.
 
     Args:
-      out_type: what the kernel gives: a `jax.ShapeDtypeStruct` (or `jt.like(...)`), or a pytree of them. Each element
-        of a tuple or list is one output Ref parameter; any other pytree is one parameter. May be a function of the
-        abstract inputs (pytrees of `jax.ShapeDtypeStruct`) and of the meta-parameters that it names.
-      grid: number of programs, an int, a tuple of ints, or a dict that names its axes, `{"row": 4, "column": 8}`; may
-        be such a function too. 0 programs are legal.
-      alias: `{"x": "o"}`: output `o` shares the buffer of input `x` and starts with its values.
-      init: a number that outputs start from; a tuple (one for each output, None: undefined) or a dict by name.
-      scratch: shapes and dtypes of memory private to each program, given like `out_type`.
-      dynamic: dimensions of inputs whose sizes share one compiled image: `{"x": 0, "y": (0, 1)}`, an axis or axes by
-        input; see `jt.dynamic`, which marks them at a call.
-      name: what profilers show; default: the function's name.
-      sharding: along what automatic partitioning may cut the kernel, where the index maps do not show it:
+      out_type: the types of the results: a `jax.ShapeDtypeStruct` (or `jt.like(...)`), or a pytree of them. Each
+        element of a tuple or list is one output parameter of the body; any other pytree is one parameter. It may be a
+        function of the abstract inputs (pytrees of `jax.ShapeDtypeStruct`) and of the meta-parameters that it names.
+      grid: the number of programs: an int, a tuple of ints, or a dict that names its axes, `{"row": 4, "column": 8}`.
+        It may be such a function, too. 0 programs are legal.
+      alias: `{"x": "o"}` makes output `o` share the buffer of input `x`, and start with its values.
+      init: the number that outputs start from; a tuple with one for each output (None: undefined), or a dict by name.
+      scratch: the shapes and dtypes of memory that each program has for itself, given like `out_type`.
+      dynamic: the dimensions of inputs whose sizes share one compiled image: an axis or axes for each input,
+        `{"x": 0, "y": (0, 1)}`. `jt.dynamic` marks them at a call instead.
+      name: the name that profilers show; by default that of the function.
+      sharding: along what automatic partitioning may cut the kernel, if its indices do not show it:
         `"m k, k n -> m n"`, a name for each dimension of each input and output (leaves of pytrees in their order), `_`
         for one that is never cut. An axis that an output lacks is summed over. A shard runs the kernel as it is for
         arrays of the shard's shape, with the same meta-parameters.
       **options: see `Options`: `interpret`, `fallback`, `num_warps`, `num_stages`, `num_ctas`, `consumers`,
         `persistent`, `specialize`.
 
+    Returns:
+      A decorator that makes a `Kernel` of the body.
     Raises:
-      KernelTypeError, KernelValueError: at decoration for a bad signature, at the call for arguments that do not fit.
+      KernelTypeError, KernelValueError: the signature of the body is wrong, or, at a call, arguments do not fit.
     """
     if positional or out_type is None:
         raise KernelTypeError(
@@ -87,13 +90,20 @@ def kernel(
 
 
 def call(body: Callable[..., None], *, out_type: Any, **spec: Any) -> Kernel:
-    """`jt.call(body, out_type=..., grid=...)(*arrays)`: a kernel without the decorator; see `jt.kernel`."""
+    """Make a kernel without the decorator: `jt.call(body, out_type=..., grid=...)(*arrays)`.
+
+    The arguments are those of `jt.kernel`, and the function over Refs; the result is a `Kernel`."""
     return kernel(out_type=out_type, **spec)(body)
 
 
 def tuned(kernel: Kernel, defaults: Mapping[str, Any], *args: Any, **meta: Any) -> Any:
-    """`kernel(*args, **meta)` with other defaults: meta-parameters, and options such as `num_warps`, that hold where
-    the tuner has no entry for the call; see `jt.autotune`. This is how a heuristic by shape and `jt.tune` go together.
+    """Call `kernel(*args, **meta)` with other defaults, which hold if the tuner has no entry for the call.
+
+    With this, a heuristic by shape and `jt.tune` go together; see `jt.autotune`.
+
+    Args:
+      kernel, args, meta: the kernel, its arrays, and meta-parameters that go before `defaults` and the tuner's entry.
+      defaults: values by name, of meta-parameters and of options such as `num_warps`.
     """
     return kernel._call(args, meta, defaults)
 
@@ -109,7 +119,7 @@ class _Bound:
 
 
 class Kernel:
-    """A kernel as a JAX function: `k(*arrays, **meta)`; see `kernel`.
+    """A kernel as a JAX function: call it with arrays and meta-parameters, `k(*arrays, **meta)`. `jt.kernel` makes one.
 
     Arguments may be JAX and NumPy arrays, Python scalars (rank-0 Refs of JAX's default dtype), objects with
     `__dlpack__` (imported without a copy), and pytrees of those. Results follow the pytree of `out_type`.
@@ -143,7 +153,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name that profilers show."""
         return self._signature.name
 
     def __repr__(self) -> str:
@@ -238,7 +248,7 @@ class Kernel:
         return tree_unflatten(bound.out_tree, run(leaves, seed))
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-        """Give the kernel a reverse mode of its own; `jax.grad` and `jax.vjp` use it, also under `jax.vmap`.
+        """Give the kernel a reverse mode of its own, which `jax.grad` and `jax.vjp` then use, also under `jax.vmap`.
 
         Forward mode stays automatic.
 

@@ -124,24 +124,27 @@ class Lowered:
 
     @property
     def image(self) -> bytes:
-        """What the custom call embeds: an ELF object on the CPU."""
+        """The compiled code, which the custom call embeds. On a CPU it is an ELF object, on a GPU a cubin or hsaco."""
         return self._as_called.image
 
     @property
     def launch(self) -> dict[str, Any]:
-        """What the custom call needs besides the image: workspace, cost, instruction set, print and assert sites; and
-        the `resources` that a GPU's kernel takes."""
+        """The numbers that the custom call needs besides the image.
+
+        Among them are the workspace, the cost, the instruction set, the places of prints and asserts, and, for a GPU,
+        the `resources` that the kernel takes."""
         return self._with_texts.launch
 
     @functools.cached_property
     def texts(self) -> dict[str, str]:
-        """Level name -> text: `choice` (of meta-parameters that are `jt.auto`, and of the tiles of
-        a derivative: values, and why), `jaxpr`, `tile_ir`,
-        `tile_ir_opt` (this piece after the passes), `sharding` (along what automatic partitioning cuts the program, and
-        why not along the rest), `resources` (grid, and the scratch of one program, which is where a reverse kernel
-        saves the carry of its loops; on a GPU also registers, spills, shared memory and occupancy), then those of the
-        back end (CPU: `llvm`, `asm`; NVIDIA: `ttir`, `ttgir`, `llir`, `ptx`, `sass`; AMD: `amdgcn` instead of the last
-        two)."""
+        """The text of every level, by the name of the level, in this order.
+
+        `choice` has the values of meta-parameters that are `jt.auto`, and of the tiles of a derivative, with the
+        reason. `jaxpr` and `tile_ir` are the kernel as traced, `tile_ir_opt` is this piece after the passes.
+        `sharding` says along what automatic partitioning cuts the program, and why not along the rest. `resources` has
+        the grid, and the scratch memory of one program, in which a reverse kernel saves the carries of its loops; on a
+        GPU also registers, spills, shared memory and occupancy. Then come the levels of the back end: `llvm` and `asm`
+        for CPUs, `ttir`, `ttgir`, `llir`, `ptx` and `sass` for NVIDIA, `amdgcn` instead of the last two for AMD."""
         from jtile import ir
         from jtile.primitive import partition
 

@@ -27,14 +27,16 @@ class MissingAttributeError(KernelTypeError, AttributeError):
 
 
 class Ref:
-    """Memory of an array, as a kernel body sees it: `x[...]` loads, `x[...] = v` stores, `x.tiles(bm, bk)` is the
-    tile view. To `jax.tree` it is a leaf, so a pytree of Refs can be mapped over.
+    """The memory of an array, as the body of a kernel sees it.
+
+    `x[...]` loads, `x[...] = v` stores, and `x.tiles(bm, bk)` is a view of the array as tiles. For `jax.tree` a Ref is
+    a leaf, so that a pytree of Refs can be mapped over. `shape`, `dtype`, `ndim` and `size` are those of the array;
+    they are known when the kernel is compiled, except for dimensions that the call marks as dynamic.
 
     Attributes:
-      shape, dtype, ndim, size: facts of the array; static, but for dimensions that the call marks dynamic.
-      name: what errors call it.
-      role: `"in"`, `"out"`, `"scratch"` or `"symmetric"`; an input can be stored to only if the kernel aliases it with
-        an output.
+      name: the name that errors use.
+      role: `"in"`, `"out"`, `"scratch"` or `"symmetric"`. A kernel can store to an input only if it aliases the input
+        with an output.
     """
 
     __slots__ = ("name", "role", "tracer", "writable")
@@ -60,12 +62,13 @@ class Ref:
 
     @property
     def at(self) -> Indexer:
-        """`x.at[index].add(v)` and its kin: atomics that give the old values."""
+        """Atomic updates: `x.at[index].add(v)`, and the other atomic functions; each returns the old values."""
         return Indexer(self)
 
     def on(self, axis: str, index: Any) -> Ref:
-        """Symmetric memory (`jt.symmetric`) of another device: that at place `index` of an axis of the mesh, and where
-        this one is along all others. It can be used as this Ref can."""
+        """The same symmetric memory (`jt.symmetric`) on another device, as a Ref.
+
+        The device is the one at place `index` of `axis`, and at this device's place of all other axes of the mesh."""
         if self.role != "symmetric":
             raise KernelTypeError(
                 f"{self.name}.on: other devices have no {self.name}, which is memory of this device alone; put what "

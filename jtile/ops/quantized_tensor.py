@@ -52,15 +52,21 @@ K_KINDS = tuple(LAYOUTS)  # read from GGUF, not made here
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A quantised weight [out, in]; the table at the head of this file gives the arrays of each kind.
+    """A quantised weight [out, in].
 
-    A stack of such weights, [groups, out, in], has arrays with a leading axis: see `stack`.
+    Make one with `quantize`, `from_gguf_blocks`, `from_int4`, `from_int8` or `from_float8`. It is a pytree: it passes
+    through `jax.jit`, donation and checkpoints like an array. A stack of such weights, [groups, out, in], has arrays
+    with a leading axis: see `stack`. The module's docstring has a table of the arrays of each kind.
 
-    Build one with `quantize`, `from_gguf_blocks`, or from the arrays themselves. It is a pytree: it passes through
-    `jax.jit`, donation and checkpoints like an array.
-
-    `activations` (of fp8): whether products of many rows may round these to e4m3 too, with a scale for each of the
-    "rows", or, beside weights with one for each 128 x 128, for each 128 numbers of a row ("blocks"). None: they stay.
+    Attributes:
+      codes: the codes of the weights, two 4-bit codes to a byte.
+      scale: the scales of the groups.
+      minimum: of `q4_1`, what is added to each weight of a group; None for other kinds.
+      kind: `"int8"`, `"q8_0"`, `"fp8"`, `"q4_0"`, `"q4_1"`, `"mxfp4"` or a K-quant, `"q2_k"` to `"q6_k"`.
+      high, steps, lows: further arrays of K-quants.
+      activations: of fp8, whether products of many rows may round these rows to e4m3 as well: with a scale for each
+        row (`"rows"`), or, if the weight has one for each 128 x 128, for each 128 numbers of a row (`"blocks"`). None:
+        rows stay as they are.
     """
 
     codes: jax.Array

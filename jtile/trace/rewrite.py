@@ -78,7 +78,10 @@ def _done(fn: Any) -> bool:
 
 
 def function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a helper of kernels that loops with `jt.range`, or branches over traced values, in plain Python."""
+    """Decorate a helper function of kernels that contains loops with `jt.range`, or branches over computed values.
+
+    Other helpers need no decorator.
+    """
     if _done(fn):
         return rewrite_loops(fn)
     lines = _text(fn)  # as they are now; they are looked at when the helper is called: to import it costs nothing

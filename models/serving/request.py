@@ -23,9 +23,15 @@ STOPS, STOP_CHARACTERS = 16, 256  # at most so many stop strings, of at most so 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """One token of an answer. text: what it adds to the text, "" while a character or a stop string may be open, and
-    for the token that ends the answer; logprob: its log-probability under the model's own logits; best: the likeliest
-    tokens (id, log-probability), the likeliest first. Both only where they were asked for."""
+    """One token of an answer.
+
+    Attributes:
+      id: the token id.
+      text: what the token adds to the text. It is empty while a character or a stop string may be incomplete, and for
+        the token that ends the answer.
+      logprob: its log-probability under the model's own logits, if the request asked for it.
+      best: the likeliest tokens as pairs (id, log-probability), the likeliest first, if the request asked for them.
+    """
 
     id: int
     text: str
@@ -35,9 +41,17 @@ class Token:
 
 @dataclasses.dataclass
 class Completion:
-    """An answer so far: its tokens and text. finish_reason: "stop" (an end token or a stop string), "length",
-    "cancelled", "error"; None while it goes on. stop: the stop string that ended it. prompt_tokens of which
-    cached_tokens were in the cache."""
+    """An answer, or what there is of it so far.
+
+    Attributes:
+      tokens: its tokens.
+      text: its text.
+      finish_reason: `"stop"` (an end token or a stop string), `"length"`, `"cancelled"` or `"error"`; None while the
+        answer goes on.
+      stop: the stop string that ended it.
+      prompt_tokens: the number of tokens of the prompt.
+      cached_tokens: how many of these were in the cache already.
+    """
 
     tokens: list[Token] = dataclasses.field(default_factory=list)
     text: str = ""
