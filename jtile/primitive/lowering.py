@@ -3,10 +3,12 @@ interpreter behind a host callback."""
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -174,6 +176,7 @@ def _custom_calls(
 ) -> Sequence[Any]:
     """The kernels of a program as custom calls; partial sums are summed and wide ones rounded."""
     pieces = pieces_of(program, platform.here())
+    _compiled_together(program, platform)
     values = program.sizes(_shapes(ctx.avals_in))
     found = []
     given, avals = [*operands], [*ctx.avals_in]
@@ -194,6 +197,19 @@ def _custom_calls(
 
     last = ctx.replace(avals_in=tuple(a for a, _ in chosen))
     return mlir.lower_fun(finish, multiple_results=True)(last, *[v for _, v in chosen])
+
+
+def _compiled_together(program: Program, platform: Platform) -> None:
+    """Compile the kernels of a program in as many threads: each is found in the caches then."""
+    target = platform.here()
+    kernels = pieces_of(program, target).kernels
+    if len(kernels) < 2:
+        return
+    context = contextvars.copy_context()
+    one = lambda k: context.copy().run(_compile, program, k, complete(kernels[k], platform), target)
+    with ThreadPoolExecutor(len(kernels), thread_name_prefix="jtile-compile") as pool:
+        for done in [pool.submit(one, k) for k in range(len(kernels))]:
+            done.result()
 
 
 def _shape(v: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -92,9 +92,14 @@ def _in_rounds(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Ti
         return None
     if size is None or size <= ROUNDS[-1]:
         return None
-    found = [(n, new) for n in ROUNDS if n < size and (new := shorter_rounds(kernel, n)) is not None]
-    best = next(((n, new) for n, new in found if planned and has_plan(new, target, options)), None)
-    n, new = best or next(iter(found), (size, None))
+    first = best = None
+    for n in ROUNDS if planned else ROUNDS[:1]:
+        new = shorter_rounds(kernel, n) if n < size else None
+        first = first or (None if new is None else (n, new))
+        if new is not None and planned and has_plan(new, target, options):
+            best = n, new
+            break
+    n, new = best or first or (size, None)
     why = "which roles at the block level hold" if best else "for which there are registers"
     return None if new is None else Tiled(new, {}, f"rounds of {n} terms on {target.name}, {why}")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from jtile._collector import paused
 from jtile._config import current
+from jtile._memo import Recent
 from jtile.ir import Kernel, print_kernel, verify
 from jtile.ir.protocol import check_loaded
 from jtile.passes.bounds import bounds
@@ -39,6 +40,7 @@ __all__ = ["Machine", "NoPlan", "Plan", "block_level", "steps"]
 
 SMALL = 256  # elements of a tile that a block keeps for all its tiles: a register of a thread or two
 LAST = "clean"  # the step whose kernel is always verified; those before it with the option `verify`
+_made: Recent[Any, Any] = Recent(8)
 Step = tuple[str, str, Kernel]  # name, level ("tile" or "block"), the kernel after it
 
 
@@ -63,9 +65,17 @@ def block_level(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) ->
     return planned if isinstance(planned, NoPlan) else planned.kernel
 
 
-@paused()
 def steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Planned | NoPlan:
-    """The same, with the plan and the kernel after each step."""
+    """The same, with the plan and the kernel after each step. What was asked last is kept: those who look for tiles ask
+    for the kernel that is compiled next."""
+    text = print_kernel(kernel, locations=True)
+    key = text, machine, Wish.of(options), current().verify
+    found = _made.get(key)
+    return _made.put(key, _steps(kernel, machine, options)) if found is None else found
+
+
+@paused()
+def _steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Planned | NoPlan:
     done: list[Step] = []
     verified = ("", "")  # the level and the text of the kernel that was verified last
 
