@@ -14,8 +14,9 @@ import pytest
 import jtile as jt
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+PUZZLES, SOLUTIONS = (DOCS / "learn" / f"{name}.md" for name in ("puzzles", "solutions"))
 PAGES = sorted(page for part in ("learn", "howto", "coming_from") for page in (DOCS / part).glob("*.md"))
-PAGES += [DOCS / "library.md", DOCS / "extending.md"]
+PAGES = [page for page in PAGES if page not in (PUZZLES, SOLUTIONS)] + [DOCS / "library.md", DOCS / "extending.md"]
 
 
 def code_of(page):
@@ -56,3 +57,32 @@ def test_the_page_is_true(page, tmp_path, capsys, subprocess_env):
         printed = capsys.readouterr().out
     lines = iter(printed.splitlines())
     assert [line for line in promised(code) if line not in lines] == []
+
+
+def puzzle_checks():
+    """The lines that stand as comments below the puzzles, a text for each."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PUZZLES.read_text(), re.DOTALL | re.MULTILINE)
+    return ["\n".join(re.findall(r"(?m)^# (.*)$", block)) for block in blocks if "\n# " in block]
+
+
+def run_checks(solutions, checks, tmp_path):
+    """What each check came to: an error or None."""
+    code = [code_of(PUZZLES), solutions, "came = []"]
+    for check in checks:
+        lines = "".join(f"    {line}\n" for line in check.split("\n"))
+        code.append(f"try:\n{lines}except Exception as error:\n    came.append(error)\nelse:\n    came.append(None)")
+    script = tmp_path / "puzzles.py"
+    script.write_text("\n".join(code))
+    spec = importlib.util.spec_from_file_location("puzzles", script)
+    module = importlib.util.module_from_spec(spec)
+    with defaults_of_jax():
+        spec.loader.exec_module(module)
+    return module.came
+
+
+@pytest.mark.usefixtures("by_numpy")
+def test_every_puzzle_has_a_solution_and_no_beginning_passes(tmp_path):
+    checks = puzzle_checks()
+    assert len(checks) == 20
+    assert [error for error in run_checks(code_of(SOLUTIONS), checks, tmp_path) if error] == []
+    assert None not in run_checks("", checks, tmp_path)
