@@ -1,4 +1,4 @@
-"""Linear attention in chunks as people write it in jnp: what its kernels are compared with, on CPUs and on GPUs."""
+"""Linear recurrences as people write them in jnp: what kernels are compared with, on CPUs and on GPUs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.backward import pulled
 from benchmarks.data import TOLERANCE, normal, size
 from benchmarks.harness import Case
 from jtile import ops
+from jtile.ops.rwkv import rwkv7_reference
 
 f32 = jnp.float32
 KINDS = {"plain": (0, False), "decay": (1, False), "gated": (2, False), "gated delta": (1, True)}
@@ -31,6 +32,9 @@ def cases() -> Iterator[Case]:
             {"xla": pulled(plain(kind), len(args))}, (args[2], *args), 2 * bytes, 3 * flops,
             tolerance=10 * TOLERANCE["float32"],
         )  # fmt: skip
+    for name, (op, peer, given) in OTHERS.items():
+        args = given(0, 1, 2048, 8, 64, "float32")
+        yield Case(name, "2048 x 512", "float32", op, {"xla": peer}, args, size(*args), tolerance=1e-4)
 
 
 def make(seed, kind: str, batch: int, t: int, heads: int, d: int, dtype: str) -> tuple[Any, ...]:
@@ -96,3 +100,46 @@ def chunked(q, k, v, log_decay=None, beta=None):
     chunks = (x.swapaxes(0, 1) for x in (ins, outs, errors, v, own, whole))
     _, o = jax.lax.scan(step, start, tuple(chunks))
     return o.swapaxes(0, 1).swapaxes(2, 3).reshape(*t[:3], -1)
+
+
+# -- RWKV-7 and Mamba --------------------------------------------------------------------------------------------------
+
+
+def rwkv_operands(seed, batch: int, t: int, heads: int, d: int, dtype: str) -> tuple[Any, ...]:
+    """r, log_decay, k, v, a, b [batch, t, heads, d]."""
+    r, k, v, a = (normal(8 * seed + s, batch, t, heads, d, dtype=dtype) for s in range(4))
+    wide = a.astype(f32)
+    a = (wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)).astype(a.dtype)
+    g = -0.6 * jax.nn.sigmoid(normal(8 * seed + 4, batch, t, heads, d))
+    return r, g, k, v, -a, a * jax.nn.sigmoid(normal(8 * seed + 5, batch, t, heads, d, dtype=dtype))
+
+
+def mamba_operands(seed, batch: int, t: int, heads: int, d: int, dtype: str) -> tuple[Any, ...]:
+    """x, dt [batch, t, heads d], a [heads d, 16], b, c [batch, t, 16]."""
+    x, dt = (normal(8 * seed + s, batch, t, heads * d, dtype=dtype) for s in range(2))
+    b, c = (normal(8 * seed + s, batch, t, 16, dtype=dtype) for s in (2, 3))
+    a = -jnp.broadcast_to(jnp.arange(1.0, 17.0, dtype=f32), (heads * d, 16))
+    return x, jax.nn.softplus(dt - jnp.asarray(4, dt.dtype)), a, b, c
+
+
+def mamba_chunked(x, dt, a, b, c, length: int = 64):
+    """A scan over chunks, inside of which `associative_scan` makes all states."""
+    cut = lambda v: v.astype(f32).reshape(v.shape[0], -1, min(length, v.shape[1]), v.shape[2]).swapaxes(0, 1)
+
+    def step(h, now):
+        x_k, dt_k, b_k, c_k = now
+        fades = jnp.exp(dt_k[..., None] * a[None, None])
+        behind = lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1])
+        fades, sums = jax.lax.associative_scan(behind, (fades, (dt_k * x_k)[..., None] * b_k[:, :, None]), axis=1)
+        states = sums + fades * h[:, None]
+        return states[:, -1], (states * c_k[:, :, None]).sum(3).astype(x.dtype)
+
+    start = jnp.zeros((x.shape[0], *a.shape), f32)
+    _, y = jax.lax.scan(step, start, tuple(map(cut, (x, dt, b, c))))
+    return y.swapaxes(0, 1).reshape(x.shape)
+
+
+OTHERS = {
+    "rwkv7": (ops.rwkv7, rwkv7_reference, rwkv_operands),
+    "selective_scan": (ops.selective_scan, mamba_chunked, mamba_operands),
+}

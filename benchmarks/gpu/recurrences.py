@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from benchmarks.backward import pulled
 from benchmarks.gpu.case import Case, Torch
-from benchmarks.recurrences import KINDS, chunked, make, ours, plain
+from benchmarks.recurrences import KINDS, OTHERS, chunked, make, ours, plain
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
@@ -31,6 +31,15 @@ def cases(tiny: bool = False) -> Iterator[Case]:
             "linear_attention_gradient", make=with_ct, ours=pulled(ours(kind), n),
             peers={"xla": pulled(plain(kind), n)}, reference=_exact_gradient, bytes=16 * elements,
             flops=12 * elements * d, **given,
+        )  # fmt: skip
+    for name, (op, peer, given) in OTHERS.items():
+        made = functools.partial(given, batch=batch, t=t, heads=heads, d=d, dtype="bfloat16")
+        elements = batch * t * heads * d
+        exact = lambda *args, peer=peer: peer(*(x.astype(jnp.float32) for x in args))
+        given = {"config": f"{batch}x{heads}x{t}x{d}", "dtype": "bfloat16", "tolerance": 3e-2}
+        yield Case(
+            name, make=made, ours=op, peers={"xla": peer}, reference=exact,
+            bytes=(14 if name == "rwkv7" else 6) * elements, **given,
         )  # fmt: skip
 
 

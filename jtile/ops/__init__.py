@@ -35,6 +35,7 @@ from jtile.ops.quantized_tensor import quantize as quantize
 from jtile.ops.rotary import rope as rope
 from jtile.ops.routed_matmul import routed_matmul as routed_matmul
 from jtile.ops.routed_matmul import routes_unsorted as routes_unsorted
+from jtile.ops.rwkv import rwkv7 as rwkv7
 from jtile.ops.scaled_matmul import scaled_matmul as scaled_matmul
 from jtile.ops.scans import cumsum as cumsum
 from jtile.ops.softmaxes import log_softmax as log_softmax
@@ -43,4 +44,6 @@ from jtile.ops.sorting import argsort as argsort
 from jtile.ops.sorting import sort as sort
 from jtile.ops.sorting import top_k as top_k
 from jtile.ops.split_attention import decode_attention as decode_attention
+from jtile.ops.state_space import selective_scan as selective_scan
+from jtile.ops.state_space import ssd as ssd
 from jtile.ops.stencils import stencil_2d as stencil_2d

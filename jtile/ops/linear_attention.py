@@ -16,7 +16,6 @@ from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, 
 from jtile.ops.dispatch import Implementation, Op
 from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, pairs
 
-CHUNK = 64  # positions whose products with each other are whole tiles
 STEPS = 4  # positions at most that are taken one by one
 
 
@@ -108,7 +107,7 @@ def linear_attention(
     state: jax.Array | None = None,
     return_state: bool = False,
     scale: float | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Any:
     """`o_t = scale S_t^T q_t`, where `S_t = e^(g_t) S_(t-1) + k_t u_t^T` is a matrix [dk, dv] for each head.
 
@@ -126,7 +125,7 @@ def linear_attention(
       state: float array [batch, v_heads, dk, dv], the state before the first position; default zeros.
       return_state: give the state behind the last position as well.
       scale: default 1 / sqrt(dk).
-      chunk: positions of a chunk, a power of two.
+      chunk: positions of a chunk, a power of two; default 64 on GPUs, fewer on CPUs.
     Returns:
       o, an array like `v`; with `return_state` (o, last), last [batch, v_heads, dk, dv] in float32. The state is kept
       in float32 (float64 for float64); products of tiles take it in the dtype of v.
@@ -135,8 +134,7 @@ def linear_attention(
     """
     op = "linear_attention"
     check_projections(op, q, k, v, log_decay=log_decay, beta=beta, state=state)
-    if chunk < 1 or chunk & (chunk - 1):
-        raise KernelValueError(f"{op}: chunk is a power of two, got {chunk}")
+    check_chunk(op, chunk)
     (batch, t, heads, dv), dk = v.shape, k.shape[3]
     if log_decay is not None:
         if log_decay.ndim != 4:
@@ -168,6 +166,11 @@ def check_projections(op: str, q, k, v, *, state, **others) -> None:
         check_shape(op, "state", state, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
 
 
+def check_chunk(op: str, chunk: int | None) -> None:
+    if chunk is not None and (chunk < 1 or chunk & (chunk - 1)):
+        raise KernelValueError(f"{op}: chunk is a power of two, got {chunk}")
+
+
 def columns(dk: int, dv: int) -> int:
     """Columns of the state that a program keeps in its registers, or its first cache."""
     return fit(dv, max(16, (machine().tile * 2) // jt.next_power_of_2(dk)))
@@ -177,13 +180,15 @@ def _long(q, k, v, *_, **__) -> str | None:
     return f"{known(v.shape[1])} positions" if known(v.shape[1]) > STEPS else None
 
 
-def _steps(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int):
+def _steps(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | None):
     bv = columns(k.shape[3], v.shape[3])
     return linear_attention_steps(q, k, v, g, beta, state, bv=bv, scale=scale, save=save)
 
 
-def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int):
-    c = chunk_of(known(v.shape[1]), chunk)
+def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | None):
+    # Work that grows with the length of chunks costs tensor cores little; a CPU has it besides the states' products.
+    simple = beta is None and (g is None or g.shape[3] == 1)
+    c = chunk_of(known(v.shape[1]), chunk or (64 if not machine().whole else 32 if simple else 16))
     mix = None if beta is None else delta_rule_mix(k, g, beta, c=c)
     bv = columns(k.shape[3], v.shape[3])
     return linear_attention_chunks(q, k, v, g, beta, mix, state, c=c, bv=bv, scale=scale, save=save)
@@ -197,7 +202,7 @@ _op = Op(
 
 
 def linear_attention_reference(
-    q, k, v, *, log_decay=None, beta=None, state=None, return_state=False, scale=None, chunk=CHUNK
+    q, k, v, *, log_decay=None, beta=None, state=None, return_state=False, scale=None, chunk=None
 ):
     """`linear_attention` in jnp, one position after the other."""
     f = sums_in(v)

@@ -23,26 +23,28 @@ def _places(c: int):
     return jt.arange(c)[:, None], jt.arange(c)[None, :]
 
 
-def pairs(x, y, g, *, diagonal: bool = True):
-    """P [c, c] with `P_ts = sum_d x_td y_sd e^(G_td - G_sd)` for s < t (for s = t too, if `diagonal`), 0 for others.
+def pairs(x, y, g, *, at=None, diagonal: bool = True):
+    """P [c, c] with `P_ts = sum_d x_td y_sd e^(H_td - G_sd)` for s < t (for s = t too, if `diagonal`), 0 for others.
 
-    x, y [c, d]; G: the cumulative sums of the decay's logarithms over the chunk, [c, 1], [c, d], or None. No factor has
-    a positive exponent where no decay has one: nothing overflows, however small e^G gets.
+    x, y [c, d]; G: the cumulative sums of the decay's logarithms over the chunk, [c, 1], [c, d], or None; H: `at`,
+    where x stands between t - 1 and t, by default G. No factor has a positive exponent where no decay has one: nothing
+    overflows, however small e^G gets.
     """
+    at = g if at is None else at
     t, s = _places(x.shape[0])
     if g is None or g.shape[1] == 1:
         products = jt.dot(x, y.T)
         seen = t >= s if diagonal else t > s
         if g is None:
             return jnp.where(seen, products, 0.0)
-        return products * jnp.exp(jnp.where(seen, g - g.T, -jnp.inf))
+        return products * jnp.exp(jnp.where(seen, at - g.T, -jnp.inf))
     total = jnp.where(t == s, (x.astype(g.dtype) * y.astype(g.dtype)).sum(1, keepdims=True), 0.0) if diagonal else 0.0
     half = 1
     while half < x.shape[0]:  # t in the second and s in the first half of 2 `half` places: by way of the middle
-        block = g.reshape(-1, 2 * half, g.shape[1])
-        way = (block - block[:, half - 1 : half]).reshape(g.shape)
-        way = jnp.where(t & half != 0, way, -way)
-        total = total + jnp.where(_halves(t, s, half), jt.dot(fade(x, way), fade(y, way).T), 0.0)
+        second, blocks = t & half != 0, (-1, 2 * half, g.shape[1])
+        middle = jnp.broadcast_to(g.reshape(blocks)[:, half - 1 : half], g.reshape(blocks).shape).reshape(g.shape)
+        ahead, behind = jnp.where(second, at - middle, 0.0), jnp.where(second, 0.0, middle - g)
+        total = total + jnp.where(_halves(t, s, half), jt.dot(fade(x, ahead), fade(y, behind).T), 0.0)
         half *= 2
     return total
 

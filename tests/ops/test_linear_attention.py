@@ -95,17 +95,6 @@ def inverted(low):
     return evaluated(jt.call(body, out_type=jt.like(low), grid=1))(low)
 
 
-def test_the_state_goes_on():
-    q, k, v, g, _, state = operands("decay", t=16)
-    whole, last = evaluated(OURS)(q, k, v, g, None, state)
-    o, now = [], state
-    for part in (slice(0, 9), slice(9, 16)):
-        found, now = evaluated(OURS)(*(x[:, part] for x in (q, k, v, g)), None, now)
-        o.append(found)
-    assert relative_error(np.concatenate(o, 1), whole) < 1e-6
-    assert relative_error(now, last) < 1e-6
-
-
 def test_edges_and_errors():
     q, k, v, g, beta, state = operands("gated delta")
     empty = ops.linear_attention(q[:, :0], k[:, :0], v[:, :0], state=state, return_state=True)
