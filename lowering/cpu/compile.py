@@ -162,8 +162,8 @@ def compile_kernel(kernel: ir.Kernel, isa: Isa | None = None, *, texts: bool = F
 def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str, str]]:
     """LLVM text to an object; with `texts`, the optimised LLVM text and the assembly too.
 
-    Where the option `optimize` is off, LLVM does what it takes to make sensible code at all: variables become
-    registers, and short functions are inlined.
+    Where the option `optimize` is off, LLVM does nothing but choose instructions: to inline functions and to make
+    registers of variables would be a third of the time to compile, for code that runs once.
     """
     import llvmlite.binding as llvm
 
@@ -172,9 +172,10 @@ def assemble(text: str, isa: Isa, texts: bool = False) -> tuple[bytes, dict[str,
     tm = machine(isa)
     module.triple = isa.triple
     module.data_layout = str(tm.target_data)
-    # A builder of its own, though 2 to 3 KiB of each stay when llvmlite frees it: every run leaves callbacks in it,
-    # which all later ones call.
-    _optimise(module, llvm.create_pass_builder(tm, _tuning()))
+    if current().optimize:
+        # A builder of its own, though 2 to 3 KiB of each stay when llvmlite frees it: every run leaves callbacks in
+        # it, which all later ones call.
+        _optimise(module, llvm.create_pass_builder(tm, _tuning()))
     levels = {"llvm_opt": str(module), "asm": tm.emit_assembly(module)} if texts else {}
     return tm.emit_object(module), levels
 
@@ -184,17 +185,11 @@ def _optimise(module: Any, builder: Any) -> None:
     before and after it is inlined into its caller: twice the time for the same machine code."""
     import llvmlite.binding as llvm
 
-    optimize = current().optimize
     with _freed(llvm.create_new_module_pass_manager()) as inliner:
         inliner.add_always_inliner_pass()
-        if optimize:
-            inliner.add_ipsccp_pass()  # what all calls of a function pass alike
+        inliner.add_ipsccp_pass()  # what all calls of a function pass alike
         inliner.run(module, builder)
-    with _freed(
-        builder.getFunctionPassManager() if optimize else llvm.create_new_function_pass_manager()
-    ) as simplifier:
-        if not optimize:
-            simplifier.add_sroa_pass()
+    with _freed(builder.getFunctionPassManager()) as simplifier:
         for function in module.functions:
             if not function.is_declaration:
                 simplifier.run(function, builder)
