@@ -185,8 +185,9 @@ class Op:
     def operands(self) -> list[Value]:
         """Every value used by the op itself (not by its regions), in field order; Refs included."""
         out: list[Value] = []
+        fields = self.__dict__
         for name, kind in self.mapped:
-            v = getattr(self, name)
+            v = fields[name]
             if kind == "operand" or (kind == "optional" and v is not None):
                 out.append(v)
             elif kind == "operands":
@@ -208,23 +209,23 @@ class Op:
         """A copy with operands mapped by `env` and regions by `block` (default: `copy_block`); results are fresh
         values."""
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)  # attributes and location; checked when the op was first built
+        fields = new.__dict__  # passes copy every op: attributes are neither looked up nor set by name
+        fields.update(self.__dict__)  # attributes and location; checked when the op was first built
         for name, kind in self.mapped:
-            v = getattr(self, name)
+            v = fields[name]
             if kind == "operand":
-                v = env(v)
-            elif kind == "optional":
-                v = None if v is None else env(v)
+                fields[name] = env(v)
             elif kind == "operands":
-                v = tuple(map(env, v))
+                fields[name] = tuple(map(env, v))
+            elif kind == "optional":
+                fields[name] = None if v is None else env(v)
             elif kind == "index":
-                v = tuple(with_dim_value(d, env(dim_value(d))) for d in v)
+                fields[name] = tuple([with_dim_value(d, env(dim_value(d))) for d in v])
             elif kind == "blocks":
-                v = tuple(block(b) if block else copy_block(b, env) for b in v)
+                fields[name] = tuple([block(b) if block else copy_block(b, env) for b in v])
             else:
-                v = block(v) if block else copy_block(v, env)
-            setattr(new, name, v)
-        new.results = tuple(Value(r.type, r.name, new) for r in self.results)
+                fields[name] = block(v) if block else copy_block(v, env)
+        fields["results"] = tuple([Value(r.type, r.name, new) for r in self.results])
         return new
 
 

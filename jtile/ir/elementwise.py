@@ -220,7 +220,7 @@ class Map(Op):
         types = [tile(a) for a in self.args]
         if len(types) != f.arity:
             raise TypeError(f"{self.fn} takes {f.arity} operands, got {len(types)}")
-        if any(t != types[0] for t in types):
+        if any(t is not types[0] and t != types[0] for t in types):
             raise TypeError(f"{self.fn} takes operands of one type, got {', '.join(map(str, types))}")
         if types[0].info.kind not in f.kinds:
             raise TypeError(f"{self.fn} is not defined for {types[0].dtype}")

@@ -68,7 +68,7 @@ def check_memory(kernel: Kernel, op: Op) -> None:
         v = getattr(op, name)
         values = v if kind == "operands" else (v,) if kind in ("operand", "optional") and v is not None else ()
         for x in values:
-            if type(x.type) in _FIELDS and name not in _FIELDS[type(x.type)]:
+            if name not in _FIELDS.get(type(x.type), (name,)):
                 refuse(kernel, op, f"{_WHAT[type(x.type)]} is memory, not a value: {x!r}")
     if isinstance(op, UserReduce | UserScan) and any(x.level == "block" for x in op.body.walk()):
         refuse(kernel, op, "a combiner computes on scalars: memory and barriers of the block have no place in it")

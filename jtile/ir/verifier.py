@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from .extents import Extent
 from .memory import Atomic, Load, Store, counters_of
 from .placement import check_copy, check_memory, check_roles, refuse
 from .protocol import check_protocol
+from .reductions import UserReduce, UserScan
 from .shapes import Dense, Full, NumPrograms, ProgramId
 from .types import DTYPES, ROLES, RefType, TileType
 
@@ -120,7 +122,15 @@ def fits(x: Any, dtype: str) -> bool:
 
 
 ACCESSES = (Load, Store, Atomic, AsyncLoad, AsyncStore)
+_CHANGES = (Store, Atomic, AsyncStore)
 _NUMBERED = (Full, Dense, ProgramId, NumPrograms, *ACCESSES)  # those with own numbers
+_AWARE = (*ACCESSES, *TALKING, UserReduce, UserScan)  # those with rules of their own for memory
+
+
+@functools.cache
+def _asks(card: type[Op]) -> tuple[bool, bool]:
+    """Whether ops of a card have rules of their own for memory, and numbers of their own."""
+    return issubclass(card, _AWARE), issubclass(card, _NUMBERED)
 
 
 class _Scope:
@@ -138,21 +148,25 @@ class _Scope:
         for v in values:
             if v in self.defined:
                 self.fail(op, f"value {v!r} is defined twice")
-            if any(isinstance(n, Extent) for n in v.shape) and isinstance(v.type, TileType):
-                self.fail(op, f"the shape of a tile is static, got {v!r}")
-            if any(n < 0 for n in v.shape if not isinstance(n, Extent)):
-                self.fail(op, f"value {v!r} has a negative side")
+            for n in v.type.shape:
+                if isinstance(n, Extent):
+                    if isinstance(v.type, TileType):
+                        self.fail(op, f"the shape of a tile is static, got {v!r}")
+                elif n < 0:
+                    self.fail(op, f"value {v!r} has a negative side")
             self.defined.add(v)
 
     def block(self, b: Block, visible: set[Value], params: tuple[Value, ...], owner: Op | None = None) -> None:
         """`visible`: values that dominate the block."""
-        visible = visible | set(params)
+        visible = visible.union(params)
         for op in b.ops:
+            memory = False  # whether an operand is
             for v in op.operands():
                 if v not in visible:
                     self.fail(op, f"operand {v!r} is not defined before its use, or not in scope here")
-            self.op(op, visible)
-            visible |= set(op.results)
+                memory |= type(v.type) is not TileType
+            self.op(op, visible, memory)
+            visible.update(op.results)
         for v in b.yields:
             if v not in visible:
                 self.fail(owner, f"the yielded value {v!r} is not in scope")
@@ -161,23 +175,29 @@ class _Scope:
         if owner is None and b.yields:
             self.fail(None, "a kernel returns nothing")
 
-    def op(self, op: Op, visible: set[Value]) -> None:
+    def op(self, op: Op, visible: set[Value], memory: bool) -> None:
         if op.level not in (self.level, "any"):
             self.fail(op, f"{op.mnemonic} stands at {op.level} level, this kernel is at {self.level} level")
-        if any(v.op is not op for v in op.results):
-            self.fail(op, "a result does not know its op")
+        results = op.results
+        for v in results:
+            if v.op is not op:
+                self.fail(op, "a result does not know its op")
         try:
             types = tuple(op.infer())
         except (TypeError, ValueError, KeyError, IndexError) as e:
             self.fail(op, str(e))
-        if types != tuple(v.type for v in op.results):
+        if types != tuple([v.type for v in results]):
             self.fail(op, f"the result is {', '.join(map(str, types)) or 'nothing'} by its operands")
-        self.refs(op)
-        self.constants(op)
-        for b in op.blocks():
-            self.define(b.params, op)
-            self.block(b, visible, b.params, op)
-        self.define(op.results, op)
+        aware, numbered = _asks(type(op))
+        if memory or aware:
+            self.refs(op)
+        if numbered:
+            self.constants(op)
+        if op.inner:
+            for b in op.blocks():
+                self.define(b.params, op)
+                self.block(b, visible, b.params, op)
+        self.define(results, op)
 
     def refs(self, op: Op) -> None:
         """Memory is used by memory ops only."""
@@ -187,14 +207,12 @@ class _Scope:
             self.fail(op, f"the devices of this kernel have no axis {op.axis!r}, but {axes}")
         if isinstance(op, ACCESSES) and op.ref.type.role == "signal":  # type: ignore[union-attr]
             self.fail(op, f"{op.ref.name or 'what it names'} is signals: raise one by signal, and wait for it")
-        if isinstance(op, Store | Atomic | AsyncStore) and op.ref in self.read_only:
+        if isinstance(op, _CHANGES) and op.ref in self.read_only:
             self.fail(op, f"{op.ref.name} is an input, which cannot be written: alias it to an output")
         if isinstance(op, AsyncLoad | AsyncStore):
             check_copy(self.kernel, op)
 
     def constants(self, op: Op) -> None:
-        if not isinstance(op, _NUMBERED):
-            return
         if isinstance(op, Full) and not fits(op.value, op.dtype):
             self.fail(op, f"{op.value!r} is no {op.dtype}")
         if isinstance(op, Dense) and not all(fits(x, op.dtype) for x in op.data):
