@@ -19,21 +19,32 @@ def prompt_ids(golden):
     return ",".join(str(i) for i in golden["input_ids"][0])
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder that the processes of this file share: one of them compiles the model's programs."""
+    return tmp_path_factory.mktemp("programs")
+
+
 @pytest.fixture
-def start(subprocess_env):
+def environment(subprocess_env, cache):
+    return subprocess_env | {"JTILE_CACHE_DIR": str(cache), "JTILE_OPTIMIZE": "0"}
+
+
+@pytest.fixture
+def start(environment):
     def run(**options):
         command = [sys.executable, "-c", PROGRAM, json.dumps(options)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=subprocess_env, bufsize=0)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, bufsize=0)
 
     return run
 
 
 @pytest.fixture
-def ended(subprocess_env):
+def ended(environment):
     """What a process prints that is not disturbed."""
 
     def run(**options):
-        return forked.run([sys.executable, "-c", PROGRAM, json.dumps(options)], env=subprocess_env, timeout=60).stdout
+        return forked.run([sys.executable, "-c", PROGRAM, json.dumps(options)], env=environment, timeout=60).stdout
 
     return run
 
@@ -93,8 +104,10 @@ def test_errors_are_one_sentence(tiny_folder, capsys, options, message):
     assert err.count("\n") == 1
 
 
-def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, ended, tiny_folder, prompt_ids):
-    options = dict(model=str(tiny_folder), prompt_ids=prompt_ids, max_new_tokens=400, ignore_eos=True)
+def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, ended, tiny_folder, prompt_ids, cache):
+    options = dict(
+        model=str(tiny_folder), prompt_ids=prompt_ids, max_new_tokens=400, ignore_eos=True, cache_dir=str(cache)
+    )
     whole = ended(**options).split()
     assert len(whole) == 400
     process = start(**options)
@@ -107,11 +120,11 @@ def test_ctrl_c_keeps_the_text_and_leaves_cleanly(start, ended, tiny_folder, pro
     assert b"Traceback" not in err
 
 
-def test_a_second_start_finds_the_compiled_programs(ended, tiny_folder, prompt_ids, tmp_path):
-    options = dict(model=str(tiny_folder), prompt_ids=prompt_ids, json=True, max_new_tokens=4, cache_dir=str(tmp_path))
+def test_a_second_start_finds_the_compiled_programs(ended, tiny_folder, prompt_ids, cache):
+    options = dict(model=str(tiny_folder), prompt_ids=prompt_ids, json=True, max_new_tokens=4, cache_dir=str(cache))
     first, second = (json.loads(ended(**options)) for _ in range(2))
     assert first["ids"] == second["ids"]
-    assert list((tmp_path / "xla").glob("jit_decode*"))
+    assert list((cache / "xla").glob("jit_decode*"))
 
 
 def test_ctrl_c_before_the_first_token(tiny_folder, prompt_ids, monkeypatch, capsys):
@@ -123,8 +136,10 @@ def test_ctrl_c_before_the_first_token(tiny_folder, prompt_ids, monkeypatch, cap
     assert capsys.readouterr().out == ""
 
 
-def test_a_closed_pipe_is_no_error_message(start, tiny_folder, prompt_ids):
-    process = start(model=str(tiny_folder), prompt_ids=prompt_ids, max_new_tokens=400, ignore_eos=True)
+def test_a_closed_pipe_is_no_error_message(start, tiny_folder, prompt_ids, cache):
+    process = start(
+        model=str(tiny_folder), prompt_ids=prompt_ids, max_new_tokens=400, ignore_eos=True, cache_dir=str(cache)
+    )
     process.stdout.read(1)
     process.stdout.close()
     assert process.stderr.read() == b""
