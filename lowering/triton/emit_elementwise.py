@@ -26,9 +26,9 @@ from .convert import (
 from .emit_basics import code_of
 from .emitter import Emitter, elem_of, emits, padded
 from .features import Features
-from .math import divide, names, transcendental
+from .math import divide, names, tanh_beside_one, transcendental
 from .math_expr import X
-from .rounding import rounded
+from .rounding import beside_one, rounded
 from .ttir import Number, Val
 
 
@@ -37,7 +37,11 @@ def _map(em: Emitter, op: ir.Map) -> Val:
     xs = [X(em.code, em.val(a)) for a in op.args]
     if "rounded" not in em.memo:
         em.memo["rounded"] = rounded(em.kernel)
-    y = emit_function(em.features, op.fn, xs, op.args[0].dtype, narrow=op.result in em.memo["rounded"])
+        em.memo["beside one"] = beside_one(em.kernel)
+    if op.result in em.memo["beside one"] and not em.features.npu:
+        y = tanh_beside_one(em.features, xs[0])
+    else:
+        y = emit_function(em.features, op.fn, xs, op.args[0].dtype, narrow=op.result in em.memo["rounded"])
     return dataclasses.replace(y.v, fill=_fill(op, [x.v for x in xs]))
 
 

@@ -4,8 +4,10 @@ them."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from jtile import ir
+from jtile.passes.fold import number
 
 _SCALED = ("mul", "div", "neg", "abs")  # the relative error of a result is no larger than those of its operands
 _KEPT = (ir.Map, ir.Select, ir.Broadcast, ir.Reshape, ir.Transpose, ir.Slice, ir.Concat)
@@ -35,3 +37,32 @@ def _rounds(op: ir.Op | None, known: dict[ir.Value, bool]) -> bool:
     if isinstance(op, ir.Map) and op.fn not in _SCALED:
         return False
     return isinstance(op, _KEPT) and known.get(op.results[0], False)
+
+
+def beside_one(kernel: ir.Kernel) -> set[ir.Value]:
+    """The hyperbolic tangents in float32 of a kernel whose results are of 16 bits or less, that are added to a number
+    of one at least, or are squared and so are: of these the absolute error counts, none of small ones."""
+    stored = [op.value for op in kernel.body.walk() if isinstance(op, ir.Store | ir.Atomic | ir.StoreShared)]
+    if not stored or any(v.type.info.kind != "f" or v.type.info.bits > 16 for v in stored):
+        return set()
+    users: dict[ir.Value, list[ir.Op | None]] = defaultdict(list)
+    found: list[ir.Value] = []
+    for op in kernel.body.walk():
+        for v in op.operands():
+            users[v].append(op)
+        for inner in op.blocks():
+            for v in inner.yields:
+                users[v].append(None)
+        if isinstance(op, ir.Map) and op.fn == "tanh" and op.result.dtype == "float32":
+            found.append(op.result)
+    return {v for v in found if users[v] and all(_beside(u, v, users) for u in users[v])}
+
+
+def _beside(op: ir.Op | None, v: ir.Value, users: Mapping[ir.Value, list[ir.Op | None]]) -> bool:
+    if not isinstance(op, ir.Map):
+        return False
+    if op.fn == "square" or (op.fn == "mul" and op.args == (v, v)):
+        r = op.result
+        return bool(users[r]) and all(_beside(u, r, users) for u in users[r] if u is not op)
+    numbers = [number(x) for x in op.args if x is not v]
+    return op.fn in ("add", "sub") and len(numbers) == 1 and numbers[0] is not None and abs(numbers[0]) >= 1

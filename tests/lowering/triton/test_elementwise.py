@@ -185,6 +185,37 @@ def test_who_sees_a_function_decides_its_form():
     assert instructions(sum_) == instructions(cast, sum_) == instructions(lambda b, y, x: ir.Cast(y, "int8")) == 0
 
 
+@pytest.mark.parametrize("arch", EVERYWHERE)
+def test_tangents_that_are_added_to_one_are_short(arch):
+    """Where no small one counts, and no result has more than 16 bits."""
+    x = np.concatenate([values("float32", 400), np.linspace(-12, 12, 1000, dtype="f4")])
+
+    def bench(*uses) -> Bench:
+        made = Bench(x)
+        t = made.b.value(ir.Map("tanh", (made.xs[0],)))
+        one, half = (made.b.full(n, x.shape, "float32") for n in (1.0, 0.5))
+        for use in uses:
+            made.value(ir.Cast(use(made.b, t, one, half), "bfloat16"))
+        return made
+
+    near_one = lambda b, t, one, half: b.map("mul", b.map("add", t, one), half)
+    slope = lambda b, t, one, half: b.map("sub", one, b.map("square", t))
+    short = lambda *uses: "tanh" not in emit_kernel(bench(*uses).kernel, features("sm_90"))[0].replace("@jtile", "")
+    assert short(near_one, slope)
+    assert not short(near_one, lambda b, t, one, half: b.map("mul", t, half))
+    assert not short(lambda b, t, one, half: b.map("add", t, half))
+    both = bench(near_one, slope)
+    if arch == "device":
+        got = run_device(both.kernel, both.inputs)
+    else:
+        got = evaluate(*emit_kernel(both.kernel, features(arch)), both.kernel, both.inputs).outputs
+    t = np.tanh(x.astype(np.float64))
+    for y, want in zip(got, ((t + 1) / 2, 1 - t * t), strict=True):
+        error = np.abs(np.asarray(y, np.float64) - want)
+        assert np.all((error <= 2.0**-8 * want + 2.0**-21) | np.isnan(x)), x[np.nanargmax(error)]
+        assert np.array_equal(np.isnan(np.asarray(y, np.float64)), np.isnan(x))
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int4", "uint64", "bfloat16", "float32", "float8_e4m3fn"])
 def test_scalars(dtype):
     """Rank 0 is no tensor: every op has a form for it."""

@@ -22,6 +22,7 @@ from jtile.passes.cse import cse
 from jtile.passes.dce import dce
 from jtile.passes.hoist import small
 
+from .ahead import ahead
 from .decide import Wish, check, plan
 from .early import early
 from .feeds import sink
@@ -106,6 +107,7 @@ def _steps(kernel: Kernel, machine: Machine, options: Mapping[str, Any]) -> Plan
         step("prefetch", "block", prefetch.run)
         step("early", "block", early.run)
         step("overlap", "block", lambda k: overlapped(k, turns=chosen.turns))
+        step("ahead", "block", ahead.run)
         final = step(LAST, "block", lambda k: dce.run(cse.run(canonicalise.run(bounds.run(k)))))
     except Refusal as e:
         return e.no_plan

@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from jtile.ir import Arrive, Block, Broadcast, DotAsync, DotWait, For, Kernel, LoadShared, Op, Value, Wait
+from jtile.ir import Arrive, Broadcast, DotAsync, DotWait, For, Kernel, LoadShared, Op, Value, Wait
 from jtile.passes.pipeline import Pass
 from jtile.passes.rewrite import Copier, Form, is_pure
 
+from .ahead import Ordered
 from .chains import VIEWS, Products, filled_by, root_of
 
 
@@ -26,19 +27,7 @@ def run(kernel: Kernel) -> Kernel:
             for d in moved:
                 if d.acc is not None:
                     forms |= _added(d, products.waits[d])
-    return _Ordered(orders, forms).whole(kernel) if orders else kernel
-
-
-class _Ordered(Copier):
-    """Copies a kernel, some of whose blocks have another order."""
-
-    def __init__(self, orders: dict[int, list[Op]], forms: dict[Op, Form]):
-        super().__init__(forms)
-        self.orders = orders
-
-    def block(self, old: Block) -> Block:
-        order = self.orders.get(id(old))
-        return super().block(old if order is None else Block(old.params, order, old.yields))
+    return Ordered(orders, forms).whole(kernel) if orders else kernel
 
 
 def _added(d: DotAsync, wait: DotWait) -> dict[Op, Form]:

@@ -44,14 +44,18 @@ def allocate(b: Builder, stores: list[tuple[Store, Output]], name: str) -> dict[
 
 
 def store(b: Builder, op: Store, leaving: Leaving, read_only: Callable[[Load], bool]) -> None:
-    """Ops that store a tile [rows, columns] piece by piece. A buffer is written again when its copy has read it.
+    """Ops that store a tile [rows, columns] piece by piece. A buffer is written again when its copy has read it, and
+    what a piece is made of is loaded before the piece in front of it is computed.
 
     `op` has operands of the role that is built.
     """
     out = leaving.output
     pieces = op.value.shape[1] // out.columns
-    for k in range(pieces):
-        piece = Narrow(b, k, pieces, read_only)(op.value, 1) if pieces > 1 else op.value
+    parts = [Narrow(b, k, pieces, read_only) for k in range(pieces)]
+    for k, part in enumerate(parts):
+        for following in parts[k : k + 2] if pieces > 1 else ():
+            following.load(op.value, 1)
+        piece = part(op.value, 1) if pieces > 1 else op.value
         b.add(StoreWait(out.buffers - 1 if k or leaving.even else 0))
         buffer = b.value(Slot(leaving.ring, b.index(k % out.buffers)), op.ref.name)
         b.add(StoreShared(buffer, piece))

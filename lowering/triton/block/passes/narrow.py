@@ -38,6 +38,25 @@ class Narrow:
             self.made[v, axis] = self._part(v, axis) or self._cut(v, axis)
         return self.made[v, axis]
 
+    def load(self, v: Value, axis: int) -> None:
+        """Load what the part is made of, so that it is under way while something else is computed."""
+        match v.op:
+            case Map(_, args) if all(x.shape == v.shape for x in args):
+                for x in args:
+                    self.load(x, axis)
+            case Cast(x):
+                self.load(x, axis)
+            case Select(cond, x, y):
+                for z in (cond, x, y):
+                    if z.shape:
+                        self.load(z, axis)
+            case Broadcast(x, _, dims) if axis in dims and x.shape[dims.index(axis)] > 1:
+                self.load(x, dims.index(axis))
+            case Reshape(x) if (inner := _same_axis(x.shape, v.shape, axis)) is not None:
+                self.load(x, inner)
+            case Load():
+                self(v, axis)
+
     def _part(self, v: Value, axis: int) -> Value | None:
         """From parts of the operands; None where that is no way."""
         b, op = self.b, v.op
