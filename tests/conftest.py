@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import importlib
 import importlib.util
 import os
 import resource
@@ -91,9 +92,25 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
+def pytest_collection(session):
     with _by_numpy():  # operands of modules: seventy programs of XLA in every worker
+        _import_in_turn(session.config)
         return (yield)
+
+
+def _import_in_turn(config):
+    """Each worker begins with other test modules than the others. In a fresh checkout all modules are compiled, with
+    pytest's texts for their assertions; so each worker compiles its share, and finds what the others have written."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    root = config.rootpath
+    if workers == 1 or [root / arg for arg in config.args] != [root / "tests"]:
+        return
+    paths = sorted(root.glob("tests/**/test_*.py"))
+    start = len(paths) * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) // workers
+    for path in paths[start:] + paths[:start]:
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest imports it again, and says what is wrong
+            importlib.import_module(name)
 
 
 def pytest_collection_finish():
@@ -107,7 +124,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Collect after all, where that takes too much memory: a seventh of the machine's in one process."""
+    """Collect after all, where that takes too much memory: half of the machine's in all processes together."""
     if not gc.isenabled() and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MEMORY:
         gc.enable()
 
@@ -123,7 +140,8 @@ def gpu_missing() -> str:
     return ""
 
 
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 7
+_workers = max(2, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * _workers)
 LONG = 20.0  # seconds
 ENOUGH = 900.0  # CPU seconds of the tests of one run without GPU: eight minutes on two cores, collecting included
 _programs = [0]  # that XLA compiled in this process
@@ -179,6 +197,9 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_unconfigure(config):
+    # Pytest now collects five times, and Python once, what a whole run has left: to hear what finalizers raise in it.
+    if not config.getoption("--runslow"):
+        gc.freeze()
     path = os.environ["JTILE_CACHE_DIR"]
     if not hasattr(config, "workerinput") and os.path.basename(path).startswith("jtile-test-cache-"):
         shutil.rmtree(path, ignore_errors=True)
