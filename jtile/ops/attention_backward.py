@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops import attention_slopes, hopper_attention_backward
+from jtile.ops import attention_gradients, hopper_attention_backward
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.attention_windows import LOG2_E, Window, query_blocks, visible, weights
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op
@@ -65,9 +65,9 @@ def flash_attention_backward(
     def step(i, h, columns, k_j, v_j, dk_j, dv_j, edge: bool):
         q_i, g_i = Q[b, i, h, 0], G[b, i, h, 0]
         s = jt.dot(k_j, q_i.T)
-        p, slope = weights(s, L[b, h, i][None, :], scale, softcap)
+        p, gradient = weights(s, L[b, h, i][None, :], scale, softcap)
         dp = jt.dot(v_j, g_i.T) - D[b, h, i][None, :]
-        ds = p * (dp if slope is None else dp * slope)
+        ds = p * (dp if gradient is None else dp * gradient)
         if edge:
             seen = visible(offset + i * bq + jt.arange(bq)[None, :], columns, length, window)
             p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
@@ -123,8 +123,8 @@ def in_one_kernel(
 # (dq, dk, dv) for the cotangents g [batch, t, heads, d] of o and ct [batch, heads, t] (or None) of lse.
 attention_backward = Op(
     "attention backward",
-    Implementation("roles", hopper_attention_backward.slopes, hopper_attention_backward.misfit, BLOCK_LEVEL,
+    Implementation("roles", hopper_attention_backward.gradients, hopper_attention_backward.misfit, BLOCK_LEVEL,
                    portable=False),
-    Implementation("a kernel of keys, a kernel of queries", attention_slopes.slopes, needs=WARPS),
+    Implementation("a kernel of keys, a kernel of queries", attention_gradients.gradients, needs=WARPS),
     Implementation("one kernel", in_one_kernel),
 )  # fmt: skip

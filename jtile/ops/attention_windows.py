@@ -28,7 +28,7 @@ def scores(s, unit: float, softcap: float | None, short: bool = False):
 
 
 def weights(s, lse, scale: float, softcap: float | None):
-    """The weights 2^(score - lse) of plain products s, and the slope of the cap, None without."""
+    """The weights 2^(score - lse) of plain products s, and the derivative of the cap, None without."""
     if softcap is None:
         return jnp.exp2(s * (scale * LOG2_E) - lse), None
     capped = jnp.tanh(s * (scale / softcap))

@@ -66,10 +66,10 @@ def _backward(axis, eps, residuals, cts):
 
     total, x, residual, weight = residuals
     _, pull = jax.vjp(lambda s, w: rms_norm(s, w, eps=eps), total, weight)
-    slope, of_weight = pull(cts[0])
-    slope = slope + cts[1]
-    of_x = summed_cotangent(slope, axis, lambda ct: all_reduce(ct, axis))
-    return tuple(_varying_as(ct, of) for ct, of in ((of_x, x), (slope, residual), (of_weight, weight)))
+    gradient, of_weight = pull(cts[0])
+    gradient = gradient + cts[1]
+    of_x = summed_cotangent(gradient, axis, lambda ct: all_reduce(ct, axis))
+    return tuple(_varying_as(ct, of) for ct, of in ((of_x, x), (gradient, residual), (of_weight, weight)))
 
 
 def _varying_as(ct: jax.Array, of: jax.Array) -> jax.Array:

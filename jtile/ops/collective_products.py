@@ -256,8 +256,8 @@ def _gathered_backward(residuals, ct, *, axis, **_):
 
 def _scattered_backward(residuals, ct, *, axis, **_):
     x, w = residuals
-    slope = all_gather_matmul(ct, w.T, axis).reshape(x.shape)
-    return slope, matmul(x.reshape(-1, x.shape[-1]), _collectives().all_gather(ct, axis), transpose_a=True)
+    gradient = all_gather_matmul(ct, w.T, axis).reshape(x.shape)
+    return gradient, matmul(x.reshape(-1, x.shape[-1]), _collectives().all_gather(ct, axis), transpose_a=True)
 
 
 gathered_product.defvjp(lambda x, w, **options: (gathered_product(x, w, **options), (x, w)), _gathered_backward)

@@ -188,8 +188,8 @@ def _on(platform: str, here: Callable[..., Any], elsewhere: Callable[..., Any], 
 def _on_jvp(platform, here, elsewhere, primals, tangents):
     """Of `elsewhere`, by those operands that move: others, as frozen weights, may have no derivative."""
     leaves, tree = jax.tree.flatten(primals[0])
-    slopes = jax.tree.leaves(tangents[0], is_leaf=lambda t: isinstance(t, SymbolicZero))
-    moved = {k: t for k, t in enumerate(slopes) if not isinstance(t, SymbolicZero) and _is_float(t)}
+    gradients = jax.tree.leaves(tangents[0], is_leaf=lambda t: isinstance(t, SymbolicZero))
+    moved = {k: t for k, t in enumerate(gradients) if not isinstance(t, SymbolicZero) and _is_float(t)}
 
     def of_moved(*some):
         now = dict(enumerate(leaves)) | dict(zip(moved, some, strict=True))

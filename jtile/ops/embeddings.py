@@ -74,7 +74,7 @@ def _in_columns(ids, g, *, vocab: int):
 
 
 # Summed rows of g at `ids`, in the order of ids.
-_slopes = Op(
+_gradients = Op(
     "embedding backward",
     Implementation("runs of sorted ids", _in_runs, needs=WARPS),
     Implementation("columns", _in_columns),
@@ -87,7 +87,7 @@ def _forward(table, ids, **meta):
 
 def _backward(residuals, g, **_):
     table, ids = residuals
-    return _slopes(ids, g, vocab=table.shape[0]).astype(table.dtype), None
+    return _gradients(ids, g, vocab=table.shape[0]).astype(table.dtype), None
 
 
 embedding_rows.defvjp(_forward, _backward)

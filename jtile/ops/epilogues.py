@@ -48,7 +48,7 @@ def finished(products, epilogue: Epilogue, activation: str | None, i, r, bm: int
     out_type=lambda z, g, **_: jt.like(g),
     grid=lambda z, g, *, br, bn, **_: (jt.cdiv(z.shape[0], br), jt.cdiv(z.shape[1], bn)),
 )
-def activation_slope_tiles(z, g, dz, *, br: int, bn: int, activation: str):
+def activation_derivative_tiles(z, g, dz, *, br: int, bn: int, activation: str):
     """Tiles [br, bn] of z, g, dz [rows, n]."""
     # dz = act'(z) g
     i, j = jt.program_id(0), jt.program_id(1)
@@ -57,21 +57,21 @@ def activation_slope_tiles(z, g, dz, *, br: int, bn: int, activation: str):
     DZ[i, j] = jax.vjp(ACTIVATIONS[activation], t)[1](G[i, j].astype(t.dtype))[0].astype(dz.dtype)
 
 
-def activation_slope(z, g, activation: str):
+def activation_derivative(z, g, activation: str):
     """The cotangent of z [..., n] for g, that of `activation(z)`, in the dtype of g."""
     if z.size == 0:
         return g
     rows = as_rows(z)
     bn = fit(rows.shape[1], machine().tile)
     meta = {"br": rows_per_tile(rows.shape[0], bn, machine().tile), "bn": bn, "activation": activation}
-    return activation_slope_tiles(rows, as_rows(g), **meta).reshape(g.shape)
+    return activation_derivative_tiles(rows, as_rows(g), **meta).reshape(g.shape)
 
 
 @jt.kernel(
     out_type=lambda g, u, ct, **_: (jt.like(g), jt.like(u)),
     grid=lambda g, u, ct, *, br, bn, **_: (jt.cdiv(g.shape[0], br), jt.cdiv(g.shape[1], bn)),
 )
-def gate_slope_tiles(g, u, ct, dg, du, *, br: int, bn: int, activation: str):
+def gate_derivative_tiles(g, u, ct, dg, du, *, br: int, bn: int, activation: str):
     """The cotangents of g and u [rows, n] for that of act(g) * u."""
     # dG = dY * U * act'(G)     dU = dY * act(G)
     i, j = jt.program_id(0), jt.program_id(1)
@@ -81,8 +81,8 @@ def gate_slope_tiles(g, u, ct, dg, du, *, br: int, bn: int, activation: str):
     du.tiles(br, bn)[i, j] = (CT * A).astype(du.dtype)
 
 
-def gate_slope(g, u, ct, activation: str):
+def gate_derivative(g, u, ct, activation: str):
     """(dg, du) for the cotangent `ct` of activation(g) * u, all [rows, n]."""
     bn = fit(g.shape[1], machine().tile)
     meta = {"br": rows_per_tile(g.shape[0], bn, machine().tile), "bn": bn, "activation": activation}
-    return gate_slope_tiles(g, u, ct, **meta)
+    return gate_derivative_tiles(g, u, ct, **meta)

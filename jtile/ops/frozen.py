@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jtile.ops.epilogues import ACTIVATIONS, activation_slope, gate_slope
+from jtile.ops.epilogues import ACTIVATIONS, activation_derivative, gate_derivative
 from jtile.ops.operands import NO_EPILOGUE, Epilogue
 
 
 def saving(product: Callable, x, weights, epilogue: Epilogue, activation):
-    """The result by `product(x, weights, epilogue)`, of one weight or of the two of a gated product, and what `slopes`
-    starts from."""
+    """The result by `product(x, weights, epilogue)`, of one weight or of the two of a gated product, and what
+    `gradients` starts from."""
     if len(weights) > 1:
         gate, up = (product(x, (w,), NO_EPILOGUE) for w in weights)
         return ACTIVATIONS[activation](gate) * up, (gate, up)
@@ -20,14 +20,14 @@ def saving(product: Callable, x, weights, epilogue: Epilogue, activation):
     return y, (z if activation else None,)
 
 
-def slopes(weights, epilogue: Epilogue, saved, g, activation, dx: Callable):
+def gradients(weights, epilogue: Epilogue, saved, g, activation, dx: Callable):
     """(the cotangent of x, those of the epilogue) for the cotangent g of `saving`'s result; `dx(g, weight)`: that of x
     for the cotangent of a product."""
     if len(weights) > 1:
-        of_both = gate_slope(saved[0], saved[1], g, activation)
+        of_both = gate_derivative(saved[0], saved[1], g, activation)
         gate, up = (dx(d, w) for d, w in zip(of_both, weights, strict=True))
         return gate + up, NO_EPILOGUE
-    dz = g if activation is None else activation_slope(saved[0], g, activation)
+    dz = g if activation is None else activation_derivative(saved[0], g, activation)
     bias = None if epilogue.bias is None else dz.sum(0, keepdims=True)
     residual = None if epilogue.residual is None else g
     return dx(dz, weights[0]), Epilogue(bias, residual)

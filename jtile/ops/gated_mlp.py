@@ -11,7 +11,7 @@ import jtile as jt
 from jtile.ops import dispatch, gpu_tiles, hopper_gemv, quantized, spaces
 from jtile.ops._shapes import sums_in, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet
-from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_slope
+from jtile.ops.epilogues import ACTIVATIONS, check_activation, gate_derivative
 from jtile.ops.matmul import product, tiles
 from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
@@ -141,7 +141,7 @@ def _forward(x, gate, up, *, save, **meta):
 
 def _backward(residuals, ct, *, activation, tb, save, **_):
     x, gate, up, g, u = residuals
-    dg, du = gate_slope(g, u, ct[0] if save else ct, activation)
+    dg, du = gate_derivative(g, u, ct[0] if save else ct, activation)
     dg, du = (dg + ct[1], du + ct[2]) if save else (dg, du)
     parts = (product(d[None], w[None], sums_in(x), tb=not tb)[0] for d, w in ((dg, gate), (du, up)))
     dx = sum(parts).astype(x.dtype)

@@ -124,7 +124,7 @@ attention_options = products.warps_of_attention
 
 
 @functools.lru_cache(maxsize=1024)
-def attention_slopes(t: int, s: int, d: int, itemsize: int, little: bool = False) -> tuple[Choice, Choice]:
+def attention_gradients(t: int, s: int, d: int, itemsize: int, little: bool = False) -> tuple[Choice, Choice]:
     """Of the two kernels of its reverse mode: that of the keys, and that of the queries; `little`: see
     `little_memory`."""
     options = {"num_warps": 8}
@@ -164,16 +164,16 @@ def long_rows(n: int, itemsize: int) -> Choice | None:
     return Choice({"bn": 4096}, {"num_warps": 16}) if suits else None
 
 
-def slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | None:
+def gradients_of_rows(rows: int, n: int, itemsize: int, centre: bool) -> Choice | None:
     """Of the reverse mode of a norm (`centre`: with means), whose programs hold tiles of rows of n elements, sums over
     all of their rows, and the tiles that come next if `ahead`: `br` rows of a tile, `per` tiles of a program. Where
     that takes a second program the registers, those come to shared memory, in front of long rows with the weights.
     None where registers do not hold the sums beside the rows."""
-    return _slopes_of_rows(rows, n, itemsize, centre, processors())
+    return _gradients_of_rows(rows, n, itemsize, centre, processors())
 
 
 @functools.lru_cache(maxsize=1024)
-def _slopes_of_rows(rows: int, n: int, itemsize: int, centre: bool, processors: int) -> Choice | None:
+def _gradients_of_rows(rows: int, n: int, itemsize: int, centre: bool, processors: int) -> Choice | None:
     side = power(n)
     if side * itemsize > (16384 if centre else 32768):
         return None

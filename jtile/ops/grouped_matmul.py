@@ -148,7 +148,7 @@ def _forward(x, w, sizes, **meta):
     return _with_warps(x, w, sizes, **meta), (x, w, sizes)
 
 
-def _slopes(left, right, sizes, groups: int, out_dtype: str):
+def _gradients(left, right, sizes, groups: int, out_dtype: str):
     """Those of the matrices: [groups, n, k] for left [rows, n] and right [rows, k], or the other way round."""
     each = jt.cdiv(known(left.shape[0]), groups)
     tiles = _tiles(left.shape[1], 1, right.shape[1], each, left.dtype.itemsize)
@@ -172,7 +172,7 @@ def _backward(residuals, dy, *, tw: bool, **_):
     x, w, sizes = residuals
     dy = dy.astype(x.dtype)
     left, right = (dy, x) if tw else (x, dy)
-    dw = _slopes(left, right, sizes, w.shape[0], w.dtype.name)
+    dw = _gradients(left, right, sizes, w.shape[0], w.dtype.name)
     return _rows(dy, w, sizes, out_dtype=x.dtype.name, tw=not tw), dw, None
 
 

@@ -17,7 +17,7 @@ import jtile as jt
 from jtile.ops import dispatch, grouped_lanes, k_products, quantized
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.dispatch import WARPS, Implementation, Op
-from jtile.ops.epilogues import gate_slope
+from jtile.ops.epilogues import gate_derivative
 from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.row_groups import gated, in_parts, most_tiles, named, of_group, padded, parts, tile_of_rows, within
@@ -207,7 +207,7 @@ def _of_index(run, flat):
         rows, plain = flat(x, weight, kind)
         ct = ct.reshape(ct.shape[0], -1).astype(jnp.float32)
         if z is not None:
-            ct = jnp.concatenate(gate_slope(*jnp.split(z, 2, axis=1), ct, activation), axis=1)
+            ct = jnp.concatenate(gate_derivative(*jnp.split(z, 2, axis=1), ct, activation), axis=1)
         dx = routed_dx(ct, plain, index, kind, rows.shape)
         return dx.reshape(x.shape).astype(x.dtype), None, None
 

@@ -19,7 +19,7 @@ from jtile.ops.dispatch import first_unmet
 
 KEYS = 64  # of a role; a program has two
 EMPTY = 1e30  # the log-sum-exp of no scores
-NEAR = 32 << 20  # bytes of queries, cotangents and slopes that the second cache holds beside keys and values
+NEAR = 32 << 20  # bytes of queries, cotangents and gradients that the second cache holds beside keys and values
 
 
 @jt.kernel(
@@ -205,7 +205,7 @@ def hopper_attention_backward(
 
 
 def misfit(q, k, *_, softcap: float | None, scale: float, **__) -> str | None:
-    """Why `slopes` cannot make those of this call, None where it can."""
+    """Why `gradients` cannot make those of this call, None where it can."""
     known = all(isinstance(n, int) for n in (*q.shape, *k.shape))
     return first_unmet(
         (known, "sizes are not known"),
@@ -216,7 +216,7 @@ def misfit(q, k, *_, softcap: float | None, scale: float, **__) -> str | None:
     )
 
 
-def slopes(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: None, window: Window):
+def gradients(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: None, window: Window):
     """(dq, dk, dv) for the cotangents g of o and ct of lse, or None; as `attention_backward`."""
     del softcap
     return _of_rows(scale, window)(q, k, v, o, lse, g, ct, lengths, offsets)
@@ -224,7 +224,7 @@ def slopes(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: N
 
 @functools.lru_cache(maxsize=128)
 def _of_rows(scale: float, window: Window):
-    """The slopes by the kernel above. Batches of vmap become rows: a tensor map has five axes, and all are in use."""
+    """Gradients by the kernel above. Batches of vmap become rows: a tensor map has five axes, and all are in use."""
 
     @jax.custom_batching.custom_vmap
     def run(*args):
@@ -243,7 +243,7 @@ def _of_rows(scale: float, window: Window):
 
 
 def of_batch(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, window: Window):
-    """As `slopes`, by the kernel above, wherever it runs."""
+    """As `gradients`, by the kernel above, wherever it runs."""
     (batch, t, heads, d), (keys, groups) = q.shape, k.shape[1:3]
     if d != hopper_tiles.head(d):  # rows of the next power of two; zeros add nothing
         wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, hopper_tiles.head(d) - d),))

@@ -19,7 +19,7 @@ from jtile.ops import k_lanes
 from jtile.ops._shapes import fit, known, machine
 from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 from jtile.ops.epilogues import finished
-from jtile.ops.frozen import saving, slopes
+from jtile.ops.frozen import gradients, saving
 from jtile.ops.operands import NO_EPILOGUE, Epilogue
 from jtile.ops.super_blocks import LAYOUTS, RUN, SUPER, Layout, SuperBlocks, as_bytes, integers
 
@@ -160,7 +160,7 @@ def _forward(product, x, weights, epilogue: Epilogue, *, kind, activation, **_):
 def _backward(residuals, g, *, kind, activation, **_):
     x, weights, epilogue, saved = residuals
     dx = functools.partial(_dx, kind=kind)
-    of_x, of_epilogue = slopes(weights, epilogue, saved, g, activation, lambda d, w: dx(d, w))
+    of_x, of_epilogue = gradients(weights, epilogue, saved, g, activation, lambda d, w: dx(d, w))
     return of_x.astype(x.dtype), None, of_epilogue
 
 

@@ -14,7 +14,7 @@ from jtile.ops import gpu_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in
 from jtile.ops.attention_windows import LOG2_E, at_edge, blocks
 from jtile.ops.flash_attention import EMPTY, NOTHING, attention_reference, normalised, online
-from jtile.ops.latent_slopes import beside, slopes
+from jtile.ops.latent_gradients import beside, gradients
 
 
 def _types(q, k, rope, v, *_, save: bool = False, **__):
@@ -72,7 +72,7 @@ def _forward(q, k, rope, v, lengths, offsets, *, save: bool, **meta):
 def _backward(residuals, ct, *, save: bool, scale: float, causal: bool, **_):
     q, k, rope, v, lengths, offsets, o, lse = residuals
     g, ct_lse = ct if save else (ct, None)
-    return *slopes(q, k, rope, v, o, lse, g, ct_lse, lengths, offsets, scale=scale, causal=causal), None, None
+    return *gradients(q, k, rope, v, o, lse, g, ct_lse, lengths, offsets, scale=scale, causal=causal), None, None
 
 
 latent_prefill.defvjp(_forward, _backward)

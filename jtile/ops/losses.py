@@ -108,7 +108,7 @@ def cross_entropy_lanes(
 def cross_entropy_backward_tiles(x, labels, lse, g, ct, dx, *, br: int, bv: int, ignore: int | None, smoothing: float):
     """dx [rows, vocab] of the cotangents of the losses, g [rows], and of lse, ct [rows] or None.
 
-    A row whose loss is 0 or NaN, whatever its logits are, has no slope.
+    A row whose loss is 0 or NaN, whatever its logits are, has no gradient.
     """
     # dx_j = g (p_j - (1 - a) [j = label] - a / vocab) + ct p_j     p_j = exp(x_j - lse)
     i, j = jt.program_id(0), jt.program_id(1)
@@ -119,10 +119,10 @@ def cross_entropy_backward_tiles(x, labels, lse, g, ct, dx, *, br: int, bv: int,
     live = live if ignore is None else live & (label != ignore)
     p = jnp.exp(wide(X[i, j]) - lse[rows][:, None])
     here = j * bv + jt.arange(bv)[None, :] == label[:, None]
-    slope = p - jnp.where(here, 1.0 - smoothing, 0.0)
-    slope = slope - smoothing / vocab if smoothing else slope
-    slope = jnp.where(live[:, None], slope * g[rows][:, None], 0.0)
-    DX[i, j] = (slope if ct is None else slope + p * ct[rows][:, None]).astype(dx.dtype)
+    gradient = p - jnp.where(here, 1.0 - smoothing, 0.0)
+    gradient = gradient - smoothing / vocab if smoothing else gradient
+    gradient = jnp.where(live[:, None], gradient * g[rows][:, None], 0.0)
+    DX[i, j] = (gradient if ct is None else gradient + p * ct[rows][:, None]).astype(dx.dtype)
 
 
 def _forward(kernel, x, labels, *, save: bool, **meta):
@@ -155,7 +155,7 @@ def cross_entropy(
 ) -> jax.Array:
     """`logsumexp(logits) - logits[label]` for each row, computed in float32.
 
-    Differentiable in logits, not in labels; a row that is ignored, or has no such label, has no slope.
+    Differentiable in logits, not in labels; a row that is ignored, or has no such label, has no gradient.
 
     Args:
       logits: float array [..., vocab].

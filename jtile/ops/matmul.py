@@ -13,7 +13,7 @@ import jtile as jt
 from jtile.ops import dispatch, gpu_tiles, hopper_gemv, spaces
 from jtile.ops._shapes import check_shape, known, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
-from jtile.ops.epilogues import ACTIVATIONS, activation_slope, check_activation
+from jtile.ops.epilogues import ACTIVATIONS, activation_derivative, check_activation
 from jtile.ops.operands import Epilogue, Weight
 from jtile.ops.parts import panels as _panels
 from jtile.ops.parts import product_in_parts
@@ -316,7 +316,7 @@ def _forward(a, b, bias, *, activation, save, **meta):
 def _backward(residuals, ct, *, activation, ta, tb, save, **_):
     a, b, bias, sums = residuals
     g = ct[0] if save else ct
-    g = g if activation is None else activation_slope(sums, g, activation)
+    g = g if activation is None else activation_derivative(sums, g, activation)
     g = g + ct[1].astype(g.dtype) if save else g
     dbias = None if bias is None else g.astype(_sums(a, b)).sum((0, 1))[None, :].astype(bias.dtype)
     return *cotangents(a, b, g, ta=ta, tb=tb), dbias

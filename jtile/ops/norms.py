@@ -133,8 +133,8 @@ def _layer_forward(x, params, *, eps: float, **_):
 def _layer_backward(residuals, g, *, eps: float, **_):
     x, params = residuals
     sums = int(params.weight is not None) if params.bias is None else 2  # the bias is the second one
-    (dx,), slopes = norm_backward((x,), params.weight, Cotangents(g), sums=sums, centre=True, eps=eps)
-    of = lambda p, k: None if p is None else slopes[k].astype(p.dtype)
+    (dx,), gradients = norm_backward((x,), params.weight, Cotangents(g), sums=sums, centre=True, eps=eps)
+    of = lambda p, k: None if p is None else gradients[k].astype(p.dtype)
     return dx, Affine(of(params.weight, 0), of(params.bias, 1))
 
 

@@ -35,7 +35,7 @@ class Statistics(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slopes:
+class Gradients:
     """What `norm_backward_rows` gives.
 
     Attributes:
@@ -57,7 +57,7 @@ def _types(xs, weight, cts, *, br, per, sums, centre, statistics=False, **_):
     part = jax.ShapeDtypeStruct((_chunks(xs, weight, cts, br=br, per=per), xs[0].shape[1]), sums_in(xs[0]))
     of_row = jax.ShapeDtypeStruct(xs[0].shape[:1], sums_in(xs[0]))
     rows = Statistics(of_row, of_row if centre else None) if statistics else None
-    return Slopes(tuple(jt.like(x) for x in xs), (part,) * sums, rows)
+    return Gradients(tuple(jt.like(x) for x in xs), (part,) * sums, rows)
 
 
 def _sums_of_rows(tiles, together: bool):
@@ -69,7 +69,7 @@ def _sums_of_rows(tiles, together: bool):
     return [total[:, None] for total in jt.reduce(tuple(tiles), 1, add, (0.0,) * len(tiles))]
 
 
-def _slope(t, g, w, centre: bool, eps: float, together: bool):
+def _gradient(t, g, w, centre: bool, eps: float, together: bool):
     """Of rows t and the cotangents g of their norms: those of t, the normalised rows, the factors, the means."""
     # u = t / sqrt(mean(t^2) + eps)     t = x - mean(x) for the layer norm     h = g w
     # dx = (h - mean(h) - u mean(h u)) / sqrt(...)     without mean(h) for the RMS norm
@@ -80,9 +80,9 @@ def _slope(t, g, w, centre: bool, eps: float, together: bool):
     squares, products, *shifts = _sums_of_rows((t * t, h * t, *[h] * centre), together)
     r = jax.lax.rsqrt(squares * (1.0 / n) + eps)
     u = t * r
-    slope = h - u * (products * r * (1.0 / n))
-    slope = slope - shifts[0] * (1.0 / n) if centre else slope
-    return slope * r, u, r, mean
+    gradient = h - u * (products * r * (1.0 / n))
+    gradient = gradient - shifts[0] * (1.0 / n) if centre else gradient
+    return gradient * r, u, r, mean
 
 
 def _shifted(w, offset: float):
@@ -99,7 +99,7 @@ def _total(terms):
 
 @jt.kernel(out_type=_types, grid=_chunks)
 def norm_backward_rows(
-    xs: tuple, weight, cts: Cotangents, out: Slopes,
+    xs: tuple, weight, cts: Cotangents, out: Gradients,
     *, br: int, per: int, sums: int, centre: bool, eps: float, offset: float,
     statistics: bool = False, together: bool = False, ahead: bool = False, again: bool = False, apart: bool = False,
     stages: int | None = None,
@@ -108,7 +108,7 @@ def norm_backward_rows(
 
     Args:
       xs, weight: the terms of the sum [rows, n]; w [n] or None.
-      sums: of how many parameters, w and then b, the slopes are added up; statistics: whether those are given.
+      sums: of how many parameters, w and then b, the gradients are added up; statistics: whether those are given.
       centre: layer norm, else RMS norm.
       together: see `_sums_of_rows`.
       ahead: the next tile is fetched into registers while one is worked on; stages: into shared memory.
@@ -134,11 +134,13 @@ def norm_backward_rows(
         then = fetch(place(jnp.minimum(k + 1, count - 1))) if ahead else ()
         tiles = tiles if ahead else fetch(i)
         g = wide(tiles[len(xs)])
-        slope, u, *found = _slope(_total(tiles[: len(xs)]), g, weights() if again else held, centre, eps, together)
+        gradient, u, *found = _gradient(
+            _total(tiles[: len(xs)]), g, weights() if again else held, centre, eps, together
+        )
         for ct in tiles[len(xs) + 1 :]:
-            slope = slope + ct.astype(slope.dtype)
+            gradient = gradient + ct.astype(gradient.dtype)
         for ref, view in zip(out.dx, DX):
-            view[i, 0] = slope.astype(ref.dtype)
+            view[i, 0] = gradient.astype(ref.dtype)
         for ref, value in zip(out.statistics or (), found):
             if ref is not None and value is not None:
                 ref.tiles(br)[i] = value.reshape(br)
@@ -158,7 +160,7 @@ def norm_backward_rows(
     grid=lambda xs, *_, br, **__: jt.cdiv(xs[0].shape[0], br),
 )
 def norm_backward_blocks(
-    xs: tuple, weight, cts: Cotangents, out: Slopes,
+    xs: tuple, weight, cts: Cotangents, out: Gradients,
     *, br: int, bn: int, sums: int, centre: bool, eps: float, offset: float,
 ):  # fmt: skip
     """As `norm_backward_rows` without sums, for rows that a program has no room for: `br` rows in blocks of `bn`
@@ -194,12 +196,12 @@ def norm_backward_blocks(
     products = products * factor * (1.0 / n)
     for j in jt.range(blocks):
         t, h = parts(j, mean)
-        slope = h - t * factor * products
-        slope = (slope - shifts * (1.0 / n) if centre else slope) * factor
+        gradient = h - t * factor * products
+        gradient = (gradient - shifts * (1.0 / n) if centre else gradient) * factor
         for ct in CT[1:]:
-            slope = slope + ct[i, j].astype(slope.dtype)
+            gradient = gradient + ct[i, j].astype(gradient.dtype)
         for ref, view in zip(out.dx, DX):
-            view[i, j] = slope.astype(ref.dtype)
+            view[i, j] = gradient.astype(ref.dtype)
     for ref, value in zip(out.statistics or (), (factor, mean)):
         if ref is not None:
             ref.tiles(br)[i] = value.reshape(br)
@@ -264,7 +266,7 @@ def _not_in_core(xs, *_, **__) -> str | None:
 
 def _held(xs, centre: bool) -> gpu_tiles.Choice | None:
     rows, n = xs[0].shape
-    return gpu_tiles.slopes_of_rows(_count(rows), known(n), xs[0].dtype.itemsize, centre)
+    return gpu_tiles.gradients_of_rows(_count(rows), known(n), xs[0].dtype.itemsize, centre)
 
 
 def _sums_in_registers(xs, weight, cts, *, sums: int, centre: bool, **options):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import tuned
-from jtile.ops.epilogues import ACTIVATIONS, activation_slope
+from jtile.ops.epilogues import ACTIVATIONS, activation_derivative
 from jtile.ops.gpu_tiles import product_options
 
 ELEMENTS, COLUMNS, WARPS = 2048, 512, 4  # of a tile of the second kernel: many small ones, all of the GPU
@@ -101,7 +101,7 @@ def _forward(z, bias, *, activation, save, **meta):
 def _backward(residuals, ct, *, activation, save, **_):
     shape, bias, sums = residuals
     g = (ct[0] if save else ct).astype(jnp.float32)
-    g = g if activation is None else activation_slope(sums, g, activation)
+    g = g if activation is None else activation_derivative(sums, g, activation)
     g = g + ct[1] if save else g
     dbias = None if bias is None else g.sum((0, 1))[None, :].astype(bias.dtype)
     return jnp.broadcast_to(g, shape), dbias

@@ -22,7 +22,7 @@ from jtile.ops import float8_rows, hopper_gemv, hopper_quantized, k_products, qu
 from jtile.ops._shapes import check_float, check_shape, fit, float_dtype, known, machine
 from jtile.ops.dispatch import BLOCK_LEVEL, WARPS, Implementation, Op, first_unmet
 from jtile.ops.epilogues import ACTIVATIONS, check_activation, finished
-from jtile.ops.frozen import saving, slopes
+from jtile.ops.frozen import gradients, saving
 from jtile.ops.operands import NO_EPILOGUE, Epilogue, Weight
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.weight_codes import BLOCK, FOUR_BIT, float4_numbers, unpack_codes
@@ -282,7 +282,7 @@ def _forward(kernel, x, weights, *epilogue, kind, activation, **tiles):
 
 def _backward(residuals, g, *, kind, activation, **_):
     x, weights, epilogue, saved = residuals
-    dx, depilogue = slopes(
+    dx, depilogue = gradients(
         weights, epilogue[0] if epilogue else NO_EPILOGUE, saved, g, activation, _of_x(kind, x.shape[1])
     )
     return (dx, None, depilogue) if epilogue else (dx, None)
@@ -299,7 +299,7 @@ def _lanes_forward(x, weights, epilogue: Epilogue, *, kind, activation, **_):
 def _lanes_backward(residuals, g, *, kind, activation, **_):
     x, weights, epilogue, saved = residuals
     inner = math.prod(x.shape[1:])
-    dx, depilogue = slopes(weights, epilogue, saved, g, activation, _of_x(kind, inner))
+    dx, depilogue = gradients(weights, epilogue, saved, g, activation, _of_x(kind, inner))
     return dx.reshape(x.shape).astype(x.dtype), None, depilogue
 
 

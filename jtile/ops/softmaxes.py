@@ -60,7 +60,7 @@ def softmax_blocks(x, y, *, bn: int, log: bool = False):
         Y[i, j] = (t - jnp.log(total) if log else jnp.exp(t) * (1.0 / total)).astype(y.dtype)
 
 
-def _slope(y, g, axis: int, log: bool):
+def _gradient(y, g, axis: int, log: bool):
     # softmax: dx_j = y_j (g_j - sum_k g_k y_k)      log_softmax: dx_j = g_j - exp(y_j) sum_k g_k
     y, g = wide(y), wide(g)
     if log:
@@ -73,7 +73,7 @@ def softmax_backward_rows(y, g, dx, *, br: int, log: bool = False):
     """dx of the results y and their cotangents g [rows, n]; as `softmax_rows`."""
     i, n = jt.program_id(0), y.shape[1]
     Y, G, DX = (ref.tiles(br, n) for ref in (y, g, dx))
-    DX[i, 0] = _slope(Y[i, 0], G[i, 0], 1, log).astype(dx.dtype)
+    DX[i, 0] = _gradient(Y[i, 0], G[i, 0], 1, log).astype(dx.dtype)
 
 
 @jt.kernel(out_type=lambda y, g, **_: jt.like(y), grid=lambda y, g, *, bc, **_: (y.shape[0], jt.cdiv(y.shape[2], bc)))
@@ -81,7 +81,7 @@ def softmax_backward_columns(y, g, dx, *, bc: int, log: bool = False):
     """dx of y, g [outer, n, inner]; as `softmax_columns`."""
     i, j, n = jt.program_id(0), jt.program_id(1), y.shape[1]
     Y, G, DX = (ref.tiles(None, n, bc) for ref in (y, g, dx))
-    DX[i, 0, j] = _slope(Y[i, 0, j], G[i, 0, j], 0, log).astype(dx.dtype)
+    DX[i, 0, j] = _gradient(Y[i, 0, j], G[i, 0, j], 0, log).astype(dx.dtype)
 
 
 @jt.kernel(out_type=lambda y, g, **_: jt.like(y), grid=lambda y, g, **_: y.shape[0])

@@ -86,10 +86,10 @@ _EACH_ROW = jax.lax.ScatterDimensionNumbers(
 def scatter_rows(places, g, dx, *, br: int, n: int):
     """dx [rows, n] with g [rows, k] at the columns `places` (different ones in each row) and zeros elsewhere."""
     i, k = jt.program_id(0), g.shape[1]
-    at, slope = places.tiles(br, k)[i, 0], g.tiles(br, k)[i, 0]
+    at, gradient = places.tiles(br, k)[i, 0], g.tiles(br, k)[i, 0]
     empty = jnp.zeros((br, n), dx.dtype)
     dx.tiles(br, n)[i, 0] = jax.lax.scatter(
-        empty, at[..., None], slope, _EACH_ROW, unique_indices=True, mode="promise_in_bounds"
+        empty, at[..., None], gradient, _EACH_ROW, unique_indices=True, mode="promise_in_bounds"
     )
 
 
@@ -131,7 +131,7 @@ def _rows(op: str, x):
 def sort(x: jax.Array, *, descending: bool = False) -> jax.Array:
     """`x` [..., n] sorted along its last axis; NaN counts as the largest. Raises KernelValueError for rank 0.
 
-    Differentiable in x, if it is of floats: the slope goes back to the places the values came from.
+    Differentiable in x, if it is of floats: the gradient goes back to the places the values came from.
     """
     rows, br = _rows("sort", x)
     return x if x.size == 0 else sort_rows(rows, br=br, descending=descending).reshape(x.shape)

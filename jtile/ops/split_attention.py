@@ -347,13 +347,13 @@ def _decode_jvp(scale, softcap, window, splits, primals, tangents):
         return attention(q, k, v, lengths=lengths, offsets=lengths - q.shape[1], **options, **more)
 
     sunk = () if sinks is None else (sinks,)
-    slopes = () if sinks is None else (tangents[6],)
+    gradients = () if sinks is None else (tangents[6],)
     if scales:
         scaled = lambda q, of_k, of_v, *sinks: same(
             q, *(dequantized(*x, q.dtype) for x in ((k, of_k), (v, of_v))), *sinks
         )
-        return jax.jvp(scaled, (q, *scales, *sunk), (tangents[0], *tangents[5], *slopes))
-    return jax.jvp(same, (q, k, v, *sunk), (*tangents[:3], *slopes))
+        return jax.jvp(scaled, (q, *scales, *sunk), (tangents[0], *tangents[5], *gradients))
+    return jax.jvp(same, (q, k, v, *sunk), (*tangents[:3], *gradients))
 
 
 def dequantized(cache, scales, dtype):

@@ -35,14 +35,14 @@ class Rows:
       batch: the leaves with the calls along axis 0, the shared one as it is.
       cotangents: of the results, for every call; none where nothing is differentiated.
       want: the results of all calls.
-      slopes: the cotangents of the leaves, summed over the calls for the shared one.
+      gradients: the cotangents of the leaves, summed over the calls for the shared one.
     """
 
     shared: int
     batch: list[Any]
     cotangents: list[Any]
     want: tuple[Any, ...]
-    slopes: tuple[Any, ...]
+    gradients: tuple[Any, ...]
 
     def specs(self) -> tuple[PartitionSpec, ...]:
         return tuple(PartitionSpec() if j == self.shared else PartitionSpec("d") for j in range(len(self.batch)))
@@ -61,10 +61,10 @@ def rows(c: Checker) -> Rows:
     batch = [x if j == shared else stacked([r[j] for r in calls]) for j, x in enumerate(c.leaves)]
     cotangents = [stacked([ct] * count) for ct in c.cotangents] if c.reverse else []
     want = stack_rows([c.expect(*row) for row in calls], 0)
-    slopes = list(stack_rows([c.expect_pull(row, list(c.cotangents)) for row in calls], 0)) if c.reverse else []
+    gradients = list(stack_rows([c.expect_pull(row, list(c.cotangents)) for row in calls], 0)) if c.reverse else []
     if c.reverse and shared >= 0:
-        slopes[0] = summed(slopes[0])
-    return Rows(shared, batch, cotangents, want, tuple(slopes))
+        gradients[0] = summed(gradients[0])
+    return Rows(shared, batch, cotangents, want, tuple(gradients))
 
 
 def _both(c: Checker, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def _both(c: Checker, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compare(c: Checker, got: Any) -> Measured:
     found = c.compare(got[0], c.rows.want)
-    return c.compare(got[1], c.rows.slopes, derivative=True) if c.reverse else found
+    return c.compare(got[1], c.rows.gradients, derivative=True) if c.reverse else found
 
 
 def _mesh() -> Mesh:

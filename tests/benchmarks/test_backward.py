@@ -15,8 +15,8 @@ from jtile.testing.evaluate import evaluated
 
 def test_a_function_of_the_cotangent():
     x, ct = normal(0, 3), normal(1, 3)
-    (slope,) = backward.pulled(lambda x, y: x * y, 1)(ct, x, 2 * x)
-    assert relative_error(slope, ct * 2 * x) < 1e-6
+    (gradient,) = backward.pulled(lambda x, y: x * y, 1)(ct, x, 2 * x)
+    assert relative_error(gradient, ct * 2 * x) < 1e-6
 
 
 def test_the_plain_forms_are_those_of_jax():

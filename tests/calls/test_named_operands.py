@@ -76,9 +76,9 @@ def test_in_every_transformation(form):
     close(jax.jit(scaled)(X, w, epilogue), wanted(X, w, epilogue))
     close(scaled.interpret(X, w, epilogue), scaled(X, w, epilogue))
     total = lambda f: jax.grad(lambda *args: (f(*args) ** 2).sum(), (0, 1, 2))
-    slopes = total(scaled)(X, w, epilogue)
-    assert isinstance(slopes[1], Weight) and slopes[1].kind == w.kind and isinstance(slopes[2], Epilogue)
-    close(slopes, total(wanted)(X, w, epilogue))
+    gradients = total(scaled)(X, w, epilogue)
+    assert isinstance(gradients[1], Weight) and gradients[1].kind == w.kind and isinstance(gradients[2], Epilogue)
+    close(gradients, total(wanted)(X, w, epilogue))
     if epilogue.bias is not None:
         axes = (None, None, Epilogue(0, None) if epilogue.residual is not None else Epilogue(0))
         several = epilogue._replace(bias=jnp.stack([B, -B]))
@@ -104,11 +104,11 @@ def test_a_last_ref_that_out_type_may_leave_out():
 
 
 def test_a_rule_of_ones_own_gives_cotangents_field_by_field():
-    def slope(back):
+    def gradient(back):
         kernel = jt.call(scaled.__wrapped__, out_type=lambda x, *_: jt.like(x), grid=lambda x, *_: x.shape[0])
         kernel.defvjp(lambda *args: (kernel(*args), ()), back)
         return jax.grad(lambda b: kernel(X, W, Epilogue(b)).sum())(B)
 
-    np.testing.assert_array_equal(slope(lambda _, g: (None, None, Epilogue(g.sum(0)))), jnp.full(4, 3.0))
+    np.testing.assert_array_equal(gradient(lambda _, g: (None, None, Epilogue(g.sum(0)))), jnp.full(4, 3.0))
     with pytest.raises(KernelTypeError, match=r"cotangent of structure .* for epilogue: expected that of the argument"):
-        slope(lambda _, g: (None, None, Epilogue(g.sum(0), g)))  # there is no residual
+        gradient(lambda _, g: (None, None, Epilogue(g.sum(0), g)))  # there is no residual

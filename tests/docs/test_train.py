@@ -52,10 +52,10 @@ def test_every_step_of_the_transformer_is_a_kernel(train):
     count(found.jaxpr)
     sorted_ids = (
         {"gather"} if jax.default_backend() == "gpu" else set()
-    )  # the slopes of an embedding sort its ids first
+    )  # the gradients of an embedding sort its ids first
     assert not (INSIDE - sorted_ids) & set(outside), outside
     assert kernels["flash_attention"] == 2
-    assert kernels["flash_attention_backward"] + kernels["attention_slopes_of_keys"] == 2  # CPUs, GPUs
+    assert kernels["flash_attention_backward"] + kernels["attention_gradient_of_keys"] == 2  # CPUs, GPUs
     assert kernels["matmul"] >= 7 + 2 * 7  # the products of the model, and two cotangents of each
 
 

@@ -52,8 +52,8 @@ def modes(f, n: int, order: int, cts):
         out = [f(*xs), jax.jvp(f, xs, ts), jax.linearize(f, *xs)[1](*ts), jax.vjp(f, *xs)[1](gs)]
         if order == 2:
             total = lambda *xs: sum(jnp.sum(jnp.sin(v)) for v in jax.tree.leaves(f(*xs)))
-            slopes = jax.grad(total, tuple(range(n)))
-            out.append(jax.grad(lambda *xs: sum(jnp.sum(v * v) for v in slopes(*xs)), tuple(range(n)))(*xs))
+            gradients = jax.grad(total, tuple(range(n)))
+            out.append(jax.grad(lambda *xs: sum(jnp.sum(v * v) for v in gradients(*xs)), tuple(range(n)))(*xs))
         return out
 
     return run

@@ -231,8 +231,8 @@ def test_lanes_that_end_by_themselves():
     for got, count in (newton(x), newton.interpret(x), run_ttir(tile_ir, [np.asarray(x)], "gfx942")):
         np.testing.assert_allclose(got, want, atol=1e-2)
         assert len(set(np.asarray(count).tolist())) > 2
-    slope = jax.jvp(lambda x: newton(x)[0], (x,), (jnp.ones_like(x),))[1]
-    np.testing.assert_allclose(slope[1:3], 0.5 / np.asarray(want[1:3]), rtol=1e-2)
+    gradient = jax.jvp(lambda x: newton(x)[0], (x,), (jnp.ones_like(x),))[1]
+    np.testing.assert_allclose(gradient[1:3], 0.5 / np.asarray(want[1:3]), rtol=1e-2)
     with pytest.raises(TransformError, match="loops that count their rounds"):
         jax.grad(lambda x: newton(x)[0].sum())(x)
 
@@ -275,8 +275,8 @@ def test_rounds_that_a_lane_does_not_run_have_no_derivative():
         c, by_w = x[at], 0.0
         for k in range(n[at]):
             root = np.sqrt(c)
-            slope = x[at] / (2 * root)
-            want[at], by_w = want[at] * slope + root, by_w * slope + 1 / (n[at] - k)
+            gradient = x[at] / (2 * root)
+            want[at], by_w = want[at] * gradient + root, by_w * gradient + 1 / (n[at] - k)
             c = root * x[at] + w / (n[at] - k)
         shared += by_w
     got = jax.grad(lambda x, w: roots(n, x, w).sum(), (0, 1))(x, np.full(1, w, np.float32))

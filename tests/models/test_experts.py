@@ -68,10 +68,10 @@ def test_mixture_of_bfloat16_weights(routed, weights):
 
 def test_gradients_of_mixture(routed, weights):
     x, chosen, share = routed
-    slope = normal(7, HIDDEN, seed=5)
+    gradient = normal(7, HIDDEN, seed=5)
 
     def total(run):
-        return lambda x, share, *w: (run(x, chosen, share, *w) * slope).sum()
+        return lambda x, share, *w: (run(x, chosen, share, *w) * gradient).sum()
 
     got, expected = (
         evaluated(jax.grad(total(run), range(4)))(x, share, *weights) for run in (experts.mixture, by_tokens)

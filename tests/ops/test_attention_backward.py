@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attention_modes import OPTIONS, of_batch, operands
 from draws import thorough
-from library import differences_agree, normal, slopes_agree
+from library import differences_agree, gradients_agree, normal
 
 import jtile as jt
 from jtile import ops
@@ -22,7 +22,7 @@ DECODE = [{"window": 20}, {"softcap": 4.0, "splits": 3, "scale": 0.2}]
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name):
     q, k, v = operands(2, 300, 300, 2, 1, 24)
-    slopes_agree(ops.attention, attention_reference, q, k, v, **of_batch(OPTIONS[name], 2))
+    gradients_agree(ops.attention, attention_reference, q, k, v, **of_batch(OPTIONS[name], 2))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_options(name):
 )
 def test_sizes_and_dtypes(sizes, dtype):
     q, k, v = operands(*sizes, dtype=dtype)
-    slopes_agree(ops.attention, attention_reference, q, k, v, causal=sizes[1] > 1)
+    gradients_agree(ops.attention, attention_reference, q, k, v, causal=sizes[1] > 1)
 
 
 @pytest.mark.parametrize("name", ["two-sided", "all"] if thorough() else ["all"])
@@ -68,16 +68,16 @@ def test_the_log_sum_exp_has_a_cotangent():
     meta = {"bq": 16, "bk": 16, "scale": 0.3, "softcap": None, "window": (None, None), "save": True}
     ours = lambda q, k, v: flash_attention(q, k, v, None, None, **meta)[1]
     scores = lambda q, k, v: 0.3 * jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") + 0 * v.sum()
-    slopes_agree(ours, lambda *qkv: jax.nn.logsumexp(scores(*qkv), -1) / jnp.log(2.0), q, k, v)
+    gradients_agree(ours, lambda *qkv: jax.nn.logsumexp(scores(*qkv), -1) / jnp.log(2.0), q, k, v)
 
 
 def test_what_stands_behind_the_length_does_not_matter():
     q, k, v = operands(1, 20, 300, 2, 1, 16)
     lengths = np.array([170], np.int32)
-    slopes = evaluated(jax.grad(lambda *qkv: ops.attention(*qkv, lengths=lengths).sum(), (0, 1, 2)))
+    gradients = evaluated(jax.grad(lambda *qkv: ops.attention(*qkv, lengths=lengths).sum(), (0, 1, 2)))
     behind = np.arange(300)[:, None, None] >= 170
-    spoiled = slopes(q, *(np.where(behind, np.float32(np.nan), x) for x in (k, v)))
-    for ours, theirs in zip(spoiled, slopes(q, k, v)):
+    spoiled = gradients(q, *(np.where(behind, np.float32(np.nan), x) for x in (k, v)))
+    for ours, theirs in zip(spoiled, gradients(q, k, v)):
         np.testing.assert_array_equal(ours, theirs)
     assert not np.asarray(spoiled[1])[:, 170:].any()
     assert not np.asarray(spoiled[2])[:, 170:].any()
@@ -86,8 +86,8 @@ def test_what_stands_behind_the_length_does_not_matter():
 @pytest.mark.parametrize("sizes", [(0, 3, 3, 1, 1, 8), (1, 0, 3, 1, 1, 8), (1, 3, 0, 1, 1, 8)])
 def test_nothing(sizes):
     q, k, v = operands(*sizes)
-    for x, slope in zip((q, k, v), evaluated(jax.grad(lambda *qkv: ops.attention(*qkv).sum(), (0, 1, 2)))(q, k, v)):
-        np.testing.assert_array_equal(slope, np.zeros(x.shape))
+    for x, gradient in zip((q, k, v), evaluated(jax.grad(lambda *qkv: ops.attention(*qkv).sum(), (0, 1, 2)))(q, k, v)):
+        np.testing.assert_array_equal(gradient, np.zeros(x.shape))
 
 
 def test_under_vmap_and_twice():
@@ -96,8 +96,8 @@ def test_under_vmap_and_twice():
     of_each = lambda op: evaluated(jax.vmap(jax.grad(loss(op), (0, 1, 2)), (0, None, 0)))(q, k[0], v)
     assert relative_error(of_each(ops.attention), of_each(attention_reference)) < 3e-6
     whole = lambda op: lambda k: sum(jax.vmap(loss(op), (0, None, 0))(q, k, v))
-    slope = lambda op: evaluated(jax.grad(whole(op)))(k[0])
-    assert relative_error(slope(ops.attention), slope(attention_reference)) < 3e-6
+    gradient = lambda op: evaluated(jax.grad(whole(op)))(k[0])
+    assert relative_error(gradient(ops.attention), gradient(attention_reference)) < 3e-6
     second = lambda op: evaluated(jax.grad(lambda q: (jax.grad(loss(op))(q, k[0], v[0]) ** 2).sum()))(q[0])
     assert relative_error(second(ops.attention), second(attention_reference)) < 1e-5
 
@@ -118,13 +118,13 @@ def test_memory_is_linear_in_the_sequence():
 def test_decode(options):
     q, k, v = normal(0, 2, 3, 4, 16), *(normal(s, 2, 300, 2, 16) for s in (1, 2))
     lengths = np.array([300, 111], np.int32)
-    slopes_agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, of=3, **options)
+    gradients_agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, of=3, **options)
 
 
 def test_decode_of_one_token_and_rows_of_no_length():
     q, k, v = normal(0, 3, 4, 8), *(normal(s, 3, 50, 2, 8) for s in (1, 2))
     lengths = np.array([50, 0, 99], np.int32)
-    slopes_agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, of=3)
+    gradients_agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, of=3)
     with jax.enable_x64(True):
         differences_agree(ops.decode_attention, q, k, v, lengths, of=3)
     pushed = [

@@ -36,17 +36,17 @@ def test_options(name):
 
 
 def test_sinks():
-    """Scores of no key: values, slopes of all operands, and what does not fit."""
+    """Scores of no key: values, gradients of all operands, and what does not fit."""
     (q, k, v), sinks = operands(2, 20, 30, 4, 2, 8), np.asarray(normal(5, 4))
     masked = {"causal": True, "window": 7, "lengths": np.array([30, 5], np.int32)}
     agree(ops.attention, attention_reference, q, k, v, tolerance=2e-6, sinks=sinks, **masked)
-    slopes = (
+    gradients = (
         evaluated(jax.grad(lambda *a, f=f: (f(*a[:3], sinks=a[3], causal=True) ** 2).sum(), (0, 1, 2, 3)))(
             q, k, v, sinks
         )
         for f in (ops.attention, attention_reference)
     )
-    assert all(relative_error(a, b) < 1e-5 for a, b in zip(*slopes, strict=True))
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(*gradients, strict=True))
     with pytest.raises(KernelValueError, match="sinks"):
         ops.attention(q, k, v, sinks=sinks[:3])
     with pytest.raises(KernelTypeError, match="sinks"):

@@ -150,17 +150,17 @@ def test_layer_norm_of_long_rows(n, given):
 NORMS = ops.layer_norm, norms.layer_norm_reference
 
 
-def moved_slopes(f):
-    """Slopes, and how they change along a direction."""
-    slope = jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))
-    return lambda at, along: jax.jvp(slope, at, along)
+def moved_gradients(f):
+    """Gradients, and how they change along a direction."""
+    gradient = jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2))
+    return lambda at, along: jax.jvp(gradient, at, along)
 
 
-def test_slopes_of_layer_norm_take_the_sums_of_a_row_together():
+def test_gradients_of_layer_norm_take_the_sums_of_a_row_together():
     x, w, b = shifted(300, 1100), normal(1, 1100), normal(2, 1100)
-    assert gpu_tiles.slopes_of_rows(300, 1100, 4, True).tiles["together"]
+    assert gpu_tiles.gradients_of_rows(300, 1100, 4, True).tiles["together"]
     same(ops.layer_norm, norms.layer_norm_reference, x, w, b, tolerance=1e-5)
-    both_close(*map(moved_slopes, NORMS), (x, w, b), (x, b, w), tolerance=2e-5)
+    both_close(*map(moved_gradients, NORMS), (x, w, b), (x, b, w), tolerance=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -170,21 +170,21 @@ def test_slopes_of_layer_norm_take_the_sums_of_a_row_together():
         (9, 4500, {"br": 1, "again": True, "apart": True, "stages": 3}),
     ],
 )
-def test_slopes_of_norms_in_tiles_of_rows(rows, n, way):
+def test_gradients_of_norms_in_tiles_of_rows(rows, n, way):
     x, r, w = normal(0, rows, n), normal(1, rows, n), normal(2, n)
     rms = lambda f: lambda x, r, w: jnp.stack(f(x, w, residual=r, weight_offset=1.0, eps=0.0))
-    assert gpu_tiles.slopes_of_rows(rows, n, 4, False).tiles.items() >= way.items()
+    assert gpu_tiles.gradients_of_rows(rows, n, 4, False).tiles.items() >= way.items()
     same(rms(ops.rms_norm), rms(norms.rms_norm_reference), x, r, w)
 
 
-def test_slopes_of_norms_of_wide_rows():
+def test_gradients_of_norms_of_wide_rows():
     x, r, w, b = normal(0, 9, 4500), normal(1, 9, 4500), normal(2, 4500), normal(3, 4500)
-    assert gpu_tiles.slopes_of_rows(9, 4500, 4, True) is None
-    both_close(*map(moved_slopes, NORMS), (x, w, b), (r, b, w), tolerance=1e-5)
+    assert gpu_tiles.gradients_of_rows(9, 4500, 4, True) is None
+    both_close(*map(moved_gradients, NORMS), (x, w, b), (r, b, w), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": 9, "softcap": 2.0}], ids=str)
-def test_slopes_of_attention(options):
+def test_gradients_of_attention(options):
     with_options = lambda f: lambda q, k, v: f(q, k, v, lengths=np.array([70, 33], np.int32), **options)
     args = normal(0, 2, 75, 4, 20), normal(1, 2, 75, 2, 20), normal(2, 2, 75, 2, 20)
     same(with_options(ops.attention), with_options(flash_attention.attention_reference), *args, tolerance=1e-5)
@@ -210,7 +210,7 @@ def test_cumsum_in_pieces(shape, axis, reverse):
     same(op, reference, normal(0, *shape))
 
 
-def test_slopes_of_an_embedding():
+def test_gradients_of_an_embedding():
     ids = integers(1, -3, 55, 4, 60)
     op, reference = (lambda t, f=f: f(t, ids) for f in (ops.embedding, embeddings.embedding_reference))
     same(op, reference, normal(0, 50, 33))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import agree, normal, slopes_agree
+from library import agree, gradients_agree, normal
 
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
@@ -60,24 +60,24 @@ def test_what_is_no_number_stays_in_its_group():
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_slopes(dtype, transpose):
+def test_gradients(dtype, transpose):
     sizes = jnp.asarray([21, 0, 64, 2])
     ours, theirs = (
         lambda x, w, f=f: f(x, w, sizes, transpose_w=transpose) for f in (ops.grouped_matmul, grouped_matmul_reference)
     )
-    slopes_agree(ours, theirs, *operands(90, 33, 47, 4, dtype, transpose))
+    gradients_agree(ours, theirs, *operands(90, 33, 47, 4, dtype, transpose))
 
 
-def test_slopes_differ_by_out_dtype():
+def test_gradients_differ_by_out_dtype():
     sizes = jnp.asarray([10, 20])
     ours, theirs = (
         lambda x, w, f=f: f(x, w, sizes, out_dtype=jnp.float32) for f in (ops.grouped_matmul, grouped_matmul_reference)
     )
-    slopes_agree(ours, theirs, *operands(30, 16, 24, 2, "bfloat16"))
+    gradients_agree(ours, theirs, *operands(30, 16, 24, 2, "bfloat16"))
 
 
 @pytest.mark.parametrize("sizes", [(3, 70, 0, 100), (32, 0, 64, 16), (0, 0, 0, 0), (150, 100, 7, 0)], ids=str)
-def test_slopes_of_large_groups(sizes):
+def test_gradients_of_large_groups(sizes):
     """The rows behind a whole step come apart, whatever stands behind them; the last sizes go beyond the rows."""
     x, dy = normal(0, 200, 64, dtype="bfloat16"), normal(1, 200, 128, dtype="bfloat16")
     ends = np.minimum(np.cumsum(sizes), 200)

@@ -33,7 +33,7 @@ SOME = [
     ("q4_1", MANY, "sm_90"),
     ("q2_k", MANY, "sm_90"),
 ]
-SLOPES = ("fp8", "int8", "q2_k", "q4_k")  # of those, what gradients are compared of  # fmt: skip
+GRADIENTS = ("fp8", "int8", "q2_k", "q4_k")  # of those, what gradients are compared of  # fmt: skip
 
 
 def stack(kind: str, inner: int, out: int = 21, groups: int = 8) -> QuantizedTensor:
@@ -45,11 +45,11 @@ def stack(kind: str, inner: int, out: int = 21, groups: int = 8) -> QuantizedTen
     return jax.tree.map(lambda a: jax.device_put(np.asarray(a).reshape(groups, out, -1)), whole)
 
 
-def both(product, rows, slope=True, **options):
-    """The product of x and a stack, whose `rows` are sizes of groups or an index, and with `slope` the gradient of the
-    sum of its squares."""
+def both(product, rows, gradient=True, **options):
+    """The product of x and a stack, whose `rows` are sizes of groups or an index, and with `gradient` that of the sum
+    of its squares."""
     f = lambda x, w: product(x, w, np.asarray(rows, np.int32), **options)
-    return evaluated(lambda x, w: (f(x, w), *([jax.grad(lambda x: (f(x, w) ** 2).sum())(x)] if slope else [])))
+    return evaluated(lambda x, w: (f(x, w), *([jax.grad(lambda x: (f(x, w) ** 2).sum())(x)] if gradient else [])))
 
 
 @pytest.mark.parametrize(("kind", "sizes", "arch"), CASES if thorough() else SOME)
@@ -61,7 +61,7 @@ def test_products_and_gradients(kind, sizes, arch):
         chosen = ops.choices(lambda x: ops.grouped_matmul(x, w, jnp.asarray(sizes), transpose_w=True), x)
         on_cpu = "tiles of codes" if sizes is MANY else "rows of codes"
         assert [c.implementation for c in chosen] == [on_cpu if jt.platform() == "cpu" else "codes in lanes"]
-        options = {"slope": kind in SLOPES or thorough(), "transpose_w": True}
+        options = {"gradient": kind in GRADIENTS or thorough(), "transpose_w": True}
         got = both(ops.grouped_matmul, sizes, **options)(x, w)
     for a, b in zip(got, both(grouped_matmul_reference, sizes, **options)(x, w), strict=True):
         assert a.dtype == np.float32 and relative_error(a, b) < 2e-6 and (a[-1] == 0).all()
@@ -110,8 +110,8 @@ def test_rows_that_an_index_routes(kind, activation, own, arch, many):
     index = np.array([[2, 3], [8, 1], [2, 2]] * 3 if many else [[0, 3], [-1, 1]], np.int32)
     x = normal(5, *index.shape[: 1 + own], w.shape[2])
     with jt.config(arch=arch):
-        got = both(ops.routed_matmul, index, activation=activation, slope=arch is None)(x, w)
-    want = both(routed_matmul_reference, index, activation=activation, slope=arch is None)(x, w)
+        got = both(ops.routed_matmul, index, activation=activation, gradient=arch is None)(x, w)
+    want = both(routed_matmul_reference, index, activation=activation, gradient=arch is None)(x, w)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype and relative_error(a, b) < 3e-6
 

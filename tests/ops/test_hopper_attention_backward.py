@@ -11,7 +11,7 @@ from library import normal
 
 import jtile as jt
 from jtile import ops
-from jtile.ops import attention_slopes
+from jtile.ops import attention_gradients
 from jtile.ops import hopper_attention_backward as hopper
 from jtile.ops.flash_attention import attention_reference, flash_attention
 from jtile.primitive import partition
@@ -33,7 +33,7 @@ CASES = {  # batch, queries, keys, heads, kv heads, head dimension; options
 
 
 def arguments(sizes, dtype="bfloat16", window=(None, None), ct=False, lengths=None, offsets=None):
-    """Of `slopes`. What stands behind a length is NaN."""
+    """Of `gradients`. What stands behind a length is NaN."""
     batch, t, keys, heads, groups, d = sizes
     q, g = (normal(s, batch, t, heads, d, dtype=dtype) for s in (0, 3))
     k, v = (normal(s, batch, keys, groups, d, dtype=dtype) for s in (1, 2))
@@ -56,7 +56,7 @@ def interpreted():
 
 
 def tiles(options):
-    return functools.partial(attention_slopes.slopes, softcap=None, **options)
+    return functools.partial(attention_gradients.gradients, softcap=None, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -118,17 +118,17 @@ def test_the_op_in_every_transformation():
     """A machine without the GPU that the call was made for runs the kernels at tile level."""
     q, k, v = (np.asarray(normal(s, 2, 1, 40, 1, 64, dtype="bfloat16")) for s in range(3))
     loss = lambda op: lambda q, k, v: (op(q, k, v, causal=True).astype(jnp.float32) ** 2).sum()
-    slopes = lambda op: jax.grad(loss(op), (0, 1, 2))
-    mapped = lambda op: jax.jit(jax.vmap(slopes(op), (0, None, 0)))(q, k[0], v)
-    mapped_reference = evaluated(jax.vmap(slopes(attention_reference), (0, None, 0)))(q, k[0], v)
-    of_slopes = lambda op: jax.grad(lambda q: (slopes(op)(q, k[0], v[0])[0].astype(jnp.float32) ** 2).sum())
+    gradients = lambda op: jax.grad(loss(op), (0, 1, 2))
+    mapped = lambda op: jax.jit(jax.vmap(gradients(op), (0, None, 0)))(q, k[0], v)
+    mapped_reference = evaluated(jax.vmap(gradients(attention_reference), (0, None, 0)))(q, k[0], v)
+    of_gradients = lambda op: jax.grad(lambda q: (gradients(op)(q, k[0], v[0])[0].astype(jnp.float32) ** 2).sum())
     with jt.config(arch="sm_90", interpret=False):
-        text = str(jax.make_jaxpr(slopes(ops.attention))(q[0], k[0], v[0]))
-        got, second = mapped(ops.attention), evaluated(of_slopes(ops.attention))(q[0])
+        text = str(jax.make_jaxpr(gradients(ops.attention))(q[0], k[0], v[0]))
+        got, second = mapped(ops.attention), evaluated(of_gradients(ops.attention))(q[0])
     assert "hopper_attention_backward" in text
     for ours, theirs in zip(got, mapped_reference, strict=True):
         assert relative_error(ours, theirs) < 2e-2
-    assert relative_error(second, evaluated(of_slopes(attention_reference))(q[0])) < 5e-2
+    assert relative_error(second, evaluated(of_gradients(attention_reference))(q[0])) < 5e-2
 
 
 def test_along_what_devices_may_cut_it():
@@ -141,7 +141,7 @@ def test_along_what_devices_may_cut_it():
     shard = partition.shard_program(program, (("b", 2), ("h", 2), ("n", 3))).kernel
     assert [v.shape for v in shard.outputs] == [(2, 200, 1, 1, 64), (2, 200, 1, 64), (2, 200, 1, 64)]
     rule = partition.rule_of(program)
-    assert [set(p) for p in rule.partial] == [set(), {"n"}, {"n"}]  # of a group's heads: slopes of keys are sums
+    assert [set(p) for p in rule.partial] == [set(), {"n"}, {"n"}]  # of a group's heads: gradients of keys are sums
 
 
 SLOW = [(64, (None, 0), False), (64, (100, 0), False), (128, (None, None), False), (128, (None, 0), True)]

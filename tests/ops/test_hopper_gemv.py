@@ -105,7 +105,7 @@ def test_rows_of_matmul():
 
 
 def test_rows_of_a_gated_mlp_of_floats():
-    """Both matrices in one pass, and the same slopes as in tiles."""
+    """Both matrices in one pass, and the same gradients as in tiles."""
     x, gate, up = (np.asarray(normal(seed, n, 128, dtype="bfloat16")) for seed, n in ((1, 1), (2, 24), (3, 24)))
     of = lambda f: lambda x, gate, up: f(x, gate, up, transpose=True)
     total = lambda f: jax.grad(lambda *args: (of(f)(*args).astype(jnp.float32) ** 2).sum(), (0, 1, 2))

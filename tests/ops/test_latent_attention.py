@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import agree, normal, shapes_and_dtypes, slopes_agree
+from library import agree, gradients_agree, normal, shapes_and_dtypes
 
 import jtile as jt
 from jtile import ops
@@ -60,10 +60,10 @@ def test_one_token_without_its_axis_and_rows_of_no_length():
     assert ops.mla_decode(q[:0], cache[:0], lengths[:0], rank=8).shape == (0, 1, 4, 8)
 
 
-def test_slopes_vmap_and_a_gpus_tiles():
+def test_gradients_vmap_and_a_gpus_tiles():
     q, cache = operands(2, 2, 3, 70, 8, 4)
     lengths = np.array([70, 11], np.int32)
-    slopes_agree(ops.mla_decode, mla_decode_reference, q, cache, lengths, of=2, rank=8)
+    gradients_agree(ops.mla_decode, mla_decode_reference, q, cache, lengths, of=2, rank=8)
     each = lambda op: evaluated(jax.vmap(lambda q: op(q, cache, lengths, rank=8)))(np.stack([q, -q]))
     np.testing.assert_allclose(each(ops.mla_decode), each(mla_decode_reference), rtol=2e-5, atol=1e-6)
     with jt.config(arch="sm_90"):
@@ -105,11 +105,11 @@ def test_entries_of_eight_bits(dtype, splits):
     assert np.abs(np.asarray(want) - np.asarray(exact)).max() < (0.03 if dtype == "int8" else 0.15)
 
 
-def test_slopes_and_errors_of_scales():
+def test_gradients_and_errors_of_scales():
     q, cache = operands(1, 1, 2, 12, 8, 4)
     bits, scales, lengths = jnp.asarray(cache * 40).astype(jnp.int8), jnp.full((1, 12), 1 / 40), np.array([9], np.int32)
-    slopes = lambda op: evaluated(jax.grad(lambda q, s: (op(q, bits, lengths, rank=8, scales=s) ** 2).sum(), (0, 1)))
-    for got, want in zip(slopes(ops.mla_decode)(q, scales), slopes(mla_decode_reference)(q, scales), strict=True):
+    gradients = lambda op: evaluated(jax.grad(lambda q, s: (op(q, bits, lengths, rank=8, scales=s) ** 2).sum(), (0, 1)))
+    for got, want in zip(gradients(ops.mla_decode)(q, scales), gradients(mla_decode_reference)(q, scales), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-5)
     run = lambda cache, scales: ops.mla_decode(q, cache, lengths, rank=8, scales=scales)
     with pytest.raises(KernelTypeError, match="with scales the cache is int8 or float8_e4m3fn, got float32"):

@@ -1,10 +1,10 @@
-"""Attention of MLA over whole sequences: keys in two parts, values of another size; and its slopes."""
+"""Attention of MLA over whole sequences: keys in two parts, values of another size; and its gradients."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import agree, normal, shapes_and_dtypes, slopes_agree
+from library import agree, gradients_agree, normal, shapes_and_dtypes
 from machines import machine
 
 import jtile as jt
@@ -12,8 +12,8 @@ from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.interpret import interpret
 from jtile.lowering.triton.block.passes import NoPlan, steps
+from jtile.ops.latent_gradients import latent_gradient_of_queries
 from jtile.ops.latent_prefill import latent_prefill, mla_attention_reference
-from jtile.ops.latent_slopes import latent_slopes_of_queries
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -45,10 +45,10 @@ def test_rows_of_a_chunked_prompt():
     np.testing.assert_array_equal(run(args[0], *spoiled), run(*args))
 
 
-def test_slopes():
+def test_gradients():
     args = operands(2, 20, 30, 2, 8, 4, 6)
     rows = {"lengths": np.array([30, 17], np.int32), "offsets": np.array([10, 3], np.int32)}
-    slopes_agree(ops.mla_attention, mla_attention_reference, *args, of=4, **rows)
+    gradients_agree(ops.mla_attention, mla_attention_reference, *args, of=4, **rows)
 
 
 def test_vmap_and_no_work():
@@ -71,11 +71,11 @@ def test_on_hopper_it_is_a_kernel_of_roles(causal, bk, lengths):
     assert relative_error(o, evaluated(lambda *args: mla_attention_reference(*args, **options))(*args)) < 4e-3
 
 
-def test_slopes_of_queries_are_a_kernel_of_roles_on_hopper():
+def test_gradients_of_queries_are_a_kernel_of_roles_on_hopper():
     q, k, rope, v = operands(1, 256, 256, 1, 128, 64, 128, dtype="bfloat16")
     row = jnp.zeros((1, 1, 256), jnp.float32)
     options = {"bq": 128, "bk": 64, "scale": 0.07, "causal": True}
-    lowered = latent_slopes_of_queries.lower(q, k, rope, v, v, row, row, None, None, **options)
+    lowered = latent_gradient_of_queries.lower(q, k, rope, v, v, row, row, None, None, **options)
     planned = steps(lowered.program.kernel, machine(), {})
     assert not isinstance(planned, NoPlan), str(planned)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import agree, normal, slopes_agree
+from library import agree, gradients_agree, normal
 
 import jtile as jt
 from jtile import ops
@@ -42,7 +42,7 @@ def test_chunks(kind):
     args = operands(kind)
     agree(OURS, REFERENCE, *args, interpret=kind == "gated delta")
     if kind == "gated delta":
-        slopes_agree(OURS, REFERENCE, *args)
+        gradients_agree(OURS, REFERENCE, *args)
 
 
 @pytest.mark.parametrize("kind", ["decay", "KDA"])
@@ -52,8 +52,8 @@ def test_single_positions(kind):
     assert ops.choices(OURS, *operands(kind, t=5))[0].implementation == "chunks"
 
 
-def test_slopes_of_single_positions():
-    slopes_agree(OURS, REFERENCE, *operands("gated delta", t=2))
+def test_gradients_of_single_positions():
+    gradients_agree(OURS, REFERENCE, *operands("gated delta", t=2))
 
 
 @pytest.mark.parametrize(("kind", "dtype", "tolerance"), [("delta", "bfloat16", 2e-2), ("decay", "float16", 3e-3)])
@@ -73,7 +73,7 @@ def test_strong_decays_overflow_nowhere(kind):
     args = operands(kind, strength=60.0)  # sums of some hundreds, whose differences have their rounding errors
     agree(OURS, REFERENCE, *args, tolerance=2e-5)
     of = lambda f: lambda q, k, v, g, state: f(q, k, v, g, None, state)
-    slopes_agree(of(OURS), of(REFERENCE), *args[:4], args[5], tolerance=2e-5)
+    gradients_agree(of(OURS), of(REFERENCE), *args[:4], args[5], tolerance=2e-5)
 
 
 def test_equal_keys_of_the_delta_rule():

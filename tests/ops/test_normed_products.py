@@ -58,7 +58,7 @@ def test_one_kernel(case, monkeypatch):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_as_a_function(gated):
-    """With more axes, elsewhere than on Hopper, and the slopes of the norm and the product."""
+    """With more axes, elsewhere than on Hopper, and the gradients of the norm and the product."""
     x, norm, weights, residual = operands("bfloat16", 1, 24, 128, gated)
     x, residual, weights = (
         x[None].astype(jnp.float32),
@@ -71,8 +71,8 @@ def test_as_a_function(gated):
     args = x, norm, residual, weights
     for got, want in zip(of(op)(*args), of(reference)(*args), strict=True):
         assert got.shape == want.shape and relative_error(got, want) < 3e-6
-    slopes = zip(*(jax.tree.leaves(jax.grad(total(f), (0, 1, 2, 3))(*args)) for f in (op, reference)), strict=True)
-    assert all(relative_error(got, want) < 1e-5 for got, want in slopes)
+    gradients = zip(*(jax.tree.leaves(jax.grad(total(f), (0, 1, 2, 3))(*args)) for f in (op, reference)), strict=True)
+    assert all(relative_error(got, want) < 1e-5 for got, want in gradients)
 
 
 def test_what_fits_no_call():

@@ -61,7 +61,7 @@ def test_equal_results_and_gradients(name, little):
 
 def test_choices():
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    slopes = lambda x, w: jax.grad(lambda x: ops.rms_norm(x, w).sum())(x)
+    gradients = lambda x, w: jax.grad(lambda x: ops.rms_norm(x, w).sum())(x)
     with jt.config(arch="910b1"):
-        found = [ops.choices(slopes, f32(8, n), f32(n))[-1].implementation for n in (4096, 4104)]
+        found = [ops.choices(gradients, f32(8, n), f32(n))[-1].implementation for n in (4096, 4104)]
     assert found == ["sums in a vector core", "rows in blocks"]

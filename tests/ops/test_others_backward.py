@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import differences_agree, normal, slopes_agree
+from library import differences_agree, gradients_agree, normal
 
 from jtile import ops
 from jtile.ops.convolutions import convolution_reference
@@ -30,13 +30,13 @@ CONVOLUTIONS = {
 def test_convolution(name):
     options = CONVOLUTIONS[name]
     x, w = normal(0, 2, 13, 17, 12), normal(1, 3, 2, 12 // options.get("groups", 1), 21)
-    slopes_agree(ops.convolution, convolution_reference, x, w, **options)
+    gradients_agree(ops.convolution, convolution_reference, x, w, **options)
 
 
 def test_convolution_of_16_bits_and_of_many_channels():
     x, w = normal(0, 1, 9, 5, 12, dtype="bfloat16"), normal(1, 3, 3, 12, 20, dtype="bfloat16")
-    slopes_agree(ops.convolution, convolution_reference, x, w)
-    slopes_agree(ops.convolution, convolution_reference, normal(0, 1, 6, 5, 300), normal(1, 1, 1, 300, 200))
+    gradients_agree(ops.convolution, convolution_reference, x, w)
+    gradients_agree(ops.convolution, convolution_reference, normal(0, 1, 6, 5, 300), normal(1, 1, 1, 300, 200))
 
 
 def test_convolution_differences():
@@ -57,11 +57,11 @@ def test_convolution_under_vmap_and_twice():
 
 @pytest.mark.parametrize("boundary", ["zero", "edge", "wrap", "reflect", "valid"])
 def test_stencil(boundary):
-    slopes_agree(ops.stencil_2d, stencil_2d_reference, normal(0, 2, 33, 70), normal(1, 3, 5), boundary=boundary)
+    gradients_agree(ops.stencil_2d, stencil_2d_reference, normal(0, 2, 33, 70), normal(1, 3, 5), boundary=boundary)
 
 
 def test_stencil_of_16_bits_and_differences():
-    slopes_agree(
+    gradients_agree(
         ops.stencil_2d, stencil_2d_reference, normal(0, 40, 30, dtype="bfloat16"), normal(1, 3, 3, dtype="bfloat16")
     )
     with jax.enable_x64(True):
@@ -72,37 +72,39 @@ def test_stencil_of_16_bits_and_differences():
     ("axis", "reverse", "dtype"), [(0, False, "float32"), (-1, True, "float32"), (1, False, "bfloat16")]
 )
 def test_cumsum(axis, reverse, dtype):
-    slopes_agree(ops.cumsum, cumsum_reference, normal(0, 7, 30, 50, dtype=dtype), axis=axis, reverse=reverse)
+    gradients_agree(ops.cumsum, cumsum_reference, normal(0, 7, 30, 50, dtype=dtype), axis=axis, reverse=reverse)
 
 
 def test_transpose():
-    slopes_agree(ops.transpose, transpose_reference, normal(0, 3, 50, 70, dtype="bfloat16"))
+    gradients_agree(ops.transpose, transpose_reference, normal(0, 3, 50, 70, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_sort(descending):
-    slopes_agree(ops.sort, sort_reference, normal(0, 9, 70), descending=descending)
+    gradients_agree(ops.sort, sort_reference, normal(0, 9, 70), descending=descending)
 
 
 @pytest.mark.parametrize("k", [3, 40, 70])
 def test_top_k(k):
     values = [lambda x, f=f: f(x, k)[0] for f in (ops.top_k, top_k_reference)]
-    slopes_agree(*values, normal(0, 9, 70))
-    slopes_agree(*values, normal(0, 9, 70, dtype="bfloat16"))
+    gradients_agree(*values, normal(0, 9, 70))
+    gradients_agree(*values, normal(0, 9, 70, dtype="bfloat16"))
 
 
-def test_integers_have_no_slope():
+def test_integers_have_no_gradient():
     x = normal(0, 4, 9)
     for op in (ops.argsort, lambda x: ops.top_k(x, 2)[1], lambda x: ops.histogram(x, bins=3, range=(-1.0, 1.0))):
-        slope = evaluated(jax.grad(lambda x, op=op: op(x).astype(jnp.float32).sum() + x.sum()))(x)
-        np.testing.assert_array_equal(slope, np.ones(x.shape))
+        gradient = evaluated(jax.grad(lambda x, op=op: op(x).astype(jnp.float32).sum() + x.sum()))(x)
+        np.testing.assert_array_equal(gradient, np.ones(x.shape))
 
 
 @pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"rotary_dim": 8}], ids=str)
 def test_rope(options):
     x = normal(0, 2, 40, 4, 16)
-    slopes_agree(ops.rope, rope_reference, x, **options)
-    slopes_agree(ops.rope, rope_reference, x, normal(1, 40, 4), normal(2, 40, 4), interleaved="interleaved" in options)
+    gradients_agree(ops.rope, rope_reference, x, **options)
+    gradients_agree(
+        ops.rope, rope_reference, x, normal(1, 40, 4), normal(2, 40, 4), interleaved="interleaved" in options
+    )
 
 
 def test_rope_frequencies_and_tables_of_each_row():
@@ -110,7 +112,7 @@ def test_rope_frequencies_and_tables_of_each_row():
     by_frequency = [
         lambda x, f, op=op: op(x, positions=positions, inverse_frequencies=f) for op in (ops.rope, rope_reference)
     ]
-    slopes_agree(*by_frequency, x, np.abs(normal(1, 4)))
-    slopes_agree(ops.rope, rope_reference, np.asarray(x, jnp.bfloat16), normal(1, 2, 10, 4), normal(2, 2, 10, 4))
+    gradients_agree(*by_frequency, x, np.abs(normal(1, 4)))
+    gradients_agree(ops.rope, rope_reference, np.asarray(x, jnp.bfloat16), normal(1, 2, 10, 4), normal(2, 2, 10, 4))
     with jax.enable_x64(True):
         differences_agree(ops.rope, x, normal(1, 10, 4), normal(2, 10, 4))

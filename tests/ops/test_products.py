@@ -79,8 +79,8 @@ def test_matmul_of_copied_rows(monkeypatch, ta, tb):
     f, reference = (lambda a, b, bias, g=g: g(a, b, bias=bias, **options) for g in (ops.matmul, matmul_reference))
     args = (*operands(13, 7, 9, "float32", ta, tb, batch=(2,)), normal(2, 7))
     np.testing.assert_allclose(*(evaluated(g)(*args) for g in (f, reference)), rtol=2e-5, atol=2e-5)
-    slopes = lambda g: evaluated(jax.grad(lambda *args: (g(*args) ** 2).sum(), argnums=(0, 1, 2)))(*args)
-    both = map(slopes, (f, reference))
+    gradients = lambda g: evaluated(jax.grad(lambda *args: (g(*args) ** 2).sum(), argnums=(0, 1, 2)))(*args)
+    both = map(gradients, (f, reference))
     for ours, theirs in zip(*both):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from library import FLOATS, differences_agree, integers, normal, slopes_agree
+from library import FLOATS, differences_agree, gradients_agree, integers, normal
 
 import jtile as jt
 from jtile import ops
@@ -26,13 +26,13 @@ LOSSES = [{}, {"label_smoothing": 0.1}, {"ignore": None}, {"ignore": 7}]
     ("shape", "axis"), [((33, 300), -1), ((5, 700), 1), ((3, 5000), -1), ((3, 50, 40), 1), ((7,), 0)]
 )
 def test_softmax(op, reference, shape, axis):
-    slopes_agree(op, reference, 3 * np.asarray(normal(0, *shape)), axis=axis)
+    gradients_agree(op, reference, 3 * np.asarray(normal(0, *shape)), axis=axis)
 
 
 @pytest.mark.parametrize(("op", "reference"), SOFTMAXES)
 @pytest.mark.parametrize("dtype", FLOATS[1:])
 def test_softmax_of_16_bits(op, reference, dtype):
-    slopes_agree(op, reference, normal(0, 9, 700, dtype=dtype))
+    gradients_agree(op, reference, normal(0, 9, 700, dtype=dtype))
 
 
 @pytest.mark.parametrize("op", [ops.softmax, ops.log_softmax])
@@ -45,13 +45,13 @@ def test_softmax_differences(op):
 @pytest.mark.parametrize("options", LOSSES, ids=str)
 def test_cross_entropy(options):
     logits = 5 * np.asarray(normal(0, 37, 100))
-    slopes_agree(ops.cross_entropy, cross_entropy_reference, logits, LABELS, of=1, **options)
+    gradients_agree(ops.cross_entropy, cross_entropy_reference, logits, LABELS, of=1, **options)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_cross_entropy_of_a_large_vocabulary(dtype):
     logits, labels = normal(0, 2, 3, 20000, dtype=dtype), integers(1, 0, 20000, 2, 3)
-    slopes_agree(ops.cross_entropy, cross_entropy_reference, logits, labels, of=1)
+    gradients_agree(ops.cross_entropy, cross_entropy_reference, logits, labels, of=1)
 
 
 def test_cross_entropy_differences():
@@ -59,20 +59,20 @@ def test_cross_entropy_differences():
         differences_agree(ops.cross_entropy, normal(0, 37, 100), np.where(LABELS == 100, 0, LABELS), of=1)
 
 
-def test_rows_whose_loss_does_not_depend_on_the_logits_have_no_slope():
-    slope = evaluated(jax.grad(lambda x: ops.cross_entropy(x, np.array([-100, 1, 9], np.int32)).sum()))(
+def test_rows_whose_loss_does_not_depend_on_the_logits_have_no_gradient():
+    gradient = evaluated(jax.grad(lambda x: ops.cross_entropy(x, np.array([-100, 1, 9], np.int32)).sum()))(
         np.array([[np.inf, np.nan, 0.0], [0.0, 1.0, -np.inf], [0.0, 1.0, 2.0]], np.float32)
     )
-    assert not np.asarray(slope)[[0, 2]].any()
+    assert not np.asarray(gradient)[[0, 2]].any()
     expected = [1 / (1 + np.e), np.e / (1 + np.e) - 1, 0]
-    np.testing.assert_allclose(slope[1], expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient[1], expected, rtol=1e-6)
 
 
 def test_the_log_sum_exp_of_a_row_has_a_cotangent():
     x = normal(0, 9, 50)
     meta = {"br": 4, "bv": 32, "ignore": None, "smoothing": 0.0, "save": True}
     ours = lambda x: cross_entropy_rows(x, LABELS[10:19], **meta)
-    slopes_agree(ours, lambda x: (cross_entropy_reference(x, LABELS[10:19]), jax.nn.logsumexp(x, -1)), x)
+    gradients_agree(ours, lambda x: (cross_entropy_reference(x, LABELS[10:19]), jax.nn.logsumexp(x, -1)), x)
 
 
 NORMS = {
@@ -93,21 +93,21 @@ def of_norm(count: int, dtype="float32"):
 @pytest.mark.parametrize("name", NORMS)
 def test_norms(name):
     op, reference, count, options = NORMS[name]
-    slopes_agree(op, reference, *of_norm(count), **options)
+    gradients_agree(op, reference, *of_norm(count), **options)
 
 
 @pytest.mark.parametrize("name", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", FLOATS[1:])
 def test_norms_of_16_bits(name, dtype):
     op, reference, count, options = NORMS[name]
-    slopes_agree(op, reference, *of_norm(count, dtype), **options)
+    gradients_agree(op, reference, *of_norm(count, dtype), **options)
 
 
 def test_norms_of_sums_and_with_a_bias_only():
-    slopes_agree(*BIAS_ONLY, *of_norm(2))
+    gradients_agree(*BIAS_ONLY, *of_norm(2))
     x, w = map(np.asarray, of_norm(2, "bfloat16"))
-    slopes_agree(*RESIDUAL, x, w, normal(3, *x.shape))
-    slopes_agree(*RESIDUAL, *(np.asarray(v, np.float32) for v in (x[0, :1], w)), normal(3, 1, 130))
+    gradients_agree(*RESIDUAL, x, w, normal(3, *x.shape))
+    gradients_agree(*RESIDUAL, *(np.asarray(v, np.float32) for v in (x[0, :1], w)), normal(3, 1, 130))
 
 
 @pytest.mark.parametrize("name", ["rms", "layer"])
@@ -132,14 +132,14 @@ def test_norms_under_vmap_and_twice():
 @pytest.mark.parametrize("dtype", FLOATS[:2])
 def test_gates(dtype):
     g, u, b = normal(0, 9, 70, dtype=dtype), normal(1, 9, 70, dtype=dtype), normal(2, 70, dtype=dtype)
-    slopes_agree(ops.swiglu, swiglu_reference, g, u)
-    slopes_agree(ops.swiglu, swiglu_reference, g)
-    slopes_agree(ops.geglu, geglu_reference, g, u, approximate=False)
-    slopes_agree(ops.bias_gelu_residual, bias_gelu_residual_reference, g, b, u)
+    gradients_agree(ops.swiglu, swiglu_reference, g, u)
+    gradients_agree(ops.swiglu, swiglu_reference, g)
+    gradients_agree(ops.geglu, geglu_reference, g, u, approximate=False)
+    gradients_agree(ops.bias_gelu_residual, bias_gelu_residual_reference, g, b, u)
 
 
 def test_in_the_interpreter():
     with jt.config(interpret=True):
-        slopes_agree(ops.softmax, softmax_reference, normal(0, 3, 600))
-        slopes_agree(ops.rms_norm, rms_norm_reference, normal(0, 9, 20), normal(1, 20))
-        slopes_agree(ops.cross_entropy, cross_entropy_reference, normal(0, 3, 10), integers(1, 0, 10, 3), of=1)
+        gradients_agree(ops.softmax, softmax_reference, normal(0, 3, 600))
+        gradients_agree(ops.rms_norm, rms_norm_reference, normal(0, 9, 20), normal(1, 20))
+        gradients_agree(ops.cross_entropy, cross_entropy_reference, normal(0, 3, 10), integers(1, 0, 10, 3), of=1)

@@ -23,7 +23,7 @@ def test_soak(family, chunk):
         check(case, level_of=compiled if jt.architecture() == "sm_90" else None)
 
 
-SLOW = ("attention_slopes", "latent_slopes")  # what they have of their own is planned below
+SLOW = ("attention_gradients", "latent_gradients")  # what they have of their own is planned below
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW)) for f in FAMILIES])

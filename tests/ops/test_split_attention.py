@@ -43,11 +43,11 @@ def test_sinks():
     (q, k, v), sinks = operands(2, 60, 4, 2, 8, 3), np.asarray(normal(5, 4))
     lengths = np.array([60, 2], np.int32)  # the first of three tokens sees no key
     agree(ops.decode_attention, decode_attention_reference, q, k, v, lengths, tolerance=2e-6, sinks=sinks, window=20)
-    slopes = (
+    gradients = (
         evaluated(jax.grad(lambda q, s, f=f: (f(q, k, v, lengths, sinks=s) ** 2).sum(), (0, 1)))(q, sinks)
         for f in (ops.decode_attention, decode_attention_reference)
     )
-    for a, b in zip(*slopes, strict=True):
+    for a, b in zip(*gradients, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     with pytest.raises(KernelValueError, match="sinks"):
         ops.decode_attention(q, k, v, lengths, sinks=sinks[:3])
@@ -94,14 +94,14 @@ def test_pages_are_a_cache_in_pieces(options):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
 
 
-def test_slopes_go_to_the_pages():
+def test_gradients_go_to_the_pages():
     q, k, v = operands(2, 30, 4, 2, 8, 2)
     order = np.random.default_rng(0).permutation(6)
     k_pool, v_pool = (in_pieces(order, x.reshape(6, 10, 2, 8)) for x in (k, v))
     pages, lengths = order.reshape(2, 3).astype(np.int32), np.array([30, 11], np.int32)
-    slope = lambda op, *x, **more: evaluated(jax.grad(lambda *y: (op(*y, lengths, **more) ** 2).sum(), (0, 1)))(*x)
-    dq, dk = slope(ops.decode_attention, q, k_pool, v_pool, pages=pages)
-    dq_want, dk_want = slope(decode_attention_reference, q, k, v)
+    gradient = lambda op, *x, **more: evaluated(jax.grad(lambda *y: (op(*y, lengths, **more) ** 2).sum(), (0, 1)))(*x)
+    dq, dk = gradient(ops.decode_attention, q, k_pool, v_pool, pages=pages)
+    dq_want, dk_want = gradient(decode_attention_reference, q, k, v)
     np.testing.assert_allclose(dq, dq_want, rtol=2e-4, atol=1e-5)
     np.testing.assert_allclose(dk[pages].reshape(k.shape), dk_want, rtol=2e-4, atol=1e-5)
 
@@ -154,13 +154,15 @@ def test_keys_and_values_of_eight_bits(dtype, options):
     assert np.abs(want - exact).max() < (0.02 if dtype == "int8" else 0.1)
 
 
-def test_slopes_beside_eight_bits():
+def test_gradients_beside_eight_bits():
     q, *caches = operands(2, 30, 4, 2, 8, 2)
     (k, of_k), (v, of_v) = (eight_bits(x, "int8") for x in caches)
     lengths = np.array([30, 11], np.int32)
-    slopes = lambda op: evaluated(jax.grad(lambda q, *of: (op(q, k, v, lengths, scales=of) ** 2).sum(), (0, 1, 2)))
+    gradients = lambda op: evaluated(jax.grad(lambda q, *of: (op(q, k, v, lengths, scales=of) ** 2).sum(), (0, 1, 2)))
     for got, want in zip(
-        slopes(ops.decode_attention)(q, of_k, of_v), slopes(decode_attention_reference)(q, of_k, of_v), strict=True
+        gradients(ops.decode_attention)(q, of_k, of_v),
+        gradients(decode_attention_reference)(q, of_k, of_v),
+        strict=True,
     ):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-4)
 

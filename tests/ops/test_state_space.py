@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from library import agree, normal, slopes_agree
+from library import agree, gradients_agree, normal
 
 import jtile as jt
 from jtile import ops
@@ -31,7 +31,7 @@ RWKV, RWKV_REFERENCE = with_state(ops.rwkv7, chunk=4), with_state(rwkv7_referenc
 
 def test_rwkv7():
     agree(RWKV, RWKV_REFERENCE, *rwkv())
-    slopes_agree(RWKV, RWKV_REFERENCE, *rwkv())
+    gradients_agree(RWKV, RWKV_REFERENCE, *rwkv())
     agree(RWKV, RWKV_REFERENCE, *rwkv(t=3))
 
 
@@ -68,7 +68,7 @@ def test_selective_scan(arch):
     with jt.config(arch=arch):
         agree(scanned(ops.selective_scan), scanned(selective_scan_reference), *mamba(), interpret=arch is None)
     if arch is None:
-        slopes_agree(scanned(ops.selective_scan), scanned(selective_scan_reference), *mamba())
+        gradients_agree(scanned(ops.selective_scan), scanned(selective_scan_reference), *mamba())
 
 
 def test_selective_scan_of_short_floats():
@@ -95,6 +95,6 @@ def test_ssd():
     x, dt, b, c = normal(0, 2, t, 4, 3), positive(1, 2, t, 4), normal(2, 2, t, 2, 5), normal(3, 2, t, 2, 5)
     args = x, dt, -positive(4, 4), b, c, normal(5, 4), normal(6, 2, 4, 5, 3)
     agree(scanned(ops.ssd), scanned(ssd_reference), *args)
-    slopes_agree(scanned(ops.ssd), scanned(ssd_reference), *args)
+    gradients_agree(scanned(ops.ssd), scanned(ssd_reference), *args)
     with pytest.raises(KernelValueError, match="a has shape"):
         ops.ssd(x, dt, args[2][1:], b, c)

@@ -93,8 +93,8 @@ def grouped(kind, group, inner=512, out=12, seed=1):
 def test_products(kind, group, arch, m):
     w, x = grouped(kind, group), normal(3, m, 512)
     with jt.config(arch=arch):
-        slope = jax.grad(lambda x: (ops.quantized_matmul(x, w) ** 2).sum())
-        y, g = evaluated(lambda x: (ops.quantized_matmul(x, w), slope(x)))(x)
+        gradient = jax.grad(lambda x: (ops.quantized_matmul(x, w) ** 2).sum())
+        y, g = evaluated(lambda x: (ops.quantized_matmul(x, w), gradient(x)))(x)
     matrix = np.asarray(w.dequantize())
     want = np.asarray(x) @ matrix.T
     assert relative_error(y, want) < 3e-6

@@ -59,10 +59,10 @@ def test_at_once_while_another_function_is_traced():
     @jax.jit
     def f(x):
         with jax.ensure_compile_time_eval():
-            once, slope = add(X, Y), jax.grad(lambda x: (add(x, Y) ** 2).sum())(X)
+            once, gradient = add(X, Y), jax.grad(lambda x: (add(x, Y) ** 2).sum())(X)
             many = jax.vmap(add, (0, None))(jnp.stack([X, X]), Y)
-        assert not any(isinstance(y, jax.core.Tracer) for y in (once, slope, many))
-        return x + once + slope + many[1]
+        assert not any(isinstance(y, jax.core.Tracer) for y in (once, gradient, many))
+        return x + once + gradient + many[1]
 
     np.testing.assert_array_equal(f(X), X + 4 * (X + 1))
 

@@ -24,11 +24,11 @@ JAXPRS = (core.Jaxpr, core.ClosedJaxpr)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function of arrays, and their shapes and dtypes; `slopes`: its gradients are compiled too."""
+    """A function of arrays, and their shapes and dtypes; `gradients`: its gradients are compiled too."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    slopes: bool = True
+    gradients: bool = True
 
 
 def of(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def slopes(case: Case, *args: Any) -> Any:
+def gradients(case: Case, *args: Any) -> Any:
     """The gradients of a case by its float arguments."""
     moved = [k for k, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating)]
 
@@ -200,7 +200,7 @@ def all_kernels(names: Iterator[str] | None = None) -> Iterator[tuple[str, ir.Ke
     seen: set[str] = set()
     for name in names or CASES:
         case = CASES[name]
-        fns = [case.fn, functools.partial(slopes, case)] if case.slopes else [case.fn]
+        fns = [case.fn, functools.partial(gradients, case)] if case.gradients else [case.fn]
         for fn in fns:
             for kernel in kernels(fn, case.args):
                 text = ir.print_kernel(kernel)

@@ -76,7 +76,7 @@ def recorded() -> Iterator[list[tuple[ir.Kernel, list[np.ndarray], list[np.ndarr
         interpreter.interpret = run
 
 
-def slopes(case: library_cases.LibraryCase, *args):
+def gradients(case: library_cases.LibraryCase, *args):
     """The gradients of a case by its float arguments; None where it gives integers."""
     moved = [k for k, a in enumerate(args) if isinstance(a, jax.Array) and a.dtype == np.float32]
 
@@ -93,7 +93,7 @@ def numbers(name: str) -> list[tuple[str, str]]:
     operands that the kernels of the case get, beside the interpreter."""
     case = library_cases.CASES[name]
     with jt.config(arch="910b1", interpret=True), recorded() as found:
-        for fn in (case.op, functools.partial(slopes, case)):
+        for fn in (case.op, functools.partial(gradients, case)):
             jax.block_until_ready(fn(*case.args()))
     out: dict[str, tuple[str, str]] = {}
     for kernel, operands, expected in found:

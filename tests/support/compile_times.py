@@ -45,10 +45,10 @@ def product(m: int, n: int, k: int, dtype: Any = BF16, **options: Any) -> Call:
     return run, (shape(m, k, dtype=dtype), shape(n, k, dtype=dtype))
 
 
-def attention(batch: int, t: int, heads: int, d: int, *, slopes: bool = False, **options: Any) -> Call:
+def attention(batch: int, t: int, heads: int, d: int, *, gradients: bool = False, **options: Any) -> Call:
     q = shape(batch, t, heads, d)
     run = lambda *qkv: ops.attention(*qkv, **options)
-    return ((lambda g, *qkv: jax.vjp(run, *qkv)[1](g)), (q,) * 4) if slopes else (run, (q,) * 3)
+    return ((lambda g, *qkv: jax.vjp(run, *qkv)[1](g)), (q,) * 4) if gradients else (run, (q,) * 3)
 
 
 def decode() -> Call:
@@ -83,7 +83,7 @@ CASES: dict[str, Call] = {
     "attention_256": attention(2, 4096, 16, 256, causal=True),
     "attention_window": attention(4, 4096, 32, 128, causal=True, window=1024),
     "attention_softcap": attention(4, 4096, 32, 128, causal=True, softcap=20.0),
-    "attention_slopes": attention(4, 4096, 32, 128, causal=True, slopes=True),
+    "attention_gradients": attention(4, 4096, 32, 128, causal=True, gradients=True),
     "decode": decode(),
     "latent_decode": latent_decode(),
     "latent_prefill": latent_prefill(),

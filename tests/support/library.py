@@ -56,7 +56,7 @@ def agree(op, reference, *args, tolerance: float | None = None, interpret: bool 
 SLOPE_TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 8e-3, "float16": 1e-3}
 
 
-def slopes_agree(op, reference, *args, of: int | None = None, tolerance: float | None = None, **options) -> None:
+def gradients_agree(op, reference, *args, of: int | None = None, tolerance: float | None = None, **options) -> None:
     """`jax.vjp` of `op` by its first `of` arguments (default: all) gives what that of `reference` gives, for random
     cotangents: relative norms, each argument's on its own, within the tolerance of its dtype."""
     of = len(args) if of is None else of
@@ -81,7 +81,7 @@ def slopes_agree(op, reference, *args, of: int | None = None, tolerance: float |
 
 
 def differences_agree(op, *args, of: int | None = None, step: float = 1e-5, tolerance: float = 1e-8, **options) -> None:
-    """In float64: the slope of `sum(w op(x))` along a random direction, against the central difference with `step`.
+    """In float64: the gradient of `sum(w op(x))` along a random direction, against the central difference with `step`.
 
     The difference is off by step^2 from the third derivative and by 1e-16 / step from rounding."""
     of = len(args) if of is None else of
@@ -98,7 +98,9 @@ def differences_agree(op, *args, of: int | None = None, step: float = 1e-5, tole
 
     assert f(*moved).dtype == jnp.float64
     ahead, behind = (f(*(x + sign * step * u for x, u in zip(moved, directions))) for sign in (1, -1))
-    slopes = jax.jit(jax.grad(f, tuple(range(of))))(*moved)
-    slope = float(sum((np.asarray(s) * u).sum() for s, u in zip(slopes, directions)))
+    gradients = jax.jit(jax.grad(f, tuple(range(of))))(*moved)
+    gradient = float(sum((np.asarray(s) * u).sum() for s, u in zip(gradients, directions)))
     expected = float(ahead - behind) / (2 * step)
-    assert abs(slope - expected) <= tolerance * max(1.0, abs(expected)), f"{slope} against a difference of {expected}"
+    assert abs(gradient - expected) <= tolerance * max(1.0, abs(expected)), (
+        f"{gradient} against a difference of {expected}"
+    )

@@ -140,7 +140,7 @@ def _errors(got: Any, arrays: tuple[Any, ...], case: Case) -> list[jax.Array]:
         want, wide = theirs.astype(jnp.float32), jnp.issubdtype(ours.dtype, jnp.floating)
         off = jnp.abs(ours.astype(jnp.float32) - want if wide else (ours - theirs).astype(jnp.float32))
         mean, rows = (jnp.sqrt((want**2).mean(axis, keepdims=True)) for axis in (None, -1))
-        mean = jnp.where(mean == 0, 1.0, mean)  # slopes of weights that cannot change
+        mean = jnp.where(mean == 0, 1.0, mean)  # gradients of weights that cannot change
         norm = jnp.sqrt((off**2).mean()) / mean.reshape(())
         allowed = FAR * case.tolerance * (jnp.abs(want) + jnp.maximum(rows, mean))
         out.append(jnp.stack([norm, jnp.where(off == 0, 0.0, off / allowed).max()]))
@@ -192,8 +192,8 @@ def both(op: Callable, reference: Callable, **options: Any) -> tuple[Callable, C
     return functools.partial(op, **options), functools.partial(reference, **options)
 
 
-def slopes_of(f: Callable, moved: int) -> Callable:
-    """The result of `f` and its slopes by the first arguments, for a cotangent that stands in front of them."""
+def gradients_of(f: Callable, moved: int) -> Callable:
+    """The result of `f` and its gradients by the first arguments, for a cotangent that stands in front of them."""
 
     def run(ct, *args):
         y, back = jax.vjp(lambda *x: f(*x, *args[moved:]), *args[:moved])

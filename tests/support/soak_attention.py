@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from soak import LARGEST, Case, Draw, slopes_of, text
+from soak import LARGEST, Case, Draw, gradients_of, text
 
 from jtile import ops
 from jtile.ops import flash_attention
@@ -18,7 +18,7 @@ from jtile.ops.latent_prefill import mla_attention_reference
 from jtile.ops.split_attention import decode_attention_reference
 
 WEIGHTS = {"bfloat16": 5e-3, "float16": 1e-3}  # weights of values are rounded too
-SLOPES = {"bfloat16": 1e-2, "float16": 2e-3}  # and the slopes of scores
+GRADIENTS = {"bfloat16": 1e-2, "float16": 2e-3}  # and the gradients of scores
 
 
 def _lines(draw: Draw, batch: int, t: int, s: int) -> dict[str, list[int]]:
@@ -133,19 +133,19 @@ def _log_sums(q, k, lines: dict[str, Any], window: tuple[int | None, int | None]
     return jnp.where(jnp.isinf(sums), flash_attention.EMPTY, sums)
 
 
-def attention_slopes(draw: Draw) -> Case:
-    """Backwards. The slope of q, result 1, is added up by atomics in any order."""
+def attention_gradients(draw: Draw) -> Case:
+    """Backwards. The gradient of q, result 1, is added up by atomics in any order."""
     dtype, sizes, options = draw.of("bfloat16", "float16"), _heads(draw, (64, 80, 96, 128)), _modes(draw)
     lines = _lines(draw, sizes["batch"], sizes["t"], sizes["s"])
     fns = (_of_lines(f, tuple(lines), **options) for f in (ops.attention, flash_attention.attention_reference))
-    run, reference = (slopes_of(f, 3) for f in fns)
+    run, reference = (gradients_of(f, 3) for f in fns)
 
     def of():
         q, *rest = _qkv(draw, dtype, lines, **sizes)
         return draw.numbers(*q.shape, dtype=dtype), q, *rest
 
-    what = text("slopes of attention", dtype=dtype, **sizes, **options, **lines)
-    return Case(run, reference, of, what, SLOPES[dtype], ("hopper_attention_backward",), unordered=(1,))
+    what = text("gradients of attention", dtype=dtype, **sizes, **options, **lines)
+    return Case(run, reference, of, what, GRADIENTS[dtype], ("hopper_attention_backward",), unordered=(1,))
 
 
 # -- caches -----------------------------------------------------------------------------------------------------------
@@ -250,13 +250,13 @@ def latent_prefill(draw: Draw) -> Case:
     return Case(run, reference, of, what, WEIGHTS[about["dtype"]], ("latent_prefill",), level)
 
 
-def latent_slopes(draw: Draw) -> Case:
+def latent_gradients(draw: Draw) -> Case:
     about, of, run, reference = _latent(draw)
 
     def with_ct():
         q, *rest = of()
         return draw.numbers(*q.shape[:3], about["d"], dtype=about["dtype"]), q, *rest
 
-    fns, what = (slopes_of(run, 4), slopes_of(reference, 4)), text("slopes of mla_attention", **about)
-    kernels = ("latent_slopes_of_queries",)  # those of keys take too many registers for roles
-    return Case(*fns, with_ct, what, SLOPES[about["dtype"]], kernels, _loops(about["t"], about["s"]))
+    fns, what = (gradients_of(run, 4), gradients_of(reference, 4)), text("gradients of mla_attention", **about)
+    kernels = ("latent_gradient_of_queries",)  # those of keys take too many registers for roles
+    return Case(*fns, with_ct, what, GRADIENTS[about["dtype"]], kernels, _loops(about["t"], about["s"]))

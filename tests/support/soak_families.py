@@ -8,18 +8,18 @@ from collections.abc import Callable
 from soak import Case, Draw
 from soak_attention import (
     attention,
+    attention_gradients,
     attention_saved,
-    attention_slopes,
     decode,
     latent_decode,
+    latent_gradients,
     latent_prefill,
-    latent_slopes,
 )
 from soak_products import (
     few_rows,
     gated,
     grouped,
-    grouped_slopes,
+    grouped_gradients,
     long_sums,
     products,
     products_of_bytes,
@@ -32,8 +32,8 @@ from soak_products import (
 FAMILIES: dict[str, Callable[[Draw], Case]] = {
     f.__name__: f
     for f in (
-        products, products_of_bytes, scaled_products, few_rows, gated, grouped, grouped_slopes, attention,
-        attention_saved, attention_slopes, decode, latent_decode, latent_prefill, latent_slopes, quantized_rows,
+        products, products_of_bytes, scaled_products, few_rows, gated, grouped, grouped_gradients, attention,
+        attention_saved, attention_gradients, decode, latent_decode, latent_prefill, latent_gradients, quantized_rows,
         quantized_products, long_sums,
     )
 }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from library import ROUGH
-from soak import LARGEST, ROUNDED, Case, Draw, both, slopes_of, text
+from soak import LARGEST, ROUNDED, Case, Draw, both, gradients_of, text
 
 from jtile import ops
 from jtile.ops import quantized
@@ -183,13 +183,13 @@ def grouped(draw: Draw) -> Case:
     return Case(*fns, of, text("grouped_matmul", **about), ROUNDED[about["dtype"]], ("grouped_rows",))
 
 
-def grouped_slopes(draw: Draw) -> Case:
+def grouped_gradients(draw: Draw) -> Case:
     about, of = _groups(draw)
     fns = both(ops.grouped_matmul, grouped_matmul_reference, transpose_w=about["transpose_w"])
     with_ct = lambda: (draw.numbers(about["rows"], about["n"], dtype=about["dtype"]), *of())
-    run, reference = (slopes_of(f, 2) for f in fns)
+    run, reference = (gradients_of(f, 2) for f in fns)
     kernels = "grouped_rows", "grouped_outer"
-    return Case(run, reference, with_ct, text("slopes of groups", **about), ROUNDED[about["dtype"]], kernels)
+    return Case(run, reference, with_ct, text("gradients of groups", **about), ROUNDED[about["dtype"]], kernels)
 
 
 # -- quantised weights ------------------------------------------------------------------------------------------------

@@ -22,5 +22,5 @@ def gradients(f: Callable[..., Any], model: nnx.Module, *args: Any, of: Any = ..
     """(f(model, *args), its gradient by each of the weights that the filter `of` picks, by its name)."""
     graph, state, rest = nnx.split(model, of, ...)
     value = lambda state, rest, *args: f(nnx.merge(graph, state, rest), *args)
-    found, slopes = evaluated(jax.value_and_grad(value))(state, rest, *args)
-    return found, nnx.to_pure_dict(slopes)
+    found, pulled = evaluated(jax.value_and_grad(value))(state, rest, *args)
+    return found, nnx.to_pure_dict(pulled)

@@ -118,8 +118,8 @@ def test_kernels_that_compute_the_same_keep_derivatives_of_their_own():
     bodies = [scaled(3.0), lambda a: a * a, scaled(4.0), lambda a: a * jax.lax.stop_gradient(a), backwards]
     x = np.array([5.0], np.float32)
     kernel_of = lambda fn: jt.call(lambda x, o: jt.store(o, ..., fn(x[...])), out_type=jt.like(x), interpret=True)
-    slopes = [jax.grad(lambda x, k=k: k(x).sum())(x) for k in map(kernel_of, bodies)]
-    assert [float(s[0]) for s in slopes] == [3, 10, 4, 5, -1]
+    gradients = [jax.grad(lambda x, k=k: k(x).sum())(x) for k in map(kernel_of, bodies)]
+    assert [float(s[0]) for s in gradients] == [3, 10, 4, 5, -1]
     one, other = (kernel_of(jax.nn.relu).lower(x).program for _ in range(2))
     assert one == other
     assert hash(one) == hash(other)

@@ -159,10 +159,10 @@ def test_of_a_loop_whose_rounds_nobody_can_bound():
 def test_second_derivatives_and_a_batch():
     kernel, reference = RESCALED["softmax"]
     *args, ct = arrays()
-    slope = lambda f: jax.grad(lambda q: (f(q, *args[1:]) * ct).sum())
-    curve = lambda f: jax.grad(lambda q: (slope(f)(q) ** 2).sum())
-    for of in (curve, lambda f: lambda q: jax.jvp(slope(f), (q,), (ct,))[1]):
+    gradient = lambda f: jax.grad(lambda q: (f(q, *args[1:]) * ct).sum())
+    curve = lambda f: jax.grad(lambda q: (gradient(f)(q) ** 2).sum())
+    for of in (curve, lambda f: lambda q: jax.jvp(gradient(f), (q,), (ct,))[1]):
         testing.assert_close(evaluated(of(kernel))(args[0]), evaluated(of(reference))(args[0]), tolerance=1e-4)
     many = np.stack([args[0], ct])
-    batch = lambda f: evaluated(jax.vmap(slope(f)))(many)
+    batch = lambda f: evaluated(jax.vmap(gradient(f)))(many)
     testing.assert_close(batch(kernel), batch(reference), tolerance=2e-5)

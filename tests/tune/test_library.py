@@ -59,8 +59,8 @@ def test_an_entry_goes_before_the_heuristic_of_an_op():
     store.put(device.kind(), call.name, Entry({"br": 16}, 1.0, 2.0))
     (program,) = trace(ops.softmax, x)[0]
     assert program.kernel.grid == (4,)
-    slope = jax.grad(lambda x: (ops.softmax(x) * x).sum())
-    np.testing.assert_allclose(evaluated(slope)(x), np.full_like(x, 1 / 512), rtol=1e-3)
+    gradient = jax.grad(lambda x: (ops.softmax(x) * x).sum())
+    np.testing.assert_allclose(evaluated(gradient)(x), np.full_like(x, 1 / 512), rtol=1e-3)
 
 
 def test_data_of_decoding_fills_the_cache():

@@ -34,7 +34,7 @@ def programs(jaxpr: core.Jaxpr) -> Iterator[Any]:
                 yield from programs(getattr(inner, "jaxpr", inner))
 
 
-def slopes(case: LibraryCase, *args):
+def gradients(case: LibraryCase, *args):
     """The gradients of an op by its float arguments, or None where it gives integers."""
     of = [k for k, a in enumerate(args) if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.floating)]
 
@@ -69,5 +69,5 @@ def test_one_architecture(name):
 def test_every_architecture(name, arch):
     """The op and its gradients."""
     case, args = CASES[name], CASES[name].args()
-    for kernel in (k for f in (case.op, functools.partial(slopes, case)) for k in kernels(f, args, arch)):
+    for kernel in (k for f in (case.op, functools.partial(gradients, case)) for k in kernels(f, args, arch)):
         assert compile_kernel(kernel, card(arch)).image

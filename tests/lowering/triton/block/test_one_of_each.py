@@ -31,7 +31,7 @@ COPIED = """
         /*0040*/                   EXIT ;
 """
 SPILLS = {"hopper_attention_backward": 8}  # instructions in its loop: as few as of the one written by hand
-OF_PTXAS_13 = {"latent_slopes_of_queries": 16}  # which comes with newer tritons; that of 3.6 keeps all in registers
+OF_PTXAS_13 = {"latent_gradient_of_queries": 16}  # which comes with newer tritons; that of 3.6 keeps all in registers
 
 
 def test_registers_that_nothing_has_written():

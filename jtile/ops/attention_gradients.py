@@ -32,7 +32,7 @@ def attention_delta_tiles(o, g, ct, delta, *, n: int, dtype: str):
     out_type=lambda q, k, v, *_, **__: (jt.like(k), jt.like(v)),
     grid=lambda q, k, *_, bk, **__: (k.shape[0], k.shape[2], jt.cdiv(k.shape[1], bk)),
 )
-def attention_slopes_of_keys(
+def attention_gradient_of_keys(
     q, k, v, g, lse, delta, lengths, offsets, dk, dv,
     *, bq: int, bk: int, scale: float, softcap: float | None, window: Window,
 ):  # fmt: skip
@@ -59,9 +59,9 @@ def attention_slopes_of_keys(
 
     def step(i, h, dk_j, dv_j, edge: bool):
         q_i, g_i = Q[b, i, h, 0], G[b, i, h, 0]
-        p, slope = weights(jt.dot(k_j, q_i.T), L[b, h, i][None, :], scale, softcap)
+        p, gradient = weights(jt.dot(k_j, q_i.T), L[b, h, i][None, :], scale, softcap)
         dp = jt.dot(v_j, g_i.T) - D[b, h, i][None, :]
-        ds = p * (dp if slope is None else dp * slope)
+        ds = p * (dp if gradient is None else dp * gradient)
         if edge:
             seen = visible(offset + i * bq + jt.arange(bq)[None, :], columns, length, window)
             p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
@@ -84,7 +84,7 @@ def attention_slopes_of_keys(
     out_type=lambda q, *_, **__: jt.like(q),
     grid=lambda q, *_, bq, **__: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq)),
 )
-def attention_slopes_of_queries(
+def attention_gradient_of_queries(
     q, k, v, g, lse, delta, lengths, offsets, dq,
     *, bq: int, bk: int, scale: float, softcap: float | None, window: Window,
 ):  # fmt: skip
@@ -101,9 +101,9 @@ def attention_slopes_of_queries(
 
     def step(j, acc, edge: bool):
         k_j, v_j = K[b, j, kv, 0], V[b, j, kv, 0]
-        p, slope = weights(jt.dot(q_i, k_j.T), lse_i, scale, softcap)
+        p, gradient = weights(jt.dot(q_i, k_j.T), lse_i, scale, softcap)
         dp = jt.dot(g_i, v_j.T) - delta_i
-        ds = p * (dp if slope is None else dp * slope)
+        ds = p * (dp if gradient is None else dp * gradient)
         if edge:
             columns = j * bk + jt.arange(bk)[None, :]
             ds = jnp.where(visible(rows, columns, length, window), ds, 0.0)
@@ -122,12 +122,12 @@ def attention_slopes_of_queries(
     dq.tiles(None, bq, None, d)[b, i, h, 0] = (acc * scale).astype(dq.dtype)
 
 
-def slopes(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: float | None, window: Window):
+def gradients(q, k, v, o, lse, g, ct, lengths, offsets, *, scale: float, softcap: float | None, window: Window):
     """(dq, dk, dv) for the cotangents g of o and ct of lse, or None; as `attention_backward`."""
     t, s, d, bytes_ = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
-    keys, queries = gpu_tiles.attention_slopes(t, s, d, bytes_, gpu_tiles.little_memory())
+    keys, queries = gpu_tiles.attention_gradients(t, s, d, bytes_, gpu_tiles.little_memory())
     n = fit(t, max(1, machine().tile // d))
     delta = tuned(attention_delta_tiles, num_warps=4)(o, g, ct, n=n, dtype=lse.dtype.name)
     args, options = (q, k, v, g, lse, delta, lengths, offsets), {"scale": scale, "softcap": softcap, "window": window}
-    dk, dv = tuned(attention_slopes_of_keys, **keys.options)(*args, **keys.tiles, **options)
-    return tuned(attention_slopes_of_queries, **queries.options)(*args, **queries.tiles, **options), dk, dv
+    dk, dv = tuned(attention_gradient_of_keys, **keys.options)(*args, **keys.tiles, **options)
+    return tuned(attention_gradient_of_queries, **queries.options)(*args, **queries.tiles, **options), dk, dv

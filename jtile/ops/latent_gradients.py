@@ -1,5 +1,5 @@
 """Reverse mode of `mla_attention`: one kernel for what belongs to keys, one for the queries, as in
-`attention_slopes`."""
+`attention_gradients`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import fit, known, machine
-from jtile.ops.attention_slopes import attention_delta_tiles
+from jtile.ops.attention_gradients import attention_delta_tiles
 from jtile.ops.attention_windows import LOG2_E, blocks, query_blocks, visible
 
 
@@ -25,7 +25,7 @@ def beside(x, rows: int, d: int):
     ),
     grid=lambda q, k, *_, bk, **__: (k.shape[0], k.shape[2], jt.cdiv(k.shape[1], bk)),
 )  # fmt: skip
-def latent_slopes_of_keys(
+def latent_gradient_of_keys(
     q, k, rope, v, g, lse, delta, lengths, offsets, dk, dr, dv,
     *, bq: int, bk: int, scale: float, causal: bool,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def latent_slopes_of_keys(
     out_type=lambda q, *_, **__: jt.like(q),
     grid=lambda q, *_, bq, **__: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq)),
 )
-def latent_slopes_of_queries(
+def latent_gradient_of_queries(
     q, k, rope, v, g, lse, delta, lengths, offsets, dq,
     *, bq: int, bk: int, scale: float, causal: bool,
 ):  # fmt: skip
@@ -115,16 +115,16 @@ def latent_slopes_of_queries(
     DQR[b, i, h, 1] = (dqr_i * scale).astype(dq.dtype)
 
 
-def slopes(q, k, rope, v, o, lse, g, ct, lengths, offsets, *, scale: float, causal: bool):
+def gradients(q, k, rope, v, o, lse, g, ct, lengths, offsets, *, scale: float, causal: bool):
     """(dq, dk, drope, dv) for the cotangents g of o and ct of lse, or None."""
     t, s, d, bytes_ = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
     if machine().whole:
         keys = queries = {"bq": fit(t, 128), "bk": fit(s, 128)}
     else:
         own = max(k.shape[3], v.shape[3]) if gpu_tiles.warpgroups() else d
-        keys, queries = (x.tiles for x in gpu_tiles.attention_slopes(t, s, own, bytes_, gpu_tiles.little_memory()))
+        keys, queries = (x.tiles for x in gpu_tiles.attention_gradients(t, s, own, bytes_, gpu_tiles.little_memory()))
     n = fit(t, max(1, machine().tile // o.shape[3]))
     delta = attention_delta_tiles(o, g, ct, n=n, dtype=lse.dtype.name)
     args, options = (q, k, rope, v, g, lse, delta, lengths, offsets), {"scale": scale, "causal": causal}
-    dk, dr, dv = latent_slopes_of_keys(*args, **keys, **options)
-    return latent_slopes_of_queries(*args, **queries, **options), dk, dr.sum(1).astype(rope.dtype), dv
+    dk, dr, dv = latent_gradient_of_keys(*args, **keys, **options)
+    return latent_gradient_of_queries(*args, **queries, **options), dk, dr.sum(1).astype(rope.dtype), dv
