@@ -90,7 +90,7 @@ def test_selective_scan_errors():
 
 
 def test_ssd():
-    """Groups of b and c for more heads, and the slope of `a` through its decays."""
+    """Groups of b and c for more heads, and the gradient of `a` through its decays."""
     t = 9
     x, dt, b, c = normal(0, 2, t, 4, 3), positive(1, 2, t, 4), normal(2, 2, t, 2, 5), normal(3, 2, t, 2, 5)
     args = x, dt, -positive(4, 4), b, c, normal(5, 4), normal(6, 2, 4, 5, 3)

@@ -199,12 +199,12 @@ def test_tangents_that_are_added_to_one_are_short(arch):
         return made
 
     near_one = lambda b, t, one, half: b.map("mul", b.map("add", t, one), half)
-    slope = lambda b, t, one, half: b.map("sub", one, b.map("square", t))
+    derivative = lambda b, t, one, half: b.map("sub", one, b.map("square", t))
     short = lambda *uses: "tanh" not in emit_kernel(bench(*uses).kernel, features("sm_90"))[0].replace("@jtile", "")
-    assert short(near_one, slope)
+    assert short(near_one, derivative)
     assert not short(near_one, lambda b, t, one, half: b.map("mul", t, half))
     assert not short(lambda b, t, one, half: b.map("add", t, half))
-    both = bench(near_one, slope)
+    both = bench(near_one, derivative)
     if arch == "device":
         got = run_device(both.kernel, both.inputs)
     else:
