@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks import pictures
 from benchmarks.report import number
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,9 +109,11 @@ def table(records: list[dict]) -> str:
     devices = list(dict.fromkeys(r["device"] for r in records))
     if len(devices) <= 1:
         return _table(records)
+    names = {device: DEVICES.get(device, device) for device in devices}
     parts = (
-        f"## {DEVICES.get(device, device)}\n\n{_table([r for r in records if r['device'] == device])}"
-        for device in devices
+        f"## {name}\n\n![Speeds on {name}](pictures/speeds_{device}.svg)\n\n"
+        f"{_table([r for r in records if r['device'] == device])}"
+        for device, name in names.items()
     )
     return "\n".join(parts)
 
@@ -138,6 +141,15 @@ def update(page: str, text: str) -> str:
     return before + BEGIN + text + END + after
 
 
+def drawings(records: list[dict]) -> dict[Path, str]:
+    """The pictures of docs/speeds.md, by their files: one for each device."""
+    found = {}
+    for device in dict.fromkeys(r["device"] for r in records):
+        own = [r for r in records if r["device"] == device]
+        found[ROOT / "docs" / "pictures" / f"speeds_{device}.svg"] = pictures.speeds(own, DEVICES.get(device, device))
+    return found
+
+
 def main(argv: list[str]) -> None:
     files = [Path(name) for name in argv] or sorted(RECORDS.glob("*/records.json"), reverse=True)
     missing = [str(file) for file in files if not file.is_file()]
@@ -148,6 +160,8 @@ def main(argv: list[str]) -> None:
     for path, text in ((ROOT / "README.md", few(records)), (ROOT / "docs" / "speeds.md", table(records))):
         path.write_text(update(path.read_text(), text))
         print(f"{path.relative_to(ROOT)}: speeds from {', '.join(map(str, files))}")
+    for path, text in drawings(records).items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

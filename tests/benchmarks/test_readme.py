@@ -38,6 +38,9 @@ def test_the_pages_hold_what_the_records_say():
         page = (readme.ROOT / page).read_text()
         assert page.count(readme.BEGIN) == page.count(readme.END) == 1
         assert readme.update(page, text) == page, "run python -m benchmarks.readme"
+    for file, text in readme.drawings(records).items():
+        assert file.read_text() == text, "run python -m benchmarks.readme"
+        assert text.count("<circle") > 20
 
 
 def test_a_missing_file_is_said():

@@ -48,7 +48,9 @@ def test_links_and_anchors_lead_somewhere(page):
 
 def test_every_public_name_is_on_a_page_of_the_api():
     text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
-    listed = set(re.findall(r"(?m)^\.\. auto(?:function|class):: (\w+)$", text))
+    names = re.findall(r"(?m)^\.\. auto(?:function|class):: (\w+)$", text)
+    listed = set(names)
+    assert len(names) == len(listed)
     eager = {"Config", "config", "configure", "Kernel", "call", "kernel", "tuned", "Lowered", "dynamic", "Options"}
     library = {n for n, o in vars(ops).items() if not n.startswith("_") and callable(o)}
     assert sorted((eager | set(jt._NAMES) | library | set(models.__all__)) - listed) == []
