@@ -43,6 +43,7 @@ class _Run:
       stacks: per moving carry, the scratch that holds it at the start of every round (empty: nothing is saved).
       limit: what ends a loop whose rounds are traced.
       rescaled: how the carries change where they only rescale; `last`: the reference after all rounds, then.
+      again: whether the carry of a round is computed again from the first one on.
     """
 
     loop: Loop
@@ -57,6 +58,7 @@ class _Run:
     limit: Any = None
     rescaled: Rescaled | None = None
     last: Any = None
+    again: bool = False
 
     def carry(self, t: Any, k: Any, moved: Sequence[Any]) -> list[Any]:
         """The whole carry in round `t`, whose counter is `k`."""
@@ -153,10 +155,11 @@ def _prepare(self: Reverse, eqn: Any, args: list[Any]) -> _Run:
 def _loop(self: Reverse, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[Any], Pull | None]:
     slots = [x for x in args if isinstance(x, Slot)]
     touched = any(x.ct is not None for x in slots) or any(v in self.activity for v in eqn.outvars)
-    if as_loop(eqn) is None:
-        return _endless(eqn, args, slots, touched)
-    if not touched and not any(x.changes for x in slots):
+    changes = any(x.changes for x in slots)
+    if not touched and not changes:
         return bind(eqn, [x.primal if isinstance(x, Slot) else x for x in args]), None
+    if as_loop(eqn) is None:
+        return _endless(self, eqn, args, mode, changes)
     run = _prepare(self, eqn, args)
     run.rescaled = self.rescaled.get(id(eqn))
     if mode.effects and mode.tape:
@@ -170,16 +173,32 @@ def _loop(self: Reverse, eqn: Any, args: list[Any], mode: Mode) -> tuple[list[An
     return outs, lambda cts: _backwards(self, run, mode, cts)
 
 
-def _endless(eqn: Any, args: list[Any], slots: Sequence[Slot], touched: bool) -> tuple[list[Any], None]:
-    """A `while` that does not count its rounds."""
-    if touched or any(x.changes for x in slots):
+def _endless(self: Reverse, eqn: Any, args: list[Any], mode: Mode, changes: bool) -> tuple[list[Any], Pull]:
+    """A `while` that does not count its rounds: they are counted. Nobody knows how many there can be, so that no carry
+    is saved: where a round needs its own, the rounds before it are computed again."""
+    cond, closed = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    if changes or any(e.primitive.name in ("jtile_store", "jtile_atomic") for e in equations(closed.jaxpr)):
         raise refuse(
-            "reverse mode goes through loops that count their rounds, and this while loop does not: write "
-            "`for k in jt.range(most)` and `break`, where `most` is the most rounds that there can be, or give the "
-            "kernel a rule of its own (defvjp)",
+            "reverse mode goes through a while loop that does not count its rounds only where it writes nothing, and "
+            "reads nothing that the kernel writes: write `for k in jt.range(most)` and `break`, where `most` is the "
+            "most rounds that there can be, or give the kernel a rule of its own (defvjp)",
             eqn,
         )
-    return bind(eqn, [x.primal if isinstance(x, Slot) else x for x in args]), None
+    consts, init = args[n_cond : n_cond + n_body], [jnp.asarray(x) for x in args[n_cond + n_body :]]
+    invars = eqn.invars[n_cond:]
+    loop = Loop(eqn, closed.jaxpr, closed.consts, invars[:n_body], invars[n_body:])
+    once = Mode(False, False, mode.path)
+    values = lambda jaxpr, own, *xs: self.sweep(jaxpr.jaxpr, jaxpr.consts, [*own, *xs], once)[0]
+    still = {j for j, (a, b) in enumerate(zip(loop.carries, loop.body.outvars, strict=True)) if a is b}
+
+    def body(c):
+        return c[0] + np.int32(1), *(jnp.asarray(x) for x in values(closed, consts, *c[1:]))
+
+    rounds, *outs = lax.while_loop(lambda c: values(cond, args[:n_cond], *c[1:])[0], body, (np.int32(0), *init))
+    moving = [j for j in range(len(init)) if j not in still]
+    run = _Run(loop, consts, init, [], rounds, UNBOUNDED, moving, {}, [], again=True)
+    return outs, lambda cts: _backwards(self, run, mode, cts)
 
 
 def _forwards(self: Reverse, run: _Run, mode: Mode) -> list[Any]:
@@ -368,10 +387,23 @@ class _RoundBack:
     def before(self, t: Any) -> tuple[list[Any], Mapping[Any, Any]]:
         """The moving carries at the start of a round, and what is known of variables of its body."""
         run, known = self.run, self.run.rescaled
+        if run.again:
+            return self.computed(t), {}
         if known is None:
             return [read_row(ref, (t,), run.init[j]) for ref, j in zip(run.stacks, run.moving, strict=True)], {}
         moved = [run.last if j == known.reference else run.init[j] for j in run.moving]
         return moved, {known.update: lax.reshape(run.last, known.update.aval.shape)}
+
+    def computed(self, t: Any) -> list[Any]:
+        """The moving carries at the start of a round, by the rounds before it."""
+        run, once = self.run, Mode(False, False, self.mode.path)
+
+        def body(k, moved):
+            now = [*run.consts, *run.carry(k, k, moved)]
+            outs, _ = self.reverse.sweep(run.loop.body, run.loop.body_consts, now, once)
+            return [outs[j] for j in run.moving]
+
+        return counted(Range(0, t, 1, None, 1), body, [run.init[j] for j in run.moving])
 
 
 def _as_operands(run: _Run, found: list[Any]) -> list[Any]:

@@ -233,8 +233,8 @@ def test_lanes_that_end_by_themselves():
         assert len(set(np.asarray(count).tolist())) > 2
     gradient = jax.jvp(lambda x: newton(x)[0], (x,), (jnp.ones_like(x),))[1]
     np.testing.assert_allclose(gradient[1:3], 0.5 / np.asarray(want[1:3]), rtol=1e-2)
-    with pytest.raises(TransformError, match="loops that count their rounds"):
-        jax.grad(lambda x: newton(x)[0].sum())(x)
+    gradient = jax.grad(lambda x: newton(x)[0].sum())(x)  # each lane by its own rounds, which are counted
+    np.testing.assert_allclose(gradient[1:3], 0.5 / np.asarray(want[1:3]), rtol=1e-2)
 
 
 def test_the_reverse_mode_of_lanes_that_count():

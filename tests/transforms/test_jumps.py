@@ -68,12 +68,10 @@ def endless(x, o):
     o[...] = t
 
 
-def test_a_while_loop_with_a_break_has_forward_mode_only():
+def test_rounds_of_a_while_loop_with_a_break_are_counted():
     x = jnp.array([1.0, 2.0])
     assert jax.jvp(endless, (x,), (jnp.ones(2),))[1] == 16
-    with pytest.raises(jt.errors.TransformError, match=r"write `for k in jt.range.* and `break`") as e:
-        jax.grad(endless)(x)
-    assert "while True:" in str(e.value)
+    assert jax.grad(endless)(x).sum() == 16
 
 
 def test_derivatives_inside_a_kernel():

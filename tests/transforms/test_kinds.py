@@ -9,10 +9,14 @@ from pathlib import Path
 import composition
 import forked
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from kernel_kinds import CASES, largest, newton
+from kernel_kinds import CASES, doubled, largest
 from library_cases import floats
 
+import jtile as jt
+from jtile import ir
 from jtile.errors import TransformError
 from jtile.testing import Report, check_kernel
 
@@ -43,8 +47,26 @@ def test_over_eight_devices(names, request, subprocess_env):
 
 @pytest.mark.parametrize(
     ("kernel", "message"),
-    [(newton, "loops that count their rounds"), (largest, "depends on the order of the programs")],
+    [(doubled, "only where it writes nothing"), (largest, "depends on the order of the programs")],
 )
 def test_what_the_table_calls_impossible_is_an_error_that_says_so(kernel, message):
     with pytest.raises(TransformError, match=message):
         jax.grad(lambda x: kernel(x).sum())(floats(2, 3))
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=1)
+def grown(x, o):
+    y = x[...]
+    while jnp.max(y) < 10:
+        y = y * 2
+    o[...] = y
+
+
+def test_rounds_that_need_no_carry_compute_none_again():
+    """Of a linear body: the rounds are counted, and go backwards by themselves."""
+    x = floats(2, 3) ** 2 + 1
+    ops = list(grown.lower(x).vjp().kernel.body.walk())
+    assert [type(op) for op in ops if op.blocks()] == [ir.While, ir.For]
+    scale = 2.0 ** np.ceil(np.log2(10 / np.max(x)))
+    with jt.config(interpret=True):
+        np.testing.assert_allclose(jax.grad(lambda x: grown(x).sum())(x), np.full(x.shape, scale), rtol=1e-6)
