@@ -379,7 +379,7 @@ def test_while_loops():
 
     x = np.array([3.0, 9.0], np.float32)
     assert_close(jax.jvp(halved, (x,), (x,))[1], x / 16, 1e-6)
-    assert_close(jax.grad(lambda x: halved(x).sum())(x), np.full(2, 1 / 16), 1e-6)
+    assert_close(jax.grad(lambda x: halved(x).sum())(x), np.full(2, 1 / 16, np.float32), 1e-6)
 
     @jt.kernel(out_type=lambda x, **_: jt.like(x))
     def stored(x, o):
