@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from jtile.language import swizzle as swizzle
     from jtile.language import symmetric as symmetric
     from jtile.language import wait as wait
+    from jtile.language import wait_for_kernels as wait_for_kernels
     from jtile.language import when as when
     from jtile.language import zeros as zeros
     from jtile.lowering.here import architecture as architecture
@@ -125,8 +126,8 @@ _LANGUAGE = [
     "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor", "axis_barrier", "axis_index", "axis_size", "barrier",
     "cdiv", "clock", "cond", "counters", "dot", "dot_async", "dot_scaled", "dot_wait", "ds", "fence_shared", "fori",
     "full", "like", "load", "next_power_of_2", "num_programs", "ones", "print", "program_id", "range", "reduce",
-    "role", "role_barrier", "signal", "signals", "store", "store_wait", "swizzle", "symmetric", "wait", "when",
-    "zeros",
+    "role", "role_barrier", "signal", "signals", "store", "store_wait", "swizzle", "symmetric", "wait",
+    "wait_for_kernels", "when", "zeros",
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",

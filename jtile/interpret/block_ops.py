@@ -16,6 +16,7 @@ from jtile.ir import (
     DotWait,
     Expect,
     FenceShared,
+    KernelsWait,
     LoadShared,
     RoleBarrier,
     SliceShared,
@@ -138,6 +139,11 @@ def _wait(m: Machine, op: Wait):
 @rule(RoleBarrier)
 def _role_barrier(m: Machine, op: RoleBarrier):
     return ()  # the threads of a role are one here
+
+
+@rule(KernelsWait)
+def _kernels_wait(m: Machine, op: KernelsWait):
+    return ()  # kernels run one after the other here
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

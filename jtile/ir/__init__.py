@@ -11,6 +11,7 @@ from .block import (
     DotWait,
     Expect,
     FenceShared,
+    KernelsWait,
     LoadShared,
     RoleBarrier,
     Roles,

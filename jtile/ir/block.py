@@ -262,6 +262,19 @@ class RoleBarrier(Op):
         return ()
 
 
+@dataclasses.dataclass(eq=False)
+class KernelsWait(Op):
+    """Wait until the kernels in front of this one have ended: what stands behind it in this role, an early one, sees
+    their results. Nothing where launches do not overlap."""
+
+    mnemonic = "kernels_wait"
+    effect = "io"
+    level = "block"
+
+    def infer(self):
+        return ()
+
+
 # -- asynchronous copies ----------------------------------------------------------------------------------------------
 
 

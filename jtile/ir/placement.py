@@ -18,6 +18,7 @@ from .block import (
     DotWait,
     Expect,
     FenceShared,
+    KernelsWait,
     LoadShared,
     RoleBarrier,
     Roles,
@@ -42,6 +43,7 @@ IN_ROLES = (
     Expect,
     Arrive,
     Wait,
+    KernelsWait,
     RoleBarrier,
     AsyncLoad,
     AsyncStore,
@@ -158,10 +160,13 @@ def _check_early(kernel: Kernel, op: Roles) -> None:
     """Kernels in front may still read what an early role would write, and write what it would read of their results."""
     if not any(op.early):
         return
-    if all(op.early):
+    waits = [any(isinstance(inner, KernelsWait) for inner in body.ops) for body in op.bodies]
+    if all(early and not wait for early, wait in zip(op.early, waits, strict=True)):
         refuse(kernel, op, "all roles are early: one has to wait for the kernels in front, so that this one ends last")
     for name, body, early in zip(op.names, op.bodies, op.early, strict=True):
-        for inner in body.walk() if early else ():
+        ends = [k for k, inner in enumerate(body.ops) if isinstance(inner, KernelsWait)]
+        before = Block((), body.ops[: ends[0]] if ends else body.ops)
+        for inner in before.walk() if early else ():
             if isinstance(inner, Store | Atomic | AsyncStore | LastArrival):
                 why = "writes memory while kernels in front of this one still run: leave that to a role that waits"
                 refuse(kernel, inner, f"{inner.mnemonic} in an early role {why}", name)

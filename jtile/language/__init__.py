@@ -24,6 +24,7 @@ from jtile.language.block import (
     role,
     role_barrier,
     store_wait,
+    wait_for_kernels,
 )
 from jtile.language.compute import associative_scan, dot, dot_scaled, reduce
 from jtile.language.control import Range, cond, fori, range_, when
@@ -106,6 +107,7 @@ __all__ = [
     "swizzle",
     "symmetric",
     "wait",
+    "wait_for_kernels",
     "when",
     "zeros",
 ]

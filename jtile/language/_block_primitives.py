@@ -38,6 +38,7 @@ slice_shared_p = _handle("slice_shared")  # (buffer) -> buffer; starts, sizes
 store_shared_p = _action("store_shared")  # (buffer, value)
 fence_shared_p = _action("fence_shared")
 role_barrier_p = _action("role_barrier")
+kernels_wait_p = _action("kernels_wait")
 expect_p = _action("expect")  # (barriers, at, when?); bytes
 arrive_p = _action("arrive")  # (barriers, at, when?); count
 wait_p = _action("wait")  # (barriers, at, parity, when?)
@@ -73,5 +74,5 @@ def _(*values, pending):
 PRIMITIVES = (
     alloc_shared_p, alloc_barriers_p, slot_p, transpose_shared_p, slice_shared_p, store_shared_p, fence_shared_p,
     role_barrier_p, expect_p, arrive_p, wait_p, async_load_p, async_store_p, store_wait_p, role_begin_p, role_end_p,
-    load_shared_p, dot_async_p, dot_wait_p, clock_p,
+    load_shared_p, dot_async_p, dot_wait_p, clock_p, kernels_wait_p,
 )  # fmt: skip

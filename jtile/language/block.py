@@ -36,10 +36,12 @@ class role:  # noqa: N801 (`with jt.role(...)`)
     Args:
       name: what errors and profiles call it.
       warps: 1, 2, 4 or 8; of the first role 4 or 8: it is the warps that the kernel starts with.
-      registers: for each thread, a multiple of 8 from 24 to 240; 0: what is left.
-      early: the role may start before the kernels in front of this one have ended, and the others wait for them. It
-        writes no array, and what it reads must not be written by the kernel in front, which nobody checks: weights that
-        are operands of the whole program, say. Where launches do not overlap, it makes no difference.
+      registers: for each thread, a multiple of 8 from 24 to 240; 0: what is left. A block whose roles all name them,
+        and no more than three quarters of a multiprocessor's, takes no more, so that another may stand beside it.
+      early: the role may start before the kernels in front of this one have ended, and the others wait for them. Until
+        it waits, too (`jt.wait_for_kernels`), it writes no array, and what it reads must not be written by the kernel
+        in front, which nobody checks: weights that are operands of the whole program, say. Where launches do not
+        overlap, it makes no difference.
     """
 
     def __init__(self, name: str, warps: int = 4, registers: int = 0, early: bool = False):
@@ -101,6 +103,17 @@ def role_barrier() -> None:
     """The threads of this role meet: what each stored before is seen by all of them after."""
     _level.in_role("jt.role_barrier")
     prims.role_barrier_p.bind()
+
+
+def wait_for_kernels() -> None:
+    """In an early role: wait until the kernels in front of this one have ended.
+
+    What stands behind it sees their results, and may write arrays. A kernel whose roles are all early lets the one
+    behind it start at once, so that early roles there overlap with the kernels in front of this one, too. Where
+    launches do not overlap, it does nothing.
+    """
+    _level.in_role("jt.wait_for_kernels")
+    prims.kernels_wait_p.bind()
 
 
 def fence_shared() -> None:
@@ -273,4 +286,14 @@ def _tile(x: Any, what: str) -> jax.Array:
     return jnp.asarray(x)
 
 
-__all__ = ["async_copy", "clock", "dot_async", "dot_wait", "fence_shared", "role", "role_barrier", "store_wait"]
+__all__ = [
+    "async_copy",
+    "clock",
+    "dot_async",
+    "dot_wait",
+    "fence_shared",
+    "role",
+    "role_barrier",
+    "store_wait",
+    "wait_for_kernels",
+]

@@ -180,3 +180,12 @@ def test_loads_in_front_of_early_roles():
     body = "wait %full[%c0], %c0"
     assert "a load before the roles" in refused(f"{body}\n}} role other warps=1 early {{\n", "%l = load %n[%c0] : i32")
     verify(kernel(f"{body}\n}} role other warps=1 early {{\narrive %full[%c0]"), "block")
+
+
+def test_early_roles_that_wait():
+    """They may write behind that; a kernel has one role that waits, or more."""
+    body, store = "wait %full[%c0], %c0", "store %o[tile(%c0, 64), tile(%c0, 64)], %z"
+    other = f"{body}\n}} role other warps=1 early {{\n%z = full 0.0 : tile<64x64xbf16>\n"
+    assert "store in an early role" in refused(f"{other}{store}\nkernels_wait")
+    verify(kernel(f"{other}kernels_wait\n{store}"), "block")
+    assert "kernels_wait stands in a role" in refused("", before="kernels_wait")

@@ -55,6 +55,12 @@ def _(c: Lowering):
     return []
 
 
+@rule("jtile_kernels_wait")
+def _(c: Lowering):
+    c.b.add(ir.KernelsWait())
+    return []
+
+
 @rule("jtile_expect")
 def _(c: Lowering, barrier, at, *when, bytes):
     c.b.add(ir.Expect(barrier, at, bytes, *when))

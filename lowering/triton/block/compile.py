@@ -25,7 +25,7 @@ from . import (  # noqa: F401  emitters register
     emit_roles,
     emit_shared,
 )
-from .emit_roles import roles_of
+from .emit_roles import registers_at_start, roles_of
 from .emitter import BlockEmitter
 from .layouts import aliased
 
@@ -51,6 +51,8 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]
     body, names = aliased(f"  tt.func public @{symbol(kernel)}({params}) {{\n{em.code.text()}\n    tt.return\n  }}\n")
     head = "".join(f"{name} = {layout}\n" for name, layout in names.items())
     numbers = {"num-ctas": 1, "num-warps": warps, "threads-per-warp": f.lanes}
+    registers = registers_at_start(roles_of(kernel))
+    numbers |= {"maxnreg": registers} if registers else {}
     attributes = ", ".join(f'"ttg.{k}" = {v} : i32' for k, v in numbers.items())
     target = f'ttg.target = "cuda:{f.processor}"'
     module = f"{head}module attributes {{{attributes}, {target}}} {{\n{body}}}\n"

@@ -11,6 +11,7 @@ from .code import LaidCode
 from .emitter import BLOCK, BlockEmitter
 
 REGISTERS = 65536  # of a block on sm_90
+SHARE = 49152  # of a block that names what it takes, beside which there is room for another
 LEAST, MOST = 24, 240  # that a thread may ask for
 AROUND = 26  # that an instruction for products takes besides those of its sums
 ROLES = 13  # triton has barriers for 14 partitions besides the first role, and 3.6 fills warpgroups up with some
@@ -48,8 +49,11 @@ def emit_body(em: BlockEmitter) -> int:
 
 
 def _role(em: BlockEmitter, roles: ir.Roles, k: int) -> tuple[LaidCode, dict]:
-    waits = any(roles.early) and not roles.early[k]
-    with em.role(roles.bodies[k], roles.warps[k], isolated=k > 0, waits=waits) as code:
+    asks: tuple[str, ...] = ()
+    if any(roles.early):
+        late = any(isinstance(op, ir.KernelsWait) for op in roles.bodies[k].walk())
+        asks = ("launch_dependents",) * (late and all(roles.early)) if roles.early[k] else ("wait", "launch_dependents")
+    with em.role(roles.bodies[k], roles.warps[k], isolated=k > 0, asks=asks) as code:
         em.block(roles.bodies[k])
         return code, em.captures or {}
 
@@ -83,6 +87,20 @@ def worker_registers(roles: ir.Roles) -> tuple[int, ...]:
     sharing = sum(n for n, r in zip(whole, roles.registers, strict=True) if not r)
     share = max(LEAST, min(MOST, left // max(sharing, 1) // 8 * 8))
     return tuple(r or share for r in roles.registers[1:])
+
+
+def registers_at_start(roles: ir.Roles) -> int:
+    """What a thread of a kernel has when it starts, at most; 0: no bound. Where all roles name what they take, and it
+    is no more than `SHARE`, the kernel takes that, so that the block of another finds room beside it."""
+    if not all(roles.registers):
+        return 0
+    large = [(w, r) for w, r in zip(roles.warps, roles.registers, strict=True) if w >= 4]
+    small = [(w, r) for w, r in zip(roles.warps, roles.registers, strict=True) if w < 4]  # together in warpgroups
+    groups = -(-sum(w for w, _ in small) // 4)
+    whole = sum(w * r for w, r in large) + groups * 4 * max((r for _, r in small), default=0)
+    if 32 * whole > SHARE:
+        return 0
+    return whole // (sum(w for w, _ in large) + 4 * groups) // 8 * 8
 
 
 def columns_of_products(roles: ir.Roles) -> int:

@@ -166,6 +166,11 @@ def _role_barrier(em: BlockEmitter, op: ir.RoleBarrier) -> None:
     em.code.do("gpu.barrier")
 
 
+@emits(ir.KernelsWait)
+def _kernels_wait(em: BlockEmitter, op: ir.KernelsWait) -> None:
+    em.launches("wait")
+
+
 @emits(ir.Clock)
 def _clock(em: BlockEmitter, op: ir.Clock) -> Val:
     asm = '"mov.u64 $0, %globaltimer;" {constraints = "=l", packed_element = 1 : i32, pure = false}'

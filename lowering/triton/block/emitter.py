@@ -215,9 +215,9 @@ class BlockEmitter(Emitter):
     # -- roles --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def role(self, body: ir.Block, warps: int, *, isolated: bool, waits: bool) -> Iterator[LaidCode]:
+    def role(self, body: ir.Block, warps: int, *, isolated: bool, asks: Sequence[str]) -> Iterator[LaidCode]:
         """Emit a role inside: its own code, values and layouts. `isolated`: it sees nothing but what it captures;
-        `waits`: it begins when the kernels in front have ended, and then lets the one behind start."""
+        `asks`: what it begins with, see `launches`."""
         names = ("code", "env", "refs", "program", "symbols", "homes", "warps", "captures", "laid", "places",
                  "within")  # fmt: skip
         old = {n: getattr(self, n) for n in names}
@@ -227,14 +227,18 @@ class BlockEmitter(Emitter):
         self.env = _Outside(self, old["env"])
         self.refs = {r: _Lazy(self, b) for r, b in old["refs"].items()}  # type: ignore[assignment]
         self.symbols = {n: self.use(v) for n, v in old["symbols"].items()}
-        for what in ("wait", "launch_dependents") if waits else ():
-            asm = f'"griddepcontrol.{what}; // $0" {{constraints = "=r", packed_element = 1 : i32, pure = false}}'
-            self.code.let(f"tt.elementwise_inline_asm {asm} -> i32", (), "i32")
+        for what in asks:
+            self.launches(what)
         start_program(self, self.code.let("tt.get_program_id x : i32", (), "i32"))
         self._remake(body)
         yield self.code
         for n, v in old.items():
             setattr(self, n, v)
+
+    def launches(self, what: str) -> None:
+        """`wait` until the kernels in front have ended, or let the one behind start: `launch_dependents`."""
+        asm = f'"griddepcontrol.{what}; // $0" {{constraints = "=r", packed_element = 1 : i32, pure = false}}'
+        self.code.let(f"tt.elementwise_inline_asm {asm} -> i32", (), "i32")
 
     def _remake(self, body: ir.Block) -> None:
         """Arithmetic that stands before the roles: each role that needs it does it again."""

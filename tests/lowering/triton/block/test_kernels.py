@@ -22,7 +22,7 @@ from jtile._errors import DefectWarning, UnsupportedError
 from jtile.interpret import interpret
 from jtile.lowering.triton import block
 from jtile.lowering.triton.block import compile_block_kernel, emit_block_kernel
-from jtile.lowering.triton.block.emit_roles import worker_registers
+from jtile.lowering.triton.block.emit_roles import registers_at_start, worker_registers
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.lowering.triton.features import features
 
@@ -198,6 +198,30 @@ def test_a_kernel_says_that_it_waits_for_those_in_front(early):
     text = ir.print_kernel(found.kernel)
     assert ir.print_kernel(ir.parse_kernel(text)) == text and ("early" in text) == early
     assert not jt.call(body, out_type=x, grid=(1,)).interpret(np.ones((64, 64), jnp.bfloat16)).astype(float).min() < 1
+
+
+def test_a_block_of_early_roles_beside_another():
+    """A role that waits by itself lets the kernel behind start first; roles that name their registers take no more."""
+
+    def body(x, o):
+        X, full = jt.alloc((64, 64), x.dtype), jt.barrier(1)
+        with jt.role("main", registers=104, early=True):
+            jt.wait_for_kernels()
+            full.at(0).wait()
+            o[...] = X.load()
+        with jt.role("copies", warps=1, registers=24, early=True):
+            full.at(0).expect(X.nbytes)
+            jt.async_copy(x.tiles(64, 64).at[0, 0], X, full.at(0))
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    found = jt.call(body, out_type=x, grid=(1,)).lower(x, target="cuda:sm_90")
+    ptx, launch = found.texts["ptx"], found.launch
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
+    assert ptx.count("griddepcontrol.") == 2 and ".maxnreg 64" in ptx and launch["resources"]["blocks"] > 1
+    assert json.loads(launch["record"])["attributes"] == {"programmatic": True}
+    assert jt.call(body, out_type=x, grid=(1,)).interpret(np.ones((64, 64), jnp.bfloat16)).astype(float).min() == 1
+    large = ir.Roles(("a", "b"), (8, 4), (160, 160), (ir.Block(), ir.Block()))
+    assert registers_at_start(large) == 0
 
 
 def test_a_kernel_of_the_tile_level_compiles_at_the_block_level():
