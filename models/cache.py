@@ -105,6 +105,22 @@ class Slots:
         q, *held = kernel(qkv, cos, sin, self.lengths, *held, weights, self.table, **options)
         return q, self._with(held[:2], held[2:])
 
+    def append_and_attend(
+        self, qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | None = None, *, window: int | None = None,
+        scale: float | None = None, softcap: float | None = None, sinks=None,
+    ):  # fmt: skip
+        """`append`, then `attend`: (what the new tokens get [batch * t, heads, head_dim], the slots)."""
+        entry, several = self.entry, qkv.shape[0] != self.lengths.shape[0]
+        masked = window is not None or softcap is not None or sinks is not None
+        if several or masked or entry.scales or entry.ring or self.splits is not None:
+            q, slots = self.append(qkv, cos, sin, heads, kv_heads, norms)
+            return slots.attend(q, window, scale, softcap, sinks), slots
+        qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
+        weights, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
+        options = {"heads": heads, "pages": self.table, "norms": weights, "eps": eps, "scale": scale}
+        y, *held = ops.step_attention(qkv, cos, sin, self.lengths, *entry.arrays, **options)
+        return y, self._with(held)
+
     def attend(
         self, q, window: int | None = None, scale: float | None = None, softcap: float | None = None, sinks=None
     ):

@@ -71,8 +71,8 @@ class Attention(nnx.Module):
         """The projection [batch * t, ...] of the next t tokens of each row, against this layer's part of the cache;
         returns (output [batch * t, hidden], the longer part)."""
         c = self.config
-        q, slots = slots.append(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
-        mixed = slots.attend(q, c.window, c.scale, c.softcap, _value(self.sinks))
+        options = {"window": c.window, "scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
+        mixed, slots = slots.append_and_attend(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), **options)
         return self._leave(mixed.reshape(qkv.shape[0], -1)), slots
 
 

@@ -9,28 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-
-
-def _normed(x, weight, eps: float):
-    """x [..., head_dim] / sqrt(mean(x^2) + eps) * weight."""
-    unit = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return unit * weight.reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-def _heads(x, norms, heads: int, kv_heads: int, eps: float):
-    """Queries and keys of x [..., heads + 2 kv_heads, head_dim], float32, normalised by `norms`, two weights or ()."""
-    x = x[..., : heads + kv_heads, :].astype(jnp.float32)
-    if not norms:
-        return x
-    Q, K = x[..., :heads, :], x[..., heads:, :]
-    return jnp.concatenate([_normed(Q, norms[0][:], eps), _normed(K, norms[1][:], eps)], axis=-2)
-
-
-def rotated(x, cos, sin):
-    """The pairs (i, i + half) of x [..., heads, head_dim] turned by the angles of cos, sin [..., 1, half]."""
-    half = x.shape[-1] // 2
-    low, high = x[..., :half], x[..., half:]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+from jtile.ops.cache_appends import heads_of, put, rotated, slot_of
+from jtile.ops.cache_appends import rope_append as rope_append
 
 
 def rows_of_split(heads: int, head_dim: int) -> int:
@@ -54,57 +34,10 @@ def rope_split(qkv, cos, sin, norms, q, k, v, *, heads: int, kv_heads: int, eps:
     n, half = cos.shape[-1] * 2, cos.shape[-1]
     X = qkv.tiles(None, bt, qkv.shape[2], n)[b, t, 0, 0]
     C, S = cos.tiles(bt, half)[t, 0][:, None], sin.tiles(bt, half)[t, 0][:, None]
-    R = rotated(_heads(X, norms, heads, kv_heads, eps), C, S)
+    R = rotated(heads_of(X, norms, heads, kv_heads, eps), C, S)
     q.tiles(None, bt, heads, n)[b, t, 0, 0] = R[:, :heads].astype(q.dtype)
     k.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = R[:, heads:].astype(k.dtype)
     v.tiles(None, bt, kv_heads, n)[b, t, 0, 0] = X[:, heads + kv_heads :]
-
-
-def slot_of(p, rows: int, lengths, table, cache, ring: bool):
-    """Where the cache keeps token p of the `rows` new ones, those of a row side by side: (row or page, slot of it, and
-    whether there is such a page; None: it need not be asked).
-
-    lengths int32 [batch]: tokens before this step, or -1 of a row that is padding, where there are pages. table: int32
-    [batch, n], the pages of each row, or None; a negative one is none. ring: see `cache.Entry`."""
-    t, slots = rows // lengths.shape[0], jnp.int32(cache.shape[1])
-    b, i = (p, 0) if t == 1 else (jax.lax.div(p, jnp.int32(t)), jax.lax.rem(p, jnp.int32(t)))
-    at = lengths[b] + i
-    at = jax.lax.rem(at, slots) if ring else at
-    if table is None:
-        return b, at, None
-    block, last = jax.lax.div(at, slots), table.shape[1] - 1
-    page = table[b, jnp.clip(block, 0, last)]
-    return jnp.maximum(page, 0), jax.lax.rem(at, slots), (at >= 0) & (block <= last) & (page >= 0)
-
-
-def put(cache, place, value, *part: slice) -> None:
-    """Writes what the cache keeps of one token, or a part of it, to a place of `slot_of`."""
-    row, at, there = place
-    jt.store(cache, (row, at, *part, ...), value.astype(cache.dtype), mask=there)
-
-
-def _step_types(qkv, cos, sin, lengths, keys, values, norms, table, *, heads, **_):
-    return jt.like(qkv, shape=(qkv.shape[0], heads, qkv.shape[2])), jt.like(keys), jt.like(values)
-
-
-@jt.kernel(
-    out_type=_step_types,
-    grid=lambda qkv, *_, **__: (qkv.shape[0],),
-    alias={"keys": "new_keys", "values": "new_values"},
-)
-def rope_append(
-    qkv, cos, sin, lengths, keys, values, norms, table, q, new_keys, new_values,
-    *, heads: int, kv_heads: int, eps: float = 0.0, ring: bool = False,
-):  # fmt: skip
-    """The next t tokens of each row: rotates q and k of qkv [batch * t, heads + 2 kv_heads, head_dim] by float32 cos,
-    sin [batch * t, head_dim / 2], and writes k and v into the caches [batch, slots, kv_heads, head_dim], or those of
-    pages, in place and in their dtype. `norms`: see `rope_split`; the others: see `slot_of`."""
-    p = jt.program_id(0)
-    place, X = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv[p, :, :]
-    R = rotated(_heads(X, norms, heads, kv_heads, eps), cos[p, :][None], sin[p, :][None])
-    q[p, :, :] = R[:heads].astype(q.dtype)
-    put(new_keys, place, R[heads:])
-    put(new_values, place, X[heads + kv_heads :])
 
 
 def scales_of(largest, dtype):
@@ -145,7 +78,7 @@ def rope_append_scaled(
     """As `rope_append` for caches of 8 bits, with scales float32 [batch or pages, kv_heads, slots]: see `quantized`."""
     p = jt.program_id(0)
     place, X = slot_of(p, qkv.shape[0], lengths, table, keys, ring), qkv[p, :, :]
-    R = rotated(_heads(X, norms, heads, kv_heads, eps), cos[p, :][None], sin[p, :][None])
+    R = rotated(heads_of(X, norms, heads, kv_heads, eps), cos[p, :][None], sin[p, :][None])
     q[p, :, :] = R[:heads].astype(q.dtype)
     row, at, there = place
     for cache, scales, x in (

@@ -44,6 +44,8 @@ from jtile.ops.streamed_numbers import (
 
 PIECE = 1024  # weights of a row, of a role, of a round
 _SHARED = 227 << 10  # bytes; of those 2 KiB for each row of x are left to barriers and exchanges between warps
+_NARROW = 188 << 10  # bytes of shared memory of a block that leaves room for one of `hopper_step`
+_BESIDE = 80, 40  # registers of its roles that multiply, and of the others
 _KEY = ("x", "weights", "epilogue", "kind", "activation", "out_dtype")  # what tuning depends on
 _NORMED_KEY = ("x", "weights", "norm", "kind", "activation", "out_dtype")
 
@@ -81,13 +83,16 @@ class _Rows:
         squares = functools.reduce(jnp.add, [part * part for part in (self.before(i, at) for at in range(self.pieces))])
         return jax.lax.rsqrt(squares.sum() * jnp.float32(1 / (self.x.shape[1] * self.x.shape[2])) + self.eps)
 
-    def piece(self, i: int, at, scale):
-        """Piece `at` of row i as it is multiplied; `scale`: that of the row."""
-        part = self.before(i, at)
+    def weight(self, at):
+        """That of the norm, for piece `at`; None where there is no norm."""
         if self.norm is None:
-            return part
-        weight = self.norm.weight.tiles(PIECE // self.x.shape[2], self.x.shape[2])[at, 0]
-        return part * scale * weight.astype(jnp.float32)
+            return None
+        return self.norm.weight.tiles(PIECE // self.x.shape[2], self.x.shape[2])[at, 0]
+
+    def piece(self, i: int, at, scale, weight):
+        """Piece `at` of row i as it is multiplied; `scale`: that of the row, `weight`: that of the norm."""
+        part = self.before(i, at)
+        return part if weight is None else part * scale * weight.astype(jnp.float32)
 
 
 Rings = list[list[jt.Shared]]
@@ -142,11 +147,15 @@ def _memory(x, weights, kind: str, *, rows: int, roles: int, chunks: int, slots:
     )
 
 
-def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int) -> None:
-    """Puts role j's part of x into shared memory as its rounds take it."""
+def _prepare(x: _Rows, mem: _Memory, j: int, kind: str, roles: int, chunks: int, early: bool) -> None:
+    """Puts role j's part of x into shared memory as its rounds take it. early: x is there when the kernels in front
+    have ended, and the weights of the norm before."""
+    weights = [x.weight(chunk * roles + j) for chunk in range(chunks)]
+    if early:
+        jt.wait_for_kernels()
     for i, rings in enumerate(mem.numbers[j]):
         scale = x.scale(i)
-        parts = [x.piece(i, chunk * roles + j, scale) for chunk in range(chunks)]  # all are on their way at once
+        parts = [x.piece(i, chunk * roles + j, scale, weight) for chunk, weight in enumerate(weights)]  # at once
         for chunk, part in enumerate(parts):
             found = integers_of(part, kind, bytes_of(x.x.dtype)) if integers(kind) else planes_of(part, kind)
             for ring, tile in zip(_leaves(rings), jax.tree.leaves(found)):
@@ -253,7 +262,7 @@ def _normed_outputs(x, weights, norm, **options):
 
 
 def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, activation, out_dtype: str, rows: int,
-          roles: int, slots: int, early: bool = False):  # fmt: skip
+          roles: int, slots: int, early: bool = False, beside: bool = False):  # fmt: skip
     """y [m, out] of x [m, in / n, n], n weights to a lane.
 
     Of each weight codes [out, words] or plain numbers [out, in], scale [out, in / group] and, for Q4_1, minimum. Two
@@ -261,32 +270,34 @@ def _body(x, weights: tuple[Weight, ...], epilogue: Epilogue, y, *, kind: str, a
 
     A program takes every `programs`-th tile of `rows` rows, a role 1024 of every `roles` times 1024 weights of a row.
     """
-    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early)
+    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
     _program(_Rows(x), weights, epilogue, y, None, **options)
 
 
 def _normed_body(x, weights: tuple[Weight, ...], norm: Norm, y, total, *, kind: str, activation, out_dtype: str,
-                 eps: float, rows: int, roles: int, slots: int, early: bool = False):  # fmt: skip
+                 eps: float, rows: int, roles: int, slots: int, early: bool = False,
+                 beside: bool = False):  # fmt: skip
     """The same of the RMS norm of x + residual, where norm.residual is [m, in / n, n] and norm.weight [in / n, n]; and
     that sum, in the dtype of the residual."""
-    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early)
+    options = dict(kind=kind, activation=activation, rows=rows, roles=roles, slots=slots, early=early, beside=beside)
     _program(_Rows(x, norm, eps), weights, NO_EPILOGUE, y, total, **options)
 
 
 def _program(x: _Rows, weights, epilogue: Epilogue, y, total, *, kind: str, activation, rows: int, roles: int,
-             slots: int, early: bool = False):  # fmt: skip
+             slots: int, early: bool = False, beside: bool = False):  # fmt: skip
     # y_r = sum_b d_rb (sum_j q_rbj x_bj) + sum_b m_rb (sum_j x_bj)
     first, programs = jt.program_id(0), jt.num_programs(0)
     tiles = (jt.cdiv(y.shape[1], rows) - first + programs - 1) // programs
     chunks = jt.cdiv(x.x.shape[1] * x.x.shape[2], PIECE * roles)
     mem = _memory(x.x, weights, kind, rows=rows, roles=roles, chunks=chunks, slots=slots)
+    mine, aside = _BESIDE if beside else (0, 0)
     for j in range(roles):
-        with jt.role(f"consumer{j}", warps=4):
-            _prepare(x, mem, j, kind, roles, chunks)
+        with jt.role(f"consumer{j}", warps=4, registers=mine, early=early):
+            _prepare(x, mem, j, kind, roles, chunks, early)
             _consume(mem, j, kind, rows, chunks, tiles)
-    with jt.role("producer", warps=1, registers=24, early=early):
+    with jt.role("producer", warps=1, registers=aside or 24, early=early):
         _produce(mem, weights, kind, rows, roles, chunks, tiles, first, programs)
-    with jt.role("writer", warps=2):
+    with jt.role("writer", warps=2, registers=aside):
         if total is not None:
             _write_sums(x, total, first, programs)
         _write(mem, weights, epilogue, y, kind, activation, rows, roles, tiles, first, programs)
@@ -328,13 +339,15 @@ def _scale_bytes(weight: Weight, inner: int, kind: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def choices(
-    m: int, inner: int, kind: str, gated: bool = False, scale_bytes: tuple[int, ...] = (), count: int = 3
-) -> list[dict[str, int]]:
+    m: int, inner: int, kind: str, gated: bool = False, scale_bytes: tuple[int, ...] = (), count: int = 3,
+    beside: bool = False,
+) -> list[dict[str, int]]:  # fmt: skip
     """Meta-parameters that fit, the best first: of tall tiles (of 4 bits 8 rows, the last of which is sooner done), as
     many on their way as there is room for, at least three, or two where nothing else fits. `scale_bytes`: see
-    `_scale_bytes`; copies go to multiples of 128 bytes. count: `bytes_of` x."""
+    `_scale_bytes`; copies go to multiples of 128 bytes. count: `bytes_of` x. beside: room is left for a block of
+    `hopper_step`."""
     roles = min(4, jt.next_power_of_2(jt.cdiv(inner, PIECE)))
-    chunks = jt.cdiv(inner, PIECE * roles)
+    chunks, shared = jt.cdiv(inner, PIECE * roles), _NARROW if beside else _SHARED
     of_round = (8 * LANES * 4,) if not integers(kind) else (8 * LANES * count, LANES * groups_of(kind) * (2 + count))
     numbers = 4 * m * chunks * roles * sum(of_round)
     row = roles * groups_of(kind) * (512 + sum(scale_bytes)) * (1 + gated)
@@ -343,7 +356,7 @@ def choices(
         if any(rows * n % 128 for n in scale_bytes):
             continue
         sums = 2 * roles * (1 + gated) * m * rows * LANES * 4
-        slots = (_SHARED - 2048 * m - numbers - sums) // (row * rows)
+        slots = (shared - 2048 * m - numbers - sums) // (row * rows)
         if slots >= 2:
             out.append(dict(rows=rows, roles=roles, slots=min(slots, 16)))
     deep = [one for one in out if one["slots"] >= 3]
@@ -406,7 +419,9 @@ def normed_product(
 def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, dict]:
     """x as the kernels take it, and their meta-parameters."""
     lines = _scale_bytes(weights[0], x.shape[1], kind)
-    meta = choices(*x.shape, kind, len(weights) > 1, lines, bytes_of(x.dtype))
+    options = (*x.shape, kind, len(weights) > 1, lines, bytes_of(x.dtype))
+    beside = gpu_tiles.overlaps() and _stands_beside(x, weights) and bool(choices(*options, True))
+    meta = choices(*options, beside)
     best = meta[0]
     if bits_of(kind) == 16:  # tall tiles, if not so few that many multiprocessors have one less than others
         tiles = lambda one: jt.cdiv(weights[0].codes.shape[0], one["rows"])
@@ -415,4 +430,12 @@ def _arguments(x, weights: tuple[Weight, ...], kind: str) -> tuple[jax.Array, di
     x = x if x.dtype in (jnp.bfloat16, jnp.float16) else x.astype(jnp.float32)
     n = 128 // bits_of(kind)
     early = {"early": True} if gpu_tiles.overlaps() else {}
+    early |= {"beside": True} if beside else {}
     return x.reshape(x.shape[0], x.shape[1] // n, n), best | early
+
+
+def _stands_beside(x, weights: tuple[Weight, ...]) -> bool:
+    """Whether a product may be one in front of attention or behind it, where a decoder has kernels that overlap: its
+    gated ones and those of long rows stand between other products, for which there is no room beside them. Two rows,
+    or 32-bit ones, take the registers."""
+    return len(weights) == 1 and x.shape[0] == 1 and x.shape[1] <= 4 * PIECE and x.dtype.itemsize == 2

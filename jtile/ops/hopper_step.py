@@ -1,0 +1,275 @@
+"""Attention of one new token a row over few keys, on Hopper at the block level, with what stands in front of it.
+
+Queries and keys leave the projection, are normalised and turned, and keys and values go into the cache. Those of the
+tokens before come into shared memory while the projection is still made. The new token's are in registers: the program
+that has the last keys of a row begins its sums with them, and writes them to the cache when its copies are there.
+Scores are made as Sᵀ = K Qᵀ, whose tiles are as narrow as a kv head has queries, so that a block takes a fifth of a
+multiprocessor, and the product behind it fills its ring beside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops import gpu_tiles
+from jtile.ops.attention_windows import LOG2_E
+from jtile.ops.dispatch import first_unmet
+from jtile.ops.flash_attention import NOTHING
+from jtile.ops.hopper_shares import Units, part_types, parts_of, place_of_part, put_together, row_of, share_of
+
+QUERIES = 8  # of a tile: those of the heads of a group
+UNIT = 64  # keys
+_SIDE = 12  # parts that are put together at a time
+_MOST = 4  # units of a program: of more the kernel whose products overlap is sooner done
+_REGISTERS = 104  # of a thread that multiplies: with those of a product beside it no more than there are
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What the roles of a program know alike.
+
+    Attributes:
+      qkv, cos, ..., table: the operands of `hopper_step`.
+      units, parts, heads, eps: its meta-parameters.
+      Q, P: a tile of queries, and of weights of a unit of keys; K, V: rings of units of keys and of values.
+      k_full, ...: a slot of those has come, has been read.
+    """
+
+    qkv: jt.Ref
+    cos: jt.Ref
+    sin: jt.Ref
+    lengths: jt.Ref
+    keys: jt.Ref
+    values: jt.Ref
+    norms: tuple
+    table: jt.Ref | None
+    units: Units
+    parts: int
+    heads: int
+    eps: float
+    Q: jt.Shared
+    P: jt.Shared
+    K: jt.Shared
+    V: jt.Shared
+    k_full: jt.Barrier
+    k_empty: jt.Barrier
+    v_full: jt.Barrier
+    v_empty: jt.Barrier
+
+    def share(self):
+        """See `share_of`."""
+        return share_of(self.lengths, jt.program_id(0), self.parts, self.units)
+
+    def length(self, r):
+        """The length of a row times heads, without the new token; of the last one behind it."""
+        last = self.lengths.shape[0] - 1
+        return jnp.minimum(self.lengths[jnp.minimum(row_of(r, self.units), last)], self.units.slots)
+
+    def place(self, b, block):
+        """Where the keys of a block of `UNIT` of row b lie: the row or page, and which block of it."""
+        if self.table is None:
+            return b, block
+        of_page = jnp.int32(self.keys.shape[1] // UNIT)
+        block = jnp.minimum(block, self.table.shape[1] * of_page - 1)
+        page = self.table[b, jax.lax.div(block, of_page)]
+        return jnp.clip(page, 0, self.keys.shape[0] - 1), jax.lax.rem(block, of_page)
+
+    def turned(self, b, first, count: int, norm):
+        """`QUERIES` heads of row b from `first` on, of which there are `count`, normalised and turned: halves."""
+        half = self.qkv.shape[2] // 2
+        there = jnp.broadcast_to(jt.arange(QUERIES)[:, None] < count, (QUERIES, half))
+        low, high = (
+            jt.load(self.qkv, (b, jt.ds(first, QUERIES), jt.ds(i, half)), mask=there).astype(jnp.float32)
+            for i in (0, half)
+        )
+        if norm is not None:
+            unit = jax.lax.rsqrt(((low * low).sum(1) + (high * high).sum(1)) * (0.5 / half) + self.eps)[:, None]
+            low, high = low * unit * norm[:half][None], high * unit * norm[half:][None]
+        c, s = self.cos[b, :][None], self.sin[b, :][None]
+        return low * c - high * s, high * c + low * s
+
+
+@jt.function
+def _copies(w: _Work):
+    """The role that copies keys and values of tokens before."""
+    heads, d = w.units.heads, w.keys.shape[3]
+    begin, end, r, start, _ = w.share()
+    c = jnp.int32(0)
+    while start < end:
+        b, n = row_of(r, w.units), w.units.of(w.length(r))
+        for u in jt.range(jnp.maximum(begin, start), jnp.minimum(end, start + n)):
+            row, block = w.place(b, u - start)
+            for x, ring, empty, full in ((w.keys, w.K, w.k_empty, w.k_full), (w.values, w.V, w.v_empty, w.v_full)):
+                empty.at(c).wait(before=True)
+                full.at(c).expect(ring.nbytes)
+                jt.async_copy(x.tiles(None, UNIT, None, d).at[row, block, r - b * heads, 0], ring.at(c), full.at(c))
+            c = c + 1
+        r, start = r + 1, start + n
+
+
+@jt.function
+def _zero_behind(buffer, key, length):
+    """What stands behind the length may be anything, and 0 times it too: zeros instead."""
+    if key + UNIT > length:
+        inside = key + jt.arange(UNIT)[:, None] < length
+        for i in range(0, buffer.shape[1], 64):
+            piece = buffer[:, i : i + 64]
+            piece.store(jnp.where(inside, piece.load(), jnp.zeros((), buffer.dtype)))
+
+
+@jt.function
+def _attend(w: _Work, o, new_keys, new_values, o_part, lse_part, *, scale: float):
+    """The role that does everything but the copies."""
+    d, dtype, kvs = w.qkv.shape[2], w.qkv.dtype, w.units.heads
+    group = w.heads // kvs
+    norms = w.norms or (None, None)
+    begin, end, r, start, size = w.share()
+    c, length = jnp.int32(0), w.length(r)
+    jt.wait_for_kernels()
+    while start < end:
+        b, ahead = row_of(r, w.units), w.length(r + 1)
+        head, n = r - b * kvs, w.units.of(length)
+        lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
+        whole, there = (lo == start) & (hi == start + n), (length >= 0) & (length < w.units.slots)
+        mine = (hi == start + n) & there
+        q = [x.astype(dtype) for x in w.turned(b, head * group, group, norms[0])]
+        k = [x.astype(dtype) for x in w.turned(b, w.heads + head, 1, norms[1])]
+        w.Q.store(jnp.concatenate(q, axis=1))
+        # the new token's key is in the first row of its tile, the others are zero
+        own = sum((x.astype(jnp.float32) * y.astype(jnp.float32).sum(0)[None]).sum(1) for x, y in zip(q, k))
+        v = w.qkv[b, w.heads + kvs + head, :]
+        m = jnp.where(mine, own * (scale * LOG2_E), NOTHING)
+        l = jnp.where(mine, jt.full((QUERIES,), 1.0, jnp.float32), 0.0)
+        acc = jnp.where(mine, jnp.broadcast_to(v.astype(jnp.float32)[:, None], (d, QUERIES)), 0.0)
+        jt.fence_shared()
+        jt.role_barrier()
+        for u in jt.range(lo, hi):
+            key = (u - start) * UNIT
+            w.k_full.at(c).wait()
+            s = jt.dot_wait(jt.dot_async(w.K.at(c), w.Q.T), pending=0)
+            w.k_empty.at(c).arrive()
+            s = jnp.where(key + jt.arange(UNIT)[:, None] < length, s, -math.inf)
+            top = jnp.maximum(m, s.max(0) * (scale * LOG2_E))
+            p, fade = jnp.exp2(s * (scale * LOG2_E) - top[None]), jnp.exp2(m - top)
+            m, l = top, l * fade + p.sum(0)
+            w.P.store(p.astype(dtype).T)
+            w.v_full.at(c).wait()
+            _zero_behind(w.V.at(c), key, length)
+            jt.fence_shared()
+            jt.role_barrier()
+            acc = jt.dot_wait(jt.dot_async(w.V.at(c).T, w.P.T, acc * fade[None]), pending=0)
+            w.v_empty.at(c).arrive()
+            jt.role_barrier()
+            c = c + 1
+        if mine:
+            _append(w, b, head, length, k, v, new_keys, new_values)
+        acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[None]
+        if whole:
+            o.tiles(None, QUERIES, d)[r, 0, 0] = acc.T.astype(o.dtype)
+        else:
+            at = place_of_part(jt.program_id(0), lo == start)
+            o_part.tiles(None, QUERIES, d)[at, 0, 0] = acc.T
+            lse_part.tiles(None, QUERIES)[at, 0] = m + jnp.log2(jnp.where(l > 0, l, 1.0))
+            _meet(r, *parts_of(start, n, size), o, o_part, lse_part)
+        r, start, length = r + 1, start + n, ahead
+
+
+@jt.function
+def _append(w: _Work, b, head, length, k, v, new_keys, new_values):
+    """Writes the new token's key and value to its slot."""
+    half, slots = w.qkv.shape[2] // 2, jnp.int32(w.keys.shape[1])
+    row, at, there = b, length, length < slots
+    if w.table is not None:
+        block, last = jax.lax.div(length, slots), w.table.shape[1] - 1
+        page = w.table[b, jnp.minimum(block, last)]
+        row, at, there = jnp.maximum(page, 0), jax.lax.rem(length, slots), (block <= last) & (page >= 0)
+    if there:
+        for i, x in enumerate(k):
+            first = jnp.broadcast_to(jt.arange(QUERIES)[:, None] < 1, x.shape)
+            jt.store(new_keys, (row, at, jt.ds(head, QUERIES), jt.ds(i * half, half)), x, mask=first)
+        new_values[row, at, head, :] = v
+
+
+@jt.function
+def _meet(r, first, last, o, o_part, lse_part):
+    """Whoever comes last of the programs with keys of a row puts together what they gave."""
+    _, queries, d = o.shape
+    if jt.arrive(jt.counters("rows", o.shape[0]), r, last - first + 1):
+        n = jt.next_power_of_2(queries)
+        whole = put_together(o_part, lse_part, first, last, 0, n, _SIDE)
+        o.tiles(None, n, d)[r, 0, 0] = whole.astype(o.dtype)
+
+
+def _types(qkv, cos, sin, lengths, keys, values, norms, table, *, heads, parts, **_):
+    rows, group, d = qkv.shape[0] * keys.shape[2], heads // keys.shape[2], qkv.shape[2]
+    whole = jax.ShapeDtypeStruct((rows, group, d), qkv.dtype)
+    return whole, jt.like(keys), jt.like(values), *part_types(group, d, parts)
+
+
+@jt.kernel(
+    out_type=_types,
+    grid=lambda *_, parts, **__: parts,
+    alias={"keys": "new_keys", "values": "new_values"},
+)
+def hopper_step(
+    qkv, cos, sin, lengths, keys, values, norms, table, o, new_keys, new_values, o_part, lse_part,
+    *, heads: int, eps: float, scale: float, units: Units, parts: int, slots: int,
+):  # fmt: skip
+    """qkv [batch, heads + 2 kv heads, d]; cos, sin float32 [batch, d / 2]; norms: () or the weights [d] of the RMS
+    norms of queries and keys; keys, values [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d] and
+    table [batch, pages of a row], else None; lengths int32 [batch], without the new token. o: [batch * kv heads, group,
+    d]."""
+    # Sᵀ = K Qᵀ     pᵀ_ji = 2^(sᵀ_ji - m_i)     Oᵀ = Vᵀ Pᵀ / l     l_i = sum_j pᵀ_ji
+    d, dtype = qkv.shape[2], qkv.dtype
+    Q, P = jt.alloc((QUERIES, d), dtype), jt.alloc((QUERIES, UNIT), dtype)
+    K, V = (jt.alloc((UNIT, d), dtype, slots=slots) for _ in range(2))
+    k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
+    w = _Work(qkv, cos, sin, lengths, keys, values, norms, table, units, parts, heads, eps, Q, P, K, V,
+              k_full, k_empty, v_full, v_empty)  # fmt: skip
+    with jt.role("attention", warps=4, registers=_REGISTERS, early=True):
+        _attend(w, o, new_keys, new_values, o_part, lse_part, scale=scale)
+    with jt.role("copies", warps=1, registers=24, early=True):
+        _copies(w)
+
+
+def misfit(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, scale: float, **_) -> str | None:
+    """Why `step` cannot run this call, None where it can."""
+    arrays = (qkv, keys) if table is None else (qkv, keys, table)
+    if not all(isinstance(n, int) for x in arrays for n in x.shape):
+        return "sizes are not known"
+    (rows, _, d), (_, page, kvs, _) = qkv.shape, keys.shape
+    most = _most(lengths.shape[0], keys, table)
+    return first_unmet(
+        (gpu_tiles.overlaps(), "kernels do not overlap"),
+        (jax.device_count() == 1, "rows may be shared out among several devices"),
+        (rows == lengths.shape[0], "rows have several new tokens"),
+        (qkv.dtype in (jnp.bfloat16, jnp.float16), f"the projection is {qkv.dtype.name}, not 16-bit floats"),
+        (qkv.dtype == keys.dtype == values.dtype, f"the cache is {keys.dtype.name}, the projection {qkv.dtype.name}"),
+        (scale > 0, f"the scale is {scale}"),
+        (d in (64, 128), f"heads have {d} features, not 64 or 128"),
+        (heads // kvs <= QUERIES, f"{heads // kvs} queries share a head of keys, more than {QUERIES}"),
+        (table is None or page % UNIT == 0, f"pages have {page} slots, not a multiple of {UNIT}"),
+        (most <= _MOST, f"a program has up to {most} units of keys, more than {_MOST}"),
+    )
+
+
+def _most(rows: int, keys, table) -> int:
+    """Units of keys that a program has at most."""
+    slots = keys.shape[1] * (1 if table is None else table.shape[1])
+    return jt.cdiv(rows * keys.shape[2] * jt.cdiv(slots, UNIT), gpu_tiles.processors())
+
+
+def step(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, eps: float, scale: float):
+    """As `step_attention`, of `norms` two weights or ()."""
+    slots = keys.shape[1] * (1 if table is None else table.shape[1])
+    o, keys, values, _, _ = hopper_step(
+        qkv, cos, sin, lengths, keys, values, norms, table, heads=heads, eps=eps, scale=scale,
+        units=Units(slots=slots, size=UNIT, heads=keys.shape[2]), parts=gpu_tiles.processors(),
+        slots=min(_most(lengths.shape[0], keys, table), 2),
+    )  # fmt: skip
+    return o.reshape(lengths.shape[0], heads, -1), keys, values

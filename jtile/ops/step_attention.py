@@ -1,0 +1,135 @@
+"""A decoding step's attention of one new token a row, with what stands between the projection and it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import hopper_step
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape
+from jtile.ops.cache_appends import heads_of, rope_append, rotated
+from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op
+from jtile.ops.split_attention import decode_attention, decode_attention_reference
+
+
+def step_attention(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    lengths: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    heads: int,
+    pages: jax.Array | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    eps: float = 1e-6,
+    scale: float | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotates the queries and keys of a new token a row, appends it to the cache, and attends to that.
+
+    On Hopper one kernel, where keys are few: with `jt.config(overlap=True)`, which promises then that the kernel in
+    front makes none of the older slots of this cache, of `lengths` and of `pages`. These are read while it still runs.
+
+    Args:
+      qkv: float [batch, heads + 2 kv_heads, d], d even: queries, keys and values of the new tokens.
+      cos, sin: float32 [batch, d / 2], of their positions: the pairs (i, i + d / 2) are turned.
+      lengths: int [batch], tokens that the cache holds of each row; the new one goes to the slot behind them.
+      keys, values: the cache [batch, slots, kv_heads, d], or [pages, slots of a page, kv_heads, d]; donate them, and
+        they are written in place.
+      heads: of queries, a multiple of kv_heads.
+      pages: int [batch, n], the pages of each row in order, or None.
+      norms: weights float32 [d] of RMS norms of queries and of keys, before they are turned, or None.
+      eps: of the norms, added to the mean square.
+      scale: of the scores; 1 / sqrt(d) by default.
+    Returns:
+      The mixed values [batch, heads, d] of qkv's dtype, keys and values.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
+    """
+    _check(qkv, cos, sin, lengths, keys, values, heads, pages, norms)
+    table = None if pages is None else pages.astype(jnp.int32)
+    scale = qkv.shape[2] ** -0.5 if scale is None else float(scale)
+    options = {"heads": heads, "eps": float(eps), "scale": scale}
+    return _step(qkv, cos, sin, lengths.astype(jnp.int32), keys, values, tuple(norms or ()), table, **options)
+
+
+def step_attention_reference(
+    qkv, cos, sin, lengths, keys, values, *, heads: int, pages=None, norms=None, eps: float = 1e-6, scale=None
+):
+    """`step_attention` in jnp."""
+    kvs, page = keys.shape[2], keys.shape[1]
+    turned = rotated(heads_of(qkv, norms or (), heads, kvs, eps), cos[:, None], sin[:, None])
+    row, at = jnp.arange(lengths.shape[0]), lengths
+    if pages is not None:
+        row, at = jnp.take_along_axis(pages, (lengths // page)[:, None], axis=1)[:, 0], lengths % page
+    keys = keys.at[row, at].set(turned[:, heads:].astype(keys.dtype), mode="drop")
+    values = values.at[row, at].set(qkv[:, heads + kvs :].astype(values.dtype), mode="drop")
+    q = turned[:, :heads].astype(qkv.dtype)
+    return decode_attention_reference(q, keys, values, lengths + 1, pages=pages, scale=scale), keys, values
+
+
+def _check(qkv, cos, sin, lengths, keys, values, heads: int, pages, norms) -> None:
+    name = "step_attention"
+    check_float(name, qkv=qkv, keys=keys, values=values)
+    check_int(name, lengths=lengths)
+    check_rank(name, "qkv", qkv, 3, "[batch, heads + 2 kv_heads, d]")
+    check_rank(name, "keys", keys, 4, "[batch, slots, kv_heads, d], or with pages [pages, slots of a page, ...]")
+    check_shape(name, "values", values, keys.shape)
+    (batch, count, d), kvs = qkv.shape, keys.shape[2]
+    if heads < 1 or kvs < 1 or heads % kvs or count != heads + 2 * kvs or keys.shape[3] != d or d % 2:
+        raise KernelValueError(
+            f"{name}: qkv {qkv.shape} with {heads} heads does not fit a cache {keys.shape}: expected [batch, heads + 2 "
+            "kv_heads, d] of an even d, and heads a multiple of kv_heads"
+        )
+    check_shape(name, "lengths", lengths, (batch,))
+    for what, x in (("cos", cos), ("sin", sin)):
+        check_shape(name, what, x, (batch, d // 2))
+    for x in norms or ():
+        check_shape(name, "norms", x, (d,))
+    for what, x in (("cos", cos), ("sin", sin), *(("norms", x) for x in norms or ())):
+        if x.dtype != jnp.float32:
+            raise KernelTypeError(f"{name}: {what} is float32, got {x.dtype.name}")
+    if pages is None:
+        check_shape(name, "keys", keys, (batch, *keys.shape[1:]))
+        return
+    check_int(name, pages=pages)
+    check_rank(name, "pages", pages, 2, "[batch, pages of a row]")
+    check_shape(name, "pages", pages, (batch, pages.shape[1]))
+
+
+def _apart(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, eps: float, scale: float):
+    """A kernel that appends, and one that attends."""
+    options = {"heads": heads, "kv_heads": keys.shape[2], "eps": eps}
+    q, keys, values = rope_append(qkv, cos, sin, lengths, keys, values, norms, table, **options)
+    y = decode_attention(q.astype(keys.dtype), keys, values, lengths + 1, pages=table, scale=scale)
+    return y.astype(qkv.dtype), keys, values
+
+
+@functools.lru_cache(maxsize=128)
+def _mapped(**options):
+    """`hopper_step.step`, whose place takes `_apart` under vmap: counters and caches in place are those of one call."""
+    run = jax.custom_batching.custom_vmap(functools.partial(hopper_step.step, **options))
+
+    @run.def_vmap
+    def _(size: int, batched, *operands):
+        axes = [jax.tree.map(lambda b: 0 if b else None, there) for there in batched]
+        out = jax.vmap(functools.partial(_apart, **options), axes, axis_size=size)(*operands)
+        return out, (True,) * 3
+
+    return run
+
+
+def _in_one(*operands, **options):
+    return _mapped(**options)(*operands)
+
+
+# qkv [batch, heads + 2 kv heads, d] and a cache -> what its queries get, and the longer cache
+_step = Op(
+    "step_attention",
+    Implementation("one kernel beside the products", _in_one, hopper_step.misfit, BLOCK_LEVEL, portable=False),
+    Implementation("append, then attend", _apart),
+)
