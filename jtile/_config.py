@@ -50,9 +50,9 @@ class Config:
         `"sm_90,gfx942"`), and, the first, what library kernels choose their tiles for; None: that of JAX's devices.
       fallback: what happens to a kernel that its target cannot run: `"raise"`, or `"interpret"` it on the host.
       overlap: library kernels that read a matrix once may start to while the kernel in front of them still runs (on
-        NVIDIA's GPUs from sm_90 on). True is a promise: no such matrix is the result of the kernel in front. Models
-        promise it by themselves where they make tokens, whose weights are operands of the program; False forbids it
-        them, too.
+        NVIDIA's GPUs from sm_90 on). True is a promise: no such matrix, weights of a norm or older slots of a
+        cache are results of the kernel in front. Models promise it by themselves where they make tokens, whose weights
+        are operands of the program; False forbids it them, too.
       autotune: search for meta-parameters that the call leaves out, instead of taking their defaults.
       debug: keep what debugging needs: asserts stay in native code, and the intermediate files of a failed compile.
       optimize: let LLVM optimise code for CPUs; without, kernels compile two to three times faster, and run slower.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jtile import ops
+from jtile.ops.step_attention import step_attention
 
 from . import kernels
 
@@ -118,7 +119,7 @@ class Slots:
         qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
         weights, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         options = {"heads": heads, "pages": self.table, "norms": weights, "eps": eps, "scale": scale}
-        y, *held = ops.step_attention(qkv, cos, sin, self.lengths, *entry.arrays, **options)
+        y, *held = step_attention(qkv, cos, sin, self.lengths, *entry.arrays, **options)
         return y, self._with(held)
 
     def attend(

@@ -47,4 +47,3 @@ from jtile.ops.split_attention import decode_attention as decode_attention
 from jtile.ops.state_space import selective_scan as selective_scan
 from jtile.ops.state_space import ssd as ssd
 from jtile.ops.stencils import stencil_2d as stencil_2d
-from jtile.ops.step_attention import step_attention as step_attention

@@ -184,7 +184,7 @@ def test_loads_in_front_of_early_roles():
 
 def test_early_roles_that_wait():
     """They may write behind that; a kernel has one role that waits, or more."""
-    body, store = "wait %full[%c0], %c0", "store %o[tile(%c0, 64), tile(%c0, 64)], %z"
+    body, store = "%z0 = full 0 : i32", "store %o[tile(%c0, 64), tile(%c0, 64)], %z"
     other = f"{body}\n}} role other warps=1 early {{\n%z = full 0.0 : tile<64x64xbf16>\n"
     assert "store in an early role" in refused(f"{other}{store}\nkernels_wait")
     verify(kernel(f"{other}kernels_wait\n{store}"), "block")

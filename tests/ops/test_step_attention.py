@@ -13,7 +13,7 @@ from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import gpu_tiles, hopper_step
 from jtile.ops.hopper_shares import Units
-from jtile.ops.step_attention import step_attention_reference
+from jtile.ops.step_attention import step_attention, step_attention_reference
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
@@ -26,7 +26,7 @@ CASES = {  # heads, kv heads, slots, d, lengths; programs, norms, slots of a pag
 
 
 def arguments(heads, kvs, slots, d, lengths, norms=False, page=None, dtype="bfloat16"):
-    """The operands of `ops.step_attention`, and its options; what stands behind a length is NaN."""
+    """The operands of `step_attention`, and its options; what stands behind a length is NaN."""
     batch, lengths = len(lengths), np.array(lengths, np.int32)
     qkv = np.asarray(normal(0, batch, heads + 2 * kvs, d, dtype=dtype))
     cache = [np.asarray(normal(i, batch, slots, kvs, d, dtype=dtype)) for i in (1, 2)]
@@ -73,7 +73,7 @@ def test_the_op():
     """Elsewhere, under vmap, and where launches do not overlap, two kernels do the same."""
     args, options = arguments(4, 2, 128, 64, (100, 5))
     args = (*args[:4], *(np.nan_to_num(x) for x in args[4:]))
-    run = functools.partial(ops.step_attention, **options)
+    run = functools.partial(step_attention, **options)
     with jt.config(arch="sm_90"):
         assert "rope_append" in str(jax.make_jaxpr(run)(*args))
         with jt.config(overlap=True):
@@ -106,7 +106,7 @@ def test_errors(change, error, match):
     args, options = arguments(4, 2, 128, 64, (100, 5))
     named = dict(zip(("qkv", "cos", "sin", "lengths", "keys", "values"), args, strict=True)) | options | change
     with pytest.raises(error, match=match):
-        ops.step_attention(**named)
+        step_attention(**named)
 
 
 @pytest.mark.gpu
@@ -115,7 +115,7 @@ def test_on_the_gpu(name):
     sizes, _, norms, page = CASES[name]
     args, options = arguments(*sizes, norms, page)
     with jt.config(overlap=True):
-        run = jax.jit(functools.partial(ops.step_attention, **options))
+        run = jax.jit(functools.partial(step_attention, **options))
         assert "hopper_step" in str(jax.make_jaxpr(run)(*args))
         found = run(*args)
         assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(run(*args), found, strict=True))
