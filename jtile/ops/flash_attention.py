@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops import gpu_tiles, hopper_tiles, spaces
+from jtile.ops import flex_attention, gpu_tiles, hopper_tiles, spaces
 from jtile.ops._shapes import check_float, check_int, check_rank, check_shape, fit, known, machine, sums_in, tuned
 from jtile.ops.attention_backward import attention_backward
 from jtile.ops.attention_windows import LOG2_E, Window, at_edge, blocks, scores
@@ -125,7 +127,7 @@ def normalised(acc, l):
     return acc * jnp.where(l == 0, 0.0, 1.0 / l)[:, None]
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "softcap"), inline=True)
+@functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "softcap", "score", "mask"), inline=True)
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -138,13 +140,21 @@ def attention(
     lengths: jax.Array | None = None,
     offsets: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    score: Callable[..., jax.Array] | None = None,
+    mask: Callable[..., jax.Array] | None = None,
+    extras: Sequence[Any] = (),
 ) -> jax.Array:
     """`softmax(scale q k^T) v` per head; blocks of keys that no query of a block sees are skipped.
 
-    Differentiable in q, k, v and sinks, not in lengths and offsets. Backwards, the scores are computed again from the
-    saved log-sum-exp of each query: memory grows with the sequence, not with its square. On Hopper (16-bit floats,
-    heads of 33 to 128, no softcap) the gradient of q is added up in float32 in any order: its last bits differ from
-    run to run.
+    `score(s, b, h, i, j, *extras)` and `mask(b, h, i, j, *extras)` are functions of tiles, traced into the kernel: s
+    [m, n] are scaled scores, b and h the numbers of the batch row and the head, i [m, 1] and j [1, n] those of queries
+    and keys. `score` gives other scores, `mask` is true for keys that a query sees. They read `extras` as arrays or by
+    index, `slopes[h]`, `bias[h, i - j + n]`, and close over no arrays.
+
+    Differentiable in q, k, v, sinks and extras, not in lengths and offsets. Backwards, the scores are computed again
+    from the saved log-sum-exp of each query: memory grows with the sequence, not with its square. On Hopper (16-bit
+    floats, heads of 33 to 128, no softcap, score or mask) the gradient of q is added up in float32 in any order: its
+    last bits differ from run to run.
 
     Args:
       q: float array [batch, t, heads, d].
@@ -173,11 +183,23 @@ def attention(
     sizes = known(q.shape[1]), known(k.shape[1]), q.shape[3], q.dtype.itemsize
     tiles = _tiles(*sizes, bounds[1] is not None, lengths is not None)
     lengths, offsets = (None if x is None else x.astype(jnp.int32) for x in (lengths, offsets))
-    options = {"scale": scale, "softcap": softcap, "window": bounds} | tiles
+    options = {"scale": scale, "softcap": softcap, "window": bounds}
+    if score is None and mask is None:
+        run = functools.partial(_run, q, k, v, lengths, offsets, **options, **tiles)
+    else:
+        if lengths is not None or offsets is not None:
+            raise KernelValueError(
+                "attention: lengths and offsets beside score or mask; give them as extras, and write what they mean: "
+                "mask=lambda b, h, i, j, lengths: j < lengths[b]"
+            )
+        flex_attention.check_score("attention", score, tuple(extras), tiles["bq"], tiles["bk"])
+        run = functools.partial(
+            flex_attention.run, q, k, v, tuple(extras), tiles=tiles, score=score, mask=mask, **options
+        )
     if sinks is None:
-        return _run(q, k, v, lengths, offsets, **options)
+        return run(save=False)
     check_sinks("attention", q, sinks)
-    o, lse = _run(q, k, v, lengths, offsets, save=True, **options)
+    o, lse = run(save=True)
     # of all weights those of keys have the share 2^lse / (2^lse + e^sink)
     share = jax.nn.sigmoid((lse - sinks.astype(lse.dtype)[None, :, None] * LOG2_E) * math.log(2.0))
     return (o.astype(lse.dtype) * share.swapaxes(1, 2)[..., None]).astype(o.dtype)
@@ -239,11 +261,13 @@ def window_of(op: str, window, causal: bool) -> Window:
 
 
 def attention_reference(
-    q, k, v, *, causal=False, window=None, scale=None, softcap=None, lengths=None, offsets=None, sinks=None
-):
+    q, k, v, *, causal=False, window=None, scale=None, softcap=None, lengths=None, offsets=None, sinks=None,
+    score=None, mask=None, extras=(),
+):  # fmt: skip
     """`attention` in jnp, with the whole matrix of scores."""
     (batch, t, heads, d), (s, groups) = q.shape, k.shape[1:3]
     left, right = window_of("attention", window, causal)
+    extras = jax.tree.map(jnp.asarray, extras)
     q, k, v, dtype = *(x.astype(sums_in(q)) for x in (q, k, v)), q.dtype
     grouped = q.reshape(batch, t, groups, heads // groups, d)
     x = jnp.einsum("btghd,bsgd->bghts", grouped, k, precision="highest") * (d**-0.5 if scale is None else scale)
@@ -255,7 +279,13 @@ def attention_reference(
     seen = seen if right is None else seen & (columns <= rows + right)
     seen = seen if left is None else seen & (columns >= rows - left)
     seen = jnp.broadcast_to(seen, (batch, t, s))
-    x = jnp.where(seen[:, None, None], x, -jnp.inf)
+    seen = jnp.broadcast_to(seen[:, None], (batch, heads, t, s))
+    places = tuple(jax.lax.broadcasted_iota(jnp.int32, [n if b == a else 1 for b in range(4)], a)
+                   for a, n in enumerate(seen.shape))  # fmt: skip
+    if score is not None:
+        x = score(x.reshape(seen.shape), *places, *extras).reshape(x.shape)
+    seen = seen if mask is None else seen & mask(*places, *extras)
+    x = jnp.where(seen.reshape(x.shape), x, -jnp.inf)
     if sinks is not None:  # the last column
         sunk = sinks.astype(x.dtype).reshape(1, groups, -1, 1, 1)
         x = jnp.concatenate([x, jnp.broadcast_to(sunk, (*x.shape[:-1], 1))], axis=-1)

@@ -1,0 +1,124 @@
+"""Attention whose scores and masks are functions of the caller, traced into the kernel (as FlexAttention, Dong et al.
+2024), with blocks of keys that a tile of queries does not see left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops._shapes import check_shape, sums_in
+from jtile.ops.attention_windows import LOG2_E, Window
+
+NOTHING = -1e30  # the running maximum before the first key: finite, so that no row subtracts infinities
+EMPTY = 1e30  # the log-sum-exp of no scores
+Function = Callable[..., Any] | None
+
+
+def _seen(b, h, i, j, extras, *, mask: Function, window: Window, s: int):
+    """Which keys j [1, bk] the queries i [bq, 1] see."""
+    left, right = window
+    seen = jnp.broadcast_to(j < s, (i.shape[0], j.shape[1]))
+    seen = seen if right is None else seen & (j <= i + right)
+    seen = seen if left is None else seen & (j >= i - left)
+    return seen if mask is None else seen & mask(b, h, i, j, *extras)
+
+
+def _types(q, *_, save: bool, **__):
+    """o, and with `save` the log-sum-exp of every query's scores, in powers of two."""
+    lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), sums_in(q))
+    return (jt.like(q), lse) if save else jt.like(q)
+
+
+@jt.kernel(
+    out_type=_types, grid=lambda q, *_, bq, **__: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq))
+)  # fmt: skip
+def flex_attention(
+    q, k, v, extras, ranges, o, lse=None,
+    *, bq: int, bk: int, scale: float, softcap: float | None, score: Function, mask: Function, window: Window,
+    save: bool,
+):  # fmt: skip
+    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; ranges: see `mask_ranges`; lse [batch, heads, t]."""
+    # The online softmax of `flash_attention`, with s_ij = score(scale q_i . k_j, b, h, i, j), -inf where masked.
+    b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    d, kv, wide = q.shape[3], h // (q.shape[2] // k.shape[2]), sums_in(q)
+    Q, K, V, O = (x.tiles(None, n, None, d) for x, n in ((q, bq), (k, bk), (v, bk), (o, bq)))
+    q_i, rows = Q[b, i, h, 0], i * bq + jt.arange(bq)[:, None]
+    of = (b if ranges.shape[0] > 1 else 0), (h if ranges.shape[1] > 1 else 0), i
+    m, l, acc = jt.full((bq,), NOTHING, wide), jt.zeros((bq,), wide), jt.zeros((bq, d), wide)
+    for j in jt.range(jnp.maximum(ranges[*of, 0], 0), jnp.minimum(ranges[*of, 1], K.shape[1])):
+        columns = j * bk + jt.arange(bk)[None, :]
+        s = jt.dot(q_i, K[b, j, kv, 0].T) * scale
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
+        if score is not None:
+            s = score(s, b, h, rows, columns, *extras).astype(wide)
+        seen = _seen(b, h, rows, columns, extras, mask=mask, window=window, s=k.shape[1])
+        s = jnp.where(seen, s * LOG2_E, -jnp.inf)
+        top = jnp.maximum(m, s.max(1))
+        p, fade = jnp.exp2(s - top[:, None]), jnp.exp2(m - top)
+        acc = jt.dot(p.astype(v.dtype), V[b, j, kv, 0], acc * fade[:, None])
+        l = l * fade + p.sum(1)
+        m = top
+    O[b, i, h, 0] = (acc * jnp.where(l == 0, 0.0, 1.0 / l)[:, None]).astype(o.dtype)
+    if lse is not None:
+        lse.tiles(None, None, bq)[b, h, i] = jnp.where(l == 0, EMPTY, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+
+
+@jt.kernel(
+    out_type=lambda _, *, of, t, bq, **__: jax.ShapeDtypeStruct((*of, jt.cdiv(t, bq), 2), jnp.int32),
+    grid=lambda _, *, of, t, bq, **__: (*of, jt.cdiv(t, bq)),
+)
+def mask_ranges(
+    extras, ranges, *, of: tuple[int, int], t: int, s: int, bq: int, bk: int, mask: Function, window: Window
+):
+    """ranges [batch or 1, heads or 1, tiles of queries, 2]: the first block of keys that a tile sees any of, and one
+    behind the last."""
+    b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
+    rows, count = i * bq + jt.arange(bq)[:, None], jt.cdiv(s, bk)
+    first, end = jnp.int32(count), jnp.int32(0)
+    for j in jt.range(count):
+        seen = _seen(b, h, rows, j * bk + jt.arange(bk)[None, :], extras, mask=mask, window=window, s=s) & (rows < t)
+        some = seen.any()
+        first = jnp.where(some, jnp.minimum(first, j), first)
+        end = jnp.where(some, j + 1, end)
+    ranges[b, h, i, 0] = first
+    ranges[b, h, i, 1] = end
+
+
+def run(q, k, v, extras, *, tiles: dict[str, int], mask: Function, window: Window, **options):
+    """`flex_attention` in tiles of `bq` queries and `bk` keys, with the ranges of its mask."""
+    (batch, t, heads, _), s = q.shape, k.shape[1]
+    of = {"mask": mask, "window": window, "bq": tiles["bq"], "bk": tiles["bk"]}
+    by_batch, by_head = _depends("attention", mask, extras, tiles["bq"], tiles["bk"])
+    fixed = jax.tree.map(jax.lax.stop_gradient, extras)
+    ranges = mask_ranges(fixed, of=(batch if by_batch else 1, heads if by_head else 1), t=t, s=s, **of)
+    return flex_attention(q, k, v, extras, ranges, **of, **options)
+
+
+def _depends(op: str, mask: Function, extras, bq: int, bk: int) -> tuple[bool, bool]:
+    """Whether a mask reads the number of the batch row, and that of the head."""
+    if mask is None:
+        return False, False
+    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    jaxpr, out = jax.make_jaxpr(mask, return_shape=True)(int32(), int32(), int32(bq, 1), int32(1, bk), *extras)
+    if getattr(out, "dtype", None) != jnp.bool:
+        raise KernelTypeError(f"{op}: mask gives bools for queries [{bq}, 1] and keys [1, {bk}], got {out}")
+    if jnp.broadcast_shapes(out.shape, (bq, bk)) != (bq, bk):
+        raise KernelValueError(f"{op}: mask gives bools for queries [{bq}, 1] and keys [1, {bk}], got {out}")
+    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+    return id(jaxpr.jaxpr.invars[0]) in used, id(jaxpr.jaxpr.invars[1]) in used
+
+
+def check_score(op: str, score: Function, extras, bq: int, bk: int) -> None:
+    """Typed errors for what is no function from a tile of scores to one of the same shape."""
+    if score is None:
+        return
+    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    s = jax.ShapeDtypeStruct((bq, bk), jnp.float32)
+    out = jax.eval_shape(score, s, int32(), int32(), int32(bq, 1), int32(1, bk), *extras)
+    check_shape(op, "what score gives", out, (bq, bk))

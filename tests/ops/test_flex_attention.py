@@ -1,0 +1,102 @@
+"""Attention with functions for scores and masks: documents, windows, ALiBi, relative positions, caps, sinks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from library import agree, normal, slopes_agree
+
+import jtile as jt
+from jtile import ops
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import flex_attention
+from jtile.ops.flash_attention import attention_reference
+from jtile.testing.evaluate import evaluated
+
+T = 37
+
+
+def operands(heads=4, kv=2, d=8, t=T, dtype="float32"):
+    return tuple(normal(s, 2, t, n, d, dtype=dtype) for s, n in enumerate((heads, kv, kv)))
+
+
+def alibi(s, b, h, i, j, slopes):
+    return s + slopes[h] * (j - i).astype(jnp.float32)
+
+
+def relative(s, b, h, i, j, table):
+    return s + table[h, i - j + T - 1]
+
+
+def documents(b, h, i, j, segments):
+    return segments[b, i] == segments[b, j]
+
+
+def checkerboard(b, h, i, j):
+    return (i + j + h) % 3 != 0
+
+
+SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 4, (2, T), np.int32), axis=1)
+
+
+def test_a_score_with_arrays():
+    """ALiBi, causal; its slopes have a gradient of their own."""
+    of = lambda f: lambda q, k, v, slopes: f(q, k, v, score=alibi, extras=(slopes,), causal=True)
+    args = *operands(), np.asarray(normal(4, 4))
+    agree(of(ops.attention), of(attention_reference), *args, interpret=True)
+    slopes_agree(of(ops.attention), of(attention_reference), *args)
+
+
+def test_a_table_of_relative_positions():
+    of = lambda f: lambda q, k, v, table: f(q, k, v, score=relative, extras=(table,))
+    args = *operands(), np.asarray(normal(4, 4, 2 * T - 1))
+    slopes_agree(of(ops.attention), of(attention_reference), *args)
+
+
+def test_documents_with_windows_caps_and_sinks():
+    of = lambda f: (
+        lambda q, k, v, sinks, segments: f(
+            q, k, v, mask=documents, extras=(segments,), window=9, softcap=3.0, sinks=sinks
+        )
+    )
+    args = *operands(), np.asarray(normal(4, 4)), SEGMENTS
+    agree(of(ops.attention), of(attention_reference), *args)
+    slopes_agree(of(ops.attention), of(attention_reference), *args, of=4)
+
+
+def test_short_floats_in_tiles_of_a_gpu():
+    of = lambda f: lambda q, k, v: f(q, k, v, mask=checkerboard)
+    with jt.config(arch="sm_90"):
+        agree(of(ops.attention), of(attention_reference), *operands(dtype="bfloat16", t=150), tolerance=4e-3)
+
+
+@pytest.mark.usefixtures("by_numpy")
+def test_blocks_that_a_mask_empties():
+    """Causal documents of 4 and 12 positions: of the second, no tile of queries needs the first's keys."""
+    segments = (np.arange(16, dtype=np.int32) >= 4).astype(np.int32)[None]
+    ranges = evaluated(lambda x: flex_attention.mask_ranges(
+        (x,), of=(1, 1), t=16, s=16, bq=4, bk=2, mask=documents, window=(None, 0)
+    ))(segments)  # fmt: skip
+    assert ranges[0, 0].tolist() == [[0, 2], [2, 4], [2, 6], [2, 8]]
+    nothing = evaluated(lambda x: flex_attention.mask_ranges(
+        (x,), of=(1, 1), t=8, s=4, bq=4, bk=4, mask=lambda b, h, i, j, x: (i < 0) & (j < 0), window=(None, None)
+    ))(segments)  # fmt: skip
+    assert nothing[0, 0].tolist() == [[1, 0], [1, 0]]
+
+
+def test_ranges_only_for_what_a_mask_reads():
+    reads = lambda mask, *extras: flex_attention._depends("attention", mask, extras, 4, 8)
+    assert reads(documents, SEGMENTS) == (True, False)
+    assert reads(checkerboard) == (False, True)
+    assert reads(lambda b, h, i, j: i >= j) == reads(None) == (False, False)
+
+
+def test_errors():
+    q, k, v = operands()
+    with pytest.raises(KernelTypeError, match="mask gives bools"):
+        ops.attention(q, k, v, mask=lambda b, h, i, j: i - j)
+    with pytest.raises(KernelValueError, match="mask gives bools"):
+        ops.attention(q, k, v, mask=lambda b, h, i, j: (i >= j)[None])
+    with pytest.raises(KernelValueError, match="what score gives has shape"):
+        ops.attention(q, k, v, score=lambda s, b, h, i, j: s.sum(1))
+    with pytest.raises(KernelValueError, match="write what they mean"):
+        ops.attention(q, k, v, mask=checkerboard, lengths=np.array([3, 4], np.int32))
