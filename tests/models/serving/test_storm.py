@@ -1,0 +1,167 @@
+"""Servers under all that clients do, over real connections: nothing is left behind, and a server that is told to stop
+loses no request that it has taken."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from serving_checks import idle, until
+
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'jtile[serve]'")
+pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
+
+from server_storm import ASKED, KINDS, Storm
+
+from jtile.models.serving.core import Job
+from jtile.models.serving.engine import Stream
+from jtile.models.serving.http import make_app
+from jtile.models.serving.scheduler import Sequence
+from jtile.models.serving.worker import Mail
+
+
+@pytest.fixture
+def server(engine, started):
+    """A server with small limits, and its address."""
+    server, url, thread = started(make_app(engine, "tiny", body_limit=20_000))
+    yield server, url
+    server.handle_exit(signal.SIGTERM, None)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def left(kinds=(Job, Mail, Sequence, Stream)) -> list:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if isinstance(thing, kinds)]
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory and in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def check_nothing_is_left(engine, server) -> None:
+    until(lambda: idle(engine) and server._server.open == 0, 30)
+    scheduler = engine._core.scheduler
+    assert engine._worker.open == 0 and not engine._core.jobs and not scheduler.running and not scheduler.waiting
+    assert scheduler.pool.available == scheduler.pool.count
+    assert len(scheduler._slots) == scheduler.rows
+    assert not left()
+
+
+@pytest.mark.parametrize("clients", [48, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_storm_leaves_nothing_behind(engine, server, clients):
+    """Every kind of client; those that stay get the right answer or are told to come again."""
+    running, url = server
+    alone = engine.generate(["abc"], max_tokens=5, eos=None)[0].text
+    storm = Storm(url, alone)
+    asyncio.run(storm.requests(clients))
+    assert {name for name, _ in storm.outcomes} == set(KINDS)
+    assert storm.outcomes["stays", "right"] > clients // 30
+    check_nothing_is_left(engine, running)
+    assert httpx.post(f"{url}/v1/completions", json=ASKED).json()["choices"][0]["text"] == alone
+
+
+@pytest.mark.slow
+def test_a_soak(engine, server, request):
+    """Twenty minutes (SOAK_SECONDS: others): the memory of the process is that of its first tenth."""
+    running, url = server
+    gc.enable()  # as in a server; the tests do without
+    request.addfinalizer(gc.disable)
+    seconds = float(os.environ.get("SOAK_SECONDS", "1200"))
+    storm = Storm(url, engine.generate(["abc"], max_tokens=5, eos=None)[0].text)
+    asyncio.run(storm.for_seconds(seconds / 10))
+    check_nothing_is_left(engine, running)
+    before = resident()
+    count = asyncio.run(storm.for_seconds(0.9 * seconds, seed=1_000_000))
+    check_nothing_is_left(engine, running)
+    grown = resident() - before
+    print(f"{count} clients, {grown / 2**20:.1f} MiB more")
+    assert grown < 32 << 20  # of 60,000 clients in twenty minutes 500 bytes each
+
+
+async def under_load(url: str, clients: int, stop, at: int) -> list[tuple[int, list]]:
+    """(status, finish reasons) of clients that all ask at once; `stop()` is called when so many have their first
+    tokens. Status 0: the connection was refused."""
+    begun = 0
+
+    async def one(client: httpx.AsyncClient, i: int) -> tuple[int, list]:
+        nonlocal begun
+        await asyncio.sleep(0.01 * i)
+        body = ASKED | {"max_tokens": 60, "stream": True}
+        reasons, first = [], True
+        try:
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if response.status_code == 200 and line.startswith("data: {"):
+                        reasons.append(json.loads(line[6:])["choices"][0]["finish_reason"])
+                    if first and reasons:
+                        first, begun = False, begun + 1
+                        if begun == at:
+                            stop()
+                return response.status_code, reasons[-1:]
+        except httpx.ConnectError:
+            return 0, []
+
+    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+        return await asyncio.gather(*(one(client, i) for i in range(clients)))
+
+
+def check_that_none_is_lost(seen: list[tuple[int, list]], at_least: int) -> None:
+    """Each got all of its answer, or was refused at once."""
+    assert all(reasons == (["length"] if status == 200 else []) for status, reasons in seen), seen
+    assert {status for status, _ in seen} <= {200, 429, 503, 0}
+    assert sum(status == 200 for status, _ in seen) >= at_least
+
+
+def test_a_stop_under_load_loses_no_request(engine, started, monkeypatch):
+    step = engine._core.step
+    monkeypatch.setattr(engine._core, "step", lambda: (time.sleep(0.002), step()))
+    server, url, thread = started(make_app(engine, "tiny"))
+    done = engine.stats()
+    seen = asyncio.run(under_load(url, 16, lambda: server.handle_exit(signal.SIGTERM, None), 3))
+    check_that_none_is_lost(seen, 3)
+    assert any(status in (0, 503) for status, _ in seen)
+    thread.join(20)
+    assert not thread.is_alive()
+    stats = engine.stats()
+    finished = sum(status == 200 for status, _ in seen)
+    assert stats["requests_length_total"] - done["requests_length_total"] == finished
+    assert stats["requests_cancelled_total"] == done["requests_cancelled_total"]
+
+
+@pytest.mark.slow
+def test_kill_loses_no_request_of_a_process(write_gguf, tmp_path, subprocess_env):
+    """SIGTERM, as `kill` sends it, to `jtile serve`."""
+    path = write_gguf(tmp_path / "tiny.gguf")
+    command = [sys.executable, "-m", "jtile.tools.cli", "serve", str(path), "--port", "8765", "--max-length", "96"]
+    process = subprocess.Popen(command, env=subprocess_env, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        url = next(line for line in process.stderr if "on http" in line).split(" on ")[1].split("/v1")[0]
+
+        def answers() -> bool:
+            try:
+                return httpx.get(f"{url}/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        until(answers, 30)
+        seen = asyncio.run(under_load(url, 50, process.terminate, 5))
+        check_that_none_is_lost(seen, 5)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
