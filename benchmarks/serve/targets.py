@@ -37,7 +37,7 @@ def of_batches(lm: LanguageModel, rows: int, load: Load) -> Answer:
     waiting: list[tuple[Call, asyncio.Queue]] = []
     busy = asyncio.Lock()
 
-    def batch(calls: list[Call], tell: Callable[[int], None]) -> None:
+    def batch(calls: list[Call], tell: Callable[[int], object]) -> None:
         ids = np.zeros((rows, prompt), np.int64)
         mask = np.zeros((rows, prompt), bool)
         mask[:, 0] = True
