@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from library import agree, normal, slopes_agree
+from library import agree, gradients_agree, normal
 
 import jtile as jt
 from jtile import ops
@@ -43,13 +43,13 @@ def test_a_score_with_arrays():
     of = lambda f: lambda q, k, v, slopes: f(q, k, v, score=alibi, extras=(slopes,), causal=True)
     args = *operands(), np.asarray(normal(4, 4))
     agree(of(ops.attention), of(attention_reference), *args, interpret=True)
-    slopes_agree(of(ops.attention), of(attention_reference), *args)
+    gradients_agree(of(ops.attention), of(attention_reference), *args)
 
 
 def test_a_table_of_relative_positions():
     of = lambda f: lambda q, k, v, table: f(q, k, v, score=relative, extras=(table,))
     args = *operands(), np.asarray(normal(4, 4, 2 * T - 1))
-    slopes_agree(of(ops.attention), of(attention_reference), *args)
+    gradients_agree(of(ops.attention), of(attention_reference), *args)
 
 
 def test_documents_with_windows_caps_and_sinks():
@@ -60,7 +60,7 @@ def test_documents_with_windows_caps_and_sinks():
     )
     args = *operands(), np.asarray(normal(4, 4)), SEGMENTS
     agree(of(ops.attention), of(attention_reference), *args)
-    slopes_agree(of(ops.attention), of(attention_reference), *args, of=4)
+    gradients_agree(of(ops.attention), of(attention_reference), *args, of=4)
 
 
 def test_short_floats_in_tiles_of_a_gpu():
