@@ -146,7 +146,9 @@ def drawings(records: list[dict]) -> dict[Path, str]:
     found = {}
     for device in dict.fromkeys(r["device"] for r in records):
         own = [r for r in records if r["device"] == device]
-        found[ROOT / "docs" / "pictures" / f"speeds_{device}.svg"] = pictures.speeds(own, DEVICES.get(device, device))
+        found[ROOT / "docs" / "pictures" / f"speeds_{device}.svg"] = pictures.speeds(
+            own, str(DEVICES.get(device, device))
+        )
     return found
 
 
