@@ -154,15 +154,25 @@ def _shift(fn: Callable[..., Any], beyond: Callable[..., Any]) -> Rule:
     return run
 
 
-def _logical(x: Any, by: Any) -> Any:
-    unsigned = np.dtype(f"u{x.dtype.itemsize}")
-    return (x.view(unsigned) >> by.astype(unsigned)).view(x.dtype)
+def _right(kind: str) -> Callable[..., Any]:
+    """Of the bits of the operand, taken as a number of this kind whether its dtype is signed or not."""
+
+    def run(x: Any, by: Any) -> Any:
+        own = np.dtype(f"{kind}{x.dtype.itemsize}")
+        return (x.view(own) >> by.astype(own)).view(x.dtype)
+
+    return run
+
+
+def _signs(x: Any) -> Any:
+    signed = x.view(np.dtype(f"i{x.dtype.itemsize}"))
+    return (-(signed < 0).astype(signed.dtype)).view(x.dtype)
 
 
 RULES |= {
     "shift_left": _shift(np.left_shift, np.zeros_like),
-    "shift_right_logical": _shift(_logical, np.zeros_like),
-    "shift_right_arithmetic": _shift(np.right_shift, lambda x: -(x < 0).astype(x.dtype)),
+    "shift_right_logical": _shift(_right("u"), np.zeros_like),
+    "shift_right_arithmetic": _shift(_right("i"), _signs),
 }
 
 

@@ -42,6 +42,8 @@ def integers(k, n):
     shifted = [lax.div(k, n), lax.rem(k, n), k & n, k | n, k ^ n, ~k, abs(k), jnp.sign(k), k // 3, k % 5]
     n %= 40  # more than there are bits, too
     shifted += [lax.shift_right_logical(k, n), lax.shift_right_arithmetic(k, n), k.astype(jnp.uint8) >> 3, k >> n]
+    u, by = k.astype(jnp.uint8), n.astype(jnp.uint8)
+    shifted += [lax.shift_left(u, by), lax.shift_right_arithmetic(u, by), lax.shift_right_logical(u, by)]
     return [*shifted, k * 2**30, lax.shift_left(k, n), lax.population_count(k), k.astype(bool), k.astype(jnp.int8)]
 
 
