@@ -12,6 +12,8 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.testing import check_kernel
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 X = jax.random.normal(jax.random.key(0), (2, 3, 2, 1, 2, 5))
 W = jax.random.normal(jax.random.key(1), (2, 5))
 

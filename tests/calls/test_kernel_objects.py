@@ -12,6 +12,8 @@ import pytest
 
 import jtile as jt
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 X = jnp.arange(6, dtype=jnp.float32)
 
 SOURCE = """

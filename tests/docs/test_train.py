@@ -11,6 +11,8 @@ from examples import FOLDER, example
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT = (ROOT / "LICENSE").read_bytes()
 

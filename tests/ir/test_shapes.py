@@ -29,6 +29,8 @@ from jtile.ir import (
 from jtile.ir.types import DTYPES, TileType
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 ALL = [d.name for d in DTYPES.values()]
 # XLA's compiler for CPUs aborts the process for a concatenation of 2-bit integers.
 IN_JAX = [d for d in ALL if 2 < DTYPES[d].bits <= 32 and d != "float4_e2m1fn"]

@@ -11,6 +11,8 @@ import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError, ProtocolError, TransformError
 from jtile.transforms.factors import factors
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 def _types(x, *, n):
     return jax.ShapeDtypeStruct(x.shape[:1], x.dtype), jax.ShapeDtypeStruct((x.shape[0], n), x.dtype)

@@ -14,6 +14,8 @@ from benchmarks.gpu import tutorial
 from jtile.errors import KernelValueError, SharedRaceError, TransformError, UnsupportedError
 from tests.support.block_language import attention, gemm
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 def normal(*shape, dtype=jnp.bfloat16, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)

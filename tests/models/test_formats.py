@@ -14,6 +14,8 @@ from jtile._errors import ModelError
 from jtile.models import folder
 from jtile.ops import QuantizedTensor
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 GROUP = 32
 
 

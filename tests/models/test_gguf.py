@@ -19,6 +19,8 @@ from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 DATA = Path(__file__).resolve().parent.parent / "data"
 weights = evaluated(QuantizedTensor.dequantize)
 FOLDERS = sorted(

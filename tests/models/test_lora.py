@@ -17,6 +17,8 @@ from jtile.models.lora import TARGETS, LoRA, add_lora
 from jtile.ops import QuantizedTensor
 from jtile.testing import relative_error
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 @nnx.jit
 def train_step(model, optimizer, ids):

@@ -21,6 +21,8 @@ from jtile.ops.weight_codes import float4_codes, float4_numbers
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 FEW, MANY = (1, 0, 1, 0, 0, 0, 0, 1), (5, 0, 19, 0, 3, 0, 0, 0)  # rows of eight matrices, and one behind them
 # every kind in every way in make test-all; else each way twice, of K-quants where the decoders differ most
 CASES = [(kind, sizes, arch) for kind in (*KINDS, *K_KINDS) for sizes in (FEW, MANY) for arch in (None, "sm_90")]

@@ -15,6 +15,8 @@ from jtile.errors import KernelTypeError, TransformError, UnsupportedError
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 RNG = np.random.default_rng(5)
 
 

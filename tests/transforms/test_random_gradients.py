@@ -17,6 +17,8 @@ from random_gradients import Case, gradient_kernels
 
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 
 def differences(got: Any, want: Any) -> list[float]:
     """The relative error of each leaf; numbers below a hundredth count as such, since sums may cancel."""
