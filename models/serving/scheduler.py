@@ -21,6 +21,9 @@ import numpy as np
 from .pages import PagePool
 from .prefix import Match, PrefixTree, common_length
 
+# New sequences of a step that has enough to do: each is compared with those that run, and brought to the device.
+SEATS = 16
+
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
@@ -291,8 +294,10 @@ class Scheduler:
         seats: list[Sequence] = []
         left = self.budget - sum(sequence.ready and _remaining(sequence) == 1 for sequence in self.running)
         promised = sum(self._missing(sequence) for sequence in self.running)
+        todo = sum(_remaining(sequence) for sequence in self.running)
         for sequence in self.waiting[:]:
-            if not self._slots or left == 0:
+            enough = todo > self.budget and len(seats) == SEATS
+            if not self._slots or left == 0 or enough:
                 break
             if sequence.pending:
                 continue  # preempted while its newest token is on its way
@@ -306,6 +311,7 @@ class Scheduler:
             self._seat(sequence, found, copies)
             seats.append(sequence)
             left -= 1
+            todo += _remaining(sequence)
             promised += self._missing(sequence)
         return seats
 

@@ -227,6 +227,15 @@ def test_a_long_prompt_holds_up_no_short_one_and_goes_on():
     assert list(equal) == [0, 1, 2, 3] and equal[3] == 7  # equal ones: one after the other, not all at the end
 
 
+def test_many_long_prompts_are_not_begun_at_once():
+    """No step is held up by what it takes to begin; short ones come in as a step holds them."""
+    for length, begun in ((9, 16), (1, 40)):
+        scheduler = Scheduler(pages=400, page=4, rows=50, budget=64, prefixes=False)
+        for i in range(40):
+            scheduler.add(np.full(length, i % 5, np.int32), 2)
+        assert len(scheduler.plan().seats) == begun
+
+
 def test_prompts_that_are_not_mixed_with_answers():
     """Whole prompts, as many as a step holds; a longer one in parts; answers wait."""
     scheduler = Scheduler(pages=40, page=4, rows=3, budget=8, prefixes=False, mixed=False)
