@@ -20,18 +20,44 @@ from jtile.language.refs import Ref
 
 
 def program_id(axis: int | str):
-    """The index of this program along grid axis `axis`, a number from 0 or a name that `grid` gives: an int32 scalar,
-    never a Python int."""
+    """The number of this program along an axis of the grid.
+
+    Args:
+      axis: the axis: a number from 0, or a name, if `grid` is a dict.
+
+    Returns:
+      An int32 scalar that is computed on the device, never a Python int.
+
+    Raises:
+      KernelValueError: the grid has no such axis.
+    """
     return program_id_p.bind(axis=axis_number(axis))
 
 
 def num_programs(axis: int | str):
-    """The number of programs along grid axis `axis`, a number or a name: an int32 scalar, never a Python int."""
+    """The number of programs along an axis of the grid.
+
+    Args:
+      axis: the axis: a number from 0, or a name, if `grid` is a dict.
+
+    Returns:
+      An int32 scalar that is computed on the device, never a Python int.
+
+    Raises:
+      KernelValueError: the grid has no such axis.
+    """
     return num_programs_p.bind(axis=axis_number(axis))
 
 
 def cdiv(a, b) -> Any:
-    """`a / b` rounded up, for non-negative ints, Python's, traced, or dynamic sizes."""
+    """The quotient `a / b`, rounded up: how many tiles of `b` elements cover `a` elements.
+
+    Args:
+      a, b: non-negative ints: Python's, traced ones, or dynamic sizes.
+
+    Returns:
+      An int of the same kind.
+    """
     if isinstance(a, int | np.integer) and isinstance(b, int | np.integer):
         return -(-int(a) // int(b))
     if (is_dynamic(a) or is_dynamic(b)) and not (hasattr(a, "dtype") or hasattr(b, "dtype")):
@@ -61,7 +87,15 @@ def next_power_of_2(n: int) -> int:
 
 
 def arange(start, stop=None, step=1, dtype=None):
-    """`jnp.arange` with int32 as the default dtype of ints; bounds are Python numbers."""
+    """A tile of evenly spaced numbers, as `jnp.arange` makes it.
+
+    Args:
+      start, stop, step: Python numbers; with one of them, `0` to it.
+      dtype: the dtype of the tile; by default int32 for ints.
+
+    Returns:
+      A tile of rank 1, whose side need not be a power of two.
+    """
     if stop is None:
         start, stop = 0, start
     for v in (start, stop, step):
@@ -91,7 +125,16 @@ def ones(shape, dtype: Any = np.float32):
 
 
 def full(shape, value, dtype=None):
-    """A tile of one number; float32, int32, bool or complex64 by the number's kind unless `dtype` says."""
+    """A tile that is filled with one number.
+
+    Args:
+      shape: an int or a tuple of ints.
+      value: the number, Python's or a traced scalar.
+      dtype: the dtype of the tile; by default float32, int32, bool or complex64, by the kind of the number.
+
+    Returns:
+      The tile.
+    """
     if dtype is None and isinstance(value, bool | int | float | complex):
         kinds = {bool: np.bool_, int: np.int32, float: np.float32}
         dtype = next((d for kind, d in kinds.items() if isinstance(value, kind)), np.complex64)
@@ -100,7 +143,11 @@ def full(shape, value, dtype=None):
 
 
 def like(x, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
-    """The type of array `x`, with another shape or dtype: what `out_type` gives.
+    """The type of an array, with another shape or dtype: what `out_type` has to say of an output.
+
+    Args:
+      x: an array, or a `jax.ShapeDtypeStruct`.
+      shape, dtype: those of the result; by default those of `x`.
 
     Raises:
       KernelTypeError: `x` is no array, `shape` no shape, or `dtype` no dtype.
@@ -125,8 +172,12 @@ _TYPE = "a type is made from nothing by jax.ShapeDtypeStruct((4, 8), jnp.float32
 
 
 def print_(format, *args) -> None:
-    """`jt.print("acc {}", acc)`: print when the program runs, with the program id in front. Without a format, the
-    values."""
+    """Print values when the program runs, with the name of the kernel and the program id in front.
+
+    Args:
+      format: a text with `{}` for each value, as in `jt.print("acc {}", acc)`; or the first value, and no text.
+      args: tiles and scalars.
+    """
     if not isinstance(format, str):
         format, args = " ".join(["{}"] * (1 + len(args))), (format, *args)
     holes = format.replace("{{", "").replace("}}", "").count("{}")
@@ -143,7 +194,12 @@ def _no_refs(args):
 
 
 def assert_(cond, message: str = "") -> None:
-    """Fail the call with `message` where any lane of `cond` is false."""
+    """Let the call of the kernel fail if a condition does not hold.
+
+    Args:
+      cond: a bool, or a tile of them, all of which have to be true.
+      message: the text of the error, a `KernelAssertionError` that also names the program and the line.
+    """
     if isinstance(cond, bool | np.bool_):
         if not cond:
             raise KernelValueError(f"jt.assert_ failed while the kernel was traced: {message}", user_place())

@@ -181,8 +181,17 @@ def reduce(x, axis, fn, init):
 
 
 def associative_scan(fn, x, axis: int = 0, reverse: bool = False):
-    """Inclusive scan of a tile, or of a pytree of tiles of one shape, along `axis` by an associative function of
-    scalars."""
+    """Inclusive scan along an axis by a function of yours: element k becomes `fn(... fn(x0, x1) ..., xk)`.
+
+    Args:
+      fn: an associative function of two scalars (or pytrees of scalars like `x`).
+      x: a tile, or a pytree of tiles of one shape.
+      axis: the axis to go along.
+      reverse: begin at the end of the axis.
+
+    Returns:
+      A tile, or a pytree of tiles, like `x`.
+    """
     xs, treedef = jax.tree.flatten(x)
     xs = _tiles(xs, "jt.associative_scan")
     axis = _norm_axis(axis, xs[0].ndim, "jt.associative_scan")

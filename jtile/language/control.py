@@ -216,7 +216,13 @@ def scalar_condition(c, place, what: str):
 
 
 def when(cond):
-    """`@jt.when(cond)` above `def _(): ...` runs the function's stores where `cond` (Python's or traced) is true."""
+    """Guard stores by a condition: write `@jt.when(cond)` above `def _(): ...`, which runs only if `cond` is true.
+
+    In a kernel whose source jtile can read, `if cond:` does the same.
+
+    Args:
+      cond: a bool, Python's or a traced scalar.
+    """
     place = user_place()
 
     def run(fn: Callable[[], Any]) -> None:
@@ -235,7 +241,16 @@ def when(cond):
 
 
 def cond(pred, true_fn: Callable, false_fn: Callable, *operands):
-    """`true_fn(*operands) if pred else false_fn(*operands)`, with traced or Python `pred`; both give the same types."""
+    """Choose between two functions: `true_fn(*operands) if pred else false_fn(*operands)`.
+
+    Args:
+      pred: a bool, Python's or a traced scalar.
+      true_fn, false_fn: functions of the operands, whose results have the same structure, shapes and dtypes.
+      operands: arrays, numbers, and pytrees of them.
+
+    Returns:
+      The result of the function that was chosen.
+    """
     if not isinstance(pred, core.Tracer):
         return true_fn(*operands) if pred else false_fn(*operands)
     # closed over, since operands of lax.cond cannot be Refs or views

@@ -354,8 +354,13 @@ def _filled(x, out, mask, other):
 
 
 def store(x, index, value, mask=None) -> None:
-    """Write `value` (of `x.dtype`, broadcast) to Ref or view `x` at `index`; masked lanes and lanes outside are not
-    written."""
+    """Write elements of a Ref, or a tile of a view. Lanes outside of the array are not written.
+
+    Args:
+      x, index: a Ref or a tile view, and an index as in `x[index] = value`.
+      value: of the dtype of `x`; it is broadcast.
+      mask: bool, broadcast to the shape of the access; lanes where it is false are not written.
+    """
     x = as_ref(x)
     _writable(x, "store to")
     a = x.access(index)
@@ -384,7 +389,16 @@ def _atomic(fn: str, x, index, value, mask, compare=None):
 
 
 def atomic_add(x, index, value, mask=None):
-    """`x[index] += value`, atomic against other programs; returns the old values (lanes not written: 0)."""
+    """`x[index] += value`, in one step that no other program can come between; programs may add to the same places.
+
+    Args:
+      x, index: a Ref, and an index as in `x[index]`.
+      value: what is added; it is broadcast.
+      mask: bool; lanes where it is false add nothing.
+
+    Returns:
+      The old values; 0 in lanes that were not written.
+    """
     return _atomic("add", x, index, value, mask)
 
 
