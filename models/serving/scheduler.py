@@ -296,7 +296,7 @@ class Scheduler:
         promised = sum(self._missing(sequence) for sequence in self.running)
         todo = sum(_remaining(sequence) for sequence in self.running)
         for sequence in self.waiting[:]:
-            enough = todo > self.budget and len(seats) == SEATS
+            enough = todo > self.budget and len(seats) >= SEATS
             if not self._slots or left == 0 or enough:
                 break
             if sequence.pending:
