@@ -40,6 +40,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     }
     for kind, (options, extras, pairs) in kinds.items():
         yield from _both(kind, options, extras, pairs, (batch, t, heads, d))
+    yield from _blocks((batch, t, heads, d), 16 if tiny else 64, 2 if tiny else 8)
 
 
 def _both(kind: str, options: dict[str, Any], extras: Callable, pairs: float, shape: tuple) -> Iterator[Case]:
@@ -61,6 +62,39 @@ def _both(kind: str, options: dict[str, Any], extras: Callable, pairs: float, sh
         reference=lambda ct, q, k, v, *more: pulled(plain, 3)(*_wide(ct, q, k, v), *more),
         bytes=16 * elements, flops=int(14 * elements * pairs), **of,
     )  # fmt: skip
+
+
+def _blocks(shape: tuple, side: int, count: int) -> Iterator[Case]:
+    """Lists of `count` blocks for each block of queries, of `side` positions both."""
+    batch, t, heads, d = shape
+    drawn = lambda seed, n: tuple(normal(4 * seed + i, *shape, dtype="bfloat16") for i in range(n))
+    scores = lambda seed: jax.random.uniform(jax.random.key(seed), (batch, heads, t // side, t // side))
+    lists = lambda seed: jax.lax.top_k(scores(seed), count)[1].astype(jnp.int32)
+    ours = functools.partial(ops.block_sparse_attention, keys=side, queries=side)
+    peer = functools.partial(_gathered, side=side)
+    exact = lambda q, k, v, lists: peer(*_wide(q, k, v), lists)
+    elements = batch * t * heads * d
+    of = {"config": f"{count} blocks of {side}, {batch}x{heads}x{t}x{d}", "dtype": "bfloat16", "tolerance": 2e-2}
+    yield Case(
+        "block_sparse_attention", make=lambda seed: (*drawn(seed, 3), lists(seed)), ours=ours, peers={"xla": peer},
+        reference=exact, bytes=8 * elements, flops=4 * elements * side * count, **of,
+    )  # fmt: skip
+    yield Case(
+        "block_sparse_attention_gradient", make=lambda seed: (*drawn(seed, 4), lists(seed)), ours=pulled(ours, 3),
+        peers={"xla": pulled(peer, 3)}, reference=lambda ct, *args: pulled(exact, 3)(*_wide(ct), *args),
+        bytes=16 * elements, flops=14 * elements * side * count, **of,
+    )  # fmt: skip
+
+
+def _gathered(q, k, v, lists, *, side: int):
+    """Blocks of keys side by side for each block of queries, by a gather."""
+    batch, _, heads, d = q.shape
+    cut = lambda x: x.reshape(batch, -1, side, heads, d).transpose(0, 3, 1, 2, 4)  # [batch, heads, blocks, side, d]
+    found = lambda x: jnp.take_along_axis(cut(x)[:, :, None], lists[..., None, None], axis=3)
+    K, V = (found(x).reshape(batch, heads, -1, lists.shape[3] * side, d) for x in (k, v))
+    s = jnp.einsum("bhnqd,bhnkd->bhnqk", cut(q), K, preferred_element_type=jnp.float32) * d**-0.5
+    o = jnp.einsum("bhnqk,bhnkd->bhnqd", jax.nn.softmax(s).astype(q.dtype), V)
+    return o.transpose(0, 2, 3, 1, 4).reshape(q.shape)
 
 
 def _wide(*arrays: jax.Array):

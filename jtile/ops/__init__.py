@@ -43,6 +43,7 @@ from jtile.ops.softmaxes import softmax as softmax
 from jtile.ops.sorting import argsort as argsort
 from jtile.ops.sorting import sort as sort
 from jtile.ops.sorting import top_k as top_k
+from jtile.ops.sparse_attention import block_sparse_attention as block_sparse_attention
 from jtile.ops.split_attention import decode_attention as decode_attention
 from jtile.ops.state_space import selective_scan as selective_scan
 from jtile.ops.state_space import ssd as ssd
