@@ -359,7 +359,7 @@ def _(eqn: Any, x: Any, indices: Any) -> Any:
     return np.where(inside, found, np.asarray(np.nan if fill is None else fill, x.dtype))
 
 
-@rule("scatter-add")
+@rule("scatter", "scatter-add")
 def _(eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     n, out = eqn.params["dimension_numbers"], np.array(_wide(x))
     of = n.update_window_dims, n.inserted_window_dims, n.scatter_dims_to_operand_dims, n.operand_batching_dims
@@ -369,7 +369,11 @@ def _(eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
         sizes[d] = updates.shape[k]
     at, inside = _windows(indices, x.shape, sizes, (*of, n.scatter_indices_batching_dims), eqn.params["mode"])
     which = np.broadcast_to(inside, updates.shape)
-    np.add.at(out, tuple(np.broadcast_to(i, updates.shape)[which] for i in at), _wide(updates)[which])
+    places, found = tuple(np.broadcast_to(i, updates.shape)[which] for i in at), _wide(updates)[which]
+    if eqn.primitive.name == "scatter":
+        out[places] = found
+    else:
+        np.add.at(out, places, found)
     return out
 
 

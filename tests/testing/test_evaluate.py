@@ -70,6 +70,9 @@ def gathered(x, y):
     added = [x.at[i].add(y[i]), x.at[far].add(y[0], mode="drop"), x.at[:, far].add(y, mode="drop")]
     added += [
         x.at[far, far].add(y[0], mode="clip"),
+        x.at[i].set(y[i]),
+        x.at[far[::2], 1].set(y[0, 0], mode="drop"),
+        x.at[1].set(y[0, 0]),
         jax.vmap(lambda a, b, k: a.at[k].add(b))(x, y[:, :2], i[jnp.array([0, 1, 0])]),
     ]
     ordered = [
