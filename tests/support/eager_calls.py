@@ -52,9 +52,30 @@ def by_numpy() -> Iterator[None]:
 
     module._pjit_call_impl_python, evaluate._bind = call, bind
     try:
-        yield
+        with _arrays_are_put():
+            yield
     finally:
         module._pjit_call_impl_python, evaluate._bind = compiled, bound
+
+
+@contextlib.contextmanager
+def _arrays_are_put() -> Iterator[None]:
+    """`jnp.asarray` of NumPy's arrays compiles no program that copies them, for each shape."""
+    lax = importlib.import_module("jax._" + "src.lax.lax")
+    staged = getattr(lax, "stage_p", None)
+    if staged is None:  # an older JAX
+        yield
+        return
+    compiled = staged.impl
+    staged.def_impl(lambda x: jax.device_put(x) if _of_numpy(x) else compiled(x))
+    try:
+        yield
+    finally:
+        staged.def_impl(compiled)
+
+
+def _of_numpy(x: Any) -> bool:
+    return isinstance(x, np.ndarray | np.generic) and not getattr(x, "weak_type", False)
 
 
 _known: dict[int, tuple[Any, bool]] = {}  # by the identity of a program, which is kept
