@@ -13,6 +13,8 @@ from benchmarks.harness import WrongResultError
 from jtile.models import Decoder
 from jtile.models.llama import LlamaConfig
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 MACHINE = Machine("test", copy_rate=1e9, peaks={"bf16": 1e12, "fp8": 2e12}, threads=1)
 
 

@@ -10,6 +10,8 @@ from jtile._errors import ModelError
 from jtile.models import cache as kv
 from jtile.models import kernels
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 NEW = 4  # tokens behind the prompt
 
 

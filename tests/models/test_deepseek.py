@@ -26,6 +26,8 @@ from jtile.models.deepseek import DeepseekConfig
 from jtile.models.rope import Rope, RopeScaling
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 TOLERANCE = 1e-4
 YARN = {
     "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 1,

@@ -18,6 +18,8 @@ from jtile.ops.quantized_tensor import K_KINDS
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 COUNT, FEATURES, HIDDEN = 5, 24, 40
 
 

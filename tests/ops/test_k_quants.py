@@ -20,6 +20,8 @@ from jtile.ops.quantized_tensor import K_KINDS
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 gguf = pytest.importorskip("gguf", reason="the reference of the block layouts is the gguf package")
 gated_mlp_reference = importlib.import_module("jtile.ops.gated_mlp").gated_mlp_reference
 dequantized = evaluated(QuantizedTensor.dequantize)

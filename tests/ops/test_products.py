@@ -22,6 +22,8 @@ from jtile.ops.quantized_tensor import KINDS
 from jtile.testing import relative_error
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 MOST = KINDS if thorough() else KINDS[:-1]  # mxfp4 differs in what a code is
 SIZES = [(5, 7, 9), (1, 100, 64), (33, 70, 129), (300, 260, 40), (1, 1, 1)]
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3, "float8_e4m3fn": 7e-2}

@@ -12,6 +12,8 @@ from jtile.ops.layout import transpose_reference
 from jtile.ops.scans import cumsum_reference
 from jtile.ops.sorting import argsort_reference, sort_reference, top_k_reference
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 DTYPES = ("float32", "bfloat16", "int32")
 
 

@@ -13,6 +13,8 @@ from library_cases import CASES
 
 from jtile.testing import Report, check_kernel
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 SUPPORT = Path(composition.__file__).parent
 # Values, dtypes and the interpreter have tests of their own for each op, in more shapes.
 HERE = (

@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import jtile as jt
 from jtile import testing
 from jtile.testing.evaluate import evaluated
+
+pytestmark = pytest.mark.usefixtures("by_numpy")
 
 X = np.random.default_rng(0).standard_normal((5, 4)).astype("f")
 

@@ -20,6 +20,8 @@ from jtile import ir
 from jtile.errors import TransformError
 from jtile.testing import Report, check_kernel
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 SUPPORT = Path(composition.__file__).parent
 DEVICES = ("shard_map", "partitioned jit")
 CHUNKS = [list(CASES)[k::2] for k in range(2)]
