@@ -43,6 +43,9 @@ def records(options: argparse.Namespace, deadline: float, say: Callable[[str], N
         if options.only and not any(text in stored for text in options.only):
             continue
         began = time.monotonic()
+        if began > deadline:
+            say(f"left out, no time: {name} {stored}")
+            continue
         lm = models.make(config, stored)
         jax.block_until_ready(lm._weights)
         say(f"{name} {stored}: weights made in {time.monotonic() - began:.0f} s")
