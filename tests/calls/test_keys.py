@@ -11,6 +11,8 @@ from ttir import run_ttir
 import jtile as jt
 from jtile.errors import KernelTypeError
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 KEY = jax.random.key(7)
 KEYS = jax.random.split(KEY, (6, 3))
 X = jnp.arange(16, dtype=jnp.float32).reshape(4, 4)

@@ -13,6 +13,8 @@ from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.grouped_matmul import LastRows, grouped_matmul_reference, grouped_outer, last_rows
 from jtile.testing.evaluate import evaluated
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3}
 SIZES = [(5, 0, 9, 70, 3), (0, 0, 87, 0, 0), (17, 17, 17, 17, 17), (0, 0, 0, 0, 0)]
 

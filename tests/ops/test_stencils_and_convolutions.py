@@ -11,6 +11,8 @@ from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops.convolutions import _forward_tiles, convolution_reference, convolution_tiles
 from jtile.ops.stencils import stencil_2d_reference
 
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
 CONVOLUTIONS = [
     ((2, 17, 19, 8), (3, 3, 8, 20), {}),
     ((1, 30, 30, 4), (5, 3, 4, 7), {"stride": 2}),

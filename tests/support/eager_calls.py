@@ -97,16 +97,24 @@ def _fits(closed: Any) -> bool:
 
 
 def _ruled(closed: Any) -> bool:
-    for eqn in opened(closed)[0].eqns:
+    jaxpr = opened(closed)[0]
+    if any(_extended(v) for v in [*jaxpr.invars, *jaxpr.outvars]):
+        return False
+    for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name not in evaluate.RULES or name.startswith("jtile"):
             return False
-        if any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in [*eqn.invars, *eqn.outvars]):
+        if any(_extended(v) for v in [*eqn.invars, *eqn.outvars]):
             return False
         for part in jax.tree.leaves(dict(eqn.params), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
             if (hasattr(part, "eqns") or hasattr(part, "jaxpr")) and not _ruled(part):
                 return False
     return True
+
+
+def _extended(v: Any) -> bool:
+    """Whether a variable is a typed random key, or another thing that NumPy has not."""
+    return jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
 
 
 def _here(x: Any) -> bool:
