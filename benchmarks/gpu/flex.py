@@ -72,7 +72,7 @@ def _blocks(shape: tuple, side: int, count: int) -> Iterator[Case]:
     lists = lambda seed: jax.lax.top_k(scores(seed), count)[1].astype(jnp.int32)
     ours = functools.partial(ops.block_sparse_attention, keys=side, queries=side)
     peer = functools.partial(_gathered, side=side)
-    exact = lambda q, k, v, lists: peer(*_wide(q, k, v), lists)
+    exact = lambda q, k, v, lists: peer(*_wide(q, k, v), lists)  # pyright: ignore[reportCallIssue]
     elements = batch * t * heads * d
     of = {"config": f"{count} blocks of {side}, {batch}x{heads}x{t}x{d}", "dtype": "bfloat16", "tolerance": 2e-2}
     yield Case(
@@ -81,7 +81,7 @@ def _blocks(shape: tuple, side: int, count: int) -> Iterator[Case]:
     )  # fmt: skip
     yield Case(
         "block_sparse_attention_gradient", make=lambda seed: (*drawn(seed, 4), lists(seed)), ours=pulled(ours, 3),
-        peers={"xla": pulled(peer, 3)}, reference=lambda ct, *args: pulled(exact, 3)(*_wide(ct), *args),
+        peers={"xla": pulled(peer, 3)}, reference=lambda ct, *args: pulled(exact, 3)(ct.astype(jnp.float32), *args),
         bytes=16 * elements, flops=14 * elements * side * count, **of,
     )  # fmt: skip
 

@@ -127,7 +127,9 @@ def normalised(acc, l):
     return acc * jnp.where(l == 0, 0.0, 1.0 / l)[:, None]
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "softcap", "score", "mask"), inline=True)
+@functools.partial(
+    jax.jit, static_argnames=("causal", "window", "scale", "softcap", "score", "mask", "dropout"), inline=True
+)
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -143,6 +145,8 @@ def attention(
     score: Callable[..., jax.Array] | None = None,
     mask: Callable[..., jax.Array] | None = None,
     extras: Sequence[Any] = (),
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """`softmax(scale q k^T) v` per head; blocks of keys that no query of a block sees are skipped.
 
@@ -168,6 +172,10 @@ def attention(
       offsets: int [batch], the position of query 0 among the keys (chunked prefill); default 0.
       sinks: float [heads], a score of each head, neither scaled nor bounded, that takes part in the softmax as that of
         a key which every query sees and whose value is zero.
+      score, mask: functions as above; gradients are automatic then. With `causal` or `window`, both have to hold.
+      extras: arrays, or pytrees of them, for score and mask.
+      dropout: the share of the weights that are zero by chance, the others being larger for it; from 0 to less than 1.
+      key: for `dropout`, a key of `jax.random` (threefry2x32). What is dropped depends on it and on the place alone.
     Returns:
       An array like `q`, computed in float32 (float64 for float64); a query that sees no key gives zeros.
     Raises:
@@ -184,18 +192,16 @@ def attention(
     tiles = _tiles(*sizes, bounds[1] is not None, lengths is not None)
     lengths, offsets = (None if x is None else x.astype(jnp.int32) for x in (lengths, offsets))
     options = {"scale": scale, "softcap": softcap, "window": bounds}
-    if score is None and mask is None:
+    words = flex_attention.key_words("attention", key, dropout)
+    if score is None and mask is None and words is None:
         run = functools.partial(_run, q, k, v, lengths, offsets, **options, **tiles)
     else:
-        if lengths is not None or offsets is not None:
-            raise KernelValueError(
-                "attention: lengths and offsets beside score or mask; give them as extras, and write what they mean: "
-                "mask=lambda b, h, i, j, lengths: j < lengths[b]"
-            )
+        flex_attention.check_rows("attention", lengths, offsets)
         flex_attention.check_score("attention", score, tuple(extras), tiles["bq"], tiles["bk"])
         run = functools.partial(
-            flex_attention.run, q, k, v, tuple(extras), tiles=tiles, score=score, mask=mask, **options
-        )
+            flex_attention.run, q, k, v, tuple(extras), words, tiles=tiles, score=score, mask=mask,
+            dropout=float(dropout), **options,
+        )  # fmt: skip
     if sinks is None:
         return run(save=False)
     check_sinks("attention", q, sinks)
@@ -262,7 +268,7 @@ def window_of(op: str, window, causal: bool) -> Window:
 
 def attention_reference(
     q, k, v, *, causal=False, window=None, scale=None, softcap=None, lengths=None, offsets=None, sinks=None,
-    score=None, mask=None, extras=(),
+    score=None, mask=None, extras=(), dropout=0.0, key=None,
 ):  # fmt: skip
     """`attention` in jnp, with the whole matrix of scores."""
     (batch, t, heads, d), (s, groups) = q.shape, k.shape[1:3]
@@ -290,4 +296,7 @@ def attention_reference(
         sunk = sinks.astype(x.dtype).reshape(1, groups, -1, 1, 1)
         x = jnp.concatenate([x, jnp.broadcast_to(sunk, (*x.shape[:-1], 1))], axis=-1)
     p = jnp.nan_to_num(jax.nn.softmax(x, -1))[..., :s]  # a query without keys
+    words = flex_attention.key_words("attention", key, dropout)
+    if words is not None:
+        p = p * flex_attention.kept(words, *places, heads, t, dropout).astype(p.dtype).reshape(p.shape)
     return jnp.einsum("bghts,bsgd->btghd", p, v, precision="highest").reshape(batch, t, heads, d).astype(dtype)

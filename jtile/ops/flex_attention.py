@@ -28,6 +28,40 @@ def _seen(b, h, i, j, extras, *, mask: Function, window: Window, s: int):
     return seen if mask is None else seen & mask(b, h, i, j, *extras)
 
 
+def kept(key, b, h, i, j, heads: int, t: int, dropout: float):
+    """What weights are multiplied with: 0, or 1 / (1 - dropout), by 32 bits for each place b, h, i, j."""
+    uint32 = lambda x: jnp.asarray(x).astype(jnp.uint32)
+    row = uint32((b * heads + h) * t + i)
+    drawn = threefry(key, *jnp.broadcast_arrays(row, uint32(j)))
+    return jnp.where(drawn < jnp.uint32(round(dropout * 2**32)), 0.0, 1.0 / (1.0 - dropout)).astype(jnp.float32)
+
+
+def threefry(key, x, y):
+    """The first word of threefry2x32 (Salmon et al. 2011), the generator of `jax.random`, at the counter (x, y)."""
+    keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
+    x, y = x + keys[0], y + keys[1]
+    for block in range(5):
+        for turn in (13, 15, 26, 6) if block % 2 == 0 else (17, 29, 16, 24):
+            x = x + y
+            y = x ^ ((y << jnp.uint32(turn)) | (y >> jnp.uint32(32 - turn)))
+        x, y = x + keys[(block + 1) % 3], y + keys[(block + 2) % 3] + jnp.uint32(block + 1)
+    return x
+
+
+def key_words(op: str, key, dropout: float):
+    """The two words of a key where something is dropped, else None."""
+    if isinstance(dropout, bool) or not 0 <= dropout < 1:
+        raise KernelValueError(f"{op}: dropout is a share of 0 to less than 1, got {dropout}")
+    if dropout == 0:
+        return None
+    if key is None:
+        raise KernelValueError(f"{op}: dropout takes a key: key=jax.random.key(seed)")
+    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    if words.shape != (2,) or words.dtype != jnp.uint32:
+        raise KernelValueError(f"{op}: key is a key of threefry2x32, two words, got {words.dtype.name}{words.shape}")
+    return words
+
+
 def _types(q, *_, save: bool, **__):
     """o, and with `save` the log-sum-exp of every query's scores, in powers of two."""
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), sums_in(q))
@@ -38,11 +72,12 @@ def _types(q, *_, save: bool, **__):
     out_type=_types, grid=lambda q, *_, bq, **__: (q.shape[0], q.shape[2], jt.cdiv(q.shape[1], bq))
 )  # fmt: skip
 def flex_attention(
-    q, k, v, extras, ranges, o, lse=None,
+    q, k, v, extras, ranges, key, o, lse=None,
     *, bq: int, bk: int, scale: float, softcap: float | None, score: Function, mask: Function, window: Window,
-    save: bool,
+    dropout: float, save: bool,
 ):  # fmt: skip
-    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; ranges: see `mask_ranges`; lse [batch, heads, t]."""
+    """q, o [batch, t, heads, d]; k, v [batch, s, kv heads, d]; ranges: see `mask_ranges`; key: uint32 [2] or
+    None; lse [batch, heads, t]."""
     # The online softmax of `flash_attention`, with s_ij = score(scale q_i . k_j, b, h, i, j), -inf where masked.
     b, h, i = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     d, kv, wide = q.shape[3], h // (q.shape[2] // k.shape[2]), sums_in(q)
@@ -61,7 +96,10 @@ def flex_attention(
         s = jnp.where(seen, s * LOG2_E, -jnp.inf)
         top = jnp.maximum(m, s.max(1))
         p, fade = jnp.exp2(s - top[:, None]), jnp.exp2(m - top)
-        acc = jt.dot(p.astype(v.dtype), V[b, j, kv, 0], acc * fade[:, None])
+        weights = p
+        if key is not None:
+            weights = p * kept((key[0], key[1]), b, h, rows, columns, q.shape[2], q.shape[1], dropout).astype(wide)
+        acc = jt.dot(weights.astype(v.dtype), V[b, j, kv, 0], acc * fade[:, None])
         l = l * fade + p.sum(1)
         m = top
     O[b, i, h, 0] = (acc * jnp.where(l == 0, 0.0, 1.0 / l)[:, None]).astype(o.dtype)
@@ -90,14 +128,14 @@ def mask_ranges(
     ranges[b, h, i, 1] = end
 
 
-def run(q, k, v, extras, *, tiles: dict[str, int], mask: Function, window: Window, **options):
+def run(q, k, v, extras, key, *, tiles: dict[str, int], mask: Function, window: Window, **options):
     """`flex_attention` in tiles of `bq` queries and `bk` keys, with the ranges of its mask."""
     (batch, t, heads, _), s = q.shape, k.shape[1]
     of = {"mask": mask, "window": window, "bq": tiles["bq"], "bk": tiles["bk"]}
     by_batch, by_head = _depends("attention", mask, extras, tiles["bq"], tiles["bk"])
     fixed = jax.tree.map(jax.lax.stop_gradient, extras)
     ranges = mask_ranges(fixed, of=(batch if by_batch else 1, heads if by_head else 1), t=t, s=s, **of)
-    return flex_attention(q, k, v, extras, ranges, **of, **options)
+    return flex_attention(q, k, v, extras, ranges, key, **of, **options)
 
 
 def _depends(op: str, mask: Function, extras, bq: int, bk: int) -> tuple[bool, bool]:
@@ -112,6 +150,15 @@ def _depends(op: str, mask: Function, extras, bq: int, bk: int) -> tuple[bool, b
         raise KernelValueError(f"{op}: mask gives bools for queries [{bq}, 1] and keys [1, {bk}], got {out}")
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     return id(jaxpr.jaxpr.invars[0]) in used, id(jaxpr.jaxpr.invars[1]) in used
+
+
+def check_rows(op: str, lengths, offsets) -> None:
+    """A typed error for what functions say instead."""
+    if lengths is not None or offsets is not None:
+        raise KernelValueError(
+            f"{op}: lengths and offsets beside score, mask or dropout; give them as extras, and write what they mean: "
+            "mask=lambda b, h, i, j, lengths: j < lengths[b]"
+        )
 
 
 def check_score(op: str, score: Function, extras, bq: int, bk: int) -> None:

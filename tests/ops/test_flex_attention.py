@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 from library import agree, gradients_agree, normal
 
 import jtile as jt
@@ -61,6 +62,21 @@ def test_documents_with_windows_caps_and_sinks():
     args = *operands(), np.asarray(normal(4, 4)), SEGMENTS
     agree(of(ops.attention), of(attention_reference), *args)
     gradients_agree(of(ops.attention), of(attention_reference), *args, of=4)
+
+
+def test_dropout():
+    """By the bits of threefry at the place of a weight; as often as asked for; with equal bits backwards."""
+    key = np.array([3, 7], np.uint32)
+    of = lambda f: lambda q, k, v: f(q, k, v, causal=True, dropout=0.25, key=key)
+    gradients_agree(of(ops.attention), of(attention_reference), *operands())
+    counter = np.arange(1000, dtype=np.uint32)
+    drawn = evaluated(lambda x, y: flex_attention.threefry(key, x, y))(counter, counter[::-1].copy())
+    assert np.array_equal(drawn, threefry_2x32(key, np.concatenate([counter, counter[::-1]]))[:1000])
+    assert abs((drawn < 2**30).mean() - 0.25) < 0.03
+    for wrong, match in (({"dropout": 1.0}, "less than 1"), ({"dropout": 0.1}, "takes a key"),
+                         ({"dropout": 0.1, "key": key[:1]}, "two words")):  # fmt: skip
+        with pytest.raises(KernelValueError, match=match):
+            ops.attention(*operands(), **wrong)
 
 
 def test_short_floats_in_tiles_of_a_gpu():
