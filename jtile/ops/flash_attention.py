@@ -286,8 +286,9 @@ def attention_reference(
     seen = seen if left is None else seen & (columns >= rows - left)
     seen = jnp.broadcast_to(seen, (batch, t, s))
     seen = jnp.broadcast_to(seen[:, None], (batch, heads, t, s))
-    places = tuple(jax.lax.broadcasted_iota(jnp.int32, [n if b == a else 1 for b in range(4)], a)
-                   for a, n in enumerate(seen.shape))  # fmt: skip
+    shape = seen.shape
+    iota = lambda k: jax.lax.broadcasted_iota(jnp.int32, [n if a == k else 1 for a, n in enumerate(shape)], k)
+    places = iota(0), iota(1), iota(2), iota(3)
     if score is not None:
         x = score(x.reshape(seen.shape), *places, *extras).reshape(x.shape)
     seen = seen if mask is None else seen & mask(*places, *extras)
