@@ -8,8 +8,11 @@ loops of whoever reads it). `Ix` says which element a vector lane stands for.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from .llvm import Val
+
+_TOKEN = re.compile(r"@\{\d+\}@")  # of an offset that is not known yet
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,6 +127,5 @@ class Arena:
         return max((a.offset + a.size for a in placed), default=0)
 
     def patch(self, text: str) -> str:
-        for a in self.allocations:
-            text = text.replace(a.token, str(a.offset))
-        return text
+        offsets = {a.token: str(a.offset) for a in self.allocations}
+        return _TOKEN.sub(lambda found: offsets.get(found[0], found[0]), text)
