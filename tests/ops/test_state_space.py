@@ -31,7 +31,8 @@ RWKV, RWKV_REFERENCE = with_state(ops.rwkv7, chunk=4), with_state(rwkv7_referenc
 
 def test_rwkv7():
     agree(RWKV, RWKV_REFERENCE, *rwkv())
-    gradients_agree(RWKV, RWKV_REFERENCE, *rwkv())
+    short = with_state(ops.rwkv7, chunk=2)  # kernels of few levels; those of more are in the delta rule's gradients
+    gradients_agree(short, RWKV_REFERENCE, *rwkv(5))
     agree(RWKV, RWKV_REFERENCE, *rwkv(t=3))
 
 
