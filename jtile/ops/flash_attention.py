@@ -184,6 +184,7 @@ def attention(
     check_rank("attention", "q", q, 4, "[batch, t, heads, d]")
     check_operands("attention", q, k, v, lengths=lengths, offsets=offsets)
     check_softcap("attention", softcap)
+    flex_attention.check_functions("attention", score, mask, extras)
     bounds = window_of("attention", window, causal)
     if q.size == 0 or k.size == 0:
         return jnp.zeros(q.shape, q.dtype)
@@ -197,7 +198,7 @@ def attention(
         run = functools.partial(_run, q, k, v, lengths, offsets, **options, **tiles)
     else:
         flex_attention.check_rows("attention", lengths, offsets)
-        flex_attention.check_score("attention", score, tuple(extras), tiles["bq"], tiles["bk"])
+        flex_attention.check_score("attention", score, tuple(extras), tiles["bq"], tiles["bk"], sums_in(q))
         run = functools.partial(
             flex_attention.run, q, k, v, tuple(extras), words, tiles=tiles, score=score, mask=mask,
             dropout=float(dropout), **options,

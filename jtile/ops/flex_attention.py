@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -142,11 +143,11 @@ def _depends(op: str, mask: Function, extras, bq: int, bk: int) -> tuple[bool, b
     """Whether a mask reads the number of the batch row, and that of the head."""
     if mask is None:
         return False, False
-    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    jaxpr, out = jax.make_jaxpr(mask, return_shape=True)(int32(), int32(), int32(bq, 1), int32(1, bk), *extras)
+    jaxpr, out = _traced(op, "mask", mask, (), extras, bq, bk)
     if getattr(out, "dtype", None) != jnp.bool:
         raise KernelTypeError(f"{op}: mask gives bools for queries [{bq}, 1] and keys [1, {bk}], got {out}")
-    if jnp.broadcast_shapes(out.shape, (bq, bk)) != (bq, bk):
+    padded = (1,) * (2 - len(out.shape)) + out.shape
+    if len(padded) > 2 or any(n not in (1, whole) for n, whole in zip(padded, (bq, bk), strict=True)):
         raise KernelValueError(f"{op}: mask gives bools for queries [{bq}, 1] and keys [1, {bk}], got {out}")
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     return id(jaxpr.jaxpr.invars[0]) in used, id(jaxpr.jaxpr.invars[1]) in used
@@ -161,11 +162,44 @@ def check_rows(op: str, lengths, offsets) -> None:
         )
 
 
-def check_score(op: str, score: Function, extras, bq: int, bk: int) -> None:
+def check_functions(op: str, score: Function, mask: Function, extras) -> None:
+    """Typed errors for functions and extras that are none."""
+    for name, function in (("score", score), ("mask", mask)):
+        if function is not None and not callable(function):
+            raise KernelTypeError(f"{op}: {name} is a function of tiles, got {type(function).__name__}")
+    if not isinstance(extras, tuple | list):
+        raise KernelTypeError(f"{op}: extras is a tuple of arrays, got {type(extras).__name__}; write extras=(...,)")
+    if extras and score is None and mask is None:
+        raise KernelTypeError(f"{op}: extras are read by score and mask; give one of them")
+
+
+def check_score(op: str, score: Function, extras, bq: int, bk: int, dtype) -> None:
     """Typed errors for what is no function from a tile of scores to one of the same shape."""
     if score is None:
         return
-    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    s = jax.ShapeDtypeStruct((bq, bk), jnp.float32)
-    out = jax.eval_shape(score, s, int32(), int32(), int32(bq, 1), int32(1, bk), *extras)
+    _, out = _traced(op, "score", score, (jax.ShapeDtypeStruct((bq, bk), dtype),), extras, bq, bk)
     check_shape(op, "what score gives", out, (bq, bk))
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise KernelTypeError(f"{op}: score gives scores, which are floats, got {out.dtype.name}")
+
+
+def _traced(op: str, name: str, function: Function, scores: tuple, extras, bq: int, bk: int):
+    """(the jaxpr of score or mask, the type of its result) for a tile."""
+    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    args = (*scores, int32(), int32(), int32(bq, 1), int32(1, bk), *extras)
+    called = f"{name}({'s, ' if scores else ''}b, h, i, j, *extras)"
+    try:
+        inspect.signature(function).bind(*args)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise KernelTypeError(f"{op}: {name} is called as {called} with {len(extras)} extras: {error}") from error
+    except ValueError:  # a function without a signature
+        pass
+    way = f"give it as one of extras, and read it as an argument: {called}"
+    try:
+        jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    except jax.errors.TracerArrayConversionError as error:
+        raise KernelTypeError(f"{op}: {name} takes elements of a NumPy array by numbers of a tile; {way}") from error
+    closed = [x for x in jaxpr.consts if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and x.ndim)]
+    if closed:
+        raise KernelTypeError(f"{op}: {name} closes over an array ({jax.typeof(closed[0])}); {way}")
+    return jaxpr, out

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
 from jtile.ops.dispatch import Implementation, Op
-from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, pairs
+from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
 
 STEPS = 4  # positions at most that are taken one by one
 
@@ -43,7 +44,7 @@ def linear_attention_chunks(q, k, v, g, beta, mix, state, o, last=None, *, c: in
     S = first_state(state, (b, h, 0, j), (dk, bv), v)
     for n in jt.range(K.shape[1]):
         q_n, k_n, u = Q[b, n, kh, 0], K[b, n, kh, 0], V[b, n, h, j]
-        steps = None if g is None else wide(g.tiles(None, c, None, g.shape[3])[b, n, h, 0])
+        steps = None if g is None else logarithms(g.tiles(None, c, None, g.shape[3])[b, n, h, 0])
         G = None if steps is None else jnp.cumsum(steps, axis=0)
         S_n = S.astype(v.dtype)
         if mix is not None:
@@ -72,7 +73,7 @@ def delta_rule_mix(k, g, beta, mix, *, c: int):
     # u_t = beta_t (v_t - S_(t-1)^T e^(g_t) k_t) holds the u of earlier positions: (I + beta pairs(k, k)) u = ...
     b, h, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     k_n = k.tiles(None, c, None, k.shape[3])[b, n, h // (beta.shape[2] // k.shape[2]), 0]
-    G = None if g is None else jnp.cumsum(wide(g.tiles(None, c, None, g.shape[3])[b, n, h, 0]), axis=0)
+    G = None if g is None else jnp.cumsum(logarithms(g.tiles(None, c, None, g.shape[3])[b, n, h, 0]), axis=0)
     low = wide(beta.tiles(None, c, None)[b, n, h])[:, None] * pairs(k_n, k_n, G, diagonal=False)
     mix[b, h, n, :, :] = inverse(low).astype(mix.dtype)
 
@@ -120,7 +121,8 @@ def linear_attention(
     Args:
       q, k: float arrays [batch, t, heads, dk].
       v: float array [batch, t, v_heads, dv] of their dtype; heads divides v_heads (grouped values).
-      log_decay: float array [batch, t, v_heads] or [batch, t, v_heads, dk] of logarithms, 0 and less.
+      log_decay: float array [batch, t, v_heads] or [batch, t, v_heads, dk] of logarithms, 0 and less; -inf
+        empties the state.
       beta: float array [batch, t, v_heads], from 0 to 1 (or 2); the keys then have lengths of at most 1.
       state: float array [batch, v_heads, dk, dv], the state before the first position; default zeros.
       return_state: give the state behind the last position as well.
@@ -153,12 +155,12 @@ def linear_attention(
 
 def check_projections(op: str, q, k, v, *, state, **others) -> None:
     """Typed errors for q, k [batch, t, heads, dk], v [batch, t, v heads, dv] and states that do not fit each other."""
-    check_float(op, q=q, k=k, v=v, state=state, **others)
-    if not q.dtype == k.dtype == v.dtype:
-        raise KernelTypeError(f"{op}: q, k and v have one dtype, got {q.dtype.name}, {k.dtype.name} and {v.dtype.name}")
     check_rank(op, "q", q, 4, "[batch, t, heads, dk]")
     check_rank(op, "v", v, 4, "[batch, t, v_heads, dv]")
     check_shape(op, "k", k, q.shape)
+    check_float(op, q=q, k=k, v=v, state=state, **others)
+    if not q.dtype == k.dtype == v.dtype:
+        raise KernelTypeError(f"{op}: q, k and v have one dtype, got {q.dtype.name}, {k.dtype.name} and {v.dtype.name}")
     check_shape(op, "v", v, (*q.shape[:2], *v.shape[2:]))
     if k.shape[2] == 0 or v.shape[2] % k.shape[2]:
         raise KernelValueError(f"{op}: {v.shape[2]} heads of values do not divide into {k.shape[2]} of keys")
@@ -167,6 +169,8 @@ def check_projections(op: str, q, k, v, *, state, **others) -> None:
 
 
 def check_chunk(op: str, chunk: int | None) -> None:
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int | np.integer)):
+        raise KernelTypeError(f"{op}: chunk is an int, a power of two, or None, got {chunk!r}")
     if chunk is not None and (chunk < 1 or chunk & (chunk - 1)):
         raise KernelValueError(f"{op}: chunk is a power of two, got {chunk}")
 

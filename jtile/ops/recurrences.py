@@ -6,12 +6,20 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.ops._shapes import sums_in
+from jtile.ops._shapes import sums_in, wide
 
 
 def chunk_of(length: int, most: int) -> int:
     """Positions of a chunk: a power of two, and no more than cover `length`."""
     return min(most, jt.next_power_of_2(length))
+
+
+def logarithms(g):
+    """Logarithms of decays as they are summed: none is less than that of the smallest float.
+
+    One of -inf or -1e9, as stands where a document begins, would take their digits from those beside it in the sums."""
+    wide_g = wide(g)
+    return jnp.maximum(wide_g, -746.0 if wide_g.dtype == jnp.float64 else -104.0)
 
 
 def fade(x, g):

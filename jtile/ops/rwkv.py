@@ -12,7 +12,7 @@ import jtile as jt
 from jtile.ops._shapes import check_shape, known, sums_in, wide
 from jtile.ops.dispatch import Implementation, Op
 from jtile.ops.linear_attention import STEPS, check_chunk, check_projections, columns
-from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, pairs
+from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
 
 CHUNK = 16  # four kinds of pairs with a decay for every row: most of their work grows with the length of chunks
 
@@ -36,8 +36,9 @@ def rwkv7_mix(a, b, g, mix, *, c: int):
     # y_t = S_(t-1)^T a_t holds the y of earlier positions: (I - pairs(a, b)) y = ...
     i, h, n = jt.program_id(0), jt.program_id(1), jt.program_id(2)
     a_n, b_n, g_n = (x.tiles(None, c, None, x.shape[3])[i, n, h, 0] for x in (a, b, g))
-    G = jnp.cumsum(wide(g_n), axis=0)
-    mix[i, h, n, :, :] = inverse(-pairs(a_n, b_n, G, at=G - wide(g_n), diagonal=False)).astype(mix.dtype)
+    g_n = logarithms(g_n)
+    G = jnp.cumsum(g_n, axis=0)
+    mix[i, h, n, :, :] = inverse(-pairs(a_n, b_n, G, at=G - g_n, diagonal=False)).astype(mix.dtype)
 
 
 @jt.kernel(out_type=_types, grid=_grid)
@@ -53,7 +54,7 @@ def rwkv7_chunks(r, g, k, v, a, b, mix, state, o, last=None, *, c: int, bv: int,
     S = first_state(state, (i, h, 0, j), (dk, bv), v)
     for n in jt.range(V.shape[1]):
         r_n, g_n, k_n, a_n, b_n = (x.tiles(None, c, None, dk)[i, n, h, 0] for x in (r, g, k, a, b))
-        v_n, g_n, S_n = V[i, n, h, j], wide(g_n), S.astype(v.dtype)
+        v_n, g_n, S_n = V[i, n, h, j], logarithms(g_n), S.astype(v.dtype)
         G = jnp.cumsum(g_n, axis=0)
         H, whole = G - g_n, g_n.sum(0, keepdims=True)
         own = pairs(a_n, k_n, G, at=H, diagonal=False).astype(v.dtype)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
 from jtile.ops.linear_attention import linear_attention, linear_attention_reference
 from jtile.ops.recurrences import chunk_of
@@ -77,11 +78,11 @@ def selective_scan(
     (batch, t, d), n = x.shape, a.shape[1]
     shapes = {"dt": x.shape, "a": (d, n), "b": (batch, t, n), "c": (batch, t, n), "skip": (d,), "state": (batch, d, n)}
     for (name, shape), array in zip(shapes.items(), (dt, a, b, c, skip, state), strict=True):
-        if array is not None:
+        if array is not None or name not in ("skip", "state"):
             check_shape(op, name, array, shape)
     if 0 in (batch, t, d, n):
         last = jnp.zeros((batch, d, n), sums_in(x)) if state is None else state.astype(sums_in(x))
-        y = jnp.zeros_like(x) if skip is None else (x * skip.astype(x.dtype))
+        y = jnp.zeros_like(x) if skip is None else x * skip.astype(x.dtype)[None, None]
         return (y, last) if return_state else y
     bt = chunk_of(known(t), 16)
     bd = fit(d, max(1, 2 * machine().tile // (bt * jt.next_power_of_2(n))))
@@ -115,7 +116,7 @@ def ssd(
     Args:
       x: float array [batch, t, heads, p]. dt: float array [batch, t, heads], 0 and more (behind the softplus).
       a: float array [heads], 0 and less.
-      b, c: float arrays [batch, t, groups, n]; groups divides heads.
+      b, c: float arrays [batch, t, groups, n] of x's dtype; groups divides heads.
       skip: float array [heads] or None.
       state: float array [batch, heads, n, p], the state before the first position; default zeros.
       return_state: give the state behind the last position as well.
@@ -132,12 +133,20 @@ def _ssd(run, x, dt, a, b, c, skip, state, return_state: bool):
     check_rank("ssd", "x", x, 4, "[batch, t, heads, p]")
     check_shape("ssd", "dt", dt, x.shape[:3])
     check_shape("ssd", "a", a, x.shape[2:3])
+    check_rank("ssd", "b", b, 4, "[batch, t, groups, n]")
+    check_shape("ssd", "b", b, (*x.shape[:2], *b.shape[2:]))
+    check_shape("ssd", "c", c, b.shape)
+    if not x.dtype == b.dtype == c.dtype:
+        raise KernelTypeError(f"ssd: x, b and c have one dtype, got {x.dtype.name}, {b.dtype.name} and {c.dtype.name}")
+    if b.shape[2] == 0 or x.shape[2] % b.shape[2]:
+        raise KernelValueError(f"ssd: {x.shape[2]} heads do not divide into {b.shape[2]} groups of b and c")
+    if skip is not None:
+        check_shape("ssd", "skip", skip, x.shape[2:3])
     f = sums_in(x)
     values = (x.astype(f) * dt.astype(f)[..., None]).astype(x.dtype)
     g = dt.astype(f) * a.astype(f)[None, None]
     y, last = run(c, b, values, log_decay=g, state=state, return_state=True, scale=1.0)
     if skip is not None:
-        check_shape("ssd", "skip", skip, x.shape[2:3])
         y = (y.astype(f) + x.astype(f) * skip.astype(f)[None, None, :, None]).astype(x.dtype)
     return (y, last) if return_state else y
 

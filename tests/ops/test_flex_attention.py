@@ -112,6 +112,20 @@ def test_errors():
         ops.attention(q, k, v, mask=lambda b, h, i, j: i - j)
     with pytest.raises(KernelValueError, match="mask gives bools"):
         ops.attention(q, k, v, mask=lambda b, h, i, j: (i >= j)[None])
+    table = normal(5, 4)
+    for options, match in (
+        ({"mask": lambda b, h, i, j: table[h] > 0}, "mask closes over an array .*give it as one of extras"),
+        ({"score": lambda s, b, h, i, j: s * np.ones(4, np.float32)[h]}, "elements of a NumPy array .*one of extras"),
+        ({"mask": lambda b, h: b > h}, "called as mask.* with 0 extras: too many"),
+        ({"score": lambda s, b, h, i, j: i - j}, "floats, got int32"),
+        ({"score": 3}, "score is a function of tiles, got int"),
+        ({"mask": documents, "extras": SEGMENTS}, "extras is a tuple of arrays"),
+        ({"extras": (SEGMENTS,)}, "read by score and mask"),
+    ):
+        with pytest.raises(KernelTypeError, match=match):
+            ops.attention(q, k, v, **options)
+    with pytest.raises(KernelValueError, match="mask gives bools"):
+        ops.attention(q, k, v, mask=lambda b, h, i, j: jnp.ones(3, bool))
     with pytest.raises(KernelValueError, match="what score gives has shape"):
         ops.attention(q, k, v, score=lambda s, b, h, i, j: s.sum(1))
     with pytest.raises(KernelValueError, match="write what they mean"):

@@ -1,5 +1,6 @@
 """Linear attention, its gates and delta rules: chunks and single positions against one position after the other."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -76,6 +77,18 @@ def test_strong_decays_overflow_nowhere(kind):
     gradients_agree(of(OURS), of(REFERENCE), *args[:4], args[5], tolerance=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["gated delta", "gated"])
+def test_decays_to_nothing(kind):
+    """As where a document begins: what stands behind it keeps its digits, and no difference of infinities is taken."""
+    q, k, v, g, beta, _ = operands(kind)
+    g[:, 3], g[:, 12] = -np.inf, -1e9
+    of = lambda f: lambda q, k, v, g: f(q, k, v, log_decay=g, beta=beta)
+    agree(of(ops.linear_attention), of(linear_attention_reference), q, k, v, g, tolerance=3e-5)
+    if kind == "gated":
+        pull = lambda q, k, v, g: jax.vjp(of(ops.linear_attention), q, k, v, g)[1](v)
+        assert all(np.isfinite(x).all() for x in evaluated(pull)(q, k, v, g))
+
+
 def test_equal_keys_of_the_delta_rule():
     """The triangular matrix is one of ones: its powers have binomial entries, its inverse has two diagonals."""
     q, k, v, *_ = operands("delta", t=64)
@@ -110,5 +123,9 @@ def test_edges_and_errors():
     ):
         with pytest.raises(KernelValueError, match=match):
             ops.linear_attention(q, k, v, **wrong)
+    with pytest.raises(KernelTypeError, match="chunk is an int"):
+        ops.linear_attention(q, k, v, chunk=2.0)
+    with pytest.raises(KernelTypeError, match="k is an array, got NoneType"):
+        ops.linear_attention(q, None, v)
     with pytest.raises(KernelValueError, match="do not divide"):
         ops.linear_attention(*(np.concatenate([x] * 3, 2) for x in (q, k)), v)

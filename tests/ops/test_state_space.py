@@ -83,6 +83,9 @@ def test_selective_scan_errors():
         wrong = [v[1:] if i == k else v for i, v in enumerate((dt, a, b, c))]
         with pytest.raises(KernelValueError, match=f"{name} has shape"):
             ops.selective_scan(x, *wrong)
+    with pytest.raises(KernelTypeError, match="dt is an array, got NoneType"):
+        ops.selective_scan(x, None, a, b, c)
+    assert np.array_equal(ops.selective_scan(x, dt, a[:, :0], b[..., :0], c[..., :0], skip=skip), x * skip[None, None])
     with pytest.raises(KernelTypeError, match="float array"):
         ops.selective_scan(x, dt, a, b, c, skip=skip.astype(int))
     y, last = ops.selective_scan(x[:, :0], dt[:, :0], a, b[:, :0], c[:, :0], state=state, return_state=True)
@@ -99,3 +102,11 @@ def test_ssd():
     gradients_agree(scanned(ops.ssd), scanned(ssd_reference), *args)
     with pytest.raises(KernelValueError, match="a has shape"):
         ops.ssd(x, dt, args[2][1:], b, c)
+    for wrong, error, match in (
+        ((b[:, 1:], c), KernelValueError, "ssd: b has shape"),
+        ((b, c[..., 1:]), KernelValueError, "ssd: c has shape"),
+        ((b, c.astype("bfloat16")), KernelTypeError, "ssd: x, b and c have one dtype"),
+        ((b[:, :, [0, 1, 0]], c[:, :, [0, 1, 0]]), KernelValueError, "4 heads do not divide into 3 groups"),
+    ):
+        with pytest.raises(error, match=match):
+            ops.ssd(x, dt, args[2], *wrong)
