@@ -77,6 +77,11 @@ def run_batch(
     except BrokenPipeError:  # of a reader of standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
+    except OSError as error:  # a full disk
+        if out is None:  # what is left of them would be tried once more at the end of Python
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"jtile: cannot write the answers: {error.strerror or error}", file=sys.stderr)
+        return FAILURE
     except KeyboardInterrupt:
         hint = "; the same command goes on from here" if out else ""
         print(f"\njtile: interrupted{hint}", file=sys.stderr)
@@ -126,13 +131,21 @@ def _results(out: str | None, digest: str) -> Iterator[tuple[IO[str], int]]:
 
 
 def _whole_lines(file: IO[str]) -> int:
-    """How many lines there are; what an interruption left of another one is cut off."""
+    """How many answers there are from the beginning; what an interruption left of another one, or a disk that lost its
+    power of several, is cut off."""
     file.seek(0)
-    data = file.buffer.read()  # type: ignore[attr-defined]
-    whole = data.rfind(b"\n") + 1
+    done = whole = 0
+    for line in file.buffer.read().splitlines(keepends=True):  # type: ignore[attr-defined]
+        try:
+            answer = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or "id" not in answer:
+            break
+        done, whole = done + 1, whole + len(line)
     file.truncate(whole)
     file.seek(0, os.SEEK_END)
-    return data.count(b"\n")
+    return done
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -195,14 +208,16 @@ def _request(engine: Engine, asked: dict[str, Any]) -> Request:
     options: dict[str, Any] = {name: asked[name] for name in SamplingOptions.__annotations__ if name in asked}
     if isinstance(options.get("logit_bias"), dict):
         options["logit_bias"] = {_token(name): bias for name, bias in options["logit_bias"].items()}
-    schema = asked.get("json_schema")
+    schema, ignore_eos = asked.get("json_schema"), asked.get("ignore_eos")
+    if not isinstance(ignore_eos, bool | None):
+        raise PromptError(f"ignore_eos is true or false, got {str(ignore_eos)[:80]}")
     return read_request(
         engine.lm,
         engine.settings.length,
         _prompt(engine.lm, asked),
         asked.get("max_tokens"),
         asked.get("stop"),
-        None if asked.get("ignore_eos") else "model",
+        None if ignore_eos else "model",
         asked.get("logprobs", False),
         SamplingOptions(**options),
         None if schema is None else Grammar.json(schema),

@@ -108,9 +108,13 @@ class Chat:
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not users:
             raise PromptError("there is no message to answer again")
-        text = self.messages[users[-1]]["content"]
-        del self.messages[users[-1] :]
-        self._say(text)
+        before, text = self.messages, self.messages[users[-1]]["content"]
+        self.messages = before[: users[-1]]
+        try:
+            self._say(text)
+        except JtileError:  # the conversation is as it was
+            self.messages = before
+            raise
 
     def _set_system(self, text: str) -> None:
         if not text:

@@ -345,3 +345,7 @@ def _render(template: str, **variables) -> str:
         return environment.from_string(template).render(**variables)
     except TemplateError as error:
         raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        raise PromptError(  # of messages whose parts are not what it takes
+            f"the model's chat template fails at this conversation: {type(error).__name__}: {error}"
+        ) from error

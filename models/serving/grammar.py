@@ -62,9 +62,9 @@ class Guide:
         self._words = -(-lm.config.vocab_size // 32)
         self._matcher = _matcher()(tokenizer, grammar.text, log_level=0)
         if self._matcher.is_error():
-            raise PromptError(
-                f"the grammar or schema of the answer is none: {self._matcher.get_error().splitlines()[0]}"
-            )
+            first, *more = self._matcher.get_error().splitlines()
+            reason = " ".join([first, *(line for line in more if line.startswith("error:"))])  # of a regular expression
+            raise PromptError(f"the grammar or schema of the answer is none: {reason}")
 
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: bit i % 32 of number i // 32 of uint32 [vocab / 32, rounded up]."""

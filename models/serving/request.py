@@ -140,7 +140,11 @@ def _ids(lm: LanguageModel, prompt) -> np.ndarray:
 
 def _stops(lm: LanguageModel, stop) -> tuple[str, ...]:
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop) if np.iterable(stop) else (stop,)
-    if not all(isinstance(x, str) and 0 < len(x) <= STOP_CHARACTERS for x in stops) or len(stops) > STOPS:
+    if (
+        isinstance(stop, Mapping)
+        or not all(isinstance(x, str) and 0 < len(x) <= STOP_CHARACTERS for x in stops)
+        or len(stops) > STOPS
+    ):
         raise PromptError(
             f"stop is a string of 1 to {STOP_CHARACTERS} characters, or up to {STOPS} of them; got {stop!r}"
         )

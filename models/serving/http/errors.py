@@ -14,6 +14,14 @@ INVALID, DENIED, MISSING, BUSY, SERVER = (
 )  # fmt: skip
 
 
+FORMS = {  # names of types in pydantic's places
+    "str": "a text", "list[int]": "a list of ints", "list[str]": "a list of texts",
+    "list[list[int]]": "a list of lists of ints", "list[Part]": 'a list of parts, {"type": "text", "text": ...}',
+    "literal['none','auto','required']": "'none', 'auto', 'required'",
+    "Choice": 'a function, {"type": "function", "function": {"name": ...}}',
+}  # fmt: skip
+
+
 class ApiError(Exception):
     """An answer of the HTTP status `status` that says what is wrong; retry: seconds until it may be another one."""
 
@@ -68,9 +76,25 @@ def _of_body(error: ValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}")
     message = first["msg"].removeprefix("Value error, ")
+    if forms := _forms(error, first["loc"]):
+        place, message = place.partition(f".{forms[0]}")[0], f"should be {' or '.join(FORMS.get(f, f) for f in forms)}"
     if not place and first["type"] == "model_type":
         message = "the body should be an object, {...}"
     return ApiError(400, f"{place}: {message}" if place else message, param=place or None)
+
+
+def _forms(error: ValidationError, loc: tuple) -> list[str]:
+    """The forms that something may have, where it has none of several: pydantic has an error, and a part of the place,
+    for each of them."""
+    at = next((i for i, part in enumerate(loc) if _is_form(part)), None)
+    if at is None:
+        return []
+    alike = [other["loc"][at] for other in error.errors() if other["loc"][:at] == loc[:at] and len(other["loc"]) > at]
+    return list(dict.fromkeys(str(form) for form in alike if _is_form(form)))
+
+
+def _is_form(part: int | str) -> bool:
+    return part in FORMS or (isinstance(part, str) and "[" in part)
 
 
 async def respond(request: Request, error: Exception) -> JSONResponse:

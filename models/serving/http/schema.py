@@ -100,7 +100,9 @@ class Generated(Body):
         try:
             return None if self.logit_bias is None else {int(key): bias for key, bias in self.logit_bias.items()}
         except ValueError as error:
-            raise PromptError(f"the keys of logit_bias are token ids; got {list(self.logit_bias or ())[:3]}") from error
+            raise PromptError(
+                f"the keys of logit_bias are token ids; got {str(list(self.logit_bias or ())[:3])[:80]}"
+            ) from error
 
 
 class CompletionBody(Generated):
@@ -175,7 +177,7 @@ class Call(Body):
         """For a chat template, which takes arguments as they are, not as text."""
         try:
             arguments = json.loads(self.function.arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PromptError(f"the arguments of a tool call are JSON; got {self.function.arguments[:80]!r}") from error
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 

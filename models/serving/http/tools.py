@@ -13,8 +13,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 BEGIN = "<tool_call>"
-DEFINITIONS = ("$defs", "definitions")
-_REFERENCE = re.compile(r"#/(?:\$defs|definitions)/(.*)")
 _BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -22,24 +20,23 @@ def call_schema(tools: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]
     """The JSON schema of a call of one of the tools, by name the schemas of their arguments, None for any."""
     calls, shared = [], {}
     for i, (name, parameters) in enumerate(tools.items()):
-        own = dict(parameters or {"type": "object"})
-        for place in DEFINITIONS:  # what the arguments refer to lies at the root
-            shared |= {f"{i}-{key}": _moved(value, i) for key, value in dict(own.pop(place, {})).items()}
-        properties = {"name": {"const": name}, "arguments": _moved(own, i)}
+        shared[str(i)] = _moved(parameters or {"type": "object"}, i)
+        properties = {"name": {"const": name}, "arguments": {"type": "object", "$ref": f"#/$defs/{i}"}}
         call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
         calls.append(call | {"additionalProperties": False})
-    return {"anyOf": calls} | ({"$defs": shared} if shared else {})
+    return {"anyOf": calls, "$defs": shared}
 
 
 def _moved(schema: Any, i: int) -> Any:
-    """A part of schema number i, whose references are to the definitions of all."""
+    """A part of schema number i, whose references are to the place where all of it lies among the definitions."""
     if isinstance(schema, list):
         return [_moved(item, i) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     moved = {key: _moved(value, i) for key, value in schema.items()}
-    found = _REFERENCE.fullmatch(moved["$ref"]) if isinstance(moved.get("$ref"), str) else None
-    return moved | {"$ref": f"#/$defs/{i}-{found[1]}"} if found else moved
+    place = moved.get("$ref")
+    inside = isinstance(place, str) and (place == "#" or place.startswith("#/"))
+    return moved | {"$ref": f"#/$defs/{i}{place[1:]}"} if inside else moved
 
 
 class CallReader:
@@ -79,7 +76,7 @@ class CallReader:
         for body in _BLOCK.findall(text) if BEGIN in text else [text]:
             try:
                 found = json.loads(body)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return []
             for item in found if isinstance(found, list) else [found]:
                 call = self._call(item)

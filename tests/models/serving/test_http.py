@@ -189,7 +189,8 @@ def test_tools(app, engine, monkeypatch):
 def test_calls_that_are_forced(app):
     """Of one of the tools, or of the one that is named, with arguments of its form, which may refer to definitions."""
     kind = {"$ref": "#/$defs/Kind"}
-    stay = {"type": "object", "properties": {"a": kind}, "required": ["a"], "additionalProperties": False}
+    whole = {"anyOf": [{"type": "null"}, {"$ref": "#"}]}
+    stay = {"type": "object", "properties": {"a": kind, "b": whole}, "required": ["a"], "additionalProperties": False}
     tools = [
         {"type": "function", "function": {"name": name, "parameters": stay | {"$defs": {"Kind": {"enum": kinds}}}}}
         for name, kinds in (("go", ["x"]), ("stay", ["y", "z"]))
@@ -248,12 +249,18 @@ def test_what_a_server_tells_of_itself(app):
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def forced(parameters: dict) -> dict:
+    """A call of a tool with such arguments."""
+    return {"tool_choice": "required"} | {
+        "tools": [{"type": "function", "function": {"name": "go", "parameters": parameters}}]
+    }
+
+
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
 TOOLS = [{"type": "function", "function": {"name": "go"}}]
 FORCED_FORM = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
-NO_ARGUMENTS = {"tool_choice": "required"} | {
-    "tools": [{"type": "function", "function": {"name": "go", "parameters": {"type": "nonsense"}}}]
-}
+NO_PATTERN = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "("}}}
+DEEP_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 15_000}}]}
 BROKEN_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 OK = {"prompt": "a", "max_tokens": 1}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
@@ -268,7 +275,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/completions", {"content": b"x" * 30_000}, 413, "more than 20000 bytes"),
         ("/v1/completions", {"json": []}, 400, "should be an object"),
         ("/v1/completions", {"json": {}}, 400, "prompt: Field required"),
-        ("/v1/completions", {"json": OK | {"prompt": {"a": 1}}}, 400, "prompt"),
+        ("/v1/completions", {"json": OK | {"prompt": [1, "a"]}}, 400, "prompt: should be a text or a list of ints or"),
         ("/v1/completions", {"json": OK | {"prompt": []}}, 400, "the prompt is empty"),
         ("/v1/completions", {"json": OK | {"prompt": [999]}}, 400, "outside the vocabulary"),
         ("/v1/completions", {"json": OK | {"prompt": [-(10**30)]}}, 400, "prompt"),
@@ -291,11 +298,15 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/chat/completions", {"json": {"messages": [IMAGE]}}, 400, "text only; a message has a part 'image_url'"),
         ("/v1/chat/completions", {"json": CHAT | {"tools": [{}]}}, 400, "tools.0.type: Field required"),
         ("/v1/chat/completions", {"json": CHAT | {"tool_choice": "required"}}, 400, "'required' takes tools"),
-        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": "maybe"}}, 400, "tool_choice"),
-        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": {"type": "function"}}}, 400, "tool_choice"),
+        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": "maybe"}}, 400, "tool_choice: should be 'none'"),
+        ("/v1/chat/completions", {"json": CHAT | {"tool_choice": {"type": "function"}}}, 400, "or a function, {"),
+        ("/v1/chat/completions", {"json": {"messages": [{"role": "user", "content": 3}]}}, 400, "should be a text or"),
         ("/v1/chat/completions", {"json": CHAT | {"tool_choice": {"function": {"name": "x"}}}}, 400, "none of the"),
         ("/v1/chat/completions", {"json": CHAT | FORCED_FORM}, 400, "leave response_format out"),
-        ("/v1/chat/completions", {"json": CHAT | NO_ARGUMENTS}, 400, "Invalid type: nonsense"),
+        ("/v1/chat/completions", {"json": CHAT | forced({"type": "nonsense"})}, 400, "Invalid type: nonsense"),
+        ("/v1/chat/completions", {"json": CHAT | forced({"$defs": [1], "type": "string"})}, 400, "is unsatisfiable"),
+        ("/v1/chat/completions", {"json": CHAT | {"response_format": NO_PATTERN}}, 400, "error: unclosed group"),
+        ("/v1/chat/completions", {"json": {"messages": [DEEP_CALL]}}, 400, "arguments of a tool call are JSON"),
         ("/v1/chat/completions", {"json": {"messages": [BROKEN_CALL]}}, 400, "arguments of a tool call are JSON"),
         ("/v1/chat/completions", {"json": CHAT | {"top_logprobs": 2}}, 400, "top_logprobs takes logprobs"),
         ("/v1/chat/completions", {"json": CHAT | {"response_format": {"type": "xml"}}}, 400, "response_format"),

@@ -9,6 +9,7 @@ import signal
 import pytest
 from typer.testing import CliRunner
 
+from jtile._errors import PromptError
 from jtile.models import batch, chat
 from jtile.models.chat import Chat
 from jtile.tools import cli
@@ -97,6 +98,15 @@ def test_what_a_conversation_refuses(engine, capsys, line, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_message_that_cannot_be_asked_again_stays(engine):
+    talked = talk(engine, "Hi", max_tokens=1)
+    before = said(talked)
+    talked._options["top_k"] = -1
+    with pytest.raises(PromptError, match="top_k must be"):
+        talked._retry("")
+    assert len(before) == 2 and said(talked) == before
+
+
 def test_commands_that_show_something(engine, capsys):
     talk(engine, "/help", "/system", "/set top_k 5", "/set seed none", "/set")
     out = capsys.readouterr().out
@@ -151,6 +161,9 @@ BAD = [
     ('{"prompt": "a", "temperature": {"a": 1}}', "temperature must be"),
     ('{"prompt": "a", "seed": 1e3}', "seed must be"),
     ('{"prompt": "a", "stop": 3}', "stop is a string"),
+    ('{"prompt": "a", "stop": {"a": 1}}', "stop is a string"),
+    ('{"prompt": "a", "ignore_eos": "no"}', "ignore_eos is true or false"),
+    ('{"messages": [{"role": "user", "content": "a", "tool_calls": 3}]}', "chat template fails"),
     ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias maps token ids"),
     ('{"prompt": "a", "logit_bias": [1]}', "logit_bias"),
     ('{"prompt": "a", "logprobs": 99}', "logprobs is a bool"),
@@ -209,7 +222,7 @@ def test_a_batch_goes_on_after_an_interruption(engine, here, tmp_path, monkeypat
     assert not out.exists()
     (part,) = tmp_path.glob("*.part")
     monkeypatch.setattr(batch, "_answer", made)
-    part.write_text(part.read_text() + '{"id": 4, "te')
+    part.write_text(part.read_text() + "\0" * 9 + '\n{"id": 4}\n{"id": 5, "te')  # what a disk without power keeps
     with part.open() as held:
         batch.fcntl.flock(held, batch.fcntl.LOCK_EX)
         assert batch.run_batch(path, **options) == 1
@@ -225,12 +238,17 @@ def test_a_batch_goes_on_after_an_interruption(engine, here, tmp_path, monkeypat
     assert "is there already" in capsys.readouterr().err
 
 
-def test_a_batch_that_cannot_be(here, tmp_path, capsys):
+def test_a_batch_that_cannot_be(here, tmp_path, monkeypatch, capsys):
     assert batch.run_batch(str(tmp_path / "none")) == 1
     assert "cannot read the requests" in capsys.readouterr().err
     path = written(tmp_path / "in.jsonl", ['{"prompt": "a"}'])
     assert batch.run_batch(path, out=str(tmp_path / "no" / "out")) == 1
     assert "cannot write the answers" in capsys.readouterr().err
+    monkeypatch.setattr(
+        batch.os, "fsync", lambda _: batch.os.write(batch.os.open("/dev/full", batch.os.O_WRONLY), b"x")
+    )
+    assert batch.run_batch(path, out=str(tmp_path / "out"), max_tokens=1) == 1
+    assert "cannot write the answers: No space left" in capsys.readouterr().err
     for wrong in (["--out", "x"], ["--batch", path, "--raw"], ["text", "--batch", path], ["--batch", path, "--json"]):
         assert CliRunner().invoke(cli.app, ["generate", *wrong]).exit_code == 2
     result = CliRunner().invoke(cli.app, ["generate", "--batch", "-", "-n", "2"], input='{"prompt": "a"}')
