@@ -123,7 +123,7 @@ def _row_factor(v: Value, axes: Sequence[int], rw: Rewriter) -> tuple[Broadcast,
 
 
 def _shared(kernel: Kernel) -> Kernel:
-    """`(x r + c) y` is `(x + c / r) (y r)` where `y r` is there."""
+    """`(x r + c) y` is `(x + c l) (y r)` of r = 1 / l, where `y r` is there."""
     rules = Rules()
     found: dict[tuple[int, Value], list[tuple[Value, Broadcast, Value]]] = {}  # y -> (y, r, y r) of this block
 
@@ -166,22 +166,22 @@ def _without(v: Value, r: Broadcast, rw: Rewriter) -> Value | None:
     if isinstance(op, Map) and op.fn in ("add", "sub"):
         parts = [_without(x, r, rw) for x in op.args]
         return None if None in parts else rw.new(Map(op.fn, tuple(x for x in parts if x)))
-    if isinstance(op, Broadcast) and op.dims == r.dims and op.x.shape == r.x.shape:
-        return _again(op, _over(op.x, r.x, rw), rw)
-    if isinstance(op, Broadcast) and _long(op) == _long(r):  # the same rows, with axes of one element or without
-        return _again(op, _over(op.x, rw.b.reshape(r.x, op.x.shape), rw), rw)
-    return None
+    if not isinstance(op, Broadcast) or _long(op) != _long(r):
+        return None
+    over = _over(op.x, r.x, rw)
+    return None if over is None else _again(op, over, rw)
 
 
 def _long(op: Broadcast) -> list[tuple[int, int]]:
     return [(d, n) for d, n in zip(op.dims, op.x.shape, strict=True) if n != 1]
 
 
-def _over(c: Value, r: Value, rw: Rewriter) -> Value:
-    """c / r; of r = 1 / l it is c l."""
+def _over(c: Value, r: Value, rw: Rewriter) -> Value | None:
+    """c / r of r = 1 / l, which is c l; None of any other r: that of a row that a mask empties is 0, and c / r no
+    number."""
     x = _plain_rows(r)
     if not _is(x, "div") or number(x.op.args[0]) != 1:
-        return rw.b.map("div", c, r)
+        return None
     l = x.op.args[1]
     return _less(c, l, rw) or rw.b.map("mul", c, rw.b.reshape(l, c.shape))
 

@@ -86,6 +86,16 @@ def test_wide_operands_are_multiplied_as_they_are():
     assert per_row(before) is before
 
 
+def test_rows_of_factor_zero_keep_what_is_added_to_them():
+    """`(dp r + c) e` and `e r`, where r may be 0: of a row that a mask empties, say."""
+    text = KERNEL.replace("%f = div %e", "%f = mul %e").replace("%h = div %dp", "%h = mul %dp")
+    before = parse_kernel(text.replace("%LOW", "-inf").replace("%POSITIVE %l0", "mul %l0, %l0"))
+    inputs = random_inputs(before)
+    inputs[3][3] = 0
+    for x, y in zip(interpret(before, inputs), interpret(per_row(before), inputs), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), 1e-2, 1e-2)
+
+
 SUM = """
 kernel @k(%a: ref<48x16x%T>, %b: ref<48x16x%T>, %o: ref<16x16xf32, out>, %z: ref<16x16xf32, out>) {
   %c0 = full 0 : i32
