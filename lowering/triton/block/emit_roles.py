@@ -6,7 +6,7 @@ from __future__ import annotations
 from jtile import ir
 
 from ..ttir import Val
-from .analysis import COLUMNS
+from .analysis import COLUMNS, product_layout
 from .code import LaidCode
 from .emitter import BLOCK, BlockEmitter
 
@@ -91,7 +91,8 @@ def worker_registers(roles: ir.Roles) -> tuple[int, ...]:
 
 def registers_at_start(roles: ir.Roles) -> int:
     """What a thread of a kernel has when it starts, at most; 0: no bound. Where all roles name what they take, and it
-    is no more than `SHARE`, the kernel takes that, so that the block of another finds room beside it."""
+    is no more than `SHARE`, the kernel takes that, so that the block of another finds room beside it; but for products
+    so wide that ptxas would refuse them then."""
     if not all(roles.registers):
         return 0
     large = [(w, r) for w, r in zip(roles.warps, roles.registers, strict=True) if w >= 4]
@@ -100,7 +101,21 @@ def registers_at_start(roles: ir.Roles) -> int:
     whole = sum(w * r for w, r in large) + groups * 4 * max((r for _, r in small), default=0)
     if 32 * whole > SHARE:
         return 0
-    return whole // (sum(w for w, _ in large) + 4 * groups) // 8 * 8
+    start = whole // (sum(w for w, _ in large) + 4 * groups) // 8 * 8
+    return start if _widest_product(roles) // 2 + AROUND <= start else 0
+
+
+def _widest_product(roles: ir.Roles) -> int:
+    """Columns of the widest instruction for products; 0 where no role has any."""
+    most = columns_of_products(roles)
+    products = [
+        (op, warps)
+        for warps, body in zip(roles.warps, roles.bodies, strict=True)
+        for op in body.walk()
+        if isinstance(op, ir.DotAsync)
+    ]
+    layouts = [product_layout(op, warps, most) for op, warps in products]
+    return max((x.n for x in layouts if x is not None), default=0)
 
 
 def columns_of_products(roles: ir.Roles) -> int:

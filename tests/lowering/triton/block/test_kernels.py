@@ -22,7 +22,7 @@ from jtile._errors import DefectWarning, UnsupportedError
 from jtile.interpret import interpret
 from jtile.lowering.triton import block
 from jtile.lowering.triton.block import compile_block_kernel, emit_block_kernel
-from jtile.lowering.triton.block.emit_roles import registers_at_start, worker_registers
+from jtile.lowering.triton.block.emit_roles import registers_at_start, roles_of, worker_registers
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.lowering.triton.features import features
 
@@ -222,6 +222,14 @@ def test_a_block_of_early_roles_beside_another():
     assert jt.call(body, out_type=x, grid=(1,)).interpret(np.ones((64, 64), jnp.bfloat16)).astype(float).min() == 1
     large = ir.Roles(("a", "b"), (8, 4), (160, 160), (ir.Block(), ir.Block()))
     assert registers_at_start(large) == 0
+
+
+@pytest.mark.parametrize(("columns", "registers"), [(128, 128), (256, 0)])
+def test_a_product_that_needs_more_registers_than_its_roles_name(columns, registers):
+    """It needs 154 when the kernel starts, where two warpgroups of 240 and 24 would have 128 each."""
+    a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 64), (64, columns)))
+    kernel = block_language.gemm.lower(a, b, bn=columns, bk=64, slots=2).kernel
+    assert registers_at_start(roles_of(kernel)) == registers
 
 
 def test_a_kernel_of_the_tile_level_compiles_at_the_block_level():
