@@ -38,7 +38,8 @@ def slot_of(p, rows: int, lengths, table, cache, ring: bool):
     lengths int32 [batch]: tokens before this step, or -1 of a row that is padding, where there are pages. table: int32
     [batch, n], the pages of each row, or None; a negative one is none. ring: slots are taken in turns: that of a token
     is its position modulo slots."""
-    t, slots = rows // lengths.shape[0], jnp.int32(cache.shape[1])
+    batch, slots = lengths.shape[0], jnp.int32(cache.shape[1])
+    t = rows // batch if batch != 0 else 1
     b, i = (p, 0) if t == 1 else (jax.lax.div(p, jnp.int32(t)), jax.lax.rem(p, jnp.int32(t)))
     at = lengths[b] + i
     at = jax.lax.rem(at, slots) if ring else at

@@ -248,6 +248,7 @@ def misfit(qkv, cos, sin, lengths, keys, values, norms, table, *, heads: int, sc
         (gpu_tiles.overlaps(), "kernels do not overlap"),
         (jax.device_count() == 1, "rows may be shared out among several devices"),
         (rows == lengths.shape[0], "rows have several new tokens"),
+        (most > 0, "there are no rows, or no slots"),
         (qkv.dtype in (jnp.bfloat16, jnp.float16), f"the projection is {qkv.dtype.name}, not 16-bit floats"),
         (qkv.dtype == keys.dtype == values.dtype, f"the cache is {keys.dtype.name}, the projection {qkv.dtype.name}"),
         (scale > 0, f"the scale is {scale}"),

@@ -88,6 +88,16 @@ def test_the_op():
         check(evaluated(run)(*args), reference(args, options))
 
 
+@pytest.mark.parametrize(("lengths", "slots"), [((), 128), ((3,), 0)])
+def test_of_no_rows_or_no_slots(lengths, slots):
+    """There is nothing that a program could wait for."""
+    args, options = arguments(4, 2, slots, 64, lengths)
+    run = functools.partial(step_attention, **options)
+    with jt.config(arch="sm_90", overlap=True):
+        assert ops.choices(run, *args)[0].implementation == "append, then attend"
+        assert jax.eval_shape(run, *args)[0].shape == (len(lengths), 4, 64)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
