@@ -92,6 +92,8 @@ def _facts(rows: list[dict]) -> Iterator[str]:
 
 def _on_cpu(options: argparse.Namespace, deadline: float, say: Callable[[str], None]) -> Iterator[dict]:
     loads = [one for one in LOADS if not options.only or any(text in one.name for text in options.only)]
+    if not loads:
+        sys.exit(f"no load has a name with {' or '.join(options.only)}; there are: {'; '.join(l.name for l in LOADS)}")
     path = default_model()
     lm = load(path)
     found: dict[str, dict] = {one.name: {} for one in loads}

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
@@ -34,7 +35,9 @@ def kept(key, b, h, i, j, heads: int, t: int, dropout: float):
     uint32 = lambda x: jnp.asarray(x).astype(jnp.uint32)
     row = uint32((b * heads + h) * t + i)
     drawn = threefry(key, *jnp.broadcast_arrays(row, uint32(j)))
-    return jnp.where(drawn < jnp.uint32(round(dropout * 2**32)), 0.0, 1.0 / (1.0 - dropout)).astype(jnp.float32)
+    return jnp.where(drawn < jnp.uint32(min(round(dropout * 2**32), 2**32 - 1)), 0.0, 1.0 / (1.0 - dropout)).astype(
+        jnp.float32
+    )
 
 
 def threefry(key, x, y):
@@ -51,12 +54,16 @@ def threefry(key, x, y):
 
 def key_words(op: str, key, dropout: float):
     """The two words of a key where something is dropped, else None."""
-    if isinstance(dropout, bool) or not 0 <= dropout < 1:
+    if isinstance(dropout, bool) or not isinstance(dropout, float | int | np.floating):
+        raise KernelTypeError(f"{op}: dropout is a number of 0 to less than 1, got {dropout!r}")
+    if not 0 <= dropout < 1:
         raise KernelValueError(f"{op}: dropout is a share of 0 to less than 1, got {dropout}")
     if dropout == 0:
         return None
     if key is None:
         raise KernelValueError(f"{op}: dropout takes a key: key=jax.random.key(seed)")
+    if not hasattr(key, "dtype"):
+        raise KernelTypeError(f"{op}: key is an array of two words, got {type(key).__name__}; jax.random.key(seed)")
     words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     if words.shape != (2,) or words.dtype != jnp.uint32:
         raise KernelValueError(f"{op}: key is a key of threefry2x32, two words, got {words.dtype.name}{words.shape}")

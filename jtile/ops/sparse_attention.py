@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jtile as jt
-from jtile.errors import KernelValueError
+from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_int, check_rank, check_shape, sums_in
 from jtile.ops.attention_windows import LOG2_E
 from jtile.ops.flash_attention import NOTHING, check_operands, normalised, online
@@ -69,6 +69,9 @@ def block_sparse_attention(
     check_operands(op, q, k, v)
     check_int(op, blocks=blocks)
     check_rank(op, "blocks", blocks, 4, "[batch, kv_heads, ceil(t / queries), n]")
+    for name, size in (("keys", keys), ("queries", queries)):
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise KernelTypeError(f"{op}: {name} is an int, the size of a block, got {size!r}")
     if keys < 1 or keys & (keys - 1) or queries < 1:
         raise KernelValueError(f"{op}: keys is a power of two and queries at least 1, got {keys} and {queries}")
     check_shape(op, "blocks", blocks, (q.shape[0], k.shape[2], jt.cdiv(q.shape[1], queries), blocks.shape[3]))

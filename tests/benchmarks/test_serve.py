@@ -137,4 +137,6 @@ def test_the_command_keeps_records_and_says_what_they_mean(tmp_path, monkeypatch
     ]  # fmt: skip
     assert all(set(row["runs"]) == {"ours"} and row["runs"]["ours"]["new_tokens"] == 6 for row in rows)
     said = capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no load has a name with nothing; there are: 1 client; 16"):
+        suite.main(command._arguments(["serve", "--only", "nothing"]))
     assert "llama.cpp is left out" in said and "16 clients over one: " in said

@@ -77,6 +77,11 @@ def test_dropout():
                          ({"dropout": 0.1, "key": key[:1]}, "two words")):  # fmt: skip
         with pytest.raises(KernelValueError, match=match):
             ops.attention(*operands(), **wrong)
+    for wrong in ({"dropout": "0.1"}, {"dropout": 0.1, "key": [3, 7]}):
+        with pytest.raises(KernelTypeError, match=r"is a number|array of two words"):
+            ops.attention(*operands(), **wrong)
+    place = np.zeros((1, 1), np.int32)
+    assert evaluated(lambda i: flex_attention.kept(key, i, i, i, i, 1, 1, 1 - 1e-12))(place).shape == (1, 1)
 
 
 def test_short_floats_in_tiles_of_a_gpu():

@@ -43,6 +43,8 @@ def test_short_floats_in_tiles_of_a_gpu():
 
 def test_errors():
     q, k, v, lists = operands(1)
+    with pytest.raises(KernelTypeError, match="keys is an int"):
+        ops.block_sparse_attention(q, k, v, lists, keys=2.0)
     with pytest.raises(KernelTypeError, match="integer array"):
         ops.block_sparse_attention(q, k, v, lists.astype(np.float32))
     with pytest.raises(KernelValueError, match="blocks has shape"):
