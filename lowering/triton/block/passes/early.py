@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from jtile.ir import Arrive, Broadcast, DotAsync, DotWait, For, Kernel, LoadShared, Op, Value, Wait
+from jtile.ir import Arrive, Block, Broadcast, DotAsync, DotWait, For, Kernel, LoadShared, Op, StoreShared, Value, Wait
 from jtile.passes.pipeline import Pass
 from jtile.passes.rewrite import Copier, Form, is_pure
 
@@ -73,7 +73,8 @@ def _needed(d: DotAsync, between: list[Op], filled: dict[Op, set[Value]]) -> lis
     """What of the ops in front of a product it needs; None where that is more than places and copies that have
     arrived."""
     wanted = {d.a, d.b}
-    barriers = set().union(*(filled.get(r, set()) for v in (d.a, d.b) if (r := root_of(v)) is not None))
+    read = {r for v in wanted if (r := root_of(v)) is not None}
+    barriers = set().union(*(filled.get(r, set()) for r in read))
     needed: list[Op] = []
     for op in reversed(between):
         arrived = isinstance(op, Wait) and op.barrier in barriers
@@ -83,11 +84,13 @@ def _needed(d: DotAsync, between: list[Op], filled: dict[Op, set[Value]]) -> lis
             return None
         if isinstance(op, LoadShared) and (r := root_of(op.buffer)) is not None:
             barriers |= filled.get(r, set())
+            read.add(r)
         wanted.update(op.operands())
         needed.append(op)
     # a buffer that is given back in between is one that the copies may wait for
     given = any(isinstance(x, Arrive) for x in between)
-    return None if given else needed[::-1]
+    computed = {root_of(x.buffer) for x in Block((), between).walk() if isinstance(x, StoreShared)}
+    return None if given or computed & read else needed[::-1]
 
 
 early = Pass("early", "A product that needs nothing of the one before it in a round starts together with it.", run)

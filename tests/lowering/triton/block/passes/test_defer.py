@@ -94,6 +94,19 @@ def test_the_results_are_those_of_the_tile_level(planned):
             np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), 2e-2, 2e-2)
 
 
+def test_a_product_of_what_a_round_computes_does_not_start_before_that():
+    """`v (2 g)T` needs nothing of `k qT`, but its right operand is stored to shared memory between the two."""
+    text = SLOPES.replace("128x128", "64x128").replace("128x64", "64x64").replace("(%i, 128)", "(%i, 64)")
+    text = text.replace("grid(2)", "grid(4)").replace("full 8", "full 2").replace(
+        "%dp = dot %vv, %gg", "%two = full 2.0 : tile<64x128xbf16>\n%gs = mul %gg, %two\n%dp = dot %vv, %gs"
+    )  # fmt: skip
+    text = text.replace("%dk1 = dot %dsb, %qq acc=%ak", "%dk0 = dot %dsb, %qq acc=%ak\n%dk1 = dot %dsb, %gg acc=%dk0")
+    kernel = parse_kernel(text)
+    found, inputs = steps(kernel, machine(), {}), small(kernel)
+    for x, y in zip(interpret(found.kernel, inputs), interpret(kernel, inputs), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), 2e-2, 2e-2)
+
+
 def test_tiles_of_half_as_many_columns_are_rotated():
     """What rotation carries has room there."""
     found = steps(parse_kernel(SLOPES.replace("x64x", "x32x").replace("x64xb", "x32xb").replace(", 64)", ", 32)")
