@@ -129,6 +129,8 @@ def from_environment() -> Config:
     values: dict[str, Any] = {}
     for variable in sorted(v for v in os.environ if v.startswith("JTILE_")):
         if variable not in names:
+            if variable in importlib.import_module("jtile.lowering.platforms").variables():
+                continue
             raise KernelValueError(f"{variable} is set, but jtile has no such option{_nearest(variable, names)}")
         field = names[variable]
         values[field] = _parse(variable, field, os.environ[variable])

@@ -55,6 +55,7 @@ class Platform:
       literals: tables of literals are constants of its images; else they are further operands.
       fuses_slices: XLA's compiler for it fuses slices with custom calls, and forgets aliases of operands on the way.
       block_level: some of its targets run the ops of the block level.
+      variables: names of the variables `JTILE_...` of the environment that its compilers read, beside those of options.
       status: "" where kernels run on machines of jtile's developers, or what has been checked instead.
     """
 
@@ -78,6 +79,7 @@ class Platform:
     literals: bool = False
     fuses_slices: bool = False
     block_level: bool = False
+    variables: tuple[str, ...] = ()
     status: str = ""
 
 
@@ -203,6 +205,12 @@ def check_arch(option: str) -> str | None:
     """What is wrong with a value of the option `arch`, if anything is."""
     wrong = [word for word in option.split(",") if not any(p.claims(word) for p in every())]
     return unknown_arch(option) if wrong else None
+
+
+def variables() -> tuple[str, ...]:
+    """Variables of the environment that platforms read themselves: those of jtile and of this process, since plug-ins
+    are loaded later than options are."""
+    return tuple(name for p in (*_own(), *_added.values()) for name in p.variables)
 
 
 def slug(name: str) -> str:

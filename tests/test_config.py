@@ -150,6 +150,11 @@ def test_bad_environment(environment, variable, value, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("variable", ["JTILE_TRITON_ADAPTER", "JTILE_BISHENGIR"])
+def test_variables_of_platforms_are_no_options(environment, variable):
+    assert environment(**{variable: "/a/tool"}) == environment()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -16,6 +16,7 @@ from jtile._errors import UnsupportedError
 
 from .. import platforms
 from ..platforms import Options, Platform
+from .tools import VARIABLES
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -88,5 +89,6 @@ ASCEND = Platform(
     register=_register,
     claims=_claims,
     tools=_tools,
+    variables=tuple(VARIABLES.values()),
     status="compiled only",
 )
