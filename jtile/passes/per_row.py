@@ -135,7 +135,7 @@ def _shared(kernel: Kernel) -> Kernel:
         for y, u in (op.args, op.args[::-1]):
             for _, r, product in found.get((here, y), ()):
                 if _factored(u, r) and (rest := _without(u, r, rw)) is not None:
-                    return rw.new(Map("mul", (rest, product)))
+                    return rw.b.map("mul", rest, product)  # no rule again: of x r, y r and x r y it would not end
         for y, u in (op.args, op.args[::-1]):
             if (r := _spread(u)) is not None:
                 rw.b.block.ops.append(op)

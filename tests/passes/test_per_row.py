@@ -46,7 +46,11 @@ kernel @k(%q: ref<16x16xbf16>, %k: ref<16x16xbf16>, %m: ref<16x1xf32>, %l: ref<1
 
 
 def kernel(low: str = "-inf", positive: str = "exp", dtype: str = "bf16"):
-    return parse_kernel(KERNEL.replace("%LOW", low).replace("%POSITIVE", positive).replace("xbf16", f"x{dtype}"))
+    return kernel_of(KERNEL, low, positive, dtype)
+
+
+def kernel_of(text: str, low: str = "-inf", positive: str = "exp", dtype: str = "bf16"):
+    return parse_kernel(text.replace("%LOW", low).replace("%POSITIVE", positive).replace("xbf16", f"x{dtype}"))
 
 
 def same(a, b, tolerance: float = 1e-4) -> None:
@@ -89,11 +93,18 @@ def test_wide_operands_are_multiplied_as_they_are():
 def test_rows_of_factor_zero_keep_what_is_added_to_them():
     """`(dp r + c) e` and `e r`, where r may be 0: of a row that a mask empties, say."""
     text = KERNEL.replace("%f = div %e", "%f = mul %e").replace("%h = div %dp", "%h = mul %dp")
-    before = parse_kernel(text.replace("%LOW", "-inf").replace("%POSITIVE %l0", "mul %l0, %l0"))
+    before = kernel_of(text, positive="mul %l0,")
     inputs = random_inputs(before)
     inputs[3][3] = 0
     for x, y in zip(interpret(before, inputs), interpret(per_row(before), inputs), strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), 1e-2, 1e-2)
+
+
+def test_a_factor_that_both_operands_of_a_product_have_been_multiplied_with():
+    """`e r`, `dp r` and `dp r e`: each of the last two could be made from the other for ever."""
+    text = KERNEL.replace("%f = div %e", "%f = mul %e").replace("%h = div %dp", "%h = mul %dp")
+    before = kernel_of(text.replace("%j = mul %i, %e", "%j = mul %h, %e"))
+    same(before, per_row(before), 1e-2)
 
 
 SUM = """
