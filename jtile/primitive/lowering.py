@@ -200,10 +200,10 @@ def _custom_calls(
 
 
 def _compiled_together(program: Program, platform: Platform) -> None:
-    """Compile the kernels of a program in as many threads: each is found in the caches then."""
+    """Compile the kernels of a program in as many threads: each is found in the caches then, which a dump passes by."""
     target = platform.here()
     kernels = pieces_of(program, target).kernels
-    if len(kernels) < 2:
+    if len(kernels) < 2 or current().dump:
         return
     context = contextvars.copy_context()
     one = lambda k: context.copy().run(_compile, program, k, complete(kernels[k], platform), target)
