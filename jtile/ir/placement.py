@@ -162,7 +162,8 @@ def _check_early(kernel: Kernel, op: Roles) -> None:
         return
     waits = [any(isinstance(inner, KernelsWait) for inner in body.ops) for body in op.bodies]
     if all(early and not wait for early, wait in zip(op.early, waits, strict=True)):
-        refuse(kernel, op, "all roles are early: one has to wait for the kernels in front, so that this one ends last")
+        why = "one has to wait for the kernels in front, so that this one ends last"
+        refuse(kernel, op, f"all roles are early: {why}; call jt.wait_for_kernels() in one, in no loop or branch of it")
     for name, body, early in zip(op.names, op.bodies, op.early, strict=True):
         ends = [k for k, inner in enumerate(body.ops) if isinstance(inner, KernelsWait)]
         before = Block((), body.ops[: ends[0]] if ends else body.ops)

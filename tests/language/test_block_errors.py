@@ -232,7 +232,7 @@ REFUSED = {
     "one warp first": (one_warp_first, KernelValueError, "the first 4 or 8"),
     "odd registers": (odd_registers, KernelValueError, "a multiple of 8 between 24 and 240"),
     "early by a number": (early_by_a_number, KernelTypeError, "early is True or False, got 1"),
-    "early alone": (early_alone, KernelValueError, "all roles are early"),
+    "early alone": (early_alone, KernelValueError, "all roles are early.* no loop or branch"),
     "early store": (early_store, KernelValueError, "store in an early role writes memory while kernels in front"),
     "too many registers": (too_many_registers, KernelValueError, "122880 registers"),
     "too many warps": (too_many_warps, KernelValueError, "= 36 warps, a block has 32"),

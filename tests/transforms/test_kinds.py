@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_kinds import CASES, doubled, largest
+from kernel_kinds import CASES, doubled, largest, newton
 from library_cases import floats
 
 import jtile as jt
@@ -49,7 +49,10 @@ def test_over_eight_devices(names, request, subprocess_env):
 
 @pytest.mark.parametrize(
     ("kernel", "message"),
-    [(doubled, "only where it writes nothing"), (largest, "depends on the order of the programs")],
+    [
+        (doubled, "only where it writes nothing.* write `for k in jt.range.* and `break`"),
+        (largest, "depends on the order of the programs"),
+    ],
 )
 def test_what_the_table_calls_impossible_is_an_error_that_says_so(kernel, message):
     with pytest.raises(TransformError, match=message):
@@ -72,3 +75,11 @@ def test_rounds_that_need_no_carry_compute_none_again():
     scale = 2.0 ** np.ceil(np.log2(10 / np.max(x)))
     with jt.config(interpret=True):
         np.testing.assert_allclose(jax.grad(lambda x: grown(x).sum())(x), np.full(x.shape, scale), rtol=1e-6)
+
+
+def test_the_gradient_of_a_while_loop_has_none_where_a_round_needs_its_carry():
+    """It computes the carry again, in a loop over rounds that nobody can bound."""
+    gradient = jax.grad(lambda x: newton(x).sum())
+    with pytest.raises(TransformError, match=r"of a while loop, .* `for k in jt.range.* and `break`") as e:
+        jax.grad(lambda x: gradient(x).sum())(floats(2, 3))
+    assert "kernel_kinds.py" in str(e.value) and "while " in str(e.value)
