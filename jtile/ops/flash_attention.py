@@ -152,8 +152,9 @@ def attention(
 
     `score(s, b, h, i, j, *extras)` and `mask(b, h, i, j, *extras)` are functions of tiles, traced into the kernel: s
     [m, n] are scaled scores, b and h the numbers of the batch row and the head, i [m, 1] and j [1, n] those of queries
-    and keys. `score` gives other scores, `mask` is true for keys that a query sees. They read `extras` as arrays or by
-    index, `slopes[h]`, `bias[h, i - j + n]`, and close over no arrays.
+    and keys. `score` gives other scores, `mask` is true for keys that a query sees. They read `extras` by index,
+    `slopes[h]`, `bias[h, i - j + n]`, `factor[...]`, and close over no arrays. A function that each call makes anew is
+    traced anew, too.
 
     Differentiable in q, k, v, sinks and extras, not in lengths and offsets. Backwards, the scores are computed again
     from the saved log-sum-exp of each query: memory grows with the sequence, not with its square. On Hopper (16-bit
