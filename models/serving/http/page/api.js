@@ -32,9 +32,10 @@ const NUMBERS = [
   "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
 ];
 
-/** The body of a request for the answer to some messages. */
+/** The body of a request for the answer to some messages; answers of which nothing came are left out. */
 export function bodyOf(messages, settings) {
-  const history = messages.map(({ role, content }) => ({ role, content }));
+  const said = messages.filter(({ role, content }) => role !== "assistant" || content);
+  const history = said.map(({ role, content }) => ({ role, content }));
   const body = { messages: history, stream: true, stream_options: { include_usage: true } };
   if (settings.system.trim()) body.messages.unshift({ role: "system", content: settings.system });
   if (settings.model) body.model = settings.model;

@@ -5,8 +5,9 @@ import { element, link } from "./dom.js";
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(\s+|$)/;
 const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
-const TABLE = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
+const CLOSING = /(?<!\s)\s+#+\s*$/; // begins where spaces begin, so that a long run of them takes no long time
+const TABLE = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?$/;
 const DEEP = 8; // quotes and lists inside of each other; what lies deeper is plain text
 
 // One alternative for each form, all of them of bounded length, so that no text takes long.
@@ -20,7 +21,7 @@ const INLINE = new RegExp(
     /\*(?=[^\s*])([^*]{0,2000}?[^\s*])\*(?!\*)/, // 9: emphasis
     /(?<![\p{L}\p{N}_])_(?=[^\s_])([^_]{0,2000}?[^\s_])_(?![\p{L}\p{N}_])/u, // 10: emphasis
     /(https?:\/\/[^\s<>"'`]{1,2000})/, // 11: an address
-    /( {2,}|\\)\n/, // 12: the end of a line
+    /((?<! ) {2,}|\\)\n/, // 12: the end of a line
   ].map((form) => form.source).join("|"),
   "gu",
 );
@@ -67,7 +68,7 @@ function endOf(lines, at) {
   return end;
 }
 
-const isTable = (lines, i) => lines[i].includes("|") && TABLE.test(lines[i + 1] ?? "");
+const isTable = (lines, i) => lines[i].includes("|") && TABLE.test(lines[i + 1]?.trimEnd() ?? "");
 const begins = (lines, i) =>
   [FENCE, ITEM, RULE, HEADING, /^ {0,3}>/].some((form) => form.test(lines[i])) || isTable(lines, i);
 
@@ -77,7 +78,7 @@ function block(source, depth) {
   const fence = FENCE.exec(first);
   if (fence) return code(lines, fence);
   const heading = HEADING.exec(first);
-  if (heading) return element(`h${Math.min(heading[1].length + 2, 6)}`, {}, ...inline(heading[2]));
+  if (heading) return element(`h${Math.min(heading[1].length + 2, 6)}`, {}, ...inline(heading[2].trimEnd().replace(CLOSING, "")));
   if (RULE.test(first)) return element("hr");
   if (isTable(lines, 0)) return table(lines);
   if (depth < DEEP && ITEM.test(first)) return list(lines, depth);

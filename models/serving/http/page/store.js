@@ -37,7 +37,7 @@ export function settings() {
 
 export const keepSettings = (value) => put("localStorage", SETTINGS, value);
 
-/** All conversations, the newest first: {id, changed, messages: [{role, content, stats?}]}. */
+/** All conversations, the newest first: {id, changed, messages: [{role, content, stats?, error?}]}. */
 export function chats() {
   let names = [...memory.keys()];
   try {
@@ -52,7 +52,7 @@ export const newChat = () => ({ id: crypto.getRandomValues(new Uint32Array(3)).j
 /** Keeps a conversation; probabilities of tokens are not kept. */
 export function keep(chat) {
   chat.changed = Date.now();
-  const messages = chat.messages.map(({ role, content, stats }) => ({ role, content, stats }));
+  const messages = chat.messages.map(({ role, content, stats, error }) => ({ role, content, stats, error }));
   put("localStorage", CHAT + chat.id, { ...chat, messages });
 }
 
