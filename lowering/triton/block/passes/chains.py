@@ -105,6 +105,18 @@ class Products:
         return {root for op in self.body.walk() if isinstance(op, StoreShared) and (root := root_of(op.buffer))}
 
 
+def in_flight(started: list[DotAsync], op: Op, new: Op | None) -> list[DotAsync]:
+    """The products in flight after one more op of a round that is copied, given those before it. Products end in the
+    order of their start, so the copy `new` of a wait leaves all in flight that started after the one it is for."""
+    if isinstance(op, DotAsync):
+        return [*started, op]
+    if isinstance(op, DotWait) and isinstance(new, DotWait):
+        waited = next(k for k, d in enumerate(started) if d.result is op.values[0])
+        new.pending = len(started) - 1 - waited
+        return started[waited + 1 :]
+    return started
+
+
 def root_of(buffer: Value) -> AllocShared | None:
     """The allocation that a buffer is (part of)."""
     op = buffer.op

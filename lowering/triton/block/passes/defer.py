@@ -14,7 +14,7 @@ from jtile.ir import Arrive, DotAsync, DotWait, Op, TileType, Value
 from jtile.ir.types import DTYPES
 from jtile.passes.rewrite import Copier
 
-from .chains import Products, root_of
+from .chains import Products, in_flight, root_of
 from .rotate import Rotation
 
 
@@ -55,8 +55,7 @@ class Deferral:
         return b.add(new, *(r.name for r in loop.results)).results
 
     def body(self, copy: Copier) -> None:
-        """One round. Products end in the order of their start, so that a wait leaves in flight all that started after
-        the one it is for."""
+        """One round."""
         b, products = copy.b, self.products
         sums = {products.waits[d]: d for c in products.chains for d in c.dots}
         started: list[DotAsync] = []
@@ -66,13 +65,7 @@ class Deferral:
             if op in sums:
                 copy.env[op.results[0]] = copy.look(sums[op].result)
                 continue
-            new = copy.put(op)
-            if isinstance(op, DotAsync):
-                started.append(op)
-            elif isinstance(op, DotWait) and isinstance(new, DotWait):
-                at = next(k for k, d in enumerate(started) if d.result is op.values[0])
-                new.pending = len(started) - 1 - at
-                started = started[at + 1 :]
+            started = in_flight(started, op, copy.put(op))
         ends = [products.waits[c.dots[-1]].results[0] for c in products.chains]
         b.loc = products.loop.loc
         done = b.add(DotWait(tuple(map(copy.look, ends))), *(v.name for v in ends))

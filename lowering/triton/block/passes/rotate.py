@@ -31,7 +31,7 @@ from jtile.ir import (
 from jtile.passes.fold import number
 from jtile.passes.rewrite import Copier, free_values, is_pure
 
-from .chains import VIEWS, Chain, Products, root_of, rounds_held
+from .chains import VIEWS, Chain, Products, in_flight, root_of, rounds_held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,19 +220,13 @@ class Rotation:
                 b.add(Arrive(turn.barriers, b.index(turn.next)))
 
     def round(self, copy: Copier, late: Copier) -> None:
-        """One round of the rotated loop. Products end in the order of their start, so a wait leaves all in flight that
-        started after the one it is for."""
+        """One round of the rotated loop."""
         started: list[DotAsync] = []
         for op in self.head:
             self.turns(copy, op, lambda: self.issue(late))
             started += self.dots if op is self.first_wait else []
             new = self.copy(copy, op)
-            if isinstance(op, DotAsync):
-                started.append(op)
-            elif isinstance(op, DotWait) and isinstance(new, DotWait):
-                of = next(k for k, d in enumerate(started) if d.result is op.values[0])
-                new.pending = len(started) - 1 - of
-                started = started[of + 1 :]
+            started = in_flight(started, op, new)
         self.finish(late)
         body = self.products.body
         for c in self.chains:
