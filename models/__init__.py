@@ -3,6 +3,7 @@
 if not __name__.startswith("jtile."):
     raise ImportError("import jtile.models, not models: this folder is part of the jtile package")
 
+from .adapters import Adapter, read_adapter, save_adapter
 from .batch import run_batch
 from .chat import run_chat
 from .console import run_generate, run_serve
@@ -15,6 +16,7 @@ from .speculation import NGram
 from .tokenizer import Tokenizer
 
 __all__ = [
-    "Completion", "Decoder", "Engine", "Generation", "Grammar", "LanguageModel", "NGram", "Stats", "Token", "Tokenizer",
-    "load", "quantize_folder", "run_batch", "run_chat", "run_generate", "run_quantize", "run_serve",
+    "Adapter", "Completion", "Decoder", "Engine", "Generation", "Grammar", "LanguageModel", "NGram", "Stats", "Token",
+    "Tokenizer", "load", "quantize_folder", "read_adapter", "run_batch", "run_chat", "run_generate", "run_quantize",
+    "run_serve", "save_adapter",
 ]  # fmt: skip

@@ -36,6 +36,7 @@ def run_batch(
     dtype: str | None = None,
     cache_dtype: str | None = None,
     rows: int | None = None,
+    adapter: str | None = None,
     **defaults,
 ) -> int:
     """Answers the requests of a file, one a line; returns the exit code: 0, 1 after an error, 130 after Ctrl-C.
@@ -46,7 +47,7 @@ def run_batch(
     finish_reason and numbers of tokens, or an `error` {"type", "message"} where a request failed; the others go on.
 
     Args:
-      path: the file, "-" for standard input. model, dtype, cache_dtype: of `load`. rows: requests at a time.
+      path: the file, "-" for standard input. model, dtype, cache_dtype, adapter: of `load`. rows: requests at a time.
       out: the file of the answers, standard output by default. It appears when all of them are there; until then they
         are in a file beside it, with which the same command goes on after an interruption.
         A file that is there is refused.
@@ -58,12 +59,13 @@ def run_batch(
         lines = _lines(path)
         if out is not None and os.path.lexists(out):
             raise PromptError(f"{out} is there already: remove it, or give another --out")
-        with _results(out, _digest(lines, [model, dtype, cache_dtype, defaults])) as (file, done):
+        with _results(out, _digest(lines, [model, dtype, cache_dtype, adapter, defaults])) as (file, done):
             failed = 0
             if done:
                 print(f"jtile: {done} of {len(lines)} answers are there from an earlier run", file=sys.stderr)
             if done < len(lines):
-                with Engine(load(model, dtype=dtype, cache_dtype=cache_dtype), rows=rows) as engine:
+                lm = load(model, dtype=dtype, cache_dtype=cache_dtype, adapter=adapter)
+                with Engine(lm, rows=rows) as engine:
                     for number, result in _answers(engine, lines[done:], defaults):
                         failed += "error" in result
                         file.write(json.dumps({"id": done + number, **result}) + "\n")

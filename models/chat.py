@@ -188,19 +188,20 @@ def run_chat(
     cache_dir: str = "",
     dtype: str | None = None,
     cache_dtype: str | None = None,
+    adapter: str | None = None,
     **options,
 ) -> int:
     """A conversation in the terminal, until the input ends; returns the exit code, 0, or 1 after an error.
 
     Args:
-      model, dtype, cache_dtype: of `load`. system: the system prompt. stats: speeds behind each answer.
+      model, dtype, cache_dtype, adapter: of `load`. system: the system prompt. stats: speeds behind each answer.
       max_length: tokens of the whole conversation, at most; by default the context of the model.
       cache_dir: where XLA keeps compiled programs, and what the user wrote is kept for the arrow keys; "" for nowhere.
       options: of `Engine.stream`: max_tokens, seed, temperature, ...; None for what is usual.
     """
     keep_programs(cache_dir)
     try:
-        lm = load(model, dtype=dtype, cache_dtype=cache_dtype)
+        lm = load(model, dtype=dtype, cache_dtype=cache_dtype, adapter=adapter)
         if lm.tokenizer is None or lm.tokenizer.chat_template is None:
             raise ModelError(
                 f"{lm.source} knows no chats: it has no tokenizer with a chat template; try jtile generate"

@@ -6,6 +6,7 @@ import json as json_module
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax
 
@@ -40,6 +41,7 @@ def run_generate(
     system: str | None = None,
     ignore_eos: bool = False,
     cache_dir: str = "",
+    adapter: str | None = None,
 ) -> int:
     """Generates text in the terminal and returns the exit code: 0, 1 after an error (one sentence), 130 after Ctrl-C.
 
@@ -54,10 +56,11 @@ def run_generate(
         decoding with `draft_tokens` at a time.
       cache_dir: folder where XLA keeps compiled programs, so that a second start takes no compilation; "" for none.
       ignore_eos: go on to `max_new_tokens` past the model's end tokens.
+      adapter: a folder with a low-rank adapter of the model, see `load`.
     """
     keep_programs(cache_dir)
     try:
-        lm = load(model)
+        lm = load(model, adapter=adapter)
         ids = _ids(lm, prompt, prompt_ids, chat, system)
         generation = lm.stream(
             ids,
@@ -106,6 +109,7 @@ def run_serve(
     dtype: str | None = None,
     cache_dtype: str | None = None,
     page_size: int | None = None,
+    adapters: Sequence[str] = (),
     **engine,
 ) -> int:
     """Answers OpenAI's HTTP requests until SIGTERM or Ctrl-C; returns the exit code, 0, or 1 after an error.
@@ -113,7 +117,7 @@ def run_serve(
     Args:
       model, dtype, cache_dtype, page_size: of `load`. name: what requests call it; by default that of its file.
       host, port: where to listen. api_keys, origins, requests_per_minute: of
-        `serving.http.make_app`.
+        `serving.http.make_app`. adapters: "name=folder" of each low-rank adapter that requests may name as their model.
       cache_dir: as for `run_generate`. engine: options of `Engine`.
     """
     try:
@@ -123,6 +127,11 @@ def run_serve(
             raise
         print(f"jtile: serving needs {error.name}: pip install 'jtile[serve]'", file=sys.stderr)
         return FAILURE
+    folders = dict(text.split("=", 1) if "=" in text else (Path(text).name, text) for text in adapters)
+    if len(folders) < len(adapters):
+        print(f"jtile: two adapters have one name: {', '.join(adapters)}", file=sys.stderr)
+        return FAILURE
+    engine = {**engine, "adapters": folders}
     load_options = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
     return serve(model, host, port, name, api_keys, origins, requests_per_minute, cache_dir, load_options, engine)
 

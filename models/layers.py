@@ -2,7 +2,8 @@
 
 Activations are row-major, of one dtype from the embedding to the last norm: float32, bfloat16 or float16. Weights are
 dense [out, in] (of these dtypes, too), a `QuantizedTensor`, a tuple of these whose outputs are concatenated, or any of
-these with a low-rank update (`Adapted`). Sums, statistics of norms and rotations are float32 whatever the dtypes are.
+these with a low-rank update (`Adapted`) or with one for each row (`Routed`). Sums, statistics of norms and rotations
+are float32 whatever the dtypes are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,21 @@ class Adapted:
     scale: float = dataclasses.field(metadata=dict(static=True))
 
 
-Weight = jax.Array | QuantizedTensor | tuple | Adapted
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """The weight `base` with an update of each row's own, of several adapters: base [out, in], a [ranks, in] and
+    b [out, ranks] those of all adapters side by side; owner int32 [ranks], the adapter whose each is; of int32 [n], the
+    adapter of each of the n rows that are multiplied, or one that owns none."""
+
+    base: Weight
+    a: jax.Array
+    b: jax.Array
+    owner: jax.Array
+    of: jax.Array
+
+
+Weight = jax.Array | QuantizedTensor | tuple | Adapted | Routed
 
 
 def rms_norm(x, weight, eps: float):
@@ -51,7 +66,7 @@ def add_norm(x, delta, weight, eps: float):
 
 def add_norm_linear(x, delta, norm, eps: float, weight: Weight, dtype=None):
     """(x + delta, `linear` of its `rms_norm` with the weight `norm`): one kernel for one row on some GPUs."""
-    if delta is None or isinstance(weight, tuple | Adapted):
+    if delta is None or isinstance(weight, tuple | Adapted | Routed):
         x, normed = add_norm(x, delta, norm, eps)
         return x, linear(normed, weight, dtype)
     with _made_before(x, weight):
@@ -64,6 +79,10 @@ def linear(x, weight: Weight, dtype=None):
     dtype = x.dtype if dtype is None else dtype
     if isinstance(weight, Adapted):
         return linear(x, weight.base, dtype) + weight.scale * linear(linear(x, weight.a), weight.b, dtype)
+    if isinstance(weight, Routed):
+        inner = linear(x, weight.a, jnp.float32)
+        own = jnp.where(weight.of[:, None] == weight.owner[None, :], inner, 0.0)
+        return linear(x, weight.base, dtype) + linear(own.astype(x.dtype), weight.b, dtype)
     if isinstance(weight, tuple):
         return jnp.concatenate([linear(x, part, dtype) for part in weight], axis=-1)
     if isinstance(weight, QuantizedTensor):
@@ -137,7 +156,7 @@ def add_norm_gated_mlp(x, delta, norm, eps: float, gate: Weight, up: Weight, dow
 def _apart(gate: Weight, up: Weight) -> bool:
     """Whether both are no operands of one kernel: adapted weights, or those of a file that mixes storages."""
     storages = {w.storage if isinstance(w, QuantizedTensor) else "dense" for w in (gate, up)}
-    return len(storages) == 2 or any(isinstance(w, Adapted) for w in (gate, up))
+    return len(storages) == 2 or any(isinstance(w, Adapted | Routed) for w in (gate, up))
 
 
 def gated_mlp(x, gate: Weight, up: Weight, down: Weight, activation: str = "silu"):

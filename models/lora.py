@@ -12,7 +12,7 @@ from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
 from . import layers
-from .decoder import Block, Decoder
+from .decoder import Decoder
 
 TARGETS = ("qkv", "output", "gate", "up", "down")
 
@@ -24,12 +24,9 @@ class LoRA(nnx.Module):
     `nnx.DiffState` and of `nnx.Optimizer`.
     """
 
-    def __init__(self, base: nnx.Param, rank: int, scale: float, key: jax.Array):
-        out, inner = _shape(base.get_value())
+    def __init__(self, base: nnx.Param, a: jax.Array, b: jax.Array, scale: float):
         self.base, self.scale = base, scale
-        # B = 0: the model starts as it was. A of variance 1 / in: A x is of the size of x.
-        self.a = nnx.LoRAParam(jax.random.normal(key, (rank, inner), jnp.float32) * inner**-0.5)
-        self.b = nnx.LoRAParam(jnp.zeros((out, rank), jnp.float32))
+        self.a, self.b = nnx.LoRAParam(a), nnx.LoRAParam(b)
 
     def get_value(self) -> layers.Adapted:
         return layers.Adapted(self.base.get_value(), self.a.get_value(), self.b.get_value(), self.scale)
@@ -60,29 +57,47 @@ def add_lora(
         raise ModelError(f"LoRA takes targets of {', '.join(TARGETS)}; got {', '.join(unknown) or 'none'}")
     if rank < 1:
         raise ModelError(f"LoRA needs a rank of at least 1, got {rank}")
-    places = [_place(i, block, name) for i, block in enumerate(model.blocks) for name in dict.fromkeys(targets)]
-    taken = next((name for holder, name in places if isinstance(getattr(holder, name), LoRA)), None)
-    if taken:
-        raise ModelError(f"the weights {taken!r} have a LoRA update already; load the model anew, or train that one")
+    places = [
+        (place_of(model, i, name, free=True), name) for i in range(len(model.blocks)) for name in dict.fromkeys(targets)
+    ]
     key = jax.random.key(0) if key is None else key
     for k, (holder, name) in zip(jax.random.split(key, len(places)), places, strict=True):
-        setattr(holder, name, LoRA(getattr(holder, name), rank, alpha / rank, k))
+        base = getattr(holder, name)
+        out, inner = shape_of(base.get_value())
+        # B = 0: the model starts as it was. A of variance 1 / in: A x is of the size of x.
+        a = jax.random.normal(k, (rank, inner), jnp.float32) * inner**-0.5
+        setattr(holder, name, LoRA(base, a, jnp.zeros((out, rank), jnp.float32), alpha / rank))
     return model
 
 
-def _place(index: int, block: Block, name: str) -> tuple[nnx.Module, str]:
-    for holder in (block.attention, block.mlp):
-        if hasattr(holder, name):
-            return holder, name
+def place_of(model: Decoder, block: int, target: str, free: bool = False) -> nnx.Module:
+    """The module of a block that has the weight `target`; `free`: which is to have no update yet.
+
+    Raises:
+      ModelError: the block has no such weight of its own, or it has an update.
+    """
+    here = model.blocks[block]
+    for holder in (here.attention, here.mlp):
+        if hasattr(holder, target):
+            if free and isinstance(getattr(holder, target), LoRA):
+                raise ModelError(
+                    f"the weights {target!r} have a LoRA update already; load the model anew, or train that one"
+                )
+            return holder
     raise ModelError(
-        f"block {index} has no weights {name!r} of its own ({type(block.attention).__name__} and "
-        f"{type(block.mlp).__name__}); leave them out of the targets"
+        f"block {block} has no weights {target!r} of its own ({type(here.attention).__name__} and "
+        f"{type(here.mlp).__name__}); leave them out of the targets"
     )
 
 
-def _shape(weight: layers.Weight) -> tuple[int, int]:
+def shape_of(weight: layers.Weight) -> tuple[int, int]:
+    """[out, in] of a weight.
+
+    Raises:
+      ModelError: it is no matrix.
+    """
     if isinstance(weight, tuple):
-        shapes = [_shape(part) for part in weight]
+        shapes = [shape_of(part) for part in weight]
         return sum(out for out, _ in shapes), shapes[0][1]
     if isinstance(weight, (jax.Array, QuantizedTensor)):
         return weight.shape[0], weight.shape[1]

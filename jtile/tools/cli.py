@@ -77,6 +77,7 @@ def generate(
     ] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Of --batch: the file of the answers.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Prefill and decode speed, on standard error.")] = False,
+    adapter: Annotated[str | None, typer.Option(help="The folder of a LoRA adapter of the model.")] = None,
     as_json: Json = False,
 ) -> None:
     """Generate text with a language model whose every operation is a jtile kernel."""
@@ -84,7 +85,7 @@ def generate(
     options |= dict(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed)
     options |= dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias)
     options |= dict(repetition_penalty=repetition_penalty, presence_penalty=presence_penalty)
-    options |= dict(frequency_penalty=frequency_penalty, draft=draft, draft_tokens=draft_tokens)
+    options |= dict(frequency_penalty=frequency_penalty, draft=draft, draft_tokens=draft_tokens, adapter=adapter)
     if batch is not None or out is not None:
         raise typer.Exit(_run_batch(batch, out, prompt, options))
     raise typer.Exit(run_model(sys.stdin.read() if prompt == "-" else prompt, **options))
@@ -120,11 +121,13 @@ def chat(
     cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: bfloat16, int8, float8_e4m3fn, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of activations: float32, bfloat16 or float16.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Speeds behind each answer.")] = False,
+    adapter: Annotated[str | None, typer.Option(help="The folder of a LoRA adapter of the model.")] = None,
 ) -> None:
     """Talk with a language model in the terminal; /help lists the commands."""
     from jtile._config import current
 
     options = dict(system=system, stats=stats, max_length=max_length, cache_dtype=cache_dtype, dtype=dtype)
+    options |= dict(adapter=adapter)
     options |= dict(
         max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
@@ -143,6 +146,9 @@ def serve(
     origin: Annotated[list[str] | None, typer.Option(help="A web page that may ask, or '*' (repeatable).")] = None,
     requests_per_minute: Annotated[
         int | None, typer.Option(min=1, help="Of each key, or address where there are no keys; others get 429.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of a LoRA adapter, a model to requests (repeatable).")
     ] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Requests that run at a time.")] = None,
     max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer.")] = None,
@@ -164,7 +170,9 @@ def serve(
     options = dict(host=host, port=port, name=name, api_keys=api_key or (), origins=origin or ())
     options |= dict(rows=rows, max_length=max_length, max_waiting=max_waiting, cache_tokens=cache_tokens)
     options |= dict(cache_dtype=cache_dtype, dtype=dtype, prefix_cache=not no_prefix_cache, invariant=not fast)
-    options |= dict(chunked_prefill=not no_chunked_prefill, requests_per_minute=requests_per_minute)
+    options |= dict(
+        adapters=adapter or (), chunked_prefill=not no_chunked_prefill, requests_per_minute=requests_per_minute
+    )
     raise typer.Exit(of_models("run_serve", model, cache_dir=current().cache_dir, **options))
 
 

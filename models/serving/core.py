@@ -16,6 +16,7 @@ import numpy as np
 
 from jtile._errors import JtileError, ModelError
 
+from ..adapters import Adapter
 from ..generate import LanguageModel
 from .device import Device, Rates, Result
 from .request import Completion, Request, Token
@@ -52,11 +53,11 @@ class Totals:
 class Core:
     """Of a model with the sizes of `settings`; no two threads may be in it at a time."""
 
-    def __init__(self, lm: LanguageModel, settings: Settings):
+    def __init__(self, lm: LanguageModel, settings: Settings, adapters: list[Adapter] | None = None):
         self.lm, self.settings = lm, settings
         sizes = settings.pages, settings.page, settings.rows, settings.shapes[-1]
         self.scheduler = Scheduler(*sizes, prefixes=settings.prefixes, mixed=settings.mixed)
-        self.device = Device(lm, settings)
+        self.device = Device(lm, settings, adapters or ())
         self._weights = lm._weights  # those that the cache is of
         self.totals = Totals()
         self._jobs: dict[Sequence, Job] = {}
@@ -73,7 +74,8 @@ class Core:
 
     def submit(self, request: Request, deliver: Deliver) -> Job:
         """Begins a request."""
-        sequence = self.scheduler.add(request.prompt, request.max_tokens, stepwise=request.guide is not None)
+        guided, adapter = request.guide is not None, request.adapter
+        sequence = self.scheduler.add(request.prompt, request.max_tokens, stepwise=guided, adapter=adapter)
         stream = self.lm.tokenizer.stream() if self.lm.tokenizer else None
         completion = Completion(prompt_tokens=len(request.prompt))
         text = StopText(stream, request.stops)

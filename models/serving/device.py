@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..adapters import Adapter, stacked
 from ..generate import LanguageModel
 from . import programs
 from .scheduler import Plan
@@ -59,8 +60,9 @@ class Result:
 class Device:
     """Of a model, with the sizes of `settings`. Its programs run in the order of the calls; no call waits for one."""
 
-    def __init__(self, lm: LanguageModel, settings: Settings):
+    def __init__(self, lm: LanguageModel, settings: Settings, adapters: Sequence[Adapter] = ()):
         self._lm, self._settings = lm, settings
+        self._adapters = stacked(adapters, lm.dtype) or None
         ids = np.zeros((1, settings.page), np.int32)
         self._entries = programs.pool_of(lm.model, ids, settings.pages, settings.page, lm.cache_dtype)
         slots = settings.rows + 1  # the last one is that of padding
@@ -105,7 +107,7 @@ class Device:
         batch, of, which = self._arrays(plan, n)
         run = self._step(n)
         table = self._table.copy()  # the device may read it later than the next plan is written here
-        logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of)
+        logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of, self._adapters)
         penalties = self._penalties if LEVELS[level].counts else {}
         choose, allowed = self._choose(len(of), level, logprobs, bool(masks)), None
         if masks:
@@ -119,7 +121,7 @@ class Device:
     def _arrays(self, plan: Plan, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What `programs.step` and `programs.choose` take; the table is brought up to date."""
         slots, k = self._settings.rows, self._settings.samples(n)
-        batch = np.zeros((4, n), np.int32)
+        batch = np.zeros((5, n), np.int32)
         batch[1], batch[2] = -1, slots
         of, which, at = np.zeros((k,), np.int32), np.zeros((2, k), np.int32), 0
         which[0] = slots
@@ -130,6 +132,7 @@ class Device:
             batch[1, at:end] = np.arange(segment.start, segment.start + segment.count)
             batch[2, at:end] = segment.slot
             batch[3, end - 1] = segment.pending
+            batch[4, at:end] = sequence.adapter
             pages = sequence.pages
             self._table[segment.slot, : len(pages)] = pages
             self._table[segment.slot, len(pages) :] = -1
@@ -162,7 +165,7 @@ class Device:
 
     def _step(self, n: int) -> jax.stages.Compiled:
         lm, of = self._lm, np.zeros((self._settings.samples(n),), np.int32)
-        args = self._entries, self._last, self._table, np.zeros((4, n), np.int32), of
+        args = self._entries, self._last, self._table, np.zeros((5, n), np.int32), of, self._adapters
         splits = self._settings.splits
         return self._get(("step", n), lambda: programs.step.lower(lm._structure, lm._weights, *args, splits=splits))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
-from jtile._errors import PromptError, QueueFullError
+from jtile._errors import ModelError, PromptError, QueueFullError
 
+from ..adapters import Adapter, read_adapter
 from ..generate import LanguageModel
 from ..sampling import Sampling, SamplingOptions
 from .core import Core, checked_weights
@@ -48,6 +50,8 @@ class Engine:
         at once, as far as a step holds it, and the answers of others wait meanwhile.
       invariant: only shapes and kernels whose sums do not depend on the number of rows. Without, few requests are
         answered sooner on a CPU, and a request's tokens may differ with the load where two logits are nearly equal.
+      adapters: low-rank adapters (LoRA) that requests may ask for by these names, as folders that `peft` or
+        `jtile.models.save_adapter` wrote. Requests of different ones run in the same steps.
       compile_ahead: compile all programs now, not when they are needed first.
       progress: is called with (programs compiled, of how many) meanwhile.
 
@@ -67,13 +71,15 @@ class Engine:
         prefix_cache: bool = True,
         invariant: bool = True,
         chunked_prefill: bool = True,
+        adapters: Mapping[str, str | os.PathLike | Adapter] | None = None,
         compile_ahead: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ):
         sizes = rows, shapes, cache_tokens, max_length, max_waiting
-        self.settings = settings_of(lm, *sizes, prefix_cache, invariant, chunked_prefill)
+        named = _adapters_of(lm, adapters or {})
+        self.settings = settings_of(lm, *sizes, prefix_cache, invariant, chunked_prefill, tuple(named))
         self.lm = lm
-        self._core = Core(lm, self.settings)
+        self._core = Core(lm, self.settings, list(named.values()))
         if compile_ahead:
             self._core.device.compile(progress or (lambda done, total: None))
         self._worker = Worker(self._core)
@@ -90,6 +96,7 @@ class Engine:
         eos: str | int | Sequence[int] | None = "model",
         logprobs: bool | int = False,
         grammar: Grammar | None = None,
+        adapter: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Stream:
         """The tokens that continue a prompt, as they come: to be iterated by `async for` or `for`.
@@ -101,16 +108,28 @@ class Engine:
           eos: tokens that end the answer: "model" for the model's own, ids, or None to go on.
           logprobs: whether each token has its log-probability, or for how many of the likeliest to report it, too.
           grammar: what the answer has to be, `Grammar.json(schema)` for instance; ended by max_tokens it is cut off.
+          adapter: the name of the one of the engine's adapters that answers; None for the model itself.
           sampling: of `sampling.Sampling`, one value each.
 
         Raises:
           PromptError: the prompt is empty, too long, or no prompt; an option is out of its range.
           QueueFullError: too many requests wait. EngineError: the engine is closed.
         """
-        request = read_request(
-            self.lm, self.settings.length, prompt, max_tokens, stop, eos, logprobs, sampling, grammar
+        number, length = self.adapter(adapter), self.settings.length
+        return self.submit(
+            read_request(self.lm, length, prompt, max_tokens, stop, eos, logprobs, sampling, grammar, number)
         )
-        return self.submit(request)
+
+    def adapter(self, name: str | None) -> int:
+        """The number of an adapter, for `request.read_request`; 0 for None.
+
+        Raises:
+          PromptError: the engine has none of this name.
+        """
+        known = self.settings.adapters
+        if name is not None and name not in known:
+            raise PromptError(f"this engine has no adapter {name!r}; it has {', '.join(map(repr, known)) or 'none'}")
+        return 0 if name is None else 1 + known.index(name)
 
     def submit(self, request: Request) -> Stream:
         """As `stream`, of a request that `request.read_request` has checked."""
@@ -125,6 +144,7 @@ class Engine:
         eos: str | int | Sequence[int] | None = "model",
         logprobs: bool | int = False,
         grammar: Grammar | None = None,
+        adapter: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """The answers to several prompts, in their order; waits for them. Options as in `stream`, for all of them; the
@@ -135,11 +155,11 @@ class Engine:
         """
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise PromptError(f"generate takes a list of prompts, got {prompts!r}")
-        prompts = list(prompts)
+        prompts, number, length = list(prompts), self.adapter(adapter), self.settings.length
         seeds = Sampling(**sampling).rows(len(prompts))["seed"].tolist()
         options = [{**sampling, "seed": seed} for seed in seeds]
         requests = collections.deque(
-            read_request(self.lm, self.settings.length, prompt, max_tokens, stop, eos, logprobs, of, grammar)
+            read_request(self.lm, length, prompt, max_tokens, stop, eos, logprobs, of, grammar, number)
             for prompt, of in zip(prompts, options, strict=True)
         )
         streams: list[Stream] = []
@@ -205,6 +225,20 @@ class Engine:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _adapters_of(lm: LanguageModel, given: Mapping[str, str | os.PathLike | Adapter]) -> dict[str, Adapter]:
+    """Those in folders are read.
+
+    Raises:
+      ModelError: a folder holds none, or one of another model; a name is empty.
+    """
+    if not isinstance(lm, LanguageModel) or not given:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
+        raise ModelError(f"adapters of an engine are a dict of names and folders, got {given!r}")
+    model = lm.model
+    return {name: x if isinstance(x, Adapter) else read_adapter(x, model) for name, x in given.items()}
 
 
 class Stream(AsyncIterator[Token], Iterator[Token]):

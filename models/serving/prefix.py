@@ -1,8 +1,9 @@
 """The prefix tree: which pages of the pool hold which tokens, so that equal beginnings are computed once. Pure Python.
 
 It is a radix tree whose edges are whole pages: a node's key is the tokens of one page, its path from the root is a
-prefix. Children are kept in the order of their keys, in which the one that shares most of its tokens with a given page
-stands next to that page's place.
+prefix. What a cache holds of some tokens depends on the adapter of their sequence, too, so that each adapter has a root
+of its own. Children are kept in the order of their keys, in which the one that shares most of its tokens with a given
+page stands next to that page's place.
 """
 
 from __future__ import annotations
@@ -43,16 +44,19 @@ class PrefixTree:
 
     def __init__(self, pool: PagePool, page: int, enabled: bool = True):
         self._pool, self._page, self._enabled = pool, page, enabled
-        self._root = Node(b"", -1, None)
+        self._roots: dict[int, Node] = {}
         self._recent: collections.OrderedDict[Node, None] = collections.OrderedDict()  # the least recently used first
 
     def __len__(self) -> int:
         """How many pages it holds."""
         return len(self._recent)
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def _root(self, adapter: int) -> Node:
+        return self._roots.setdefault(adapter, Node(b"", -1, None))
+
+    def match(self, tokens: Sequence[int], adapter: int = 0) -> Match:
         """The longest prefix of the tokens that it holds. The pages are marked as used; nobody becomes their owner."""
-        node, pages, keys = self._root, [], self._keys(tokens)
+        node, pages, keys = self._root(adapter), [], self._keys(tokens)
         for key in keys:
             if key not in node.children:
                 break
@@ -63,12 +67,12 @@ class PrefixTree:
         self._touch(partial or node)
         return Match(tuple(pages), partial.page if partial else None, count)
 
-    def insert(self, tokens: Sequence[int], pages: list[int], first: int) -> None:
+    def insert(self, tokens: Sequence[int], pages: list[int], first: int, adapter: int = 0) -> None:
         """Adds whole pages: `pages[i]` holds the tokens of page i. Those before `first` are in the tree already. Where
         it has equal tokens in another page, the owner of `pages` gets that one, and its own is released."""
         if not self._enabled:
             return
-        node = self._root
+        node = self._root(adapter)
         for i, key in enumerate(self._keys(tokens)[: len(pages)]):
             child = node.children.get(key)
             if child is None:
@@ -100,7 +104,7 @@ class PrefixTree:
         for node in self._recent:
             self._pool.drop(node.page)
         self._recent.clear()
-        self._root = Node(b"", -1, None)
+        self._roots.clear()
 
     def _remove(self, node: Node) -> None:
         parent = node.parent

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from .. import cache as kv
 from .. import sampling
+from ..adapters import route
 from ..programs import merge, overlapping
 from ..sampling import Steps
 
@@ -25,17 +26,19 @@ LOGPROBS = 20  # the most likely tokens that a step reports, where somebody want
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("splits",), donate_argnames=("entries",))
-def step(structure, weights, entries, last, table, batch, of, *, splits):
+def step(structure, weights, entries, last, table, batch, of, adapters, *, splits):
     """(logits float32 [k, vocab] behind the tokens `of`, int32 [k]; the longer cache).
 
-    batch: int32 [4, n] of n tokens: themselves, their positions, the slots of their sequences, and whether the token is
-    the newest of its slot instead, which stands in `last`, int32 [slots]. table: int32 [slots, pages of a row]. Of the
-    last slot, that of padding, nothing is kept; its positions are -1. splits: see `KVCache`."""
-    tokens, positions, slots, pending = batch
+    batch: int32 [5, n] of n tokens: themselves, their positions, the slots of their sequences, whether the token is the
+    newest of its slot instead, which stands in `last`, int32 [slots], and the number of its adapter, 0 for none. table:
+    int32 [slots, pages of a row]. Of the last slot, that of padding, nothing is kept; its positions are -1. adapters:
+    of `adapters.stacked`, or None. splits: see `KVCache`."""
+    tokens, positions, slots, pending, adapter = batch
     tokens = jnp.where(pending > 0, last[slots], tokens)
     cache = kv.KVCache(entries, positions, table[slots], splits)
     with overlapping():
-        logits, cache = merge(structure, weights).step(tokens, cache, of)
+        model = route(merge(structure, weights), adapters or {}, adapter)
+        logits, cache = model.step(tokens, cache, of)
     return logits, cache.entries
 
 

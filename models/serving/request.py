@@ -68,7 +68,8 @@ class Completion:
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A checked request: prompt, int32 [length]; at most max_tokens; ends, token ids, and stops, strings, that end the
-    answer; row: how its tokens are chosen; guide: what the answer has to be, for this one request."""
+    answer; row: how its tokens are chosen; guide: what the answer has to be, for this one request; adapter: the number
+    of the low-rank adapter that answers, 0 for the model itself."""
 
     prompt: np.ndarray
     max_tokens: int
@@ -76,6 +77,7 @@ class Request:
     stops: tuple[str, ...]
     row: Row
     guide: Guide | None = None
+    adapter: int = 0
 
 
 def read_request(
@@ -88,6 +90,7 @@ def read_request(
     logprobs: bool | int = False,
     sampling: SamplingOptions | None = None,
     grammar: Grammar | None = None,
+    adapter: int = 0,
 ) -> Request:
     """A request to a model whose texts have at most `length` tokens; see `Engine.stream`.
 
@@ -114,7 +117,7 @@ def read_request(
     if grammar is not None and not isinstance(grammar, Grammar):
         raise PromptError(f"grammar is a Grammar, as Grammar.json(schema) gives one; got {grammar!r}")
     guide = None if grammar is None else Guide(lm, grammar)
-    return Request(prompt, min(room, max_tokens or room), ends, _stops(lm, stop), row, guide)
+    return Request(prompt, min(room, max_tokens or room), ends, _stops(lm, stop), row, guide, adapter)
 
 
 def _sampling(given: Mapping[str, Any] | SamplingOptions) -> Sampling:

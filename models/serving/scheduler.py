@@ -33,13 +33,14 @@ class Sequence:
     more of the answer there are that only the device knows. computed: how many tokens the cache holds, behind the steps
     that were planned; pages: where. slot: the row of the device's state, while it runs. cached: tokens of the prompt
     that were found in the cache when it started first; None before. stepwise: the host has to know each token before it
-    can say how the next one is chosen.
+    can say how the next one is chosen. adapter: the number of its adapter, 0 for none.
     """
 
     order: int
     prompt: np.ndarray
     max_tokens: int
     stepwise: bool = False
+    adapter: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     pending: int = 0
     computed: int = 0
@@ -146,9 +147,9 @@ class Scheduler:
         """Tokens of the longest sequence that can run alone."""
         return self.pool.count * self.page
 
-    def add(self, prompt: np.ndarray, max_tokens: int, stepwise: bool = False) -> Sequence:
+    def add(self, prompt: np.ndarray, max_tokens: int, stepwise: bool = False, adapter: int = 0) -> Sequence:
         """A new sequence at the end of the queue. Prompt and answer together have at most `capacity` tokens."""
-        sequence = Sequence(self._order, prompt, max_tokens, stepwise)
+        sequence = Sequence(self._order, prompt, max_tokens, stepwise, adapter)
         self._order += 1
         self.waiting.append(sequence)
         return sequence
@@ -283,7 +284,7 @@ class Scheduler:
         """Tells the tree of pages that are full, and whose tokens the host knows."""
         full = min(sequence.computed, len(sequence.tokens)) // self.page
         if full > sequence.inserted:
-            self.tree.insert(sequence.tokens[: full * self.page], sequence.pages, sequence.inserted)
+            self.tree.insert(sequence.tokens[: full * self.page], sequence.pages, sequence.inserted, sequence.adapter)
             sequence.inserted = full
 
     # -- sequences that wait -------------------------------------------------------------------------------------------
@@ -324,9 +325,9 @@ class Scheduler:
         if not self.prefixes:
             return Match(())
         tokens = sequence.tokens[:-1]  # the newest one is computed in any case, for its logits
-        found = self.tree.match(tokens)
+        found = self.tree.match(tokens, sequence.adapter)
         have, full = len(found.pages) * self.page + found.count, len(tokens) // self.page * self.page
-        for other in self.running:
+        for other in (running for running in self.running if running.adapter == sequence.adapter):
             same = min(common_length(other.prompt, sequence.prompt), len(tokens))
             if other.computed < len(other.prompt):
                 if min(same, full) // self.page * self.page > max(have, other.computed):

@@ -29,7 +29,7 @@ class Settings:
     """rows: sequences at a time. shapes: ascending numbers of tokens that a step may have; the largest is its budget.
     pages, page: pages of the cache, and slots of a page. length: of prompt and answer together. waiting: requests
     that may wait; prefixes: whether pages are shared; mixed: see `Scheduler`. splits: parts of a row's keys, None for
-    what is quickest."""
+    what is quickest. adapters: the names of low-rank adapters that requests may ask for."""
 
     rows: int
     shapes: tuple[int, ...]
@@ -40,6 +40,7 @@ class Settings:
     prefixes: bool
     splits: int | None
     mixed: bool
+    adapters: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
@@ -70,6 +71,7 @@ def settings_of(
     prefix_cache: bool = True,
     invariant: bool = True,
     chunked_prefill: bool = True,
+    adapters: Sequence[str] = (),
 ) -> Settings:
     """See `Engine`.
 
@@ -85,7 +87,7 @@ def settings_of(
         raise ModelError(f"max_waiting of an engine is an int of at least 0, got {max_waiting!r}")
     cpu = jt.platform() == "cpu"
     rows = rows or (16 if cpu else 128)
-    given = default_shapes(lm, rows, cpu, invariant) if shapes is None else shapes
+    given = default_shapes(lm, rows, cpu, invariant, bool(adapters)) if shapes is None else shapes
     shapes = tuple(given) if np.iterable(given) else ()
     if not shapes or not all(is_int(n) and n > 0 for n in shapes) or list(shapes) != sorted(set(shapes)):
         raise ModelError(f"shapes of an engine are ascending numbers of tokens, got {given!r}")
@@ -102,7 +104,8 @@ def settings_of(
     pages = -(-cache_tokens // page)
     length = min(length, pages * page)
     splits = 1 if invariant else None
-    return Settings(rows, shapes, pages, page, length, max_waiting, bool(prefix_cache), splits, bool(chunked_prefill))
+    switches = bool(prefix_cache), splits, bool(chunked_prefill)
+    return Settings(rows, shapes, pages, page, length, max_waiting, *switches, tuple(adapters))
 
 
 def _check_devices(lm: LanguageModel) -> None:
@@ -116,13 +119,13 @@ def _check_devices(lm: LanguageModel) -> None:
         )
 
 
-def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool) -> tuple[int, ...]:
+def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, adapters: bool = False) -> tuple[int, ...]:
     """Shapes for decoding `rows` sequences and fewer, and for chunks of prompts beside them.
 
     What a token's numbers are depends on the kernels that a shape takes, and on how its rows are cut into tiles. On
     CPUs products of few rows sum in another order than those of many, dense ones up to 16 rows and quantised ones up to
     8, and so do the last rows where tiles hang over; grouped products of experts have tiles for every number of rows.
-    `invariant` leaves out what differs from the larger shapes."""
+    `invariant` leaves out what differs from the larger shapes; `adapters` are dense whatever the weights are."""
     if not cpu:
         chunk = max(1024, 4 * rows)
         small = (64, 256) if invariant else (1, 8, 32, 64, 128, 256)
@@ -130,7 +133,7 @@ def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool) -> 
         chunk = max(256, -(-2 * rows // 64) * 64)
         small = (1, 4, 16, 24, 64)
         if invariant:
-            small = (9, 16, 64) if _quantised(lm) else (24, 64)
+            small = (9, 16, 64) if _quantised(lm) and not adapters else (24, 64)
     if invariant and _has_experts(lm):
         return (max(64, -(-2 * rows // 64) * 64),)
     return tuple(sorted({*(n for n in small if n < chunk), chunk}))

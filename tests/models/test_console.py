@@ -128,7 +128,7 @@ def test_a_second_start_finds_the_compiled_programs(ended, tiny_folder, prompt_i
 
 
 def test_ctrl_c_before_the_first_token(tiny_folder, prompt_ids, monkeypatch, capsys):
-    def interrupted(path):
+    def interrupted(path, adapter):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("jtile.models.console.load", interrupted)

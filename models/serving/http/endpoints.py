@@ -53,15 +53,18 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._names()]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(self._named(request.path_params["name"])))
 
-    def _model(self) -> dict:
-        length = self.engine.settings.length
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "jtile", "max_length": length}
+    def _names(self) -> list[str]:
+        """What requests may name: the model, and its adapters."""
+        return [self.name, *self.engine.settings.adapters]
+
+    def _model(self, name: str) -> dict:
+        sizes = {"max_length": self.engine.settings.length, "parent": None if name == self.name else self.name}
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "jtile", **sizes}
 
     async def metrics_page(self, request: Request) -> Response:
         return Response(*self.metrics.page())
@@ -87,7 +90,8 @@ class Server:
 
     async def embeddings(self, request: Request) -> Response:
         body = await self._body(request, EmbeddingBody)
-        self._check_model(body.model)
+        if self._named(body.model) != self.name:
+            raise ApiError(400, f"embeddings are those of {self.name!r}; its adapters have none", param="model")
         rows, count = await anyio.to_thread.run_sync(self._embed, body, limiter=self.embedding)
         data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
         usage = {"prompt_tokens": count, "total_tokens": count}
@@ -118,7 +122,9 @@ class Server:
         else:
             texts = []
         logprobs = False if body.logprobs is None else body.logprobs
-        answer = self._answer("text_completion", body.logprobs is not None, [t for t in texts for _ in range(body.n)])
+        answer = self._answer(
+            body, "text_completion", body.logprobs is not None, [t for t in texts for _ in range(body.n)]
+        )
         return await self._generate(request, body, lambda: prompts, body.max_tokens, logprobs, answer)
 
     async def chat(self, request: Request) -> Response:
@@ -126,13 +132,17 @@ class Server:
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         logprobs = (body.top_logprobs or True) if body.logprobs else False
         tools = body.functions()
-        answer = self._answer("chat.completion", body.logprobs, tools=[tool["function"]["name"] for tool in tools])
+        answer = self._answer(
+            body, "chat.completion", body.logprobs, tools=[tool["function"]["name"] for tool in tools]
+        )
         return await self._generate(request, body, lambda: [self._chat(body.messages, tools)], most, logprobs, answer)
 
-    def _answer(self, form, logprobs: bool, echo: Sequence[str] = (), tools: Sequence[str] = ()) -> Answer:
+    def _answer(
+        self, body: Generated, form, logprobs: bool, echo: Sequence[str] = (), tools: Sequence[str] = ()
+    ) -> Answer:
         tokenizer = self.engine.lm.tokenizer
         spell = lambda i: tokenizer.decode([i]) if tokenizer else str(i)
-        return Answer(form, self.name, spell, logprobs, echo, tools)
+        return Answer(form, self._named(body.model), spell, logprobs, echo, tools)
 
     def _chat(self, messages: Sequence[Message], tools: Sequence[dict] = ()) -> list[int]:
         return self._tokenizer().apply_chat_template([message.plain() for message in messages], tools=tools or None)
@@ -145,7 +155,8 @@ class Server:
     async def _generate(
         self, request: Request, body: Generated, prompts: Callable[[], list], max_tokens, logprobs, answer: Answer
     ) -> Response:
-        self._check_model(body.model)
+        name = self._named(body.model)
+        adapter = self.engine.adapter(None if name == self.name else name)
 
         def prepare() -> list[Prepared]:  # in a thread: long texts take their time
             found, options = prompts(), body.sampling()
@@ -161,8 +172,8 @@ class Server:
             for prompt in found:
                 for i in range(body.n):
                     of = {**options, "seed": (options["seed"] + i) & 0xFFFFFFFF}
-                    lm = self.engine.lm
-                    made.append(read_request(lm, limit, prompt, max_tokens, body.stop, eos, logprobs, of, grammar))
+                    choice = eos, logprobs, of, grammar, adapter
+                    made.append(read_request(self.engine.lm, limit, prompt, max_tokens, body.stop, *choice))
             return made
 
         prepared = await anyio.to_thread.run_sync(prepare)
@@ -213,15 +224,20 @@ class Server:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.name):
+    def _named(self, name: str | None) -> str:
+        """The model or adapter that a request names; the model if it names none.
+
+        Raises:
+          ApiError: there is none of this name.
+        """
+        if name in (None, ""):
+            return self.name
+        if name not in self._names():
+            here = ", ".join(map(repr, self._names()))
             raise ApiError(
-                404,
-                f"there is no model {name!r} here; this server has {self.name!r}",
-                MISSING,
-                "model",
-                "model_not_found",
+                404, f"there is no model {name!r} here; this server has {here}", MISSING, "model", "model_not_found"
             )
+        return name
 
     async def _body[T: BaseModel](self, request: Request, form: type[T]) -> T:
         data = bytearray()

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from jtile._errors import JtileError
+from jtile._errors import JtileError, ModelError
 
 from ...console import FAILURE, SUCCESS, keep_programs
 from ...load import load
@@ -62,6 +62,8 @@ def serve(
             engine = Engine(lm, compile_ahead=True, progress=progress, **engine_options)
         with engine:
             name = name or Path(lm.source or "model").stem
+            if name in engine.settings.adapters:
+                raise ModelError(f"the model and an adapter are both called {name!r}; give the model another --name")
             app = make_app(engine, name, api_keys, origins, requests_per_minute=requests_per_minute)
             print(f"jtile: {name} on http://{host}:{port}/v1 (Ctrl-C stops)", file=sys.stderr)
             config = uvicorn.Config(app, host=host, port=port, access_log=False, log_level="warning")

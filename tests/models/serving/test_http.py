@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 import signal
 import threading
@@ -480,3 +481,28 @@ def test_jtile_serve_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
     assert run_serve() == 1
     assert "pip install 'jtile[serve]'" in capsys.readouterr().err
+
+
+def test_adapters_are_models_by_name(engine, monkeypatch):
+    """They are listed, answer under their names, and are no models for embeddings."""
+    monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, adapters=("sql", "prose")))
+    asked, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: asked.append(request.adapter) or submit(request))
+    app = make_app(engine, "tiny")
+    models = call(app, ("GET", "/v1/models", {}))[0].json()["data"]
+    assert [(m["id"], m["parent"]) for m in models] == [("tiny", None), ("sql", "tiny"), ("prose", "tiny")]
+    for name, number in (("prose", 2), ("sql", 1), ("tiny", 0), (None, 0)):
+        got = post(app, "/v1/completions", model=name, prompt=[1], max_tokens=1).json()
+        assert (got["model"], asked.pop()) == (name or "tiny", number)
+    assert post(app, "/v1/completions", model="other", prompt=[1]).status_code == 404
+    error = post(app, "/v1/embeddings", model="sql", input="x").json()["error"]
+    assert error["message"] == "embeddings are those of 'tiny'; its adapters have none"
+
+
+def test_adapters_of_the_command(monkeypatch, capsys):
+    asked = {}
+    monkeypatch.setattr("jtile.models.serving.http.serve.serve", lambda *a: asked.update(a[-1]) or 0)
+    assert run_serve(adapters=["sql=/a/b=c", "/x/prose/"]) == 0
+    assert asked["adapters"] == {"sql": "/a/b=c", "prose": "/x/prose/"}
+    assert run_serve(adapters=["sql=/a", "/x/sql"]) == 1
+    assert "two adapters have one name" in capsys.readouterr().err
