@@ -115,17 +115,23 @@ def _arity(sig: Signature, n_in: int, n_out: int | None, n_scratch: int | None) 
 
 
 def _evaluate(sig: Signature, what: str, value: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> Any:
-    """`value`, or what it gives for the abstract inputs and the meta-parameters that it has parameters for."""
+    """`value`, or what it gives for the abstract inputs and the meta-parameters that it has parameters for: parameters
+    with the name of a meta-parameter take that one, the others the inputs in their order."""
     if not callable(value):
         return value
     params = inspect.signature(value).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
-    positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
+    named = () if variadic else [p.name for p in params if p.kind is not p.POSITIONAL_ONLY and p.name in meta]
+    positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in named]
     keywords = {p.name for p in params if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     inputs = args if variadic else args[: len(positional)]
     by_position = {p.name for p in positional[: len(inputs)]}
     given = {k: v for k, v in meta.items() if (takes_any or k in keywords) and k not in by_position}
+    # By name where one has a parameter: those of meta-parameters may stand before them.
+    apart = [p for p in positional if p.kind is p.POSITIONAL_OR_KEYWORD and not variadic]
+    front = inputs[: len(inputs) if variadic else len(positional) - len(apart)]
+    by_name = {p.name: x for p, x in zip(apart, inputs[len(front) :])}
     needed = [
         p.name for k, p in enumerate(positional) if k >= len(inputs) and p.name not in given and p.default is p.empty
     ]
@@ -143,7 +149,7 @@ def _evaluate(sig: Signature, what: str, value: Any, args: tuple[Any, ...], meta
             place_of(value) or sig.where,
         )
     try:
-        return value(*inputs, **given)
+        return value(*front, **by_name, **given)
     except (JtileError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         given_as = [_type_text(x) for x in inputs] + [f"{k}={v!r}" for k, v in given.items()]
         fails = f"{what} of kernel {sig.name} fails for ({', '.join(given_as)}):"

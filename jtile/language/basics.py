@@ -57,11 +57,18 @@ def cdiv(a, b) -> Any:
 
     Returns:
       An int of the same kind.
+
+    Raises:
+      KernelTypeError: one of them is no whole number.
     """
     if isinstance(a, int | np.integer) and isinstance(b, int | np.integer):
         return -(-int(a) // int(b))
     if (is_dynamic(a) or is_dynamic(b)) and not (hasattr(a, "dtype") or hasattr(b, "dtype")):
         return -(-a // b)
+    for x in (a, b):
+        if isinstance(x, float) or (hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.integer)):
+            got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
+            raise KernelTypeError(f"cdiv takes whole numbers, got {got}", user_place())
     a, b = _same_int(a, b)
     return jax.lax.div(a + b - jnp.ones((), b.dtype), b)
 

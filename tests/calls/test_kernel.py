@@ -294,6 +294,18 @@ def test_scratch_is_private_to_a_program(run):
     np.testing.assert_array_equal(run(through, x), np.asarray(x) + np.arange(5)[:, None])
 
 
+def sum_of_tiles(x, y, o, *, bm):
+    i = jt.program_id(0)
+    o.tiles(bm)[i] = x.tiles(bm)[i] + y.tiles(bm)[i]
+
+
+@pytest.mark.parametrize("grid", [lambda x, bm, **_: jt.cdiv(x.shape[0], bm), lambda bm, x: jt.cdiv(x.shape[0], bm)])
+def test_parameters_of_the_grid_with_names_of_meta_parameters(grid):
+    """They are these, wherever they stand; the others are the inputs in their order."""
+    tiled = jt.kernel(out_type=lambda x, **_: jt.like(x), grid=grid)(sum_of_tiles)
+    np.testing.assert_array_equal(tiled(f32(10), f32(10), bm=4), 2 * f32(10))
+
+
 # -- aliases, init, donation ----------------------------------------------------------------------------------------
 
 

@@ -483,3 +483,9 @@ def test_names_that_nobody_has():
     with pytest.raises(AttributeError, match=r"no attribute 'no_such_thing'$"):
         _ = jt.no_such_thing
     assert not hasattr(jt, "__wrapped__")
+
+
+@pytest.mark.parametrize(("grid", "shown"), [(lambda x: x, "float32[6]"), (lambda x: 2.5, "2.5")])
+def test_cdiv_of_no_whole_numbers(grid, shown):
+    with pytest.raises(KernelTypeError, match=re.escape(f"cdiv takes whole numbers, got {shown}")):
+        jt.call(copy, out_type=S, grid=lambda x: jt.cdiv(grid(x), 2))(X)
