@@ -9,7 +9,7 @@ TEST   := -m pytest -n auto --maxprocesses 4 --dist worksteal -q $(PYTEST_ARGS)
 # Bytecode is written, whatever the shell says: the suite starts some two hundred processes that import jtile.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-oldest test-gpu ascend-tools test-ascend lint format bench docs clean
+.PHONY: help demo test test-all test-oldest test-gpu ascend-tools test-ascend lint format bench docs dist clean
 help:
 	@echo "make demo          kernels against jnp, then text from SmolLM2"
 	@echo "make test          the test-suite"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint          ruff and pyright"
 	@echo "make bench         speeds against XLA and llama.cpp on this machine"
 	@echo "make docs          the documentation site, in docs/_build/html"
+	@echo "make dist          what is published: the wheel for this machine's kind, and the sources, in dist"
 
 demo: $(VENV)/.run
 	@$(VENV)/bin/jtile demo
@@ -62,6 +63,14 @@ docs: $(VENV)/.docs
 	@$(VENV)/bin/python -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
+# The wheel's name says which C library it needs, and so on which systems it installs.
+dist: $(VENV)/.dist
+	@rm -rf build/dist dist
+	@$(VENV)/bin/python -m build -q --outdir build/dist
+	@PATH="$(abspath $(VENV))/bin:$$PATH" auditwheel repair -w dist build/dist/*.whl
+	@mv build/dist/*.tar.gz dist/
+	@ls dist
+
 $(VENV)/.run: $(NATIVE)
 	@.ci/setup run $(VENV)
 	@touch $@
@@ -82,6 +91,10 @@ $(VENV)/.gpu: $(VENV)/.dev
 
 $(VENV)/.docs: $(VENV)/.dev
 	@.ci/setup docs $(VENV)
+	@touch $@
+
+$(VENV)/.dist: $(VENV)/.dev
+	@.ci/setup dist $(VENV)
 	@touch $@
 
 $(OLDEST)/.oldest: $(NATIVE)
