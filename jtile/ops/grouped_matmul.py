@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jtile.errors import KernelValueError
 from jtile.ops import dispatch, gpu_tiles, grouped_quantized, hopper_tiles
 from jtile.ops._shapes import check_float, check_int, check_rank, fit, float_dtype, known, machine, sums_in, tuned
 from jtile.ops.hopper_tiles import Form, Product
+from jtile.ops.operands import Shaped
 from jtile.ops.quantized_tensor import QuantizedTensor
 from jtile.ops.row_groups import most_tiles, padded, place, tiles_of_groups
 
@@ -63,11 +64,11 @@ def _outer_grid(x, dy, sizes, *_, groups, bm, bn, **__):
     return groups, jt.cdiv(x.shape[1], bm), jt.cdiv(dy.shape[1], bn)
 
 
-class LastRows(NamedTuple):
+class LastRows[T: Shaped](NamedTuple):
     """Of x [rows, k] and dy [rows, n] the rows of each group behind its last whole block, as `last_rows` gives them."""
 
-    x: Any = None
-    dy: Any = None
+    x: T | None = None
+    dy: T | None = None
 
 
 @jt.kernel(out_type=_outer_type, grid=_outer_grid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -23,13 +23,14 @@ from jtile.ops._shapes import (
 )
 from jtile.ops.dispatch import WARPS, Implementation, Op, first_unmet
 from jtile.ops.norms_backward import Cotangents, norm_backward
+from jtile.ops.operands import Shaped
 
 
-class Affine(NamedTuple):
+class Affine[T: Shaped](NamedTuple):
     """What follows a layer norm, t w + b: the weight [n] and the bias [n], either or both None."""
 
-    weight: Any = None
-    bias: Any = None
+    weight: T | None = None
+    bias: T | None = None
 
     def each(self, part) -> Affine:
         """`part` of the weight and of the bias."""

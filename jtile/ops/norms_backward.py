@@ -12,6 +12,7 @@ import jtile as jt
 from jtile.ops import gpu_tiles
 from jtile.ops._shapes import fit, known, machine, rows_per_tile, sums_in, tuned, wide
 from jtile.ops.dispatch import VECTOR_CORES, WARPS, Implementation, Op, first_unmet
+from jtile.ops.operands import Shaped
 
 _TILES = 32  # tiles a program where the number of rows is not known
 _UNKNOWN = 8192  # rows that a GPU's choices assume then
@@ -19,18 +20,18 @@ _IN_CORE = 4096  # elements of the longest row whose sums an NPU's vector core h
 _COLUMNS, _ROWS, _LONGEST = 1024, 4, 32  # of a tile of the kernel of sums alone, and how many tiles it adds up
 
 
-class Cotangents(NamedTuple):
+class Cotangents[T: Shaped](NamedTuple):
     """Of y = norm(s) w + b and, where s = x_1 + ... is a result too, of s."""
 
-    y: Any
-    s: Any = None
+    y: T
+    s: T | None = None
 
 
-class Statistics(NamedTuple):
+class Statistics[T: Shaped](NamedTuple):
     """Of every row [rows]: the factor 1 / sqrt(...) of its norm and, of a layer norm, its mean."""
 
-    factor: Any
-    mean: Any = None
+    factor: T
+    mean: T | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -1,14 +1,25 @@
 """Operands of kernels that belong together, by name: a kernel's body takes these structures with a Ref for every array.
 
-What is absent is None. The structures are pytrees, so that calls, `vmap` and derivatives see plain arrays.
+What is absent is None. The structures are pytrees, so that calls, `vmap` and derivatives see plain arrays. Outside of a
+kernel's body they are of arrays, `Weight[jax.Array]`; inside of Refs, `Weight[Ref]`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
-class Weight(NamedTuple):
+class Shaped(Protocol):
+    """What arrays, their types and Refs have in common."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+class Weight[T: Shaped](NamedTuple):
     """The right matrix of a product, [out, in], quantised or not.
 
     Attributes:
@@ -17,12 +28,12 @@ class Weight(NamedTuple):
       minimum: what is added, or None for kinds without.
     """
 
-    codes: Any
-    scale: Any = None
-    minimum: Any = None
+    codes: T
+    scale: T | None = None
+    minimum: T | None = None
 
     @property
-    def of_blocks(self) -> tuple[Any, ...]:
+    def of_blocks(self) -> tuple[T, ...]:
         """The arrays with a number for each group of weights."""
         return tuple(x for x in self[1:] if x is not None)
 
@@ -35,7 +46,7 @@ class Weight(NamedTuple):
         return max(blocks // self.scale.shape[-1], 1)
 
 
-class Epilogue(NamedTuple):
+class Epilogue[T: Shaped](NamedTuple):
     """What is added to a product: `activation(product + bias) + residual`.
 
     Attributes:
@@ -43,14 +54,14 @@ class Epilogue(NamedTuple):
       residual: like the result, or None.
     """
 
-    bias: Any = None
-    residual: Any = None
+    bias: T | None = None
+    residual: T | None = None
 
 
 NO_EPILOGUE = Epilogue()
 
 
-class Norm(NamedTuple):
+class Norm[T: Shaped](NamedTuple):
     """An RMS norm in front of a product, whose rows are those of `norm(x + residual)`.
 
     Attributes:
@@ -58,5 +69,5 @@ class Norm(NamedTuple):
       residual: like x.
     """
 
-    weight: Any
-    residual: Any
+    weight: T
+    residual: T

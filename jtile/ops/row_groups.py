@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import jtile as jt
@@ -65,8 +66,8 @@ def padded(sizes):
 class _OfGroup:
     """The matrix of one group in a stack of them, as what reads the Ref of a matrix takes it."""
 
-    stack: Any
-    group: Any
+    stack: jt.Ref
+    group: jax.Array | int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,8 +83,8 @@ class _OfGroup:
 
 @dataclasses.dataclass(frozen=True)
 class _TilesOfGroup:
-    view: Any
-    group: Any
+    view: jt.TileView
+    group: jax.Array | int
 
     def __getitem__(self, index: tuple) -> Any:
         return self.view[(self.group, *index)]
@@ -100,11 +101,11 @@ class Tile:
     """Rows from `first` to before `end` that a program takes: those of a `group`, or not `inside` of any, which come
     last. Programs for which there are none have a tile that does not exist."""
 
-    exists: Any
-    group: Any
-    first: Any
-    end: Any
-    inside: Any
+    exists: jax.Array
+    group: jax.Array
+    first: jax.Array
+    end: jax.Array
+    inside: jax.Array
 
     def mine(self, bm: int, width: int) -> Any:
         """Which elements of a result [bm, width] are those of these rows."""

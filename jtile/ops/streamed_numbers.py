@@ -71,8 +71,8 @@ class Integers:
 
     planes: list
     shifts: list
-    unit: Any
-    total: Any
+    unit: jax.Array | jax.ShapeDtypeStruct
+    total: jax.Array | jax.ShapeDtypeStruct
 
 
 def room_for_integers(kind: str, count: int) -> Integers:

@@ -21,11 +21,13 @@ more. All of them stand in the order of parts. So every bit of a file is kept, a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jtile.ops.operands import Shaped
 
 SUPER, RUN = 256, 32  # weights of a super block, and of a run of bytes with one field each
 
@@ -98,7 +100,7 @@ LAYOUTS = {
 GGUF_BYTES = {kind: layout.block_bytes for kind, layout in LAYOUTS.items()}
 
 
-class SuperBlocks(NamedTuple):
+class SuperBlocks[T: Shaped](NamedTuple):
     """The arrays of a weight [out, in] of `blocks` super blocks a row, [out, blocks * bytes of a super block] each.
 
     Attributes:
@@ -110,12 +112,12 @@ class SuperBlocks(NamedTuple):
       minimum: m, or None.
     """
 
-    codes: Any
-    high: Any
-    steps: Any
-    lows: Any
-    scale: Any
-    minimum: Any
+    codes: T
+    high: T | None
+    steps: T
+    lows: T | None
+    scale: T
+    minimum: T | None
 
 
 def _integers(kind: str, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
