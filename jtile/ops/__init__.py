@@ -22,6 +22,7 @@ from jtile.ops.latent_attention import mla_decode as mla_decode
 from jtile.ops.latent_prefill import mla_attention as mla_attention
 from jtile.ops.layout import transpose as transpose
 from jtile.ops.linear_attention import linear_attention as linear_attention
+from jtile.ops.linear_losses import linear_cross_entropy as linear_cross_entropy
 from jtile.ops.losses import cross_entropy as cross_entropy
 from jtile.ops.matmul import matmul as matmul
 from jtile.ops.normed_products import rms_norm_gated_mlp as rms_norm_gated_mlp

@@ -106,6 +106,8 @@ def doubled(h: Linear) -> Linear:
 
 def registers_along(shape: Sequence[int], axis: int, warps: int) -> Blocked:
     """A layout in which each thread holds all of an axis."""
+    if len(shape) == 1:  # no axis to deal out: all threads hold the same
+        return Blocked((shape[0],), (LANES,), (warps,), (0,))
     rest = [n for k, n in enumerate(shape) if k != axis]
     sides, out = list(rest), []
     for many in (LANES, warps):

@@ -45,6 +45,7 @@ LAYOUTS = [
     (Sliced(1, ACC), (64,)),
     (Sliced(0, ACC), (64,)),
     (registers_along((64, 32), 0, 4), (64, 32)),
+    (registers_along((64,), 0, 4), (64,)),
 ]
 
 

@@ -1,0 +1,44 @@
+"""Kernels of the library that stand alone, against jnp under XLA and torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from benchmarks import zoo
+from benchmarks.backward import pulled
+from benchmarks.data import normal
+from benchmarks.gpu.case import Case, Torch
+from jtile import ops
+
+
+def cases(tiny: bool = False) -> Iterator[Case]:
+    yield from _linear_cross_entropy(tiny)
+
+
+def _linear_cross_entropy(tiny: bool) -> Iterator[Case]:
+    rows, k, vocab = (16, 64, 1000) if tiny else (4096, 4096, 128256)
+    make = functools.partial(zoo.linear_cross_entropy_operands, rows=rows, k=k, vocab=vocab, dtype="bfloat16")
+    given = {"config": f"{rows}x{k}x{vocab}", "dtype": "bfloat16", "bytes": 2 * k * (rows + vocab)}
+    torch = lambda torch, x, w, labels: torch.nn.functional.cross_entropy(
+        (x @ w.T).float(), labels.long(), reduction="none"
+    )
+    yield Case(
+        "linear_cross_entropy", make=make, ours=ops.linear_cross_entropy, reference=_exact(zoo.linear_cross_entropy),
+        peers={"xla": zoo.linear_cross_entropy, "torch.compile": Torch(torch, compiled=True)},
+        flops=2 * rows * k * vocab, **given,
+    )  # fmt: skip
+    yield Case(
+        "linear_cross_entropy_gradient", make=lambda seed: (normal(seed + 7, rows), *make(seed)),
+        ours=pulled(ops.linear_cross_entropy, 2), peers={"xla": pulled(zoo.linear_cross_entropy, 2)},
+        reference=lambda ct, *args: pulled(_exact(zoo.linear_cross_entropy), 2)(ct, *args),
+        flops=6 * rows * k * vocab, **given,
+    )  # fmt: skip
+
+
+def _exact(f):
+    """`f` in float32."""
+    wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return lambda *args: f(*map(wide, args))

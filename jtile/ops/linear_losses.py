@@ -1,0 +1,268 @@
+"""Cross-entropy of a linear layer whose logits are never in memory as a whole (Wijmans et al. 2024, Hsu et al. 2024).
+
+A tile of logits is made, reduced to two numbers a row, and forgotten. Backwards it is made again, for as many classes
+at a time as a fixed amount of memory holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops import gpu_tiles
+from jtile.ops._shapes import (
+    check_float,
+    check_int,
+    check_rank,
+    check_shape,
+    known,
+    machine,
+    sums_in,
+    tuned,
+)
+from jtile.ops.dispatch import small_tiles
+from jtile.ops.losses import cross_entropy_reference
+from jtile.ops.matmul import BLOCK, tiles
+
+HELD = 64 << 20  # bytes of cotangents of logits that the backward pass holds at a time; on a CPU a fourth of it
+
+
+@jt.function
+def _sum(A, B, terms, shape, dtype, bk: int):
+    """sum_p A(p) B(p), over blocks of `bk` terms; 0: of all at once."""
+    total = jnp.zeros(shape, dtype)
+    if isinstance(terms, int) and (bk == 0 or bk >= terms):
+        return jt.dot(A(0), B(0), total)
+    for p in jt.range(jt.cdiv(terms, bk or BLOCK), stages=3):
+        total = jt.dot(A(p), B(p), total)
+    return total
+
+
+def _logits(x, w, bias, i, j, bm: int, bn: int, bk: int):
+    """Tile i, j of x w^T + bias, for x [rows, features], w [vocab, features], and which of its columns exist."""
+    k, dtype = x.shape[1], sums_in(x)
+    X, W = (a.tiles(side, bk or (k if isinstance(k, int) else BLOCK)) for a, side in ((x, bm), (w, bn)))
+    z = _sum(lambda p: X[i, p], lambda p: W[j, p].T, k, (bm, bn), dtype, bk)
+    if bias is not None:
+        z = z + bias.tiles(bn)[j].astype(dtype)[None, :]
+    return z, (j * bn + jt.arange(bn) < w.shape[0])[None, :]
+
+
+def _parts_type(x, w, *_, bn: int, **__):
+    part = jax.ShapeDtypeStruct((jt.cdiv(w.shape[0], bn), x.shape[0]), sums_in(x))
+    return part, part
+
+
+@jt.kernel(
+    out_type=_parts_type,
+    grid=lambda x, w, *_, bm, bn, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(w.shape[0], bn)),
+)
+def linear_cross_entropy_parts(x, w, bias, labels, lse, aim, *, bm: int, bn: int, bk: int, smoothing: float):
+    """x [rows, k], w [vocab, k], bias [vocab] or None, labels int32 [rows], -1 for none; lse, aim [blocks of `bn`
+    classes, rows]: the log-sum-exp of a row's logits in a block, and their sum weighted by the target."""
+    # z = x w^T + b     lse_ji = log sum_{v in block j} exp z_iv     aim_ji = sum_{v in block j} q_iv z_iv
+    # q_iv = (1 - a) [v = label_i] + a / vocab
+    i, j = jt.program_id(0), jt.program_id(1)
+    z, inside = _logits(x, w, bias, i, j, bm, bn, bk)
+    at = jt.arange(bn)[None, :] + j * bn
+    aimed = jnp.where(at == labels.tiles(bm)[i][:, None], z, 0.0).sum(1)
+    if smoothing:
+        aimed = (1.0 - smoothing) * aimed + smoothing / w.shape[0] * jnp.where(inside, z, 0.0).sum(1)
+    z = jnp.where(inside, z, -math.inf)
+    top = z.max(1)
+    base = jnp.where(top == -math.inf, 0.0, top)
+    lse.tiles(None, bm)[j, i] = base + jnp.log(jnp.exp(z - base[:, None]).sum(1))
+    aim.tiles(None, bm)[j, i] = aimed
+
+
+@jt.kernel(
+    out_type=lambda x, *_, classes, **__: jt.like(x, shape=(x.shape[0], classes)),
+    grid=lambda x, *_, bm, bn, classes, **__: (jt.cdiv(x.shape[0], bm), jt.cdiv(classes, bn)),
+)
+def linear_cross_entropy_cotangents(
+    x, w, bias, labels, lse, ct_lse, ct_aim, first, d, *, bm: int, bn: int, bk: int, classes: int, smoothing: float
+):
+    """d [rows, classes], cotangents of the logits of `classes` classes from block `first` on, of those of the results
+    of `linear_cross_entropy_parts`; rows without a label have none, whatever their logits are."""
+    # d_iv = exp(z_iv - lse_ji) lse'_ji + q_iv aim'_ji
+    i, j = jt.program_id(0), jt.program_id(1)
+    block = first[...] + j
+    z, inside = _logits(x, w, bias, i, block, bm, bn, bk)
+    label = labels.tiles(bm, pad=-1)[i]
+    here, of_lse, of_aim = (a.tiles(None, bm)[block, i][:, None] for a in (lse, ct_lse, ct_aim))
+    target = jnp.where(jt.arange(bn)[None, :] + block * bn == label[:, None], 1.0 - smoothing, 0.0)
+    target = target + smoothing / w.shape[0] if smoothing else target
+    cotangent = jnp.exp(z - here) * of_lse + target * of_aim
+    d.tiles(bm, bn)[i, j] = jnp.where(inside & (label >= 0)[:, None], cotangent, 0.0).astype(d.dtype)
+
+
+@jt.kernel(
+    out_type=lambda d, w, *_, **__: jax.ShapeDtypeStruct((d.shape[0], w.shape[1]), sums_in(w)),
+    grid=lambda d, w, *_, bm, bn, **__: (jt.cdiv(d.shape[0], bm), jt.cdiv(w.shape[1], bn)),
+)
+def linear_cross_entropy_dx(d, w, first, total, dx, *, bm: int, bn: int, bk: int):
+    """dx [rows, k]: `total`, or nothing for None, and the share of the classes of d [rows, classes], the first of which
+    is row `first` of w."""
+    # dx_ik = total_ik + sum_v d_iv w_vk
+    i, j = jt.program_id(0), jt.program_id(1)
+    start, step = first[...], bk or d.shape[1]
+    D, columns = d.tiles(bm, step), jt.ds(j * bn, bn)
+    W = lambda p: w[jt.ds(start + p * step, step), columns]
+    share = _sum(lambda p: D[i, p], W, d.shape[1], (bm, bn), dx.dtype, bk)
+    dx.tiles(bm, bn)[i, j] = share if total is None else share + total.tiles(bm, bn)[i, j]
+
+
+@jt.kernel(
+    out_type=lambda d, x, first, total, **_: jt.like(total),
+    grid=lambda d, x, first, total, *, bm, bn, **_: (jt.cdiv(d.shape[1], bm), jt.cdiv(x.shape[1], bn)),
+    alias={"total": "dw"},
+)
+def linear_cross_entropy_dw(d, x, first, total, dw, *, bm: int, bn: int, bk: int):
+    """dw [vocab, k], `total` with the rows of the classes of d [rows, classes], the first of which is row `first`."""
+    # dw_vk = sum_i d_iv x_ik
+    i, j = jt.program_id(0), jt.program_id(1)
+    rows = d.shape[0]
+    step = bk or (rows if isinstance(rows, int) else BLOCK)
+    D, X = d.tiles(step, bm), x.tiles(step, bn)
+    share = _sum(lambda p: D[p, i].T, lambda p: X[p, j], rows, (bm, bn), sums_in(x), bk).astype(dw.dtype)
+    here = jt.ds(first[...] + i * bm, bm), jt.ds(j * bn, bn)
+    if d.shape[1] % bm:
+        jt.store(dw, here, share, mask=jnp.broadcast_to((i * bm + jt.arange(bm) < d.shape[1])[:, None], (bm, bn)))
+    else:
+        dw[here] = share
+
+
+def _tuned(kernel: jt.Kernel, itemsize: int, m, n, k, **of):
+    """(the kernel, its tiles) for a product of these sides."""
+    sides = tiles(known(m), known(n), known(k), itemsize, **(of if small_tiles() else {}))
+    if not small_tiles():
+        return kernel, sides
+    return tuned(kernel, **gpu_tiles.product_options(sides["bm"], sides["bn"], itemsize)), sides
+
+
+def _forward(x, w, bias, labels, **meta):
+    lse, aim = linear_cross_entropy_parts(x, w, bias, labels, **meta)
+    return (lse, aim), (x, w, bias, labels, lse)
+
+
+def _backward(residuals, ct, *, bm: int, bn: int, bk: int, smoothing: float):
+    x, w, bias, labels, lse = residuals
+    (rows, k), vocab, itemsize = x.shape, w.shape[0], x.dtype.itemsize
+    blocks = jt.cdiv(vocab, bn)
+    per = _blocks_at_a_time(blocks, bn, known(rows) * itemsize)
+    make = linear_cross_entropy_cotangents
+    make = tuned(make, **gpu_tiles.product_options(bm, bn, itemsize)) if small_tiles() else make
+    wide = sums_in(x)
+
+    def step(block, so_far, blocks):
+        dx, dw, db = so_far
+        classes = min(blocks * bn, vocab)
+        d = make(x, w, bias, labels, lse, *ct, block, bm=bm, bn=bn, bk=bk, classes=classes, smoothing=smoothing)
+        add, sides = _tuned(linear_cross_entropy_dx, itemsize, rows, k, classes)
+        put, others = _tuned(linear_cross_entropy_dw, itemsize, classes, k, rows, left=True)
+        dx, dw = add(d, w, block * bn, dx, **sides), put(d, x, block * bn, dw, **others)
+        if bias is not None:
+            db = jax.lax.dynamic_update_slice(db, d.astype(wide).sum(0), (block * bn,))
+        return dx, dw, db
+
+    times, rest = divmod(blocks, per)
+    at = lambda n: jnp.asarray(n, jnp.int32) * jnp.int32(per)
+    so_far = step(at(0), (None, jnp.zeros_like(w), None if bias is None else jnp.zeros(blocks * bn, wide)), per)
+    if times > 1:
+        so_far = jax.lax.fori_loop(1, times, lambda n, so_far: step(at(n), so_far, per), so_far)
+    dx, dw, db = step(at(times), so_far, rest) if rest else so_far
+    return dx.astype(x.dtype), dw, None if bias is None else db[:vocab].astype(bias.dtype), None
+
+
+def _blocks_at_a_time(blocks: int, bn: int, column: int) -> int:
+    """How many blocks of `bn` classes, `column` bytes of cotangents each, the backward pass takes at a time: of what
+    `HELD` allows the largest part of all of them, as another number of them at the end takes kernels of its own."""
+    most = min(blocks, max(1, (HELD // 4 if machine().whole else HELD) // (bn * column)))
+    return next((n for n in range(most, most // 2, -1) if blocks % n == 0), most)
+
+
+linear_cross_entropy_parts.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnames=("ignore", "label_smoothing", "z_loss"), inline=True)
+def linear_cross_entropy(
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    ignore: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> jax.Array:
+    """`cross_entropy(x @ weight.T + bias, labels)` of each row, with no array of logits.
+
+    Memory besides the operands: two numbers for each row and block of classes, and backwards the cotangents of 64 MiB
+    of logits at a time (16 MiB on CPUs), which are computed again. Differentiable in x, weight and bias; a row that is
+    ignored, or has no such label, has no gradient. Products of 16-bit operands round the cotangents of logits to their
+    dtype.
+
+    Args:
+      x: float array [..., features].
+      weight: float array [vocab, features] of x's dtype, as the table of an embedding.
+      labels: int array [...].
+      bias: None or float [vocab].
+      ignore: the label whose rows cost 0; None for none.
+      label_smoothing: the part of the target that is spread over the whole vocabulary (Szegedy et al. 2016).
+      z_loss: times the squared log-sum-exp of the logits, added to the loss (Chowdhery et al. 2022).
+    Returns:
+      float32 (float64 for float64) [...], the loss of each row; NaN where a label is neither `ignore` nor in
+      [0, vocab).
+    Raises:
+      KernelTypeError: wrong dtypes. KernelValueError: shapes that do not fit, no vocabulary, smoothing outside [0, 1].
+    """
+    _check(x, weight, labels, bias, label_smoothing)
+    vocab, k = weight.shape
+    if labels.size == 0:
+        return jnp.zeros(labels.shape, sums_in(x))
+    rows, flat = x.reshape(labels.size, k), labels.reshape(labels.size)
+    outside = (flat < 0) | (flat >= vocab)
+    ignored = jnp.zeros(flat.shape, bool) if ignore is None else flat == ignore
+    known_labels = jnp.where(outside | ignored, -1, flat).astype(jnp.int32)
+    options: dict[str, Any] = {"smoothing": float(label_smoothing)}
+    kernel, sides = _tuned(linear_cross_entropy_parts, x.dtype.itemsize, labels.size, vocab, k, transposed=True)
+    parts, aims = kernel(rows, weight, bias, known_labels, **sides, **options)
+    lse = jax.nn.logsumexp(parts, 0)
+    loss = lse - aims.sum(0)
+    loss = loss + z_loss * lse * lse if z_loss else loss
+    loss = jnp.where(outside, jnp.full((), math.nan, loss.dtype), loss)
+    return jnp.where(ignored, jnp.zeros((), loss.dtype), loss).reshape(labels.shape)
+
+
+def _check(x, weight, labels, bias, label_smoothing) -> None:
+    op = "linear_cross_entropy"
+    check_float(op, x=x, weight=weight, bias=bias)
+    check_int(op, labels=labels)
+    check_rank(op, "weight", weight, 2, "[vocab, features]")
+    if x.dtype != weight.dtype:
+        raise KernelTypeError(f"{op}: x and weight have one dtype, got {x.dtype.name} and {weight.dtype.name}")
+    check_shape(op, "x", x, (*labels.shape, weight.shape[1]))
+    if bias is not None:
+        check_shape(op, "bias", bias, weight.shape[:1])
+    if not 0 <= label_smoothing <= 1:
+        raise KernelValueError(f"{op}: label_smoothing is in [0, 1], got {label_smoothing}")
+    if 0 in weight.shape:
+        raise KernelValueError(f"{op}: the vocabulary, or a row of x, is empty: weight has shape {weight.shape}")
+
+
+def linear_cross_entropy_reference(
+    x, weight, labels, *, bias=None, ignore: int | None = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
+):
+    """`linear_cross_entropy` in jnp."""
+    f = sums_in(x)
+    logits = jnp.einsum("...k,vk->...v", x.astype(f), weight.astype(f), precision="highest")
+    logits = logits if bias is None else logits + jnp.broadcast_to(bias.astype(f), logits.shape)
+    loss = cross_entropy_reference(logits, labels, ignore=ignore, label_smoothing=label_smoothing)
+    counts = True if ignore is None else labels != ignore
+    return loss + jnp.where(counts, z_loss * jax.nn.logsumexp(logits, -1) ** 2, 0.0)
