@@ -60,6 +60,7 @@ bench: $(VENV)/.dev
 
 # Every warning is an error: a link that leads nowhere, a page that no table of contents has, a docstring that does not parse.
 docs: $(VENV)/.docs
+	@$(VENV)/bin/jupytext --quiet --update --to ipynb --output docs/learn/puzzles.ipynb docs/learn/puzzles.md
 	@$(VENV)/bin/python -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -86,3 +87,12 @@ def test_every_puzzle_has_a_solution_and_no_beginning_passes(tmp_path):
     assert len(checks) == 20
     assert [error for error in run_checks(code_of(SOLUTIONS), checks, tmp_path) if error] == []
     assert None not in run_checks("", checks, tmp_path)
+
+
+def test_the_notebook_of_the_puzzles_is_their_page():
+    """`make docs` writes it."""
+    cells = json.loads(PUZZLES.with_suffix(".ipynb").read_text())["cells"]
+    text = lambda kind: "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == kind).split()
+    page = PUZZLES.read_text()
+    assert text("code") == code_of(PUZZLES).split()
+    assert text("markdown") == re.sub(r"(?ms)^```python\n.*?^```\n", "", page).split()
