@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.backward import cross_entropy, pulled
 from benchmarks.data import TOLERANCE, normal, size
@@ -14,6 +15,7 @@ from jtile import ops
 
 def cases() -> Iterator[Case]:
     yield from _linear_cross_entropy()
+    yield from _segments()
 
 
 def _linear_cross_entropy() -> Iterator[Case]:
@@ -44,3 +46,24 @@ def linear_cross_entropy_operands(seed, rows: int, k: int, vocab: int, dtype: st
     labels = jax.random.randint(jax.random.key(2 * seed + 1), (rows,), 0, vocab)
     x = normal(2 * seed, rows, k, dtype=dtype)
     return x, normal(2 * seed + 1, vocab, k, dtype=dtype, scale=k**-0.5), labels
+
+
+def _segments() -> Iterator[Case]:
+    n, segments = 131072, 4096
+    for f in (1, 64):
+        for in_order in (False, True):
+            args = segment_operands(0, n, f, segments, in_order)
+            given = {"config": f"{n}x{f} of {segments}" + ", sorted" * in_order, "dtype": "float32"}
+            ours, xla = summed(segments, in_order)
+            yield Case("segment_sum", ours=ours, peers={"xla": xla}, args=args, bytes=size(*args), **given)
+
+
+def segment_operands(seed, n: int, f: int, segments: int, in_order: bool):
+    ids = jax.random.randint(jax.random.key(2 * seed + 1), (n,), 0, segments)
+    return normal(2 * seed, n, f), jnp.sort(ids) if in_order else ids
+
+
+def summed(segments: int, in_order: bool):
+    """`segment_sum` of the library, and of JAX."""
+    ours = lambda data, ids: ops.segment_sum(data, ids, segments, sorted=in_order)
+    return ours, lambda data, ids: jax.ops.segment_sum(data, ids, segments, indices_are_sorted=in_order)

@@ -16,6 +16,7 @@ from jtile import ops
 
 def cases(tiny: bool = False) -> Iterator[Case]:
     yield from _linear_cross_entropy(tiny)
+    yield from _segments(tiny)
 
 
 def _linear_cross_entropy(tiny: bool) -> Iterator[Case]:
@@ -36,6 +37,17 @@ def _linear_cross_entropy(tiny: bool) -> Iterator[Case]:
         reference=lambda ct, *args: pulled(_exact(zoo.linear_cross_entropy), 2)(ct, *args),
         flops=6 * rows * k * vocab, **given,
     )  # fmt: skip
+
+
+def _segments(tiny: bool) -> Iterator[Case]:
+    n, f, segments = (64, 8, 7) if tiny else (1 << 20, 128, 65536)
+    for in_order in (False, True):
+        ours, xla = zoo.summed(segments, in_order)
+        yield Case(
+            "segment_sum", f"{n}x{f} of {segments}" + ", sorted" * in_order, "float32", ours=ours, peers={"xla": xla},
+            make=functools.partial(zoo.segment_operands, n=n, f=f, segments=segments, in_order=in_order),
+            reference=xla, bytes=4 * f * (n + segments), tolerance=1e-5,
+        )  # fmt: skip
 
 
 def _exact(f):

@@ -39,6 +39,10 @@ from jtile.ops.routed_matmul import routes_unsorted as routes_unsorted
 from jtile.ops.rwkv import rwkv7 as rwkv7
 from jtile.ops.scaled_matmul import scaled_matmul as scaled_matmul
 from jtile.ops.scans import cumsum as cumsum
+from jtile.ops.segments import segment_max as segment_max
+from jtile.ops.segments import segment_mean as segment_mean
+from jtile.ops.segments import segment_min as segment_min
+from jtile.ops.segments import segment_sum as segment_sum
 from jtile.ops.softmaxes import log_softmax as log_softmax
 from jtile.ops.softmaxes import softmax as softmax
 from jtile.ops.sorting import argsort as argsort

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.errors import KernelTypeError
-from jtile.ops._shapes import check_int, check_rank, fit, machine, sums_in
-from jtile.ops.dispatch import WARPS, Implementation, Op
+from jtile.ops._shapes import check_int, check_rank, fit, machine
 from jtile.ops.operands import Weight
 from jtile.ops.quantized_tensor import BLOCK, QuantizedTensor
+from jtile.ops.segments import sums_of_rows
 
 
 def _grid(table, ids, *, bn, **_):
@@ -26,68 +26,13 @@ def embedding_rows(table, ids, y, *, bn: int, dtype: str):
     y[rows, :] = table[ids[rows], :].astype(y.dtype)
 
 
-@jt.kernel(
-    out_type=lambda ids, g, *, vocab, **_: jax.ShapeDtypeStruct((vocab, g.shape[1]), sums_in(g)),
-    grid=lambda ids, g, *, bf, **_: jt.cdiv(g.shape[1], bf),
-    init=0,
-)
-def embedding_backward_columns(ids, g, total, *, bf: int, vocab: int):
-    """total [vocab, features], summed rows of g [n, features] at `ids`; a program has `bf` features to itself."""
-    # dT_v = sum_{i : id_i = v} g_i, in the order of i: no atomics, the same bits on every run
-    j = jt.program_id(0)
-    G, T = g.tiles(None, bf), total.tiles(None, bf)
-    for i in jt.range(ids.shape[0]):
-        row = ids[i] if ids.dtype.itemsize == 8 else ids[i].astype(jnp.int32)
-        inside = (row >= 0) & (row < vocab)
-        row = jnp.where(inside, row, 0).astype(jnp.int32)
-        T[row, j] = T[row, j] + jnp.where(inside, G[i, j].astype(total.dtype), 0.0)
-
-
-@jt.kernel(
-    out_type=lambda order, ids, ends, g, *, vocab, **_: jax.ShapeDtypeStruct((vocab, g.shape[1]), sums_in(g)),
-    grid=lambda order, ids, ends, g, *, bf, **_: (ids.shape[0], jt.cdiv(g.shape[1], bf)),
-    init=0,
-)
-def embedding_backward_runs(order, ids, ends, g, total, *, bf: int, vocab: int):
-    """As `embedding_backward_columns` with a program for each place of the sorted ids, which adds up the run that
-    starts there, if one does: `order` [n] sorts them, `ends` [n] is where the run of each place ends."""
-    i, j = jt.program_id(0), jt.program_id(1)
-    G, row = g.tiles(None, bf), ids[i]
-    first = (i == 0) | (ids[jnp.maximum(i - 1, 0)] != row)
-    inside = first & (row >= 0) & (row < vocab)
-    acc = jnp.zeros((bf,), total.dtype)
-    for k in jt.range(i, jnp.where(inside, ends[i], i)):
-        acc = acc + G[order[k], j].astype(total.dtype)
-    here = jnp.where(inside, row, 0).astype(jnp.int32), jt.ds(j * bf, bf)
-    jt.store(total, here, acc, mask=jnp.broadcast_to(inside, (bf,)))
-
-
-def _in_runs(ids, g, *, vocab: int):
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    ordered = ids[order]
-    ends = jnp.searchsorted(ordered, ordered, side="right").astype(jnp.int32)
-    return embedding_backward_runs(order, ordered, ends, g, bf=fit(g.shape[1], 1024), vocab=vocab)
-
-
-def _in_columns(ids, g, *, vocab: int):
-    return embedding_backward_columns(ids, g, bf=min(g.shape[1], 128), vocab=vocab)
-
-
-# Summed rows of g at `ids`, in the order of ids.
-_gradients = Op(
-    "embedding backward",
-    Implementation("runs of sorted ids", _in_runs, needs=WARPS),
-    Implementation("columns", _in_columns),
-)
-
-
 def _forward(table, ids, **meta):
     return embedding_rows(table, ids, **meta), (table, ids)
 
 
 def _backward(residuals, g, **_):
     table, ids = residuals
-    return _gradients(ids, g, vocab=table.shape[0]).astype(table.dtype), None
+    return sums_of_rows(g, ids, table.shape[0]).astype(table.dtype), None
 
 
 embedding_rows.defvjp(_forward, _backward)
