@@ -11,11 +11,13 @@ from benchmarks.backward import cross_entropy, pulled
 from benchmarks.data import TOLERANCE, normal, size
 from benchmarks.harness import Case
 from jtile import ops
+from jtile.ops.optimizers import adamw_reference, newton_schulz_reference
 
 
 def cases() -> Iterator[Case]:
     yield from _linear_cross_entropy()
     yield from _segments()
+    yield from _optimizers()
 
 
 def _linear_cross_entropy() -> Iterator[Case]:
@@ -67,3 +69,38 @@ def summed(segments: int, in_order: bool):
     """`segment_sum` of the library, and of JAX."""
     ours = lambda data, ids: ops.segment_sum(data, ids, segments, sorted=in_order)
     return ours, lambda data, ids: jax.ops.segment_sum(data, ids, segments, indices_are_sorted=in_order)
+
+
+def _optimizers() -> Iterator[Case]:
+    n = 2048
+    args = tuple(normal(s, n, n) for s in range(4))
+    ours, xla = adam_step(ops.adamw), adam_step(adamw_reference)
+    yield Case(
+        "adamw",
+        f"{n}x{n}, 8 steps",
+        "float32",
+        ours=ours,
+        peers={"xla": xla},
+        args=args,
+        bytes=7 * STEPS * size(args[0]),
+    )
+    n = 768
+    yield Case(
+        "newton_schulz", f"{n}x{n}", "float32", ours=ops.newton_schulz, peers={"xla": newton_schulz_reference},
+        args=(normal(0, n, n),), bytes=2 * size(args[0]), flops=5 * 4 * n**3, tolerance=1e-4,
+    )  # fmt: skip
+
+
+STEPS = 8
+
+
+def adam_step(step):
+    """Several steps of parameters with gradients and both means, in place: what comes from outside is copied once."""
+
+    def run(p, g, m, v):
+        state = ops.AdamState(jnp.full((), 2, jnp.int32), m, v * v)
+        one = lambda _, now: step(now[0], g, now[1], learning_rate=1e-3)
+        params, state = jax.lax.fori_loop(0, STEPS, one, (p, state))
+        return params, state.m, state.v
+
+    return run

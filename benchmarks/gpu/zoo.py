@@ -12,11 +12,14 @@ from benchmarks.backward import pulled
 from benchmarks.data import normal
 from benchmarks.gpu.case import Case, Torch
 from jtile import ops
+from jtile.ops import optimizers
+from jtile.ops.optimizers import adamw_reference, newton_schulz_reference
 
 
 def cases(tiny: bool = False) -> Iterator[Case]:
     yield from _linear_cross_entropy(tiny)
     yield from _segments(tiny)
+    yield from _optimizers(tiny)
 
 
 def _linear_cross_entropy(tiny: bool) -> Iterator[Case]:
@@ -48,6 +51,42 @@ def _segments(tiny: bool) -> Iterator[Case]:
             make=functools.partial(zoo.segment_operands, n=n, f=f, segments=segments, in_order=in_order),
             reference=xla, bytes=4 * f * (n + segments), tolerance=1e-5,
         )  # fmt: skip
+
+
+def _optimizers(tiny: bool) -> Iterator[Case]:
+    n = 32 if tiny else 8192
+    xla = zoo.adam_step(adamw_reference)
+    yield Case(
+        "adamw", f"{n}x{n}, {zoo.STEPS} steps", "float32", ours=zoo.adam_step(ops.adamw), peers={"xla": xla},
+        make=lambda seed: tuple(normal(4 * seed + s, n, n) for s in range(4)), reference=xla,
+        bytes=28 * zoo.STEPS * n * n, tolerance=1e-5,
+    )  # fmt: skip
+    m, n = (32, 48) if tiny else (4096, 14336)
+    yield Case(
+        "newton_schulz", f"{m}x{n}", "bfloat16", ours=ops.newton_schulz,
+        make=lambda seed: (normal(seed, m, n, dtype="bfloat16"),), reference=_exact(newton_schulz_reference),
+        peers={"xla": _muon, "torch.compile": Torch(_torch_muon, compiled=True)}, bytes=4 * m * n,
+        flops=5 * (3 * m * m * n + m**3), tolerance=5e-2,
+    )  # fmt: skip
+
+
+def _muon(x):
+    """As it is written for training, in bfloat16."""
+    a, b, c = optimizers.QUINTIC
+    X = x / (jnp.linalg.norm(x.astype(jnp.float32)) + 1e-7).astype(x.dtype)
+    for _ in range(5):
+        A = X @ X.T
+        X = jnp.asarray(a, x.dtype) * X + (jnp.asarray(b, x.dtype) * A + jnp.asarray(c, x.dtype) * (A @ A)) @ X
+    return X
+
+
+def _torch_muon(torch, x):
+    a, b, c = optimizers.QUINTIC
+    X = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return X
 
 
 def _exact(f):

@@ -29,6 +29,11 @@ from jtile.ops.normed_products import rms_norm_gated_mlp as rms_norm_gated_mlp
 from jtile.ops.normed_products import rms_norm_matmul as rms_norm_matmul
 from jtile.ops.norms import layer_norm as layer_norm
 from jtile.ops.norms import rms_norm as rms_norm
+from jtile.ops.optimizers import AdamState as AdamState
+from jtile.ops.optimizers import adam as adam
+from jtile.ops.optimizers import adam_init as adam_init
+from jtile.ops.optimizers import adamw as adamw
+from jtile.ops.optimizers import newton_schulz as newton_schulz
 from jtile.ops.quantized import quantized_matmul as quantized_matmul
 from jtile.ops.quantized_tensor import QuantizedTensor as QuantizedTensor
 from jtile.ops.quantized_tensor import from_gguf_blocks as from_gguf_blocks

@@ -28,27 +28,17 @@ from jtile.ops._shapes import (
 )
 from jtile.ops.dispatch import small_tiles
 from jtile.ops.losses import cross_entropy_reference
-from jtile.ops.matmul import BLOCK, tiles
+from jtile.ops.matmul import tiles
+from jtile.ops.parts import BLOCK, summed
 
 HELD = 64 << 20  # bytes of cotangents of logits that the backward pass holds at a time; on a CPU a fourth of it
-
-
-@jt.function
-def _sum(A, B, terms, shape, dtype, bk: int):
-    """sum_p A(p) B(p), over blocks of `bk` terms; 0: of all at once."""
-    total = jnp.zeros(shape, dtype)
-    if isinstance(terms, int) and (bk == 0 or bk >= terms):
-        return jt.dot(A(0), B(0), total)
-    for p in jt.range(jt.cdiv(terms, bk or BLOCK), stages=3):
-        total = jt.dot(A(p), B(p), total)
-    return total
 
 
 def _logits(x, w, bias, i, j, bm: int, bn: int, bk: int):
     """Tile i, j of x w^T + bias, for x [rows, features], w [vocab, features], and which of its columns exist."""
     k, dtype = x.shape[1], sums_in(x)
     X, W = (a.tiles(side, bk or (k if isinstance(k, int) else BLOCK)) for a, side in ((x, bm), (w, bn)))
-    z = _sum(lambda p: X[i, p], lambda p: W[j, p].T, k, (bm, bn), dtype, bk)
+    z = summed(lambda p: X[i, p], lambda p: W[j, p].T, k, (bm, bn), dtype, bk)
     if bias is not None:
         z = z + bias.tiles(bn)[j].astype(dtype)[None, :]
     return z, (j * bn + jt.arange(bn) < w.shape[0])[None, :]
@@ -114,7 +104,7 @@ def linear_cross_entropy_dx(d, w, first, total, dx, *, bm: int, bn: int, bk: int
     start, step = first[...], bk or d.shape[1]
     D, columns = d.tiles(bm, step), jt.ds(j * bn, bn)
     W = lambda p: w[jt.ds(start + p * step, step), columns]
-    share = _sum(lambda p: D[i, p], W, d.shape[1], (bm, bn), dx.dtype, bk)
+    share = summed(lambda p: D[i, p], W, d.shape[1], (bm, bn), dx.dtype, bk)
     dx.tiles(bm, bn)[i, j] = share if total is None else share + total.tiles(bm, bn)[i, j]
 
 
@@ -130,7 +120,7 @@ def linear_cross_entropy_dw(d, x, first, total, dw, *, bm: int, bn: int, bk: int
     rows = d.shape[0]
     step = bk or (rows if isinstance(rows, int) else BLOCK)
     D, X = d.tiles(step, bm), x.tiles(step, bn)
-    share = _sum(lambda p: D[p, i].T, lambda p: X[p, j], rows, (bm, bn), sums_in(x), bk).astype(dw.dtype)
+    share = summed(lambda p: D[p, i].T, lambda p: X[p, j], rows, (bm, bn), sums_in(x), bk).astype(dw.dtype)
     here = jt.ds(first[...] + i * bm, bm), jt.ds(j * bn, bn)
     if d.shape[1] % bm:
         jt.store(dw, here, share, mask=jnp.broadcast_to((i * bm + jt.arange(bm) < d.shape[1])[:, None], (bm, bn)))

@@ -15,11 +15,9 @@ from jtile.ops._shapes import check_shape, known, tuned
 from jtile.ops.dispatch import BLOCK_LEVEL, Implementation, Op, first_unmet, small_tiles
 from jtile.ops.epilogues import ACTIVATIONS, activation_derivative, check_activation
 from jtile.ops.operands import Epilogue, Weight
+from jtile.ops.parts import BLOCK, product_in_parts
 from jtile.ops.parts import panels as _panels
-from jtile.ops.parts import product_in_parts
 from jtile.tune import products
-
-BLOCK = 256  # terms of a sum at a time, where their number is not known
 
 
 def matmul(

@@ -35,6 +35,20 @@ def panels(a, b, rows, columns, ta: bool, tb: bool, bm: int, bn: int, bk: int):
     return A, B
 
 
+BLOCK = 256  # terms of a sum at a time, where their number is not known
+
+
+@jt.function
+def summed(A, B, terms, shape: tuple[int, int], dtype, bk: int):
+    """`sum_p A(p) B(p)`, a tile: functions of p that give `bk` of the `terms` terms of a sum each; 0: all at once."""
+    total = jnp.zeros(shape, dtype)
+    if isinstance(terms, int) and (bk == 0 or bk >= terms):
+        return jt.dot(A(0), B(0), total)
+    for p in jt.range(jt.cdiv(terms, bk or BLOCK), stages=3):
+        total = jt.dot(A(p), B(p), total)
+    return total
+
+
 @functools.cache
 def _products(ta: bool, tb: bool) -> jt.Kernel:
     """[1, m, k], [1, k, n] -> sums over equal parts of k, [parts, m, n]."""
