@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -11,6 +12,7 @@ from benchmarks.backward import cross_entropy, pulled
 from benchmarks.data import TOLERANCE, normal, size
 from benchmarks.harness import Case
 from jtile import ops
+from jtile.ops import filters
 from jtile.ops.optimizers import adamw_reference, newton_schulz_reference
 
 
@@ -18,6 +20,7 @@ def cases() -> Iterator[Case]:
     yield from _linear_cross_entropy()
     yield from _segments()
     yield from _optimizers()
+    yield from _filters()
 
 
 def _linear_cross_entropy() -> Iterator[Case]:
@@ -104,3 +107,29 @@ def adam_step(step):
         return params, state.m, state.v
 
     return run
+
+
+def _filters() -> Iterator[Case]:
+    for name, config, ours, peer, args in filter_cases(2048, 96):
+        yield Case(name, config, "float32", ours=ours, peers={"xla": peer}, args=args, bytes=2 * size(args[0]))
+
+
+def filter_cases(n: int, cube: int, seed: int = 0):
+    """(name, config, ours, the jnp form, arguments) of chains of stencils and filters."""
+    plane, steps = normal(2 * seed, n, n), 4
+    many = (functools.partial(f, steps=steps) for f in (ops.stencil, filters.stencil_reference))
+    yield "stencil", f"{n}x{n}, 3x3, {steps} steps", *many, (plane, normal(2 * seed + 1, 3, 3))
+    yield (
+        "stencil", f"{cube}^3, 3x3x3", ops.stencil, filters.stencil_reference,
+        (normal(2 * seed, cube, cube, cube), normal(2 * seed + 1, 3, 3, 3)),
+    )  # fmt: skip
+    windows = (normal(2 * seed + 1, 9), normal(2 * seed + 2, 9))
+    one_by_one = lambda x, w: filters.stencil_reference(
+        filters.stencil_reference(x, w[1][None], boundary="edge"), w[0][:, None], boundary="edge"
+    )
+    yield "separable_filter", f"{n}x{n}, 9x9", ops.separable_filter, one_by_one, (plane, windows)
+    size = {"size": (7, 7)}
+    yield (
+        "dilate", f"{n}x{n}, 7x7", functools.partial(ops.dilate, **size),
+        functools.partial(filters.dilate_reference, **size), (plane,),
+    )  # fmt: skip

@@ -20,6 +20,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     yield from _linear_cross_entropy(tiny)
     yield from _segments(tiny)
     yield from _optimizers(tiny)
+    yield from _filters(tiny)
 
 
 def _linear_cross_entropy(tiny: bool) -> Iterator[Case]:
@@ -68,6 +69,19 @@ def _optimizers(tiny: bool) -> Iterator[Case]:
         peers={"xla": _muon, "torch.compile": Torch(_torch_muon, compiled=True)}, bytes=4 * m * n,
         flops=5 * (3 * m * m * n + m**3), tolerance=5e-2,
     )  # fmt: skip
+
+
+def _filters(tiny: bool) -> Iterator[Case]:
+    sides = (40, 12) if tiny else (8192, 512)
+    for k, (name, config, ours, peer, args) in enumerate(zoo.filter_cases(1, 1)):
+        # the arguments are those of any size: made when they are asked for
+        make = lambda seed, k=k: list(zoo.filter_cases(*sides, seed))[k][4]
+        config = config.replace("1x1,", f"{sides[0]}x{sides[0]},").replace("1^3", f"{sides[1]}^3")
+        number = args[0].ndim
+        yield Case(
+            name, config, "float32", make=make, ours=ours, peers={"xla": peer}, reference=peer,
+            bytes=8 * sides[number - 2] ** number, tolerance=1e-5,
+        )  # fmt: skip
 
 
 def _muon(x):

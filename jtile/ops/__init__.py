@@ -14,6 +14,10 @@ from jtile.ops.dispatch import Choice as Choice
 from jtile.ops.dispatch import choices as choices
 from jtile.ops.elementwise import bias_gelu_residual as bias_gelu_residual
 from jtile.ops.embeddings import embedding as embedding
+from jtile.ops.filters import dilate as dilate
+from jtile.ops.filters import erode as erode
+from jtile.ops.filters import separable_filter as separable_filter
+from jtile.ops.filters import stencil as stencil
 from jtile.ops.flash_attention import attention as attention
 from jtile.ops.gated_mlp import gated_mlp as gated_mlp
 from jtile.ops.grouped_matmul import grouped_matmul as grouped_matmul

@@ -74,11 +74,22 @@ def _backward(residuals, g, **_):
     x, w = residuals
     p, q = w.shape
     dx = _tiled(jnp.pad(g, ((0, 0), (p - 1, p - 1), (q - 1, q - 1))), w[::-1, ::-1])
+    return dx, stencil_weight_sums(x, g, (p, q)).astype(w.dtype)
+
+
+def stencil_weight_sums(x, g, size: tuple[int, ...]):
+    """The cotangent of the weights, of two axes or three, for x [batch, ...] with the points around it and g."""
+    if len(size) == 3:  # of each plane of them: of the planes of x that it meets
+        depth = g.shape[1]
+        planes = lambda t: t.reshape(-1, *t.shape[2:])
+        return jnp.stack(
+            [stencil_weight_sums(planes(x[:, a : a + depth]), planes(g), size[1:]) for a in range(size[0])]
+        )
+    p, q = size
     bn = fit(g.shape[2], 1024)
     bm = fit(g.shape[1], max(1, machine().tile // bn))
     chunks = min(machine().sums, g.shape[0] * jt.cdiv(g.shape[1], bm) * jt.cdiv(g.shape[2], bn))
-    dw = stencil_weight_tiles(x, g, p=p, q=q, bm=bm, bn=bn, chunks=chunks)
-    return dx, dw.sum(0).astype(w.dtype)
+    return stencil_weight_tiles(x, g, p=p, q=q, bm=bm, bn=bn, chunks=chunks).sum(0)
 
 
 stencil_tiles.defvjp(_forward, _backward)

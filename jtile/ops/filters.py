@@ -1,0 +1,283 @@
+"""Chains of stencils in one pass over memory: several steps of one stencil, separable filters, morphology.
+
+A program loads a tile with the points around it that all steps together reach, and keeps what is between two steps in
+memory of its own, which is a cache's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops._shapes import check_float, fit, known, machine, sums_in
+from jtile.ops.stencils import stencil_weight_sums
+
+Sides = tuple[int, ...]
+_MODES = {"zero": "constant", "edge": "edge", "wrap": "wrap", "reflect": "reflect"}
+
+
+def _reaches(sizes: tuple[Sides, ...]) -> Sides:
+    """How many points the windows of these sides take from an axis, together."""
+    return tuple(sum(n - 1 for n in along) for along in zip(*sizes, strict=True))
+
+
+def _valid(x, sizes) -> Sides:
+    return tuple(n - r for n, r in zip(x.shape[1:], _reaches(sizes), strict=True))
+
+
+@jt.kernel(
+    out_type=lambda x, windows, *, sizes, **_: jt.like(x, shape=(x.shape[0], *_valid(x, sizes))),
+    grid=lambda x, windows, *, sizes, inner, **_: (x.shape[0], *map(jt.cdiv, _valid(x, sizes), inner)),
+)
+def chain_tiles(x, windows, y, *, sizes: tuple[Sides, ...], inner: Sides, sides: Sides, how: str, outside: Any):
+    """x [batch, ...] with the points around it, y [batch, ...]; windows: one for each step, of `sizes`, None for "max"
+    and "min". A tile of a step has `inner` points of the last step and those that later ones take, or `sides`, where
+    they have to be powers of two. `outside`: what points around y are between steps; None: as they come."""
+    # t_0 = x     t_(s+1)[i] = sum_a w_s[a] t_s[i + a], or the maximum, or minimum
+    b, rank = jt.program_id(0), len(inner)
+    at = [jt.program_id(1 + k) * inner[k] for k in range(rank)]
+    dtype = sums_in(x) if how == "sum" else x.dtype
+    t, buffer = None, None
+    for s, size in enumerate(sizes):
+        later = _reaches(((1,) * rank, *sizes[s + 1 :]))
+        tile = sides or tuple(n + r for n, r in zip(inner, later, strict=True))
+        if s:
+            buffer = jt.alloc(t.shape, dtype) if buffer is None else buffer
+            buffer[tuple(jt.ds(0, n) for n in t.shape)] = t
+        parts = []
+        for a in itertools.product(*map(range, size)):
+            first = [o if s else at[k] + o for k, o in enumerate(a)]
+            here = tuple(jt.ds(f, n) for f, n in zip(first, tile, strict=True))
+            part = (buffer[here] if s else x[(b, *here)]).astype(dtype)
+            parts.append(part * windows[s][a].astype(dtype) if how == "sum" else part)
+        t = functools.reduce({"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[how], parts)
+        if outside is not None and s + 1 < len(sizes):
+            for k in range(rank):
+                place = at[k] - later[k] // 2 + jt.arange(tile[k])
+                inside = (place >= 0) & (place < y.shape[1 + k])
+                t = jnp.where(inside.reshape(*(-1 if d == k else 1 for d in range(rank))), t, outside)
+    if t.shape == tuple(inner):
+        y[(b, *(jt.ds(f, n) for f, n in zip(at, inner, strict=True)))] = t.astype(y.dtype)
+        return
+    mask = jnp.ones(t.shape, bool)
+    for k in range(rank):
+        mask = mask & (jt.arange(t.shape[k]) < inner[k]).reshape(*(-1 if d == k else 1 for d in range(rank)))
+    jt.store(y, (b, *(jt.ds(f, n) for f, n in zip(at, t.shape, strict=True))), t.astype(y.dtype), mask=mask)
+
+
+def _tiles(shape: Sides, sizes: tuple[Sides, ...]) -> dict[str, Sides]:
+    """Tiles of the last step, and the sides that all steps have on GPUs: long rows, and what later steps reach."""
+    rank, later = len(shape), _reaches(((1,) * len(shape), *sizes[1:]))
+    most = (16, 512) if rank == 2 else (2, 8, 128)
+    if machine().whole:
+        return {"inner": tuple(fit(n, m) for n, m in zip(shape, most, strict=True)), "sides": ()}
+    wanted = (32, 128) if rank == 2 else (8, 16, 32)
+    sides = [max(min(w, jt.next_power_of_2(known(n) + r)), jt.next_power_of_2(2 * r))
+             for n, w, r in zip(shape, wanted, later, strict=True)]  # fmt: skip
+    inner = tuple(s - r for s, r in zip(sides, later, strict=True))
+    return {"inner": inner, "sides": tuple(sides) if any(later) else ()}
+
+
+def chained(x, windows, sizes: tuple[Sides, ...], how: str, outside: Any = None):
+    """The chain over x [batch, ...], which has the points around it: [batch, ...] without them."""
+    sides = _tiles(_valid(x, sizes), sizes)
+    return chain_tiles(x, windows, sizes=sizes, how=how, outside=outside, **sides)
+
+
+def _forward(x, windows, **meta):
+    return chain_tiles(x, windows, **meta), (x, windows)
+
+
+def _backward(residuals, g, *, sizes: tuple[Sides, ...], how: str, outside: Any, **_):
+    x, windows = residuals
+    if how != "sum":
+        return jax.vjp(lambda x: _reduced(x, sizes, how), x)[1](g)[0], None
+    if len(sizes) > 1:  # step by step: what is between is computed again
+
+        def run(x, windows):
+            for s, size in enumerate(sizes):
+                x = chained(x, windows[s : s + 1], (size,), how)
+                around = tuple(r // 2 for r in _reaches((*sizes[s + 1 :], (1,) * len(size))))
+                if outside is not None and any(around):
+                    middle = x[(slice(None), *(slice(r, n - r) for r, n in zip(around, x.shape[1:], strict=True)))]
+                    x = jnp.pad(middle, ((0, 0), *((r, r) for r in around)), constant_values=outside)
+            return x
+
+        return jax.vjp(run, x, windows)[1](g)
+    (w,), (size,) = windows, sizes
+    around = jnp.pad(g, ((0, 0), *((n - 1, n - 1) for n in size)))
+    dx = chained(around, (jnp.flip(w),), sizes, how)
+    return dx, (stencil_weight_sums(x, g, size).astype(w.dtype),)
+
+
+chain_tiles.defvjp(_forward, _backward)
+
+
+def _reduced(x, sizes, how: str):
+    join, start = (jax.lax.max, -math.inf) if how == "max" else (jax.lax.min, math.inf)
+    size = tuple(r + 1 for r in _reaches(sizes))
+    return jax.lax.reduce_window(x, np.asarray(start, x.dtype), join, (1, *size), (1,) * x.ndim, "VALID")
+
+
+def _around(x, rank: int, reach: Sides, boundary: str, fill: Any = 0):
+    """x [..., ...] as [batch, ...] with `reach` points around its last axes."""
+    flat = x.reshape(-1, *x.shape[-rank:])
+    fixed = {"constant_values": fill} if boundary == "zero" else {}
+    return jnp.pad(flat, ((0, 0), *((r, r) for r in reach)), mode=_MODES[boundary], **fixed)
+
+
+def _check(op: str, x, rank: int, boundary: str, sizes: tuple[Sides, ...]) -> None:
+    check_float(op, x=x)
+    if x.ndim < rank:
+        raise KernelValueError(f"{op}: x has at least {rank} axes, got shape {tuple(x.shape)}")
+    if boundary not in _MODES:
+        raise KernelValueError(f"{op}: boundary is one of {', '.join(_MODES)}, got {boundary!r}")
+    if any(n % 2 == 0 for size in sizes for n in size):
+        raise KernelValueError(f"{op}: windows have odd sides, got {', '.join(map(str, sizes))}")
+
+
+@functools.partial(jax.jit, static_argnames=("boundary", "steps"), inline=True)
+def stencil(x: jax.Array, weights: jax.Array, *, boundary: str = "zero", steps: int = 1) -> jax.Array:
+    """`steps` times `y_i = sum_a weights_a x_(i + a - sides // 2)` over the last axes, computed in float32.
+
+    Several steps are one pass over memory, where points outside are zeros or wrap around. Differentiable in x and
+    weights, whose reverse mode goes step by step.
+
+    Args:
+      x: float array [..., n], [..., m, n] or [..., l, m, n]: with as many axes at the end as `weights` has.
+      weights: float array of one to three axes, with odd sides.
+      boundary: what stands outside, in every step: "zero", "edge", "wrap" or "reflect".
+      steps: how many.
+    Returns:
+      An array like `x`.
+    Raises:
+      KernelTypeError: wrong dtypes. KernelValueError: shapes, a boundary or a number of steps that do not fit.
+    """
+    check_float("stencil", weights=weights)
+    rank, sizes = weights.ndim, (tuple(weights.shape),)
+    if rank not in (1, 2, 3):
+        raise KernelValueError(f"stencil: weights have one to three axes, got shape {tuple(weights.shape)}")
+    _check("stencil", x, rank, boundary, sizes)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise KernelValueError(f"stencil: steps is an int, 0 or more, got {steps!r}")
+    if x.size == 0 or steps == 0:
+        return x
+    if rank == 1:
+        return stencil(x[..., None, :], weights[None], boundary=boundary, steps=steps)[..., 0, :]
+    once = 1 if boundary in ("edge", "reflect") else _STEPS
+    shape = x.shape
+    for first in range(0, steps, once):
+        now = sizes * min(once, steps - first)
+        reach = tuple(r // 2 for r in _reaches(now))
+        if boundary == "wrap" and any(r > n for r, n in zip(reach, shape[-rank:], strict=True)):
+            now, reach = sizes, tuple(n // 2 for n in sizes[0])
+            for _ in range(min(once, steps - first)):
+                x = chained(_around(x, rank, reach, boundary), (weights,), now, "sum").reshape(shape)
+            continue
+        outside = 0.0 if boundary == "zero" and len(now) > 1 else None
+        x = chained(_around(x, rank, reach, boundary), (weights,) * len(now), now, "sum", outside).reshape(shape)
+    return x
+
+
+_STEPS = 4  # of one pass: the points around a tile that more take cost more than the pass
+
+
+def separable_filter(x: jax.Array, windows: tuple[jax.Array, ...], *, boundary: str = "edge") -> jax.Array:
+    """A filter that is a product of one-dimensional ones, such as a Gauss filter, in one pass over memory.
+
+    Differentiable in x and the windows.
+
+    Args:
+      x: float array [..., m, n], or [..., l, m, n].
+      windows: one float vector of odd length for each of the last two or three axes.
+      boundary: what stands outside: "zero", "edge", "wrap" or "reflect".
+    Returns:
+      An array like `x`, computed in float32 (float64 for float64).
+    Raises:
+      KernelTypeError: wrong dtypes. KernelValueError: windows or a boundary that do not fit.
+    """
+    op, rank = "separable_filter", len(windows)
+    for w in windows:
+        check_float(op, window=w)
+    if rank not in (2, 3) or any(w.ndim != 1 for w in windows):
+        raise KernelValueError(
+            f"{op}: windows are two or three vectors, got {', '.join(str(w.shape) for w in windows)}"
+        )
+    along = lambda k, n: (*(1,) * k, n, *(1,) * (rank - 1 - k))
+    order = range(rank)[::-1]  # rows first, which lie side by side in memory
+    sizes = tuple(along(k, windows[k].shape[0]) for k in order)
+    _check(op, x, rank, boundary, sizes)
+    if x.size == 0:
+        return x
+    reach = tuple(r // 2 for r in _reaches(sizes))
+    taken = tuple(windows[k].reshape(size) for k, size in zip(order, sizes, strict=True))
+    return chained(_around(x, rank, reach, boundary), taken, sizes, "sum").reshape(x.shape)
+
+
+def dilate(x: jax.Array, size: tuple[int, int]) -> jax.Array:
+    """The maximum over a window around each point (grey dilation); points outside do not count.
+
+    Differentiable in x.
+
+    Args:
+      x: float array [..., m, n].
+      size: the sides of the window, odd.
+    Returns:
+      An array like `x`.
+    Raises:
+      KernelTypeError: wrong dtypes. KernelValueError: sides that do not fit.
+    """
+    return _morphology("dilate", x, size, "max")
+
+
+def erode(x: jax.Array, size: tuple[int, int]) -> jax.Array:
+    """As `dilate`, the minimum."""
+    return _morphology("erode", x, size, "min")
+
+
+def _morphology(op: str, x, size, how: str):
+    if not isinstance(size, tuple) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+        raise KernelTypeError(f"{op}: size is a pair of positive ints, got {size!r}")
+    sizes = ((1, size[1]), (size[0], 1))
+    _check(op, x, 2, "zero", sizes)
+    if x.size == 0:
+        return x
+    reach, least = tuple(n // 2 for n in size), -math.inf if how == "max" else math.inf
+    return chained(_around(x, 2, reach, "zero", least), None, sizes, how).reshape(x.shape)
+
+
+def stencil_reference(x, weights, *, boundary: str = "zero", steps: int = 1):
+    """`stencil` in jnp."""
+    rank, t = weights.ndim, x
+    for _ in range(steps):
+        around = _around(t, rank, tuple(n // 2 for n in weights.shape), boundary).astype(sums_in(x))
+        total = jnp.zeros((around.shape[0], *x.shape[-rank:]), sums_in(x))
+        for a in itertools.product(*map(range, weights.shape)):
+            here = (slice(None), *(slice(o, o + n) for o, n in zip(a, x.shape[-rank:], strict=True)))
+            total = total + weights[a].astype(total.dtype) * around[here]
+        t = total.reshape(x.shape)
+    return t.astype(x.dtype)
+
+
+def separable_filter_reference(x, windows, *, boundary: str = "edge"):
+    """`separable_filter` in jnp."""
+    whole = functools.reduce(jnp.multiply.outer, windows)
+    return stencil_reference(x, whole, boundary=boundary)
+
+
+def dilate_reference(x, size):
+    """`dilate` in lax."""
+    return _reduced(_around(x, 2, tuple(n // 2 for n in size), "zero", -math.inf), (size,), "max").reshape(x.shape)
+
+
+def erode_reference(x, size):
+    """`erode` in lax."""
+    return -dilate_reference(-x, size)
