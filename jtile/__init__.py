@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jtile import testing as testing
     from jtile.calls.bundle import export_bundle as export_bundle
     from jtile.calls.partitioned import partitioned as partitioned
+    from jtile.fusion import fuse as fuse
     from jtile.language import Barrier as Barrier
     from jtile.language import BarrierRound as BarrierRound
     from jtile.language import BarrierSlot as BarrierSlot
@@ -139,6 +140,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "export_bundle": "jtile.calls.bundle",
     "export_checks": "jtile.primitive.export",
     "function": "jtile.trace",
+    "fuse": "jtile.fusion",
     "partitioned": "jtile.calls.partitioned",
     "host_target": "jtile.lowering.targets",
     "platform": "jtile.lowering.here",

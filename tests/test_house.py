@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "": EVERYTHING_BELOW | {"_effect", "primitive", "calls", "errors", "testing"},
     "testing": EVERYTHING_BELOW | {"", "primitive", "calls"},
     "ops": PUBLIC - {"models"},
+    "fusion": EVERYTHING_BELOW | {"", "ops"},
     "models": PUBLIC,
     "benchmarks": PUBLIC,
 }

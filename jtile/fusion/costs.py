@@ -1,0 +1,72 @@
+"""What a kernel is worth: what stays XLA's.
+
+The numbers were measured by `python -m benchmarks cpu --only fuse` on two cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jtile as jt
+
+from .layout import Layout
+from .steps import MOVES, REDUCTIONS, RUNNING, Step, Value, size_of
+
+LEAST = 4096  # elements of the largest array: below, a kernel is not quicker than XLA
+ROW_CPU, ROW_GPU = 16384, 32768  # elements that a program takes whole
+ALONE = 4096  # the same where there is one program only
+COLUMNS = 64  # of a tile at least, where what is summed lies along another axis than the last
+TILE = 65536  # elements of such a tile
+
+
+def has_room(layout: Layout) -> bool:
+    """Whether a program has room for what it takes whole."""
+    if not layout.whole:
+        return True
+    if len(layout.whole) == len(layout.sizes):
+        return layout.row <= ALONE
+    if len(layout.sizes) - 1 not in layout.whole:
+        return layout.row * min(COLUMNS, layout.sizes[-1]) <= TILE
+    return layout.row <= (ROW_GPU if "warps" in jt.target().features else ROW_CPU)
+
+
+# Parts of arrays, which XLA reads where an elementwise function needs them; a kernel would have to wait for a copy.
+PARTS = frozenset(["slice", "dynamic_slice", "concatenate", "pad", "rev", "gather", "select_and_scatter_add"])
+# Arithmetic of an instruction or two: a chain of it is bound by memory, and XLA's code reads many arrays as quickly.
+CHEAP = frozenset(
+    ["add", "sub", "mul", "div", "max", "min", "neg", "abs", "sqrt", "rsqrt", "square", "integer_pow", "select_n",
+     "eq", "ne", "lt", "le", "gt", "ge", "and", "or"]
+)  # fmt: skip
+MANY = 6  # arrays
+COLUMN_SUMS = 2  # reductions along another axis than the last: each of more is a pass that XLA has, too
+
+
+def not_worth(steps: Sequence[Step], inputs: Sequence[Value], outputs: Sequence[Value], layout: Layout) -> str | None:
+    """Why a group is not worth a kernel, or None."""
+    largest = max((size_of(v) for v in (*inputs, *outputs)), default=0)
+    if not largest:
+        return "it has no elements"
+    if largest < LEAST:
+        return f"its largest array has {largest} elements, fewer than {LEAST}"
+    work = [step for step in steps if step.name not in MOVES and step.name not in ("convert_element_type", "copy")]
+    if not work:
+        return "it moves elements, and computes nothing"
+    if len(work) == 1 and work[0].name in REDUCTIONS | RUNNING:
+        return "it is one reduction"
+    if len(work) == 1 and not layout.whole:
+        return "it is one step"
+    names = {step.name for step in work}
+    if not layout.whole and names <= CHEAP and len(inputs) + len(outputs) >= MANY:
+        return f"it is arithmetic of {len(inputs) + len(outputs)} arrays, which memory bounds"
+    sums = [step for step in work if step.name in REDUCTIONS | RUNNING]
+    if layout.whole and len(layout.sizes) - 1 not in layout.whole and len(sums) > COLUMN_SUMS:
+        return f"it has {len(sums)} reductions along another axis than the last"
+    return None
+
+
+def reads_parts(inputs: Sequence[Value], made_by: dict[Value, str], layout: Layout) -> str | None:
+    """Why a group that reads parts of arrays is not worth a kernel, or None; made_by: the primitive of each value."""
+    parts = [v for v in inputs if made_by.get(v) in PARTS]
+    if not layout.whole and sum(map(size_of, parts)) * 2 > sum(map(size_of, inputs)):
+        return "it reads parts of arrays, which XLA does without copies"
+    return None

@@ -1,0 +1,179 @@
+"""Cutting: which nodes of a program become one tile kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+from .costs import has_room, not_worth, reads_parts
+from .layout import Layout, layout_of
+from .steps import Node, Program, Step, Value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Nodes of a program that one kernel computes.
+
+    Attributes:
+      nodes: the nodes, in order; those that make constants for them first.
+      inputs, outputs: what the kernel reads and writes.
+      layout: which axes the values have.
+    """
+
+    nodes: list[Node]
+    inputs: list[Value]
+    outputs: list[Value]
+    layout: Layout
+
+    @property
+    def steps(self) -> list[Step]:
+        return [step for node in self.nodes for step in node.steps]
+
+    @property
+    def ruled(self) -> bool:
+        """Whether a function with a derivative rule of its own is among its nodes."""
+        return any(node.ruled for node in self.nodes)
+
+
+@dataclasses.dataclass
+class Plan:
+    """A program, its groups, and the order in which groups and the other nodes run: a group, or a node's number. left:
+    of groups that are not worth a kernel (the number of the first node, those of all nodes, why)."""
+
+    program: Program
+    groups: list[Group]
+    order: list[Group | int]
+    left: list[tuple[int, list[int], str]]
+
+
+def plan_of(program: Program) -> Plan:
+    """Cuts a program greedily: a node joins the group of what it reads, where all values have axes in common."""
+    return _Cutter(program).plan()
+
+
+class _Cutter:
+    def __init__(self, program: Program):
+        self.program, self.nodes = program, program.nodes
+        self.maker = {v: k for k, node in enumerate(self.nodes) for v in node.outs}
+        self.users: dict[Value, list[int]] = {}
+        for k, node in enumerate(self.nodes):
+            for v in dict.fromkeys(x for x in node.ins if isinstance(x, Value)):
+                self.users.setdefault(v, []).append(k)
+        self.results = {v for v in program.outputs if isinstance(v, Value)}
+        self.above = self._ancestors()
+        self.group_of: dict[int, int] = {}  # of a node its group's first node
+        self.members: dict[int, list[int]] = {}
+
+    def _ancestors(self) -> list[int]:
+        """Of each node the set of those that it depends on, as bits."""
+        above: list[int] = []
+        for node in self.nodes:
+            bits = 0
+            for k in self._makers(node):
+                bits |= above[k] | 1 << k
+            above.append(bits)
+        return above
+
+    def _makers(self, node: Node) -> list[int]:
+        return [self.maker[x] for x in dict.fromkeys(node.ins) if isinstance(x, Value) and x in self.maker]
+
+    def plan(self) -> Plan:
+        for k, node in enumerate(self.nodes):
+            if node.steps and not node.free:
+                self._join(k)
+        groups, taken, left = [], [], []
+        made_by = {v: node.name for node in self.nodes for v in node.outs}
+        for first, members in self.members.items():
+            group = self._group(members)
+            assert group is not None
+            why = not_worth(group.steps, group.inputs, group.outputs, group.layout)
+            why = why or reads_parts(group.inputs, made_by, group.layout)
+            if why is None:
+                groups.append(group)
+                taken.append(members)
+            else:
+                left.append((first, members, why))
+        order = self._sorted(taken)
+        assert order is not None
+        return Plan(self.program, groups, [groups[u] if u >= 0 else -1 - u for u in order], left)
+
+    def _join(self, k: int) -> None:
+        """Puts a node into the groups of what it reads, all of them together if that goes, or into one of its own."""
+        near = dict.fromkeys(self.group_of[m] for m in self._makers(self.nodes[k]) if m in self.group_of)
+        near = sorted(near, key=lambda first: -max(self.members[first]))
+        together = [[*near]] if len(near) > 1 else []
+        for firsts in [*together, *([first] for first in near)]:
+            members = sorted([k, *(m for first in firsts for m in self.members[first])])
+            if self._is_convex(members) and self._group(members) is not None and self._runs(members, firsts):
+                for first in firsts:
+                    del self.members[first]
+                self._put(members)
+                return
+        if self._group([k]) is not None:
+            self._put([k])
+
+    def _put(self, members: list[int]) -> None:
+        self.members[members[0]] = members
+        self.group_of.update(dict.fromkeys(members, members[0]))
+
+    def _is_convex(self, members: Sequence[int]) -> bool:
+        """Whether no node outside depends on one of them, and one of them on it."""
+        own = functools.reduce(lambda bits, k: bits | 1 << k, members, 0)
+        before = functools.reduce(lambda bits, k: bits | self.above[k], members, 0) & ~own
+        return not any(before >> j & 1 and self.above[j] & own for j in range(members[0], members[-1]))
+
+    def _runs(self, members: Sequence[int], firsts: Iterable[int]) -> bool:
+        """Whether these nodes and the other groups can run one after another."""
+        rest = [nodes for first, nodes in self.members.items() if first not in firsts and len(nodes) > 1]
+        return not rest or self._sorted([list(members), *rest]) is not None
+
+    def _sorted(self, groups: Sequence[Sequence[int]]) -> list[int] | None:
+        """An order of the groups, by number, and of the nodes in none, by -1 - number; None if there is none."""
+        unit = {k: g for g, members in enumerate(groups) for k in members}
+        of = lambda k: unit.get(k, -1 - k)
+        needs: dict[int, set[int]] = {of(k): set() for k in range(len(self.nodes))}
+        for k, node in enumerate(self.nodes):
+            needs[of(k)] |= {of(m) for m in self._makers(node)} - {of(k)}
+        makes: dict[int, list[int]] = {}
+        for u, those in needs.items():
+            for t in those:
+                makes.setdefault(t, []).append(u)
+        ready, order = [u for u, those in needs.items() if not those], []
+        missing = {u: len(those) for u, those in needs.items()}
+        while ready:
+            u = ready.pop()
+            order.append(u)
+            for after in makes.get(u, ()):
+                missing[after] -= 1
+                if not missing[after]:
+                    ready.append(after)
+        return order if len(order) == len(needs) else None
+
+    def _group(self, members: Sequence[int]) -> Group | None:
+        """The group of these nodes; None if no kernel takes them together."""
+        nodes = [*self._constants(members), *(self.nodes[k] for k in members)]
+        steps = [step for node in nodes for step in node.steps]
+        made = {v for step in steps for v in step.outs}
+        own = set(members)
+        read = dict.fromkeys(x for step in steps for x in step.ins if isinstance(x, Value) and x not in made)
+        written = [
+            v
+            for k in members
+            for v in self.nodes[k].outs
+            if v in self.results or any(user not in own for user in self.users.get(v, ()))
+        ]
+        layout = layout_of(steps, [*read, *written])
+        if layout is None or not written or not all(map(layout.covers, written)) or not has_room(layout):
+            return None
+        return Group(nodes, [*read], written, layout)
+
+    def _constants(self, members: Sequence[int]) -> list[Node]:
+        """The nodes that make what these ones read without any input of the program."""
+        found: set[int] = set()
+        todo = list(members)
+        while todo:
+            new = {m for m in self._makers(self.nodes[todo.pop()]) if self.nodes[m].free} - found
+            found |= new
+            todo += new
+        return [self.nodes[m] for m in sorted(found)]

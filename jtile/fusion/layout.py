@@ -1,0 +1,132 @@
+"""Which axes the values of a group have in common, and which of them a program takes whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from .steps import ELEMENTWISE, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
+
+MOST_AXES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Of a group of steps.
+
+    Attributes:
+      sizes: of each axis.
+      whole: the axes that every program takes whole, since something is summed along them; the grid has the others.
+      axes: of each value the axis of each of its dimensions of more than one element.
+    """
+
+    sizes: tuple[int, ...]
+    whole: frozenset[int]
+    axes: dict[Value, tuple[int, ...]]
+
+    @property
+    def row(self) -> int:
+        """Elements that lie along the axes that are whole."""
+        return math.prod(self.sizes[a] for a in self.whole)
+
+    def shape_of(self, value: Value) -> tuple[int, ...]:
+        """That of the array which stands for a value: without dimensions of one element, and with merged ones."""
+        return tuple(self.sizes[a] for a in self.axes[value])
+
+    def covers(self, value: Value) -> bool:
+        """Whether each program has elements of its own of a value."""
+        return set(range(len(self.sizes))) - self.whole <= set(self.axes[value])
+
+
+class _Axes:
+    """Dimensions of values, of which steps say that they are the same axis: a union-find forest."""
+
+    def __init__(self):
+        self._parent: dict[tuple[Value, int], tuple[Value, int]] = {}
+
+    def find(self, at: tuple[Value, int]) -> tuple[Value, int]:
+        root = at
+        while (above := self._parent.get(root, root)) != root:
+            root = above
+        while at != root:
+            self._parent[at], at = root, self._parent.get(at, root)
+        return root
+
+    def join(self, x: Operand, i: int, y: Operand, j: int) -> None:
+        if isinstance(x, Value) and isinstance(y, Value) and x.shape[i] != 1 and y.shape[j] != 1:
+            a, b = self.find((x, i)), self.find((y, j))
+            self._parent[a] = b
+
+
+def layout_of(steps: Sequence[Step], ends: Iterable[Value]) -> Layout | None:
+    """The layout of steps whose inputs and outputs are `ends`; None if their values have no axes in common."""
+    axes, whole, alone = _Axes(), [], []
+    for step in steps:
+        _relate(step, axes, whole, alone)
+    values = list(dict.fromkeys(v for step in steps for v in (*step.ins, *step.outs) if isinstance(v, Value)))
+    of = {v: [axes.find((v, i)) for i, n in enumerate(v.shape) if n != 1] for v in values}
+    if any(len(set(roots)) < len(roots) for roots in of.values()):
+        return None
+    order: list = []
+    for v in sorted(values, key=lambda v: -len(of[v])):
+        order += [root for root in of[v] if root not in order]
+    kept = {axes.find(at) for at in whole}
+    runs = _merged(order, kept, {axes.find(at) for at in alone}, of.values(), [of[v] for v in ends if v in of])
+    number = {root: k for k, run in enumerate(runs) for root in run[:1]}
+    sizes = tuple(math.prod(root[0].shape[root[1]] for root in run) for run in runs)
+    if len(sizes) > MOST_AXES:
+        return None
+    numbers = {v: tuple(number[root] for root in roots if root in number) for v, roots in of.items()}
+    return Layout(sizes, frozenset(number[root] for root in kept if root in number), numbers)
+
+
+def _relate(step: Step, axes: _Axes, whole: list, alone: list) -> None:
+    """What one step says of the dimensions of its values; those in `alone` are not merged with others."""
+    (out,) = step.outs
+    if step.name in ELEMENTWISE or step.name in RUNNING:
+        for x in step.ins:
+            for i in range(len(x.shape)):
+                axes.join(x, i, out, i)
+        if step.name in RUNNING:
+            whole.append((out, step.params["axis"]))
+            alone.append((out, step.params["axis"]))
+    elif step.name in REDUCTIONS or step.name in PLACES:
+        (x,) = step.ins
+        gone = set(step.params["axes"])
+        for j, i in enumerate(i for i in range(len(x.shape)) if i not in gone):
+            axes.join(x, i, out, j)
+        whole += [(x, i) for i in gone if isinstance(x, Value)]
+        alone += [(x, i) for i in gone if step.name in PLACES and isinstance(x, Value)]
+    elif step.name == "broadcast_in_dim":
+        for i, j in enumerate(step.params["broadcast_dimensions"]):
+            axes.join(step.ins[0], i, out, j)
+    elif step.name == "transpose":
+        for j, i in enumerate(step.params["permutation"]):
+            axes.join(step.ins[0], i, out, j)
+    elif step.name == "iota":
+        alone.append((out, step.params["dimension"]))
+    else:  # a dimension of one element comes or goes
+        before, after = ([i for i, n in enumerate(v.shape) if n != 1] for v in (step.ins[0], out))
+        for i, j in zip(before, after, strict=True):
+            axes.join(step.ins[0], i, out, j)
+
+
+def _merged(order: list, whole: set, alone: set, values: Iterable[list], ends: list[list]) -> list[list]:
+    """Runs of axes that every value has side by side or not at all: arrays have one dimension for each."""
+    values = [*map(list, values)]
+    runs: list[list] = []
+    for root in order:
+        last = runs[-1][-1] if runs else None
+        beside = last is not None and root not in alone and last not in alone and (root in whole) == (last in whole)
+        if beside and all(_together(roots, last, root) for roots in [*values, *ends]):
+            runs[-1].append(root)
+        else:
+            runs.append([root])
+    return runs
+
+
+def _together(roots: list, first, second) -> bool:
+    if first not in roots and second not in roots:
+        return True
+    return first in roots and roots.index(first) + 1 < len(roots) and roots[roots.index(first) + 1] is second

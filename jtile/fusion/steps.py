@@ -1,0 +1,240 @@
+"""The tensor level: a jaxpr as nodes, of which some are steps that a tile kernel can take.
+
+Calls of `jax.jit` are opened. A function with a derivative rule of its own (`jax.custom_jvp`, `jax.custom_vjp`) stays
+one node, whose steps are those inside: a kernel computes them, and a derivative goes by the rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jtile.language._equations import place
+from jtile.trace.rules.elementwise import RENAMED, SAME
+
+ELEMENTWISE = frozenset(
+    [*SAME.split(), *RENAMED, "abs", "round", "clamp", "integer_pow", "pow", "convert_element_type", "select_n", "copy",
+     "copy_p", "stop_gradient", "shift_right_arithmetic"]
+)  # fmt: skip
+REDUCTIONS = frozenset(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or"))
+PLACES = frozenset(["argmax", "argmin"])
+RUNNING = frozenset(f"cum{of}" for of in ("sum", "max", "min", "prod", "logsumexp"))
+MOVES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "iota"])
+FUSABLE = ELEMENTWISE | REDUCTIONS | PLACES | RUNNING | MOVES
+DTYPES = frozenset(
+    [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "bool",
+        *(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)),
+    ]
+)
+OPENED = frozenset(["jit", "pjit", "closed_call", "core_call"])
+WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """What a step gives, or an input of the program."""
+
+    aval: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.aval.dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """A number in the text of the program."""
+
+    value: Any
+    aval: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.aval.dtype
+
+
+Operand = Value | Constant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """One equation of a jaxpr."""
+
+    eqn: Any
+    ins: tuple[Operand, ...]
+    outs: tuple[Value, ...]
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self.eqn.params
+
+    def run(self, args: Sequence[Any], **params: Any) -> Sequence[Any]:
+        """The equation on other operands, with other `params`; errors name the line that it comes from."""
+        with place(self.eqn):
+            out = self.eqn.primitive.bind(*args, **self.eqn.primitive.get_bind_params({**self.params, **params}))
+        return out if self.eqn.primitive.multiple_results else [out]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """An equation: a step, a function with a rule whose `steps` are inside, or what no kernel takes, without steps."""
+
+    eqn: Step
+    steps: tuple[Step, ...]
+    free: bool = False  # it depends on no input: every group that needs it makes it anew
+
+    @property
+    def name(self) -> str:
+        return self.eqn.name
+
+    @property
+    def ruled(self) -> bool:
+        return self.name in WITH_RULES
+
+    @property
+    def ins(self) -> tuple[Operand, ...]:
+        return self.eqn.ins
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return self.eqn.outs
+
+    def run(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The equation itself, on arrays or tracers."""
+        return self.eqn.run(args)
+
+
+@dataclasses.dataclass
+class Program:
+    """A jaxpr: its inputs, the constants that it closes over, its nodes in order, its outputs."""
+
+    inputs: list[Value]
+    constants: dict[Value, Any]
+    nodes: list[Node]
+    outputs: list[Operand]
+
+
+def program_of(closed: Any) -> Program:
+    """The program of a closed jaxpr."""
+    program = Program([], {}, [], [])
+    names: dict[Any, Operand] = {}
+    for var in closed.jaxpr.invars:
+        names[var] = value = Value(var.aval)
+        program.inputs.append(value)
+    _open(closed, names, program.nodes, program.constants)
+    program.outputs = [_operand(names, v) for v in closed.jaxpr.outvars]
+    return program
+
+
+def _operand(names: Mapping[Any, Operand], v: Any) -> Operand:
+    return Constant(v.val, v.aval) if hasattr(v, "val") else names[v]
+
+
+def _open(closed: Any, names: dict[Any, Operand], nodes: list[Node], constants: dict[Value, Any]) -> None:
+    for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        names[var] = value = Value(var.aval)
+        constants[value] = const
+    for eqn in closed.jaxpr.eqns:
+        ins = tuple(_operand(names, v) for v in eqn.invars)
+        inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+        if eqn.primitive.name in OPENED and hasattr(inner, "consts") and _is_plain(eqn.params):
+            own = dict(zip(inner.jaxpr.invars, ins, strict=True))
+            _open(inner, own, nodes, constants)
+            names.update(zip(eqn.outvars, (_operand(own, v) for v in inner.jaxpr.outvars), strict=True))
+            continue
+        outs = tuple(Value(v.aval) for v in eqn.outvars)
+        names.update(zip(eqn.outvars, outs, strict=True))
+        step = Step(eqn, ins, outs)
+        steps = _steps(step, eqn.effects)
+        made = {v for node in nodes if node.free for v in node.outs}
+        free = all(isinstance(x, Constant) or x in made for x in ins) and all(
+            s.name in MOVES | ELEMENTWISE for s in steps
+        )
+        nodes.append(Node(step, steps, bool(steps) and free))
+
+
+def _is_plain(params: Mapping[str, Any]) -> bool:
+    """Whether a call of `jax.jit` asks for nothing besides its function: no shardings, nothing to be donated."""
+    asked = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    return not any(params.get("donated_invars", ())) and all(type(s).__name__ == "UnspecifiedValue" for s in asked)
+
+
+def _steps(step: Step, effects: Any = ()) -> tuple[Step, ...]:
+    """The steps of an equation that a kernel can take; () for others."""
+    if effects:
+        return ()
+    if step.name not in WITH_RULES:
+        return (step,) if is_fusable(step) else ()
+    inner = step.params[WITH_RULES[step.name]]
+    if not hasattr(inner, "consts") or inner.consts:
+        return ()
+    names: dict[Any, Operand] = dict(zip(inner.jaxpr.invars, step.ins, strict=True))
+    nodes: list[Node] = []
+    _open(inner, names, nodes, {})
+    results = [_operand(names, v) for v in inner.jaxpr.outvars]
+    made = {v for node in nodes for v in node.outs}
+    if any(not node.steps for node in nodes) or any(v not in made for v in results) or len(set(results)) < len(results):
+        return ()
+    renamed = dict(zip(results, step.outs, strict=True))
+    return tuple(
+        dataclasses.replace(
+            s,
+            ins=tuple(renamed.get(x, x) if isinstance(x, Value) else x for x in s.ins),
+            outs=tuple(renamed.get(x, x) for x in s.outs),
+        )
+        for node in nodes
+        for s in node.steps
+    )
+
+
+def is_fusable(step: Step) -> bool:
+    """Whether steps of a kernel can stand for a primitive with these operands."""
+    values = [*step.ins, *step.outs]
+    if step.name not in FUSABLE or not all(_is_tile(v) for v in values):
+        return False
+    if any(isinstance(x, Constant) and x.shape for x in step.ins):
+        return False
+    if step.name in ELEMENTWISE:
+        (out,) = step.outs
+        return all(not x.shape or _broadcasts(x.shape, out.shape) for x in step.ins)
+    if step.name == "reshape":
+        return step.params.get("dimensions") is None and _long(step.ins[0].shape) == _long(step.outs[0].shape)
+    return len(step.outs) == 1 and len(step.ins) == (step.name != "iota")
+
+
+def _is_tile(v: Operand) -> bool:
+    shape = getattr(v.aval, "shape", None)
+    return shape is not None and all(isinstance(n, int) for n in shape) and str(v.dtype) in DTYPES
+
+
+def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
+    return len(shape) == len(out) and all(n in (1, m) for n, m in zip(shape, out, strict=True))
+
+
+def _long(shape: tuple[int, ...]) -> list[int]:
+    return [n for n in shape if n != 1]
+
+
+def size_of(v: Operand) -> int:
+    return math.prod(v.shape)

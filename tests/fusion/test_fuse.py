@@ -1,0 +1,294 @@
+"""`jt.fuse`: programs as kernels are the programs, under every transformation; random ones too."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jtile as jt
+from benchmarks.fuse import layer_norm, programs
+from jtile.errors import KernelTypeError
+from jtile.fusion import costs
+from jtile.fusion.bodies import GroupKernel
+from jtile.fusion.fused import evaluate
+
+rng = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    """Small arrays are worth kernels, too; and JAX as it comes, which promotes."""
+    monkeypatch.setattr(costs, "LEAST", 0)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def array(*shape, dtype="float32"):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def by_interpreter(group, args):
+    return GroupKernel(group).interpret(args)
+
+
+def close(got, want, tolerance=2e-5):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), tolerance, tolerance)
+
+
+def kernels(fused, *args):
+    return len(fused.explain(*args).plan.groups)
+
+
+def norm_of(x, w):
+    return layer_norm(x, w, w)
+
+
+# -- transformations -------------------------------------------------------------------------------------------------
+
+
+def test_a_norm_is_one_kernel_under_every_transformation():
+    x, w = array(6, 40), array(40)
+    fused = jt.fuse(norm_of)
+    assert kernels(fused, x, w) == 1
+    close(fused(x, w), norm_of(x, w))
+    close(jax.jit(fused)(x, w), norm_of(x, w))
+    close(jax.vmap(fused, (0, None))(array(0, 6, 40), w), jnp.zeros((0, 6, 40)))
+    xs = array(3, 6, 40)
+    close(jax.vmap(fused, (0, None))(xs, w), jax.vmap(norm_of, (0, None))(xs, w))
+    loss = lambda f: lambda x, w: (f(x, w) ** 2).sum()
+    close(jax.grad(loss(fused), (0, 1))(x, w), jax.grad(loss(norm_of), (0, 1))(x, w), 2e-4)
+    close(jax.jvp(fused, (x, w), (x, w)), jax.jvp(norm_of, (x, w), (x, w)), 1e-4)
+    whole = jt.fuse(jax.grad(loss(norm_of), (0, 1)))
+    close(whole(x, w), jax.grad(loss(norm_of), (0, 1))(x, w), 2e-4)
+    assert kernels(whole, x, w) >= 1
+
+
+def test_in_shard_map():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    x, w = array(6, 40), array(40)
+    run = jax.shard_map(jt.fuse(norm_of), mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    close(jax.jit(run)(x, w), norm_of(x, w))
+
+
+def test_rules_of_functions_are_theirs():
+    """A group with `jax.nn.relu` and a function with `custom_vjp`: values by a kernel, derivatives by the rules."""
+
+    @jax.custom_vjp
+    def odd(x):
+        return x * 3.0
+
+    odd.defvjp(lambda x: (odd(x), None), lambda _, g: (g * 100.0,))
+
+    def f(x):
+        return jax.nn.relu(odd(x)) * jnp.exp(-x)
+
+    x = array(5, 8)
+    fused = jt.fuse(f)
+    (group,) = fused.explain(x).plan.groups
+    assert group.ruled
+    close(fused(x), f(x))
+    close(jax.grad(lambda x: fused(x).sum())(x), jax.grad(lambda x: f(x).sum())(x))
+
+
+def test_static_arguments_trees_and_decorators():
+    @jt.fuse(static_argnums=1, static_argnames="shift")
+    def f(tree, power, *, shift):
+        return {"y": jnp.exp(tree["x"]) ** power + (1.0 if shift == "one" else 0.0)}
+
+    x = array(4, 8)
+    close(f({"x": x}, 2, shift="one"), {"y": jnp.exp(x) ** 2 + 1})
+    assert repr(f) == "<jtile.Fused f>"
+    assert f.__name__ == "f"
+    assert len(f.explain({"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)}, 2, shift="two").plan.groups) == 1
+
+
+def test_closures_over_arrays_and_tracers():
+    w = array(8)
+    close(
+        jax.grad(lambda w: jt.fuse(lambda x: jnp.tanh(x * w) + w)(w).sum())(w), 2 * w * (1 - jnp.tanh(w * w) ** 2) + 1
+    )
+    close(jt.fuse(lambda x: jnp.tanh(x * w) + w)(w), jnp.tanh(w * w) + w)
+
+
+def test_what_is_no_function():
+    with pytest.raises(KernelTypeError, match=r"jt\.fuse takes a function of arrays, got 5"):
+        jt.fuse(5)
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def test_values_that_are_needed_outside_leave_the_kernel():
+    def f(x, w):
+        e = jnp.exp(x)
+        return e @ w, e / e.sum(-1, keepdims=True)
+
+    x, w = array(8, 16), array(16, 4)
+    assert kernels(jt.fuse(f), x, w) == 1
+    close(jt.fuse(f)(x, w), f(x, w))
+
+
+def test_no_cycles():
+    """Two kernels, where one would need what it gives to a product."""
+
+    def f(x, w):
+        e = jnp.exp(x) * 2
+        return jnp.tanh(e @ w) * e + 1
+
+    x, w = array(8, 8), array(8, 8)
+    assert kernels(jt.fuse(f), x, w) == 2
+    close(jt.fuse(f)(x, w), f(x, w))
+
+
+def test_two_kernels_that_need_each_other_stay_two():
+    def f(x, y, w):
+        a, b = jnp.exp(x), jnp.exp(y)
+        c, d = jnp.tanh(a @ w) + 1, jnp.tanh(b @ w) + 1
+        return (a + d) * 2, (b + c) * 3
+
+    args = array(8, 8), array(8, 8), array(8, 8)
+    close(jt.fuse(f)(*args), f(*args))
+
+
+def test_rows_that_no_program_has_room_for_stay_with_xla():
+    x = jax.ShapeDtypeStruct((2, 40000), jnp.float32)
+    text = str(jt.fuse(jax.nn.softmax).explain(x))
+    assert "a program has no room for what it sums" in text
+
+
+def test_what_is_left_to_xla_and_why():
+    x = array(64, 64)
+    text = str(jt.fuse(lambda x: x[1:] + 0.5 * x[:-1] - 0.25 * x[1:]).explain(x))
+    assert "jt.fuse makes no kernels of slice" in text
+    assert "it reads parts of arrays, which XLA does without copies" in text
+    assert "it is one reduction" in str(jt.fuse(lambda x: x.sum(-1)).explain(x))
+    assert "it is one step" in str(jt.fuse(jnp.exp).explain(x))
+
+
+def test_small_arrays_are_left_to_xla(monkeypatch):
+    monkeypatch.undo()
+    assert "has 48 elements, fewer than 4096" in str(jt.fuse(jax.nn.softmax).explain(array(6, 8)))
+
+
+def test_an_explanation_names_kernels_arrays_and_lines():
+    text = str(jt.fuse(norm_of).explain(array(6, 40), array(40)))
+    assert text.startswith("20 equations: 20 in 1 kernels, 0 by XLA")
+    assert "reads float32[40], float32[6, 40]" in text or "reads float32[6, 40], float32[40]" in text
+    assert "writes float32[6, 40]" in text
+    assert "benchmarks/fuse.py" in text
+
+
+# -- meaning -----------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "merged axes": (lambda x: jax.nn.softmax(x * 2, axis=(1, 2)), [(5, 6, 7)]),
+    "leading axis": (lambda x: x - x.max(0), [(5, 6)]),
+    "middle axis": (lambda x: jax.nn.softmax(x, axis=1), [(3, 5, 6)]),
+    "transposed": (lambda x, y: jnp.exp(x.T) * y, [(6, 5), (5, 6)]),
+    "transposed result": (lambda x: (jnp.exp(x) + 1).transpose(2, 0, 1), [(3, 4, 5)]),
+    "causal mask": (lambda s: jnp.where(jnp.arange(6)[:, None] >= jnp.arange(6), s * 2, -jnp.inf), [(2, 3, 6, 6)]),
+    "masked rows": (lambda s: jax.nn.softmax(jnp.where(jnp.arange(7) < 5, s, -jnp.inf)), [(4, 7)]),
+    "arg": (lambda x: (jnp.exp(x).argmax(-1), x.argmin(1) + 1), [(4, 9)]),
+    "arg of one": (lambda x: jnp.exp(x).argmax(-1) + 1, [(4, 1)]),
+    "running": (lambda x: jnp.cumsum(x * x, axis=1) / jax.lax.cumlogsumexp(x, axis=1, reverse=True), [(4, 9)]),
+    "several sums": (lambda x, w: ((x * w).sum(-1), (x * x).max(-1), (x + w).min(-1)), [(4, 9), (9,)]),
+    "ones": (lambda x, y: jnp.exp(x[:, None, :] - y[None, :, :]).sum(-1), [(4, 3), (5, 3)]),
+    "one element": (lambda x: jax.nn.softmax(jnp.exp(x)), [(1, 1)]),
+    "no elements": (lambda x: jnp.exp(x) * 2, [(0, 5)]),
+    "scalars": (lambda x, s: jnp.exp(x * s) + s, [(4, 5), ()]),
+    "a scalar alone": (lambda s: jnp.exp(s) * 2 + 1, [()]),
+    "nan": (lambda x: jnp.maximum(jnp.log(x), 0.0) + jnp.where(x > 0, x, jnp.nan).max(-1, keepdims=True), [(5, 9)]),
+}
+
+
+@pytest.mark.usefixtures("by_numpy")
+@pytest.mark.parametrize("name", CASES)
+def test_kinds_of_axes(name):
+    f, shapes = CASES[name]
+    args = [array(*shape) for shape in shapes]
+    plan, tree, leaves = jt.fuse(f)._planned(tuple(args), {})
+    close(jax.tree.unflatten(tree, evaluate(plan, leaves, by_interpreter)), f(*args))
+
+
+def test_programs_of_the_benchmark():
+    """All of them, small, by kernels on this machine in one program of XLA each side."""
+    some = {name: one for name, one in programs(64).items() if name not in ("heat", "PageRank", "selective scan")}
+    ours = jax.jit(lambda args: {name: jt.fuse(f)(*args[name]) for name, (f, _) in some.items()})
+    plain = jax.jit(lambda args: {name: f(*args[name]) for name, (f, _) in some.items()})
+    args = {name: args for name, (_, args) in some.items()}
+    close(ours(args), plain(args), 1e-3)
+
+
+# -- random programs ---------------------------------------------------------------------------------------------------
+
+UNARY = [jnp.tanh, jnp.exp, jnp.abs, jnp.negative, jax.nn.sigmoid, jnp.floor, jax.nn.relu, lambda x: x * x, jnp.sign]
+BINARY = [jnp.add, jnp.subtract, jnp.multiply, jnp.maximum, jnp.minimum, lambda x, y: jnp.where(x > y, x, y)]
+SUMS = [jnp.sum, jnp.max, jnp.min, jnp.mean]
+DTYPES = ["float32"] * 4 + ["bfloat16", "float16", "int32", "bool"]
+
+
+def random_program(seed: int):
+    """(a function of arrays, the arrays), of up to ten steps over up to three axes."""
+    rng = np.random.default_rng(seed)
+    sides = rng.choice([0, 1, 1, 2, 3, 5, 8, 8], size=3, p=[0.03, *[0.97 / 7] * 7])
+    shapes = [tuple(int(n) if rng.random() < 0.75 else 1 for n in sides[k:]) for k in rng.integers(0, 3, 3)]
+    made = [np.where(rng.random(s) < 0.03, rng.choice([np.nan, np.inf, 0.0]), rng.standard_normal(s)) for s in shapes]
+    dtypes = [rng.choice(DTYPES) for _ in shapes]
+    arrays = [jnp.asarray(np.nan_to_num(x, posinf=3) if d in ("int32", "bool") else x, d) for x, d in zip(made, dtypes)]
+    steps = [(rng.random(), *rng.integers(0, 1 << 20, 4)) for _ in range(rng.integers(2, 11))]
+
+    def f(*xs):
+        values = [x.astype(jnp.float32) if x.dtype == bool else x for x in xs]
+        for kind, op, i, j, k in steps:
+            x, y = values[i % len(values)], values[j % len(values)]
+            if kind < 0.35:
+                new = UNARY[op % len(UNARY)](x.astype(jnp.float32) if x.dtype == jnp.int32 else x)
+            elif kind < 0.75:
+                new = BINARY[op % len(BINARY)](x, y)
+            elif kind < 0.9 and x.ndim and x.size:
+                new = SUMS[op % len(SUMS)](x, axis=int(k % x.ndim), keepdims=bool(k & 64))
+            elif x.ndim > 1:
+                new = x.T if k & 64 else x.reshape(*x.shape, 1)[..., 0]
+            else:
+                new = x.astype(jnp.float32) + 1
+            if not any(a != b and 1 not in (a, b) for a, b in zip(new.shape[::-1], (*sides,)[::-1])) and new.ndim <= 3:
+                values.append(new)
+        return values[len(xs) :] or values[:1]
+
+    return f, arrays
+
+
+@pytest.mark.usefixtures("by_numpy")
+@pytest.mark.parametrize("part", range(10))
+def test_random_programs(part, request):
+    """By the interpreter against JAX, a step at a time."""
+    count = 200 if request.config.getoption("--runslow") else 50
+    made = 0
+    for seed in range(part * count, (part + 1) * count):
+        f, arrays = random_program(seed)
+        plan, _, leaves = jt.fuse(f)._planned(tuple(arrays), {})
+        made += len(plan.groups)
+        try:
+            got, want = evaluate(plan, leaves, by_interpreter), jax.tree.leaves(f(*arrays))
+            for x, y in zip(got, want, strict=True):
+                assert (x.shape, x.dtype) == (y.shape, y.dtype)
+                tolerance = 0.1 if x.dtype.itemsize == 2 else 1e-4
+                np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), tolerance, tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert made > count / 2
+
+
+def test_random_programs_on_this_machine():
+    """Thirty of them, in one program."""
+    some = [random_program(seed) for seed in range(1000, 1030)]
+    run = lambda fs: jax.jit(lambda args: [f(*xs) for f, xs in zip(fs, args)])
+    args = [arrays for _, arrays in some]
+    got = run([jt.fuse(f) for f, _ in some])(args)
+    with jax.default_matmul_precision("highest"):
+        close(got, run([f for f, _ in some])(args), 0.1)
