@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -21,6 +22,7 @@ def cases() -> Iterator[Case]:
     yield from _segments()
     yield from _optimizers()
     yield from _filters()
+    yield from _convolutions()
 
 
 def _linear_cross_entropy() -> Iterator[Case]:
@@ -133,3 +135,36 @@ def filter_cases(n: int, cube: int, seed: int = 0):
         "dilate", f"{n}x{n}, 7x7", functools.partial(ops.dilate, **size),
         functools.partial(filters.dilate_reference, **size), (plane,),
     )  # fmt: skip
+
+
+CONVOLUTIONS = {  # name -> shapes of x and of the window, and options; a batch of 1
+    "7x7 of 3 channels": ((224, 224, 3), (7, 7, 3, 64), {"stride": 2}),
+    "3x3 of 64 channels": ((56, 56, 64), (3, 3, 64, 64), {}),
+    "1x1 of 256 channels": ((28, 28, 256), (1, 1, 256, 512), {}),
+    "depthwise 7x7 of 128 channels": ((56, 56, 128), (7, 7, 1, 128), {"groups": 128}),
+    "3x3x3 of 32 channels": ((16, 28, 28, 32), (3, 3, 3, 32, 32), {}),
+}
+
+
+def _convolutions() -> Iterator[Case]:
+    for name in CONVOLUTIONS:
+        ours, xla, args, flops = convolution_case(name, 2, "float32")
+        given = {"config": f"2 x {name}", "dtype": "float32", "bytes": size(*args)}
+        yield Case("convolution", ours=ours, peers={"xla": xla}, args=args, flops=flops, **given)
+
+
+def convolution_case(name: str, batch: int, dtype: str, seed=0):
+    """Ours, XLA's, the arguments, and the operations that are needed."""
+    shape, window, options = CONVOLUTIONS[name]
+    x, w = normal(2 * seed, batch, *shape, dtype=dtype), normal(2 * seed + 1, *window, dtype=dtype)
+    ours = functools.partial(ops.convolution, **options)
+    stride, groups, rank = options.get("stride", 1), options.get("groups", 1), len(shape) - 1
+    axes = "DHW"[3 - rank :]
+
+    def xla(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (stride,) * rank, "SAME", feature_group_count=groups,
+            dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
+        )  # fmt: skip
+
+    return ours, xla, (x, w), 2 * batch * math.prod(shape[:-1]) // stride**rank * math.prod(window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 
 from benchmarks import zoo
@@ -21,6 +22,7 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     yield from _segments(tiny)
     yield from _optimizers(tiny)
     yield from _filters(tiny)
+    yield from _convolutions(tiny)
 
 
 def _linear_cross_entropy(tiny: bool) -> Iterator[Case]:
@@ -81,6 +83,25 @@ def _filters(tiny: bool) -> Iterator[Case]:
         yield Case(
             name, config, "float32", make=make, ours=ours, peers={"xla": peer}, reference=peer,
             bytes=8 * sides[number - 2] ** number, tolerance=1e-5,
+        )  # fmt: skip
+
+
+def _convolutions(tiny: bool) -> Iterator[Case]:
+    """Against cuDNN, which XLA calls."""
+    batch = 1 if tiny else 64
+    for name in list(zoo.CONVOLUTIONS)[2:3] if tiny else zoo.CONVOLUTIONS:
+        make = lambda seed, name=name: zoo.convolution_case(name, batch, "bfloat16", seed)[2]
+        ours, xla, args, flops = zoo.convolution_case(name, 1, "bfloat16")
+        given = {"config": f"{batch} x {name}", "dtype": "bfloat16", "make": make}
+        moved = batch * args[0].size + args[1].size
+        yield Case(
+            "convolution", ours=ours, peers={"xla": xla}, reference=_exact(xla), bytes=2 * moved, flops=batch * flops,
+            **given,
+        )  # fmt: skip
+        with_ct = lambda seed, make=make, ours=ours: (jax.vjp(ours, *make(seed))[0], *make(seed))
+        yield Case(
+            "convolution_gradient", ours=pulled(ours, 2), peers={"xla": pulled(xla, 2)}, bytes=6 * moved,
+            reference=_exact(pulled(xla, 2)), flops=2 * batch * flops, **(given | {"make": with_ct}),
         )  # fmt: skip
 
 

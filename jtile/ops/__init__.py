@@ -10,6 +10,7 @@ from jtile.ops import collectives as collectives
 from jtile.ops.activations import geglu as geglu
 from jtile.ops.activations import swiglu as swiglu
 from jtile.ops.convolutions import convolution as convolution
+from jtile.ops.convolutions import convolution_transpose as convolution_transpose
 from jtile.ops.dispatch import Choice as Choice
 from jtile.ops.dispatch import choices as choices
 from jtile.ops.elementwise import bias_gelu_residual as bias_gelu_residual

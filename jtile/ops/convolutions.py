@@ -1,4 +1,4 @@
-"""Two-dimensional convolution as a sum of matrix products, one for each point of the window (implicit im2col)."""
+"""Convolution of one to three axes, its transpose, and which kernel computes it."""
 
 from __future__ import annotations
 
@@ -11,162 +11,54 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops import dispatch
-from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
+from jtile.ops._shapes import check_float, check_shape, fit, machine, sums_in, wide
+from jtile.ops.convolution_kernels import (
+    Sides,
+    convolution_patch_tiles,
+    convolution_row_tiles,
+    convolution_tiles,
+    convolution_weight_tiles,
+    depthwise_tiles,
+    depthwise_weight_tiles,
+    forward_tiles,
+    out_shape,
+    points_of_tile,
+)
 
 Pair = tuple[int, int]
 
 
-def _out_shape(x, w, stride: Pair, dilation: Pair):
-    sides = (jt.cdiv(x.shape[1 + k] - (w.shape[k] - 1) * dilation[k], stride[k]) for k in (0, 1))
-    return x.shape[0], *(max(n, 0) for n in sides), w.shape[3]
-
-
-def _grid(x, w, *, bh, bw, bo, stride, dilation, groups):
-    n, height, width, outputs = _out_shape(x, w, stride, dilation)
-    return n, jt.cdiv(height, bh) * jt.cdiv(width, bw), groups * jt.cdiv(outputs // groups, bo)
-
-
-def _type(x, w, *, stride, dilation, **_):
-    return jt.like(x, shape=_out_shape(x, w, stride, dilation))
-
-
-@jt.kernel(out_type=_type, grid=_grid)
-def convolution_tiles(x, w, y, *, bh: int, bw: int, bo: int, stride: Pair, dilation: Pair, groups: int, bc: int = 0):
-    """x [batch, h, w, c] with its padding, w [p, q, c / groups, o]; a program: bh x bw points, bo outputs of one.
-
-    `bc` channels at a time, a divisor of c / groups; 0 for all.
-    """
-    # y[n, i, j, o] = sum_ab sum_c x[n, s i + d a, s j + d b, c] w[a, b, c, o]
-    (_, width, outputs), (p, q, channels) = y.shape[1:], w.shape[:3]
-    n, at, out = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    across, per_group = jt.cdiv(width, bw), outputs // groups
-    i, j = jax.lax.div(at, jnp.int32(across)) * bh, jax.lax.rem(at, jnp.int32(across)) * bw
-    blocks = jt.cdiv(per_group, bo)
-    group, o = jax.lax.div(out, jnp.int32(blocks)), jax.lax.rem(out, jnp.int32(blocks)) * bo
-    acc = jt.zeros((bh * bw, bo), sums_in(x))
-    bc = bc or channels
-    parts = channels // bc if bc else 1
-    for u in jt.range(p * q * parts):
-        t, c = (jax.lax.div(u, jnp.int32(parts)), jax.lax.rem(u, jnp.int32(parts)) * bc) if parts > 1 else (u, 0)
-        a, b = jax.lax.div(t, jnp.int32(q)), jax.lax.rem(t, jnp.int32(q))
-        rows = jt.ds(i * stride[0] + a * dilation[0], bh, stride[0])
-        columns = jt.ds(j * stride[1] + b * dilation[1], bw, stride[1])
-        X = x[n, rows, columns, jt.ds(group * channels + c, bc)].reshape(bh * bw, bc)
-        W = w[a, b, jt.ds(c, bc) if parts > 1 else slice(None), jt.ds(group * per_group + o, bo)]
-        acc = jt.dot(X, W, acc)
-    lanes = jt.arange(bo) + o < per_group
-    here = (n, jt.ds(i, bh), jt.ds(j, bw), jt.ds(group * per_group + o, bo))
-    value = acc.reshape(bh, bw, bo).astype(y.dtype)
-    if per_group % bo:
-        jt.store(y, here, value, mask=jnp.broadcast_to(lanes, value.shape))
-    else:
-        y[here] = value
-
-
-def _points(height: int, width: int, most: int = 128) -> Pair:
-    """Sides of a tile of output points: long rows of about 256 points; on a GPU `most` points that cover the width."""
-    if machine().whole:
-        bw = fit(width, 128)
-        return fit(height, max(1, 256 // bw)), bw
-    if dispatch.vector_cores():  # their compiler does not bring tiles of several rows to products
-        return 1, min((b for b in (128, 64, 32, 16) if b <= most), key=lambda b: (jt.cdiv(known(width), b) * b, -b))
-    bw = min((32, 16, 8), key=lambda b: (jt.cdiv(known(width), b) * b, -b))
-    return fit(height, most // bw), bw
-
-
-def _forward_tiles(height: int, width: int, channels: int, outputs: int, itemsize: int) -> dict[str, int]:
-    """Of `convolution_tiles` for outputs of these sides, and for channels and outputs of one group."""
-    if machine().whole:
-        bh, bw = _points(height, width)
-        return {"bh": bh, "bw": bw, "bo": fit(outputs, 256), "bc": 0}
-    most, part = (128, 64) if itemsize < 4 else (64, 16)
-    bc = max((d for d in range(1, part + 1) if channels % d == 0), default=1)
-    if bc < min(16, channels):  # products of fewer are slow: all at once, for as many points and outputs as fit
-        bc = 0
-        while most > 16 and not _hold(channels, 2 * most, itemsize):
-            most //= 2
-    bh, bw = _points(height, width, most)
-    return {"bh": bh, "bw": bw, "bo": fit(outputs, most), "bc": bc}
-
-
-def _hold(channels: int, rows: int, itemsize: int) -> bool:
-    """Whether the memory of a block holds so many rows of channels, as operands of a product."""
-    memory = jt.target().memory("block")
-    return memory is None or memory.size is None or (1 << (channels - 1).bit_length()) * rows * itemsize <= memory.size
-
-
-def _weight_grid(x, g, *, p, q, bc, bo, groups, splits, **_):
-    return p * q, groups * jt.cdiv(x.shape[3] // groups, bc) * jt.cdiv(g.shape[3] // groups, bo), splits
-
-
-@jt.kernel(
-    out_type=lambda x, g, *, p, q, groups, splits, **_: jax.ShapeDtypeStruct(
-        (splits, p, q, x.shape[3] // groups, g.shape[3]), sums_in(x)
-    ),
-    grid=_weight_grid,
-)
-def convolution_weight_tiles(
-    x, g, dw, *, p: int, q: int, bh: int, bw: int, bc: int, bo: int, splits: int, stride: Pair, dilation: Pair,
-    groups: int,
-):  # fmt: skip
-    """dw [splits, p, q, c / groups, o] of x as in `convolution_tiles` and the cotangents g [batch, i, j, o].
-
-    A program: one point of the window, `bc` channels, `bo` outputs, and of each image every `splits`-th tile of
-    bh x bw points.
-    """
-    # dw[a, b, c, o] = sum_nij x[n, s i + d a, s j + d b, c] g[n, i, j, o]
-    batch, height, width, outputs = g.shape
-    channels, per_group = x.shape[3] // groups, outputs // groups
-    at, block, split = jt.program_id(0), jt.program_id(1), jt.program_id(2)
-    div, rem = (lambda u, v, f=f: f(u, jnp.int32(v)) for f in (jax.lax.div, jax.lax.rem))
-    a, b = div(at, q), rem(at, q)
-    o_blocks = jt.cdiv(per_group, bo)
-    c_blocks = jt.cdiv(channels, bc)
-    o, rest = rem(block, o_blocks) * bo, div(block, o_blocks)
-    c, group = rem(rest, c_blocks) * bc, div(rest, c_blocks)
-    down, across = jt.cdiv(height, bh), jt.cdiv(width, bw)
-    acc = jnp.zeros((bc, bo), dw.dtype)
-    for n in jt.range(batch):
-        for t in jt.range(jt.cdiv(down * across - split, splits)):
-            place = split + t * splits
-            i, j = div(place, across) * bh, rem(place, across) * bw
-            rows = jt.ds(i * stride[0] + a * dilation[0], bh, stride[0])
-            columns = jt.ds(j * stride[1] + b * dilation[1], bw, stride[1])
-            X = x[n, rows, columns, jt.ds(group * channels + c, bc)].reshape(bh * bw, bc)
-            G = g[n, jt.ds(i, bh), jt.ds(j, bw), jt.ds(group * per_group + o, bo)].reshape(bh * bw, bo)
-            acc = jt.dot(X.T, G, acc)
-    here = (split, a, b, jt.ds(c, bc), jt.ds(group * per_group + o, bo))
-    if per_group % bo:
-        jt.store(dw, here, acc, mask=jnp.broadcast_to(jt.arange(bo)[None, :] + o < per_group, acc.shape))
-    else:
-        dw[here] = acc
-
-
-def convolution_dx(g, w, shape, *, stride: Pair, dilation: Pair, groups: int):
-    """dx of `shape` = [batch, h, w, c]: a convolution of g for each remainder of the points by the stride."""
+def convolution_dx(g, w, shape, *, stride: Sides, dilation: Sides, groups: int):
+    """dx of `shape` = [batch, ..., c]: a convolution of g for each remainder of the points by the stride."""
     # dx[s u + r] = sum_t g[u + (r - d a) / s] w[a]     a = a_0 + s t, the points of the window with d a = r modulo s
-    p, q, channels, outputs = w.shape
-    turned = w.reshape(p, q, channels, groups, outputs // groups).transpose(0, 1, 4, 3, 2)
-    turned = turned.reshape(p, q, outputs // groups, groups * channels)
-    sides = [jt.cdiv(n, s) for n, s in zip(shape[1:3], stride)]
-    phases = [[_phase(r, w.shape[k], stride[k], dilation[k]) for r in range(stride[k])] for k in (0, 1)]
+    *window, channels, outputs = w.shape
+    rank = len(window)
+    turned = w.reshape(*window, channels, groups, outputs // groups)
+    turned = turned.transpose(*range(rank), rank + 2, rank + 1, rank)
+    turned = turned.reshape(*window, outputs // groups, groups * channels)
+    sides = [jt.cdiv(n, s) for n, s in zip(shape[1:-1], stride, strict=True)]
+    phases = [[_phase(r, window[k], stride[k], dilation[k]) for r in range(stride[k])] for k in range(rank)]
 
-    def part(down, across):
-        taps = turned[down[0], across[0]]
+    def part(*along):
+        taps = turned[tuple(of[0] for of in along)]
         if 0 in taps.shape:
-            return jnp.zeros((shape[0], *sides, shape[3]), g.dtype)
-        pads, dilations = [], (down[2], across[2])
-        for k, (_, ahead, d) in enumerate((down, across)):
+            return jnp.zeros((shape[0], *sides, shape[-1]), g.dtype)
+        pads, dilations = [], tuple(of[2] for of in along)
+        for k, (_, ahead, d) in enumerate(along):
             low = d * (taps.shape[k] - 1) - ahead
             pads.append((low, sides[k] + ahead - g.shape[1 + k], 0))
         here = jax.lax.pad(g, jnp.zeros((), g.dtype), ((0, 0, 0), *pads, (0, 0, 0)))
-        tiles = _forward_tiles(*sides, outputs // groups, channels, g.dtype.itemsize)
-        options = {"stride": (1, 1), "dilation": dilations, "groups": groups}
-        return convolution_tiles(here, taps[::-1, ::-1], **tiles, **options)
+        return _convolution(here, jnp.flip(taps, range(rank)), stride=(1,) * rank, dilation=dilations, groups=groups)
 
-    parts = jnp.stack([jnp.stack([part(down, across) for across in phases[1]], 3) for down in phases[0]], 2)
-    whole = parts.reshape(shape[0], sides[0] * stride[0], sides[1] * stride[1], shape[3])
-    return whole[:, : shape[1], : shape[2]]
+    def stacked(*along):
+        """The parts of all remainders of the axes that are left, behind their axes."""
+        k = len(along)
+        if k == rank:
+            return part(*along)
+        return jnp.stack([stacked(*along, of) for of in phases[k]], 2 + k)
+
+    whole = stacked().reshape(shape[0], *(n * s for n, s in zip(sides, stride, strict=True)), shape[-1])
+    return whole[(slice(None), *(slice(0, n) for n in shape[1:-1]))]
 
 
 def _phase(r: int, taps: int, stride: int, dilation: int) -> tuple[slice, int, int]:
@@ -176,32 +68,116 @@ def _phase(r: int, taps: int, stride: int, dilation: int) -> tuple[slice, int, i
     return slice(first, None, every), (r - dilation * first) // stride, dilation * every // stride
 
 
-def convolution_dw(x, g, p: int, q: int, dtype, *, stride: Pair, dilation: Pair, groups: int):
-    """dw [p, q, channels / groups, outputs] of x with its padding and of g."""
-    channels, outputs = x.shape[3] // groups, g.shape[3] // groups
+def convolution_dw(x, g, window: Sides, dtype, *, stride: Sides, dilation: Sides, groups: int):
+    """dw [*window, channels / groups, outputs] of x with its padding and of g."""
+    channels, outputs = x.shape[-1] // groups, g.shape[-1] // groups
     narrow = x.dtype.itemsize < 4
-    bh, bw = _points(*g.shape[1:3], 64 if narrow else 32)
+    bh, bw = points_of_tile(*g.shape[-3:-1], 64 if narrow else 32)
     side = 128 if machine().whole else 64 if narrow else 32
     bc, bo = fit(channels, side), fit(outputs, side)
-    programs = p * q * groups * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
-    tiles = jt.cdiv(g.shape[1], bh) * jt.cdiv(g.shape[2], bw)
-    options = {"stride": stride, "dilation": dilation, "groups": groups}
+    programs = math.prod(window) * groups * jt.cdiv(channels, bc) * jt.cdiv(outputs, bo)
+    tiles = jt.cdiv(g.shape[-3], bh) * jt.cdiv(g.shape[-2], bw)
+    options = {"stride": stride, "dilation": dilation, "groups": groups, "window": window}
     splits = min(tiles, jt.cdiv(machine().programs, programs))
-    dw = convolution_weight_tiles(x, g, p=p, q=q, bh=bh, bw=bw, bc=bc, bo=bo, splits=splits, **options)
+    dw = convolution_weight_tiles(x, g, bh=bh, bw=bw, bc=bc, bo=bo, splits=splits, **options)
     return (dw[0] if splits == 1 else dw.sum(0)).astype(dtype)
 
 
-def _forward(x, w, **meta):
-    return convolution_tiles(x, w, **meta), (x, w)
+def _forward(kernel, x, w, **meta):
+    return kernel(x, w, **meta), (x, w)
 
 
-def _backward(residuals, g, *, stride: Pair, dilation: Pair, groups: int, **_):
+def _backward(residuals, g, *, stride: Sides, dilation: Sides, groups: int = 1, **_):
     x, w = residuals
     options = {"stride": stride, "dilation": dilation, "groups": groups}
-    return convolution_dx(g, w, x.shape, **options), convolution_dw(x, g, *w.shape[:2], w.dtype, **options)
+    return convolution_dx(g, w, x.shape, **options), convolution_dw(x, g, w.shape[:-2], w.dtype, **options)
 
 
-convolution_tiles.defvjp(_forward, _backward)
+convolution_tiles.defvjp(functools.partial(_forward, convolution_tiles), _backward)
+
+
+convolution_row_tiles.defvjp(functools.partial(_forward, convolution_row_tiles), _backward)
+
+
+def _patch_backward(residuals, g, *, bw: int, **options):
+    x, w = residuals
+    dx, dw = _backward((x.reshape(*x.shape[:-1], -1, w.shape[-2]), w), g, **options)
+    return dx.reshape(x.shape), dw
+
+
+convolution_patch_tiles.defvjp(functools.partial(_forward, convolution_patch_tiles), _patch_backward)
+
+
+def _depthwise_backward(residuals, g, *, stride: Sides, dilation: Sides, **_):
+    x, w = residuals
+    options = {"stride": stride, "dilation": dilation}
+    window, channels = w.shape[:-2], g.shape[-1]
+    bc = fit(channels, 64)
+    bw = fit(g.shape[-2], max(1, machine().row // bc))
+    splits = max(1, min(math.prod(g.shape[:-2]), machine().programs // (math.prod(window) * jt.cdiv(channels, bc))))
+    dw = depthwise_weight_tiles(x, g, window=window, bw=bw, bc=bc, splits=splits, **options)
+    return convolution_dx(g, w, x.shape, groups=channels, **options), dw.sum(0).astype(w.dtype)
+
+
+depthwise_tiles.defvjp(functools.partial(_forward, depthwise_tiles), _depthwise_backward)
+
+
+def _in_tiles(x, w, *, stride: Sides, dilation: Sides, groups: int):
+    shape = out_shape(x, w, stride, dilation)
+    tiles = forward_tiles(*shape[-3:-1], w.shape[-2], shape[-1] // groups, x.dtype.itemsize)
+    return convolution_tiles(x, w, **tiles, stride=stride, dilation=dilation, groups=groups)
+
+
+def _in_rows(x, w, *, stride: Sides, dilation: Sides, groups: int):
+    shape = out_shape(x, w, stride, dilation)
+    bh, bw = points_of_tile(*shape[-3:-1], 128)
+    bo = fit(shape[-1], 256 if machine().whole else 64)
+    return convolution_row_tiles(x, w, bh=bh, bw=bw, bo=bo, stride=stride, dilation=dilation)
+
+
+def _not_in_rows(x, w, *, stride: Sides, dilation: Sides, groups: int) -> str | None:
+    q, channels = w.shape[-3:-1]
+    return dispatch.first_unmet(
+        (groups == 1 and channels < 16 and q > 1, "a row of the window has more channels than one, or 16 of them"),
+        (dilation[-1] == 1, "the points of a row lie apart"),
+        (not dispatch.vector_cores(), "loads by computed indices are slow"),
+    )
+
+
+def _in_patches(x, w, *, stride: Sides, dilation: Sides, groups: int):
+    bw = fit(out_shape(x, w, stride, dilation)[-2], 128)
+    return convolution_patch_tiles(x.reshape(*x.shape[:-2], -1), w, bw=bw, stride=stride, dilation=dilation)
+
+
+def _not_in_patches(x, w, **options) -> str | None:
+    short = math.prod(w.shape[:-1]) <= _PATCH
+    return dispatch.first_unmet((machine().whole, "programs have no memory of their own that is as quick")) or (
+        _not_in_rows(x, w, **options) or dispatch.first_unmet((short, f"a window has more than {_PATCH} numbers"))
+    )
+
+
+_PATCH = 1024  # numbers of a window, of which 128 are half of a second cache
+
+
+def _depthwise(x, w, *, stride: Sides, dilation: Sides, groups: int):
+    shape = out_shape(x, w, stride, dilation)
+    bc = fit(shape[-1], 128 if machine().whole else 64)
+    bw = fit(shape[-2], max(1, min(32, machine().tile // bc)))
+    bh = fit(shape[-3], max(1, machine().tile // 2 // (bc * bw)))
+    return depthwise_tiles(x, w, bh=bh, bw=bw, bc=bc, stride=stride, dilation=dilation)
+
+
+def _not_depthwise(x, w, *, groups: int, **_) -> str | None:
+    return None if groups == x.shape[-1] == w.shape[-1] else "channels meet each other, or have several outputs"
+
+
+_convolution = dispatch.Op(
+    "convolution",
+    dispatch.Implementation("channels for themselves", _depthwise, _not_depthwise),
+    dispatch.Implementation("windows below each other", _in_patches, _not_in_patches),
+    dispatch.Implementation("rows of the window", _in_rows, _not_in_rows),
+    dispatch.Implementation("points of the window", _in_tiles),
+)
 
 
 @functools.partial(jax.jit, static_argnames=("stride", "padding", "dilation", "groups"), inline=True)
@@ -209,73 +185,176 @@ def convolution(
     x: jax.Array,
     weight: jax.Array,
     *,
-    stride: int | Pair = 1,
-    padding: str | int | tuple[Pair, Pair] = "SAME",
-    dilation: int | Pair = 1,
+    stride: int | Sides = 1,
+    padding: str | int | tuple[Pair, ...] = "SAME",
+    dilation: int | Sides = 1,
     groups: int = 1,
 ) -> jax.Array:
     """Cross-correlation, what neural networks call convolution, computed in float32 (float64 for float64).
 
-    Differentiable in x and weight.
+    Of one to three axes, channels last. Differentiable in x and weight.
 
     Args:
-      x: float array [batch, height, width, channels].
-      weight: float array [p, q, channels / groups, outputs] of x's dtype.
-      stride, dilation: one int for both axes or a pair.
-      padding: "SAME" (the output has ceil(side / stride) points), "VALID", one int, or ((top, bottom), (left, right)).
+      x: float array [batch, (depth, height,) width, channels].
+      weight: float array [(r, p,) q, channels / groups, outputs] of x's dtype.
+      stride, dilation: one int for all axes, or one for each.
+      padding: "SAME" (the output has ceil(side / stride) points), "VALID", one int, or a pair for each axis, as
+        ((top, bottom), (left, right)).
       groups: outputs and channels fall into this many groups that do not mix; it divides both.
     Returns:
-      [batch, height', width', outputs] of x's dtype.
+      [batch, (depth', height',) width', outputs] of x's dtype.
     Raises:
       KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
     """
-    stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
+    rank = _rank("convolution", x, weight)
+    stride, dilation = _each("stride", stride, rank), _each("dilation", dilation, rank)
     pads = _check(x, weight, stride, padding, dilation, groups)
+    if rank == 1:
+        more = {"stride": (1, *stride), "dilation": (1, *dilation), "padding": ((0, 0), *pads), "groups": groups}
+        return convolution(x[:, None], weight[None], **more)[:, 0]
     if any(lo or hi for lo, hi in pads):
         x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
-    shape = _out_shape(x, weight, stride, dilation)
+    shape = out_shape(x, weight, stride, dilation)
     if 0 in shape or 0 in weight.shape:
         return jnp.zeros(shape, x.dtype)
-    tiles = _forward_tiles(*shape[1:3], weight.shape[2], shape[3] // groups, x.dtype.itemsize)
-    return convolution_tiles(x, weight, **tiles, stride=stride, dilation=dilation, groups=groups)
+    return _convolution(x, weight, stride=stride, dilation=dilation, groups=groups)
 
 
-def _check(x, weight, stride: Pair, padding, dilation: Pair, groups: int) -> tuple[Pair, Pair]:
-    """The padding of both axes, after checks."""
-    check_float("convolution", x=x, weight=weight)
+@functools.partial(jax.jit, static_argnames=("stride", "padding", "dilation", "groups"), inline=True)
+def convolution_transpose(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    stride: int | Sides = 1,
+    padding: str | int | tuple[Pair, ...] = "SAME",
+    dilation: int | Sides = 1,
+    groups: int = 1,
+) -> jax.Array:
+    """The transpose of `convolution` with these options: every point of x adds the window, times it, to the result.
+
+    One convolution for each remainder of the points by the stride: no zeros are multiplied. Differentiable in x and
+    weight.
+
+    Args:
+      x: float array [batch, (depth, height,) width, channels].
+      weight: float array [(r, p,) q, outputs / groups, channels] of x's dtype: that of the convolution from the
+        outputs to the channels.
+      stride, dilation: one int for all axes, or one for each.
+      padding: of that convolution. "SAME" gives sides of `stride` times those of x; "VALID", an int or pairs give
+        `(side - 1) stride + (window - 1) dilation + 1` points, less the padding.
+      groups: as for `convolution`.
+    Returns:
+      [batch, (depth', height',) width', outputs] of x's dtype.
+    Raises:
+      KernelTypeError: dtypes that do not fit. KernelValueError: shapes or options that do not fit.
+    """
+    rank = _rank("convolution_transpose", x, weight)
+    stride, dilation = _each("stride", stride, rank), _each("dilation", dilation, rank)
+    pads = _check_transpose(x, weight, stride, padding, dilation, groups)
+    if rank == 1:
+        more = {"stride": (1, *stride), "dilation": (1, *dilation), "padding": ((0, 0), *pads), "groups": groups}
+        return convolution_transpose(x[:, None], weight[None], **more)[:, 0]
+    window = zip(x.shape[1:-1], weight.shape[:-2], stride, dilation, strict=True)
+    sides = [(n - 1) * s + (k - 1) * d + 1 for n, k, s, d in window]
+    outputs = weight.shape[-2] * groups
+    kept = [n - lo - hi for n, (lo, hi) in zip(sides, pads, strict=True)]
+    if 0 in (*x.shape, *weight.shape) or min(kept) <= 0:
+        return jnp.zeros((x.shape[0], *(max(n, 0) for n in kept), outputs), x.dtype)
+    options = {"stride": stride, "dilation": dilation, "groups": groups}
+    y = convolution_dx(x, weight, (x.shape[0], *sides, outputs), **options)
+    more = [(max(-lo, 0), max(-hi, 0)) for lo, hi in pads]
+    y = jnp.pad(y, ((0, 0), *more, (0, 0)))
+    return y[(slice(None), *(slice(max(lo, 0), max(lo, 0) + n) for n, (lo, _) in zip(kept, pads, strict=True)))]
+
+
+def _rank(op: str, x, weight) -> int:
+    """Along how many axes the window moves."""
+    check_float(op, x=x, weight=weight)
     if x.dtype != weight.dtype:
-        raise KernelTypeError(f"convolution: x and weight have one dtype, got {x.dtype.name} and {weight.dtype.name}")
-    check_rank("convolution", "x", x, 4, "[batch, height, width, channels]")
-    check_rank("convolution", "weight", weight, 4, "[p, q, channels / groups, outputs]")
-    p, q, _, outputs = weight.shape
-    if groups < 1 or x.shape[3] % groups or outputs % groups:
+        raise KernelTypeError(f"{op}: x and weight have one dtype, got {x.dtype.name} and {weight.dtype.name}")
+    if x.ndim not in (3, 4, 5):
+        raise KernelValueError(f"{op}: x is [batch, (depth, height,) width, channels], got shape {tuple(x.shape)}")
+    if weight.ndim != x.ndim:
         raise KernelValueError(
-            f"convolution: {groups} groups do not divide {x.shape[3]} channels and {outputs} outputs"
+            f"{op}: weight has as many axes as x, which is {tuple(x.shape)}; got shape {tuple(weight.shape)}"
         )
-    check_shape("convolution", "weight", weight, (p, q, x.shape[3] // groups, outputs))
+    return x.ndim - 2
+
+
+def _check(x, weight, stride: Sides, padding, dilation: Sides, groups: int) -> tuple[Pair, ...]:
+    """The padding of all axes, after checks."""
+    *window, _, outputs = weight.shape
+    if groups < 1 or x.shape[-1] % groups or outputs % groups:
+        raise KernelValueError(
+            f"convolution: {groups} groups do not divide {x.shape[-1]} channels and {outputs} outputs"
+        )
+    check_shape("convolution", "weight", weight, (*window, x.shape[-1] // groups, outputs))
+    sides = tuple((n - 1) * d + 1 for n, d in zip(window, dilation, strict=True))
+    return _pads("convolution", padding, lambda: jax.lax.padtype_to_pads(x.shape[1:-1], sides, stride, padding), window)
+
+
+def _check_transpose(x, weight, stride: Sides, padding, dilation: Sides, groups: int) -> tuple[Pair, ...]:
+    """What the convolution that is transposed pads, after checks."""
+    op, (*window, _, channels) = "convolution_transpose", weight.shape
+    check_shape(op, "weight", weight, (*weight.shape[:-1], x.shape[-1]))
+    if groups < 1 or channels % groups:
+        raise KernelValueError(f"{op}: {groups} groups do not divide {channels} channels")
+
+    def named():
+        if padding == "VALID":
+            return [(0, 0)] * len(window)
+        over = [max((k - 1) * d + 1 - s, 0) for k, d, s in zip(window, dilation, stride, strict=True)]
+        short = [max(s - (k - 1) * d - 1, 0) for k, d, s in zip(window, dilation, stride, strict=True)]
+        return [(n // 2, n - n // 2 - more) for n, more in zip(over, short, strict=True)]
+
+    return _pads(op, padding, named, window)
+
+
+def _pads(op: str, padding, named, window) -> tuple[Pair, ...]:
+    """Pairs for all axes; `named` gives those of a name."""
     if isinstance(padding, int):
-        padding = ((padding, padding), (padding, padding))
+        padding = ((padding, padding),) * len(window)
     if isinstance(padding, str):
         if padding not in ("SAME", "VALID"):
-            raise KernelValueError(f"convolution: padding is 'SAME', 'VALID', an int or two pairs, got {padding!r}")
-        window = tuple((n - 1) * d + 1 for n, d in zip((p, q), dilation, strict=True))
-        padding = jax.lax.padtype_to_pads(x.shape[1:3], window, stride, padding)
+            raise KernelValueError(f"{op}: padding is 'SAME', 'VALID', an int or pairs, got {padding!r}")
+        padding = named()
+    if len(padding) != len(window):
+        raise KernelValueError(f"{op}: padding has a pair for each of {len(window)} axes, got {padding!r}")
     return tuple(tuple(int(v) for v in pair) for pair in padding)
 
 
-def _pair(name: str, v) -> Pair:
-    pair = (v, v) if isinstance(v, int) else tuple(v)
-    if len(pair) != 2 or min(pair) < 1:
-        raise KernelValueError(f"convolution: {name} is a positive int or a pair of them, got {v!r}")
-    return pair
+def _each(name: str, v, rank: int) -> Sides:
+    sides = (v,) * rank if isinstance(v, int) else tuple(v)
+    if len(sides) != rank or min(sides) < 1:
+        raise KernelValueError(f"convolution: {name} is a positive int or {rank} of them, got {v!r}")
+    return sides
+
+
+def _names(rank: int) -> tuple[str, str, str]:
+    axes = "DHW"[3 - rank :]
+    return f"N{axes}C", f"{axes}IO", f"N{axes}C"
 
 
 def convolution_reference(x, weight, *, stride=1, padding="SAME", dilation=1, groups=1):
     """`convolution` in lax."""
-    stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
+    rank = _rank("convolution", x, weight)
+    stride, dilation = _each("stride", stride, rank), _each("dilation", dilation, rank)
     pads = _check(x, weight, stride, padding, dilation, groups)
     out = jax.lax.conv_general_dilated(
-        wide(x), wide(weight), stride, pads, rhs_dilation=dilation,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups, precision="highest",
+        wide(x), wide(weight), stride, pads, rhs_dilation=dilation, dimension_numbers=_names(rank),
+        feature_group_count=groups, precision="highest",
     )  # fmt: skip
     return out.astype(x.dtype)
+
+
+def convolution_transpose_reference(x, weight, *, stride=1, padding="SAME", dilation=1, groups=1):
+    """`convolution_transpose` as the transpose of `convolution_reference`."""
+    rank = _rank("convolution_transpose", x, weight)
+    stride, dilation = _each("stride", stride, rank), _each("dilation", dilation, rank)
+    pads = _check_transpose(x, weight, stride, padding, dilation, groups)
+    window = zip(x.shape[1:-1], weight.shape[:-2], stride, dilation, pads, strict=True)
+    sides = [(n - 1) * s + (k - 1) * d + 1 - lo - hi for n, k, s, d, (lo, hi) in window]
+    of = functools.partial(convolution_reference, stride=stride, padding=pads, dilation=dilation, groups=groups)
+    shape = jax.ShapeDtypeStruct((x.shape[0], *sides, weight.shape[-2] * groups), sums_in(x))
+    y = jax.linear_transpose(lambda y: of(y, wide(weight)), shape)(wide(x))[0]
+    return y.astype(x.dtype)

@@ -8,7 +8,8 @@ from library import agree, normal
 import jtile as jt
 from jtile import ops
 from jtile.errors import KernelTypeError, KernelValueError
-from jtile.ops.convolutions import _forward_tiles, convolution_reference, convolution_tiles
+from jtile.ops.convolution_kernels import convolution_tiles, forward_tiles
+from jtile.ops.convolutions import convolution_reference
 from jtile.ops.stencils import stencil_2d_reference
 
 pytestmark = pytest.mark.usefixtures("by_numpy")
@@ -69,7 +70,7 @@ def test_channels_that_no_tile_divides_compile_for_gpus(arch, target):
     pytest.importorskip("triton")
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 6, 5, 300), (1, 1, 300, 200)))
     with jt.config(arch=arch):
-        tiles = _forward_tiles(6, 5, 300, 200, 4)
+        tiles = forward_tiles(6, 5, 300, 200, 4)
     options = {"stride": (1, 1), "dilation": (1, 1), "groups": 1}
     assert convolution_tiles.lower(x, w, **tiles, **options, target=target).image
 
@@ -81,7 +82,9 @@ def test_convolution_errors():
         ("weight has shape", (x, weight), {"groups": 2}),
         ("padding is", (x, weight), {"padding": "FULL"}),
         ("stride is a positive int", (x, weight), {"stride": 0}),
-        ("x is", (x[0], weight), {}),
+        ("x is", (x[0, 0], weight), {}),
+        ("as many axes", (x[0], weight), {}),
+        ("a pair for each", (x, weight), {"padding": ((0, 0),)}),
     ]:
         with pytest.raises(KernelValueError, match=problem):
             ops.convolution(*args, **kw)

@@ -1,0 +1,89 @@
+"""Convolutions of one and three axes, of few channels, depthwise, and transposed ones; those of two axes are in
+test_stencils_and_convolutions.py."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+from library import agree, gradients_agree, normal
+
+import jtile as jt
+from jtile import ops
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops.convolutions import convolution_reference, convolution_transpose_reference
+
+pytestmark = pytest.mark.usefixtures("by_numpy")
+
+
+def both(op, reference, options):
+    return functools.partial(op, **options), functools.partial(reference, **options)
+
+
+CONVOLUTIONS = {
+    "one axis": ((2, 9, 4), (3, 4, 5), {"stride": 2}),
+    "three axes": ((1, 5, 6, 7, 20), (3, 3, 2, 20, 6), {"stride": (1, 2, 1), "padding": "VALID"}),
+    "three axes, groups": ((1, 3, 4, 5, 4), (2, 1, 2, 2, 4), {"groups": 2}),
+    "few channels": ((2, 9, 9, 3), (5, 5, 3, 6), {"stride": 2, "dilation": (2, 1)}),
+    "few channels, three axes": ((1, 4, 4, 5, 2), (2, 3, 3, 2, 3), {"stride": (2, 1, 2)}),
+    "depthwise": ((1, 8, 9, 6), (3, 3, 1, 6), {"groups": 6, "stride": 2}),
+    "depthwise, three axes": ((1, 4, 5, 6, 5), (2, 3, 1, 1, 5), {"groups": 5, "dilation": (1, 2, 1)}),
+}
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolution(name, arch):
+    shape, window, options = CONVOLUTIONS[name]
+    op, reference = both(ops.convolution, convolution_reference, options)
+    with jt.config(arch=arch):
+        x, w = normal(0, *shape), normal(1, *window)
+        agree(op, reference, x, w, tolerance=2e-6, interpret=arch is None and "channels" in name)
+        if (arch is None) == (name in ("one axis", "few channels", "depthwise")):
+            gradients_agree(op, reference, x, w)
+
+
+def test_what_computes_a_convolution():
+    of = lambda shape, window, **o: (
+        ops.choices(functools.partial(ops.convolution, **o), jnp.zeros(shape), jnp.zeros(window))[0].implementation
+    )
+    assert of((1, 9, 9, 3), (3, 3, 3, 4)) == "windows below each other"
+    assert of((1, 9, 9, 3), (3, 3, 3, 4), dilation=2) == "points of the window"
+    assert of((1, 9, 9, 4), (3, 3, 1, 4), groups=4) == "channels for themselves"
+    with jt.config(arch="sm_90"):
+        assert of((1, 9, 9, 3), (3, 3, 3, 4)) == "rows of the window"
+        assert of((1, 9, 9, 32), (3, 3, 32, 4)) == "points of the window"
+
+
+TRANSPOSED = [
+    ((2, 9, 4), (3, 5, 4), {"stride": 2}),
+    ((1, 5, 6, 4), (3, 4, 3, 4), {"stride": (3, 2), "padding": "VALID", "dilation": (1, 2), "groups": 2}),
+    ((1, 5, 6, 4), (2, 2, 3, 4), {"stride": 3}),
+    ((1, 3, 4, 5, 4), (3, 3, 3, 2, 4), {"stride": 2, "padding": 1}),
+]
+
+
+@pytest.mark.parametrize(("shape", "window", "options"), TRANSPOSED, ids=str)
+def test_transposed(shape, window, options):
+    pair = both(ops.convolution_transpose, convolution_transpose_reference, options)
+    x, w = normal(0, *shape), normal(1, *window)
+    agree(*pair, x, w, tolerance=2e-6)
+    if len(shape) == 3:
+        gradients_agree(*pair, x, w)
+    if options.get("padding", "SAME") == "SAME":
+        assert pair[0](x, w).shape[1:-1] == tuple(n * options["stride"] for n in shape[1:-1])
+
+
+def test_errors():
+    x, w = jnp.zeros((1, 4, 4, 6)), jnp.zeros((3, 3, 4, 6))
+    for error, match, args, kw in [
+        (KernelValueError, "weight has shape", (x, w[..., 1:]), {}),
+        (KernelValueError, "4 groups do not divide", (x, w), {"groups": 4}),
+        (KernelValueError, "a pair for each of 2 axes", (x, w), {"padding": ((0, 0),)}),
+        (KernelValueError, "padding is", (x, w), {"padding": "FULL"}),
+        (KernelValueError, "as many axes", (x[0], w), {}),
+        (KernelTypeError, "one dtype", (x, w.astype("bfloat16")), {}),
+    ]:
+        with pytest.raises(error, match=match):
+            ops.convolution_transpose(*args, **kw)
+    assert ops.convolution_transpose(x[:0], w, stride=2).shape == (0, 8, 8, 4)
+    assert ops.convolution_transpose(x[:, :1, :1], w, padding=2).shape == (1, 0, 0, 4)
