@@ -47,60 +47,60 @@ def _div(a, b):
     """C division for ints: truncates; x / 0 = -1 (all ones); the most negative number / -1 is itself."""
     if not _is_int(a):
         return np.divide(a, b)
-    wide_a, wide_b = a.astype(object), b.astype(object)
-    out = np.empty(a.shape, object)
-    for i in np.ndindex(a.shape):
-        x, y = int(wide_a[i]), int(wide_b[i])
-        out[i] = -1 if y == 0 else abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
-    return _wrap(out, a.dtype)
+    x, y = _wide(a), _wide(b)
+    by = np.where(y == 0, y.dtype.type(1), y)
+    return _wrap(np.where(y == 0, ~np.zeros_like(x), (x - np.fmod(x, by)) // by), a.dtype)
 
 
 def _rem(a, b):
     """Remainder with the sign of the dividend; x rem 0 = x for ints, NaN for floats."""
     if not _is_int(a):
         return np.fmod(a, b)
-    out = np.empty(a.shape, object)
-    for i in np.ndindex(a.shape):
-        x, y = int(a[i]), int(b[i])
-        out[i] = x if y == 0 else (abs(x) % abs(y)) * (1 if x >= 0 else -1)
-    return _wrap(out, a.dtype)
+    x, y = _wide(a), _wide(b)
+    return _wrap(np.where(y == 0, x, np.fmod(x, np.where(y == 0, y.dtype.type(1), y))), a.dtype)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """Ints in 64 bits, signed as they are."""
+    return x.astype(np.int64 if DTYPES[x.dtype.name].kind == "i" else np.uint64)
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """The bits of ints, as numbers of 64 bits that are not negative."""
+    return _wide(x).astype(np.uint64) & np.uint64((1 << DTYPES[x.dtype.name].bits) - 1)
 
 
 def _wrap(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Python ints to `dtype` modulo its width."""
+    """Ints of 64 bits to `dtype` modulo its width."""
     info = DTYPES[dtype.name]
-    flat = [int(v) & ((1 << info.bits) - 1) for v in x.reshape(-1)]
-    if info.kind == "i":
-        flat = [v - (1 << info.bits) if v >> (info.bits - 1) else v for v in flat]
-    carrier = np.uint64 if info.kind == "u" else np.int64
-    return np.array(flat, carrier).reshape(x.shape).astype(dtype)
+    unsigned = x.astype(np.uint64) & np.uint64((1 << info.bits) - 1)
+    if info.kind == "u":
+        return unsigned.astype(dtype)
+    up = np.int64(64 - info.bits)  # the sign bit is moved to the top, and back with its copies
+    return (unsigned.astype(np.int64) << up >> up).astype(dtype)
 
 
 def _shift(kind: str):
     def run(a, b):
-        info = DTYPES[a.dtype.name]
-        out = np.empty(a.shape, object)
-        mask = (1 << info.bits) - 1
-        for i in np.ndindex(a.shape):
-            x, s = int(a[i]), int(b[i])
-            over = s < 0 or s >= info.bits
-            if kind == "shl":
-                out[i] = 0 if over else (x << s) & mask
-            elif kind == "shr_logical":
-                out[i] = 0 if over else (x & mask) >> s
-            else:
-                out[i] = (-1 if x < 0 else 0) if over else x >> s
-        return _wrap(out, a.dtype)
+        bits, by = DTYPES[a.dtype.name].bits, _wide(b)
+        over = (by < 0) | (by >= bits)
+        x = _bits(a) if kind == "shr_logical" else _wide(a)
+        n = np.where(over, by.dtype.type(0), by).astype(x.dtype)
+        beyond = -(x < 0).astype(x.dtype) if kind == "shr" else np.zeros_like(x)
+        return _wrap(np.where(over, beyond, x << n if kind == "shl" else x >> n), a.dtype)
 
     return run
 
 
-def _bit_count(fn):
-    def run(a):
-        bits = DTYPES[a.dtype.name].bits
-        return _wrap(np.vectorize(lambda v: fn(int(v) & ((1 << bits) - 1), bits), otypes=[object])(a), a.dtype)
+def _popcount(a):
+    return np.bitwise_count(_bits(a)).astype(a.dtype)
 
-    return run
+
+def _clz(a):
+    x = _bits(a)
+    for n in (1, 2, 4, 8, 16, 32):  # every bit below the highest one is set
+        x = x | x >> np.uint64(n)
+    return (DTYPES[a.dtype.name].bits - np.bitwise_count(x).astype(np.int64)).astype(a.dtype)
 
 
 def _special(name: str):
@@ -145,8 +145,8 @@ _add("xor", 2, BITS, _logic(np.bitwise_xor, np.logical_xor), exact=True)
 _add("not", 1, BITS, _logic(np.bitwise_not, np.logical_not), exact=True)
 for _name in ("shl", "shr", "shr_logical"):
     _add(_name, 2, INT, _shift(_name), exact=True)
-_add("popcount", 1, INT, _bit_count(lambda v, n: v.bit_count()), exact=True)
-_add("clz", 1, INT, _bit_count(lambda v, n: n - v.bit_length()), exact=True)
+_add("popcount", 1, INT, _popcount, exact=True)
+_add("clz", 1, INT, _clz, exact=True)
 _add("neg", 1, NUMERIC, np.negative, exact=True)
 _add("abs", 1, NUMERIC, np.abs, exact=True)
 _add("sign", 1, NUMERIC, _sign, exact=True)
@@ -294,7 +294,7 @@ def _saturate(x: np.ndarray, dst) -> np.ndarray:
 def _int_to_int(x: np.ndarray, dst) -> np.ndarray:
     if dst.bits >= 8 and DTYPES[x.dtype.name].bits >= 8:
         return x.astype(dst.numpy)
-    return _wrap(x.astype(np.int64).astype(object), dst.numpy)
+    return _wrap(_wide(x), dst.numpy)
 
 
 @dataclasses.dataclass(eq=False)
