@@ -14,6 +14,7 @@ from jax.extend import source_info_util
 from jtile._errors import KernelTypeError
 
 from .bodies import GroupKernel
+from .chains import Chain
 from .groups import Group, Plan, plan_of
 from .steps import Constant, Node, Value, program_of
 
@@ -65,8 +66,10 @@ def fuse(
     """Makes tile kernels of a function of arrays.
 
     Chains of elementwise functions, broadcasts, and reductions along axes that a program can take whole (softmaxes,
-    norms) become one kernel each, which reads its inputs once and writes its outputs once. Everything else stays what
-    it is in XLA: products, gathers, sorts, loops, and what is not worth a kernel (`Fused.explain` says which, and why).
+    norms) become one kernel each, which reads its inputs once and writes its outputs once. A product, a softmax of what
+    it gives, and a product with that become `jt.ops.attention`, which keeps no scores; a query whose scores are all
+    -1e30 or less gives zeros there. Everything else stays what it is in XLA: other products, gathers, sorts, loops, and
+    what is not worth a kernel (`Fused.explain` says which, and why).
     The result is compiled as `jax.jit` does it, and composes with jit, vmap, grad and shard_map. The gradient of a
     whole function is quickest as `jt.fuse(jax.grad(f))`.
 
@@ -88,14 +91,14 @@ def fuse(
 
 
 def evaluate(
-    plan: Plan, args: Sequence[Any], run: Callable[[Group, Sequence[Any]], Sequence[Any]] | None = None
+    plan: Plan, args: Sequence[Any], run: Callable[[Group | Chain, Sequence[Any]], Sequence[Any]] | None = None
 ) -> list:
-    """The results of a program for the arrays of its inputs; `run(group, arrays)`: how a group runs."""
-    program, run = plan.program, run or run_group
+    """The results of a program for the arrays of its inputs; `run(unit, arrays)`: how a group or a chain runs."""
+    program, run = plan.program, run or run_unit
     have: dict[Value, Any] = {**program.constants, **dict(zip(program.inputs, args, strict=True))}
     read = lambda x: np.asarray(x.value, x.dtype) if isinstance(x, Constant) else have[x]
     for unit in plan.order:
-        if isinstance(unit, Group):
+        if not isinstance(unit, int):
             have.update(zip(unit.outputs, run(unit, [have[v] for v in unit.inputs]), strict=True))
         else:
             have.update(_values(program.nodes[unit], have))
@@ -107,11 +110,11 @@ def _values(node: Node, have: dict[Value, Any]) -> Iterable[tuple[Value, Any]]:
     return zip(node.outs, node.run(args), strict=True)
 
 
-def run_group(group: Group, args: Sequence[Any]) -> Sequence[Any]:
-    """A group by its kernel. Where functions have derivative rules of their own, the derivative is that of the
-    equations themselves, by these rules; else it is the kernel's."""
-    kernel = GroupKernel(group)
-    if not group.ruled:
+def run_unit(unit: Group | Chain, args: Sequence[Any]) -> Sequence[Any]:
+    """A group by its kernel, a chain by that of the library. Where functions have derivative rules of their own, the
+    derivative is that of the equations themselves, by these rules; else it is the kernel's."""
+    kernel = GroupKernel(unit) if isinstance(unit, Group) else unit
+    if not unit.ruled:
         return kernel(args)
 
     @jax.custom_jvp
@@ -120,16 +123,16 @@ def run_group(group: Group, args: Sequence[Any]) -> Sequence[Any]:
 
     @call.defjvp
     def _(primals, tangents):
-        return jax.jvp(lambda *xs: _by_equations(group, xs), primals, tangents)
+        return jax.jvp(lambda *xs: _by_equations(unit, xs), primals, tangents)
 
     return call(*args)
 
 
-def _by_equations(group: Group, args: Sequence[Any]) -> list:
-    have: dict[Value, Any] = dict(zip(group.inputs, args, strict=True))
-    for node in group.nodes:
+def _by_equations(unit: Group | Chain, args: Sequence[Any]) -> list:
+    have: dict[Value, Any] = dict(zip(unit.inputs, args, strict=True))
+    for node in unit.nodes:
         have.update(_values(node, have))
-    return [have[v] for v in group.outputs]
+    return [have[v] for v in unit.outputs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +146,12 @@ class Explanation:
     plan: Plan
 
     def __str__(self) -> str:
-        nodes, kernels = [n for n in self.plan.program.nodes if not n.free], self.plan.groups
+        nodes = [node for node in self.plan.program.nodes if not node.free]
+        kernels = [*self.plan.groups, *self.plan.chains]
         taken = sum(not node.free for group in kernels for node in group.nodes)
         lines = [f"{len(nodes)} equations: {taken} in {len(kernels)} kernels, {len(nodes) - taken} by XLA"]
         for unit in self.plan.order:
-            if isinstance(unit, Group):
+            if not isinstance(unit, int):
                 lines += ["", *_lines_of(unit)]
             elif not self.plan.program.nodes[unit].free:
                 lines += ["", f"XLA: {_equation(self.plan.program.nodes[unit])}", f"  {self._why(unit)}"]
@@ -163,16 +167,28 @@ class Explanation:
         return "its axes are not those of the kernels beside it, or a program has no room for what it sums"
 
 
-def _lines_of(group: Group) -> list[str]:
+def _arrays(values: Sequence[Value]) -> str:
+    return ", ".join(f"{v.dtype.name}{list(v.shape)}" for v in values) or "nothing"
+
+
+def _lines_of(unit: Group | Chain) -> list[str]:
+    head = _head_of(unit) if isinstance(unit, Group) else _attention_of(unit)
+    lines = [head, f"  reads {_arrays(unit.inputs)}", f"  writes {_arrays(unit.outputs)}"]
+    if unit.ruled:
+        lines.append("  its derivative is that of its equations, of which some have rules of their own")
+    return lines + [f"    {_equation(node)}" for node in unit.nodes if not node.free]
+
+
+def _attention_of(chain: Chain) -> str:
+    between = "scores that a function of yours changes" if chain.score else f"scores times {chain.scale:.6g}"
+    return f"jt.ops.attention: {between}{', causal' * chain.causal}; the scores are in no memory"
+
+
+def _head_of(group: Group) -> str:
     kernel, layout = GroupKernel(group), group.layout
     tile = " x ".join(map(str, kernel.sides)) or "one element"
     whole = f", {layout.row} of them along axes that a program takes whole" if layout.whole else ""
-    arrays = lambda values: ", ".join(f"{v.dtype.name}{list(v.shape)}" for v in values) or "nothing"
-    head = f"kernel {kernel.kernel.name}: {kernel.programs} programs, each with tiles of {tile} elements{whole}"
-    lines = [head, f"  reads {arrays(group.inputs)}", f"  writes {arrays(group.outputs)}"]
-    if group.ruled:
-        lines.append("  its derivative is that of its equations, of which some have rules of their own")
-    return lines + [f"    {_equation(node)}" for node in group.nodes if not node.free]
+    return f"kernel {kernel.kernel.name}: {kernel.programs} programs, each with tiles of {tile} elements{whole}"
 
 
 def _equation(node: Node) -> str:

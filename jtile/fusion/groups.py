@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
+from .chains import Chain, chain_of
 from .costs import has_room, not_worth, reads_parts
 from .layout import Layout, layout_of
 from .steps import Node, Program, Step, Value
@@ -43,7 +44,8 @@ class Plan:
 
     program: Program
     groups: list[Group]
-    order: list[Group | int]
+    chains: list[Chain]
+    order: list[Group | Chain | int]
     left: list[tuple[int, list[int], str]]
 
 
@@ -94,9 +96,34 @@ class _Cutter:
                 taken.append(members)
             else:
                 left.append((first, members, why))
+        units: list[Group | Chain] = [*groups]
+        for u, group in enumerate(groups):
+            found = self._chain(group, taken[u])
+            if found is not None:
+                units[u], more = found
+                taken[u] = sorted([*taken[u], *more])
         order = self._sorted(taken)
         assert order is not None
-        return Plan(self.program, groups, [groups[u] if u >= 0 else -1 - u for u in order], left)
+        made = [u for u in units if isinstance(u, Group)], [u for u in units if isinstance(u, Chain)]
+        return Plan(self.program, *made, [units[u] if u >= 0 else -1 - u for u in order], left)
+
+    def _chain(self, group: Group, members: Sequence[int]) -> tuple[Chain, list[int]] | None:
+        """The attention that a group is the middle of, and the numbers of its two products."""
+        if len(group.outputs) != 1 or group.outputs[0] in self.results:
+            return None
+        (end,), own = group.outputs, set(members)
+        after = self.users.get(end, [])
+        before = [
+            self.maker[v]
+            for v in group.inputs
+            if v in self.maker and v not in self.results and self.nodes[self.maker[v]].name == "dot_general"
+            if own.issuperset(self.users[v])
+        ]
+        if len(after) != 1 or len(before) != 1 or self.nodes[after[0]].name != "dot_general":
+            return None
+        first, second = self.nodes[before[0]], self.nodes[after[0]]
+        chain = chain_of(first, group.nodes, second, first.outs[0], end)
+        return chain and (chain, [before[0], after[0]])
 
     def _join(self, k: int) -> None:
         """Puts a node into the groups of what it reads, all of them together if that goes, or into one of its own."""

@@ -39,7 +39,7 @@ class Layout:
         return set(range(len(self.sizes))) - self.whole <= set(self.axes[value])
 
 
-class _Axes:
+class Axes:
     """Dimensions of values, of which steps say that they are the same axis: a union-find forest."""
 
     def __init__(self):
@@ -61,9 +61,9 @@ class _Axes:
 
 def layout_of(steps: Sequence[Step], ends: Iterable[Value]) -> Layout | None:
     """The layout of steps whose inputs and outputs are `ends`; None if their values have no axes in common."""
-    axes, whole, alone = _Axes(), [], []
+    axes, whole, alone = Axes(), [], []
     for step in steps:
-        _relate(step, axes, whole, alone)
+        relate(step, axes, whole, alone)
     values = list(dict.fromkeys(v for step in steps for v in (*step.ins, *step.outs) if isinstance(v, Value)))
     of = {v: [axes.find((v, i)) for i, n in enumerate(v.shape) if n != 1] for v in values}
     if any(len(set(roots)) < len(roots) for roots in of.values()):
@@ -81,9 +81,11 @@ def layout_of(steps: Sequence[Step], ends: Iterable[Value]) -> Layout | None:
     return Layout(sizes, frozenset(number[root] for root in kept if root in number), numbers)
 
 
-def _relate(step: Step, axes: _Axes, whole: list, alone: list) -> None:
-    """What one step says of the dimensions of its values; those in `alone` are not merged with others."""
+def relate(step: Step, axes: Axes, whole: list | None = None, alone: list | None = None) -> None:
+    """What one step says of the dimensions of its values: `whole` gets those along which something is summed, `alone`
+    those that are not merged with others."""
     (out,) = step.outs
+    whole, alone = [] if whole is None else whole, [] if alone is None else alone
     if step.name in ELEMENTWISE or step.name in RUNNING:
         for x in step.ins:
             for i in range(len(x.shape)):
@@ -104,12 +106,27 @@ def _relate(step: Step, axes: _Axes, whole: list, alone: list) -> None:
     elif step.name == "transpose":
         for j, i in enumerate(step.params["permutation"]):
             axes.join(step.ins[0], i, out, j)
+    elif step.name == "dot_general":
+        _relate_product(step, axes)
     elif step.name == "iota":
         alone.append((out, step.params["dimension"]))
     else:  # a dimension of one element comes or goes
         before, after = ([i for i, n in enumerate(v.shape) if n != 1] for v in (step.ins[0], out))
         for i, j in zip(before, after, strict=True):
             axes.join(step.ins[0], i, out, j)
+
+
+def _relate_product(step: Step, axes: Axes) -> None:
+    (x, y), (out,) = step.ins, step.outs
+    (sum_x, sum_y), (batch_x, batch_y) = step.params["dimension_numbers"]
+    for i, j in [*zip(sum_x, sum_y, strict=True), *zip(batch_x, batch_y, strict=True)]:
+        axes.join(x, i, y, j)
+    free_x = [i for i in range(len(x.shape)) if i not in (*sum_x, *batch_x)]
+    free_y = [i for i in range(len(y.shape)) if i not in (*sum_y, *batch_y)]
+    for k, i in enumerate([*batch_x, *free_x]):
+        axes.join(x, i, out, k)
+    for k, i in enumerate(free_y, len(batch_x) + len(free_x)):
+        axes.join(y, i, out, k)
 
 
 def _merged(order: list, whole: set, alone: set, values: Iterable[list], ends: list[list]) -> list[list]:

@@ -36,6 +36,7 @@ DTYPES = frozenset(
     ]
 )
 OPENED = frozenset(["jit", "pjit", "closed_call", "core_call"])
+MOST_FREE = 32  # steps that are made anew for an operand
 WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
@@ -137,41 +138,76 @@ class Program:
 
 def program_of(closed: Any) -> Program:
     """The program of a closed jaxpr."""
-    program = Program([], {}, [], [])
-    names: dict[Any, Operand] = {}
-    for var in closed.jaxpr.invars:
-        names[var] = value = Value(var.aval)
-        program.inputs.append(value)
-    _open(closed, names, program.nodes, program.constants)
-    program.outputs = [_operand(names, v) for v in closed.jaxpr.outvars]
-    return program
+    opener = _Opener()
+    names: dict[Any, Operand] = {var: Value(var.aval) for var in closed.jaxpr.invars}
+    inputs = [names[var] for var in closed.jaxpr.invars]
+    opener.open(closed, names)
+    outputs = [_operand(names, v) for v in closed.jaxpr.outvars]
+    return Program([v for v in inputs if isinstance(v, Value)], opener.constants, opener.needed(outputs), outputs)
 
 
 def _operand(names: Mapping[Any, Operand], v: Any) -> Operand:
     return Constant(v.val, v.aval) if hasattr(v, "val") else names[v]
 
 
-def _open(closed: Any, names: dict[Any, Operand], nodes: list[Node], constants: dict[Value, Any]) -> None:
-    for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-        names[var] = value = Value(var.aval)
-        constants[value] = const
-    for eqn in closed.jaxpr.eqns:
-        ins = tuple(_operand(names, v) for v in eqn.invars)
-        inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        if eqn.primitive.name in OPENED and hasattr(inner, "consts") and _is_plain(eqn.params):
-            own = dict(zip(inner.jaxpr.invars, ins, strict=True))
-            _open(inner, own, nodes, constants)
-            names.update(zip(eqn.outvars, (_operand(own, v) for v in inner.jaxpr.outvars), strict=True))
-            continue
-        outs = tuple(Value(v.aval) for v in eqn.outvars)
-        names.update(zip(eqn.outvars, outs, strict=True))
-        step = Step(eqn, ins, outs)
-        steps = _steps(step, eqn.effects)
-        made = {v for node in nodes if node.free for v in node.outs}
-        free = all(isinstance(x, Constant) or x in made for x in ins) and all(
-            s.name in MOVES | ELEMENTWISE for s in steps
-        )
-        nodes.append(Node(step, steps, bool(steps) and free))
+class _Opener:
+    """Makes nodes of equations. What depends on no input is made anew for each operand that it is: the numbers of rows
+    and of columns of a mask are often one value, which then stands for two axes."""
+
+    def __init__(self):
+        self.nodes: list[Node] = []
+        self.constants: dict[Value, Any] = {}
+        self._free: dict[Value, list[Node]] = {}  # the nodes that make a value without any input
+
+    def open(self, closed: Any, names: dict[Any, Operand]) -> None:
+        """Adds the equations of a jaxpr; `names` has its inputs, and gets its other values."""
+        for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            names[var] = value = Value(var.aval)
+            self.constants[value] = const
+        for eqn in closed.jaxpr.eqns:
+            inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+            if eqn.primitive.name in OPENED and hasattr(inner, "consts") and _is_plain(eqn.params):
+                ins = tuple(_operand(names, v) for v in eqn.invars)
+                own = dict(zip(inner.jaxpr.invars, ins, strict=True))
+                self.open(inner, own)
+                names.update(zip(eqn.outvars, (_operand(own, v) for v in inner.jaxpr.outvars), strict=True))
+                continue
+            ins = tuple(self._anew(_operand(names, v)) for v in eqn.invars)
+            outs = tuple(Value(v.aval) for v in eqn.outvars)
+            names.update(zip(eqn.outvars, outs, strict=True))
+            self._add(Step(eqn, ins, outs), eqn.effects)
+
+    def _add(self, step: Step, effects: Any) -> None:
+        steps = _steps(step, effects)
+        trees = [self._free.get(x) for x in step.ins if isinstance(x, Value)]
+        simple = bool(steps) and all(s.name in MOVES | ELEMENTWISE for s in steps)
+        free = simple and None not in trees and sum(map(len, trees)) < MOST_FREE  # type: ignore[arg-type]
+        node = Node(step, steps, free)
+        self.nodes.append(node)
+        if free:
+            self._free[step.outs[0]] = [*(n for tree in trees for n in tree or ()), node]
+
+    def _anew(self, x: Operand) -> Operand:
+        if not isinstance(x, Value) or x not in self._free:
+            return x
+        other: dict[Operand, Value] = {}
+        made = []
+        for node in self._free[x]:
+            other[node.outs[0]] = Value(node.outs[0].aval)
+            step = Step(node.eqn.eqn, tuple(other.get(y, y) for y in node.ins), (other[node.outs[0]],))
+            made.append(Node(step, _steps(step), True))
+        self.nodes += made
+        self._free[other[x]] = made
+        return other[x]
+
+    def needed(self, outputs: Sequence[Operand]) -> list[Node]:
+        """The nodes without those that nobody reads."""
+        read, kept = {x for x in outputs if isinstance(x, Value)}, []
+        for node in reversed(self.nodes):
+            if node.eqn.eqn.effects or any(v in read for v in node.outs):
+                kept.append(node)
+                read.update(x for x in node.ins if isinstance(x, Value))
+        return kept[::-1]
 
 
 def _is_plain(params: Mapping[str, Any]) -> bool:
@@ -190,9 +226,10 @@ def _steps(step: Step, effects: Any = ()) -> tuple[Step, ...]:
     if not hasattr(inner, "consts") or inner.consts:
         return ()
     names: dict[Any, Operand] = dict(zip(inner.jaxpr.invars, step.ins, strict=True))
-    nodes: list[Node] = []
-    _open(inner, names, nodes, {})
+    opener = _Opener()
+    opener.open(inner, names)
     results = [_operand(names, v) for v in inner.jaxpr.outvars]
+    nodes = opener.needed(results)
     made = {v for node in nodes for v in node.outs}
     if any(not node.steps for node in nodes) or any(v not in made for v in results) or len(set(results)) < len(results):
         return ()
