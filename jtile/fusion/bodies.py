@@ -1,4 +1,4 @@
-"""From a group to a kernel of jtile."""
+"""From a group or a loop to a kernel of jtile."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import fit, machine
 
-from .costs import COLUMNS
-from .groups import Group
+from .costs import COLUMNS, loop_sides
+from .frames import Frame, Tiling
+from .groups import Group, Unit
 from .layout import Layout
-from .steps import ELEMENTWISE, MOVES, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
+from .loops import Loop
+from .steps import MOVES, Step, Value
+
+
+def name_of(first: str, steps: Sequence[Step]) -> str:
+    """`first` and what the steps compute first: profilers show it."""
+    names = dict.fromkeys(s.name.removeprefix("reduce_") for s in steps if s.name not in MOVES | {"copy"})
+    return "_".join([first, *[*names][:4]])
 
 
 def tiles_of(layout: Layout) -> tuple[int, ...]:
@@ -40,29 +47,16 @@ class GroupKernel:
     """The kernel of a group. Its arrays have a dimension for every axis of theirs that is longer than one element.
 
     Attributes:
-      kernel: it.
-      sides: those of a program's tile, along all axes of the group.
-      programs: how many there are.
+      kernel: it. tiling: how its programs share the elements.
     """
 
     def __init__(self, group: Group):
         layout, self.group = group.layout, group
-        self.sides = sides = tiles_of(layout)
-        grid_axes = [a for a in range(len(sides)) if a not in layout.whole]
-        grid = tuple(jt.cdiv(layout.sizes[a], sides[a]) for a in grid_axes)
-
-        def body(*refs):
-            frame = Frame(layout, sides, {a: jt.program_id(k) for k, a in enumerate(grid_axes)})
-            for value, ref in zip(group.inputs, refs):
-                frame.load(value, ref)
-            for step in group.steps:
-                frame.run(step)
-            for value, ref in zip(group.outputs, refs[len(group.inputs) :], strict=True):
-                frame.store(value, ref)
-
-        self.programs = math.prod(grid)
+        self.tiling = Tiling(layout, tiles_of(layout))
         self.types = [jax.ShapeDtypeStruct(layout.shape_of(v), v.dtype) for v in group.outputs]
-        self.kernel = jt.call(body, out_type=self.types, grid=grid or 1, name=name_of(group))
+        self.kernel = jt.call(
+            self._body, out_type=self.types, grid=self.tiling.grid or 1, name=name_of("fused", group.steps)
+        )
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The outputs of the group for its inputs."""
@@ -78,100 +72,88 @@ class GroupKernel:
     def _unpacked(self, outs: Sequence[Any]) -> list[Any]:
         return [y.reshape(v.shape) for v, y in zip(self.group.outputs, outs, strict=True)]
 
+    def _body(self, *refs) -> None:
+        group, frame = self.group, self.tiling.frame()
+        for value, ref in zip(group.inputs, refs):
+            frame.load(value, ref)
+        for step in group.steps:
+            frame.run(step)
+        for value, ref in zip(group.outputs, refs[len(group.inputs) :], strict=True):
+            frame.store(value, ref)
 
-def name_of(group: Group) -> str:
-    """`fused_` and what it computes first: profilers show it."""
-    names = dict.fromkeys(s.name.removeprefix("reduce_") for s in group.steps if s.name not in MOVES | {"copy"})
-    return "_".join(["fused", *[*names][:4]])
+
+class LoopKernel:
+    """The kernel of a loop.
+
+    Attributes:
+      kernel: it. tiling: how its programs share the elements of a round.
+    """
+
+    def __init__(self, loop: Loop):
+        self.loop = loop
+        self.tiling = Tiling(loop.layout, loop_sides(loop.layout))
+        self.types = [jax.ShapeDtypeStruct(self._shape(r), v.dtype) for r, v in zip(loop.written, loop.outputs)]
+        self.kernel = jt.call(
+            self._body, out_type=self.types, grid=self.tiling.grid or 1, name=name_of("loop", loop.steps)
+        )
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """The outputs of the loop for its inputs."""
+        return self._unpacked(self.kernel(*self._packed(args)))
+
+    def interpret(self, args: Sequence[Any]) -> list[Any]:
+        """The same by the interpreter."""
+        return self._unpacked(self.kernel.interpret(*self._packed(args)))
+
+    def _shape(self, written: int | Value) -> tuple[int, ...]:
+        if isinstance(written, int):
+            return self.loop.layout.shape_of(self.loop.carry[written])
+        return self.loop.length, *self.loop.layout.shape_of(written)
+
+    def _packed(self, args: Sequence[Any]) -> list[Any]:
+        loop, layout = self.loop, self.loop.layout
+        given = dict(zip(loop.inputs, args, strict=True))
+        values = [*loop.constants, *loop.carry, *loop.elements]
+        rounds = [()] * (len(values) - len(loop.elements)) + [(loop.length,)] * len(loop.elements)
+        return [
+            given[x].reshape(*n, *layout.shape_of(v))
+            for x, v, n in zip(loop.nodes[0].ins, values, rounds, strict=True)
+            if isinstance(x, Value)
+        ]
+
+    def _unpacked(self, outs: Sequence[Any]) -> list[Any]:
+        return [y.reshape(v.shape) for v, y in zip(self.loop.outputs, outs, strict=True)]
+
+    def _body(self, *refs) -> None:
+        loop, frame = self.loop, self.tiling.frame()
+        refs = iter(refs)
+        for value, x in zip([*loop.constants, *loop.carry], loop.nodes[0].ins):
+            frame.tiles[value] = frame.tile(value, next(refs)) if isinstance(x, Value) else frame.spread(x, value)
+        start = tuple(frame.tiles[value] for value in loop.carry)
+        of_round = [(value, next(refs)) for value in loop.elements]
+        outs = list(zip(loop.written, refs, strict=True))
+
+        def one(i, carry):
+            at = loop.length - 1 - i if loop.reverse else i
+            own = Frame(frame.layout, frame.sides, frame.ids, {**frame.tiles, **dict(zip(loop.carry, carry))})
+            for value, ref in of_round:
+                own.load(value, ref, at)
+            for step in loop.steps:
+                own.run(step)
+            for value, ref in outs:
+                if not isinstance(value, int):
+                    own.store(value, ref, at)
+            return tuple(own.spread(x, of) for x, of in zip(loop.next, loop.carry, strict=True))
+
+        carry = jax.lax.fori_loop(0, loop.length, one, start)
+        for k, ref in outs:
+            if isinstance(k, int):
+                frame.tiles[loop.carry[k]] = carry[k]
+                frame.store(loop.carry[k], ref)
 
 
-class Frame:
-    """The tiles of one program. All of them have one side for every axis of the group, 1 where the value has not."""
-
-    def __init__(self, layout: Layout, sides: tuple[int, ...], ids: dict[int, Any]):
-        self.layout, self.sides, self.ids = layout, sides, ids
-        self.tiles: dict[Value, Any] = {}
-
-    def _shape(self, value: Operand) -> tuple[int, ...]:
-        own = self.layout.axes[value] if isinstance(value, Value) else ()
-        return tuple(n if a in own else 1 for a, n in enumerate(self.sides))
-
-    def _view(self, value: Value, ref):
-        """(the tiles of an array, the index of this program's)."""
-        own = self.layout.axes[value]
-        return ref.tiles(*(self.sides[a] for a in own)), tuple(self.ids.get(a, 0) for a in own)
-
-    def load(self, value: Value, ref) -> None:
-        own = self.layout.axes[value]
-        if not own:
-            tile = ref[...]
-        else:
-            view, index = self._view(value, ref)
-            tile = view[index]
-            if list(own) != sorted(own):
-                tile = jnp.transpose(tile, [own.index(a) for a in sorted(own)])
-        self.tiles[value] = tile.reshape(self._shape(value))
-
-    def store(self, value: Value, ref) -> None:
-        own = self.layout.axes[value]
-        tile = self.tiles[value].reshape([self.sides[a] for a in sorted(own)])
-        if not own:
-            ref[...] = tile
-            return
-        if list(own) != sorted(own):
-            tile = jnp.transpose(tile, [sorted(own).index(a) for a in own])
-        view, index = self._view(value, ref)
-        view[index] = tile
-
-    def read(self, x: Operand):
-        if isinstance(x, Value):
-            return self.tiles[x]
-        return jnp.full((1,) * len(self.sides), x.value, x.dtype)
-
-    def run(self, step: Step) -> None:
-        (out,) = step.outs
-        self.tiles[out] = self._result(step, out, [self.read(x) for x in step.ins])
-
-    def _result(self, step: Step, out: Value, tiles: list):
-        if step.name in ELEMENTWISE:
-            spread = [jnp.broadcast_to(t, self._shape(out)) for t in tiles]
-            return step.run(spread)[0]
-        if step.name == "iota":
-            return self._iota(step, out)
-        if step.name not in REDUCTIONS | PLACES | RUNNING:
-            return tiles[0]  # dimensions of one element come and go, or are spread where they are used
-        (x,) = step.ins
-        place = self._places(x)
-        if step.name in RUNNING:
-            at = place[step.params["axis"]]
-            return tiles[0] if at is None else step.run(tiles, axis=at)[0]
-        gone = sorted({a for i in step.params["axes"] if (a := place[i]) is not None})
-        if not gone:
-            return jnp.zeros(self._shape(out), out.dtype) if step.name in PLACES else tiles[0]
-        return step.run(tiles, axes=tuple(gone))[0].reshape(self._shape(out))
-
-    def _places(self, x: Operand) -> dict[int, int | None]:
-        """Of each dimension of a value its axis. The dimensions of a merged axis all have that one."""
-        assert isinstance(x, Value)
-        own, found = list(self.layout.axes[x]), {}
-        left = 0
-        for i, n in enumerate(x.shape):
-            if n == 1:
-                found[i] = None
-                continue
-            left = left or self.layout.sizes[own[0]]
-            found[i] = own[0]
-            left //= n
-            if left <= 1:
-                own, left = own[1:], 0
-        return found
-
-    def _iota(self, step: Step, out: Value):
-        at = step.params["dimension"]
-        if out.shape[at] == 1:
-            return jnp.zeros(self._shape(out), out.dtype)
-        axis = self._places(out)[at]
-        assert axis is not None
-        numbers = jt.arange(self.sides[axis]) + self.ids.get(axis, 0) * self.sides[axis]
-        shape = [self.sides[axis] if a == axis else 1 for a in range(len(self.sides))]
-        return jnp.broadcast_to(numbers.astype(out.dtype).reshape(shape), self._shape(out))
+def kernel_of(unit: Unit) -> Any:
+    """What runs a unit: called with its inputs, gives its outputs."""
+    if isinstance(unit, Group):
+        return GroupKernel(unit)
+    return LoopKernel(unit) if isinstance(unit, Loop) else unit

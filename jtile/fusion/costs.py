@@ -5,9 +5,11 @@ The numbers were measured by `python -m benchmarks cpu --only fuse` on two cores
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jtile as jt
+from jtile.ops._shapes import fit, machine
 
 from .layout import Layout
 from .steps import MOVES, REDUCTIONS, RUNNING, Step, Value, size_of
@@ -17,6 +19,8 @@ ROW_CPU, ROW_GPU = 16384, 32768  # elements that a program takes whole
 ALONE = 4096  # the same where there is one program only
 COLUMNS = 64  # of a tile at least, where what is summed lies along another axis than the last
 TILE = 65536  # elements of such a tile
+LOOP_TILE = 256  # elements that a program takes through all rounds of a loop
+LANES = 16  # and at least
 
 
 def has_room(layout: Layout) -> bool:
@@ -70,3 +74,22 @@ def reads_parts(inputs: Sequence[Value], made_by: dict[Value, str], layout: Layo
     if not layout.whole and sum(map(size_of, parts)) * 2 > sum(map(size_of, inputs)):
         return "it reads parts of arrays, which XLA does without copies"
     return None
+
+
+def loop_sides(layout: Layout) -> tuple[int, ...]:
+    """The sides of the tile of a program that runs all rounds of a loop: few elements, which stay in registers."""
+    sides = [n if a in layout.whole else 1 for a, n in enumerate(layout.sizes)]
+    programs = math.prod(n for a, n in enumerate(layout.sizes) if a not in layout.whole)
+    room = max(min(jt.cdiv(programs, machine().programs), LOOP_TILE // layout.row), 1)
+    room = jt.cdiv(room, LANES) * LANES if machine().whole else jt.next_power_of_2(max(room, LANES))
+    for a in reversed(range(len(layout.sizes))):
+        if a not in layout.whole and room > 1:
+            sides[a] = fit(layout.sizes[a], room) if layout.sizes[a] <= room else room
+            room //= sides[a]
+    return tuple(sides)
+
+
+def loop_worth(layout: Layout, length: int, steps: Sequence[Step]) -> bool:
+    """Whether a loop is worth a kernel: XLA runs a round in a few microseconds at least."""
+    work = any(step.name not in MOVES and step.name not in ("convert_element_type", "copy") for step in steps)
+    return work and length * math.prod(layout.sizes) >= LEAST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,11 @@ from jax.extend import source_info_util
 
 from jtile._errors import KernelTypeError
 
-from .bodies import GroupKernel
+from .bodies import kernel_of
 from .chains import Chain
-from .groups import Group, Plan, plan_of
-from .steps import Constant, Node, Value, program_of
+from .groups import Group, Plan, Unit, plan_of
+from .loops import Loop
+from .steps import Constant, Node, Step, Value, program_of
 
 
 class Fused:
@@ -91,9 +92,9 @@ def fuse(
 
 
 def evaluate(
-    plan: Plan, args: Sequence[Any], run: Callable[[Group | Chain, Sequence[Any]], Sequence[Any]] | None = None
+    plan: Plan, args: Sequence[Any], run: Callable[[Unit, Sequence[Any]], Sequence[Any]] | None = None
 ) -> list:
-    """The results of a program for the arrays of its inputs; `run(unit, arrays)`: how a group or a chain runs."""
+    """The results of a program for the arrays of its inputs; `run(unit, arrays)`: how a unit runs."""
     program, run = plan.program, run or run_unit
     have: dict[Value, Any] = {**program.constants, **dict(zip(program.inputs, args, strict=True))}
     read = lambda x: np.asarray(x.value, x.dtype) if isinstance(x, Constant) else have[x]
@@ -101,19 +102,32 @@ def evaluate(
         if not isinstance(unit, int):
             have.update(zip(unit.outputs, run(unit, [have[v] for v in unit.inputs]), strict=True))
         else:
-            have.update(_values(program.nodes[unit], have))
+            params = _params(program.nodes[unit], plan.inside.get(unit, {}), run)
+            have.update(_values(program.nodes[unit], have, **params))
     return [read(x) for x in program.outputs]
 
 
-def _values(node: Node, have: dict[Value, Any]) -> Iterable[tuple[Value, Any]]:
+def _params(node: Node, inside: Mapping[str, Sequence[Plan]], run: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of an equation whose functions run as planned."""
+    params = {}
+    for name, plans in inside.items():
+        made = [
+            jax.make_jaxpr(lambda *xs, p=p: evaluate(p, xs, run))(*(v.aval for v in p.program.inputs)) for p in plans
+        ]
+        if not any(closed.consts for closed in made):
+            params[name] = tuple(made) if isinstance(node.eqn.params[name], (tuple, list)) else made[0]
+    return params
+
+
+def _values(node: Node, have: dict[Value, Any], **params: Any) -> Iterable[tuple[Value, Any]]:
     args = [x.value if isinstance(x, Constant) else have[x] for x in node.ins]
-    return zip(node.outs, node.run(args), strict=True)
+    return zip(node.outs, node.eqn.run(args, **params), strict=True)
 
 
-def run_unit(unit: Group | Chain, args: Sequence[Any]) -> Sequence[Any]:
-    """A group by its kernel, a chain by that of the library. Where functions have derivative rules of their own, the
-    derivative is that of the equations themselves, by these rules; else it is the kernel's."""
-    kernel = GroupKernel(unit) if isinstance(unit, Group) else unit
+def run_unit(unit: Unit, args: Sequence[Any]) -> Sequence[Any]:
+    """A unit by its kernel. Where functions have derivative rules of their own, the derivative is that of the equations
+    themselves, by these rules; else it is the kernel's."""
+    kernel = kernel_of(unit)
     if not unit.ruled:
         return kernel(args)
 
@@ -128,7 +142,7 @@ def run_unit(unit: Group | Chain, args: Sequence[Any]) -> Sequence[Any]:
     return call(*args)
 
 
-def _by_equations(unit: Group | Chain, args: Sequence[Any]) -> list:
+def _by_equations(unit: Unit, args: Sequence[Any]) -> list:
     have: dict[Value, Any] = dict(zip(unit.inputs, args, strict=True))
     for node in unit.nodes:
         have.update(_values(node, have))
@@ -146,37 +160,51 @@ class Explanation:
     plan: Plan
 
     def __str__(self) -> str:
-        nodes = [node for node in self.plan.program.nodes if not node.free]
-        kernels = [*self.plan.groups, *self.plan.chains]
-        taken = sum(not node.free for group in kernels for node in group.nodes)
-        lines = [f"{len(nodes)} equations: {taken} in {len(kernels)} kernels, {len(nodes) - taken} by XLA"]
-        for unit in self.plan.order:
-            if not isinstance(unit, int):
-                lines += ["", *_lines_of(unit)]
-            elif not self.plan.program.nodes[unit].free:
-                lines += ["", f"XLA: {_equation(self.plan.program.nodes[unit])}", f"  {self._why(unit)}"]
-        return "\n".join(lines)
+        return "\n".join(_lines_of_plan(self.plan))
 
-    def _why(self, number: int) -> str:
-        node = self.plan.program.nodes[number]
-        if not node.steps:
-            return f"jt.fuse makes no kernels of {node.name}"
-        for first, members, why in self.plan.left:
-            if number in members:
-                return f"no kernel of its own: {why}" if first == number else "no kernel of its own, as above"
-        return "its axes are not those of the kernels beside it, or a program has no room for what it sums"
+
+def _lines_of_plan(plan: Plan) -> list[str]:
+    program = plan.program
+    nodes = [node for node in program.nodes if not node.free]
+    taken = sum(not node.free for unit in plan.units for node in unit.nodes)
+    lines = [f"{len(nodes)} equations: {taken} in {len(plan.units)} kernels, {len(nodes) - taken} by XLA"]
+    for unit in plan.order:
+        if not isinstance(unit, int):
+            lines += ["", *_lines_of(unit)]
+        elif not program.nodes[unit].free:
+            lines += ["", f"XLA: {_equation(program.nodes[unit])}"]
+            inner = [p for plans in plan.inside.get(unit, {}).values() for p in plans]
+            for p in inner:
+                lines += [f"  {line}".rstrip() for line in ("a function in it:", *_lines_of_plan(p))]
+            if not inner:
+                lines.append(f"  {_why(plan, unit)}")
+    return lines
+
+
+def _why(plan: Plan, number: int) -> str:
+    """Why an equation is in no kernel."""
+    node = plan.program.nodes[number]
+    if node.name == "scan":
+        return "not all of its body are steps of a kernel over axes that all of it has"
+    if not node.steps:
+        return f"jt.fuse makes no kernels of {node.name}"
+    for first, members, why in plan.left:
+        if number in members:
+            return f"no kernel of its own: {why}" if first == number else "no kernel of its own, as above"
+    return "its axes are not those of the kernels beside it, or a program has no room for what it sums"
 
 
 def _arrays(values: Sequence[Value]) -> str:
     return ", ".join(f"{v.dtype.name}{list(v.shape)}" for v in values) or "nothing"
 
 
-def _lines_of(unit: Group | Chain) -> list[str]:
-    head = _head_of(unit) if isinstance(unit, Group) else _attention_of(unit)
+def _lines_of(unit: Unit) -> list[str]:
+    head = _attention_of(unit) if isinstance(unit, Chain) else _head_of(unit)
     lines = [head, f"  reads {_arrays(unit.inputs)}", f"  writes {_arrays(unit.outputs)}"]
     if unit.ruled:
         lines.append("  its derivative is that of its equations, of which some have rules of their own")
-    return lines + [f"    {_equation(node)}" for node in unit.nodes if not node.free]
+    steps = unit.steps if isinstance(unit, Loop) else [node.eqn for node in unit.nodes if not node.free]
+    return lines + [f"    {_equation(step)}" for step in steps]
 
 
 def _attention_of(chain: Chain) -> str:
@@ -184,13 +212,16 @@ def _attention_of(chain: Chain) -> str:
     return f"jt.ops.attention: {between}{', causal' * chain.causal}; the scores are in no memory"
 
 
-def _head_of(group: Group) -> str:
-    kernel, layout = GroupKernel(group), group.layout
-    tile = " x ".join(map(str, kernel.sides)) or "one element"
-    whole = f", {layout.row} of them along axes that a program takes whole" if layout.whole else ""
-    return f"kernel {kernel.kernel.name}: {kernel.programs} programs, each with tiles of {tile} elements{whole}"
+def _head_of(unit: Group | Loop) -> str:
+    kernel = kernel_of(unit)
+    tile = " x ".join(map(str, kernel.tiling.sides)) or "one element"
+    whole = f", {unit.layout.row} of them along axes that a program takes whole" if unit.layout.whole else ""
+    rounds = f"; each runs all {unit.length} rounds" if isinstance(unit, Loop) else ""
+    programs = f"{kernel.tiling.programs} programs, each with tiles of {tile} elements{whole}{rounds}"
+    return f"kernel {kernel.kernel.name}: {programs}"
 
 
-def _equation(node: Node) -> str:
-    out = ", ".join(f"{v.dtype}{list(v.shape)}" for v in node.outs if hasattr(v.aval, "shape"))
-    return f"{out} = {node.name}  ({source_info_util.summarize(node.eqn.eqn.source_info)})"
+def _equation(made: Node | Step) -> str:
+    out = ", ".join(f"{v.dtype}{list(v.shape)}" for v in made.outs if hasattr(v.aval, "shape"))
+    eqn = made.eqn.eqn if isinstance(made, Node) else made.eqn
+    return f"{out} = {made.name}  ({source_info_util.summarize(eqn.source_info)})"

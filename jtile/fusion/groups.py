@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from .chains import Chain, chain_of
 from .costs import has_room, not_worth, reads_parts
+from .inner import functions_of
 from .layout import Layout, layout_of
-from .steps import Node, Program, Step, Value
+from .loops import Loop, loop_of
+from .steps import Node, Program, Step, Value, program_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,21 +39,43 @@ class Group:
         return any(node.ruled for node in self.nodes)
 
 
+Unit = Group | Chain | Loop  # what runs as a kernel
+
+
 @dataclasses.dataclass
 class Plan:
-    """A program, its groups, and the order in which groups and the other nodes run: a group, or a node's number. left:
-    of groups that are not worth a kernel (the number of the first node, those of all nodes, why)."""
+    """How a program runs.
+
+    Attributes:
+      order: what runs one after another: a unit, or the number of a node that stays XLA's.
+      left: of groups that are not worth a kernel (the number of the first node, those of all nodes, why).
+      inside: by a node's number, and the name of a parameter, the plans of the functions in it, if one has a kernel.
+    """
 
     program: Program
-    groups: list[Group]
-    chains: list[Chain]
-    order: list[Group | Chain | int]
+    order: list[Unit | int]
     left: list[tuple[int, list[int], str]]
+    inside: dict[int, dict[str, tuple[Plan, ...]]]
+
+    @property
+    def units(self) -> list[Unit]:
+        """Its kernels, without those of functions inside."""
+        return [unit for unit in self.order if not isinstance(unit, int)]
+
+    @property
+    def has_kernels(self) -> bool:
+        return bool(self.units or self.inside)
 
 
 def plan_of(program: Program) -> Plan:
     """Cuts a program greedily: a node joins the group of what it reads, where all values have axes in common."""
     return _Cutter(program).plan()
+
+
+def _inside(node: Node) -> dict[str, tuple[Plan, ...]]:
+    """The plans of the functions in an equation's parameters; {} if none of them has a kernel."""
+    plans = {name: tuple(plan_of(program_of(f)) for f in parts) for name, parts in functions_of(node).items()}
+    return plans if any(plan.has_kernels for those in plans.values() for plan in those) else {}
 
 
 class _Cutter:
@@ -96,16 +120,22 @@ class _Cutter:
                 taken.append(members)
             else:
                 left.append((first, members, why))
-        units: list[Group | Chain] = [*groups]
+        units: list[Unit] = [*groups]
         for u, group in enumerate(groups):
             found = self._chain(group, taken[u])
             if found is not None:
                 units[u], more = found
                 taken[u] = sorted([*taken[u], *more])
+        for k, node in enumerate(self.nodes):
+            loop = loop_of(node, {v for v in node.outs if v in self.results or v in self.users})
+            if loop is not None:
+                units.append(loop)
+                taken.append([k])
         order = self._sorted(taken)
         assert order is not None
-        made = [u for u in units if isinstance(u, Group)], [u for u in units if isinstance(u, Chain)]
-        return Plan(self.program, *made, [units[u] if u >= 0 else -1 - u for u in order], left)
+        run = [units[u] if u >= 0 else -1 - u for u in order]
+        inside = {k: plans for k in run if isinstance(k, int) and (plans := _inside(self.nodes[k]))}
+        return Plan(self.program, run, left, inside)
 
     def _chain(self, group: Group, members: Sequence[int]) -> tuple[Chain, list[int]] | None:
         """The attention that a group is the middle of, and the numbers of its two products."""

@@ -59,12 +59,19 @@ class Axes:
             self._parent[a] = b
 
 
-def layout_of(steps: Sequence[Step], ends: Iterable[Value]) -> Layout | None:
-    """The layout of steps whose inputs and outputs are `ends`; None if their values have no axes in common."""
+def layout_of(
+    steps: Sequence[Step], ends: Sequence[Value], same: Iterable[tuple[Operand, Operand]] = ()
+) -> Layout | None:
+    """The layout of steps whose inputs and outputs are `ends`, where pairs of `same` shape have the same axes; None if
+    their values have no axes in common."""
     axes, whole, alone = Axes(), [], []
     for step in steps:
         relate(step, axes, whole, alone)
-    values = list(dict.fromkeys(v for step in steps for v in (*step.ins, *step.outs) if isinstance(v, Value)))
+    for x, y in same:
+        for i in range(len(x.shape)):
+            axes.join(x, i, y, i)
+    of_steps = (v for step in steps for v in (*step.ins, *step.outs) if isinstance(v, Value))
+    values = list(dict.fromkeys([*of_steps, *ends]))
     of = {v: [axes.find((v, i)) for i, n in enumerate(v.shape) if n != 1] for v in values}
     if any(len(set(roots)) < len(roots) for roots in of.values()):
         return None
@@ -72,7 +79,7 @@ def layout_of(steps: Sequence[Step], ends: Iterable[Value]) -> Layout | None:
     for v in sorted(values, key=lambda v: -len(of[v])):
         order += [root for root in of[v] if root not in order]
     kept = {axes.find(at) for at in whole}
-    runs = _merged(order, kept, {axes.find(at) for at in alone}, of.values(), [of[v] for v in ends if v in of])
+    runs = _merged(order, kept, {axes.find(at) for at in alone}, of.values(), [of[v] for v in ends])
     number = {root: k for k, run in enumerate(runs) for root in run[:1]}
     sizes = tuple(math.prod(root[0].shape[root[1]] for root in run) for run in runs)
     if len(sizes) > MOST_AXES:

@@ -18,7 +18,7 @@ from jtile.trace.rules.elementwise import RENAMED, SAME
 
 ELEMENTWISE = frozenset(
     [*SAME.split(), *RENAMED, "abs", "round", "clamp", "integer_pow", "pow", "convert_element_type", "select_n", "copy",
-     "copy_p", "stop_gradient", "shift_right_arithmetic"]
+     "copy_p", "stop_gradient", "shift_right_arithmetic", "one_minus_square", "reduce_precision"]
 )  # fmt: skip
 REDUCTIONS = frozenset(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or"))
 PLACES = frozenset(["argmax", "argmin"])

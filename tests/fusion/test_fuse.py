@@ -41,7 +41,7 @@ def close(got, want, tolerance=2e-5):
 
 
 def kernels(fused, *args):
-    return len(fused.explain(*args).plan.groups)
+    return len(fused.explain(*args).plan.units)
 
 
 def norm_of(x, w):
@@ -89,7 +89,7 @@ def test_rules_of_functions_are_theirs():
 
     x = array(5, 8)
     fused = jt.fuse(f)
-    (group,) = fused.explain(x).plan.groups
+    (group,) = fused.explain(x).plan.units
     assert group.ruled
     close(fused(x), f(x))
     close(jax.grad(lambda x: fused(x).sum())(x), jax.grad(lambda x: f(x).sum())(x))
@@ -104,7 +104,7 @@ def test_static_arguments_trees_and_decorators():
     close(f({"x": x}, 2, shift="one"), {"y": jnp.exp(x) ** 2 + 1})
     assert repr(f) == "<jtile.Fused f>"
     assert f.__name__ == "f"
-    assert len(f.explain({"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)}, 2, shift="two").plan.groups) == 1
+    assert len(f.explain({"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)}, 2, shift="two").plan.units) == 1
 
 
 def test_closures_over_arrays_and_tracers():
@@ -272,7 +272,7 @@ def test_random_programs(part, request):
     for seed in range(part * count, (part + 1) * count):
         f, arrays = random_program(seed)
         plan, _, leaves = jt.fuse(f)._planned(tuple(arrays), {})
-        made += len(plan.groups)
+        made += len(plan.units)
         try:
             got, want = evaluate(plan, leaves, by_interpreter), jax.tree.leaves(f(*arrays))
             for x, y in zip(got, want, strict=True):

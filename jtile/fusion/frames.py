@@ -1,0 +1,137 @@
+"""Steps on tiles: what one program of a kernel does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+import jtile as jt
+
+from .layout import Layout
+from .steps import ELEMENTWISE, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
+
+
+class Tiling:
+    """How programs share the elements of a layout.
+
+    Attributes:
+      sides: those of a program's tile, along all axes.
+      grid: how many programs there are along each axis that none of them takes whole.
+    """
+
+    def __init__(self, layout: Layout, sides: tuple[int, ...]):
+        self.layout, self.sides = layout, sides
+        self._axes = [a for a in range(len(sides)) if a not in layout.whole]
+        self.grid = tuple(jt.cdiv(layout.sizes[a], sides[a]) for a in self._axes)
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+    def frame(self) -> Frame:
+        """That of the program that is traced."""
+        return Frame(self.layout, self.sides, {a: jt.program_id(k) for k, a in enumerate(self._axes)}, {})
+
+
+class Frame:
+    """The tiles of one program. All of them have one side for every axis of the group, 1 where the value has not."""
+
+    def __init__(self, layout: Layout, sides: tuple[int, ...], ids: dict[int, Any], tiles: dict[Value, Any]):
+        self.layout, self.sides, self.ids, self.tiles = layout, sides, ids, tiles
+
+    def _shape(self, value: Operand) -> tuple[int, ...]:
+        own = self.layout.axes[value] if isinstance(value, Value) else ()
+        return tuple(n if a in own else 1 for a, n in enumerate(self.sides))
+
+    def _view(self, value: Value, ref, at: Any | None):
+        """(the tiles of an array, the index of this program's)."""
+        own = self.layout.axes[value]
+        rounds = () if at is None else (None,)
+        index = () if at is None else (at,)
+        return ref.tiles(*rounds, *(self.sides[a] for a in own)), (*index, *(self.ids.get(a, 0) for a in own))
+
+    def tile(self, value: Value, ref, at: Any | None = None):
+        """The elements of this program of an array, or of its part number `at` along the first dimension."""
+        own = self.layout.axes[value]
+        if not own:
+            tile = ref[...] if at is None else ref[at]
+        else:
+            view, index = self._view(value, ref, at)
+            tile = view[index]
+            if list(own) != sorted(own):
+                tile = jnp.transpose(tile, [own.index(a) for a in sorted(own)])
+        return tile.reshape(self._shape(value))
+
+    def load(self, value: Value, ref, at: Any | None = None) -> None:
+        self.tiles[value] = self.tile(value, ref, at)
+
+    def store(self, value: Value, ref, at: Any | None = None) -> None:
+        """Writes a tile to where `tile` reads it."""
+        own = self.layout.axes[value]
+        tile = self.tiles[value].reshape([self.sides[a] for a in sorted(own)])
+        if not own:
+            ref[... if at is None else at] = tile
+            return
+        if list(own) != sorted(own):
+            tile = jnp.transpose(tile, [sorted(own).index(a) for a in own])
+        view, index = self._view(value, ref, at)
+        view[index] = tile
+
+    def spread(self, x: Operand, of: Value):
+        """The tile of an operand, in the shape that the tile of a value has."""
+        return jnp.broadcast_to(self.read(x), self._shape(of))
+
+    def read(self, x: Operand):
+        if isinstance(x, Value):
+            return self.tiles[x]
+        return jnp.full((1,) * len(self.sides), x.value, x.dtype)
+
+    def run(self, step: Step) -> None:
+        (out,) = step.outs
+        self.tiles[out] = self._result(step, out, [self.read(x) for x in step.ins])
+
+    def _result(self, step: Step, out: Value, tiles: list):
+        if step.name in ELEMENTWISE:
+            spread = [jnp.broadcast_to(t, self._shape(out)) for t in tiles]
+            return step.run(spread)[0]
+        if step.name == "iota":
+            return self._iota(step, out)
+        if step.name not in REDUCTIONS | PLACES | RUNNING:
+            return tiles[0]  # dimensions of one element come and go, or are spread where they are used
+        (x,) = step.ins
+        place = self._places(x)
+        if step.name in RUNNING:
+            at = place[step.params["axis"]]
+            return tiles[0] if at is None else step.run(tiles, axis=at)[0]
+        gone = sorted({a for i in step.params["axes"] if (a := place[i]) is not None})
+        if not gone:
+            return jnp.zeros(self._shape(out), out.dtype) if step.name in PLACES else tiles[0]
+        return step.run(tiles, axes=tuple(gone))[0].reshape(self._shape(out))
+
+    def _places(self, x: Operand) -> dict[int, int | None]:
+        """Of each dimension of a value its axis. The dimensions of a merged axis all have that one."""
+        assert isinstance(x, Value)
+        own, found = list(self.layout.axes[x]), {}
+        left = 0
+        for i, n in enumerate(x.shape):
+            if n == 1:
+                found[i] = None
+                continue
+            left = left or self.layout.sizes[own[0]]
+            found[i] = own[0]
+            left //= n
+            if left <= 1:
+                own, left = own[1:], 0
+        return found
+
+    def _iota(self, step: Step, out: Value):
+        at = step.params["dimension"]
+        if out.shape[at] == 1:
+            return jnp.zeros(self._shape(out), out.dtype)
+        axis = self._places(out)[at]
+        assert axis is not None
+        numbers = jt.arange(self.sides[axis]) + self.ids.get(axis, 0) * self.sides[axis]
+        shape = [self.sides[axis] if a == axis else 1 for a in range(len(self.sides))]
+        return jnp.broadcast_to(numbers.astype(out.dtype).reshape(shape), self._shape(out))
