@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 import jtile as jt
-from jtile.ops._shapes import fit, machine
 
-from .costs import COLUMNS, loop_sides
-from .frames import Frame, Tiling
 from .groups import Group, Unit
-from .layout import Layout
 from .loops import Loop
 from .steps import MOVES, Step, Value
+from .sums import Sums
+from .tilings import group_tiling, loop_tiling
 
 
 def name_of(first: str, steps: Sequence[Step]) -> str:
     """`first` and what the steps compute first: profilers show it."""
     names = dict.fromkeys(s.name.removeprefix("reduce_") for s in steps if s.name not in MOVES | {"copy"})
     return "_".join([first, *[*names][:4]])
-
-
-def tiles_of(layout: Layout) -> tuple[int, ...]:
-    """The sides of the tile of a program: whole axes, and of the others blocks, the innermost first, as far as a
-    program has room for more."""
-    m = machine()
-    sides = [n if a in layout.whole else 1 for a, n in enumerate(layout.sizes)]
-    room = max((m.row if layout.whole else m.tile) // max(layout.row, 1), 1)
-    programs = math.prod(n for a, n in enumerate(layout.sizes) if a not in layout.whole)
-    room = min(room, max(jt.cdiv(programs, m.programs), 1)) if layout.whole else room
-    last = len(sides) - 1
-    if layout.whole and last not in layout.whole:  # elements that lie side by side in memory
-        room = max(room, min(layout.sizes[last], COLUMNS))
-    for a in reversed(range(len(layout.sizes))):
-        if a not in layout.whole and room > 1:
-            sides[a] = fit(layout.sizes[a], min(room, layout.sizes[a]))
-            room //= sides[a]
-    return tuple(sides)
 
 
 class GroupKernel:
@@ -51,12 +30,11 @@ class GroupKernel:
     """
 
     def __init__(self, group: Group):
-        layout, self.group = group.layout, group
-        self.tiling = Tiling(layout, tiles_of(layout))
-        self.types = [jax.ShapeDtypeStruct(layout.shape_of(v), v.dtype) for v in group.outputs]
-        self.kernel = jt.call(
-            self._body, out_type=self.types, grid=self.tiling.grid or 1, name=name_of("fused", group.steps)
-        )
+        self.group, self.tiling = group, group_tiling(group.layout)
+        self._sums = Sums(group, self.tiling)
+        self.types = [self._sums.type_of(v) for v in group.outputs]
+        body, name = self._sums.body if group.last else self._body, name_of("fused", group.steps)
+        self.kernel = jt.call(body, out_type=self.types, grid=self.tiling.grid or 1, name=name)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The outputs of the group for its inputs."""
@@ -70,7 +48,7 @@ class GroupKernel:
         return [x.reshape(self.group.layout.shape_of(v)) for v, x in zip(self.group.inputs, args, strict=True)]
 
     def _unpacked(self, outs: Sequence[Any]) -> list[Any]:
-        return [y.reshape(v.shape) for v, y in zip(self.group.outputs, outs, strict=True)]
+        return [self._sums.finished(v, y) for v, y in zip(self.group.outputs, outs, strict=True)]
 
     def _body(self, *refs) -> None:
         group, frame = self.group, self.tiling.frame()
@@ -91,7 +69,7 @@ class LoopKernel:
 
     def __init__(self, loop: Loop):
         self.loop = loop
-        self.tiling = Tiling(loop.layout, loop_sides(loop.layout))
+        self.tiling = loop_tiling(loop.layout)
         self.types = [jax.ShapeDtypeStruct(self._shape(r), v.dtype) for r, v in zip(loop.written, loop.outputs)]
         self.kernel = jt.call(
             self._body, out_type=self.types, grid=self.tiling.grid or 1, name=name_of("loop", loop.steps)
@@ -135,7 +113,7 @@ class LoopKernel:
 
         def one(i, carry):
             at = loop.length - 1 - i if loop.reverse else i
-            own = Frame(frame.layout, frame.sides, frame.ids, {**frame.tiles, **dict(zip(loop.carry, carry))})
+            own = frame.with_tiles(dict(zip(loop.carry, carry)))
             for value, ref in of_round:
                 own.load(value, ref, at)
             for step in loop.steps:

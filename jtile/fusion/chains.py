@@ -75,7 +75,7 @@ class Chain:
     of: Mapping[Value, tuple[Axis, ...]]
 
     @property
-    def ruled(self) -> bool:
+    def by_equations(self) -> bool:
         return any(node.ruled for node in self.nodes)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:

@@ -9,18 +9,23 @@ import math
 from collections.abc import Sequence
 
 import jtile as jt
-from jtile.ops._shapes import fit, machine
 
-from .layout import Layout
-from .steps import MOVES, REDUCTIONS, RUNNING, Step, Value, size_of
+from .layout import COLUMNS, Layout
+from .steps import ELEMENTWISE, MOVES, REDUCTIONS, RUNNING, Step, Value, size_of
 
 LEAST = 4096  # elements of the largest array: below, a kernel is not quicker than XLA
 ROW_CPU, ROW_GPU = 16384, 32768  # elements that a program takes whole
 ALONE = 4096  # the same where there is one program only
-COLUMNS = 64  # of a tile at least, where what is summed lies along another axis than the last
 TILE = 65536  # elements of such a tile
-LOOP_TILE = 256  # elements that a program takes through all rounds of a loop
-LANES = 16  # and at least
+MANY = 6  # arrays
+
+# Parts of arrays, which XLA reads where an elementwise function needs them; a kernel would have to wait for a copy.
+PARTS = frozenset(["slice", "dynamic_slice", "concatenate", "pad", "rev", "gather", "select_and_scatter_add"])
+# Arithmetic of an instruction or two: a chain of it is bound by memory, and XLA's code reads many arrays as quickly.
+CHEAP = frozenset(
+    ["add", "sub", "mul", "div", "max", "min", "neg", "abs", "sqrt", "rsqrt", "square", "integer_pow", "select_n",
+     "eq", "ne", "lt", "le", "gt", "ge", "and", "or"]
+)  # fmt: skip
 
 
 def has_room(layout: Layout) -> bool:
@@ -34,15 +39,12 @@ def has_room(layout: Layout) -> bool:
     return layout.row <= (ROW_GPU if "warps" in jt.target().features else ROW_CPU)
 
 
-# Parts of arrays, which XLA reads where an elementwise function needs them; a kernel would have to wait for a copy.
-PARTS = frozenset(["slice", "dynamic_slice", "concatenate", "pad", "rev", "gather", "select_and_scatter_add"])
-# Arithmetic of an instruction or two: a chain of it is bound by memory, and XLA's code reads many arrays as quickly.
-CHEAP = frozenset(
-    ["add", "sub", "mul", "div", "max", "min", "neg", "abs", "sqrt", "rsqrt", "square", "integer_pow", "select_n",
-     "eq", "ne", "lt", "le", "gt", "ge", "and", "or"]
-)  # fmt: skip
-MANY = 6  # arrays
-COLUMN_SUMS = 2  # reductions along another axis than the last: each of more is a pass that XLA has, too
+def once_is_quicker(layout: Layout, steps: Sequence[Step]) -> bool:
+    """Whether it pays that a program takes axes whole. Columns of a matrix are read a few at a time then; reading it
+    twice, row by row, is as quick as long as nothing but cheap arithmetic is done twice."""
+    if not layout.whole or len(layout.sizes) - 1 in layout.whole:
+        return True
+    return any(step.name in ELEMENTWISE - CHEAP - {"convert_element_type", "copy"} for step in steps)
 
 
 def not_worth(steps: Sequence[Step], inputs: Sequence[Value], outputs: Sequence[Value], layout: Layout) -> str | None:
@@ -62,9 +64,6 @@ def not_worth(steps: Sequence[Step], inputs: Sequence[Value], outputs: Sequence[
     names = {step.name for step in work}
     if not layout.whole and names <= CHEAP and len(inputs) + len(outputs) >= MANY:
         return f"it is arithmetic of {len(inputs) + len(outputs)} arrays, which memory bounds"
-    sums = [step for step in work if step.name in REDUCTIONS | RUNNING]
-    if layout.whole and len(layout.sizes) - 1 not in layout.whole and len(sums) > COLUMN_SUMS:
-        return f"it has {len(sums)} reductions along another axis than the last"
     return None
 
 
@@ -74,19 +73,6 @@ def reads_parts(inputs: Sequence[Value], made_by: dict[Value, str], layout: Layo
     if not layout.whole and sum(map(size_of, parts)) * 2 > sum(map(size_of, inputs)):
         return "it reads parts of arrays, which XLA does without copies"
     return None
-
-
-def loop_sides(layout: Layout) -> tuple[int, ...]:
-    """The sides of the tile of a program that runs all rounds of a loop: few elements, which stay in registers."""
-    sides = [n if a in layout.whole else 1 for a, n in enumerate(layout.sizes)]
-    programs = math.prod(n for a, n in enumerate(layout.sizes) if a not in layout.whole)
-    room = max(min(jt.cdiv(programs, machine().programs), LOOP_TILE // layout.row), 1)
-    room = jt.cdiv(room, LANES) * LANES if machine().whole else jt.next_power_of_2(max(room, LANES))
-    for a in reversed(range(len(layout.sizes))):
-        if a not in layout.whole and room > 1:
-            sides[a] = fit(layout.sizes[a], room) if layout.sizes[a] <= room else room
-            room //= sides[a]
-    return tuple(sides)
 
 
 def loop_worth(layout: Layout, length: int, steps: Sequence[Step]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,35 +12,18 @@ from .layout import Layout
 from .steps import ELEMENTWISE, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
 
 
-class Tiling:
-    """How programs share the elements of a layout.
-
-    Attributes:
-      sides: those of a program's tile, along all axes.
-      grid: how many programs there are along each axis that none of them takes whole.
-    """
-
-    def __init__(self, layout: Layout, sides: tuple[int, ...]):
-        self.layout, self.sides = layout, sides
-        self._axes = [a for a in range(len(sides)) if a not in layout.whole]
-        self.grid = tuple(jt.cdiv(layout.sizes[a], sides[a]) for a in self._axes)
-
-    @property
-    def programs(self) -> int:
-        return math.prod(self.grid)
-
-    def frame(self) -> Frame:
-        """That of the program that is traced."""
-        return Frame(self.layout, self.sides, {a: jt.program_id(k) for k, a in enumerate(self._axes)}, {})
-
-
 class Frame:
     """The tiles of one program. All of them have one side for every axis of the group, 1 where the value has not."""
 
     def __init__(self, layout: Layout, sides: tuple[int, ...], ids: dict[int, Any], tiles: dict[Value, Any]):
         self.layout, self.sides, self.ids, self.tiles = layout, sides, ids, tiles
 
-    def _shape(self, value: Operand) -> tuple[int, ...]:
+    def with_tiles(self, tiles: dict[Value, Any]) -> Frame:
+        """A frame of the same program that knows some tiles besides."""
+        return Frame(self.layout, self.sides, self.ids, {**self.tiles, **tiles})
+
+    def shape_of(self, value: Operand) -> tuple[int, ...]:
+        """That of the tile of a value."""
         own = self.layout.axes[value] if isinstance(value, Value) else ()
         return tuple(n if a in own else 1 for a, n in enumerate(self.sides))
 
@@ -62,7 +44,7 @@ class Frame:
             tile = view[index]
             if list(own) != sorted(own):
                 tile = jnp.transpose(tile, [own.index(a) for a in sorted(own)])
-        return tile.reshape(self._shape(value))
+        return tile.reshape(self.shape_of(value))
 
     def load(self, value: Value, ref, at: Any | None = None) -> None:
         self.tiles[value] = self.tile(value, ref, at)
@@ -81,7 +63,7 @@ class Frame:
 
     def spread(self, x: Operand, of: Value):
         """The tile of an operand, in the shape that the tile of a value has."""
-        return jnp.broadcast_to(self.read(x), self._shape(of))
+        return jnp.broadcast_to(self.read(x), self.shape_of(of))
 
     def read(self, x: Operand):
         if isinstance(x, Value):
@@ -94,21 +76,24 @@ class Frame:
 
     def _result(self, step: Step, out: Value, tiles: list):
         if step.name in ELEMENTWISE:
-            spread = [jnp.broadcast_to(t, self._shape(out)) for t in tiles]
+            spread = [jnp.broadcast_to(t, self.shape_of(out)) for t in tiles]
             return step.run(spread)[0]
         if step.name == "iota":
             return self._iota(step, out)
         if step.name not in REDUCTIONS | PLACES | RUNNING:
             return tiles[0]  # dimensions of one element come and go, or are spread where they are used
-        (x,) = step.ins
-        place = self._places(x)
         if step.name in RUNNING:
-            at = place[step.params["axis"]]
+            at = self._places(step.ins[0])[step.params["axis"]]
             return tiles[0] if at is None else step.run(tiles, axis=at)[0]
-        gone = sorted({a for i in step.params["axes"] if (a := place[i]) is not None})
+        gone = self.gone(step)
         if not gone:
-            return jnp.zeros(self._shape(out), out.dtype) if step.name in PLACES else tiles[0]
-        return step.run(tiles, axes=tuple(gone))[0].reshape(self._shape(out))
+            return jnp.zeros(self.shape_of(out), out.dtype) if step.name in PLACES else tiles[0]
+        return step.run(tiles, axes=tuple(gone))[0].reshape(self.shape_of(out))
+
+    def gone(self, step: Step) -> list[int]:
+        """The axes along which a step sums."""
+        place = self._places(step.ins[0])
+        return sorted({a for i in step.params["axes"] if (a := place[i]) is not None})
 
     def _places(self, x: Operand) -> dict[int, int | None]:
         """Of each dimension of a value its axis. The dimensions of a merged axis all have that one."""
@@ -129,9 +114,12 @@ class Frame:
     def _iota(self, step: Step, out: Value):
         at = step.params["dimension"]
         if out.shape[at] == 1:
-            return jnp.zeros(self._shape(out), out.dtype)
+            return jnp.zeros(self.shape_of(out), out.dtype)
         axis = self._places(out)[at]
         assert axis is not None
+        return jnp.broadcast_to(self.numbers(axis).astype(out.dtype), self.shape_of(out))
+
+    def numbers(self, axis: int):
+        """The numbers along an axis of this program's elements."""
         numbers = jt.arange(self.sides[axis]) + self.ids.get(axis, 0) * self.sides[axis]
-        shape = [self.sides[axis] if a == axis else 1 for a in range(len(self.sides))]
-        return jnp.broadcast_to(numbers.astype(out.dtype).reshape(shape), self._shape(out))
+        return numbers.reshape([self.sides[axis] if a == axis else 1 for a in range(len(self.sides))])

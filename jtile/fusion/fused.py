@@ -125,10 +125,10 @@ def _values(node: Node, have: dict[Value, Any], **params: Any) -> Iterable[tuple
 
 
 def run_unit(unit: Unit, args: Sequence[Any]) -> Sequence[Any]:
-    """A unit by its kernel. Where functions have derivative rules of their own, the derivative is that of the equations
-    themselves, by these rules; else it is the kernel's."""
+    """A unit by its kernel. Where functions have derivative rules of their own, or sums leave the kernel in parts, the
+    derivative is that of the equations themselves; else it is the kernel's."""
     kernel = kernel_of(unit)
-    if not unit.ruled:
+    if not unit.by_equations:
         return kernel(args)
 
     @jax.custom_jvp
@@ -201,8 +201,8 @@ def _arrays(values: Sequence[Value]) -> str:
 def _lines_of(unit: Unit) -> list[str]:
     head = _attention_of(unit) if isinstance(unit, Chain) else _head_of(unit)
     lines = [head, f"  reads {_arrays(unit.inputs)}", f"  writes {_arrays(unit.outputs)}"]
-    if unit.ruled:
-        lines.append("  its derivative is that of its equations, of which some have rules of their own")
+    if unit.by_equations:
+        lines.append("  its derivative is that of its equations, by XLA")
     steps = unit.steps if isinstance(unit, Loop) else [node.eqn for node in unit.nodes if not node.free]
     return lines + [f"    {_equation(step)}" for step in steps]
 
@@ -217,6 +217,8 @@ def _head_of(unit: Group | Loop) -> str:
     tile = " x ".join(map(str, kernel.tiling.sides)) or "one element"
     whole = f", {unit.layout.row} of them along axes that a program takes whole" if unit.layout.whole else ""
     rounds = f"; each runs all {unit.length} rounds" if isinstance(unit, Loop) else ""
+    if isinstance(unit, Group) and unit.last:
+        rounds = "; its programs share the axes that the last sums go along"
     programs = f"{kernel.tiling.programs} programs, each with tiles of {tile} elements{whole}{rounds}"
     return f"kernel {kernel.kernel.name}: {programs}"
 

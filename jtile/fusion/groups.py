@@ -7,11 +7,11 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from .chains import Chain, chain_of
-from .costs import has_room, not_worth, reads_parts
+from .costs import has_room, not_worth, once_is_quicker, reads_parts
 from .inner import functions_of
 from .layout import Layout, layout_of
 from .loops import Loop, loop_of
-from .steps import Node, Program, Step, Value, program_of
+from .steps import REDUCTIONS, Node, Program, Step, Value, program_of, size_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,22 +22,27 @@ class Group:
       nodes: the nodes, in order; those that make constants for them first.
       inputs, outputs: what the kernel reads and writes.
       layout: which axes the values have.
+      last: sums along axes that no program takes whole.
     """
 
     nodes: list[Node]
     inputs: list[Value]
     outputs: list[Value]
     layout: Layout
+    last: list[Step]
 
     @property
     def steps(self) -> list[Step]:
         return [step for node in self.nodes for step in node.steps]
 
     @property
-    def ruled(self) -> bool:
-        """Whether a function with a derivative rule of its own is among its nodes."""
-        return any(node.ruled for node in self.nodes)
+    def by_equations(self) -> bool:
+        """Whether its derivative is that of its equations: some have rules of their own, or a kernel's would keep all
+        partial sums."""
+        return bool(self.last) or any(node.ruled for node in self.nodes)
 
+
+LARGE = 65536  # elements of an array that is worth reading once for several results
 
 Unit = Group | Chain | Loop  # what runs as a kernel
 
@@ -156,11 +161,13 @@ class _Cutter:
         return chain and (chain, [before[0], after[0]])
 
     def _join(self, k: int) -> None:
-        """Puts a node into the groups of what it reads, all of them together if that goes, or into one of its own."""
+        """Puts a node into the groups of what it reads, all of them together if that goes; or into one that reads the
+        same array; or into one of its own."""
         near = dict.fromkeys(self.group_of[m] for m in self._makers(self.nodes[k]) if m in self.group_of)
         near = sorted(near, key=lambda first: -max(self.members[first]))
         together = [[*near]] if len(near) > 1 else []
-        for firsts in [*together, *([first] for first in near)]:
+        beside = [[first] for first in self._beside(k) if first not in near]
+        for firsts in [*together, *([first] for first in near), *beside]:
             members = sorted([k, *(m for first in firsts for m in self.members[first])])
             if self._is_convex(members) and self._group(members) is not None and self._runs(members, firsts):
                 for first in firsts:
@@ -169,6 +176,12 @@ class _Cutter:
                 return
         if self._group([k]) is not None:
             self._put([k])
+
+    def _beside(self, k: int) -> list[int]:
+        """The groups that read one of the large arrays which a node reads, from none of which it gets it."""
+        shared = [x for x in self.nodes[k].ins if isinstance(x, Value) and size_of(x) >= LARGE]
+        users = [m for x in shared for m in self.users[x] if m < k and m in self.group_of]
+        return list(dict.fromkeys(self.group_of[m] for m in users))
 
     def _put(self, members: list[int]) -> None:
         self.members[members[0]] = members
@@ -220,10 +233,8 @@ class _Cutter:
             for v in self.nodes[k].outs
             if v in self.results or any(user not in own for user in self.users.get(v, ()))
         ]
-        layout = layout_of(steps, [*read, *written])
-        if layout is None or not written or not all(map(layout.covers, written)) or not has_room(layout):
-            return None
-        return Group(nodes, [*read], written, layout)
+        layout, last = _laid_out(steps, [*read], written)
+        return None if layout is None or not written else Group(nodes, [*read], written, layout, last)
 
     def _constants(self, members: Sequence[int]) -> list[Node]:
         """The nodes that make what these ones read without any input of the program."""
@@ -234,3 +245,23 @@ class _Cutter:
             found |= new
             todo += new
         return [self.nodes[m] for m in sorted(found)]
+
+
+def _laid_out(steps: Sequence[Step], read: list[Value], written: list[Value]) -> tuple[Layout | None, list[Step]]:
+    """The layout of a kernel's steps, and those that sum along axes which its programs share. Such sums are kept for
+    what no program has room for, or does not have side by side in memory."""
+    inner = {x for step in steps for x in step.ins}
+    ends = {step.outs[0]: step for step in steps if step.name in REDUCTIONS and step.outs[0] not in inner}
+    whole = layout_of(steps, [*read, *written])
+    if whole is None or not all(map(whole.covers, written)) or not has_room(whole) or not once_is_quicker(whole, steps):
+        whole = None
+    if not ends or (whole is not None and (not whole.whole or len(whole.sizes) - 1 in whole.whole)):
+        return whole, []
+    shared = layout_of(steps, [*read, *written], last=set(ends.values()))
+    if shared is None or not shared.late or not has_room(shared):
+        return whole, []
+    axes = {v: set(shared.axes[v]) for step in ends.values() for v in (*step.ins, *step.outs) if isinstance(v, Value)}
+    last = [step for step in ends.values() if shared.late & axes[step.ins[0]] - axes[step.outs[0]]]  # type: ignore[index]
+    if all(shared.covers(v, shared.late if ends.get(v) in last else frozenset()) for v in written):
+        return shared, last
+    return whole, []

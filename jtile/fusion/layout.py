@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from .steps import ELEMENTWISE, PLACES, REDUCTIONS, RUNNING, Operand, Step, Value
 
 MOST_AXES = 6
+COLUMNS = 64  # of a tile at least, where what is summed lies along another axis than the last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +20,14 @@ class Layout:
       sizes: of each axis.
       whole: the axes that every program takes whole, since something is summed along them; the grid has the others.
       axes: of each value the axis of each of its dimensions of more than one element.
+      late: the axes along which nothing but results is summed: each program adds up what it has, and its sums are added
+        up at the end.
     """
 
     sizes: tuple[int, ...]
     whole: frozenset[int]
     axes: dict[Value, tuple[int, ...]]
+    late: frozenset[int] = frozenset()
 
     @property
     def row(self) -> int:
@@ -34,9 +38,10 @@ class Layout:
         """That of the array which stands for a value: without dimensions of one element, and with merged ones."""
         return tuple(self.sizes[a] for a in self.axes[value])
 
-    def covers(self, value: Value) -> bool:
-        """Whether each program has elements of its own of a value."""
-        return set(range(len(self.sizes))) - self.whole <= set(self.axes[value])
+    def covers(self, value: Value, without: frozenset[int] = frozenset()) -> bool:
+        """Whether each program has elements of its own of a value, which has not the axes `without`."""
+        own = set(self.axes[value])
+        return set(range(len(self.sizes))) - self.whole - without <= own and without.isdisjoint(own)
 
 
 class Axes:
@@ -60,13 +65,16 @@ class Axes:
 
 
 def layout_of(
-    steps: Sequence[Step], ends: Sequence[Value], same: Iterable[tuple[Operand, Operand]] = ()
+    steps: Sequence[Step],
+    ends: Sequence[Value],
+    same: Iterable[tuple[Operand, Operand]] = (),
+    last: Collection[Step] = (),
 ) -> Layout | None:
     """The layout of steps whose inputs and outputs are `ends`, where pairs of `same` shape have the same axes; None if
-    their values have no axes in common."""
-    axes, whole, alone = Axes(), [], []
+    their values have no axes in common. last: sums that no other step reads, which need no whole axes."""
+    axes, whole, alone, late = Axes(), [], [], []
     for step in steps:
-        relate(step, axes, whole, alone)
+        relate(step, axes, late if step in last else whole, alone)
     for x, y in same:
         for i in range(len(x.shape)):
             axes.join(x, i, y, i)
@@ -79,13 +87,16 @@ def layout_of(
     for v in sorted(values, key=lambda v: -len(of[v])):
         order += [root for root in of[v] if root not in order]
     kept = {axes.find(at) for at in whole}
-    runs = _merged(order, kept, {axes.find(at) for at in alone}, of.values(), [of[v] for v in ends])
+    summed = {axes.find(at) for at in late} - kept
+    kinds = {root: (root in kept, root in summed) for root in order}
+    runs = _merged(order, kinds, {axes.find(at) for at in alone}, of.values(), [of[v] for v in ends])
     number = {root: k for k, run in enumerate(runs) for root in run[:1]}
     sizes = tuple(math.prod(root[0].shape[root[1]] for root in run) for run in runs)
     if len(sizes) > MOST_AXES:
         return None
     numbers = {v: tuple(number[root] for root in roots if root in number) for v, roots in of.items()}
-    return Layout(sizes, frozenset(number[root] for root in kept if root in number), numbers)
+    whole_axes, late_axes = (frozenset(number[root] for root in roots if root in number) for roots in (kept, summed))
+    return Layout(sizes, whole_axes, numbers, late_axes)
 
 
 def relate(step: Step, axes: Axes, whole: list | None = None, alone: list | None = None) -> None:
@@ -136,13 +147,13 @@ def _relate_product(step: Step, axes: Axes) -> None:
         axes.join(y, i, out, k)
 
 
-def _merged(order: list, whole: set, alone: set, values: Iterable[list], ends: list[list]) -> list[list]:
+def _merged(order: list, kinds: dict, alone: set, values: Iterable[list], ends: list[list]) -> list[list]:
     """Runs of axes that every value has side by side or not at all: arrays have one dimension for each."""
     values = [*map(list, values)]
     runs: list[list] = []
     for root in order:
         last = runs[-1][-1] if runs else None
-        beside = last is not None and root not in alone and last not in alone and (root in whole) == (last in whole)
+        beside = last is not None and root not in alone and last not in alone and kinds[root] == kinds[last]
         if beside and all(_together(roots, last, root) for roots in [*values, *ends]):
             runs[-1].append(root)
         else:

@@ -44,7 +44,7 @@ class Loop:
     reverse: bool
 
     @property
-    def ruled(self) -> bool:
+    def by_equations(self) -> bool:
         """Whether a function with a derivative rule of its own is in its body."""
         inner = self.nodes[0].eqn.params["jaxpr"].jaxpr
         return any(eqn.primitive.name.startswith("custom_") for eqn in inner.eqns)

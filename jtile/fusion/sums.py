@@ -1,0 +1,119 @@
+"""Groups whose last steps sum along axes that no program takes whole: each program goes through many tiles and adds up
+what it has, and XLA adds up the sums of the programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+
+from .frames import Frame
+from .groups import Group
+from .steps import Step, Value
+from .tilings import Tiling
+
+TOGETHER = {
+    "reduce_sum": jnp.add,
+    "reduce_prod": jnp.multiply,
+    "reduce_max": jnp.maximum,
+    "reduce_min": jnp.minimum,
+    "reduce_and": jnp.bitwise_and,
+    "reduce_or": jnp.bitwise_or,
+}
+
+
+def neutral(step: Step, dtype: np.dtype) -> Any:
+    """What changes no sum of a step."""
+    kind = step.name.removeprefix("reduce_")
+    if kind in ("sum", "or", "prod"):
+        return kind == "prod"
+    if kind == "and":
+        return np.invert(np.zeros((), dtype))
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf if kind == "max" else np.inf
+    return kind == "min"
+
+
+def dtype_of_sums(step: Step) -> np.dtype:
+    """The dtype in which a step adds up: float32 for shorter floats."""
+    dtype = step.outs[0].dtype
+    return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
+class Sums:
+    """What a kernel of a group does that has such sums.
+
+    Attributes:
+      steps: all of them. last: those that sum along the axes that programs share.
+    """
+
+    def __init__(self, group: Group, tiling: Tiling):
+        self.group, self.tiling, self.last = group, tiling, group.last
+        self._of = {step.outs[0]: step for step in self.last}
+
+    def type_of(self, value: Value) -> jax.ShapeDtypeStruct:
+        """The type of what the kernel writes for an output: for a sum those of the programs."""
+        shape = self.group.layout.shape_of(value)
+        if value not in self._of:
+            return jax.ShapeDtypeStruct(shape, value.dtype)
+        return jax.ShapeDtypeStruct((self.tiling.shares, *shape), dtype_of_sums(self._of[value]))
+
+    def finished(self, value: Value, written: Any) -> Any:
+        """An output, of what the kernel has written."""
+        if value in self._of:
+            written = self._of[value].run([written], axes=(0,))[0].astype(value.dtype)
+        return written.reshape(value.shape)
+
+    def body(self, *refs) -> None:
+        """That of the kernel."""
+        group, tiling, layout = self.group, self.tiling, self.group.layout
+        frame, share = tiling.frame(), jt.program_id(0)
+        ins = list(zip(group.inputs, refs))
+        outs = dict(zip(group.outputs, refs[len(group.inputs) :], strict=True))
+        for value, ref in ins:
+            if not layout.late & set(layout.axes[value]):
+                frame.load(value, ref)
+        each = jt.cdiv(tiling.late_blocks, tiling.shares)
+        until = jnp.minimum((share + 1) * each, tiling.late_blocks)
+
+        def one(number, sums):
+            own = Frame(layout, frame.sides, {**frame.ids, **tiling.places(number)}, dict(frame.tiles))
+            for value, ref in ins:
+                if value not in own.tiles:
+                    own.load(value, ref)
+            for step in group.steps:
+                if step not in self.last:
+                    own.run(step)
+            for value, ref in outs.items():
+                if value not in self._of:
+                    own.store(value, ref)
+            return tuple(self._more(own, step, so_far) for step, so_far in zip(self.last, sums, strict=True))
+
+        sums = jax.lax.fori_loop(share * each, until, one, tuple(self._none(frame, step) for step in self.last))
+        for step, total in zip(self.last, sums, strict=True):
+            (out,) = step.outs
+            tile = step.run([total], axes=tuple(frame.gone(step)))[0]
+            frame.tiles[out] = tile.reshape(frame.shape_of(out))
+            frame.store(out, outs[out], share)
+
+    def _none(self, frame: Frame, step: Step):
+        dtype = dtype_of_sums(step)
+        return jnp.full(frame.shape_of(step.ins[0]), neutral(step, dtype), dtype)
+
+    def _more(self, frame: Frame, step: Step, so_far):
+        """The sum with the elements of one more tile; those behind the end of an axis change nothing."""
+        (x,) = step.ins
+        tile = frame.read(x).astype(so_far.dtype)
+        for a in self.group.layout.late:
+            if self.group.layout.sizes[a] % frame.sides[a]:
+                inside = frame.numbers(a) < self.group.layout.sizes[a]
+                tile = jnp.where(
+                    jnp.broadcast_to(inside, tile.shape), tile, jnp.full_like(tile, neutral(step, tile.dtype))
+                )
+        return TOGETHER[step.name](so_far, tile)

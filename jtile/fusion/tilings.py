@@ -1,0 +1,99 @@
+"""How many elements a program takes along each axis."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.ops._shapes import fit, machine
+
+from .frames import Frame
+from .layout import COLUMNS, Layout
+
+LOOP_TILE = 256  # elements that a program takes through all rounds of a loop
+LANES = 16  # and at least
+
+
+class Tiling:
+    """How programs share the elements of a layout.
+
+    Attributes:
+      sides: those of a program's tile, along all axes.
+      shares: how many programs, at most, share the blocks of the axes whose sums are added up at the end.
+      grid: how many programs there are: these, and along each other axis that none of them takes whole.
+    """
+
+    def __init__(self, layout: Layout, sides: tuple[int, ...], shares: int = 0):
+        self.layout, self.sides, self.shares = layout, sides, shares
+        self._axes = [a for a in range(len(sides)) if a not in layout.whole | layout.late]
+        self.grid = (*(shares,) * bool(layout.late), *(self.blocks(a) for a in self._axes))
+
+    def blocks(self, axis: int) -> int:
+        """How many tiles an axis has."""
+        return jt.cdiv(self.layout.sizes[axis], self.sides[axis])
+
+    @property
+    def late_blocks(self) -> int:
+        """How many tiles the axes have whose sums are added up at the end."""
+        return math.prod(self.blocks(a) for a in self.layout.late)
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+    def frame(self) -> Frame:
+        """That of the program that is traced."""
+        first = len(self.grid) - len(self._axes)
+        return Frame(self.layout, self.sides, {a: jt.program_id(k) for k, a in enumerate(self._axes, first)}, {})
+
+    def places(self, number) -> dict[int, Any]:
+        """The place of a tile, by its number, along each of the axes whose sums are added up at the end."""
+        found = {}
+        for a in sorted(self.layout.late, reverse=True):
+            found[a], number = (
+                jax.lax.rem(number, jnp.int32(self.blocks(a))),
+                jax.lax.div(number, jnp.int32(self.blocks(a))),
+            )
+        return found
+
+
+def group_tiling(layout: Layout) -> Tiling:
+    """That of a group: its programs take whole axes, and of the others blocks, the innermost first, as far as a program
+    has room for more."""
+    m = machine()
+    sides = [n if a in layout.whole else 1 for a, n in enumerate(layout.sizes)]
+    passes = bool(layout.whole or layout.late)
+    budget, last = m.row if passes else m.tile, len(sides) - 1
+    left = math.prod(n for a, n in enumerate(layout.sizes) if a not in layout.whole)
+    left = max(jt.cdiv(left, m.programs), 1) if passes else left  # elements of a program, so that all have some
+    tiles = set(layout.axes.values())
+    for a in reversed(range(len(sides))):
+        if a in layout.whole:
+            continue
+        room = budget // max((math.prod(sides[b] for b in own) for own in tiles if a in own), default=1)
+        if layout.whole and a == last:  # elements that lie side by side in memory
+            room = max(room, COLUMNS)
+        sides[a] = fit(layout.sizes[a], max(min(room, left, layout.sizes[a]), 1))
+        left = max(left // sides[a], 1)
+    tiling = Tiling(layout, tuple(sides))
+    if not layout.late:
+        return tiling
+    others = math.prod(tiling.grid[1:])
+    return Tiling(layout, tuple(sides), max(1, min(m.sums // others, tiling.late_blocks)))
+
+
+def loop_tiling(layout: Layout) -> Tiling:
+    """That of a loop: programs that run all rounds take few elements, which stay in registers."""
+    sides = [n if a in layout.whole else 1 for a, n in enumerate(layout.sizes)]
+    programs = math.prod(n for a, n in enumerate(layout.sizes) if a not in layout.whole)
+    room = max(min(jt.cdiv(programs, machine().programs), LOOP_TILE // layout.row), 1)
+    room = jt.cdiv(room, LANES) * LANES if machine().whole else jt.next_power_of_2(max(room, LANES))
+    for a in reversed(range(len(layout.sizes))):
+        if a not in layout.whole and room > 1:
+            sides[a] = fit(layout.sizes[a], room) if layout.sizes[a] <= room else room
+            room //= sides[a]
+    return Tiling(layout, tuple(sides))
