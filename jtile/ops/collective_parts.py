@@ -36,6 +36,14 @@ def summed_cotangent(ct: jax.Array, axis: str, total: Callable[[jax.Array], jax.
     return total(ct)
 
 
+def varying_together(axis: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays as what varies over an axis and whatever any of them varies over: their cotangents have one type then."""
+    of = lambda x: set(jax.typeof(x).manual_axis_type.varying)
+    axes = of(jax.lax.axis_index(axis)).union(*map(of, arrays))
+    cast = lambda x: jax.lax.pcast(x, tuple(sorted(axes - of(x))), to="varying") if axes - of(x) else x
+    return tuple(map(cast, arrays))
+
+
 def accumulator(dtype) -> jnp.dtype:
     """The dtype of sums."""
     wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4

@@ -32,6 +32,9 @@ from jtile.ops.collective_products import matmul_all_reduce as matmul_all_reduce
 from jtile.ops.collective_products import matmul_all_reduce_reference as matmul_all_reduce_reference
 from jtile.ops.collective_products import matmul_reduce_scatter as matmul_reduce_scatter
 from jtile.ops.collective_products import matmul_reduce_scatter_reference as matmul_reduce_scatter_reference
+from jtile.ops.ring_attention import ring_attention as ring_attention
+from jtile.ops.ring_attention import ring_attention_reference as ring_attention_reference
+from jtile.ops.ring_attention import zigzag_order as zigzag_order
 
 ONE_SHOT = 256 << 10  # bytes up to which every device sums everything: a second turn costs more than the traffic
 

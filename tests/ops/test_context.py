@@ -1,0 +1,45 @@
+"""Attention and mixtures that devices share: the checks of context_checks.py on eight host devices, in one child
+process; and their kernels in the interpreter, which finds races and deadlocks."""
+
+from pathlib import Path
+
+import devices
+import numpy as np
+import pytest
+
+from jtile.ops import ring_attention as ring
+
+CHECKS = Path(__file__).with_name("context_checks.py")
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", devices.names(CHECKS))
+def test_on_devices(name, tmp_path_factory):
+    failed = devices.outcome(CHECKS, name, tmp_path_factory)
+    assert not failed, failed
+
+
+def floats(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def test_the_ring_in_the_interpreter():
+    """Three devices, so that buffers are used again; causal, in zigzag order, two heads of queries and one of keys."""
+    q, g, k, v = floats(3, 1, 2, 1, 2, 2), floats(3, 1, 2, 1, 2, 2), floats(3, 1, 2, 1, 1, 2), floats(3, 1, 2, 1, 1, 2)
+    options = dict(axis="x", bq=1, bk=1, programs=2, scale=1.0, softcap=None, window=(None, 0), mesh={"x": 3}, seed=1)
+    o, lse, *_ = ring.ring_forward.interpret(q, k, v, **options)
+    delta = (o * g).sum(-1).transpose(0, 1, 4, 2, 3)
+    got = ring.ring_backward.interpret(q, k, v, g, lse, delta, **options)
+    places = np.array([[r, 5 - r] for r in range(3)])
+    flat = lambda x: x.reshape(6, -1, 2).astype(np.float64)
+    Q, G, K, V = map(flat, (q, g, k, v))
+    s = np.einsum("thd,sd->hts", Q, K[:, 0])
+    p = np.exp(np.where(places.reshape(-1, 1) >= places.reshape(1, -1), s, -np.inf))
+    p /= p.sum(-1, keepdims=True)
+    dp = np.einsum("thd,sd->hts", G, V[:, 0])
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True))
+    want = np.einsum("hts,sd->thd", ds, K[:, 0]), np.einsum("hts,thd->sd", ds, Q), np.einsum("hts,thd->sd", p, G)
+    np.testing.assert_allclose(flat(o), np.einsum("hts,sd->thd", p, V[:, 0]), rtol=1e-5, atol=1e-6)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x.reshape(y.shape), y, rtol=1e-5, atol=1e-5)
