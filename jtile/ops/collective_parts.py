@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,14 @@ def summed_cotangent(ct: jax.Array, axis: str, total: Callable[[jax.Array], jax.
     return total(ct)
 
 
-def varying_together(axis: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays as what varies over an axis and whatever any of them varies over: their cotangents have one type then."""
+def varying_together(axis: str, *arrays: Any) -> tuple[Any, ...]:
+    """Arrays, or trees of them, as what varies over an axis and whatever any of them varies over: their cotangents have
+    one type then."""
     of = lambda x: set(jax.typeof(x).manual_axis_type.varying)
-    axes = of(jax.lax.axis_index(axis)).union(*map(of, arrays))
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    axes = of(jax.lax.axis_index(axis)).union(*map(of, jax.tree.leaves(arrays)))
     cast = lambda x: jax.lax.pcast(x, tuple(sorted(axes - of(x))), to="varying") if axes - of(x) else x
-    return tuple(map(cast, arrays))
+    return jax.tree.map(cast, arrays)
 
 
 def accumulator(dtype) -> jnp.dtype:

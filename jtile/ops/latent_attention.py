@@ -119,13 +119,18 @@ def mla_decode(
     if q.ndim == 3:
         options = {"rank": rank, "pages": pages, "scales": scales, "scale": scale, "splits": splits}
         return mla_decode(q[:, None], cache, lengths, **options)[:, 0]
-    _check(q, cache if scales is None else _check_scales(q, cache, scales), lengths, pages, rank, splits)
+    check_decode(q, cache, lengths, pages, scales, rank, splits)
     batch, t, heads, width = q.shape
     if q.size == 0 or cache.size == 0 or (pages is not None and pages.size == 0):
         return jnp.zeros((batch, t, heads, rank), q.dtype)
     scale = width**-0.5 if scale is None else float(scale)
     table = None if pages is None else pages.astype(jnp.int32)
     return _decode(q, cache, lengths.astype(jnp.int32), table, scales, rank, scale, splits)
+
+
+def check_decode(q, cache, lengths, pages, scales, rank: int, splits: int | None) -> None:
+    """Typed errors for operands of `mla_decode`, of q [batch, t, heads, rank + rope]."""
+    _check(q, cache if scales is None else _check_scales(q, cache, scales), lengths, pages, rank, splits)
 
 
 def _check_scales(q, cache, scales):
@@ -198,17 +203,34 @@ def _of_a_device(rank: int, scale: float):
 
 
 def _in_splits(q, cache, lengths, table, scales, *, rank: int, scale: float, splits: int | None = None):
-    batch, t, heads, width = q.shape
-    page, rows = cache.shape[1], t * heads
-    tiles = _tiles(known(rows), page, rank, q.dtype.itemsize, table is not None)
-    splits = splits_of(batch * jt.cdiv(rows, tiles["bm"]), slots_of(cache, table)) if splits is None else splits
+    batch, t, heads, _ = q.shape
+    splits = _splits(q, cache, table, rank) if splits is None else splits
+    parts = _parts(q, cache, lengths, table, scales, rank=rank, scale=scale, splits=splits)
+    return parts.reshape(batch, t, heads, rank) if splits == 1 else combined(*parts, dtype=q.dtype.name)
+
+
+def _sides(q, cache, table, rank: int) -> dict[str, int]:
+    return _tiles(known(q.shape[1] * q.shape[2]), cache.shape[1], rank, q.dtype.itemsize, table is not None)
+
+
+def _splits(q, cache, table, rank: int) -> int:
+    blocks = jt.cdiv(q.shape[1] * q.shape[2], _sides(q, cache, table, rank)["bm"])
+    return splits_of(q.shape[0] * blocks, slots_of(cache, table))
+
+
+def parts_of_entries(q, cache, lengths, table, scales, *, rank: int, scale: float, splits: int | None = None):
+    """acc [batch, 1, splits, t, heads, rank], m and l of several splits; for who puts them together with others."""
+    splits = max(_splits(q, cache, table, rank) if splits is None else splits, 2)
+    return _parts(q, cache, lengths, table, scales, rank=rank, scale=scale, splits=splits)
+
+
+def _parts(q, cache, lengths, table, scales, *, rank: int, scale: float, splits: int):
+    """What `mla_splits` gives: of several splits, as `combined` takes it."""
+    (batch, t, heads, width), tiles = q.shape, _sides(q, cache, table, rank)
     kernel = mla_splits if tiles["bm"] < 64 else tuned(mla_splits, num_warps=8)
     options = {"heads": heads, "rank": rank, "scale": scale, "splits": splits}
-    parts = kernel(q.reshape(batch, rows, width), cache, lengths, table, scales, **options, **tiles)
-    if splits == 1:
-        return parts.reshape(batch, t, heads, rank)
-    acc, m, l = (x.reshape(batch, 1, splits, t, heads, *x.shape[3:]) for x in parts)
-    return combined(acc, m, l, dtype=q.dtype.name)
+    parts = kernel(q.reshape(batch, t * heads, width), cache, lengths, table, scales, **options, **tiles)
+    return parts if splits == 1 else [x.reshape(batch, 1, splits, t, heads, *x.shape[3:]) for x in parts]
 
 
 _IN_SPLITS = Implementation("splits of each row's keys", _in_splits)

@@ -208,18 +208,9 @@ def decode_attention(
         options = {"scale": scale, "softcap": softcap, "window": window, "splits": splits}
         options |= {"pages": pages, "scales": scales, "sinks": sinks}
         return decode_attention(q[:, None], k, v, lengths, **options)[:, 0]
-    check_rank("decode_attention", "q", q, 4, "[batch, heads, d] or [batch, t, heads, d]")
-    check_shape("decode_attention", "lengths", lengths, q.shape[:1])
-    plain = (k, v) if scales is None else _check_scales(q, k, v, scales)
-    if pages is None:
-        check_operands("decode_attention", q, *plain, lengths=lengths)
-    else:
-        _check_pages(q, *plain, lengths, pages)
-    check_softcap("decode_attention", softcap)
+    check_decode(q, k, v, lengths, pages, scales, softcap, splits)
     if window is not None and window < 1:
         raise KernelValueError(f"decode_attention: a window is at least 1, got {window}")
-    if splits is not None and splits < 1:
-        raise KernelValueError(f"decode_attention: splits is at least 1, got {splits}")
     if q.size == 0 or k.size == 0 or (pages is not None and pages.size == 0):
         return jnp.zeros(q.shape, q.dtype)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -228,6 +219,20 @@ def decode_attention(
     if sinks is not None:
         check_sinks("decode_attention", q, sinks)
     return _decode(q, k, v, lengths.astype(jnp.int32), table, scales, sinks, scale, softcap, window, splits)
+
+
+def check_decode(q, k, v, lengths, pages, scales, softcap: float | None, splits: int | None) -> None:
+    """Typed errors for operands of `decode_attention`, of q [batch, t, heads, d]."""
+    check_rank("decode_attention", "q", q, 4, "[batch, heads, d] or [batch, t, heads, d]")
+    check_shape("decode_attention", "lengths", lengths, q.shape[:1])
+    plain = (k, v) if scales is None else _check_scales(q, k, v, scales)
+    if pages is None:
+        check_operands("decode_attention", q, *plain, lengths=lengths)
+    else:
+        _check_pages(q, *plain, lengths, pages)
+    check_softcap("decode_attention", softcap)
+    if splits is not None and splits < 1:
+        raise KernelValueError(f"decode_attention: splits is at least 1, got {splits}")
 
 
 def _check_scales(q, k, v, scales):
@@ -292,9 +297,28 @@ def _in_splits(
     q, k, v, lengths, table, scales,
     *, scale: float, softcap: float | None, window: int | None, splits: int | None = None, sinks=None,
 ):  # fmt: skip
-    slots, page = slots_of(k, table), k.shape[1]
-    splits = splits_of(q.shape[0] * k.shape[2], slots) if splits is None else splits
+    splits = _splits(q, k, table) if splits is None else splits
     splits = splits if sinks is None else max(splits, 2)  # of which parts come out
+    options = {"splits": splits, "softcap": softcap, "window": window, "scale": scale}
+    parts = _parts(q, k, v, lengths, table, scales, **options)
+    parts = parts if sinks is None else with_sinks(*parts, sinks)
+    return parts if splits == 1 else combined(*parts, dtype=q.dtype.name)
+
+
+def _splits(q, k, table) -> int:
+    return splits_of(q.shape[0] * k.shape[2], slots_of(k, table))
+
+
+def parts_of_keys(q, k, v, lengths, table, scales, *, scale: float, softcap: float | None, splits: int | None = None):
+    """acc, m and l of several splits, as `decode_splits` gives them; for who puts them together with others."""
+    splits = max(_splits(q, k, table) if splits is None else splits, 2)
+    return _parts(q, k, v, lengths, table, scales, splits=splits, scale=scale, softcap=softcap, window=None)
+
+
+def _parts(
+    q, k, v, lengths, table, scales, *, splits: int, scale: float, softcap: float | None, window: int | None
+):  # fmt: skip
+    slots, page = slots_of(k, table), k.shape[1]
     keys = 128 if machine().whole else gpu_tiles.keys_of_cache(q.shape[3], q.dtype.itemsize)
     kernel, bk = decode_splits, fit(page, keys)
     if not machine().whole and scales:  # of an H200: 10 to 20 % less time than the tiles of 16-bit caches
@@ -305,14 +329,13 @@ def _in_splits(
     if table is not None:
         bk = max(x for x in range(1, min(bk, page) + 1) if page % x == 0)
     options = {"splits": splits, "bk": bk, "softcap": softcap, "window": window, "scale": scale}
-    parts = kernel(q, k, v, lengths, table, scales, **options)
-    parts = parts if sinks is None else _with_sinks(*parts, sinks)
-    return parts if splits == 1 else combined(*parts, dtype=q.dtype.name)
+    return kernel(q, k, v, lengths, table, scales, **options)
 
 
-def _with_sinks(acc, m, l, sinks):
-    """One more part, of keys whose values are zero and whose scores are the sinks."""
+def with_sinks(acc, m, l, sinks, counts=True):
+    """One more part, of keys whose values are zero and whose scores are the sinks, if it `counts`."""
     score = sinks.astype(m.dtype).reshape(m.shape[1], m.shape[4])[None, :, None, None] * LOG2_E
+    score = score if counts is True else jnp.where(counts, score, NOTHING)
     of_part = lambda x: jnp.broadcast_to(x, (*m.shape[:2], 1, *m.shape[3:]))
     m = jnp.concatenate([m, of_part(score)], axis=2)
     l = jnp.concatenate([l, of_part(jnp.ones((1, 1, 1, 1, 1), l.dtype))], axis=2)

@@ -32,17 +32,18 @@ def agree(got, want, tolerance):
         assert np.linalg.norm(g - w) <= tolerance * np.linalg.norm(w), np.linalg.norm(g - w) / np.linalg.norm(w)
 
 
-def attention(q, k, v, g, positions, window):
-    """Causal attention in NumPy: the output, and the cotangents of q, k and v for that of the output."""
-    dtype = q.dtype
+def attention(q, k, v, g, seen, sinks=None):
+    """Attention in NumPy: the output, and the cotangents of q, k and v for that of the output. `seen`: bool [b, t, s].
+
+    q, g [b, t, heads, d]; k [b, s, kv heads, d], v [b, s, kv heads, e]; sinks [heads]."""
+    dtype, group = q.dtype, q.shape[2] // k.shape[2]
     q, k, v, g = (x.astype(np.float64) for x in (q, k, v, g))
-    group = q.shape[2] // k.shape[2]
     K, V = (np.repeat(x, group, axis=2) for x in (k, v))
-    back = positions[:, None] - positions[None, :]
     scale = q.shape[3] ** -0.5
-    s = np.where((back >= 0) & (back < window), np.einsum("bthd,bshd->bhts", q, K) * scale, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
+    s = np.where(seen[:, None], np.einsum("bthd,bshd->bhts", q, K) * scale, -np.inf)
+    top = np.maximum(s.max(-1, keepdims=True), -1e30)
+    p = np.exp(s - top)
+    p /= p.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[None, :, None, None] - top))
     dp = np.einsum("bthd,bshd->bhts", g, V)
     ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
     summed = lambda x: x.reshape(*k.shape[:3], group, -1).sum(3)
@@ -51,12 +52,16 @@ def attention(q, k, v, g, positions, window):
     return [x.astype(dtype) for x in outs]
 
 
+def causal(positions, window):
+    back = positions[:, None] - positions[None, :]
+    return ((back >= 0) & (back < window))[None]
+
+
 def check_ring_attention():
-    """Over 2, 4 and 8 devices, with the ring run for the gradient, too."""
+    """With the ring run for the gradient, too."""
     cases = [
         (2, (1, 5, 2, 2, 24), "bfloat16", {"causal": True}),
-        (4, (2, 6, 4, 2, 8), "float32", {"causal": True, "zigzag": True}),
-        (8, (1, 3, 2, 1, 8), "float32", {"causal": True, "window": 7}),
+        (8, (2, 6, 4, 2, 8), "float32", {"causal": True, "zigzag": True, "window": 37}),
     ]
     for n, (b, t, heads, groups, d), dtype, options in cases:
         q, k, v, g = (floats(b, n * t, h, d, dtype=dtype) for h in (heads, groups, groups, heads))
@@ -69,14 +74,15 @@ def check_ring_attention():
         cut = P(None, "x")
         got = on(n, pulled, cut, cut)(q, k, v, g)
         order = ops.zigzag_order(n * t, n) if "zigzag" in options else np.arange(n * t)
-        agree(got, attention(q, k, v, g, order, options.get("window", n * t)), 1e-6 if dtype == "float32" else 1e-2)
+        want = attention(q, k, v, g, causal(order, options.get("window", n * t)))
+        agree(got, want, 1e-6 if dtype == "float32" else 1e-2)
 
 
 def check_the_reference_of_ring_attention():
     q, k, v, g = (floats(1, 8, h, 4) for h in (2, 1, 1, 2))
     cut = P(None, "x")
     f = on(2, lambda *x: ops.ring_attention_reference(*x, "x", causal=True, zigzag=True, window=3), cut, cut)
-    agree([f(q, k, v)], attention(q, k, v, g, ops.zigzag_order(8, 2), 3)[:1], 1e-6)
+    agree([f(q, k, v)], attention(q, k, v, g, causal(ops.zigzag_order(8, 2), 3))[:1], 1e-6)
 
 
 def check_what_ring_attention_refuses():
@@ -94,3 +100,73 @@ def check_what_ring_attention_refuses():
             on(4, f, P(), P())(x)
     with pytest.raises(KernelValueError, match=r"outside of jax\.shard_map"):
         ring(x, x, x, "x")
+
+
+def held(lengths, slots):
+    """Which slots of all devices are in use: lengths [devices, batch] -> bool [batch, 1, devices * slots]."""
+    used = np.arange(slots)[None, None, :] < lengths[:, :, None]
+    return used.transpose(1, 0, 2).reshape(lengths.shape[1], 1, -1)
+
+
+def check_decoding_over_a_cache_in_parts():
+    """Grouped heads with sinks, and latent vectors; a device without keys, and a row without
+    any; caches in pages."""
+    for n, dtype in ((2, "bfloat16"), (4, "float32")):
+        q, k, v, sinks = floats(2, 4, 8), floats(2, n * 6, 2, 8), floats(2, n * 6, 2, 8), floats(4)
+        q, k, v = (x.astype(jnp.dtype(dtype)) for x in (q, k, v))
+        lengths = RNG.integers(1, 7, (n, 2)).astype(np.int32)
+        lengths[0, 0], lengths[:, 1] = 0, lengths[:, 1] * (n != 4)
+        pages = np.array([[1, 0], [3, 2]], np.int32)
+
+        def both(q, k, v, sinks, lengths, pages=pages):
+            whole = ops.decode_attention(q, k, v, lengths[0], "x", sinks=sinks)
+            place = np.argsort(pages.reshape(-1))
+            paged = [x.reshape(4, 3, 2, 8)[place] for x in (k, v)]
+            again = ops.decode_attention(q, *paged, lengths[0], "x", sinks=sinks, pages=jnp.asarray(pages))
+            return whole, again, ops.mla_decode(q, k[:, :, 0], lengths[0], "x", rank=5)
+
+        cut = P(None, "x")
+        got = on(n, both, (P(), cut, cut, P(), P("x")), P())(q, k, v, sinks, lengths)
+        seen = held(lengths, 6)
+        latent = k[:, :, :1]
+        with np.errstate(invalid="ignore", over="ignore"):
+            want = attention(q[:, None], k, v, q[:, None], seen, sinks)[0][:, 0]
+            of_latent = np.nan_to_num(attention(q[:, None], latent, latent, q[:, None], seen)[0][:, 0, :, :5])
+        agree(got, [want, want, of_latent], 1e-6 if dtype == "float32" else 1e-2)
+
+
+def check_gradients_of_decoding():
+    q, k, v, g = floats(1, 2, 4), floats(1, 8, 1, 4), floats(1, 8, 1, 4), floats(1, 2, 4)
+    lengths = np.array([[2], [4]], np.int32)
+    want = attention(q[:, None], k, v, g[:, None], held(lengths, 4))
+    latent = attention(q[:, None], k, k[..., :3], g[:, None, :, :3], held(lengths, 4))
+    of_cache = latent[2] + np.pad(latent[3], ((0, 0), (0, 0), (0, 0), (0, 1)))
+    cut = P(None, "x")
+
+    def f(q, k, v, lengths):
+        latent = ops.mla_decode(q, k[:, :, 0], lengths[0], "x", rank=3)
+        return ops.decode_attention(q, k, v, lengths[0], "x"), latent
+
+    sharded = jax.shard_map(f, mesh=Mesh(DEVICES[:2], ("x",)), in_specs=(P(), cut, cut, P("x")), out_specs=P())
+
+    def pulled(q, k, v, lengths):
+        _, pull = jax.vjp(lambda *x: sharded(*x, lengths), q, k, v)
+        of_first, of_both = pull((g, jnp.zeros((1, 2, 3)))), pull((jnp.zeros_like(g), g[..., :3]))
+        return *of_first, *of_both[:2]
+
+    got = jax.jit(pulled)(q, k, v, lengths)
+    agree(got, [want[1][:, 0], want[2], want[3], latent[1][:, 0], of_cache], 1e-5)
+
+
+def check_what_decoding_refuses():
+    q, k, lengths = floats(2, 4, 8), floats(2, 6, 2, 8), np.array([1, 2], np.int32)
+    cases = [
+        (KernelValueError, "one token a row, q", lambda q, k, n: ops.decode_attention(q[:, None], k, k, n, "x")),
+        (KernelValueError, "one token a row, q", lambda q, k, n: ops.mla_decode(q[:, None], k[:, :, 0], n, "x")),
+        (KernelValueError, "has no axis 'z'", lambda q, k, n: ops.decode_attention(q, k, k, n, "z")),
+        (KernelValueError, "got rank=8", lambda q, k, n: ops.mla_decode(q, k[:, :, 0], n, "x", rank=8)),
+        (KernelTypeError, "lengths", lambda q, k, n: ops.decode_attention(q, k, k, n > 0, "x")),
+    ]
+    for kind, words, f in cases:
+        with pytest.raises(kind, match=words):
+            on(4, f, P(), P())(q, k, lengths)

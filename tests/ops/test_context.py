@@ -7,6 +7,7 @@ import devices
 import numpy as np
 import pytest
 
+from jtile.ops import collective_decode as decode
 from jtile.ops import ring_attention as ring
 
 CHECKS = Path(__file__).with_name("context_checks.py")
@@ -43,3 +44,14 @@ def test_the_ring_in_the_interpreter():
     np.testing.assert_allclose(flat(o), np.einsum("hts,sd->thd", p, V[:, 0]), rtol=1e-5, atol=1e-6)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x.reshape(y.shape), y, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_a_softmax_in_the_interpreter():
+    """Of three devices, two splits each; a device with no keys."""
+    acc, l = floats(3, 2, 2, 2, 1, 2, 4), np.abs(floats(3, 2, 2, 2, 1, 2))
+    m = floats(*l.shape)
+    acc[1], l[1], m[1] = 0, 0, -1e30
+    got = decode.merge_parts.interpret(acc, m, l, axis="x", dtype="float32", programs=2, mesh={"x": 3}, seed=1)
+    w = np.exp2(m)[..., 0, :]
+    want = (w[..., None] * acc[..., 0, :, :]).sum((0, 3)) / (w * l[..., 0, :]).sum((0, 3))[..., None]
+    np.testing.assert_allclose(got, np.broadcast_to(want.reshape(2, 4, 4), got.shape), rtol=1e-5)

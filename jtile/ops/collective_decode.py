@@ -1,0 +1,264 @@
+"""Decode attention over a cache whose tokens devices share: each attends to its own, and the parts are put together.
+
+A device sends to all others, for each query, the sum of its values, weighted by its softmax, with the maximum and the
+sum of that softmax. What comes is little: a vector for each head, however long the rows are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelValueError
+from jtile.ops import latent_attention, split_attention
+from jtile.ops._shapes import sums_in
+from jtile.ops.collective_parts import PROGRAMS, varying_together
+from jtile.ops.dispatch import small_tiles
+from jtile.ops.flash_attention import check_sinks
+
+
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    axis: str,
+    *,
+    pages: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """`ops.decode_attention` of the newest token of each row over the keys that all devices along an axis hold. It does
+    not matter which of them has which key. Differentiable as that is, backwards with the whole matrix of scores.
+
+    Args:
+      q: float array [batch, heads, d], the same on all devices.
+      k, v, pages, scales: this device's part of the cache, see `ops.decode_attention`; any number of slots.
+      lengths: int [batch], slots in use on this device, 0 too; with the new token where that has been written.
+      axis: an axis of the mesh.
+      scale, softcap, splits, sinks: see `ops.decode_attention`; the sinks are the same on all devices.
+    Returns:
+      An array like `q`, the same on all devices along the axis.
+    Raises:
+      KernelTypeError, KernelValueError: dtypes, shapes or options that do not fit, no such axis, or outside of
+      `shard_map`.
+    """
+    _check_rank("decode_attention", q)
+    split_attention.check_decode(q[:, None], k, v, lengths, pages, scales, softcap, splits)
+    if sinks is not None:
+        check_sinks("decode_attention", q[:, None], sinks)
+    options = {"scale": q.shape[2] ** -0.5 if scale is None else float(scale), "softcap": softcap, "splits": splits}
+    if jt.axis_size(axis) == 1:
+        return split_attention.decode_attention(q, k, v, lengths, pages=pages, scales=scales, sinks=sinks, **options)
+    if q.size == 0 or k.size == 0:
+        return decode_attention_reference(q, k, v, lengths, axis, pages=pages, scales=scales, sinks=sinks, **options)
+    return _decode(axis, tuple(options.items()), *varying_together(axis, q, k, v, lengths, pages, scales, sinks))
+
+
+def decode_attention_reference(
+    q, k, v, lengths, axis, *, pages=None, scales=None, scale=None, softcap=None, splits=None, sinks=None
+):
+    """`decode_attention` by XLA's collectives, with the whole matrix of scores."""
+    del splits
+    q, k, v, lengths, pages, scales, sinks = varying_together(axis, q, k, v, lengths, pages, scales, sinks)
+    if scales is not None:
+        k, v = (split_attention.dequantized(x, of, q.dtype) for x, of in zip((k, v), scales, strict=True))
+    k, v = (split_attention.in_one_piece(x, pages) for x in (k, v))
+    (batch, heads, d), groups, wide = q.shape, k.shape[2], sums_in(q)
+    grouped = q.reshape(batch, groups, heads // groups, d).astype(wide)
+    s = jnp.einsum("bghd,bsgd->bghs", grouped, k.astype(wide), precision="highest")
+    s = s * (d**-0.5 if scale is None else scale)
+    s = s if softcap is None else softcap * jnp.tanh(s / softcap)
+    sunk = None if sinks is None else sinks.astype(wide).reshape(1, groups, -1)
+    sums = functools.partial(jnp.einsum, "bghs,bsgd->bghd", precision="highest")
+    return _softmax_over(axis, s, v.astype(wide), lengths, sums, sunk).reshape(q.shape).astype(q.dtype)
+
+
+def mla_decode(
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    axis: str,
+    *,
+    rank: int = 512,
+    pages: jax.Array | None = None,
+    scales: jax.Array | None = None,
+    scale: float | None = None,
+    splits: int | None = None,
+) -> jax.Array:
+    """`ops.mla_decode` of the newest token of each row over the entries that all devices along an axis hold. It does
+    not matter which of them has which. Differentiable as that is, backwards with the whole matrix of scores.
+
+    Args:
+      q: float array [batch, heads, rank + rope], the same on all devices.
+      cache, pages, scales: this device's part of the cache, see `ops.mla_decode`; any number of slots.
+      lengths: int [batch], slots in use on this device, 0 too; with the new token where that has been written.
+      axis: an axis of the mesh.
+      rank, scale, splits: see `ops.mla_decode`.
+    Returns:
+      [batch, heads, rank] of q's dtype, the same on all devices along the axis.
+    Raises:
+      KernelTypeError, KernelValueError: dtypes, shapes or options that do not fit, no such axis, or outside of
+      `shard_map`.
+    """
+    _check_rank("mla_decode", q)
+    latent_attention.check_decode(q[:, None], cache, lengths, pages, scales, rank, splits)
+    options = {"rank": rank, "scale": q.shape[2] ** -0.5 if scale is None else float(scale), "splits": splits}
+    if jt.axis_size(axis) == 1:
+        return latent_attention.mla_decode(q, cache, lengths, pages=pages, scales=scales, **options)
+    if q.size == 0 or cache.size == 0:
+        return mla_decode_reference(q, cache, lengths, axis, pages=pages, scales=scales, **options)
+    return _mla(axis, tuple(options.items()), *varying_together(axis, q, cache, lengths, pages, scales))
+
+
+def mla_decode_reference(q, cache, lengths, axis, *, rank=512, pages=None, scales=None, scale=None, splits=None):
+    """`mla_decode` by XLA's collectives, with the whole matrix of scores."""
+    del splits
+    q, cache, lengths, pages, scales = varying_together(axis, q, cache, lengths, pages, scales)
+    if scales is not None:
+        cache = (cache.astype(jnp.float32) * scales[..., None]).astype(q.dtype)
+    cache, wide = split_attention.in_one_piece(cache, pages).astype(sums_in(q)), sums_in(q)
+    s = jnp.einsum("bhd,bsd->bhs", q.astype(wide), cache, precision="highest")
+    s = s * (q.shape[2] ** -0.5 if scale is None else scale)
+    sums = functools.partial(jnp.einsum, "bhs,bsr->bhr", precision="highest")
+    return _softmax_over(axis, s, cache[..., :rank], lengths, sums).astype(q.dtype)
+
+
+def _softmax_over(axis: str, s, values, lengths, sums: Callable, sinks=None):
+    """The mean of the values [batch, slots, ...] of all devices by the softmax of scores s [batch, ..., slots]."""
+    column = jnp.arange(s.shape[-1], dtype=jnp.int32)
+    seen = column[None, :] < lengths.astype(jnp.int32)[:, None]
+    s = jnp.where(jnp.expand_dims(seen, tuple(range(1, s.ndim - 1))), s, -jnp.inf)
+    values = jnp.where(jnp.expand_dims(seen, tuple(range(2, values.ndim))), values, 0)
+    top = jnp.maximum(jnp.max(jax.lax.stop_gradient(s), -1, initial=-jnp.inf), -1e30)
+    if sinks is not None:
+        top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
+    top = jax.lax.pmax(top, axis)
+    p = jnp.exp(s - top[..., None])
+    total, y = jax.lax.psum(p.sum(-1), axis), jax.lax.psum(sums(p, values), axis)
+    if sinks is not None:
+        first = jax.lax.axis_index(axis) == 0
+        total = total + jax.lax.psum(jnp.where(first, jnp.exp(sinks - top), 0), axis)
+    return y * jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))[..., None]
+
+
+def _check_rank(name: str, q) -> None:
+    if q.ndim != 3:
+        raise KernelValueError(
+            f"collectives.{name} takes one token a row, q [batch, heads, width], got {tuple(q.shape)}: a cache in "
+            "parts does not say which of several tokens stands before which"
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _decode(axis: str, options: tuple, q, k, v, lengths, pages, scales, sinks):
+    more = dict(options)
+    table = None if pages is None else pages.astype(jnp.int32)
+    parts = split_attention.parts_of_keys(q[:, None], k, v, lengths.astype(jnp.int32), table, scales or (), **more)
+    if sinks is not None:
+        parts = split_attention.with_sinks(*parts, sinks, counts=jax.lax.axis_index(axis) == 0)
+    return _together(axis, parts, q.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mla(axis: str, options: tuple, q, cache, lengths, pages, scales):
+    table = None if pages is None else pages.astype(jnp.int32)
+    arrays = q[:, None], cache, lengths.astype(jnp.int32), table, scales
+    return _together(axis, latent_attention.parts_of_entries(*arrays, **dict(options)), q.dtype)
+
+
+def _together(axis: str, parts, dtype) -> jax.Array:
+    acc, m, l = parts
+    most = 64 if small_tiles() else PROGRAMS
+    o = merge_parts(acc, m, l, axis=axis, dtype=dtype.name, programs=min(most, acc.shape[0] * acc.shape[1]))
+    return jt.same_along(o, axis)
+
+
+def _gradient_by(reference: Callable, arrays: int) -> Callable[..., Any]:
+    """The reverse mode of a call by that of its reference, whose first `arrays` operands and whose scales and sinks
+    have cotangents."""
+
+    def backward(axis, options, operands, ct):
+        moving = [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(operands)]
+        leaves, tree = jax.tree.flatten(operands)
+        names = ("pages", "scales", "sinks")[: len(operands) - arrays - 1]
+
+        def run(given):
+            rest = iter(given)
+            whole = jax.tree.unflatten(tree, [next(rest) if f else x for x, f in zip(leaves, moving, strict=True)])
+            more = dict(zip(names, whole[arrays + 1 :], strict=True))
+            return reference(*whole[: arrays + 1], axis, **more, **dict(options))
+
+        _, pull = jax.vjp(run, [x for x, f in zip(leaves, moving, strict=True) if f])
+        found = iter(pull(ct)[0])
+        return tuple(jax.tree.unflatten(tree, [next(found) if f else None for f in moving]))
+
+    return backward
+
+
+_decode.defvjp(
+    lambda axis, options, *operands: (_decode(axis, options, *operands), operands),
+    _gradient_by(decode_attention_reference, 3),
+)
+_mla.defvjp(
+    lambda axis, options, *operands: (_mla(axis, options, *operands), operands), _gradient_by(mla_decode_reference, 2)
+)
+
+
+def _boxes(acc, m, l, *, axis: str, programs: int, **_):
+    """What each device sends for each query: a sum, and the maximum and the total that it goes with."""
+    n, (batch, groups, _, t, group, d) = jt.axis_size(axis), acc.shape
+    rows = (n, batch, groups, t, group)
+    return [jt.symmetric((*rows, d), acc.dtype), jt.symmetric((*rows, 2), acc.dtype), jt.signals((programs, n))]
+
+
+@jt.kernel(
+    out_type=lambda acc, m, l, *, dtype, **_: jax.ShapeDtypeStruct(
+        (acc.shape[0], acc.shape[1] * acc.shape[4], acc.shape[5]), dtype
+    ),
+    grid=lambda acc, m, l, *, programs, **_: programs,
+    scratch=_boxes,
+)
+def merge_parts(acc, m, l, o, box, weights, came, *, axis: str, dtype: str, programs: int):
+    """o [batch, groups * group, d] of the parts acc [batch, groups, splits, 1, group, d], m and l of all devices."""
+    # o = sum_n 2^(m_n - M) acc_n / sum_n 2^(m_n - M) l_n     M = max_n m_n, first over splits and then over devices
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    groups, group, d = acc.shape[1], acc.shape[4], acc.shape[5]
+    count = acc.shape[0] * groups
+    at = lambda t: (jax.lax.div(t, jnp.int32(groups)), jax.lax.rem(t, jnp.int32(groups)))
+    for t in jt.range(p, count, programs):
+        b, g = at(t)
+        m_n = m[b, g, :, 0]
+        w = jnp.exp2(m_n - m_n.max(0)[None])
+        box[me, b, g, 0] = (w[..., None] * acc[b, g, :, 0]).sum(0)
+        weights[me, b, g, 0, :, 0] = m_n.max(0)
+        weights[me, b, g, 0, :, 1] = (w * l[b, g, :, 0]).sum(0)
+    for k in jt.range(n - 1):
+        to = (me + 1 + k) % n
+        there, scale = box.on(axis, to), weights.on(axis, to)
+        for t in jt.range(p, count, programs):
+            b, g = at(t)
+            there[me, b, g, 0] = box[me, b, g, 0]
+            scale[me, b, g, 0] = weights[me, b, g, 0]
+        jt.signal(came.on(axis, to)[p, me])
+    for k in jt.range(n - 1):
+        jt.wait(came[p, (me + 1 + k) % n])
+    for t in jt.range(p, count, programs):
+        b, g = at(t)
+        top = weights[0, b, g, 0, :, 0]
+        for k in jt.range(1, n):
+            top = jnp.maximum(top, weights[k, b, g, 0, :, 0])
+        total, y = jnp.zeros_like(top), jt.zeros((group, d), acc.dtype)
+        for k in jt.range(n):
+            w = jnp.exp2(weights[k, b, g, 0, :, 0] - top)
+            total, y = total + w * weights[k, b, g, 0, :, 1], y + w[:, None] * box[k, b, g, 0]
+        y = y * jnp.where(total == 0, 0.0, 1.0 / total)[:, None]
+        o[b, jt.ds(g * group, group), :] = y.astype(dtype)
