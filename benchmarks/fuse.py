@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,19 @@ def cases() -> Iterator[Case]:
         yield Case("fuse", ours=jt.fuse(fun), peers={"xla": jax.jit(fun)}, args=args, flops=0, tolerance=2e-3, **fixed)
 
 
-def programs(least: int = 1) -> dict[str, Program]:
-    """{name: (function, arguments)}; sides are divided by `least`."""
-    n = lambda side: max(side // least, 4)
-    a = lambda seed, *shape: normal(seed, *shape)
+def programs(least: int = 1, *, times: int = 1, seed: Any = 0) -> dict[str, Program]:
+    """{name: (function, arguments)}; sides are divided by `least`, or `times` as long, and lines by its square.
+
+    The numbers are those of `seed`, which may be traced.
+    """
+    n = lambda side: max(side * times // least, 4)
+    a = lambda number, *shape: normal(100 * seed + number, *shape)
     rows, wide = n(2048), n(1024)
     x, w, b = a(0, rows, wide), a(1, wide), a(2, wide)
-    line = a(3, n(1 << 20))
+    line = a(3, n(1 << 20) * times)
     heads = [a(k, 1, n(512), 8, 64) for k in (4, 5, 6)]
     labels = jnp.arange(rows) % wide
-    positive = [jnp.abs(a(k, n(1 << 20))) + 0.1 for k in (7, 8, 9)]
+    positive = [jnp.abs(a(k, n(1 << 20) * times)) + 0.1 for k in (7, 8, 9)]
     return {
         "chain": (chain, (line, line)),
         "gelu": (jax.nn.gelu, (line,)),
@@ -105,6 +109,10 @@ def residual_and_norm(x, r, w):
 def _attention(q, k, v, change: Callable):
     scores = change(jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+
+def plain_attention(q, k, v):
+    return _attention(q, k, v, lambda s: s)
 
 
 def causal_attention(q, k, v):

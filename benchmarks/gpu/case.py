@@ -28,6 +28,7 @@ class Case:
       warm: whether every call reads the same arguments, as far as the L2 cache holds them; else they are cold.
       prepare: name ("ours" or a peer's) -> from a set of arguments to those of that function, outside the timing.
       tolerance: the largest relative error that counts as right.
+      calls: in one program at most, where XLA compiles long.
     """
 
     workload: str
@@ -43,6 +44,7 @@ class Case:
     warm: bool = False
     prepare: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     tolerance: float = 1e-2
+    calls: int | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -57,7 +57,8 @@ def measure(case: Case, machine: Machine, options: Options, say: Callable[[str],
     began = time.monotonic()
     bound = machine.bound_us(case.bytes, case.flops, case.unit)
     sets = [case.make(seed) for seed in range(set_count(case, options))]
-    calls = timing.call_count(bound, len(sets), size(jax.eval_shape(case.reference, *sets[0])))
+    results = size(jax.eval_shape(case.reference, *sets[0]))
+    calls = timing.call_count(bound, len(sets), results, case.calls)
     runners, reference = _runners(case, sets, calls, options, say)
     errors = _errors(case, reference(*sets[0]), runners, say)
     samplers = {name: timing.sampler(runner) for name, runner in runners.items()}

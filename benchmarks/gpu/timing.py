@@ -26,10 +26,11 @@ _GRAPH = 5  # xla_gpu_graph_min_graph_size
 _MOST_BYTES = 8 << 30  # of the results of one program, all of which are kept
 
 
-def call_count(estimate_us: float, sets: int, result_bytes: int = 0) -> int:
-    """Calls in one program of work that takes at least `estimate_us`: whole rounds over the `sets` of arguments."""
+def call_count(estimate_us: float, sets: int, result_bytes: int = 0, most: int | None = None) -> int:
+    """Calls in one program of work that takes at least `estimate_us`: whole rounds over the `sets` of arguments, and no
+    more than `most` of them if they are not more than that themselves."""
     room = max(1, _MOST_BYTES // max(result_bytes, 1))
-    wanted = min(_MOST_CALLS, room, math.ceil(_PROGRAM_US / max(estimate_us, 1e-3)))
+    wanted = min(most or _MOST_CALLS, room, math.ceil(_PROGRAM_US / max(estimate_us, 1e-3)))
     return sets * math.ceil(wanted / sets)
 
 
