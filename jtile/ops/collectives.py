@@ -19,6 +19,11 @@ from jtile.ops.collective_decode import decode_attention as decode_attention
 from jtile.ops.collective_decode import decode_attention_reference as decode_attention_reference
 from jtile.ops.collective_decode import mla_decode as mla_decode
 from jtile.ops.collective_decode import mla_decode_reference as mla_decode_reference
+from jtile.ops.collective_experts import Routes as Routes
+from jtile.ops.collective_experts import combine as combine
+from jtile.ops.collective_experts import combine_reference as combine_reference
+from jtile.ops.collective_experts import dispatch as dispatch
+from jtile.ops.collective_experts import dispatch_reference as dispatch_reference
 from jtile.ops.collective_norms import all_reduce_rms_norm as all_reduce_rms_norm
 from jtile.ops.collective_norms import all_reduce_rms_norm_reference as all_reduce_rms_norm_reference
 from jtile.ops.collective_parts import (

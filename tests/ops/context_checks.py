@@ -170,3 +170,62 @@ def check_what_decoding_refuses():
     for kind, words, f in cases:
         with pytest.raises(kind, match=words):
             on(4, f, P(), P())(q, k, lengths)
+
+
+def check_tokens_go_to_their_experts_and_back():
+    """5 experts on 4 devices, of which the last has none; ids of none; with and without a capacity. Rows, sizes, sums
+    and cotangents are those of a loop in NumPy, and the reference by XLA gives the same."""
+    n, tokens, k, count = 4, 6, 2, 5
+    x, weights, g = floats(n * tokens, 8), floats(n * tokens, k), floats(n * tokens, 8)
+    experts = RNG.integers(-1, count, (n * tokens, k)).astype(np.int32)
+
+    def forth_and_back(x, weights, experts, capacity, suffix=""):
+        there, back = (getattr(ops, name + suffix) for name in ("dispatch", "combine"))
+        rows, sizes, routes = there(x, experts, "x", count=count, capacity=capacity)
+        scaled = rows * (1.0 + jax.lax.axis_index("x").astype(jnp.float32))
+        return back(scaled, routes, "x", weights=weights), (rows, sizes)
+
+    def f(x, weights, experts, g):
+        exact = lambda x, weights: forth_and_back(x, weights, experts, None)
+        y, pull, outs = jax.vjp(exact, x, weights, has_aux=True)
+        some, theirs = (forth_and_back(x, weights, experts, 2, suffix) for suffix in ("", "_reference"))
+        return (y, outs, pull(g)), (*some, None), (*theirs, None)
+
+    for capacity, (y, outs, cts) in zip((None, 2, 2), on(n, f, P("x"), P("x"))(x, weights, experts, g), strict=True):
+        rows, sizes = (np.asarray(v) for v in outs)
+        rows, kept = rows.reshape(n, -1, 8), np.zeros(experts.shape)
+        assert rows.shape[1] == n * (tokens * k if capacity is None else 4)
+        for d in range(n):
+            at = 0
+            for e in range(2 * d, 2 * d + 2):
+                first = at
+                for s in range(n):
+                    mine = [(t, j) for t in range(s * tokens, (s + 1) * tokens) for j in range(k) if experts[t, j] == e]
+                    for t, j in mine[:capacity]:
+                        np.testing.assert_array_equal(rows[d, at], x[t])
+                        kept[t, j], at = 1 + d, at + 1
+                assert sizes[e] == at - first
+            assert not rows[d, at:].any()
+        shares = (weights * kept).sum(1, keepdims=True)
+        agree([y], [x * shares], 1e-6)
+        if cts is not None:
+            agree(cts, [g * shares, kept * (x * g).sum(1, keepdims=True)], 1e-6)
+
+
+def check_what_dispatch_refuses():
+    x, experts = floats(2, 8), np.zeros((2, 2), np.int32)
+    send = lambda x, experts, **options: ops.dispatch(x, experts, "x", **{"count": 4} | options)
+    cases = [
+        (KernelValueError, "at least one expert", lambda x, e: send(x, e, count=0)),
+        (KernelValueError, "capacity is at least 1", lambda x, e: send(x, e, capacity=0)),
+        (KernelValueError, "experts", lambda x, e: send(x, e[:1])),
+        (KernelTypeError, "experts", lambda x, e: send(x, e > 0)),
+        (
+            KernelValueError,
+            "3 rows and routes of 4 devices",
+            lambda x, e: ops.combine(x[:1].repeat(3, 0), send(x, e)[2], "x"),
+        ),
+    ]
+    for kind, words, f in cases:
+        with pytest.raises(kind, match=words):
+            on(4, f, P(), P())(x, experts)

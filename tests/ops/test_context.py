@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jtile.ops import collective_decode as decode
+from jtile.ops import collective_experts as moe
 from jtile.ops import ring_attention as ring
 
 CHECKS = Path(__file__).with_name("context_checks.py")
@@ -55,3 +56,17 @@ def test_parts_of_a_softmax_in_the_interpreter():
     w = np.exp2(m)[..., 0, :]
     want = (w[..., None] * acc[..., 0, :, :]).sum((0, 3)) / (w * l[..., 0, :]).sum((0, 3))[..., None]
     np.testing.assert_allclose(got, np.broadcast_to(want.reshape(2, 4, 4), got.shape), rtol=1e-5)
+
+
+def test_tokens_to_experts_and_back_in_the_interpreter():
+    """Three devices with two experts each; what comes back is what was sent, in its place."""
+    counts = np.array([[[1, 0], [0, 2], [1, 0]], [[0, 0], [2, 1], [0, 1]], [[0, 1], [0, 0], [1, 1]]], np.int32)
+    x = floats(3, 5, 2)
+    options = dict(axis="x", bound=4, sent=5, programs=2, mesh={"x": 3}, seed=1)
+    rows, received = moe.send_rows.interpret(x, counts, **options)
+    np.testing.assert_array_equal(received, counts.swapaxes(0, 1))
+    want = [[x[0, 0], x[2, 0]], [x[1, 0], x[1, 1], x[0, 1], x[0, 2], x[1, 2]], [x[0, 3], x[2, 1], x[1, 3], x[2, 2]]]
+    np.testing.assert_array_equal(rows, [np.pad(w, ((0, 12 - len(w)), (0, 0))) for w in want])
+    back = moe.return_rows.interpret(rows, counts, received, **options)
+    sent = counts.sum((1, 2))
+    np.testing.assert_array_equal(back, np.where(np.arange(5)[None, :, None] < sent[:, None, None], x, 0))

@@ -1,0 +1,325 @@
+"""Tokens on their way to the devices that have their experts, and back, with counts that stay on the devices.
+
+Each device sorts its tokens by expert and sends each peer the rows of that peer's experts in one piece, with the number
+for each expert. Who receives puts the rows of all peers in the order of its experts, as `ops.grouped_matmul` takes
+them. The way back is the transpose of the way there.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile.errors import KernelValueError
+from jtile.ops._shapes import check_float, check_int, check_rank, check_shape
+from jtile.ops.collective_parts import PROGRAMS, varying_together
+from jtile.ops.dispatch import small_tiles
+
+
+class Routes(NamedTuple):
+    """What `combine` needs of a `dispatch`, all int32: `place` [tokens, k], where each of them stands among the rows
+    that this device sends, or -1; `counts` [devices, experts of a device], the rows that it sends to each expert;
+    `received`, likewise, those that its own experts get from each device."""
+
+    place: jax.Array
+    counts: jax.Array
+    received: jax.Array
+
+
+def dispatch(
+    x: jax.Array, experts: jax.Array, axis: str, *, count: int, capacity: int | None = None
+) -> tuple[jax.Array, jax.Array, Routes]:
+    """Sends the tokens of all devices along an axis to the devices of their experts, of which device r has those from
+    r * e on, with e = count / devices, rounded up. Differentiable in x.
+
+    Args:
+      x: float array [tokens, hidden], this device's tokens; as many on each.
+      experts: int [tokens, k]: the experts of each token, from 0 to count - 1; it does not go to others.
+      axis: an axis of the mesh.
+      count: of all experts.
+      capacity: at most so many of a device's tokens go to an expert, the first ones; the others go nowhere, and come
+        back as zeros. None: all, for which there is memory on each device.
+    Returns:
+      rows [devices * m, hidden], those of this device's experts one behind the other, within an expert in the order of
+      devices and of tokens, and zeros behind them; m is tokens * k, or e * capacity if that is less.
+      sizes int32 [e], how many rows each of its experts has.
+      routes, for `combine`.
+    Raises:
+      KernelTypeError, KernelValueError: dtypes, shapes or options that do not fit, no such axis, or outside of
+      `shard_map`.
+    """
+    x, experts = jnp.asarray(x), jnp.asarray(experts)
+    n = jt.axis_size(axis)
+    e, bound = _sizes(x, experts, count, capacity, n)
+    x, experts = varying_together(axis, x, experts)
+    place, counts = _plan(experts.astype(jnp.int32), n, e, capacity)
+    if 0 in (x.size, experts.size):
+        empty = varying_together(axis, jnp.zeros((n * bound, x.shape[1]), x.dtype), jnp.zeros_like(counts))
+        return empty[0], empty[1][0], Routes(place, counts, empty[1])
+    options = dict(axis=axis, bound=bound, sent=place.size, programs=_programs(bound))
+    rows, received = send_rows(_in_order(x, place), counts, **options)
+    return rows, received.sum(0), Routes(place, counts, received)
+
+
+def combine(y: jax.Array, routes: Routes, axis: str, *, weights: jax.Array | None = None) -> jax.Array:
+    """Brings rows back to the tokens that `dispatch` sent, and adds up those of each token. Differentiable in y and
+    weights.
+
+    Args:
+      y: float array [devices * m, hidden], in the places of the rows of `dispatch`; hidden and dtype may be others.
+      routes: of that `dispatch`.
+      axis: that of `dispatch`.
+      weights: float32 [tokens, k], what each token's rows are multiplied with; ones by default.
+    Returns:
+      [tokens, hidden] of y's dtype, summed in float32.
+    Raises:
+      KernelTypeError, KernelValueError: dtypes or shapes that do not fit, no such axis, or outside of `shard_map`.
+    """
+    y = jnp.asarray(y)
+    _check_rows(y, routes, jt.axis_size(axis), weights)
+    y, routes, weights = varying_together(axis, y, routes, weights)
+    shape = *routes.place.shape, y.shape[1]
+    if 0 in (y.size, routes.place.size):
+        back = varying_together(axis, jnp.zeros((shape[0] * shape[1], shape[2]), y.dtype))[0]
+    else:
+        bound = y.shape[0] // jt.axis_size(axis)
+        options = dict(axis=axis, bound=bound, sent=routes.place.size, programs=_programs(bound))
+        back = return_rows(y, routes.counts, routes.received, **options)
+    return _added(back, routes.place, weights)
+
+
+def dispatch_reference(x, experts, axis, *, count, capacity=None):
+    """`dispatch` by XLA: the tokens of all devices on each."""
+    n = jt.axis_size(axis)
+    e, bound = _sizes(x, experts, count, capacity, n)
+    x, experts = varying_together(axis, x, experts)
+    place, counts = _plan(experts.astype(jnp.int32), n, e, capacity)
+    received = jax.lax.all_to_all(counts, axis, 0, 0, tiled=True)
+    everywhere = functools.partial(jax.lax.all_gather, axis_name=axis)
+    sent, tables = everywhere(_in_order(x, place)), everywhere(counts)
+    at = _places(tables, jax.lax.axis_index(axis), sent.shape[1], n * bound)
+    rows = (
+        jnp.zeros((n * bound, x.shape[1]), x.dtype)
+        .at[at.reshape(-1)]
+        .set(sent.reshape(-1, x.shape[1]), mode="drop", unique_indices=False)
+    )
+    return rows, received.sum(0), Routes(place, counts, received)
+
+
+def combine_reference(y, routes, axis, *, weights=None):
+    """`combine` by XLA: the rows of all devices on each."""
+    y, routes, weights = varying_together(axis, y, routes, weights)
+    everywhere = functools.partial(jax.lax.all_gather, axis_name=axis)
+    rows, tables, me = everywhere(y), everywhere(routes.counts), jax.lax.axis_index(axis)
+    back = jnp.zeros((routes.place.size, y.shape[1]), y.dtype)
+    for d in range(jt.axis_size(axis)):
+        at = jnp.take(_places(tables, d, len(back), len(y)), me, axis=0)
+        back = back + rows[d].at[at].get(mode="fill", fill_value=0)
+    return _added(back, routes.place, weights)
+
+
+def _places(tables, d, sent: int, rows: int):
+    """Where the rows that each device sends stand on device d: int32 [devices, sent], `rows` for those that do not go
+    there. tables [devices, devices, e]: the counts of each device."""
+    n, _, e = tables.shape
+    ends = jnp.cumsum(tables.reshape(n, -1), 1, dtype=jnp.int32)
+    mine = jnp.take(tables, d, axis=1)
+    total = mine.sum(0)
+    base = (jnp.cumsum(total) - total)[None, :] + jnp.cumsum(mine, 0) - mine  # [devices, e]
+    i = jnp.arange(sent, dtype=jnp.int32)
+    found = (ends[:, None, :] <= i[None, :, None]).sum(2, dtype=jnp.int32)  # the expert of each row
+    start = jnp.take_along_axis(jnp.pad(ends, ((0, 0), (1, 0))), found, axis=1)
+    own = jnp.take_along_axis(base, jnp.clip(found - d * e, 0, e - 1), axis=1)
+    there = (found >= d * e) & (found < (d + 1) * e)
+    return jnp.where(there, own + i[None, :] - start, rows)
+
+
+def _sizes(x, experts, count: int, capacity: int | None, n: int) -> tuple[int, int]:
+    """(experts of a device, rows that it gets of one device at most)."""
+    check_float("dispatch", x=x)
+    check_int("dispatch", experts=experts)
+    check_rank("dispatch", "x", x, 2, "[tokens, hidden]")
+    check_rank("dispatch", "experts", experts, 2, "[tokens, k]")
+    check_shape("dispatch", "experts", experts, (x.shape[0], experts.shape[1]))
+    if count < 1:
+        raise KernelValueError(f"dispatch: there is at least one expert, got count={count}")
+    if capacity is not None and capacity < 1:
+        raise KernelValueError(f"dispatch: capacity is at least 1, or None for all tokens, got {capacity}")
+    e, most = jt.cdiv(count, n), experts.size
+    return e, most if capacity is None else min(most, e * capacity)
+
+
+def _check_rows(y, routes: Routes, n: int, weights) -> None:
+    check_float("combine", y=y, weights=weights)
+    check_rank("combine", "y", y, 2, "[devices * m, hidden]")
+    if routes.counts.shape[0] != n or y.shape[0] % n:
+        raise KernelValueError(
+            f"combine: {y.shape[0]} rows and routes of {routes.counts.shape[0]} devices are not those of a dispatch "
+            f"over the {n} devices of this axis"
+        )
+    if weights is not None:
+        check_shape("combine", "weights", weights, routes.place.shape)
+
+
+def _programs(rows: int) -> int:
+    return max(1, min(64 if small_tiles() else PROGRAMS, rows))
+
+
+def _plan(experts, n: int, e: int, capacity: int | None):
+    """Where each of experts [tokens, k] stands among the rows that are sent, and the counts [n, e]; see `Routes`."""
+    of = experts.reshape(-1)
+    of = jnp.where((of >= 0) & (of < n * e), of, n * e)
+    order = jnp.argsort(of, stable=True)
+    every = jnp.zeros((n * e + 1,), jnp.int32).at[of].add(1)
+    first = jnp.cumsum(every) - every
+    place = jnp.zeros_like(of).at[order].set(jnp.arange(of.size, dtype=jnp.int32), unique_indices=True)
+    rank = place - first[of]
+    counts = every[:-1] if capacity is None else jnp.minimum(every[:-1], capacity)
+    start = jnp.pad(jnp.cumsum(counts) - counts, (0, 1))
+    kept = (of < n * e) & (rank < jnp.pad(counts, (0, 1))[of])
+    return jnp.where(kept, start[of] + rank, -1).reshape(experts.shape), counts.reshape(n, e)
+
+
+def _in_order(x, place):
+    """Row place[t, j] is x[t]; rows that none is sent in are zero."""
+    tokens, k = place.shape
+    at = jnp.where(place < 0, tokens * k, place).reshape(-1)
+    source = (
+        jnp.full((tokens * k,), tokens, jnp.int32).at[at].set(jnp.arange(tokens * k, dtype=jnp.int32) // k, mode="drop")
+    )
+    return x.at[source].get(mode="fill", fill_value=0)
+
+
+def _added(back, place, weights):
+    """The sum over j of back[place[t, j]], times weights."""
+    rows = jnp.where((place >= 0)[..., None], back[jnp.maximum(place, 0)], 0).astype(jnp.float32)
+    rows = rows if weights is None else rows * weights.astype(jnp.float32)[..., None]
+    return rows.sum(1).astype(back.dtype)
+
+
+@jt.function
+def _each(move, counts, base, programs):
+    """Call `move(i, r)` for this program's rows i of a piece in the order of experts: r is where each of them stands
+    among rows of which those of expert e begin at base[e].
+
+    Args:
+      counts, base: int32 [experts].
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    shift = base - (ends - counts)
+    lanes = jt.arange(counts.shape[0])
+    for i in jt.range(jt.program_id(0), counts.sum(dtype=jnp.int32), programs):
+        expert = (ends <= i).sum(dtype=jnp.int32)
+        move(i, jnp.where(lanes == expert, shift, 0).sum(dtype=jnp.int32) + i)
+
+
+def _mail(rows, bound: int, axis: str, programs: int) -> list:
+    n = jt.axis_size(axis)
+    return [jt.symmetric((n, bound, rows.shape[1]), rows.dtype), jt.signals((programs, n))]
+
+
+def _lanes(counts) -> int:
+    return jt.next_power_of_2(counts.shape[1])
+
+
+@jt.kernel(
+    out_type=lambda x, counts, *, axis, bound, **_: (
+        jt.like(x, shape=(jt.axis_size(axis) * bound, x.shape[1])), jt.like(counts),
+    ),
+    grid=lambda x, counts, *, programs, **_: programs,
+    scratch=lambda x, counts, *, axis, bound, programs, **_: [
+        *_mail(x, bound, axis, programs), jt.symmetric(counts.shape, counts.dtype), jt.signals(counts.shape[:1]),
+    ],
+)  # fmt: skip
+def send_rows(x, counts, rows, received, box, came, table, told, *, axis: str, bound: int, sent: int, programs: int):
+    """x [sent, hidden] in the order of experts, counts int32 [devices, e]: rows [devices * bound, hidden] in the order
+    of this device's experts, received int32 [devices, e], the counts of each device for these."""
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    COUNTS, TABLE = (r.tiles(None, _lanes(counts)) for r in (counts, table))
+    if p == 0:
+        for k in jt.range(n):
+            d = (me + 1 + k) % n
+            table.on(axis, d)[me] = counts[d]
+            jt.signal(told.on(axis, d)[me])
+    for k in jt.range(n):
+        d = (me + 1 + k) % n
+        there, start = box.on(axis, d), jnp.int32(0)
+        for before in jt.range(d):
+            start = start + COUNTS[before, 0].sum(dtype=jnp.int32)
+        for i in jt.range(p, COUNTS[d, 0].sum(dtype=jnp.int32), programs):
+            there[me, i] = x[start + i]
+        jt.signal(came.on(axis, d)[p, me])
+    total = jt.zeros((_lanes(counts),), jnp.int32)
+    for d in jt.range(n):
+        jt.wait(told[d])
+        total = total + TABLE[d, 0]
+    base = jnp.cumsum(total, dtype=jnp.int32) - total
+    for d in jt.range(n):
+        jt.wait(came[p, d])
+        here = TABLE[d, 0]
+
+        def put(i, r, d=d):
+            rows[r] = box[d, i]
+
+        _each(put, here, base, programs)
+        base = base + here
+        if p == 0:
+            received[d] = table[d]
+    for r in jt.range(total.sum(dtype=jnp.int32) + p, rows.shape[0], programs):
+        rows[r] = jt.zeros((x.shape[1],), x.dtype)
+
+
+@jt.kernel(
+    out_type=lambda y, *_, sent, **__: jt.like(y, shape=(sent, y.shape[1])),
+    grid=lambda y, *_, programs, **__: programs,
+    scratch=lambda y, *_, axis, bound, programs, **__: _mail(y, bound, axis, programs),
+)
+def return_rows(y, counts, received, back, box, came, *, axis: str, bound: int, sent: int, programs: int):
+    """y [devices * bound, hidden] in the places of the rows of `send_rows`: back [sent, hidden], in those of its x."""
+    n, me, p = jt.axis_size(axis), jt.axis_index(axis), jt.program_id(0)
+    COUNTS, RECEIVED = (r.tiles(None, _lanes(counts)) for r in (counts, received))
+    total = jt.zeros((_lanes(counts),), jnp.int32)
+    for d in jt.range(n):
+        total = total + RECEIVED[d, 0]
+    first = jnp.cumsum(total, dtype=jnp.int32) - total
+    for k in jt.range(n):
+        d = (me + 1 + k) % n
+        there, base = box.on(axis, d), first
+        for before in jt.range(d):
+            base = base + RECEIVED[before, 0]
+
+        def send(i, r, there=there):
+            there[me, i] = y[r]
+
+        _each(send, RECEIVED[d, 0], base, programs)
+        jt.signal(came.on(axis, d)[p, me])
+    start = jnp.int32(0)
+    for d in jt.range(n):
+        jt.wait(came[p, d])
+        size = COUNTS[d, 0].sum(dtype=jnp.int32)
+        for i in jt.range(p, size, programs):
+            back[start + i] = box[d, i]
+        start = start + size
+    for r in jt.range(start + p, back.shape[0], programs):
+        back[r] = jt.zeros((y.shape[1],), y.dtype)
+
+
+def _sent_backward(residuals, cts, **options):
+    return return_rows(cts[0], *residuals, **options), None
+
+
+def _sent_forward(x, counts, **options):
+    rows, received = send_rows(x, counts, **options)
+    return (rows, received), (counts, received)
+
+
+def _returned_backward(counts, ct, **options):
+    return send_rows(ct, counts, **options)[0], None, None
+
+
+send_rows.defvjp(_sent_forward, _sent_backward)
+return_rows.defvjp(lambda y, counts, received, **o: (return_rows(y, counts, received, **o), counts), _returned_backward)
