@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "testing": EVERYTHING_BELOW | {"", "primitive", "calls"},
     "ops": PUBLIC - {"models"},
     "fusion": EVERYTHING_BELOW | {"", "ops"},
+    "numpy": {"_errors", "_memo", "", "fusion"},
     "models": PUBLIC,
     "benchmarks": PUBLIC,
 }

@@ -1,0 +1,100 @@
+"""Recording: a call of NumPy becomes a pending node, and what is pending stays bounded.
+
+A loop that nobody looks into would make a graph of any length. It is cut where the script comes back to the place at
+which the present graph began, so that each part has the same structure and is compiled once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from typing import Any
+
+import numpy
+
+from jtile.numpy._evaluate import evaluate, host_value
+from jtile.numpy._graph import Node, Op, Shape, alive
+
+FEW = 256  # nodes: with as many, a graph is cut at the next place that the script has come to before
+MANY = 1024  # nodes: with as many, it is cut anywhere
+BYTES = 1 << 28  # of arrays that the script made and that nodes keep
+
+
+class _Pending(threading.local):
+    """What a thread has recorded and not evaluated."""
+
+    def __init__(self) -> None:
+        self.nodes: list[weakref.ref[Node]] = []
+        self.bytes = 0
+        self.head: Any = None
+        self.seen: set[Any] = set()
+
+    def end(self, wanted: Node | None = None) -> None:
+        """Give values to all nodes that the script holds."""
+        roots, self.nodes, self.bytes = alive(self.nodes), [], 0
+        self.head, self.seen = None, set()
+        if wanted is not None and all(node is not wanted for node in roots):  # another thread has recorded it
+            roots.append(wanted)
+        if roots:
+            evaluate(roots, wanted)
+
+
+_PENDING = _Pending()
+
+
+def record(op: Op, inputs: tuple[Node, ...], shape: Shape, dtype: Any) -> Node:
+    """A pending node."""
+    pending = _PENDING
+    count = len(pending.nodes)
+    if count == 0:
+        pending.head = _place()
+    elif count >= FEW:
+        _bound(pending, count)
+    node = Node(op, inputs, shape, dtype)
+    pending.nodes.append(weakref.ref(node))
+    return node
+
+
+def _bound(pending: _Pending, count: int) -> None:
+    place = _place()
+    again = place == pending.head or (count >= 2 * FEW and place in pending.seen)
+    pending.seen.add(place)
+    if count >= MANY:
+        pending.nodes = [weakref.ref(node) for node in alive(pending.nodes)]
+        again = again or len(pending.nodes) >= MANY // 2
+    if again:
+        pending.end()
+        pending.head = place
+
+
+def leaf(value: Any) -> Node:
+    """A node with a value: an array of NumPy or JAX that nobody else changes."""
+    pending = _PENDING
+    pending.bytes += value.nbytes
+    if pending.bytes > BYTES:
+        pending.end()
+        pending.bytes = value.nbytes
+    return Node(None, (), tuple(value.shape), numpy.dtype(value.dtype), value)
+
+
+def value_of(node: Node) -> Any:
+    """The value of a node as NumPy's array, which the caller does not change; computes it."""
+    if node.op is not None:
+        _PENDING.end(node)
+    return host_value(node)
+
+
+def device_value_of(node: Node) -> Any:
+    """The value of a node as an array of NumPy or JAX, wherever it is; computes it."""
+    if node.op is not None:
+        _PENDING.end(node)
+    return node.value
+
+
+def _place() -> tuple[Any, int]:
+    """Where the script is."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("jtile.numpy"):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti

@@ -1,0 +1,395 @@
+"""NumPy's universal functions over recorded arrays; NumPy itself says which dtypes a call takes and gives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy
+
+from jtile._memo import memo
+from jtile.numpy import _array
+from jtile.numpy._array import asarray, asnode, functions, hosted, ndarray, wrap
+from jtile.numpy._calls import Function, at_once, given_back, picked, written
+from jtile.numpy._casts import cast, text
+from jtile.numpy._evaluate import DEVICE_DTYPES
+from jtile.numpy._graph import Constant, Node, Op, Shape, interned
+from jtile.numpy._now import Later, changed, memory, now, small_result
+from jtile.numpy._record import record
+
+_PLAIN = (bool, int, float, complex)
+_COMPARISONS = frozenset(("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"))
+_SLOW = """sin cos tan arcsin arccos arctan sinh cosh tanh arcsinh arccosh arctanh exp exp2 expm1 log log2 log10 log1p
+power float_power arctan2 hypot cbrt logaddexp logaddexp2 floor_divide remainder fmod divmod gcd lcm"""
+_REDUCTIONS = {
+    "add": ("sum", "cumsum"),
+    "multiply": ("prod", "cumprod"),
+    "maximum": ("max", None),
+    "minimum": ("min", None),
+    "logical_and": ("all", None),
+    "logical_or": ("any", None),
+}
+
+
+def _whole_division(x, y):
+    """NumPy's: what is divided by zero is 0 for integers."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.floor_divide(x, y)
+    return jnp.where(y == 0, 0, jnp.floor_divide(x, jnp.where(y == 0, 1, y))).astype(x.dtype)
+
+
+def _remainder(of: Callable) -> Callable:
+    def remainder(x, y):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            return of(x, y)
+        return jnp.where(y == 0, 0, of(x, jnp.where(y == 0, 1, y))).astype(x.dtype)
+
+    return remainder
+
+
+def _reciprocal(x):
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.reciprocal(x)
+    return _whole_division(jnp.ones_like(x), x)
+
+
+def _power(x: Any, y: Any) -> Any:
+    """By products and roots where the exponent is a small number of the script; NumPy does so with 2 and 0.5."""
+    if not hasattr(y, "setflags") or jnp.iscomplexobj(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.power(x, y)  # an exponent that is an operand
+    if abs(y) <= 4 and y == int(y):
+        return jax.lax.integer_pow(x, int(y))
+    if y == 0.5:
+        return jnp.sqrt(x)
+    if abs(y) < 4 and 2 * y == int(2 * y):
+        power = jax.lax.integer_pow(x, int(abs(y) - 0.5)) * jnp.sqrt(x)
+        power = jnp.where(x == -jnp.inf, jnp.inf, power)
+        return power if y > 0 else 1 / power
+    return jnp.power(x, y)
+
+
+_DEVICE: dict[str, Callable | None] = {
+    "floor_divide": _whole_division,
+    "remainder": _remainder(jnp.remainder),
+    "fmod": _remainder(jnp.fmod),
+    "divmod": lambda x, y: (_whole_division(x, y), _remainder(jnp.remainder)(x, y)),
+    "reciprocal": _reciprocal,
+    "power": _power,
+    "float_power": _power,
+    "bitwise_count": lambda x: jax.lax.population_count(jnp.abs(x)),
+}
+
+
+class ufunc:  # noqa: N801
+    """A universal function: NumPy's of the same name, over arrays that are computed when they are looked at.
+
+    Attributes:
+      numpy: NumPy's own; nin, nout, nargs, ntypes, types, identity, signature: as of it.
+    """
+
+    def __init__(self, of: numpy.ufunc):
+        self.numpy = of
+        self.device = _DEVICE.get(of.__name__, getattr(jnp, of.__name__, None))
+        self.cost = 10.0 if of.__name__ in _SLOW.split() else 1.0
+        self.nin, self.nout, self.nargs, self.ntypes = of.nin, of.nout, of.nargs, of.ntypes
+        self.types, self.identity, self.signature = of.types, of.identity, of.signature
+        self.__name__ = self.__qualname__ = of.__name__
+        self.__doc__ = of.__doc__
+
+    def __repr__(self) -> str:
+        return f"<ufunc '{self.__name__}'>"
+
+    def __call__(self, *args: Any, out: Any = None, where: Any = True, **kwargs: Any) -> Any:
+        if len(args) > self.nin:  # the output by position
+            args, out = args[: self.nin], args[self.nin :] if out is None else out
+        try:
+            return self._now(args, out, where, kwargs)
+        except Later:
+            pass
+        if isinstance(out, tuple) and all(o is None for o in out):
+            out = None
+        if self._numpys(args, out, kwargs):
+            return self._at_once(args, out, where, kwargs)
+        operands = [a if type(a) in _PLAIN else asnode(a) for a in args]
+        types = tuple(a.dtype if isinstance(a, Node) else type(a) for a in operands)
+        dtypes = _resolved(self.numpy, types, kwargs.get("dtype"))
+        try:
+            nodes = [_operand(o, d) for o, d in zip(operands, dtypes)]
+        except OverflowError:
+            if self.__name__ not in _COMPARISONS:
+                raise
+            return self(*[numpy.asarray(a) if type(a) is int else a for a in args], out=out, where=where, **kwargs)
+        if self.__name__ == "power":
+            _check_power(nodes)
+        shape = self._shape(nodes)
+        results = self._results(nodes, shape, dtypes)
+        if where is not True or out is not None:
+            return self._into(results, nodes, out, where, shape)
+        return results if self.nout > 1 else results[0]
+
+    def _now(self, args: tuple, out: Any, where: Any, kwargs: dict[str, Any]) -> Any:
+        """The result by NumPy.
+
+        Raises:
+          Later: something is large, or pending.
+        """
+        values = [now(a) for a in args]
+        if where is not True:
+            kwargs = {**kwargs, "where": now(where)}
+        if out is None:
+            if not small_result(values):
+                raise Later
+            return given_back(self.numpy(*values, **kwargs), values)
+        if isinstance(out, tuple) and len(out) == 1:
+            (out,) = out
+        target = memory(out, values) if isinstance(out, ndarray) else None
+        if target is None:
+            raise Later
+        self.numpy(*values, out=target, **kwargs)
+        changed(out)
+        return out
+
+    def _numpys(self, args: tuple, out: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether NumPy does the call: of numbers alone, of what JAX has no dtype for, or under a strict errstate."""
+        if self.device is None or len(args) != self.nin or kwargs.keys() - {"dtype", "casting", "order", "subok"}:
+            return True
+        if kwargs.get("casting", "same_kind") != "same_kind":
+            return True
+        if not any(isinstance(a, ndarray | numpy.ndarray | list | tuple | jax.Array) for a in (*args, out)):
+            return True
+        if any(a.dtype not in DEVICE_DTYPES for a in args if isinstance(a, ndarray | numpy.ndarray)):
+            return True
+        if any(isinstance(a, str | bytes | numpy.matrix) or a is None for a in args):
+            return True
+        return bool({"raise", "call", "print", "log"} & set(numpy.geterr().values()))
+
+    def _at_once(self, args: tuple, out: Any, where: Any, kwargs: dict[str, Any]) -> Any:
+        if where is not True:
+            kwargs = {**kwargs, "where": hosted(where)}
+            if isinstance(out, ndarray):
+                kwargs["out"] = numpy.array(out)
+                return written(out, asnode(self.numpy(*hosted(args), **hosted(kwargs))))
+        if isinstance(out, tuple) and len(out) > 1:
+            results = at_once(self.numpy, *args, **kwargs)
+            return tuple(r if o is None else written(o, asnode(r)) for o, r in zip(out, results))
+        return at_once(self.numpy, *args, out=out, **kwargs)
+
+    def _shape(self, nodes: list[Node]) -> Shape:
+        first = nodes[0].shape
+        if all(n.shape == first or not n.shape for n in nodes[1:]):
+            return first
+        try:
+            return numpy.broadcast_shapes(*[n.shape for n in nodes])
+        except ValueError:
+            shapes = " ".join(text(n.shape) for n in nodes)
+            raise ValueError(f"operands could not be broadcast together with shapes {shapes} ") from None
+
+    def _results(self, nodes: list[Node], shape: Shape, dtypes: tuple) -> tuple[ndarray, ...]:
+        given = dtypes[self.nin :]
+        device = self.device if all(d in DEVICE_DTYPES for d in given) else None
+        op = interned("ufunc", (self.numpy, dtypes), lambda: Op(self.__name__, self.numpy, device, self.cost))
+        scalar = not shape
+        if self.nout == 1:
+            return (wrap(record(op, tuple(nodes), shape, given[0]), scalar=scalar),)
+        return tuple(picked(op, tuple(nodes), tuple((shape, d) for d in given), scalar))
+
+    def _into(self, results: tuple[ndarray, ...], nodes: list[Node], out: Any, where: Any, shape: Shape) -> Any:
+        """The results in `out`, where `where` is true."""
+        outs = out if isinstance(out, tuple) else (out,) * (self.nout if out is None else 1)
+        if len(outs) != self.nout:
+            raise ValueError(f"out= of {self.__name__} takes {self.nout} arrays, got {len(outs)}")
+        final = []
+        for result, into in zip(results, outs):
+            if where is not True:
+                into = functions["empty"](shape, result.dtype) if into is None else into
+                mask = asarray(where)
+                result = functions["where"](mask, result.astype(into.dtype), into)
+            if into is None:
+                final.append(result)
+                continue
+            if not numpy.can_cast(result.dtype, into.dtype, "same_kind"):
+                self._refuse(results, nodes, into)
+            if isinstance(into, ndarray) and into.shape != shape:
+                result = functions["broadcast_to"](result, self._out_shape(into.shape, nodes, shape))
+            final.append(written(into, result._node()))
+        return tuple(final) if self.nout > 1 else final[0]
+
+    def _refuse(self, results: tuple[ndarray, ...], nodes: list[Node], into: Any) -> None:
+        """NumPy's own error for an output that cannot take a result of its dtype."""
+        outs = tuple(numpy.empty(1, into.dtype) for _ in results)
+        with numpy.errstate(all="ignore"):
+            self.numpy(*[numpy.ones(1, n.dtype) for n in nodes], out=outs)
+
+    def _out_shape(self, out: Shape, nodes: list[Node], shape: Shape) -> Shape:
+        """The shape of an output that a result is broadcast into."""
+        try:
+            full = numpy.broadcast_shapes(out, shape)
+        except ValueError:
+            shapes = " ".join(text(s) for s in (*[n.shape for n in nodes], out))
+            raise ValueError(f"operands could not be broadcast together with shapes {shapes} ") from None
+        if full != out:
+            raise ValueError(
+                f"non-broadcastable output operand with shape {text(out)} doesn't match the broadcast shape "
+                f"{text(full)}"
+            )
+        return full
+
+    # Methods
+
+    def reduce(
+        self, array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: bool = False, **rest: Any
+    ):
+        name = _REDUCTIONS.get(self.__name__, (None,))[0]
+        if name is None or (name in ("max", "min", "all", "any") and dtype is not None):
+            return at_once(self.numpy.reduce, array, axis, dtype, out=out, keepdims=keepdims, **rest)
+        named = rest if dtype is None else {"dtype": dtype, **rest}
+        return functions[name](array, axis=axis, out=out, keepdims=keepdims, **named)
+
+    def accumulate(self, array: Any, axis: int = 0, dtype: Any = None, out: Any = None):
+        name = _REDUCTIONS.get(self.__name__, (None, None))[1]
+        if name is None or numpy.ndim(hosted(array) if isinstance(array, list | tuple) else array) == 0:
+            return at_once(self.numpy.accumulate, array, axis, dtype, out=out)
+        return functions[name](array, axis=axis, dtype=dtype, out=out)
+
+    def reduceat(self, array: Any, indices: Any, axis: int = 0, dtype: Any = None, out: Any = None):
+        return at_once(self.numpy.reduceat, array, indices, axis, dtype, out=out)
+
+    def outer(self, a: Any, b: Any, **kwargs: Any):
+        left, right = asarray(a), asarray(b)
+        return self(left.reshape(left.shape + (1,) * right.ndim), right, **kwargs)
+
+    def at(self, a: Any, indices: Any, *b: Any) -> None:
+        """As NumPy's: unbuffered, so that an index that comes twice counts twice."""
+        if not isinstance(a, ndarray):
+            self.numpy.at(a, hosted(indices), *hosted(b))
+            return
+        value = numpy.array(a)
+        self.numpy.at(value, hosted(indices), *hosted(b))
+        a[...] = asnode_owned(value)
+
+    def resolve_dtypes(self, *args: Any, **kwargs: Any) -> Any:
+        return self.numpy.resolve_dtypes(*args, **kwargs)
+
+
+def asnode_owned(value: numpy.ndarray) -> ndarray:
+    return wrap(_array.leaf(value) if value.shape else Constant(value))
+
+
+@memo(entries=4096)
+def _resolved(function: numpy.ufunc, types: tuple, dtype: Any) -> tuple:
+    """The dtypes of operands and results, by NumPy's promotion.
+
+    Raises:
+      TypeError: NumPy's, where it has no such loop.
+    """
+    wanted = [*types, *[None] * function.nout]
+    signature = None if dtype is None else (*[None] * function.nin, *[numpy.dtype(dtype)] * function.nout)
+    if all(isinstance(t, type) for t in types):
+        wanted[0] = numpy.asarray(types[0](0)).dtype
+    wanted = [numpy.dtype(bool) if w is bool else w for w in wanted]
+    if dtype is None:
+        samples = [w(1) if isinstance(w, type) else numpy.ones(1, w) for w in wanted[: function.nin]]
+        with numpy.errstate(all="ignore"):
+            function(*samples)  # some loops refuse when they run: - of bools
+    named: dict[str, Any] = {} if signature is None else {"signature": signature}
+    return function.resolve_dtypes(tuple(wanted), **named)
+
+
+def _operand(operand: Any, dtype: Any) -> Node:
+    if isinstance(operand, Node):
+        return cast(operand, dtype)
+    return Constant(numpy.asarray(operand, dtype))
+
+
+def _check_power(nodes: list[Node]) -> None:
+    base, exponent = nodes
+    if base.dtype.kind != "i" or exponent.dtype.kind != "i":
+        return
+    if (numpy.asarray(wrap(exponent)) < 0).any():
+        raise ValueError("Integers to negative integer powers are not allowed.")
+
+
+def _operators() -> None:
+    """Python's operators of arrays."""
+
+    def forward(function: Callable) -> Callable:
+        return lambda self, other: function(self, other) if _operable(other) else NotImplemented
+
+    def backward(function: Callable) -> Callable:
+        return lambda self, other: function(other, self) if _operable(other) else NotImplemented
+
+    def compare(function: Callable, plain: Callable) -> Callable:
+        def apply(self: ndarray, other: Any) -> Any:
+            if isinstance(other, str | bytes | None):  # NumPy's operator knows what its function refuses
+                return at_once(plain, self, other)
+            return function(self, other) if _operable(other) else NotImplemented
+
+        return apply
+
+    def in_place(function: Callable, plain: Callable) -> Callable:
+        def apply(self: ndarray, other: Any) -> Any:
+            if self._scalar:
+                return plain(self, other)
+            function(self, other, out=self)
+            return self
+
+        return apply
+
+    for short, name in (
+        ("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("truediv", "divide"), ("floordiv", "floor_divide"),
+        ("mod", "remainder"), ("pow", "power"), ("and", "bitwise_and"), ("or", "bitwise_or"), ("xor", "bitwise_xor"),
+        ("lshift", "left_shift"), ("rshift", "right_shift"), ("matmul", "matmul"),
+    ):  # fmt: skip
+        function = functions[name]
+        plain = getattr(operator, short + "_" if short in ("and", "or") else short)
+        setattr(ndarray, f"__{short}__", forward(function))
+        setattr(ndarray, f"__r{short}__", backward(function))
+        setattr(ndarray, f"__i{short}__", in_place(function, plain))
+    for short, name in (
+        ("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal"), ("eq", "equal"),
+        ("ne", "not_equal"),
+    ):  # fmt: skip
+        setattr(ndarray, f"__{short}__", compare(functions[name], getattr(operator, short)))
+    ndarray.__divmod__ = forward(functions["divmod"])  # type: ignore[attr-defined]
+    ndarray.__rdivmod__ = backward(functions["divmod"])  # type: ignore[attr-defined]
+    for short, name in (("neg", "negative"), ("pos", "positive"), ("abs", "absolute"), ("invert", "invert")):
+        setattr(ndarray, f"__{short}__", lambda self, function=functions[name]: function(self))
+
+
+def _operable(other: Any) -> bool:
+    """Whether the other operand leaves the operation to arrays."""
+    return getattr(other, "__array_ufunc__", other) is not None or other is None
+
+
+def install() -> dict[str, Any]:
+    """All universal functions by name, the operators of arrays among their users."""
+    found: dict[str, Any] = {}
+    gufuncs = {"matmul": "x1 x2", "vecdot": "x1 x2", "matvec": "x1 x2", "vecmat": "x1 x2"}
+    for name in dir(numpy):
+        of = getattr(numpy, name)
+        if not isinstance(of, numpy.ufunc):
+            continue
+        if of.__name__ in gufuncs:
+            found[name] = functions.get(name) or _Product(of, gufuncs[of.__name__])
+        else:
+            found[name] = functions.get(of.__name__) or ufunc(of)
+        functions.setdefault(of.__name__, found[name])
+    _operators()
+    return found
+
+
+class _Product(Function):
+    """A universal function of whole rows: it is recorded as a function."""
+
+    def __init__(self, of: numpy.ufunc, parameters: str):
+        self.numpy = of
+        super().__init__(of.__name__, parameters, device=getattr(jnp, of.__name__), cost=100.0)
+
+    def _parameters(self) -> tuple[list[str], str | None]:
+        return ["x1", "x2", "out"], None
+
+    def __repr__(self) -> str:
+        return f"<ufunc '{self.name}'>"

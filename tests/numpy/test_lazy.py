@@ -1,0 +1,222 @@
+"""What is pending, what is shared, and what other libraries make of arrays of `jtile.numpy`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy
+import pytest
+
+import jtile.numpy as np
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.numpy import _evaluate, _record
+
+LARGE = 40_000  # elements: more than are computed at once
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The programs that are compiled in a test, by NumPy's names of their operations; nothing is compiled in truth."""
+    found = []
+
+    def compiled(walk, given):
+        found.append([op.name for op, _, _ in walk.steps if op is not None])
+        return walk
+
+    monkeypatch.setattr(_evaluate, "compiled", compiled)
+    with np.execution("compiled"):
+        yield found
+
+
+def pending():
+    return len(_record._PENDING.nodes)
+
+
+def test_nothing_is_computed_before_it_is_looked_at():
+    x = np.zeros(LARGE) + 1
+    y = (x * 2).sum()
+    assert x._cell.node.op is not None and y._cell.node.op is not None
+    assert float(y) == 2 * LARGE and pending() == 0
+    assert x._cell.node.op is None  # what the script holds is computed with it, by one program
+
+
+def test_small_arrays_are_computed_at_once():
+    with pytest.warns(RuntimeWarning, match="divide by zero"):
+        x = np.ones(3) / 0
+    assert x._cell.node.op is None and pending() == 0
+
+
+def test_a_loop_has_one_program_whatever_its_numbers_and_its_length(programs):
+    x = np.zeros(LARGE)
+    for i in range(10_000):
+        x = x + i
+        assert pending() <= _record.MANY
+    assert float(x[0]) == sum(range(10_000))
+    kinds = {tuple(p) for p in programs}
+    assert len(kinds) <= 4 and len(programs) <= 8  # the first part, the parts between, the last one; numbers that vary
+
+
+def test_a_number_that_changes_compiles_no_third_program(programs):
+    x = np.asarray(numpy.zeros(LARGE))
+    for scale in (0.5, 0.25, 0.125, 0.75):
+        assert float((x * scale + 1).sum()) == LARGE
+    assert len(programs) == 2  # with the number in the program, and with the number as an operand
+
+
+def test_writes_go_where_numpy_writes_them():
+    x = np.zeros((100, 400))
+    rows, flipped, kept = x[10:20], x.T[::-1], x.copy()
+    rows += 1
+    flipped[0, 15] = 5
+    assert float(x.sum()) == 4000 + 4 and float(rows[5, -1]) == 5
+    assert float(kept.sum()) == 0
+    with np.execution("numpy"):
+        x[:, 0] = 7
+    assert float(rows[0, 0]) == 7 and float(flipped[-1, 10]) == 7
+
+
+def test_memory_that_somebody_sees_is_not_overwritten():
+    start = np.asarray(numpy.arange(float(LARGE)))
+    for mode in ("auto", "numpy", "compiled"):
+        with np.execution(mode):
+            x = start.copy()
+            x[1:] += x[:-1]
+            seen = numpy.asarray(x)
+            x[1:-1] *= 2
+            x += 1
+            assert seen[2] == 3 and float(x[2]) == 7 and float(start[2]) == 2
+    with np.execution("compiled"):
+        y = start + 1
+        given = jnp.asarray(y)
+        y += 1
+        assert float(y[0]) == 2 and float(given[0]) == 1
+
+
+def test_small_writes_in_place_are_seen_by_views_and_by_no_copy():
+    x = np.arange(6.0)
+    view, other = x[::2], x.copy()
+    before = view.copy()
+    x[0] = 9
+    x += 1
+    assert view.tolist() == [10, 3, 5] and other.tolist() == [0, 1, 2, 3, 4, 5] and before.tolist() == [0, 2, 4]
+
+
+def test_numpys_functions_take_the_arrays():
+    x = np.arange(float(LARGE))
+    for y in (numpy.sin(x), numpy.mean(x, keepdims=True), numpy.concatenate([x, [1.0]]), numpy.ones(LARGE) * x):
+        assert isinstance(y, np.ndarray)
+    out = numpy.zeros(LARGE)
+    assert numpy.add(x, 1, out=out) is out and out[3] == 4
+    numpy.testing.assert_allclose(numpy.linalg.norm(x), np.linalg.norm(x))
+    file = io.BytesIO()
+    numpy.save(file, x)
+    file.seek(0)
+    assert float(np.load(file)[7]) == 7
+    assert float(pickle.loads(pickle.dumps(x))[3]) == float(copy.deepcopy(x)[3]) == 3
+
+
+def test_jax_takes_the_arrays_and_gives_its_own():
+    x = np.arange(float(LARGE))
+    assert jax.config.jax_enable_x64 is False and jnp.asarray(x).dtype == "float32"
+    assert float(jax.jit(lambda y: y[3] * 2)(x)) == 6
+    assert jax.tree.leaves({"x": x})[0].dtype == "float32"
+    assert (np.asarray(jnp.arange(3)) + 0.5).tolist() == [0.5, 1.5, 2.5]
+    with pytest.raises(KernelTypeError, match=r"use jax.numpy in functions"):
+        jax.jit(lambda y: np.sin(y))(jnp.ones(3))
+
+
+def test_errors_that_are_asked_for_are_raised_where_they_arise():
+    x = np.arange(float(LARGE))
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        1 / x
+    with pytest.raises(IndexError, match=f"index {LARGE} is out of bounds for axis 0 with size {LARGE}"):
+        x[np.array([LARGE])]
+    with pytest.raises(np.exceptions.AxisError):
+        x.sum(axis=1)
+    with pytest.raises(KernelValueError, match="expected 'auto', 'numpy' or 'compiled'"), np.execution("fast"):
+        pass
+
+
+def test_random_numbers_are_numpys():
+    np.random.seed(3)
+    legacy = np.random.normal(size=5)
+    numpy.random.seed(3)
+    assert legacy.tolist() == numpy.random.normal(size=5).tolist()
+    ours, theirs = np.random.default_rng(1), numpy.random.default_rng(1)
+    x, y = np.arange(50), numpy.arange(50)
+    ours.shuffle(x)
+    theirs.shuffle(y)
+    assert x.tolist() == y.tolist() and ours.integers(9, size=4).tolist() == theirs.integers(9, size=4).tolist()
+
+
+def test_threads_record_for_themselves():
+    sums = {}
+
+    def work(k):
+        x = np.zeros(LARGE)
+        for i in range(20):
+            x += i * k
+        sums[k] = float(x.sum())
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == {k: 190 * k * LARGE for k in range(4)}
+
+
+def test_an_operation_that_fails_leaves_no_half_written_array(monkeypatch):
+    x = np.asarray(numpy.zeros(LARGE))
+    x[1:] += 1
+
+    def failing(*_):
+        raise MemoryError("no room")
+
+    y = np.sqrt(x)
+    monkeypatch.setattr(y._cell.node.op, "host", failing)
+    with np.execution("numpy"):
+        with pytest.raises(MemoryError):
+            numpy.asarray(y)
+        del y
+        assert float(x.sum()) == LARGE - 1
+
+
+def test_what_only_jax_has_is_said_once():
+    for name in ("minmax", "top_k"):
+        if hasattr(jnp, name) and not hasattr(numpy, name):
+            with pytest.warns(np.FallbackWarning, match=name):
+                function = getattr(np, name)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert getattr(np, name) is function
+    with pytest.raises(AttributeError, match=r"neither numpy nor jax\.numpy has it"):
+        np.no_such_name
+
+
+def test_the_page_says_how_every_name_of_jax_numpy_is_done():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "numpy.md").read_text()
+    done = np.coverage()
+    listed = {}
+    for line in page.splitlines():
+        if line.startswith("| **"):
+            kind, names = line.strip("| ").split(" | ")
+            listed |= dict.fromkeys(re.findall(r"`(\w+)`", names), kind.strip("*"))
+    assert {name: kind for name, kind in listed.items() if done.get(name, kind) != kind} == {}
+    kinds = ("recorded", "view", "at once")
+    assert [n for n in dir(jnp) if n in done and done[n] in kinds and n not in listed] == []
+
+
+def test_import_jtile_does_not_import_it():
+    code = "import jtile, sys; sys.exit('jtile.numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
