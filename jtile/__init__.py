@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from jtile import testing as testing
     from jtile.calls.bundle import export_bundle as export_bundle
     from jtile.calls.partitioned import partitioned as partitioned
+    from jtile.explorer import View as View
+    from jtile.explorer import view as view
     from jtile.fusion import fuse as fuse
     from jtile.language import Barrier as Barrier
     from jtile.language import BarrierRound as BarrierRound
@@ -132,6 +134,7 @@ _LANGUAGE = [
 ]  # fmt: skip
 _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "Target": "jtile.lowering.targets",
+    "View": "jtile.explorer.document",
     "architecture": "jtile.lowering.here",
     "autotune": "jtile.tune",
     "bench": "jtile.tune",
@@ -147,6 +150,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "profile": "jtile.tune",
     "same_along": "jtile.primitive.same",
     "target": "jtile.lowering.here",
+    "view": "jtile.explorer.document",
 }
 
 

@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "ops": PUBLIC - {"models"},
     "fusion": EVERYTHING_BELOW | {"", "ops"},
     "numpy": {"_errors", "_memo", "", "fusion"},
+    "explorer": EVERYTHING_BELOW | {"", "primitive", "calls"},
     "models": PUBLIC,
     "benchmarks": PUBLIC,
 }

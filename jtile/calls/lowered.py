@@ -42,6 +42,16 @@ class Lowered:
         return self._target
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options of `jt.config` that it is compiled by."""
+        return dict(self._options)
+
+    @property
+    def artifact(self) -> Any:
+        """What the back end gives, with the texts of its levels: a `jtile.lowering.artifact.Artifact`."""
+        return self._with_texts
+
+    @property
     def pieces(self) -> tuple[Lowered, ...]:
         """All kernels that run for the program."""
         from jtile.primitive.lowering import pieces_of

@@ -303,9 +303,15 @@ def _compile(program: Program, piece: int, whole: Complete, target: Target, *, t
     own = f"{program.fingerprint} piece={piece}" if len(pieces.kernels) > 1 else program.fingerprint
     own += f" {pieces.why[piece]}" if pieces.why else ""
     key = f"{own} poison={current().poison and bool(whole.starts)} debug={current().debug}"
-    given = program.options.compiler
+    options = compiler_options(program, piece, target)
+    return registry.compile(whole.kernel, target, key=key, texts=texts, options=options)
+
+
+def compiler_options(program: Program, piece: int, target: Target) -> dict[str, Any]:
+    """What one of a program's kernels is compiled by: as the user said, or as its tiles were chosen."""
+    given, pieces = program.options.compiler, pieces_of(program, target)
     more = {k: v for k, v in pieces.options[piece].items() if given[k] is None} if pieces.options else {}
-    return registry.compile(whole.kernel, target, key=key, texts=texts, options=given | more)
+    return given | more
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The command `jtile`: info, generate, chat, serve, quantize, inspect, tune, bench, explain, profile, cache, demo. Each
-imports what it needs when it runs."""
+"""The command `jtile`: info, generate, chat, serve, quantize, inspect, tune, bench, explain, profile, view, cache,
+demo. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -284,6 +284,21 @@ def profile(
     from jtile.tools import tuning
 
     tuning.show_profile(what, args=args, meta=meta or [], trace=trace, picture=picture, interpret=interpret)
+
+
+@app.command()
+def view(
+    what: Annotated[str, typer.Argument(help="module:kernel or module:function, such as mine.py:matmul.")],
+    args: Args,
+    meta: Meta = None,
+    target: Annotated[str | None, typer.Option(help="What to compile for; the device at hand otherwise.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="The file; NAME.html otherwise.")] = None,
+    gradient: Annotated[bool, typer.Option(help="Show the kernels of reverse mode, too.")] = True,
+) -> None:
+    """One page for a browser: source beside every level down to machine code, and what each pass changed."""
+    from jtile.tools import viewing
+
+    viewing.show(what, args=args, meta=meta or [], target=target, out=out, gradient=gradient)
 
 
 @app.command()

@@ -10,14 +10,13 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jtile import Kernel, Lowered
-from jtile._config import config
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
-from jtile.lowering import platforms
+from jtile.explorer import kernels
+from jtile.explorer.kernels import no_kernel as no_kernel
 
 _SHORT = {
     "pred": "bool", "bool": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
@@ -122,45 +121,7 @@ def as_wide_as(types: list[Any]) -> Any:
 
 def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) -> list[Lowered]:
     """The kernel, or every kernel that a JAX function calls for arguments of `types`, once each."""
-    if _is_kernel(function):
-        return [function.lower(*types, target=target, **meta)]
-    import jax
-
-    with _place(target):  # library functions choose tiles by it
-        programs = dict.fromkeys(_programs(jax.make_jaxpr(lambda *args: function(*args, **meta))(*types)))
-    if not programs:
-        raise no_kernel(repr(getattr(function, "__name__", function)), function, types)
-    return [Lowered(program, target) for program in programs]
-
-
-def no_kernel(name: str, function: Any, types: list[Any]) -> KernelValueError:
-    """The error of a function that calls no kernel: why there is nothing to look at."""
-    said = re.search(r"(?:^|(?<=\. ))[^.]*\bXLA\b[^.]*\.", " ".join((function.__doc__ or "").split()))
-    why = "XLA compiles all that it does" + (f'; its documentation says "{said[0]}"' if said else "")
-    empty = any(0 in t.shape for t in types)
-    return KernelValueError(
-        f"{name} calls no kernel for these arguments: {'one of them has no elements' if empty else why}"
-    )
-
-
-def _place(target: str) -> contextlib.AbstractContextManager[Any]:
-    """Where a function called inside takes itself to be: on the target, whatever devices this machine has."""
-    import jax
-
-    name, _, arch = target.partition(":")
-    if not arch or not platforms.named(name).claims(arch):
-        return jax.default_device("cpu") if name == "cpu" else contextlib.nullcontext()
-    return config(arch=arch)
-
-
-def _programs(jaxpr: Any) -> Iterator[Any]:
-    from jax.extend.core import jaxprs_in_params
-
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "jtile_call":
-            yield eqn.params["program"]
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _programs(inner)
+    return [*kernels.lower(function, types, target, meta)]
 
 
 def _is_kernel(value: Any) -> bool:

@@ -13,6 +13,7 @@ from jtile import ir
 from jtile._config import current
 
 from ..artifact import Artifact
+from ..emitting import Marks
 from . import (  # noqa: F401  their emitters register themselves
     emit_arrivals,
     emit_atomic,
@@ -37,8 +38,9 @@ ENTRY = "jtile_entry"
 AT_RUN_TIME = -1  # the number of programs of a kernel whose grid is not known yet
 
 
-def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]:
-    """LLVM text of a kernel, and its launch attributes. Equal kernels give equal text."""
+def emit_kernel(kernel: ir.Kernel, isa: Isa, marks: Marks | None = None) -> tuple[str, dict[str, int | str]]:
+    """LLVM text of a kernel, and its launch attributes. Equal kernels give equal text. `marks`: behind each line stands
+    where in the source it comes from."""
     module = Module(isa.triple)
     module.attributes = f'nounwind "no-builtins" "prefer-vector-width"="{isa.vector_bits}"'
     refs = [*kernel.inputs, *kernel.outputs]
@@ -49,7 +51,7 @@ def emit_kernel(kernel: ir.Kernel, isa: Isa) -> tuple[str, dict[str, int | str]]
     ws = Val("ptr noalias", "%ws")
     symbols = {n: Val("i64", f"%d{k}") for k, n in enumerate(ir.launch_symbols(kernel))}
     code = Code(module, "jtile_program", [*params, *names, *symbols.values(), ws, Val("ptr", "%host")])
-    em = Emitter(kernel, isa, module, code)
+    em = Emitter(kernel, isa, module, code, marks)
     em.program = {k: i64(0) if n == 1 else v for k, (n, v) in enumerate(zip(kernel.grid, names, strict=True))}
     em.sizes = {n: sizes.emit_size(code, n, symbols) for n in sizes.sizes_of(kernel)}
     for k, r in enumerate(refs):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jtile import ir
 from jtile._errors import UnsupportedError
 
-from ..emitting import into
+from ..emitting import Marks, into
 from . import access, plan
 from .access import Lanes
 from .evaluate import RULES, Point, lazy_reshape
@@ -53,8 +53,8 @@ class Emitter:
     """State of one kernel's emission. `env` maps values to what they are now; `plan`/`pos` say where in which block we
     are."""
 
-    def __init__(self, kernel: ir.Kernel, isa: Isa, module: Module, code: Code):
-        self.kernel, self.isa, self.module, self.code = kernel, isa, module, code
+    def __init__(self, kernel: ir.Kernel, isa: Isa, module: Module, code: Code, marks: Marks | None = None):
+        self.kernel, self.isa, self.module, self.code, self.marks = kernel, isa, module, code, marks
         self.arena = Arena()
         self.workspace = Val("ptr", "%ws")
         self.env: dict[ir.Value, Rep] = {}
@@ -153,6 +153,18 @@ class Emitter:
     def op(self, op: ir.Op) -> None:
         self.done.add(op)
         self.arena.tick()
+        with self.marking(op):
+            self._op(op)
+
+    @contextlib.contextmanager
+    def marking(self, op: ir.Op) -> Iterator[None]:
+        """What is emitted inside comes from the line of an op."""
+        before = self.code.mark
+        self.code.mark = self.marks(op.loc) if self.marks else ""
+        yield
+        self.code.mark = before
+
+    def _op(self, op: ir.Op) -> None:
         if plan.is_lazy(op):
             self.lazy(op)
         elif type(op) in EMITTERS:

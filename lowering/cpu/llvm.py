@@ -109,6 +109,7 @@ class Code:
         self.attributes = attributes  # of this function, beside the module's
         self._entry: list[str] = []
         self._body: list[str] = []
+        self.mark = ""  # behind each line: see `emitting.Marks`
         self._count = 0
 
     # -- instructions -------------------------------------------------------------------------------------------
@@ -119,11 +120,11 @@ class Code:
     def let(self, ty: str, expr: str, hint: str = "v") -> Val:
         """Append `%x = expr` and return `%x` with type `ty`."""
         name = self.ssa(hint)
-        self._body.append(f"  {name} = {expr}")
+        self._body.append(f"  {name} = {expr}{self.mark}")
         return Val(ty, name)
 
     def do(self, line: str) -> None:
-        self._body.append(f"  {line}")
+        self._body.append(f"  {line}{self.mark}")
 
     def binary(self, op: str, a: Val, b: Val) -> Val:
         """`op` with its flags: `"fadd"`, `"mul nsw"`, `"fmul reassoc"`."""

@@ -13,6 +13,7 @@ from jtile._errors import UnsupportedError
 from jtile.ir.extents import call
 
 from ..artifact import Artifact
+from ..emitting import Marks
 from ..targets import Target
 from . import (  # noqa: F401  emitters register
     emit_arrivals,
@@ -53,6 +54,7 @@ def emit_kernel(
     isolate: bool = False,
     num_stages: int | None = None,
     emitter: type[Emitter] = Emitter,
+    marks: Marks | None = None,
 ) -> tuple[str, Record]:
     """TTIR text of a kernel, and its launch record. Equal kernels give equal text.
 
@@ -60,9 +62,10 @@ def emit_kernel(
       isolate: see `layouts.py`.
       num_stages: of every loop, whatever it asks for itself; None leaves that to the loops.
       emitter: a class of emitters for processors that are no GPUs.
+      marks: behind each line stands where in the source it comes from.
     """
     record = Record()
-    em = emitter(kernel, f, record, isolate=isolate, num_stages=num_stages)
+    em = emitter(kernel, f, record, isolate=isolate, num_stages=num_stages, marks=marks)
     parameters(em)
     scratch = _scratch(em)
     blocks = _blocks(kernel, sum(map(buffer_bytes, scratch)), f)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jtile import ir
 from jtile._errors import UnsupportedError
 
-from ..emitting import into
+from ..emitting import Marks, into
 from .ttir import MAX_TILE, Code, Number, TensorTooLargeError, Val
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ class Emitter:
         *,
         isolate: bool = False,
         num_stages: int | None = None,
+        marks: Marks | None = None,
     ):
-        self.kernel, self.features, self.record = kernel, features, record
+        self.kernel, self.features, self.record, self.marks = kernel, features, record, marks
         self.num_stages = num_stages  # of every loop, where the user said so
         self.code = self.new_code(isolate)
         self.env: dict[ir.Value, Val] = {}
@@ -178,11 +179,14 @@ class Emitter:
     def op(self, op: ir.Op) -> None:
         if type(op) not in EMITTERS:
             self.refuse(op, f"no code for {op.mnemonic!r}")
+        code, before = self.code, self.code.mark
+        code.mark = self.marks(op.loc) if self.marks else ""
         try:
             results = EMITTERS[type(op)](self, op)
         except TensorTooLargeError as e:
             what = f"tiles of at most {MAX_TILE} elements, and {op.mnemonic!r} takes one of {e} here"
             self.refuse(op, f"{what} (sides count as powers of two): make the tiles of the kernel smaller")
+        code.mark = before
         results = () if results is None else (results,) if isinstance(results, Val) else results
         for r, v in zip((r for r in op.results if isinstance(r.type, ir.TileType)), results, strict=True):
             if (v.shape, v.elem) != (padded(r.shape), elem_of(r.dtype)):

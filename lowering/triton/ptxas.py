@@ -29,18 +29,18 @@ def mended() -> Any:
     Raises:
       UnsupportedError: neither is new enough.
     """
-    tools = _tools()
-    for tool in tools:
+    found = tools()
+    for tool in found:
         if tool is not None and tuple(map(int, tool.version.split(".")[:2])) >= MENDED:
             return tool
     raise UnsupportedError(
-        f"several roles with products need ptxas {'.'.join(map(str, MENDED))} or newer, got {tools[0].version} "
-        f"({tools[0].path}): ptxas 12.8 mixes up their operands; set TRITON_PTXAS_PATH to a newer one, or leave such "
+        f"several roles with products need ptxas {'.'.join(map(str, MENDED))} or newer, got {found[0].version} "
+        f"({found[0].path}): ptxas 12.8 mixes up their operands; set TRITON_PTXAS_PATH to a newer one, or leave such "
         "products to two roles, one of which is the first"
     )
 
 
-def _tools() -> list[Any]:
+def tools() -> list[Any]:
     """Triton's choice for sm_90, and the one that it brings for later architectures."""
     import triton.backends.nvidia.compiler as module
     from triton import knobs

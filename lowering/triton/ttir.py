@@ -100,6 +100,7 @@ class Code:
         self._isolate = isolate
         self.head: list[str] = []
         self.lines: list[str] = []
+        self.mark = ""  # behind each line: see `emitting.Marks`
         self._depth = 2
         self._count = 0
         self._constants: dict[tuple[str, str], Val] = {}
@@ -111,7 +112,7 @@ class Code:
 
     def do(self, text: str) -> None:
         """A line without a result."""
-        self.lines.append("  " * self._depth + text)
+        self.lines.append("  " * self._depth + text + self.mark)
 
     def let(self, right: str, shape: Sequence[int], elem: str, fill: Number | None = None) -> Val:
         """`%n = right`, a value of the given type (which `right` spells where its op wants it)."""

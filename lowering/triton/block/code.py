@@ -54,7 +54,7 @@ class LaidCode(Code):
         return f"%{self._counter[0]}"
 
     def do(self, text: str) -> None:
-        self._target.append("  " * self._depth + text)
+        self._target.append("  " * self._depth + text + self.mark)
 
     def place(self) -> tuple[list[Any], int]:
         """A place between lines to come back to, with its depth."""

@@ -9,6 +9,7 @@ from jtile._collector import paused
 from jtile._errors import UnsupportedError
 
 from ...artifact import Artifact
+from ...emitting import Marks
 from ...targets import Target
 from .. import ptxas, stages
 from ..compile import MAX_BLOCKS, parameters, symbol
@@ -30,7 +31,7 @@ from .emitter import BlockEmitter
 from .layouts import aliased
 
 
-def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]:
+def emit_block_kernel(kernel: ir.Kernel, f: Features, marks: Marks | None = None) -> tuple[str, Record, str]:
     """TTGIR text of a kernel at the block level, its launch record, and the kernel's own text with the layout of every
     value. Equal kernels give equal text.
 
@@ -38,7 +39,7 @@ def emit_block_kernel(kernel: ir.Kernel, f: Features) -> tuple[str, Record, str]
       UnsupportedError: an op of the kernel has no form in a role; the message says which and what to do.
     """
     record = Record()
-    em = BlockEmitter(kernel, f, record)
+    em = BlockEmitter(kernel, f, record, marks=marks)
     parameters(em)
     programs = math.prod(kernel.grid) if all(isinstance(n, int) for n in kernel.grid) else None
     if programs is None or programs > MAX_BLOCKS:

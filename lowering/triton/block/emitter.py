@@ -11,7 +11,7 @@ from typing import Any
 
 from jtile import ir
 
-from ...emitting import into
+from ...emitting import Marks, into
 from .. import versions
 from ..combine import reduce
 from ..emit_basics import start_program
@@ -40,8 +40,8 @@ class BlockEmitter(Emitter):
     code: LaidCode
     env: dict[ir.Value, Any]  # type: ignore[reportIncompatibleVariableOverride]  # tiles, and memory
 
-    def __init__(self, kernel: ir.Kernel, features: Features, record: Record):
-        super().__init__(kernel, features, record)
+    def __init__(self, kernel: ir.Kernel, features: Features, record: Record, *, marks: Marks | None = None):
+        super().__init__(kernel, features, record, marks=marks)
         self.count = [0]
         self.code = LaidCode(self.count, 2)
         self.homes: Homes | None = None
@@ -131,6 +131,8 @@ class BlockEmitter(Emitter):
 
     def op(self, op: ir.Op) -> None:
         self.check_sides(op)
+        code, before = self.code, self.code.mark
+        code.mark = self.marks(op.loc) if self.marks else ""
         if len(op.results) == 1 and isinstance(op.result.type, ir.TileType) and op.result.shape and is_free(op.result):
             results = Val("", op.result.shape, elem_of(op.result.dtype))  # made where it is used
         elif isinstance(op, ir.Broadcast | ir.Reshape) and not op.result.shape:
@@ -142,6 +144,7 @@ class BlockEmitter(Emitter):
         else:
             what = f"no code for {op.mnemonic!r} inside a role"
             self.refuse(op, f"{what}: do this in a kernel of the tile level, before or after this one")
+        code.mark = before
         results = () if results is None else results if isinstance(results, tuple | list) else (results,)
         for r, v in zip((r for r in op.results), results, strict=True):
             self.define(r, v)

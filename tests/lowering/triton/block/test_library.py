@@ -140,12 +140,12 @@ class Tool:
     ("own", "beside", "chosen"), [("12.8", "12.9", "12.9"), ("12.9", "13.4", "12.9"), ("13.4", "12.8", "13.4")]
 )
 def test_roles_with_products_go_through_a_ptxas_that_is_right(monkeypatch, own, beside, chosen):
-    monkeypatch.setattr(ptxas, "_tools", lambda: [Tool(own), Tool(beside)])
+    monkeypatch.setattr(ptxas, "tools", lambda: [Tool(own), Tool(beside)])
     assert ptxas.mended().version == chosen
 
 
 def test_no_ptxas_is_right(monkeypatch):
-    monkeypatch.setattr(ptxas, "_tools", lambda: [Tool("12.8"), None])
+    monkeypatch.setattr(ptxas, "tools", lambda: [Tool("12.8"), None])
     with pytest.raises(UnsupportedError, match=r"ptxas 12\.9 or newer, got 12\.8 .*TRITON_PTXAS_PATH"):
         ptxas.mended()
 

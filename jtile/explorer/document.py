@@ -1,0 +1,103 @@
+"""`jt.view`: collects the record of a kernel, and puts it into the page."""
+
+from __future__ import annotations
+
+import html
+import importlib.metadata
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jtile import Lowered, _cache
+from jtile._errors import JtileError, KernelTypeError, KernelValueError
+from jtile.explorer import kernels, levels, page
+from jtile.explorer.places import Places
+from jtile.explorer.record import SCHEMA, Piece, Record
+from jtile.lowering import targets
+from jtile.tune import device
+
+_FRAME = 760  # pixels: the height of the page inside of a notebook
+
+
+class View:
+    """A kernel as one page for a browser. In a notebook it shows itself.
+
+    Attributes:
+      record: what the page shows, as data.
+    """
+
+    def __init__(self, record: Record):
+        self.record = record
+
+    @property
+    def html(self) -> str:
+        """The page: one text that needs no network and no other file."""
+        return page.document(self.record)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page, whole or not at all.
+
+        Raises:
+          KernelValueError: the file cannot be written.
+        """
+        try:
+            _cache.write(Path(path), self.html.encode())
+        except OSError as e:
+            raise KernelValueError(f"the page cannot be written to {os.fspath(path)!r}: {e}") from e
+
+    def _repr_html_(self) -> str:
+        framed = html.escape(self.html, quote=True)
+        return f'<iframe srcdoc="{framed}" style="width:100%;height:{_FRAME}px;border:0" title="jtile"></iframe>'
+
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(p.name for p in self.record.pieces))
+        return f"<View of {names} for {self.record.target}>"
+
+
+def view(f: Callable[..., Any], *args: Any, target: str | None = None, gradient: bool = True, **options: Any) -> View:
+    """A kernel, or the kernels of a function, as one page for a browser.
+
+    The page has the source beside every level down to machine code, linked by lines, and what each pass changed.
+
+    Args:
+      f: a kernel, or a JAX function that calls kernels.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`: nothing is run.
+      target: what to compile for, such as `"cpu"`, `"cuda:sm_90"`, `"rocm:gfx942"`; None: the device at hand.
+      gradient: also show the kernels of reverse mode, where there is a derivative.
+      options: meta-parameters of the kernel, or keyword arguments of the function.
+
+    Raises:
+      KernelTypeError: `f` is no function. KernelValueError: it calls no kernel. UnsupportedError: there is no such
+      target, or it cannot run a kernel of `f`.
+    """
+    if not callable(f):
+        raise KernelTypeError(f"jt.view takes a kernel or a function and its arguments, got {f!r}")
+    name = target or device.target().name
+    name = name if name != targets.host_target().name else "cpu"
+    found = kernels.lower(f, list(args), name, options)
+    places, notes, pieces = Places(), [], []
+    for lowered, calls in found.items():
+        pieces += _pieces(lowered, places, "kernel", calls, notes)
+    for lowered in found if gradient else ():
+        pieces += _gradient(lowered, places, notes)
+    sources, table = places.sources()
+    title = getattr(f, "__name__", None) or pieces[0].name
+    version = importlib.metadata.version("jtile")
+    return View(Record(title, name, version, SCHEMA, sources, table, pieces, notes))
+
+
+def _pieces(lowered: Lowered, places: Places, group: str, calls: int, notes: list[str]) -> list[Piece]:
+    out = []
+    for one in lowered.pieces:
+        out.append(levels.piece(one, places, group, calls))
+    return out
+
+
+def _gradient(lowered: Lowered, places: Places, notes: list[str]) -> list[Piece]:
+    """The kernels of reverse mode; a note where there are none."""
+    try:
+        return _pieces(lowered.vjp(), places, "gradient", 1, notes)
+    except JtileError as e:
+        notes.append(f"The gradient of {lowered.program.name} is not shown: {e}")
+        return []

@@ -1,0 +1,68 @@
+"""The levels of a lowered kernel: what it is at each, and where its lines come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jtile import Lowered, passes
+from jtile._config import config
+from jtile.explorer import emitted, links
+from jtile.explorer.links import Linked
+from jtile.explorer.passes import steps
+from jtile.explorer.places import Places
+from jtile.explorer.record import Level, Piece
+from jtile.lowering import platforms, starts
+from jtile.primitive.lowering import compiler_options, complete, pieces_of
+
+_TITLES = {
+    "jaxpr": ("jaxpr", "What JAX traced: the form that gradients and vmap are made from."),
+    "tile_ir": ("Tile IR, traced", "The kernel in jtile's own representation, before any pass."),
+    "tile_ir_opt": ("Tile IR, simplified", "After the passes that all targets share."),
+    "block": ("Block level", "Roles, rings of shared memory and barriers, with the layout of every value."),
+    "ttir": ("TTIR", "Triton's representation of tiles."),
+    "ttgir": ("TTGIR", "Triton's representation with layouts: which thread holds which element."),
+    "llir": ("LLVM IR", "What one thread of the GPU does."),
+    "ptx": ("PTX", "NVIDIA's virtual instructions."),
+    "sass": ("Machine code (SASS)", "The instructions that the GPU runs."),
+    "amdgcn": ("Machine code (AMDGCN)", "The instructions that the GPU runs."),
+    "llvm": ("LLVM IR, emitted", "What jtile gives to LLVM: vectorised and unrolled."),
+    "llvm_opt": ("LLVM IR, optimised", "After LLVM's passes."),
+    "asm": ("Machine code", "The instructions that the CPU runs."),
+    "linalg": ("Linalg", "The form that the vendor's compiler starts from."),
+    "hivm": ("HIVM", "The vendor's representation of the instructions of the NPU."),
+}
+_FACTS = ("choice", "sharding", "resources", "schedule")  # sentences, which are shown elsewhere
+
+
+def piece(lowered: Lowered, places: Places, group: str, calls: int = 1) -> Piece:
+    """The levels of a kernel that runs, and the passes between them."""
+    with config(**lowered.options):
+        program, target = lowered.program, lowered.target
+        traced = pieces_of(program, target).kernels[lowered.piece]
+        options = compiler_options(program, lowered.piece, target)
+        made = starts.without_idle_aliases(complete(traced, platforms.named(target.platform)).kernel)
+        artifact, texts = lowered.artifact, lowered.texts
+        own = emitted.linked(passes.run_pipeline(made, passes.TILE), target, options, artifact)
+        found: dict[str, Linked] = {
+            "jaxpr": links.jaxpr(program.jaxpr),
+            "tile_ir": links.tile_ir(program.kernel),
+            "tile_ir_opt": links.tile_ir(lowered.kernel),
+        } | own
+        levels = [_level(name, linked, places) for name, linked in found.items() if name not in _FACTS]
+        refs = [_ref(v) for v in traced.params]
+        grid = [n if isinstance(n, int) else str(n) for n in traced.grid]
+        done = steps(traced, target, options, places)
+    facts = {name: texts[name].strip() for name in _FACTS if texts.get(name)}
+    return Piece(traced.name, group, calls, grid, refs, levels, done, facts)
+
+
+def _level(name: str, linked: Linked, places: Places) -> Level:
+    title, about = _TITLES.get(name, (name, ""))
+    if not linked.any:
+        about = f"{about} Its compiler does not say where its lines come from.".strip()
+    return Level(name, title, about, linked.any, places.text(linked))
+
+
+def _ref(v: Any) -> dict[str, Any]:
+    shape = [n if isinstance(n, int) else str(n) for n in v.shape]
+    return {"name": v.name or "_", "role": v.type.role, "dtype": v.dtype, "shape": shape}

@@ -1,0 +1,121 @@
+"""What a page shows, as plain data: dataclasses of numbers, texts, lists and dicts of these, which JSON can hold.
+
+A *place* is a number: the position in `Record.places` of a line of the user's source; 0 is no place. Where each line of
+a text has one, the list is run-length coded: `[place, count, place, count, ...]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+SCHEMA = 1  # raised where a page of before would misread a record
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file that code comes from.
+
+    Attributes:
+      path: as Python knows it; `name`: of the file alone.
+      first: the number of the first of `lines` in the file, from 1.
+      lines: the text of the functions that the kernel is made of, and what stands between them.
+    """
+
+    path: str
+    name: str
+    first: int
+    lines: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text with the place of each line, see above."""
+
+    text: str
+    places: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One form of a kernel on its way to machine code.
+
+    Attributes:
+      name: as in `Lowered.texts`; `title`: for people.
+      about: one sentence: what this form is.
+      linked: whether lines have places; where they have none, `about` says why.
+    """
+
+    name: str
+    title: str
+    about: str
+    linked: bool
+    body: Text
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The kernel after a pass.
+
+    Attributes:
+      name: of the pass; `ensures`: what holds afterwards; `level`: `tile` or `block`.
+      body: Tile IR; None where the pass changed nothing.
+      diff: against the last step that has a body: `[kind, from, to, from, to]` of its lines and of these; kinds are
+        `equal`, `insert`, `delete` and `replace`. Numbers of values do not count as differences.
+    """
+
+    name: str
+    ensures: str
+    level: str
+    body: Text | None
+    diff: list[list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One kernel that runs.
+
+    Attributes:
+      name: of the kernel.
+      group: `kernel`, or `gradient` for the kernels of reverse mode.
+      calls: how often the function that is viewed calls it; 1 for the others.
+      grid: its programs along each axis.
+      refs: its arrays: `{name, role, dtype, shape}`.
+      levels: in the order in which they are made. steps: the passes between two of them.
+      facts: texts by name: `resources` of a program, `sharding`, `choice` of tiles, and `schedule`: why the kernel runs
+        at the block level or not.
+    """
+
+    name: str
+    group: str
+    calls: int
+    grid: list[int]
+    refs: list[dict[str, Any]]
+    levels: list[Level]
+    steps: list[Step]
+    facts: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """All of a page.
+
+    Attributes:
+      title: of the page; `target`: its name; `version`: of jtile; `schema`: of this record.
+      sources: the files that places are in. places: `[number of a source, line]`; the first stands for no place.
+      pieces: the kernels, those of the gradient behind the others.
+      notes: sentences about what could not be shown, and why.
+    """
+
+    title: str
+    target: str
+    version: str
+    schema: int
+    sources: list[Source]
+    places: list[list[int]]
+    pieces: list[Piece]
+    notes: list[str]
+
+    def json(self) -> dict[str, Any]:
+        """The record as dicts, lists, texts and numbers."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,119 @@
+"""The page: one file that fetches nothing, and what it does in a real browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import browser as browsers
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jtile as jt
+from jtile.explorer import View, record
+from jtile.explorer.page.document import embedded
+from jtile.explorer.places import run_lengths
+
+ENDING = "</script><script>window.bad = 1</script><!--"
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=lambda x: jt.cdiv(x.shape[0], 4))
+def softmax(x, o):
+    rows = x.tiles(4, x.shape[1])[jt.program_id(0), 0]
+    e = jnp.exp(rows - rows.max(1, keepdims=True))  # </script><script>window.bad = 1</script><!--
+    o.tiles(4, x.shape[1])[jt.program_id(0), 0] = e / e.sum(1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def view():
+    return jt.view(softmax, jax.ShapeDtypeStruct((10, 16), jnp.float32), target="cpu")
+
+
+def test_the_page_is_one_file(view):
+    """It names no other file and no server, and no text of the record ends its script."""
+    text = view.html
+    assert not re.search(r"(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org)", text)
+    assert "@STYLE@" not in text and "@DATA@" not in text and "@SCRIPT@" not in text
+    assert text.count("</script>") == 2 and "window.bad" in text
+    assert embedded({"a": f"{ENDING}\u2028"}) == (
+        '{"a":"\\u003c/script>\\u003cscript>window.bad = 1\\u003c/script>\\u003c!--\\u2028"}'
+    )
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        embedded([float("nan")])
+
+
+def test_notebooks_show_it_in_a_frame(view):
+    shown = view._repr_html_()
+    assert shown.startswith('<iframe srcdoc="') and shown.count('"') == 6 and "<script" not in shown
+    assert repr(view) == "<View of softmax, softmax_vjp for cpu>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if reason := browsers.missing():
+        pytest.skip(f"no browser: {reason}")
+    with browsers.chromium() as browser:
+        yield browser
+
+
+def opened(browser, view, tmp_path, hash="", width=1440):
+    path = tmp_path / "page.html"
+    view.save(path)
+    browser.size(width, 800)
+    browser.open("about:blank")
+    browser.open(f"{path.as_uri()}#{hash}")
+    browser.until("return document.querySelector('#main').children.length")
+
+
+def line_of(word):
+    text = Path(__file__).read_text().splitlines()
+    return next(k for k, line in enumerate(text, 1) if word in line)
+
+
+def test_lines_are_linked(browser, view, tmp_path):
+    """A click on a line of source lights the lines of the level that come from it, and the address keeps it."""
+    opened(browser, view, tmp_path, "level=tile_ir_opt")
+    assert browser.run("return window.bad === undefined")
+    number = line_of("jnp.exp(rows")
+    click = (
+        f"[...document.querySelectorAll('.row')].find(r => r.querySelector('.no').textContent === '{number}').click()"
+    )
+    browser.run(click)
+    lit = "return [...document.querySelectorAll('[aria-label=Level] .row.held')].map(r => r.textContent)"
+    assert any(" = exp " in text for text in browser.run(lit))
+    assert f"place=0%3A{number}" in browser.run("return location.hash")
+    browser.type("]")
+    assert browser.run("return document.querySelector('[aria-label=Levels] [aria-selected=true]').textContent") != ""
+    assert browser.run(lit), "the next level has the line lit, too"
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+def test_every_view_fits(browser, view, tmp_path, width):
+    """No view of any kernel is wider than the window or raises an error."""
+    opened(browser, view, tmp_path, width=width)
+    browser.run("window.failed = []; window.addEventListener('error', e => window.failed.push(e.message))")
+    for k in range(len(view.record.pieces)):
+        for name in browser.run("return Object.keys(views)"):
+            browser.run("state.kernel = arguments[0]; go(arguments[1])", k, name)
+            assert browser.run("return document.documentElement.scrollWidth") == width, name
+            assert browser.run("return document.querySelector('#main').textContent.length") > 20, name
+    assert browser.run("return window.failed") == []
+
+
+def test_long_texts_stay_quick(browser, view, tmp_path):
+    """Of 10,000 lines those in sight are in the document, and to scroll to their end takes few milliseconds."""
+    (piece, *_), n = view.record.pieces, 10_000
+    body = record.Text(
+        "\n".join(f"  %{k} = add %{k - 1}, %c1 : i32" for k in range(n)), run_lengths([1 + k % 2 for k in range(n)])
+    )
+    level = record.Level("tile_ir_opt", "Long", "", True, body)
+    changed = record.Piece(**{**vars(piece), "levels": [level]})
+    opened(browser, View(record.Record(**{**vars(view.record), "pieces": [changed]})), tmp_path)
+    took = browser.run("""
+      const list = document.querySelector('[aria-label=Level]'), start = performance.now();
+      for (let k = 0; k < 50; k++) { list.scrollTop = k * 4000; list.dispatchEvent(new Event('scroll')); }
+      return (performance.now() - start) / 50;
+    """)
+    assert browser.run("return document.querySelectorAll('.row').length") < 300
+    assert took < 50
