@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jtile import testing as testing
     from jtile.calls.bundle import export_bundle as export_bundle
     from jtile.calls.partitioned import partitioned as partitioned
+    from jtile.execution import graph as graph
     from jtile.explorer import View as View
     from jtile.explorer import view as view
     from jtile.fusion import fuse as fuse
@@ -144,6 +145,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "export_checks": "jtile.primitive.export",
     "function": "jtile.trace",
     "fuse": "jtile.fusion",
+    "graph": "jtile.execution",
     "partitioned": "jtile.calls.partitioned",
     "host_target": "jtile.lowering.targets",
     "platform": "jtile.lowering.here",

@@ -38,7 +38,8 @@ class Platform:
         comes to this platform; for the others, where the option `arch` names one of its architectures.
       call: the target of the custom calls that carry its kernels, `"jtile_cuda"`; `io_call`: that of kernels which
         print or assert, where it is another; `devices_call`: that of kernels which talk to other devices, whose last
-        operand is the place of theirs (`jtile.primitive.devices.place`).
+        operand is the place of theirs (`jtile.primitive.devices.place`); `graph_call`: that of several kernels as one
+        execution graph (`jt.graph`), where the platform runs such.
       compile: the back end: (kernel, target, options, with texts) -> Artifact.
       attributes: of the custom call: (artifact, kernel, values of the dynamic sizes) -> name -> value.
       resolve: the target of a name, or of the option `arch`; typed errors for names that there are not.
@@ -76,6 +77,7 @@ class Platform:
     tools: Callable[[], Sequence[Any]] = tuple
     io_call: str | None = None
     devices_call: str | None = None
+    graph_call: str | None = None
     literals: bool = False
     fuses_slices: bool = False
     block_level: bool = False

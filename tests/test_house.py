@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "fusion": EVERYTHING_BELOW | {"", "ops"},
     "numpy": {"_errors", "_memo", "", "fusion"},
     "explorer": EVERYTHING_BELOW | {"", "primitive", "calls"},
+    "execution": EVERYTHING_BELOW | {"primitive", "fusion"},
     "models": PUBLIC,
     "benchmarks": PUBLIC,
 }

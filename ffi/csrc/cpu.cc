@@ -1,19 +1,23 @@
-// The typed XLA FFI handlers `jtile_cpu`: instantiate loads the kernel of a call site, execute runs its grid; and
-// `jtile_cpu_devices` for kernels that talk to other devices, whose last operand says where this one is.
+// The typed XLA FFI handlers `jtile_cpu`: instantiate loads the kernel of a call site, execute runs its grid;
+// `jtile_cpu_devices` for kernels that talk to other devices, whose last operand says where this one is; and
+// `jtile_cpu_graph` for several kernels in one call.
 #include <memory>
 #include <vector>
 
 #include "devices.h"
 #include "handlers.h"
 #include "program.h"
+#include "tasks.h"
 
 namespace jtile {
 namespace {
 
 constexpr std::string_view kTarget = "jtile_cpu";
 constexpr std::string_view kTalking = "jtile_cpu_devices";
+constexpr std::string_view kGraph = "jtile_cpu_graph";
 const HandlerLine line("cpu", "cpu", "jtile_cpu", "instantiate,execute");
 const HandlerLine talking_line("cpu", "cpu", "jtile_cpu_devices", "instantiate,execute");
+const HandlerLine graph_line("cpu", "cpu", "jtile_cpu_graph", "instantiate,execute");
 
 // The state of one call site; XLA deletes it with the executable.
 struct CpuState {
@@ -133,6 +137,66 @@ ffi::Future execute_talking(TalkingState* state, ffi::RunId run, ffi::RemainingA
   return future;
 }
 
+// -- execution graphs -------------------------------------------------------------------------------------------------
+
+// Results of a call: those of the graph, its arena, and, where the attribute `traced` says so, what it writes about itself.
+struct GraphState {
+  static ffi::TypeId id;
+  GraphState(const std::vector<Attributes>& kernels, ffi::Span<const int64_t> plan, int64_t operands, int64_t results,
+             bool traced)
+      : graph(kernels, plan.begin(), plan.size(), operands, results), traced(traced) {}
+  TaskGraph graph;
+  const bool traced;
+};
+ffi::TypeId GraphState::id = {};
+
+std::vector<Attributes> kernels_of(ffi::Dictionary attrs) {
+  auto numbers = attribute<ffi::Span<const int64_t>>(attrs, "kernels", kGraph);
+  std::vector<Attributes> kernels(numbers.size() / 3);
+  for (size_t k = 0; k < kernels.size(); ++k) {
+    auto text = [&](const char* what) { return attribute<std::string_view>(attrs, concat(what, k), kGraph); };
+    kernels[k].image = text("image"), kernels[k].name = text("name");
+    kernels[k].isa = text("isa"), kernels[k].sites = text("sites");
+    const int64_t* own = numbers.begin() + 3 * k;
+    kernels[k].programs = own[0], kernels[k].workspace = own[1], kernels[k].cost = own[2];
+  }
+  return kernels;
+}
+
+ffi::ErrorOr<std::unique_ptr<GraphState>> instantiate_graph(ffi::RemainingArgs, ffi::RemainingRets,
+                                                            ffi::Dictionary attrs) {
+  return guarded<ffi::ErrorOr<std::unique_ptr<GraphState>>>([&] {
+    const int64_t operands = attribute<int64_t>(attrs, "operands", kGraph);
+    const int64_t results = attribute<int64_t>(attrs, "results", kGraph);
+    const bool traced = attribute<int64_t>(attrs, "traced", kGraph) != 0;
+    auto plan = attribute<ffi::Span<const int64_t>>(attrs, "plan", kGraph);
+    return std::make_unique<GraphState>(kernels_of(attrs), plan, operands, results, traced);
+  });
+}
+
+ffi::Error execute_graph(GraphState* state, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                         ffi::Dictionary) {
+  const size_t count = args.size() + rets.size();
+  std::vector<void*> bufs(count);
+  ffi::Error bad = each_array(args, rets, [&](size_t k, ffi::AnyBuffer& buffer) { bufs[k] = buffer.untyped_data(); });
+  if (bad.failure()) return bad;
+  return guarded<ffi::Error>([&] {
+    const TaskGraph& graph = state->graph;
+    void* arena = bufs[count - 1 - (state->traced ? 1 : 0)];
+    auto* trace = state->traced ? static_cast<int64_t*>(bufs[count - 1]) : nullptr;
+    graph.run(bufs.data(), arena, graph.workers(pool.num_threads()),
+              [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }, trace);
+    return ffi::Error::Success();
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(instantiate_graph_handler, instantiate_graph,
+                       ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(
+    execute_graph_handler, execute_graph,
+    ffi::Ffi::Bind().Ctx<ffi::State<GraphState>>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+
 XLA_FFI_DEFINE_HANDLER(instantiate_talking_handler, instantiate_talking,
                        ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
 
@@ -173,6 +237,16 @@ extern "C" XLA_FFI_Error* jtile_cpu_devices_instantiate(XLA_FFI_CallFrame* frame
 extern "C" XLA_FFI_Error* jtile_cpu_devices_execute(XLA_FFI_CallFrame* frame) {
   if (XLA_FFI_Error* error = register_state<TalkingState>(frame, "jtile_cpu_devices_state")) return error;
   return execute_talking_handler(frame);
+}
+
+extern "C" XLA_FFI_Error* jtile_cpu_graph_instantiate(XLA_FFI_CallFrame* frame) {
+  if (XLA_FFI_Error* error = register_state<GraphState>(frame, "jtile_cpu_graph_state")) return error;
+  return instantiate_graph_handler(frame);
+}
+
+extern "C" XLA_FFI_Error* jtile_cpu_graph_execute(XLA_FFI_CallFrame* frame) {
+  if (XLA_FFI_Error* error = register_state<GraphState>(frame, "jtile_cpu_graph_state")) return error;
+  return execute_graph_handler(frame);
 }
 
 #pragma GCC visibility pop

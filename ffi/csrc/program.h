@@ -85,6 +85,9 @@ class Program {
   void run_at_once(const Launch& launch, std::vector<void*> bufs, std::shared_ptr<Talk> talk) const;
 
   const std::string& name() const { return name_; }
+  size_t workspace() const { return static_cast<size_t>(workspace_); }
+  int64_t programs() const { return programs_; }
+  int64_t cost() const { return cost_; }
   const std::vector<Site>& sites() const { return sites_; }
 
  private:

@@ -64,9 +64,10 @@ class Affine:
         return Affine(self.const * n, tuple((v, c * n) for v, c in self.terms) if n else ())
 
 
-def ranges(kernel: Kernel) -> Intervals:
-    """Intervals of all values, whatever branch they stand in; no condition is assumed."""
-    known = Intervals(kernel)
+def ranges(kernel: Kernel, known: Intervals | None = None) -> Intervals:
+    """Intervals of all values, whatever branch they stand in; no condition is assumed. They are added to `known`, where
+    it is given."""
+    known = known or Intervals(kernel)
 
     def block(b: Block) -> None:
         for op in b.ops:

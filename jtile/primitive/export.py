@@ -19,5 +19,5 @@ def export_checks() -> list[DisabledSafetyCheck]:
 
     from jtile.lowering import platforms
 
-    calls = [call for p in platforms.every() for call in (p.call, p.io_call, p.devices_call) if call]
+    calls = [call for p in platforms.every() for call in (p.call, p.io_call, p.devices_call, p.graph_call) if call]
     return [DisabledSafetyCheck.custom_call(call) for call in calls]

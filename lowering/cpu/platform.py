@@ -84,6 +84,7 @@ CPU = Platform(
     hosts=("cpu",),
     call="jtile_cpu",
     devices_call="jtile_cpu_devices",
+    graph_call="jtile_cpu_graph",
     compile=_compile,
     attributes=_attributes,
     resolve=_resolve,

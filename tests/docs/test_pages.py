@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 PUZZLES, SOLUTIONS = (DOCS / "learn" / f"{name}.md" for name in ("puzzles", "solutions"))
 PAGES = sorted(page for part in ("learn", "howto", "coming_from") for page in (DOCS / part).glob("*.md"))
 PAGES = [page for page in PAGES if page not in (PUZZLES, SOLUTIONS)]
-PAGES += [DOCS / f"{name}.md" for name in ("library", "extending", "fuse")]
+PAGES += [DOCS / f"{name}.md" for name in ("library", "extending", "fuse", "graph")]
 
 
 def code_of(page):

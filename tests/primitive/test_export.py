@@ -207,6 +207,7 @@ def test_export_checks_name_every_target():
     targets = [
         "jtile_cpu",
         "jtile_cpu_devices",
+        "jtile_cpu_graph",
         "jtile_cuda",
         "jtile_cuda_io",
         "jtile_rocm",

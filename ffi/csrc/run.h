@@ -1,0 +1,109 @@
+// One call of a program: what its workers share, and how they are woken.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "program.h"
+
+namespace jtile {
+
+// A worker's scratch: this thread's own buffer, which lives on between calls, or one for this call when it is large.
+class Workspace {
+ public:
+  explicit Workspace(size_t size);  // throws Error
+  void* data() const { return data_; }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  using Buffer = std::unique_ptr<void, Free>;
+  static Buffer allocate(size_t size);
+
+  Buffer own_;
+  void* data_ = nullptr;
+};
+
+// What the workers of one call share. Its first member is what the kernel sees.
+class Run {
+ public:
+  Run(const Program& program, const Launch& launch, void* const* bufs, int64_t workers)
+      : program_(program),
+        launch_(launch),
+        bufs_(bufs),
+        workers_(workers),
+        counters_(static_cast<size_t>(program.image_->counters())) {
+    host_.callbacks.counters = counters_.data();
+  }
+
+  // Takes chunks until none is left. Safe on any thread while the caller waits in `finish`.
+  void drain();
+  void run_all();
+  // Runs the programs [begin, end).
+  void run_range(int64_t begin, int64_t end, const Workspace& workspace);
+  // Runs one program that talks to other devices; false: it could not go on.
+  bool run_one(int64_t program, Talk& talk);
+  // Throws what went wrong, if anything did.
+  void check() const;
+  bool bad() const { return bad_.load(); }
+  void give_up(const std::string& message) { stop(message); }
+  // Says what went wrong.
+  void tell(Talk& talk) const {
+    try {
+      check();
+    } catch (const std::exception& error) {
+      talk.stop(error.what());
+    }
+  }
+
+ private:
+  static void on_print(jtile_host* host, int64_t site, const int64_t* pid, void* const* args) {
+    reinterpret_cast<Host*>(host)->run->print(site, pid, args);
+  }
+  static void on_fail(jtile_host* host, int64_t site, const int64_t* pid) {
+    Host* self = reinterpret_cast<Host*>(host);
+    self->run->record(site, pid);
+    if (self->talk == nullptr) return;
+    self->run->tell(*self->talk);
+    std::longjmp(self->out, 1);
+  }
+
+  bool take(int64_t& begin, int64_t& end);
+  void print(int64_t site, const int64_t* pid, void* const* args);
+  void record(int64_t site, const int64_t* pid);
+  void stop(const std::string& message);
+  void check_counters() const;
+
+  const Program& program_;
+  const Launch& launch_;
+  void* const* bufs_;
+  int64_t workers_;
+  std::vector<int32_t> counters_;
+  Host host_{{on_print, on_fail}, this};
+  std::atomic<int64_t> next_{0};
+
+  std::atomic<bool> bad_{false};  // whether anything below was written
+  mutable std::mutex mutex_;
+  bool failed_ = false;
+  int64_t failed_site_ = 0;
+  std::vector<int64_t> failed_pid_;
+  std::string broken_;
+};
+
+// Starts a task on some thread.
+using Schedule = std::function<void(std::function<void()>)>;
+
+// Calls `work` on `workers` workers: this thread, and workers - 1 others, which `schedule` starts. It is called with a
+// task that any thread may run, at once, late or after this returned; this never waits for a task that has not begun,
+// so `work` must get everything done on one thread, too. Where there is no memory or no thread for more helpers, those
+// that began do it all.
+void with_helpers(int64_t workers, const Schedule& schedule, const std::function<void()>& work);
+
+}  // namespace jtile

@@ -1,0 +1,354 @@
+#include "tasks.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "error.h"
+
+namespace jtile {
+namespace {
+
+constexpr int64_t kVersion = 1;             // of the plan's form, as jtile/execution/encode.py writes it
+constexpr int64_t kSerialWorkNs = 10'000;   // less work than this is not worth a wake-up
+constexpr int kSpins = 2'000;               // looks at an event before a worker lets others have its core
+constexpr int64_t kAwakeNs = 2'000'000;     // and how long it looks again before it sleeps: to wake it takes 50 us
+constexpr int64_t kStep = 1'024;            // bytes that are fetched ahead between two looks
+constexpr int64_t kLine = 64;
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The workers of a call write their events in lines of their own.
+struct alignas(64) Event {
+  std::atomic<uint32_t> arrived{0};
+};
+
+struct alignas(64) Head {
+  std::atomic<size_t> next{0};
+};
+
+}  // namespace
+
+// -- the plan ---------------------------------------------------------------------------------------------------------
+
+class TaskGraph::Reader {
+ public:
+  Reader(const int64_t* data, size_t length) : at_(data), end_(data + length) {}
+
+  // The next number, which is at least 0 and less than `limit`.
+  int64_t next(int64_t limit = INT64_MAX) {
+    if (at_ == end_) fail(Code::kInvalidArgument, "the plan of an execution graph ends too early");
+    if (*at_ < 0 || *at_ >= limit)
+      fail(Code::kInvalidArgument, "the plan of an execution graph has ", *at_, " where a number below ", limit, " belongs");
+    return *at_++;
+  }
+
+  // How many of something follow, each of which takes at least one number.
+  int64_t count() { return next(end_ - at_); }
+
+  std::vector<int32_t> numbers(int64_t limit) {
+    std::vector<int32_t> out(static_cast<size_t>(count()));
+    for (int32_t& n : out) n = static_cast<int32_t>(next(limit));
+    return out;
+  }
+
+  bool done() const { return at_ == end_; }
+
+ private:
+  const int64_t* at_;
+  const int64_t* end_;
+};
+
+TaskGraph::TaskGraph(const std::vector<Attributes>& kernels, const int64_t* plan, size_t length, int64_t operands,
+                     int64_t results)
+    : operands_(operands) {
+  for (const Attributes& kernel : kernels) {
+    programs_.push_back(std::make_unique<const Program>(kernel));
+    if (!programs_.back()->dimensions().empty())
+      fail(Code::kInvalidArgument, "kernel ", programs_.back()->name(), ": one of dynamic sizes is in no execution graph");
+    launches_.push_back(programs_.back()->launch(nullptr));
+    workspace_ = std::max(workspace_, programs_.back()->workspace());
+  }
+  Reader reader(plan, length);
+  if (reader.next() != kVersion)
+    fail(Code::kFailedPrecondition, "this execution graph was made by another version of jtile: make it anew");
+  read_tasks(reader, operands, results);
+  read_bands(reader);
+  if (!reader.done()) fail(Code::kInvalidArgument, "the plan of an execution graph goes on behind its end");
+  check_order();
+}
+
+TaskGraph::~TaskGraph() = default;
+
+void TaskGraph::read_tasks(Reader& plan, int64_t operands, int64_t results) {
+  tasks_.resize(static_cast<size_t>(plan.count()));
+  for (Task& task : tasks_) {
+    task.kernel = plan.next(static_cast<int64_t>(programs_.size()));
+    task.places.resize(static_cast<size_t>(plan.count()));
+    for (Place& place : task.places) {
+      place.space = static_cast<Place::Space>(plan.next(3));
+      place.index = plan.next(place.space == Place::kOperand  ? operands
+                              : place.space == Place::kResult ? results
+                                                              : INT64_MAX);
+    }
+  }
+}
+
+void TaskGraph::read_bands(Reader& plan) {
+  needs_.resize(static_cast<size_t>(plan.count()));
+  for (int64_t& need : needs_) need = plan.next();
+  const auto events = static_cast<int64_t>(needs_.size());
+  bands_.resize(static_cast<size_t>(plan.count()));
+  for (Band& band : bands_) {
+    band.task = plan.next(static_cast<int64_t>(tasks_.size()));
+    const int64_t programs = programs_[static_cast<size_t>(tasks_[static_cast<size_t>(band.task)].kernel)]->programs();
+    band.begin = plan.next(programs);
+    band.end = plan.next(programs + 1);
+    band.waits = plan.numbers(events);
+    band.signals = plan.numbers(events);
+    band.ahead.resize(static_cast<size_t>(plan.count()));
+    for (Ahead& part : band.ahead) {
+      part.place = {Place::kOperand, plan.next(operands_)};
+      part.offset = plan.next();
+      part.bytes = plan.next();
+    }
+  }
+  queues_.resize(static_cast<size_t>(plan.count()));
+  for (std::vector<int32_t>& queue : queues_) queue = plan.numbers(bands());
+}
+
+// A call ends for any number of workers if every band waits for events of earlier bands only, and if every band is in
+// one queue, behind earlier ones.
+void TaskGraph::check_order() const {
+  std::vector<int64_t> last(needs_.size(), -1), arrivals(needs_.size(), 0);
+  for (size_t b = 0; b < bands_.size(); ++b) {
+    for (int32_t event : bands_[b].signals) {
+      last[static_cast<size_t>(event)] = static_cast<int64_t>(b);
+      ++arrivals[static_cast<size_t>(event)];
+    }
+  }
+  if (arrivals != needs_) fail(Code::kInvalidArgument, "an event of an execution graph needs other arrivals than it gets");
+  for (size_t b = 0; b < bands_.size(); ++b)
+    for (int32_t event : bands_[b].waits)
+      if (last[static_cast<size_t>(event)] >= static_cast<int64_t>(b))
+        fail(Code::kInvalidArgument, "band ", b, " of an execution graph waits for a later one");
+  std::vector<bool> queued(bands_.size(), false);
+  size_t count = 0;
+  for (const std::vector<int32_t>& queue : queues_) {
+    if (!std::is_sorted(queue.begin(), queue.end())) fail(Code::kInvalidArgument, "a queue of bands is out of order");
+    for (int32_t b : queue) queued[static_cast<size_t>(b)] = true;
+    count += queue.size();
+  }
+  if (count != bands_.size() || std::find(queued.begin(), queued.end(), false) != queued.end())
+    fail(Code::kInvalidArgument, "a band of an execution graph is in no queue, or in two");
+}
+
+// -- one call ---------------------------------------------------------------------------------------------------------
+
+// The memory of a call. It serves later calls as it is: events count on from call to call.
+class TaskGraph::Call {
+ public:
+  explicit Call(const TaskGraph& graph)
+      : graph_(graph), events_(graph.needs_.size()), heads_(graph.queues_.size()), bufs_(graph.tasks_.size()) {
+    for (size_t t = 0; t < graph.tasks_.size(); ++t) {
+      const auto kernel = static_cast<size_t>(graph.tasks_[t].kernel);
+      bufs_[t].resize(graph.tasks_[t].places.size());
+      runs_.push_back(std::make_unique<Run>(*graph.programs_[kernel], graph.launches_[kernel], bufs_[t].data(), 1));
+    }
+  }
+
+  void begin(void* const* arrays, void* arena, int64_t* trace) {
+    for (size_t t = 0; t < bufs_.size(); ++t) {
+      for (size_t k = 0; k < bufs_[t].size(); ++k) {
+        const Place& place = graph_.tasks_[t].places[k];
+        bufs_[t][k] = place.space == Place::kArena ? static_cast<char*>(arena) + place.index
+                                                   : arrays[place.index + (place.space ? graph_.operands_ : 0)];
+      }
+    }
+    for (Head& head : heads_) head.next.store(0);
+    arrays_ = arrays, trace_ = trace;
+    ++epoch_;
+    next_worker_.store(0);
+    done_.store(0);
+    start_ = std::chrono::steady_clock::now();
+  }
+
+  void work() {
+    try {
+      Workspace workspace(graph_.workspace_);
+      const auto worker = next_worker_.fetch_add(1);
+      const size_t queues = heads_.size();
+      for (size_t k = 0; k < queues; ++k) drain((static_cast<size_t>(worker) + k) % queues, worker, workspace);
+    } catch (const std::exception&) {  // no workspace: nothing was taken, and other workers may do it all
+    }
+  }
+
+  // Throws what went wrong, if anything did: then no later call may use this memory.
+  void check() const {
+    if (done_.load() != graph_.bands())
+      fail(Code::kResourceExhausted, "an execution graph: a workspace of ", graph_.workspace_, " bytes cannot be had");
+    for (const auto& run : runs_) run->check();
+  }
+
+ private:
+  bool happened(int32_t event) const {
+    const auto want = epoch_ * static_cast<uint32_t>(graph_.needs_[static_cast<size_t>(event)]);
+    return static_cast<int32_t>(events_[static_cast<size_t>(event)].arrived.load(std::memory_order_acquire) - want) >= 0;
+  }
+
+  bool ready(const Band& band) const {
+    return std::all_of(band.waits.begin(), band.waits.end(), [this](int32_t event) { return happened(event); });
+  }
+
+  // The next band of a queue that nobody took; null: there is none.
+  const Band* next(size_t queue, size_t& k) const {
+    k = heads_[queue].next.load(std::memory_order_relaxed);
+    const std::vector<int32_t>& own = graph_.queues_[queue];
+    return k < own.size() ? &graph_.bands_[static_cast<size_t>(own[k])] : nullptr;
+  }
+
+  // Runs the next band of a queue if it can start; false: it cannot, or somebody else took it.
+  bool take(size_t queue, size_t k, const Band& band, int64_t worker, const Workspace& workspace) {
+    if (!ready(band) || !heads_[queue].next.compare_exchange_strong(k, k + 1)) return false;
+    execute(graph_.queues_[queue][k], band, worker, workspace);
+    return true;
+  }
+
+  // Runs the bands of a queue one after another until none is left. A band is taken when it can start, so that a worker
+  // which loses its core while it waits holds nobody up; and the first band of all that are not over can always start.
+  void drain(size_t queue, int64_t worker, const Workspace& workspace) {
+    size_t k = 0;
+    while (const Band* band = next(queue, k))
+      if (!take(queue, k, *band, worker, workspace)) wait(queue, k, *band, worker, workspace);
+  }
+
+  // Until a band may start, or somebody takes it: what this worker reads next is fetched, and bands of other queues that
+  // come before it are run, since their worker may not have come.
+  void wait(size_t queue, size_t k, const Band& band, int64_t worker, const Workspace& workspace) {
+    const std::vector<int32_t>& own = graph_.queues_[queue];
+    const size_t likely = std::min(k + (heads_.size() > 1 ? 0 : static_cast<size_t>(worker)), own.size() - 1);
+    const std::vector<Ahead>& ahead = graph_.bands_[static_cast<size_t>(own[likely])].ahead;
+    size_t part = 0;
+    int64_t offset = 0, tired = 0;
+    for (int spins = 0; !ready(band) && heads_[queue].next.load(std::memory_order_relaxed) == k; ++spins) {
+      if (part < ahead.size()) {
+        fetch(ahead[part], offset);
+        if ((offset += kStep) >= ahead[part].bytes) ++part, offset = 0;
+      } else {
+        pause();
+      }
+      if (heads_.size() > 1 && spins % 16 == 15) take_earlier(own[k], queue, worker, workspace);
+      if (spins < kSpins) continue;
+      if (tired == 0) tired = now() + kAwakeNs;
+      if (heads_.size() > 1 || now() < tired) {
+        std::this_thread::yield();
+      } else {
+        sleep(band);
+      }
+    }
+  }
+
+  // Sleeps until one more event may have happened. With one queue, all earlier bands are somebody's who runs them.
+  void sleep(const Band& band) {
+    for (int32_t event : band.waits) {
+      std::atomic<uint32_t>& arrived = events_[static_cast<size_t>(event)].arrived;
+      sleepers_.fetch_add(1);  // sequentially consistent, as in `signal`: either it sees this, or this sees the arrival
+      const uint32_t seen = arrived.load();
+      if (!happened(event)) arrived.wait(seen);
+      sleepers_.fetch_sub(1);
+    }
+  }
+
+  void signal(int32_t event) {
+    std::atomic<uint32_t>& arrived = events_[static_cast<size_t>(event)].arrived;
+    arrived.fetch_add(1);
+    if (sleepers_.load() > 0) arrived.notify_all();
+  }
+
+  void fetch(const Ahead& part, int64_t offset) const {
+    const char* from = static_cast<const char*>(arrays_[part.place.index]) + part.offset;
+    const int64_t end = std::min(offset + kStep, part.bytes);
+    for (int64_t k = offset; k < end; k += kLine) __builtin_prefetch(from + k, 0, 2);
+  }
+
+  void take_earlier(int32_t number, size_t but, int64_t worker, const Workspace& workspace) {
+    for (size_t q = 0; q < heads_.size(); ++q) {
+      size_t k = 0;
+      const Band* band = q == but ? nullptr : next(q, k);
+      if (band != nullptr && graph_.queues_[q][k] < number) take(q, k, *band, worker, workspace);
+    }
+  }
+
+  int64_t now() const {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+  void execute(int32_t number, const Band& band, int64_t worker, const Workspace& workspace) {
+    const int64_t begin = trace_ != nullptr ? now() : 0;
+    Run& run = *runs_[static_cast<size_t>(band.task)];
+    try {
+      run.run_range(band.begin, band.end, workspace);
+    } catch (const std::exception& error) {
+      run.give_up(error.what());
+    }
+    if (trace_ != nullptr) {
+      int64_t* row = trace_ + kTraced * number;
+      row[0] = begin, row[1] = now(), row[2] = worker;
+    }
+    for (int32_t event : band.signals) signal(event);
+    done_.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  const TaskGraph& graph_;
+  std::vector<Event> events_;
+  std::vector<Head> heads_;
+  std::vector<std::vector<void*>> bufs_;
+  std::vector<std::unique_ptr<Run>> runs_;
+  void* const* arrays_ = nullptr;
+  int64_t* trace_ = nullptr;
+  uint32_t epoch_ = 0;
+  std::chrono::steady_clock::time_point start_;
+  std::atomic<int64_t> next_worker_{0};
+  alignas(64) std::atomic<int64_t> done_{0};
+  alignas(64) std::atomic<int64_t> sleepers_{0};
+};
+
+std::unique_ptr<TaskGraph::Call> TaskGraph::take_call() const {
+  {
+    std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      std::unique_ptr<Call> call = std::move(free_.back());
+      free_.pop_back();
+      return call;
+    }
+  }
+  return std::make_unique<Call>(*this);
+}
+
+int64_t TaskGraph::workers(int64_t threads) const {
+  double work = 0;
+  for (const Band& band : bands_) {
+    const auto& program = *programs_[static_cast<size_t>(tasks_[static_cast<size_t>(band.task)].kernel)];
+    work += static_cast<double>(band.end - band.begin) * static_cast<double>(program.cost());
+  }
+  return work < kSerialWorkNs ? 1 : std::max<int64_t>(1, std::min(threads, bands()));
+}
+
+void TaskGraph::run(void* const* arrays, void* arena, int64_t workers, const Schedule& schedule,
+                    int64_t* trace) const {
+  std::unique_ptr<Call> call = take_call();
+  call->begin(arrays, arena, trace);
+  with_helpers(workers, schedule, [&call] { call->work(); });
+  call->check();
+  std::lock_guard lock(mutex_);
+  free_.push_back(std::move(call));
+}
+
+}  // namespace jtile

@@ -1,0 +1,113 @@
+"""A graph as the numbers that the runtime of CPUs reads (ffi/csrc/tasks.cc), and where its inner memory lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jtile.ir.types import DTYPES
+
+from .boxes import parts
+from .schedule import Schedule
+from .tasks import TaskGraph, footprint_of
+
+VERSION = 1  # of the form; ffi/csrc/tasks.cc refuses others
+ALIGNMENT = 64  # bytes
+OPERAND, RESULT, ARENA = range(3)
+AHEAD, PARTS = 256 << 10, 64  # bytes that a band fetches while it waits, and in how many parts
+
+
+def arena(graph: TaskGraph) -> tuple[dict[int, int], int]:
+    """(byte where each inner memory lies, bytes of all). A memory lies where an earlier one did if every band that
+    touches the earlier one is over before any band that touches the later one starts."""
+    users: dict[int, int] = {}
+    for k, band in enumerate(graph.bands):
+        for m in graph.tasks[band.task].memories:
+            users[m] = users.get(m, 0) | 1 << k
+    slots: list[list[int]] = []  # [bytes, bands that touched what lay there last]
+    slot: dict[int, int] = {}
+    for m, memory in enumerate(graph.memories):  # in the order of the tasks that make them
+        if not memory.inner or m not in users:
+            continue
+        over = _over_before(graph, users[m])
+        fits = [k for k, (_, last) in enumerate(slots) if last & ~over == 0]
+        if fits:
+            k = min(fits, key=lambda k: (abs(slots[k][0] - memory.bytes), k))
+            slots[k] = [max(slots[k][0], memory.bytes), users[m]]
+        else:
+            k = len(slots)
+            slots.append([memory.bytes, users[m]])
+        slot[m] = k
+    ends = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size, _ in slots)])
+    return {m: int(ends[k]) for m, k in slot.items()}, int(ends[-1])
+
+
+def _over_before(graph: TaskGraph, users: int) -> int:
+    """The bands that are over before any of `users` starts."""
+    over = -1
+    for k in range(len(graph.bands)):
+        if users >> k & 1:
+            over &= graph.above[k]
+    return over
+
+
+def encode(schedule: Schedule, kernels: Sequence[int], static: bool) -> tuple[np.ndarray, int]:
+    """(the plan, bytes of the arena).
+
+    Args:
+      kernels: for each task the number of its compiled kernel.
+      static: every core has the bands that the schedule gives it; else each takes the next one of all.
+    """
+    graph = schedule.graph
+    offsets, size = arena(graph)
+    out: list[int] = [VERSION, len(graph.tasks)]
+    for kernel, task in zip(kernels, graph.tasks, strict=True):
+        out += [kernel, len(task.memories)]
+        for m in task.memories:
+            memory = graph.memories[m]
+            if memory.result is not None:
+                out += [RESULT, memory.result]
+            else:
+                out += [OPERAND, memory.operand] if memory.operand is not None else [ARENA, offsets[m]]
+    place = {b: k for k, b in enumerate(schedule.order)}
+    event = {needs: k for k, needs in enumerate(graph.events)}
+    signals: list[list[int]] = [[] for _ in graph.bands]
+    for needs, e in event.items():
+        for b in needs:
+            signals[b].append(e)
+    out += [len(event), *map(len, event), len(graph.bands)]
+    for b in schedule.order:
+        band = graph.bands[b]
+        waits = [event[band.needs]] if band.needs else []
+        ahead = _ahead(graph, b) if waits else []
+        out += [band.task, band.begin, band.end, len(waits), *waits, len(signals[b]), *signals[b], len(ahead)]
+        for part in ahead:
+            out += part
+    cores = [schedule.core[b] if static else 0 for b in schedule.order]
+    queues = [
+        [place[b] for b, c in zip(schedule.order, cores, strict=True) if c == core] for core in sorted(set(cores))
+    ]
+    out.append(len(queues))
+    for queue in queues:
+        out += [len(queue), *queue]
+    return np.asarray(out, np.int64), size
+
+
+def _ahead(graph: TaskGraph, band: int) -> list[tuple[int, int, int]]:
+    """(operand, offset, bytes) of what a band reads that no task writes: weights."""
+    b = graph.bands[band]
+    task = graph.tasks[b.task]
+    found = footprint_of(task.kernel, b.begin, b.end)
+    out: list[tuple[int, int, int]] = []
+    left = AHEAD
+    for m, region in zip(task.memories, found.reads, strict=True):
+        memory: Any = graph.memories[m]
+        if memory.operand is None or memory.result is not None or not region.boxes:
+            continue
+        for offset, size in parts(region, DTYPES[memory.dtype].bits // 8, PARTS - len(out)):
+            if left > 0 and size > 0:
+                out.append((memory.operand, offset, min(size, left)))
+                left -= size
+    return out

@@ -1,0 +1,232 @@
+"""`jtile_graph`, the primitive of a region: one custom call that runs the kernels of it as an execution graph."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import numpy as np
+from jax.core import ShapedArray
+from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
+
+from jtile._compat import is_partitioned, need_devices
+from jtile._config import current
+from jtile._errors import UnsupportedError
+from jtile.fusion.steps import Constant, Value
+from jtile.ir.types import DTYPES
+from jtile.lowering import platforms
+from jtile.lowering.targets import Target
+from jtile.primitive.jtile_call import joint_varying, typed
+from jtile.primitive.lowering import filled
+
+from .build import Piece, Wired, compiled, wire
+from .encode import encode
+from .regions import Region, refusal
+from .schedule import Schedule, simulate
+from .timeline import Entry, GraphTimeline
+
+_TRACED = 6  # int32 of a band: halves of three int64
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a graph is run.
+
+    Attributes:
+      cores: that its bands are cut and ordered for; None: those of this process.
+      static: see `encode.encode`.
+      traced: the call has one more result, int32 [bands, 6], three int64 in two halves each: start, end (nanoseconds)
+        and worker of each band, in the order of the schedule.
+    """
+
+    cores: int | None = None
+    static: bool = False
+    traced: bool = False
+
+
+def cores_here() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def check_target(target: Target) -> None:
+    """UnsupportedError where a target runs no execution graphs."""
+    if platforms.named(target.platform).graph_call is None:
+        raise UnsupportedError(
+            f"jt.graph: target {target.name!r} runs no execution graphs yet, only CPUs do: call the function itself, "
+            "whose kernels run one after another, or run it on a CPU: jax.default_device(jax.devices('cpu')[0])"
+        )
+
+
+# -- the primitive ----------------------------------------------------------------------------------------------------
+
+jtile_graph_p = jexc.Primitive("jtile_graph")
+jtile_graph_p.multiple_results = True
+need_devices(jtile_graph_p)
+
+
+def bind(region: Region, operands: Sequence[Any], options: Options) -> list[Any]:
+    """The outputs of a region for its inputs. Those whose types say how they are cut over devices go through kernels
+    one after another, which know how each of them is cut."""
+    if any(axis is not None for x in operands for axis in jax.typeof(x).sharding.spec) and not options.traced:
+        return one_after_another(region, operands)
+    return jtile_graph_p.bind(*joint_varying(operands), region=region, options=options)
+
+
+def one_after_another(region: Region, operands: Sequence[Any]) -> list[Any]:
+    """The same by separate kernels."""
+    have: dict[Any, Any] = dict(zip(region.inputs, operands, strict=True))
+    for step in region.steps:
+        args = [x.value if isinstance(x, Constant) else have[x] for x in step.ins]
+        have.update(zip(step.outs, step.run(args), strict=True))
+    return [have[v] for v in region.outputs]
+
+
+@jtile_graph_p.def_abstract_eval
+def _(*avals: Any, region: Region, options: Options) -> list[ShapedArray]:
+    outs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.outputs]
+    if options.traced:
+        wired = _wired(region, options)
+        outs.append(jax.ShapeDtypeStruct((len(wired.graph.bands), _TRACED), np.int32))
+    return typed(avals, outs, [PartitionSpec(*(None,) * len(o.shape)) for o in outs])
+
+
+@jtile_graph_p.def_impl
+def _impl(*operands: Any, region: Region, options: Options) -> Sequence[Any]:
+    return jax.jit(lambda *xs: jtile_graph_p.bind(*xs, region=region, options=options))(*operands)
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, region: Region, options: Options):
+    """Kernels under vmap are other kernels: these run one after another."""
+    del options
+    outs = jax.vmap(lambda *xs: one_after_another(region, xs), tuple(dims))(*operands)
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[jtile_graph_p] = _batch
+
+
+# -- its lowering -----------------------------------------------------------------------------------------------------
+
+
+def _wired(region: Region, options: Options, target: Target | None = None) -> Wired:
+    """The graph of a region with the costs of compiled kernels."""
+    target = target or platforms.named("cpu").here()
+    _compile_together(region, target)
+    return wire(region, target, options.cores or cores_here(), compiled)
+
+
+def _compile_together(region: Region, target: Target) -> None:
+    """Compile the kernels of a region in several threads: each is found in the caches then, which a dump passes by."""
+    pieces: dict[Piece, None] = {}
+    wire(
+        region,
+        target,
+        1,
+        lambda piece, kernel: pieces.setdefault(piece) or 1.0,
+        split=lambda programs, *_: [(0, programs)],
+    )
+    if len(pieces) < 2 or current().dump:
+        return
+    context = contextvars.copy_context()
+    with ThreadPoolExecutor(min(len(pieces), cores_here()), thread_name_prefix="jtile-compile") as pool:
+        for done in [pool.submit(lambda p=piece: context.copy().run(lambda: p.artifact)) for piece in pieces]:
+            done.result()
+
+
+def scheduled(region: Region, options: Options, target: Target | None = None) -> tuple[Wired, Schedule]:
+    wired = _wired(region, options, target)
+    return wired, simulate(wired.graph)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, region: Region, options: Options) -> Sequence[Any]:
+    platform = platforms.named("cpu")
+    assert platform.graph_call is not None
+    target = platform.here()
+    if is_partitioned(ctx) or any(refusal(step, target) for step in region.kernels):
+        return mlir.lower_fun(lambda *xs: one_after_another(region, xs), multiple_results=True)(ctx, *operands)
+    platform.register()
+    wired, schedule = scheduled(region, options, target)
+    given, avals = _operands(ctx, wired, operands, region)
+    memories = sorted((m for m in wired.graph.memories if m.result is not None), key=lambda m: m.result or 0)
+    attributes, size = attributes_of(schedule, options.static)
+    outs = [ShapedArray(m.shape, DTYPES[m.dtype].numpy) for m in memories]
+    outs.append(ShapedArray((max(size, 1),), np.dtype(np.uint8)))
+    if options.traced:
+        outs.append(ShapedArray((len(wired.graph.bands), _TRACED), np.dtype(np.int32)))
+    aliases = {m.operand: m.result for m in memories if m.operand is not None}
+    numbers = {"operands": len(given), "results": len(memories), "traced": int(options.traced)}
+    attributes |= {name: np.int64(n) for name, n in numbers.items()}
+    rule = jax.ffi.ffi_lowering(platform.graph_call, operand_output_aliases=aliases)
+    found = rule(ctx.replace(avals_in=tuple(avals), avals_out=tuple(outs)), *given, **attributes)
+    results = [_shaped(ctx, found[r], outs[r], v) for r, v in zip(wired.results, region.outputs, strict=True)]
+    return [*results, *([found[-1]] if options.traced else [])]
+
+
+def _shaped(ctx: mlir.LoweringRuleContext, value: Any, aval: ShapedArray, v: Value) -> Any:
+    """A result in the shape of the output of the region: memory has that of its first version."""
+    if aval.shape == v.shape:
+        return value
+    inner = ctx.replace(avals_in=(aval,), avals_out=(ShapedArray(v.shape, v.dtype),))
+    return mlir.lower_fun(lambda x: [x.reshape(v.shape)], multiple_results=True)(inner, value)[0]
+
+
+def _operands(
+    ctx: mlir.LoweringRuleContext, wired: Wired, operands: Sequence[Any], region: Region
+) -> tuple[list[Any], list[Any]]:
+    have = dict(zip(region.inputs, zip(operands, ctx.avals_in, strict=True), strict=True))
+    given, avals = [], []
+    for x in wired.operands:
+        if isinstance(x, Value):
+            value, aval = have[x]
+        elif isinstance(x, Constant):
+            value, aval = mlir.ir_constant(np.asarray(x.value, x.dtype)), ShapedArray(x.shape, x.dtype)
+        else:
+            aval = ShapedArray(x.shape, x.dtype)
+            made = mlir.lower_fun(lambda x=x: filled([x]), multiple_results=True)
+            (value,) = made(ctx.replace(avals_in=(), avals_out=(aval,)))
+        given.append(value)
+        avals.append(aval)
+    return given, avals
+
+
+def attributes_of(schedule: Schedule, static: bool) -> tuple[dict[str, Any], int]:
+    """(attributes of the call, bytes of the arena); as the handler in ffi/csrc/cpu.cc declares them."""
+    number: dict[Piece, int] = {}
+    kernels = [number.setdefault(task.source, len(number)) for task in schedule.graph.tasks]
+    plan, size = encode(schedule, kernels, static)
+    attributes: dict[str, Any] = {"plan": plan}
+    numbers: list[int] = []
+    tasks = {task.source: task for task in schedule.graph.tasks}
+    for piece, k in number.items():
+        artifact = piece.artifact
+        attributes |= {f"{name}{k}": str(artifact.launch[name]) for name in ("name", "isa", "sites")}
+        attributes[f"image{k}"] = artifact.image
+        numbers += [tasks[piece].programs, int(artifact.launch["workspace"]), int(artifact.launch["cost"])]
+    return attributes | {"kernels": np.asarray(numbers, np.int64)}, size
+
+
+def _lower_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, region: Region, options: Options) -> Sequence[Any]:
+    names = ctx.platforms or ctx.module_context.platforms
+    raise UnsupportedError(
+        f"jt.graph: platform {', '.join(names)!r} runs no execution graphs yet, only CPUs do: call the function itself"
+    )
+
+
+mlir.register_lowering(jtile_graph_p, _lower_elsewhere)
+mlir.register_lowering(jtile_graph_p, _lower, platform="cpu")
+
+
+def timeline_of(schedule: Schedule, rows: np.ndarray) -> GraphTimeline:
+    """What a traced call wrote."""
+    entries = [
+        Entry(b, int(worker), float(start), float(end))
+        for b, (start, end, worker) in zip(schedule.order, rows.view(np.int64).tolist(), strict=True)
+    ]
+    return GraphTimeline(schedule.graph, tuple(entries), measured=True)

@@ -1,0 +1,63 @@
+"""When which core runs which band: the predicted timeline, and the order and the places that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+
+from .tasks import TaskGraph
+from .timeline import Entry, GraphTimeline
+
+BAND_NS = 300.0  # what a band costs beside its programs: its counters, and the call of its code
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A predicted timeline of a graph.
+
+    Attributes:
+      order: the bands by their predicted start: each stands behind those that it waits for.
+      core: of each band, by its number.
+    """
+
+    graph: TaskGraph
+    order: tuple[int, ...]
+    core: tuple[int, ...]
+    timeline: GraphTimeline
+
+
+def simulate(graph: TaskGraph) -> Schedule:
+    """Runs a graph on paper: whenever a core is free, it takes the band with the longest way to the end of all bands
+    that can start by then."""
+    n = len(graph.bands)
+    cost = [b.cost + BAND_NS for b in graph.bands]
+    after: list[list[int]] = [[] for _ in range(n)]
+    for k, band in enumerate(graph.bands):
+        for early in band.needs:
+            after[early].append(k)
+    rank = [0.0] * n  # nanoseconds from the start of a band to the end, where cores are plenty
+    for k in reversed(range(n)):
+        rank[k] = cost[k] + max((rank[late] for late in after[k]), default=0.0)
+    missing = [len(b.needs) for b in graph.bands]
+    ready = [(-rank[k], k) for k in range(n) if not missing[k]]
+    heapq.heapify(ready)
+    free = [(0.0, c) for c in range(graph.cores)]
+    running: list[tuple[float, int]] = []  # (end, band)
+    start, core = [0.0] * n, [0] * n
+    now, begun = 0.0, 0
+    while begun < n or running:
+        while ready and free[0][0] <= now:
+            _, c = heapq.heappop(free)
+            _, k = heapq.heappop(ready)
+            start[k], core[k] = now, c
+            heapq.heappush(running, (now + cost[k], k))
+            heapq.heappush(free, (now + cost[k], c))
+            begun += 1
+        now, done = heapq.heappop(running)
+        for late in after[done]:
+            missing[late] -= 1
+            if not missing[late]:
+                heapq.heappush(ready, (-rank[late], late))
+    order = tuple(sorted(range(n), key=lambda k: (start[k], k)))
+    entries = [Entry(k, core[k], start[k], start[k] + cost[k]) for k in order]
+    return Schedule(graph, order, tuple(core), GraphTimeline(graph, tuple(entries), measured=False))

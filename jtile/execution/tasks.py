@@ -1,0 +1,226 @@
+"""The execution graph: kernels as tasks, their programs in bands, and which bands wait for which.
+
+It is a small IR of its own below the tensor level: a `TaskGraph` prints, is simulated (`schedule`), interpreted
+(`interpret`) and run by one call (`primitive`). Its tasks are Tile IR.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jtile import ir
+from jtile._errors import KernelValueError
+from jtile._memo import memo
+from jtile.ir.types import DTYPES
+
+from .boxes import Footprint, Region, footprint
+
+LEAST_NS = 2_000  # work that is worth a band of its own
+PER_CORE = 2  # bands of a task that a core may take
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """An array that tasks read or write; under in-place updates, all of its versions.
+
+    Attributes:
+      shape, dtype: of its elements; `dtype` is a name of Tile IR.
+      operand: which operand of the graph it is at first, or None: nothing is in it before a task writes.
+      result: which result of the graph it is in the end, or None.
+      name: how texts call it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    operand: int | None
+    result: int | None
+    name: str
+
+    @property
+    def bytes(self) -> int:
+        return -(-math.prod(self.shape) * DTYPES[self.dtype].bits // 8)
+
+    @property
+    def inner(self) -> bool:
+        """Whether nobody outside of the graph sees it."""
+        return self.operand is None and self.result is None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """One kernel of a graph.
+
+    Attributes:
+      kernel: Tile IR, with an input for each number that an output starts from.
+      memories: for each input and output of the kernel the number of its memory.
+      cost: predicted nanoseconds of one program.
+      source: what the caller knows it by.
+    """
+
+    kernel: ir.Kernel
+    memories: tuple[int, ...]
+    cost: float
+    source: Any = None
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.kernel.grid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """The programs [begin, end) of a task, which one core runs one after another.
+
+    Attributes:
+      task: its number.
+      cost: predicted nanoseconds.
+      needs: the bands that must be over before it starts, by number; none that another of them waits for.
+    """
+
+    task: int
+    begin: int
+    end: int
+    cost: float
+    needs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TaskGraph:
+    """Tasks, in an order in which they may run one after another, their bands and the memory between them."""
+
+    tasks: tuple[Task, ...]
+    memories: tuple[Memory, ...]
+    bands: tuple[Band, ...]
+    cores: int
+
+    @functools.cached_property
+    def above(self) -> tuple[int, ...]:
+        """For each band the bands that are surely over when it starts, as bits."""
+        return tuple(_above([band.needs for band in self.bands]))
+
+    @property
+    def edges(self) -> int:
+        return sum(len(band.needs) for band in self.bands)
+
+    @functools.cached_property
+    def events(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of bands that bands wait for, each once: a counter in memory stands for each."""
+        return tuple(dict.fromkeys(band.needs for band in self.bands if band.needs))
+
+    def name(self, band: int) -> str:
+        """How messages call a band."""
+        b = self.bands[band]
+        return f"task {b.task} ({self.tasks[b.task].kernel.name}), programs {b.begin}:{b.end}"
+
+    def without(self, edge: tuple[int, int]) -> TaskGraph:
+        """The graph without one edge, (the band that waits, the band that it waits for): wrong, for tests of the
+        interpreter."""
+        late, early = edge
+        if early not in self.bands[late].needs:
+            raise KernelValueError(f"band {late} does not wait for band {early}: it waits for {self.bands[late].needs}")
+        rest = tuple(n for n in self.bands[late].needs if n != early)
+        bands = [dataclasses.replace(b, needs=rest) if k == late else b for k, b in enumerate(self.bands)]
+        return dataclasses.replace(self, bands=tuple(bands))
+
+    def __str__(self) -> str:
+        head = (
+            f"graph of {len(self.tasks)} tasks, {len(self.bands)} bands, {self.edges} edges, {len(self.events)} events"
+        )
+        lines = [f"{head}, for {self.cores} cores"]
+        lines += [f"  %{k} = {_described(m)}" for k, m in enumerate(self.memories)]
+        for t, task in enumerate(self.tasks):
+            names = ", ".join(f"%{m}" for m in task.memories)
+            lines.append(f"  task {t}: {task.kernel.name}{tuple(task.kernel.grid)} on {names}")
+            for k, b in enumerate(self.bands):
+                if b.task == t:
+                    waits = ", ".join(map(str, b.needs))
+                    behind = f" behind {waits}" if waits else ""
+                    lines.append(f"    band {k}: programs {b.begin}:{b.end}, {b.cost / 1e3:.1f} us{behind}")
+        return "\n".join(lines)
+
+
+def _described(m: Memory) -> str:
+    ends = [f"operand {m.operand}"] * (m.operand is not None) + [f"result {m.result}"] * (m.result is not None)
+    return f"{m.dtype}[{','.join(map(str, m.shape))}] {', '.join(ends) or 'inner'}"
+
+
+def _above(needs: Sequence[Sequence[int]]) -> list[int]:
+    out: list[int] = []
+    for own in needs:
+        out.append(functools.reduce(lambda bits, n: bits | out[n] | 1 << n, own, 0))
+    return out
+
+
+# -- making one -------------------------------------------------------------------------------------------------------
+
+
+def cut(programs: int, cost: float, cores: int) -> list[tuple[int, int]]:
+    """The bands of a grid: as many as its work is worth, a multiple of the cores where it has enough for all."""
+    worth = int(min(programs, PER_CORE * cores, max(programs * cost // LEAST_NS, 1)))
+    if worth > cores:
+        worth -= worth % cores
+    return [(programs * k // worth, programs * (k + 1) // worth) for k in range(worth)]
+
+
+@memo(entries=4096)
+def footprint_of(kernel: ir.Kernel, begin: int, end: int) -> Footprint:
+    return footprint(kernel, begin, end)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Touch:
+    """What a band does to a memory."""
+
+    band: int
+    task: int
+    reads: Region
+    writes: Region
+
+    def orders(self, later: _Touch) -> bool:
+        """Whether a later access must wait for this one."""
+        if self.task == later.task:
+            return False
+        return self.writes.meets(later.reads) or self.writes.meets(later.writes) or self.reads.meets(later.writes)
+
+
+def make_graph(
+    tasks: Sequence[Task],
+    memories: Sequence[Memory],
+    cores: int,
+    split: Callable[[int, float, int], list[tuple[int, int]]] = cut,
+) -> TaskGraph:
+    """The graph of tasks that may run in the given order: a band waits for those of earlier tasks that write what it
+    touches, or read what it writes.
+
+    Args:
+      split: (programs of a task, predicted nanoseconds of one, cores) to the bands (begin, end) of the task.
+    """
+    written = {m for task in tasks for m in task.memories[len(task.kernel.inputs) :]}
+    touched: dict[int, list[_Touch]] = {m: [] for m in written}
+    bands: list[Band] = []
+    above: list[int] = []
+    for t, task in enumerate(tasks):
+        for begin, end in split(task.programs, task.cost, cores):
+            found = footprint_of(task.kernel, begin, end)
+            needs: set[int] = set()
+            new = []
+            for m, reads, writes in zip(task.memories, found.reads, found.writes, strict=True):
+                if m not in written:
+                    continue
+                touch = _Touch(len(bands), t, reads, writes)
+                new.append((m, touch))
+                needs.update(old.band for old in touched[m] if old.band not in needs and old.orders(touch))
+            for m, touch in new:
+                touched[m].append(touch)
+            kept, known = [], 0
+            for n in sorted(needs, reverse=True):
+                if not known >> n & 1:
+                    kept.append(n)
+                    known |= above[n]
+            above.append(functools.reduce(lambda bits, n: bits | above[n] | 1 << n, kept, 0))
+            bands.append(Band(t, begin, end, (end - begin) * task.cost, tuple(sorted(kept))))
+    return TaskGraph(tuple(tasks), tuple(memories), tuple(bands), cores)

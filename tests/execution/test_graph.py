@@ -1,0 +1,158 @@
+"""`jt.graph`: kernels in one launch give what they give one after another, natively and by the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError, RaceError, UnsupportedError
+from jtile.execution.primitive import attributes_of
+from jtile.fusion import costs
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, *, b, **_: jt.cdiv(x.shape[0], b))
+def doubled(x, o, *, b=4):
+    """Twice the elements, a block of rows a program."""
+    i = jt.program_id(0)
+    o.tiles(b, x.shape[1])[i, 0] = x.tiles(b, x.shape[1])[i, 0] * 2.0
+
+
+@jt.kernel(out_type=lambda x, **_: jt.like(x), grid=lambda x, **_: x.shape[0])
+def added(x, y, o):
+    i = jt.program_id(0)
+    o[i, :] = x[i, :] + y[i, :]
+
+
+@jt.kernel(out_type=lambda c, *_: jt.like(c), grid=lambda c, *_: c.shape[0], alias={"c": "o"})
+def appended(c, x, o):
+    """Adds to each row of the cache, in place."""
+    i = jt.program_id(0)
+    o[i, :] = c[i, :] + x[i, :]
+
+
+@jt.kernel(out_type=lambda x: jt.like(x, shape=(1, x.shape[1])), grid=1)
+def summed(x, o):
+    o[0, :] = jnp.sum(x[...], 0)
+
+
+rng = np.random.default_rng(0)
+X, Y = (rng.standard_normal((8, 6)).astype(np.float32) for _ in range(2))
+
+
+def step(cache, x, y):
+    """A row of the old cache is read beside its update, a row of the new one behind it; reshapes stand in between."""
+    a = doubled(x)
+    before = summed(cache)
+    cache = appended(cache, a)
+    b = added(cache.reshape(4, 12).reshape(8, 6), a)
+    return cache, before, summed(doubled(added(b, y))).reshape(6), jnp.sin(y)
+
+
+def expected(cache, x, y):
+    new = cache + 2 * x
+    return new, cache.sum(0, keepdims=True), (2 * (new + 2 * x + y)).sum(0), np.sin(y)
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(np.asarray(a), b, 1e-5, 1e-5)
+
+
+def test_one_launch_gives_what_its_kernels_give():
+    g = jt.graph(step, cores=2)
+    close(g(X, X, Y), expected(X, X, Y))
+    close(g(X, X, Y), expected(X, X, Y))  # the memory of the first call serves the second
+    for seed in range(3):
+        close(g.interpret(X, X, Y, seed=seed), expected(X, X, Y))
+    text = str(g.explain(X, X, Y))
+    assert text.startswith("1 launches, 1 equations by XLA\n\nXLA: float32[8,6] = sin\n\nlaunch: 7 tasks, 7 bands, ")
+    assert "\n  2: appended, 8 programs in 1 bands" in text and ", behind 0, 1\n" in text
+
+
+def test_an_edge_that_misses_is_found_in_a_function():
+    g = jt.graph(step, cores=2)
+    wrong = lambda graph: graph.without((2, 1))  # the update need not wait for who reads the old cache
+    with pytest.raises(RaceError, match=r"task 2 \(appended\), programs 0:8 writes element .* task 1 \(summed\)"):
+        for seed in range(4):  # in an order in which the reader comes second, it reads what is not its own
+            g.interpret(X, X, Y, seed=seed, change=wrong)
+
+
+def test_an_update_that_others_come_too_late_for_is_no_task():
+    def late(cache, x):
+        new = appended(cache, doubled(x))
+        return new, added(cache, doubled(new))  # the old cache, behind the new one
+
+    g = jt.graph(late)
+    assert "kernel appended: it updates an operand in place that others read later" in str(g.explain(X, Y))
+    close(g(X, Y), (X + 2 * Y, X + 2 * (X + 2 * Y)))
+
+
+def test_derivatives_and_vmaps_are_those_of_the_function(monkeypatch):
+    """And array programs become tasks, too."""
+    monkeypatch.setattr(costs, "LEAST", 0)
+
+    def f(x, w):
+        return jnp.tanh(doubled(x) * w + x)
+
+    g = jt.graph(f, assign="static")
+    assert "1 equations" not in str(g.explain(X, Y)) and "2 tasks" in str(g.explain(X, Y))
+    loss = lambda x: g(x, Y).sum()
+    value = np.tanh(2 * X * Y + X)
+    together = jax.jit(lambda x: (g(x, Y), jax.grad(loss)(x), jax.vmap(g, (0, None))(jnp.stack([x, x]), Y)))
+    close(together(X), (value, (1 - value**2) * (2 * Y + 1), np.stack([value, value])))
+
+
+def test_a_stored_program_has_its_graph():
+    g = jax.jit(jt.graph(step, cores=2))
+    stored = export.export(g, disabled_checks=jt.export_checks())(X, X, Y).serialize()
+    close(export.deserialize(stored).call(X, X, Y), expected(X, X, Y))
+
+
+def test_what_the_cores_did_is_written_down():
+    (line,) = jt.graph(step, cores=2).timeline(X, X, Y)
+    entry = {e.band: e for e in line.entries}
+    assert line.measured and sorted(entry) == list(range(len(line.graph.bands)))
+    for k, band in enumerate(line.graph.bands):
+        assert all(entry[n].end <= entry[k].start for n in band.needs)
+
+
+def test_what_cannot_be_a_graph_is_said():
+    with pytest.raises(KernelTypeError, match="takes a function of arrays, got 3"):
+        jt.graph(3)
+    with pytest.raises(KernelValueError, match="'dynamic' or 'static', got 'any'"):
+        jt.graph(step, assign="any")
+    with pytest.raises(KernelValueError, match="cores is an int of at least 1"):
+        jt.graph(cores=0)
+    with jt.config(arch="sm_90"), pytest.raises(UnsupportedError, match="runs no execution graphs yet, only CPUs do"):
+        jt.graph(step)(X, X, Y)
+    assert repr(jt.graph(step)) == "<jtile.Graphed step>"
+
+
+def test_plans_that_would_not_end_are_refused():
+    """The runtime checks what it is given: a program may come from a file."""
+    schedule = jt.graph(step, cores=2).explain(X, X, Y).schedules[0]
+    memories = schedule.graph.memories
+    numbers = {"operands": sum(m.operand is not None for m in memories), "traced": 0}
+    numbers["results"] = 1 + max(m.result or 0 for m in memories)
+    given = {k: np.int64(n) for k, n in numbers.items()} | attributes_of(schedule, static=False)[0]
+    plan = given.pop("plan")
+    backwards = attributes_of(dataclasses.replace(schedule, order=schedule.order[::-1]), static=False)[0]["plan"]
+    wrong = {
+        "made by another version": np.concatenate([[9], plan[1:]]),
+        "ends too early": plan[:1],
+        "goes on behind its end": np.append(plan, 0),
+        "has -1 where a number below": np.concatenate([plan[:2], [-1], plan[3:]]),
+        "waits for a later one": backwards,
+        "in no queue, or in two": np.concatenate([plan[:-1], plan[-2:-1]]),
+    }
+    for text, numbers in wrong.items():
+        call = jax.ffi.ffi_call("jtile_cpu_graph", [jax.ShapeDtypeStruct((1,), np.uint8)])
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.jit(lambda numbers=numbers, call=call: call(plan=numbers, **given))()
