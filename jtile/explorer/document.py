@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jtile import Lowered, _cache
+from jtile import _cache
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
 from jtile.explorer import kernels, levels, page
+from jtile.explorer.kernels import Found
 from jtile.explorer.places import Places
 from jtile.explorer.record import SCHEMA, Piece, Record
 from jtile.lowering import targets
@@ -77,27 +78,28 @@ def view(f: Callable[..., Any], *args: Any, target: str | None = None, gradient:
     name = name if name != targets.host_target().name else "cpu"
     found = kernels.lower(f, list(args), name, options)
     places, notes, pieces = Places(), [], []
-    for lowered, calls in found.items():
-        pieces += _pieces(lowered, places, "kernel", calls, notes)
-    for lowered in found if gradient else ():
-        pieces += _gradient(lowered, places, notes)
+    for one in found:
+        pieces += _pieces(one, places, "kernel", one.calls)
+    for one in found if gradient else ():
+        pieces += _gradient(one, places, notes)
     sources, table = places.sources()
     title = getattr(f, "__name__", None) or pieces[0].name
     version = importlib.metadata.version("jtile")
     return View(Record(title, name, version, SCHEMA, sources, table, pieces, notes))
 
 
-def _pieces(lowered: Lowered, places: Places, group: str, calls: int, notes: list[str]) -> list[Piece]:
-    out = []
-    for one in lowered.pieces:
-        out.append(levels.piece(one, places, group, calls))
-    return out
+def _pieces(found: Found, places: Places, group: str, calls: int = 1) -> list[Piece]:
+    return [levels.piece(one, found, places, group, calls) for one in found.lowered.pieces]
 
 
-def _gradient(lowered: Lowered, places: Places, notes: list[str]) -> list[Piece]:
+def _gradient(found: Found, places: Places, notes: list[str]) -> list[Piece]:
     """The kernels of reverse mode; a note where there are none."""
     try:
-        return _pieces(lowered.vjp(), places, "gradient", 1, notes)
+        lowered = found.lowered.vjp()
+        outs = found.lowered.program.results(found.shapes)
+        shapes = (*found.shapes, *(tuple(o.shape) for o in outs))
+        data = [*found.data, *([None] * len(outs))] if found.data is not None else None
+        return _pieces(Found(lowered, 1, shapes, data), places, "gradient")
     except JtileError as e:
-        notes.append(f"The gradient of {lowered.program.name} is not shown: {e}")
+        notes.append(f"The gradient of {found.lowered.program.name} is not shown: {e}")
         return []

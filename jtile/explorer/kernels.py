@@ -3,39 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
-from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from jtile import Kernel, Lowered
+import jax
+import numpy as np
+
+from jtile import Kernel, Lowered, ir
 from jtile._config import config
 from jtile._errors import KernelValueError
 from jtile.lowering import platforms
-from jtile.tune.programs import counted_calls, traced
+from jtile.tune.programs import counted_calls, operands, traced
 
 
-def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) -> dict[Lowered, int]:
-    """The kernel, or every kernel that a JAX function calls for these arguments, and how often it is called.
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A kernel that a function calls.
+
+    Attributes:
+      lowered: for the target; `calls`: how often it is called.
+      shapes: of its operands in the first call. data: the operands themselves, where they are known.
+    """
+
+    lowered: Lowered
+    calls: int
+    shapes: tuple[tuple[int, ...], ...]
+    data: Sequence[Any] | None = None
+
+    def concrete(self, kernel: ir.Kernel) -> ir.Kernel:
+        """One of its kernels for these shapes, if its sizes are dynamic."""
+        values = self.lowered.program.sizes(self.shapes)
+        return ir.concrete(kernel, values) if values else kernel
+
+
+def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) -> list[Found]:
+    """The kernel, or every kernel that a JAX function calls for these arguments, once each.
 
     Raises:
       KernelValueError: the function calls no kernel.
     """
+    call = lambda *args: function(*args, **meta)
     if isinstance(function, Kernel):
-        return {function.lower(*types, target=target, **meta): 1}
+        leaves = jax.tree.leaves(types)
+        shapes = tuple(tuple(np.shape(x)) for x in leaves)
+        data = None if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves) else leaves
+        return [Found(function.lower(*types, target=target, **meta), 1, shapes, data)]
     with place(target):  # library functions choose tiles by it
-        jaxpr, _ = traced(lambda *args: function(*args, **meta), types)
-        programs: Counter[Any] = Counter()
-        for called, times in counted_calls(jaxpr).items():
-            programs[called.program] += times
-    if not programs:
+        jaxpr, _ = traced(call, types)
+        data = operands(call, *types)
+    found: dict[Any, Found] = {}
+    for (program, shapes), times in counted_calls(jaxpr).items():
+        if program in found:
+            found[program] = dataclasses.replace(found[program], calls=found[program].calls + times)
+        else:
+            found[program] = Found(Lowered(program, target), times, shapes, data.get(program))
+    if not found:
         raise no_kernel(repr(getattr(function, "__name__", function)), function, types)
-    return {Lowered(program, target): times for program, times in programs.items()}
+    return [*found.values()]
 
 
 def place(target: str) -> contextlib.AbstractContextManager[Any]:
     """Where a function called inside takes itself to be: on the target, whatever devices this machine has."""
-    import jax
-
     name, _, arch = target.partition(":")
     if not arch or not platforms.named(name).claims(arch):
         return jax.default_device("cpu") if name == "cpu" else contextlib.nullcontext()

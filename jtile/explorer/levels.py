@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jtile import Lowered, passes
 from jtile._config import config
 from jtile.explorer import emitted, links
+from jtile.explorer.access import walked
+from jtile.explorer.kernels import Found
 from jtile.explorer.links import Linked
 from jtile.explorer.passes import steps
 from jtile.explorer.places import Places
@@ -34,8 +37,12 @@ _TITLES = {
 _FACTS = ("choice", "sharding", "resources", "schedule")  # sentences, which are shown elsewhere
 
 
-def piece(lowered: Lowered, places: Places, group: str, calls: int = 1) -> Piece:
-    """The levels of a kernel that runs, and the passes between them."""
+def piece(lowered: Lowered, found: Found, places: Places, group: str, calls: int) -> Piece:
+    """All that a record has of a kernel that runs.
+
+    Args:
+      lowered: one of the pieces of `found`.
+    """
     with config(**lowered.options):
         program, target = lowered.program, lowered.target
         traced = pieces_of(program, target).kernels[lowered.piece]
@@ -43,17 +50,24 @@ def piece(lowered: Lowered, places: Places, group: str, calls: int = 1) -> Piece
         made = starts.without_idle_aliases(complete(traced, platforms.named(target.platform)).kernel)
         artifact, texts = lowered.artifact, lowered.texts
         own = emitted.linked(passes.run_pipeline(made, passes.TILE), target, options, artifact)
-        found: dict[str, Linked] = {
+        texts_of: dict[str, Linked] = {
             "jaxpr": links.jaxpr(program.jaxpr),
             "tile_ir": links.tile_ir(program.kernel),
             "tile_ir_opt": links.tile_ir(lowered.kernel),
         } | own
-        levels = [_level(name, linked, places) for name, linked in found.items() if name not in _FACTS]
+        levels = [_level(name, linked, places) for name, linked in texts_of.items() if name not in _FACTS]
         refs = [_ref(v) for v in traced.params]
         grid = [n if isinstance(n, int) else str(n) for n in traced.grid]
         done = steps(traced, target, options, places)
+        data = _inputs(found.data, pieces_of(program, target).inputs[lowered.piece])
+        access = walked(found.concrete(lowered.kernel), data, places)
     facts = {name: texts[name].strip() for name in _FACTS if texts.get(name)}
-    return Piece(traced.name, group, calls, grid, refs, levels, done, facts)
+    return Piece(traced.name, group, calls, grid, refs, levels, done, facts, access)
+
+
+def _inputs(data: Sequence[Any] | None, positions: Sequence[int]) -> list[Any] | None:
+    """The inputs of a piece among those of its program; what other pieces make is not known."""
+    return None if data is None else [data[k] if k < len(data) else None for k in positions]
 
 
 def _level(name: str, linked: Linked, places: Places) -> Level:

@@ -72,6 +72,43 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
+class Access:
+    """An op that touches an array.
+
+    Attributes:
+      ref: the number of the array in `Piece.refs`; `kind`: `read`, `write` or `atomic`.
+      op: its name in Tile IR; `place`: of its line.
+      dims: of each dimension of the array the `kind` of index (`at`, `span`, `tile` or `take`: a gather) and `stride`.
+    """
+
+    ref: int
+    kind: str
+    op: str
+    place: int
+    dims: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Which part of which array programs touch.
+
+    Attributes:
+      shape: programs along each axis. programs: the numbers of those that are shown, the last axis fastest.
+      accesses: the ops that events are of.
+      events: of each program that is shown, one list of numbers: for each access its op (the number in `accesses`), the
+        round of loops that it is in (-1: all rounds in one box), how many lanes are masked, and start and size along
+        each dimension of the array, as the index says them: they may hang over its end.
+      notes: sentences about what is left out.
+    """
+
+    shape: list[int]
+    programs: list[int]
+    accesses: list[Access]
+    events: list[list[int]]
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """One kernel that runs.
 
@@ -84,6 +121,7 @@ class Piece:
       levels: in the order in which they are made. steps: the passes between two of them.
       facts: texts by name: `resources` of a program, `sharding`, `choice` of tiles, and `schedule`: why the kernel runs
         at the block level or not.
+      access: which part of which array its programs touch; None where that cannot be known.
     """
 
     name: str
@@ -94,6 +132,7 @@ class Piece:
     levels: list[Level]
     steps: list[Step]
     facts: dict[str, str]
+    access: Grid | None
 
 
 @dataclasses.dataclass(frozen=True)

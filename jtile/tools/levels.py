@@ -121,7 +121,7 @@ def as_wide_as(types: list[Any]) -> Any:
 
 def lower(function: Any, types: list[Any], target: str, meta: dict[str, Any]) -> list[Lowered]:
     """The kernel, or every kernel that a JAX function calls for arguments of `types`, once each."""
-    return [*kernels.lower(function, types, target, meta)]
+    return [found.lowered for found in kernels.lower(function, types, target, meta)]
 
 
 def _is_kernel(value: Any) -> bool:

@@ -9,7 +9,7 @@ from importlib import resources
 from jtile.explorer.record import Record
 
 # In the order in which they run; `base.js` has what the others use.
-SCRIPTS = ("base.js", "state.js", "code.js", "main.js")
+SCRIPTS = ("base.js", "state.js", "code.js", "grid.js", "main.js")
 
 
 def document(record: Record) -> str:
