@@ -133,9 +133,9 @@ def check_cpu_waits_end():
 def check_cpu_a_peer_that_fails():
     """What one device finds wrong ends the waits of all at once."""
     start = time.monotonic()
-    with jt.config(debug=True):
+    with jt.config(debug=True, timeout=200):
         fails("assertion failed: a number is bad", shard(lambda x: picky(x, axis="x")))
-    assert time.monotonic() - start < 8, "the time-out is 10 s"
+    assert time.monotonic() - start < 100, "the time-out is 200 s"
 
 
 def check_cpu_grids_that_do_not_wait():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 
@@ -107,8 +108,9 @@ def test_a_chat(browser, page, engine):
 
 def test_stopping_an_answer(browser, page, engine, monkeypatch):
     """Escape ends the request at the server; what there is of the answer stays."""
-    step = engine._core.step
-    monkeypatch.setattr(engine._core, "step", lambda: time.sleep(0.02) or step())
+    step, turns = engine._core.step, itertools.count()
+    # Six tokens at once, so that the browser sees some; then so slowly that a busy machine stops in time.
+    monkeypatch.setattr(engine._core, "step", lambda: time.sleep(0 if next(turns) < 6 else 0.4) or step())
     cancelled = engine.stats()["requests_cancelled_total"]
     enter(browser, page, temperature="0", logprobs=True)
     browser.type("a\ue007")

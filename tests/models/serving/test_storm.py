@@ -94,12 +94,12 @@ def test_a_soak(engine, server, request):
 
 async def under_load(url: str, clients: int, stop, at: int) -> list[tuple[int, list]]:
     """(status, finish reasons) of clients that all ask at once; `stop()` is called when so many have their first
-    tokens. Status 0: the connection was refused."""
-    begun = 0
+    tokens, and the last two ask after that. Status 0: the connection was refused."""
+    begun, stopped = 0, asyncio.Event()
 
     async def one(client: httpx.AsyncClient, i: int) -> tuple[int, list]:
         nonlocal begun
-        await asyncio.sleep(0.01 * i)
+        await (asyncio.sleep(0.01 * i) if i < clients - 2 else asyncio.wait_for(stopped.wait(), 100))
         body = ASKED | {"max_tokens": 60, "stream": True}
         reasons, first = [], True
         try:
@@ -111,6 +111,7 @@ async def under_load(url: str, clients: int, stop, at: int) -> list[tuple[int, l
                         first, begun = False, begun + 1
                         if begun == at:
                             stop()
+                            stopped.set()
                 return response.status_code, reasons[-1:]
         except httpx.ConnectError:
             return 0, []
