@@ -29,12 +29,16 @@ def evaluated(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        with np.errstate(all="ignore"):
-            outs = _walk(closed.jaxpr, closed.consts, jax.tree.leaves(args))
-        outs = [_array(x, v.aval) for x, v in zip(outs, closed.jaxpr.outvars, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+        return jax.tree.unflatten(jax.tree.structure(shape), walked(closed, jax.tree.leaves(args)))
 
     return run
+
+
+def walked(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """The results of a closed jaxpr for arrays, as `evaluated` computes them."""
+    with np.errstate(all="ignore"):
+        outs = _walk(closed.jaxpr, closed.consts, args)
+    return [_array(x, v.aval) for x, v in zip(outs, closed.jaxpr.outvars, strict=True)]
 
 
 def _array(x: Any, aval: Any) -> Any:
