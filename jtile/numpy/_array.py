@@ -139,7 +139,9 @@ class ndarray:  # noqa: N801
         return made(self._cell, (*self._steps, *steps), last.shape, dtype, locked=locked)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
-        value = value_of(self._node())
+        value = _now.at_hand(self)
+        if value is None:
+            value = value_of(self._node())
         if dtype is not None and value.dtype != dtype:
             if copy is False:
                 raise ValueError("Unable to avoid copy while creating an array as requested.")

@@ -16,8 +16,8 @@ import numpy
 
 from jtile._memo import memo
 from jtile.numpy._array import asnode, hosted, ndarray, wrap
-from jtile.numpy._evaluate import DEVICE_DTYPES, as_numpy_counts
-from jtile.numpy._graph import Constant, Node, Op, interned
+from jtile.numpy._evaluate import as_numpy_counts
+from jtile.numpy._graph import DEVICE_DTYPES, Constant, Node, Op, interned
 from jtile.numpy._now import Later, now
 from jtile.numpy._record import leaf, record
 

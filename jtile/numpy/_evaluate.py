@@ -21,19 +21,13 @@ from jax.core import Tracer
 from jtile._errors import KernelTypeError, KernelValueError
 from jtile._memo import Recent
 from jtile.fusion import fuse
-from jtile.numpy._graph import Constant, Node, Op
+from jtile.numpy._graph import Constant, Graph, Node, Op
 from jtile.numpy._mode import MODE
 from jtile.numpy._now import SMALL
+from jtile.numpy._uses import uses_of
+from jtile.numpy._walk import Walk
 
-NANOSECONDS_A_NODE = 1000  # that NumPy takes for a call of any size
 COMPILE, COMPILE_A_NODE = 20e6, 3e6  # nanoseconds, roughly
-DEVICE_DTYPES = frozenset(
-    numpy.dtype(name)
-    for name in (
-        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
-        "float64", "complex64", "complex128", jax.dtypes.bfloat16,
-    )
-)  # fmt: skip
 
 
 class Program:
@@ -54,7 +48,9 @@ class Program:
     def see(self, numbers: list[Any]) -> None:
         """Note which numbers change between runs; those become operands."""
         if self.numbers is not None:
-            changed = {k for k, (new, old) in enumerate(zip(numbers, self.numbers)) if new != old} - self.varying
+            changed = {
+                k for k, (new, old) in enumerate(zip(numbers, self.numbers)) if new.tobytes() != old.tobytes()
+            } - self.varying
             if changed:
                 self.varying |= changed
                 self.compiled, self.spent = {}, 0.0
@@ -73,68 +69,6 @@ def as_numpy_counts() -> Iterator[None]:
         yield
 
 
-class Graph:
-    """Pending nodes in an order in which they can run, with the operands in front of their users."""
-
-    def __init__(self, roots: list[Node]):
-        self.order: list[Node] = []
-        self.index: dict[int, int] = {}
-        stack = roots[::-1]
-        while stack:
-            node = stack[-1]
-            missing = [i for i in node.inputs if id(i) not in self.index]
-            if missing and id(node) not in self.index:
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            if id(node) not in self.index:
-                self.index[id(node)] = len(self.order)
-                self.order.append(node)
-        del node, missing
-        self.inputs = [tuple([self.index[id(i)] for i in node.inputs]) for node in self.order]
-        self.uses = [0] * len(self.order)
-        for inputs in self.inputs:
-            for i in inputs:
-                self.uses[i] += 1
-
-    def held(self, listed: set[int]) -> list[bool]:
-        """Whether somebody besides this graph holds each node: an array of the script, or a pending node that is not in
-        the graph. `listed`: of the nodes that the caller has in a list; nobody else in between has a variable."""
-        order, uses = self.order, self.uses
-        # the list of the graph and the argument of getrefcount
-        return [sys.getrefcount(order[k]) > 2 + uses[k] + (id(order[k]) in listed) for k in range(len(order))]
-
-    def key(self, outputs: tuple[int, ...]) -> tuple:
-        parts: list[Any] = [outputs]
-        for node, inputs in zip(self.order, self.inputs):
-            if node.op is not None:
-                parts.append((node.op, inputs))
-            elif isinstance(node, Constant):
-                parts.append(node.dtype)
-            else:
-                parts.append((node.shape, node.dtype))
-        return tuple(parts)
-
-    def nanoseconds(self) -> float:
-        """What NumPy takes, by the costs of the ops."""
-        total = 0.0
-        for node, inputs in zip(self.order, self.inputs):
-            if node.op is None:
-                continue
-            sizes = [self.order[i].size for i in inputs] if not node.op.writes else [self.order[inputs[1]].size]
-            if node.dtype is not None and not node.op.writes:
-                sizes.append(node.size)
-            total += NANOSECONDS_A_NODE + node.op.cost * max(sizes, default=0)
-        return total
-
-    def on_device(self) -> bool:
-        """Whether JAX can run all of it."""
-        return all(
-            (node.op is None or node.op.device is not None) and (node.dtype is None or node.dtype in DEVICE_DTYPES)
-            for node in self.order
-        )
-
-
 def evaluate(roots: list[Node], wanted: Node | None = None) -> None:
     """Give values to pending nodes.
 
@@ -151,10 +85,31 @@ def evaluate(roots: list[Node], wanted: Node | None = None) -> None:
         outputs = tuple(k for k, node in enumerate(graph.order) if node.op is not None and held[k])
         if not outputs:
             return
+        outputs = _needed(graph, held, outputs, None if wanted is None else graph.index[id(wanted)])
         values = _run(graph, held, outputs)
         for k, value in zip(outputs, values):
             node = graph.order[k]
             node.value, node.op, node.inputs = value, None, ()
+
+
+def _needed(graph: Graph, held: list[bool], outputs: tuple[int, ...], wanted: int | None) -> tuple[int, ...]:
+    """The outputs without those that the script will not use, by what it did the last times. They stay pending, and
+    what they are made of is marked as held."""
+    uses = uses_of((graph.key(outputs), wanted))
+    uses.start()
+    large = [(k, graph.order[k]) for k in outputs if k != wanted and graph.order[k].size > SMALL]
+    uses.follow(large)
+    spare = uses.spare
+    if not spare or len(spare) == len(outputs):
+        return outputs
+    stack = list(spare)
+    while stack:
+        k = stack.pop()
+        for i in graph.inputs[k]:
+            if not held[i]:
+                held[i] = True
+                stack.append(i)
+    return tuple(k for k in outputs if k not in spare)
 
 
 def _run(graph: Graph, held: list[bool], outputs: tuple[int, ...]) -> list[Any]:
@@ -274,7 +229,7 @@ def _compiled(program: Program, graph: Graph, held: list[bool], outputs: tuple[i
         operands += [graph.order[k].value for k in varying]
         run = program.compiled.get(given)
         if run is None:
-            run = program.compiled[given] = compiled(_Walk(graph, outputs, leaves + varying), given)
+            run = program.compiled[given] = compiled(Walk(graph, outputs, leaves + varying), given)
         return [_near(value) for value in run(*operands)]
 
 
@@ -285,45 +240,9 @@ def _near(value: Any) -> Any:
     return numpy.array(value)
 
 
-def compiled(function: Callable, given: tuple[int, ...]) -> Callable:
-    """What runs a function of JAX as one program; `given` are the operands whose memory it may take."""
-    return jax.jit(fuse(function), donate_argnums=given)
-
-
-class _Walk:
-    """A graph as a function of JAX of its operands. It keeps the structure, and no value but numbers of the script."""
-
-    def __init__(self, graph: Graph, outputs: tuple[int, ...], operands: list[int]):
-        self.steps: list[tuple[Any, tuple[int, ...], Any]] = [
-            (node.op, inputs, node.dtype) for node, inputs in zip(graph.order, graph.inputs)
-        ]
-        self.numbers = {k: n.value for k, n in enumerate(graph.order) if isinstance(n, Constant) and k not in operands}
-        self.outputs, self.operands = outputs, operands
-
-    def __call__(self, *operands: Any) -> list[Any]:
-        values: dict[int, Any] = self.numbers | dict(zip(self.operands, operands))
-        for k, (op, inputs, dtype) in enumerate(self.steps):
-            if op is None:
-                continue
-            value = op.device(*[values[i] for i in inputs])
-            if dtype is not None:
-                value = jax.numpy.asarray(value)
-                value = value if value.dtype == dtype else jax.lax.convert_element_type(value, dtype)
-            values[k] = jax.lax.optimization_barrier(value) if k in self.kept else value
-        return [values[k] for k in self.outputs]
-
-    @functools.cached_property
-    def kept(self) -> set[int]:
-        """What is computed once and kept in memory: what is read at several places beside each other. XLA would compute
-        it anew for each of them, and so what that is computed from, in a time that grows exponentially."""
-        parts = [0] * len(self.steps)
-        for op, inputs, _ in self.steps:
-            if op is not None and op.name in _PARTS:
-                parts[inputs[0]] += 1
-        return {k for k, (op, _, _) in enumerate(self.steps) if op is not None and parts[k] > 1}
-
-
-_PARTS = frozenset(("index", "roll", "pad", "take by", "diff", "gradient"))
+def compiled(walk: Walk, given: tuple[int, ...]) -> Callable:
+    """What runs a graph as one program; `given` are the operands whose memory it may take."""
+    return jax.jit(walk if walk.by_xla else fuse(walk), donate_argnums=given)
 
 
 def _given_away(graph: Graph, held: list[bool], outputs: tuple[int, ...], leaves: list[int]) -> tuple[int, ...]:

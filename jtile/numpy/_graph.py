@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import jax
 import numpy
 
 from jtile._memo import Recent
 
 type Shape = tuple[int, ...]
+
+NANOSECONDS_A_NODE = 1000  # that NumPy takes for a call of any size
+DEVICE_DTYPES = frozenset(
+    numpy.dtype(name)
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
+        "float64", "complex64", "complex128", jax.dtypes.bfloat16,
+    )
+)  # fmt: skip
 
 
 class Op:
@@ -41,12 +52,14 @@ class Node:
       inputs: the nodes that the op reads.
       dtype: NumPy's; None for an op of several results, whose value is a tuple.
       value: an array of NumPy or of JAX.
+      origin: the structure that it was computed in and its place there, until the script uses it.
     """
 
-    __slots__ = ("__weakref__", "dtype", "inputs", "op", "shape", "value")
+    __slots__ = ("__weakref__", "dtype", "inputs", "op", "origin", "shape", "value")
 
     def __init__(self, op: Op | None, inputs: tuple[Node, ...], shape: Shape, dtype: Any, value: Any = None):
         self.op, self.inputs, self.shape, self.dtype, self.value = op, inputs, shape, dtype, value
+        self.origin: Any = None
 
     @property
     def size(self) -> int:
@@ -79,3 +92,65 @@ def alive(references: list[weakref.ref[Node]]) -> list[Node]:
     """The nodes that still exist and are pending."""
     nodes = (reference() for reference in references)
     return [node for node in nodes if node is not None and node.op is not None]
+
+
+class Graph:
+    """Pending nodes in an order in which they can run, with the operands in front of their users."""
+
+    def __init__(self, roots: list[Node]):
+        self.order: list[Node] = []
+        self.index: dict[int, int] = {}
+        stack = roots[::-1]
+        while stack:
+            node = stack[-1]
+            missing = [i for i in node.inputs if id(i) not in self.index]
+            if missing and id(node) not in self.index:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if id(node) not in self.index:
+                self.index[id(node)] = len(self.order)
+                self.order.append(node)
+        del node, missing
+        self.inputs = [tuple([self.index[id(i)] for i in node.inputs]) for node in self.order]
+        self.uses = [0] * len(self.order)
+        for inputs in self.inputs:
+            for i in inputs:
+                self.uses[i] += 1
+
+    def held(self, listed: set[int]) -> list[bool]:
+        """Whether somebody besides this graph holds each node: an array of the script, or a pending node that is not in
+        the graph. `listed`: of the nodes that the caller has in a list; nobody else in between has a variable."""
+        order, uses = self.order, self.uses
+        # the list of the graph and the argument of getrefcount
+        return [sys.getrefcount(order[k]) > 2 + uses[k] + (id(order[k]) in listed) for k in range(len(order))]
+
+    def key(self, outputs: tuple[int, ...]) -> tuple:
+        parts: list[Any] = [outputs]
+        for node, inputs in zip(self.order, self.inputs):
+            if node.op is not None:
+                parts.append((node.op, inputs))
+            elif isinstance(node, Constant):
+                parts.append(node.dtype)
+            else:
+                parts.append((node.shape, node.dtype))
+        return tuple(parts)
+
+    def nanoseconds(self) -> float:
+        """What NumPy takes, by the costs of the ops."""
+        total = 0.0
+        for node, inputs in zip(self.order, self.inputs):
+            if node.op is None:
+                continue
+            sizes = [self.order[i].size for i in inputs] if not node.op.writes else [self.order[inputs[1]].size]
+            if node.dtype is not None and not node.op.writes:
+                sizes.append(node.size)
+            total += NANOSECONDS_A_NODE + node.op.cost * max(sizes, default=0)
+        return total
+
+    def on_device(self) -> bool:
+        """Whether JAX can run all of it."""
+        return all(
+            (node.op is None or node.op.device is not None) and (node.dtype is None or node.dtype in DEVICE_DTYPES)
+            for node in self.order
+        )

@@ -15,6 +15,7 @@ import numpy
 
 from jtile.numpy._evaluate import evaluate, host_value
 from jtile.numpy._graph import Node, Op, Shape, alive
+from jtile.numpy._uses import use
 
 FEW = 256  # nodes: with as many, a graph is cut at the next place that the script has come to before
 MANY = 1024  # nodes: with as many, it is cut anywhere
@@ -51,6 +52,9 @@ def record(op: Op, inputs: tuple[Node, ...], shape: Shape, dtype: Any) -> Node:
         pending.head = _place()
     elif count >= FEW:
         _bound(pending, count)
+    for i in inputs:
+        if i.origin is not None:
+            use(i)
     node = Node(op, inputs, shape, dtype)
     pending.nodes.append(weakref.ref(node))
     return node
@@ -80,16 +84,21 @@ def leaf(value: Any) -> Node:
 
 def value_of(node: Node) -> Any:
     """The value of a node as NumPy's array, which the caller does not change; computes it."""
-    if node.op is not None:
-        _PENDING.end(node)
+    _look(node)
     return host_value(node)
 
 
 def device_value_of(node: Node) -> Any:
     """The value of a node as an array of NumPy or JAX, wherever it is; computes it."""
+    _look(node)
+    return node.value
+
+
+def _look(node: Node) -> None:
+    if node.origin is not None:
+        use(node)
     if node.op is not None:
         _PENDING.end(node)
-    return node.value
 
 
 def _place() -> tuple[Any, int]:

@@ -15,8 +15,7 @@ from jtile.numpy import _array
 from jtile.numpy._array import asarray, asnode, functions, hosted, ndarray, wrap
 from jtile.numpy._calls import Function, at_once, given_back, picked, written
 from jtile.numpy._casts import cast, text
-from jtile.numpy._evaluate import DEVICE_DTYPES
-from jtile.numpy._graph import Constant, Node, Op, Shape, interned
+from jtile.numpy._graph import DEVICE_DTYPES, Constant, Node, Op, Shape, interned
 from jtile.numpy._now import Later, changed, memory, now, small_result
 from jtile.numpy._record import record
 

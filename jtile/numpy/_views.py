@@ -151,18 +151,28 @@ class Index(Step):
         if not value.size:
             return x
         lows, extents = self._block(numbers)
-        lows = [jnp.asarray(n, "int64") for n in lows]
         axes = self.static[0]
         value = value.reshape([length for length, *_ in axes])
         value = lax.rev(value, [k for k, (_, step, _, _) in enumerate(axes) if step < 0])
-        if any(abs(step) != 1 for _, step, _, _ in axes):
-            spread = lax.pad(value, jnp.zeros((), value.dtype), [(0, 0, abs(step) - 1) for _, step, _, _ in axes])
-            own = jnp.ones((), bool)
-            for k, (_, step, _, _) in enumerate(axes):
-                if abs(step) != 1:
-                    own = own & (lax.broadcasted_iota("int32", tuple(extents), k) % abs(step) == 0)
-            value = jnp.where(own, spread, lax.dynamic_slice(x, lows, extents))
+        steps = [abs(step) for _, step, _, _ in axes]
+        if 2 * value.size > x.size and all(isinstance(n, numpy.generic) for n in numbers):
+            return self._written_over(x, value, [int(n) for n in lows], extents, steps)
+        lows = [jnp.asarray(n, "int64") for n in lows]
+        if max(steps) > 1:
+            block = lax.dynamic_slice(x, lows, extents)
+            value = self._written_over(block, value, [0] * len(extents), extents, steps)
         return lax.dynamic_update_slice(x, value, lows)
+
+    def _written_over(self, x, value, lows, extents, steps):
+        """All elements of `x`, in one pass: those of `value` where it lies, and the others."""
+        edges = [(low, n - low - extent, step - 1) for low, extent, step, n in zip(lows, extents, steps, x.shape)]
+        own = jnp.ones((), bool)
+        for k, (low, extent, step) in enumerate(zip(lows, extents, steps)):
+            if extent == x.shape[k] and step == 1:
+                continue
+            at = lax.broadcasted_iota("int32" if x.size < 2**31 else "int64", x.shape, k) - low
+            own = own & (at >= 0) & (at < extent) & (at % step == 0 if step > 1 else True)
+        return jnp.where(own, lax.pad(value, jnp.zeros((), value.dtype), edges), x)
 
 
 def basic_index(index: tuple, base: Shape) -> Index | None:

@@ -68,9 +68,30 @@ def test_a_loop_has_one_program_whatever_its_numbers_and_its_length(programs):
 
 def test_a_number_that_changes_compiles_no_third_program(programs):
     x = np.asarray(numpy.zeros(LARGE))
-    for scale in (0.5, 0.25, 0.125, 0.75):
-        assert float((x * scale + 1).sum()) == LARGE
+    sums = [float((x * scale + 1).sum()) for scale in (0.5, 0.25, 0.125, 0.75)]
+    assert sums == [LARGE] * 4
     assert len(programs) == 2  # with the number in the program, and with the number as an operand
+
+
+def test_what_a_script_drops_unused_is_not_computed_again(programs, monkeypatch):
+    outputs = []
+    run = _evaluate._run
+    monkeypatch.setattr(
+        _evaluate, "_run", lambda graph, held, wanted: outputs.append(wanted) or run(graph, held, wanted)
+    )
+    x = np.asarray(numpy.ones(LARGE))
+    for turn in range(4):
+        twice = x + x
+        kept = twice * 3
+        total = float(kept.sum())
+        assert total == 6 * LARGE
+        if turn == 3:
+            assert float(twice[5]) == 2  # it is used after all
+    assert [len(o) for o in outputs] == [3, 1, 1, 1, 2]
+    twice = x + x
+    kept = twice * 3
+    float(kept.sum())
+    assert len(outputs[-1]) == 2  # `twice` is one that the script has used
 
 
 def test_writes_go_where_numpy_writes_them():

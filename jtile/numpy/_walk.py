@@ -1,0 +1,79 @@
+"""A graph as a function of JAX, and which of its values lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jtile.numpy._graph import Constant, Graph
+from jtile.numpy._now import SMALL
+
+_DIVISIONS = frozenset(("floor_divide", "remainder", "fmod", "divmod"))
+_PARTS = frozenset(("index", "roll", "pad", "take by", "diff", "gradient"))
+LONG = 16.0  # nanoseconds for an element in NumPy: to compute it anew takes longer than to write and to read it
+MANY = 4  # arrays that it is computed from: to read them again takes as long
+
+
+class Walk:
+    """A graph as a function of JAX of its operands. It keeps the structure, and no value but numbers of the script.
+
+    Attributes:
+      by_xla: kernels would only part what XLA does in one pass: complex numbers, and stencils, whose neighbours it
+        reads in place; and it divides integers quicker.
+      kept: the values that are computed once and kept in memory. XLA computes what is read at several places anew for
+        each of them, and so what that is computed from, in a time that grows exponentially.
+    """
+
+    def __init__(self, graph: Graph, outputs: tuple[int, ...], operands: list[int]):
+        self.steps: list[tuple[Any, tuple[int, ...], Any]] = [
+            (node.op, inputs, node.dtype) for node, inputs in zip(graph.order, graph.inputs)
+        ]
+        self.numbers = {k: n.value for k, n in enumerate(graph.order) if isinstance(n, Constant) and k not in operands}
+        self.outputs, self.operands = outputs, operands
+        self.kept = self._neighbours()
+        kinds = {node.dtype.kind for node in graph.order if node.dtype is not None}
+        divides = any(op is not None and op.name in _DIVISIONS for op, _, _ in self.steps)
+        self.by_xla = bool(self.kept) or "c" in kinds or (divides and bool(kinds & {"i", "u"}))
+        if self.by_xla:
+            self.kept |= self._long([node.size > SMALL for node in graph.order], graph.uses)
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        values: dict[int, Any] = self.numbers | dict(zip(self.operands, operands))
+        for k, (op, inputs, dtype) in enumerate(self.steps):
+            if op is None:
+                continue
+            value = op.device(*[values[i] for i in inputs])
+            if dtype is not None:
+                value = jax.numpy.asarray(value)
+                value = value if value.dtype == dtype else jax.lax.convert_element_type(value, dtype)
+            values[k] = jax.lax.optimization_barrier(value) if k in self.kept else value
+        return [values[k] for k in self.outputs]
+
+    def _neighbours(self) -> set[int]:
+        """What is read at several places beside each other."""
+        parts = [0] * len(self.steps)
+        for op, inputs, _ in self.steps:
+            if op is not None and op.name in _PARTS:
+                parts[inputs[0]] += 1
+        return {k for k, (op, _, _) in enumerate(self.steps) if op is not None and parts[k] > 1}
+
+    def _long(self, large: list[bool], uses: Iterable[int]) -> set[int]:
+        """What is used several times, and takes longer to compute anew than to keep."""
+        kept: set[int] = set()
+        costs: list[float] = []
+        reads: list[frozenset[int]] = []
+        for k, ((op, inputs, _), count) in enumerate(zip(self.steps, uses)):
+            if op is None:
+                costs.append(0.0)
+                reads.append(frozenset((k,)) if large[k] else frozenset())
+                continue
+            cost = op.cost + sum(costs[i] for i in inputs)
+            read = frozenset().union(*[reads[i] for i in inputs])
+            if k in self.kept or (count > 1 and large[k] and (cost > LONG or len(read) > MANY)):
+                kept.add(k)
+                cost, read = 0.0, frozenset((k,))
+            costs.append(cost)
+            reads.append(read)
+        return kept
