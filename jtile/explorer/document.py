@@ -11,10 +11,12 @@ from typing import Any
 
 from jtile import _cache
 from jtile._errors import JtileError, KernelTypeError, KernelValueError
-from jtile.explorer import kernels, levels, page
+from jtile.explorer import kernels, levels
 from jtile.explorer.kernels import Found
+from jtile.explorer.page.document import document
 from jtile.explorer.places import Places
 from jtile.explorer.record import SCHEMA, Piece, Record
+from jtile.explorer.speed import Timed, times
 from jtile.lowering import targets
 from jtile.tune import device
 
@@ -34,7 +36,7 @@ class View:
     @property
     def html(self) -> str:
         """The page: one text that needs no network and no other file."""
-        return page.document(self.record)
+        return document(self.record)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page, whole or not at all.
@@ -56,16 +58,26 @@ class View:
         return f"<View of {names} for {self.record.target}>"
 
 
-def view(f: Callable[..., Any], *args: Any, target: str | None = None, gradient: bool = True, **options: Any) -> View:
+def view(
+    f: Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    gradient: bool = True,
+    run: bool = True,
+    **options: Any,
+) -> View:
     """A kernel, or the kernels of a function, as one page for a browser.
 
-    The page has the source beside every level down to machine code, linked by lines, and what each pass changed.
+    The page has the source beside every level down to machine code, linked by lines; what each pass changed; which
+    program touches which part of each array; and the roofline.
 
     Args:
       f: a kernel, or a JAX function that calls kernels.
-      args: its arguments, arrays or `jax.ShapeDtypeStruct`: nothing is run.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`. Indices that kernels load come from them, if they are
+        arrays.
       target: what to compile for, such as `"cpu"`, `"cuda:sm_90"`, `"rocm:gfx942"`; None: the device at hand.
       gradient: also show the kernels of reverse mode, where there is a derivative.
+      run: measure the kernels, and what this machine can do, where the target is the device at hand.
       options: meta-parameters of the kernel, or keyword arguments of the function.
 
     Raises:
@@ -78,28 +90,29 @@ def view(f: Callable[..., Any], *args: Any, target: str | None = None, gradient:
     name = name if name != targets.host_target().name else "cpu"
     found = kernels.lower(f, list(args), name, options)
     places, notes, pieces = Places(), [], []
+    timed = times(f, args, options, name) if run else Timed(False, {})
     for one in found:
-        pieces += _pieces(one, places, "kernel", one.calls)
+        pieces += _pieces(one, places, "kernel", one.calls, timed)
     for one in found if gradient else ():
-        pieces += _gradient(one, places, notes)
+        pieces += _gradient(one, places, notes, Timed(timed.run, {}))
     sources, table = places.sources()
     title = getattr(f, "__name__", None) or pieces[0].name
     version = importlib.metadata.version("jtile")
     return View(Record(title, name, version, SCHEMA, sources, table, pieces, notes))
 
 
-def _pieces(found: Found, places: Places, group: str, calls: int = 1) -> list[Piece]:
-    return [levels.piece(one, found, places, group, calls) for one in found.lowered.pieces]
+def _pieces(found: Found, places: Places, group: str, calls: int, timed: Timed) -> list[Piece]:
+    return [levels.piece(one, found, places, group, calls, timed) for one in found.lowered.pieces]
 
 
-def _gradient(found: Found, places: Places, notes: list[str]) -> list[Piece]:
+def _gradient(found: Found, places: Places, notes: list[str], timed: Timed) -> list[Piece]:
     """The kernels of reverse mode; a note where there are none."""
     try:
         lowered = found.lowered.vjp()
         outs = found.lowered.program.results(found.shapes)
         shapes = (*found.shapes, *(tuple(o.shape) for o in outs))
         data = [*found.data, *([None] * len(outs))] if found.data is not None else None
-        return _pieces(Found(lowered, 1, shapes, data), places, "gradient")
+        return _pieces(Found(lowered, 1, shapes, data), places, "gradient", 1, timed)
     except JtileError as e:
         notes.append(f"The gradient of {found.lowered.program.name} is not shown: {e}")
         return []

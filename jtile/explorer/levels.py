@@ -14,6 +14,7 @@ from jtile.explorer.links import Linked
 from jtile.explorer.passes import steps
 from jtile.explorer.places import Places
 from jtile.explorer.record import Level, Piece
+from jtile.explorer.speed import Timed, speed
 from jtile.lowering import platforms, starts
 from jtile.primitive.lowering import compiler_options, complete, pieces_of
 
@@ -37,11 +38,12 @@ _TITLES = {
 _FACTS = ("choice", "sharding", "resources", "schedule")  # sentences, which are shown elsewhere
 
 
-def piece(lowered: Lowered, found: Found, places: Places, group: str, calls: int) -> Piece:
+def piece(lowered: Lowered, found: Found, places: Places, group: str, calls: int, timed: Timed) -> Piece:
     """All that a record has of a kernel that runs.
 
     Args:
       lowered: one of the pieces of `found`.
+      timed: what is known of its speed, and whether this machine may be measured.
     """
     with config(**lowered.options):
         program, target = lowered.program, lowered.target
@@ -60,9 +62,11 @@ def piece(lowered: Lowered, found: Found, places: Places, group: str, calls: int
         grid = [n if isinstance(n, int) else str(n) for n in traced.grid]
         done = steps(traced, target, options, places)
         data = _inputs(found.data, pieces_of(program, target).inputs[lowered.piece])
-        access = walked(found.concrete(lowered.kernel), data, places)
+        concrete = found.concrete(lowered.kernel)
+        access = walked(concrete, data, places)
+        fast = speed(concrete, target, artifact, timed)
     facts = {name: texts[name].strip() for name in _FACTS if texts.get(name)}
-    return Piece(traced.name, group, calls, grid, refs, levels, done, facts, access)
+    return Piece(traced.name, group, calls, grid, refs, levels, done, facts, access, fast)
 
 
 def _inputs(data: Sequence[Any] | None, positions: Sequence[int]) -> list[Any] | None:

@@ -109,6 +109,39 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
+class Speed:
+    """How fast a kernel can be, and is.
+
+    Attributes:
+      read, written: bytes that must be moved: each element that is touched once. traffic: of all loads and stores.
+      products: operations of matrix products by dtype. elements, special: operations on elements of tiles, and those of
+        them that are exponentials and the like. exact: False where the length of a loop was guessed.
+      limits: microseconds that `memory`, `products` and `elements` take at least.
+      memory: bytes a second of the target's memory; peaks: operations a second of products by dtype; 0 or nothing where
+        they are not known. measured: whether these are of this machine, and not of a data sheet.
+      time_us: of one call on this machine; None where it was not measured.
+      limit: what limits it, in words; advice: sentences about what to try.
+      resources: registers, spills, shared memory, threads, blocks and occupancy, as a GPU's compiler tells them.
+    """
+
+    read: int
+    written: int
+    traffic: int
+    products: dict[str, int]
+    elements: int
+    special: int
+    exact: bool
+    limits: dict[str, float]
+    memory: float
+    peaks: dict[str, float]
+    measured: bool
+    time_us: float | None
+    limit: str
+    advice: list[str]
+    resources: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """One kernel that runs.
 
@@ -122,6 +155,7 @@ class Piece:
       facts: texts by name: `resources` of a program, `sharding`, `choice` of tiles, and `schedule`: why the kernel runs
         at the block level or not.
       access: which part of which array its programs touch; None where that cannot be known.
+      speed: None for kernels whose sizes are not known.
     """
 
     name: str
@@ -133,6 +167,7 @@ class Piece:
     steps: list[Step]
     facts: dict[str, str]
     access: Grid | None
+    speed: Speed | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -294,11 +294,12 @@ def view(
     target: Annotated[str | None, typer.Option(help="What to compile for; the device at hand otherwise.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="The file; NAME.html otherwise.")] = None,
     gradient: Annotated[bool, typer.Option(help="Show the kernels of reverse mode, too.")] = True,
+    run: Annotated[bool, typer.Option(help="Measure, where the target is the device at hand.")] = True,
 ) -> None:
-    """One page for a browser: source beside every level down to machine code, and what each pass changed."""
+    """One page for a browser: source beside every level down to machine code, passes, grid, speed, gradient."""
     from jtile.tools import viewing
 
-    viewing.show(what, args=args, meta=meta or [], target=target, out=out, gradient=gradient)
+    viewing.show(what, args=args, meta=meta or [], target=target, out=out, gradient=gradient, run=run)
 
 
 @app.command()

@@ -129,7 +129,7 @@ def _cost(called: Sized, calls: int, target: Any, rates: Any, data: Any, run: bo
     program, pieces = called.program, called.pieces(target)
     kernels = [passes.run_pipeline(piece, passes.TILE) for piece in pieces]
     total = together([work(k) for k in kernels])
-    rates = {**_measured(target, total, rates or {}), **(rates or {})}
+    rates = {**machine_rates(target, total, rates or {}), **(rates or {})}
     limits = prune.bound_us(total, target, rates)
     limits = {k: v for k, v in limits.items() if v}
     time_us = _time(called, target, data) if run else None
@@ -143,7 +143,7 @@ def _cost(called: Sized, calls: int, target: Any, rates: Any, data: Any, run: bo
     return KernelCost(program.name, calls, called.kernel().grid, total, limits, time_us, resources, limit, why, found)
 
 
-def _measured(target: Any, w: Work, given: Mapping[str, float]) -> Mapping[str, float]:
+def machine_rates(target: Any, w: Work, given: Mapping[str, float]) -> Mapping[str, float]:
     """The rates of this machine's CPUs that a kernel's bound takes and nobody gives; a target that says its own, or is
     of another machine, keeps what it says."""
     if target.rates or target != targets.host_target():

@@ -12,6 +12,7 @@ import pytest
 
 import jtile as jt
 from jtile.explorer import View, record
+from jtile.explorer.page import document
 from jtile.explorer.page.document import embedded
 from jtile.explorer.places import run_lengths
 
@@ -27,7 +28,7 @@ def softmax(x, o):
 
 @pytest.fixture(scope="module")
 def view():
-    return jt.view(softmax, jax.ShapeDtypeStruct((10, 16), jnp.float32), target="cpu")
+    return jt.view(softmax, jax.ShapeDtypeStruct((10, 16), jnp.float32), target="cpu", run=False)
 
 
 def test_the_page_is_one_file(view):
@@ -36,9 +37,11 @@ def test_the_page_is_one_file(view):
     assert not re.search(r"(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org)", text)
     assert "@STYLE@" not in text and "@DATA@" not in text and "@SCRIPT@" not in text
     assert text.count("</script>") == 2 and "window.bad" in text
-    assert embedded({"a": f"{ENDING}\u2028"}) == (
-        '{"a":"\\u003c/script>\\u003cscript>window.bad = 1\\u003c/script>\\u003c!--\\u2028"}'
-    )
+    kind, data = embedded({"a": f"{ENDING}\u2028"})
+    assert kind == "application/json"
+    assert data == '{"a":"\\u003c/script>\\u003cscript>window.bad = 1\\u003c/script>\\u003c!--\\u2028"}'
+    kind, data = embedded({"a": ENDING * (1 << 15)})
+    assert kind == "application/gzip" and len(data) < 20_000 and "<" not in data
     with pytest.raises(ValueError, match="not JSON compliant"):
         embedded([float("nan")])
 
@@ -98,17 +101,22 @@ def test_every_view_fits(browser, view, tmp_path, width):
             browser.run("state.kernel = arguments[0]; go(arguments[1])", k, name)
             assert browser.run("return document.documentElement.scrollWidth") == width, name
             assert browser.run("return document.querySelector('#main').textContent.length") > 20, name
+            wide = "return [...document.querySelectorAll('.sheet, .sheet *')].filter(e => e.scrollWidth > innerWidth)"
+            assert browser.run(f"{wide}.length") == 0, name
+            assert "[object" not in browser.run("return document.querySelector('#main').textContent"), name
     assert browser.run("return window.failed") == []
 
 
-def test_long_texts_stay_quick(browser, view, tmp_path):
-    """Of 10,000 lines those in sight are in the document, and to scroll to their end takes few milliseconds."""
+def test_long_texts_stay_quick(browser, view, tmp_path, monkeypatch):
+    """Of 10,000 lines those in sight are in the document, and to scroll to their end takes few milliseconds; their text
+    is compressed."""
     (piece, *_), n = view.record.pieces, 10_000
     body = record.Text(
         "\n".join(f"  %{k} = add %{k - 1}, %c1 : i32" for k in range(n)), run_lengths([1 + k % 2 for k in range(n)])
     )
     level = record.Level("tile_ir_opt", "Long", "", True, body)
     changed = record.Piece(**{**vars(piece), "levels": [level]})
+    monkeypatch.setattr(document, "LONG", 1 << 17)
     opened(browser, View(record.Record(**{**vars(view.record), "pieces": [changed]})), tmp_path)
     took = browser.run("""
       const list = document.querySelector('[aria-label=Level]'), start = performance.now();

@@ -39,7 +39,7 @@ A, B = jax.ShapeDtypeStruct((10, 3), jnp.float32), jax.ShapeDtypeStruct((3, 8), 
 
 @pytest.fixture(scope="module")
 def view():
-    return jt.view(product, A, B, target="cpu")
+    return jt.view(product, A, B, target="cpu", run=False)
 
 
 def check(value, annotation, where="record"):
@@ -67,6 +67,9 @@ def test_the_record_is_of_its_schema(view):
     assert (view.record.target, view.record.title, view.record.schema) == ("cpu", "product", schema.SCHEMA)
     assert [p.group for p in view.record.pieces] == ["kernel", "gradient", "gradient"]
     assert view.record.notes == []
+    speed = view.record.pieces[0].speed
+    assert (speed.read, speed.written, speed.traffic) == (4 * (30 + 24), 320, 4 * (30 + 3 * 24 + 80))
+    assert speed.time_us is None and speed.elements == 12 * 8 * 3 * 2 and speed.exact
 
 
 def test_places_are_lines_of_sources(view):
@@ -125,7 +128,7 @@ def test_sources_in_parts(tmp_path):
 def test_functions_and_their_kernels():
     """A function's kernels with how often each is called; meta-parameters and keywords go through."""
     twice = lambda a, b, n: product(product(a, b, m=n)[:, :3], b, m=n)
-    found = jt.view(twice, A, B, target="cpu", gradient=False, n=5).record
+    found = jt.view(twice, A, B, target="cpu", run=False, gradient=False, n=5).record
     assert [(p.name, p.calls, p.grid) for p in found.pieces] == [("product", 2, [2])]
 
 
@@ -134,7 +137,7 @@ def test_kernels_without_a_gradient_say_so():
     def flags(x, o):
         o[...] = x[...] + 1
 
-    found = jt.view(flags, np.zeros(4, np.int32), target="cpu").record
+    found = jt.view(flags, np.zeros(4, np.int32), target="cpu", run=False).record
     assert len(found.pieces) == 1
     assert found.notes[0].startswith("The gradient of flags is not shown: ") and "int32" in found.notes[0]
 
@@ -143,9 +146,30 @@ def test_errors(view, tmp_path):
     with pytest.raises(errors.KernelTypeError, match=r"jt\.view takes a kernel or a function"):
         jt.view(3)
     with pytest.raises(errors.KernelValueError, match="calls no kernel"):
-        jt.view(lambda a, b: a @ b, A, B, target="cpu")
+        jt.view(lambda a, b: a @ b, A, B, target="cpu", run=False)
     with pytest.raises(errors.UnsupportedError, match="no target"):
         jt.view(product, A, B, target="abacus")
     (tmp_path / "file").touch()
     with pytest.raises(errors.KernelValueError, match="cannot be written"):
         view.save(tmp_path / "file" / "page.html")
+
+
+def test_speed_on_this_machine(monkeypatch):
+    """What `jt.explain` measures is shown where the target is the device at hand, and only there."""
+    from jtile.explorer import speed
+
+    calls = []
+
+    class Cost:
+        name, time_us, limit = "product", 12.5, "launch"
+
+    class Found:
+        kernels = (Cost,)
+
+    monkeypatch.setattr(speed, "explain", lambda f, *args: calls.append(args) or Found)
+    monkeypatch.setattr(speed, "machine_rates", lambda *args: {"memory": 1e9, "float32": 1e9})
+    found = jt.view(product, A, B, target="cpu", gradient=False).record.pieces[0].speed
+    assert (found.time_us, found.limit, found.memory, found.measured) == (12.5, "launch", 1e9, True)
+    assert found.limits["memory"] == pytest.approx(536e-9 * 1e6)
+    far = jt.view(product, A, B, target="cpu:avx2", gradient=False).record.pieces[0].speed
+    assert far.time_us is None and not far.measured and len(calls) == 1

@@ -1,7 +1,16 @@
 "use strict";
 // What all views use: the record, elements, lists of lines of which only those in sight are drawn.
 
-const record = JSON.parse(document.getElementById("record").textContent);
+let record = null;
+
+// The record as it stands in the page: JSON, or gzip of it in base 64 where it is long.
+async function loaded() {
+  const node = document.getElementById("record"), text = node.textContent;
+  if (node.type === "application/json") return JSON.parse(text);
+  const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
 
 function element(tag, attributes, ...children) {
   const made = document.createElement(tag);
@@ -10,7 +19,7 @@ function element(tag, attributes, ...children) {
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value != null) made.setAttribute(name, value);
   }
-  made.append(...children.flat().filter(child => child != null));
+  made.append(...children.flat(Infinity).filter(child => child != null));
   return made;
 }
 
@@ -21,7 +30,7 @@ function drawn(tag, attributes, ...children) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value != null) made.setAttribute(name, value);
   }
-  made.append(...children.flat().filter(child => child != null));
+  made.append(...children.flat(Infinity).filter(child => child != null));
   return made;
 }
 

@@ -1,16 +1,15 @@
 "use strict";
 // The source beside a level, and what the passes changed.
 
-const sourceRows = (() => {
-  const places = new Map();
-  record.places.forEach(([source, line], place) => places.set(`${source}:${line}`, place));
-  return () => record.sources.flatMap((source, k) => {
+function sourceRows() {
+  const places = new Map(record.places.map(([source, line], place) => [`${source}:${line}`, place]));
+  return record.sources.flatMap((source, k) => {
     const head = record.sources.length > 1 ? [{ text: source.path, kind: "gap" }] : [];
     const lines = source.lines.map((text, j) =>
-      ({ text, no: source.first + j, place: places.get(`${k}:${source.first + j}`) || 0, comments: true }));
+      ({ text, no: source.first + j, place: places.get(`${k}:${source.first + j}`) || 0 }));
     return [...head, ...lines];
   });
-})();
+}
 const widestOf = rows => rows.reduce((most, row) => Math.max(most, row.text.length), 0);
 
 // Marks the lines of the same place in several lists.

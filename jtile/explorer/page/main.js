@@ -44,7 +44,8 @@ function shade() {
   render();
 }
 
-function start() {
+async function start() {
+  record = await loaded();
   at("title").textContent = record.title;
   at("target").textContent = at("target").title = record.target;
   const groups = new Map();
