@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .core import Op, Value, tile
-from .types import DTYPES, TileType
+from .types import BY_NUMPY, DTYPES, TileType
 
 NUMERIC, FLOAT, INT, BITS, ANY = "fiu", "f", "iu", "iub", "fiub"
 
@@ -40,7 +40,7 @@ def _add(name: str, arity: int, kinds: str, fn, predicate: bool = False, exact: 
 
 
 def _is_int(x) -> bool:
-    return DTYPES[x.dtype.name].kind in "iu"
+    return BY_NUMPY[x.dtype].kind in "iu"
 
 
 def _div(a, b):
@@ -62,17 +62,17 @@ def _rem(a, b):
 
 def _wide(x: np.ndarray) -> np.ndarray:
     """Ints in 64 bits, signed as they are."""
-    return x.astype(np.int64 if DTYPES[x.dtype.name].kind == "i" else np.uint64)
+    return x.astype(np.int64 if BY_NUMPY[x.dtype].kind == "i" else np.uint64)
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
     """The bits of ints, as numbers of 64 bits that are not negative."""
-    return _wide(x).astype(np.uint64) & np.uint64((1 << DTYPES[x.dtype.name].bits) - 1)
+    return _wide(x).astype(np.uint64) & np.uint64((1 << BY_NUMPY[x.dtype].bits) - 1)
 
 
 def _wrap(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Ints of 64 bits to `dtype` modulo its width."""
-    info = DTYPES[dtype.name]
+    info = BY_NUMPY[dtype]
     unsigned = x.astype(np.uint64) & np.uint64((1 << info.bits) - 1)
     if info.kind == "u":
         return unsigned.astype(dtype)
@@ -82,7 +82,7 @@ def _wrap(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _shift(kind: str):
     def run(a, b):
-        bits, by = DTYPES[a.dtype.name].bits, _wide(b)
+        bits, by = BY_NUMPY[a.dtype].bits, _wide(b)
         over = (by < 0) | (by >= bits)
         x = _bits(a) if kind == "shr_logical" else _wide(a)
         n = np.where(over, by.dtype.type(0), by).astype(x.dtype)
@@ -100,7 +100,7 @@ def _clz(a):
     x = _bits(a)
     for n in (1, 2, 4, 8, 16, 32):  # every bit below the highest one is set
         x = x | x >> np.uint64(n)
-    return (DTYPES[a.dtype.name].bits - np.bitwise_count(x).astype(np.int64)).astype(a.dtype)
+    return (BY_NUMPY[a.dtype].bits - np.bitwise_count(x).astype(np.int64)).astype(a.dtype)
 
 
 def _special(name: str):
@@ -113,7 +113,7 @@ def _special(name: str):
 
 
 def _sign(x):
-    return np.where(np.isnan(x) | (x == 0), x, np.sign(x)) if DTYPES[x.dtype.name].kind == "f" else np.sign(x)
+    return np.where(np.isnan(x) | (x == 0), x, np.sign(x)) if BY_NUMPY[x.dtype].kind == "f" else np.sign(x)
 
 
 def _logic(bitwise, logical):
@@ -176,7 +176,7 @@ _add("erf_inv", 1, FLOAT, lambda x: np.where(x == 0, x, _special("erfinv")(x))) 
 def compute(fn: Function, args: list[np.ndarray]) -> np.ndarray:
     """The reference value of `fn` on arrays of one dtype, rounded to that dtype."""
     dtype = args[0].dtype
-    info = DTYPES[dtype.name]
+    info = BY_NUMPY[dtype]
     if info.kind == "f":
         narrow = info.bits < 32
         wide = np.float32 if narrow and fn.exact else np.float64 if not fn.exact else dtype
@@ -268,7 +268,7 @@ class Cast(Op):
 
 def convert(x: np.ndarray, dtype: str) -> np.ndarray:
     """`x` as `dtype`, with the language's conversion rules."""
-    src, dst = DTYPES[x.dtype.name], DTYPES[dtype]
+    src, dst = BY_NUMPY[x.dtype], DTYPES[dtype]
     with np.errstate(all="ignore"):
         if dst.kind == "b":
             return np.asarray(x.astype(np.float32) != 0) if src.kind == "f" and src.bits < 32 else np.asarray(x != 0)
@@ -292,7 +292,7 @@ def _saturate(x: np.ndarray, dst) -> np.ndarray:
 
 
 def _int_to_int(x: np.ndarray, dst) -> np.ndarray:
-    if dst.bits >= 8 and DTYPES[x.dtype.name].bits >= 8:
+    if dst.bits >= 8 and BY_NUMPY[x.dtype].bits >= 8:
         return x.astype(dst.numpy)
     return _wrap(_wide(x), dst.numpy)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .core import Block, Op, Value, check_axes, tile
 from .elementwise import ELEMENTWISE, compute
-from .types import DTYPES, TileType
+from .types import BY_NUMPY, DTYPES, TileType
 
 REDUCERS = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "and": "and", "or": "or", "xor": "xor"}
 
@@ -67,7 +67,7 @@ class Reduce(Op):
 
 def reduce_array(x: np.ndarray, fn: str, axes) -> np.ndarray:
     """The reference reduction; an empty axis gives the identity."""
-    info = DTYPES[x.dtype.name]
+    info = BY_NUMPY[x.dtype]
     axes = tuple(axes)
     with np.errstate(all="ignore"):
         if info.kind == "f" and fn in ("sum", "prod"):
@@ -117,7 +117,7 @@ class ArgReduce(Op):
         return (TileType(drop(t.shape, (self.axis,)), self.dtype),)
 
     def reference(self, x):
-        info = DTYPES[x.dtype.name]
+        info = BY_NUMPY[x.dtype]
         wide = (
             x.astype(np.float32) if info.kind == "f" and info.bits < 32 else x.astype(np.int32) if info.bits < 8 else x
         )
@@ -178,7 +178,7 @@ class Cumulative(Op):
         return (t,)
 
     def reference(self, x):
-        info = DTYPES[x.dtype.name]
+        info = BY_NUMPY[x.dtype]
         wide = x.astype(np.float64) if info.kind == "f" else x.astype(np.int32) if info.bits < 8 else x
         ufunc = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "logsumexp": np.logaddexp}[
             self.fn
@@ -237,7 +237,7 @@ class Sort(Op):
         return tuple(np.take_along_axis(x, order, self.axis) for x in xs)
 
     def _ranks(self, x: np.ndarray) -> np.ndarray:
-        info = DTYPES[x.dtype.name]
+        info = BY_NUMPY[x.dtype]
         wide = x.astype(np.float64) + 0.0 if info.kind == "f" else x.astype(np.int32) if info.bits < 8 else x
         _, inverse = np.unique(wide, return_inverse=True, equal_nan=True)
         inverse = inverse.reshape(x.shape)

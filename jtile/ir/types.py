@@ -51,6 +51,7 @@ _ALL = [
 ]
 DTYPES: dict[str, DType] = {d.name: d for d in _ALL}
 BY_SHORT: dict[str, DType] = {d.short: d for d in _ALL}
+BY_NUMPY: dict[np.dtype, DType] = {d.numpy: d for d in _ALL}  # NumPy makes the text of a dtype's name anew each time
 
 # Floats of 8 bits with one zero, whose sign with nothing behind it is NaN, and without infinities.
 FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")

@@ -135,6 +135,8 @@ def assign(program: Program, mesh: Mapping[str, int], specs: Sequence[Any]) -> d
 
 def result_specs(program: Program, shardings: Sequence[NamedSharding]) -> list[PartitionSpec]:
     """How the results are sharded, given how the operands are (in their types: on axes of an explicit mesh)."""
+    if not shards.sharded(shardings):  # no rule is needed, and to find one takes as long as to trace the kernel
+        return [PartitionSpec(*[None] * len(v.shape)) for v in program.kernel.outputs]
     return shards.result_specs(rule_of(program), functools.partial(can_cut, program), shardings)
 
 

@@ -91,12 +91,21 @@ def spec_of(dims: Sequence[str | None], cut: Mapping[str, Axes]) -> PartitionSpe
 
 def result_specs(rule: Rule, can_cut: CanCut, shardings: Sequence[NamedSharding]) -> list[PartitionSpec]:
     """How the results are sharded, given how the operands are (in their types: on axes of an explicit mesh)."""
-    specs = [s.spec if isinstance(s, NamedSharding) else () for s in shardings]
-    if not any(entry for spec in specs for entry in spec):
+    specs = [_entries(s) for s in shardings]
+    if not sharded(shardings):
         return [PartitionSpec(*[None] * len(dims)) for dims in rule.outputs]
     mesh = next(s.mesh for s in shardings if any(s.spec))
     cut = assign(rule, can_cut, dict(mesh.shape), [*[()] * len(rule.outputs), *specs])
     return [spec_of(dims, cut) for dims in rule.outputs]
+
+
+def sharded(shardings: Sequence[NamedSharding]) -> bool:
+    """Whether the type of any operand says that it lies on several devices of an explicit mesh."""
+    return any(entry for s in shardings for entry in _entries(s))
+
+
+def _entries(sharding: Any) -> PartitionSpec | tuple:
+    return sharding.spec if isinstance(sharding, NamedSharding) else ()
 
 
 def shardy_rule(rule: Rule) -> SdyShardingRule:

@@ -108,6 +108,7 @@ class Walks:
         self.stray: dict[Counter, str] = {}
         self._grid = [Counter(n, axis=a) for a, n in enumerate(kernel.grid)]
         self._tables: dict[ir.Value, tuple[tuple[Counter, ...], np.ndarray] | None] = {}
+        self._values: dict[tuple[ir.Value, tuple[Counter, ...]], np.ndarray | None] = {}
         self._depends: dict[ir.Value, frozenset[Counter]] = {}
         self._block(kernel.body)
 
@@ -191,6 +192,12 @@ class Walks:
         return None if values is None else (counters, values)
 
     def _evaluate(self, v: ir.Value, counters: tuple[Counter, ...]) -> np.ndarray | None:
+        """The value for each of the counters' counts; None where that takes more than scalar arithmetic."""
+        if (v, counters) not in self._values:  # many indices are computed from the same few values
+            self._values[v, counters] = self._computed(v, counters)
+        return self._values[v, counters]
+
+    def _computed(self, v: ir.Value, counters: tuple[Counter, ...]) -> np.ndarray | None:
         if v in self.counter:
             shape = [1] * len(counters)
             shape[counters.index(self.counter[v])] = -1
