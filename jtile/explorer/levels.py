@@ -14,6 +14,7 @@ from jtile.explorer.links import Linked
 from jtile.explorer.passes import steps
 from jtile.explorer.places import Places
 from jtile.explorer.record import Level, Piece
+from jtile.explorer.roles import roles
 from jtile.explorer.speed import Timed, speed
 from jtile.lowering import platforms, starts
 from jtile.primitive.lowering import compiler_options, complete, pieces_of
@@ -65,8 +66,9 @@ def piece(lowered: Lowered, found: Found, places: Places, group: str, calls: int
         concrete = found.concrete(lowered.kernel)
         access = walked(concrete, data, places)
         fast = speed(concrete, target, artifact, timed)
+        shared = roles(traced, target, options, data, places, run=timed.run)
     facts = {name: texts[name].strip() for name in _FACTS if texts.get(name)}
-    return Piece(traced.name, group, calls, grid, refs, levels, done, facts, access, fast)
+    return Piece(traced.name, group, calls, grid, refs, levels, done, facts, access, fast, shared)
 
 
 def _inputs(data: Sequence[Any] | None, positions: Sequence[int]) -> list[Any] | None:

@@ -142,6 +142,34 @@ class Speed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Roles:
+    """The roles of a kernel at the block level, and what they share.
+
+    Attributes:
+      roles: `{name, warps, registers, place}`.
+      rings: shared memory, `{name, slots, shape, dtype, bytes, place, writers, readers}`; the last two are numbers of
+        roles, as in what follows.
+      barriers: `{name, slots, arrivals, place, waits, arrives, expects}`.
+      unit: of the timeline: `ns` on a device, `steps` in the interpreter; "" without a timeline.
+      kinds: what spans are: `wait full`, `product 64x256x64`, ...
+      programs: those that were watched, `{number, length, busy, lanes}`, where `busy` is the share of the time in which
+        a product was under way. A lane is `{name, kind, spans}` of a `role`, of `products` under way or of a `slot` of
+        a ring; its spans are `[kind, place, from, to, ...]` in one list, after the start of the program.
+      shares: sentences: how each role spent its time.
+      notes: sentences about what is left out.
+    """
+
+    roles: list[dict[str, Any]]
+    rings: list[dict[str, Any]]
+    barriers: list[dict[str, Any]]
+    unit: str
+    kinds: list[str]
+    programs: list[dict[str, Any]]
+    shares: list[str]
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """One kernel that runs.
 
@@ -155,7 +183,7 @@ class Piece:
       facts: texts by name: `resources` of a program, `sharding`, `choice` of tiles, and `schedule`: why the kernel runs
         at the block level or not.
       access: which part of which array its programs touch; None where that cannot be known.
-      speed: None for kernels whose sizes are not known.
+      speed: None for kernels whose sizes are not known. roles: None for kernels at the level of tiles.
     """
 
     name: str
@@ -168,6 +196,7 @@ class Piece:
     facts: dict[str, str]
     access: Grid | None
     speed: Speed | None
+    roles: Roles | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,15 +87,13 @@ def profile(
     for program in found:
         for piece in lowering.pieces_of(program, target).kernels:
             made = lowering.complete(piece, platforms.named(target.platform))
-            plan = _block_kernel(made.kernel, target, program.options.compiler)
+            plan = block_kernel(made.kernel, target, program.options.compiler)
             if isinstance(plan, NoPlan):
                 without.append((program.name, str(plan)))
                 continue
-            arrays = _arrays(piece, given.get(program) or data.get(program, lambda: None)())
+            arrays = inputs_of(piece, given.get(program) or data.get(program, lambda: None)())
             arrays += [*lowering.filled(made.starts), *made.tables]
-            watched, sites = stamped(plan, min(programs, math.prod(plan.grid)), capacity)
-            stamps = _interpreted(watched, arrays, seed) if interpret else _measured(watched, target, arrays)
-            lines.append(timeline(program.name, stamps, sites, "steps" if interpret else "ns"))
+            lines.append(watch(plan, target, arrays, program.name, programs, capacity, interpret=interpret, seed=seed))
     return Profile(tuple(lines), tuple(without))
 
 
@@ -113,14 +111,41 @@ def _target(interpret: bool) -> Target:
     )
 
 
-def _arrays(kernel: Kernel, given: Sequence[Any] | None) -> list[Any]:
+def inputs_of(kernel: Kernel, given: Sequence[Any] | None) -> list[Any]:
     if given is not None and [tuple(x.shape) for x in given] == [v.shape for v in kernel.inputs]:
         return list(given)
     types = [jax.ShapeDtypeStruct(v.shape, v.type.info.numpy) for v in kernel.inputs]
     return [measure.random_array(x, k) for k, x in enumerate(types)]
 
 
-def _block_kernel(kernel: Kernel, target: Target, options: Mapping[str, Any]) -> Kernel | NoPlan:
+def watch(
+    kernel: Kernel,
+    target: Target,
+    arrays: Sequence[Any],
+    name: str,
+    programs: int,
+    capacity: int,
+    *,
+    interpret: bool,
+    seed: int = 0,
+    alone: bool = False,
+) -> Timeline:
+    """The timeline of one kernel at the block level; see `profile`.
+
+    Args:
+      arrays: its inputs.
+      alone: in the interpreter, run the programs that are watched and no others.
+    """
+    count = min(programs, math.prod(kernel.grid))
+    watched, sites = stamped(kernel, count, capacity)
+    if interpret:
+        stamps = _interpreted(watched, arrays, seed, count if alone else None)
+    else:
+        stamps = _measured(watched, target, arrays)
+    return timeline(name, stamps, sites, "steps" if interpret else "ns")
+
+
+def block_kernel(kernel: Kernel, target: Target, options: Mapping[str, Any]) -> Kernel | NoPlan:
     """The kernel at the block level, of the same inputs; outputs start from those that are aliased to them."""
     from jtile.lowering import starts
 
@@ -129,10 +154,10 @@ def _block_kernel(kernel: Kernel, target: Target, options: Mapping[str, Any]) ->
     return plan if isinstance(plan, NoPlan) else dataclasses.replace(plan, aliases=kernel.aliases, inits=())
 
 
-def _interpreted(kernel: Kernel, arrays: Sequence[Any], seed: int) -> np.ndarray:
+def _interpreted(kernel: Kernel, arrays: Sequence[Any], seed: int, first: int | None) -> np.ndarray:
     from jtile.interpret import interpret
 
-    return interpret(kernel, [np.asarray(x) for x in arrays], seed=seed)[-1]
+    return interpret(kernel, [np.asarray(x) for x in arrays], seed=seed, first=first)[-1]
 
 
 def _measured(kernel: Kernel, target: Target, arrays: Sequence[Any]) -> np.ndarray:
