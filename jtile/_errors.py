@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import linecache
+from typing import Any
 
 Place = tuple[str, int] | None  # file and line of the user's source
 
@@ -70,7 +71,14 @@ class DefectWarning(UserWarning):
 
 
 class InterpreterError(JtileError, RuntimeError):
-    """Base of what the interpreter finds wrong while it runs a kernel; names program id, kernel line and Ref."""
+    """Base of what the interpreter finds wrong while it runs a kernel; names program id, kernel line and Ref.
+
+    Attributes:
+      access: of an access that is out of bounds, races or reads what nobody wrote, a picture of it: prints as text,
+        and shows as a drawing in a notebook (`jtile.interpret.AccessPicture`). None for other errors.
+    """
+
+    access: Any = None
 
 
 class OutOfBoundsError(InterpreterError, IndexError):

@@ -15,20 +15,22 @@ from jax.tree_util import tree_flatten, tree_map_with_path, tree_unflatten
 
 from jtile import _mesh
 from jtile._compat import is_symbolic
-from jtile._errors import KernelTypeError, KernelValueError
+from jtile._errors import KernelTypeError
 from jtile._memo import Recent
 from jtile._parts import is_complex
 from jtile.calls.arguments import as_operand, as_type, key_of
-from jtile.calls.boundary import around, is_split, runner
+from jtile.calls.boundary import is_split, runner
 from jtile.calls.layout import Layout, Spec, lay_out
 from jtile.calls.lowered import Lowered
 from jtile.calls.marks import declared, strip
-from jtile.calls.signature import Structure, autos, nearest, place_of, read_signature, source_lines
+from jtile.calls.options import CHOICES, checked_options
+from jtile.calls.signature import Structure, autos, place_of, read_signature, source_lines
 from jtile.primitive.options import Options
 from jtile.primitive.sharding import Hand, check_ranks, parse
 
 if TYPE_CHECKING:
     from jtile.calls.dynamic import Family
+    from jtile.debug import Debugger
     from jtile.primitive.program import (
         Program,  # jax.extend costs 30 ms: it is loaded with the first call, not at import
     )
@@ -86,7 +88,9 @@ def kernel(
             place_of(positional[0]) if positional and callable(positional[0]) else None,
         )
     spec = Spec(out_type, grid, alias, init, scratch, dynamic, sharding)
-    return lambda fn: Kernel(fn, spec, name, _options(Options(), options, place_of(fn) if callable(fn) else None))
+    return lambda fn: Kernel(
+        fn, spec, name, checked_options(Options(), options, place_of(fn) if callable(fn) else None)
+    )
 
 
 def call(body: Callable[..., None], *, out_type: Any, **spec: Any) -> Kernel:
@@ -179,7 +183,9 @@ class Kernel:
         """The same kernel with other options: `interpret=True`, `num_warps=8`, ... (see `Options`), or another
         `dynamic`."""
         spec = dataclasses.replace(self._spec, dynamic=options.pop("dynamic", self._spec.dynamic))
-        out = Kernel(self._fn, spec, self._signature.name, _options(self._options, options, self._signature.where))
+        out = Kernel(
+            self._fn, spec, self._signature.name, checked_options(self._options, options, self._signature.where)
+        )
         out._vjp, out._tuning = self._vjp, self._tuning
         return out
 
@@ -234,18 +240,19 @@ class Kernel:
           InterpreterError: an access out of bounds, a race, a read of what nobody wrote, a failed assert.
           DeadlockError, ProtocolError: of devices that wait for ever, and of signals for which nobody waits.
         """
-        from jtile.primitive.lowering import run_interpreter
+        from jtile.calls.meshes import interpreted
 
-        if mesh is not None:
-            from jtile.calls.meshes import interpret
+        return interpreted(self, args, mesh, meta)(seed)
 
-            return interpret(self, args, seed, mesh, meta)
-        args = tree_map_with_path(functools.partial(as_operand, self._signature), args)
-        leaves, tree = tree_flatten(args)
-        bound = self._resolve(tree, leaves, meta)
-        run = functools.partial(run_interpreter, bound.program)
-        run = around(run, bound.layout.inputs, bound.layout.outputs)
-        return tree_unflatten(bound.out_tree, run(leaves, seed))
+    def debug(self, *args: Any, seed: int = 0, mesh: Any = None, **meta: Any) -> Debugger:
+        """Hold the run of `interpret(*args, seed=seed, mesh=mesh, **meta)` at the first op of its first program.
+
+        Returns:
+          A `jtile.debug.Debugger`, which goes on step by step, and shows what names stand for.
+        """
+        from jtile.calls.meshes import debugger
+
+        return debugger(self, args, seed, mesh, meta)
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Give the kernel a reverse mode of its own, which `jax.grad` and `jax.vjp` then use, also under `jax.vmap`.
@@ -327,8 +334,8 @@ class Kernel:
 
             return choose(self, tree, leaves, meta, defaults)
         if defaults:
-            own = {k: v for k, v in defaults.items() if k not in _CHOICES and k not in meta}
-            options = {k: v for k, v in defaults.items() if k in _CHOICES and getattr(self._options, k) is None}
+            own = {k: v for k, v in defaults.items() if k not in CHOICES and k not in meta}
+            options = {k: v for k, v in defaults.items() if k in CHOICES and getattr(self._options, k) is None}
             return self._variant(options)._resolve(tree, leaves, {**meta, **own})
         full = self._signature.bind_meta(meta)
         if autos(full):
@@ -458,31 +465,3 @@ class _ArrayType:
 
 
 _ARRAY = _ArrayType()
-
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "interpret": (True, False),
-    "fallback": ("raise", "interpret"),
-    "num_warps": (1, 2, 4, 8, 16, 32),
-    "num_stages": tuple(range(1, 17)),
-    "num_ctas": (1, 2, 4, 8, 16),
-    "consumers": (1, 2, 3, 4),
-    "persistent": (True, False),
-    "specialize": (True, False),
-}
-
-
-def _options(old: Options, given: Mapping[str, Any], where: Any) -> Options:
-    for name, value in given.items():
-        if name not in _CHOICES:
-            raise KernelValueError(f"a kernel has no option {name!r}{nearest(name, _CHOICES)}", where)
-        known = _CHOICES[name]
-        if value is not None and not any(type(value) is type(v) and value == v for v in known):
-            numbers = isinstance(known[0], int) and not isinstance(known[0], bool)
-            these = f"from {known[0]} to {known[-1]}" if name == "num_stages" else " or ".join(map(repr, known))
-            raise KernelValueError(
-                f"{name}={value!r}: this option of a kernel is {'a Python int, ' * numbers}{these}; leave it out, and "
-                f"{'jtile chooses' if numbers else 'the configuration decides'}",
-                where,
-            )
-    return dataclasses.replace(old, **given)

@@ -1,10 +1,10 @@
-"""`kernel.interpret(..., mesh=...)`: a kernel on a mesh of devices that need not exist."""
+"""`kernel.interpret(...)`: a kernel in the interpreter, also on a mesh of devices that need not exist."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,10 +20,18 @@ from jtile.primitive.lowering import run_interpreter
 
 if TYPE_CHECKING:
     from jtile.calls.kernel import Kernel
+    from jtile.debug import Debugger
 
 
-def interpret(kernel: Kernel, args: tuple[Any, ...], seed: int, mesh: Any, meta: dict[str, Any]) -> Any:
-    """See `Kernel.interpret`."""
+def interpreted(kernel: Kernel, args: tuple[Any, ...], mesh: Any, meta: dict[str, Any]) -> Callable[[int], Any]:
+    """What runs a kernel in the interpreter, by a seed; see `Kernel.interpret`. The kernel is traced here and now."""
+    if mesh is None:
+        args = tree_map_with_path(functools.partial(as_operand, kernel._signature), args)
+        leaves, tree = tree_flatten(args)
+        bound = kernel._resolve(tree, leaves, meta)
+        run = functools.partial(run_interpreter, bound.program)
+        run = around(run, bound.layout.inputs, bound.layout.outputs)
+        return lambda seed: tree_unflatten(bound.out_tree, run(leaves, seed))
     axes = axes_of(kernel, mesh)
     sizes = tuple(axes.values())
     args = tree_map_with_path(functools.partial(as_operand, kernel._signature), args)
@@ -40,7 +48,7 @@ def interpret(kernel: Kernel, args: tuple[Any, ...], seed: int, mesh: Any, meta:
         bound = kernel._resolve(tree, parts, meta)
     run = functools.partial(_run, bound.program, axes)
     run = around(run, bound.layout.inputs, bound.layout.outputs)
-    return tree_unflatten(bound.out_tree, run(leaves, seed))
+    return lambda seed: tree_unflatten(bound.out_tree, run(leaves, seed))
 
 
 def axes_of(kernel: Kernel, mesh: Any) -> dict[str, int]:
@@ -67,3 +75,20 @@ def _run(program: Any, axes: Mapping[str, int], arrays: Sequence[Any], seed: int
     lead = tuple(axes[a] for a in rest)
     stacked = [np.stack(found).reshape(*lead, *found[0].shape) for found in zip(*outs, strict=True)]
     return [np.moveaxis(x, range(len(order)), order) for x in stacked]
+
+
+_NAMED = ("named",)  # the variant of a kernel whose values have the names of the source
+
+
+def debugger(kernel: Kernel, args: tuple[Any, ...], seed: int, mesh: Any, meta: dict[str, Any]) -> Debugger:
+    """See `Kernel.debug`."""
+    from jtile import trace
+    from jtile.debug import Debugger
+
+    named = kernel._variants.get(_NAMED)
+    if named is None:
+        named = kernel._variants[_NAMED] = kernel.with_options()
+        named._body = trace.rewrite_loops(kernel._fn, kernel._lines, named=True)
+    values = {**kernel._signature.meta, **meta}
+    run = interpreted(named, args, mesh, meta)
+    return Debugger(lambda: run(seed), kernel.name, {k: v for k, v in values.items() if isinstance(v, int | float)})

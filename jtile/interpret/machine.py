@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from jtile.ir.types import DTYPES
 
 from .arrivals import arrivals
 from .memory import SEVERAL, Buffer, Handle, Lanes, index_values, poison, resolve, violation
+from .picture import picture
 
 if TYPE_CHECKING:
     from .block import Crew
@@ -40,11 +43,34 @@ def rule(*cards: type[Op]):
     return register
 
 
+class Watcher(Protocol):
+    """Who looks on while a kernel runs, such as the debugger; its methods may wait, and raise to end the run."""
+
+    def op(self, m: Machine, op: Op) -> None:
+        """An op is about to run."""
+
+    def touch(self, m: Machine, op: Op, buffer: Buffer, lanes: Lanes, kind: str) -> None:
+        """An op, or a copy of one, is about to "read", "write" or update ("atomic") these elements."""
+
+
+_WATCHER: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("jtile_watcher", default=None)
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Inside, the watcher looks on at every kernel that is interpreted."""
+    token = _WATCHER.set(watcher)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
+
 class Machine:
     """One call: the memory, the values of the program that runs, and its roles while they run."""
 
     def __init__(self, kernel: Kernel, inputs: list[np.ndarray], check: bool, seed: int = 0):
-        self.kernel, self.check, self.seed = kernel, check, seed
+        self.kernel, self.check, self.seed, self.watch = kernel, check, seed, _WATCHER.get()
         self.crew: Crew | None = None
         self.part: Part | None = None  # on a mesh: this program among those of all devices
         self.where = ""  # and what messages call its device
@@ -86,6 +112,8 @@ class Machine:
             self.op(op)
 
     def op(self, op: Op) -> None:
+        if self.watch is not None:
+            self.watch.op(self, op)
         try:
             run = RULES.get(type(op))
             out = run(self, op) if run else op.reference(*(self.env[v] for v in op.operands()))
@@ -119,18 +147,22 @@ class Machine:
         if self.check and (mask.any() if mask is not None else math.prod(lanes.shape)):
             why = violation(op.index, values, buffer.shape, beyond=bool(self.crew and self.crew.role))
             if why:
-                raise self.error(OutOfBoundsError, op, f"{op.mnemonic} out of bounds: {why}", op.ref)
+                error = self.error(OutOfBoundsError, op, f"{op.mnemonic} out of bounds: {why}", op.ref)
+                raise self._seen(error, op, buffer, mask)
         if (
             self.check
             and not getattr(op, "checked", True)
             and not resolve(op.index, values, buffer.shape, None).active.all()
         ):
-            raise self.error(OutOfBoundsError, op, f"{op.mnemonic} leaves the array, but is marked unchecked", op.ref)
+            why = f"{op.mnemonic} leaves the array, but is marked unchecked"
+            raise self._seen(self.error(OutOfBoundsError, op, why, op.ref), op, buffer, mask)
         return buffer, lanes
 
     def touch(self, op: Any, buffer: Buffer, lanes: Lanes, kind: str) -> None:
         """Record an access; raises RaceError and UninitializedReadError."""
         at = lanes.elements
+        if self.watch is not None:
+            self.watch.touch(self, op, buffer, lanes, kind)
         if kind != "write":
             self._flag(self.read, op.ref, at)
         if kind != "read":
@@ -142,21 +174,29 @@ class Machine:
         conflict = buffer.access(at, self.linear, kind, self.order)
         if conflict:
             element, other, did = conflict
-            if self.order is not None:
-                who = self.order.name(other)
-            else:
-                who = "several other programs" if other == SEVERAL else f"program {self.named(other)}"
+            who = self.other_text(other) if self.order is None else self.order.name(other)
             verb = {"read": "reads", "write": "writes", "atomic": "updates atomically"}[kind]
             why = f"race: it {verb} element {buffer.unravel(element)}, which {who} {did}"
-            raise self.error(RaceError, op, why, op.ref)
+            raise self._seen(self.error(RaceError, op, why, op.ref), op, buffer, lanes, kind)
         if kind != "write" and not buffer.defined[at].all():
             element = buffer.unravel(int(at[np.argmin(buffer.defined[at])]))
             why = f"{op.mnemonic} reads element {element}, which nobody wrote"
-            raise self.error(UninitializedReadError, op, why, op.ref)
+            raise self._seen(self.error(UninitializedReadError, op, why, op.ref), op, buffer, lanes, kind)
+
+    def _seen(
+        self, error: InterpreterError, op: Any, buffer: Buffer, lanes: Lanes | np.ndarray | None, kind: str = ""
+    ) -> InterpreterError:
+        """The error with a picture of the access that it is about; before it is resolved, there is a mask, or None."""
+        error.access = picture(self, op, buffer, lanes, kind)
+        return error
 
     def _flag(self, flags: list[np.ndarray], ref: Value, at: np.ndarray) -> None:
         if ref in self.position:
             flags[self.position[ref]][at] = True
+
+    def other_text(self, linear: int) -> str:
+        """How messages name another program that touched an element; it may stand for several."""
+        return "several other programs" if linear == SEVERAL else f"program {self.named(linear)}"
 
     def named(self, linear: int) -> str:
         return self.kernel.program_text(self._pid_of(linear))

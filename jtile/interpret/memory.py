@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 NOBODY, SEVERAL = -1, -2
 _FAR = 2**62
 # What another program must not have done to an element before an access of this kind.
-_CONFLICTS = {"read": ("plain", "atomic"), "write": ("plain", "atomic", "reader"), "atomic": ("plain", "reader")}
+CONFLICTS = {"read": ("plain", "atomic"), "write": ("plain", "atomic", "reader"), "atomic": ("plain", "reader")}
 
 
 def poison(shape, dtype: str) -> np.ndarray:
@@ -72,7 +73,7 @@ class Buffer(Handle):
         """
         if self.plain is None or self.atomic is None or self.reader is None or not at.size:
             return None
-        for name in _CONFLICTS[kind]:
+        for name in CONFLICTS[kind]:
             other = getattr(self, name)[at]
             bad = (other != NOBODY) & (other != program) if order is None else order.unknown(other)
             if bad.any():
@@ -113,14 +114,26 @@ def resolve(index: Index, values: list[np.ndarray], shape: tuple[int, ...], mask
     out = index_shape(index)
     flat = np.zeros(out, np.int64)
     active = np.ones(out, np.bool_) if mask is None else mask.copy()
+    for k, i in enumerate(coordinates(index, values, shape)):
+        inside = (i >= 0) & (i < shape[k])
+        active = active & inside
+        flat = flat * shape[k] + np.where(inside, i, 0)
+    active = np.broadcast_to(active, out).reshape(-1)
+    return Lanes(out, np.where(active, np.broadcast_to(flat, out).reshape(-1), 0), active)
+
+
+def coordinates(index: Index, values: list[np.ndarray], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """For each axis of an array the element indices that the lanes of a tile have along it, of a shape that broadcasts
+    to that of the tile."""
+    rank = len(index_shape(index))
     axis, take_axis = 0, None
     for k, (d, v) in enumerate(zip(index, values, strict=True)):
         if isinstance(d, At):
-            i = _int64(v)
+            yield _int64(v)
         elif isinstance(d, Take):
             if take_axis is None:
                 take_axis, axis = axis, axis + v.ndim
-            i = _int64(v).reshape(v.shape + (1,) * (len(out) - take_axis - v.ndim))
+            yield _int64(v).reshape(v.shape + (1,) * (rank - take_axis - v.ndim))
         else:
             step = d.stride if isinstance(d, Span) else 1
             start = int(v) * d.step if isinstance(d, Tile) else int(v)
@@ -129,13 +142,8 @@ def resolve(index: Index, values: list[np.ndarray], shape: tuple[int, ...], mask
             else:  # Python ints: a start near the end of int64 must not wrap into the array
                 lanes = [start + j * step for j in range(d.size)]
                 i = np.array([j if 0 <= j < shape[k] else -1 for j in lanes], np.int64)
-            i = i.reshape((-1,) + (1,) * (len(out) - axis - 1))
+            yield i.reshape((-1,) + (1,) * (rank - axis - 1))
             axis += 1
-        inside = (i >= 0) & (i < shape[k])
-        active = active & inside
-        flat = flat * shape[k] + np.where(inside, i, 0)
-    active = np.broadcast_to(active, out).reshape(-1)
-    return Lanes(out, np.where(active, np.broadcast_to(flat, out).reshape(-1), 0), active)
 
 
 def _int64(v: np.ndarray) -> np.ndarray:

@@ -53,6 +53,8 @@ class Walker:
         for op in ops:
             card = type(op)
             if card in _CONTROL:
+                if m.watch is not None:
+                    m.watch.op(m, op)
                 out = yield from self.control(op)
                 m.env.update(zip(op.results, out, strict=True))
                 continue

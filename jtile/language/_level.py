@@ -55,6 +55,12 @@ def tracing(level: Level) -> Iterator[Level]:
         _LEVEL.reset(token)
 
 
+def at_tile_level() -> bool:
+    """Whether the trace at hand, if there is one, is of a kernel that is not known to be at block level."""
+    level = _LEVEL.get()
+    return level is not None and not level.block
+
+
 def at_block_level(what: str) -> Level:
     """The trace at hand, which `what` makes one of the block level."""
     level = _LEVEL.get()

@@ -1,5 +1,5 @@
-"""The command `jtile`: info, generate, chat, serve, quantize, inspect, tune, bench, explain, profile, view, cache,
-demo. Each imports what it needs when it runs."""
+"""The command `jtile`: info, generate, chat, serve, quantize, inspect, tune, bench, explain, profile, view, debug,
+cache, demo. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -300,6 +300,26 @@ def view(
     from jtile.tools import viewing
 
     viewing.show(what, args=args, meta=meta or [], target=target, out=out, gradient=gradient, run=run)
+
+
+@app.command()
+def debug(
+    what: Annotated[str, typer.Argument(help="module:kernel, such as mine.py:matmul, or a function that calls one.")],
+    args: Args = "",
+    meta: Meta = None,
+    data: Annotated[
+        str | None, typer.Option(help="An .npz file of the arguments, in their order; random ones.")
+    ] = None,
+    kernel: Annotated[str | None, typer.Option(help="Of several kernels that a function calls, this one.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the programs, and of random arguments.")] = 0,
+    command: Annotated[
+        list[str] | None, typer.Option("--command", "-c", help="A command to begin with (repeatable).")
+    ] = None,
+) -> None:
+    """Run a kernel step by step in the interpreter, with breakpoints; `help` at its prompt lists the commands."""
+    from jtile.tools import debugging
+
+    debugging.debug(what, args, meta or [], data=data, kernel=kernel, seed=seed, commands=command or [])
 
 
 @app.command()

@@ -26,6 +26,7 @@ from typing import Any
 from jtile.trace import runtime
 from jtile.trace.definite import always_bound
 from jtile.trace.jumps import RESULT, Jumps, placed
+from jtile.trace.marks import with_marks
 from jtile.trace.names import (
     NONE,
     Liveness,
@@ -44,21 +45,22 @@ _MARK = "__jtile_rewritten__"
 _KINDS = (ast.For, ast.While, ast.If, ast.Match, ast.IfExp, ast.BoolOp, ast.Not)
 
 
-def rewrite_loops(fn: Callable[..., Any], lines: list[str] | None = None) -> Callable[..., Any]:
+def rewrite_loops(fn: Callable[..., Any], lines: list[str] | None = None, named: bool = False) -> Callable[..., Any]:
     """`fn` with its loops and branches over traced values turned into `lax` control flow; `fn` itself where there
     is nothing to rewrite, or no source (REPL, lambda, exec): there `jt.range` raises and `jt.fori` is the way.
 
-    `lines` is the text of its file as it was when the function was defined; default: what is there now.
+    `lines` is the text of its file as it was when the function was defined; default: what is there now. With `named`,
+    traced values are marked with the names that they are assigned to, for the debugger.
     """
     if isinstance(fn, functools.partial):
-        return functools.partial(rewrite_loops(fn.func, lines), *fn.args, **fn.keywords)
+        return functools.partial(rewrite_loops(fn.func, lines, named), *fn.args, **fn.keywords)
     if isinstance(fn, types.MethodType):
-        return types.MethodType(rewrite_loops(fn.__func__, lines), fn.__self__)
+        return types.MethodType(rewrite_loops(fn.__func__, lines, named), fn.__self__)
     if _done(fn):
         return fn
     file = fn.__code__.co_filename
     lines = _text(fn) if lines is None else lines
-    code = _rewritten_code(fn.__code__, file, _Lines(lines))
+    code = _rewritten_code(fn.__code__, file, _Lines(lines), named)
     if code is None:
         return fn
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
@@ -154,16 +156,28 @@ class _Lines:
 
 # The file is in the key because equal code on the same line of two files compares equal.
 @functools.lru_cache(maxsize=1024)
-def _rewritten_code(code: types.CodeType, file: str, lines: _Lines) -> types.CodeType | None:
+def _rewritten_code(code: types.CodeType, file: str, lines: _Lines, named: bool) -> types.CodeType | None:
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return None
     node = _definition("".join(lines.value), code.co_name, code.co_firstlineno) if lines.value else None
-    if node is None or not any(map(_matters, ast.walk(node))):
+    if node is None or not (named or any(map(_matters, ast.walk(node)))):
         return None
+    if named:
+        node.body = with_marks(node.body, lambda s, name: placed(s, _mark(name)))
     node = _Rewriter(file).function(node)
     node.decorator_list = []
     strip_annotations(node)
     return _compile(node, code, file)
+
+
+def _mark(name: str) -> ast.stmt:
+    """`name = runtime.named(name, "name")`"""
+    call = ast.Call(
+        ast.Attribute(ast.Name(_RUNTIME, ast.Load()), "named", ast.Load()),
+        [ast.Name(name, ast.Load()), ast.Constant(name)],
+        [],
+    )
+    return ast.Assign([ast.Name(name, ast.Store())], call)
 
 
 def _matters(n: ast.AST) -> bool:

@@ -39,6 +39,7 @@ from jtile.trace.expressions import (
     or_,
     truth,
 )
+from jtile.trace.marks import named
 
 Names = tuple[str, ...]
 
@@ -206,6 +207,7 @@ __all__ = [
     "is_sequence",
     "is_singleton",
     "is_stopped",
+    "named",
     "not_",
     "or_",
     "plain_iter",

@@ -10,6 +10,7 @@ from jax import lax
 
 from jtile import ir
 from jtile.trace.lower import Lowering, rule
+from jtile.trace.marks import MARK
 
 # Functions that mean the same on every dtype that both have, and those of another name.
 SAME = """
@@ -195,7 +196,6 @@ def _reduce_precision(x, exponent_bits: int, mantissa_bits: int):
     "reshard",
     "sharding_constraint",
     "layout_constraint",
-    "name",
     "stage",
     "relayout",
     "device_put",
@@ -205,6 +205,14 @@ def _reduce_precision(x, exponent_bits: int, mantissa_bits: int):
 )
 def _(c: Lowering, x, *_, **__):
     return x
+
+
+@rule("name")
+def _(c: Lowering, x, *, name: str, **_):
+    """Of `jax.checkpoint`: nothing; a mark of the debugger's is a value of its own, which has the name."""
+    if not name.startswith(MARK) or not isinstance(x, ir.Value):
+        return x
+    return c.b.value(ir.Reshape(x, x.shape), name.removeprefix(MARK))
 
 
 @rule("optimization_barrier")
