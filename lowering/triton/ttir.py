@@ -263,6 +263,10 @@ class Code:
             return self.splat(a, shape)
         if not shape:
             return self.unsplat(a)
+        if len(shape) > len(a.shape) and tuple(shape) == (*a.shape, *[1] * (len(shape) - len(a.shape))):
+            # sums along the last axis, beside what was summed: what is made of a reshape may have threads that hold
+            # whole rows each
+            return self.laid(a, 0, len(shape))
         return self.let(f"tt.reshape {a.name} : {a.type} -> {self.spell(shape, a.elem)}", shape, a.elem)
 
     def unsplat(self, a: Val) -> Val:

@@ -49,6 +49,15 @@ def test_a_reduction_after_a_reshape():
         layouts.check(text)
 
 
+def test_what_gets_its_last_axis_back_keeps_the_layout_of_its_rows():
+    """Behind a reshape, triton 3.6 gives every thread whole rows of what is computed with it."""
+    bench = Bench(array((8, 64), "float32"))
+    bench.value(ir.Reshape(bench.b.value(ir.Reduce(bench.loads()[0], "sum", (1,))), (8, 1)))
+    text = emit_kernel(bench.case().kernel, features("sm_90"))[0]
+    (line,) = (line for line in text.splitlines() if "tensor<8xf32> -> tensor<8x1xf32>" in line)
+    assert "tt.expand_dims" in line
+
+
 def test_short_sums_with_constants_are_done_by_halves():
     text = "\tmov.b32 \t%r40, 64;\n\tadd.s16x2 \t%r41, %r37, %r40;\n\tadd.s16x2 \t%r42, %r37, %r38;\n"
     after = mended(text)

@@ -23,6 +23,7 @@ from jtile.ir import (
     Op,
     Roles,
     Slot,
+    TileType,
     Value,
 )
 from jtile.passes.affine import ranges
@@ -135,9 +136,12 @@ class _Accumulation:
 
     @staticmethod
     def of(products: Products) -> _Accumulation | None:
-        """None where a product needs more than its accumulator from the round before, or a buffer would be filled
-        again while it is read."""
+        """None where a product needs more than its accumulator from the round before, or what it reads would be written
+        again meanwhile: a buffer, or the registers of an operand that every round computes."""
         dots, chains = products.waits, products.chains
+        made = {v for op in products.body.walk() for v in op.results}
+        if any(isinstance(v.type, TileType) and v in made for d in dots for v in (d.a, d.b)):
+            return None
         if sum(len(c.dots) for c in chains if not c.before) != len(dots):
             return None
         stored = products.stored()

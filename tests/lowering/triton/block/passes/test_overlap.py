@@ -294,8 +294,10 @@ def test_every_wait_and_arrival_is_needed(text, count):
         ("slots 3", "slots 1"),  # a ring of one: the next round would wait for itself
         ("arrive %empty[%s]", "%e = exp2 %done\n arrive %empty[%s]\n store %o[%c0:+64, %c0:+32], %e"),
         ("%next = add", "%zz = mul %acc, %acc\n store %o[%c0:+64, %c0:+32], %zz\n %next = add"),
+        # the next round would write the registers that the product still reads
+        ("%run = dot_async %As, %Bs", "%Ar = load_shared %As\n %run = dot_async %Ar, %Bs"),
     ],
-    ids=["one slot", "result used", "accumulator used"],
+    ids=["one slot", "result used", "accumulator used", "operand in registers"],
 )
 def test_what_keeps_its_waits(old, new):
     text = PRODUCT.replace(old, new)
