@@ -15,7 +15,7 @@ from benchmarks.gpu import WORKLOADS as GPU_WORKLOADS
 
 WORKLOADS = (
     "elementwise", "softmax", "norms", "matmul", "attention", "backward", "memory", "quantized", "llm", "overhead",
-    "recurrences", "zoo", "fuse",
+    "recurrences", "zoo", "fuse", "numpy",
 )  # fmt: skip
 
 # glibc gives large blocks back to the system after every call and page-faults them in again on the next, at random:

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "explorer": EVERYTHING_BELOW | {"", "primitive", "calls"},
     "execution": EVERYTHING_BELOW | {"primitive", "fusion"},
     "models": PUBLIC,
-    "benchmarks": PUBLIC,
+    "benchmarks": PUBLIC | {"numpy"},
 }
 
 

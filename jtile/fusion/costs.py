@@ -62,8 +62,9 @@ def not_worth(steps: Sequence[Step], inputs: Sequence[Value], outputs: Sequence[
     if len(work) == 1 and not layout.whole:
         return "it is one step"
     names = {step.name for step in work}
-    if not layout.whole and names <= CHEAP and len(inputs) + len(outputs) >= MANY:
-        return f"it is arithmetic of {len(inputs) + len(outputs)} arrays, which memory bounds"
+    arrays = sum(size_of(v) * MANY > largest for v in (*inputs, *outputs))  # numbers and rows take no time to read
+    if not layout.whole and names <= CHEAP and arrays >= MANY:
+        return f"it is arithmetic of {arrays} arrays, which memory bounds"
     return None
 
 
