@@ -86,9 +86,10 @@ class ndarray:  # noqa: N801
 
     @property
     def flags(self) -> Any:
-        """Those of an array of NumPy with the same strides; `owndata` and `writeable` are ours."""
+        """Those of an array of NumPy with the same strides; `writeable` is ours, and `owndata` always False."""
         at = self._geometry()
-        at.flags.writeable = not (self._locked or self._scalar)
+        if self._locked or self._scalar:
+            at.flags.writeable = False
         return at.flags
 
     @property
@@ -123,7 +124,7 @@ class ndarray:  # noqa: N801
     def _write(self, value: Node, casting: Any = None) -> None:
         """Assign a value, which is broadcast and cast."""
         if self._locked or self._scalar:
-            raise ValueError("assignment destination is read-only")
+            raise ValueError(f"{'assignment destination' if casting is None else 'output array'} is read-only")
         if value.dtype != self._dtype:
             if casting is not None and not numpy.can_cast(value.dtype, self._dtype, casting):
                 numpy.positive(numpy.ones(1, value.dtype), out=numpy.ones(1, self._dtype), casting=casting)
@@ -341,7 +342,12 @@ class ndarray:  # noqa: N801
         return wrap(step.read(self._node()))
 
     def ravel(self, order: str = "C") -> ndarray:
-        return self.T.reshape(-1) if order == "F" else self.reshape(-1)
+        at = self._geometry()
+        if order == "F" or (order in "AK" and at.flags.fnc):
+            return self.T.ravel()
+        if order == "K" and not at.flags.c_contiguous:  # as the elements lie in memory
+            return self.transpose(sorted(range(self.ndim), key=lambda k: -abs(at.strides[k]))).reshape(-1).copy()
+        return self.reshape(-1, copy=None if at.flags.c_contiguous else True)  # a copy even where NumPy could view it
 
     def flatten(self, order: str = "C") -> ndarray:
         return self.ravel(order).copy()

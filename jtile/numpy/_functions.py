@@ -315,6 +315,8 @@ def _as_method(function: Any) -> Callable:
 
 
 def _sort(self: ndarray, axis: int = -1, kind: Any = None, order: Any = None) -> None:
+    if not self.flags.writeable:
+        raise ValueError("sort array is read-only")
     self[...] = functions["sort"](self, axis=axis)
 
 

@@ -7,9 +7,11 @@ import pathlib
 from typing import Any
 
 import numpy as np
+import numpy_programs
 import pytest
 
 import jtile.numpy
+from jtile.numpy import _now, _record
 
 SNIPPETS = (pathlib.Path(__file__).parents[1] / "data" / "numpy_snippets.txt").read_text().splitlines()
 
@@ -69,3 +71,29 @@ def differing(mode: Any) -> list[str]:
 @pytest.mark.parametrize("mode", ["auto", "numpy", "compiled"])
 def test_as_numpy(mode):
     assert differing(mode) == []
+
+
+def run(module: Any, lines: list[str]) -> list[Any]:
+    """The values of `out`, and the errors of the statements before."""
+    names: dict[str, Any] = {"np": module}
+    errors = []
+    with np.errstate(all="ignore"):
+        for line in lines:
+            try:
+                exec(line, names)
+            except Exception as error:
+                errors.append(error)
+    return [*errors, *names["out"]]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("small", "few"), [(32768, 256), (10, 5), (0, 256), (0, 3)])
+def test_random_programs(small, few, monkeypatch):
+    """Views and writes in any order, computed at once or recorded, with graphs of any length."""
+    monkeypatch.setattr(_now, "SMALL", small)
+    monkeypatch.setattr(_record, "FEW", few)
+    for seed in range(60):
+        lines = numpy_programs.program(seed)
+        with jtile.numpy.execution("auto" if small else "numpy"):
+            got, want = host(run(jtile.numpy, lines)), host(run(np, lines))
+        assert all(map(same, got, want)) and len(got) == len(want), "\n".join(lines)
