@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy
 
+from jtile.numpy import _device, _ufuncs
 from jtile.numpy import _indexing as _indexing
-from jtile.numpy import _ufuncs
 from jtile.numpy._array import asarray, asnode, functions, hosted, ndarray, wrap
 from jtile.numpy._calls import Function, at_once, given_back
 from jtile.numpy._casts import sizes
@@ -46,6 +46,7 @@ operands: einsum
 choicelist default|condlist: select
 p x: polyval
 """
+_DEVICE = {"roll": _device.roll}
 _COSTS = {"sort": 30.0, "argsort": 60.0, "median": 20.0, "dot": 100.0, "tensordot": 100.0, "einsum": 100.0}
 # What NumPy makes itself: the same numbers, to the last bit.
 _MADE = """arange linspace logspace geomspace eye identity tri indices fromfunction frombuffer fromiter fromstring
@@ -246,7 +247,8 @@ def install() -> dict[str, Any]:
         parameters, _, names = line.partition(": ")
         values, _, others = parameters.partition("|")
         for name in names.split():
-            functions[name] = found[name] = Function(name, values, others, cost=_COSTS.get(name, 1.0))
+            cost, device = _COSTS.get(name, 1.0), _DEVICE.get(name)
+            functions[name] = found[name] = Function(name, values, others, device, cost)
     for name in ("take", "take_along_axis"):
         functions[name] = found[name] = _indexed_checks(name)
     for function in _OWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Hashable
@@ -100,17 +101,23 @@ class Graph:
     def __init__(self, roots: list[Node]):
         self.order: list[Node] = []
         self.index: dict[int, int] = {}
+        order, index = self.order, self.index
         stack = roots[::-1]
         while stack:
             node = stack[-1]
-            missing = [i for i in node.inputs if id(i) not in self.index]
-            if missing and id(node) not in self.index:
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            if id(node) not in self.index:
-                self.index[id(node)] = len(self.order)
-                self.order.append(node)
+            missing = [i for i in node.inputs if id(i) not in index]
+            for i in missing:
+                if i.inputs and id(node) not in index:
+                    stack.append(i)
+                elif id(i) not in index:  # twice an operand
+                    index[id(i)] = len(order)
+                    order.append(i)
+            if stack[-1] is node:
+                stack.pop()
+                if id(node) not in index:
+                    index[id(node)] = len(order)
+                    order.append(node)
+            i = None
         del node, missing
         self.inputs = [tuple([self.index[id(i)] for i in node.inputs]) for node in self.order]
         self.uses = [0] * len(self.order)
@@ -126,7 +133,12 @@ class Graph:
         return [sys.getrefcount(order[k]) > 2 + uses[k] + (id(order[k]) in listed) for k in range(len(order))]
 
     def key(self, outputs: tuple[int, ...]) -> tuple:
-        parts: list[Any] = [outputs]
+        """What all graphs have in common that one program serves."""
+        return outputs, self._structure
+
+    @functools.cached_property
+    def _structure(self) -> tuple:
+        parts: list[Any] = []
         for node, inputs in zip(self.order, self.inputs):
             if node.op is not None:
                 parts.append((node.op, inputs))

@@ -20,6 +20,9 @@ from jtile.numpy._now import Later, changed, memory, now, small_result
 from jtile.numpy._record import record
 
 _PLAIN = (bool, int, float, complex)
+_NUMBERS = frozenset(_PLAIN)
+_NAMED = frozenset(("dtype", "casting", "order", "subok"))
+_STRICT = frozenset(("raise", "call", "print", "log"))
 _COMPARISONS = frozenset(("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"))
 _SLOW = """sin cos tan arcsin arccos arctan sinh cosh tanh arcsinh arccosh arctanh exp exp2 expm1 log log2 log10 log1p
 power float_power arctan2 hypot cbrt logaddexp logaddexp2 floor_divide remainder fmod divmod gcd lcm"""
@@ -112,8 +115,8 @@ class ufunc:  # noqa: N801
             out = None
         if self._numpys(args, out, kwargs):
             return self._at_once(args, out, where, kwargs)
-        operands = [a if type(a) in _PLAIN else asnode(a) for a in args]
-        types = tuple(a.dtype if isinstance(a, Node) else type(a) for a in operands)
+        operands = [a if a.__class__ in _NUMBERS else asnode(a) for a in args]
+        types = tuple([a.__class__ if a.__class__ in _NUMBERS else a.dtype for a in operands])
         dtypes = _resolved(self.numpy, types, kwargs.get("dtype"))
         try:
             nodes = [_operand(o, d) for o, d in zip(operands, dtypes)]
@@ -153,17 +156,24 @@ class ufunc:  # noqa: N801
 
     def _numpys(self, args: tuple, out: Any, kwargs: dict[str, Any]) -> bool:
         """Whether NumPy does the call: of numbers alone, of what JAX has no dtype for, or under a strict errstate."""
-        if self.device is None or len(args) != self.nin or kwargs.keys() - {"dtype", "casting", "order", "subok"}:
+        if self.device is None or len(args) != self.nin:
             return True
-        if kwargs.get("casting", "same_kind") != "same_kind":
+        if kwargs and (kwargs.keys() - _NAMED or kwargs.get("casting", "same_kind") != "same_kind"):
             return True
-        if not any(isinstance(a, ndarray | numpy.ndarray | list | tuple | jax.Array) for a in (*args, out)):
-            return True
-        if any(a.dtype not in DEVICE_DTYPES for a in args if isinstance(a, ndarray | numpy.ndarray)):
-            return True
-        if any(isinstance(a, str | bytes | numpy.matrix) or a is None for a in args):
-            return True
-        return bool({"raise", "call", "print", "log"} & set(numpy.geterr().values()))
+        arrays = isinstance(out, ndarray | numpy.ndarray | tuple)
+        for a in args:
+            kind = a.__class__
+            if kind in _NUMBERS:
+                continue
+            if kind is ndarray or kind is numpy.ndarray:
+                arrays = True
+                if a.dtype not in DEVICE_DTYPES:
+                    return True
+            elif isinstance(a, list | tuple | jax.Array):
+                arrays = True
+            elif a is None or isinstance(a, str | bytes | numpy.ndarray):  # matrices and their kin
+                return True
+        return not arrays or not _STRICT.isdisjoint(numpy.geterr().values())
 
     def _at_once(self, args: tuple, out: Any, where: Any, kwargs: dict[str, Any]) -> Any:
         if where is not True:
@@ -177,8 +187,8 @@ class ufunc:  # noqa: N801
         return at_once(self.numpy, *args, out=out, **kwargs)
 
     def _shape(self, nodes: list[Node]) -> Shape:
-        first = nodes[0].shape
-        if all(n.shape == first or not n.shape for n in nodes[1:]):
+        first, last = nodes[0].shape, nodes[-1].shape
+        if len(nodes) < 3 and (first == last or not last):
             return first
         try:
             return numpy.broadcast_shapes(*[n.shape for n in nodes])
@@ -298,8 +308,8 @@ def _resolved(function: numpy.ufunc, types: tuple, dtype: Any) -> tuple:
 
 
 def _operand(operand: Any, dtype: Any) -> Node:
-    if isinstance(operand, Node):
-        return cast(operand, dtype)
+    if operand.__class__ not in _NUMBERS:
+        return operand if operand.dtype == dtype else cast(operand, dtype)
     return Constant(numpy.asarray(operand, dtype))
 
 

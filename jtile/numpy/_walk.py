@@ -13,6 +13,7 @@ from jtile.numpy._now import SMALL
 _DIVISIONS = frozenset(("floor_divide", "remainder", "fmod", "divmod"))
 _PARTS = frozenset(("index", "roll", "pad", "take by", "diff", "gradient"))
 STENCILS = 4  # values whose neighbours are read: with as many, little else is computed
+SHARE = 5  # of the calls, one that reads neighbours: the same
 LONG = 16.0  # nanoseconds for an element in NumPy: to compute it anew takes longer than to write and to read it
 MANY = 4  # arrays that it is computed from: to read them again takes as long
 
@@ -36,7 +37,8 @@ class Walk:
         self.kept = self._neighbours()
         kinds = {node.dtype.kind for node in graph.order if node.dtype is not None}
         divides = any(op is not None and op.name in _DIVISIONS for op, _, _ in self.steps)
-        stencils = len(self.kept) >= STENCILS
+        parts = sum(op is not None and op.name in _PARTS for op, _, _ in self.steps)
+        stencils = len(self.kept) >= STENCILS or (bool(self.kept) and SHARE * parts > len(self.steps))
         self.by_xla = stencils or "c" in kinds or (divides and bool(kinds & {"i", "u"}))
         if stencils:
             self.kept |= self._long([node.size > SMALL for node in graph.order], graph.uses)
