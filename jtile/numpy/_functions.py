@@ -46,7 +46,7 @@ operands: einsum
 choicelist default|condlist: select
 p x: polyval
 """
-_DEVICE = {"roll": _device.roll}
+_DEVICE = {"roll": _device.roll, "argmin": _device.argmin, "argmax": _device.argmax}
 _COSTS = {"sort": 30.0, "argsort": 60.0, "median": 20.0, "dot": 100.0, "tensordot": 100.0, "einsum": 100.0}
 # What NumPy makes itself: the same numbers, to the last bit.
 _MADE = """arange linspace logspace geomspace eye identity tri indices fromfunction frombuffer fromiter fromstring

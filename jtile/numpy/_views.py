@@ -155,7 +155,7 @@ class Index(Step):
         value = value.reshape([length for length, *_ in axes])
         value = lax.rev(value, [k for k, (_, step, _, _) in enumerate(axes) if step < 0])
         steps = [abs(step) for _, step, _, _ in axes]
-        if 2 * value.size > x.size and all(isinstance(n, numpy.generic) for n in numbers):
+        if 8 * value.size > x.size and all(isinstance(n, numpy.generic) for n in numbers):
             return self._written_over(x, value, [int(n) for n in lows], extents, steps)
         lows = [jnp.asarray(n, "int64") for n in lows]
         if max(steps) > 1:
