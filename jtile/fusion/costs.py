@@ -17,6 +17,10 @@ LEAST = 4096  # elements of the largest array: below, a kernel is not quicker th
 ROW_CPU, ROW_GPU = 16384, 32768  # elements that a program takes whole
 ALONE = 4096  # the same where there is one program only
 TILE = 65536  # elements of such a tile
+# Functions that XLA's code for CPUs takes 1.5 to 50 times as long for as that of kernels, even alone.
+SLOW = frozenset(
+    ["sin", "cos", "tan", "asin", "acos", "sinh", "cosh", "exp", "exp2", "expm1", "log", "log1p", "pow", "cbrt"]
+)
 MANY = 6  # arrays
 
 # Parts of arrays, which XLA reads where an elementwise function needs them; a kernel would have to wait for a copy.
@@ -59,7 +63,7 @@ def not_worth(steps: Sequence[Step], inputs: Sequence[Value], outputs: Sequence[
         return "it moves elements, and computes nothing"
     if len(work) == 1 and work[0].name in REDUCTIONS | RUNNING:
         return "it is one reduction"
-    if len(work) == 1 and not layout.whole:
+    if len(work) == 1 and not layout.whole and ("warps" in jt.target().features or work[0].name not in SLOW):
         return "it is one step"
     names = {step.name for step in work}
     arrays = sum(size_of(v) * MANY > largest for v in (*inputs, *outputs))  # numbers and rows take no time to read

@@ -179,7 +179,9 @@ def test_what_is_left_to_xla_and_why():
     assert "jt.fuse makes no kernels of slice" in text
     assert "it reads parts of arrays, which XLA does without copies" in text
     assert "it is one reduction" in str(jt.fuse(lambda x: x.sum(-1)).explain(x))
-    assert "it is one step" in str(jt.fuse(jnp.exp).explain(x))
+    assert "it is one step" in str(jt.fuse(jnp.floor).explain(x))
+    if jax.default_backend() == "cpu":
+        assert "1 in 1 kernels" in str(jt.fuse(jnp.exp).explain(x))
 
 
 def test_small_arrays_are_left_to_xla(monkeypatch):
