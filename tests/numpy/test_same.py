@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import random
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy_programs
 import pytest
 
 import jtile.numpy
-from jtile.numpy import _now, _record
+from jtile.numpy import _evaluate, _now, _record, _uses
 
 SNIPPETS = (pathlib.Path(__file__).parents[1] / "data" / "numpy_snippets.txt").read_text().splitlines()
 
@@ -97,3 +98,49 @@ def test_random_programs(small, few, monkeypatch):
         with jtile.numpy.execution("auto" if small else "numpy"):
             got, want = host(run(jtile.numpy, lines)), host(run(np, lines))
         assert all(map(same, got, want)) and len(got) == len(want), "\n".join(lines)
+
+
+def loop(np: Any, seed: int) -> list[Any]:
+    """A loop over some statements, which looks at a few values in some of its rounds."""
+    draw = random.Random(seed)
+    steps = [draw.randrange(12) for _ in range(6)]
+    a, b, seen = np.arange(12.0).reshape(3, 4), np.ones((3, 4)), []
+    t, u = a * 0, b + 1
+    for k in range(12):
+        for step in steps:
+            if step == 0:
+                t = a + b
+            elif step == 1:
+                u = t * 0.5 + a
+            elif step == 2:
+                a = a * 0.9 + u * 0.01
+            elif step == 3:
+                b[1:] += a[:-1] * 0.1
+            elif step == 4:
+                a -= t * 0.01
+            elif step == 5 and k % 3 == 0:
+                seen.append(float(u.sum()))
+            elif step == 6:
+                seen.append(float(a.max()))
+            elif step == 7:
+                t[...] = b
+            elif step == 8:
+                u = t.T[::-1].T
+            elif step == 9 and k % 4 == 3:
+                seen.append(float(t[0, 0]))
+            elif step == 10:
+                b = np.where(a > b, a, b)
+            elif step == 11:
+                u += k
+    return [seen, a, b, t, u]
+
+
+def test_random_loops(monkeypatch):
+    """What a script drops unused in most rounds is left out, and is there when it is used after all."""
+    monkeypatch.setattr(_evaluate, "SMALL", 0)
+    monkeypatch.setattr(_record, "FEW", 7)
+    for seed in range(40):
+        with jtile.numpy.execution("numpy"):
+            got, want = host(loop(jtile.numpy, seed)), host(loop(np, seed))
+        assert all(map(same, got, want)), seed
+    assert sum(len(uses.spare) for uses in _uses._USES._values.values()) > 10
