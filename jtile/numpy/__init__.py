@@ -17,6 +17,7 @@ import numpy
 from jtile.numpy import _functions
 from jtile.numpy._array import ndarray as ndarray
 from jtile.numpy._mode import execution as execution
+from jtile.numpy._modules import Grid as _Grid
 from jtile.numpy._modules import Module as _Module
 from jtile.numpy._modules import Random as _Random
 from jtile.numpy._ufuncs import ufunc as ufunc
@@ -31,6 +32,7 @@ globals().update(_FOUND)
 linalg = _Module("linalg", {"norm": _functions.functions["linalg.norm"]})
 fft = _Module("fft", {})
 random = _Random()
+mgrid, ogrid, r_, c_ = map(_Grid, ("mgrid", "ogrid", "r_", "c_"))
 
 
 def __getattr__(name: str) -> Any:

@@ -39,6 +39,19 @@ class Module:
         return dir(self._of)
 
 
+class Grid:
+    """One of NumPy's objects that make arrays by an index: `mgrid`, `ogrid`, `r_`, `c_`."""
+
+    def __init__(self, name: str):
+        self._of = getattr(numpy, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return given_back(self._of[hosted(index)])
+
+    def __repr__(self) -> str:
+        return repr(self._of)
+
+
 class Random(Module):
     """NumPy's module `random`: the same numbers, in arrays of ours."""
 

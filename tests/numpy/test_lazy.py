@@ -178,6 +178,12 @@ def test_random_numbers_are_numpys():
     assert x.tolist() == y.tolist() and ours.integers(9, size=4).tolist() == theirs.integers(9, size=4).tolist()
 
 
+def test_grids_are_arrays_of_ours():
+    grids = (np.mgrid[0:3, 0:2], np.ogrid[0:3, 0:2][1], np.r_[1:4, np.arange(2)], np.c_[np.ones(2), np.zeros(2)])
+    assert all(isinstance(grid, np.ndarray) for grid in grids)
+    assert grids[2].tolist() == [1, 2, 3, 0, 1] and grids[3].tolist() == [[1, 0], [1, 0]]
+
+
 def test_threads_record_for_themselves():
     sums = {}
 
