@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from jtile.numpy._now import SMALL
 from jtile.numpy._uses import uses_of
 from jtile.numpy._walk import Walk
 
+TRIALS = 4  # runs of what was compiled, of which the quickest is compared with NumPy
 COMPILE, COMPILE_A_NODE = 20e6, 3e6  # nanoseconds, roughly
 
 
@@ -37,6 +39,7 @@ class Program:
       spent: nanoseconds that it has taken in NumPy.
       numbers: the numbers of the script in its last run; varying: the places of those that have changed.
       compiled: what was compiled for the present `varying`, by the operands that are given away.
+      numpys, seconds: how long NumPy takes at least, and how long the first runs of what was compiled took.
     """
 
     def __init__(self) -> None:
@@ -44,6 +47,13 @@ class Program:
         self.numbers: list[Any] | None = None
         self.varying: frozenset[int] = frozenset()
         self.compiled: dict[tuple[int, ...], Callable] = {}
+        self.numpys = float("inf")
+        self.seconds: list[float] = []
+
+    @property
+    def slower(self) -> bool:
+        """Whether what was compiled is slower than NumPy. Its first run, which compiles, does not count."""
+        return len(self.seconds) == TRIALS and min(self.seconds[1:]) > self.numpys
 
     def see(self, numbers: list[Any]) -> None:
         """Note which numbers change between runs; those become operands."""
@@ -53,7 +63,7 @@ class Program:
             } - self.varying
             if changed:
                 self.varying |= changed
-                self.compiled, self.spent = {}, 0.0
+                self.compiled, self.spent, self.seconds = {}, 0.0, []
         self.numbers = numbers
 
 
@@ -124,8 +134,18 @@ def _run(graph: Graph, held: list[bool], outputs: tuple[int, ...]) -> list[Any]:
     if mode == "auto" and not program.compiled:
         program.spent += graph.nanoseconds()
         if program.spent < COMPILE + COMPILE_A_NODE * pending:
-            return _on_host(graph, held, outputs)
-    return _compiled(program, graph, held, outputs, constants)
+            start = time.perf_counter()
+            values = _on_host(graph, held, outputs)
+            program.numpys = min(program.numpys, time.perf_counter() - start)
+            return values
+    if mode == "auto" and program.slower:
+        return _on_host(graph, held, outputs)
+    start = time.perf_counter()
+    values = _compiled(program, graph, held, outputs, constants)
+    if len(program.seconds) < TRIALS:
+        jax.block_until_ready(values)
+        program.seconds.append(time.perf_counter() - start)
+    return values
 
 
 def host_value(node: Node) -> Any:

@@ -71,6 +71,20 @@ def test_a_number_that_changes_compiles_no_third_program(programs):
     assert len(programs) == 2  # with the number in the program, and with the number as an operand
 
 
+def test_what_is_slower_than_numpy_goes_back_to_numpy(programs, monkeypatch):
+    ran = []
+    run = _evaluate._compiled
+    monkeypatch.setattr(_evaluate, "_compiled", lambda *args: ran.append(args[0]) or run(*args))
+    monkeypatch.setattr(_evaluate, "COMPILE", 1.0)
+    monkeypatch.setattr(_evaluate, "COMPILE_A_NODE", 1.0)
+    x = np.asarray(numpy.ones(LARGE))
+    with np.execution("auto"):
+        float((x * x - x).sum())
+        ran[0].numpys = 0.0  # as if NumPy had been asked before, and took no time
+        sums = [float((x * x - x).sum()) for _ in range(8)]
+    assert sums == [0] * 8 and len(ran) == _evaluate.TRIALS
+
+
 def test_what_a_script_drops_unused_is_not_computed_again(programs, monkeypatch):
     outputs = []
     run = _evaluate._run
