@@ -104,7 +104,7 @@ class _Walk(Machine):
 
     def __init__(self, kernel: ir.Kernel, data: Sequence[Any] | None, places: Places):
         self.kernel, self.check, self.seed, self.silent = kernel, False, 0, True
-        self.crew = self.part = self.arrivals = self.order = None
+        self.crew = self.part = self.arrivals = self.order = self.watch = None
         self.where, self.pid, self.linear = "", (), 0
         self.places, self.needed = places, needed(kernel.body)
         known = zip(kernel.inputs, data or (), strict=False)

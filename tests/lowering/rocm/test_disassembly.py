@@ -16,7 +16,7 @@ from jtile.lowering.rocm.disassembly import facts, matrix_instructions
 from jtile.lowering.triton.compile import compile_kernel
 from jtile.lowering.triton.features import features
 from jtile.primitive.lowering import pieces_of
-from jtile.tools.levels import _programs
+from jtile.tune.programs import counted_calls
 
 bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -37,7 +37,7 @@ _DOT = re.compile(r"tt\.dot(?:_scaled)? .*: tensor<[\dx]*x(\w+)>")
 def artifacts(fn, args, arch: str):
     """The compiled kernels of a function, with their texts."""
     with jt.config(arch=arch):
-        programs = dict.fromkeys(_programs(jax.make_jaxpr(fn)(*args)))
+        programs = dict.fromkeys(program for program, _ in counted_calls(jax.make_jaxpr(fn)(*args).jaxpr))
     for kernel in (k for p in programs for k in pieces_of(p).kernels):
         yield compile_kernel(passes.run_pipeline(kernel, passes.TILE), card(arch), texts=True)
 
