@@ -12,7 +12,6 @@ defaults of the function are kept, so tracebacks and source locations show the u
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import functools
@@ -32,13 +31,13 @@ from jtile.trace.names import (
     Liveness,
     Names,
     assigned,
-    copy_tree,
     declared,
     inside,
     parameters,
     touched,
 )
 from jtile.trace.patterns import Patterns, reason_to_stay
+from jtile.trace.source import compiled, definition, lines_of, parsed, strip_annotations
 
 _RUNTIME = "__jtile_runtime__"
 _MARK = "__jtile_rewritten__"
@@ -59,7 +58,7 @@ def rewrite_loops(fn: Callable[..., Any], lines: list[str] | None = None, named:
     if _done(fn):
         return fn
     file = fn.__code__.co_filename
-    lines = _text(fn) if lines is None else lines
+    lines = lines_of(fn) if lines is None else lines
     code = _rewritten_code(fn.__code__, file, _Lines(lines), named)
     if code is None:
         return fn
@@ -86,7 +85,7 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
     if _done(fn):
         return rewrite_loops(fn)
-    lines = _text(fn)  # as they are now; they are looked at when the helper is called: to import it costs nothing
+    lines = lines_of(fn)  # as they are now; they are looked at when the helper is called: to import it costs nothing
 
     @functools.cache
     def rewritten() -> Callable[..., Any]:
@@ -100,12 +99,6 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
     return helper
 
 
-def _text(fn: types.FunctionType) -> list[str]:
-    file = fn.__code__.co_filename
-    linecache.checkcache(file)
-    return linecache.getlines(file, fn.__globals__)
-
-
 NO_SOURCE = (
     "jtile reads the source of a function to make tile loops and branches of its `for`, `while` and `if`, and this one "
     "has none (it comes from exec or a REPL): write it to a file and import it, or register its text with linecache "
@@ -117,7 +110,7 @@ def why_plain(code: types.CodeType, line: int) -> str | None:
     """Why the control flow at a line of a function over traced values stays Python's; None where it does not, or there
     is none."""
     text = linecache.getlines(code.co_filename)
-    tree = _parse("".join(text))
+    tree = parsed("".join(text))
     for s in ast.walk(tree) if tree is not None else ():  # the statements of a loop are a function that no text has
         if isinstance(s, ast.Match) and any(_covers(c.pattern, line) or _covers(c.guard, line) for c in s.cases):
             why = reason_to_stay(s)
@@ -130,7 +123,7 @@ def why_plain(code: types.CodeType, line: int) -> str | None:
         return None
     if not text:
         return NO_SOURCE
-    node = _definition("".join(text), code.co_name, code.co_firstlineno)
+    node = definition("".join(text), code.co_name, code.co_firstlineno)
     if node is None or not any(map(_matters, ast.walk(node))):
         return None
     return f"or decorate {code.co_name} with @jt.function, so that its `if`, `while` and `and` take traced values"
@@ -159,7 +152,7 @@ class _Lines:
 def _rewritten_code(code: types.CodeType, file: str, lines: _Lines, named: bool) -> types.CodeType | None:
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return None
-    node = _definition("".join(lines.value), code.co_name, code.co_firstlineno) if lines.value else None
+    node = definition("".join(lines.value), code.co_name, code.co_firstlineno) if lines.value else None
     if node is None or not (named or any(map(_matters, ast.walk(node)))):
         return None
     if named:
@@ -167,7 +160,7 @@ def _rewritten_code(code: types.CodeType, file: str, lines: _Lines, named: bool)
     node = _Rewriter(file).function(node)
     node.decorator_list = []
     strip_annotations(node)
-    return _compile(node, code, file)
+    return compiled(node, code, file, _RUNTIME)
 
 
 def _mark(name: str) -> ast.stmt:
@@ -188,61 +181,6 @@ def _matters(n: ast.AST) -> bool:
         case ast.Name():
             return n.id in runtime.BUILTINS
     return isinstance(n, _KINDS)
-
-
-@functools.lru_cache(maxsize=16)
-def _parse(source: str) -> ast.Module | None:
-    try:
-        return ast.parse(source)
-    except SyntaxError:
-        return None
-
-
-def _definition(source: str, name: str, first_line: int) -> ast.FunctionDef | None:
-    """A copy of the `def` of this name that starts (with its decorators) on this line."""
-    found = _definitions(source).get((name, first_line))
-    return copy_tree(found) if found is not None else None
-
-
-@functools.lru_cache(maxsize=16)
-def _definitions(source: str) -> dict[tuple[str, int], ast.FunctionDef]:
-    """Every `def` of a text by its name and each line that it may be said to start on; of several, the first."""
-    out: dict[tuple[str, int], ast.FunctionDef] = {}
-    tree = _parse(source)
-    for n in ast.walk(tree) if tree is not None else ():
-        if isinstance(n, ast.FunctionDef):
-            for line in (n.lineno, *(d.lineno for d in n.decorator_list)):
-                out.setdefault((n.name, line), n)
-    return out
-
-
-def strip_annotations(fn: ast.FunctionDef) -> None:
-    fn.returns = None
-    a = fn.args
-    for p in [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]:
-        p.annotation = None
-
-
-def _compile(node: ast.FunctionDef, code: types.CodeType, file: str) -> types.CodeType:
-    """The code object of the rewritten function, compiled inside a function whose parameters are its free names."""
-    free = [ast.arg(n) for n in (*code.co_freevars, _RUNTIME)]
-    # A helper at module level that calls itself finds itself among the globals, not in the function around it here.
-    own = [] if node.name in code.co_freevars else [ast.Global([node.name])]
-    body = [*own, node]
-    outer = ast.FunctionDef("__outer__", ast.arguments([], free, None, [], [], None, []), body, [], type_params=[])
-    tree = ast.fix_missing_locations(ast.Module([ast.copy_location(outer, node)], []))
-    module = compile(tree, file, "exec", flags=code.co_flags & _future_mask(), dont_inherit=True)
-    (outer_code,) = [k for k in module.co_consts if inspect.iscode(k)]
-    (inner,) = [k for k in outer_code.co_consts if inspect.iscode(k) and k.co_name == code.co_name]
-    return inner.replace(co_qualname=code.co_qualname)
-
-
-def _future_mask() -> int:
-    """The bits of a code object's flags that stand for its module's `from __future__` imports."""
-    out = 0
-    for name in __future__.all_feature_names:
-        out |= getattr(__future__, name).compiler_flag
-    return out
 
 
 class _Rewriter:

@@ -14,13 +14,10 @@ import numpy as np
 import pytest
 import stateless
 from serving_checks import idle, until
-from typer.testing import CliRunner
 
 from jtile._errors import EngineError, PromptError
 from jtile.models import Grammar
-from jtile.models.console import run_serve
 from jtile.models.serving.engine import Stream
-from jtile.tools import cli
 
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'jtile[serve]'")
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
@@ -471,18 +468,6 @@ def test_a_server_stops_when_its_requests_have_ended(engine, started, monkeypatc
     until(lambda: idle(engine))
 
 
-def test_jtile_serve_says_what_is_missing(monkeypatch, capsys):
-    """A package, a model, or numbers that fit."""
-    assert CliRunner().invoke(cli.app, ["serve", "no such file", "--name", "x"]).exit_code == 1
-    assert run_serve("no such file") == 1
-    assert "there is no model at" in capsys.readouterr().err
-    monkeypatch.setitem(__import__("sys").modules, "jtile.models.serving.http.serve", None)
-    monkeypatch.delitem(__import__("sys").modules, "jtile.models.serving.http.serve")
-    monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
-    assert run_serve() == 1
-    assert "pip install 'jtile[serve]'" in capsys.readouterr().err
-
-
 def test_adapters_are_models_by_name(engine, monkeypatch):
     """They are listed, answer under their names, and are no models for embeddings."""
     monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, adapters=("sql", "prose")))
@@ -497,12 +482,3 @@ def test_adapters_are_models_by_name(engine, monkeypatch):
     assert post(app, "/v1/completions", model="other", prompt=[1]).status_code == 404
     error = post(app, "/v1/embeddings", model="sql", input="x").json()["error"]
     assert error["message"] == "embeddings are those of 'tiny'; its adapters have none"
-
-
-def test_adapters_of_the_command(monkeypatch, capsys):
-    asked = {}
-    monkeypatch.setattr("jtile.models.serving.http.serve.serve", lambda *a: asked.update(a[-1]) or 0)
-    assert run_serve(adapters=["sql=/a/b=c", "/x/prose/"]) == 0
-    assert asked["adapters"] == {"sql": "/a/b=c", "prose": "/x/prose/"}
-    assert run_serve(adapters=["sql=/a", "/x/sql"]) == 1
-    assert "two adapters have one name" in capsys.readouterr().err

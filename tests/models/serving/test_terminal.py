@@ -1,4 +1,4 @@
-"""`jtile chat` and `jtile generate --batch`, on the engine of these tests."""
+"""`jtile chat` and `jtile generate --batch`, on the engine of these tests; what `jtile serve` is told."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from jtile._errors import PromptError
 from jtile.models import batch, chat
 from jtile.models.chat import Chat
+from jtile.models.console import run_serve
 from jtile.tools import cli
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'jtile[serve]'")
@@ -254,3 +255,24 @@ def test_a_batch_that_cannot_be(here, tmp_path, monkeypatch, capsys):
     result = CliRunner().invoke(cli.app, ["generate", "--batch", "-", "-n", "2"], input='{"prompt": "a"}')
     assert result.exit_code == 0
     assert json.loads(result.stdout)["new_tokens"] == 2
+
+
+def test_jtile_serve_says_what_is_missing(monkeypatch, capsys):
+    """A package, a model, or numbers that fit."""
+    assert CliRunner().invoke(cli.app, ["serve", "no such file", "--name", "x"]).exit_code == 1
+    assert run_serve("no such file") == 1
+    assert "there is no model at" in capsys.readouterr().err
+    monkeypatch.setitem(__import__("sys").modules, "jtile.models.serving.http.serve", None)
+    monkeypatch.delitem(__import__("sys").modules, "jtile.models.serving.http.serve")
+    monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
+    assert run_serve() == 1
+    assert "pip install 'jtile[serve]'" in capsys.readouterr().err
+
+
+def test_adapters_of_the_command(monkeypatch, capsys):
+    asked = {}
+    monkeypatch.setattr("jtile.models.serving.http.serve.serve", lambda *a: asked.update(a[-1]) or 0)
+    assert run_serve(adapters=["sql=/a/b=c", "/x/prose/"]) == 0
+    assert asked["adapters"] == {"sql": "/a/b=c", "prose": "/x/prose/"}
+    assert run_serve(adapters=["sql=/a", "/x/sql"]) == 1
+    assert "two adapters have one name" in capsys.readouterr().err
