@@ -66,3 +66,12 @@ def test_lines_are_short(page):
 
 def without_tables(text):
     return [line for line in text.split("\n") if not line.lstrip().startswith("|")]
+
+
+def test_the_version_is_the_same_everywhere():
+    """The package, its citation, and the topmost section of the changes; older sections stand below newer ones."""
+    packaged = re.search(r'(?m)^version = "(.*)"', (ROOT / "pyproject.toml").read_text())[1]
+    cited = re.search(r"(?m)^version: (.*)$", (ROOT / "CITATION.cff").read_text())[1]
+    sections = re.findall(r"(?m)^## (\d+)\.(\d+)\.(\d+) \(.+\)$", (ROOT / "CHANGELOG.md").read_text())
+    assert packaged == cited == ".".join(sections[0])
+    assert sections == sorted(sections, key=lambda parts: [*map(int, parts)], reverse=True)
