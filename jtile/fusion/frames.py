@@ -52,7 +52,7 @@ class Frame:
     def store(self, value: Value, ref, at: Any | None = None) -> None:
         """Writes a tile to where `tile` reads it."""
         own = self.layout.axes[value]
-        tile = self.tiles[value].reshape([self.sides[a] for a in sorted(own)])
+        tile = self.spread(value, value).reshape([self.sides[a] for a in sorted(own)])
         if not own:
             ref[... if at is None else at] = tile
             return
@@ -61,7 +61,7 @@ class Frame:
         view, index = self._view(value, ref, at)
         view[index] = tile
 
-    def spread(self, x: Operand, of: Value):
+    def spread(self, x: Operand, of: Operand):
         """The tile of an operand, in the shape that the tile of a value has."""
         return jnp.broadcast_to(self.read(x), self.shape_of(of))
 
@@ -82,6 +82,7 @@ class Frame:
             return self._iota(step, out)
         if step.name not in REDUCTIONS | PLACES | RUNNING:
             return tiles[0]  # dimensions of one element come and go, or are spread where they are used
+        tiles = [self.spread(x, x) for x in step.ins]  # a sum is one of every element, equal ones too
         if step.name in RUNNING:
             at = self._places(step.ins[0])[step.params["axis"]]
             return tiles[0] if at is None else step.run(tiles, axis=at)[0]

@@ -109,7 +109,7 @@ class Sums:
     def _more(self, frame: Frame, step: Step, so_far):
         """The sum with the elements of one more tile; those behind the end of an axis change nothing."""
         (x,) = step.ins
-        tile = frame.read(x).astype(so_far.dtype)
+        tile = frame.spread(x, x).astype(so_far.dtype)
         for a in self.group.layout.late:
             if self.group.layout.sizes[a] % frame.sides[a]:
                 inside = frame.numbers(a) < self.group.layout.sizes[a]

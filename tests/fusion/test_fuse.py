@@ -212,6 +212,10 @@ CASES = {
     "running": (lambda x: jnp.cumsum(x * x, axis=1) / jax.lax.cumlogsumexp(x, axis=1, reverse=True), [(4, 9)]),
     "several sums": (lambda x, w: ((x * w).sum(-1), (x * x).max(-1), (x + w).min(-1)), [(4, 9), (9,)]),
     "ones": (lambda x, y: jnp.exp(x[:, None, :] - y[None, :, :]).sum(-1), [(4, 3), (5, 3)]),
+    "equal elements": (
+        lambda x: (e := jnp.broadcast_to(jnp.exp(x)[None], (5, 8)), e.sum(0), e.prod(0) + 1, e.argmax(0), e.cumsum(0)),
+        [(8,)],
+    ),
     "one element": (lambda x: jax.nn.softmax(jnp.exp(x)), [(1, 1)]),
     "no elements": (lambda x: jnp.exp(x) * 2, [(0, 5)]),
     "scalars": (lambda x, s: jnp.exp(x * s) + s, [(4, 5), ()]),
@@ -269,6 +273,8 @@ def random_program(seed: int):
                 new = BINARY[op % len(BINARY)](x, y)
             elif kind < 0.9 and x.ndim and x.size:
                 new = SUMS[op % len(SUMS)](x, axis=int(k % x.ndim), keepdims=bool(k & 64))
+            elif kind > 0.96 and x.ndim < 3:
+                new = jnp.broadcast_to(x, (int(sides[2 - x.ndim]), *x.shape))
             elif x.ndim > 1:
                 new = x.T if k & 64 else x.reshape(*x.shape, 1)[..., 0]
             else:

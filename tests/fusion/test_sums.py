@@ -56,6 +56,7 @@ def kinds(x):
 
 CASES = {
     "all": (lambda x: (jnp.tanh(x) ** 2).sum(), [(37, 111)]),
+    "equal elements": (lambda x: jnp.broadcast_to(jnp.exp(x / 9)[None], (301, 8)).sum() + 1, [(8,)]),
     "columns": (lambda x, w: (x * w).sum(0), [(37, 50), (50,)]),
     "several": (lambda x: ((x * x).sum(0), jnp.exp(x).max(0), x + 1, x.min()), [(37, 50)]),
     "kinds": (kinds, [(23, 9)]),
