@@ -10,7 +10,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,24 @@ import numpy as np
 
 from benchmarks import llm
 from benchmarks.data import normal
-from benchmarks.gpu import kernels, models, plain, torch_decoder, torch_peers
+from benchmarks.gpu import kernels, models, plain, routed, torch_decoder, torch_peers
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.measure import Options, relative_error, short
 from benchmarks.harness import Result, WrongResultError, result
 from jtile import ops
 from jtile.errors import ModelError
 from jtile.models import LanguageModel
+from jtile.models.llama import LlamaConfig
 from jtile.models.load import default_model
 from jtile.testing import Timing
 
-PROMPTS = ((1, 512), (1, 2048), (16, 512), (64, 512))  # rows, tokens
+PROMPTS = ((1, 512), (1, 2048), (16, 512), (64, 512), (256, 512))  # rows, tokens
+MIXED = ((1, 512), (16, 512), (32, 512), (64, 512), (256, 512))  # the same of models with mixtures of experts
 QUANTISED = ((1, 512), (1, 2048))  # the same of models with quantised weights
 STEPS = 32
 CHECKED = 32  # tokens of the prompt whose logits are compared
+ROUTED = 256  # the same of models with mixtures, whose routes are counted
+FAR = 0.5  # an error of ours without a peer is below it: of 16 bits, some tokens take other experts
 SHOWN = 8  # kernels of a profile
 NEAR = 1.2  # our error over the peer's, at most: roundings of activations add up over the blocks, in both alike
 Runner = Callable[..., tuple[float, float]]  # seconds of a prompt, and of a step; with False the prompt alone
@@ -43,34 +47,45 @@ def results(machine: Machine, options: Options, say: Callable[[str], None], tiny
     rate = None
     for name, config in (models.TINY if tiny else models.SHAPES).items():
         dense = None
-        for stored in (models.DENSE, *models.STORED):
-            prompts = ((2, 16),) if tiny else PROMPTS if stored == models.DENSE else QUANTISED
+        for stored in models.ONLY_STORED.get(name, (models.DENSE, *models.STORED)):
+            prompts = ((2, 16),) if tiny else _prompts(config, stored)
             asked = [p for p in prompts if any(options.takes(text, stored) for text in _lines(name, *p))]
             if not asked:
                 continue
             rate = rate or _read_rate(machine, tiny)
-            lm, errors = _made(name, config, stored, say)
-            dense = lm if stored == models.DENSE else dense or models.make(config)
+            lm, checked = _made(name, config, stored, say)
+            if stored == models.DENSE:
+                dense = lm
+            elif name not in models.ONLY_STORED:
+                dense = dense or models.make(config)
             for rows, tokens in asked:
-                work = models.Work(lm, rows, tokens, steps, None if stored == models.DENSE else dense)
-                yield from _measured((name, stored), work, machine, rate, errors, options, say)
+                beside = None if stored == models.DENSE else dense
+                work = models.Work(lm, rows, tokens, steps, beside, routed.touched(checked.chosen, rows))
+                yield from _measured((name, stored), work, machine, rate, checked, options, say)
                 torch_peers.free()
             del lm
         del dense
     yield from () if tiny else _smollm2(machine, options, say)
 
 
-def _made(name: str, config: dict, stored: str, say: Callable[[str], None]):
-    """A model, and what `_errors` says of it."""
+def _prompts(config: dict, stored: str) -> tuple[tuple[int, int], ...]:
+    if config["model_type"] != "llama":
+        return MIXED
+    return PROMPTS if stored == models.DENSE else QUANTISED
+
+
+def _made(name: str, config: dict, stored: str, say: Callable[[str], None]) -> tuple[LanguageModel, Checked]:
+    """A model, and what is found where it is checked."""
     began = time.monotonic()
     lm = models.make(config, stored)
     jax.block_until_ready(jax.tree.leaves(models.model_state(lm.model)))
-    errors = _errors(lm)
+    checked = _checked(lm)
+    peer = "" if checked.peer is None else f", plain jnp {checked.peer:.2e}"
     say(
         f"{name} {stored}: weights made and checked in {time.monotonic() - began:.0f} s, relative errors against "
-        f"float32: ours {errors[0]:.2e}, plain jnp {errors[1]:.2e}"
+        f"float32: ours {checked.error:.2e}{peer}"
     )
-    return lm, errors
+    return lm, checked
 
 
 def _lines(name: str, rows: int, tokens: int) -> tuple[str, ...]:
@@ -78,14 +93,29 @@ def _lines(name: str, rows: int, tokens: int) -> tuple[str, ...]:
     return tuple(f"{name}, {rows} x {tokens}, {what}" for what in ("prompt", "step"))
 
 
-def _errors(lm: LanguageModel) -> tuple[float, float]:
-    """The relative errors of our logits and of the plain decoder's, both of 16-bit activations, against float32 ones of
-    the same weights. That of either grows with the depth of the model."""
+class Checked(NamedTuple):
+    """Relative errors of our logits and of the peer's, both of 16-bit activations, against float32 ones of the same
+    weights, which grow with the depth of a model. chosen: of each mixture the experts of tokens, [tokens, k]."""
+
+    error: float
+    peer: float | None = None
+    chosen: tuple[np.ndarray, ...] = ()
+
+
+def _checked(lm: LanguageModel) -> Checked:
+    """Of a Llama beside the plain decoder; of others, which have no peer, beside our own logits in float32."""
+    if not isinstance(lm.config, LlamaConfig):
+        ids = _ids(lm, 1, ROUTED)
+        exact, chosen = routed.logits(lm, ids, "float32")
+        error = relative_error(routed.logits(lm, ids, lm.dtype)[0], exact)
+        if not error < FAR:
+            raise WrongResultError(f"logits of {lm.config.num_layers} layers: relative error {error:.2g} against ours")
+        return Checked(error, None, chosen)
     ids, w, s = _ids(lm, 1, CHECKED), plain.weights_of(lm), plain.sizes_of(lm, None)
     exact = plain.exact_logits(w, ids, s=s)
     ours = relative_error(lm.logits(np.asarray(ids)), exact)
     peer = relative_error(plain.logits(plain.dense(w, jnp.bfloat16), ids, s=s), exact)
-    return near_enough(ours, peer, lm.config.num_layers)
+    return Checked(*near_enough(ours, peer, lm.config.num_layers))
 
 
 def near_enough(ours: float, peer: float, layers: int) -> tuple[float, float]:
@@ -121,7 +151,7 @@ def _read_rate(machine: Machine, tiny: bool) -> float:
 
 
 def _measured(
-    model: tuple[str, str], work: models.Work, machine: Machine, rate: float, errors: tuple[float, float],
+    model: tuple[str, str], work: models.Work, machine: Machine, rate: float, checked: Checked,
     options: Options, say: Callable,
 ) -> Iterator[Result]:  # fmt: skip
     """The lines of a model, which is said by its name and how its weights are stored."""
@@ -153,7 +183,7 @@ def _measured(
         times = {p: [1e6 * pair[i] for pair in pairs] for p, pairs in samples.items()}
         timings = {p: Timing(statistics.median(us), min(us)) for p, us in times.items()}
         of: dict[str, Any] = dict(
-            bound_us=bound, error=errors[0], peer_error=errors[1], kernels=profiles and profiles[i]
+            bound_us=bound, error=checked.error, peer_error=checked.peer, kernels=profiles and profiles[i]
         )
         got = result("llm", config, stored, machine.device, timings, **of)
         say(_line(got, work, i == 0, took))
@@ -236,6 +266,7 @@ def _left_out(peer: str, work: models.Work, others: Mapping[str, Runner], option
     """Whether this run goes without a peer, because it is asked to, or it cannot run or need not."""
     needless = peer.startswith("plain jnp,") and "plain jnp" in others
     needless |= (peer == "torch" and work.dense is not None) or (peer == "ours, dense" and work.dense is None)
+    needless |= not peer.startswith("ours") and not isinstance(work.lm.config, LlamaConfig)
     missing = (peer == "torch" and torch_peers.why_not()) or (peer == "plain jnp" and jax.default_backend() != "gpu")
     return bool(peer.startswith(options.without or ("\0",)) or needless or missing)
 

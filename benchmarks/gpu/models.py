@@ -6,13 +6,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks.data import normal, size
 from jtile.models import Decoder, LanguageModel
+from jtile.models.experts import Mixture
+from jtile.models.families import read_config
+from jtile.models.latent import LatentConfig
 from jtile.models.llama import LlamaConfig
 from jtile.ops import QuantizedTensor
 
@@ -34,8 +39,30 @@ def _llama(layers: int, hidden: int, features: int, heads: int, kv_heads: int, v
 SHAPES = {
     "Llama-3.2-1B": _llama(16, 2048, 8192, 32, 8, 128256, tied=True),
     "Llama-3.1-8B": _llama(32, 4096, 14336, 32, 8, 128256, tied=False),
-}
-TINY = {"tiny": _llama(1, 64, 96, 4, 2, 128, tied=True)}
+    "Qwen3-30B-A3B": dict(
+        model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, intermediate_size=6144, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6,
+        max_position_embeddings=40960, tie_word_embeddings=False,
+    ),
+    "DeepSeek-V3, 6 layers": dict(  # of 61: the three dense ones, and as many with experts
+        model_type="deepseek_v3", num_hidden_layers=6, hidden_size=7168, intermediate_size=18432, n_routed_experts=256,
+        num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1, n_group=8, topk_group=4,
+        norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=3, num_attention_heads=128,
+        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        vocab_size=129280, rms_norm_eps=1e-6, rope_theta=10000.0, max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+TINY = {
+    "tiny": _llama(1, 64, 96, 4, 2, 128, tied=True),
+    "tiny mixture": dict(
+        model_type="qwen3_moe", num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, max_position_embeddings=512, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+ONLY_STORED = {"DeepSeek-V3, 6 layers": ("fp8",)}  # how a model is stored, where not in every way
 
 
 def make(config: dict, stored: str = DENSE) -> LanguageModel:
@@ -43,13 +70,13 @@ def make(config: dict, stored: str = DENSE) -> LanguageModel:
 
     def weight(name: str, shape: tuple[int, ...]) -> jax.Array | QuantizedTensor:
         seed = zlib.crc32(name.encode()) >> 1
-        if name.endswith("norm.weight"):
-            return jnp.ones(shape, jnp.float32)
-        if stored == DENSE or name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        if len(shape) == 1:
+            return (jnp.ones if name.endswith("norm.weight") else jnp.zeros)(shape, jnp.float32)
+        if stored == DENSE or name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
             return normal(seed, *shape, dtype=DENSE, scale=_SCALE)
         return _float8(seed, *shape) if stored == "fp8" else _int4(seed, *shape)
 
-    return LanguageModel(Decoder(LlamaConfig.from_hf(config), weight, config["tie_word_embeddings"], DENSE))
+    return LanguageModel(Decoder(read_config(config, "a shape"), weight, config["tie_word_embeddings"], DENSE))
 
 
 def _float8(seed: int, out: int, inner: int) -> QuantizedTensor:
@@ -76,6 +103,7 @@ class Work:
     Attributes:
       lm: the model. rows, tokens: of the prompt. steps: that follow it, of which one is counted: the one in the middle.
       dense: of a quantised model one of its shape with dense weights, whose time is a peer's.
+      touched: of a model with mixtures how many experts of each the rows of a step go through together.
     """
 
     lm: LanguageModel
@@ -83,34 +111,68 @@ class Work:
     tokens: int
     steps: int
     dense: LanguageModel | None = None
+    touched: float = 0.0
 
     def step_bytes(self) -> int:
-        """Bytes that a step reads: all weights but rows of the embedding, and the keys and values of every row."""
-        model, c = self.lm.model, llama(self.lm).attention
+        """Bytes that a step reads: all weights but rows of the embedding and experts that no row goes through, and the
+        keys and values of every row."""
+        model = self.lm.model
         weights = size(*jax.tree.leaves(model_state(model)))
         table = 0 if model.output is None else size(model.embedding.get_value())
+        unread = sum(
+            size(*jax.tree.leaves(model_state(m.experts))) * (1 - self.touched / count_of(m)) for m in mixtures(model)
+        )
         keys = self.rows * (self.tokens + self.steps // 2)
         width = jnp.dtype(self.lm.cache_dtype or self.lm.dtype).itemsize
-        return weights - table + 2 * keys * c.kv_heads * c.head_dim * width * self.lm.config.num_layers
+        entry = entry_of(attention_of(self.lm)) * self.lm.config.num_layers
+        return int(weights - table - unread) + keys * entry * width
 
     def prompt_flops(self) -> int:
         """Operations of a prompt: two for each weight of the blocks and each token, and those of attention."""
-        model, c = self.lm.model, llama(self.lm).attention
-        matrices = jax.tree.leaves(model_state(model), is_leaf=lambda w: isinstance(w, QuantizedTensor))
-        weights = sum(math.prod(w.shape) for w in matrices if w.ndim == 2)
-        tables = self.lm.config.vocab_size * self.lm.config.hidden_size * (1 if model.output is None else 2)
+        model, c = self.lm.model, attention_of(self.lm)
+        products = lambda module: sum(math.prod(w.shape) for w in _matrices(module))
+        experts = sum(products(m.experts) * (1 - m.router.config.chosen / count_of(m)) for m in mixtures(model))
+        weights = sum(products(block) for block in model.blocks) - int(experts)
         scores = self.rows * self.tokens * (self.tokens + 1) // 2 * c.heads * self.lm.config.num_layers
-        return 2 * (weights - tables) * self.rows * self.tokens + 4 * scores * c.head_dim
+        sides = c.plain + c.rope.size + c.value if isinstance(c, LatentConfig) else 2 * c.head_dim
+        return 2 * weights * self.rows * self.tokens + 2 * scores * sides
+
+
+def _matrices(module) -> list:
+    """The dense or quantised matrices and stacks of them of a module."""
+    leaves = jax.tree.leaves(model_state(module), is_leaf=lambda w: isinstance(w, QuantizedTensor))
+    return [w for w in leaves if w.ndim > 1]
+
+
+def mixtures(model: Decoder) -> list[Mixture]:
+    """Those of a model's blocks."""
+    return [block.mlp for block in model.blocks if isinstance(block.mlp, Mixture)]
+
+
+def count_of(mixture: Mixture) -> int:
+    """How many experts there are."""
+    return mixture.experts.down.get_value().shape[0]
+
+
+def attention_of(lm: LanguageModel):
+    """The sizes of the attention of a model of this file."""
+    config: Any = lm.config
+    return config.attention
+
+
+def entry_of(attention) -> int:
+    """How many numbers a token has in the cache of a layer."""
+    if isinstance(attention, LatentConfig):
+        return attention.rank + attention.rope.size
+    return 2 * attention.kv_heads * attention.head_dim
 
 
 def llama(lm: LanguageModel) -> LlamaConfig:
-    """The sizes of a model of this file."""
+    """The sizes of a Llama of this file."""
     assert isinstance(lm.config, LlamaConfig)
     return lm.config
 
 
-def model_state(model: Decoder):
-    """The weights of a model as a tree of arrays."""
-    from flax import nnx
-
+def model_state(model: nnx.Module):
+    """The weights of a model, or of a part of it, as a tree of arrays."""
     return nnx.to_pure_dict(nnx.state(model))

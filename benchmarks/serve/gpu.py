@@ -37,7 +37,8 @@ def _loads(tiny: bool) -> dict[str, Load]:
 
 def records(options: argparse.Namespace, deadline: float, say: Callable[[str], None]) -> Iterator[dict]:
     """For each dtype all requests at once, and the overhead of a step; with bf16 what prefix cache and chunks bring."""
-    name, config = next(reversed((models.TINY if options.tiny else models.SHAPES).items()))
+    name = "tiny" if options.tiny else "Llama-3.1-8B"
+    config = (models.TINY if options.tiny else models.SHAPES)[name]
     loads = _loads(options.tiny)
     for stored in STORED:
         if options.only and not any(text in stored for text in options.only):

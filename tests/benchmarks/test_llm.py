@@ -1,5 +1,6 @@
 """The language models of the GPU suite: a tiny one on the CPU, and what those of published shapes need."""
 
+import dataclasses
 import types
 
 import jax
@@ -7,10 +8,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from benchmarks.gpu import kernels, llm, measure, models
+from benchmarks.gpu import kernels, llm, measure, models, routed
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.measure import relative_error
 from benchmarks.harness import WrongResultError
 from jtile.models import Decoder
+from jtile.models.families import read_config
 from jtile.models.llama import LlamaConfig
 
 pytestmark = pytest.mark.usefixtures("by_numpy")
@@ -54,7 +57,9 @@ def test_work_of_quantised_weights():
 
 def test_a_tiny_model_is_checked_and_timed():
     said = []
-    options = measure.Options(repeats=2, without=("plain", "torch"), match=("step bfloat16",), profile=True)
+    options = measure.Options(
+        repeats=2, without=("plain", "torch"), match=("tiny, 2 x 16, step b",), profile=True
+    )
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # of jax.nn's attention
         prompt, step = llm.results(MACHINE, options, said.append, tiny=True)
     assert (prompt.record.config, step.record.config) == ("tiny, 2 x 16, prompt", "tiny, 2 x 16, step")
@@ -65,10 +70,38 @@ def test_a_tiny_model_is_checked_and_timed():
     assert not list(llm.results(MACHINE, measure.Options(match=("8B",)), said.append, tiny=True))
 
 
+def test_a_tiny_mixture_is_checked_and_its_routes_are_counted():
+    options = measure.Options(repeats=2, without=("plain", "torch"), match=("mixture, 2 x 16, step bfloat16",))
+    _, step = llm.results(MACHINE, options, lambda _: None, tiny=True)
+    assert step.record.config == "tiny mixture, 2 x 16, step" and not step.record.peers
+    assert 0 < step.record.error < 0.02 and step.record.peer_error is None
+    lm = models.make(models.TINY["tiny mixture"])
+    ids = jnp.arange(8, dtype=jnp.int32)[None]
+    got, (chosen,) = routed.logits(lm, ids, "float32")
+    assert relative_error(lm.logits(ids), got) < 0.02 and chosen.shape == (8, 2)
+    assert routed.touched([chosen], 1) == 2 and routed.touched([], 1) == 0
+
+
+def test_work_of_a_mixture():
+    """A step reads the experts that are touched, and a token goes through those that are chosen."""
+    lm = models.make(models.TINY["tiny mixture"])
+    expert, every, two = 3 * 32 * 64, 128 * 64 + 64 * 64, models.Work(lm, 1, 32, 8, None, 2.0)
+    rest = 2 * (every + 128 * 64) + 4 * (4 * 64 + 3 * 64 + 2 * 16)  # attention, the head, the router, norms
+    assert two.step_bytes() == 2 * 2 * expert + rest + 36 * 2 * 2 * 16 * 2
+    assert dataclasses.replace(two, touched=3.0).step_bytes() - two.step_bytes() == 2 * expert
+    scores = 32 * 33 // 2 * 4
+    assert two.prompt_flops() == 2 * 32 * (every + 4 * 64 + 2 * expert) + 4 * scores * 16
+
+
+@pytest.mark.parametrize(("name", "entry"), [("Qwen3-30B-A3B", 2 * 4 * 128), ("DeepSeek-V3, 6 layers", 576)])
+def test_entries_of_the_published_mixtures(name, entry):
+    assert models.entry_of(read_config(models.SHAPES[name], name).attention) == entry
+
+
 @pytest.mark.slow
 def test_a_tiny_quantised_model():
     """Beside a dense one of its shape."""
-    options = measure.Options(repeats=2, without=("plain", "torch"), match=("step fp8",))
+    options = measure.Options(repeats=2, without=("plain", "torch"), match=("tiny, 2 x 16, step fp8",))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         _, step = llm.results(MACHINE, options, lambda _: None, tiny=True)
     assert (step.record.config, step.record.dtype) == ("tiny, 2 x 16, step", "fp8")

@@ -1,0 +1,48 @@
+"""Models with mixtures of experts, block by block: one program serves all blocks that are alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jtile.models import LanguageModel
+from jtile.models.experts import Mixture
+
+
+def logits(lm: LanguageModel, ids, dtype: str) -> tuple[jax.Array, tuple[np.ndarray, ...]]:
+    """float32 [rows, t, vocab] of ids [rows, t] with activations of a dtype, and the experts of each mixture that the
+    tokens chose, [rows * t, k]."""
+    model = lm.model
+    model.dtype = dtype
+    x, angles = model._enter(ids, jnp.arange(ids.shape[1], dtype=jnp.int32))
+    found = []
+    for block in model.blocks:
+        graph, state = nnx.split(block)
+        x, chosen = _block(graph, state, x, *angles[block.rope])
+        found += [np.asarray(chosen)] if chosen is not None else []
+    return model.head(x), tuple(found)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _block(graph, state, x, cos, sin):
+    """(what a block makes of x, the experts that the tokens chose or None)."""
+    block, chosen = nnx.merge(graph, state), []
+    if isinstance(block.mlp, Mixture):
+        experts = block.mlp.experts
+
+        def noted(rows, found, weights):
+            chosen.append(found)
+            return experts(rows, found, weights)
+
+        block.mlp.experts = noted
+    return jnp.add(*block.prefill(x, None, cos, sin)[0]), chosen[0] if chosen else None
+
+
+def touched(chosen: Sequence[np.ndarray], rows: int) -> float:
+    """How many experts of a mixture so many tokens go through together, the mean of all mixtures."""
+    return float(np.mean([np.unique(of[:rows]).size for of in chosen])) if chosen else 0.0
