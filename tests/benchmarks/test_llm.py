@@ -57,9 +57,7 @@ def test_work_of_quantised_weights():
 
 def test_a_tiny_model_is_checked_and_timed():
     said = []
-    options = measure.Options(
-        repeats=2, without=("plain", "torch"), match=("tiny, 2 x 16, step b",), profile=True
-    )
+    options = measure.Options(repeats=2, without=("plain", "torch"), match=("tiny, 2 x 16, step b",), profile=True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # of jax.nn's attention
         prompt, step = llm.results(MACHINE, options, said.append, tiny=True)
     assert (prompt.record.config, step.record.config) == ("tiny, 2 x 16, prompt", "tiny, 2 x 16, step")
