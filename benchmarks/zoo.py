@@ -119,10 +119,12 @@ def _filters() -> Iterator[Case]:
 def filter_cases(n: int, cube: int, seed: int = 0):
     """(name, config, ours, the jnp form, arguments) of chains of stencils and filters."""
     plane, steps = normal(2 * seed, n, n), 4
+    once = ops.stencil, filters.stencil_reference
+    yield "stencil", f"{n}x{n}, 3x3", *once, (plane, normal(2 * seed + 1, 3, 3))
     many = (functools.partial(f, steps=steps) for f in (ops.stencil, filters.stencil_reference))
     yield "stencil", f"{n}x{n}, 3x3, {steps} steps", *many, (plane, normal(2 * seed + 1, 3, 3))
     yield (
-        "stencil", f"{cube}^3, 3x3x3", ops.stencil, filters.stencil_reference,
+        "stencil", f"{cube}^3, 3x3x3", *once,
         (normal(2 * seed, cube, cube, cube), normal(2 * seed + 1, 3, 3, 3)),
     )  # fmt: skip
     windows = (normal(2 * seed + 1, 9), normal(2 * seed + 2, 9))

@@ -20,6 +20,8 @@ SIZES = (  # m, n, k
     (128, 28672, 4096), (512, 2048, 8192),
 )  # fmt: skip
 ODD = ((4000, 3000, 2000), (1000, 1000, 1000))
+FEW = ((200, 9216, 4096), (520, 8192, 4096), (1100, 4096, 4096))  # rows
+BATCH = (16, 1024)
 EPILOGUES = ("gelu", "silu")
 TINY = ((64, 128, 32),)
 
@@ -29,8 +31,9 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     for ta, tb in itertools.product((False, True), repeat=2):
         for m, n, k in TINY if tiny else SIZES:
             yield product("gemm", m, n, k, tb, pallas=m >= 2048 and not (ta or tb), ta=ta)
-    for m, n, k in () if tiny else ODD:
+    for m, n, k in () if tiny else (*ODD, *FEW):
         yield product("gemm", m, n, k, False)
+    yield batched(*((2, 32) if tiny else BATCH))
     for activation in EPILOGUES:
         yield with_epilogue(*(TINY[0] if tiny else SIZES[0]), activation)
 
@@ -53,6 +56,20 @@ def product(workload: str, m: int, n: int, k: int, tb: bool, pallas: bool = Fals
         dtype="bfloat16", make=make, ours=lambda a, b: ops.matmul(a, b, transpose_a=ta, transpose_b=tb), peers=peers,
         reference=lambda a, b: jnp.matmul(wide(left(a)), wide(right(b)), precision="highest"),
         bytes=2 * (m * k + k * n + m * n), flops=2 * m * n * k,
+    )  # fmt: skip
+
+
+def batched(batch: int, n: int) -> Case:
+    """a^T b of square matrices, as gradients of products have them."""
+    wide = lambda x: x.astype(jnp.float32)
+    plain = lambda a, b, **options: jnp.matmul(a.swapaxes(1, 2), b, **options)
+    return Case(
+        workload="gemm", config=f"{batch} x {n} TN", dtype="bfloat16",
+        make=lambda seed: tuple(normal(2 * seed + j, batch, n, n, dtype="bfloat16") for j in range(2)),
+        ours=lambda a, b: ops.matmul(a, b, transpose_a=True),
+        peers={"xla": plain, "cublas": Torch(lambda torch, a, b: torch.bmm(a.transpose(1, 2), b))},
+        reference=lambda a, b: plain(wide(a), wide(b), precision="highest"),
+        bytes=6 * batch * n * n, flops=2 * batch * n**3,
     )  # fmt: skip
 
 

@@ -132,6 +132,14 @@ def _products(tiny: bool) -> Iterator[Case]:
         "linear_gelu_residual", f"{n}", lambda *args: layer(*args, **small), whole,
         [(n, n), (n, n), (n, n), (n,), (n, n)], bytes=14 * n * n, flops=6 * n**3,
     )  # fmt: skip
+    exact = lambda *args: whole(*(x.astype(f32) for x in args))
+    yield Case(
+        "linear_gelu_residual_user", f"{n}", "bfloat16", ours=lambda *args: layer(*args, **small),
+        make=lambda seed: tuple(
+            normal(4 * seed + j, *s, dtype="bfloat16") for j, s in enumerate([(n, n), (n, n), (n,), (n, n)])
+        ),
+        peers={"xla": whole}, reference=exact, bytes=8 * n * n, flops=2 * n**3,
+    )  # fmt: skip
 
 
 def _attention(tiny: bool) -> Iterator[Case]:
