@@ -1,5 +1,5 @@
 """The command `jtile`: info, generate, chat, serve, quantize, inspect, tune, bench, explain, profile, view, debug,
-cache, demo. Each imports what it needs when it runs."""
+shrink, cache, demo. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -320,6 +320,20 @@ def debug(
     from jtile.tools import debugging
 
     debugging.debug(what, args, meta or [], data=data, kernel=kernel, seed=seed, commands=command or [])
+
+
+@app.command()
+def shrink(
+    file: Annotated[str, typer.Argument(help="A Python file that fails when it is run.")],
+    out: Annotated[str | None, typer.Option("--out", "-o", help="The file of what is left; FILE.min.py.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a run has no end.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for all of the search.")] = 600.0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; one for each core, 4 at most.")] = None,
+) -> None:
+    """Cut a file that fails down to what it needs to fail in the same way."""
+    from jtile.tools import shrinking
+
+    shrinking.show(file, out=out, timeout=timeout, time_limit=time_limit, jobs=jobs)
 
 
 @app.command()
