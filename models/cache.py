@@ -55,21 +55,24 @@ class KVCache:
 
     lengths: int32 [batch]. table: int32 [batch, n], the pages of each row in order, the same numbers in the pool of
     every layer; None where rows lie in one piece, as those of rings do in any case. splits: into how many parts the
-    keys of a row are split; by default their number depends on the other rows, and with it the order of sums.
+    keys of a row are split; by default their number depends on the other rows, and with it the order of sums. tiles:
+    (n, t): behind the first n rows each t are tokens of one sequence that follow each other, so that attention takes
+    them together; of the first ones of a tile some may be padding, of length -1.
     """
 
     entries: tuple[Entry, ...]
     lengths: jax.Array
     table: jax.Array | None = None
     splits: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    tiles: tuple[int, int] | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def layer(self, entry: Entry) -> Slots:
         """One of the entries, to be appended to."""
-        return Slots(entry, self.lengths, None if entry.ring else self.table, self.splits)
+        return Slots(entry, self.lengths, None if entry.ring else self.table, self.splits, self.tiles)
 
     def longer(self, entries: Sequence[Entry], by: int = 1) -> KVCache:
         """With the entries behind a step of `by` tokens a row."""
-        return KVCache(tuple(entries), self.lengths + by, self.table, self.splits)
+        return KVCache(tuple(entries), self.lengths + by, self.table, self.splits, self.tiles)
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +88,7 @@ class Slots:
     lengths: jax.Array
     table: jax.Array | None = None
     splits: int | None = None
+    tiles: tuple[int, int] | None = None
 
     def _with(self, arrays, scales=()) -> Slots:
         return dataclasses.replace(self, entry=Entry(tuple(arrays), tuple(scales), self.entry.ring))
@@ -113,7 +117,7 @@ class Slots:
         """`append`, then `attend`: (what the new tokens get [batch * t, heads, head_dim], the slots)."""
         entry, several = self.entry, qkv.shape[0] != self.lengths.shape[0]
         masked = window is not None or softcap is not None or sinks is not None
-        if several or masked or entry.scales or entry.ring or self.splits is not None:
+        if several or masked or entry.scales or entry.ring or self.splits is not None or self.tiles is not None:
             q, slots = self.append(qkv, cos, sin, heads, kv_heads, norms)
             return slots.attend(q, window, scale, softcap, sinks), slots
         qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
@@ -130,11 +134,10 @@ class Slots:
         `sinks`: see `ops.decode_attention`."""
         (keys, values), scales = self.entry.arrays, self.entry.scales or None
         window = None if self.entry.ring else window  # a ring holds what a token sees, in any order
-        options = {"pages": self.table, "scales": scales, "window": window, "scale": scale, "softcap": softcap,
-                   "sinks": sinks, "splits": self.splits}  # fmt: skip
-        new = self._tokens(q if scales else q.astype(keys.dtype))
-        y = ops.decode_attention(new, keys, values, self._longer(q), **options)
-        return y.reshape(q.shape).astype(q.dtype)
+        options = {"scales": scales, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
+                   "splits": self.splits}  # fmt: skip
+        run = lambda q, lengths, table: ops.decode_attention(q, keys, values, lengths, pages=table, **options)
+        return self._attended(run, q if scales else q.astype(keys.dtype)).astype(q.dtype)
 
     def append_latent(self, q, absorbed, new, norm, cos, sin, eps: float):
         """See `kernels.latent_append`: returns (query [batch * t, heads, rank + rope], the slots)."""
@@ -146,10 +149,23 @@ class Slots:
     def attend_latent(self, query, rank: int, scale: float):
         """`ops.mla_decode` of queries [batch * t, heads, rank + rope]: [batch * t, heads, rank] of their dtype."""
         (latent,), scales = self.entry.arrays, self.entry.scales
-        options = {"pages": self.table, "scales": scales[0] if scales else None, "rank": rank, "scale": scale}
-        options["splits"] = self.splits
-        y = ops.mla_decode(self._tokens(query), latent, self._longer(query), **options)
-        return y.reshape(*query.shape[:2], rank)
+        options = {"scales": scales[0] if scales else None, "rank": rank, "scale": scale, "splits": self.splits}
+        return self._attended(
+            lambda q, lengths, table: ops.mla_decode(q, latent, lengths, pages=table, **options), query
+        )
+
+    def _attended(self, run, q):
+        """What the new tokens q [batch * t, heads, d] get, [batch * t, heads, ...], by run(q, lengths, table) of q
+        [batch, heads, d] or [batch, t, heads, d]."""
+        lengths, table = self._longer(q), self.table
+        if self.tiles is None or table is None:
+            y = run(self._tokens(q), lengths, table)
+            return y.reshape(len(q), *y.shape[-2:])
+        n, t = self.tiles
+        last = slice(n + t - 1, None, t)
+        one = run(q[:n], lengths[:n], table[:n])
+        many = run(q[n:].reshape(-1, t, *q.shape[1:]), lengths[last], table[last])
+        return jnp.concatenate([one, many.reshape(-1, *many.shape[2:])])
 
     def _longer(self, tokens):
         """The lengths behind this step."""

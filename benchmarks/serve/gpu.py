@@ -148,7 +148,7 @@ class _Engines:
         k, pages = settings.samples(n), -(-context // settings.page)
         table = np.full((settings.rows + 1, settings.width), -1, np.int32)
         table[:rows, :pages] = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
-        batch = np.zeros((4, n), np.int32)
+        batch = np.zeros((5, n), np.int32)
         batch[1], batch[2] = -1, settings.rows
         batch[1, :rows], batch[2, :rows], batch[3, :rows] = context - 1, np.arange(rows), 1
         of, which = np.zeros((k,), np.int32), np.zeros((2, k), np.int32)
@@ -159,7 +159,7 @@ class _Engines:
             start = time.perf_counter()
             for _ in range(count):
                 logits, device._entries = step(
-                    self._lm._weights, device._entries, device._last, table.copy(), batch.copy(), of
+                    self._lm._weights, device._entries, device._last, table.copy(), batch.copy(), of, None
                 )
                 tokens, _, device._last, _ = choose(logits, device._last, {}, device._options, which, None)
             jax.block_until_ready(tokens)

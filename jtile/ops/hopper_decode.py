@@ -1,5 +1,6 @@
 """Decode attention for Hopper, at the block level: the cache streams through shared memory, in equal shares of all
-rows' keys. The queries that share a kv head are rows of one tile."""
+rows' keys, or in shares of whole rows, whose sums then have an order that no other row changes. The queries that share
+a kv head are rows of one tile."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class _Work:
 
     Attributes:
       q, k, v, lengths, table: the operands of `hopper_decode`.
-      units, parts, t: its meta-parameters.
+      units, parts, t, whole: its meta-parameters.
       Q, K, V: the tile of queries, and rings of units of keys and of values.
       q_full, ...: a slot of those has come, has been read.
     """
@@ -56,6 +57,7 @@ class _Work:
     units: Units
     parts: int
     t: int
+    whole: bool
     Q: jt.Shared
     K: jt.Shared
     V: jt.Shared
@@ -67,7 +69,16 @@ class _Work:
     v_empty: jt.Barrier
 
     def share(self):
-        return share_of(self.lengths, jt.program_id(0), self.parts, self.units)
+        """See `share_of`; of whole rows those that begin in a share, which ends behind the last of them."""
+        begin, end, r, start, size = share_of(self.lengths, jt.program_id(0), self.parts, self.units)
+        if self.whole:
+            before, n = start < begin, self.units.of(self.length(r))
+            r, start = jnp.where(before, r + 1, r), jnp.where(before, start + n, start)
+        return begin, end, r, start, size
+
+    def inside(self, begin, end, start, n):
+        """From where to where a row that begins at `start` and has n units is this program's."""
+        return (start, start + n) if self.whole else (jnp.maximum(begin, start), jnp.minimum(end, start + n))
 
     def length(self, r):
         """The length of a row times heads; of the last one behind it."""
@@ -106,7 +117,7 @@ def _copies(w: _Work):
     while start < end:
         b, n, length = row_of(r, w.units), w.units.of(length), w.length(r + 1)
         head = r - b * heads
-        lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
+        lo, hi = w.inside(begin, end, start, n)
         ahead = w.places(b, lo - start, n)
         for u in jt.range(lo, hi):
             places, ahead = ahead, w.places(b, u + 1 - start, n)
@@ -163,7 +174,7 @@ def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | N
     while start < end:
         length, ahead = ahead, w.length(r + 1)
         n = w.units.of(length)
-        lo, hi = jnp.maximum(begin, start), jnp.minimum(end, start + n)
+        lo, hi = w.inside(begin, end, start, n)
         w.q_full.at(turn).wait()
         w.k_full.at(c).wait()
         s = jt.dot_wait(jt.dot_async(w.Q, w.K.at(c).T), pending=0)
@@ -188,7 +199,7 @@ def _products(w: _Work, o, o_part, lse_part, *, scale: float, softcap: float | N
         acc = jt.dot_wait(jt.dot_async(p, w.V.at(c), acc), pending=0)
         w.v_empty.at(c).arrive()
         acc = acc * jnp.where(l > 0, 1.0 / l, 0.0)[:, None]
-        if (lo == start) & (hi == start + n):
+        if w.whole or (lo == start) & (hi == start + n):
             o.tiles(None, ROWS, d)[r, 0, 0] = acc.astype(o.dtype)
         else:
             at = place_of_part(jt.program_id(0), lo == start)
@@ -213,8 +224,10 @@ def _meet(w: _Work, r, first, last, o, o_part, lse_part):
 def hopper_decode(
     q, k, v, lengths, table, o, o_part, lse_part,
     *, parts: int, units: Units, t: int, scale: float, softcap: float | None, last: bool,
+    whole: bool = False,
 ):  # fmt: skip
-    """Rows of several parts are whole where the `last` program puts them together, else those parts are results.
+    """Rows of several parts are whole where the `last` program puts them together, else those parts are results;
+    with `whole` rows there are no parts.
 
     q [batch * kv heads, t * group, d]; k, v [batch, slots, kv heads, d], or [pages, slots of a page, kv heads, d]
     and table [batch, pages of a row], else None; lengths int32 [batch]."""
@@ -225,7 +238,8 @@ def hopper_decode(
     K, V = (jt.alloc((units.size, d), dtype, slots=slots) for _ in range(2))
     q_full, q_empty = jt.barrier(1), jt.barrier(1)
     k_full, k_empty, v_full, v_empty = (jt.barrier(slots) for _ in range(4))
-    w = _Work(q, k, v, lengths, table, units, parts, t, Q, K, V, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
+    w = _Work(q, k, v, lengths, table, units, parts, t, whole, Q, K, V, *barriers)
     with jt.role("products", warps=4):
         _products(w, o, o_part, lse_part, scale=scale, softcap=softcap, last=last)
     with jt.role("copies", warps=1, registers=40):
@@ -241,7 +255,7 @@ def misfit(
         return "sizes are not known"
     (_, t, heads, d), kvs = q.shape, k.shape[2]
     return first_unmet(
-        (splits is None, f"{splits} splits are asked for"),
+        (splits in (None, 1), f"{splits} splits are asked for"),
         (window is None, "there is a window"),
         (not scales, "keys and values have scales"),
         (scale > 0, f"the scale is {scale}"),
@@ -252,19 +266,22 @@ def misfit(
     )
 
 
-def decode(q, k, v, lengths, table, scales=(), *, scale: float, softcap: float | None, window: None = None):
+def decode(
+    q, k, v, lengths, table, scales=(),
+    *, scale: float, softcap: float | None, window: None = None, splits: int | None = None,
+):  # fmt: skip
     """As `decode_attention` of q [batch, t, heads, d], k, v, lengths, and the pages of each row or None."""
     del scales, window
-    return mapped(scale, softcap)(q, k, v, lengths, table)
+    return mapped(scale, softcap, splits == 1)(q, k, v, lengths, table)
 
 
 @functools.lru_cache(maxsize=128)
-def mapped(scale: float, softcap: float | None):
+def mapped(scale: float, softcap: float | None, whole: bool = False):
     """`decode` with a rule for vmap: batches become rows, whose keys are shared out together."""
 
     @jax.custom_batching.custom_vmap
     def run(q, k, v, lengths, table):
-        return of_batch(q, k, v, lengths, table, scale=scale, softcap=softcap)
+        return of_batch(q, k, v, lengths, table, scale=scale, softcap=softcap, whole=whole)
 
     @run.def_vmap
     def _(size: int, batched, q, k, v, lengths, table):
@@ -283,16 +300,17 @@ def mapped(scale: float, softcap: float | None):
     return run
 
 
-def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None):
-    """As `decode`, without its rule for vmap."""
+def of_batch(q, k, v, lengths, table, *, scale: float, softcap: float | None, whole: bool = False):
+    """As `decode`, without its rule for vmap; `whole`: a program takes all keys of a row and head, one unit after the
+    other, so that what a query gets depends neither on other rows nor on the tokens beside it."""
     (batch, t, heads, d), (page, kvs) = q.shape, k.shape[1:3]
     size = 128 if d < 256 and (table is None or page % 128 == 0) else 64
     units = Units(slots=page * (1 if table is None else table.shape[1]), size=size, heads=kvs)
     group = heads // kvs
     grouped = q.reshape(batch, t, kvs, group, d).swapaxes(1, 2).reshape(batch * kvs, t * group, d)
     parts = gpu_tiles.processors()
-    last = by_the_last(batch * kvs, t * group, d, parts)
-    options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last}
+    last = whole or by_the_last(batch * kvs, t * group, d, parts)
+    options = {"parts": parts, "units": units, "t": t, "scale": scale, "softcap": softcap, "last": last, "whole": whole}
     o, o_part, lse_part = hopper_decode(grouped, k, v, lengths, table, **options)
     o = o if last else combined(o, o_part, lse_part, lengths, units)
     return o.reshape(batch, kvs, t, group, d).swapaxes(1, 2).reshape(batch, t, heads, d)

@@ -197,7 +197,8 @@ def decode_attention(
       scale: default 1 / sqrt(d).
       softcap: scores become `softcap * tanh(score / softcap)`.
       window: a token sees its `window` newest keys, itself included.
-      splits: programs that share the keys of one row and head group; default by shape.
+      splits: programs that share the keys of one row and head group; default by shape. With 1 what a row gets depends
+        on no other row.
       sinks: float [heads]: see `attention`.
     Returns:
       An array like `q`, computed in float32 (float64 for float64); a token that sees no key gives zeros.
@@ -273,21 +274,23 @@ def _decode(
     return _op(q, k, v, lengths, table, scales, **options)
 
 
-def _of_all_rows(q, k, v, lengths, table, scales, *, scale: float, softcap: float | None, **_):
+def _of_all_rows(
+    q, k, v, lengths, table, scales, *, scale: float, softcap: float | None, splits: int | None = None, **_
+):
     """By the kernel whose programs share out all rows' keys; on several devices, those of each."""
     cache, pages = ("b _ h _", "") if table is None else ("_ _ h _", ", b _")
     rule = f"b _ h _ _, {cache}, {cache}, b{pages} -> b _ h _ _"
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    return jt.partitioned(_of_a_device(scale, softcap), rule)(grouped, k, v, lengths, table).reshape(q.shape)
+    return jt.partitioned(_of_a_device(scale, softcap, splits), rule)(grouped, k, v, lengths, table).reshape(q.shape)
 
 
 @functools.lru_cache(maxsize=128)
-def _of_a_device(scale: float, softcap: float | None):
+def _of_a_device(scale: float, softcap: float | None, splits: int | None):
     """For `jt.partitioned`: of the queries of kv heads apart, q [batch, t, kv heads, group, d], as they are cut."""
 
     def decode_in_shares(q, k, v, lengths, table):
         flat = q.reshape(*q.shape[:2], -1, q.shape[4])
-        options = {"scale": scale, "softcap": softcap, "window": None}
+        options = {"scale": scale, "softcap": softcap, "window": None, "splits": splits}
         return _op_of_a_device(flat, k, v, lengths, table, (), **options).reshape(q.shape)
 
     return decode_in_shares

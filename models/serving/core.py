@@ -56,7 +56,8 @@ class Core:
     def __init__(self, lm: LanguageModel, settings: Settings, adapters: list[Adapter] | None = None):
         self.lm, self.settings = lm, settings
         sizes = settings.pages, settings.page, settings.rows, settings.shapes[-1]
-        self.scheduler = Scheduler(*sizes, prefixes=settings.prefixes, mixed=settings.mixed)
+        tiles = {"tile": settings.tile, "singles": settings.singles}
+        self.scheduler = Scheduler(*sizes, prefixes=settings.prefixes, mixed=settings.mixed, **tiles)
         self.device = Device(lm, settings, adapters or ())
         self._weights = lm._weights  # those that the cache is of
         self.totals = Totals()

@@ -103,8 +103,8 @@ class Device:
         """Runs a step; `level`, `logprobs`: what some of the sequences that choose a token need; `masks`: of
         `plan.samples[i]` the tokens that may be chosen, as `Guide.allowed` gives them."""
         self._copy_pages(plan.copies)
-        n = self._settings.shape(plan.tokens)
-        batch, of, which = self._arrays(plan, n)
+        n, singles = self._settings.layout([segment.count for segment in plan.segments])
+        batch, of, which = self._arrays(plan, n, singles)
         run = self._step(n)
         table = self._table.copy()  # the device may read it later than the next plan is written here
         logits, self._entries = run(self._lm._weights, self._entries, self._last, table, batch, of, self._adapters)
@@ -118,15 +118,23 @@ class Device:
         self._penalties = penalties or self._penalties
         return Result(tokens, rates)
 
-    def _arrays(self, plan: Plan, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What `programs.step` and `programs.choose` take; the table is brought up to date."""
-        slots, k = self._settings.rows, self._settings.samples(n)
+    def _arrays(self, plan: Plan, n: int, singles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What `programs.step` and `programs.choose` take; the table is brought up to date. Of a sequence in tiles the
+        first one has padding in front."""
+        slots, k, tile = self._settings.rows, self._settings.samples(n), self._settings.tile
         batch = np.zeros((5, n), np.int32)
         batch[1], batch[2] = -1, slots
-        of, which, at = np.zeros((k,), np.int32), np.zeros((2, k), np.int32), 0
+        of, which = np.zeros((k,), np.int32), np.zeros((2, k), np.int32)
         which[0] = slots
+        alone, behind, samples = 0, singles, 0
         for segment in plan.segments:
-            sequence, end = segment.sequence, at + segment.count
+            sequence, count = segment.sequence, segment.count
+            if singles == n or count == 1:
+                at, alone = alone, alone + count
+            else:
+                at = behind + -count % tile
+                behind = at + count
+            end = at + count
             known = sequence.tokens[segment.start : segment.start + segment.count]
             batch[0, at : at + len(known)] = known
             batch[1, at:end] = np.arange(segment.start, segment.start + segment.count)
@@ -136,10 +144,9 @@ class Device:
             pages = sequence.pages
             self._table[segment.slot, : len(pages)] = pages
             self._table[segment.slot, len(pages) :] = -1
-            at = end
-        ends = np.cumsum([segment.count for segment in plan.segments]) - 1
-        for i, (segment, end) in enumerate((s, e) for s, e in zip(plan.segments, ends, strict=True) if s.samples):
-            of[i], which[:, i] = end, (segment.slot, segment.made)
+            if segment.samples:
+                of[samples], which[:, samples] = end - 1, (segment.slot, segment.made)
+                samples += 1
         return batch, of, which
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
@@ -166,8 +173,9 @@ class Device:
     def _step(self, n: int) -> jax.stages.Compiled:
         lm, of = self._lm, np.zeros((self._settings.samples(n),), np.int32)
         args = self._entries, self._last, self._table, np.zeros((5, n), np.int32), of, self._adapters
-        splits = self._settings.splits
-        return self._get(("step", n), lambda: programs.step.lower(lm._structure, lm._weights, *args, splits=splits))
+        singles, tile = self._settings.singles, self._settings.tile
+        options = {"splits": self._settings.splits, "tiles": (singles, tile) if 0 < singles < n else None}
+        return self._get(("step", n), lambda: programs.step.lower(lm._structure, lm._weights, *args, **options))
 
     def _all_allowed(self, k: int) -> np.ndarray:
         return np.full((k, -(-self._lm.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)

@@ -2,7 +2,7 @@
 
 A step takes its tokens flat, whichever sequences they are of: each is a row of its own, with its position and the table
 of its sequence's pages. In each layer all of them are appended to the cache before any of them attends, so that chunks
-of prompts and single tokens are the same to it.
+of prompts and single tokens are the same to it. On GPUs chunks come in tiles, whose tokens read their keys together.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ PENALTIES = ("seen", "counts", "bias")  # what `ALL` keeps for each slot, of the
 LOGPROBS = 20  # the most likely tokens that a step reports, where somebody wants any
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("splits",), donate_argnames=("entries",))
-def step(structure, weights, entries, last, table, batch, of, adapters, *, splits):
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("splits", "tiles"), donate_argnames=("entries",))
+def step(structure, weights, entries, last, table, batch, of, adapters, *, splits, tiles=None):
     """(logits float32 [k, vocab] behind the tokens `of`, int32 [k]; the longer cache).
 
     batch: int32 [5, n] of n tokens: themselves, their positions, the slots of their sequences, whether the token is the
     newest of its slot instead, which stands in `last`, int32 [slots], and the number of its adapter, 0 for none. table:
     int32 [slots, pages of a row]. Of the last slot, that of padding, nothing is kept; its positions are -1. adapters:
-    of `adapters.stacked`, or None. splits: see `KVCache`."""
+    of `adapters.stacked`, or None. splits, tiles: see `KVCache`."""
     tokens, positions, slots, pending, adapter = batch
     tokens = jnp.where(pending > 0, last[slots], tokens)
-    cache = kv.KVCache(entries, positions, table[slots], splits)
+    cache = kv.KVCache(entries, positions, table[slots], splits, tiles)
     with overlapping():
         model = route(merge(structure, weights), adapters or {}, adapter)
         logits, cache = model.step(tokens, cache, of)

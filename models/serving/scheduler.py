@@ -118,7 +118,8 @@ class Scheduler:
     """Of up to `rows` sequences at a time, over `pages` pages of `page` slots; a step has up to `budget` tokens, more
     than rows. `chunk`: of a prompt a step computes at most so many. `prefixes`: whether pages are shared. `mixed`: a
     step may have tokens of answers and chunks of prompts; without, prompts are computed whole, as far as a step holds
-    them, and answers wait meanwhile."""
+    them, and answers wait meanwhile. `tile`: of more than 1, chunks of prompts take whole tiles of a step, behind
+    `singles` places of tokens that stand alone."""
 
     def __init__(
         self,
@@ -129,6 +130,8 @@ class Scheduler:
         chunk: int | None = None,
         prefixes: bool = True,
         mixed: bool = True,
+        tile: int = 1,
+        singles: int = 0,
     ):
         if budget <= rows:
             raise ValueError(f"a step of {budget} tokens has no room for a prompt beside {rows} rows")
@@ -136,6 +139,7 @@ class Scheduler:
         self.tree = PrefixTree(self.pool, page, prefixes)
         self.page, self.rows, self.budget, self.chunk = page, rows, budget, chunk or budget
         self.prefixes, self.mixed = prefixes, mixed
+        self.tile, self.singles = tile, singles
         self.waiting: list[Sequence] = []  # both in the order in which they came
         self.running: list[Sequence] = []
         self._slots = list(range(rows - 1, -1, -1))
@@ -204,30 +208,37 @@ class Scheduler:
         todo = [sequence for sequence in self.running if sequence.ready]
         prompts = [sequence for sequence in todo if _remaining(sequence) > 1]
         if self.mixed or not prompts:
-            counts = dict.fromkeys(todo, 1) | self._chunks(prompts, self.budget - len(todo) + len(prompts))
+            counts = dict.fromkeys(todo, 1) | self._chunks(prompts, self._room(len(todo) - len(prompts)))
             return self._segments(counts)
         return self._segments(self._whole(prompts)) or self._segments(
             {sequence: 1 for sequence in todo if _remaining(sequence) == 1}
         )
+
+    def _room(self, decoding: int) -> int:
+        """Places that a step has for chunks of prompts beside so many sequences that decode."""
+        left = self.budget - (decoding if self.tile == 1 else self.singles)
+        return left // self.tile * self.tile
 
     def _chunks(self, prompts: list[Sequence], left: int) -> dict[Sequence, int]:
         """How many tokens of each prompt a step computes, `left` of all of them."""
         counts = dict.fromkeys(prompts, 0)
         shares = [(sequence, left) for sequence in sorted(prompts, key=_remaining)]
         for sequence, most in [*((sequence, left - left // 2) for sequence in prompts[:1]), *shares]:
-            more = min(_remaining(sequence) - counts[sequence], self.chunk - counts[sequence], most, left)
-            counts[sequence] += more
-            left -= more
+            count = counts[sequence]
+            places = tiled(count, self.tile)
+            room = left + places - count  # with what its last tile has left
+            counts[sequence] += min(_remaining(sequence) - count, self.chunk - count, most, room)
+            left -= tiled(counts[sequence], self.tile) - places
         return counts
 
     def _whole(self, prompts: list[Sequence]) -> dict[Sequence, int]:
         """The same of whole prompts, first come, first served; of the first as much as a step holds."""
-        counts, left = {}, self.budget
+        counts, left = {}, self._room(0)
         for sequence in prompts:
-            if counts and _remaining(sequence) > left:
+            if counts and tiled(_remaining(sequence), self.tile) > left:
                 break
             counts[sequence] = min(_remaining(sequence), left)
-            left -= counts[sequence]
+            left -= tiled(counts[sequence], self.tile)
         return counts
 
     def _segments(self, counts: dict[Sequence, int]) -> list[Segment]:
@@ -293,7 +304,8 @@ class Scheduler:
         """Lets sequences run, in the order in which they came, while there are rows, tokens of the budget, and pages
         for all tokens that those which run have. So none of them is preempted in the same step."""
         seats: list[Sequence] = []
-        left = self.budget - sum(sequence.ready and _remaining(sequence) == 1 for sequence in self.running)
+        left = self._room(sum(sequence.ready and _remaining(sequence) == 1 for sequence in self.running))
+        left //= self.tile
         promised = sum(self._missing(sequence) for sequence in self.running)
         todo = sum(_remaining(sequence) for sequence in self.running)
         for sequence in self.waiting[:]:
@@ -358,6 +370,11 @@ class Scheduler:
             self.counts.cached += sequence.cached
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=lambda running: running.order)
+
+
+def tiled(count: int, tile: int) -> int:
+    """How many places so many tokens take in whole tiles."""
+    return -(-count // tile) * tile
 
 
 def _remaining(sequence: Sequence) -> int:

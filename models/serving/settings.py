@@ -15,12 +15,15 @@ from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
 from ..cache import SCALED
+from ..decoder import Attention
 from ..experts import Mixture
 from ..generate import LanguageModel
 from ..prompt import is_int
 from ..sampling import Sampling
+from .scheduler import tiled
 
 PAGE = 64
+QUERIES = 64  # of a tile
 CPU_BYTES, GPU_SHARE = 1 << 30, 0.8  # of the cache: on CPUs bytes, on GPUs a share of the memory that is free
 
 
@@ -29,7 +32,8 @@ class Settings:
     """rows: sequences at a time. shapes: ascending numbers of tokens that a step may have; the largest is its budget.
     pages, page: pages of the cache, and slots of a page. length: of prompt and answer together. waiting: requests
     that may wait; prefixes: whether pages are shared; mixed: see `Scheduler`. splits: parts of a row's keys, None for
-    what is quickest. adapters: the names of low-rank adapters that requests may ask for."""
+    what is quickest. adapters: the names of low-rank adapters that requests may ask for. tile: so many tokens of a
+    chunk of a prompt attend together; see `layout`."""
 
     rows: int
     shapes: tuple[int, ...]
@@ -41,6 +45,7 @@ class Settings:
     splits: int | None
     mixed: bool
     adapters: tuple[str, ...] = ()
+    tile: int = 1
 
     @property
     def width(self) -> int:
@@ -55,6 +60,19 @@ class Settings:
     def shape(self, tokens: int) -> int:
         """The smallest shape for so many tokens."""
         return next(n for n in self.shapes if n >= tokens)
+
+    @property
+    def singles(self) -> int:
+        """How many tokens of a step stand alone where others come in tiles; 0 where there are no tiles."""
+        return self.shape(self.rows) if self.tile > 1 else 0
+
+    def layout(self, counts: Sequence[int]) -> tuple[int, int]:
+        """(the shape of a step with so many tokens of each of its sequences, how many of them stand alone). Sequences
+        of one token have the first places. The others have whole tiles behind them, unless all fit there."""
+        total = sum(counts)
+        if self.tile == 1 or total <= self.singles:
+            return self.shape(total), self.shape(total)
+        return self.shape(self.singles + sum(tiled(n, self.tile) for n in counts if n > 1)), self.singles
 
     def samples(self, shape: int) -> int:
         """Of how many tokens a step of a shape gives logits: of all sequences that may have one."""
@@ -105,7 +123,9 @@ def settings_of(
     length = min(length, pages * page)
     splits = 1 if invariant else None
     switches = bool(prefix_cache), splits, bool(chunked_prefill)
-    return Settings(rows, shapes, pages, page, length, max_waiting, *switches, tuple(adapters))
+    found = Settings(rows, shapes, pages, page, length, max_waiting, *switches, tuple(adapters))
+    tile = tile_of(lm, cpu)
+    return dataclasses.replace(found, tile=tile) if shapes[-1] - found.shape(rows) >= tile else found
 
 
 def _check_devices(lm: LanguageModel) -> None:
@@ -126,9 +146,12 @@ def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, ada
     CPUs products of few rows sum in another order than those of many, dense ones up to 16 rows and quantised ones up to
     8, and so do the last rows where tiles hang over; grouped products of experts have tiles for every number of rows.
     `invariant` leaves out what differs from the larger shapes; `adapters` are dense whatever the weights are."""
+    if not cpu and not (invariant and _has_experts(lm)):
+        alone = -(-rows // 64) * 64  # what decodes; chunks of prompts come behind it
+        small = (64,) if invariant else (1, 8, 32, 64, 128, 256)
+        return tuple(sorted({*(n for n in small if n < alone), alone, alone + 512, alone + 2048}))
     if not cpu:
-        chunk = max(1024, 4 * rows)
-        small = (64, 256) if invariant else (1, 8, 32, 64, 128, 256)
+        chunk, small = max(1024, 4 * rows), ()
     else:
         chunk = max(256, -(-2 * rows // 64) * 64)
         small = (1, 4, 16, 24, 64)
@@ -137,6 +160,18 @@ def default_shapes(lm: LanguageModel, rows: int, cpu: bool, invariant: bool, ada
     if invariant and _has_experts(lm):
         return (max(64, -(-2 * rows // 64) * 64),)
     return tuple(sorted({*(n for n in small if n < chunk), chunk}))
+
+
+def tile_of(lm: LanguageModel, cpu: bool) -> int:
+    """How many tokens attend together: with the heads that share keys they are the rows of a tile of 64, which is what
+    the matrix units of a GPU take. 1: each alone, as in latent attention, whose heads fill tiles, and on CPUs."""
+    if cpu:
+        return 1
+    groups = {
+        module.config.heads // module.config.kv_heads if isinstance(module, Attention) else QUERIES
+        for module in (block.attention for block in lm.model.blocks)
+    }
+    return max(QUERIES // jt.next_power_of_2(max(groups)), 1)
 
 
 def _quantised(lm: LanguageModel) -> bool:

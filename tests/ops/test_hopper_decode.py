@@ -71,6 +71,25 @@ def test_in_the_interpreter(name, last, monkeypatch):
         assert relative_error(got, want) < 4e-3
 
 
+def test_whole_rows_depend_on_nothing_beside_them(monkeypatch):
+    """Bit for bit: with other rows, and the same tokens one by one."""
+    monkeypatch.setattr(gpu_tiles, "processors", lambda: 2)
+    monkeypatch.setattr(hopper_decode, "hopper_decode", hopper_decode.hopper_decode.interpret)
+    q, k, v, lengths, table = arguments(2, 2, 4, 2, 192, 64, (130, 1), page=64)
+    run = functools.partial(hopper_decode.of_batch, scale=0.1, softcap=None, whole=True)
+    got = run(q, k, v, lengths, table)
+    assert relative_error(got, reference(q, k, v, lengths, table)) < 4e-3
+    alone = run(q[:1], k, v, lengths[:1], table[:1])
+    np.testing.assert_array_equal(alone, got[:1])
+    single = run(q.reshape(4, 1, 4, 64), k, v, *each_alone(lengths, table))
+    np.testing.assert_array_equal(single.reshape(got.shape), got)
+
+
+def each_alone(lengths, table, t=2):
+    """The lengths and pages of each of the t newest tokens as a row of its own."""
+    return (lengths[:, None] - np.arange(t)[::-1]).reshape(-1).astype(np.int32), np.repeat(table, t, axis=0)
+
+
 @pytest.mark.parametrize("page", [64])
 def test_batches_of_vmap_become_rows(page, monkeypatch):
     monkeypatch.setattr(gpu_tiles, "processors", lambda: 3)

@@ -19,6 +19,7 @@ from serving_checks import until
 from jtile._errors import EngineError, ModelError, PromptError, QueueFullError
 from jtile.models import Engine
 from jtile.models.sampling import Sampling
+from jtile.models.serving import settings as serving_settings
 from jtile.models.serving.core import Core
 from jtile.models.serving.request import Completion, read_request
 from jtile.models.serving.settings import default_shapes, settings_of
@@ -90,6 +91,24 @@ def test_tokens_do_not_depend_on_what_else_is_in_the_batch(lm, core):
         assert len(alone.ids) == request.max_tokens
     core.scheduler.reset()
     assert core.scheduler.pool.free == core.settings.pages
+
+
+def test_tiles_of_tokens(lm, core, monkeypatch):
+    """As on GPUs: chunks of prompts behind the tokens that stand alone, in tiles that begin with padding."""
+    monkeypatch.setattr(serving_settings, "tile_of", lambda lm, cpu: 4)
+    in_tiles = Core(lm, settings_of(lm, **SIZES))
+    assert (in_tiles.settings.tile, in_tiles.settings.singles) == (4, 24)
+    assert [in_tiles.settings.layout(counts) for counts in ([1, 20], [1, 20, 4], [1, 1, 23])] == [
+        (24, 24), (48, 24), (48, 24)
+    ]  # fmt: skip
+    rng = np.random.default_rng(2)
+    requests = requests_of(lm, rng, 10)
+    together = run(in_tiles, requests, rng.integers(0, 5, len(requests)))
+    assert in_tiles.totals.finished == {"length": len(requests)}
+    core.scheduler.reset()
+    for got, want in zip(together, run(core, requests, [0] * 10), strict=True):
+        assert got.ids == want.ids
+        np.testing.assert_allclose([t.logprob for t in got.tokens], [t.logprob for t in want.tokens], atol=1e-3)
 
 
 def test_tokens_are_those_of_generate(lm, engine):

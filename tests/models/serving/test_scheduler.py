@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jtile.models.serving.pages import PagePool
 from jtile.models.serving.prefix import Match, PrefixTree
-from jtile.models.serving.scheduler import Plan, Scheduler, Sequence
+from jtile.models.serving.scheduler import Plan, Scheduler, Sequence, tiled
 
 VOCAB = 5
 
@@ -90,6 +90,8 @@ class Run:
             plan = scheduler.plan()
             assert bool(plan.segments) >= bool(plan.seats or plan.copies)
             assert plan.tokens <= scheduler.budget and len(scheduler.running) <= scheduler.rows
+            behind = sum(tiled(segment.count, scheduler.tile) for segment in plan.segments if segment.count > 1)
+            assert scheduler.tile == 1 or behind + scheduler.singles <= scheduler.budget
             assert len({s.slot for s in scheduler.running}) == len(scheduler.running)
             if plan.segments:
                 self.flying.append((plan, self.device.run(plan)))
@@ -130,12 +132,13 @@ clients = st.builds(
 
 @given(
     st.lists(clients, min_size=1, max_size=8), st.integers(6, 22), st.integers(1, 4), st.integers(1, 3), st.booleans(),
-    st.booleans(),
+    st.booleans(), st.sampled_from([1, 2, 3]),
 )  # fmt: skip
-def test_everyone_gets_the_tokens_of_being_alone(clients, pages, page, rows, prefixes, mixed):
+def test_everyone_gets_the_tokens_of_being_alone(clients, pages, page, rows, prefixes, mixed, tile):
     """With preemptions, shared pages, copies, and clients that go: and every page comes back."""
     pages = max(pages, -(-22 // page))
-    scheduler = Scheduler(pages, page, rows, budget=rows + 3, chunk=4, prefixes=prefixes, mixed=mixed)
+    tiles = {"tile": tile, "singles": rows if tile > 1 else 0}
+    scheduler = Scheduler(pages, page, rows, budget=rows + 4, chunk=4, prefixes=prefixes, mixed=mixed, **tiles)
     results = Run(scheduler, clients).run()
     for i, client in enumerate(clients):
         if client.leaves is None or client.leaves < client.arrives:
