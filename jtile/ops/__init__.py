@@ -9,6 +9,7 @@ typed errors, and runs inside `jax.jit`. The kernels stand in the modules too (`
 from jtile.ops import collectives as collectives
 from jtile.ops.activations import geglu as geglu
 from jtile.ops.activations import swiglu as swiglu
+from jtile.ops.bodies import n_body as n_body
 from jtile.ops.convolutions import convolution as convolution
 from jtile.ops.convolutions import convolution_transpose as convolution_transpose
 from jtile.ops.dispatch import Choice as Choice
@@ -47,6 +48,7 @@ from jtile.ops.rotary import rope as rope
 from jtile.ops.routed_matmul import routed_matmul as routed_matmul
 from jtile.ops.routed_matmul import routes_unsorted as routes_unsorted
 from jtile.ops.rwkv import rwkv7 as rwkv7
+from jtile.ops.sampling import sample_top_p as sample_top_p
 from jtile.ops.scaled_matmul import scaled_matmul as scaled_matmul
 from jtile.ops.scans import cumsum as cumsum
 from jtile.ops.segments import segment_max as segment_max
@@ -59,6 +61,8 @@ from jtile.ops.sorting import argsort as argsort
 from jtile.ops.sorting import sort as sort
 from jtile.ops.sorting import top_k as top_k
 from jtile.ops.sparse_attention import block_sparse_attention as block_sparse_attention
+from jtile.ops.sparse_products import bsr_matmul as bsr_matmul
+from jtile.ops.sparse_products import csr_matmul as csr_matmul
 from jtile.ops.split_attention import decode_attention as decode_attention
 from jtile.ops.state_space import selective_scan as selective_scan
 from jtile.ops.state_space import ssd as ssd

@@ -43,10 +43,10 @@ def _emitted(kernel: Any) -> tuple[Any, str, Any]:
 def _custom_call(platform: str, ctx, operands: Sequence[Any], program, piece: int, values) -> Sequence[Any]:
     from ttir import evaluate
 
-    from jtile.lowering import targets
+    from jtile.lowering import platforms, targets
     from jtile.primitive import lowering
 
-    whole = lowering.complete(lowering.pieces_of(program).kernels[piece], "cuda")
+    whole = lowering.complete(lowering.pieces_of(program).kernels[piece], platforms.named("cuda"))
     kernel = dataclasses.replace(whole.kernel, inits=(None,) * len(whole.kernel.outputs))  # said by the aliases now
     targets.check_capabilities(kernel, targets.resolve(f"cuda:{ARCH}"))
     lowered, text, record = _emitted(kernel)
