@@ -152,10 +152,15 @@ def _joined(model: Decoder, path: Path, place: tuple[int, str], found: Mapping[s
 
 def _rows(model: Decoder, block: int, target: str, out: int) -> dict[str, slice]:
     """The modules that a weight of so many rows holds, and which rows are theirs."""
-    modules = [module for module, (_, of) in MODULES.items() if of == target]
+    modules, attention = [module for module, (_, of) in MODULES.items() if of == target], model.blocks[block].attention
+    if target in ("qkv", "output") and (getattr(attention, "recurrent", False) or attention.rope.order() is not None):
+        raise ModelError(
+            f"adapters do not fit the attention of block {block}, whose features stand in an order of their own; "
+            "take one that changes MLPs alone"
+        )
     if target != "qkv":
         return {modules[0]: slice(0, out)}
-    config = model.blocks[block].attention.config
+    config = attention.config
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     ends = [0, queries, queries + keys, out]
     return {module: slice(*ends[i : i + 2]) for i, module in enumerate(modules)}

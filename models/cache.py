@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,16 @@ class Entry:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class State:
+    """What a layer of linear attention keeps instead of tokens: inputs [batch, width - 1, channels], the newest of its
+    convolution; state float32 [batch, heads, key, value]."""
+
+    inputs: jax.Array
+    state: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class KVCache:
     """What every layer keeps of the tokens; row b holds `lengths[b]` of them.
 
@@ -60,17 +70,18 @@ class KVCache:
     them together; of the first ones of a tile some may be padding, of length -1.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry | State, ...]
     lengths: jax.Array
     table: jax.Array | None = None
     splits: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     tiles: tuple[int, int] | None = dataclasses.field(default=None, metadata=dict(static=True))
 
-    def layer(self, entry: Entry) -> Slots:
+    def layer(self, entry: Entry | State) -> Slots:
         """One of the entries, to be appended to."""
-        return Slots(entry, self.lengths, None if entry.ring else self.table, self.splits, self.tiles)
+        alone = isinstance(entry, State) or entry.ring
+        return Slots(entry, self.lengths, None if alone else self.table, self.splits, self.tiles)
 
-    def longer(self, entries: Sequence[Entry], by: int = 1) -> KVCache:
+    def longer(self, entries: Sequence[Entry | State], by: int = 1) -> KVCache:
         """With the entries behind a step of `by` tokens a row."""
         return KVCache(tuple(entries), self.lengths + by, self.table, self.splits, self.tiles)
 
@@ -84,7 +95,7 @@ class KVCache:
 class Slots:
     """An entry of the cache with `lengths` tokens a row before this step; see `KVCache`."""
 
-    entry: Entry
+    entry: Any  # an `Entry`; a `State` is the layer's own
     lengths: jax.Array
     table: jax.Array | None = None
     splits: int | None = None
@@ -189,7 +200,7 @@ class Layout:
 
 def from_prefill(entries, lengths, layout: Layout) -> KVCache:
     """A cache of each layer's arrays [batch, length, ...] with length <= slots, of which `lengths` are real; pages of a
-    row lie behind each other in their pools."""
+    row lie behind each other in their pools. A `State` stays as it is."""
     windows = layout.windows or (None,) * len(entries)
     pages = None if layout.page is None else -(-layout.slots // layout.page)
     table = None
@@ -205,6 +216,8 @@ def from_prefill(entries, lengths, layout: Layout) -> KVCache:
         return x if pages is None else x.reshape(-1, layout.page, *x.shape[2:])
 
     def entry(arrays, window):
+        if isinstance(arrays, State):
+            return arrays
         ring = None if window is None or window >= layout.slots else window
         scales = ()
         if layout.dtype in SCALED:

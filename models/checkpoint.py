@@ -30,11 +30,12 @@ class Checkpoint:
         return "lm_head.weight" not in self.tensors
 
     def sample(self) -> jax.Array | QuantizedTensor:
-        """A matrix that every family has, the first block's output projection: stored as the others are."""
-        name = "model.layers.0.self_attn.o_proj.weight"
-        if name not in self.tensors:
-            raise self._lacks(name)
-        return self.tensors[name]()
+        """A matrix that every family has, the output projection of the first attention: stored as the others are."""
+        ending = ".self_attn.o_proj.weight"
+        found = [name for i in range(self.config.num_layers) if (name := f"model.layers.{i}{ending}") in self.tensors]
+        if not found:
+            raise self._lacks(f"model.layers.0{ending}")
+        return self.tensors[found[0]]()
 
     def _lacks(self, name: str) -> ModelError:
         return ModelError(f"{self.source} lacks the tensor {name}; the file is incomplete, download it again")

@@ -53,7 +53,8 @@ class AttentionConfig:
     rotated (None: no such norms); `scale`: of the scores (None: 1 / sqrt(head_dim)), which become
     softcap * tanh(score / softcap), if given; `biased`: the projections of queries, keys and values have biases, and
     `output_biased` that of the output; `sinks`: each head has a score that takes part in its softmax as that of a key
-    without a value."""
+    without a value; `gated`: what a head gives is multiplied by the sigmoid of gates, whose weights stand behind those
+    of its queries."""
 
     heads: int
     kv_heads: int
@@ -66,6 +67,7 @@ class AttentionConfig:
     biased: bool = False
     output_biased: bool = False
     sinks: bool = False
+    gated: bool = False
 
     def __post_init__(self):
         if self.window is not None and self.window > LONGEST:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jtile import ops
@@ -32,14 +33,20 @@ class Attention(nnx.Module):
     def __init__(self, config: AttentionConfig, hidden: int, weight: WeightSource, prefix: str):
         q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
         shapes = {"q": (q_rows, hidden), "k": (kv_rows, hidden), "v": (kv_rows, hidden), "o": (hidden, q_rows)}
-        *qkv, output = (weight(f"{prefix}{name}_proj.weight", shape) for name, shape in shapes.items())
-        self.config, self.rope = config, config.rope
-        self.qkv, self.output = nnx.Param(fuse(qkv)), nnx.Param(output)
+        read = lambda name: weight(f"{prefix}{name}_proj.weight", shapes[name])
+        self.config, self.rope, order = config, config.rope, config.rope.order()
+        query, *gates = _with_gates(weight(f"{prefix}q_proj.weight", (2 * q_rows, hidden)), config.heads) if (
+            config.gated
+        ) else [read("q")]  # fmt: skip
+        matrices = *(_by_head(w, order) for w in (query, read("k"))), read("v"), *gates
+        self.qkv, self.output = nnx.Param(fuse(matrices)), nnx.Param(read("o"))
         bias = lambda name: as_float32(weight(f"{prefix}{name}_proj.bias", shapes[name][:1]))
         self.bias = nnx.Param(jnp.concatenate([bias(name) for name in "qkv"])) if config.biased else None
         self.output_bias = nnx.Param(bias("o")) if config.output_biased else None
         self.sinks = nnx.Param(as_float32(weight(f"{prefix}sinks", (config.heads,)))) if config.sinks else None
-        norm = lambda name: nnx.Param(as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,))))
+        norm = lambda name: nnx.Param(
+            _by_head(as_float32(weight(f"{prefix}{name}_norm.weight", (config.head_dim,))), order)
+        )
         self.q_norm, self.k_norm = (None, None) if config.norm_eps is None else (norm("q"), norm("k"))
 
     @property
@@ -53,27 +60,51 @@ class Attention(nnx.Module):
         return kv.HeadNorms(self.q_norm.get_value(), self.k_norm.get_value(), self.config.norm_eps)
 
     def enter(self, x, delta, norm, eps: float):
-        """(x + delta, the projection of its norm [..., (heads + 2 kv_heads) head_dim]); x, delta [..., hidden]."""
+        """(x + delta, the projection of its norm [..., (heads + 2 kv_heads) head_dim], with the gates behind it if the
+        attention is gated); x, delta [..., hidden]."""
         x, qkv = layers.add_norm_linear(x, delta, norm, eps, self.qkv.get_value())
         return x, layers.with_bias(qkv, _value(self.bias))
 
-    def _leave(self, mixed):
+    def _gates(self, projected):
+        """(the projection of queries, keys and values, the gates or None)."""
+        if not self.config.gated:
+            return projected, None
+        return jnp.split(projected, [projected.shape[-1] - self.config.heads * self.config.head_dim], axis=-1)
+
+    def _leave(self, mixed, gates):
+        if gates is not None:
+            wide = jax.nn.sigmoid(gates.astype(jnp.float32)) * mixed.astype(jnp.float32)
+            mixed = wide.astype(mixed.dtype)
         return layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias))
 
     def prefill(self, qkv, cos, sin):
         """The projection [batch, length, ...]; returns (output [batch, length, hidden], (k, v))."""
-        c = self.config
+        c, (qkv, gates) = self.config, self._gates(qkv)
         q, k, v = layers.split_heads(qkv, cos, sin, c.heads, c.kv_heads, self._norms())
         mixed = layers.attention(q, k, v, c.window, c.scale, c.softcap, _value(self.sinks))
-        return self._leave(mixed.reshape(*qkv.shape[:2], -1)), (k, v)
+        return self._leave(mixed.reshape(*qkv.shape[:2], -1), gates), (k, v)
 
     def step(self, qkv, cos, sin, slots: kv.Slots):
         """The projection [batch * t, ...] of the next t tokens of each row, against this layer's part of the cache;
         returns (output [batch * t, hidden], the longer part)."""
-        c = self.config
+        c, (qkv, gates) = self.config, self._gates(qkv)
         options = {"window": c.window, "scale": c.scale, "softcap": c.softcap, "sinks": _value(self.sinks)}
         mixed, slots = slots.append_and_attend(qkv, cos, sin, c.heads, c.kv_heads, self._norms(), **options)
-        return self._leave(mixed.reshape(qkv.shape[0], -1)), slots
+        return self._leave(mixed.reshape(qkv.shape[0], -1), gates), slots
+
+
+def _with_gates(weight, heads: int) -> list:
+    """The matrix of queries and that of gates, whose rows of each head stand behind each other."""
+    of_head = np.arange(weight.shape[0]).reshape(heads, 2, -1)
+    return [layers.rows(weight, of_head[:, i].reshape(-1)) for i in range(2)]
+
+
+def _by_head(weight, order):
+    """Rows of a matrix, or numbers of a norm, with the features of each head in another order."""
+    if order is None:
+        return weight
+    whole = np.arange(weight.shape[0]).reshape(-1, len(order))[:, order].reshape(-1)
+    return layers.rows(weight, whole)
 
 
 def _value(param: nnx.Param | None):
@@ -128,6 +159,7 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, weight: WeightSource, prefix: str, attention: Any, mlp: Any):
         norm = lambda name: nnx.Param(as_float32(weight(f"{prefix}{name}.weight", (config.hidden_size,))))
         self.eps, self.rope = config.norm_eps, attention.rope
+        self.recurrent = getattr(attention, "recurrent", False)
         self.attention_norm, self.attention = norm("input_layernorm"), attention
         self.mlp_norm, self.mlp = norm("post_attention_layernorm"), mlp
 
@@ -137,9 +169,11 @@ class Block(nnx.Module):
         attended, entry = attend(entered)
         return mlp_behind_norm(self.mlp, x, attended, self.mlp_norm, self.eps), entry
 
-    def prefill(self, x, delta, cos, sin):
-        """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens)."""
-        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin))
+    def prefill(self, x, delta, cos, sin, lengths=None):
+        """x, delta [batch, length, hidden]; returns (both behind this block, what the cache keeps of these tokens: of
+        the first `lengths` [batch] only, where that is a state)."""
+        more = {"lengths": lengths} if self.recurrent else {}
+        return self._run(x, delta, lambda entered: self.attention.prefill(entered, cos, sin, **more))
 
     def step(self, x, delta, cos, sin, slots: kv.Slots):
         """x, delta [batch * t, hidden], the next t tokens of each row; returns (both behind this block, this layer's
@@ -192,14 +226,15 @@ class Decoder(nnx.Module):
         """Logits float32 [..., vocab] of hidden states [..., hidden]."""
         return self._logits(self._norm(hidden))
 
-    def prefill(self, ids):
-        """Runs whole prompts: ids int32 [batch, length].
+    def prefill(self, ids, lengths=None):
+        """Runs whole prompts: ids int32 [batch, length], of whose rows the first `lengths` [batch] are tokens.
 
         Returns (hidden [batch, length, hidden_size] before the final norm, each layer's entry of the cache)."""
         x, angles = self._enter(ids, _positions(ids))
         delta, entries = None, []
         for block in self.blocks:
-            (x, delta), entry = block.prefill(x, delta, *angles[block.rope])
+            more = {"lengths": lengths} if getattr(block, "recurrent", False) else {}
+            (x, delta), entry = block.prefill(x, delta, *angles[block.rope], **more)
             entries.append(entry)
         return x + delta, entries
 
@@ -229,6 +264,11 @@ class Decoder(nnx.Module):
             targets = jnp.where(real, targets, IGNORED)
         losses = ops.cross_entropy(self(ids[:, :-1], remat=remat), targets, ignore=IGNORED)
         return losses.sum() / (targets != IGNORED).sum().astype(losses.dtype)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers keep a state instead of tokens, of which none can be taken back."""
+        return any(getattr(block, "recurrent", False) for block in self.blocks)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -15,6 +15,7 @@ from .gpt_oss import GptOssConfig
 from .llama import LlamaConfig
 from .mixtral import MixtralConfig
 from .qwen3 import Qwen3Config
+from .qwen3_next import Qwen3NextConfig
 
 # `model_type` of a config.json -> (the class of transformers, what reads its configuration)
 FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
@@ -28,6 +29,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Mapping], DecoderConfig]]] = {
     "qwen2": ("Qwen2ForCausalLM", qwen2.from_hf),
     "qwen3": ("Qwen3ForCausalLM", Qwen3Config.from_hf),
     "qwen3_moe": ("Qwen3MoeForCausalLM", Qwen3Config.from_hf),
+    "qwen3_next": ("Qwen3NextForCausalLM", Qwen3NextConfig.from_hf),
 }
 
 

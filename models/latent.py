@@ -142,9 +142,9 @@ def _halves(weight: jax.Array | QuantizedTensor, heads: int, rope: int) -> jax.A
     rows = np.arange(weight.shape[0]).reshape(heads, -1)
     plain, turned = np.split(rows, [rows.shape[1] - rope], axis=1)
     order = np.concatenate([plain, turned[:, ::2], turned[:, 1::2]], axis=1).reshape(-1)
-    if not isinstance(weight, QuantizedTensor):
-        return jnp.take(weight, order, axis=0)
-    found, blocks = weight.rows(order), np.arange(order.size) // BLOCKS
+    found, blocks = layers.rows(weight, order), np.arange(order.size) // BLOCKS
+    if not isinstance(found, QuantizedTensor):
+        return found
     return found if (order // BLOCKS == blocks).all() else dataclasses.replace(found, activations=None)
 
 

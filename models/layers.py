@@ -111,6 +111,11 @@ def _beside(x, weight):
     return weight if as_it_is else weight.astype(x.dtype)
 
 
+def rows(weight: jax.Array | QuantizedTensor, order) -> jax.Array | QuantizedTensor:
+    """The rows of a matrix in another order, int [out]."""
+    return weight.rows(order) if isinstance(weight, QuantizedTensor) else jnp.take(weight, order, axis=0)
+
+
 def embedding(table: Weight, ids, dtype):
     """Rows `ids` (int, any shape) of the table [vocab, features] as `dtype`."""
     return ops.embedding(table, ids, dtype=dtype)

@@ -40,7 +40,8 @@ NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 # The layers that are multiplied quantised: of latent attention all but the expansion, which takes float weights.
 LAYERS = re.compile(
     r"\.(self_attn\.([qkvo]|[qo]_[ab]|kv_a)_proj(_with_mqa)?"
-    r"|mlp\.(shared_experts\.|experts\.\d+\.)?(gate|up|down)_proj"
+    r"|linear_attn\.(in_proj_qkvz|out_proj)"
+    r"|mlp\.(shared_experts?\.|experts\.\d+\.)?(gate|up|down)_proj"
     r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight$"
 )
 # What lies in a folder of weights that are quantised, also where its configuration says nothing of it.

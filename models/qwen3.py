@@ -66,7 +66,7 @@ class Qwen3Config(DecoderConfig):
             intermediate_size=number(config, "intermediate_size"),
             attention=read_attention(config, norm_eps=sizes["norm_eps"]),
             windows=read_layer_types(config, sizes["num_layers"], window, lambda i: window is not None and i >= start),
-            mixture=_read_mixture(config, sizes["num_layers"]) if mixed else None,
+            mixture=read_mixture(config, sizes["num_layers"]) if mixed else None,
         )
 
     def block(self, index: int, weight: WeightSource) -> Block:
@@ -81,7 +81,8 @@ class Qwen3Config(DecoderConfig):
         return Block(self, weight, prefix, Attention(attention, hidden, weight, f"{prefix}self_attn."), mlp)
 
 
-def _read_mixture(config: Mapping, num_layers: int) -> MixtureConfig:
+def read_mixture(config: Mapping, num_layers: int) -> MixtureConfig:
+    """The mixtures of a `config.json`, and which layers have them."""
     every, dense = number(config, "decoder_sparse_step", 1), items(config, "mlp_only_layers", int)
     return MixtureConfig(
         experts=number(config, "num_experts", config.get("num_local_experts")),

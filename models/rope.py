@@ -34,15 +34,21 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotation of the pairs of `size` numbers a head; `theta` is the base of the frequencies."""
+    """Rotation of the pairs of `size` numbers a head; `theta` is the base of the frequencies. `rotated`: how many of
+    these numbers positions turn, None for all: the frequencies of the other pairs are 0, see `order`."""
 
     size: int
     theta: float
     scaling: RopeScaling | None = None
+    rotated: int | None = None
 
     def __post_init__(self):
         if self.size % 2:
             raise ModelError(f"rotary positions need an even head size, got {self.size}")
+        if self._turned % 2 or not 0 < self._turned <= self.size:
+            raise ModelError(
+                f"rotary positions turn an even number of the {self.size} features of a head, got {self._turned}"
+            )
         try:
             with np.errstate(all="ignore"):
                 finite = np.isfinite(self.frequencies()).all()
@@ -55,9 +61,24 @@ class Rope:
             )
 
     def frequencies(self) -> np.ndarray:
-        """float32 [size / 2]: radians that pair i turns per position: theta^(-2i / size), stretched as asked."""
-        base = 1.0 / self.theta ** (np.arange(0, self.size, 2, dtype=np.float64) / self.size)
-        return (base if self.scaling is None else self._stretched(base, self.scaling)).astype(np.float32)
+        """float32 [size / 2]: radians that pair i turns per position: theta^(-2i / rotated), stretched as asked, and 0
+        of the others."""
+        base = 1.0 / self.theta ** (np.arange(0, self._turned, 2, dtype=np.float64) / self._turned)
+        found = (base if self.scaling is None else self._stretched(base, self.scaling)).astype(np.float32)
+        return np.pad(found, (0, (self.size - self._turned) // 2))
+
+    @property
+    def _turned(self) -> int:
+        return self.size if self.rotated is None else self.rotated
+
+    def order(self) -> np.ndarray | None:
+        """int [size]: in which order the features of a head stand, so that the pairs (i, i + size / 2) are those that
+        positions turn in a checkpoint, (i, i + rotated / 2), and behind them any others. None: as in the checkpoint."""
+        if self.rotated in (None, self.size):
+            return None
+        low, high = np.split(np.arange(self.rotated), 2)
+        rest = np.split(np.arange(self.rotated, self.size), 2)
+        return np.concatenate([low, rest[0], high, rest[1]])
 
     @property
     def attention_factor(self) -> float:
@@ -78,13 +99,14 @@ class Rope:
         return base * (keep + (1 - keep) / scaling.factor)
 
     def _slowed(self, scaling: RopeScaling) -> np.ndarray:
-        """float64 [size / 2] in [0, 1]: how much YaRN slows each pair (Peng et al. 2023)."""
+        """float64 [rotated / 2] in [0, 1]: how much YaRN slows each pair (Peng et al. 2023)."""
         # pair i turns L theta^(-2i / size) / 2 pi times in L positions
-        pair = lambda turns: self.size * math.log(scaling.original_max_length / (turns * 2 * math.pi), self.theta) / 2
+        size = self._turned
+        pair = lambda turns: size * math.log(scaling.original_max_length / (turns * 2 * math.pi), self.theta) / 2
         low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
         low, high = (math.floor(low), math.ceil(high)) if scaling.whole_pairs else (low, high)
-        low, high = max(low, 0), min(high, self.size - 1)
-        return np.clip((np.arange(self.size // 2) - low) / max(high - low, 1e-3), 0, 1)
+        low, high = max(low, 0), min(high, size - 1)
+        return np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0, 1)
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
@@ -92,15 +114,16 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def read_rope(config: Mapping, size: int) -> Rope:
-    """From a `config.json` of transformers 5 (`rope_parameters`) or of the hub (`rope_theta`, `rope_scaling`).
+def read_rope(config: Mapping, size: int, rotated: int | None = None) -> Rope:
+    """From a `config.json` of transformers 5 (`rope_parameters`) or of the hub (`rope_theta`, `rope_scaling`);
+    `rotated`: see `Rope`.
 
     Raises:
       ModelError: an unknown kind of scaling, or one that lacks a number.
     """
     rope = table(config, "rope_parameters", "rope_scaling")
     theta = number(config, "rope_theta", 10000.0, float)
-    return Rope(size, number(rope, "rope_theta", theta, float), read_scaling(rope, config))
+    return Rope(size, number(rope, "rope_theta", theta, float), read_scaling(rope, config), rotated)
 
 
 def read_scaling(rope: Mapping, config: Mapping) -> RopeScaling | None:

@@ -93,6 +93,12 @@ class Plan:
             return None
         if not is_int(count) or count < 1:
             raise PromptError(f"draft_tokens is an int of at least 1, got {count!r}")
+        recurrent = next((m for m in (lm, draft) if isinstance(m, type(lm)) and m.recurrent), None)
+        if recurrent is not None:
+            raise PromptError(
+                f"layers of {recurrent.source or 'the model'} keep a state of all tokens, from which drafts cannot be "
+                "taken back; generate without a draft"
+            )
         if not isinstance(draft, NGram):
             if not isinstance(draft, type(lm)):
                 raise PromptError(f"a draft is a LanguageModel, an NGram or None, got {draft!r}")

@@ -114,6 +114,11 @@ def settings_of(
             f"the largest shape of an engine, {shapes[-1]} tokens, has no room for a prompt beside {rows} rows; "
             "give a larger one, or fewer rows"
         )
+    if lm.recurrent:
+        raise ModelError(
+            f"layers of {lm.source or 'the model'} keep a state and no tokens, and the pages of an engine hold tokens; "
+            "use lm.generate, which takes batches"
+        )
     page = lm.page_size or PAGE
     _check_devices(lm)
     length = min(max_length or lm.config.max_length, lm.config.max_length)
