@@ -163,6 +163,12 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<jtile.Kernel {self.name}({', '.join(self._signature.refs)})>"
 
+    def _repr_html_(self) -> str:
+        from jtile.calls.notebook import kernel_html, source_of
+
+        source = source_of(self._fn, self._lines)
+        return kernel_html(self.name, self._signature.refs, self._signature.meta, source)
+
     def __reduce__(self) -> str:
         """A kernel is copied and pickled as functions are: by its name in its module."""
         return vars(self)["__qualname__"]  # set by functools.update_wrapper

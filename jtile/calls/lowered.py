@@ -51,6 +51,14 @@ class Lowered:
         """What the back end gives, with the texts of its levels: a `jtile.lowering.artifact.Artifact`."""
         return self._with_texts
 
+    def __repr__(self) -> str:
+        return f"<jtile.Lowered {self.program.name} for {self._target.name}>"
+
+    def _repr_html_(self) -> str:
+        from jtile.calls.notebook import lowered_html
+
+        return lowered_html(self.program.name, self._target.name, self.texts)
+
     @property
     def pieces(self) -> tuple[Lowered, ...]:
         """All kernels that run for the program."""
