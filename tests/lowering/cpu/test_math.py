@@ -64,7 +64,7 @@ def _lgamma(x):
 
 
 def _cbrt(x):
-    """By long doubles: the C library's cbrt of doubles is off by up to three units in the last place on some machines."""
+    """By long doubles: the C library's cbrt of doubles is off by up to three units in the last place somewhere."""
     return np.cbrt(np.asarray(x, np.longdouble)).astype(np.float64)
 
 
