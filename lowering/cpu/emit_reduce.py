@@ -17,7 +17,8 @@ from .llvm import Val, i64, lanes_of, scalar_of, vec
 from .nest import emit_nest, vector_axis, width
 from .values import Buffer, Ix
 
-CHAINS = 4  # independent accumulators per row, to hide the latency of an add
+CHAINS = 4  # independent accumulators of a sum that is alone, to hide the latency of an add
+OF_ROW = 2  # those of a row where there may be others: as many however many there are, so that its bits are the same
 COPIED = 64  # vector instructions of all copies of the expression in an unrolled reduction
 ROWS = 4  # rows that share one pass over the reduced axes
 
@@ -172,24 +173,25 @@ def _along(em: Emitter, jobs: list[Job], shape, axes, lane: int | None, bits: in
     end."""
     kept = [axis for axis in range(len(shape)) if axis not in axes]
     code = em.code
+    cost = sum(em.expression_cost(job.op.x) for job in jobs)
+    of_row = min(OF_ROW, max(1, int(COPIED // max(cost, 1)) // ROWS))
 
     def rows(depth: int, index: list[Ix]) -> None:
         """The loops over the kept axes from `depth` on; the innermost one takes several rows at a time."""
         if depth == len(kept) - 1 and shape[kept[depth]] > 1:
             axis, length = kept[depth], shape[kept[depth]]
             many = min(ROWS, length, copies) if len(jobs) == 1 else 1
-            chains = copies // many
             with code.loop(0, length // many * many, many) as i:
                 together = [_with(index, axis, code.add(i, row)) for row in range(many)]
-                _rows(em, jobs, shape, axes, lane, bits, together, chains, axis)
+                _rows(em, jobs, shape, axes, lane, bits, together, of_row, axis)
             if length % many:
                 with code.loop(length // many * many, length) as i:
-                    _rows(em, jobs, shape, axes, lane, bits, [_with(index, axis, i)], chains)
+                    _rows(em, jobs, shape, axes, lane, bits, [_with(index, axis, i)], of_row)
         elif depth < len(kept):
             with code.loop(0, shape[kept[depth]]) as i:
                 rows(depth + 1, _with(index, kept[depth], i))
         else:
-            _rows(em, jobs, shape, axes, lane, bits, [index], copies)
+            _rows(em, jobs, shape, axes, lane, bits, [index], of_row if kept else min(CHAINS, copies))
 
     rows(0, [Ix(i64(0))] * len(shape))
 
@@ -216,7 +218,7 @@ def _rows(
     code = em.code
     length = 1 if lane is None else shape[lane]
     wide = 1 if lane is None else width(em, length, bits)  # elements of a vector
-    chains = max(1, min(CHAINS if len(rows) == 1 else 2, length // wide, most))
+    chains = max(1, min(length // wide, most))
     start = lambda job: code.var(register_type(job.acc, wide), _identity(job, wide))
     sums = [[[start(job) for _ in range(chains)] for job in jobs] for _ in rows]  # by row, job and chain
 

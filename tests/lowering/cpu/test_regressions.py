@@ -211,3 +211,24 @@ def test_a_product_does_not_go_where_its_operand_is_read_through_a_view():
     store %o[%c1, %c0:+64, %c0:+32], %d
     }"""
     agree(kernel, [rng.uniform(-0.1, 0.1, s).astype(np.float32) for s in ((2, 64, 32), (64, 32))])
+
+
+@pytest.mark.parametrize("n", [24, 64, 200])
+def test_the_sum_of_a_row_does_not_depend_on_how_many_there_are(n):
+    """Servers promise that a request gets the same bits whatever is in the batch."""
+    x = np.random.default_rng(0).standard_normal((9, n)).astype(np.float32)
+
+    def sums(rows: np.ndarray) -> np.ndarray:
+        r = len(rows)
+        kernel = f"""kernel @t(%x: ref<{r}x{n}xf32>, %o: ref<{r}xf32, out>) grid() {{
+        %c0 = full 0 : i32
+        %a = load %x[%c0:+{r}, %c0:+{n}] : tile<{r}x{n}xf32>
+        %b = mul %a, %a : tile<{r}x{n}xf32>
+        %s = reduce sum %b axes=(1) : tile<{r}xf32>
+        store %o[%c0:+{r}], %s
+        }}"""
+        return native(ir.parse_kernel(kernel), [rows])[0]
+
+    whole = sums(x)
+    for lo, hi in ((0, 1), (0, 2), (4, 7), (3, 8)):
+        np.testing.assert_array_equal(sums(x[lo:hi]), whole[lo:hi])
