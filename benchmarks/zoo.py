@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import sparse
 
 from benchmarks.backward import cross_entropy, pulled
 from benchmarks.data import TOLERANCE, normal, size
 from benchmarks.harness import Case
 from jtile import ops
-from jtile.ops import filters
+from jtile.ops import bodies, filters, sampling
 from jtile.ops.optimizers import adamw_reference, newton_schulz_reference
 
 
@@ -23,6 +25,8 @@ def cases() -> Iterator[Case]:
     yield from _optimizers()
     yield from _filters()
     yield from _convolutions()
+    for make, of in array_cases(False):
+        yield Case(**of, args=make(0))
 
 
 def _linear_cross_entropy() -> Iterator[Case]:
@@ -170,3 +174,73 @@ def convolution_case(name: str, batch: int, dtype: str, seed=0):
         )  # fmt: skip
 
     return ours, xla, (x, w), 2 * batch * math.prod(shape[:-1]) // stride**rank * math.prod(window)
+
+
+# -- transforms, sparse matrices, pairs, draws -------------------------------------------------------------------------
+
+
+def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """(from a seed to the arguments, what a case has besides) of kernels over arrays that are no layers of models."""
+    side = (lambda n, big: 16 if tiny else big if large else n)  # fmt: skip
+    for n, rows in ((1024, side(1024, 16384)), (4096, side(256, 4096))):
+        n = 32 if tiny else n
+        make = lambda seed, n=n, rows=rows: (jax.lax.complex(normal(2 * seed, rows, n), normal(2 * seed + 1, rows, n)),)
+        flops = 5 * rows * n * int(math.log2(n))
+        given = {"config": f"{rows}x{n}", "dtype": "complex64", "tolerance": 1e-6}
+        yield make, {"workload": "fft", "ours": ops.fft, "peers": {"xla": jnp.fft.fft}, "bytes": 16 * rows * n, **given}
+        real = lambda seed, n=n, rows=rows: (normal(seed, rows, n),)
+        given |= {"dtype": "float32", "bytes": 8 * rows * n, "flops": flops // 2}
+        yield real, {"workload": "rfft", "ours": ops.rfft, "peers": {"xla": jnp.fft.rfft}, **given}
+    m, n, per = side(4096, 65536), side(64, 128), side(40, 32)
+    make = functools.partial(sparse_operands, m=m, n=n, entries=m * per, block=None)
+    yield make, {
+        "workload": "csr_matmul", "config": f"{m}x{m}, {per} a row, times {n}", "dtype": "float32",
+        "ours": ops.csr_matmul, "peers": {"xla": segmented, "xla bcsr": by_bcsr},
+        "bytes": 8 * m * (per + n), "flops": 2 * m * per * n,
+    }  # fmt: skip
+    m, n, block = side(32, 128), side(256, 4096), 16 if tiny else 64
+    make = functools.partial(sparse_operands, m=m, n=n, entries=m * m // 8, block=block)
+    yield make, {
+        "workload": "bsr_matmul", "config": f"{m * block}^2, an eighth of blocks of {block}, times {n}",
+        "dtype": "float32", "ours": ops.bsr_matmul, "peers": {"xla": segmented},
+        "tolerance": 1e-2 if large else 1e-5, "bytes": 4 * m * block * (m * block // 8 + 2 * n), "flops": m * m // 4 * block * block * n,
+    }  # fmt: skip
+    n = side(2048, 16384)
+    yield (lambda seed: (normal(2 * seed, n, 3), abs(normal(2 * seed + 1, n)))), {
+        "workload": "n_body", "config": f"{n}", "dtype": "float32", "tolerance": 1e-5,
+        "ours": functools.partial(ops.n_body, softening=0.1), "bytes": 28 * n, "flops": 20 * n * n,
+        "peers": {"xla": functools.partial(bodies.n_body_reference, softening=0.1)},
+    }  # fmt: skip
+    rows, n = side(16, 128), side(32000, 128256)
+    key = jax.random.key(0)
+    yield (lambda seed: (3 * normal(seed, rows, n),)), {
+        "workload": "sample_top_p", "config": f"{rows}x{n}", "dtype": "float32",
+        "ours": lambda x: ops.sample_top_p(x, key, p=0.9),
+        "peers": {"xla": lambda x: sampling.sample_top_p_reference(x, key, p=0.9)}, "bytes": 4 * rows * n,
+    }  # fmt: skip
+
+
+def sparse_operands(seed, m: int, n: int, entries: int, block: int | None):
+    """data, columns, starts and b of a random matrix of m rows of numbers or of blocks."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    rows = jnp.sort(jax.random.randint(keys[0], (entries,), 0, m))
+    columns = jax.random.randint(keys[1], (entries,), 0, m)
+    starts = jnp.searchsorted(rows, jnp.arange(m + 1)).astype(jnp.int32)
+    data = normal(2 * seed, entries, *((block, block) if block else ()))
+    return data, columns, starts, normal(2 * seed + 1, m * (block or 1), n)
+
+
+def segmented(data, columns, starts, b):
+    """A sparse product as people write it: a gather, and sums of segments."""
+    entries, m = data.shape[0], starts.shape[0] - 1
+    rows = jnp.searchsorted(starts, jnp.arange(entries), side="right") - 1
+    if data.ndim == 1:
+        return jax.ops.segment_sum(data[:, None] * b[columns], rows, m, indices_are_sorted=True)
+    r, c = data.shape[1:]
+    parts = jnp.einsum("erc,ecn->ern", data, b.reshape(-1, c, b.shape[1])[columns])
+    return jax.ops.segment_sum(parts, rows, m, indices_are_sorted=True).reshape(m * r, -1)
+
+
+def by_bcsr(data, columns, starts, b):
+    """The same by `jax.experimental.sparse`."""
+    return sparse.BCSR((data, columns, starts), shape=(starts.shape[0] - 1, b.shape[0])) @ b

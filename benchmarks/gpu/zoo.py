@@ -23,6 +23,8 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     yield from _optimizers(tiny)
     yield from _filters(tiny)
     yield from _convolutions(tiny)
+    for make, of in zoo.array_cases(True, tiny):
+        yield Case(**of, make=make, reference=of["peers"]["xla"])
 
 
 def _linear_cross_entropy(tiny: bool) -> Iterator[Case]:

@@ -21,6 +21,10 @@ from jtile.ops.filters import erode as erode
 from jtile.ops.filters import separable_filter as separable_filter
 from jtile.ops.filters import stencil as stencil
 from jtile.ops.flash_attention import attention as attention
+from jtile.ops.fourier import fft as fft
+from jtile.ops.fourier import ifft as ifft
+from jtile.ops.fourier import irfft as irfft
+from jtile.ops.fourier import rfft as rfft
 from jtile.ops.gated_mlp import gated_mlp as gated_mlp
 from jtile.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from jtile.ops.histograms import histogram as histogram

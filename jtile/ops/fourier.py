@@ -1,0 +1,261 @@
+"""Fourier transforms along an axis: of any length, of complex and of real numbers."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtile as jt
+from jtile.errors import KernelTypeError, KernelValueError
+from jtile.ops._shapes import check_axis, check_float, fit, machine, tuned
+from jtile.ops.butterflies import butterfly, divisor, first_root, multiply, pair, radices, roots
+
+_LONGEST = (
+    4096,
+    1 << 15,
+)  # numbers of a row that a program takes at once: on a GPU in registers, on a CPU in its cache
+
+
+@jt.kernel(
+    out_type=lambda x, table, **_: jt.like(x), grid=lambda x, table, *, br, **_: jt.cdiv(x.shape[0], br)
+)  # fmt: skip
+def fft_tiles(x, table, y, *, br: int, factors: tuple[int, ...], sign: int, scale: float):
+    """x, y complex64 [rows, n], `br` rows in registers; table: `roots`."""
+    # Stockham's order: with n = l r m, a step takes z[j m + p, q] to z'[p r + k, q], p < m, q < l, j, k < r:
+    # z'[p, k, q] = e^(sign 2 pi i p k / (r m)) sum_j e^(sign 2 pi i j k / r) z[j, p, q]
+    i, n = jt.program_id(0), x.shape[1]
+    z, l = pair(x.tiles(br, n)[i, 0]), 1
+    for s, r in enumerate(factors):
+        m, first = n // (r * l), first_root(factors, s)
+        parts = tuple(v.reshape(br, r, m, l) for v in z)
+        out = butterfly([(parts[0][:, j], parts[1][:, j]) for j in range(r)], sign)
+        for k in range(1, r if m > 1 else 1):
+            re, im = pair(table[jt.ds(first + (k - 1) * m, m)])
+            out[k] = multiply(out[k], (re[None, :, None], im[None, :, None]))
+        z = tuple(jnp.stack([o[part] for o in out], 2).reshape(br, n) for part in (0, 1))
+        l *= r
+    z = z if scale == 1 else (z[0] * scale, z[1] * scale)
+    y.tiles(br, n)[i, 0] = jax.lax.complex(*z)
+
+
+@jt.kernel(
+    out_type=lambda x, table, **_: jt.like(x), grid=lambda x, table, **_: x.shape[0],
+    scratch=lambda x, table, **_: [jax.ShapeDtypeStruct((x.shape[1],), jnp.float32)] * 4,
+)  # fmt: skip
+def fft_rows(
+    x, table, y, real, imaginary, other_real, other_imaginary, *, factors: tuple[int, ...], sign: int, scale: float
+):
+    """As `fft_tiles`, a row at a time, in memory of the program: vectors run along q, in the first step along p."""
+    i, n, l = jt.program_id(0), x.shape[1], 1
+    now, then = (real, imaginary), (other_real, other_imaginary)
+    for s, r in enumerate(factors):
+        m, first, last = n // (r * l), first_root(factors, s), s + 1 == len(factors)
+        b = divisor(m if s == 0 else l, 64)
+        for p in jt.range(1 if s == 0 else m):
+            for c in jt.range((m if s == 0 else l) // b):
+                here = [jt.ds(j * (n // r) + p * l + c * b, b) for j in range(r)]
+                out = butterfly([pair(x[i, at]) if s == 0 else (now[0][at], now[1][at]) for at in here], sign)
+                for k, v in enumerate(out):
+                    root = first + (k - 1) * m + (c * b if s == 0 else p)
+                    if k and not last:
+                        v = multiply(v, pair(table[jt.ds(root, b) if s == 0 else root]))
+                    at = jt.ds(c * b * r + k, b, stride=r) if s == 0 else jt.ds((p * r + k) * l + c * b, b)
+                    if last:
+                        y[i, at] = jax.lax.complex(*(v if scale == 1 else (v[0] * scale, v[1] * scale)))
+                    else:
+                        then[0][at], then[1][at] = v
+        now, then, l = then, now, l * r
+
+
+def _forward(kernel, x, table, **meta):
+    return kernel(x, table, **meta), table
+
+
+def _backward(kernel, table, g, **meta):
+    return kernel(g, table, **meta), None  # the matrix of a transform is symmetric
+
+
+for _kernel in (fft_tiles, fft_rows):
+    _kernel.defvjp(functools.partial(_forward, _kernel), functools.partial(_backward, _kernel))
+
+
+def _rows(x, sign: int, scale: float):
+    """Of the rows of x [rows, n], complex64."""
+    n, whole = x.shape[1], machine().whole
+    factors = radices(n, 16 if whole else 8)
+    if factors is None:
+        return _by_chirps(x, sign, scale)
+    if n > _LONGEST[whole]:
+        return _in_two(x, _halves(factors), sign, scale)
+    options = {"factors": factors, "sign": sign, "scale": scale}
+    if whole:
+        return fft_rows(x, roots(factors, sign), **options)
+    br = fit(x.shape[0], max(1, 2048 // n))
+    return tuned(fft_tiles, num_warps=8 if br * n > 2048 else 4)(x, roots(factors, sign), br=br, **options)
+
+
+def _halves(factors: tuple[int, ...]) -> int:
+    """The product of some of the factors that is near the root of the product of all."""
+    return functools.reduce(lambda a, r: a * r if (a * r) ** 2 <= 2 * math.prod(factors) else a, factors, 1)
+
+
+def _in_two(x, left: int, sign: int, scale: float):
+    """n = left right, as columns and then rows of a matrix (Bailey 1990)."""
+    # y[k1 + left k2] = sum_j2 w_right^(j2 k2) w_n^(j2 k1) sum_j1 w_left^(j1 k1) x[j1 right + j2]
+    (rows, n), right = x.shape, x.shape[1] // left
+    columns = x.reshape(rows, left, right).swapaxes(1, 2).reshape(-1, left)
+    inner = _rows(columns, sign, 1.0).reshape(rows, right, left)
+    turns = np.outer(np.arange(right), np.arange(left)) % n
+    turns = np.exp(sign * 2j * np.pi * turns / n).astype(np.complex64)
+    outer = _rows((inner * turns[None]).swapaxes(1, 2).reshape(-1, right), sign, scale)
+    return outer.reshape(rows, left, right).swapaxes(1, 2).reshape(rows, n)
+
+
+def _by_chirps(x, sign: int, scale: float):
+    """As a convolution of the length of a power of two (Bluestein 1970): j k = (j^2 + k^2 - (k - j)^2) / 2."""
+    n = x.shape[1]
+    m = jt.next_power_of_2(2 * n - 1)
+    chirp = np.exp(sign * 1j * np.pi * (np.arange(n) ** 2 % (2 * n)) / n)
+    against = np.zeros(m, np.complex128)
+    against[:n] = chirp.conj()
+    against[m - n + 1 :] = chirp.conj()[1:][::-1]
+    spectrum = (np.fft.fft(against) / m).astype(np.complex64)
+    chirp = chirp.astype(np.complex64)
+    z = _rows(jnp.pad(x * chirp[None], ((0, 0), (0, m - n))), -1, 1.0) * spectrum[None]
+    return _rows(z, 1, 1.0)[:, :n] * (chirp * np.float32(scale))[None]
+
+
+def _along(op: str, x, axis: int, sign: int, scale_by_n: bool):
+    axis = check_axis(axis, x.ndim, op)
+    n = x.shape[axis]
+    if n == 0:
+        raise KernelValueError(f"{op}: axis {axis} of x has no elements")
+    if x.size == 0 or n == 1:
+        return x
+    last = jnp.moveaxis(x, axis, -1)
+    found = _rows(last.reshape(-1, n), sign, 1.0 / n if scale_by_n else 1.0)
+    return jnp.moveaxis(found.reshape(last.shape), -1, axis)
+
+
+def _complex(op: str, x):
+    if not hasattr(x, "dtype"):
+        raise KernelTypeError(f"{op}: x is an array, got {type(x).__name__}; convert it: jnp.asarray(...)")
+    if x.dtype in (jnp.complex64, jnp.float32, jnp.bfloat16, jnp.float16):
+        return x.astype(jnp.complex64)
+    raise KernelTypeError(f"{op}: x is complex64, or of floats of at most 32 bits, got {x.dtype.name}; convert it")
+
+
+@functools.partial(jax.jit, static_argnames=("axis",), inline=True)
+def fft(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`X_k = sum_j x_j e^(-2 pi i j k / n)` along an axis, as `jnp.fft.fft`, computed in float32.
+
+    Lengths whose prime factors are at most 13 go through butterflies of radix 2 to 16 (on GPUs to 8), which a program
+    computes without memory between them; longer ones than it holds in two passes, and lengths with larger primes as a
+    convolution. Differentiable.
+
+    Args:
+      x: complex64 array [..., n, ...], or one of floats of at most 32 bits.
+      axis: where to transform along.
+    Returns:
+      complex64, of x's shape.
+    Raises:
+      KernelTypeError: another dtype. KernelValueError: no such axis, or one of no elements.
+    """
+    return _along("fft", _complex("fft", x), axis, -1, False)
+
+
+@functools.partial(jax.jit, static_argnames=("axis",), inline=True)
+def ifft(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`x_j = 1/n sum_k X_k e^(2 pi i j k / n)`, the inverse of `fft`; arguments and errors are the same."""
+    return _along("ifft", _complex("ifft", x), axis, 1, True)
+
+
+@functools.partial(jax.jit, static_argnames=("axis",), inline=True)
+def rfft(x: jax.Array, axis: int = -1) -> jax.Array:
+    """The first n // 2 + 1 numbers of `fft` of real x, as `jnp.fft.rfft`, of even lengths by one of half the length.
+
+    Args:
+      x: array of floats of at most 32 bits, [..., n, ...].
+      axis: where to transform along.
+    Returns:
+      complex64 [..., n // 2 + 1, ...].
+    Raises:
+      As `fft`.
+    """
+    check_float("rfft", x=x)
+    axis = check_axis(axis, x.ndim, "rfft")
+    n = x.shape[axis]
+    if n % 2:
+        return jax.lax.slice_in_dim(fft(x, axis), 0, n // 2 + 1, axis=axis)
+    x = jnp.moveaxis(x, axis, -1)
+    z = _complex("rfft", x[..., 0::2]) + 1j * _complex("rfft", x[..., 1::2])
+    z = fft(z)
+    # z = even + i odd     X_k = even_k + w^k odd_k     even_k = (Z_k + conj Z_-k) / 2, odd_k = (Z_k - conj Z_-k) / 2i
+    z = jnp.concatenate([z, z[..., :1]], -1)
+    back = jnp.conj(jnp.flip(z, -1))
+    w = np.exp(-2j * np.pi * np.arange(n // 2 + 1) / n).astype(np.complex64)
+    w = w.reshape((1,) * (z.ndim - 1) + (-1,))
+    return jnp.moveaxis((z + back) * np.complex64(0.5) + (z - back) * (w * np.complex64(-0.5j)), -1, axis)
+
+
+@functools.partial(jax.jit, static_argnames=("n", "axis"), inline=True)
+def irfft(x: jax.Array, n: int | None = None, axis: int = -1) -> jax.Array:
+    """The real numbers whose `rfft` is x, as `jnp.fft.irfft`.
+
+    Args:
+      x: complex64 array [..., m, ...]; of the first number, and of the last one for an even n, the real part counts.
+      n: how many, 2 m - 2 (default) or 2 m - 1.
+      axis: where to transform along.
+    Returns:
+      float32 [..., n, ...].
+    Raises:
+      As `fft`; KernelValueError: another n.
+    """
+    x = _complex("irfft", x)
+    axis = check_axis(axis, x.ndim, "irfft")
+    m = x.shape[axis]
+    n = 2 * m - 2 if n is None else n
+    if n < 1 or n // 2 + 1 != m:
+        raise KernelValueError(f"irfft: n is {2 * m - 2} or {2 * m - 1}, 1 or more, for {m} numbers, got {n}")
+    x = jnp.moveaxis(x, axis, -1)
+    x = jnp.concatenate([jnp.real(x[..., :1]).astype(x.dtype), x[..., 1:]], -1)
+    if n % 2:
+        whole = jnp.concatenate([x, jnp.conj(jnp.flip(x[..., 1:], -1))], -1)
+        return jnp.moveaxis(jnp.real(ifft(whole)), -1, axis)
+    x = jnp.concatenate([x[..., :-1], jnp.real(x[..., -1:]).astype(x.dtype)], -1)
+    back = jnp.conj(jnp.flip(x, -1))
+    w = np.exp(2j * np.pi * np.arange(m) / n).astype(np.complex64).reshape((1,) * (x.ndim - 1) + (-1,))
+    z = ifft(((x + back) * np.complex64(0.5) + (x - back) * (w * np.complex64(0.5j)))[..., :-1])
+    both = jnp.stack([jnp.real(z), jnp.imag(z)], -1)
+    return jnp.moveaxis(both.reshape(*x.shape[:-1], n), -1, axis)
+
+
+def fft_reference(x, axis: int = -1):
+    """`fft` in jnp, by the matrix of the transform."""
+    return jnp.moveaxis(_dft(jnp.moveaxis(x, axis, -1), -1), -1, axis)
+
+
+def ifft_reference(x, axis: int = -1):
+    """`ifft` in jnp."""
+    return jnp.moveaxis(_dft(jnp.moveaxis(x, axis, -1), 1) / np.complex64(x.shape[axis]), -1, axis)
+
+
+def rfft_reference(x, axis: int = -1):
+    """`rfft` in jnp."""
+    return jax.lax.slice_in_dim(fft_reference(x, axis), 0, x.shape[axis] // 2 + 1, axis=axis % x.ndim)
+
+
+def irfft_reference(x, n=None, axis: int = -1):
+    """`irfft` in jnp."""
+    return jnp.fft.irfft(x, n, axis)
+
+
+def _dft(x, sign: int):
+    n = x.shape[-1]
+    turns = np.outer(np.arange(n), np.arange(n)) % n
+    matrix = np.exp(sign * 2j * np.pi * turns / n).astype(np.complex64)
+    return jnp.matmul(x.astype(jnp.complex64), matrix, precision="highest")
