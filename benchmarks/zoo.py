@@ -203,7 +203,8 @@ def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, dict[str
     yield make, {
         "workload": "bsr_matmul", "config": f"{m * block}^2, an eighth of blocks of {block}, times {n}",
         "dtype": "float32", "ours": ops.bsr_matmul, "peers": {"xla": segmented},
-        "tolerance": 1e-2 if large else 1e-5, "bytes": 4 * m * block * (m * block // 8 + 2 * n), "flops": m * m // 4 * block * block * n,
+        "tolerance": 1e-2 if large else 1e-5, "bytes": 4 * m * block * (m * block // 8 + 2 * n),
+        "flops": m * m // 4 * block * block * n,
     }  # fmt: skip
     n = side(2048, 16384)
     yield (lambda seed: (normal(2 * seed, n, 3), abs(normal(2 * seed + 1, n)))), {
