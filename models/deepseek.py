@@ -11,7 +11,7 @@ from flax import nnx
 
 from jtile._errors import ModelError
 
-from . import layers
+from . import few_tokens
 from .config import DecoderConfig, WeightSource, read_decoder
 from .decoder import Block, GatedMLP, as_float32
 from .entries import count, number, table
@@ -142,7 +142,7 @@ class Router(nnx.Module):
     def __call__(self, x):
         """x float32 [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
         c, tokens = self.config, x.shape[0]
-        scores = jax.nn.sigmoid(layers.linear(x, self.weight.get_value()))
+        scores = jax.nn.sigmoid(few_tokens.scores(x, self.weight.get_value()))
         ranking = (scores + self.bias.get_value()[None, :]).reshape(tokens, c.groups, -1)
         of_group = jax.lax.top_k(ranking, 2)[0].sum(-1)  # a group is as good as its two best experts
         best = jax.lax.top_k(of_group, c.chosen_groups)[1]

@@ -16,6 +16,7 @@ from flax import nnx
 from jtile import ops
 from jtile.ops import QuantizedTensor
 
+from . import few_tokens
 from .config import WeightSource
 
 Matrix = jax.Array | QuantizedTensor
@@ -39,6 +40,8 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
       [tokens, hidden] of x's dtype.
     """
     tokens, k = experts.shape
+    if gated is ops.swiglu and biases == (None, None) and few_tokens.takes(tokens, k, gate_up, down):
+        return few_tokens.mixture(x, experts, weights, gate_up, down)
     if ops.routes_unsorted(tokens * k, down):
         return _by_tokens(x, experts, weights, gate_up, down, biases, gated)
     chosen = experts.reshape(tokens * k)

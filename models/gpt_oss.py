@@ -14,7 +14,7 @@ from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
 from . import experts as mixtures
-from . import layers
+from . import few_tokens, layers
 from .config import AttentionConfig, DecoderConfig, WeightSource, read_attention, read_decoder, read_layer_types
 from .decoder import Attention, Block, as_float32
 from .entries import number
@@ -79,7 +79,7 @@ class Router(nnx.Module):
 
     def __call__(self, x) -> tuple[jax.Array, jax.Array]:
         """x float32 [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
-        scores = layers.with_bias(layers.linear(x, self.weight.get_value()), self.bias.get_value())
+        scores = layers.with_bias(few_tokens.scores(x, self.weight.get_value()), self.bias.get_value())
         best, experts = ops.top_k(scores, self.chosen)
         return experts, ops.softmax(best)
 

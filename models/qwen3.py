@@ -8,10 +8,9 @@ from collections.abc import Mapping
 import jax
 from flax import nnx
 
-from jtile import ops
 from jtile._errors import ModelError
 
-from . import layers
+from . import few_tokens
 from .config import (
     AttentionConfig,
     DecoderConfig,
@@ -102,6 +101,5 @@ class Router(nnx.Module):
 
     def __call__(self, x) -> tuple[jax.Array, jax.Array]:
         """x float32 [tokens, hidden] -> experts int32 [tokens, chosen], their weights float32 [tokens, chosen]."""
-        probabilities = ops.softmax(layers.linear(x, self.weight.get_value()))
-        weights, experts = ops.top_k(probabilities, self.config.chosen)
-        return experts, weights / weights.sum(1, keepdims=True) if self.config.normalised else weights
+        scores = few_tokens.scores(x, self.weight.get_value())
+        return few_tokens.choose(scores, self.config.chosen, self.config.normalised)

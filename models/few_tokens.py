@@ -1,0 +1,198 @@
+"""The mixture of experts of a few tokens on GPUs, as a decoding step has them: what chooses their experts, and products
+with the matrices of these, straight from the stacks and without a sort.
+
+Such products are as fast as the matrices come from memory: a program has some rows of a matrix in registers at once.
+Elsewhere, and for more tokens, stand `layers.linear`, `ops.top_k` and `experts.mixture`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile import ops
+from jtile.ops import QuantizedTensor
+
+from . import layers
+
+MOST = 128  # tokens whose scores programs of a few experts compute; for more, tiles of a product are as fast
+TOGETHER = 8  # of these tokens go through the weights that a program holds
+ROWS = 4  # of a matrix in a program
+WIDEST = 4096  # columns of a matrix that a program holds at once
+
+
+def _threads() -> bool:
+    """Whether the target at hand runs programs by warps of threads."""
+    return "warps" in jt.target().features
+
+
+# -- which experts -----------------------------------------------------------------------------------------------------
+
+
+@jt.kernel(
+    out_type=lambda x, w, **_: jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32),
+    grid=lambda x, w, *, bt, bn, **_: (jt.cdiv(x.shape[0], bt), jt.cdiv(w.shape[0], bn)),
+)
+def router_scores(x, w, y, *, bt: int, bn: int):
+    """y [tokens, experts] of x [tokens, hidden] and w [experts, hidden]: `bn` experts and `bt` tokens in a program."""
+    # y = x W^T
+    i, j, hidden = jt.program_id(0), jt.program_id(1), x.shape[1]
+    W = w.tiles(bn, hidden)[j, 0].astype(jnp.float32)
+    for t in range(bt):
+        X = x.tiles(None, hidden)[i * bt + t, 0].astype(jnp.float32)
+        y.tiles(None, bn)[i * bt + t, j] = (W * X[None, :]).sum(1)
+
+
+def _scores_backward(residuals, dy, **_):
+    x, w = residuals
+    dx, dw = ops.matmul(dy, w.astype(jnp.float32)), ops.matmul(dy, x.astype(jnp.float32), transpose_a=True)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+router_scores.defvjp(lambda x, w, **meta: (router_scores(x, w, **meta), (x, w)), _scores_backward)
+
+
+def scores(x, w):
+    """float32 [tokens, experts]: of x float32 [tokens, hidden] the products with the router's rows w."""
+    tokens = x.shape[0]
+    few = isinstance(tokens, int) and 0 < tokens <= MOST and x.shape[1] <= WIDEST
+    if not few or not _threads() or isinstance(w, QuantizedTensor):
+        return layers.linear(x, w)
+    return router_scores(x, w, bt=min(tokens, TOGETHER), bn=ROWS)
+
+
+@jt.kernel(
+    out_type=lambda s, *, k, **_: tuple(jax.ShapeDtypeStruct((s.shape[0], k), d) for d in (jnp.int32, jnp.float32)),
+    grid=lambda s, **_: s.shape[0],
+)
+def most_probable(s, experts, weights, *, k: int, normalised: bool):
+    """Of scores s [tokens, experts] the `k` largest of each token, and their shares in the softmax of all, or in that
+    of these where they are `normalised`."""
+    # p = e^(s - max s) / sum e^(s - max s)
+    i, n = jt.program_id(0), s.shape[1]
+    row, column = s[i, :], jt.arange(n)
+    top = row.max()
+    shares = jnp.exp(row - top)
+    left, total, found = jnp.ones((n,), jnp.bool_), jnp.float32(0), []
+    for _ in range(k):
+        best = jnp.where(left, row, -jnp.inf).max()
+        at = jnp.where(left & (row == best), column, n - 1).min()
+        left = left & (column != at)
+        found.append((at, jnp.exp(best - top)))
+        total = total + found[-1][1]
+    whole = total if normalised else shares.sum()
+    for t, (at, share) in enumerate(found):
+        experts[i, t] = at.astype(jnp.int32)
+        weights[i, t] = share / whole
+
+
+def _shares(s, experts, normalised: bool):
+    p = jax.nn.softmax(s)
+    w = jnp.take_along_axis(p, experts, axis=1)
+    return w / w.sum(1, keepdims=True) if normalised else w
+
+
+def _probable_forward(s, **meta):
+    experts, weights = most_probable(s, **meta)
+    return (experts, weights), (s, experts)
+
+
+def _probable_backward(residuals, cts, *, normalised: bool, **_):
+    s, experts = residuals
+    return jax.vjp(lambda s: _shares(s, experts, normalised), s)[1](cts[1])
+
+
+most_probable.defvjp(_probable_forward, _probable_backward)
+
+
+def choose(s, k: int, normalised: bool):
+    """The experts int32 [tokens, k] of the largest of the scores float32 [tokens, experts], and their weights float32:
+    probabilities, divided by their sum where they are `normalised`."""
+    if _threads() and s.shape[0] and k <= 16:
+        return most_probable(s, k=k, normalised=normalised)
+    weights, experts = ops.top_k(ops.softmax(s), k)
+    return experts, weights / weights.sum(1, keepdims=True) if normalised else weights
+
+
+# -- their products ----------------------------------------------------------------------------------------------------
+
+
+@jt.kernel(
+    out_type=lambda x, w, index, **_: jt.like(x, shape=(index.shape[0], w.shape[1] // 2)),
+    grid=lambda x, w, index, *, bn, **_: (w.shape[1] // 2 // bn, index.shape[0]),
+)
+def chosen_gated(x, w, index, y, *, bn: int, bk: int):
+    """y [m, f] of x [m / k, hidden], w [experts, 2 f, hidden] and the experts index int32 [m]: a token in k rows."""
+    # y_i = silu(G_e x_(i / k)) * (U_e x_(i / k))     e = index_i
+    r, i = jt.program_id(0), jt.program_id(1)
+    token, e, tiles = i // (index.shape[0] // x.shape[0]), index[i], y.shape[1] // bn
+    W, X = w.tiles(None, bn, bk), x.tiles(None, bk)
+    gate, up = jnp.zeros((bn,), jnp.float32), jnp.zeros((bn,), jnp.float32)
+    for p in range(X.shape[1]):
+        G, U = W[e, r, p], W[e, tiles + r, p]
+        row = X[token, p].astype(jnp.float32)[None, :]
+        gate = gate + (G.astype(jnp.float32) * row).sum(1)
+        up = up + (U.astype(jnp.float32) * row).sum(1)
+    y.tiles(None, bn)[i, r] = (jax.nn.silu(gate) * up).astype(y.dtype)
+
+
+@jt.kernel(
+    out_type=lambda h, w, index, share, **_: jt.like(h, shape=(index.shape[0], w.shape[1])),
+    grid=lambda h, w, index, share, *, bn, **_: (jt.cdiv(w.shape[1], bn), index.shape[0]),
+)
+def chosen_sum(h, w, index, share, y, *, bn: int):
+    """y [tokens, hidden] of h [tokens, k, f], w [experts, hidden, f], index int32 and share float32 [tokens, k]."""
+    # y_t = sum_j share_tj W_e h_tj     e = index_tj
+    r, t, f = jt.program_id(0), jt.program_id(1), h.shape[2]
+    W, H = w.tiles(None, bn, f), h.tiles(None, None, f)
+    parts = [W[index[t, j], r, 0] for j in range(h.shape[1])]  # all on their way at once
+    total = jnp.zeros((bn, f), jnp.float32)
+    for j, part in enumerate(parts):
+        total = total + part.astype(jnp.float32) * (H[t, j, 0].astype(jnp.float32) * share[t, j])[None, :]
+    y.tiles(None, bn)[t, r] = total.sum(1).astype(y.dtype)
+
+
+def _gated_backward(residuals, dy, **_):
+    x, w, index = residuals
+    tokens = x.shape[0]
+    run = lambda x, w: ops.swiglu(ops.routed_matmul(x, w, index.reshape(tokens, -1))).reshape(dy.shape)
+    return *jax.vjp(run, x, w)[1](dy), None
+
+
+def _sum_backward(residuals, dy, **_):
+    h, w, index, share = residuals
+
+    def run(h, w, share):
+        y = ops.routed_matmul(h, w, index).astype(jnp.float32)
+        return (y * share[:, :, None]).sum(1).astype(h.dtype)
+
+    dh, dw, ds = jax.vjp(run, h, w, share)[1](dy)
+    return dh, dw, None, ds
+
+
+chosen_gated.defvjp(lambda x, w, index, **meta: (chosen_gated(x, w, index, **meta), (x, w, index)), _gated_backward)
+chosen_sum.defvjp(lambda *arrays, **meta: (chosen_sum(*arrays, **meta), arrays), _sum_backward)
+
+
+def takes(tokens, k: int, gate_up, down) -> bool:
+    """Whether `mixture` is for so many tokens, of `k` experts each: most of these have one token then. Experts are
+    16-bit floats."""
+    if not _threads() or any(isinstance(w, QuantizedTensor | tuple) for w in (gate_up, down)):
+        return False
+    whole = down.shape[2] % ROWS == 0 and down.dtype == gate_up.dtype and down.dtype.itemsize == 2
+    small = isinstance(tokens, int) and 0 < tokens * k <= down.shape[0] // 4 and k <= 16
+    return whole and small and down.shape[2] * k <= 2 * WIDEST
+
+
+@functools.partial(jax.jit, inline=True)
+def mixture(x, experts, weights, gate_up, down):
+    """See `experts.mixture`, which calls it where it `takes` the arguments."""
+    rows = x.astype(gate_up.dtype)
+    bk = min(jt.next_power_of_2(x.shape[1]), WIDEST // 2)
+    h = chosen_gated(rows, gate_up, experts.reshape(-1), bn=ROWS, bk=bk)
+    # of k matrices at once: fewer rows and threads, so that several programs share a multiprocessor
+    last = chosen_sum.with_options(num_warps=4) if jt.target().platform == "cuda" else chosen_sum
+    return last(h.reshape(*experts.shape, -1), down, experts, weights, bn=ROWS // 2).astype(x.dtype)

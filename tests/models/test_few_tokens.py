@@ -1,0 +1,62 @@
+"""The mixture of a few tokens on GPUs: its kernels against `jnp` and against what sorts the tokens, on any target."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtile.models import experts, few_tokens
+from jtile.testing import relative_error
+from jtile.testing.evaluate import evaluated
+
+
+def normal(*shape, seed, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def test_scores():
+    x, w = normal(11, 60, seed=0), normal(10, 60, seed=1)
+    got = few_tokens.router_scores(x, w, bt=4, bn=4)
+    assert relative_error(got, x @ w.T) < 1e-6
+    total = lambda run: evaluated(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1)))(x, w)
+    for a, b in zip(total(lambda x, w: few_tokens.router_scores(x, w, bt=4, bn=4)), total(lambda x, w: x @ w.T)):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_most_probable_experts(normalised):
+    """Of equal scores the first one counts, as elsewhere."""
+    s = normal(5, 12, seed=2).at[1].set(0.5).at[2, 3:].set(-jnp.inf)
+    got, weights = few_tokens.most_probable(s, k=3, normalised=normalised)
+    share, chosen = jax.lax.top_k(jax.nn.softmax(s), 3)
+    share = share / share.sum(1, keepdims=True) if normalised else share
+    assert np.array_equal(got, chosen) and relative_error(weights, share) < 1e-6
+    of = lambda run: evaluated(jax.grad(lambda s: (run(s) * normal(1, 3, seed=3)).sum()))(s[:1])
+    ours = of(lambda s: few_tokens.most_probable(s, k=3, normalised=normalised)[1])
+    assert relative_error(ours, of(lambda s: few_tokens._shares(s, chosen[:1], normalised))) < 1e-5
+
+
+def test_products_and_their_gradients():
+    """Also of a token that chooses an expert twice."""
+    gate_up, down = normal(16, 2 * 24, 40, seed=4, dtype="bfloat16"), normal(16, 40, 24, seed=5, dtype="bfloat16")
+    x, share = normal(2, 40, seed=6, dtype="bfloat16"), normal(2, 2, seed=7)
+    chosen = jnp.asarray([[3, 15], [3, 3]], jnp.int32)
+    of = lambda run: evaluated(jax.grad(lambda x, *rest: run(x, chosen, *rest).astype(jnp.float32).sum(), range(4)))(
+        x, share, gate_up, down
+    )
+    ours, expected = (of(run) for run in (few_tokens.mixture, experts.mixture))
+    for a, b in zip(ours, expected, strict=True):
+        assert a.dtype == b.dtype and relative_error(a, b) < 2e-2
+    y = few_tokens.mixture(x, chosen, share, gate_up, down)
+    assert relative_error(y, experts.mixture(x, chosen, share, gate_up, down)) < 1e-2
+
+
+def test_which_tokens_it_takes(monkeypatch):
+    stack = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
+    gate_up, down = stack(128, 1536, 2048), stack(128, 2048, 768)
+    assert not few_tokens.takes(1, 8, gate_up, down)
+    monkeypatch.setattr(few_tokens, "_threads", lambda: True)
+    assert few_tokens.takes(1, 8, gate_up, down) and few_tokens.takes(4, 8, gate_up, down)
+    assert not few_tokens.takes(5, 8, gate_up, down) and not few_tokens.takes(0, 8, gate_up, down)
+    assert not few_tokens.takes(1, 8, stack(128, 1536, 2048, dtype="float32"), stack(128, 2048, 768, dtype="float32"))
+    assert not few_tokens.takes(1, 8, (gate_up, gate_up), down)
