@@ -295,11 +295,17 @@ def view(
     out: Annotated[str | None, typer.Option("--out", "-o", help="The file; NAME.html otherwise.")] = None,
     gradient: Annotated[bool, typer.Option(help="Show the kernels of reverse mode, too.")] = True,
     run: Annotated[bool, typer.Option(help="Measure, where the target is the device at hand.")] = True,
+    serve: Annotated[bool, typer.Option("--serve", help="Write no file: serve the page, anew on every save.")] = False,
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Of --serve; 0: a free one.")] = 8765,
 ) -> None:
     """One page for a browser: source beside every level down to machine code, passes, grid, speed, gradient."""
     from jtile.tools import viewing
 
-    viewing.show(what, args=args, meta=meta or [], target=target, out=out, gradient=gradient, run=run)
+    options: dict[str, Any] = dict(args=args, meta=meta or [], target=target, gradient=gradient, run=run)
+    if serve:
+        viewing.serve(what, port=port, **options)
+    else:
+        viewing.show(what, out=out, **options)
 
 
 @app.command()

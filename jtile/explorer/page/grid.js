@@ -135,7 +135,8 @@ function hatch(context, x, y, w, h, colour) {
   context.restore();
 }
 
-// The programs of a grid: its last two axes as cells, the others as the plane that the program is in.
+// The programs of a grid: its last two axes as cells, the others as the plane that the program is in. Where that is
+// many or long, a cell stands for several programs.
 class GridPicture {
   constructor(access, onchoose) {
     this.access = access;
@@ -144,7 +145,7 @@ class GridPicture {
     this.canvas.addEventListener("click", event => {
       const bounds = this.canvas.getBoundingClientRect();
       const [i, j] = [(event.clientY - bounds.top) / this.cell, (event.clientX - bounds.left) / this.cell].map(Math.floor);
-      const linear = this.first + i * this.columns + j;
+      const linear = this.first + (i * this.columns + j) * this.each;
       const known = access.programs.reduce((best, one) => Math.abs(one - linear) < Math.abs(best - linear) ? one : best);
       onchoose(this.place.get(known));
     });
@@ -152,15 +153,17 @@ class GridPicture {
 
   draw(k) {
     const { shape, programs } = this.access, program = programs[k];
-    this.columns = shape.length ? shape.at(-1) : 1;
-    let rows = shape.length > 1 ? shape.at(-2) : 1;
-    const plane = this.columns * rows;
+    const long = shape.filter(size => size > 1);
+    let [rows, columns] = [1, 1, ...long].slice(-2);
+    const plane = columns * rows;
     this.first = Math.floor(program / plane) * plane;
-    let columns = this.columns;
-    if (rows === 1 && columns > 32) {
-      this.columns = columns = Math.ceil(Math.sqrt(columns * 2));
-      rows = Math.ceil(plane / columns);
+    this.each = 1;
+    if (Math.max(rows, columns) > 150 || (rows === 1 && columns > 32)) { // rows of programs in their order
+      this.each = Math.ceil(plane / (150 * 75));
+      columns = Math.ceil(Math.sqrt(plane / this.each * 2));
+      rows = Math.ceil(plane / this.each / columns);
     }
+    this.columns = columns;
     this.cell = Math.max(2, Math.min(22, Math.floor(300 / Math.max(columns, rows))));
     const scale = devicePixelRatio || 1, context = this.canvas.getContext("2d");
     this.canvas.width = columns * this.cell * scale;
@@ -170,10 +173,12 @@ class GridPicture {
     context.scale(scale, scale);
     const gap = this.cell > 5 ? 2 : this.cell > 3 ? 1 : 0;
     for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) {
-      const linear = this.first + i * columns + j;
-      if (i * columns + j >= plane) break;
-      context.fillStyle = token(linear === program ? "--warm" : this.place.has(linear) ? "--accent" : "--line");
-      context.globalAlpha = linear === program ? 1 : this.place.has(linear) ? 0.45 : 0.8;
+      const linear = this.first + (i * columns + j) * this.each;
+      if (linear >= this.first + plane) break;
+      const here = linear <= program && program < linear + this.each;
+      const known = this.each > 1 || this.place.has(linear);
+      context.fillStyle = token(here ? "--warm" : known ? "--accent" : "--line");
+      context.globalAlpha = here ? 1 : known ? 0.45 : 0.8;
       context.fillRect(j * this.cell, i * this.cell, this.cell - gap, this.cell - gap);
     }
   }
