@@ -15,7 +15,7 @@ from benchmarks.backward import cross_entropy, pulled
 from benchmarks.data import TOLERANCE, normal, size
 from benchmarks.harness import Case
 from jtile import ops
-from jtile.ops import bodies, filters, sampling
+from jtile.ops import bodies, filters, native_sparse, sampling
 from jtile.ops.optimizers import adamw_reference, newton_schulz_reference
 
 
@@ -218,6 +218,15 @@ def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, dict[str
         "workload": "sample_top_p", "config": f"{rows}x{n}", "dtype": "float32",
         "ours": lambda x: ops.sample_top_p(x, key, p=0.9),
         "peers": {"xla": lambda x: sampling.sample_top_p_reference(x, key, p=0.9)}, "bytes": 4 * rows * n,
+    }  # fmt: skip
+    t, heads, d = side(1024, 4096), side(8, 32), side(64, 128)
+    dtype = "bfloat16" if large else "float32"
+    shapes = [(1, t, heads, d), *[(1, t, max(1, heads // 16), d)] * 2, (1, t, heads, 3)]
+    elements, nsa = t * heads * d, native_sparse.native_sparse_attention_reference
+    yield (lambda seed: tuple(normal(4 * seed + j, *s, dtype=dtype) for j, s in enumerate(shapes))), {
+        "workload": "native_sparse_attention", "config": f"{t}, {heads} heads of {d}", "dtype": dtype,
+        "ours": ops.native_sparse_attention, "peers": {"xla": nsa}, "bytes": (4 if large else 8) * elements,
+        "flops": 4 * elements * min(t, 512 + 16 * 64), "tolerance": 2e-2,
     }  # fmt: skip
 
 
