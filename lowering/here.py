@@ -29,7 +29,7 @@ def architecture() -> str | None:
     """The architecture, `"sm_90"` or `"gfx942"`, that a kernel called here will most likely be compiled for; None on a
     CPU."""
     found = target()
-    return None if found.platform == "cpu" else found.arch
+    return found.arch if platforms.named(found.platform).claims(found.arch) else None
 
 
 def target() -> Target:

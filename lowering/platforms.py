@@ -56,6 +56,12 @@ class Platform:
       literals: tables of literals are constants of its images; else they are further operands.
       fuses_slices: XLA's compiler for it fuses slices with custom calls, and forgets aliases of operands on the way.
       block_level: some of its targets run the ops of the block level.
+      predicted_us: a rough time of a kernel on the machine at hand, in microseconds, where the platform has a model of
+        it; elsewhere `jtile.tune` goes by the rates of the target.
+      located: the texts of a kernel on a target by level, and the place in the source of each line of the first, where
+        `jt.view` cannot tell them by itself.
+      bundle: gives the module that says what the files of a bundle are, where kernels are handed over as bundles
+        (`jt.export_bundle`).
       variables: names of the variables `JTILE_...` of the environment that its compilers read, beside those of options.
       status: "" where kernels run on machines of jtile's developers, or what has been checked instead.
     """
@@ -81,6 +87,9 @@ class Platform:
     literals: bool = False
     fuses_slices: bool = False
     block_level: bool = False
+    predicted_us: Callable[[ir.Kernel], float] | None = None
+    located: Callable[[ir.Kernel, Target], tuple[Mapping[str, str], list[ir.Loc]]] | None = None
+    bundle: Callable[[], Any] | None = None
     variables: tuple[str, ...] = ()
     status: str = ""
 

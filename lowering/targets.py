@@ -77,7 +77,8 @@ class Target:
       features: what code may be chosen by instead of the name of an architecture. `"warps"`: a program is a block of
         threads, whose registers hold its tiles, with sides of powers of two. `"vector cores"`: the
         memory of a core holds the tiles of a program, with such sides too. `"warpgroup products"`: the ops of the block
-        level: roles, tensor maps and asynchronous products.
+        level: roles, tensor maps and asynchronous products. `"measured warps"`: the numbers of warps and stages that
+        the library and the model of time give kernels were measured on GPUs like it; elsewhere the compiler chooses.
     """
 
     name: str

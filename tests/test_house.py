@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -145,6 +146,53 @@ def test_private_jax_only_in_compat():
     private = "jax." + "_src"
     bad = [str(p.relative_to(ROOT)) for p in source_files() if private in p.read_text() and p.name != "_compat.py"]
     assert not bad
+
+
+SPELLED = re.compile(r"""["'](cpu|cuda|rocm|ascend|gpu|sm_|gfx)""")
+NAMES = {"cpu", "cuda", "rocm", "ascend", "gpu"}
+OWN = ("lowering/cpu", "lowering/cuda", "lowering/rocm", "lowering/ascend", "models", "ffi")  # may know their names
+
+
+def branches_on_names(tree: ast.AST) -> list[tuple[int, str]]:
+    """(line, text) of comparisons with the names of platforms and architectures; not those of JAX's devices."""
+
+    def named(node: ast.AST) -> bool:
+        texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        return any(text in NAMES or text.startswith(("sm_", "gfx")) for text in texts)
+
+    compared = [n for n in ast.walk(tree) if isinstance(n, ast.Compare) and any(map(named, (n.left, *n.comparators)))]
+    starts = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "startswith" and named(n)
+    ]
+    matched = [n for n in ast.walk(tree) if isinstance(n, ast.MatchValue) and named(n)]
+    found = [(n.lineno, ast.unparse(n)) for n in (*compared, *starts, *matched)]
+    return [(line, text) for line, text in found if "device" not in text]
+
+
+def test_nothing_branches_on_the_names_of_platforms():
+    """What a platform differs in is a field of its record, or a feature of its targets: a new one comes without changes
+    elsewhere. The models above, which choose for hosts and devices, may ask `jt.platform()`."""
+    asks = {"jtile/trace/rules/calls.py"}  # which of the codes that JAX has for its platforms a kernel takes
+    found = [
+        f"{path.relative_to(ROOT)}:{line} {text}"
+        for path in source_files()
+        if not str(path.relative_to(ROOT)).startswith((*OWN, "benchmarks")) and str(path.relative_to(ROOT)) not in asks
+        for line, text in (branches_on_names(ast.parse(code)) if SPELLED.search(code := path.read_text()) else ())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_rule_of_names_itself():
+    code = (
+        'a = p == "cuda"; b = "sm_90" in q; c = x.startswith("gfx"); d = name == "relu"; e = device.platform == "cpu"'
+    )
+    assert [text for _, text in branches_on_names(ast.parse(code))] == [
+        "p == 'cuda'",
+        "'sm_90' in q",
+        "x.startswith('gfx')",
+    ]
 
 
 @pytest.mark.parametrize("native", ["built before", pytest.param("compiled", marks=pytest.mark.slow)])

@@ -7,14 +7,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jtile import ir
-from jtile._errors import JtileError, KernelTypeError, KernelValueError, UnsupportedError
+from jtile._errors import KernelTypeError, KernelValueError, UnsupportedError
 from jtile.calls.kernel import Kernel
 from jtile.calls.lowered import Lowered
 
@@ -80,7 +80,9 @@ def export_bundle(
 
 
 def _check_platform(platform: str, name: str) -> None:
-    if platform != "ascend":
+    from jtile.lowering import platforms
+
+    if platforms.named(platform).bundle is None:
         raise UnsupportedError(
             f"kernel {name}: bundles are made for Ascend, such as target='ascend:910b1', not for platform "
             f"{platform!r}, whose kernels XLA runs: store them with jax.export and jt.export_checks() (docs/export.md)"
@@ -99,9 +101,12 @@ def _replace(made: Path, folder: Path) -> None:
 
 
 def _write(folder: Path, lowered: Lowered) -> None:
-    from jtile.lowering.ascend import bundled
+    from jtile.lowering import platforms
     from jtile.primitive.lowering import pieces_of
 
+    made = platforms.named(lowered.target.platform).bundle
+    assert made is not None
+    bundled = made()
     program = lowered.program
     if any(not isinstance(n, int) for v in (*program.kernel.inputs, *program.kernel.outputs) for n in v.shape):
         raise UnsupportedError(
@@ -111,7 +116,7 @@ def _write(folder: Path, lowered: Lowered) -> None:
         )
     inputs, outputs = ([_array(v) for v in refs] for refs in (program.kernel.inputs, program.kernel.outputs))
     pieces = pieces_of(program)
-    kernels = [_kernel(folder, piece, k, pieces.inputs[k]) for k, piece in enumerate(lowered.pieces)]
+    kernels = [_kernel(folder, piece, k, pieces.inputs[k], bundled.checked) for k, piece in enumerate(lowered.pieces)]
     manifest = {
         "format": FORMAT,
         "program": program.name,
@@ -133,7 +138,9 @@ def _write(folder: Path, lowered: Lowered) -> None:
     shutil.copyfile(bundled.RUN, folder / "run.py")
 
 
-def _kernel(folder: Path, piece: Lowered, number: int, inputs: Sequence[int]) -> dict[str, Any]:
+def _kernel(
+    folder: Path, piece: Lowered, number: int, inputs: Sequence[int], checked: Callable[..., str]
+) -> dict[str, Any]:
     """The texts of one kernel, and what the manifest says of it."""
     from jtile.primitive.lowering import pieces_of, with_starts, with_tables
 
@@ -173,27 +180,6 @@ def _kernel(folder: Path, piece: Lowered, number: int, inputs: Sequence[int]) ->
         "texts": files,
         "sha256": {level: hashlib.sha256(text.encode()).hexdigest() for level, text in texts.items()},
     }
-
-
-def checked(text: str, record: dict[str, Any], kernel: ir.Kernel) -> str:
-    """Run the checker of HIVM on a compiled kernel; what the manifest says of it. Raises the first defect.
-
-    Args:
-      record: the launch record; kernel: with what outputs start from and tables, as it was compiled.
-    """
-    from jtile.lowering.ascend import check
-
-    first = 3  # arguments of the vendor's, in front of the kernel's own
-    at = {p["buffer"]: first + k for k, p in enumerate(record["params"]) if p["kind"] == "buffer"}
-    aliases = {at[len(kernel.inputs) + o]: at[i] for i, o in kernel.aliases}
-    try:
-        report = check.check(text, grid=(record["grid"],), aliases=aliases)
-    except UnsupportedError as e:
-        return f"not checked for races: {e.message}"
-    if report.errors:
-        error: JtileError = report.errors[0]
-        raise type(error)(f"kernel {kernel.name}, compiled for Ascend: {error.message}")
-    return "addresses, flags and races of HIVM: no defect found"
 
 
 def _array(v: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jtile._errors import UnsupportedError
 from jtile.fusion.steps import Constant, Value
 from jtile.ir.types import DTYPES
 from jtile.lowering import platforms
+from jtile.lowering.platforms import Platform
 from jtile.lowering.targets import Target
 from jtile.primitive.jtile_call import joint_varying, typed
 from jtile.primitive.lowering import filled
@@ -115,9 +116,14 @@ batching.primitive_batchers[jtile_graph_p] = _batch
 # -- its lowering -----------------------------------------------------------------------------------------------------
 
 
+def _able() -> Platform:
+    """The platform that runs execution graphs."""
+    return next(p for p in platforms.every() if p.graph_call is not None)
+
+
 def _wired(region: Region, options: Options, target: Target | None = None) -> Wired:
     """The graph of a region with the costs of compiled kernels."""
-    target = target or platforms.named("cpu").here()
+    target = target or _able().here()
     _compile_together(region, target)
     return wire(region, target, options.cores or cores_here(), compiled)
 
@@ -145,8 +151,9 @@ def scheduled(region: Region, options: Options, target: Target | None = None) ->
     return wired, simulate(wired.graph)
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, region: Region, options: Options) -> Sequence[Any]:
-    platform = platforms.named("cpu")
+def _lower_on(
+    platform: Platform, ctx: mlir.LoweringRuleContext, *operands: Any, region: Region, options: Options
+) -> Sequence[Any]:
     assert platform.graph_call is not None
     target = platform.here()
     if is_partitioned(ctx) or any(refusal(step, target) for step in region.kernels):
@@ -212,15 +219,18 @@ def attributes_of(schedule: Schedule, static: bool) -> tuple[dict[str, Any], int
     return attributes | {"kernels": np.asarray(numbers, np.int64)}, size
 
 
-def _lower_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, region: Region, options: Options) -> Sequence[Any]:
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, region: Region, options: Options) -> Sequence[Any]:
     names = ctx.platforms or ctx.module_context.platforms
+    if len(names) == 1 and names[0] in platforms.hosts():
+        platform = platforms.on(names[0], own=True)
+        if platform.graph_call is not None:
+            return _lower_on(platform, ctx, *operands, region=region, options=options)
     raise UnsupportedError(
         f"jt.graph: platform {', '.join(names)!r} runs no execution graphs yet, only CPUs do: call the function itself"
     )
 
 
-mlir.register_lowering(jtile_graph_p, _lower_elsewhere)
-mlir.register_lowering(jtile_graph_p, _lower, platform="cpu")
+mlir.register_lowering(jtile_graph_p, _lower)
 
 
 def timeline_of(schedule: Schedule, rows: np.ndarray) -> GraphTimeline:

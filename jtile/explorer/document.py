@@ -17,7 +17,6 @@ from jtile.explorer.page.document import document
 from jtile.explorer.places import Places
 from jtile.explorer.record import SCHEMA, Piece, Record
 from jtile.explorer.speed import Timed, times
-from jtile.lowering import targets
 from jtile.tune import device
 
 _FRAME = 760  # pixels: the height of the page inside of a notebook
@@ -87,7 +86,6 @@ def view(
     if not callable(f):
         raise KernelTypeError(f"jt.view takes a kernel or a function and its arguments, got {f!r}")
     name = target or device.target().name
-    name = name if name != targets.host_target().name else "cpu"
     found = kernels.lower(f, list(args), name, options)
     places, notes, pieces = Places(), [], []
     timed = times(f, args, options, name) if run else Timed(False, {})

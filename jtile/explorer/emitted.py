@@ -14,6 +14,7 @@ from jtile import ir
 from jtile.explorer import links
 from jtile.explorer.links import Linked
 from jtile.ir import NOWHERE
+from jtile.lowering import platforms
 from jtile.lowering.emitting import Marks
 from jtile.lowering.targets import Target
 
@@ -27,21 +28,18 @@ def linked(kernel: ir.Kernel, target: Target, options: Mapping[str, Any], artifa
       kernel: that the artifact was compiled from, after the passes of tiles.
     """
     texts: dict[str, str] = artifact.texts
-    if target.platform == "cpu":
-        return _cpu(kernel, target, texts)
+    located = platforms.named(target.platform).located
+    if located is not None:
+        return _located(*located(kernel, target), texts)
     if "warps" not in target.features or "ttgir" not in texts:
         return {name: links.plain(text) for name, text in texts.items()}
     return _gpu(kernel, target, options, artifact)
 
 
-# -- CPUs -------------------------------------------------------------------------------------------------------------
+# -- with places from the back end -------------------------------------------------------------------------------------
 
 
-def _cpu(kernel: ir.Kernel, target: Target, texts: Mapping[str, str]) -> dict[str, Linked]:
-    from jtile.lowering.cpu.located import located_levels
-    from jtile.lowering.cpu.targets import parse_isa
-
-    made, places = located_levels(kernel, parse_isa(target.arch))
+def _located(made: Mapping[str, str], places: list[ir.Loc], texts: Mapping[str, str]) -> dict[str, Linked]:
     found = {
         "llvm": Linked(made["llvm"].splitlines(), places),
         "llvm_opt": links.llvm(made["llvm_opt"], places),

@@ -68,7 +68,8 @@ def place(target: str) -> contextlib.AbstractContextManager[Any]:
     """Where a function called inside takes itself to be: on the target, whatever devices this machine has."""
     name, _, arch = target.partition(":")
     if not arch or not platforms.named(name).claims(arch):
-        return jax.default_device("cpu") if name == "cpu" else contextlib.nullcontext()
+        here = platforms.named(name)
+        return jax.default_device(here.hosts[0]) if here.is_here() else contextlib.nullcontext()
     return config(arch=arch)
 
 

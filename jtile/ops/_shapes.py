@@ -72,8 +72,8 @@ def _variant(kernel: jt.Kernel, options: tuple[tuple[str, int], ...]) -> jt.Kern
 
 
 def tuned(kernel: jt.Kernel, **options: int) -> jt.Kernel:
-    """`kernel` with `num_warps` and `num_stages` for a GPU of NVIDIA; elsewhere the compiler chooses them."""
-    return _variant(kernel, tuple(sorted(options.items()))) if options and jt.target().platform == "cuda" else kernel
+    """`kernel` with `num_warps` and `num_stages` where they were measured; elsewhere the compiler chooses them."""
+    return _variant(kernel, tuple(sorted(options.items()))) if options and gpu_tiles.measured_warps() else kernel
 
 
 def of_rows(kernel: jt.Kernel, x: jax.Array, br: int = 1, arrays: int = 1, **of: bool) -> jt.Kernel:

@@ -18,6 +18,7 @@ import numpy as np
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, fit, known, machine, sums_in
+from jtile.ops.dispatch import vector_cores
 from jtile.ops.stencils import stencil_weight_sums
 
 Sides = tuple[int, ...]
@@ -80,6 +81,8 @@ def _tiles(shape: Sides, sizes: tuple[Sides, ...]) -> dict[str, Sides]:
     if machine().whole:
         return {"inner": tuple(fit(n, m) for n, m in zip(shape, most, strict=True)), "sides": ()}
     wanted = (32, 128) if rank == 2 else (8, 16, 32)
+    if vector_cores():  # whose memory holds the points of all steps
+        wanted = (16, 128) if rank == 2 else (4, 8, 32)
     sides = [max(min(w, jt.next_power_of_2(known(n) + r)), jt.next_power_of_2(2 * r))
              for n, w, r in zip(shape, wanted, later, strict=True)]  # fmt: skip
     inner = tuple(s - r for s, r in zip(sides, later, strict=True))

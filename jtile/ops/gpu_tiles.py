@@ -90,7 +90,7 @@ product_options = products.warps
 
 def few_rows(bm: int, bn: int, bk: int, itemsize: int) -> Choice:
     """What a product of few rows takes besides; see `products.stages_of_few_rows`."""
-    found = products.stages_of_few_rows(bm, bn, bk, itemsize) if jt.target().platform == "cuda" else ({}, {})
+    found = products.stages_of_few_rows(bm, bn, bk, itemsize) if measured_warps() else ({}, {})
     return Choice(*found)
 
 
@@ -99,6 +99,11 @@ def little_memory() -> bool:
     AMD's of before gfx950."""
     shared = jt.target().memory("block")
     return shared is None or shared.size is None or shared.size <= LITTLE
+
+
+def measured_warps() -> bool:
+    """Whether numbers of warps and stages were measured on GPUs like the one at hand; else its compiler chooses."""
+    return "measured warps" in jt.target().features
 
 
 def warpgroups() -> bool:
@@ -160,7 +165,7 @@ def long_rows(n: int, itemsize: int) -> Choice | None:
     """Of a layer norm of rows of n elements that are read twice: blocks `bn` of the second time. None where that saves
     no registers that further rows could be held in: shorter rows, which leave some, longer ones and those of 32 bits,
     of which a multiprocessor holds one or two either way."""
-    suits = 8192 < n <= 16384 and itemsize == 2 and jt.target().platform == "cuda"
+    suits = 8192 < n <= 16384 and itemsize == 2 and measured_warps()
     return Choice({"bn": 4096}, {"num_warps": 16}) if suits else None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
-from jtile.ops.dispatch import Implementation, Op
+from jtile.ops.dispatch import Implementation, Op, vector_cores
 from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
 
 STEPS = 4  # positions at most that are taken one by one
@@ -192,7 +192,8 @@ def _steps(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | No
 def _chunks(q, k, v, g, beta, state, *, scale: float, save: bool, chunk: int | None):
     # Work that grows with the length of chunks costs tensor cores little; a CPU has it besides the states' products.
     simple = beta is None and (g is None or g.shape[3] == 1)
-    c = chunk_of(known(v.shape[1]), chunk or (64 if not machine().whole else 32 if simple else 16))
+    usual = (32 if simple else 16) if machine().whole else 16 if vector_cores() and beta is not None else 64
+    c = chunk_of(known(v.shape[1]), chunk or usual)
     mix = None if beta is None else delta_rule_mix(k, g, beta, c=c)
     bv = columns(k.shape[3], v.shape[3])
     return linear_attention_chunks(q, k, v, g, beta, mix, state, c=c, bv=bv, scale=scale, save=save)

@@ -26,7 +26,7 @@ from jtile.ops._shapes import (
     sums_in,
     tuned,
 )
-from jtile.ops.dispatch import small_tiles
+from jtile.ops.dispatch import small_tiles, vector_cores
 from jtile.ops.losses import cross_entropy_reference
 from jtile.ops.matmul import tiles
 from jtile.ops.parts import BLOCK, summed
@@ -222,6 +222,8 @@ def linear_cross_entropy(
     known_labels = jnp.where(outside | ignored, -1, flat).astype(jnp.int32)
     options: dict[str, Any] = {"smoothing": float(label_smoothing)}
     kernel, sides = _tuned(linear_cross_entropy_parts, x.dtype.itemsize, labels.size, vocab, k, transposed=True)
+    if vector_cores():  # whose memory holds the logits of a tile, and what becomes of them
+        sides |= {"bm": max(sides["bm"] // 2, 16)}
     parts, aims = kernel(rows, weight, bias, known_labels, **sides, **options)
     lse = jax.nn.logsumexp(parts, 0)
     loss = lse - aims.sum(0)

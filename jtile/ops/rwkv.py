@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jtile as jt
 from jtile.ops._shapes import check_shape, known, sums_in, wide
-from jtile.ops.dispatch import Implementation, Op
+from jtile.ops.dispatch import Implementation, Op, vector_cores
 from jtile.ops.linear_attention import STEPS, check_chunk, check_projections, columns
 from jtile.ops.recurrences import chunk_of, fade, first_state, inverse, logarithms, pairs
 
@@ -99,7 +99,8 @@ def rwkv7(
       v: float array [batch, t, heads, dv]; r, k, v, a and b have one dtype.
       state: float array [batch, heads, dk, dv], the state before the first position; default zeros.
       return_state: give the state behind the last position as well.
-      chunk: positions of a chunk, a power of two; default 16.
+      chunk: positions of a chunk, a power of two; default 16; NPUs, whose memory
+        does not hold the pairs of a chunk, take positions one by one.
     Returns:
       o, an array like `v`; with `return_state` (o, last), last [batch, heads, dk, dv] in float32 (float64 for float64).
     Raises:
@@ -118,7 +119,7 @@ def rwkv7(
 
 
 def _long(r, g, k, v, *_, **__) -> str | None:
-    return f"{known(v.shape[1])} positions" if known(v.shape[1]) > STEPS else None
+    return f"{known(v.shape[1])} positions" if known(v.shape[1]) > STEPS and not vector_cores() else None
 
 
 def _steps(r, g, k, v, a, b, state, *, scale: float, save: bool, chunk: int | None):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jtile as jt
 from jtile.errors import KernelTypeError, KernelValueError
 from jtile.ops._shapes import check_float, check_rank, check_shape, fit, known, machine, sums_in, wide
+from jtile.ops.dispatch import Implementation, Op, vector_cores
 from jtile.ops.linear_attention import linear_attention, linear_attention_reference
 from jtile.ops.recurrences import chunk_of
 
@@ -50,6 +51,42 @@ def selective_scan_chunks(x, dt, a, b, c, skip, state, y, last=None, *, bt: int,
         last.tiles(None, bd, n)[i, j, 0] = h
 
 
+@jt.kernel(out_type=_types, grid=lambda x, *_, bd, **__: (x.shape[0], jt.cdiv(x.shape[2], bd)))
+def selective_scan_steps(x, dt, a, b, c, skip, state, y, last=None, *, bd: int, save: bool):
+    """`selective_scan_chunks` one position after the other."""
+    i, j = jt.program_id(0), jt.program_id(1)
+    n = a.shape[1]
+    X, DT, Y = (v.tiles(None, None, bd) for v in (x, dt, y))
+    B, C = (v.tiles(None, None, n) for v in (b, c))
+    A = wide(a.tiles(bd, n)[j, 0])
+    h = jt.zeros((bd, n), sums_in(x)) if state is None else state.tiles(None, bd, n)[i, j, 0].astype(sums_in(x))
+    for t in jt.range(x.shape[1]):
+        x_t, dt_t, b_t, c_t = wide(X[i, t, j]), wide(DT[i, t, j]), wide(B[i, t, 0]), wide(C[i, t, 0])
+        h = jnp.exp(dt_t[:, None] * A) * h + (dt_t * x_t)[:, None] * b_t[None, :]
+        out = (h * c_t[None, :]).sum(1)
+        Y[i, t, j] = (out if skip is None else out + wide(skip.tiles(bd)[j]) * x_t).astype(y.dtype)
+    if last is not None:
+        last.tiles(None, bd, n)[i, j, 0] = h
+
+
+def _chunks(x, dt, a, *rest, save: bool):
+    bt = chunk_of(known(x.shape[1]), 16)
+    bd = fit(x.shape[2], max(1, 2 * machine().tile // (bt * jt.next_power_of_2(a.shape[1]))))
+    return selective_scan_chunks(x, dt, a, *rest, bt=bt, bd=bd, save=save)
+
+
+def _steps(x, dt, a, *rest, save: bool):
+    bd = fit(x.shape[2], max(1, machine().tile // jt.next_power_of_2(a.shape[1])))
+    return selective_scan_steps(x, dt, a, *rest, bd=bd, save=save)
+
+
+def _one_value(*_, **__) -> str | None:
+    return "its compiler scans one value at a time" if vector_cores() else None
+
+
+_scan = Op("selective_scan", Implementation("chunks", _chunks, _one_value), Implementation("steps", _steps))
+
+
 @functools.partial(jax.jit, static_argnames="return_state", inline=True)
 def selective_scan(
     x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, *,
@@ -84,9 +121,7 @@ def selective_scan(
         last = jnp.zeros((batch, d, n), sums_in(x)) if state is None else state.astype(sums_in(x))
         y = jnp.zeros_like(x) if skip is None else x * skip.astype(x.dtype)[None, None]
         return (y, last) if return_state else y
-    bt = chunk_of(known(t), 16)
-    bd = fit(d, max(1, 2 * machine().tile // (bt * jt.next_power_of_2(n))))
-    return selective_scan_chunks(x, dt, a, b, c, skip, state, bt=bt, bd=bd, save=return_state)
+    return _scan(x, dt, a, b, c, skip, state, save=return_state)
 
 
 def selective_scan_reference(x, dt, a, b, c, *, skip=None, state=None, return_state=False):

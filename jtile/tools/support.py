@@ -159,7 +159,7 @@ def _static_targets() -> list[Target]:
     """The targets that are the same on every machine."""
     from jtile.lowering import targets
 
-    return [targets.resolve(name) for name in targets.names() if name != "cpu"]
+    return [targets.resolve(name) for name in targets.names() if name != targets.host_target().name]
 
 
 def _names(names: Iterable[str]) -> str:

@@ -78,6 +78,9 @@ def trace(fn, inputs, outputs, scratch=(), *, meta=None, name="", grid=(), axes=
     except Exception as e:
         if (why := _explained(e)) is not None:
             raise KernelTypeError(why + _plain(e), _place_in(e, fn)) from e
+        if isinstance(e, OverflowError):  # of an int beside a tile, in an operation of JAX
+            text = "a Python int in it fits no dtype that it meets; write a float, or a NumPy scalar of a wider dtype"
+            raise KernelValueError(f"kernel {name}: {text} ({_plain(e)})", _place_in(e, fn)) from e
         if not isinstance(e, JtileError):
             refs = [f"{n}: {x.dtype.name}{list(x.shape)}" for n, x in zip(names, leaves, strict=True)]
             file, line = _place_in(e, fn) or ("?", 0)

@@ -20,7 +20,6 @@ from jtile.tune.nature import COLUMNS, ROWS, TERMS, Whole
 from jtile.tune.warpgroups import Form
 
 LEAST = 1 << 26  # operations of a kernel that other tiles are worth looking for
-PLATFORMS = "cpu", "cuda", "rocm"  # whose choices of tiles have been measured, or share the rules of one that has
 TRIED = 8  # guesses that are built, at most
 SHORT, HELD, STAGES = 1024, 8192, 3  # elements of short rows; of all rows that a multiprocessor holds at a time
 MOST, MOST_SHORT = 4, 8  # programs of a multiprocessor
@@ -63,7 +62,7 @@ def tiled(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> Tiled |
     Args:
       options: of the compiler, as the user gives them.
     """
-    if target.platform not in PLATFORMS or ir.is_dynamic(kernel) or not _large(kernel):
+    if "vector cores" in target.features or ir.is_dynamic(kernel) or not _large(kernel):
         return None
     kernel = passes.run_pipeline(kernel, passes.TILE)
     whole = nature.whole_product(kernel)

@@ -75,7 +75,7 @@ def of_product(whole: Whole, sides: Sides, target: Any) -> Iterator[Guess]:
         powers = {"bm": products.side(p.m, 128), "bn": products.side(p.n, 128), "bk": products.side(p.k, 256)}
         yield from _guess(sides, powers, f"tiles {text} whose sides are powers of two")
         return
-    nvidia = target.platform == "cuda"
+    measured = "measured warps" in target.features
     if warpgroups.multiplies(target):
         on = warpgroups.gpu(target)
         for tile in warpgroups.ranked(p, on):
@@ -90,7 +90,7 @@ def of_product(whole: Whole, sides: Sides, target: Any) -> Iterator[Guess]:
     options = products.warps(tile["bm"], tile["bn"], p.itemsize, p.gates)
     stages, fewer = products.stages_of_few_rows(**tile, itemsize=p.itemsize)
     why = f"tiles {text} that occupy {cores} multiprocessors, at the tile level"
-    yield from _guess(sides, tile, why, (options | fewer) if nvidia else {}, stages.get("stages", STAGED))
+    yield from _guess(sides, tile, why, (options | fewer) if measured else {}, stages.get("stages", STAGED))
 
 
 def of_chain(chain: Chain, sides: Sides, target: Any) -> Iterator[Guess]:
@@ -113,7 +113,7 @@ def of_chain(chain: Chain, sides: Sides, target: Any) -> Iterator[Guess]:
     shared = target.memory("block")
     little = shared is None or shared.size is None or shared.size <= LITTLE
     tile = products.attention_on_gpu(t, s, d, itemsize, chain.uneven, little)
-    options = products.warps_of_attention(d, itemsize) if target.platform == "cuda" else {}
+    options = products.warps_of_attention(d, itemsize) if "measured warps" in target.features else {}
     why = f"tiles {text} that registers and shared memory hold"
     yield from _guess(sides, {"bm": tile["bq"], "bn": tile["bk"]}, why, options, 2)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from jtile import ir
 from jtile._parts import is_complex, is_key
-from jtile.lowering.here import platform
+from jtile.lowering.here import target
 from jtile.testing import TOLERANCES
 
 SETS = 64  # argument sets in one program at most
@@ -44,7 +44,7 @@ def random_array(x: Any, seed: int) -> jax.Array:
     """Floats of a normal distribution, integers from 0 to 7: as indices they lie inside of most arrays."""
     if is_key(x.dtype):
         return jax.random.split(jax.random.key(seed), x.shape)
-    if platform() == "cpu":
+    if "warps" not in target().features:
         return jax.device_put(_by_numpy(x, np.random.default_rng(seed)))
     key = jax.random.key(seed)
     if is_complex(x.dtype):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jtile import ir
+from jtile.lowering import platforms
 from jtile.lowering.triton.features import features
 from jtile.tune.cost import Work, work
 
@@ -43,8 +44,9 @@ def unfit(kernel: ir.Kernel, target: Any, options: Mapping[str, Any]) -> str:
 def predicted_us(kernel: ir.Kernel, target: Any) -> float:
     """A rough time: the largest of what memory, cache and arithmetic take, over the share of the machine in use; 0
     where loops are as long as data says, or where the target's bandwidth is not known, so that nothing can be told."""
-    if target.platform == "cpu":
-        return _cpu_us(kernel)
+    own = platforms.named(target.platform).predicted_us
+    if own is not None:
+        return own(kernel)
     w = work(kernel)
     if not w.exact or not bandwidth(target):
         return 0.0
@@ -73,24 +75,14 @@ def bandwidth(target: Any, rates: Mapping[str, float] | None = None) -> float:
 
 
 def cache_bytes(target: Any) -> int:
-    """Size of the target's last cache that all of it shares; 0 on a CPU, whose caches callers keep warm too."""
-    return 0 if target.platform == "cpu" else next((m.size or 0 for m in target.memories if m.name == "l2"), 0)
+    """Size of the target's last cache that all of it shares; 0 where there is none, as on a CPU, whose callers
+    keep it warm too."""
+    shared = target.memory("device")
+    return shared.size or 0 if shared is not None and shared.name == "l2" else 0
 
 
 def _share(count: float, rate: float | None) -> float:
     return count / rate * 1e6 if rate else 0.0
-
-
-def _cpu_us(kernel: ir.Kernel) -> float:
-    from jtile.lowering.cpu.cost import program_cost_ns
-    from jtile.lowering.targets import host_target
-
-    loops = [op for op in kernel.body.walk() if isinstance(op, ir.For)]
-    if not all(isinstance(v.op, ir.Full) for op in loops for v in (op.lo, op.hi, op.step)):
-        return 0.0
-    cores = host_target().units("device") or 1
-    programs = max(math.prod(kernel.grid), 1)
-    return program_cost_ns(kernel) * -(-programs // cores) / 1e3
 
 
 def _lanes_of_warp(target: Any) -> int:

@@ -152,8 +152,8 @@ def machine_rates(target: Any, w: Work, given: Mapping[str, float]) -> Mapping[s
 
 
 def _built(program: Any, piece: int, target: Any) -> Artifact | None:
-    """A kernel as its compiler made it, with what that tells of it; None for CPUs, whose compiler tells nothing."""
-    if target.platform == "cpu":
+    """A kernel as its compiler made it, with what that tells of it; None where it tells nothing of registers."""
+    if "warps" not in target.features:
         return None
     try:
         return compile_piece(program, piece, target, texts=True)
@@ -197,14 +197,15 @@ def _limit(
     if not limits:
         return "unknown: this target has no rates"
     name = max(limits, key=limits.__getitem__)
-    most = _LIMITS[name] if target.platform == "cpu" or name != "products" else "tensor cores"
+    threads = "warps" in target.features
+    most = "tensor cores" if threads and name == "products" else _LIMITS[name]
     if time_us is None or limits[name] > CLOSE * time_us:
         return most
     spills = max((r["spills"] for r in resources), default=0)
     units = target.units("device") or 1
     if spills:
         return f"registers: {spills} bytes spilled"
-    if target.platform != "cpu" and time_us < LAUNCH_US:
+    if threads and time_us < LAUNCH_US:
         return "launch"
     if w.programs < units:
         return f"parallelism: {w.programs} programs for {units} units"

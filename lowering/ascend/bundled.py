@@ -7,6 +7,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from jtile import ir
+from jtile._errors import JtileError, UnsupportedError
+
 from . import tools
 from .compile import TO_HIVM
 
@@ -31,6 +34,27 @@ def tools_of() -> dict[str, Any]:
     digests = dict(zip((tools.ADAPTER, tools.COMPILER), tools.versions(), strict=True))
     return {"jtile": importlib.metadata.version("jtile"), "jax": importlib.metadata.version("jax"),
             "sha256": digests}  # fmt: skip
+
+
+def checked(text: str, record: dict[str, Any], kernel: ir.Kernel) -> str:
+    """Run the checker of HIVM on a compiled kernel; what the manifest says of it. Raises the first defect.
+
+    Args:
+      record: the launch record; kernel: with what outputs start from and tables, as it was compiled.
+    """
+    from . import check
+
+    first = 3  # arguments of the vendor's, in front of the kernel's own
+    at = {p["buffer"]: first + k for k, p in enumerate(record["params"]) if p["kind"] == "buffer"}
+    aliases = {at[len(kernel.inputs) + o]: at[i] for i, o in kernel.aliases}
+    try:
+        report = check.check(text, grid=(record["grid"],), aliases=aliases)
+    except UnsupportedError as e:
+        return f"not checked for races: {e.message}"
+    if report.errors:
+        error: JtileError = report.errors[0]
+        raise type(error)(f"kernel {kernel.name}, compiled for Ascend: {error.message}")
+    return "addresses, flags and races of HIVM: no defect found"
 
 
 def build_script(manifest: dict[str, Any]) -> str:

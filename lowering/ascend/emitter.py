@@ -24,7 +24,9 @@ class NpuEmitter(Emitter):
 class NpuCode(Code):
     """TTIR whose ops on tensors the vector cores have, and which their compiler (1.2.0) translates as they are meant:
     it takes unsigned integers of 16 bits and more for signed ones, without a word where it extends them or shifts them
-    to the right. Scalars are computed by the scalar unit, which has all."""
+    to the right. Scalars are computed by the scalar unit, which has all but the conversion of floats to integers."""
+
+    lifts_scalars = True
 
     def gather_attribute(self) -> str:
         return ""
@@ -62,6 +64,20 @@ class NpuCode(Code):
             one = self.const(1, a.elem, a.shape)
             kept = super().op("arith.subi", super().op("arith.shli", top, one), one)
         return super().op("arith.andi", moved, kept)
+
+    def unsplat(self, a: Val) -> Val:
+        """A sum of one element: the adapter does not know `tt.unsplat`."""
+        if a.elem == "i1":
+            return self.to_int(self.unsplat(self.to_int(a, "i32", signed=False)), "i1")
+        flat = self.reshape(a, (a.size,))
+        out, x, y, z = self.new((), a.elem), self.name(), self.name(), self.name()
+        self.do(f'{out.name} = "tt.reduce"({flat.name}) <{{axis = 0 : i32}}> ({{')
+        self.do(f"^bb0({x}: {a.elem}, {y}: {a.elem}):")
+        with self.region():
+            self.do(f"{z} = arith.add{'f' if a.is_float else 'i'} {x}, {y} : {a.elem}")
+            self.do(f"tt.reduce.return {z} : {a.elem}")
+        self.do(f"}}) : ({flat.type}) -> {out.type}")
+        return out
 
     def cmp(self, predicate: str, a: Val, b: Val) -> Val:
         if not a.shape:

@@ -71,6 +71,12 @@ def _here() -> Target:
     return _resolve(f"ascend:{asked}")
 
 
+def _bundle() -> Any:
+    from . import bundled
+
+    return bundled
+
+
 def _register() -> None:
     from jtile import ffi
 
@@ -89,6 +95,7 @@ ASCEND = Platform(
     register=_register,
     claims=_claims,
     tools=_tools,
+    bundle=_bundle,
     variables=tuple(VARIABLES.values()),
     status="compiled only",
 )

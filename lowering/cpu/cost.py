@@ -22,6 +22,18 @@ def program_cost_ns(kernel: ir.Kernel) -> int:
     return max(1, int(_block(kernel.body)))
 
 
+def predicted_us(kernel: ir.Kernel) -> float:
+    """A rough time of all programs on the cores of this machine; 0 where loops are as long as data says."""
+    from .targets import cpu_target
+
+    loops = [op for op in kernel.body.walk() if isinstance(op, ir.For)]
+    if not all(isinstance(v.op, ir.Full) for op in loops for v in (op.lo, op.hi, op.step)):
+        return 0.0
+    cores = cpu_target(None).units("device") or 1
+    programs = max(math.prod(kernel.grid), 1)
+    return program_cost_ns(kernel) * -(-programs // cores) / 1e3
+
+
 def cost_of_call(kernel: ir.Kernel, values: Mapping[str, Any]) -> dict[str, int]:
     """What one program costs at the sizes of a call, where they are known; the image of a kernel with dynamic sizes has
     a guess only."""

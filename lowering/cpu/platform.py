@@ -73,6 +73,19 @@ def _kind_of(isa: str | None) -> str:
     return slug(f"cpu-{arch[1] or arch[0]}-{len(os.sched_getaffinity(0))}t")
 
 
+def _predicted_us(kernel: ir.Kernel) -> float:
+    from .cost import predicted_us
+
+    return predicted_us(kernel)
+
+
+def _located(kernel: ir.Kernel, target: Target) -> tuple[Mapping[str, str], list[ir.Loc]]:
+    from .located import located_levels
+    from .targets import parse_isa
+
+    return located_levels(kernel, parse_isa(target.arch))
+
+
 def _register() -> None:
     from jtile import ffi
 
@@ -95,5 +108,7 @@ CPU = Platform(
     is_here=lambda: True,
     register=_register,
     literals=True,
+    predicted_us=_predicted_us,
+    located=_located,
     tools=lambda: () if current().optimize else ("not optimised",),
 )

@@ -54,7 +54,8 @@ def device_target(arch: str, device: Any) -> Target:
 
 
 def _target(f: Features, card: Card) -> Target:
-    return target_of("cuda", f, card, _matrix_shapes(f), warpgroups=f.processor in (90, 100, 103))
+    warpgroups = f.processor in (90, 100, 103)
+    return target_of("cuda", f, card, _matrix_shapes(f), warpgroups=warpgroups, more=("measured warps",))
 
 
 def _matrix_shapes(f: Features) -> tuple[Shape, ...]:

@@ -145,6 +145,9 @@ def _by_mantissa(x: X, src: str, elem: str) -> X:
 
 def _float_to_int(x: X, dst: str) -> X:
     """Truncated, saturated, NaN as 0. `x` is f32 or f64."""
+    if not x.v.shape and x.code.lifts_scalars:
+        code = x.code
+        return X(code, code.unsplat(_float_to_int(X(code, code.splat(x.v, (1,))), dst).v))
     info = ir.DTYPES[dst]
     signed = is_signed(dst)
     low = -(1 << (info.bits - 1)) if signed else 0
@@ -190,7 +193,7 @@ def from_f32(code: Code, f: Features, v: Val, dtype: str) -> Val:
 
 def _hardware(f: Features, dtype: str, v: Val) -> bool:
     """Whether an instruction converts a tensor of an fp8 dtype."""
-    return dtype in f.fp8 and bool(v.shape) and converts_fp8(f.arch)
+    return dtype in f.fp8 and bool(v.shape) and converts_fp8(f)
 
 
 def _decode(x: X, dtype: str) -> X:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Container
 from typing import Literal
 
 from jtile._errors import KernelValueError
@@ -80,6 +81,11 @@ class Features:
         return self.shared + self.reserved
 
 
+def plain(arch: str, known: Container[str]) -> str:
+    """`sm_90` of `sm_90a`: code for an architecture may use all that it has."""
+    return arch if arch in known else arch.rstrip("a")
+
+
 OCP = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -91,7 +97,7 @@ def features(arch: str) -> Features:
     known: dict[str, Features] = {}
     for platform in platforms.every():
         known |= platform.features()
-    name = arch.rstrip("a") if arch.startswith("sm_") else arch
+    name = plain(arch, known)
     if name not in known:
         raise KernelValueError(
             f"unknown GPU architecture {arch!r}: jtile compiles for {', '.join(known)}; on another GPU, run kernels on "

@@ -76,12 +76,17 @@ class Gpus:
     def _own(self) -> Target | None:
         """The target of the device at hand; None where there is none, or one that jtile has no code for."""
         device = self._device()
-        arch = "" if device is None else _plain(self.arch_of(device))
+        arch = "" if device is None else self._plain(self.arch_of(device))
         return self.device_target(arch, device) if arch in self.features() else None
+
+    def _plain(self, arch: str) -> str:
+        from .features import plain
+
+        return plain(arch, self.features())
 
     def _known(self, arch: str) -> str:
         """The name of an architecture without suffixes; KernelValueError where there is none."""
-        plain = _plain(arch)
+        plain = self._plain(arch)
         if plain not in self.features():
             others = ", ".join(a for p in platforms.every() for a in p.features())
             raise KernelValueError(
@@ -93,7 +98,7 @@ class Gpus:
     def _here(self) -> Target:
         asked = platforms.asked_of(self._claims)
         if asked is not None:  # as on every machine: whatever GPU this one has, and without asking JAX for it
-            return self.target(_plain(asked))
+            return self.target(self._plain(asked))
         if self._own is not None:
             return self._own
         device, option = self._device(), current().arch
@@ -121,7 +126,7 @@ class Gpus:
         return [f"{self.name}:{arch}" for arch in self.features()]
 
     def _claims(self, arch: str) -> bool:
-        return _plain(arch) in self.features()
+        return self._plain(arch) in self.features()
 
     def _is_here(self) -> bool:
         return self._own is not None and self._here().arch == self._own.arch
@@ -133,11 +138,6 @@ class Gpus:
         from jtile import ffi
 
         ffi.register(self.name)
-
-
-def _plain(arch: str) -> str:
-    """`sm_90` of `sm_90a`: code for an architecture may use all that it has."""
-    return arch.rstrip("a") if arch.startswith("sm_") else arch
 
 
 def _compile(kernel: ir.Kernel, target: Target, options: Options, texts: bool) -> Artifact:

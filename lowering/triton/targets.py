@@ -40,12 +40,16 @@ class Card:
         return dataclasses.replace(self, units=units, **rates)
 
 
-def target_of(platform: str, f: Features, card: Card, shapes: Sequence[Shape], *, warpgroups: bool = False) -> Target:
+def target_of(
+    platform: str, f: Features, card: Card, shapes: Sequence[Shape], *, warpgroups: bool = False,
+    more: Sequence[str] = (),
+) -> Target:  # fmt: skip
     """The target of an architecture, with the numbers of a card.
 
     Args:
       shapes: of the widest matrix instruction of each dtype.
       warpgroups: four warps are a unit of the machine.
+      more: features of its cards besides those that follow from the architecture's.
     """
     memories = (Memory("registers", f.registers * 4), Memory("shared", f.shared), Memory("l2", card.l2),
                 Memory("dram", card.dram, card.bandwidth))  # fmt: skip
@@ -71,7 +75,7 @@ def target_of(platform: str, f: Features, card: Card, shapes: Sequence[Shape], *
         limits=(("programs", 2**62), ("tile", MAX_TILE)),
         gaps=tuple(_gaps(f)),
         rates=tuple(rates.items()),
-        features=("warps", *(["warpgroup products"] if f.warpgroup_products else [])),
+        features=("warps", *more, *(["warpgroup products"] if f.warpgroup_products else [])),
     )
 
 

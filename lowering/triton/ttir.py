@@ -96,6 +96,8 @@ def _float_bits(value: float, elem: str) -> int:
 class Code:
     """The body of one `tt.func`, written in order. `head` comes before it: constants, which dominate everything."""
 
+    lifts_scalars = False  # a scalar float becomes an integer as a tensor of one element
+
     def __init__(self, *, isolate: bool = False) -> None:
         self._isolate = isolate
         self.head: list[str] = []

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jtile._errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .features import Features
 
 OLDEST = (3, 6)
 
@@ -75,9 +78,9 @@ def reduces_any_layout() -> bool:
     return version() >= (3, 9)
 
 
-def converts_fp8(arch: str) -> bool:
+def converts_fp8(f: Features) -> bool:
     """Whether the instructions of an architecture that convert fp8 may be asked for.
 
     In a process that has compiled them for gfx950, triton 3.6 aborts when gfx1201 wants them too.
     """
-    return not arch.startswith("gfx12") or version() >= (3, 9)
+    return not (f.backend == "amd" and f.lanes == 32) or version() >= (3, 9)

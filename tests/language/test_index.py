@@ -212,6 +212,15 @@ def test_indices_that_leave_int32(lower, name):
         lower(kernel, [HUGE], out)
 
 
+def test_a_number_beside_a_tile_that_fits_no_dtype_of_it(lower):
+    def kernel(x, o):
+        o[...] = x[...] + B
+
+    with pytest.raises(KernelValueError, match=r"a Python int in it fits no dtype that it meets; write a f") as e:
+        lower(kernel, [X], [X])
+    assert "test_index.py" in str(e.value)
+
+
 WIDE = {
     "ds": (lambda x: x[jt.ds(0, B)], "the size of jt.ds is 3000000000, and a tile has at most 2147483647 elements"),
     "slice": (lambda x: x[:B], "a slice of x is 3000000000"),

@@ -28,12 +28,7 @@ _HALF = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
 @emits(ir.Cast)
 def _cast(em: BlockEmitter, op: ir.Cast) -> Val:
     found = _byte(op.x)
-    if (
-        op.dtype != "float32"
-        or found is None
-        or op.x.dtype not in em.features.fp8
-        or not converts_fp8(em.features.arch)
-    ):
+    if op.dtype != "float32" or found is None or op.x.dtype not in em.features.fp8 or not converts_fp8(em.features):
         return em.as_tile(op)
     words, k = found
     assert em.homes is not None

@@ -157,3 +157,20 @@ def test_sizes_that_are_known_when_it_runs():
     (kernel,) = kernels(normalised, (shape,))
     got, want = ascend_table.run(kernel, [x]), interpret(kernel, [x])
     assert jt.testing.relative_error(got[0], want[0]) <= ascend_table.CLOSE
+
+
+@jt.kernel(out_type=lambda x: jt.like(x), grid=4)
+def by_scalars(x, o):
+    """Scalars that the adapter takes in other forms only: floats that become integers, the element of a tile of one."""
+    i = jt.program_id(0)
+    place = jnp.sqrt((i * i).astype(jnp.float32)).astype(jnp.int32)
+    first = jax.lax.dynamic_slice(x.tiles(8)[i], (place,), (1,)).reshape(())
+    o.tiles(8)[place] = x.tiles(8)[place] * first
+
+
+def test_scalars():
+    x = np.arange(32, dtype=np.float32)
+    (kernel,) = kernels(by_scalars, (f32(32),))
+    assert not outcome("scalars", kernel, TARGETS[:1]).why
+    (got,) = ascend_table.run(kernel, [x])
+    np.testing.assert_array_equal(got, interpret(kernel, [x])[0])
