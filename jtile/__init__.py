@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from jtile.explorer import View as View
     from jtile.explorer import view as view
     from jtile.fusion import fuse as fuse
+    from jtile.fusion.source import tile as tile
     from jtile.language import Barrier as Barrier
     from jtile.language import BarrierRound as BarrierRound
     from jtile.language import BarrierSlot as BarrierSlot
@@ -152,6 +153,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "profile": "jtile.tune",
     "same_along": "jtile.primitive.same",
     "target": "jtile.lowering.here",
+    "tile": "jtile.fusion.source",
     "view": "jtile.explorer.document",
 }
 

@@ -51,14 +51,24 @@ def once_is_quicker(layout: Layout, steps: Sequence[Step]) -> bool:
     return any(step.name in ELEMENTWISE - CHEAP - {"convert_element_type", "copy"} for step in steps)
 
 
-def not_worth(steps: Sequence[Step], inputs: Sequence[Value], outputs: Sequence[Value], layout: Layout) -> str | None:
-    """Why a group is not worth a kernel, or None."""
+def not_worth(
+    steps: Sequence[Step],
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    layout: Layout,
+    *,
+    everything: bool = False,
+) -> str | None:
+    """Why a group is not worth a kernel, or None; `everything`: one that computes something always is."""
     largest = max((size_of(v) for v in (*inputs, *outputs)), default=0)
+    work = [step for step in steps if step.name not in MOVES and step.name not in ("convert_element_type", "copy")]
     if not largest:
         return "it has no elements"
+    if everything:
+        real = any(step.name not in REDUCTIONS or size_of(step.ins[0]) != size_of(step.outs[0]) for step in work)
+        return None if real else "it moves elements, and computes nothing"
     if largest < LEAST:
         return f"its largest array has {largest} elements, fewer than {LEAST}"
-    work = [step for step in steps if step.name not in MOVES and step.name not in ("convert_element_type", "copy")]
     if not work:
         return "it moves elements, and computes nothing"
     if len(work) == 1 and work[0].name in REDUCTIONS | RUNNING:

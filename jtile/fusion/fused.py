@@ -28,7 +28,7 @@ class Fused:
         functools.update_wrapper(self, fun)
 
         def run(*args, **kwargs):
-            plan, tree, leaves = self._planned(args, kwargs)
+            plan, tree, leaves = self.planned(args, kwargs)
             return jax.tree.unflatten(tree, evaluate(plan, leaves))
 
         run.__name__ = f"fuse_{getattr(fun, '__name__', 'function')}"
@@ -42,20 +42,25 @@ class Fused:
 
     def explain(self, *args, **kwargs) -> Explanation:
         """What becomes a kernel for these arguments (arrays, or `jax.ShapeDtypeStruct`s), what stays XLA's, and why."""
-        return Explanation(self._planned(args, kwargs)[0])
+        return Explanation(self.planned(args, kwargs)[0])
 
-    def _planned(self, args: tuple, kwargs: dict) -> tuple[Plan, Any, list]:
-        """(the plan of a call, the structure of its result, the arrays of its arguments)."""
-        fixed = {i % len(args) for i in self._numbers if -len(args) <= i < len(args)} if args else set()
-        given = {i: x for i, x in enumerate(args) if i not in fixed}
-        named = {name: x for name, x in kwargs.items() if name not in self._names}
+    def planned(self, args: tuple, kwargs: dict, *, everything: bool = False) -> tuple[Plan, Any, list]:
+        """(the plan of a call, the structure of its result, the arrays of its arguments). everything: see `plan_of`."""
+        given, named = self.arrays(args, kwargs)
 
         def of_arrays(given, named):
             whole = [given.get(i, x) for i, x in enumerate(args)]
             return self._fun(*whole, **{**kwargs, **named})
 
         closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(given, named)
-        return plan_of(program_of(closed)), jax.tree.structure(shapes), jax.tree.leaves((given, named))
+        plan = plan_of(program_of(closed), everything=everything)
+        return plan, jax.tree.structure(shapes), jax.tree.leaves((given, named))
+
+    def arrays(self, args: tuple, kwargs: dict) -> tuple[dict[int, Any], dict[str, Any]]:
+        """The arguments that are not static: by their number, and by their name."""
+        fixed = {i % len(args) for i in self._numbers if -len(args) <= i < len(args)} if args else set()
+        given = {i: x for i, x in enumerate(args) if i not in fixed}
+        return given, {name: x for name, x in kwargs.items() if name not in self._names}
 
 
 def fuse(

@@ -72,9 +72,10 @@ class Plan:
         return bool(self.units or self.inside)
 
 
-def plan_of(program: Program) -> Plan:
-    """Cuts a program greedily: a node joins the group of what it reads, where all values have axes in common."""
-    return _Cutter(program).plan()
+def plan_of(program: Program, *, everything: bool = False) -> Plan:
+    """Cuts a program greedily: a node joins the group of what it reads, where all values have axes in common.
+    `everything`: groups that compute something are kernels, worth it or not."""
+    return _Cutter(program, everything).plan()
 
 
 def _inside(node: Node) -> dict[str, tuple[Plan, ...]]:
@@ -84,8 +85,8 @@ def _inside(node: Node) -> dict[str, tuple[Plan, ...]]:
 
 
 class _Cutter:
-    def __init__(self, program: Program):
-        self.program, self.nodes = program, program.nodes
+    def __init__(self, program: Program, everything: bool = False):
+        self.program, self.nodes, self.everything = program, program.nodes, everything
         self.maker = {v: k for k, node in enumerate(self.nodes) for v in node.outs}
         self.users: dict[Value, list[int]] = {}
         for k, node in enumerate(self.nodes):
@@ -118,8 +119,9 @@ class _Cutter:
         for first, members in self.members.items():
             group = self._group(members)
             assert group is not None
-            why = not_worth(group.steps, group.inputs, group.outputs, group.layout)
-            why = why or reads_parts(group.inputs, made_by, group.layout)
+            why = not_worth(group.steps, group.inputs, group.outputs, group.layout, everything=self.everything)
+            if not self.everything:
+                why = why or reads_parts(group.inputs, made_by, group.layout)
             if why is None:
                 groups.append(group)
                 taken.append(members)
@@ -132,7 +134,8 @@ class _Cutter:
                 units[u], more = found
                 taken[u] = sorted([*taken[u], *more])
         for k, node in enumerate(self.nodes):
-            loop = loop_of(node, {v for v in node.outs if v in self.results or v in self.users})
+            used = {v for v in node.outs if v in self.results or v in self.users}
+            loop = loop_of(node, used, everything=self.everything)
             if loop is not None:
                 units.append(loop)
                 taken.append([k])

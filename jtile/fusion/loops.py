@@ -28,6 +28,7 @@ class Loop:
       constants, carry, elements: what a round reads: the same in all rounds, from the one before, of its own.
       next: the carry for the round after. written: what `outputs` are of: a number of the carry, or a value of a round.
       length: how many rounds there are. reverse: whether the last one comes first.
+      makers: of values of the body their equations.
     """
 
     nodes: list[Node]
@@ -42,6 +43,7 @@ class Loop:
     written: list[int | Value]
     length: int
     reverse: bool
+    makers: dict[Value, Any]
 
     @property
     def by_equations(self) -> bool:
@@ -61,8 +63,9 @@ def constant(x: Constant) -> np.ndarray:
     return np.asarray(x.value, x.dtype)
 
 
-def loop_of(node: Node, used: Collection[Value]) -> Loop | None:
-    """The loop of a scan; None if no kernel takes its body. `used`: its values that something needs."""
+def loop_of(node: Node, used: Collection[Value], *, everything: bool = False) -> Loop | None:
+    """The loop of a scan; None if no kernel takes its body. `used`: its values that something needs; `everything`: a
+    loop is a kernel, worth it or not."""
     if node.name != "scan" or not node.eqn.params["length"]:
         return None
     params, program = node.eqn.params, program_of(node.eqn.params["jaxpr"])
@@ -81,7 +84,7 @@ def loop_of(node: Node, used: Collection[Value]) -> Loop | None:
     of_written = [carry[r] if isinstance(r, int) else r for r in written]
     if layout is None or not all(isinstance(v, Value) and layout.covers(v) for v in of_written):
         return None
-    if not has_room(layout) or not loop_worth(layout, params["length"], steps):
+    if not has_room(layout) or not (everything or loop_worth(layout, params["length"], steps)):
         return None
     return Loop(
         [node],
@@ -96,6 +99,7 @@ def loop_of(node: Node, used: Collection[Value]) -> Loop | None:
         [r for r in written if not isinstance(r, Constant)],
         params["length"],
         params["reverse"],
+        program.makers,
     )
 
 

@@ -128,12 +128,14 @@ class Node:
 
 @dataclasses.dataclass
 class Program:
-    """A jaxpr: its inputs, the constants that it closes over, its nodes in order, its outputs."""
+    """A jaxpr: its inputs, the constants that it closes over, its nodes in order, its outputs; of the values that
+    equations of its own give, not those of functions that they call, these equations."""
 
     inputs: list[Value]
     constants: dict[Value, Any]
     nodes: list[Node]
     outputs: list[Operand]
+    makers: dict[Value, Any]
 
 
 def program_of(closed: Any) -> Program:
@@ -143,7 +145,9 @@ def program_of(closed: Any) -> Program:
     inputs = [names[var] for var in closed.jaxpr.invars]
     opener.open(closed, names)
     outputs = [_operand(names, v) for v in closed.jaxpr.outvars]
-    return Program([v for v in inputs if isinstance(v, Value)], opener.constants, opener.needed(outputs), outputs)
+    makers = {v: eqn for eqn in closed.jaxpr.eqns for x in eqn.outvars if isinstance(v := names.get(x), Value)}
+    inputs = [v for v in inputs if isinstance(v, Value)]
+    return Program(inputs, opener.constants, opener.needed(outputs), outputs, makers)
 
 
 def _operand(names: Mapping[Any, Operand], v: Any) -> Operand:

@@ -1,5 +1,5 @@
 """The command `jtile`: info, generate, chat, serve, quantize, inspect, tune, bench, explain, profile, view, debug,
-shrink, cache, demo. Each imports what it needs when it runs."""
+shrink, tile, cache, demo. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -340,6 +340,19 @@ def shrink(
     from jtile.tools import shrinking
 
     shrinking.show(file, out=out, timeout=timeout, time_limit=time_limit, jobs=jobs)
+
+
+@app.command()
+def tile(
+    what: Annotated[str, typer.Argument(help="module:function of jax.numpy, such as mine.py:layer_norm.")],
+    args: Args,
+    meta: Meta = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="A new file for the module.")] = None,
+) -> None:
+    """Write the tile kernels of a function of jax.numpy as Python source, to be read, edited and kept."""
+    from jtile.tools import tiling
+
+    tiling.write(what, args=args, meta=meta or [], out=out)
 
 
 @app.command()

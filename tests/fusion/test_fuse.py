@@ -229,7 +229,7 @@ CASES = {
 def test_kinds_of_axes(name):
     f, shapes = CASES[name]
     args = [array(*shape) for shape in shapes]
-    plan, tree, leaves = jt.fuse(f)._planned(tuple(args), {})
+    plan, tree, leaves = jt.fuse(f).planned(tuple(args), {})
     close(jax.tree.unflatten(tree, evaluate(plan, leaves, by_interpreter)), f(*args))
 
 

@@ -93,7 +93,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_scan_is_one_kernel(name):
     f, args = CASES[name]
-    plan, tree, leaves = jt.fuse(f)._planned(args, {})
+    plan, tree, leaves = jt.fuse(f).planned(args, {})
     loops = [unit for unit in plan.units if isinstance(unit, Loop)]
     assert len(loops) == (name != "no rounds")
     got = evaluate(plan, leaves, lambda unit, args: kernel_of(unit).interpret(args))
