@@ -34,7 +34,9 @@ CASES = {
     "layer_norm, long": (ops.layer_norm, norms.layer_norm_reference, (11, 53), (53,), (53,)),
     "grouped_matmul": (grouped(ops.grouped_matmul), grouped(grouped_matmul_reference), (18, 10), (4, 10, 12)),
     "rwkv7": (ops.rwkv7, rwkv7_reference, *[(1, 7, 2, 3)] * 6),
-    "selective_scan": (ops.selective_scan, selective_scan_reference, (1, 7, 5), (1, 7, 5), (5, 3), (1, 7, 3), (1, 7, 3)),
+    "selective_scan": (
+        ops.selective_scan, selective_scan_reference, (1, 7, 5), (1, 7, 5), (5, 3), (1, 7, 3), (1, 7, 3)
+    ),
     "convolution": (ops.convolution, convolutions.convolution_reference, (1, 6, 19, 4), (3, 3, 4, 5)),
     "quantized_matmul": (
         lambda x: ops.quantized_matmul(x, WEIGHT), lambda x: quantized.quantized_matmul_reference(x, WEIGHT), (1, 64)
