@@ -264,11 +264,15 @@ def explain(
     what: Annotated[str, typer.Argument(help="module:function, such as jtile.ops:matmul.")],
     args: Args,
     meta: Meta = None,
+    compare: Annotated[
+        str | None, typer.Option(help="A variant: meta-parameters, 'bm=64 bn=64', or another module:function.")
+    ] = None,
+    picture: Annotated[str | None, typer.Option(help="A file for a picture: PNG, SVG or PDF.")] = None,
 ) -> None:
     """Bytes, operations, roofline bound, time and bottleneck of the kernels that a function calls."""
     from jtile.tools import tuning
 
-    tuning.show_explanation(what, args=args, meta=meta or [])
+    tuning.show_explanation(what, args=args, meta=meta or [], compare=compare, picture=picture)
 
 
 @app.command()

@@ -36,18 +36,36 @@ def show_bench(what: str, *, args: str, meta: list[str], peers: list[str], round
     sys.stdout.write(f"{found}\n")
 
 
-def show_explanation(what: str, *, args: str, meta: list[str]) -> None:
-    """Print `jt.explain` of "module:function" for arguments of these types, and what ops of the library came to."""
+def show_explanation(what: str, *, args: str, meta: list[str], compare: str | None, picture: str | None) -> None:
+    """Print `jt.explain` of "module:function" for arguments of these types, and what ops of the library came to; or
+    beside that of a variant: meta-parameters, such as "bm=64 bn=128", or another "module:function"."""
     from jtile.ops import choices
 
     types = levels.parse_types(args)
+    if picture and not Path(picture).parent.is_dir():
+        raise KernelValueError(f"{picture} cannot be written: there is no folder {Path(picture).parent}")
     with levels.as_wide_as(types):
         function = _function(what, types, meta)
         found = explain(function, *types)
-        chosen = dict.fromkeys(map(str, choices(function, *types)))
+        if not found.kernels:
+            raise levels.no_kernel(what, function, types)
+        lines, drawn = [str(found), *dict.fromkeys(map(str, choices(function, *types)))], found
+        if compare is not None:
+            drawn = found.compare(*_variant(what, types, meta, compare))
+            lines = [str(drawn)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    if picture:
+        drawn.picture(picture)
+
+
+def _variant(what: str, types: list[Any], meta: list[str], compare: str) -> tuple[Any, tuple[str, str]]:
+    """The explanation of a variant, and what the two are called."""
+    other = ":" in compare and "=" not in compare
+    function = _function(compare, types, []) if other else _function(what, types, [*meta, *compare.split()])
+    found = explain(function, *types)
     if not found.kernels:
-        raise levels.no_kernel(what, function, types)
-    sys.stdout.write("\n".join([str(found), *chosen]) + "\n")
+        raise levels.no_kernel(compare, function, types)
+    return found, (what if other else " ".join(meta) or "as it is", compare)
 
 
 def show_profile(

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jtile import passes
 from jtile._errors import KernelValueError, UnsupportedError
@@ -19,6 +20,9 @@ from jtile.tune.advice import advice
 from jtile.tune.choose import lookup
 from jtile.tune.cost import Work, together, work
 from jtile.tune.programs import Sized, trace_sizes
+
+if TYPE_CHECKING:
+    from jtile.tune.compared import Comparison
 
 LAUNCH_US = 4.0  # a kernel that is done sooner spends its time on starting
 CLOSE = 0.6  # share of a bound from which on it is what limits a kernel
@@ -72,6 +76,31 @@ class Explanation:
 
     device: str
     kernels: tuple[KernelCost, ...]
+
+    def compare(self, other: Explanation, names: tuple[str, str] = ("first", "second")) -> Comparison:
+        """This explanation beside that of another variant, on the same device; `names`: what the table calls them.
+
+        Raises:
+          KernelValueError: they are of two devices.
+        """
+        from jtile.tune.compared import Comparison
+
+        if self.device != other.device:
+            raise KernelValueError(f"explanations of one device are compared, got {self.device} and {other.device}")
+        return Comparison(names, self, other)
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw, for each kernel, what memory, products and arithmetic take at least, and the time that it takes.
+
+        Args:
+          path: a file that ends in .png, .svg or .pdf.
+
+        Raises:
+          KernelValueError: there is no kernel, no matplotlib, or the file's ending is another one.
+        """
+        from jtile.tune.compared import draw
+
+        draw({"": self}, path)
 
     def __str__(self) -> str:
         head = ("kernel", "calls", "bytes", "traffic", "flops", "bound", "time", "achieved", "limited by")
