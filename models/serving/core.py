@@ -98,8 +98,9 @@ class Core:
                 self.scheduler.finish(job.sequence)
             self._end(job, "error", error)
 
-    def step(self) -> None:
-        """Dispatches a step, if there is something to do, and reads the one before it."""
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Dispatches a step, if there is something to do, and reads the one before it. `meanwhile()` is called between:
+        whoever it wakes runs while the device does, not before it has work."""
         if self.lm._weights is not self._weights:  # by this engine, or another one of the same model
             self._weights = self.lm._weights
             self.scheduler.reset()
@@ -115,6 +116,7 @@ class Core:
             logprobs = any(row.logprobs is not None for row in rows)
             self._flying.append((plan, self.device.run(plan, level, logprobs, masks)))
             self.totals.steps += 1
+        meanwhile()
         if self._flying and (len(self._flying) > 1 or not plan.segments):
             plan, result = self._flying.popleft()
             self._read(plan, *result.read())

@@ -68,6 +68,7 @@ class Device:
         slots = settings.rows + 1  # the last one is that of padding
         self._last = jnp.zeros((slots,), jnp.int32)
         self._table = np.full((slots, settings.width), -1, np.int32)
+        self._written = [0] * slots  # how many pages of the sequence that runs there a row of the table holds
         zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)
         self._options = {name: zeros(x) for name, x in settings.options.items()}
         self._penalties: dict[str, jax.Array] = {}
@@ -86,6 +87,7 @@ class Device:
 
     def seat(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
         """Brings the state of a sequence with these tokens to its slot."""
+        self._written[slot] = 0
         options = {name: x[0] for name, x in row.options.items()}
         self._options = programs.put(self._options, np.int32(slot), options)
         if LEVELS[row.level].counts:
@@ -126,28 +128,38 @@ class Device:
         batch[1], batch[2] = -1, slots
         of, which = np.zeros((k,), np.int32), np.zeros((2, k), np.int32)
         which[0] = slots
-        alone, behind, samples = 0, singles, 0
+        if singles == n:  # no tiles: sequences stand side by side
+            tile, singles = 1, sum(segment.count == 1 for segment in plan.segments)
+        alone, behind, samples = [], singles, []
         for segment in plan.segments:
-            sequence, count = segment.sequence, segment.count
-            if singles == n or count == 1:
-                at, alone = alone, alone + count
+            sequence, start, count, slot = segment.sequence, segment.start, segment.count, segment.slot
+            if count == 1:  # most are: all of them are written at once
+                end = len(alone) + 1
+                token = sequence.tokens[start] if start < len(sequence.tokens) else 0
+                alone.append((token, start, slot, segment.pending, sequence.adapter))
             else:
                 at = behind + -count % tile
-                behind = at + count
-            end = at + count
-            known = sequence.tokens[segment.start : segment.start + segment.count]
-            batch[0, at : at + len(known)] = known
-            batch[1, at:end] = np.arange(segment.start, segment.start + segment.count)
-            batch[2, at:end] = segment.slot
-            batch[3, end - 1] = segment.pending
-            batch[4, at:end] = sequence.adapter
-            pages = sequence.pages
-            self._table[segment.slot, : len(pages)] = pages
-            self._table[segment.slot, len(pages) :] = -1
+                behind = end = at + count
+                known = sequence.tokens[start : start + count]
+                batch[0, at : at + len(known)] = known
+                batch[1, at:end] = np.arange(start, start + count)
+                batch[2, at:end], batch[4, at:end] = slot, sequence.adapter
+                batch[3, end - 1] = segment.pending
+            self._write_pages(slot, sequence.pages)
             if segment.samples:
-                of[samples], which[:, samples] = end - 1, (segment.slot, segment.made)
-                samples += 1
+                samples.append((end - 1, slot, segment.made))
+        if alone:
+            batch[:, : len(alone)] = np.array(alone, np.int32).T
+        if samples:
+            of[: len(samples)], *which[:, : len(samples)] = np.array(samples, np.int32).T
         return batch, of, which
+
+    def _write_pages(self, slot: int, pages: list[int]) -> None:
+        """Brings a row of the table up to date. While a sequence runs, pages are added to its list, and none change."""
+        if self._written[slot] != len(pages):
+            self._table[slot, : len(pages)] = pages
+            self._table[slot, len(pages) :] = -1
+            self._written[slot] = len(pages)
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """In groups that read nothing which another group has written: see `Scheduler`, no target is a source."""

@@ -254,6 +254,8 @@ class Scheduler:
     def _grow_or_preempt(self, sequence: Sequence, length: int) -> bool:
         """Gives a sequence pages for so many tokens, if need be those of sequences that came later. False: it has to
         wait for those that came before it."""
+        if length <= len(sequence.pages) * self.page:
+            return True
         while not self._grow(sequence, length):
             last = self.running[-1]
             if last is sequence:
@@ -304,6 +306,8 @@ class Scheduler:
         """Lets sequences run, in the order in which they came, while there are rows, tokens of the budget, and pages
         for all tokens that those which run have. So none of them is preempted in the same step."""
         seats: list[Sequence] = []
+        if not self.waiting:
+            return seats
         left = self._room(sum(sequence.ready and _remaining(sequence) == 1 for sequence in self.running))
         left //= self.tile
         promised = sum(self._missing(sequence) for sequence in self.running)

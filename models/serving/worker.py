@@ -24,7 +24,7 @@ class Worker:
 
     Attributes:
       changed: is held for a moment by who changes anything here, and notified then. open: requests that have not ended.
-      closed: why it takes no more requests; None while it does. wake: who waits for tokens, by event loop.
+      closed: why it takes no more requests; None while it does.
     """
 
     def __init__(self, core: Core):
@@ -33,7 +33,7 @@ class Worker:
         self._commands: list[Callable[[], None]] = []
         self.open = 0
         self.closed: str | None = None
-        self.wake: Wake = {}
+        self._fresh: dict[Mail, None] = {}  # what has come for clients that were not told yet
         self.thread = threading.Thread(target=self._run, name="jtile engine", daemon=True)
         self.thread.start()
         atexit.register(self.close)  # a thread that is in XLA when Python ends would abort the process
@@ -107,8 +107,9 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._next_commands():
-                self._core.step()
-                self._woken()
+                self._core.step(self._woken)
+                if self._core.idle:
+                    self._woken()
         except Exception as error:  # of XLA or of ours: nobody else would hear of it
             with self.changed:
                 self.closed = f"a step of the engine failed: {type(error).__name__}: {error}"
@@ -119,6 +120,10 @@ class Worker:
             self._core.fail(failure)
         self._woken()
         atexit.unregister(self.close)
+
+    def deliver(self, mail: Mail) -> None:
+        """Notes on the thread that something has come for a client, who is told of it by the next `_woken`."""
+        self._fresh[mail] = None
 
     def _next_commands(self) -> bool:
         """Runs commands, and waits for some where there is nothing to do; False at the end."""
@@ -137,8 +142,11 @@ class Worker:
 
     def _woken(self) -> None:
         """Tells those who wait that something has come, once a step for each event loop."""
+        fresh, self._fresh = self._fresh, {}
+        wake: Wake = {}
         with self.changed:
-            wake, self.wake = self.wake, {}
+            for mail in fresh:
+                mail.tell(wake)
             self.changed.notify_all()
         for loop, waiters in wake.items():
             try:
@@ -162,6 +170,7 @@ class Mail:
         self.items: collections.deque[Token] = collections.deque()
         self.completion, self.error = Completion(), None
         self.ended = False
+        self._fresh: list[tuple[Token | None, JtileError | None]] = []
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
         self._job: Job | None = None
         self._gone = False
@@ -186,14 +195,20 @@ class Mail:
         return waiter
 
     def _deliver(self, token: Token | None, error: JtileError | None) -> None:
-        worker = self._worker
-        with worker.changed:
+        """On the thread of the worker; the client hears of it with those of the others."""
+        self._fresh.append((token, error))
+        self._worker.deliver(self)
+
+    def tell(self, wake: Wake) -> None:
+        """Puts what has come where the client finds it, and notes whom to wake. The worker's `changed` is held."""
+        for token, error in self._fresh:
             if token is not None:
                 self.items.append(token)
             else:
                 self.ended, self.error = True, error
-                worker.open -= 1
-            if self._waiter is not None:
-                loop, waiter = self._waiter
-                worker.wake.setdefault(loop, []).append(waiter)
-                self._waiter = None
+                self._worker.open -= 1
+        self._fresh.clear()
+        if self._waiter is not None:
+            loop, waiter = self._waiter
+            wake.setdefault(loop, []).append(waiter)
+            self._waiter = None

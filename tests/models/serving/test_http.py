@@ -445,7 +445,7 @@ def test_clients_that_go_at_any_moment(app, engine):
 def test_a_server_stops_when_its_requests_have_ended(engine, started, monkeypatch):
     """The first SIGTERM lets those under way end, over a real connection; new ones are refused."""
     step, refusing = engine._core.step, threading.Event()
-    monkeypatch.setattr(engine._core, "step", lambda: (refusing.wait(0.02), step()))
+    monkeypatch.setattr(engine._core, "step", lambda *of: (refusing.wait(0.02), step(*of)))
     app = make_app(engine, "tiny")
     server, url, thread = started(app)
     body = {"prompt": "abc", "max_tokens": 90, "temperature": 0, "stream": True, "ignore_eos": True}

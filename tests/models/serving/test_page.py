@@ -110,7 +110,7 @@ def test_stopping_an_answer(browser, page, engine, monkeypatch):
     """Escape ends the request at the server; what there is of the answer stays."""
     step, turns = engine._core.step, itertools.count()
     # Six tokens at once, so that the browser sees some; then so slowly that a busy machine stops in time.
-    monkeypatch.setattr(engine._core, "step", lambda: time.sleep(0 if next(turns) < 6 else 0.4) or step())
+    monkeypatch.setattr(engine._core, "step", lambda *of: time.sleep(0 if next(turns) < 6 else 0.4) or step(*of))
     cancelled = engine.stats()["requests_cancelled_total"]
     enter(browser, page, temperature="0", logprobs=True)
     browser.type("a\ue007")

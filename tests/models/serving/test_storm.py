@@ -129,7 +129,7 @@ def check_that_none_is_lost(seen: list[tuple[int, list]], at_least: int) -> None
 
 def test_a_stop_under_load_loses_no_request(engine, started, monkeypatch):
     step = engine._core.step
-    monkeypatch.setattr(engine._core, "step", lambda: (time.sleep(0.002), step()))
+    monkeypatch.setattr(engine._core, "step", lambda *of: (time.sleep(0.002), step(*of)))
     server, url, thread = started(make_app(engine, "tiny"))
     done = engine.stats()
     seen = asyncio.run(under_load(url, 16, lambda: server.handle_exit(signal.SIGTERM, None), 3))
