@@ -15,7 +15,7 @@ from benchmarks.backward import cross_entropy, pulled
 from benchmarks.data import TOLERANCE, normal, size
 from benchmarks.harness import Case
 from jtile import ops
-from jtile.ops import bodies, filters, native_sparse, sampling
+from jtile.ops import bodies, filters, images, native_sparse, sampling
 from jtile.ops.optimizers import adamw_reference, newton_schulz_reference
 
 
@@ -219,6 +219,20 @@ def array_cases(large: bool, tiny: bool = False) -> Iterator[tuple[Any, dict[str
         "ours": lambda x: ops.sample_top_p(x, key, p=0.9),
         "peers": {"xla": lambda x: sampling.sample_top_p_reference(x, key, p=0.9)}, "bytes": 4 * rows * n,
     }  # fmt: skip
+    n = side(1024, 4096)
+    filtered = {"space": 2.0, "level": 1.0}
+    yield (lambda seed: (normal(seed, n, n),)), {
+        "workload": "bilateral_filter", "config": f"{n}x{n}, 9x9", "dtype": "float32", "bytes": 8 * n * n,
+        "ours": functools.partial(ops.bilateral_filter, **filtered), "flops": 81 * 12 * n * n, "tolerance": 1e-5,
+        "peers": {"xla": functools.partial(images.bilateral_filter_reference, **filtered)},
+    }  # fmt: skip
+    for method, to in (("linear", 2 * n), ("lanczos3", n // 2)):
+        shape = (to, to, 3)
+        yield (lambda seed: (normal(seed, n, n, 3),)), {
+            "workload": "resize", "config": f"{n}x{n}x3 to {to}, {method}", "dtype": "float32", "tolerance": 1e-5,
+            "ours": functools.partial(ops.resize, shape=shape, method=method), "bytes": 12 * (n * n + to * to),
+            "peers": {"xla": functools.partial(jax.image.resize, shape=shape, method=method)},
+        }  # fmt: skip
     t, heads, d = side(1024, 4096), side(8, 32), side(64, 128)
     dtype = "bfloat16" if large else "float32"
     shapes = [(1, t, heads, d), *[(1, t, max(1, heads // 16), d)] * 2, (1, t, heads, 3)]

@@ -28,6 +28,8 @@ from jtile.ops.fourier import rfft as rfft
 from jtile.ops.gated_mlp import gated_mlp as gated_mlp
 from jtile.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from jtile.ops.histograms import histogram as histogram
+from jtile.ops.images import bilateral_filter as bilateral_filter
+from jtile.ops.images import resize as resize
 from jtile.ops.latent_attention import mla_decode as mla_decode
 from jtile.ops.latent_prefill import mla_attention as mla_attention
 from jtile.ops.layout import transpose as transpose
