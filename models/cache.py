@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+import jtile as jt
 from jtile import ops
 from jtile.ops.step_attention import step_attention
 
 from . import kernels
+from .parallel import collective, held, held_part
 
 SMALLEST_BUCKET = 16
 SCALED = ("float8_e4m3fn", "int8")  # dtypes of a cache with scales
@@ -67,7 +69,8 @@ class KVCache:
     every layer; None where rows lie in one piece, as those of rings do in any case. splits: into how many parts the
     keys of a row are split; by default their number depends on the other rows, and with it the order of sums. tiles:
     (n, t): behind the first n rows each t are tokens of one sequence that follow each other, so that attention takes
-    them together; of the first ones of a tile some may be padding, of length -1.
+    them together; of the first ones of a tile some may be padding, of length -1. context: the axis of a mesh whose
+    devices hold the tokens of a row in turns, but for those of rings, which are whole on each.
     """
 
     entries: tuple[Entry | State, ...]
@@ -75,15 +78,17 @@ class KVCache:
     table: jax.Array | None = None
     splits: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     tiles: tuple[int, int] | None = dataclasses.field(default=None, metadata=dict(static=True))
+    context: str | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def layer(self, entry: Entry | State) -> Slots:
         """One of the entries, to be appended to."""
         alone = isinstance(entry, State) or entry.ring
-        return Slots(entry, self.lengths, None if alone else self.table, self.splits, self.tiles)
+        table, context = (None, None) if alone else (self.table, self.context)
+        return Slots(entry, self.lengths, table, self.splits, self.tiles, context)
 
     def longer(self, entries: Sequence[Entry | State], by: int = 1) -> KVCache:
         """With the entries behind a step of `by` tokens a row."""
-        return KVCache(tuple(entries), self.lengths + by, self.table, self.splits, self.tiles)
+        return dataclasses.replace(self, entries=tuple(entries), lengths=self.lengths + by)
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +105,7 @@ class Slots:
     table: jax.Array | None = None
     splits: int | None = None
     tiles: tuple[int, int] | None = None
+    context: str | None = None
 
     def _with(self, arrays, scales=()) -> Slots:
         return dataclasses.replace(self, entry=Entry(tuple(arrays), tuple(scales), self.entry.ring))
@@ -118,8 +124,13 @@ class Slots:
         options = {"heads": heads, "kv_heads": kv_heads, "eps": eps, "ring": self.entry.ring}
         entry, kernel = self.entry, kernels.rope_append_scaled if self.entry.scales else kernels.rope_append
         held = *entry.arrays, *entry.scales
-        q, *held = kernel(qkv, cos, sin, self.lengths, *held, weights, self.table, **options)
+        q, *held = kernel(qkv, cos, sin, self._free(), *held, weights, self.table, **options)
         return q, self._with(held[:2], held[2:])
+
+    def _free(self):
+        """The slot of the next token. Of a cache that devices share all of them write it, and those whose turn it is
+        not write it again with their next one."""
+        return self.lengths if self.context is None else held(self.lengths, self.context)
 
     def append_and_attend(
         self, qkv, cos, sin, heads: int, kv_heads: int, norms: HeadNorms | None = None, *, window: int | None = None,
@@ -128,7 +139,8 @@ class Slots:
         """`append`, then `attend`: (what the new tokens get [batch * t, heads, head_dim], the slots)."""
         entry, several = self.entry, qkv.shape[0] != self.lengths.shape[0]
         masked = window is not None or softcap is not None or sinks is not None
-        if several or masked or entry.scales or entry.ring or self.splits is not None or self.tiles is not None:
+        alone = self.splits is None and self.tiles is None and self.context is None
+        if several or masked or entry.scales or entry.ring or not alone:
             q, slots = self.append(qkv, cos, sin, heads, kv_heads, norms)
             return slots.attend(q, window, scale, softcap, sinks), slots
         qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
@@ -145,25 +157,35 @@ class Slots:
         `sinks`: see `ops.decode_attention`."""
         (keys, values), scales = self.entry.arrays, self.entry.scales or None
         window = None if self.entry.ring else window  # a ring holds what a token sees, in any order
-        options = {"scales": scales, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
-                   "splits": self.splits}  # fmt: skip
-        run = lambda q, lengths, table: ops.decode_attention(q, keys, values, lengths, pages=table, **options)
+        options = {"scales": scales, "scale": scale, "softcap": softcap, "sinks": sinks, "splits": self.splits}
+        if self.context is None:
+            options["window"] = window
+        decode = self._over_context(ops.decode_attention, "decode_attention")
+        run = lambda q, lengths, table: decode(q, keys, values, lengths, pages=table, **options)
         return self._attended(run, q if scales else q.astype(keys.dtype)).astype(q.dtype)
 
     def append_latent(self, q, absorbed, new, norm, cos, sin, eps: float):
         """See `kernels.latent_append`: returns (query [batch * t, heads, rank + rope], the slots)."""
         entry, kernel = self.entry, kernels.latent_append_scaled if self.entry.scales else kernels.latent_append
         held = *entry.arrays, *entry.scales
-        query, *held = kernel(q, absorbed, new, norm, cos, sin, self.lengths, *held, self.table, eps=eps)
+        query, *held = kernel(q, absorbed, new, norm, cos, sin, self._free(), *held, self.table, eps=eps)
         return query, self._with(held[:1], held[1:])
 
     def attend_latent(self, query, rank: int, scale: float):
         """`ops.mla_decode` of queries [batch * t, heads, rank + rope]: [batch * t, heads, rank] of their dtype."""
         (latent,), scales = self.entry.arrays, self.entry.scales
         options = {"scales": scales[0] if scales else None, "rank": rank, "scale": scale, "splits": self.splits}
-        return self._attended(
-            lambda q, lengths, table: ops.mla_decode(q, latent, lengths, pages=table, **options), query
-        )
+        decode = self._over_context(ops.mla_decode, "mla_decode")
+        return self._attended(lambda q, lengths, table: decode(q, latent, lengths, pages=table, **options), query)
+
+    def _over_context(self, alone, name: str):
+        """`alone`, an attention of a cache, or the one of that name over the parts that devices hold. Its window, if it
+        has one, is wider than the slots."""
+        axis = self.context
+        if axis is None:
+            return alone
+        over = collective(name)
+        return lambda q, *cache, **options: over(q, *cache[:-1], held(cache[-1], axis), axis, **options)
 
     def _attended(self, run, q):
         """What the new tokens q [batch * t, heads, d] get, [batch * t, heads, ...], by run(q, lengths, table) of q
@@ -189,29 +211,33 @@ class Layout:
 
     slots: of each row. dtype: of its arrays, None for that of what goes into it; those of 8 bits have scales. windows:
     of each layer, whose newest tokens a ring keeps if they are fewer than the slots; None and `()`: no rings. page:
-    slots of a page, None for rows in one piece.
+    slots of a page, None for rows in one piece. context: see `KVCache`; one more slot on each device is that of tokens
+    of others.
     """
 
     slots: int
     dtype: str | None = None
     windows: tuple[int | None, ...] = ()
     page: int | None = None
+    context: str | None = None
 
 
 def from_prefill(entries, lengths, layout: Layout) -> KVCache:
     """A cache of each layer's arrays [batch, length, ...] with length <= slots, of which `lengths` are real; pages of a
     row lie behind each other in their pools. A `State` stays as it is."""
-    windows = layout.windows or (None,) * len(entries)
-    pages = None if layout.page is None else -(-layout.slots // layout.page)
+    windows, slots = layout.windows or (None,) * len(entries), layout.slots
+    if layout.context is not None:
+        slots = -(-slots // jt.axis_size(layout.context)) + 1
+    pages = None if layout.page is None else -(-slots // layout.page)
     table = None
     if pages is not None:
-        batch = lengths.shape[0]
+        batch, slots = lengths.shape[0], pages * layout.page
         table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
 
     def place(x, ring: int | None):
         if ring is not None:
             return _newest(x, lengths, ring)
-        slots = layout.slots if pages is None else pages * layout.page
+        x = x if layout.context is None else held_part(x, layout.context)
         x = jnp.pad(x, ((0, 0), (0, slots - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
         return x if pages is None else x.reshape(-1, layout.page, *x.shape[2:])
 
@@ -227,7 +253,8 @@ def from_prefill(entries, lengths, layout: Layout) -> KVCache:
         scales = tuple(jnp.moveaxis(place(x, ring), 1, -1) for x in scales)
         return Entry(tuple(place(x, ring) for x in arrays), scales, ring is not None)
 
-    return KVCache(tuple(entry(*of) for of in zip(entries, windows, strict=True)), lengths, table)
+    found = tuple(entry(*of) for of in zip(entries, windows, strict=True))
+    return KVCache(found, lengths, table, context=layout.context)
 
 
 def _newest(x, lengths, slots: int):

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
 
 from .config import DecoderConfig
+from .cuts import border, cut
 from .tokenizer import Tokenizer
+
+
+@runtime_checkable
+class Cuttable(Protocol):
+    """What reads a tensor, or a part of it alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def part(self, cuts: Mapping[int, np.ndarray]) -> jax.Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +50,15 @@ class Checkpoint:
             raise self._lacks(f"model.layers.0{ending}")
         return self.tensors[found[0]]()
 
+    def unit(self) -> int:
+        """How many columns of a matrix stay together where it is cut: those of a group with one scale, or fewer, into
+        which `cuts.cut` divides such groups."""
+        ends = ("self_attn.o_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj")
+        first = {end: next((name for name in self.tensors if name.endswith(end)), None) for end in ends}
+        found = [self.tensors[name]() for name in first.values() if name is not None]
+        quantised = [w for w in found if isinstance(w, QuantizedTensor)]
+        return max((border(w) for w in quantised), default=1)
+
     def _lacks(self, name: str) -> ModelError:
         return ModelError(f"{self.source} lacks the tensor {name}; the file is incomplete, download it again")
 
@@ -50,6 +72,25 @@ class Checkpoint:
         if name not in self.tensors:
             raise self._lacks(name)
         tensor = self.tensors[name]()
+        self._check(name, tensor, shape)
+        return tensor
+
+    def part(self, name: str, shape: tuple[int, ...], cuts: Mapping[int, np.ndarray]) -> jax.Array | QuantizedTensor:
+        """The part of the tensor `name` of a shape at an index along each of some dimensions of it: see `cuts.cut`.
+        Of floats in a safetensors file no more is read.
+
+        Raises:
+          ModelError: as `weight`, or a quantised tensor cannot be cut so.
+        """
+        if name not in self.tensors:
+            raise self._lacks(name)
+        read = self.tensors[name]
+        if isinstance(read, Cuttable) and cuts:
+            self._check(name, read, shape)
+            return read.part(cuts)
+        return cut(self.weight(name, shape), dict(cuts), name, turned=len(shape) == 3)
+
+    def _check(self, name: str, tensor: Any, shape: tuple[int, ...]) -> None:
         stack = isinstance(tensor, QuantizedTensor) and tensor.ndim == 3
         found = tuple(tensor.shape)
         if found != shape and not (stack and (found[0], found[2], found[1]) == shape):
@@ -57,4 +98,3 @@ class Checkpoint:
                 f"the tensor {name} of {self.source} has the shape {tuple(tensor.shape)}; "
                 f"its configuration asks for {shape}"
             )
-        return tensor

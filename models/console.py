@@ -14,6 +14,7 @@ from jtile._errors import JtileError, ModelError, PromptError
 
 from .generate import Generation, LanguageModel, Stats
 from .load import load
+from .mesh import devices_at_hand
 from .speculation import NGram
 
 SUCCESS, FAILURE, INTERRUPTED = 0, 1, 130
@@ -42,6 +43,7 @@ def run_generate(
     ignore_eos: bool = False,
     cache_dir: str = "",
     adapter: str | None = None,
+    devices: str | int | None = None,
 ) -> int:
     """Generates text in the terminal and returns the exit code: 0, 1 after an error (one sentence), 130 after Ctrl-C.
 
@@ -57,10 +59,12 @@ def run_generate(
       cache_dir: folder where XLA keeps compiled programs, so that a second start takes no compilation; "" for none.
       ignore_eos: go on to `max_new_tokens` past the model's end tokens.
       adapter: a folder with a low-rank adapter of the model, see `load`.
+      devices: how many share the model, see `mesh.devices_at_hand`.
     """
     keep_programs(cache_dir)
     try:
-        lm = load(model, adapter=adapter)
+        over = {} if devices is None else devices_at_hand(str(devices))
+        lm = load(model, adapter=adapter, **over)
         ids = _ids(lm, prompt, prompt_ids, chat, system)
         generation = lm.stream(
             ids,

@@ -21,6 +21,7 @@ from . import cache as kv
 from . import layers
 from .config import AttentionConfig, DecoderConfig, WeightSource
 from .dtypes import packing, rounding
+from .parallel import ALONE, Axes
 
 IGNORED = -100  # the label of a token that is not to be predicted
 
@@ -28,7 +29,10 @@ IGNORED = -100  # the label of a token that is not to be predicted
 class Attention(nnx.Module):
     """Grouped-query self-attention; the query, key and value weights are one matrix, so that one kernel call serves.
 
-    It is used in two steps: what `enter` gives goes to `prefill` or `step`."""
+    It is used in two steps: what `enter` gives goes to `prefill` or `step`. On several devices each has some of the
+    heads, and its output is a `Term`."""
+
+    over: Axes = ALONE
 
     def __init__(self, config: AttentionConfig, hidden: int, weight: WeightSource, prefix: str):
         q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -75,7 +79,7 @@ class Attention(nnx.Module):
         if gates is not None:
             wide = jax.nn.sigmoid(gates.astype(jnp.float32)) * mixed.astype(jnp.float32)
             mixed = wide.astype(mixed.dtype)
-        return layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias))
+        return self.over.term(layers.with_bias(layers.linear(mixed, self.output.get_value()), _value(self.output_bias)))
 
     def prefill(self, qkv, cos, sin):
         """The projection [batch, length, ...]; returns (output [batch, length, hidden], (k, v))."""
@@ -112,7 +116,9 @@ def _value(param: nnx.Param | None):
 
 
 class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)). On several devices each has some of the features."""
+
+    over: Axes = ALONE
 
     def __init__(self, hidden: int, features: int, weight: WeightSource, prefix: str, activation: str = "silu"):
         self.activation = activation
@@ -121,12 +127,13 @@ class GatedMLP(nnx.Module):
         self.down = nnx.Param(weight(f"{prefix}down_proj.weight", (hidden, features)))
 
     def __call__(self, x):
-        """x [..., hidden] -> [..., hidden]."""
+        """x [..., hidden] -> [..., hidden]; on several devices the term of this one."""
         return layers.gated_mlp(x, *self._weights(), self.activation)
 
     def behind_norm(self, x, delta, norm, eps: float):
         """(x + delta, this MLP of its norm)."""
-        return layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation)
+        x, y = layers.add_norm_gated_mlp(x, delta, norm, eps, *self._weights(), self.activation)
+        return x, self.over.term(y)
 
     def _weights(self):
         return self.gate.get_value(), self.up.get_value(), self.down.get_value()
@@ -153,7 +160,7 @@ class Block(nnx.Module):
     cache. mlp: called as `GatedMLP`.
 
     A block takes x as the sum of two arrays, and gives it so: the norm behind the sum is one kernel with it. The second
-    array may be None.
+    array may be None, or a `Term`: its sum over devices is in the same kernel, too.
     """
 
     def __init__(self, config: DecoderConfig, weight: WeightSource, prefix: str, attention: Any, mlp: Any):
@@ -186,9 +193,13 @@ class Decoder(nnx.Module):
 
     Causality keeps the padding out of every real position, so no mask travels through the layers.
 
+    On several devices each has an equal part of the rows of the tables of the vocabulary.
+
     Activations are of the dtype `dtype`. What needs more is computed in float32 and rounded behind it: sums of products
     and scores, statistics of norms, rotations, routers. Logits are float32 to the end.
     """
+
+    over: Axes = ALONE
 
     def __init__(self, config: DecoderConfig, weight: WeightSource, tied: bool, dtype: str = "float32"):
         """`weight(name, shape)` gives the checkpoint's tensor of that (transformers) name, checked against `shape`;
@@ -204,7 +215,7 @@ class Decoder(nnx.Module):
 
     def _enter(self, ids, positions):
         """(the embeddings of ids, for every rope of the blocks the cos and sin of the positions)."""
-        x = layers.embedding(self.embedding.get_value(), ids, self.dtype) * self.config.embedding_scale
+        x = self.over.embedding(self.embedding.get_value(), ids, self.dtype) * self.config.embedding_scale
         ropes = dict.fromkeys(block.rope for block in self.blocks)
         angles = lambda rope: layers.rope_angles(positions, jnp.asarray(rope.frequencies()), rope.attention_factor)
         return x, {rope: angles(rope) for rope in ropes}
@@ -219,7 +230,7 @@ class Decoder(nnx.Module):
         return self._capped(layers.linear(normed, self._table(), jnp.float32))
 
     def _capped(self, logits):
-        cap = self.config.softcap
+        logits, cap = self.over.gathered(logits, self.config.vocab_size), self.config.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def head(self, hidden):
@@ -236,7 +247,7 @@ class Decoder(nnx.Module):
             more = {"lengths": lengths} if getattr(block, "recurrent", False) else {}
             (x, delta), entry = block.prefill(x, delta, *angles[block.rope], **more)
             entries.append(entry)
-        return x + delta, entries
+        return x + layers.whole(delta), entries
 
     def __call__(self, ids, *, remat: bool = False):
         """Logits float32 [batch, length, vocab] after every token of ids int32 [batch, length], without a cache.
@@ -251,7 +262,7 @@ class Decoder(nnx.Module):
         x, angles = self._enter(ids, _positions(ids))
         states = [x]
         for block in self.blocks:
-            run = lambda x, block=block: jnp.add(*block.prefill(x, None, *angles[block.rope])[0])
+            run = lambda x, block=block: jnp.add(*map(layers.whole, block.prefill(x, None, *angles[block.rope])[0]))
             states.append((jax.checkpoint(run) if remat else run)(states[-1]))
         return [*states[:-1], self._norm(states[-1])]
 
@@ -290,7 +301,7 @@ class Decoder(nnx.Module):
             entries.append(slots.entry)
         norm, eps = self.norm.get_value(), self.config.norm_eps
         if of is not None:
-            x, delta = (y if y is None else jnp.take(y, of, axis=0, mode="clip") for y in (x, delta))
+            x, delta = jax.tree.map(lambda y: jnp.take(y, of, axis=0, mode="clip"), (x, delta))
         _, logits = layers.add_norm_linear(x, delta, norm, eps, self._table(), jnp.float32)
         logits = self._capped(logits)
         return logits if of is not None else logits.reshape(*tokens.shape, -1), cache.longer(entries, t)

@@ -54,7 +54,7 @@ def rounding(weight: WeightSource, dtype: str) -> WeightSource:
     def read(name: str, shape: tuple[int, ...]):
         tensor = weight(name, shape)
         small = len(shape) < 2 or name.endswith((".gate.weight", ".router.weight", "_bias"))
-        return tensor if small or isinstance(tensor, QuantizedTensor) else tensor.astype(dtype)
+        return tensor if small or tensor is None or isinstance(tensor, QuantizedTensor) else tensor.astype(dtype)
 
     return read
 

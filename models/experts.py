@@ -18,6 +18,7 @@ from jtile.ops import QuantizedTensor
 
 from . import few_tokens
 from .config import WeightSource
+from .parallel import ALONE, Axes
 
 Matrix = jax.Array | QuantizedTensor
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
@@ -47,19 +48,27 @@ def mixture(x, experts, weights, gate_up, down, biases=(None, None), gated: Call
     chosen = experts.reshape(tokens * k)
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # row r of the sorted ones is token order[r] // k
     sizes = jnp.zeros((down.shape[0],), jnp.int32).at[chosen].add(1)
-    rows = _beside(x, gate_up)[order // k]
-
-    def product(y, w, bias):
-        if isinstance(w, tuple):
-            y = jnp.concatenate([product(y, part, None) for part in w], axis=1)
-        else:
-            y = ops.grouped_matmul(_beside(y, w), w, sizes, transpose_w=True, out_dtype=x.dtype)
-        return y if bias is None else (y.astype(jnp.float32) + bias[chosen[order]]).astype(y.dtype)
-
-    y = product(gated(product(rows, gate_up, biases[0])), down, biases[1])
+    y = sorted_mixture(x[order // k], sizes, gate_up, down, biases, gated)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
     shares = y[place].reshape(tokens, k, -1).astype(jnp.float32) * weights[:, :, None]
     return shares.sum(1).astype(x.dtype)
+
+
+def sorted_mixture(x, sizes, gate_up, down, biases=(None, None), gated: Callable = ops.swiglu):
+    """MLP_e of each row of x [n, hidden], which are sorted by e: int32 [E] sizes, the rows of each. See `mixture`."""
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+
+    def product(y, w, bias):
+        if isinstance(w, tuple):
+            return jnp.concatenate([product(y, part, None) for part in w], axis=1)
+        y = ops.grouped_matmul(_beside(y, w), w, sizes, transpose_w=True, out_dtype=x.dtype)
+        if bias is None:
+            return y
+        of = jnp.searchsorted(ends, rows, side="right", method="compare_all")
+        return (y.astype(jnp.float32) + bias[jnp.minimum(of, sizes.size - 1)]).astype(y.dtype)
+
+    return product(gated(product(x, gate_up, biases[0])), down, biases[1])
 
 
 def _by_tokens(x, experts, weights, gate_up, down, biases, gated: Callable):
@@ -100,7 +109,8 @@ class Experts(nnx.Module):
         Raises:
           ModelError: a tensor is missing.
         """
-        read = lambda name, shape: [weight(f"{prefix}{e}.{names[name]}.weight", shape) for e in range(count)]
+        every = lambda name, shape: [weight(f"{prefix}{e}.{names[name]}.weight", shape) for e in range(count)]
+        read = lambda name, shape: [matrix for matrix in every(name, shape) if matrix is not None]
         gate, up = (read(name, (features, hidden)) for name in ("gate", "up"))
         self.gate_up = nnx.Param(_side_by_side(gate, up))
         self.down = nnx.Param(stacked(read("down", (hidden, features))))
@@ -108,6 +118,10 @@ class Experts(nnx.Module):
     def __call__(self, x, experts, weights):
         """See `mixture`."""
         return mixture(x, experts, weights, self.gate_up.get_value(), self.down.get_value())
+
+    def of_sorted(self, x, sizes):
+        """See `sorted_mixture`."""
+        return sorted_mixture(x, sizes, self.gate_up.get_value(), self.down.get_value())
 
 
 def _side_by_side(gate: list[Matrix], up: list[Matrix]):
@@ -138,13 +152,25 @@ def stacked(matrices: list[Matrix]) -> Matrix:
 class Mixture(nnx.Module):
     """The weighted sum of the experts that a router chooses, and the output of `shared`, an MLP for every token.
 
-    router: x float32 [tokens, hidden] -> (experts int32 [tokens, k], their weights float32 [tokens, k])."""
+    router: x float32 [tokens, hidden] -> (experts int32 [tokens, k], their weights float32 [tokens, k]). On several
+    devices each has an equal part of the experts, or of the features of each."""
+
+    over: Axes = ALONE
 
     def __init__(self, router: Any, experts: Experts, shared: Any = None):
         self.router, self.experts, self.shared = router, experts, shared
 
+    def _count(self) -> int:
+        """Of the experts of all devices."""
+        return self.router.weight.get_value().shape[0]
+
     def __call__(self, x):
-        """x [..., hidden] -> [..., hidden]."""
+        """x [..., hidden] -> [..., hidden], or a `Term`."""
         rows = x.reshape(-1, x.shape[-1])
-        y = self.experts(rows, *self.router(rows.astype(jnp.float32))).reshape(x.shape)
-        return y if self.shared is None else y + self.shared(x)
+        chosen, weights = self.router(rows.astype(jnp.float32))
+        if self.over.expert is None:
+            y = self.experts(rows, chosen, weights)
+        else:
+            y = self.over.dispatched(rows, chosen, weights, self._count(), self.experts.of_sorted)
+        y = y.reshape(x.shape)
+        return self.over.term(y if self.shared is None else y + self.shared(x))

@@ -5,11 +5,13 @@ A layer is quantised if its tensors say so: what a configuration leaves out by n
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jtile._errors import ModelError
 from jtile.ops import QuantizedTensor
@@ -32,7 +34,7 @@ def readers(tensors: Mapping[str, Stored], config: Mapping, source: str) -> Read
       ModelError: the weights are quantised in a way that jtile does not read.
     """
     entries = table(config, *CONFIGURATIONS)
-    found: Readers = {name: functools.partial(_plain, tensor) for name, tensor in tensors.items()}
+    found: Readers = {name: Plain(tensor) for name, tensor in tensors.items()}
     if not entries:
         return found
     method = entries.get("quant_method")
@@ -43,10 +45,27 @@ def readers(tensors: Mapping[str, Stored], config: Mapping, source: str) -> Read
     return found | METHODS[method](tensors, entries, source)
 
 
-def _plain(tensor: Stored) -> jax.Array:
-    if tensor.dtype.itemsize == 1:
-        raise ModelError(f"the tensor {tensor.name} is {tensor.dtype.name}, and nothing gives its scales")
-    return tensor()
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """What reads a tensor of floats, or a part of it."""
+
+    tensor: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def __call__(self) -> jax.Array:
+        return self._checked()()
+
+    def part(self, cuts: Mapping[int, np.ndarray]) -> jax.Array:
+        """See `Stored.part`."""
+        return self._checked().part(cuts)
+
+    def _checked(self) -> Stored:
+        if self.tensor.dtype.itemsize == 1:
+            raise ModelError(f"the tensor {self.tensor.name} is {self.tensor.dtype.name}, and nothing gives its scales")
+        return self.tensor
 
 
 def _layers(tensors: Mapping[str, Stored], ending: str) -> list[str]:

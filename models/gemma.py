@@ -110,7 +110,7 @@ class Block(nnx.Module):
 
     def _run(self, x, delta, attend):
         """((x, delta) behind this block, the entry) of x + delta in front of it, by `attend(entered)`."""
-        norm = lambda y, weight: layers.rms_norm(y, weight.get_value(), self.eps)
+        norm = lambda y, weight: layers.rms_norm(layers.whole(y), weight.get_value(), self.eps)
         x, entered = enter(self.attention, x, delta, self.attention_norm, self.eps)
         attended, entry = attend(entered)
         x, mixed = mlp_behind_norm(self.mlp, x, norm(attended, self.attended_norm), self.mlp_norm, self.eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Unpack
@@ -19,6 +20,7 @@ from .checkpoint import Checkpoint
 from .config import LONGEST
 from .decoder import Decoder
 from .dtypes import CACHE_DTYPES, default_dtype, dtype_of
+from .mesh import Devices, Parts
 from .prompt import Prompt, is_int, read_ends, read_prompt, widen
 from .sampling import Sampling, SamplingOptions, Steps
 from .speculation import NGram, Plan
@@ -65,31 +67,47 @@ class LanguageModel:
       cache_dtype, page_size: of the key-value cache, see `load`.
       windows: the attention window of each layer, None for all keys.
       recurrent: whether layers keep a state of all tokens.
+      devices: the mesh that the model is cut over, and how; None for one device.
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer | None = None, eos_ids: Sequence[int] = (), source: str = "",
+        self, model: Decoder | Parts, tokenizer: Tokenizer | None = None, eos_ids: Sequence[int] = (), source: str = "",
         cache_dtype: str | None = None, page_size: int | None = None,
     ):  # fmt: skip
-        self.config, self.tokenizer, self.eos_ids, self.source = model.config, tokenizer, tuple(eos_ids), source
+        self._executables: dict[tuple, jax.stages.Compiled] = {}
+        self.devices = model.devices if isinstance(model, Parts) else None
+        if isinstance(model, Parts):
+            self._structure, self._weights, model, config = model.structure, model.weights, model.first, model.config
+        else:
+            (graph, state), config = nnx.split(model), model.config
+            # Plain leaves: a dispatch takes 80 us with them and 390 us with the 423 Variables of SmolLM2's nnx.State.
+            self._weights, tree = jax.tree.flatten(state)
+            self._structure = (graph, tree)
+        self.config, self.tokenizer, self.eos_ids, self.source = config, tokenizer, tuple(eos_ids), source
         self.dtype, self.cache_dtype, self.page_size, self.windows = model.dtype, cache_dtype, page_size, model.windows
         self.recurrent = model.recurrent
-        graph, state = nnx.split(model)
-        # Plain leaves: a dispatch takes 80 us with them and 390 us with the 423 Variables of SmolLM2's nnx.State.
-        self._weights, tree = jax.tree.flatten(state)
-        self._structure = (graph, tree)
-        self._executables: dict[tuple, jax.stages.Compiled] = {}
 
     @property
     def model(self) -> Decoder:
-        """The Flax module over the weights of this model."""
+        """The Flax module over the weights of this model.
+
+        Raises:
+          ModelError: devices have parts of the weights.
+        """
+        if self.devices is not None:
+            raise ModelError(
+                f"{self.source or 'the model'} is cut over the devices of a mesh, each of which has a module of its "
+                "own; load it without a mesh for the module of the whole"
+            )
         return programs.merge(self._structure, self._weights)
 
     @classmethod
     def from_checkpoint(
-        cls, checkpoint: Checkpoint, dtype=None, cache_dtype=None, page_size: int | None = None
-    ) -> LanguageModel:
-        """Reads every weight of the checkpoint; `dtype`, `cache_dtype`, `page_size`: see `load`."""
+        cls, checkpoint: Checkpoint, dtype=None, cache_dtype=None, page_size: int | None = None,
+        devices: Devices | None = None,
+    ) -> LanguageModel:  # fmt: skip
+        """Reads every weight of the checkpoint; `dtype`, `cache_dtype`, `page_size`: see `load`. devices: those that
+        share them."""
         if page_size is not None and (not is_int(page_size) or not 1 <= page_size <= LONGEST):
             raise ModelError(
                 f"page_size is an int of at least 1 and at most {LONGEST}, or None for rows in one piece; "
@@ -97,7 +115,10 @@ class LanguageModel:
             )
         dtype = default_dtype(checkpoint.sample()) if dtype is None else dtype_of(dtype, "dtype")
         cache_dtype = None if cache_dtype is None else dtype_of(cache_dtype, "cache_dtype", CACHE_DTYPES)
-        model = Decoder(checkpoint.config, checkpoint.weight, checkpoint.tied, dtype)
+        if devices is None:
+            model = Decoder(checkpoint.config, checkpoint.weight, checkpoint.tied, dtype)
+        else:
+            model = devices.read(checkpoint, dtype)
         return cls(model, checkpoint.tokenizer, checkpoint.eos_ids, checkpoint.source, cache_dtype, page_size)
 
     def logits(self, ids, attention_mask=None) -> jax.Array:
@@ -113,13 +134,13 @@ class LanguageModel:
         Raises:
           PromptError: empty, too long, or ids outside the vocabulary.
         """
-        prompt = self._prompt(ids, attention_mask)
+        prompt, rows = self._prompt(ids, attention_mask)
         length = prompt.mask.shape[1]
         size = kv.bucket(max(prompt.ids.shape[1], length), self.config.max_length)
         mask = widen(prompt.mask, size)
         slot = np.clip(np.cumsum(mask, axis=1) - 1, 0, None).astype(np.int32)  # where a position's token was packed
         run, _ = self._compiled(programs.logits, widen(prompt.ids, size), slot, mask)
-        out = run(self._weights, widen(prompt.ids, size), slot, mask)[:, :length]
+        out = run(self._weights, widen(prompt.ids, size), slot, mask)[:rows, :length]
         return out[0] if prompt.single else out
 
     def embed(self, ids, attention_mask=None) -> jax.Array:
@@ -135,11 +156,11 @@ class LanguageModel:
         Raises:
           PromptError: empty, too long, or ids outside the vocabulary.
         """
-        prompt = self._prompt(ids, attention_mask)
+        prompt, rows = self._prompt(ids, attention_mask)
         size = kv.bucket(prompt.ids.shape[1], self.config.max_length)
         args = widen(prompt.ids, size), prompt.lengths
         run, _ = self._compiled(programs.embed, *args)
-        out = run(self._weights, *args)
+        out = run(self._weights, *args)[:rows]
         return out[0] if prompt.single else out
 
     def generate(
@@ -199,15 +220,20 @@ class LanguageModel:
         """
         if not is_int(max_new_tokens) or max_new_tokens < 0:
             raise PromptError(f"max_new_tokens is an int of at least 0, got {max_new_tokens!r}")
-        prompt = self._prompt(ids, attention_mask)
+        if draft is not None and (self.devices or getattr(draft, "devices", None)):
+            raise PromptError("a model that is cut over a mesh neither drafts nor checks drafts; leave out draft")
+        prompt, rows = self._prompt(ids, attention_mask)
         ends = read_ends(eos, self.eos_ids)
         plan = Plan.of(self, draft, draft_tokens)
         room = max(self.config.max_length - int(prompt.lengths.max()), 0)
-        choice = Choice.of(Sampling(**options), len(prompt.lengths), self.config.vocab_size, ends, logprobs)
-        return Generation(self, prompt, min(max_new_tokens, room), choice, plan)
+        choice = Choice.of(Sampling(**options), rows, self.config.vocab_size, ends, logprobs, self.devices)
+        return Generation(self, prompt, rows, min(max_new_tokens, room), choice, plan)
 
-    def _prompt(self, ids, attention_mask) -> Prompt:
-        return read_prompt(ids, attention_mask, self.config.vocab_size, self.config.max_length)
+    def _prompt(self, ids, attention_mask) -> tuple[Prompt, int]:
+        """(the prompt, how many of its rows the caller asked for: devices may share out some more)."""
+        prompt = read_prompt(ids, attention_mask, self.config.vocab_size, self.config.max_length)
+        rows = len(prompt.lengths)
+        return (prompt if self.devices is None else self.devices.filled(prompt)), rows
 
     def _compiled(self, function, *args, **static):
         """The executable of a jitted function for these argument shapes; returns (executable, seconds to compile)."""
@@ -215,7 +241,8 @@ class LanguageModel:
         key = (function.__name__, shapes, tuple(static.items()))
         start = time.perf_counter()
         if key not in self._executables:
-            self._executables[key] = function.lower(self._structure, self._weights, *args, **static).compile()
+            lower = function.lower if self.devices is None else functools.partial(self.devices.lower, function)
+            self._executables[key] = lower(self._structure, self._weights, *args, **static).compile()
         return self._executables[key], time.perf_counter() - start
 
 
@@ -230,8 +257,11 @@ class Choice:
     logprobs: bool
 
     @classmethod
-    def of(cls, sampling: Sampling, batch: int, vocab: int, tokens: Sequence[int], logprobs: bool) -> Choice:
-        """`tokens`: those that end a row.
+    def of(
+        cls, sampling: Sampling, batch: int, vocab: int, tokens: Sequence[int], logprobs: bool,
+        devices: Devices | None = None,
+    ) -> Choice:  # fmt: skip
+        """`tokens`: those that end a row; `devices`: see `LanguageModel`.
 
         Raises:
           PromptError: an option of the sampling does not fit the batch or the vocabulary.
@@ -239,7 +269,11 @@ class Choice:
         ends = np.asarray(tokens or (-1,), np.int32)
         size = 1 << (len(ends) - 1).bit_length()  # few sizes mean few compilations
         ends = np.pad(ends, (0, size - len(ends)), mode="edge")
-        numbers, ends = jax.device_put((sampling.traced(batch, vocab), ends))
+        numbers = sampling.traced(batch, vocab)
+        if devices is None:
+            numbers, ends = jax.device_put((numbers, ends))
+        else:
+            numbers = devices.numbers(numbers, batch)
         return cls(sampling.static, numbers, ends, bool(logprobs))
 
 
@@ -251,14 +285,16 @@ class Generation(Iterator):
       logprobs: the log-probability of each token, if the call asked for them.
     """
 
-    def __init__(self, lm: LanguageModel, prompt: Prompt, new_tokens: int, choice: Choice, plan: Plan | None = None):
+    def __init__(
+        self, lm: LanguageModel, prompt: Prompt, rows: int, new_tokens: int, choice: Choice, plan: Plan | None = None
+    ):
         self.stats = Stats(prompt_tokens=int(prompt.lengths.max()))
         self.logprobs: list = []
-        self._lm, self._prompt, self._new_tokens, self._choice = lm, prompt, new_tokens, choice
+        self._lm, self._prompt, self._rows, self._new_tokens, self._choice = lm, prompt, rows, new_tokens, choice
         self._tokens = self._run() if plan is None else self._speculate(plan)
 
     def __next__(self):
-        row, logprobs = next(self._tokens)
+        row, logprobs = (x if x is None else x[: self._rows] for x in next(self._tokens))
         if (row >= self._lm.config.vocab_size).any():  # see `sampling.choose`
             self._tokens.close()
             overflow = ", or load it with dtype='bfloat16' or 'float32': beyond 65504 float16 has no numbers"
@@ -304,7 +340,8 @@ class Generation(Iterator):
         slots = kv.bucket(max(size, length + self._new_tokens), lm.config.max_length)
         rest, static = (choice.numbers, choice.ends), {"steps": choice.steps, "logprobs": choice.logprobs}
         args = (widen(self._prompt.ids, size), self._prompt.lengths, *rest)
-        layout = kv.Layout(slots, lm.cache_dtype, lm.windows, lm.page_size)
+        context = lm.devices and lm.devices.axes.context
+        layout = kv.Layout(slots, lm.cache_dtype, lm.windows, lm.page_size, context)
         prefill, seconds = lm._compiled(programs.prefill, *args, layout=layout, **static)
         tokens, _, done, memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prefill.out_info)
         args_of_step = memory, tokens, done, np.int32(0), np.int32(0), *rest

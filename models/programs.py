@@ -86,7 +86,7 @@ def decode(structure, weights, memory, tokens, done, made, count, numbers, ends,
     model = merge(structure, weights)
 
     def unfinished(i, carry):
-        return (i < count) & ~jnp.all(carry[1])
+        return (i < count) & ~model.over.all(jnp.all(carry[1]))
 
     def step(i, carry):
         tokens, done, out, memory, filled = carry

@@ -78,6 +78,9 @@ def generate(
     out: Annotated[str | None, typer.Option("--out", "-o", help="Of --batch: the file of the answers.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Prefill and decode speed, on standard error.")] = False,
     adapter: Annotated[str | None, typer.Option(help="The folder of a LoRA adapter of the model.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Cut over so many devices: 2, or tensor=2,expert=2,context=2.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Generate text with a language model whose every operation is a jtile kernel."""
@@ -86,6 +89,7 @@ def generate(
     options |= dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=logit_bias)
     options |= dict(repetition_penalty=repetition_penalty, presence_penalty=presence_penalty)
     options |= dict(frequency_penalty=frequency_penalty, draft=draft, draft_tokens=draft_tokens, adapter=adapter)
+    options |= dict(devices=devices)
     if batch is not None or out is not None:
         raise typer.Exit(_run_batch(batch, out, prompt, options))
     raise typer.Exit(run_model(sys.stdin.read() if prompt == "-" else prompt, **options))
@@ -98,6 +102,7 @@ def _run_batch(path: str | None, out: str | None, prompt: str | None, options: d
     if path is None:
         raise typer.BadParameter("--out is the file of the answers to --batch")
     usual = dict(prompt_ids=None, chat=True, system=None, json=False, stats=False, logit_bias=None, draft=None)
+    usual |= dict(devices=None)
     given = {name: options.pop(name) for name in usual} | {"prompt": prompt}
     if other := [name for name, value in given.items() if value != usual.get(name)]:
         name = {"chat": "raw"}.get(other[0], other[0])

@@ -1,0 +1,243 @@
+"""Models over the devices of a mesh: who has which weights, and the programs of a model inside of `jax.shard_map`.
+
+Every device holds a model of its own, whose weights are parts of the checkpoint's (`shards.py`). An array of weights is
+one array of JAX along whose first dimension the devices' lie, and so is what the cache keeps of the tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jtile as jt
+from jtile._errors import ModelError
+
+from . import cache as kv
+from .checkpoint import Checkpoint
+from .decoder import Decoder
+from .parallel import Axes
+from .programs import Memory
+from .prompt import Prompt
+from .shards import Heads, Part, Place
+
+ROLES = tuple(field.name for field in dataclasses.fields(Axes))
+WEIGHTS, ROWS, SAME, MEMORY = "weights", "rows", "same", "memory"
+
+# of each of `programs`: how its arguments behind the weights and its results lie on the devices
+LIES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "logits": ((ROWS, ROWS, ROWS), ROWS),
+    "embed": ((ROWS, ROWS), ROWS),
+    "prefill": ((ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, ROWS, MEMORY)),
+    "decode": ((MEMORY, ROWS, ROWS, SAME, SAME, ROWS, SAME), (ROWS, ROWS, SAME, ROWS, ROWS, MEMORY)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """A mesh, and what its axes do for a model; see `load`."""
+
+    mesh: Mesh
+    axes: Axes
+
+    @classmethod
+    def of(cls, mesh: Any, parallel: Mapping[str, str] | None, config: Any) -> Devices:
+        """`mesh`, `parallel`: of `load`, for a model of this configuration.
+
+        Raises:
+          ModelError: no mesh, one with devices of other processes, unknown roles or axes, two roles of one axis, or a
+            model that cannot be cut so.
+        """
+        if not isinstance(mesh, Mesh):
+            raise ModelError(f"mesh is a jax.sharding.Mesh, of jax.make_mesh; got {type(mesh).__name__}")
+        if parallel is None and len(mesh.axis_names) == 1:
+            parallel = {"tensor": mesh.axis_names[0]}
+        if not isinstance(parallel, Mapping) or not parallel:
+            raise ModelError(
+                f"parallel says what the axes {_listed(mesh.axis_names)} of the mesh do for the model: "
+                f'{{"tensor": "{mesh.axis_names[0]}"}}, or others of {", ".join(ROLES)}; got {parallel!r}'
+            )
+        for role, axis in parallel.items():
+            if role not in ROLES:
+                raise ModelError(f"parallel has {role!r}; a model is cut by {', '.join(ROLES)}")
+            if axis not in mesh.axis_names:
+                raise ModelError(
+                    f"parallel has {role!r}: {axis!r}; the axes of the mesh are {_listed(mesh.axis_names)}"
+                )
+        if len(set(parallel.values())) < len(parallel):
+            raise ModelError(f"parallel gives one axis of the mesh to two roles: {dict(parallel)}")
+        far = [d for d in mesh.devices.flat if d.process_index != jax.process_index()]
+        if far:
+            raise ModelError(f"the mesh has devices of other processes, as {far[0]}; a model runs on those of one")
+        found = cls(mesh, Axes(**parallel))
+        found._check(config)
+        return found
+
+    def _check(self, config) -> None:
+        experts, count = experts_of(config), self.size("expert")
+        if self.axes.expert is not None and not experts:
+            raise ModelError("parallel has 'expert', and this model has no mixtures of experts; use 'tensor'")
+        if experts % count:
+            raise ModelError(
+                f"the model has {experts} experts, which the {count} devices along {self.axes.expert!r} do not divide"
+            )
+        heads, tensor = config.attention.heads, self.size("tensor")
+        if tensor > heads:
+            raise ModelError(
+                f"the model has {heads} heads of attention, fewer than the {tensor} devices along "
+                f"{self.axes.tensor!r}; use a smaller mesh, or give some of them to 'context'"
+            )
+
+    def size(self, role: str) -> int:
+        """How many devices a role has; 1 where it has no axis."""
+        axis = getattr(self.axes, role)
+        return 1 if axis is None else self.mesh.shape[axis]
+
+    def read(self, checkpoint: Checkpoint, dtype: str) -> Parts:
+        """The model of a checkpoint: each device's weights are read and brought to it one after the other."""
+        models = {
+            (t, e): self._model(checkpoint, dtype, Place(t, self.size("tensor")), Place(e, self.size("expert")))
+            for t in range(self.size("tensor"))
+            for e in range(self.size("expert"))
+        }
+        split = {at: nnx.split(model) for at, model in models.items()}
+        flat = {at: jax.tree.flatten(state) for at, (_, state) in split.items()}
+        structures = [(split[at][0], flat[at][1]) for at in flat]
+        if any(found != structures[0] for found in structures):
+            raise ModelError(
+                f"{checkpoint.source} stores the matrices of its experts in several ways, so that devices would run "
+                "different programs; take a checkpoint that is quantised in one way"
+            )
+        leaves = [self._together({at: flat[at][0][i] for at in flat}) for i in range(len(flat[0, 0][0]))]
+        return Parts(self, checkpoint.config, models[0, 0], structures[0], leaves)
+
+    def _model(self, checkpoint: Checkpoint, dtype: str, tensor: Place, expert: Place) -> Decoder:
+        config: Any = checkpoint.config
+        attention = config.attention
+        kv_heads = getattr(attention, "kv_heads", attention.heads)
+        heads = Heads.at(attention.heads, kv_heads, tensor)
+        counts = {"heads": len(heads.queries), "kv_heads": len(heads.keys)}
+        fields = {name: count for name, count in counts.items() if hasattr(attention, name)}
+        own = dataclasses.replace(config, attention=dataclasses.replace(attention, **fields))
+        part = Part(checkpoint, attention.heads, kv_heads, heads, tensor, expert, experts_of(config), checkpoint.unit())
+        # host devices share one memory, and programs would be compiled for each of them
+        where = self._device(tensor.index, expert.index) if jt.platform() != "cpu" else None
+        with jax.default_device(where):
+            model = Decoder(own, part, checkpoint.tied, dtype)
+        for _, module in nnx.iter_modules(model):
+            if hasattr(module, "over"):
+                module.over = self.axes
+        return model
+
+    def _device(self, tensor: int, expert: int):
+        at = {self.axes.tensor: tensor, self.axes.expert: expert}
+        return self.mesh.devices[tuple(at.get(axis, 0) for axis in self.mesh.axis_names)]
+
+    def _together(self, parts: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
+        """The array of parts by their places along the axes of tensor and expert, which other axes have copies of."""
+        names, (count, *rest) = self.mesh.axis_names, parts[0, 0].shape
+        place = lambda at, axis: 0 if axis is None else at[names.index(axis)]
+        arrays = [
+            jax.device_put(parts[place(at, self.axes.tensor), place(at, self.axes.expert)], self.mesh.devices[at])
+            for at in np.ndindex(self.mesh.devices.shape)
+        ]
+        return jax.make_array_from_single_device_arrays((count * len(parts), *rest), self._lies(WEIGHTS), arrays)
+
+    def _spec(self, kind: str) -> Any:
+        if kind == MEMORY:
+            cache = kv.KVCache(P(self.axes.names), self._spec(ROWS), self._spec(ROWS), context=self.axes.context)
+            return Memory(cache, self._spec(ROWS))
+        return {WEIGHTS: P(self.axes.of_weights), ROWS: P(self.axes.expert), SAME: P()}[kind]
+
+    def _lies(self, kind: str) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._spec(kind))
+
+    def lower(self, function: Any, structure, weights, *args, **static) -> jax.stages.Lowered:
+        """One of `programs` for all devices."""
+        takes, gives = LIES[function.__name__]
+        spread = lambda of, what: tuple(map(of, what)) if isinstance(what, tuple) else of(what)
+        run = jax.shard_map(
+            lambda weights, *args: function.__wrapped__(structure, weights, *args, **static),
+            mesh=self.mesh,
+            in_specs=spread(self._spec, (WEIGHTS, *takes)),
+            out_specs=spread(self._spec, gives),
+            check_vma=False,
+        )
+        donated = tuple(1 + i for i, kind in enumerate(takes) if kind == MEMORY)
+        shardings = spread(self._lies, (WEIGHTS, *takes)), spread(self._lies, gives)
+        jitted = jax.jit(run, in_shardings=shardings[0], out_shardings=shardings[1], donate_argnums=donated)
+        return jitted.lower(weights, *args)
+
+    def full(self, x: np.ndarray) -> np.ndarray:
+        """Rows [batch, ...] with copies of the last one behind them, so that devices share them out equally."""
+        more = -len(x) % self.size("expert")
+        return np.concatenate([x, np.repeat(x[-1:], more, axis=0)]) if more else x
+
+    def filled(self, prompt: Prompt) -> Prompt:
+        """A prompt likewise."""
+        return dataclasses.replace(
+            prompt, ids=self.full(prompt.ids), lengths=self.full(prompt.lengths), mask=self.full(prompt.mask)
+        )
+
+    def numbers(self, numbers: Mapping[str, np.ndarray], batch: int) -> dict[str, np.ndarray]:
+        """Those of `Sampling.traced` for the rows of `filled`: tables for all rows become those of each."""
+        if self.axes.expert is None:
+            return dict(numbers)
+        return {name: self.full(np.broadcast_to(x, (batch, *x.shape[1:]))) for name, x in numbers.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A model over devices. config: of the whole; first: the module of the first device; structure, weights: see
+    `programs.merge`."""
+
+    devices: Devices
+    config: Any
+    first: Decoder
+    structure: tuple
+    weights: list[jax.Array]
+
+
+def experts_of(config: Any) -> int:
+    """Of each mixture of a model; 0 where it has none."""
+    mixture = getattr(config, "mixture", None)
+    return mixture.experts if mixture is not None else getattr(config, "experts", 0)
+
+
+def devices_at_hand(text: str) -> dict[str, Any]:
+    """The `mesh` and the `parallel` of `load`, of a command's "2" (heads and features over two devices) or
+    "tensor=2,expert=4". CPUs pretend to be as many devices as are asked for, if JAX has not begun yet.
+
+    Raises:
+      ModelError: something else, or more devices than there are.
+    """
+    entries = [part.split("=") for part in (f"tensor={text}" if text.isdigit() else text).split(",")]
+    if not all(len(e) == 2 and e[0] in ROLES and e[1].isdigit() and int(e[1]) > 0 for e in entries) or (
+        len({e[0] for e in entries}) < len(entries)
+    ):
+        raise ModelError(
+            f"devices is a number, as 2, or numbers of {', '.join(ROLES)}, as tensor=2,expert=4; got {text!r}"
+        )
+    sizes = {role: int(count) for role, count in entries}
+    count = math.prod(sizes.values())
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has begun
+            jax.config.update("jax_num_cpu_devices", count)
+    found = jax.devices()
+    if count > len(found):
+        raise ModelError(f"the model is to be cut over {count} devices, and there are {len(found)}")
+    mesh = Mesh(np.array(found[:count]).reshape(tuple(sizes.values())), tuple(sizes))
+    return {"mesh": mesh, "parallel": {role: role for role in sizes}}
+
+
+def _listed(names) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,117 @@
+"""What a model does along the axes of a mesh that it is cut over, inside of `jax.shard_map`.
+
+Each device holds a model of its own: some of the heads, features, experts and tokens (`shards.py` cuts the weights).
+Where the whole is needed, the functions here call the kernels of `jtile.ops.collectives`, or, on targets whose kernels
+do not talk to other devices, the collectives of XLA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import jtile as jt
+from jtile import ops
+from jtile.ops import collectives
+
+FUSED = 256 << 10  # bytes of a sum up to which its norm is in one kernel with it: every device adds up everything
+
+
+def collective(name: str) -> Callable:
+    """A function of `jtile.ops.collectives`, or its reference by XLA where the target's kernels do not talk."""
+    return getattr(collectives, name if jt.platform() == "cpu" else f"{name}_reference")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """This device's term `value` of a sum over the devices along an axis."""
+
+    value: jax.Array
+    axis: str = dataclasses.field(metadata=dict(static=True))
+
+    def whole(self) -> jax.Array:
+        """The sum."""
+        return collective("all_reduce")(self.value, self.axis)
+
+    def add_norm(self, x, weight, eps: float) -> tuple[jax.Array, jax.Array]:
+        """(x + the sum, the RMS norm of that with this weight)."""
+        if self.value.size * self.value.dtype.itemsize <= FUSED:
+            normed, x = collective("all_reduce_rms_norm")(self.value, weight, self.axis, residual=x, eps=eps)
+        else:
+            normed, x = ops.rms_norm(self.whole(), weight, eps=eps, residual=x)
+        return x, normed
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh that a model is cut over; None: it is not.
+
+    tensor: heads, features of MLPs and the vocabulary. expert: the experts of mixtures, and the rows of a batch.
+    context: the slots of the cache; what a layer with a ring keeps is whole on each device."""
+
+    tensor: str | None = None
+    expert: str | None = None
+    context: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(axis for axis in dataclasses.astuple(self) if axis is not None)
+
+    @property
+    def of_weights(self) -> tuple[str, ...]:
+        """Those along which devices have other weights."""
+        return tuple(axis for axis in (self.tensor, self.expert) if axis is not None)
+
+    def term(self, y):
+        """What a product over heads or features of this device gives."""
+        return y if self.tensor is None else Term(y, self.tensor)
+
+    def embedding(self, table, ids, dtype):
+        """Rows `ids` of the table [vocab, features], of which this device has its share."""
+        if self.tensor is None:
+            return ops.embedding(table, ids, dtype=dtype)
+        here = ids - table.shape[0] * jax.lax.axis_index(self.tensor)
+        known = (here >= 0) & (here < table.shape[0])
+        rows = ops.embedding(table, jnp.where(known, here, 0), dtype=dtype)
+        return Term(jnp.where(known[..., None], rows, 0), self.tensor).whole()
+
+    def gathered(self, logits, vocab: int):
+        """Logits [..., vocab] of those of this device's share of the vocabulary."""
+        if self.tensor is None:
+            return logits
+        return collective("all_gather")(logits, self.tensor, dim=-1)[..., :vocab]
+
+    def all(self, yes):
+        """Whether a bool scalar is true of all rows, those of other devices too."""
+        return yes if self.expert is None else jax.lax.pmin(yes.astype(jnp.int32), self.expert) > 0
+
+    def dispatched(self, x, chosen, weights, count: int, run: Callable):
+        """sum_j weights[t, j] MLP_e(x[t]) with e = chosen[t, j], of the `count` experts that devices share.
+
+        run: rows [n, hidden] sorted by the experts of this device, and the sizes of these groups -> [n, hidden]."""
+        assert self.expert is not None
+        rows, sizes, routes = collective("dispatch")(x, chosen, self.expert, count=count)
+        return collective("combine")(run(rows, sizes), routes, self.expert, weights=weights)
+
+
+ALONE = Axes()
+
+
+def held(lengths, axis: str):
+    """Of rows of so many tokens, those that this device holds of a cache cut along an axis, whose tokens go to the
+    devices in turns."""
+    n = jt.axis_size(axis)
+    return (lengths + (n - 1 - jax.lax.axis_index(axis))) // n
+
+
+def held_part(x, axis: str):
+    """The tokens of x [batch, length, ...] that this device holds; see `held`."""
+    n = jt.axis_size(axis)
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % n)) + ((0, 0),) * (x.ndim - 2))
+    turns = x.reshape(x.shape[0], -1, n, *x.shape[2:])
+    return jax.lax.dynamic_index_in_dim(turns, jax.lax.axis_index(axis), 2, keepdims=False)

@@ -1,0 +1,148 @@
+"""Checks on eight devices: models cut over a mesh give the tokens of transformers; run by test_spread.py."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jtile.models
+from jtile.errors import ModelError, PromptError
+from jtile.models import LanguageModel
+from jtile.models.folder import open_folder
+from jtile.models.mesh import Devices, devices_at_hand
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+DEVICES = np.array(jax.devices())
+
+
+def mesh_of(*shape: int) -> Mesh:
+    return Mesh(DEVICES[: np.prod(shape)].reshape(shape), ("x", "y", "z")[: len(shape)])
+
+
+def first_layer(path: Path, shape=None, parallel=None, **options):
+    """The first layer of a model, on one device or several: it compiles in less time than all."""
+    checkpoint = open_folder(path)
+    checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, num_layers=1))
+    devices = shape and Devices.of(mesh_of(*shape), parallel, checkpoint.config)
+    return LanguageModel.from_checkpoint(checkpoint, devices=devices, **options)
+
+
+def greedy(name, shape, parallel, rows=slice(None), **options):
+    """The tokens of the golden prompts, some of their rows, are those of one device."""
+    golden = np.load(DATA / name / "io.npz")
+    lm = jtile.models.load(DATA / name, mesh=mesh_of(*shape), parallel=parallel, **options)
+    ids, want = golden["input_ids"][rows], golden["greedy"][rows]
+    np.testing.assert_array_equal(lm.generate(ids, want.shape[1], eos=None), want)
+    return lm
+
+
+def check_llama_by_heads_and_its_logits():
+    lm, golden = greedy("llama", (2,), None), np.load(DATA / "llama" / "io.npz")
+    np.testing.assert_allclose(lm.logits(golden["input_ids"]), golden["logits"], atol=1e-4)
+    of_device = sum(x.addressable_shards[0].data.nbytes for x in lm._weights)
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.tree.map(np.asarray, lm._weights)))
+    assert 2 * of_device == whole
+    one = sum(x.nbytes for x in jtile.models.load(DATA / "llama")._weights)
+    assert of_device < 0.53 * one, "beside halves of matrices there are whole norms"
+    with pytest.raises(ModelError, match="each of which has a module of its own"):
+        _ = lm.model
+    with pytest.raises(PromptError, match="neither drafts nor checks drafts"):
+        lm.generate([1, 2], 2, draft=jtile.models.NGram())
+
+
+def check_gemma2_by_heads_and_tokens():
+    greedy("gemma2", (2, 2), {"tensor": "x", "context": "y"})
+
+
+def check_gemma3_with_one_head_of_keys_on_four_devices():
+    greedy("gemma3", (4,), {"tensor": "x"})
+
+
+def check_qwen2_by_tokens():
+    greedy("qwen2", (4,), {"context": "x"}, page_size=8)
+
+
+def check_qwen3_on_three_devices():
+    """Which divide neither heads nor features nor the vocabulary."""
+    greedy("qwen3", (3,), {"tensor": "x"})
+
+
+def check_mistral_by_rings():
+    greedy("mistral", (2, 2), {"tensor": "y", "context": "x"})
+
+
+def check_mixtral_by_experts():
+    """Eight devices, of which each has one expert and a row, or a copy of the last one."""
+    greedy("mixtral", (8,), {"expert": "x"})
+
+
+def check_qwen3_moe_by_heads_and_experts():
+    greedy("qwen3_moe", (4, 2), {"tensor": "x", "expert": "y"}, rows=slice(1))
+
+
+def check_gpt_oss_by_heads_and_experts():
+    greedy("gpt_oss", (2, 2), {"tensor": "x", "expert": "y"})
+
+
+def check_qwen3_next_by_heads_and_experts():
+    """Its gated DeltaNets are whole on each device."""
+    golden = np.load(DATA / "qwen3_next" / "io.npz")
+    lm = jtile.models.load(DATA / "qwen3_next", mesh=mesh_of(2, 2), parallel={"tensor": "x", "expert": "y"})
+    np.testing.assert_allclose(lm.logits(golden["input_ids"]), golden["logits"], atol=1e-4)
+
+
+def check_deepseek_by_all():
+    greedy("deepseek_v3", (2, 2, 2), {"tensor": "x", "expert": "y", "context": "z"})
+
+
+def check_quantised_weights_and_caches():
+    """160 features are five groups of 32, of which the second device has two."""
+    ids = np.load(DATA / "llama" / "io.npz")["input_ids"]
+    options = {"cache_dtype": "int8"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = jtile.models.quantize_folder(DATA / "llama", "q4_0", out=Path(folder) / "small")
+        one, two = first_layer(path, **options), first_layer(path, (2, 2), {"tensor": "x", "context": "y"}, **options)
+        np.testing.assert_array_equal(two.generate(ids, 6, eos=None), one.generate(ids, 6, eos=None))
+
+
+def check_sampling_of_rows_on_several_devices():
+    """Three rows on two devices, with options of their own."""
+    ids = np.load(DATA / "mixtral" / "io.npz")["input_ids"][:1].repeat(3, 0)
+    options = {"temperature": [0.0, 1.0, 2.0], "seed": 3, "logit_bias": {5: 2.0}, "presence_penalty": 0.5}
+    found = []
+    for lm in (first_layer(DATA / "mixtral"), first_layer(DATA / "mixtral", (2,), {"expert": "x"})):
+        stream = lm.stream(ids, 6, eos=None, logprobs=True, **options)
+        found.append((np.stack(list(stream)), np.stack(stream.logprobs)))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-3)
+
+
+def check_what_is_refused():
+    two = mesh_of(2)
+    cases = [
+        ("llama", dict(parallel={"tensor": "x"}), "give the mesh too"),
+        ("llama", dict(mesh=two, adapter="there"), "takes no adapter"),
+        ("llama", dict(mesh=DEVICES), "mesh is a jax.sharding.Mesh"),
+        ("llama", dict(mesh=mesh_of(2, 2)), "parallel says what the axes 'x', 'y' of the mesh do"),
+        ("llama", dict(mesh=two, parallel={}), "parallel says what the axes 'x' of the mesh do"),
+        ("llama", dict(mesh=two, parallel={"pipeline": "x"}), "parallel has 'pipeline'; a model is cut by tensor"),
+        ("llama", dict(mesh=two, parallel={"tensor": "w"}), "the axes of the mesh are 'x'"),
+        ("llama", dict(mesh=two, parallel={"tensor": "x", "context": "x"}), "one axis of the mesh to two roles"),
+        ("llama", dict(mesh=two, parallel={"expert": "x"}), "no mixtures of experts"),
+        ("mixtral", dict(mesh=mesh_of(3), parallel={"expert": "x"}), "8 experts, which the 3 devices along 'x'"),
+        ("llama", dict(mesh=mesh_of(8)), "4 heads of attention, fewer than the 8 devices along 'x'"),
+    ]
+    for name, options, words in cases:
+        with pytest.raises(ModelError, match=words):
+            jtile.models.load(DATA / name, **options)
+    for text, words in (("3x", "devices is a number, as 2"), ("tensor=4,expert=4", "over 16 devices, and there are 8")):
+        with pytest.raises(ModelError, match=words):
+            devices_at_hand(text)
+    found = devices_at_hand("tensor=2,context=4")
+    assert dict(found["mesh"].shape) == {"tensor": 2, "context": 4}
+    assert found["parallel"] == {"tensor": "tensor", "context": "context"}
+    assert dict(devices_at_hand("2")["mesh"].shape) == {"tensor": 2}
