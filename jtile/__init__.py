@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from jtile.tune import profile as profile
     from jtile.tune import tune as tune
     from jtile.tune.totals import cost as cost
+    from jtile.tune.whole import profile_program as profile_program
 
 # Loaded when a name of theirs is first used: `import jtile` stays cheap, and models need packages that kernels do not.
 _MODULES = ("interpret", "ir", "models", "ops", "testing", "tune")
@@ -151,6 +152,7 @@ _NAMES = dict.fromkeys(_LANGUAGE, "jtile.language") | {
     "host_target": "jtile.lowering.targets",
     "platform": "jtile.lowering.here",
     "profile": "jtile.tune",
+    "profile_program": "jtile.tune.whole",
     "same_along": "jtile.primitive.same",
     "target": "jtile.lowering.here",
     "tile": "jtile.fusion.source",

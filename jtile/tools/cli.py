@@ -288,10 +288,14 @@ def profile(
     trace: Annotated[str | None, typer.Option(help="A file for https://ui.perfetto.dev.")] = None,
     picture: Annotated[str | None, typer.Option(help="A file for the picture: PNG, SVG or PDF.")] = None,
     interpret: Annotated[bool, typer.Option(help="In the interpreter: no GPU, and steps for times.")] = False,
+    program: Annotated[bool, typer.Option("--program", help="The whole function: each kernel's share, gaps.")] = False,
+    calls: Annotated[int, typer.Option(min=1, help="Of --program: calls that are watched.")] = 10,
 ) -> None:
-    """What the roles of a function's block-level kernels do when."""
+    """What the roles of a function's block-level kernels do when; or where the time of a whole program goes."""
     from jtile.tools import tuning
 
+    if program:
+        return tuning.show_program(what, args=args, meta=meta or [], trace=trace, calls=calls)
     tuning.show_profile(what, args=args, meta=meta or [], trace=trace, picture=picture, interpret=interpret)
 
 

@@ -14,6 +14,7 @@ from jtile.tune.roofline import explain
 from jtile.tune.store import RECORDS, Entries, merge, read, store, user_path, write
 from jtile.tune.timings import bench
 from jtile.tune.watch import profile
+from jtile.tune.whole import profile_program
 
 
 def run(what: str, rest: list[str], *, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:
@@ -85,6 +86,16 @@ def show_profile(
         found.timelines[0].save(trace)
     if picture:
         found.timelines[0].picture(picture)
+
+
+def show_program(what: str, *, args: str, meta: list[str], trace: str | None, calls: int) -> None:
+    """Print `jt.profile_program` of "module:function" on random data; the trace goes to a file."""
+    types = levels.parse_types(args)
+    with levels.as_wide_as(types):
+        found = profile_program(_function(what, types, meta), *types, calls=calls)
+    sys.stdout.write(f"{found}\n")
+    if trace:
+        found.save(trace)
 
 
 def _tune(what: str, args: str, meta: list[str], time_limit: float | None, out: str | None) -> int:
