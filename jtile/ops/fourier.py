@@ -20,15 +20,22 @@ _LONGEST = (
 )  # numbers of a row that a program takes at once: on a GPU in registers, on a CPU in its cache
 
 
-@jt.kernel(
-    out_type=lambda x, table, **_: jt.like(x), grid=lambda x, table, *, br, **_: jt.cdiv(x.shape[0], br)
-)  # fmt: skip
+def _pair(x):
+    """Real and imaginary parts of a tile, complex or with a last axis of both."""
+    return pair(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x[..., 0], x[..., 1])
+
+
+def _spectrum(x, *_, **__):
+    return jax.ShapeDtypeStruct(x.shape[:2], jnp.complex64)
+
+
+@jt.kernel(out_type=_spectrum, grid=lambda x, table, *, br, **_: jt.cdiv(x.shape[0], br))
 def fft_tiles(x, table, y, *, br: int, factors: tuple[int, ...], sign: int, scale: float):
-    """x, y complex64 [rows, n], `br` rows in registers; table: `roots`."""
+    """x, y complex64 [rows, n], or x float32 [rows, n, 2] of the same bytes, `br` rows in registers; table: `roots`."""
     # Stockham's order: with n = l r m, a step takes z[j m + p, q] to z'[p r + k, q], p < m, q < l, j, k < r:
     # z'[p, k, q] = e^(sign 2 pi i p k / (r m)) sum_j e^(sign 2 pi i j k / r) z[j, p, q]
     i, n = jt.program_id(0), x.shape[1]
-    z, l = pair(x.tiles(br, n)[i, 0]), 1
+    z, l = _pair(x.tiles(br, *x.shape[1:])[(i, *[0] * (len(x.shape) - 1))]), 1
     for s, r in enumerate(factors):
         m, first = n // (r * l), first_root(factors, s)
         parts = tuple(v.reshape(br, r, m, l) for v in z)
@@ -43,14 +50,14 @@ def fft_tiles(x, table, y, *, br: int, factors: tuple[int, ...], sign: int, scal
 
 
 @jt.kernel(
-    out_type=lambda x, table, **_: jt.like(x), grid=lambda x, table, **_: x.shape[0],
+    out_type=_spectrum, grid=lambda x, table, **_: x.shape[0],
     scratch=lambda x, table, **_: [jax.ShapeDtypeStruct((x.shape[1],), jnp.float32)] * 4,
 )  # fmt: skip
 def fft_rows(
     x, table, y, real, imaginary, other_real, other_imaginary, *, factors: tuple[int, ...], sign: int, scale: float
 ):
     """As `fft_tiles`, a row at a time, in memory of the program: vectors run along q, in the first step along p."""
-    i, n, l = jt.program_id(0), x.shape[1], 1
+    i, n, l, more = jt.program_id(0), x.shape[1], 1, [slice(None)] * (len(x.shape) - 2)
     now, then = (real, imaginary), (other_real, other_imaginary)
     for s, r in enumerate(factors):
         m, first, last = n // (r * l), first_root(factors, s), s + 1 == len(factors)
@@ -58,7 +65,8 @@ def fft_rows(
         for p in jt.range(1 if s == 0 else m):
             for c in jt.range((m if s == 0 else l) // b):
                 here = [jt.ds(j * (n // r) + p * l + c * b, b) for j in range(r)]
-                out = butterfly([pair(x[i, at]) if s == 0 else (now[0][at], now[1][at]) for at in here], sign)
+                load = (lambda at, now=now: (now[0][at], now[1][at])) if s else lambda at: _pair(x[(i, at, *more)])
+                out = butterfly([load(at) for at in here], sign)
                 for k, v in enumerate(out):
                     root = first + (k - 1) * m + (c * b if s == 0 else p)
                     if k and not last:
@@ -72,11 +80,13 @@ def fft_rows(
 
 
 def _forward(kernel, x, table, **meta):
-    return kernel(x, table, **meta), table
+    return kernel(x, table, **meta), (table, x.ndim)
 
 
-def _backward(kernel, table, g, **meta):
-    return kernel(g, table, **meta), None  # the matrix of a transform is symmetric
+def _backward(kernel, residuals, g, **meta):
+    table, rank = residuals
+    x = kernel(g, table, **meta)  # the matrix of a transform is symmetric
+    return x if rank == 2 else jnp.stack([jnp.real(x), -jnp.imag(x)], -1), None
 
 
 for _kernel in (fft_tiles, fft_rows):
@@ -84,9 +94,11 @@ for _kernel in (fft_tiles, fft_rows):
 
 
 def _rows(x, sign: int, scale: float):
-    """Of the rows of x [rows, n], complex64."""
+    """Of the rows of x [rows, n], complex64; of x float32 [rows, n, 2] with both parts side by side."""
     n, whole = x.shape[1], machine().whole
     factors = radices(n, 16 if whole else 8)
+    if x.ndim == 3 and (factors is None or n > _LONGEST[whole]):
+        x = jax.lax.complex(x[..., 0], x[..., 1])
     if factors is None:
         return _by_chirps(x, sign, scale)
     if n > _LONGEST[whole]:
@@ -192,8 +204,10 @@ def rfft(x: jax.Array, axis: int = -1) -> jax.Array:
     if n % 2:
         return jax.lax.slice_in_dim(fft(x, axis), 0, n // 2 + 1, axis=axis)
     x = jnp.moveaxis(x, axis, -1)
-    z = _complex("rfft", x[..., 0::2]) + 1j * _complex("rfft", x[..., 1::2])
-    z = fft(z)
+    if x.size == 0 or n == 2:
+        z = fft(jax.lax.complex(*(x[..., k::2].astype(jnp.float32) for k in (0, 1))))
+    else:
+        z = _rows(x.astype(jnp.float32).reshape(-1, n // 2, 2), -1, 1.0).reshape(*x.shape[:-1], n // 2)
     # z = even + i odd     X_k = even_k + w^k odd_k     even_k = (Z_k + conj Z_-k) / 2, odd_k = (Z_k - conj Z_-k) / 2i
     z = jnp.concatenate([z, z[..., :1]], -1)
     back = jnp.conj(jnp.flip(z, -1))
