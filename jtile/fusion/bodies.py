@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,14 @@ def name_of(first: str, steps: Sequence[Step]) -> str:
     return "_".join([first, *[*names][:4]])
 
 
+def kept_tiles(group: Group) -> int:
+    """How many values of the elementwise steps of a group are read several times."""
+    if group.layout.whole or group.layout.late:
+        return 0
+    reads = collections.Counter(x for s in group.steps if s.name not in MOVES for x in s.ins if isinstance(x, Value))
+    return sum(reads[out] > 1 for step in group.steps for out in step.outs)
+
+
 class GroupKernel:
     """The kernel of a group. Its arrays have a dimension for every axis of theirs that is longer than one element.
 
@@ -30,7 +39,7 @@ class GroupKernel:
     """
 
     def __init__(self, group: Group):
-        self.group, self.tiling = group, group_tiling(group.layout)
+        self.group, self.tiling = group, group_tiling(group.layout, kept_tiles(group))
         self._sums = Sums(group, self.tiling)
         self.types = [self._sums.type_of(v) for v in group.outputs]
         body, name = self._sums.body if group.last else self._body, name_of("fused", group.steps)

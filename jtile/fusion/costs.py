@@ -22,6 +22,10 @@ SLOW = frozenset(
     ["sin", "cos", "tan", "asin", "acos", "sinh", "cosh", "exp", "exp2", "expm1", "log", "log1p", "pow", "cbrt"]
 )
 MANY = 6  # arrays
+CHAINS_ON_GPUS = (
+    False  # whether groups become kernels there of which no program takes an axis whole: XLA's are as quick
+)
+EXACT = frozenset(["erf", "erfc", "erf_inv"])  # functions that kernels for CPUs compute more exactly, in twice the time
 
 # Parts of arrays, which XLA reads where an elementwise function needs them; a kernel would have to wait for a copy.
 PARTS = frozenset(["slice", "dynamic_slice", "concatenate", "pad", "rev", "gather", "select_and_scatter_add"])
@@ -76,6 +80,14 @@ def not_worth(
     if len(work) == 1 and not layout.whole and ("warps" in jt.target().features or work[0].name not in SLOW):
         return "it is one step"
     names = {step.name for step in work}
+    on_gpu = "warps" in jt.target().features
+    if not layout.whole and on_gpu and not CHAINS_ON_GPUS:
+        return "it is arithmetic and sums of programs' parts, which XLA's code for GPUs does at the speed of memory"
+    if not layout.whole and not on_gpu and names & EXACT:
+        return "XLA's code for CPUs computes erf less exactly, in half of the time"
+    columns = layout.late and not layout.whole and len(layout.sizes) - 1 not in layout.late
+    if columns and names <= CHEAP | REDUCTIONS:
+        return "it sums columns of cheap arithmetic, which XLA does at the speed of memory"
     arrays = sum(size_of(v) * MANY > largest for v in (*inputs, *outputs))  # numbers and rows take no time to read
     if not layout.whole and names <= CHEAP and arrays >= MANY:
         return f"it is arithmetic of {arrays} arrays, which memory bounds"

@@ -61,13 +61,20 @@ class Tiling:
         return found
 
 
-def group_tiling(layout: Layout) -> Tiling:
+FIRST_CACHE = 8192  # elements, of which a CPU's program keeps several tiles beside each other
+LEAST_TILE = 256
+
+
+def group_tiling(layout: Layout, kept: int = 0) -> Tiling:
     """That of a group: its programs take whole axes, and of the others blocks, the innermost first, as far as a program
-    has room for more."""
+    has room for more. kept: how many tiles stand in memory besides what is read and written, since they are read
+    several times."""
     m = machine()
     sides = [n if a in layout.whole else 1 for a, n in enumerate(layout.sizes)]
     passes = bool(layout.whole or layout.late)
     budget, last = m.row if passes else m.tile, len(sides) - 1
+    if m.whole and kept > FIRST_CACHE // m.tile:
+        budget = min(budget, max(FIRST_CACHE // kept, LEAST_TILE))
     left = math.prod(n for a, n in enumerate(layout.sizes) if a not in layout.whole)
     left = max(jt.cdiv(left, m.programs), 1) if passes else left  # elements of a program, so that all have some
     tiles = set(layout.axes.values())

@@ -39,7 +39,9 @@ def show_bench(what: str, *, args: str, meta: list[str], peers: list[str], round
 
 def show_explanation(what: str, *, args: str, meta: list[str], compare: str | None, picture: str | None) -> None:
     """Print `jt.explain` of "module:function" for arguments of these types, and what ops of the library came to; or
-    beside that of a variant: meta-parameters, such as "bm=64 bn=128", or another "module:function"."""
+    beside that of a variant: meta-parameters, such as "bm=64 bn=128", or another "module:function". Of a function of
+    `jt.fuse` first what becomes a kernel, and why the rest stays XLA's."""
+    from jtile.fusion import Fused
     from jtile.ops import choices
 
     types = levels.parse_types(args)
@@ -47,10 +49,11 @@ def show_explanation(what: str, *, args: str, meta: list[str], compare: str | No
         raise KernelValueError(f"{picture} cannot be written: there is no folder {Path(picture).parent}")
     with levels.as_wide_as(types):
         function = _function(what, types, meta)
-        found = explain(function, *types)
-        if not found.kernels:
+        found, fused = explain(function, *types), levels.find(what)
+        decided = [f"{fused.explain(*types, **levels.parse_meta(meta))}\n"] if isinstance(fused, Fused) else []
+        if not found.kernels and not decided:
             raise levels.no_kernel(what, function, types)
-        lines, drawn = [str(found), *dict.fromkeys(map(str, choices(function, *types)))], found
+        lines, drawn = [*decided, str(found), *dict.fromkeys(map(str, choices(function, *types)))], found
         if compare is not None:
             drawn = found.compare(*_variant(what, types, meta, compare))
             lines = [str(drawn)]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jtile as jt
-from benchmarks.fuse import layer_norm, programs
+from benchmarks.fuse import chain, layer_norm, mandelbrot, programs
 from jtile.errors import KernelTypeError
 from jtile.fusion import costs
 from jtile.fusion.bodies import GroupKernel
@@ -25,6 +25,7 @@ rng = np.random.default_rng(0)
 def any_size(monkeypatch):
     """Small arrays are worth kernels, too; and JAX as it comes, which promotes."""
     monkeypatch.setattr(costs, "LEAST", 0)
+    monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -180,8 +181,23 @@ def test_what_is_left_to_xla_and_why():
     assert "it reads parts of arrays, which XLA does without copies" in text
     assert "it is one reduction" in str(jt.fuse(lambda x: x.sum(-1)).explain(x))
     assert "it is one step" in str(jt.fuse(jnp.floor).explain(x))
+    columns = jax.ShapeDtypeStruct((512, 4096), jnp.float32)
+    assert "it sums columns of cheap arithmetic" in str(jt.fuse(lambda x: (x * x + 1).sum(0)).explain(columns))
     if jax.default_backend() == "cpu":
         assert "1 in 1 kernels" in str(jt.fuse(jnp.exp).explain(x))
+        assert "computes erf less exactly" in str(jt.fuse(lambda x: jax.lax.erf(x) + 1).explain(x))
+
+
+def test_chains_of_many_values_that_are_read_again_take_small_tiles():
+    """So that these stay in the first cache of a CPU."""
+    sides = {}
+    for f in (chain, mandelbrot):
+        x = jax.ShapeDtypeStruct((1 << 18,), jnp.float32)
+        (group,) = jt.fuse(f).explain(x, x).plan.units
+        sides[f] = np.prod(GroupKernel(group).tiling.sides)
+    if jax.default_backend() == "cpu":
+        assert sides[chain] == 4096
+        assert 256 <= sides[mandelbrot] <= 512
 
 
 def test_small_arrays_are_left_to_xla(monkeypatch):

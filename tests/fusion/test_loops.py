@@ -21,6 +21,7 @@ rng = np.random.default_rng(0)
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
     monkeypatch.setattr(costs, "LEAST", 0)
+    monkeypatch.setattr(costs, "CHAINS_ON_GPUS", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -105,6 +105,15 @@ def test_explain(here, capsys):
     assert "\nmatmul on cpu: " in capsys.readouterr().out
 
 
+def test_explain_says_what_fuse_decided(here, capsys):
+    body = "def f(x, axis=0):\n    return jax.nn.softmax(x, axis=axis) @ x.T\n"
+    (here / "mine_fused.py").write_text(f"import jax, jtile as jt\n\n@jt.fuse(static_argnames='axis')\n{body}")
+    assert run("explain", "mine_fused.py:f", "--args", "f32[64,128]", "--meta", "axis=1") == 0
+    printed = capsys.readouterr().out
+    assert "kernel fused_max_stop_gradient_sub_exp: " in printed
+    assert "jt.fuse makes no kernels of dot_general" in printed
+
+
 def test_files_of_different_devices_are_not_merged(here):
     for name in ("a", "b"):
         write(here / f"{name}.json", name, {"x": Entry({}, 1.0, 1.0)})
